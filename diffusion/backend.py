@@ -1,0 +1,50 @@
+"""The choice of the backend, made once: who computes the ops, and in which precision."""
+
+import os
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import triton_kernels
+from triton_kernels import reference
+
+from .errors import ConfigError
+
+PRECISIONS = {"bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`ops` has every public op of `triton_kernels`; activations are kept in `dtype`."""
+
+    name: str  # triton | torch
+    ops: ModuleType
+    dtype: torch.dtype = torch.float32
+    allow_tf32: bool = False
+
+
+TORCH_FP32 = Backend("torch", reference)
+
+
+def choose_backend(name: str, precision: str, device: torch.device) -> Backend:
+    """Resolve `auto` (triton on CUDA, torch elsewhere) and set PyTorch's TF32 switches to match."""
+    if name not in ("auto", "triton", "torch"):
+        raise ConfigError(f"backend={name} is unknown; choose one of auto, triton, torch")
+    if precision not in PRECISIONS:
+        raise ConfigError(
+            f"train.precision={precision} is unknown; choose one of {', '.join(PRECISIONS)}"
+        )
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if name == "triton" and device.type != "cuda" and not interpreted:
+        raise ConfigError(
+            f"backend=triton needs a CUDA device, and device is {device}; use backend=auto or torch"
+        )
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "torch"
+    if name == "triton" and interpreted and precision == "bf16":
+        raise ConfigError("Triton's interpreter computes bf16 wrongly; use train.precision=fp32")
+    allow_tf32 = precision != "fp32"
+    torch.backends.cuda.matmul.allow_tf32 = allow_tf32
+    torch.backends.cudnn.allow_tf32 = allow_tf32
+    ops = triton_kernels if name == "triton" else reference
+    return Backend(name, ops, PRECISIONS[precision], allow_tf32)

@@ -1,0 +1,51 @@
+"""Without a GPU the Triton kernels run in the interpreter, which has to be chosen before they load."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    torch.set_num_threads(1 if os.environ.get("PYTEST_XDIST_WORKER") else torch.get_num_threads())
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def device():
+    """Where kernels run: the GPU, or the CPU through the interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _folder(name: str) -> Path:
+    path = SHARED / name
+    if not path.is_dir():
+        pytest.skip(f"no shared/{name} beside the checkout")
+    return path
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """Recorded results of other implementations."""
+    return _folder("golden")
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """Small real data sets."""
+    return _folder("data")

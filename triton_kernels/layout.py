@@ -1,0 +1,24 @@
+"""What a launcher may assume of its tensors, checked once at the door of every public op."""
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_nhwc(name: str, x: Tensor, ndim: int = 4) -> None:
+    """Raise ValueError unless `x` is a contiguous floating-point tensor of `ndim` dimensions."""
+    if x.ndim != ndim:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {ndim} dimensions")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{name} is {x.dtype}; expected float32, float16 or bfloat16")
+    if not x.is_contiguous():
+        raise ValueError(
+            f"{name} of shape {tuple(x.shape)} has strides {x.stride()}; expected contiguous NHWC"
+        )
+
+
+def check_shape(name: str, x: Tensor | None, *shape: int) -> None:
+    """Raise ValueError unless `x` is absent or has exactly this shape."""
+    if x is not None and tuple(x.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {shape}")
