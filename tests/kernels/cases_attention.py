@@ -1,0 +1,52 @@
+"""Attention kernels for `test_compile`: one of each at the model's shapes."""
+
+_SHAPES = {"num_heads": "i32", "scale": "fp32"}
+_STRIDES = {"stride_don": "i32", "stride_dot": "i32"}
+_MODEL = {"D": 32, "HEADS_QKV": False, "PRECISION": "ieee", "BLOCK_D": 32}
+
+
+def _case(name, kernel, pointers, constexprs, num_warps, num_stages, element="*bf16", wgmma=True):
+    floats = ("lse_ptr", "delta_ptr")
+    backward = kernel != "_attention_fwd_kernel"
+    return {
+        "name": f"attention_{name}",
+        "kernel": f"triton_kernels.attention:{kernel}",
+        "signature": {p: "*fp32" if p in floats else element for p in pointers}
+        | _SHAPES
+        | (_STRIDES if backward else {}),
+        "constexprs": _MODEL | constexprs | ({"stride_doc": 1} if backward else {}),
+        "options": {"num_warps": num_warps, "num_stages": num_stages},
+        "expect": {"wgmma": wgmma},
+    }
+
+
+_FWD = ("qkv_ptr", "o_ptr", "lse_ptr")
+_ONE_PASS = ("do_ptr", "qkv_ptr", "o_ptr", "lse_ptr", "dqkv_ptr")
+_DQ = ("do_ptr", "qkv_ptr", "o_ptr", "lse_ptr", "delta_ptr", "dqkv_ptr")
+_DKDV = ("do_ptr", "qkv_ptr", "lse_ptr", "delta_ptr", "dqkv_ptr")
+
+COMPILE_CASES = [
+    _case("fwd", "_attention_fwd_kernel", _FWD, dict(T=256, BLOCK_M=64, BLOCK_N=128), 4, 2),
+    _case(
+        "fwd_fp32",
+        "_attention_fwd_kernel",
+        _FWD,
+        dict(T=250, BLOCK_M=32, BLOCK_N=32),
+        4,
+        2,
+        element="*fp32",
+        wgmma=False,
+    ),
+    _case(
+        "bwd_one_pass",
+        "_attention_bwd_one_pass_kernel",
+        _ONE_PASS,
+        dict(T=64, BLOCK_M=64, BLOCK_N=64),
+        4,
+        1,
+    ),
+    _case("bwd_dq", "_attention_bwd_dq_kernel", _DQ, dict(T=256, BLOCK_M=64, BLOCK_N=64), 4, 2),
+    _case(
+        "bwd_dkdv", "_attention_bwd_dkdv_kernel", _DKDV, dict(T=256, BLOCK_M=64, BLOCK_N=64), 4, 2
+    ),
+]

@@ -1,0 +1,313 @@
+"""Attention against its reference in float64: output and gradient, under a random do."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from triton_kernels import reference
+from triton_kernels.attention import (
+    _BWD_CONFIGS,
+    _FWD_CONFIGS,
+    _attention_bwd,
+    _attention_fwd,
+    attention,
+)
+
+FLOOR = 1e-6  # of the budget: the precision of float32 statistics
+RUNS_ON_GPU = 3  # a race shows in one run out of several
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Outputs start as NaN, so an element that is not written shows."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
+
+
+def make(n, t, heads, d, dtype, device):
+    """qkv and do; scores have a standard deviation of about 2, so that the softmax is not flat."""
+    generator = torch.Generator().manual_seed(n + t + heads + d)
+    qkv = math.sqrt(2) * torch.randn(n, t, 3 * heads * d, generator=generator)
+    do = torch.randn(n, t, heads * d, generator=generator)
+    return qkv.to(device, dtype), do.to(device, dtype)
+
+
+def run(op, qkv, do, heads, **options):
+    """(o, dqkv) of `op`."""
+    qkv = qkv.detach().clone().requires_grad_()
+    o = op(qkv, heads, **options)
+    (dqkv,) = torch.autograd.grad(o, qkv, do)
+    return o.detach(), dqkv
+
+
+def errors(actual, expected):
+    """Relative error in the Euclidean norm, and of the worst element against the largest one."""
+    difference = actual.double() - expected
+    worst = difference.abs().max() / expected.abs().max()
+    return (difference.norm() / expected.norm()).item(), worst.item()
+
+
+def expected_and_budgets(qkv, do, heads, *, order="qkv_heads", allow_tf32=False):
+    """(o, dqkv) in float64, and for each the errors that are allowed: twice those of PyTorch in the
+    precision under test."""
+    exact = run(reference.attention, qkv.double(), do.double(), heads, order=order)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allow_tf32
+    # the fused float32 backends ignore TF32
+    backends = [SDPBackend.MATH] if allow_tf32 else list(SDPBackend.__members__.values())[1:]
+    with sdpa_kernel(backends):
+        low = run(reference.attention, qkv, do, heads, order=order)
+    torch.backends.cuda.matmul.allow_tf32 = before
+    pairs = zip(low, exact, strict=True)
+    return exact, [tuple(max(2 * e, FLOOR) for e in errors(*pair)) for pair in pairs]
+
+
+def assert_close(name, actual, expected, budget):
+    found = errors(actual, expected)
+    assert all(e <= b for e, b in zip(found, budget, strict=True)), (
+        f"{name}: relative errors {found} (norm, worst element), allowed {budget}"
+    )
+
+
+def check(qkv, do, heads, **options):
+    exact, budgets = expected_and_budgets(qkv, do, heads, **options)
+    for _ in range(RUNS_ON_GPU if qkv.is_cuda else 1):
+        actual = run(attention, qkv, do, heads, **options)
+        for name, *case in zip(("o", "dqkv"), actual, exact, budgets, strict=True):
+            assert_close(name, *case)
+    return actual
+
+
+SHAPES = {  # n, t, heads, d
+    "one_position": (2, 1, 2, 16),
+    "smaller_than_a_tile": (2, 9, 2, 16),
+    "exactly_a_tile": (1, 64, 2, 32),
+    "two_ragged_tiles": (2, 77, 3, 24),
+    "tile_multiple": (1, 128, 1, 16),
+    "ragged_head": (1, 35, 2, 48),
+    "narrow_head": (1, 33, 3, 5),
+    "widest_head": (1, 34, 1, 128),
+}
+
+
+@pytest.mark.parametrize("order", ["qkv_heads", "heads_qkv"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_matches_reference(shape, dtype, order, device):
+    heads = shape[2]
+    check(*make(*shape, dtype, device), heads, order=order)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 2, 16), (2, 0, 2, 16)], ids=["no_sample", "no_position"])
+def test_empty(shape, device):
+    qkv, do = make(*shape, torch.float32, device)
+    o, dqkv = run(attention, qkv, do, shape[2])
+    assert o.shape == do.shape and dqkv.shape == qkv.shape
+
+
+CONFIG_SHAPES = {"ragged": (1, 70, 1, 24), "whole": (1, 64, 1, 32)}
+
+
+@pytest.mark.parametrize("config", _FWD_CONFIGS, ids=str)
+@pytest.mark.parametrize("shape", CONFIG_SHAPES.values(), ids=CONFIG_SHAPES)
+def test_fwd_config(config, shape, device):
+    qkv, do = make(*shape, torch.float16, device)
+    (exact, _), (budget, _) = expected_and_budgets(qkv, do, shape[2])
+    o, lse = _attention_fwd(qkv, shape[2], "qkv_heads", False, config)
+    assert_close("o", o, exact, budget)
+    q, k, _ = qkv.double().view(*shape[:2], 3, *shape[2:]).permute(2, 0, 3, 1, 4)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(shape[3])
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1) / math.log(2), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", _BWD_CONFIGS, ids=str)
+@pytest.mark.parametrize("shape", CONFIG_SHAPES.values(), ids=CONFIG_SHAPES)
+def test_bwd_config(config, shape, device):
+    if config.one_pass and config.tile.keep < shape[1]:
+        pytest.skip("one pass needs all queries in a tile")
+    qkv, do = make(*shape, torch.float16, device)
+    (_, exact), (_, budget) = expected_and_budgets(qkv, do, shape[2])
+    arguments = shape[2], "qkv_heads", False
+    dqkv = _attention_bwd(do, qkv, *_attention_fwd(qkv, *arguments), *arguments, config)
+    assert_close("dqkv", dqkv, exact, budget)
+
+
+def test_gradient_of_any_strides(device):
+    """Of a sum it is expanded (strides 0), of a transposed use it is transposed."""
+    qkv, do = make(2, 9, 2, 16, torch.float32, device)
+    for strided in (do[:1, :1, :1].expand_as(do), do.mT.contiguous().mT):
+        expected = run(attention, qkv, strided.contiguous(), 2)
+        for a, b in zip(run(attention, qkv, strided, 2), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_no_gradient_is_kept_without_grad(device):
+    qkv, do = make(2, 9, 2, 16, torch.float32, device)
+    with torch.no_grad():
+        o = attention(qkv, 2)
+    assert not o.requires_grad
+    assert torch.equal(o, run(attention, qkv, do, 2)[0])
+
+
+# --- properties -----------------------------------------------------------------------------------
+
+
+def test_weights_sum_to_one(device):
+    qkv, _ = make(2, 70, 2, 24, torch.float32, device)
+    qkv[..., 2 * 48 :] = 1
+    torch.testing.assert_close(attention(qkv, 2), torch.ones_like(qkv[..., :48]))
+
+
+def test_permutation_of_positions(device):
+    qkv, do = make(2, 70, 2, 24, torch.float32, device)
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(0)).to(device)
+    o, dqkv = run(attention, qkv, do, 2)
+    permuted_o, permuted_dqkv = run(attention, qkv[:, order], do[:, order], 2)
+    torch.testing.assert_close(permuted_o, o[:, order])
+    torch.testing.assert_close(permuted_dqkv, dqkv[:, order])
+
+
+def test_shift_of_keys_changes_nothing(device):
+    """The same vector added to every key adds one number to all scores of a query."""
+    qkv, _ = make(1, 70, 1, 16, torch.float32, device)
+    shifted = qkv.clone()
+    shifted[..., 16:32] += 3
+    torch.testing.assert_close(attention(shifted, 1), attention(qkv, 1), rtol=1e-4, atol=1e-5)
+
+
+# rows past the end, which are not stored, overflow in the interpreter's numpy
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("sign", [1, -1], ids=["large", "very_negative"])
+@pytest.mark.parametrize("t", [9, 70, 130])
+def test_extreme_scores_stay_finite(t, sign, device):
+    """Scores around +-2e5, past the range of float16: q = c, k = sign c and a small difference."""
+    qkv, do = make(1, t, 1, 16, torch.float16, device)
+    qkv[..., :16] = 200
+    qkv[..., 16:32] = sign * 250 + qkv[..., 16:32]
+    o, dqkv = run(attention, qkv, do, 1)
+    assert torch.isfinite(o).all() and torch.isfinite(dqkv).all()
+    exact, _ = run(reference.attention, qkv.double(), do.double(), 1)
+    torch.testing.assert_close(o.double(), exact, rtol=2e-3, atol=2e-3)
+
+
+def test_same_bits_twice(device):
+    qkv, do = make(2, 130, 2, 32, torch.float16, device)
+    for a, b in zip(run(attention, qkv, do, 2), run(attention, qkv, do, 2), strict=True):
+        assert torch.equal(a, b)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape, heads, order, message",
+    [
+        ((2, 4, 4, 96), 2, "qkv_heads", "expected 3 dimensions"),
+        ((2, 4, 64), 2, "qkv_heads", "qkv has 64 channels; expected a positive multiple of 3"),
+        ((2, 4, 96), 5, "qkv_heads", "num_heads=5 does not divide C=32"),
+        ((2, 4, 96), 0, "qkv_heads", "num_heads=0 does not divide C=32"),
+        ((2, 4, 432), 1, "qkv_heads", "a head has 144 channels; at most 128"),
+        ((2, 4, 96), 2, "legacy", "'legacy' is unknown; choose one of qkv_heads, heads_qkv"),
+    ],
+)
+def test_errors(shape, heads, order, message):
+    with pytest.raises(ValueError, match=message):
+        attention(torch.zeros(shape), heads, order=order)
+
+
+def test_refuses_what_it_would_have_to_copy():
+    with pytest.raises(ValueError, match="expected contiguous"):
+        attention(torch.zeros(2, 96, 4).mT, 2)
+    with pytest.raises(ValueError, match="float64; expected float32"):
+        attention(torch.zeros(2, 4, 96, dtype=torch.float64), 2)
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+PRECISIONS = {
+    "fp32": (torch.float32, False),
+    "tf32": (torch.float32, True),
+    "fp16": (torch.float16, False),
+    "bf16": (torch.bfloat16, False),
+}
+GPU_SHAPES = {
+    "unet64_at_16": (32, 256, 6, 32),
+    "unet64_at_8": (32, 64, 8, 32),
+    "wide_heads": (4, 256, 4, 64),
+    "ragged": (3, 100, 5, 24),
+    "long_ragged": (2, 1000, 2, 40),
+    "widest_head": (2, 300, 2, 128),
+    "longest": (1, 4096, 1, 64),
+    "more_rows_than_a_grid_axis": (8200, 1, 8, 16),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, allow_tf32", PRECISIONS.values(), ids=PRECISIONS)
+@pytest.mark.parametrize("shape", GPU_SHAPES.values(), ids=GPU_SHAPES)
+def test_gpu_matches_reference(shape, dtype, allow_tf32, device):
+    check(*make(*shape, dtype, device), shape[2], allow_tf32=allow_tf32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, allow_tf32", PRECISIONS.values(), ids=PRECISIONS)
+def test_gpu_legacy_order(dtype, allow_tf32, device):
+    check(*make(4, 256, 6, 32, dtype, device), 6, order="heads_qkv", allow_tf32=allow_tf32)
+
+
+GPU_CONFIG_SHAPES = {
+    "unet64_at_16": (16, 256, 6, 32),
+    "unet64_at_8": (16, 64, 8, 32),
+    "ragged": (8, 200, 3, 24),
+    "wide_heads": (4, 512, 4, 64),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", _FWD_CONFIGS, ids=str)
+@pytest.mark.parametrize("shape", GPU_CONFIG_SHAPES.values(), ids=GPU_CONFIG_SHAPES)
+def test_gpu_fwd_config(config, shape, device):
+    qkv, do = make(*shape, torch.bfloat16, device)
+    (exact, _), (budget, _) = expected_and_budgets(qkv, do, shape[2])
+    for _ in range(RUNS_ON_GPU):
+        o, _ = _attention_fwd(qkv, shape[2], "qkv_heads", False, config)
+        assert_close("o", o, exact, budget)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", _BWD_CONFIGS, ids=str)
+@pytest.mark.parametrize("shape", GPU_CONFIG_SHAPES.values(), ids=GPU_CONFIG_SHAPES)
+def test_gpu_bwd_config(config, shape, device):
+    if config.one_pass and config.tile.keep < shape[1]:
+        pytest.skip("one pass needs all queries in a tile")
+    qkv, do = make(*shape, torch.bfloat16, device)
+    (_, exact), (_, budget) = expected_and_budgets(qkv, do, shape[2])
+    arguments = shape[2], "qkv_heads", False
+    o, lse = _attention_fwd(qkv, *arguments)
+    for _ in range(RUNS_ON_GPU):
+        dqkv = _attention_bwd(do, qkv, o, lse, *arguments, config)
+        assert_close("dqkv", dqkv, exact, budget)
+
+
+@pytest.mark.gpu
+def test_gpu_graph_replay(device):
+    """Nothing is read on the host: a captured call sees new data."""
+    qkv, do = make(4, 256, 6, 32, torch.bfloat16, device)
+    static = qkv.clone().requires_grad_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(attention(static, 6), static, do)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = attention(static, 6)
+        (dqkv,) = torch.autograd.grad(o, static, do)
+    fresh = qkv.flip(1).contiguous()
+    with torch.no_grad():
+        static.copy_(fresh)
+    graph.replay()
+    for a, b in zip((o, dqkv), run(attention, fresh, do, 6), strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,516 @@
+"""Multi-head self-attention over a packed [N, T, 3C] tensor, forward and backward.
+
+    s = q k^T / sqrt(d)    p = softmax(s)    o = p v             per sample and head
+
+The forward pass is the online softmax of FlashAttention-2 (Dao 2023, algorithm 1): a program keeps
+BLOCK_M queries, walks over the keys in blocks of BLOCK_N, and never writes s. What the backward
+pass (algorithm 2) needs of the softmax is one float32 a row, the logarithm of its denominator:
+
+    lse = log sum_j exp s_j    p = exp(s - lse)    delta = sum_c o_c do_c    dp = do v^T
+    ds = p (dp - delta)    dq = ds k / sqrt(d)    dk = ds^T q / sqrt(d)    dv = p^T do
+
+Exponentials are taken in base 2, the hardware's: log2(e) is folded into the scale, and `lse` is
+kept in base 2 as well. Scores, statistics and accumulators are float32.
+
+Layout: q, k and v are read by strides where the projection put them, and dq, dk and dv are written
+into one packed [N, T, 3C]; nothing is permuted or copied. T and D are compile-time constants (a
+model has two or three of each): a row that fits one tile has no loop, and a T that is a multiple of
+the tile has no masks. There are no atomics: the same input gives the same bits.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .layout import check_nhwc
+
+ORDERS = ("qkv_heads", "heads_qkv")
+MAX_HEAD_DIM = 128
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class _Tile(NamedTuple):
+    """The rows a program keeps, the rows it walks over in steps, and how it is launched.
+
+    Forward and dq keep queries and walk over keys; dk and dv keep keys and walk over queries. The
+    one-pass backward kernel keeps all queries of a (sample, head), so `keep` is at least T there.
+    """
+
+    keep: int
+    step: int
+    num_warps: int
+    num_stages: int
+
+
+class _BwdConfig(NamedTuple):
+    one_pass: bool  # dq, dk, dv in one kernel (5 products), or in two (7 products, any T)
+    tile: _Tile
+
+
+# The first of each list runs everywhere; the rest are candidates of `_fwd_config`, `_bwd_config`,
+# each tested by itself on the GPU.
+_FWD_CONFIGS = (
+    _Tile(64, 64, 4, 2),
+    _Tile(64, 128, 4, 2),
+    _Tile(128, 64, 4, 3),
+    _Tile(128, 64, 8, 3),
+    _Tile(128, 128, 8, 2),
+    _Tile(64, 256, 4, 2),  # T = 256 in one tile: no online correction
+    _Tile(32, 32, 4, 2),  # float32 without tf32: products are unrolled into FMAs
+)
+_BWD_CONFIGS = (
+    _BwdConfig(False, _Tile(64, 64, 4, 2)),
+    _BwdConfig(False, _Tile(128, 32, 4, 3)),
+    _BwdConfig(False, _Tile(128, 64, 8, 2)),
+    _BwdConfig(False, _Tile(32, 32, 4, 2)),  # float32 without tf32
+    _BwdConfig(True, _Tile(64, 64, 4, 1)),
+    _BwdConfig(True, _Tile(128, 64, 8, 2)),
+    _BwdConfig(True, _Tile(256, 64, 8, 2)),
+)
+
+
+# --- tiles ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _head_offset(head, num_heads, D: tl.constexpr, HEADS_QKV: tl.constexpr):
+    """Where in the 3C channels the q of a head starts, and the step from q to k and from k to v."""
+    if HEADS_QKV:
+        return head * (3 * D), D
+    else:
+        return head * D, num_heads * D
+
+
+@triton.jit
+def _load_tile(
+    ptr,
+    offs_t,
+    offs_d,
+    stride_t,
+    stride_d,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """[BLOCK_T, BLOCK_D] of one head; zeros outside of it."""
+    ptrs = ptr + offs_t[:, None] * stride_t + offs_d[None, :] * stride_d
+    if T % BLOCK_T == 0 and D == BLOCK_D:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=(offs_t < T)[:, None] & (offs_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_tile(
+    ptr,
+    value,
+    offs_t,
+    offs_d,
+    stride_t,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    ptrs = ptr + offs_t[:, None] * stride_t + offs_d[None, :]
+    value = value.to(ptr.dtype.element_ty)
+    if T % BLOCK_T == 0 and D == BLOCK_D:
+        tl.store(ptrs, value)
+    else:
+        tl.store(ptrs, value, mask=(offs_t < T)[:, None] & (offs_d < D)[None, :])
+
+
+# --- forward --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _attention_fwd_kernel(
+    qkv_ptr,  # [N, T, 3C]
+    o_ptr,  # [N, T, C]
+    lse_ptr,  # float32 [N, heads, T], base 2
+    num_heads,
+    scale,  # 1 / sqrt(d)
+    T: tl.constexpr,
+    D: tl.constexpr,
+    HEADS_QKV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # queries
+    BLOCK_N: tl.constexpr,  # keys
+):
+    # the blocks of one head run side by side, so its keys and values come from L2
+    pid = tl.program_id(0)
+    pid_m = pid % tl.cdiv(T, BLOCK_M)
+    row = pid // tl.cdiv(T, BLOCK_M)
+    n, head = row // num_heads, row % num_heads
+    channels = num_heads * D
+    offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
+    q_ptr = qkv_ptr + n.to(tl.int64) * T * (3 * channels) + offset
+    k_ptr = q_ptr + part
+    v_ptr = k_ptr + part
+
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    q = _load_tile(q_ptr, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
+    scale_log2 = scale * _LOG2_E
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum
+    l = tl.zeros([BLOCK_M], tl.float32)  # running denominator  # noqa: E741
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start_n in range(0, T, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k = _load_tile(k_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        if T % BLOCK_N != 0:
+            s = tl.where((offs_n < T)[None, :], s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+        p = tl.exp2(s * scale_log2 - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        l = l * alpha + tl.sum(p, 1)  # noqa: E741
+        v = _load_tile(v_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+
+    o_ptr += n.to(tl.int64) * T * channels + head * D
+    _store_tile(o_ptr, acc / l[:, None], offs_m, offs_d, channels, T, D, BLOCK_M, BLOCK_D)
+    tl.store(lse_ptr + row.to(tl.int64) * T + offs_m, m + tl.log2(l), mask=offs_m < T)
+
+
+# --- backward -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _attention_bwd_one_pass_kernel(
+    do_ptr,  # [N, T, C], any strides
+    qkv_ptr,  # [N, T, 3C]
+    o_ptr,  # [N, T, C]
+    lse_ptr,  # float32 [N, heads, T], base 2
+    dqkv_ptr,  # [N, T, 3C]
+    num_heads,
+    scale,  # 1 / sqrt(d)
+    stride_don,
+    stride_dot,
+    stride_doc,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    HEADS_QKV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # queries, at least T
+    BLOCK_N: tl.constexpr,  # keys
+):
+    row = tl.program_id(0)
+    n, head = row // num_heads, row % num_heads
+    channels = num_heads * D
+    offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
+    q_offset = n.to(tl.int64) * T * (3 * channels) + offset
+    k_offset = q_offset + part
+    v_offset = k_offset + part
+    do_ptr += n.to(tl.int64) * stride_don + head * D * stride_doc
+    o_ptr += n.to(tl.int64) * T * channels + head * D
+
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    q = _load_tile(qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
+    do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D)
+    o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    # lse = inf makes p = 0 in rows past the end
+    lse = tl.load(lse_ptr + row.to(tl.int64) * T + offs_m, mask=offs_m < T, other=float("inf"))
+    scale_log2 = scale * _LOG2_E
+
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start_n in range(0, T, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k = _load_tile(qkv_ptr + k_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+        v = _load_tile(qkv_ptr + v_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        p = tl.exp2(s * scale_log2 - lse[:, None])
+        if T % BLOCK_N != 0:
+            p = tl.where((offs_n < T)[None, :], p, 0.0)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
+        dv = tl.dot(tl.trans(p.to(q.dtype)), do, input_precision=PRECISION)  # [BN, BD]
+        ds = (p * (dp - delta[:, None])).to(q.dtype)
+        dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION) * scale
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+        _store_tile(dqkv_ptr + v_offset, dv, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D)
+        _store_tile(dqkv_ptr + k_offset, dk, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D)
+    dq *= scale
+    _store_tile(dqkv_ptr + q_offset, dq, offs_m, offs_d, 3 * channels, T, D, BLOCK_M, BLOCK_D)
+
+
+@triton.jit
+def _attention_bwd_dq_kernel(
+    do_ptr,  # [N, T, C], any strides
+    qkv_ptr,  # [N, T, 3C]
+    o_ptr,  # [N, T, C]
+    lse_ptr,  # float32 [N, heads, T], base 2
+    delta_ptr,  # float32 [N, heads, T], written for the other kernel
+    dqkv_ptr,  # [N, T, 3C]
+    num_heads,
+    scale,  # 1 / sqrt(d)
+    stride_don,
+    stride_dot,
+    stride_doc,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    HEADS_QKV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # queries
+    BLOCK_N: tl.constexpr,  # keys
+):
+    pid = tl.program_id(0)
+    pid_m = pid % tl.cdiv(T, BLOCK_M)
+    row = pid // tl.cdiv(T, BLOCK_M)
+    n, head = row // num_heads, row % num_heads
+    channels = num_heads * D
+    offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
+    q_offset = n.to(tl.int64) * T * (3 * channels) + offset
+    k_ptr = qkv_ptr + q_offset + part
+    v_ptr = k_ptr + part
+    do_ptr += n.to(tl.int64) * stride_don + head * D * stride_doc
+    o_ptr += n.to(tl.int64) * T * channels + head * D
+
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    q = _load_tile(qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
+    do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D)
+    o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    offs_row = row.to(tl.int64) * T + offs_m
+    tl.store(delta_ptr + offs_row, delta, mask=offs_m < T)
+    lse = tl.load(lse_ptr + offs_row, mask=offs_m < T, other=float("inf"))
+    scale_log2 = scale * _LOG2_E
+
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start_n in range(0, T, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k = _load_tile(k_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+        v = _load_tile(v_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        p = tl.exp2(s * scale_log2 - lse[:, None])
+        if T % BLOCK_N != 0:
+            p = tl.where((offs_n < T)[None, :], p, 0.0)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
+        ds = (p * (dp - delta[:, None])).to(k.dtype)
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+    dq *= scale
+    _store_tile(dqkv_ptr + q_offset, dq, offs_m, offs_d, 3 * channels, T, D, BLOCK_M, BLOCK_D)
+
+
+@triton.jit
+def _attention_bwd_dkdv_kernel(
+    do_ptr,  # [N, T, C], any strides
+    qkv_ptr,  # [N, T, 3C]
+    lse_ptr,  # float32 [N, heads, T], base 2
+    delta_ptr,  # float32 [N, heads, T]
+    dqkv_ptr,  # [N, T, 3C]
+    num_heads,
+    scale,  # 1 / sqrt(d)
+    stride_don,
+    stride_dot,
+    stride_doc,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    HEADS_QKV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # queries
+    BLOCK_N: tl.constexpr,  # keys
+):
+    pid = tl.program_id(0)
+    pid_n = pid % tl.cdiv(T, BLOCK_N)
+    row = pid // tl.cdiv(T, BLOCK_N)
+    n, head = row // num_heads, row % num_heads
+    channels = num_heads * D
+    offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
+    q_offset = n.to(tl.int64) * T * (3 * channels) + offset
+    k_offset = q_offset + part
+    v_offset = k_offset + part
+    do_ptr += n.to(tl.int64) * stride_don + head * D * stride_doc
+    lse_ptr += row.to(tl.int64) * T
+    delta_ptr += row.to(tl.int64) * T
+
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    k = _load_tile(qkv_ptr + k_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+    v = _load_tile(qkv_ptr + v_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+    scale_log2 = scale * _LOG2_E
+
+    # Scores are transposed, [keys, queries], so that p and ds go from registers into the second
+    # products. Keys past the end give rows of their own, which are not stored.
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for start_m in range(0, T, BLOCK_M):
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        q = _load_tile(qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
+        do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D)
+        lse = tl.load(lse_ptr + offs_m, mask=offs_m < T, other=float("inf"))
+        delta = tl.load(delta_ptr + offs_m, mask=offs_m < T, other=0.0)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
+        p = tl.exp2(s * scale_log2 - lse[None, :])
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BN, BM]
+        ds = (p * (dp - delta[None, :])).to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+    dk *= scale
+    _store_tile(dqkv_ptr + k_offset, dk, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D)
+    _store_tile(dqkv_ptr + v_offset, dv, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D)
+
+
+# --- launchers ------------------------------------------------------------------------------------
+
+
+def _fwd_config(t: int, d: int, ieee: bool) -> _Tile:
+    if ieee:
+        return _FWD_CONFIGS[6]
+    if t <= 64 or d > 64:
+        return _FWD_CONFIGS[0]
+    return _FWD_CONFIGS[1]
+
+
+def _bwd_config(t: int, d: int, ieee: bool, element_size: int) -> _BwdConfig:
+    if ieee:
+        return _BWD_CONFIGS[3]
+    if t <= 64 and d * element_size <= 128:
+        return _BWD_CONFIGS[4]
+    return _BWD_CONFIGS[0]
+
+
+def _constants(qkv: Tensor, num_heads: int, order: str, allow_tf32: bool) -> dict:
+    """The arguments that every kernel has, by name."""
+    d = qkv.shape[2] // 3 // num_heads
+    return dict(
+        num_heads=num_heads,
+        scale=1 / math.sqrt(d),
+        T=qkv.shape[1],
+        D=d,
+        HEADS_QKV=order == "heads_qkv",
+        PRECISION="tf32" if allow_tf32 else "ieee",
+        BLOCK_D=max(16, triton.next_power_of_2(d)),
+    )
+
+
+def _attention_fwd(
+    qkv: Tensor,
+    num_heads: int,
+    order: str,
+    allow_tf32: bool,
+    config: _Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """o [N, T, C] and lse, float32 [N, heads, T] in base 2."""
+    n, t, c3 = qkv.shape
+    constants = _constants(qkv, num_heads, order, allow_tf32)
+    o = torch.empty((n, t, c3 // 3), dtype=qkv.dtype, device=qkv.device)
+    lse = torch.empty((n, num_heads, t), dtype=torch.float32, device=qkv.device)
+    if o.numel() == 0:
+        return o, lse
+    if config is None:
+        ieee = qkv.dtype == torch.float32 and not allow_tf32
+        config = _fwd_config(t, constants["BLOCK_D"], ieee)
+    _attention_fwd_kernel[(n * num_heads * triton.cdiv(t, config.keep),)](
+        qkv,
+        o,
+        lse,
+        **constants,
+        BLOCK_M=config.keep,
+        BLOCK_N=config.step,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return o, lse
+
+
+def _attention_bwd(
+    do: Tensor,
+    qkv: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    num_heads: int,
+    order: str,
+    allow_tf32: bool,
+    config: _BwdConfig | None = None,
+) -> Tensor:
+    """dqkv [N, T, 3C]; `do` may have any strides."""
+    n, t, _ = qkv.shape
+    constants = _constants(qkv, num_heads, order, allow_tf32)
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    if dqkv.numel() == 0:
+        return dqkv
+    if config is None:
+        ieee = qkv.dtype == torch.float32 and not allow_tf32
+        config = _bwd_config(t, constants["BLOCK_D"], ieee, qkv.element_size())
+    keep, step, num_warps, num_stages = config.tile
+    rows = n * num_heads
+    shared = dict(
+        **constants,
+        stride_don=do.stride(0),
+        stride_dot=do.stride(1),
+        stride_doc=do.stride(2),
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    if config.one_pass:
+        assert keep >= t, f"one pass over {t} queries with tiles of {keep}"
+        _attention_bwd_one_pass_kernel[(rows,)](
+            do, qkv, o, lse, dqkv, **shared, BLOCK_M=keep, BLOCK_N=step
+        )
+        return dqkv
+    delta = torch.empty((n, num_heads, t), dtype=torch.float32, device=qkv.device)
+    grid = (rows * triton.cdiv(t, keep),)
+    _attention_bwd_dq_kernel[grid](
+        do, qkv, o, lse, delta, dqkv, **shared, BLOCK_M=keep, BLOCK_N=step
+    )
+    _attention_bwd_dkdv_kernel[grid](
+        do, qkv, lse, delta, dqkv, **shared, BLOCK_M=step, BLOCK_N=keep
+    )
+    return dqkv
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, num_heads, order, allow_tf32):
+        o, lse = _attention_fwd(qkv, num_heads, order, allow_tf32)
+        ctx.save_for_backward(qkv, o, lse)
+        ctx.options = num_heads, order, allow_tf32
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        return _attention_bwd(do, *ctx.saved_tensors, *ctx.options), None, None, None
+
+
+def attention(
+    qkv: Tensor,  # [N, T, 3C]
+    num_heads: int,
+    *,
+    order: str = "qkv_heads",
+    allow_tf32: bool = False,
+) -> Tensor:  # [N, T, C], heads outermost in C
+    """softmax(q k^T / sqrt(d)) v per head, d = C // num_heads, at most 128.
+
+    `order` says how the 3C channels are packed: "qkv_heads" is [3, heads, d] (guided-diffusion's
+    new order, unet.cu), "heads_qkv" is [heads, 3, d] (its legacy order). `allow_tf32` concerns
+    float32 alone. Raises ValueError for a shape, dtype, stride or order that does not fit.
+    """
+    check_nhwc("qkv", qkv, ndim=3)
+    c3 = qkv.shape[2]
+    if order not in ORDERS:
+        raise ValueError(f"order={order!r} is unknown; choose one of {', '.join(ORDERS)}")
+    if c3 == 0 or c3 % 3:
+        raise ValueError(f"qkv has {c3} channels; expected a positive multiple of 3 (q, k and v)")
+    if num_heads < 1 or c3 // 3 % num_heads:
+        raise ValueError(f"num_heads={num_heads} does not divide C={c3 // 3}")
+    if c3 // 3 // num_heads > MAX_HEAD_DIM:
+        d = c3 // 3 // num_heads
+        raise ValueError(f"a head has {d} channels; at most {MAX_HEAD_DIM} are supported")
+    return _Attention.apply(qkv, num_heads, order, allow_tf32)
