@@ -1,0 +1,1 @@
+"""The YAML configuration, and the door between Hydra and the project."""

@@ -1,0 +1,112 @@
+"""The door between Hydra and the project: configuration in, plain dict out, errors as one line.
+
+Every entry script has the same few lines: a function from a plain dict, wrapped by `hydra.main`, started
+by `run_entry`. Nothing behind the door knows of Hydra.
+"""
+
+import difflib
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from diffusion.errors import ConfigError
+from diffusion.interrupt import Interrupted
+
+CONFIGS = Path(__file__).resolve().parent
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The configuration as a dict of dicts, lists, strings, numbers, booleans and None."""
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ConfigError(f"{missing[0]} is not set; give it as {missing[0]}=VALUE")
+    return OmegaConf.to_container(config, resolve=True)
+
+
+def choose_run_dir(run_dir: str | None, name: str) -> Path:
+    """The folder of this run: as given or runs/NAME-TIME, and within it one a job of a sweep."""
+    hydra = HydraConfig.get()
+    if hydra.mode != RunMode.MULTIRUN:
+        return Path(run_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return Path(run_dir or hydra.sweep.dir) / str(hydra.job.num)
+
+
+def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
+    """Run a `hydra.main` function. Exit code 0; 2 after one line on what the user gave wrong; 128 + the
+    signal's number where a run was interrupted and saved."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here
+    try:
+        main()
+    except ConfigError as error:
+        _fail(str(error))
+    except Interrupted as stop:
+        print(f"stopped; saved {stop.checkpoint}; go on with the same command", file=sys.stderr)
+        sys.exit(128 + stop.signal)
+    except (HydraException, OmegaConfBaseException) as error:
+        _fail(explain(error, config_name))
+    sys.exit(0)
+
+
+def explain(error: Exception, config_name: str) -> str:
+    """Hydra's message as one line that names the nearest valid key or choice."""
+    chain = f"{error}\n{error.__cause__ or ''}"
+    key = re.search(r"full_key: (\S+)|Could not override '([^']+)'|Key '([^']+)' is not", chain)
+    choice = re.search(r"Could not find '([^']+)/([^'/]+)'", chain)
+    if choice:
+        group, value = choice.groups()
+        return _unknown(f"{group}={value}", value, sorted(_choices(group)))
+    if key:
+        name = next(part for part in key.groups() if part).lstrip("+~")
+        return _unknown(name, name, sorted(_keys(config_name)))
+    first = re.split(r"\n\n|\nSee ", str(error))[0]
+    return " ".join(first.split())
+
+
+def _unknown(shown: str, value: str, valid: list[str]) -> str:
+    near = difflib.get_close_matches(value, valid, n=1, cutoff=0.4)
+    if not near:  # the same last part in another group
+        near = [name for name in valid if name.split(".")[-1] == value.split(".")[-1]][:1]
+    hint = f"did you mean {near[0]}? " if near else ""
+    listed = (
+        ", ".join(valid) if len(valid) <= 12 else f"one of {len(valid)} keys, shown by --cfg job"
+    )
+    return f"{shown} is unknown; {hint}valid: {listed}"
+
+
+def _choices(group: str) -> Iterator[str]:
+    return (path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+def _keys(config_name: str) -> Iterator[str]:
+    """Every dotted key of the default configuration, and the groups."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONFIGS), version_base=None):
+        config = OmegaConf.to_container(compose(config_name), resolve=False)
+    yield from (
+        path.name for path in CONFIGS.iterdir() if path.is_dir() and any(path.glob("*.yaml"))
+    )
+    yield from _dotted(config, "")
+
+
+def _dotted(tree: dict[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in tree.items():
+        yield prefix + key
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)

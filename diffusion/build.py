@@ -1,0 +1,98 @@
+"""From plain dicts to objects: the constructors' signatures are the schema of the configuration."""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from .backend import Backend
+from .errors import ConfigError
+from .sampler import Sampler
+from .schedule import NoiseSchedule, make_schedule
+from .unet import UNet
+
+T = TypeVar("T")
+
+MODELS: dict[str, Callable[..., torch.nn.Module]] = {"unet": UNet}
+
+
+def construct(make: Callable[..., T], settings: dict[str, Any], group: str, **given: Any) -> T:
+    """`make(**settings, **given)`, where an unknown key of `settings` is an error naming the nearest."""
+    valid = [name for name in inspect.signature(make).parameters if name not in given]
+    check_keys(settings, valid, group)
+    return make(**settings, **given)
+
+
+def check_keys(settings: dict[str, Any], valid: list[str], group: str) -> None:
+    """Raise ConfigError for the first key that is not valid."""
+    for key in settings:
+        if key not in valid:
+            near = difflib.get_close_matches(key, valid, n=1, cutoff=0.4)
+            hint = f"did you mean {group}.{near[0]}? " if near else ""
+            raise ConfigError(f"{group}.{key} is unknown; {hint}valid: {', '.join(sorted(valid))}")
+
+
+def build_model(
+    settings: dict[str, Any],  # the group `model`
+    backend: Backend,
+    image_size: tuple[int, int],
+    channels: int,
+    learned_variance: bool,
+    device: torch.device,
+) -> torch.nn.Module:
+    """The network of the configuration, with freshly drawn parameters, on the device."""
+    settings = dict(settings)
+    name = settings.pop("name", None)
+    if name not in MODELS:
+        raise ConfigError(f"model.name={name} is unknown; choose one of {', '.join(MODELS)}")
+    model = construct(
+        MODELS[name],
+        settings,
+        "model",
+        image_size=image_size,
+        in_channels=channels,
+        out_channels=channels * (2 if learned_variance else 1),
+        backend=backend,
+    )
+    return model.to(device)
+
+
+class Process:
+    """The group `diffusion` of the configuration."""
+
+    def __init__(
+        self,
+        schedule: str = "linear",  # linear | cosine
+        num_timesteps: int = 1000,
+        prediction: str = "epsilon",  # epsilon | sample | v_prediction
+        variance: str = "fixed_small",  # fixed_small | fixed_large | learned_range
+    ) -> None:
+        if isinstance(num_timesteps, bool) or not isinstance(num_timesteps, int):
+            raise ConfigError(f"diffusion.num_timesteps={num_timesteps} is not a whole number")
+        for key, value, valid in (
+            ("prediction", prediction, ("epsilon", "sample", "v_prediction")),
+            ("variance", variance, ("fixed_small", "fixed_large", "learned_range")),
+        ):
+            if value not in valid:
+                raise ConfigError(
+                    f"diffusion.{key}={value} is unknown; choose one of {', '.join(valid)}"
+                )
+        self.schedule: NoiseSchedule = make_schedule(schedule, num_timesteps)
+        self.prediction, self.variance = prediction, variance
+
+    @property
+    def learns_variance(self) -> bool:
+        """Whether the network has twice as many channels out."""
+        return self.variance == "learned_range"
+
+    def sampler(self, backend: Backend, **settings: Any) -> Sampler:
+        """A sampler of this process; settings: sampler, steps, eta, clip."""
+        return Sampler(
+            self.schedule,
+            backend,
+            prediction=self.prediction,
+            variance=self.variance,
+            **settings,
+        )

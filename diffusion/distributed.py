@@ -1,0 +1,80 @@
+"""One process or several under torchrun; what differs is a rank, a count and a sum."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import ConfigError
+
+
+class Processes:
+    """The processes of this run. Alone unless started by torchrun."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.count = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        if self.count > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+    @property
+    def is_first(self) -> bool:
+        """The process that logs, saves and draws."""
+        return self.rank == 0
+
+    def share_of(self, batch_size: int) -> tuple[int, int]:
+        """(first position, count) of this process in the global batch."""
+        if batch_size % self.count:
+            raise ConfigError(
+                f"train.batch_size={batch_size} does not divide among {self.count} processes"
+            )
+        share = batch_size // self.count
+        return self.rank * share, share
+
+    def sum(self, x: Tensor) -> None:
+        """Sum `x` over the processes, in place."""
+        if self.count > 1:
+            dist.all_reduce(x)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in at least one process."""
+        if self.count == 1:
+            return flag
+        backend_device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        votes = torch.tensor([int(flag)], device=backend_device)
+        dist.all_reduce(votes)
+        return bool(votes.item())
+
+    def wait(self) -> None:
+        """Wait until every process is here."""
+        if self.count > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        """Leave the group, if there is one."""
+        if self.count > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def choose_device(name: str) -> torch.device:
+    """Resolve `auto` (CUDA if there is one); under torchrun each process takes its own GPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device={name} is unknown; choose auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name} is not supported; choose auto, cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device={name}, but PyTorch sees no CUDA device; use device=cpu")
+        index = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", 0))
+        if index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device={name} is number {index}, but there are {torch.cuda.device_count()} GPUs"
+            )
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    return device

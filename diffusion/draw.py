@@ -1,0 +1,47 @@
+"""Images out of a trained network."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .pictures import to_uint8
+from .sampler import Sampler
+
+
+@torch.no_grad()
+def draw(
+    model: nn.Module,
+    sampler: Sampler,
+    n: int,
+    image_shape: tuple[int, int, int],  # H, W, C
+    *,
+    seed: int,
+    labels: Tensor | None = None,  # int64 [n]
+    batch_size: int = 64,
+    progress: Callable[[int, int], None] | None = None,  # (steps done, steps in all)
+) -> np.ndarray:
+    """uint8 [n, H, W, C]. Image i depends on the seed and on i alone, not on the batch size."""
+    training = model.training
+    model.eval()
+    parts, batches = [], -(-n // batch_size)
+    for batch in range(batches):
+        first = batch * batch_size
+        count = min(batch_size, n - first)
+
+        def report(done: int, total: int, batch: int = batch) -> None:
+            if progress is not None:
+                progress(batch * total + done, batches * total)
+
+        x = sampler.sample(
+            model.forward_nhwc,
+            (count, *image_shape),
+            seed=seed,
+            labels=None if labels is None else labels[first : first + count],
+            first=first,
+            progress=report,
+        )
+        parts.append(to_uint8(x))
+    model.train(training)
+    return np.concatenate(parts)

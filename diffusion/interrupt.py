@@ -1,0 +1,41 @@
+"""Stopping a run by a signal without losing it."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+
+@dataclass
+class Interrupted(Exception):
+    """The run was stopped by a signal, after saving."""
+
+    signal: int
+    checkpoint: Path
+
+
+@contextmanager
+def signals_received() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM within the block; a second one of a kind acts as usual."""
+    received: list[int] = []
+    before: dict[int, Any] = {}
+
+    def receive(number: int, _frame: object) -> None:
+        received.append(number)
+        signal.signal(number, before[number])
+        tqdm.write("stopping after this step and saving; once more stops at once")
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, receive)
+    except ValueError:  # not the main thread, so signals are somebody else's
+        before = {}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,97 @@
+"""AdamW, clipping and EMA over flat parameters; learning rate and EMA decay as functions of the step."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .backend import Backend
+from .errors import ConfigError
+from .flat import FlatParameters
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW with a learning rate that warms up linearly and then stays or decays."""
+
+    lr: float = 2e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0  # of the whole gradient; 0 turns clipping off
+    warmup: int = 500  # steps of linear warm-up
+    decay: str = "none"  # none | cosine | linear, to zero at the last step
+    ema_decay: float = 0.9999
+    ema_warmup: bool = True  # decay at step k is at most (1 + k) / (10 + k)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        for name, low, high in (
+            ("lr", 0, math.inf),
+            ("eps", 0, math.inf),
+            ("weight_decay", 0, math.inf),
+            ("clip_norm", 0, math.inf),
+            ("warmup", 0, math.inf),
+            ("ema_decay", 0, 1),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"optim.{name}={value} is not a number")
+            if not low <= value <= high:
+                raise ConfigError(f"optim.{name}={value} is outside [{low}, {high}]")
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise ConfigError(f"optim.betas={list(self.betas)}; expected two numbers in [0, 1)")
+        if self.decay not in ("none", "cosine", "linear"):
+            raise ConfigError(f"optim.decay={self.decay} is unknown; choose none, cosine or linear")
+
+    def lr_at(self, step: int, steps: int) -> float:
+        """Learning rate of update number `step` (from 0) out of `steps`."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        progress = (step - self.warmup) / max(steps - self.warmup, 1)
+        if self.decay == "cosine":
+            return self.lr * (1 + math.cos(math.pi * progress)) / 2
+        if self.decay == "linear":
+            return self.lr * (1 - progress)
+        return self.lr
+
+    def ema_decay_at(self, step: int) -> float:
+        """EMA decay of update number `step`: short at first, so that early samples are not noise."""
+        return min(self.ema_decay, (1 + step) / (10 + step)) if self.ema_warmup else self.ema_decay
+
+
+class Optimizer:
+    """Updates `flat` in place from `flat.grad`. What changes with the step is a device tensor."""
+
+    def __init__(self, flat: FlatParameters, settings: OptimizerSettings, backend: Backend) -> None:
+        device = flat.param.device
+        self.flat, self.settings, self.ops = flat, settings, backend.ops
+        self.hyper = torch.zeros(9, device=device)
+        self.skipped = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def step(self, step: int, steps: int) -> Tensor:
+        """Update number `step` (from 0). Returns the gradient's norm before clipping, float32 [1]."""
+        s, flat = self.settings, self.flat
+        hyper = (
+            s.lr_at(step, steps),
+            *s.betas,
+            s.eps,
+            s.weight_decay,
+            *(1 - beta ** (step + 1) for beta in s.betas),
+            s.ema_decay_at(step),
+            s.clip_norm,
+        )
+        self.hyper.copy_(torch.tensor(hyper, dtype=torch.float64), non_blocking=True)
+        norm = self.ops.grad_norm(flat.grad)
+        self.ops.adamw_step(
+            flat.param,
+            flat.grad,
+            flat.exp_avg,
+            flat.exp_avg_sq,
+            flat.ema,
+            norm,
+            self.hyper,
+            self.skipped,
+        )
+        return norm

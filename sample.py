@@ -1,0 +1,21 @@
+"""Draw images from a trained model: python sample.py ckpt=RUN_OR_CHECKPOINT [key=value ...].
+
+See configs/sample.yaml.
+"""
+
+import hydra
+from omegaconf import DictConfig
+
+from configs.entry import plain, run_entry
+
+
+@hydra.main(version_base=None, config_path="configs", config_name="sample")
+def main(config: DictConfig) -> None:
+    """Draw as configured and say where the pictures are."""
+    from diffusion.sampling_run import sample  # after the command line is known to be right
+
+    sample(plain(config))
+
+
+if __name__ == "__main__":
+    run_entry(main, "sample")

@@ -1,0 +1,99 @@
+"""Checkpoints: complete or absent, exact, and clear when they do not fit."""
+
+import errno
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from diffusion import checkpoint as ckpt
+from diffusion.errors import ConfigError
+from diffusion.flat import FlatParameters
+
+
+def flat_parameters(width: int = 4, seed: int = 0) -> FlatParameters:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(3, width, 3).to(memory_format=torch.channels_last))
+    flat = FlatParameters(model)
+    for buffer in (flat.exp_avg, flat.exp_avg_sq, flat.ema):
+        for view in flat.views(buffer).values():
+            view.copy_(torch.randn(view.shape))
+    return flat
+
+
+def save(folder, step, flat, keep=3):
+    return ckpt.save_checkpoint(folder, flat, {"step": step}, {"model": {"name": "x"}}, keep)
+
+
+def test_round_trip_is_exact(tmp_path):
+    flat, other = flat_parameters(), flat_parameters(seed=1)
+    path = save(tmp_path, 7, flat)
+    ckpt.load_into(path, other)
+    for name in ("param", "ema", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(getattr(flat, name), getattr(other, name)), name
+    state, config = ckpt.read_state(path)
+    assert state["step"] == 7 and config == {"model": {"name": "x"}}
+
+
+def test_the_last_k_are_kept(tmp_path):
+    for step in (1, 2, 3, 10):
+        save(tmp_path, step, flat_parameters(), keep=2)
+    assert [p.name for p in ckpt.list_checkpoints(tmp_path)] == ["step_00000003", "step_00000010"]
+
+
+def test_found_from_run_folder_and_from_itself(tmp_path):
+    path = save(tmp_path / "checkpoints", 5, flat_parameters())
+    for start in (tmp_path, tmp_path / "checkpoints", path):
+        assert ckpt.find_checkpoint(start) == path
+
+
+def test_missing_and_empty_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        ckpt.find_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        ckpt.find_checkpoint(tmp_path)
+
+
+def test_truncated_tensors_are_named(tmp_path):
+    path = save(tmp_path, 1, flat_parameters())
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ConfigError, match="model.safetensors cannot be read"):
+        ckpt.read_weights(path, ema=False)
+
+
+@pytest.mark.parametrize("name", ["state.json", "ema.safetensors"])
+def test_a_missing_file_is_named(tmp_path, name):
+    path = save(tmp_path, 1, flat_parameters())
+    (path / name).unlink()
+    with pytest.raises(ConfigError, match=name):
+        ckpt.read_state(path)
+
+
+def test_another_model_is_named_and_nothing_is_loaded(tmp_path):
+    path = save(tmp_path, 1, flat_parameters(width=4))
+    other = flat_parameters(width=6)
+    before = other.param.clone()
+    with pytest.raises(ConfigError, match="another model: 0.weight is"):
+        ckpt.load_into(path, other)
+    assert torch.equal(other.param, before)
+
+
+def test_disk_full_keeps_the_last_good_one(tmp_path, monkeypatch):
+    good = save(tmp_path, 1, flat_parameters())
+
+    def full(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ckpt, "save_file", full)
+    with pytest.raises(ConfigError, match=r"No space left.*last good checkpoint stays.*00000001"):
+        save(tmp_path, 2, flat_parameters())
+    assert ckpt.latest_checkpoint(tmp_path) == good
+    assert [p.name for p in tmp_path.iterdir()] == [good.name]
+
+
+def test_a_half_written_one_is_not_seen(tmp_path):
+    good = save(tmp_path, 1, flat_parameters())
+    shutil.copytree(good, tmp_path / ".writing_step_00000002")
+    assert ckpt.latest_checkpoint(tmp_path) == good

@@ -1,0 +1,77 @@
+"""What a user can get wrong: one clear line, exit code 2, nothing lost or overwritten."""
+
+import pytest
+
+from .run import TINY, run
+
+
+def fails(*command: str, cwd=None) -> str:
+    """The one line that the command printed."""
+    code, _, err = run(*command, cwd=cwd)
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert code == 2, err
+    assert len(lines) == 1 and lines[0].startswith("error: "), err
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optim.lrr=1", "did you mean optim.lr?"),
+        ("+model.chanel_mult=[1]", "did you mean model.channel_mult?"),
+        ("dataset=elephnts", "did you mean elephants?"),
+        ("model=unet46", "did you mean unet64?"),
+        ("train.steps=0", "train.steps=0"),
+        ("train.precision=fp8", "choose one of bf16, tf32, fp32"),
+        ("optim.lr=fast", "optim.lr=fast"),
+        ("backend=cuda", "choose one of auto, triton, torch"),
+        ("backend=triton", "needs a CUDA device"),
+        ("dataset.size=9", "9"),
+        ("model.num_groups=24", "24"),
+        ("model.num_classes=3", "has no labels"),
+        ("train.resume=nowhere", "nowhere does not exist"),
+        ("diffusion.variance=learned", "learned_range"),
+    ],
+)
+def test_wrong_setting(tmp_path, override, expected):
+    command = (*TINY, f"run_dir={tmp_path}/run", "train.steps=1", override)
+    assert expected in fails("train.py", *command)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("dataset=folder",), "dataset.path"),
+        (("dataset=folder", "dataset.path=nowhere"), "nowhere"),
+        (("dataset=packed", "dataset.path=nowhere.packed"), "nowhere.packed"),
+        (("dataset=mnist", "dataset.path=nowhere"), "nowhere"),
+    ],
+)
+def test_wrong_data(tmp_path, overrides, expected):
+    command = [o for o in TINY if not o.startswith("dataset.")]
+    line = fails("train.py", *command, "experiment=null", f"run_dir={tmp_path}/run", *overrides)
+    assert expected in line
+
+
+def test_sample_needs_a_checkpoint(tmp_path):
+    assert "ckpt is not set" in fails("sample.py")
+    assert "does not exist" in fails("sample.py", "ckpt=nowhere")
+    assert "holds no checkpoint" in fails("sample.py", f"ckpt={tmp_path}")
+
+
+def test_a_run_is_not_overwritten(tmp_path):
+    command = (*TINY, f"run_dir={tmp_path}/run", "train.steps=1")
+    code, _, err = run("train.py", *command)
+    assert code == 0, err
+    assert "already holds" in fails("train.py", *command, "train.resume=none")
+    assert "already done 1 steps" in fails("train.py", *command)
+    other = (*command, "train.steps=2", "model.num_res_blocks=2")
+    assert "model.num_res_blocks is 1 there and 2 here" in fails("train.py", *other)
+
+
+def test_a_batch_larger_than_the_set_works_with_a_note(tmp_path):
+    command = (*TINY, f"run_dir={tmp_path}/run", "train.steps=1", "train.batch_size=16")
+    code, out, err = run("train.py", *command)
+    assert code == 0, err
+    assert "larger than the data set" in out + err

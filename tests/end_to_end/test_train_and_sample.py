@@ -1,0 +1,110 @@
+"""The main job as a user runs it, at the smallest size."""
+
+import csv
+import signal
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.torch import load_file
+
+from .run import TINY, run, start
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("run") / "a"
+    code, out, err = run("train.py", *TINY, f"run_dir={run_dir}", "train.steps=6", "train.save_every=2")
+    assert code == 0, err
+    return run_dir
+
+
+def rows(run_dir):
+    with open(run_dir / "metrics.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def test_everything_of_the_run_is_in_its_folder(trained):
+    assert (trained / "config.yaml").is_file()
+    assert (trained / "loss.png").is_file()
+    assert (trained / "checkpoints" / "step_00000006" / "ema.safetensors").is_file()
+    steps = [int(row["step"]) for row in rows(trained)]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert rows(trained)[-1]["images"] == "24"
+    for field in ("loss", "lr", "grad_norm", "images_per_s"):
+        assert all(float(row[field]) > 0 for row in rows(trained)), field
+
+
+def test_sample_grid(trained, tmp_path):
+    out = tmp_path / "grid.png"
+    code, _, err = run("sample.py", f"ckpt={trained}", "n=3", "steps=2", f"out={out}", "device=cpu")
+    assert code == 0, err
+    assert Image.open(out).size[0] > 100
+
+
+def test_samples_do_not_depend_on_the_batch(trained, tmp_path):
+    drawn = []
+    for batch_size in (1, 3):
+        out = tmp_path / f"{batch_size}.npz"
+        code, _, err = run(
+            "sample.py",
+            f"ckpt={trained}/checkpoints/step_00000006",
+            *("n=3", "steps=2", "sampler=ddpm", "seed=5", "device=cpu", f"out={out}"),
+            f"batch_size={batch_size}",
+        )
+        assert code == 0, err
+        drawn.append(np.load(out)["arr_0"].astype(int))
+    assert drawn[0].shape == (3, 8, 8, 3)
+    assert np.abs(drawn[0] - drawn[1]).max() <= 1
+
+
+def test_killed_and_resumed_equals_not_killed(trained, tmp_path):
+    """SIGKILL after a checkpoint, then the same command: the same parameters, bit for bit."""
+    run_dir = tmp_path / "b"
+    command = (*TINY, f"run_dir={run_dir}", "train.steps=6", "train.save_every=2")
+    process = start("train.py", *command)
+    waiting = time.monotonic() + 120
+    while not (run_dir / "checkpoints" / "step_00000002").exists():
+        assert process.poll() is None and time.monotonic() < waiting
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    code, out, err = run("train.py", *command)
+    assert code == 0, err
+    for name in ("model", "ema", "optimizer"):
+        a = load_file(trained / "checkpoints" / "step_00000006" / f"{name}.safetensors")
+        b = load_file(run_dir / "checkpoints" / "step_00000006" / f"{name}.safetensors")
+        assert a.keys() == b.keys()
+        assert all((a[key] == b[key]).all() for key in a), name
+    assert [r["loss"] for r in rows(run_dir)] == [r["loss"] for r in rows(trained)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_exits(tmp_path, number):
+    run_dir = tmp_path / "c"
+    process = start("train.py", *TINY, f"run_dir={run_dir}", "train.steps=100000")
+    waiting = time.monotonic() + 120
+    while not (run_dir / "metrics.csv").exists() or len(rows(run_dir)) < 2:
+        assert process.poll() is None and time.monotonic() < waiting
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "saved" in err
+    step = int(rows(run_dir)[-1]["step"])
+    assert (run_dir / "checkpoints" / f"step_{step:08d}" / "state.json").is_file()
+
+
+def test_multirun_gives_each_job_its_folder(tmp_path):
+    code, _, err = run(
+        "train.py",
+        "-m",
+        *TINY,
+        *("optim.lr=1e-4,2e-4", "train.steps=1", f"run_dir={tmp_path}/sweep"),
+        f"hydra.sweep.dir={tmp_path}/hydra",
+    )
+    assert code == 0, err
+    for job, lr in ((0, "0.0001"), (1, "0.0002")):
+        assert f"lr: {lr}" in (tmp_path / "sweep" / str(job) / "config.yaml").read_text()
+        assert len(rows(tmp_path / "sweep" / str(job))) == 1

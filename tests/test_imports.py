@@ -1,0 +1,58 @@
+"""Imports point one way: entry scripts -> configs.entry, diffusion -> triton_kernels."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = {"triton_kernels", "diffusion", "configs", "tools", "benchmarks", "tests", "train", "sample"}
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names of the absolute imports of a file, wherever they stand in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def files(folder: str) -> list[Path]:
+    found = sorted((ROOT / folder).rglob("*.py"))
+    assert found, f"no Python files in {folder}"
+    return found
+
+
+@pytest.mark.parametrize("path", files("triton_kernels"), ids=lambda p: p.name)
+def test_kernels_know_torch_and_triton_only(path):
+    standard = {"math", "typing", "collections", "dataclasses", "functools", "itertools", "os"}
+    standard |= {"contextlib", "warnings", "types", "enum"}
+    assert imported(path) - standard <= {"torch", "triton"}
+
+
+@pytest.mark.parametrize("path", files("diffusion"), ids=lambda p: p.name)
+def test_diffusion_does_not_know_who_calls_it(path):
+    names = imported(path)
+    assert not names & {"hydra", "omegaconf"}
+    assert names & OURS <= {"triton_kernels"}
+
+
+@pytest.mark.parametrize("path", files("tools"), ids=lambda p: p.name)
+def test_tools_do_not_know_each_other(path):
+    assert imported(path) & OURS <= {"triton_kernels", "diffusion", "configs"}
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py"])
+def test_entry_scripts_are_short(script):
+    assert len((ROOT / script).read_text().splitlines()) <= 80
+
+
+def test_no_vendor_library_behind_a_kernel():
+    banned = ("F.conv", "F.group_norm", "scaled_dot_product", "torch.matmul", "torch.mm", "addmm")
+    for path in files("triton_kernels"):
+        if path.name != "reference.py":
+            text = path.read_text()
+            assert not [name for name in banned if name in text], path.name

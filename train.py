@@ -1,0 +1,19 @@
+"""Train a diffusion model: python train.py [key=value ...]. See configs/train.yaml."""
+
+import hydra
+from omegaconf import DictConfig
+
+from configs.entry import choose_run_dir, plain, run_entry
+
+
+@hydra.main(version_base=None, config_path="configs", config_name="train")
+def main(config: DictConfig) -> float:
+    """Train as configured; returns the final loss, which Hydra's sweepers minimise."""
+    from diffusion.training_run import train  # after the command line is known to be right
+
+    settings = plain(config)
+    return train(settings, choose_run_dir(settings["run_dir"], settings["dataset"]["name"]))
+
+
+if __name__ == "__main__":
+    run_entry(main, "train")
