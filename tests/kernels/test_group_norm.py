@@ -1,0 +1,328 @@
+"""group_norm and GroupNorm against the reference in float64: the output and every gradient."""
+
+import pytest
+import torch
+
+from triton_kernels import group_norm as module
+from triton_kernels import reference
+from triton_kernels.activations import ACTIVATIONS
+from triton_kernels.group_norm import GroupNorm, group_norm
+
+NAMES = ("y", "dx", "d_weight", "d_bias", "d_scale", "d_shift")
+
+# exp of the interpreter's NumPy warns where infinity is the right value
+pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Outputs and workspaces start as NaN, so an element that no program writes cannot pass."""
+    monkeypatch.setattr(module, "_empty", lambda shape, **kw: torch.full(shape, torch.nan, **kw))
+
+
+def _case(shape, *, affine=True, modulated=True, offset=0.0, dtype=torch.float32, device="cpu"):
+    """x, weight, bias, scale, shift and dy; parameters stay float32 and scale, shift follow x."""
+    torch.manual_seed(0)
+    n, _, _, c = shape
+    x = (torch.randn(shape, device=device) + offset).to(dtype)
+    dy = torch.randn(shape, device=device).to(dtype)
+    params = [torch.randn(c, device=device) if affine else None for _ in range(2)]
+    params += [torch.randn(n, c, device=device).to(dtype) if modulated else None for _ in range(2)]
+    return x, params, dy
+
+
+def _run(function, x, params, dy, groups, act, dtype=None):
+    """Output and gradients; every tensor first converted to `dtype`, if one is given."""
+    leaves = [
+        None if t is None else t.to(dtype or t.dtype).detach().requires_grad_()
+        for t in (x, *params)
+    ]
+    x, weight, bias, scale, shift = leaves
+    y = function(x, groups, weight, bias, activation=act, scale=scale, shift=shift)
+    present = [t for t in leaves if t is not None]
+    grads = iter(torch.autograd.grad(y, present, dy.to(y.dtype)))
+    return [y.detach()] + [None if t is None else next(grads) for t in leaves]
+
+
+def _error(got, exact):
+    return ((got.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+
+
+def _check(x, params, dy, groups, act, floor=2e-6):
+    """Each result has its tensor's dtype and is at most twice as far from float64 as PyTorch at the
+    same precision is; the floor is a few float32 roundings."""
+    exact = _run(reference.group_norm, x, params, dy, groups, act, torch.float64)
+    low = _run(reference.group_norm, x, params, dy, groups, act)
+    got = _run(group_norm, x, params, dy, groups, act)
+    for name, a, b, c in zip(NAMES, got, low, exact, strict=True):
+        if c is None:
+            continue
+        assert a.dtype == b.dtype, name
+        error, budget = _error(a, c), 2 * _error(b, c) + floor
+        assert error <= budget, f"{name}: error {error:.2e}, budget {budget:.2e}"
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_activations(act, device):
+    _check(*_case((2, 5, 7, 24), device=device), 4, act)
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        pytest.param((2, 3, 5, 64), 32, id="two-channels-a-group"),
+        pytest.param((1, 3, 3, 192), 32, id="six-channels-a-group-three-blocks"),
+        pytest.param((1, 2, 3, 320), 32, id="ten-channels-a-group-straddling-a-block"),
+        pytest.param((2, 3, 3, 7), 7, id="odd-channels-each-a-group"),
+        pytest.param((2, 3, 3, 7), 1, id="layer-norm-over-the-image"),
+        pytest.param((3, 1, 1, 10), 2, id="one-pixel"),
+        pytest.param((1, 5, 1, 3), 3, id="one-column"),
+        pytest.param((1, 1, 1, 136), 1, id="one-pixel-masked-second-block"),
+        pytest.param((2, 37, 41, 3), 1, id="several-chunks-ragged"),
+        pytest.param((1, 2, 2, 520), 1, id="partials-longer-than-a-finalize-tile"),
+        pytest.param((0, 4, 4, 8), 2, id="empty-batch"),
+    ],
+)
+def test_shapes(shape, groups, device):
+    _check(*_case(shape, device=device), groups, "silu")
+
+
+@pytest.mark.parametrize("modulated", [False, True], ids=["plain", "modulated"])
+@pytest.mark.parametrize("affine", [False, True], ids=["no-affine", "affine"])
+def test_optional_arguments(affine, modulated, device):
+    case = _case((2, 4, 3, 12), affine=affine, modulated=modulated, device=device)
+    _check(*case, 3, "mish")
+
+
+@pytest.mark.parametrize("present", range(4), ids=["weight", "bias", "scale", "shift"])
+def test_one_argument_alone(present, device):
+    x, params, dy = _case((2, 4, 3, 12), device=device)
+    params = [p if i == present else None for i, p in enumerate(params)]
+    _check(x, params, dy, 3, "gelu_tanh")
+
+
+def test_fp16_with_float32_parameters(device):
+    _check(*_case((2, 9, 5, 40), dtype=torch.float16, device=device), 8, "silu")
+
+
+def test_chunks_of_several_tiles(device, monkeypatch):
+    """What large batches get: the launchers cut chunks down while there are too few programs."""
+    monkeypatch.setattr(module, "_MIN_PROGRAMS", 1)
+    for name in ("_STATS_CONFIGS", "_APPLY_CONFIGS", "_SUMS_CONFIGS", "_DX_CONFIGS"):
+        monkeypatch.setattr(module, name, [module._Config(256, 4, 4)])
+    _check(*_case((2, 13, 11, 24), device=device), 4, "silu")
+
+
+@pytest.mark.parametrize("several_tiles", [False, True])
+def test_large_mean(several_tiles, device, monkeypatch):
+    """Mean 1e3, deviation 1: float32 holds the mean to 3e-5 of a deviation; no more is lost.
+
+    A first pixel far off the rest must not matter either, as it would for sums shifted by it.
+    """
+    if several_tiles:
+        monkeypatch.setattr(module, "_MIN_PROGRAMS", 1)
+        monkeypatch.setattr(module, "_STATS_CONFIGS", [module._Config(256, 4, 4)])
+    x, params, dy = _case((2, 20, 19, 12), offset=1e3, modulated=False, device=device)
+    x[:, 0, 0] = 0
+    exact = _run(reference.group_norm, x, params, dy, 3, "identity", torch.float64)
+    got = _run(group_norm, x, params, dy, 3, "identity")
+    for name, a, c in zip(NAMES[:4], got, exact, strict=False):
+        assert _error(a, c) < 1e-4, name
+
+
+def test_no_pixels(device):
+    x = torch.empty(2, 0, 3, 8, device=device, requires_grad=True)
+    weight = torch.ones(8, device=device, requires_grad=True)
+    y = group_norm(x, 2, weight)
+    y.backward(torch.empty_like(y))
+    assert y.shape == x.grad.shape == x.shape
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_constant_input_gives_the_offset(device):
+    """Variance 0: rstd is 1 / sqrt(eps), xhat is 0."""
+    x = torch.full((2, 3, 3, 8), 1234.5, device=device)
+    bias = torch.arange(8.0, device=device)
+    assert torch.equal(group_norm(x, 2, None, bias), bias.expand(x.shape))
+
+
+def test_scale_and_shift_as_halves_of_an_embedding(device):
+    """`chunk` leaves rows 2C apart; no copy is needed."""
+    x, (weight, bias, _, _), dy = _case((3, 2, 2, 8), device=device)
+    embedding = torch.randn(3, 16, device=device)
+    results = []
+    for function, dtype in ((group_norm, torch.float32), (reference.group_norm, torch.float64)):
+        leaf = embedding.to(dtype).requires_grad_()
+        scale, shift = leaf.chunk(2, dim=1)
+        y = function(x.to(dtype), 2, weight.to(dtype), bias.to(dtype), scale=scale, shift=shift)
+        results.append((y, *torch.autograd.grad(y, leaf, dy.to(dtype))))
+    for a, c in zip(*results, strict=True):
+        assert _error(a.detach(), c.detach()) < 2e-6
+
+
+def test_expanded_gradient(device):
+    """`sum` hands back a gradient with zero strides."""
+    x, _, _ = _case((2, 3, 3, 8), device=device)
+    leaf, exact = x.requires_grad_(), x.detach().double().requires_grad_()
+    (dx,) = torch.autograd.grad(group_norm(leaf, 2, activation="silu").sum(), leaf)
+    (want,) = torch.autograd.grad(reference.group_norm(exact, 2, activation="silu").sum(), exact)
+    assert _error(dx, want) < 1e-5
+
+
+def test_frozen_input_or_parameters(device):
+    """Only what needs a gradient gets one."""
+    x, (weight, bias, scale, shift), dy = _case((2, 3, 3, 8), device=device)
+    full = _run(group_norm, x, (weight, bias, scale, shift), dy, 2, "silu")
+    leaf = weight.requires_grad_()
+    y = group_norm(x, 2, leaf, bias, activation="silu", scale=scale, shift=shift)
+    assert torch.equal(torch.autograd.grad(y, leaf, dy)[0], full[2])
+    leaf = x.requires_grad_()
+    y = group_norm(leaf, 2, weight.detach(), bias, activation="silu", scale=scale, shift=shift)
+    assert torch.equal(torch.autograd.grad(y, leaf, dy)[0], full[1])
+
+
+def test_same_bits_again(device):
+    case = _case((2, 37, 41, 3), device=device)
+    first, second = (_run(group_norm, *case, 1, "silu") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_sample_does_not_depend_on_its_batch(device):
+    """Bit for bit, when the images are cut alike."""
+    x, (weight, bias, _, _), _ = _case((3, 6, 5, 16), device=device)
+    batch = group_norm(x, 4, weight, bias)
+    assert torch.equal(batch[1:2], group_norm(x[1:2], 4, weight, bias))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(
+            {"num_groups": 5}, "num_groups is 5; expected a divisor of the 8", id="groups"
+        ),
+        pytest.param({"num_groups": 0}, "num_groups is 0", id="no-groups"),
+        pytest.param({"activation": "swish"}, "'swish'; expected one of identity", id="activation"),
+        pytest.param({"weight": torch.ones(4)}, r"weight has shape \(4,\)", id="weight"),
+        pytest.param({"scale": torch.ones(1, 8)}, r"scale has shape \(1, 8\)", id="scale"),
+        pytest.param({"bias": torch.ones(8).double()}, "bias is torch.float64", id="dtype"),
+        pytest.param({"shift": torch.ones(8, 2).T}, "shift has strides", id="strides"),
+        pytest.param({"x": torch.ones(2, 8, 4, 4).permute(0, 2, 3, 1)}, "NHWC", id="layout"),
+    ],
+)
+def test_errors(change, message):
+    arguments = {"x": torch.ones(2, 4, 4, 8), "num_groups": 2} | change
+    with pytest.raises(ValueError, match=message):
+        group_norm(**arguments)
+
+
+# --- the module ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 3, 5), (2, 8, 5), (2, 8), (2, 8, 2, 3, 2)], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels-last"])
+def test_module_is_a_drop_in(shape, channels_last, device):
+    if channels_last and len(shape) != 4:
+        pytest.skip("channels_last is a layout of four dimensions")
+    torch.manual_seed(0)
+    theirs, ours = torch.nn.GroupNorm(2, 8), GroupNorm(2, 8, device=device)
+    torch.nn.init.normal_(theirs.weight)
+    ours.load_state_dict(theirs.state_dict())
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    x, dy = torch.randn(shape), torch.randn(shape)
+    leaf = x.to(device).clone()
+    if channels_last:
+        leaf = leaf.to(memory_format=torch.channels_last)
+    leaf, exact = leaf.detach().requires_grad_(), x.double().requires_grad_()
+    y, want = ours(leaf), theirs.double()(exact)
+    assert y.shape == want.shape
+    if channels_last:
+        assert y.is_contiguous(memory_format=torch.channels_last)
+    y.backward(dy.to(device))
+    want.backward(dy.double())
+    pairs = [(y.detach(), want.detach()), (leaf.grad, exact.grad)]
+    pairs += [(p.grad, q.grad) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)]
+    for a, c in pairs:
+        assert _error(a.cpu(), c) < 2e-6
+
+
+def test_module_without_affine_and_with_activation(device):
+    norm = GroupNorm(2, 8, affine=False, activation="silu", device=device)
+    x = torch.randn(1, 8, 3, 3, device=device)
+    want = torch.nn.functional.silu(torch.nn.functional.group_norm(x.double(), 2))
+    assert _error(norm(x), want) < 2e-6
+    assert not list(norm.parameters())
+    assert "activation='silu'" in repr(norm)
+    with pytest.raises(ValueError, match="expected one of identity"):
+        GroupNorm(2, 8, activation="swish")
+
+
+# --- on the GPU: bf16, the model's shapes, every entry of the config lists -----------------------
+
+_MODEL_SHAPES = [
+    (32, 64, 64, 64),
+    (8, 64, 64, 192),
+    (32, 32, 32, 128),
+    (8, 32, 32, 320),
+    (32, 16, 16, 192),
+    (8, 16, 16, 448),
+    (32, 8, 8, 256),
+    (8, 8, 8, 512),
+    (1, 256, 256, 64),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", _MODEL_SHAPES, ids=str)
+def test_model_shapes(shape, dtype, device):
+    case = _case(shape, modulated=shape[0] == 8, dtype=dtype, device=device)
+    _check(*case, 32, "silu")
+    first, second = (_run(group_norm, *case, 32, "silu") for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert a is None or torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_activations_in_bf16(act, device):
+    _check(*_case((2, 13, 11, 40), dtype=torch.bfloat16, device=device), 8, act)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8, 64, 64, 64), (3, 33, 31, 192)], ids=str)
+@pytest.mark.parametrize(
+    "list_name", ["_STATS_CONFIGS", "_APPLY_CONFIGS", "_SUMS_CONFIGS", "_DX_CONFIGS"]
+)
+def test_every_config(list_name, shape, device, monkeypatch):
+    monkeypatch.setattr(module, "_MIN_PROGRAMS", 1)
+    case = _case(shape, dtype=torch.bfloat16, device=device)
+    for config in getattr(module, list_name):
+        monkeypatch.setattr(module, list_name, [config])
+        for _ in range(3):
+            _check(*case, 32, "silu")
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits(device):
+    """More than 2^31 elements: the last sample equals the same sample alone."""
+    x = torch.randn(2, 1, 1, 64, device=device, dtype=torch.float16).expand(2, 4100, 4200, 64)
+    x = x.contiguous()
+    x[1, -1, -1] += 3
+    weight, bias = torch.randn(2, 64, device=device)
+    y = group_norm(x, 32, weight, bias, activation="silu")
+    assert torch.equal(y[1:], group_norm(x[1:], 32, weight, bias, activation="silu"))
+
+
+@pytest.mark.gpu
+def test_captured_in_a_graph(device):
+    x, params, dy = _case((4, 16, 16, 64), dtype=torch.bfloat16, device=device)
+    want = _run(group_norm, x, params, dy, 32, "silu")
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        _run(group_norm, x, params, dy, 32, "silu")
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        got = _run(group_norm, x, params, dy, 32, "silu")
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -1,0 +1,92 @@
+"""Activations and their derivatives as jit functions, for the epilogue or prologue of any kernel.
+
+    identity   z
+    relu       max(z, 0)
+    silu       z s(z),   s(z) = 1 / (1 + exp(-z))
+    gelu       z Phi(z),   Phi(z) = (1 + erf(z / sqrt 2)) / 2         (Hendrycks and Gimpel 2016)
+    gelu_tanh  z (1 + tanh u) / 2 = z s(2u),  u = sqrt(2 / pi) (z + 0.044715 z^3)
+    mish       z tanh(ln(1 + exp z))                                 (Misra 2019)
+
+`z` is a float32 tensor of any shape and the name is a constexpr string, so that only the chosen
+branch is compiled. Every function is finite for every finite z. tanh is written with exp: there is
+nothing here that the interpreter lacks.
+"""
+
+import triton
+import triton.language as tl
+
+ACTIVATIONS = ("identity", "relu", "silu", "gelu", "gelu_tanh", "mish")
+
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
+_2_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
+_GELU_CUBIC = tl.constexpr(0.044715)
+# s(2u) is 0 or 1 in float32 beyond this z, and z^3 is still far from overflow
+_GELU_TANH_LIMIT = tl.constexpr(16.0)
+# tanh(ln(1 + e^z)) is 1 in float32 beyond this z, and e^(4z) is still far from overflow
+_MISH_LIMIT = tl.constexpr(20.0)
+
+
+def check_activation(name: str) -> None:
+    """Raise ValueError unless `name` is one of `ACTIVATIONS`."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation is {name!r}; expected one of {', '.join(ACTIVATIONS)}")
+
+
+@triton.jit
+def _logistic(z):
+    return 1.0 / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def _normal_cdf(z):
+    return 0.5 + 0.5 * tl.erf(z * _SQRT_HALF)
+
+
+@triton.jit
+def activate(z, ACT: tl.constexpr):
+    """act(z)."""
+    if ACT == "identity":
+        return z
+    elif ACT == "relu":
+        return tl.where(z < 0, 0.0, z)  # a NaN stays one
+    elif ACT == "silu":
+        return z * _logistic(z)
+    elif ACT == "gelu":
+        return z * _normal_cdf(z)
+    elif ACT == "gelu_tanh":
+        v = tl.minimum(tl.maximum(z, -_GELU_TANH_LIMIT), _GELU_TANH_LIMIT)
+        return z * _logistic((v + v * v * v * _GELU_CUBIC) * _2_SQRT_2_OVER_PI)
+    else:
+        tl.static_assert(ACT == "mish", "unknown activation")
+        # tanh(ln(1 + e)) = m / (m + 2) with m = (1 + e)^2 - 1 = e (e + 2)
+        e = tl.exp(tl.minimum(z, _MISH_LIMIT))
+        m = e * (e + 2)
+        return z * (m / (m + 2))
+
+
+@triton.jit
+def activate_grad(z, ACT: tl.constexpr):
+    """d act(z) / dz; relu's is 0 at 0."""
+    if ACT == "identity":
+        return z * 0 + 1
+    elif ACT == "relu":
+        return tl.where(z > 0, 1.0, 0.0)
+    elif ACT == "silu":
+        s = _logistic(z)
+        return s * (1 + z * (1 - s))
+    elif ACT == "gelu":
+        return _normal_cdf(z) + z * (tl.exp(-0.5 * z * z) * _INV_SQRT_2PI)
+    elif ACT == "gelu_tanh":
+        v = tl.minimum(tl.maximum(z, -_GELU_TANH_LIMIT), _GELU_TANH_LIMIT)
+        s = _logistic((v + v * v * v * _GELU_CUBIC) * _2_SQRT_2_OVER_PI)
+        slope = (1 + v * v * _GELU_CUBIC * 3) * _2_SQRT_2_OVER_PI  # d(2u) / dz
+        return s + v * s * (1 - s) * slope
+    else:
+        tl.static_assert(ACT == "mish", "unknown activation")
+        # t + z s(z) (1 - t^2) with t = m / (m + 2), s = e / (1 + e),
+        # 1 - t^2 = 4 (1 + e)^2 / (m + 2)^2
+        v = tl.minimum(z, _MISH_LIMIT)
+        e = tl.exp(v)
+        m = e * (e + 2)
+        return (m + v * (4 * e * (1 + e) / (m + 2))) / (m + 2)
