@@ -57,6 +57,8 @@ def group_norm(
     """act((norm(x) * weight + bias) * (1 + scale) + shift); statistics and arithmetic in float32
     (float64 for float64 input)."""
     dtype = x.dtype if x.dtype == torch.float64 else torch.float32
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias)  # F.group_norm has no backward for a bias alone
     params = [None if p is None else p.to(dtype) for p in (weight, bias)]
     z = _nhwc(F.group_norm(_nchw(x.to(dtype)), num_groups, *params, eps))
     if scale is not None:
