@@ -1,0 +1,292 @@
+"""Weights in other people's formats.
+
+    unet.cu .bin           256 int32 of header, then float32 parameters in the order of
+                           named_parameters(), then perhaps AdamW's moments and generator states
+    unet.cu .pt            a state dict under unet.cu's names, "_orig_mod." before them if compiled
+    guided-diffusion .pt   a state dict under the names that `UNet` has too
+    .safetensors           a state dict under either
+
+The header of a .bin says nothing of depth, multipliers, groups or heads: these come from the
+configured model, and the size of the file is checked against it.
+"""
+
+import os
+import pickle
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from .errors import ConfigError
+from .unet import UNet
+
+_UNET_CU_WEIGHTS, _UNET_CU_DATA = 12345678, 20240620
+_HEADER_BYTES = 256 * 4
+_GENERATOR_BYTES = 48  # of curandState_t
+_PREFIXES = ("_orig_mod.", "module.")  # of torch.compile, of DistributedDataParallel
+
+# a layer inside a residual or an attention block: guided-diffusion's name, unet.cu's name
+_NAMES = {
+    "in_layers.0": "gn1",
+    "in_layers.2": "cv3_1",
+    "emb_layers.1": "l_emb",
+    "out_layers.0": "gn2",
+    "out_layers.3": "cv3_2",
+    "norm": "gn",
+    "proj_out": "proj",
+}
+_GUIDED_NAMES = {theirs: ours for ours, theirs in _NAMES.items()}
+_BLOCK = re.compile(r"^((?:input_blocks|output_blocks)\.\d+\.\d+|middle_block\.\d+)\.(.+)(\.\w+)$")
+
+# the structure that unet.cu's programs build, by option of `UNet`; its sizes, groups and heads are
+# constants to edit there
+_UNET_CU_OPTIONS = {
+    "conv_resample": False,
+    "use_scale_shift_norm": False,
+    "resblock_updown": False,
+    "use_new_attention_order": True,
+    "num_classes": None,
+}
+
+
+@dataclass
+class UnetCuState:
+    """What a unet.cu weights file holds. Tensors are float32, by the names of `UNet`."""
+
+    batch_size: int
+    max_period: int
+    params: dict[str, Tensor]
+    exp_avg: dict[str, Tensor] | None  # AdamW's moments; the step count is not in the file
+    exp_avg_sq: dict[str, Tensor] | None
+
+
+def to_unet_cu_name(name: str) -> str:
+    """The name that unet.cu's model has for this parameter of `UNet`."""
+    return _rename(name, _NAMES)
+
+
+def from_unet_cu_name(name: str) -> str:
+    """The name that `UNet` has for this parameter of unet.cu's model."""
+    return _rename(name, _GUIDED_NAMES)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def load_weights(path: str | Path, model: nn.Module) -> str:
+    """Load the weights in `path` into `model`, in place; return the kind of file that it was.
+
+    The kind is recognised by the first bytes. Raises ConfigError if the file is missing, truncated,
+    of no known kind, or holds another model than the configured one.
+    """
+    path = Path(path)
+    start = _first_bytes(path)
+    if int.from_bytes(start[:4], "little") in (_UNET_CU_WEIGHTS, _UNET_CU_DATA):
+        state, kind = read_unet_cu(path, model).params, "unet.cu weights"
+    elif start[8:9] == b"{":
+        state, kind = _read_safetensors(path), "safetensors"
+    elif start[:4] == b"PK\x03\x04" or start[:1] == b"\x80":
+        state, kind = _read_pickled(path, model), "state dict"
+    else:
+        raise ConfigError(
+            f"{path} is no weights file: it begins with {start[:8]!r}; expected a unet.cu .bin "
+            f"(int32 {_UNET_CU_WEIGHTS}), a .pt or a .safetensors"
+        )
+    state = _with_guided_names(state)
+    difference = _difference(state, model)
+    if difference:
+        raise ConfigError(
+            f"{path} does not fit the model: it has {_count(state.values()):,} parameters, "
+            f"the model has {_count(model.parameters()):,}; first difference: {difference}"
+        )
+    model.load_state_dict(state)
+    return kind
+
+
+def read_unet_cu(path: str | Path, model: UNet) -> UnetCuState:
+    """Read a unet.cu weights file, by the names and shapes of `model`'s parameters.
+
+    Generator states are skipped. Raises ConfigError as `load_weights`.
+    """
+    path = Path(path)
+    if not isinstance(model, UNet):
+        raise ConfigError(f"{path} holds a 2-D UNet's weights; the model is {type(model).__name__}")
+    start = _first_bytes(path)
+    magic = int.from_bytes(start[:4], "little")
+    if magic == _UNET_CU_DATA:
+        raise ConfigError(f"{path} is a unet.cu data set (magic {magic}), not weights")
+    if magic != _UNET_CU_WEIGHTS:
+        raise ConfigError(
+            f"{path} begins with {magic}; unet.cu weights begin with {_UNET_CU_WEIGHTS}"
+        )
+    size = path.stat().st_size
+    if size < _HEADER_BYTES:
+        raise ConfigError(
+            f"{path} is truncated: {size} bytes, and the header alone is {_HEADER_BYTES}"
+        )
+    header = np.fromfile(path, "<i4", 256)
+    batch_size, c_in, c_model, c_out, height, width, max_period, adamw, generators = map(
+        int, header[1:10]
+    )
+    for option, value in (
+        ("in_channels", c_in),
+        ("model_channels", c_model),
+        ("out_channels", c_out),
+        ("max_period", max_period),
+    ):
+        if getattr(model, option) != value:
+            raise ConfigError(
+                f"{path} was written for {option}={value}; the model has {getattr(model, option)}"
+            )
+
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    count = _count(model.parameters())
+    sections = 3 if adamw else 1
+    rest = size - _HEADER_BYTES - 4 * count * sections
+    # one generator state an element of the batch; what size it has depends on the generator
+    states = batch_size * c_in * height * width
+    if rest < 0 or (rest > 0 and not (generators and states and rest % states == 0)):
+        skipped = _HEADER_BYTES + (_GENERATOR_BYTES * states if generators else 0)
+        held = max(size - skipped, 0) / (4 * sections)
+        raise ConfigError(
+            f"{path} has room for {held:,.10g} parameters{' and their moments' if adamw else ''}, "
+            f"the model has {count:,}: the file is truncated, or of other depth or multipliers"
+        )
+
+    data = torch.from_numpy(np.fromfile(path, "<f4", count * sections, offset=_HEADER_BYTES))
+    tensors = []
+    for section in data.split(count):
+        pieces = section.split([shape.numel() for shape in shapes.values()])
+        named = zip(shapes.items(), pieces, strict=True)
+        tensors.append({name: piece.view(shape) for (name, shape), piece in named})
+    return UnetCuState(batch_size, max_period, *tensors, *[None] * (3 - sections))
+
+
+def _first_bytes(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(16)
+    except OSError as error:
+        raise ConfigError(f"weights {path} cannot be read: {error.strerror}") from error
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is truncated or no safetensors file: {error}") from error
+
+
+def _read_pickled(path: Path, model: nn.Module) -> dict[str, Tensor]:
+    """The state dict in a file of torch.save; of nested ones the first that fits `model`."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(f"{path} holds more than tensors, which is not unpickled") from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise ConfigError(f"{path} is truncated or no file of torch.save: {error}") from error
+    if _is_state_dict(content):
+        return content
+    nested = content if isinstance(content, dict) else {}
+    candidates = [value for value in nested.values() if _is_state_dict(value)]
+    if not candidates:
+        keys = ", ".join(map(str, nested)) or type(content).__name__
+        raise ConfigError(f"{path} holds no state dict; found {keys}")
+    fitting = [c for c in candidates if not _difference(_with_guided_names(c), model)]
+    return fitting[0] if fitting else max(candidates, key=len)
+
+
+def _is_state_dict(content: object) -> bool:
+    return (
+        isinstance(content, dict)
+        and len(content) > 0
+        and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items())
+    )
+
+
+def _with_guided_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    renamed = {}
+    for name, tensor in state.items():
+        while name.startswith(_PREFIXES):
+            name = name.split(".", 1)[1]
+        renamed[from_unet_cu_name(name)] = tensor
+    return renamed
+
+
+def _difference(state: dict[str, Tensor], model: nn.Module) -> str | None:
+    """The first parameter in which `state` and `model` differ, or None."""
+    expected = model.state_dict()
+    for name, tensor in expected.items():
+        if name not in state:
+            return f"{name} {list(tensor.shape)} is not in the file"
+        ours, theirs = list(tensor.shape), list(state[name].shape)
+        if ours != theirs:
+            return f"{name} is {theirs} in the file, {ours} in the model"
+    for name, tensor in state.items():
+        if name not in expected:
+            return f"{name} {list(tensor.shape)} is not in the model"
+    return None
+
+
+def _count(tensors) -> int:
+    return sum(t.numel() for t in tensors)
+
+
+def _rename(name: str, names: dict[str, str]) -> str:
+    match = _BLOCK.match(name)
+    if match is None or match[2] not in names:
+        return name
+    return f"{match[1]}.{names[match[2]]}{match[3]}"
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def save_unet_cu(path: str | Path, model: UNet, batch_size: int = 32) -> None:
+    """Write `model` as unet.cu's weights .bin. `batch_size` is the one that its trainer will use.
+
+    Raises ConfigError if the model has options that unet.cu's does not.
+    """
+    for option, value in _UNET_CU_OPTIONS.items():
+        if getattr(model, option) != value:
+            raise ConfigError(
+                f"unet.cu's format needs {option}={value}; the model has {getattr(model, option)}"
+            )
+    header = np.zeros(256, "<i4")
+    header[:8] = [
+        _UNET_CU_WEIGHTS,
+        batch_size,
+        model.in_channels,
+        model.model_channels,
+        model.out_channels,
+        *model.image_size,
+        int(model.max_period),
+    ]
+    with open(path, "wb") as file:
+        file.write(header.tobytes())
+        for parameter in model.parameters():
+            values = parameter.detach().cpu().contiguous().numpy()
+            file.write(values.astype("<f4").tobytes())
+
+
+def save_guided(path: str | Path, model: nn.Module) -> None:
+    """Write `model` as guided-diffusion's .pt: a plain state dict, which its scripts load."""
+    torch.save(_plain_state_dict(model), path)
+
+
+def save_safetensors(path: str | Path, model: nn.Module) -> None:
+    """Write `model`'s state dict under its own names."""
+    save_file(_plain_state_dict(model), os.fspath(path))
+
+
+def _plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """On the CPU, in the default order of memory, each tensor in storage of its own."""
+    return {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in model.state_dict().items()
+    }
