@@ -1,0 +1,164 @@
+"""Compile kernels for GPUs that this machine does not have, and report what came out.
+
+    python -m tests.kernels.compile_only [--arch 90 ...] [PATTERN]    a JSON line a kernel and chip
+
+Triton and the ptxas in its wheel need no GPU to compile. The kernels are listed in `cases_*.py`
+beside this file, each of which has COMPILE_CASES, a list of dicts:
+
+    name       unique in its file; the case is known as "file/name"
+    kernel     "package.module:_kernel"
+    signature  {argument: type}, as in Triton: "*bf16", "i32", "tensordesc<bf16[1,4,32,64]>"
+    constexprs {argument: value}; None for an absent pointer. Every argument is in one of the two.
+    options    {"num_warps": 4, "num_stages": 3}
+    multiples  optional: integer arguments that are multiples of 16 (pointers always are)
+    expect     optional, checked by test_compile.py
+                 wgmma  on sm_90. True: wgmma with both operands in shared memory; "registers": A
+                        may come from registers, as P in attention; False: no wgmma
+                 tma    on sm_90. True: tiles are loaded by TMA; False: no TMA load
+                 arches chips to compile for, if not all of ARCHES
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+ARCHES = (80, 89, 90, 100, 120)
+
+# Shared memory that one block may have, bytes (CUDA programming guide, compute capabilities).
+SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+
+
+def load_cases() -> dict[str, dict]:
+    """All cases of all files, by "file/name"."""
+    cases = {}
+    for path in sorted(Path(__file__).parent.glob("cases_*.py")):
+        module = importlib.import_module(f"{__package__}.{path.stem}")
+        for case in module.COMPILE_CASES:
+            key = f"{path.stem.removeprefix('cases_')}/{case['name']}"
+            assert key not in cases, f"two compile cases are named {key}"
+            cases[key] = case
+    return cases
+
+
+def arches_of(case: dict) -> tuple[int, ...]:
+    return tuple(case.get("expect", {}).get("arches", ARCHES))
+
+
+def compile_case(case: dict, arch: int) -> dict:
+    """Compile one case for one chip. The result has `ok` and, if not ok, `error`; otherwise
+    `registers` and `spills` (bytes) of a thread, `stack` (bytes), `shared` (bytes), and the numbers
+    of instructions `wgmma_shared`, `wgmma_registers` (where A comes from) and `tma_loads`."""
+    try:
+        ptx, shared, log = _compile(case, arch)
+    except Exception as error:  # whatever the compiler raises is the result
+        return {"ok": False, "error": f"{type(error).__name__}: {error}"[-4000:]}
+    return {"ok": True, "shared": shared, **read_resources(log), **count_instructions(ptx)}
+
+
+def read_resources(log: str) -> dict[str, int]:
+    """Registers, stack and spills from what `ptxas -v` says."""
+    frame = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    stack, stored, loaded = map(int, re.search(frame, log).groups())
+    registers = int(re.search(r"Used (\d+) registers", log).group(1))
+    return {"registers": registers, "stack": stack, "spills": max(stored, loaded)}
+
+
+def count_instructions(ptx: str) -> dict[str, int]:
+    """wgmma by where A comes from (B is always in shared memory), and tiles loaded by TMA."""
+    # wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {accumulators}, A, B descriptor, ...;
+    sources = re.findall(r"wgmma\.mma_async[^{;]*\{[^}]*\},\s*(\{|%)", ptx)
+    return {
+        "wgmma_shared": sources.count("%"),
+        "wgmma_registers": sources.count("{"),
+        "tma_loads": len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
+    }
+
+
+def _compile(case: dict, arch: int) -> tuple[str, int, str]:
+    """PTX, bytes of shared memory, and what `ptxas -v` said."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.cache import get_cache_manager
+
+    module, name = case["kernel"].split(":")
+    kernel = getattr(importlib.import_module(module), name)
+    while not isinstance(kernel, triton.JITFunction):
+        kernel = kernel.fn  # below the autotuner and the heuristics
+    signature, constexprs = dict(case["signature"]), case["constexprs"]
+    for argument in kernel.arg_names:
+        if argument in constexprs:
+            signature[argument] = "constexpr"
+        elif argument not in signature:
+            raise KeyError(f"{argument} of {name} is neither in signature nor in constexprs")
+    unknown = (set(signature) | set(constexprs)) - set(kernel.arg_names)
+    if unknown:
+        raise KeyError(f"{name} has no argument {', '.join(sorted(unknown))}")
+    signature = {argument: signature[argument] for argument in kernel.arg_names}
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, argument in enumerate(kernel.arg_names)
+        if signature[argument].startswith("*") or argument in case.get("multiples", ())
+    }
+
+    def build():
+        source = ASTSource(kernel, signature, constexprs, attrs)
+        with contextlib.redirect_stdout(io.StringIO()) as log:
+            compiled = triton.compile(
+                source, target=GPUTarget("cuda", arch, 32), options=dict(case["options"])
+            )
+        return compiled, log.getvalue()
+
+    triton.knobs.nvidia.dump_ptxas_log = True
+    compiled, log = build()
+    cache = get_cache_manager(compiled.hash)
+    if log:
+        cache.put(log, "ptxas.log", binary=False)
+    elif path := cache.get_file("ptxas.log"):
+        log = Path(path).read_text()
+    else:  # compiled before by somebody who did not keep the log
+        with triton.knobs.compilation.scope():
+            triton.knobs.compilation.always_compile = True
+            compiled, log = build()
+        cache.put(log, "ptxas.log", binary=False)
+    return compiled.asm["ptx"], compiled.metadata.shared, log
+
+
+def _serve() -> None:
+    """Answer each line {"case": ..., "arch": ...} of stdin by a line of JSON."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the compiler prints is not an answer
+    cases = load_cases()
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(
+            json.dumps(compile_case(cases[request["case"]], request["arch"])),
+            file=answers,
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile kernels without a GPU.")
+    parser.add_argument("pattern", nargs="?", default="", help="part of a case's name")
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHES, default=ARCHES)
+    parser.add_argument("--serve", action="store_true", help="read requests from stdin")
+    arguments = parser.parse_args()
+    os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
+    if arguments.serve:
+        return _serve()
+    for key, case in load_cases().items():
+        for arch in arches_of(case):
+            if arguments.pattern in key and arch in arguments.arch:
+                result = compile_case(case, arch)
+                print(json.dumps({"case": key, "arch": arch, **result}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Every kernel compiles for every chip, without register spills and within shared memory; on sm_90
+with the instructions it was designed for. No GPU is needed; see compile_only.py for the cases."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from .compile_only import SHARED_LIMIT, arches_of, count_instructions, load_cases, read_resources
+
+CASES = load_cases()
+PARAMS = [
+    pytest.param((key, arch), id=f"{key}-sm_{arch}")
+    for key, case in CASES.items()
+    for arch in arches_of(case)
+]
+
+
+class _Compiler:
+    """A process of its own, since this one may have loaded Triton as an interpreter. It is started
+    when first asked, and again should a compilation have killed it."""
+
+    def __init__(self):
+        self.process = None
+
+    def __call__(self, request: tuple[str, int]) -> dict:
+        if self.process is None:
+            self.stderr = tempfile.TemporaryFile("w+")
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.kernels.compile_only", "--serve"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.stderr,
+                cwd=Path(__file__).parents[2],
+                env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+                text=True,
+            )
+        case, arch = request
+        self.process.stdin.write(json.dumps({"case": case, "arch": arch}) + "\n")
+        self.process.stdin.flush()
+        if answer := self.process.stdout.readline():
+            return json.loads(answer)
+        self.close()
+        self.stderr.seek(0)
+        return {"ok": False, "error": "the compiler died: " + self.stderr.read()[-4000:]}
+
+    def close(self):
+        if self.process is not None:
+            self.process.stdin.close()
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture(scope="session")
+def compiled(request):
+    """Results by (case, arch). Two processes work ahead through the tests that were selected; under
+    pytest-xdist each worker has one and compiles what it is about to test."""
+    alone = "PYTEST_XDIST_WORKER" not in os.environ
+    here = threading.local()
+    compilers = []
+
+    def compile_one(case_and_arch):
+        if not hasattr(here, "compiler"):
+            here.compiler = _Compiler()
+            compilers.append(here.compiler)
+        return here.compiler(case_and_arch)
+
+    pool = ThreadPoolExecutor(2 if alone else 1)
+    ahead = [i.callspec.params["wanted"] for i in request.session.items if _compiles(i) and alone]
+    futures = {wanted: pool.submit(compile_one, wanted) for wanted in ahead}
+
+    def result(wanted):
+        if wanted not in futures:
+            futures[wanted] = pool.submit(compile_one, wanted)
+        return futures[wanted].result()
+
+    yield result
+    pool.shutdown(cancel_futures=True)
+    for compiler in compilers:
+        compiler.close()
+
+
+def _compiles(item: pytest.Item) -> bool:
+    return "wanted" in getattr(getattr(item, "callspec", None), "params", ())
+
+
+@pytest.mark.parametrize("wanted", PARAMS)
+def test_compiles(compiled, wanted):
+    key, arch = wanted
+    result = compiled(wanted)
+    assert result["ok"], result["error"]
+    assert result["spills"] == 0, f"{result['spills']} bytes of registers spilled: {result}"
+    assert result["shared"] <= SHARED_LIMIT[arch], f"too much shared memory for sm_{arch}: {result}"
+    if arch != 90:
+        return
+    expect = CASES[key].get("expect", {})
+    if "wgmma" in expect:
+        assert (result["wgmma_shared"] + result["wgmma_registers"] > 0) == bool(expect["wgmma"]), (
+            result
+        )
+    if expect.get("wgmma") is True:
+        assert result["wgmma_registers"] == 0, f"A passes through registers: {result}"
+    if "tma" in expect:
+        assert (result["tma_loads"] > 0) == expect["tma"], result
+
+
+def test_reading_of_the_compiler_s_output():
+    log = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_kernel' for 'sm_90a'
+ptxas info    : Function properties for _kernel
+    24 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 24 bytes cumulative stack size"""
+    assert read_resources(log) == {"registers": 168, "stack": 24, "spills": 20}
+    ptx = """
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r1,%r2,%r3,%r4}, %rd1, %rd2, p, 1, 1;
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r1,%r2,%r3,%r4}, {%r5,%r6}, %rd2, p, 1;
+    wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%r1,%r2,%r3,%r4}, %rd3, %rd4, 1, 1, 1;
+    cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1];
+    cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r2, %r3}], [%r1];"""
+    assert count_instructions(ptx) == {"wgmma_shared": 2, "wgmma_registers": 1, "tma_loads": 1}
+
+
+def test_a_compilation_that_fails_is_reported():
+    compiler = _Compiler()
+    try:
+        answer = compiler(("no such case", 90))
+        assert not answer["ok"]
+        assert "no such case" in answer["error"]
+    finally:
+        compiler.close()
