@@ -36,10 +36,9 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class _Tile(NamedTuple):
-    """The rows a program keeps, the rows it walks over in steps, and how it is launched.
+    """The positions a program keeps, how many it takes at a time of the others, and its launch.
 
-    Forward and dq keep queries and walk over keys; dk and dv keep keys and walk over queries. The
-    one-pass backward kernel keeps all queries of a (sample, head), so `keep` is at least T there.
+    Forward and dq keep queries and walk over keys; dk and dv keep keys and walk over queries.
     """
 
     keep: int
@@ -49,30 +48,60 @@ class _Tile(NamedTuple):
 
 
 class _BwdConfig(NamedTuple):
-    one_pass: bool  # dq, dk, dv in one kernel (5 products), or in two (7 products, any T)
+    one_pass: bool  # one kernel that keeps all keys (T <= keep; 5 products), or two (7 products)
     tile: _Tile
 
 
-# The first of each list runs everywhere; the rest are candidates of `_fwd_config`, `_bwd_config`,
-# each tested by itself on the GPU.
+# What `_fwd_config` and `_bwd_config` choose, and candidates for them; each is tested by itself.
+# In 16 bits and for heads of 64 all of them fit a Hopper SM; the first of each list fits any chip.
 _FWD_CONFIGS = (
     _Tile(64, 64, 4, 2),
     _Tile(64, 128, 4, 2),
+    _Tile(64, 256, 4, 2),  # T = 256 and d = 32: all keys in one tile
     _Tile(128, 64, 4, 3),
     _Tile(128, 64, 8, 3),
     _Tile(128, 128, 8, 2),
-    _Tile(64, 256, 4, 2),  # T = 256 in one tile: no online correction
-    _Tile(32, 32, 4, 2),  # float32 without tf32: products are unrolled into FMAs
+    _Tile(32, 32, 4, 2),
+    _Tile(32, 32, 8, 2),
 )
 _BWD_CONFIGS = (
+    _BwdConfig(False, _Tile(64, 32, 4, 2)),
     _BwdConfig(False, _Tile(64, 64, 4, 2)),
     _BwdConfig(False, _Tile(128, 32, 4, 3)),
     _BwdConfig(False, _Tile(128, 64, 8, 2)),
-    _BwdConfig(False, _Tile(32, 32, 4, 2)),  # float32 without tf32
+    _BwdConfig(False, _Tile(32, 32, 4, 2)),
+    _BwdConfig(False, _Tile(32, 32, 8, 2)),
     _BwdConfig(True, _Tile(64, 64, 4, 1)),
     _BwdConfig(True, _Tile(128, 64, 8, 2)),
-    _BwdConfig(True, _Tile(256, 64, 8, 2)),
+    _BwdConfig(True, _Tile(256, 32, 8, 2)),
+    _BwdConfig(True, _Tile(256, 64, 8, 1)),
 )
+
+
+def _fwd_config(t: int, block_d: int, dtype: torch.dtype, allow_tf32: bool) -> _Tile:
+    """Choices that fit every chip: compiled for sm_89 and sm_90, d = 16 to 128 and every precision,
+    they spill at most 16 bytes of registers and need at most 81 KiB of shared memory."""
+    row = block_d * dtype.itemsize  # bytes of q, k or v
+    if dtype == torch.float32 and not allow_tf32:  # products are unrolled into FMAs
+        return _Tile(32, 32, 4 if block_d <= 64 else 8, 2)
+    if row > 256:
+        return _Tile(32, 32, 4, 2)
+    if row > 128 or t <= 64:
+        return _Tile(64, 64, 4, 2)
+    return _Tile(64, 128, 4, 2)
+
+
+def _bwd_config(t: int, block_d: int, dtype: torch.dtype, allow_tf32: bool) -> _BwdConfig:
+    row = block_d * dtype.itemsize
+    if dtype == torch.float32 and not allow_tf32:
+        return _BwdConfig(False, _Tile(32, 32, 4 if block_d <= 64 else 8, 2))
+    if row > 256:
+        return _BwdConfig(False, _Tile(32, 32, 4, 2))
+    if row > 128:
+        return _BwdConfig(False, _Tile(64, 32, 4, 2))
+    if t <= 64:
+        return _BwdConfig(True, _Tile(64, 64, 4, 1))
+    return _BwdConfig(False, _Tile(64, 64, 4, 2))
 
 
 # --- tiles ----------------------------------------------------------------------------------------
@@ -187,66 +216,6 @@ def _attention_fwd_kernel(
 
 
 @triton.jit
-def _attention_bwd_one_pass_kernel(
-    do_ptr,  # [N, T, C], any strides
-    qkv_ptr,  # [N, T, 3C]
-    o_ptr,  # [N, T, C]
-    lse_ptr,  # float32 [N, heads, T], base 2
-    dqkv_ptr,  # [N, T, 3C]
-    num_heads,
-    scale,  # 1 / sqrt(d)
-    stride_don,
-    stride_dot,
-    stride_doc,
-    T: tl.constexpr,
-    D: tl.constexpr,
-    HEADS_QKV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # queries, at least T
-    BLOCK_N: tl.constexpr,  # keys
-):
-    row = tl.program_id(0)
-    n, head = row // num_heads, row % num_heads
-    channels = num_heads * D
-    offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
-    q_offset = n.to(tl.int64) * T * (3 * channels) + offset
-    k_offset = q_offset + part
-    v_offset = k_offset + part
-    do_ptr += n.to(tl.int64) * stride_don + head * D * stride_doc
-    o_ptr += n.to(tl.int64) * T * channels + head * D
-
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
-    q = _load_tile(qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
-    do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D)
-    o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    # lse = inf makes p = 0 in rows past the end
-    lse = tl.load(lse_ptr + row.to(tl.int64) * T + offs_m, mask=offs_m < T, other=float("inf"))
-    scale_log2 = scale * _LOG2_E
-
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start_n in range(0, T, BLOCK_N):
-        offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = _load_tile(qkv_ptr + k_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
-        v = _load_tile(qkv_ptr + v_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
-        p = tl.exp2(s * scale_log2 - lse[:, None])
-        if T % BLOCK_N != 0:
-            p = tl.where((offs_n < T)[None, :], p, 0.0)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
-        dv = tl.dot(tl.trans(p.to(q.dtype)), do, input_precision=PRECISION)  # [BN, BD]
-        ds = (p * (dp - delta[:, None])).to(q.dtype)
-        dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION) * scale
-        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
-        _store_tile(dqkv_ptr + v_offset, dv, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D)
-        _store_tile(dqkv_ptr + k_offset, dk, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D)
-    dq *= scale
-    _store_tile(dqkv_ptr + q_offset, dq, offs_m, offs_d, 3 * channels, T, D, BLOCK_M, BLOCK_D)
-
-
-@triton.jit
 def _attention_bwd_dq_kernel(
     do_ptr,  # [N, T, C], any strides
     qkv_ptr,  # [N, T, 3C]
@@ -310,8 +279,9 @@ def _attention_bwd_dq_kernel(
 def _attention_bwd_dkdv_kernel(
     do_ptr,  # [N, T, C], any strides
     qkv_ptr,  # [N, T, 3C]
+    o_ptr,  # [N, T, C]
     lse_ptr,  # float32 [N, heads, T], base 2
-    delta_ptr,  # float32 [N, heads, T]
+    delta_ptr,  # float32 [N, heads, T]; None if ONE_PASS
     dqkv_ptr,  # [N, T, 3C]
     num_heads,
     scale,  # 1 / sqrt(d)
@@ -325,6 +295,7 @@ def _attention_bwd_dkdv_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,  # queries
     BLOCK_N: tl.constexpr,  # keys
+    ONE_PASS: tl.constexpr,  # BLOCK_N >= T: this program sees all keys, so it can finish dq as well
 ):
     pid = tl.program_id(0)
     pid_n = pid % tl.cdiv(T, BLOCK_N)
@@ -336,8 +307,10 @@ def _attention_bwd_dkdv_kernel(
     k_offset = q_offset + part
     v_offset = k_offset + part
     do_ptr += n.to(tl.int64) * stride_don + head * D * stride_doc
+    o_ptr += n.to(tl.int64) * T * channels + head * D
     lse_ptr += row.to(tl.int64) * T
-    delta_ptr += row.to(tl.int64) * T
+    if not ONE_PASS:
+        delta_ptr += row.to(tl.int64) * T
 
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
@@ -345,44 +318,39 @@ def _attention_bwd_dkdv_kernel(
     v = _load_tile(qkv_ptr + v_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
     scale_log2 = scale * _LOG2_E
 
-    # Scores are transposed, [keys, queries], so that p and ds go from registers into the second
-    # products. Keys past the end give rows of their own, which are not stored.
+    # Scores are transposed, [keys, queries]: p and ds are the left operands of dv and dk as they
+    # lie in registers. Only dq needs ds the other way round.
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for start_m in range(0, T, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q = _load_tile(qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
         do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D)
+        if ONE_PASS:
+            o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D)
+            delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        else:
+            delta = tl.load(delta_ptr + offs_m, mask=offs_m < T, other=0.0)
         lse = tl.load(lse_ptr + offs_m, mask=offs_m < T, other=float("inf"))
-        delta = tl.load(delta_ptr + offs_m, mask=offs_m < T, other=0.0)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
         p = tl.exp2(s * scale_log2 - lse[None, :])
+        if T % BLOCK_N != 0:
+            p = tl.where((offs_n < T)[:, None], p, 0.0)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BN, BM]
         ds = (p * (dp - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+        if ONE_PASS:
+            dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * scale
+            _store_tile(
+                dqkv_ptr + q_offset, dq, offs_m, offs_d, 3 * channels, T, D, BLOCK_M, BLOCK_D
+            )
     dk *= scale
     _store_tile(dqkv_ptr + k_offset, dk, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D)
     _store_tile(dqkv_ptr + v_offset, dv, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D)
 
 
 # --- launchers ------------------------------------------------------------------------------------
-
-
-def _fwd_config(t: int, d: int, ieee: bool) -> _Tile:
-    if ieee:
-        return _FWD_CONFIGS[6]
-    if t <= 64 or d > 64:
-        return _FWD_CONFIGS[0]
-    return _FWD_CONFIGS[1]
-
-
-def _bwd_config(t: int, d: int, ieee: bool, element_size: int) -> _BwdConfig:
-    if ieee:
-        return _BWD_CONFIGS[3]
-    if t <= 64 and d * element_size <= 128:
-        return _BWD_CONFIGS[4]
-    return _BWD_CONFIGS[0]
 
 
 def _constants(qkv: Tensor, num_heads: int, order: str, allow_tf32: bool) -> dict:
@@ -414,8 +382,7 @@ def _attention_fwd(
     if o.numel() == 0:
         return o, lse
     if config is None:
-        ieee = qkv.dtype == torch.float32 and not allow_tf32
-        config = _fwd_config(t, constants["BLOCK_D"], ieee)
+        config = _fwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32)
     _attention_fwd_kernel[(n * num_heads * triton.cdiv(t, config.keep),)](
         qkv,
         o,
@@ -446,10 +413,9 @@ def _attention_bwd(
     if dqkv.numel() == 0:
         return dqkv
     if config is None:
-        ieee = qkv.dtype == torch.float32 and not allow_tf32
-        config = _bwd_config(t, constants["BLOCK_D"], ieee, qkv.element_size())
+        config = _bwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32)
     keep, step, num_warps, num_stages = config.tile
-    rows = n * num_heads
+    grid = (n * num_heads * triton.cdiv(t, keep),)
     shared = dict(
         **constants,
         stride_don=do.stride(0),
@@ -459,18 +425,24 @@ def _attention_bwd(
         num_stages=num_stages,
     )
     if config.one_pass:
-        assert keep >= t, f"one pass over {t} queries with tiles of {keep}"
-        _attention_bwd_one_pass_kernel[(rows,)](
-            do, qkv, o, lse, dqkv, **shared, BLOCK_M=keep, BLOCK_N=step
+        assert keep >= t, f"one pass over {t} positions with tiles of {keep}"
+        delta = None
+    else:
+        delta = torch.empty((n, num_heads, t), dtype=torch.float32, device=qkv.device)
+        _attention_bwd_dq_kernel[grid](
+            do, qkv, o, lse, delta, dqkv, **shared, BLOCK_M=keep, BLOCK_N=step
         )
-        return dqkv
-    delta = torch.empty((n, num_heads, t), dtype=torch.float32, device=qkv.device)
-    grid = (rows * triton.cdiv(t, keep),)
-    _attention_bwd_dq_kernel[grid](
-        do, qkv, o, lse, delta, dqkv, **shared, BLOCK_M=keep, BLOCK_N=step
-    )
     _attention_bwd_dkdv_kernel[grid](
-        do, qkv, lse, delta, dqkv, **shared, BLOCK_M=step, BLOCK_N=keep
+        do,
+        qkv,
+        o,
+        lse,
+        delta,
+        dqkv,
+        **shared,
+        BLOCK_M=step,
+        BLOCK_N=keep,
+        ONE_PASS=config.one_pass,
     )
     return dqkv
 

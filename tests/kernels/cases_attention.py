@@ -5,7 +5,9 @@ _STRIDES = {"stride_don": "i32", "stride_dot": "i32"}
 _MODEL = {"D": 32, "HEADS_QKV": False, "PRECISION": "ieee", "BLOCK_D": 32}
 
 
-def _case(name, kernel, pointers, constexprs, num_warps, num_stages, element="*bf16", wgmma=True):
+def _case(
+    name, kernel, pointers, constexprs, num_warps, num_stages, element="*bf16", wgmma="registers"
+):
     floats = ("lse_ptr", "delta_ptr")
     backward = kernel != "_attention_fwd_kernel"
     return {
@@ -15,6 +17,7 @@ def _case(name, kernel, pointers, constexprs, num_warps, num_stages, element="*b
         | _SHAPES
         | (_STRIDES if backward else {}),
         "constexprs": _MODEL | constexprs | ({"stride_doc": 1} if backward else {}),
+        "multiples": tuple(_STRIDES),
         "options": {"num_warps": num_warps, "num_stages": num_stages},
         "expect": {"wgmma": wgmma},
     }
@@ -22,8 +25,7 @@ def _case(name, kernel, pointers, constexprs, num_warps, num_stages, element="*b
 
 _FWD = ("qkv_ptr", "o_ptr", "lse_ptr")
 _ONE_PASS = ("do_ptr", "qkv_ptr", "o_ptr", "lse_ptr", "dqkv_ptr")
-_DQ = ("do_ptr", "qkv_ptr", "o_ptr", "lse_ptr", "delta_ptr", "dqkv_ptr")
-_DKDV = ("do_ptr", "qkv_ptr", "lse_ptr", "delta_ptr", "dqkv_ptr")
+_TWO_PASS = (*_ONE_PASS, "delta_ptr")
 
 COMPILE_CASES = [
     _case("fwd", "_attention_fwd_kernel", _FWD, dict(T=256, BLOCK_M=64, BLOCK_N=128), 4, 2),
@@ -39,14 +41,26 @@ COMPILE_CASES = [
     ),
     _case(
         "bwd_one_pass",
-        "_attention_bwd_one_pass_kernel",
+        "_attention_bwd_dkdv_kernel",
         _ONE_PASS,
-        dict(T=64, BLOCK_M=64, BLOCK_N=64),
+        dict(T=64, BLOCK_M=64, BLOCK_N=64, ONE_PASS=True, delta_ptr=None),
         4,
         1,
     ),
-    _case("bwd_dq", "_attention_bwd_dq_kernel", _DQ, dict(T=256, BLOCK_M=64, BLOCK_N=64), 4, 2),
     _case(
-        "bwd_dkdv", "_attention_bwd_dkdv_kernel", _DKDV, dict(T=256, BLOCK_M=64, BLOCK_N=64), 4, 2
+        "bwd_dq",
+        "_attention_bwd_dq_kernel",
+        _TWO_PASS,
+        dict(T=256, BLOCK_M=64, BLOCK_N=64),
+        4,
+        2,
+    ),
+    _case(
+        "bwd_dkdv",
+        "_attention_bwd_dkdv_kernel",
+        _TWO_PASS,
+        dict(T=256, BLOCK_M=64, BLOCK_N=64, ONE_PASS=False),
+        4,
+        2,
     ),
 ]
