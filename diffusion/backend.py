@@ -22,6 +22,9 @@ class Backend:
     dtype: torch.dtype = torch.float32
     allow_tf32: bool = False
 
+    def __deepcopy__(self, memo: dict) -> "Backend":
+        return self  # so that models can be copied: a module cannot
+
 
 TORCH_FP32 = Backend("torch", reference)
 
