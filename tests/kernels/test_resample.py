@@ -1,0 +1,86 @@
+"""avg_pool2d and upsample_nearest2d against the reference in float64, output and gradient."""
+
+import pytest
+import torch
+
+from triton_kernels import reference
+from triton_kernels import resample as module
+from triton_kernels.resample import avg_pool2d, upsample_nearest2d
+
+OPS = [
+    pytest.param(avg_pool2d, reference.avg_pool2d, id="avg_pool2d"),
+    pytest.param(upsample_nearest2d, reference.upsample_nearest2d, id="upsample_nearest2d"),
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Outputs start as NaN, so an element that no program writes cannot pass."""
+    monkeypatch.setattr(module, "_empty", lambda shape, **kw: torch.full(shape, torch.nan, **kw))
+
+
+def _check(op, expected, shape, dtype, device):
+    torch.manual_seed(0)
+    x = torch.randn(shape, device=device).to(dtype)
+    leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    y, want = op(leaf), expected(exact)
+    assert y.dtype == dtype
+    dy = torch.randn(want.shape, device=device).to(dtype)
+    (dx,) = torch.autograd.grad(y, leaf, dy)
+    (want_dx,) = torch.autograd.grad(want, exact, dy.double())
+    # three float32 additions, then one rounding to dtype
+    rounding = torch.finfo(dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps
+    for a, b in ((y, want), (dx, want_dx)):
+        torch.testing.assert_close(a.double(), b, rtol=rounding, atol=1e-6)
+
+
+@pytest.mark.parametrize(("op", "expected"), OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((2, 4, 6, 8), id="even"),
+        pytest.param((2, 5, 7, 3), id="odd-rows-and-columns"),
+        pytest.param((1, 3, 4, 5), id="odd-rows"),
+        pytest.param((1, 2, 9, 300), id="odd-columns-two-channel-blocks"),
+        pytest.param((1, 2, 35, 160), id="two-column-blocks"),
+        pytest.param((0, 4, 4, 8), id="empty-batch"),
+    ],
+)
+def test_output_and_gradient(op, expected, shape, dtype, device):
+    _check(op, expected, shape, dtype, device)
+
+
+def test_upsampling_one_pixel(device):
+    x = torch.arange(3.0, device=device).view(1, 1, 1, 3)
+    assert torch.equal(upsample_nearest2d(x), x.expand(1, 2, 2, 3))
+
+
+def test_pooling_undoes_upsampling(device):
+    x = torch.randn(2, 3, 5, 7, device=device)
+    assert torch.equal(avg_pool2d(upsample_nearest2d(x)), x)
+
+
+@pytest.mark.parametrize("op", [avg_pool2d, upsample_nearest2d])
+def test_expanded_gradient(op, device):
+    x = torch.randn(1, 4, 4, 2, device=device, requires_grad=True)
+    op(x).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 0.25 if op is avg_pool2d else 4.0))
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"shape \(1, 1, 4, 2\); expected at least 2 rows"):
+        avg_pool2d(torch.ones(1, 1, 4, 2))
+    with pytest.raises(ValueError, match="contiguous NHWC"):
+        upsample_nearest2d(torch.ones(1, 2, 4, 4).permute(0, 2, 3, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "expected"), OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(32, 64, 64, 64), (32, 32, 32, 192), (3, 17, 15, 192), (128, 8, 8, 256)], ids=str
+)
+def test_model_shapes(op, expected, shape, dtype, device):
+    for _ in range(3):
+        _check(op, expected, shape, dtype, device)

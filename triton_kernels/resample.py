@@ -1,0 +1,176 @@
+"""Resampling by two over NHWC. F is the fine image, K the coarse one of P rows and Q columns:
+
+    avg_pool2d          K[p, q] = (F[2p, 2q] + F[2p, 2q+1] + F[2p+1, 2q] + F[2p+1, 2q+1]) / 4
+    upsample_nearest2d  F[p, q] = K[p // 2, q // 2]
+
+Up to the factor of 1/4 each is the other's adjoint, so two kernels make both forward and backward:
+
+    gather   coarse = factor * sum of the four     pool forward (1/4), upsample backward (1)
+    spread   fine = factor * the coarse pixel      upsample forward (1), pool backward (1/4)
+
+An odd last row or column of F has no coarse pixel: pooling drops it, and its gradient is zero.
+A program handles BLOCK_Q by BLOCK_C of one coarse row; every element is read and written once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .layout import check_nhwc
+
+_TILE = 2048  # coarse elements of a program: with four warps 16 a thread, loads of 16 bytes
+_NUM_WARPS = 4
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+
+@triton.jit
+def _gather_kernel(
+    fine_ptr,  # [N, H, W, C]
+    coarse_ptr,  # [N, H // 2, W // 2, C]
+    factor,
+    H,
+    W,
+    C,
+    P,
+    Q,
+    QB,
+    CB,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
+    offs_q = pid // CB % QB * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    row = (pid // CB // QB).to(tl.int64)  # n * P + p
+    mask = (offs_q < Q)[:, None] & (offs_c < C)[None, :]
+
+    upper_ptr = fine_ptr + (row // P * H + row % P * 2) * W * C
+    lower_ptr = upper_ptr + W * C
+    offs = offs_q[:, None] * (2 * C) + offs_c[None, :]
+    acc = tl.load(upper_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    acc += tl.load(upper_ptr + offs + C, mask=mask, other=0.0).to(tl.float32)
+    acc += tl.load(lower_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    acc += tl.load(lower_ptr + offs + C, mask=mask, other=0.0).to(tl.float32)
+    coarse = (acc * factor).to(coarse_ptr.dtype.element_ty)
+    offs = offs_q[:, None] * C + offs_c[None, :]
+    tl.store(coarse_ptr + row * Q * C + offs, coarse, mask=mask)
+
+
+@triton.jit
+def _spread_kernel(
+    coarse_ptr,  # [N, P, Q, C]
+    fine_ptr,  # [N, H, W, C]; H is 2P or 2P + 1, W is 2Q or 2Q + 1
+    factor,
+    H,
+    W,
+    C,
+    P,
+    Q,
+    QB,
+    CB,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
+    offs_q = pid // CB % QB * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    row = (pid // CB // QB).to(tl.int64)
+    rows = (H + 1) // 2  # with the one beyond P that covers an odd last row
+    n, p = row // rows, row % rows
+    mask_c = (offs_c < C)[None, :]
+
+    coarse = tl.load(
+        coarse_ptr + (n * P + p) * Q * C + offs_q[:, None] * C + offs_c[None, :],
+        mask=(offs_q < Q)[:, None] & mask_c & (p < P),
+        other=0.0,
+    )
+    fine = (coarse.to(tl.float32) * factor).to(fine_ptr.dtype.element_ty)
+    upper_ptr = fine_ptr + (n * H + p * 2) * W * C
+    lower_ptr = upper_ptr + W * C
+    offs = offs_q[:, None] * (2 * C) + offs_c[None, :]
+    left = (2 * offs_q < W)[:, None] & mask_c
+    right = (2 * offs_q + 1 < W)[:, None] & mask_c
+    below = p * 2 + 1 < H
+    tl.store(upper_ptr + offs, fine, mask=left)
+    tl.store(upper_ptr + offs + C, fine, mask=right)
+    tl.store(lower_ptr + offs, fine, mask=left & below)
+    tl.store(lower_ptr + offs + C, fine, mask=right & below)
+
+
+def _launch(kernel, source: Tensor, fine: tuple[int, ...], rows: int, columns: int, out, factor):
+    n, h, w, c = fine
+    block_c = min(triton.next_power_of_2(max(c, 1)), 256)
+    block_q = min(triton.next_power_of_2(max(columns, 1)), _TILE // block_c)
+    qb, cb = triton.cdiv(columns, block_q), triton.cdiv(c, block_c)
+    kernel[(n * rows * qb * cb,)](
+        source,
+        out,
+        factor,
+        h,
+        w,
+        c,
+        h // 2,
+        w // 2,
+        qb,
+        cb,
+        block_q,
+        block_c,
+        num_warps=_NUM_WARPS,
+    )
+    return out
+
+
+def _gather(fine: Tensor, factor: float) -> Tensor:
+    n, h, w, c = fine.shape
+    coarse = _empty((n, h // 2, w // 2, c), dtype=fine.dtype, device=fine.device)
+    return _launch(_gather_kernel, fine, fine.shape, h // 2, w // 2, coarse, factor)
+
+
+def _spread(coarse: Tensor, shape: tuple[int, ...], factor: float) -> Tensor:
+    fine = _empty(shape, dtype=coarse.dtype, device=coarse.device)
+    rows, columns = (shape[1] + 1) // 2, (shape[2] + 1) // 2
+    return _launch(_spread_kernel, coarse, shape, rows, columns, fine, factor)
+
+
+class _AvgPool2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.shape = x.shape
+        return _gather(x, 0.25)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _spread(dy.contiguous(), ctx.shape, 0.25)  # dy may be an expanded gradient
+
+
+class _UpsampleNearest2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        n, h, w, c = x.shape
+        return _spread(x, (n, 2 * h, 2 * w, c), 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _gather(dy.contiguous(), 1.0)  # dy may be an expanded gradient
+
+
+def avg_pool2d(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, H // 2, W // 2, C]
+    """Mean over 2x2 windows; an odd last row or column is dropped.
+
+    Raises ValueError for an image of less than two rows or columns, and for a wrong layout.
+    """
+    check_nhwc("x", x)
+    if min(x.shape[1:3]) < 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected at least 2 rows and 2 columns")
+    return _AvgPool2d.apply(x)
+
+
+def upsample_nearest2d(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, 2H, 2W, C]
+    """Each pixel becomes a 2x2 block. Raises ValueError for a wrong layout."""
+    check_nhwc("x", x)
+    return _UpsampleNearest2d.apply(x)
