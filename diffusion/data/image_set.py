@@ -1,0 +1,88 @@
+"""What every data set is once it is loaded: uint8 images, in memory or mapped, and labels."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ..errors import ConfigError
+
+
+@dataclass
+class ImageSet:
+    """Images as they lie on disk; normalising and mirroring happen in the training kernels."""
+
+    images: Tensor  # uint8 [M, H, W, C]; may be backed by a memory-mapped file
+    labels: Tensor | None = None  # int64 [M]
+    class_names: tuple[str, ...] | None = None
+    name: str = ""
+    skipped: tuple[str, ...] = ()  # files that could not be decoded
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(H, W)."""
+        return self.images.shape[1], self.images.shape[2]
+
+    @property
+    def channels(self) -> int:
+        return self.images.shape[3]
+
+    @property
+    def num_classes(self) -> int:
+        """0 for a set without labels."""
+        if self.labels is None:
+            return 0
+        return len(self.class_names) if self.class_names else int(self.labels.max()) + 1
+
+    def class_index(self, value: str | int) -> int:
+        """The label of a class given by name or number; ConfigError names the nearest valid one."""
+        if self.num_classes == 0:
+            raise ConfigError(f"class {value}: the data set {self.name} has no classes")
+        names = self.class_names or tuple(str(i) for i in range(self.num_classes))
+        if str(value) in names:
+            return names.index(str(value))
+        if str(value).lstrip("-").isdecimal():
+            if 0 <= int(value) < len(names):
+                return int(value)
+            near = min(max(int(value), 0), len(names) - 1)
+            raise ConfigError(
+                f"class {value} is outside 0..{len(names) - 1} of {self.name}; nearest is {near}"
+            )
+        raise ConfigError(f"class {value} is unknown in {self.name}; {nearest(str(value), names)}")
+
+
+def nearest(value: str, valid: Sequence[str], most: int = 12) -> str:
+    """The end of an error message: the closest valid name, and the valid names if they are few."""
+    lower = {name.lower(): name for name in reversed(valid)}
+    close = difflib.get_close_matches(value.lower(), lower, n=1, cutoff=0.0)
+    choices = ", ".join(valid[:most]) + (", ..." if len(valid) > most else "")
+    return f"did you mean {lower[close[0]]}? (one of {choices})" if close else f"one of {choices}"
+
+
+def parse_size(size: int | Sequence[int]) -> tuple[int, int]:
+    """(H, W) of `size`: one number, or [H, W]."""
+    sides = (size, size) if isinstance(size, int) else size
+    ok = isinstance(sides, Sequence) and not isinstance(sides, str) and len(sides) == 2
+    if not ok or not all(type(side) is int and 1 <= side <= 8192 for side in sides):
+        raise ConfigError(f"size={size} is wrong; give one side in pixels, or [height, width]")
+    return sides[0], sides[1]
+
+
+def with_channels(images: Tensor, channels: int) -> Tensor:
+    """Gray and colour into each other: uint8 [M, H, W, 1 or 3] -> [M, H, W, channels]."""
+    have = images.shape[3]
+    if channels == have:
+        return images
+    if (have, channels) == (1, 3):
+        return images.expand(*images.shape[:3], 3).contiguous()
+    if (have, channels) == (3, 1):  # Pillow's luma, ITU-R 601
+        gray = [np.asarray(Image.fromarray(image).convert("L")) for image in images.numpy()]
+        return torch.from_numpy(np.stack(gray)[..., None])
+    raise ConfigError(f"channels={channels} is wrong for this set; choose 1 or 3")

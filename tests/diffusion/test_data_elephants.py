@@ -1,0 +1,67 @@
+"""The drawn elephants: reproducible, of any size, and no two alike."""
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion.data import load_dataset
+from diffusion.data.elephants import TRUNKS, draw_elephant, elephants
+from diffusion.errors import ConfigError
+
+
+def test_a_picture_depends_on_seed_and_index_alone():
+    few, many = elephants(count=3, size=32, seed=7), elephants(count=5, size=32, seed=7)
+    assert torch.equal(few.images, many.images[:3]) and torch.equal(few.labels, many.labels[:3])
+    assert np.array_equal(draw_elephant(7, 2, 32), few.images[2].numpy())
+    assert not np.array_equal(draw_elephant(8, 2, 32), few.images[2].numpy())
+
+
+def test_no_two_alike():
+    images = elephants(count=64, size=32).images
+    assert len({image.numpy().tobytes() for image in images}) == 64
+
+
+@pytest.mark.parametrize("size", [1, 7, 32, 64, 200, (16, 64), (64, 16), (1, 50)], ids=str)
+def test_any_size(size):
+    image = draw_elephant(0, 3, size)
+    assert image.dtype == np.uint8
+    assert image.shape == (*(size if isinstance(size, tuple) else (size, size)), 3)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_the_same_elephant_at_every_resolution(index):
+    fine = draw_elephant(0, index, 128).reshape(32, 4, 32, 4, 3).mean(axis=(1, 3))
+    assert (
+        np.abs(fine - draw_elephant(0, index, 32)).mean() < 4
+    )  # of 255: outlines round differently
+
+
+def test_extreme_keys():
+    for seed, index in ((-1, 0), (2**63, 2**40), (0, 0)):
+        assert draw_elephant(seed, index, 8).shape == (8, 8, 3)
+
+
+def test_labels_say_what_the_trunk_does():
+    data = elephants(count=60, size=8)
+    assert data.class_names == TRUNKS and data.num_classes == 3
+    assert sorted(data.labels.unique().tolist()) == [0, 1, 2]
+    assert data.class_index("trunk_raised") == 2
+
+
+def test_an_elephant_stands_out_from_its_background():
+    """A tenth to two thirds of the picture is gray, brown or bluish and of middle lightness."""
+    images = elephants(count=32, size=32).images.float()
+    spread = images.amax(-1) - images.amin(-1)
+    share = ((spread < 50) & (images.mean(-1) < 175)).float().mean(dim=(1, 2))
+    assert 0.1 < share.min() and share.max() < 0.66
+
+
+def test_options_by_name():
+    data = load_dataset("elephants", count=2, size=[16, 24], channels=1, seed=None)
+    assert data.images.shape == (2, 16, 24, 1)
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_nothing_to_draw(count):
+    with pytest.raises(ConfigError, match="count"):
+        elephants(count=count)
