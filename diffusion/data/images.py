@@ -1,0 +1,243 @@
+"""Folders and zips of image files, in whatever shape people have them, as one uint8 array.
+
+Any depth of sub-folders, any size, JPEG, PNG, WebP, BMP, GIF (first frame), TIFF or PNM; gray,
+palette, CMYK, 16 bits, alpha, EXIF orientation. An image is cropped at its centre to the wanted
+aspect ratio, then resized with an antialiasing filter; one of the wanted size is taken bit for bit.
+"""
+
+import json
+import logging
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from PIL import Image, ImageColor, ImageOps
+from tqdm import tqdm
+
+from ..errors import ConfigError
+from .image_set import ImageSet, parse_size
+
+_EXTENSIONS = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif"),
+    *(".tif", ".tiff", ".pgm", ".ppm"),
+)
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+_MAX_SKIPPED = 0.01  # a larger share of corrupt files is a broken data set, not an accident
+_CHUNK = 1024  # files in flight; the decoded ones wait in memory for their turn
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class ImageFiles:
+    """The image files of a folder or zip, in the order of their names."""
+
+    path: Path
+    names: list[str]  # relative, with forward slashes
+    labels: list[int] | None
+    class_names: tuple[str, ...] | None
+    open: Callable[[str], BinaryIO]
+
+
+def list_images(path: str | Path, classes: bool = True) -> ImageFiles:
+    """Find the images under `path`, a folder or a .zip.
+
+    Labels come from a StyleGAN / EDM `dataset.json` at its root, else from the first level of
+    sub-folders if there are at least two and no image lies beside them; `classes=False`: no labels.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; give a folder of images, or a .zip")
+    if path.is_dir():
+        every, opener = _walk(path), lambda name: open(path / name, "rb")
+    elif zipfile.is_zipfile(path):
+        archive = zipfile.ZipFile(path)
+        every, opener = archive.namelist(), archive.open
+    else:
+        raise ConfigError(f"{path} is a file; give a folder of images, or a .zip")
+    names = sorted(name for name in every if _is_image(name))
+    if not names:
+        kinds = ", ".join(_EXTENSIONS)
+        raise ConfigError(f"{path} holds no image; looked for files in {kinds}")
+    files = ImageFiles(path, names, None, None, opener)
+    if classes and "dataset.json" in every:
+        with opener("dataset.json") as file:
+            files.labels = _json_labels(file, files)
+    if classes and files.labels is None:
+        tops = sorted({name.partition("/")[0] for name in names})
+        if len(tops) > 1 and all("/" in name for name in names):
+            number = {top: i for i, top in enumerate(tops)}
+            files.labels = [number[name.partition("/")[0]] for name in names]
+            files.class_names = tuple(tops)
+    return files
+
+
+def _walk(root: Path) -> list[str]:
+    names, seen = [], set()
+    for folder, folders, files in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:  # a link back up
+            folders.clear()
+            continue
+        seen.add(real)
+        relative = Path(folder).relative_to(root)
+        names += [(relative / file).as_posix() for file in files]
+    return names
+
+
+def _is_image(name: str) -> bool:
+    hidden = any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
+    return name.lower().endswith(_EXTENSIONS) and not hidden
+
+
+def _json_labels(file: BinaryIO, files: ImageFiles) -> list[int] | None:
+    """`{"labels": [["00000/img00000000.png", 3], ...]}`; null means that there are none."""
+    where = f"{files.path}: dataset.json"
+    try:
+        table = json.load(file)["labels"]
+        if table is None:
+            return None
+        number = dict(table)
+        labels = [number[name] for name in files.names]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{where} does not give every image a label ({error!r})") from None
+    if not all(type(label) is int and label >= 0 for label in labels):
+        raise ConfigError(f"{where} has labels that are no class numbers (0, 1, 2, ...)")
+    return labels
+
+
+def decode_image(
+    file: BinaryIO,
+    size: tuple[int, int],  # (H, W)
+    channels: int,
+    background: str = "white",
+) -> np.ndarray:  # uint8 [H, W, C]
+    """Read one image. Alpha is kept for 4 channels, else laid over `background`."""
+    mode = _MODES[channels]
+    with Image.open(file) as image:
+        # a JPEG can be decoded at 1/2, 1/4 or 1/8; keep twice the wanted size for the filter below
+        image.draft(None, (2 * max(size), 2 * max(size)))
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith(("I", "F")):
+            image = _to_8_bits(image)
+        if mode == "RGBA":
+            image = image.convert(mode)
+        elif image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, background), image)
+        if image.mode == "CMYK":  # Pillow has no direct way from here to gray
+            image = image.convert("RGB")
+        return _fit(image.convert(mode), size)
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """Gray of 16 bits or more, which Pillow would clip at 255. Floats are 0..1 or 0..255."""
+    values = np.asarray(image).astype(np.float64)
+    if image.mode.startswith("F"):
+        values = values * 255 if values.max() <= 1 else values
+    elif image.mode != "I" or values.max() > 255:
+        values = values / 257
+    return Image.fromarray(np.rint(values).clip(0, 255).astype(np.uint8))
+
+
+def _fit(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
+    """Centre crop to the aspect ratio of `size`, then LANCZOS, after a box filter if far larger."""
+    (height, width), (w, h) = size, image.size
+    if (w, h) != (width, height):
+        scale = min(w / width, h / height)
+        x, y = (w - width * scale) / 2, (h - height * scale) / 2
+        box = (max(x, 0), max(y, 0), min(w - x, w), min(h - y, h))
+        image = image.resize((width, height), Image.Resampling.LANCZOS, box, reducing_gap=3.0)
+    return np.asarray(image).reshape(height, width, -1)
+
+
+def decode_all(
+    files: ImageFiles,
+    size: tuple[int, int],  # (H, W)
+    channels: int,
+    background: str,
+    skipped: list[str],  # gets the names of the files that could not be decoded
+    show: bool | None = None,  # a progress bar; None: on a terminal
+) -> Iterator[tuple[np.ndarray, int | None]]:
+    """Images (uint8 [H, W, C]) and labels in the order of the names, decoded by threads.
+
+    ConfigError as soon as more than 1% of the files are corrupt.
+    """
+    if channels not in _MODES:
+        raise ConfigError(f"channels={channels} is wrong; 1 (gray), 3 (RGB) or 4 (RGBA)")
+    try:
+        ImageColor.getrgb(background)
+    except (ValueError, AttributeError):
+        raise ConfigError(
+            f"background={background} is no colour; give a name such as white, or #rrggbb"
+        ) from None
+
+    def decode(name: str) -> np.ndarray | Exception:
+        try:
+            with files.open(name) as file:
+                return decode_image(file, size, channels, background)
+        except Exception as error:  # a broken file makes Pillow raise nearly anything
+            return error
+
+    total = len(files.names)
+    disable = None if show is None else not show
+    workers = min(16, os.cpu_count() or 1)
+    with (
+        ThreadPoolExecutor(workers) as pool,
+        tqdm(total=total, unit="img", desc=files.path.name, disable=disable, leave=False) as bar,
+    ):
+        for start in range(0, total, _CHUNK):
+            names = files.names[start : start + _CHUNK]
+            for i, image in enumerate(pool.map(decode, names), start):
+                bar.update()
+                if isinstance(image, Exception):
+                    skipped.append(files.names[i])
+                    bar.set_postfix(skipped=len(skipped))
+                    if len(skipped) > _MAX_SKIPPED * total:
+                        raise ConfigError(_too_many(files, skipped, image))
+                    continue
+                yield image, None if files.labels is None else files.labels[i]
+    if skipped:
+        some = ", ".join(skipped[:20]) + (", ..." if len(skipped) > 20 else "")
+        log.warning("%s: skipped %d corrupt of %d: %s", files.path, len(skipped), total, some)
+
+
+def _too_many(files: ImageFiles, skipped: list[str], error: Exception) -> str:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return (
+        f"{files.path}: {len(skipped)} of {len(files.names)} images cannot be decoded, more than"
+        f" 1%; the last is {skipped[-1]} ({reason})"
+    )
+
+
+def load_folder(
+    path: str | None = None,
+    size: int | tuple[int, int] = 64,
+    channels: int = 3,
+    classes: bool = True,  # sub-folders (or dataset.json) give labels
+    background: str = "white",  # behind alpha
+) -> ImageSet:
+    """Every image under `path`, a folder or a zip, in memory."""
+    if path is None:
+        raise ConfigError("dataset.path is not set; give a folder of images, or a .zip")
+    files, (height, width) = list_images(path, classes), parse_size(size)
+    images, labels, skipped = None, [], []
+    for image, label in decode_all(files, (height, width), channels, background, skipped):
+        if images is None:
+            images = np.empty((len(files.names), height, width, channels), dtype=np.uint8)
+        images[len(labels)] = image
+        labels.append(label)
+    assert images is not None, "more than 1% were skipped"
+    return ImageSet(
+        torch.from_numpy(images[: len(labels)]),
+        None if files.labels is None else torch.tensor(labels),
+        files.class_names,
+        name=files.path.name,
+        skipped=tuple(skipped),
+    )
