@@ -1,0 +1,234 @@
+"""Data sets in one file: the project's own .packed, mapped into memory, and unet.cu's .bin.
+
+.packed, little endian:
+
+    0       8 bytes  b"TDPACKED"          8   uint32 version = 1     12  uint32 zero
+    16      uint64   N, H, W, C, L (labels: N or 0), K (bytes of the class names)
+    4096    uint8    [N, H, W, C]
+    then    int64    [L], then K bytes of JSON: a list of class names
+
+.bin (clu0/unet.cu): 256 int32, of which the first five are 20240620, N, C, H, W; then float32
+[N, C, H, W], x / 127.5 - 1. Neither labels nor class names.
+
+Both writers take one image at a time and rename a finished, synced file into place: a file under
+its name is whole.
+"""
+
+import json
+import logging
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError
+from .image_set import ImageSet, parse_size
+
+MAGIC, VERSION, DATA_OFFSET = b"TDPACKED", 1, 4096
+BIN_MAGIC, BIN_WEIGHTS_MAGIC, BIN_OFFSET = 20240620, 12345678, 1024
+_HEADER = struct.Struct("<8sII6Q")
+
+log = logging.getLogger(__name__)
+
+
+class _Writer:
+    """Appends images behind a header that is written last, when their number is known."""
+
+    offset: int
+
+    def __init__(self, file: BinaryIO, size: tuple[int, int], channels: int):
+        self._file, self._shape, self._labels = file, (*size, channels), []
+        file.seek(self.offset)
+
+    def append(self, image: np.ndarray, label: int | None = None) -> None:
+        """`image`: uint8 [H, W, C]; a label for every image, or for none."""
+        assert image.shape == self._shape and image.dtype == np.uint8
+        self._file.write(self._encode(image))
+        self._labels.append(label)
+
+
+class _PackedWriter(_Writer):
+    offset = DATA_OFFSET
+
+    def _encode(self, image: np.ndarray) -> bytes:
+        return image.tobytes()
+
+    def finish(self, class_names: tuple[str, ...] | None) -> None:
+        labels = [label for label in self._labels if label is not None]
+        assert len(labels) in (0, len(self._labels))
+        names = json.dumps(list(class_names)).encode() if class_names else b""
+        self._file.write(np.array(labels, dtype="<i8").tobytes() + names)
+        self._file.seek(0)
+        counts = (len(self._labels), *self._shape, len(labels), len(names))
+        self._file.write(_HEADER.pack(MAGIC, VERSION, 0, *counts))
+
+
+class _BinWriter(_Writer):
+    offset = BIN_OFFSET
+
+    def _encode(self, image: np.ndarray) -> bytes:
+        x = image.transpose(2, 0, 1).astype("<f4") / np.float32(127.5) - np.float32(1)
+        return x.tobytes()
+
+    def finish(self, class_names: tuple[str, ...] | None) -> None:
+        header = np.zeros(256, dtype="<i4")
+        height, width, channels = self._shape
+        header[:5] = (BIN_MAGIC, len(self._labels), channels, height, width)
+        self._file.seek(0)
+        self._file.write(header.tobytes())
+
+
+_WRITERS = {".packed": _PackedWriter, ".bin": _BinWriter}
+
+
+def check_output(path: Path, overwrite: bool) -> None:
+    """ConfigError unless a file may be written there and its suffix names a format."""
+    if path.suffix not in _WRITERS:
+        raise ConfigError(f"out={path} must end in .packed (own format) or .bin (unet.cu's)")
+    if path.exists() and not overwrite:
+        raise ConfigError(f"out={path} exists; set overwrite=true to replace it")
+
+
+@contextmanager
+def packed_writer(
+    path: Path,  # .packed or .bin
+    size: tuple[int, int],  # (H, W)
+    channels: int,
+    class_names: tuple[str, ...] | None = None,
+) -> Iterator[_Writer]:
+    """A writer whose file appears under `path` when the block ends without an error."""
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(partial, "wb")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    try:
+        with file:
+            writer = _WRITERS[path.suffix](file, size, channels)
+            yield writer
+            writer.finish(class_names)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_packed(path: str | Path, data: ImageSet) -> None:
+    """Write a whole set to `path` (.packed or .bin), replacing what is there."""
+    path = Path(path)
+    check_output(path, overwrite=True)
+    labels = [None] * len(data) if data.labels is None else data.labels.tolist()
+    with packed_writer(path, data.size, data.channels, data.class_names) as writer:
+        for image, label in zip(data.images.numpy(), labels, strict=True):
+            writer.append(image, label)
+
+
+def load_packed(
+    path: str | None = None,
+    size: int | tuple[int, int] | None = None,  # None: what the file has
+    channels: int | None = None,  # None: what the file has
+) -> ImageSet:
+    """Open a .packed file (mapped, not read) or a unet.cu .bin (read back into 8 bits)."""
+    if path is None:
+        raise ConfigError("dataset.path is not set; give a file written by tools/prepare.py")
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file; give one written by tools/prepare.py")
+    with open(path, "rb") as file:
+        head = file.read(max(_HEADER.size, BIN_OFFSET))
+    magic = int.from_bytes(head[:4], "little")
+    if head.startswith(MAGIC):
+        data = _read_packed(path, head)
+    elif magic == BIN_MAGIC:
+        data = _read_bin(path, head)
+    else:
+        found = "unet.cu weights" if magic == BIN_WEIGHTS_MAGIC else f"the magic number {magic}"
+        raise ConfigError(
+            f"{path} is no image data: it starts with {found}, not with"
+            f" {MAGIC.decode()} (.packed) or {BIN_MAGIC} (unet.cu .bin)"
+        )
+    if size is not None and parse_size(size) != data.size:
+        raise ConfigError(
+            f"size={size} differs from the {data.size[0]}x{data.size[1]} images in {path};"
+            " leave size unset, or prepare the file again"
+        )
+    if channels is not None and channels != data.channels:
+        raise ConfigError(
+            f"channels={channels} differs from the {data.channels} channels in {path};"
+            " leave channels unset, or prepare the file again"
+        )
+    return data
+
+
+def _check_bytes(path: Path, expected: int, n: int, height: int, width: int, channels: int) -> None:
+    found = path.stat().st_size
+    if found != expected:
+        raise ConfigError(
+            f"{path} should have {expected} bytes for {n} images of"
+            f" {height}x{width}x{channels}, and has {found}: it is truncated or damaged"
+        )
+    if min(n, height, width, channels) < 1:
+        raise ConfigError(f"{path} holds no image: {n} of {height}x{width}x{channels}")
+
+
+def _read_packed(path: Path, head: bytes) -> ImageSet:
+    if len(head) < _HEADER.size:
+        raise ConfigError(
+            f"{path} should have {DATA_OFFSET} bytes or more, and has {len(head)}: truncated"
+        )
+    _, version, _, n, height, width, channels, num_labels, name_bytes = _HEADER.unpack_from(head)
+    if version != VERSION:
+        raise ConfigError(f"{path} has version {version}; this one reads {VERSION}")
+    shape = (n, height, width, channels)
+    end = DATA_OFFSET + n * height * width * channels
+    _check_bytes(path, end + 8 * num_labels + name_bytes, n, height, width, channels)
+    images = np.memmap(path, np.uint8, mode="c", offset=DATA_OFFSET, shape=shape)
+    with open(path, "rb") as file:
+        file.seek(end)
+        labels = np.frombuffer(file.read(8 * num_labels), dtype="<i8").astype(np.int64)
+        names = file.read(name_bytes)
+    try:
+        class_names = tuple(json.loads(names)) if names else None
+    except ValueError:
+        raise ConfigError(f"{path} is damaged: its class names are no JSON") from None
+    most = len(class_names) if class_names else np.iinfo(np.int64).max
+    if num_labels not in (0, n) or (num_labels and not 0 <= labels.min() <= labels.max() < most):
+        raise ConfigError(f"{path} is damaged: its labels do not fit its images")
+    return ImageSet(
+        torch.from_numpy(images),
+        torch.from_numpy(labels) if num_labels else None,
+        class_names,
+        name=path.stem,
+    )
+
+
+def _read_bin(path: Path, head: bytes) -> ImageSet:
+    if len(head) < BIN_OFFSET:
+        raise ConfigError(
+            f"{path} should have {BIN_OFFSET} bytes or more, and has {len(head)}: truncated"
+        )
+    n, channels, height, width = np.frombuffer(head, dtype="<i4")[1:5].tolist()
+    expected = BIN_OFFSET + 4 * n * channels * height * width
+    _check_bytes(path, expected, n, height, width, channels)
+    stored = np.memmap(path, "<f4", mode="r", offset=BIN_OFFSET, shape=(n, channels, height, width))
+    images = np.empty((n, height, width, channels), dtype=np.uint8)
+    off_grid = False
+    for start in range(0, n, 256):
+        x = (stored[start : start + 256] + np.float32(1)) * np.float32(127.5)
+        if not (x.min() > -0.5 and x.max() < 255.5):  # also true of NaN
+            raise ConfigError(
+                f"{path} holds values outside [-1, 1]; unet.cu's data is x / 127.5 - 1"
+            )
+        whole = np.rint(x)
+        off_grid |= bool(np.abs(x - whole).max() > 1e-2)
+        images[start : start + 256] = whole.transpose(0, 2, 3, 1)
+    if off_grid:
+        log.warning("%s holds values between the 256 levels of 8 bits: rounded", path)
+    return ImageSet(torch.from_numpy(images), name=path.stem)

@@ -1,0 +1,149 @@
+"""One-file data sets: written whole or not at all, read back bit for bit, refused when damaged."""
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion.data import load_dataset
+from diffusion.data.image_set import ImageSet
+from diffusion.data.packed import load_packed, packed_writer, write_packed
+from diffusion.errors import ConfigError
+
+
+def random_set(n=5, h=4, w=6, c=3, labelled=True):
+    generator = torch.Generator().manual_seed(n)
+    images = torch.randint(0, 256, (n, h, w, c), dtype=torch.uint8, generator=generator)
+    labels = torch.arange(n) % 2 if labelled else None
+    return ImageSet(images, labels, ("cat", "Schildkröte") if labelled else None, "random")
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("shape", [(5, 4, 6, 3), (1, 1, 1, 1), (3, 5, 7, 4)], ids=str)
+def test_packed_round_trip(tmp_path, shape, labelled):
+    data = random_set(*shape, labelled=labelled)
+    write_packed(tmp_path / "a.packed", data)
+    back = load_packed(tmp_path / "a.packed")
+    assert torch.equal(back.images, data.images) and back.class_names == data.class_names
+    assert torch.equal(back.labels, data.labels) if labelled else back.labels is None
+    assert back.images.is_contiguous()
+
+
+def test_packed_is_mapped_and_private(tmp_path):
+    """Writing to the tensor never reaches the file."""
+    write_packed(tmp_path / "a.packed", random_set())
+    before = (tmp_path / "a.packed").read_bytes()
+    load_packed(tmp_path / "a.packed").images.zero_()
+    assert (tmp_path / "a.packed").read_bytes() == before
+
+
+def test_bin_round_trip_is_exact_for_every_level(tmp_path):
+    levels = torch.arange(256, dtype=torch.uint8).view(1, 8, 32, 1).expand(2, 8, 32, 3)
+    write_packed(tmp_path / "a.bin", ImageSet(levels.contiguous()))
+    back = load_packed(tmp_path / "a.bin")
+    assert torch.equal(back.images, levels)
+    write_packed(tmp_path / "b.bin", back)
+    assert (tmp_path / "b.bin").read_bytes() == (tmp_path / "a.bin").read_bytes()
+
+
+def test_bin_is_the_format_of_unet_cu(tmp_path):
+    data = random_set(n=3, labelled=False)
+    header = np.zeros(256, dtype=np.int32)
+    header[:5] = (20240620, 3, 3, 4, 6)
+    x = data.images.numpy().astype(np.float32) / 127.5 - 1
+    expected = header.tobytes() + x.transpose(0, 3, 1, 2).astype("float32").tobytes()
+    write_packed(tmp_path / "ours.bin", data)
+    assert (tmp_path / "ours.bin").read_bytes() == expected
+    (tmp_path / "theirs.bin").write_bytes(expected)
+    assert torch.equal(load_dataset("packed", path=tmp_path / "theirs.bin").images, data.images)
+
+
+def test_bin_between_the_levels_is_rounded_and_said(tmp_path, caplog):
+    header = np.zeros(256, dtype=np.int32)
+    header[:5] = (20240620, 1, 1, 1, 2)
+    values = np.array([0.0, 0.5], dtype=np.float32)  # 127.5 and 191.25
+    (tmp_path / "a.bin").write_bytes(header.tobytes() + values.tobytes())
+    assert load_packed(tmp_path / "a.bin").images.flatten().tolist() == [128, 191]
+    assert "rounded" in caplog.text
+
+
+@pytest.mark.parametrize("value", [2.0, -1.5, float("nan"), float("inf")])
+def test_bin_of_something_else(tmp_path, value):
+    header = np.zeros(256, dtype=np.int32)
+    header[:5] = (20240620, 1, 1, 1, 1)
+    (tmp_path / "a.bin").write_bytes(header.tobytes() + np.float32(value).tobytes())
+    with pytest.raises(ConfigError, match=r"outside \[-1, 1\]"):
+        load_packed(tmp_path / "a.bin")
+
+
+@pytest.mark.parametrize("suffix", ["packed", "bin"])
+@pytest.mark.parametrize("cut", [-1, 1, 600, 3000], ids=["longer", "one byte", "600", "3000"])
+def test_damaged_length_names_both_sizes(tmp_path, suffix, cut):
+    path = tmp_path / f"a.{suffix}"
+    write_packed(path, random_set(n=20))
+    content = path.read_bytes()
+    path.write_bytes(content + b"x" if cut < 0 else content[:-cut])
+    found = path.stat().st_size
+    with pytest.raises(ConfigError, match=f"should have {len(content)} bytes.*has {found}") as e:
+        load_packed(path)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "starts with"),
+        (b"\x89PNG" + bytes(2000), "no image data"),
+        (struct.pack("<i", 12345678) + bytes(2000), "unet.cu weights"),
+        (b"TDPACKED", "truncated"),
+        (b"TDPACKED" + struct.pack("<II6Q", 9, 0, 1, 1, 1, 1, 0, 0) + bytes(5000), "version 9"),
+        (b"TDPACKED" + struct.pack("<II6Q", 1, 0, 0, 8, 8, 3, 0, 0) + bytes(4032), "no image"),
+        (struct.pack("<5i", 20240620, 1, 3, 4, 4), "truncated"),
+        (struct.pack("<5i", 20240620, -1, -3, 4, 4) + bytes(1196), "no image"),
+    ],
+    ids=["empty", "png", "weights", "magic only", "version", "N = 0", "short bin", "negative"],
+)
+def test_wrong_header(tmp_path, content, message):
+    (tmp_path / "a.packed").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        load_packed(tmp_path / "a.packed")
+
+
+def test_labels_outside_the_classes(tmp_path):
+    data = random_set()
+    data.labels[0] = 2
+    write_packed(tmp_path / "a.packed", data)
+    with pytest.raises(ConfigError, match="labels do not fit"):
+        load_packed(tmp_path / "a.packed")
+
+
+def test_size_and_channels_are_checked(tmp_path):
+    write_packed(tmp_path / "a.packed", random_set())
+    assert load_packed(tmp_path / "a.packed", size=[4, 6], channels=3).size == (4, 6)
+    with pytest.raises(ConfigError, match="size=64 differs from the 4x6"):
+        load_packed(tmp_path / "a.packed", size=64)
+    with pytest.raises(ConfigError, match="channels=1 differs from the 3"):
+        load_packed(tmp_path / "a.packed", channels=1)
+
+
+def test_no_path_and_no_file(tmp_path):
+    for path in (None, tmp_path / "nothing.bin", tmp_path):
+        with pytest.raises(ConfigError, match="prepare.py"):
+            load_packed(path)
+
+
+@pytest.mark.parametrize("suffix", ["packed", "bin"])
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(b"old")
+    with pytest.raises(RuntimeError), packed_writer(path, (2, 2), 1) as writer:
+        writer.append(np.zeros((2, 2, 1), np.uint8))
+        raise RuntimeError
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_where_nothing_can_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_packed(tmp_path / "file/a.packed", random_set())
