@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+
 import triton_kernels
 from triton_kernels import reference
 
@@ -29,13 +30,16 @@ class Backend:
 TORCH_FP32 = Backend("torch", reference)
 
 
-def choose_backend(name: str, precision: str, device: torch.device) -> Backend:
-    """Resolve `auto` (triton on CUDA, torch elsewhere) and set PyTorch's TF32 switches to match."""
+def choose_backend(
+    name: str, precision: str, device: torch.device, setting: str = "train.precision"
+) -> Backend:
+    """Resolve `auto` (triton on CUDA, torch elsewhere) and set PyTorch's TF32 switches to match.
+    `setting` is what the user calls the precision."""
     if name not in ("auto", "triton", "torch"):
         raise ConfigError(f"backend={name} is unknown; choose one of auto, triton, torch")
     if precision not in PRECISIONS:
         raise ConfigError(
-            f"train.precision={precision} is unknown; choose one of {', '.join(PRECISIONS)}"
+            f"{setting}={precision} is unknown; choose one of {', '.join(PRECISIONS)}"
         )
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if name == "triton" and device.type != "cuda" and not interpreted:
@@ -45,7 +49,7 @@ def choose_backend(name: str, precision: str, device: torch.device) -> Backend:
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"
     if name == "triton" and interpreted and precision == "bf16":
-        raise ConfigError("Triton's interpreter computes bf16 wrongly; use train.precision=fp32")
+        raise ConfigError("Triton's interpreter computes bf16 wrongly; use fp32")
     allow_tf32 = precision != "fp32"
     torch.backends.cuda.matmul.allow_tf32 = allow_tf32
     torch.backends.cudnn.allow_tf32 = allow_tf32

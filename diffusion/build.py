@@ -87,11 +87,12 @@ class Process:
         """Whether the network has twice as many channels out."""
         return self.variance == "learned_range"
 
-    def sampler(self, backend: Backend, **settings: Any) -> Sampler:
-        """A sampler of this process; settings: sampler, steps, eta, clip."""
+    def sampler(self, backend: Backend, device: torch.device, **settings: Any) -> Sampler:
+        """A sampler of this process; settings: sampler, steps, eta, clip, spacing."""
         return Sampler(
             self.schedule,
             backend,
+            device=device,
             prediction=self.prediction,
             variance=self.variance,
             **settings,

@@ -108,6 +108,19 @@ def load_weights(path: str | Path, model: nn.Module) -> str:
     return kind
 
 
+def stored_image_shape(path: str | Path) -> tuple[int, int, int] | None:
+    """(H, W, C) of the images that a weights file was trained on, if the file says so: unet.cu's
+    .bin does. Raises ConfigError if it cannot be read."""
+    path = Path(path)
+    start = _first_bytes(path)
+    if int.from_bytes(start[:4], "little") != _UNET_CU_WEIGHTS:
+        return None
+    if path.stat().st_size < _HEADER_BYTES:
+        raise ConfigError(f"{path} is truncated: its header alone is {_HEADER_BYTES} bytes")
+    header = np.fromfile(path, "<i4", 7)
+    return int(header[5]), int(header[6]), int(header[2])
+
+
 def read_unet_cu(path: str | Path, model: UNet) -> UnetCuState:
     """Read a unet.cu weights file, by the names and shapes of `model`'s parameters.
 

@@ -55,7 +55,7 @@ class TrainStep:
         images, index, labels = self.batches.take(step, first, count)
         flip = None
         if self.flip:
-            flip = self.objective.ops.draw_flips(self._rng, count, first=first)
+            flip = self.objective.backend.ops.draw_flips(self._rng, count, first=first)
 
         def denoiser(x: Tensor, t: Tensor, labels: Tensor | None) -> Tensor:
             return self.model.forward_nhwc(x, t, labels, rng=self._rng, first=first)

@@ -83,7 +83,9 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
         accumulate=settings.accumulate,
         flip=flip,
     )
-    sampler = process.sampler(backend, sampler="ddim", steps=_sample_steps(settings, process))
+    sampler = process.sampler(
+        backend, device, sampler="ddim", steps=_sample_steps(settings, process)
+    )
     labels = _sample_labels(num_classes, settings.sample_count, device)
 
     def draw_samples() -> np.ndarray:
@@ -118,7 +120,13 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
         for name in data.skipped:
             log.warning("not decodable and left out: %s", name)
     try:
-        state = {"seed": settings.seed, "dataset": data.name, "dataset_size": m}
+        state = {
+            "seed": settings.seed,
+            "dataset": data.name,
+            "dataset_size": m,
+            "image_shape": [h, w, c],
+            "class_names": data.class_names and list(data.class_names),
+        }
         return Trainer(
             step, draw_samples, settings, config, state, run_dir, processes, dataset_size=m
         ).run(start)

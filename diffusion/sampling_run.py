@@ -1,0 +1,201 @@
+"""A sampling run from a plain dict: find the weights, rebuild the network, draw, save."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from .backend import choose_backend
+from .build import Process, build_model, check_keys, construct
+from .checkpoint import check_same_model, find_checkpoint, read_state, read_weights
+from .data.image_set import parse_size
+from .distributed import choose_device
+from .draw import draw
+from .errors import ConfigError
+from .interchange import load_weights, stored_image_shape
+from .pictures import grid
+
+_KEYS = (
+    "ckpt",
+    "n",
+    "sampler",
+    "steps",
+    "eta",
+    "clip",
+    "seed",
+    "label",
+    "ema",
+    "out",
+    "batch_size",
+)
+_FILE_KEYS = ("model", "diffusion", "size", "channels")  # for a weights file alone
+_MACHINE_KEYS = ("backend", "device", "precision")
+_GRID_OF = 100  # images at most in the grid that comes with a folder of images
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A network with its weights, and what it was trained for."""
+
+    model: nn.Module
+    process: Process
+    image_shape: tuple[int, int, int]  # H, W, C
+    class_names: tuple[str, ...] | None
+    default_out: Path
+
+
+def sample(config: dict[str, Any]) -> Path:
+    """Draw as configured; returns the path of the picture, file or folder."""
+    check_keys(config, [*_KEYS, *_FILE_KEYS, *_MACHINE_KEYS], "config")
+    for key in ("n", "batch_size"):
+        if isinstance(config[key], bool) or not isinstance(config[key], int) or config[key] < 1:
+            raise ConfigError(f"{key}={config[key]}; expected a whole number, at least 1")
+    if config["sampler"] not in ("ddpm", "ddim"):
+        raise ConfigError(f"sampler={config['sampler']} is unknown; choose ddpm or ddim")
+    seed = config["seed"]
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ConfigError(f"seed={seed}; expected a whole number from 0 to 2^63 - 1")
+    device = choose_device(config["device"])
+    trained = _load(config, device)
+    backend = trained.model.backend
+    sampler = trained.process.sampler(
+        backend,
+        device,
+        sampler=config["sampler"],
+        steps=config["steps"],
+        eta=config["eta"],
+        clip=config["clip"],
+    )
+    out = Path(config["out"] or trained.default_out)
+    _check_out(out)
+    labels = _labels(config["label"], config["n"], trained, device)
+    with tqdm(unit="step", dynamic_ncols=True, disable=None) as bar:
+
+        def report(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        images = draw(
+            trained.model,
+            sampler,
+            config["n"],
+            trained.image_shape,
+            seed=seed,
+            labels=labels,
+            batch_size=config["batch_size"],
+            progress=report,
+        )
+    _save(images, out)
+    print(f"{config['n']} images of {config['ckpt']} in {out}")
+    return out
+
+
+def _load(config: dict[str, Any], device: torch.device) -> _Trained:
+    path = Path(config["ckpt"])
+    if path.is_file():
+        return _load_file(path, config, device)
+    if not path.exists() and path.suffix in _SUFFIXES:
+        raise ConfigError(f"weights file {path} does not exist")
+    checkpoint = find_checkpoint(path)
+    if config["model"] is not None or config["diffusion"] is not None:
+        raise ConfigError(
+            f"model= and diffusion= are for a weights file; {checkpoint} says its own"
+        )
+    state, trained_as = read_state(checkpoint)
+    process = construct(Process, trained_as["diffusion"], "diffusion")
+    height, width, channels = state["image_shape"]
+    precision = config["precision"] or _precision(trained_as["train"]["precision"], device)
+    backend = choose_backend(config["backend"], precision, device, setting="precision")
+    model = build_model(
+        trained_as["model"], backend, (height, width), channels, process.learns_variance, device
+    )
+    weights = read_weights(checkpoint, ema=config["ema"])
+    check_same_model(str(checkpoint), weights, dict(model.named_parameters()))
+    model.load_state_dict(weights)
+    run_dir = checkpoint.parent.parent
+    name = (
+        f"sample_{checkpoint.name}_{config['sampler']}{config['steps'] or ''}_{config['seed']}.png"
+    )
+    class_names = state.get("class_names")
+    return _Trained(
+        model,
+        process,
+        (height, width, channels),
+        None if class_names is None else tuple(class_names),
+        run_dir / "samples" / name,
+    )
+
+
+def _load_file(path: Path, config: dict[str, Any], device: torch.device) -> _Trained:
+    if config["model"] is None:
+        raise ConfigError(
+            f"ckpt={path} is a weights file and does not say its network: give model=NAME,"
+            " for example model=unet_cu"
+        )
+    process = construct(Process, config["diffusion"] or {}, "diffusion")
+    shape = stored_image_shape(path)
+    if config["size"] is not None:
+        size = parse_size(config["size"])
+        if shape is not None and size != shape[:2]:
+            raise ConfigError(f"size={list(size)}, but {path} was trained at {list(shape[:2])}")
+    elif shape is None:
+        raise ConfigError(f"{path} does not say the size of its images: give size=SIDE or [H, W]")
+    height, width, channels = shape or (*size, config["channels"])
+    precision = config["precision"] or _precision("bf16", device)
+    backend = choose_backend(config["backend"], precision, device, setting="precision")
+    model = build_model(
+        config["model"], backend, (height, width), channels, process.learns_variance, device
+    )
+    load_weights(path, model)
+    name = f"{path.stem}_{config['sampler']}{config['steps'] or ''}_{config['seed']}.png"
+    return _Trained(model, process, (height, width, channels), None, Path(name))
+
+
+def _precision(trained: str, device: torch.device) -> str:
+    """As trained, but fp32 on a CPU, where bf16 gains nothing."""
+    return trained if device.type == "cuda" else "fp32"
+
+
+def _labels(label: Any, n: int, trained: _Trained, device: torch.device) -> Tensor | None:
+    num_classes = trained.model.num_classes
+    if num_classes is None:
+        if label is not None:
+            raise ConfigError(f"label={label}, but the model has no classes; leave it out")
+        return None
+    if label is None:
+        return torch.arange(n, device=device) % num_classes
+    names = trained.class_names or ()
+    if str(label) in names:
+        label = names.index(str(label))
+    if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < num_classes:
+        valid = ", ".join(names) if names else f"0 to {num_classes - 1}"
+        raise ConfigError(f"label={label} is unknown; the model has {num_classes} classes: {valid}")
+    return torch.full((n,), label, device=device)
+
+
+def _check_out(out: Path) -> None:
+    if out.suffix not in ("", ".png", ".npz"):
+        raise ConfigError(f"out={out}; expected a .png (grid), a .npz or a folder")
+    if out.suffix and out.is_dir():
+        raise ConfigError(f"out={out} is a folder; expected a file")
+
+
+def _save(images: np.ndarray, out: Path) -> None:
+    """uint8 [N, H, W, C] as a grid, as guided-diffusion's .npz, or one PNG an image and a grid."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".png":
+        grid(images).save(out)
+    elif out.suffix == ".npz":
+        np.savez(out, arr_0=images)
+    else:
+        out.mkdir(exist_ok=True)
+        for i, image in enumerate(images):
+            pixels = image[..., 0] if image.shape[2] == 1 else image
+            Image.fromarray(pixels).save(out / f"{i:06d}.png")
+        grid(images[:_GRID_OF]).save(out / "grid.png")
