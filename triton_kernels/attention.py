@@ -376,6 +376,7 @@ def _attention_fwd(
 ) -> tuple[Tensor, Tensor]:
     """o [N, T, C] and lse, float32 [N, heads, T] in base 2."""
     n, t, c3 = qkv.shape
+    assert t * c3 < 2**31, qkv.shape  # offsets within a sample are int32
     constants = _constants(qkv, num_heads, order, allow_tf32)
     o = torch.empty((n, t, c3 // 3), dtype=qkv.dtype, device=qkv.device)
     lse = torch.empty((n, num_heads, t), dtype=torch.float32, device=qkv.device)
@@ -407,7 +408,9 @@ def _attention_bwd(
     config: _BwdConfig | None = None,
 ) -> Tensor:
     """dqkv [N, T, 3C]; `do` may have any strides."""
-    n, t, _ = qkv.shape
+    n, t, c3 = qkv.shape
+    # offsets within a sample are int32
+    assert t * max(c3, do.stride(1)) + c3 * do.stride(2) < 2**31, (qkv.shape, do.stride())
     constants = _constants(qkv, num_heads, order, allow_tf32)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     if dqkv.numel() == 0:

@@ -1,6 +1,7 @@
 """Attention against its reference in float64: output and gradient, under a random do."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -64,8 +65,7 @@ def expected_and_budgets(qkv, do, heads, *, order="qkv_heads", allow_tf32=False)
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = allow_tf32
     # the fused float32 backends ignore TF32
-    backends = [SDPBackend.MATH] if allow_tf32 else list(SDPBackend.__members__.values())[1:]
-    with sdpa_kernel(backends):
+    with sdpa_kernel(SDPBackend.MATH) if allow_tf32 else nullcontext():
         low = run(reference.attention, qkv, do, heads, order=order)
     torch.backends.cuda.matmul.allow_tf32 = before
     pairs = zip(low, exact, strict=True)
@@ -182,8 +182,8 @@ def test_permutation_of_positions(device):
     order = torch.randperm(70, generator=torch.Generator().manual_seed(0)).to(device)
     o, dqkv = run(attention, qkv, do, 2)
     permuted_o, permuted_dqkv = run(attention, qkv[:, order], do[:, order], 2)
-    torch.testing.assert_close(permuted_o, o[:, order])
-    torch.testing.assert_close(permuted_dqkv, dqkv[:, order])
+    torch.testing.assert_close(permuted_o, o[:, order], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(permuted_dqkv, dqkv[:, order], rtol=1e-4, atol=1e-5)
 
 
 def test_shift_of_keys_changes_nothing(device):
