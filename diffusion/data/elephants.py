@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
+from tqdm import tqdm
 
 from ..errors import ConfigError
 from .image_set import ImageSet, parse_size
@@ -267,6 +268,6 @@ def elephants(count: int = 4096, size: int | tuple[int, int] = 64, seed: int = 0
     height, width = parse_size(size)
     images = np.empty((count, height, width, 3), dtype=np.uint8)
     labels = np.empty(count, dtype=np.int64)
-    for index in range(count):
+    for index in tqdm(range(count), desc="elephants", unit="img", disable=None, leave=False):
         images[index], labels[index] = _draw(seed, index, height, width)
     return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), TRUNKS, name="elephants")
