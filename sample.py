@@ -6,7 +6,7 @@ See configs/sample.yaml.
 import hydra
 from omegaconf import DictConfig
 
-from configs.entry import plain, run_entry
+from configs.entry import exit_codes, plain, run_entry
 
 
 @hydra.main(version_base=None, config_path="configs", config_name="sample")
@@ -14,7 +14,8 @@ def main(config: DictConfig) -> None:
     """Draw as configured and say where the pictures are."""
     from diffusion.sampling_run import sample  # after the command line is known to be right
 
-    sample(plain(config))
+    with exit_codes():
+        sample(plain(config))
 
 
 if __name__ == "__main__":

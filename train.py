@@ -3,7 +3,7 @@
 import hydra
 from omegaconf import DictConfig
 
-from configs.entry import choose_run_dir, plain, run_entry
+from configs.entry import choose_run_dir, exit_codes, plain, run_entry
 
 
 @hydra.main(version_base=None, config_path="configs", config_name="train")
@@ -11,8 +11,9 @@ def main(config: DictConfig) -> float:
     """Train as configured; returns the final loss, which Hydra's sweepers minimise."""
     from diffusion.training_run import train  # after the command line is known to be right
 
-    settings = plain(config)
-    return train(settings, choose_run_dir(settings["run_dir"], settings["dataset"]["name"]))
+    with exit_codes():
+        settings = plain(config)
+        return train(settings, choose_run_dir(settings["run_dir"], settings["dataset"]["name"]))
 
 
 if __name__ == "__main__":

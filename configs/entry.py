@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,17 +44,25 @@ def choose_run_dir(run_dir: str | None, name: str) -> Path:
     return Path(run_dir or hydra.sweep.dir) / str(hydra.job.num)
 
 
-def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
-    """Run a `hydra.main` function. Exit code 0; 2 after one line on what the user gave wrong; 128 + the
-    signal's number where a run was interrupted and saved."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Exit with 2 after one line on what the user gave wrong, and with 128 + the signal's number where a
+    run was interrupted and saved. Goes around the body of a `hydra.main` function, since Hydra prints
+    lines of its own for an exception that reaches it."""
     try:
-        main()
+        yield
     except ConfigError as error:
         _fail(str(error))
     except Interrupted as stop:
         print(f"stopped; saved {stop.checkpoint}; go on with the same command", file=sys.stderr)
         sys.exit(128 + stop.signal)
+
+
+def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
+    """Run a `hydra.main` function; what Hydra itself finds wrong becomes one line and exit code 2."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here
+    try:
+        main()
     except (HydraException, OmegaConfBaseException) as error:
         _fail(explain(error, config_name))
     sys.exit(0)

@@ -103,7 +103,7 @@ def _load(config: dict[str, Any], device: torch.device) -> _Trained:
     if not path.exists() and path.suffix in _SUFFIXES:
         raise ConfigError(f"weights file {path} does not exist")
     checkpoint = find_checkpoint(path)
-    if config["model"] is not None or config["diffusion"] is not None:
+    if config.get("model") is not None or config.get("diffusion") is not None:
         raise ConfigError(
             f"model= and diffusion= are for a weights file; {checkpoint} says its own"
         )
@@ -133,12 +133,12 @@ def _load(config: dict[str, Any], device: torch.device) -> _Trained:
 
 
 def _load_file(path: Path, config: dict[str, Any], device: torch.device) -> _Trained:
-    if config["model"] is None:
+    if config.get("model") is None:
         raise ConfigError(
             f"ckpt={path} is a weights file and does not say its network: give model=NAME,"
             " for example model=unet_cu"
         )
-    process = construct(Process, config["diffusion"] or {}, "diffusion")
+    process = construct(Process, config.get("diffusion") or {}, "diffusion")
     shape = stored_image_shape(path)
     if config["size"] is not None:
         size = parse_size(config["size"])

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from configs.entry import plain, run_entry
+from configs.entry import exit_codes, plain, run_entry
 from diffusion.data.image_set import parse_size
 from diffusion.data.images import decode_all, list_images
 from diffusion.data.packed import check_output, load_packed, packed_writer, write_packed
@@ -44,7 +44,8 @@ def prepare(config: dict[str, Any]) -> None:
 @hydra.main(version_base=None, config_path="../configs", config_name="prepare")
 def main(config: DictConfig) -> None:
     """Hydra's side of the door."""
-    prepare(plain(config))
+    with exit_codes():
+        prepare(plain(config))
 
 
 if __name__ == "__main__":
