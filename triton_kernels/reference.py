@@ -1,7 +1,7 @@
 """Every public op in plain PyTorch, under the same name and signature.
 
-This file is the specification of the Triton kernels and the backend on machines without a GPU. It may
-call whatever PyTorch has; the kernel files may not. Layout and names of dimensions are those of
+This file is the specification of the Triton kernels and the backend on machines without a GPU. It
+may call whatever PyTorch has; the kernel files may not. Layout and names of dimensions are those of
 `triton_kernels.__init__`: activations are contiguous [N, H, W, C].
 """
 
@@ -23,7 +23,7 @@ _ACTIVATIONS = {
 }
 
 
-# --- layers ----------------------------------------------------------------------------------------
+# --- layers ---------------------------------------------------------------------------------------
 
 
 def conv2d(
@@ -35,7 +35,8 @@ def conv2d(
     padding: int | tuple[int, int] | None = None,  # None: (R // 2, S // 2)
     allow_tf32: bool = False,  # here a global setting of PyTorch decides
 ) -> Tensor:  # [N, P, Q, CO], dtype of x
-    """Cross-correlation in x.dtype with float32 accumulation; gradients come in their tensor's dtype."""
+    """Cross-correlation in x.dtype with float32 accumulation; gradients come in their tensor's
+    dtype."""
     if padding is None:
         padding = (weight.shape[2] // 2, weight.shape[3] // 2)
     bias = None if bias is None else bias.to(x.dtype)
@@ -77,8 +78,8 @@ def attention(
 ) -> Tensor:  # [N, T, C], heads outermost in C
     """softmax(q k^T / sqrt(d)) v per head, d = C // num_heads.
 
-    `order` says how the 3C channels are packed: "qkv_heads" is [3, heads, d] (guided-diffusion's new
-    order, unet.cu), "heads_qkv" is [heads, 3, d] (its legacy order).
+    `order` says how the 3C channels are packed: "qkv_heads" is [3, heads, d] (guided-diffusion's
+    new order, unet.cu), "heads_qkv" is [heads, 3, d] (its legacy order).
     """
     n, t, c3 = qkv.shape
     d = c3 // 3 // num_heads
@@ -113,10 +114,12 @@ def dropout(
     return torch.where(keep, x * (1 / (1 - p)), 0)
 
 
-# --- random draws ----------------------------------------------------------------------------------
+# --- random draws ---------------------------------------------------------------------------------
 
 
-def random_words(rng: Tensor, samples: int, elements: int, stream: int, *, first: int = 0) -> Tensor:
+def random_words(
+    rng: Tensor, samples: int, elements: int, stream: int, *, first: int = 0
+) -> Tensor:
     """The Philox words of `philox.py` as int64 in [0, 2^32): [samples, elements]."""
     seed, step = rng.unbind()
     mask = 0xFFFFFFFF
@@ -146,11 +149,11 @@ def normal(
     """Standard normal noise; sample n is keyed by (seed, step, first + n, stream) alone."""
     n, elements = shape[0], math.prod(shape[1:])
     words = random_words(rng, n, (elements + 3) // 4 * 4, stream, first=first)
-    u = ((words >> 8) + torch.tensor([1, 0], device=words.device).repeat(words.shape[1] // 2)).float()
-    even, odd = (u * 2.0**-24).view(n, -1, 2).unbind(-1)
+    even = ((words[:, ::2] >> 8) + 1).float() * 2.0**-24
+    odd = (words[:, 1::2] >> 8).float() * 2.0**-24
     r, angle = torch.sqrt(-2 * torch.log(even)), odd * (2 * math.pi)
     z = torch.stack((r * torch.cos(angle), r * torch.sin(angle)), dim=-1)
-    return z.view(n, -1)[:, :elements].reshape(shape)
+    return z.flatten(1)[:, :elements].reshape(shape)
 
 
 def draw_timesteps(rng: Tensor, n: int, num_timesteps: int, *, first: int = 0) -> Tensor:
@@ -163,7 +166,7 @@ def draw_flips(rng: Tensor, n: int, *, first: int = 0) -> Tensor:
     return random_words(rng, n, 1, FLIP, first=first)[:, 0] >= 2**31
 
 
-# --- diffusion -------------------------------------------------------------------------------------
+# --- diffusion ------------------------------------------------------------------------------------
 
 
 def gather_images(
@@ -207,8 +210,11 @@ def denoise_loss(
     prediction: str = "epsilon",
 ) -> Tensor:  # float32 [N]
     """Mean squared error per sample of the first C channels against epsilon, x_0 ("sample") or
-    v = sqrt(alpha_bar) epsilon - sqrt(1 - alpha_bar) x_0 ("v_prediction"; Salimans and Ho 2022), with
-    the noise of `q_sample` drawn again from its counter. The gradient reaches `output` alone."""
+    v = sqrt(alpha_bar) epsilon - sqrt(1 - alpha_bar) x_0 ("v_prediction"; Salimans and Ho 2022),
+    with the noise of `q_sample` drawn again from its counter. The gradient reaches `output`
+    alone."""
+    if prediction not in ("epsilon", "sample", "v_prediction"):
+        raise ValueError(f"prediction is {prediction!r}; expected epsilon, sample, v_prediction")
     x0 = gather_images(images, index, flip)
     a, s = table[t].view(-1, 2, 1, 1, 1).unbind(1)
     if prediction == "sample":
@@ -234,8 +240,8 @@ def denoise_step(
         x0     = clip(a x + b output)
         x_prev = c x0 + d x + e output + sigma z
 
-    The columns of `table` are a, b, c, d, e, sigma, log_min, log_max. If `output` has 2C channels, its
-    second half v sets the deviation (Nichol and Dhariwal 2021, eq. 15):
+    The columns of `table` are a, b, c, d, e, sigma, log_min, log_max. If `output` has 2C channels,
+    its second half v sets the deviation (Nichol and Dhariwal 2021, eq. 15):
     sigma' = sigma exp((f log_max + (1 - f) log_min) / 2), f = (v + 1) / 2.
     Epsilon, x_0 and v prediction, DDPM and DDIM differ in the constants only (`diffusion.sampler`).
     """
@@ -254,7 +260,7 @@ def denoise_step(
     return c0 * x0 + d * x + e * out + sigma * z
 
 
-# --- optimizer -------------------------------------------------------------------------------------
+# --- optimizer ------------------------------------------------------------------------------------
 
 
 def grad_norm(grad: Tensor) -> Tensor:  # float32 [P] -> float32 [1]
@@ -272,24 +278,32 @@ def adamw_step(
     hyper: Tensor,  # float32 [9]: lr, beta1, beta2, eps, weight_decay, bias_correction1,
     #                 bias_correction2, ema_decay, max_norm (0: no clipping)
     skipped: Tensor,  # int32 [1], counts the steps left out, in place
+    shadow: Tensor | None = None,  # bfloat16 or float16 [P], gets the new param
 ) -> None:
-    """Clip, AdamW (Loshchilov and Hutter 2019) and EMA over all parameters at once. If `norm` is not
-    finite nothing is touched but the count."""
+    """Clip, AdamW (Loshchilov and Hutter 2019) and EMA over all parameters at once. If `norm` is
+    not finite nothing is touched but the count."""
     lr, beta1, beta2, eps, weight_decay, correction1, correction2, decay, max_norm = hyper.unbind()
-    if not torch.isfinite(norm).item():
-        skipped += 1
-        return
-    if max_norm > 0:
-        grad = grad * (max_norm / (norm + 1e-6)).clamp(max=1)
-    param.mul_(1 - lr * weight_decay)
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=float(1 - beta2))
-    denominator = (exp_avg_sq.sqrt() / correction2.sqrt()).add_(eps)
-    param.addcdiv_(exp_avg, denominator, value=float(-lr / correction1))
-    ema.lerp_(param, 1 - decay)
+    finite = torch.isfinite(norm)
+    clip = torch.where(max_norm > 0, (max_norm / (norm + 1e-6)).clamp(max=1), 1)
+    grad = grad * clip
+    new_avg = exp_avg.lerp(grad, 1 - beta1)
+    new_avg_sq = exp_avg_sq * beta2 + grad * grad * (1 - beta2)
+    denominator = new_avg_sq.sqrt() / correction2.sqrt() + eps
+    new_param = param * (1 - lr * weight_decay) - lr / correction1 * (new_avg / denominator)
+    new_ema = ema.lerp(new_param, 1 - decay)
+    for old, new in (
+        (exp_avg, new_avg),
+        (exp_avg_sq, new_avg_sq),
+        (param, new_param),
+        (ema, new_ema),
+    ):
+        old.copy_(torch.where(finite, new, old))
+    if shadow is not None:
+        shadow.copy_(torch.where(finite, new_param, shadow))
+    skipped += ~finite
 
 
-# --- layout ----------------------------------------------------------------------------------------
+# --- layout ---------------------------------------------------------------------------------------
 
 
 def _nchw(x: Tensor) -> Tensor:
