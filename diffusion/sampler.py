@@ -76,11 +76,15 @@ def ddim_table(
     epsilon is derived again from the clipped x_0, (x_t - sqrt(A_t) x_0) / sqrt(1 - A_t), as
     guided-diffusion does; or, with use_clipped_model_output=False, it is the network's own, which
     is the default of diffusers. The two differ where x_0 was clipped. A learned variance is unused.
+
+    guided-diffusion rounds alpha_bar to float32 before it takes 1 - alpha_bar, which costs 3e-4 of
+    x_t at t = 1 of 1000. Its form is reproduced with that rounding, so that its images come out;
+    the other form is exact.
     """
     a, b = schedule.x0_from_output(prediction)
     alpha_bar, previous = schedule.alphas_cumprod, schedule.alphas_cumprod_prev
-    sigma = eta * np.sqrt((1 - previous) / (1 - alpha_bar)) * np.sqrt(1 - alpha_bar / previous)
-    direction = np.sqrt(1 - previous - sigma**2)
+    dtype = np.float32 if use_clipped_model_output else np.float64
+    sigma, direction = _ddim_deviations(alpha_bar.astype(dtype), previous.astype(dtype), eta)
 
     # epsilon = p x_0 + q x_t before the clipping of x_0 = a x_t + b output, or after it
     p, q = -np.sqrt(alpha_bar / (1 - alpha_bar)), 1 / np.sqrt(1 - alpha_bar)
@@ -92,9 +96,17 @@ def ddim_table(
     return _executed(a, b, c, d, e, sigma, zero, zero)
 
 
+def _ddim_deviations(
+    alpha_bar: np.ndarray, previous: np.ndarray, eta: float
+) -> tuple[np.ndarray, np.ndarray]:  # sigma [T], sqrt(1 - previous - sigma^2) [T]
+    """In the precision of the arguments, and with their roundings."""
+    sigma = eta * np.sqrt((1 - previous) / (1 - alpha_bar)) * np.sqrt(1 - alpha_bar / previous)
+    return sigma, np.sqrt(1 - previous - sigma**2)
+
+
 def _executed(*columns: np.ndarray) -> np.ndarray:
     """The columns as a table whose first row is the noisiest step."""
-    return np.stack(columns, axis=1)[::-1]
+    return np.stack(columns, axis=1)[::-1].copy()
 
 
 class Sampler:
@@ -148,8 +160,7 @@ class Sampler:
         self.use_clipped_model_output = use_clipped_model_output
         self.schedule.log_variance_range(variance)  # an unknown name fails here for DDIM too
 
-        rows = np.ascontiguousarray(self.table())
-        self.rows = torch.tensor(rows, dtype=torch.float32, device=device)  # [K, 8]
+        self.rows = torch.tensor(self.table(), dtype=torch.float32, device=device)  # [K, 8]
         timesteps = self.schedule.timestep_map[::-1].copy()
         self.timesteps = torch.tensor(timesteps, device=device)  # int64 [K]
 
