@@ -1,8 +1,9 @@
-"""Kernels of group_norm.py to compile for every architecture: bf16, the first entry of each config
-list, 64 channels in 32 groups at 64x64 with silu and every optional argument."""
+"""Kernels of group_norm to compile for every chip, in bf16 and with every optional argument:
+64 channels in 32 groups at 64x64 by passes, 192 channels in 32 groups at 16x16 in registers."""
 
 _PASS = {"TILES": 4, "BLOCK_P": 64, "BLOCK_C": 64}
 _SMALL_PASS = {"TILES": 2, "BLOCK_P": 32, "BLOCK_C": 64}
+_RESIDENT = {"GROUPS": 8, "BLOCK_P": 256, "BLOCK_C": 64, "BLOCK_G": 8}
 _LAUNCH = {"num_warps": 4, "num_stages": 2}
 _PARAMS = {name: "*fp32" for name in ("weight_ptr", "bias_ptr")} | {
     name: "*bf16" for name in ("scale_ptr", "shift_ptr")
@@ -17,50 +18,42 @@ def _ints(*names: str) -> dict[str, str]:
 COMPILE_CASES = [
     {
         "name": "group_norm_stats",
-        "kernel": "triton_kernels.group_norm:_group_norm_stats_kernel",
+        "kernel": "triton_kernels.group_norm_stream:_group_norm_stats_kernel",
         "signature": {"x_ptr": "*bf16", "partial_ptr": "*fp32"} | _ints("HW", "C", "K", "CB"),
         "constexprs": _PASS,
-        "options": _LAUNCH,
-        "expect": {},
-    },
-    {
-        "name": "group_norm_finalize",
-        "kernel": "triton_kernels.group_norm:_group_norm_finalize_kernel",
-        "signature": {"partial_ptr": "*fp32"}
-        | _STATS
-        | _ints("HW", "C", "G", "GB")
-        | {"eps": "fp32"},
-        "constexprs": {"CHUNK": 256, "K": 16, "CG": 2, "BLOCK_G": 32, "BLOCK_E": 32},
+        "multiples": ("HW", "C"),
         "options": _LAUNCH,
         "expect": {},
     },
     {
         "name": "group_norm_apply",
-        "kernel": "triton_kernels.group_norm:_group_norm_apply_kernel",
+        "kernel": "triton_kernels.group_norm_stream:_group_norm_apply_kernel",
         "signature": {"x_ptr": "*bf16"}
         | _STATS
         | _PARAMS
         | {"y_ptr": "*bf16"}
         | _ints("stride_scale", "stride_shift", "HW", "C", "G", "K", "CB"),
         "constexprs": {"CG": 2, "ACT": "silu"} | _PASS | {"TILES": 2},
+        "multiples": ("HW", "C"),
         "options": _LAUNCH,
         "expect": {},
     },
     {
         "name": "group_norm_bwd_sums",
-        "kernel": "triton_kernels.group_norm:_group_norm_bwd_sums_kernel",
+        "kernel": "triton_kernels.group_norm_stream:_group_norm_bwd_sums_kernel",
         "signature": {"x_ptr": "*bf16", "dy_ptr": "*bf16"}
         | _STATS
         | _PARAMS
         | {"partial_ptr": "*fp32"}
         | _ints("stride_scale", "stride_shift", "HW", "C", "G", "K", "CB"),
         "constexprs": {"CG": 2, "ACT": "silu"} | _SMALL_PASS | {"TILES": 8},
+        "multiples": ("HW", "C"),
         "options": _LAUNCH,
         "expect": {},
     },
     {
         "name": "group_norm_bwd_dx",
-        "kernel": "triton_kernels.group_norm:_group_norm_bwd_dx_kernel",
+        "kernel": "triton_kernels.group_norm_stream:_group_norm_bwd_dx_kernel",
         "signature": {"x_ptr": "*bf16", "dy_ptr": "*bf16"}
         | _STATS
         | {"m1_ptr": "*fp32", "m2_ptr": "*fp32"}
@@ -68,12 +61,13 @@ COMPILE_CASES = [
         | {"dx_ptr": "*bf16"}
         | _ints("stride_scale", "stride_shift", "HW", "C", "G", "K", "CB"),
         "constexprs": {"CG": 2, "ACT": "gelu_tanh"} | _SMALL_PASS,
+        "multiples": ("HW", "C"),
         "options": _LAUNCH,
         "expect": {},
     },
     {
         "name": "group_norm_bwd_params",
-        "kernel": "triton_kernels.group_norm:_group_norm_bwd_params_kernel",
+        "kernel": "triton_kernels.group_norm_stream:_group_norm_bwd_params_kernel",
         "signature": {"partial_ptr": "*fp32"}
         | {name: "*fp32" for name in ("weight_ptr", "bias_ptr")}
         | {"scale_ptr": "*bf16"}
@@ -81,7 +75,35 @@ COMPILE_CASES = [
         | {name: "*bf16" for name in ("d_scale_ptr", "d_shift_ptr")}
         | _ints("stride_scale", "N", "C", "K"),
         "constexprs": {"BLOCK_N": 128, "BLOCK_C": 16},
+        "multiples": ("C",),
         "options": _LAUNCH,
+        "expect": {},
+    },
+    {
+        "name": "group_norm_resident_fwd",
+        "kernel": "triton_kernels.group_norm_resident:_group_norm_resident_fwd_kernel",
+        "signature": {"x_ptr": "*bf16"}
+        | _STATS
+        | _PARAMS
+        | {"y_ptr": "*bf16"}
+        | _ints("stride_scale", "stride_shift", "HW", "C", "G", "CB")
+        | {"eps": "fp32"},
+        "constexprs": {"CG": 6, "ACT": "silu"} | _RESIDENT,
+        "multiples": ("HW", "C"),
+        "options": {"num_warps": 8},
+        "expect": {},
+    },
+    {
+        "name": "group_norm_resident_bwd",
+        "kernel": "triton_kernels.group_norm_resident:_group_norm_resident_bwd_kernel",
+        "signature": {"x_ptr": "*bf16", "dy_ptr": "*bf16"}
+        | _STATS
+        | _PARAMS
+        | {"dx_ptr": "*bf16", "sums_ptr": "*fp32"}
+        | _ints("stride_scale", "stride_shift", "HW", "C", "G", "CB"),
+        "constexprs": {"CG": 6, "ACT": "silu"} | _RESIDENT,
+        "multiples": ("HW", "C"),
+        "options": {"num_warps": 16},
         "expect": {},
     },
 ]

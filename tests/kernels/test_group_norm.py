@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from triton_kernels import group_norm as module
-from triton_kernels import reference
+from triton_kernels import group_norm_resident, group_norm_stream, reference
 from triton_kernels.activations import ACTIVATIONS
 from triton_kernels.group_norm import GroupNorm, group_norm
 
@@ -17,7 +16,27 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Outputs and workspaces start as NaN, so an element that no program writes cannot pass."""
-    monkeypatch.setattr(module, "_empty", lambda shape, **kw: torch.full(shape, torch.nan, **kw))
+    for module in (group_norm_stream, group_norm_resident):
+        monkeypatch.setattr(
+            module, "_empty", lambda shape, **kw: torch.full(shape, torch.nan, **kw)
+        )
+
+
+def _force(path, monkeypatch):
+    """Take small images through "stream", or make sure that they are "resident"."""
+
+    def is_resident(x, num_groups):
+        assert path == "stream" or group_norm_resident.is_resident(x, num_groups)
+        return path == "resident"
+
+    monkeypatch.setattr("triton_kernels.group_norm.is_resident", is_resident)
+
+
+@pytest.fixture(params=["stream", "resident"])
+def path(request, monkeypatch):
+    """The test runs twice, once by each way through group_norm."""
+    _force(request.param, monkeypatch)
+    return request.param
 
 
 def _case(shape, *, affine=True, modulated=True, offset=0.0, dtype=torch.float32, device="cpu"):
@@ -63,7 +82,7 @@ def _check(x, params, dy, groups, act, floor=2e-6):
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
-def test_activations(act, device):
+def test_activations(act, path, device):
     _check(*_case((2, 5, 7, 24), device=device), 4, act)
 
 
@@ -83,45 +102,54 @@ def test_activations(act, device):
         pytest.param((0, 4, 4, 8), 2, id="empty-batch"),
     ],
 )
-def test_shapes(shape, groups, device):
+def test_shapes(shape, groups, path, device):
     _check(*_case(shape, device=device), groups, "silu")
 
 
 @pytest.mark.parametrize("modulated", [False, True], ids=["plain", "modulated"])
 @pytest.mark.parametrize("affine", [False, True], ids=["no-affine", "affine"])
-def test_optional_arguments(affine, modulated, device):
+def test_optional_arguments(affine, modulated, path, device):
     case = _case((2, 4, 3, 12), affine=affine, modulated=modulated, device=device)
     _check(*case, 3, "mish")
 
 
 @pytest.mark.parametrize("present", range(4), ids=["weight", "bias", "scale", "shift"])
-def test_one_argument_alone(present, device):
+def test_one_argument_alone(present, path, device):
     x, params, dy = _case((2, 4, 3, 12), device=device)
     params = [p if i == present else None for i, p in enumerate(params)]
     _check(x, params, dy, 3, "gelu_tanh")
 
 
-def test_fp16_with_float32_parameters(device):
+def test_fp16_with_float32_parameters(path, device):
     _check(*_case((2, 9, 5, 40), dtype=torch.float16, device=device), 8, "silu")
+
+
+_CONFIG_LISTS = ("_STATS_CONFIGS", "_APPLY_CONFIGS", "_SUMS_CONFIGS", "_DX_CONFIGS")
+
+
+def _several_tiles(monkeypatch):
+    _force("stream", monkeypatch)
+    monkeypatch.setattr(group_norm_stream, "_MIN_PROGRAMS", 1)
+    for name in _CONFIG_LISTS:
+        monkeypatch.setattr(group_norm_stream, name, [group_norm_stream._Config(256, 4, 4)])
 
 
 def test_chunks_of_several_tiles(device, monkeypatch):
     """What large batches get: the launchers cut chunks down while there are too few programs."""
-    monkeypatch.setattr(module, "_MIN_PROGRAMS", 1)
-    for name in ("_STATS_CONFIGS", "_APPLY_CONFIGS", "_SUMS_CONFIGS", "_DX_CONFIGS"):
-        monkeypatch.setattr(module, name, [module._Config(256, 4, 4)])
+    _several_tiles(monkeypatch)
     _check(*_case((2, 13, 11, 24), device=device), 4, "silu")
 
 
-@pytest.mark.parametrize("several_tiles", [False, True])
-def test_large_mean(several_tiles, device, monkeypatch):
+@pytest.mark.parametrize("way", ["stream", "several-tiles", "resident"])
+def test_large_mean(way, device, monkeypatch):
     """Mean 1e3, deviation 1: float32 holds the mean to 3e-5 of a deviation; no more is lost.
 
     A first pixel far off the rest must not matter either, as it would for sums shifted by it.
     """
-    if several_tiles:
-        monkeypatch.setattr(module, "_MIN_PROGRAMS", 1)
-        monkeypatch.setattr(module, "_STATS_CONFIGS", [module._Config(256, 4, 4)])
+    if way == "several-tiles":
+        _several_tiles(monkeypatch)
+    else:
+        _force(way, monkeypatch)
     x, params, dy = _case((2, 20, 19, 12), offset=1e3, modulated=False, device=device)
     x[:, 0, 0] = 0
     exact = _run(reference.group_norm, x, params, dy, 3, "identity", torch.float64)
@@ -140,14 +168,14 @@ def test_no_pixels(device):
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-def test_constant_input_gives_the_offset(device):
+def test_constant_input_gives_the_offset(path, device):
     """Variance 0: rstd is 1 / sqrt(eps), xhat is 0."""
     x = torch.full((2, 3, 3, 8), 1234.5, device=device)
     bias = torch.arange(8.0, device=device)
     assert torch.equal(group_norm(x, 2, None, bias), bias.expand(x.shape))
 
 
-def test_scale_and_shift_as_halves_of_an_embedding(device):
+def test_scale_and_shift_as_halves_of_an_embedding(path, device):
     """`chunk` leaves rows 2C apart; no copy is needed."""
     x, (weight, bias, _, _), dy = _case((3, 2, 2, 8), device=device)
     embedding = torch.randn(3, 16, device=device)
@@ -170,7 +198,7 @@ def test_expanded_gradient(device):
     assert _error(dx, want) < 1e-5
 
 
-def test_frozen_input_or_parameters(device):
+def test_frozen_input_or_parameters(path, device):
     """Only what needs a gradient gets one."""
     x, (weight, bias, scale, shift), dy = _case((2, 3, 3, 8), device=device)
     full = _run(group_norm, x, (weight, bias, scale, shift), dy, 2, "silu")
@@ -182,13 +210,13 @@ def test_frozen_input_or_parameters(device):
     assert torch.equal(torch.autograd.grad(y, leaf, dy)[0], full[1])
 
 
-def test_same_bits_again(device):
+def test_same_bits_again(path, device):
     case = _case((2, 37, 41, 3), device=device)
     first, second = (_run(group_norm, *case, 1, "silu") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_a_sample_does_not_depend_on_its_batch(device):
+def test_a_sample_does_not_depend_on_its_batch(path, device):
     """Bit for bit, when the images are cut alike."""
     x, (weight, bias, _, _), _ = _case((3, 6, 5, 16), device=device)
     batch = group_norm(x, 4, weight, bias)
@@ -285,20 +313,19 @@ def test_model_shapes(shape, dtype, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("act", ACTIVATIONS)
-def test_activations_in_bf16(act, device):
+def test_activations_in_bf16(act, path, device):
     _check(*_case((2, 13, 11, 40), dtype=torch.bfloat16, device=device), 8, act)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8, 64, 64, 64), (3, 33, 31, 192)], ids=str)
-@pytest.mark.parametrize(
-    "list_name", ["_STATS_CONFIGS", "_APPLY_CONFIGS", "_SUMS_CONFIGS", "_DX_CONFIGS"]
-)
+@pytest.mark.parametrize("list_name", _CONFIG_LISTS)
 def test_every_config(list_name, shape, device, monkeypatch):
-    monkeypatch.setattr(module, "_MIN_PROGRAMS", 1)
+    _force("stream", monkeypatch)
+    monkeypatch.setattr(group_norm_stream, "_MIN_PROGRAMS", 1)
     case = _case(shape, dtype=torch.bfloat16, device=device)
-    for config in getattr(module, list_name):
-        monkeypatch.setattr(module, list_name, [config])
+    for config in getattr(group_norm_stream, list_name):
+        monkeypatch.setattr(group_norm_stream, list_name, [config])
         for _ in range(3):
             _check(*case, 32, "silu")
 

@@ -1,0 +1,214 @@
+"""GroupNorm of a small image in one launch: a program keeps whole groups of a sample in registers,
+reads them once and needs no partial sums; see `group_norm` for the formulas.
+
+A program has GROUPS groups of CG channels, GROUPS * CG <= BLOCK_C, and all pixels, HW <= BLOCK_P;
+CB programs make a sample. Mean and variance are taken in two passes over the registers, so that a
+large mean costs nothing.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .activations import activate, activate_grad
+from .group_norm_stream import Params, affine, row_strides
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+_MAX_TILE = 16384  # elements of a program: 64 a thread with 8 warps, 32 with 16
+_ROW_BYTES = 128  # of a pixel, if its groups allow: a whole line of the cache
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _group_sum(v, member):
+    """For each channel the sum of v over its group, both [BLOCK_C]. `member` [BLOCK_C, BLOCK_G]
+    says which channel is in which group."""
+    per_group = tl.sum(tl.where(member, v[:, None], 0.0), 0)
+    return tl.sum(tl.where(member, per_group[None, :], 0.0), 1)
+
+
+@triton.jit
+def _group_norm_resident_fwd_kernel(
+    x_ptr,  # [N, HW, C]
+    mean_ptr,  # float32 [N, G], out
+    rstd_ptr,  # float32 [N, G], out
+    weight_ptr,  # [C] or None
+    bias_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    shift_ptr,  # [N, C] or None
+    y_ptr,  # [N, HW, C]
+    stride_scale,
+    stride_shift,
+    HW,
+    C,
+    G,
+    CB,
+    eps,
+    CG: tl.constexpr,
+    ACT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    n = (pid // CB).to(tl.int64)
+    lane = tl.arange(0, BLOCK_C)
+    mask_c = lane < GROUPS * CG
+    offs_c = pid % CB * (GROUPS * CG) + lane
+    offs_p = tl.arange(0, BLOCK_P)
+    image = n * HW * C
+    offs = offs_p[:, None] * C + offs_c[None, :]  # within an image: 32 bits
+    mask = (offs_p < HW)[:, None] & mask_c[None, :]
+    member = (lane // CG)[:, None] == tl.arange(0, BLOCK_G)[None, :]
+    total = HW * 1.0 * CG
+
+    x = tl.load(x_ptr + image + offs, mask=mask, other=0.0).to(tl.float32)
+    mean = _group_sum(tl.sum(x, 0), member) / total
+    delta = tl.where(mask, x - mean[None, :], 0.0)
+    var = _group_sum(tl.sum(delta * delta, 0), member) / total
+    rest = _group_sum(tl.sum(delta, 0), member) / total  # what the first sum has rounded off
+    rstd = 1.0 / tl.sqrt(var + eps)
+
+    gain, offset = affine(
+        weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
+    )
+    z = (delta - rest[None, :]) * (rstd * gain)[None, :] + offset[None, :]
+    tl.store(y_ptr + image + offs, activate(z, ACT).to(y_ptr.dtype.element_ty), mask=mask)
+    offs_g = n * G + offs_c // CG
+    first = mask_c & (lane % CG == 0)  # of its group
+    tl.store(mean_ptr + offs_g, mean + rest, mask=first)
+    tl.store(rstd_ptr + offs_g, rstd, mask=first)
+
+
+@triton.jit
+def _group_norm_resident_bwd_kernel(
+    x_ptr,  # [N, HW, C]
+    dy_ptr,  # [N, HW, C]
+    mean_ptr,  # float32 [N, G]
+    rstd_ptr,  # float32 [N, G]
+    weight_ptr,  # [C] or None
+    bias_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    shift_ptr,  # [N, C] or None
+    dx_ptr,  # [N, HW, C]
+    sums_ptr,  # float32 [N, 2, C]: D and E, out
+    stride_scale,
+    stride_shift,
+    HW,
+    C,
+    G,
+    CB,
+    CG: tl.constexpr,
+    ACT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    n = (pid // CB).to(tl.int64)
+    lane = tl.arange(0, BLOCK_C)
+    mask_c = lane < GROUPS * CG
+    offs_c = pid % CB * (GROUPS * CG) + lane
+    offs_p = tl.arange(0, BLOCK_P)
+    image = n * HW * C
+    offs = offs_p[:, None] * C + offs_c[None, :]  # within an image: 32 bits
+    mask = (offs_p < HW)[:, None] & mask_c[None, :]
+    member = (lane // CG)[:, None] == tl.arange(0, BLOCK_G)[None, :]
+    total = HW * 1.0 * CG
+
+    x = tl.load(x_ptr + image + offs, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + image + offs, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.load(mean_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0)
+    rstd = tl.load(rstd_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0)
+    gain, offset = affine(
+        weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
+    )
+    xhat = (x - mean[None, :]) * rstd[None, :]
+    dz = dy * activate_grad(xhat * gain[None, :] + offset[None, :], ACT)
+    sum_d = tl.sum(dz, 0)
+    sum_e = tl.sum(dz * xhat, 0)
+    tl.store(sums_ptr + n * 2 * C + offs_c, sum_d, mask=mask_c)
+    tl.store(sums_ptr + n * 2 * C + C + offs_c, sum_e, mask=mask_c)
+
+    m1 = _group_sum(gain * sum_d, member) / total
+    m2 = _group_sum(gain * sum_e, member) / total
+    dx = (gain[None, :] * dz - m1[None, :] - xhat * m2[None, :]) * rstd[None, :]
+    tl.store(dx_ptr + image + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+# --- launchers ------------------------------------------------------------------------------------
+
+
+@lru_cache
+def _groups_of_a_program(hw: int, c: int, num_groups: int, element_size: int) -> int:
+    """0 if the image is too large for this file.
+
+    As few as give rows of a whole cache line, for the most programs; else as many as fit, unless
+    that leaves rows of less than 32 bytes, the least that memory delivers.
+    """
+    cg, fits = c // num_groups, 0
+    for groups in range(1, num_groups + 1):
+        tile = triton.next_power_of_2(hw) * triton.next_power_of_2(groups * cg)
+        if num_groups % groups != 0 or tile > _MAX_TILE:
+            continue
+        fits = groups
+        if groups * cg * element_size >= _ROW_BYTES:
+            break
+    return fits if fits == num_groups or fits * cg * element_size >= 32 else 0
+
+
+def is_resident(x: Tensor, num_groups: int) -> bool:
+    """Whether the image is small enough for this file, and has a pixel."""
+    _, h, w, c = x.shape
+    return h * w > 0 and _groups_of_a_program(h * w, c, num_groups, x.element_size()) > 0
+
+
+def _blocks(x: Tensor, num_groups: int) -> tuple[int, int, int, int]:
+    """GROUPS, BLOCK_P, BLOCK_C, BLOCK_G."""
+    _, h, w, c = x.shape
+    groups = _groups_of_a_program(h * w, c, num_groups, x.element_size())
+    sizes = (h * w, groups * c // num_groups, groups)
+    return groups, *map(triton.next_power_of_2, sizes)
+
+
+def resident_fwd(
+    x: Tensor, num_groups: int, eps: float, params: Params, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, mean and rstd."""
+    n, h, w, c = x.shape
+    y = _empty(x.shape, dtype=x.dtype, device=x.device)
+    mean, rstd = _empty((2, n, num_groups), dtype=torch.float32, device=x.device).unbind()
+    blocks = groups, block_p, block_c, _ = _blocks(x, num_groups)
+    cb = num_groups // groups
+    num_warps = min(max(block_p * block_c // 1024, 1), 8)
+    shape = (*row_strides(params), h * w, c, num_groups, cb, eps, c // num_groups)
+    _group_norm_resident_fwd_kernel[(n * cb,)](
+        x, mean, rstd, *params, y, *shape, activation, *blocks, num_warps=num_warps
+    )
+    return y, mean, rstd
+
+
+def resident_bwd(
+    x: Tensor, dy: Tensor, mean: Tensor, rstd: Tensor, params: Params, activation: str
+) -> tuple[Tensor, Tensor]:
+    """dx, and D and E as [N, 1, 2, C]."""
+    n, h, w, c = x.shape
+    g = mean.shape[1]
+    dx = _empty(x.shape, dtype=x.dtype, device=x.device)
+    sums = _empty((n, 1, 2, c), dtype=torch.float32, device=x.device)
+    blocks = groups, block_p, block_c, _ = _blocks(x, g)
+    cb = g // groups
+    num_warps = min(max(block_p * block_c // 1024, 1), 16)
+    shape = (*row_strides(params), h * w, c, g, cb, c // g)
+    _group_norm_resident_bwd_kernel[(n * cb,)](
+        x, dy, mean, rstd, *params, dx, sums, *shape, activation, *blocks, num_warps=num_warps
+    )
+    return dx, sums

@@ -1,0 +1,579 @@
+"""GroupNorm of an image of any size, in passes over memory; see `group_norm` for the formulas.
+
+    forward   stats (read x), finalize, apply (read x, write y)
+    backward  sums (read x, dy), finalize, dx (read x, dy, write dx), params
+
+The three without brackets are small. Sums of squares cancel when the mean is large. Here every lane
+of a tile runs Welford's recurrence over its pixels, and lanes, chunks and channels are then merged
+by Chan's formula (Chan, Golub and LeVeque 1983):
+
+    M2 = sum M2_i + sum count_i (mean_i - mean)^2
+
+so that no partial is ever a difference of large numbers. Partials are merged in a fixed order,
+without atomics: the same input gives the same bits.
+
+A tile is BLOCK_P pixels by BLOCK_C channels. TILES tiles make the chunk of pixels of one program,
+K chunks an image, CB blocks of channels the C channels. CG = C // G.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .activations import activate, activate_grad
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+# weight and bias: [C]; scale and shift: [N, C]
+Params = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class _Config(NamedTuple):
+    tile: int  # elements of a tile
+    tiles: int  # tiles of a program in a large image
+    num_warps: int
+
+
+# Sixteen to 32 elements a thread, so that each thread has two or more 16-byte loads in flight and
+# its accumulators stay within 64 registers; the number of tiles trades the reduction at the end of
+# a program against an even spread of programs over the chip.
+_STATS_CONFIGS = [
+    _Config(4096, 4, 4),
+    _Config(2048, 4, 4),
+    _Config(4096, 8, 4),
+    _Config(8192, 4, 8),
+]
+_APPLY_CONFIGS = [
+    _Config(4096, 2, 4),
+    _Config(2048, 2, 4),
+    _Config(4096, 1, 4),
+    _Config(2048, 4, 4),
+]
+_SUMS_CONFIGS = [_Config(2048, 8, 4), _Config(2048, 4, 4), _Config(4096, 4, 8), _Config(4096, 8, 8)]
+_DX_CONFIGS = [_Config(2048, 2, 4), _Config(2048, 4, 4), _Config(4096, 2, 8), _Config(2048, 1, 4)]
+
+_MIN_PROGRAMS = 1024  # below this a chunk is cut down to fill the chip
+
+
+@triton.jit
+def affine(
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    stride_scale,
+    stride_shift,
+    n,
+    offs_c,
+    mask_c,
+):
+    """gain and offset of the channels of one sample, float32 (see the top of the file)."""
+    gain = tl.zeros(offs_c.shape, tl.float32) + 1.0
+    offset = tl.zeros(offs_c.shape, tl.float32)
+    if weight_ptr is not None:
+        gain = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        offset = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + n * stride_scale + offs_c, mask=mask_c, other=0.0)
+        gain *= 1.0 + scale.to(tl.float32)
+        offset *= 1.0 + scale.to(tl.float32)
+    if shift_ptr is not None:
+        shift = tl.load(shift_ptr + n * stride_shift + offs_c, mask=mask_c, other=0.0)
+        offset += shift.to(tl.float32)
+    return gain, offset
+
+
+# --- forward -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _group_norm_stats_kernel(
+    x_ptr,  # [N, HW, C]
+    partial_ptr,  # float32 [N, K, 2, C]: mean and M2 of a chunk
+    HW,
+    C,
+    K,
+    CB,
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    pid_c = pid % CB
+    k = (pid // CB) % K
+    n = pid // CB // K
+    offs_p = tl.arange(0, BLOCK_P)
+    offs_c = pid_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    offs = offs_p[:, None] * C + offs_c[None, :]  # within a tile: 32 bits
+    start = k * (TILES * BLOCK_P)
+
+    mean = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)  # of this lane's pixels so far
+    m2 = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    for i in range(TILES):
+        p0 = start + i * BLOCK_P
+        mask = (offs_p < HW - p0)[:, None] & mask_c[None, :]
+        tile_ptr = x_ptr + (n.to(tl.int64) * HW + p0) * C
+        x = tl.load(tile_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        # Welford: only the last tile of an image has dead lanes, and no live tile follows it
+        delta = tl.where(mask, x - mean, 0.0)
+        step = delta * (1.0 / (i + 1))
+        mean += step
+        m2 += delta * (delta - step)
+
+    # Chan: merge the lanes. The second sum also returns what the first has rounded off the mean.
+    count = tl.minimum(tl.maximum((HW - start - offs_p + BLOCK_P - 1) // BLOCK_P, 0), TILES) * 1.0
+    total = tl.minimum(HW - start, TILES * BLOCK_P) * 1.0
+    chunk_mean = tl.sum(mean * count[:, None], 0) / total
+    delta = mean - chunk_mean[None, :]
+    weighted = delta * count[:, None]
+    chunk_m2 = tl.sum(m2 + weighted * delta, 0)
+    chunk_mean += tl.sum(weighted, 0) / total
+    out_ptr = partial_ptr + (n.to(tl.int64) * K + k) * 2 * C + offs_c
+    tl.store(out_ptr, chunk_mean, mask=mask_c)
+    tl.store(out_ptr + C, chunk_m2, mask=mask_c)
+
+
+@triton.jit
+def _group_norm_finalize_kernel(
+    partial_ptr,  # float32 [N, K, 2, C]: mean and M2 of a chunk
+    mean_ptr,  # float32 [N, G]
+    rstd_ptr,  # float32 [N, G]
+    HW,
+    C,
+    G,
+    GB,  # blocks of groups
+    eps,
+    CHUNK: tl.constexpr,  # pixels of a chunk
+    K: tl.constexpr,
+    CG: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    n = (pid // GB).to(tl.int64)
+    offs_g = pid % GB * BLOCK_G + tl.arange(0, BLOCK_G)
+    total = HW * 1.0 * CG
+
+    mean = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_E], tl.float32)
+    for e0 in range(0, K * CG, BLOCK_E):
+        e = e0 + tl.arange(0, BLOCK_E)  # (chunk, channel of the group)
+        count = tl.minimum(HW - e // CG * CHUNK, CHUNK) * 1.0
+        mask = (offs_g < G)[:, None] & (e < K * CG)[None, :]
+        offs = (e // CG * 2 * C + e % CG)[None, :] + offs_g[:, None] * CG
+        part = tl.load(partial_ptr + n * K * 2 * C + offs, mask=mask, other=0.0)
+        acc += part * count[None, :]
+    mean = tl.sum(acc, 1) / total
+
+    m2 = tl.zeros([BLOCK_G, BLOCK_E], tl.float32)
+    rest = tl.zeros([BLOCK_G, BLOCK_E], tl.float32)
+    for e0 in range(0, K * CG, BLOCK_E):
+        e = e0 + tl.arange(0, BLOCK_E)
+        count = tl.minimum(HW - e // CG * CHUNK, CHUNK) * 1.0
+        mask = (offs_g < G)[:, None] & (e < K * CG)[None, :]
+        offs = (e // CG * 2 * C + e % CG)[None, :] + offs_g[:, None] * CG
+        part = tl.load(partial_ptr + n * K * 2 * C + offs, mask=mask, other=0.0)
+        part_m2 = tl.load(partial_ptr + n * K * 2 * C + offs + C, mask=mask, other=0.0)
+        delta = tl.where(mask, part - mean[:, None], 0.0)
+        m2 += part_m2 + delta * delta * count[None, :]
+        rest += delta * count[None, :]
+    mean += tl.sum(rest, 1) / total  # what the first sum has rounded off
+    rstd = 1.0 / tl.sqrt(tl.sum(m2, 1) / total + eps)
+    tl.store(mean_ptr + n * G + offs_g, mean, mask=offs_g < G)
+    tl.store(rstd_ptr + n * G + offs_g, rstd, mask=offs_g < G)
+
+
+@triton.jit
+def _group_norm_apply_kernel(
+    x_ptr,  # [N, HW, C]
+    mean_ptr,  # float32 [N, G]
+    rstd_ptr,  # float32 [N, G]
+    weight_ptr,  # [C] or None
+    bias_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    shift_ptr,  # [N, C] or None
+    y_ptr,  # [N, HW, C]
+    stride_scale,
+    stride_shift,
+    HW,
+    C,
+    G,
+    K,
+    CB,
+    CG: tl.constexpr,
+    ACT: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    # last pixels first: the stats pass has just left them in L2
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    pid_c = pid % CB
+    k = (pid // CB) % K
+    n = (pid // CB // K).to(tl.int64)
+    offs_p = tl.arange(0, BLOCK_P)
+    offs_c = pid_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    offs = offs_p[:, None] * C + offs_c[None, :]
+
+    mean = tl.load(mean_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0)
+    rstd = tl.load(rstd_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0)
+    gain, offset = affine(
+        weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
+    )
+    slope = rstd * gain
+    for i in range(TILES):
+        p0 = (k * TILES + i) * BLOCK_P
+        mask = (offs_p < HW - p0)[:, None] & mask_c[None, :]
+        first = (n * HW + p0) * C
+        x = tl.load(x_ptr + first + offs, mask=mask, other=0.0).to(tl.float32)
+        # x - mean first: x slope + (offset - mean slope) would cancel when the mean is large
+        z = (x - mean[None, :]) * slope[None, :] + offset[None, :]
+        y = activate(z, ACT)
+        tl.store(y_ptr + first + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+# --- backward ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _group_norm_bwd_sums_kernel(
+    x_ptr,  # [N, HW, C]
+    dy_ptr,  # [N, HW, C]
+    mean_ptr,  # float32 [N, G]
+    rstd_ptr,  # float32 [N, G]
+    weight_ptr,  # [C] or None
+    bias_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    shift_ptr,  # [N, C] or None
+    partial_ptr,  # float32 [N, K, 2, C]: D and E of a chunk
+    stride_scale,
+    stride_shift,
+    HW,
+    C,
+    G,
+    K,
+    CB,
+    CG: tl.constexpr,
+    ACT: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    pid_c = pid % CB
+    k = (pid // CB) % K
+    n = (pid // CB // K).to(tl.int64)
+    offs_p = tl.arange(0, BLOCK_P)
+    offs_c = pid_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    offs = offs_p[:, None] * C + offs_c[None, :]
+
+    mean = tl.load(mean_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0)
+    rstd = tl.load(rstd_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0)
+    gain, offset = affine(
+        weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
+    )
+    acc_d = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    acc_e = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    for i in range(TILES):
+        p0 = (k * TILES + i) * BLOCK_P
+        mask = (offs_p < HW - p0)[:, None] & mask_c[None, :]
+        first = (n * HW + p0) * C
+        x = tl.load(x_ptr + first + offs, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + first + offs, mask=mask, other=0.0).to(tl.float32)
+        xhat = (x - mean[None, :]) * rstd[None, :]
+        dz = dy * activate_grad(xhat * gain[None, :] + offset[None, :], ACT)
+        acc_d += dz
+        acc_e += dz * xhat
+    out_ptr = partial_ptr + (n * K + k) * 2 * C + offs_c
+    tl.store(out_ptr, tl.sum(acc_d, 0), mask=mask_c)
+    tl.store(out_ptr + C, tl.sum(acc_e, 0), mask=mask_c)
+
+
+@triton.jit
+def _group_norm_bwd_finalize_kernel(
+    partial_ptr,  # float32 [N, K, 2, C]: D and E of a chunk
+    weight_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    m1_ptr,  # float32 [N, G]
+    m2_ptr,  # float32 [N, G]
+    stride_scale,
+    HW,
+    C,
+    G,
+    GB,
+    K: tl.constexpr,
+    CG: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    n = (pid // GB).to(tl.int64)
+    offs_g = pid % GB * BLOCK_G + tl.arange(0, BLOCK_G)
+    m1 = tl.zeros([BLOCK_G, BLOCK_E], tl.float32)
+    m2 = tl.zeros([BLOCK_G, BLOCK_E], tl.float32)
+    for e0 in range(0, K * CG, BLOCK_E):
+        e = e0 + tl.arange(0, BLOCK_E)  # (chunk, channel of the group)
+        mask = (offs_g < G)[:, None] & (e < K * CG)[None, :]
+        offs_c = offs_g[:, None] * CG + (e % CG)[None, :]
+        offs = n * K * 2 * C + (e // CG * 2 * C)[None, :] + offs_c
+        gain, _ = affine(weight_ptr, None, scale_ptr, None, stride_scale, 0, n, offs_c, mask)
+        m1 += gain * tl.load(partial_ptr + offs, mask=mask, other=0.0)
+        m2 += gain * tl.load(partial_ptr + offs + C, mask=mask, other=0.0)
+    total = HW * 1.0 * CG
+    tl.store(m1_ptr + n * G + offs_g, tl.sum(m1, 1) / total, mask=offs_g < G)
+    tl.store(m2_ptr + n * G + offs_g, tl.sum(m2, 1) / total, mask=offs_g < G)
+
+
+@triton.jit
+def _group_norm_bwd_dx_kernel(
+    x_ptr,  # [N, HW, C]
+    dy_ptr,  # [N, HW, C]
+    mean_ptr,  # float32 [N, G]
+    rstd_ptr,  # float32 [N, G]
+    m1_ptr,  # float32 [N, G]
+    m2_ptr,  # float32 [N, G]
+    weight_ptr,  # [C] or None
+    bias_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    shift_ptr,  # [N, C] or None
+    dx_ptr,  # [N, HW, C]
+    stride_scale,
+    stride_shift,
+    HW,
+    C,
+    G,
+    K,
+    CB,
+    CG: tl.constexpr,
+    ACT: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)  # as in apply
+    pid_c = pid % CB
+    k = (pid // CB) % K
+    n = (pid // CB // K).to(tl.int64)
+    offs_p = tl.arange(0, BLOCK_P)
+    offs_c = pid_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    offs = offs_p[:, None] * C + offs_c[None, :]
+
+    offs_g = n * G + offs_c // CG
+    mean = tl.load(mean_ptr + offs_g, mask=mask_c, other=0.0)
+    rstd = tl.load(rstd_ptr + offs_g, mask=mask_c, other=0.0)
+    m1 = tl.load(m1_ptr + offs_g, mask=mask_c, other=0.0) * rstd
+    m2 = tl.load(m2_ptr + offs_g, mask=mask_c, other=0.0) * rstd
+    gain, offset = affine(
+        weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
+    )
+    slope = rstd * gain
+    for i in range(TILES):
+        p0 = (k * TILES + i) * BLOCK_P
+        mask = (offs_p < HW - p0)[:, None] & mask_c[None, :]
+        first = (n * HW + p0) * C
+        x = tl.load(x_ptr + first + offs, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + first + offs, mask=mask, other=0.0).to(tl.float32)
+        xhat = (x - mean[None, :]) * rstd[None, :]
+        dz = dy * activate_grad(xhat * gain[None, :] + offset[None, :], ACT)
+        dx = slope[None, :] * dz - (m1[None, :] + xhat * m2[None, :])
+        tl.store(dx_ptr + first + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _group_norm_bwd_params_kernel(
+    partial_ptr,  # float32 [N, K, 2, C]: D and E of a chunk
+    weight_ptr,  # [C] or None
+    bias_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    d_weight_ptr,  # [C] or None
+    d_bias_ptr,  # [C] or None
+    d_scale_ptr,  # [N, C] or None
+    d_shift_ptr,  # [N, C] or None
+    stride_scale,
+    N,
+    C,
+    K,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    d_weight = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    d_bias = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    for n0 in range(0, N, BLOCK_N):
+        offs_n = n0 + tl.arange(0, BLOCK_N)
+        mask = (offs_n < N)[:, None] & mask_c[None, :]
+        offs = offs_n.to(tl.int64)[:, None] * (K * 2 * C) + offs_c[None, :]
+        sum_d = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+        sum_e = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+        for k in range(K):
+            sum_d += tl.load(partial_ptr + offs + k * 2 * C, mask=mask, other=0.0)
+            sum_e += tl.load(partial_ptr + offs + k * 2 * C + C, mask=mask, other=0.0)
+        offs_nc = offs_n.to(tl.int64)[:, None] * C + offs_c[None, :]
+        if d_shift_ptr is not None:
+            tl.store(d_shift_ptr + offs_nc, sum_d.to(d_shift_ptr.dtype.element_ty), mask=mask)
+        if d_scale_ptr is not None:
+            weight, bias = affine(weight_ptr, bias_ptr, None, None, 0, 0, 0, offs_c, mask_c)
+            d_scale = weight[None, :] * sum_e + bias[None, :] * sum_d
+            tl.store(d_scale_ptr + offs_nc, d_scale.to(d_scale_ptr.dtype.element_ty), mask=mask)
+        if scale_ptr is not None:
+            offs_s = offs_n.to(tl.int64)[:, None] * stride_scale + offs_c[None, :]
+            one_scale = 1.0 + tl.load(scale_ptr + offs_s, mask=mask, other=0.0).to(tl.float32)
+            sum_d *= one_scale
+            sum_e *= one_scale
+        d_weight += sum_e
+        d_bias += sum_d
+    if d_weight_ptr is not None:
+        total = tl.sum(d_weight, 0)
+        tl.store(d_weight_ptr + offs_c, total.to(d_weight_ptr.dtype.element_ty), mask=mask_c)
+    if d_bias_ptr is not None:
+        total = tl.sum(d_bias, 0)
+        tl.store(d_bias_ptr + offs_c, total.to(d_bias_ptr.dtype.element_ty), mask=mask_c)
+
+
+# --- launchers ------------------------------------------------------------------------------------
+
+
+class _Grid(NamedTuple):
+    """How a pass over [N, HW, C] is cut into programs."""
+
+    programs: int
+    k: int  # chunks of pixels an image
+    cb: int  # blocks of channels
+    tiles: int
+    block_p: int
+    block_c: int
+
+    @property
+    def tile(self) -> tuple[int, int, int]:
+        return self.tiles, self.block_p, self.block_c
+
+
+def _cut(n: int, hw: int, c: int, config: _Config) -> _Grid:
+    # a power of two that divides C keeps all lanes busy; below 32 channels a masked block is better
+    divisor = c & -c
+    block_c = min(divisor if divisor >= 32 else triton.next_power_of_2(c), 128)
+    block_p = min(config.tile // block_c, triton.next_power_of_2(max(hw, 1)))
+    cb = triton.cdiv(c, block_c)
+    tiles = min(config.tiles, triton.next_power_of_2(max(triton.cdiv(hw, block_p), 1)))
+    while tiles > 1 and n * cb * triton.cdiv(hw, tiles * block_p) < _MIN_PROGRAMS:
+        tiles //= 2
+    k = triton.cdiv(hw, tiles * block_p)
+    return _Grid(n * k * cb, k, cb, tiles, block_p, block_c)
+
+
+def _group_blocks(g: int, elements: int) -> tuple[int, int]:
+    """BLOCK_G, BLOCK_E of a finalize kernel that merges `elements` partials a group."""
+    block_e = min(triton.next_power_of_2(max(elements, 1)), 512)
+    return min(max(1024 // block_e, 1), triton.next_power_of_2(g)), block_e
+
+
+def row_strides(params: Params) -> tuple[int, int]:
+    """Elements between the rows of scale and of shift."""
+    return tuple(0 if p is None else p.stride(0) for p in params[2:])
+
+
+def stream_stats(x: Tensor, num_groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    """mean and 1 / sqrt(var + eps) of every (sample, group): float32 [N, G]."""
+    n, h, w, c = x.shape
+    hw, cg, config = h * w, c // num_groups, _STATS_CONFIGS[0]
+    grid = _cut(n, hw, c, config)
+    partial = _empty((n, grid.k, 2, c), dtype=torch.float32, device=x.device)
+    shape = (hw, c, grid.k, grid.cb)
+    _group_norm_stats_kernel[(grid.programs,)](
+        x, partial, *shape, *grid.tile, num_warps=config.num_warps
+    )
+    mean, rstd = _empty((2, n, num_groups), dtype=torch.float32, device=x.device).unbind()
+    block_g, block_e = _group_blocks(num_groups, grid.k * cg)
+    blocks = triton.cdiv(num_groups, block_g)
+    chunk = grid.tiles * grid.block_p
+    shape = (hw, c, num_groups, blocks, eps, chunk, grid.k, cg)
+    _group_norm_finalize_kernel[(n * blocks,)](partial, mean, rstd, *shape, block_g, block_e)
+    return mean, rstd
+
+
+def stream_apply(x: Tensor, mean: Tensor, rstd: Tensor, params: Params, activation: str) -> Tensor:
+    """y of x and its statistics."""
+    n, h, w, c = x.shape
+    g, config = mean.shape[1], _APPLY_CONFIGS[0]
+    grid = _cut(n, h * w, c, config)
+    y = _empty(x.shape, dtype=x.dtype, device=x.device)
+    shape = (*row_strides(params), h * w, c, g, grid.k, grid.cb, c // g)
+    _group_norm_apply_kernel[(grid.programs,)](
+        x, mean, rstd, *params, y, *shape, activation, *grid.tile, num_warps=config.num_warps
+    )
+    return y
+
+
+def stream_sums(
+    x: Tensor, dy: Tensor, mean: Tensor, rstd: Tensor, params: Params, activation: str
+) -> Tensor:
+    """D and E of every chunk: float32 [N, K, 2, C]."""
+    n, h, w, c = x.shape
+    g, config = mean.shape[1], _SUMS_CONFIGS[0]
+    grid = _cut(n, h * w, c, config)
+    sums = _empty((n, grid.k, 2, c), dtype=torch.float32, device=x.device)
+    shape = (*row_strides(params), h * w, c, g, grid.k, grid.cb, c // g)
+    _group_norm_bwd_sums_kernel[(grid.programs,)](
+        x, dy, mean, rstd, *params, sums, *shape, activation, *grid.tile, num_warps=config.num_warps
+    )
+    return sums
+
+
+def stream_dx(
+    x: Tensor,
+    dy: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    sums: Tensor,  # of `stream_sums`
+    params: Params,
+    activation: str,
+) -> Tensor:
+    """The gradient of x."""
+    n, h, w, c = x.shape
+    g, k, config = mean.shape[1], sums.shape[1], _DX_CONFIGS[0]
+    weight, _, scale, _ = params
+    m1, m2 = _empty((2, n, g), dtype=torch.float32, device=x.device).unbind()
+    block_g, block_e = _group_blocks(g, k * (c // g))
+    blocks = triton.cdiv(g, block_g)
+    shape = (row_strides(params)[0], h * w, c, g, blocks, k, c // g)
+    _group_norm_bwd_finalize_kernel[(n * blocks,)](
+        sums, weight, scale, m1, m2, *shape, block_g, block_e
+    )
+    grid = _cut(n, h * w, c, config)
+    dx = _empty(x.shape, dtype=x.dtype, device=x.device)
+    stats = (mean, rstd, m1, m2)
+    shape = (*row_strides(params), h * w, c, g, grid.k, grid.cb, c // g)
+    _group_norm_bwd_dx_kernel[(grid.programs,)](
+        x, dy, *stats, *params, dx, *shape, activation, *grid.tile, num_warps=config.num_warps
+    )
+    return dx
+
+
+def params_grad(
+    sums: Tensor,  # float32 [N, K, 2, C]: D and E of every chunk
+    params: Params,
+    needed: tuple[bool, bool, bool, bool],
+) -> Params:
+    """Gradients of weight, bias, scale and shift, those that are needed, each in its dtype."""
+    n, k, _, c = sums.shape
+    weight, bias, scale, _ = params
+    grads = tuple(
+        _empty(p.shape, dtype=p.dtype, device=p.device) if need else None
+        for p, need in zip(params, needed, strict=True)
+    )
+    block_c = min(triton.next_power_of_2(c), 16)
+    block_n = min(triton.next_power_of_2(max(n, 1)), 128)
+    shape = (row_strides(params)[0], n, c, k)
+    _group_norm_bwd_params_kernel[(triton.cdiv(c, block_c),)](
+        sums, weight, bias, scale, *grads, *shape, block_n, block_c
+    )
+    return grads
