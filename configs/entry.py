@@ -1,7 +1,7 @@
 """The door between Hydra and the project: configuration in, plain dict out, errors as one line.
 
-Every entry script has the same few lines: a function from a plain dict, wrapped by `hydra.main`, started
-by `run_entry`. Nothing behind the door knows of Hydra.
+Every entry script has the same few lines: a function from a plain dict, wrapped by `hydra.main`,
+started by `run_entry`. Nothing behind the door knows of Hydra.
 """
 
 import difflib
@@ -46,9 +46,9 @@ def choose_run_dir(run_dir: str | None, name: str) -> Path:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Exit with 2 after one line on what the user gave wrong, and with 128 + the signal's number where a
-    run was interrupted and saved. Goes around the body of a `hydra.main` function, since Hydra prints
-    lines of its own for an exception that reaches it."""
+    """Exit with 2 after one line on what the user gave wrong, 128 + the signal's number where a
+    run was interrupted and saved. Goes around the body of a `hydra.main` function, since Hydra
+    prints lines of its own for an exception that reaches it."""
     try:
         yield
     except ConfigError as error:
@@ -59,12 +59,16 @@ def exit_codes() -> Iterator[None]:
 
 
 def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
-    """Run a `hydra.main` function; what Hydra itself finds wrong becomes one line and exit code 2."""
+    """Run a `hydra.main` function; what Hydra finds wrong becomes one line and exit code 2."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
         _fail(explain(error, config_name))
+    except ValueError as error:
+        if "Config group override" not in str(error):  # Hydra's own, without a type of its own
+            raise
+        _fail(f"{error}; groups are {', '.join(sorted(_groups()))}")
     sys.exit(0)
 
 
@@ -103,10 +107,12 @@ def _keys(config_name: str) -> Iterator[str]:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIGS), version_base=None):
         config = OmegaConf.to_container(compose(config_name), resolve=False)
-    yield from (
-        path.name for path in CONFIGS.iterdir() if path.is_dir() and any(path.glob("*.yaml"))
-    )
+    yield from _groups()
     yield from _dotted(config, "")
+
+
+def _groups() -> Iterator[str]:
+    return (path.name for path in CONFIGS.iterdir() if any(path.glob("*.yaml")))
 
 
 def _dotted(tree: dict[str, Any], prefix: str) -> Iterator[str]:

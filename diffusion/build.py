@@ -19,7 +19,7 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {"unet": UNet}
 
 
 def construct(make: Callable[..., T], settings: dict[str, Any], group: str, **given: Any) -> T:
-    """`make(**settings, **given)`, where an unknown key of `settings` is an error naming the nearest."""
+    """`make(**settings, **given)`; an unknown key of `settings` is an error naming the nearest."""
     valid = [name for name in inspect.signature(make).parameters if name not in given]
     check_keys(settings, valid, group)
     return make(**settings, **given)

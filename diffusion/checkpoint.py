@@ -1,4 +1,4 @@
-"""A checkpoint: a directory from which sampling and training go on, and from which nothing is unpickled.
+"""A checkpoint: a directory from which sampling and training go on. Nothing in it is unpickled.
 
     step_00003000/
         model.safetensors        parameters, float32, in PyTorch's shapes, by the model's own names

@@ -13,7 +13,7 @@ class FlatParameters:
     """Moves the parameters of `model` into `param` and gives each a gradient inside `grad`.
 
     Every buffer is float32 [P]. A parameter keeps its shape and its order of strides (convolution
-    weights stay channels_last), and is a view: whoever writes the buffer writes the model, in place.
+    weights stay channels_last), and is a view: to write the buffer is to write the model, in place.
     The gaps that align the parameters hold zeros and stay zero under every update.
     """
 
@@ -65,7 +65,8 @@ def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
     ):
         if size != 1 and stride != expected:
             raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} has gaps: strides {parameter.stride()}"
+                f"a parameter of shape {tuple(parameter.shape)} has gaps:"
+                f" strides {parameter.stride()}"
             )
         expected *= size
     return parameter.stride()

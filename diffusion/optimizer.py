@@ -1,4 +1,4 @@
-"""AdamW, clipping and EMA over flat parameters; learning rate and EMA decay as functions of the step."""
+"""AdamW, clipping and EMA over flat parameters; lr and EMA decay as functions of the step."""
 
 import math
 from dataclasses import dataclass
@@ -58,7 +58,9 @@ class OptimizerSettings:
 
     def ema_decay_at(self, step: int) -> float:
         """EMA decay of update number `step`: short at first, so that early samples are not noise."""
-        return min(self.ema_decay, (1 + step) / (10 + step)) if self.ema_warmup else self.ema_decay
+        if not self.ema_warmup:
+            return self.ema_decay
+        return min(self.ema_decay, (1 + step) / (10 + step))
 
 
 class Optimizer:

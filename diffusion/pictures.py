@@ -18,7 +18,7 @@ def to_uint8(x: Tensor) -> np.ndarray:
 
 
 def grid(images: np.ndarray, columns: int | None = None) -> Image.Image:
-    """Arrange uint8 images [N, H, W, C] row by row; C is 1 (gray) or at least 3 (the first 3 are RGB)."""
+    """Arrange uint8 images [N, H, W, C] row by row; gray if C is 1, else the first 3 are RGB."""
     n, h, w, c = images.shape
     images = images[..., :1].repeat(3, axis=-1) if c < 3 else images[..., :3]
     zoom = max(1, math.ceil(_SMALL / min(h, w)))

@@ -13,8 +13,8 @@ from .optimizer import Optimizer
 class TrainStep:
     """Runs update number `step` and leaves its loss and gradient norm on the device.
 
-    Everything random is keyed by (seed, step, position in the global batch), so a step is a function
-    of the parameters and its number alone.
+    Everything random is keyed by (seed, step, position in the global batch), so a step is a
+    function of the parameters and its number alone.
     """
 
     def __init__(

@@ -160,7 +160,8 @@ def _check_resumed(checkpoint: Path | None, config: dict[str, Any], steps: int) 
             then, now = stored.get(group, {}).get(key), config[group].get(key)
             if then != now:
                 raise ConfigError(
-                    f"{checkpoint} is of another model: {group}.{key} is {then} there and {now} here"
+                    f"{checkpoint} is of another model: {group}.{key} is {then} there,"
+                    f" {now} here"
                 )
     if state["step"] >= steps:
         raise ConfigError(

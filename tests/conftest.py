@@ -1,4 +1,4 @@
-"""Without a GPU the Triton kernels run in the interpreter, which has to be chosen before they load."""
+"""Without a GPU the kernels run in Triton's interpreter, which is chosen before they load."""
 
 import os
 from pathlib import Path

@@ -28,7 +28,7 @@ def build(config: dict) -> torch.nn.Module:
     construct(TrainSettings, config["train"], "train")
     construct(OptimizerSettings, config["optim"], "optim")
     process = construct(Process, config["diffusion"], "diffusion")
-    size = config["dataset"]["size"]
+    size = config["dataset"]["size"] or 64
     size = (size, size) if isinstance(size, int) else tuple(size)
     with torch.device("meta"):
         return build_model(

@@ -9,7 +9,37 @@ Names of dimensions, used in every file:
     G        groups of a GroupNorm                   T      positions of an attention, or timesteps
     d        channels of one attention head          M      images in a data set
 
-Layout: activations are contiguous [N, H, W, C] ("NHWC"), without exception. A launcher asserts it and
-never copies silently. Convolution weights have PyTorch's shape [CO, CI, R, S] in channels_last memory,
-which is [CO, R, S, CI] to the kernels. 1-D data is the same with H = 1.
+Layout: activations are contiguous [N, H, W, C] ("NHWC"), without exception. A launcher checks it
+and never copies silently. Convolution weights have PyTorch's shape [CO, CI, R, S] in channels_last
+memory, which is [CO, R, S, CI] to the kernels. 1-D data is the same with H = 1.
+
+`triton_kernels.reference` has every op below under the same name and signature in plain PyTorch.
 """
+
+from .adamw import adamw_step, grad_norm
+from .attention import attention
+from .conv import conv2d
+from .denoise import denoise_loss, denoise_step, gather_images, q_sample
+from .draw import draw_flips, draw_timesteps, normal
+from .dropout import dropout
+from .group_norm import GroupNorm, group_norm
+from .resample import avg_pool2d, upsample_nearest2d
+
+__all__ = [
+    "GroupNorm",
+    "adamw_step",
+    "attention",
+    "avg_pool2d",
+    "conv2d",
+    "denoise_loss",
+    "denoise_step",
+    "draw_flips",
+    "draw_timesteps",
+    "dropout",
+    "gather_images",
+    "grad_norm",
+    "group_norm",
+    "normal",
+    "q_sample",
+    "upsample_nearest2d",
+]

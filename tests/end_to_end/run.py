@@ -14,6 +14,7 @@ TINY = (
     "dataset.count=12",
     "model.model_channels=32",
     "model.channel_mult=[1,2]",
+    "model.attention_resolutions=[2]",
     "model.num_res_blocks=1",
     "train.batch_size=4",
     "train.log_every=1",

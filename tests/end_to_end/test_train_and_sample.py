@@ -15,7 +15,8 @@ from .run import TINY, run, start
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("run") / "a"
-    code, out, err = run("train.py", *TINY, f"run_dir={run_dir}", "train.steps=6", "train.save_every=2")
+    command = (*TINY, f"run_dir={run_dir}", "train.steps=6", "train.save_every=2")
+    code, _, err = run("train.py", *command)
     assert code == 0, err
     return run_dir
 
