@@ -70,7 +70,7 @@ def affine(
     offs_c,
     mask_c,
 ):
-    """gain and offset of the channels of one sample, float32 (see the top of the file)."""
+    """gain and offset of the channels of one sample, float32 (see `group_norm`)."""
     gain = tl.zeros(offs_c.shape, tl.float32) + 1.0
     offset = tl.zeros(offs_c.shape, tl.float32)
     if weight_ptr is not None:
@@ -402,6 +402,7 @@ def _group_norm_bwd_params_kernel(
     C,
     K,
     BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -411,12 +412,17 @@ def _group_norm_bwd_params_kernel(
     for n0 in range(0, N, BLOCK_N):
         offs_n = n0 + tl.arange(0, BLOCK_N)
         mask = (offs_n < N)[:, None] & mask_c[None, :]
-        offs = offs_n.to(tl.int64)[:, None] * (K * 2 * C) + offs_c[None, :]
-        sum_d = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-        sum_e = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-        for k in range(K):
-            sum_d += tl.load(partial_ptr + offs + k * 2 * C, mask=mask, other=0.0)
-            sum_e += tl.load(partial_ptr + offs + k * 2 * C + C, mask=mask, other=0.0)
+        acc_d = tl.zeros([BLOCK_N, BLOCK_K, BLOCK_C], tl.float32)
+        acc_e = tl.zeros([BLOCK_N, BLOCK_K, BLOCK_C], tl.float32)
+        for k0 in range(0, K, BLOCK_K):
+            offs_k = k0 + tl.arange(0, BLOCK_K)
+            mask_k = mask[:, None, :] & (offs_k < K)[None, :, None]
+            offs = (offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]) * 2 * C
+            offs = offs[:, :, None] + offs_c[None, None, :]
+            acc_d += tl.load(partial_ptr + offs, mask=mask_k, other=0.0)
+            acc_e += tl.load(partial_ptr + offs + C, mask=mask_k, other=0.0)
+        sum_d = tl.sum(acc_d, 1)
+        sum_e = tl.sum(acc_e, 1)
         offs_nc = offs_n.to(tl.int64)[:, None] * C + offs_c[None, :]
         if d_shift_ptr is not None:
             tl.store(d_shift_ptr + offs_nc, sum_d.to(d_shift_ptr.dtype.element_ty), mask=mask)
@@ -572,8 +578,9 @@ def params_grad(
     )
     block_c = min(triton.next_power_of_2(c), 16)
     block_n = min(triton.next_power_of_2(max(n, 1)), 128)
+    block_k = min(triton.next_power_of_2(max(k, 1)), 128 // block_n)
     shape = (row_strides(params)[0], n, c, k)
     _group_norm_bwd_params_kernel[(triton.cdiv(c, block_c),)](
-        sums, weight, bias, scale, *grads, *shape, block_n, block_c
+        sums, weight, bias, scale, *grads, *shape, block_n, block_k, block_c
     )
     return grads

@@ -74,7 +74,7 @@ COMPILE_CASES = [
         | {name: "*fp32" for name in ("d_weight_ptr", "d_bias_ptr")}
         | {name: "*bf16" for name in ("d_scale_ptr", "d_shift_ptr")}
         | _ints("stride_scale", "N", "C", "K"),
-        "constexprs": {"BLOCK_N": 128, "BLOCK_C": 16},
+        "constexprs": {"BLOCK_N": 32, "BLOCK_K": 4, "BLOCK_C": 16},
         "multiples": ("C",),
         "options": _LAUNCH,
         "expect": {},
