@@ -1,0 +1,45 @@
+"""Compile-only cases of triton_kernels.adamw."""
+
+COMPILE_CASES = [
+    {
+        "name": "square_sum",
+        "kernel": "triton_kernels.adamw:_square_sum_kernel",
+        "signature": {"grad_ptr": "*fp32", "partial_ptr": "*fp32", "size": "i32"},
+        "constexprs": {"BLOCK": 4096},
+        "options": {"num_warps": 8},
+    },
+    {
+        "name": "square_sum_of_one",  # Triton makes a constant of every integer that is 1
+        "kernel": "triton_kernels.adamw:_square_sum_kernel",
+        "signature": {"grad_ptr": "*fp32", "partial_ptr": "*fp32"},
+        "constexprs": {"size": 1, "BLOCK": 4096},
+        "options": {"num_warps": 8},
+        "expect": {"arches": [90]},
+    },
+    {
+        "name": "norm",
+        "kernel": "triton_kernels.adamw:_norm_kernel",
+        "signature": {"partial_ptr": "*fp32", "norm_ptr": "*fp32", "programs": "i32"},
+        "constexprs": {"BLOCK": 512},
+        "options": {"num_warps": 4},
+        "expect": {"arches": [90]},
+    },
+    {
+        "name": "adamw",
+        "kernel": "triton_kernels.adamw:_adamw_kernel",
+        "signature": {
+            "param_ptr": "*fp32",
+            "grad_ptr": "*fp32",
+            "exp_avg_ptr": "*fp32",
+            "exp_avg_sq_ptr": "*fp32",
+            "ema_ptr": "*fp32",
+            "shadow_ptr": "*bf16",
+            "norm_ptr": "*fp32",
+            "hyper_ptr": "*fp32",
+            "skipped_ptr": "*i32",
+            "size": "i32",
+        },
+        "constexprs": {"BLOCK": 1024},
+        "options": {"num_warps": 8},
+    },
+]

@@ -1,0 +1,192 @@
+"""The optimizer over all parameters at once, which lie in one flat buffer.
+
+    g       <- g min(1, max_norm / (|g| + 1e-6))       (as torch.nn.utils.clip_grad_norm_)
+    w       <- w (1 - lr weight_decay)                 (Loshchilov and Hutter 2019, alg. 2)
+    m       <- beta1 m + (1 - beta1) g
+    v       <- beta2 v + (1 - beta2) g^2
+    w       <- w - lr / correction1  m / (sqrt(v / correction2) + eps)
+    ema     <- decay ema + (1 - decay) w
+    shadow  <- w, rounded: the copy that the layers compute with
+
+`grad_norm` takes two launches, `adamw_step` one. Nothing is read on the host: the learning rate,
+the bias corrections and the rest come from `hyper`, and a norm that is not finite leaves everything
+as it was but the count of skipped steps.
+
+    P       parameters
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .layout import check_shape
+
+_NUM_WARPS = 8
+_BLOCK = 4 * 32 * _NUM_WARPS  # 4 a thread: beyond, the layouts of 32 and 16 bits would differ
+_NORM_BLOCK = 4096  # gradients in one turn of a program of grad_norm
+_NORM_PROGRAMS = 512  # fixed, so that the order of the sum depends on P alone; all resident at once
+
+
+@triton.jit
+def _square_sum_kernel(
+    grad_ptr,  # float32 [P]
+    partial_ptr,  # float32 [programs], out
+    size,
+    BLOCK: tl.constexpr,
+):
+    pid = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK).to(tl.int64)
+    acc = tl.zeros([BLOCK], tl.float32)
+    full = size // BLOCK
+    for block in range(pid, full, tl.num_programs(0)):  # without a mask: 16-byte loads for every P
+        grad = tl.load(grad_ptr + block * BLOCK + offs)
+        acc += grad * grad
+    if pid == 0:
+        offs += full * BLOCK
+        grad = tl.load(grad_ptr + offs, mask=offs < size, other=0.0)
+        acc += grad * grad
+    tl.store(partial_ptr + pid, tl.sum(acc))
+
+
+@triton.jit
+def _norm_kernel(partial_ptr, norm_ptr, programs, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    partial = tl.load(partial_ptr + offs, mask=offs < programs, other=0.0)
+    tl.store(norm_ptr, tl.sqrt(tl.sum(partial)))
+
+
+@triton.jit
+def _adamw_kernel(
+    param_ptr,  # float32 [P], in place
+    grad_ptr,  # float32 [P]
+    exp_avg_ptr,  # float32 [P], in place
+    exp_avg_sq_ptr,  # float32 [P], in place
+    ema_ptr,  # float32 [P], in place
+    shadow_ptr,  # bfloat16 or float16 [P], out, or None
+    norm_ptr,  # float32 [1]
+    hyper_ptr,  # float32 [9]
+    skipped_ptr,  # int32 [1], in place
+    size,
+    BLOCK: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    norm = tl.load(norm_ptr)
+    finite = norm < float("inf")  # false for a NaN as well
+    if pid == 0 and not finite:
+        tl.store(skipped_ptr, tl.load(skipped_ptr) + 1)
+    start = pid.to(tl.int64) * BLOCK
+    # Two copies of the code: under a mask the accesses are only as wide as the divisors of P allow.
+    if start + BLOCK <= size:
+        _update(
+            param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, ema_ptr, shadow_ptr, hyper_ptr,
+            norm, finite, start, size, MASKED=False, BLOCK=BLOCK,
+        )  # fmt: skip
+    else:
+        _update(
+            param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, ema_ptr, shadow_ptr, hyper_ptr,
+            norm, finite, start, size, MASKED=True, BLOCK=BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _update(
+    param_ptr,
+    grad_ptr,
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    ema_ptr,
+    shadow_ptr,
+    hyper_ptr,
+    norm,
+    finite,
+    start,
+    size,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offs = start + tl.arange(0, BLOCK)
+    mask = offs < size if MASKED else None
+    param = tl.load(param_ptr + offs, mask=mask)
+    grad = tl.load(grad_ptr + offs, mask=mask)
+    exp_avg = tl.load(exp_avg_ptr + offs, mask=mask)
+    exp_avg_sq = tl.load(exp_avg_sq_ptr + offs, mask=mask)
+    ema = tl.load(ema_ptr + offs, mask=mask)
+
+    lr, beta1, beta2 = tl.load(hyper_ptr), tl.load(hyper_ptr + 1), tl.load(hyper_ptr + 2)
+    eps, weight_decay = tl.load(hyper_ptr + 3), tl.load(hyper_ptr + 4)
+    correction1, correction2 = tl.load(hyper_ptr + 5), tl.load(hyper_ptr + 6)
+    decay, max_norm = tl.load(hyper_ptr + 7), tl.load(hyper_ptr + 8)
+
+    grad *= tl.where(max_norm > 0, tl.minimum(max_norm / (norm + 1e-6), 1.0), 1.0)
+    param *= 1.0 - lr * weight_decay
+    exp_avg += (1.0 - beta1) * (grad - exp_avg)
+    exp_avg_sq = beta2 * exp_avg_sq + (1.0 - beta2) * grad * grad
+    denominator = tl.sqrt(exp_avg_sq) * (1.0 / tl.sqrt(correction2)) + eps
+    param -= (lr / correction1) * (exp_avg / denominator)
+    ema += (1.0 - decay) * (param - ema)
+
+    if finite:
+        tl.store(param_ptr + offs, param, mask=mask)
+        tl.store(exp_avg_ptr + offs, exp_avg, mask=mask)
+        tl.store(exp_avg_sq_ptr + offs, exp_avg_sq, mask=mask)
+        tl.store(ema_ptr + offs, ema, mask=mask)
+        if shadow_ptr is not None:
+            tl.store(shadow_ptr + offs, param.to(shadow_ptr.dtype.element_ty), mask=mask)
+
+
+def grad_norm(grad: Tensor) -> Tensor:  # float32 [P] -> float32 [1]
+    """Euclidean norm of the flat gradient, the same to the bit in every run."""
+    _check_flat("grad", grad, grad.numel())
+    programs = max(1, min(triton.cdiv(grad.numel(), _NORM_BLOCK), _NORM_PROGRAMS))
+    partial = torch.empty(programs, dtype=torch.float32, device=grad.device)
+    norm = torch.empty(1, dtype=torch.float32, device=grad.device)
+    _square_sum_kernel[(programs,)](
+        grad, partial, grad.numel(), BLOCK=_NORM_BLOCK, num_warps=_NUM_WARPS
+    )
+    _norm_kernel[(1,)](partial, norm, programs, BLOCK=triton.next_power_of_2(programs))
+    return norm
+
+
+def adamw_step(
+    param: Tensor,  # float32 [P], updated in place
+    grad: Tensor,  # float32 [P]
+    exp_avg: Tensor,  # float32 [P], in place
+    exp_avg_sq: Tensor,  # float32 [P], in place
+    ema: Tensor,  # float32 [P], in place
+    norm: Tensor,  # float32 [1], of the whole gradient
+    hyper: Tensor,  # float32 [9]: lr, beta1, beta2, eps, weight_decay, bias_correction1,
+    #                 bias_correction2, ema_decay, max_norm (0: no clipping)
+    skipped: Tensor,  # int32 [1], counts the steps left out, in place
+    shadow: Tensor | None = None,  # bfloat16 or float16 [P], gets the new param
+) -> None:
+    """Clip, AdamW (Loshchilov and Hutter 2019) and EMA over all parameters at once. If `norm` is
+    not finite nothing is touched but the count."""
+    size = param.numel()
+    for name, x in (
+        ("param", param),
+        ("grad", grad),
+        ("exp_avg", exp_avg),
+        ("exp_avg_sq", exp_avg_sq),
+        ("ema", ema),
+    ):
+        _check_flat(name, x, size)
+    _check_flat("norm", norm, 1)
+    _check_flat("hyper", hyper, 9)
+    _check_flat("skipped", skipped, 1, torch.int32)
+    if shadow is not None:
+        _check_flat("shadow", shadow, size, torch.bfloat16, torch.float16)
+    _adamw_kernel[(max(1, triton.cdiv(size, _BLOCK)),)](
+        param, grad, exp_avg, exp_avg_sq, ema, shadow, norm, hyper, skipped, size,
+        BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+    )  # fmt: skip
+
+
+def _check_flat(name: str, x: Tensor, size: int, *dtypes: torch.dtype) -> None:
+    dtypes = dtypes or (torch.float32,)
+    check_shape(name, x, size)
+    if x.dtype not in dtypes or not x.is_contiguous():
+        names = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(
+            f"{name} is {x.dtype} with stride {x.stride()}; expected contiguous {names}"
+        )
