@@ -1,0 +1,145 @@
+"""Compile-only cases of triton_kernels.draw and triton_kernels.denoise: a batch of 64x64x3
+images."""
+
+_BATCH = {
+    "images_ptr": "*u8",
+    "index_ptr": "*i64",
+    "flip_ptr": "*i1",
+    "t_ptr": "*i64",
+    "table_ptr": "*fp32",
+    "rng_ptr": "*i64",
+    "first": "i32",
+    "elements": "i32",
+    "chunks": "i32",
+}
+_SIZES = {"W": 64, "C": 3}
+
+COMPILE_CASES = [
+    {
+        "name": "normal",
+        "kernel": "triton_kernels.draw:_normal_kernel",
+        "signature": {
+            "out_ptr": "*fp32",
+            "rng_ptr": "*i64",
+            "first": "i32",
+            "elements": "i32",
+            "chunks": "i32",
+        },
+        "constexprs": {"STREAM": 2, "BLOCK": 256},
+        "options": {"num_warps": 4},
+        "multiples": ["elements"],
+    },
+    {
+        "name": "draw_timesteps",
+        "kernel": "triton_kernels.draw:_draw_timesteps_kernel",
+        "signature": {
+            "out_ptr": "*i64",
+            "rng_ptr": "*i64",
+            "first": "i32",
+            "n": "i32",
+            "num_timesteps": "i32",
+        },
+        "constexprs": {"STREAM": 0, "BLOCK": 256},
+        "options": {"num_warps": 4},
+        "expect": {"arches": [90]},
+    },
+    {
+        "name": "draw_flips",
+        "kernel": "triton_kernels.draw:_draw_flips_kernel",
+        "signature": {"out_ptr": "*i1", "rng_ptr": "*i64", "first": "i64", "n": "i32"},
+        "constexprs": {"STREAM": 1, "BLOCK": 256},
+        "options": {"num_warps": 4},
+        "expect": {"arches": [90]},
+    },
+    {
+        "name": "q_sample",
+        "kernel": "triton_kernels.denoise:_q_sample_kernel",
+        "signature": {**_BATCH, "x_ptr": "*bf16"},
+        "constexprs": {**_SIZES, "BLOCK": 256},
+        "options": {"num_warps": 4},
+        "multiples": ["elements"],
+    },
+    {
+        "name": "gather_images",
+        "kernel": "triton_kernels.denoise:_q_sample_kernel",
+        "signature": {
+            "images_ptr": "*fp32",
+            "x_ptr": "*fp32",
+            "first": "i32",
+            "elements": "i32",
+            "chunks": "i32",
+        },
+        "constexprs": {
+            **_SIZES,
+            **dict.fromkeys(("index_ptr", "flip_ptr", "t_ptr", "table_ptr", "rng_ptr")),
+            "BLOCK": 256,
+        },
+        "options": {"num_warps": 4},
+        "expect": {"arches": [90]},
+    },
+    {
+        "name": "denoise_loss_fwd",
+        "kernel": "triton_kernels.denoise:_denoise_loss_fwd_kernel",
+        "signature": {**_BATCH, "output_ptr": "*bf16", "partial_ptr": "*fp32"},
+        "constexprs": {**_SIZES, "CO": 3, "PREDICTION": "v_prediction", "BLOCK": 1024},
+        "options": {"num_warps": 8},
+        "multiples": ["elements"],
+    },
+    {
+        "name": "denoise_loss_bwd",
+        "kernel": "triton_kernels.denoise:_denoise_loss_bwd_kernel",
+        "signature": {
+            **_BATCH,
+            "dloss_ptr": "*fp32",
+            "stride_dn": "i32",
+            "output_ptr": "*bf16",
+            "doutput_ptr": "*bf16",
+        },
+        "constexprs": {**_SIZES, "CO": 6, "PREDICTION": "v_prediction", "BLOCK": 256},
+        "options": {"num_warps": 4},
+        "multiples": ["elements"],
+    },
+    {
+        "name": "denoise_loss_bwd_one_element",  # Triton makes a constant of an integer that is 1
+        "kernel": "triton_kernels.denoise:_denoise_loss_bwd_kernel",
+        "signature": {
+            **{k: v for k, v in _BATCH.items() if k not in ("elements", "chunks")},
+            "dloss_ptr": "*fp32",
+            "output_ptr": "*fp16",
+            "doutput_ptr": "*fp16",
+        },
+        "constexprs": {
+            **{"stride_dn": 1, "elements": 1, "chunks": 1, "W": 1, "C": 1, "CO": 2},
+            **{"PREDICTION": "sample", "BLOCK": 256},
+        },
+        "options": {"num_warps": 4},
+        "expect": {"arches": [90]},
+    },
+    {
+        "name": "row_sum",
+        "kernel": "triton_kernels.denoise:_row_sum_kernel",
+        "signature": {"x_ptr": "*fp32", "y_ptr": "*fp32", "rows": "i32", "columns": "i32"},
+        "constexprs": {"BLOCK_M": 256, "BLOCK_N": 4},
+        "options": {"num_warps": 4},
+        "expect": {"arches": [90]},
+    },
+    {
+        "name": "denoise_step",
+        "kernel": "triton_kernels.denoise:_denoise_step_kernel",
+        "signature": {
+            "x_ptr": "*fp32",
+            "output_ptr": "*bf16",
+            "table_ptr": "*fp32",
+            "row_ptr": "*i64",
+            "rng_ptr": "*i64",
+            "x_prev_ptr": "*fp32",
+            "first": "i32",
+            "clip": "fp32",
+            "elements": "i32",
+            "chunks": "i32",
+        },
+        "constexprs": {"C": 3, "CO": 6, "CLIP": True, "BLOCK": 256},
+        "options": {"num_warps": 4},
+        "multiples": ["elements"],
+    },
+]
