@@ -1,11 +1,14 @@
 """conv2d and its gradients against the reference in float64."""
 
+import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from triton_kernels import conv, reference
+from triton_kernels import column_sum, conv, conv_gather, conv_tma, reference
+from triton_kernels.device import describe
 
 
 class Shape(NamedTuple):
@@ -25,7 +28,9 @@ SMALL = {
     "stem": Shape(2, 5, 6, 3, 33),
     "head": Shape(2, 5, 6, 33, 3),
     "one channel": Shape(1, 3, 4, 1, 1),
-    "three pixel tiles": Shape(3, 7, 8, 8, 8),
+    "three images": Shape(3, 7, 8, 8, 8),
+    "whole rows a tile": Shape(1, 8, 16, 8, 8),
+    "whole images a tile": Shape(5, 4, 4, 16, 8),
     "no padding": Shape(2, 5, 7, 16, 16, padding=0),
     "padding beyond the filter": Shape(1, 3, 4, 8, 16, padding=(4, 3)),
     "stride 2": Shape(2, 6, 7, 17, 20, stride=2, padding=1),
@@ -38,6 +43,7 @@ SMALL = {
     "1-D, 4 taps, stride 2": Shape(3, 1, 16, 16, 16, (1, 4), stride=2, padding=(0, 1)),
     "1x1": Shape(2, 5, 7, 40, 72, (1, 1)),
     "1x1 stride 2": Shape(2, 5, 6, 20, 20, (1, 1), stride=2),
+    "1x1 with padding": Shape(2, 3, 4, 16, 16, (1, 1), padding=1),
     "linear": Shape(5, 1, 1, 72, 40, (1, 1)),
     "linear, one sample": Shape(1, 1, 1, 16, 17, (1, 1)),
     "empty batch": Shape(0, 5, 7, 8, 16),
@@ -50,10 +56,9 @@ DTYPES = {
     "bf16": (torch.bfloat16, False),
 }
 
-# Relative error that a result may have however exact the low-precision reference came out: rounding
-# of float32 sums; one rounding to the output dtype. TF32 drops the last 13 bits of both operands,
-# in the mean 2^-11 of each, and twice that of a product.
-FLOOR = {"fp32": 1e-6, "tf32": 2**-10, "fp16": 2**-11, "bf16": 2**-8}
+# The relative error of rounding once to the dtype. TF32 drops the last 13 bits of both operands: in
+# the mean 2^-11 of each, and twice that of a product.
+ROUNDING = {"fp32": 2**-24, "tf32": 2**-10, "fp16": 2**-11, "bf16": 2**-9}
 
 
 def make(shape: Shape, dtype: torch.dtype, device, seed: int = 0):
@@ -101,11 +106,19 @@ def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm().clamp(min=1e-30))
 
 
-def check(got, exact, low, precision: str):
-    """Error at most twice that of PyTorch in the same precision."""
-    for name, a, b, c in zip(("y", "dx", "dweight", "dbias"), got, exact, low, strict=True):
+def check(got, exact, low, shape: Shape, precision: str):
+    """The error of y, dx, dweight and dbias is at most twice that of PyTorch in the same precision,
+    plus what any result may have: the rounding to the dtype, and of a float32 sum of K terms, a
+    random walk."""
+    taps = math.prod(shape.kernel)
+    pixels = exact[0].numel() // shape.co
+    terms = (taps * shape.ci, taps * shape.co, pixels, pixels)
+    for name, a, b, c, k in zip(
+        ("y", "dx", "dweight", "dbias"), got, exact, low, terms, strict=True
+    ):
         assert a.shape == b.shape, name
-        error, budget = relative(a, b), 2 * relative(c, b) + FLOOR[precision]
+        floor = ROUNDING[precision] + 2**-24 * k**0.5
+        error, budget = relative(a, b), 2 * relative(c, b) + floor
         assert error <= budget, f"{name}: relative error {error:.2e}, budget {budget:.2e}"
 
 
@@ -113,21 +126,26 @@ def check(got, exact, low, precision: str):
 def poison(monkeypatch):
     """Memory that a kernel forgets to write holds NaN."""
 
-    def empty(*args, **kwargs):
-        return torch.full(args[0] if isinstance(args[0], tuple) else args, float("nan"), **kwargs)
+    def empty(shape, **kwargs):
+        return torch.full(shape, float("nan"), **kwargs)
 
     monkeypatch.setattr(conv, "_empty", empty)
+    monkeypatch.setattr(column_sum, "_empty", empty)
+
+
+PRECISIONS = ["fp32", "tf32", "fp16", pytest.param("bf16", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", SMALL)
-def test_matches_reference(name, precision, device):
+def test_matches_reference(name, precision, device, monkeypatch):
     dtype, tf32 = DTYPES[precision]
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
     x, weight, bias, dy = make(SMALL[name], dtype, device)
     got = run(conv.conv2d, SMALL[name], x, weight, bias, dy, allow_tf32=tf32)
     exact, low = references(SMALL[name], x, weight, bias, dy)
-    check(got, exact, low, precision)
+    check(got, exact, low, SMALL[name], precision)
     assert [t.dtype for t in got] == [dtype, dtype, torch.float32, torch.float32]
     assert got[2].stride() == weight.stride()
 
@@ -155,6 +173,224 @@ def test_is_linear_and_shifts_with_its_input(device):
     torch.testing.assert_close(conv.conv2d(2 * x, weight, padding=0), 2 * y, rtol=0, atol=0)
     shifted = conv.conv2d(x.roll(1, dims=2).contiguous(), weight, padding=0)
     torch.testing.assert_close(shifted[:, :, 1:], y[:, :, :-1], rtol=1e-6, atol=1e-6)
+
+
+# --- every configuration --------------------------------------------------------------------------
+
+
+def one_pass(which: str, shape: Shape, x, weight, bias, dy, tf32: bool, config):
+    """y, dx or dweight by the tile `config`."""
+    options = (shape.stride, padding_of(shape), tf32, config)
+    low = weight.to(x.dtype)
+    if which == "forward":
+        return conv._conv2d_fwd(x, low, bias, *options)
+    if which == "input gradient":
+        return conv._conv2d_dgrad(dy, low, x.shape[1:3], *options)
+    return conv._conv2d_wgrad(x, dy, weight, *options)
+
+
+PASSES = {"forward": 0, "input gradient": 1, "weight gradient": 2}
+CONFIGS = [
+    pytest.param(
+        which, config, id=f"{which}-{type(config).__module__[20:]}-{'x'.join(map(str, config))}"
+    )
+    for which in PASSES
+    for config in (conv._WGRAD_CONFIGS if which == "weight gradient" else conv._FWD_CONFIGS)
+]
+
+
+def is_tma(config) -> bool:
+    return isinstance(config, conv_tma.Config | conv_tma.WgradConfig)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("which", "config"), CONFIGS)
+def test_every_config(which, config, device):
+    if is_tma(config) and not describe(device).tma:
+        pytest.skip("no TMA unit")
+    shape = Shape(3, 6, 8, 72, 40)
+    data = make(shape, torch.float16, device)
+    exact, low = references(shape, *data)
+    got = one_pass(which, shape, *data, False, config)
+    index = PASSES[which]
+    assert relative(got, exact[index]) <= 2 * relative(low[index], exact[index]) + ROUNDING["fp16"]
+
+
+@pytest.mark.parametrize(
+    "n, p, q", [(1, 64, 64), (3, 8, 8), (5, 4, 4), (1, 1, 70), (2, 5, 28), (2, 1, 48)]
+)
+def test_boxes_cover_every_pixel(n, p, q):
+    """A pixel is in exactly one box, and a run of pixels is the same in both views of it."""
+    for block in (16, 64, 256):
+        images, rows, columns = conv_tma.pixel_box(block, n, p, q)
+        assert images * rows * columns == block
+        (images, rows, columns), flat = conv_tma.wgrad_box(block, n, p, q)
+        assert images * rows * columns <= block
+        assert flat or (images, rows) == (1, 1)
+        pixels = torch.arange(n * p * q).view(n, p, q)
+        boxes = [
+            pixels[i : i + images, j : j + rows, k : k + columns].flatten()
+            for i in range(0, n, images)
+            for j in range(0, p, rows)
+            for k in range(0, q, columns)
+        ]
+        assert torch.cat(boxes).sort().values.equal(pixels.flatten())
+        if flat:
+            assert torch.cat(boxes).equal(pixels.flatten())
+            assert all(len(box) == block for box in boxes[:-1])
+
+
+# --- on a GPU: the shapes of the models -----------------------------------------------------------
+
+MODEL = {  # h, w, ci, co, kernel
+    "stem": (64, 64, 3, 64, (3, 3)),
+    "head": (64, 64, 64, 3, (3, 3)),
+    **{
+        f"3x3 {size}x{size} {ci}-{co}": (size, size, ci, co, (3, 3))
+        for size, pairs in {
+            64: [(64, 64), (128, 64), (192, 64)],
+            32: [(64, 128), (128, 128), (192, 128), (256, 128), (320, 128)],
+            16: [(128, 192), (192, 192), (320, 192), (384, 192), (448, 192)],
+            8: [(192, 256), (256, 256), (448, 256), (512, 256)],
+        }.items()
+        for ci, co in pairs
+    },
+    **{
+        f"1x1 {size}x{size} {ci}-{co}": (size, size, ci, co, (1, 1))
+        for size, ci, co in [
+            (64, 192, 64),
+            (32, 320, 128),
+            (16, 192, 576),
+            (16, 448, 192),
+            (8, 256, 768),
+            (8, 256, 256),
+        ]
+    },
+    "linear 64-256": (1, 1, 64, 256, (1, 1)),
+    "linear 256-128": (1, 1, 256, 128, (1, 1)),
+    "1-D 14-256": (1, 16, 14, 256, (1, 5)),
+    "1-D 512-512": (1, 8, 512, 512, (1, 5)),
+    "28x28": (28, 28, 32, 64, (3, 3)),
+    "20x48": (20, 48, 64, 64, (3, 3)),
+}
+
+
+SOME = ["stem", "head", "3x3 16x16 320-192", "1x1 8x8 256-768", "linear 256-128", "28x28"]
+MODEL_RUNS = [
+    *((name, n, "bf16") for name in MODEL for n in (3, 32)),
+    *((name, 3, precision) for name in SOME for precision in ("fp16", "tf32", "fp32")),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("name", "n", "precision"), MODEL_RUNS)
+def test_model_shape(name, n, precision, monkeypatch, device):
+    dtype, tf32 = DTYPES[precision]
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
+    shape = Shape(n, *MODEL[name])
+    data = make(shape, dtype, device)
+    first = run(conv.conv2d, shape, *data, allow_tf32=tf32)
+    check(first, *references(shape, *data), shape, precision)
+    for _ in range(3):  # no atomics: the same bits each time
+        again = run(conv.conv2d, shape, *data, allow_tf32=tf32)
+        assert all(map(torch.equal, again, first))
+
+
+# Where a tile of another kind raced, and a shape that is ragged in every dimension.
+RACES = {
+    "32x32 bf16": (Shape(32, 32, 32, 128, 128), "bf16"),
+    "16x16 bf16": (Shape(32, 16, 16, 192, 192), "bf16"),
+    "ragged bf16": (Shape(5, 13, 21, 200, 136), "bf16"),
+    "16x16 tf32": (Shape(32, 16, 16, 192, 192), "tf32"),
+    "ragged fp32": (Shape(5, 13, 21, 200, 136), "fp32"),
+}
+
+
+@lru_cache(maxsize=1)
+def race_case(name: str):
+    """Data and both references; consecutive tests share them."""
+    shape, precision = RACES[name]
+    data = make(shape, DTYPES[precision][0], torch.device("cuda"))
+    return data, *references(shape, *data)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("which", "config"), CONFIGS)
+@pytest.mark.parametrize("name", RACES)
+def test_every_config_repeatedly(name, which, config, monkeypatch, device):
+    """A race shows as a wrong result, or one that changes."""
+    shape, precision = RACES[name]
+    dtype, tf32 = DTYPES[precision]
+    wide = dtype == torch.float32
+    if is_tma(config):
+        if not describe(device).tma:
+            pytest.skip("no TMA unit")
+        if precision == "fp32" or (wide and which == "weight gradient"):
+            pytest.skip("the gathering path serves it")
+        if wide and config.block_k > 32:
+            pytest.skip("a row of a box is at most 128 bytes")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
+    data, exact, low = race_case(name)
+    index = PASSES[which]
+    terms = 9 * max(shape.ci, shape.co) if index < 2 else shape.n * shape.h * shape.w
+    budget = 2 * relative(low[index], exact[index]) + ROUNDING[precision] + 2**-24 * terms**0.5
+    first = one_pass(which, shape, *data, tf32, config)
+    assert relative(first, exact[index]) <= budget
+    for _ in range(10):
+        assert torch.equal(one_pass(which, shape, *data, tf32, config), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [conv_gather.FWD_CONFIGS[1], conv_tma.FWD_CONFIGS[2]])
+def test_more_than_2_31_elements(config, device):
+    """The last image of a batch past 32-bit offsets is as good as the first."""
+    if torch.cuda.get_device_properties(device).total_memory < 30e9:
+        pytest.skip("needs 30 GB of GPU memory")
+    if is_tma(config) and not describe(device).tma:
+        pytest.skip("no TMA unit")
+    shape = Shape(1, 64, 64, 512, 16)
+    x, weight, bias, dy = make(shape, torch.bfloat16, device)
+    many = 1025
+    many_x = torch.zeros(many, *x.shape[1:], dtype=x.dtype, device=device)
+    many_dy = torch.zeros(many, *dy.shape[1:], dtype=x.dtype, device=device)
+    many_x[-1], many_dy[-1] = x[0], dy[0]
+    assert many_x.numel() > 2**31
+    for which in ("forward", "input gradient"):
+        one = one_pass(which, shape, x, weight, bias, dy, False, config)
+        big = one_pass(which, shape, many_x, weight, bias, many_dy, False, config)
+        assert torch.equal(big[-1], one[0])
+    one = one_pass("weight gradient", shape, x, weight, bias, dy, False, None)
+    big = one_pass("weight gradient", shape, many_x, weight, bias, many_dy, False, None)
+    assert relative(big, one.double()) < 1e-5
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph(device):
+    shape = Shape(4, 16, 16, 64, 64)
+    x, weight, bias, dy = make(shape, torch.bfloat16, device)
+    inputs = [t.detach().requires_grad_() for t in (x, weight, bias)]
+
+    def step():
+        return torch.autograd.grad(conv.conv2d(*inputs), inputs, dy)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    with torch.no_grad():
+        for t in inputs:
+            t.mul_(-0.5)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, captured, step()))
+
+
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def _channels_first(weight):

@@ -1,0 +1,130 @@
+"""The convolution's kernels as compile_only.py compiles them: the hot tiles of both paths."""
+
+_TMA_CHIPS = (90, 100, 120)  # elsewhere the launcher takes the gathering kernels
+
+
+def _fwd_tma(name: str, block_c: int, block_m: int, stages: int, dgrad: bool, arches) -> dict:
+    filters = "1,64,{0}" if dgrad else "1,{0},64"
+    return {
+        "name": name,
+        "kernel": "triton_kernels.conv_tma:_conv2d_tma_kernel",
+        "signature": {
+            "x_desc": f"tensordesc<bf16[1,{block_m // 32},32,64]>",
+            "w_desc": f"tensordesc<bf16[{filters.format(block_c)}]>",
+            "y_desc": f"tensordesc<bf16[1,{block_m // 32},32,{block_c}]>",
+            **({} if dgrad else {"bias_ptr": "*fp32"}),
+            **dict.fromkeys(("CI", "P", "Q", "CO"), "i32"),
+        },
+        "constexprs": {
+            **({"bias_ptr": None} if dgrad else {}),
+            "R": 3,
+            "S": 3,
+            "PAD_H": 1,
+            "PAD_W": 1,
+            "DGRAD": dgrad,
+            "HAS_BIAS": not dgrad,
+            "PRECISION": "tf32",
+            "TILE_N": 1,
+            "TILE_H": block_m // 32,
+            "TILE_W": 32,
+            "BLOCK_C": block_c,
+            "BLOCK_K": 64,
+        },
+        "options": {"num_warps": 4, "num_stages": stages},
+        "multiples": ("CI", "P", "Q", "CO"),
+        "expect": {"wgmma": True, "tma": True, "arches": arches},
+    }
+
+
+def _wgrad_tma(name: str, block_co: int, num_warps: int, flat: bool, arches) -> dict:
+    tile_h = 2 if flat else 1
+    return {
+        "name": name,
+        "kernel": "triton_kernels.conv_tma:_conv2d_wgrad_tma_kernel",
+        "signature": {
+            "x_desc": f"tensordesc<bf16[1,{tile_h},32,64]>",
+            "dy_desc": f"tensordesc<bf16[{'64' if flat else '1,1,32'},{block_co}]>",
+            "dw_ptr": "*fp32",
+            **dict.fromkeys(("CI", "P", "Q", "CO", "num_tiles", "tiles_per_split"), "i32"),
+        },
+        "constexprs": {
+            "S": 3,
+            "TAPS": 9,
+            "GROUP": 3,
+            "PAD_H": 1,
+            "PAD_W": 1,
+            "FLAT": flat,
+            "TILE_N": 1,
+            "TILE_H": tile_h,
+            "TILE_W": 32,
+            "BLOCK_CO": block_co,
+            "BLOCK_CI": 64,
+        },
+        "options": {"num_warps": num_warps, "num_stages": 3},
+        "multiples": ("CI", "CO"),
+        "expect": {"wgmma": True, "tma": True, "arches": arches},
+    }
+
+
+_FWD_GATHER = {
+    "name": "input gradient, stride 2, gathered",
+    "kernel": "triton_kernels.conv_gather:_conv2d_gather_kernel",
+    "signature": {
+        **dict.fromkeys(("x_ptr", "w_ptr", "y_ptr"), "*bf16"),
+        **dict.fromkeys(("N", "H", "W", "CI", "P", "Q", "CO", "stride_wt", "stride_wi"), "i32"),
+    },
+    "constexprs": {
+        "bias_ptr": None,
+        "stride_wo": 1,
+        "R": 3,
+        "S": 3,
+        "STRIDE": 2,
+        "PAD_H": 1,
+        "PAD_W": 1,
+        "DGRAD": True,
+        "FLAT": False,
+        "HAS_BIAS": False,
+        "PRECISION": "tf32",
+        "BLOCK_C": 64,
+        "BLOCK_M": 64,
+        "BLOCK_K": 32,
+    },
+    "options": {"num_warps": 4, "num_stages": 3},
+    "multiples": ("CI", "CO", "stride_wt", "stride_wi"),
+    "expect": {"wgmma": True, "tma": False},
+}
+
+_STEM_WGRAD = {
+    "name": "weight gradient of the stem, gathered",
+    "kernel": "triton_kernels.conv_gather:_conv2d_wgrad_gather_kernel",
+    "signature": {
+        **dict.fromkeys(("x_ptr", "dy_ptr"), "*bf16"),
+        "dw_ptr": "*fp32",
+        **dict.fromkeys(("H", "W", "P", "Q", "CI", "CO"), "i32"),
+        **dict.fromkeys(("num_pixels", "pixels_per_split"), "i32"),
+    },
+    "constexprs": {
+        "S": 3,
+        "TAPS": 9,
+        "STRIDE": 1,
+        "PAD_H": 1,
+        "PAD_W": 1,
+        "FLAT": True,
+        "PRECISION": "tf32",
+        "BLOCK_CO": 64,
+        "BLOCK_CI": 32,
+        "BLOCK_M": 64,
+    },
+    "options": {"num_warps": 4, "num_stages": 3},
+    "multiples": ("CO",),
+    "expect": {"wgmma": True, "tma": False},
+}
+
+COMPILE_CASES = [
+    _fwd_tma("forward 128x128", 128, 128, 3, False, _TMA_CHIPS),
+    _fwd_tma("input gradient 64x256", 64, 256, 4, True, (90, 100)),
+    _wgrad_tma("weight gradient 64x64", 64, 4, True, _TMA_CHIPS),
+    _wgrad_tma("weight gradient 64x64, single rows", 64, 4, False, _TMA_CHIPS),
+    _FWD_GATHER,
+    _STEM_WGRAD,
+]

@@ -1,0 +1,92 @@
+"""Sums over rows in a fixed order, in one or two launches: no atomics, so equal bits at every run.
+
+    out[c] = sum_m x[m, c]
+
+Adds up the partial results of split sums, and is the bias gradient of a convolution.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .device import describe
+
+_BLOCK_C = 64
+
+_empty = torch.empty  # tests replace it to poison the memory
+
+
+@triton.jit(do_not_specialize=["M", "rows_per_split"])
+def _column_sum_kernel(
+    x_ptr,  # [M, C]
+    out_ptr,  # [splits, C]
+    M,
+    C,
+    rows_per_split,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    split = tl.program_id(1).to(tl.int64)
+    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    acc = tl.zeros([BLOCK_M, BLOCK_C], dtype=tl.float32)
+    start = split * rows_per_split
+    end = tl.minimum(start + rows_per_split, M)
+    for m in range(0, rows_per_split, BLOCK_M):
+        offs_m = start + m + tl.arange(0, BLOCK_M)
+        mask = (offs_m < end)[:, None] & mask_c[None, :]
+        x = tl.load(x_ptr + offs_m[:, None] * C + offs_c[None, :], mask=mask, other=0.0)
+        acc += x.to(tl.float32)
+    total = tl.sum(acc, axis=0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + split * C + offs_c, total, mask=mask_c)
+
+
+@lru_cache
+def num_splits(programs: int, steps: int, slots: int) -> int:
+    """Into how many parts to split a sum of `steps` steps so that `programs` such sums keep `slots`
+    places busy: the least number of rounds times their length, where a part costs 8 steps more."""
+
+    def time(splits: int) -> int:
+        return triton.cdiv(programs * splits, slots) * (triton.cdiv(steps, splits) + 8)
+
+    return min(range(1, max(1, min(steps, 2 * slots)) + 1), key=time)
+
+
+def partials(out: Tensor, splits: int) -> Tensor:
+    """Where the parts of a split sum go: `out` if there is one part, else float32 [splits, ...]."""
+    if splits == 1:
+        return out
+    return _empty((splits, *out.shape), dtype=torch.float32, device=out.device)
+
+
+def column_sum(
+    x: Tensor,  # contiguous [..., C], seen as [M, C]
+    out: Tensor,  # contiguous, C elements, any dtype
+) -> None:
+    """out = the sum of the rows of x, accumulated in float32."""
+    c = out.numel()
+    m = x.numel() // c
+    column_blocks = triton.cdiv(c, _BLOCK_C)
+    block_m = max(16, min(128, triton.next_power_of_2(m)))
+    slots = 2 * describe(x.device).num_sms
+    splits = num_splits(column_blocks, triton.cdiv(m, block_m), slots)
+    partial = partials(out, splits)
+    _launch(x, partial, m, c, splits, block_m)
+    sum_partials(partial, out)
+
+
+def sum_partials(partial: Tensor, out: Tensor) -> None:
+    """The second launch: `partial` as made by `partials`, summed into `out` if it is not `out`."""
+    if partial is not out:
+        splits = partial.shape[0]
+        block_m = max(16, min(128, triton.next_power_of_2(splits)))
+        _launch(partial, out, splits, out.numel(), 1, block_m)
+
+
+def _launch(x: Tensor, out: Tensor, m: int, c: int, splits: int, block_m: int) -> None:
+    _column_sum_kernel[(triton.cdiv(c, _BLOCK_C), splits)](
+        x, out, m, c, triton.cdiv(m, splits), BLOCK_M=block_m, BLOCK_C=_BLOCK_C
+    )

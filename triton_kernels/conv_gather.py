@@ -1,0 +1,364 @@
+"""The general path of `conv2d`: implicit GEMM that gathers its operands through pointers.
+
+Serves any stride, padding and number of channels on any GPU; `conv_tma` is the fast path.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .column_sum import num_splits
+from .device import describe
+
+
+class Config(NamedTuple):
+    """What one program of the forward or of the input gradient computes."""
+
+    block_c: int  # output channels
+    block_m: int  # pixels
+    block_k: int  # input channels a step
+    num_warps: int
+    num_stages: int
+
+
+class WgradConfig(NamedTuple):
+    """What one program of the weight gradient computes."""
+
+    block_co: int
+    block_ci: int
+    block_m: int  # pixels a step
+    num_warps: int
+    num_stages: int
+
+
+FWD_CONFIGS = [
+    Config(64, 64, 32, 4, 3),
+    Config(64, 128, 32, 4, 3),
+    Config(64, 16, 64, 4, 3),  # the linear layer over a handful of samples
+    Config(16, 128, 32, 4, 3),  # the head: three output channels
+]
+WGRAD_CONFIGS = [
+    WgradConfig(64, 64, 32, 4, 3),
+    WgradConfig(64, 32, 64, 4, 3),  # the stem: nine taps of three channels
+    WgradConfig(16, 64, 64, 4, 3),  # the head
+]
+
+
+# --- forward and input gradient ------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["N", "H", "W", "P", "Q"])
+def _conv2d_gather_kernel(
+    x_ptr,  # [N, H, W, CI] what is read: x, or dy for the input gradient
+    w_ptr,
+    bias_ptr,  # [CO]
+    y_ptr,  # [N, P, Q, CO] what is written: y, or dx
+    N,
+    H,
+    W,
+    CI,
+    P,
+    Q,
+    CO,
+    stride_wo,  # from one channel of y to the next in the filters,
+    stride_wt,  # one tap,
+    stride_wi,  # one channel of x
+    R: tl.constexpr,
+    S: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    DGRAD: tl.constexpr,
+    FLAT: tl.constexpr,  # few input channels: one loop over (tap, channel) pairs instead of two
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    num_c = tl.cdiv(CO, BLOCK_C)
+    offs_c = pid % num_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    offs_m = pid // num_c * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_k = tl.arange(0, BLOCK_K)
+
+    # Tap (i, j) of pixel (p, q) reads row row0 + i * SIGN and column col0 + j * SIGN. In the input
+    # gradient only taps with (p + PAD_H - r) % STRIDE == 0 count, which depends on the remainder of
+    # p alone: program_id(1) enumerates the remainders, and r = r0 + i * STEP.
+    if DGRAD:
+        STEP: tl.constexpr = STRIDE
+        SIGN: tl.constexpr = -1
+        rem_p = tl.program_id(1) // STRIDE
+        rem_q = tl.program_id(1) % STRIDE
+        num_p = tl.maximum(tl.cdiv(P - rem_p, STRIDE), 1)  # none has the remainder: masked below
+        num_q = tl.maximum(tl.cdiv(Q - rem_q, STRIDE), 1)
+        r0 = (rem_p + PAD_H) % STRIDE
+        s0 = (rem_q + PAD_W) % STRIDE
+        n = offs_m // (num_p * num_q)
+        p = offs_m // num_q % num_p * STRIDE + rem_p
+        q = offs_m % num_q * STRIDE + rem_q
+        row0 = (p + PAD_H - r0) // STRIDE
+        col0 = (q + PAD_W - s0) // STRIDE
+    else:
+        STEP: tl.constexpr = 1
+        SIGN: tl.constexpr = 1
+        r0 = 0
+        s0 = 0
+        n = offs_m // (P * Q)
+        p = offs_m // Q % P
+        q = offs_m % Q
+        row0 = p * STRIDE - PAD_H
+        col0 = q * STRIDE - PAD_W
+    mask_m = (n < N) & (p < P) & (q < Q)
+    mask_c = offs_c < CO
+    num_r = (R - r0 + STEP - 1) // STEP
+    num_s = (S - s0 + STEP - 1) // STEP
+    x_ptrs = x_ptr + n.to(tl.int64) * (H * W * CI)  # [BLOCK_M] the image of each pixel
+    w_ptrs = w_ptr + offs_c.to(tl.int64) * stride_wo  # [BLOCK_C]
+
+    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    k_blocks = tl.cdiv(CI, BLOCK_K)
+    steps = tl.cdiv(num_r * num_s * CI, BLOCK_K) if FLAT else num_r * num_s * k_blocks
+    for step in range(steps):  # one loop, not three: only an innermost loop is pipelined
+        if FLAT:
+            k = step * BLOCK_K + offs_k
+            tap = (k // CI)[None, :]
+            c = k % CI
+            mask_k = k < num_r * num_s * CI
+        else:
+            tap = step // k_blocks
+            c = (step - tap * k_blocks) * BLOCK_K + offs_k
+            mask_k = c < CI
+        i = tap // num_s  # scalar, or [1, BLOCK_K]
+        j = tap % num_s
+        row = row0[:, None] + i * SIGN
+        col = col0[:, None] + j * SIGN
+        inside = (row >= 0) & (row < H) & (col >= 0) & (col < W) & mask_m[:, None]
+        offs_x = (row * W + col) * CI + c[None, :]
+        x = tl.load(
+            x_ptrs[:, None] + offs_x, mask=inside & mask_k[None, :], other=0.0
+        )  # [BLOCK_M, BLOCK_K]
+        offs_w = ((r0 + i * STEP) * S + s0 + j * STEP) * stride_wt + c[None, :] * stride_wi
+        w = tl.load(
+            w_ptrs[:, None] + offs_w, mask=mask_c[:, None] & mask_k[None, :], other=0.0
+        )  # [BLOCK_C, BLOCK_K]
+        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[:, None]
+    y_ptrs = y_ptr + ((n.to(tl.int64) * P + p) * Q + q)[None, :] * CO + offs_c[:, None]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask_c[:, None] & mask_m[None, :])
+
+
+def launch_fwd(
+    x: Tensor,  # [N, H, W, CI], or dy
+    weight: Tensor,  # [CO, CI, R, S] in channels_last memory
+    bias: Tensor | None,  # [CO]
+    y: Tensor,  # [N, P, Q, CO] to be written, or dx
+    stride: int,
+    padding: tuple[int, int],
+    precision: str,
+    *,
+    dgrad: bool,
+    config: Config | None = None,
+) -> None:
+    """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output, y of the input."""
+    n, h, w, ci = x.shape
+    _, p, q, co = y.shape
+    _, weight_ci, r, s = weight.shape
+    # a program of the input gradient sees the pixels of one remainder modulo the stride
+    step = stride if dgrad else 1
+    pixels = n * triton.cdiv(p, step) * triton.cdiv(q, step)
+    config = config or _pick_fwd(pixels, co, ci % 8 == 0 and precision != "ieee", x)
+    stride_wo, stride_wi = (1, r * s * weight_ci) if dgrad else (r * s * weight_ci, 1)
+    tiles = triton.cdiv(pixels, config.block_m) * triton.cdiv(co, config.block_c)
+    _conv2d_gather_kernel[(tiles, step * step)](
+        x,
+        weight,
+        bias,
+        y,
+        n,
+        h,
+        w,
+        ci,
+        p,
+        q,
+        co,
+        stride_wo,
+        weight_ci,
+        stride_wi,
+        R=r,
+        S=s,
+        STRIDE=stride,
+        PAD_H=padding[0],
+        PAD_W=padding[1],
+        DGRAD=dgrad,
+        FLAT=ci < 16,
+        HAS_BIAS=bias is not None,
+        PRECISION=precision,
+        BLOCK_C=config.block_c,
+        BLOCK_M=config.block_m,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _pick_fwd(pixels: int, channels: int, wide_loads: bool, x: Tensor) -> Config:
+    safe, large, few_pixels, few_channels = FWD_CONFIGS
+    if channels <= 16:
+        return few_channels
+    if pixels <= 16:
+        return few_pixels
+    # loads of single elements keep a pointer for each: with more than 64x64 registers spill
+    programs = triton.cdiv(pixels, large.block_m) * triton.cdiv(channels, large.block_c)
+    return large if wide_loads and programs >= 2 * describe(x.device).num_sms else safe
+
+
+# --- weight gradient -----------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["H", "W", "P", "Q", "num_pixels", "pixels_per_split"])
+def _conv2d_wgrad_gather_kernel(
+    x_ptr,  # [N, H, W, CI]
+    dy_ptr,  # [N, P, Q, CO]
+    dw_ptr,  # [splits, CO, R * S * CI]
+    H,
+    W,
+    CI,
+    P,
+    Q,
+    CO,
+    num_pixels,  # N * P * Q
+    pixels_per_split,
+    S: tl.constexpr,
+    TAPS: tl.constexpr,  # R * S
+    STRIDE: tl.constexpr,
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    FLAT: tl.constexpr,  # few input channels: a column is a (tap, channel) pair, not a channel
+    PRECISION: tl.constexpr,
+    BLOCK_CO: tl.constexpr,
+    BLOCK_CI: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    split = tl.program_id(2)
+    offs_co = tl.program_id(0) * BLOCK_CO + tl.arange(0, BLOCK_CO)
+    mask_co = offs_co < CO
+    if FLAT:
+        column = tl.program_id(1) * BLOCK_CI + tl.arange(0, BLOCK_CI)
+        mask_ci = column < TAPS * CI
+        tap = (column // CI)[None, :]
+        c = column % CI
+    else:
+        ci_blocks = tl.cdiv(CI, BLOCK_CI)
+        tap = tl.program_id(1) // ci_blocks
+        c = tl.program_id(1) % ci_blocks * BLOCK_CI + tl.arange(0, BLOCK_CI)
+        mask_ci = c < CI
+        column = tap * CI + c
+    r = tap // S  # scalar, or [1, BLOCK_CI]
+    s = tap % S
+
+    acc = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)
+    start = split * pixels_per_split
+    end = tl.minimum(start + pixels_per_split, num_pixels)
+    for m in range(start, end, BLOCK_M):
+        offs_m = m + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < end
+        n = offs_m // (P * Q)
+        row = (offs_m // Q % P * STRIDE - PAD_H)[:, None] + r
+        col = (offs_m % Q * STRIDE - PAD_W)[:, None] + s
+        inside = (row >= 0) & (row < H) & (col >= 0) & (col < W) & mask_m[:, None]
+        pixel = (n.to(tl.int64) * H * W)[:, None] + row * W + col
+        x = tl.load(
+            x_ptr + (pixel * CI + c[None, :]), mask=inside & mask_ci[None, :], other=0.0
+        )  # [BLOCK_M, BLOCK_CI]
+        dy = tl.load(
+            dy_ptr + offs_m.to(tl.int64)[:, None] * CO + offs_co[None, :],
+            mask=mask_m[:, None] & mask_co[None, :],
+            other=0.0,
+        )  # [BLOCK_M, BLOCK_CO]
+        acc = tl.dot(tl.trans(dy), x, acc, input_precision=PRECISION)
+
+    row_w = split.to(tl.int64) * CO + offs_co
+    tl.store(
+        dw_ptr + row_w[:, None] * (TAPS * CI) + column[None, :],
+        acc.to(dw_ptr.dtype.element_ty),
+        mask=mask_co[:, None] & mask_ci[None, :],
+    )
+
+
+def plan_wgrad(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    padding: tuple[int, int],
+    config: WgradConfig | None,
+) -> tuple[WgradConfig, int]:
+    """The configuration, and the number of parts that the sum over pixels is split into."""
+    co, ci, r, s = weight.shape
+    config = config or _pick_wgrad(co, r * s * ci if ci < 16 else ci)
+    co_blocks, column_blocks = _wgrad_blocks(weight, config)
+    steps = triton.cdiv(dy.numel() // co, config.block_m)
+    slots = 2 * describe(x.device).num_sms
+    return config, num_splits(co_blocks * column_blocks, steps, slots)
+
+
+def launch_wgrad(
+    x: Tensor,  # [N, H, W, CI]
+    dy: Tensor,  # [N, P, Q, CO]
+    weight: Tensor,  # [CO, CI, R, S], of which only the shape matters
+    partial: Tensor,  # [splits, CO * R * S * CI], or one part alone, to be written
+    stride: int,
+    padding: tuple[int, int],
+    precision: str,
+    config: WgradConfig,
+    splits: int,
+) -> None:
+    """The gradient of the filters, as `splits` parts that have to be added up."""
+    _, h, w, ci = x.shape
+    n, p, q, co = dy.shape
+    _, _, r, s = weight.shape
+    _conv2d_wgrad_gather_kernel[(*_wgrad_blocks(weight, config), splits)](
+        x,
+        dy,
+        partial,
+        h,
+        w,
+        ci,
+        p,
+        q,
+        co,
+        n * p * q,
+        triton.cdiv(triton.cdiv(n * p * q, config.block_m), splits) * config.block_m,
+        S=s,
+        TAPS=r * s,
+        STRIDE=stride,
+        PAD_H=padding[0],
+        PAD_W=padding[1],
+        FLAT=ci < 16,
+        PRECISION=precision,
+        BLOCK_CO=config.block_co,
+        BLOCK_CI=config.block_ci,
+        BLOCK_M=config.block_m,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _wgrad_blocks(weight: Tensor, config: WgradConfig) -> tuple[int, int]:
+    co, ci, r, s = weight.shape
+    if ci < 16:
+        columns = triton.cdiv(r * s * ci, config.block_ci)
+    else:
+        columns = r * s * triton.cdiv(ci, config.block_ci)
+    return triton.cdiv(co, config.block_co), columns
+
+
+def _pick_wgrad(co: int, columns: int) -> WgradConfig:
+    safe, few_columns, few_channels = WGRAD_CONFIGS
+    if co <= 16:
+        return few_channels
+    return few_columns if columns <= 32 else safe

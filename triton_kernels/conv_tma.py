@@ -1,0 +1,426 @@
+"""The fast path of `conv2d`: implicit GEMM whose tiles are fetched by TMA (Hopper and later).
+
+x is a four-dimensional tensor to the TMA unit, and one box [TILE_N, TILE_H, TILE_W, BLOCK_K] of it,
+moved by (r - pad, s - pad), is exactly what the tile of pixels needs for tap (r, s): coordinates
+outside the tensor, negative ones included, come back as zeros, and that is the padding. There is no
+index arithmetic and no mask. A small image simply takes several images a tile.
+
+Needs stride 1 and channels that are multiples of 16 bytes; `conv_gather` serves the rest.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .column_sum import num_splits
+from .device import describe
+
+
+class Config(NamedTuple):
+    """What one program of the forward or of the input gradient computes."""
+
+    block_c: int  # output channels
+    block_m: int  # pixels
+    block_k: int  # input channels a step
+    num_warps: int
+    num_stages: int
+
+
+class WgradConfig(NamedTuple):
+    """What one program of the weight gradient computes."""
+
+    block_co: int
+    block_ci: int
+    block_m: int  # pixels a step
+    taps: int  # neighbours in a row of the filter, which share one load of dy: 1 or 3
+    num_warps: int
+    num_stages: int
+
+
+# Tiles that keep both operands of wgmma in shared memory and spill no register.
+FWD_CONFIGS = [
+    Config(64, 16, 64, 4, 4),  # the linear layer over a handful of samples
+    Config(64, 64, 64, 4, 4),
+    Config(64, 128, 64, 4, 3),
+    Config(64, 256, 64, 4, 4),
+    Config(128, 128, 64, 4, 3),
+    Config(128, 256, 64, 8, 3),
+    Config(64, 64, 32, 4, 4),  # few input channels, and TF32: a row of a box is at most 128 bytes
+    Config(128, 128, 32, 4, 4),
+]
+WGRAD_CONFIGS = [
+    WgradConfig(64, 64, 64, 1, 4, 4),
+    WgradConfig(64, 64, 64, 3, 4, 3),
+    WgradConfig(128, 64, 64, 3, 8, 3),
+    WgradConfig(128, 128, 64, 1, 8, 3),
+]
+
+
+# --- forward and input gradient -------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["P", "Q"])
+def _conv2d_tma_kernel(
+    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]: x, or dy
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]; DGRAD: CO and CI change places
+    bias_ptr,  # [CO]
+    y_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]: y, or dx
+    CI,
+    P,
+    Q,
+    CO,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    DGRAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
+    # programs that share pixels are neighbours, so x comes from memory once and then from L2
+    num_c = tl.cdiv(CO, BLOCK_C)
+    tiles_h = tl.cdiv(P, TILE_H)
+    tiles_w = tl.cdiv(Q, TILE_W)
+    tile = tl.program_id(0) // num_c
+    c0 = tl.program_id(0) % num_c * BLOCK_C
+    w0 = tile % tiles_w * TILE_W
+    h0 = tile // tiles_w % tiles_h * TILE_H
+    n0 = tile // (tiles_w * tiles_h) * TILE_N
+
+    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    k_blocks = tl.cdiv(CI, BLOCK_K)
+    for step in range(R * S * k_blocks):
+        tap = step // k_blocks
+        k0 = (step - tap * k_blocks) * BLOCK_K
+        r = tap // S
+        s = tap % S
+        if DGRAD:
+            x = x_desc.load([n0, h0 - r + PAD_H, w0 - s + PAD_W, k0])
+            w = tl.trans(w_desc.load([tap, k0, c0]).reshape(BLOCK_K, BLOCK_C))
+        else:
+            x = x_desc.load([n0, h0 + r - PAD_H, w0 + s - PAD_W, k0])
+            w = w_desc.load([tap, c0, k0]).reshape(BLOCK_C, BLOCK_K)
+        x = x.reshape(BLOCK_M, BLOCK_K)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+
+    if HAS_BIAS:
+        offs_c = c0 + tl.arange(0, BLOCK_C)
+        bias = tl.load(bias_ptr + offs_c, mask=offs_c < CO, other=0.0)
+        acc += bias.to(tl.float32)[:, None]
+    y = tl.trans(acc.to(y_desc.dtype)).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C)
+    y_desc.store([n0, h0, w0, c0], y)
+
+
+def launch_fwd(
+    x: Tensor,  # [N, H, W, CI], or dy
+    weight: Tensor,  # [CO, CI, R, S] in channels_last memory
+    bias: Tensor | None,  # [CO]
+    y: Tensor,  # [N, P, Q, CO] to be written, or dx
+    stride: int,
+    padding: tuple[int, int],
+    precision: str,
+    *,
+    dgrad: bool,
+    config: Config | None = None,
+) -> None:
+    """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output, y of the input."""
+    assert stride == 1
+    weight_co, weight_ci, r, s = weight.shape
+    if _is_pointwise(weight, padding):
+        x, y = _as_one_row(x), _as_one_row(y)
+    ci = x.shape[3]
+    n, p, q, co = y.shape
+    config = config or _pick_fwd(x, y)
+    box = pixel_box(config.block_m, n, p, q)
+    block_co, block_ci = config.block_c, config.block_k
+    if dgrad:
+        block_co, block_ci = block_ci, block_co
+    programs = _num_boxes(box, n, p, q) * triton.cdiv(co, config.block_c)
+    _conv2d_tma_kernel[(programs,)](
+        _boxes(x, [*box, config.block_k]),
+        TensorDescriptor(
+            weight,
+            shape=[r * s, weight_co, weight_ci],
+            strides=[weight_ci, r * s * weight_ci, 1],
+            block_shape=[1, block_co, block_ci],
+        ),
+        bias,
+        _boxes(y, [*box, config.block_c]),
+        ci,
+        p,
+        q,
+        co,
+        R=r,
+        S=s,
+        PAD_H=padding[0],
+        PAD_W=padding[1],
+        DGRAD=dgrad,
+        HAS_BIAS=bias is not None,
+        PRECISION=precision,
+        TILE_N=box[0],
+        TILE_H=box[1],
+        TILE_W=box[2],
+        BLOCK_C=config.block_c,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def serves_fwd(x: Tensor, weight: Tensor, y: Tensor, stride: int, precision: str) -> bool:
+    """Whether `launch_fwd` can do this convolution, or this input gradient."""
+    return stride == 1 and precision != "ieee" and _addressable(x, y) and _aligned(weight)
+
+
+def _pick_fwd(x: Tensor, y: Tensor) -> Config:
+    """The tile with the shortest time by a crude model: rounds of programs on the multiprocessors,
+    times the work of one, which is multiplying plus fetching (32: a guess, until tiles are timed).
+    """
+    n, p, q, co = y.shape
+    gpu = describe(x.device)
+    block_k = 64 if x.itemsize == 2 and x.shape[3] > 32 else 32
+
+    def time(c: Config) -> int:
+        boxes = _num_boxes(pixel_box(c.block_m, n, p, q), n, p, q)
+        rounds = triton.cdiv(boxes * triton.cdiv(co, c.block_c), gpu.num_sms)
+        return rounds * (c.block_c * c.block_m + 32 * (c.block_c + c.block_m))
+
+    def fits(c: Config) -> bool:
+        fetched = c.num_stages * (c.block_c + c.block_m) * c.block_k * x.itemsize
+        return c.block_k == block_k and fetched + 1024 <= gpu.shared_memory
+
+    return min(filter(fits, FWD_CONFIGS), key=time)
+
+
+# --- weight gradient ------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["P", "Q", "num_tiles", "tiles_per_split"])
+def _conv2d_wgrad_tma_kernel(
+    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_CI]
+    dy_desc,  # [N, P, Q, CO] in boxes [1, 1, TILE_W, BLOCK_CO]; FLAT: [N * P * Q, CO]
+    dw_ptr,  # [splits, CO, R * S, CI]
+    CI,
+    P,
+    Q,
+    CO,
+    num_tiles,  # of pixels
+    tiles_per_split,
+    S: tl.constexpr,
+    TAPS: tl.constexpr,  # R * S
+    GROUP: tl.constexpr,  # taps of this program: 1 or 3
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    FLAT: tl.constexpr,  # a tile is BLOCK_M successive pixels of the batch: whole rows or images
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_CO: tl.constexpr,
+    BLOCK_CI: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
+    ci_blocks = tl.cdiv(CI, BLOCK_CI)
+    co0 = tl.program_id(0) // ci_blocks * BLOCK_CO
+    ci0 = tl.program_id(0) % ci_blocks * BLOCK_CI
+    tap = tl.program_id(1) * GROUP
+    split = tl.program_id(2)
+    r = tap // S - PAD_H
+    s = tap % S - PAD_W
+    tiles_h = tl.cdiv(P, TILE_H)
+    tiles_w = tl.cdiv(Q, TILE_W)
+
+    acc0 = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)
+    acc1 = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)  # these two cost nothing if GROUP == 1
+    acc2 = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)
+    start = split * tiles_per_split
+    for tile in range(start, tl.minimum(start + tiles_per_split, num_tiles)):
+        w0 = tile % tiles_w * TILE_W
+        h0 = tile // tiles_w % tiles_h * TILE_H
+        n0 = tile // (tiles_w * tiles_h) * TILE_N
+        if FLAT:
+            dy = dy_desc.load([tile * BLOCK_M, co0])
+        else:
+            dy = dy_desc.load([n0, h0, w0, co0]).reshape(BLOCK_M, BLOCK_CO)
+        dy = tl.trans(dy)
+        x0 = x_desc.load([n0, h0 + r, w0 + s, ci0]).reshape(BLOCK_M, BLOCK_CI)
+        acc0 = tl.dot(dy, x0, acc0)
+        if GROUP == 3:
+            x1 = x_desc.load([n0, h0 + r, w0 + s + 1, ci0]).reshape(BLOCK_M, BLOCK_CI)
+            acc1 = tl.dot(dy, x1, acc1)
+            x2 = x_desc.load([n0, h0 + r, w0 + s + 2, ci0]).reshape(BLOCK_M, BLOCK_CI)
+            acc2 = tl.dot(dy, x2, acc2)
+
+    offs_co = co0 + tl.arange(0, BLOCK_CO)
+    offs_ci = ci0 + tl.arange(0, BLOCK_CI)
+    mask = (offs_co < CO)[:, None] & (offs_ci < CI)[None, :]
+    row = (split.to(tl.int64) * CO + offs_co) * TAPS + tap
+    dw_ptrs = dw_ptr + row[:, None] * CI + offs_ci[None, :]
+    tl.store(dw_ptrs, acc0.to(dw_ptr.dtype.element_ty), mask=mask)
+    if GROUP == 3:
+        tl.store(dw_ptrs + CI, acc1.to(dw_ptr.dtype.element_ty), mask=mask)
+        tl.store(dw_ptrs + 2 * CI, acc2.to(dw_ptr.dtype.element_ty), mask=mask)
+
+
+def plan_wgrad(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    padding: tuple[int, int],
+    config: WgradConfig | None,
+) -> tuple[WgradConfig, int]:
+    """The configuration, and the number of parts that the sum over pixels is split into."""
+    config = config or _pick_wgrad(x, weight)
+    if _is_pointwise(weight, padding):
+        dy = _as_one_row(dy)
+    n, p, q, _ = dy.shape
+    box, _ = wgrad_box(config.block_m, n, p, q)
+    slots = describe(x.device).num_sms * 8 // config.num_warps
+    programs = math.prod(_wgrad_blocks(weight, config))
+    return config, num_splits(programs, _num_boxes(box, n, p, q), slots)
+
+
+def launch_wgrad(
+    x: Tensor,  # [N, H, W, CI]
+    dy: Tensor,  # [N, P, Q, CO]
+    weight: Tensor,  # [CO, CI, R, S], of which only the shape matters
+    partial: Tensor,  # [splits, CO * R * S * CI], or one part alone, to be written
+    stride: int,
+    padding: tuple[int, int],
+    precision: str,
+    config: WgradConfig,
+    splits: int,
+) -> None:
+    """The gradient of the filters, as `splits` parts that have to be added up."""
+    assert stride == 1
+    co, ci, r, s = weight.shape
+    if _is_pointwise(weight, padding):
+        x, dy = _as_one_row(x), _as_one_row(dy)
+    n, p, q, _ = dy.shape
+    box, flat = wgrad_box(config.block_m, n, p, q)
+    num_boxes = _num_boxes(box, n, p, q)
+    dy_rows = dy.view(n * p * q, co) if flat else dy
+    dy_box = [math.prod(box)] if flat else box
+    _conv2d_wgrad_tma_kernel[(*_wgrad_blocks(weight, config), splits)](
+        _boxes(x, [*box, config.block_ci]),
+        _boxes(dy_rows, [*dy_box, config.block_co]),
+        partial,
+        ci,
+        p,
+        q,
+        co,
+        num_boxes,
+        triton.cdiv(num_boxes, splits),
+        S=s,
+        TAPS=r * s,
+        GROUP=config.taps,
+        PAD_H=padding[0],
+        PAD_W=padding[1],
+        FLAT=flat,
+        TILE_N=box[0],
+        TILE_H=box[1],
+        TILE_W=box[2],
+        BLOCK_CO=config.block_co,
+        BLOCK_CI=config.block_ci,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def serves_wgrad(x: Tensor, dy: Tensor, weight: Tensor, stride: int) -> bool:
+    """Whether `launch_wgrad` can do this weight gradient. In float32 wgmma could not take its
+    operands as they lie in memory, with the pixels outermost."""
+    return stride == 1 and x.itemsize == 2 and _addressable(x, dy)
+
+
+def _pick_wgrad(x: Tensor, weight: Tensor) -> WgradConfig:
+    """The least work, counting padded channels, and fetching as in `_pick_fwd`."""
+    co, ci, _, s = weight.shape
+    shared_memory = describe(x.device).shared_memory
+
+    def time(c: WgradConfig) -> float:
+        padded = triton.cdiv(co, c.block_co) * c.block_co * triton.cdiv(ci, c.block_ci) * c.block_ci
+        fetched = (c.block_co + c.taps * c.block_ci) / (c.block_co * c.block_ci * c.taps)
+        return padded * (1 + 32 * fetched)
+
+    def fits(c: WgradConfig) -> bool:
+        fetched = c.num_stages * c.block_m * (c.block_co + c.taps * c.block_ci) * 2
+        return c.taps == (3 if s == 3 else 1) and fetched + 1024 <= shared_memory
+
+    return min(filter(fits, WGRAD_CONFIGS), key=time)
+
+
+def _wgrad_blocks(weight: Tensor, config: WgradConfig) -> tuple[int, int]:
+    co, ci, r, s = weight.shape
+    assert s % config.taps == 0, "taps of one program are neighbours in a row of the filter"
+    blocks = triton.cdiv(co, config.block_co) * triton.cdiv(ci, config.block_ci)
+    return blocks, r * s // config.taps
+
+
+# --- boxes ----------------------------------------------------------------------------------------
+
+
+@lru_cache
+def pixel_box(block_m: int, n: int, p: int, q: int) -> tuple[int, int, int]:
+    """[images, rows, columns], powers of two with product `block_m`, of which the fewest cover
+    [n, p, q]; among those the one with the longest rows."""
+    sizes = [2**i for i in range(block_m.bit_length())]
+    boxes = [(block_m // (h * w), h, w) for w in sizes for h in sizes if h * w <= block_m]
+    return min(boxes, key=lambda box: (_num_boxes(box, n, p, q), -box[2], -box[1]))
+
+
+@lru_cache
+def wgrad_box(block_m: int, n: int, p: int, q: int) -> tuple[tuple[int, int, int], bool]:
+    """Such a box of at most `block_m` pixels, and whether it is a run of successive pixels.
+
+    The left operand of wgmma comes straight from shared memory only if its box is a matrix already.
+    So dy is read as [pixels, CO] where boxes are whole rows or images, and a single row otherwise.
+    """
+    rows = block_m // q
+    if q % block_m == 0 or n * p == 1:
+        return (1, 1, block_m), True
+    if rows * q == block_m and p % rows == 0:
+        return (1, rows, q), True
+    if rows * q == block_m and rows % p == 0:
+        return (rows // p, p, q), True
+    widths = [w for w in (16, 32, 64, 128) if w <= block_m]
+    return (1, 1, min(widths, key=lambda w: triton.cdiv(q, w) * (w + 16))), False
+
+
+def _num_boxes(box: tuple[int, int, int], n: int, p: int, q: int) -> int:
+    return triton.cdiv(n, box[0]) * triton.cdiv(p, box[1]) * triton.cdiv(q, box[2])
+
+
+def _is_pointwise(weight: Tensor, padding: tuple[int, int]) -> bool:
+    return weight.shape[2:] == (1, 1) and padding == (0, 0)
+
+
+def _as_one_row(x: Tensor) -> Tensor:
+    """[1, 1, N * H * W, C]: to a pointwise convolution all pixels are alike."""
+    return x.view(1, 1, x.numel() // x.shape[3], x.shape[3])
+
+
+def _boxes(x: Tensor, block_shape: list[int]) -> TensorDescriptor:
+    # not x.stride(), which may be anything where the size is 1
+    strides = [math.prod(x.shape[i + 1 :]) for i in range(x.ndim)]
+    return TensorDescriptor(x, list(x.shape), strides, block_shape)
+
+
+def _addressable(x: Tensor, y: Tensor) -> bool:
+    """Whether there is a TMA unit, and it can address these NHWC tensors."""
+    wide = all(t.shape[3] * t.itemsize % 16 == 0 for t in (x, y))
+    return wide and describe(x.device).tma and _aligned(x) and _aligned(y)
+
+
+def _aligned(x: Tensor) -> bool:
+    return x.data_ptr() % 16 == 0
