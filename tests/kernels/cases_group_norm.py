@@ -26,19 +26,6 @@ COMPILE_CASES = [
         "expect": {},
     },
     {
-        "name": "group_norm_apply",
-        "kernel": "triton_kernels.group_norm_stream:_group_norm_apply_kernel",
-        "signature": {"x_ptr": "*bf16"}
-        | _STATS
-        | _PARAMS
-        | {"y_ptr": "*bf16"}
-        | _ints("stride_scale", "stride_shift", "HW", "C", "G", "K", "CB"),
-        "constexprs": {"CG": 2, "ACT": "silu"} | _PASS | {"TILES": 2},
-        "multiples": ("HW", "C"),
-        "options": _LAUNCH,
-        "expect": {},
-    },
-    {
         "name": "group_norm_bwd_sums",
         "kernel": "triton_kernels.group_norm_stream:_group_norm_bwd_sums_kernel",
         "signature": {"x_ptr": "*bf16", "dy_ptr": "*bf16"}

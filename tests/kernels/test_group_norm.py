@@ -350,6 +350,7 @@ def test_captured_in_a_graph(device):
     want = _run(group_norm, x, params, dy, 32, "silu")
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         _run(group_norm, x, params, dy, 32, "silu")
     torch.cuda.current_stream().wait_stream(stream)
