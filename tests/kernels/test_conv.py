@@ -158,13 +158,17 @@ def test_without_bias_and_without_gradients(device):
     assert dw.shape == weight.shape
 
 
-def test_weight_may_be_a_view_into_a_flat_buffer(device):
-    x, weight, bias, _ = make(SMALL["3x3"], torch.float32, device)
+@pytest.mark.parametrize("offset", [3, 8])
+def test_weight_may_be_a_view_into_a_flat_buffer(offset, device):
+    """With 8 elements before it, it has the 16-byte alignment that TMA needs; with 3 it has not."""
+    shape = SMALL["3x3"]
+    x, weight, bias, dy = make(shape, torch.float16, device)
     co, ci, r, s = weight.shape
-    flat = torch.full((weight.numel() + 12,), float("nan"), device=device)
-    view = flat[4 : 4 + weight.numel()].view(co, r, s, ci).permute(0, 3, 1, 2)
+    flat = torch.full((weight.numel() + 16,), float("nan"), device=device, dtype=x.dtype)
+    view = flat[offset : offset + weight.numel()].view(co, r, s, ci).permute(0, 3, 1, 2)
     view.copy_(weight)
-    assert torch.equal(conv.conv2d(x, view, bias), conv.conv2d(x, weight, bias))
+    exact, low = references(shape, x, weight, bias, dy)
+    check(run(conv.conv2d, shape, x, view, bias, dy), exact, low, shape, "fp16")
 
 
 def test_is_linear_and_shifts_with_its_input(device):
@@ -376,6 +380,7 @@ def test_in_a_cuda_graph(device):
         return torch.autograd.grad(conv.conv2d(*inputs), inputs, dy)
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.synchronize()
