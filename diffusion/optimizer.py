@@ -69,7 +69,7 @@ class Optimizer:
     def __init__(self, flat: FlatParameters, settings: OptimizerSettings, backend: Backend) -> None:
         device = flat.param.device
         self.flat, self.settings, self.ops = flat, settings, backend.ops
-        self.hyper = torch.zeros(9, device=device)
+        self.hyper = torch.zeros(9, dtype=torch.float64, device=device)
         self.skipped = torch.zeros(1, dtype=torch.int32, device=device)
 
     def step(self, step: int, steps: int) -> Tensor:

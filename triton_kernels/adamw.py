@@ -65,7 +65,7 @@ def _adamw_kernel(
     ema_ptr,  # float32 [P], in place
     shadow_ptr,  # bfloat16 or float16 [P], out, or None
     norm_ptr,  # float32 [1]
-    hyper_ptr,  # float32 [9]
+    hyper_ptr,  # float64 [9]
     skipped_ptr,  # int32 [1], in place
     size,
     BLOCK: tl.constexpr,
@@ -113,18 +113,24 @@ def _update(
     exp_avg_sq = tl.load(exp_avg_sq_ptr + offs, mask=mask)
     ema = tl.load(ema_ptr + offs, mask=mask)
 
-    lr, beta1, beta2 = tl.load(hyper_ptr), tl.load(hyper_ptr + 1), tl.load(hyper_ptr + 2)
-    eps, weight_decay = tl.load(hyper_ptr + 3), tl.load(hyper_ptr + 4)
-    correction1, correction2 = tl.load(hyper_ptr + 5), tl.load(hyper_ptr + 6)
-    decay, max_norm = tl.load(hyper_ptr + 7), tl.load(hyper_ptr + 8)
+    beta1, beta2 = tl.load(hyper_ptr + 1), tl.load(hyper_ptr + 2)
+    # 1 - 0.999 in float32 is off by 1e-5 of itself, so the differences are taken in float64
+    rise1, rise2 = (1.0 - beta1).to(tl.float32), (1.0 - beta2).to(tl.float32)
+    ema_rise = (1.0 - tl.load(hyper_ptr + 7)).to(tl.float32)
+    lr, beta2 = tl.load(hyper_ptr).to(tl.float32), beta2.to(tl.float32)
+    eps = tl.load(hyper_ptr + 3).to(tl.float32)
+    weight_decay = tl.load(hyper_ptr + 4).to(tl.float32)
+    correction1 = tl.load(hyper_ptr + 5).to(tl.float32)
+    correction2 = tl.load(hyper_ptr + 6).to(tl.float32)
+    max_norm = tl.load(hyper_ptr + 8).to(tl.float32)
 
     grad *= tl.where(max_norm > 0, tl.minimum(max_norm / (norm + 1e-6), 1.0), 1.0)
     param *= 1.0 - lr * weight_decay
-    exp_avg += (1.0 - beta1) * (grad - exp_avg)
-    exp_avg_sq = beta2 * exp_avg_sq + (1.0 - beta2) * grad * grad
+    exp_avg += rise1 * (grad - exp_avg)
+    exp_avg_sq = beta2 * exp_avg_sq + rise2 * grad * grad
     denominator = tl.sqrt(exp_avg_sq) * (1.0 / tl.sqrt(correction2)) + eps
     param -= (lr / correction1) * (exp_avg / denominator)
-    ema += (1.0 - decay) * (param - ema)
+    ema += ema_rise * (param - ema)
 
     if finite:
         tl.store(param_ptr + offs, param, mask=mask)
@@ -155,7 +161,7 @@ def adamw_step(
     exp_avg_sq: Tensor,  # float32 [P], in place
     ema: Tensor,  # float32 [P], in place
     norm: Tensor,  # float32 [1], of the whole gradient
-    hyper: Tensor,  # float32 [9]: lr, beta1, beta2, eps, weight_decay, bias_correction1,
+    hyper: Tensor,  # float64 [9]: lr, beta1, beta2, eps, weight_decay, bias_correction1,
     #                 bias_correction2, ema_decay, max_norm (0: no clipping)
     skipped: Tensor,  # int32 [1], counts the steps left out, in place
     shadow: Tensor | None = None,  # bfloat16 or float16 [P], gets the new param
@@ -172,7 +178,7 @@ def adamw_step(
     ):
         _check_flat(name, x, size)
     _check_flat("norm", norm, 1)
-    _check_flat("hyper", hyper, 9)
+    _check_flat("hyper", hyper, 9, torch.float64)
     _check_flat("skipped", skipped, 1, torch.int32)
     if shadow is not None:
         _check_flat("shadow", shadow, size, torch.bfloat16, torch.float16)

@@ -246,7 +246,7 @@ def denoise_step(
     Epsilon, x_0 and v prediction, DDPM and DDIM differ in the constants only (`diffusion.sampler`).
     """
     c = x.shape[-1]
-    a, b, c0, d, e, sigma, log_min, log_max = table[row[0]].unbind()
+    a, b, c0, d, e, sigma, log_min, log_max = table.index_select(0, row)[0].unbind()
     x, output = x.float(), output.float()
     out = output[..., :c]
     x0 = a * x + b * out
@@ -275,22 +275,24 @@ def adamw_step(
     exp_avg_sq: Tensor,  # float32 [P], in place
     ema: Tensor,  # float32 [P], in place
     norm: Tensor,  # float32 [1], of the whole gradient
-    hyper: Tensor,  # float32 [9]: lr, beta1, beta2, eps, weight_decay, bias_correction1,
+    hyper: Tensor,  # float64 [9]: lr, beta1, beta2, eps, weight_decay, bias_correction1,
     #                 bias_correction2, ema_decay, max_norm (0: no clipping)
     skipped: Tensor,  # int32 [1], counts the steps left out, in place
     shadow: Tensor | None = None,  # bfloat16 or float16 [P], gets the new param
 ) -> None:
     """Clip, AdamW (Loshchilov and Hutter 2019) and EMA over all parameters at once. If `norm` is
     not finite nothing is touched but the count."""
-    lr, beta1, beta2, eps, weight_decay, correction1, correction2, decay, max_norm = hyper.unbind()
+    dtype = param.dtype
+    rise1, rise2, ema_rise = (1 - hyper[[1, 2, 7]]).to(dtype).unbind()  # before they are rounded
+    lr, _, beta2, eps, weight_decay, correction1, correction2, _, max_norm = hyper.to(dtype).unbind()
     finite = torch.isfinite(norm)
     clip = torch.where(max_norm > 0, (max_norm / (norm + 1e-6)).clamp(max=1), 1)
     grad = grad * clip
-    new_avg = exp_avg.lerp(grad, 1 - beta1)
-    new_avg_sq = exp_avg_sq * beta2 + grad * grad * (1 - beta2)
+    new_avg = exp_avg.lerp(grad, rise1)
+    new_avg_sq = exp_avg_sq * beta2 + grad * grad * rise2
     denominator = new_avg_sq.sqrt() / correction2.sqrt() + eps
     new_param = param * (1 - lr * weight_decay) - lr / correction1 * (new_avg / denominator)
-    new_ema = ema.lerp(new_param, 1 - decay)
+    new_ema = ema.lerp(new_param, ema_rise)
     for old, new in (
         (exp_avg, new_avg),
         (exp_avg_sq, new_avg_sq),

@@ -35,7 +35,7 @@ COMPILE_CASES = [
             "ema_ptr": "*fp32",
             "shadow_ptr": "*bf16",
             "norm_ptr": "*fp32",
-            "hyper_ptr": "*fp32",
+            "hyper_ptr": "*fp64",
             "skipped_ptr": "*i32",
             "size": "i32",
         },

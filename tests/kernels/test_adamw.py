@@ -28,12 +28,10 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned_empty)
 
 
-def make_hyper(step, device, *, lr=1e-3, max_norm=1.0, dtype=torch.float32):
-    """The bias corrections belong to the float32 betas: 1 - 0.999 is off by 5e-5 of itself."""
-    beta1, beta2 = torch.tensor(BETAS).double().tolist()
-    corrections = (1 - beta1**step, 1 - beta2**step)
-    values = (lr, beta1, beta2, EPS, WEIGHT_DECAY, *corrections, DECAY, max_norm)
-    return torch.tensor(values, dtype=dtype, device=device)
+def make_hyper(step, device, *, lr=1e-3, max_norm=1.0):
+    corrections = (1 - beta**step for beta in BETAS)
+    values = (lr, *BETAS, EPS, WEIGHT_DECAY, *corrections, DECAY, max_norm)
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 class State:
@@ -109,7 +107,7 @@ def test_a_step_equals_the_reference(size, max_norm, device):
         norm = adamw.grad_norm(grad)
         hyper = make_hyper(step, device, max_norm=max_norm)
         state.step(adamw, grad, norm, hyper)
-        exact.step(reference, grad.double(), norm.double(), hyper.double())
+        exact.step(reference, grad.double(), norm.double(), hyper)
     assert torch.equal(state.shadow, state.param.to(shadow_dtype))
     for result, expected in zip(state.tensors()[:4], exact.tensors()[:4], strict=True):
         torch.testing.assert_close(result.double(), expected, rtol=2e-6, atol=1e-7)
@@ -174,7 +172,7 @@ def test_no_parameters(device):
         ({"grad": torch.zeros(5)}, r"grad has shape \(5,\); expected \(4,\)"),
         ({"param": torch.zeros(4).double()}, "param is torch.float64"),
         ({"ema": torch.zeros(8)[::2]}, "ema is torch.float32 with stride"),
-        ({"hyper": torch.zeros(8)}, r"hyper has shape \(8,\); expected \(9,\)"),
+        ({"hyper": torch.zeros(8, dtype=torch.float64)}, r"hyper has shape \(8,\); expected \(9,\)"),
         ({"norm": torch.zeros(())}, r"norm has shape \(\); expected \(1,\)"),
         ({"skipped": torch.zeros(1)}, "skipped is torch.float32"),
         ({"shadow": torch.zeros(4)}, "expected contiguous torch.bfloat16 or torch.float16"),
@@ -184,7 +182,7 @@ def test_no_parameters(device):
 def test_wrong_arguments_are_refused(change, message):
     names = ("param", "grad", "exp_avg", "exp_avg_sq", "ema")
     arguments = {name: torch.zeros(4) for name in names}
-    arguments |= {"norm": torch.zeros(1), "hyper": torch.zeros(9)}
+    arguments |= {"norm": torch.zeros(1), "hyper": torch.zeros(9, dtype=torch.float64)}
     arguments["skipped"] = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
         adamw.adamw_step(**{**arguments, **change})
