@@ -71,16 +71,53 @@ class Conv1d(Layer):
         out_channels: int,
         kernel_size: int = 1,
         *,
+        stride: int = 1,
         zero: bool = False,
         backend: Backend = TORCH_FP32,
     ) -> None:
         super().__init__(backend)
+        self.stride = stride
         self.weight, self.bias = _affine_parameters((out_channels, in_channels, kernel_size), zero)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.backend.ops.conv2d(
-            x, self.weight.unsqueeze(2), self.bias, allow_tf32=self.backend.allow_tf32
+            x,
+            self.weight.unsqueeze(2),
+            self.bias,
+            stride=self.stride,  # of a single row too, which stays
+            allow_tf32=self.backend.allow_tf32,
         )
+
+
+class ConvTranspose1d(Layer):
+    """Doubles T: [N, 1, T, C] -> [N, 1, 2T, C], as nn.ConvTranspose1d(C, C, 4, stride=2, padding=1).
+
+        y[2m]     = W_1 x[m] + W_3 x[m - 1]
+        y[2m + 1] = W_2 x[m] + W_0 x[m + 1]
+
+    so it is one convolution of stride 1 with 2C channels out, [even, odd], over the taps
+    m - 1, m, m + 1: in NHWC memory its result, [T, 2C], is [2T, C] already. `weight` has PyTorch's
+    shape [CI, CO, 4].
+    """
+
+    def __init__(self, channels: int, *, backend: Backend = TORCH_FP32) -> None:
+        super().__init__(backend)
+        self.weight, self.bias = _affine_parameters((channels, channels, 4), zero=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight.permute(2, 1, 0)  # [4, CO, CI]
+        zero = torch.zeros_like(w[0])
+        even = torch.stack((w[3], w[1], zero), dim=1)
+        odd = torch.stack((zero, w[2], w[0]), dim=1)
+        taps = torch.cat((even, odd))  # [2CO, 3, CI]
+        y = self.backend.ops.conv2d(
+            x,
+            taps.movedim(2, 1).unsqueeze(2),  # [2CO, CI, 1, 3]
+            self.bias.repeat(2),
+            allow_tf32=self.backend.allow_tf32,
+        )
+        n, h, t, _ = x.shape
+        return y.view(n, h, 2 * t, -1)
 
 
 class Linear(Layer):

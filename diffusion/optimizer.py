@@ -57,7 +57,7 @@ class OptimizerSettings:
         return self.lr
 
     def ema_decay_at(self, step: int) -> float:
-        """EMA decay of update number `step`: short at first, so that early samples are not noise."""
+        """EMA decay of update number `step`: short at first, or early samples would be noise."""
         if not self.ema_warmup:
             return self.ema_decay
         return min(self.ema_decay, (1 + step) / (10 + step))
@@ -72,10 +72,10 @@ class Optimizer:
         self.hyper = torch.zeros(9, dtype=torch.float64, device=device)
         self.skipped = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def step(self, step: int, steps: int) -> Tensor:
-        """Update number `step` (from 0). Returns the gradient's norm before clipping, float32 [1]."""
-        s, flat = self.settings, self.flat
-        hyper = (
+    def load(self, step: int, steps: int) -> None:
+        """Write the constants of update number `step` (from 0) out of `steps`."""
+        s = self.settings
+        values = (
             s.lr_at(step, steps),
             *s.betas,
             s.eps,
@@ -84,7 +84,13 @@ class Optimizer:
             s.ema_decay_at(step),
             s.clip_norm,
         )
-        self.hyper.copy_(torch.tensor(hyper, dtype=torch.float64), non_blocking=True)
+        hyper = torch.tensor(values, dtype=torch.float64)
+        hyper = hyper.pin_memory() if self.hyper.is_cuda else hyper
+        self.hyper.copy_(hyper, non_blocking=True)
+
+    def update(self) -> Tensor:
+        """Update the parameters. Returns the gradient's norm before clipping, float32 [1]."""
+        flat = self.flat
         norm = self.ops.grad_norm(flat.grad)
         self.ops.adamw_step(
             flat.param,

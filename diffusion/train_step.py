@@ -9,12 +9,16 @@ from .flat import FlatParameters
 from .objective import Objective
 from .optimizer import Optimizer
 
+_EAGER_STEPS = 2  # before the capture: they compile kernels and fill the allocator
+
 
 class TrainStep:
     """Runs update number `step` and leaves its loss and gradient norm on the device.
 
     Everything random is keyed by (seed, step, position in the global batch), so a step is a
-    function of the parameters and its number alone.
+    function of the parameters and its number alone. What changes from step to step is written into
+    device tensors first; the rest has no host synchronisation and, on a GPU, is captured once in a
+    CUDA graph and replayed.
     """
 
     def __init__(
@@ -30,29 +34,55 @@ class TrainStep:
         steps: int,
         accumulate: int = 1,  # micro-batches a step
         flip: bool = False,  # mirror half of the images
+        capture: bool = True,  # in a CUDA graph, on a GPU
     ) -> None:
         self.model, self.objective, self.batches = model, objective, batches
         self.flat, self.optimizer, self.processes = flat, optimizer, processes
         self.seed, self.steps, self.accumulate, self.flip = seed, steps, accumulate, flip
-        self.first, self.count = processes.share_of(batches.batch_size)
         device = flat.param.device
+        self.loss = torch.zeros(1, device=device)  # mean over the global batch
+        self.norm = torch.zeros(1, device=device)  # of the gradient, before clipping
         self._rng = torch.zeros(2, dtype=torch.int64, device=device)
+        self._capture = capture and device.type == "cuda"
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._eager_steps = 0
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Returns (mean loss over the global batch, gradient norm), float32 [1] each."""
-        self._rng.copy_(torch.tensor([self.seed, step]), non_blocking=True)
-        self.flat.grad.zero_()
-        total = torch.zeros(1, device=self._rng.device)
-        size = self.count // self.accumulate
-        for first in range(self.first, self.first + self.count, size):
-            total += self._backward(step, first, size)
-        self.processes.sum(self.flat.grad)
-        self.processes.sum(total)
-        return total, self.optimizer.step(step, self.steps)
+        """Returns (loss, gradient norm), float32 [1] each, overwritten by the next step."""
+        self._load(step)
+        if self._graph is None and self._capture and self._eager_steps == _EAGER_STEPS:
+            torch.cuda.empty_cache()  # the graph has a memory pool of its own
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._compute()
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._compute()
+            self._eager_steps += 1
+        return self.loss, self.norm
 
-    def _backward(self, step: int, first: int, count: int) -> Tensor:
-        """Add the gradient of positions first .. first + count; returns their share of the loss."""
-        images, index, labels = self.batches.take(step, first, count)
+    def _load(self, step: int) -> None:
+        """Write what depends on the number of the step."""
+        self.batches.load(step)
+        self.optimizer.load(step, self.steps)
+        rng = torch.tensor([self.seed, step])
+        self._rng.copy_(rng.pin_memory() if self._rng.is_cuda else rng, non_blocking=True)
+
+    def _compute(self) -> None:
+        self.flat.grad.zero_()
+        self.loss.zero_()
+        size = self.batches.count // self.accumulate
+        for start in range(0, self.batches.count, size):
+            self._backward(start, size)
+        self.processes.sum(self.flat.grad)
+        self.processes.sum(self.loss)
+        self.norm.copy_(self.optimizer.update())
+
+    def _backward(self, start: int, count: int) -> None:
+        """Add loss and gradient of positions start .. start + count of this process's share."""
+        images, index, labels = self.batches.part(start, count)
+        first = self.batches.first + start
         flip = None
         if self.flip:
             flip = self.objective.backend.ops.draw_flips(self._rng, count, first=first)
@@ -65,4 +95,4 @@ class TrainStep:
         )
         loss = losses.sum() / self.batches.batch_size
         loss.backward()
-        return loss.detach()
+        self.loss += loss.detach()

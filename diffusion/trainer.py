@@ -38,6 +38,7 @@ class TrainSettings:
     sample_every: int = 5000
     save_every: int = 5000
     keep: int = 3  # checkpoints
+    cuda_graph: bool = True  # capture the step on a GPU
     resume: str = "auto"  # auto | none | PATH
     sample_count: int = 36
     sample_steps: int = 50

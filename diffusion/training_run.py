@@ -40,7 +40,7 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
     device = choose_device(config["device"])
     backend = choose_backend(config["backend"], settings.precision, device)
     processes = Processes(device)
-    _, share = processes.share_of(settings.batch_size)
+    first, share = processes.share_of(settings.batch_size)
     if share % settings.accumulate:
         raise ConfigError(
             f"train.batch_size={settings.batch_size} over {processes.count} processes is {share}"
@@ -74,7 +74,7 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
     step = TrainStep(
         model,
         objective,
-        Batches(data, settings.batch_size, settings.seed, device),
+        Batches(data, settings.batch_size, settings.seed, device, first, share),
         flat,
         optimizer,
         processes,
@@ -82,6 +82,7 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
         steps=settings.steps,
         accumulate=settings.accumulate,
         flip=flip,
+        capture=settings.cuda_graph,
     )
     sampler = process.sampler(
         backend, device, sampler="ddim", steps=_sample_steps(settings, process)
@@ -160,8 +161,7 @@ def _check_resumed(checkpoint: Path | None, config: dict[str, Any], steps: int) 
             then, now = stored.get(group, {}).get(key), config[group].get(key)
             if then != now:
                 raise ConfigError(
-                    f"{checkpoint} is of another model: {group}.{key} is {then} there,"
-                    f" {now} here"
+                    f"{checkpoint} is of another model: {group}.{key} is {then} there, {now} here"
                 )
     if state["step"] >= steps:
         raise ConfigError(

@@ -11,12 +11,15 @@ from .order import sample_index
 
 
 class Batches:
-    """The samples of every step, keyed by the global sample counter alone: position i of step k is
-    sample k * batch_size + i of an endless sequence of shuffled epochs, whatever the number of
-    processes and wherever the run was resumed.
+    """This process's share of every batch, in tensors that stay where they are.
 
-    A set of at most `resident_bytes` lives on the device as uint8, and a batch is only an index.
-    A larger one stays on disk or in host memory; the next batch is gathered by a thread meanwhile.
+    Position i of step k is sample k * batch_size + i of an endless sequence of shuffled epochs,
+    whatever the number of processes and wherever the run was resumed.
+
+    `load` fills the tensors for a step, `part` hands them out; a captured step replays `part` and
+    finds there what `load` has written. A set of at most `resident_bytes` lives on the device as
+    uint8, and a batch is only an index. A larger one stays on disk or in host memory, and a thread
+    gathers the next batch meanwhile.
     """
 
     def __init__(
@@ -25,40 +28,57 @@ class Batches:
         batch_size: int,  # global
         seed: int,
         device: torch.device,
+        first: int = 0,  # the share: positions first .. first + count of the global batch
+        count: int | None = None,  # None: all of it
         resident_bytes: int = 8 * 2**30,
     ) -> None:
         self.data, self.batch_size, self.seed, self.device = data, batch_size, seed, device
-        self.resident = data.images.numel() <= resident_bytes
-        self._images = data.images.to(device) if self.resident else data.images
+        self.first, self.count = first, batch_size if count is None else count
+        self._index = torch.zeros(self.count, dtype=torch.int64, device=device)
         self._labels = None if data.labels is None else data.labels.to(device)
-        self._thread = ThreadPoolExecutor(1) if not self.resident else None
-        self._ahead: tuple[tuple[int, int, int], Future] | None = None
-
-    def take(
-        self, step: int, first: int, count: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Positions first .. first + count of the batch of `step`.
-
-        Returns (images uint8 [M, H, W, C], index int64 [N] | None, labels int64 [N] | None), all on
-        the device; without an index the images are the batch itself, M = N.
-        """
-        index = self._index(step, first, count)
-        on_device = torch.from_numpy(index).to(self.device, non_blocking=True)
-        labels = None if self._labels is None else self._labels[on_device]
+        self.resident = data.images.numel() * data.images.element_size() <= resident_bytes
         if self.resident:
-            return self._images, on_device, labels
-        key = (step, first, count)
-        if self._ahead is not None and self._ahead[0] == key:
+            self._images = data.images.to(device)
+            return
+        self._images = torch.empty(
+            self.count, *data.images.shape[1:], dtype=data.images.dtype, device=device
+        )
+        self._thread = ThreadPoolExecutor(1)
+        self._ahead: tuple[int, Future] | None = None  # the step that the thread gathers
+
+    def load(self, step: int) -> None:
+        """Fill the tensors for `step`, without waiting for the device."""
+        index = self._indices(step)
+        self._index.copy_(_staged(torch.from_numpy(index), self.device), non_blocking=True)
+        if self.resident:
+            return
+        if self._ahead is not None and self._ahead[0] == step:
             images = self._ahead[1].result()
         else:
             images = self._gather(index)
-        following = (step + 1, first, count)
-        self._ahead = (following, self._thread.submit(self._gather, self._index(*following)))
-        return images.to(self.device, non_blocking=True), None, labels
+        self._ahead = (step + 1, self._thread.submit(self._gather, self._indices(step + 1)))
+        self._images.copy_(images, non_blocking=True)
 
-    def _index(self, step: int, first: int, count: int) -> np.ndarray:
-        counter = step * self.batch_size + np.arange(first, first + count, dtype=np.int64)
-        return sample_index(self.seed, counter, len(self.data.images))
+    def part(self, start: int, count: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Positions start .. start + count of the share.
+
+        Returns (images uint8 [M, H, W, C], index int64 [N] | None, labels int64 [N] | None), all on
+        the device; without an index the images are the part itself, M = N.
+        """
+        index = self._index[start : start + count]
+        labels = None if self._labels is None else self._labels.index_select(0, index)
+        if self.resident:
+            return self._images, index, labels
+        return self._images[start : start + count], None, labels
+
+    def _indices(self, step: int) -> np.ndarray:
+        positions = np.arange(self.first, self.first + self.count, dtype=np.int64)
+        return sample_index(self.seed, step * self.batch_size + positions, len(self.data))
 
     def _gather(self, index: np.ndarray) -> Tensor:
-        return self._images[torch.from_numpy(index)].contiguous()
+        return _staged(self.data.images[torch.from_numpy(index)], self.device)
+
+
+def _staged(x: Tensor, device: torch.device) -> Tensor:
+    """In pinned memory, from which a GPU copies while the host goes on."""
+    return x.pin_memory() if device.type == "cuda" else x

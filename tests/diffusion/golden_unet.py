@@ -4,8 +4,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-
-from diffusion.unet import UNet
+from torch import nn
 
 _SMALL = {
     "image_size": 16,
@@ -36,7 +35,7 @@ OPTIONS = {
 }
 
 
-def check_golden(folder: Path, name: str, model: UNet, names: dict[str, str]) -> None:
+def check_golden(folder: Path, name: str, model: nn.Module, names: dict[str, str]) -> None:
     """Assert that `model`, with the recorded weights, gives the recorded output and gradients.
 
     `names` maps the model's parameter names to the recorded ones. The bound is 1e-4 of each
@@ -46,7 +45,7 @@ def check_golden(folder: Path, name: str, model: UNet, names: dict[str, str]) ->
     device = next(model.parameters()).device
     io = {k: v.to(device) for k, v in load_file(folder / f"{name}.io.safetensors").items()}
     x = io["x"].requires_grad_()
-    y = model(x, io["t"], io.get("labels"))
+    y = model(x, io["t"], io.get("labels", io.get("global_cond")))
     y.backward(io["dy"])
     assert relative(y, io["y"]) < 1e-4
     assert relative(x.grad, io["dx"]) < 1e-4

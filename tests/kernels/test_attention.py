@@ -278,7 +278,7 @@ GPU_SHAPES = {
     "long_ragged": (2, 1000, 2, 40),
     "widest_head": (2, 300, 2, 128),
     "longest": (1, 4096, 1, 64),
-    "more_rows_than_a_grid_axis": (8200, 1, 8, 16),
+    "more_rows_than_a_grid_axis": (8200, 2, 8, 16),
 }
 
 
