@@ -12,6 +12,8 @@ References:
         https://arxiv.org/abs/2102.09672
     Common Diffusion Noise Schedules and Sample Steps are Flawed (Lin et al., 2023; names of the
         spacings), https://arxiv.org/abs/2305.08891
+    Elucidating the Design Space of Diffusion-Based Generative Models (Karras et al., 2022),
+        https://arxiv.org/abs/2206.00364
 """
 
 import inspect
@@ -29,7 +31,7 @@ from .errors import ConfigError
 PREDICTIONS = ("epsilon", "sample", "v_prediction")
 FIXED_VARIANCES = ("fixed_small", "fixed_large")
 LEARNED_VARIANCES = ("learned_range", "learned")
-SPACINGS = ("guided", "leading", "trailing", "linspace")
+SPACINGS = ("guided", "leading", "trailing", "linspace", "karras")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +40,9 @@ class NoiseSchedule:
 
     Arguments:
         betas: The variance beta_t of each step, in (0, 1), float64 [T].
-        timestep_map: What the network is told at each step, int64 [T]: the step's index in the
-            chain that the network was trained on. None: 0 .. T - 1, the chain is the original one.
+        timestep_map: What the network is told at each step, [T]: the step's index in the chain that
+            the network was trained on. None: 0 .. T - 1, the chain is the original one. Kept as
+            int64, or as float64 if a level lies between two of that chain.
     """
 
     betas: np.ndarray
@@ -55,7 +58,9 @@ class NoiseSchedule:
                 " 0 and 1 (take more num_timesteps, or smaller betas)"
             )
         steps = np.arange(len(betas)) if self.timestep_map is None else self.timestep_map
-        steps = np.asarray(steps, dtype=np.int64)
+        steps = np.asarray(steps)
+        if (steps == np.round(steps)).all():
+            steps = steps.astype(np.int64)
         if steps.shape != betas.shape:
             raise ConfigError(f"timestep_map has {steps.size} entries; betas has {len(betas)}")
         object.__setattr__(self, "betas", betas)
@@ -111,6 +116,11 @@ class NoiseSchedule:
     def snr(self) -> np.ndarray:  # [T]
         """alpha_bar_t / (1 - alpha_bar_t)."""
         return self.alphas_cumprod / (1 - self.alphas_cumprod)
+
+    @property
+    def sigmas(self) -> np.ndarray:  # [T]
+        """The noise beside an x_0 of scale 1: x_t / sqrt(alpha_bar_t) = x_0 + sigma_t epsilon."""
+        return np.sqrt(1 / self.snr)
 
     @property
     def posterior_variance(self) -> np.ndarray:  # [T]
@@ -175,16 +185,48 @@ class NoiseSchedule:
             + ", ".join(FIXED_VARIANCES + LEARNED_VARIANCES)
         )
 
-    def respace(self, steps: int | str | Sequence[int], spacing: str = "guided") -> "NoiseSchedule":
-        r"""The chain that visits only some of the steps (see `space_timesteps`).
+    def respace(
+        self,
+        steps: int | str | Sequence[int] | None,
+        spacing: str = "guided",
+        *,
+        above_zero: bool = False,
+        fractional: bool = False,
+    ) -> "NoiseSchedule":
+        r"""The chain that visits only some of the noise levels.
 
         beta'_i = 1 - alpha_bar_{t_i} / alpha_bar_{t_{i-1}}, so alpha_bar of a kept step stays
         (Nichol and Dhariwal, 2021, eq. 19).
+
+        Arguments:
+            steps: As of `space_timesteps`; None: all of them.
+            spacing: As of `space_timesteps`, or karras: the levels sigma = sqrt(1 / alpha_bar - 1)
+                between the chain's ends, in equal steps of sigma^(1/7) (Karras et al., 2022,
+                eq. 5).
+            above_zero: As of `space_timesteps`.
+            fractional: Levels may lie between the chain's: linspace does not round, sigma being
+                interpolated in t; and karras tells the network the t between two steps, found by
+                interpolation in log sigma. Without it, karras has the same levels and tells the
+                nearest step.
         """
-        kept = space_timesteps(self.num_timesteps, steps, spacing)
-        alpha_bar = self.alphas_cumprod[kept]
+        if steps is None:
+            steps = self.num_timesteps
+        if spacing == "karras":
+            sigmas = _karras_sigmas(self.sigmas[0], self.sigmas[-1], _count("steps", steps))
+            t = np.interp(np.log(sigmas), np.log(self.sigmas), np.arange(self.num_timesteps))
+            t = t if fractional else np.round(t)
+        elif spacing == "linspace" and fractional:
+            t = np.linspace(0, self.num_timesteps - 1, _count("steps", steps))
+            sigmas = np.interp(t, np.arange(self.num_timesteps), self.sigmas)
+        else:
+            t = space_timesteps(self.num_timesteps, steps, spacing, above_zero=above_zero)
+            return self._visiting(self.alphas_cumprod[t], t)
+        return self._visiting(1 / (1 + sigmas**2), t)
+
+    def _visiting(self, alpha_bar: np.ndarray, t: np.ndarray) -> "NoiseSchedule":  # [K], [K]
         betas = 1 - alpha_bar / np.append(1.0, alpha_bar[:-1])
-        return NoiseSchedule(betas, self.timestep_map[kept])
+        told = np.interp(t, np.arange(self.num_timesteps), self.timestep_map)
+        return NoiseSchedule(betas, told)
 
     def training_table(self, device: torch.device | str = "cpu") -> Tensor:  # float32 [T, 2]
         """sqrt(alpha_bar), sqrt(1 - alpha_bar): the table of `q_sample` and `denoise_loss`."""
@@ -212,7 +254,11 @@ def make_schedule(name: str, num_timesteps: int = 1000, **options: float | None)
 
 
 def space_timesteps(
-    num_timesteps: int, steps: int | str | Sequence[int], spacing: str = "guided"
+    num_timesteps: int,
+    steps: int | str | Sequence[int],
+    spacing: str = "guided",
+    *,
+    above_zero: bool = False,
 ) -> np.ndarray:  # int64 [K], ascending
     r"""Which of the timesteps 0 .. T - 1 a shorter chain visits.
 
@@ -228,18 +274,27 @@ def space_timesteps(
             list) cuts the chain into equal sections and takes so many steps of each; "ddim50" takes
             the multiples of the first integer stride that gives exactly 50 (Song et al., 2021).
         spacing: guided, leading, trailing or linspace.
+        above_zero: Take leading and linspace for one step more and leave timestep 0 out, as
+            diffusers does for its multistep solvers.
 
     ConfigError: a count below 1 or above what there is, a "ddimN" that no integer stride gives.
     """
     if spacing not in SPACINGS:
         raise ConfigError(f"spacing={spacing} is unknown; choose one of {', '.join(SPACINGS)}")
+    if spacing == "karras":
+        raise ValueError("spacing=karras has levels between the timesteps: see NoiseSchedule")
     if spacing == "guided":
         if isinstance(steps, str) and steps.startswith("ddim"):
             return _ddim_stride(num_timesteps, _count("steps", steps[len("ddim") :], name=steps))
         return _sections(num_timesteps, _section_counts(steps))
     count = _count("steps", steps)
-    if count > num_timesteps:
-        raise ConfigError(f"steps={count} is more than the chain has; give 1 to {num_timesteps}")
+    above_zero = above_zero and spacing != "trailing"
+    if count > num_timesteps - above_zero:
+        raise ConfigError(
+            f"steps={count} is more than the chain has with spacing={spacing};"
+            f" give 1 to {num_timesteps - above_zero}"
+        )
+    count += above_zero
     if spacing == "leading":
         kept = np.arange(count) * (num_timesteps // count)
     elif spacing == "trailing":
@@ -247,7 +302,14 @@ def space_timesteps(
         kept = np.round(np.arange(num_timesteps, 0, -num_timesteps / count))[:count][::-1] - 1
     else:
         kept = np.round(np.linspace(0, num_timesteps - 1, count))
-    return kept.astype(np.int64)
+    return kept.astype(np.int64)[int(above_zero) :]
+
+
+def _karras_sigmas(
+    sigma_min: float, sigma_max: float, count: int, rho: float = 7.0
+) -> np.ndarray:  # float64 [count], ascending
+    ends = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
+    return np.linspace(*ends, count)[::-1] ** rho
 
 
 def _ddim_stride(num_timesteps: int, count: int) -> np.ndarray:

@@ -283,9 +283,8 @@ def adamw_step(
     """Clip, AdamW (Loshchilov and Hutter 2019) and EMA over all parameters at once. If `norm` is
     not finite nothing is touched but the count."""
     dtype = param.dtype
-    lr, _, beta2, eps, weight_decay, correction1, correction2, _, max_norm = hyper.to(
-        dtype
-    ).unbind()
+    lr, _, beta2, eps, weight_decay = hyper[:5].to(dtype).unbind()
+    correction1, correction2, _, max_norm = hyper[5:].to(dtype).unbind()
     rises = (1 - hyper).to(dtype)  # 1 - 0.999 in float32 is off by 1e-5 of itself
     rise1, rise2, ema_rise = rises[1], rises[2], rises[7]
     finite = torch.isfinite(norm)

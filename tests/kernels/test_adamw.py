@@ -172,7 +172,7 @@ def test_no_parameters(device):
         ({"grad": torch.zeros(5)}, r"grad has shape \(5,\); expected \(4,\)"),
         ({"param": torch.zeros(4).double()}, "param is torch.float64"),
         ({"ema": torch.zeros(8)[::2]}, "ema is torch.float32 with stride"),
-        ({"hyper": torch.zeros(8, dtype=torch.float64)}, r"hyper has shape \(8,\); expected \(9,\)"),
+        ({"hyper": torch.zeros(8).double()}, r"hyper has shape \(8,\); expected \(9,\)"),
         ({"norm": torch.zeros(())}, r"norm has shape \(\); expected \(1,\)"),
         ({"skipped": torch.zeros(1)}, "skipped is torch.float32"),
         ({"shadow": torch.zeros(4)}, "expected contiguous torch.bfloat16 or torch.float16"),
