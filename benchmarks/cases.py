@@ -1,0 +1,217 @@
+"""What a model computes: the distinct shapes of each op, and how often a training step has them.
+
+Nothing is listed by hand. The UNet of a configuration runs once on the meta device, where tensors
+have shapes and no data, while the reference ops note what they are called with.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import yaml
+
+from diffusion.backend import Backend
+from diffusion.build import build_model
+from diffusion.errors import ConfigError
+from diffusion.unet import UNet
+from triton_kernels import reference
+
+MODELS = Path(__file__).resolve().parents[1] / "configs" / "model"
+
+
+@dataclass(frozen=True)
+class ConvCase:
+    """A convolution [N, H, W, CI] -> [N, P, Q, CO] with padding R // 2."""
+
+    n: int
+    h: int
+    w: int
+    ci: int
+    co: int
+    r: int
+    s: int
+    stride: int
+    float32: bool  # whatever the model's precision is, as in the embedding of the timestep
+    needs_dx: bool  # false where x is an image or a timestep
+    op = "conv2d"
+
+    @property
+    def p(self) -> int:
+        return (self.h - 1) // self.stride + 1
+
+    @property
+    def q(self) -> int:
+        return (self.w - 1) // self.stride + 1
+
+    @property
+    def flops(self) -> int:
+        """Of each of the three passes."""
+        return 2 * self.n * self.p * self.q * self.co * self.ci * self.r * self.s
+
+    @property
+    def shape(self) -> str:
+        stride = f" /{self.stride}" if self.stride > 1 else ""
+        return f"{self.n}x{self.h}x{self.w} {self.ci}->{self.co} {self.r}x{self.s}{stride}"
+
+
+@dataclass(frozen=True)
+class NormCase:
+    """A GroupNorm of [N, H, W, C] with its activation."""
+
+    n: int
+    h: int
+    w: int
+    c: int
+    groups: int
+    activation: str
+    modulated: bool  # by the embedding's scale and shift
+    op = "group_norm"
+
+    @property
+    def shape(self) -> str:
+        film = " film" if self.modulated else ""
+        return f"{self.n}x{self.h}x{self.w}x{self.c} {self.activation}{film}"
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Self-attention of [N, T, 3C]."""
+
+    n: int
+    t: int
+    c: int
+    heads: int
+    order: str
+    op = "attention"
+
+    @property
+    def flops(self) -> int:
+        """Of a forward pass: two products of [T, d] and [T, T] a head."""
+        return 4 * self.n * self.t**2 * self.c
+
+    @property
+    def shape(self) -> str:
+        return f"{self.n}x{self.t} {self.heads}x{self.c // self.heads}"
+
+
+@dataclass(frozen=True)
+class AdamWCase:
+    """The update of `sizes`, the parameters of a model."""
+
+    sizes: tuple[int, ...]
+    op = "adamw"
+
+    @property
+    def shape(self) -> str:
+        return f"{sum(self.sizes)}"
+
+
+@dataclass(frozen=True)
+class DenoiseCase:
+    """Noise, loss and reverse step over [N, H, W, C]."""
+
+    n: int
+    h: int
+    w: int
+    c: int
+    op = "denoise"
+
+    @property
+    def shape(self) -> str:
+        return f"{self.n}x{self.h}x{self.w}x{self.c}"
+
+
+Case = ConvCase | NormCase | AttentionCase | AdamWCase | DenoiseCase
+OPS = ("conv2d", "group_norm", "attention", "adamw", "denoise")
+
+
+def model_settings(name: str) -> dict[str, Any]:
+    """The group `model` of the configuration, by name. ConfigError names those there are."""
+    path = MODELS / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in MODELS.glob("*.yaml")))
+        raise ConfigError(f"model={name} is unknown; choose one of {known}")
+    return yaml.safe_load(path.read_text())
+
+
+def model_cases(
+    model: str, batch: int, op: str = "all", size: int = 64, channels: int = 3
+) -> list[tuple[Case, int]]:
+    """Every case of one op, or of all, with its number of calls in a training step."""
+    if batch < 1:
+        raise ConfigError(f"batch={batch}; expected at least 1")
+    cases: list[tuple[Case, int]] = [
+        (case, count)
+        for case, count in _walk(model, batch, size, channels).items()
+        if op in ("all", case.op)
+    ]
+    if op in ("all", "adamw"):
+        sizes = tuple(p.numel() for p in meta_model(model, size, channels).parameters())
+        cases.append((AdamWCase(sizes), 1))
+    if op in ("all", "denoise"):
+        cases.append((DenoiseCase(batch, size, size, channels), 1))
+    return cases
+
+
+def meta_model(name: str, size: int = 64, channels: int = 3) -> UNet:
+    """The network without data: bfloat16, on the meta device."""
+    device = torch.device("meta")
+    backend = Backend("torch", reference, torch.bfloat16)
+    with device:
+        return build_model(model_settings(name), backend, (size, size), channels, False, device)
+
+
+@lru_cache
+def _walk(name: str, batch: int, size: int, channels: int) -> Counter[Case]:
+    model = meta_model(name, size, channels).train()
+    with torch.device("meta"), _noted_calls() as calls:
+        model.forward_nhwc(
+            torch.empty(batch, size, size, channels),
+            torch.empty(batch, dtype=torch.int64),
+            rng=torch.empty(2, dtype=torch.int64),
+            **({"labels": torch.empty(batch, dtype=torch.int64)} if model.num_classes else {}),
+        )
+    return Counter(calls)
+
+
+@contextmanager
+def _noted_calls() -> Iterator[list[Case]]:
+    """The cases that the reference ops are called with inside of the block."""
+    calls: list[Case] = []
+
+    def noted(op: Callable, case: Callable[..., Case]) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(case(*args, **kwargs))
+            return op(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name, case in (("conv2d", _conv), ("group_norm", _norm), ("attention", _attention)):
+            op = noted(getattr(reference, name), case)
+            stack.enter_context(mock.patch.object(reference, name, op))
+        yield calls
+
+
+def _conv(x, weight, bias=None, *, stride=1, padding=None, **_) -> ConvCase:
+    n, h, w, ci = x.shape
+    co, _, r, s = weight.shape
+    assert padding is None, "the cases know the padding R // 2 alone"
+    return ConvCase(
+        n, h, w, ci, co, r, s, stride, x.dtype == torch.float32, needs_dx=x.requires_grad
+    )
+
+
+def _norm(x, num_groups, *_, activation="identity", scale=None, **__) -> NormCase:
+    return NormCase(*x.shape, num_groups, activation, modulated=scale is not None)
+
+
+def _attention(qkv, num_heads, *, order="qkv_heads", **_) -> AttentionCase:
+    n, t, c3 = qkv.shape
+    return AttentionCase(n, t, c3 // 3, num_heads, order)

@@ -1,0 +1,412 @@
+"""The one harness: settings from the command line, rows of the CSV, checks of results, timing."""
+
+import csv
+import difflib
+import gc
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import triton
+from torch import Tensor
+
+from diffusion.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PLOTS = ROOT / "docs" / "benchmarks"
+OURS = "triton"  # the provider that the others are compared with
+
+# dense bf16 with float32 accumulation, as cuBLAS reaches it; TFLOP/s
+MATRIX_PEAK = {"nvidia-h200": 790.0, "nvidia-h100-80gb-hbm3": 790.0}
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. Times are of one call, in microseconds; bytes and flops are what one call
+    cannot do without."""
+
+    op: str
+    shape: str
+    dtype: str
+    pass_: str
+    provider: str
+    median_us: float
+    p20_us: float
+    p80_us: float
+    bytes: int
+    flops: int
+    gpu: str
+    torch: str
+    triton: str
+    commit: str
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a later measurement replaces."""
+        return self.op, self.shape, self.dtype, self.pass_, self.provider, self.gpu
+
+    @property
+    def is_ours(self) -> bool:
+        return self.provider.split("-")[0] == OURS
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s."""
+        return self.flops / self.median_us / 1e6
+
+    @property
+    def tbytes(self) -> float:
+        """TB/s."""
+        return self.bytes / self.median_us / 1e6
+
+
+COLUMNS = [field.name.rstrip("_") for field in fields(Row)]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a CSV file; none if there is no file. ConfigError if its columns are others."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if reader.fieldnames != COLUMNS:
+            raise ConfigError(
+                f"{path} has columns {','.join(reader.fieldnames or [])}; expected"
+                f" {','.join(COLUMNS)}"
+            )
+        return [
+            Row(*(field.type(record[field.name.rstrip("_")]) for field in fields(Row)))
+            for record in reader
+        ]
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write aside and rename, so that a run that is killed leaves the old file whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    with aside.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for row in rows:
+            values = (getattr(row, field.name) for field in fields(Row))
+            writer.writerow(f"{v:.3f}" if isinstance(v, float) else v for v in values)
+    aside.replace(path)
+
+
+def merge_rows(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """All rows, a new one in the place of the old one with the same key."""
+    merged = {row.key: row for row in old}
+    merged.update((row.key, row) for row in new)
+    return list(merged.values())
+
+
+def add_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Merge `rows` into the CSV file."""
+    write_rows(path, merge_rows(read_rows(path), rows))
+
+
+def ratios(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """(ours, the fastest of the others) for every measurement that has both."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.op, row.shape, row.dtype, row.pass_, row.gpu), []).append(row)
+    pairs = []
+    for group in groups.values():
+        ours = [row for row in group if row.is_ours]
+        others = [row for row in group if not row.is_ours]
+        if ours and others:
+            pairs.append((min(ours, key=_time), min(others, key=_time)))
+    return pairs
+
+
+def _time(row: Row) -> float:
+    return row.median_us
+
+
+def format_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with columns of even width, numbers to the right."""
+    cells = [list(header), *(list(line) for line in lines)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
+    numeric = [all(line[i][:1] in "-0123456789" for line in cells[1:]) for i in range(len(header))]
+
+    def show(line: Sequence[str]) -> str:
+        aligned = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, numeric, strict=True)
+        )
+        return f"| {' | '.join(aligned)} |"
+
+    rule = "|".join(
+        "-" * (w + 1) + (":" if right else "-") for w, right in zip(widths, numeric, strict=True)
+    )
+    return "\n".join([show(cells[0]), f"|{rule}|", *map(show, cells[1:])])
+
+
+# --- where and with what --------------------------------------------------------------------------
+
+
+class Provenance(NamedTuple):
+    """The last columns of a row."""
+
+    gpu: str
+    torch: str
+    triton: str
+    commit: str
+
+
+def provenance() -> Provenance:
+    """Of this process; the commit comes from git, or from the variable BENCHMARK_COMMIT where the
+    sources lie outside of their repository."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return Provenance(slug(name), torch.__version__, triton.__version__, _commit())
+
+
+def slug(gpu_name: str) -> str:
+    """ "NVIDIA H200" -> "nvidia-h200"."""
+    return "-".join(gpu_name.lower().replace("/", " ").split())
+
+
+def _commit() -> str:
+    if given := os.environ.get("BENCHMARK_COMMIT"):
+        return given
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def require_cuda() -> torch.device:
+    """The GPU, or a ConfigError."""
+    if not torch.cuda.is_available():
+        raise ConfigError("benchmarks need a CUDA device, and PyTorch sees none")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise ConfigError("TRITON_INTERPRET=1 is set; the interpreter is not worth timing")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def set_precision(dtype: str) -> None:
+    """PyTorch's switches for a measurement in bf16, fp16, tf32 or fp32."""
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = dtype != "fp32"
+    torch.backends.cuda.matmul.allow_tf32 = dtype != "fp32"
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def parse_settings(arguments: Sequence[str], defaults: dict[str, Any]) -> dict[str, Any]:
+    """`key=value` arguments over `defaults`, whose types they take; tuples are a,b,c.
+
+    Raises ConfigError for an unknown key, naming the nearest, and for a value of another type.
+    """
+    settings = dict(defaults)
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if not equals:
+            raise ConfigError(f"{argument} is not of the form key=value; keys: {_listed(defaults)}")
+        if key not in defaults:
+            near = difflib.get_close_matches(key, defaults, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"{key} is unknown; {hint}keys: {_listed(defaults)}")
+        settings[key] = _convert(key, text, defaults[key])
+    return settings
+
+
+def check_choice(key: str, value: str, valid: Sequence[str]) -> None:
+    """Raise ConfigError unless `value` is one of `valid`."""
+    if value not in valid:
+        raise ConfigError(f"{key}={value} is unknown; choose from {', '.join(valid)}")
+
+
+def _convert(key: str, text: str, default: Any) -> Any:
+    if isinstance(default, tuple):
+        kind = int if default and isinstance(default[0], int) else str
+        return tuple(_number(key, part, kind) for part in text.split(",") if part)
+    return _number(key, text, type(default))
+
+
+def _number(key: str, text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        what = {int: "a whole number", float: "a number"}[kind]
+        raise ConfigError(f"{key}={text} is not {what}") from None
+
+
+def _listed(defaults: dict[str, Any]) -> str:
+    def show(value: Any) -> str:
+        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+    return ", ".join(f"{key}={show(value)}" for key, value in defaults.items())
+
+
+def run_entry(main: Callable[[list[str]], int]) -> NoReturn:
+    """Run an entry point; what the user gave wrong becomes one line and exit code 2."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+class WrongResult(Exception):
+    """A result is too far from the reference; nothing is timed."""
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """|got - want| / |want| in Euclidean norms; infinite for a NaN or another shape."""
+    if got.shape != want.shape:
+        return float("inf")
+    got, want = got.detach().to(want.dtype), want.detach()
+    error = (got - want).norm(dtype=torch.float64)
+    scale = want.norm(dtype=torch.float64).clamp_min(1e-30)
+    value = (error / scale).item()
+    return value if value == value else float("inf")
+
+
+def budgets(low: Sequence[Tensor], exact: Sequence[Tensor], floor: float = 1e-5) -> list[float]:
+    """What each output may be off: twice the error of the reference at the same precision."""
+    return [2 * relative_error(a, b) + floor for a, b in zip(low, exact, strict=True)]
+
+
+def check(got: Sequence[Tensor], exact: Sequence[Tensor], budget: Sequence[float]) -> None:
+    """Raise WrongResult if an output is off by more than its budget."""
+    if len(got) != len(exact):
+        raise WrongResult(f"{len(got)} outputs; expected {len(exact)}")
+    for i, (a, b, limit) in enumerate(zip(got, exact, budget, strict=True)):
+        error = relative_error(a, b)
+        if error > limit:
+            raise WrongResult(f"output {i} is off by {error:.1e}; the budget is {limit:.1e}")
+
+
+def poison_free_memory(size: int, device: torch.device) -> None:
+    """Fill memory that the next allocations are likely to get with NaN, so that an element which
+    no program writes does not look right by chance."""
+    blocks = [torch.full((size // 4,), torch.nan, device=device) for _ in range(2)]
+    del blocks
+
+
+# --- timing ---------------------------------------------------------------------------------------
+
+
+class Timing(NamedTuple):
+    """Microseconds a call."""
+
+    median: float
+    p20: float
+    p80: float
+
+
+_MIN_GRAPH_US = 1000.0  # a replay is at least so long, so that its start does not count
+_WARM_UP = 3
+
+
+def copies_beyond_l2(input_bytes: int, device: torch.device, most: int = 48) -> int:
+    """How many sets of inputs to rotate through, so that none is found in the L2 cache."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, min(most, -(-2 * cache // max(input_bytes, 1))))
+
+
+def time_graph(
+    runs: Sequence[Callable[[], Any]], budget_ms: float = 40.0
+) -> tuple[Timing, list[Any]]:
+    """Time one call, as the median over replays of a CUDA graph that makes all the calls in turn,
+    over and over; and the results of the last round, whose memory belongs to the graph.
+
+    The outputs of a round are kept, so they rotate through memory as the inputs do.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compile, choose algorithms
+        for _ in range(_WARM_UP):
+            for run in runs:
+                run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+
+    graph, results = _capture(runs, 1)
+    [first] = _replay(graph, 1)
+    rounds = max(1, min(round(_MIN_GRAPH_US / first + 0.5), 400 // len(runs) + 1))
+    if rounds > 1:
+        del graph, results
+        graph, results = _capture(runs, rounds)
+    count = max(5, min(100, round(budget_ms * 1000 / (first * rounds))))
+    times = [t / (rounds * len(runs)) for t in _replay(graph, count)]
+    return _quantiles(times), results
+
+
+def time_steps(step: Callable[[int], Any], steps: int, warm_up: int = 3) -> Timing:
+    """Time a function that may wait for the host: events around each of `steps` calls in a row."""
+    for k in range(warm_up):
+        step(k)
+    torch.cuda.synchronize()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for k in range(steps):
+        step(warm_up + k)
+        events[k + 1].record()
+    torch.cuda.synchronize()
+    return _quantiles([1000 * a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)])
+
+
+def release_memory() -> None:
+    """Give what nobody holds back to the driver."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def reason(error: BaseException) -> str:
+    """One line on what began it all: ending a capture that has failed raises once more."""
+    while error.__context__ is not None:
+        error = error.__context__
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first[:200]}"
+
+
+def _capture(runs: Sequence[Callable[[], Any]], rounds: int) -> tuple[Any, list[Any]]:
+    graph = torch.cuda.CUDAGraph()
+    results: list[Any] = [None] * len(runs)
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for i, run in enumerate(runs):
+                results[i] = run()
+    return graph, results
+
+
+def _replay(graph: Any, count: int) -> list[float]:
+    """Microseconds of each replay, after two that do not count."""
+    for _ in range(2):
+        graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return [1000 * a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+
+
+def _quantiles(times: Sequence[float]) -> Timing:
+    if len(times) < 2:
+        return Timing(times[0], times[0], times[0])
+    deciles = statistics.quantiles(times, n=10, method="inclusive")
+    return Timing(statistics.median(times), deciles[1], deciles[7])

@@ -1,0 +1,117 @@
+"""Pictures from the CSV files.
+
+    python -m benchmarks.plots [merge=FILE,FILE] [out=docs/benchmarks]
+
+`merge` first adds the rows of other CSV files (of a run on another machine) to
+benchmarks/results/<gpu>.csv.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from diffusion.errors import ConfigError
+
+from . import harness
+from .harness import MATRIX_PEAK, Row
+
+DEFAULTS = {"merge": (), "out": ""}
+_ROOFS = ("copy", "matmul")
+
+
+def main(arguments: Sequence[str]) -> int:
+    settings = harness.parse_settings(arguments, DEFAULTS)
+    for name in settings["merge"]:
+        if not Path(name).is_file():
+            raise ConfigError(f"merge={name}: there is no such file")
+        rows = harness.read_rows(Path(name))
+        for gpu in {row.gpu for row in rows}:
+            path = harness.RESULTS / f"{gpu}.csv"
+            harness.add_rows(path, [row for row in rows if row.gpu == gpu])
+            print(f"{name} -> {path}")
+    for path in sorted(harness.RESULTS.glob("*.csv")):
+        for drawn in draw_plots(harness.read_rows(path), Path(settings["out"] or harness.PLOTS)):
+            print(drawn)
+    return 0
+
+
+def draw_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Write the plots of one GPU's rows; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for op in sorted({row.op for row in rows if row.is_ours}):
+        mine = [row for row in rows if row.op == op]
+        gpu = mine[0].gpu
+        pairs = harness.ratios(mine)
+        if pairs:
+            paths.append(folder / f"{gpu}-{op}-ratio.png")
+            _draw_ratios(op, gpu, pairs, paths[-1])
+        if op != "train_step":
+            roofs = [row for row in rows if row.op in _ROOFS]
+            paths.append(folder / f"{gpu}-{op}-roofline.png")
+            _draw_roofline(op, gpu, mine, roofs, paths[-1])
+    return paths
+
+
+def _draw_ratios(op: str, gpu: str, pairs: Sequence[tuple[Row, Row]], path: Path) -> None:
+    """One bar a shape and pass; to the right of the line is faster than every alternative."""
+    labels = [f"{a.shape}  {a.dtype} {a.pass_}" for a, _ in pairs]
+    values = [best.median_us / ours.median_us for ours, best in pairs]
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.2 * len(pairs)), layout="constrained")
+    colors = ["tab:green" if v >= 1 else "tab:red" for v in values]
+    axes.barh(range(len(pairs)), values, color=colors)
+    for i, (value, (_, best)) in enumerate(zip(values, pairs, strict=True)):
+        axes.text(value, i, f" {value:.2f} {best.provider}", va="center", fontsize=6)
+    axes.set_yticks(range(len(pairs)), labels, fontsize=6)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.margins(x=0.2, y=0.01)
+    axes.invert_yaxis()
+    axes.set_xlabel("time of the fastest alternative / time of the Triton kernel")
+    axes.set_title(f"{op}, {gpu}", fontsize=9)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _draw_roofline(
+    op: str, gpu: str, rows: Sequence[Row], roofs: Sequence[Row], path: Path
+) -> None:
+    """Rate over arithmetic intensity, under the roofs measured in the same run; for an op without
+    matrix products, bandwidth over the bytes it has to move."""
+    bandwidth = max((row.tbytes for row in roofs if row.op == "copy"), default=None)
+    peak = MATRIX_PEAK.get(gpu) or max((r.tflops for r in roofs if r.op == "matmul"), default=None)
+    by_flops = any(row.flops for row in rows)
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for provider in sorted({row.provider for row in rows}, key=lambda p: (p != "triton", p)):
+        mine = [row for row in rows if row.provider == provider]
+        x = [row.flops / row.bytes if by_flops else row.bytes / 1e6 for row in mine]
+        y = [row.tflops if by_flops else row.tbytes for row in mine]
+        ours = provider.startswith("triton")
+        axes.scatter(x, y, s=22 if ours else 12, label=provider, zorder=3 if ours else 2, alpha=0.8)
+    if by_flops and bandwidth and peak:
+        low, high = axes.get_xlim()
+        xs = [max(low, 1), peak / bandwidth, max(high, 2 * peak / bandwidth)]
+        axes.plot(xs, [min(peak, x * bandwidth) for x in xs], color="black", linewidth=0.8)
+    elif not by_flops and bandwidth:
+        axes.axhline(bandwidth, color="black", linewidth=0.8)
+        axes.text(axes.get_xlim()[0], bandwidth, " copy", va="bottom", fontsize=7)
+    axes.set_xscale("log")
+    if by_flops:
+        axes.set_yscale("log")
+        axes.set_xlabel("arithmetic intensity, FLOP / byte")
+        axes.set_ylabel("TFLOP/s")
+    else:
+        axes.set_xlabel("megabytes to be moved")
+        axes.set_ylabel("TB/s")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    axes.set_title(f"{op}, {gpu}", fontsize=9)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    harness.run_entry(main)

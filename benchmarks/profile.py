@@ -1,0 +1,205 @@
+"""Where the time of a training step goes, kernel by kernel.
+
+    python -m benchmarks.profile [key=value ...]
+
+    batch=128            images a step
+    model=unet64         configs/model
+    provider=triton-bf16 any of benchmarks.train_step; eager and compile alone mean bf16
+    steps=3              steps profiled
+    top=30               kernels listed
+    trace=               a file for the trace, to be opened in Perfetto or chrome://tracing
+
+Prints the families of kernels, the kernels that take longest, and how long the host takes to launch
+a step: where that is as long as the step, the GPU waits for Python. The kernels are those of a step
+launched from Python, since a graph's do not tell which op they came from.
+"""
+
+import json
+import re
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from . import harness
+from .harness import check_choice
+from .steps import PROVIDERS, Step, build_step
+
+DEFAULTS = {
+    "batch": 128,
+    "model": "unet64",
+    "provider": "triton-bf16",
+    "steps": 3,
+    "top": 30,
+    "trace": "",
+}
+_SIZE = 64  # pixels
+
+# The first that matches the kernel's name, then the first that matches the op that launched it.
+_BY_KERNEL = (
+    ("optimizer", r"adamw|fused_?adam|^_norm_kernel|square_sum|multi_tensor|lpnorm"),
+    ("layout", r"nchwToNhwc|nhwcToNchw|nchw_?to|nhwc_?to"),
+    ("attention", r"attention|flash|fmha|sdpa"),
+    (
+        "denoise",
+        r"q_sample|denoise|^_row_sum|^_draw_|^_normal_kernel|mse_loss|randn|randint",
+    ),
+    ("conv wgrad", r"wgrad|column_sum"),
+    ("conv dgrad", r"dgrad"),
+    ("conv fwd", r"fprop"),
+    ("norm", r"group_?norm|RowwiseMoments|GammaBeta|ComputeInternalGradients|FusedParams"),
+    ("resample", r"^_(gather|spread)_kernel|pool|upsample|interpolate"),
+    (
+        "elementwise",
+        r"^_cast_kernel|elementwise|CatArray|memcpy|memset|native::reduce_kernel",
+    ),
+    ("elementwise", r"^triton_(poi|per|red)_"),
+)
+_MATRIX = r"conv2d|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet|splitK|cublas|^triton_tem_"
+_FAMILIES = (
+    "conv fwd", "conv dgrad", "conv wgrad", "matmul", "norm", "attention", "resample",
+    "elementwise", "layout", "denoise", "optimizer", "other",
+)  # fmt: skip
+
+
+class Kernel(NamedTuple):
+    """One launch on the GPU."""
+
+    name: str
+    op: str  # the PyTorch op that launched it
+    start: float  # microseconds
+    duration: float
+
+
+def main(arguments: Sequence[str]) -> int:
+    settings = harness.parse_settings(arguments, DEFAULTS)
+    provider = settings["provider"]
+    provider = provider if "-" in provider else f"{provider}-bf16"
+    check_choice("provider", provider, PROVIDERS)
+    device = harness.require_cuda()
+    step = build_step(provider, settings["model"], settings["batch"], device, _SIZE)
+    wall, host = time_host(step.plain, 10)
+    kernels = profile_step(step, settings["steps"], settings["trace"])
+    print(f"{provider}, batch {settings['batch']}, {harness.provenance().gpu}\n")
+    print(report(kernels, settings["steps"], settings["top"], wall, host))
+    try:
+        wall, host = time_host(step.captured(), 10)
+    except Exception as error:  # a library says what it likes of what it cannot capture
+        print(f"as one CUDA graph: failed: {harness.reason(error)}")
+    else:
+        print(f"as one CUDA graph: wall {wall:.2f} ms a step, of the host {host:.2f} ms")
+    return 0
+
+
+def time_host(step: Callable[[int], Any], steps: int) -> tuple[float, float]:
+    """Milliseconds a step: until the GPU is done, and until the host has launched it. The medians
+    of so many steps, after 5 that do not count."""
+    wall, host = [], []
+    for k in range(5 + steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step(k)
+        host.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+        wall.append(time.perf_counter() - start)
+    return 1000 * statistics.median(wall[5:]), 1000 * statistics.median(host[5:])
+
+
+def profile_step(step: Step, steps: int, trace: str) -> list[Kernel]:
+    """The kernels of so many steps."""
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for k in range(steps):
+            step.plain(100 + k)
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(trace or Path(folder) / "trace.json")
+        profiler.export_chrome_trace(str(path))
+        return read_trace(json.loads(path.read_text()))
+
+
+def read_trace(trace: dict[str, Any]) -> list[Kernel]:
+    """The GPU's part of a trace, each launch with the op that it came from."""
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    ops = {
+        e["args"]["External id"]: e["name"]
+        for e in events
+        if e.get("cat") == "cpu_op" and "External id" in e.get("args", {})
+    }
+    return [
+        Kernel(e["name"], ops.get(e["args"].get("External id"), ""), e["ts"], e["dur"])
+        for e in events
+        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+
+
+def family(kernel: str, op: str) -> str:
+    """What a kernel is for, from its name and from the op that launched it."""
+    for name, pattern in _BY_KERNEL:
+        if re.search(pattern, kernel, re.IGNORECASE):
+            return name
+    if re.search(_MATRIX, kernel, re.IGNORECASE):
+        if re.search(r"conv", f"{op} {kernel}", re.IGNORECASE):
+            return "conv dgrad" if "backward" in op.lower() else "conv fwd"
+        return "matmul"
+    return "other"
+
+
+def report(kernels: Sequence[Kernel], steps: int, top: int, wall: float, host: float) -> str:
+    """The tables; `wall` and `host` in milliseconds a step."""
+    total = sum(k.duration for k in kernels) or 1.0
+    busy = _union((k.start, k.start + k.duration) for k in kernels) / steps / 1000
+    lines = []
+    for name in _FAMILIES:
+        mine = [k for k in kernels if family(k.name, k.op) == name]
+        if mine:
+            lines.append([name, *_numbers(mine, steps, total)])
+    lines.append(["all", *_numbers(kernels, steps, total)])
+    header = ["family", "ms/step", "launches/step", "us/launch", "%"]
+    parts = [harness.format_table(header, lines)]
+
+    groups = defaultdict(list)
+    for k in kernels:
+        groups[k.name, family(k.name, k.op), k.op].append(k)
+    longest = sorted(groups.items(), key=lambda g: -sum(k.duration for k in g[1]))[:top]
+    lines = [
+        [name[:70], kind, op[:36], *_numbers(mine, steps, total)]
+        for (name, kind, op), mine in longest
+    ]
+    parts.append(harness.format_table(["kernel", "family", "op", *header[1:]], lines))
+    parts.append(
+        f"wall {wall:.2f} ms a step; GPU busy {busy:.2f} ms ({100 * busy / max(wall, 1e-9):.0f}%);"
+        f" the host launches a step in {host:.2f} ms, so the step is "
+        + ("bound by the host" if host > busy else "bound by the GPU")
+    )
+    return "\n\n".join(parts)
+
+
+def _numbers(kernels: Sequence[Kernel], steps: int, total: float) -> list[str]:
+    time_us = sum(k.duration for k in kernels)
+    count = len(kernels)
+    return [
+        f"{time_us / steps / 1000:.3f}",
+        f"{count / steps:.0f}",
+        f"{time_us / max(count, 1):.1f}",
+        f"{100 * time_us / total:.1f}",
+    ]
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of what the intervals cover together."""
+    covered, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        covered += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return covered
+
+
+if __name__ == "__main__":
+    harness.run_entry(main)

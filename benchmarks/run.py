@@ -1,0 +1,218 @@
+"""Time the ops at the shapes of a model against the alternatives.
+
+    python -m benchmarks.run op=conv2d|group_norm|attention|adamw|denoise|all [key=value ...]
+
+    op=all           ops, comma-separated
+    batch=32,128     images a step
+    model=unet64     configs/model
+    dtype=bf16       bf16 | fp16 | tf32 | fp32
+    providers=       only these, e.g. triton,cudnn; ours is always among them
+    passes=          only these, e.g. fwd,dgrad; default all but fwd+bias
+    shape=           only shapes that contain this text, e.g. shape=64x64
+    budget_ms=40     time spent on replays of one measurement
+    out=             a folder for the CSV and the plots; default benchmarks/results, docs/benchmarks
+
+Exit code 1 if a result of ours was wrong or failed.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from diffusion.errors import ConfigError
+
+from . import harness
+from .cases import OPS, model_cases
+from .harness import Provenance, Row, WrongResult, check_choice
+from .plots import draw_plots
+from .providers import DTYPES, Experiment, Inputs, Outputs, copied, experiments, widened
+
+DEFAULTS = {
+    "op": ("all",),
+    "batch": (32, 128),
+    "model": "unet64",
+    "dtype": ("bf16",),
+    "providers": (),
+    "passes": (),
+    "shape": "",
+    "budget_ms": 40,
+    "out": "",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    settings = harness.parse_settings(arguments, DEFAULTS)
+    ops = OPS if "all" in settings["op"] else settings["op"]
+    for op in ops:
+        check_choice("op", op, (*OPS, "all"))
+    for dtype in settings["dtype"]:
+        check_choice("dtype", dtype, tuple(DTYPES))
+    device = harness.require_cuda()
+    origin = harness.provenance()
+    chosen = select(settings, ops)
+    results = Path(settings["out"] or harness.RESULTS) / f"{origin.gpu}.csv"
+    rows, failures = time_roofs(device, origin), []
+    harness.add_rows(results, rows)
+    op = None
+    for experiment in chosen:
+        torch._dynamo.reset()  # a compiled function a shape; there is a limit to their number
+        if experiment.op != op:
+            op = experiment.op
+            print(f"\n{op}, microseconds; ratio: the fastest other provider over triton")
+        found, failed = run_experiment(
+            experiment, settings["providers"], device, origin, settings["budget_ms"]
+        )
+        print(describe(experiment, found, failed), flush=True)
+        harness.add_rows(results, found)  # at once: a run may be cut short
+        rows += found
+        failures += [f"{experiment.shape} {experiment.pass_}: {f}" for f in failed]
+    print(f"\n{summary(chosen, rows)}")
+    plots = Path(settings["out"]) if settings["out"] else harness.PLOTS
+    drawn = draw_plots(harness.read_rows(results), plots)
+    print(f"\n{len(rows)} rows in {results}; plots: {', '.join(map(str, drawn))}")
+    ours = [f for f in failures if ": triton" in f]
+    return 1 if ours else 0
+
+
+def select(settings: dict, ops: Sequence[str]) -> list[Experiment]:
+    """The experiments that the settings ask for, each once. ConfigError if there are none."""
+    chosen = {}
+    for op in ops:
+        for batch in settings["batch"]:
+            for case, count in model_cases(settings["model"], batch, op):
+                for dtype in settings["dtype"]:
+                    for e in experiments(case, count, dtype):
+                        wanted = settings["passes"] or ("fwd", "dgrad", "wgrad", "fwd+bwd", "step")
+                        if e.pass_ in wanted and settings["shape"] in e.shape:
+                            key = (e.op, e.shape, e.dtype, e.pass_)
+                            chosen.setdefault(key, e)
+    if not chosen:
+        raise ConfigError(
+            f"nothing to time: passes={','.join(settings['passes'])} shape={settings['shape']}"
+            f" leave none of the cases of {', '.join(ops)}"
+        )
+    return list(chosen.values())
+
+
+def run_experiment(
+    experiment: Experiment,
+    providers: Sequence[str],
+    device: torch.device,
+    origin: Provenance,
+    budget_ms: float,
+) -> tuple[list[Row], list[str]]:
+    """The rows, and a line for each provider that was wrong or could not do it."""
+    harness.set_precision(experiment.dtype)
+    inputs = experiment.inputs(device)
+    exact, budget = expected(experiment, inputs)
+    rows, failed = [], []
+    for name, provider in experiment.providers.items():
+        if providers and name not in (harness.OURS, *providers):
+            continue
+        try:
+            verify(experiment, name, inputs, exact, budget)
+            size = sum(x.numel() * x.itemsize for x in inputs.values())
+            copies = harness.copies_beyond_l2(size, device)
+            sets = [copied(inputs) for _ in range(copies)]
+            timing, results = harness.time_graph([provider.prepare(i) for i in sets], budget_ms)
+            if not experiment.in_place and provider.prepare_checked is None:
+                for outputs in (results[0], results[-1]):  # of the replays themselves
+                    harness.check(provider.finish(outputs), exact, budget)
+        except WrongResult as error:
+            failed.append(f"{name} is wrong and not timed: {error}")
+            continue
+        except Exception as error:  # a backend that does not serve the shape raises what it likes
+            failed.append(f"{name} failed: {harness.reason(error)}")
+            continue
+        finally:
+            sets = results = None
+        rows.append(
+            Row(
+                experiment.op,
+                experiment.shape,
+                experiment.dtype,
+                experiment.pass_,
+                name,
+                *timing,
+                experiment.bytes,
+                experiment.flops,
+                *origin,
+            )  # fmt: skip
+        )
+    harness.release_memory()
+    return rows, failed
+
+
+def expected(experiment: Experiment, inputs: Inputs) -> tuple[Outputs, list[float]]:
+    """The exact outputs and what each may be off."""
+    low = experiment.reference(copied(inputs))
+    harness.set_precision("fp32")
+    exact = experiment.reference(widened(copied(inputs)))
+    harness.set_precision(experiment.dtype)
+    return exact, harness.budgets(low, exact)
+
+
+def verify(
+    experiment: Experiment, name: str, inputs: Inputs, exact: Outputs, budget: list[float]
+) -> None:
+    """Raise WrongResult unless the provider is right, three times over: a race is not wrong every
+    time."""
+    provider = experiment.providers[name]
+    prepare = provider.prepare_checked or provider.prepare
+    device = inputs[next(iter(inputs))].device
+    for _ in range(3):
+        run = prepare(copied(inputs))
+        harness.poison_free_memory(max(x.numel() * x.itemsize for x in exact), device)
+        harness.check(provider.finish(run()), exact, budget)
+
+
+def time_roofs(device: torch.device, origin: Provenance) -> list[Row]:
+    """What the GPU can do in this run: a copy past the L2 cache, and a large matrix product."""
+    size = 8192
+    source = torch.randn(2**28, device=device)
+    a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)
+    copied_bytes, product_bytes = 2 * source.numel() * source.itemsize, 3 * size**2 * a.itemsize
+    copy, _ = harness.time_graph([source.clone])
+    product, _ = harness.time_graph([lambda: a @ b])
+    return [
+        Row("copy", "1 GiB", "fp32", "fwd", "torch", *copy, copied_bytes, 0, *origin),
+        Row("matmul", f"{size}^3", "bf16", "fwd", "cublas", *product, product_bytes, 2 * size**3,
+            *origin),
+    ]  # fmt: skip
+
+
+def describe(experiment: Experiment, rows: Sequence[Row], failed: Sequence[str]) -> str:
+    """One line on an experiment, and one for each failure."""
+    times = "  ".join(f"{row.provider} {row.median_us:.1f}" for row in rows)
+    line = f"{experiment.count:3d}x {experiment.shape:28s} {experiment.dtype} {experiment.pass_:8s}"
+    line = f"{line} {times}"
+    for ours, best in harness.ratios(rows):
+        rate = f"{ours.tflops:.0f} TFLOP/s" if ours.flops else f"{ours.tbytes:.2f} TB/s"
+        line += f"  ratio {best.median_us / ours.median_us:.2f} over {best.provider}, {rate}"
+    return "\n".join([line, *(f"     ! {f}" for f in failed)])
+
+
+def summary(chosen: Sequence[Experiment], rows: Sequence[Row]) -> str:
+    """Each op and pass, summed over the calls of a training step of the model."""
+    counts = {(e.op, e.shape, e.dtype, e.pass_): e.count for e in chosen}
+    sums: dict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0, 0, 0])
+    for ours, best in harness.ratios(rows):
+        count = counts[ours.key[:4]]
+        batch = ours.shape.split("x")[0] if "x" in ours.shape else "-"
+        total = sums[ours.op, batch, ours.dtype, ours.pass_]
+        total[0] += count * ours.median_us / 1000
+        total[1] += count * best.median_us / 1000
+        total[2] += 1
+        total[3] += best.median_us >= ours.median_us
+    lines = [
+        [*key, f"{ours:.3f}", f"{best:.3f}", f"{best / ours:.2f}", f"{wins} of {n}"]
+        for key, (ours, best, n, wins) in sums.items()
+    ]
+    header = ["op", "batch", "dtype", "pass", "ours ms/step", "best other", "ratio", "shapes won"]
+    return harness.format_table(header, lines)
+
+
+if __name__ == "__main__":
+    harness.run_entry(main)

@@ -1,0 +1,199 @@
+"""Whole training steps to time and to profile: ours, and the same model in PyTorch.
+
+A PyTorch step is noise, forward, loss, backward and fused AdamW. Ours does more: it also clips,
+keeps an EMA, draws every number from its own counter and takes another batch from the data set.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from diffusion.backend import choose_backend
+from diffusion.build import build_model
+from diffusion.data.batches import Batches
+from diffusion.data.image_set import ImageSet
+from diffusion.distributed import Processes
+from diffusion.errors import ConfigError
+from diffusion.flat import FlatParameters
+from diffusion.objective import Objective
+from diffusion.optimizer import Optimizer, OptimizerSettings
+from diffusion.schedule import NoiseSchedule
+from diffusion.train_step import TrainStep
+from diffusion.unet import UNet
+
+from .baseline_unet import build_baseline
+from .cases import model_settings
+from .harness import OURS, WrongResult, relative_error, release_memory, set_precision
+
+_LR, _TIMESTEPS, _IMAGES, _WARM_UP = 2e-4, 1000, 2048, 4
+_MODES = {"eager": None, "compile": "default", "autotune": "max-autotune-no-cudagraphs"}
+
+PROVIDERS = tuple(
+    f"{kind}-{precision}" for kind in (OURS, *_MODES) for precision in ("bf16", "tf32", "fp32")
+)
+
+
+@dataclass
+class Step:
+    """`plain(k)` does update number k; `captured()` does one, captures it and returns its like."""
+
+    plain: Callable[[int], Any]
+    captured: Callable[[], Callable[[int], Any]]
+
+
+class DenoisingLoss(nn.Module):
+    """From uint8 images to the mean squared error of the noise: all of it in one compiled graph."""
+
+    def __init__(self, model: nn.Module, table: Tensor) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("table", table)
+
+    def forward(self, images: Tensor) -> Tensor:  # uint8 [N, C, H, W], channels_last
+        x0 = images.float() / 127.5 - 1
+        t = torch.randint(_TIMESTEPS, (images.shape[0],), device=images.device)
+        noise = torch.randn_like(x0)
+        a, s = self.table[t].view(-1, 2, 1, 1, 1).unbind(1)
+        output = self.model(a * x0 + s * noise, t)
+        return F.mse_loss(output.float(), noise)
+
+
+def settings_of(model: str) -> dict[str, Any]:
+    """The group `model`, without layers that start at zero: zeros multiply faster."""
+    return {**model_settings(model), "zero_init": False}
+
+
+def random_images(shape: tuple[int, ...], device: torch.device) -> Tensor:  # uint8
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randint(256, shape, dtype=torch.uint8, device=device, generator=generator)
+
+
+def our_model(
+    model: str, precision: str, device: torch.device, size: int, backend: str = OURS
+) -> UNet:
+    """The framework's network with the parameters of seed 0."""
+    torch.manual_seed(0)
+    chosen = choose_backend(backend, precision, device, "precision")
+    network = build_model(settings_of(model), chosen, (size, size), 3, False, device)
+    return network.train()
+
+
+def baseline_model(model: str, device: torch.device, size: int) -> nn.Module:
+    """The baseline with the same parameters."""
+    parameters = our_model(model, "fp32", torch.device("cpu"), size, "torch").state_dict()
+    baseline = build_baseline(settings_of(model), 3)
+    baseline.load_state_dict(parameters)
+    return baseline.to(device, memory_format=torch.channels_last).train()
+
+
+def build_step(provider: str, model: str, batch: int, device: torch.device, size: int = 64) -> Step:
+    """The step of a provider such as triton-bf16 or compile-tf32."""
+    kind, _, precision = provider.partition("-")
+    if provider not in PROVIDERS:
+        raise ConfigError(f"provider {provider} is unknown; choose from {', '.join(PROVIDERS)}")
+    if kind == OURS:
+        return _our_step(our_model(model, precision, device, size), batch, size, device)
+    baseline = baseline_model(model, device, size)
+    set_precision(precision)
+    return _torch_step(baseline, batch, size, device, precision, _MODES[kind])
+
+
+def _our_step(model: UNet, batch: int, size: int, device: torch.device) -> Step:
+    data = ImageSet(random_images((_IMAGES, size, size, 3), torch.device("cpu")), name="random")
+    flat = FlatParameters(model)
+    backend = model.backend
+    parts = (
+        model,
+        Objective(NoiseSchedule.linear(_TIMESTEPS), backend, device=device),
+        Batches(data, batch, 0, device),
+        flat,
+        Optimizer(flat, OptimizerSettings(lr=_LR, warmup=0), backend),
+        Processes(device),
+    )
+
+    def captured() -> Callable[[int], Any]:
+        step = TrainStep(*parts, seed=0, steps=10**6)
+        for k in range(_WARM_UP):  # it captures itself, after a few steps
+            step(k)
+        return step
+
+    return Step(TrainStep(*parts, seed=0, steps=10**6, capture=False), captured)
+
+
+def _torch_step(
+    model: nn.Module,
+    batch: int,
+    size: int,
+    device: torch.device,
+    precision: str,
+    mode: str | None,
+) -> Step:
+    images = random_images((_IMAGES, size, size, 3), device).permute(0, 3, 1, 2)
+    index = torch.randint(_IMAGES, (batch,), device=device)
+    loss_of: nn.Module = DenoisingLoss(
+        model, NoiseSchedule.linear(_TIMESTEPS).training_table(device)
+    )
+    adamw = torch.optim.AdamW(
+        model.parameters(), lr=_LR, fused=True, capturable=device.type == "cuda"
+    )
+    if mode is not None:
+        loss_of = torch.compile(
+            loss_of, dynamic=False, **({} if mode == "default" else {"mode": mode})
+        )
+
+    def run(_: int) -> Tensor:
+        adamw.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            loss = loss_of(images[index])
+        loss.backward()
+        adamw.step()
+        return loss.detach()
+
+    def captured() -> Callable[[int], Any]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for k in range(_WARM_UP):
+                run(k)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        adamw.zero_grad(set_to_none=True)  # the graph's gradients lie in its own memory
+        release_memory()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run(_WARM_UP)
+        return lambda _: graph.replay()
+
+    return Step(run, captured)
+
+
+def check_ours(model: str, precision: str, device: torch.device, batch: int = 8, size: int = 64):
+    """Raise WrongResult unless our output and gradient are at most twice as far from the float32
+    baseline as the reference ops in that precision are. Returns (error of ours, error of the
+    reference, budget) of the gradient, all parameters as one vector."""
+    generator = torch.Generator(device).manual_seed(1)
+    x, dy = torch.randn(2, batch, 3, size, size, device=device, generator=generator)
+    x = x.to(memory_format=torch.channels_last)
+    t = torch.randint(_TIMESTEPS, (batch,), device=device, generator=generator)
+
+    def outcome(network: nn.Module) -> tuple[Tensor, Tensor]:
+        y = network(x, t)
+        (y.float() * dy).sum().backward()
+        return y.detach().float(), torch.cat([p.grad.flatten() for p in network.parameters()])
+
+    set_precision("fp32")
+    exact = outcome(baseline_model(model, device, size))
+    low = outcome(our_model(model, precision, device, size, "torch"))
+    got = outcome(our_model(model, precision, device, size))
+    for name, a, b, c in zip(("output", "gradient"), got, low, exact, strict=True):
+        error, theirs = relative_error(a, c), relative_error(b, c)
+        budget = 2 * theirs + 1e-5
+        if error > budget:
+            raise WrongResult(
+                f"the {name} is off by {error:.1e}, the reference in {precision} by {theirs:.1e}"
+            )
+    return error, theirs, budget

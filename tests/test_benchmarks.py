@@ -1,0 +1,372 @@
+"""The benchmarks without a GPU: cases, providers' results, the baseline, rows, traces, errors."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import harness, profile, run, steps, train_step
+from benchmarks.baseline_unet import build_baseline
+from benchmarks.cases import (
+    AdamWCase,
+    AttentionCase,
+    ConvCase,
+    DenoiseCase,
+    NormCase,
+    meta_model,
+    model_cases,
+    model_settings,
+)
+from benchmarks.harness import Row, WrongResult
+from benchmarks.plots import draw_plots
+from benchmarks.providers import experiments
+from diffusion.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+
+
+def row(**changes) -> Row:
+    values = {
+        "op": "conv2d",
+        "shape": "32x64x64 64->64 3x3",
+        "dtype": "bf16",
+        "pass_": "fwd",
+        "provider": "triton",
+        "median_us": 28.5,
+        "p20_us": 28.25,
+        "p80_us": 29.0,
+        "bytes": 2**35,
+        "flops": 9663676416,
+        "gpu": "nvidia-h200",
+        "torch": "2.11.0+cu130",
+        "triton": "3.6.0",
+        "commit": "abc1234",
+    }
+    return Row(**(values | changes))
+
+
+# --- cases ----------------------------------------------------------------------------------------
+
+
+def test_unet64_has_its_known_convolutions():
+    cases = dict(model_cases("unet64", 32, "conv2d"))
+    counts = {case.shape: count for case, count in cases.items()}
+    assert counts["32x64x64 64->64 3x3"] == 7
+    assert counts["32x64x64 192->64 3x3"] == 1
+    assert counts["32x8x8 512->256 3x3"] == 2
+    assert counts["32x64x64 3->64 3x3"] == counts["32x64x64 64->3 3x3"] == 1
+    assert not [c for c in cases if c.stride != 1]  # this model pools
+    assert {c.shape for c in cases if not c.needs_dx} == {
+        "32x64x64 3->64 3x3",
+        "32x1x1 64->256 1x1",
+    }
+    assert {(c.h, c.w) for c in cases if c.float32} == {(1, 1)}  # the embedding
+    assert sum(cases.values()) == sum(
+        1 for name, p in meta_model("unet64").named_parameters() if p.ndim > 1
+    )
+
+
+@pytest.mark.parametrize("model", ["unet64", "adm64", "unet_tiny"])
+@pytest.mark.parametrize("batch", [1, 32])
+def test_cases_add_up_to_the_models_flops(model, batch):
+    found = model_cases(model, batch)
+    flops = sum(count * case.flops for case, count in found if hasattr(case, "flops"))
+    assert flops == batch * meta_model(model).flops_per_image
+
+
+def test_unet64_has_its_known_norms_and_attentions():
+    norms, attentions = (dict(model_cases("unet64", 128, op)) for op in ("group_norm", "attention"))
+    assert sum(norms.values()) == 56
+    assert norms[NormCase(128, 64, 64, 64, 32, "silu", False)] == 8
+    assert attentions == {
+        AttentionCase(128, 256, 192, 6, "qkv_heads"): 5,
+        AttentionCase(128, 64, 256, 8, "qkv_heads"): 6,
+    }
+    [(adamw, _)] = model_cases("unet64", 128, "adamw")
+    assert sum(adamw.sizes) == 20_494_211
+
+
+def test_strides_and_film_are_noted():
+    cases = [case for case, _ in model_cases("adm64", 4)]
+    assert any(case.modulated for case in cases if isinstance(case, NormCase))
+    assert "2x9x7 3->5 3x3 /2" == ConvCase(2, 9, 7, 3, 5, 3, 3, 2, False, True).shape
+
+
+# --- providers ------------------------------------------------------------------------------------
+
+TINY = [
+    ConvCase(2, 5, 4, 8, 16, 3, 3, 1, False, True),
+    ConvCase(2, 4, 4, 16, 8, 1, 1, 1, False, True),
+    ConvCase(2, 6, 6, 8, 8, 3, 3, 2, False, False),
+    NormCase(2, 4, 3, 8, 4, "silu", False),
+    NormCase(2, 2, 3, 8, 2, "identity", True),
+    AttentionCase(2, 16, 32, 2, "qkv_heads"),
+    AttentionCase(1, 16, 32, 2, "heads_qkv"),
+    AdamWCase((70, 31, 1)),
+    DenoiseCase(2, 4, 4, 3),
+]
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda c: f"{c.op} {c.shape}")
+def test_every_provider_agrees_with_the_reference(case):
+    """All but the compiler, which would take minutes; on a GPU a run checks that as well."""
+    for experiment in experiments(case, 1, "fp32"):
+        inputs = experiment.inputs(CPU)
+        before = {k: x.clone() for k, x in inputs.items()}
+        exact, budget = run.expected(experiment, inputs)
+        assert experiment.bytes > 0
+        assert set(experiment.providers) > {"triton"}
+        for name in experiment.providers:
+            if name != "compile":
+                run.verify(experiment, name, inputs, exact, budget)
+        assert all(torch.equal(inputs[k], x) for k, x in before.items())
+
+
+def test_half_precision_gets_a_budget_of_its_own():
+    for experiment in experiments(TINY[0], 1, "fp16"):
+        inputs = experiment.inputs(CPU)
+        exact, budget = run.expected(experiment, inputs)
+        assert exact[0].dtype == torch.float32
+        assert 1e-4 < max(budget) < 2e-3
+        for name in experiment.providers:
+            run.verify(experiment, name, inputs, exact, budget)
+
+
+def test_a_wrong_result_is_refused():
+    exact = [torch.ones(8)]
+    harness.check([torch.ones(8)], exact, [1e-5])
+    for wrong in (torch.full((8,), 1.01), torch.full((8,), torch.nan), torch.ones(4)):
+        with pytest.raises(WrongResult, match="output 0"):
+            harness.check([wrong], exact, [1e-3])
+
+
+# --- the whole step -------------------------------------------------------------------------------
+
+
+def tiny_settings(monkeypatch):
+    settings = model_settings("unet64") | {
+        "model_channels": 8,
+        "num_groups": 4,
+        "num_head_channels": 4,
+        "num_res_blocks": 1,
+        "zero_init": False,
+    }
+    monkeypatch.setattr(steps, "model_settings", lambda name: settings)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_the_baseline_is_the_same_network(layout, monkeypatch):
+    tiny_settings(monkeypatch)
+    ours = steps.our_model("tiny", "fp32", CPU, 16, "torch")
+    baseline = steps.baseline_model("tiny", CPU, 16).to(memory_format=layout)
+    assert [n for n, _ in baseline.named_parameters()] == [n for n, _ in ours.named_parameters()]
+    x, t = torch.randn(2, 3, 16, 16), torch.tensor([3, 700])
+    want, got = ours(x, t), baseline(x.to(memory_format=layout), t)
+    assert want.norm() > 1
+    assert harness.relative_error(got, want) < 5e-6
+    want.square().sum().backward()
+    got.square().sum().backward()
+    for a, b in zip(baseline.parameters(), ours.parameters(), strict=True):
+        assert harness.relative_error(a.grad, b.grad) < 1e-4
+
+
+def test_the_baseline_refuses_other_networks():
+    with pytest.raises(ConfigError, match="model.use_scale_shift_norm|model.dropout"):
+        build_baseline(model_settings("adm64"), 3)
+
+
+def test_steps_train(monkeypatch):
+    tiny_settings(monkeypatch)
+    ours = steps._our_step(steps.our_model("tiny", "fp32", CPU, 16, "torch"), 2, 16, CPU)
+    loss, norm = ours.plain(0)
+    assert torch.isfinite(loss).all() and norm > 0
+    theirs = steps.build_step("eager-fp32", "tiny", 2, CPU, 16)
+    assert torch.isfinite(theirs.plain(0))
+
+
+def test_the_table_of_steps():
+    results = [
+        train_step.Result(32, "compile-bf16", "graph", harness.Timing(12e3, 11e3, 13e3), 2**31, 60),
+        train_step.Result(32, "triton-bf16", "graph", harness.Timing(4e3, 4e3, 4e3), 2**30, 9),
+    ]
+    table = train_step.format_results(results, 38_000_000_000, 790.0).splitlines()
+    assert len(table) == 4
+    cells = [cell.strip() for cell in table[3].split("|")]
+    assert cells[1:5] == ["32", "triton-bf16", "graph", "4.00"]
+    assert cells[7:11] == ["8000", "1.00", "38.5", "3.00"]
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def test_rows_survive_the_file(tmp_path):
+    path = tmp_path / "results" / "gpu.csv"
+    assert harness.read_rows(path) == []
+    rows = [row(), row(provider="cudnn", median_us=27.8), row(shape='odd "name", comma')]
+    harness.add_rows(path, rows)
+    assert harness.read_rows(path) == rows
+    assert path.read_text().splitlines()[0] == (
+        "op,shape,dtype,pass,provider,median_us,p20_us,p80_us,bytes,flops,gpu,torch,triton,commit"
+    )
+    again = row(median_us=20.0, commit="def5678")
+    harness.add_rows(path, [again])
+    assert harness.read_rows(path) == [again, *rows[1:]]
+
+
+def test_foreign_columns_are_refused(tmp_path):
+    path = tmp_path / "other.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match="has columns a,b; expected op,shape"):
+        harness.read_rows(path)
+
+
+def test_ratios_are_to_the_fastest_other():
+    rows = [row(), row(provider="cudnn", median_us=57.0), row(provider="cublas", median_us=60.0)]
+    [(ours, best)] = harness.ratios([*rows, row(pass_="wgrad")])
+    assert (ours.provider, best.provider) == ("triton", "cudnn")
+    assert row().tflops == pytest.approx(339.07, rel=1e-4)
+
+
+def test_plots_are_drawn(tmp_path):
+    rows = [row(), row(provider="cudnn", median_us=57.0)]
+    rows += [
+        row(op="group_norm", shape="x", provider=p, flops=0, median_us=t)
+        for p, t in (("triton", 50.0), ("torch", 40.0))
+    ]
+    rows += [row(op="copy", provider="torch", flops=0), row(op="matmul", provider="cublas")]
+    names = {path.name for path in draw_plots(rows, tmp_path)}
+    assert names == {
+        f"nvidia-h200-{op}-{kind}.png"
+        for op in ("conv2d", "group_norm")
+        for kind in ("ratio", "roofline")
+    }
+    assert all((tmp_path / name).stat().st_size > 1000 for name in names)
+
+
+def test_the_summary_counts_calls():
+    [experiment, *_] = experiments(TINY[0], 7, "bf16")
+    shape = experiment.shape
+    rows = [row(shape=shape), row(shape=shape, provider="cudnn", median_us=57.0)]
+    assert " 0.200 |" in run.summary([experiment], rows)  # 7 x 28.5 us
+    line = run.describe(experiment, rows, ["cublas failed: out of memory"])
+    assert "ratio 2.00 over cudnn" in line and "! cublas failed" in line
+
+
+# --- profiles -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kernel", "op", "want"),
+    [
+        ("_conv2d_tma_kernel", "_Conv2d", "conv fwd"),
+        ("_conv2d_gather_kernel", "_Conv2dBackward", "conv dgrad"),
+        ("_conv2d_wgrad_tma_kernel", "_Conv2dBackward", "conv wgrad"),
+        ("_column_sum_kernel", "_Conv2dBackward", "conv wgrad"),
+        ("_group_norm_resident_bwd_kernel", "_GroupNormBackward", "norm"),
+        ("_norm_kernel", "", "optimizer"),
+        ("_adamw_kernel", "", "optimizer"),
+        ("_attention_bwd_dq_kernel", "_AttentionBackward", "attention"),
+        ("_q_sample_kernel", "", "denoise"),
+        ("_row_sum_kernel", "_DenoiseLoss", "denoise"),
+        ("_spread_kernel", "_UpsampleNearest2d", "resample"),
+        ("_cast_kernel", "_Conv2d", "elementwise"),
+        ("void at::native::vectorized_elementwise_kernel<4, add>", "aten::add", "elementwise"),
+        ("void at::native::CatArrayBatchedCopy<at::native::Opaque>", "aten::cat", "elementwise"),
+        ("Memcpy HtoD (Pageable -> Device)", "aten::copy_", "elementwise"),
+        ("sm90_xmma_fprop_implicit_gemm_bf16bf16", "aten::cudnn_convolution", "conv fwd"),
+        ("sm90_xmma_dgrad_implicit_gemm_bf16", "aten::convolution_backward", "conv dgrad"),
+        ("cutlass__5x_cudnn::Kernel<wgrad2d>", "aten::convolution_backward", "conv wgrad"),
+        ("cutlass_tensorop_s1688", "aten::cudnn_convolution", "conv fwd"),
+        ("void cudnn::ops::nchwToNhwcKernel<float>", "aten::cudnn_convolution", "layout"),
+        ("nvjet_hsh_128x128", "aten::addmm", "matmul"),
+        ("void cublasLt::splitKreduce_kernel<32>", "aten::addmm", "matmul"),
+        ("triton_red_fused_native_group_norm_3", "", "norm"),
+        ("triton_poi_fused_add_convolution_7", "", "elementwise"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel", "", "optimizer"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "", "attention"),
+        ("unheard_of", "", "other"),
+    ],
+)
+def test_kernels_find_their_family(kernel, op, want):
+    assert profile.family(kernel, op) == want
+    assert want in profile._FAMILIES
+
+
+def test_a_trace_becomes_a_report():
+    def event(cat, name, ts, dur, external):
+        return {
+            "ph": "X",
+            "cat": cat,
+            "name": name,
+            "ts": ts,
+            "dur": dur,
+            "args": {"External id": external},
+        }
+
+    trace = {
+        "traceEvents": [
+            event("cpu_op", "_Conv2d", 0, 5, 1),
+            event("cpu_op", "_Conv2dBackward", 9, 5, 2),
+            event("kernel", "_conv2d_tma_kernel", 10, 1000, 1),
+            event("kernel", "_conv2d_tma_kernel", 2010, 3000, 2),
+            {"ph": "M", "name": "process_name"},
+        ]
+    }
+    kernels = profile.read_trace(trace)
+    assert [k.op for k in kernels] == ["_Conv2d", "_Conv2dBackward"]
+    text = profile.report(kernels, 2, 30, wall=4.0, host=3.0)
+    [forward] = [line for line in text.splitlines() if line.startswith("| conv fwd")]
+    assert [cell.strip() for cell in forward.split("|")[2:6]] == ["0.500", "0", "1000.0", "25.0"]
+    assert "GPU busy 2.00 ms (50%)" in text and "bound by the host" in text
+
+
+# --- settings and errors --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["opp=conv2d"], "opp is unknown; did you mean op?"),
+        (["conv2d"], "conv2d is not of the form key=value"),
+        (["op=conv"], "op=conv is unknown; choose from conv2d"),
+        (["dtype=int8"], "dtype=int8 is unknown; choose from bf16"),
+        (["batch=a"], "batch=a is not a whole number"),
+    ],
+)
+def test_wrong_settings_are_named(arguments, message):
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        run.main(arguments)
+
+
+def test_unknown_models_and_empty_choices_are_named():
+    with pytest.raises(ConfigError, match="model=unet65 is unknown; choose one of adm64, unet64"):
+        model_cases("unet65", 1)
+    settings = run.DEFAULTS | {"shape": "5x5", "batch": (1,)}
+    with pytest.raises(ConfigError, match="nothing to time"):
+        run.select(settings, ("conv2d",))
+
+
+def test_settings_take_the_types_of_their_defaults():
+    settings = harness.parse_settings(["batch=8,32", "op=conv2d"], run.DEFAULTS)
+    assert settings["batch"] == (8, 32) and settings["op"] == ("conv2d",)
+    assert dataclasses.asdict(row())["bytes"] == 2**35
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("module", ["run", "train_step", "profile"])
+def test_without_a_gpu_there_is_one_line(module):
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: benchmarks need a CUDA device, and PyTorch sees none\n"
