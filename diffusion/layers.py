@@ -90,7 +90,7 @@ class Conv1d(Layer):
 
 
 class ConvTranspose1d(Layer):
-    """Doubles T: [N, 1, T, C] -> [N, 1, 2T, C], as nn.ConvTranspose1d(C, C, 4, stride=2, padding=1).
+    """nn.ConvTranspose1d(C, C, 4, stride=2, padding=1): [N, 1, T, C] -> [N, 1, 2T, C].
 
         y[2m]     = W_1 x[m] + W_3 x[m - 1]
         y[2m + 1] = W_2 x[m] + W_0 x[m + 1]
@@ -116,8 +116,8 @@ class ConvTranspose1d(Layer):
             self.bias.repeat(2),
             allow_tf32=self.backend.allow_tf32,
         )
-        n, h, t, _ = x.shape
-        return y.view(n, h, 2 * t, -1)
+        n, h, t, c = x.shape
+        return y.view(n, h, 2 * t, c)
 
 
 class Linear(Layer):
