@@ -10,6 +10,7 @@
     passes=          only these, e.g. fwd,dgrad; default all but fwd+bias
     shape=           only shapes that contain this text, e.g. shape=64x64
     budget_ms=40     time spent on replays of one measurement
+    plots=1          0: draw none (python -m benchmarks.plots draws them from the CSV)
     out=             a folder for the CSV and the plots; default benchmarks/results, docs/benchmarks
 
 Exit code 1 if a result of ours was wrong or failed.
@@ -26,7 +27,6 @@ from diffusion.errors import ConfigError
 from . import harness
 from .cases import OPS, model_cases
 from .harness import Provenance, Row, WrongResult, check_choice
-from .plots import draw_plots
 from .providers import DTYPES, Experiment, Inputs, Outputs, copied, experiments, widened
 
 DEFAULTS = {
@@ -38,6 +38,7 @@ DEFAULTS = {
     "passes": (),
     "shape": "",
     "budget_ms": 40,
+    "plots": 1,
     "out": "",
 }
 
@@ -69,9 +70,12 @@ def main(arguments: Sequence[str]) -> int:
         rows += found
         failures += [f"{experiment.shape} {experiment.pass_}: {f}" for f in failed]
     print(f"\n{summary(chosen, rows)}")
-    plots = Path(settings["out"]) if settings["out"] else harness.PLOTS
-    drawn = draw_plots(harness.read_rows(results), plots)
-    print(f"\n{len(rows)} rows in {results}; plots: {', '.join(map(str, drawn))}")
+    print(f"\n{len(rows)} rows in {results}")
+    if settings["plots"]:
+        from .plots import draw_plots  # which needs matplotlib
+
+        folder = Path(settings["out"]) if settings["out"] else harness.PLOTS
+        print("\n".join(map(str, draw_plots(harness.read_rows(results), folder))))
     ours = [f for f in failures if ": triton" in f]
     return 1 if ours else 0
 

@@ -57,40 +57,43 @@ def main(arguments: Sequence[str]) -> int:
     flops = 3 * meta_model(settings["model"], _SIZE).flops_per_image
     device = harness.require_cuda()
     origin = harness.provenance()
-    results, notes = [], []
-    wrong = False
+    results, notes, wrong = [], [], 0
     for provider in settings["providers"]:
-        if provider.startswith(OURS):
-            try:
-                check = check_ours(settings["model"], provider.split("-")[1], device)
-            except WrongResult as error:
-                notes.append(f"{provider} is wrong and not timed: {error}")
-                print(f"! {notes[-1]}", flush=True)
-                wrong = True
-                continue
-            errors = "off by {:.1e}, the reference by {:.1e}, the budget is {:.1e}".format(*check)
-            print(f"{provider}: gradient {errors}")
-            harness.release_memory()
-        modes = settings["modes"]
-        for batch in settings["batch"]:
-            found, failed = run_provider(settings, provider, modes, batch, device)
-            for r in found:
-                print(
-                    f"B={batch} {provider} {r.mode}: {r.timing.median / 1000:.2f} ms"
-                    f" ({r.setup:.0f} s to set up)",
-                    flush=True,
-                )
-            for note in failed:
-                print(f"! {note}", flush=True)
-            results += found
-            notes += failed
-            if any("graph: failed" in note for note in failed):
-                modes = ("plain",)  # a capture that fails may leave PyTorch's allocator in it
-    table = format_results(results, flops, MATRIX_PEAK.get(origin.gpu))
-    table = "\n".join([table, "", *(f"- {note}" for note in notes)]).rstrip()
+        try:
+            if provider.startswith(OURS):
+                errors = check_ours(settings["model"], provider.split("-")[1], device)
+                print("{}: gradient off by {:.1e}, reference {:.1e}".format(provider, *errors))
+            found, failed = run_batches(settings, provider, device)
+        except WrongResult as error:
+            found, failed, wrong = [], [f"{provider} is wrong and not timed: {error}"], 1
+            print(f"! {failed[0]}", flush=True)
+        results += found
+        notes += failed
+        table = format_results(results, flops, MATRIX_PEAK.get(origin.gpu))
+        table = "\n".join([table, "", *(f"- {note}" for note in notes)]).rstrip()
+        save(settings, results, table, flops, origin)  # at once: a run may be cut short
     print(f"\n{table}")
-    save(settings, results, table, flops, origin)
-    return 1 if wrong else 0
+    return wrong
+
+
+def run_batches(
+    settings: dict, provider: str, device: torch.device
+) -> tuple[list[Result], list[str]]:
+    """The lines of one provider, and what went wrong; both are printed as they come."""
+    results, notes = [], []
+    modes = settings["modes"]
+    for batch in settings["batch"]:
+        found, failed = run_provider(settings, provider, modes, batch, device)
+        for r in found:
+            time_ms = f"{r.timing.median / 1000:.2f} ms ({r.setup:.0f} s to set up)"
+            print(f"B={batch} {provider} {r.mode}: {time_ms}", flush=True)
+        for note in failed:
+            print(f"! {note}", flush=True)
+        results += found
+        notes += failed
+        if any("graph: failed" in note for note in failed):
+            modes = ("plain",)  # a capture that fails may leave PyTorch's allocator in it
+    return results, notes
 
 
 def run_provider(
@@ -189,7 +192,6 @@ def save(
         f" torch {origin.torch}, triton {origin.triton}, commit {origin.commit}."
     )
     path.write_text(f"{about}\n\n{table}\n")
-    print(f"\n{len(rows)} rows in {folder / origin.gpu}.csv; the table in {path}")
 
 
 if __name__ == "__main__":
