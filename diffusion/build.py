@@ -9,13 +9,21 @@ import torch
 
 from .backend import Backend
 from .errors import ConfigError
-from .sampler import Sampler
+from .sampler import DDIM, DDPM, Sampler
 from .schedule import NoiseSchedule, make_schedule
+from .solvers import DPMSolverPP2M, Heun
 from .unet import UNet
 
 T = TypeVar("T")
 
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {"unet": UNet}
+
+SAMPLERS: dict[str, type[Sampler]] = {
+    "ddpm": DDPM,
+    "ddim": DDIM,
+    "heun": Heun,
+    "dpmpp_2m": DPMSolverPP2M,
+}
 
 
 def construct(make: Callable[..., T], settings: dict[str, Any], group: str, **given: Any) -> T:
@@ -59,6 +67,30 @@ def build_model(
     return model.to(device)
 
 
+def check_sampler(name: str) -> None:
+    """ConfigError unless there is a sampler of that name."""
+    if name not in SAMPLERS:
+        raise ConfigError(f"sampler={name} is unknown; choose one of {', '.join(SAMPLERS)}")
+
+
+def make_sampler(
+    schedule: NoiseSchedule,
+    backend: Backend,
+    sampler: str = "ddpm",
+    *,
+    eta: float = 0.0,  # of ddim alone
+    **options: Any,  # of Sampler
+) -> Sampler:
+    """The sampler of that name. ConfigError: an unknown name, eta where it has no meaning, or what
+    its constructor finds wrong."""
+    check_sampler(sampler)
+    if sampler == "ddim":
+        options["eta"] = eta
+    elif eta:
+        raise ConfigError(f"eta={eta} has no meaning with sampler={sampler}; use sampler=ddim")
+    return SAMPLERS[sampler](schedule, backend, **options)
+
+
 class Process:
     """The group `diffusion` of the configuration."""
 
@@ -89,7 +121,7 @@ class Process:
 
     def sampler(self, backend: Backend, device: torch.device, **settings: Any) -> Sampler:
         """A sampler of this process; settings: sampler, steps, eta, clip, spacing."""
-        return Sampler(
+        return make_sampler(
             self.schedule,
             backend,
             device=device,

@@ -6,8 +6,8 @@ DDPM and DDIM, for every prediction and variance, are one linear step with other
     x_{t-1} = c x_0 + d x_t + e output + sigma z
 
 So a sampler is a table with a row a step, which `denoise_step` indexes on the device: the loop
-never waits for the host, and one launch is a step. A solver that needs more than that (a second
-evaluation, a memory of earlier steps) is a class that overrides `Sampler.table` and `Sampler.step`.
+never waits for the host, and one launch is a step. The solvers of higher order, which remember the
+x_0 of the step before, are in `solvers`.
 
 Against diffusers. DDPMScheduler is the same for every spacing but in one case: it adds noise in the
 last step whenever that step's timestep is above 0 (spacing trailing), which matters with
@@ -24,7 +24,8 @@ References:
     Denoising Diffusion Implicit Models (Song et al., 2021), https://arxiv.org/abs/2010.02502
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,8 +37,6 @@ from .backend import Backend
 from .errors import ConfigError
 from .objective import Denoiser, check_output
 from .schedule import LEARNED_VARIANCES, NoiseSchedule
-
-SAMPLERS = ("ddpm", "ddim")
 
 
 def ddpm_table(
@@ -59,7 +58,7 @@ def ddpm_table(
         sigma = np.exp(0.5 * log_min)
         log_min = log_max = np.zeros(schedule.num_timesteps)
     sigma[0] = 0
-    return _executed(a, b, c, d, np.zeros_like(c), sigma, log_min, log_max)
+    return executed(a, b, c, d, np.zeros_like(c), sigma, log_min, log_max)
 
 
 def ddim_table(
@@ -93,7 +92,7 @@ def ddim_table(
     else:
         c, d, e = np.sqrt(previous), direction * (p * a + q), direction * p * b
     zero = np.zeros_like(sigma)
-    return _executed(a, b, c, d, e, sigma, zero, zero)
+    return executed(a, b, c, d, e, sigma, zero, zero)
 
 
 def _ddim_deviations(
@@ -104,77 +103,71 @@ def _ddim_deviations(
     return sigma, np.sqrt(1 - previous - sigma**2)
 
 
-def _executed(*columns: np.ndarray) -> np.ndarray:
+def executed(*columns: np.ndarray) -> np.ndarray:
     """The columns as a table whose first row is the noisiest step."""
     return np.stack(columns, axis=1)[::-1].copy()
 
 
 class Sampler:
-    r"""Draws images with a trained denoiser.
+    r"""Draws images with a trained denoiser. A subclass says by which table.
 
     Arguments:
         schedule: The chain that the denoiser was trained on.
         backend: Whose ops draw the noise and make the step.
-        sampler: ddpm or ddim.
         steps: How many steps of the chain to take, or guided-diffusion's strings ("ddim50",
             "10,15,20"); None: all of them. See `schedule.space_timesteps`.
-        spacing: Which steps: guided, leading, trailing or linspace.
-        eta: DDIM's noise, from 0 (none) to 1 (as much as DDPM).
+        spacing: Which steps: guided, leading, trailing, linspace or karras.
         clip: x_0 is clamped to [-clip, clip] in every step; None: it is not.
         prediction: What the denoiser predicts: epsilon, sample or v_prediction.
         variance: fixed_small, fixed_large, learned_range or learned.
-        use_clipped_model_output: Which epsilon DDIM goes on with, see `ddim_table`.
         device: Where to sample.
     """
+
+    respacing: Mapping[str, bool] = {}  # options of NoiseSchedule.respace
 
     def __init__(
         self,
         schedule: NoiseSchedule,
         backend: Backend,
-        sampler: str = "ddpm",
         *,
         steps: int | str | Sequence[int] | None = None,
         spacing: str = "guided",
-        eta: float = 0.0,
         clip: float | None = 1.0,
         prediction: str = "epsilon",
         variance: str = "fixed_small",
-        use_clipped_model_output: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
-        if sampler not in SAMPLERS:
-            raise ConfigError(f"sampler={sampler} is unknown; choose one of {', '.join(SAMPLERS)}")
-        if not 0 <= eta <= 1:
-            raise ConfigError(f"eta={eta} is not possible; give a number from 0 to 1")
-        if eta and sampler != "ddim":
-            raise ConfigError(f"eta={eta} has no meaning with sampler={sampler}; use sampler=ddim")
-        if clip is not None and clip <= 0:
+        if clip is not None and not (_is_number(clip) and clip > 0):
             raise ConfigError(f"clip={clip} is not possible; give a number above 0, or null")
         self.backend = backend
-        self.schedule = schedule if steps is None else schedule.respace(steps, spacing)
-        self.sampler = sampler
-        self.eta = eta
+        self.schedule = schedule.respace(steps, spacing, **self.respacing)
         self.clip = clip
         self.prediction = prediction
         self.variance = variance
-        self.use_clipped_model_output = use_clipped_model_output
-        self.schedule.log_variance_range(variance)  # an unknown name fails here for DDIM too
+        self.schedule.log_variance_range(variance)  # an unknown name fails, used or not
 
         self.rows = torch.tensor(self.table(), dtype=torch.float32, device=device)  # [K, 8]
-        timesteps = self.schedule.timestep_map[::-1].copy()
-        self.timesteps = torch.tensor(timesteps, device=device)  # int64 [K]
+        timesteps = torch.tensor(self.row_timesteps(), device=device)  # [K]
+        # int64, but for levels between the timesteps
+        self.timesteps = timesteps.float() if timesteps.is_floating_point() else timesteps
 
     @property
     def num_steps(self) -> int:
-        """K."""
+        """K, the number of evaluations of the denoiser."""
         return len(self.timesteps)
 
     def table(self) -> np.ndarray:  # float64 [K, 8]
         """The constants of `denoise_step`: a, b, c, d, e, sigma, log_min, log_max; row k is the
         k-th step executed."""
-        if self.sampler == "ddpm":
-            return ddpm_table(self.schedule, self.prediction, self.variance)
-        return ddim_table(self.schedule, self.prediction, self.eta, self.use_clipped_model_output)
+        raise NotImplementedError
+
+    def row_timesteps(self) -> np.ndarray:  # [K]
+        """What the denoiser is told in each row of the table."""
+        return self.schedule.timestep_map[::-1].copy()
+
+    def new_memory(self, x: Tensor) -> Tensor | None:
+        """What `step` is to carry from one step to the next, if anything: it writes there."""
+        return None
 
     def step(
         self,
@@ -185,15 +178,23 @@ class Sampler:
         *,
         labels: Tensor | None = None,  # [N]
         first: int = 0,
+        memory: Tensor | None = None,  # of new_memory
     ) -> Tensor:  # float32 [N, H, W, C]
         """x_t -> x_{t-1}. Depends on no host value that changes from step to step, so that one
         captured graph serves all of them."""
-        t = self.timesteps[row.expand(x.shape[0])]
-        output = denoiser(x.to(self.backend.dtype), t, labels)
-        check_output(output, x, self.variance)
+        output = self.evaluate(denoiser, x, row, labels)
         return self.backend.ops.denoise_step(
             x, output, self.rows, row, rng, first=first, clip=self.clip
         )
+
+    def evaluate(
+        self, denoiser: Denoiser, x: Tensor, row: Tensor, labels: Tensor | None
+    ) -> Tensor:  # [N, H, W, C or 2C]
+        """What the denoiser says at the timestep of this row."""
+        t = self.timesteps[row.expand(x.shape[0])]
+        output = denoiser(x.to(self.backend.dtype), t, labels)
+        check_output(output, x, self.variance)
+        return output
 
     @torch.no_grad()
     def sample(
@@ -220,8 +221,48 @@ class Sampler:
         elif x.shape != tuple(shape):
             raise ValueError(f"x has shape {list(x.shape)}; shape says {list(shape)}")
         steps = torch.arange(self.num_steps, device=device)
+        memory = self.new_memory(x)
         for k in range(self.num_steps):
-            x = self.step(denoiser, x, steps[k : k + 1], rng, labels=labels, first=first)
+            row = steps[k : k + 1]
+            x = self.step(denoiser, x, row, rng, labels=labels, first=first, memory=memory)
             if progress is not None:
                 progress(k + 1, self.num_steps)
         return x
+
+
+class DDPM(Sampler):
+    """Ancestral sampling, see `ddpm_table`."""
+
+    def table(self) -> np.ndarray:
+        return ddpm_table(self.schedule, self.prediction, self.variance)
+
+
+class DDIM(Sampler):
+    """Implicit sampling, see `ddim_table`.
+
+    Arguments:
+        eta: The noise, from 0 (none) to 1 (as much as DDPM).
+        use_clipped_model_output: Which epsilon to go on with.
+    """
+
+    def __init__(
+        self,
+        schedule: NoiseSchedule,
+        backend: Backend,
+        *,
+        eta: float = 0.0,
+        use_clipped_model_output: bool = True,
+        **options: Any,  # of Sampler
+    ) -> None:
+        if not (_is_number(eta) and 0 <= eta <= 1):
+            raise ConfigError(f"eta={eta} is not possible; give a number from 0 to 1")
+        self.eta = eta
+        self.use_clipped_model_output = use_clipped_model_output
+        super().__init__(schedule, backend, **options)
+
+    def table(self) -> np.ndarray:
+        return ddim_table(self.schedule, self.prediction, self.eta, self.use_clipped_model_output)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -199,7 +199,8 @@ class NoiseSchedule:
         (Nichol and Dhariwal, 2021, eq. 19).
 
         Arguments:
-            steps: As of `space_timesteps`; None: all of them.
+            steps: As of `space_timesteps`; None: as many as there are, which is this chain itself
+                unless the spacing is karras.
             spacing: As of `space_timesteps`, or karras: the levels sigma = sqrt(1 / alpha_bar - 1)
                 between the chain's ends, in equal steps of sigma^(1/7) (Karras et al., 2022,
                 eq. 5).
@@ -209,8 +210,9 @@ class NoiseSchedule:
                 interpolation in log sigma. Without it, karras has the same levels and tells the
                 nearest step.
         """
-        if steps is None:
-            steps = self.num_timesteps
+        if steps is None and spacing in SPACINGS and spacing != "karras":
+            return self
+        steps = self.num_timesteps if steps is None else steps
         if spacing == "karras":
             sigmas = _karras_sigmas(self.sigmas[0], self.sigmas[-1], _count("steps", steps))
             t = np.interp(np.log(sigmas), np.log(self.sigmas), np.arange(self.num_timesteps))
@@ -309,7 +311,9 @@ def _karras_sigmas(
     sigma_min: float, sigma_max: float, count: int, rho: float = 7.0
 ) -> np.ndarray:  # float64 [count], ascending
     ends = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
-    return np.linspace(*ends, count)[::-1] ** rho
+    sigmas = np.linspace(*ends, count)[::-1] ** rho
+    sigmas[0], sigmas[-1] = sigma_min, sigma_max  # without rounding; of a single step: sigma_max
+    return sigmas
 
 
 def _ddim_stride(num_timesteps: int, count: int) -> np.ndarray:

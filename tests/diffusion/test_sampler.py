@@ -14,8 +14,9 @@ from diffusers.schedulers import scheduling_ddpm
 from safetensors.torch import load_file
 
 from diffusion.backend import TORCH_FP32
+from diffusion.build import SAMPLERS, make_sampler
 from diffusion.errors import ConfigError
-from diffusion.sampler import Sampler, ddim_table, ddpm_table
+from diffusion.sampler import DDPM, ddim_table, ddpm_table
 from diffusion.schedule import make_schedule
 from triton_kernels import reference
 from triton_kernels.philox import INITIAL, REVERSE
@@ -50,7 +51,7 @@ def test_recorded_step(golden, monkeypatch, name, steps, variance, recorded, opt
     g = load_file(golden / f"process_{name}.safetensors")
     xt, output, z = _nhwc(g["xt"]), _nhwc(g["model_output"]), _nhwc(g["z"])
     expected = _nhwc(g[recorded])
-    sampler = Sampler(
+    sampler = make_sampler(
         make_schedule("linear", 1000), TORCH_FP32, steps=steps, variance=variance, **options
     )
     if recorded == "mean":
@@ -147,7 +148,7 @@ def test_ddpm_chain_of_diffusers(name, clip, variance, prediction, spacing, monk
     if name == "cosine":
         scheduler = _exact(scheduler, schedule)
     expected = _chain_of_diffusers(scheduler, denoiser, SHAPE, 50, monkeypatch)
-    sampler = Sampler(
+    sampler = make_sampler(
         schedule, TORCH_FP32, "ddpm", steps=50, spacing=spacing, clip=clip,
         prediction=prediction, variance=variance,
     )  # fmt: skip
@@ -188,7 +189,7 @@ def test_ddim_chain_of_diffusers(
         scheduler, denoiser, SHAPE, 50, monkeypatch, eta=eta,
         use_clipped_model_output=use_clipped_model_output,
     )  # fmt: skip
-    sampler = Sampler(
+    sampler = make_sampler(
         schedule, TORCH_FP32, "ddim", steps=50, spacing=spacing, clip=clip, eta=eta,
         prediction=prediction, use_clipped_model_output=use_clipped_model_output,
     )  # fmt: skip
@@ -201,7 +202,7 @@ def test_the_toy_is_clipped_and_the_dialects_differ():
         schedule=make_schedule("linear", 1000), backend=TORCH_FP32, sampler="ddim", steps=50
     )
     chains = [
-        Sampler(**make, clip=clip, use_clipped_model_output=own).sample(
+        make_sampler(**make, clip=clip, use_clipped_model_output=own).sample(
             _toy("epsilon", False), SHAPE, seed=SEED
         )
         for clip, own in ((1.0, True), (1.0, False), (None, True), (None, False))
@@ -216,7 +217,7 @@ def test_diffusers_adds_noise_in_a_last_step_above_zero(monkeypatch):
     """The documented difference, in case diffusers changes."""
     scheduler = DDPMScheduler(1000, variance_type="fixed_large", timestep_spacing="trailing")
     theirs = _chain_of_diffusers(scheduler, _toy("epsilon", False), SHAPE, 50, monkeypatch)
-    sampler = Sampler(
+    sampler = make_sampler(
         make_schedule("linear", 1000),
         TORCH_FP32,
         steps=50,
@@ -238,12 +239,16 @@ CASES = [
     {"sampler": "ddim"},
     {"sampler": "ddim", "eta": 0.7, "variance": "learned_range"},
     {"sampler": "ddim", "eta": 1.0, "use_clipped_model_output": False, "spacing": "trailing"},
+    {"sampler": "heun"},
+    {"sampler": "heun", "prediction": "v_prediction", "variance": "learned_range"},
+    {"sampler": "dpmpp_2m"},
+    {"sampler": "dpmpp_2m", "prediction": "sample", "spacing": "leading", "clip": None},
 ]
 NAMES = ["-".join(str(value) for value in case.values()) for case in CASES]
 
 
 def _sampler(name="linear", backend=TORCH_FP32, **case):
-    return Sampler(make_schedule(name, 200), backend, **{"steps": 6, **case})
+    return make_sampler(make_schedule(name, 200), backend, **{"steps": 6, **case})
 
 
 def _toy_of(sampler):
@@ -271,13 +276,14 @@ def test_batch_split_changes_nothing(case, name):
 )
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 def test_tables_are_finite_and_end_without_noise(name, total, steps, case):
-    sampler = Sampler(
+    sampler = make_sampler(
         make_schedule(name, total), TORCH_FP32, steps=steps, **case | {"spacing": "guided"}
     )
     assert sampler.rows.shape == (sampler.num_steps, 8)
     assert torch.isfinite(sampler.rows).all()
     assert sampler.rows[-1, 5] == 0 and (sampler.rows[:, 5] >= 0).all()
-    assert (sampler.timesteps.diff() < 0).all()
+    heun = case["sampler"] == "heun"  # which evaluates twice at all but the noisiest
+    assert (sampler.timesteps[:: 2 if heun else 1].diff() < 0).all()
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
@@ -314,7 +320,7 @@ def test_ddim_with_eta_one_is_ddpm(name):
 
 def test_what_the_denoiser_is_given():
     backend = replace(TORCH_FP32, dtype=torch.bfloat16)
-    sampler = Sampler(make_schedule("linear", 1000), backend, steps="ddim4")
+    sampler = make_sampler(make_schedule("linear", 1000), backend, steps="ddim4")
     labels, seen, done = torch.tensor([1, 0]), [], []
 
     def denoiser(x, t, y):
@@ -342,19 +348,21 @@ def test_x_replaces_the_initial_noise_and_is_left_alone():
         sampler.sample(_toy_of(sampler), (3, 3, 4, 1), seed=0, x=x)
 
 
-def test_one_row_tensor_serves_every_step():
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_one_row_tensor_serves_every_step(name):
     """As a captured graph uses it: the row is advanced in place on the device."""
-    sampler = _sampler(sampler="ddpm")
+    sampler = _sampler(sampler=name)
     denoiser, rng, row = _toy_of(sampler), torch.tensor([SEED, 0]), torch.tensor([0])
     x = reference.normal((2, 3, 4, 1), rng, stream=INITIAL)
+    memory = sampler.new_memory(x)
     for _ in range(sampler.num_steps):
-        x = sampler.step(denoiser, x, row, rng)
+        x = sampler.step(denoiser, x, row, rng, memory=memory)
         row += 1
     assert torch.equal(x, sampler.sample(denoiser, x.shape, seed=SEED))
 
 
-def test_a_solver_can_override_table_and_step():
-    class HalfNoise(Sampler):
+def test_a_sampler_can_override_table_and_step():
+    class HalfNoise(DDPM):
         """DDPM with half the deviation, and every step counted."""
 
         steps_made = 0
@@ -376,7 +384,7 @@ def test_a_solver_can_override_table_and_step():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"sampler": "ddmp"}, "sampler=ddmp is unknown; choose one of ddpm, ddim"),
+        ({"sampler": "ddmp"}, "sampler=ddmp is unknown; choose one of ddpm, ddim, heun, dpmpp_2m"),
         ({"sampler": "ddim", "eta": 1.5}, "eta=1.5"),
         ({"eta": 0.5}, "eta=0.5 has no meaning with sampler=ddpm"),
         ({"clip": 0.0}, "clip=0.0"),
@@ -389,7 +397,7 @@ def test_a_solver_can_override_table_and_step():
 )
 def test_errors_name_the_value(options, message):
     with pytest.raises(ConfigError, match=message):
-        Sampler(make_schedule("linear", 100), TORCH_FP32, **options)
+        make_sampler(make_schedule("linear", 100), TORCH_FP32, **options)
 
 
 @pytest.mark.parametrize("variance, learned", [("fixed_small", True), ("learned_range", False)])
@@ -416,16 +424,18 @@ def test_backends_agree(case):
 
 
 @pytest.mark.gpu
-def test_no_host_synchronisation_within_the_loop():
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_no_host_synchronisation_within_the_loop(name):
     import triton_kernels
 
     backend = replace(TORCH_FP32, name="triton", ops=triton_kernels)
-    sampler = _sampler(backend=backend, device="cuda")
+    sampler = _sampler(backend=backend, device="cuda", sampler=name)
     denoiser, rng = _toy_of(sampler), torch.tensor([SEED, 0], device="cuda")
     row, x = torch.tensor([0], device="cuda"), torch.randn(2, 3, 4, 1, device="cuda")
-    sampler.step(denoiser, x, row, rng)  # compile first
+    memory = sampler.new_memory(x)
+    sampler.step(denoiser, x, row, rng, memory=memory)  # compile first
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sampler.step(denoiser, x, row, rng)
+        sampler.step(denoiser, x, row, rng, memory=memory)
     finally:
         torch.cuda.set_sync_debug_mode("default")

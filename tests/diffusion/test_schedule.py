@@ -5,7 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from diffusers import DDIMScheduler, DDPMScheduler
+from diffusers import (
+    DDIMScheduler,
+    DDPMScheduler,
+    DPMSolverMultistepScheduler,
+    HeunDiscreteScheduler,
+)
 from safetensors.torch import load_file
 
 from diffusion.errors import ConfigError
@@ -72,6 +77,52 @@ def test_timesteps_of_diffusers(spacing, total, steps):
         theirs.set_timesteps(steps)
         ours = space_timesteps(total, steps, spacing)[::-1]
         np.testing.assert_array_equal(ours, theirs.timesteps.numpy())
+
+
+@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
+@pytest.mark.parametrize("total, steps", [(1000, 50), (1000, 999), (1000, 37), (1000, 1), (50, 7)])
+def test_timesteps_above_zero_are_those_of_a_multistep_solver(spacing, total, steps):
+    theirs = DPMSolverMultistepScheduler(total, timestep_spacing=spacing)
+    theirs.set_timesteps(steps)
+    ours = space_timesteps(total, steps, spacing, above_zero=True)[::-1]
+    np.testing.assert_array_equal(ours, theirs.timesteps.numpy())
+
+
+@pytest.mark.parametrize("karras", [False, True])
+@pytest.mark.parametrize("steps", [50, 28, 1])
+def test_levels_between_those_of_the_chain(steps, karras):
+    theirs = HeunDiscreteScheduler(
+        1000, beta_start=1e-4, beta_end=0.02, use_karras_sigmas=karras and steps > 1
+    )
+    theirs.set_timesteps(steps)
+    base = make_schedule("linear", 1000)
+    ours = base.respace(steps, "karras" if karras else "linspace", fractional=True)
+    if steps == 1:  # linspace is timestep 0 alone, karras begins with the noisiest level
+        assert ours.timestep_map.tolist() == [999 if karras else 0]
+        return
+    np.testing.assert_allclose(ours.sigmas[::-1], theirs.sigmas[:-1:2], rtol=2e-4)
+    np.testing.assert_allclose(ours.timestep_map[::-1], theirs.timesteps[::2], atol=0.02)
+    whole = base.respace(steps, "karras").timestep_map
+    assert whole.dtype == np.int64
+    if karras:
+        np.testing.assert_array_equal(whole, np.round(ours.timestep_map))
+
+
+def test_karras_levels():
+    base = make_schedule("cosine", 1000)
+    levels = base.respace(5, "karras")
+    roots = levels.sigmas ** (1 / 7)
+    np.testing.assert_allclose(np.diff(roots), roots[1] - roots[0], rtol=1e-9)
+    np.testing.assert_allclose(levels.sigmas[[0, -1]], base.sigmas[[0, -1]], rtol=1e-9)
+    assert base.respace(None, "karras").num_timesteps == 1000
+    assert base.respace(None, "leading") is base
+
+
+def test_karras_levels_of_a_respaced_chain_tell_the_first_one():
+    base = make_schedule("linear", 1000)
+    halved = base.respace("ddim500").respace(9, "karras", fractional=True)
+    whole = base.respace(9, "karras", fractional=True)
+    assert np.abs(halved.timestep_map - whole.timestep_map).max() < 2
 
 
 @pytest.mark.parametrize("total", [50, 100, 1000])
@@ -200,6 +251,8 @@ _LINEAR = NoiseSchedule.linear(1000)
         (lambda: _LINEAR.respace("ddim37"), "nearest that exist: ddim36, ddim38"),
         (lambda: _LINEAR.respace("ddim"), "steps=ddim"),
         (lambda: _LINEAR.respace("ddim50", "leading"), "steps=ddim50"),
+        (lambda: _LINEAR.respace(1000, "linspace", above_zero=True), "give 1 to 999"),
+        (lambda: _LINEAR.respace(0, "karras"), "steps=0"),
         (lambda: _LINEAR.respace(50, "even"), "spacing=even is unknown; choose one of guided"),
         (lambda: _LINEAR.x0_from_output("eps"), "prediction=eps is unknown; choose one of epsilon"),
         (lambda: _LINEAR.log_variance_range("small"), "variance=small is unknown"),
