@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .guidance import guide
 from .pictures import to_uint8
 from .sampler import Sampler
 
@@ -19,10 +20,12 @@ def draw(
     *,
     seed: int,
     labels: Tensor | None = None,  # int64 [n]
+    guidance: float = 1.0,  # scale; 1: none
     batch_size: int = 64,
     progress: Callable[[int, int], None] | None = None,  # (steps done, steps in all)
 ) -> np.ndarray:
     """uint8 [n, H, W, C]. Image i depends on the seed and on i alone, not on the batch size."""
+    denoiser = guide(model.forward_nhwc, guidance, getattr(model, "null_label", None))
     training = model.training
     model.eval()
     parts, batches = [], -(-n // batch_size)
@@ -35,7 +38,7 @@ def draw(
                 progress(batch * total + done, batches * total)
 
         x = sampler.sample(
-            model.forward_nhwc,
+            denoiser,
             (count, *image_shape),
             seed=seed,
             labels=None if labels is None else labels[first : first + count],

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .backend import choose_backend
-from .build import Process, build_model, check_keys, construct
+from .build import Process, build_model, check_keys, check_sampler, construct
 from .checkpoint import check_same_model, find_checkpoint, read_state, read_weights
 from .data.image_set import parse_size
 from .distributed import choose_device
@@ -25,10 +25,12 @@ _KEYS = (
     "n",
     "sampler",
     "steps",
+    "spacing",
     "eta",
     "clip",
     "seed",
     "label",
+    "guidance",
     "ema",
     "out",
     "batch_size",
@@ -56,8 +58,7 @@ def sample(config: dict[str, Any]) -> Path:
     for key in ("n", "batch_size"):
         if isinstance(config[key], bool) or not isinstance(config[key], int) or config[key] < 1:
             raise ConfigError(f"{key}={config[key]}; expected a whole number, at least 1")
-    if config["sampler"] not in ("ddpm", "ddim"):
-        raise ConfigError(f"sampler={config['sampler']} is unknown; choose ddpm or ddim")
+    check_sampler(config["sampler"])
     seed = config["seed"]
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ConfigError(f"seed={seed}; expected a whole number from 0 to 2^63 - 1")
@@ -69,6 +70,7 @@ def sample(config: dict[str, Any]) -> Path:
         device,
         sampler=config["sampler"],
         steps=config["steps"],
+        spacing=config["spacing"],
         eta=config["eta"],
         clip=config["clip"],
     )
@@ -88,6 +90,7 @@ def sample(config: dict[str, Any]) -> Path:
             trained.image_shape,
             seed=seed,
             labels=labels,
+            guidance=config["guidance"],
             batch_size=config["batch_size"],
             progress=report,
         )
@@ -119,16 +122,13 @@ def _load(config: dict[str, Any], device: torch.device) -> _Trained:
     check_same_model(str(checkpoint), weights, dict(model.named_parameters()))
     model.load_state_dict(weights)
     run_dir = checkpoint.parent.parent
-    name = (
-        f"sample_{checkpoint.name}_{config['sampler']}{config['steps'] or ''}_{config['seed']}.png"
-    )
     class_names = state.get("class_names")
     return _Trained(
         model,
         process,
         (height, width, channels),
         None if class_names is None else tuple(class_names),
-        run_dir / "samples" / name,
+        run_dir / "samples" / f"sample_{checkpoint.name}_{_how(config)}.png",
     )
 
 
@@ -153,8 +153,14 @@ def _load_file(path: Path, config: dict[str, Any], device: torch.device) -> _Tra
         config["model"], backend, (height, width), channels, process.learns_variance, device
     )
     load_weights(path, model)
-    name = f"{path.stem}_{config['sampler']}{config['steps'] or ''}_{config['seed']}.png"
-    return _Trained(model, process, (height, width, channels), None, Path(name))
+    out = Path(f"{path.stem}_{_how(config)}.png")
+    return _Trained(model, process, (height, width, channels), None, out)
+
+
+def _how(config: dict[str, Any]) -> str:
+    """What names the pictures after the weights they are drawn with."""
+    guidance = "" if config["guidance"] == 1 else f"_guidance{config['guidance']}"
+    return f"{config['sampler']}{config['steps'] or ''}{guidance}_{config['seed']}"
 
 
 def _precision(trained: str, device: torch.device) -> str:

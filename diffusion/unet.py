@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .backend import TORCH_FP32, Backend
 from .errors import ConfigError
+from .guidance import drop_labels
 from .layers import Conv1d, Conv2d, GroupNorm, Layer, Linear, TimestepEmbedding
 
 
@@ -159,6 +160,7 @@ class UNet(Layer):
         channel_mult: Sequence[float] = (1, 2, 4, 8),  # one a level
         conv_resample: bool = True,  # convolutions in resampling; False: mean and nearest alone
         num_classes: int | None = None,  # None: unconditional
+        label_dropout: float = 0.0,  # of training's labels; above 0: a null class, for guidance
         num_heads: int = 1,  # of attention, if num_head_channels is -1
         num_head_channels: int = -1,  # channels of a head; -1: channels // num_heads
         num_heads_upsample: int = -1,  # num_heads on the way up; -1: the same
@@ -183,6 +185,7 @@ class UNet(Layer):
         self.image_size = sizes  # (H, W)
         self.in_channels, self.model_channels = in_channels, model_channels
         self.out_channels, self.num_classes = out_channels, num_classes
+        self.label_dropout = label_dropout
         self.num_res_blocks, self.num_groups, self.dropout = num_res_blocks, num_groups, dropout
         self.channel_mult, self.max_period = tuple(channel_mult), max_period
         self.attention_resolutions = tuple(attention_resolutions)
@@ -235,7 +238,8 @@ class UNet(Layer):
             }
         )
         if num_classes is not None:
-            self.label_emb = nn.Embedding(num_classes, emb_channels)
+            rows = num_classes if self.null_label is None else num_classes + 1
+            self.label_emb = nn.Embedding(rows, emb_channels)
 
         widths = [int(mult * model_channels) for mult in self.channel_mult]
         ch = widths[0]
@@ -317,7 +321,7 @@ class UNet(Layer):
         labels: Tensor | None = None,  # int64 [N], if the model has classes
         *,
         rng: Tensor | None = None,  # int64 [2]: seed, step; needed for dropout in training
-        first: int = 0,  # global index of sample 0, which keys its dropout masks
+        first: int = 0,  # global index of sample 0, which keys its dropout masks and label
     ) -> Tensor:  # [N, H, W, CO], dtype of the backend
         """The network. H and W may differ from `image_size`, but have to be divisible alike.
 
@@ -325,11 +329,7 @@ class UNet(Layer):
         where looking costs nothing) out of range, and dropout in training without `rng`.
         """
         self._check_inputs(x, t, labels, rng)
-        emb = self.time_embed["0"](self.timestep_embedding(t))
-        emb = self.time_embed["2"](F.silu(emb))  # [N, E], float32 in every precision
-        if self.num_classes is not None:
-            emb = emb + self.label_emb(labels)
-        emb = F.silu(emb)
+        emb = self.embed(t, labels, rng, first)
 
         def run(block: nn.ModuleList, h: Tensor) -> Tensor:
             for layer in block:
@@ -345,6 +345,21 @@ class UNet(Layer):
         for block in self.output_blocks:
             h = run(block, torch.cat((h, skips.pop()), dim=3))
         return self.out["2"](self.out["0"](h))
+
+    def embed(self, t: Tensor, labels: Tensor | None, rng: Tensor | None, first: int) -> Tensor:
+        """SiLU of the embedding of t and labels, [N, E], float32 in every precision."""
+        emb = self.time_embed["0"](self.timestep_embedding(t))
+        emb = self.time_embed["2"](F.silu(emb))
+        if self.num_classes is not None:
+            if self.training and self.label_dropout > 0:
+                labels = drop_labels(labels, rng, self.label_dropout, self.null_label, first=first)
+            emb = emb + self.label_emb(labels)
+        return F.silu(emb)
+
+    @property
+    def null_label(self) -> int | None:
+        """The label of the null class, which stands for no label: the last row of the embedding."""
+        return self.num_classes if self.label_dropout > 0 else None
 
     @property
     def num_parameters(self) -> int:
@@ -387,6 +402,12 @@ class UNet(Layer):
             )
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout={self.dropout} is no probability below 1")
+        if not 0 <= self.label_dropout < 1:
+            raise ConfigError(f"label_dropout={self.label_dropout} is no probability below 1")
+        if self.label_dropout > 0 and self.num_classes is None:
+            raise ConfigError(
+                f"label_dropout={self.label_dropout} needs classes: give num_classes, or leave it 0"
+            )
         for name in ("in_channels", "model_channels", "out_channels", "num_res_blocks"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -433,12 +454,17 @@ class UNet(Layer):
             raise ValueError(f"labels have shape {tuple(labels.shape)}; expected ({n},)")
         elif labels.device.type == "cpu" and n > 0:
             low, high = int(labels.min()), int(labels.max())
-            if low < 0 or high >= self.num_classes:
+            if low < 0 or high >= self.label_emb.num_embeddings:
                 raise ValueError(
-                    f"labels lie in [{low}, {high}]; expected [0, {self.num_classes - 1}]"
+                    f"labels lie in [{low}, {high}];"
+                    f" expected [0, {self.label_emb.num_embeddings - 1}]"
                 )
-        if self.training and self.dropout > 0 and rng is None:
-            raise ValueError(f"dropout={self.dropout} in training needs rng (seed, step)")
+        if self.training and rng is None:
+            for name in ("dropout", "label_dropout"):
+                if getattr(self, name) > 0:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} in training needs rng (seed, step)"
+                    )
 
 
 def _divide(name: str, channels: int, option: str, value: int) -> int:

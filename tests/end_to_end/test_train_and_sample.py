@@ -60,6 +60,20 @@ def test_samples_do_not_depend_on_the_batch(trained, tmp_path):
     assert np.abs(drawn[0] - drawn[1]).max() <= 1
 
 
+def test_guided_samples_of_a_conditional_model(tmp_path):
+    classes = ("model.num_classes=3", "model.label_dropout=0.3")
+    code, _, err = run("train.py", *TINY, f"run_dir={tmp_path}/run", "train.steps=2", *classes)
+    assert code == 0, err
+    code, out, err = run(
+        "sample.py",
+        f"ckpt={tmp_path}/run",
+        *("n=3", "steps=3", "sampler=dpmpp_2m", "spacing=karras", "guidance=3", "device=cpu"),
+    )
+    assert code == 0, err
+    assert "sample_step_00000002_dpmpp_2m3_guidance3_0.png" in out
+    assert len(list((tmp_path / "run" / "samples").glob("*_guidance3_0.png"))) == 1
+
+
 def test_killed_and_resumed_equals_not_killed(trained, tmp_path):
     """SIGKILL after a checkpoint, then the same command: the same parameters, bit for bit."""
     run_dir = tmp_path / "b"

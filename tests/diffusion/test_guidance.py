@@ -1,0 +1,272 @@
+"""Classifier-free guidance: dropped labels, the null class, guided chains, sample.py's options."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from configs.entry import CONFIGS
+from diffusion.backend import TORCH_FP32
+from diffusion.build import SAMPLERS, make_sampler
+from diffusion.draw import draw
+from diffusion.errors import ConfigError
+from diffusion.guidance import drop_labels, guide
+from diffusion.interchange import load_weights, save_safetensors
+from diffusion.objective import Objective
+from diffusion.sampling_run import sample
+from diffusion.schedule import make_schedule
+from diffusion.unet import UNet
+from triton_kernels import reference
+
+RNG = torch.tensor([3, 5])
+CLASSES = 3
+TINY = {
+    "model_channels": 8,
+    "num_res_blocks": 1,
+    "attention_resolutions": (),
+    "channel_mult": (1, 2),
+    "num_groups": 4,
+    "num_classes": CLASSES,
+}
+
+
+def tiny(**options) -> UNet:
+    torch.manual_seed(0)
+    given = {"image_size": 8, "in_channels": 1, "out_channels": 1, "zero_init": False}
+    return UNet(**{**given, **TINY, **options})
+
+
+# --- training: labels are dropped -----------------------------------------------------------------
+
+
+def test_the_share_of_labels_dropped():
+    labels = torch.arange(4000) % CLASSES
+    dropped = drop_labels(labels, RNG, 0.1, CLASSES) == CLASSES
+    assert 320 < dropped.sum() < 480  # four deviations
+    assert torch.equal(drop_labels(labels, RNG, 0.1, CLASSES)[~dropped], labels[~dropped])
+    more = drop_labels(labels, RNG, 0.2, CLASSES) == CLASSES
+    assert (more | ~dropped).all()  # of one draw
+    assert torch.equal(drop_labels(labels, RNG, 0.0, CLASSES), labels)
+    assert drop_labels(labels[:0], RNG, 0.1, CLASSES).shape == (0,)
+
+
+def test_which_labels_are_dropped_depends_on_seed_step_and_index_alone():
+    labels = torch.zeros(60, dtype=torch.int64)
+    whole = drop_labels(labels, RNG, 0.5, CLASSES, first=100)
+    parts = [
+        drop_labels(labels[:20], RNG, 0.5, CLASSES, first=100 + start) for start in (0, 20, 40)
+    ]
+    assert torch.equal(torch.cat(parts), whole)
+    for other in (torch.tensor([4, 5]), torch.tensor([3, 6])):
+        assert not torch.equal(drop_labels(labels, other, 0.5, CLASSES, first=100), whole)
+    flips = reference.draw_flips(RNG, 60, first=100)
+    assert not torch.equal(flips, whole == CLASSES) and not torch.equal(~flips, whole == CLASSES)
+
+
+def test_the_model_trains_its_null_class_with_the_dropped():
+    model = tiny(label_dropout=0.5)
+    x, t = torch.randn(6, 8, 8, 1), torch.arange(6) * 100
+    labels = torch.arange(6) % CLASSES
+    seen = drop_labels(labels, RNG, 0.5, CLASSES, first=12)
+    assert 0 < (seen == CLASSES).sum() < 6
+    y = model.train().forward_nhwc(x, t, labels, rng=RNG, first=12)
+    y.square().sum().backward()
+    rows = model.label_emb.weight.grad.abs().sum(dim=1) > 0
+    assert rows.tolist() == [label in seen for label in range(CLASSES + 1)]
+    model.eval()
+    assert torch.equal(model.forward_nhwc(x, t, seen), y)
+    assert not torch.equal(model.forward_nhwc(x, t, labels), y)
+
+
+def test_the_loss_hands_the_model_what_it_needs():
+    model = tiny(label_dropout=0.5).train()
+    objective = Objective(make_schedule("linear", 1000), TORCH_FP32)
+    images, labels = torch.rand(6, 8, 8, 1), torch.arange(6) % CLASSES
+
+    def loss(model, labels, **options):
+        def denoiser(x, t, labels):
+            return model.forward_nhwc(x, t, labels, **options)
+
+        return objective.loss(denoiser, images, RNG, labels=labels)[0]
+
+    seen = drop_labels(labels, RNG, 0.5, CLASSES)
+    assert torch.equal(loss(model, labels, rng=RNG), loss(model.eval(), seen))
+
+
+def test_without_label_dropout_nothing_changes(tmp_path):
+    plain, guided = tiny(), tiny(label_dropout=0.1)
+    assert plain.null_label is None and guided.null_label == CLASSES
+    assert plain.label_emb.weight.shape[0] == CLASSES
+    assert guided.label_emb.weight.shape[0] == CLASSES + 1
+    assert list(plain.state_dict()) == list(guided.state_dict())
+    assert tiny(num_classes=None).null_label is None
+    save_safetensors(tmp_path / "plain.safetensors", plain)
+    load_weights(tmp_path / "plain.safetensors", tiny())
+    with pytest.raises(ConfigError, match=r"label_emb.weight is \[3, 32\] in the file, \[4, 32\]"):
+        load_weights(tmp_path / "plain.safetensors", guided)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_dropout": 1.0}, "label_dropout=1.0 is no probability below 1"),
+        ({"label_dropout": -0.1}, "label_dropout=-0.1"),
+        ({"label_dropout": 0.1, "num_classes": None}, "label_dropout=0.1 needs classes"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ConfigError, match=message):
+        tiny(**options)
+
+
+def test_wrong_inputs():
+    model, x, t = tiny(label_dropout=0.1), torch.randn(1, 8, 8, 1), torch.tensor([0])
+    with pytest.raises(ValueError, match="label_dropout=0.1 in training needs rng"):
+        model.train().forward_nhwc(x, t, torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"labels lie in \[4, 4\]; expected \[0, 3\]"):
+        model.eval().forward_nhwc(x, t, torch.tensor([4]))
+    with pytest.raises(ValueError, match=r"labels lie in \[3, 3\]; expected \[0, 2\]"):
+        tiny().forward_nhwc(x, t, torch.tensor([3]))
+
+
+# --- sampling -------------------------------------------------------------------------------------
+
+
+def _by_label(learned=False):
+    """A denoiser whose output is a function of x, t and the label, and the batches it was given."""
+    batches = []
+
+    def denoiser(x, t, labels):
+        batches.append(len(x))
+        out = torch.sin(x + labels.view(-1, 1, 1, 1) + 0.01 * t.view(-1, 1, 1, 1))
+        return torch.cat((out, torch.cos(out)), dim=-1) if learned else out
+
+    return denoiser, batches
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("scale", [0, 0.5, 1.0, 3.0])
+def test_the_guided_output(scale, learned):
+    denoiser, batches = _by_label(learned)
+    x, t, labels = torch.randn(4, 3, 5, 2), torch.arange(4), torch.tensor([0, 1, 2, 0])
+    conditional = denoiser(x, t, labels)
+    null = denoiser(x, t, torch.full_like(labels, CLASSES))
+    batches.clear()
+    output = guide(denoiser, scale, CLASSES)(x, t, labels)
+    assert batches == ([4] if scale == 1 else [8])
+    expected = null[..., :2] + scale * (conditional - null)[..., :2]
+    torch.testing.assert_close(output[..., :2], expected)
+    assert torch.equal(output[..., 2:], conditional[..., 2:])
+
+
+def test_no_guidance_costs_nothing():
+    denoiser, _ = _by_label()
+    assert guide(denoiser, 1, None) is denoiser
+
+
+def test_the_sum_is_formed_in_float32():
+    x, t, labels = torch.randn(1, 2, 2, 1), torch.tensor([0]), torch.tensor([0])
+    exact = guide(_by_label()[0], 7.5, CLASSES)(x, t, labels)
+
+    def half(x, t, labels):
+        return _by_label()[0](x, t, labels).bfloat16()
+
+    output = guide(half, 7.5, CLASSES)(x, t, labels)
+    assert output.dtype == torch.float32
+    # each half is rounded to 2^-9; bfloat16 sums would be off by 7.5 times that and more
+    torch.testing.assert_close(output, exact, rtol=0, atol=14 * 2**-9)
+
+
+@pytest.mark.parametrize("scale", [-1, "much", None, True, float("inf"), float("nan")])
+def test_wrong_scales(scale):
+    with pytest.raises(ConfigError, match=f"guidance={scale}"):
+        guide(_by_label()[0], scale, CLASSES)
+
+
+def test_guidance_needs_a_null_class():
+    with pytest.raises(ConfigError, match="model.label_dropout above 0"):
+        guide(_by_label()[0], 2.0, None)
+
+
+@pytest.mark.parametrize("variance", ["fixed_small", "learned_range"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_an_image_depends_on_the_seed_and_its_number_alone(name, variance):
+    channels = 2 if variance == "learned_range" else 1
+    model = tiny(label_dropout=0.1, out_channels=channels)
+    sampler = make_sampler(
+        make_schedule("cosine", 100), TORCH_FP32, name, steps=3, variance=variance
+    )
+    labels = torch.arange(5) % CLASSES
+
+    def images(**options):
+        return draw(model, sampler, 5, (8, 8, 1), seed=1, labels=labels, **options).astype(int)
+
+    whole = images(guidance=2.5)
+    for batch_size in (1, 3):
+        # batches of other sizes may be summed in another order
+        assert np.abs(images(guidance=2.5, batch_size=batch_size) - whole).max() <= 1
+    assert (images() == images(guidance=1.0)).all()
+    assert (whole != images()).any()
+
+
+# --- as sample.py does it -------------------------------------------------------------------------
+
+
+def _config(**given):
+    config = yaml.safe_load((CONFIGS / "sample.yaml").read_text())
+    for key in ("defaults", "hydra"):
+        del config[key]
+    return config | {"device": "cpu", "n": 4, "steps": 3} | given
+
+
+@pytest.fixture
+def weights(tmp_path) -> Path:
+    path = tmp_path / "weights.safetensors"
+    save_safetensors(path, tiny(label_dropout=0.1, in_channels=3, out_channels=3))
+    return path
+
+
+def _drawn(weights, **given):
+    out = weights.parent / "out.npz"
+    model = {"name": "unet", **TINY, "label_dropout": 0.1}
+    sample(_config(ckpt=str(weights), model=model, size=8, out=str(out), **given))
+    return np.load(out)["arr_0"]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_sample_with_guidance(weights, name):
+    plain = _drawn(weights, sampler=name, spacing="karras")
+    guided = _drawn(weights, sampler=name, spacing="karras", guidance=4)
+    assert plain.shape == guided.shape == (4, 8, 8, 3)
+    assert (plain != guided).any()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sampler": "euler"}, "sampler=euler is unknown; choose one of ddpm, ddim, heun, dpmpp"),
+        ({"spacing": "even"}, "spacing=even is unknown; choose one of guided, leading, trailing"),
+        ({"sampler": "heun", "eta": 0.5}, "eta=0.5 has no meaning with sampler=heun"),
+        ({"eta": "some"}, "eta=some"),
+        ({"guidance": -2}, "guidance=-2"),
+        ({"model": {"name": "unet", **TINY}, "guidance": 2}, "in the file"),
+    ],
+)
+def test_wrong_settings(weights, given, message):
+    model = {"name": "unet", **TINY, "label_dropout": 0.1}
+    with pytest.raises(ConfigError, match=message):
+        sample(_config(**{"ckpt": str(weights), "model": model, "size": 8} | given))
+
+
+def test_guidance_of_a_model_without_a_null_class(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "plain.safetensors"
+    save_safetensors(path, tiny(num_classes=None, in_channels=3, out_channels=3))
+    model = {"name": "unet", **TINY, "num_classes": None}
+    config = _config(ckpt=str(path), model=model, size=8)
+    with pytest.raises(ConfigError, match="guidance=2 needs a network with classes"):
+        sample(config | {"guidance": 2})
+    assert not list(tmp_path.glob("*.png"))
+    assert sample(config) == Path("plain_ddim3_0.png")
