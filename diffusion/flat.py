@@ -12,32 +12,46 @@ _ALIGNMENT = 64  # elements: every parameter starts at a multiple of 256 bytes (
 class FlatParameters:
     """Moves the parameters of `model` into `param` and gives each a gradient inside `grad`.
 
-    Every buffer is float32 [P]. A parameter keeps its shape and its order of strides (convolution
-    weights stay channels_last), and is a view: to write the buffer is to write the model, in place.
-    The gaps that align the parameters hold zeros and stay zero under every update.
+    Every buffer has the parameters' dtype (float32) and shape [P]. A parameter keeps its shape and
+    its order of strides (convolution weights stay channels_last), and is a view: to write the
+    buffer is to write the model, in place. The gaps that align the parameters hold zeros and stay
+    zero under every update. Parameters whose names end in one of `together` become neighbours,
+    group by group and without gaps.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, together: tuple[str, ...] = ()) -> None:
         named = list(model.named_parameters())
         if not named:
             raise ValueError("the model has no parameters")
+        groups = {name: _ending(name, together) for name, _ in named}
+        named.sort(key=lambda pair: groups[pair[0]])
         self._slots: dict[str, tuple[int, torch.Size, tuple[int, ...]]] = {}
-        size = 0
+        size, before = 0, -1
         for name, parameter in named:
-            strides = _dense_strides(parameter)
-            self._slots[name] = (size, parameter.shape, strides)
-            size += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-        device = named[0][1].device
-        self.param = torch.zeros(size, device=device)
-        self.grad = torch.zeros(size, device=device)
-        self.exp_avg = torch.zeros(size, device=device)
-        self.exp_avg_sq = torch.zeros(size, device=device)
+            if groups[name] < 0 or groups[name] != before:  # no gaps within a group
+                size = -(-size // _ALIGNMENT) * _ALIGNMENT
+            before = groups[name]
+            self._slots[name] = (size, parameter.shape, _dense_strides(parameter))
+            size += parameter.numel()
+        like = named[0][1]
+        self.param = torch.zeros(size, dtype=like.dtype, device=like.device)
+        self.grad = torch.zeros_like(self.param)
+        self.exp_avg = torch.zeros_like(self.param)
+        self.exp_avg_sq = torch.zeros_like(self.param)
         values, gradients = self.views(self.param), self.views(self.grad)
         for name, parameter in named:
             values[name].copy_(parameter.data)
             parameter.data = values[name]
             parameter.grad = gradients[name]
         self.ema = self.param.clone()
+        self.shadow: Tensor | None = None  # a copy in another dtype, which the optimizer keeps up
+
+    def low(self, dtype: torch.dtype) -> Tensor:
+        """The buffer that layers compute with: `param`, or its shadow in another dtype."""
+        if dtype == self.param.dtype:
+            return self.param
+        self.shadow = self.param.to(dtype)
+        return self.shadow
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """The parameters' places in one of the buffers, by name, in the model's own shapes."""
@@ -55,6 +69,11 @@ class FlatParameters:
             yield
         finally:
             self.param.copy_(trained)
+
+
+def _ending(name: str, endings: tuple[str, ...]) -> int:
+    """Which of the endings the name has, -1 for none."""
+    return next((i for i, ending in enumerate(endings) if name.endswith(ending)), -1)
 
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:

@@ -101,5 +101,6 @@ class Optimizer:
             norm,
             self.hyper,
             self.skipped,
+            shadow=flat.shadow,
         )
         return norm

@@ -1,0 +1,195 @@
+"""The kernels of the planned network in plain PyTorch, under the same names and signatures.
+
+This is what `fused` means: a test holds each kernel against it, and on it the plan of
+`diffusion.fused_unet` runs on a machine without a GPU. Any floating-point dtype.
+
+    partials   [N, K, 2, C]  sums over each of the K pixel tiles of image n. Forward: (sum of x,
+               sum of (x - mean of the tile)^2). Backward: (sum of dz, sum of dz xhat)
+    table      [N, 4, C]     (mean, rstd, g, b): xhat = (x - mean) rstd, z = xhat g + b
+    coeff      [N, 3, C]     (p, q, r): dx = p dz + q x + r
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import reference
+from .reference import _ACTIVATIONS
+
+
+def _nchw(x: Tensor) -> Tensor:
+    return x.permute(0, 3, 1, 2)
+
+
+def _nhwc(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1).contiguous()
+
+
+def _rows(v: Tensor) -> Tensor:  # [N, C] -> [N, 1, 1, C]
+    return v[:, None, None, :]
+
+
+def conv_forward(x, weight, bias=None, *, emb=None, residual=None, stats=False):
+    """(conv(x) + bias + emb[n, c] + residual, partials of it or None)"""
+    padding = (weight.shape[2] // 2, weight.shape[3] // 2)
+    y = _nhwc(F.conv2d(_nchw(x), weight, bias, padding=padding))
+    y = y if emb is None else y + _rows(emb)
+    y = y if residual is None else y + residual
+    return y, tensor_partials(y) if stats else None
+
+
+def conv_plain_input_grad(dy, weight):
+    """The gradient of x in y = conv(x)."""
+    n, h, w, _ = dy.shape
+    padding = (weight.shape[2] // 2, weight.shape[3] // 2)
+    shape = (n, weight.shape[1], h, w)
+    return _nhwc(torch.nn.grad.conv2d_input(shape, weight, _nchw(dy), padding=padding))
+
+
+def conv_input_grad(dy, weight, *, inputs, table, activation):
+    """(dz, partials) of z in y = conv(act(z)), where z is the norm of the concatenated inputs."""
+    x = torch.cat(inputs, dim=3)
+    mean, rstd, g, b = table.unbind(1)
+    xhat = (x - _rows(mean)) * _rows(rstd)
+    with torch.enable_grad():
+        z = (xhat * _rows(g) + _rows(b)).detach().requires_grad_()
+        a = _ACTIVATIONS[activation](z)
+    (dz,) = torch.autograd.grad(a, z, conv_plain_input_grad(dy, weight))
+    sums = torch.stack((dz.sum((1, 2)), (dz * xhat).sum((1, 2))), dim=1)
+    return dz, sums[:, None]
+
+
+def conv_weight_grad(x, dy, out):
+    """Add the gradient of weight in y = conv(x) to `out` [CO, CI, R, S]."""
+    padding = (out.shape[2] // 2, out.shape[3] // 2)
+    out += torch.nn.grad.conv2d_weight(_nchw(x), out.shape, _nchw(dy), padding=padding)
+
+
+def tensor_partials(x):
+    """Forward partials of a tensor, with one tile an image."""
+    mean = x.mean((1, 2), keepdim=True)
+    return torch.stack((x.sum((1, 2)), (x - mean).square().sum((1, 2))), dim=1)[:, None]
+
+
+def norm_table(partials, pixels, num_groups, weight, bias, eps):
+    """The table of a GroupNorm over the concatenation of 1 or 2 tensors, each described by its
+    partials over so many pixels."""
+    means, variances = [], []
+    for part, count in zip(partials, pixels, strict=True):
+        tile = count / part.shape[1]
+        sums, squares = part.unbind(2)  # [N, K, C]
+        mean = sums.sum(1) / count
+        between = (tile * (sums / tile - mean[:, None]).square()).sum(1)
+        means.append(mean)
+        variances.append((squares.sum(1) + between) / count)
+    mean, variance = torch.cat(means, 1), torch.cat(variances, 1)  # [N, C]
+    n, c = mean.shape
+    mean_g = mean.view(n, num_groups, -1).mean(2, keepdim=True)
+    spread = (mean.view(n, num_groups, -1) - mean_g).square() + variance.view(n, num_groups, -1)
+    rstd_g = torch.rsqrt(spread.mean(2, keepdim=True) + eps)
+    width = c // num_groups
+    columns = [v.expand(n, num_groups, width).reshape(n, c) for v in (mean_g, rstd_g)]
+    columns += [v.to(mean.dtype).expand(n, c) for v in (weight, bias)]
+    return torch.stack(columns, dim=1)
+
+
+def apply(x1, x2, table, activation):
+    """act(z) of the norm of x1, or of the concatenation of x1 and x2."""
+    x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
+    mean, rstd, g, b = table.to(x.dtype).unbind(1)
+    return _ACTIVATIONS[activation]((x - _rows(mean)) * _rows(rstd * g) + _rows(b))
+
+
+def norm_grad_table(
+    partials,
+    table,
+    pixels,
+    num_groups,
+    grad_weight,
+    grad_bias,
+    *,
+    input_partials=None,
+    emb_grad=None,
+    bias_grad=None,
+):
+    """coeff of the norm's backward. Adds the gradients of its weight and bias. With the partials of
+    its one input it writes `emb_grad` [N, C], the sum of dx over pixels, which is the gradient of
+    what was added to the input per (n, c), and adds the sum of that over n to `bias_grad`."""
+    d, e = partials.sum(1).unbind(1)  # [N, C]
+    mean, rstd, g, _ = table.unbind(1)
+    n, c = d.shape
+    count = pixels * (c // num_groups)
+
+    def group_mean(v):
+        sums = v.view(n, num_groups, -1).sum(2, keepdim=True) / count
+        return sums.expand(n, num_groups, c // num_groups).reshape(n, c)
+
+    m1, m2 = group_mean(g * d), group_mean(g * e)
+    p, q, r = rstd * g, -rstd.square() * m2, rstd.square() * m2 * mean - rstd * m1
+    grad_weight += e.sum(0)
+    grad_bias += d.sum(0)
+    if input_partials is not None:
+        sums = p * d + q * input_partials[:, :, 0].sum(1) + r * pixels
+        if emb_grad is not None:
+            emb_grad.copy_(sums)
+        if bias_grad is not None:
+            bias_grad += sums.sum(0)
+    return torch.stack((p, q, r), dim=1)
+
+
+def norm_dx(dz, x1, x2, coeff, *, add1=None, add1_second=None, add2=None, sums=False):
+    """(dx1, dx2 or None, rows whose sum is that of dx1 over samples and pixels, or None)"""
+    x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
+    p, q, r = coeff.unbind(1)
+    dx = _rows(p) * dz + _rows(q) * x + _rows(r)
+    dx1, dx2 = dx, None
+    if x2 is not None:
+        dx1, dx2 = (half.contiguous() for half in dx.split([x1.shape[3], x2.shape[3]], dim=3))
+        dx2 = dx2 if add2 is None else dx2 + add2
+    for more in (add1, add1_second):
+        dx1 = dx1 if more is None else dx1 + more
+    return dx1, dx2, dx1.sum((1, 2)) if sums else None
+
+
+def bias_grad(rows, out):
+    """Add the sum of rows [rows, C] to `out` [C]."""
+    out += rows.sum(0)
+
+
+def column_sum(x, out):
+    """Add the sum of x [..., C] over all but the channels to `out` [C]."""
+    out += x.reshape(-1, x.shape[-1]).sum(0)
+
+
+def attention_forward(qkv, num_heads, order):
+    """(o, what backward needs) of `reference.attention`."""
+    return reference.attention(qkv, num_heads, order=order), None
+
+
+def attention_backward(do, qkv, o, state, num_heads, order):
+    """dqkv"""
+    with torch.enable_grad():
+        qkv = qkv.detach().requires_grad_()
+        o = reference.attention(qkv, num_heads, order=order)
+    return torch.autograd.grad(o, qkv, do)[0]
+
+
+def avg_pool(x):
+    """2x2 means."""
+    return reference.avg_pool2d(x)
+
+
+def avg_pool_grad(dy, add=None):
+    """Its input gradient for even sizes, plus `add`."""
+    dx = reference.upsample_nearest2d(dy) / 4
+    return dx if add is None else dx + add
+
+
+def upsample(x):
+    """Each pixel becomes a 2x2 block."""
+    return reference.upsample_nearest2d(x)
+
+
+def upsample_grad(dy):
+    """Its input gradient."""
+    return reference.avg_pool2d(dy) * 4
