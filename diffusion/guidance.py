@@ -33,7 +33,7 @@ def drop_labels(
     """The labels, each replaced by `null_label` with the given probability; which ones is a
     function of (seed, step, first + n). No host synchronisation."""
     words = reference.random_words(rng, len(labels), 1, LABEL_DROP, first=first)[:, 0]
-    return torch.where(words < round(probability * 2**32), null_label, labels)
+    return labels.masked_fill(words < round(probability * 2**32), null_label)
 
 
 def guide(denoiser: Denoiser, scale: float, null_label: int | None) -> Denoiser:

@@ -116,13 +116,15 @@ class Sampler:
         backend: Whose ops draw the noise and make the step.
         steps: How many steps of the chain to take, or guided-diffusion's strings ("ddim50",
             "10,15,20"); None: all of them. See `schedule.space_timesteps`.
-        spacing: Which steps: guided, leading, trailing, linspace or karras.
+        spacing: Which steps: guided, leading, trailing, linspace or karras; None: what suits the
+            sampler, guided for DDPM and DDIM, leading for the solvers.
         clip: x_0 is clamped to [-clip, clip] in every step; None: it is not.
         prediction: What the denoiser predicts: epsilon, sample or v_prediction.
         variance: fixed_small, fixed_large, learned_range or learned.
         device: Where to sample.
     """
 
+    spacing = "guided"
     respacing: Mapping[str, bool] = {}  # options of NoiseSchedule.respace
 
     def __init__(
@@ -131,7 +133,7 @@ class Sampler:
         backend: Backend,
         *,
         steps: int | str | Sequence[int] | None = None,
-        spacing: str = "guided",
+        spacing: str | None = None,
         clip: float | None = 1.0,
         prediction: str = "epsilon",
         variance: str = "fixed_small",
@@ -140,7 +142,8 @@ class Sampler:
         if clip is not None and not (_is_number(clip) and clip > 0):
             raise ConfigError(f"clip={clip} is not possible; give a number above 0, or null")
         self.backend = backend
-        self.schedule = schedule.respace(steps, spacing, **self.respacing)
+        self.spacing = self.spacing if spacing is None else spacing
+        self.schedule = schedule.respace(steps, self.spacing, **self.respacing)
         self.clip = clip
         self.prediction = prediction
         self.variance = variance
