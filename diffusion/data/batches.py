@@ -1,13 +1,22 @@
 """Which images a training step sees, and where they are taken from."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .image_set import ImageSet
 from .order import sample_index
+
+
+class Samples(Protocol):
+    """What can be trained on: an `ImageSet`, or chunks of actions."""
+
+    images: Tensor  # uint8 or float32 [M, H, W, C]
+    labels: Tensor | None  # [M, ...], what the network is conditioned on
+
+    def __len__(self) -> int: ...
 
 
 class Batches:
@@ -17,14 +26,14 @@ class Batches:
     whatever the number of processes and wherever the run was resumed.
 
     `load` fills the tensors for a step, `part` hands them out; a captured step replays `part` and
-    finds there what `load` has written. A set of at most `resident_bytes` lives on the device as
-    uint8, and a batch is only an index. A larger one stays on disk or in host memory, and a thread
+    finds there what `load` has written. A set of at most `resident_bytes` lives on the device as it
+    is, and a batch is only an index. A larger one stays on disk or in host memory, and a thread
     gathers the next batch meanwhile.
     """
 
     def __init__(
         self,
-        data: ImageSet,
+        data: Samples,
         batch_size: int,  # global
         seed: int,
         device: torch.device,
@@ -62,8 +71,8 @@ class Batches:
     def part(self, start: int, count: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Positions start .. start + count of the share.
 
-        Returns (images uint8 [M, H, W, C], index int64 [N] | None, labels int64 [N] | None), all on
-        the device; without an index the images are the part itself, M = N.
+        Returns (images [M, H, W, C], index int64 [N] | None, labels [N, ...] | None), all on the
+        device; without an index the images are the part itself, M = N.
         """
         index = self._index[start : start + count]
         labels = None if self._labels is None else self._labels.index_select(0, index)

@@ -1,0 +1,191 @@
+"""Recorded rollouts, cut into chunks of actions and the observations before them.
+
+The file is an .npz with float32 arrays observation_i [L_i, O] and action_i [L_i, A] for each
+episode i; other arrays in it are not read. As Diffusion Policy (Chi et al. 2023) does, a chunk
+starts at every time s from 1 - observation_steps to L - horizon + action_steps - 1: its actions are
+those of s, ..., s + horizon - 1, its condition is the observations of s, ...,
+s + observation_steps - 1, and beyond the ends of the episode the first and the last are repeated.
+The policy acts out the `action_steps` actions from s + observation_steps - 1 on, the time of the
+last observation, and observes again.
+"""
+
+import re
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError
+from .action_chunks import ActionChunks, Chunks, Normaliser, PolicySpec
+
+_KINDS = ("observation", "action")
+_SPLITS = ("episodes", "tails")
+
+Episode = tuple[np.ndarray, np.ndarray]  # observations [L, O], actions [L, A]
+
+
+def load_trajectories(
+    path: str | None = None,
+    *,
+    horizon: int = 16,
+    observation_steps: int = 2,
+    action_steps: int = 8,
+    held_out: float = 0.1,
+    split: str = "episodes",
+    seed: int = 0,
+) -> ActionChunks:
+    """Read the rollouts in `path` and cut them into chunks.
+
+    `held_out` is the share that is not trained on: of the episodes, whole ones chosen by `seed`, at
+    least one and never all (split=episodes); or the last part of each episode (split=tails). Ranges
+    are those of the rest. Raises ConfigError for a file that is missing, damaged or of another
+    kind, and for impossible options.
+    """
+    _check_options(horizon, observation_steps, action_steps, held_out, split)
+    if path is None:
+        raise ConfigError("dataset.path is not set; give the .npz with the rollouts")
+    episodes = _read(Path(path))
+    train, rest = _split(episodes, held_out, split, seed)
+    spec = PolicySpec(
+        horizon,
+        observation_steps,
+        action_steps,
+        Normaliser.of(np.concatenate([observations for observations, _ in train])),
+        Normaliser.of(np.concatenate([actions for _, actions in train])),
+    )
+    parts = {"to train on": _chunks(train, spec), "held out": _chunks(rest, spec)}
+    for name, part in parts.items():
+        if len(part) == 0 and (name == "to train on" or held_out > 0):
+            raise ConfigError(
+                f"{path}: what is {name} is too short for dataset.horizon={horizon}; use a shorter"
+                f" horizon or another dataset.held_out than {held_out}"
+            )
+    return ActionChunks(*parts.values(), spec, Path(path).name, len(episodes))
+
+
+def _check_options(
+    horizon: int, observation_steps: int, action_steps: int, held_out: float, split: str
+) -> None:
+    steps = {
+        "horizon": horizon,
+        "observation_steps": observation_steps,
+        "action_steps": action_steps,
+    }
+    for name, value in steps.items():
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"dataset.{name}={value}; expected a whole number, at least 1")
+    if observation_steps - 1 + action_steps > horizon:
+        raise ConfigError(
+            f"dataset.action_steps={action_steps} actions from the last of"
+            f" dataset.observation_steps={observation_steps} on do not fit into"
+            f" dataset.horizon={horizon}"
+        )
+    if isinstance(held_out, bool) or not isinstance(held_out, int | float) or not 0 <= held_out < 1:
+        raise ConfigError(f"dataset.held_out={held_out}; expected a share from 0 to below 1")
+    if split not in _SPLITS:
+        raise ConfigError(f"dataset.split={split} is unknown; choose one of {', '.join(_SPLITS)}")
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> list[Episode]:
+    """The episodes of the file, in the order of their numbers."""
+    if not path.is_file():
+        raise ConfigError(f"rollouts {path} do not exist; expected an .npz file")
+    numbers, arrays = {}, {}
+    try:
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise ValueError("it holds a single array")
+        with file:
+            for kind in _KINDS:
+                names = (re.fullmatch(rf"{kind}_(\d+)", name) for name in file.files)
+                numbers[kind] = sorted(int(match[1]) for match in names if match)
+                arrays[kind] = [file[f"{kind}_{i}"] for i in numbers[kind]]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ConfigError(f"rollouts {path} cannot be read as an .npz: {error}") from error
+    observed, acted = (numbers[kind] for kind in _KINDS)
+    if not observed or observed != acted:
+        raise ConfigError(
+            f"{path} holds observation_i for i in {_few(observed)} and action_i for i in"
+            f" {_few(acted)}; expected both for each episode"
+        )
+    for kind, found in arrays.items():
+        dims = None
+        for place, i in enumerate(numbers[kind]):
+            found[place] = _checked(f"{path}: {kind}_{i}", found[place], dims)
+            dims = found[place].shape[1]
+    episodes = list(zip(*(arrays[kind] for kind in _KINDS), strict=True))
+    for i, (observations, actions) in zip(acted, episodes, strict=True):
+        if len(observations) != len(actions):
+            raise ConfigError(
+                f"{path}: observation_{i} has {len(observations)} steps, action_{i} {len(actions)}"
+            )
+    return episodes
+
+
+def _checked(name: str, array: np.ndarray, dims: int | None) -> np.ndarray:  # float32 [L, dims]
+    if array.ndim != 2 or 0 in array.shape or array.dtype.kind not in "fiu":
+        raise ConfigError(f"{name} is {array.dtype} {array.shape}; expected numbers [steps, dims]")
+    if dims not in (None, array.shape[1]):
+        raise ConfigError(f"{name} has {array.shape[1]} dimensions; earlier episodes have {dims}")
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
+    if not np.isfinite(array).all():
+        raise ConfigError(f"{name} has values that are not finite")
+    return array
+
+
+def _few(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "") or "none"
+
+
+# --- cutting --------------------------------------------------------------------------------------
+
+
+def _split(
+    episodes: list[Episode], share: float, split: str, seed: int
+) -> tuple[list[Episode], list[Episode]]:  # to train on, held out
+    if share == 0:
+        return episodes, []
+    if split == "tails":
+        cuts = [min(max(round(len(a) * (1 - share)), 1), len(a)) for _, a in episodes]
+        cut = list(zip(episodes, cuts, strict=True))
+        return [(o[:n], a[:n]) for (o, a), n in cut], [(o[n:], a[n:]) for (o, a), n in cut]
+    count = len(episodes)
+    if count == 1:
+        raise ConfigError(
+            "a single episode cannot be split by episodes; use dataset.split=tails or"
+            " dataset.held_out=0"
+        )
+    held = min(max(round(count * share), 1), count - 1)
+    chosen = set(np.random.default_rng(seed).choice(count, held, replace=False).tolist())
+    return (
+        [episode for i, episode in enumerate(episodes) if i not in chosen],
+        [episode for i, episode in enumerate(episodes) if i in chosen],
+    )
+
+
+def _chunks(episodes: list[Episode], spec: PolicySpec) -> Chunks:
+    actions, conditions = [], []
+    for observed, acted in episodes:
+        length = len(acted)
+        starts = np.arange(1 - spec.observation_steps, length - spec.horizon + spec.action_steps)[
+            :, None
+        ]
+        # [M, steps]; beyond an end of the episode its first or last step is repeated
+        times = (starts + np.arange(spec.horizon)).clip(0, max(length - 1, 0))
+        actions.append(acted[times])
+        conditions.append(observed[times[:, : spec.observation_steps]])
+    shapes = ((0, spec.horizon, spec.action_dim), (0, spec.observation_steps, spec.observation_dim))
+    a, o = (
+        torch.from_numpy(np.concatenate([np.empty(shape, np.float32), *parts]))
+        for shape, parts in zip(shapes, (actions, conditions), strict=True)
+    )
+    return Chunks(
+        spec.actions.normalise(a).unsqueeze(1).contiguous(),
+        spec.observations.normalise(o).flatten(1),
+    )
