@@ -270,3 +270,22 @@ def test_guidance_of_a_model_without_a_null_class(tmp_path, monkeypatch):
         sample(config | {"guidance": 2})
     assert not list(tmp_path.glob("*.png"))
     assert sample(config) == Path("plain_ddim3_0.png")
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_no_host_synchronisation():
+    rng, labels = RNG.cuda(), torch.arange(6, device="cuda") % CLASSES
+    x, t = torch.randn(6, 4, 4, 1, device="cuda"), torch.arange(6, device="cuda")
+    guided = guide(_by_label()[0], 3.0, CLASSES)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        dropped = drop_labels(labels, rng, 0.5, CLASSES, first=2)
+        output = guided(x, t, labels)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(dropped.cpu(), drop_labels(labels.cpu(), RNG, 0.5, CLASSES, first=2))
+    expected = guided(x.cpu(), t.cpu(), labels.cpu())
+    torch.testing.assert_close(output.cpu(), expected, rtol=1e-5, atol=1e-5)
