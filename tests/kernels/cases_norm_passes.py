@@ -1,0 +1,63 @@
+"""Kernels of norm_passes and norm_tables to compile for every chip, in bf16: 64 and 64 channels in
+32 groups at 64x64, in the tiles that such an image gets."""
+
+_LAUNCH = {"num_warps": 4}
+_GROUPS = {"CG": 4, "GROUPS": 16, "BLOCK_C": 64, "BLOCK_G": 16}
+
+
+def _types(kind: str, *names: str) -> dict[str, str]:
+    return {name: kind for name in names}
+
+
+def _ints(*names: str) -> dict[str, str]:
+    return _types("i32", *names)
+
+
+COMPILE_CASES = [
+    {
+        "name": "norm_table",
+        "kernel": "triton_kernels.norm_tables:_norm_table_kernel",
+        "signature": _types("*fp32", "partial1_ptr", "partial2_ptr", "weight_ptr", "bias_ptr")
+        | _types("*bf16", "scale_ptr", "shift_ptr")
+        | _types("*fp32", "table_ptr")
+        | _ints("stride_scale", "stride_shift", "pixels1", "pixels2", "C1", "C", "CB")
+        | {"eps": "fp32"},
+        "constexprs": {"K1": 32, "K2": 16, "BLOCK_K1": 32, "BLOCK_K2": 16} | _GROUPS,
+        "multiples": ("C1", "C", "pixels1", "pixels2", "stride_scale", "stride_shift"),
+        "options": _LAUNCH,
+    },
+    {
+        "name": "norm_grad_table",
+        "kernel": "triton_kernels.norm_tables:_norm_grad_table_kernel",
+        "signature": _types("*fp32", "partial_ptr", "input_partial_ptr", "table_ptr")
+        | _types("*fp32", "weight_ptr", "bias_ptr", "coeff_ptr", "rows_ptr")
+        | _types("*bf16", "scale_ptr", "d_scale_ptr", "d_shift_ptr", "d_emb_ptr")
+        | _ints("stride_scale", "stride_dscale", "stride_dshift", "stride_demb")
+        | _ints("pixels", "C", "CB"),
+        "constexprs": {"ROWS": 3, "K": 32, "KX": 16, "BLOCK_K": 32, "BLOCK_KX": 16} | _GROUPS,
+        "multiples": ("C", "pixels"),
+        "options": _LAUNCH,
+    },
+    {
+        "name": "apply",
+        "kernel": "triton_kernels.norm_passes:_apply_kernel",
+        "signature": _types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
+        | {"table_ptr": "*fp32"}
+        | _ints("HW", "W", "C1", "C2", "K", "CB1", "CB"),
+        "constexprs": {"ACT": "silu", "UPSAMPLE": True, "MASKED": False}
+        | {"TILES": 2, "BLOCK_P": 64, "BLOCK_C": 64},
+        "multiples": ("HW", "W", "C1", "C2"),
+        "options": _LAUNCH,
+    },
+    {
+        "name": "norm_dx",
+        "kernel": "triton_kernels.norm_passes:_norm_dx_kernel",
+        "signature": _types("*bf16", "dz_ptr", "x1_ptr", "x2_ptr")
+        | _types("*bf16", "add1_ptr", "add1_second_ptr", "add2_ptr", "dx1_ptr", "dx2_ptr")
+        | _types("*fp32", "coeff_ptr", "sums_ptr")
+        | _ints("HW", "C1", "C2", "K", "CB1", "CB"),
+        "constexprs": {"MASKED": False, "TILES": 2, "BLOCK_P": 32, "BLOCK_C": 64},
+        "multiples": ("HW", "C1", "C2"),
+        "options": _LAUNCH,
+    },
+]
