@@ -21,6 +21,7 @@ _FIXED = {
     "num_classes": None,
     "use_scale_shift_norm": False,
     "resblock_updown": False,
+    "label_dropout": 0.0,
     "use_new_attention_order": True,
 }
 _IGNORED = ("name", "zero_init", "num_heads_upsample")  # parameters are loaded, not drawn
