@@ -64,6 +64,67 @@ WGRAD_CONFIGS = [
 # --- forward and input gradient -------------------------------------------------------------------
 
 
+@triton.jit
+def tile_origin(
+    P,
+    Q,
+    CO,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """First image, row, column and channel of this program's tile of the output. Programs that
+    share pixels are neighbours, so x comes from memory once and then from L2."""
+    num_c = tl.cdiv(CO, BLOCK_C)
+    tiles_h = tl.cdiv(P, TILE_H)
+    tiles_w = tl.cdiv(Q, TILE_W)
+    tile = tl.program_id(0) // num_c
+    c0 = tl.program_id(0) % num_c * BLOCK_C
+    w0 = tile % tiles_w * TILE_W
+    h0 = tile // tiles_w % tiles_h * TILE_H
+    n0 = tile // (tiles_w * tiles_h) * TILE_N
+    return n0, h0, w0, c0
+
+
+@triton.jit
+def accumulate(
+    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]: x, or dy
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]; DGRAD: CO and CI change places
+    n0,
+    h0,
+    w0,
+    c0,
+    CI,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    DGRAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One tile of the convolution, or of its input gradient: float32 [BLOCK_C, BLOCK_M]."""
+    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    k_blocks = tl.cdiv(CI, BLOCK_K)
+    for step in range(R * S * k_blocks):
+        tap = step // k_blocks
+        k0 = (step - tap * k_blocks) * BLOCK_K
+        r = tap // S
+        s = tap % S
+        if DGRAD:
+            x = x_desc.load([n0, h0 - r + PAD_H, w0 - s + PAD_W, k0])
+            w = tl.trans(w_desc.load([tap, k0, c0]).reshape(BLOCK_K, BLOCK_C))
+        else:
+            x = x_desc.load([n0, h0 + r - PAD_H, w0 + s - PAD_W, k0])
+            w = w_desc.load([tap, c0, k0]).reshape(BLOCK_C, BLOCK_K)
+        x = x.reshape(BLOCK_M, BLOCK_K)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+    return acc
+
+
 @triton.jit(do_not_specialize=["P", "Q"])
 def _conv2d_tma_kernel(
     x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]: x, or dy
@@ -87,33 +148,11 @@ def _conv2d_tma_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
-    # programs that share pixels are neighbours, so x comes from memory once and then from L2
-    num_c = tl.cdiv(CO, BLOCK_C)
-    tiles_h = tl.cdiv(P, TILE_H)
-    tiles_w = tl.cdiv(Q, TILE_W)
-    tile = tl.program_id(0) // num_c
-    c0 = tl.program_id(0) % num_c * BLOCK_C
-    w0 = tile % tiles_w * TILE_W
-    h0 = tile // tiles_w % tiles_h * TILE_H
-    n0 = tile // (tiles_w * tiles_h) * TILE_N
-
-    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
-    k_blocks = tl.cdiv(CI, BLOCK_K)
-    for step in range(R * S * k_blocks):
-        tap = step // k_blocks
-        k0 = (step - tap * k_blocks) * BLOCK_K
-        r = tap // S
-        s = tap % S
-        if DGRAD:
-            x = x_desc.load([n0, h0 - r + PAD_H, w0 - s + PAD_W, k0])
-            w = tl.trans(w_desc.load([tap, k0, c0]).reshape(BLOCK_K, BLOCK_C))
-        else:
-            x = x_desc.load([n0, h0 + r - PAD_H, w0 + s - PAD_W, k0])
-            w = w_desc.load([tap, c0, k0]).reshape(BLOCK_C, BLOCK_K)
-        x = x.reshape(BLOCK_M, BLOCK_K)
-        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
-
+    n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
+    acc = accumulate(
+        x_desc, w_desc, n0, h0, w0, c0, CI, R, S, PAD_H, PAD_W, DGRAD, PRECISION,
+        TILE_N * TILE_H * TILE_W, BLOCK_C, BLOCK_K,
+    )  # fmt: skip
     if HAS_BIAS:
         offs_c = c0 + tl.arange(0, BLOCK_C)
         bias = tl.load(bias_ptr + offs_c, mask=offs_c < CO, other=0.0)
@@ -136,7 +175,7 @@ def launch_fwd(
 ) -> None:
     """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output, y of the input."""
     assert stride == 1
-    weight_co, weight_ci, r, s = weight.shape
+    _, _, r, s = weight.shape
     if _is_pointwise(weight, padding):
         x, y = _as_one_row(x), _as_one_row(y)
     ci = x.shape[3]
@@ -146,17 +185,12 @@ def launch_fwd(
     block_co, block_ci = config.block_c, config.block_k
     if dgrad:
         block_co, block_ci = block_ci, block_co
-    programs = _num_boxes(box, n, p, q) * triton.cdiv(co, config.block_c)
+    programs = count_boxes(box, n, p, q) * triton.cdiv(co, config.block_c)
     _conv2d_tma_kernel[(programs,)](
-        _boxes(x, [*box, config.block_k]),
-        TensorDescriptor(
-            weight,
-            shape=[r * s, weight_co, weight_ci],
-            strides=[weight_ci, r * s * weight_ci, 1],
-            block_shape=[1, block_co, block_ci],
-        ),
+        in_boxes(x, [*box, config.block_k]),
+        weight_in_boxes(weight, block_co, block_ci),
         bias,
-        _boxes(y, [*box, config.block_c]),
+        in_boxes(y, [*box, config.block_c]),
         ci,
         p,
         q,
@@ -192,7 +226,7 @@ def _pick_fwd(x: Tensor, y: Tensor) -> Config:
     block_k = 64 if x.itemsize == 2 and x.shape[3] > 32 else 32
 
     def time(c: Config) -> int:
-        boxes = _num_boxes(pixel_box(c.block_m, n, p, q), n, p, q)
+        boxes = count_boxes(pixel_box(c.block_m, n, p, q), n, p, q)
         rounds = triton.cdiv(boxes * triton.cdiv(co, c.block_c), gpu.num_sms)
         return rounds * (c.block_c * c.block_m + 32 * (c.block_c + c.block_m))
 
@@ -287,7 +321,7 @@ def plan_wgrad(
     box, _ = wgrad_box(config.block_m, n, p, q)
     slots = describe(x.device).num_sms * 8 // config.num_warps
     programs = math.prod(_wgrad_blocks(weight, config))
-    return config, num_splits(programs, _num_boxes(box, n, p, q), slots)
+    return config, num_splits(programs, count_boxes(box, n, p, q), slots)
 
 
 def launch_wgrad(
@@ -308,19 +342,19 @@ def launch_wgrad(
         x, dy = _as_one_row(x), _as_one_row(dy)
     n, p, q, _ = dy.shape
     box, flat = wgrad_box(config.block_m, n, p, q)
-    num_boxes = _num_boxes(box, n, p, q)
+    num_tiles = count_boxes(box, n, p, q)
     dy_rows = dy.view(n * p * q, co) if flat else dy
     dy_box = [math.prod(box)] if flat else box
     _conv2d_wgrad_tma_kernel[(*_wgrad_blocks(weight, config), splits)](
-        _boxes(x, [*box, config.block_ci]),
-        _boxes(dy_rows, [*dy_box, config.block_co]),
+        in_boxes(x, [*box, config.block_ci]),
+        in_boxes(dy_rows, [*dy_box, config.block_co]),
         partial,
         ci,
         p,
         q,
         co,
-        num_boxes,
-        triton.cdiv(num_boxes, splits),
+        num_tiles,
+        triton.cdiv(num_tiles, splits),
         S=s,
         TAPS=r * s,
         GROUP=config.taps,
@@ -376,7 +410,21 @@ def pixel_box(block_m: int, n: int, p: int, q: int) -> tuple[int, int, int]:
     [n, p, q]; among those the one with the longest rows."""
     sizes = [2**i for i in range(block_m.bit_length())]
     boxes = [(block_m // (h * w), h, w) for w in sizes for h in sizes if h * w <= block_m]
-    return min(boxes, key=lambda box: (_num_boxes(box, n, p, q), -box[2], -box[1]))
+    return min(boxes, key=lambda box: (count_boxes(box, n, p, q), -box[2], -box[1]))
+
+
+@lru_cache
+def image_box(block_m: int, n: int, p: int, q: int) -> tuple[int, int, int] | None:
+    """Such a box whose rows and columns divide those of an image, so that every box takes equally
+    many pixels, 16 or more, of each of its images; None if there is none."""
+    sizes = [2**i for i in range(block_m.bit_length())]
+    boxes = [
+        (block_m // (h * w), h, w)
+        for w in sizes
+        for h in sizes
+        if 16 <= h * w <= block_m and p % h == 0 and q % w == 0
+    ]
+    return min(boxes, key=lambda b: (count_boxes(b, n, p, q), -b[2], -b[1]), default=None)
 
 
 @lru_cache
@@ -397,7 +445,7 @@ def wgrad_box(block_m: int, n: int, p: int, q: int) -> tuple[tuple[int, int, int
     return (1, 1, min(widths, key=lambda w: triton.cdiv(q, w) * (w + 16))), False
 
 
-def _num_boxes(box: tuple[int, int, int], n: int, p: int, q: int) -> int:
+def count_boxes(box: tuple[int, int, int], n: int, p: int, q: int) -> int:
     return triton.cdiv(n, box[0]) * triton.cdiv(p, box[1]) * triton.cdiv(q, box[2])
 
 
@@ -410,10 +458,17 @@ def _as_one_row(x: Tensor) -> Tensor:
     return x.view(1, 1, x.numel() // x.shape[3], x.shape[3])
 
 
-def _boxes(x: Tensor, block_shape: list[int]) -> TensorDescriptor:
+def in_boxes(x: Tensor, block_shape: list[int]) -> TensorDescriptor:
     # not x.stride(), which may be anything where the size is 1
     strides = [math.prod(x.shape[i + 1 :]) for i in range(x.ndim)]
     return TensorDescriptor(x, list(x.shape), strides, block_shape)
+
+
+def weight_in_boxes(weight: Tensor, block_co: int, block_ci: int) -> TensorDescriptor:
+    """Filters [CO, CI, R, S] in channels_last memory, as [R * S, CO, CI]."""
+    co, ci, r, s = weight.shape
+    shape, strides = [r * s, co, ci], [ci, r * s * ci, 1]
+    return TensorDescriptor(weight, shape, strides, [1, block_co, block_ci])
 
 
 def _addressable(x: Tensor, y: Tensor) -> bool:

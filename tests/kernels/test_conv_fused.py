@@ -1,0 +1,245 @@
+"""Convolutions with fused epilogues against plain compositions in float64."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from triton_kernels import conv_fused, reference
+from triton_kernels.conv_fused import conv_forward, conv_fused_supported, conv_input_grad
+from triton_kernels.conv_tma import image_box
+from triton_kernels.device import describe
+
+
+class Shape(NamedTuple):
+    n: int
+    h: int
+    w: int
+    ci: int
+    co: int
+    kernel: int = 3
+
+
+SMALL = {
+    "3x3": Shape(2, 8, 8, 72, 40),
+    "wide": Shape(1, 8, 24, 8, 72),
+    "images of 16 pixels": Shape(5, 4, 4, 16, 24),
+    "rows of 12": Shape(3, 12, 12, 8, 16),
+    "1x1": Shape(3, 8, 8, 40, 72, 1),
+    "empty batch": Shape(0, 8, 8, 8, 16),
+}
+ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-9, torch.float32: 2**-10}  # float32: TF32
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch, device):
+    """Memory that a kernel forgets to write holds NaN."""
+    if not describe(device).tma:
+        pytest.skip("no TMA unit")
+
+    def empty(shape, **kwargs):
+        return torch.full(shape, float("nan"), **kwargs)
+
+    monkeypatch.setattr(conv_fused, "_empty", empty)
+
+
+def relative(got: Tensor, exact: Tensor) -> float:
+    assert got.shape == exact.shape
+    return float((got.double() - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
+def randn(*shape: int, seed: int, device, dtype=torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def make_weight(shape: Shape, dtype, device) -> Tensor:
+    """A view into a flat buffer, as in the optimizer's 16-bit copy of the parameters."""
+    k = shape.kernel
+    w = randn(shape.co, k, k, shape.ci, seed=1, device=device) / (k * k * shape.ci) ** 0.5
+    flat = torch.full((w.numel() + 32,), float("nan"), device=device, dtype=dtype)
+    view = flat[16 : 16 + w.numel()].view(w.shape)
+    view.copy_(w)
+    return view.permute(0, 3, 1, 2)
+
+
+def tiles(x: Tensor, k: int, block_m: int) -> Tensor:
+    """[N, H, W, C] as [N, K, pixels of a tile, C]."""
+    n, h, w, c = x.shape
+    _, th, tw = image_box(block_m, n, h, w)
+    x = x.view(n, h // th, th, w // tw, tw, c).transpose(2, 3)
+    return x.reshape(n, k, th * tw, c)
+
+
+# --- forward --------------------------------------------------------------------------------------
+
+
+def forward_case(shape: Shape, dtype, device):
+    """Arguments of conv_forward; emb is a column slice, as of one matrix for all blocks."""
+    n, h, w, ci, co, _ = shape
+    emb = randn(n, co + 24, seed=3, device=device)[:, 16 : 16 + co]
+    x = randn(n, h, w, ci, seed=0, device=device, dtype=dtype)
+    residual = randn(n, h, w, co, seed=4, device=device, dtype=dtype) + 3
+    bias = randn(co, seed=2, device=device)
+    return x, make_weight(shape, dtype, device), bias, emb, residual
+
+
+def forward_reference(x, weight, bias, emb, residual, dtype):
+    x, weight, bias, emb, residual = (t.to(dtype) for t in (x, weight, bias, emb, residual))
+    return reference.conv2d(x, weight, bias) + emb[:, None, None, :] + residual
+
+
+def check_forward(shape: Shape, dtype, device, config=None):
+    x, weight, bias, emb, residual = forward_case(shape, dtype, device)
+    y, partials = conv_forward(
+        x, weight, bias, emb=emb, residual=residual, stats=True, config=config
+    )
+    exact = forward_reference(x, weight, bias, emb, residual, torch.float64)
+    assert y.dtype == dtype
+    terms = shape.kernel**2 * shape.ci
+    assert relative(y, exact) <= 1.5 * ROUNDING[dtype] + 2**-24 * terms**0.5
+    if shape.n:
+        check_stats(y, partials)
+    return y, partials
+
+
+def check_stats(y: Tensor, partials: Tensor):
+    """The statistics describe what was stored, to the precision of float32."""
+    n, h, w, co = y.shape
+    k = partials.shape[1]
+    assert partials.shape == (n, k, 2, co) and h * w % k == 0
+    matching = [b for b in (16, 64, 128, 256) if (box := image_box(b, n, h, w))
+                and h * w // (box[1] * box[2]) == k]  # fmt: skip
+    values = tiles(y.double(), k, matching[0])
+    assert relative(partials[:, :, 0], values.sum(2)) < 1e-6
+    m2 = (values - values.mean(2, keepdim=True)).square().sum(2)
+    assert relative(partials[:, :, 1], m2) < 1e-5
+
+
+DTYPES = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_forward(name, dtype, device):
+    check_forward(SMALL[name], dtype, device)
+
+
+@pytest.mark.parametrize("with_emb", [False, True], ids=["", "emb"])
+@pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
+def test_forward_in_parts(with_emb, with_residual, device):
+    """Every term can be absent; without statistics tiles need not divide an image."""
+    shape = Shape(3, 5, 7, 16, 24)
+    x, weight, bias, emb, residual = forward_case(shape, torch.float16, device)
+    y, partials = conv_forward(
+        x,
+        weight,
+        bias,
+        emb=emb if with_emb else None,
+        residual=residual if with_residual else None,
+    )
+    exact = forward_reference(
+        x, weight, bias, emb * with_emb, residual * with_residual, torch.float64
+    )
+    assert partials is None
+    assert relative(y, exact) <= 1.5 * ROUNDING[torch.float16]
+
+
+def test_statistics_do_not_cancel(device):
+    """Values of 1000 and more with a spread of about 1, in the three digits that fp16 then has."""
+    shape = SMALL["3x3"]
+    x, weight, bias, _, _ = forward_case(shape, torch.float16, device)
+    check_stats(*conv_forward(x, weight, bias + 1000, stats=True))
+
+
+@pytest.mark.parametrize("config", conv_fused._FWD_CONFIGS, ids=str)
+def test_every_forward_config(config, device):
+    check_forward(Shape(3, 8, 16, 72, 136), torch.float16, device, config)
+    check_forward(Shape(3, 8, 8, 40, 24), torch.float16, device, config)
+
+
+# --- input gradient -------------------------------------------------------------------------------
+
+
+def grad_case(shape: Shape, c1: int | None, dtype, device):
+    """Arguments of conv_input_grad; a table as of a norm, with every entry different."""
+    n, h, w, ci, co, _ = shape
+    x = randn(n, h, w, ci, seed=0, device=device, dtype=dtype)
+    inputs = (x,) if c1 is None else (x[..., :c1].contiguous(), x[..., c1:].contiguous())
+    table = randn(n, 4, ci, seed=5, device=device)
+    table[:, 1] = table[:, 1].abs() + 0.5
+    dy = randn(n, h, w, co, seed=6, device=device, dtype=dtype)
+    return dy, make_weight(shape, dtype, device), x, inputs, table
+
+
+def grad_reference(dy, weight, x, table, activation, dtype):
+    """dz and xhat, by autograd."""
+    mean, rstd, g, b = table.to(dtype)[:, :, None, None, :].unbind(1)
+    xhat = (x.to(dtype) - mean) * rstd
+    z = (xhat * g + b).requires_grad_()
+    a = reference._ACTIVATIONS[activation](z)
+    (dz,) = torch.autograd.grad(reference.conv2d(a, weight.to(dtype)), z, dy.to(dtype))
+    return dz, xhat
+
+
+def check_grad(shape: Shape, c1, dtype, device, activation="silu", config=None):
+    dy, weight, x, inputs, table = grad_case(shape, c1, dtype, device)
+    dz, partials = conv_input_grad(
+        dy, weight, inputs=inputs, table=table, activation=activation, config=config
+    )
+    exact, xhat = grad_reference(dy, weight, x, table, activation, torch.float64)
+    assert dz.dtype == dtype
+    terms = shape.kernel**2 * shape.co
+    exactness = 2**-24 * terms**0.5 + (2**-10 if dtype == torch.float32 else 0)
+    assert relative(dz, exact) <= 1.5 * ROUNDING[dtype] + exactness
+    n, k = shape.n, partials.shape[1]
+    assert partials.shape == (n, k, 2, shape.ci) and shape.h * shape.w % k == 0
+    if n:
+        # over whole images, since a tile's place in `partials` is the kernel's own affair
+        d, e = exact.sum((1, 2)), (exact * xhat).sum((1, 2))
+        assert relative(partials[:, :, 0].sum(1), d) <= 1e-5 + exactness
+        assert relative(partials[:, :, 1].sum(1), e) <= 1e-5 + exactness
+    return dz, partials
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_input_grad(name, dtype, device):
+    check_grad(SMALL[name], None, dtype, device)
+
+
+@pytest.mark.parametrize("activation", ["identity", "gelu"])
+def test_input_grad_of_other_activations(activation, device):
+    check_grad(SMALL["3x3"], None, torch.float16, device, activation)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_input_grad_of_two_inputs(kernel, device):
+    check_grad(Shape(2, 8, 8, 136, 16, kernel), 64, torch.float16, device)
+    check_grad(Shape(2, 8, 8, 136, 16, kernel), 128, torch.float16, device)
+
+
+@pytest.mark.parametrize("config", conv_fused._DGRAD_CONFIGS, ids=str)
+def test_every_input_grad_config(config, device):
+    check_grad(Shape(3, 8, 16, 136, 72), None, torch.float16, device, config=config)
+    check_grad(Shape(3, 8, 8, 136, 40), 128, torch.float16, device, config=config)
+
+
+# --- where it applies -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("supported", "x", "weight", "c1"),
+    [
+        (True, (2, 64, 64, 64), (64, 64, 3, 3), None),
+        (True, (2, 8, 8, 512), (256, 512, 3, 3), 256),
+        (True, (2, 28, 28, 32), (64, 32, 3, 3), None),
+        (False, (2, 7, 7, 64), (64, 64, 3, 3), None),
+        (False, (2, 8, 8, 3), (64, 3, 3, 3), None),
+        (False, (2, 8, 8, 64), (3, 64, 3, 3), None),
+        (False, (2, 8, 8, 96), (64, 96, 3, 3), 32),
+        (False, (2, 8, 8, 64), (64, 64, 4, 4), None),
+    ],
+)
+def test_supported(supported, x, weight, c1):
+    assert conv_fused_supported(x, weight, torch.float16, c1) == supported

@@ -1,0 +1,406 @@
+"""Convolutions with what surrounds them in a residual block done in their epilogues.
+
+Forward, rounded once from the float32 accumulator, with sums of the rounded y for the next norm:
+
+    y = conv(x) + bias[co] + emb[n, co] + residual
+
+Input gradient of y = conv(act(z)), z = xhat g + b, xhat = (x - mean) rstd, and the sums that the
+norm's own backward pass needs:
+
+    da = conv^T(dy),   dz = da act'(z),   sum dz,   sum dz xhat
+
+All tensors are NHWC. Sums are taken per (image, channel) over a tile of pixels; K tiles make an
+image, and their sums go to `partials` [N, K, 2, C] by plain stores: no atomics, so equal bits at
+every run. The GEMM is that of `conv_tma`: stride 1, channels in multiples of 16 bytes, a TMA unit.
+
+An accumulator is [channels, pixels], so a thread holds whole runs of pixels of a few channels:
+sums over pixels are nearly free, and an image of the tile is a slice [channels, image, pixels].
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .activations import activate_grad, check_activation
+from .conv_tma import (
+    Config,
+    accumulate,
+    count_boxes,
+    image_box,
+    in_boxes,
+    pixel_box,
+    tile_origin,
+    weight_in_boxes,
+)
+from .device import describe
+
+_FWD_CONFIGS = [
+    Config(64, 64, 64, 4, 4),
+    Config(64, 128, 64, 4, 3),
+    Config(64, 256, 64, 4, 4),
+    Config(128, 128, 64, 4, 3),
+    Config(128, 256, 64, 8, 3),
+    Config(64, 64, 32, 4, 4),  # few input channels, and TF32: a row of a box is at most 128 bytes
+    Config(128, 128, 32, 4, 4),
+]
+_DGRAD_CONFIGS = [
+    Config(64, 64, 64, 4, 4),
+    Config(64, 128, 64, 4, 3),
+    Config(128, 128, 64, 8, 3),
+    Config(64, 64, 32, 4, 4),
+    Config(64, 128, 32, 4, 4),
+]
+
+_empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
+
+
+@triton.jit
+def _store_partials(
+    partial_ptr,  # [N, K, 2, C]
+    first,  # [BLOCK_C, TILE_N]
+    second,
+    n0,
+    h0,
+    w0,
+    c0,
+    N,
+    P,
+    Q,
+    C,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Both sums of this tile, as entry k of each of its images."""
+    tiles_w = Q // TILE_W
+    k = h0 // TILE_H * tiles_w + w0 // TILE_W
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    offs_n = n0 + tl.arange(0, TILE_N)
+    mask = (offs_c < C)[:, None] & (offs_n < N)[None, :]
+    row = (offs_n.to(tl.int64) * (P // TILE_H * tiles_w) + k) * 2
+    ptrs = partial_ptr + row[None, :] * C + offs_c[:, None]
+    tl.store(ptrs, first, mask=mask)
+    tl.store(ptrs + C, second, mask=mask)
+
+
+# --- forward --------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["N", "P", "Q"])
+def _conv_forward_kernel(
+    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]
+    bias_ptr,  # [CO]
+    emb_ptr,  # [N, CO] or None
+    residual_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C], or None
+    y_desc,  # likewise
+    partial_ptr,  # [N, K, 2, CO] or None
+    stride_emb,
+    N,
+    CI,
+    P,
+    Q,
+    CO,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    PIXELS: tl.constexpr = TILE_H * TILE_W
+    BLOCK_M: tl.constexpr = TILE_N * PIXELS
+    n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
+    acc = accumulate(
+        x_desc, w_desc, n0, h0, w0, c0, CI, R, S, R // 2, S // 2, False, PRECISION,
+        BLOCK_M, BLOCK_C, BLOCK_K,
+    )  # fmt: skip
+
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < CO
+    acc += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0)[:, None]
+    if emb_ptr is not None:
+        offs_n = n0 + tl.arange(0, TILE_N)
+        emb = tl.load(
+            emb_ptr + offs_n.to(tl.int64)[None, :] * stride_emb + offs_c[:, None],
+            mask=mask_c[:, None] & (offs_n < N)[None, :],
+            other=0.0,
+        )
+        acc = acc.reshape(BLOCK_C, TILE_N, PIXELS) + emb[:, :, None]
+        acc = acc.reshape(BLOCK_C, BLOCK_M)
+    if residual_desc is not None:
+        residual = residual_desc.load([n0, h0, w0, c0]).reshape(BLOCK_M, BLOCK_C)
+        acc += tl.trans(residual).to(tl.float32)
+    y = acc.to(y_desc.dtype)
+    y_desc.store([n0, h0, w0, c0], tl.trans(y).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
+    if partial_ptr is not None:
+        # about the mean of the tile, since a difference of large sums would cancel
+        v = y.to(tl.float32).reshape(BLOCK_C, TILE_N, PIXELS)
+        total = tl.sum(v, axis=2)
+        v -= (total / PIXELS)[:, :, None]
+        m2 = tl.sum(v * v, axis=2)
+        _store_partials(
+            partial_ptr, total, m2, n0, h0, w0, c0, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C
+        )
+
+
+def conv_forward(
+    x: Tensor,  # [N, H, W, CI]
+    weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of x
+    bias: Tensor,  # float32 [CO]
+    *,
+    emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
+    residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
+    stats: bool = False,  # whether to return partials
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor | None]:  # [N, H, W, CO]; float32 [N, K, 2, CO]
+    """conv(x) + bias + emb + residual, and its partials: of each tile of H W / K pixels, the sum of
+    y and that of (y - mean of the tile)^2, with y as it was rounded."""
+    n, h, w, ci = x.shape
+    co, _, r, s = weight.shape
+    _check(weight, x, residual)
+    assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
+    y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
+    config = config or _pick(_FWD_CONFIGS, x, co, r * s, stats)
+    box = (image_box if stats else pixel_box)(config.block_m, n, h, w)
+    partials = _partials(box, y) if stats else None
+    if n == 0:
+        return y, partials
+    tile = [*box, config.block_c]
+    _conv_forward_kernel[(count_boxes(box, n, h, w) * triton.cdiv(co, config.block_c),)](
+        in_boxes(x, [*box, config.block_k]),
+        weight_in_boxes(weight, config.block_c, config.block_k),
+        bias,
+        emb,
+        None if residual is None else in_boxes(residual, tile),
+        in_boxes(y, tile),
+        partials,
+        0 if emb is None else emb.stride(0),
+        n,
+        ci,
+        h,
+        w,
+        co,
+        R=r,
+        S=s,
+        PRECISION="tf32",
+        TILE_N=box[0],
+        TILE_H=box[1],
+        TILE_W=box[2],
+        BLOCK_C=config.block_c,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return y, partials
+
+
+# --- input gradient -------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["N", "P", "Q"])
+def _conv_input_grad_kernel(
+    dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_K, BLOCK_C]
+    x1_desc,  # [N, P, Q, C1] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]
+    x2_desc,  # [N, P, Q, CI - C1] likewise, or None
+    table_ptr,  # [N, 4, CI]: mean, rstd, g, b
+    dz_desc,  # [N, P, Q, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]
+    partial_ptr,  # [N, K, 2, CI]
+    N,
+    CO,
+    P,
+    Q,
+    CI,
+    C1,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    PIXELS: tl.constexpr = TILE_H * TILE_W
+    BLOCK_M: tl.constexpr = TILE_N * PIXELS
+    n0, h0, w0, c0 = tile_origin(P, Q, CI, TILE_N, TILE_H, TILE_W, BLOCK_C)
+    acc = accumulate(
+        dy_desc, w_desc, n0, h0, w0, c0, CO, R, S, R // 2, S // 2, True, PRECISION,
+        BLOCK_M, BLOCK_C, BLOCK_K,
+    )  # fmt: skip
+
+    if x2_desc is None:
+        x = x1_desc.load([n0, h0, w0, c0])
+    elif c0 < C1:
+        x = x1_desc.load([n0, h0, w0, c0])
+    else:
+        x = x2_desc.load([n0, h0, w0, c0 - C1])
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    offs_n = n0 + tl.arange(0, TILE_N)
+    mask = (offs_c < CI)[:, None] & (offs_n < N)[None, :]
+    table_ptrs = table_ptr + offs_n.to(tl.int64)[None, :] * 4 * CI + offs_c[:, None]
+    mean = tl.load(table_ptrs, mask=mask, other=0.0)
+    rstd = tl.load(table_ptrs + CI, mask=mask, other=0.0)
+    g = tl.load(table_ptrs + 2 * CI, mask=mask, other=0.0)
+    b = tl.load(table_ptrs + 3 * CI, mask=mask, other=0.0)
+
+    x = tl.trans(x.reshape(BLOCK_M, BLOCK_C)).reshape(BLOCK_C, TILE_N, PIXELS).to(tl.float32)
+    xhat = (x - mean[:, :, None]) * rstd[:, :, None]
+    z = xhat * g[:, :, None] + b[:, :, None]
+    dz = acc.reshape(BLOCK_C, TILE_N, PIXELS) * activate_grad(z, ACT)
+    _store_partials(
+        partial_ptr, tl.sum(dz, axis=2), tl.sum(dz * xhat, axis=2),
+        n0, h0, w0, c0, N, P, Q, CI, TILE_N, TILE_H, TILE_W, BLOCK_C,
+    )  # fmt: skip
+    dz = dz.reshape(BLOCK_C, BLOCK_M).to(dz_desc.dtype)
+    dz_desc.store([n0, h0, w0, c0], tl.trans(dz).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
+
+
+def conv_input_grad(
+    dy: Tensor,  # [N, H, W, CO]
+    weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of dy
+    *,
+    inputs: Tensor | tuple[Tensor, ...],  # x [N, H, W, CI], or the two that it concatenates
+    table: Tensor,  # float32 [N, 4, CI]: mean, rstd, g, b
+    activation: str,  # of `activations`
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:  # [N, H, W, CI]; float32 [N, K, 2, CI]
+    """dz of a = act(z), z = (x - mean) rstd g + b, from the gradient dy of conv(a); and its
+    partials: of each tile, the sums of dz and of dz (x - mean) rstd, before dz is rounded."""
+    check_activation(activation)
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    n, h, w, co = dy.shape
+    _, ci, r, s = weight.shape
+    _check(weight, dy, *inputs)
+    assert sum(x.shape[3] for x in inputs) == ci and len(inputs) <= 2
+    assert table.shape == (n, 4, ci) and table.is_contiguous()
+    dz = _empty((n, h, w, ci), dtype=dy.dtype, device=dy.device)
+    c1 = inputs[0].shape[3]
+    config = config or _pick(_DGRAD_CONFIGS, dy, ci, r * s, True, c1)
+    assert len(inputs) == 1 or c1 % config.block_c == 0, "a tile of channels straddles the inputs"
+    box = image_box(config.block_m, n, h, w)
+    partials = _partials(box, dz)
+    if n == 0:
+        return dz, partials
+    tile = [*box, config.block_c]
+    _conv_input_grad_kernel[(count_boxes(box, n, h, w) * triton.cdiv(ci, config.block_c),)](
+        in_boxes(dy, [*box, config.block_k]),
+        weight_in_boxes(weight, config.block_k, config.block_c),
+        in_boxes(inputs[0], tile),
+        in_boxes(inputs[1], tile) if len(inputs) == 2 else None,
+        table,
+        in_boxes(dz, tile),
+        partials,
+        n,
+        co,
+        h,
+        w,
+        ci,
+        c1,
+        R=r,
+        S=s,
+        ACT=activation,
+        PRECISION="tf32",
+        TILE_N=box[0],
+        TILE_H=box[1],
+        TILE_W=box[2],
+        BLOCK_C=config.block_c,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return dz, partials
+
+
+# --- what applies where ---------------------------------------------------------------------------
+
+
+def conv_fused_supported(
+    x_shape: Sequence[int],  # N, H, W, CI
+    weight_shape: Sequence[int],  # CO, CI, R, S
+    dtype: torch.dtype,
+    c1: int | None = None,  # channels of the first of two inputs, if x is a concatenation
+) -> bool:
+    """Whether every function of this file can do this convolution, of stride 1 and padding R // 2
+    on the current device. In float32 they multiply in TF32."""
+    n, h, w, ci = x_shape
+    co, _, r, s = weight_shape
+    row = 16 // dtype.itemsize
+    return (
+        describe(_current_device()).tma
+        and r % 2 == s % 2 == 1
+        and ci % row == co % row == 0
+        and (c1 is None or c1 % row == 0)
+        and any(_serves(c, dtype.itemsize, co, None, (n, h, w)) for c in _FWD_CONFIGS)
+        and any(_serves(c, dtype.itemsize, ci, c1, (n, h, w)) for c in _DGRAD_CONFIGS)
+    )
+
+
+def _current_device() -> torch.device:
+    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _serves(
+    config: Config, itemsize: int, channels: int, c1: int | None, pixels: tuple[int, int, int]
+) -> bool:
+    """Whether tiles divide the images, and the inputs if there are two."""
+    straddles = c1 is not None and c1 != channels and c1 % config.block_c > 0
+    wide = config.block_k * itemsize <= 128  # a row of a box
+    return wide and not straddles and image_box(config.block_m, *pixels) is not None
+
+
+def _pick(
+    configs: list[Config],
+    x: Tensor,  # what is convolved: x, or dy
+    channels: int,  # of the result
+    taps: int,
+    exact: bool,  # tiles have to divide the images
+    c1: int | None = None,
+) -> Config:
+    """The tile with the shortest time by a crude model in clocks: a multiprocessor's programs
+    multiply (2048 multiply-adds a clock) or fetch (64 bytes a clock) one after the other; filling
+    the pipeline and the epilogue are hidden by the other programs that fit beside."""
+    n, h, w, k = x.shape
+    gpu = describe(x.device)
+    block_k = 64 if x.itemsize == 2 and k > 32 else 32
+
+    def fetched(c: Config) -> int:
+        return (c.block_c + c.block_m) * c.block_k * x.itemsize
+
+    def fitting(c: Config) -> int:
+        return min(gpu.shared_memory // (fetched(c) * c.num_stages + 1024), 16 // c.num_warps)
+
+    def time(c: Config) -> float:
+        box = (image_box if exact else pixel_box)(c.block_m, n, h, w)
+        programs = count_boxes(box, n, h, w) * triton.cdiv(channels, c.block_c)
+        step = max(c.block_c * c.block_m * c.block_k / 2048, fetched(c) / 64)
+        rounds = max(1, triton.cdiv(programs, gpu.num_sms))
+        alone = 1500 + c.block_c * c.block_m / c.num_warps
+        return rounds * (taps * triton.cdiv(k, c.block_k) * step + alone / min(fitting(c), rounds))
+
+    def fits(c: Config) -> bool:
+        served = not exact or _serves(c, x.itemsize, channels, c1, (n, h, w))
+        return c.block_k == block_k and served and fitting(c) > 0
+
+    return min(filter(fits, configs), key=time)
+
+
+def _partials(box: tuple[int, int, int], y: Tensor) -> Tensor:
+    n, h, w, c = y.shape
+    k = h // box[1] * (w // box[2])
+    return _empty((n, k, 2, c), dtype=torch.float32, device=y.device)
+
+
+def _check(weight: Tensor, *tensors: Tensor | None) -> None:
+    assert weight.permute(0, 2, 3, 1).is_contiguous() and weight.data_ptr() % 16 == 0
+    assert weight.shape[2] % 2 == weight.shape[3] % 2 == 1
+    for x in tensors:
+        assert x is None or (x.is_contiguous() and x.dtype == weight.dtype)
