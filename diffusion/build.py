@@ -13,10 +13,12 @@ from .sampler import DDIM, DDPM, Sampler
 from .schedule import NoiseSchedule, make_schedule
 from .solvers import DPMSolverPP2M, Heun
 from .unet import UNet
+from .unet1d import UNet1d
 
 T = TypeVar("T")
 
-MODELS: dict[str, Callable[..., torch.nn.Module]] = {"unet": UNet}
+MODELS: dict[str, Callable[..., torch.nn.Module]] = {"unet": UNet}  # of images
+POLICY_MODELS: dict[str, Callable[..., torch.nn.Module]] = {"unet1d": UNet1d}  # of actions
 
 SAMPLERS: dict[str, type[Sampler]] = {
     "ddpm": DDPM,
@@ -51,20 +53,52 @@ def build_model(
     device: torch.device,
 ) -> torch.nn.Module:
     """The network of the configuration, with freshly drawn parameters, on the device."""
-    settings = dict(settings)
-    name = settings.pop("name", None)
-    if name not in MODELS:
-        raise ConfigError(f"model.name={name} is unknown; choose one of {', '.join(MODELS)}")
-    model = construct(
-        MODELS[name],
+    model = _construct_model(
+        MODELS,
         settings,
-        "model",
+        "images",
         image_size=image_size,
         in_channels=channels,
         out_channels=channels * (2 if learned_variance else 1),
         backend=backend,
     )
     return model.to(device)
+
+
+def build_policy_model(
+    settings: dict[str, Any],  # the group `model`
+    backend: Backend,
+    action_dim: int,
+    condition_dim: int,
+    device: torch.device,
+) -> torch.nn.Module:
+    """As `build_model`, for chunks of actions."""
+    model = _construct_model(
+        POLICY_MODELS,
+        settings,
+        "trajectories",
+        input_dim=action_dim,
+        global_cond_dim=condition_dim,
+        backend=backend,
+    )
+    return model.to(device)
+
+
+def _construct_model(
+    models: dict[str, Callable[..., torch.nn.Module]],
+    settings: dict[str, Any],
+    data: str,  # what the models learn
+    **given: Any,
+) -> torch.nn.Module:
+    settings = dict(settings)
+    name = settings.pop("name", None)
+    if name not in models:
+        other = name in MODELS or name in POLICY_MODELS
+        raise ConfigError(
+            f"model.name={name} is {f'not for {data}' if other else 'unknown'}; choose one of"
+            f" {', '.join(models)}"
+        )
+    return construct(models[name], settings, "model", **given)
 
 
 def check_sampler(name: str) -> None:

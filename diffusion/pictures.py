@@ -1,4 +1,4 @@
-"""Pictures for people: grids of samples and the loss curve."""
+"""Pictures for people: grids of samples, the loss curve, chunks of actions."""
 
 import csv
 import math
@@ -9,6 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 _GAP = 2  # pixels between the images of a grid
+_PLOTTED_DIMS = 6  # dimensions of an action in a plot
 _SMALL = 64  # images are enlarged by a whole factor until a side has at least so many pixels
 
 
@@ -56,3 +57,33 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     figure.savefig(out)
+
+
+def plot_chunks(
+    predicted: np.ndarray,  # [N, T, A]
+    true: np.ndarray,  # [N, T, A]
+    acted: tuple[int, int],  # first and last time step that is acted out
+) -> Image.Image:
+    """Plot chunks of actions over time: a row a chunk, a column a dimension of the action."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
+    from matplotlib.figure import Figure
+
+    n, steps, dims = true.shape
+    shown = min(dims, _PLOTTED_DIMS)
+    figure = Figure(figsize=(1 + 2.4 * shown, 0.8 + 1.6 * n), dpi=80, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    panels = figure.subplots(n, shown, sharex=True, sharey="col", squeeze=False)
+    time = np.arange(steps)
+    for i, row in enumerate(panels):
+        for d, axes in enumerate(row):
+            axes.axvspan(*acted, color="#f0f0f0")
+            axes.plot(time, true[i, :, d], color="black", linewidth=1, label="recorded")
+            axes.plot(time, predicted[i, :, d], color="#d94801", marker=".", label="predicted")
+            axes.tick_params(labelsize=7)
+            if i == 0:
+                axes.set_title(f"action {d}", fontsize=8)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=8)
+    figure.supxlabel("time step of the chunk; shaded: acted out", fontsize=8)
+    canvas.draw()
+    return Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3].copy())

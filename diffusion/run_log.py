@@ -1,12 +1,16 @@
-"""What a run writes down while it goes: metrics.csv, TensorBoard events, sample grids."""
+"""What a run writes down while it goes: metrics.csv, scores.csv, TensorBoard events, pictures."""
 
 import csv
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from .pictures import draw_loss_curve, grid
+from .pictures import draw_loss_curve
 
 FIELDS = (
     "step",  # updates done
@@ -21,6 +25,18 @@ FIELDS = (
 )
 
 
+@dataclass(frozen=True)
+class Preview:
+    """What a run shows of itself from time to time."""
+
+    picture: Image.Image
+    scores: dict[str, float] = field(default_factory=dict)  # columns of scores.csv
+
+    def __str__(self) -> str:
+        """The scores, if there are any, as the begin of a message."""
+        return "".join(f"{name} {value:.4g}, " for name, value in self.scores.items())
+
+
 def attach_log_file(path: Path) -> logging.Handler:
     """Send the package's log records to a file too. The caller removes the handler."""
     handler = logging.FileHandler(path)
@@ -33,17 +49,10 @@ class RunLog:
     """Opens the logs of a run; on a resume at `step` what was logged after it is dropped."""
 
     def __init__(self, run_dir: Path, step: int, tensorboard: bool = True) -> None:
-        self.run_dir = run_dir
+        self.run_dir, self.step = run_dir, step
         self.metrics = run_dir / "metrics.csv"
-        kept = []
-        if self.metrics.exists():
-            with open(self.metrics) as file:
-                kept = [row for row in csv.DictReader(file) if int(row["step"]) <= step]
-        self._file = open(self.metrics, "w", newline="")  # noqa: SIM115 (closed in close)
-        self._csv = csv.DictWriter(self._file, FIELDS)
-        self._csv.writeheader()
-        self._csv.writerows(kept)
-        self._file.flush()
+        self._metrics = _Table(self.metrics, FIELDS, step)
+        self._scores: _Table | None = None
         self._board = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -52,23 +61,28 @@ class RunLog:
 
     def row(self, values: dict[str, float]) -> None:
         """Append one row of FIELDS."""
-        self._csv.writerow(
-            {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in values.items()}
-        )
-        self._file.flush()
+        self._metrics.append(values)
         if self._board is not None:
             for name in ("loss", "lr", "grad_norm", "images_per_s"):
                 self._board.add_scalar(f"train/{name}", values[name], values["step"])
 
-    def samples(self, images: np.ndarray, step: int) -> Path:
-        """Save a grid of uint8 images [N, H, W, C] and bring the loss curve up to date."""
+    def preview(self, preview: Preview, step: int) -> Path:
+        """Save picture and scores, and bring the loss curve up to date; returns the picture's
+        path."""
         folder = self.run_dir / "samples"
         folder.mkdir(exist_ok=True)
-        picture = grid(images)
         path = folder / f"step_{step:08d}.png"
-        picture.save(path)
+        preview.picture.save(path)
+        if preview.scores:
+            if self._scores is None:
+                fields = ("step", *preview.scores)
+                self._scores = _Table(self.run_dir / "scores.csv", fields, self.step)
+            self._scores.append({"step": step, **preview.scores})
         if self._board is not None:
-            self._board.add_image("samples", np.asarray(picture), step, dataformats="HWC")
+            pixels = np.asarray(preview.picture)
+            self._board.add_image("samples", pixels, step, dataformats="HWC")
+            for name, value in preview.scores.items():
+                self._board.add_scalar(f"scores/{name}", value, step)
         self.curve()
         return path
 
@@ -78,6 +92,32 @@ class RunLog:
 
     def close(self) -> None:
         """Flush and close everything."""
-        self._file.close()
+        self._metrics.close()
+        if self._scores is not None:
+            self._scores.close()
         if self._board is not None:
             self._board.close()
+
+
+class _Table:
+    """A CSV file that is continued behind `step`."""
+
+    def __init__(self, path: Path, fields: Sequence[str], step: int) -> None:
+        kept = []
+        if path.exists():
+            with open(path) as file:
+                kept = [row for row in csv.DictReader(file) if int(row["step"]) <= step]
+        self._file = open(path, "w", newline="")  # noqa: SIM115 (closed in close)
+        self._csv = csv.DictWriter(self._file, fields)
+        self._csv.writeheader()
+        self._csv.writerows(kept)
+        self._file.flush()
+
+    def append(self, values: dict[str, Any]) -> None:
+        self._csv.writerow(
+            {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in values.items()}
+        )
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -111,6 +111,11 @@ def _load(config: dict[str, Any], device: torch.device) -> _Trained:
             f"model= and diffusion= are for a weights file; {checkpoint} says its own"
         )
     state, trained_as = read_state(checkpoint)
+    if "policy" in state:
+        raise ConfigError(
+            f"{checkpoint} is a policy: it draws actions from observations, not images; use"
+            " diffusion.policy.load_policy"
+        )
     process = construct(Process, trained_as["diffusion"], "diffusion")
     height, width, channels = state["image_shape"]
     precision = config["precision"] or _precision(trained_as["train"]["precision"], device)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -16,7 +15,7 @@ from .checkpoint import save_checkpoint
 from .distributed import Processes
 from .errors import ConfigError
 from .interrupt import Interrupted, signals_received
-from .run_log import RunLog
+from .run_log import Preview, RunLog
 from .train_step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -68,17 +67,18 @@ class Trainer:
     def __init__(
         self,
         step: TrainStep,
-        draw_samples: Callable[[], np.ndarray],  # uint8 [N, H, W, C], from the EMA weights
+        preview: Callable[[], Preview] | None,  # from the EMA weights; None: nothing to show
         settings: TrainSettings,
         config: dict[str, Any],  # goes into every checkpoint
         state: dict[str, Any],  # goes into every checkpoint beside the step
         run_dir: Path,
         processes: Processes,
         dataset_size: int,
+        noun: str = "images",  # what the data set consists of
     ) -> None:
-        self.step, self.draw_samples, self.settings = step, draw_samples, settings
+        self.step, self.preview, self.settings = step, preview, settings
         self.config, self.state, self.run_dir = config, state, run_dir
-        self.processes, self.dataset_size = processes, dataset_size
+        self.processes, self.dataset_size, self.noun = processes, dataset_size, noun
         self._saved = -1
 
     def run(self, start: int) -> float:
@@ -124,9 +124,9 @@ class Trainer:
                 interval = interval.next(done, row["skipped_steps"])
                 if run_log is not None:
                     run_log.row(row)
-                bar.set_postfix_str(f"loss {loss:.4f}, {row['images_per_s']:.0f} images/s")
+                bar.set_postfix_str(f"loss {loss:.4f}, {row['images_per_s']:.0f} {self.noun}/s")
                 if bar.disable and self.processes.is_first:
-                    print(_line(row, s.steps), flush=True)
+                    print(_line(row, s.steps, self.noun), flush=True)
                 if interval.bad_steps >= _PATIENCE:
                     raise ConfigError(
                         f"the gradient was not finite in the {interval.bad_steps} steps before"
@@ -134,9 +134,11 @@ class Trainer:
                         " an earlier checkpoint"
                     )
             pause = time.perf_counter()
-            if run_log is not None and s.sample_every and (done % s.sample_every == 0 or last):
-                path = run_log.samples(self.draw_samples(), done)
-                tqdm.write(f"step {done}: samples in {path}")
+            shown = s.sample_every and (done % s.sample_every == 0 or last)
+            if run_log is not None and self.preview is not None and shown:
+                preview = self.preview()
+                path = run_log.preview(preview, done)
+                tqdm.write(f"step {done}: {preview}samples in {path}")
             if s.save_every and done % s.save_every == 0 and not last:
                 self._save(done)
             interval.paused += time.perf_counter() - pause
@@ -167,7 +169,7 @@ class Trainer:
         if self.processes.is_first:
             left = self.settings.steps - done
             tqdm.write(
-                f"{self.settings.batch_size / seconds_a_step:.0f} images/s,"
+                f"{self.settings.batch_size / seconds_a_step:.0f} {self.noun}/s,"
                 f" {seconds_a_step * 1000:.1f} ms a step:"
                 f" about {_duration(left * seconds_a_step)} for the remaining {left} steps"
             )
@@ -216,12 +218,12 @@ class _Interval:
         return following
 
 
-def _line(row: dict[str, Any], steps: int) -> str:
+def _line(row: dict[str, Any], steps: int, noun: str) -> str:
     batch_size = row["images"] / row["step"]
     left = (steps - row["step"]) * batch_size / row["images_per_s"]
     return (
         f"step {row['step']}/{steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}"
-        f"  {row['images_per_s']:.0f} images/s  ETA {_duration(left)}"
+        f"  {row['images_per_s']:.0f} {noun}/s  ETA {_duration(left)}"
     )
 
 

@@ -1,34 +1,60 @@
 """A training run from a plain dict: check, build, train."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 import yaml
-from torch import Tensor
+from torch import nn
 from tqdm import tqdm
 
-from .backend import choose_backend
-from .build import Process, build_model, check_keys, construct
+from .backend import Backend, choose_backend
+from .build import Process, check_keys, construct
 from .checkpoint import find_checkpoint, latest_checkpoint, load_into, read_state
-from .data import load_dataset
-from .data.batches import Batches
-from .data.image_set import ImageSet
+from .data.batches import Batches, Samples
 from .distributed import Processes, choose_device
-from .draw import draw
 from .errors import ConfigError
 from .flat import FlatParameters
+from .image_task import ImageTask
 from .objective import Objective
 from .optimizer import Optimizer, OptimizerSettings
-from .run_log import attach_log_file
+from .policy_task import PolicyTask
+from .run_log import Preview, attach_log_file
 from .train_step import TrainStep
 from .trainer import Trainer, TrainSettings
 
 log = logging.getLogger(__name__)
 
 _GROUPS = ("dataset", "model", "diffusion", "optim", "train", "backend", "device", "run_dir")
+
+
+class Task(Protocol):
+    """What differs between learning images and learning to act. The constructor takes the groups
+    `dataset` and `model` and loads the data; `str` of a task describes them in a line."""
+
+    noun: str  # what the data set consists of
+    samples: Samples
+    flip: bool  # mirror half of the samples
+    warnings: list[str]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to say about the data."""
+
+    def check_resumed(self, state: dict[str, Any]) -> None:
+        """Raise ConfigError if a checkpoint with this state cannot go on with this data."""
+
+    def build_model(self, process: Process, backend: Backend, device: torch.device) -> nn.Module:
+        """The network for this data. Raises ConfigError if they do not fit."""
+
+    def preview(
+        self, model: nn.Module, process: Process, settings: TrainSettings, device: torch.device
+    ) -> Callable[[], Preview] | None:
+        """What to call for a look at the model; None if there is nothing to see."""
+
+
+_TASKS: dict[str, type[Task]] = {"trajectories": PolicyTask}  # all others are images
 
 
 def train(config: dict[str, Any], run_dir: Path) -> float:
@@ -49,20 +75,18 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
     resume_from = _resume_point(settings.resume, run_dir)
     start = _check_resumed(resume_from, config, settings.steps)
 
-    dataset = dict(config["dataset"])
-    flip = bool(dataset.pop("flip", False))
-    data = load_dataset(**dataset)
-    m, h, w, c = data.images.shape
+    make_task = _TASKS.get(config["dataset"]["name"], ImageTask)
+    task: Task = make_task(config["dataset"], config["model"])
     torch.manual_seed(settings.seed)  # the initial parameters; all other noise is counted
-    model = build_model(config["model"], backend, (h, w), c, process.learns_variance, device)
-    num_classes = config["model"].get("num_classes")
-    data = _check_labels(data, num_classes)
+    model = task.build_model(process, backend, device)
     model.train()
     flat = FlatParameters(model)
     optimizer = Optimizer(flat, optim, backend)
     if resume_from is not None:
+        stored, _ = read_state(resume_from)
+        task.check_resumed(stored)
         load_into(resume_from, flat)
-        optimizer.skipped.fill_(read_state(resume_from)[0].get("skipped_steps", 0))
+        optimizer.skipped.fill_(stored.get("skipped_steps", 0))
 
     objective = Objective(
         process.schedule,
@@ -74,62 +98,54 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
     step = TrainStep(
         model,
         objective,
-        Batches(data, settings.batch_size, settings.seed, device, first, share),
+        Batches(task.samples, settings.batch_size, settings.seed, device, first, share),
         flat,
         optimizer,
         processes,
         seed=settings.seed,
         steps=settings.steps,
         accumulate=settings.accumulate,
-        flip=flip,
+        flip=task.flip,
         capture=settings.cuda_graph,
     )
-    sampler = process.sampler(
-        backend, device, sampler="ddim", steps=_sample_steps(settings, process)
-    )
-    labels = _sample_labels(num_classes, settings.sample_count, device)
+    show = task.preview(model, process, settings, device)
 
-    def draw_samples() -> np.ndarray:
+    def preview() -> Preview:
         with flat.averaged():
-            return draw(
-                model,
-                sampler,
-                settings.sample_count,
-                (h, w, c),
-                seed=settings.seed,
-                labels=labels,
-            )
+            return show()
 
+    size = len(task.samples)
     handler = None
     if processes.is_first:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         handler = attach_log_file(run_dir / "train.log")
         tqdm.write(
-            f"{run_dir}: {data.name}, {m} images {h}x{w}x{c};"
+            f"{run_dir}: {task};"
             f" {sum(p.numel() for p in model.parameters()):,} parameters;"
             f" backend {backend.name}, {settings.precision}, {device}"
             + (f", {processes.count} processes" if processes.count > 1 else "")
         )
         if start:
             tqdm.write(f"resuming from {resume_from} after step {start}")
-        if settings.batch_size > m:
+        if settings.batch_size > size:
             tqdm.write(
-                f"note: train.batch_size={settings.batch_size} is larger than the data set of {m}"
-                " images, so a batch holds some images more than once"
+                f"note: train.batch_size={settings.batch_size} is larger than the data set of"
+                f" {size} {task.noun}, so a batch holds some {task.noun} more than once"
             )
-        for name in data.skipped:
-            log.warning("not decodable and left out: %s", name)
+        for warning in task.warnings:
+            log.warning("%s", warning)
     try:
-        state = {
-            "seed": settings.seed,
-            "dataset": data.name,
-            "dataset_size": m,
-            "image_shape": [h, w, c],
-            "class_names": data.class_names and list(data.class_names),
-        }
         return Trainer(
-            step, draw_samples, settings, config, state, run_dir, processes, dataset_size=m
+            step,
+            None if show is None else preview,
+            settings,
+            config,
+            {"seed": settings.seed, "dataset_size": size, **task.state()},
+            run_dir,
+            processes,
+            dataset_size=size,
+            noun=task.noun,
         ).run(start)
     finally:
         processes.close()
@@ -173,29 +189,3 @@ def _check_resumed(checkpoint: Path | None, config: dict[str, Any], steps: int) 
         if then != now:
             tqdm.write(f"note: {group}.{key} was {then} in {checkpoint} and is {now} now")
     return state["step"]
-
-
-def _check_labels(data: ImageSet, num_classes: int | None) -> ImageSet:
-    """The data set as the model wants it: with labels in range, or without."""
-    if num_classes is None:
-        data.labels = None
-        return data
-    if data.labels is None:
-        raise ConfigError(
-            f"model.num_classes={num_classes}, but data set {data.name} has no labels;"
-            " use model.num_classes=null or a folder with one sub-folder a class"
-        )
-    found = int(data.labels.max()) + 1
-    if found > num_classes:
-        raise ConfigError(
-            f"model.num_classes={num_classes}, but data set {data.name} has {found} classes"
-        )
-    return data
-
-
-def _sample_steps(settings: TrainSettings, process: Process) -> int:
-    return min(settings.sample_steps, len(process.schedule.betas))
-
-
-def _sample_labels(num_classes: int | None, n: int, device: torch.device) -> Tensor | None:
-    return None if num_classes is None else torch.arange(n, device=device) % num_classes

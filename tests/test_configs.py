@@ -1,5 +1,6 @@
 """Every choice of every group composes and builds."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from hydra.core.global_hydra import GlobalHydra
 
 from configs.entry import CONFIGS, plain
 from diffusion.backend import TORCH_FP32
-from diffusion.build import Process, build_model, check_keys, construct
+from diffusion.build import Process, build_model, build_policy_model, check_keys, construct
+from diffusion.data.trajectories import load_trajectories
+from diffusion.errors import ConfigError
 from diffusion.optimizer import OptimizerSettings
 from diffusion.trainer import TrainSettings
 
@@ -28,15 +31,22 @@ def build(config: dict) -> torch.nn.Module:
     construct(TrainSettings, config["train"], "train")
     construct(OptimizerSettings, config["optim"], "optim")
     process = construct(Process, config["diffusion"], "diffusion")
-    size = config["dataset"]["size"] or 64
-    size = (size, size) if isinstance(size, int) else tuple(size)
+    dataset = config["dataset"]
     with torch.device("meta"):
+        if dataset["name"] == "trajectories":
+            options = {key: value for key, value in dataset.items() if key != "name"}
+            check_keys(options, list(inspect.signature(load_trajectories).parameters), "dataset")
+            assert len(options) == len(inspect.signature(load_trajectories).parameters)
+            return build_policy_model(config["model"], TORCH_FP32, 3, 22, torch.device("meta"))
+        size = dataset["size"] or 64
+        size = (size, size) if isinstance(size, int) else tuple(size)
         return build_model(
             config["model"], TORCH_FP32, size, 3, process.learns_variance, torch.device("meta")
         )
 
 
 GROUPS = ("dataset", "model", "diffusion", "optim", "experiment")
+POLICY_MODELS = ("unet1d", "unet1d_small")  # these go with rollouts, all others with images
 ALL = [(group, choice) for group in GROUPS for choice in choices(group)]
 
 
@@ -47,8 +57,29 @@ def test_every_group_has_choices():
 
 @pytest.mark.parametrize(("group", "choice"), ALL, ids=[f"{g}={c}" for g, c in ALL])
 def test_choice_composes_and_builds(group, choice):
-    config = composed(f"{group}={choice}")
+    overrides = [f"{group}={choice}"]
+    if group == "model" and choice in POLICY_MODELS:
+        overrides.append("dataset=trajectories")
+    elif choice == "trajectories":
+        overrides.append("model=unet1d_small")
+    config = composed(*overrides)
     assert sum(p.numel() for p in build(config).parameters()) > 0
+
+
+@pytest.mark.parametrize("model", POLICY_MODELS)
+@pytest.mark.parametrize("diffusion", ["policy", "cosine", "linear"])
+def test_policies_compose_and_build(model, diffusion):
+    config = composed("dataset=trajectories", f"model={model}", f"diffusion={diffusion}")
+    assert build(config).input_dim == 3
+
+
+def test_models_know_their_data():
+    with pytest.raises(
+        ConfigError, match="unet is not for trajectories; choose one of unet1d"
+    ):
+        build(composed("dataset=trajectories"))
+    with pytest.raises(ConfigError, match="unet1d is not for images; choose one of unet"):
+        build(composed("model=unet1d"))
 
 
 def test_defaults_in_yaml_are_those_in_the_code():

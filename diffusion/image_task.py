@@ -1,0 +1,88 @@
+"""Learning images: the data set with its labels, the 2-D UNet, grids of samples."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .backend import Backend
+from .build import Process, build_model
+from .data import load_dataset
+from .draw import draw
+from .errors import ConfigError
+from .pictures import grid
+from .run_log import Preview
+from .trainer import TrainSettings
+
+
+class ImageTask:
+    """See `training_run.Task`."""
+
+    noun = "images"
+
+    def __init__(self, dataset: dict[str, Any], model: dict[str, Any]) -> None:
+        dataset = dict(dataset)
+        self.flip = bool(dataset.pop("flip", False))
+        self.samples = load_dataset(**dataset)
+        self.model_settings = model
+        _, *self.image_shape = self.samples.images.shape  # H, W, C
+        self.num_classes = model.get("num_classes")
+        self.warnings = [f"not decodable and left out: {name}" for name in self.samples.skipped]
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.image_shape))
+        return f"{self.samples.name}, {len(self.samples)} images {size}"
+
+    def state(self) -> dict[str, Any]:
+        names = self.samples.class_names
+        return {
+            "dataset": self.samples.name,
+            "image_shape": self.image_shape,
+            "class_names": names and list(names),
+        }
+
+    def check_resumed(self, state: dict[str, Any]) -> None:
+        """Nothing but the model has to be the same."""
+
+    def build_model(self, process: Process, backend: Backend, device: torch.device) -> nn.Module:
+        *size, channels = self.image_shape
+        model = build_model(
+            self.model_settings, backend, tuple(size), channels, process.learns_variance, device
+        )
+        self._check_labels()
+        return model
+
+    def preview(
+        self, model: nn.Module, process: Process, settings: TrainSettings, device: torch.device
+    ) -> Callable[[], Preview]:
+        """A grid of samples of DDIM; if there are classes, of all in turn."""
+        steps = min(settings.sample_steps, process.schedule.num_timesteps)
+        sampler = process.sampler(model.backend, device, sampler="ddim", steps=steps)
+        count, labels = settings.sample_count, None
+        if self.num_classes is not None:
+            labels = torch.arange(count, device=device) % self.num_classes
+
+        def show() -> Preview:
+            shape = tuple(self.image_shape)
+            images = draw(model, sampler, count, shape, seed=settings.seed, labels=labels)
+            return Preview(grid(images))
+
+        return show
+
+    def _check_labels(self) -> None:
+        """Leave the data set as the model wants it: with labels in range, or without."""
+        if self.num_classes is None:
+            self.samples.labels = None
+            return
+        if self.samples.labels is None:
+            raise ConfigError(
+                f"model.num_classes={self.num_classes}, but data set {self.samples.name} has no"
+                " labels; use model.num_classes=null or a folder with one sub-folder a class"
+            )
+        found = int(self.samples.labels.max()) + 1
+        if found > self.num_classes:
+            raise ConfigError(
+                f"model.num_classes={self.num_classes}, but data set {self.samples.name} has"
+                f" {found} classes"
+            )

@@ -1,0 +1,89 @@
+"""A trained policy: what was observed in, actions out, in the units of the data."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .backend import choose_backend
+from .build import Process, build_policy_model, construct
+from .checkpoint import check_same_model, find_checkpoint, read_state, read_weights
+from .data.action_chunks import PolicySpec
+from .distributed import choose_device
+from .errors import ConfigError
+from .sampler import Sampler
+
+
+class Policy:
+    """A network, the sampler that draws chunks with it, and the normalisation of its data."""
+
+    def __init__(self, model: nn.Module, sampler: Sampler, spec: PolicySpec) -> None:
+        self.model, self.sampler, self.spec = model, sampler, spec
+
+    def act(
+        self,
+        observations: Tensor,  # [N, observation_steps, O], the newest last, on any device
+        *,
+        seed: int,
+        first: int = 0,
+    ) -> Tensor:  # float32 [N, action_steps, A], where the model is
+        """The actions to take from the time of the newest observation on.
+
+        Row i depends on its observations and on (seed, first + i) alone; another seed draws other
+        actions. Raises ValueError for a wrong shape.
+        """
+        spec = self.spec
+        expected = (spec.observation_steps, spec.observation_dim)
+        if observations.ndim != 3 or observations.shape[1:] != expected:
+            raise ValueError(
+                f"observations have shape {tuple(observations.shape)}; expected [N, {expected[0]},"
+                f" {expected[1]}]"
+            )
+        device = next(self.model.parameters()).device
+        observations = observations.to(device, torch.float32)
+        conditions = spec.observations.to(device).normalise(observations).flatten(1)
+        chunks = self.draw(conditions, seed=seed, first=first)
+        now = spec.observation_steps - 1
+        return spec.actions.to(device).restore(chunks[:, now : now + spec.action_steps])
+
+    def draw(
+        self,
+        conditions: Tensor,  # float32 [N, observation_steps * O], normalised
+        *,
+        seed: int,
+        first: int = 0,
+    ) -> Tensor:  # float32 [N, horizon, A], normalised
+        """Whole chunks, in the normalisation that the network knows."""
+        shape = (len(conditions), 1, self.spec.horizon, self.spec.action_dim)
+        x = self.sampler.sample(
+            self.model.forward_nhwc, shape, seed=seed, labels=conditions, first=first
+        )
+        return x[:, 0]
+
+
+def load_policy(
+    checkpoint: str | Path,  # a run's folder, its checkpoints folder, or a checkpoint
+    *,
+    device: str = "auto",
+    backend: str = "auto",
+    precision: str | None = None,  # bf16 | tf32 | fp32; None: as trained, on a CPU fp32
+    ema: bool = True,  # the averaged weights
+    sampler: str = "ddpm",
+    steps: int | None = None,  # of the reverse process; None: all of them
+) -> Policy:
+    """The policy in a checkpoint. Raises ConfigError if there is none, or settings are wrong."""
+    checkpoint = find_checkpoint(checkpoint)
+    state, config = read_state(checkpoint)
+    if "policy" not in state:
+        raise ConfigError(f"{checkpoint} is not a policy: it was trained on {state.get('dataset')}")
+    spec = PolicySpec.from_state(state["policy"])
+    process = construct(Process, config["diffusion"], "diffusion")
+    on = choose_device(device)
+    if precision is None:
+        precision = config["train"]["precision"] if on.type == "cuda" else "fp32"
+    chosen = choose_backend(backend, precision, on, setting="precision")
+    model = build_policy_model(config["model"], chosen, spec.action_dim, spec.condition_dim, on)
+    weights = read_weights(checkpoint, ema)
+    check_same_model(str(checkpoint), weights, dict(model.named_parameters()))
+    model.load_state_dict(weights)
+    return Policy(model.eval(), process.sampler(chosen, on, sampler=sampler, steps=steps), spec)

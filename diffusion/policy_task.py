@@ -1,0 +1,103 @@
+"""Learning to act: chunks of recorded actions, the 1-D UNet, errors on held-out episodes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .backend import Backend
+from .build import Process, build_policy_model, construct
+from .data.trajectories import load_trajectories
+from .errors import ConfigError
+from .pictures import plot_chunks
+from .policy import Policy
+from .run_log import Preview
+from .trainer import TrainSettings
+
+_PLOTTED = 4  # chunks in a picture
+
+
+class PolicyTask:
+    """See `training_run.Task`."""
+
+    noun = "chunks"
+    flip = False
+
+    def __init__(self, dataset: dict[str, Any], model: dict[str, Any]) -> None:
+        options = {key: value for key, value in dataset.items() if key != "name"}
+        self.data = construct(load_trajectories, options, "dataset")
+        self.samples, self.spec = self.data.train, self.data.spec
+        self.model_settings = model
+        self.warnings: list[str] = []
+        if len(self.data.held_out) == 0:
+            self.warnings.append("dataset.held_out=0: there is nothing to measure the policy on")
+
+    def __str__(self) -> str:
+        spec, data = self.spec, self.data
+        return (
+            f"{data.name}, {data.episodes} episodes: {len(data.train)} chunks of {spec.horizon}"
+            f" actions ({spec.action_dim}-D) on {spec.observation_steps} observations"
+            f" ({spec.observation_dim}-D), {len(data.held_out)} held out"
+        )
+
+    def state(self) -> dict[str, Any]:
+        return {"dataset": self.data.name, "policy": self.spec.state()}
+
+    def check_resumed(self, state: dict[str, Any]) -> None:
+        """The network knows actions and observations in one normalisation only."""
+        now = self.spec.state()
+        for key, then in state["policy"].items():
+            if now[key] != then:
+                shown = f"{key} is {then} there, {now[key]} here"
+                if isinstance(then, dict):
+                    shown = f"the ranges of its {key} were others; use the same dataset.* options"
+                raise ConfigError(f"the checkpoint is of another policy: {shown}")
+
+    def build_model(self, process: Process, backend: Backend, device: torch.device) -> nn.Module:
+        if process.learns_variance:
+            raise ConfigError(
+                f"diffusion.variance={process.variance} is for images; use fixed_small or"
+                " fixed_large with dataset=trajectories"
+            )
+        spec = self.spec
+        model = build_policy_model(
+            self.model_settings, backend, spec.action_dim, spec.condition_dim, device
+        )
+        if spec.horizon % model.factor:
+            raise ConfigError(
+                f"dataset.horizon={spec.horizon} has to be a multiple of {model.factor} for the"
+                " levels of model.down_dims"
+            )
+        return model
+
+    def preview(
+        self, model: nn.Module, process: Process, settings: TrainSettings, device: torch.device
+    ) -> Callable[[], Preview] | None:
+        """The mean squared error of sampled chunks on held-out conditions, normalised
+        (action_mse) and in the units of the data (action_mse_original), and a plot of some."""
+        held_out = self.data.held_out
+        count = min(settings.sample_count, len(held_out))
+        if count == 0:
+            return None
+        index = torch.linspace(0, len(held_out) - 1, count).round().long()
+        conditions = held_out.conditions[index].to(device)
+        truth = held_out.actions[index, 0].to(device)  # [N, horizon, A]
+        steps = min(settings.sample_steps, process.schedule.num_timesteps)
+        sampler = process.sampler(model.backend, device, sampler="ddpm", steps=steps)
+        policy = Policy(model, sampler, self.spec)
+        restore = self.spec.actions.to(device).restore
+        plotted = torch.linspace(0, count - 1, min(_PLOTTED, count)).round().long()
+
+        def show() -> Preview:
+            drawn = policy.draw(conditions, seed=settings.seed)
+            scores = {
+                "action_mse": (drawn - truth).square().mean().item(),
+                "action_mse_original": (restore(drawn) - restore(truth)).square().mean().item(),
+            }
+            chunks = (restore(x[plotted.to(device)]).cpu().numpy() for x in (drawn, truth))
+            first = self.spec.observation_steps - 1
+            picture = plot_chunks(*chunks, acted=(first, first + self.spec.action_steps - 1))
+            return Preview(picture, scores)
+
+        return show
