@@ -19,6 +19,7 @@ from diffusion.data.image_set import ImageSet
 from diffusion.distributed import Processes
 from diffusion.errors import ConfigError
 from diffusion.flat import FlatParameters
+from diffusion.fused_unet import TOGETHER, training_network
 from diffusion.objective import Objective
 from diffusion.optimizer import Optimizer, OptimizerSettings
 from diffusion.schedule import NoiseSchedule
@@ -104,10 +105,10 @@ def build_step(provider: str, model: str, batch: int, device: torch.device, size
 
 def _our_step(model: UNet, batch: int, size: int, device: torch.device) -> Step:
     data = ImageSet(random_images((_IMAGES, size, size, 3), torch.device("cpu")), name="random")
-    flat = FlatParameters(model)
+    flat = FlatParameters(model, together=TOGETHER)
     backend = model.backend
     parts = (
-        model,
+        training_network(model, flat),
         Objective(NoiseSchedule.linear(_TIMESTEPS), backend, device=device),
         Batches(data, batch, 0, device),
         flat,

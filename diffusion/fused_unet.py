@@ -15,6 +15,8 @@ The gradients go straight into the flat gradient buffer. The embedding's layers 
 together they are three matrix products, see `EmbeddingLayers`.
 """
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -22,12 +24,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from triton_kernels import fused
+
 from .flat import FlatParameters
 from .layers import Conv1d, Conv2d, GroupNorm, Linear
 from .unet import AttentionBlock, Downsample, ResBlock, UNet, Upsample
 
 TOGETHER = ("emb_layers.1.weight", "emb_layers.1.bias")  # for FlatParameters
+_DTYPES = (torch.bfloat16, torch.float16)
 _CHANNELS = 16  # the stem's and the head's few channels are padded to a multiple of this
+
+
+log = logging.getLogger(__name__)
+
+
+def training_network(model: nn.Module, flat: FlatParameters) -> Callable[..., Tensor]:
+    """What a training step calls as `forward_nhwc`: the plan if there is one for this model and
+    backend, else the model itself. The choice is logged."""
+    backend = model.backend
+    if backend.name != "triton" or backend.dtype not in _DTYPES:
+        return model.forward_nhwc
+    refusal = FusedUNet.refusal(model)
+    if refusal is not None:
+        log.info("the layers run one by one, without the fused plan: %s", refusal)
+        return model.forward_nhwc
+    log.info("the layers run by the fused plan")
+    return FusedUNet(model, flat, fused)
 
 
 @dataclass
@@ -83,6 +105,7 @@ class _Norm:
             self.num_groups,
             self.grad_weight,
             self.grad_bias,
+            accumulate=True,
             **outputs,
         )
 
@@ -99,6 +122,7 @@ class _ResBlock:
         self.skip = None
         if isinstance(module.skip_connection, Conv2d):
             self.skip = _Parameters(plan, f"{name}.skip_connection", module.skip_connection)
+        self.zeros = torch.zeros_like(self.conv2.bias)
         self.columns = plan.embedding.columns(name)  # of this block in the embedding's rows
 
     def forward(self, x: Feature, other: Feature | None, emb: Tensor) -> Feature:
@@ -115,9 +139,9 @@ class _ResBlock:
         residual = x.x
         if self.skip is not None:
             residual, bias = None, self.skip.bias
-            for part, weight in zip(xs, self._split(self.skip.weight, xs), strict=True):
+            for part, weight in zip(xs, self._dense(self.skip.weight, xs), strict=True):
                 residual, _ = k.conv_forward(part, weight, bias, residual=residual)
-                bias = None
+                bias = self.zeros
         y, partials = k.conv_forward(
             a2, self.conv2.weight, self.conv2.bias, residual=residual, stats=True
         )
@@ -132,33 +156,33 @@ class _ResBlock:
         self.tape = None
         convs = (self.conv2,) if self.skip is None else (self.conv2, self.skip)
         for conv in convs:
-            k.bias_grad(dy.rows, conv.grad_bias)
+            k.bias_grad(dy.rows, conv.grad_bias, accumulate=True)
         dz, partials = k.conv_input_grad(
             dy.dx, self.conv2.weight, inputs=(h.x,), table=table2, activation="silu"
         )
-        k.conv_weight_grad(a2, dy.dx, self.conv2.grad_weight)
+        k.conv_weight_grad(a2, dy.dx, self.conv2.grad_weight, accumulate=True)
         del a2
         coeff = self.norm2.grad_table(
             partials,
             table2,
             h.pixels,
             input_partials=h.partials,
-            emb_grad=d_emb[:, self.columns],
-            bias_grad=self.conv1.grad_bias,
+            emb_grad_out=d_emb[:, self.columns],
+            bias_grad_out=self.conv1.grad_bias,
         )
         dh, _, _ = k.norm_dx(dz, h.x, None, coeff)
         dz, partials = k.conv_input_grad(
             dh, self.conv1.weight, inputs=xs, table=table1, activation="silu"
         )
-        k.conv_weight_grad(a1, dh, self.conv1.grad_weight)
+        k.conv_weight_grad(a1, dh, self.conv1.grad_weight, accumulate=True)
         del a1, dh
         coeff = self.norm1.grad_table(partials, table1, h.pixels)
         adds = [dy.dx]
         if self.skip is not None:
-            weights = self._split(self.skip.weight, xs)
+            weights = self._dense(self.skip.weight, xs)
             adds = [k.conv_plain_input_grad(dy.dx, weight) for weight in weights]
             for x, grad in zip(xs, self._split(self.skip.grad_weight, xs), strict=True):
-                k.conv_weight_grad(x, dy.dx, grad)
+                k.conv_weight_grad(x, dy.dx, grad, accumulate=True)
         adds = dict(zip(("add1", "add2"), adds, strict=False))
         dx1, dx2, rows = k.norm_dx(
             dz,
@@ -170,6 +194,9 @@ class _ResBlock:
             **adds,
         )
         return Gradient(dx1, rows), dx2
+
+    def _dense(self, weight: Tensor, xs: tuple[Tensor, ...]) -> list[Tensor]:
+        return [w.contiguous(memory_format=torch.channels_last) for w in self._split(weight, xs)]
 
     @staticmethod
     def _split(weight: Tensor, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -201,14 +228,14 @@ class _Attention:
         """The gradient of x, with `more` of it from elsewhere added."""
         k, (x, table, a, qkv, o, state) = self.kernels, self.tape
         self.tape = None
-        k.bias_grad(dy.rows, self.proj.grad_bias)
+        k.bias_grad(dy.rows, self.proj.grad_bias, accumulate=True)
         do = k.conv_plain_input_grad(dy.dx, self.proj.weight)
-        k.conv_weight_grad(o.view(dy.dx.shape), dy.dx, self.proj.grad_weight)
+        k.conv_weight_grad(o.view(dy.dx.shape), dy.dx, self.proj.grad_weight, accumulate=True)
         d_qkv = k.attention_backward(
             do.flatten(1, 2), qkv.flatten(1, 2), o, state, self.num_heads, self.order
         ).view(qkv.shape)
         k.column_sum(d_qkv, self.qkv.grad_bias)
-        k.conv_weight_grad(a, d_qkv, self.qkv.grad_weight)
+        k.conv_weight_grad(a, d_qkv, self.qkv.grad_weight, accumulate=True)
         dz, partials = k.conv_input_grad(
             d_qkv, self.qkv.weight, inputs=(x.x,), table=table, activation="identity"
         )
@@ -419,7 +446,7 @@ class FusedUNet:
         if d.rows is None:
             self.kernels.column_sum(d.dx, conv.grad_bias)
         else:
-            self.kernels.bias_grad(d.rows, conv.grad_bias)
+            self.kernels.bias_grad(d.rows, conv.grad_bias, accumulate=True)
 
     def _layer(self, name: str, module: nn.Module):
         if isinstance(module, ResBlock):

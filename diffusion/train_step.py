@@ -1,7 +1,9 @@
 """One training step: data, noise, forward, loss, backward, all-reduce, update."""
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .data.batches import Batches
 from .distributed import Processes
@@ -23,7 +25,7 @@ class TrainStep:
 
     def __init__(
         self,
-        model: nn.Module,
+        network: Callable[..., Tensor],  # called as UNet.forward_nhwc
         objective: Objective,
         batches: Batches,
         flat: FlatParameters,
@@ -36,7 +38,7 @@ class TrainStep:
         flip: bool = False,  # mirror half of the images
         capture: bool = True,  # in a CUDA graph, on a GPU
     ) -> None:
-        self.model, self.objective, self.batches = model, objective, batches
+        self.network, self.objective, self.batches = network, objective, batches
         self.flat, self.optimizer, self.processes = flat, optimizer, processes
         self.seed, self.steps, self.accumulate, self.flip = seed, steps, accumulate, flip
         device = flat.param.device
@@ -88,7 +90,7 @@ class TrainStep:
             flip = self.objective.backend.ops.draw_flips(self._rng, count, first=first)
 
         def denoiser(x: Tensor, t: Tensor, labels: Tensor | None) -> Tensor:
-            return self.model.forward_nhwc(x, t, labels, rng=self._rng, first=first)
+            return self.network(x, t, labels, rng=self._rng, first=first)
 
         losses, _ = self.objective.loss(
             denoiser, images, self._rng, index=index, flip=flip, labels=labels, first=first

@@ -17,6 +17,7 @@ from .data.batches import Batches, Samples
 from .distributed import Processes, choose_device
 from .errors import ConfigError
 from .flat import FlatParameters
+from .fused_unet import TOGETHER, training_network
 from .image_task import ImageTask
 from .objective import Objective
 from .optimizer import Optimizer, OptimizerSettings
@@ -80,7 +81,7 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
     torch.manual_seed(settings.seed)  # the initial parameters; all other noise is counted
     model = task.build_model(process, backend, device)
     model.train()
-    flat = FlatParameters(model)
+    flat = FlatParameters(model, together=TOGETHER)
     optimizer = Optimizer(flat, optim, backend)
     if resume_from is not None:
         stored, _ = read_state(resume_from)
@@ -96,7 +97,7 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
         device=device,
     )
     step = TrainStep(
-        model,
+        training_network(model, flat),
         objective,
         Batches(task.samples, settings.batch_size, settings.seed, device, first, share),
         flat,

@@ -10,19 +10,14 @@ This is what `fused` means: a test holds each kernel against it, and on it the p
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
 from .reference import _ACTIVATIONS
 
 
-def _nchw(x: Tensor) -> Tensor:
-    return x.permute(0, 3, 1, 2)
-
-
-def _nhwc(x: Tensor) -> Tensor:
-    return x.permute(0, 2, 3, 1).contiguous()
+def _put(out: Tensor, value: Tensor, accumulate: bool) -> None:
+    out.copy_(out + value if accumulate else value)
 
 
 def _rows(v: Tensor) -> Tensor:  # [N, C] -> [N, 1, 1, C]
@@ -31,8 +26,7 @@ def _rows(v: Tensor) -> Tensor:  # [N, C] -> [N, 1, 1, C]
 
 def conv_forward(x, weight, bias=None, *, emb=None, residual=None, stats=False):
     """(conv(x) + bias + emb[n, c] + residual, partials of it or None)"""
-    padding = (weight.shape[2] // 2, weight.shape[3] // 2)
-    y = _nhwc(F.conv2d(_nchw(x), weight, bias, padding=padding))
+    y = reference.conv2d(x, weight, bias)
     y = y if emb is None else y + _rows(emb)
     y = y if residual is None else y + residual
     return y, tensor_partials(y) if stats else None
@@ -40,10 +34,10 @@ def conv_forward(x, weight, bias=None, *, emb=None, residual=None, stats=False):
 
 def conv_plain_input_grad(dy, weight):
     """The gradient of x in y = conv(x)."""
-    n, h, w, _ = dy.shape
-    padding = (weight.shape[2] // 2, weight.shape[3] // 2)
-    shape = (n, weight.shape[1], h, w)
-    return _nhwc(torch.nn.grad.conv2d_input(shape, weight, _nchw(dy), padding=padding))
+    with torch.enable_grad():
+        x = dy.new_zeros((*dy.shape[:3], weight.shape[1])).requires_grad_()
+        y = reference.conv2d(x, weight.detach())
+    return torch.autograd.grad(y, x, dy)[0].contiguous()
 
 
 def conv_input_grad(dy, weight, *, inputs, table, activation):
@@ -59,10 +53,12 @@ def conv_input_grad(dy, weight, *, inputs, table, activation):
     return dz, sums[:, None]
 
 
-def conv_weight_grad(x, dy, out):
-    """Add the gradient of weight in y = conv(x) to `out` [CO, CI, R, S]."""
-    padding = (out.shape[2] // 2, out.shape[3] // 2)
-    out += torch.nn.grad.conv2d_weight(_nchw(x), out.shape, _nchw(dy), padding=padding)
+def conv_weight_grad(x, dy, out, *, accumulate=False):
+    """The gradient of weight in y = conv(x), into or added to `out` [CO, CI, R, S]."""
+    with torch.enable_grad():
+        weight = torch.zeros_like(out).requires_grad_()
+        y = reference.conv2d(x, weight)
+    _put(out, torch.autograd.grad(y, weight, dy)[0], accumulate)
 
 
 def tensor_partials(x):
@@ -105,16 +101,17 @@ def norm_grad_table(
     table,
     pixels,
     num_groups,
-    grad_weight,
-    grad_bias,
+    grad_weight_out,
+    grad_bias_out,
     *,
+    accumulate=False,
     input_partials=None,
-    emb_grad=None,
-    bias_grad=None,
+    emb_grad_out=None,
+    bias_grad_out=None,
 ):
-    """coeff of the norm's backward. Adds the gradients of its weight and bias. With the partials of
-    its one input it writes `emb_grad` [N, C], the sum of dx over pixels, which is the gradient of
-    what was added to the input per (n, c), and adds the sum of that over n to `bias_grad`."""
+    """coeff of the norm's backward, and the gradients of its weight and bias. With the partials of
+    its one input it also gives `emb_grad_out` [N, C], the sum of dx over pixels, which is the
+    gradient of what was added to the input per (n, c), and `bias_grad_out` [C], its sum over n."""
     d, e = partials.sum(1).unbind(1)  # [N, C]
     mean, rstd, g, _ = table.unbind(1)
     n, c = d.shape
@@ -126,14 +123,14 @@ def norm_grad_table(
 
     m1, m2 = group_mean(g * d), group_mean(g * e)
     p, q, r = rstd * g, -rstd.square() * m2, rstd.square() * m2 * mean - rstd * m1
-    grad_weight += e.sum(0)
-    grad_bias += d.sum(0)
+    _put(grad_weight_out, e.sum(0), accumulate)
+    _put(grad_bias_out, d.sum(0), accumulate)
     if input_partials is not None:
         sums = p * d + q * input_partials[:, :, 0].sum(1) + r * pixels
-        if emb_grad is not None:
-            emb_grad.copy_(sums)
-        if bias_grad is not None:
-            bias_grad += sums.sum(0)
+        if emb_grad_out is not None:
+            emb_grad_out.copy_(sums)
+        if bias_grad_out is not None:
+            _put(bias_grad_out, sums.sum(0), accumulate)
     return torch.stack((p, q, r), dim=1)
 
 
@@ -151,9 +148,9 @@ def norm_dx(dz, x1, x2, coeff, *, add1=None, add1_second=None, add2=None, sums=F
     return dx1, dx2, dx1.sum((1, 2)) if sums else None
 
 
-def bias_grad(rows, out):
-    """Add the sum of rows [rows, C] to `out` [C]."""
-    out += rows.sum(0)
+def bias_grad(rows, out, accumulate=False):
+    """The sum of rows [rows, C], into or added to `out` [C]."""
+    _put(out, rows.sum(0), accumulate)
 
 
 def column_sum(x, out):

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 
+import triton_kernels
 from diffusion.backend import Backend
 from diffusion.flat import FlatParameters
-from diffusion.fused_unet import TOGETHER, FusedUNet
+from diffusion.fused_unet import TOGETHER, FusedUNet, training_network
 from diffusion.unet import UNet
 from triton_kernels import fused_reference, reference
 
@@ -94,3 +95,73 @@ def test_says_why_not(options, reason):
 def test_covers_the_models_it_is_for():
     assert FusedUNet.refusal(make({"channel_mult": (1, 2)})) is None
     assert FusedUNet.refusal(torch.nn.Linear(2, 2)) is not None
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+
+def unet64(backend: Backend) -> UNet:
+    torch.manual_seed(0)
+    return UNet(
+        image_size=64,
+        in_channels=3,
+        model_channels=64,
+        out_channels=3,
+        num_res_blocks=2,
+        attention_resolutions=(4, 8),
+        channel_mult=(1, 2, 3, 4),
+        conv_resample=False,
+        num_head_channels=32,
+        use_new_attention_order=True,
+        zero_init=False,
+        backend=backend,
+    ).cuda()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [2, 9])
+def test_gradients_on_the_gpu_are_as_good_as_pytorch_s(batch):
+    """In bf16, against float64: within twice the error of PyTorch's layers in bf16."""
+    exact = unet64(Backend("torch", reference, torch.float64)).double()
+    torch_model = unet64(Backend("torch", reference, torch.bfloat16))
+    model = unet64(Backend("triton", triton_kernels, torch.bfloat16, allow_tf32=True))
+    flat = FlatParameters(model, together=TOGETHER)
+    plan = training_network(model, flat)
+    assert isinstance(plan, FusedUNet)
+    x = torch.randn(batch, 64, 64, 3, device="cuda")
+    t = torch.randint(0, 1000, (batch,), device="cuda")
+    dy = torch.randn_like(x)
+    outputs = [
+        plan(x, t),
+        torch_model.forward_nhwc(x, t),
+        exact.forward_nhwc(x.double(), t),
+    ]
+    for y in outputs:
+        y.backward(dy.to(y.dtype))
+    expected = torch.cat([p.grad.flatten() for p in exact.parameters()])
+    theirs = torch.cat([p.grad.flatten() for p in torch_model.parameters()])
+    ours = torch.cat([p.grad.flatten() for p in model.parameters()])
+    errors = [((g.double() - expected).norm() / expected.norm()).item() for g in (ours, theirs)]
+    assert errors[0] <= 2 * errors[1], errors
+    found = [((y.double() - outputs[2]).norm() / outputs[2].norm()).item() for y in outputs[:2]]
+    assert found[0] <= 2 * found[1], found
+    grads = flat.views(flat.grad)
+    norm = expected.norm().item()
+    for (name, p), q in zip(exact.named_parameters(), torch_model.parameters(), strict=True):
+        budget = 2 * (q.grad.double() - p.grad).norm() + 1e-4 * norm
+        assert (grads[name].double() - p.grad).norm() <= budget, name
+
+
+@pytest.mark.gpu
+def test_same_bits_twice_on_the_gpu():
+    model = unet64(Backend("triton", triton_kernels, torch.bfloat16, allow_tf32=True))
+    flat = FlatParameters(model, together=TOGETHER)
+    plan = training_network(model, flat)
+    x = torch.randn(4, 64, 64, 3, device="cuda")
+    t = torch.randint(0, 1000, (4,), device="cuda")
+    seen = []
+    for _ in range(3):
+        flat.grad.zero_()
+        plan(x, t).float().square().sum().backward()
+        seen.append(flat.grad.clone())
+    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])

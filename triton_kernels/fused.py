@@ -1,0 +1,90 @@
+"""The kernels of the planned network, under the names that `fused_reference` specifies."""
+
+import torch
+from torch import Tensor
+
+from .attention import _attention_bwd, _attention_fwd
+from .column_sum import column_sum as _column_sum
+from .conv import _conv2d_dgrad, _conv2d_wgrad
+from .conv_fused import conv_forward, conv_input_grad
+from .norm_passes import apply, norm_dx, tensor_partials
+from .norm_tables import bias_grad, norm_grad_table, norm_table
+from .resample import _gather, _spread
+
+__all__ = [
+    "apply",
+    "attention_backward",
+    "attention_forward",
+    "avg_pool",
+    "avg_pool_grad",
+    "bias_grad",
+    "column_sum",
+    "conv_forward",
+    "conv_input_grad",
+    "conv_plain_input_grad",
+    "conv_weight_grad",
+    "norm_dx",
+    "norm_grad_table",
+    "norm_table",
+    "tensor_partials",
+    "upsample",
+    "upsample_grad",
+]
+
+
+def conv_plain_input_grad(dy: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of x [N, H, W, CI] in y = conv(x), dy [N, H, W, CO]."""
+    padding = (weight.shape[2] // 2, weight.shape[3] // 2)
+    weight = weight.contiguous(memory_format=torch.channels_last)
+    return _conv2d_dgrad(dy, weight, dy.shape[1:3], 1, padding, True)
+
+
+def conv_weight_grad(x: Tensor, dy: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
+    """The gradient of weight in y = conv(x), into or added to `out` float32 [CO, CI, R, S]."""
+    padding = (out.shape[2] // 2, out.shape[3] // 2)
+    like = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    like = like.contiguous(memory_format=torch.channels_last)
+    grad = _conv2d_wgrad(x, dy, like, 1, padding, True)
+    out.copy_(out + grad if accumulate else grad)
+
+
+def column_sum(x: Tensor, out: Tensor) -> None:
+    """Add the sum of x [..., C] over all but the channels to `out`, float32 [C]."""
+    total = torch.empty_like(out)
+    _column_sum(x, total)
+    out += total
+
+
+def attention_forward(qkv: Tensor, num_heads: int, order: str) -> tuple[Tensor, Tensor]:
+    """(o [N, T, C], logsumexp) of qkv [N, T, 3C]"""
+    return _attention_fwd(qkv, num_heads, order, allow_tf32=True)
+
+
+def attention_backward(
+    do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, num_heads: int, order: str
+) -> Tensor:
+    """dqkv [N, T, 3C]"""
+    return _attention_bwd(do, qkv, o, lse, num_heads, order, allow_tf32=True)
+
+
+def avg_pool(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, H / 2, W / 2, C]
+    """2x2 means."""
+    return _gather(x, 0.25)
+
+
+def avg_pool_grad(dy: Tensor, add: Tensor | None = None) -> Tensor:
+    """Its input gradient for even sizes, plus `add` [N, H, W, C]."""
+    n, h, w, c = dy.shape
+    dx = _spread(dy, (n, 2 * h, 2 * w, c), 0.25)
+    return dx if add is None else dx.add_(add)
+
+
+def upsample(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, 2H, 2W, C]
+    """Each pixel becomes a 2x2 block."""
+    n, h, w, c = x.shape
+    return _spread(x, (n, 2 * h, 2 * w, c), 1.0)
+
+
+def upsample_grad(dy: Tensor) -> Tensor:  # [N, 2H, 2W, C] -> [N, H, W, C]
+    """Its input gradient."""
+    return _gather(dy, 1.0)
