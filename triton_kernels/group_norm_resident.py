@@ -26,7 +26,7 @@ _ROW_BYTES = 128  # of a pixel, if its groups allow: a whole line of the cache
 
 
 @triton.jit
-def group_sum(v, member):
+def _group_sum(v, member):
     """For each channel the sum of v over its group, both [BLOCK_C]. `member` [BLOCK_C, BLOCK_G]
     says which channel is in which group."""
     per_group = tl.sum(tl.where(member, v[:, None], 0.0), 0)
@@ -70,10 +70,10 @@ def _group_norm_resident_fwd_kernel(
     total = HW * 1.0 * CG
 
     x = tl.load(x_ptr + image + offs, mask=mask, other=0.0).to(tl.float32)
-    mean = group_sum(tl.sum(x, 0), member) / total
+    mean = _group_sum(tl.sum(x, 0), member) / total
     delta = tl.where(mask, x - mean[None, :], 0.0)
-    var = group_sum(tl.sum(delta * delta, 0), member) / total
-    rest = group_sum(tl.sum(delta, 0), member) / total  # what the first sum has rounded off
+    var = _group_sum(tl.sum(delta * delta, 0), member) / total
+    rest = _group_sum(tl.sum(delta, 0), member) / total  # what the first sum has rounded off
     rstd = 1.0 / tl.sqrt(var + eps)
 
     gain, offset = affine(
@@ -138,8 +138,8 @@ def _group_norm_resident_bwd_kernel(
     tl.store(sums_ptr + n * 2 * C + offs_c, sum_d, mask=mask_c)
     tl.store(sums_ptr + n * 2 * C + C + offs_c, sum_e, mask=mask_c)
 
-    m1 = group_sum(gain * sum_d, member) / total
-    m2 = group_sum(gain * sum_e, member) / total
+    m1 = _group_sum(gain * sum_d, member) / total
+    m2 = _group_sum(gain * sum_e, member) / total
     dx = (gain[None, :] * dz - m1[None, :] - xhat * m2[None, :]) * rstd[None, :]
     tl.store(dx_ptr + image + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 

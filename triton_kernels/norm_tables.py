@@ -25,8 +25,12 @@ With D, E = sum over pixels of dz, dz xhat, both per (n, c), and
     d_bias   = sum_n (1 + scale) D,             d_shift = D
     sum over pixels of dx = p D + q (sum of x) + r H W
 
-A program has GROUPS groups of CG = C/G channels, GROUPS CG <= BLOCK_C; CB programs make a sample.
+A program has BLOCK_G groups of CG = C/G channels in BLOCK_J >= CG lanes each; GB programs make a
+sample. What is kept of a channel is [BLOCK_G, BLOCK_J], so that the sum over a group is a sum over
+rows. These kernels are latency and nothing else: few lanes a program, all loads at its beginning.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,19 +38,28 @@ import triton.language as tl
 from torch import Tensor
 
 from .column_sum import column_sum
-from .group_norm_resident import group_sum
 from .group_norm_stream import affine
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-_TILE = 2048  # partials of a tile: with four warps 16 a thread and statistic
+# Lanes times tiles that a warp loads at once: 32 numbers a thread of each of two statistics. One
+# warp a program, if that will do: warps would meet at a barrier for every sum.
+_WARP_TILE = 1024
 
 
 # --- kernels --------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _channel_moments(
+def _lanes(pid, C, GB, CG: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_J: tl.constexpr):
+    """The channels of a program and which of them there are, both [BLOCK_G, BLOCK_J]."""
+    offs_j = tl.arange(0, BLOCK_J)[None, :]
+    offs_c = (pid % GB * BLOCK_G + tl.arange(0, BLOCK_G)[:, None]) * CG + offs_j
+    return offs_c, (offs_j < CG) & (offs_c < C)
+
+
+@triton.jit
+def _moments(
     partial_ptr,  # float32 [K, 2, C]
     pixels,
     C,
@@ -54,29 +67,33 @@ def _channel_moments(
     mask_c,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr,
 ):
     """mean and variance of each channel of an image of so many pixels."""
-    count = (pixels // K) * 1.0
-    offs_k = tl.arange(0, BLOCK_K)
-    offs = offs_k[:, None] * (2 * C) + offs_c[None, :]
-    acc = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)
-    for k0 in range(0, K, BLOCK_K):
-        mask = (offs_k < K - k0)[:, None] & mask_c[None, :]
-        acc += tl.load(partial_ptr + k0 * 2 * C + offs, mask=mask, other=0.0)
-    mean = tl.sum(acc, 0) / pixels
-
-    m2 = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)
-    rest = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)
-    for k0 in range(0, K, BLOCK_K):
-        mask = (offs_k < K - k0)[:, None] & mask_c[None, :]
+    offs_k = tl.arange(0, BLOCK_K)[:, None, None]
+    offs = offs_k * (2 * C) + offs_c[None, :, :]
+    per_tile = (pixels // K) * 1.0
+    inverse = 1.0 / per_tile
+    mean = tl.zeros([BLOCK_K, offs_c.shape[0], offs_c.shape[1]], tl.float32)  # of a lane's tiles
+    between = tl.zeros(mean.shape, tl.float32)  # M2 of the means of a lane's tiles
+    within = tl.zeros(mean.shape, tl.float32)  # the sum of their M2
+    for i in range((K + BLOCK_K - 1) // BLOCK_K):
+        k0 = i * BLOCK_K
+        mask = (offs_k < K - k0) & mask_c[None, :, :]
         tile_sum = tl.load(partial_ptr + k0 * 2 * C + offs, mask=mask, other=0.0)
-        tile_m2 = tl.load(partial_ptr + k0 * 2 * C + C + offs, mask=mask, other=0.0)
-        delta = tl.where(mask, tile_sum / count - mean[None, :], 0.0)
-        m2 += tile_m2 + count * delta * delta
-        rest += delta
-    # the second sum of the means returns what the first has rounded off
-    return mean + tl.sum(rest, 0) / K, tl.sum(m2, 0) / pixels
+        within += tl.load(partial_ptr + (k0 * 2 + 1) * C + offs, mask=mask, other=0.0)
+        # Welford: only the last round has dead lanes
+        delta = tl.where(mask, tile_sum * inverse - mean, 0.0)
+        step = delta * (1.0 / (i + 1))
+        mean += step
+        between += delta * (delta - step)
+
+    # Chan: merge the lanes. The second sum also returns what the first has rounded off the mean.
+    count = (K - offs_k + BLOCK_K - 1) // BLOCK_K * 1.0
+    total_mean = tl.sum(mean * count, 0) * (1.0 / K)
+    delta = mean - total_mean[None, :, :]
+    weighted = delta * count
+    m2 = tl.sum(within + (between + weighted * delta) * per_tile, 0)
+    return total_mean + tl.sum(weighted, 0) * (1.0 / K), m2 / pixels
 
 
 @triton.jit
@@ -94,62 +111,45 @@ def _norm_table_kernel(
     pixels2,
     C1,
     C,
-    CB,
+    GB,
     eps,
     K1: tl.constexpr,
     K2: tl.constexpr,
     CG: tl.constexpr,
-    GROUPS: tl.constexpr,
     BLOCK_K1: tl.constexpr,
     BLOCK_K2: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    BLOCK_J: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    n = (pid // CB).to(tl.int64)
-    lane = tl.arange(0, BLOCK_C)
-    offs_c = pid % CB * (GROUPS * CG) + lane
-    mask_c = (lane < GROUPS * CG) & (offs_c < C)
-
-    mean, var = _channel_moments(
-        partial1_ptr + n * (K1 * 2) * C1,
-        pixels1,
-        C1,
-        offs_c,
-        mask_c & (offs_c < C1),
-        K1,
-        BLOCK_K1,
-        BLOCK_C,
-    )
-    if partial2_ptr is not None:
-        second = offs_c >= C1
-        mean2, var2 = _channel_moments(
-            partial2_ptr + n * (K2 * 2) * (C - C1),
-            pixels2,
-            C - C1,
-            offs_c - C1,
-            mask_c & second,
-            K2,
-            BLOCK_K2,
-            BLOCK_C,
-        )
-        mean = tl.where(second, mean2, mean)
-        var = tl.where(second, var2, var)
-
-    # every channel of a group has as many pixels as the others, so that channels weigh the same
-    member = (lane // CG)[:, None] == tl.arange(0, BLOCK_G)[None, :]
-    group_mean = group_sum(tl.where(mask_c, mean, 0.0), member) / CG
-    delta = tl.where(mask_c, mean - group_mean, 0.0)
-    group_mean += group_sum(delta, member) / CG
-    group_var = group_sum(tl.where(mask_c, var + delta * delta, 0.0), member) / CG
-    rstd = 1.0 / tl.sqrt(group_var + eps)
-
+    n = (pid // GB).to(tl.int64)
+    offs_c, mask_c = _lanes(pid, C, GB, CG, BLOCK_G, BLOCK_J)
     g, b = affine(
         weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
     )
+
+    half_ptr = partial1_ptr + n * (K1 * 2) * C1
+    mask = mask_c & (offs_c < C1)
+    mean, var = _moments(half_ptr, pixels1, C1, offs_c, mask, K1, BLOCK_K1)
+    if partial2_ptr is not None:
+        second = offs_c >= C1
+        C2 = C - C1
+        half_ptr = partial2_ptr + n * (K2 * 2) * C2
+        mask = mask_c & second
+        mean2, var2 = _moments(half_ptr, pixels2, C2, offs_c - C1, mask, K2, BLOCK_K2)
+        mean = tl.where(second, mean2, mean)
+        var = tl.where(second, var2, var)
+
+    # each channel of a group has as many pixels as the others, so that all weigh the same
+    group_mean = tl.sum(tl.where(mask_c, mean, 0.0), 1, keep_dims=True) / CG
+    delta = tl.where(mask_c, mean - group_mean, 0.0)
+    group_mean += tl.sum(delta, 1, keep_dims=True) / CG
+    group_var = tl.sum(tl.where(mask_c, var + delta * delta, 0.0), 1, keep_dims=True) / CG
+    rstd = 1.0 / tl.sqrt(group_var + eps)
+
     out_ptr = table_ptr + n * 4 * C + offs_c
-    tl.store(out_ptr, group_mean, mask=mask_c)
-    tl.store(out_ptr + C, rstd, mask=mask_c)
+    tl.store(out_ptr, group_mean + tl.zeros_like(mean), mask=mask_c)
+    tl.store(out_ptr + C, rstd + tl.zeros_like(mean), mask=mask_c)
     tl.store(out_ptr + 2 * C, g, mask=mask_c)
     tl.store(out_ptr + 3 * C, b, mask=mask_c)
 
@@ -173,43 +173,37 @@ def _norm_grad_table_kernel(
     stride_demb,
     pixels,
     C,
-    CB,
+    GB,
     ROWS: tl.constexpr,
     K: tl.constexpr,
     KX: tl.constexpr,
     CG: tl.constexpr,
-    GROUPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_KX: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    BLOCK_J: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    n = (pid // CB).to(tl.int64)
-    lane = tl.arange(0, BLOCK_C)
-    offs_c = pid % CB * (GROUPS * CG) + lane
-    mask_c = (lane < GROUPS * CG) & (offs_c < C)
-
-    offs_k = tl.arange(0, BLOCK_K)
-    offs = offs_k[:, None] * (2 * C) + offs_c[None, :]
-    acc_d = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)
-    acc_e = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)
-    for k0 in range(0, K, BLOCK_K):
-        mask = (offs_k < K - k0)[:, None] & mask_c[None, :]
-        tile_ptr = partial_ptr + (n * K + k0) * 2 * C
-        acc_d += tl.load(tile_ptr + offs, mask=mask, other=0.0)
-        acc_e += tl.load(tile_ptr + C + offs, mask=mask, other=0.0)
-    d = tl.sum(acc_d, 0)
-    e = tl.sum(acc_e, 0)
-
+    n = (pid // GB).to(tl.int64)
+    offs_c, mask_c = _lanes(pid, C, GB, CG, BLOCK_G, BLOCK_J)
     row_ptr = table_ptr + n * 4 * C + offs_c
     mean = tl.load(row_ptr, mask=mask_c, other=0.0)
     rstd = tl.load(row_ptr + C, mask=mask_c, other=0.0)
     g = tl.load(row_ptr + 2 * C, mask=mask_c, other=0.0)
-    member = (lane // CG)[:, None] == tl.arange(0, BLOCK_G)[None, :]
+    one_scale, _ = affine(None, None, scale_ptr, None, stride_scale, 0, n, offs_c, mask_c)
+
+    d = _sum_tiles(partial_ptr + n * (K * 2) * C, C, None, offs_c, mask_c, K, BLOCK_K)
+    e = _sum_tiles(partial_ptr + n * (K * 2) * C + C, C, None, offs_c, mask_c, K, BLOCK_K)
+    if input_partial_ptr is not None:
+        # of x - mean: q (sum of x) and r H W would cancel when the mean is large
+        per_tile = (pixels // KX) * 1.0 * mean
+        sum_x = _sum_tiles(
+            input_partial_ptr + n * (KX * 2) * C, C, per_tile, offs_c, mask_c, KX, BLOCK_KX
+        )
+
     total = pixels * 1.0 * CG
-    m1 = group_sum(g * d, member) / total
-    m2 = group_sum(g * e, member) / total
+    m1 = tl.sum(g * d, 1, keep_dims=True) / total
+    m2 = tl.sum(g * e, 1, keep_dims=True) / total
     p = rstd * g
     q = -rstd * rstd * m2
     out_ptr = coeff_ptr + n * 3 * C + offs_c
@@ -218,32 +212,44 @@ def _norm_grad_table_kernel(
     tl.store(out_ptr + 2 * C, -rstd * m1 - q * mean, mask=mask_c)
 
     out_ptr = rows_ptr + n * (ROWS * C) + offs_c
-    one_scale, _ = affine(None, None, scale_ptr, None, stride_scale, 0, n, offs_c, mask_c)
     tl.store(out_ptr, one_scale * e, mask=mask_c)
     tl.store(out_ptr + C, one_scale * d, mask=mask_c)
     if d_shift_ptr is not None:
         d_shift = d.to(d_shift_ptr.dtype.element_ty)
         tl.store(d_shift_ptr + n * stride_dshift + offs_c, d_shift, mask=mask_c)
     if d_scale_ptr is not None:
-        weight, bias = affine(weight_ptr, bias_ptr, None, None, 0, 0, n, offs_c, mask_c)
+        weight, bias = affine(weight_ptr, bias_ptr, None, None, 0, 0, 0, offs_c, mask_c)
         d_scale = (weight * e + bias * d).to(d_scale_ptr.dtype.element_ty)
         tl.store(d_scale_ptr + n * stride_dscale + offs_c, d_scale, mask=mask_c)
     if input_partial_ptr is not None:
-        offs_k = tl.arange(0, BLOCK_KX)
-        offs = offs_k[:, None] * (2 * C) + offs_c[None, :]
-        # of x - mean: q (sum of x) and r H W are large and cancel when the mean is large
-        count = (pixels // KX) * 1.0
-        acc = tl.zeros([BLOCK_KX, BLOCK_C], tl.float32)
-        for k0 in range(0, KX, BLOCK_KX):
-            mask = (offs_k < KX - k0)[:, None] & mask_c[None, :]
-            tile_ptr = input_partial_ptr + (n * KX + k0) * 2 * C
-            tile_sum = tl.load(tile_ptr + offs, mask=mask, other=0.0)
-            acc += tl.where(mask, tile_sum - count * mean[None, :], 0.0)
-        dx_sum = p * d + q * tl.sum(acc, 0) - rstd * m1 * pixels
+        dx_sum = p * d + q * sum_x - rstd * m1 * pixels
         tl.store(out_ptr + 2 * C, dx_sum, mask=mask_c)
         if d_emb_ptr is not None:
             d_emb = dx_sum.to(d_emb_ptr.dtype.element_ty)
             tl.store(d_emb_ptr + n * stride_demb + offs_c, d_emb, mask=mask_c)
+
+
+@triton.jit
+def _sum_tiles(
+    partial_ptr,  # float32 [K, 2, C]
+    C,
+    less,  # subtracted from each, or None
+    offs_c,
+    mask_c,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The sum over tiles of the first of their two numbers."""
+    offs_k = tl.arange(0, BLOCK_K)[:, None, None]
+    offs = offs_k * (2 * C) + offs_c[None, :, :]
+    acc = tl.zeros([BLOCK_K, offs_c.shape[0], offs_c.shape[1]], tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        mask = (offs_k < K - k0) & mask_c[None, :, :]
+        value = tl.load(partial_ptr + k0 * 2 * C + offs, mask=mask, other=0.0)
+        if less is not None:
+            value = tl.where(mask, value - less[None, :, :], 0.0)
+        acc += value
+    return tl.sum(acc, 0)
 
 
 @triton.jit
@@ -288,15 +294,24 @@ def _put(out_ptr, total, offs_c, mask_c, ACCUMULATE: tl.constexpr):
 # --- launchers ------------------------------------------------------------------------------------
 
 
-def _cut_groups(c: int, num_groups: int) -> tuple[int, int, int, int]:
-    """Blocks of a sample, CG, GROUPS, BLOCK_C: up to 64 channels of whole groups a program."""
+class _Lanes(NamedTuple):
+    """How the groups of a sample are dealt to programs, and the tiles of an image to rounds."""
+
+    programs: int  # GB
+    cg: int
+    blocks: tuple[int, int, int, int]  # BLOCK_K of two tensors, BLOCK_G, BLOCK_J
+    num_warps: int
+
+
+def _lanes_of(c: int, num_groups: int, *ks: int) -> _Lanes:
     cg = c // num_groups
-    groups = min(max(64 // cg, 1), num_groups)
-    return triton.cdiv(num_groups, groups), cg, groups, triton.next_power_of_2(groups * cg)
-
-
-def _block_k(k: int, block_c: int) -> int:
-    return min(triton.next_power_of_2(k), max(_TILE // block_c, 1))
+    block_j = triton.next_power_of_2(cg)
+    wanted = max(16, min(_WARP_TILE // 2 // max(ks), 128))
+    block_g = min(max(wanted // block_j, 1), triton.next_power_of_2(num_groups))
+    lanes = block_g * block_j
+    blocks = [min(triton.next_power_of_2(k), max(4 * _WARP_TILE // lanes, 1)) for k in ks]
+    num_warps = max(1, min(4, lanes * max(blocks) // _WARP_TILE))
+    return _Lanes(triton.cdiv(num_groups, block_g), cg, (*blocks, block_g, block_j), num_warps)
 
 
 def _row_stride(x: Tensor | None) -> int:
@@ -331,24 +346,21 @@ def norm_table(
     n, k1, _, c1 = first.shape
     k2, c = (1, c1) if second is None else (second.shape[1], c1 + second.shape[3])
     assert c % num_groups == 0 and (second is None or second.shape[0] == n)
-    cb, cg, groups, block_c = _cut_groups(c, num_groups)
+    lanes = _lanes_of(c, num_groups, k1, k2)
     table = _empty((n, 4, c), dtype=torch.float32, device=first.device)
-    shape = (pixels[0], pixels[-1], c1, c, cb, eps, k1, k2, cg, groups)
-    blocks = (_block_k(k1, block_c), _block_k(k2, block_c))
-    _norm_table_kernel[(n * cb,)](
+    film = (scale, shift)
+    shape = (pixels[0], pixels[-1], c1, c, lanes.programs, eps, k1, k2, lanes.cg)
+    _norm_table_kernel[(n * lanes.programs,)](
         first,
         second,
         weight,
         bias,
-        scale,
-        shift,
+        *film,
         table,
-        _row_stride(scale),
-        _row_stride(shift),
+        *map(_row_stride, film),
         *shape,
-        *blocks,
-        block_c,
-        triton.next_power_of_2(groups),
+        *lanes.blocks,
+        num_warps=lanes.num_warps,
     )
     return table
 
@@ -386,13 +398,13 @@ def norm_grad_table(
         kx = input_partials.shape[1]
         _check_partials(input_partials, pixels)
         assert input_partials.shape == (n, kx, 2, c)
-    cb, cg, groups, block_c = _cut_groups(c, num_groups)
+    lanes = _lanes_of(c, num_groups, k, kx)
     rows = 3 if sums_dx else 2
     coeff = _empty((n, 3, c), dtype=torch.float32, device=table.device)
     work = _empty((n, rows, c), dtype=torch.float32, device=table.device)
     strided = (scale, grad_scale_out, grad_shift_out, emb_grad_out)
-    shape = (pixels, c, cb, rows, k, kx, cg, groups)
-    _norm_grad_table_kernel[(n * cb,)](
+    shape = (pixels, c, lanes.programs, rows, k, kx, lanes.cg)
+    _norm_grad_table_kernel[(n * lanes.programs,)](
         partials,
         input_partials,
         table,
@@ -404,10 +416,8 @@ def norm_grad_table(
         *strided[1:],
         *map(_row_stride, strided),
         *shape,
-        _block_k(k, block_c),
-        _block_k(kx, block_c),
-        block_c,
-        triton.next_power_of_2(groups),
+        *lanes.blocks,
+        num_warps=lanes.num_warps,
     )
     outs = (grad_weight_out, grad_bias_out, bias_grad_out)
     if any(out is not None for out in outs):

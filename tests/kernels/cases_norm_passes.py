@@ -2,7 +2,7 @@
 32 groups at 64x64, in the tiles that such an image gets."""
 
 _LAUNCH = {"num_warps": 4}
-_GROUPS = {"CG": 4, "GROUPS": 16, "BLOCK_C": 64, "BLOCK_G": 16}
+_GROUPS = {"CG": 4, "BLOCK_G": 4, "BLOCK_J": 4}
 
 
 def _types(kind: str, *names: str) -> dict[str, str]:
@@ -20,11 +20,11 @@ COMPILE_CASES = [
         "signature": _types("*fp32", "partial1_ptr", "partial2_ptr", "weight_ptr", "bias_ptr")
         | _types("*bf16", "scale_ptr", "shift_ptr")
         | _types("*fp32", "table_ptr")
-        | _ints("stride_scale", "stride_shift", "pixels1", "pixels2", "C1", "C", "CB")
+        | _ints("stride_scale", "stride_shift", "pixels1", "pixels2", "C1", "C", "GB")
         | {"eps": "fp32"},
         "constexprs": {"K1": 32, "K2": 16, "BLOCK_K1": 32, "BLOCK_K2": 16} | _GROUPS,
         "multiples": ("C1", "C", "pixels1", "pixels2", "stride_scale", "stride_shift"),
-        "options": _LAUNCH,
+        "options": {"num_warps": 1},
     },
     {
         "name": "norm_grad_table",
@@ -33,10 +33,10 @@ COMPILE_CASES = [
         | _types("*fp32", "weight_ptr", "bias_ptr", "coeff_ptr", "rows_ptr")
         | _types("*bf16", "scale_ptr", "d_scale_ptr", "d_shift_ptr", "d_emb_ptr")
         | _ints("stride_scale", "stride_dscale", "stride_dshift", "stride_demb")
-        | _ints("pixels", "C", "CB"),
+        | _ints("pixels", "C", "GB"),
         "constexprs": {"ROWS": 3, "K": 32, "KX": 16, "BLOCK_K": 32, "BLOCK_KX": 16} | _GROUPS,
         "multiples": ("C", "pixels"),
-        "options": _LAUNCH,
+        "options": {"num_warps": 1},
     },
     {
         "name": "apply",
