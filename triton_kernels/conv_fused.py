@@ -24,13 +24,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import conv_gather, conv_tma
 from .activations import activate_grad, check_activation
 from .conv_tma import (
     Config,
-    accumulate,
+    WgradConfig,
     count_boxes,
     image_box,
     in_boxes,
+    launch_fwd,
+    multiply,
     pixel_box,
     tile_origin,
     weight_in_boxes,
@@ -117,7 +120,7 @@ def _conv_forward_kernel(
     PIXELS: tl.constexpr = TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
     n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
-    acc = accumulate(
+    acc = multiply(
         x_desc, w_desc, n0, h0, w0, c0, CI, R, S, R // 2, S // 2, False, PRECISION,
         BLOCK_M, BLOCK_C, BLOCK_K,
     )  # fmt: skip
@@ -232,7 +235,7 @@ def _conv_input_grad_kernel(
     PIXELS: tl.constexpr = TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
     n0, h0, w0, c0 = tile_origin(P, Q, CI, TILE_N, TILE_H, TILE_W, BLOCK_C)
-    acc = accumulate(
+    acc = multiply(
         dy_desc, w_desc, n0, h0, w0, c0, CO, R, S, R // 2, S // 2, True, PRECISION,
         BLOCK_M, BLOCK_C, BLOCK_K,
     )  # fmt: skip
@@ -318,6 +321,89 @@ def conv_input_grad(
         num_stages=config.num_stages,
     )
     return dz, partials
+
+
+def conv_plain_input_grad(
+    dy: Tensor,  # [N, H, W, CO]
+    weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of dy
+    config: Config | None = None,  # of `conv_tma`
+) -> Tensor:  # [N, H, W, CI]
+    """The gradient of x of conv(x)."""
+    _check(weight, dy)
+    _, ci, r, s = weight.shape
+    dx = _empty((*dy.shape[:3], ci), dtype=dy.dtype, device=dy.device)
+    if dx.numel():
+        padding = (r // 2, s // 2)
+        launch_fwd(dy, weight, None, dx, 1, padding, "tf32", dgrad=True, config=config)
+    return dx
+
+
+# --- weight gradient ------------------------------------------------------------------------------
+
+
+@triton.jit
+def _add_splits_kernel(
+    part_ptr,  # [splits, rows * cols]
+    out_ptr,  # rows, `stride_out` apart
+    splits,
+    numel,  # rows * cols
+    cols,
+    stride_out,
+    ACCUMULATE: tl.constexpr,  # add to what is there
+    BLOCK_S: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < numel
+    acc = tl.zeros([BLOCK_S, BLOCK], dtype=tl.float32)
+    for split in range(0, splits, BLOCK_S):
+        offs_s = split + tl.arange(0, BLOCK_S)
+        part = tl.load(
+            part_ptr + offs_s.to(tl.int64)[:, None] * numel + offs[None, :],
+            mask=(offs_s < splits)[:, None] & mask[None, :],
+            other=0.0,
+        )
+        acc += part
+    total = tl.sum(acc, axis=0)
+    out_ptrs = out_ptr + offs // cols * stride_out + offs % cols
+    if ACCUMULATE:
+        total += tl.load(out_ptrs, mask=mask, other=0.0)
+    tl.store(out_ptrs, total, mask=mask)
+
+
+def conv_weight_grad(
+    x: Tensor,  # [N, H, W, CI]
+    dy: Tensor,  # [N, H, W, CO]
+    out: Tensor,  # float32 [CO, CI, R, S] to be written; a channel of y is a row [R, S, CI]
+    *,
+    accumulate: bool = False,  # add to `out`
+    config: WgradConfig | None = None,
+) -> None:
+    """out = or += the gradient of the filters. The rows of `out` may be any distance apart, as in
+    the columns of a 1x1 filter that belong to one half of a concatenation."""
+    co, ci, r, s = out.shape
+    assert out.dtype == torch.float32 and out[0].permute(1, 2, 0).is_contiguous()
+    assert x.is_contiguous() and dy.is_contiguous() and x.shape[3] == ci and dy.shape[3] == co
+    if dy.shape[0] == 0:
+        if not accumulate:
+            out.zero_()
+        return
+    padding = (r // 2, s // 2)
+    path = conv_tma if x.itemsize == 2 else conv_gather
+    config, splits = path.plan_wgrad(x, dy, out, padding, config)
+    if splits == 1 and path is conv_tma:
+        stride = {"stride_co": out.stride(0), "accumulate": accumulate}
+        conv_tma.launch_wgrad(x, dy, out, out, 1, padding, "tf32", config, 1, **stride)
+        return
+    row = r * s * ci
+    parts = _empty((splits, co * row), dtype=torch.float32, device=x.device)
+    path.launch_wgrad(x, dy, out, parts, 1, padding, "tf32", config, splits)
+    # sixteen loaded elements a thread, in loads of 16 bytes
+    block_s = min(triton.next_power_of_2(splits), 16)
+    block = 2048 // block_s
+    _add_splits_kernel[(triton.cdiv(co * row, block),)](
+        parts, out, splits, co * row, row, out.stride(0), accumulate, BLOCK_S=block_s, BLOCK=block
+    )
 
 
 # --- what applies where ---------------------------------------------------------------------------

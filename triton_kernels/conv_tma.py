@@ -88,7 +88,7 @@ def tile_origin(
 
 
 @triton.jit
-def accumulate(
+def multiply(
     x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]: x, or dy
     w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]; DGRAD: CO and CI change places
     n0,
@@ -149,7 +149,7 @@ def _conv2d_tma_kernel(
     BLOCK_K: tl.constexpr,
 ):
     n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
-    acc = accumulate(
+    acc = multiply(
         x_desc, w_desc, n0, h0, w0, c0, CI, R, S, PAD_H, PAD_W, DGRAD, PRECISION,
         TILE_N * TILE_H * TILE_W, BLOCK_C, BLOCK_K,
     )  # fmt: skip
@@ -244,18 +244,20 @@ def _pick_fwd(x: Tensor, y: Tensor) -> Config:
 def _conv2d_wgrad_tma_kernel(
     x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_CI]
     dy_desc,  # [N, P, Q, CO] in boxes [1, 1, TILE_W, BLOCK_CO]; FLAT: [N * P * Q, CO]
-    dw_ptr,  # [splits, CO, R * S, CI]
+    dw_ptr,  # [splits, CO, R * S, CI], each split and each CO a row, any distance apart
     CI,
     P,
     Q,
     CO,
+    stride_split,
+    stride_co,
     num_tiles,  # of pixels
     tiles_per_split,
     S: tl.constexpr,
-    TAPS: tl.constexpr,  # R * S
     GROUP: tl.constexpr,  # taps of this program: 1 or 3
     PAD_H: tl.constexpr,
     PAD_W: tl.constexpr,
+    ACCUMULATE: tl.constexpr,  # add to what is there
     FLAT: tl.constexpr,  # a tile is BLOCK_M successive pixels of the batch: whole rows or images
     TILE_N: tl.constexpr,
     TILE_H: tl.constexpr,
@@ -298,12 +300,19 @@ def _conv2d_wgrad_tma_kernel(
     offs_co = co0 + tl.arange(0, BLOCK_CO)
     offs_ci = ci0 + tl.arange(0, BLOCK_CI)
     mask = (offs_co < CO)[:, None] & (offs_ci < CI)[None, :]
-    row = (split.to(tl.int64) * CO + offs_co) * TAPS + tap
-    dw_ptrs = dw_ptr + row[:, None] * CI + offs_ci[None, :]
-    tl.store(dw_ptrs, acc0.to(dw_ptr.dtype.element_ty), mask=mask)
+    row = split.to(tl.int64) * stride_split + offs_co * stride_co + tap * CI
+    dw_ptrs = dw_ptr + row[:, None] + offs_ci[None, :]
+    _store_or_add(dw_ptrs, acc0, mask, ACCUMULATE)
     if GROUP == 3:
-        tl.store(dw_ptrs + CI, acc1.to(dw_ptr.dtype.element_ty), mask=mask)
-        tl.store(dw_ptrs + 2 * CI, acc2.to(dw_ptr.dtype.element_ty), mask=mask)
+        _store_or_add(dw_ptrs + CI, acc1, mask, ACCUMULATE)
+        _store_or_add(dw_ptrs + 2 * CI, acc2, mask, ACCUMULATE)
+
+
+@triton.jit
+def _store_or_add(ptrs, value, mask, ADD: tl.constexpr):
+    if ADD:
+        value += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(ptrs, value.to(ptrs.dtype.element_ty), mask=mask)
 
 
 def plan_wgrad(
@@ -334,6 +343,9 @@ def launch_wgrad(
     precision: str,
     config: WgradConfig,
     splits: int,
+    *,
+    stride_co: int | None = None,  # of `partial`, if it is one part alone with its rows apart
+    accumulate: bool = False,  # add to what `partial` holds
 ) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
     assert stride == 1
@@ -353,13 +365,15 @@ def launch_wgrad(
         p,
         q,
         co,
+        co * r * s * ci,
+        r * s * ci if stride_co is None else stride_co,
         num_tiles,
         triton.cdiv(num_tiles, splits),
         S=s,
-        TAPS=r * s,
         GROUP=config.taps,
         PAD_H=padding[0],
         PAD_W=padding[1],
+        ACCUMULATE=accumulate,
         FLAT=flat,
         TILE_N=box[0],
         TILE_H=box[1],

@@ -46,13 +46,14 @@ def _wgrad_tma(name: str, block_co: int, num_warps: int, flat: bool, arches) -> 
             "dy_desc": f"tensordesc<bf16[{'64' if flat else '1,1,32'},{block_co}]>",
             "dw_ptr": "*fp32",
             **dict.fromkeys(("CI", "P", "Q", "CO", "num_tiles", "tiles_per_split"), "i32"),
+            **dict.fromkeys(("stride_split", "stride_co"), "i32"),
         },
         "constexprs": {
             "S": 3,
-            "TAPS": 9,
             "GROUP": 3,
             "PAD_H": 1,
             "PAD_W": 1,
+            "ACCUMULATE": False,
             "FLAT": flat,
             "TILE_N": 1,
             "TILE_H": tile_h,
@@ -61,7 +62,7 @@ def _wgrad_tma(name: str, block_co: int, num_warps: int, flat: bool, arches) -> 
             "BLOCK_CI": 64,
         },
         "options": {"num_warps": num_warps, "num_stages": 3},
-        "multiples": ("CI", "CO"),
+        "multiples": ("CI", "CO", "stride_split", "stride_co"),
         "expect": {"wgmma": True, "tma": True, "arches": arches},
     }
 

@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from triton_kernels import conv_fused, reference
-from triton_kernels.conv_fused import conv_forward, conv_fused_supported, conv_input_grad
+from triton_kernels import conv_fused, conv_tma, reference
+from triton_kernels.conv_fused import (
+    conv_forward,
+    conv_fused_supported,
+    conv_input_grad,
+    conv_plain_input_grad,
+    conv_weight_grad,
+)
 from triton_kernels.conv_tma import image_box
 from triton_kernels.device import describe
 
@@ -223,6 +229,63 @@ def test_input_grad_of_two_inputs(kernel, device):
 def test_every_input_grad_config(config, device):
     check_grad(Shape(3, 8, 16, 136, 72), None, torch.float16, device, config=config)
     check_grad(Shape(3, 8, 8, 136, 40), 128, torch.float16, device, config=config)
+
+
+# --- the other gradients --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_plain_input_grad(name, device):
+    shape = SMALL[name]
+    dy, weight, x, _, table = grad_case(shape, None, torch.float16, device)
+    table = torch.tensor([0.0, 1, 1, 0], device=device)[None, :, None].expand(table.shape)
+    exact, _ = grad_reference(dy, weight, x, table, "identity", torch.float64)
+    got = conv_plain_input_grad(dy, weight)
+    assert relative(got, exact) <= 1.5 * ROUNDING[torch.float16]
+
+
+def weight_grad_reference(x, dy, kernel: int) -> Tensor:
+    ci, co = x.shape[3], dy.shape[3]
+    w = torch.zeros(co, ci, kernel, kernel, dtype=torch.float64, device=x.device)
+    w = w.requires_grad_()
+    return torch.autograd.grad(reference.conv2d(x.double(), w), w, dy.double())[0]
+
+
+def check_weight_grad(shape: Shape, dtype, device, accumulate=False, config=None, beside=0):
+    """`out` is a column view, with `beside` channels of somebody else on either side."""
+    n, h, w, ci, co, kernel = shape
+    x = randn(n, h, w, ci, seed=0, device=device, dtype=dtype)
+    dy = randn(n, h, w, co, seed=6, device=device, dtype=dtype)
+    flat = randn(co, kernel, kernel, ci + 2 * beside, seed=7, device=device)
+    before = flat.clone()
+    out = flat[..., beside : beside + ci].permute(0, 3, 1, 2)
+    old = out.double()
+    conv_weight_grad(x, dy, out, accumulate=accumulate, config=config)
+    exact = weight_grad_reference(x, dy, kernel) + (old if accumulate else 0)
+    floor = 2**-24 * (n * h * w) ** 0.5 + 1e-6
+    assert relative(out, exact) <= floor + (2**-10 if dtype == torch.float32 else 0)
+    for columns in (slice(0, beside), slice(beside + ci, None)):
+        assert torch.equal(flat[..., columns], before[..., columns])
+    return out
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_weight_grad(name, dtype, accumulate, device):
+    check_weight_grad(SMALL[name], dtype, device, accumulate)
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+@pytest.mark.parametrize("pixels", [2, 16], ids=["one split", "splits"])
+def test_weight_grad_of_some_columns(pixels, accumulate, device):
+    shape = Shape(1, pixels, pixels, 72, 40, 1)
+    check_weight_grad(shape, torch.float16, device, accumulate, beside=8)
+
+
+@pytest.mark.parametrize("config", conv_tma.WGRAD_CONFIGS, ids=str)
+def test_every_weight_grad_config(config, device):
+    check_weight_grad(Shape(3, 6, 8, 72, 136), torch.float16, device, config=config)
 
 
 # --- where it applies -----------------------------------------------------------------------------
