@@ -44,6 +44,32 @@ def _column_sum_kernel(
     tl.store(out_ptr + split * C + offs_c, total, mask=mask_c)
 
 
+@triton.jit
+def _sum_partials_kernel(
+    partial_ptr,  # [splits, numel]
+    out_ptr,  # rows of `cols` elements, `stride_out` apart
+    splits,
+    numel,
+    cols,
+    stride_out,
+    ACCUMULATE: tl.constexpr,  # add to what is there
+    BLOCK_S: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < numel
+    acc = tl.zeros([BLOCK_S, BLOCK], dtype=tl.float32)
+    for split in range(0, splits, BLOCK_S):
+        offs_s = split + tl.arange(0, BLOCK_S)
+        ptrs = partial_ptr + offs_s.to(tl.int64)[:, None] * numel + offs[None, :]
+        acc += tl.load(ptrs, mask=(offs_s < splits)[:, None] & mask[None, :], other=0.0)
+    total = tl.sum(acc, axis=0)
+    out_ptrs = out_ptr + (offs // cols).to(tl.int64) * stride_out + offs % cols
+    if ACCUMULATE:
+        total += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 @lru_cache
 def num_splits(programs: int, steps: int, slots: int) -> int:
     """Into how many parts to split a sum of `steps` steps so that `programs` such sums keep `slots`
@@ -78,12 +104,23 @@ def column_sum(
     sum_partials(partial, out)
 
 
-def sum_partials(partial: Tensor, out: Tensor) -> None:
-    """The second launch: `partial` as made by `partials`, summed into `out` if it is not `out`."""
-    if partial is not out:
-        splits = partial.shape[0]
-        block_m = max(16, min(128, triton.next_power_of_2(splits)))
-        _launch(partial, out, splits, out.numel(), 1, block_m)
+def sum_partials(
+    partial: Tensor,  # float32 [splits, ...], as made by `partials`
+    out: Tensor,  # as many elements as a part; its first dimension may have any stride
+    *,
+    accumulate: bool = False,  # add to `out`
+) -> None:
+    """The second launch: out = or += the sum of the parts, unless `partial` is `out`."""
+    if partial is out:
+        return
+    splits, numel = partial.shape[0], out.numel()
+    cols, stride = (numel, 0) if out.ndim == 1 else (numel // out.shape[0], out.stride(0))
+    # sixteen elements a thread, in loads of 16 bytes: next to each other if there are enough
+    block_s = min(triton.next_power_of_2(splits), 16 if numel >= 2**14 else 64)
+    block = 2048 // block_s
+    _sum_partials_kernel[(triton.cdiv(numel, block),)](
+        partial, out, splits, numel, cols, stride, accumulate, BLOCK_S=block_s, BLOCK=block
+    )
 
 
 def _launch(x: Tensor, out: Tensor, m: int, c: int, splits: int, block_m: int) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from . import conv_gather, conv_tma
 from .activations import activate_grad, check_activation
+from .column_sum import sum_partials
 from .conv_tma import (
     Config,
     WgradConfig,
@@ -341,36 +342,6 @@ def conv_plain_input_grad(
 # --- weight gradient ------------------------------------------------------------------------------
 
 
-@triton.jit
-def _add_splits_kernel(
-    part_ptr,  # [splits, rows * cols]
-    out_ptr,  # rows, `stride_out` apart
-    splits,
-    numel,  # rows * cols
-    cols,
-    stride_out,
-    ACCUMULATE: tl.constexpr,  # add to what is there
-    BLOCK_S: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < numel
-    acc = tl.zeros([BLOCK_S, BLOCK], dtype=tl.float32)
-    for split in range(0, splits, BLOCK_S):
-        offs_s = split + tl.arange(0, BLOCK_S)
-        part = tl.load(
-            part_ptr + offs_s.to(tl.int64)[:, None] * numel + offs[None, :],
-            mask=(offs_s < splits)[:, None] & mask[None, :],
-            other=0.0,
-        )
-        acc += part
-    total = tl.sum(acc, axis=0)
-    out_ptrs = out_ptr + offs // cols * stride_out + offs % cols
-    if ACCUMULATE:
-        total += tl.load(out_ptrs, mask=mask, other=0.0)
-    tl.store(out_ptrs, total, mask=mask)
-
-
 def conv_weight_grad(
     x: Tensor,  # [N, H, W, CI]
     dy: Tensor,  # [N, H, W, CO]
@@ -398,12 +369,7 @@ def conv_weight_grad(
     row = r * s * ci
     parts = _empty((splits, co * row), dtype=torch.float32, device=x.device)
     path.launch_wgrad(x, dy, out, parts, 1, padding, "tf32", config, splits)
-    # sixteen loaded elements a thread, in loads of 16 bytes
-    block_s = min(triton.next_power_of_2(splits), 16)
-    block = 2048 // block_s
-    _add_splits_kernel[(triton.cdiv(co * row, block),)](
-        parts, out, splits, co * row, row, out.stride(0), accumulate, BLOCK_S=block_s, BLOCK=block
-    )
+    sum_partials(parts, out, accumulate=accumulate)
 
 
 # --- what applies where ---------------------------------------------------------------------------
