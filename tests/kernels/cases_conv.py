@@ -121,6 +121,58 @@ _STEM_WGRAD = {
     "expect": {"wgmma": True, "tma": False},
 }
 
+_FUSED_FWD = {
+    "name": "forward 128x128, every epilogue",
+    "kernel": "triton_kernels.conv_fused:_conv_forward_kernel",
+    "signature": {
+        "x_desc": "tensordesc<bf16[1,4,32,64]>",
+        "w_desc": "tensordesc<bf16[1,128,64]>",
+        "residual_desc": "tensordesc<bf16[1,4,32,128]>",
+        "y_desc": "tensordesc<bf16[1,4,32,128]>",
+        **dict.fromkeys(("bias_ptr", "emb_ptr", "partial_ptr"), "*fp32"),
+        **dict.fromkeys(("stride_emb", "N", "CI", "P", "Q", "CO"), "i32"),
+    },
+    "constexprs": {
+        "R": 3,
+        "S": 3,
+        "PRECISION": "tf32",
+        "TILE_N": 1,
+        "TILE_H": 4,
+        "TILE_W": 32,
+        "BLOCK_C": 128,
+        "BLOCK_K": 64,
+    },
+    "options": {"num_warps": 4, "num_stages": 3},
+    "multiples": ("CI", "CO", "stride_emb"),
+    "expect": {"wgmma": True, "tma": True, "arches": (90, 100)},
+}
+
+_FUSED_DGRAD = {
+    "name": "input gradient 64x128 of two inputs, two images a tile",
+    "kernel": "triton_kernels.conv_fused:_conv_input_grad_kernel",
+    "signature": {
+        "dy_desc": "tensordesc<bf16[2,8,8,64]>",
+        "w_desc": "tensordesc<bf16[1,64,64]>",
+        **dict.fromkeys(("x1_desc", "x2_desc", "dz_desc"), "tensordesc<bf16[2,8,8,64]>"),
+        **dict.fromkeys(("table_ptr", "partial_ptr"), "*fp32"),
+        **dict.fromkeys(("N", "CO", "P", "Q", "CI", "C1"), "i32"),
+    },
+    "constexprs": {
+        "R": 3,
+        "S": 3,
+        "ACT": "silu",
+        "PRECISION": "tf32",
+        "TILE_N": 2,
+        "TILE_H": 8,
+        "TILE_W": 8,
+        "BLOCK_C": 64,
+        "BLOCK_K": 64,
+    },
+    "options": {"num_warps": 4, "num_stages": 3},
+    "multiples": ("CI", "CO", "C1"),
+    "expect": {"wgmma": True, "tma": True, "arches": _TMA_CHIPS},
+}
+
 COMPILE_CASES = [
     _fwd_tma("forward 128x128", 128, 128, 3, False, _TMA_CHIPS),
     _fwd_tma("input gradient 64x256", 64, 256, 4, True, (90, 100)),
@@ -128,4 +180,6 @@ COMPILE_CASES = [
     _wgrad_tma("weight gradient 64x64, single rows", 64, 4, False, _TMA_CHIPS),
     _FWD_GATHER,
     _STEM_WGRAD,
+    _FUSED_FWD,
+    _FUSED_DGRAD,
 ]

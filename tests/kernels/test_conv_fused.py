@@ -17,6 +17,8 @@ from triton_kernels.conv_fused import (
 from triton_kernels.conv_tma import image_box
 from triton_kernels.device import describe
 
+from .test_conv import MODEL
+
 
 class Shape(NamedTuple):
     n: int
@@ -35,7 +37,9 @@ SMALL = {
     "1x1": Shape(3, 8, 8, 40, 72, 1),
     "empty batch": Shape(0, 8, 8, 8, 16),
 }
-ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-9, torch.float32: 2**-10}  # float32: TF32
+# The relative error of rounding once to the dtype. Float32 is multiplied in TF32, which drops the
+# last 13 bits of both operands: in the mean 2^-11 of each, so products are 2^-10 too small.
+ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-9, torch.float32: 1.5 * 2**-10}
 
 
 @pytest.fixture(autouse=True)
@@ -69,12 +73,15 @@ def make_weight(shape: Shape, dtype, device) -> Tensor:
     return view.permute(0, 3, 1, 2)
 
 
-def tiles(x: Tensor, k: int, block_m: int) -> Tensor:
+def tiles(x: Tensor, box: tuple[int, int, int]) -> Tensor:
     """[N, H, W, C] as [N, K, pixels of a tile, C]."""
     n, h, w, c = x.shape
-    _, th, tw = image_box(block_m, n, h, w)
+    _, th, tw = box
     x = x.view(n, h // th, th, w // tw, tw, c).transpose(2, 3)
-    return x.reshape(n, k, th * tw, c)
+    return x.reshape(n, -1, th * tw, c)
+
+
+ALL_CONFIGS = (conv_fused._FWD_CONFIGS, conv_fused._DGRAD_CONFIGS, conv_tma.WGRAD_CONFIGS)
 
 
 # --- forward --------------------------------------------------------------------------------------
@@ -103,7 +110,7 @@ def check_forward(shape: Shape, dtype, device, config=None):
     exact = forward_reference(x, weight, bias, emb, residual, torch.float64)
     assert y.dtype == dtype
     terms = shape.kernel**2 * shape.ci
-    assert relative(y, exact) <= 1.5 * ROUNDING[dtype] + 2**-24 * terms**0.5
+    assert relative(y, exact) <= ROUNDING[dtype] + 2**-24 * terms**0.5
     if shape.n:
         check_stats(y, partials)
     return y, partials
@@ -114,9 +121,12 @@ def check_stats(y: Tensor, partials: Tensor):
     n, h, w, co = y.shape
     k = partials.shape[1]
     assert partials.shape == (n, k, 2, co) and h * w % k == 0
-    matching = [b for b in (16, 64, 128, 256) if (box := image_box(b, n, h, w))
-                and h * w // (box[1] * box[2]) == k]  # fmt: skip
-    values = tiles(y.double(), k, matching[0])
+    boxes = [box for m in (16, 64, 128, 256) if (box := image_box(m, n, h, w))]
+    boxes = [box for box in boxes if h * w // (box[1] * box[2]) == k]
+    values = min(
+        (tiles(y.double(), box) for box in boxes),
+        key=lambda values: relative(partials[:, :, 0], values.sum(2)),
+    )
     assert relative(partials[:, :, 0], values.sum(2)) < 1e-6
     m2 = (values - values.mean(2, keepdim=True)).square().sum(2)
     assert relative(partials[:, :, 1], m2) < 1e-5
@@ -148,7 +158,7 @@ def test_forward_in_parts(with_emb, with_residual, device):
         x, weight, bias, emb * with_emb, residual * with_residual, torch.float64
     )
     assert partials is None
-    assert relative(y, exact) <= 1.5 * ROUNDING[torch.float16]
+    assert relative(y, exact) <= ROUNDING[torch.float16] + 1e-6
 
 
 def test_statistics_do_not_cancel(device):
@@ -196,8 +206,8 @@ def check_grad(shape: Shape, c1, dtype, device, activation="silu", config=None):
     exact, xhat = grad_reference(dy, weight, x, table, activation, torch.float64)
     assert dz.dtype == dtype
     terms = shape.kernel**2 * shape.co
-    exactness = 2**-24 * terms**0.5 + (2**-10 if dtype == torch.float32 else 0)
-    assert relative(dz, exact) <= 1.5 * ROUNDING[dtype] + exactness
+    exactness = 2**-24 * terms**0.5 + (ROUNDING[dtype] if dtype == torch.float32 else 0)
+    assert relative(dz, exact) <= ROUNDING[dtype] + exactness
     n, k = shape.n, partials.shape[1]
     assert partials.shape == (n, k, 2, shape.ci) and shape.h * shape.w % k == 0
     if n:
@@ -241,7 +251,7 @@ def test_plain_input_grad(name, device):
     table = torch.tensor([0.0, 1, 1, 0], device=device)[None, :, None].expand(table.shape)
     exact, _ = grad_reference(dy, weight, x, table, "identity", torch.float64)
     got = conv_plain_input_grad(dy, weight)
-    assert relative(got, exact) <= 1.5 * ROUNDING[torch.float16]
+    assert relative(got, exact) <= ROUNDING[torch.float16] + 1e-6
 
 
 def weight_grad_reference(x, dy, kernel: int) -> Tensor:
@@ -263,7 +273,7 @@ def check_weight_grad(shape: Shape, dtype, device, accumulate=False, config=None
     conv_weight_grad(x, dy, out, accumulate=accumulate, config=config)
     exact = weight_grad_reference(x, dy, kernel) + (old if accumulate else 0)
     floor = 2**-24 * (n * h * w) ** 0.5 + 1e-6
-    assert relative(out, exact) <= floor + (2**-10 if dtype == torch.float32 else 0)
+    assert relative(out, exact) <= floor + (ROUNDING[dtype] if dtype == torch.float32 else 0)
     for columns in (slice(0, beside), slice(beside + ci, None)):
         assert torch.equal(flat[..., columns], before[..., columns])
     return out
@@ -286,6 +296,68 @@ def test_weight_grad_of_some_columns(pixels, accumulate, device):
 @pytest.mark.parametrize("config", conv_tma.WGRAD_CONFIGS, ids=str)
 def test_every_weight_grad_config(config, device):
     check_weight_grad(Shape(3, 6, 8, 72, 136), torch.float16, device, config=config)
+
+
+# --- on a GPU: the shapes of the models -----------------------------------------------------------
+
+FUSED = {
+    name: Shape(0, h, w, ci, co, kernel[0])
+    for name, (h, w, ci, co, kernel) in MODEL.items()
+    if kernel[0] == kernel[1] and conv_fused_supported((1, h, w, ci), (co, ci, *kernel), torch.half)
+}
+
+
+def check_all(shape: Shape, dtype, device, configs=(None, None, None)):
+    """Every pass, as one input and as two; the results."""
+    c1 = shape.ci * 2 // 3 // 64 * 64
+    forward, grad, weight = configs
+    results = [
+        *check_forward(shape, dtype, device, forward),
+        *check_grad(shape, None, dtype, device, config=grad),
+        check_weight_grad(shape, dtype, device, config=weight),
+        check_weight_grad(shape, dtype, device, accumulate=True, config=weight, beside=8)
+        if shape.kernel == 1
+        else None,
+    ]
+    if c1 and (grad is None or c1 % grad.block_c == 0):
+        two = check_grad(shape, c1, dtype, device, config=grad)
+        results += two
+    return [t for t in results if t is not None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [3, 32])
+@pytest.mark.parametrize("name", FUSED)
+def test_model_shape(name, n, device):
+    shape = FUSED[name]._replace(n=n)
+    first = check_all(shape, torch.bfloat16, device)
+    for _ in range(3):  # no atomics: the same bits each time
+        again = check_all(shape, torch.bfloat16, device)
+        assert all(map(torch.equal, again, first))
+
+
+# Where a tile of another kind raced, and small images of which a tile takes several.
+RACES = {
+    "32x32": Shape(32, 32, 32, 128, 128),
+    "16x16": Shape(32, 16, 16, 192, 192),
+    "8x8": Shape(37, 8, 8, 256, 192),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", range(max(map(len, ALL_CONFIGS))))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", RACES)
+def test_every_config_repeatedly(name, dtype, index, device):
+    """A race shows as a wrong result, or one that changes. The i-th of each list together."""
+    lists = list(ALL_CONFIGS)
+    if dtype == torch.float32:  # a row of a box is at most 128 bytes
+        lists = [[c for c in configs if c.block_k == 32] for configs in lists[:2]] + [[None]]
+    configs = [configs[index % len(configs)] for configs in lists]
+    first = check_all(RACES[name], dtype, device, configs)
+    for _ in range(5):
+        again = check_all(RACES[name], dtype, device, configs)
+        assert all(map(torch.equal, again, first))
 
 
 # --- where it applies -----------------------------------------------------------------------------
