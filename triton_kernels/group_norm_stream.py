@@ -104,6 +104,49 @@ def moments(
 ):
     """mean and M2 over the first TILES tiles of pixels, those that there are."""
     offs = offs_p[:, None] * C + offs_c[None, :]  # within a tile: 32 bits
+    mean = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)  # of this lane's pixels so far
+    m2 = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    for i in range(TILES):
+        p0 = i * BLOCK_P
+        mask = (offs_p < pixels - p0)[:, None] & mask_c[None, :]
+        x = tl.load(x_ptr + p0 * C + offs, mask=mask, other=0.0).to(tl.float32)
+        # Welford: only the last tile of an image has dead lanes, and no live tile follows it
+        delta = tl.where(mask, x - mean, 0.0)
+        step = delta * (1.0 / (i + 1))
+        mean += step
+        m2 += delta * (delta - step)
+
+    # Chan: merge the lanes. The second sum also returns what the first has rounded off the mean.
+    count = tl.minimum(tl.maximum((pixels - offs_p + BLOCK_P - 1) // BLOCK_P, 0), TILES) * 1.0
+    total = tl.minimum(pixels, TILES * BLOCK_P) * 1.0
+    chunk_mean = tl.sum(mean * count[:, None], 0) / total
+    delta = mean - chunk_mean[None, :]
+    weighted = delta * count[:, None]
+    chunk_m2 = tl.sum(m2 + weighted * delta, 0)
+    chunk_mean += tl.sum(weighted, 0) / total
+    return chunk_mean, chunk_m2
+
+
+@triton.jit
+def _group_norm_stats_kernel(
+    x_ptr,  # [N, HW, C]
+    partial_ptr,  # float32 [N, K, 2, C]: mean and M2 of a chunk
+    HW,
+    C,
+    K,
+    CB,
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    pid_c = pid % CB
+    k = (pid // CB) % K
+    n = pid // CB // K
+    offs_p = tl.arange(0, BLOCK_P)
+    offs_c = pid_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    start = k * (TILES * BLOCK_P)
     chunk_ptr = x_ptr + (n.to(tl.int64) * HW + start) * C
     chunk_mean, chunk_m2 = moments(
         chunk_ptr, HW - start, C, offs_p, offs_c, mask_c, TILES, BLOCK_P, BLOCK_C
