@@ -5,8 +5,7 @@ from torch import Tensor
 
 from .attention import _attention_bwd, _attention_fwd
 from .column_sum import column_sum as _column_sum
-from .conv import _conv2d_dgrad, _conv2d_wgrad
-from .conv_fused import conv_forward, conv_input_grad
+from .conv_fused import conv_forward, conv_input_grad, conv_plain_input_grad, conv_weight_grad
 from .norm_passes import apply, norm_dx, tensor_partials
 from .norm_tables import bias_grad, norm_grad_table, norm_table
 from .resample import _gather, _spread
@@ -30,22 +29,6 @@ __all__ = [
     "upsample",
     "upsample_grad",
 ]
-
-
-def conv_plain_input_grad(dy: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of x [N, H, W, CI] in y = conv(x), dy [N, H, W, CO]."""
-    padding = (weight.shape[2] // 2, weight.shape[3] // 2)
-    weight = weight.contiguous(memory_format=torch.channels_last)
-    return _conv2d_dgrad(dy, weight, dy.shape[1:3], 1, padding, True)
-
-
-def conv_weight_grad(x: Tensor, dy: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
-    """The gradient of weight in y = conv(x), into or added to `out` float32 [CO, CI, R, S]."""
-    padding = (out.shape[2] // 2, out.shape[3] // 2)
-    like = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    like = like.contiguous(memory_format=torch.channels_last)
-    grad = _conv2d_wgrad(x, dy, like, 1, padding, True)
-    out.copy_(out + grad if accumulate else grad)
 
 
 def column_sum(x: Tensor, out: Tensor) -> None:
