@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .column_sum import column_sum
+from .column_sum import sum_partials
 from .group_norm_stream import affine
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -306,7 +306,7 @@ class _Lanes(NamedTuple):
 def _lanes_of(c: int, num_groups: int, *ks: int) -> _Lanes:
     cg = c // num_groups
     block_j = triton.next_power_of_2(cg)
-    wanted = max(16, min(_WARP_TILE // 2 // max(ks), 128))
+    wanted = max(16, min(_WARP_TILE // 2 // triton.next_power_of_2(max(ks)), 128))
     block_g = min(max(wanted // block_j, 1), triton.next_power_of_2(num_groups))
     lanes = block_g * block_j
     blocks = [min(triton.next_power_of_2(k), max(4 * _WARP_TILE // lanes, 1)) for k in ks]
@@ -443,8 +443,13 @@ def bias_grad(
     accumulate: bool = False,
 ) -> None:
     """out = (or +=) the sum of the rows."""
-    if not accumulate:
-        return column_sum(rows, out)
-    total = _empty(out.shape, dtype=torch.float32, device=out.device)
-    column_sum(rows, total)
-    _row_sums(total.view(1, 1, -1), (out, None, None), True)
+    count, c = rows.shape
+    parts = min(count & -count, 64)
+    if count > 256 and parts > 1:  # more than one program should add up
+        part = _empty((parts, c), dtype=torch.float32, device=rows.device)
+        sum_partials(rows.view(count // parts, parts * c), part.view(-1))
+        rows = part
+    if count:
+        sum_partials(rows, out, accumulate=accumulate)
+    elif not accumulate:
+        out.zero_()

@@ -117,6 +117,38 @@ def test_activations(act, device):
     _close("a", a, exact, low)
 
 
+@pytest.mark.parametrize(
+    ("shape", "pixels_of_a_tile"),
+    [
+        pytest.param((2, 4, 4, 8), 16, id="one-tile"),
+        pytest.param((1, 24, 32, 5), 256, id="three-tiles"),
+        pytest.param((1, 11, 53, 3), 583, id="tiles-divide-the-image"),
+        pytest.param((2, 1, 1, 7), 1, id="one-pixel"),
+        pytest.param((1, 3, 3, 136), 9, id="masked-second-block"),
+        pytest.param((0, 4, 4, 8), 16, id="empty-batch"),
+    ],
+)
+def test_tensor_partials(shape, pixels_of_a_tile, device):
+    x = _randn(*shape, device=device, offset=3)
+    got = norm_passes.tensor_partials(x)
+    k = shape[1] * shape[2] // pixels_of_a_tile
+    assert got.shape == (shape[0], k, 2, shape[3])
+    _close("partials", got, _partials(x, k))
+
+
+def test_upsampled_half(device):
+    """The small tensor and its statistics stand for the one that is never made."""
+    torch.manual_seed(0)
+    x1 = _randn(2, 3, 5, 12, device=device)
+    x2 = _randn(2, 6, 10, 8, device=device)
+    weight, bias = torch.randn(2, 20, device=device)
+    partials = (_partials(x1, 3), _partials(x2, 4))
+    table = norm_passes.norm_table(partials, (15, 60), 2, weight, bias, EPS)
+    a = norm_passes.apply(x1, x2, table, "silu", upsample1=True)
+    halves = (reference.upsample_nearest2d(x1), x2)
+    _close("a", a, _forward(halves, 2, weight, bias, "silu", torch.float64))
+
+
 # --- backward: dz is the gradient at the affine output, so that autograd takes no activation ------
 
 
@@ -206,3 +238,181 @@ def test_backward(shape, channels, ks, groups, device):
 
 def test_backward_with_scale_and_shift(device):
     _check_backward(_case((3, 4, 3), (12,), 3, film=True, device=device), (4,))
+
+
+def test_fp16(device):
+    """Parameters and statistics stay float32."""
+    case = _case((2, 5, 6), (28, 20), 4, dtype=torch.float16, device=device)
+    _check_backward(case, (3, 2))
+    halves, _, weight, bias, *_ = case
+    a = norm_passes.apply(*halves, _table(halves, (3, 2), 4, weight, bias), "silu")
+    low, exact = (
+        _forward(halves, 4, weight, bias, "silu", dtype) for dtype in (None, torch.float64)
+    )
+    assert a.dtype == torch.float16
+    _close("a", a, exact, low)
+
+
+@pytest.mark.parametrize("channels", [(12,), (12, 6)], ids=["one", "two-halves"])
+def test_large_mean(channels, device):
+    """Mean 1e3, deviation 1: float32 holds the mean to 3e-5 of a deviation; no more is lost."""
+    case = _case((2, 20, 19), channels, 3, device=device, offset=1e3)
+    ks = (19, 5)[: len(channels)]
+    halves, _, weight, bias, *_ = case
+    a = norm_passes.apply(halves[0], _second(halves), _table(halves, ks, 3, weight, bias), "silu")
+    _close("a", a, _forward(halves, 3, weight, bias, "silu", torch.float64), floor=1e-4)
+    _check_backward(case, ks, floor=1e-4)
+
+
+def test_gradients_accumulate(device):
+    case = _case((3, 4, 3), (12,), 3, device=device)
+    first, second = (_kernels(*case, (4,), accumulate=again) for again in (False, True))
+    for name in ("weight", "bias", "conv_bias", "sums"):
+        assert torch.equal(second[name], first[name] + 1), name
+
+
+@pytest.mark.parametrize("count", [0, 1, 256, 320, 1025])
+def test_bias_grad(count, device):
+    rows, out = _randn(count, 40, device=device), torch.ones(40, device=device)
+    norm_passes.bias_grad(rows, out, accumulate=True)
+    _close("accumulated", out, 1 + rows.double().sum(0))
+    norm_passes.bias_grad(rows, out)
+    _close("overwritten", out, rows.double().sum(0))
+
+
+def test_dx_in_place_of_dz(device):
+    dz, x, coeff = (_randn(*s, device=device) for s in ((2, 3, 5, 8), (2, 3, 5, 8), (2, 3, 8)))
+    want, _, rows = norm_passes.norm_dx(dz, x, None, coeff)
+    assert rows is None
+    got, _, _ = norm_passes.norm_dx(dz, x, None, coeff, out=dz)
+    assert got is dz and torch.equal(got, want)
+
+
+def test_only_the_gradients_that_are_wanted(device):
+    case = _case((2, 4, 3), (12,), 3, device=device)
+    halves, groups, weight, bias, dz, *_ = case
+    table = _table(halves, (4,), groups, weight, bias)
+    partials = _partials(dz, 2, dz)
+    d_bias, conv_bias = torch.empty(2, 12, device=device)
+    coeff = norm_passes.norm_grad_table(partials, table, 12, groups, None, d_bias)
+    _close("d_bias", d_bias, dz.double().sum((0, 1, 2)))
+    again = norm_passes.norm_grad_table(
+        partials,
+        table,
+        12,
+        groups,
+        None,
+        None,
+        input_partials=_partials(halves[0], 3),
+        bias_grad_out=conv_bias,
+    )
+    assert torch.equal(again, coeff)
+    dx, _, _ = norm_passes.norm_dx(dz, halves[0], None, coeff)
+    _close("conv_bias", conv_bias, dx.double().sum((0, 1, 2)), floor=2e-5)
+
+
+def test_same_bits_again(device):
+    case = _case((2, 6, 4), (28, 20), 4, device=device)
+    first, second = (_kernels(*case, (3, 2)) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_channel_border_may_not_matter(device):
+    """Two halves give the bits that the one tensor beside itself gives."""
+    (x1, x2), weight, bias = _halves((2, 4, 4), (32, 32), device=device)
+    tables = [
+        _table(h, (4,) * len(h), 4, weight, bias) for h in ((x1, x2), (torch.cat((x1, x2), 3),))
+    ]
+    assert torch.equal(*tables)
+    whole = norm_passes.apply(torch.cat((x1, x2), 3), None, tables[0], "silu")
+    assert torch.equal(norm_passes.apply(x1, x2, tables[0], "silu"), whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"activation": "swish"}, "'swish'; expected one of", id="activation"),
+        pytest.param({"x2": torch.ones(2, 4, 3, 8)}, r"x2 has shape \(2, 4, 3, 8\)", id="x2"),
+        pytest.param({"x1": torch.ones(2, 8, 4, 4).permute(0, 2, 3, 1)}, "NHWC", id="layout"),
+        pytest.param({"table": torch.ones(2, 4, 8)}, r"expected \(2, 4, 16\)", id="table"),
+    ],
+)
+def test_errors(change, message):
+    x = torch.ones(2, 4, 4, 8)
+    arguments = {"x1": x, "x2": x, "table": torch.ones(2, 4, 16), "activation": "silu"} | change
+    with pytest.raises(ValueError, match=message):
+        norm_passes.apply(**arguments)
+
+
+# --- on the GPU: bf16, the model's shapes, every entry of the config lists -----------------------
+
+_MODEL_CASES = [
+    ((32, 64, 64), (64,), (32,)),
+    ((8, 64, 64), (128, 64), (8, 32)),
+    ((32, 32, 32), (128,), (8,)),
+    ((8, 32, 32), (192, 128), (2, 8)),
+    ((32, 16, 16), (192,), (2,)),
+    ((8, 16, 16), (256, 192), (1, 2)),
+    ((32, 8, 8), (256,), (1,)),
+    ((128, 8, 8), (256, 256), (1, 1)),
+]
+
+
+def _tables_and_passes(case, ks, bits=3):
+    """Forward and backward within budget, and the same bits every time."""
+    halves, groups, weight, bias, *_ = case
+    a = [
+        norm_passes.apply(
+            halves[0], _second(halves), _table(halves, ks, groups, weight, bias), "silu"
+        )
+        for _ in range(bits)
+    ]
+    low, exact = (
+        _forward(halves, groups, weight, bias, "silu", dtype) for dtype in (None, torch.float64)
+    )
+    _close("a", a[0], exact, low)
+    _check_backward(case, ks)
+    grads = [_kernels(*case, ks) for _ in range(bits)]
+    for again in range(1, bits):
+        assert torch.equal(a[0], a[again])
+        assert all(torch.equal(grads[0][name], grads[again][name]) for name in grads[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("shape", "channels", "ks"), _MODEL_CASES, ids=str)
+def test_model_shapes(shape, channels, ks, dtype, device):
+    case = _case(shape, channels, 32, dtype=dtype, device=device)
+    _tables_and_passes(case, ks)
+    x = case[0][0]
+    partials = norm_passes.tensor_partials(x)
+    _close("partials", partials, _partials(x, partials.shape[1]), floor=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("list_name", ["_APPLY_CONFIGS", "_DX_CONFIGS"])
+@pytest.mark.parametrize(
+    ("shape", "channels", "ks"), [_MODEL_CASES[1], ((3, 33, 31), (40, 24), (1, 3))]
+)
+def test_every_config(list_name, shape, channels, ks, device, monkeypatch):
+    monkeypatch.setattr(norm_passes, "_MIN_PROGRAMS", 1)
+    case = _case(shape, channels, 32, dtype=torch.bfloat16, device=device)
+    for config in getattr(norm_passes, list_name):
+        monkeypatch.setattr(norm_passes, list_name, [config])
+        _tables_and_passes(case, ks)
+
+
+@pytest.mark.gpu
+def test_captured_in_a_graph(device):
+    case = _case((4, 16, 16), (40, 24), 8, dtype=torch.bfloat16, device=device)
+    want = _kernels(*case, (4, 2))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        _kernels(*case, (4, 2))
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = _kernels(*case, (4, 2))
+    graph.replay()
+    assert all(torch.equal(got[name], want[name]) for name in want)
