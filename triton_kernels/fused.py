@@ -6,8 +6,8 @@ from torch import Tensor
 from .attention import _attention_bwd, _attention_fwd
 from .column_sum import column_sum as _column_sum
 from .conv_fused import conv_forward, conv_input_grad, conv_plain_input_grad, conv_weight_grad
-from .norm_passes import apply, norm_dx, tensor_partials
-from .norm_tables import bias_grad, norm_grad_table, norm_table
+from .norm_passes import apply, norm_dx
+from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
 from .resample import _gather, _spread
 
 __all__ = [

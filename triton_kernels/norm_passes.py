@@ -1,8 +1,7 @@
 """The passes over memory of a GroupNorm whose statistics come from elsewhere (`norm_tables`):
 
-    tensor_partials   x -> partials                        read x; for what no fused kernel made
-    apply             x, table -> a = act((x - mean) rstd g + b)
-    norm_dx           dz, x, coeff -> dx = p dz + q x + r  (+ gradients of other uses of x)
+    apply     x, table -> a = act((x - mean) rstd g + b)
+    norm_dx   dz, x, coeff -> dx = p dz + q x + r  (+ gradients of other uses of x)
 
 Launchers without autograd. x is one tensor or the concatenation of x1 and x2 over channels, which
 never exists in memory: a program reads one half, and norm_dx writes the halves apart. A program has
@@ -10,7 +9,6 @@ TILES tiles of BLOCK_P pixels by BLOCK_C channels; K programs cover the pixels o
 blocks of channels the first half and CB both.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -19,11 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .activations import activate, check_activation
-from .group_norm_stream import moments
 from .layout import check_nhwc, check_shape
-from .norm_tables import bias_grad, norm_grad_table, norm_table
-
-__all__ = ["apply", "bias_grad", "norm_dx", "norm_grad_table", "norm_table", "tensor_partials"]
+from .norm_tables import channel_block
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -45,34 +40,9 @@ _DX_CONFIGS = [_Config(2048, 2, 4), _Config(2048, 4, 4), _Config(4096, 2, 8), _C
 
 _MIN_PROGRAMS = 1024  # below this the chunk of a program is cut down to fill the chip
 _MIN_TILE = 1024  # eight elements a thread
-_PARTIAL_PIXELS = 256  # of a tile of tensor_partials, about
 
 
 # --- kernels --------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _tensor_partials_kernel(
-    x_ptr,  # [N K, pixels, C]
-    partial_ptr,  # float32 [N K, 2, C]
-    pixels,
-    C,
-    CB,
-    TILES: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    pid = tl.program_id(0)
-    tile = (pid // CB).to(tl.int64)
-    offs_p = tl.arange(0, BLOCK_P)
-    offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask_c = offs_c < C
-    mean, m2 = moments(
-        x_ptr + tile * pixels * C, pixels, C, offs_p, offs_c, mask_c, TILES, BLOCK_P, BLOCK_C
-    )
-    out_ptr = partial_ptr + tile * 2 * C + offs_c
-    tl.store(out_ptr, mean * pixels, mask=mask_c)
-    tl.store(out_ptr + C, m2, mask=mask_c)
 
 
 @triton.jit
@@ -267,16 +237,8 @@ class _Grid(NamedTuple):
     tile: tuple[int, int, int]  # TILES, BLOCK_P, BLOCK_C
 
 
-def _block_c(*channels: int) -> int:
-    """A power of two that divides the channels, so that all lanes work; if that is less than 32, a
-    masked block is better."""
-    common = math.gcd(*channels)
-    divisor = common & -common
-    return min(divisor if divisor >= 32 else triton.next_power_of_2(max(channels)), 128)
-
-
 def _cut(n: int, hw: int, c1: int, c2: int, config: _Config) -> _Grid:
-    block_c = _block_c(c1, c2)
+    block_c = channel_block(c1, c2)
     cb1 = triton.cdiv(c1, block_c)
     cb = cb1 + triton.cdiv(c2, block_c)
     block_p = max(min(config.tile // block_c, triton.next_power_of_2(hw)), 1)
@@ -289,21 +251,6 @@ def _cut(n: int, hw: int, c1: int, c2: int, config: _Config) -> _Grid:
     k = triton.cdiv(hw, tiles * block_p)
     masked = hw % (tiles * block_p) != 0 or c1 % block_c != 0 or c2 % block_c != 0
     return _Grid(n * k * cb, k, cb1, cb, masked, (tiles, block_p, block_c))
-
-
-def tensor_partials(x: Tensor) -> Tensor:  # [N, H, W, C] -> float32 [N, K, 2, C]
-    """The sum of x and of (x - mean)^2 over each of K tiles of H W / K pixels."""
-    check_nhwc("x", x)
-    n, h, w, c = x.shape
-    wanted = triton.cdiv(h * w, _PARTIAL_PIXELS)
-    k = max(k for k in range(1, wanted + 1) if h * w % k == 0)  # tiles are all of one size
-    pixels, block_c = h * w // k, _block_c(c)
-    block_p = min(4096 // block_c, triton.next_power_of_2(pixels))
-    partials = _empty((n, k, 2, c), dtype=torch.float32, device=x.device)
-    cb = triton.cdiv(c, block_c)
-    tile = (triton.cdiv(pixels, block_p), block_p, block_c)
-    _tensor_partials_kernel[(n * k * cb,)](x, partials, pixels, c, cb, *tile)
-    return partials
 
 
 def apply(

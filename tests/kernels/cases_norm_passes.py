@@ -16,7 +16,7 @@ def _ints(*names: str) -> dict[str, str]:
 COMPILE_CASES = [
     {
         "name": "norm_table",
-        "kernel": "triton_kernels.norm_tables:_norm_table_kernel",
+        "kernel": "triton_kernels.norm_table_kernels:_norm_table_kernel",
         "signature": _types("*fp32", "partial1_ptr", "partial2_ptr", "weight_ptr", "bias_ptr")
         | _types("*bf16", "scale_ptr", "shift_ptr")
         | _types("*fp32", "table_ptr")
@@ -28,7 +28,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_grad_table",
-        "kernel": "triton_kernels.norm_tables:_norm_grad_table_kernel",
+        "kernel": "triton_kernels.norm_table_kernels:_norm_grad_table_kernel",
         "signature": _types("*fp32", "partial_ptr", "input_partial_ptr", "table_ptr")
         | _types("*fp32", "weight_ptr", "bias_ptr", "coeff_ptr", "rows_ptr")
         | _types("*bf16", "scale_ptr", "d_scale_ptr", "d_shift_ptr", "d_emb_ptr")

@@ -50,7 +50,7 @@ def _halves(shape, channels, *, dtype=torch.float32, device="cpu", offset=0.0):
 def _table(halves, ks, groups, weight, bias, **film):
     partials = tuple(_partials(x, k) for x, k in zip(halves, ks, strict=True))
     pixels = tuple(x.shape[1] * x.shape[2] for x in halves)
-    return norm_passes.norm_table(partials, pixels, groups, weight, bias, EPS, **film)
+    return norm_tables.norm_table(partials, pixels, groups, weight, bias, EPS, **film)
 
 
 def _second(halves):
@@ -130,7 +130,7 @@ def test_activations(act, device):
 )
 def test_tensor_partials(shape, pixels_of_a_tile, device):
     x = _randn(*shape, device=device, offset=3)
-    got = norm_passes.tensor_partials(x)
+    got = norm_tables.tensor_partials(x)
     k = shape[1] * shape[2] // pixels_of_a_tile
     assert got.shape == (shape[0], k, 2, shape[3])
     _close("partials", got, _partials(x, k))
@@ -143,7 +143,7 @@ def test_upsampled_half(device):
     x2 = _randn(2, 6, 10, 8, device=device)
     weight, bias = torch.randn(2, 20, device=device)
     partials = (_partials(x1, 3), _partials(x2, 4))
-    table = norm_passes.norm_table(partials, (15, 60), 2, weight, bias, EPS)
+    table = norm_tables.norm_table(partials, (15, 60), 2, weight, bias, EPS)
     a = norm_passes.apply(x1, x2, table, "silu", upsample1=True)
     halves = (reference.upsample_nearest2d(x1), x2)
     _close("a", a, _forward(halves, 2, weight, bias, "silu", torch.float64))
@@ -199,7 +199,7 @@ def _kernels(halves, groups, weight, bias, dz, adds, film, ks, accumulate=False)
             "emb_grad_out": got["emb"],
             "bias_grad_out": got["conv_bias"],
         }
-    coeff = norm_passes.norm_grad_table(
+    coeff = norm_tables.norm_grad_table(
         _partials(dz, ks[-1], xhat),
         table,
         h * w,
@@ -213,7 +213,7 @@ def _kernels(halves, groups, weight, bias, dz, adds, film, ks, accumulate=False)
     *dx, rows = norm_passes.norm_dx(
         dz, halves[0], _second(halves), coeff, add1, add2, second, sums=True
     )
-    norm_passes.bias_grad(rows, got["sums"], accumulate)
+    norm_tables.bias_grad(rows, got["sums"], accumulate)
     return got | {f"dx{i + 1}": d for i, d in enumerate(dx) if d is not None}
 
 
@@ -274,9 +274,9 @@ def test_gradients_accumulate(device):
 @pytest.mark.parametrize("count", [0, 1, 256, 320, 1025])
 def test_bias_grad(count, device):
     rows, out = _randn(count, 40, device=device), torch.ones(40, device=device)
-    norm_passes.bias_grad(rows, out, accumulate=True)
+    norm_tables.bias_grad(rows, out, accumulate=True)
     _close("accumulated", out, 1 + rows.double().sum(0))
-    norm_passes.bias_grad(rows, out)
+    norm_tables.bias_grad(rows, out)
     _close("overwritten", out, rows.double().sum(0))
 
 
@@ -294,9 +294,9 @@ def test_only_the_gradients_that_are_wanted(device):
     table = _table(halves, (4,), groups, weight, bias)
     partials = _partials(dz, 2, dz)
     d_bias, conv_bias = torch.empty(2, 12, device=device)
-    coeff = norm_passes.norm_grad_table(partials, table, 12, groups, None, d_bias)
+    coeff = norm_tables.norm_grad_table(partials, table, 12, groups, None, d_bias)
     _close("d_bias", d_bias, dz.double().sum((0, 1, 2)))
-    again = norm_passes.norm_grad_table(
+    again = norm_tables.norm_grad_table(
         partials,
         table,
         12,
@@ -385,7 +385,7 @@ def test_model_shapes(shape, channels, ks, dtype, device):
     case = _case(shape, channels, 32, dtype=dtype, device=device)
     _tables_and_passes(case, ks)
     x = case[0][0]
-    partials = norm_passes.tensor_partials(x)
+    partials = norm_tables.tensor_partials(x)
     _close("partials", partials, _partials(x, partials.shape[1]), floor=1e-5)
 
 
