@@ -2,7 +2,7 @@
 
 Forward, rounded once from the float32 accumulator, with sums of the rounded y for the next norm:
 
-    y = conv(x) + bias[co] + emb[n, co] + residual
+    y = conv(x) + bias[co] + emb[n, co] + residual + 1x1 convolutions of other tensors
 
 Input gradient of y = conv(act(z)), z = xhat g + b, xhat = (x - mean) rstd, and the sums that the
 norm's own backward pass needs:
@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import conv_gather, conv_tma
 from .activations import activate_grad, check_activation
@@ -94,6 +95,28 @@ def _store_partials(
 # --- forward --------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _multiply_pointwise(
+    acc,  # float32 [BLOCK_C, BLOCK_M]
+    x_desc,  # [N, P, Q, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
+    w_desc,  # [CO, C] in boxes [BLOCK_C, BLOCK_K]
+    n0,
+    h0,
+    w0,
+    c0,
+    C,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """acc + the 1x1 convolution of a tile."""
+    for k0 in range(0, C, BLOCK_K):
+        x = x_desc.load([n0, h0, w0, k0]).reshape(BLOCK_M, BLOCK_K)
+        w = w_desc.load([c0, k0])
+        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+    return acc
+
+
 @triton.jit(do_not_specialize=["N", "P", "Q"])
 def _conv_forward_kernel(
     x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
@@ -103,6 +126,13 @@ def _conv_forward_kernel(
     residual_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C], or None
     y_desc,  # likewise
     partial_ptr,  # [N, K, 2, CO] or None
+    extra1_desc,  # [N, P, Q, C1] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], or None
+    extra1_w_desc,  # [CO, C1] in boxes [BLOCK_C, BLOCK_K]
+    extra2_desc,  # a second such pair, or None
+    extra2_w_desc,
+    extra_bias_ptr,  # [CO] or None
+    C1,
+    C2,
     stride_emb,
     N,
     CI,
@@ -125,9 +155,19 @@ def _conv_forward_kernel(
         x_desc, w_desc, n0, h0, w0, c0, CI, R, S, R // 2, S // 2, False, PRECISION,
         BLOCK_M, BLOCK_C, BLOCK_K,
     )  # fmt: skip
+    if extra1_desc is not None:
+        acc = _multiply_pointwise(
+            acc, extra1_desc, extra1_w_desc, n0, h0, w0, c0, C1, PRECISION, BLOCK_M, BLOCK_K
+        )
+    if extra2_desc is not None:
+        acc = _multiply_pointwise(
+            acc, extra2_desc, extra2_w_desc, n0, h0, w0, c0, C2, PRECISION, BLOCK_M, BLOCK_K
+        )
 
     offs_c = c0 + tl.arange(0, BLOCK_C)
     mask_c = offs_c < CO
+    if extra_bias_ptr is not None:
+        acc += tl.load(extra_bias_ptr + offs_c, mask=mask_c, other=0.0)[:, None]
     acc += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0)[:, None]
     if emb_ptr is not None:
         offs_n = n0 + tl.arange(0, TILE_N)
@@ -161,15 +201,23 @@ def conv_forward(
     *,
     emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
     residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
+    extra: Sequence[tuple[Tensor, Tensor]] | None = None,  # up to two: [N, H, W, C], [CO, C]
+    extra_bias: Tensor | None = None,  # float32 [CO]
     stats: bool = False,  # whether to return partials
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # [N, H, W, CO]; float32 [N, K, 2, CO]
     """conv(x) + bias + emb + residual, and its partials: of each tile of H W / K pixels, the sum of
-    y and that of (y - mean of the tile)^2, with y as it was rounded."""
+    y and that of (y - mean of the tile)^2, with y as it was rounded.
+
+    `extra` adds 1x1 convolutions of other tensors in the same accumulator. Their filters are rows
+    any multiple of 16 bytes apart: columns of the filter of a concatenation.
+    """
+    extra = extra or ()
     n, h, w, ci = x.shape
     co, _, r, s = weight.shape
-    _check(weight, x, residual)
+    _check(weight, x, residual, *(x for x, _ in extra))
     assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
+    assert len(extra) <= 2
     y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
     config = config or _pick(_FWD_CONFIGS, x, co, r * s, stats)
     box = (image_box if stats else pixel_box)(config.block_m, n, h, w)
@@ -177,6 +225,13 @@ def conv_forward(
     if n == 0:
         return y, partials
     tile = [*box, config.block_c]
+    extra_descs, extra_channels = [], []
+    for other, w1x1 in extra:
+        assert w1x1.shape == (co, other.shape[3]) and w1x1.stride(1) == 1
+        block = [config.block_c, config.block_k]
+        filters = TensorDescriptor(w1x1, list(w1x1.shape), list(w1x1.stride()), block)
+        extra_descs += [in_boxes(other, [*box, config.block_k]), filters]
+        extra_channels += [other.shape[3]]
     _conv_forward_kernel[(count_boxes(box, n, h, w) * triton.cdiv(co, config.block_c),)](
         in_boxes(x, [*box, config.block_k]),
         weight_in_boxes(weight, config.block_c, config.block_k),
@@ -185,6 +240,11 @@ def conv_forward(
         None if residual is None else in_boxes(residual, tile),
         in_boxes(y, tile),
         partials,
+        *extra_descs,
+        *[None] * (4 - len(extra_descs)),
+        extra_bias,
+        *extra_channels,
+        *[0] * (2 - len(extra)),
         0 if emb is None else emb.stride(0),
         n,
         ci,

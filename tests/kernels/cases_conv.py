@@ -129,8 +129,10 @@ _FUSED_FWD = {
         "w_desc": "tensordesc<bf16[1,128,64]>",
         "residual_desc": "tensordesc<bf16[1,4,32,128]>",
         "y_desc": "tensordesc<bf16[1,4,32,128]>",
-        **dict.fromkeys(("bias_ptr", "emb_ptr", "partial_ptr"), "*fp32"),
-        **dict.fromkeys(("stride_emb", "N", "CI", "P", "Q", "CO"), "i32"),
+        **dict.fromkeys(("extra1_desc", "extra2_desc"), "tensordesc<bf16[1,4,32,64]>"),
+        **dict.fromkeys(("extra1_w_desc", "extra2_w_desc"), "tensordesc<bf16[128,64]>"),
+        **dict.fromkeys(("bias_ptr", "emb_ptr", "partial_ptr", "extra_bias_ptr"), "*fp32"),
+        **dict.fromkeys(("stride_emb", "N", "CI", "P", "Q", "CO", "C1", "C2"), "i32"),
     },
     "constexprs": {
         "R": 3,
@@ -143,7 +145,7 @@ _FUSED_FWD = {
         "BLOCK_K": 64,
     },
     "options": {"num_warps": 4, "num_stages": 3},
-    "multiples": ("CI", "CO", "stride_emb"),
+    "multiples": ("CI", "CO", "C1", "C2", "stride_emb"),
     "expect": {"wgmma": True, "tma": True, "arches": (90, 100)},
 }
 

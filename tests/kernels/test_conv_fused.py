@@ -161,6 +161,36 @@ def test_forward_in_parts(with_emb, with_residual, device):
     assert relative(y, exact) <= ROUNDING[torch.float16] + 1e-6
 
 
+def extra_case(shape: Shape, c1: int, c2: int, dtype, device):
+    """Two tensors, and the columns of one 1x1 filter for their concatenation."""
+    n, h, w, _, co, _ = shape
+    weight = randn(co, c1 + c2, seed=8, device=device, dtype=dtype) / (c1 + c2) ** 0.5
+    x1 = randn(n, h, w, c1, seed=9, device=device, dtype=dtype)
+    x2 = randn(n, h, w, c2, seed=10, device=device, dtype=dtype)
+    return (x1, weight[:, :c1]), (x2, weight[:, c1:])
+
+
+def check_extra(shape: Shape, c1: int, c2: int, dtype, device, config=None, count=2):
+    extra = extra_case(shape, c1, c2, dtype, device)[:count]
+    x, weight, bias, emb, residual = forward_case(shape, dtype, device)
+    extra_bias = randn(shape.co, seed=11, device=device)
+    y, partials = conv_forward(
+        x, weight, bias, emb=emb, extra=extra, extra_bias=extra_bias, stats=True, config=config
+    )
+    exact = forward_reference(x, weight, bias + extra_bias, emb, residual * 0, torch.float64)
+    exact = exact + sum(x.double() @ w.double().T for x, w in extra)
+    terms = shape.kernel**2 * shape.ci + c1 + c2
+    assert relative(y, exact) <= ROUNDING[dtype] + 2**-24 * terms**0.5
+    check_stats(y, partials)
+    return y, partials
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 2])
+def test_extra_pointwise_convolutions(count, dtype, device):
+    check_extra(SMALL["3x3"], 72, 24, dtype, device, count=count)
+
+
 def test_statistics_do_not_cancel(device):
     """Values of 1000 and more with a spread of about 1, in the three digits that fp16 then has."""
     shape = SMALL["3x3"]
@@ -318,6 +348,7 @@ def check_all(shape: Shape, dtype, device, configs=(None, None, None)):
         check_weight_grad(shape, dtype, device, accumulate=True, config=weight, beside=8)
         if shape.kernel == 1
         else None,
+        *check_extra(shape, shape.co, 64, dtype, device, forward),
     ]
     if c1 and (grad is None or c1 % grad.block_c == 0):
         two = check_grad(shape, c1, dtype, device, config=grad)
