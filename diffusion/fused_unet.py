@@ -28,6 +28,7 @@ from triton_kernels import fused
 
 from .flat import FlatParameters
 from .layers import Conv1d, Conv2d, GroupNorm, Linear
+from .side_stream import SideStream
 from .unet import AttentionBlock, Downsample, ResBlock, UNet, Upsample
 
 TOGETHER = ("emb_layers.1.weight", "emb_layers.1.bias")  # for FlatParameters
@@ -114,7 +115,7 @@ class _ResBlock:
     """skip(x) + conv(silu(norm(conv(silu(norm(x))) + emb))), x perhaps a concat of two."""
 
     def __init__(self, plan: "FusedUNet", name: str, module: ResBlock) -> None:
-        self.kernels = plan.kernels
+        self.kernels, self.aside = plan.kernels, plan.aside
         self.norm1 = _Norm(plan, f"{name}.in_layers.0", module.in_layers["0"])
         self.conv1 = _Parameters(plan, f"{name}.in_layers.2", module.in_layers["2"])
         self.norm2 = _Norm(plan, f"{name}.out_layers.0", module.out_layers["0"])
@@ -154,14 +155,20 @@ class _ResBlock:
         """The gradients of x, with `more` of it from elsewhere added, and of the concat's other."""
         k, (xs, table1, a1, h, table2, a2) = self.kernels, self.tape
         self.tape = None
-        convs = (self.conv2,) if self.skip is None else (self.conv2, self.skip)
-        for conv in convs:
-            k.bias_grad(dy.rows, conv.grad_bias, accumulate=True)
+
+        def last_parameters() -> None:
+            k.conv_weight_grad(a2, dy.dx, self.conv2.grad_weight, accumulate=True)
+            k.bias_grad(dy.rows, self.conv2.grad_bias, accumulate=True)
+            if self.skip is not None:
+                k.bias_grad(dy.rows, self.skip.grad_bias, accumulate=True)
+                grads = self._split(self.skip.grad_weight, xs)
+                for x, grad in zip(xs, grads, strict=True):
+                    k.conv_weight_grad(x, dy.dx, grad, accumulate=True)
+
+        self.aside.run(last_parameters)
         dz, partials = k.conv_input_grad(
             dy.dx, self.conv2.weight, inputs=(h.x,), table=table2, activation="silu"
         )
-        k.conv_weight_grad(a2, dy.dx, self.conv2.grad_weight, accumulate=True)
-        del a2
         coeff = self.norm2.grad_table(
             partials,
             table2,
@@ -171,18 +178,15 @@ class _ResBlock:
             bias_grad_out=self.conv1.grad_bias,
         )
         dh, _, _ = k.norm_dx(dz, h.x, None, coeff)
+        self.aside.run(lambda: k.conv_weight_grad(a1, dh, self.conv1.grad_weight, accumulate=True))
         dz, partials = k.conv_input_grad(
             dh, self.conv1.weight, inputs=xs, table=table1, activation="silu"
         )
-        k.conv_weight_grad(a1, dh, self.conv1.grad_weight, accumulate=True)
-        del a1, dh
         coeff = self.norm1.grad_table(partials, table1, h.pixels)
         adds = [dy.dx]
         if self.skip is not None:
             weights = self._dense(self.skip.weight, xs)
             adds = [k.conv_plain_input_grad(dy.dx, weight) for weight in weights]
-            for x, grad in zip(xs, self._split(self.skip.grad_weight, xs), strict=True):
-                k.conv_weight_grad(x, dy.dx, grad, accumulate=True)
         adds = dict(zip(("add1", "add2"), adds, strict=False))
         dx1, dx2, rows = k.norm_dx(
             dz,
@@ -207,7 +211,8 @@ class _Attention:
     """x + proj(attention(qkv(norm(x))))"""
 
     def __init__(self, plan: "FusedUNet", name: str, module: AttentionBlock) -> None:
-        self.kernels, self.num_heads, self.order = plan.kernels, module.num_heads, module.order
+        self.kernels, self.aside = plan.kernels, plan.aside
+        self.num_heads, self.order = module.num_heads, module.order
         self.norm = _Norm(plan, f"{name}.norm", module.norm)
         self.qkv = _Parameters(plan, f"{name}.qkv", module.qkv)
         self.proj = _Parameters(plan, f"{name}.proj_out", module.proj_out)
@@ -228,14 +233,23 @@ class _Attention:
         """The gradient of x, with `more` of it from elsewhere added."""
         k, (x, table, a, qkv, o, state) = self.kernels, self.tape
         self.tape = None
-        k.bias_grad(dy.rows, self.proj.grad_bias, accumulate=True)
+
+        def proj_parameters() -> None:
+            k.bias_grad(dy.rows, self.proj.grad_bias, accumulate=True)
+            grad = self.proj.grad_weight
+            k.conv_weight_grad(o.view(dy.dx.shape), dy.dx, grad, accumulate=True)
+
+        self.aside.run(proj_parameters)
         do = k.conv_plain_input_grad(dy.dx, self.proj.weight)
-        k.conv_weight_grad(o.view(dy.dx.shape), dy.dx, self.proj.grad_weight, accumulate=True)
         d_qkv = k.attention_backward(
             do.flatten(1, 2), qkv.flatten(1, 2), o, state, self.num_heads, self.order
         ).view(qkv.shape)
-        k.column_sum(d_qkv, self.qkv.grad_bias)
-        k.conv_weight_grad(a, d_qkv, self.qkv.grad_weight, accumulate=True)
+
+        def qkv_parameters() -> None:
+            k.column_sum(d_qkv, self.qkv.grad_bias)
+            k.conv_weight_grad(a, d_qkv, self.qkv.grad_weight, accumulate=True)
+
+        self.aside.run(qkv_parameters)
         dz, partials = k.conv_input_grad(
             d_qkv, self.qkv.weight, inputs=(x.x,), table=table, activation="identity"
         )
@@ -318,6 +332,7 @@ class FusedUNet:
         self.model, self.kernels, self.dtype = model, kernels, model.backend.dtype
         self.params, self.grads = flat.views(flat.param), flat.views(flat.grad)
         self.low = flat.views(flat.low(self.dtype))
+        self.aside = SideStream(flat.param.device)  # the gradients of weights and biases
         self.embedding = EmbeddingLayers(model, flat)
         self.stem = _Parameters(self, "input_blocks.0.0", model.input_blocks[0][0])
         self.encoder = [
@@ -410,6 +425,7 @@ class FusedUNet:
             d, _ = self._run_back(block, d, skips.pop())
         self._bias_grad(d, self.stem)
         _padded_weight_grad(k, self.image, d.dx, self.stem.grad_weight)
+        self.aside.join()
         d_emb, self.d_emb, self.image = self.d_emb, None, None
         return d_emb
 
