@@ -8,7 +8,7 @@ from .column_sum import column_sum as _column_sum
 from .conv_fused import conv_forward, conv_input_grad, conv_plain_input_grad, conv_weight_grad
 from .norm_passes import apply, norm_dx
 from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
-from .resample import _gather, _spread
+from .resample import _gather, _spread, spread_add
 
 __all__ = [
     "apply",
@@ -58,8 +58,7 @@ def avg_pool(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, H / 2, W / 2, C]
 def avg_pool_grad(dy: Tensor, add: Tensor | None = None) -> Tensor:
     """Its input gradient for even sizes, plus `add` [N, H, W, C]."""
     n, h, w, c = dy.shape
-    dx = _spread(dy, (n, 2 * h, 2 * w, c), 0.25)
-    return dx if add is None else dx.add_(add)
+    return spread_add(dy, (n, 2 * h, 2 * w, c), 0.25, add)[0]
 
 
 def upsample(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, 2H, 2W, C]

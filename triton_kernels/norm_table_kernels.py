@@ -12,7 +12,7 @@ from .group_norm_stream import affine, moments
 
 
 @triton.jit
-def _tensor_partials_kernel(
+def _norm_partials_kernel(
     x_ptr,  # [N K, pixels, C]
     partial_ptr,  # float32 [N K, 2, C]
     pixels,
@@ -238,7 +238,7 @@ def _sum_tiles(
 
 
 @triton.jit
-def _row_sums_kernel(
+def _norm_grad_sums_kernel(
     rows_ptr,  # float32 [N, ROWS, C]
     out0_ptr,  # float32 [C] or None: where the sum over n of the first row goes
     out1_ptr,  # ... of the second

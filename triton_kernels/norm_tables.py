@@ -36,10 +36,10 @@ from torch import Tensor
 from .column_sum import sum_partials
 from .layout import check_nhwc
 from .norm_table_kernels import (
+    _norm_grad_sums_kernel,
     _norm_grad_table_kernel,
+    _norm_partials_kernel,
     _norm_table_kernel,
-    _row_sums_kernel,
-    _tensor_partials_kernel,
 )
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -100,7 +100,7 @@ def tensor_partials(x: Tensor) -> Tensor:  # [N, H, W, C] -> float32 [N, K, 2, C
     partials = _empty((n, k, 2, c), dtype=torch.float32, device=x.device)
     cb = triton.cdiv(c, block_c)
     tile = (triton.cdiv(pixels, block_p), block_p, block_c)
-    _tensor_partials_kernel[(n * k * cb,)](x, partials, pixels, c, cb, *tile)
+    _norm_partials_kernel[(n * k * cb,)](x, partials, pixels, c, cb, *tile)
     return partials
 
 
@@ -211,7 +211,7 @@ def _row_sums(rows: Tensor, outs: tuple[Tensor | None, ...], accumulate: bool) -
         assert out is None or (out.shape == (c,) and out.is_contiguous())
     block_n = min(triton.next_power_of_2(max(n, 1)), 128)
     block_c = min(triton.next_power_of_2(c), 16)
-    _row_sums_kernel[(triton.cdiv(c, block_c), count)](
+    _norm_grad_sums_kernel[(triton.cdiv(c, block_c), count)](
         rows, *outs, n, c, count, accumulate, block_n, block_c
     )
 

@@ -12,6 +12,8 @@ An odd last row or column of F has no coarse pixel: pooling drops it, and its gr
 A program handles BLOCK_Q by BLOCK_C of one coarse row; every element is read and written once.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -60,9 +62,20 @@ def _gather_kernel(
 
 
 @triton.jit
+def _store_sum(fine_ptr, add_ptr, offs, value, mask):
+    """fine = value + add; returns it with zeros where the mask is."""
+    if add_ptr is not None:
+        value += tl.load(add_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(fine_ptr + offs, value.to(fine_ptr.dtype.element_ty), mask=mask)
+    return tl.where(mask, value, 0.0)
+
+
+@triton.jit
 def _spread_kernel(
     coarse_ptr,  # [N, P, Q, C]
     fine_ptr,  # [N, H, W, C]; H is 2P or 2P + 1, W is 2Q or 2Q + 1
+    add_ptr,  # as fine, or None
+    sums_ptr,  # float32 [N rows QB, C] or None: sums over the fine pixels of a program
     factor,
     H,
     W,
@@ -87,52 +100,71 @@ def _spread_kernel(
         mask=(offs_q < Q)[:, None] & mask_c & (p < P),
         other=0.0,
     )
-    fine = (coarse.to(tl.float32) * factor).to(fine_ptr.dtype.element_ty)
-    upper_ptr = fine_ptr + (n * H + p * 2) * W * C
-    lower_ptr = upper_ptr + W * C
+    value = coarse.to(tl.float32) * factor
+    upper = (n * H + p * 2) * W * C
+    lower = upper + W * C
     offs = offs_q[:, None] * (2 * C) + offs_c[None, :]
     left = (2 * offs_q < W)[:, None] & mask_c
     right = (2 * offs_q + 1 < W)[:, None] & mask_c
     below = p * 2 + 1 < H
-    tl.store(upper_ptr + offs, fine, mask=left)
-    tl.store(upper_ptr + offs + C, fine, mask=right)
-    tl.store(lower_ptr + offs, fine, mask=left & below)
-    tl.store(lower_ptr + offs + C, fine, mask=right & below)
+    total = _store_sum(fine_ptr, add_ptr, upper + offs, value, left)
+    total += _store_sum(fine_ptr, add_ptr, upper + offs + C, value, right)
+    total += _store_sum(fine_ptr, add_ptr, lower + offs, value, left & below)
+    total += _store_sum(fine_ptr, add_ptr, lower + offs + C, value, right & below)
+    if sums_ptr is not None:
+        sums_ptr += (pid // CB).to(tl.int64) * C
+        tl.store(sums_ptr + offs_c, tl.sum(total, 0), mask=offs_c < C)
 
 
-def _launch(kernel, source: Tensor, fine: tuple[int, ...], rows: int, columns: int, out, factor):
-    n, h, w, c = fine
+class _Grid(NamedTuple):
+    """How many blocks make a coarse row, and their size."""
+
+    qb: int
+    cb: int
+    block_q: int
+    block_c: int
+
+
+def _cut(columns: int, c: int, tile: int = _TILE) -> _Grid:
     block_c = min(triton.next_power_of_2(max(c, 1)), 256)
-    block_q = min(triton.next_power_of_2(max(columns, 1)), _TILE // block_c)
-    qb, cb = triton.cdiv(columns, block_q), triton.cdiv(c, block_c)
-    kernel[(n * rows * qb * cb,)](
-        source,
-        out,
-        factor,
-        h,
-        w,
-        c,
-        h // 2,
-        w // 2,
-        qb,
-        cb,
-        block_q,
-        block_c,
-        num_warps=_NUM_WARPS,
-    )
-    return out
+    block_q = min(triton.next_power_of_2(max(columns, 1)), tile // block_c)
+    return _Grid(triton.cdiv(columns, block_q), triton.cdiv(c, block_c), block_q, block_c)
 
 
 def _gather(fine: Tensor, factor: float) -> Tensor:
     n, h, w, c = fine.shape
     coarse = _empty((n, h // 2, w // 2, c), dtype=fine.dtype, device=fine.device)
-    return _launch(_gather_kernel, fine, fine.shape, h // 2, w // 2, coarse, factor)
+    grid = _cut(w // 2, c)
+    _gather_kernel[(n * (h // 2) * grid.qb * grid.cb,)](
+        fine, coarse, factor, h, w, c, h // 2, w // 2, *grid, num_warps=_NUM_WARPS
+    )
+    return coarse
 
 
 def _spread(coarse: Tensor, shape: tuple[int, ...], factor: float) -> Tensor:
+    return spread_add(coarse, shape, factor)[0]
+
+
+def spread_add(
+    coarse: Tensor,  # [N, P, Q, C]
+    shape: tuple[int, ...],  # (N, H, W, C)
+    factor: float,
+    add: Tensor | None = None,  # [N, H, W, C]
+    sums: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """fine = factor * the coarse pixel + add, rounded once; and, if wanted, float32 [rows, C] whose
+    sum over rows is that of `fine` over samples and pixels, else None."""
+    n, h, w, c = shape
     fine = _empty(shape, dtype=coarse.dtype, device=coarse.device)
-    rows, columns = (shape[1] + 1) // 2, (shape[2] + 1) // 2
-    return _launch(_spread_kernel, coarse, shape, rows, columns, fine, factor)
+    rows = (h + 1) // 2
+    grid = _cut((w + 1) // 2, c, _TILE if add is None else _TILE // 2)
+    partial = None
+    if sums:
+        partial = _empty((n * rows * grid.qb, c), dtype=torch.float32, device=coarse.device)
+    _spread_kernel[(n * rows * grid.qb * grid.cb,)](
+        coarse, fine, add, partial, factor, h, w, c, h // 2, w // 2, *grid, num_warps=_NUM_WARPS
+    )
+    return fine, partial
 
 
 class _AvgPool2d(torch.autograd.Function):

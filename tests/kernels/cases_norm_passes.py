@@ -40,7 +40,7 @@ COMPILE_CASES = [
     },
     {
         "name": "apply",
-        "kernel": "triton_kernels.norm_passes:_apply_kernel",
+        "kernel": "triton_kernels.norm_pass_kernels:_norm_apply_kernel",
         "signature": _types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
         | {"table_ptr": "*fp32"}
         | _ints("HW", "W", "C1", "C2", "K", "CB1", "CB"),
@@ -51,13 +51,14 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_dx",
-        "kernel": "triton_kernels.norm_passes:_norm_dx_kernel",
+        "kernel": "triton_kernels.norm_pass_kernels:_norm_dx_kernel",
         "signature": _types("*bf16", "dz_ptr", "x1_ptr", "x2_ptr")
         | _types("*bf16", "add1_ptr", "add1_second_ptr", "add2_ptr", "dx1_ptr", "dx2_ptr")
         | _types("*fp32", "coeff_ptr", "sums_ptr")
-        | _ints("HW", "C1", "C2", "K", "CB1", "CB"),
-        "constexprs": {"MASKED": False, "TILES": 2, "BLOCK_P": 32, "BLOCK_C": 64},
-        "multiples": ("HW", "C1", "C2"),
+        | _ints("HW", "W", "C1", "C2", "K", "CB1", "CB"),
+        "constexprs": {"UPSAMPLE": True, "MASKED": False}
+        | {"TILES": 1, "BLOCK_P": 64, "BLOCK_C": 64},
+        "multiples": ("HW", "W", "C1", "C2"),
         "options": _LAUNCH,
     },
 ]

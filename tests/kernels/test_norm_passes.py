@@ -136,17 +136,30 @@ def test_tensor_partials(shape, pixels_of_a_tile, device):
     _close("partials", got, _partials(x, k))
 
 
-def test_upsampled_half(device):
-    """The small tensor and its statistics stand for the one that is never made."""
+@pytest.mark.parametrize(("h", "w"), [(3, 5), (1, 1), (4, 8)])
+def test_upsampled_half(h, w, device):
+    """The small tensor and its statistics stand for the one that is never made; its gradient is the
+    sum over blocks of that one's."""
     torch.manual_seed(0)
-    x1 = _randn(2, 3, 5, 12, device=device)
-    x2 = _randn(2, 6, 10, 8, device=device)
+    x1 = _randn(2, h, w, 12, device=device)
+    x2, dz, add1, add2 = (_randn(2, 2 * h, 2 * w, c, device=device) for c in (8, 20, 12, 8))
     weight, bias = torch.randn(2, 20, device=device)
-    partials = (_partials(x1, 3), _partials(x2, 4))
-    table = norm_tables.norm_table(partials, (15, 60), 2, weight, bias, EPS)
+    coeff = torch.randn(2, 3, 20, device=device)
+    partials = (_partials(x1, w), _partials(x2, 4))
+    table = norm_tables.norm_table(partials, (h * w, 4 * h * w), 2, weight, bias, EPS)
     a = norm_passes.apply(x1, x2, table, "silu", upsample1=True)
     halves = (reference.upsample_nearest2d(x1), x2)
     _close("a", a, _forward(halves, 2, weight, bias, "silu", torch.float64))
+
+    dx1, dx2, rows = norm_passes.norm_dx(
+        dz, x1, x2, coeff, add1, add2, add1, sums=True, upsample1=True
+    )
+    p, q, r = coeff.double()[:, :, None, None].unbind(1)
+    exact = p * dz + q * torch.cat(halves, 3) + r + torch.cat((2 * add1, add2), 3)
+    exact1 = reference.avg_pool2d(exact[..., :12]) * 4
+    _close("dx1", dx1, exact1)
+    _close("dx2", dx2, exact[..., 12:])
+    _close("rows", rows.sum(0), exact1.sum((0, 1, 2)), floor=1e-5)
 
 
 # --- backward: dz is the gradient at the affine output, so that autograd takes no activation ------

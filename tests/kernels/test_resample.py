@@ -51,6 +51,25 @@ def test_output_and_gradient(op, expected, shape, dtype, device):
     _check(op, expected, shape, dtype, device)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 6, 8), (2, 5, 7, 3), (1, 2, 35, 160), (0, 4, 4, 8)], ids=str
+)
+def test_spread_with_another_gradient_and_sums(shape, dtype, device):
+    """The gradient of a pooled tensor that has another consumer, and its sum for a bias."""
+    torch.manual_seed(0)
+    n, h, w, c = shape
+    add = torch.randn(shape, device=device).to(dtype)
+    dy = torch.randn(n, h // 2, w // 2, c, device=device).to(dtype)
+    fine, rows = module.spread_add(dy, shape, 0.25, add, sums=True)
+    exact = add.double()
+    up = reference.upsample_nearest2d(dy.double()) / 4
+    exact[:, : up.shape[1], : up.shape[2]] += up
+    rounding = torch.finfo(dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(fine.double(), exact, rtol=rounding, atol=1e-6)
+    torch.testing.assert_close(rows.double().sum(0), exact.sum((0, 1, 2)), rtol=1e-5, atol=1e-4)
+
+
 def test_upsampling_one_pixel(device):
     x = torch.arange(3.0, device=device).view(1, 1, 1, 3)
     assert torch.equal(upsample_nearest2d(x), x.expand(1, 2, 2, 3))
