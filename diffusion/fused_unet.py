@@ -123,7 +123,6 @@ class _ResBlock:
         self.skip = None
         if isinstance(module.skip_connection, Conv2d):
             self.skip = _Parameters(plan, f"{name}.skip_connection", module.skip_connection)
-        self.zeros = torch.zeros_like(self.conv2.bias)
         self.columns = plan.embedding.columns(name)  # of this block in the embedding's rows
 
     def forward(self, x: Feature, other: Feature | None, emb: Tensor) -> Feature:
@@ -137,15 +136,15 @@ class _ResBlock:
         h = Feature(h, partials, h.shape[1] * h.shape[2])
         table2 = self.norm2.table(h)
         a2 = k.apply(h.x, None, table2, "silu")
-        residual = x.x
-        if self.skip is not None:
-            residual, bias = None, self.skip.bias
-            for part, weight in zip(xs, self._dense(self.skip.weight, xs), strict=True):
-                residual, _ = k.conv_forward(part, weight, bias, residual=residual)
-                bias = self.zeros
-        y, partials = k.conv_forward(
-            a2, self.conv2.weight, self.conv2.bias, residual=residual, stats=True
-        )
+        if self.skip is None:
+            shortcut = {"residual": x.x}
+        else:  # more terms of the same sum
+            weights = self._split(self.skip.weight[:, :, 0, 0], xs)
+            shortcut = {
+                "extra": tuple(zip(xs, weights, strict=True)),
+                "extra_bias": self.skip.bias,
+            }
+        y, partials = k.conv_forward(a2, self.conv2.weight, self.conv2.bias, stats=True, **shortcut)
         self.tape = xs, table1, a1, h, table2, a2
         return Feature(y, partials, h.pixels)
 

@@ -24,11 +24,17 @@ def _rows(v: Tensor) -> Tensor:  # [N, C] -> [N, 1, 1, C]
     return v[:, None, None, :]
 
 
-def conv_forward(x, weight, bias=None, *, emb=None, residual=None, stats=False):
-    """(conv(x) + bias + emb[n, c] + residual, partials of it or None)"""
+def conv_forward(
+    x, weight, bias=None, *, emb=None, residual=None, extra=(), extra_bias=None, stats=False
+):
+    """(conv(x) + bias + emb[n, c] + residual + extra, partials of it or None), where `extra` are 1x1
+    convolutions of other tensors: pairs of [N, H, W, C] and [CO, C], and a bias."""
     y = reference.conv2d(x, weight, bias)
     y = y if emb is None else y + _rows(emb)
     y = y if residual is None else y + residual
+    for other, columns in extra:
+        y = y + other @ columns.T
+    y = y if extra_bias is None else y + extra_bias
     return y, tensor_partials(y) if stats else None
 
 
