@@ -36,7 +36,9 @@ from .conv_tma import (
     in_boxes,
     launch_fwd,
     multiply,
+    multiply_rows,
     pixel_box,
+    row_box,
     tile_origin,
     weight_in_boxes,
 )
@@ -50,6 +52,9 @@ _FWD_CONFIGS = [
     Config(128, 256, 64, 8, 3),
     Config(64, 64, 32, 4, 4),  # few input channels, and TF32: a row of a box is at most 128 bytes
     Config(128, 128, 32, 4, 4),
+    Config(64, 64, 32, 4, 3, 4),  # few output channels in large images
+    Config(64, 64, 64, 4, 2, 4),
+    Config(64, 128, 32, 4, 2, 2),
 ]
 _DGRAD_CONFIGS = [
     Config(64, 64, 64, 4, 4),
@@ -57,6 +62,9 @@ _DGRAD_CONFIGS = [
     Config(128, 128, 64, 8, 3),
     Config(64, 64, 32, 4, 4),
     Config(64, 128, 32, 4, 4),
+    Config(64, 64, 32, 4, 3, 4),  # few output channels in large images
+    Config(64, 64, 64, 4, 2, 4),
+    Config(64, 128, 32, 4, 2, 2),
 ]
 
 _empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
@@ -97,7 +105,10 @@ def _store_partials(
 
 @triton.jit
 def _multiply_pointwise(
-    acc,  # float32 [BLOCK_C, BLOCK_M]
+    acc0,  # float32 [BLOCK_C, BLOCK_M], at row h0
+    acc1,  # at row h0 + 1, if ROWS > 1, ...
+    acc2,
+    acc3,
     x_desc,  # [N, P, Q, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
     w_desc,  # [CO, C] in boxes [BLOCK_C, BLOCK_K]
     n0,
@@ -106,64 +117,52 @@ def _multiply_pointwise(
     c0,
     C,
     PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """acc + the 1x1 convolution of a tile."""
+    """The tiles plus a 1x1 convolution."""
     for k0 in range(0, C, BLOCK_K):
-        x = x_desc.load([n0, h0, w0, k0]).reshape(BLOCK_M, BLOCK_K)
         w = w_desc.load([c0, k0])
-        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
-    return acc
+        x0 = x_desc.load([n0, h0, w0, k0]).reshape(BLOCK_M, BLOCK_K)
+        acc0 = tl.dot(w, tl.trans(x0), acc0, input_precision=PRECISION)
+        if ROWS > 1:
+            x1 = x_desc.load([n0, h0 + 1, w0, k0]).reshape(BLOCK_M, BLOCK_K)
+            acc1 = tl.dot(w, tl.trans(x1), acc1, input_precision=PRECISION)
+        if ROWS > 2:
+            x2 = x_desc.load([n0, h0 + 2, w0, k0]).reshape(BLOCK_M, BLOCK_K)
+            acc2 = tl.dot(w, tl.trans(x2), acc2, input_precision=PRECISION)
+            x3 = x_desc.load([n0, h0 + 3, w0, k0]).reshape(BLOCK_M, BLOCK_K)
+            acc3 = tl.dot(w, tl.trans(x3), acc3, input_precision=PRECISION)
+    return acc0, acc1, acc2, acc3
 
 
-@triton.jit(do_not_specialize=["N", "P", "Q"])
-def _conv_forward_kernel(
-    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
-    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]
-    bias_ptr,  # [CO]
-    emb_ptr,  # [N, CO] or None
-    residual_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C], or None
-    y_desc,  # likewise
-    partial_ptr,  # [N, K, 2, CO] or None
-    extra1_desc,  # [N, P, Q, C1] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], or None
-    extra1_w_desc,  # [CO, C1] in boxes [BLOCK_C, BLOCK_K]
-    extra2_desc,  # a second such pair, or None
-    extra2_w_desc,
-    extra_bias_ptr,  # [CO] or None
-    C1,
-    C2,
+@triton.jit
+def _finish_forward(
+    acc,  # float32 [BLOCK_C, BLOCK_M]
+    bias_ptr,
+    extra_bias_ptr,
+    emb_ptr,
+    residual_desc,
+    y_desc,
+    partial_ptr,
     stride_emb,
+    n0,
+    h0,
+    w0,
+    c0,
     N,
-    CI,
     P,
     Q,
     CO,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    PRECISION: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_H: tl.constexpr,
     TILE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
+    """The epilogue of one tile."""
     PIXELS: tl.constexpr = TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
-    n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
-    acc = multiply(
-        x_desc, w_desc, n0, h0, w0, c0, CI, R, S, R // 2, S // 2, False, PRECISION,
-        BLOCK_M, BLOCK_C, BLOCK_K,
-    )  # fmt: skip
-    if extra1_desc is not None:
-        acc = _multiply_pointwise(
-            acc, extra1_desc, extra1_w_desc, n0, h0, w0, c0, C1, PRECISION, BLOCK_M, BLOCK_K
-        )
-    if extra2_desc is not None:
-        acc = _multiply_pointwise(
-            acc, extra2_desc, extra2_w_desc, n0, h0, w0, c0, C2, PRECISION, BLOCK_M, BLOCK_K
-        )
-
     offs_c = c0 + tl.arange(0, BLOCK_C)
     mask_c = offs_c < CO
     if extra_bias_ptr is not None:
@@ -194,6 +193,71 @@ def _conv_forward_kernel(
         )
 
 
+@triton.jit(do_not_specialize=["N", "P", "Q"])
+def _conv_forward_kernel(
+    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]
+    bias_ptr,  # [CO]
+    emb_ptr,  # [N, CO] or None
+    residual_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C], or None
+    y_desc,  # likewise
+    partial_ptr,  # [N, K, 2, CO] or None
+    extra1_desc,  # [N, P, Q, C1] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], or None
+    extra1_w_desc,  # [CO, C1] in boxes [BLOCK_C, BLOCK_K]
+    extra2_desc,  # a second such pair, or None
+    extra2_w_desc,
+    extra_bias_ptr,  # [CO] or None
+    C1,
+    C2,
+    stride_emb,
+    N,
+    CI,
+    P,
+    Q,
+    CO,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,  # tiles one below the other
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
+    n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
+    if ROWS == 1:
+        acc0 = multiply(
+            x_desc, w_desc, n0, h0, w0, c0, CI, R, S, R // 2, S // 2, False, PRECISION,
+            BLOCK_M, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
+        acc1 = acc0
+        acc2 = acc0
+        acc3 = acc0
+    else:
+        acc0, acc1, acc2, acc3 = multiply_rows(
+            x_desc, w_desc, n0, h0, w0, c0, CI, S, S // 2, False, PRECISION, ROWS,
+            BLOCK_M, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
+    if extra1_desc is not None:
+        acc0, acc1, acc2, acc3 = _multiply_pointwise(
+            acc0, acc1, acc2, acc3, extra1_desc, extra1_w_desc, n0, h0, w0, c0, C1, PRECISION,
+            ROWS, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
+    if extra2_desc is not None:
+        acc0, acc1, acc2, acc3 = _multiply_pointwise(
+            acc0, acc1, acc2, acc3, extra2_desc, extra2_w_desc, n0, h0, w0, c0, C2, PRECISION,
+            ROWS, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
+    for row in tl.static_range(ROWS):
+        acc = acc0 if row == 0 else acc1 if row == 1 else acc2 if row == 2 else acc3
+        _finish_forward(
+            acc, bias_ptr, extra_bias_ptr, emb_ptr, residual_desc, y_desc, partial_ptr, stride_emb,
+            n0, h0 + row, w0, c0, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C,
+        )  # fmt: skip
+
+
 def conv_forward(
     x: Tensor,  # [N, H, W, CI]
     weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of x
@@ -219,8 +283,8 @@ def conv_forward(
     assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
     assert len(extra) <= 2
     y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
-    config = config or _pick(_FWD_CONFIGS, x, co, r * s, stats)
-    box = (image_box if stats else pixel_box)(config.block_m, n, h, w)
+    config = config or _pick(_FWD_CONFIGS, x, y, (r, s), stats)
+    box = _box(config, n, h, w, exact=stats)
     partials = _partials(box, y) if stats else None
     if n == 0:
         return y, partials
@@ -232,7 +296,7 @@ def conv_forward(
         filters = TensorDescriptor(w1x1, list(w1x1.shape), list(w1x1.stride()), block)
         extra_descs += [in_boxes(other, [*box, config.block_k]), filters]
         extra_channels += [other.shape[3]]
-    _conv_forward_kernel[(count_boxes(box, n, h, w) * triton.cdiv(co, config.block_c),)](
+    _conv_forward_kernel[(_programs(config, box, y),)](
         in_boxes(x, [*box, config.block_k]),
         weight_in_boxes(weight, config.block_c, config.block_k),
         bias,
@@ -254,6 +318,7 @@ def conv_forward(
         R=r,
         S=s,
         PRECISION="tf32",
+        ROWS=config.rows,
         TILE_N=box[0],
         TILE_H=box[1],
         TILE_W=box[2],
@@ -268,39 +333,32 @@ def conv_forward(
 # --- input gradient -------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["N", "P", "Q"])
-def _conv_input_grad_kernel(
-    dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
-    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_K, BLOCK_C]
-    x1_desc,  # [N, P, Q, C1] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]
-    x2_desc,  # [N, P, Q, CI - C1] likewise, or None
-    table_ptr,  # [N, 4, CI]: mean, rstd, g, b
-    dz_desc,  # [N, P, Q, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]
-    partial_ptr,  # [N, K, 2, CI]
+@triton.jit
+def _finish_input_grad(
+    acc,  # float32 [BLOCK_C, BLOCK_M]: da
+    x1_desc,
+    x2_desc,
+    table_ptr,
+    dz_desc,
+    partial_ptr,
+    n0,
+    h0,
+    w0,
+    c0,
     N,
-    CO,
     P,
     Q,
     CI,
     C1,
-    R: tl.constexpr,
-    S: tl.constexpr,
     ACT: tl.constexpr,
-    PRECISION: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_H: tl.constexpr,
     TILE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
+    """The epilogue of one tile."""
     PIXELS: tl.constexpr = TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
-    n0, h0, w0, c0 = tile_origin(P, Q, CI, TILE_N, TILE_H, TILE_W, BLOCK_C)
-    acc = multiply(
-        dy_desc, w_desc, n0, h0, w0, c0, CO, R, S, R // 2, S // 2, True, PRECISION,
-        BLOCK_M, BLOCK_C, BLOCK_K,
-    )  # fmt: skip
-
     if x2_desc is None:
         x = x1_desc.load([n0, h0, w0, c0])
     elif c0 < C1:
@@ -328,6 +386,55 @@ def _conv_input_grad_kernel(
     dz_desc.store([n0, h0, w0, c0], tl.trans(dz).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
 
 
+@triton.jit(do_not_specialize=["N", "P", "Q"])
+def _conv_input_grad_kernel(
+    dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_K, BLOCK_C]
+    x1_desc,  # [N, P, Q, C1] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]
+    x2_desc,  # [N, P, Q, CI - C1] likewise, or None
+    table_ptr,  # [N, 4, CI]: mean, rstd, g, b
+    dz_desc,  # [N, P, Q, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]
+    partial_ptr,  # [N, K, 2, CI]
+    N,
+    CO,
+    P,
+    Q,
+    CI,
+    C1,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,  # tiles one below the other
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
+    n0, h0, w0, c0 = tile_origin(P, Q, CI, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
+    if ROWS == 1:
+        acc0 = multiply(
+            dy_desc, w_desc, n0, h0, w0, c0, CO, R, S, R // 2, S // 2, True, PRECISION,
+            BLOCK_M, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
+        acc1 = acc0
+        acc2 = acc0
+        acc3 = acc0
+    else:
+        acc0, acc1, acc2, acc3 = multiply_rows(
+            dy_desc, w_desc, n0, h0, w0, c0, CO, S, S // 2, True, PRECISION, ROWS,
+            BLOCK_M, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
+    for row in tl.static_range(ROWS):
+        acc = acc0 if row == 0 else acc1 if row == 1 else acc2 if row == 2 else acc3
+        _finish_input_grad(
+            acc, x1_desc, x2_desc, table_ptr, dz_desc, partial_ptr,
+            n0, h0 + row, w0, c0, N, P, Q, CI, C1, ACT, TILE_N, TILE_H, TILE_W, BLOCK_C,
+        )  # fmt: skip
+
+
 def conv_input_grad(
     dy: Tensor,  # [N, H, W, CO]
     weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of dy
@@ -348,14 +455,15 @@ def conv_input_grad(
     assert table.shape == (n, 4, ci) and table.is_contiguous()
     dz = _empty((n, h, w, ci), dtype=dy.dtype, device=dy.device)
     c1 = inputs[0].shape[3]
-    config = config or _pick(_DGRAD_CONFIGS, dy, ci, r * s, True, c1)
+    border = c1 if len(inputs) == 2 else None
+    config = config or _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, border)
     assert len(inputs) == 1 or c1 % config.block_c == 0, "a tile of channels straddles the inputs"
-    box = image_box(config.block_m, n, h, w)
+    box = _box(config, n, h, w, exact=True)
     partials = _partials(box, dz)
     if n == 0:
         return dz, partials
     tile = [*box, config.block_c]
-    _conv_input_grad_kernel[(count_boxes(box, n, h, w) * triton.cdiv(ci, config.block_c),)](
+    _conv_input_grad_kernel[(_programs(config, box, dz),)](
         in_boxes(dy, [*box, config.block_k]),
         weight_in_boxes(weight, config.block_k, config.block_c),
         in_boxes(inputs[0], tile),
@@ -373,6 +481,7 @@ def conv_input_grad(
         S=s,
         ACT=activation,
         PRECISION="tf32",
+        ROWS=config.rows,
         TILE_N=box[0],
         TILE_H=box[1],
         TILE_W=box[2],
@@ -446,63 +555,106 @@ def conv_fused_supported(
     n, h, w, ci = x_shape
     co, _, r, s = weight_shape
     row = 16 // dtype.itemsize
+    pixels, size = (n, h, w), dtype.itemsize
     return (
-        describe(_current_device()).tma
+        describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")).tma
         and r % 2 == s % 2 == 1
         and ci % row == co % row == 0
         and (c1 is None or c1 % row == 0)
-        and any(_serves(c, dtype.itemsize, co, None, (n, h, w)) for c in _FWD_CONFIGS)
-        and any(_serves(c, dtype.itemsize, ci, c1, (n, h, w)) for c in _DGRAD_CONFIGS)
+        and any(_serves(c, size, r, None, pixels, True) for c in _FWD_CONFIGS)
+        and any(_serves(c, size, r, c1, pixels, True) for c in _DGRAD_CONFIGS)
     )
 
 
-def _current_device() -> torch.device:
-    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-
-
 def _serves(
-    config: Config, itemsize: int, channels: int, c1: int | None, pixels: tuple[int, int, int]
+    config: Config,
+    itemsize: int,
+    r: int,
+    border: int | None,  # channels after which another input begins
+    pixels: tuple[int, int, int],
+    exact: bool,
 ) -> bool:
-    """Whether tiles divide the images, and the inputs if there are two."""
-    straddles = c1 is not None and c1 != channels and c1 % config.block_c > 0
+    straddles = border is not None and border % config.block_c > 0
     wide = config.block_k * itemsize <= 128  # a row of a box
-    return wide and not straddles and image_box(config.block_m, *pixels) is not None
+    rows = config.rows == 1 or r == 3
+    return wide and rows and not straddles and _box(config, *pixels, exact) is not None
+
+
+def _box(config: Config, n: int, h: int, w: int, exact: bool) -> tuple[int, int, int] | None:
+    """A tile [images, rows, columns]; `exact` ones divide the images."""
+    if config.rows > 1:
+        return row_box(config.block_m, config.rows, h, w)
+    return (image_box if exact else pixel_box)(config.block_m, n, h, w)
+
+
+def _programs(config: Config, box: tuple[int, int, int], y: Tensor) -> int:
+    n, h, w, c = y.shape
+    box = (box[0], box[1] * config.rows, box[2])
+    return count_boxes(box, n, h, w) * triton.cdiv(c, config.block_c)
+
+
+def _fetched(config: Config, itemsize: int) -> tuple[int, int]:
+    """Bytes of x and of filters that one step loads."""
+    row = config.block_k * itemsize
+    if config.rows == 1:
+        return config.block_m * row, config.block_c * row
+    return (config.rows + 2) * config.block_m * row, 3 * config.block_c * row
+
+
+def _resident(config: Config, x: Tensor) -> int:
+    """Programs that a multiprocessor holds at a time."""
+    shared = sum(_fetched(config, x.itemsize)) * config.num_stages + 1024
+    return min(describe(x.device).shared_memory // shared, 16 // config.num_warps)
+
+
+def _valid(
+    configs: list[Config],
+    x: Tensor,  # what is convolved: x, or dy
+    y: Tensor,  # the result
+    r: int,
+    exact: bool,  # tiles have to divide the images
+    border: int | None = None,  # channels of y after which another input begins
+) -> list[Config]:
+    """The tiles that can do it, less those that another serves better anyway."""
+    n, h, w, k = x.shape
+    block_k = 64 if x.itemsize == 2 and k > 32 else 32
+    return [
+        c
+        for c in configs
+        if (c.block_k == block_k or c.rows > 1)
+        and _serves(c, x.itemsize, r, border, (n, h, w), exact)
+        and _resident(c, x) > 0
+    ]
 
 
 def _pick(
     configs: list[Config],
-    x: Tensor,  # what is convolved: x, or dy
-    channels: int,  # of the result
-    taps: int,
-    exact: bool,  # tiles have to divide the images
-    c1: int | None = None,
+    x: Tensor,
+    y: Tensor,
+    filter_size: tuple[int, int],  # R, S
+    exact: bool,
+    border: int | None = None,
 ) -> Config:
     """The tile with the shortest time by a crude model in clocks: a multiprocessor's programs
-    multiply (2048 multiply-adds a clock) or fetch (64 bytes a clock) one after the other; filling
-    the pipeline and the epilogue are hidden by the other programs that fit beside."""
+    multiply (2048 multiply-adds a clock) or fetch (32 bytes a clock, where filters, which all
+    programs read at about the same time, count half) one after the other; filling the pipeline and
+    the epilogue are hidden by the other programs that fit beside. Tiles of several rows, whose
+    products into one accumulator Triton does not overlap, have to be timed: not taken here."""
     n, h, w, k = x.shape
-    gpu = describe(x.device)
-    block_k = 64 if x.itemsize == 2 and k > 32 else 32
-
-    def fetched(c: Config) -> int:
-        return (c.block_c + c.block_m) * c.block_k * x.itemsize
-
-    def fitting(c: Config) -> int:
-        return min(gpu.shared_memory // (fetched(c) * c.num_stages + 1024), 16 // c.num_warps)
+    r, s = filter_size
 
     def time(c: Config) -> float:
-        box = (image_box if exact else pixel_box)(c.block_m, n, h, w)
-        programs = count_boxes(box, n, h, w) * triton.cdiv(channels, c.block_c)
-        step = max(c.block_c * c.block_m * c.block_k / 2048, fetched(c) / 64)
-        rounds = max(1, triton.cdiv(programs, gpu.num_sms))
+        programs = _programs(c, _box(c, n, h, w, exact), y)
+        rounds = max(1, triton.cdiv(programs, describe(x.device).num_sms))
+        products = c.block_c * c.block_m * c.block_k
+        of_x, of_w = _fetched(c, x.itemsize)
+        step = max(products / 2048, (of_x + of_w / 2) / 32)
+        steps = r * s * triton.cdiv(k, c.block_k)
         alone = 1500 + c.block_c * c.block_m / c.num_warps
-        return rounds * (taps * triton.cdiv(k, c.block_k) * step + alone / min(fitting(c), rounds))
+        return rounds * (steps * step + alone / min(_resident(c, x), rounds))
 
-    def fits(c: Config) -> bool:
-        served = not exact or _serves(c, x.itemsize, channels, c1, (n, h, w))
-        return c.block_k == block_k and served and fitting(c) > 0
-
-    return min(filter(fits, configs), key=time)
+    valid = _valid(configs, x, y, r, exact, border)
+    return min((c for c in valid if c.rows == 1), key=time)
 
 
 def _partials(box: tuple[int, int, int], y: Tensor) -> Tensor:

@@ -137,6 +137,7 @@ _FUSED_FWD = {
     "constexprs": {
         "R": 3,
         "S": 3,
+        "ROWS": 1,
         "PRECISION": "tf32",
         "TILE_N": 1,
         "TILE_H": 4,
@@ -163,6 +164,7 @@ _FUSED_DGRAD = {
         "R": 3,
         "S": 3,
         "ACT": "silu",
+        "ROWS": 1,
         "PRECISION": "tf32",
         "TILE_N": 2,
         "TILE_H": 8,
@@ -175,6 +177,26 @@ _FUSED_DGRAD = {
     "expect": {"wgmma": True, "tma": True, "arches": _TMA_CHIPS},
 }
 
+_FUSED_ROWS = {
+    **_FUSED_DGRAD,
+    "name": "input gradient of two inputs, four rows",
+    "signature": {
+        **_FUSED_DGRAD["signature"],
+        "dy_desc": "tensordesc<bf16[1,1,64,32]>",
+        "w_desc": "tensordesc<bf16[1,32,64]>",
+        **dict.fromkeys(("x1_desc", "x2_desc", "dz_desc"), "tensordesc<bf16[1,1,64,64]>"),
+    },
+    "constexprs": {
+        **_FUSED_DGRAD["constexprs"],
+        "ROWS": 4,
+        "TILE_N": 1,
+        "TILE_H": 1,
+        "TILE_W": 64,
+        "BLOCK_K": 32,
+    },
+    "expect": {"wgmma": True, "tma": True, "arches": (90, 100)},
+}
+
 COMPILE_CASES = [
     _fwd_tma("forward 128x128", 128, 128, 3, False, _TMA_CHIPS),
     _fwd_tma("input gradient 64x256", 64, 256, 4, True, (90, 100)),
@@ -184,4 +206,5 @@ COMPILE_CASES = [
     _STEM_WGRAD,
     _FUSED_FWD,
     _FUSED_DGRAD,
+    _FUSED_ROWS,
 ]
