@@ -17,6 +17,7 @@ from .activations import check_activation
 from .layout import check_nhwc, check_shape
 from .norm_pass_kernels import _norm_apply_kernel, _norm_dx_kernel
 from .norm_tables import channel_block
+from .row_sums import RowSums
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -36,6 +37,8 @@ _APPLY_CONFIGS = [
 ]
 _DX_CONFIGS = [_Config(2048, 2, 4), _Config(2048, 4, 4), _Config(4096, 2, 8), _Config(2048, 1, 4)]
 
+# Fewer rows to be summed later
+_SUMS_DX_CONFIGS = [_Config(2048, 4, 4), _Config(2048, 8, 4), _Config(4096, 4, 8)]
 # A quarter of the pixels in the upsampled half, but four of each tensor at a time
 _UPSAMPLED_DX_CONFIGS = [_Config(4096, 1, 4), _Config(4096, 2, 4), _Config(8192, 1, 8)]
 
@@ -110,7 +113,7 @@ def norm_dx(
     add1: Tensor | None = None,  # [N, H, W, C1]
     add2: Tensor | None = None,  # [N, H, W, C2]
     add1_second: Tensor | None = None,  # [N, H, W, C1]
-    sums: bool = False,
+    sums: bool | RowSums = False,
     *,
     upsample1: bool = False,
     out: Tensor | None = None,  # as x1; may be dz if there is no x2
@@ -120,7 +123,8 @@ def norm_dx(
 
     With upsample1 x1 stands for a nearest-upsampled tensor, as in `apply`, and dx1 is the gradient
     of x1 itself: the sum over each 2x2 block. With `sums` the third result is float32 [rows, C1],
-    whose sum over rows (`bias_grad`) is the sum of dx1 over samples and pixels; otherwise None.
+    whose sum over rows (`bias_grad`) is the sum of dx1 over samples and pixels, in a place of
+    RowSums if that is what it is; otherwise None.
     """
     check_nhwc("dz", dz)
     check_nhwc("x1", x1)
@@ -139,12 +143,15 @@ def norm_dx(
         if x is not None:
             check_nhwc(name, x)
             check_shape(name, x, n, *shape)
-    config = _DX_CONFIGS[0] if not upsample1 else _UPSAMPLED_DX_CONFIGS[0]
+    configs = _UPSAMPLED_DX_CONFIGS if upsample1 else _SUMS_DX_CONFIGS if sums else _DX_CONFIGS
+    config = configs[0]
     grid = _cut(n, h * w, c1, c2, config)
     dx1 = _empty(x1.shape, dtype=x1.dtype, device=x1.device) if out is None else out
     dx2 = None if x2 is None else _empty(x2.shape, dtype=x2.dtype, device=x2.device)
     rows = None
-    if sums:
+    if isinstance(sums, RowSums):
+        rows = sums.rows(n * grid.k, c1)
+    elif sums:
         rows = _empty((n * grid.k, c1), dtype=torch.float32, device=x1.device)
     adds = (add1, add1_second, add2)
     shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb)

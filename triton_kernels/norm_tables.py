@@ -41,6 +41,7 @@ from .norm_table_kernels import (
     _norm_partials_kernel,
     _norm_table_kernel,
 )
+from .row_sums import RowSums
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -161,6 +162,7 @@ def norm_grad_table(
     scale: Tensor | None = None,  # [N, C]; the one that `norm_table` had
     grad_scale_out: Tensor | None = None,  # [N, C], rows may be strided
     grad_shift_out: Tensor | None = None,  # [N, C], rows may be strided
+    sums: RowSums | None = None,  # adds to the three gradients later, which spares a launch
 ) -> Tensor:  # float32 [N, 3, C]
     """p, q and r of every channel, with dx = p dz + q x + r, and the gradients of the parameters.
 
@@ -180,7 +182,10 @@ def norm_grad_table(
     lanes = _lanes_of(c, num_groups, k, kx)
     rows = 3 if sums_dx else 2
     coeff = _empty((n, 3, c), dtype=torch.float32, device=table.device)
-    work = _empty((n, rows, c), dtype=torch.float32, device=table.device)
+    if sums is None:
+        work = _empty((n, rows * c), dtype=torch.float32, device=table.device)
+    else:
+        work = sums.rows(n, rows * c)
     strided = (scale, grad_scale_out, grad_shift_out, emb_grad_out)
     shape = (pixels, c, lanes.programs, rows, k, kx, lanes.cg)
     _norm_grad_table_kernel[(n * lanes.programs,)](
@@ -199,12 +204,17 @@ def norm_grad_table(
         num_warps=lanes.num_warps,
     )
     outs = (grad_weight_out, grad_bias_out, bias_grad_out)
-    if any(out is not None for out in outs):
-        _row_sums(work, outs, accumulate)
+    if sums is not None:
+        assert accumulate, "RowSums adds to what is there"
+        for i, out in enumerate(outs):
+            if out is not None:
+                sums.add(work, i * c, out)
+    elif any(out is not None for out in outs):
+        _sum_over_n(work.view(n, rows, c), outs, accumulate)
     return coeff
 
 
-def _row_sums(rows: Tensor, outs: tuple[Tensor | None, ...], accumulate: bool) -> None:
+def _sum_over_n(rows: Tensor, outs: tuple[Tensor | None, ...], accumulate: bool) -> None:
     """outs[i] = (or +=) the sum over n of rows[n, i]."""
     n, count, c = rows.shape
     for out in outs:
@@ -220,8 +230,12 @@ def bias_grad(
     rows: Tensor,  # float32 [rows, C], as `norm_dx` returns them
     out: Tensor,  # float32 [C]
     accumulate: bool = False,
+    sums: RowSums | None = None,  # the one that `norm_dx` had
 ) -> None:
     """out = (or +=) the sum of the rows."""
+    if sums is not None:
+        assert accumulate, "RowSums adds to what is there"
+        return sums.add(rows, 0, out)
     count, c = rows.shape
     parts = min(count & -count, 64)
     if count > 256 and parts > 1:  # more than one program should add up

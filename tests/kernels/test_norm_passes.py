@@ -4,7 +4,7 @@ and the way back through autograd."""
 import pytest
 import torch
 
-from triton_kernels import column_sum, norm_passes, norm_tables, reference
+from triton_kernels import column_sum, norm_passes, norm_tables, reference, row_sums
 from triton_kernels.activations import ACTIVATIONS
 
 # exp of the interpreter's NumPy warns where infinity is the right value
@@ -16,7 +16,7 @@ EPS = 1e-5
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Outputs and workspaces start as NaN, so an element that no program writes cannot pass."""
-    for module in (norm_passes, norm_tables, column_sum):
+    for module in (norm_passes, norm_tables, column_sum, row_sums):
         monkeypatch.setattr(
             module, "_empty", lambda shape, **kw: torch.full(shape, torch.nan, **kw)
         )
@@ -136,30 +136,39 @@ def test_tensor_partials(shape, pixels_of_a_tile, device):
     _close("partials", got, _partials(x, k))
 
 
-@pytest.mark.parametrize(("h", "w"), [(3, 5), (1, 1), (4, 8)])
-def test_upsampled_half(h, w, device):
+def _check_upsampled(n, h, w, c1, c2, dtype, device):
     """The small tensor and its statistics stand for the one that is never made; its gradient is the
     sum over blocks of that one's."""
     torch.manual_seed(0)
-    x1 = _randn(2, h, w, 12, device=device)
-    x2, dz, add1, add2 = (_randn(2, 2 * h, 2 * w, c, device=device) for c in (8, 20, 12, 8))
-    weight, bias = torch.randn(2, 20, device=device)
-    coeff = torch.randn(2, 3, 20, device=device)
+    c, groups = c1 + c2, (c1 + c2) // 10
+    x1 = _randn(n, h, w, c1, dtype=dtype, device=device)
+    x2, dz, add1, add2 = (
+        _randn(n, 2 * h, 2 * w, width, dtype=dtype, device=device) for width in (c2, c, c1, c2)
+    )
+    weight, bias = torch.randn(2, c, device=device)
+    coeff = torch.randn(n, 3, c, device=device)
     partials = (_partials(x1, w), _partials(x2, 4))
-    table = norm_tables.norm_table(partials, (h * w, 4 * h * w), 2, weight, bias, EPS)
+    table = norm_tables.norm_table(partials, (h * w, 4 * h * w), groups, weight, bias, EPS)
     a = norm_passes.apply(x1, x2, table, "silu", upsample1=True)
     halves = (reference.upsample_nearest2d(x1), x2)
-    _close("a", a, _forward(halves, 2, weight, bias, "silu", torch.float64))
+    rounding = torch.finfo(dtype).eps / 2 + 2e-6
+    _close("a", a, _forward(halves, groups, weight, bias, "silu", torch.float64), floor=rounding)
 
     dx1, dx2, rows = norm_passes.norm_dx(
         dz, x1, x2, coeff, add1, add2, add1, sums=True, upsample1=True
     )
     p, q, r = coeff.double()[:, :, None, None].unbind(1)
-    exact = p * dz + q * torch.cat(halves, 3) + r + torch.cat((2 * add1, add2), 3)
-    exact1 = reference.avg_pool2d(exact[..., :12]) * 4
-    _close("dx1", dx1, exact1)
-    _close("dx2", dx2, exact[..., 12:])
-    _close("rows", rows.sum(0), exact1.sum((0, 1, 2)), floor=1e-5)
+    exact = p * dz + q * torch.cat(halves, 3) + r
+    exact += torch.cat((2 * add1.double(), add2.double()), 3)
+    exact1 = reference.avg_pool2d(exact[..., :c1]) * 4
+    _close("dx1", dx1, exact1, floor=rounding)
+    _close("dx2", dx2, exact[..., c1:], floor=rounding)
+    _close("rows", rows.double().sum(0), exact1.sum((0, 1, 2)), floor=1e-5)
+
+
+@pytest.mark.parametrize(("h", "w"), [(3, 5), (1, 1), (4, 8)])
+def test_upsampled_half(h, w, device):
+    _check_upsampled(2, h, w, 12, 8, torch.float32, device)
 
 
 # --- backward: dz is the gradient at the affine output, so that autograd takes no activation ------
@@ -192,15 +201,17 @@ def _autograd(halves, groups, weight, bias, dz, adds, film, dtype=None):
     return result | {"sums": dx[0].double().sum((0, 1, 2))}
 
 
-def _kernels(halves, groups, weight, bias, dz, adds, film, ks, accumulate=False):
-    """The same from norm_table, norm_grad_table and norm_dx. Gradients begin as ones."""
+def _kernels(halves, groups, weight, bias, dz, adds, film, ks, accumulate=False, sums=None):
+    """The same from norm_table, norm_grad_table and norm_dx. Gradients begin as ones, or, with
+    RowSums, as what its gradient has."""
     n, h, w, c = dz.shape
     one = len(halves) == 1
     table = _table(halves, ks, groups, weight, bias, **film)
     mean, rstd = table[:, None, None, 0].double(), table[:, None, None, 1].double()
     xhat = (torch.cat(halves, -1) - mean) * rstd
-    got = {name: torch.ones_like(weight) for name in ("weight", "bias", "conv_bias")}
-    got["sums"] = torch.ones(halves[0].shape[-1], device=dz.device)
+    flat = torch.ones(4 * c, device=dz.device) if sums is None else sums.grad
+    got = dict(zip(("weight", "bias", "conv_bias"), flat.split(c), strict=False))
+    got["sums"] = flat[3 * c :][: halves[0].shape[-1]]
     got |= {name: torch.ones(n, 2 * c + 3, device=dz.device)[:, 3 : c + 3] for name in film}
     options = {f"grad_{name}_out": got[name] for name in film}
     if film:
@@ -220,13 +231,14 @@ def _kernels(halves, groups, weight, bias, dz, adds, film, ks, accumulate=False)
         got["weight"],
         got["bias"],
         accumulate=accumulate,
+        sums=sums,
         **options,
     )
     add1, add2, second = adds[0], None if one else adds[1], adds[-1]
     *dx, rows = norm_passes.norm_dx(
-        dz, halves[0], _second(halves), coeff, add1, add2, second, sums=True
+        dz, halves[0], _second(halves), coeff, add1, add2, second, sums=sums or True
     )
-    norm_tables.bias_grad(rows, got["sums"], accumulate)
+    norm_tables.bias_grad(rows, got["sums"], accumulate, sums)
     return got | {f"dx{i + 1}": d for i, d in enumerate(dx) if d is not None}
 
 
@@ -284,6 +296,50 @@ def test_gradients_accumulate(device):
         assert torch.equal(second[name], first[name] + 1), name
 
 
+_SUMMED = ("weight", "bias", "conv_bias", "sums")
+
+
+def test_all_gradients_by_one_launch(device, monkeypatch):
+    """The first pass learns what is wanted, the others are one launch; a smaller batch between is
+    another thing to learn."""
+    cases = [_case((n, 4, 3), (20,), 2, device=device) for n in (3, 2)]
+    sums = row_sums.RowSums(torch.ones(80, device=device))
+    for i in (0, 0, 1, 0, 1):
+        want = _kernels(*cases[i], (4,), accumulate=True)
+        learnt = len(sums.tables)
+        sums.grad.fill_(1)
+        got = _kernels(*cases[i], (4,), accumulate=True, sums=sums)
+        assert torch.equal(sums.grad, torch.ones_like(sums.grad))  # not yet
+        sums.flush()
+        for name in _SUMMED:
+            _close(name, got[name], want[name])
+        assert len(sums.tables) == max(learnt, i + 1)
+    monkeypatch.setattr(row_sums, "sum_partials", None)  # the slow way
+    _kernels(*cases[0], (4,), accumulate=True, sums=sums)
+    sums.flush()
+
+
+def test_one_launch_over_many_rows(device):
+    """More rows than a round has, columns that are no multiple of a block, rows within rows."""
+    sums = row_sums.RowSums(torch.zeros(100, device=device))
+    for _ in range(2):
+        sums.grad.zero_()
+        many, few, none = sums.rows(1100, 21), sums.rows(1, 64), sums.rows(0, 8)
+        many.copy_(_randn(1100, 21, device=device))
+        few.copy_(_randn(1, 64, device=device))
+        sums.add(many, 2, sums.grad[5:24])
+        sums.add(few, 0, sums.grad[30:94])
+        sums.add(none, 0, sums.grad[94:])
+        want = torch.zeros(100, device=device, dtype=torch.float64)
+        want[5:24], want[30:94] = many.double().sum(0)[2:], few[0]
+        sums.flush()
+        _close("sums", sums.grad, want)
+    assert sums.rows(4, 4).data_ptr() == sums.workspaces[-1].data_ptr()
+    with pytest.raises(AssertionError, match="two sums for one gradient"):
+        for _ in range(2):
+            sums.add(many, 0, sums.grad[:21])
+
+
 @pytest.mark.parametrize("count", [0, 1, 256, 320, 1025])
 def test_bias_grad(count, device):
     rows, out = _randn(count, 40, device=device), torch.ones(40, device=device)
@@ -291,6 +347,11 @@ def test_bias_grad(count, device):
     _close("accumulated", out, 1 + rows.double().sum(0))
     norm_tables.bias_grad(rows, out)
     _close("overwritten", out, rows.double().sum(0))
+
+
+@pytest.mark.parametrize("channels", [(12,), (28, 20)], ids=["one", "two-halves"])
+def test_dx_alone(channels, device):
+    _check_dx_without_sums(_case((2, 5, 3), channels, 2, device=device))
 
 
 def test_dx_in_place_of_dz(device):
@@ -391,6 +452,18 @@ def _tables_and_passes(case, ks, bits=3):
         assert all(torch.equal(grads[0][name], grads[again][name]) for name in grads[0])
 
 
+def _check_dx_without_sums(case):
+    """Without sums and additions, of which _kernels has both."""
+    halves, _, weight, _, dz, *_ = case
+    coeff = torch.randn(dz.shape[0], 3, weight.numel(), device=dz.device)
+    p, q, r = coeff.double()[:, :, None, None].unbind(1)
+    exact = (p * dz + q * torch.cat(halves, 3) + r).split([x.shape[3] for x in halves], 3)
+    rounding = torch.finfo(dz.dtype).eps / 2 + 2e-6
+    dx = norm_passes.norm_dx(dz, halves[0], _second(halves), coeff)
+    for got, want in zip(dx, exact, strict=False):
+        _close("dx", got, want, floor=rounding)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("shape", "channels", "ks"), _MODEL_CASES, ids=str)
@@ -403,7 +476,7 @@ def test_model_shapes(shape, channels, ks, dtype, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("list_name", ["_APPLY_CONFIGS", "_DX_CONFIGS"])
+@pytest.mark.parametrize("list_name", ["_APPLY_CONFIGS", "_DX_CONFIGS", "_SUMS_DX_CONFIGS"])
 @pytest.mark.parametrize(
     ("shape", "channels", "ks"), [_MODEL_CASES[1], ((3, 33, 31), (40, 24), (1, 3))]
 )
@@ -413,6 +486,38 @@ def test_every_config(list_name, shape, channels, ks, device, monkeypatch):
     for config in getattr(norm_passes, list_name):
         monkeypatch.setattr(norm_passes, list_name, [config])
         _tables_and_passes(case, ks)
+        _check_dx_without_sums(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", norm_passes._UPSAMPLED_DX_CONFIGS, ids=str)
+@pytest.mark.parametrize("shape", [(8, 32, 32, 192, 128), (3, 7, 5, 40, 20)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_upsampled_half_on_the_gpu(config, shape, dtype, device, monkeypatch):
+    monkeypatch.setattr(norm_passes, "_UPSAMPLED_DX_CONFIGS", [config])
+    _check_upsampled(*shape, dtype, device)
+
+
+@pytest.mark.gpu
+def test_one_launch_in_a_graph(device):
+    """Captured after the first pass, as a training step is."""
+    case = _case((4, 16, 16), (64,), 8, dtype=torch.bfloat16, device=device)
+    sums = row_sums.RowSums(torch.ones(256, device=device))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        _kernels(*case, (4,), accumulate=True, sums=sums)
+        sums.flush()
+    torch.cuda.current_stream().wait_stream(stream)
+    want = sums.grad.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _kernels(*case, (4,), accumulate=True, sums=sums)
+        sums.flush()
+    for _ in range(3):
+        sums.grad.fill_(1)
+        graph.replay()
+        torch.testing.assert_close(sums.grad, want, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.gpu
