@@ -18,6 +18,7 @@ sums over pixels are nearly free, and an image of the tile is a slice [channels,
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -43,6 +44,7 @@ from .conv_tma import (
     weight_in_boxes,
 )
 from .device import describe
+from .tuning import choose
 
 _FWD_CONFIGS = [
     Config(64, 64, 64, 4, 4),
@@ -55,16 +57,27 @@ _FWD_CONFIGS = [
     Config(64, 64, 32, 4, 3, 4),  # few output channels in large images
     Config(64, 64, 64, 4, 2, 4),
     Config(64, 128, 32, 4, 2, 2),
+    Config(64, 128, 64, 4, 4),
+    Config(64, 256, 64, 8, 3),
+    Config(128, 128, 64, 8, 3),
+    Config(128, 256, 64, 8, 4),
 ]
 _DGRAD_CONFIGS = [
     Config(64, 64, 64, 4, 4),
     Config(64, 128, 64, 4, 3),
+    Config(64, 256, 64, 4, 4),
+    Config(128, 128, 64, 4, 3),
     Config(128, 128, 64, 8, 3),
+    Config(128, 256, 64, 8, 3),
     Config(64, 64, 32, 4, 4),
     Config(64, 128, 32, 4, 4),
     Config(64, 64, 32, 4, 3, 4),  # few output channels in large images
     Config(64, 64, 64, 4, 2, 4),
     Config(64, 128, 32, 4, 2, 2),
+    Config(64, 128, 64, 4, 4),
+    Config(64, 128, 64, 8, 3),
+    Config(64, 256, 64, 8, 3),
+    Config(128, 128, 64, 8, 4),
 ]
 
 _empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
@@ -283,7 +296,15 @@ def conv_forward(
     assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
     assert len(extra) <= 2
     y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
-    config = config or _pick(_FWD_CONFIGS, x, y, (r, s), stats)
+    if config is None:
+        terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
+        config = choose(
+            "conv_forward",
+            (n, h, w, ci, co, r, s, x.dtype, residual is not None, len(extra), stats),
+            lambda: _valid(_FWD_CONFIGS, x, y, r, stats),
+            lambda: _pick(_FWD_CONFIGS, x, y, (r, s), stats),
+            lambda c: conv_forward(x, weight, bias, **terms, stats=stats, config=c)[0],
+        )
     box = _box(config, n, h, w, exact=stats)
     partials = _partials(box, y) if stats else None
     if n == 0:
@@ -390,10 +411,10 @@ def _finish_input_grad(
 def _conv_input_grad_kernel(
     dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
     w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_K, BLOCK_C]
-    x1_desc,  # [N, P, Q, C1] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]
+    x1_desc,  # [N, P, Q, C1] in boxes [PIECE_N, PIECE_H, PIECE_W, BLOCK_C]
     x2_desc,  # [N, P, Q, CI - C1] likewise, or None
     table_ptr,  # [N, 4, CI]: mean, rstd, g, b
-    dz_desc,  # [N, P, Q, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]
+    dz_desc,  # [N, P, Q, CI] likewise
     partial_ptr,  # [N, K, 2, CI]
     N,
     CO,
@@ -409,6 +430,9 @@ def _conv_input_grad_kernel(
     TILE_N: tl.constexpr,
     TILE_H: tl.constexpr,
     TILE_W: tl.constexpr,
+    PIECE_N: tl.constexpr,  # a tile, or half of one: the epilogue needs twice the registers
+    PIECE_H: tl.constexpr,
+    PIECE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -427,11 +451,17 @@ def _conv_input_grad_kernel(
             dy_desc, w_desc, n0, h0, w0, c0, CO, S, S // 2, True, PRECISION, ROWS,
             BLOCK_M, BLOCK_C, BLOCK_K,
         )  # fmt: skip
-    for row in tl.static_range(ROWS):
-        acc = acc0 if row == 0 else acc1 if row == 1 else acc2 if row == 2 else acc3
+    PIECES: tl.constexpr = ROWS * BLOCK_M // (PIECE_N * PIECE_H * PIECE_W)
+    if PIECES > ROWS:
+        acc0, acc1 = tl.split(acc0.reshape(BLOCK_C, 2, BLOCK_M // 2).permute(0, 2, 1))
+    for i in tl.static_range(PIECES):
+        acc = acc0 if i == 0 else acc1 if i == 1 else acc2 if i == 2 else acc3
+        n = n0 + i * PIECE_N if PIECE_N < TILE_N else n0
+        w = w0 + i * PIECE_W if PIECE_W < TILE_W else w0
+        h = h0 + i * PIECE_H if PIECE_N == TILE_N and PIECE_W == TILE_W else h0
         _finish_input_grad(
             acc, x1_desc, x2_desc, table_ptr, dz_desc, partial_ptr,
-            n0, h0 + row, w0, c0, N, P, Q, CI, C1, ACT, TILE_N, TILE_H, TILE_W, BLOCK_C,
+            n, h, w, c0, N, P, Q, CI, C1, ACT, PIECE_N, PIECE_H, PIECE_W, BLOCK_C,
         )  # fmt: skip
 
 
@@ -456,13 +486,22 @@ def conv_input_grad(
     dz = _empty((n, h, w, ci), dtype=dy.dtype, device=dy.device)
     c1 = inputs[0].shape[3]
     border = c1 if len(inputs) == 2 else None
-    config = config or _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, border)
+    if config is None:
+        rest = {"inputs": inputs, "table": table, "activation": activation}
+        config = choose(
+            "conv_input_grad",
+            (n, h, w, co, ci, c1, r, s, dy.dtype, activation),
+            lambda: _valid(_DGRAD_CONFIGS, dy, dz, r, True, border),
+            lambda: _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, border),
+            lambda c: conv_input_grad(dy, weight, **rest, config=c)[0],
+        )
     assert len(inputs) == 1 or c1 % config.block_c == 0, "a tile of channels straddles the inputs"
     box = _box(config, n, h, w, exact=True)
-    partials = _partials(box, dz)
+    piece = _piece(config, box)
+    partials = _partials(piece, dz)
     if n == 0:
         return dz, partials
-    tile = [*box, config.block_c]
+    tile = [*piece, config.block_c]
     _conv_input_grad_kernel[(_programs(config, box, dz),)](
         in_boxes(dy, [*box, config.block_k]),
         weight_in_boxes(weight, config.block_k, config.block_c),
@@ -485,6 +524,9 @@ def conv_input_grad(
         TILE_N=box[0],
         TILE_H=box[1],
         TILE_W=box[2],
+        PIECE_N=piece[0],
+        PIECE_H=piece[1],
+        PIECE_W=piece[2],
         BLOCK_C=config.block_c,
         BLOCK_K=config.block_k,
         num_warps=config.num_warps,
@@ -518,6 +560,7 @@ def conv_weight_grad(
     *,
     accumulate: bool = False,  # add to `out`
     config: WgradConfig | None = None,
+    splits: int | None = None,  # parts that the sum over pixels is split into
 ) -> None:
     """out = or += the gradient of the filters. The rows of `out` may be any distance apart, as in
     the columns of a 1x1 filter that belong to one half of a concatenation."""
@@ -530,7 +573,11 @@ def conv_weight_grad(
         return
     padding = (r // 2, s // 2)
     path = conv_tma if x.itemsize == 2 else conv_gather
-    config, splits = path.plan_wgrad(x, dy, out, padding, config)
+    if config is None and path is conv_tma:
+        *config, splits = _choose_wgrad(x, dy, out, padding)
+        config = WgradConfig(*config)
+    config, cheapest = path.plan_wgrad(x, dy, out, padding, config)
+    splits = cheapest if splits is None else splits
     if splits == 1 and path is conv_tma:
         stride = {"stride_co": out.stride(0), "accumulate": accumulate}
         conv_tma.launch_wgrad(x, dy, out, out, 1, padding, "tf32", config, 1, **stride)
@@ -539,6 +586,44 @@ def conv_weight_grad(
     parts = _empty((splits, co * row), dtype=torch.float32, device=x.device)
     path.launch_wgrad(x, dy, out, parts, 1, padding, "tf32", config, splits)
     sum_partials(parts, out, accumulate=accumulate)
+
+
+class _WgradPlan(NamedTuple):
+    """A `WgradConfig` and the number of parts."""
+
+    block_co: int
+    block_ci: int
+    block_m: int
+    taps: int
+    num_warps: int
+    num_stages: int
+    splits: int
+
+
+def _choose_wgrad(x: Tensor, dy: Tensor, out: Tensor, padding: tuple[int, int]) -> _WgradPlan:
+    co, ci, r, s = out.shape
+
+    def plan(config: WgradConfig | None) -> tuple[WgradConfig, int]:
+        return conv_tma.plan_wgrad(x, dy, out, padding, config)
+
+    def default() -> _WgradPlan:
+        config, splits = plan(None)
+        return _WgradPlan(*config, splits)
+
+    def run(choice: _WgradPlan) -> Tensor:
+        *config, splits = choice
+        scratch = torch.empty((co, r, s, ci), dtype=out.dtype, device=out.device)
+        scratch = scratch.permute(0, 3, 1, 2)
+        conv_weight_grad(x, dy, scratch, config=WgradConfig(*config), splits=splits)
+        return scratch
+
+    def candidates() -> list[_WgradPlan]:
+        plans = [plan(c) for c in conv_tma.WGRAD_CONFIGS if conv_tma.wgrad_fits(c, x, out)]
+        splits = [(c, max(1, int(split * f))) for c, split in plans for f in (1, 2, 0.5, 0.25)]
+        return [_WgradPlan(*c, split) for c, split in dict.fromkeys(splits)]
+
+    key = (*x.shape, co, r, s, x.dtype)
+    return choose("conv_weight_grad", key, candidates, default, run)
 
 
 # --- what applies where ---------------------------------------------------------------------------
@@ -585,6 +670,15 @@ def _box(config: Config, n: int, h: int, w: int, exact: bool) -> tuple[int, int,
     if config.rows > 1:
         return row_box(config.block_m, config.rows, h, w)
     return (image_box if exact else pixel_box)(config.block_m, n, h, w)
+
+
+def _piece(config: Config, box: tuple[int, int, int]) -> tuple[int, int, int]:
+    """What the epilogue of the input gradient does at a time: a tile, or half of one where a thread
+    has 128 accumulators. The half is of images, else of rows, else of columns."""
+    if config.rows > 1 or config.block_c * config.block_m < 128 * 32 * config.num_warps:
+        return box
+    n, h, w = box
+    return (n // 2, h, w) if n > 1 else (1, h // 2, w) if h > 1 else (1, 1, w // 2)
 
 
 def _programs(config: Config, box: tuple[int, int, int], y: Tensor) -> int:

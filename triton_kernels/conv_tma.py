@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .column_sum import num_splits
 from .device import describe
+from .tuning import choose
 
 
 class Config(NamedTuple):
@@ -59,7 +60,16 @@ WGRAD_CONFIGS = [
     WgradConfig(64, 64, 64, 3, 4, 3),
     WgradConfig(128, 64, 64, 3, 8, 3),
     WgradConfig(128, 128, 64, 1, 8, 3),
+    WgradConfig(64, 64, 128, 3, 4, 2),  # from here on only where they were measured to be faster
+    WgradConfig(64, 128, 64, 3, 8, 3),
+    WgradConfig(128, 64, 128, 3, 8, 2),
+    WgradConfig(128, 64, 64, 3, 8, 4),
+    WgradConfig(64, 64, 128, 1, 4, 4),
+    WgradConfig(128, 64, 64, 1, 4, 4),
+    WgradConfig(64, 128, 64, 1, 4, 4),
+    WgradConfig(128, 128, 128, 1, 8, 2),
 ]
+_MODELLED = 4  # the first so many are what the cost model chooses from
 
 
 # --- forward and input gradient -------------------------------------------------------------------
@@ -246,7 +256,19 @@ def launch_fwd(
         x, y = _as_one_row(x), _as_one_row(y)
     ci = x.shape[3]
     n, p, q, co = y.shape
-    config = config or _pick_fwd(x, y)
+    if config is None:
+
+        def run(c: Config) -> Tensor:
+            launch_fwd(x, weight, bias, y, stride, padding, precision, dgrad=dgrad, config=c)
+            return y
+
+        config = choose(
+            "conv2d_dgrad" if dgrad else "conv2d",
+            (*x.shape, *y.shape[1:], *weight.shape[2:], x.dtype),
+            lambda: [c for c in FWD_CONFIGS if _fits_fwd(c, x)],
+            lambda: _pick_fwd(x, y),
+            run,
+        )
     box = pixel_box(config.block_m, n, p, q)
     block_co, block_ci = config.block_c, config.block_k
     if dgrad:
@@ -289,18 +311,19 @@ def _pick_fwd(x: Tensor, y: Tensor) -> Config:
     """
     n, p, q, co = y.shape
     gpu = describe(x.device)
-    block_k = 64 if x.itemsize == 2 and x.shape[3] > 32 else 32
 
     def time(c: Config) -> int:
         boxes = count_boxes(pixel_box(c.block_m, n, p, q), n, p, q)
         rounds = triton.cdiv(boxes * triton.cdiv(co, c.block_c), gpu.num_sms)
         return rounds * (c.block_c * c.block_m + 32 * (c.block_c + c.block_m))
 
-    def fits(c: Config) -> bool:
-        fetched = c.num_stages * (c.block_c + c.block_m) * c.block_k * x.itemsize
-        return c.block_k == block_k and fetched + 1024 <= gpu.shared_memory
+    return min((c for c in FWD_CONFIGS if _fits_fwd(c, x)), key=time)
 
-    return min(filter(fits, FWD_CONFIGS), key=time)
+
+def _fits_fwd(c: Config, x: Tensor) -> bool:
+    block_k = 64 if x.itemsize == 2 and x.shape[3] > 32 else 32
+    fetched = c.num_stages * (c.block_c + c.block_m) * c.block_k * x.itemsize
+    return c.block_k == block_k and fetched + 1024 <= describe(x.device).shared_memory
 
 
 # --- weight gradient ------------------------------------------------------------------------------
@@ -459,19 +482,22 @@ def serves_wgrad(x: Tensor, dy: Tensor, weight: Tensor, stride: int) -> bool:
 
 def _pick_wgrad(x: Tensor, weight: Tensor) -> WgradConfig:
     """The least work, counting padded channels, and fetching as in `_pick_fwd`."""
-    co, ci, _, s = weight.shape
-    shared_memory = describe(x.device).shared_memory
+    co, ci, _, _ = weight.shape
 
     def time(c: WgradConfig) -> float:
         padded = triton.cdiv(co, c.block_co) * c.block_co * triton.cdiv(ci, c.block_ci) * c.block_ci
         fetched = (c.block_co + c.taps * c.block_ci) / (c.block_co * c.block_ci * c.taps)
         return padded * (1 + 32 * fetched)
 
-    def fits(c: WgradConfig) -> bool:
-        fetched = c.num_stages * c.block_m * (c.block_co + c.taps * c.block_ci) * 2
-        return c.taps == (3 if s == 3 else 1) and fetched + 1024 <= shared_memory
+    modelled = (c for c in WGRAD_CONFIGS[:_MODELLED] if wgrad_fits(c, x, weight))
+    return min(modelled, key=time)
 
-    return min(filter(fits, WGRAD_CONFIGS), key=time)
+
+def wgrad_fits(c: WgradConfig, x: Tensor, weight: Tensor) -> bool:
+    """Whether the taps divide the filter's rows, and the pipeline fits into shared memory."""
+    fetched = c.num_stages * c.block_m * (c.block_co + c.taps * c.block_ci) * 2
+    wanted = 3 if weight.shape[3] == 3 else 1
+    return c.taps == wanted and fetched + 1024 <= describe(x.device).shared_memory
 
 
 def _wgrad_blocks(weight: Tensor, config: WgradConfig) -> tuple[int, int]:

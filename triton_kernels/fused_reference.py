@@ -27,7 +27,7 @@ def _rows(v: Tensor) -> Tensor:  # [N, C] -> [N, 1, 1, C]
 def conv_forward(
     x, weight, bias=None, *, emb=None, residual=None, extra=(), extra_bias=None, stats=False
 ):
-    """(conv(x) + bias + emb[n, c] + residual + extra, partials of it or None), where `extra` are 1x1
+    """(conv(x) + bias + emb[n, c] + residual + extra, partials or None), where `extra` are 1x1
     convolutions of other tensors: pairs of [N, H, W, C] and [CO, C], and a bias."""
     y = reference.conv2d(x, weight, bias)
     y = y if emb is None else y + _rows(emb)
