@@ -38,6 +38,7 @@ class Search:
         self.part, self.parts, self.timed = part, parts, timed
         self.found: dict[str, list[int]] = {}
         self.times: dict[str, dict[str, float]] = {}  # microseconds by configuration
+        self.defaults: dict[str, str] = {}  # the configuration that the cost model would take
         self.rejected: list[str] = []  # configurations whose result was wrong
         self.count = 0
 
@@ -64,6 +65,7 @@ class Search:
                 return_mode="median",
             )
         self.times[name] = {str(tuple(c)): 1000 * t for c, t in times.items()}
+        self.defaults[name] = str(tuple(default))
         if times:
             self.found[name] = list(min(times, key=times.get))
 
