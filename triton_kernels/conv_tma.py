@@ -68,6 +68,7 @@ WGRAD_CONFIGS = [
     WgradConfig(128, 64, 64, 1, 4, 4),
     WgradConfig(64, 128, 64, 1, 4, 4),
     WgradConfig(128, 128, 128, 1, 8, 2),
+    WgradConfig(128, 128, 64, 3, 8, 3),
 ]
 _MODELLED = 4  # the first so many are what the cost model chooses from
 

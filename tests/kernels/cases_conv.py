@@ -123,7 +123,7 @@ _STEM_WGRAD = {
 
 _FUSED_FWD = {
     "name": "forward 128x128, every epilogue",
-    "kernel": "triton_kernels.conv_fused:_conv_forward_kernel",
+    "kernel": "triton_kernels.conv_fused_kernels:conv_forward_kernel",
     "signature": {
         "x_desc": "tensordesc<bf16[1,4,32,64]>",
         "w_desc": "tensordesc<bf16[1,128,64]>",
@@ -152,7 +152,7 @@ _FUSED_FWD = {
 
 _FUSED_DGRAD = {
     "name": "input gradient 64x128 of two inputs, two images a tile",
-    "kernel": "triton_kernels.conv_fused:_conv_input_grad_kernel",
+    "kernel": "triton_kernels.conv_fused_kernels:conv_input_grad_kernel",
     "signature": {
         "dy_desc": "tensordesc<bf16[2,8,8,64]>",
         "w_desc": "tensordesc<bf16[1,64,64]>",
