@@ -60,14 +60,16 @@ class Feature:
     x: Tensor  # [N, H, W, C]
     partials: Tensor  # [N, K, 2, C], see fused_reference
     pixels: int  # that the partials describe; fewer than H * W after nearest upsampling
+    source: Tensor | None = None  # [N, H / 2, W / 2, C], where x is it upsampled
 
 
 @dataclass
 class Gradient:
     """The gradient of a Feature."""
 
-    dx: Tensor  # [N, H, W, C]
-    rows: Tensor | None  # [rows, C], whose sum is that of dx over samples and pixels
+    dx: Tensor  # [N, H, W, C]; of an upsampled Feature: of its source
+    rows: Tensor  # [rows, C], whose sum is that of dx over samples and pixels
+    sums: object | None = None  # the plan's RowSums, if the rows are its own
 
 
 class _Parameters:
@@ -85,6 +87,7 @@ class _Parameters:
 class _Norm:
     def __init__(self, plan: "FusedUNet", name: str, module: GroupNorm) -> None:
         self.kernels, self.num_groups, self.eps = plan.kernels, module.num_groups, module.eps
+        self.sums = plan.sums
         self.weight, self.bias = plan.params[f"{name}.weight"], plan.params[f"{name}.bias"]
         self.grad_weight, self.grad_bias = plan.grads[f"{name}.weight"], plan.grads[f"{name}.bias"]
 
@@ -107,6 +110,7 @@ class _Norm:
             self.grad_weight,
             self.grad_bias,
             accumulate=True,
+            sums=self.sums,
             **outputs,
         )
 
@@ -115,7 +119,7 @@ class _ResBlock:
     """skip(x) + conv(silu(norm(conv(silu(norm(x))) + emb))), x perhaps a concat of two."""
 
     def __init__(self, plan: "FusedUNet", name: str, module: ResBlock) -> None:
-        self.kernels, self.aside = plan.kernels, plan.aside
+        self.kernels, self.aside, self.sums = plan.kernels, plan.aside, plan.sums
         self.norm1 = _Norm(plan, f"{name}.in_layers.0", module.in_layers["0"])
         self.conv1 = _Parameters(plan, f"{name}.in_layers.2", module.in_layers["2"])
         self.norm2 = _Norm(plan, f"{name}.out_layers.0", module.out_layers["0"])
@@ -145,21 +149,21 @@ class _ResBlock:
                 "extra_bias": self.skip.bias,
             }
         y, partials = k.conv_forward(a2, self.conv2.weight, self.conv2.bias, stats=True, **shortcut)
-        self.tape = xs, table1, a1, h, table2, a2
+        self.tape = xs, x.source, table1, a1, h, table2, a2
         return Feature(y, partials, h.pixels)
 
     def backward(
         self, dy: Gradient, more: Tensor | None, d_emb: Tensor
     ) -> tuple[Gradient, Tensor | None]:
         """The gradients of x, with `more` of it from elsewhere added, and of the concat's other."""
-        k, (xs, table1, a1, h, table2, a2) = self.kernels, self.tape
+        k, (xs, source, table1, a1, h, table2, a2) = self.kernels, self.tape
         self.tape = None
 
         def last_parameters() -> None:
             k.conv_weight_grad(a2, dy.dx, self.conv2.grad_weight, accumulate=True)
-            k.bias_grad(dy.rows, self.conv2.grad_bias, accumulate=True)
+            _bias_grad(k, dy, self.conv2)
             if self.skip is not None:
-                k.bias_grad(dy.rows, self.skip.grad_bias, accumulate=True)
+                _bias_grad(k, dy, self.skip)
                 grads = self._split(self.skip.grad_weight, xs)
                 for x, grad in zip(xs, grads, strict=True):
                     k.conv_weight_grad(x, dy.dx, grad, accumulate=True)
@@ -189,14 +193,15 @@ class _ResBlock:
         adds = dict(zip(("add1", "add2"), adds, strict=False))
         dx1, dx2, rows = k.norm_dx(
             dz,
-            xs[0],
+            xs[0] if source is None else source,
             xs[1] if len(xs) == 2 else None,
             coeff,
             add1_second=more,
-            sums=True,
+            sums=self.sums,
+            upsample1=source is not None,
             **adds,
         )
-        return Gradient(dx1, rows), dx2
+        return Gradient(dx1, rows, self.sums), dx2
 
     def _dense(self, weight: Tensor, xs: tuple[Tensor, ...]) -> list[Tensor]:
         return [w.contiguous(memory_format=torch.channels_last) for w in self._split(weight, xs)]
@@ -210,7 +215,7 @@ class _Attention:
     """x + proj(attention(qkv(norm(x))))"""
 
     def __init__(self, plan: "FusedUNet", name: str, module: AttentionBlock) -> None:
-        self.kernels, self.aside = plan.kernels, plan.aside
+        self.kernels, self.aside, self.sums = plan.kernels, plan.aside, plan.sums
         self.num_heads, self.order = module.num_heads, module.order
         self.norm = _Norm(plan, f"{name}.norm", module.norm)
         self.qkv = _Parameters(plan, f"{name}.qkv", module.qkv)
@@ -234,7 +239,7 @@ class _Attention:
         self.tape = None
 
         def proj_parameters() -> None:
-            k.bias_grad(dy.rows, self.proj.grad_bias, accumulate=True)
+            _bias_grad(k, dy, self.proj)
             grad = self.proj.grad_weight
             k.conv_weight_grad(o.view(dy.dx.shape), dy.dx, grad, accumulate=True)
 
@@ -253,8 +258,8 @@ class _Attention:
             d_qkv, self.qkv.weight, inputs=(x.x,), table=table, activation="identity"
         )
         coeff = self.norm.grad_table(partials, table, x.x.shape[1] * x.x.shape[2])
-        dx, _, rows = k.norm_dx(dz, x.x, None, coeff, add1=dy.dx, add1_second=more, sums=True)
-        return Gradient(dx, rows)
+        dx, _, rows = k.norm_dx(dz, x.x, None, coeff, add1=dy.dx, add1_second=more, sums=self.sums)
+        return Gradient(dx, rows, self.sums)
 
 
 class _Downsample:
@@ -266,7 +271,7 @@ class _Downsample:
         return Feature(y, self.kernels.tensor_partials(y), y.shape[1] * y.shape[2])
 
     def backward(self, dy: Gradient, more: Tensor | None) -> Gradient:
-        return Gradient(self.kernels.avg_pool_grad(dy.dx, more), None)
+        return Gradient(*self.kernels.avg_pool_grad(dy.dx, more))
 
 
 class _Upsample:
@@ -274,11 +279,11 @@ class _Upsample:
         self.kernels = plan.kernels
 
     def forward(self, x: Feature) -> Feature:
-        return Feature(self.kernels.upsample(x.x), x.partials, x.pixels)
+        return Feature(self.kernels.upsample(x.x), x.partials, x.pixels, source=x.x)
 
     def backward(self, dy: Gradient, more: Tensor | None) -> Gradient:
         assert more is None  # its input has no other consumer
-        return Gradient(self.kernels.upsample_grad(dy.dx), None)
+        return dy  # the block behind it has already summed over the 2x2 pixels
 
 
 class EmbeddingLayers:
@@ -332,6 +337,7 @@ class FusedUNet:
         self.params, self.grads = flat.views(flat.param), flat.views(flat.grad)
         self.low = flat.views(flat.low(self.dtype))
         self.aside = SideStream(flat.param.device)  # the gradients of weights and biases
+        self.sums = kernels.RowSums(flat.grad)
         self.embedding = EmbeddingLayers(model, flat)
         self.stem = _Parameters(self, "input_blocks.0.0", model.input_blocks[0][0])
         self.encoder = [
@@ -411,8 +417,8 @@ class FusedUNet:
         dz, partials = k.conv_input_grad(dy, weight, inputs=(h.x,), table=table, activation="silu")
         _padded_weight_grad(k, a, dy, self.head.grad_weight)
         coeff = self.head_norm.grad_table(partials, table, h.x.shape[1] * h.x.shape[2])
-        dx, _, rows = k.norm_dx(dz, h.x, None, coeff, sums=True)
-        d = Gradient(dx, rows)
+        dx, _, rows = k.norm_dx(dz, h.x, None, coeff, sums=self.sums)
+        d = Gradient(dx, rows, self.sums)
         del a, dz, h, dx
         skips = []
         for block in reversed(self.decoder):
@@ -422,9 +428,10 @@ class FusedUNet:
         d, _ = self._run_back(self.middle, d, skips.pop())
         for block in reversed(self.encoder):
             d, _ = self._run_back(block, d, skips.pop())
-        self._bias_grad(d, self.stem)
+        _bias_grad(k, d, self.stem)
         _padded_weight_grad(k, self.image, d.dx, self.stem.grad_weight)
         self.aside.join()
+        self.sums.flush()
         d_emb, self.d_emb, self.image = self.d_emb, None, None
         return d_emb
 
@@ -444,24 +451,11 @@ class FusedUNet:
         d_other = None
         for i, layer in reversed(list(enumerate(block))):
             added = more if i == 0 else None
-            if isinstance(layer, _ResBlock | _Attention) and d.rows is None:
-                d.rows = self._rows_of(d.dx)
             if isinstance(layer, _ResBlock):
                 d, d_other = layer.backward(d, added, self.d_emb)
             else:
                 d = layer.backward(d, added)
         return d, d_other
-
-    def _rows_of(self, dx: Tensor) -> Tensor:
-        total = torch.zeros(dx.shape[3], dtype=self.head.bias.dtype, device=dx.device)
-        self.kernels.column_sum(dx, total)
-        return total[None]
-
-    def _bias_grad(self, d: Gradient, conv: _Parameters) -> None:
-        if d.rows is None:
-            self.kernels.column_sum(d.dx, conv.grad_bias)
-        else:
-            self.kernels.bias_grad(d.rows, conv.grad_bias, accumulate=True)
 
     def _layer(self, name: str, module: nn.Module):
         if isinstance(module, ResBlock):
@@ -472,6 +466,11 @@ class FusedUNet:
             return _Downsample(self)
         assert isinstance(module, Upsample), type(module)
         return _Upsample(self)
+
+
+def _bias_grad(kernels: ModuleType, dy: Gradient, conv: _Parameters) -> None:
+    """The gradient of the bias of the convolution whose output dy is the gradient of."""
+    kernels.bias_grad(dy.rows, conv.grad_bias, accumulate=True, sums=dy.sums)
 
 
 class _Planned(torch.autograd.Function):

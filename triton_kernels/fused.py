@@ -9,8 +9,10 @@ from .conv_fused import conv_forward, conv_input_grad, conv_plain_input_grad, co
 from .norm_passes import apply, norm_dx
 from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
 from .resample import _gather, _spread, spread_add
+from .row_sums import RowSums
 
 __all__ = [
+    "RowSums",
     "apply",
     "attention_backward",
     "attention_forward",
@@ -27,7 +29,6 @@ __all__ = [
     "norm_table",
     "tensor_partials",
     "upsample",
-    "upsample_grad",
 ]
 
 
@@ -55,18 +56,14 @@ def avg_pool(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, H / 2, W / 2, C]
     return _gather(x, 0.25)
 
 
-def avg_pool_grad(dy: Tensor, add: Tensor | None = None) -> Tensor:
-    """Its input gradient for even sizes, plus `add` [N, H, W, C]."""
+def avg_pool_grad(dy: Tensor, add: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(its input gradient for even sizes, plus `add` [N, H, W, C]; rows [rows, C] whose sum is that
+    of it over samples and pixels)"""
     n, h, w, c = dy.shape
-    return spread_add(dy, (n, 2 * h, 2 * w, c), 0.25, add)[0]
+    return spread_add(dy, (n, 2 * h, 2 * w, c), 0.25, add, sums=True)
 
 
 def upsample(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, 2H, 2W, C]
     """Each pixel becomes a 2x2 block."""
     n, h, w, c = x.shape
     return _spread(x, (n, 2 * h, 2 * w, c), 1.0)
-
-
-def upsample_grad(dy: Tensor) -> Tensor:  # [N, 2H, 2W, C] -> [N, H, W, C]
-    """Its input gradient."""
-    return _gather(dy, 1.0)

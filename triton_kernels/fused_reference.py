@@ -114,6 +114,7 @@ def norm_grad_table(
     input_partials=None,
     emb_grad_out=None,
     bias_grad_out=None,
+    sums=None,
 ):
     """coeff of the norm's backward, and the gradients of its weight and bias. With the partials of
     its one input it also gives `emb_grad_out` [N, C], the sum of dx over pixels, which is the
@@ -140,8 +141,12 @@ def norm_grad_table(
     return torch.stack((p, q, r), dim=1)
 
 
-def norm_dx(dz, x1, x2, coeff, *, add1=None, add1_second=None, add2=None, sums=False):
-    """(dx1, dx2 or None, rows whose sum is that of dx1 over samples and pixels, or None)"""
+def norm_dx(
+    dz, x1, x2, coeff, *, add1=None, add1_second=None, add2=None, sums=None, upsample1=False
+):
+    """(dx1, dx2 or None, rows whose sum is that of dx1 over samples and pixels, or None). With
+    `upsample1` x1 is what was upsampled to make the first half, and dx1 its gradient."""
+    small, x1 = x1, upsample(x1) if upsample1 else x1
     x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
     p, q, r = coeff.unbind(1)
     dx = _rows(p) * dz + _rows(q) * x + _rows(r)
@@ -151,10 +156,23 @@ def norm_dx(dz, x1, x2, coeff, *, add1=None, add1_second=None, add2=None, sums=F
         dx2 = dx2 if add2 is None else dx2 + add2
     for more in (add1, add1_second):
         dx1 = dx1 if more is None else dx1 + more
-    return dx1, dx2, dx1.sum((1, 2)) if sums else None
+    if upsample1:
+        dx1 = reference.avg_pool2d(dx1) * 4
+        assert dx1.shape == small.shape
+    return dx1, dx2, None if sums is None else dx1.sum((1, 2))
 
 
-def bias_grad(rows, out, accumulate=False):
+class RowSums:
+    """Sums over rows that go into the flat gradient at `flush`; here they are added at once."""
+
+    def __init__(self, grad):
+        self.grad = grad
+
+    def flush(self):
+        """All that was asked for has been added."""
+
+
+def bias_grad(rows, out, accumulate=False, sums=None):
     """The sum of rows [rows, C], into or added to `out` [C]."""
     _put(out, rows.sum(0), accumulate)
 
@@ -183,16 +201,12 @@ def avg_pool(x):
 
 
 def avg_pool_grad(dy, add=None):
-    """Its input gradient for even sizes, plus `add`."""
+    """(its input gradient for even sizes, plus `add`; rows whose sum is its sum over pixels)"""
     dx = reference.upsample_nearest2d(dy) / 4
-    return dx if add is None else dx + add
+    dx = dx if add is None else dx + add
+    return dx, dx.sum((1, 2))
 
 
 def upsample(x):
     """Each pixel becomes a 2x2 block."""
     return reference.upsample_nearest2d(x)
-
-
-def upsample_grad(dy):
-    """Its input gradient."""
-    return reference.avg_pool2d(dy) * 4
