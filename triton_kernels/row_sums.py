@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .column_sum import sum_partials
-
 # The longest sum sets the time, so few columns a program: 32 bytes, a sector of memory
 _BLOCK_M = 256
 _BLOCK_C = 8
@@ -51,8 +49,8 @@ def _segment_sums_kernel(
 class RowSums:
     """What is to be added to `grad`, a flat float32 gradient, until `flush`.
 
-    The first pass adds up part by part and learns what there is; passes that take and add the same
-    in the same order need one launch. A CUDA graph may be captured after the first.
+    The first pass learns what there is and copies it together; passes that take and add the same in
+    the same order need one launch. A CUDA graph may be captured after the first.
     """
 
     def __init__(self, grad: Tensor) -> None:
@@ -94,8 +92,12 @@ class RowSums:
     def flush(self) -> None:
         """Add all that was asked for, and forget it."""
         key = tuple(self.segments)
-        table = None if self.scattered else self.tables.get(key)
-        if table is not None:
+        if key and (self.scattered or key not in self.tables):
+            assert not _capturing(self.grad), "run a pass before the capture of one like it"
+            self._plan(key)
+            self._gather()
+        if key:
+            table = self.tables[key]
             _segment_sums_kernel[(table.shape[0],)](
                 self.workspaces[-1],
                 self.grad,
@@ -104,13 +106,16 @@ class RowSums:
                 BLOCK_C=_BLOCK_C,
                 num_warps=_NUM_WARPS,
             )
-        else:
-            for rows, first, out in self.parts:
-                part = rows[:, first : first + out.numel()]
-                sum_partials(part.contiguous(), out.view(-1), accumulate=True)
-            if key and not _capturing(self.grad):
-                self._plan(key)
         self._forget()
+
+    def _gather(self) -> None:
+        """Bring rows that were handed out elsewhere into the workspace, so that the first pass adds
+        in the order of all others, and gives the same bits."""
+        for rows in self.kept:
+            start = self.starts[rows.data_ptr()]
+            place = self.workspaces[-1][start : start + rows.numel()]
+            if place.data_ptr() != rows.data_ptr():
+                place.copy_(rows.view(-1))
 
     def _plan(self, key: tuple) -> None:
         if self.workspaces[-1].numel() < self.used:
