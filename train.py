@@ -13,7 +13,7 @@ def main(config: DictConfig) -> float:
 
     with exit_codes():
         settings = plain(config)
-        return train(settings, choose_run_dir(settings["run_dir"], settings["dataset"]["name"]))
+        return train(settings, choose_run_dir(settings))
 
 
 if __name__ == "__main__":

@@ -36,12 +36,14 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return OmegaConf.to_container(config, resolve=True)
 
 
-def choose_run_dir(run_dir: str | None, name: str) -> Path:
-    """The folder of this run: as given or runs/NAME-TIME, and within it one a job of a sweep."""
-    hydra = HydraConfig.get()
-    if hydra.mode != RunMode.MULTIRUN:
-        return Path(run_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    return Path(run_dir or hydra.sweep.dir) / str(hydra.job.num)
+def choose_run_dir(settings: dict[str, Any]) -> Path:
+    """The folder of this run: as given or runs/DATASET-TIME, and within it one a job of a sweep."""
+    hydra, given = HydraConfig.get(), settings.get("run_dir")
+    sweep = hydra.mode == RunMode.MULTIRUN
+    if given is None:
+        name = (settings.get("dataset") or {}).get("name", "run")
+        given = hydra.sweep.dir if sweep else f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Path(str(given)) / (str(hydra.job.num) if sweep else "")
 
 
 @contextmanager
@@ -68,7 +70,8 @@ def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
     except ValueError as error:
         if "Config group override" not in str(error):  # Hydra's own, without a type of its own
             raise
-        _fail(f"{error}; groups are {', '.join(sorted(_groups()))}")
+        groups = ", ".join(sorted(_groups(config_name)))
+        _fail(f"null is no choice of a group of the configuration, which are {groups}")
     sys.exit(0)
 
 
@@ -76,7 +79,7 @@ def explain(error: Exception, config_name: str) -> str:
     """Hydra's message as one line that names the nearest valid key or choice."""
     chain = f"{error}\n{error.__cause__ or ''}"
     key = re.search(r"full_key: (\S+)|Could not override '([^']+)'|Key '([^']+)' is not", chain)
-    choice = re.search(r"Could not find '([^']+)/([^'/]+)'", chain)
+    choice = re.search(r"Could not find '([^']+)/([^'/]*)'", chain)
     if choice:
         group, value = choice.groups()
         return _unknown(f"{group}={value}", value, sorted(_choices(group)))
@@ -107,12 +110,15 @@ def _keys(config_name: str) -> Iterator[str]:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIGS), version_base=None):
         config = OmegaConf.to_container(compose(config_name), resolve=False)
-    yield from _groups()
+    yield from _groups(config_name)
     yield from _dotted(config, "")
 
 
-def _groups() -> Iterator[str]:
-    return (path.name for path in CONFIGS.iterdir() if any(path.glob("*.yaml")))
+def _groups(config_name: str) -> set[str]:
+    """The groups that a configuration chooses from."""
+    defaults = OmegaConf.load(CONFIGS / f"{config_name}.yaml").get("defaults", [])
+    named = {str(key) for entry in defaults if OmegaConf.is_dict(entry) for key in entry}
+    return {name for name in named if not name.startswith("override ")}
 
 
 def _dotted(tree: dict[str, Any], prefix: str) -> Iterator[str]:

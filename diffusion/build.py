@@ -1,9 +1,7 @@
-"""From plain dicts to objects: the constructors' signatures are the schema of the configuration."""
+"""From the groups `model` and `diffusion` of the configuration to objects."""
 
-import difflib
-import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -11,11 +9,10 @@ from .backend import Backend
 from .errors import ConfigError
 from .sampler import DDIM, DDPM, Sampler
 from .schedule import NoiseSchedule, make_schedule
+from .settings import construct
 from .solvers import DPMSolverPP2M, Heun
 from .unet import UNet
 from .unet1d import UNet1d
-
-T = TypeVar("T")
 
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {"unet": UNet}  # of images
 POLICY_MODELS: dict[str, Callable[..., torch.nn.Module]] = {"unet1d": UNet1d}  # of actions
@@ -26,22 +23,6 @@ SAMPLERS: dict[str, type[Sampler]] = {
     "heun": Heun,
     "dpmpp_2m": DPMSolverPP2M,
 }
-
-
-def construct(make: Callable[..., T], settings: dict[str, Any], group: str, **given: Any) -> T:
-    """`make(**settings, **given)`; an unknown key of `settings` is an error naming the nearest."""
-    valid = [name for name in inspect.signature(make).parameters if name not in given]
-    check_keys(settings, valid, group)
-    return make(**settings, **given)
-
-
-def check_keys(settings: dict[str, Any], valid: list[str], group: str) -> None:
-    """Raise ConfigError for the first key that is not valid."""
-    for key in settings:
-        if key not in valid:
-            near = difflib.get_close_matches(key, valid, n=1, cutoff=0.4)
-            hint = f"did you mean {group}.{near[0]}? " if near else ""
-            raise ConfigError(f"{group}.{key} is unknown; {hint}valid: {', '.join(sorted(valid))}")
 
 
 def build_model(
@@ -135,8 +116,6 @@ class Process:
         prediction: str = "epsilon",  # epsilon | sample | v_prediction
         variance: str = "fixed_small",  # fixed_small | fixed_large | learned_range
     ) -> None:
-        if isinstance(num_timesteps, bool) or not isinstance(num_timesteps, int):
-            raise ConfigError(f"diffusion.num_timesteps={num_timesteps} is not a whole number")
         for key, value, valid in (
             ("prediction", prediction, ("epsilon", "sample", "v_prediction")),
             ("variance", variance, ("fixed_small", "fixed_large", "learned_range")),

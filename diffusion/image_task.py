@@ -8,11 +8,12 @@ from torch import nn
 
 from .backend import Backend
 from .build import Process, build_model
-from .data import load_dataset
+from .data import expected_classes, expected_size, load_dataset
 from .draw import draw
 from .errors import ConfigError
 from .pictures import grid
 from .run_log import Preview
+from .settings import shown
 from .trainer import TrainSettings
 
 
@@ -22,13 +23,29 @@ class ImageTask:
     noun = "images"
 
     def __init__(self, dataset: dict[str, Any], model: dict[str, Any]) -> None:
-        dataset = dict(dataset)
-        self.flip = bool(dataset.pop("flip", False))
-        self.samples = load_dataset(**dataset)
+        options, self.flip = _options(dataset)
+        self.samples = load_dataset(**options)
         self.model_settings = model
         _, *self.image_shape = self.samples.images.shape  # H, W, C
         self.num_classes = model.get("num_classes")
         self.warnings = [f"not decodable and left out: {name}" for name in self.samples.skipped]
+
+    @staticmethod
+    def check(
+        dataset: dict[str, Any], model: dict[str, Any], process: Process, backend: Backend
+    ) -> None:
+        """The network without its memory, and the number of classes, before a picture is drawn or
+        decoded."""
+        options, _ = _options(dataset)
+        size = expected_size(**options)
+        if size is not None:
+            channels, meta = options.get("channels") or 3, torch.device("meta")
+            with meta:
+                build_model(model, backend, size, channels, process.learns_variance, meta)
+        if model.get("num_classes") is not None:
+            found = expected_classes(**options)
+            if found is not None:
+                _check_classes(model["num_classes"], found, options["name"])
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.image_shape))
@@ -75,14 +92,27 @@ class ImageTask:
         if self.num_classes is None:
             self.samples.labels = None
             return
-        if self.samples.labels is None:
-            raise ConfigError(
-                f"model.num_classes={self.num_classes}, but data set {self.samples.name} has no"
-                " labels; use model.num_classes=null or a folder with one sub-folder a class"
-            )
-        found = int(self.samples.labels.max()) + 1
-        if found > self.num_classes:
-            raise ConfigError(
-                f"model.num_classes={self.num_classes}, but data set {self.samples.name} has"
-                f" {found} classes"
-            )
+        labels = self.samples.labels
+        found = 0 if labels is None else int(labels.max()) + 1
+        _check_classes(self.num_classes, found, self.samples.name)
+
+
+def _options(dataset: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """(options of `load_dataset`, whether half of the images are to be mirrored)."""
+    options = dict(dataset)
+    flip = options.pop("flip", None)
+    if flip not in (None, False, True):
+        raise ConfigError(f"dataset.flip={shown(flip)} is wrong; expected true or false")
+    return options, bool(flip)
+
+
+def _check_classes(num_classes: int, found: int, name: str) -> None:
+    if found == 0:
+        raise ConfigError(
+            f"model.num_classes={num_classes}, but data set {name} has no labels; use"
+            " model.num_classes=null or a folder with one sub-folder a class"
+        )
+    if found > num_classes:
+        raise ConfigError(
+            f"model.num_classes={num_classes}, but data set {name} has {found} classes"
+        )

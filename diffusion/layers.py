@@ -190,7 +190,8 @@ class TimestepEmbedding(nn.Module):
         super().__init__()
         half = dim // 2
         self.odd = dim % 2
-        exponent = -math.log(max_period) * torch.arange(half, dtype=torch.float32) / half
+        index = torch.arange(half, dtype=torch.float32, device="cpu")  # meta's takes a second
+        exponent = -math.log(max_period) * index / half
         self.register_buffer("frequencies", torch.exp(exponent), persistent=False)
 
     def forward(self, t: Tensor) -> Tensor:

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from .backend import choose_backend
-from .build import Process, build_policy_model, construct
+from .build import Process, build_policy_model
 from .checkpoint import check_same_model, find_checkpoint, read_state, read_weights
 from .data.action_chunks import PolicySpec
 from .distributed import choose_device
 from .errors import ConfigError
 from .sampler import Sampler
+from .settings import construct
 
 
 class Policy:

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from .backend import Backend
-from .build import Process, build_policy_model, construct
+from .build import Process, build_policy_model
 from .data.trajectories import load_trajectories
 from .errors import ConfigError
 from .pictures import plot_chunks
 from .policy import Policy
 from .run_log import Preview
+from .settings import construct
 from .trainer import TrainSettings
 
 _PLOTTED = 4  # chunks in a picture
@@ -32,6 +33,17 @@ class PolicyTask:
         self.warnings: list[str] = []
         if len(self.data.held_out) == 0:
             self.warnings.append("dataset.held_out=0: there is nothing to measure the policy on")
+
+    @staticmethod
+    def check(
+        dataset: dict[str, Any], model: dict[str, Any], process: Process, backend: Backend
+    ) -> None:
+        """The rest waits for the dimensions of the rollouts, which are read in a moment."""
+        if process.learns_variance:
+            raise ConfigError(
+                f"diffusion.variance={process.variance} is for images; use fixed_small or"
+                " fixed_large with dataset=trajectories"
+            )
 
     def __str__(self) -> str:
         spec, data = self.spec, self.data
@@ -55,11 +67,6 @@ class PolicyTask:
                 raise ConfigError(f"the checkpoint is of another policy: {shown}")
 
     def build_model(self, process: Process, backend: Backend, device: torch.device) -> nn.Module:
-        if process.learns_variance:
-            raise ConfigError(
-                f"diffusion.variance={process.variance} is for images; use fixed_small or"
-                " fixed_large with dataset=trajectories"
-            )
         spec = self.spec
         model = build_policy_model(
             self.model_settings, backend, spec.action_dim, spec.condition_dim, device

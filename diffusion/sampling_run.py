@@ -11,34 +11,52 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .backend import choose_backend
-from .build import Process, build_model, check_keys, check_sampler, construct
+from .build import Process, build_model, check_sampler
 from .checkpoint import check_same_model, find_checkpoint, read_state, read_weights
 from .data.image_set import parse_size
 from .distributed import choose_device
 from .draw import draw
-from .errors import ConfigError
+from .errors import ConfigError, writing
 from .interchange import load_weights, stored_image_shape
 from .pictures import grid
+from .settings import construct
 
-_KEYS = (
-    "ckpt",
-    "n",
-    "sampler",
-    "steps",
-    "spacing",
-    "eta",
-    "clip",
-    "seed",
-    "label",
-    "guidance",
-    "ema",
-    "out",
-    "batch_size",
-)
-_FILE_KEYS = ("model", "diffusion", "size", "channels")  # for a weights file alone
-_MACHINE_KEYS = ("backend", "device", "precision")
 _GRID_OF = 100  # images at most in the grid that comes with a folder of images
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """The configuration; see configs/sample.yaml."""
+
+    ckpt: str
+    n: int = 16
+    sampler: str = "ddim"
+    steps: int | None = 50
+    spacing: str | None = None
+    eta: float = 0.0
+    clip: float | None = 1.0
+    seed: int = 0
+    label: Any = None  # name or number of a class
+    guidance: float = 1.0
+    ema: bool = True
+    out: str | None = None
+    batch_size: int = 64
+    model: dict[str, Any] | None = None  # this and the next three: for a weights file alone
+    diffusion: dict[str, Any] | None = None
+    size: int | tuple[int, int] | None = None
+    channels: int = 3
+    backend: str = "auto"
+    device: str = "auto"
+    precision: str | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("n", "batch_size"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key}={getattr(self, key)}; expected at least 1")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed}; expected a whole number from 0 to 2^63 - 1")
+        check_sampler(self.sampler)
 
 
 @dataclass(frozen=True)
@@ -54,29 +72,22 @@ class _Trained:
 
 def sample(config: dict[str, Any]) -> Path:
     """Draw as configured; returns the path of the picture, file or folder."""
-    check_keys(config, [*_KEYS, *_FILE_KEYS, *_MACHINE_KEYS], "config")
-    for key in ("n", "batch_size"):
-        if isinstance(config[key], bool) or not isinstance(config[key], int) or config[key] < 1:
-            raise ConfigError(f"{key}={config[key]}; expected a whole number, at least 1")
-    check_sampler(config["sampler"])
-    seed = config["seed"]
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise ConfigError(f"seed={seed}; expected a whole number from 0 to 2^63 - 1")
-    device = choose_device(config["device"])
-    trained = _load(config, device)
+    settings = construct(SampleSettings, config, "")
+    device = choose_device(settings.device)
+    trained = _load(settings, device)
     backend = trained.model.backend
     sampler = trained.process.sampler(
         backend,
         device,
-        sampler=config["sampler"],
-        steps=config["steps"],
-        spacing=config["spacing"],
-        eta=config["eta"],
-        clip=config["clip"],
+        sampler=settings.sampler,
+        steps=settings.steps,
+        spacing=settings.spacing,
+        eta=settings.eta,
+        clip=settings.clip,
     )
-    out = Path(config["out"] or trained.default_out)
+    out = Path(settings.out or trained.default_out)
     _check_out(out)
-    labels = _labels(config["label"], config["n"], trained, device)
+    labels = _labels(settings.label, settings.n, trained, device)
     with tqdm(unit="step", dynamic_ncols=True, disable=None) as bar:
 
         def report(done: int, total: int) -> None:
@@ -86,27 +97,28 @@ def sample(config: dict[str, Any]) -> Path:
         images = draw(
             trained.model,
             sampler,
-            config["n"],
+            settings.n,
             trained.image_shape,
-            seed=seed,
+            seed=settings.seed,
             labels=labels,
-            guidance=config["guidance"],
-            batch_size=config["batch_size"],
+            guidance=settings.guidance,
+            batch_size=settings.batch_size,
             progress=report,
         )
-    _save(images, out)
-    print(f"{config['n']} images of {config['ckpt']} in {out}")
+    with writing(out):
+        _save(images, out)
+    print(f"{settings.n} images of {settings.ckpt} in {out}")
     return out
 
 
-def _load(config: dict[str, Any], device: torch.device) -> _Trained:
-    path = Path(config["ckpt"])
+def _load(settings: SampleSettings, device: torch.device) -> _Trained:
+    path = Path(settings.ckpt)
     if path.is_file():
-        return _load_file(path, config, device)
+        return _load_file(path, settings, device)
     if not path.exists() and path.suffix in _SUFFIXES:
         raise ConfigError(f"weights file {path} does not exist")
     checkpoint = find_checkpoint(path)
-    if config.get("model") is not None or config.get("diffusion") is not None:
+    if settings.model is not None or settings.diffusion is not None:
         raise ConfigError(
             f"model= and diffusion= are for a weights file; {checkpoint} says its own"
         )
@@ -118,12 +130,12 @@ def _load(config: dict[str, Any], device: torch.device) -> _Trained:
         )
     process = construct(Process, trained_as["diffusion"], "diffusion")
     height, width, channels = state["image_shape"]
-    precision = config["precision"] or _precision(trained_as["train"]["precision"], device)
-    backend = choose_backend(config["backend"], precision, device, setting="precision")
+    precision = settings.precision or _precision(trained_as["train"]["precision"], device)
+    backend = choose_backend(settings.backend, precision, device, setting="precision")
     model = build_model(
         trained_as["model"], backend, (height, width), channels, process.learns_variance, device
     )
-    weights = read_weights(checkpoint, ema=config["ema"])
+    weights = read_weights(checkpoint, ema=settings.ema)
     check_same_model(str(checkpoint), weights, dict(model.named_parameters()))
     model.load_state_dict(weights)
     run_dir = checkpoint.parent.parent
@@ -133,39 +145,39 @@ def _load(config: dict[str, Any], device: torch.device) -> _Trained:
         process,
         (height, width, channels),
         None if class_names is None else tuple(class_names),
-        run_dir / "samples" / f"sample_{checkpoint.name}_{_how(config)}.png",
+        run_dir / "samples" / f"sample_{checkpoint.name}_{_how(settings)}.png",
     )
 
 
-def _load_file(path: Path, config: dict[str, Any], device: torch.device) -> _Trained:
-    if config.get("model") is None:
+def _load_file(path: Path, settings: SampleSettings, device: torch.device) -> _Trained:
+    if settings.model is None:
         raise ConfigError(
             f"ckpt={path} is a weights file and does not say its network: give model=NAME,"
             " for example model=unet_cu"
         )
-    process = construct(Process, config.get("diffusion") or {}, "diffusion")
+    process = construct(Process, settings.diffusion or {}, "diffusion")
     shape = stored_image_shape(path)
-    if config["size"] is not None:
-        size = parse_size(config["size"])
+    if settings.size is not None:
+        size = parse_size(settings.size)
         if shape is not None and size != shape[:2]:
             raise ConfigError(f"size={list(size)}, but {path} was trained at {list(shape[:2])}")
     elif shape is None:
         raise ConfigError(f"{path} does not say the size of its images: give size=SIDE or [H, W]")
-    height, width, channels = shape or (*size, config["channels"])
-    precision = config["precision"] or _precision("bf16", device)
-    backend = choose_backend(config["backend"], precision, device, setting="precision")
+    height, width, channels = shape or (*size, settings.channels)
+    precision = settings.precision or _precision("bf16", device)
+    backend = choose_backend(settings.backend, precision, device, setting="precision")
     model = build_model(
-        config["model"], backend, (height, width), channels, process.learns_variance, device
+        settings.model, backend, (height, width), channels, process.learns_variance, device
     )
     load_weights(path, model)
-    out = Path(f"{path.stem}_{_how(config)}.png")
+    out = Path(f"{path.stem}_{_how(settings)}.png")
     return _Trained(model, process, (height, width, channels), None, out)
 
 
-def _how(config: dict[str, Any]) -> str:
+def _how(settings: SampleSettings) -> str:
     """What names the pictures after the weights they are drawn with."""
-    guidance = "" if config["guidance"] == 1 else f"_guidance{config['guidance']}"
-    return f"{config['sampler']}{config['steps'] or ''}{guidance}_{config['seed']}"
+    guidance = "" if settings.guidance == 1 else f"_guidance{settings.guidance}"
+    return f"{settings.sampler}{settings.steps or ''}{guidance}_{settings.seed}"
 
 
 def _precision(trained: str, device: torch.device) -> str:

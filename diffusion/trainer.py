@@ -4,6 +4,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class TrainSettings:
     save_every: int = 5000
     keep: int = 3  # checkpoints
     cuda_graph: bool = True  # capture the step on a GPU
-    resume: str = "auto"  # auto | none | PATH
+    resume: str | None = "auto"  # auto | none | PATH
     sample_count: int = 36
     sample_steps: int = 50
     tensorboard: bool = True
@@ -47,10 +48,7 @@ class TrainSettings:
         positive = ("steps", "batch_size", "accumulate", "log_every", "keep", "sample_steps")
         for name in (*positive, "sample_count", "sample_every", "save_every", "seed"):
             value, low = getattr(self, name), 1 if name in positive else 0
-            if isinstance(value, float) and value.is_integer():  # 1e4 is a fine number of steps
-                value = int(value)
-                object.__setattr__(self, name, value)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            if value < low:
                 raise ConfigError(f"train.{name}={value}; expected a whole number, at least {low}")
         if self.seed >= 2**63:
             raise ConfigError(f"train.seed={self.seed} is too large; expected less than 2^63")
@@ -100,7 +98,8 @@ class Trainer:
         finally:
             bar.close()
             if run_log is not None:
-                run_log.curve()
+                with suppress(OSError):  # a full disk is reported by what cannot do without
+                    run_log.curve()
                 run_log.close()
 
     def _loop(self, start: int, run_log: RunLog | None, bar: tqdm, received: list[int]) -> float:

@@ -1,6 +1,7 @@
 """A training run from a plain dict: check, build, train."""
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,11 +12,11 @@ from torch import nn
 from tqdm import tqdm
 
 from .backend import Backend, choose_backend
-from .build import Process, check_keys, construct
+from .build import Process
 from .checkpoint import find_checkpoint, latest_checkpoint, load_into, read_state
 from .data.batches import Batches, Samples
 from .distributed import Processes, choose_device
-from .errors import ConfigError
+from .errors import ConfigError, writing
 from .flat import FlatParameters
 from .fused_unet import TOGETHER, training_network
 from .image_task import ImageTask
@@ -23,6 +24,7 @@ from .objective import Objective
 from .optimizer import Optimizer, OptimizerSettings
 from .policy_task import PolicyTask
 from .run_log import Preview, attach_log_file
+from .settings import check_keys, construct
 from .train_step import TrainStep
 from .trainer import Trainer, TrainSettings
 
@@ -39,6 +41,13 @@ class Task(Protocol):
     samples: Samples
     flip: bool  # mirror half of the samples
     warnings: list[str]
+
+    @staticmethod
+    def check(
+        dataset: dict[str, Any], model: dict[str, Any], process: Process, backend: Backend
+    ) -> None:
+        """Raise ConfigError for what is wrong with the settings, as far as that shows before the
+        data are there: loading them can take minutes."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to say about the data."""
@@ -60,12 +69,18 @@ _TASKS: dict[str, type[Task]] = {"trajectories": PolicyTask}  # all others are i
 
 def train(config: dict[str, Any], run_dir: Path) -> float:
     """Run the configuration in `run_dir` and return the final loss (for sweepers)."""
-    check_keys(config, list(_GROUPS), "config")
+    check_keys(config, list(_GROUPS), "")
+    for key in _GROUPS:
+        if key not in config:
+            raise ConfigError(f"{key} is missing from the configuration")
     settings = construct(TrainSettings, config["train"], "train")
     optim = construct(OptimizerSettings, config["optim"], "optim")
     process = construct(Process, config["diffusion"], "diffusion")
     device = choose_device(config["device"])
     backend = choose_backend(config["backend"], settings.precision, device)
+    make_task = _TASKS.get(config["dataset"]["name"], ImageTask)
+    make_task.check(config["dataset"], config["model"], process, backend)
+    _check_run_dir(run_dir)
     processes = Processes(device)
     first, share = processes.share_of(settings.batch_size)
     if share % settings.accumulate:
@@ -76,7 +91,6 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
     resume_from = _resume_point(settings.resume, run_dir)
     start = _check_resumed(resume_from, config, settings.steps)
 
-    make_task = _TASKS.get(config["dataset"]["name"], ImageTask)
     task: Task = make_task(config["dataset"], config["model"])
     torch.manual_seed(settings.seed)  # the initial parameters; all other noise is counted
     model = task.build_model(process, backend, device)
@@ -118,9 +132,10 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
     size = len(task.samples)
     handler = None
     if processes.is_first:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-        handler = attach_log_file(run_dir / "train.log")
+        with writing(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+            handler = attach_log_file(run_dir / "train.log")
         tqdm.write(
             f"{run_dir}: {task};"
             f" {sum(p.numel() for p in model.parameters()):,} parameters;"
@@ -137,7 +152,7 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
         for warning in task.warnings:
             log.warning("%s", warning)
     try:
-        return Trainer(
+        trainer = Trainer(
             step,
             None if show is None else preview,
             settings,
@@ -147,12 +162,22 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
             processes,
             dataset_size=size,
             noun=task.noun,
-        ).run(start)
+        )
+        with writing(run_dir):
+            return trainer.run(start)
     finally:
         processes.close()
         if handler is not None:
             logging.getLogger("diffusion").removeHandler(handler)
             handler.close()
+
+
+def _check_run_dir(run_dir: Path) -> None:
+    nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"run_dir={run_dir}: {nearest} is a file; give a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"run_dir={run_dir}: {nearest} cannot be written to")
 
 
 def _resume_point(resume: str | None, run_dir: Path) -> Path | None:

@@ -412,6 +412,8 @@ class UNet(Layer):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value} has to be a whole number of at least 1")
+        if self.max_period <= 0:
+            raise ConfigError(f"max_period={self.max_period} has to be positive")
         for value in heads:
             if value < 1 and value != -1:
                 raise ConfigError(f"{value} heads or channels a head; expected at least 1, or -1")

@@ -10,10 +10,11 @@ from hydra.core.global_hydra import GlobalHydra
 
 from configs.entry import CONFIGS, plain
 from diffusion.backend import TORCH_FP32
-from diffusion.build import Process, build_model, build_policy_model, check_keys, construct
+from diffusion.build import Process, build_model, build_policy_model
 from diffusion.data.trajectories import load_trajectories
 from diffusion.errors import ConfigError
 from diffusion.optimizer import OptimizerSettings
+from diffusion.settings import check_keys, construct
 from diffusion.trainer import TrainSettings
 
 
@@ -74,9 +75,7 @@ def test_policies_compose_and_build(model, diffusion):
 
 
 def test_models_know_their_data():
-    with pytest.raises(
-        ConfigError, match="unet is not for trajectories; choose one of unet1d"
-    ):
+    with pytest.raises(ConfigError, match="unet is not for trajectories; choose one of unet1d"):
         build(composed("dataset=trajectories"))
     with pytest.raises(ConfigError, match="unet1d is not for images; choose one of unet"):
         build(composed("model=unet1d"))

@@ -6,7 +6,6 @@ small whatever the folder holds: an image is written as soon as it is decoded.
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import hydra
 from omegaconf import DictConfig
@@ -17,22 +16,31 @@ from configs.entry import exit_codes, plain, run_entry
 from diffusion.data.image_set import parse_size
 from diffusion.data.images import decode_all, list_images
 from diffusion.data.packed import check_output, load_packed, packed_writer, write_packed
+from diffusion.settings import construct
 
 
-def prepare(config: dict[str, Any]) -> None:
-    """Write `out` from `src`; the settings are those of configs/prepare.yaml."""
-    src, out = Path(config["src"]).expanduser(), Path(config["out"]).expanduser()
-    size, channels = config["size"], config["channels"]
-    check_output(out, config["overwrite"])
+def prepare(
+    src: str,
+    out: str,
+    size: int | tuple[int, int] | None = None,
+    channels: int | None = None,
+    classes: bool = True,
+    background: str = "white",
+    overwrite: bool = False,
+) -> None:
+    """Write `out` from `src`; see configs/prepare.yaml."""
+    src, out = Path(src).expanduser(), Path(out).expanduser()
+    check_output(out, overwrite)
     skipped: list[str] = []
     if src.suffix in (".packed", ".bin"):
         data = load_packed(src, size, channels)
         write_packed(out, data)
         count, labelled = len(data), data.labels is not None
     else:
-        size, channels = parse_size(size or 64), channels or 3
-        files = list_images(src, config["classes"])
-        labelled, background = files.labels is not None, config["background"]
+        size = parse_size(64 if size is None else size)
+        channels = 3 if channels is None else channels
+        files = list_images(src, classes)
+        labelled = files.labels is not None
         with packed_writer(out, size, channels, files.class_names) as writer:
             for image, label in decode_all(files, size, channels, background, skipped, show=True):
                 writer.append(image, label)
@@ -45,7 +53,7 @@ def prepare(config: dict[str, Any]) -> None:
 def main(config: DictConfig) -> None:
     """Hydra's side of the door."""
     with exit_codes():
-        prepare(plain(config))
+        construct(prepare, plain(config), "")
 
 
 if __name__ == "__main__":

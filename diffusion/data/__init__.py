@@ -5,14 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ConfigError
-from .elephants import elephants
+from ..settings import typed
+from .elephants import TRUNKS, elephants
 from .hub import cifar10, fashion_mnist, mnist
-from .image_set import ImageSet, nearest, with_channels
-from .images import load_folder
+from .image_set import ImageSet, nearest, parse_size, with_channels
+from .images import list_images, load_folder
 from .order import sample_index
 from .packed import load_packed
 
-__all__ = ["ImageSet", "load_dataset", "sample_index"]
+__all__ = ["ImageSet", "expected_classes", "expected_size", "load_dataset", "sample_index"]
 
 _LOADERS: dict[str, Callable[..., ImageSet]] = {
     "elephants": elephants,
@@ -31,6 +32,36 @@ def load_dataset(name: str, **options: Any) -> ImageSet:
     into each other where the loader does not do it). ConfigError names an unknown set or option and
     the nearest valid one.
     """
+    loader, given, channels = _checked(name, options)
+    data = loader(**given)
+    if channels is not None:
+        data.images = with_channels(data.images, channels)
+    return data
+
+
+def expected_size(name: str, **options: Any) -> tuple[int, int] | None:
+    """(H, W) that `load_dataset` will give, if that needs no data: a model can be held against it
+    before a picture is drawn or decoded. Raises ConfigError for the same options."""
+    loader, given, _ = _checked(name, options)
+    size = given.get("size", inspect.signature(loader).parameters["size"].default)
+    return None if size is None else parse_size(size)
+
+
+def expected_classes(name: str, **options: Any) -> int | None:
+    """The number of classes, 0 without labels, if no picture has to be drawn or decoded to know."""
+    _, given, _ = _checked(name, options)
+    if name == "elephants":
+        return len(TRUNKS)
+    if name != "folder" or "path" not in given:
+        return None
+    labels = list_images(given["path"], given.get("classes", True)).labels
+    return 0 if labels is None else max(labels) + 1
+
+
+def _checked(
+    name: str, options: dict[str, Any]
+) -> tuple[Callable[..., ImageSet], dict[str, Any], int | None]:
+    """The loader, its options, and the channels to convert to behind it."""
     if name not in _LOADERS:
         raise ConfigError(f"dataset={name} is unknown; {nearest(str(name), tuple(_LOADERS))}")
     loader = _LOADERS[name]
@@ -40,8 +71,8 @@ def load_dataset(name: str, **options: Any) -> ImageSet:
     for key in given:
         if key not in valid:
             raise ConfigError(f"dataset.{key} is no option of {name}; {nearest(key, valid)}")
+    given = typed(loader, given, "dataset")
     channels = None if "channels" in known else given.pop("channels", None)
-    data = loader(**given)
-    if channels is not None:
-        data.images = with_channels(data.images, channels)
-    return data
+    if channels not in (None, 1, 3):
+        raise ConfigError(f"dataset.channels={channels} is wrong for {name}; choose 1 or 3")
+    return loader, given, channels

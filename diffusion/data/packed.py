@@ -26,7 +26,7 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, writing
 from .image_set import ImageSet, parse_size
 
 MAGIC, VERSION, DATA_OFFSET = b"TDPACKED", 1, 4096
@@ -103,13 +103,11 @@ def packed_writer(
 ) -> Iterator[_Writer]:
     """A writer whose file appears under `path` when the block ends without an error."""
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(partial, "wb")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
     try:
-        with file:
+        with writing(path), file:
             writer = _WRITERS[path.suffix](file, size, channels)
             yield writer
             writer.finish(class_names)

@@ -1,0 +1,105 @@
+"""From plain dicts to arguments: a constructor's signature is the schema of its settings."""
+
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from .errors import ConfigError
+
+T = TypeVar("T")
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_KINDS |= {NoneType: "null"}
+_PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}  # of what lists hold
+
+
+def construct(make: Callable[..., T], settings: dict[str, Any], group: str, **given: Any) -> T:
+    """`make(**settings, **given)`. ConfigError names an unknown key of `settings` and the nearest
+    valid one, or a value that is not of the annotated type. `group` is where the settings stand in
+    the configuration, "" at its top."""
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{group}={shown(settings)} is wrong; it is a group of settings")
+    valid = [name for name in inspect.signature(make).parameters if name not in given]
+    check_keys(settings, valid, group)
+    return make(**typed(make, settings, group), **given)
+
+
+def check_keys(settings: dict[str, Any], valid: list[str], group: str) -> None:
+    """Raise ConfigError for the first key that is not valid."""
+    for key in settings:
+        if key not in valid:
+            near = difflib.get_close_matches(key, valid, n=1, cutoff=0.4)
+            hint = f"did you mean {_dotted(group, near[0])}? " if near else ""
+            raise ConfigError(
+                f"{_dotted(group, key)} is unknown; {hint}valid: {', '.join(sorted(valid))}"
+            )
+
+
+def typed(make: Callable[..., Any], settings: dict[str, Any], group: str) -> dict[str, Any]:
+    """`settings` as the annotations of `make` want them: 1e4 is a whole number, 2024 may be the
+    name of a folder. ConfigError names the first value that is of another type."""
+    hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
+    values = {}
+    for key, value in settings.items():
+        hint = hints.get(key, Any)
+        try:
+            values[key] = _as(value, hint)
+        except TypeError:
+            raise ConfigError(
+                f"{_dotted(group, key)}={shown(value)} is wrong; expected {_kind(hint)}"
+            ) from None
+    return values
+
+
+def shown(value: Any) -> str:
+    """A value as it is written in a configuration."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def _dotted(group: str, key: str) -> str:
+    return f"{group}.{key}" if group else key
+
+
+def _as(value: Any, hint: Any) -> Any:
+    """The value as the hint wants it; TypeError if it is something else. Hints that are not of the
+    configuration's few types are not looked at."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        for option in arguments:
+            try:
+                return _as(value, option)
+            except TypeError:
+                continue
+        raise TypeError
+    if origin in (Sequence, list, tuple):
+        fixed = origin is tuple and Ellipsis not in arguments
+        if not isinstance(value, list | tuple) or fixed and len(value) != len(arguments):
+            raise TypeError
+        return [_as(item, arguments[0]) for item in value]
+    if hint not in _KINDS:
+        return value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if hint is str and (isinstance(value, os.PathLike) or is_number):
+        return str(value)
+    if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    if hint is float and is_number:
+        return value
+    raise TypeError
+
+
+def _kind(hint: Any) -> str:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(_kind(option) for option in arguments)
+    if origin in (Sequence, list, tuple):
+        count = f"{len(arguments)} " if origin is tuple and Ellipsis not in arguments else ""
+        return f"a list of {count}{_PLURALS[arguments[0]]}"
+    return _KINDS[hint]
