@@ -1,0 +1,100 @@
+"""Two processes under torchrun train as one does: same batches, same noise, one set of files."""
+
+import csv
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from diffusion.data.batches import Batches
+from diffusion.data.elephants import elephants
+from diffusion.distributed import Processes
+from diffusion.errors import ConfigError
+
+from .run import ROOT, TINY, environment, run
+
+# everything that is keyed by the position in the global batch: noise, timesteps, flips, dropped
+# labels, dropout; and 11 images, so that epochs end within batches
+SETTINGS = (
+    *TINY,
+    *("dataset.count=11", "model.dropout=0.1", "model.num_classes=3", "model.label_dropout=0.3"),
+    *("train.steps=3", "train.batch_size=8", "train.accumulate=2", "train.save_every=2"),
+)
+
+
+def run_together(*arguments: str) -> subprocess.CompletedProcess:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, str(ROOT / "train.py"), *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folders of a run of one process and of a run of two."""
+    folder = tmp_path_factory.mktemp("runs")
+    code, _, err = run("train.py", *SETTINGS, f"run_dir={folder}/one")
+    assert code == 0, err
+    done = run_together(*SETTINGS, f"run_dir={folder}/two")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 processes") == 1 and done.stdout.count("step 3/3") == 1
+    return folder / "one", folder / "two"
+
+
+def rows(run_dir):
+    with open(run_dir / "metrics.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_parameters_are_the_same(runs):
+    """Up to the order in which float32 gradients are summed; Adam's moments are compared too."""
+    for name in ("model", "ema", "optimizer"):
+        one, two = (
+            load_file(run_dir / "checkpoints" / "step_00000003" / f"{name}.safetensors")
+            for run_dir in runs
+        )
+        assert one.keys() == two.keys()
+        for key in one:
+            torch.testing.assert_close(
+                two[key], one[key], rtol=1e-5, atol=1e-5, msg=f"{name} {key}"
+            )
+
+
+def test_the_losses_are_the_same(runs):
+    one, two = (rows(run_dir) for run_dir in runs)
+    assert [row["step"] for row in two] == ["1", "2", "3"]
+    assert [row["images"] for row in two] == [row["images"] for row in one]
+    for name in ("loss", "grad_norm"):
+        a, b = (torch.tensor([float(row[name]) for row in table]) for table in (one, two))
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+
+
+def test_only_the_first_process_writes(runs):
+    one, two = (sorted(str(p.relative_to(d)) for p in d.rglob("*")) for d in runs)
+    assert two == one
+    assert sum(name.endswith("metrics.csv") for name in two) == 1
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_shares_are_the_batch(count):
+    data, device = elephants(count=11, size=8), torch.device("cpu")
+    whole = Batches(data, 8, seed=3, device=device)
+    share = 8 // count
+    parts = [Batches(data, 8, 3, device, first, share) for first in range(0, 8, share)]
+    for step in range(4):
+        for batches in (whole, *parts):
+            batches.load(step)
+        _, index, labels = whole.part(0, 8)
+        split = [batches.part(0, share) for batches in parts]
+        assert torch.equal(torch.cat([part[1] for part in split]), index)
+        assert torch.equal(torch.cat([part[2] for part in split]), labels)
+
+
+def test_a_batch_that_does_not_divide_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="train.batch_size=7 does not divide among 2 processes"):
+        Processes(torch.device("cpu")).share_of(7)
