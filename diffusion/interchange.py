@@ -113,7 +113,10 @@ def stored_image_shape(path: str | Path) -> tuple[int, int, int] | None:
     .bin does. Raises ConfigError if it cannot be read."""
     path = Path(path)
     start = _first_bytes(path)
-    if int.from_bytes(start[:4], "little") != _UNET_CU_WEIGHTS:
+    magic = int.from_bytes(start[:4], "little")
+    if magic == _UNET_CU_DATA:
+        raise ConfigError(f"{path} is a unet.cu data set (magic {magic}), not weights")
+    if magic != _UNET_CU_WEIGHTS:
         return None
     if path.stat().st_size < _HEADER_BYTES:
         raise ConfigError(f"{path} is truncated: its header alone is {_HEADER_BYTES} bytes")

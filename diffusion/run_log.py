@@ -1,7 +1,9 @@
 """What a run writes down while it goes: metrics.csv, scores.csv, TensorBoard events, pictures."""
 
 import csv
+import io
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +37,17 @@ class Preview:
     def __str__(self) -> str:
         """The scores, if there are any, as the begin of a message."""
         return "".join(f"{name} {value:.4g}, " for name, value in self.scores.items())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, or leave the one that is there as it is: on a full disk neither is lost."""
+    partial = path.with_name(f".writing_{path.name}")
+    try:
+        with open(partial, "w", newline="") as file:
+            file.write(text)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def attach_log_file(path: Path) -> logging.Handler:
@@ -107,11 +120,13 @@ class _Table:
         if path.exists():
             with open(path) as file:
                 kept = [row for row in csv.DictReader(file) if int(row["step"]) <= step]
-        self._file = open(path, "w", newline="")  # noqa: SIM115 (closed in close)
+        text = io.StringIO(newline="")
+        table = csv.DictWriter(text, fields)
+        table.writeheader()
+        table.writerows(kept)
+        write_whole(path, text.getvalue())
+        self._file = open(path, "a", newline="")  # noqa: SIM115 (closed in close)
         self._csv = csv.DictWriter(self._file, fields)
-        self._csv.writeheader()
-        self._csv.writerows(kept)
-        self._file.flush()
 
     def append(self, values: dict[str, Any]) -> None:
         self._csv.writerow(

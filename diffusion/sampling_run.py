@@ -1,5 +1,6 @@
 """A sampling run from a plain dict: find the weights, rebuild the network, draw, save."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,8 @@ def _load(settings: SampleSettings, device: torch.device) -> _Trained:
             " diffusion.policy.load_policy"
         )
     process = construct(Process, trained_as["diffusion"], "diffusion")
+    if "image_shape" not in state:
+        raise ConfigError(f"{checkpoint / 'state.json'} does not say image_shape: it is damaged")
     height, width, channels = state["image_shape"]
     precision = settings.precision or _precision(trained_as["train"]["precision"], device)
     backend = choose_backend(settings.backend, precision, device, setting="precision")
@@ -212,10 +215,13 @@ def _check_out(out: Path) -> None:
 def _save(images: np.ndarray, out: Path) -> None:
     """uint8 [N, H, W, C] as a grid, as guided-diffusion's .npz, or one PNG an image and a grid."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix == ".png":
-        grid(images).save(out)
-    elif out.suffix == ".npz":
-        np.savez(out, arr_0=images)
+    if out.suffix:
+        partial = out.with_name(f".writing_{out.name}")  # on a full disk, what is there stays
+        try:
+            grid(images).save(partial) if out.suffix == ".png" else np.savez(partial, arr_0=images)
+            os.replace(partial, out)
+        finally:
+            partial.unlink(missing_ok=True)
     else:
         out.mkdir(exist_ok=True)
         for i, image in enumerate(images):

@@ -23,8 +23,8 @@ from .image_task import ImageTask
 from .objective import Objective
 from .optimizer import Optimizer, OptimizerSettings
 from .policy_task import PolicyTask
-from .run_log import Preview, attach_log_file
-from .settings import check_keys, construct
+from .run_log import Preview, attach_log_file, write_whole
+from .settings import check_keys, construct, shown
 from .train_step import TrainStep
 from .trainer import Trainer, TrainSettings
 
@@ -134,7 +134,7 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
     if processes.is_first:
         with writing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+            write_whole(run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
             handler = attach_log_file(run_dir / "train.log")
         tqdm.write(
             f"{run_dir}: {task};"
@@ -203,7 +203,8 @@ def _check_resumed(checkpoint: Path | None, config: dict[str, Any], steps: int) 
             then, now = stored.get(group, {}).get(key), config[group].get(key)
             if then != now:
                 raise ConfigError(
-                    f"{checkpoint} is of another model: {group}.{key} is {then} there, {now} here"
+                    f"{checkpoint} is of another model: {group}.{key} is {shown(then)} there,"
+                    f" {shown(now)} here"
                 )
     if state["step"] >= steps:
         raise ConfigError(

@@ -1,0 +1,130 @@
+"""Sampling from weights files and damaged checkpoints; what is refused."""
+
+import errno
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from configs.entry import CONFIGS
+from diffusion import sampling_run
+from diffusion.backend import TORCH_FP32
+from diffusion.build import build_model
+from diffusion.checkpoint import save_checkpoint
+from diffusion.data import ImageSet
+from diffusion.data.packed import write_packed
+from diffusion.errors import ConfigError
+from diffusion.flat import FlatParameters
+from diffusion.interchange import save_unet_cu
+from diffusion.sampling_run import sample
+
+from .golden_unet import OPTIONS
+
+MODEL = yaml.safe_load((CONFIGS / "model" / "unet_cu.yaml").read_text())
+MODEL |= {"model_channels": 32, "channel_mult": [1, 2], "num_res_blocks": 1}
+MODEL |= {"attention_resolutions": [2]}
+
+
+def network(**options) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return build_model(MODEL | options, TORCH_FP32, (8, 12), 3, False, torch.device("cpu"))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Of a model with three classes."""
+    state = {"step": 1, "image_shape": [8, 12, 3], "class_names": ["down", "curled", "raised"]}
+    model = MODEL | {"num_classes": 3}
+    config = {"model": model, "diffusion": {}, "train": {"precision": "fp32"}}
+    flat = FlatParameters(network(num_classes=3))
+    return save_checkpoint(tmp_path / "run" / "checkpoints", flat, state, config, keep=1)
+
+
+def draw(ckpt, **options) -> np.ndarray:
+    out = ckpt.with_suffix(".npz")
+    settings = {"ckpt": str(ckpt), "n": 2, "steps": 2, "out": str(out), "device": "cpu"}
+    sample(settings | options)
+    return np.load(out)["arr_0"]
+
+
+def test_from_a_bin_of_unet_cu(tmp_path):
+    """It says the size of its images, the configuration the rest."""
+    path = tmp_path / "weights.bin"
+    save_unet_cu(path, network())
+    assert draw(path, model=MODEL).shape == (2, 8, 12, 3)
+    with pytest.raises(ConfigError, match=r"size=\[16, 16\], but .* was trained at \[8, 12\]"):
+        draw(path, model=MODEL, size=16)
+    with pytest.raises(ConfigError, match="does not say its network"):
+        draw(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="weights.bin"):
+        draw(path, model=MODEL)
+
+
+def test_from_the_recorded_bin(golden, tmp_path):
+    options = {key: value for key, value in OPTIONS["unet_cu_small"].items() if key in MODEL}
+    out = tmp_path / "a.npz"
+    settings = {"ckpt": str(golden / "unet_cu_small.bin"), "n": 1, "steps": 1, "out": str(out)}
+    sample(settings | {"model": MODEL | options, "device": "cpu"})
+    assert np.load(out)["arr_0"].shape == (1, 16, 16, 3)
+
+
+def test_a_data_set_is_no_weights_file(tmp_path):
+    path = tmp_path / "data.bin"
+    write_packed(path, ImageSet(torch.zeros(2, 8, 12, 3, dtype=torch.uint8)))
+    with pytest.raises(ConfigError, match="is a unet.cu data set .* not weights"):
+        draw(path, model=MODEL)
+
+
+def test_a_class_by_name_or_number(checkpoint):
+    assert np.array_equal(draw(checkpoint, label="curled"), draw(checkpoint, label=1))
+    for label in ("curld", 3, -1):
+        words = f"label={label} is unknown; the model has 3 classes: down, curled, raised"
+        with pytest.raises(ConfigError, match=words):
+            draw(checkpoint, label=label)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"n": 0}, "n=0"),
+        ({"n": "x"}, "n=x is wrong; expected a whole number"),
+        ({"ema": "maybe"}, "ema=maybe is wrong; expected true or false"),
+        ({"seed": -1}, "seed=-1"),
+        ({"sampler": "dpm"}, "sampler=dpm is unknown; choose one of ddpm, ddim"),
+        ({"steps": 2000}, "steps=2000"),
+        ({"eta": 5}, "eta=5"),
+        ({"out": "a.jpg"}, "a.jpg"),
+        ({"guidance": 3}, "guidance=3"),
+        ({"model": MODEL}, "says its own"),
+        ({"lable": 1}, "lable is unknown; did you mean label?"),
+    ],
+)
+def test_wrong_settings(checkpoint, options, words):
+    with pytest.raises(ConfigError) as caught:
+        draw(checkpoint, **options)
+    assert words in str(caught.value)
+
+
+def test_a_truncated_checkpoint(checkpoint):
+    file = checkpoint / "ema.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ConfigError, match="ema.safetensors cannot be read, it may be truncated"):
+        draw(checkpoint)
+    (checkpoint / "state.json").write_text('{"format": 1, "step": 1}')
+    with pytest.raises(ConfigError, match="state.json does not say image_shape"):
+        draw(checkpoint)
+
+
+def test_a_full_disk_keeps_the_older_picture(checkpoint, monkeypatch):
+    draw(checkpoint)
+    before = checkpoint.with_suffix(".npz").read_bytes()
+
+    def full(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sampling_run.np, "savez", full)
+    with pytest.raises(ConfigError, match="npz cannot be written: No space left on device"):
+        draw(checkpoint, seed=1)
+    assert checkpoint.with_suffix(".npz").read_bytes() == before

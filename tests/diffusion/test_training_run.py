@@ -1,0 +1,158 @@
+"""What a run refuses, when it refuses it, and what is left of it then."""
+
+import errno
+import io
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from diffusion import image_task, run_log
+from diffusion.checkpoint import latest_checkpoint
+from diffusion.errors import ConfigError
+from diffusion.sampling_run import sample
+from diffusion.training_run import train
+
+from ..end_to_end.run import TINY
+from ..test_configs import composed
+
+NO_DATASET = tuple(o for o in TINY if not o.startswith(("dataset.", "experiment")))
+NO_DATASET += ("model.num_groups=8", "train.precision=fp32")
+
+
+def run(run_dir, *overrides):
+    """One step, in this process."""
+    train(composed("train.steps=1", *overrides), run_dir)
+    return latest_checkpoint(run_dir / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.num_groups=24", "num_groups=24 does not divide"),
+        ("model.num_head_channels=24", "num_head_channels=24 does not divide"),
+        ("model.num_classes=2", "has 3 classes"),
+        ("model.channel_mult=[1,b]", "expected a list of numbers"),
+        ("model.max_period=0", "max_period=0"),
+        ("dataset.size=9", "multiples of 2"),
+        ("dataset.size=[8,9]", "multiples of 2"),
+        ("dataset.channels=2", "choose 1 or 3"),
+        ("dataset.count=many", "dataset.count=many is wrong; expected a whole number"),
+        ("dataset.flip=maybe", "dataset.flip=maybe is wrong; expected true or false"),
+        ("optim.betas=0.9", "expected a list of 2 numbers"),
+        ("train=5", "it is a group of settings"),
+        ("~train", "train is missing"),
+        ("train.batch_size=6", None),  # is fine: shows that the test would notice
+    ],
+)
+def test_settings_are_checked_before_a_picture_is_drawn(tmp_path, monkeypatch, override, words):
+    class DataWanted(Exception):
+        pass
+
+    def load(**_options):
+        raise DataWanted
+
+    monkeypatch.setattr(image_task, "load_dataset", load)
+    if words is None:
+        with pytest.raises(DataWanted):
+            run(tmp_path / "run", *TINY, override)
+    else:
+        with pytest.raises(ConfigError) as caught:
+            run(tmp_path / "run", *TINY, override)
+        assert words in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_class_folders_are_counted_before_an_image_is_decoded(tmp_path, monkeypatch):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.png").write_bytes(b"not decoded")
+    options = (*NO_DATASET, "dataset=folder", f"dataset.path={tmp_path}", "model.num_classes=2")
+    with pytest.raises(ConfigError, match="model.num_classes=2, but data set folder has 3 classes"):
+        run(tmp_path / "run", *options)
+    with pytest.raises(ConfigError, match="has no labels"):
+        run(tmp_path / "run", *options, "dataset.classes=false")
+
+
+def test_run_dir_is_no_folder(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    for run_dir in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ConfigError, match="file is a file; give a folder"):
+            run(run_dir, *TINY)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("mode", "channels"), [("RGBA", 3), ("RGBA", 4), ("P", 3), ("L", 1), ("LA", 3)]
+)
+def test_folder_of_any_mode(tmp_path, mode, channels):
+    """Trained on and sampled from, not square."""
+    (tmp_path / "images").mkdir()
+    generator = np.random.default_rng(0)
+    for i in range(5):
+        image = Image.fromarray(generator.integers(0, 256, (11, 13, 4), dtype=np.uint8))
+        image.convert("RGB" if mode == "P" else mode).convert(mode).save(
+            tmp_path / "images" / f"{i}.png"
+        )
+    options = ("dataset=folder", f"dataset.path={tmp_path}/images", "dataset.size=[8,12]")
+    checkpoint = run(tmp_path / "run", *NO_DATASET, *options, f"dataset.channels={channels}")
+    out = sample({"ckpt": str(checkpoint), "n": 2, "steps": 1, "out": str(tmp_path / "a.npz")})
+    assert np.load(out)["arr_0"].shape == (2, 8, 12, channels)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "channels"),
+    [("mnist", 10, 1), ("fashion_mnist", 10, 1), ("cifar10", 10, 3)],
+)
+def test_real_sets_by_class(tmp_path, real_data, name, classes, channels):
+    options = (f"dataset={name}", f"dataset.path={real_data / name}", "model.num_classes=10")
+    checkpoint = run(tmp_path / "run", *NO_DATASET, *options)
+    label = {"mnist": 7, "fashion_mnist": "ankle_boot", "cifar10": "cat"}[name]
+    settings = {"ckpt": str(checkpoint), "n": 2, "steps": 1, "out": str(tmp_path / "a.npz")}
+    out = sample(settings | {"label": label})
+    assert np.load(out)["arr_0"].shape == (2, 32, 32, channels)
+    with pytest.raises(ConfigError, match="label=nothing is unknown; the model has 10 classes"):
+        sample(settings | {"label": "nothing"})
+
+
+@pytest.mark.parametrize("where", ["config.yaml", "metrics.csv", "row"])
+def test_disk_full_is_one_line_and_loses_nothing(tmp_path, monkeypatch, where):
+    """On a resume config.yaml and metrics.csv are written anew, and a row is appended."""
+    run(tmp_path / "run", *TINY)
+    before = {
+        name: (tmp_path / "run" / name).read_text() for name in ("config.yaml", "metrics.csv")
+    }
+
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def opened(path, mode="r", **options):
+        partial = mode == "w" and where in path.name
+        row = mode == "a" and where == "row"
+        return Full() if partial or row else open(path, mode, **options)
+
+    monkeypatch.setattr(run_log, "open", opened, raising=False)
+    with pytest.raises(ConfigError, match="run cannot be written: No space left on device"):
+        train(composed("train.steps=2", *TINY, "optim.lr=1e-5"), tmp_path / "run")
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "step_00000001"
+    assert (tmp_path / "run" / "metrics.csv").read_text() == before["metrics.csv"]
+    kept = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (kept == yaml.safe_load(before["config.yaml"])) == (where == "config.yaml")
+    assert not list((tmp_path / "run").glob(".writing*"))
+
+
+def test_resume_from_the_path_of_another_run(tmp_path):
+    first = run(tmp_path / "a", *TINY)
+    before = sorted(path.name for path in (tmp_path / "a").rglob("*"))
+    resumed = composed("train.steps=2", *TINY, f"train.resume={tmp_path / 'a'}")
+    train(resumed, tmp_path / "b")
+    assert latest_checkpoint(tmp_path / "b" / "checkpoints").name == "step_00000002"
+    assert sorted(path.name for path in (tmp_path / "a").rglob("*")) == before
+    with pytest.raises(ConfigError, match="model.num_classes is null there, 3 here"):
+        train(resumed | {"model": resumed["model"] | {"num_classes": 3}}, tmp_path / "c")
+    (first / "ema.safetensors").write_bytes(b"short")
+    with pytest.raises(ConfigError, match="ema.safetensors cannot be read, it may be truncated"):
+        train(resumed, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
