@@ -7,6 +7,7 @@ started by `run_entry`. Nothing behind the door knows of Hydra.
 import difflib
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ def choose_run_dir(settings: dict[str, Any]) -> Path:
     """The folder of this run: as given or runs/DATASET-TIME, and within it one a job of a sweep."""
     hydra, given = HydraConfig.get(), settings.get("run_dir")
     sweep = hydra.mode == RunMode.MULTIRUN
-    if given is None:
+    if given in (None, ""):
         name = (settings.get("dataset") or {}).get("name", "run")
         given = hydra.sweep.dir if sweep else f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     return Path(str(given)) / (str(hydra.job.num) if sweep else "")
@@ -55,6 +56,9 @@ def exit_codes() -> Iterator[None]:
         yield
     except ConfigError as error:
         _fail(str(error))
+    except KeyboardInterrupt:  # before or after the steps, which save first
+        print("stopped; nothing was saved since the last checkpoint", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except Interrupted as stop:
         print(f"stopped; saved {stop.checkpoint}; go on with the same command", file=sys.stderr)
         sys.exit(128 + stop.signal)

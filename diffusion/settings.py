@@ -83,6 +83,8 @@ def _as(value: Any, hint: Any) -> Any:
         return [_as(item, arguments[0]) for item in value]
     if hint not in _KINDS:
         return value
+    if hint is str and value == "":  # KEY= was left without a value; as a path it would be "."
+        raise TypeError
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)

@@ -54,6 +54,7 @@ def test_taken(key, value, expected):
         ("rate", "fast", "group.rate=fast is wrong; expected a number"),
         ("on", 1, "group.on=1 is wrong; expected true or false"),
         ("on", "maybe", "group.on=maybe is wrong; expected true or false"),
+        ("path", "", "group.path= is wrong; expected text or null"),
         ("path", True, "group.path=true is wrong; expected text or null"),
         ("size", [8], "group.size=[8] is wrong; expected a whole number or a list of 2 whole"),
         ("size", "big", "group.size=big is wrong; expected a whole number or a list of 2 whole"),
