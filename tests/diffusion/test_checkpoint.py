@@ -1,6 +1,7 @@
 """Checkpoints: complete or absent, exact, and clear when they do not fit."""
 
 import errno
+import resource
 import shutil
 
 import pytest
@@ -91,6 +92,20 @@ def test_disk_full_keeps_the_last_good_one(tmp_path, monkeypatch):
         save(tmp_path, 2, flat_parameters())
     assert ckpt.latest_checkpoint(tmp_path) == good
     assert [p.name for p in tmp_path.iterdir()] == [good.name]
+
+
+def test_a_file_size_limit_is_met_like_a_full_disk(tmp_path):
+    """A real refusal of the system, in the middle of a file."""
+    good = save(tmp_path, 1, flat_parameters())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, before[1]))
+    try:
+        with pytest.raises(ConfigError, match="cannot save.*step_00000002.*File too large"):
+            save(tmp_path, 2, flat_parameters(width=64))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [p.name for p in tmp_path.iterdir()] == [good.name]
+    ckpt.load_into(good, flat_parameters())
 
 
 def test_a_half_written_one_is_not_seen(tmp_path):
