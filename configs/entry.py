@@ -31,10 +31,13 @@ CONFIGS = Path(__file__).resolve().parent
 
 def plain(config: DictConfig) -> dict[str, Any]:
     """The configuration as a dict of dicts, lists, strings, numbers, booleans and None."""
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ConfigError(f"{missing[0]} is not set; give it as {missing[0]}=VALUE")
-    return OmegaConf.to_container(config, resolve=True)
+    try:
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise ConfigError(f"{missing[0]} is not set; give it as {missing[0]}=VALUE")
+        return OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+        raise ConfigError(" ".join(str(error).split())) from error
 
 
 def choose_run_dir(settings: dict[str, Any]) -> Path:

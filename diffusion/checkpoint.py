@@ -13,12 +13,14 @@ It is written aside, synced to the disk and renamed, so a directory of this name
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -101,10 +103,14 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def read_state(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(state, config) of a checkpoint."""
+    """(state, config) of a checkpoint, all files of which are there and as long as they say."""
     missing = [name for name in _FILES if not (checkpoint / name).is_file()]
     if missing:
         raise ConfigError(f"checkpoint {checkpoint} is incomplete: {', '.join(missing)} is missing")
+    for name in _FILES:
+        if name.endswith(".safetensors"):
+            with _readable(checkpoint / name), safe_open(checkpoint / name, "pt"):
+                pass
     try:
         state = json.loads((checkpoint / "state.json").read_text())
         config = yaml.safe_load((checkpoint / "config.yaml").read_text())
@@ -182,8 +188,14 @@ def _sync_folder(folder: Path) -> None:
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise ConfigError(f"{path} does not exist")
-    try:
+    with _readable(path):
         tensors = load_file(path)
+    return {name: x.to(torch.float32) for name, x in tensors.items()}
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (SafetensorError, OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read, it may be truncated: {error}") from error
-    return {name: x.to(torch.float32) for name, x in tensors.items()}

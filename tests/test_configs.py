@@ -81,6 +81,12 @@ def test_models_know_their_data():
         build(composed("model=unet1d"))
 
 
+def test_an_interpolation_that_leads_nowhere_is_one_line():
+    with pytest.raises(ConfigError, match="Interpolation key 'nothing' not found") as caught:
+        composed("train.steps=${nothing}")
+    assert "\n" not in str(caught.value)
+
+
 def test_defaults_in_yaml_are_those_in_the_code():
     """The YAML lists every setting of a constructor, so that --cfg job shows them all."""
     config = composed()

@@ -62,6 +62,8 @@ def test_truncated_tensors_are_named(tmp_path):
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ConfigError, match="model.safetensors cannot be read"):
         ckpt.read_weights(path, ema=False)
+    with pytest.raises(ConfigError, match="model.safetensors cannot be read"):
+        ckpt.read_state(path)  # seen at once, before the data are loaded
 
 
 @pytest.mark.parametrize("name", ["state.json", "ema.safetensors"])
