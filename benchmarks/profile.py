@@ -50,10 +50,13 @@ _BY_KERNEL = (
         "denoise",
         r"q_sample|denoise|^_row_sum|^_draw_|^_normal_kernel|mse_loss|randn|randint",
     ),
-    ("conv wgrad", r"wgrad|column_sum"),
-    ("conv dgrad", r"dgrad"),
-    ("conv fwd", r"fprop"),
-    ("norm", r"group_?norm|RowwiseMoments|GammaBeta|ComputeInternalGradients|FusedParams"),
+    ("conv wgrad", r"wgrad|column_sum|^_sum_partials"),
+    ("conv dgrad", r"dgrad|conv_input_grad"),
+    ("conv fwd", r"fprop|conv_forward"),
+    (
+        "norm",
+        r"group_?norm|^_norm_|^_segment_sums|RowwiseMoments|GammaBeta|ComputeInternalGradients|FusedParams",
+    ),
     ("resample", r"^_(gather|spread)_kernel|pool|upsample|interpolate"),
     (
         "elementwise",
