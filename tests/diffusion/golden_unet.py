@@ -58,6 +58,29 @@ def check_golden(folder: Path, name: str, model: nn.Module, names: dict[str, str
             assert relative(p.grad, recorded[k]) < 1e-4, k
 
 
+def check_golden_bf16(
+    folder: Path, name: str, model: nn.Module, independent: nn.Module, names: dict[str, str]
+) -> None:
+    """Assert that a model that computes in bf16 is at most twice as far from the recording as an
+    `independent` one in bf16; for a parameter, give or take 1e-4 of the whole gradient."""
+    device = next(model.parameters()).device
+    io = {k: v.to(device) for k, v in load_file(folder / f"{name}.io.safetensors").items()}
+    found = []
+    for m in (model, independent):
+        x = io["x"].clone().requires_grad_()
+        y = m(x, io["t"], io.get("labels"))
+        y.backward(io["dy"])
+        found.append({"y": y, "dx": x.grad} | {k: p.grad for k, p in m.named_parameters()})
+    recorded = {"y": io["y"], "dx": io["dx"]}
+    recorded |= {k: io[f"grad.{theirs}"] for k, theirs in names.items()}
+    whole = torch.stack([recorded[k].norm() for k in names]).norm()
+    ours, theirs = found
+    for k, expected in recorded.items():
+        floor = 1e-4 * whole if k in names else 0
+        budget = 2 * (theirs[k] - expected).norm() + floor
+        assert (ours[k] - expected).norm() <= budget, k
+
+
 def relative(x: torch.Tensor, reference: torch.Tensor) -> float:
     """The error of x in Euclidean norm, relative to the reference."""
     return ((x - reference).norm() / reference.norm()).item()

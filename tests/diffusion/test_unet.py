@@ -16,7 +16,7 @@ from diffusion.layers import set_backend
 from diffusion.unet import UNet
 from triton_kernels import reference
 
-from .golden_unet import OPTIONS, check_golden, relative
+from .golden_unet import OPTIONS, check_golden, check_golden_bf16, relative
 from .guided_oracle import expected_shapes, oracle
 
 PRESETS = Path(__file__).resolve().parents[2] / "configs" / "model"
@@ -68,6 +68,22 @@ def test_golden(golden, name, backend):
         set_backend(model, Backend("triton", triton_kernels))
     theirs = to_unet_cu_name if name.startswith("unet_cu") else str
     check_golden(golden, name, model, {k: theirs(k) for k, _ in model.named_parameters()})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+def test_golden_in_bf16(golden, name):
+    models = []
+    for backend in (
+        Backend("triton", triton_kernels, torch.bfloat16, allow_tf32=True),
+        Backend("torch", reference, torch.bfloat16),
+    ):
+        model = UNet(**OPTIONS[name], backend=backend)
+        load_weights(golden / f"{name}.weights.safetensors", model)
+        models.append(model.cuda())
+    theirs = to_unet_cu_name if name.startswith("unet_cu") else str
+    names = {k: theirs(k) for k, _ in models[0].named_parameters()}
+    check_golden_bf16(golden, name, *models, names)
 
 
 @pytest.mark.parametrize(
