@@ -1,5 +1,6 @@
 """Learning to act: chunks of recorded actions, the 1-D UNet, errors on held-out episodes."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from .trainer import TrainSettings
 
 _PLOTTED = 4  # chunks in a picture
 
+log = logging.getLogger(__name__)
+
 
 class PolicyTask:
     """See `training_run.Task`."""
@@ -30,9 +33,9 @@ class PolicyTask:
         self.data = construct(load_trajectories, options, "dataset")
         self.samples, self.spec = self.data.train, self.data.spec
         self.model_settings = model
-        self.warnings: list[str] = []
+        self.remarks: list[str] = []
         if len(self.data.held_out) == 0:
-            self.warnings.append("dataset.held_out=0: there is nothing to measure the policy on")
+            log.warning("dataset.held_out=0: there is nothing to measure the policy on")
 
     @staticmethod
     def check(

@@ -4,7 +4,8 @@ import csv
 import io
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,25 @@ def write_whole(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def attach_log_file(path: Path) -> logging.Handler:
-    """Send the package's log records to a file too. The caller removes the handler."""
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.getLogger("diffusion").addHandler(handler)
-    return handler
+@contextmanager
+def log_file(path: Path) -> Iterator[None]:
+    """Within the block the package's log goes to a file, and its warnings to the terminal too."""
+    package = logging.getLogger("diffusion")
+    to_file, to_terminal = logging.FileHandler(path), logging.StreamHandler()
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    to_terminal.setFormatter(logging.Formatter("warning: %(message)s"))
+    to_terminal.setLevel(logging.WARNING)
+    before = package.level
+    package.setLevel(logging.INFO)
+    for handler in (to_file, to_terminal):
+        package.addHandler(handler)
+    try:
+        yield
+    finally:
+        package.setLevel(before)
+        for handler in (to_file, to_terminal):
+            package.removeHandler(handler)
+            handler.close()
 
 
 class RunLog:

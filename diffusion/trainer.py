@@ -21,7 +21,7 @@ from .train_step import TrainStep
 
 log = logging.getLogger(__name__)
 
-_MEASURED_FROM, _MEASURED_TO = 3, 13  # steps between which the speed of the run is estimated
+_MEASURED_FROM, _MEASURED_TO = 10, 30  # steps between which the speed of the run is estimated
 _PATIENCE = 100  # steps in a row whose gradient may be non-finite before the run is given up
 
 

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,12 +19,12 @@ from .data.batches import Batches, Samples
 from .distributed import Processes, choose_device
 from .errors import ConfigError, writing
 from .flat import FlatParameters
-from .fused_unet import TOGETHER, training_network
+from .fused_unet import TOGETHER, FusedUNet, training_network
 from .image_task import ImageTask
 from .objective import Objective
 from .optimizer import Optimizer, OptimizerSettings
 from .policy_task import PolicyTask
-from .run_log import Preview, attach_log_file, write_whole
+from .run_log import Preview, log_file, write_whole
 from .settings import check_keys, construct, shown
 from .train_step import TrainStep
 from .trainer import Trainer, TrainSettings
@@ -40,7 +41,7 @@ class Task(Protocol):
     noun: str  # what the data set consists of
     samples: Samples
     flip: bool  # mirror half of the samples
-    warnings: list[str]
+    remarks: list[str]  # for the log file
 
     @staticmethod
     def check(
@@ -110,8 +111,9 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
         variance=process.variance,
         device=device,
     )
+    network = training_network(model, flat)
     step = TrainStep(
-        training_network(model, flat),
+        network,
         objective,
         Batches(task.samples, settings.batch_size, settings.seed, device, first, share),
         flat,
@@ -130,28 +132,29 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
             return show()
 
     size = len(task.samples)
-    handler = None
-    if processes.is_first:
-        with writing(run_dir):
-            run_dir.mkdir(parents=True, exist_ok=True)
-            write_whole(run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
-            handler = attach_log_file(run_dir / "train.log")
-        tqdm.write(
-            f"{run_dir}: {task};"
-            f" {sum(p.numel() for p in model.parameters()):,} parameters;"
-            f" backend {backend.name}, {settings.precision}, {device}"
-            + (f", {processes.count} processes" if processes.count > 1 else "")
-        )
-        if start:
-            tqdm.write(f"resuming from {resume_from} after step {start}")
-        if settings.batch_size > size:
-            tqdm.write(
-                f"note: train.batch_size={settings.batch_size} is larger than the data set of"
-                f" {size} {task.noun}, so a batch holds some {task.noun} more than once"
+    with ExitStack() as stack:
+        stack.callback(processes.close)
+        if processes.is_first:
+            with writing(run_dir):
+                run_dir.mkdir(parents=True, exist_ok=True)
+                write_whole(run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+                stack.enter_context(log_file(run_dir / "train.log"))
+            _say(
+                f"{run_dir}: {task};"
+                f" {sum(p.numel() for p in model.parameters()):,} parameters;"
+                f" backend {backend.name}, {settings.precision}, {device}"
+                + (", fused plan" if isinstance(network, FusedUNet) else "")
+                + (f", {processes.count} processes" if processes.count > 1 else "")
             )
-        for warning in task.warnings:
-            log.warning("%s", warning)
-    try:
+            if start:
+                _say(f"resuming from {resume_from} after step {start}")
+            if settings.batch_size > size:
+                _say(
+                    f"note: train.batch_size={settings.batch_size} is larger than the data set of"
+                    f" {size} {task.noun}, so a batch holds some {task.noun} more than once"
+                )
+            for remark in task.remarks:
+                log.info("%s", remark)
         trainer = Trainer(
             step,
             None if show is None else preview,
@@ -165,11 +168,12 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
         )
         with writing(run_dir):
             return trainer.run(start)
-    finally:
-        processes.close()
-        if handler is not None:
-            logging.getLogger("diffusion").removeHandler(handler)
-            handler.close()
+
+
+def _say(line: str) -> None:
+    """On the terminal and in the log."""
+    tqdm.write(line)
+    log.info("%s", line)
 
 
 def _check_run_dir(run_dir: Path) -> None:
