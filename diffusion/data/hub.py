@@ -13,6 +13,7 @@ import urllib.parse
 import urllib.request
 import zlib
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -218,9 +219,11 @@ def _from_hub(source: _Source, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 def _hub_answers() -> bool:
     """Whether the hub accepts a connection; assumed behind a proxy, where only trying tells."""
-    if urllib.request.getproxies():
+    if urllib.request.getproxies() or find_spec("huggingface_hub") is None:
         return True
-    url = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    from huggingface_hub import constants
+
+    url = urllib.parse.urlsplit(constants.ENDPOINT)
     port = url.port or (80 if url.scheme == "http" else 443)
     try:
         socket.create_connection((url.hostname, port), timeout=5).close()
