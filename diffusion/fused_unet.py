@@ -16,7 +16,7 @@ together they are three matrix products, see `EmbeddingLayers`.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -41,16 +41,52 @@ log = logging.getLogger(__name__)
 
 def training_network(model: nn.Module, flat: FlatParameters) -> Callable[..., Tensor]:
     """What a training step calls as `forward_nhwc`: the plan if there is one for this model and
-    backend, else the model itself. The choice is logged."""
+    backend, else the model itself, and the log says why."""
     backend = model.backend
     if backend.name != "triton" or backend.dtype not in _DTYPES:
         return model.forward_nhwc
-    refusal = FusedUNet.refusal(model)
+    refusal = FusedUNet.refusal(model) or _missing_tile(model)
     if refusal is not None:
-        log.info("the layers run one by one, without the fused plan: %s", refusal)
+        log.warning("the layers run one by one, without the fused plan: %s", refusal)
         return model.forward_nhwc
-    log.info("the layers run by the fused plan")
     return FusedUNet(model, flat, fused)
+
+
+def _missing_tile(model: UNet) -> str | None:
+    """Why the fused convolutions cannot do the shapes of this model on this GPU, or None."""
+    for size, weight, border in _convolutions(model):
+        shape = (1, *size, weight[1])
+        if not fused.conv_fused_supported(shape, weight, model.backend.dtype, border):
+            halves = "" if border is None else f" of {border} and {weight[1] - border}"
+            return (
+                f"this GPU has no tile for the convolution of {weight[1]} channels{halves} into"
+                f" {weight[0]} over {size[0]}x{size[1]} pixels"
+            )
+    return None
+
+
+def _convolutions(
+    model: UNet,
+) -> Iterator[tuple[tuple[int, int], tuple[int, ...], int | None]]:
+    """The plan's convolutions: (H, W), [CO, CI, R, S], and where one input of two ends."""
+    height, width = model.image_size
+    channels = model.input_blocks[0][0].weight.shape[0]
+    yield (height, width), (channels, _CHANNELS, 3, 3), None
+    for layer in model.layers():
+        size = (height, width)
+        if isinstance(layer, ResBlock):
+            first, second = layer.in_layers["2"].weight, layer.out_layers["3"].weight
+            yield size, tuple(first.shape), channels if first.shape[1] != channels else None
+            yield size, tuple(second.shape), None
+            channels = second.shape[0]
+        elif isinstance(layer, AttentionBlock):
+            yield size, (3 * channels, channels, 1, 1), None
+            yield size, (channels, channels, 1, 1), None
+        elif isinstance(layer, Downsample):
+            height, width = height // 2, width // 2
+        elif isinstance(layer, Upsample):
+            height, width = height * 2, width * 2
+    yield (height, width), (_CHANNELS, channels, 3, 3), None
 
 
 @dataclass

@@ -371,7 +371,7 @@ class UNet(Layer):
         convolutions, linear layers and attention. A training step takes three times as many."""
         macs = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
         pixels = self.image_size[0] * self.image_size[1]
-        for layer in self._layers():
+        for layer in self.layers():
             # whatever resamples does so before its convolutions
             resample = getattr(layer, "resample", None)
             if isinstance(layer, Downsample) or resample == "down":
@@ -385,7 +385,7 @@ class UNet(Layer):
                     macs += 2 * pixels**2 * module.channels
         return 2 * macs
 
-    def _layers(self) -> Iterator[nn.Module]:
+    def layers(self) -> Iterator[nn.Module]:
         """The layers through which an image passes, in order."""
         for block in (*self.input_blocks, self.middle_block, *self.output_blocks):
             yield from block

@@ -5,7 +5,13 @@ from torch import Tensor
 
 from .attention import _attention_bwd, _attention_fwd
 from .column_sum import column_sum as _column_sum
-from .conv_fused import conv_forward, conv_input_grad, conv_plain_input_grad, conv_weight_grad
+from .conv_fused import (
+    conv_forward,
+    conv_fused_supported,
+    conv_input_grad,
+    conv_plain_input_grad,
+    conv_weight_grad,
+)
 from .norm_passes import apply, norm_dx
 from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
 from .resample import _gather, _spread, spread_add
@@ -21,6 +27,7 @@ __all__ = [
     "bias_grad",
     "column_sum",
     "conv_forward",
+    "conv_fused_supported",
     "conv_input_grad",
     "conv_plain_input_grad",
     "conv_weight_grad",

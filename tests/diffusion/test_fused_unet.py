@@ -9,8 +9,9 @@ import triton_kernels
 from diffusion.backend import Backend
 from diffusion.flat import FlatParameters
 from diffusion.fused_unet import TOGETHER, FusedUNet, training_network
+from diffusion.layers import set_backend
 from diffusion.unet import UNet
-from triton_kernels import fused_reference, reference
+from triton_kernels import fused, fused_reference, reference
 
 DOUBLE = Backend("torch", reference, dtype=torch.float64)
 
@@ -95,6 +96,33 @@ def test_says_why_not(options, reason):
 def test_covers_the_models_it_is_for():
     assert FusedUNet.refusal(make({"channel_mult": (1, 2)})) is None
     assert FusedUNet.refusal(torch.nn.Linear(2, 2)) is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "planned"),
+    [
+        ({"model_channels": 64, "channel_mult": (1, 2, 3, 4)}, (64, 64), True),
+        ({"model_channels": 64, "channel_mult": (1, 2), "in_channels": 1}, (56, 56), True),
+        ({"model_channels": 64, "channel_mult": (1, 2, 3, 4)}, (56, 56), False),
+        ({"model_channels": 32, "channel_mult": (1, 2)}, (32, 32), False),
+    ],
+    ids=["unet64", "28x28 at level 1", "14x14 at level 2", "halves of 32 channels"],
+)
+def test_where_no_tile_fits_the_layers_run_one_by_one(options, size, planned):
+    backend = Backend("triton", triton_kernels, torch.float16, allow_tf32=True)
+    model = make(options, size).float()
+    set_backend(model, backend)
+    network = training_network(model, FlatParameters(model, together=TOGETHER))
+    assert isinstance(network, FusedUNet) == planned
+    assert planned or network == model.forward_nhwc
+
+
+def test_without_tma_the_layers_run_one_by_one(monkeypatch):
+    monkeypatch.setattr(fused, "conv_fused_supported", lambda *_: False)
+    model = make({"model_channels": 64, "channel_mult": (1,)}).float()
+    set_backend(model, Backend("triton", triton_kernels, torch.float16))
+    network = training_network(model, FlatParameters(model, together=TOGETHER))
+    assert network == model.forward_nhwc
 
 
 # --- on the GPU -----------------------------------------------------------------------------------
