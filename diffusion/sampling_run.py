@@ -1,4 +1,4 @@
-"""A sampling run from a plain dict: find the weights, rebuild the network, draw, save."""
+"""A sampling run from a plain dict: load the network, draw, save."""
 
 import os
 from dataclasses import dataclass
@@ -8,22 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
-from .backend import choose_backend
-from .build import Process, build_model, check_sampler
-from .checkpoint import check_same_model, find_checkpoint, read_state, read_weights
-from .data.image_set import parse_size
+from .build import check_sampler
 from .distributed import choose_device
 from .draw import draw
 from .errors import ConfigError, writing
-from .interchange import load_weights, stored_image_shape
 from .pictures import grid
 from .settings import construct
+from .trained import Trained, load_trained
 
 _GRID_OF = 100  # images at most in the grid that comes with a folder of images
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 
 @dataclass(frozen=True)
@@ -60,22 +56,21 @@ class SampleSettings:
         check_sampler(self.sampler)
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """A network with its weights, and what it was trained for."""
-
-    model: nn.Module
-    process: Process
-    image_shape: tuple[int, int, int]  # H, W, C
-    class_names: tuple[str, ...] | None
-    default_out: Path
-
-
 def sample(config: dict[str, Any]) -> Path:
     """Draw as configured; returns the path of the picture, file or folder."""
     settings = construct(SampleSettings, config, "")
     device = choose_device(settings.device)
-    trained = _load(settings, device)
+    trained = load_trained(
+        settings.ckpt,
+        device,
+        ema=settings.ema,
+        model=settings.model,
+        diffusion=settings.diffusion,
+        size=settings.size,
+        channels=settings.channels,
+        backend=settings.backend,
+        precision=settings.precision,
+    )
     backend = trained.model.backend
     sampler = trained.process.sampler(
         backend,
@@ -86,7 +81,7 @@ def sample(config: dict[str, Any]) -> Path:
         eta=settings.eta,
         clip=settings.clip,
     )
-    out = Path(settings.out or trained.default_out)
+    out = Path(settings.out or _default_out(settings, trained))
     _check_out(out)
     labels = _labels(settings.label, settings.n, trained, device)
     with tqdm(unit="step", dynamic_ncols=True, disable=None) as bar:
@@ -112,83 +107,16 @@ def sample(config: dict[str, Any]) -> Path:
     return out
 
 
-def _load(settings: SampleSettings, device: torch.device) -> _Trained:
-    path = Path(settings.ckpt)
-    if path.is_file():
-        return _load_file(path, settings, device)
-    if not path.exists() and path.suffix in _SUFFIXES:
-        raise ConfigError(f"weights file {path} does not exist")
-    checkpoint = find_checkpoint(path)
-    if settings.model is not None or settings.diffusion is not None:
-        raise ConfigError(
-            f"model= and diffusion= are for a weights file; {checkpoint} says its own"
-        )
-    state, trained_as = read_state(checkpoint)
-    if "policy" in state:
-        raise ConfigError(
-            f"{checkpoint} is a policy: it draws actions from observations, not images; use"
-            " diffusion.policy.load_policy"
-        )
-    process = construct(Process, trained_as["diffusion"], "diffusion")
-    if "image_shape" not in state:
-        raise ConfigError(f"{checkpoint / 'state.json'} does not say image_shape: it is damaged")
-    height, width, channels = state["image_shape"]
-    precision = settings.precision or _precision(trained_as["train"]["precision"], device)
-    backend = choose_backend(settings.backend, precision, device, setting="precision")
-    model = build_model(
-        trained_as["model"], backend, (height, width), channels, process.learns_variance, device
-    )
-    weights = read_weights(checkpoint, ema=settings.ema)
-    check_same_model(str(checkpoint), weights, dict(model.named_parameters()))
-    model.load_state_dict(weights)
-    run_dir = checkpoint.parent.parent
-    class_names = state.get("class_names")
-    return _Trained(
-        model,
-        process,
-        (height, width, channels),
-        None if class_names is None else tuple(class_names),
-        run_dir / "samples" / f"sample_{checkpoint.name}_{_how(settings)}.png",
-    )
-
-
-def _load_file(path: Path, settings: SampleSettings, device: torch.device) -> _Trained:
-    if settings.model is None:
-        raise ConfigError(
-            f"ckpt={path} is a weights file and does not say its network: give model=NAME,"
-            " for example model=unet_cu"
-        )
-    process = construct(Process, settings.diffusion or {}, "diffusion")
-    shape = stored_image_shape(path)
-    if settings.size is not None:
-        size = parse_size(settings.size)
-        if shape is not None and size != shape[:2]:
-            raise ConfigError(f"size={list(size)}, but {path} was trained at {list(shape[:2])}")
-    elif shape is None:
-        raise ConfigError(f"{path} does not say the size of its images: give size=SIDE or [H, W]")
-    height, width, channels = shape or (*size, settings.channels)
-    precision = settings.precision or _precision("bf16", device)
-    backend = choose_backend(settings.backend, precision, device, setting="precision")
-    model = build_model(
-        settings.model, backend, (height, width), channels, process.learns_variance, device
-    )
-    load_weights(path, model)
-    out = Path(f"{path.stem}_{_how(settings)}.png")
-    return _Trained(model, process, (height, width, channels), None, out)
-
-
-def _how(settings: SampleSettings) -> str:
-    """What names the pictures after the weights they are drawn with."""
+def _default_out(settings: SampleSettings, trained: Trained) -> Path:
+    """Beside the run, named after the weights and how the pictures are drawn with them."""
     guidance = "" if settings.guidance == 1 else f"_guidance{settings.guidance}"
-    return f"{settings.sampler}{settings.steps or ''}{guidance}_{settings.seed}"
+    how = f"{settings.sampler}{settings.steps or ''}{guidance}_{settings.seed}"
+    if trained.run_dir is None:
+        return Path(f"{trained.name}_{how}.png")
+    return trained.run_dir / "samples" / f"sample_{trained.name}_{how}.png"
 
 
-def _precision(trained: str, device: torch.device) -> str:
-    """As trained, but fp32 on a CPU, where bf16 gains nothing."""
-    return trained if device.type == "cuda" else "fp32"
-
-
-def _labels(label: Any, n: int, trained: _Trained, device: torch.device) -> Tensor | None:
+def _labels(label: Any, n: int, trained: Trained, device: torch.device) -> Tensor | None:
     num_classes = trained.model.num_classes
     if num_classes is None:
         if label is not None:

@@ -1,0 +1,126 @@
+"""A trained network for images, rebuilt from what is on the disk: a run of this project, or weights
+that another program wrote."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .backend import choose_backend
+from .build import Process, build_model
+from .checkpoint import check_same_model, find_checkpoint, read_state, read_weights
+from .data.image_set import parse_size
+from .errors import ConfigError
+from .interchange import load_weights, stored_image_shape
+from .settings import construct
+
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A network with its weights, and what it was trained for."""
+
+    model: nn.Module
+    process: Process
+    image_shape: tuple[int, int, int]  # H, W, C
+    class_names: tuple[str, ...] | None
+    run_dir: Path | None  # of the run that trained it; None: another program did
+    name: str  # of the checkpoint or file
+
+
+def load_trained(
+    ckpt: str | Path,  # a run's folder, a checkpoint's, or a weights file
+    device: torch.device,
+    *,
+    ema: bool = True,  # the averaged weights
+    model: dict[str, Any] | None = None,  # the group `model`; this and the next three are for a
+    diffusion: dict[str, Any] | None = None,  # weights file, which does not say them
+    size: int | tuple[int, int] | None = None,
+    channels: int = 3,
+    backend: str = "auto",
+    precision: str | None = None,  # None: as trained, on a CPU fp32
+) -> Trained:
+    """The network in a checkpoint or file, on the device. ConfigError if there is none, it is
+    damaged, or not what the settings say."""
+    path = Path(ckpt)
+    if path.is_file():
+        return _load_file(path, device, model, diffusion, size, channels, backend, precision)
+    if not path.exists() and path.suffix in _SUFFIXES:
+        raise ConfigError(f"weights file {path} does not exist")
+    checkpoint = find_checkpoint(path)
+    if model is not None or diffusion is not None:
+        raise ConfigError(
+            f"model= and diffusion= are for a weights file; {checkpoint} says its own"
+        )
+    return _load_checkpoint(checkpoint, device, ema, backend, precision)
+
+
+def _load_checkpoint(
+    checkpoint: Path, device: torch.device, ema: bool, backend: str, precision: str | None
+) -> Trained:
+    state, trained_as = read_state(checkpoint)
+    if "policy" in state:
+        raise ConfigError(
+            f"{checkpoint} is a policy: it draws actions from observations, not images; use"
+            " diffusion.policy.load_policy"
+        )
+    process = construct(Process, trained_as["diffusion"], "diffusion")
+    if "image_shape" not in state:
+        raise ConfigError(f"{checkpoint / 'state.json'} does not say image_shape: it is damaged")
+    height, width, channels = state["image_shape"]
+    precision = precision or _precision(trained_as["train"]["precision"], device)
+    chosen = choose_backend(backend, precision, device, setting="precision")
+    network = build_model(
+        trained_as["model"], chosen, (height, width), channels, process.learns_variance, device
+    )
+    weights = read_weights(checkpoint, ema=ema)
+    check_same_model(str(checkpoint), weights, dict(network.named_parameters()))
+    network.load_state_dict(weights)
+    class_names = state.get("class_names")
+    return Trained(
+        network,
+        process,
+        (height, width, channels),
+        None if class_names is None else tuple(class_names),
+        run_dir=checkpoint.parent.parent,
+        name=checkpoint.name,
+    )
+
+
+def _load_file(
+    path: Path,
+    device: torch.device,
+    model: dict[str, Any] | None,
+    diffusion: dict[str, Any] | None,
+    size: int | tuple[int, int] | None,
+    channels: int,
+    backend: str,
+    precision: str | None,
+) -> Trained:
+    if model is None:
+        raise ConfigError(
+            f"ckpt={path} is a weights file and does not say its network: give model=NAME,"
+            " for example model=unet_cu"
+        )
+    process = construct(Process, diffusion or {}, "diffusion")
+    shape = stored_image_shape(path)
+    if size is not None:
+        size = parse_size(size)
+        if shape is not None and size != shape[:2]:
+            raise ConfigError(f"size={list(size)}, but {path} was trained at {list(shape[:2])}")
+    elif shape is None:
+        raise ConfigError(f"{path} does not say the size of its images: give size=SIDE or [H, W]")
+    height, width, channels = shape or (*size, channels)
+    precision = precision or _precision("bf16", device)
+    chosen = choose_backend(backend, precision, device, setting="precision")
+    network = build_model(model, chosen, (height, width), channels, process.learns_variance, device)
+    load_weights(path, network)
+    return Trained(network, process, (height, width, channels), None, None, path.stem)
+
+
+def _precision(trained: str, device: torch.device) -> str:
+    """As trained, but fp32 on a CPU, where bf16 gains nothing."""
+    return trained if device.type == "cuda" else "fp32"
