@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import await_inputs, overlapping
 from .layout import check_shape
 
 _NUM_WARPS = 8
@@ -35,6 +36,7 @@ def _square_sum_kernel(
     size,
     BLOCK: tl.constexpr,
 ):
+    await_inputs()
     pid = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK).to(tl.int64)
     acc = tl.zeros([BLOCK], tl.float32)
@@ -51,6 +53,7 @@ def _square_sum_kernel(
 
 @triton.jit
 def _norm_kernel(partial_ptr, norm_ptr, programs, BLOCK: tl.constexpr):
+    await_inputs()
     offs = tl.arange(0, BLOCK)
     partial = tl.load(partial_ptr + offs, mask=offs < programs, other=0.0)
     tl.store(norm_ptr, tl.sqrt(tl.sum(partial)))
@@ -70,6 +73,7 @@ def _adamw_kernel(
     size,
     BLOCK: tl.constexpr,
 ):
+    await_inputs()
     pid = tl.program_id(0)
     norm = tl.load(norm_ptr)
     finite = norm < float("inf")  # false for a NaN as well
@@ -148,9 +152,11 @@ def grad_norm(grad: Tensor) -> Tensor:  # float32 [P] -> float32 [1]
     partial = torch.empty(programs, dtype=torch.float32, device=grad.device)
     norm = torch.empty(1, dtype=torch.float32, device=grad.device)
     _square_sum_kernel[(programs,)](
-        grad, partial, grad.numel(), BLOCK=_NORM_BLOCK, num_warps=_NUM_WARPS
-    )
-    _norm_kernel[(1,)](partial, norm, programs, BLOCK=triton.next_power_of_2(programs))
+        grad, partial, grad.numel(), BLOCK=_NORM_BLOCK, num_warps=_NUM_WARPS,
+        **overlapping(grad.device),
+    )  # fmt: skip
+    block = triton.next_power_of_2(programs)
+    _norm_kernel[(1,)](partial, norm, programs, BLOCK=block, **overlapping(grad.device))
     return norm
 
 
@@ -184,7 +190,7 @@ def adamw_step(
         _check_flat("shadow", shadow, size, torch.bfloat16, torch.float16)
     _adamw_kernel[(max(1, triton.cdiv(size, _BLOCK)),)](
         param, grad, exp_avg, exp_avg_sq, ema, shadow, norm, hyper, skipped, size,
-        BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+        BLOCK=_BLOCK, num_warps=_NUM_WARPS, **overlapping(param.device),
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .dependent_launch import await_inputs, overlapping
 from .layout import check_nhwc
 
 ORDERS = ("qkv_heads", "heads_qkv")
@@ -174,6 +175,7 @@ def _attention_fwd_kernel(
     BLOCK_M: tl.constexpr,  # queries
     BLOCK_N: tl.constexpr,  # keys
 ):
+    await_inputs()
     # the blocks of one head run side by side, so its keys and values come from L2
     pid = tl.program_id(0)
     pid_m = pid % tl.cdiv(T, BLOCK_M)
@@ -236,6 +238,7 @@ def _attention_bwd_dq_kernel(
     BLOCK_M: tl.constexpr,  # queries
     BLOCK_N: tl.constexpr,  # keys
 ):
+    await_inputs()
     pid = tl.program_id(0)
     pid_m = pid % tl.cdiv(T, BLOCK_M)
     row = pid // tl.cdiv(T, BLOCK_M)
@@ -297,6 +300,7 @@ def _attention_bwd_dkdv_kernel(
     BLOCK_N: tl.constexpr,  # keys
     ONE_PASS: tl.constexpr,  # BLOCK_N >= T: this program sees all keys, so it can finish dq as well
 ):
+    await_inputs()
     pid = tl.program_id(0)
     pid_n = pid % tl.cdiv(T, BLOCK_N)
     row = pid // tl.cdiv(T, BLOCK_N)
@@ -393,6 +397,7 @@ def _attention_fwd(
         BLOCK_N=config.step,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **overlapping(qkv.device),
     )
     return o, lse
 
@@ -426,6 +431,7 @@ def _attention_bwd(
         stride_doc=do.stride(2),
         num_warps=num_warps,
         num_stages=num_stages,
+        **overlapping(qkv.device),
     )
     if config.one_pass:
         assert keep >= t, f"one pass over {t} positions with tiles of {keep}"

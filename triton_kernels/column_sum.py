@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import await_inputs, overlapping
 from .device import describe
 
 _BLOCK_C = 64
@@ -29,6 +30,7 @@ def _column_sum_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    await_inputs()
     split = tl.program_id(1).to(tl.int64)
     offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = offs_c < C
@@ -56,6 +58,7 @@ def _sum_partials_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    await_inputs()
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < numel
     acc = tl.zeros([BLOCK_S, BLOCK], dtype=tl.float32)
@@ -119,11 +122,13 @@ def sum_partials(
     block_s = min(triton.next_power_of_2(splits), 16 if numel >= 2**14 else 64)
     block = 2048 // block_s
     _sum_partials_kernel[(triton.cdiv(numel, block),)](
-        partial, out, splits, numel, cols, stride, accumulate, BLOCK_S=block_s, BLOCK=block
-    )
+        partial, out, splits, numel, cols, stride, accumulate, BLOCK_S=block_s, BLOCK=block,
+        **overlapping(out.device),
+    )  # fmt: skip
 
 
 def _launch(x: Tensor, out: Tensor, m: int, c: int, splits: int, block_m: int) -> None:
     _column_sum_kernel[(triton.cdiv(c, _BLOCK_C), splits)](
-        x, out, m, c, triton.cdiv(m, splits), BLOCK_M=block_m, BLOCK_C=_BLOCK_C
-    )
+        x, out, m, c, triton.cdiv(m, splits), BLOCK_M=block_m, BLOCK_C=_BLOCK_C,
+        **overlapping(x.device),
+    )  # fmt: skip

@@ -37,6 +37,7 @@ from .conv_tma import (
     row_box,
     weight_in_boxes,
 )
+from .dependent_launch import overlapping
 from .device import describe
 from .tuning import choose
 
@@ -156,6 +157,7 @@ def conv_forward(
         BLOCK_K=config.block_k,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **overlapping(x.device),
     )
     return y, partials
 
@@ -229,6 +231,7 @@ def conv_input_grad(
         BLOCK_K=config.block_k,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **overlapping(dy.device),
     )
     return dz, partials
 

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .activations import activate_grad
 from .conv_tma import multiply, multiply_rows, tile_origin
+from .dependent_launch import await_inputs
 
 
 @triton.jit
@@ -167,6 +168,7 @@ def conv_forward_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    await_inputs()
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
     n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
     if ROWS == 1:
@@ -285,6 +287,7 @@ def conv_input_grad_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    await_inputs()
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
     n0, h0, w0, c0 = tile_origin(P, Q, CI, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
     if ROWS == 1:

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .column_sum import num_splits
+from .dependent_launch import await_inputs, overlapping
 from .device import describe
 from .tuning import choose
 
@@ -225,6 +226,7 @@ def _conv2d_tma_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    await_inputs()
     n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
     acc = multiply(
         x_desc, w_desc, n0, h0, w0, c0, CI, R, S, PAD_H, PAD_W, DGRAD, PRECISION,
@@ -298,6 +300,7 @@ def launch_fwd(
         BLOCK_K=config.block_k,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **overlapping(x.device),
     )
 
 
@@ -355,6 +358,7 @@ def _conv2d_wgrad_tma_kernel(
     BLOCK_CO: tl.constexpr,
     BLOCK_CI: tl.constexpr,
 ):
+    await_inputs()
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
     ci_blocks = tl.cdiv(CI, BLOCK_CI)
     co0 = tl.program_id(0) // ci_blocks * BLOCK_CO
@@ -472,6 +476,7 @@ def launch_wgrad(
         BLOCK_CI=config.block_ci,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **overlapping(x.device),
     )
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .activations import activate
+from .dependent_launch import await_inputs
 
 
 @triton.jit
@@ -77,6 +78,7 @@ def _norm_apply_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    await_inputs()
     # last pixels first: L2 has those of x from its maker, and keeps the first of a for its reader
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     pid_c = pid % CB
@@ -232,6 +234,7 @@ def _norm_dx_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    await_inputs()
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # as in apply
     pid_c = pid % CB
     k = pid // CB % K

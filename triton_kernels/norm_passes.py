@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from .activations import check_activation
+from .dependent_launch import overlapping
 from .layout import check_nhwc, check_shape
 from .norm_pass_kernels import _norm_apply_kernel, _norm_dx_kernel
 from .norm_tables import channel_block
@@ -100,7 +101,7 @@ def apply(
     shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb)
     options = (activation, upsample1, grid.masked, *grid.tile)
     _norm_apply_kernel[(grid.programs,)](
-        x1, x2, table, a, *shape, *options, num_warps=config.num_warps
+        x1, x2, table, a, *shape, *options, num_warps=config.num_warps, **overlapping(x1.device)
     )
     return a
 
@@ -157,6 +158,6 @@ def norm_dx(
     shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb)
     _norm_dx_kernel[(grid.programs,)](
         dz, x1, x2, coeff, *adds, dx1, dx2, rows, *shape, upsample1, grid.masked, *grid.tile,
-        num_warps=config.num_warps,
+        num_warps=config.num_warps, **overlapping(x1.device),
     )  # fmt: skip
     return dx1, dx2, rows

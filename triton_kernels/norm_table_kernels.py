@@ -8,6 +8,7 @@ rows. These kernels are latency and nothing else: few lanes a program, all loads
 import triton
 import triton.language as tl
 
+from .dependent_launch import await_inputs
 from .group_norm_stream import affine, moments
 
 
@@ -22,6 +23,7 @@ def _norm_partials_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    await_inputs()
     pid = tl.program_id(0)
     tile = (pid // CB).to(tl.int64)
     offs_p = tl.arange(0, BLOCK_P)
@@ -106,6 +108,7 @@ def _norm_table_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
+    await_inputs()
     pid = tl.program_id(0)
     n = (pid // GB).to(tl.int64)
     offs_c, mask_c = _lanes(pid, C, GB, CG, BLOCK_G, BLOCK_J)
@@ -168,6 +171,7 @@ def _norm_grad_table_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
+    await_inputs()
     pid = tl.program_id(0)
     n = (pid // GB).to(tl.int64)
     offs_c, mask_c = _lanes(pid, C, GB, CG, BLOCK_G, BLOCK_J)

@@ -34,6 +34,7 @@ import triton
 from torch import Tensor
 
 from .column_sum import sum_partials
+from .dependent_launch import overlapping
 from .layout import check_nhwc
 from .norm_table_kernels import (
     _norm_grad_sums_kernel,
@@ -101,7 +102,7 @@ def tensor_partials(x: Tensor) -> Tensor:  # [N, H, W, C] -> float32 [N, K, 2, C
     partials = _empty((n, k, 2, c), dtype=torch.float32, device=x.device)
     cb = triton.cdiv(c, block_c)
     tile = (triton.cdiv(pixels, block_p), block_p, block_c)
-    _norm_partials_kernel[(n * k * cb,)](x, partials, pixels, c, cb, *tile)
+    _norm_partials_kernel[(n * k * cb,)](x, partials, pixels, c, cb, *tile, **overlapping(x.device))
     return partials
 
 
@@ -141,6 +142,7 @@ def norm_table(
         *shape,
         *lanes.blocks,
         num_warps=lanes.num_warps,
+        **overlapping(first.device),
     )
     return table
 
@@ -202,6 +204,7 @@ def norm_grad_table(
         *shape,
         *lanes.blocks,
         num_warps=lanes.num_warps,
+        **overlapping(table.device),
     )
     outs = (grad_weight_out, grad_bias_out, bias_grad_out)
     if sums is not None:

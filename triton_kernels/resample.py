@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .dependent_launch import await_inputs, overlapping
 from .layout import check_nhwc
 
 _TILE = 2048  # coarse elements of a program: with four warps 16 a thread, loads of 16 bytes
@@ -43,6 +44,7 @@ def _gather_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    await_inputs()
     pid = tl.program_id(0)
     offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
     offs_q = pid // CB % QB * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -87,6 +89,7 @@ def _spread_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    await_inputs()
     pid = tl.program_id(0)
     offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
     offs_q = pid // CB % QB * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -136,8 +139,9 @@ def _gather(fine: Tensor, factor: float) -> Tensor:
     coarse = _empty((n, h // 2, w // 2, c), dtype=fine.dtype, device=fine.device)
     grid = _cut(w // 2, c)
     _gather_kernel[(n * (h // 2) * grid.qb * grid.cb,)](
-        fine, coarse, factor, h, w, c, h // 2, w // 2, *grid, num_warps=_NUM_WARPS
-    )
+        fine, coarse, factor, h, w, c, h // 2, w // 2, *grid, num_warps=_NUM_WARPS,
+        **overlapping(fine.device),
+    )  # fmt: skip
     return coarse
 
 
@@ -162,8 +166,9 @@ def spread_add(
     if sums:
         partial = _empty((n * rows * grid.qb, c), dtype=torch.float32, device=coarse.device)
     _spread_kernel[(n * rows * grid.qb * grid.cb,)](
-        coarse, fine, add, partial, factor, h, w, c, h // 2, w // 2, *grid, num_warps=_NUM_WARPS
-    )
+        coarse, fine, add, partial, factor, h, w, c, h // 2, w // 2, *grid, num_warps=_NUM_WARPS,
+        **overlapping(coarse.device),
+    )  # fmt: skip
     return fine, partial
 
 

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import await_inputs, overlapping
+
 # The longest sum sets the time, so few columns a program: 32 bytes, a sector of memory
 _BLOCK_M = 256
 _BLOCK_C = 8
@@ -30,6 +32,7 @@ def _segment_sums_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    await_inputs()
     table_ptr += tl.program_id(0) * 5
     start, stride = tl.load(table_ptr), tl.load(table_ptr + 1)
     rows = tl.load(table_ptr + 2).to(tl.int32)
@@ -105,6 +108,7 @@ class RowSums:
                 BLOCK_M=_BLOCK_M,
                 BLOCK_C=_BLOCK_C,
                 num_warps=_NUM_WARPS,
+                **overlapping(self.grad.device),
             )
         self._forget()
 

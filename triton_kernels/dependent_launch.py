@@ -1,0 +1,59 @@
+"""Programmatic dependent launch: a kernel is set up while the one before it drains.
+
+A step at a small batch is hundreds of kernels of a few microseconds, and half a microsecond passes
+from the end of one to the first instruction of the next. From Hopper on a kernel may be put on the
+multiprocessors as soon as every program of its predecessor has begun, to wait there for what the
+predecessor writes. Stream capture keeps this as a programmatic edge of the graph.
+
+It pays for a chain of kernels and nothing beside it, as in sampling. A training step has weight
+gradients on a side branch that fill the gaps better than a waiting kernel, which keeps its place from
+them: there it lost 3 % (see docs/performance.md). So it is off but within `dependent_launches()`.
+
+The rule that makes it safe: whatever is launched with `overlapping()` begins with `await_inputs()`,
+before it touches memory. Every kernel then ends after its predecessor has, so that by induction all
+earlier kernels of the stream are done, and not just the last, when `await_inputs` returns.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .device import describe
+
+
+@triton.constexpr_function
+def _available() -> bool:
+    interpreted = triton.knobs.runtime.interpret
+    return not interpreted and tl.target_info.cuda_capability_geq(9, 0)
+
+
+@triton.jit
+def await_inputs():
+    """Wait for the kernels before this one, and let the one after it be set up."""
+    if _available():
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+_on = False
+
+
+@contextmanager
+def dependent_launches() -> Iterator[None]:
+    """Within the block kernels overlap with their predecessors, on GPUs that can do it."""
+    global _on
+    before, _on = _on, True
+    try:
+        yield
+    finally:
+        _on = before
+
+
+def overlapping(device: torch.device) -> dict[str, bool]:
+    """The launch option of kernels that begin with `await_inputs`."""
+    hopper = device.type == "cuda" and describe(device).tma
+    return {"launch_pdl": True} if _on and hopper else {}
