@@ -5,9 +5,9 @@ from the end of one to the first instruction of the next. From Hopper on a kerne
 multiprocessors as soon as every program of its predecessor has begun, to wait there for what the
 predecessor writes. Stream capture keeps this as a programmatic edge of the graph.
 
-It pays for a chain of kernels and nothing beside it, as in sampling. A training step has weight
-gradients on a side branch that fill the gaps better than a waiting kernel, which keeps its place from
-them: there it lost 3 % (see docs/performance.md). So it is off but within `dependent_launches()`.
+It is for a chain of kernels with nothing beside it, as in sampling. A training step has weight
+gradients on a side branch, which fill the gaps better; a kernel that waits takes their place. There
+it lost 3 % (see docs/performance.md), so it is off but within `dependent_launches()`.
 
 The rule that makes it safe: whatever is launched with `overlapping()` begins with `await_inputs()`,
 before it touches memory. Every kernel then ends after its predecessor has, so that by induction all
