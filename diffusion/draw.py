@@ -24,14 +24,20 @@ def draw(
     batch_size: int = 64,
     progress: Callable[[int, int], None] | None = None,  # (steps done, steps in all)
 ) -> np.ndarray:
-    """uint8 [n, H, W, C]. Image i depends on the seed and on i alone, not on the batch size."""
-    denoiser = guide(model.forward_nhwc, guidance, getattr(model, "null_label", None))
+    """uint8 [n, H, W, C]. Image i depends on the seed and on i alone, not on the batch size.
+
+    Batches are of one size, as one graph serves them all: the last may go beyond n, and what is
+    too much is cut off.
+    """
+    denoiser = guide(
+        model.forward_nhwc, guidance, getattr(model, "null_label", None), model.backend.dtype
+    )
     training = model.training
     model.eval()
     parts, batches = [], -(-n // batch_size)
+    count = -(-n // batches)
     for batch in range(batches):
-        first = batch * batch_size
-        count = min(batch_size, n - first)
+        first = batch * count
 
         def report(done: int, total: int, batch: int = batch) -> None:
             if progress is not None:
@@ -41,10 +47,10 @@ def draw(
             denoiser,
             (count, *image_shape),
             seed=seed,
-            labels=None if labels is None else labels[first : first + count],
+            labels=None if labels is None else labels[torch.arange(first, first + count) % n],
             first=first,
             progress=report,
         )
         parts.append(to_uint8(x))
     model.train(training)
-    return np.concatenate(parts)
+    return np.concatenate(parts)[:n]

@@ -11,6 +11,7 @@ so this is the same for every prediction.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from triton_kernels import reference
 from triton_kernels.philox import LABEL_DROP
 
+from .chain import TabulatedDenoiser, tabulated
 from .errors import ConfigError
 from .objective import Denoiser
 
@@ -36,7 +38,12 @@ def drop_labels(
     return labels.masked_fill(words < round(probability * 2**32), null_label)
 
 
-def guide(denoiser: Denoiser, scale: float, null_label: int | None) -> Denoiser:
+def guide(
+    denoiser: Denoiser | TabulatedDenoiser,
+    scale: float,
+    null_label: int | None,
+    dtype: torch.dtype | None = None,  # that a denoiser without tables is given x in
+) -> Denoiser | TabulatedDenoiser:
     """The denoiser with guidance of that scale. Both halves are one batch, twice as large. Of a
     learned variance the conditional half is taken.
 
@@ -51,14 +58,35 @@ def guide(denoiser: Denoiser, scale: float, null_label: int | None) -> Denoiser:
             f"guidance={scale} needs a network with classes that was trained with"
             " model.label_dropout above 0; leave it at 1"
         )
+    return Guided(denoiser, scale, null_label, dtype)
 
-    def guided(x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
-        twice = torch.cat((labels, torch.full_like(labels, null_label)))
-        output = denoiser(torch.cat((x, x)), torch.cat((t, t)), twice)
+
+@dataclass(frozen=True)
+class Guided:
+    """What `guide` returns: a plain denoiser, and one with tables (see `TabulatedDenoiser`)."""
+
+    denoiser: Denoiser | TabulatedDenoiser
+    scale: float
+    null_label: int
+    dtype: torch.dtype | None = None
+
+    def __call__(self, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+        output = self.denoiser(torch.cat((x, x)), torch.cat((t, t)), self._twice(labels))
+        return self._combine(output, x.shape[-1])
+
+    def tabulate(self, timesteps: Tensor, labels: Tensor, n: int) -> tuple[Tensor, ...]:
+        inner = tabulated(self.denoiser, self.dtype)
+        return inner.tabulate(timesteps, self._twice(labels), 2 * n)
+
+    def at_row(self, x: Tensor, row: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+        inner = tabulated(self.denoiser, self.dtype)
+        return self._combine(inner.at_row(torch.cat((x, x)), row, tables), x.shape[-1])
+
+    def _twice(self, labels: Tensor) -> Tensor:
+        return torch.cat((labels, torch.full_like(labels, self.null_label)))
+
+    def _combine(self, output: Tensor, channels: int) -> Tensor:
         conditional, null = output.float().chunk(2)
-        channels = x.shape[-1]
         mean, null = conditional[..., :channels], null[..., :channels]
-        mean = null + scale * (mean - null)
+        mean = null + self.scale * (mean - null)
         return torch.cat((mean, conditional[..., channels:]), dim=-1)
-
-    return guided

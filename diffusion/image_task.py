@@ -75,7 +75,8 @@ class ImageTask:
     ) -> Callable[[], Preview]:
         """A grid of samples of DDIM; if there are classes, of all in turn."""
         steps = min(settings.sample_steps, process.schedule.num_timesteps)
-        sampler = process.sampler(model.backend, device, sampler="ddim", steps=steps)
+        # training's own graph wants the memory that one of the sampler would keep
+        sampler = process.sampler(model.backend, device, sampler="ddim", steps=steps, capture=False)
         count, labels = settings.sample_count, None
         if self.num_classes is not None:
             labels = torch.arange(count, device=device) % self.num_classes

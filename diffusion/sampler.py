@@ -6,8 +6,8 @@ DDPM and DDIM, for every prediction and variance, are one linear step with other
     x_{t-1} = c x_0 + d x_t + e output + sigma z
 
 So a sampler is a table with a row a step, which `denoise_step` indexes on the device: the loop
-never waits for the host, and one launch is a step. The solvers of higher order, which remember the
-x_0 of the step before, are in `solvers`.
+never waits for the host, one launch is a step, and on a GPU the steps are one CUDA graph (`chain`).
+The solvers of higher order, which remember the x_0 of the step before, are in `solvers`.
 
 Against diffusers. DDPMScheduler is the same for every spacing but in one case: it adds noise in the
 last step whenever that step's timestep is above 0 (spacing trailing), which matters with
@@ -24,7 +24,7 @@ References:
     Denoising Diffusion Implicit Models (Song et al., 2021), https://arxiv.org/abs/2010.02502
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from torch import Tensor
 from triton_kernels.philox import INITIAL
 
 from .backend import Backend
+from .chain import Bound, Chain, Progress, TabulatedDenoiser, tabulated
 from .errors import ConfigError
 from .objective import Denoiser, check_output
 from .schedule import LEARNED_VARIANCES, NoiseSchedule
@@ -122,6 +123,8 @@ class Sampler:
         prediction: What the denoiser predicts: epsilon, sample or v_prediction.
         variance: fixed_small, fixed_large, learned_range or learned.
         device: Where to sample.
+        capture: Whether a CUDA graph runs the chain, which asks that the denoiser never waits for
+            the device; None: on a GPU. The graph of the batch drawn last is kept, with its memory.
     """
 
     spacing = "guided"
@@ -138,6 +141,7 @@ class Sampler:
         prediction: str = "epsilon",
         variance: str = "fixed_small",
         device: torch.device | str = "cpu",
+        capture: bool | None = None,
     ) -> None:
         if clip is not None and not (_is_number(clip) and clip > 0):
             raise ConfigError(f"clip={clip} is not possible; give a number above 0, or null")
@@ -153,6 +157,8 @@ class Sampler:
         timesteps = torch.tensor(self.row_timesteps(), device=device)  # [K]
         # int64, but for levels between the timesteps
         self.timesteps = timesteps.float() if timesteps.is_floating_point() else timesteps
+        self.capture = self.rows.is_cuda if capture is None else capture
+        self._captured: tuple[Any, Chain] | None = None  # what it is of, and the chain
 
     @property
     def num_steps(self) -> int:
@@ -169,53 +175,58 @@ class Sampler:
         return self.schedule.timestep_map[::-1].copy()
 
     def new_memory(self, x: Tensor) -> Tensor | None:
-        """What `step` is to carry from one step to the next, if anything: it writes there."""
+        """What `step` is to carry from one step to the next, if anything: x_0 is written there."""
         return None
 
     def step(
         self,
-        denoiser: Denoiser,
+        denoiser: Denoiser | TabulatedDenoiser | Bound,
         x: Tensor,  # float32 [N, H, W, C]
         row: Tensor,  # int64 [1]: k, on the device
         rng: Tensor,  # int64 [2]: seed, 0
         *,
-        labels: Tensor | None = None,  # [N]
-        first: int = 0,
+        labels: Tensor | None = None,  # [N], but for a Bound, which has them
+        first: int | Tensor = 0,  # the number of sample 0, or int64 [1] on the device
         memory: Tensor | None = None,  # of new_memory
     ) -> Tensor:  # float32 [N, H, W, C]
         """x_t -> x_{t-1}. Depends on no host value that changes from step to step, so that one
         captured graph serves all of them."""
         output = self.evaluate(denoiser, x, row, labels)
         return self.backend.ops.denoise_step(
-            x, output, self.rows, row, rng, first=first, clip=self.clip
+            x, output, self.rows, row, rng, first=first, clip=self.clip, memory=memory
         )
 
     def evaluate(
-        self, denoiser: Denoiser, x: Tensor, row: Tensor, labels: Tensor | None
+        self,
+        denoiser: Denoiser | TabulatedDenoiser | Bound,
+        x: Tensor,
+        row: Tensor,
+        labels: Tensor | None,
     ) -> Tensor:  # [N, H, W, C or 2C]
         """What the denoiser says at the timestep of this row."""
-        t = self.timesteps[row.expand(x.shape[0])]
-        output = denoiser(x.to(self.backend.dtype), t, labels)
+        if not isinstance(denoiser, Bound):
+            denoiser = self._bind(denoiser, labels, len(x))
+        output = denoiser(x, row)
         check_output(output, x, self.variance)
         return output
 
     @torch.no_grad()
     def sample(
         self,
-        denoiser: Denoiser,
+        denoiser: Denoiser | TabulatedDenoiser,
         shape: tuple[int, int, int, int],  # N, H, W, C
         *,
         seed: int,
         labels: Tensor | None = None,  # [N]
         first: int = 0,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
         x: Tensor | None = None,  # float32 [N, H, W, C]
     ) -> Tensor:  # float32 [N, H, W, C]
         """N images, numbers first .. first + N - 1 of this seed.
 
         Image i is a function of (seed, i) alone: the way a set of images is cut into batches does
         not change it. `x` replaces the noise x_T that the chain starts from. `progress` is called
-        with (steps done, steps in all) after each step is queued.
+        with (steps done, steps in all) after each step is queued, or each graph of several.
         """
         device = self.rows.device
         rng = torch.tensor([seed, 0], dtype=torch.int64, device=device)
@@ -223,14 +234,30 @@ class Sampler:
             x = self.backend.ops.normal(tuple(shape), rng, stream=INITIAL, first=first)
         elif x.shape != tuple(shape):
             raise ValueError(f"x has shape {list(x.shape)}; shape says {list(shape)}")
+        bound = self._bind(denoiser, labels, len(x))
+        if self.capture and x.numel():
+            chain = self._chain(denoiser, bound, x)
+            return chain.run(x, seed, first, bound.tables, progress)
         steps = torch.arange(self.num_steps, device=device)
         memory = self.new_memory(x)
         for k in range(self.num_steps):
             row = steps[k : k + 1]
-            x = self.step(denoiser, x, row, rng, labels=labels, first=first, memory=memory)
+            x = self.step(bound, x, row, rng, first=first, memory=memory)
             if progress is not None:
                 progress(k + 1, self.num_steps)
         return x
+
+    def _bind(self, denoiser: Denoiser | TabulatedDenoiser, labels: Tensor | None, n: int) -> Bound:
+        denoiser = tabulated(denoiser, self.backend.dtype)
+        return Bound(denoiser, denoiser.tabulate(self.timesteps, labels, n))
+
+    def _chain(self, denoiser: Denoiser | TabulatedDenoiser, bound: Bound, x: Tensor) -> Chain:
+        """The captured chain for this denoiser and these shapes."""
+        what = (denoiser, x.shape, [(table.shape, table.dtype) for table in bound.tables])
+        if self._captured is None or self._captured[0] != what:
+            self._captured = None  # first, so that its memory serves the next
+            self._captured = what, Chain(self, bound.denoiser, x, bound.tables)
+        return self._captured[1]
 
 
 class DDPM(Sampler):

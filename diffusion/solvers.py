@@ -8,10 +8,10 @@ sigma = 0. Written with x_0 instead of the derivative or epsilon, a step of eith
     x     = c x_0 + d x_t + e x_0'         x_0' as it was one row before
     x_0' := x_0
 
-with constants of the row alone. So there is one `step` for both, the host takes no part in it, and
-a solver is a table. The columns are `denoise_step`'s (sigma, log_min and log_max are 0) but for e,
-which here multiplies x_0' and not the output: `denoise_step` with a pointer to x_0', which it reads
-for the sum and overwrites, is the whole step in one launch. A learned variance is unused.
+with constants of the row alone. So a solver is a table. The columns are `denoise_step`'s (sigma,
+log_min and log_max are 0) but for e, which here multiplies x_0' and not the output: `denoise_step`
+with a memory, which it reads for the sum and overwrites, is the whole step in one launch. A learned
+variance is unused.
 
 Against diffusers. Heun is HeunDiscreteScheduler, which keeps x_t / alpha_t and starts linspace and
 trailing from sigma_max epsilon where x_T = epsilon is taken here (a difference of 2e-5 for the
@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .objective import Denoiser
 from .sampler import Sampler, executed
 from .schedule import NoiseSchedule
 
@@ -97,7 +96,7 @@ def _levels(schedule: NoiseSchedule) -> tuple[np.ndarray, np.ndarray]:  # alpha 
 
 
 class Solver(Sampler):
-    """A sampler whose step also reads the x_0 of the row before.
+    """A sampler whose step also reads the x_0 of the row before, from its memory.
 
     Its spacing is leading unless told otherwise. A solver of second order takes x_0 for smooth
     between two levels, which fails across the ends of a chain: the cosine schedule falls from
@@ -108,27 +107,6 @@ class Solver(Sampler):
 
     def new_memory(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x)
-
-    def step(
-        self,
-        denoiser: Denoiser,
-        x: Tensor,  # float32 [N, H, W, C]
-        row: Tensor,  # int64 [1]: k, on the device
-        rng: Tensor,  # int64 [2], unused: no noise is added
-        *,
-        labels: Tensor | None = None,  # [N]
-        first: int = 0,
-        memory: Tensor,  # float32 [N, H, W, C]: x_0', overwritten with x_0
-    ) -> Tensor:  # float32 [N, H, W, C]
-        """One row of the table. As capturable as `Sampler.step`."""
-        output = self.evaluate(denoiser, x, row, labels)[..., : x.shape[-1]]
-        a, b, c, d, e = self.rows.index_select(0, row)[0, :5].unbind()
-        x_0 = a * x + b * output.to(x.dtype)
-        if self.clip is not None:
-            x_0 = x_0.clamp(-self.clip, self.clip)
-        x = c * x_0 + d * x + e * memory
-        memory.copy_(x_0)
-        return x
 
 
 class DPMSolverPP2M(Solver):

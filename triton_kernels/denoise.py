@@ -5,7 +5,8 @@
                    eq. 4)
     denoise_loss   |output - target|^2 / (H W C), per sample; target epsilon, x_0 or
                    v = sqrt(alpha_bar_t) epsilon - sqrt(1 - alpha_bar_t) x_0 (Salimans and Ho 2022)
-    denoise_step   x0 = clip(a x + b output);  x_prev = c x0 + d x + e output + sigma z
+    denoise_step   x0 = clip(a x + b output);  x_prev = c x0 + d x + e output + sigma z;
+                   of a solver e times the x0 of the step before
 
 Neither x_0 nor the noise is ever in memory: the loss and its gradient make both again, the noise
 from its counter (`philox`). Everything that changes from step to step (seed, step, timesteps, row
@@ -218,6 +219,8 @@ def _denoise_step_kernel(
     table_ptr,  # float32 [K, 8]
     row_ptr,  # int64 [1]
     rng_ptr,  # int64 [2]
+    first_ptr,  # int64 [1] or None: added to `first`
+    memory_ptr,  # float32 [N, H, W, C] or None: x0 of the step before, in and out
     x_prev_ptr,  # float32 [N, H, W, C], out
     first,
     clip,
@@ -248,9 +251,18 @@ def _denoise_step_kernel(
         v = tl.load(output_ptr + C, mask=mask, other=0.0).to(tl.float32)
         f = (v + 1.0) * 0.5
         sigma = sigma * tl.exp(0.5 * (f * log_max + (1.0 - f) * log_min))
+    sample = first + n
+    if first_ptr is not None:
+        sample += tl.load(first_ptr)
     seed, step = tl.load(rng_ptr), tl.load(rng_ptr + 1) + row
-    z = normals(seed, step, first + n, start + tl.arange(0, BLOCK), _REVERSE)
-    x_prev = c * x0 + d * x + e * output + sigma * z
+    z = normals(seed, step, sample, start + tl.arange(0, BLOCK), _REVERSE)
+    if memory_ptr is None:
+        other = output
+    else:
+        memory_ptr += n * elements + offs
+        other = tl.load(memory_ptr, mask=mask, other=0.0)
+        tl.store(memory_ptr, x0, mask=mask)
+    x_prev = c * x0 + d * x + e * other + sigma * z
     tl.store(x_prev_ptr + n * elements + offs, x_prev, mask=mask)
 
 
@@ -381,8 +393,9 @@ def denoise_step(
     row: Tensor,  # int64 [1], on the device
     rng: Tensor,  # int64 [2]: seed, step (the noise of row k is keyed by step = rng[1] + k)
     *,
-    first: int = 0,
+    first: int | Tensor = 0,  # the number of sample 0, or int64 [1] on the device
     clip: float | None = 1.0,
+    memory: Tensor | None = None,  # float32 [N, H, W, C], overwritten with x0
 ) -> Tensor:  # float32 [N, H, W, C] x_(t-1)
     """One step of the reverse process in its general linear form:
 
@@ -392,7 +405,8 @@ def denoise_step(
     The columns of `table` are a, b, c, d, e, sigma, log_min, log_max. If `output` has 2C channels,
     its second half v sets the deviation (Nichol and Dhariwal 2021, eq. 15):
     sigma' = sigma exp((f log_max + (1 - f) log_min) / 2), f = (v + 1) / 2.
-    The row must be within [0, K); the device does not check.
+    With `memory`, for solvers of second order, e multiplies what it holds instead of `output`: the
+    x0 of the step before. The row must be within [0, K); the device does not check.
     """
     check_nhwc("x", x)
     _check_output(output, *x.shape)
@@ -400,6 +414,18 @@ def denoise_step(
     if row.dtype != torch.int64 or row.shape != (1,):
         raise ValueError(f"row is {row.dtype} of shape {tuple(row.shape)}; expected int64 [1]")
     check_rng(rng)
+    first_ptr = None
+    if isinstance(first, Tensor):
+        if first.dtype != torch.int64 or first.shape != (1,):
+            raise ValueError(
+                f"first is {first.dtype} of shape {tuple(first.shape)}; expected int64 [1]"
+            )
+        first, first_ptr = 0, first
+    if memory is not None:
+        check_nhwc("memory", memory)
+        check_shape("memory", memory, *x.shape)
+        if memory.dtype != torch.float32:
+            raise ValueError(f"memory is {memory.dtype}; expected float32")
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; expected a positive number or None")
     x_prev = torch.empty_like(x, dtype=torch.float32)
@@ -407,9 +433,9 @@ def denoise_step(
         elements = x[0].numel()
         chunks = triton.cdiv(elements, 4 * _BLOCK)
         _denoise_step_kernel[(x.shape[0] * chunks,)](
-            x, output, table, row, rng, x_prev, first, 0.0 if clip is None else float(clip),
-            elements, chunks, C=x.shape[3], CO=output.shape[3], CLIP=clip is not None,
-            BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+            x, output, table, row, rng, first_ptr, memory, x_prev, first,
+            0.0 if clip is None else float(clip), elements, chunks, C=x.shape[3],
+            CO=output.shape[3], CLIP=clip is not None, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
         )  # fmt: skip
     return x_prev
 

@@ -232,8 +232,9 @@ def denoise_step(
     row: Tensor,  # int64 [1], on the device
     rng: Tensor,  # int64 [2]: seed, step (the noise of row k is keyed by step = rng[1] + k)
     *,
-    first: int = 0,
+    first: int | Tensor = 0,  # the number of sample 0, or int64 [1] on the device
     clip: float | None = 1.0,
+    memory: Tensor | None = None,  # float32 [N, H, W, C], overwritten with x0
 ) -> Tensor:  # float32 [N, H, W, C] x_(t-1)
     """One step of the reverse process in its general linear form:
 
@@ -243,11 +244,14 @@ def denoise_step(
     The columns of `table` are a, b, c, d, e, sigma, log_min, log_max. If `output` has 2C channels,
     its second half v sets the deviation (Nichol and Dhariwal 2021, eq. 15):
     sigma' = sigma exp((f log_max + (1 - f) log_min) / 2), f = (v + 1) / 2.
-    Epsilon, x_0 and v prediction, DDPM and DDIM differ in the constants only (`diffusion.sampler`).
+    With `memory`, for solvers of second order, e multiplies what it holds instead of `output`: the
+    x0 of the step before. Epsilon, x_0 and v prediction, DDPM and DDIM differ in the constants only
+    (`diffusion.sampler`).
     """
     c = x.shape[-1]
     a, b, c0, d, e, sigma, log_min, log_max = table.index_select(0, row)[0].unbind()
-    x, output = x.float(), output.float()
+    dtype = torch.promote_types(x.dtype, torch.float32)  # float64 is for tests
+    x, output = x.to(dtype), output.to(dtype)
     out = output[..., :c]
     x0 = a * x + b * out
     if clip is not None:
@@ -257,7 +261,10 @@ def denoise_step(
         sigma = sigma * torch.exp(0.5 * (f * log_max + (1 - f) * log_min))
     step_rng = torch.stack((rng[0], rng[1] + row[0]))
     z = normal(x.shape, step_rng, stream=REVERSE, first=first)
-    return c0 * x0 + d * x + e * out + sigma * z
+    other = out if memory is None else memory.clone()
+    if memory is not None:
+        memory.copy_(x0)
+    return c0 * x0 + d * x + e * other + sigma * z
 
 
 # --- optimizer ------------------------------------------------------------------------------------

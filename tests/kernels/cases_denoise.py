@@ -13,6 +13,7 @@ _BATCH = {
     "chunks": "i32",
 }
 _SIZES = {"W": 64, "C": 3}
+_STEP = {"first_ptr": None, "memory_ptr": None, "C": 3, "CLIP": True, "BLOCK": 256}
 
 COMPILE_CASES = [
     {
@@ -138,8 +139,30 @@ COMPILE_CASES = [
             "elements": "i32",
             "chunks": "i32",
         },
-        "constexprs": {"C": 3, "CO": 6, "CLIP": True, "BLOCK": 256},
+        "constexprs": {**_STEP, "CO": 6},
         "options": {"num_warps": 4},
         "multiples": ["elements"],
+    },
+    {
+        "name": "denoise_step_of_a_solver_in_a_graph",
+        "kernel": "triton_kernels.denoise:_denoise_step_kernel",
+        "signature": {
+            "x_ptr": "*fp32",
+            "output_ptr": "*bf16",
+            "table_ptr": "*fp32",
+            "row_ptr": "*i64",
+            "rng_ptr": "*i64",
+            "first_ptr": "*i64",
+            "memory_ptr": "*fp32",
+            "x_prev_ptr": "*fp32",
+            "first": "i32",
+            "clip": "fp32",
+            "elements": "i32",
+            "chunks": "i32",
+        },
+        "constexprs": {"C": 3, "CO": 3, "CLIP": True, "BLOCK": 256},
+        "options": {"num_warps": 4},
+        "multiples": ["elements"],
+        "expect": {"arches": [90]},
     },
 ]

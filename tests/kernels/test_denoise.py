@@ -192,6 +192,21 @@ def test_denoise_step(shape, learned, clip, device):
         assert_rounded(x_prev, expected, torch.float32, scale=10)
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_denoise_step_of_a_solver(shape, device):
+    """`first` on the device, as a captured graph has it, and the x0 of the step before."""
+    batch = Batch(shape, device)
+    x, output, memory = (batch.randn(shape[2]) for _ in range(3))
+    arguments = (x, output, reverse_table(device), torch.tensor([2], device=device), batch.rng)
+    first, twin = torch.tensor([4], device=device), memory.clone()
+    x_prev = denoise.denoise_step(*arguments, first=first, memory=memory)
+    expected = reference.denoise_step(*arguments, first=4, memory=twin)
+    assert_rounded(x_prev, expected, torch.float32, scale=10)
+    assert_rounded(memory, twin, torch.float32, scale=10)
+    on_device = reference.denoise_step(*arguments, first=first)
+    assert torch.equal(on_device, reference.denoise_step(*arguments, first=4))
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:] + GPU_DTYPES, ids=str)
 def test_denoise_step_of_16_bit_tensors(dtype, device):
     batch = Batch(SHAPES["odd"], device)
@@ -279,6 +294,9 @@ def test_wrong_arguments_of_the_loss_are_refused(change, message):
         ({"table": torch.zeros(10, 2)}, r"expected float32 \[steps, 8\]"),
         ({"output": torch.zeros(3, 5, 7, 9)}, "output has 9 channels; expected 3 or 6"),
         ({"x": torch.zeros(5, 7, 3)}, "x has shape"),
+        ({"first": torch.zeros(2)}, r"first is .* expected int64 \[1\]"),
+        ({"memory": torch.zeros(2, 5, 7, 3)}, r"memory has shape \(2, 5, 7, 3\); expected"),
+        ({"memory": torch.zeros(3, 5, 7, 3).half()}, "memory is torch.float16"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
