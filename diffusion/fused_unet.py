@@ -398,6 +398,7 @@ class FusedUNet:
             return f"{type(model).__name__} has none"
         for option, wanted in (
             ("conv_resample", False),
+            ("downsample_padding", 1),
             ("resblock_updown", False),
             ("use_scale_shift_norm", False),
             ("dropout", 0),

@@ -51,6 +51,8 @@ _UNET_CU_OPTIONS = {
     "resblock_updown": False,
     "use_new_attention_order": True,
     "num_classes": None,
+    "norm_eps": 1e-5,
+    "freq_shift": 0,
 }
 
 

@@ -182,16 +182,17 @@ class GroupNorm(Layer):
 class TimestepEmbedding(nn.Module):
     """Sinusoids of the timestep, in float32: [N] -> [N, dim].
 
-    cos(t f_i) for i < dim // 2, then sin(t f_i), f_i = max_period^(-i / (dim // 2)); an odd `dim`
-    ends in a zero (Vaswani et al. 2017, section 3.5, in the order of guided-diffusion and unet.cu).
+    cos(t f_i) for i < dim // 2, then sin(t f_i), f_i = max_period^(-i / (dim // 2 - freq_shift));
+    an odd `dim` ends in a zero (Vaswani et al. 2017, section 3.5, in the order of guided-diffusion
+    and unet.cu, which have no shift; Ho et al. 2020 has 1).
     """
 
-    def __init__(self, dim: int, max_period: float = 10000) -> None:
+    def __init__(self, dim: int, max_period: float = 10000, freq_shift: float = 0) -> None:
         super().__init__()
         half = dim // 2
         self.odd = dim % 2
         index = torch.arange(half, dtype=torch.float32, device="cpu")  # meta's takes a second
-        exponent = -math.log(max_period) * index / half
+        exponent = -math.log(max_period) * index / (half - freq_shift)
         self.register_buffer("frequencies", torch.exp(exponent), persistent=False)
 
     def forward(self, t: Tensor) -> Tensor:

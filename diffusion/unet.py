@@ -20,14 +20,31 @@ from .layers import Conv1d, Conv2d, GroupNorm, Layer, Linear, TimestepEmbedding
 
 
 class Downsample(Layer):
-    """[N, H, W, C] -> [N, H / 2, W / 2, C]: a convolution of stride 2, or 2x2 means."""
+    """[N, H, W, C] -> [N, H / 2, W / 2, C]: a convolution of stride 2, or 2x2 means.
 
-    def __init__(self, channels: int, use_conv: bool, backend: Backend) -> None:
+    With padding 1 the convolution's window begins a pixel above and left of the 2x2 block that it
+    stands for, with padding 0 in it: the image is padded below and to the right instead.
+    """
+
+    def __init__(self, channels: int, use_conv: bool, padding: int, backend: Backend) -> None:
         super().__init__(backend)
+        self.padding = padding
         self.op = Conv2d(channels, channels, 3, stride=2, backend=backend) if use_conv else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.backend.ops.avg_pool2d(x) if self.op is None else self.op(x)
+        if self.op is None:
+            return self.backend.ops.avg_pool2d(x)
+        if self.padding == 1:
+            return self.op(x)
+        padded = F.pad(x, (0, 0, 0, 1, 0, 1))  # [N, H + 1, W + 1, C]
+        return self.backend.ops.conv2d(
+            padded,
+            self.op.weight,
+            self.op.bias,
+            stride=2,
+            padding=0,
+            allow_tf32=self.backend.allow_tf32,
+        )
 
 
 class Upsample(Layer):
@@ -57,6 +74,7 @@ class ResBlock(Layer):
         emb_channels: int,
         *,
         num_groups: int,
+        norm_eps: float,
         dropout: float,
         dropout_layer: int,  # number of this layer among those that draw dropout masks
         use_scale_shift_norm: bool,
@@ -69,7 +87,7 @@ class ResBlock(Layer):
         self.use_scale_shift_norm, self.resample = use_scale_shift_norm, resample
 
         def norm(c: int) -> GroupNorm:
-            return GroupNorm(num_groups, c, activation="silu", backend=backend)
+            return GroupNorm(num_groups, c, activation="silu", eps=norm_eps, backend=backend)
 
         # the keys are places in guided-diffusion's Sequentials; SiLU and dropout take the others
         self.in_layers = nn.ModuleDict(
@@ -123,13 +141,14 @@ class AttentionBlock(Layer):
         num_heads: int,
         *,
         num_groups: int,
+        norm_eps: float,
         order: str,  # of the packed channels: "qkv_heads" or "heads_qkv", see the op
         zero_init: bool,
         backend: Backend,
     ) -> None:
         super().__init__(backend)
         self.channels, self.num_heads, self.order = channels, num_heads, order
-        self.norm = GroupNorm(num_groups, channels, backend=backend)
+        self.norm = GroupNorm(num_groups, channels, eps=norm_eps, backend=backend)
         self.qkv = Conv1d(channels, 3 * channels, backend=backend)
         self.proj_out = Conv1d(channels, channels, zero=zero_init, backend=backend)
 
@@ -170,6 +189,9 @@ class UNet(Layer):
         use_new_attention_order: bool = False,  # qkv packed [3, heads, d]; False: [heads, 3, d]
         max_period: float = 10000,  # of the timestep's sinusoids
         zero_init: bool = True,  # last convolution of every block starts at zero
+        norm_eps: float = 1e-5,  # of every GroupNorm; this and the next two are for others' weights
+        freq_shift: float = 0,  # of the timestep's sinusoids, see `TimestepEmbedding`
+        downsample_padding: int = 1,  # of convolutions of stride 2; 0: see `Downsample`
         backend: Backend = TORCH_FP32,  # who computes, and in which precision
     ) -> None:
         super().__init__(backend)
@@ -192,6 +214,10 @@ class UNet(Layer):
         self.conv_resample, self.resblock_updown = conv_resample, resblock_updown
         self.use_scale_shift_norm = use_scale_shift_norm
         self.use_new_attention_order = use_new_attention_order
+        self.num_heads, self.num_head_channels = num_heads, num_head_channels
+        self.num_heads_upsample = num_heads_upsample
+        self.norm_eps, self.freq_shift = norm_eps, freq_shift
+        self.downsample_padding = downsample_padding
         self._check_options(num_heads, num_head_channels, num_heads_upsample)
 
         emb_channels = 4 * model_channels
@@ -205,6 +231,7 @@ class UNet(Layer):
                 out,
                 emb_channels,
                 num_groups=num_groups,
+                norm_eps=norm_eps,
                 dropout=dropout,
                 dropout_layer=res_blocks,
                 use_scale_shift_norm=use_scale_shift_norm,
@@ -225,12 +252,13 @@ class UNet(Layer):
                 channels,
                 heads,
                 num_groups=num_groups,
+                norm_eps=norm_eps,
                 order="qkv_heads" if use_new_attention_order else "heads_qkv",
                 zero_init=zero_init,
                 backend=backend,
             )
 
-        self.timestep_embedding = TimestepEmbedding(model_channels, max_period)
+        self.timestep_embedding = TimestepEmbedding(model_channels, max_period, freq_shift)
         self.time_embed = nn.ModuleDict(
             {
                 "0": Linear(model_channels, emb_channels, backend=backend),
@@ -260,7 +288,7 @@ class UNet(Layer):
                 down = (
                     res_block(f"{name}.0", ch, ch, "down")
                     if resblock_updown
-                    else Downsample(ch, conv_resample, backend)
+                    else Downsample(ch, conv_resample, downsample_padding, backend)
                 )
                 self.input_blocks.append(nn.ModuleList([down]))
                 skips.append(ch)
@@ -291,7 +319,7 @@ class UNet(Layer):
 
         self.out = nn.ModuleDict(
             {
-                "0": GroupNorm(num_groups, ch, activation="silu", backend=backend),
+                "0": GroupNorm(num_groups, ch, activation="silu", eps=norm_eps, backend=backend),
                 "2": Conv2d(ch, out_channels, 3, zero=zero_init, backend=backend),
             }
         )
@@ -414,6 +442,15 @@ class UNet(Layer):
                 raise ConfigError(f"{name}={value} has to be a whole number of at least 1")
         if self.max_period <= 0:
             raise ConfigError(f"max_period={self.max_period} has to be positive")
+        if self.norm_eps <= 0:
+            raise ConfigError(f"norm_eps={self.norm_eps} has to be positive")
+        if self.freq_shift and self.freq_shift >= self.model_channels // 2:
+            raise ConfigError(
+                f"freq_shift={self.freq_shift} has to be below model_channels // 2,"
+                f" {self.model_channels // 2}"
+            )
+        if self.downsample_padding not in (0, 1):
+            raise ConfigError(f"downsample_padding={self.downsample_padding}; choose one of 0, 1")
         for value in heads:
             if value < 1 and value != -1:
                 raise ConfigError(f"{value} heads or channels a head; expected at least 1, or -1")
@@ -454,7 +491,7 @@ class UNet(Layer):
             raise ValueError(f"labels are missing; the model has num_classes={self.num_classes}")
         elif labels.shape != (n,):
             raise ValueError(f"labels have shape {tuple(labels.shape)}; expected ({n},)")
-        elif labels.device.type == "cpu" and n > 0:
+        elif labels.device.type == "cpu" and not torch.compiler.is_compiling() and n > 0:
             low, high = int(labels.min()), int(labels.max())
             if low < 0 or high >= self.label_emb.num_embeddings:
                 raise ValueError(
