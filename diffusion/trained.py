@@ -1,6 +1,7 @@
 """A trained network for images, rebuilt from what is on the disk: a run of this project, or weights
 that another program wrote."""
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,18 @@ from .checkpoint import check_same_model, find_checkpoint, read_state, read_weig
 from .data.image_set import parse_size
 from .errors import ConfigError
 from .interchange import load_weights, stored_image_shape
-from .settings import construct
+from .interchange_diffusers import is_diffusers, read_diffusers
+from .settings import construct, shown
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A network with its weights, and what it was trained for."""
+    """A network with its weights, in evaluation mode, and what it was trained for."""
 
     model: nn.Module
+    settings: dict[str, Any]  # the group `model`
     process: Process
     image_shape: tuple[int, int, int]  # H, W, C
     class_names: tuple[str, ...] | None
@@ -32,7 +35,7 @@ class Trained:
 
 
 def load_trained(
-    ckpt: str | Path,  # a run's folder, a checkpoint's, or a weights file
+    ckpt: str | Path,  # a run's folder, a checkpoint's, a weights file or diffusers' directory
     device: torch.device,
     *,
     ema: bool = True,  # the averaged weights
@@ -50,6 +53,8 @@ def load_trained(
         return _load_file(path, device, model, diffusion, size, channels, backend, precision)
     if not path.exists() and path.suffix in _SUFFIXES:
         raise ConfigError(f"weights file {path} does not exist")
+    if is_diffusers(path):
+        return _load_diffusers(path, device, model, diffusion, size, backend, precision)
     checkpoint = find_checkpoint(path)
     if model is not None or diffusion is not None:
         raise ConfigError(
@@ -81,7 +86,8 @@ def _load_checkpoint(
     network.load_state_dict(weights)
     class_names = state.get("class_names")
     return Trained(
-        network,
+        network.eval(),
+        trained_as["model"],
         process,
         (height, width, channels),
         None if class_names is None else tuple(class_names),
@@ -118,7 +124,60 @@ def _load_file(
     chosen = choose_backend(backend, precision, device, setting="precision")
     network = build_model(model, chosen, (height, width), channels, process.learns_variance, device)
     load_weights(path, network)
-    return Trained(network, process, (height, width, channels), None, None, path.stem)
+    return Trained(network.eval(), model, process, (height, width, channels), None, None, path.stem)
+
+
+def _load_diffusers(
+    folder: Path,
+    device: torch.device,
+    model: dict[str, Any] | None,
+    diffusion: dict[str, Any] | None,
+    size: int | tuple[int, int] | None,
+    backend: str,
+    precision: str | None,
+) -> Trained:
+    found = read_diffusers(folder)
+    if model is not None or (diffusion is not None and found.process is not None):
+        raise ConfigError(f"model= and diffusion= are for a weights file; {folder} says its own")
+    learned = found.out_channels == 2 * found.in_channels
+    process = found.process
+    if process is None:
+        variance = "learned_range" if learned else "fixed_small"
+        process = construct(Process, {"variance": variance} | (diffusion or {}), "diffusion")
+    expected = found.in_channels * (2 if process.learns_variance else 1)
+    if found.out_channels != expected:
+        raise ConfigError(
+            f"{folder} has {found.out_channels} channels out for {found.in_channels} in, and"
+            f" variance={process.variance}, which takes {expected}"
+        )
+    shape = found.image_size
+    if size is not None:
+        size = parse_size(size)
+        if shape is not None and size != shape:
+            raise ConfigError(f"size={list(size)}, but {folder} was trained at {list(shape)}")
+    elif shape is None:
+        raise ConfigError(f"{folder} does not say the size of its images: give size=SIDE or [H, W]")
+    shape = shape or size
+    if found.clip != 1:
+        warnings.warn(
+            f"{folder} was trained for sampling with clip={shown(found.clip)}", stacklevel=2
+        )
+    precision = precision or _precision("bf16", device)
+    chosen = choose_backend(backend, precision, device, setting="precision")
+    network = build_model(
+        found.settings, chosen, shape, found.in_channels, process.learns_variance, device
+    )
+    check_same_model(str(folder), found.state, dict(network.named_parameters()))
+    network.load_state_dict(found.state)
+    return Trained(
+        network.eval(),
+        found.settings,
+        process,
+        (*shape, found.in_channels),
+        found.class_names,
+        run_dir=None,
+        name=folder.resolve().name,
+    )
 
 
 def _precision(trained: str, device: torch.device) -> str:

@@ -1,0 +1,398 @@
+r"""Directories of diffusers: UNet2DModel and its scheduler, read and written.
+
+    DIR/model_index.json                             class of the pipeline and of its parts
+    DIR/unet/config.json                             options of UNet2DModel
+    DIR/unet/diffusion_pytorch_model.safetensors     or .bin
+    DIR/scheduler/scheduler_config.json              the process
+
+or with the parts' files in DIR itself, or the two files of a UNet2DModel alone. The network is the
+same but for names and packing, and three things are said in other words:
+
+- The mean of 2x2 pixels is a convolution of stride 2 with weights of a quarter, and nearest
+  neighbours alone are followed by a convolution with the identity. Exact, but not free; read back,
+  they are recognised.
+- A period P of the sinusoids is the shift s with (half - s) log P = half log 10000.
+- Sine before cosine is another order of the columns that read them.
+
+Whatever cannot be said in the other's words is a ConfigError that names it.
+"""
+
+import json
+import math
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .build import Process
+from .errors import ConfigError
+from .interchange_diffusers_names import (
+    from_diffusers_state,
+    resamples_by_constants,
+    to_diffusers_state,
+)
+from .schedule import NoiseSchedule
+from .unet import AttentionBlock, UNet
+
+_WEIGHTS = "diffusion_pytorch_model"
+_PERIOD = 10000  # of UNet2DModel's sinusoids
+
+# options of UNet2DModel with a single value that `UNet` has, which is their default too
+_FIXED = {
+    "center_input_sample": False,
+    "time_embedding_type": "positional",
+    "mid_block_type": "UNetMidBlock2D",
+    "mid_block_scale_factor": 1,
+    "add_attention": True,
+    "class_embed_type": None,
+}
+_BLOCKS = {  # a block's attention, and how it resamples; None: as the configuration says
+    "DownBlock2D": (False, "conv"),
+    "UpBlock2D": (False, "conv"),
+    "AttnDownBlock2D": (True, None),
+    "AttnUpBlock2D": (True, None),
+    "ResnetDownsampleBlock2D": (False, "resnet"),
+    "ResnetUpsampleBlock2D": (False, "resnet"),
+}
+
+
+@dataclass(frozen=True)
+class DiffusersModel:
+    """What a directory holds, in this project's words."""
+
+    settings: dict[str, Any]  # the group `model`
+    image_size: tuple[int, int] | None  # H, W
+    in_channels: int
+    out_channels: int
+    process: Process | None  # None: there is no scheduler
+    clip: float | None  # of x_0 in sampling
+    class_names: tuple[str, ...] | None
+    state: dict[str, Tensor]  # float32, by the names of `UNet`
+
+
+def is_diffusers(folder: Path) -> bool:
+    """Whether a folder is the directory of a pipeline or of a model."""
+    if (folder / "model_index.json").is_file():
+        return True
+    return (folder / "config.json").is_file() and any(folder.glob(f"{_WEIGHTS}.*"))
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read_diffusers(folder: str | Path) -> DiffusersModel:
+    """Read a directory. ConfigError: a part is missing or damaged, or nothing that `UNet` and
+    `Process` can be."""
+    folder = Path(folder)
+    index = {}
+    if (folder / "model_index.json").is_file():
+        index = _read_json(folder / "model_index.json")
+        parts = {name for name, part in index.items() if isinstance(part, list) and any(part)}
+        parts = {name for name in parts if not name.startswith("_")}
+        if not {"unet"} <= parts <= {"unet", "scheduler"}:
+            raise ConfigError(
+                f"{folder} is a pipeline of {', '.join(sorted(parts)) or 'nothing'};"
+                " expected unet and scheduler alone"
+            )
+    unet = _part(folder, "unet", "config.json")
+    config = _read_json(unet / "config.json")
+    if config.get("_class_name", "UNet2DModel") != "UNet2DModel":
+        raise ConfigError(f"{unet} is a {config['_class_name']}; expected a UNet2DModel")
+    settings = _settings_of(config, unet)
+    theirs = _read_weights(unet)
+    if not settings["resblock_updown"] and settings["downsample_padding"] == 1:
+        settings["conv_resample"] = not resamples_by_constants(theirs)
+    state = from_diffusers_state(theirs, settings, config.get("flip_sin_to_cos", True))
+    if index.get("_label_dropout"):  # this project's word: the last class is the null class
+        settings |= {
+            "num_classes": settings["num_classes"] - 1,
+            "label_dropout": index["_label_dropout"],
+        }
+    size, names = config.get("sample_size"), index.get("_class_names")
+    in_channels, out_channels = config.get("in_channels", 3), config.get("out_channels", 3)
+    process, clip = None, 1.0
+    scheduler = _part(folder, "scheduler", "scheduler_config.json")
+    if (scheduler / "scheduler_config.json").is_file():
+        process, clip = _read_process(scheduler / "scheduler_config.json")
+    return DiffusersModel(
+        settings,
+        None if size is None else (size, size) if isinstance(size, int) else tuple(size),
+        in_channels,
+        out_channels,
+        process,
+        clip,
+        None if names is None else tuple(names),
+        state,
+    )
+
+
+def _part(folder: Path, name: str, file: str) -> Path:
+    """Where a part's file is: in its folder or, of old pipelines and single parts, at the top."""
+    return folder / name if (folder / name / file).is_file() else folder
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds no settings")
+    return content
+
+
+def _read_weights(unet: Path) -> dict[str, Tensor]:
+    path = unet / f"{_WEIGHTS}.safetensors"
+    try:
+        if path.is_file():
+            tensors = load_file(path)
+        else:
+            path = unet / f"{_WEIGHTS}.bin"
+            if not path.is_file():
+                raise ConfigError(f"{unet} has no weights; expected {_WEIGHTS}.safetensors or .bin")
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(f"{path} holds more than tensors, which is not unpickled") from error
+    except (SafetensorError, OSError, RuntimeError, EOFError) as error:
+        raise ConfigError(f"{path} cannot be read, it may be truncated: {error}") from error
+    return {name: tensor.to(torch.float32) for name, tensor in tensors.items()}
+
+
+def _settings_of(config: dict[str, Any], where: Path) -> dict[str, Any]:
+    """The group `model` of a UNet2DModel's options."""
+
+    def need(option: str, value: Any, expected: Any) -> None:
+        if value != expected:
+            raise ConfigError(f"{where} has {option}={value}, which this UNet cannot be")
+
+    for option, expected in _FIXED.items():
+        need(option, config.get(option, expected), expected)
+    if config.get("act_fn", "silu") not in ("silu", "swish"):
+        need("act_fn", config["act_fn"], "silu")
+    widths = config.get("block_out_channels", (224, 448, 672, 896))
+    groups = config.get("norm_num_groups", 32)
+    film = config.get("resnet_time_scale_shift", "default")
+    if film not in ("default", "scale_shift"):
+        need("resnet_time_scale_shift", film, "default")
+    need("time_embedding_dim", config.get("time_embedding_dim") or 4 * widths[0], 4 * widths[0])
+    middle = config.get("attn_norm_num_groups") or (groups if film == "default" else None)
+    need("attn_norm_num_groups", middle, groups)
+    down, up = config["down_block_types"], config["up_block_types"]
+    attention, resampling = _read_blocks(config, down, up, where)
+    head = config.get("attention_head_dim", 8)
+    return {
+        "name": "unet",
+        "model_channels": widths[0],
+        "channel_mult": [_multiplier(width, widths[0]) for width in widths],
+        "num_res_blocks": config.get("layers_per_block", 2),
+        "attention_resolutions": [2**level for level, has in enumerate(attention) if has],
+        "dropout": config.get("dropout", 0.0),
+        "conv_resample": True,
+        "num_classes": config.get("num_class_embeds"),
+        "label_dropout": 0.0,
+        "num_heads": 1,
+        "num_head_channels": -1 if head is None else head,
+        "num_heads_upsample": -1,
+        "num_groups": groups,
+        "use_scale_shift_norm": film == "scale_shift",
+        "resblock_updown": resampling == "resnet",
+        "use_new_attention_order": True,
+        "max_period": _PERIOD,
+        "zero_init": False,
+        "norm_eps": config.get("norm_eps", 1e-5),
+        "freq_shift": config.get("freq_shift", 0),
+        "downsample_padding": config.get("downsample_padding", 1) if resampling == "conv" else 1,
+    }
+
+
+def _read_blocks(
+    config: dict[str, Any], down: list[str], up: list[str], where: Path
+) -> tuple[list[bool], str]:
+    """(the attention of each level, conv or resnet for all resampling)."""
+    for name in (*down, *up):
+        if name.removeprefix("UNetRes") not in _BLOCKS:
+            raise ConfigError(f"{where} has a {name}; this UNet can be {', '.join(_BLOCKS)}")
+    down = [_BLOCKS[name.removeprefix("UNetRes")] for name in down]
+    up = [_BLOCKS[name.removeprefix("UNetRes")] for name in up][::-1]
+    attention = [has for has, _ in down]
+    if attention != [has for has, _ in up]:
+        raise ConfigError(
+            f"{where} has attention at {[has for has, _ in up]} on the way up and at {attention} on"
+            " the way down; this UNet has it at the same levels"
+        )
+    # the lowest level does not resample on the way down, the highest not on the way up
+    kinds = {kind or config.get("downsample_type", "conv") for _, kind in down[:-1]}
+    kinds |= {kind or config.get("upsample_type", "conv") for _, kind in up[1:]}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{where} resamples by {' and '.join(sorted(map(str, kinds)))}; this UNet does so in"
+            " one way at all levels"
+        )
+    return attention, kinds.pop() if kinds else "conv"
+
+
+def _multiplier(width: int, base: int) -> float:
+    """The m with int(m base) = width."""
+    multiplier = width / base
+    return multiplier if int(multiplier * base) == width else math.nextafter(multiplier, math.inf)
+
+
+def _read_process(path: Path) -> tuple[Process, float | None]:
+    """(process, limit of x_0) of a scheduler's configuration, whichever of those over betas."""
+    config = _read_json(path)
+    known = "beta_schedule" in config or config.get("_class_name") == "DDPMScheduler"
+    if not known:
+        raise ConfigError(f"{path} is a {config.get('_class_name')}, which has no betas")
+    total = config.get("num_train_timesteps", 1000)
+    ends = config.get("beta_start", 1e-4), config.get("beta_end", 0.02)
+    kind = config.get("beta_schedule", "linear")
+    if config.get("rescale_betas_zero_snr"):
+        raise ConfigError(f"{path} has rescale_betas_zero_snr=true: its last step has no signal")
+    if config.get("trained_betas") is not None:
+        schedule = NoiseSchedule(np.asarray(config["trained_betas"], dtype=np.float64))
+    elif kind == "linear":
+        schedule = NoiseSchedule.linear(total, *ends)
+    elif kind == "scaled_linear":
+        schedule = NoiseSchedule(np.linspace(ends[0] ** 0.5, ends[1] ** 0.5, total) ** 2)
+    elif kind == "squaredcos_cap_v2":
+        schedule = NoiseSchedule.cosine(total)
+    elif kind == "sigmoid":
+        rise = 1 / (1 + np.exp(-np.linspace(-6, 6, total)))
+        schedule = NoiseSchedule(rise * (ends[1] - ends[0]) + ends[0])
+    else:
+        raise ConfigError(
+            f"{path} has beta_schedule={kind}; choose one of linear, scaled_linear,"
+            " squaredcos_cap_v2, sigmoid"
+        )
+    old = "epsilon" if config.get("predict_epsilon", True) else "sample"
+    variance = config.get("variance_type", "fixed_small")
+    process = Process(
+        prediction=config.get("prediction_type", old),
+        variance="fixed_small" if variance == "fixed_small_log" else variance,
+    )
+    process.schedule = schedule
+    clip = config.get("clip_sample_range", 1.0) if config.get("clip_sample", True) else None
+    return process, clip
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def save_diffusers(
+    folder: Path,  # exists
+    model: UNet,
+    process: Process,
+    class_names: tuple[str, ...] | None = None,
+) -> None:
+    """Write a DDPMPipeline's directory. ConfigError: an option that UNet2DModel does not have.
+
+    A DDPMPipeline passes no labels on: of a class-conditional model, load the parts.
+    """
+    config, scheduler = unet_config(model), scheduler_config(process)
+    index = {
+        "_class_name": "DDPMPipeline",
+        "scheduler": ["diffusers", "DDPMScheduler"],
+        "unet": ["diffusers", "UNet2DModel"],
+    }
+    if model.label_dropout > 0:
+        index["_label_dropout"] = model.label_dropout
+    if class_names is not None:
+        index["_class_names"] = list(class_names)
+    for name, content in (
+        ("model_index.json", index),
+        ("unet/config.json", config),
+        ("scheduler/scheduler_config.json", scheduler),
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    save_file(to_diffusers_state(model), folder / "unet" / f"{_WEIGHTS}.safetensors")
+
+
+def unet_config(model: UNet) -> dict[str, Any]:
+    """The options of the UNet2DModel that is this network. ConfigError: there is none."""
+    if not isinstance(model, UNet):
+        raise ConfigError(
+            f"format=diffusers is for images; the model is a {type(model).__name__}, which"
+            " UNet2DModel cannot be"
+        )
+    widths = [int(mult * model.model_channels) for mult in model.channel_mult]
+    if widths[0] != model.model_channels:
+        raise ConfigError(
+            f"channel_mult={list(model.channel_mult)} begins with {model.channel_mult[0]};"
+            " UNet2DModel's sinusoids are as many as its first level's channels: it has to be 1"
+        )
+    if model.max_period <= 1:
+        raise ConfigError(f"max_period={model.max_period}; UNet2DModel's has to be above 1")
+    half = model.model_channels // 2
+    shift = half - (half - model.freq_shift) * math.log(_PERIOD) / math.log(model.max_period)
+    attention = [2**level in model.attention_resolutions for level in range(len(widths))]
+    plain = ("ResnetDownsampleBlock2D", "ResnetUpsampleBlock2D")
+    plain = plain if model.resblock_updown else ("DownBlock2D", "UpBlock2D")
+    resampling = "resnet" if model.resblock_updown else "conv"
+    rows = None if model.num_classes is None else model.label_emb.num_embeddings
+    return {
+        "_class_name": "UNet2DModel",
+        "sample_size": model.image_size[0] if len(set(model.image_size)) == 1 else model.image_size,
+        "in_channels": model.in_channels,
+        "out_channels": model.out_channels,
+        **_FIXED,
+        "freq_shift": model.freq_shift if model.max_period == _PERIOD else shift,
+        "flip_sin_to_cos": True,
+        "down_block_types": ["AttnDownBlock2D" if has else plain[0] for has in attention],
+        "up_block_types": ["AttnUpBlock2D" if has else plain[1] for has in attention[::-1]],
+        "block_out_channels": widths,
+        "layers_per_block": model.num_res_blocks,
+        "downsample_padding": model.downsample_padding if model.conv_resample else 1,
+        "downsample_type": resampling,
+        "upsample_type": resampling,
+        "dropout": model.dropout,
+        "act_fn": "silu",
+        "attention_head_dim": _head_channels(model),
+        "norm_num_groups": model.num_groups,
+        "attn_norm_num_groups": model.num_groups,
+        "norm_eps": model.norm_eps,
+        "resnet_time_scale_shift": "scale_shift" if model.use_scale_shift_norm else "default",
+        "num_class_embeds": rows,
+    }
+
+
+def _head_channels(model: UNet) -> int | None:
+    """The channels of every head, or None for one head whatever the channels."""
+    blocks = [module for module in model.modules() if isinstance(module, AttentionBlock)]
+    sizes = {block.channels // block.num_heads for block in blocks}
+    if len(sizes) == 1:
+        return sizes.pop()
+    if all(block.num_heads == 1 for block in blocks):
+        return None
+    raise ConfigError(
+        f"num_heads={model.num_heads}, num_heads_upsample={model.num_heads_upsample} gives heads"
+        f" of {', '.join(map(str, sorted(sizes)))} channels; UNet2DModel has one attention_head_dim"
+    )
+
+
+def scheduler_config(process: Process) -> dict[str, Any]:
+    """The options of the DDPMScheduler that is this process. Betas that have no name there are
+    written out."""
+    schedule, total = process.schedule, process.schedule.num_timesteps
+    betas: dict[str, Any] = {"trained_betas": schedule.betas.tolist()}
+    ends = float(schedule.betas[0]), float(schedule.betas[-1])
+    if np.array_equal(schedule.betas, NoiseSchedule.cosine(total).betas):
+        betas = {"beta_schedule": "squaredcos_cap_v2"}
+    elif np.array_equal(schedule.betas, NoiseSchedule.linear(total, *ends).betas):
+        betas = {"beta_schedule": "linear", "beta_start": ends[0], "beta_end": ends[1]}
+    return {
+        "_class_name": "DDPMScheduler",
+        "num_train_timesteps": total,
+        **betas,
+        "prediction_type": process.prediction,
+        "variance_type": process.variance,
+        "clip_sample": True,
+        "clip_sample_range": 1.0,
+        "timestep_spacing": "leading",
+    }

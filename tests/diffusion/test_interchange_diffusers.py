@@ -1,0 +1,392 @@
+"""Directories of diffusers: its models here, ours there, whole chains of its pipelines."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    DDIMPipeline,
+    DDIMScheduler,
+    DDPMPipeline,
+    DDPMScheduler,
+    PNDMScheduler,
+    UNet2DModel,
+)
+from diffusers.pipelines.ddim import pipeline_ddim
+from diffusers.pipelines.ddpm import pipeline_ddpm
+from diffusers.schedulers import scheduling_ddpm
+from safetensors.torch import load_file, save_file
+
+from diffusion.backend import TORCH_FP32
+from diffusion.build import Process, build_model
+from diffusion.errors import ConfigError
+from diffusion.interchange_diffusers import read_diffusers, save_diffusers, scheduler_config
+from diffusion.sampling_run import sample
+from diffusion.schedule import NoiseSchedule
+from diffusion.trained import Trained, load_trained
+from diffusion.unet1d import UNet1d
+from triton_kernels import reference
+from triton_kernels.philox import INITIAL, REVERSE
+
+CPU = torch.device("cpu")
+SEED = 11
+TOLERANCE = 1e-5  # of float32: of outputs of about 2; relative, of images after ten steps
+
+PLAIN = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+THEIRS = {
+    "as diffusers trains": {},
+    "as google/ddpm": {
+        "norm_eps": 1e-6,
+        "flip_sin_to_cos": False,
+        "freq_shift": 1,
+        "downsample_padding": 0,
+        "attention_head_dim": None,
+    },
+    "film, residual blocks resample": {
+        "resnet_time_scale_shift": "scale_shift",
+        "attn_norm_num_groups": 4,
+        "downsample_type": "resnet",
+        "upsample_type": "resnet",
+        "down_block_types": ("ResnetDownsampleBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+        "dropout": 0.1,
+    },
+    "classes, a rectangle, learned variance": {
+        "num_class_embeds": 3,
+        "sample_size": (8, 12),
+        "out_channels": 6,
+    },
+}
+OURS = {  # options of `UNet`; the process
+    "unet_cu's": ({"max_period": 1000, "zero_init": False}, {}),
+    "film, residual blocks resample": (
+        {"use_scale_shift_norm": True, "resblock_updown": True},
+        {"schedule": "cosine", "variance": "learned_range"},
+    ),
+    "guided-diffusion's": (
+        {"conv_resample": True, "use_new_attention_order": False},
+        {"prediction": "v_prediction", "variance": "fixed_large"},
+    ),
+    "one head": ({"num_head_channels": -1, "attention_resolutions": [1, 2]}, {"num_timesteps": 50}),
+}
+
+
+def perturbed(model: torch.nn.Module) -> torch.nn.Module:
+    """No parameter is zero, or the identity, as it is at the start."""
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.05)
+    return model.eval()
+
+
+def theirs(**options) -> UNet2DModel:
+    torch.manual_seed(0)
+    given = {
+        "sample_size": 8,
+        "layers_per_block": 1,
+        "block_out_channels": (8, 12),
+        "norm_num_groups": 4,
+        "attention_head_dim": 4,
+        "down_block_types": PLAIN[0],
+        "up_block_types": PLAIN[1],
+    }
+    return perturbed(UNet2DModel(**given | options))
+
+
+def ours(options: dict | None = None, process: dict | None = None) -> Trained:
+    torch.manual_seed(0)
+    settings = {
+        "name": "unet",
+        "model_channels": 8,
+        "channel_mult": [1, 1.5],
+        "num_res_blocks": 1,
+        "attention_resolutions": [2],
+        "num_head_channels": 4,
+        "num_groups": 4,
+        "conv_resample": False,
+        "use_new_attention_order": True,
+    } | (options or {})
+    made = Process(**(process or {}))
+    model = build_model(settings, TORCH_FP32, (8, 8), 3, made.learns_variance, CPU)
+    return Trained(perturbed(model), settings, made, (8, 8, 3), None, None, "x")
+
+
+def written(folder: Path, trained: Trained, **names) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_diffusers(folder, trained.model, trained.process, **names)
+    return folder
+
+
+@torch.no_grad()
+def difference(their_model: UNet2DModel, our_model: torch.nn.Module) -> float:
+    size = their_model.config.sample_size
+    size = (size, size) if isinstance(size, int) else size
+    x, t = torch.randn(3, 3, *size), torch.tensor([0, 17, 999])
+    labels = None if our_model.num_classes is None else torch.tensor([0, 2, 1])
+    return (their_model(x, t, labels).sample - our_model(x, t, labels)).abs().max().item()
+
+
+# --- their model here -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", THEIRS.values(), ids=THEIRS.keys())
+def test_their_model_computes_the_same_here(tmp_path, options):
+    model = theirs(**options)
+    model.save_pretrained(tmp_path)
+    assert difference(model, load_trained(tmp_path, CPU).model) < TOLERANCE
+
+
+def test_old_directories(tmp_path):
+    """The parts at the top, weights that are pickled, and attention by its first names."""
+    model = theirs()
+    model.save_pretrained(tmp_path)
+    DDPMScheduler(num_train_timesteps=50, variance_type="fixed_large").save_pretrained(tmp_path)
+    (tmp_path / "model_index.json").write_text(
+        '{"_class_name": "DDPMPipeline", "scheduler": ["diffusers", "DDPMScheduler"],'
+        ' "unet": ["diffusers", "UNet2DModel"]}'
+    )
+    weights = load_file(tmp_path / "diffusion_pytorch_model.safetensors")
+    old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    for new, name in old.items():
+        weights = {key.replace(f".{new}.", f".{name}."): x for key, x in weights.items()}
+    assert any(".query." in key for key in weights)
+    torch.save(weights, tmp_path / "diffusion_pytorch_model.bin")
+    (tmp_path / "diffusion_pytorch_model.safetensors").unlink()
+    found = load_trained(tmp_path, CPU)
+    assert difference(model, found.model) < TOLERANCE
+    assert found.process.schedule.num_timesteps == 50
+    assert found.process.variance == "fixed_large"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta_start": 0.001, "beta_end": 0.01},
+        {"beta_schedule": "scaled_linear"},
+        {"beta_schedule": "squaredcos_cap_v2", "prediction_type": "v_prediction"},
+        {"beta_schedule": "sigmoid", "prediction_type": "sample"},
+        {"trained_betas": [0.1, 0.2, 0.3], "num_train_timesteps": 3},
+    ],
+    ids=lambda o: o.get("beta_schedule", next(iter(o))),
+)
+@pytest.mark.parametrize("kind", [DDPMScheduler, PNDMScheduler])
+def test_their_process(tmp_path, kind, options):
+    if kind is PNDMScheduler and options.get("prediction_type") == "sample":
+        pytest.skip("PNDMScheduler has no sample prediction")
+    if kind is PNDMScheduler and options.get("beta_schedule") == "sigmoid":
+        pytest.skip("PNDMScheduler has no sigmoid betas")
+    theirs().save_pretrained(tmp_path / "unet")
+    scheduler = kind(**options)
+    scheduler.save_pretrained(tmp_path / "scheduler")
+    (tmp_path / "model_index.json").write_text('{"unet": ["diffusers", "UNet2DModel"]}')
+    process = read_diffusers(tmp_path).process
+    assert process.prediction == options.get("prediction_type", "epsilon")
+    np.testing.assert_allclose(process.schedule.betas, scheduler.betas.double(), rtol=1e-4)
+
+
+# --- ours there -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options, process", OURS.values(), ids=OURS.keys())
+def test_our_model_computes_the_same_there(tmp_path, options, process):
+    trained = ours(options, process)
+    pipeline = DDPMPipeline.from_pretrained(written(tmp_path, trained))
+    # a period becomes a shift, which rounds the frequencies anew: 1e-7 of angles up to 1000
+    tolerance = TOLERANCE if trained.model.max_period == 10000 else 1e-4
+    assert difference(pipeline.unet, trained.model) < tolerance
+    for option in ("prediction_type", "variance_type"):
+        assert pipeline.scheduler.config[option] == getattr(
+            trained.process, option.removesuffix("_type")
+        )
+    betas = torch.from_numpy(trained.process.schedule.betas)
+    torch.testing.assert_close(pipeline.scheduler.betas.double(), betas, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("options, process", OURS.values(), ids=OURS.keys())
+def test_round_trip(tmp_path, options, process):
+    trained = ours(options, process)
+    again = load_trained(written(tmp_path / "a", trained), CPU)
+    x, t = torch.randn(2, 3, 8, 8), torch.tensor([3, 40])
+    with torch.no_grad():
+        torch.testing.assert_close(again.model(x, t), trained.model(x, t), rtol=0, atol=1e-4)
+    assert again.model.conv_resample == trained.model.conv_resample or options.get(
+        "resblock_updown"
+    )
+    assert (again.process.prediction, again.process.variance) == (
+        trained.process.prediction,
+        trained.process.variance,
+    )
+    np.testing.assert_array_equal(again.process.schedule.betas, trained.process.schedule.betas)
+    second = written(tmp_path / "b", again)
+    names = [path.relative_to(second) for path in second.rglob("*") if path.is_file()]
+    assert len(names) == 4
+    for name in names:
+        assert (second / name).read_bytes() == (tmp_path / "a" / name).read_bytes(), name
+
+
+def test_classes_and_the_null_class_come_back(tmp_path):
+    trained = ours({"num_classes": 3, "label_dropout": 0.2})
+    found = load_trained(written(tmp_path, trained, class_names=("a", "b", "c")), CPU)
+    assert found.class_names == ("a", "b", "c")
+    assert found.model.num_classes == 3 and found.model.null_label == 3
+    pipeline = DDPMPipeline.from_pretrained(tmp_path)
+    assert pipeline.unet.config.num_class_embeds == 4
+    assert difference(pipeline.unet, trained.model) < TOLERANCE
+
+
+def test_betas_without_a_name_are_written_out():
+    process = Process()
+    process.schedule = NoiseSchedule([0.1, 0.15, 0.3])
+    assert scheduler_config(process)["trained_betas"] == [0.1, 0.15, 0.3]
+
+
+# --- whole chains ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def same_noise(monkeypatch):
+    """diffusers draws this project's noise: the initial image, then that of each step."""
+    drawn = []
+
+    def normal(shape, *_, **__) -> torch.Tensor:
+        n, c, h, w = shape
+        k = len(drawn) - 1
+        rng, stream = torch.tensor([SEED, max(k, 0)]), REVERSE if drawn else INITIAL
+        drawn.append(k)
+        return reference.normal((n, h, w, c), rng, stream=stream).permute(0, 3, 1, 2)
+
+    for module in (pipeline_ddpm, pipeline_ddim, scheduling_ddpm):
+        monkeypatch.setattr(module, "randn_tensor", normal)
+
+
+@pytest.mark.parametrize("process", [{}, OURS["film, residual blocks resample"][1]])
+@pytest.mark.parametrize("kind", ["ddpm", "ddim"])
+def test_pipelines_draw_the_same_images(tmp_path, same_noise, kind, process):
+    trained = ours(process=process)
+    pipeline = DDPMPipeline.from_pretrained(written(tmp_path, trained))
+    options = {}
+    if kind == "ddim":
+        if process:
+            pytest.skip("DDIMPipeline has no learned variance")
+        scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
+        pipeline = DDIMPipeline(pipeline.unet, scheduler)
+        options = {"use_clipped_model_output": False}
+    pipeline.set_progress_bar_config(disable=True)
+    images = pipeline(batch_size=2, num_inference_steps=10, output_type="np").images
+    sampler = load_trained(tmp_path, CPU).process.sampler(
+        TORCH_FP32, CPU, sampler=kind, steps=10, spacing="leading", **options
+    )
+    x = sampler.sample(trained.model.forward_nhwc, (2, 8, 8, 3), seed=SEED)
+    expected = (x / 2 + 0.5).clamp(0, 1).numpy()
+    assert np.linalg.norm(images - expected) < TOLERANCE * np.linalg.norm(expected)
+    assert images.std() > 0.1
+
+
+def test_sample_from_a_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "model", ours())
+    settings = {"ckpt": "model", "n": 2, "steps": 2, "device": "cpu"}
+    assert sample(settings) == Path("model_ddim2_0.png")
+    assert Path("model_ddim2_0.png").is_file()
+    with pytest.raises(ConfigError, match="model says its own"):
+        sample(settings | {"model": {"name": "unet"}})
+    with pytest.raises(ConfigError, match=r"size=\[16, 16\], but model was trained at \[8, 8\]"):
+        sample(settings | {"size": 16})
+
+
+def test_a_model_without_a_scheduler(tmp_path):
+    theirs(sample_size=None).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="does not say the size of its images: give size="):
+        load_trained(tmp_path, CPU)
+    found = load_trained(tmp_path, CPU, size=16, diffusion={"schedule": "cosine"})
+    assert found.image_shape == (16, 16, 3)
+    np.testing.assert_array_equal(found.process.schedule.betas, NoiseSchedule.cosine(1000).betas)
+
+
+def test_other_limits_of_x0_are_said(tmp_path):
+    folder = written(tmp_path, ours())
+    path = folder / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"clip_sample": False}))
+    with pytest.warns(UserWarning, match="sampling with clip=null"):
+        load_trained(folder, CPU)
+
+
+# --- what cannot be said --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"channel_mult": [2, 3]}, "channel_mult=[2, 3] begins with 2"),
+        ({"num_head_channels": -1, "num_heads": 2, "attention_resolutions": [1]}, "num_heads=2"),
+        ({"max_period": 1}, "max_period=1"),
+    ],
+)
+def test_options_that_diffusers_has_not(tmp_path, options, words):
+    with pytest.raises(ConfigError) as caught:
+        written(tmp_path, ours(options))
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_policy_is_no_unet2dmodel(tmp_path):
+    model = UNet1d(2, down_dims=(8, 16), diffusion_step_embed_dim=8)
+    with pytest.raises(ConfigError, match="UNet2DModel cannot be"):
+        save_diffusers(tmp_path, model, Process())
+
+
+@pytest.mark.parametrize(
+    "file, change, words",
+    [
+        ("unet/config.json", {"mid_block_type": None}, "mid_block_type=None"),
+        ("unet/config.json", {"act_fn": "relu"}, "act_fn=relu"),
+        ("unet/config.json", {"center_input_sample": True}, "center_input_sample=True"),
+        ("unet/config.json", {"down_block_types": ["SkipDownBlock2D"] * 2}, "SkipDownBlock2D"),
+        ("unet/config.json", {"up_block_types": ["UpBlock2D"] * 2}, "attention at"),
+        ("unet/config.json", {"downsample_type": "resnet", "up_block_types": 0}, "resamples by"),
+        ("unet/config.json", {"_class_name": "UNet2DConditionModel"}, "expected a UNet2DModel"),
+        ("unet/config.json", {"layers_per_block": 2}, "the file lacks"),
+        ("unet/config.json", {"block_out_channels": [8, 16]}, "is (12, 8, 3, 3) there"),
+        ("unet/config.json", {"num_class_embeds": 2}, "the file lacks label_emb.weight"),
+        ("unet/config.json", {"out_channels": 6}, "variance=fixed_small"),
+        ("model_index.json", {"vqvae": ["diffusers", "VQModel"]}, "a pipeline of scheduler, unet"),
+        ("scheduler/scheduler_config.json", {"beta_schedule": "laplace"}, "laplace"),
+        ("scheduler/scheduler_config.json", {"variance_type": "learned"}, "variance=learned"),
+        ("scheduler/scheduler_config.json", {"rescale_betas_zero_snr": True}, "no signal"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_models_that_this_is_not(tmp_path, file, change, words):
+    folder = written(tmp_path, ours())
+    config = json.loads((folder / file).read_text())
+    if change.get("up_block_types") == 0:  # attention on top, where the kinds of resampling differ
+        change = change | {
+            "down_block_types": ["AttnDownBlock2D", "DownBlock2D"],
+            "up_block_types": ["UpBlock2D", "AttnUpBlock2D"],
+        }
+    (folder / file).write_text(json.dumps(config | change))
+    with pytest.raises(ConfigError) as caught:
+        load_trained(folder, CPU)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_damaged_directories(tmp_path):
+    folder = written(tmp_path, ours())
+    weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    whole, tensors = weights.read_bytes(), load_file(weights)
+    save_file(tensors | {"down_blocks.0.extra.weight": torch.zeros(2)}, weights)
+    with pytest.raises(ConfigError, match=r"down_blocks.0.extra.weight \[2\] is in the weights"):
+        load_trained(folder, CPU)
+    weights.write_bytes(whole[:-10])
+    with pytest.raises(ConfigError, match="may be truncated"):
+        load_trained(folder, CPU)
+    weights.unlink()
+    with pytest.raises(ConfigError, match="has no weights"):
+        load_trained(folder, CPU)
+    torch.save({"a": Path("x")}, weights.with_suffix(".bin"))
+    with pytest.raises(ConfigError, match="not unpickled"):
+        load_trained(folder, CPU)
+    (folder / "unet" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="config.json cannot be read"):
+        load_trained(folder, CPU)
