@@ -1,0 +1,211 @@
+"""A trained network in somebody else's format: from a plain dict to a file or directory.
+
+    diffusers          directory of a DDPMPipeline: `interchange_diffusers`
+    guided_diffusion   .pt, and a .json with the arguments that build its network
+    unet_cu            .bin
+    onnx               the denoiser as a graph of ONNX's operators: `export_graph`
+    torch_export       the denoiser as torch.export saves it
+
+Each is written aside, read back and compared, and then renamed: what is at `out` is whole.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .build import build_model
+from .checkpoint import check_same_model
+from .errors import ConfigError, writing
+from .export_graph import example_inputs, export_onnx, export_program
+from .export_tensorrt import build_engine, require_tensorrt
+from .interchange import load_weights, save_guided, save_unet_cu
+from .interchange_diffusers import is_diffusers, read_diffusers, save_diffusers
+from .settings import construct
+from .trained import Trained, load_trained
+
+# what guided-diffusion's UNetModel has one value for, by option of `UNet`
+_GUIDED_OPTIONS = {
+    "num_groups": 32,
+    "max_period": 10000,
+    "norm_eps": 1e-5,
+    "freq_shift": 0,
+    "downsample_padding": 1,
+}
+_GUIDED_ARGUMENTS = (
+    "in_channels",
+    "model_channels",
+    "out_channels",
+    "num_res_blocks",
+    "attention_resolutions",
+    "dropout",
+    "channel_mult",
+    "conv_resample",
+    "num_heads",
+    "num_head_channels",
+    "num_heads_upsample",
+    "use_scale_shift_norm",
+    "resblock_updown",
+    "use_new_attention_order",
+)
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """The configuration; see configs/export.yaml."""
+
+    ckpt: str
+    format: str
+    out: str
+    ema: bool = True
+    overwrite: bool = False
+    engine: str | None = None
+    model: dict[str, Any] | None = None  # this and the next three: for a weights file alone
+    diffusion: dict[str, Any] | None = None
+    size: int | tuple[int, int] | None = None
+    channels: int = 3
+
+    def __post_init__(self) -> None:
+        if self.format not in _FORMATS:
+            raise ConfigError(
+                f"format={self.format} is unknown; choose one of {', '.join(_FORMATS)}"
+            )
+        if self.engine is not None:
+            if self.format != "onnx":
+                raise ConfigError(
+                    f"engine={self.engine} is built from format=onnx, not {self.format}"
+                )
+            require_tensorrt()
+
+
+def export(config: dict[str, Any]) -> Path:
+    """Write the network as configured and say what was compared; returns `out`."""
+    settings = construct(ExportSettings, config, "")
+    out = Path(settings.out).expanduser()
+    targets = [out] + ([out.with_suffix(".json")] if settings.format == "guided_diffusion" else [])
+    for target in [*targets, *([Path(settings.engine)] if settings.engine else [])]:
+        _check_target(target, settings)
+    trained = load_trained(
+        settings.ckpt,
+        torch.device("cpu"),
+        ema=settings.ema,
+        model=settings.model,
+        diffusion=settings.diffusion,
+        size=settings.size,
+        channels=settings.channels,
+        backend="torch",
+        precision="fp32",
+    )
+    aside = out.with_name(f".writing_{out.name}")
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        try:
+            found = _FORMATS[settings.format](aside / out.name, trained)
+            for target in targets:
+                if target.is_dir():
+                    shutil.rmtree(target)
+                os.replace(aside / target.name, target)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    print(f"{out}: {settings.ckpt} as {settings.format}; {found}")
+    if settings.engine is not None:
+        with writing(Path(settings.engine)):
+            build_engine(out, Path(settings.engine), trained)
+        print(f"{settings.engine}: TensorRT's engine of {out} for this GPU")
+    return out
+
+
+def _check_target(target: Path, settings: ExportSettings) -> None:
+    if target.is_dir() != (settings.format == "diffusers") and target.exists():
+        expected = "a directory" if settings.format == "diffusers" else "a file"
+        raise ConfigError(f"{target} is there and is not {expected}; give another out=PATH")
+    if target.is_dir() and any(target.iterdir()) and not is_diffusers(target):
+        raise ConfigError(f"{target} holds something else than a model; give another out=PATH")
+    if target.exists() and not settings.overwrite:
+        raise ConfigError(f"{target} exists; overwrite=true replaces it")
+
+
+# --- formats: each writes to a path and says what it found when it read that back -----------------
+
+
+def _diffusers(path: Path, trained: Trained) -> str:
+    path.mkdir()
+    save_diffusers(path, trained.model, trained.process, trained.class_names)
+    found = read_diffusers(path)
+    model = _another(found.settings, trained)
+    check_same_model(str(path), found.state, dict(model.named_parameters()))
+    model.load_state_dict(found.state)
+    return f"read back, outputs within {_difference(model, trained):.1e}"
+
+
+def _guided_diffusion(path: Path, trained: Trained) -> str:
+    path.with_suffix(".json").write_text(
+        json.dumps(guided_arguments(trained.model), indent=2) + "\n"
+    )
+    save_guided(path, trained.model)
+    return _same_weights(path, trained)
+
+
+def _unet_cu(path: Path, trained: Trained) -> str:
+    save_unet_cu(path, trained.model)
+    return _same_weights(path, trained)
+
+
+_FORMATS = {
+    "onnx": export_onnx,
+    "diffusers": _diffusers,
+    "guided_diffusion": _guided_diffusion,
+    "unet_cu": _unet_cu,
+    "torch_export": export_program,
+}
+
+
+def guided_arguments(model: nn.Module) -> dict[str, Any]:
+    """The arguments of guided-diffusion's UNetModel that build this network. ConfigError: there
+    are none."""
+    for option, value in _GUIDED_OPTIONS.items():
+        if getattr(model, option) != value:
+            raise ConfigError(
+                f"guided-diffusion's format needs {option}={value}; the model has"
+                f" {getattr(model, option)}"
+            )
+    height, width = model.image_size
+    classes = None if model.num_classes is None else model.label_emb.num_embeddings
+    arguments = {"image_size": height if height == width else [height, width]}
+    arguments |= {option: getattr(model, option) for option in _GUIDED_ARGUMENTS}
+    return arguments | {"num_classes": classes}
+
+
+def _same_weights(path: Path, trained: Trained) -> str:
+    model = _another(trained.settings, trained)
+    load_weights(path, model)
+    theirs = model.state_dict()
+    for name, tensor in trained.model.state_dict().items():
+        if not torch.equal(theirs[name], tensor):
+            raise RuntimeError(f"{path}: {name} was not read back as it was written")
+    return "read back, equal bit for bit"
+
+
+@torch.no_grad()
+def _difference(model: nn.Module, trained: Trained) -> float:
+    inputs = example_inputs(trained, 2)
+    return (model(*inputs) - trained.model(*inputs)).abs().max().item()
+
+
+def _another(settings: dict[str, Any], trained: Trained) -> nn.Module:
+    height, width, channels = trained.image_shape
+    return build_model(
+        settings,
+        trained.model.backend,
+        (height, width),
+        channels,
+        trained.process.learns_variance,
+        torch.device("cpu"),
+    ).eval()

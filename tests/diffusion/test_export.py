@@ -1,0 +1,181 @@
+"""tools/export.py: every format from a checkpoint, read back by those who have it; refusals."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion.backend import TORCH_FP32
+from diffusion.build import build_model
+from diffusion.checkpoint import save_checkpoint
+from diffusion.errors import ConfigError
+from diffusion.export import export
+from diffusion.export_graph import ImageDenoiser, OnnxDenoiser
+from diffusion.flat import FlatParameters
+from diffusion.trained import load_trained
+
+CPU = torch.device("cpu")
+MODEL = {
+    "name": "unet",
+    "model_channels": 32,
+    "channel_mult": [1, 2],
+    "num_res_blocks": 1,
+    "attention_resolutions": [2],
+    "num_head_channels": 32,
+    "conv_resample": False,
+    "use_new_attention_order": True,
+}
+ONE_LEVEL = {"channel_mult": [1], "attention_resolutions": []}  # traced in seconds
+needs_onnx = pytest.mark.skipif(
+    not all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))),
+    reason="needs the packages of the extra `export`: onnx, onnxscript, onnxruntime",
+)
+
+
+def checkpoint(folder: Path, size=(8, 8), **options) -> Path:
+    """Of a run whose average differs from what was trained."""
+    torch.manual_seed(0)
+    settings = MODEL | options
+    model = build_model(settings, TORCH_FP32, size, 3, False, CPU)
+    flat = FlatParameters(model)
+    flat.param.add_(torch.randn_like(flat.param) * 0.02)
+    flat.ema.copy_(flat.param * 0.99)
+    state = {"step": 1, "image_shape": [*size, 3]}
+    config = {"model": settings, "diffusion": {"schedule": "cosine"}}
+    config |= {"train": {"precision": "fp32"}}
+    return save_checkpoint(folder / "checkpoints", flat, state, config, keep=1)
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    checkpoint(tmp_path / "run", max_period=1000)
+    return tmp_path / "run"
+
+
+def parameters(ckpt: Path, **options) -> dict[str, torch.Tensor]:
+    return load_trained(ckpt, CPU, **options).model.state_dict()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("ema", [True, False], ids=["ema", "as trained"])
+def test_unet_cu(run, tmp_path, capsys, ema):
+    out = tmp_path / "new" / "weights.bin"
+    export({"ckpt": str(run), "format": "unet_cu", "out": str(out), "ema": ema})
+    assert "as unet_cu; read back, equal bit for bit" in capsys.readouterr().out
+    model = MODEL | {"max_period": 1000}
+    assert same(parameters(out, model=model), parameters(run, ema=ema))
+    again = tmp_path / "again.bin"
+    export({"ckpt": str(out), "format": "unet_cu", "out": str(again), "model": model})
+    assert again.read_bytes() == out.read_bytes()
+
+
+def test_guided_diffusion(tmp_path):
+    run = checkpoint(tmp_path / "run", num_classes=3).parent.parent
+    out = tmp_path / "model.pt"
+    export({"ckpt": str(run), "format": "guided_diffusion", "out": str(out)})
+    model = MODEL | {"num_classes": 3}
+    assert same(parameters(out, model=model, size=8), parameters(run))
+    arguments = json.loads(out.with_suffix(".json").read_text())
+    assert (
+        arguments.items()
+        >= (
+            {"image_size": 8, "in_channels": 3, "out_channels": 3, "num_classes": 3}
+            | {name: value for name, value in MODEL.items() if name != "name"}
+        ).items()
+    )
+
+
+def test_diffusers(run, tmp_path, capsys):
+    out = tmp_path / "pipeline"
+    export({"ckpt": str(run), "format": "diffusers", "out": str(out)})
+    assert "read back, outputs within" in capsys.readouterr().out
+    found = load_trained(out, CPU)
+    assert same(found.model.state_dict(), parameters(run))
+    with pytest.raises(ConfigError, match="pipeline exists; overwrite=true replaces it"):
+        export({"ckpt": str(run), "format": "diffusers", "out": str(out)})
+    export({"ckpt": str(run), "format": "diffusers", "out": str(out), "overwrite": True})
+
+
+def test_torch_export(tmp_path, capsys):
+    run = checkpoint(tmp_path / "run", (4, 8), **ONE_LEVEL).parent.parent
+    out = tmp_path / "model.pt2"
+    export({"ckpt": str(run), "format": "torch_export", "out": str(out)})
+    assert "run by torch.export at batch 1 and 3" in capsys.readouterr().out
+    files = {"denoiser.json": ""}
+    program = torch.export.load(out, extra_files=files).module()
+    described = json.loads(files["denoiser.json"])
+    assert described["prediction"] == "epsilon" and len(described["betas"]) == 1000
+    x, t = torch.randn(5, 3, 4, 8), torch.arange(5)
+    model = ImageDenoiser(load_trained(run, CPU).model)
+    with torch.no_grad():
+        torch.testing.assert_close(program(x, t), model(x, t))
+
+
+@needs_onnx
+def test_onnx(tmp_path, capsys):
+    """Of a model with classes, whose labels are an input."""
+    run = checkpoint(tmp_path / "run", (4, 8), num_classes=3, **ONE_LEVEL).parent.parent
+    out = tmp_path / "model.onnx"
+    export({"ckpt": str(run), "format": "onnx", "out": str(out)})
+    assert "run by ONNX Runtime at batch 1 and 3" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.onnx"]
+
+    denoiser = OnnxDenoiser(out)
+    inputs = {item.name: item.shape for item in denoiser.session.get_inputs()}
+    assert inputs == {"x": ["batch", 3, 4, 8], "t": ["batch"], "labels": ["batch"]}
+    metadata = denoiser.session.get_modelmeta().custom_metadata_map
+    assert json.loads(metadata["image_shape"]) == [4, 8, 3]
+    trained = load_trained(run, CPU)
+    sampler = trained.process.sampler(TORCH_FP32, CPU, sampler="ddim", steps=4)
+    images = [
+        sampler.sample(network, (5, 4, 8, 3), seed=1, labels=torch.arange(5) % 3)
+        for network in (denoiser, trained.model.forward_nhwc)
+    ]
+    np.testing.assert_allclose(*images, atol=1e-5)
+
+
+def test_onnx_without_its_packages(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("diffusion.export_graph.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs onnx, onnxscript, onnxruntime: pip install"):
+        export({"ckpt": str(run), "format": "onnx", "out": str(tmp_path / "a.onnx")})
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"format": "onx"}, "format=onx is unknown; choose one of onnx, diffusers"),
+        ({"format": "unet_cu", "engine": "a.plan"}, "engine=a.plan is built from format=onnx"),
+        ({"format": "onnx", "engine": "a.plan"}, "an engine needs"),
+        ({"format": "guided_diffusion"}, "guided-diffusion's format needs max_period=10000"),
+        ({"format": "unet_cu", "ckpt": "nowhere"}, "nowhere does not exist"),
+        ({"format": "unet_cu", "out": "."}, "is not a file"),
+        ({"format": "diffusers", "out": "file"}, "is not a directory"),
+        ({"format": "diffusers", "out": "run"}, "holds something else than a model"),
+        ({"format": "diffusers", "out": "run", "overwrite": True}, "holds something else"),
+        ({"format": "unet_cu", "out": "file"}, "file exists; overwrite=true replaces it"),
+        ({"format": "unet_cu", "out": "file/a.bin"}, "file/a.bin cannot be written"),
+        ({"format": "unet_cu", "model": MODEL}, "says its own"),
+    ],
+)
+def test_wrong_settings(run, monkeypatch, options, words):
+    monkeypatch.chdir(run.parent)
+    Path("file").write_text("kept")
+    with pytest.raises(ConfigError) as caught:
+        export({"ckpt": "run", "out": "out"} | options)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert sorted(path.name for path in Path().iterdir()) == ["file", "run"]
+    assert Path("file").read_text() == "kept"
+
+
+def test_what_unet_cu_cannot_be(tmp_path):
+    run = checkpoint(tmp_path / "run", conv_resample=True).parent.parent
+    with pytest.raises(ConfigError, match="unet.cu's format needs conv_resample=False"):
+        export({"ckpt": str(run), "format": "unet_cu", "out": str(tmp_path / "a.bin")})
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
