@@ -9,6 +9,8 @@ from torch import nn
 
 from .backend import Backend
 from .build import Process, build_policy_model
+from .data.action_chunks import ActionChunks
+from .data.push_disc import push_disc
 from .data.trajectories import load_trajectories
 from .errors import ConfigError
 from .pictures import plot_chunks
@@ -16,6 +18,11 @@ from .policy import Policy
 from .run_log import Preview
 from .settings import construct
 from .trainer import TrainSettings
+
+LOADERS: dict[str, Callable[..., ActionChunks]] = {
+    "trajectories": load_trajectories,
+    "push_disc": push_disc,
+}
 
 _PLOTTED = 4  # chunks in a picture
 
@@ -30,7 +37,7 @@ class PolicyTask:
 
     def __init__(self, dataset: dict[str, Any], model: dict[str, Any]) -> None:
         options = {key: value for key, value in dataset.items() if key != "name"}
-        self.data = construct(load_trajectories, options, "dataset")
+        self.data = construct(LOADERS[dataset["name"]], options, "dataset")
         self.samples, self.spec = self.data.train, self.data.spec
         self.model_settings = model
         self.remarks: list[str] = []
@@ -45,7 +52,7 @@ class PolicyTask:
         if process.learns_variance:
             raise ConfigError(
                 f"diffusion.variance={process.variance} is for images; use fixed_small or"
-                " fixed_large with dataset=trajectories"
+                f" fixed_large with dataset={dataset['name']}"
             )
 
     def __str__(self) -> str:

@@ -23,7 +23,7 @@ from .fused_unet import TOGETHER, FusedUNet, training_network
 from .image_task import ImageTask
 from .objective import Objective
 from .optimizer import Optimizer, OptimizerSettings
-from .policy_task import PolicyTask
+from .policy_task import LOADERS, PolicyTask
 from .run_log import Preview, log_file, write_whole
 from .settings import check_keys, construct, shown
 from .train_step import TrainStep
@@ -65,7 +65,7 @@ class Task(Protocol):
         """What to call for a look at the model; None if there is nothing to see."""
 
 
-_TASKS: dict[str, type[Task]] = {"trajectories": PolicyTask}  # all others are images
+_TASKS: dict[str, type[Task]] = dict.fromkeys(LOADERS, PolicyTask)  # all others are images
 
 
 def train(config: dict[str, Any], run_dir: Path) -> float:

@@ -11,9 +11,9 @@ from hydra.core.global_hydra import GlobalHydra
 from configs.entry import CONFIGS, plain
 from diffusion.backend import TORCH_FP32
 from diffusion.build import Process, build_model, build_policy_model
-from diffusion.data.trajectories import load_trajectories
 from diffusion.errors import ConfigError
 from diffusion.optimizer import OptimizerSettings
+from diffusion.policy_task import LOADERS
 from diffusion.settings import check_keys, construct
 from diffusion.trainer import TrainSettings
 
@@ -34,10 +34,9 @@ def build(config: dict) -> torch.nn.Module:
     process = construct(Process, config["diffusion"], "diffusion")
     dataset = config["dataset"]
     with torch.device("meta"):
-        if dataset["name"] == "trajectories":
+        if dataset["name"] in LOADERS:
             options = {key: value for key, value in dataset.items() if key != "name"}
-            check_keys(options, list(inspect.signature(load_trajectories).parameters), "dataset")
-            assert len(options) == len(inspect.signature(load_trajectories).parameters)
+            assert set(options) == set(inspect.signature(LOADERS[dataset["name"]]).parameters)
             return build_policy_model(config["model"], TORCH_FP32, 3, 22, torch.device("meta"))
         size = dataset["size"] or 64
         size = (size, size) if isinstance(size, int) else tuple(size)
@@ -61,7 +60,7 @@ def test_choice_composes_and_builds(group, choice):
     overrides = [f"{group}={choice}"]
     if group == "model" and choice in POLICY_MODELS:
         overrides.append("dataset=trajectories")
-    elif choice == "trajectories":
+    elif group == "dataset" and choice in LOADERS:
         overrides.append("model=unet1d_small")
     config = composed(*overrides)
     assert sum(p.numel() for p in build(config).parameters()) > 0

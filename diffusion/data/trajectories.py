@@ -46,7 +46,31 @@ def load_trajectories(
     _check_options(horizon, observation_steps, action_steps, held_out, split)
     if path is None:
         raise ConfigError("dataset.path is not set; give the .npz with the rollouts")
-    episodes = _read(Path(path))
+    return cut_episodes(
+        _read(Path(path)),
+        path,
+        horizon=horizon,
+        observation_steps=observation_steps,
+        action_steps=action_steps,
+        held_out=held_out,
+        split=split,
+        seed=seed,
+    )
+
+
+def cut_episodes(
+    episodes: list[Episode],
+    source: str,  # where they are from
+    *,
+    horizon: int,
+    observation_steps: int,
+    action_steps: int,
+    held_out: float,
+    split: str,
+    seed: int,
+) -> ActionChunks:
+    """The episodes as chunks; see `load_trajectories` for the options."""
+    _check_options(horizon, observation_steps, action_steps, held_out, split)
     train, rest = _split(episodes, held_out, split, seed)
     spec = PolicySpec(
         horizon,
@@ -59,10 +83,10 @@ def load_trajectories(
     for name, part in parts.items():
         if len(part) == 0 and (name == "to train on" or held_out > 0):
             raise ConfigError(
-                f"{path}: what is {name} is too short for dataset.horizon={horizon}; use a shorter"
-                f" horizon or another dataset.held_out than {held_out}"
+                f"{source}: what is {name} is too short for dataset.horizon={horizon}; use a"
+                f" shorter horizon or another dataset.held_out than {held_out}"
             )
-    return ActionChunks(*parts.values(), spec, Path(path).name, len(episodes))
+    return ActionChunks(*parts.values(), spec, Path(source).name, len(episodes))
 
 
 def _check_options(
