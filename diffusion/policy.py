@@ -27,6 +27,7 @@ class Policy:
         *,
         seed: int,
         first: int = 0,
+        action_steps: int | None = None,  # None: as many as it was trained for
     ) -> Tensor:  # float32 [N, action_steps, A], where the model is
         """The actions to take from the time of the newest observation on.
 
@@ -45,7 +46,8 @@ class Policy:
         conditions = spec.observations.to(device).normalise(observations).flatten(1)
         chunks = self.draw(conditions, seed=seed, first=first)
         now = spec.observation_steps - 1
-        return spec.actions.to(device).restore(chunks[:, now : now + spec.action_steps])
+        count = spec.action_steps if action_steps is None else action_steps
+        return spec.actions.to(device).restore(chunks[:, now : now + count])
 
     def draw(
         self,

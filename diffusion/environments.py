@@ -1,0 +1,86 @@
+"""Environments by name, and whether a policy can act in them."""
+
+import importlib
+from typing import Any, Protocol
+
+import numpy as np
+
+from .data.action_chunks import PolicySpec
+from .errors import ConfigError
+from .push_disc.env import PushDisc
+
+BUILT_IN = {"push_disc": PushDisc}
+
+
+class Environment(Protocol):
+    """What is used of gymnasium's interface."""
+
+    observation_space: Any
+    action_space: Any
+
+    def reset(self, *, seed: int | None = None) -> tuple[np.ndarray, dict[str, Any]]: ...
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]: ...
+
+    def render(self) -> np.ndarray | None: ...
+
+    def close(self) -> None: ...
+
+
+def make_environments(name: str, count: int, pictured: int = 0) -> list[Environment]:
+    """`count` environments of a name: a built-in one, or an id that gymnasium knows; the first
+    `pictured` of them render themselves as arrays of pixels.
+
+    An id may begin with the module that registers it (MODULE:ID); for NAMESPACE/ID the module of
+    the namespace's name is tried. Raises ConfigError if gymnasium or the environment is missing.
+    """
+    modes = ["rgb_array"] * pictured + [None] * (count - pictured)
+    if name in BUILT_IN:
+        return [BUILT_IN[name](render_mode=mode) for mode in modes]
+    try:
+        import gymnasium
+    except ImportError:
+        raise ConfigError(
+            f"env={name} is not built in ({', '.join(BUILT_IN)}), and gymnasium is not installed;"
+            " pip install gymnasium"
+        ) from None
+    namespace = name.split("/")[0] if "/" in name and ":" not in name else None
+    if namespace is not None and name not in gymnasium.registry:
+        try:
+            importlib.import_module(namespace)
+        except ImportError as error:
+            raise ConfigError(
+                f"env={name} is not installed: no module of its namespace ({_line(error)}); install"
+                f" its package, or name the module that registers it: env=MODULE:{name}"
+            ) from None
+    try:
+        return [gymnasium.make(name, render_mode=mode) for mode in modes]
+    except (gymnasium.error.Error, ImportError) as error:
+        raise ConfigError(f"env={name} cannot be made: {_line(error)}") from error
+
+
+def check_spaces(name: str, environment: Environment, spec: PolicySpec, policy: str) -> None:
+    """Raise ConfigError unless what is observed and done there is what the policy knows."""
+    sees, does = environment.observation_space, environment.action_space
+    expected = (spec.observation_dim,), (spec.action_dim,)
+    if tuple(_shape(space) for space in (sees, does)) != expected:
+        raise ConfigError(
+            f"env={name} observes {_shown(sees)} and acts in {_shown(does)}; the policy in {policy}"
+            f" observes {spec.observation_dim} numbers and acts in {spec.action_dim}"
+        )
+
+
+def _shape(space: Any) -> tuple[int, ...] | None:
+    """Of an array of numbers between limits; None for any other space."""
+    return tuple(space.shape) if hasattr(space, "low") and hasattr(space, "high") else None
+
+
+def _shown(space: Any) -> str:
+    shape = _shape(space)
+    if shape is None:
+        return type(space).__name__
+    return f"{shape[0]} numbers" if len(shape) == 1 else f"an array {list(shape)}"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

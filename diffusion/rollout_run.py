@@ -1,0 +1,136 @@
+"""Rollouts from a plain dict: load the policy, act, say how well and how fast."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .animation import save_gif
+from .backend import PRECISIONS, Backend
+from .build import check_sampler
+from .data.action_chunks import PolicySpec
+from .environments import check_spaces, make_environments
+from .errors import ConfigError
+from .policy import Policy, load_policy
+from .rollout import Episode, measure_latency, roll_out
+from .settings import construct
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """The configuration; see configs/rollout.yaml."""
+
+    ckpt: str
+    env: str = "push_disc"
+    n: int = 50
+    seed: int = 0
+    out: str | None = None
+    shown: int = 9
+    max_steps: int | None = None
+    action_steps: int | None = None
+    sampler: str = "ddpm"
+    steps: int | None = None
+    ema: bool = True
+    latency_calls: int = 100
+    backend: str = "auto"
+    device: str = "auto"
+    precision: str | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("n", "shown", "max_steps", "action_steps", "steps"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigError(f"{key}={value}; expected at least 1")
+        if self.latency_calls < 0:
+            raise ConfigError(f"latency_calls={self.latency_calls}; expected at least 0")
+        if not 0 <= self.seed < 2**63 - self.n:
+            raise ConfigError(f"seed={self.seed}; expected a whole number from 0 to 2^63 - 1 - n")
+        if self.out is not None and (Path(self.out).suffix != ".gif" or Path(self.out).is_dir()):
+            raise ConfigError(f"out={self.out}; expected a .gif")
+        check_sampler(self.sampler)
+
+
+def rollout(config: dict) -> list[Episode]:
+    """Act as configured, print what came of it, and return it."""
+    settings = construct(RolloutSettings, config, "")
+    policy = load_policy(
+        settings.ckpt,
+        device=settings.device,
+        backend=settings.backend,
+        precision=settings.precision,
+        ema=settings.ema,
+        sampler=settings.sampler,
+        steps=settings.steps,
+    )
+    _check_action_steps(settings.action_steps, policy.spec)
+    pictured = 0 if settings.out is None else min(settings.shown, settings.n)
+    environments = make_environments(settings.env, settings.n, pictured)
+    try:
+        check_spaces(settings.env, environments[0], policy.spec, settings.ckpt)
+        observation, _ = environments[0].reset(seed=settings.seed)
+        if pictured:
+            _check_picture(environments[0].render(), settings)
+        if settings.latency_calls:
+            print(_latency(policy, observation, settings))
+        episodes = roll_out(
+            policy,
+            environments,
+            seed=settings.seed,
+            action_steps=settings.action_steps,
+            max_steps=settings.max_steps,
+            pictured=pictured,
+        )
+    finally:
+        for environment in environments:
+            environment.close()
+    print(_outcome(settings.env, episodes))
+    if pictured:
+        out, filmed = Path(settings.out), episodes[:pictured]
+        save_gif([e.frames for e in filmed], [e.success for e in filmed], out)
+        print(f"{out}: the first {pictured} episodes, {out.stat().st_size / 1024:.0f} KiB")
+    return episodes
+
+
+def _check_action_steps(action_steps: int | None, spec: PolicySpec) -> None:
+    longest = spec.horizon - spec.observation_steps + 1
+    if action_steps is not None and action_steps > longest:
+        raise ConfigError(
+            f"action_steps={action_steps}; a chunk of {spec.horizon} actions has {longest} from the"
+            f" last of {spec.observation_steps} observations on"
+        )
+
+
+def _check_picture(frame: object, settings: RolloutSettings) -> None:
+    if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.shape[2] != 3:
+        raise ConfigError(f"env={settings.env} draws no pictures; leave out={settings.out} away")
+
+
+def _latency(policy: Policy, observation: np.ndarray, settings: RolloutSettings) -> str:
+    seen = np.stack([observation] * policy.spec.observation_steps)[None].astype(np.float32)
+    took = 1e3 * measure_latency(policy, torch.from_numpy(seen), calls=settings.latency_calls)
+    backend, device = policy.sampler.backend, next(policy.model.parameters()).device
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    p50, p99 = np.percentile(took, (50, 99))
+    return (
+        f"policy, backend {backend.name}, {_precision(backend)}, {where}, batch 1,"
+        f" {policy.sampler.num_steps} steps of {settings.sampler}:"
+        f" p50 {p50:.2f} ms, p99 {p99:.2f} ms over {len(took)} calls"
+    )
+
+
+def _precision(backend: Backend) -> str:
+    if backend.dtype == torch.float32:
+        return "tf32" if backend.allow_tf32 else "fp32"
+    return next(name for name, dtype in PRECISIONS.items() if dtype == backend.dtype)
+
+
+def _outcome(name: str, episodes: list[Episode]) -> str:
+    n = len(episodes)
+    mean = f"mean return {np.mean([episode.total_reward for episode in episodes]):.3f}"
+    steps = f"mean length {np.mean([episode.steps for episode in episodes]):.1f} steps"
+    known = [episode.success for episode in episodes if episode.success is not None]
+    if not known:
+        return f"{name}: {n} episodes, {mean}, {steps}; it does not say what a success is"
+    good = sum(known)
+    return f"{name}: success rate {100 * good / n:.1f} % ({good} of {n} episodes), {mean}, {steps}"

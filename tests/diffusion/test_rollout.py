@@ -1,0 +1,228 @@
+"""The closed loop, with policies that are simple functions, and what is said of wrong settings."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from diffusion.animation import save_gif
+from diffusion.data.action_chunks import Normaliser, PolicySpec
+from diffusion.environments import check_spaces, make_environments
+from diffusion.errors import ConfigError
+from diffusion.push_disc.env import Box, PushDisc
+from diffusion.push_disc.expert import expert_action
+from diffusion.rollout import measure_latency, roll_out
+from diffusion.rollout_run import RolloutSettings, rollout
+
+
+def spec(horizon=8, observation_steps=2, action_steps=4, o=6, a=2):
+    limits = [Normaliser(torch.zeros(d), torch.ones(d)) for d in (o, a)]
+    return PolicySpec(horizon, observation_steps, action_steps, *limits)
+
+
+class Scripted:
+    """Acts by a function of the newest observations [N, O]; keeps what it was shown."""
+
+    def __init__(self, function, **shape):
+        self.spec, self.function = spec(**shape), function
+        self.model = torch.nn.Linear(1, 1)
+        self.shown, self.seeds = [], []
+
+    def act(self, observations, *, seed, first=0, action_steps=None):
+        self.shown.append(observations)
+        self.seeds.append(seed)
+        actions = np.float32(self.function(observations[:, -1].double().numpy()))
+        count = self.spec.action_steps if action_steps is None else action_steps
+        return torch.from_numpy(actions)[:, None].expand(-1, count, -1)
+
+
+class Counter:
+    """Observes how many steps it has made, ends after `length`; success at step `good`."""
+
+    def __init__(self, length, good=None):
+        self.length, self.good, self.count = length, good, 0
+        self.observation_space, self.action_space = Box(0, 99, (1,)), Box(-1, 1, (1,))
+        self.actions = []
+
+    def reset(self, *, seed=None):
+        self.count, self.seed = 0, seed
+        return np.zeros(1), {}
+
+    def step(self, action):
+        self.count += 1
+        self.actions.append(float(action[0]))
+        info = {} if self.good is None else {"is_success": self.count == self.good}
+        return np.array([self.count]), 2.0, self.count == self.length, False, info
+
+    def render(self):
+        return np.full((8, 8, 3), self.count, np.uint8)
+
+
+def test_receding_horizon():
+    """What is shown at each call: the last two observations, the first one repeated."""
+    policy = Scripted(lambda o: 5 * np.ones_like(o), o=1, a=1)
+    worlds = [Counter(9), Counter(3)]
+    long, short = roll_out(policy, worlds, seed=7, pictured=1)
+    assert [shown[0, :, 0].tolist() for shown in policy.shown] == [[0, 0], [3, 4], [7, 8]]
+    assert (long.steps, short.steps) == (9, 3) and worlds[1].count == 3
+    assert long.total_reward == 18 and long.success is None
+    assert set(worlds[0].actions) == {1.0}  # clipped to the space
+    assert [world.seed for world in worlds] == [7, 8]
+    assert [int(frame[0, 0, 0]) for frame in long.frames] == list(range(10)) and not short.frames
+    assert len(set(policy.seeds)) == 3 and all(0 <= seed < 2**63 for seed in policy.seeds)
+
+
+def test_other_action_steps_and_limits():
+    policy = Scripted(lambda o: o, o=1, a=1)
+    (episode,) = roll_out(policy, [Counter(99)], seed=0, action_steps=6, max_steps=8)
+    assert episode.steps == 8
+    assert [shown[0, -1, 0].item() for shown in policy.shown] == [0, 6]
+
+
+def test_success_is_remembered():
+    policy = Scripted(lambda o: o, o=1, a=1)
+    episodes = roll_out(policy, [Counter(9, good=4), Counter(9, good=20)], seed=0)
+    assert [episode.success for episode in episodes] == [True, False]
+
+
+def test_the_expert_in_the_loop():
+    """Observing at each step it is the expert; and a policy that stays where it is fails."""
+    expert = Scripted(lambda o: expert_action(o, np.ones(len(o))), action_steps=1)
+    worlds = make_environments("push_disc", 20)
+    assert sum(e.success for e in roll_out(expert, worlds, seed=0)) > 0.95 * 20
+    idle = roll_out(Scripted(lambda o: o[:, :2]), worlds[:3], seed=0, max_steps=10)
+    assert [e.success for e in idle] == [False] * 3
+
+
+def test_latency():
+    policy = Scripted(lambda o: o[:, :2])
+    took = measure_latency(policy, torch.zeros(1, 2, 6), calls=7)
+    assert took.shape == (7,) and (took > 0).all()
+    assert len(policy.shown) == 7 + 3
+    assert len(measure_latency(policy, torch.zeros(1, 2, 6), calls=7, seconds=1e-9)) == 1
+
+
+# --- film -------------------------------------------------------------------------------------
+
+
+def test_film(tmp_path):
+    worlds = make_environments("push_disc", 3, pictured=3)
+    expert = Scripted(lambda o: expert_action(o, np.ones(len(o))), action_steps=1)
+    episodes = roll_out(expert, worlds, seed=0, pictured=3)
+    out = tmp_path / "deep" / "a.gif"
+    save_gif([e.frames for e in episodes], [True, False, None], out)
+    film = Image.open(out)
+    longest = max(len(e.frames) for e in episodes)
+    assert film.size == (2 * 136, 2 * 136) and film.n_frames >= longest // 2
+    assert out.stat().st_size < 300_000
+    film.seek(film.n_frames - 1)
+    last = np.asarray(film.convert("RGB")).astype(int)
+    good, bad = last[2, 68], last[2, 136 + 68]
+    assert good.argmax() == 1 and bad.argmax() == 0  # green and red borders
+    assert [path.name for path in out.parent.iterdir()] == ["a.gif"]
+
+
+def test_a_film_of_other_pictures(tmp_path):
+    """They are shrunk; not every environment draws squares."""
+    frames = [np.full((300, 600, 3), value, np.uint8) for value in (0, 90, 180)]
+    save_gif([frames], [None], tmp_path / "a.gif", side=64)
+    assert Image.open(tmp_path / "a.gif").size == (64 + 8, 32 + 8)
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+def test_without_gymnasium(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(ConfigError, match="pip install gymnasium") as caught:
+        make_environments("gym_pusht/PushT-v0", 1)
+    assert "push_disc" in str(caught.value) and "\n" not in str(caught.value)
+
+
+class FakeError(Exception):
+    pass
+
+
+@pytest.fixture
+def fake_gymnasium(monkeypatch):
+    """As much of gymnasium as is used, so that what is said does not hang on its being there."""
+
+    def make(name, render_mode):
+        if name not in gymnasium.registry:
+            raise FakeError(f"Environment `{name}`\ndoesn't exist.")
+        return gymnasium.registry[name](render_mode=render_mode)
+
+    gymnasium = SimpleNamespace(
+        registry={"Push-v0": PushDisc, "json/Push-v0": PushDisc},
+        make=make,
+        error=SimpleNamespace(Error=FakeError),
+    )
+    monkeypatch.setitem(sys.modules, "gymnasium", gymnasium)
+    return gymnasium
+
+
+def test_an_environment_of_gymnasium(fake_gymnasium):
+    made = make_environments("Push-v0", 3, pictured=2)
+    assert [e.render_mode for e in made] == ["rgb_array", "rgb_array", None]
+    assert len(make_environments("json/Push-v0", 1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("Nothing-v0", "env=Nothing-v0 cannot be made: Environment `Nothing-v0` doesn't exist."),
+        ("nowhere_at_all/Push-v1", "No module named 'nowhere_at_all'"),
+        ("json/Nothing-v0", "env=json/Nothing-v0 cannot be made"),
+    ],
+)
+def test_an_environment_that_is_missing(fake_gymnasium, name, named):
+    with pytest.raises(ConfigError, match=named) as caught:
+        make_environments(name, 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_spaces_that_do_not_match():
+    check_spaces("push_disc", PushDisc(), spec(), "runs/a")
+    with pytest.raises(ConfigError) as caught:
+        check_spaces("push_disc", PushDisc(), spec(o=11, a=3), "runs/a")
+    assert str(caught.value) == (
+        "env=push_disc observes 6 numbers and acts in 2 numbers; the policy in runs/a observes"
+        " 11 numbers and acts in 3"
+    )
+    other = SimpleNamespace(observation_space=Box(0, 1, (96, 96, 3)), action_space=object())
+    with pytest.raises(ConfigError, match=r"observes an array \[96, 96, 3\] and acts in object;"):
+        check_spaces("other", other, spec(), "runs/a")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"n": 0}, "n=0; expected at least 1"),
+        ({"steps": 0}, "steps=0"),
+        ({"latency_calls": -1}, "latency_calls=-1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"out": "a.mp4"}, "out=a.mp4; expected a .gif"),
+        ({"sampler": "euler"}, "sampler=euler is unknown"),
+        ({"nn": 3}, "nn is unknown; did you mean n?"),
+        ({"n": "many"}, "n=many is wrong; expected a whole number"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_wrong_settings(settings, named):
+    with pytest.raises(ConfigError, match=named.replace("?", r"\?")):
+        rollout({"ckpt": "nowhere", **settings})
+
+
+def test_every_setting_is_in_the_configuration():
+    from omegaconf import OmegaConf
+
+    from configs.entry import CONFIGS
+
+    listed = OmegaConf.load(CONFIGS / "rollout.yaml")
+    fields = RolloutSettings.__dataclass_fields__
+    assert set(listed) - {"defaults", "hydra"} == set(fields)
+    for name, field in fields.items():
+        assert name == "ckpt" or listed[name] == field.default, name

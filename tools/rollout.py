@@ -1,0 +1,27 @@
+"""Let a trained policy act: python tools/rollout.py ckpt=RUN env=push_disc n=50 out=FILE.gif.
+
+Prints its success rate and its latency; see configs/rollout.yaml.
+"""
+
+import sys
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from configs.entry import exit_codes, plain, run_entry
+
+
+@hydra.main(version_base=None, config_path="../configs", config_name="rollout")
+def main(config: DictConfig) -> None:
+    """Roll out as configured."""
+    from diffusion.rollout_run import rollout  # after the command line is known to be right
+
+    with exit_codes():
+        rollout(plain(config))
+
+
+if __name__ == "__main__":
+    run_entry(main, "rollout")
