@@ -222,25 +222,16 @@ class _ResBlock:
             dh, self.conv1.weight, inputs=xs, table=table1, activation="silu"
         )
         coeff = self.norm1.grad_table(partials, table1, h.pixels)
-        adds = [dy.dx]
-        if self.skip is not None:
-            weights = self._dense(self.skip.weight, xs)
-            adds = [k.conv_plain_input_grad(dy.dx, weight) for weight in weights]
-        adds = dict(zip(("add1", "add2"), adds, strict=False))
-        dx1, dx2, rows = k.norm_dx(
-            dz,
-            xs[0] if source is None else source,
-            xs[1] if len(xs) == 2 else None,
-            coeff,
-            add1_second=more,
-            sums=self.sums,
-            upsample1=source is not None,
-            **adds,
-        )
+        x1 = xs[0] if source is None else source
+        x2 = xs[1] if len(xs) == 2 else None
+        options = {"sums": self.sums, "upsample1": source is not None}
+        if self.skip is None:
+            adds = {"add1": dy.dx, "add1_second": more}
+            dx1, dx2, rows = k.norm_dx(dz, x1, x2, coeff, **adds, **options)
+        else:
+            weight = self.skip.weight
+            dx1, dx2, rows = k.skip_dx(dy.dx, weight, dz, x1, x2, coeff, add1=more, **options)
         return Gradient(dx1, rows, self.sums), dx2
-
-    def _dense(self, weight: Tensor, xs: tuple[Tensor, ...]) -> list[Tensor]:
-        return [w.contiguous(memory_format=torch.channels_last) for w in self._split(weight, xs)]
 
     @staticmethod
     def _split(weight: Tensor, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

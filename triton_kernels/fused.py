@@ -16,6 +16,7 @@ from .norm_passes import apply, norm_dx
 from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
 from .resample import _gather, _spread, spread_add
 from .row_sums import RowSums
+from .skip_dx import skip_dx
 
 __all__ = [
     "RowSums",
@@ -34,6 +35,7 @@ __all__ = [
     "norm_dx",
     "norm_grad_table",
     "norm_table",
+    "skip_dx",
     "tensor_partials",
     "upsample",
 ]

@@ -162,6 +162,15 @@ def norm_dx(
     return dx1, dx2, None if sums is None else dx1.sum((1, 2))
 
 
+def skip_dx(dy, weight, dz, x1, x2, coeff, *, add1=None, sums=None, upsample1=False):
+    """`norm_dx` of a block whose skip is a 1x1 convolution, with its input gradient added."""
+    c1 = x1.shape[3]
+    skip = conv_plain_input_grad(dy, weight)
+    d1, d2 = skip[..., :c1], skip[..., c1:]
+    adds = {"add1": d1, "add1_second": add1, "add2": None if x2 is None else d2}
+    return norm_dx(dz, x1, x2, coeff, **adds, sums=sums, upsample1=upsample1)
+
+
 class RowSums:
     """Sums over rows that go into the flat gradient at `flush`; here they are added at once."""
 

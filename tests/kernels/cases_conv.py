@@ -180,6 +180,32 @@ _FUSED_DGRAD = {
     "expect": {"wgmma": True, "tma": True, "arches": _TMA_CHIPS},
 }
 
+_SKIP_DX = {
+    "name": "dx of two inputs, one upsampled, with a 1x1 skip",
+    "kernel": "triton_kernels.skip_dx:skip_dx_kernel",
+    "signature": {
+        "dy_desc": "tensordesc<bf16[1,2,64,64]>",
+        "w_desc": "tensordesc<bf16[64,64]>",
+        **dict.fromkeys(("dz_desc", "x2_desc", "dx2_desc"), "tensordesc<bf16[1,2,64,64]>"),
+        **dict.fromkeys(("x1_desc", "dx1_desc"), "tensordesc<bf16[1,1,32,64]>"),
+        **dict.fromkeys(("coeff_ptr", "sums_ptr"), "*fp32"),
+        **dict.fromkeys(("N", "CO", "P", "Q", "C", "C1"), "i32"),
+    },
+    "constexprs": {
+        "add1_desc": None,
+        "PRECISION": "tf32",
+        "UPSAMPLE": True,
+        "TILE_N": 1,
+        "TILE_H": 2,
+        "TILE_W": 64,
+        "BLOCK_C": 64,
+        "BLOCK_K": 64,
+    },
+    "options": {"num_warps": 4, "num_stages": 2},
+    "multiples": ("C", "CO", "C1"),
+    "expect": {"wgmma": True, "tma": True, "arches": _TMA_CHIPS},
+}
+
 _FUSED_ROWS = {
     **_FUSED_DGRAD,
     "name": "input gradient of two inputs, four rows",
@@ -213,4 +239,5 @@ COMPILE_CASES = [
     _FUSED_FWD,
     _FUSED_DGRAD,
     _FUSED_ROWS,
+    _SKIP_DX,
 ]

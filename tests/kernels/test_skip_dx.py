@@ -1,0 +1,137 @@
+"""The dx pass with the gradient of a 1x1 skip in it, against its twin in float64."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from triton_kernels import fused_reference, skip_dx
+from triton_kernels.device import describe
+from triton_kernels.row_sums import RowSums
+
+
+class Case(NamedTuple):
+    n: int
+    h: int
+    w: int
+    co: int
+    c1: int
+    c2: int = 0
+    upsample1: bool = False
+    add1: bool = False
+
+
+SMALL = {
+    "one input": Case(2, 8, 8, 24, 40, add1=True),
+    "two inputs": Case(1, 8, 24, 72, 64, 16),
+    "two inputs, one upsampled": Case(3, 8, 16, 40, 64, 72, upsample1=True),
+    "one input, upsampled": Case(1, 16, 8, 16, 24, upsample1=True, add1=True),
+    "images of 16 pixels": Case(5, 4, 4, 16, 64, 64),
+    "rows of 12": Case(3, 12, 12, 8, 16),
+    "empty batch": Case(0, 8, 8, 8, 16),
+}
+MODEL = {
+    "64x64": Case(32, 64, 64, 64, 64, 64),
+    "64x64 upsampled": Case(32, 64, 64, 64, 128, 64, upsample1=True),
+    "32x32": Case(32, 32, 32, 128, 128, 64),
+    "16x16 upsampled": Case(32, 16, 16, 192, 256, 192, upsample1=True),
+    "8x8": Case(33, 8, 8, 256, 256, 192),
+    "encoder": Case(32, 32, 32, 128, 64, add1=True),
+}
+ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-9, torch.float32: 1.5 * 2**-10}
+DTYPES = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch, device):
+    """Memory that a kernel forgets to write holds NaN."""
+    if not describe(device).tma:
+        pytest.skip("no TMA unit")
+
+    def empty(shape, **kwargs):
+        return torch.full(shape, float("nan"), **kwargs)
+
+    monkeypatch.setattr(skip_dx, "_empty", empty)
+
+
+def _inputs(case: Case, dtype, device) -> dict[str, Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int, dtype=dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    n, h, w, co, c1, c2, upsample1, add1 = case
+    small = (h // 2, w // 2) if upsample1 else (h, w)
+    return {
+        "dy": randn(n, h, w, co),
+        "weight": (randn(co, c1 + c2, dtype=torch.float32) / co**0.5).to(dtype)[..., None, None],
+        "dz": randn(n, h, w, c1 + c2),
+        "x1": randn(n, *small, c1) + 2,
+        "x2": randn(n, h, w, c2) - 2 if c2 else None,
+        "coeff": randn(n, 3, c1 + c2, dtype=torch.float32),
+        "add1": randn(n, h, w, c1) if add1 else None,
+    }
+
+
+def _check(case: Case, dtype, device, config=None, sums: bool | RowSums = True):
+    inputs = _inputs(case, dtype, device)
+    exact = {k: v if v is None else v.double() for k, v in inputs.items()}
+    got = skip_dx.skip_dx(**inputs, sums=sums, upsample1=case.upsample1, config=config)
+    want = fused_reference.skip_dx(**exact, sums=True, upsample1=case.upsample1)
+    for name, g, e in zip(("dx1", "dx2"), got, want, strict=False):
+        assert (g is None) == (e is None)
+        if e is not None:
+            assert g.dtype == dtype and g.shape == e.shape
+            error = (g.double() - e).norm() / e.norm().clamp(min=1e-30)
+            assert error <= ROUNDING[dtype] + 2**-24 * case.co**0.5, f"{name}: {error:.2e}"
+    # a sum over pixels is small beside what was added up, by which the products' error scales
+    scale = want[0].abs().sum((1, 2)).norm().clamp(min=1e-30)
+    error = (got[2].double().sum(0) - want[2].sum(0)).norm() / scale
+    assert error <= (ROUNDING[dtype] if dtype == torch.float32 else 1e-5), f"rows: {error:.2e}"
+    return got
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_small(name, dtype, device):
+    assert skip_dx.skip_dx_supported(
+        (*SMALL[name][:3], SMALL[name].co),
+        dtype,
+        tuple(c for c in SMALL[name][4:6] if c),
+        SMALL[name].upsample1,
+    )
+    _check(SMALL[name], dtype, device)
+
+
+def test_rows_in_a_place_of_row_sums(device):
+    case = SMALL["two inputs, one upsampled"]
+    sums = RowSums(torch.zeros(case.c1, device=device))
+    _, _, rows = _check(case, torch.float32, device, sums=sums)
+    sums.add(rows, 0, sums.grad)
+    total = rows.sum(0)
+    sums.flush()
+    torch.testing.assert_close(sums.grad, total)
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels", "upsample1"),
+    [((2, 8, 8, 64), (32, 64), False), ((2, 7, 7, 64), (64,), False), ((2, 4, 4, 8), (64,), True)],
+    ids=["channels straddle", "odd image", "4 pixels to upsample"],
+)
+def test_unsupported(shape, channels, upsample1):
+    assert not skip_dx.skip_dx_supported(shape, torch.bfloat16, channels, upsample1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", skip_dx._CONFIGS, ids=str)
+@pytest.mark.parametrize("name", MODEL)
+def test_every_config_at_model_shapes(name, config, device):
+    case = MODEL[name]
+    border = case.c1 if case.c2 else None
+    if not skip_dx._serves(config, *case[:4], 2, border, case.upsample1):
+        pytest.skip("a tile that is not for this shape")
+    first = _check(case, torch.bfloat16, device, config)
+    for _ in range(3):
+        again = _check(case, torch.bfloat16, device, config)
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, again, strict=True))
