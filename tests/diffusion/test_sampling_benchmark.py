@@ -1,0 +1,151 @@
+"""tools/benchmark.py: rows that run are measured and held to the reference, others say why not."""
+
+import csv
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from diffusion import export_tensorrt, sampling_benchmark
+from diffusion.errors import ConfigError
+from diffusion.export_tensorrt import TensorRTDenoiser, build_engine
+from diffusion.sampling_benchmark import benchmark
+from diffusion.trained import load_trained
+
+from .test_export import checkpoint
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return checkpoint(tmp_path / "run", num_classes=3, label_dropout=0.1).parent.parent
+
+
+def measured(run: Path, **options) -> dict[str, dict[str, str]]:
+    settings = {"ckpt": str(run), "n": 2, "steps": 2, "seconds": 0.0, "device": "cpu"}
+    with open(benchmark(settings | options), newline="") as file:
+        return {row["row"]: row for row in csv.DictReader(file)}
+
+
+def test_rows(run, monkeypatch, capsys):
+    """torch.compile and ONNX Runtime are stood in for: what they compute is tested elsewhere."""
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    network = load_trained(run, CPU).model.forward_nhwc
+    monkeypatch.setattr(sampling_benchmark, "export_onnx", lambda path, trained: path.touch())
+    monkeypatch.setattr(
+        sampling_benchmark, "OnnxDenoiser", lambda path, device: lambda *a: network(*a) * 0.99
+    )
+    rows = measured(run, guidance=2.0)
+    assert list(rows) == ["torch_fp32", "torch", "compile", "triton", "onnxruntime", "tensorrt"]
+    for name in ("torch_fp32", "compile", "onnxruntime"):
+        row = rows[name]
+        assert not row["note"] and int(row["draws"]) == 3
+        seconds = float(row["seconds"])
+        assert float(row["images_per_second"]) == pytest.approx(2 / seconds)
+        assert 0 < float(row["latency_p50_ms"]) <= float(row["latency_p99_ms"]) < 1e5
+        assert float(row["peak_mib"]) >= 0
+    assert rows["torch_fp32"]["max_difference"] == ""
+    assert float(rows["compile"]["max_difference"]) == 0
+    assert 0 < float(rows["onnxruntime"]["max_difference"]) <= 255
+    assert rows["torch"]["note"] == "precision is fp32: this is torch_fp32"
+    assert "need a CUDA device" in rows["triton"]["note"]
+    assert rows["tensorrt"]["note"] and not rows["tensorrt"]["seconds"]
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in rows)
+
+    about = json.loads((run / "benchmark" / "cpu_ddim2_n2.json").read_text())
+    assert about["versions"]["torch"] == torch.__version__
+    assert about["settings"]["guidance"] == 2 and len(about["rows"]) == 6
+
+
+def test_a_row_in_another_precision(run):
+    """Differs, but not by much; what fails is its note."""
+    rows = measured(run, precision="bf16", rows=["torch"], sampler="ddpm")
+    assert list(rows) == ["torch_fp32", "torch"]
+    assert rows["torch"]["precision"] == "bf16"
+    assert 0 < float(rows["torch"]["max_difference"]) < 32
+
+
+def test_what_a_row_raises_is_its_note(run, monkeypatch):
+    def fails(job):
+        raise RuntimeError("no such operator\nand more")
+
+    monkeypatch.setitem(sampling_benchmark._ROWS, "compile", fails)
+    assert measured(run, rows=["compile"])["compile"]["note"] == "RuntimeError: no such operator"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rows": ["tritn"]}, "rows has tritn; choose from torch_fp32, torch, compile"),
+        ({"n": 0}, "n=0"),
+        ({"ckpt": "nowhere"}, "nowhere does not exist"),
+        ({"sampler": "dpm"}, "sampler=dpm is unknown"),
+        ({"guidance": -1}, "guidance=-1"),
+        ({"out": "file/a"}, "cannot be written"),
+    ],
+)
+def test_wrong_settings(run, tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(ConfigError) as caught:
+        measured(run, **{"rows": [], **options})
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+class _FakeTensorRT(SimpleNamespace):
+    """Takes notes of what it is asked. That TensorRT itself would agree is not tested: it needs a
+    GPU and its package."""
+
+    __version__ = "10"
+    int32, int64 = "int32", "int64"
+    BuilderFlag = SimpleNamespace(TF32="tf32")
+
+    def __init__(self):
+        super().__init__(shapes={}, flags=[], addresses={})
+        self.Logger = type("Logger", (), {"WARNING": 0, "__init__": lambda *_: None})
+        profile = SimpleNamespace(set_shape=lambda name, *sizes: self.shapes.update({name: sizes}))
+        config = SimpleNamespace(
+            set_flag=self.flags.append,
+            clear_flag=lambda flag: self.flags.append(f"no {flag}"),
+            add_optimization_profile=lambda given: None,
+        )
+        builder = SimpleNamespace(
+            create_network=lambda flags: "network",
+            create_builder_config=lambda: config,
+            create_optimization_profile=lambda: profile,
+            build_serialized_network=lambda network, config: b"engine",
+        )
+        self.Builder = lambda logger: builder
+        self.OnnxParser = lambda network, logger: SimpleNamespace(
+            parse=lambda data: data == b"onnx"
+        )
+        context = SimpleNamespace(
+            set_input_shape=lambda name, shape: True,
+            set_tensor_address=lambda name, address: self.addresses.update({name: address}),
+            get_tensor_shape=lambda name: (2, 3, 8, 8),
+            execute_async_v3=lambda stream: stream == 7,
+        )
+        engine = SimpleNamespace(
+            create_execution_context=lambda: context, get_tensor_dtype=lambda name: "int64"
+        )
+        self.Runtime = lambda logger: SimpleNamespace(deserialize_cuda_engine=lambda data: engine)
+
+
+def test_the_engine_is_built_for_any_batch_and_given_addresses(run, tmp_path, monkeypatch):
+    fake = _FakeTensorRT()
+    monkeypatch.setitem(__import__("sys").modules, "tensorrt", fake)
+    monkeypatch.setattr(export_tensorrt, "require_tensorrt", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
+    (tmp_path / "a.onnx").write_bytes(b"onnx")
+    build_engine(tmp_path / "a.onnx", tmp_path / "a.plan", load_trained(run, CPU), batch=2)
+    assert (tmp_path / "a.plan").read_bytes() == b"engine" and fake.flags == ["tf32"]
+    assert fake.shapes["x"] == ((1, 3, 8, 8), (2, 3, 8, 8), (64, 3, 8, 8))
+    assert fake.shapes["t"] == fake.shapes["labels"] == ((1,), (2,), (64,))
+    denoiser = TensorRTDenoiser(tmp_path / "a.plan", CPU)
+    x, t = torch.zeros(2, 8, 8, 3), torch.zeros(2, dtype=torch.int64)
+    assert denoiser(x, t, t).shape == (2, 8, 8, 3)
+    assert fake.addresses.keys() == {"x", "t", "labels", "output"}
