@@ -3,8 +3,8 @@
     diffusers          directory of a DDPMPipeline: `interchange_diffusers`
     guided_diffusion   .pt, and a .json with the arguments that build its network
     unet_cu            .bin
-    onnx               the denoiser as a graph of ONNX's operators: `export_graph`
-    torch_export       the denoiser as torch.export saves it
+    onnx               the denoiser, of images or actions, as ONNX's operators: `export_graph`
+    torch_export       the same as torch.export saves it
 
 Each is written aside, read back and compared, and then renamed: what is at `out` is whole.
 """
@@ -12,7 +12,9 @@ Each is written aside, read back and compared, and then renamed: what is at `out
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,13 @@ from torch import nn
 from .build import build_model
 from .checkpoint import check_same_model
 from .errors import ConfigError, writing
-from .export_graph import example_inputs, export_onnx, export_program
+from .export_graph import Graph, export_onnx, export_program, image_graph, policy_graph
 from .export_tensorrt import build_engine, require_tensorrt
 from .interchange import load_weights, save_guided, save_unet_cu
 from .interchange_diffusers import is_diffusers, read_diffusers, save_diffusers
+from .policy import load_policy
 from .settings import construct
-from .trained import Trained, load_trained
+from .trained import Trained, is_policy, load_trained
 
 # what guided-diffusion's UNetModel has one value for, by option of `UNet`
 _GUIDED_OPTIONS = {
@@ -71,10 +74,13 @@ class ExportSettings:
     channels: int = 3
 
     def __post_init__(self) -> None:
-        if self.format not in _FORMATS:
+        formats = (*_WEIGHTS, *_GRAPHS)
+        if self.format not in formats:
             raise ConfigError(
-                f"format={self.format} is unknown; choose one of {', '.join(_FORMATS)}"
+                f"format={self.format} is unknown; choose one of {', '.join(formats)}"
             )
+        if self.format == "torch_export" and not self.out.endswith(".pt2"):
+            raise ConfigError(f"out={self.out}; expected a file that ends in .pt2")
         if self.engine is not None:
             if self.format != "onnx":
                 raise ConfigError(
@@ -90,6 +96,42 @@ def export(config: dict[str, Any]) -> Path:
     targets = [out] + ([out.with_suffix(".json")] if settings.format == "guided_diffusion" else [])
     for target in [*targets, *([Path(settings.engine)] if settings.engine else [])]:
         _check_target(target, settings)
+    write, graph = _prepare(settings)
+    aside = out.with_name(f".writing_{out.name}")
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        try:
+            found = write(aside / out.name)
+            for target in targets:
+                if target.is_dir():
+                    shutil.rmtree(target)
+                os.replace(aside / target.name, target)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    print(f"{out}: {settings.ckpt} as {settings.format}; {found}")
+    if settings.engine is not None:
+        with writing(Path(settings.engine)):
+            build_engine(out, Path(settings.engine), graph)
+        print(f"{settings.engine}: TensorRT's engine of {out} for this GPU")
+    return out
+
+
+def _prepare(settings: ExportSettings) -> tuple[Callable[[Path], str], Graph | None]:
+    """(what writes the format to a path, what the graph is of if it is one)."""
+    write_graph = _GRAPHS.get(settings.format)
+    if is_policy(settings.ckpt):
+        if write_graph is None:
+            raise ConfigError(
+                f"format={settings.format} is for images; {settings.ckpt} is a policy: choose one"
+                f" of {', '.join(_GRAPHS)}"
+            )
+        policy = load_policy(
+            settings.ckpt, device="cpu", backend="torch", precision="fp32", ema=settings.ema
+        )
+        graph = policy_graph(policy)
+        return partial(write_graph, graph=graph), graph
     trained = load_trained(
         settings.ckpt,
         torch.device("cpu"),
@@ -101,25 +143,10 @@ def export(config: dict[str, Any]) -> Path:
         backend="torch",
         precision="fp32",
     )
-    aside = out.with_name(f".writing_{out.name}")
-    with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        try:
-            found = _FORMATS[settings.format](aside / out.name, trained)
-            for target in targets:
-                if target.is_dir():
-                    shutil.rmtree(target)
-                os.replace(aside / target.name, target)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-    print(f"{out}: {settings.ckpt} as {settings.format}; {found}")
-    if settings.engine is not None:
-        with writing(Path(settings.engine)):
-            build_engine(out, Path(settings.engine), trained)
-        print(f"{settings.engine}: TensorRT's engine of {out} for this GPU")
-    return out
+    if write_graph is None:
+        return partial(_WEIGHTS[settings.format], trained=trained), None
+    graph = image_graph(trained)
+    return partial(write_graph, graph=graph), graph
 
 
 def _check_target(target: Path, settings: ExportSettings) -> None:
@@ -158,13 +185,12 @@ def _unet_cu(path: Path, trained: Trained) -> str:
     return _same_weights(path, trained)
 
 
-_FORMATS = {
-    "onnx": export_onnx,
+_WEIGHTS = {
     "diffusers": _diffusers,
     "guided_diffusion": _guided_diffusion,
     "unet_cu": _unet_cu,
-    "torch_export": export_program,
 }
+_GRAPHS = {"onnx": export_onnx, "torch_export": export_program}
 
 
 def guided_arguments(model: nn.Module) -> dict[str, Any]:
@@ -195,7 +221,7 @@ def _same_weights(path: Path, trained: Trained) -> str:
 
 @torch.no_grad()
 def _difference(model: nn.Module, trained: Trained) -> float:
-    inputs = example_inputs(trained, 2)
+    inputs = image_graph(trained).inputs(2, 0)
     return (model(*inputs) - trained.model(*inputs)).abs().max().item()
 
 

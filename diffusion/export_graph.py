@@ -1,7 +1,8 @@
 """The denoiser as a graph that runs without this project: ONNX, and PyTorch's exported program.
 
-    x [N, C, H, W] float32, t [N] int64, labels [N] int64 (of a model with classes)
-        -> output [N, C or 2C, H, W] float32
+    of images   x [N, C, H, W], t int64 [N], labels int64 [N] (of a model with classes)
+                    -> output [N, C or 2C, H, W]
+    of actions  x [N, T, A], t int64 [N], condition [N, G], normalised observations -> [N, T, A]
 
 N is free. The graph holds the weights and PyTorch's operators of the torch backend in float32;
 what to do with its output (the process and the schedule) stands in its metadata. A graph is run
@@ -14,21 +15,24 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from triton_kernels import reference
+from triton_kernels.philox import INITIAL
 
 from .backend import TORCH_FP32
 from .errors import ConfigError
 from .layers import set_backend
+from .policy import Policy
 from .trained import Trained
 
-INPUTS = ("x", "t", "labels")
 _TRACED_BATCH, _CHECKED_BATCHES = 2, (1, 3)
 _TOLERANCE = 1e-4  # of the largest output: both sides sum in float32, in another order
 _MAX_BYTES = 2**31 - 2**20  # of the protocol buffers that ONNX's files are
@@ -50,83 +54,122 @@ class ImageDenoiser(nn.Module):
         return self.model(x, t, labels).contiguous()
 
 
-def example_inputs(trained: Trained, n: int, seed: int = 0) -> tuple[Tensor, ...]:
-    """n noisy images with timesteps and, if the model has classes, labels."""
+class ChunkDenoiser(nn.Module):
+    """`UNet1d` over chunks of actions."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        x: Tensor,  # [N, T, A]
+        t: Tensor,  # int64 [N]
+        condition: Tensor,  # [N, G]
+    ) -> Tensor:  # [N, T, A]
+        return self.model.forward_nhwc(x[:, None], t, condition)[:, 0]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What is exported."""
+
+    module: nn.Module  # on the CPU, computing in float32 with the torch backend
+    names: tuple[str, ...]  # of its inputs
+    inputs: Callable[[int, int], tuple[Tensor, ...]]  # examples, of a batch and a seed
+    about: dict[str, Any]  # what to do with the output
+
+
+def image_graph(trained: Trained) -> Graph:
+    """The denoiser of images."""
     height, width, channels = trained.image_shape
-    rng = torch.tensor([seed, n])
-    x = reference.normal((n, height, width, channels), rng).permute(0, 3, 1, 2).contiguous()
-    t = reference.draw_timesteps(rng, n, trained.process.schedule.num_timesteps)
-    classes = trained.model.num_classes
-    return (x, t) if classes is None else (x, t, torch.arange(n) % classes)
+    classes, schedule = trained.model.num_classes, trained.process.schedule
+
+    def inputs(n: int, seed: int) -> tuple[Tensor, ...]:
+        rng = torch.tensor([seed, n])
+        x = reference.normal((n, height, width, channels), rng).permute(0, 3, 1, 2).contiguous()
+        t = reference.draw_timesteps(rng, n, schedule.num_timesteps)
+        return (x, t) if classes is None else (x, t, torch.arange(n) % classes)
+
+    about = {
+        "prediction": trained.process.prediction,
+        "variance": trained.process.variance,
+        "betas": schedule.betas.tolist(),
+        "image_shape": trained.image_shape,
+        "num_classes": classes,
+        "null_label": trained.model.null_label,
+    }
+    names = ("x", "t") if classes is None else ("x", "t", "labels")
+    return Graph(_portable(ImageDenoiser(trained.model)), names, inputs, about)
 
 
-def _module(trained: Trained) -> ImageDenoiser:
-    """The denoiser on the CPU, its weights in the default order of memory: the trained network's
-    are channels_last, which would be stored as strided views."""
-    module = ImageDenoiser(copy.deepcopy(trained.model)).eval().cpu()
+def policy_graph(policy: Policy) -> Graph:
+    """The denoiser of a policy's chunks."""
+    spec, sampler = policy.spec, policy.sampler
+
+    def inputs(n: int, seed: int) -> tuple[Tensor, ...]:
+        rng = torch.tensor([seed, n])
+        x = reference.normal((n, spec.horizon, spec.action_dim), rng)
+        condition = reference.normal((n, spec.condition_dim), rng, stream=INITIAL).clamp(-1, 1)
+        return x, reference.draw_timesteps(rng, n, sampler.schedule.num_timesteps), condition
+
+    about = {
+        "prediction": sampler.prediction,
+        "variance": sampler.variance,
+        "betas": sampler.schedule.betas.tolist(),
+        "policy": spec.state(),
+    }
+    return Graph(_portable(ChunkDenoiser(policy.model)), ("x", "t", "condition"), inputs, about)
+
+
+def _portable(module: nn.Module) -> nn.Module:
+    """A copy with weights in the default order of memory: the trained network's are channels_last,
+    which would be stored as strided views."""
+    module = copy.deepcopy(module).eval().cpu()
     set_backend(module, TORCH_FP32)
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()
     return module
 
 
-def _any_batch(inputs: tuple[Tensor, ...]) -> tuple[dict[int, torch.export.Dim], ...]:
-    batch = torch.export.Dim("batch", min=1, max=2**16)
-    return tuple({0: batch} for _ in inputs)
-
-
-def export_program(path: Path, trained: Trained) -> str:
+def export_program(path: Path, graph: Graph) -> str:
     """Write the file of torch.export and say by how much its outputs differ."""
-    inputs = example_inputs(trained, _TRACED_BATCH)
+    inputs = graph.inputs(_TRACED_BATCH, 0)
     with torch.no_grad():
-        program = torch.export.export(_module(trained), inputs, dynamic_shapes=_any_batch(inputs))
-    metadata = {"denoiser.json": json.dumps(describe(trained))}
-    torch.export.save(program, path, extra_files=metadata)
-    program = torch.export.load(path).module()
-    return _compare(lambda *inputs: program(*inputs), trained, "torch.export")
+        program = torch.export.export(graph.module, inputs, dynamic_shapes=_any_batch(inputs))
+    torch.export.save(program, path, extra_files={"denoiser.json": json.dumps(graph.about)})
+    return _compare(torch.export.load(path).module(), graph, "torch.export")
 
 
-def export_onnx(path: Path, trained: Trained) -> str:
+def export_onnx(path: Path, graph: Graph) -> str:
     """Write the ONNX file and say by how much the outputs of ONNX Runtime differ.
 
     ConfigError: the packages are not installed, or the model is larger than such a file.
     """
     require_onnx()
-    size = sum(p.numel() * p.element_size() for p in trained.model.parameters())
+    size = sum(p.numel() * p.element_size() for p in graph.module.parameters())
     if size > _MAX_BYTES:
         raise ConfigError(f"the model has {size:,} bytes; an ONNX file holds at most 2 GiB")
-    inputs = example_inputs(trained, _TRACED_BATCH)
+    inputs = graph.inputs(_TRACED_BATCH, 0)
     with _quiet(), torch.no_grad():
         program = torch.onnx.export(
-            _module(trained),
+            graph.module,
             inputs,
             dynamic_shapes=_any_batch(inputs),
-            input_names=INPUTS[: len(inputs)],
+            input_names=graph.names,
             output_names=["output"],
             dynamo=True,
             verbose=False,
         )
-    for key, value in describe(trained).items():
+    for key, value in graph.about.items():
         program.model.metadata_props[key] = json.dumps(value)
     program.save(path, external_data=False)
-    session = OnnxDenoiser(path)
-
-    def run(x: Tensor, *rest: Tensor) -> Tensor:
-        return session(x.permute(0, 2, 3, 1).contiguous(), *rest).permute(0, 3, 1, 2)
-
-    return _compare(run, trained, "ONNX Runtime")
+    return _compare(OnnxGraph(path), graph, "ONNX Runtime")
 
 
-def describe(trained: Trained) -> dict[str, object]:
-    """What to do with the output, and with which images."""
-    return {
-        "prediction": trained.process.prediction,
-        "variance": trained.process.variance,
-        "image_shape": trained.image_shape,
-        "num_classes": trained.model.num_classes,
-        "null_label": trained.model.null_label,
-        "betas": trained.process.schedule.betas.tolist(),
-    }
+def _any_batch(inputs: tuple[Tensor, ...]) -> tuple[dict[int, torch.export.Dim], ...]:
+    batch = torch.export.Dim("batch", min=1, max=2**16)
+    return tuple({0: batch} for _ in inputs)
 
 
 @contextmanager
@@ -150,25 +193,53 @@ def require_onnx() -> None:
         raise ConfigError(f"format=onnx needs {', '.join(missing)}: pip install -e '.[export]'")
 
 
-class OnnxDenoiser:
-    """An exported file in ONNX Runtime, called as `UNet.forward_nhwc`. Nothing is copied to or
-    from the device. ConfigError: ONNX Runtime cannot use the device."""
+def onnx_provider(device: torch.device) -> str:
+    """What runs ONNX Runtime's operators on a device. ConfigError: this one has none for it."""
+    require_onnx()
+    import onnxruntime  # an optional dependency, and slow to load
+
+    provider = "CUDAExecutionProvider" if device.type == "cuda" else "CPUExecutionProvider"
+    available = onnxruntime.get_available_providers()
+    if provider not in available:
+        raise ConfigError(
+            f"onnxruntime {onnxruntime.__version__} has no {provider}; it has"
+            f" {', '.join(available)}"
+        )
+    return provider
+
+
+class OnnxGraph:
+    """An exported file in ONNX Runtime. Inputs and output stay on the device. ConfigError: as of
+    `onnx_provider`."""
 
     def __init__(self, path: Path, device: torch.device | str = "cpu") -> None:
-        import onnxruntime  # an optional dependency, and slow to load
-
         self.device = torch.device(device)
-        provider = "CUDAExecutionProvider" if self.device.type == "cuda" else "CPUExecutionProvider"
-        available = onnxruntime.get_available_providers()
-        if provider not in available:
-            raise ConfigError(
-                f"onnxruntime {onnxruntime.__version__} has no {provider}; it has"
-                f" {', '.join(available)}"
-            )
+        provider = onnx_provider(self.device)
+        import onnxruntime
+
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         self.session = onnxruntime.InferenceSession(path, options, providers=[provider])
-        self.channels = self.session.get_outputs()[0].shape[1]
+        self.names = [item.name for item in self.session.get_inputs()]
+        self.sizes = self.session.get_outputs()[0].shape[1:]  # behind the batch
+
+    def __call__(self, *inputs: Tensor) -> Tensor:  # contiguous, on the device
+        output = torch.empty(len(inputs[0]), *self.sizes, device=self.device)
+        binding = self.session.io_binding()
+        for name, tensor in zip(self.names, inputs, strict=True):
+            binding.bind_input(name, *_place(tensor))
+        binding.bind_output("output", *_place(output))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # ONNX Runtime has a stream of its own
+        self.session.run_with_iobinding(binding)
+        return output
+
+
+class OnnxDenoiser:
+    """An exported denoiser of images, called as `UNet.forward_nhwc`."""
+
+    def __init__(self, path: Path, device: torch.device | str = "cpu") -> None:
+        self.graph = OnnxGraph(path, device)
 
     def __call__(
         self,
@@ -178,16 +249,7 @@ class OnnxDenoiser:
     ) -> Tensor:  # float32 [N, H, W, C or 2C]
         inputs = [x.permute(0, 3, 1, 2).float().contiguous(), t.long().contiguous()]
         inputs += [] if labels is None else [labels.long().contiguous()]
-        n, h, w, _ = x.shape
-        output = torch.empty(n, self.channels, h, w, device=x.device)
-        binding = self.session.io_binding()
-        for name, tensor in zip(INPUTS, inputs, strict=False):
-            binding.bind_input(name, *_place(tensor))
-        binding.bind_output("output", *_place(output))
-        if x.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # ONNX Runtime has a stream of its own
-        self.session.run_with_iobinding(binding)
-        return output.permute(0, 2, 3, 1).contiguous()
+        return self.graph(*inputs).permute(0, 2, 3, 1).contiguous()
 
 
 def _place(tensor: Tensor) -> tuple[str, int, type, list[int], int]:
@@ -198,11 +260,11 @@ def _place(tensor: Tensor) -> tuple[str, int, type, list[int], int]:
 
 
 @torch.no_grad()
-def _compare(run: Callable[..., Tensor], trained: Trained, name: str) -> str:
-    network, worst = _module(trained), 0.0
+def _compare(run: Callable[..., Tensor], graph: Graph, name: str) -> str:
+    worst = 0.0
     for n in _CHECKED_BATCHES:
-        inputs = example_inputs(trained, n, seed=1)
-        expected = network(*inputs)
+        inputs = graph.inputs(n, 1)
+        expected = graph.module(*inputs)
         difference = (run(*inputs) - expected).abs().max().item()
         scale = max(1.0, expected.abs().max().item())
         if not difference <= _TOLERANCE * scale:

@@ -1,4 +1,4 @@
-"""TensorRT: an engine from an exported ONNX file, and the denoiser that runs it.
+"""TensorRT: an engine from an exported ONNX file, and the denoiser of images that runs one.
 
 An engine is for the GPU and the version of TensorRT that built it. Its arithmetic is that of the
 ONNX file, float32, on tensor cores as TF32 where `allow_tf32` says so.
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError
-from .export_graph import INPUTS, example_inputs
-from .trained import Trained
+from .export_graph import Graph
 
 
 def require_tensorrt() -> None:
@@ -26,7 +25,7 @@ def require_tensorrt() -> None:
 def build_engine(
     onnx: Path,
     out: Path,
-    trained: Trained,
+    graph: Graph,  # that the file is of
     *,
     batch: int = 16,  # that it is made fastest for
     max_batch: int = 64,
@@ -48,7 +47,7 @@ def build_engine(
     else:
         config.clear_flag(trt.BuilderFlag.TF32)
     profile = builder.create_optimization_profile()
-    for name, tensor in zip(INPUTS, example_inputs(trained, 1), strict=False):
+    for name, tensor in zip(graph.names, graph.inputs(1, 0), strict=True):
         sizes = ((n, *tensor.shape[1:]) for n in (1, batch, max_batch))
         profile.set_shape(name, *sizes)
     config.add_optimization_profile(profile)
@@ -82,7 +81,7 @@ class TensorRTDenoiser:
     ) -> Tensor:  # float32 [N, H, W, C or 2C]
         inputs = [x.permute(0, 3, 1, 2).float().contiguous(), self._whole("t", t)]
         inputs += [] if labels is None else [self._whole("labels", labels)]
-        for name, tensor in zip(INPUTS, inputs, strict=False):
+        for name, tensor in zip(("x", "t", "labels"), inputs, strict=False):
             if not self.context.set_input_shape(name, tuple(tensor.shape)):
                 raise ValueError(f"the engine was not built for {name} of {list(tensor.shape)}")
             self.context.set_tensor_address(name, tensor.data_ptr())

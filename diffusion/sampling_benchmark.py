@@ -36,7 +36,7 @@ from .build import check_sampler
 from .chain import TabulatedDenoiser
 from .distributed import choose_device
 from .errors import ConfigError, writing
-from .export_graph import OnnxDenoiser, export_onnx
+from .export_graph import OnnxDenoiser, export_onnx, image_graph, onnx_provider
 from .export_tensorrt import TensorRTDenoiser, build_engine, require_tensorrt
 from .guidance import guide
 from .layers import Conv1d, Conv2d
@@ -204,6 +204,7 @@ def _triton(job: _Job) -> tuple[_Network, Trained]:
 
 
 def _onnxruntime(job: _Job) -> tuple[_Network, Trained]:
+    onnx_provider(job.device)
     trained = job.load("torch", "fp32")
     denoiser = OnnxDenoiser(_onnx_file(job, trained), job.device)
     return _Network(denoiser, "fp32", torch.float32, outside=True), trained
@@ -214,7 +215,7 @@ def _tensorrt(job: _Job) -> tuple[_Network, Trained]:
     trained = job.load("torch", "fp32")
     path, n = job.folder / "denoiser.plan", job.settings.n
     n = n if job.settings.guidance == 1 else 2 * n
-    build_engine(_onnx_file(job, trained), path, trained, batch=n, max_batch=n)
+    build_engine(_onnx_file(job, trained), path, image_graph(trained), batch=n, max_batch=n)
     denoiser = TensorRTDenoiser(path, job.device)
     return _Network(denoiser, "tf32", torch.float32, outside=True), trained
 
@@ -241,7 +242,7 @@ def _keep_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
 def _onnx_file(job: _Job, trained: Trained) -> Path:
     path = job.folder / "denoiser.onnx"
     if not path.exists():
-        export_onnx(path, trained)
+        export_onnx(path, image_graph(trained))
     return path
 
 

@@ -63,6 +63,14 @@ def load_trained(
     return _load_checkpoint(checkpoint, device, ema, backend, precision)
 
 
+def is_policy(ckpt: str | Path) -> bool:
+    """Whether a run or checkpoint learned actions. ConfigError if it is none."""
+    path = Path(ckpt)
+    if not path.is_dir() or is_diffusers(path):
+        return False
+    return "policy" in read_state(find_checkpoint(path))[0]
+
+
 def _load_checkpoint(
     checkpoint: Path, device: torch.device, ema: bool, backend: str, precision: str | None
 ) -> Trained:

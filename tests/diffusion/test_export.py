@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from diffusion.backend import TORCH_FP32
-from diffusion.build import build_model
+from diffusion.build import build_model, build_policy_model
 from diffusion.checkpoint import save_checkpoint
+from diffusion.data.action_chunks import Normaliser, PolicySpec
 from diffusion.errors import ConfigError
 from diffusion.export import export
-from diffusion.export_graph import ImageDenoiser, OnnxDenoiser
+from diffusion.export_graph import OnnxDenoiser
 from diffusion.flat import FlatParameters
+from diffusion.policy import load_policy
 from diffusion.trained import load_trained
 
 CPU = torch.device("cpu")
@@ -47,6 +49,19 @@ def checkpoint(folder: Path, size=(8, 8), **options) -> Path:
     config = {"model": settings, "diffusion": {"schedule": "cosine"}}
     config |= {"train": {"precision": "fp32"}}
     return save_checkpoint(folder / "checkpoints", flat, state, config, keep=1)
+
+
+def policy_checkpoint(folder: Path) -> Path:
+    """Of chunks of 4 actions of 2 numbers, from 2 observations of 3."""
+    torch.manual_seed(0)
+    settings = {"name": "unet1d", "diffusion_step_embed_dim": 8, "down_dims": [8], "kernel_size": 3}
+    ranges = [Normaliser(torch.zeros(d) - 1, torch.ones(d)) for d in (3, 2)]
+    spec = PolicySpec(4, 2, 1, *ranges)
+    model = build_policy_model(settings, TORCH_FP32, 2, 6, CPU)
+    config = {"model": settings, "diffusion": {"schedule": "cosine", "num_timesteps": 10}}
+    config |= {"train": {"precision": "fp32"}}
+    state = {"step": 1, "policy": spec.state()}
+    return save_checkpoint(folder / "checkpoints", FlatParameters(model), state, config, keep=1)
 
 
 @pytest.fixture
@@ -102,19 +117,23 @@ def test_diffusers(run, tmp_path, capsys):
     export({"ckpt": str(run), "format": "diffusers", "out": str(out), "overwrite": True})
 
 
-def test_torch_export(tmp_path, capsys):
-    run = checkpoint(tmp_path / "run", (4, 8), **ONE_LEVEL).parent.parent
+def test_a_policy_by_torch_export(tmp_path, capsys):
+    """With all that a robot needs to know beside the network."""
+    run = policy_checkpoint(tmp_path / "run")
     out = tmp_path / "model.pt2"
     export({"ckpt": str(run), "format": "torch_export", "out": str(out)})
     assert "run by torch.export at batch 1 and 3" in capsys.readouterr().out
     files = {"denoiser.json": ""}
     program = torch.export.load(out, extra_files=files).module()
+    policy = load_policy(run, device="cpu")
     described = json.loads(files["denoiser.json"])
-    assert described["prediction"] == "epsilon" and len(described["betas"]) == 1000
-    x, t = torch.randn(5, 3, 4, 8), torch.arange(5)
-    model = ImageDenoiser(load_trained(run, CPU).model)
+    assert described["policy"] == policy.spec.state() and len(described["betas"]) == 10
+    x, t, condition = torch.randn(5, 4, 2), torch.arange(5), torch.randn(5, 6)
     with torch.no_grad():
-        torch.testing.assert_close(program(x, t), model(x, t))
+        expected = policy.model.forward_nhwc(x[:, None], t, condition)[:, 0]
+        torch.testing.assert_close(program(x, t, condition), expected)
+    with pytest.raises(ConfigError, match="is for images; .* is a policy: choose one of onnx"):
+        export({"ckpt": str(run), "format": "diffusers", "out": str(tmp_path / "a")})
 
 
 @needs_onnx
@@ -127,9 +146,9 @@ def test_onnx(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.onnx"]
 
     denoiser = OnnxDenoiser(out)
-    inputs = {item.name: item.shape for item in denoiser.session.get_inputs()}
+    inputs = {item.name: item.shape for item in denoiser.graph.session.get_inputs()}
     assert inputs == {"x": ["batch", 3, 4, 8], "t": ["batch"], "labels": ["batch"]}
-    metadata = denoiser.session.get_modelmeta().custom_metadata_map
+    metadata = denoiser.graph.session.get_modelmeta().custom_metadata_map
     assert json.loads(metadata["image_shape"]) == [4, 8, 3]
     trained = load_trained(run, CPU)
     sampler = trained.process.sampler(TORCH_FP32, CPU, sampler="ddim", steps=4)
@@ -150,9 +169,10 @@ def test_onnx_without_its_packages(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"format": "onx"}, "format=onx is unknown; choose one of onnx, diffusers"),
+        ({"format": "onx"}, "format=onx is unknown; choose one of diffusers, guided_diffusion"),
         ({"format": "unet_cu", "engine": "a.plan"}, "engine=a.plan is built from format=onnx"),
         ({"format": "onnx", "engine": "a.plan"}, "an engine needs"),
+        ({"format": "torch_export"}, "out=out; expected a file that ends in .pt2"),
         ({"format": "guided_diffusion"}, "guided-diffusion's format needs max_period=10000"),
         ({"format": "unet_cu", "ckpt": "nowhere"}, "nowhere does not exist"),
         ({"format": "unet_cu", "out": "."}, "is not a file"),

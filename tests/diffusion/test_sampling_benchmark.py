@@ -10,6 +10,7 @@ import torch
 
 from diffusion import export_tensorrt, sampling_benchmark
 from diffusion.errors import ConfigError
+from diffusion.export_graph import image_graph
 from diffusion.export_tensorrt import TensorRTDenoiser, build_engine
 from diffusion.sampling_benchmark import benchmark
 from diffusion.trained import load_trained
@@ -34,7 +35,8 @@ def test_rows(run, monkeypatch, capsys):
     """torch.compile and ONNX Runtime are stood in for: what they compute is tested elsewhere."""
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
     network = load_trained(run, CPU).model.forward_nhwc
-    monkeypatch.setattr(sampling_benchmark, "export_onnx", lambda path, trained: path.touch())
+    monkeypatch.setattr(sampling_benchmark, "onnx_provider", lambda device: "any")
+    monkeypatch.setattr(sampling_benchmark, "export_onnx", lambda path, graph: path.touch())
     monkeypatch.setattr(
         sampling_benchmark, "OnnxDenoiser", lambda path, device: lambda *a: network(*a) * 0.99
     )
@@ -141,7 +143,8 @@ def test_the_engine_is_built_for_any_batch_and_given_addresses(run, tmp_path, mo
     monkeypatch.setattr(export_tensorrt, "require_tensorrt", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
     (tmp_path / "a.onnx").write_bytes(b"onnx")
-    build_engine(tmp_path / "a.onnx", tmp_path / "a.plan", load_trained(run, CPU), batch=2)
+    graph = image_graph(load_trained(run, CPU))
+    build_engine(tmp_path / "a.onnx", tmp_path / "a.plan", graph, batch=2)
     assert (tmp_path / "a.plan").read_bytes() == b"engine" and fake.flags == ["tf32"]
     assert fake.shapes["x"] == ((1, 3, 8, 8), (2, 3, 8, 8), (64, 3, 8, 8))
     assert fake.shapes["t"] == fake.shapes["labels"] == ((1,), (2,), (64,))
