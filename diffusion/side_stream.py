@@ -4,6 +4,11 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+
+_BUDGET = 384 * 2**20  # bytes
+
+_Done = torch.cuda.Event | None  # None: it is
 
 
 class SideStream:
@@ -12,26 +17,21 @@ class SideStream:
     runs them.
 
     A piece sees what the main stream has done before `run`. What it reads must stay allocated until
-    it is done, though the allocator knows of the main stream only: the closure is kept, and with it
-    the tensors it names, until the main stream has waited for the piece, `lag` pieces later.
+    it is done, though the allocator knows of the main stream only: the tensors are kept until the
+    main stream has waited for the piece. That happens once they and those of later pieces exceed
+    `budget` bytes, but the last piece is never waited for.
     """
 
-    def __init__(self, device: torch.device, lag: int = 6) -> None:
+    def __init__(self, device: torch.device, budget: int = _BUDGET) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._lag = lag
-        self._pending: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
+        self._budget, self._held = budget, 0
+        self._pending: deque[tuple[_Done, tuple[Tensor, ...]]] = deque()
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Start `work` after everything that the main stream has been given so far."""
-        if self._stream is None:
-            work()
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            work()
-            done = self._stream.record_event()
-        self._pending.append((done, work))
-        while len(self._pending) > self._lag:
+    def run(self, work: Callable[..., None], *reads: Tensor) -> None:
+        """Start `work(*reads)` after everything that the main stream has been given so far."""
+        self._pending.append((self._start(work, reads), reads))
+        self._held += _size(reads)
+        while self._held > self._budget and len(self._pending) > 1:
             self._wait_for_oldest()
 
     def join(self) -> None:
@@ -39,6 +39,21 @@ class SideStream:
         while self._pending:
             self._wait_for_oldest()
 
+    def _start(self, work: Callable[..., None], reads: tuple[Tensor, ...]) -> _Done:
+        if self._stream is None:
+            work(*reads)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work(*reads)
+            return self._stream.record_event()
+
     def _wait_for_oldest(self) -> None:
-        done, _ = self._pending.popleft()
-        torch.cuda.current_stream().wait_event(done)
+        done, reads = self._pending.popleft()
+        self._held -= _size(reads)
+        if done is not None:
+            torch.cuda.current_stream().wait_event(done)
+
+
+def _size(tensors: tuple[Tensor, ...]) -> int:
+    return sum(x.numel() * x.itemsize for x in tensors)

@@ -39,6 +39,7 @@ class TrainSettings:
     save_every: int = 5000
     keep: int = 3  # checkpoints
     cuda_graph: bool = True  # capture the step on a GPU
+    recompute: bool = False  # activations in backward: slower, for models that do not fit
     resume: str | None = "auto"  # auto | none | PATH
     sample_count: int = 36
     sample_steps: int = 50

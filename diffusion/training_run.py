@@ -111,7 +111,7 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
         variance=process.variance,
         device=device,
     )
-    network = training_network(model, flat)
+    network = training_network(model, flat, settings.recompute)
     step = TrainStep(
         network,
         objective,

@@ -5,6 +5,7 @@
 Adds up the partial results of split sums, and is the bias gradient of a convolution.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -96,15 +97,22 @@ def column_sum(
     out: Tensor,  # contiguous, C elements, any dtype
 ) -> None:
     """out = the sum of the rows of x, accumulated in float32."""
-    c = out.numel()
-    m = x.numel() // c
-    column_blocks = triton.cdiv(c, _BLOCK_C)
-    block_m = max(16, min(128, triton.next_power_of_2(m)))
-    slots = 2 * describe(x.device).num_sms
-    splits = num_splits(column_blocks, triton.cdiv(m, block_m), slots)
+    m, splits, block_m = _cut(x, out.numel())
     partial = partials(out, splits)
-    _launch(x, partial, m, c, splits, block_m)
+    _launch(x, partial, m, out.numel(), splits, block_m)
     sum_partials(partial, out)
+
+
+def column_rows(
+    x: Tensor,  # contiguous [..., C], seen as [M, C]
+    place: Callable[[int, int], Tensor],  # (rows, C) -> where they go, float32
+) -> Tensor:  # float32 [rows, C]
+    """The first launch alone: rows whose sum is that of the rows of x."""
+    c = x.shape[-1]
+    m, splits, block_m = _cut(x, c)
+    rows = place(splits, c)
+    _launch(x, rows, m, c, splits, block_m)
+    return rows
 
 
 def sum_partials(
@@ -125,6 +133,14 @@ def sum_partials(
         partial, out, splits, numel, cols, stride, accumulate, BLOCK_S=block_s, BLOCK=block,
         **overlapping(out.device),
     )  # fmt: skip
+
+
+def _cut(x: Tensor, c: int) -> tuple[int, int, int]:
+    """M, the parts that the sum is split into, and the rows of a step."""
+    m = x.numel() // c
+    block_m = max(16, min(128, triton.next_power_of_2(m)))
+    slots = 2 * describe(x.device).num_sms
+    return m, num_splits(triton.cdiv(c, _BLOCK_C), triton.cdiv(m, block_m), slots), block_m
 
 
 def _launch(x: Tensor, out: Tensor, m: int, c: int, splits: int, block_m: int) -> None:

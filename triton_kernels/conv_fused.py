@@ -39,6 +39,7 @@ from .conv_tma import (
 )
 from .dependent_launch import overlapping
 from .device import describe
+from .dropout import Mask, mask_arguments
 from .tuning import choose
 
 _FWD_CONFIGS = [
@@ -91,10 +92,11 @@ def conv_forward(
     extra: Sequence[tuple[Tensor, Tensor]] | None = None,  # up to two: [N, H, W, C], [CO, C]
     extra_bias: Tensor | None = None,  # float32 [CO]
     stats: bool = False,  # whether to return partials
+    width: int | None = None,  # channels of y, up to the next multiple of 16; None: CO
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # [N, H, W, CO]; float32 [N, K, 2, CO]
     """conv(x) + bias + emb + residual, and its partials: of each tile of H W / K pixels, the sum of
-    y and that of (y - mean of the tile)^2, with y as it was rounded.
+    y and that of (y - mean of the tile)^2, with y as it was rounded. Beyond CO, y has zeros.
 
     `extra` adds 1x1 convolutions of other tensors in the same accumulator. Their filters are rows
     any multiple of 16 bytes apart: columns of the filter of a concatenation.
@@ -105,12 +107,15 @@ def conv_forward(
     _check(weight, x, residual, *(x for x, _ in extra))
     assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
     assert len(extra) <= 2
-    y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
+    width = co if width is None else width
+    assert width == co or (co < width <= triton.cdiv(co, 16) * 16 and not stats)
+    y = _empty((n, h, w, width), dtype=x.dtype, device=x.device)
     if config is None:
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
+        terms["width"] = width
         config = choose(
             "conv_forward",
-            (n, h, w, ci, co, r, s, x.dtype, residual is not None, len(extra), stats),
+            (n, h, w, ci, width, r, s, x.dtype, residual is not None, len(extra), stats),
             lambda: _valid(_FWD_CONFIGS, x, y, r, stats),
             lambda: _pick(_FWD_CONFIGS, x, y, (r, s), stats),
             lambda c: conv_forward(x, weight, bias, **terms, stats=stats, config=c)[0],
@@ -166,16 +171,18 @@ def conv_forward(
 
 
 def conv_input_grad(
-    dy: Tensor,  # [N, H, W, CO]
+    dy: Tensor,  # [N, H, W, CO or more]: what is behind the filters does not count
     weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of dy
     *,
     inputs: Tensor | tuple[Tensor, ...],  # x [N, H, W, CI], or the two that it concatenates
     table: Tensor,  # float32 [N, 4, CI]: mean, rstd, g, b
     activation: str,  # of `activations`
+    mask: Mask | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, CI]; float32 [N, K, 2, CI]
-    """dz of a = act(z), z = (x - mean) rstd g + b, from the gradient dy of conv(a); and its
-    partials: of each tile, the sums of dz and of dz (x - mean) rstd, before dz is rounded."""
+    """dz of a = act(z), z = (x - mean) rstd g + b, from the gradient dy of conv(a), or of
+    conv(dropout(a)) if there is a mask; and its partials: of each tile, the sums of dz and of
+    dz (x - mean) rstd, before dz is rounded."""
     check_activation(activation)
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     n, h, w, co = dy.shape
@@ -187,7 +194,7 @@ def conv_input_grad(
     c1 = inputs[0].shape[3]
     border = c1 if len(inputs) == 2 else None
     if config is None:
-        rest = {"inputs": inputs, "table": table, "activation": activation}
+        rest = {"inputs": inputs, "table": table, "activation": activation, "mask": mask}
         config = choose(
             "conv_input_grad",
             (n, h, w, co, ci, c1, r, s, dy.dtype, activation),
@@ -216,6 +223,7 @@ def conv_input_grad(
         w,
         ci,
         c1,
+        *mask_arguments(mask),
         R=r,
         S=s,
         ACT=activation,
@@ -255,37 +263,41 @@ def conv_plain_input_grad(
 
 
 def conv_weight_grad(
-    x: Tensor,  # [N, H, W, CI]
-    dy: Tensor,  # [N, H, W, CO]
+    x: Tensor,  # [N, H, W, CI or more]
+    dy: Tensor,  # [N, H, W, CO or more]
     out: Tensor,  # float32 [CO, CI, R, S] to be written; a channel of y is a row [R, S, CI]
     *,
     accumulate: bool = False,  # add to `out`
+    stride: int = 1,
+    padding: int | None = None,  # None: R // 2; the image is padded below as far as dy needs it
     config: WgradConfig | None = None,
     splits: int | None = None,  # parts that the sum over pixels is split into
 ) -> None:
     """out = or += the gradient of the filters. The rows of `out` may be any distance apart, as in
-    the columns of a 1x1 filter that belong to one half of a concatenation."""
+    the columns of a 1x1 filter that belong to one half of a concatenation. Channels of x and dy
+    behind those of the filters, which pad them, do not count."""
     co, ci, r, s = out.shape
     assert out.dtype == torch.float32 and out[0].permute(1, 2, 0).is_contiguous()
-    assert x.is_contiguous() and dy.is_contiguous() and x.shape[3] == ci and dy.shape[3] == co
+    assert x.is_contiguous() and dy.is_contiguous() and x.shape[3] >= ci and dy.shape[3] >= co
     if dy.shape[0] == 0:
         if not accumulate:
             out.zero_()
         return
-    padding = (r // 2, s // 2)
-    path = conv_tma if x.itemsize == 2 else conv_gather
+    padding = (r // 2, s // 2) if padding is None else (padding, padding)
+    path = conv_tma if x.itemsize == 2 and stride == 1 else conv_gather
+    assert path is conv_tma or (x.shape[3], dy.shape[3]) == (ci, co)
     if config is None and path is conv_tma:
         *config, splits = _choose_wgrad(x, dy, out, padding)
         config = WgradConfig(*config)
     config, cheapest = path.plan_wgrad(x, dy, out, padding, config)
     splits = cheapest if splits is None else splits
     if splits == 1 and path is conv_tma:
-        stride = {"stride_co": out.stride(0), "accumulate": accumulate}
-        conv_tma.launch_wgrad(x, dy, out, out, 1, padding, "tf32", config, 1, **stride)
+        place = {"stride_co": out.stride(0), "accumulate": accumulate}
+        conv_tma.launch_wgrad(x, dy, out, out, 1, padding, "tf32", config, 1, **place)
         return
     row = r * s * ci
     parts = _empty((splits, co * row), dtype=torch.float32, device=x.device)
-    path.launch_wgrad(x, dy, out, parts, 1, padding, "tf32", config, splits)
+    path.launch_wgrad(x, dy, out, parts, stride, padding, "tf32", config, splits)
     sum_partials(parts, out, accumulate=accumulate)
 
 
@@ -323,7 +335,7 @@ def _choose_wgrad(x: Tensor, dy: Tensor, out: Tensor, padding: tuple[int, int]) 
         splits = [(c, max(1, int(split * f))) for c, split in plans for f in (1, 2, 0.5, 0.25)]
         return [_WgradPlan(*c, split) for c, split in dict.fromkeys(splits)]
 
-    key = (*x.shape, co, r, s, x.dtype)
+    key = (*x.shape, dy.shape[3], r, s, x.dtype)
     return choose("conv_weight_grad", key, candidates, default, run)
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from .activations import activate_grad
 from .conv_tma import multiply, multiply_rows, tile_origin
 from .dependent_launch import await_inputs
+from .dropout import kept
 
 
 @triton.jit
@@ -222,6 +223,10 @@ def _finish_input_grad(
     Q,
     CI,
     C1,
+    rng_ptr,
+    first,
+    stream,
+    drop,
     ACT: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_H: tl.constexpr,
@@ -249,6 +254,13 @@ def _finish_input_grad(
     x = tl.trans(x.reshape(BLOCK_M, BLOCK_C)).reshape(BLOCK_C, TILE_N, PIXELS).to(tl.float32)
     xhat = (x - mean[:, :, None]) * rstd[:, :, None]
     z = xhat * g[:, :, None] + b[:, :, None]
+    if rng_ptr is not None:
+        offs_m = tl.arange(0, BLOCK_M)
+        pixel = (h0 + offs_m % PIXELS // TILE_W) * Q + w0 + offs_m % TILE_W
+        quad = (pixel[:, None] * CI + c0) // 4 + tl.arange(0, BLOCK_C // 4)[None, :]
+        sample = first + n0 + offs_m // PIXELS
+        keep = kept(rng_ptr, sample[:, None], quad, stream, drop)
+        acc = tl.where(tl.trans(keep), acc * (1.0 / (1.0 - drop)), 0.0)
     dz = acc.reshape(BLOCK_C, TILE_N, PIXELS) * activate_grad(z, ACT)
     _store_partials(
         partial_ptr, tl.sum(dz, axis=2), tl.sum(dz * xhat, axis=2),
@@ -258,7 +270,7 @@ def _finish_input_grad(
     dz_desc.store([n0, h0, w0, c0], tl.trans(dz).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
 
 
-@triton.jit(do_not_specialize=["N", "P", "Q"])
+@triton.jit(do_not_specialize=["N", "P", "Q", "first", "stream"])
 def conv_input_grad_kernel(
     dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
     w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_K, BLOCK_C]
@@ -273,6 +285,10 @@ def conv_input_grad_kernel(
     Q,
     CI,
     C1,
+    rng_ptr,  # int64 [2] or None: no dropout between act(z) and the convolution
+    first,
+    stream,
+    drop,  # probability
     R: tl.constexpr,
     S: tl.constexpr,
     ACT: tl.constexpr,
@@ -313,5 +329,6 @@ def conv_input_grad_kernel(
         h = h0 + i * PIECE_H if PIECE_N == TILE_N and PIECE_W == TILE_W else h0
         _finish_input_grad(
             acc, x1_desc, x2_desc, table_ptr, dz_desc, partial_ptr,
-            n, h, w, c0, N, P, Q, CI, C1, ACT, PIECE_N, PIECE_H, PIECE_W, BLOCK_C,
+            n, h, w, c0, N, P, Q, CI, C1, rng_ptr, first, stream, drop,
+            ACT, PIECE_N, PIECE_H, PIECE_W, BLOCK_C,
         )  # fmt: skip

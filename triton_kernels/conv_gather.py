@@ -54,6 +54,7 @@ def _conv2d_gather_kernel(
     x_ptr,  # [N, H, W, CI] what is read: x, or dy for the input gradient
     w_ptr,
     bias_ptr,  # [CO]
+    add_ptr,  # [N, P, Q, CO] added to the result, or None
     y_ptr,  # [N, P, Q, CO] what is written: y, or dx
     N,
     H,
@@ -148,8 +149,11 @@ def _conv2d_gather_kernel(
 
     if HAS_BIAS:
         acc += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[:, None]
-    y_ptrs = y_ptr + ((n.to(tl.int64) * P + p) * Q + q)[None, :] * CO + offs_c[:, None]
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask_c[:, None] & mask_m[None, :])
+    offs_y = ((n.to(tl.int64) * P + p) * Q + q)[None, :] * CO + offs_c[:, None]
+    mask_y = mask_c[:, None] & mask_m[None, :]
+    if add_ptr is not None:
+        acc += tl.load(add_ptr + offs_y, mask=mask_y, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask_y)
 
 
 def launch_fwd(
@@ -162,9 +166,11 @@ def launch_fwd(
     precision: str,
     *,
     dgrad: bool,
+    add: Tensor | None = None,  # as y
     config: Config | None = None,
 ) -> None:
-    """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output, y of the input."""
+    """y = conv(x, weight) + bias + add; with `dgrad` x is the gradient of the output, y of the
+    input."""
     n, h, w, ci = x.shape
     _, p, q, co = y.shape
     _, weight_ci, r, s = weight.shape
@@ -178,6 +184,7 @@ def launch_fwd(
         x,
         weight,
         bias,
+        add,
         y,
         n,
         h,

@@ -449,7 +449,7 @@ def launch_wgrad(
     n, p, q, _ = dy.shape
     box, flat = wgrad_box(config.block_m, n, p, q)
     num_tiles = count_boxes(box, n, p, q)
-    dy_rows = dy.view(n * p * q, co) if flat else dy
+    dy_rows = dy.view(n * p * q, dy.shape[3]) if flat else dy
     dy_box = [math.prod(box)] if flat else box
     _conv2d_wgrad_tma_kernel[(*_wgrad_blocks(weight, config), splits)](
         in_boxes(x, [*box, config.block_ci]),

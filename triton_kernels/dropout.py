@@ -5,7 +5,12 @@
 The draw is Philox keyed by (seed, step, first + n, layer) (see `philox`), so backward makes the
 mask again from its counter, and the reference keeps exactly the same elements. A program handles
 4 * BLOCK elements of one sample, four from each evaluation of Philox.
+
+A kernel that has the elements in registers can drop them there: it is told by a `Mask` and asks
+`kept`.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,6 +25,30 @@ _BLOCK = 256  # evaluations of Philox in a program
 _NUM_WARPS = 4
 
 _empty = torch.empty  # tests put a function here that returns NaNs
+
+
+class Mask(NamedTuple):
+    """Which elements of a tensor [N, H, W, C] are kept."""
+
+    p: float  # of dropping one
+    rng: Tensor  # int64 [2]: seed, step
+    layer: int
+    first: int = 0  # global index of sample 0
+
+
+def mask_arguments(mask: Mask | None) -> tuple[Tensor | None, int, int, float]:
+    """rng, first, stream and p, as kernels take them; with None for rng nothing is dropped."""
+    if mask is None:
+        return None, 0, 0, 0.0
+    return mask.rng, mask.first, DROPOUT | mask.layer << 8, mask.p
+
+
+@triton.jit
+def kept(rng_ptr, sample, quad, stream, p):
+    """For the quads [..., K] of a sample which of their elements are kept: bool [..., 4 K]."""
+    w0, w1, w2, w3 = philox_words(tl.load(rng_ptr), tl.load(rng_ptr + 1), sample, quad, stream)
+    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # w0 w1 w2 w3 of each quad
+    return (words >> 8).to(tl.float32) * (2.0**-24) >= p
 
 
 @triton.jit(do_not_specialize=["first", "stream"])
@@ -39,9 +68,7 @@ def _dropout_kernel(
     n = (pid // chunks).to(tl.int64)
     start = (pid % chunks) * BLOCK
     quad = start + tl.arange(0, BLOCK)
-    w0, w1, w2, w3 = philox_words(tl.load(rng_ptr), tl.load(rng_ptr + 1), first + n, quad, stream)
-    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # w0 w1 w2 w3 of each quad
-    keep = (words >> 8).to(tl.float32) * (2.0**-24) >= p
+    keep = kept(rng_ptr, first + n, quad, stream, p)
     offs = 4 * start + tl.arange(0, 4 * BLOCK)
     mask = offs < elements
     x = tl.load(x_ptr + n * elements + offs, mask=mask, other=0.0).to(tl.float32)

@@ -1,10 +1,11 @@
 """The kernels of the planned network, under the names that `fused_reference` specifies."""
 
-import torch
 from torch import Tensor
 
+from .activation_grad import activation_grad
 from .attention import _attention_bwd, _attention_fwd
-from .column_sum import column_sum as _column_sum
+from .column_sum import column_rows
+from .conv_down import conv_down, conv_down_input_grad
 from .conv_fused import (
     conv_forward,
     conv_fused_supported,
@@ -14,19 +15,22 @@ from .conv_fused import (
 )
 from .norm_passes import apply, norm_dx
 from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
+from .pad_channels import pad_channels
 from .resample import _gather, _spread, spread_add
 from .row_sums import RowSums
 from .skip_dx import skip_dx
 
 __all__ = [
     "RowSums",
+    "activation_grad",
     "apply",
     "attention_backward",
     "attention_forward",
     "avg_pool",
     "avg_pool_grad",
     "bias_grad",
-    "column_sum",
+    "conv_down",
+    "conv_down_input_grad",
     "conv_forward",
     "conv_fused_supported",
     "conv_input_grad",
@@ -35,17 +39,19 @@ __all__ = [
     "norm_dx",
     "norm_grad_table",
     "norm_table",
+    "pad_channels",
     "skip_dx",
     "tensor_partials",
+    "tensor_rows",
     "upsample",
+    "upsample_grad",
 ]
 
 
-def column_sum(x: Tensor, out: Tensor) -> None:
-    """Add the sum of x [..., C] over all but the channels to `out`, float32 [C]."""
-    total = torch.empty_like(out)
-    _column_sum(x, total)
-    out += total
+def tensor_rows(x: Tensor, sums: RowSums) -> Tensor:
+    """Rows [rows, C] in a place of `sums`, whose sum is that of x [..., C] over all but the
+    channels."""
+    return column_rows(x, sums.rows)
 
 
 def attention_forward(qkv: Tensor, num_heads: int, order: str) -> tuple[Tensor, Tensor]:
@@ -65,14 +71,21 @@ def avg_pool(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, H / 2, W / 2, C]
     return _gather(x, 0.25)
 
 
-def avg_pool_grad(dy: Tensor, add: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(its input gradient for even sizes, plus `add` [N, H, W, C]; rows [rows, C] whose sum is that
-    of it over samples and pixels)"""
+def avg_pool_grad(
+    dy: Tensor, add: Tensor | None = None, sums: RowSums | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(its input gradient for even sizes, plus `add` [N, H, W, C]; rows [rows, C] in a place of
+    `sums`, whose sum is that of it over samples and pixels, or None)"""
     n, h, w, c = dy.shape
-    return spread_add(dy, (n, 2 * h, 2 * w, c), 0.25, add, sums=True)
+    return spread_add(dy, (n, 2 * h, 2 * w, c), 0.25, add, sums)
 
 
 def upsample(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, 2H, 2W, C]
     """Each pixel becomes a 2x2 block."""
     n, h, w, c = x.shape
     return _spread(x, (n, 2 * h, 2 * w, c), 1.0)
+
+
+def upsample_grad(dy: Tensor) -> Tensor:  # [N, 2H, 2W, C] -> [N, H, W, C]
+    """Its input gradient: the sum over each 2x2 block."""
+    return _gather(dy, 1.0)

@@ -10,6 +10,7 @@ This is what `fused` means: a test holds each kernel against it, and on it the p
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
@@ -24,47 +25,104 @@ def _rows(v: Tensor) -> Tensor:  # [N, C] -> [N, 1, 1, C]
     return v[:, None, None, :]
 
 
+def _drop(a, mask):
+    if mask is None:
+        return a
+    return reference.dropout(a, mask.p, mask.rng, layer=mask.layer, first=mask.first)
+
+
 def conv_forward(
-    x, weight, bias=None, *, emb=None, residual=None, extra=(), extra_bias=None, stats=False
+    x,
+    weight,
+    bias=None,
+    *,
+    emb=None,
+    residual=None,
+    extra=(),
+    extra_bias=None,
+    stats=False,
+    width=None,
 ):
     """(conv(x) + bias + emb[n, c] + residual + extra, partials or None), where `extra` are 1x1
-    convolutions of other tensors: pairs of [N, H, W, C] and [CO, C], and a bias."""
+    convolutions of other tensors: pairs of [N, H, W, C] and [CO, C], and a bias. Zeros follow up to
+    `width` channels."""
     y = reference.conv2d(x, weight, bias)
     y = y if emb is None else y + _rows(emb)
     y = y if residual is None else y + residual
     for other, columns in extra:
         y = y + other @ columns.T
     y = y if extra_bias is None else y + extra_bias
+    y = y if width is None else pad_channels(y, width, y.dtype)
     return y, tensor_partials(y) if stats else None
 
 
 def conv_plain_input_grad(dy, weight):
-    """The gradient of x in y = conv(x)."""
+    """The gradient of x in y = conv(x). Channels of dy behind those of y do not count."""
     with torch.enable_grad():
         x = dy.new_zeros((*dy.shape[:3], weight.shape[1])).requires_grad_()
         y = reference.conv2d(x, weight.detach())
-    return torch.autograd.grad(y, x, dy)[0].contiguous()
+    return torch.autograd.grad(y, x, dy[..., : y.shape[3]])[0].contiguous()
 
 
-def conv_input_grad(dy, weight, *, inputs, table, activation):
-    """(dz, partials) of z in y = conv(act(z)), where z is the norm of the concatenated inputs."""
+def conv_input_grad(dy, weight, *, inputs, table, activation, mask=None):
+    """(dz, partials) of z in y = conv(dropout(act(z))), where z is the norm of the concatenated
+    inputs, and there is dropout if there is a mask."""
     x = torch.cat(inputs, dim=3)
     mean, rstd, g, b = table.unbind(1)
     xhat = (x - _rows(mean)) * _rows(rstd)
     with torch.enable_grad():
         z = (xhat * _rows(g) + _rows(b)).detach().requires_grad_()
-        a = _ACTIVATIONS[activation](z)
+        a = _drop(_ACTIVATIONS[activation](z), mask)
     (dz,) = torch.autograd.grad(a, z, conv_plain_input_grad(dy, weight))
-    sums = torch.stack((dz.sum((1, 2)), (dz * xhat).sum((1, 2))), dim=1)
-    return dz, sums[:, None]
+    return dz, _grad_partials(dz, xhat)
 
 
-def conv_weight_grad(x, dy, out, *, accumulate=False):
-    """The gradient of weight in y = conv(x), into or added to `out` [CO, CI, R, S]."""
+def _grad_partials(dz, xhat):
+    return torch.stack((dz.sum((1, 2)), (dz * xhat).sum((1, 2))), dim=1)[:, None]
+
+
+def activation_grad(da, x, table, activation):
+    """(dz, partials) of z in a = act(z), where z is the norm of x."""
+    mean, rstd, g, b = table.unbind(1)
+    xhat = (x - _rows(mean)) * _rows(rstd)
+    with torch.enable_grad():
+        z = (xhat * _rows(g) + _rows(b)).detach().requires_grad_()
+        a = _ACTIVATIONS[activation](z)
+    (dz,) = torch.autograd.grad(a, z, da)
+    return dz, _grad_partials(dz, xhat)
+
+
+def conv_weight_grad(x, dy, out, *, accumulate=False, stride=1, padding=None):
+    """The gradient of weight in y = conv(x), into or added to `out` [CO, CI, R, S]. Channels of x
+    and dy behind those of the filters do not count, and the image ends where dy wants it to."""
+    co, ci, r, _ = out.shape
+    x = x[..., :ci].contiguous()
     with torch.enable_grad():
         weight = torch.zeros_like(out).requires_grad_()
-        y = reference.conv2d(x, weight)
-    _put(out, torch.autograd.grad(y, weight, dy)[0], accumulate)
+        y = _conv(x, weight, None, stride, r // 2 if padding is None else padding)
+    _put(out, torch.autograd.grad(y, weight, dy[..., :co])[0], accumulate)
+
+
+def _conv(x, weight, bias, stride, padding):
+    if stride == 2 and padding == 0:
+        x = F.pad(x, (0, 0, 0, 1, 0, 1))
+    return reference.conv2d(x, weight, bias, stride=stride, padding=padding)
+
+
+def conv_down(x, weight, bias, padding):
+    """The 3x3 convolution of stride 2 that halves the image. With padding 0 there is one row and
+    one column of zeros, behind the image."""
+    return _conv(x, weight, bias, 2, padding)
+
+
+def conv_down_input_grad(dy, weight, padding, add=None):
+    """The gradient of its x, plus `add`."""
+    n, p, q, _ = dy.shape
+    with torch.enable_grad():
+        x = dy.new_zeros((n, 2 * p, 2 * q, weight.shape[1])).requires_grad_()
+        y = _conv(x, weight.detach(), None, 2, padding)
+    dx = torch.autograd.grad(y, x, dy)[0].contiguous()
+    return dx if add is None else dx + add
 
 
 def tensor_partials(x):
@@ -73,9 +131,9 @@ def tensor_partials(x):
     return torch.stack((x.sum((1, 2)), (x - mean).square().sum((1, 2))), dim=1)[:, None]
 
 
-def norm_table(partials, pixels, num_groups, weight, bias, eps):
+def norm_table(partials, pixels, num_groups, weight, bias, eps, scale=None, shift=None):
     """The table of a GroupNorm over the concatenation of 1 or 2 tensors, each described by its
-    partials over so many pixels."""
+    partials over so many pixels: g = weight (1 + scale), b = bias (1 + scale) + shift."""
     means, variances = [], []
     for part, count in zip(partials, pixels, strict=True):
         tile = count / part.shape[1]
@@ -91,15 +149,20 @@ def norm_table(partials, pixels, num_groups, weight, bias, eps):
     rstd_g = torch.rsqrt(spread.mean(2, keepdim=True) + eps)
     width = c // num_groups
     columns = [v.expand(n, num_groups, width).reshape(n, c) for v in (mean_g, rstd_g)]
-    columns += [v.to(mean.dtype).expand(n, c) for v in (weight, bias)]
+    gain = 1 if scale is None else 1 + scale
+    columns += [(v * gain).to(mean.dtype).expand(n, c) for v in (weight, bias)]
+    if shift is not None:
+        columns[3] = columns[3] + shift
     return torch.stack(columns, dim=1)
 
 
-def apply(x1, x2, table, activation):
-    """act(z) of the norm of x1, or of the concatenation of x1 and x2."""
+def apply(x1, x2, table, activation, *, mask=None):
+    """act(z) of the norm of x1, or of the concatenation of x1 and x2; and dropout, if there is a
+    mask."""
     x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
     mean, rstd, g, b = table.to(x.dtype).unbind(1)
-    return _ACTIVATIONS[activation]((x - _rows(mean)) * _rows(rstd * g) + _rows(b))
+    a = _ACTIVATIONS[activation]((x - _rows(mean)) * _rows(rstd * g) + _rows(b))
+    return _drop(a, mask)
 
 
 def norm_grad_table(
@@ -114,9 +177,15 @@ def norm_grad_table(
     input_partials=None,
     emb_grad_out=None,
     bias_grad_out=None,
+    weight=None,
+    bias=None,
+    scale=None,
+    grad_scale_out=None,
+    grad_shift_out=None,
     sums=None,
 ):
-    """coeff of the norm's backward, and the gradients of its weight and bias. With the partials of
+    """coeff of the norm's backward, and the gradients of its weight and bias, and of scale and
+    shift [N, C] if it has them, for which it needs weight and bias. With the partials of
     its one input it also gives `emb_grad_out` [N, C], the sum of dx over pixels, which is the
     gradient of what was added to the input per (n, c), and `bias_grad_out` [C], its sum over n."""
     d, e = partials.sum(1).unbind(1)  # [N, C]
@@ -130,8 +199,12 @@ def norm_grad_table(
 
     m1, m2 = group_mean(g * d), group_mean(g * e)
     p, q, r = rstd * g, -rstd.square() * m2, rstd.square() * m2 * mean - rstd * m1
-    _put(grad_weight_out, e.sum(0), accumulate)
-    _put(grad_bias_out, d.sum(0), accumulate)
+    gain = 1 if scale is None else 1 + scale
+    _put(grad_weight_out, (gain * e).sum(0), accumulate)
+    _put(grad_bias_out, (gain * d).sum(0), accumulate)
+    if scale is not None:
+        grad_scale_out.copy_(weight * e + bias * d)
+        grad_shift_out.copy_(d)
     if input_partials is not None:
         sums = p * d + q * input_partials[:, :, 0].sum(1) + r * pixels
         if emb_grad_out is not None:
@@ -142,10 +215,21 @@ def norm_grad_table(
 
 
 def norm_dx(
-    dz, x1, x2, coeff, *, add1=None, add1_second=None, add2=None, sums=None, upsample1=False
+    dz,
+    x1,
+    x2,
+    coeff,
+    *,
+    add1=None,
+    add1_second=None,
+    add2=None,
+    sums=None,
+    upsample1=False,
+    out=None,
 ):
     """(dx1, dx2 or None, rows whose sum is that of dx1 over samples and pixels, or None). With
-    `upsample1` x1 is what was upsampled to make the first half, and dx1 its gradient."""
+    `upsample1` x1 is what was upsampled to make the first half, and dx1 its gradient. dx1 goes to
+    `out`, which may be dz if there is no x2."""
     small, x1 = x1, upsample(x1) if upsample1 else x1
     x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
     p, q, r = coeff.unbind(1)
@@ -159,6 +243,7 @@ def norm_dx(
     if upsample1:
         dx1 = reference.avg_pool2d(dx1) * 4
         assert dx1.shape == small.shape
+    dx1 = dx1 if out is None else out.copy_(dx1)
     return dx1, dx2, None if sums is None else dx1.sum((1, 2))
 
 
@@ -182,13 +267,18 @@ class RowSums:
 
 
 def bias_grad(rows, out, accumulate=False, sums=None):
-    """The sum of rows [rows, C], into or added to `out` [C]."""
-    _put(out, rows.sum(0), accumulate)
+    """The sum of rows [rows, C], into or added to `out` [C or fewer]."""
+    _put(out, rows.sum(0)[: len(out)], accumulate)
 
 
-def column_sum(x, out):
-    """Add the sum of x [..., C] over all but the channels to `out` [C]."""
-    out += x.reshape(-1, x.shape[-1]).sum(0)
+def tensor_rows(x, sums):
+    """Rows [rows, C] whose sum is that of x [..., C] over all but the channels."""
+    return x.reshape(-1, x.shape[-1]).sum(0)[None]
+
+
+def pad_channels(x, width, dtype):
+    """x [..., C] with zeros behind its channels, in that dtype."""
+    return F.pad(x, (0, width - x.shape[-1])).to(dtype)
 
 
 def attention_forward(qkv, num_heads, order):
@@ -209,13 +299,19 @@ def avg_pool(x):
     return reference.avg_pool2d(x)
 
 
-def avg_pool_grad(dy, add=None):
-    """(its input gradient for even sizes, plus `add`; rows whose sum is its sum over pixels)"""
+def avg_pool_grad(dy, add=None, sums=None):
+    """(its input gradient for even sizes, plus `add`; rows whose sum is its sum over pixels, or
+    None)"""
     dx = reference.upsample_nearest2d(dy) / 4
     dx = dx if add is None else dx + add
-    return dx, dx.sum((1, 2))
+    return dx, None if sums is None else dx.sum((1, 2))
 
 
 def upsample(x):
     """Each pixel becomes a 2x2 block."""
     return reference.upsample_nearest2d(x)
+
+
+def upsample_grad(dy):
+    """Its input gradient."""
+    return reference.avg_pool2d(dy) * 4

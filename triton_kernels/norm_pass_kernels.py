@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .activations import activate
 from .dependent_launch import await_inputs
+from .dropout import kept
 
 
 @triton.jit
@@ -25,6 +26,10 @@ def _norm_apply_half(
     W,
     CH,
     C,
+    rng_ptr,  # int64 [2] or None: no dropout
+    first,
+    stream,
+    drop,  # probability
     ACT: tl.constexpr,
     UPSAMPLE: tl.constexpr,
     MASKED: tl.constexpr,
@@ -53,12 +58,17 @@ def _norm_apply_half(
         x = tl.load(x_ptr + offs, mask=mask).to(tl.float32)
         # x - mean first: x slope + (b - mean slope) would cancel when the mean is large
         a = activate((x - mean[None, :]) * slope[None, :] + b[None, :], ACT)
+        if rng_ptr is not None:
+            quad = ((p0 + offs_p)[:, None] * C + border + c0) // 4
+            quad += tl.arange(0, BLOCK_C // 4)[None, :]
+            keep = kept(rng_ptr, first + n, quad, stream, drop)
+            a = tl.where(keep, a * (1.0 / (1.0 - drop)), 0.0)
         out_ptr = a_ptr + (n * HW + p0) * C + border
         offs = offs_p[:, None] * C + offs_c[None, :]
         tl.store(out_ptr + offs, a.to(a_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "stream"])
 def _norm_apply_kernel(
     x1_ptr,  # [N, HW, C1], or [N, H/2, W/2, C1] with UPSAMPLE
     x2_ptr,  # [N, HW, C2] or None
@@ -71,6 +81,10 @@ def _norm_apply_kernel(
     K,
     CB1,
     CB,
+    rng_ptr,  # int64 [2] or None: no dropout
+    first,
+    stream,
+    drop,  # probability
     ACT: tl.constexpr,
     UPSAMPLE: tl.constexpr,
     MASKED: tl.constexpr,
@@ -89,13 +103,13 @@ def _norm_apply_kernel(
         c0 = pid_c * BLOCK_C
         _norm_apply_half(
             x1_ptr, table_ptr, a_ptr, n, k, c0, 0, HW, W, C1, C,
-            ACT, UPSAMPLE, MASKED, TILES, BLOCK_P, BLOCK_C,
+            rng_ptr, first, stream, drop, ACT, UPSAMPLE, MASKED, TILES, BLOCK_P, BLOCK_C,
         )  # fmt: skip
     elif x2_ptr is not None:
         c0 = (pid_c - CB1) * BLOCK_C
         _norm_apply_half(
             x2_ptr, table_ptr, a_ptr, n, k, c0, C1, HW, W, C2, C,
-            ACT, False, MASKED, TILES, BLOCK_P, BLOCK_C,
+            rng_ptr, first, stream, drop, ACT, False, MASKED, TILES, BLOCK_P, BLOCK_C,
         )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .activations import check_activation
 from .dependent_launch import overlapping
+from .dropout import Mask, mask_arguments
 from .layout import check_nhwc, check_shape
 from .norm_pass_kernels import _norm_apply_kernel, _norm_dx_kernel
 from .norm_tables import channel_block
@@ -80,9 +81,10 @@ def apply(
     table: Tensor,  # float32 [N, 4, C1 + C2], of `norm_table`
     activation: str,
     *,
+    mask: Mask | None = None,
     upsample1: bool = False,
 ) -> Tensor:  # [N, H, W, C1 + C2], dtype of x1
-    """act(norm(x)) of x = x1 beside x2.
+    """act(norm(x)) of x = x1 beside x2, and dropout of it if there is a mask.
 
     With upsample1 x1 is read as if every pixel were a 2x2 block of the image.
     """
@@ -98,7 +100,8 @@ def apply(
     config = _APPLY_CONFIGS[0]
     grid = _cut(n, h * w, c1, c2, config)
     a = _empty((n, h, w, c1 + c2), dtype=x1.dtype, device=x1.device)
-    shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb)
+    assert mask is None or (c1 % 4 == c2 % 4 == 0), "four channels to a draw"
+    shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb, *mask_arguments(mask))
     options = (activation, upsample1, grid.masked, *grid.tile)
     _norm_apply_kernel[(grid.programs,)](
         x1, x2, table, a, *shape, *options, num_warps=config.num_warps, **overlapping(x1.device)

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from .dependent_launch import await_inputs, overlapping
 from .layout import check_nhwc
+from .row_sums import RowSums
 
 _TILE = 2048  # coarse elements of a program: with four warps 16 a thread, loads of 16 bytes
 _NUM_WARPS = 4
@@ -154,17 +155,17 @@ def spread_add(
     shape: tuple[int, ...],  # (N, H, W, C)
     factor: float,
     add: Tensor | None = None,  # [N, H, W, C]
-    sums: bool = False,
+    sums: RowSums | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """fine = factor * the coarse pixel + add, rounded once; and, if wanted, float32 [rows, C] whose
-    sum over rows is that of `fine` over samples and pixels, else None."""
+    """fine = factor * the coarse pixel + add, rounded once; and float32 [rows, C] in a place of
+    `sums`, whose sum over rows is that of `fine` over samples and pixels, or None."""
     n, h, w, c = shape
     fine = _empty(shape, dtype=coarse.dtype, device=coarse.device)
     rows = (h + 1) // 2
     grid = _cut((w + 1) // 2, c, _TILE if add is None else _TILE // 2)
     partial = None
-    if sums:
-        partial = _empty((n * rows * grid.qb, c), dtype=torch.float32, device=coarse.device)
+    if sums is not None:
+        partial = sums.rows(n * rows * grid.qb, c)
     _spread_kernel[(n * rows * grid.qb * grid.cb,)](
         coarse, fine, add, partial, factor, h, w, c, h // 2, w // 2, *grid, num_warps=_NUM_WARPS,
         **overlapping(coarse.device),

@@ -71,7 +71,7 @@ _FWD_GATHER = {
     "name": "input gradient, stride 2, gathered",
     "kernel": "triton_kernels.conv_gather:_conv2d_gather_kernel",
     "signature": {
-        **dict.fromkeys(("x_ptr", "w_ptr", "y_ptr"), "*bf16"),
+        **dict.fromkeys(("x_ptr", "w_ptr", "add_ptr", "y_ptr"), "*bf16"),
         **dict.fromkeys(("N", "H", "W", "CI", "P", "Q", "CO", "stride_wt", "stride_wi"), "i32"),
     },
     "constexprs": {
@@ -158,9 +158,11 @@ _FUSED_DGRAD = {
         "w_desc": "tensordesc<bf16[1,64,64]>",
         **dict.fromkeys(("x1_desc", "x2_desc", "dz_desc"), "tensordesc<bf16[2,8,8,64]>"),
         **dict.fromkeys(("table_ptr", "partial_ptr"), "*fp32"),
-        **dict.fromkeys(("N", "CO", "P", "Q", "CI", "C1"), "i32"),
+        **dict.fromkeys(("N", "CO", "P", "Q", "CI", "C1", "first", "stream"), "i32"),
+        "drop": "fp32",
     },
     "constexprs": {
+        "rng_ptr": None,
         "R": 3,
         "S": 3,
         "ACT": "silu",
@@ -206,6 +208,13 @@ _SKIP_DX = {
     "expect": {"wgmma": True, "tma": True, "arches": _TMA_CHIPS},
 }
 
+_FUSED_DROPOUT = {
+    **_FUSED_DGRAD,
+    "name": "input gradient with dropout",
+    "signature": {**_FUSED_DGRAD["signature"], "rng_ptr": "*i64"},
+    "constexprs": {k: v for k, v in _FUSED_DGRAD["constexprs"].items() if k != "rng_ptr"},
+}
+
 _FUSED_ROWS = {
     **_FUSED_DGRAD,
     "name": "input gradient of two inputs, four rows",
@@ -238,6 +247,7 @@ COMPILE_CASES = [
     _STEM_WGRAD,
     _FUSED_FWD,
     _FUSED_DGRAD,
+    _FUSED_DROPOUT,
     _FUSED_ROWS,
     _SKIP_DX,
 ]

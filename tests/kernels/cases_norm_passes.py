@@ -43,7 +43,8 @@ COMPILE_CASES = [
         "kernel": "triton_kernels.norm_pass_kernels:_norm_apply_kernel",
         "signature": _types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
         | {"table_ptr": "*fp32"}
-        | _ints("HW", "W", "C1", "C2", "K", "CB1", "CB"),
+        | _ints("HW", "W", "C1", "C2", "K", "CB1", "CB", "first", "stream")
+        | {"rng_ptr": "*i64", "drop": "fp32"},
         "constexprs": {"ACT": "silu", "UPSAMPLE": True, "MASKED": False}
         | {"TILES": 2, "BLOCK_P": 64, "BLOCK_C": 64},
         "multiples": ("HW", "W", "C1", "C2"),
@@ -59,6 +60,24 @@ COMPILE_CASES = [
         "constexprs": {"UPSAMPLE": True, "MASKED": False}
         | {"TILES": 1, "BLOCK_P": 64, "BLOCK_C": 64},
         "multiples": ("HW", "W", "C1", "C2"),
+        "options": _LAUNCH,
+    },
+    {
+        "name": "activation_grad",
+        "kernel": "triton_kernels.activation_grad:_activation_grad_kernel",
+        "signature": _types("*bf16", "da_ptr", "x_ptr", "dz_ptr")
+        | _types("*fp32", "table_ptr", "partial_ptr")
+        | _ints("PIXELS", "C", "K", "CB"),
+        "constexprs": {"ACT": "silu", "TILES": 8, "BLOCK_P": 32, "BLOCK_C": 64},
+        "multiples": ("PIXELS", "C"),
+        "options": _LAUNCH,
+    },
+    {
+        "name": "pad_channels",
+        "kernel": "triton_kernels.pad_channels:_pad_channels_kernel",
+        "signature": {"x_ptr": "*fp32", "out_ptr": "*bf16", "size": "i32", "C": "i32"},
+        "constexprs": {"WIDTH": 16, "BLOCK": 1024},
+        "multiples": ("size",),
         "options": _LAUNCH,
     },
 ]

@@ -16,6 +16,7 @@ from triton_kernels.conv_fused import (
 )
 from triton_kernels.conv_tma import image_box, row_box
 from triton_kernels.device import describe
+from triton_kernels.dropout import Mask
 
 from .test_conv import MODEL
 
@@ -221,22 +222,24 @@ def grad_case(shape: Shape, c1: int | None, dtype, device):
     return dy, make_weight(shape, dtype, device), x, inputs, table
 
 
-def grad_reference(dy, weight, x, table, activation, dtype):
+def grad_reference(dy, weight, x, table, activation, dtype, mask=None):
     """dz and xhat, by autograd."""
     mean, rstd, g, b = table.to(dtype)[:, :, None, None, :].unbind(1)
     xhat = (x.to(dtype) - mean) * rstd
     z = (xhat * g + b).requires_grad_()
     a = reference._ACTIVATIONS[activation](z)
+    if mask is not None:
+        a = reference.dropout(a, mask.p, mask.rng, layer=mask.layer, first=mask.first)
     (dz,) = torch.autograd.grad(reference.conv2d(a, weight.to(dtype)), z, dy.to(dtype))
     return dz, xhat
 
 
-def check_grad(shape: Shape, c1, dtype, device, activation="silu", config=None):
+def check_grad(shape: Shape, c1, dtype, device, activation="silu", config=None, mask=None):
     dy, weight, x, inputs, table = grad_case(shape, c1, dtype, device)
     dz, partials = conv_input_grad(
-        dy, weight, inputs=inputs, table=table, activation=activation, config=config
+        dy, weight, inputs=inputs, table=table, activation=activation, mask=mask, config=config
     )
-    exact, xhat = grad_reference(dy, weight, x, table, activation, torch.float64)
+    exact, xhat = grad_reference(dy, weight, x, table, activation, torch.float64, mask)
     assert dz.dtype == dtype
     terms = shape.kernel**2 * shape.co
     exactness = 2**-24 * terms**0.5 + (ROUNDING[dtype] if dtype == torch.float32 else 0)
@@ -273,6 +276,18 @@ def test_every_input_grad_config(config, device):
     check_grad(Shape(3, 8, 16, 136, 72), None, torch.float16, device, config=config)
     if config.rows == 1:
         check_grad(Shape(3, 8, 8, 136, 40), 128, torch.float16, device, config=config)
+
+
+def dropped(device) -> Mask:
+    return Mask(0.3, torch.tensor([0x1234_5678_9ABC, 7], device=device), layer=9, first=5)
+
+
+@pytest.mark.parametrize("config", [None, *conv_fused._DGRAD_CONFIGS[4::3]], ids=str)
+def test_input_grad_behind_dropout(config, device):
+    """Tiles of one, of a half and of several images, and of several rows."""
+    check_grad(
+        Shape(3, 8, 16, 136, 24), None, torch.float16, device, config=config, mask=dropped(device)
+    )
 
 
 # --- the other gradients --------------------------------------------------------------------------
@@ -354,6 +369,7 @@ def check_all(shape: Shape, dtype, device, configs=(None, None, None)):
         else None,
         *check_extra(shape, shape.co, 64, dtype, device, forward),
     ]
+    results += check_grad(shape, None, dtype, device, config=grad, mask=dropped(device))
     if c1 and (grad is None or c1 % grad.block_c == 0):
         two = check_grad(shape, c1, dtype, device, config=grad)
         results += two

@@ -6,6 +6,7 @@ import torch
 
 from triton_kernels import column_sum, norm_passes, norm_tables, reference, row_sums
 from triton_kernels.activations import ACTIVATIONS
+from triton_kernels.dropout import Mask
 
 # exp of the interpreter's NumPy warns where infinity is the right value
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
@@ -107,6 +108,23 @@ def test_forward(shape, channels, ks, groups, device):
     )
     assert a.shape == exact.shape and a.dtype == halves[0].dtype
     _close("a", a, exact, low)
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels"),
+    [((3, 5, 7), (20,)), ((2, 3, 5), (40, 24)), ((1, 30, 8), (136,)), ((2, 33, 32), (64,))],
+    ids=["one", "two-halves", "blocks", "chunks"],
+)
+def test_apply_drops_what_dropout_drops(shape, channels, device):
+    halves, weight, bias = _halves(shape, channels, device=device)
+    table = _table(halves, (1,) * len(halves), 4, weight, bias)
+    rng = torch.tensor([0x1234_5678_9ABC, 7], device=device)
+    a = norm_passes.apply(halves[0], _second(halves), table, "silu")
+    got = norm_passes.apply(
+        halves[0], _second(halves), table, "silu", mask=Mask(0.3, rng, layer=9, first=5)
+    )
+    torch.testing.assert_close(got, reference.dropout(a, 0.3, rng, layer=9, first=5))
+    assert torch.equal(got == 0, reference.dropout(a, 0.3, rng, layer=9, first=5) == 0)
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)

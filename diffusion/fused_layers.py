@@ -1,0 +1,432 @@
+"""The layers of the planned network, see `fused_unet`: each with its forward and its backward.
+
+A layer keeps on its tape what its backward reads, and lets go of it as it is read. With `recompute`
+it keeps the inputs of its norms and their tables alone, and makes the activations behind the norms
+again: one more pass over memory for each.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from triton_kernels.dropout import Mask
+from triton_kernels.row_sums import RowSums
+
+from .flat import FlatParameters
+from .layers import Conv1d, Conv2d, GroupNorm, Linear
+from .side_stream import SideStream
+from .unet import AttentionBlock, Downsample, ResBlock, UNet, Upsample
+
+TOGETHER = ("emb_layers.1.weight", "emb_layers.1.bias")  # for FlatParameters
+
+
+@dataclass
+class Feature:
+    """An activation and what the next norm has to know of it."""
+
+    x: Tensor  # [N, H, W, C]
+    partials: Tensor  # [N, K, 2, C], see fused_reference
+    pixels: int  # that the partials describe; fewer than H * W after nearest upsampling
+    source: Tensor | None = None  # [N, H / 2, W / 2, C], where x is it upsampled
+
+
+@dataclass
+class Gradient:
+    """The gradient of a Feature."""
+
+    dx: Tensor  # [N, H, W, C]; of an upsampled Feature: of its source
+    rows: Tensor  # [rows, C] of the plan's RowSums, whose sum is that of dx over samples and pixels
+
+
+class Plan(Protocol):
+    """What layers share."""
+
+    kernels: ModuleType  # `triton_kernels.fused` or its reference
+    recompute: bool
+    aside: SideStream  # for the gradients of weights and biases
+    sums: RowSums
+    low: dict[str, Tensor]  # parameters in the precision of the arithmetic
+    params: dict[str, Tensor]
+    grads: dict[str, Tensor]
+    embedding: "EmbeddingLayers"
+
+
+@dataclass
+class Step:
+    """What one pass forward and backward has beside images."""
+
+    emb: Tensor  # [N, E], what `EmbeddingLayers` gives
+    d_emb: Tensor  # [N, E], its gradient, to be written
+    rng: Tensor | None  # int64 [2]: seed, step
+    first: int  # global index of sample 0
+
+
+class Parameters:
+    """Weight and bias of a module as the kernels take them, and the places of their gradients."""
+
+    def __init__(self, plan: Plan, name: str, module: nn.Module) -> None:
+        self.plan = plan
+        self.weight = plan.low[f"{name}.weight"]
+        self.grad_weight = plan.grads[f"{name}.weight"]
+        if isinstance(module, Conv1d):
+            self.weight, self.grad_weight = self.weight[..., None], self.grad_weight[..., None]
+        self.bias = plan.params[f"{name}.bias"]
+        self.grad_bias = plan.grads[f"{name}.bias"]
+
+    def weight_grad(self, x: Tensor, dy: Tensor, **options) -> None:
+        """Add the gradient of the weight, where x [N, H, W, CI] is convolved."""
+        self.plan.kernels.conv_weight_grad(x, dy, self.grad_weight, accumulate=True, **options)
+
+    def bias_grad(self, rows: Tensor) -> None:
+        """Add the gradient of the bias, the sum of the rows [rows, CO], at the end of backward."""
+        plan = self.plan
+        plan.kernels.bias_grad(rows, self.grad_bias, accumulate=True, sums=plan.sums)
+
+    def all_grads(self, x: Tensor, dy: Tensor) -> None:
+        """Both, where nothing has summed dy."""
+        self.bias_grad(self.plan.kernels.tensor_rows(dy, self.plan.sums))
+        self.weight_grad(x, dy)
+
+
+class Norm:
+    """A GroupNorm whose statistics come from the layers before it."""
+
+    def __init__(self, plan: Plan, name: str, module: GroupNorm) -> None:
+        self.kernels, self.num_groups, self.eps = plan.kernels, module.num_groups, module.eps
+        self.sums = plan.sums
+        self.weight, self.bias = plan.params[f"{name}.weight"], plan.params[f"{name}.bias"]
+        self.grad_weight, self.grad_bias = plan.grads[f"{name}.weight"], plan.grads[f"{name}.bias"]
+
+    def table(self, *features: Feature, **film: Tensor) -> Tensor:  # [N, 4, C]
+        return self.kernels.norm_table(
+            tuple(f.partials for f in features),
+            tuple(f.pixels for f in features),
+            self.num_groups,
+            self.weight,
+            self.bias,
+            self.eps,
+            **film,
+        )
+
+    def grad_table(self, partials: Tensor, table: Tensor, pixels: int, **outputs) -> Tensor:
+        return self.kernels.norm_grad_table(
+            partials,
+            table,
+            pixels,
+            self.num_groups,
+            self.grad_weight,
+            self.grad_bias,
+            accumulate=True,
+            sums=self.sums,
+            **outputs,
+        )
+
+
+class FusedResBlock:
+    """skip(x) + conv(dropout(silu(norm(conv(silu(norm(x))) + emb)))), x perhaps a concat of two."""
+
+    def __init__(self, plan: Plan, name: str, module: ResBlock) -> None:
+        self.plan, self.kernels, self.module = plan, plan.kernels, module
+        self.norm1 = Norm(plan, f"{name}.in_layers.0", module.in_layers["0"])
+        self.conv1 = Parameters(plan, f"{name}.in_layers.2", module.in_layers["2"])
+        self.norm2 = Norm(plan, f"{name}.out_layers.0", module.out_layers["0"])
+        self.conv2 = Parameters(plan, f"{name}.out_layers.3", module.out_layers["3"])
+        self.skip = None
+        if isinstance(module.skip_connection, Conv2d):
+            assert module.resample is None, "a block that resamples keeps its channels"
+            self.skip = Parameters(plan, f"{name}.skip_connection", module.skip_connection)
+        self.columns = plan.embedding.columns(name)  # of this block in the embedding's rows
+        if module.use_scale_shift_norm:
+            middle = (self.columns.start + self.columns.stop) // 2
+            self.scale = slice(self.columns.start, middle)
+            self.shift = slice(middle, self.columns.stop)
+
+    def forward(self, x: Feature, other: Feature | None, step: Step) -> Feature:
+        k, features = self.kernels, (x,) if other is None else (x, other)
+        xs = tuple(f.x for f in features)
+        table1 = self.norm1.table(*features)
+        a1 = self._first(xs, table1)
+        film = self.module.use_scale_shift_norm
+        emb = None if film else step.emb[:, self.columns]
+        h, partials = k.conv_forward(a1, self.conv1.weight, self.conv1.bias, emb=emb, stats=True)
+        h = Feature(h, partials, h.shape[1] * h.shape[2])
+        table2 = self.norm2.table(h, **self._film(step))
+        mask = self._mask(step)
+        a2 = k.apply(h.x, None, table2, "silu", mask=mask)
+        if self.skip is None:
+            shortcut = {"residual": self._resample(x.x)}
+        else:  # more terms of the same sum
+            weights = self._split(self.skip.weight[:, :, 0, 0], xs)
+            shortcut = {
+                "extra": tuple(zip(xs, weights, strict=True)),
+                "extra_bias": self.skip.bias,
+            }
+        y, partials = k.conv_forward(a2, self.conv2.weight, self.conv2.bias, stats=True, **shortcut)
+        kept = (None, None) if self.plan.recompute else (a1, a2)
+        # an upsampled input is four times its source, and made again in a pass
+        xs = xs if x.source is None else (None, *xs[1:])
+        self.tape = xs, x.source, table1, h, table2, mask, *kept
+        return Feature(y, partials, h.pixels)
+
+    def backward(
+        self, dy: Gradient, more: Tensor | None, step: Step
+    ) -> tuple[Gradient, Tensor | None]:
+        """The gradients of x, with `more` of it from elsewhere added, and of the concat's other.
+        The memory of `more` may be used for the first."""
+        k, plan = self.kernels, self.plan
+        xs, source, table1, h, table2, mask, a1, a2 = self.tape
+        self.tape = None
+        xs = xs if source is None else (k.upsample(source), *xs[1:])
+        if a2 is None:
+            a2 = k.apply(h.x, None, table2, "silu", mask=mask)
+
+        self.conv2.bias_grad(dy.rows)
+        plan.aside.run(self.conv2.weight_grad, a2, dy.dx)
+        del a2
+        if self.skip is not None:
+            self.skip.bias_grad(dy.rows)
+            plan.aside.run(self._skip_weight_grad, dy.dx, *xs)
+        dz, partials = k.conv_input_grad(
+            dy.dx, self.conv2.weight, inputs=(h.x,), table=table2, activation="silu", mask=mask
+        )
+        outputs = {"input_partials": h.partials, "bias_grad_out": self.conv1.grad_bias}
+        coeff = self.norm2.grad_table(
+            partials, table2, h.pixels, **outputs, **self._emb_grads(step)
+        )
+        dh, _, _ = k.norm_dx(dz, h.x, None, coeff, out=dz)
+        pixels = xs[0].shape[1] * xs[0].shape[2]
+        del h, dz
+        if a1 is None:
+            a1 = self._first(xs, table1)
+        plan.aside.run(self.conv1.weight_grad, a1, dh)
+        del a1
+        dz, partials = self._first_grad(dh, xs, table1)
+        del dh
+        coeff = self.norm1.grad_table(partials, table1, pixels)
+        x1 = xs[0] if source is None else source
+        x2 = xs[1] if len(xs) == 2 else None
+        options = {"sums": plan.sums, "upsample1": source is not None}
+        if self.skip is not None:
+            weight = self.skip.weight
+            dx1, dx2, rows = k.skip_dx(dy.dx, weight, dz, x1, x2, coeff, add1=more, **options)
+            return Gradient(dx1, rows), dx2
+        add1 = dy.dx
+        if self.module.resample is not None:
+            add1, more = self._resample_grad(dy.dx, more), None
+        place = dz if more is None else more  # a summand that nobody else reads
+        dx, _, rows = k.norm_dx(
+            dz, x1, None, coeff, add1=add1, add1_second=more, out=place, **options
+        )
+        return Gradient(dx, rows), None
+
+    def _first(self, xs: tuple[Tensor, ...], table: Tensor) -> Tensor:
+        """What the first convolution reads."""
+        other = xs[1] if len(xs) == 2 else None
+        return self._resample(self.kernels.apply(xs[0], other, table, "silu"))
+
+    def _first_grad(
+        self, dh: Tensor, xs: tuple[Tensor, ...], table: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """dz of the first norm, and its partials."""
+        k, weight = self.kernels, self.conv1.weight
+        if self.module.resample is None:
+            return k.conv_input_grad(dh, weight, inputs=xs, table=table, activation="silu")
+        da = self._resample_grad(k.conv_plain_input_grad(dh, weight))
+        return k.activation_grad(da, xs[0], table, "silu")
+
+    def _skip_weight_grad(self, dy: Tensor, *xs: Tensor) -> None:
+        grads = self._split(self.skip.grad_weight, xs)
+        for x, grad in zip(xs, grads, strict=True):
+            self.kernels.conv_weight_grad(x, dy, grad, accumulate=True)
+
+    def _resample(self, x: Tensor) -> Tensor:
+        if self.module.resample == "down":
+            return self.kernels.avg_pool(x)
+        return self.kernels.upsample(x) if self.module.resample == "up" else x
+
+    def _resample_grad(self, dy: Tensor, more: Tensor | None = None) -> Tensor:
+        if self.module.resample == "down":
+            return self.kernels.avg_pool_grad(dy, more)[0]
+        assert more is None  # the input of a block that upsamples has no other consumer
+        return self.kernels.upsample_grad(dy)
+
+    def _film(self, step: Step) -> dict[str, Tensor]:
+        if not self.module.use_scale_shift_norm:
+            return {}
+        return {"scale": step.emb[:, self.scale], "shift": step.emb[:, self.shift]}
+
+    def _emb_grads(self, step: Step) -> dict[str, Tensor]:
+        """Where the second norm's backward puts the embedding's gradient, and what it needs."""
+        if not self.module.use_scale_shift_norm:
+            return {"emb_grad_out": step.d_emb[:, self.columns]}
+        return {
+            "weight": self.norm2.weight,
+            "bias": self.norm2.bias,
+            "scale": step.emb[:, self.scale],
+            "grad_scale_out": step.d_emb[:, self.scale],
+            "grad_shift_out": step.d_emb[:, self.shift],
+        }
+
+    def _mask(self, step: Step) -> Mask | None:
+        module = self.module
+        if module.dropout == 0 or not module.training:
+            return None
+        if step.rng is None:
+            raise ValueError(f"dropout={module.dropout} in training needs rng (seed, step)")
+        return Mask(module.dropout, step.rng, module.dropout_layer, step.first)
+
+    @staticmethod
+    def _split(weight: Tensor, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return weight.split([x.shape[3] for x in xs], dim=1)
+
+
+class FusedAttention:
+    """x + proj(attention(qkv(norm(x))))"""
+
+    def __init__(self, plan: Plan, name: str, module: AttentionBlock) -> None:
+        self.plan, self.kernels = plan, plan.kernels
+        self.num_heads, self.order = module.num_heads, module.order
+        self.norm = Norm(plan, f"{name}.norm", module.norm)
+        self.qkv = Parameters(plan, f"{name}.qkv", module.qkv)
+        self.proj = Parameters(plan, f"{name}.proj_out", module.proj_out)
+
+    def forward(self, x: Feature) -> Feature:
+        k = self.kernels
+        table = self.norm.table(x)
+        a = k.apply(x.x, None, table, "identity")
+        qkv, _ = k.conv_forward(a, self.qkv.weight, self.qkv.bias)
+        o, state = k.attention_forward(qkv.flatten(1, 2), self.num_heads, self.order)
+        y, partials = k.conv_forward(
+            o.view(x.x.shape), self.proj.weight, self.proj.bias, residual=x.x, stats=True
+        )
+        self.tape = x.x, table, None if self.plan.recompute else a, qkv, o, state
+        return Feature(y, partials, y.shape[1] * y.shape[2])
+
+    def backward(self, dy: Gradient, more: Tensor | None) -> Gradient:
+        """The gradient of x, with `more` of it from elsewhere added, and perhaps in its memory."""
+        k, plan = self.kernels, self.plan
+        x, table, a, qkv, o, state = self.tape
+        self.tape = None
+        self.proj.bias_grad(dy.rows)
+        plan.aside.run(self.proj.weight_grad, o.view(x.shape), dy.dx)
+        do = k.conv_plain_input_grad(dy.dx, self.proj.weight)
+        d_qkv = k.attention_backward(
+            do.flatten(1, 2), qkv.flatten(1, 2), o, state, self.num_heads, self.order
+        ).view(qkv.shape)
+        del do, o, qkv, state
+        if a is None:
+            a = k.apply(x, None, table, "identity")
+        plan.aside.run(self.qkv.all_grads, a, d_qkv)
+        del a
+        dz, partials = k.conv_input_grad(
+            d_qkv, self.qkv.weight, inputs=(x,), table=table, activation="identity"
+        )
+        coeff = self.norm.grad_table(partials, table, x.shape[1] * x.shape[2])
+        place = dz if more is None else more
+        dx, _, rows = k.norm_dx(
+            dz, x, None, coeff, add1=dy.dx, add1_second=more, sums=plan.sums, out=place
+        )
+        return Gradient(dx, rows)
+
+
+class FusedDownsample:
+    """2x2 means, or a convolution of stride 2."""
+
+    def __init__(self, plan: Plan, name: str, module: Downsample) -> None:
+        self.plan, self.kernels, self.padding = plan, plan.kernels, module.padding
+        self.conv = None if module.op is None else Parameters(plan, f"{name}.op", module.op)
+
+    def forward(self, x: Feature) -> Feature:
+        k, conv = self.kernels, self.conv
+        if conv is None:
+            y = k.avg_pool(x.x)
+        else:
+            y = k.conv_down(x.x, conv.weight, conv.bias, self.padding)
+            self.tape = x.x
+        return Feature(y, k.tensor_partials(y), y.shape[1] * y.shape[2])
+
+    def backward(self, dy: Gradient, more: Tensor | None) -> Gradient:
+        k, plan, conv = self.kernels, self.plan, self.conv
+        if conv is None:
+            return Gradient(*k.avg_pool_grad(dy.dx, more, plan.sums))
+        x, self.tape = self.tape, None
+        conv.bias_grad(dy.rows)
+        weight_grad = partial(conv.weight_grad, stride=2, padding=self.padding)
+        plan.aside.run(weight_grad, x, dy.dx)
+        dx = k.conv_down_input_grad(dy.dx, conv.weight, self.padding, more)
+        return Gradient(dx, k.tensor_rows(dx, plan.sums))
+
+
+class FusedUpsample:
+    """Nearest neighbour, then perhaps a convolution."""
+
+    def __init__(self, plan: Plan, name: str, module: Upsample) -> None:
+        self.plan, self.kernels = plan, plan.kernels
+        self.conv = None if module.conv is None else Parameters(plan, f"{name}.conv", module.conv)
+
+    def forward(self, x: Feature) -> Feature:
+        k, conv = self.kernels, self.conv
+        large = k.upsample(x.x)
+        if conv is None:
+            return Feature(large, x.partials, x.pixels, source=x.x)
+        y, partials = k.conv_forward(large, conv.weight, conv.bias, stats=True)
+        self.tape = x.x  # `large` is four times as much, and made again in a pass
+        return Feature(y, partials, y.shape[1] * y.shape[2])
+
+    def backward(self, dy: Gradient, more: Tensor | None) -> Gradient:
+        assert more is None  # its input has no other consumer
+        k, plan, conv = self.kernels, self.plan, self.conv
+        if conv is None:
+            return dy  # the block behind it has already summed over the 2x2 pixels
+        large, self.tape = k.upsample(self.tape), None
+        conv.bias_grad(dy.rows)
+        plan.aside.run(conv.weight_grad, large, dy.dx)
+        del large
+        dx = k.upsample_grad(k.conv_plain_input_grad(dy.dx, conv.weight))
+        return Gradient(dx, k.tensor_rows(dx, plan.sums))
+
+
+class EmbeddingLayers:
+    """The blocks' projections of the embedding as one matrix product.
+
+    The flat buffer holds their weights, and their biases, side by side (see `TOGETHER`), and one
+    leaf each covers them all.
+    """
+
+    def __init__(self, model: UNet, flat: FlatParameters) -> None:
+        self.model = model
+        names = [name for name, module in model.named_modules() if isinstance(module, ResBlock)]
+        self._columns, start = {}, 0
+        for name in names:
+            width = model.get_submodule(f"{name}.emb_layers.1").weight.shape[0]
+            self._columns[name] = slice(start, start + width)
+            start += width
+        weights = [f"{name}.emb_layers.1.weight" for name in names]
+        biases = [f"{name}.emb_layers.1.bias" for name in names]
+        self.projection = Linear(4 * model.model_channels, start, backend=model.backend)
+        self.projection.weight = _joined(flat, weights, (start, 4 * model.model_channels))
+        self.projection.bias = _joined(flat, biases, (start,))
+
+    def columns(self, name: str) -> slice:
+        """The columns of a block in `__call__`'s result."""
+        return self._columns[name]
+
+    def __call__(self, *inputs) -> Tensor:  # those of UNet.embed -> [N, sum of the widths]
+        return self.projection(self.model.embed(*inputs))
+
+
+def _joined(flat: FlatParameters, names: list[str], shape: tuple[int, ...]) -> nn.Parameter:
+    """One parameter over neighbours in the flat buffer."""
+    values = flat.views(flat.param)
+    offset = values[names[0]].storage_offset()
+    end = offset
+    for name in names:
+        if values[name].storage_offset() != end:
+            raise ValueError(f"{name} does not follow its neighbour in the flat buffer")
+        end += values[name].numel()
+    joined = nn.Parameter(flat.param[offset:end].view(shape))
+    joined.grad = flat.grad[offset:end].view(shape)
+    return joined

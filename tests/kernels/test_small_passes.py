@@ -1,0 +1,138 @@
+"""The plan's smaller kernels against plain PyTorch: the gradient through an activation, padding of
+channels, the convolution of stride 2, sums that end in one launch."""
+
+import pytest
+import torch
+
+from triton_kernels import (
+    activation_grad,
+    column_sum,
+    conv_down,
+    conv_fused,
+    fused,
+    fused_reference,
+    pad_channels,
+    reference,
+    row_sums,
+)
+
+MODULES = (activation_grad, column_sum, conv_down, conv_fused, pad_channels, row_sums)
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Outputs start as NaN, so an element that no program writes cannot pass."""
+    for module in MODULES:
+        monkeypatch.setattr(
+            module, "_empty", lambda shape, **kw: torch.full(shape, torch.nan, **kw)
+        )
+
+
+def _randn(*shape, seed, device, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def _close(got, exact, dtype):
+    """Rounded once from float32 sums; float32 operands of a product lose 13 bits to TF32."""
+    bound = {torch.float32: 2**-9, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
+    assert got.shape == exact.shape
+    assert (got.double() - exact).norm() <= bound * exact.norm().clamp(min=1e-30)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 4, 6, 16), (3, 5, 7, 20), (1, 24, 24, 8), (2, 1, 1, 136), (0, 4, 4, 16)],
+    ids=str,
+)
+def test_activation_grad(shape, activation, dtype, device):
+    n, _, _, c = shape
+    da = _randn(*shape, seed=0, device=device, dtype=dtype)
+    x = _randn(*shape, seed=1, device=device, dtype=dtype)
+    table = _randn(n, 4, c, seed=2, device=device)
+    table[:, 1] = table[:, 1].abs() + 0.5
+    dz, partials = activation_grad.activation_grad(da, x, table, activation)
+    exact, sums = fused_reference.activation_grad(
+        da.double(), x.double(), table.double(), activation
+    )
+    assert dz.dtype == dtype
+    torch.testing.assert_close(
+        dz.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5 if dtype.itemsize == 4 else 1e-3
+    )
+    assert shape[1] * shape[2] % partials.shape[1] == 0
+    torch.testing.assert_close(
+        partials.double().sum(1), sums.sum(1), rtol=1e-5, atol=1e-5 * (shape[1] * shape[2]) ** 0.5
+    )
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (2, 7, 9, 3), (3, 16), (0, 3), (1, 1, 1, 17)], ids=str)
+def test_pad_channels(shape, device):
+    x = _randn(*shape, seed=0, device=device)
+    width = -(-shape[-1] // 16) * 16
+    got = pad_channels.pad_channels(x, width, torch.float16)
+    assert torch.equal(got, fused_reference.pad_channels(x, width, torch.float16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("shape", [(2, 6, 8, 16, 24), (1, 2, 2, 8, 8), (0, 4, 4, 8, 8)], ids=str)
+def test_conv_down(shape, padding, dtype, device):
+    n, h, w, ci, co = shape
+    x = _randn(n, h, w, ci, seed=0, device=device, dtype=dtype)
+    weight = _randn(co, 3, 3, ci, seed=1, device=device, dtype=dtype).permute(0, 3, 1, 2) / 9
+    bias = _randn(co, seed=2, device=device)
+    dy = _randn(n, h // 2, w // 2, co, seed=3, device=device, dtype=dtype)
+    add = _randn(n, h, w, ci, seed=4, device=device, dtype=dtype)
+    out = _randn(co, 3, 3, ci, seed=5, device=device).permute(0, 3, 1, 2)
+    expected = out.double()
+    exact = [t.double() for t in (x, weight, bias, dy, add)]
+    got = fused.conv_down(x, weight, bias, padding)
+    _close(got, fused_reference.conv_down(*exact[:3], padding), dtype)
+    got = fused.conv_down_input_grad(dy, weight, padding)
+    _close(got, fused_reference.conv_down_input_grad(exact[3], exact[1], padding), dtype)
+    got = fused.conv_down_input_grad(dy, weight, padding, add)
+    _close(got, fused_reference.conv_down_input_grad(exact[3], exact[1], padding, exact[4]), dtype)
+    options = {"accumulate": True, "stride": 2, "padding": padding}
+    fused.conv_weight_grad(x, dy, out, **options)
+    fused_reference.conv_weight_grad(exact[0], exact[3], expected, **options)
+    _close(out, expected, dtype)
+
+
+@pytest.mark.parametrize("co", [3, 6, 16])
+def test_few_filters_into_wider_pixels(co, device):
+    """The head: channels behind those of the filters are zero, and do not count in backward."""
+    x = _randn(2, 8, 8, 16, seed=0, device=device, dtype=torch.float16)
+    weight = _randn(co, 3, 3, 16, seed=1, device=device, dtype=torch.float16).permute(0, 3, 1, 2)
+    bias = torch.full((16,), torch.nan, device=device)  # what is behind it is not read
+    bias[:co] = _randn(co, seed=2, device=device)
+    y, _ = fused.conv_forward(x, weight, bias[:co], width=16)
+    exact = reference.conv2d(x.double(), weight.double(), bias[:co].double())
+    _close(y[..., :co], exact, torch.float16)
+    assert (y[..., co:] == 0).all()
+    dy = _randn(2, 8, 8, 16, seed=3, device=device, dtype=torch.float16)
+    table = _randn(2, 4, 16, seed=4, device=device)
+    backward = {"inputs": (x,), "table": table, "activation": "silu"}
+    dz, _ = fused.conv_input_grad(dy, weight, **backward)
+    exact = {"inputs": (x.double(),), "table": table.double(), "activation": "silu"}
+    exact, _ = fused_reference.conv_input_grad(dy.double(), weight.double(), **exact)
+    _close(dz, exact, torch.float16)
+    for rows in (co, 16):  # of filters for the head, of input channels for the stem
+        out = torch.zeros(rows, 3, 3, 16 if rows == co else 3, device=device).permute(0, 3, 1, 2)
+        expected = out.double()
+        fused.conv_weight_grad(x, dy, out, accumulate=True)
+        fused_reference.conv_weight_grad(x.double(), dy.double(), expected, accumulate=True)
+        _close(out, expected, torch.float16)
+
+
+def test_column_sums_at_the_end_of_backward(device):
+    grad = _randn(64, seed=0, device=device)
+    before = grad.double()
+    sums = row_sums.RowSums(grad)
+    x = _randn(3, 5, 70, 16, seed=1, device=device, dtype=torch.float16)
+    for _ in range(2):  # the second time in one launch
+        fused.bias_grad(fused.tensor_rows(x, sums), grad[32:35], accumulate=True, sums=sums)
+        sums.flush()
+    before[32:35] += 2 * x.double().sum((0, 1, 2))[:3]
+    torch.testing.assert_close(grad.double(), before, rtol=1e-5, atol=1e-5)
