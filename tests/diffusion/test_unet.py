@@ -266,6 +266,9 @@ def test_dropout_sleeps_in_evaluation():
         ({"attention_resolutions": "4,8"}, "attention_resolutions=4,8 is not a list"),
         ({"channel_mult": ()}, "channel_mult"),
         ({"num_classes": 0}, "num_classes=0"),
+        ({"norm_eps": 0.0}, "norm_eps=0.0 has to be positive"),
+        ({"freq_shift": 4}, "freq_shift=4 has to be below model_channels // 2, 4"),
+        ({"downsample_padding": 2}, "downsample_padding=2; choose one of 0, 1"),
     ],
 )
 def test_wrong_options(options, words):
