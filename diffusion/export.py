@@ -81,6 +81,8 @@ class ExportSettings:
             )
         if self.format == "torch_export" and not self.out.endswith(".pt2"):
             raise ConfigError(f"out={self.out}; expected a file that ends in .pt2")
+        if self.format == "guided_diffusion" and self.out.endswith(".json"):
+            raise ConfigError(f"out={self.out} is where the arguments go; give the .pt")
         if self.engine is not None:
             if self.format != "onnx":
                 raise ConfigError(

@@ -173,6 +173,7 @@ def test_onnx_without_its_packages(run, tmp_path, monkeypatch):
         ({"format": "unet_cu", "engine": "a.plan"}, "engine=a.plan is built from format=onnx"),
         ({"format": "onnx", "engine": "a.plan"}, "an engine needs"),
         ({"format": "torch_export"}, "out=out; expected a file that ends in .pt2"),
+        ({"format": "guided_diffusion", "out": "a.json"}, "a.json is where the arguments go"),
         ({"format": "guided_diffusion"}, "guided-diffusion's format needs max_period=10000"),
         ({"format": "unet_cu", "ckpt": "nowhere"}, "nowhere does not exist"),
         ({"format": "unet_cu", "out": "."}, "is not a file"),

@@ -177,10 +177,8 @@ def test_their_process(tmp_path, kind, options):
         pytest.skip("PNDMScheduler has no sample prediction")
     if kind is PNDMScheduler and options.get("beta_schedule") == "sigmoid":
         pytest.skip("PNDMScheduler has no sigmoid betas")
-    theirs().save_pretrained(tmp_path / "unet")
     scheduler = kind(**options)
-    scheduler.save_pretrained(tmp_path / "scheduler")
-    (tmp_path / "model_index.json").write_text('{"unet": ["diffusers", "UNet2DModel"]}')
+    DDPMPipeline(theirs(), scheduler).save_pretrained(tmp_path)
     process = read_diffusers(tmp_path).process
     assert process.prediction == options.get("prediction_type", "epsilon")
     np.testing.assert_allclose(process.schedule.betas, scheduler.betas.double(), rtol=1e-4)
