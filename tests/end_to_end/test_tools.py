@@ -8,7 +8,6 @@ from .run import run
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (("tools/export.py", "format=onnx", "out=a.onnx"), "ckpt is not set"),
         (("tools/export.py", "ckpt=a", "formt=onnx", "out=a"), "did you mean format?"),
         (
             ("tools/export.py", "ckpt=nowhere", "format=diffusers", "out=a"),
