@@ -128,6 +128,24 @@ def test_the_expert_has_two_ways():
     )
 
 
+def test_the_mean_of_the_two_ways_is_none():
+    """Why the task wants a policy of more than one mode: where the ways ever differ, their mean
+    fails, though either succeeds."""
+    side = np.ones(200)
+    rates = {}
+    for name, other in (("one way", side), ("mean", -side)):
+        state, torn, done = starts(200), np.zeros(200, bool), np.zeros(200, bool)
+        for _ in range(task.MAX_STEPS):
+            ways = expert_action(state, side), expert_action(state, other)
+            torn |= ~done & (np.abs(ways[0] - expert_action(state, -side)).max(axis=-1) > 1e-9)
+            moved = task.step(state, (ways[0] + ways[1]) / 2)
+            state = np.where(done[:, None], state, moved)
+            done |= task.succeeded(state)
+        assert 0.3 < torn.mean() < 0.8
+        rates[name] = done[torn].mean()
+    assert rates["one way"] > 0.95 and rates["mean"] < 0.05
+
+
 def test_demonstrations_depend_on_seed_and_index_alone():
     many, few, other = (demonstrations(n, seed, 0.01) for n, seed in ((20, 4), (3, 4), (3, 5)))
     for a, b in zip(many[:3], few, strict=True):
