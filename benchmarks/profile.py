@@ -55,12 +55,13 @@ _BY_KERNEL = (
     ("conv fwd", r"fprop|conv_forward"),
     (
         "norm",
-        r"group_?norm|^_norm_|^_segment_sums|RowwiseMoments|GammaBeta|ComputeInternalGradients|FusedParams",
+        r"group_?norm|^_norm_|^_segment_sums|^_activation_grad|^skip_dx"
+        r"|RowwiseMoments|GammaBeta|ComputeInternalGradients|FusedParams",
     ),
     ("resample", r"^_(gather|spread)_kernel|pool|upsample|interpolate"),
     (
         "elementwise",
-        r"^_cast_kernel|elementwise|CatArray|memcpy|memset|native::reduce_kernel",
+        r"^_cast_kernel|^_pad_channels|elementwise|CatArray|memcpy|memset|native::reduce_kernel",
     ),
     ("elementwise", r"^triton_(poi|per|red)_"),
 )

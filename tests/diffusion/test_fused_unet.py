@@ -99,11 +99,11 @@ def test_gradients_add_up_over_micro_batches():
 
 
 def test_activations_in_memory():
-    """Of the model of the benchmarks at batch 128: 36 bytes a pixel and channel of the first level
-    were measured to be enough for the step to need less than PyTorch's."""
+    """Of the model of the benchmarks at batch 128. Parameters, gradients and the optimizer's state
+    are 0.43 GiB more; torch.compile's whole step took 4.56 GiB."""
     plain, recompute = (activations(128, recompute) for recompute in (False, True))
-    assert plain.peak < 3600 * 2**20
-    assert recompute.peak < 0.7 * plain.peak
+    assert plain.peak < 3.5 * 2**30
+    assert recompute.peak < 0.65 * plain.peak
 
 
 def test_nothing_is_dropped_outside_training():
