@@ -20,6 +20,7 @@ from diffusion.distributed import Processes
 from diffusion.errors import ConfigError
 from diffusion.flat import FlatParameters
 from diffusion.fused_unet import TOGETHER, training_network
+from diffusion.gradient_sum import GradientSum
 from diffusion.objective import Objective
 from diffusion.optimizer import Optimizer, OptimizerSettings
 from diffusion.schedule import NoiseSchedule
@@ -106,14 +107,15 @@ def build_step(provider: str, model: str, batch: int, device: torch.device, size
 def _our_step(model: UNet, batch: int, size: int, device: torch.device) -> Step:
     data = ImageSet(random_images((_IMAGES, size, size, 3), torch.device("cpu")), name="random")
     flat = FlatParameters(model, together=TOGETHER)
+    gradient_sum = GradientSum(flat, Processes(device))
     backend = model.backend
     parts = (
-        training_network(model, flat),
+        training_network(model, flat, ready=gradient_sum.ready),
         Objective(NoiseSchedule.linear(_TIMESTEPS), backend, device=device),
         Batches(data, batch, 0, device),
         flat,
         Optimizer(flat, OptimizerSettings(lr=_LR, warmup=0), backend),
-        Processes(device),
+        gradient_sum,
     )
 
     def captured() -> Callable[[int], Any]:

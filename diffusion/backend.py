@@ -55,3 +55,12 @@ def choose_backend(
     torch.backends.cudnn.allow_tf32 = allow_tf32
     ops = triton_kernels if name == "triton" else reference
     return Backend(name, ops, PRECISIONS[precision], allow_tf32)
+
+
+def require_determinism() -> None:
+    """Let PyTorch's own kernels give the same bits every time, or raise. The Triton kernels always
+    do: they have no atomics, and sums have one order."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False

@@ -1,6 +1,7 @@
 """One process or several under torchrun; what differs is a rank, a count and a sum."""
 
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,13 @@ class Processes:
         """Sum `x` over the processes, in place."""
         if self.count > 1:
             dist.all_reduce(x)
+
+    def start_sum(self, x: Tensor) -> Callable[[], object]:
+        """Begin to sum `x` over the processes, in place, after what the current stream has been
+        given; what is returned lets the stream that is current then wait for it."""
+        if self.count == 1:
+            return lambda: None
+        return dist.all_reduce(x, async_op=True).wait
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in at least one process."""

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 _ALIGNMENT = 64  # elements: every parameter starts at a multiple of 256 bytes (float32), 128 (bf16)
 
+_FILTERS, _OTHERS = -2, -1  # the groups before those of `together`
+
 
 class FlatParameters:
     """Moves the parameters of `model` into `param` and gives each a gradient inside `grad`.
@@ -15,24 +17,27 @@ class FlatParameters:
     Every buffer has the parameters' dtype (float32) and shape [P]. A parameter keeps its shape and
     its order of strides (convolution weights stay channels_last), and is a view: to write the
     buffer is to write the model, in place. The gaps that align the parameters hold zeros and stay
-    zero under every update. Parameters whose names end in one of `together` become neighbours,
-    group by group and without gaps.
+    zero under every update. Filters of convolutions come first, in the order of the model, up to
+    element `filters_end`; parameters whose names end in one of `together` come last and become
+    neighbours, group by group and without gaps.
     """
 
     def __init__(self, model: nn.Module, together: tuple[str, ...] = ()) -> None:
         named = list(model.named_parameters())
         if not named:
             raise ValueError("the model has no parameters")
-        groups = {name: _ending(name, together) for name, _ in named}
+        groups = {name: _group(name, parameter, together) for name, parameter in named}
         named.sort(key=lambda pair: groups[pair[0]])
         self._slots: dict[str, tuple[int, torch.Size, tuple[int, ...]]] = {}
-        size, before = 0, -1
+        size, before, self.filters_end = 0, _FILTERS, 0
         for name, parameter in named:
             if groups[name] < 0 or groups[name] != before:  # no gaps within a group
                 size = -(-size // _ALIGNMENT) * _ALIGNMENT
             before = groups[name]
             self._slots[name] = (size, parameter.shape, _dense_strides(parameter))
             size += parameter.numel()
+            if groups[name] == _FILTERS:
+                self.filters_end = size
         like = named[0][1]
         self.param = torch.zeros(size, dtype=like.dtype, device=like.device)
         self.grad = torch.zeros_like(self.param)
@@ -71,9 +76,12 @@ class FlatParameters:
             self.param.copy_(trained)
 
 
-def _ending(name: str, endings: tuple[str, ...]) -> int:
-    """Which of the endings the name has, -1 for none."""
-    return next((i for i, ending in enumerate(endings) if name.endswith(ending)), -1)
+def _group(name: str, parameter: Tensor, endings: tuple[str, ...]) -> int:
+    """Which of the endings the name has, or else whether it is a filter."""
+    ending = next((i for i, ending in enumerate(endings) if name.endswith(ending)), None)
+    if ending is not None:
+        return ending
+    return _FILTERS if parameter.ndim > 2 else _OTHERS
 
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:

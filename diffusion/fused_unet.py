@@ -63,6 +63,7 @@ def training_network(
     model: nn.Module,
     flat: FlatParameters,
     recompute: bool = False,  # keep fewer activations, see `fused_layers`
+    ready: Callable[[int], None] | None = None,  # told how far backward is, see `GradientSum`
 ) -> Callable[..., Tensor]:
     """What a training step calls as `forward_nhwc`: the plan if there is one for this model and
     backend, else the model itself, and the log says why."""
@@ -71,7 +72,7 @@ def training_network(
     if backend.name == "triton" and backend.dtype in _DTYPES:
         refusal = FusedUNet.refusal(model) or _missing_tile(model)
         if refusal is None:
-            return FusedUNet(model, flat, fused, recompute)
+            return FusedUNet(model, flat, fused, recompute, ready)
         log.warning("the layers run one by one, without the fused plan: %s", refusal)
     if recompute:
         log.warning("train.recompute has no effect without the fused plan: %s", refusal)
@@ -122,10 +123,15 @@ class FusedUNet:
     """Runs a `UNet` by the plan above. `refusal` says whether it can."""
 
     def __init__(
-        self, model: UNet, flat: FlatParameters, kernels: ModuleType, recompute: bool = False
+        self,
+        model: UNet,
+        flat: FlatParameters,
+        kernels: ModuleType,
+        recompute: bool = False,
+        ready: Callable[[int], None] | None = None,
     ) -> None:
         self.model, self.kernels, self.dtype = model, kernels, model.backend.dtype
-        self.recompute = recompute
+        self.recompute, self.ready = recompute, ready
         self.params, self.grads = flat.views(flat.param), flat.views(flat.grad)
         self.low = flat.views(flat.low(self.dtype))
         self.aside = SideStream(flat.param.device)
@@ -210,14 +216,17 @@ class FusedUNet:
         d = Gradient(dx, rows)
         del dz, h, dx
         skips = []
-        for block in reversed(self.decoder):
+        for i, block in reversed(list(enumerate(self.decoder))):
             d, d_skip = self._run_back(block, d, None)
             skips.append(d_skip)
             del d_skip
+            self._complete(f"output_blocks.{i}")
         # skips[i] is the gradient that the decoder sent to the encoder's feature i
         d, _ = self._run_back(self.middle, d, skips.pop())
-        for block in reversed(self.encoder):
+        self._complete("middle_block")
+        for i, block in reversed(list(enumerate(self.encoder, 1))):
             d, _ = self._run_back(block, d, skips.pop())
+            self._complete(f"input_blocks.{i}")
         self.stem.bias_grad(d.rows)
         self.aside.run(self.stem.weight_grad, self.image, d.dx)
         self.aside.join()
@@ -246,6 +255,14 @@ class FusedUNet:
             else:
                 d = layer.backward(d, added)
         return d, d_other
+
+    def _complete(self, name: str) -> None:
+        """The filters of this block, and so of all behind it, have their gradients when the side
+        stream has done what it was given."""
+        filters = (grad for key, grad in self.grads.items() if key.startswith(f"{name}."))
+        starts = [grad.storage_offset() for grad in filters if grad.ndim > 2]
+        if self.ready is not None and starts:
+            self.aside.run(lambda: self.ready(min(starts)))
 
     def _layers(self, name: str, block: nn.ModuleList) -> list:
         return [_LAYERS[type(layer)](self, f"{name}.{i}", layer) for i, layer in enumerate(block)]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .data.batches import Batches
-from .distributed import Processes
 from .flat import FlatParameters
+from .gradient_sum import GradientSum
 from .objective import Objective
 from .optimizer import Optimizer
 
@@ -30,7 +30,7 @@ class TrainStep:
         batches: Batches,
         flat: FlatParameters,
         optimizer: Optimizer,
-        processes: Processes,
+        gradient_sum: GradientSum,  # the one that `network` was told of
         *,
         seed: int,
         steps: int,
@@ -39,7 +39,7 @@ class TrainStep:
         capture: bool = True,  # in a CUDA graph, on a GPU
     ) -> None:
         self.network, self.objective, self.batches = network, objective, batches
-        self.flat, self.optimizer, self.processes = flat, optimizer, processes
+        self.flat, self.optimizer, self.gradient_sum = flat, optimizer, gradient_sum
         self.seed, self.steps, self.accumulate, self.flip = seed, steps, accumulate, flip
         device = flat.param.device
         self.loss = torch.zeros(1, device=device)  # mean over the global batch
@@ -55,7 +55,8 @@ class TrainStep:
         if self._graph is None and self._capture and self._eager_steps == _EAGER_STEPS:
             torch.cuda.empty_cache()  # the graph has a memory pool of its own
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            # another thread may look after collectives meanwhile
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._compute()
         if self._graph is not None:
             self._graph.replay()
@@ -76,9 +77,11 @@ class TrainStep:
         self.loss.zero_()
         size = self.batches.count // self.accumulate
         for start in range(0, self.batches.count, size):
+            if start + size >= self.batches.count:
+                self.gradient_sum.begin()
             self._backward(start, size)
-        self.processes.sum(self.flat.grad)
-        self.processes.sum(self.loss)
+        self.gradient_sum.finish()
+        self.gradient_sum.processes.sum(self.loss)
         self.norm.copy_(self.optimizer.update())
 
     def _backward(self, start: int, count: int) -> None:

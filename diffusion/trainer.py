@@ -38,6 +38,7 @@ class TrainSettings:
     sample_every: int = 5000
     save_every: int = 5000
     keep: int = 3  # checkpoints
+    deterministic: bool = False  # PyTorch's kernels too; the Triton kernels always are
     cuda_graph: bool = True  # capture the step on a GPU
     recompute: bool = False  # activations in backward: slower, for models that do not fit
     resume: str | None = "auto"  # auto | none | PATH

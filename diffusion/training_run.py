@@ -12,7 +12,7 @@ import yaml
 from torch import nn
 from tqdm import tqdm
 
-from .backend import Backend, choose_backend
+from .backend import Backend, choose_backend, require_determinism
 from .build import Process
 from .checkpoint import find_checkpoint, latest_checkpoint, load_into, read_state
 from .data.batches import Batches, Samples
@@ -20,6 +20,7 @@ from .distributed import Processes, choose_device
 from .errors import ConfigError, writing
 from .flat import FlatParameters
 from .fused_unet import TOGETHER, FusedUNet, training_network
+from .gradient_sum import GradientSum
 from .image_task import ImageTask
 from .objective import Objective
 from .optimizer import Optimizer, OptimizerSettings
@@ -92,6 +93,8 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
     resume_from = _resume_point(settings.resume, run_dir)
     start = _check_resumed(resume_from, config, settings.steps)
 
+    if settings.deterministic:
+        require_determinism()
     task: Task = make_task(config["dataset"], config["model"])
     torch.manual_seed(settings.seed)  # the initial parameters; all other noise is counted
     model = task.build_model(process, backend, device)
@@ -111,14 +114,15 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
         variance=process.variance,
         device=device,
     )
-    network = training_network(model, flat, settings.recompute)
+    gradient_sum = GradientSum(flat, processes)
+    network = training_network(model, flat, recompute=settings.recompute, ready=gradient_sum.ready)
     step = TrainStep(
         network,
         objective,
         Batches(task.samples, settings.batch_size, settings.seed, device, first, share),
         flat,
         optimizer,
-        processes,
+        gradient_sum,
         seed=settings.seed,
         steps=settings.steps,
         accumulate=settings.accumulate,

@@ -85,6 +85,24 @@ def test_output_and_every_gradient(options, recompute):
         torch.testing.assert_close(grads[name], p.grad, rtol=1e-8, atol=1e-9, msg=name)
 
 
+def test_says_how_far_backward_is():
+    """What is called complete does not change any more, and is ever more of the filters."""
+    model = make(MODELS["three_levels"])
+    flat = FlatParameters(model, together=TOGETHER)
+    seen = []
+    plan = FusedUNet(
+        model, flat, fused_reference, ready=lambda start: seen.append((start, flat.grad.clone()))
+    )
+    x, t = torch.randn(2, 8, 12, 3).double(), torch.tensor([3, 700])
+    plan(x, t).square().sum().backward()
+    starts = [start for start, _ in seen]
+    assert starts == sorted(starts, reverse=True) and len(set(starts)) > 5
+    assert 0 < starts[-1] < flat.filters_end // 20  # all but the stem
+    for start, grad in seen:
+        part = slice(start, flat.filters_end)
+        assert torch.equal(grad[part], flat.grad[part]) and grad[part].any()
+
+
 def test_gradients_add_up_over_micro_batches():
     model = make(MODELS["three_levels"])
     flat = FlatParameters(model, together=TOGETHER)

@@ -1,0 +1,47 @@
+"""The sum of the gradient over processes, begun while backward still goes on."""
+
+from torch import Tensor
+
+from .distributed import Processes
+from .flat import FlatParameters
+
+_BUCKET = 16 * 2**20  # bytes; fewer would be latency, more would wait for the last layer
+
+
+class GradientSum:
+    """Sums the flat gradient of all processes in a few buckets.
+
+    Backward completes filters from the last layer to the first, and the flat buffer has them in the
+    order of the model, so what is complete is always the end of their region: `ready` says how much
+    of it, and sends it off once a bucket is full. `finish` sends the rest and waits.
+    """
+
+    def __init__(self, flat: FlatParameters, processes: Processes) -> None:
+        self._grad, self._filters_end = flat.grad, flat.filters_end
+        self.processes = processes
+        self._waits = []
+        self._sent: int | None = None  # filters from here on are on their way
+
+    def begin(self) -> None:
+        """The next backward pass is the last before the update."""
+        self._sent = self._filters_end
+
+    def ready(self, start: int) -> None:
+        """As of the current stream, the gradients of filters from element `start` on are complete,
+        or will be with further micro-batches."""
+        if self._sent is not None and (self._sent - start) * self._grad.itemsize >= _BUCKET:
+            self._send(self._grad[start : self._sent])
+            self._sent = start
+
+    def finish(self) -> None:
+        """Let the current stream wait for the sum of the whole gradient, which is complete."""
+        end = self._filters_end if self._sent is None else self._sent
+        self._send(self._grad[:end])
+        self._send(self._grad[self._filters_end :])
+        for wait in self._waits:
+            wait()
+        self._waits, self._sent = [], None
+
+    def _send(self, part: Tensor) -> None:
+        if part.numel():
+            self._waits.append(self.processes.start_sum(part))

@@ -1,0 +1,73 @@
+"""What a step sends to the other processes, and when."""
+
+import pytest
+from torch import nn
+
+from diffusion import gradient_sum
+from diffusion.flat import FlatParameters
+from diffusion.gradient_sum import GradientSum
+
+
+class Recorder:
+    """Stands in for Processes: doubles what it is given, as a twin process would."""
+
+    def __init__(self):
+        self.sizes, self.waited = [], 0
+
+    def start_sum(self, x):
+        x *= 2
+        self.sizes.append(x.numel())
+        return self._wait
+
+    def _wait(self):
+        self.waited += 1
+
+
+@pytest.fixture
+def flat():
+    convs = [nn.Conv2d(8, 8, 1, bias=i > 0) for i in range(4)]  # 64 elements each
+    return FlatParameters(nn.Sequential(nn.Linear(8, 16), *convs))
+
+
+def test_filters_come_first(flat):
+    assert flat.filters_end == 256
+    offsets = {name: view.storage_offset() for name, view in flat.views(flat.grad).items()}
+    assert [offsets[f"{i}.weight"] for i in range(1, 5)] == [0, 64, 128, 192]
+    assert min(offsets[name] for name in ("0.weight", "0.bias", "2.bias")) >= 256
+
+
+def test_every_element_is_summed_once(flat, monkeypatch):
+    monkeypatch.setattr(gradient_sum, "_BUCKET", 128 * 4)
+    recorder = Recorder()
+    total = GradientSum(flat, recorder)
+    for _ in range(2):
+        flat.grad.fill_(1)
+        recorder.sizes.clear()
+        total.begin()
+        for start in (192, 128, 64):  # a bucket is two filters
+            total.ready(start)
+        assert recorder.sizes == [128]
+        total.finish()
+        assert recorder.sizes == [128, 128, flat.grad.numel() - 256]
+        assert (flat.grad == 2).all()
+    assert recorder.waited == 6
+
+
+def test_nothing_is_sent_before_the_last_micro_batch(flat, monkeypatch):
+    monkeypatch.setattr(gradient_sum, "_BUCKET", 4)
+    recorder = Recorder()
+    total = GradientSum(flat, recorder)
+    total.ready(64)
+    assert not recorder.sizes
+    total.begin()
+    total.ready(64)
+    assert recorder.sizes == [192]
+
+
+def test_a_network_that_says_nothing(flat):
+    """Layer by layer nothing is known to be complete before the end."""
+    recorder = Recorder()
+    total = GradientSum(flat, recorder)
+    flat.grad.fill_(1)
+    total.finish()
+    assert (flat.grad == 2).all() and recorder.waited == 2
