@@ -161,6 +161,8 @@ def _read_weights(unet: Path) -> dict[str, Tensor]:
         raise ConfigError(f"{path} holds more than tensors, which is not unpickled") from error
     except (SafetensorError, OSError, RuntimeError, EOFError) as error:
         raise ConfigError(f"{path} cannot be read, it may be truncated: {error}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(x, Tensor) for x in tensors.values()):
+        raise ConfigError(f"{path} holds no state dict")
     return {name: tensor.to(torch.float32) for name, tensor in tensors.items()}
 
 
@@ -171,11 +173,14 @@ def _settings_of(config: dict[str, Any], where: Path) -> dict[str, Any]:
         if value != expected:
             raise ConfigError(f"{where} has {option}={value}, which this UNet cannot be")
 
+    for option in ("block_out_channels", "down_block_types", "up_block_types"):
+        if option not in config:
+            raise ConfigError(f"{where / 'config.json'} does not say {option}")
     for option, expected in _FIXED.items():
         need(option, config.get(option, expected), expected)
     if config.get("act_fn", "silu") not in ("silu", "swish"):
         need("act_fn", config["act_fn"], "silu")
-    widths = config.get("block_out_channels", (224, 448, 672, 896))
+    widths = config["block_out_channels"]
     groups = config.get("norm_num_groups", 32)
     film = config.get("resnet_time_scale_shift", "default")
     if film not in ("default", "scale_shift"):

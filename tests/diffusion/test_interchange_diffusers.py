@@ -385,6 +385,12 @@ def test_damaged_directories(tmp_path):
     torch.save({"a": Path("x")}, weights.with_suffix(".bin"))
     with pytest.raises(ConfigError, match="not unpickled"):
         load_trained(folder, CPU)
+    torch.save({"a": 1}, weights.with_suffix(".bin"))
+    with pytest.raises(ConfigError, match="holds no state dict"):
+        load_trained(folder, CPU)
+    (folder / "unet" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="config.json does not say block_out_channels"):
+        load_trained(folder, CPU)
     (folder / "unet" / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="config.json cannot be read"):
         load_trained(folder, CPU)
