@@ -44,8 +44,8 @@ def make_environments(name: str, count: int, pictured: int = 0) -> list[Environm
             f"env={name} is not built in ({', '.join(BUILT_IN)}), and gymnasium is not installed;"
             " pip install gymnasium"
         ) from None
-    namespace = name.split("/")[0] if "/" in name and ":" not in name else None
-    if namespace is not None and name not in gymnasium.registry:
+    namespace = name.split("/")[0] if "/" in name and ":" not in name else ""
+    if namespace.isidentifier() and name not in gymnasium.registry:
         try:
             importlib.import_module(namespace)
         except ImportError as error:
@@ -55,7 +55,7 @@ def make_environments(name: str, count: int, pictured: int = 0) -> list[Environm
             ) from None
     try:
         return [gymnasium.make(name, render_mode=mode) for mode in modes]
-    except (gymnasium.error.Error, ImportError) as error:
+    except (gymnasium.error.Error, ImportError, ValueError) as error:
         raise ConfigError(f"env={name} cannot be made: {_line(error)}") from error
 
 
