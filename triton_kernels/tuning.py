@@ -12,6 +12,7 @@ memory, in each of several runs: some tiles are miscompiled, and they look fast.
 import json
 import math
 import os
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -26,16 +27,19 @@ Config = TypeVar("Config", bound=tuple)
 _SHIPPED = Path(__file__).parent / "tuned"
 _RUNS = 3  # of a candidate, compared with the default
 _TOLERANCE = 1e-2  # relative, in the norm: between two orders of summation, rounded to 16 bits
-_MILLISECONDS = 1.5  # of a candidate in one graph, which is replayed ten times
+_CALLS = 10  # in a graph that is timed
+_MICROSECONDS = 3000.0  # of replays of a candidate
+_HOPELESS = 1.25  # times the best one so far: replayed once
 
 _search: "Search | None" = None
+_decided: tuple[dict, dict] = ({}, {})  # a table, and what `choose` has made of it
 
 
 class Search:
     """The measurements of a `search()`: the fastest configuration of each shape met in it."""
 
-    def __init__(self, part: int, parts: int, timed: bool) -> None:
-        self.part, self.parts, self.timed = part, parts, timed
+    def __init__(self, part: int, parts: int, timed: bool, only: Sequence[str]) -> None:
+        self.part, self.parts, self.timed, self.only = part, parts, timed, only
         self.found: dict[str, list[int]] = {}
         self.times: dict[str, dict[str, float]] = {}  # microseconds by configuration
         self.defaults: dict[str, str] = {}  # the configuration that the cost model would take
@@ -48,33 +52,36 @@ class Search:
         self.found[name] = list(default)
         if self.count % self.parts != self.part:
             return
+        configs = list(dict.fromkeys([default, *configs]))
         if not self.timed:
             for config in configs:
                 run(config)
             return
-        expected = run(default).clone()
-        times = {}
+        first = run(default)
+        expected = first.clone()
+        first.fill_(math.nan)  # see `_agree`
+        times: dict[Config, float] = {}
         for config in configs:
             if not all(_agree(run(config), expected) for _ in range(_RUNS)):
                 self.rejected.append(f"{name}: {tuple(config)}")
                 continue
-            # as a graph, since launching from Python takes longer than most of these kernels
-            times[config] = triton.testing.do_bench_cudagraph(
-                lambda config=config: run(config), rep=_MILLISECONDS, return_mode="median"
-            )
-        self.times[name] = {str(tuple(c)): 1000 * t for c, t in times.items()}
+            best = min(times.values(), default=math.inf)
+            times[config] = _time(lambda config=config: run(config), best)
+        self.times[name] = {str(tuple(c)): t for c, t in times.items()}
         self.defaults[name] = str(tuple(default))
         if times:
             self.found[name] = list(min(times, key=times.get))
 
 
 @contextmanager
-def search(part: int = 0, parts: int = 1, timed: bool = True) -> Iterator[Search]:
+def search(
+    part: int = 0, parts: int = 1, timed: bool = True, only: Sequence[str] = ()
+) -> Iterator[Search]:
     """Within the block every shape that is met for the first time is measured. With several parts
     only every so many shapes are; with `timed=False` they are compiled only, which processes can
-    do side by side."""
+    do side by side. `only` names the ops that count, if not all do."""
     global _search
-    _search = Search(part, parts, timed)
+    _search = Search(part, parts, timed, only)
     try:
         yield _search
     finally:
@@ -88,18 +95,27 @@ def choose(
     default: Callable[[], Config],
     run: Callable[[Config], torch.Tensor],  # does it with a configuration; returns the result
 ) -> Config:
-    """The configuration to use for this op and shape."""
+    """The configuration to use for this op and shape. What `configs` and `default` return depends
+    on these two alone: they are asked once."""
+    global _decided
+    table = _table()
+    if _decided[0] is not table:
+        _decided = (table, {})
+    config = _decided[1].get((op, key))
+    if config is not None and _search is None:
+        return config
     n, *rest = key
     name = f"{op} {' '.join(map(str, rest))}"
     full = f"{name} n={n}"
-    if _search is not None and full not in _search.found:
+    if _search is not None and full not in _search.found and op in (_search.only or (op,)):
         _search.run(full, configs(), default(), run)
-    table = _table()
-    if name not in table:
-        return default()
-    nearest = min(table[name], key=lambda known: abs(math.log(known / max(n, 1))))
-    config = type(default())(*table[name][nearest])
-    return config if config in configs() else default()
+    config = default()
+    if name in table:
+        nearest = min(table[name], key=lambda known: abs(math.log(known / max(n, 1))))
+        measured = type(config)(*table[name][nearest])
+        config = measured if measured in configs() else config
+    _decided[1][op, key] = config
+    return config
 
 
 def cache_path() -> Path:
@@ -144,5 +160,76 @@ def _on_gpu() -> bool:
 
 
 def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    difference = (actual.double() - expected.double()).norm()
-    return bool(difference <= _TOLERANCE * expected.double().norm())
+    """Whether they are about equal. Afterwards `actual` holds NaN, so that the next candidate,
+    which is likely to get the same memory, cannot look right without writing there."""
+    expected = expected.float()
+    difference = (actual.float() - expected).norm()
+    agree = bool(difference <= _TOLERANCE * expected.norm())
+    actual.fill_(math.nan)
+    return agree
+
+
+class _Stopwatch:
+    """Times calls by replays of a CUDA graph, since the host is slower than the smaller kernels,
+    and with inputs that are not in the L2 cache."""
+
+    def __init__(self) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+        self.buffer = torch.zeros(size // 4, device=device)
+        self.stream = torch.cuda.Stream()
+        self.pool = None
+        self.graph = self._capture(self._evict)  # kept, since it owns the memory of the others
+        self.pool = self.graph.pool()
+        self.alone = self._replay(self.graph, math.inf)
+
+    def time(self, run: Callable[[], torch.Tensor], best: float) -> float:
+        """Microseconds of a call. One that is much worse than `best` is replayed just once."""
+
+        def call() -> None:
+            self._evict()
+            run()
+
+        return self._replay(self._capture(call), best + self.alone) - self.alone
+
+    def _evict(self) -> None:
+        """Read until nothing else is in the cache; so nothing there waits to be written either."""
+        self.buffer.amax()
+
+    def _capture(self, call: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream):
+            call()
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                for _ in range(_CALLS):
+                    call()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def _replay(self, graph: torch.cuda.CUDAGraph, best: float) -> float:
+        """Microseconds of one of the graph's calls, the median over replays."""
+        times: list[float] = []
+        count = 1
+        with torch.cuda.stream(self.stream):
+            while len(times) < count:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times.append(1000 * start.elapsed_time(end) / _CALLS)
+                if len(times) == 1 and times[0] < _HOPELESS * best:
+                    count = max(4, min(20, round(_MICROSECONDS / times[0] / _CALLS)))
+        return statistics.median(times[1:] or times)
+
+
+@lru_cache(maxsize=1)
+def _stopwatch() -> _Stopwatch:
+    return _Stopwatch()
+
+
+def _time(run: Callable[[], torch.Tensor], best: float) -> float:
+    return _stopwatch().time(run, best)
