@@ -111,7 +111,8 @@ def _conv2d_wgrad(
         path = conv_tma if conv_tma.serves_wgrad(x, dy, weight, stride) else conv_gather
     else:
         path = conv_tma if isinstance(config, conv_tma.WgradConfig) else conv_gather
-    config, splits = path.plan_wgrad(x, dy, weight, padding, config)
+    how = (stride, precision) if path is conv_gather else ()
+    config, splits = path.plan_wgrad(x, dy, weight, padding, config, *how)
     partial = partials(dweight, splits)
     path.launch_wgrad(x, dy, weight, partial, stride, padding, precision, config, splits)
     sum_partials(partial, dweight)

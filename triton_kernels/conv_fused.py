@@ -15,7 +15,6 @@ every run. The GEMM is that of `conv_tma`: stride 1, channels in multiples of 16
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -286,11 +285,9 @@ def conv_weight_grad(
     padding = (r // 2, s // 2) if padding is None else (padding, padding)
     path = conv_tma if x.itemsize == 2 and stride == 1 else conv_gather
     assert path is conv_tma or (x.shape[3], dy.shape[3]) == (ci, co)
-    if config is None and path is conv_tma:
-        *config, splits = _choose_wgrad(x, dy, out, padding)
-        config = WgradConfig(*config)
-    config, cheapest = path.plan_wgrad(x, dy, out, padding, config)
-    splits = cheapest if splits is None else splits
+    how = (stride, "tf32") if path is conv_gather else ()
+    config, planned = path.plan_wgrad(x, dy, out, padding, config, *how)
+    splits = planned if splits is None else splits
     if splits == 1 and path is conv_tma:
         place = {"stride_co": out.stride(0), "accumulate": accumulate}
         conv_tma.launch_wgrad(x, dy, out, out, 1, padding, "tf32", config, 1, **place)
@@ -299,44 +296,6 @@ def conv_weight_grad(
     parts = _empty((splits, co * row), dtype=torch.float32, device=x.device)
     path.launch_wgrad(x, dy, out, parts, stride, padding, "tf32", config, splits)
     sum_partials(parts, out, accumulate=accumulate)
-
-
-class _WgradPlan(NamedTuple):
-    """A `WgradConfig` and the number of parts."""
-
-    block_co: int
-    block_ci: int
-    block_m: int
-    taps: int
-    num_warps: int
-    num_stages: int
-    splits: int
-
-
-def _choose_wgrad(x: Tensor, dy: Tensor, out: Tensor, padding: tuple[int, int]) -> _WgradPlan:
-    co, ci, r, s = out.shape
-
-    def plan(config: WgradConfig | None) -> tuple[WgradConfig, int]:
-        return conv_tma.plan_wgrad(x, dy, out, padding, config)
-
-    def default() -> _WgradPlan:
-        config, splits = plan(None)
-        return _WgradPlan(*config, splits)
-
-    def run(choice: _WgradPlan) -> Tensor:
-        *config, splits = choice
-        scratch = torch.empty((co, r, s, ci), dtype=out.dtype, device=out.device)
-        scratch = scratch.permute(0, 3, 1, 2)
-        conv_weight_grad(x, dy, scratch, config=WgradConfig(*config), splits=splits)
-        return scratch
-
-    def candidates() -> list[_WgradPlan]:
-        plans = [plan(c) for c in conv_tma.WGRAD_CONFIGS if conv_tma.wgrad_fits(c, x, out)]
-        splits = [(c, max(1, int(split * f))) for c, split in plans for f in (1, 2, 0.5, 0.25)]
-        return [_WgradPlan(*c, split) for c, split in dict.fromkeys(splits)]
-
-    key = (*x.shape, dy.shape[3], r, s, x.dtype)
-    return choose("conv_weight_grad", key, candidates, default, run)
 
 
 # --- what applies where ---------------------------------------------------------------------------

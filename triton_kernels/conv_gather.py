@@ -3,14 +3,17 @@
 Serves any stride, padding and number of channels on any GPU; `conv_tma` is the fast path.
 """
 
+import math
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .column_sum import num_splits
+from .column_sum import num_splits, partials, sum_partials
 from .device import describe
+from .tuning import choose
 
 
 class Config(NamedTuple):
@@ -38,11 +41,19 @@ FWD_CONFIGS = [
     Config(64, 128, 32, 4, 3),
     Config(64, 16, 64, 4, 3),  # the linear layer over a handful of samples
     Config(16, 128, 32, 4, 3),  # the head: three output channels
+    Config(16, 128, 64, 4, 3),  # these only where they were measured to be faster
+    Config(16, 256, 64, 4, 3),
+    Config(16, 64, 64, 4, 4),
+    Config(64, 128, 32, 4, 2),
+    Config(64, 64, 32, 4, 2),
 ]
 WGRAD_CONFIGS = [
     WgradConfig(64, 64, 32, 4, 3),
-    WgradConfig(64, 32, 64, 4, 3),  # the stem: nine taps of three channels
-    WgradConfig(16, 64, 64, 4, 3),  # the head
+    WgradConfig(64, 32, 64, 4, 3),  # stem and head: nine taps of three channels
+    WgradConfig(16, 64, 64, 4, 3),  # few output channels, strided
+    WgradConfig(64, 32, 128, 4, 3),  # these only where they were measured to be faster
+    WgradConfig(64, 32, 64, 4, 4),
+    WgradConfig(64, 64, 64, 4, 3),
 ]
 
 
@@ -177,7 +188,21 @@ def launch_fwd(
     # a program of the input gradient sees the pixels of one remainder modulo the stride
     step = stride if dgrad else 1
     pixels = n * triton.cdiv(p, step) * triton.cdiv(q, step)
-    config = config or _pick_fwd(pixels, co, ci % 8 == 0 and precision != "ieee", x)
+    wide_loads = ci % 8 == 0 and precision != "ieee"
+    if config is None:
+
+        def run(c: Config) -> Tensor:
+            out = torch.empty_like(y)
+            launch_fwd(x, weight, bias, out, stride, padding, precision, dgrad=dgrad, config=c)
+            return out
+
+        config = choose(
+            "conv2d_gather_dgrad" if dgrad else "conv2d_gather",
+            (*x.shape, *y.shape[1:], r, s, stride, x.dtype, precision),
+            lambda: [c for c in FWD_CONFIGS if _fits_fwd(c, x, wide_loads)],
+            lambda: _pick_fwd(pixels, co, wide_loads, x),
+            run,
+        )
     stride_wo, stride_wi = (1, r * s * weight_ci) if dgrad else (r * s * weight_ci, 1)
     tiles = triton.cdiv(pixels, config.block_m) * triton.cdiv(co, config.block_c)
     _conv2d_gather_kernel[(tiles, step * step)](
@@ -213,13 +238,18 @@ def launch_fwd(
     )
 
 
+def _fits_fwd(c: Config, x: Tensor, wide_loads: bool) -> bool:
+    """In float32 the first tiles alone. Loads of single elements keep a pointer for each: with more
+    than 64x64 registers spill."""
+    return x.itemsize == 2 and (wide_loads or c.block_m <= 64)
+
+
 def _pick_fwd(pixels: int, channels: int, wide_loads: bool, x: Tensor) -> Config:
-    safe, large, few_pixels, few_channels = FWD_CONFIGS
+    safe, large, few_pixels, few_channels = FWD_CONFIGS[:4]
     if channels <= 16:
         return few_channels
     if pixels <= 16:
         return few_pixels
-    # loads of single elements keep a pointer for each: with more than 64x64 registers spill
     programs = triton.cdiv(pixels, large.block_m) * triton.cdiv(channels, large.block_c)
     return large if wide_loads and programs >= 2 * describe(x.device).num_sms else safe
 
@@ -246,6 +276,7 @@ def _conv2d_wgrad_gather_kernel(
     PAD_H: tl.constexpr,
     PAD_W: tl.constexpr,
     FLAT: tl.constexpr,  # few input channels: a column is a (tap, channel) pair, not a channel
+    SWAPPED: tl.constexpr,  # x is dy and dy is x, and the taps count backwards; see `_swapped`
     PRECISION: tl.constexpr,
     BLOCK_CO: tl.constexpr,
     BLOCK_CI: tl.constexpr,
@@ -289,12 +320,27 @@ def _conv2d_wgrad_gather_kernel(
         )  # [BLOCK_M, BLOCK_CO]
         acc = tl.dot(tl.trans(dy), x, acc, input_precision=PRECISION)
 
-    row_w = split.to(tl.int64) * CO + offs_co
+    dw_ptr += split.to(tl.int64) * (CO * TAPS * CI)
+    if SWAPPED:  # [CI, TAPS, CO] in the names of this kernel
+        offs_w = (c * TAPS + (TAPS - 1 - tap)) * CO + offs_co[:, None]
+    else:
+        offs_w = offs_co[:, None] * (TAPS * CI) + column[None, :]
     tl.store(
-        dw_ptr + row_w[:, None] * (TAPS * CI) + column[None, :],
+        dw_ptr + offs_w,
         acc.to(dw_ptr.dtype.element_ty),
         mask=mask_co[:, None] & mask_ci[None, :],
     )
+
+
+class _WgradPlan(NamedTuple):
+    """A `WgradConfig` and the number of parts."""
+
+    block_co: int
+    block_ci: int
+    block_m: int
+    num_warps: int
+    num_stages: int
+    splits: int
 
 
 def plan_wgrad(
@@ -303,14 +349,45 @@ def plan_wgrad(
     weight: Tensor,
     padding: tuple[int, int],
     config: WgradConfig | None,
+    stride: int = 1,
+    precision: str = "tf32",
 ) -> tuple[WgradConfig, int]:
     """The configuration, and the number of parts that the sum over pixels is split into."""
     co, ci, r, s = weight.shape
-    config = config or _pick_wgrad(co, r * s * ci if ci < 16 else ci)
-    co_blocks, column_blocks = _wgrad_blocks(weight, config)
-    steps = triton.cdiv(dy.numel() // co, config.block_m)
-    slots = 2 * describe(x.device).num_sms
-    return config, num_splits(co_blocks * column_blocks, steps, slots)
+    n, p, q, _ = dy.shape
+    pixels = n * p * q
+    if _swapped(weight, padding, x, dy):
+        co, ci, pixels = ci, co, x.numel() // ci
+
+    def splits(c: WgradConfig) -> int:
+        blocks = math.prod(_wgrad_blocks(co, ci, r * s, c))
+        return num_splits(blocks, triton.cdiv(pixels, c.block_m), 2 * describe(x.device).num_sms)
+
+    if config is not None:
+        return config, splits(config)
+
+    def default() -> _WgradPlan:
+        config = _pick_wgrad(co, r * s * ci if ci < 16 else ci)
+        return _WgradPlan(*config, splits(config))
+
+    def candidates() -> list[_WgradPlan]:
+        if precision == "ieee":  # products are unrolled into FMAs: a small tile, which is the first
+            return []
+        plans = [(c, max(1, int(splits(c) * f))) for c in WGRAD_CONFIGS for f in (1, 2, 0.5, 0.25)]
+        plans += [(c, 1) for c in WGRAD_CONFIGS if pixels <= 32 * c.block_m]
+        return [_WgradPlan(*c, k) for c, k in dict.fromkeys(plans)]
+
+    def run(plan: _WgradPlan) -> Tensor:
+        *tile, k = plan
+        out = torch.empty((weight.numel(),), dtype=weight.dtype, device=x.device)
+        parts = partials(out, k)
+        launch_wgrad(x, dy, weight, parts, stride, padding, precision, WgradConfig(*tile), k)
+        sum_partials(parts, out)
+        return out
+
+    key = (*x.shape, *weight.shape, p, q, stride, x.dtype, precision)
+    *tile, k = choose("conv_weight_grad_gather", key, candidates, default, run)
+    return WgradConfig(*tile), k
 
 
 def launch_wgrad(
@@ -325,10 +402,13 @@ def launch_wgrad(
     splits: int,
 ) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
+    _, _, r, s = weight.shape
+    if swapped := _swapped(weight, padding, x, dy):
+        x, dy, stride = dy, x, 1
+        padding = (r - 1 - padding[0], s - 1 - padding[1])
     _, h, w, ci = x.shape
     n, p, q, co = dy.shape
-    _, _, r, s = weight.shape
-    _conv2d_wgrad_gather_kernel[(*_wgrad_blocks(weight, config), splits)](
+    _conv2d_wgrad_gather_kernel[(*_wgrad_blocks(co, ci, r * s, config), splits)](
         x,
         dy,
         partial,
@@ -346,6 +426,7 @@ def launch_wgrad(
         PAD_H=padding[0],
         PAD_W=padding[1],
         FLAT=ci < 16,
+        SWAPPED=swapped,
         PRECISION=precision,
         BLOCK_CO=config.block_co,
         BLOCK_CI=config.block_ci,
@@ -355,17 +436,30 @@ def launch_wgrad(
     )
 
 
-def _wgrad_blocks(weight: Tensor, config: WgradConfig) -> tuple[int, int]:
+def _swapped(weight: Tensor, padding: tuple[int, int], x: Tensor, dy: Tensor) -> bool:
+    """Whether to gather dy instead of x: where the output channels are the few, as in the head.
+
+        dweight[co, r, s, ci] = sum_{n, h, w} x[n, h, w, ci] dy[n, h + pad - r, w + pad - s, co]
+
+    is a weight gradient again, whose taps count backwards. Then x, the large one, is read once and
+    not once a tap.
+    """
     co, ci, r, s = weight.shape
+    # with a stride most of the pixels of x would see no dy at all
+    same = all(dy.shape[1 + i] == x.shape[1 + i] + 2 * padding[i] - (r, s)[i] + 1 for i in range(2))
+    return co < 16 <= ci and same
+
+
+def _wgrad_blocks(co: int, ci: int, taps: int, config: WgradConfig) -> tuple[int, int]:
     if ci < 16:
-        columns = triton.cdiv(r * s * ci, config.block_ci)
+        columns = triton.cdiv(taps * ci, config.block_ci)
     else:
-        columns = r * s * triton.cdiv(ci, config.block_ci)
+        columns = taps * triton.cdiv(ci, config.block_ci)
     return triton.cdiv(co, config.block_co), columns
 
 
 def _pick_wgrad(co: int, columns: int) -> WgradConfig:
-    safe, few_columns, few_channels = WGRAD_CONFIGS
+    safe, few_columns, few_channels = WGRAD_CONFIGS[:3]
     if co <= 16:
         return few_channels
     return few_columns if columns <= 32 else safe

@@ -12,12 +12,13 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .column_sum import num_splits
+from .column_sum import num_splits, partials, sum_partials
 from .dependent_launch import await_inputs, overlapping
 from .device import describe
 from .tuning import choose
@@ -55,6 +56,18 @@ FWD_CONFIGS = [
     Config(128, 256, 64, 8, 3),
     Config(64, 64, 32, 4, 4),  # few input channels, and TF32: a row of a box is at most 128 bytes
     Config(128, 128, 32, 4, 4),
+    Config(64, 128, 64, 4, 2),  # from here on only where they were measured to be faster
+    Config(64, 128, 64, 4, 4),
+    Config(64, 256, 64, 4, 2),
+    Config(64, 256, 64, 8, 3),
+    Config(128, 64, 64, 4, 3),
+    Config(128, 128, 64, 4, 2),
+    Config(128, 128, 64, 8, 3),
+    Config(128, 256, 64, 8, 4),
+    Config(256, 64, 64, 8, 2),
+    Config(256, 128, 64, 8, 2),
+    Config(256, 128, 64, 8, 3),
+    Config(64, 32, 32, 4, 4),
 ]
 WGRAD_CONFIGS = [
     WgradConfig(64, 64, 64, 1, 4, 4),
@@ -70,8 +83,21 @@ WGRAD_CONFIGS = [
     WgradConfig(64, 128, 64, 1, 4, 4),
     WgradConfig(128, 128, 128, 1, 8, 2),
     WgradConfig(128, 128, 64, 3, 8, 3),
+    WgradConfig(128, 128, 64, 1, 4, 3),
+    WgradConfig(128, 256, 64, 1, 8, 3),
+    WgradConfig(256, 128, 64, 1, 8, 3),
+    WgradConfig(128, 64, 64, 3, 4, 3),
+    WgradConfig(64, 64, 64, 3, 4, 4),
+    WgradConfig(128, 128, 128, 1, 4, 2),
+    WgradConfig(64, 128, 128, 1, 4, 2),
+    WgradConfig(128, 64, 128, 1, 4, 2),
+    WgradConfig(128, 128, 64, 1, 4, 4),
+    WgradConfig(128, 64, 64, 3, 4, 2),
+    WgradConfig(64, 256, 64, 1, 4, 3),
 ]
-_MODELLED = 4  # the first so many are what the cost model chooses from
+# the first so many are what the cost models choose from
+_MODELLED_FWD = 8
+_MODELLED_WGRAD = 4
 
 
 # --- forward and input gradient -------------------------------------------------------------------
@@ -262,8 +288,9 @@ def launch_fwd(
     if config is None:
 
         def run(c: Config) -> Tensor:
-            launch_fwd(x, weight, bias, y, stride, padding, precision, dgrad=dgrad, config=c)
-            return y
+            out = torch.empty_like(y)
+            launch_fwd(x, weight, bias, out, stride, padding, precision, dgrad=dgrad, config=c)
+            return out
 
         config = choose(
             "conv2d_dgrad" if dgrad else "conv2d",
@@ -321,7 +348,7 @@ def _pick_fwd(x: Tensor, y: Tensor) -> Config:
         rounds = triton.cdiv(boxes * triton.cdiv(co, c.block_c), gpu.num_sms)
         return rounds * (c.block_c * c.block_m + 32 * (c.block_c + c.block_m))
 
-    return min((c for c in FWD_CONFIGS if _fits_fwd(c, x)), key=time)
+    return min((c for c in FWD_CONFIGS[:_MODELLED_FWD] if _fits_fwd(c, x)), key=time)
 
 
 def _fits_fwd(c: Config, x: Tensor) -> bool:
@@ -409,6 +436,18 @@ def _store_or_add(ptrs, value, mask, ADD: tl.constexpr):
     tl.store(ptrs, value.to(ptrs.dtype.element_ty), mask=mask)
 
 
+class _WgradPlan(NamedTuple):
+    """A `WgradConfig` and the number of parts."""
+
+    block_co: int
+    block_ci: int
+    block_m: int
+    taps: int
+    num_warps: int
+    num_stages: int
+    splits: int
+
+
 def plan_wgrad(
     x: Tensor,
     dy: Tensor,
@@ -417,14 +456,44 @@ def plan_wgrad(
     config: WgradConfig | None,
 ) -> tuple[WgradConfig, int]:
     """The configuration, and the number of parts that the sum over pixels is split into."""
-    config = config or _pick_wgrad(x, weight)
+    if config is not None:
+        return config, _splits(x, dy, weight, padding, config)
+    _, _, r, s = weight.shape
+
+    def default() -> _WgradPlan:
+        config = _pick_wgrad(x, weight)
+        return _WgradPlan(*config, _splits(x, dy, weight, padding, config))
+
+    def candidates() -> list[_WgradPlan]:
+        fitting = [c for c in WGRAD_CONFIGS if wgrad_fits(c, x, weight)]
+        parts = [(c, _splits(x, dy, weight, padding, c)) for c in fitting]
+        plans = [(c, max(1, int(k * f))) for c, k in parts for f in (1, 1.5, 2, 0.75, 0.5, 0.25)]
+        return [_WgradPlan(*c, k) for c, k in dict.fromkeys(plans)]
+
+    def run(plan: _WgradPlan) -> Tensor:
+        *tile, splits = plan
+        out = torch.empty((weight.numel(),), dtype=weight.dtype, device=x.device)
+        parts = partials(out, splits)
+        config = WgradConfig(*tile)
+        launch_wgrad(x, dy, weight, parts, 1, padding, "tf32", config, splits)
+        sum_partials(parts, out)
+        return out
+
+    key = (*x.shape, dy.shape[3], r, s, x.dtype)
+    *tile, splits = choose("conv_weight_grad", key, candidates, default, run)
+    return WgradConfig(*tile), splits
+
+
+def _splits(
+    x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int], config: WgradConfig
+) -> int:
     if _is_pointwise(weight, padding):
         dy = _as_one_row(dy)
     n, p, q, _ = dy.shape
     box, _ = wgrad_box(config.block_m, n, p, q)
     slots = describe(x.device).num_sms * 8 // config.num_warps
     programs = math.prod(_wgrad_blocks(weight, config))
-    return config, num_splits(programs, count_boxes(box, n, p, q), slots)
+    return num_splits(programs, count_boxes(box, n, p, q), slots)
 
 
 def launch_wgrad(
@@ -488,22 +557,22 @@ def serves_wgrad(x: Tensor, dy: Tensor, weight: Tensor, stride: int) -> bool:
 
 def _pick_wgrad(x: Tensor, weight: Tensor) -> WgradConfig:
     """The least work, counting padded channels, and fetching as in `_pick_fwd`."""
-    co, ci, _, _ = weight.shape
+    co, ci, _, s = weight.shape
+    taps = 3 if s == 3 else 1
 
     def time(c: WgradConfig) -> float:
         padded = triton.cdiv(co, c.block_co) * c.block_co * triton.cdiv(ci, c.block_ci) * c.block_ci
         fetched = (c.block_co + c.taps * c.block_ci) / (c.block_co * c.block_ci * c.taps)
         return padded * (1 + 32 * fetched)
 
-    modelled = (c for c in WGRAD_CONFIGS[:_MODELLED] if wgrad_fits(c, x, weight))
-    return min(modelled, key=time)
+    modelled = (c for c in WGRAD_CONFIGS[:_MODELLED_WGRAD] if wgrad_fits(c, x, weight))
+    return min((c for c in modelled if c.taps == taps), key=time)
 
 
 def wgrad_fits(c: WgradConfig, x: Tensor, weight: Tensor) -> bool:
     """Whether the taps divide the filter's rows, and the pipeline fits into shared memory."""
     fetched = c.num_stages * c.block_m * (c.block_co + c.taps * c.block_ci) * 2
-    wanted = 3 if weight.shape[3] == 3 else 1
-    return c.taps == wanted and fetched + 1024 <= describe(x.device).shared_memory
+    return weight.shape[3] % c.taps == 0 and fetched + 1024 <= describe(x.device).shared_memory
 
 
 def _wgrad_blocks(weight: Tensor, config: WgradConfig) -> tuple[int, int]:

@@ -107,6 +107,7 @@ _STEM_WGRAD = {
     "constexprs": {
         "S": 3,
         "TAPS": 9,
+        "SWAPPED": False,
         "STRIDE": 1,
         "PAD_H": 1,
         "PAD_W": 1,
