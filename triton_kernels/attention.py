@@ -19,7 +19,8 @@ the tile has no masks. There are no atomics: the same input gives the same bits.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -28,10 +29,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .dependent_launch import await_inputs, overlapping
+from .device import describe
 from .layout import check_nhwc
+from .tuning import choose
 
 ORDERS = ("qkv_heads", "heads_qkv")
 MAX_HEAD_DIM = 128
+
+_Config = TypeVar("_Config", bound=tuple)
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -50,10 +55,14 @@ class _Tile(NamedTuple):
 
 class _BwdConfig(NamedTuple):
     one_pass: bool  # one kernel that keeps all keys (T <= keep; 5 products), or two (7 products)
-    tile: _Tile
+    keep: int  # as in `_Tile`
+    step: int
+    num_warps: int
+    num_stages: int
 
 
-# What `_fwd_config` and `_bwd_config` choose, and candidates for them; each is tested by itself.
+# What `_fwd_config` and `_bwd_config` choose, and what may have been measured to be faster; each is
+# tested by itself.
 # In 16 bits and for heads of 64 all of them fit a Hopper SM; the first of each list fits any chip.
 _FWD_CONFIGS = (
     _Tile(64, 64, 4, 2),
@@ -62,20 +71,27 @@ _FWD_CONFIGS = (
     _Tile(128, 64, 4, 3),
     _Tile(128, 64, 8, 3),
     _Tile(128, 128, 8, 2),
+    _Tile(128, 128, 8, 3),
+    _Tile(64, 64, 4, 3),
+    _Tile(64, 256, 8, 2),
     _Tile(32, 32, 4, 2),
     _Tile(32, 32, 8, 2),
 )
 _BWD_CONFIGS = (
-    _BwdConfig(False, _Tile(64, 32, 4, 2)),
-    _BwdConfig(False, _Tile(64, 64, 4, 2)),
-    _BwdConfig(False, _Tile(128, 32, 4, 3)),
-    _BwdConfig(False, _Tile(128, 64, 8, 2)),
-    _BwdConfig(False, _Tile(32, 32, 4, 2)),
-    _BwdConfig(False, _Tile(32, 32, 8, 2)),
-    _BwdConfig(True, _Tile(64, 64, 4, 1)),
-    _BwdConfig(True, _Tile(128, 64, 8, 2)),
-    _BwdConfig(True, _Tile(256, 32, 8, 2)),
-    _BwdConfig(True, _Tile(256, 64, 8, 1)),
+    _BwdConfig(False, 64, 32, 4, 2),
+    _BwdConfig(False, 64, 64, 4, 2),
+    _BwdConfig(False, 128, 32, 4, 3),
+    _BwdConfig(False, 128, 64, 8, 2),
+    _BwdConfig(False, 32, 32, 4, 2),
+    _BwdConfig(False, 32, 32, 8, 2),
+    _BwdConfig(True, 64, 64, 4, 1),
+    _BwdConfig(True, 128, 64, 8, 2),
+    _BwdConfig(True, 256, 32, 8, 2),
+    _BwdConfig(True, 256, 64, 8, 1),
+    _BwdConfig(True, 256, 32, 8, 1),
+    _BwdConfig(True, 64, 64, 8, 1),
+    _BwdConfig(True, 64, 32, 4, 1),
+    _BwdConfig(True, 64, 32, 4, 2),
 )
 
 
@@ -95,14 +111,23 @@ def _fwd_config(t: int, block_d: int, dtype: torch.dtype, allow_tf32: bool) -> _
 def _bwd_config(t: int, block_d: int, dtype: torch.dtype, allow_tf32: bool) -> _BwdConfig:
     row = block_d * dtype.itemsize
     if dtype == torch.float32 and not allow_tf32:
-        return _BwdConfig(False, _Tile(32, 32, 4 if block_d <= 64 else 8, 2))
+        return _BwdConfig(False, 32, 32, 4 if block_d <= 64 else 8, 2)
     if row > 256:
-        return _BwdConfig(False, _Tile(32, 32, 4, 2))
+        return _BwdConfig(False, 32, 32, 4, 2)
     if row > 128:
-        return _BwdConfig(False, _Tile(64, 32, 4, 2))
+        return _BwdConfig(False, 64, 32, 4, 2)
     if t <= 64:
-        return _BwdConfig(True, _Tile(64, 64, 4, 1))
-    return _BwdConfig(False, _Tile(64, 64, 4, 2))
+        return _BwdConfig(True, 64, 64, 4, 1)
+    return _BwdConfig(False, 64, 64, 4, 2)
+
+
+def _candidates(configs: Sequence[_Config], qkv: Tensor, block_d: int) -> list[_Config]:
+    """Those that fit, less tiles far beyond T: all of them only in 16 bits, for heads of at most
+    64, on a GPU with as much shared memory as Hopper's."""
+    if qkv.itemsize > 2 or block_d > 64 or describe(qkv.device).shared_memory < 220_000:
+        return []
+    longest = max(64, triton.next_power_of_2(qkv.shape[1]))
+    return [c for c in configs if max(c.keep, c.step) <= longest]
 
 
 # --- tiles ----------------------------------------------------------------------------------------
@@ -387,7 +412,13 @@ def _attention_fwd(
     if o.numel() == 0:
         return o, lse
     if config is None:
-        config = _fwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32)
+        config = choose(
+            "attention",
+            (n, t, num_heads, constants["D"], qkv.dtype, allow_tf32),
+            lambda: _candidates(_FWD_CONFIGS, qkv, constants["BLOCK_D"]),
+            lambda: _fwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32),
+            lambda c: _attention_fwd(qkv, num_heads, order, allow_tf32, c)[0],
+        )
     _attention_fwd_kernel[(n * num_heads * triton.cdiv(t, config.keep),)](
         qkv,
         o,
@@ -421,8 +452,18 @@ def _attention_bwd(
     if dqkv.numel() == 0:
         return dqkv
     if config is None:
-        config = _bwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32)
-    keep, step, num_warps, num_stages = config.tile
+        config = choose(
+            "attention_bwd",
+            (n, t, num_heads, constants["D"], qkv.dtype, allow_tf32),
+            lambda: [
+                c
+                for c in _candidates(_BWD_CONFIGS, qkv, constants["BLOCK_D"])
+                if c.keep >= t or not c.one_pass
+            ],
+            lambda: _bwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32),
+            lambda c: _attention_bwd(do, qkv, o, lse, num_heads, order, allow_tf32, c),
+        )
+    _, keep, step, num_warps, num_stages = config
     grid = (n * num_heads * triton.cdiv(t, keep),)
     shared = dict(
         **constants,

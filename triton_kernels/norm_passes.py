@@ -20,6 +20,7 @@ from .layout import check_nhwc, check_shape
 from .norm_pass_kernels import _norm_apply_kernel, _norm_dx_kernel
 from .norm_tables import channel_block
 from .row_sums import RowSums
+from .tuning import choose
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -30,19 +31,42 @@ class _Config(NamedTuple):
     num_warps: int
 
 
-# Sixteen to 32 elements a thread: two or more 16-byte loads in flight, few registers
+# Sixteen to 32 elements a thread: two or more 16-byte loads in flight, few registers. The first of
+# each list is taken unless another was measured to be faster.
 _APPLY_CONFIGS = [
     _Config(4096, 2, 4),
     _Config(2048, 2, 4),
     _Config(4096, 1, 4),
     _Config(2048, 4, 4),
+    _Config(2048, 1, 4),
+    _Config(4096, 4, 4),
+    _Config(8192, 1, 8),
+    _Config(8192, 2, 8),
 ]
-_DX_CONFIGS = [_Config(2048, 2, 4), _Config(2048, 4, 4), _Config(4096, 2, 8), _Config(2048, 1, 4)]
+_DX_CONFIGS = [
+    _Config(2048, 2, 4),
+    _Config(2048, 4, 4),
+    _Config(4096, 2, 8),
+    _Config(2048, 1, 4),
+    _Config(4096, 1, 8),
+    _Config(4096, 1, 4),
+]
 
 # Fewer rows to be summed later
-_SUMS_DX_CONFIGS = [_Config(2048, 4, 4), _Config(2048, 8, 4), _Config(4096, 4, 8)]
+_SUMS_DX_CONFIGS = [
+    _Config(2048, 4, 4),
+    _Config(2048, 8, 4),
+    _Config(4096, 4, 8),
+    _Config(2048, 2, 4),
+    _Config(4096, 2, 8),
+]
 # A quarter of the pixels in the upsampled half, but four of each tensor at a time
-_UPSAMPLED_DX_CONFIGS = [_Config(4096, 1, 4), _Config(4096, 2, 4), _Config(8192, 1, 8)]
+_UPSAMPLED_DX_CONFIGS = [
+    _Config(4096, 1, 4),
+    _Config(4096, 2, 4),
+    _Config(8192, 1, 8),
+    _Config(2048, 2, 4),
+]
 
 _MIN_PROGRAMS = 1024  # below this the chunk of a program is cut down to fill the chip
 _MIN_TILE = 1024  # eight elements a thread
@@ -83,6 +107,7 @@ def apply(
     *,
     mask: Mask | None = None,
     upsample1: bool = False,
+    config: _Config | None = None,
 ) -> Tensor:  # [N, H, W, C1 + C2], dtype of x1
     """act(norm(x)) of x = x1 beside x2, and dropout of it if there is a mask.
 
@@ -97,7 +122,14 @@ def apply(
         c2 = x2.shape[3]
         check_shape("x2", x2, n, h, w, c2)
     check_shape("table", table, n, 4, c1 + c2)
-    config = _APPLY_CONFIGS[0]
+    if config is None:
+        config = choose(
+            "norm_apply",
+            (n, h, w, c1, c2, upsample1, x1.dtype, activation),
+            lambda: _APPLY_CONFIGS,
+            lambda: _APPLY_CONFIGS[0],
+            lambda c: apply(x1, x2, table, activation, upsample1=upsample1, config=c),
+        )
     grid = _cut(n, h * w, c1, c2, config)
     a = _empty((n, h, w, c1 + c2), dtype=x1.dtype, device=x1.device)
     assert mask is None or (c1 % 4 == c2 % 4 == 0), "four channels to a draw"
@@ -121,6 +153,7 @@ def norm_dx(
     *,
     upsample1: bool = False,
     out: Tensor | None = None,  # as x1; may be dz if there is no x2
+    config: _Config | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dx1 = p dz + q x1 + r + add1 + add1_second and dx2 alike, in the dtype of their x, each sum
     rounded once.
@@ -148,7 +181,17 @@ def norm_dx(
             check_nhwc(name, x)
             check_shape(name, x, n, *shape)
     configs = _UPSAMPLED_DX_CONFIGS if upsample1 else _SUMS_DX_CONFIGS if sums else _DX_CONFIGS
-    config = configs[0]
+    adds = (add1, add1_second, add2)
+    if config is None:
+        summed = sums is not False
+        tensors, rest = (dz, x1, x2, coeff, add1, add2, add1_second), {"upsample1": upsample1}
+        config = choose(
+            "norm_dx",
+            (n, h, w, c1, c2, upsample1, dz.dtype, summed, *(x is not None for x in adds)),
+            lambda: configs,
+            lambda: configs[0],
+            lambda c: norm_dx(*tensors, summed, **rest, config=c)[0],
+        )
     grid = _cut(n, h * w, c1, c2, config)
     dx1 = _empty(x1.shape, dtype=x1.dtype, device=x1.device) if out is None else out
     dx2 = None if x2 is None else _empty(x2.shape, dtype=x2.dtype, device=x2.device)
@@ -157,7 +200,6 @@ def norm_dx(
         rows = sums.rows(n * grid.k, c1)
     elif sums:
         rows = _empty((n * grid.k, c1), dtype=torch.float32, device=x1.device)
-    adds = (add1, add1_second, add2)
     shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb)
     _norm_dx_kernel[(grid.programs,)](
         dz, x1, x2, coeff, *adds, dx1, dx2, rows, *shape, upsample1, grid.masked, *grid.tile,

@@ -160,7 +160,7 @@ def test_fwd_config(config, shape, device):
 @pytest.mark.parametrize("config", _BWD_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", CONFIG_SHAPES.values(), ids=CONFIG_SHAPES)
 def test_bwd_config(config, shape, device):
-    if config.one_pass and config.tile.keep < shape[1]:
+    if config.one_pass and config.keep < shape[1]:
         pytest.skip("one pass needs all queries in a tile")
     qkv, do = make(*shape, torch.float16, device)
     (_, exact), (_, budget) = expected_and_budgets(qkv, do, shape[2])
@@ -175,7 +175,7 @@ def test_every_choice_is_in_a_tested_list():
             for dtype, tf32 in PRECISIONS.values():
                 assert _fwd_config(t, block_d, dtype, tf32) in _FWD_CONFIGS
                 config = _bwd_config(t, block_d, dtype, tf32)
-                assert config in _BWD_CONFIGS and (config.tile.keep >= t or not config.one_pass)
+                assert config in _BWD_CONFIGS and (config.keep >= t or not config.one_pass)
 
 
 def test_gradient_of_any_strides(device):
@@ -318,7 +318,7 @@ def test_gpu_fwd_config(config, shape, device):
 @pytest.mark.parametrize("config", _BWD_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", GPU_CONFIG_SHAPES.values(), ids=GPU_CONFIG_SHAPES)
 def test_gpu_bwd_config(config, shape, device):
-    if config.one_pass and config.tile.keep < shape[1]:
+    if config.one_pass and config.keep < shape[1]:
         pytest.skip("one pass needs all queries in a tile")
     qkv, do = make(*shape, torch.bfloat16, device)
     (_, exact), (_, budget) = expected_and_budgets(qkv, do, shape[2])
