@@ -265,6 +265,19 @@ def run_entry(main: Callable[[list[str]], int]) -> NoReturn:
         sys.exit(2)
 
 
+def run_shares(module: str, arguments: Sequence[str], processes: int) -> None:
+    """Run `python -m module ... part=0`, 1, 2, ... side by side, to compile what will be timed.
+    Whatever does not get compiled by them is compiled later."""
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    command = [sys.executable, "-m", module, *arguments, f"processes={processes}"]
+    shares = [
+        subprocess.Popen([*command, f"part={part}"], cwd=ROOT, env=environment)
+        for part in range(processes)
+    ]
+    if failed := sum(share.wait() != 0 for share in shares):
+        print(f"! {failed} of {processes} compiling processes failed")
+
+
 # --- checks ---------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from .harness import MATRIX_PEAK, Row
 
 DEFAULTS = {"merge": (), "out": ""}
 _ROOFS = ("copy", "matmul")
+_PASSES = ("fwd", "fwd+bias", "dgrad", "wgrad", "fwd+bwd", "step")  # from left to right
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,31 +48,56 @@ def draw_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
         mine = [row for row in rows if row.op == op]
         gpu = mine[0].gpu
         pairs = harness.ratios(mine)
-        if pairs:
-            paths.append(folder / f"{gpu}-{op}-ratio.png")
-            _draw_ratios(op, gpu, pairs, paths[-1])
-        if op != "train_step":
+        by_batch = op == "conv2d"  # which has too many shapes for one picture
+        for batch in sorted({_batch(ours) for ours, _ in pairs}) if by_batch else [None]:
+            drawn = [p for p in pairs if batch is None or _batch(p[0]) == batch]
+            if drawn:
+                name, title = f"{gpu}-{op}", f"{op}, {gpu}"
+                if batch is not None:
+                    name, title = f"{name}-batch{batch}", f"{op} at batch {batch}, {gpu}"
+                paths.append(folder / f"{name}-ratio.png")
+                _draw_ratios(title, drawn, paths[-1])
+        if any(row.bytes for row in mine):  # of a whole step nobody counts them
             roofs = [row for row in rows if row.op in _ROOFS]
             paths.append(folder / f"{gpu}-{op}-roofline.png")
             _draw_roofline(op, gpu, mine, roofs, paths[-1])
     return paths
 
 
-def _draw_ratios(op: str, gpu: str, pairs: Sequence[tuple[Row, Row]], path: Path) -> None:
-    """One bar a shape and pass; to the right of the line is faster than every alternative."""
-    labels = [f"{a.shape}  {a.dtype} {a.pass_}" for a, _ in pairs]
-    values = [best.median_us / ours.median_us for ours, best in pairs]
-    figure, axes = plt.subplots(figsize=(8, 1 + 0.2 * len(pairs)), layout="constrained")
-    colors = ["tab:green" if v >= 1 else "tab:red" for v in values]
-    axes.barh(range(len(pairs)), values, color=colors)
-    for i, (value, (_, best)) in enumerate(zip(values, pairs, strict=True)):
-        axes.text(value, i, f" {value:.2f} {best.provider}", va="center", fontsize=6)
-    axes.set_yticks(range(len(pairs)), labels, fontsize=6)
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.margins(x=0.2, y=0.01)
-    axes.invert_yaxis()
-    axes.set_xlabel("time of the fastest alternative / time of the Triton kernel")
-    axes.set_title(f"{op}, {gpu}", fontsize=9)
+def _batch(row: Row) -> int:
+    return int(row.shape.split("x")[0])
+
+
+def _draw_ratios(title: str, pairs: Sequence[tuple[Row, Row]], path: Path) -> None:
+    """A panel for each pass, a line for each shape; to the right of 1 is faster than every
+    alternative."""
+    passes = sorted({ours.pass_ for ours, _ in pairs}, key=_PASSES.index)
+    lines = list(dict.fromkeys((ours.shape, ours.dtype) for ours, _ in pairs))
+    several = len({dtype for _, dtype in lines}) > 1
+    names = [f"{shape}  {dtype}" if several else shape for shape, dtype in lines]
+    figure, panels = plt.subplots(
+        1,
+        len(passes),
+        sharey=True,
+        squeeze=False,
+        figsize=(2.5 + 2.7 * len(passes), 1.2 + 0.19 * len(lines)),
+        layout="constrained",
+    )
+    for axes, pass_ in zip(panels[0], passes, strict=True):
+        drawn = [(ours, best) for ours, best in pairs if ours.pass_ == pass_]
+        at = [lines.index((ours.shape, ours.dtype)) for ours, _ in drawn]
+        values = [best.median_us / ours.median_us for ours, best in drawn]
+        axes.barh(at, values, color=["tab:green" if v >= 1 else "tab:red" for v in values])
+        for i, value, (_, best) in zip(at, values, drawn, strict=True):
+            axes.text(value, i, f" {value:.2f} {best.provider}", va="center", fontsize=6)
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_xlim(0, 1.45 * max(values))
+        axes.set_title(pass_, fontsize=8)
+        axes.tick_params(labelsize=6)
+    panels[0][0].set_yticks(range(len(lines)), names)
+    panels[0][0].set_ylim(len(lines) - 0.4, -0.6)
+    figure.supxlabel("time of the fastest alternative / time of the Triton kernel", fontsize=8)
+    figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

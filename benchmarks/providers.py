@@ -6,6 +6,7 @@ alternatives pay for no conversion that their own networks would not need.
 """
 
 import contextlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -234,6 +235,17 @@ def _forward(function: Callable[..., Tensor], *args: Tensor) -> Run:
     return run
 
 
+_GNNHWC = importlib.util.find_spec("gnnhwc") is not None  # latentCall145/channels-last-groupnorm
+
+
+def _gnnhwc(groups: int, activation: str) -> Callable[..., Tensor]:
+    """The CUDA GroupNorm for channels_last tensors of that package."""
+    from gnnhwc.custom_gn import GN_NHWC_Func  # compiles itself, so only where it is wanted
+
+    code = {"identity": 0, "silu": 2}[activation]
+    return lambda x, weight, bias: GN_NHWC_Func.apply(x, weight, bias, groups, 1e-5, code)
+
+
 def _group_norm(case: NormCase, count: int, dtype: str) -> list[Experiment]:
     kind = DTYPES[dtype]
     size = case.n * case.h * case.w * case.c
@@ -288,6 +300,15 @@ def _group_norm(case: NormCase, count: int, dtype: str) -> list[Experiment]:
             x, *rest = arguments(i)
             return passes(i, pass_, nchw, _nchw(i["dy"]).contiguous(), _nchw(x).contiguous(), *rest)
 
+        providers = {
+            "triton": Provider(ours),
+            "torch": Provider(last, back),
+            "torch-nchw": Provider(first, back),
+            "compile": Provider(lambda i, last=last: last(i, compiled), back),
+        }
+        if _GNNHWC and not case.modulated:
+            theirs = _gnnhwc(case.groups, case.activation)
+            providers["gnnhwc"] = Provider(lambda i, last=last, f=theirs: last(i, f), back)
         found.append(
             Experiment(
                 "group_norm",
@@ -297,12 +318,7 @@ def _group_norm(case: NormCase, count: int, dtype: str) -> list[Experiment]:
                 count,
                 inputs,
                 exact,
-                {
-                    "triton": Provider(ours),
-                    "torch": Provider(last, back),
-                    "torch-nchw": Provider(first, back),
-                    "compile": Provider(lambda i, last=last: last(i, compiled), back),
-                },
+                providers,
                 bytes=passes_over_x * size * kind.itemsize,
                 flops=0,
             )

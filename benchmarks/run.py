@@ -10,12 +10,14 @@
     passes=          only these, e.g. fwd,dgrad; default all but fwd+bias
     shape=           only shapes that contain this text, e.g. shape=64x64
     budget_ms=40     time spent on replays of one measurement
+    processes=12     that compile side by side before anything is timed; 0: none
     plots=1          0: draw none (python -m benchmarks.plots draws them from the CSV)
     out=             a folder for the CSV and the plots; default benchmarks/results, docs/benchmarks
 
 Exit code 1 if a result of ours was wrong or failed.
 """
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,9 +40,15 @@ DEFAULTS = {
     "passes": (),
     "shape": "",
     "budget_ms": 40,
+    "processes": 12,
+    "part": -1,  # the share of a compiling process
     "plots": 1,
     "out": "",
 }
+# The reference may multiply exactly where it should in TF32, whose operands lose 13 bits: in the
+# mean 2^-11 of each, and twice that of a product.
+_FLOORS = {"tf32": 2**-10}
+_COMPILED = (harness.OURS, "compile")  # providers that compile
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,6 +61,12 @@ def main(arguments: Sequence[str]) -> int:
     device = harness.require_cuda()
     origin = harness.provenance()
     chosen = select(settings, ops)
+    if settings["part"] >= 0:
+        for experiment in chosen[settings["part"] :: settings["processes"]]:
+            compile_only(experiment, settings["providers"], device)
+        return 0
+    if settings["processes"]:
+        harness.run_shares("benchmarks.run", arguments, settings["processes"])
     results = Path(settings["out"] or harness.RESULTS) / f"{origin.gpu}.csv"
     rows, failures = time_roofs(device, origin), []
     harness.add_rows(results, rows)
@@ -98,6 +112,18 @@ def select(settings: dict, ops: Sequence[str]) -> list[Experiment]:
             f" leave none of the cases of {', '.join(ops)}"
         )
     return list(chosen.values())
+
+
+def compile_only(experiment: Experiment, providers: Sequence[str], device: torch.device) -> None:
+    """Leave what the compilers make in their caches on disk. Errors are for the run to report."""
+    torch._dynamo.reset()
+    harness.set_precision(experiment.dtype)
+    inputs = experiment.inputs(device)
+    for name in _COMPILED:
+        if name in experiment.providers and (not providers or name in (harness.OURS, *providers)):
+            with contextlib.suppress(Exception):
+                experiment.providers[name].prepare(copied(inputs))()
+    harness.release_memory()
 
 
 def run_experiment(
@@ -153,9 +179,10 @@ def expected(experiment: Experiment, inputs: Inputs) -> tuple[Outputs, list[floa
     """The exact outputs and what each may be off."""
     low = experiment.reference(copied(inputs))
     harness.set_precision("fp32")
+    torch.backends.cudnn.benchmark = False  # which would try them all to be fast once
     exact = experiment.reference(widened(copied(inputs)))
     harness.set_precision(experiment.dtype)
-    return exact, harness.budgets(low, exact)
+    return exact, harness.budgets(low, exact, _FLOORS.get(experiment.dtype, 1e-5))
 
 
 def verify(
@@ -173,15 +200,19 @@ def verify(
 
 
 def time_roofs(device: torch.device, origin: Provenance) -> list[Row]:
-    """What the GPU can do in this run: a copy past the L2 cache, and a large matrix product."""
+    """What the GPU can do in this run: a copy past the L2 cache, by the driver and by a kernel that
+    reads and writes as many bytes (faster: the roof is the better of the two), and a large matrix
+    product."""
     size = 8192
     source = torch.randn(2**28, device=device)
     a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)
     copied_bytes, product_bytes = 2 * source.numel() * source.itemsize, 3 * size**2 * a.itemsize
     copy, _ = harness.time_graph([source.clone])
+    kernel, _ = harness.time_graph([source.neg])
     product, _ = harness.time_graph([lambda: a @ b])
     return [
         Row("copy", "1 GiB", "fp32", "fwd", "torch", *copy, copied_bytes, 0, *origin),
+        Row("copy", "1 GiB", "fp32", "fwd", "torch-neg", *kernel, copied_bytes, 0, *origin),
         Row("matmul", f"{size}^3", "bf16", "fwd", "cublas", *product, product_bytes, 2 * size**3,
             *origin),
     ]  # fmt: skip
@@ -199,22 +230,30 @@ def describe(experiment: Experiment, rows: Sequence[Row], failed: Sequence[str])
 
 
 def summary(chosen: Sequence[Experiment], rows: Sequence[Row]) -> str:
-    """Each op and pass, summed over the calls of a training step of the model."""
+    """Each op and pass, summed over the calls of a training step of the model. The floor is the
+    time that a copy of as many bytes, or a product of as many FLOPs, takes in this run."""
     counts = {(e.op, e.shape, e.dtype, e.pass_): e.count for e in chosen}
-    sums: dict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0, 0, 0])
+    bandwidth = max((row.tbytes for row in rows if row.op == "copy"), default=None)
+    peak = max((row.tflops for row in rows if row.op == "matmul"), default=None)
+    sums: dict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0, 0])
     for ours, best in harness.ratios(rows):
         count = counts[ours.key[:4]]
         batch = ours.shape.split("x")[0] if "x" in ours.shape else "-"
         total = sums[ours.op, batch, ours.dtype, ours.pass_]
         total[0] += count * ours.median_us / 1000
         total[1] += count * best.median_us / 1000
-        total[2] += 1
-        total[3] += best.median_us >= ours.median_us
+        if bandwidth and peak:
+            floor = max(ours.bytes / bandwidth, ours.flops / peak)  # 1e-12 s
+            total[2] += count * floor / 1e9
+        total[3] += 1
+        total[4] += best.median_us >= ours.median_us
     lines = [
-        [*key, f"{ours:.3f}", f"{best:.3f}", f"{best / ours:.2f}", f"{wins} of {n}"]
-        for key, (ours, best, n, wins) in sums.items()
-    ]
-    header = ["op", "batch", "dtype", "pass", "ours ms/step", "best other", "ratio", "shapes won"]
+        [*key, f"{ours:.3f}", f"{best:.3f}", f"{best / ours:.2f}", f"{floor / ours:.0%}",
+         f"{wins} of {n}"]
+        for key, (ours, best, floor, n, wins) in sums.items()
+    ]  # fmt: skip
+    header = ["op", "batch", "dtype", "pass", "ours ms/step", "best other", "ratio", "of the floor",
+              "shapes won"]  # fmt: skip
     return harness.format_table(header, lines)
 
 

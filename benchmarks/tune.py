@@ -4,16 +4,20 @@
 
     model=unet64        configs/model
     batch=8,32,128      images a step
+    what=step,ops       step: what a training step launches; ops: the public ops, each by itself
+    op=all              of the ops: conv2d, group_norm, attention, ...
+    only=               kernels by the first word of their entries, e.g. conv_forward; default all
+    precision=bf16      bf16 | fp16 | tf32
     processes=12        that compile side by side
+    shown=12            how many of the largest gains to print
     out=                the table; default: the user's cache for this GPU, torch and triton
 
 First many processes compile every candidate into Triton's cache, each its share; then one process
-times them inside a training step. A candidate whose result differs from the default's is rejected.
+times them, in a training step and at the shapes that `benchmarks.run` would time. A candidate whose
+result differs from the default's is rejected.
 """
 
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -21,62 +25,94 @@ import torch
 from triton_kernels import tuning
 
 from . import harness
+from .cases import OPS
+from .harness import check_choice
+from .run import DEFAULTS as RUN_DEFAULTS
+from .run import select
 from .steps import build_step
 
 DEFAULTS = {
     "model": "unet64",
     "batch": (8, 32, 128),
+    "what": ("step", "ops"),
+    "op": ("all",),
+    "only": (),
     "processes": 12,
     "precision": "bf16",
+    "shown": 12,
     "out": "",
     "part": -1,  # the share of a compiling process
 }
 _SIZE = 64  # pixels
-_SHOWN = 12  # of the shapes that gained most
 
 
 def main(arguments: Sequence[str]) -> int:
     settings = harness.parse_settings(arguments, DEFAULTS)
+    for what in settings["what"]:
+        check_choice("what", what, ("step", "ops"))
+    for op in settings["op"]:
+        check_choice("op", op, (*OPS, "all"))
     device = harness.require_cuda()
-    if settings["part"] >= 0:
-        _step_in_search(settings, device, timed=False)
+    part, parts = settings["part"], settings["processes"]
+    if part >= 0:
+        with tuning.search(part, parts, timed=False, only=settings["only"]):
+            for _ in _walk(settings, device):
+                pass
         return 0
-    shares = [
-        subprocess.Popen([sys.executable, "-m", "benchmarks.tune", *arguments, f"part={part}"])
-        for part in range(settings["processes"])
-    ]
-    failed = sum(share.wait() != 0 for share in shares)
-    if failed:
-        print(f"! {failed} of {len(shares)} compiling processes failed; the rest is compiled now")
-    found = _step_in_search(settings, device, timed=True)
+    if parts:
+        harness.run_shares("benchmarks.tune", arguments, parts)
     path = Path(settings["out"]) if settings["out"] else tuning.cache_path()
-    tuning.save(found.found, path)
-    _report(found)
+    with tuning.search(only=settings["only"]) as found:
+        try:
+            for _ in _walk(settings, device):
+                tuning.save(found.found, path)  # at once: a run may be cut short
+        except KeyboardInterrupt:
+            print("! interrupted; what was found until now is kept")
+    _report(found, settings["shown"])
     print(f"{len(found.found)} shapes in {path}")
     return 0
 
 
-def _step_in_search(settings: dict, device: torch.device, timed: bool) -> tuning.Search:
-    part, parts = (0, 1) if timed else (settings["part"], settings["processes"])
-    with tuning.search(part, parts, timed) as found:
-        for batch in settings["batch"]:
+def _walk(settings: dict, device: torch.device) -> Iterator[None]:
+    """Launch whatever there is to be tuned, piece by piece."""
+    for batch in settings["batch"]:
+        if "step" in settings["what"]:
             provider = f"{harness.OURS}-{settings['precision']}"
             step = build_step(provider, settings["model"], batch, device, _SIZE)
             step.plain(0)
             del step
             harness.release_memory()
-    return found
+            yield
+        if "ops" in settings["what"]:
+            yield from _run_ops(settings, batch, device)
 
 
-def _report(found: tuning.Search) -> None:
+def _run_ops(settings: dict, batch: int, device: torch.device) -> Iterator[None]:
+    """Every pass of the public ops once, at the shapes of the model."""
+    ops = OPS if "all" in settings["op"] else settings["op"]
+    chosen = RUN_DEFAULTS | {
+        "batch": (batch,),
+        "model": settings["model"],
+        "dtype": (settings["precision"],),
+    }
+    for experiment in select(chosen, ops):
+        if experiment.op in ("group_norm", "attention") and experiment.pass_ == "fwd":
+            continue  # the other one goes forward too
+        harness.set_precision(experiment.dtype)
+        experiment.providers[harness.OURS].prepare(experiment.inputs(device))()
+        yield
+    harness.release_memory()
+
+
+def _report(found: tuning.Search, shown: int) -> None:
     gains = []
     for name, times in found.times.items():
         if times:
             best = min(times, key=times.get)
-            gains.append((times[found.defaults[name]] - times[best], name, best, times))
-    gains.sort(reverse=True, key=lambda gain: gain[0])
-    for gain, name, best, times in gains[:_SHOWN]:
-        before = times[found.defaults[name]]
+            before = times.get(found.defaults[name], times[best])
+            gains.append((before - times[best], before, name, best))
+    gains.sort(reverse=True)
+    for gain, before, name, best in gains[:shown]:
         print(f"{before:7.1f} -> {before - gain:7.1f} us  {name}  {best}")
     for line in found.rejected:
         print(f"! wrong result, left out: {line}")
