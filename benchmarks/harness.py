@@ -364,7 +364,7 @@ def time_graph(
         graph, results = _capture(runs, rounds)
     count = max(5, min(100, round(budget_ms * 1000 / (first * rounds))))
     times = [t / (rounds * len(runs)) for t in _replay(graph, count)]
-    return _quantiles(times), results
+    return quantiles(times), results
 
 
 def time_steps(step: Callable[[int], Any], steps: int, warm_up: int = 3) -> Timing:
@@ -378,7 +378,7 @@ def time_steps(step: Callable[[int], Any], steps: int, warm_up: int = 3) -> Timi
         step(warm_up + k)
         events[k + 1].record()
     torch.cuda.synchronize()
-    return _quantiles([1000 * a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)])
+    return quantiles([1000 * a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)])
 
 
 def release_memory() -> None:
@@ -418,7 +418,8 @@ def _replay(graph: Any, count: int) -> list[float]:
     return [1000 * a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
 
 
-def _quantiles(times: Sequence[float]) -> Timing:
+def quantiles(times: Sequence[float]) -> Timing:
+    """Median, 20th and 80th percentile of times in microseconds."""
     if len(times) < 2:
         return Timing(times[0], times[0], times[0])
     deciles = statistics.quantiles(times, n=10, method="inclusive")

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
                 tuning.save(found.found, path)  # at once: a run may be cut short
         except KeyboardInterrupt:
             print("! interrupted; what was found until now is kept")
-    _report(found, settings["shown"])
+    report(found, settings["shown"])
     print(f"{len(found.found)} shapes in {path}")
     return 0
 
@@ -104,7 +104,8 @@ def _run_ops(settings: dict, batch: int, device: torch.device) -> Iterator[None]
     harness.release_memory()
 
 
-def _report(found: tuning.Search, shown: int) -> None:
+def report(found: tuning.Search, shown: int) -> None:
+    """Print the shapes that gained most, and what was wrong."""
     gains = []
     for name, times in found.times.items():
         if times:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from triton_kernels.dependent_launch import dependent_launches
+
 from .objective import Denoiser
 
 if TYPE_CHECKING:
@@ -114,12 +116,12 @@ class Chain:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):  # outside of a graph, which compiles the kernels
-                self._step(self.x, 0)
+            with dependent_launches():
+                self._step(self.x, 0)  # outside of a graph, which compiles the kernels
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with dependent_launches(), torch.cuda.graph(self.graph):
             x = self.x
             for k in range(shared):
                 x = self._step(x, k)

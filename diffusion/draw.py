@@ -6,7 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .chain import TabulatedDenoiser
 from .guidance import guide
+from .objective import Denoiser
 from .pictures import to_uint8
 from .sampler import Sampler
 
@@ -23,15 +25,16 @@ def draw(
     guidance: float = 1.0,  # scale; 1: none
     batch_size: int = 64,
     progress: Callable[[int, int], None] | None = None,  # (steps done, steps in all)
+    network: Denoiser | TabulatedDenoiser | None = None,  # None: model.forward_nhwc
 ) -> np.ndarray:
     """uint8 [n, H, W, C]. Image i depends on the seed and on i alone, not on the batch size.
 
     Batches are of one size, as one graph serves them all: the last may go beyond n, and what is
     too much is cut off.
     """
-    denoiser = guide(
-        model.forward_nhwc, guidance, getattr(model, "null_label", None), model.backend.dtype
-    )
+    network = model.forward_nhwc if network is None else network
+    null_label = getattr(model, "null_label", None)
+    denoiser = guide(network, guidance, null_label, model.backend.dtype)
     training = model.training
     model.eval()
     parts, batches = [], -(-n // batch_size)

@@ -20,9 +20,14 @@ class FlatParameters:
     zero under every update. Filters of convolutions come first, in the order of the model, up to
     element `filters_end`; parameters whose names end in one of `together` come last and become
     neighbours, group by group and without gaps.
+
+    Without `trains` the model stays as it is: `param` is a copy, and there is no other buffer
+    (`grad`, the moments and `ema` are names of it).
     """
 
-    def __init__(self, model: nn.Module, together: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, together: tuple[str, ...] = (), trains: bool = True
+    ) -> None:
         named = list(model.named_parameters())
         if not named:
             raise ValueError("the model has no parameters")
@@ -40,15 +45,15 @@ class FlatParameters:
                 self.filters_end = size
         like = named[0][1]
         self.param = torch.zeros(size, dtype=like.dtype, device=like.device)
-        self.grad = torch.zeros_like(self.param)
-        self.exp_avg = torch.zeros_like(self.param)
-        self.exp_avg_sq = torch.zeros_like(self.param)
+        others = [torch.zeros_like(self.param) if trains else self.param for _ in range(3)]
+        self.grad, self.exp_avg, self.exp_avg_sq = others
         values, gradients = self.views(self.param), self.views(self.grad)
         for name, parameter in named:
             values[name].copy_(parameter.data)
-            parameter.data = values[name]
-            parameter.grad = gradients[name]
-        self.ema = self.param.clone()
+            if trains:
+                parameter.data = values[name]
+                parameter.grad = gradients[name]
+        self.ema = self.param.clone() if trains else self.param
         self.shadow: Tensor | None = None  # a copy in another dtype, which the optimizer keeps up
 
     def low(self, dtype: torch.dtype) -> Tensor:

@@ -39,6 +39,7 @@ from .errors import ConfigError, writing
 from .export_graph import OnnxDenoiser, export_onnx, image_graph, onnx_provider
 from .export_tensorrt import TensorRTDenoiser, build_engine, require_tensorrt
 from .guidance import guide
+from .inference import sampling_network
 from .layers import Conv1d, Conv2d
 from .objective import Denoiser
 from .settings import construct
@@ -199,8 +200,8 @@ def _triton(job: _Job) -> tuple[_Network, Trained]:
     if job.device.type != "cuda":
         raise ConfigError(f"this project's kernels need a CUDA device; device is {job.device}")
     trained = job.load("triton", job.precision)
-    dtype = trained.model.backend.dtype
-    return _Network(trained.model.forward_nhwc, job.precision, dtype, capture=True), trained
+    network, dtype = sampling_network(trained.model), trained.model.backend.dtype
+    return _Network(network, job.precision, dtype, capture=True), trained
 
 
 def _onnxruntime(job: _Job) -> tuple[_Network, Trained]:

@@ -15,6 +15,7 @@ from .build import check_sampler
 from .distributed import choose_device
 from .draw import draw
 from .errors import ConfigError, writing
+from .inference import InferenceUNet, sampling_network
 from .pictures import grid
 from .settings import construct
 from .trained import Trained, load_trained
@@ -84,6 +85,9 @@ def sample(config: dict[str, Any]) -> Path:
     out = Path(settings.out or _default_out(settings, trained))
     _check_out(out)
     labels = _labels(settings.label, settings.n, trained, device)
+    network = sampling_network(trained.model.eval())
+    how = "the fused plan" if isinstance(network, InferenceUNet) else "layer by layer"
+    print(f"drawing in {backend.dtype} with backend {backend.name}, {how}")
     with tqdm(unit="step", dynamic_ncols=True, disable=None) as bar:
 
         def report(done: int, total: int) -> None:
@@ -100,6 +104,7 @@ def sample(config: dict[str, Any]) -> Path:
             guidance=settings.guidance,
             batch_size=settings.batch_size,
             progress=report,
+            network=network,
         )
     with writing(out):
         _save(images, out)

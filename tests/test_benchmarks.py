@@ -358,7 +358,7 @@ def test_settings_take_the_types_of_their_defaults():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("module", ["run", "train_step", "profile"])
+@pytest.mark.parametrize("module", ["run", "train_step", "profile", "sampling", "tune_sampling"])
 def test_without_a_gpu_there_is_one_line(module):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(

@@ -56,6 +56,7 @@ _FWD_CONFIGS = [
     Config(64, 256, 64, 8, 3),
     Config(128, 128, 64, 8, 3),
     Config(128, 256, 64, 8, 4),
+    Config(64, 128, 64, 4, 6),  # few tiles, which wait for their loads
 ]
 _DGRAD_CONFIGS = [
     Config(64, 64, 64, 4, 4),

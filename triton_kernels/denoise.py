@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import await_inputs, overlapping
 from .layout import DTYPES, check_nhwc, check_shape
 from .philox import NOISE, REVERSE, check_rng, normals
 
@@ -215,7 +216,7 @@ def _denoise_loss_bwd_kernel(
 @triton.jit(do_not_specialize=["first"])
 def _denoise_step_kernel(
     x_ptr,  # [N, H, W, C]
-    output_ptr,  # [N, H, W, CO]
+    output_ptr,  # [N, H, W, CO], pixels PITCH apart
     table_ptr,  # float32 [K, 8]
     row_ptr,  # int64 [1]
     rng_ptr,  # int64 [2]
@@ -228,9 +229,11 @@ def _denoise_step_kernel(
     chunks,
     C: tl.constexpr,
     CO: tl.constexpr,
+    PITCH: tl.constexpr,  # from a pixel of output to the next
     CLIP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    await_inputs()
     n, start = _locate(chunks, BLOCK)
     row = tl.load(row_ptr)
     table_ptr += row * 8
@@ -241,7 +244,7 @@ def _denoise_step_kernel(
     offs = 4 * start + tl.arange(0, 4 * BLOCK)
     mask = offs < elements
     x = tl.load(x_ptr + n * elements + offs, mask=mask, other=0.0).to(tl.float32)
-    output_ptr += n * (elements // C * CO) + _first_channels(offs, C, CO)
+    output_ptr += n * (elements // C * PITCH) + _first_channels(offs, C, PITCH)
     output = tl.load(output_ptr, mask=mask, other=0.0).to(tl.float32)
     x0 = a * x + b * output
     if CLIP:  # a NaN stays one: it must not become a plausible pixel
@@ -388,7 +391,7 @@ def denoise_loss(
 
 def denoise_step(
     x: Tensor,  # [N, H, W, C] x_t
-    output: Tensor,  # [N, H, W, C or 2C] what the network says
+    output: Tensor,  # [N, H, W, C or 2C] what the network says; pixels may be any distance apart
     table: Tensor,  # float32 [K, 8], a row a step of the reverse process; columns below
     row: Tensor,  # int64 [1], on the device
     rng: Tensor,  # int64 [2]: seed, step (the noise of row k is keyed by step = rng[1] + k)
@@ -409,7 +412,12 @@ def denoise_step(
     x0 of the step before. The row must be within [0, K); the device does not check.
     """
     check_nhwc("x", x)
-    _check_output(output, *x.shape)
+    _check_channels(output, *x.shape)
+    _, h, w, pitch = output.shape
+    if not output.is_contiguous():
+        pitch = output.stride(2)
+        if output.stride() != (h * w * pitch, w * pitch, pitch, 1):
+            check_nhwc("output", output)
     _check_table("table", table, 8)
     if row.dtype != torch.int64 or row.shape != (1,):
         raise ValueError(f"row is {row.dtype} of shape {tuple(row.shape)}; expected int64 [1]")
@@ -435,7 +443,8 @@ def denoise_step(
         _denoise_step_kernel[(x.shape[0] * chunks,)](
             x, output, table, row, rng, first_ptr, memory, x_prev, first,
             0.0 if clip is None else float(clip), elements, chunks, C=x.shape[3],
-            CO=output.shape[3], CLIP=clip is not None, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+            CO=output.shape[3], PITCH=pitch, CLIP=clip is not None, BLOCK=_BLOCK,
+            num_warps=_NUM_WARPS, **overlapping(x.device),
         )  # fmt: skip
     return x_prev
 
@@ -463,9 +472,13 @@ def _check_process(n: int, t: Tensor, table: Tensor, rng: Tensor) -> None:
 
 def _check_output(output: Tensor, n: int, height: int, width: int, c: int) -> None:
     check_nhwc("output", output)
-    if output.shape[3] not in (c, 2 * c):
-        raise ValueError(f"output has {output.shape[3]} channels; expected {c} or {2 * c}")
-    check_shape("output", output, n, height, width, output.shape[3])
+    _check_channels(output, n, height, width, c)
+
+
+def _check_channels(output: Tensor, n: int, height: int, width: int, c: int) -> None:
+    if output.shape[-1] not in (c, 2 * c):
+        raise ValueError(f"output has {output.shape[-1]} channels; expected {c} or {2 * c}")
+    check_shape("output", output, n, height, width, output.shape[-1])
 
 
 def _check_vector(name: str, x: Tensor | None, n: int, dtype: torch.dtype) -> None:

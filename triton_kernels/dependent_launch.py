@@ -43,10 +43,10 @@ _on = False
 
 
 @contextmanager
-def dependent_launches() -> Iterator[None]:
-    """Within the block kernels overlap with their predecessors, on GPUs that can do it."""
+def dependent_launches(on: bool = True) -> Iterator[None]:
+    """Within the block kernels overlap with their predecessors, on GPUs that can do it; or not."""
     global _on
-    before, _on = _on, True
+    before, _on = _on, on
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from .activation_grad import activation_grad
 from .attention import _attention_bwd, _attention_fwd
+from .begin_step import begin_step
 from .column_sum import column_rows
 from .conv_down import conv_down, conv_down_input_grad
 from .conv_fused import (
@@ -13,8 +14,16 @@ from .conv_fused import (
     conv_plain_input_grad,
     conv_weight_grad,
 )
+from .conv_split import conv_split, worth_splitting
 from .norm_passes import apply, norm_dx
 from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
+from .norm_whole import (
+    norm_of_sums,
+    norm_of_sums_pays,
+    norm_whole,
+    norm_whole_supported,
+    sum_parts,
+)
 from .pad_channels import pad_channels
 from .resample import _gather, _spread, spread_add
 from .row_sums import RowSums
@@ -28,6 +37,7 @@ __all__ = [
     "attention_forward",
     "avg_pool",
     "avg_pool_grad",
+    "begin_step",
     "bias_grad",
     "conv_down",
     "conv_down_input_grad",
@@ -35,16 +45,23 @@ __all__ = [
     "conv_fused_supported",
     "conv_input_grad",
     "conv_plain_input_grad",
+    "conv_split",
     "conv_weight_grad",
     "norm_dx",
     "norm_grad_table",
+    "norm_of_sums",
+    "norm_of_sums_pays",
     "norm_table",
+    "norm_whole",
+    "norm_whole_supported",
     "pad_channels",
     "skip_dx",
+    "sum_parts",
     "tensor_partials",
     "tensor_rows",
     "upsample",
     "upsample_grad",
+    "worth_splitting",
 ]
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
+from .conv_split import SplitConv
 from .reference import _ACTIVATIONS
 
 
@@ -125,7 +126,7 @@ def conv_down_input_grad(dy, weight, padding, add=None):
     return dx if add is None else dx + add
 
 
-def tensor_partials(x):
+def tensor_partials(x, programs=1):
     """Forward partials of a tensor, with one tile an image."""
     mean = x.mean((1, 2), keepdim=True)
     return torch.stack((x.sum((1, 2)), (x - mean).square().sum((1, 2))), dim=1)[:, None]
@@ -315,3 +316,69 @@ def upsample(x):
 def upsample_grad(dy):
     """Its input gradient."""
     return reference.avg_pool2d(dy) * 4
+
+
+# --- inference at a small batch -------------------------------------------------------------------
+
+
+def conv_split(x, weight, *, extra=()):
+    """Parts [S, N, CO, H W] whose sum over S is conv(x) and the 1x1 convolutions of `extra`."""
+    n, h, w, _ = x.shape
+    main = reference.conv2d(x, weight)
+    parts = [main, *(other @ columns.T for other, columns in extra)]
+    return torch.stack([y.permute(0, 3, 1, 2).reshape(n, -1, h * w) for y in parts])
+
+
+def worth_splitting(x_shape, weight, device):
+    """Whether a GPU would rather have the parts; here small images do."""
+    return x_shape[1] * x_shape[2] <= 24
+
+
+def sum_parts(split: SplitConv):
+    """The convolution that was in parts."""
+    n, h, w, c = split.shape
+    y = split.parts.sum(0).view(n, c, h, w).permute(0, 2, 3, 1)
+    for bias in (split.bias, split.extra_bias):
+        y = y if bias is None else y + bias
+    y = y if split.emb is None else y + _rows(split.emb)
+    y = y if split.residual is None else y + split.residual
+    return y.to(split.dtype).contiguous()
+
+
+def norm_whole_supported(channels, num_groups, pixels):
+    """Whether `norm_whole` may be asked; a kernel keeps a group in registers."""
+    return pixels * channels // num_groups <= 300
+
+
+def norm_whole(x1, x2, num_groups, weight, bias, eps, activation, scale=None, shift=None):
+    """(act(norm(x)) of x1 beside x2, x1), where x1 may be a convolution in parts."""
+    x1 = sum_parts(x1) if isinstance(x1, SplitConv) else x1
+    x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
+    return (
+        reference.group_norm(
+            x, num_groups, weight, bias, eps=eps, activation=activation, scale=scale, shift=shift
+        ),
+        x1,
+    )
+
+
+def norm_of_sums_pays(elements):
+    """Whether to ask for `norm_of_sums`, or for a table and `apply`."""
+    return elements <= 20000
+
+
+def norm_of_sums(
+    x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, scale=None, shift=None
+):
+    """`apply` of the table of `norm_table`."""
+    table = norm_table(partials, pixels, num_groups, weight, bias, eps, scale, shift)
+    return apply(x1, x2, table, activation)
+
+
+def begin_step(x, channels, dtype, table=None, row=None, index=None):
+    """(x with zeros behind its channels up to so many, table[row, index])"""
+    image = torch.nn.functional.pad(x, [0, channels - x.shape[3]]).to(dtype)
+    if table is None:
+        return image, None
+    rows = table.index_select(0, row)[0]
+    return image, rows if index is None else rows.index_select(0, index)

@@ -50,6 +50,7 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 # warp a program, if that will do: warps would meet at a barrier for every sum.
 _WARP_TILE = 1024
 _PARTIAL_PIXELS = 256  # of a tile of tensor_partials, about
+_MIN_PARTIAL_PIXELS = 32
 
 
 class _Lanes(NamedTuple):
@@ -91,13 +92,18 @@ def channel_block(*channels: int) -> int:
     return min(divisor if divisor >= 32 else triton.next_power_of_2(max(channels)), 128)
 
 
-def tensor_partials(x: Tensor) -> Tensor:  # [N, H, W, C] -> float32 [N, K, 2, C]
+def tensor_partials(
+    x: Tensor,  # [N, H, W, C]
+    programs: int = 1,  # at least so many, if tiles of 32 pixels make them
+) -> Tensor:  # float32 [N, K, 2, C]
     """The sum of x and of (x - mean)^2 over each of K tiles of H W / K pixels."""
     check_nhwc("x", x)
     n, h, w, c = x.shape
-    wanted = triton.cdiv(h * w, _PARTIAL_PIXELS)
+    block_c = channel_block(c)
+    few = triton.cdiv(programs, max(n, 1) * triton.cdiv(c, block_c))
+    wanted = max(triton.cdiv(h * w, _PARTIAL_PIXELS), min(few, h * w // _MIN_PARTIAL_PIXELS))
     k = max(k for k in range(1, wanted + 1) if h * w % k == 0)  # tiles are all of one size
-    pixels, block_c = h * w // k, channel_block(c)
+    pixels = h * w // k
     block_p = min(4096 // block_c, triton.next_power_of_2(pixels))
     partials = _empty((n, k, 2, c), dtype=torch.float32, device=x.device)
     cb = triton.cdiv(c, block_c)

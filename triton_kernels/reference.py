@@ -260,7 +260,7 @@ def denoise_step(
         f = (output[..., c:] + 1) / 2
         sigma = sigma * torch.exp(0.5 * (f * log_max + (1 - f) * log_min))
     step_rng = torch.stack((rng[0], rng[1] + row[0]))
-    z = normal(x.shape, step_rng, stream=REVERSE, first=first)
+    z = normal(x.shape, step_rng, stream=REVERSE, first=first).to(dtype)
     other = out if memory is None else memory.clone()
     if memory is not None:
         memory.copy_(x0)

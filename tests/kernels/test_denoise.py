@@ -192,6 +192,17 @@ def test_denoise_step(shape, learned, clip, device):
         assert_rounded(x_prev, expected, torch.float32, scale=10)
 
 
+@pytest.mark.parametrize("learned", [False, True], ids=["C", "2C"])
+def test_denoise_step_of_an_output_among_other_channels(learned, device):
+    """As a head's convolution leaves it, whose few channels are padded."""
+    batch = Batch(SHAPES["odd"], device)
+    x, wide = batch.randn(3), batch.randn(16)
+    output = wide[..., : 6 if learned else 3]
+    arguments = (reverse_table(device), torch.tensor([1], device=device), batch.rng)
+    x_prev = denoise.denoise_step(x, output, *arguments)
+    assert torch.equal(x_prev, denoise.denoise_step(x, output.contiguous(), *arguments))
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_denoise_step_of_a_solver(shape, device):
     """`first` on the device, as a captured graph has it, and the x0 of the step before."""
@@ -294,6 +305,7 @@ def test_wrong_arguments_of_the_loss_are_refused(change, message):
         ({"table": torch.zeros(10, 2)}, r"expected float32 \[steps, 8\]"),
         ({"output": torch.zeros(3, 5, 7, 9)}, "output has 9 channels; expected 3 or 6"),
         ({"x": torch.zeros(5, 7, 3)}, "x has shape"),
+        ({"output": torch.zeros(3, 7, 5, 3).transpose(1, 2)}, "expected contiguous NHWC"),
         ({"first": torch.zeros(2)}, r"first is .* expected int64 \[1\]"),
         ({"memory": torch.zeros(2, 5, 7, 3)}, r"memory has shape \(2, 5, 7, 3\); expected"),
         ({"memory": torch.zeros(3, 5, 7, 3).half()}, "memory is torch.float16"),

@@ -1,0 +1,240 @@
+"""Time sampling: one evaluation of the network, and whole chains from noise to images.
+
+    python -m benchmarks.sampling [key=value ...]
+
+    batch=1,16,64        images of an evaluation
+    model=unet64         configs/model
+    providers=...        any of eager-bf16, compile-bf16 (both the PyTorch baseline), triton-bf16
+    chains=ddim50,ddpm1000   samplers with their numbers of steps; empty: none
+    images=16            of a chain
+    pipelines=...        what runs the chains: triton-bf16, diffusers-fp16, diffusers-compile-fp16
+    out=                 a folder for the CSV; default benchmarks/results
+
+An evaluation is timed in a CUDA graph, for everybody; the baseline has its parameters in bf16, so
+that no launch converts them. A chain is timed by the clock, from the call to the images; that of
+diffusers is its own pipeline over a UNet2DModel with the same weights, in fp16, since its pictures
+leave for NumPy, which has no bf16. Ours is timed only after its output has been compared with the
+float32 baseline.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from diffusion.build import make_sampler
+from diffusion.inference import sampling_network
+from diffusion.interchange_diffusers import unet_config
+from diffusion.interchange_diffusers_names import to_diffusers_state
+from diffusion.schedule import NoiseSchedule
+from triton_kernels.dependent_launch import dependent_launches
+
+from . import harness
+from .cases import meta_model
+from .harness import OURS, Row, Timing, WrongResult, check_choice
+from .steps import baseline_model, our_model
+
+PROVIDERS = ("eager-bf16", "compile-bf16", "triton-bf16")
+PIPELINES = ("triton-bf16", "diffusers-fp16", "diffusers-compile-fp16")
+SAMPLERS = ("ddim", "ddpm")
+DEFAULTS = {
+    "batch": (1, 16, 64),
+    "model": "unet64",
+    "providers": PROVIDERS,
+    "chains": ("ddim50", "ddpm1000"),
+    "images": 16,
+    "pipelines": PIPELINES,
+    "out": "",
+}
+_SIZE = 64  # pixels
+_TIMESTEPS = 1000
+_SECONDS = 2.0  # of a chain that is timed more than once
+
+
+def main(arguments: Sequence[str]) -> int:
+    settings = harness.parse_settings(arguments, DEFAULTS)
+    for key, valid in (("providers", PROVIDERS), ("pipelines", PIPELINES)):
+        for value in settings[key]:
+            check_choice(key, value, valid)
+    for chain in settings["chains"]:
+        check_choice("chains", chain.rstrip("0123456789"), SAMPLERS)
+    flops = meta_model(settings["model"], _SIZE).flops_per_image
+    device = harness.require_cuda()
+    origin, wrong = harness.provenance(), 0
+    folder = Path(settings["out"] or harness.RESULTS)
+
+    def save(op: str, what: str, count: int, evaluations: int, name: str, timing: Timing) -> None:
+        shape = f"{count}x{_SIZE}x{_SIZE}x3 {settings['model']}{what}"
+        work = evaluations * count * flops
+        row = Row(op, shape, "any", "fwd", name, *timing, 0, work, *origin)
+        harness.add_rows(folder / f"{origin.gpu}.csv", [row])
+        times = " / ".join(f"{t / 1000:.3f}" for t in timing)
+        print(f"{op} {shape} {name}: {times} ms (median, p20, p80)", flush=True)
+
+    for provider in settings["providers"]:
+        for batch in settings["batch"]:
+            try:
+                timing = time_evaluation(provider, settings["model"], batch, device)
+            except WrongResult as error:
+                print(f"! {provider} is wrong and not timed: {error}", flush=True)
+                wrong = 1
+                continue
+            except Exception as error:  # a library says what it likes of what it cannot do
+                print(f"! {provider} at batch {batch}: {harness.reason(error)}", flush=True)
+                continue
+            save("unet_forward", "", batch, 1, provider, timing)
+    for chain in settings["chains"]:
+        sampler = chain.rstrip("0123456789")
+        steps = int(chain[len(sampler) :] or _TIMESTEPS)
+        for name in settings["pipelines"]:
+            try:
+                timing = time_chain(
+                    name, settings["model"], sampler, steps, settings["images"], device
+                )
+            except Exception as error:
+                print(f"! {name} of {chain}: {harness.reason(error)}", flush=True)
+                continue
+            save("sampling", f" {sampler} {steps}", settings["images"], steps, name, timing)
+    return wrong
+
+
+# --- one evaluation -------------------------------------------------------------------------------
+
+
+class _LowEmbedding(nn.Module):
+    """Sinusoids in float32 for layers in bf16."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.embedding = [embedding]  # in a list, that the module's conversion passes it by
+
+    def forward(self, t: Tensor) -> Tensor:
+        return self.embedding[0](t).bfloat16()
+
+
+def low_baseline(model: str, device: torch.device) -> nn.Module:
+    """The baseline for inference in bf16."""
+    network = baseline_model(model, device, _SIZE).eval()
+    network.timestep_embedding = _LowEmbedding(network.timestep_embedding)
+    return network.to(torch.bfloat16)
+
+
+def time_evaluation(provider: str, model: str, batch: int, device: torch.device) -> Timing:
+    """A forward pass in a CUDA graph. WrongResult: ours is further from the float32 baseline than
+    twice the reference ops in bf16."""
+    torch._dynamo.reset()
+    harness.release_memory()
+    harness.set_precision("bf16")
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(batch, _SIZE, _SIZE, 3, device=device, generator=generator)
+    with torch.no_grad():
+        if provider.startswith(OURS):
+            check_network(model, device)
+            network = sampling_network(our_model(model, "bf16", device, _SIZE).eval())
+            row = torch.zeros(1, dtype=torch.int64, device=device)
+            tables = network.tabulate(torch.tensor([500], device=device), None, batch)
+            with dependent_launches():
+                return harness.time_graph([lambda: network.at_row(x, row, tables)])[0]
+        network = low_baseline(model, device)
+        if provider.startswith("compile"):
+            network = torch.compile(network, dynamic=False)
+        image = x.bfloat16().permute(0, 3, 1, 2)  # channels_last
+        t = torch.full((batch,), 500, device=device)
+        return harness.time_graph([lambda: network(image, t)])[0]
+
+
+def check_network(model: str, device: torch.device, batch: int = 4) -> None:
+    """Raise WrongResult unless our plan is at most twice as far from the float32 baseline as the
+    reference ops in bf16."""
+    generator = torch.Generator(device).manual_seed(1)
+    x = torch.randn(batch, _SIZE, _SIZE, 3, device=device, generator=generator)
+    t = torch.randint(_TIMESTEPS, (batch,), device=device, generator=generator)
+    harness.set_precision("fp32")
+    nchw = baseline_model(model, device, _SIZE)(x.permute(0, 3, 1, 2), t)
+    exact = nchw.permute(0, 2, 3, 1)
+    harness.set_precision("bf16")
+    low = our_model(model, "bf16", device, _SIZE, "torch").eval().forward_nhwc(x.bfloat16(), t)
+    got = sampling_network(our_model(model, "bf16", device, _SIZE).eval())(x, t)
+    harness.check([got], [exact], harness.budgets([low], [exact]))
+
+
+# --- whole chains ---------------------------------------------------------------------------------
+
+
+def time_chain(
+    pipeline: str, model: str, sampler: str, steps: int, images: int, device: torch.device
+) -> Timing:
+    """Seconds from the call to the images on the device, in microseconds as everything else."""
+    torch._dynamo.reset()
+    harness.release_memory()
+    harness.set_precision("bf16")
+    make = _our_chain if pipeline.startswith(OURS) else _chain_of_diffusers
+    run = make(pipeline, model, sampler, images, device)
+    run(min(steps, 2))  # compiles
+    times: list[float] = []
+    if pipeline.startswith(OURS):
+        run(steps)  # captures
+    while not times or (sum(times) < _SECONDS and len(times) < 20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run(steps)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return harness.quantiles([1e6 * t for t in times])
+
+
+def _our_chain(
+    pipeline: str, model: str, sampler: str, images: int, device: torch.device
+) -> Callable[[int], Tensor]:
+    network = sampling_network(our_model(model, "bf16", device, _SIZE).eval())
+    made = {}
+
+    def run(steps: int) -> Tensor:
+        if steps not in made:
+            schedule = NoiseSchedule.linear(_TIMESTEPS)
+            made[steps] = make_sampler(
+                schedule, network.model.backend, sampler, steps=steps, device=device
+            )
+        return made[steps].sample(network, (images, _SIZE, _SIZE, 3), seed=0)
+
+    return run
+
+
+def _chain_of_diffusers(
+    pipeline: str, model: str, sampler: str, images: int, device: torch.device
+) -> Callable[[int], object]:
+    from diffusers import (  # only this needs it
+        DDIMPipeline,
+        DDIMScheduler,
+        DDPMPipeline,
+        DDPMScheduler,
+        UNet2DModel,
+    )
+
+    ours = our_model(model, "fp32", torch.device("cpu"), _SIZE, "torch")
+    unet = UNet2DModel.from_config(unet_config(ours))
+    unet.load_state_dict(to_diffusers_state(ours))
+    unet = unet.eval().to(device, torch.float16, memory_format=torch.channels_last)
+    kinds = {"ddim": (DDIMPipeline, DDIMScheduler), "ddpm": (DDPMPipeline, DDPMScheduler)}
+    kind, scheduler = kinds[sampler]
+    made = kind(unet=unet, scheduler=scheduler(_TIMESTEPS))
+    made.set_progress_bar_config(disable=True)
+    if "compile" in pipeline:
+        made.unet.forward = torch.compile(made.unet.forward, mode="reduce-overhead")
+
+    def run(steps: int) -> object:
+        generator = torch.Generator(device).manual_seed(0)
+        return made(
+            batch_size=images,
+            generator=generator,
+            num_inference_steps=steps,
+            output_type="np",
+        )
+
+    return run
+
+
+if __name__ == "__main__":
+    harness.run_entry(main)

@@ -1,0 +1,70 @@
+"""Measure which tiles are fastest for sampling with a model, and remember it.
+
+    python -m benchmarks.tune_sampling [key=value ...]
+
+    model=unet64        configs/model
+    batch=1,16,64       images
+    processes=12        that compile side by side
+    out=                the table; default: the user's cache for this GPU, torch and triton
+
+As `benchmarks.tune`, for the forward pass of `diffusion.inference` alone. Convolutions that could
+be cut into parts are measured both ways.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from diffusion.inference import InferenceUNet
+from triton_kernels import conv_split, fused, tuning
+
+from . import harness
+from .steps import our_model
+from .tune import report
+
+DEFAULTS = {
+    "model": "unet64",
+    "batch": (1, 16, 64),
+    "processes": 12,
+    "out": "",
+    "part": -1,  # the share of a compiling process
+}
+_SIZE = 64  # pixels
+_SHOWN = 12  # of the largest gains
+
+
+def main(arguments: Sequence[str]) -> int:
+    settings = harness.parse_settings(arguments, DEFAULTS)
+    device = harness.require_cuda()
+    part, parts = settings["part"], settings["processes"]
+    if part >= 0:
+        with tuning.search(part, parts, timed=False):
+            _walk(settings, device)
+        return 0
+    if parts:
+        harness.run_shares("benchmarks.tune_sampling", arguments, parts)
+    path = Path(settings["out"]) if settings["out"] else tuning.cache_path()
+    with tuning.search() as found:
+        _walk(settings, device)
+    tuning.save(found.found, path)
+    report(found, _SHOWN)
+    print(f"{len(found.found)} shapes in {path}")
+    return 0
+
+
+def _walk(settings: dict, device: torch.device) -> None:
+    plan = InferenceUNet(our_model(settings["model"], "bf16", device, _SIZE).eval(), fused)
+    for batch in settings["batch"]:
+        x = torch.randn(batch, _SIZE, _SIZE, 3, device=device)
+        for split in (True, False):
+            plan.kernels.worth_splitting = conv_split.worth_splitting if split else _never
+            plan(x, torch.zeros(batch, dtype=torch.int64, device=device))
+
+
+def _never(*_: object) -> bool:
+    return False
+
+
+if __name__ == "__main__":
+    harness.run_entry(main)

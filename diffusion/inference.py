@@ -1,0 +1,248 @@
+"""The UNet for sampling: the forward half of its plan, with as few kernels as a small batch allows.
+
+A step at batch 1 is a chain of kernels of two or three microseconds, each of which waits for the
+one before, so time goes with their number and with how many multiprocessors each keeps busy. The
+plan's layers (`fused_unet`) run over kernels that wait until they know who reads their result:
+
+    table, apply                  -> one launch, `norm_whole` or `norm_of_sums`
+    conv of few tiles             -> its sum in parts on all multiprocessors, `conv_split`;
+                                     the norm that reads it adds them: still one launch each
+
+What depends on timesteps and labels alone is computed once for a chain: the embedding and every
+block's projection of it, as a table [K, U, E] that a step reads one row of.
+"""
+
+import logging
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from triton_kernels import fused
+from triton_kernels.conv_split import SplitConv
+from triton_kernels.dependent_launch import dependent_launches
+
+from .flat import FlatParameters
+from .fused_layers import TOGETHER, Feature, Step
+from .fused_unet import _DTYPES, FusedUNet, _missing_tile, _padded_width
+from .objective import Denoiser
+from .unet import UNet
+
+_WHOLE_PIXELS = 256  # of an image that a program reads whole, where nobody has to add parts
+_PROGRAMS = 128  # that take the sums of a tensor, at least
+_FEW_TILES = 128  # whose sums every program may add up again
+_OVERLAP_PIXELS = 2**14  # of a batch, up to which kernels overlap with their predecessors
+_TABLE_BYTES = 2**29  # of the embedding's table, at most; beyond it is computed in every step
+
+log = logging.getLogger(__name__)
+
+
+def sampling_network(model: nn.Module) -> "Denoiser | InferenceUNet":
+    """What a sampler should ask in the place of `model.forward_nhwc`: the plan if there is one for
+    this model, backend and GPU, else that; the log says why not. The plan has a copy of the
+    parameters in 16 bits: it does not follow what happens to them afterwards."""
+    backend = model.backend
+    if backend.name != "triton" or backend.dtype not in _DTYPES:
+        return model.forward_nhwc
+    refusal = FusedUNet.refusal(model) or _missing_tile(model)
+    if refusal is not None:
+        log.warning("the layers run one by one, without the fused plan: %s", refusal)
+        return model.forward_nhwc
+    log.info("sampling with the fused plan")
+    return InferenceUNet(model, fused)
+
+
+class _Waiting:
+    """A convolution in parts, until its sum is wanted, and its sum from then on."""
+
+    def __init__(self, kernels: ModuleType, split: SplitConv) -> None:
+        self.kernels, self.split, self.sum = kernels, split, None
+        self.shape = split.shape
+
+    def tensor(self) -> Tensor:
+        """The sum, by a launch of its own if nobody else has made it."""
+        if self.sum is None:
+            self.sum, self.split = self.kernels.sum_parts(self.split), None
+        return self.sum
+
+
+@dataclass
+class _Unmeasured:
+    """The partials of a tensor that nobody has taken yet."""
+
+    x: Tensor | _Waiting
+
+
+@dataclass
+class _Table:
+    """What `norm_table` was asked for."""
+
+    partials: tuple[Tensor | _Unmeasured, ...]
+    pixels: tuple[int, ...]
+    num_groups: int
+    arguments: tuple  # weight, bias, eps
+    film: dict[str, Tensor | None]  # scale, shift
+
+
+class WaitingKernels:
+    """Stands for a module like `triton_kernels.fused` below the layers of the plan, and passes on
+    what they ask for as soon as it is known in which launch to do it."""
+
+    def __init__(self, kernels: ModuleType) -> None:
+        self.kernels = kernels
+
+    def __getattr__(self, name: str):
+        function = getattr(self.kernels, name)
+
+        def called(*arguments, **options):
+            return function(*map(_tensor, arguments), **options)
+
+        return called if callable(function) else function
+
+    def conv_forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        *,
+        residual: Tensor | _Waiting | None = None,
+        extra: tuple = (),
+        emb: Tensor | None = None,
+        extra_bias: Tensor | None = None,
+        stats: bool = False,
+        **options,  # of convolutions that are not cut into parts
+    ) -> tuple[Tensor | _Waiting, Tensor | _Unmeasured | None]:
+        extra, residual = [(_tensor(other), w) for other, w in extra], _tensor(residual)
+        if stats and not options and self.worth_splitting(x.shape, weight, x.device):
+            parts = self.kernels.conv_split(x, weight, extra=extra)
+            shape = (*x.shape[:3], weight.shape[0])
+            split = SplitConv(parts, shape, x.dtype, bias, extra_bias, emb, residual)
+            y = _Waiting(self.kernels, split)
+            return y, _Unmeasured(y)
+        return self.kernels.conv_forward(
+            x, weight, bias, emb=emb, residual=residual, extra=extra, extra_bias=extra_bias,
+            stats=stats, **options,
+        )  # fmt: skip
+
+    def norm_table(self, partials, pixels, num_groups, weight, bias, eps, **film) -> _Table:
+        return _Table(partials, pixels, num_groups, (weight, bias, eps), film)
+
+    def tensor_partials(self, x: Tensor) -> _Unmeasured:
+        return _Unmeasured(x)
+
+    def apply(self, x1, x2, table: _Table, activation: str, **options) -> Tensor:
+        options = {k: v for k, v in options.items() if v is not None}
+        x2 = _tensor(x2)
+        n, h, w, c1 = x1.shape
+        c = c1 + (0 if x2 is None else x2.shape[3])
+        waits = isinstance(x1, _Waiting) and x1.sum is None
+        small = self.kernels.norm_of_sums_pays(n * h * w * c)
+        if (
+            not options
+            and (waits or (small and h * w <= _WHOLE_PIXELS))
+            and any(isinstance(part, _Unmeasured) for part in table.partials)
+            and self.kernels.norm_whole_supported(c, table.num_groups, h * w)
+        ):
+            source = x1.split if waits else _tensor(x1)
+            a, y = self.kernels.norm_whole(
+                source, x2, table.num_groups, *table.arguments, activation, **table.film
+            )
+            if waits:
+                x1.sum, x1.split = y, None
+            return a
+        x1 = _tensor(x1)
+        partials = tuple(map(self._measured, table.partials))
+        sums = partials, table.pixels, table.num_groups, *table.arguments
+        tiles = sum(part.shape[1] for part in partials)
+        if small and not options and tiles <= _FEW_TILES:
+            return self.kernels.norm_of_sums(x1, x2, *sums, activation, **table.film)
+        return self.kernels.apply(
+            x1, x2, self.kernels.norm_table(*sums, **table.film), activation, **options
+        )
+
+    def _measured(self, partials: Tensor | _Unmeasured) -> Tensor:
+        if isinstance(partials, _Unmeasured):
+            return self.kernels.tensor_partials(_tensor(partials.x), _PROGRAMS)
+        return partials
+
+
+def _tensor(x: object) -> object:
+    return x.tensor() if isinstance(x, _Waiting) else x
+
+
+class InferenceUNet(FusedUNet):
+    """A `UNet` as a TabulatedDenoiser (see `chain`), without gradients."""
+
+    def __init__(self, model: UNet, kernels: ModuleType) -> None:
+        flat = FlatParameters(model, together=TOGETHER, trains=False)
+        super().__init__(model, flat, WaitingKernels(kernels))
+        self.stem_weight = self._padded(self.stem.weight.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        # of a class, or of the null class
+        self.num_labels = model.label_emb.num_embeddings if model.num_classes is not None else 1
+
+    @torch.no_grad()
+    def tabulate(
+        self,
+        timesteps: Tensor,  # [K]
+        labels: Tensor | None,  # int64 [N]
+        n: int,
+    ) -> tuple[Tensor, ...]:
+        """The projections of every block, float32 [K, U, E], and each sample's u, int64 [N]; or, if
+        that were too large, timesteps and labels."""
+        steps = len(timesteps)
+        if labels is None:
+            return (self.embedding(timesteps, None, None, 0)[:, None],)
+        # a row a class, or if that is less, a row a sample
+        rows, index = torch.arange(self.num_labels, device=timesteps.device), labels
+        if self.num_labels > n:
+            rows, index = labels, torch.arange(n, device=timesteps.device)
+        width = self.embedding.projection.bias.shape[0]
+        if 4 * steps * len(rows) * width > _TABLE_BYTES:
+            return timesteps, labels.clone()
+        table = [self.embedding(timesteps, row.expand(steps), None, 0) for row in rows]
+        return torch.stack(table, dim=1), index.clone()
+
+    @torch.no_grad()
+    def at_row(self, x: Tensor, row: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+        """[N, H, W, CO] at this row; the pixels of the result are some channels apart."""
+        first, *labels = tables
+        table = (first, row, *labels) if first.ndim == 3 else ()
+        image, emb = self.kernels.begin_step(x, self.stem_weight.shape[1], self.dtype, *table)
+        if not table:
+            emb = self.embedding(first[row.expand(len(x))], *labels, None, 0)
+        return self.run(image, emb.expand(len(x), -1))
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+        """As `UNet.forward_nhwc`."""
+        image, _ = self.kernels.begin_step(x, self.stem_weight.shape[1], self.dtype)
+        return self.run(image, self.embedding(t, labels, None, 0))
+
+    def run(self, image: Tensor, emb: Tensor) -> Tensor:  # [N, H, W, 16], [N, E]
+        # where kernels are long a waiting one only keeps its predecessor from room
+        n, h, w, _ = image.shape
+        with dependent_launches(n * h * w <= _OVERLAP_PIXELS):
+            return self._run_all(image, emb)
+
+    def _run_all(self, image: Tensor, emb: Tensor) -> Tensor:
+        k, self.step = self.kernels, Step(emb, None, None, 0)
+        y, partials = k.conv_forward(image, self.stem_weight, self.stem.bias, stats=True)
+        h = Feature(y, partials, y.shape[1] * y.shape[2])
+        skips = [h]
+        for block in self.encoder:
+            h = self._run(block, h, None)
+            skips.append(h)
+        h = self._run(self.middle, h, None)
+        for block in self.decoder:
+            h = self._run(block, h, skips.pop())
+        a = k.apply(h.x, None, self.head_norm.table(h), "silu")
+        co = self.head.bias.shape[0]
+        y, _ = k.conv_forward(a, self.head.weight, self.head.bias, width=_padded_width(co))
+        return y[..., :co]
+
+    def _run(self, block: list, h: Feature, other: Feature | None) -> Feature:
+        h = super()._run(block, h, other)
+        for layer in block:
+            layer.tape = None  # there is no way back
+        return h

@@ -1,0 +1,194 @@
+"""The plan for sampling against the layers, in float64, and in bf16 on the GPU."""
+
+import copy
+
+import pytest
+import torch
+
+import triton_kernels
+from diffusion.backend import TORCH_FP32, Backend
+from diffusion.build import make_sampler
+from diffusion.guidance import guide
+from diffusion.inference import InferenceUNet, sampling_network
+from diffusion.layers import set_backend
+from diffusion.schedule import make_schedule
+from triton_kernels import fused, fused_reference, reference
+
+from .test_fused_unet import MODELS, make, unet64
+
+CALLS = ("conv_split", "sum_parts", "norm_whole", "norm_of_sums", "norm_table")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the kernels of inference were asked for."""
+    counts = dict.fromkeys(CALLS, 0)
+
+    def counting(name):
+        original = getattr(fused_reference, name)
+
+        def counted(*args, **kwargs):
+            counts[name] += 1
+            return original(*args, **kwargs)
+
+        return counted
+
+    for name in CALLS:
+        monkeypatch.setattr(fused_reference, name, counting(name))
+    return counts
+
+
+@pytest.mark.parametrize("size", [(8, 12), (16, 24)], ids=["small", "larger"])
+@pytest.mark.parametrize("name", MODELS)
+def test_output(name, size):
+    options = MODELS[name]
+    if size != (8, 12) and name not in ("two_blocks", "film"):
+        pytest.skip("two models will do")
+    model = make(options, size).eval()
+    twin = copy.deepcopy(model)
+    plan = InferenceUNet(model, fused_reference)
+    x, t = torch.randn(2, *size, 3).double(), torch.tensor([3, 700])
+    labels = torch.tensor([2, 0]) if model.num_classes else None
+    y = plan(x, t, labels)
+    torch.testing.assert_close(y, twin.forward_nhwc(x, t, labels), rtol=1e-10, atol=1e-10)
+    assert not y.requires_grad
+
+
+def test_every_way_of_a_norm_is_taken(calls):
+    model = make(MODELS["three_levels"], (16, 24))
+    plan = InferenceUNet(model, fused_reference)
+    plan(torch.randn(2, 16, 24, 3).double(), torch.tensor([3, 700]))
+    assert all(calls.values()), calls
+
+
+@pytest.mark.parametrize("classes", [None, 3, 9])
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("large", [False, True], ids=["a table", "too large a table"])
+def test_a_chain(classes, scale, large, monkeypatch):
+    """With fewer and more classes than samples: a row a class, or a row a sample."""
+    if classes is None and scale != 1:
+        pytest.skip("guidance needs classes")
+    if large:
+        monkeypatch.setattr("diffusion.inference._TABLE_BYTES", 1000)
+    options = {"channel_mult": (1,), "num_classes": classes}
+    options |= {"label_dropout": 0.1} if classes else {}
+    model = make(options).eval()
+    twin = copy.deepcopy(model)
+    sampler = make_sampler(make_schedule("linear", 100), model.backend, "ddim", steps=3)
+    labels = torch.tensor([1, 0, 2]) if classes else None
+    chains = [
+        sampler.sample(guide(denoiser, scale, classes), (3, 8, 12, 3), seed=1, labels=labels)
+        for denoiser in (InferenceUNet(model, fused_reference), twin.forward_nhwc)
+    ]
+    torch.testing.assert_close(*chains, rtol=1e-5, atol=1e-5)
+
+
+def test_who_gets_the_plan():
+    model = make({"model_channels": 64, "channel_mult": (1, 2)}, (16, 16)).float()
+    assert sampling_network(model) == model.forward_nhwc  # PyTorch's backend
+    set_backend(model, Backend("triton", triton_kernels))
+    assert sampling_network(model) == model.forward_nhwc  # float32
+    set_backend(model, Backend("triton", triton_kernels, torch.float16))
+    assert isinstance(sampling_network(model), InferenceUNet)
+
+
+def test_the_model_is_left_alone():
+    model = make({"channel_mult": (1,)})
+    before = [p.data_ptr() for p in model.parameters()]
+    plan = InferenceUNet(model, fused_reference)
+    assert [p.data_ptr() for p in model.parameters()] == before
+    x, t = torch.randn(1, 8, 12, 3).double(), torch.tensor([5])
+    y = plan(x, t)
+    model.input_blocks[0][0].weight.data.zero_()
+    assert torch.equal(plan(x, t), y)
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+
+def triton_backend():
+    return Backend("triton", triton_kernels, torch.bfloat16, allow_tf32=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 2, 3, 16, 64])
+def test_as_good_as_the_layers_of_pytorch(batch):
+    """In bf16, against float64: within twice the error of PyTorch's layers in bf16."""
+    exact = unet64(Backend("torch", reference, torch.float64)).double()
+    theirs = unet64(Backend("torch", reference, torch.bfloat16))
+    plan = sampling_network(unet64(triton_backend()))
+    assert isinstance(plan, InferenceUNet)
+    x = torch.randn(batch, 64, 64, 3, device="cuda")
+    t = torch.randint(0, 1000, (batch,), device="cuda")
+    with torch.no_grad():
+        expected = exact.forward_nhwc(x.double(), t)
+        budget = (theirs.forward_nhwc(x.bfloat16(), t) - expected).norm()
+        for _ in range(3):
+            y = plan(x, t)
+            assert (y - expected).norm() <= 2 * budget
+    assert torch.equal(plan(x, t), y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("name", ["ddpm", "dpmpp_2m"])
+def test_a_captured_chain_has_the_bits_of_the_loop(name, batch):
+    plan, shape = sampling_network(unet64(triton_backend())), (batch, 64, 64, 3)
+    chains = [
+        make_sampler(
+            make_schedule("linear", 1000), triton_backend(), name, steps=10, device="cuda",
+            capture=capture,
+        ).sample(plan, shape, seed=3)
+        for capture in (True, False)
+    ]  # fmt: skip
+    assert torch.isfinite(chains[0]).all() and torch.equal(*chains)
+
+
+@pytest.mark.gpu
+def test_backends_and_batches_draw_the_same_images():
+    """bf16 moves a chain: ours, in whole or in parts, by no more than twice PyTorch's bf16."""
+    shape, steps = (4, 64, 64, 3), 20
+    chains = {}
+    for name, backend in (
+        ("exact", TORCH_FP32),
+        ("torch", Backend("torch", reference, torch.bfloat16)),
+        ("triton", triton_backend()),
+    ):
+        network = sampling_network(unet64(backend))
+        sampler = make_sampler(
+            make_schedule("linear", 1000), backend, "ddim", steps=steps, device="cuda"
+        )
+        chains[name] = sampler.sample(network, shape, seed=1)
+    parts = [
+        sampler.sample(network, (n, *shape[1:]), seed=1, first=first)
+        for n, first in ((1, 0), (3, 1))
+    ]
+    budget = 2 * (chains["torch"] - chains["exact"]).norm()
+    for chain in (chains["triton"], torch.cat(parts)):
+        assert (chain - chains["exact"]).norm() <= budget
+
+
+@pytest.mark.gpu
+def test_guided_labels_on_the_gpu():
+    model = make(
+        {"model_channels": 64, "channel_mult": (1, 2), "num_classes": 3, "label_dropout": 0.1},
+        (32, 32),
+    )
+    model = model.float().cuda().eval()
+    exact = copy.deepcopy(model)
+    set_backend(exact, TORCH_FP32)
+    set_backend(model, triton_backend())
+    labels = torch.tensor([2, 0, 1, 1, 0], device="cuda")
+    chains = []
+    for network in (sampling_network(model), exact.forward_nhwc):
+        sampler = make_sampler(
+            make_schedule("linear", 1000), model.backend if not chains else TORCH_FP32, "ddim",
+            steps=5, device="cuda",
+        )  # fmt: skip
+        chains.append(sampler.sample(guide(network, 2.0, 3), (5, 32, 32, 3), seed=1, labels=labels))
+    assert (chains[0] - chains[1]).norm() <= 0.05 * chains[1].norm()
+
+
+@pytest.mark.gpu
+def test_the_kernels_are_those_of_fused():
+    assert sampling_network(unet64(triton_backend())).kernels.kernels is fused

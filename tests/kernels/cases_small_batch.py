@@ -1,0 +1,108 @@
+"""Kernels of inference at a small batch to compile for every chip, in bf16: 256 channels in 32
+groups at 8x8, in the tiles that one such image gets."""
+
+
+def _types(kind: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, kind)
+
+
+_CONV_SPLIT = {
+    "name": "conv_split, two extras",
+    "kernel": "triton_kernels.conv_split:_conv_split_kernel",
+    "signature": _types("tensordesc<bf16[1,8,8,64]>", "x_desc", "extra1_desc", "extra2_desc")
+    | {"w_desc": "tensordesc<bf16[1,64,64]>"}
+    | _types("tensordesc<bf16[64,64]>", "extra1_w_desc", "extra2_w_desc")
+    | {"parts_ptr": "*fp32"}
+    | _types("i32", "N", "P", "Q", "CI", "C1", "C2", "CO", "steps"),
+    "constexprs": {
+        "R": 3,
+        "S": 3,
+        "PRECISION": "tf32",
+        "TILE_N": 1,
+        "TILE_H": 8,
+        "TILE_W": 8,
+        "BLOCK_C": 64,
+        "BLOCK_K": 64,
+    },  # fmt: skip
+    "multiples": ("CI", "C1", "C2", "CO"),
+    "options": {"num_warps": 4, "num_stages": 4},
+    "expect": {"wgmma": True, "tma": True, "arches": (90, 100)},
+}
+
+_FILM = ("weight_ptr", "bias_ptr", "scale_ptr", "shift_ptr")
+_CONV_TERMS = ("parts_ptr", "conv_bias_ptr", "extra_bias_ptr", "emb_ptr")
+
+_NORM_WHOLE = {
+    "kernel": "triton_kernels.norm_whole_kernels:_norm_whole_kernel",
+    "options": {"num_warps": 4},
+    "multiples": ("HW", "C1", "C", "stride_emb", "stride_scale", "stride_shift"),
+}
+_WHOLE_INTS = _types("i32", "stride_emb", "stride_scale", "stride_shift") | _types(
+    "i32", "N", "HW", "C1", "C", "GB"
+)
+
+COMPILE_CASES = [
+    _CONV_SPLIT,
+    _NORM_WHOLE
+    | {
+        "name": "norm_whole of a convolution in parts, beside another tensor",
+        "signature": _types("*bf16", "x1_ptr", "x2_ptr", "residual_ptr", "a_ptr")
+        | _types("*fp32", *_CONV_TERMS, *_FILM)
+        | _WHOLE_INTS
+        | {"eps": "fp32"},
+        "constexprs": {"ACT": "silu", "SPLITS": 9, "CG": 16, "BLOCK_G": 1}
+        | {"BLOCK_J": 16, "BLOCK_P": 64},
+    },
+    _NORM_WHOLE
+    | {
+        "name": "norm_whole, the largest group",
+        "signature": _types("*bf16", "x1_ptr", "a_ptr")
+        | _types("*fp32", "weight_ptr", "bias_ptr")
+        | _WHOLE_INTS
+        | {"eps": "fp32"},
+        "constexprs": dict.fromkeys(
+            (*_CONV_TERMS, "residual_ptr", "x2_ptr", "scale_ptr", "shift_ptr")
+        )
+        | {"ACT": "silu", "SPLITS": 0, "CG": 4, "BLOCK_G": 1, "BLOCK_J": 4, "BLOCK_P": 4096},
+        "options": {"num_warps": 16},
+    },
+    {
+        "name": "sum_parts",
+        "kernel": "triton_kernels.norm_whole_kernels:_sum_parts_kernel",
+        "signature": _types("*fp32", "parts_ptr", "bias_ptr", "extra_bias_ptr", "emb_ptr")
+        | _types("*bf16", "residual_ptr", "y_ptr")
+        | _types("i32", "stride_emb", "N", "HW", "C", "CB", "PB"),
+        "constexprs": {"SPLITS": 9, "BLOCK_C": 16, "BLOCK_P": 64},
+        "multiples": ("HW", "C", "stride_emb"),
+        "options": {"num_warps": 4},
+        "expect": {"arches": (90,)},
+    },
+    {
+        "name": "norm_of_sums of two tensors",
+        "kernel": "triton_kernels.norm_whole_kernels:_norm_sums_kernel",
+        "signature": _types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
+        | _types("*fp32", "partial1_ptr", "partial2_ptr", *_FILM)
+        | _types("i32", "stride_scale", "stride_shift", "pixels1", "pixels2")
+        | _types("i32", "HW", "C1", "C2", "K", "CB1", "CB")
+        | {"eps": "fp32"},
+        "constexprs": {
+            "ACT": "silu", "K1": 64, "K2": 32, "CG": 6, "MASKED": False, "TILES": 1,
+            "BLOCK_P": 16, "BLOCK_C": 64, "BLOCK_G": 16, "BLOCK_J": 8,
+            "BLOCK_K1": 16, "BLOCK_K2": 16,
+        },
+        "multiples": ("HW", "C1", "C2", "pixels1", "pixels2", "stride_scale", "stride_shift"),
+        "options": {"num_warps": 4},
+    },
+    {
+        "name": "begin_step",
+        "kernel": "triton_kernels.begin_step:_begin_step_kernel",
+        "signature": _types("*fp32", "x_ptr", "table_ptr", "emb_ptr")
+        | {"image_ptr": "*bf16"}
+        | _types("*i64", "row_ptr", "index_ptr")
+        | _types("i32", "elements", "emb_elements", "image_programs", "U", "E"),
+        "constexprs": {"C": 3, "CP": 16, "BLOCK": 1024},
+        "multiples": ("elements", "E"),
+        "options": {"num_warps": 4},
+        "expect": {"arches": (90,)},
+    },
+]  # fmt: skip
