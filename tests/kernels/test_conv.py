@@ -120,7 +120,8 @@ def check(got, exact, low, shape: Shape, precision: str):
         ("y", "dx", "dweight", "dbias"), got, exact, low, terms, strict=True
     ):
         assert a.shape == b.shape, name
-        floor = ROUNDING[precision] + 2**-24 * k**0.5
+        single = precision == "tf32" and k == 1  # no mean is taken: up to 2^-10 of either operand
+        floor = ROUNDING[precision] * (2 if single else 1) + 2**-24 * k**0.5
         error, budget = relative(a, b), 2 * relative(c, b) + floor
         assert error <= budget, f"{name}: relative error {error:.2e}, budget {budget:.2e}"
 
