@@ -29,7 +29,7 @@ def files(folder: str) -> list[Path]:
 @pytest.mark.parametrize("path", files("triton_kernels"), ids=lambda p: p.name)
 def test_kernels_know_torch_and_triton_only(path):
     standard = {"math", "typing", "collections", "dataclasses", "functools", "itertools", "os"}
-    standard |= {"contextlib", "warnings", "types", "enum", "json", "pathlib", "statistics"}
+    standard |= {"contextlib", "warnings", "types", "enum", "json", "pathlib", "statistics", "sys"}
     assert imported(path) - standard <= {"torch", "triton"}
 
 

@@ -13,7 +13,8 @@ Layout: activations are contiguous [N, H, W, C] ("NHWC"), without exception. A l
 and never copies silently. Convolution weights have PyTorch's shape [CO, CI, R, S] in channels_last
 memory, which is [CO, R, S, CI] to the kernels. 1-D data is the same with H = 1.
 
-`triton_kernels.reference` has every op below under the same name and signature in plain PyTorch.
+Every function below is an op of torch.library, torch.ops.triton_kernels.NAME, to torch.compile; see
+`library`. `triton_kernels.reference` has it under the same name and signature in plain PyTorch.
 """
 
 from .adamw import adamw_step, grad_norm

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .dependent_launch import await_inputs, overlapping
 from .layout import check_shape
+from .library import op
 
 _NUM_WARPS = 8
 _BLOCK = 4 * 32 * _NUM_WARPS  # 4 a thread: beyond, the layouts of 32 and 16 bits would differ
@@ -145,9 +146,8 @@ def _update(
             tl.store(shadow_ptr + offs, param.to(shadow_ptr.dtype.element_ty), mask=mask)
 
 
-def grad_norm(grad: Tensor) -> Tensor:  # float32 [P] -> float32 [1]
-    """Euclidean norm of the flat gradient, the same to the bit in every run."""
-    _check_flat("grad", grad, grad.numel())
+@op("grad_norm", lambda grad: grad.new_empty(1))
+def _grad_norm(grad: Tensor) -> Tensor:
     programs = max(1, min(triton.cdiv(grad.numel(), _NORM_BLOCK), _NORM_PROGRAMS))
     partial = torch.empty(programs, dtype=torch.float32, device=grad.device)
     norm = torch.empty(1, dtype=torch.float32, device=grad.device)
@@ -158,6 +158,37 @@ def grad_norm(grad: Tensor) -> Tensor:  # float32 [P] -> float32 [1]
     block = triton.next_power_of_2(programs)
     _norm_kernel[(1,)](partial, norm, programs, BLOCK=block, **overlapping(grad.device))
     return norm
+
+
+@op(
+    "adamw_step",
+    lambda *_: None,
+    mutates=("param", "exp_avg", "exp_avg_sq", "ema", "skipped", "shadow"),
+)
+def _adamw_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    ema: Tensor,
+    norm: Tensor,
+    hyper: Tensor,
+    skipped: Tensor,
+    shadow: Tensor | None,
+) -> None:
+    size = param.numel()
+    _adamw_kernel[(max(1, triton.cdiv(size, _BLOCK)),)](
+        param, grad, exp_avg, exp_avg_sq, ema, shadow, norm, hyper, skipped, size,
+        BLOCK=_BLOCK, num_warps=_NUM_WARPS, **overlapping(param.device),
+    )  # fmt: skip
+    changed = (param, exp_avg, exp_avg_sq, ema, skipped, shadow)
+    torch.autograd.graph.increment_version([t for t in changed if t is not None])
+
+
+def grad_norm(grad: Tensor) -> Tensor:  # float32 [P] -> float32 [1]
+    """Euclidean norm of the flat gradient, the same to the bit in every run."""
+    _check_flat("grad", grad, grad.numel())
+    return _grad_norm(grad)
 
 
 def adamw_step(
@@ -188,10 +219,7 @@ def adamw_step(
     _check_flat("skipped", skipped, 1, torch.int32)
     if shadow is not None:
         _check_flat("shadow", shadow, size, torch.bfloat16, torch.float16)
-    _adamw_kernel[(max(1, triton.cdiv(size, _BLOCK)),)](
-        param, grad, exp_avg, exp_avg_sq, ema, shadow, norm, hyper, skipped, size,
-        BLOCK=_BLOCK, num_warps=_NUM_WARPS, **overlapping(param.device),
-    )  # fmt: skip
+    _adamw_step(param, grad, exp_avg, exp_avg_sq, ema, norm, hyper, skipped, shadow)
 
 
 def _check_flat(name: str, x: Tensor, size: int, *dtypes: torch.dtype) -> None:

@@ -30,7 +30,8 @@ from torch.autograd.function import once_differentiable
 
 from .dependent_launch import await_inputs, overlapping
 from .device import describe
-from .layout import check_nhwc
+from .layout import autocast, check_nhwc
+from .library import derivative, op
 from .tuning import choose
 
 ORDERS = ("qkv_heads", "heads_qkv")
@@ -497,18 +498,42 @@ def _attention_bwd(
     return dqkv
 
 
+# --- the op --------------------------------------------------------------------------------------
+
+
+def _fake_attention(qkv, num_heads, order, allow_tf32):
+    n, t, c3 = qkv.shape
+    lse = qkv.new_empty((n, num_heads, t), dtype=torch.float32)
+    return qkv.new_empty((n, t, c3 // 3)), lse
+
+
+@op("attention", _fake_attention, differentiable=True)
+def _attention(qkv: Tensor, num_heads: int, order: str, allow_tf32: bool) -> tuple[Tensor, Tensor]:
+    return _attention_fwd(qkv, num_heads, order, allow_tf32)
+
+
+@op("attention_backward", lambda do, qkv, *_: qkv.new_empty(qkv.shape))
+def _attention_backward(
+    do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, num_heads: int, order: str, allow_tf32: bool
+) -> Tensor:
+    return _attention_bwd(do, qkv, o, lse, num_heads, order, allow_tf32)
+
+
+@derivative(of=_attention)
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, num_heads, order, allow_tf32):
-        o, lse = _attention_fwd(qkv, num_heads, order, allow_tf32)
+        o, lse = _attention.below_autograd(qkv, num_heads, order, allow_tf32)
         ctx.save_for_backward(qkv, o, lse)
         ctx.options = num_heads, order, allow_tf32
-        return o
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return o, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, do):
-        return _attention_bwd(do, *ctx.saved_tensors, *ctx.options), None, None, None
+    def backward(ctx, do, _):
+        return _attention_backward(do, *ctx.saved_tensors, *ctx.options), None, None, None
 
 
 def attention(
@@ -522,7 +547,9 @@ def attention(
 
     `order` says how the 3C channels are packed: "qkv_heads" is [3, heads, d] (guided-diffusion's
     new order, unet.cu), "heads_qkv" is [heads, 3, d] (its legacy order). `allow_tf32` concerns
-    float32 alone. Raises ValueError for a shape, dtype, stride or order that does not fit.
+    float32 alone. Under torch.autocast qkv is first cast to its dtype.
+
+    Raises ValueError for a shape, dtype, stride or order that does not fit.
     """
     check_nhwc("qkv", qkv, ndim=3)
     c3 = qkv.shape[2]
@@ -535,4 +562,5 @@ def attention(
     if c3 // 3 // num_heads > MAX_HEAD_DIM:
         d = c3 // 3 // num_heads
         raise ValueError(f"a head has {d} channels; at most {MAX_HEAD_DIM} are supported")
-    return _Attention.apply(qkv, num_heads, order, allow_tf32)
+    o, _ = _attention(autocast(qkv), num_heads, order, allow_tf32)
+    return o

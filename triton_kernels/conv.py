@@ -18,27 +18,19 @@ the rest. Sums over pixels that are split among programs are added up in a fixed
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import conv_gather, conv_tma
 from .column_sum import column_sum, partials, sum_partials
-from .layout import DTYPES, check_nhwc, check_shape
+from .layout import DTYPES, autocast, check_nhwc, check_shape
+from .library import derivative, op
 
 # Every tile of either path; a launcher takes one as `config` instead of choosing by shape.
 _FWD_CONFIGS = [*conv_gather.FWD_CONFIGS, *conv_tma.FWD_CONFIGS]
 _WGRAD_CONFIGS = [*conv_gather.WGRAD_CONFIGS, *conv_tma.WGRAD_CONFIGS]
 
 _empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
-
-
-@triton.jit
-def _cast_kernel(x_ptr, out_ptr, numel, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < numel
-    x = tl.load(x_ptr + offs, mask=mask)
-    tl.store(out_ptr + offs, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 # --- launchers ------------------------------------------------------------------------------------
@@ -127,37 +119,83 @@ def _conv2d_bgrad(dy: Tensor, bias: Tensor) -> Tensor:  # [N, P, Q, CO] -> like 
     return dbias
 
 
-def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same order in memory in another dtype."""
-    if weight.dtype == dtype:
-        return weight
-    out = _empty((weight.numel(),), dtype=dtype, device=weight.device)
-    grid = (triton.cdiv(weight.numel(), 1024),)
-    _cast_kernel[grid](weight, out, weight.numel(), BLOCK=1024)
-    return out.as_strided(weight.shape, weight.stride())
-
-
 # --- the op --------------------------------------------------------------------------------------
 
 
+def _fake_conv2d(x, weight, low, bias, stride, padding, allow_tf32):
+    sizes = zip(x.shape[1:3], weight.shape[2:], padding, strict=True)
+    p, q = (_out_size(size, taps, stride, pad) for size, taps, pad in sizes)
+    return x.new_empty((x.shape[0], p, q, weight.shape[0]))
+
+
+@op("conv2d", _fake_conv2d, differentiable=True)
+def _conv2d(
+    x: Tensor,
+    weight: Tensor,
+    low: Tensor | None,  # weight in the dtype of x, where that is another
+    bias: Tensor | None,
+    stride: int,
+    padding: list[int],
+    allow_tf32: bool,
+) -> Tensor:
+    low = weight if low is None else low
+    return _conv2d_fwd(x, low, bias, stride, tuple(padding), allow_tf32)
+
+
+@op(
+    "conv2d_backward_input",
+    lambda dy, weight, h, w, *_: dy.new_empty((dy.shape[0], h, w, weight.shape[1])),
+)
+def _backward_input(
+    dy: Tensor,
+    weight: Tensor,
+    h: int,
+    w: int,
+    stride: int,
+    padding: list[int],
+    allow_tf32: bool,
+) -> Tensor:
+    return _conv2d_dgrad(dy, weight, (h, w), stride, tuple(padding), allow_tf32)
+
+
+@op(
+    "conv2d_backward_weight",
+    lambda x, dy, weight, *_: weight.new_empty_strided(weight.shape, weight.stride()),
+)
+def _backward_weight(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    stride: int,
+    padding: list[int],
+    allow_tf32: bool,
+) -> Tensor:
+    return _conv2d_wgrad(x, dy, weight, stride, tuple(padding), allow_tf32)
+
+
+@op("conv2d_backward_bias", lambda dy, bias: bias.new_empty(bias.shape))
+def _backward_bias(dy: Tensor, bias: Tensor) -> Tensor:
+    return _conv2d_bgrad(dy, bias)
+
+
+@derivative(of=_conv2d)
 class _Conv2d(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, stride, padding, allow_tf32):
-        low = _cast(weight, x.dtype)  # kept for the backward pass, so it is made once
-        ctx.save_for_backward(x, low, weight, bias)
+    def forward(ctx, x, weight, low, bias, stride, padding, allow_tf32):
+        ctx.save_for_backward(x, weight if low is None else low, weight, bias)
         ctx.options = (stride, padding, allow_tf32)
-        return _conv2d_fwd(x, low, bias, *ctx.options)
+        return _conv2d.below_autograd(x, weight, low, bias, *ctx.options)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         x, low, weight, bias = ctx.saved_tensors
         dy = dy.contiguous()  # autograd hands over expanded tensors, e.g. from y.sum()
-        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        dx = _conv2d_dgrad(dy, low, x.shape[1:3], *ctx.options) if need_dx else None
-        dw = _conv2d_wgrad(x, dy, weight, *ctx.options) if need_dw else None
-        db = _conv2d_bgrad(dy, bias) if need_db else None
-        return dx, dw, db, None, None, None
+        need_dx, need_dw, _, need_db = ctx.needs_input_grad[:4]
+        dx = _backward_input(dy, low, *x.shape[1:3], *ctx.options) if need_dx else None
+        dw = _backward_weight(x, dy, weight, *ctx.options) if need_dw else None
+        db = _backward_bias(dy, bias) if need_db else None
+        return dx, dw, None, db, None, None, None
 
 
 def conv2d(
@@ -170,6 +208,7 @@ def conv2d(
     allow_tf32: bool = False,  # float32 only: multiply in TF32
 ) -> Tensor:  # [N, P, Q, CO], dtype of x
     """Cross-correlation in x.dtype with float32 accumulation; bias is added to the accumulator.
+    Under torch.autocast x is first cast to its dtype.
 
     `weight` and `bias` may be float32 while x is bfloat16 or float16: weight is rounded to x.dtype
     for the arithmetic, and the gradients keep the parameter's dtype, straight from accumulators.
@@ -214,4 +253,7 @@ def conv2d(
             f"x of shape {tuple(x.shape)}: the pixels of the batch, and the elements of one image, "
             "have to be fewer than 2^31"
         )
-    return _Conv2d.apply(x, weight, bias, stride, tuple(padding), allow_tf32)
+    x = autocast(x)
+    # without a gradient: that of weight comes in weight's dtype, straight from accumulators
+    low = None if weight.dtype == x.dtype else weight.detach().to(x.dtype)
+    return _conv2d(x, weight, low, bias, stride, padding, allow_tf32)

@@ -20,9 +20,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .dependent_launch import await_inputs, overlapping
 from .layout import DTYPES, check_nhwc, check_shape
+from .library import derivative, op
 from .philox import NOISE, REVERSE, check_rng, normals
 
 PREDICTIONS = ("epsilon", "sample", "v_prediction")
@@ -269,7 +271,10 @@ def _denoise_step_kernel(
     tl.store(x_prev_ptr + n * elements + offs, x_prev, mask=mask)
 
 
-def _q_sample(images, index, flip, t, table, rng, first, dtype):
+# --- the ops -------------------------------------------------------------------------------------
+
+
+def _noised(images, index, flip, t, table, rng, first, dtype):
     n = images.shape[0] if index is None else index.shape[0]
     height, width, c = images.shape[1:]
     x = torch.empty((n, height, width, c), dtype=dtype, device=images.device)
@@ -283,7 +288,46 @@ def _q_sample(images, index, flip, t, table, rng, first, dtype):
     return x
 
 
-def _denoise_loss_fwd(output, images, index, flip, t, table, rng, first, prediction):
+def _fake_batch(images, index, dtype):
+    n = images.shape[0] if index is None else index.shape[0]
+    return images.new_empty((n, *images.shape[1:]), dtype=dtype)
+
+
+@op("gather_images", lambda images, index, _: _fake_batch(images, index, torch.float32))
+def _gather_images(images: Tensor, index: Tensor | None, flip: Tensor | None) -> Tensor:
+    return _noised(images, index, flip, None, None, None, 0, torch.float32)
+
+
+@op("q_sample", lambda images, index, *rest: _fake_batch(images, index, rest[-1]))
+def _q_sample(
+    images: Tensor,
+    index: Tensor | None,
+    flip: Tensor | None,
+    t: Tensor,
+    table: Tensor,
+    rng: Tensor,
+    first: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return _noised(images, index, flip, t, table, rng, first, dtype)
+
+
+@op(
+    "denoise_loss",
+    lambda output, *_: output.new_empty(output.shape[0], dtype=torch.float32),
+    differentiable=True,
+)
+def _denoise_loss(
+    output: Tensor,
+    images: Tensor,
+    index: Tensor | None,
+    flip: Tensor | None,
+    t: Tensor,
+    table: Tensor,
+    rng: Tensor,
+    first: int,
+    prediction: str,
+) -> Tensor:
     n, height, width, co = output.shape
     c = images.shape[3]
     elements = height * width * c
@@ -306,7 +350,19 @@ def _denoise_loss_fwd(output, images, index, flip, t, table, rng, first, predict
     return loss
 
 
-def _denoise_loss_bwd(dloss, output, images, index, flip, t, table, rng, first, prediction):
+@op("denoise_loss_backward", lambda dloss, output, *_: output.new_empty(output.shape))
+def _denoise_loss_backward(
+    dloss: Tensor,
+    output: Tensor,
+    images: Tensor,
+    index: Tensor | None,
+    flip: Tensor | None,
+    t: Tensor,
+    table: Tensor,
+    rng: Tensor,
+    first: int,
+    prediction: str,
+) -> Tensor:
     n, height, width, co = output.shape
     c = images.shape[3]
     doutput = torch.empty_like(output)
@@ -321,16 +377,52 @@ def _denoise_loss_bwd(dloss, output, images, index, flip, t, table, rng, first, 
     return doutput
 
 
+@op(
+    "denoise_step",
+    lambda x, *_: x.new_empty(x.shape, dtype=torch.float32),
+    mutates=("memory",),
+)
+def _denoise_step(
+    x: Tensor,
+    output: Tensor,
+    table: Tensor,
+    row: Tensor,
+    rng: Tensor,
+    first: int,
+    first_on_device: Tensor | None,
+    clip: float | None,
+    memory: Tensor | None,
+) -> Tensor:
+    x_prev = torch.empty_like(x, dtype=torch.float32)
+    pitch = output.shape[3] if output.is_contiguous() else output.stride(2)
+    if x.numel() > 0:
+        elements = x[0].numel()
+        chunks = triton.cdiv(elements, 4 * _BLOCK)
+        _denoise_step_kernel[(x.shape[0] * chunks,)](
+            x, output, table, row, rng, first_on_device, memory, x_prev, first,
+            0.0 if clip is None else float(clip), elements, chunks, C=x.shape[3],
+            CO=output.shape[3], PITCH=pitch, CLIP=clip is not None, BLOCK=_BLOCK,
+            num_warps=_NUM_WARPS, **overlapping(x.device),
+        )  # fmt: skip
+    if memory is not None:
+        torch.autograd.graph.increment_version(memory)
+    return x_prev
+
+
+@derivative(of=_denoise_loss)
 class _DenoiseLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output, images, index, flip, t, table, rng, first, prediction):
         ctx.save_for_backward(output, images, index, flip, t, table, rng)
-        ctx.first, ctx.prediction = first, prediction
-        return _denoise_loss_fwd(output, images, index, flip, t, table, rng, first, prediction)
+        ctx.options = first, prediction
+        return _denoise_loss.below_autograd(
+            output, images, index, flip, t, table, rng, first, prediction
+        )
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dloss):
-        doutput = _denoise_loss_bwd(dloss, *ctx.saved_tensors, ctx.first, ctx.prediction)
+        doutput = _denoise_loss_backward(dloss, *ctx.saved_tensors, *ctx.options)
         return doutput, None, None, None, None, None, None, None, None
 
 
@@ -341,7 +433,7 @@ def gather_images(
 ) -> Tensor:  # float32 [N, H, W, C]; uint8 is mapped to x / 127.5 - 1
     """The clean batch x_0. Every index must be within [0, M); the device does not check."""
     _check_batch(images, index, flip)
-    return _q_sample(images, index, flip, None, None, None, 0, torch.float32)
+    return _gather_images(images, index, flip)
 
 
 def q_sample(
@@ -386,7 +478,7 @@ def denoise_loss(
     n = _check_batch(images, index, flip)
     _check_process(n, t, table, rng)
     _check_output(output, n, *images.shape[1:])
-    return _DenoiseLoss.apply(output, images, index, flip, t, table, rng, first, prediction)
+    return _denoise_loss(output, images, index, flip, t, table, rng, first, prediction)
 
 
 def denoise_step(
@@ -413,8 +505,8 @@ def denoise_step(
     """
     check_nhwc("x", x)
     _check_channels(output, *x.shape)
-    _, h, w, pitch = output.shape
     if not output.is_contiguous():
+        _, h, w, _ = output.shape
         pitch = output.stride(2)
         if output.stride() != (h * w * pitch, w * pitch, pitch, 1):
             check_nhwc("output", output)
@@ -422,13 +514,13 @@ def denoise_step(
     if row.dtype != torch.int64 or row.shape != (1,):
         raise ValueError(f"row is {row.dtype} of shape {tuple(row.shape)}; expected int64 [1]")
     check_rng(rng)
-    first_ptr = None
+    first_on_device = None
     if isinstance(first, Tensor):
         if first.dtype != torch.int64 or first.shape != (1,):
             raise ValueError(
                 f"first is {first.dtype} of shape {tuple(first.shape)}; expected int64 [1]"
             )
-        first, first_ptr = 0, first
+        first, first_on_device = 0, first
     if memory is not None:
         check_nhwc("memory", memory)
         check_shape("memory", memory, *x.shape)
@@ -436,17 +528,7 @@ def denoise_step(
             raise ValueError(f"memory is {memory.dtype}; expected float32")
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; expected a positive number or None")
-    x_prev = torch.empty_like(x, dtype=torch.float32)
-    if x.numel() > 0:
-        elements = x[0].numel()
-        chunks = triton.cdiv(elements, 4 * _BLOCK)
-        _denoise_step_kernel[(x.shape[0] * chunks,)](
-            x, output, table, row, rng, first_ptr, memory, x_prev, first,
-            0.0 if clip is None else float(clip), elements, chunks, C=x.shape[3],
-            CO=output.shape[3], PITCH=pitch, CLIP=clip is not None, BLOCK=_BLOCK,
-            num_warps=_NUM_WARPS, **overlapping(x.device),
-        )  # fmt: skip
-    return x_prev
+    return _denoise_step(x, output, table, row, rng, first, first_on_device, clip, memory)
 
 
 def _check_batch(images: Tensor, index: Tensor | None, flip: Tensor | None) -> int:
@@ -476,9 +558,10 @@ def _check_output(output: Tensor, n: int, height: int, width: int, c: int) -> No
 
 
 def _check_channels(output: Tensor, n: int, height: int, width: int, c: int) -> None:
-    if output.shape[-1] not in (c, 2 * c):
-        raise ValueError(f"output has {output.shape[-1]} channels; expected {c} or {2 * c}")
-    check_shape("output", output, n, height, width, output.shape[-1])
+    co = output.shape[-1]
+    if co != c and co != 2 * c:  # `in`, of a size that is a symbol, compares wrongly in Dynamo
+        raise ValueError(f"output has {co} channels; expected {c} or {2 * c}")
+    check_shape("output", output, n, height, width, co)
 
 
 def _check_vector(name: str, x: Tensor | None, n: int, dtype: torch.dtype) -> None:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .library import op
 from .philox import FLIP, NOISE, TIMESTEP, check_rng, normals, philox_words
 
 _BLOCK = 256  # evaluations of Philox in a program
@@ -76,15 +77,8 @@ def _first_words(rng_ptr, first, STREAM: tl.constexpr, BLOCK: tl.constexpr):
     return offs, word
 
 
-def normal(
-    shape: tuple[int, ...],  # [N, ...]; elements are counted in this order
-    rng: Tensor,  # int64 [2]: seed, step
-    *,
-    stream: int = NOISE,
-    first: int = 0,
-) -> Tensor:  # float32
-    """Standard normal noise; sample n is keyed by (seed, step, first + n, stream) alone."""
-    check_rng(rng)
+@op("normal", lambda shape, rng, *_: rng.new_empty(shape, dtype=torch.float32))
+def _normal(shape: list[int], rng: Tensor, stream: int, first: int) -> Tensor:
     out = torch.empty(shape, dtype=torch.float32, device=rng.device)
     if out.numel() > 0:
         elements = math.prod(shape[1:])
@@ -96,11 +90,8 @@ def normal(
     return out
 
 
-def draw_timesteps(rng: Tensor, n: int, num_timesteps: int, *, first: int = 0) -> Tensor:
-    """Uniform timesteps in [0, num_timesteps), int64 [N]: (word * num_timesteps) >> 32."""
-    check_rng(rng)
-    if not 0 < num_timesteps < 2**31:
-        raise ValueError(f"num_timesteps is {num_timesteps}; expected 1 to 2^31 - 1")
+@op("draw_timesteps", lambda rng, n, *_: rng.new_empty(n, dtype=torch.int64))
+def _draw_timesteps(rng: Tensor, n: int, num_timesteps: int, first: int) -> Tensor:
     out = torch.empty(n, dtype=torch.int64, device=rng.device)
     if n > 0:
         grid = (triton.cdiv(n, _BLOCK),)
@@ -110,11 +101,36 @@ def draw_timesteps(rng: Tensor, n: int, num_timesteps: int, *, first: int = 0) -
     return out
 
 
-def draw_flips(rng: Tensor, n: int, *, first: int = 0) -> Tensor:
-    """Fair coins, bool [N]: the top bit of a word."""
-    check_rng(rng)
+@op("draw_flips", lambda rng, n, _: rng.new_empty(n, dtype=torch.bool))
+def _draw_flips(rng: Tensor, n: int, first: int) -> Tensor:
     out = torch.empty(n, dtype=torch.bool, device=rng.device)
     if n > 0:
         grid = (triton.cdiv(n, _BLOCK),)
         _draw_flips_kernel[grid](out, rng, first, n, STREAM=FLIP, BLOCK=_BLOCK)
     return out
+
+
+def normal(
+    shape: tuple[int, ...],  # [N, ...]; elements are counted in this order
+    rng: Tensor,  # int64 [2]: seed, step
+    *,
+    stream: int = NOISE,
+    first: int = 0,
+) -> Tensor:  # float32
+    """Standard normal noise; sample n is keyed by (seed, step, first + n, stream) alone."""
+    check_rng(rng)
+    return _normal(shape, rng, stream, first)
+
+
+def draw_timesteps(rng: Tensor, n: int, num_timesteps: int, *, first: int = 0) -> Tensor:
+    """Uniform timesteps in [0, num_timesteps), int64 [N]: (word * num_timesteps) >> 32."""
+    check_rng(rng)
+    if not 0 < num_timesteps < 2**31:
+        raise ValueError(f"num_timesteps is {num_timesteps}; expected 1 to 2^31 - 1")
+    return _draw_timesteps(rng, n, num_timesteps, first)
+
+
+def draw_flips(rng: Tensor, n: int, *, first: int = 0) -> Tensor:
+    """Fair coins, bool [N]: the top bit of a word."""
+    check_rng(rng)
+    return _draw_flips(rng, n, first)

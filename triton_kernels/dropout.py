@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .layout import check_nhwc
+from .library import derivative, op
 from .philox import DROPOUT, check_rng, philox_words
 
 _BLOCK = 256  # evaluations of Philox in a program
@@ -76,6 +77,7 @@ def _dropout_kernel(
     tl.store(y_ptr + n * elements + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@op("dropout", lambda x, *_: x.new_empty(x.shape), differentiable=True)
 def _dropout(x: Tensor, p: float, rng: Tensor, layer: int, first: int) -> Tensor:
     y = _empty(x.shape, dtype=x.dtype, device=x.device)
     elements = x[0].numel() if x.shape[0] else 0
@@ -96,12 +98,13 @@ def _dropout(x: Tensor, p: float, rng: Tensor, layer: int, first: int) -> Tensor
     return y
 
 
+@derivative(of=_dropout)
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, p, rng, layer, first):
         ctx.save_for_backward(rng)  # which raises if rng has moved on before backward
         ctx.args = p, layer, first
-        return _dropout(x, p, rng, layer, first)
+        return _dropout.below_autograd(x, p, rng, layer, first)
 
     @staticmethod
     @once_differentiable
@@ -130,4 +133,4 @@ def dropout(
         raise ValueError(f"p is {p}; expected 0 <= p < 1")
     if not 0 <= layer < 1 << 23:
         raise ValueError(f"layer is {layer}; expected 0 <= layer < 2^23")
-    return _Dropout.apply(x, p, rng, layer, first)
+    return _dropout(x, p, rng, layer, first)

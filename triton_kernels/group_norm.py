@@ -31,39 +31,92 @@ from .activations import check_activation
 from .group_norm_resident import is_resident, resident_bwd, resident_fwd
 from .group_norm_stream import params_grad, stream_apply, stream_dx, stream_stats, stream_sums
 from .layout import DTYPES, check_nhwc, check_shape
+from .library import derivative, op
+
+# --- the op --------------------------------------------------------------------------------------
 
 
+def _fake_group_norm(x, x2, weight, bias, scale, shift, num_groups, eps, activation):
+    c = x.shape[3] if x2 is None else x.shape[3] + x2.shape[3]
+    stats = x.new_empty((2, x.shape[0], num_groups), dtype=torch.float32)
+    return x.new_empty((*x.shape[:3], c)), stats
+
+
+@op("group_norm", _fake_group_norm, differentiable=True)
+def _group_norm(
+    x: Tensor,
+    x2: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    num_groups: int,
+    eps: float,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """y, and mean and rstd as float32 [2, N, G]."""
+    xs, params = (x, x2), (weight, bias, scale, shift)
+    if is_resident(xs, num_groups):
+        return resident_fwd(xs, num_groups, eps, params, activation)
+    stats = stream_stats(xs, num_groups, eps)
+    return stream_apply(xs, stats, params, activation), stats
+
+
+def _fake_backward(dy, x, x2, stats, weight, bias, scale, shift, activation, needed):
+    inputs = (x, x2, weight, bias, scale, shift)
+    return [t.new_empty(t.shape) for t, need in zip(inputs, needed, strict=True) if need]
+
+
+@op("group_norm_backward", _fake_backward)
+def _group_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    x2: Tensor | None,
+    stats: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    activation: str,
+    needed: list[bool],
+) -> list[Tensor]:
+    """The gradients of x, x2, weight, bias, scale and shift, those that are needed."""
+    xs, params = (x, x2), (weight, bias, scale, shift)
+    dxs, grads = (None, None), (None,) * 4
+    if is_resident(xs, stats.shape[2]):
+        dxs, sums = resident_bwd(xs, dy, stats, params, activation)
+    else:
+        sums = stream_sums(xs, dy, stats, params, activation)
+        if any(needed[:2]):
+            dxs = stream_dx(xs, dy, stats, sums, params, activation)
+    if any(needed[2:]):
+        grads = params_grad(sums, params, needed[2:])
+    return [grad for grad, need in zip((*dxs, *grads), needed, strict=True) if need]
+
+
+@derivative(of=_group_norm)
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, scale, shift, num_groups, eps, activation):
-        params = (weight, bias, scale, shift)
-        if is_resident(x, num_groups):
-            y, mean, rstd = resident_fwd(x, num_groups, eps, params, activation)
-        else:
-            mean, rstd = stream_stats(x, num_groups, eps)
-            y = stream_apply(x, mean, rstd, params, activation)
-        ctx.save_for_backward(x, mean, rstd, *params)
+    def forward(ctx, x, x2, weight, bias, scale, shift, num_groups, eps, activation):
+        inputs = (x, x2, weight, bias, scale, shift)
+        y, stats = _group_norm.below_autograd(*inputs, num_groups, eps, activation)
+        ctx.save_for_backward(x, x2, stats, *inputs[2:])
         ctx.activation = activation
-        return y
+        ctx.mark_non_differentiable(stats)
+        ctx.set_materialize_grads(False)
+        return y, stats
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
-        x, mean, rstd, *params = ctx.saved_tensors
-        needs_x, *needed = ctx.needs_input_grad[:5]
-        dx, args = None, (params, ctx.activation)
+    def backward(ctx, dy, _):
+        needed = ctx.needs_input_grad[:6]
         dy = dy.contiguous()  # autograd may hand over an expanded or permuted gradient
-        if is_resident(x, mean.shape[1]):
-            dx, sums = resident_bwd(x, dy, mean, rstd, *args)
-        else:
-            sums = stream_sums(x, dy, mean, rstd, *args)
-            dx = stream_dx(x, dy, mean, rstd, sums, *args) if needs_x else None
-        grads = params_grad(sums, params, needed) if any(needed) else [None] * 4
-        return dx, *grads, None, None, None
+        grads = iter(_group_norm_backward(dy, *ctx.saved_tensors, ctx.activation, needed))
+        return *(next(grads) if need else None for need in needed), None, None, None
 
 
 def group_norm(
-    x: Tensor,  # [N, H, W, C]
+    x: Tensor,  # [N, H, W, C], or [N, H, W, C1] with x2
     num_groups: int,
     weight: Tensor | None = None,  # [C]
     bias: Tensor | None = None,  # [C]
@@ -72,17 +125,29 @@ def group_norm(
     activation: str = "identity",
     scale: Tensor | None = None,  # [N, C]
     shift: Tensor | None = None,  # [N, C]
+    x2: Tensor | None = None,  # [N, H, W, C2]; C is then C1 + C2
 ) -> Tensor:  # [N, H, W, C], dtype of x
     """act((norm(x) * weight + bias) * (1 + scale) + shift); statistics and arithmetic in float32.
 
+    With `x2` this is the norm of torch.cat((x, x2), dim=-1), which is never in memory; a group may
+    lie across the border.
+
     Parameters may have another dtype than x (float32 masters, say); each gradient has the dtype of
     its tensor. The rows of `scale` and `shift` may be strided, as `chunk` of an embedding leaves
-    them. Raises ValueError if C is not a multiple of `num_groups`, and for a wrong shape, dtype,
-    layout or activation.
+    them. torch.autocast changes nothing here: y has the dtype of x.
+
+    Raises ValueError if C is not a multiple of `num_groups`, and for a wrong shape, dtype, layout
+    or activation.
     """
     check_nhwc("x", x)
     check_activation(activation)
     n, h, w, c = x.shape
+    if x2 is not None:
+        check_nhwc("x2", x2)
+        check_shape("x2", x2, n, h, w, x2.shape[3])
+        if x2.dtype != x.dtype:
+            raise ValueError(f"x2 is {x2.dtype}; expected {x.dtype}, which x is")
+        c += x2.shape[3]
     if not 1 <= num_groups <= c or c % num_groups != 0:
         raise ValueError(f"num_groups is {num_groups}; expected a divisor of the {c} channels of x")
     for name, param, shape in (
@@ -98,7 +163,8 @@ def group_norm(
             raise ValueError(f"{name} is {param.dtype}; expected float32, float16 or bfloat16")
         if param.stride(-1) != 1 and c > 1:
             raise ValueError(f"{name} has strides {param.stride()}; expected channels side by side")
-    return _GroupNorm.apply(x, weight, bias, scale, shift, num_groups, eps, activation)
+    y, _ = _group_norm(x, x2, weight, bias, scale, shift, num_groups, eps, activation)
+    return y
 
 
 class GroupNorm(torch.nn.GroupNorm):

@@ -14,7 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from .activations import activate, activate_grad
-from .group_norm_stream import Params, affine, row_strides
+from .group_norm_stream import (
+    Halves,
+    Params,
+    affine,
+    coefficients,
+    empty_like,
+    extent,
+    row_strides,
+)
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -34,8 +42,45 @@ def _group_sum(v, member):
 
 
 @triton.jit
+def _locate(
+    CB,
+    HW,
+    CG: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """The sample (int64) of a program, its pixels and channels, the mask of the channels and that
+    of the tile, and the groups' members."""
+    pid = tl.program_id(0)
+    lane = tl.arange(0, BLOCK_C)
+    mask_c = lane < GROUPS * CG
+    offs_c = pid % CB * (GROUPS * CG) + lane
+    offs_p = tl.arange(0, BLOCK_P)
+    mask = (offs_p < HW)[:, None] & mask_c[None, :]
+    member = (lane // CG)[:, None] == tl.arange(0, BLOCK_G)[None, :]
+    return (pid // CB).to(tl.int64), offs_p, offs_c, mask_c, mask, member
+
+
+@triton.jit
+def _pointers(x1_ptr, x2_ptr, n, offs_p, offs_c, HW, C1, C):
+    """Where a tile of x is or, as its groups may lie across the border, of x1 beside x2."""
+    if x2_ptr is None:
+        offs = offs_p[:, None] * C + offs_c[None, :]  # within an image: 32 bits
+        return x1_ptr + n * HW * C + offs
+    else:
+        C2 = C - C1
+        offs1 = offs_p[:, None] * C1 + offs_c[None, :]
+        offs2 = offs_p[:, None] * C2 + (offs_c - C1)[None, :]
+        in_x1 = (offs_c < C1)[None, :]
+        return tl.where(in_x1, x1_ptr + n * HW * C1 + offs1, x2_ptr + n * HW * C2 + offs2)
+
+
+@triton.jit
 def _group_norm_resident_fwd_kernel(
-    x_ptr,  # [N, HW, C]
+    x1_ptr,  # [N, HW, C1]
+    x2_ptr,  # [N, HW, C - C1] or None
     mean_ptr,  # float32 [N, G], out
     rstd_ptr,  # float32 [N, G], out
     weight_ptr,  # [C] or None
@@ -46,6 +91,7 @@ def _group_norm_resident_fwd_kernel(
     stride_scale,
     stride_shift,
     HW,
+    C1,
     C,
     G,
     CB,
@@ -57,20 +103,12 @@ def _group_norm_resident_fwd_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    n = (pid // CB).to(tl.int64)
-    lane = tl.arange(0, BLOCK_C)
-    mask_c = lane < GROUPS * CG
-    offs_c = pid % CB * (GROUPS * CG) + lane
-    offs_p = tl.arange(0, BLOCK_P)
-    image = n * HW * C
-    offs = offs_p[:, None] * C + offs_c[None, :]  # within an image: 32 bits
-    mask = (offs_p < HW)[:, None] & mask_c[None, :]
-    member = (lane // CG)[:, None] == tl.arange(0, BLOCK_G)[None, :]
+    n, offs_p, offs_c, mask_c, mask, member = _locate(CB, HW, CG, GROUPS, BLOCK_P, BLOCK_C, BLOCK_G)
     total = HW * 1.0 * CG
 
-    x = tl.load(x_ptr + image + offs, mask=mask, other=0.0).to(tl.float32)
-    mean = _group_sum(tl.sum(x, 0), member) / total
+    x_ptrs = _pointers(x1_ptr, x2_ptr, n, offs_p, offs_c, HW, C1, C)
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.div_rn(_group_sum(tl.sum(x, 0), member), total)  # exact for a constant image
     delta = tl.where(mask, x - mean[None, :], 0.0)
     var = _group_sum(tl.sum(delta * delta, 0), member) / total
     rest = _group_sum(tl.sum(delta, 0), member) / total  # what the first sum has rounded off
@@ -80,16 +118,18 @@ def _group_norm_resident_fwd_kernel(
         weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
     )
     z = (delta - rest[None, :]) * (rstd * gain)[None, :] + offset[None, :]
-    tl.store(y_ptr + image + offs, activate(z, ACT).to(y_ptr.dtype.element_ty), mask=mask)
+    y_ptrs = _pointers(y_ptr, None, n, offs_p, offs_c, HW, C1, C)
+    tl.store(y_ptrs, activate(z, ACT).to(y_ptr.dtype.element_ty), mask=mask)
     offs_g = n * G + offs_c // CG
-    first = mask_c & (lane % CG == 0)  # of its group
+    first = mask_c & (offs_c % CG == 0)  # of its group
     tl.store(mean_ptr + offs_g, mean + rest, mask=first)
     tl.store(rstd_ptr + offs_g, rstd, mask=first)
 
 
 @triton.jit
 def _group_norm_resident_bwd_kernel(
-    x_ptr,  # [N, HW, C]
+    x1_ptr,  # [N, HW, C1]
+    x2_ptr,  # [N, HW, C - C1] or None
     dy_ptr,  # [N, HW, C]
     mean_ptr,  # float32 [N, G]
     rstd_ptr,  # float32 [N, G]
@@ -97,11 +137,13 @@ def _group_norm_resident_bwd_kernel(
     bias_ptr,  # [C] or None
     scale_ptr,  # [N, C] or None
     shift_ptr,  # [N, C] or None
-    dx_ptr,  # [N, HW, C]
+    dx1_ptr,  # [N, HW, C1]
+    dx2_ptr,  # [N, HW, C - C1] or None
     sums_ptr,  # float32 [N, 2, C]: D and E, out
     stride_scale,
     stride_shift,
     HW,
+    C1,
     C,
     G,
     CB,
@@ -112,25 +154,17 @@ def _group_norm_resident_bwd_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    n = (pid // CB).to(tl.int64)
-    lane = tl.arange(0, BLOCK_C)
-    mask_c = lane < GROUPS * CG
-    offs_c = pid % CB * (GROUPS * CG) + lane
-    offs_p = tl.arange(0, BLOCK_P)
-    image = n * HW * C
-    offs = offs_p[:, None] * C + offs_c[None, :]  # within an image: 32 bits
-    mask = (offs_p < HW)[:, None] & mask_c[None, :]
-    member = (lane // CG)[:, None] == tl.arange(0, BLOCK_G)[None, :]
+    n, offs_p, offs_c, mask_c, mask, member = _locate(CB, HW, CG, GROUPS, BLOCK_P, BLOCK_C, BLOCK_G)
     total = HW * 1.0 * CG
 
-    x = tl.load(x_ptr + image + offs, mask=mask, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + image + offs, mask=mask, other=0.0).to(tl.float32)
-    mean = tl.load(mean_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0)
-    rstd = tl.load(rstd_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0)
-    gain, offset = affine(
-        weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
-    )
+    x_ptrs = _pointers(x1_ptr, x2_ptr, n, offs_p, offs_c, HW, C1, C)
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    dy_ptrs = _pointers(dy_ptr, None, n, offs_p, offs_c, HW, C1, C)
+    dy = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
+    mean, rstd, gain, offset = coefficients(
+        mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
+        stride_scale, stride_shift, n, offs_c, mask_c, G, CG,
+    )  # fmt: skip
     xhat = (x - mean[None, :]) * rstd[None, :]
     dz = dy * activate_grad(xhat * gain[None, :] + offset[None, :], ACT)
     sum_d = tl.sum(dz, 0)
@@ -141,7 +175,8 @@ def _group_norm_resident_bwd_kernel(
     m1 = _group_sum(gain * sum_d, member) / total
     m2 = _group_sum(gain * sum_e, member) / total
     dx = (gain[None, :] * dz - m1[None, :] - xhat * m2[None, :]) * rstd[None, :]
-    tl.store(dx_ptr + image + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    dx_ptrs = _pointers(dx1_ptr, dx2_ptr, n, offs_p, offs_c, HW, C1, C)
+    tl.store(dx_ptrs, dx.to(dx1_ptr.dtype.element_ty), mask=mask)
 
 
 # --- launchers ------------------------------------------------------------------------------------
@@ -165,50 +200,50 @@ def _groups_of_a_program(hw: int, c: int, num_groups: int, element_size: int) ->
     return fits if fits == num_groups or fits * cg * element_size >= 32 else 0
 
 
-def is_resident(x: Tensor, num_groups: int) -> bool:
+def is_resident(xs: Halves, num_groups: int) -> bool:
     """Whether the image is small enough for this file, and has a pixel."""
-    _, h, w, c = x.shape
-    return h * w > 0 and _groups_of_a_program(h * w, c, num_groups, x.element_size()) > 0
+    _, hw, c = extent(xs)
+    return hw > 0 and _groups_of_a_program(hw, c, num_groups, xs[0].element_size()) > 0
 
 
-def _blocks(x: Tensor, num_groups: int) -> tuple[int, int, int, int]:
+def _blocks(xs: Halves, num_groups: int) -> tuple[int, int, int, int]:
     """GROUPS, BLOCK_P, BLOCK_C, BLOCK_G."""
-    _, h, w, c = x.shape
-    groups = _groups_of_a_program(h * w, c, num_groups, x.element_size())
-    sizes = (h * w, groups * c // num_groups, groups)
+    _, hw, c = extent(xs)
+    groups = _groups_of_a_program(hw, c, num_groups, xs[0].element_size())
+    sizes = (hw, groups * c // num_groups, groups)
     return groups, *map(triton.next_power_of_2, sizes)
 
 
 def resident_fwd(
-    x: Tensor, num_groups: int, eps: float, params: Params, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y, mean and rstd."""
-    n, h, w, c = x.shape
-    y = _empty(x.shape, dtype=x.dtype, device=x.device)
-    mean, rstd = _empty((2, n, num_groups), dtype=torch.float32, device=x.device).unbind()
-    blocks = groups, block_p, block_c, _ = _blocks(x, num_groups)
+    xs: Halves, num_groups: int, eps: float, params: Params, activation: str
+) -> tuple[Tensor, Tensor]:
+    """y, and mean and rstd as [2, N, G]."""
+    x, (n, hw, c) = xs[0], extent(xs)
+    y = _empty((*x.shape[:3], c), dtype=x.dtype, device=x.device)
+    stats = _empty((2, n, num_groups), dtype=torch.float32, device=x.device)
+    blocks = groups, block_p, block_c, _ = _blocks(xs, num_groups)
     cb = num_groups // groups
     num_warps = min(max(block_p * block_c // 1024, 1), 8)
-    shape = (*row_strides(params), h * w, c, num_groups, cb, eps, c // num_groups)
+    shape = (*row_strides(params), hw, x.shape[3], c, num_groups, cb, eps, c // num_groups)
     _group_norm_resident_fwd_kernel[(n * cb,)](
-        x, mean, rstd, *params, y, *shape, activation, *blocks, num_warps=num_warps
+        *xs, *stats, *params, y, *shape, activation, *blocks, num_warps=num_warps
     )
-    return y, mean, rstd
+    return y, stats
 
 
 def resident_bwd(
-    x: Tensor, dy: Tensor, mean: Tensor, rstd: Tensor, params: Params, activation: str
-) -> tuple[Tensor, Tensor]:
-    """dx, and D and E as [N, 1, 2, C]."""
-    n, h, w, c = x.shape
-    g = mean.shape[1]
-    dx = _empty(x.shape, dtype=x.dtype, device=x.device)
-    sums = _empty((n, 1, 2, c), dtype=torch.float32, device=x.device)
-    blocks = groups, block_p, block_c, _ = _blocks(x, g)
+    xs: Halves, dy: Tensor, stats: Tensor, params: Params, activation: str
+) -> tuple[Halves, Tensor]:
+    """The gradient of x, and D and E as [N, 1, 2, C]."""
+    n, hw, c = extent(xs)
+    g = stats.shape[2]
+    dxs = empty_like(xs)
+    sums = _empty((n, 1, 2, c), dtype=torch.float32, device=dy.device)
+    blocks = groups, block_p, block_c, _ = _blocks(xs, g)
     cb = g // groups
     num_warps = min(max(block_p * block_c // 1024, 1), 16)
-    shape = (*row_strides(params), h * w, c, g, cb, c // g)
+    shape = (*row_strides(params), hw, xs[0].shape[3], c, g, cb, c // g)
     _group_norm_resident_bwd_kernel[(n * cb,)](
-        x, dy, mean, rstd, *params, dx, sums, *shape, activation, *blocks, num_warps=num_warps
+        *xs, dy, *stats, *params, *dxs, sums, *shape, activation, *blocks, num_warps=num_warps
     )
-    return dx, sums
+    return dxs, sums

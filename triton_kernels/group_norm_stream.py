@@ -14,8 +14,13 @@ without atomics: the same input gives the same bits.
 
 A tile is BLOCK_P pixels by BLOCK_C channels. TILES tiles make the chunk of pixels of one program,
 K chunks an image, CB blocks of channels the C channels. CG = C // G.
+
+x may be x1 beside x2 along the channels, a concatenation that is never in memory: the first CB1
+blocks of channels are of x1 and its C1 channels, the others of x2. What a program shares with
+others, it keeps at the channel's place in the whole.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -27,6 +32,8 @@ from .activations import activate, activate_grad
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
+# [N, H, W, C1] and, if the norm is over a concatenation, [N, H, W, C - C1]
+Halves = tuple[Tensor, Tensor | None]
 # weight and bias: [C]; scale and shift: [N, C]
 Params = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -87,6 +94,55 @@ def affine(
     return gain, offset
 
 
+@triton.jit
+def coefficients(
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    stride_scale,
+    stride_shift,
+    n,
+    offs_c,
+    mask_c,
+    G,
+    CG: tl.constexpr,
+):
+    """mean, rstd, gain and offset of the channels of one sample, float32."""
+    offs_g = n * G + offs_c // CG
+    mean = tl.load(mean_ptr + offs_g, mask=mask_c, other=0.0)
+    rstd = tl.load(rstd_ptr + offs_g, mask=mask_c, other=0.0)
+    gain, offset = affine(
+        weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
+    )
+    return mean, rstd, gain, offset
+
+
+@triton.jit
+def _locate(pid, K, CB):
+    """The sample (int64), the chunk of pixels and the block of channels of a program."""
+    return (pid // CB // K).to(tl.int64), pid // CB % K, pid % CB
+
+
+@triton.jit
+def _half(x1_ptr, x2_ptr, pid_c, C1, C, CB1, BLOCK_C: tl.constexpr):
+    """The tensor that a block of channels is of: where it is, how many channels it has, and the
+    first of the block among them; and where its channel 0 is in the whole."""
+    if x2_ptr is None:
+        return x1_ptr, C, pid_c * BLOCK_C, 0
+    else:
+        second = pid_c >= CB1
+        first_block = tl.where(second, CB1, 0)
+        return (
+            tl.where(second, x2_ptr, x1_ptr),
+            tl.where(second, C - C1, C1),
+            (pid_c - first_block) * BLOCK_C,
+            tl.where(second, C1, 0),
+        )
+
+
 # --- forward -------------------------------------------------------------------------------------
 
 
@@ -129,29 +185,30 @@ def moments(
 
 @triton.jit
 def _group_norm_stats_kernel(
-    x_ptr,  # [N, HW, C]
+    x1_ptr,  # [N, HW, C1]
+    x2_ptr,  # [N, HW, C - C1] or None
     partial_ptr,  # float32 [N, K, 2, C]: mean and M2 of a chunk
     HW,
+    C1,
     C,
     K,
+    CB1,
     CB,
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    pid_c = pid % CB
-    k = (pid // CB) % K
-    n = pid // CB // K
+    n, k, pid_c = _locate(tl.program_id(0), K, CB)
+    x_ptr, CH, c0, border = _half(x1_ptr, x2_ptr, pid_c, C1, C, CB1, BLOCK_C)
     offs_p = tl.arange(0, BLOCK_P)
-    offs_c = pid_c * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask_c = offs_c < C
+    offs_h = c0 + tl.arange(0, BLOCK_C)
+    mask_c = offs_h < CH
     start = k * (TILES * BLOCK_P)
-    chunk_ptr = x_ptr + (n.to(tl.int64) * HW + start) * C
+    chunk_ptr = x_ptr + (n * HW + start) * CH
     chunk_mean, chunk_m2 = moments(
-        chunk_ptr, HW - start, C, offs_p, offs_c, mask_c, TILES, BLOCK_P, BLOCK_C
+        chunk_ptr, HW - start, CH, offs_p, offs_h, mask_c, TILES, BLOCK_P, BLOCK_C
     )
-    out_ptr = partial_ptr + (n.to(tl.int64) * K + k) * 2 * C + offs_c
+    out_ptr = partial_ptr + (n * K + k) * 2 * C + border + offs_h
     tl.store(out_ptr, chunk_mean, mask=mask_c)
     tl.store(out_ptr + C, chunk_m2, mask=mask_c)
 
@@ -208,7 +265,8 @@ def _group_norm_finalize_kernel(
 
 @triton.jit
 def _group_norm_apply_kernel(
-    x_ptr,  # [N, HW, C]
+    x1_ptr,  # [N, HW, C1]
+    x2_ptr,  # [N, HW, C - C1] or None
     mean_ptr,  # float32 [N, G]
     rstd_ptr,  # float32 [N, G]
     weight_ptr,  # [C] or None
@@ -219,9 +277,11 @@ def _group_norm_apply_kernel(
     stride_scale,
     stride_shift,
     HW,
+    C1,
     C,
     G,
     K,
+    CB1,
     CB,
     CG: tl.constexpr,
     ACT: tl.constexpr,
@@ -231,29 +291,28 @@ def _group_norm_apply_kernel(
 ):
     # last pixels first: the stats pass has just left them in L2
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    pid_c = pid % CB
-    k = (pid // CB) % K
-    n = (pid // CB // K).to(tl.int64)
+    n, k, pid_c = _locate(pid, K, CB)
+    x_ptr, CH, c0, border = _half(x1_ptr, x2_ptr, pid_c, C1, C, CB1, BLOCK_C)
     offs_p = tl.arange(0, BLOCK_P)
-    offs_c = pid_c * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask_c = offs_c < C
-    offs = offs_p[:, None] * C + offs_c[None, :]
-
-    mean = tl.load(mean_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0)
-    rstd = tl.load(rstd_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0)
-    gain, offset = affine(
-        weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
-    )
+    offs_h = c0 + tl.arange(0, BLOCK_C)
+    offs_c = border + offs_h
+    mask_c = offs_h < CH
+    offs_x = offs_p[:, None] * CH + offs_h[None, :]
+    offs_y = offs_p[:, None] * C + offs_c[None, :]
+    mean, rstd, gain, offset = coefficients(
+        mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
+        stride_scale, stride_shift, n, offs_c, mask_c, G, CG,
+    )  # fmt: skip
     slope = rstd * gain
     for i in range(TILES):
         p0 = (k * TILES + i) * BLOCK_P
         mask = (offs_p < HW - p0)[:, None] & mask_c[None, :]
-        first = (n * HW + p0) * C
-        x = tl.load(x_ptr + first + offs, mask=mask, other=0.0).to(tl.float32)
+        first = n * HW + p0
+        x = tl.load(x_ptr + first * CH + offs_x, mask=mask, other=0.0).to(tl.float32)
         # x - mean first: x slope + (offset - mean slope) would cancel when the mean is large
         z = (x - mean[None, :]) * slope[None, :] + offset[None, :]
         y = activate(z, ACT)
-        tl.store(y_ptr + first + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + first * C + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 # --- backward ------------------------------------------------------------------------------------
@@ -261,7 +320,8 @@ def _group_norm_apply_kernel(
 
 @triton.jit
 def _group_norm_bwd_sums_kernel(
-    x_ptr,  # [N, HW, C]
+    x1_ptr,  # [N, HW, C1]
+    x2_ptr,  # [N, HW, C - C1] or None
     dy_ptr,  # [N, HW, C]
     mean_ptr,  # float32 [N, G]
     rstd_ptr,  # float32 [N, G]
@@ -273,9 +333,11 @@ def _group_norm_bwd_sums_kernel(
     stride_scale,
     stride_shift,
     HW,
+    C1,
     C,
     G,
     K,
+    CB1,
     CB,
     CG: tl.constexpr,
     ACT: tl.constexpr,
@@ -283,28 +345,26 @@ def _group_norm_bwd_sums_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    pid_c = pid % CB
-    k = (pid // CB) % K
-    n = (pid // CB // K).to(tl.int64)
+    n, k, pid_c = _locate(tl.program_id(0), K, CB)
+    x_ptr, CH, c0, border = _half(x1_ptr, x2_ptr, pid_c, C1, C, CB1, BLOCK_C)
     offs_p = tl.arange(0, BLOCK_P)
-    offs_c = pid_c * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask_c = offs_c < C
-    offs = offs_p[:, None] * C + offs_c[None, :]
-
-    mean = tl.load(mean_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0)
-    rstd = tl.load(rstd_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0)
-    gain, offset = affine(
-        weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
-    )
+    offs_h = c0 + tl.arange(0, BLOCK_C)
+    offs_c = border + offs_h
+    mask_c = offs_h < CH
+    offs_x = offs_p[:, None] * CH + offs_h[None, :]
+    offs_y = offs_p[:, None] * C + offs_c[None, :]
+    mean, rstd, gain, offset = coefficients(
+        mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
+        stride_scale, stride_shift, n, offs_c, mask_c, G, CG,
+    )  # fmt: skip
     acc_d = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     acc_e = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     for i in range(TILES):
         p0 = (k * TILES + i) * BLOCK_P
         mask = (offs_p < HW - p0)[:, None] & mask_c[None, :]
-        first = (n * HW + p0) * C
-        x = tl.load(x_ptr + first + offs, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + first + offs, mask=mask, other=0.0).to(tl.float32)
+        first = n * HW + p0
+        x = tl.load(x_ptr + first * CH + offs_x, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + first * C + offs_y, mask=mask, other=0.0).to(tl.float32)
         xhat = (x - mean[None, :]) * rstd[None, :]
         dz = dy * activate_grad(xhat * gain[None, :] + offset[None, :], ACT)
         acc_d += dz
@@ -351,7 +411,8 @@ def _group_norm_bwd_finalize_kernel(
 
 @triton.jit
 def _group_norm_bwd_dx_kernel(
-    x_ptr,  # [N, HW, C]
+    x1_ptr,  # [N, HW, C1]
+    x2_ptr,  # [N, HW, C - C1] or None
     dy_ptr,  # [N, HW, C]
     mean_ptr,  # float32 [N, G]
     rstd_ptr,  # float32 [N, G]
@@ -361,13 +422,16 @@ def _group_norm_bwd_dx_kernel(
     bias_ptr,  # [C] or None
     scale_ptr,  # [N, C] or None
     shift_ptr,  # [N, C] or None
-    dx_ptr,  # [N, HW, C]
+    dx1_ptr,  # [N, HW, C1]
+    dx2_ptr,  # [N, HW, C - C1] or None
     stride_scale,
     stride_shift,
     HW,
+    C1,
     C,
     G,
     K,
+    CB1,
     CB,
     CG: tl.constexpr,
     ACT: tl.constexpr,
@@ -376,33 +440,32 @@ def _group_norm_bwd_dx_kernel(
     BLOCK_C: tl.constexpr,
 ):
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # as in apply
-    pid_c = pid % CB
-    k = (pid // CB) % K
-    n = (pid // CB // K).to(tl.int64)
+    n, k, pid_c = _locate(pid, K, CB)
+    x_ptr, CH, c0, border = _half(x1_ptr, x2_ptr, pid_c, C1, C, CB1, BLOCK_C)
     offs_p = tl.arange(0, BLOCK_P)
-    offs_c = pid_c * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask_c = offs_c < C
-    offs = offs_p[:, None] * C + offs_c[None, :]
-
-    offs_g = n * G + offs_c // CG
-    mean = tl.load(mean_ptr + offs_g, mask=mask_c, other=0.0)
-    rstd = tl.load(rstd_ptr + offs_g, mask=mask_c, other=0.0)
-    m1 = tl.load(m1_ptr + offs_g, mask=mask_c, other=0.0) * rstd
-    m2 = tl.load(m2_ptr + offs_g, mask=mask_c, other=0.0) * rstd
-    gain, offset = affine(
-        weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
-    )
+    offs_h = c0 + tl.arange(0, BLOCK_C)
+    offs_c = border + offs_h
+    mask_c = offs_h < CH
+    offs_x = offs_p[:, None] * CH + offs_h[None, :]
+    offs_y = offs_p[:, None] * C + offs_c[None, :]
+    dx_ptr, _, _, _ = _half(dx1_ptr, dx2_ptr, pid_c, C1, C, CB1, BLOCK_C)
+    mean, rstd, gain, offset = coefficients(
+        mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
+        stride_scale, stride_shift, n, offs_c, mask_c, G, CG,
+    )  # fmt: skip
+    m1 = tl.load(m1_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0) * rstd
+    m2 = tl.load(m2_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0) * rstd
     slope = rstd * gain
     for i in range(TILES):
         p0 = (k * TILES + i) * BLOCK_P
         mask = (offs_p < HW - p0)[:, None] & mask_c[None, :]
-        first = (n * HW + p0) * C
-        x = tl.load(x_ptr + first + offs, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + first + offs, mask=mask, other=0.0).to(tl.float32)
+        first = n * HW + p0
+        x = tl.load(x_ptr + first * CH + offs_x, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + first * C + offs_y, mask=mask, other=0.0).to(tl.float32)
         xhat = (x - mean[None, :]) * rstd[None, :]
         dz = dy * activate_grad(xhat * gain[None, :] + offset[None, :], ACT)
         dx = slope[None, :] * dz - (m1[None, :] + xhat * m2[None, :])
-        tl.store(dx_ptr + first + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dx_ptr + first * CH + offs_x, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -471,7 +534,8 @@ class _Grid(NamedTuple):
 
     programs: int
     k: int  # chunks of pixels an image
-    cb: int  # blocks of channels
+    cb1: int  # blocks of channels of the first half
+    cb: int  # and of both
     tiles: int
     block_p: int
     block_c: int
@@ -481,17 +545,26 @@ class _Grid(NamedTuple):
         return self.tiles, self.block_p, self.block_c
 
 
-def _cut(n: int, hw: int, c: int, config: _Config) -> _Grid:
-    # a power of two that divides C keeps all lanes busy; below 32 channels a masked block is better
-    divisor = c & -c
-    block_c = min(divisor if divisor >= 32 else triton.next_power_of_2(c), 128)
+def channel_block(*channels: int) -> int:
+    """A power of two that divides the channels, so that all lanes work; if that is less than 32, a
+    masked block is better."""
+    common = math.gcd(*channels)
+    divisor = common & -common
+    return min(divisor if divisor >= 32 else triton.next_power_of_2(max(channels)), 128)
+
+
+def _cut(xs: Halves, config: _Config) -> _Grid:
+    n, hw, c = extent(xs)
+    c1 = xs[0].shape[3]
+    block_c = channel_block(c1, c - c1)
     block_p = min(config.tile // block_c, triton.next_power_of_2(max(hw, 1)))
-    cb = triton.cdiv(c, block_c)
+    cb1 = triton.cdiv(c1, block_c)
+    cb = cb1 + triton.cdiv(c - c1, block_c)
     tiles = min(config.tiles, triton.next_power_of_2(max(triton.cdiv(hw, block_p), 1)))
     while tiles > 1 and n * cb * triton.cdiv(hw, tiles * block_p) < _MIN_PROGRAMS:
         tiles //= 2
     k = triton.cdiv(hw, tiles * block_p)
-    return _Grid(n * k * cb, k, cb, tiles, block_p, block_c)
+    return _Grid(n * k * cb, k, cb1, cb, tiles, block_p, block_c)
 
 
 def _group_blocks(g: int, elements: int) -> tuple[int, int]:
@@ -500,86 +573,101 @@ def _group_blocks(g: int, elements: int) -> tuple[int, int]:
     return min(max(1024 // block_e, 1), triton.next_power_of_2(g)), block_e
 
 
+def extent(xs: Halves) -> tuple[int, int, int]:
+    """N, H W and C of the whole."""
+    x, x2 = xs
+    n, h, w, c1 = x.shape
+    return n, h * w, c1 if x2 is None else c1 + x2.shape[3]
+
+
 def row_strides(params: Params) -> tuple[int, int]:
     """Elements between the rows of scale and of shift."""
     return tuple(0 if p is None else p.stride(0) for p in params[2:])
 
 
-def stream_stats(x: Tensor, num_groups: int, eps: float) -> tuple[Tensor, Tensor]:
-    """mean and 1 / sqrt(var + eps) of every (sample, group): float32 [N, G]."""
-    n, h, w, c = x.shape
-    hw, cg, config = h * w, c // num_groups, _STATS_CONFIGS[0]
-    grid = _cut(n, hw, c, config)
+def stream_stats(xs: Halves, num_groups: int, eps: float) -> Tensor:
+    """mean and 1 / sqrt(var + eps) of every (sample, group): float32 [2, N, G]."""
+    x, (n, hw, c) = xs[0], extent(xs)
+    cg, config = c // num_groups, _STATS_CONFIGS[0]
+    grid = _cut(xs, config)
     partial = _empty((n, grid.k, 2, c), dtype=torch.float32, device=x.device)
-    shape = (hw, c, grid.k, grid.cb)
+    shape = (hw, x.shape[3], c, grid.k, grid.cb1, grid.cb)
     _group_norm_stats_kernel[(grid.programs,)](
-        x, partial, *shape, *grid.tile, num_warps=config.num_warps
+        *xs, partial, *shape, *grid.tile, num_warps=config.num_warps
     )
-    mean, rstd = _empty((2, n, num_groups), dtype=torch.float32, device=x.device).unbind()
+    stats = _empty((2, n, num_groups), dtype=torch.float32, device=x.device)
     block_g, block_e = _group_blocks(num_groups, grid.k * cg)
     blocks = triton.cdiv(num_groups, block_g)
     chunk = grid.tiles * grid.block_p
     shape = (hw, c, num_groups, blocks, eps, chunk, grid.k, cg)
-    _group_norm_finalize_kernel[(n * blocks,)](partial, mean, rstd, *shape, block_g, block_e)
-    return mean, rstd
+    _group_norm_finalize_kernel[(n * blocks,)](partial, *stats, *shape, block_g, block_e)
+    return stats
 
 
-def stream_apply(x: Tensor, mean: Tensor, rstd: Tensor, params: Params, activation: str) -> Tensor:
+def _shape(xs: Halves, stats: Tensor, params: Params, grid: _Grid) -> tuple[int, ...]:
+    """Arguments that the kernels over x have in common."""
+    _, hw, c = extent(xs)
+    g = stats.shape[2]
+    return *row_strides(params), hw, xs[0].shape[3], c, g, grid.k, grid.cb1, grid.cb, c // g
+
+
+def stream_apply(xs: Halves, stats: Tensor, params: Params, activation: str) -> Tensor:
     """y of x and its statistics."""
-    n, h, w, c = x.shape
-    g, config = mean.shape[1], _APPLY_CONFIGS[0]
-    grid = _cut(n, h * w, c, config)
-    y = _empty(x.shape, dtype=x.dtype, device=x.device)
-    shape = (*row_strides(params), h * w, c, g, grid.k, grid.cb, c // g)
+    x, config = xs[0], _APPLY_CONFIGS[0]
+    grid = _cut(xs, config)
+    y = _empty((*x.shape[:3], extent(xs)[2]), dtype=x.dtype, device=x.device)
+    shape = _shape(xs, stats, params, grid)
     _group_norm_apply_kernel[(grid.programs,)](
-        x, mean, rstd, *params, y, *shape, activation, *grid.tile, num_warps=config.num_warps
+        *xs, *stats, *params, y, *shape, activation, *grid.tile, num_warps=config.num_warps
     )
     return y
 
 
-def stream_sums(
-    x: Tensor, dy: Tensor, mean: Tensor, rstd: Tensor, params: Params, activation: str
-) -> Tensor:
+def stream_sums(xs: Halves, dy: Tensor, stats: Tensor, params: Params, activation: str) -> Tensor:
     """D and E of every chunk: float32 [N, K, 2, C]."""
-    n, h, w, c = x.shape
-    g, config = mean.shape[1], _SUMS_CONFIGS[0]
-    grid = _cut(n, h * w, c, config)
-    sums = _empty((n, grid.k, 2, c), dtype=torch.float32, device=x.device)
-    shape = (*row_strides(params), h * w, c, g, grid.k, grid.cb, c // g)
+    config = _SUMS_CONFIGS[0]
+    grid = _cut(xs, config)
+    n, _, c = extent(xs)
+    sums = _empty((n, grid.k, 2, c), dtype=torch.float32, device=dy.device)
+    shape = _shape(xs, stats, params, grid)
     _group_norm_bwd_sums_kernel[(grid.programs,)](
-        x, dy, mean, rstd, *params, sums, *shape, activation, *grid.tile, num_warps=config.num_warps
+        *xs, dy, *stats, *params, sums, *shape, activation, *grid.tile, num_warps=config.num_warps
     )
     return sums
 
 
+def empty_like(xs: Halves) -> Halves:
+    """Where their gradients go."""
+    return tuple(None if x is None else _empty(x.shape, dtype=x.dtype, device=x.device) for x in xs)
+
+
 def stream_dx(
-    x: Tensor,
+    xs: Halves,
     dy: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    stats: Tensor,
     sums: Tensor,  # of `stream_sums`
     params: Params,
     activation: str,
-) -> Tensor:
+) -> Halves:
     """The gradient of x."""
-    n, h, w, c = x.shape
-    g, k, config = mean.shape[1], sums.shape[1], _DX_CONFIGS[0]
+    n, hw, c = extent(xs)
+    g, k, config = stats.shape[2], sums.shape[1], _DX_CONFIGS[0]
     weight, _, scale, _ = params
-    m1, m2 = _empty((2, n, g), dtype=torch.float32, device=x.device).unbind()
+    m1_m2 = _empty((2, n, g), dtype=torch.float32, device=dy.device)
     block_g, block_e = _group_blocks(g, k * (c // g))
     blocks = triton.cdiv(g, block_g)
-    shape = (row_strides(params)[0], h * w, c, g, blocks, k, c // g)
+    shape = (row_strides(params)[0], hw, c, g, blocks, k, c // g)
     _group_norm_bwd_finalize_kernel[(n * blocks,)](
-        sums, weight, scale, m1, m2, *shape, block_g, block_e
+        sums, weight, scale, *m1_m2, *shape, block_g, block_e
     )
-    grid = _cut(n, h * w, c, config)
-    dx = _empty(x.shape, dtype=x.dtype, device=x.device)
-    stats = (mean, rstd, m1, m2)
-    shape = (*row_strides(params), h * w, c, g, grid.k, grid.cb, c // g)
+    grid = _cut(xs, config)
+    dxs = empty_like(xs)
+    shape = _shape(xs, stats, params, grid)
     _group_norm_bwd_dx_kernel[(grid.programs,)](
-        x, dy, *stats, *params, dx, *shape, activation, *grid.tile, num_warps=config.num_warps
-    )
-    return dx
+        *xs, dy, *stats, *m1_m2, *params, *dxs, *shape, activation, *grid.tile,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    return dxs
 
 
 def params_grad(

@@ -22,3 +22,10 @@ def check_shape(name: str, x: Tensor | None, *shape: int) -> None:
     """Raise ValueError unless `x` is absent or has exactly this shape."""
     if x is not None and tuple(x.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {shape}")
+
+
+def autocast(x: Tensor) -> Tensor:
+    """x in the dtype of an enclosing torch.autocast, which is how PyTorch treats what its own
+    convolutions and matrix products take."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

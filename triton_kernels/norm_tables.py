@@ -26,7 +26,6 @@ With D, E = sum over pixels of dz, dz xhat, both per (n, c), and
     sum over pixels of dx = p D + q (sum of x) + r H W
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -35,6 +34,7 @@ from torch import Tensor
 
 from .column_sum import sum_partials
 from .dependent_launch import overlapping
+from .group_norm_stream import channel_block
 from .layout import check_nhwc
 from .norm_table_kernels import (
     _norm_grad_sums_kernel,
@@ -82,14 +82,6 @@ def _check_partials(partials: Tensor, pixels: int) -> None:
     assert partials.dtype == torch.float32 and partials.is_contiguous() and partials.ndim == 4
     k = partials.shape[1]
     assert k > 0 and pixels % k == 0, f"{pixels} pixels are not {k} tiles of one size"
-
-
-def channel_block(*channels: int) -> int:
-    """A power of two that divides the channels, so that all lanes work; if that is less than 32, a
-    masked block is better."""
-    common = math.gcd(*channels)
-    divisor = common & -common
-    return min(divisor if divisor >= 32 else triton.next_power_of_2(max(channels)), 128)
 
 
 def tensor_partials(

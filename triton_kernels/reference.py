@@ -45,7 +45,7 @@ def conv2d(
 
 
 def group_norm(
-    x: Tensor,  # [N, H, W, C]
+    x: Tensor,  # [N, H, W, C], or [N, H, W, C1] with x2
     num_groups: int,
     weight: Tensor | None = None,  # [C]
     bias: Tensor | None = None,  # [C]
@@ -54,9 +54,11 @@ def group_norm(
     activation: str = "identity",
     scale: Tensor | None = None,  # [N, C]
     shift: Tensor | None = None,  # [N, C]
+    x2: Tensor | None = None,  # [N, H, W, C2]; C is then C1 + C2
 ) -> Tensor:  # [N, H, W, C], dtype of x
     """act((norm(x) * weight + bias) * (1 + scale) + shift); statistics and arithmetic in float32
-    (float64 for float64 input)."""
+    (float64 for float64 input). With `x2` the norm of torch.cat((x, x2), dim=-1)."""
+    x = x if x2 is None else torch.cat((x, x2), dim=-1)
     dtype = x.dtype if x.dtype == torch.float64 else torch.float32
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # F.group_norm has no backward for a bias alone

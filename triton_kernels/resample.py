@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from .dependent_launch import await_inputs, overlapping
 from .layout import check_nhwc
+from .library import derivative, op
 from .row_sums import RowSums
 
 _TILE = 2048  # coarse elements of a program: with four warps 16 a thread, loads of 16 bytes
@@ -173,28 +174,63 @@ def spread_add(
     return fine, partial
 
 
+# --- the ops -------------------------------------------------------------------------------------
+
+
+def _fake_coarse(fine):
+    n, h, w, c = fine.shape
+    return fine.new_empty((n, h // 2, w // 2, c))
+
+
+def _fake_fine(coarse):
+    n, p, q, c = coarse.shape
+    return coarse.new_empty((n, 2 * p, 2 * q, c))
+
+
+@op("avg_pool2d", _fake_coarse, differentiable=True)
+def _avg_pool2d(x: Tensor) -> Tensor:
+    return _gather(x, 0.25)
+
+
+@op("avg_pool2d_backward", lambda dy, h, w: dy.new_empty((dy.shape[0], h, w, dy.shape[3])))
+def _avg_pool2d_backward(dy: Tensor, h: int, w: int) -> Tensor:
+    return _spread(dy, (dy.shape[0], h, w, dy.shape[3]), 0.25)
+
+
+@op("upsample_nearest2d", _fake_fine, differentiable=True)
+def _upsample_nearest2d(x: Tensor) -> Tensor:
+    n, h, w, c = x.shape
+    return _spread(x, (n, 2 * h, 2 * w, c), 1.0)
+
+
+@op("upsample_nearest2d_backward", _fake_coarse)
+def _upsample_nearest2d_backward(dy: Tensor) -> Tensor:
+    return _gather(dy, 1.0)
+
+
+@derivative(of=_avg_pool2d)
 class _AvgPool2d(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        ctx.shape = x.shape
-        return _gather(x, 0.25)
+        ctx.size = x.shape[1:3]
+        return _avg_pool2d.below_autograd(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return _spread(dy.contiguous(), ctx.shape, 0.25)  # dy may be an expanded gradient
+        return _avg_pool2d_backward(dy.contiguous(), *ctx.size)  # dy may be an expanded gradient
 
 
+@derivative(of=_upsample_nearest2d)
 class _UpsampleNearest2d(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        n, h, w, c = x.shape
-        return _spread(x, (n, 2 * h, 2 * w, c), 1.0)
+        return _upsample_nearest2d.below_autograd(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return _gather(dy.contiguous(), 1.0)  # dy may be an expanded gradient
+        return _upsample_nearest2d_backward(dy.contiguous())  # dy may be an expanded gradient
 
 
 def avg_pool2d(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, H // 2, W // 2, C]
@@ -205,10 +241,10 @@ def avg_pool2d(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, H // 2, W // 2, C]
     check_nhwc("x", x)
     if min(x.shape[1:3]) < 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected at least 2 rows and 2 columns")
-    return _AvgPool2d.apply(x)
+    return _avg_pool2d(x)
 
 
 def upsample_nearest2d(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, 2H, 2W, C]
     """Each pixel becomes a 2x2 block. Raises ValueError for a wrong layout."""
     check_nhwc("x", x)
-    return _UpsampleNearest2d.apply(x)
+    return _upsample_nearest2d(x)

@@ -1,5 +1,6 @@
 """Kernels of group_norm to compile for every chip, in bf16 and with every optional argument:
-64 channels in 32 groups at 64x64 by passes, 192 channels in 32 groups at 16x16 in registers."""
+64 channels in 32 groups at 64x64 by passes, 192 channels in 32 groups at 16x16 in registers. Those
+of "two" are over a concatenation."""
 
 _PASS = {"TILES": 4, "BLOCK_P": 64, "BLOCK_C": 64}
 _SMALL_PASS = {"TILES": 2, "BLOCK_P": 32, "BLOCK_C": 64}
@@ -8,6 +9,7 @@ _LAUNCH = {"num_warps": 4, "num_stages": 2}
 _PARAMS = {name: "*fp32" for name in ("weight_ptr", "bias_ptr")} | {
     name: "*bf16" for name in ("scale_ptr", "shift_ptr")
 }
+_ALONE = {"x2_ptr": None}
 _STATS = {name: "*fp32" for name in ("mean_ptr", "rstd_ptr")}
 
 
@@ -19,36 +21,37 @@ COMPILE_CASES = [
     {
         "name": "group_norm_stats",
         "kernel": "triton_kernels.group_norm_stream:_group_norm_stats_kernel",
-        "signature": {"x_ptr": "*bf16", "partial_ptr": "*fp32"} | _ints("HW", "C", "K", "CB"),
-        "constexprs": _PASS,
-        "multiples": ("HW", "C"),
+        "signature": {"x1_ptr": "*bf16", "partial_ptr": "*fp32"}
+        | _ints("HW", "C1", "C", "K", "CB1", "CB"),
+        "constexprs": _PASS | _ALONE,
+        "multiples": ("HW", "C1", "C"),
         "options": _LAUNCH,
         "expect": {},
     },
     {
         "name": "group_norm_bwd_sums",
         "kernel": "triton_kernels.group_norm_stream:_group_norm_bwd_sums_kernel",
-        "signature": {"x_ptr": "*bf16", "dy_ptr": "*bf16"}
+        "signature": {"x1_ptr": "*bf16", "dy_ptr": "*bf16"}
         | _STATS
         | _PARAMS
         | {"partial_ptr": "*fp32"}
-        | _ints("stride_scale", "stride_shift", "HW", "C", "G", "K", "CB"),
-        "constexprs": {"CG": 2, "ACT": "silu"} | _SMALL_PASS | {"TILES": 8},
-        "multiples": ("HW", "C"),
+        | _ints("stride_scale", "stride_shift", "HW", "C1", "C", "G", "K", "CB1", "CB"),
+        "constexprs": {"CG": 2, "ACT": "silu"} | _SMALL_PASS | {"TILES": 8} | _ALONE,
+        "multiples": ("HW", "C1", "C"),
         "options": _LAUNCH,
         "expect": {},
     },
     {
         "name": "group_norm_bwd_dx",
         "kernel": "triton_kernels.group_norm_stream:_group_norm_bwd_dx_kernel",
-        "signature": {"x_ptr": "*bf16", "dy_ptr": "*bf16"}
+        "signature": {"x1_ptr": "*bf16", "dy_ptr": "*bf16"}
         | _STATS
         | {"m1_ptr": "*fp32", "m2_ptr": "*fp32"}
         | _PARAMS
-        | {"dx_ptr": "*bf16"}
-        | _ints("stride_scale", "stride_shift", "HW", "C", "G", "K", "CB"),
-        "constexprs": {"CG": 2, "ACT": "gelu_tanh"} | _SMALL_PASS,
-        "multiples": ("HW", "C"),
+        | {"dx1_ptr": "*bf16"}
+        | _ints("stride_scale", "stride_shift", "HW", "C1", "C", "G", "K", "CB1", "CB"),
+        "constexprs": {"CG": 2, "ACT": "gelu_tanh", "dx2_ptr": None} | _SMALL_PASS | _ALONE,
+        "multiples": ("HW", "C1", "C"),
         "options": _LAUNCH,
         "expect": {},
     },
@@ -69,28 +72,46 @@ COMPILE_CASES = [
     {
         "name": "group_norm_resident_fwd",
         "kernel": "triton_kernels.group_norm_resident:_group_norm_resident_fwd_kernel",
-        "signature": {"x_ptr": "*bf16"}
+        "signature": {"x1_ptr": "*bf16"}
         | _STATS
         | _PARAMS
         | {"y_ptr": "*bf16"}
-        | _ints("stride_scale", "stride_shift", "HW", "C", "G", "CB")
+        | _ints("stride_scale", "stride_shift", "HW", "C1", "C", "G", "CB")
         | {"eps": "fp32"},
-        "constexprs": {"CG": 6, "ACT": "silu"} | _RESIDENT,
-        "multiples": ("HW", "C"),
+        "constexprs": {"CG": 6, "ACT": "silu"} | _RESIDENT | _ALONE,
+        "multiples": ("HW", "C1", "C"),
         "options": {"num_warps": 8},
         "expect": {},
     },
     {
         "name": "group_norm_resident_bwd",
         "kernel": "triton_kernels.group_norm_resident:_group_norm_resident_bwd_kernel",
-        "signature": {"x_ptr": "*bf16", "dy_ptr": "*bf16"}
+        "signature": {"x1_ptr": "*bf16", "dy_ptr": "*bf16"}
         | _STATS
         | _PARAMS
-        | {"dx_ptr": "*bf16", "sums_ptr": "*fp32"}
-        | _ints("stride_scale", "stride_shift", "HW", "C", "G", "CB"),
-        "constexprs": {"CG": 6, "ACT": "silu"} | _RESIDENT,
-        "multiples": ("HW", "C"),
+        | {"dx1_ptr": "*bf16", "sums_ptr": "*fp32"}
+        | _ints("stride_scale", "stride_shift", "HW", "C1", "C", "G", "CB"),
+        "constexprs": {"CG": 6, "ACT": "silu", "dx2_ptr": None} | _RESIDENT | _ALONE,
+        "multiples": ("HW", "C1", "C"),
         "options": {"num_warps": 16},
         "expect": {},
     },
+]
+
+
+def _of_two(case: dict, *pointers: str) -> dict:
+    """The same kernel over a concatenation."""
+    return case | {
+        "name": f"{case['name']}_of_two",
+        "signature": case["signature"] | dict.fromkeys(pointers, "*bf16"),
+        "constexprs": {k: v for k, v in case["constexprs"].items() if k not in pointers},
+    }
+
+
+_BY_NAME = {case["name"]: case for case in COMPILE_CASES}
+COMPILE_CASES += [
+    _of_two(_BY_NAME["group_norm_stats"], "x2_ptr"),
+    _of_two(_BY_NAME["group_norm_bwd_dx"], "x2_ptr", "dx2_ptr"),
+    _of_two(_BY_NAME["group_norm_resident_fwd"], "x2_ptr"),
+    _of_two(_BY_NAME["group_norm_resident_bwd"], "x2_ptr", "dx2_ptr"),
 ]

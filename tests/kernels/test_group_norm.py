@@ -27,8 +27,8 @@ def poisoned(monkeypatch):
 def _force(path, monkeypatch):
     """Take small images through "stream", or make sure that they are "resident"."""
 
-    def is_resident(x, num_groups):
-        assert path == "stream" or group_norm_resident.is_resident(x, num_groups)
+    def is_resident(xs, num_groups):
+        assert path == "stream" or group_norm_resident.is_resident(xs, num_groups)
         return path == "resident"
 
     module = import_module("triton_kernels.group_norm")  # the package has a function of that name
@@ -70,12 +70,24 @@ def _error(got, exact):
     return ((got.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
 
 
-def _check(x, params, dy, groups, act, floor=2e-6):
+def _of_two(function, c1):
+    """`function` of x in two halves, the first of c1 channels; gradients are of the whole x."""
+
+    def halves(x, *args, **kwargs):
+        x1, x2 = x[..., :c1].contiguous(), x[..., c1:].contiguous()
+        return function(x1, *args, x2=x2, **kwargs)
+
+    return halves
+
+
+def _check(x, params, dy, groups, act, floor=2e-6, c1=None):
     """Each result has its tensor's dtype and is at most twice as far from float64 as PyTorch at the
-    same precision is; the floor is a few float32 roundings."""
-    exact = _run(reference.group_norm, x, params, dy, groups, act, torch.float64)
-    low = _run(reference.group_norm, x, params, dy, groups, act)
-    got = _run(group_norm, x, params, dy, groups, act)
+    same precision is; the floor is a few float32 roundings. With c1 x is handed over in halves."""
+    ours = group_norm if c1 is None else _of_two(group_norm, c1)
+    theirs = reference.group_norm if c1 is None else _of_two(reference.group_norm, c1)
+    exact = _run(theirs, x, params, dy, groups, act, torch.float64)
+    low = _run(theirs, x, params, dy, groups, act)
+    got = _run(ours, x, params, dy, groups, act)
     for name, a, b, c in zip(NAMES, got, low, exact, strict=True):
         if c is None:
             continue
@@ -125,6 +137,65 @@ def test_one_argument_alone(present, path, device):
 
 def test_fp16_with_float32_parameters(path, device):
     _check(*_case((2, 9, 5, 40), dtype=torch.float16, device=device), 8, "silu")
+
+
+# --- two tensors as one --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_activations_of_two(act, path, device):
+    """Groups of six: the third has four channels in the first half and two in the second."""
+    _check(*_case((2, 5, 7, 24), device=device), 4, act, c1=16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "c1"),
+    [
+        pytest.param((2, 3, 5, 20), 2, 4, id="the-first-group-has-all-of-x1"),
+        pytest.param((1, 3, 3, 320), 32, 192, id="ten-channels-a-group-straddling"),
+        pytest.param((2, 3, 3, 7), 1, 4, id="one-group-odd-channels"),
+        pytest.param((2, 3, 3, 7), 7, 6, id="a-half-of-one-channel"),
+        pytest.param((3, 1, 1, 10), 2, 3, id="one-pixel"),
+        pytest.param((2, 37, 41, 5), 1, 2, id="several-chunks-ragged"),
+        pytest.param((1, 2, 2, 264), 1, 8, id="several-blocks-in-x2"),
+        pytest.param((0, 4, 4, 8), 2, 6, id="empty-batch"),
+    ],
+)
+def test_shapes_of_two(shape, groups, c1, path, device):
+    _check(*_case(shape, device=device), groups, "silu", c1=c1)
+
+
+def test_two_of_a_mean_of_1e3(path, device):
+    """And of -1e3 in the second half, so that a group across the border has a deviation of 1e3."""
+    x, params, dy = _case((2, 20, 19, 12), offset=1e3, modulated=False, device=device)
+    x[..., 6:] -= 2e3
+    exact = _run(reference.group_norm, x, params, dy, 3, "identity", torch.float64)
+    got = _run(_of_two(group_norm, 6), x, params, dy, 3, "identity")
+    for name, a, c in zip(NAMES[:4], got, exact, strict=False):
+        assert _error(a, c) < 1e-4, name
+
+
+def test_two_in_fp16_in_chunks_of_several_tiles(device, monkeypatch):
+    _several_tiles(monkeypatch)
+    case = _case((2, 13, 11, 40), dtype=torch.float16, device=device)
+    _check(*case, 4, "silu", c1=24)
+
+
+@pytest.mark.parametrize("frozen", ["x", "x2", "both"])
+def test_two_of_which_one_is_frozen(frozen, path, device):
+    (x1, (weight, *_), _), (x2, _, _) = (
+        _case((2, 3, 3, c), device=device, modulated=False) for c in (6, 10)
+    )
+    leaves = [x1.requires_grad_(), x2.requires_grad_(), torch.ones(16, device=device)]
+    leaves[2].requires_grad_()
+    dy = torch.randn(2, 3, 3, 16, device=device)
+    full = torch.autograd.grad(group_norm(x1, 4, leaves[2], x2=x2, activation="silu"), leaves, dy)
+    kept = [i for i, name in enumerate(("x", "x2", "weight")) if name != frozen]
+    kept = [2] if frozen == "both" else kept
+    a, b, w = (t if i in kept else t.detach() for i, t in enumerate(leaves))
+    y = group_norm(a, 4, w, x2=b, activation="silu")
+    got = torch.autograd.grad(y, [leaves[i] for i in kept], dy)
+    assert all(torch.equal(g, full[i]) for g, i in zip(got, kept, strict=True))
 
 
 _CONFIG_LISTS = ("_STATS_CONFIGS", "_APPLY_CONFIGS", "_SUMS_CONFIGS", "_DX_CONFIGS")
@@ -239,6 +310,9 @@ def test_a_sample_does_not_depend_on_its_batch(path, device):
         pytest.param({"bias": torch.ones(8).double()}, "bias is torch.float64", id="dtype"),
         pytest.param({"shift": torch.ones(8, 2).T}, "shift has strides", id="strides"),
         pytest.param({"x": torch.ones(2, 8, 4, 4).permute(0, 2, 3, 1)}, "NHWC", id="layout"),
+        pytest.param({"x2": torch.ones(2, 4, 3, 8)}, r"x2 has shape \(2, 4, 3, 8\)", id="x2"),
+        pytest.param({"x2": torch.ones(2, 4, 4, 1)}, "divisor of the 9", id="groups-of-two"),
+        pytest.param({"x2": torch.ones(2, 4, 4, 2).half()}, "x2 is torch.float16", id="x2-dtype"),
     ],
 )
 def test_errors(change, message):
@@ -286,6 +360,102 @@ def test_module_without_affine_and_with_activation(device):
     assert "activation='silu'" in repr(norm)
     with pytest.raises(ValueError, match="expected one of identity"):
         GroupNorm(2, 8, activation="swish")
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        pytest.param((0, 6, 3, 3), 3, id="empty-batch"),
+        pytest.param((2, 6, 1, 1), 3, id="one-pixel"),
+        pytest.param((2, 7, 3, 2), 1, id="one-group"),
+        pytest.param((2, 7, 3, 2), 7, id="a-group-each"),
+        pytest.param((1, 40, 20, 33), 8, id="several-chunks"),
+    ],
+)
+def test_module_shapes(shape, groups, layout, device):
+    """At most twice as far from float64 as nn.GroupNorm, and a few float32 roundings."""
+    got, low, exact = _module_results(shape, groups, layout, 0.0, device)
+    for a, b, c in zip(got, low, exact, strict=True):
+        assert a.shape == c.shape
+        assert _error(a, c) <= 2 * _error(b, c) + 2e-6
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_module_of_a_mean_of_1e3(layout, device):
+    """float32 holds the mean to 3e-5 of a deviation; no more is lost."""
+    got, _, exact = _module_results((2, 12, 20, 19), 3, layout, 1e3, device)
+    for a, c in zip(got, exact, strict=True):
+        assert _error(a, c) < 1e-4
+
+
+def _module_results(shape, groups, layout, mean, device):
+    """Output and gradients of GroupNorm, of nn.GroupNorm, and of nn.GroupNorm in float64."""
+    torch.manual_seed(0)
+    norm = GroupNorm(groups, shape[1], activation="silu", device=device)
+    torch.nn.init.normal_(norm.weight)
+    x = (torch.randn(shape, device=device) + mean).to(memory_format=layout)
+    dy = torch.randn(shape, device=device)
+
+    def theirs(dtype):
+        module = torch.nn.GroupNorm(groups, shape[1], device=device, dtype=dtype)
+        module.load_state_dict(norm.state_dict())
+        return module, torch.nn.functional.silu, dtype
+
+    results = []
+    identity = torch.nn.Identity()
+    for module, act, dtype in (
+        (norm, identity, torch.float32),
+        theirs(torch.float32),
+        theirs(torch.float64),
+    ):
+        leaf = x.detach().to(dtype).requires_grad_()
+        y = act(module(leaf))
+        grads = torch.autograd.grad(y, (leaf, *module.parameters()), dy.to(dtype))
+        results.append([y.detach(), *grads])
+        if module is norm:
+            assert y.is_contiguous(memory_format=torch.channels_last)
+    return results
+
+
+def test_module_reads_channels_last_where_it_is(device, monkeypatch):
+    seen = []
+
+    def spy(x, *args, **kwargs):
+        seen.append(x.data_ptr())
+        return x
+
+    monkeypatch.setattr(import_module("triton_kernels.group_norm"), "group_norm", spy)
+    x = torch.randn(2, 8, 3, 5, device=device)
+    near = x.to(memory_format=torch.channels_last)
+    norm = GroupNorm(2, 8, device=device)
+    norm(near), norm(x)
+    assert seen[0] == near.data_ptr() and seen[1] != x.data_ptr()
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_module_is_one_graph(layout, device):
+    torch.manual_seed(0)
+    norm = GroupNorm(2, 6, activation="gelu", device=device)
+    x = torch.randn(2, 6, 3, 5, device=device).to(memory_format=layout).requires_grad_()
+    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (compiled, norm):
+        y = function(x)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, *norm.parameters()))))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b) and a.stride() == b.stride()
+
+
+def test_module_under_autocast(device):
+    """y keeps the dtype of x; the statistics are float32 as ever."""
+    low = torch.bfloat16 if device.type == "cuda" else torch.float16
+    norm = GroupNorm(2, 8, device=device)
+    x = torch.randn(2, 8, 3, 3, device=device).to(memory_format=torch.channels_last)
+    for dtype in (low, torch.float32):
+        with torch.autocast(device.type, low):
+            y = norm(x.to(dtype))
+        assert y.dtype == dtype and torch.equal(y, norm(x.to(dtype)))
 
 
 # --- on the GPU: bf16, the model's shapes, every entry of the config lists -----------------------
@@ -358,3 +528,78 @@ def test_captured_in_a_graph(device):
         got = _run(group_norm, x, params, dy, 32, "silu")
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+_DECODER_SHAPES = [(8, 64, 64, 64, 128), (8, 32, 32, 128, 192), (8, 16, 16, 192, 256)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [*_DECODER_SHAPES, (8, 8, 8, 256, 256), (3, 33, 31, 130, 30)], ids=str
+)
+def test_model_shapes_of_two(shape, dtype, path, device, monkeypatch):
+    *shape, c1, c2 = shape
+    x, params, dy = _case((*shape, c1 + c2), dtype=dtype, device=device)
+    if path == "resident" and shape[1] > 16:
+        pytest.skip("too large for one launch")
+    _check(x, params, dy, 32, "silu", c1=c1)
+    first, second = (_run(_of_two(group_norm, c1), x, params, dy, 32, "silu") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+def test_two_are_never_one_in_memory(device):
+    """Forward needs y and little else."""
+    x1, x2 = (torch.randn(8, 64, 64, c, device=device, dtype=torch.bfloat16) for c in (64, 128))
+    y = group_norm(x1, 32, x2=x2)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = group_norm(x1, 32, x2=x2)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 1.2 * y.numel() * y.element_size()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("list_name", _CONFIG_LISTS)
+def test_every_config_of_two(list_name, device, monkeypatch):
+    _force("stream", monkeypatch)
+    monkeypatch.setattr(group_norm_stream, "_MIN_PROGRAMS", 1)
+    case = _case((3, 33, 31, 320), dtype=torch.bfloat16, device=device)
+    for config in getattr(group_norm_stream, list_name):
+        monkeypatch.setattr(group_norm_stream, list_name, [config])
+        for _ in range(3):
+            _check(*case, 32, "silu", c1=192)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_module_in_a_cuda_graph(dtype, layout, compiled, device):
+    """Captured with its backward under autocast, replayed over another input."""
+    torch._dynamo.reset()
+    norm = GroupNorm(32, 192, activation="silu", device=device)
+    function = torch.compile(norm, fullgraph=True) if compiled else norm
+    x = torch.randn(4, 192, 16, 16, device=device, dtype=dtype).to(memory_format=layout)
+    x.requires_grad_()
+    dy = torch.randn_like(x)
+
+    def step(function):
+        with torch.autocast("cuda", torch.bfloat16):
+            y = function(x)
+        return y.detach(), *torch.autograd.grad(y, (x, *norm.parameters()), dy)
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(function)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        got = step(function)
+    with torch.no_grad():
+        x.mul_(-2)
+    graph.replay()
+    assert got[0].dtype == dtype
+    for a, b in zip(got, step(norm), strict=True):
+        assert torch.equal(a, b)
