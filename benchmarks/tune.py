@@ -4,7 +4,7 @@
 
     model=unet64        configs/model
     batch=8,32,128      images a step
-    what=step,ops       step: what a training step launches; ops: the public ops, each by itself
+    what=step           step: what a training step launches; ops: the public ops, each by itself
     op=all              of the ops: conv2d, group_norm, attention, ...
     only=               kernels by the first word of their entries, e.g. conv_forward; default all
     precision=bf16      bf16 | fp16 | tf32
@@ -34,7 +34,7 @@ from .steps import build_step
 DEFAULTS = {
     "model": "unet64",
     "batch": (8, 32, 128),
-    "what": ("step", "ops"),
+    "what": ("step",),
     "op": ("all",),
     "only": (),
     "processes": 12,
