@@ -21,6 +21,8 @@ from .harness import MATRIX_PEAK, Row
 
 DEFAULTS = {"merge": (), "out": ""}
 _ROOFS = ("copy", "matmul")
+# ops that are drawn together
+_FAMILIES = dict.fromkeys(("q_sample", "denoise_loss", "denoise_step", "adamw"), "noise-and-adamw")
 _PASSES = ("fwd", "fwd+bias", "dgrad", "wgrad", "fwd+bwd", "step")  # from left to right
 
 
@@ -44,23 +46,26 @@ def draw_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write the plots of one GPU's rows; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for op in sorted({row.op for row in rows if row.is_ours}):
-        mine = [row for row in rows if row.op == op]
+    families: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.op not in _ROOFS:
+            families.setdefault(_FAMILIES.get(row.op, row.op), []).append(row)
+    for family, mine in sorted(families.items()):
         gpu = mine[0].gpu
         pairs = harness.ratios(mine)
-        by_batch = op == "conv2d"  # which has too many shapes for one picture
+        by_batch = family == "conv2d"  # which has too many shapes for one picture
         for batch in sorted({_batch(ours) for ours, _ in pairs}) if by_batch else [None]:
             drawn = [p for p in pairs if batch is None or _batch(p[0]) == batch]
             if drawn:
-                name, title = f"{gpu}-{op}", f"{op}, {gpu}"
+                name, title = f"{gpu}-{family}", f"{family}, {gpu}"
                 if batch is not None:
-                    name, title = f"{name}-batch{batch}", f"{op} at batch {batch}, {gpu}"
+                    name, title = f"{name}-batch{batch}", f"{family} at batch {batch}, {gpu}"
                 paths.append(folder / f"{name}-ratio.png")
                 _draw_ratios(title, drawn, paths[-1])
-        if any(row.bytes for row in mine):  # of a whole step nobody counts them
+        if any(row.bytes for row in mine) and any(row.is_ours for row in mine):
             roofs = [row for row in rows if row.op in _ROOFS]
-            paths.append(folder / f"{gpu}-{op}-roofline.png")
-            _draw_roofline(op, gpu, mine, roofs, paths[-1])
+            paths.append(folder / f"{gpu}-{family}-roofline.png")
+            _draw_roofline(family, gpu, mine, roofs, paths[-1])
     return paths
 
 
@@ -72,9 +77,11 @@ def _draw_ratios(title: str, pairs: Sequence[tuple[Row, Row]], path: Path) -> No
     """A panel for each pass, a line for each shape; to the right of 1 is faster than every
     alternative."""
     passes = sorted({ours.pass_ for ours, _ in pairs}, key=_PASSES.index)
-    lines = list(dict.fromkeys((ours.shape, ours.dtype) for ours, _ in pairs))
-    several = len({dtype for _, dtype in lines}) > 1
-    names = [f"{shape}  {dtype}" if several else shape for shape, dtype in lines]
+    lines = list(dict.fromkeys((ours.op, ours.shape, ours.dtype) for ours, _ in pairs))
+    several = len({dtype for _, _, dtype in lines}) > 1
+    names = [f"{shape}  {dtype}" if several else shape for _, shape, dtype in lines]
+    if len({op for op, _, _ in lines}) > 1:
+        names = [f"{op}  {name}" for (op, _, _), name in zip(lines, names, strict=True)]
     figure, panels = plt.subplots(
         1,
         len(passes),
@@ -85,7 +92,7 @@ def _draw_ratios(title: str, pairs: Sequence[tuple[Row, Row]], path: Path) -> No
     )
     for axes, pass_ in zip(panels[0], passes, strict=True):
         drawn = [(ours, best) for ours, best in pairs if ours.pass_ == pass_]
-        at = [lines.index((ours.shape, ours.dtype)) for ours, _ in drawn]
+        at = [lines.index((ours.op, ours.shape, ours.dtype)) for ours, _ in drawn]
         values = [best.median_us / ours.median_us for ours, best in drawn]
         axes.barh(at, values, color=["tab:green" if v >= 1 else "tab:red" for v in values])
         for i, value, (_, best) in zip(at, values, drawn, strict=True):

@@ -415,7 +415,7 @@ def _attention_fwd(
     if config is None:
         config = choose(
             "attention",
-            (n, t, num_heads, constants["D"], qkv.dtype, allow_tf32),
+            (n, t, num_heads, constants["D"], qkv.dtype, allow_tf32 and qkv.itemsize == 4),
             lambda: _candidates(_FWD_CONFIGS, qkv, constants["BLOCK_D"]),
             lambda: _fwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32),
             lambda c: _attention_fwd(qkv, num_heads, order, allow_tf32, c)[0],
@@ -455,7 +455,7 @@ def _attention_bwd(
     if config is None:
         config = choose(
             "attention_bwd",
-            (n, t, num_heads, constants["D"], qkv.dtype, allow_tf32),
+            (n, t, num_heads, constants["D"], qkv.dtype, allow_tf32 and qkv.itemsize == 4),
             lambda: [
                 c
                 for c in _candidates(_BWD_CONFIGS, qkv, constants["BLOCK_D"])
