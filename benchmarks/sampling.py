@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.build import make_sampler
+from diffusion.chain import OVERLAP_PIXELS
 from diffusion.inference import sampling_network
 from diffusion.interchange_diffusers import unet_config
 from diffusion.interchange_diffusers_names import to_diffusers_state
@@ -135,7 +136,7 @@ def time_evaluation(provider: str, model: str, batch: int, device: torch.device)
             network = sampling_network(our_model(model, "bf16", device, _SIZE).eval())
             row = torch.zeros(1, dtype=torch.int64, device=device)
             tables = network.tabulate(torch.tensor([500], device=device), None, batch)
-            with dependent_launches():
+            with dependent_launches(batch * _SIZE**2 <= OVERLAP_PIXELS):
                 return harness.time_graph([lambda: network.at_row(x, row, tables)])[0]
         network = low_baseline(model, device)
         if provider.startswith("compile"):

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from triton_kernels import fused
 from triton_kernels.conv_split import SplitConv
-from triton_kernels.dependent_launch import dependent_launches
 
 from .flat import FlatParameters
 from .fused_layers import TOGETHER, Feature, Step
@@ -32,7 +31,6 @@ from .unet import UNet
 _WHOLE_PIXELS = 256  # of an image that a program reads whole, where nobody has to add parts
 _PROGRAMS = 128  # that take the sums of a tensor, at least
 _FEW_TILES = 128  # whose sums every program may add up again
-_OVERLAP_PIXELS = 2**14  # of a batch, up to which kernels overlap with their predecessors
 _TABLE_BYTES = 2**29  # of the embedding's table, at most; beyond it is computed in every step
 
 log = logging.getLogger(__name__)
@@ -172,7 +170,8 @@ def _tensor(x: object) -> object:
 
 
 class InferenceUNet(FusedUNet):
-    """A `UNet` as a TabulatedDenoiser (see `chain`), without gradients."""
+    """A `UNet` as a TabulatedDenoiser (see `chain`), for images of its `image_size`, without
+    gradients."""
 
     def __init__(self, model: UNet, kernels: ModuleType) -> None:
         flat = FlatParameters(model, together=TOGETHER, trains=False)
@@ -189,8 +188,11 @@ class InferenceUNet(FusedUNet):
         n: int,
     ) -> tuple[Tensor, ...]:
         """The projections of every block, float32 [K, U, E], and each sample's u, int64 [N]; or, if
-        that were too large, timesteps and labels."""
-        steps = len(timesteps)
+        that were too large, timesteps and labels. ValueError: labels missing, or not wanted."""
+        steps, classes = len(timesteps), self.model.num_classes
+        if (labels is None) != (classes is None):
+            given = "missing" if labels is None else "given"
+            raise ValueError(f"labels are {given}; the model has num_classes={classes}")
         if labels is None:
             return (self.embedding(timesteps, None, None, 0)[:, None],)
         # a row a class, or if that is less, a row a sample
@@ -220,12 +222,6 @@ class InferenceUNet(FusedUNet):
         return self.run(image, self.embedding(t, labels, None, 0))
 
     def run(self, image: Tensor, emb: Tensor) -> Tensor:  # [N, H, W, 16], [N, E]
-        # where kernels are long a waiting one only keeps its predecessor from room
-        n, h, w, _ = image.shape
-        with dependent_launches(n * h * w <= _OVERLAP_PIXELS):
-            return self._run_all(image, emb)
-
-    def _run_all(self, image: Tensor, emb: Tensor) -> Tensor:
         k, self.step = self.kernels, Step(emb, None, None, 0)
         y, partials = k.conv_forward(image, self.stem_weight, self.stem.bias, stats=True)
         h = Feature(y, partials, y.shape[1] * y.shape[2])

@@ -92,6 +92,13 @@ def test_who_gets_the_plan():
     assert isinstance(sampling_network(model), InferenceUNet)
 
 
+@pytest.mark.parametrize(("classes", "labels"), [(3, None), (None, torch.tensor([0]))])
+def test_labels_that_are_missing_or_not_wanted(classes, labels):
+    plan = InferenceUNet(make({"channel_mult": (1,), "num_classes": classes}), fused_reference)
+    with pytest.raises(ValueError, match="labels are"):
+        plan.tabulate(torch.tensor([3, 1]), labels, 1)
+
+
 def test_the_model_is_left_alone():
     model = make({"channel_mult": (1,)})
     before = [p.data_ptr() for p in model.parameters()]
