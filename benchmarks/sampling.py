@@ -4,10 +4,11 @@
 
     batch=1,16,64        images of an evaluation
     model=unet64         configs/model
-    providers=...        any of eager-bf16, compile-bf16 (both the PyTorch baseline), triton-bf16
+    providers=...        any of triton-bf16, eager-bf16 and compile-bf16 (the PyTorch baseline)
     chains=ddim50,ddpm1000   samplers with their numbers of steps; empty: none
     images=16            of a chain
     pipelines=...        what runs the chains: triton-bf16, diffusers-fp16, diffusers-compile-fp16
+    processes=0          that compile side by side first
     out=                 a folder for the CSV; default benchmarks/results
 
 An evaluation is timed in a CUDA graph, for everybody; the baseline has its parameters in bf16, so
@@ -20,6 +21,7 @@ float32 baseline.
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +39,7 @@ from .cases import meta_model
 from .harness import OURS, Row, Timing, WrongResult, check_choice
 from .steps import baseline_model, our_model
 
-PROVIDERS = ("eager-bf16", "compile-bf16", "triton-bf16")
+PROVIDERS = ("triton-bf16", "eager-bf16", "compile-bf16")
 PIPELINES = ("triton-bf16", "diffusers-fp16", "diffusers-compile-fp16")
 SAMPLERS = ("ddim", "ddpm")
 DEFAULTS = {
@@ -47,58 +49,96 @@ DEFAULTS = {
     "chains": ("ddim50", "ddpm1000"),
     "images": 16,
     "pipelines": PIPELINES,
+    "processes": 0,
     "out": "",
+    "part": -1,  # the share of a compiling process
 }
 _SIZE = 64  # pixels
 _TIMESTEPS = 1000
 _SECONDS = 2.0  # of a chain that is timed more than once
 
 
+class Task(NamedTuple):
+    """An evaluation (chain is None), or a chain such as ddim50."""
+
+    chain: str | None
+    provider: str
+    images: int
+
+
 def main(arguments: Sequence[str]) -> int:
     settings = harness.parse_settings(arguments, DEFAULTS)
+    tasks = choose_tasks(settings)
+    model, part, parts = settings["model"], settings["part"], settings["processes"]
+    flops = meta_model(model, _SIZE).flops_per_image
+    device = harness.require_cuda()
+    if part >= 0:
+        for task in tasks[part::parts]:
+            run_task(task, model, device, compile_only=True)
+        return 0
+    if parts:
+        harness.run_shares("benchmarks.sampling", arguments, parts)
+    origin, wrong = harness.provenance(), 0
+    folder = Path(settings["out"] or harness.RESULTS)
+    for task in tasks:
+        try:
+            timing = run_task(task, model, device)
+        except WrongResult as error:
+            print(f"! {task.provider} is wrong and not timed: {error}", flush=True)
+            wrong = 1
+            continue
+        except Exception as error:  # a library says what it likes of what it cannot do
+            print(f"! {task}: {harness.reason(error)}", flush=True)
+            continue
+        sampler, steps = split_chain(task.chain) if task.chain else ("", 1)
+        shape = f"{task.images}x{_SIZE}x{_SIZE}x3 {model}"
+        op, shape = ("sampling", f"{shape} {task.chain}") if sampler else ("unet_forward", shape)
+        work = steps * task.images * flops
+        row = Row(op, shape, "any", "fwd", task.provider, *timing, 0, work, *origin)
+        harness.add_rows(folder / f"{origin.gpu}.csv", [row])  # at once: a run may be cut short
+        times = " / ".join(f"{t / 1000:.3f}" for t in timing)
+        print(f"{op} {shape} {task.provider}: {times} ms (median, p20, p80)", flush=True)
+    return wrong
+
+
+def choose_tasks(settings: dict) -> list[Task]:
+    """What the settings ask for, the slow ones last. ConfigError: something unknown."""
     for key, valid in (("providers", PROVIDERS), ("pipelines", PIPELINES)):
         for value in settings[key]:
             check_choice(key, value, valid)
     for chain in settings["chains"]:
-        check_choice("chains", chain.rstrip("0123456789"), SAMPLERS)
-    flops = meta_model(settings["model"], _SIZE).flops_per_image
-    device = harness.require_cuda()
-    origin, wrong = harness.provenance(), 0
-    folder = Path(settings["out"] or harness.RESULTS)
+        split_chain(chain)
+    tasks = [Task(None, p, batch) for p in settings["providers"] for batch in settings["batch"]]
+    chains = [(p, chain) for p in settings["pipelines"] for chain in settings["chains"]]
+    return tasks + [Task(chain, p, settings["images"]) for p, chain in chains]
 
-    def save(op: str, what: str, count: int, evaluations: int, name: str, timing: Timing) -> None:
-        shape = f"{count}x{_SIZE}x{_SIZE}x3 {settings['model']}{what}"
-        work = evaluations * count * flops
-        row = Row(op, shape, "any", "fwd", name, *timing, 0, work, *origin)
-        harness.add_rows(folder / f"{origin.gpu}.csv", [row])
-        times = " / ".join(f"{t / 1000:.3f}" for t in timing)
-        print(f"{op} {shape} {name}: {times} ms (median, p20, p80)", flush=True)
 
-    for provider in settings["providers"]:
-        for batch in settings["batch"]:
-            try:
-                timing = time_evaluation(provider, settings["model"], batch, device)
-            except WrongResult as error:
-                print(f"! {provider} is wrong and not timed: {error}", flush=True)
-                wrong = 1
-                continue
-            except Exception as error:  # a library says what it likes of what it cannot do
-                print(f"! {provider} at batch {batch}: {harness.reason(error)}", flush=True)
-                continue
-            save("unet_forward", "", batch, 1, provider, timing)
-    for chain in settings["chains"]:
-        sampler = chain.rstrip("0123456789")
-        steps = int(chain[len(sampler) :] or _TIMESTEPS)
-        for name in settings["pipelines"]:
-            try:
-                timing = time_chain(
-                    name, settings["model"], sampler, steps, settings["images"], device
-                )
-            except Exception as error:
-                print(f"! {name} of {chain}: {harness.reason(error)}", flush=True)
-                continue
-            save("sampling", f" {sampler} {steps}", settings["images"], steps, name, timing)
-    return wrong
+def split_chain(chain: str) -> tuple[str, int]:
+    """ "ddim50" -> (ddim, 50); without a number all timesteps."""
+    sampler = chain.rstrip("0123456789")
+    check_choice("chains", sampler, SAMPLERS)
+    return sampler, int(chain[len(sampler) :] or _TIMESTEPS)
+
+
+def run_task(
+    task: Task, model: str, device: torch.device, compile_only: bool = False
+) -> Timing | None:
+    """Time it, or only run it once, for the caches of the compilers."""
+    torch._dynamo.reset()
+    harness.release_memory()
+    harness.set_precision("bf16")
+    if task.chain is None:
+        evaluate = evaluation(task.provider, model, task.images, device)
+        with torch.no_grad(), dependent_launches(task.images * _SIZE**2 <= OVERLAP_PIXELS):
+            if compile_only:
+                evaluate()
+                return None
+            return harness.time_graph([evaluate])[0]
+    sampler, steps = split_chain(task.chain)
+    make = _our_chain if task.provider.startswith(OURS) else _chain_of_diffusers
+    run = make(task.provider, model, sampler, task.images, device)
+    run(min(steps, 2))  # compiles
+    return None if compile_only else time_chain(run, steps, task.provider.startswith(OURS))
 
 
 # --- one evaluation -------------------------------------------------------------------------------
@@ -122,30 +162,26 @@ def low_baseline(model: str, device: torch.device) -> nn.Module:
     return network.to(torch.bfloat16)
 
 
-def time_evaluation(provider: str, model: str, batch: int, device: torch.device) -> Timing:
-    """A forward pass in a CUDA graph. WrongResult: ours is further from the float32 baseline than
-    twice the reference ops in bf16."""
-    torch._dynamo.reset()
-    harness.release_memory()
-    harness.set_precision("bf16")
+def evaluation(provider: str, model: str, batch: int, device: torch.device) -> Callable[[], Tensor]:
+    """A forward pass. WrongResult: ours is further from the float32 baseline than twice the
+    reference ops in bf16."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(batch, _SIZE, _SIZE, 3, device=device, generator=generator)
-    with torch.no_grad():
-        if provider.startswith(OURS):
-            check_network(model, device)
-            network = sampling_network(our_model(model, "bf16", device, _SIZE).eval())
-            row = torch.zeros(1, dtype=torch.int64, device=device)
-            tables = network.tabulate(torch.tensor([500], device=device), None, batch)
-            with dependent_launches(batch * _SIZE**2 <= OVERLAP_PIXELS):
-                return harness.time_graph([lambda: network.at_row(x, row, tables)])[0]
-        network = low_baseline(model, device)
-        if provider.startswith("compile"):
-            network = torch.compile(network, dynamic=False)
-        image = x.bfloat16().permute(0, 3, 1, 2)  # channels_last
-        t = torch.full((batch,), 500, device=device)
-        return harness.time_graph([lambda: network(image, t)])[0]
+    if provider.startswith(OURS):
+        check_network(model, device)
+        network = sampling_network(our_model(model, "bf16", device, _SIZE).eval())
+        row = torch.zeros(1, dtype=torch.int64, device=device)
+        tables = network.tabulate(torch.tensor([500], device=device), None, batch)
+        return lambda: network.at_row(x, row, tables)
+    network = low_baseline(model, device)
+    if provider.startswith("compile"):
+        network = torch.compile(network, dynamic=False)
+    image = x.bfloat16().permute(0, 3, 1, 2)  # channels_last
+    t = torch.full((batch,), 500, device=device)
+    return lambda: network(image, t)
 
 
+@torch.no_grad()
 def check_network(model: str, device: torch.device, batch: int = 4) -> None:
     """Raise WrongResult unless our plan is at most twice as far from the float32 baseline as the
     reference ops in bf16."""
@@ -164,19 +200,11 @@ def check_network(model: str, device: torch.device, batch: int = 4) -> None:
 # --- whole chains ---------------------------------------------------------------------------------
 
 
-def time_chain(
-    pipeline: str, model: str, sampler: str, steps: int, images: int, device: torch.device
-) -> Timing:
-    """Seconds from the call to the images on the device, in microseconds as everything else."""
-    torch._dynamo.reset()
-    harness.release_memory()
-    harness.set_precision("bf16")
-    make = _our_chain if pipeline.startswith(OURS) else _chain_of_diffusers
-    run = make(pipeline, model, sampler, images, device)
-    run(min(steps, 2))  # compiles
+def time_chain(run: Callable[[int], object], steps: int, captures: bool) -> Timing:
+    """From the call to the images on the device, as often as a few seconds allow."""
+    if captures:
+        run(steps)
     times: list[float] = []
-    if pipeline.startswith(OURS):
-        run(steps)  # captures
     while not times or (sum(times) < _SECONDS and len(times) < 20):
         torch.cuda.synchronize()
         start = time.perf_counter()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import harness, profile, run, steps, train_step
+from benchmarks import harness, profile, run, sampling, steps, train_step
 from benchmarks.baseline_unet import build_baseline
 from benchmarks.cases import (
     AdamWCase,
@@ -349,6 +349,20 @@ def test_unknown_models_and_empty_choices_are_named():
     settings = run.DEFAULTS | {"shape": "5x5", "batch": (1,)}
     with pytest.raises(ConfigError, match="nothing to time"):
         run.select(settings, ("conv2d",))
+
+
+def test_what_sampling_times():
+    settings = harness.parse_settings(["batch=1,16", "chains=ddim50,ddpm"], sampling.DEFAULTS)
+    tasks = sampling.choose_tasks(settings)
+    assert tasks[0] == (None, "triton-bf16", 1) and tasks[-1] == (
+        "ddpm",
+        "diffusers-compile-fp16",
+        16,
+    )
+    assert len(tasks) == 3 * 2 + 3 * 2
+    assert sampling.split_chain("ddpm") == ("ddpm", 1000)
+    with pytest.raises(ConfigError, match="chains=heun is unknown; choose from ddim, ddpm"):
+        sampling.choose_tasks(settings | {"chains": ("heun20",)})
 
 
 def test_settings_take_the_types_of_their_defaults():
