@@ -93,6 +93,7 @@ class Row:
     first_draw_seconds: float | None = None  # with what is compiled, built and captured
     peak_mib: float | None = None  # beyond what was held before the row; weights included
     max_difference: float | None = None  # of the images from torch_fp32's, in levels of 255
+    mean_difference: float | None = None  # one pixel may have gone another way, all do not
     note: str = ""
 
 
@@ -263,7 +264,8 @@ def _measure(name: str, job: _Job, reference: Tensor | None) -> tuple[Row, Tenso
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         row.note = (kind + str(error)).strip().splitlines()[0][:200]
     if images is not None and reference is not None:
-        row.max_difference = (images - reference).abs().max().item() * 127.5
+        difference = (images - reference).abs() * 127.5
+        row.max_difference, row.mean_difference = difference.max().item(), difference.mean().item()
     gc.collect()
     if job.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -350,8 +352,8 @@ def _process_mib(name: str) -> float | None:
 
 # --- the table ------------------------------------------------------------------------------------
 
-_HEADER = ("", "precision", "s", "images/s", "p50 ms", "p99 ms", "MiB", "difference", "")
-_WIDTHS = (12, 10, 9, 10, 10, 10, 8, 11, 0)
+_HEADER = ("", "precision", "s", "images/s", "p50 ms", "p99 ms", "MiB", "max diff", "mean", "")
+_WIDTHS = (12, 10, 9, 10, 10, 10, 8, 10, 8, 0)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -362,6 +364,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         (row.latency_p99_ms, "{:.2f}"),
         (row.peak_mib, "{:.0f}"),
         (row.max_difference, "{:.3f}"),
+        (row.mean_difference, "{:.3f}"),
     )
     shown = ("-" if number is None else form.format(number) for number, form in numbers)
     return (row.row, row.precision, *shown, row.note)
