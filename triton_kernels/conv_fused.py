@@ -21,7 +21,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import conv_gather, conv_tma
+from . import conv_gather, conv_gluon, conv_tma
 from .activations import check_activation
 from .column_sum import sum_partials
 from .conv_fused_kernels import conv_forward_kernel, conv_input_grad_kernel
@@ -110,19 +110,26 @@ def conv_forward(
     width = co if width is None else width
     assert width == co or (co < width <= triton.cdiv(co, 16) * 16 and not stats)
     y = _empty((n, h, w, width), dtype=x.dtype, device=x.device)
+    others = [other for other, _ in extra]
     if config is None:
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
         terms["width"] = width
         config = choose(
             "conv_forward",
             (n, h, w, ci, width, r, s, x.dtype, residual is not None, len(extra), stats),
-            lambda: _valid(_FWD_CONFIGS, x, y, r, stats),
+            lambda: _valid(_FWD_CONFIGS, x, y, r, stats) + _gluon(x, y, weight, others),
             lambda: _pick(_FWD_CONFIGS, x, y, (r, s), stats),
             lambda c: conv_forward(x, weight, bias, **terms, stats=stats, config=c)[0],
         )
+        if conv_gluon.serves(config) and not _gluon(x, y, weight, others):
+            config = _pick(_FWD_CONFIGS, x, y, (r, s), stats)
     box = _box(config, n, h, w, exact=stats)
     partials = _partials(box, y) if stats else None
     if n == 0:
+        return y, partials
+    if conv_gluon.serves(config):
+        terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
+        conv_gluon.forward(x, weight, bias, y, partials, **terms)
         return y, partials
     tile = [*box, config.block_c]
     extra_descs, extra_channels = [], []
@@ -195,18 +202,25 @@ def conv_input_grad(
     border = c1 if len(inputs) == 2 else None
     if config is None:
         rest = {"inputs": inputs, "table": table, "activation": activation, "mask": mask}
+        gluon = _gluon(dy, dz, weight, inputs) if mask is None else []
         config = choose(
             "conv_input_grad",
             (n, h, w, co, ci, c1, r, s, dy.dtype, activation),
-            lambda: _valid(_DGRAD_CONFIGS, dy, dz, r, True, border),
+            lambda: _valid(_DGRAD_CONFIGS, dy, dz, r, True, border) + gluon,
             lambda: _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, border),
             lambda c: conv_input_grad(dy, weight, **rest, config=c)[0],
         )
+        if conv_gluon.serves(config) and not gluon:
+            config = _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, border)
     assert len(inputs) == 1 or c1 % config.block_c == 0, "a tile of channels straddles the inputs"
     box = _box(config, n, h, w, exact=True)
     piece = _piece(config, box)
     partials = _partials(piece, dz)
     if n == 0:
+        return dz, partials
+    if conv_gluon.serves(config):
+        given = {"inputs": inputs, "table": table, "activation": activation}
+        conv_gluon.input_grad(dy, weight, dz, partials, **given)
         return dz, partials
     tile = [*piece, config.block_c]
     conv_input_grad_kernel[(_programs(config, box, dz),)](
@@ -322,6 +336,11 @@ def conv_fused_supported(
         and any(_serves(c, size, r, None, pixels, True) for c in _FWD_CONFIGS)
         and any(_serves(c, size, r, c1, pixels, True) for c in _DGRAD_CONFIGS)
     )
+
+
+def _gluon(x: Tensor, y: Tensor, weight: Tensor, others: Sequence[Tensor]) -> list[Config]:
+    """The tile of `conv_gluon` where it applies: one to be measured, not a default."""
+    return [Config(*conv_gluon.TILE)] if conv_gluon.applies(x, y, weight, others) else []
 
 
 def _serves(

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import conv_gluon
 from .column_sum import num_splits, partials, sum_partials
 from .dependent_launch import await_inputs, overlapping
 from .device import describe
@@ -468,6 +469,8 @@ def plan_wgrad(
         fitting = [c for c in WGRAD_CONFIGS if wgrad_fits(c, x, weight)]
         parts = [(c, _splits(x, dy, weight, padding, c)) for c in fitting]
         plans = [(c, max(1, int(k * f))) for c, k in parts for f in (1, 1.5, 2, 0.75, 0.5, 0.25)]
+        if conv_gluon.wgrad_applies(x, dy, weight, padding):
+            plans += [(WgradConfig(*conv_gluon.WGRAD_TILE), conv_gluon.wgrad_splits(x, weight))]
         return [_WgradPlan(*c, k) for c, k in dict.fromkeys(plans)]
 
     def run(plan: _WgradPlan) -> Tensor:
@@ -480,13 +483,18 @@ def plan_wgrad(
         return out
 
     key = (*x.shape, dy.shape[3], r, s, x.dtype)
-    *tile, splits = choose("conv_weight_grad", key, candidates, default, run)
+    plan = choose("conv_weight_grad", key, candidates, default, run)
+    if conv_gluon.serves(plan) and not conv_gluon.wgrad_applies(x, dy, weight, padding):
+        plan = default()
+    *tile, splits = plan
     return WgradConfig(*tile), splits
 
 
 def _splits(
     x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int], config: WgradConfig
 ) -> int:
+    if conv_gluon.serves(config):
+        return conv_gluon.wgrad_splits(x, weight)
     if _is_pointwise(weight, padding):
         dy = _as_one_row(dy)
     n, p, q, _ = dy.shape
@@ -512,6 +520,10 @@ def launch_wgrad(
 ) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
     assert stride == 1
+    if conv_gluon.serves(config):
+        assert splits > 1 and partial.dtype == torch.float32
+        conv_gluon.weight_grad(x, dy, partial)
+        return
     co, ci, r, s = weight.shape
     if _is_pointwise(weight, padding):
         x, dy = _as_one_row(x), _as_one_row(dy)

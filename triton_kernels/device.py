@@ -12,6 +12,7 @@ class Device(NamedTuple):
     tma: bool  # boxes of a tensor are fetched by the TMA unit (compute capability 9 and later)
     num_sms: int
     shared_memory: int  # bytes that one program may use
+    hopper: bool = False  # compute capability 9, whose wgmma no other has
 
 
 @lru_cache
@@ -24,4 +25,5 @@ def describe(device: torch.device) -> Device:
         tma=properties.major >= 9,
         num_sms=properties.multi_processor_count,
         shared_memory=properties.shared_memory_per_block_optin,
+        hopper=properties.major == 9,
     )

@@ -15,6 +15,7 @@ beside this file, each of which has COMPILE_CASES, a list of dicts:
                  wgmma  on sm_90. True: wgmma with both operands in shared memory; "registers": A
                         may come from registers, as P in attention; False: no wgmma
                  tma    on sm_90. True: tiles are loaded by TMA; False: no TMA load
+                 spills bytes of registers that may be spilled, if not 0
                  arches chips to compile for, if not all of ARCHES
 """
 
@@ -52,8 +53,9 @@ def arches_of(case: dict) -> tuple[int, ...]:
 
 def compile_case(case: dict, arch: int) -> dict:
     """Compile one case for one chip. The result has `ok` and, if not ok, `error`; otherwise
-    `registers` and `spills` (bytes) of a thread, `stack` (bytes), `shared` (bytes), and the numbers
-    of instructions `wgmma_shared`, `wgmma_registers` (where A comes from) and `tma_loads`."""
+    `registers` and `spills` (bytes) of a thread, `stack` (bytes), `serial`: whether each wgmma is
+    waited for before the next one begins, `shared` (bytes), and the numbers of instructions
+    `wgmma_shared`, `wgmma_registers` (where A comes from) and `tma_loads`."""
     try:
         ptx, shared, log = _compile(case, arch)
     except Exception as error:  # whatever the compiler raises is the result
@@ -66,7 +68,8 @@ def read_resources(log: str) -> dict[str, int]:
     frame = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
     stack, stored, loaded = map(int, re.search(frame, log).groups())
     registers = int(re.search(r"Used (\d+) registers", log).group(1))
-    return {"registers": registers, "stack": stack, "spills": max(stored, loaded)}
+    serial = "wgmma.mma_async instructions are serialized" in log
+    return {"registers": registers, "stack": stack, "spills": max(stored, loaded), "serial": serial}
 
 
 def count_instructions(ptx: str) -> dict[str, int]:
@@ -85,6 +88,7 @@ def _compile(case: dict, arch: int) -> tuple[str, int, str]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.cache import get_cache_manager
 
     module, name = case["kernel"].split(":")
@@ -108,7 +112,8 @@ def _compile(case: dict, arch: int) -> tuple[str, int, str]:
     }
 
     def build():
-        source = ASTSource(kernel, signature, constexprs, attrs)
+        make_source = GluonASTSource if kernel.is_gluon() else ASTSource
+        source = make_source(kernel, signature, constexprs, attrs)
         with contextlib.redirect_stdout(io.StringIO()) as log:
             compiled = triton.compile(
                 source, target=GPUTarget("cuda", arch, 32), options=dict(case["options"])

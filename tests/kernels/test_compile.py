@@ -95,11 +95,13 @@ def test_compiles(compiled, wanted):
     key, arch = wanted
     result = compiled(wanted)
     assert result["ok"], result["error"]
-    assert result["spills"] == 0, f"{result['spills']} bytes of registers spilled: {result}"
+    expect = CASES[key].get("expect", {})
+    spilled = result["spills"]
+    assert spilled <= expect.get("spills", 0), f"{spilled} bytes of registers spilled: {result}"
     assert result["shared"] <= SHARED_LIMIT[arch], f"too much shared memory for sm_{arch}: {result}"
     if arch != 90:
         return
-    expect = CASES[key].get("expect", {})
+    assert not result["serial"], f"products do not overlap: {result}"
     if "wgmma" in expect:
         assert (result["wgmma_shared"] + result["wgmma_registers"] > 0) == bool(expect["wgmma"]), (
             result
@@ -116,7 +118,7 @@ ptxas info    : Compiling entry function '_kernel' for 'sm_90a'
 ptxas info    : Function properties for _kernel
     24 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads
 ptxas info    : Used 168 registers, used 1 barriers, 24 bytes cumulative stack size"""
-    assert read_resources(log) == {"registers": 168, "stack": 24, "spills": 20}
+    assert read_resources(log) == {"registers": 168, "stack": 24, "spills": 20, "serial": False}
     ptx = """
     wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r1,%r2,%r3,%r4}, %rd1, %rd2, p, 1, 1;
     wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r1,%r2,%r3,%r4}, {%r5,%r6}, %rd2, p, 1;

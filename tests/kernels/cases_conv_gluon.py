@@ -1,0 +1,78 @@
+"""The kernels of `conv_gluon` as compile_only.py compiles them."""
+
+from triton_kernels import conv_gluon
+
+
+def _rows(*shape: int) -> str:
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout(128, 16, rank=len(shape))
+    return f"tensordesc<bf16{list(shape)},{layout!r}>"
+
+
+def _fwd(name: str, dgrad: bool, beside: int, extra: int) -> dict:
+    row, filters = _rows(1, 1, 64, 64), _rows(1, 64, 64)
+    absent = ["beside1_desc", "beside2_desc"][beside:]
+    absent += ["extra1_desc", "extra1_w_desc", "extra2_desc", "extra2_w_desc"][2 * extra :]
+    absent += ["extra_bias_ptr"] if extra == 0 else []
+    absent += ["emb_ptr"] if dgrad or extra else []
+    signature = {
+        "x_desc": row,
+        "w_desc": filters,
+        "beside1_desc": row,
+        "beside2_desc": row,
+        "y_desc": row,
+        "extra1_desc": row,
+        "extra1_w_desc": filters,
+        "extra2_desc": row,
+        "extra2_w_desc": filters,
+        **dict.fromkeys(("vectors_ptr", "extra_bias_ptr", "emb_ptr", "partial_ptr"), "*fp32"),
+        **dict.fromkeys(("C1", "C2", "border", "stride_emb", "N", "H", "K", "C"), "i32"),
+    }
+    return {
+        "name": name,
+        "kernel": "triton_kernels.conv_gluon_kernels:conv_rows_kernel",
+        "signature": {k: v for k, v in signature.items() if k not in absent},
+        "constexprs": {
+            **dict.fromkeys(absent),
+            "W": 64,
+            "DGRAD": dgrad,
+            "ACT": "silu" if dgrad else None,
+            "BLOCKS": 2,
+            "STEPS": 2,
+            "num_warps": 4,
+        },
+        "options": {"num_warps": 4, "maxnreg": 168},
+        "multiples": ("C1", "C2", "border", "K", "C"),
+        # a few numbers that are needed once a tile go to memory, no accumulators
+        "expect": {"wgmma": "registers", "tma": True, "arches": (90,), "spills": 128},
+    }
+
+
+def _wgrad(width: int) -> dict:
+    return {
+        "name": f"wgrad_{width}",
+        "kernel": "triton_kernels.conv_gluon_wgrad:conv_rows_wgrad_kernel",
+        "signature": {
+            "x_desc": _rows(1, 1, width, 64),
+            "dy_desc": _rows(1, 256 // width, width, 64),
+            "part_ptr": "*fp32",
+            **dict.fromkeys(("CI", "CO", "tiles", "tiles_h"), "i32"),
+        },
+        "constexprs": {"W": width, "STAGES": 2, "num_warps": 4},
+        "options": {"num_warps": 4, "maxnreg": 128},
+        "multiples": ("CI", "CO"),
+        "expect": {"wgmma": "registers", "tma": True, "arches": (90,)},
+    }
+
+
+COMPILE_CASES = (
+    [
+        _fwd("forward", dgrad=False, beside=0, extra=0),
+        _fwd("forward_extra", dgrad=False, beside=0, extra=2),
+        _fwd("input_grad_of_two", dgrad=True, beside=2, extra=0),
+        *(_wgrad(width) for width in (64, 16)),
+    ]
+    if conv_gluon._SUPPORTED
+    else []
+)
