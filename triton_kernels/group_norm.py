@@ -22,6 +22,8 @@ parameters' gradients are one small launch more.
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +31,79 @@ from torch.autograd.function import once_differentiable
 
 from .activations import check_activation
 from .group_norm_resident import is_resident, resident_bwd, resident_fwd
-from .group_norm_stream import params_grad, stream_apply, stream_dx, stream_stats, stream_sums
+from .group_norm_stream import (
+    Halves,
+    Params,
+    extent,
+    params_grad,
+    stream_apply,
+    stream_dx,
+    stream_stats,
+    stream_sums,
+)
 from .layout import DTYPES, check_nhwc, check_shape
 from .library import derivative, op
+from .tuning import choose
+
+# --- two ways -------------------------------------------------------------------------------------
+
+
+class _Way(NamedTuple):
+    """How an image that fits into registers is normalised."""
+
+    resident: bool
+
+
+def _by_registers(op: str, xs: Halves, num_groups: int, run: Callable[[_Way], Tensor]) -> bool:
+    """Whether to: if it can be done, unless the passes over memory were measured to be faster."""
+    if not is_resident(xs, num_groups):
+        return False
+    n, hw, c = extent(xs)
+    key, ways = (n, hw, xs[0].shape[3], c, num_groups, xs[0].dtype), [_Way(True), _Way(False)]
+    return choose(op, key, lambda: ways, lambda: ways[0], run).resident
+
+
+def _forward(
+    xs: Halves,
+    num_groups: int,
+    eps: float,
+    params: Params,
+    activation: str,
+    way: _Way | None = None,
+) -> tuple[Tensor, Tensor]:
+    """y, and mean and rstd as float32 [2, N, G]."""
+    args = (xs, num_groups, eps, params, activation)
+    if way is None:
+        way = _Way(_by_registers("group_norm", xs, num_groups, lambda w: _forward(*args, w)[0]))
+    if way.resident:
+        return resident_fwd(*args)
+    stats = stream_stats(xs, num_groups, eps)
+    return stream_apply(xs, stats, params, activation), stats
+
+
+def _backward(
+    xs: Halves,
+    dy: Tensor,
+    stats: Tensor,
+    params: Params,
+    activation: str,
+    needs_x: bool,
+    way: _Way | None = None,
+) -> tuple[Halves, Tensor]:
+    """The gradient of x, if that is needed, and D and E of every chunk: float32 [N, K, 2, C]."""
+    args = (xs, dy, stats, params, activation)
+    if way is None:
+
+        def run(w: _Way) -> Tensor:
+            return _backward(*args, True, w)[0][0]
+
+        way = _Way(_by_registers("group_norm_bwd", xs, stats.shape[2], run))
+    if way.resident:
+        return resident_bwd(*args)
+    sums = stream_sums(*args)
+    dxs = stream_dx(xs, dy, stats, sums, params, activation) if needs_x else (None, None)
+    return dxs, sums
+
 
 # --- the op --------------------------------------------------------------------------------------
 
@@ -55,11 +127,7 @@ def _group_norm(
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     """y, and mean and rstd as float32 [2, N, G]."""
-    xs, params = (x, x2), (weight, bias, scale, shift)
-    if is_resident(xs, num_groups):
-        return resident_fwd(xs, num_groups, eps, params, activation)
-    stats = stream_stats(xs, num_groups, eps)
-    return stream_apply(xs, stats, params, activation), stats
+    return _forward((x, x2), num_groups, eps, (weight, bias, scale, shift), activation)
 
 
 def _fake_backward(dy, x, x2, stats, weight, bias, scale, shift, activation, needed):
@@ -82,13 +150,8 @@ def _group_norm_backward(
 ) -> list[Tensor]:
     """The gradients of x, x2, weight, bias, scale and shift, those that are needed."""
     xs, params = (x, x2), (weight, bias, scale, shift)
-    dxs, grads = (None, None), (None,) * 4
-    if is_resident(xs, stats.shape[2]):
-        dxs, sums = resident_bwd(xs, dy, stats, params, activation)
-    else:
-        sums = stream_sums(xs, dy, stats, params, activation)
-        if any(needed[:2]):
-            dxs = stream_dx(xs, dy, stats, sums, params, activation)
+    grads = (None,) * 4
+    dxs, sums = _backward(xs, dy, stats, params, activation, any(needed[:2]))
     if any(needed[2:]):
         grads = params_grad(sums, params, needed[2:])
     return [grad for grad, need in zip((*dxs, *grads), needed, strict=True) if need]

@@ -6,7 +6,9 @@ CB programs make a sample. Mean and variance are taken in two passes over the re
 large mean costs nothing.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,8 +25,15 @@ from .group_norm_stream import (
     extent,
     row_strides,
 )
+from .tuning import choose
 
 _empty = torch.empty  # tests put a function here that returns NaNs
+
+
+class _Config(NamedTuple):
+    groups: int  # of a program
+    num_warps: int
+
 
 _MAX_TILE = 16384  # elements of a program: 64 a thread with 8 warps, 32 with 16
 _ROW_BYTES = 128  # of a pixel, if its groups allow: a whole line of the cache
@@ -39,6 +48,15 @@ def _group_sum(v, member):
     says which channel is in which group."""
     per_group = tl.sum(tl.where(member, v[:, None], 0.0), 0)
     return tl.sum(tl.where(member, per_group[None, :], 0.0), 1)
+
+
+@triton.jit
+def _group_sums(v, w, member):
+    """That of v and that of w. The warps meet at a barrier many times in a sum: once for both."""
+    both = tl.join(v, w)  # [BLOCK_C, 2]
+    member = member[:, :, None]
+    per_group = tl.sum(tl.where(member, both[:, None, :], 0.0), 0)  # [BLOCK_G, 2]
+    return tl.split(tl.sum(tl.where(member, per_group[None, :, :], 0.0), 1))
 
 
 @triton.jit
@@ -110,9 +128,9 @@ def _group_norm_resident_fwd_kernel(
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     mean = tl.div_rn(_group_sum(tl.sum(x, 0), member), total)  # exact for a constant image
     delta = tl.where(mask, x - mean[None, :], 0.0)
-    var = _group_sum(tl.sum(delta * delta, 0), member) / total
-    rest = _group_sum(tl.sum(delta, 0), member) / total  # what the first sum has rounded off
-    rstd = 1.0 / tl.sqrt(var + eps)
+    m2, rest = _group_sums(tl.sum(delta * delta, 0), tl.sum(delta, 0), member)
+    rest /= total  # what the first sum has rounded off
+    rstd = 1.0 / tl.sqrt(m2 / total + eps)
 
     gain, offset = affine(
         weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
@@ -172,8 +190,9 @@ def _group_norm_resident_bwd_kernel(
     tl.store(sums_ptr + n * 2 * C + offs_c, sum_d, mask=mask_c)
     tl.store(sums_ptr + n * 2 * C + C + offs_c, sum_e, mask=mask_c)
 
-    m1 = _group_sum(gain * sum_d, member) / total
-    m2 = _group_sum(gain * sum_e, member) / total
+    m1, m2 = _group_sums(gain * sum_d, gain * sum_e, member)
+    m1 /= total
+    m2 /= total
     dx = (gain[None, :] * dz - m1[None, :] - xhat * m2[None, :]) * rstd[None, :]
     dx_ptrs = _pointers(dx1_ptr, dx2_ptr, n, offs_p, offs_c, HW, C1, C)
     tl.store(dx_ptrs, dx.to(dx1_ptr.dtype.element_ty), mask=mask)
@@ -206,44 +225,99 @@ def is_resident(xs: Halves, num_groups: int) -> bool:
     return hw > 0 and _groups_of_a_program(hw, c, num_groups, xs[0].element_size()) > 0
 
 
-def _blocks(xs: Halves, num_groups: int) -> tuple[int, int, int, int]:
+def _blocks(xs: Halves, num_groups: int, groups: int) -> tuple[int, int, int, int]:
     """GROUPS, BLOCK_P, BLOCK_C, BLOCK_G."""
     _, hw, c = extent(xs)
-    groups = _groups_of_a_program(hw, c, num_groups, xs[0].element_size())
     sizes = (hw, groups * c // num_groups, groups)
     return groups, *map(triton.next_power_of_2, sizes)
 
 
+def _default(xs: Halves, num_groups: int, most_warps: int) -> _Config:
+    _, hw, c = extent(xs)
+    groups = _groups_of_a_program(hw, c, num_groups, xs[0].element_size())
+    _, block_p, block_c, _ = _blocks(xs, num_groups, groups)
+    return _Config(groups, min(max(block_p * block_c // 1024, 1), most_warps))
+
+
+def _candidates(xs: Halves, num_groups: int) -> list[_Config]:
+    """Fewer groups make more programs and shorter rows, more warps have fewer elements each."""
+    _, _, c = extent(xs)
+    found = []
+    for groups in range(1, num_groups + 1):
+        _, block_p, block_c, _ = _blocks(xs, num_groups, groups)
+        tile = block_p * block_c
+        row = groups * c // num_groups * xs[0].element_size()
+        whole = num_groups % groups == 0 and (row >= 32 or groups == num_groups)
+        if whole and 1024 <= tile <= _MAX_TILE:
+            warps = [w for w in (1, 2, 4, 8, 16) if 8 <= tile // (32 * w) <= 64]
+            found += [_Config(groups, w) for w in warps]
+    return found
+
+
+def _choose(
+    op: str, xs: Halves, num_groups: int, most_warps: int, run: Callable[[_Config], Tensor]
+) -> _Config:
+    n, hw, c = extent(xs)
+    return choose(
+        op,
+        (n, hw, xs[0].shape[3], c, num_groups, xs[0].dtype),
+        lambda: _candidates(xs, num_groups),
+        lambda: _default(xs, num_groups, most_warps),
+        run,
+    )
+
+
 def resident_fwd(
-    xs: Halves, num_groups: int, eps: float, params: Params, activation: str
+    xs: Halves,
+    num_groups: int,
+    eps: float,
+    params: Params,
+    activation: str,
+    config: _Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y, and mean and rstd as [2, N, G]."""
     x, (n, hw, c) = xs[0], extent(xs)
+    if config is None:
+
+        def run(c: _Config) -> Tensor:
+            return resident_fwd(xs, num_groups, eps, params, activation, c)[0]
+
+        config = _choose("group_norm_resident", xs, num_groups, 8, run)
     y = _empty((*x.shape[:3], c), dtype=x.dtype, device=x.device)
     stats = _empty((2, n, num_groups), dtype=torch.float32, device=x.device)
-    blocks = groups, block_p, block_c, _ = _blocks(xs, num_groups)
-    cb = num_groups // groups
-    num_warps = min(max(block_p * block_c // 1024, 1), 8)
+    blocks = _blocks(xs, num_groups, config.groups)
+    cb = num_groups // config.groups
     shape = (*row_strides(params), hw, x.shape[3], c, num_groups, cb, eps, c // num_groups)
     _group_norm_resident_fwd_kernel[(n * cb,)](
-        *xs, *stats, *params, y, *shape, activation, *blocks, num_warps=num_warps
+        *xs, *stats, *params, y, *shape, activation, *blocks, num_warps=config.num_warps
     )
     return y, stats
 
 
 def resident_bwd(
-    xs: Halves, dy: Tensor, stats: Tensor, params: Params, activation: str
+    xs: Halves,
+    dy: Tensor,
+    stats: Tensor,
+    params: Params,
+    activation: str,
+    config: _Config | None = None,
 ) -> tuple[Halves, Tensor]:
     """The gradient of x, and D and E as [N, 1, 2, C]."""
     n, hw, c = extent(xs)
     g = stats.shape[2]
+    if config is None:
+
+        def run(c: _Config) -> Tensor:
+            return resident_bwd(xs, dy, stats, params, activation, c)[0][0]
+
+        config = _choose("group_norm_resident_bwd", xs, g, 16, run)
     dxs = empty_like(xs)
     sums = _empty((n, 1, 2, c), dtype=torch.float32, device=dy.device)
-    blocks = groups, block_p, block_c, _ = _blocks(xs, g)
-    cb = g // groups
-    num_warps = min(max(block_p * block_c // 1024, 1), 16)
+    blocks = _blocks(xs, g, config.groups)
+    cb = g // config.groups
     shape = (*row_strides(params), hw, xs[0].shape[3], c, g, cb, c // g)
     _group_norm_resident_bwd_kernel[(n * cb,)](
-        *xs, dy, *stats, *params, *dxs, sums, *shape, activation, *blocks, num_warps=num_warps
-    )
+        *xs, dy, *stats, *params, *dxs, sums, *shape, activation, *blocks,
+        num_warps=config.num_warps,
+    )  # fmt: skip
     return dxs, sums

@@ -21,6 +21,7 @@ others, it keeps at the channel's place in the whole.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .activations import activate, activate_grad
+from .tuning import choose
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -52,15 +54,35 @@ _STATS_CONFIGS = [
     _Config(2048, 4, 4),
     _Config(4096, 8, 4),
     _Config(8192, 4, 8),
+    _Config(2048, 8, 4),
+    _Config(2048, 16, 4),
+    _Config(4096, 16, 4),
+    _Config(4096, 8, 8),
 ]
 _APPLY_CONFIGS = [
     _Config(4096, 2, 4),
     _Config(2048, 2, 4),
     _Config(4096, 1, 4),
     _Config(2048, 4, 4),
+    _Config(2048, 1, 4),
+    _Config(8192, 1, 8),
 ]
-_SUMS_CONFIGS = [_Config(2048, 8, 4), _Config(2048, 4, 4), _Config(4096, 4, 8), _Config(4096, 8, 8)]
-_DX_CONFIGS = [_Config(2048, 2, 4), _Config(2048, 4, 4), _Config(4096, 2, 8), _Config(2048, 1, 4)]
+_SUMS_CONFIGS = [
+    _Config(2048, 8, 4),
+    _Config(2048, 4, 4),
+    _Config(4096, 4, 8),
+    _Config(4096, 8, 8),
+    _Config(2048, 16, 4),
+    _Config(1024, 16, 4),
+]
+_DX_CONFIGS = [
+    _Config(2048, 2, 4),
+    _Config(2048, 4, 4),
+    _Config(4096, 2, 8),
+    _Config(2048, 1, 4),
+    _Config(4096, 1, 8),
+    _Config(1024, 4, 4),
+]
 
 _MIN_PROGRAMS = 1024  # below this a chunk is cut down to fill the chip
 
@@ -157,20 +179,27 @@ def moments(
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    MASKED: tl.constexpr = True,
 ):
     """mean and M2 over the first TILES tiles of pixels, those that there are."""
+    UNROLL: tl.constexpr = TILES if TILES < 4 else 4
     offs = offs_p[:, None] * C + offs_c[None, :]  # within a tile: 32 bits
     mean = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)  # of this lane's pixels so far
     m2 = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
-    for i in range(TILES):
-        p0 = i * BLOCK_P
-        mask = (offs_p < pixels - p0)[:, None] & mask_c[None, :]
-        x = tl.load(x_ptr + p0 * C + offs, mask=mask, other=0.0).to(tl.float32)
-        # Welford: only the last tile of an image has dead lanes, and no live tile follows it
-        delta = tl.where(mask, x - mean, 0.0)
-        step = delta * (1.0 / (i + 1))
-        mean += step
-        m2 += delta * (delta - step)
+    for first in range(0, TILES, UNROLL):
+        for j in tl.static_range(UNROLL):
+            i = first + j
+            p0 = i * BLOCK_P
+            weight = 1.0 / (i + 1)
+            if MASKED:
+                # only the last tile of an image has dead lanes, and no live tile follows it
+                mask = (offs_p < pixels - p0)[:, None] & mask_c[None, :]
+                x = tl.load(x_ptr + p0 * C + offs, mask=mask, other=0.0).to(tl.float32)
+                delta = tl.where(mask, x - mean, 0.0)
+            else:
+                delta = tl.load(x_ptr + p0 * C + offs).to(tl.float32) - mean
+            mean += delta * weight  # Welford
+            m2 += delta * (delta * (1.0 - weight))
 
     # Chan: merge the lanes. The second sum also returns what the first has rounded off the mean.
     count = tl.minimum(tl.maximum((pixels - offs_p + BLOCK_P - 1) // BLOCK_P, 0), TILES) * 1.0
@@ -194,6 +223,7 @@ def _group_norm_stats_kernel(
     K,
     CB1,
     CB,
+    MASKED: tl.constexpr,  # some tiles reach over an edge
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -206,7 +236,7 @@ def _group_norm_stats_kernel(
     start = k * (TILES * BLOCK_P)
     chunk_ptr = x_ptr + (n * HW + start) * CH
     chunk_mean, chunk_m2 = moments(
-        chunk_ptr, HW - start, CH, offs_p, offs_h, mask_c, TILES, BLOCK_P, BLOCK_C
+        chunk_ptr, HW - start, CH, offs_p, offs_h, mask_c, TILES, BLOCK_P, BLOCK_C, MASKED
     )
     out_ptr = partial_ptr + (n * K + k) * 2 * C + border + offs_h
     tl.store(out_ptr, chunk_mean, mask=mask_c)
@@ -285,6 +315,7 @@ def _group_norm_apply_kernel(
     CB,
     CG: tl.constexpr,
     ACT: tl.constexpr,
+    MASKED: tl.constexpr,  # some tiles reach over an edge
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -304,11 +335,11 @@ def _group_norm_apply_kernel(
         stride_scale, stride_shift, n, offs_c, mask_c, G, CG,
     )  # fmt: skip
     slope = rstd * gain
-    for i in range(TILES):
+    for i in tl.static_range(TILES):
         p0 = (k * TILES + i) * BLOCK_P
-        mask = (offs_p < HW - p0)[:, None] & mask_c[None, :]
+        mask = (offs_p < HW - p0)[:, None] & mask_c[None, :] if MASKED else None
         first = n * HW + p0
-        x = tl.load(x_ptr + first * CH + offs_x, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + first * CH + offs_x, mask=mask).to(tl.float32)
         # x - mean first: x slope + (offset - mean slope) would cancel when the mean is large
         z = (x - mean[None, :]) * slope[None, :] + offset[None, :]
         y = activate(z, ACT)
@@ -341,6 +372,7 @@ def _group_norm_bwd_sums_kernel(
     CB,
     CG: tl.constexpr,
     ACT: tl.constexpr,
+    MASKED: tl.constexpr,  # some tiles reach over an edge
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -359,16 +391,19 @@ def _group_norm_bwd_sums_kernel(
     )  # fmt: skip
     acc_d = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     acc_e = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
-    for i in range(TILES):
-        p0 = (k * TILES + i) * BLOCK_P
-        mask = (offs_p < HW - p0)[:, None] & mask_c[None, :]
-        first = n * HW + p0
-        x = tl.load(x_ptr + first * CH + offs_x, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + first * C + offs_y, mask=mask, other=0.0).to(tl.float32)
-        xhat = (x - mean[None, :]) * rstd[None, :]
-        dz = dy * activate_grad(xhat * gain[None, :] + offset[None, :], ACT)
-        acc_d += dz
-        acc_e += dz * xhat
+    UNROLL: tl.constexpr = TILES if TILES < 4 else 4
+    zero = 0.0 if MASKED else None
+    for i in range(0, TILES, UNROLL):
+        for j in tl.static_range(UNROLL):
+            p0 = (k * TILES + i + j) * BLOCK_P
+            mask = (offs_p < HW - p0)[:, None] & mask_c[None, :] if MASKED else None
+            first = n * HW + p0
+            x = tl.load(x_ptr + first * CH + offs_x, mask=mask, other=zero).to(tl.float32)
+            dy = tl.load(dy_ptr + first * C + offs_y, mask=mask, other=zero).to(tl.float32)
+            xhat = (x - mean[None, :]) * rstd[None, :]
+            dz = dy * activate_grad(xhat * gain[None, :] + offset[None, :], ACT)
+            acc_d += dz
+            acc_e += dz * xhat
     out_ptr = partial_ptr + (n * K + k) * 2 * C + offs_c
     tl.store(out_ptr, tl.sum(acc_d, 0), mask=mask_c)
     tl.store(out_ptr + C, tl.sum(acc_e, 0), mask=mask_c)
@@ -435,6 +470,7 @@ def _group_norm_bwd_dx_kernel(
     CB,
     CG: tl.constexpr,
     ACT: tl.constexpr,
+    MASKED: tl.constexpr,  # some tiles reach over an edge
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -456,12 +492,12 @@ def _group_norm_bwd_dx_kernel(
     m1 = tl.load(m1_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0) * rstd
     m2 = tl.load(m2_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0) * rstd
     slope = rstd * gain
-    for i in range(TILES):
+    for i in tl.static_range(TILES):
         p0 = (k * TILES + i) * BLOCK_P
-        mask = (offs_p < HW - p0)[:, None] & mask_c[None, :]
+        mask = (offs_p < HW - p0)[:, None] & mask_c[None, :] if MASKED else None
         first = n * HW + p0
-        x = tl.load(x_ptr + first * CH + offs_x, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + first * C + offs_y, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + first * CH + offs_x, mask=mask).to(tl.float32)
+        dy = tl.load(dy_ptr + first * C + offs_y, mask=mask).to(tl.float32)
         xhat = (x - mean[None, :]) * rstd[None, :]
         dz = dy * activate_grad(xhat * gain[None, :] + offset[None, :], ACT)
         dx = slope[None, :] * dz - (m1[None, :] + xhat * m2[None, :])
@@ -536,13 +572,15 @@ class _Grid(NamedTuple):
     k: int  # chunks of pixels an image
     cb1: int  # blocks of channels of the first half
     cb: int  # and of both
+    masked: bool  # some tiles reach over an edge
     tiles: int
     block_p: int
     block_c: int
 
     @property
-    def tile(self) -> tuple[int, int, int]:
-        return self.tiles, self.block_p, self.block_c
+    def tile(self) -> tuple[bool, int, int, int]:
+        """MASKED, TILES, BLOCK_P, BLOCK_C."""
+        return self.masked, self.tiles, self.block_p, self.block_c
 
 
 def channel_block(*channels: int) -> int:
@@ -564,7 +602,11 @@ def _cut(xs: Halves, config: _Config) -> _Grid:
     while tiles > 1 and n * cb * triton.cdiv(hw, tiles * block_p) < _MIN_PROGRAMS:
         tiles //= 2
     k = triton.cdiv(hw, tiles * block_p)
-    return _Grid(n * k * cb, k, cb1, cb, tiles, block_p, block_c)
+    masked = any(
+        size % block > 0
+        for size, block in ((hw, tiles * block_p), (c1, block_c), (c - c1, block_c))
+    )
+    return _Grid(n * k * cb, k, cb1, cb, masked, tiles, block_p, block_c)
 
 
 def _group_blocks(g: int, elements: int) -> tuple[int, int]:
@@ -585,10 +627,24 @@ def row_strides(params: Params) -> tuple[int, int]:
     return tuple(0 if p is None else p.stride(0) for p in params[2:])
 
 
-def stream_stats(xs: Halves, num_groups: int, eps: float) -> Tensor:
+def _choose(
+    op: str, configs: list[_Config], xs: Halves, num_groups: int, run: Callable[[_Config], Tensor]
+) -> _Config:
+    n, hw, c = extent(xs)
+    key = (n, hw, xs[0].shape[3], c, num_groups, xs[0].dtype)
+    return choose(op, key, lambda: configs, lambda: configs[0], run)
+
+
+def stream_stats(xs: Halves, num_groups: int, eps: float, config: _Config | None = None) -> Tensor:
     """mean and 1 / sqrt(var + eps) of every (sample, group): float32 [2, N, G]."""
     x, (n, hw, c) = xs[0], extent(xs)
-    cg, config = c // num_groups, _STATS_CONFIGS[0]
+    cg = c // num_groups
+    if config is None:
+
+        def run(c: _Config) -> Tensor:
+            return stream_stats(xs, num_groups, eps, c)[1]
+
+        config = _choose("group_norm_stats", _STATS_CONFIGS, xs, num_groups, run)
     grid = _cut(xs, config)
     partial = _empty((n, grid.k, 2, c), dtype=torch.float32, device=x.device)
     shape = (hw, x.shape[3], c, grid.k, grid.cb1, grid.cb)
@@ -611,9 +667,17 @@ def _shape(xs: Halves, stats: Tensor, params: Params, grid: _Grid) -> tuple[int,
     return *row_strides(params), hw, xs[0].shape[3], c, g, grid.k, grid.cb1, grid.cb, c // g
 
 
-def stream_apply(xs: Halves, stats: Tensor, params: Params, activation: str) -> Tensor:
+def stream_apply(
+    xs: Halves, stats: Tensor, params: Params, activation: str, config: _Config | None = None
+) -> Tensor:
     """y of x and its statistics."""
-    x, config = xs[0], _APPLY_CONFIGS[0]
+    x = xs[0]
+    if config is None:
+
+        def run(c: _Config) -> Tensor:
+            return stream_apply(xs, stats, params, activation, c)
+
+        config = _choose("group_norm_apply", _APPLY_CONFIGS, xs, stats.shape[2], run)
     grid = _cut(xs, config)
     y = _empty((*x.shape[:3], extent(xs)[2]), dtype=x.dtype, device=x.device)
     shape = _shape(xs, stats, params, grid)
@@ -623,9 +687,22 @@ def stream_apply(xs: Halves, stats: Tensor, params: Params, activation: str) -> 
     return y
 
 
-def stream_sums(xs: Halves, dy: Tensor, stats: Tensor, params: Params, activation: str) -> Tensor:
+def stream_sums(
+    xs: Halves,
+    dy: Tensor,
+    stats: Tensor,
+    params: Params,
+    activation: str,
+    config: _Config | None = None,
+) -> Tensor:
     """D and E of every chunk: float32 [N, K, 2, C]."""
-    config = _SUMS_CONFIGS[0]
+    if config is None:
+
+        def run(c: _Config) -> Tensor:
+            sums = stream_sums(xs, dy, stats, params, activation, c)
+            return sums if sums.shape[1] == 1 else sums.sum(1)
+
+        config = _choose("group_norm_sums", _SUMS_CONFIGS, xs, stats.shape[2], run)
     grid = _cut(xs, config)
     n, _, c = extent(xs)
     sums = _empty((n, grid.k, 2, c), dtype=torch.float32, device=dy.device)
@@ -648,10 +725,17 @@ def stream_dx(
     sums: Tensor,  # of `stream_sums`
     params: Params,
     activation: str,
+    config: _Config | None = None,
 ) -> Halves:
     """The gradient of x."""
     n, hw, c = extent(xs)
-    g, k, config = stats.shape[2], sums.shape[1], _DX_CONFIGS[0]
+    g, k = stats.shape[2], sums.shape[1]
+    if config is None:
+
+        def run(c: _Config) -> Tensor:
+            return stream_dx(xs, dy, stats, sums, params, activation, c)[0]
+
+        config = _choose("group_norm_dx", _DX_CONFIGS, xs, g, run)
     weight, _, scale, _ = params
     m1_m2 = _empty((2, n, g), dtype=torch.float32, device=dy.device)
     block_g, block_e = _group_blocks(g, k * (c // g))

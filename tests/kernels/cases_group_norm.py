@@ -2,8 +2,8 @@
 64 channels in 32 groups at 64x64 by passes, 192 channels in 32 groups at 16x16 in registers. Those
 of "two" are over a concatenation."""
 
-_PASS = {"TILES": 4, "BLOCK_P": 64, "BLOCK_C": 64}
-_SMALL_PASS = {"TILES": 2, "BLOCK_P": 32, "BLOCK_C": 64}
+_PASS = {"MASKED": False, "TILES": 4, "BLOCK_P": 64, "BLOCK_C": 64}
+_SMALL_PASS = {"MASKED": True, "TILES": 2, "BLOCK_P": 32, "BLOCK_C": 64}
 _RESIDENT = {"GROUPS": 8, "BLOCK_P": 256, "BLOCK_C": 64, "BLOCK_G": 8}
 _LAUNCH = {"num_warps": 4, "num_stages": 2}
 _PARAMS = {name: "*fp32" for name in ("weight_ptr", "bias_ptr")} | {

@@ -201,11 +201,21 @@ def test_two_of_which_one_is_frozen(frozen, path, device):
 _CONFIG_LISTS = ("_STATS_CONFIGS", "_APPLY_CONFIGS", "_SUMS_CONFIGS", "_DX_CONFIGS")
 
 
+def _choose_in(list_name, config, monkeypatch):
+    """Make the launcher that chooses from this list take `config`."""
+    tested = getattr(group_norm_stream, list_name)
+
+    def choose(op, key, configs, default, run):
+        return config if configs() is tested else default()
+
+    monkeypatch.setattr(group_norm_stream, "choose", choose)
+
+
 def _several_tiles(monkeypatch):
     _force("stream", monkeypatch)
     monkeypatch.setattr(group_norm_stream, "_MIN_PROGRAMS", 1)
-    for name in _CONFIG_LISTS:
-        monkeypatch.setattr(group_norm_stream, name, [group_norm_stream._Config(256, 4, 4)])
+    several = group_norm_stream._Config(256, 4, 4)
+    monkeypatch.setattr(group_norm_stream, "choose", lambda *_: several)
 
 
 def test_chunks_of_several_tiles(device, monkeypatch):
@@ -498,7 +508,20 @@ def test_every_config(list_name, shape, device, monkeypatch):
     monkeypatch.setattr(group_norm_stream, "_MIN_PROGRAMS", 1)
     case = _case(shape, dtype=torch.bfloat16, device=device)
     for config in getattr(group_norm_stream, list_name):
-        monkeypatch.setattr(group_norm_stream, list_name, [config])
+        _choose_in(list_name, config, monkeypatch)
+        for _ in range(3):
+            _check(*case, 32, "silu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8, 16, 16, 192), (3, 7, 9, 320)], ids=str)
+def test_every_resident_config(shape, device, monkeypatch):
+    _force("resident", monkeypatch)
+    case = _case(shape, dtype=torch.bfloat16, device=device)
+    configs = group_norm_resident._candidates((case[0], None), 32)
+    assert len(configs) >= 5
+    for config in configs:
+        monkeypatch.setattr(group_norm_resident, "choose", lambda *_, config=config: config)
         for _ in range(3):
             _check(*case, 32, "silu")
 
@@ -567,7 +590,7 @@ def test_every_config_of_two(list_name, device, monkeypatch):
     monkeypatch.setattr(group_norm_stream, "_MIN_PROGRAMS", 1)
     case = _case((3, 33, 31, 320), dtype=torch.bfloat16, device=device)
     for config in getattr(group_norm_stream, list_name):
-        monkeypatch.setattr(group_norm_stream, list_name, [config])
+        _choose_in(list_name, config, monkeypatch)
         for _ in range(3):
             _check(*case, 32, "silu", c1=192)
 
