@@ -10,6 +10,7 @@ from functools import partial
 from types import ModuleType
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from triton_kernels.dropout import Mask
@@ -393,11 +394,12 @@ class EmbeddingLayers:
     """The blocks' projections of the embedding as one matrix product.
 
     The flat buffer holds their weights, and their biases, side by side (see `TOGETHER`), and one
-    leaf each covers them all.
+    leaf each covers them all. These layers are under autograd, but for the gradients of weights
+    and biases, which go straight into the flat buffer.
     """
 
-    def __init__(self, model: UNet, flat: FlatParameters) -> None:
-        self.model = model
+    def __init__(self, model: UNet, flat: FlatParameters, kernels: ModuleType) -> None:
+        self.model, self.kernels = model, kernels
         names = [name for name, module in model.named_modules() if isinstance(module, ResBlock)]
         self._columns, start = {}, 0
         for name in names:
@@ -415,7 +417,34 @@ class EmbeddingLayers:
         return self._columns[name]
 
     def __call__(self, *inputs) -> Tensor:  # those of UNet.embed -> [N, sum of the widths]
-        return self.projection(self.model.embed(*inputs))
+        return self._linear(self.projection, self.model.embed(*inputs, self._linear))
+
+    def _linear(self, layer: Linear, x: Tensor) -> Tensor:
+        return _AccumulatingLinear.apply(x, layer.weight, layer, self.kernels)
+
+
+class _AccumulatingLinear(torch.autograd.Function):
+    """A linear layer that adds to the gradients of its parameters, which spares autograd's adds."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, layer: Linear, kernels: ModuleType) -> Tensor:
+        ctx.save_for_backward(x, weight)  # autograd has to see one parameter, or stops here
+        ctx.layer, ctx.kernels = layer, kernels
+        return layer(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), layer, k = ctx.saved_tensors, ctx.layer, ctx.kernels
+        dy = dy.contiguous()
+        pixels = dy[:, None, None, :]  # a 1x1 convolution over one
+        grad = layer.weight.grad[:, :, None, None]
+        k.conv_weight_grad(x[:, None, None, :], pixels, grad, accumulate=True)
+        k.bias_grad(dy, layer.bias.grad, accumulate=True)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = k.conv_plain_input_grad(pixels, weight[:, :, None, None]).flatten(1)
+        return dx, None, None, None
 
 
 def _joined(flat: FlatParameters, names: list[str], shape: tuple[int, ...]) -> nn.Parameter:

@@ -136,7 +136,7 @@ class FusedUNet:
         self.low = flat.views(flat.low(self.dtype))
         self.aside = SideStream(flat.param.device)
         self.sums = kernels.RowSums(flat.grad)
-        self.embedding = EmbeddingLayers(model, flat)
+        self.embedding = EmbeddingLayers(model, flat, kernels)
         self.stem = Parameters(self, "input_blocks.0.0", model.input_blocks[0][0])
         self.encoder = [
             self._layers(f"input_blocks.{i}", block)

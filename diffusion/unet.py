@@ -7,7 +7,7 @@ mapped in `interchange`.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -374,10 +374,17 @@ class UNet(Layer):
             h = run(block, torch.cat((h, skips.pop()), dim=3))
         return self.out["2"](self.out["0"](h))
 
-    def embed(self, t: Tensor, labels: Tensor | None, rng: Tensor | None, first: int) -> Tensor:
+    def embed(
+        self,
+        t: Tensor,
+        labels: Tensor | None,
+        rng: Tensor | None,
+        first: int,
+        linear: Callable[[Linear, Tensor], Tensor] = Linear.__call__,
+    ) -> Tensor:
         """SiLU of the embedding of t and labels, [N, E], float32 in every precision."""
-        emb = self.time_embed["0"](self.timestep_embedding(t))
-        emb = self.time_embed["2"](F.silu(emb))
+        emb = linear(self.time_embed["0"], self.timestep_embedding(t))
+        emb = linear(self.time_embed["2"], F.silu(emb))
         if self.num_classes is not None:
             if self.training and self.label_dropout > 0:
                 labels = drop_labels(labels, rng, self.label_dropout, self.null_label, first=first)
