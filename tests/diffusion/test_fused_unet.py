@@ -176,6 +176,14 @@ def test_without_tma_the_layers_run_one_by_one(monkeypatch):
     assert network == model.forward_nhwc
 
 
+def test_says_that_there_is_nothing_to_recompute(caplog):
+    model = make({"channel_mult": (1,)})  # computed by PyTorch
+    flat = FlatParameters(model, together=TOGETHER)
+    assert training_network(model, flat) == model.forward_nhwc and not caplog.records
+    assert training_network(model, flat, recompute=True) == model.forward_nhwc
+    assert "train.recompute has no effect" in caplog.text
+
+
 # --- on the GPU -----------------------------------------------------------------------------------
 
 
