@@ -1,0 +1,128 @@
+"""The planned network on the Triton kernels, against float64: output and gradients are within twice
+the error of PyTorch's layers in the same 16 bits."""
+
+import pytest
+import torch
+
+import triton_kernels
+from diffusion.backend import Backend
+from diffusion.flat import FlatParameters
+from diffusion.fused_unet import TOGETHER, FusedUNet, training_network
+from diffusion.unet import UNet
+from triton_kernels import reference
+from triton_kernels.device import describe
+
+from .test_fused_unet import MODELS, make
+
+UNET64 = {
+    "model_channels": 64,
+    "num_res_blocks": 2,
+    "attention_resolutions": (4, 8),
+    "channel_mult": (1, 2, 3, 4),
+    "num_groups": 32,
+    "num_head_channels": 32,
+}
+
+
+def build(backend: Backend, options: dict, size: tuple[int, int], device: torch.device) -> UNet:
+    return make(UNET64 | options | {"backend": backend}, size).float().to(device)
+
+
+def check(
+    options: dict,
+    size: tuple[int, int],
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    recompute: bool = False,
+) -> None:
+    if not describe(device).tma:
+        pytest.skip("no TMA unit")
+    exact = build(Backend("torch", reference, torch.float64), options, size, device).double()
+    torch_model = build(Backend("torch", reference, dtype), options, size, device)
+    model = build(Backend("triton", triton_kernels, dtype, allow_tf32=True), options, size, device)
+    flat = FlatParameters(model, together=TOGETHER)
+    plan = training_network(model, flat, recompute)
+    assert isinstance(plan, FusedUNet)
+    x = torch.randn(batch, *size, 3, device=device)
+    t = torch.randint(0, 1000, (batch,), device=device)
+    labels = torch.arange(batch, device=device) % 3 if model.num_classes else None
+    dy = torch.randn(batch, *size, model.out_channels, device=device)
+    draws = {"rng": torch.tensor([5, 11], device=device), "first": 7}
+    outputs = [
+        plan(x, t, labels, **draws),
+        torch_model.forward_nhwc(x, t, labels, **draws),
+        exact.forward_nhwc(x.double(), t, labels, **draws),
+    ]
+    for y in outputs:
+        y.backward(dy.to(y.dtype))
+    found = [((y.double() - outputs[2]).norm() / outputs[2].norm()).item() for y in outputs[:2]]
+    assert found[0] <= 2 * found[1], found
+    expected = torch.cat([p.grad.flatten() for p in exact.parameters()])
+    theirs = torch.cat([p.grad.flatten() for p in torch_model.parameters()])
+    ours = torch.cat([p.grad.flatten() for p in model.parameters()])
+    errors = [((g.double() - expected).norm() / expected.norm()).item() for g in (ours, theirs)]
+    assert errors[0] <= 2 * errors[1], errors
+    grads = flat.views(flat.grad)
+    norm = expected.norm().item()
+    for (name, p), q in zip(exact.named_parameters(), torch_model.parameters(), strict=True):
+        budget = 2 * (q.grad.double() - p.grad).norm() + 1e-4 * norm
+        assert (grads[name].double() - p.grad).norm() <= budget, name
+
+
+# What a level can have, in as few programs as there can be, for the interpreter is slow
+ONE_LEVEL = {"num_res_blocks": 1, "channel_mult": (1,), "attention_resolutions": (1,)}
+TWO_LEVELS = {"num_res_blocks": 1, "channel_mult": (1, 1), "attention_resolutions": ()}
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        (ONE_LEVEL | {"use_scale_shift_norm": True, "dropout": 0.2}, (4, 4)),
+        (TWO_LEVELS | {"conv_resample": True}, (8, 8)),
+    ],
+    ids=["film, dropout, attention", "strided"],
+)
+def test_small_models(options, size, device):
+    check(options, size, 1, torch.float16, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [2, 9])
+def test_unet64(batch, device):
+    check({}, (64, 64), batch, torch.bfloat16, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "classes",
+        "film",
+        "dropout",
+        "strided",
+        "padding_behind",
+        "resampling_blocks",
+        "guided_diffusion",
+    ],
+)
+def test_every_option(name, recompute, device):
+    options = {"num_res_blocks": 1, "attention_resolutions": (2,)} | MODELS[name]
+    check(options, (32, 32), 5, torch.bfloat16, device, recompute)
+
+
+@pytest.mark.gpu
+def test_same_bits_twice(device):
+    backend = Backend("triton", triton_kernels, torch.bfloat16, allow_tf32=True)
+    model = build(backend, {}, (64, 64), device)
+    flat = FlatParameters(model, together=TOGETHER)
+    plan = training_network(model, flat)
+    x = torch.randn(4, 64, 64, 3, device=device)
+    t = torch.randint(0, 1000, (4,), device=device)
+    seen = []
+    for _ in range(3):
+        flat.grad.zero_()
+        plan(x, t).float().square().sum().backward()
+        seen.append(flat.grad.clone())
+    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
