@@ -28,6 +28,11 @@ def build(backend: Backend, options: dict, size: tuple[int, int], device: torch.
     return make(UNET64 | options | {"backend": backend}, size).float().to(device)
 
 
+def unet64(backend: Backend) -> UNet:
+    """The model of the benchmarks, on the GPU."""
+    return build(backend, {}, (64, 64), torch.device("cuda"))
+
+
 def check(
     options: dict,
     size: tuple[int, int],
@@ -115,7 +120,7 @@ def test_every_option(name, recompute, device):
 @pytest.mark.gpu
 def test_same_bits_twice(device):
     backend = Backend("triton", triton_kernels, torch.bfloat16, allow_tf32=True)
-    model = build(backend, {}, (64, 64), device)
+    model = unet64(backend)
     flat = FlatParameters(model, together=TOGETHER)
     plan = training_network(model, flat)
     x = torch.randn(4, 64, 64, 3, device=device)

@@ -14,7 +14,8 @@ from diffusion.layers import set_backend
 from diffusion.schedule import make_schedule
 from triton_kernels import fused, fused_reference, reference
 
-from .test_fused_unet import MODELS, make, unet64
+from .test_fused_unet import MODELS, make
+from .test_fused_unet_kernels import unet64
 
 CALLS = ("conv_split", "sum_parts", "norm_whole", "norm_of_sums", "norm_table")
 
