@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_BUDGET = 384 * 2**20  # bytes; with 64 MiB a step of the benchmarks' model waits, see performance.md
+_BUDGET = 384 * 2**20  # bytes; with 64 MiB the main stream waits, see docs/performance.md
 
 _Done = torch.cuda.Event | None  # None: it is
 
