@@ -89,12 +89,6 @@ WGRAD_CONFIGS = [
     WgradConfig(256, 128, 64, 1, 8, 3),
     WgradConfig(128, 64, 64, 3, 4, 3),
     WgradConfig(64, 64, 64, 3, 4, 4),
-    WgradConfig(128, 128, 128, 1, 4, 2),
-    WgradConfig(64, 128, 128, 1, 4, 2),
-    WgradConfig(128, 64, 128, 1, 4, 2),
-    WgradConfig(128, 128, 64, 1, 4, 4),
-    WgradConfig(128, 64, 64, 3, 4, 2),
-    WgradConfig(64, 256, 64, 1, 4, 3),
 ]
 # the first so many are what the cost models choose from
 _MODELLED_FWD = 8
@@ -468,7 +462,7 @@ def plan_wgrad(
     def candidates() -> list[_WgradPlan]:
         fitting = [c for c in WGRAD_CONFIGS if wgrad_fits(c, x, weight)]
         parts = [(c, _splits(x, dy, weight, padding, c)) for c in fitting]
-        plans = [(c, max(1, int(k * f))) for c, k in parts for f in (1, 1.5, 2, 0.75, 0.5, 0.25)]
+        plans = [(c, max(1, int(k * f))) for c, k in parts for f in (1, 2, 0.5, 0.25)]
         if conv_gluon.wgrad_applies(x, dy, weight, padding):
             plans += [(WgradConfig(*conv_gluon.WGRAD_TILE), conv_gluon.wgrad_splits(x, weight))]
         return [_WgradPlan(*c, k) for c, k in dict.fromkeys(plans)]
