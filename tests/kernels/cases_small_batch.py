@@ -88,10 +88,10 @@ COMPILE_CASES = [
         "constexprs": {
             "ACT": "silu", "K1": 64, "K2": 32, "CG": 6, "MASKED": False, "TILES": 1,
             "BLOCK_P": 16, "BLOCK_C": 64, "BLOCK_G": 16, "BLOCK_J": 8,
-            "BLOCK_K1": 16, "BLOCK_K2": 16,
+            "BLOCK_K1": 64, "BLOCK_K2": 32,
         },
         "multiples": ("HW", "C1", "C2", "pixels1", "pixels2", "stride_scale", "stride_shift"),
-        "options": {"num_warps": 4},
+        "options": {"num_warps": 8},
     },
     {
         "name": "begin_step",
