@@ -7,10 +7,13 @@ from torch import Tensor, nn
 
 from .backend import choose_backend
 from .build import Process, build_policy_model
+from .chain import TabulatedDenoiser
 from .checkpoint import check_same_model, find_checkpoint, read_state, read_weights
 from .data.action_chunks import PolicySpec
 from .distributed import choose_device
 from .errors import ConfigError
+from .inference1d import real_time
+from .objective import Denoiser
 from .sampler import Sampler
 from .settings import construct
 
@@ -18,8 +21,15 @@ from .settings import construct
 class Policy:
     """A network, the sampler that draws chunks with it, and the normalisation of its data."""
 
-    def __init__(self, model: nn.Module, sampler: Sampler, spec: PolicySpec) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sampler: Sampler,
+        spec: PolicySpec,
+        denoiser: Denoiser | TabulatedDenoiser | None = None,  # who computes it; None: itself
+    ) -> None:
         self.model, self.sampler, self.spec = model, sampler, spec
+        self.denoiser = denoiser or model.forward_nhwc
 
     def act(
         self,
@@ -58,9 +68,7 @@ class Policy:
     ) -> Tensor:  # float32 [N, horizon, A], normalised
         """Whole chunks, in the normalisation that the network knows."""
         shape = (len(conditions), 1, self.spec.horizon, self.spec.action_dim)
-        x = self.sampler.sample(
-            self.model.forward_nhwc, shape, seed=seed, labels=conditions, first=first
-        )
+        x = self.sampler.sample(self.denoiser, shape, seed=seed, labels=conditions, first=first)
         return x[:, 0]
 
 
@@ -89,4 +97,5 @@ def load_policy(
     weights = read_weights(checkpoint, ema)
     check_same_model(str(checkpoint), weights, dict(model.named_parameters()))
     model.load_state_dict(weights)
-    return Policy(model.eval(), process.sampler(chosen, on, sampler=sampler, steps=steps), spec)
+    sampler = process.sampler(chosen, on, sampler=sampler, steps=steps)
+    return Policy(model.eval(), sampler, spec, real_time(model, spec.horizon))

@@ -199,7 +199,7 @@ class UNet1d(Layer):
     ) -> Tensor:  # [N, 1, T, C], dtype of the backend
         """The network. Raises ValueError for a wrong shape, and for a condition that is missing or
         not wanted."""
-        self._check_inputs(x, t, cond)
+        self.check_inputs(x, t, cond)
         encoder = self.diffusion_step_encoder
         emb = encoder["3"](F.mish(encoder["1"](encoder["0"](t))))  # float32 in every precision
         if cond is not None:
@@ -243,7 +243,8 @@ class UNet1d(Layer):
                 f"diffusion_step_embed_dim={embed}; expected an even number, at least 4"
             )
 
-    def _check_inputs(self, x: Tensor, t: Tensor, cond: Tensor | None) -> None:
+    def check_inputs(self, x: Tensor, t: Tensor, cond: Tensor | None) -> None:
+        """Raise ValueError unless these are arguments of `forward_nhwc`."""
         if x.ndim != 4 or x.shape[1] != 1 or x.shape[3] != self.input_dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; expected [N, 1, T, {self.input_dim}]")
         if not x.is_contiguous():
@@ -253,6 +254,10 @@ class UNet1d(Layer):
             raise ValueError(f"x has {length} time steps; expected a multiple of {self.factor}")
         if t.shape != (n,):
             raise ValueError(f"t has shape {tuple(t.shape)}; expected ({n},)")
+        self.check_condition(cond, n)
+
+    def check_condition(self, cond: Tensor | None, n: int) -> None:
+        """Raise ValueError unless `cond` is what a batch of n needs."""
         if self.global_cond_dim is None:
             if cond is not None:
                 raise ValueError("a condition was given, but the model has none (global_cond_dim)")

@@ -9,6 +9,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from diffusion.errors import ConfigError
+from diffusion.inference1d import StreamedUNet1d
 from diffusion.policy import load_policy
 
 from .run import run
@@ -91,6 +92,17 @@ def test_a_policy_from_a_checkpoint_alone(trained):
     assert not torch.allclose(policy.act(seen, seed=4), actions)
     with pytest.raises(ValueError, match=r"expected \[N, 2, 2\]"):
         policy.act(seen[:, :1], seed=0)
+
+
+def test_triton_acts_as_pytorch_does(trained):
+    """Through the network in real time, here in the interpreter."""
+    theirs, ours = (
+        load_policy(trained, device="cpu", backend=backend, steps=2)
+        for backend in ("torch", "triton")
+    )
+    assert isinstance(ours.denoiser, StreamedUNet1d)
+    seen = torch.tensor([[[0.0, 1.0], [0.3, 0.95]]])
+    torch.testing.assert_close(ours.act(seen, seed=3), theirs.act(seen, seed=3), atol=1e-3, rtol=0)
 
 
 def test_resumed_equals_not_interrupted(trained, rollouts, tmp_path):
