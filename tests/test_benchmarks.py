@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import harness, profile, run, sampling, steps, train_step
+from benchmarks import harness, policy, profile, run, sampling, steps, train_step
 from benchmarks.baseline_unet import build_baseline
+from benchmarks.baseline_unet1d import ConditionalUnet1D, DdpmStep
 from benchmarks.cases import (
     AdamWCase,
     AttentionCase,
@@ -24,10 +25,15 @@ from benchmarks.cases import (
 from benchmarks.harness import Row, WrongResult
 from benchmarks.plots import draw_plots
 from benchmarks.providers import experiments
+from diffusion.backend import TORCH_FP32
 from diffusion.errors import ConfigError
+from diffusion.sampler import DDPM
+from diffusion.schedule import make_schedule
+from diffusion.unet1d import UNet1d
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
+RNG = torch.zeros(2, dtype=torch.int64)
 
 
 def row(**changes) -> Row:
@@ -201,6 +207,46 @@ def test_the_table_of_steps():
     assert cells[7:11] == ["8000", "1.00", "38.5", "3.00"]
 
 
+@pytest.mark.parametrize("scale", [True, False])
+def test_the_baseline_of_a_policy_is_the_same_network(scale):
+    torch.manual_seed(0)
+    options = {"down_dims": (16, 16, 32), "kernel_size": 3, "cond_predict_scale": scale}
+    ours = UNet1d(3, 5, diffusion_step_embed_dim=8, n_groups=4, **options)
+    baseline = ConditionalUnet1D(3, 5, diffusion_step_embed_dim=8, n_groups=4, **options)
+    baseline.load_state_dict(ours.state_dict())
+    x, t, cond = torch.randn(2, 3, 8), torch.tensor([3, 70]), torch.randn(2, 5)
+    with torch.no_grad():
+        want = ours(x.mT, t, cond).mT
+        assert harness.relative_error(baseline(x, t, cond), want) < 5e-6
+        sampler = DDPM(make_schedule("cosine", 100), TORCH_FP32, steps=4)
+        step = DdpmStep(baseline, sampler.rows, sampler.timesteps)
+        last = step(x, torch.tensor([3]), cond)  # which adds no noise
+        row = torch.tensor([3])
+        expected = sampler.step(
+            ours.forward_nhwc, x.mT[:, None].contiguous(), row, RNG, labels=cond
+        )
+    assert harness.relative_error(last.mT[:, None], expected) < 5e-6
+
+
+def test_the_table_of_policies():
+    times = {"fwd": 1200.0, "step": 1180.0, "chain": 118e3, "act-p50": 119e3, "act-p99": 120e3}
+    rows = [
+        row(op="policy", shape="1x16x2 unet1d", pass_=name, provider=provider, median_us=us / by)
+        for provider, by in (("compile", 1), ("triton", 10))
+        for name, us in times.items()
+    ]
+    lines = policy.format_rows(rows).splitlines()
+    assert [cell.strip() for cell in lines[3].split("|")[1:-1]] == [
+        "bf16", "1", "triton", "120", "118", "11.80", "11.90", "12.00", "10.0",
+    ]  # fmt: skip
+
+
+def test_the_work_of_a_policy():
+    size, flops = policy.network_work(2, 2)
+    assert size == 2 * 79_947_266
+    assert flops == 2 * policy.network_work(1, 2)[1]
+
+
 # --- rows -----------------------------------------------------------------------------------------
 
 
@@ -372,7 +418,9 @@ def test_settings_take_the_types_of_their_defaults():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("module", ["run", "train_step", "profile", "sampling", "tune_sampling"])
+@pytest.mark.parametrize(
+    "module", ["run", "train_step", "profile", "sampling", "tune_sampling", "policy"]
+)
 def test_without_a_gpu_there_is_one_line(module):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(
