@@ -30,6 +30,13 @@ TRITON = Backend("triton", triton_kernels)
 PUBLISHED = {"input_dim": 2, "global_cond_dim": 1028}
 
 
+@pytest.fixture(autouse=True)
+def without_tf32(monkeypatch):
+    """The reference on a GPU is float32 throughout, unless a test says otherwise."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
 def tiny(**options) -> UNet1d:
     torch.manual_seed(0)
     model = UNet1d(**{**TINY, **options})
