@@ -113,5 +113,6 @@ COMPILE_CASES += [
     _of_two(_BY_NAME["group_norm_stats"], "x2_ptr"),
     _of_two(_BY_NAME["group_norm_bwd_dx"], "x2_ptr", "dx2_ptr"),
     _of_two(_BY_NAME["group_norm_resident_fwd"], "x2_ptr"),
-    _of_two(_BY_NAME["group_norm_resident_bwd"], "x2_ptr", "dx2_ptr"),
+    # 16 warps have 128 registers a thread: four too few on sm_120 with Triton 3.7
+    _of_two(_BY_NAME["group_norm_resident_bwd"], "x2_ptr", "dx2_ptr") | {"expect": {"spills": 16}},
 ]
