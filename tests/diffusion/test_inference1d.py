@@ -31,10 +31,12 @@ PUBLISHED = {"input_dim": 2, "global_cond_dim": 1028}
 
 
 @pytest.fixture(autouse=True)
-def without_tf32(monkeypatch):
+def without_tf32():
     """The reference on a GPU is float32 throughout, unless a test says otherwise."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
 
 
 def tiny(**options) -> UNet1d:
@@ -229,7 +231,7 @@ def test_the_published_size(published, precision, n):
     with torch.no_grad():
         set_backend(model.double(), Backend("torch", reference, torch.float64))
         exact = model.forward_nhwc(*moved((x, t, cond), torch.float64))
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+        torch.backends.cudnn.allow_tf32 = tf32  # all of reference is convolutions
         set_backend(model.float(), Backend("torch", reference, dtype, tf32))
         theirs = relative(model.forward_nhwc(x, t, cond).double(), exact)
     set_backend(model, Backend("triton", triton_kernels, dtype, tf32))
