@@ -1,7 +1,7 @@
 """`UNet1d` in real time: the same network over `triton_kernels.stream_conv1d`.
 
 A layer is one launch, which also does the norm, activation, FiLM and residual in front of it, so
-that a forward at batch 1 is 30 launches that read each weight once. A block's FiLM is a linear map
+that a forward at batch 1 is 29 launches at the published size, each weight read once. A block's FiLM is a linear map
 of Mish(step embedding beside the condition), so it is a sum of two: one of the step, made once for
 all steps of a chain, and one of the condition, made once a chain.
 
