@@ -23,7 +23,9 @@ DEFAULTS = {"merge": (), "out": ""}
 _ROOFS = ("copy", "matmul")
 # ops that are drawn together
 _FAMILIES = dict.fromkeys(("q_sample", "denoise_loss", "denoise_step", "adamw"), "noise-and-adamw")
-_PASSES = ("fwd", "fwd+bias", "dgrad", "wgrad", "fwd+bwd", "step")  # from left to right
+_PASSES = (  # from left to right
+    "fwd", "fwd+bias", "dgrad", "wgrad", "fwd+bwd", "step", "chain", "act-p50", "act-p99",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -65,7 +65,7 @@ _BY_KERNEL = (
     ),
     ("elementwise", r"^triton_(poi|per|red)_"),
 )
-_MATRIX = r"conv2d|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet|splitK|cublas|^triton_tem_"
+_MATRIX = r"conv2d|conv_rows|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet|splitK|cublas|^triton_tem_"
 _FAMILIES = (
     "conv fwd", "conv dgrad", "conv wgrad", "matmul", "norm", "attention", "resample",
     "elementwise", "layout", "denoise", "optimizer", "other",
