@@ -25,7 +25,7 @@ from .norm_whole_kernels import _norm_sums_kernel, _norm_whole_kernel, _sum_part
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 _MAX_ELEMENTS = 16384  # of a group: 32 numbers a thread of 16 warps
-_LOADED = 8192  # partial sums at a time: in one round if possible, since a round is a latency
+_LOADED = 2048  # partial sums at a time
 _FEW_ELEMENTS = 2**20
 _FEW_PROGRAMS = 264  # a group more a program, if there are more than twice an H200's processors
 
@@ -94,8 +94,7 @@ def norm_whole(
         block_g,
         block_j,
         block_p,
-        # few, since they meet at a barrier for every sum
-        num_warps=min(max(block_g * block_j * block_p // 1024, 1), 16),
+        num_warps=min(max(block_g * block_j * block_p // 1024, 4), 16),
         **overlapping(x1.device),
     )
     return a, x1
@@ -166,9 +165,7 @@ def norm_of_sums(
         return a
     block_c = grid.tile[2]
     block_j = triton.next_power_of_2(cg)
-    aligned = block_c % cg == 0 and c1 % cg == 0  # no group lies in two blocks of channels
-    groups = block_c // cg if aligned else 1 + triton.cdiv(block_c - 1, cg)
-    block_g = triton.next_power_of_2(groups)
+    block_g = triton.next_power_of_2(1 + triton.cdiv(block_c - 1, cg))
     first, second = partials[0], partials[1] if x2 is not None else None
     ks = first.shape[1], 1 if second is None else second.shape[1]
     blocks_k = [min(triton.next_power_of_2(k), max(_LOADED // (block_g * block_j), 1)) for k in ks]
@@ -177,8 +174,7 @@ def norm_of_sums(
         x1, x2, first, second, weight, bias, *film, a, *map(_row_stride, film),
         pixels[0], pixels[-1], h * w, c1, c2, grid.k, grid.cb1, grid.cb, eps,
         activation, *ks, cg, grid.masked, *grid.tile, block_g, block_j, *blocks_k,
-        num_warps=8 if block_g * block_j * max(blocks_k) > 2048 else config.num_warps,
-        **overlapping(x1.device),
+        num_warps=config.num_warps, **overlapping(x1.device),
     )  # fmt: skip
     return a
 

@@ -150,11 +150,10 @@ def _norm_whole_kernel(
     x = tl.where(mask, x, 0.0)
     mean = _over_groups(x, BLOCK_G, BLOCK_J) / count
     x = tl.where(mask, x - mean[:, None], 0.0)
-    # what the sum has rounded off the mean is small, so that its square may be taken off later
-    rest = _over_groups(x, BLOCK_G, BLOCK_J) / count
-    var = _over_groups(x * x, BLOCK_G, BLOCK_J) / count - rest * rest
-    rstd = 1.0 / tl.sqrt(var + eps)
-    a = activate((x - rest[:, None]) * (rstd * g)[:, None] + b[:, None], ACT)
+    rest = _over_groups(x, BLOCK_G, BLOCK_J) / count  # what the sum has rounded off the mean
+    x = tl.where(mask, x - rest[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(_over_groups(x * x, BLOCK_G, BLOCK_J) / count + eps)
+    a = activate(x * (rstd * g)[:, None] + b[:, None], ACT)
     offs = (n * HW + offs_p)[None, :] * C + offs_c[:, None]
     tl.store(a_ptr + offs, a.to(a_ptr.dtype.element_ty), mask=mask)
 
