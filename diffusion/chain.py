@@ -7,7 +7,7 @@ chain: one of up to `SHARED` steps is a single graph, a longer one the same grap
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from torch import Tensor
 from triton_kernels.dependent_launch import dependent_launches
 
 from .objective import Denoiser
-
-if TYPE_CHECKING:
-    from .sampler import Sampler
 
 SHARED = 50  # steps that a graph has at most
 OVERLAP_PIXELS = 2**14  # of a batch, up to which kernels are so short that they should overlap
@@ -90,6 +87,25 @@ class Bound:
         return self.denoiser.at_row(x, row, self.tables)
 
 
+class Steps(Protocol):
+    """What a chain asks of a `Sampler`."""
+
+    num_steps: int
+
+    def new_memory(self, x: Tensor) -> Tensor | None: ...
+
+    def step(
+        self,
+        denoiser: Bound,
+        x: Tensor,
+        row: Tensor,
+        rng: Tensor,
+        *,
+        first: Tensor,
+        memory: Tensor | None,
+    ) -> Tensor: ...
+
+
 class Chain:
     """A chain over batches of one shape, captured in a CUDA graph, to be run any number of times.
 
@@ -98,7 +114,7 @@ class Chain:
 
     def __init__(
         self,
-        sampler: "Sampler",
+        sampler: Steps,
         denoiser: TabulatedDenoiser,
         x: Tensor,  # float32 [N, H, W, C], of which the shape counts
         tables: tuple[Tensor, ...],  # of which the shapes count
