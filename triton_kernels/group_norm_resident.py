@@ -16,15 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .activations import activate, activate_grad
-from .group_norm_stream import (
-    Halves,
-    Params,
-    affine,
-    coefficients,
-    empty_like,
-    extent,
-    row_strides,
-)
+from .group_norm_stream import Halves, Params, empty_like, extent, row_strides
+from .group_norm_stream_kernels import affine, coefficients
 from .tuning import choose
 
 _empty = torch.empty  # tests put a function here that returns NaNs

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import await_inputs
-from .group_norm_stream import affine, moments
+from .group_norm_stream_kernels import affine, moments
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .activations import activate
 from .dependent_launch import await_inputs
-from .group_norm_stream import affine
+from .group_norm_stream_kernels import affine
 from .norm_table_kernels import _moments
 
 
