@@ -25,20 +25,11 @@ from . import conv_gather, conv_gluon, conv_tma
 from .activations import check_activation
 from .column_sum import sum_partials
 from .conv_fused_kernels import conv_forward_kernel, conv_input_grad_kernel
-from .conv_tma import (
-    Config,
-    WgradConfig,
-    count_boxes,
-    image_box,
-    in_boxes,
-    launch_fwd,
-    pixel_box,
-    row_box,
-    weight_in_boxes,
-)
+from .conv_tma import Config, WgradConfig, launch_fwd
 from .dependent_launch import overlapping
 from .device import describe
 from .dropout import Mask, mask_arguments
+from .tma_boxes import count_boxes, image_box, in_boxes, pixel_box, row_box, weight_in_boxes
 from .tuning import choose
 
 _FWD_CONFIGS = [

@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .conv_tma import count_boxes, in_boxes, pixel_box, tile_origin, weight_in_boxes
+from .conv_tma import tile_origin
 from .dependent_launch import await_inputs, overlapping
 from .device import describe
+from .tma_boxes import count_boxes, in_boxes, pixel_box, weight_in_boxes
 from .tuning import choose
 
 _empty = torch.empty  # every output is allocated here; tests replace it to poison the memory

@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .conv_tma import Config, count_boxes, image_box, in_boxes, tile_origin
+from .conv_tma import Config, tile_origin
 from .dependent_launch import await_inputs, overlapping
 from .row_sums import RowSums
+from .tma_boxes import count_boxes, image_box, in_boxes
 from .tuning import choose
 
 _CONFIGS = [

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from triton_kernels import column_sum, conv, conv_gather, conv_tma, reference
+from triton_kernels import column_sum, conv, conv_gather, conv_tma, reference, tma_boxes
 from triton_kernels.device import describe
 
 
@@ -230,9 +230,9 @@ def test_every_config(which, config, device):
 def test_boxes_cover_every_pixel(n, p, q):
     """A pixel is in exactly one box, and a run of pixels is the same in both views of it."""
     for block in (16, 64, 256):
-        images, rows, columns = conv_tma.pixel_box(block, n, p, q)
+        images, rows, columns = tma_boxes.pixel_box(block, n, p, q)
         assert images * rows * columns == block
-        (images, rows, columns), flat = conv_tma.wgrad_box(block, n, p, q)
+        (images, rows, columns), flat = tma_boxes.wgrad_box(block, n, p, q)
         assert images * rows * columns <= block
         assert flat or (images, rows) == (1, 1)
         pixels = torch.arange(n * p * q).view(n, p, q)

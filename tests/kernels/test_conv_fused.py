@@ -14,9 +14,9 @@ from triton_kernels.conv_fused import (
     conv_plain_input_grad,
     conv_weight_grad,
 )
-from triton_kernels.conv_tma import image_box, row_box
 from triton_kernels.device import describe
 from triton_kernels.dropout import Mask
+from triton_kernels.tma_boxes import image_box, row_box
 
 from .test_conv import MODEL
 
