@@ -19,6 +19,7 @@ together they are three matrix products, see `EmbeddingLayers`.
 """
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
@@ -133,6 +134,12 @@ class FusedUNet:
         self.model, self.kernels, self.dtype = model, kernels, model.backend.dtype
         self.recompute, self.ready = recompute, ready
         self.params, self.grads = flat.views(flat.param), flat.views(flat.grad)
+        self.filter_starts: dict[str, int] = {}  # of each block, in the flat buffer
+        for name, grad in self.grads.items():
+            if grad.ndim > 2:  # blocks are called input_blocks.3, middle_block, output_blocks.0
+                block = re.match(r"middle_block|\w+\.\d+", name)[0]
+                start = self.filter_starts.get(block, grad.storage_offset())
+                self.filter_starts[block] = min(start, grad.storage_offset())
         self.low = flat.views(flat.low(self.dtype))
         self.aside = SideStream(flat.param.device)
         self.sums = kernels.RowSums(flat.grad)
@@ -184,21 +191,11 @@ class FusedUNet:
         self.step = Step(emb, torch.empty_like(emb), rng, first)
         self.image = self._padded(x)
         weight = self._padded(self.stem.weight.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        y, partials = k.conv_forward(self.image, weight, self.stem.bias, stats=True)
-        h = Feature(y, partials, y.shape[1] * y.shape[2])
-        skips = [h]
-        for block in self.encoder:
-            h = self._run(block, h, None)
-            skips.append(h)
-        h = self._run(self.middle, h, None)
-        for block in self.decoder:
-            h = self._run(block, h, skips.pop())
+        h = self._features(self.image, weight)
         table = self.head_norm.table(h)
         a = k.apply(h.x, None, table, "silu")
-        co = self.head.bias.shape[0]
-        y, _ = k.conv_forward(a, self.head.weight, self.head.bias, width=_padded_width(co))
         self.tape = h.x, table, None if self.recompute else a
-        return y[..., :co].contiguous()
+        return self._output(a).contiguous()
 
     def backward(self, dy: Tensor) -> Tensor:  # [N, H, W, CO] -> gradient of emb [N, E]
         k, (h, table, a) = self.kernels, self.tape
@@ -234,6 +231,26 @@ class FusedUNet:
         d_emb, self.step, self.image = self.step.d_emb, None, None
         return d_emb
 
+    def _features(self, image: Tensor, weight: Tensor) -> Feature:
+        """What the head is given, of an image and the stem's filters, both padded."""
+        y, partials = self.kernels.conv_forward(image, weight, self.stem.bias, stats=True)
+        h = Feature(y, partials, y.shape[1] * y.shape[2])
+        skips = [h]
+        for block in self.encoder:
+            h = self._run(block, h, None)
+            skips.append(h)
+        h = self._run(self.middle, h, None)
+        for block in self.decoder:
+            h = self._run(block, h, skips.pop())
+        return h
+
+    def _output(self, a: Tensor) -> Tensor:
+        """The head's convolution of its activation; pixels are some channels apart."""
+        co = self.head.bias.shape[0]
+        width = _padded_width(co)
+        y, _ = self.kernels.conv_forward(a, self.head.weight, self.head.bias, width=width)
+        return y[..., :co]
+
     def _run(self, block: list, h: Feature, other: Feature | None) -> Feature:
         for layer in block:
             if isinstance(layer, FusedResBlock):
@@ -259,10 +276,9 @@ class FusedUNet:
     def _complete(self, name: str) -> None:
         """The filters of this block, and so of all behind it, have their gradients when the side
         stream has done what it was given."""
-        filters = (grad for key, grad in self.grads.items() if key.startswith(f"{name}."))
-        starts = [grad.storage_offset() for grad in filters if grad.ndim > 2]
-        if self.ready is not None and starts:
-            self.aside.run(lambda: self.ready(min(starts)))
+        start = self.filter_starts.get(name)
+        if self.ready is not None and start is not None:
+            self.aside.run(lambda: self.ready(start))
 
     def _layers(self, name: str, block: nn.ModuleList) -> list:
         return [_LAYERS[type(layer)](self, f"{name}.{i}", layer) for i, layer in enumerate(block)]

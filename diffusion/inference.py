@@ -24,7 +24,7 @@ from triton_kernels.conv_split import SplitConv
 
 from .flat import FlatParameters
 from .fused_layers import TOGETHER, Feature, Step
-from .fused_unet import _DTYPES, FusedUNet, _missing_tile, _padded_width
+from .fused_unet import _DTYPES, FusedUNet, _missing_tile
 from .objective import Denoiser
 from .unet import UNet
 
@@ -222,20 +222,9 @@ class InferenceUNet(FusedUNet):
         return self.run(image, self.embedding(t, labels, None, 0))
 
     def run(self, image: Tensor, emb: Tensor) -> Tensor:  # [N, H, W, 16], [N, E]
-        k, self.step = self.kernels, Step(emb, None, None, 0)
-        y, partials = k.conv_forward(image, self.stem_weight, self.stem.bias, stats=True)
-        h = Feature(y, partials, y.shape[1] * y.shape[2])
-        skips = [h]
-        for block in self.encoder:
-            h = self._run(block, h, None)
-            skips.append(h)
-        h = self._run(self.middle, h, None)
-        for block in self.decoder:
-            h = self._run(block, h, skips.pop())
-        a = k.apply(h.x, None, self.head_norm.table(h), "silu")
-        co = self.head.bias.shape[0]
-        y, _ = k.conv_forward(a, self.head.weight, self.head.bias, width=_padded_width(co))
-        return y[..., :co]
+        self.step = Step(emb, None, None, 0)
+        h = self._features(image, self.stem_weight)
+        return self._output(self.kernels.apply(h.x, None, self.head_norm.table(h), "silu"))
 
     def _run(self, block: list, h: Feature, other: Feature | None) -> Feature:
         h = super()._run(block, h, other)
