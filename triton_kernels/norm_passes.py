@@ -16,9 +16,9 @@ from torch import Tensor
 from .activations import check_activation
 from .dependent_launch import overlapping
 from .dropout import Mask, mask_arguments
+from .group_norm_stream import channel_block
 from .layout import check_nhwc, check_shape
 from .norm_pass_kernels import _norm_apply_kernel, _norm_dx_kernel
-from .norm_tables import channel_block
 from .row_sums import RowSums
 from .tuning import choose
 

@@ -172,6 +172,8 @@ def skip_dx(
     dx1 = _empty(x1.shape, dtype=x1.dtype, device=x1.device)
     dx2 = None if x2 is None else _empty(x2.shape, dtype=x2.dtype, device=x2.device)
     border = None if x2 is None else c1
+    channels = (c1,) if x2 is None else (c1, c - c1)
+    assert skip_dx_supported(dy.shape, dy.dtype, channels, upsample1)
     if config is None:
         rest = (dy, weight, dz, x1, x2, coeff, add1)
         config = choose(
