@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import triton_kernels
-from triton_kernels import conv as triton_conv
 from triton_kernels import reference
+from triton_kernels.conv import conv2d as triton_conv
 from triton_kernels.philox import REVERSE
 
 from .cases import AdamWCase, AttentionCase, Case, ConvCase, DenoiseCase, NormCase

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from diffusion.inference import InferenceUNet
-from triton_kernels import conv_split, fused, tuning
+from triton_kernels import fused, tuning
+from triton_kernels.fused import conv_split
 
 from . import harness
 from .steps import our_model

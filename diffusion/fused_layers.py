@@ -29,7 +29,7 @@ class Feature:
     """An activation and what the next norm has to know of it."""
 
     x: Tensor  # [N, H, W, C]
-    partials: Tensor  # [N, K, 2, C], see fused_reference
+    partials: Tensor  # [N, K, 2, C], see fused.reference
     pixels: int  # that the partials describe; fewer than H * W after nearest upsampling
     source: Tensor | None = None  # [N, H / 2, W / 2, C], where x is it upsampled
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from triton_kernels import fused
-from triton_kernels.conv_split import SplitConv
+from triton_kernels.fused.conv_split import SplitConv
 
 from .flat import FlatParameters
 from .fused_layers import TOGETHER, Feature, Step

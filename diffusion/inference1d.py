@@ -1,4 +1,4 @@
-"""`UNet1d` in real time: the same network over `triton_kernels.stream_conv1d`.
+"""`UNet1d` in real time: the same network over `triton_kernels.stream.conv1d`.
 
 A layer is one launch, which also does the norm, activation, FiLM and residual in front of it: 29
 launches a forward at the published size, and each weight is read once. A block's FiLM is a linear
@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from triton_kernels import stream_conv1d
 from triton_kernels.device import describe
-from triton_kernels.stream_conv1d import Activation, Conv, Film, Norm, Stem, Sums
+from triton_kernels.stream import conv1d as stream_conv1d
+from triton_kernels.stream.conv1d import Activation, Conv, Film, Norm, Stem, Sums
 
 from .unet1d import ConvBlock, ResBlock, UNet1d
 

@@ -19,11 +19,11 @@ Every function below is an op of torch.library, torch.ops.triton_kernels.NAME, t
 
 from .adamw import adamw_step, grad_norm
 from .attention import attention
-from .conv import conv2d
+from .conv.conv2d import conv2d
 from .denoise import denoise_loss, denoise_step, gather_images, q_sample
 from .draw import draw_flips, draw_timesteps, normal
 from .dropout import dropout
-from .group_norm import GroupNorm, group_norm
+from .norm.group_norm import GroupNorm, group_norm
 from .resample import avg_pool2d, upsample_nearest2d
 
 __all__ = [

@@ -13,7 +13,9 @@ from diffusion.layers import set_backend
 from diffusion.sampler import DDIM, DDPM
 from diffusion.schedule import make_schedule
 from diffusion.unet1d import UNet1d
-from triton_kernels import reference, stream_conv1d, stream_reference
+from triton_kernels import reference
+from triton_kernels.stream import conv1d as stream_conv1d
+from triton_kernels.stream import reference as stream_reference
 
 from .golden_unet import relative
 

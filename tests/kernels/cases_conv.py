@@ -7,7 +7,7 @@ def _fwd_tma(name: str, block_c: int, block_m: int, stages: int, dgrad: bool, ar
     filters = "1,64,{0}" if dgrad else "1,{0},64"
     return {
         "name": name,
-        "kernel": "triton_kernels.conv_tma:_conv2d_tma_kernel",
+        "kernel": "triton_kernels.conv.tma:_conv2d_tma_kernel",
         "signature": {
             "x_desc": f"tensordesc<bf16[1,{block_m // 32},32,64]>",
             "w_desc": f"tensordesc<bf16[{filters.format(block_c)}]>",
@@ -40,7 +40,7 @@ def _wgrad_tma(name: str, block_co: int, num_warps: int, flat: bool, arches) -> 
     tile_h = 2 if flat else 1
     return {
         "name": name,
-        "kernel": "triton_kernels.conv_tma:_conv2d_wgrad_tma_kernel",
+        "kernel": "triton_kernels.conv.tma:_conv2d_wgrad_tma_kernel",
         "signature": {
             "x_desc": f"tensordesc<bf16[1,{tile_h},32,64]>",
             "dy_desc": f"tensordesc<bf16[{'64' if flat else '1,1,32'},{block_co}]>",
@@ -69,7 +69,7 @@ def _wgrad_tma(name: str, block_co: int, num_warps: int, flat: bool, arches) -> 
 
 _FWD_GATHER = {
     "name": "input gradient, stride 2, gathered",
-    "kernel": "triton_kernels.conv_gather:_conv2d_gather_kernel",
+    "kernel": "triton_kernels.conv.gather:_conv2d_gather_kernel",
     "signature": {
         **dict.fromkeys(("x_ptr", "w_ptr", "add_ptr", "y_ptr"), "*bf16"),
         **dict.fromkeys(("N", "H", "W", "CI", "P", "Q", "CO", "stride_wt", "stride_wi"), "i32"),
@@ -97,7 +97,7 @@ _FWD_GATHER = {
 
 _STEM_WGRAD = {
     "name": "weight gradient of the stem, gathered",
-    "kernel": "triton_kernels.conv_gather:_conv2d_wgrad_gather_kernel",
+    "kernel": "triton_kernels.conv.gather:_conv2d_wgrad_gather_kernel",
     "signature": {
         **dict.fromkeys(("x_ptr", "dy_ptr"), "*bf16"),
         "dw_ptr": "*fp32",
@@ -124,7 +124,7 @@ _STEM_WGRAD = {
 
 _FUSED_FWD = {
     "name": "forward 128x128, every epilogue",
-    "kernel": "triton_kernels.conv_fused_kernels:conv_forward_kernel",
+    "kernel": "triton_kernels.fused.conv_kernels:conv_forward_kernel",
     "signature": {
         "x_desc": "tensordesc<bf16[1,4,32,64]>",
         "w_desc": "tensordesc<bf16[1,128,64]>",
@@ -153,7 +153,7 @@ _FUSED_FWD = {
 
 _FUSED_DGRAD = {
     "name": "input gradient 64x128 of two inputs, two images a tile",
-    "kernel": "triton_kernels.conv_fused_kernels:conv_input_grad_kernel",
+    "kernel": "triton_kernels.fused.conv_kernels:conv_input_grad_kernel",
     "signature": {
         "dy_desc": "tensordesc<bf16[2,8,8,64]>",
         "w_desc": "tensordesc<bf16[1,64,64]>",
@@ -185,7 +185,7 @@ _FUSED_DGRAD = {
 
 _SKIP_DX = {
     "name": "dx of two inputs, one upsampled, with a 1x1 skip",
-    "kernel": "triton_kernels.skip_dx:skip_dx_kernel",
+    "kernel": "triton_kernels.fused.skip_dx:skip_dx_kernel",
     "signature": {
         "dy_desc": "tensordesc<bf16[1,2,64,64]>",
         "w_desc": "tensordesc<bf16[64,64]>",

@@ -1,6 +1,6 @@
-"""The kernels of `conv_gluon` as compile_only.py compiles them."""
+"""The kernels of `conv.gluon` as compile_only.py compiles them."""
 
-from triton_kernels import conv_gluon
+from triton_kernels.conv import gluon as conv_gluon
 
 
 def _rows(*shape: int) -> str:
@@ -31,7 +31,7 @@ def _fwd(name: str, dgrad: bool, beside: int, extra: int) -> dict:
     }
     return {
         "name": name,
-        "kernel": "triton_kernels.conv_gluon_kernels:conv_rows_kernel",
+        "kernel": "triton_kernels.conv.gluon_kernels:conv_rows_kernel",
         "signature": {k: v for k, v in signature.items() if k not in absent},
         "constexprs": {
             **dict.fromkeys(absent),
@@ -52,7 +52,7 @@ def _fwd(name: str, dgrad: bool, beside: int, extra: int) -> dict:
 def _wgrad(width: int) -> dict:
     return {
         "name": f"wgrad_{width}",
-        "kernel": "triton_kernels.conv_gluon_wgrad:conv_rows_wgrad_kernel",
+        "kernel": "triton_kernels.conv.gluon_wgrad:conv_rows_wgrad_kernel",
         "signature": {
             "x_desc": _rows(1, 1, width, 64),
             "dy_desc": _rows(1, 256 // width, width, 64),

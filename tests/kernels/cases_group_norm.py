@@ -20,7 +20,7 @@ def _ints(*names: str) -> dict[str, str]:
 COMPILE_CASES = [
     {
         "name": "group_norm_stats",
-        "kernel": "triton_kernels.group_norm_stream_kernels:_group_norm_stats_kernel",
+        "kernel": "triton_kernels.norm.stream_kernels:_group_norm_stats_kernel",
         "signature": {"x1_ptr": "*bf16", "partial_ptr": "*fp32"}
         | _ints("HW", "C1", "C", "K", "CB1", "CB"),
         "constexprs": _PASS | _ALONE,
@@ -30,7 +30,7 @@ COMPILE_CASES = [
     },
     {
         "name": "group_norm_bwd_sums",
-        "kernel": "triton_kernels.group_norm_stream_kernels:_group_norm_bwd_sums_kernel",
+        "kernel": "triton_kernels.norm.stream_kernels:_group_norm_bwd_sums_kernel",
         "signature": {"x1_ptr": "*bf16", "dy_ptr": "*bf16"}
         | _STATS
         | _PARAMS
@@ -43,7 +43,7 @@ COMPILE_CASES = [
     },
     {
         "name": "group_norm_bwd_dx",
-        "kernel": "triton_kernels.group_norm_stream_kernels:_group_norm_bwd_dx_kernel",
+        "kernel": "triton_kernels.norm.stream_kernels:_group_norm_bwd_dx_kernel",
         "signature": {"x1_ptr": "*bf16", "dy_ptr": "*bf16"}
         | _STATS
         | {"m1_ptr": "*fp32", "m2_ptr": "*fp32"}
@@ -57,7 +57,7 @@ COMPILE_CASES = [
     },
     {
         "name": "group_norm_bwd_params",
-        "kernel": "triton_kernels.group_norm_stream_kernels:_group_norm_bwd_params_kernel",
+        "kernel": "triton_kernels.norm.stream_kernels:_group_norm_bwd_params_kernel",
         "signature": {"partial_ptr": "*fp32"}
         | {name: "*fp32" for name in ("weight_ptr", "bias_ptr")}
         | {"scale_ptr": "*bf16"}
@@ -71,7 +71,7 @@ COMPILE_CASES = [
     },
     {
         "name": "group_norm_resident_fwd",
-        "kernel": "triton_kernels.group_norm_resident:_group_norm_resident_fwd_kernel",
+        "kernel": "triton_kernels.norm.resident:_group_norm_resident_fwd_kernel",
         "signature": {"x1_ptr": "*bf16"}
         | _STATS
         | _PARAMS
@@ -85,7 +85,7 @@ COMPILE_CASES = [
     },
     {
         "name": "group_norm_resident_bwd",
-        "kernel": "triton_kernels.group_norm_resident:_group_norm_resident_bwd_kernel",
+        "kernel": "triton_kernels.norm.resident:_group_norm_resident_bwd_kernel",
         "signature": {"x1_ptr": "*bf16", "dy_ptr": "*bf16"}
         | _STATS
         | _PARAMS

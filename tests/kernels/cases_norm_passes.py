@@ -16,7 +16,7 @@ def _ints(*names: str) -> dict[str, str]:
 COMPILE_CASES = [
     {
         "name": "norm_table",
-        "kernel": "triton_kernels.norm_table_kernels:_norm_table_kernel",
+        "kernel": "triton_kernels.fused.norm_table_kernels:_norm_table_kernel",
         "signature": _types("*fp32", "partial1_ptr", "partial2_ptr", "weight_ptr", "bias_ptr")
         | _types("*bf16", "scale_ptr", "shift_ptr")
         | _types("*fp32", "table_ptr")
@@ -28,7 +28,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_grad_table",
-        "kernel": "triton_kernels.norm_table_kernels:_norm_grad_table_kernel",
+        "kernel": "triton_kernels.fused.norm_table_kernels:_norm_grad_table_kernel",
         "signature": _types("*fp32", "partial_ptr", "input_partial_ptr", "table_ptr")
         | _types("*fp32", "weight_ptr", "bias_ptr", "coeff_ptr", "rows_ptr")
         | _types("*bf16", "scale_ptr", "d_scale_ptr", "d_shift_ptr", "d_emb_ptr")
@@ -40,7 +40,7 @@ COMPILE_CASES = [
     },
     {
         "name": "apply",
-        "kernel": "triton_kernels.norm_pass_kernels:_norm_apply_kernel",
+        "kernel": "triton_kernels.fused.norm_pass_kernels:_norm_apply_kernel",
         "signature": _types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
         | {"table_ptr": "*fp32"}
         | _ints("HW", "W", "C1", "C2", "K", "CB1", "CB", "first", "stream")
@@ -52,7 +52,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_dx",
-        "kernel": "triton_kernels.norm_pass_kernels:_norm_dx_kernel",
+        "kernel": "triton_kernels.fused.norm_pass_kernels:_norm_dx_kernel",
         "signature": _types("*bf16", "dz_ptr", "x1_ptr", "x2_ptr")
         | _types("*bf16", "add1_ptr", "add1_second_ptr", "add2_ptr", "dx1_ptr", "dx2_ptr")
         | _types("*fp32", "coeff_ptr", "sums_ptr")
@@ -64,7 +64,7 @@ COMPILE_CASES = [
     },
     {
         "name": "activation_grad",
-        "kernel": "triton_kernels.activation_grad:_activation_grad_kernel",
+        "kernel": "triton_kernels.fused.activation_grad:_activation_grad_kernel",
         "signature": _types("*bf16", "da_ptr", "x_ptr", "dz_ptr")
         | _types("*fp32", "table_ptr", "partial_ptr")
         | _ints("PIXELS", "C", "K", "CB"),
@@ -74,7 +74,7 @@ COMPILE_CASES = [
     },
     {
         "name": "pad_channels",
-        "kernel": "triton_kernels.pad_channels:_pad_channels_kernel",
+        "kernel": "triton_kernels.fused.pad_channels:_pad_channels_kernel",
         "signature": {"x_ptr": "*fp32", "out_ptr": "*bf16", "size": "i32", "C": "i32"},
         "constexprs": {"WIDTH": 16, "BLOCK": 1024},
         "multiples": ("size",),

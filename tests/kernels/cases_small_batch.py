@@ -8,7 +8,7 @@ def _types(kind: str, *names: str) -> dict[str, str]:
 
 _CONV_SPLIT = {
     "name": "conv_split, two extras",
-    "kernel": "triton_kernels.conv_split:_conv_split_kernel",
+    "kernel": "triton_kernels.fused.conv_split:_conv_split_kernel",
     "signature": _types("tensordesc<bf16[1,8,8,64]>", "x_desc", "extra1_desc", "extra2_desc")
     | {"w_desc": "tensordesc<bf16[1,64,64]>"}
     | _types("tensordesc<bf16[64,64]>", "extra1_w_desc", "extra2_w_desc")
@@ -33,7 +33,7 @@ _FILM = ("weight_ptr", "bias_ptr", "scale_ptr", "shift_ptr")
 _CONV_TERMS = ("parts_ptr", "conv_bias_ptr", "extra_bias_ptr", "emb_ptr")
 
 _NORM_WHOLE = {
-    "kernel": "triton_kernels.norm_whole_kernels:_norm_whole_kernel",
+    "kernel": "triton_kernels.fused.norm_whole_kernels:_norm_whole_kernel",
     "options": {"num_warps": 4},
     "multiples": ("HW", "C1", "C", "stride_emb", "stride_scale", "stride_shift"),
 }
@@ -68,7 +68,7 @@ COMPILE_CASES = [
     },
     {
         "name": "sum_parts",
-        "kernel": "triton_kernels.norm_whole_kernels:_sum_parts_kernel",
+        "kernel": "triton_kernels.fused.norm_whole_kernels:_sum_parts_kernel",
         "signature": _types("*fp32", "parts_ptr", "bias_ptr", "extra_bias_ptr", "emb_ptr")
         | _types("*bf16", "residual_ptr", "y_ptr")
         | _types("i32", "stride_emb", "N", "HW", "C", "CB", "PB"),
@@ -79,7 +79,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_of_sums of two tensors",
-        "kernel": "triton_kernels.norm_whole_kernels:_norm_sums_kernel",
+        "kernel": "triton_kernels.fused.norm_whole_kernels:_norm_sums_kernel",
         "signature": _types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
         | _types("*fp32", "partial1_ptr", "partial2_ptr", *_FILM)
         | _types("i32", "stride_scale", "stride_shift", "pixels1", "pixels2")
@@ -95,7 +95,7 @@ COMPILE_CASES = [
     },
     {
         "name": "begin_step",
-        "kernel": "triton_kernels.begin_step:_begin_step_kernel",
+        "kernel": "triton_kernels.fused.begin_step:_begin_step_kernel",
         "signature": _types("*fp32", "x_ptr", "table_ptr", "emb_ptr")
         | {"image_ptr": "*bf16"}
         | _types("*i64", "row_ptr", "index_ptr")

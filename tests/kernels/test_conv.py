@@ -7,7 +7,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from triton_kernels import column_sum, conv, conv_gather, conv_tma, reference, tma_boxes
+from triton_kernels import column_sum, reference
+from triton_kernels.conv import conv2d as conv
+from triton_kernels.conv import gather as conv_gather
+from triton_kernels.conv import tma as conv_tma
+from triton_kernels.conv import tma_boxes
 from triton_kernels.device import describe
 
 

@@ -6,17 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from triton_kernels import conv_fused, conv_tma, reference
-from triton_kernels.conv_fused import (
+from triton_kernels import reference
+from triton_kernels.conv import tma as conv_tma
+from triton_kernels.conv.tma_boxes import image_box, row_box
+from triton_kernels.device import describe
+from triton_kernels.dropout import Mask
+from triton_kernels.fused import conv as conv_fused
+from triton_kernels.fused.conv import (
     conv_forward,
     conv_fused_supported,
     conv_input_grad,
     conv_plain_input_grad,
     conv_weight_grad,
 )
-from triton_kernels.device import describe
-from triton_kernels.dropout import Mask
-from triton_kernels.tma_boxes import image_box, row_box
 
 from .test_conv import MODEL
 

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from triton_kernels import conv_fused, conv_gluon
-from triton_kernels.conv_tma import Config, WgradConfig
+from triton_kernels.conv import gluon as conv_gluon
+from triton_kernels.conv.tma import Config, WgradConfig
 from triton_kernels.device import describe
+from triton_kernels.fused import conv as conv_fused
 
 from .test_conv_fused import (
     ALL_CONFIGS,

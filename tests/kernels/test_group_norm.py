@@ -5,9 +5,11 @@ from importlib import import_module
 import pytest
 import torch
 
-from triton_kernels import group_norm_resident, group_norm_stream, reference
+from triton_kernels import reference
 from triton_kernels.activations import ACTIVATIONS
-from triton_kernels.group_norm import GroupNorm, group_norm
+from triton_kernels.norm import resident as group_norm_resident
+from triton_kernels.norm import stream as group_norm_stream
+from triton_kernels.norm.group_norm import GroupNorm, group_norm
 
 NAMES = ("y", "dx", "d_weight", "d_bias", "d_scale", "d_shift")
 
@@ -31,7 +33,9 @@ def _force(path, monkeypatch):
         assert path == "stream" or group_norm_resident.is_resident(xs, num_groups)
         return path == "resident"
 
-    module = import_module("triton_kernels.group_norm")  # the package has a function of that name
+    module = import_module(
+        "triton_kernels.norm.group_norm"
+    )  # the package has a function of that name
     monkeypatch.setattr(module, "is_resident", is_resident)
 
 
@@ -435,7 +439,7 @@ def test_module_reads_channels_last_where_it_is(device, monkeypatch):
         seen.append(x.data_ptr())
         return x
 
-    monkeypatch.setattr(import_module("triton_kernels.group_norm"), "group_norm", spy)
+    monkeypatch.setattr(import_module("triton_kernels.norm.group_norm"), "group_norm", spy)
     x = torch.randn(2, 8, 3, 5, device=device)
     near = x.to(memory_format=torch.channels_last)
     norm = GroupNorm(2, 8, device=device)

@@ -4,9 +4,10 @@ and the way back through autograd."""
 import pytest
 import torch
 
-from triton_kernels import column_sum, norm_passes, norm_tables, reference, row_sums
+from triton_kernels import column_sum, reference, row_sums
 from triton_kernels.activations import ACTIVATIONS
 from triton_kernels.dropout import Mask
+from triton_kernels.fused import norm_passes, norm_tables
 
 # exp of the interpreter's NumPy warns where infinity is the right value
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")

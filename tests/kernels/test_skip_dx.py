@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from triton_kernels import fused_reference, skip_dx
 from triton_kernels.device import describe
+from triton_kernels.fused import reference as fused_reference
+from triton_kernels.fused import skip_dx
 from triton_kernels.row_sums import RowSums
 
 

@@ -1,17 +1,12 @@
-"""The kernels of inference at a small batch, against their meaning in `fused_reference`."""
+"""The kernels of inference at a small batch, against their meaning in `fused.reference`."""
 
 import pytest
 import torch
 
-from triton_kernels import (
-    begin_step,
-    conv_split,
-    fused_reference,
-    norm_tables,
-    norm_whole,
-    reference,
-)
-from triton_kernels.conv_split import SplitConfig, SplitConv
+from triton_kernels import reference
+from triton_kernels.fused import begin_step, conv_split, norm_tables, norm_whole
+from triton_kernels.fused import reference as fused_reference
+from triton_kernels.fused.conv_split import SplitConfig, SplitConv
 
 # exp of the interpreter's NumPy warns where infinity is the right value
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from triton_kernels import stream_conv1d, stream_reference
-from triton_kernels.stream_conv1d import Activation, Film, Norm, Stem, Sums, pack_conv
+from triton_kernels.stream import conv1d as stream_conv1d
+from triton_kernels.stream import reference as stream_reference
+from triton_kernels.stream.conv1d import Activation, Film, Norm, Stem, Sums, pack_conv
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,260 @@
+"""Convolution over NHWC as an implicit GEMM: forward, input gradient, weight and bias gradient.
+
+    y[n, p, q, co]   = bias[co] + sum_{r, s, ci} x[n, h, w, ci] weight[co, r, s, ci]
+    dx[n, h, w, ci]  = sum_{r, s, co} dy[n, p, q, co] weight[co, r, s, ci]
+    dweight[co, r, s, ci] = sum_{n, p, q} dy[n, p, q, co] x[n, h, w, ci]
+    dbias[co]        = sum_{n, p, q} dy[n, p, q, co]
+
+with h = p stride + r - pad and w = q stride + s - pad throughout; whatever lies outside an image is
+zero. With a 1x1 filter over [N, 1, 1, C] this is the linear layer.
+
+The GEMM is swapped: the filters are the left operand of tl.dot and the pixels, transposed, the
+right one, so an accumulator is [channels, pixels]. On Hopper both operands then stay in shared
+memory. (With pixels on the left Triton moves them through registers first; one such tile raced.)
+
+Two paths, chosen by `_launch_fwd` and `_conv2d_wgrad` from shape, dtype and GPU:
+`conv.tma` is fast, and needs stride 1 and channels in multiples of 16 bytes; `conv.gather` serves
+the rest. Sums over pixels that are split among programs are added up in a fixed order.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..column_sum import column_sum, partials, sum_partials
+from ..layout import DTYPES, autocast, check_nhwc, check_shape
+from ..library import derivative, op
+from . import gather as conv_gather
+from . import tma as conv_tma
+
+# Every tile of either path; a launcher takes one as `config` instead of choosing by shape.
+_FWD_CONFIGS = [*conv_gather.FWD_CONFIGS, *conv_tma.FWD_CONFIGS]
+_WGRAD_CONFIGS = [*conv_gather.WGRAD_CONFIGS, *conv_tma.WGRAD_CONFIGS]
+
+_empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
+
+
+# --- launchers ------------------------------------------------------------------------------------
+
+
+def _precision(dtype: torch.dtype, allow_tf32: bool) -> str:
+    return "ieee" if dtype == torch.float32 and not allow_tf32 else "tf32"
+
+
+def _out_size(size: int, taps: int, stride: int, padding: int) -> int:
+    return (size + 2 * padding - taps) // stride + 1
+
+
+def _conv2d_fwd(
+    x: Tensor,  # [N, H, W, CI]
+    weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of x
+    bias: Tensor | None,  # [CO], any dtype
+    stride: int,
+    padding: tuple[int, int],
+    allow_tf32: bool,
+    config: conv_gather.Config | conv_tma.Config | None = None,
+) -> Tensor:  # [N, P, Q, CO]
+    n, h, w, _ = x.shape
+    co, _, r, s = weight.shape
+    p, q = _out_size(h, r, stride, padding[0]), _out_size(w, s, stride, padding[1])
+    y = _empty((n, p, q, co), dtype=x.dtype, device=x.device)
+    _launch_fwd(x, weight, bias, y, stride, padding, allow_tf32, config, dgrad=False)
+    return y
+
+
+def _conv2d_dgrad(
+    dy: Tensor,  # [N, P, Q, CO]
+    weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of dy
+    size: tuple[int, int],  # H, W
+    stride: int,
+    padding: tuple[int, int],
+    allow_tf32: bool,
+    config: conv_gather.Config | conv_tma.Config | None = None,
+) -> Tensor:  # [N, H, W, CI]
+    dx = _empty((dy.shape[0], *size, weight.shape[1]), dtype=dy.dtype, device=dy.device)
+    _launch_fwd(dy, weight, None, dx, stride, padding, allow_tf32, config, dgrad=True)
+    return dx
+
+
+def _launch_fwd(x, weight, bias, y, stride, padding, allow_tf32, config, dgrad):
+    if y.numel() == 0:
+        return
+    precision = _precision(x.dtype, allow_tf32)
+    if config is None:
+        path = conv_tma if conv_tma.serves_fwd(x, weight, y, stride, precision) else conv_gather
+    else:
+        path = conv_tma if isinstance(config, conv_tma.Config) else conv_gather
+    path.launch_fwd(x, weight, bias, y, stride, padding, precision, dgrad=dgrad, config=config)
+
+
+def _conv2d_wgrad(
+    x: Tensor,  # [N, H, W, CI]
+    dy: Tensor,  # [N, P, Q, CO]
+    weight: Tensor,  # [CO, CI, R, S]: the shape, strides and dtype that are wanted
+    stride: int,
+    padding: tuple[int, int],
+    allow_tf32: bool,
+    config: conv_gather.WgradConfig | conv_tma.WgradConfig | None = None,
+) -> Tensor:  # like weight
+    dweight = _empty((weight.numel(),), dtype=weight.dtype, device=x.device)
+    if dy.numel() == 0:
+        return dweight.zero_().as_strided(weight.shape, weight.stride())
+    precision = _precision(x.dtype, allow_tf32)
+    if config is None:
+        path = conv_tma if conv_tma.serves_wgrad(x, dy, weight, stride) else conv_gather
+    else:
+        path = conv_tma if isinstance(config, conv_tma.WgradConfig) else conv_gather
+    how = (stride, precision) if path is conv_gather else ()
+    config, splits = path.plan_wgrad(x, dy, weight, padding, config, *how)
+    partial = partials(dweight, splits)
+    path.launch_wgrad(x, dy, weight, partial, stride, padding, precision, config, splits)
+    sum_partials(partial, dweight)
+    return dweight.as_strided(weight.shape, weight.stride())
+
+
+def _conv2d_bgrad(dy: Tensor, bias: Tensor) -> Tensor:  # [N, P, Q, CO] -> like bias
+    dbias = _empty(tuple(bias.shape), dtype=bias.dtype, device=dy.device)
+    if dy.numel() == 0:
+        return dbias.zero_()
+    column_sum(dy, dbias)
+    return dbias
+
+
+# --- the op --------------------------------------------------------------------------------------
+
+
+def _fake_conv2d(x, weight, low, bias, stride, padding, allow_tf32):
+    sizes = zip(x.shape[1:3], weight.shape[2:], padding, strict=True)
+    p, q = (_out_size(size, taps, stride, pad) for size, taps, pad in sizes)
+    return x.new_empty((x.shape[0], p, q, weight.shape[0]))
+
+
+@op("conv2d", _fake_conv2d, differentiable=True)
+def _conv2d(
+    x: Tensor,
+    weight: Tensor,
+    low: Tensor | None,  # weight in the dtype of x, where that is another
+    bias: Tensor | None,
+    stride: int,
+    padding: list[int],
+    allow_tf32: bool,
+) -> Tensor:
+    low = weight if low is None else low
+    return _conv2d_fwd(x, low, bias, stride, tuple(padding), allow_tf32)
+
+
+@op(
+    "conv2d_backward_input",
+    lambda dy, weight, h, w, *_: dy.new_empty((dy.shape[0], h, w, weight.shape[1])),
+)
+def _backward_input(
+    dy: Tensor,
+    weight: Tensor,
+    h: int,
+    w: int,
+    stride: int,
+    padding: list[int],
+    allow_tf32: bool,
+) -> Tensor:
+    return _conv2d_dgrad(dy, weight, (h, w), stride, tuple(padding), allow_tf32)
+
+
+@op(
+    "conv2d_backward_weight",
+    lambda x, dy, weight, *_: weight.new_empty_strided(weight.shape, weight.stride()),
+)
+def _backward_weight(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    stride: int,
+    padding: list[int],
+    allow_tf32: bool,
+) -> Tensor:
+    return _conv2d_wgrad(x, dy, weight, stride, tuple(padding), allow_tf32)
+
+
+@op("conv2d_backward_bias", lambda dy, bias: bias.new_empty(bias.shape))
+def _backward_bias(dy: Tensor, bias: Tensor) -> Tensor:
+    return _conv2d_bgrad(dy, bias)
+
+
+@derivative(of=_conv2d)
+class _Conv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, low, bias, stride, padding, allow_tf32):
+        ctx.save_for_backward(x, weight if low is None else low, weight, bias)
+        ctx.options = (stride, padding, allow_tf32)
+        return _conv2d.below_autograd(x, weight, low, bias, *ctx.options)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, low, weight, bias = ctx.saved_tensors
+        dy = dy.contiguous()  # autograd hands over expanded tensors, e.g. from y.sum()
+        need_dx, need_dw, _, need_db = ctx.needs_input_grad[:4]
+        dx = _backward_input(dy, low, *x.shape[1:3], *ctx.options) if need_dx else None
+        dw = _backward_weight(x, dy, weight, *ctx.options) if need_dw else None
+        db = _backward_bias(dy, bias) if need_db else None
+        return dx, dw, None, db, None, None, None
+
+
+def conv2d(
+    x: Tensor,  # [N, H, W, CI]
+    weight: Tensor,  # [CO, CI, R, S], channels_last in memory
+    bias: Tensor | None = None,  # [CO]
+    *,
+    stride: int = 1,
+    padding: int | tuple[int, int] | None = None,  # None: (R // 2, S // 2)
+    allow_tf32: bool = False,  # float32 only: multiply in TF32
+) -> Tensor:  # [N, P, Q, CO], dtype of x
+    """Cross-correlation in x.dtype with float32 accumulation; bias is added to the accumulator.
+    Under torch.autocast x is first cast to its dtype.
+
+    `weight` and `bias` may be float32 while x is bfloat16 or float16: weight is rounded to x.dtype
+    for the arithmetic, and the gradients keep the parameter's dtype, straight from accumulators.
+
+    Raises ValueError if x is not contiguous NHWC, weight not channels_last, or shapes do not match.
+    """
+    check_nhwc("x", x)
+    if weight.ndim != 4 or weight.shape[1] != x.shape[3]:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; expected [CO, {x.shape[3]}, R, S] "
+            f"for x of shape {tuple(x.shape)}"
+        )
+    # is_contiguous(memory_format=channels_last) of a 1x1 weight says yes to more strides than this
+    if not weight.permute(0, 2, 3, 1).is_contiguous():
+        raise ValueError(
+            f"weight of shape {tuple(weight.shape)} has strides {weight.stride()}; expected "
+            "channels_last: weight.to(memory_format=torch.channels_last); nn.Module.to does it too"
+        )
+    check_shape("bias", bias, weight.shape[0])
+    for name, p in (("weight", weight), ("bias", bias)):
+        if p is not None and p.dtype not in DTYPES:
+            raise ValueError(f"{name} is {p.dtype}; expected float32, float16 or bfloat16")
+        if p is not None and p.device != x.device:
+            raise ValueError(f"{name} is on {p.device}; expected {x.device}, where x is")
+    if bias is not None and not bias.is_contiguous():
+        raise ValueError(f"bias has stride {bias.stride()}; expected contiguous")
+    _, _, r, s = weight.shape
+    if padding is None:
+        padding = (r // 2, s // 2)
+    elif isinstance(padding, int):
+        padding = (padding, padding)
+    if stride < 1 or min(padding) < 0:
+        raise ValueError(f"stride={stride}, padding={padding}; expected stride >= 1, padding >= 0")
+    size = [_out_size(x.shape[1 + i], (r, s)[i], stride, padding[i]) for i in range(2)]
+    if min(size) < 1:
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} is smaller than the {r}x{s} filter with padding {padding}"
+        )
+    pixels = max(x.shape[1] * x.shape[2], size[0] * size[1])
+    if max(x.shape[0], x.shape[3], weight.shape[0]) * pixels >= 2**31:
+        raise ValueError(
+            f"x of shape {tuple(x.shape)}: the pixels of the batch, and the elements of one image, "
+            "have to be fewer than 2^31"
+        )
+    x = autocast(x)
+    # without a gradient: that of weight comes in weight's dtype, straight from accumulators
+    low = None if weight.dtype == x.dtype else weight.detach().to(x.dtype)
+    return _conv2d(x, weight, low, bias, stride, padding, allow_tf32)

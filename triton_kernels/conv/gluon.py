@@ -1,0 +1,217 @@
+"""The path of `fused.conv` for Hopper: 3x3 convolutions in 16 bits, written in Gluon.
+
+What plain Triton cannot say, and what it gains:
+
+- Pixels are fetched once, not once a tap. A tile is 256 pixels, whole rows of an image, and its box
+  has a row more above and below. In shared memory 8 zeros lie between the rows, so that each tap is
+  the same box from another address: a pixel to the right is 128 bytes further, which the swizzle
+  allows because it goes by the address. The products are of one row of pixels each, with the
+  filters from registers, since two operands from shared memory would be its limit.
+- Nothing waits for an epilogue. Programs stay on their multiprocessor; one warp loads, and two
+  warpgroups multiply, a tile each, so that one finishes a tile while the other multiplies.
+- In the weight gradient three warpgroups take a row of the filter each: they share dy and x, and
+  the nine taps need x once.
+
+Gluon is an experimental part of Triton: it is used with versions it was tried with, and only where
+`tuning` has measured that it is faster.
+"""
+
+from collections.abc import Sequence
+
+import triton
+from torch import Tensor
+
+from ..device import describe
+
+_SUPPORTED = tuple(map(int, triton.__version__.split(".")[:2])) in ((3, 6), (3, 7))
+if _SUPPORTED:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .gluon_kernels import conv_rows_kernel
+    from .gluon_wgrad import conv_rows_wgrad_kernel
+
+_PIXELS = 256  # of a tile
+_WARPS = 12  # two warpgroups that multiply and one of which a warp loads
+_STAGES = 2  # of pixels, and of three filters
+
+# A `Config` and a `WgradConfig` of `conv.tma`. The warps say that they belong here.
+TILE = (64, _PIXELS, 64, _WARPS, _STAGES)
+WGRAD_TILE = (64, 64, _PIXELS, 9, _WARPS, _STAGES)
+
+_WIDTHS = (64,)  # pixels of a row
+_WGRAD_WIDTHS = (64, 32, 16)
+
+
+def serves(config: tuple) -> bool:
+    """Whether a `Config` or a `WgradConfig` is one of this path."""
+    return config.num_warps == _WARPS
+
+
+# --- forward and input gradient -------------------------------------------------------------------
+
+
+def applies(
+    x: Tensor,  # [N, H, W, K], what is convolved: x, or dy
+    y: Tensor,  # [N, H, W, C], the result
+    weight: Tensor,  # [CO, CI, R, S]
+    others: Sequence[Tensor] = (),  # [N, H, W, .], of which 1x1 convolutions are added, or inputs
+) -> bool:
+    """Whether `forward` or `input_grad` can do it."""
+    channels = [x.shape[3], y.shape[3], *weight.shape[:2], *(o.shape[3] for o in others)]
+    return _applies(x, weight, channels, _WIDTHS)
+
+
+def forward(
+    x: Tensor,  # [N, H, W, CI]
+    weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory
+    bias: Tensor,  # float32 [CO]
+    y: Tensor,  # [N, H, W, CO] to be written
+    partials: Tensor | None,  # float32 [N, H W / 256, 2, CO] to be written
+    *,
+    emb: Tensor | None,  # float32 [N, CO]
+    residual: Tensor | None,  # [N, H, W, CO]
+    extra: Sequence[tuple[Tensor, Tensor]],  # up to two: [N, H, W, C], [CO, C]
+    extra_bias: Tensor | None,  # float32 [CO]
+) -> None:
+    """What `fused.conv.conv_forward` does."""
+    co, ci, _, _ = weight.shape
+    pairs: list = []
+    for other, w1x1 in extra:
+        shape, strides = [1, *w1x1.shape], [co * w1x1.stride(0), w1x1.stride(0), 1]
+        pairs += [_in_rows(other), _in_boxes(w1x1, shape, strides, [1, 64, 64])]
+    channels = [other.shape[3] for other, _ in extra]
+    _launch(
+        x, weight, [] if residual is None else [residual], y, bias, partials,
+        pairs + [None] * (4 - len(pairs)), channels + [0] * (2 - len(channels)),
+        extra_bias, emb, None,
+    )  # fmt: skip
+
+
+def input_grad(
+    dy: Tensor,  # [N, H, W, CO]
+    weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory
+    dz: Tensor,  # [N, H, W, CI] to be written
+    partials: Tensor,  # float32 [N, H W / 256, 2, CI] to be written
+    *,
+    inputs: Sequence[Tensor],  # x [N, H, W, CI], or the two that it concatenates
+    table: Tensor,  # float32 [N, 4, CI]: mean, rstd, g, b
+    activation: str,
+) -> None:
+    """What `fused.conv.conv_input_grad` does."""
+    _launch(dy, weight, inputs, dz, table, partials, [None] * 4, [0, 0], None, None, activation)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    beside: Sequence[Tensor],  # read in the epilogue, where y is written
+    y: Tensor,
+    vectors: Tensor,
+    partials: Tensor | None,
+    extra: list,
+    extra_channels: list[int],
+    extra_bias: Tensor | None,
+    emb: Tensor | None,
+    activation: str | None,  # of an input gradient
+) -> None:
+    n, h, w, k = x.shape
+    co, ci, _, _ = weight.shape
+    c = y.shape[3]
+    blocks = c // 64
+    programs = max(1, describe(x.device).num_sms // blocks) * blocks
+    conv_rows_kernel[(programs,)](
+        _in_rows(x),
+        _in_boxes(weight, [9, co, ci], [ci, 9 * ci, 1], [1, 64, 64]),
+        _in_rows(beside[0]) if beside else None,
+        _in_rows(beside[1]) if len(beside) == 2 else None,
+        _in_rows(y),
+        *extra,
+        vectors,
+        extra_bias,
+        emb,
+        partials,
+        *extra_channels,
+        beside[0].shape[3] if beside else 0,
+        0 if emb is None else emb.stride(0),
+        n,
+        h,
+        k,
+        c,
+        W=w,
+        DGRAD=activation is not None,
+        ACT=activation,
+        BLOCKS=_STAGES,
+        STEPS=_STAGES,
+        num_warps=4,
+        maxnreg=168,
+    )
+
+
+# --- weight gradient ------------------------------------------------------------------------------
+
+
+def wgrad_applies(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int]) -> bool:
+    """Whether `weight_grad` can do it; of `weight` only the shape matters."""
+    channels = (dy.shape[3], x.shape[3])
+    same = tuple(weight.shape[:2]) == channels and dy.shape[:3] == x.shape[:3]
+    fits = _applies(x, weight, channels, _WGRAD_WIDTHS) and same and tuple(padding) == (1, 1)
+    return fits and wgrad_splits(x, weight) > 1
+
+
+def wgrad_splits(x: Tensor, weight: Tensor) -> int:
+    """Parts of the sum over pixels, so that every multiprocessor has one program."""
+    blocks = weight.shape[0] * weight.shape[1] // 64**2
+    tiles = x.numel() // x.shape[3] // _PIXELS
+    return min(tiles, describe(x.device).num_sms // max(1, blocks))
+
+
+def weight_grad(
+    x: Tensor,  # [N, H, W, CI]
+    dy: Tensor,  # [N, H, W, CO]
+    parts: Tensor,  # float32 [splits, CO * 9 * CI], or its like, to be written
+) -> None:
+    """The gradient of the filters, in parts that have to be added up."""
+    n, h, w, ci = x.shape
+    co = dy.shape[3]
+    rows = _PIXELS // w
+    conv_rows_wgrad_kernel[(co * ci // 64**2 * parts.shape[0],)](
+        _in_rows(x),
+        _in_rows(dy, rows),
+        parts,
+        ci,
+        co,
+        n * h // rows,
+        h // rows,
+        W=w,
+        STAGES=_STAGES,
+        num_warps=4,
+        maxnreg=128,
+    )
+
+
+# --- what applies where ---------------------------------------------------------------------------
+
+
+def _applies(x: Tensor, weight: Tensor, channels: Sequence[int], widths: Sequence[int]) -> bool:
+    _, h, w, _ = x.shape
+    return (
+        _SUPPORTED
+        and describe(x.device).hopper
+        and x.itemsize == 2
+        and tuple(weight.shape[2:]) == (3, 3)
+        and all(c % 64 == 0 for c in channels)
+        and w in widths
+        and h % (_PIXELS // w) == 0
+    )
+
+
+def _in_rows(x: Tensor, rows: int = 1) -> "TensorDescriptor":
+    n, h, w, c = x.shape
+    return _in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, rows, w, 64])
+
+
+def _in_boxes(
+    x: Tensor, shape: list[int], strides: list[int], box: list[int]
+) -> "TensorDescriptor":
+    return TensorDescriptor(x, shape, strides, box, gl.NVMMASharedLayout(128, 16, rank=len(box)))

@@ -1,0 +1,128 @@
+"""The weight gradient of `conv.gluon`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .gluon_kernels import (
+    block_chunks,
+    clear_margins,
+    row_of_block,
+    row_of_tap,
+    sync_threads,
+)
+
+
+@gluon.jit
+def _load(
+    x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
+    W: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = 256 // W
+    for tile in range(first, last):
+        n = tile // tiles_h
+        h0 = tile % tiles_h * ROWS
+        block = tile - first
+        stage = block % STAGES
+        mbarrier.wait(empty.index(stage), (block // STAGES & 1) ^ 1)
+        bar = full.index(stage)
+        mbarrier.expect(bar, (ROWS + 2) * W * 128 + 256 * 128)
+        tma.async_copy_global_to_shared(dy_desc, [n, h0, 0, co0], bar, dy_bufs.index(stage))
+        for j in gl.static_range(ROWS + 2):
+            row = row_of_block(x_bufs, stage, j, W)
+            tma.async_copy_global_to_shared(x_desc, [n, h0 + j - 1, 0, ci0], bar, row)
+
+
+@gluon.jit
+def _accumulate(
+    part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI,
+    R: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The three taps of row R of the filter."""
+    ROWS: gl.constexpr = 256 // W
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    rows = dy_bufs._reinterpret(dy_bufs.dtype, [STAGES * ROWS, W, 64], MATRIX)
+    acc0 = gl.zeros([64, 64], gl.float32, LAYOUT)
+    acc1 = gl.zeros([64, 64], gl.float32, LAYOUT)
+    acc2 = gl.zeros([64, 64], gl.float32, LAYOUT)
+    for tile in range(first, last):
+        block = tile - first
+        stage = block % STAGES
+        mbarrier.wait(full.index(stage), block // STAGES & 1)
+        for j in gl.static_range(ROWS):
+            dy = rows.index(stage * ROWS + j).permute((1, 0))
+            dy = dy.load(gl.DotOperandLayout(0, LAYOUT, 2))
+            acc0 = warpgroup_mma(dy, row_of_tap(x_bufs, stage, j + R, 0, W), acc0, is_async=True)
+            acc1 = warpgroup_mma(dy, row_of_tap(x_bufs, stage, j + R, 1, W), acc1, is_async=True)
+            acc2 = warpgroup_mma(dy, row_of_tap(x_bufs, stage, j + R, 2, W), acc2, is_async=True)
+            if j > 0:
+                acc0, acc1, acc2 = warpgroup_mma_wait(3, deps=(acc0, acc1, acc2))
+        acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2))
+        sync_threads()
+        mbarrier.arrive(empty.index(stage), count=1)
+    offs_co = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    offs_ci = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    to = part_ptr + (R * 3 * CI + offs_co * 9 * CI)[:, None] + offs_ci[None, :]
+    gl.store(to, acc0)
+    gl.store(to + CI, acc1)
+    gl.store(to + 2 * CI, acc2)
+
+
+@gluon.jit(do_not_specialize=["tiles"])
+def conv_rows_wgrad_kernel(
+    x_desc,  # [N, H, W, CI] in boxes [1, 1, W, 64]
+    dy_desc,  # [N, H, W, CO] in boxes [1, 256 / W, W, 64]
+    part_ptr,  # float32 [splits, CO, 9, CI]
+    CI,
+    CO,
+    tiles,  # of 256 pixels
+    tiles_h,  # of them in an image
+    W: gl.constexpr,
+    STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    ROWS: gl.constexpr = 256 // W
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    dtype: gl.constexpr = x_desc.dtype
+    x_bufs = gl.allocate_shared_memory(dtype, [STAGES * block_chunks(W), 8, 64], MATRIX)
+    dy_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, ROWS, W, 64], dy_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=3)
+    clear_margins(x_bufs, STAGES, W, num_warps)
+
+    ci_blocks = CI // 64
+    blocks = ci_blocks * (CO // 64)
+    block = gl.program_id(0) % blocks
+    split = gl.program_id(0) // blocks
+    splits = gl.num_programs(0) // blocks
+    ci0 = block % ci_blocks * 64
+    co0 = block // ci_blocks * 64
+    first = (tiles * split) // splits
+    last = (tiles * (split + 1)) // splits
+    part_ptr += (split.to(gl.int64) * CO + co0) * 9 * CI + ci0
+    gl.warp_specialize(
+        [
+            (_accumulate, (part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, 0, W, STAGES)),
+            (_accumulate, (part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, 1, W, STAGES)),
+            (_accumulate, (part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, 2, W, STAGES)),
+            (
+                _load,
+                (
+                    x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
+                    W, STAGES,
+                ),
+            ),
+        ],
+        [4, 4, 1],
+        [160, 160, 24],
+    )  # fmt: skip

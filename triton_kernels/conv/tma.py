@@ -1,0 +1,597 @@
+"""The fast path of `conv2d`: implicit GEMM whose tiles are fetched by TMA (Hopper and later).
+
+x is a four-dimensional tensor to the TMA unit, and one box [TILE_N, TILE_H, TILE_W, BLOCK_K] of it,
+moved by (r - pad, s - pad), is exactly what the tile of pixels needs for tap (r, s): coordinates
+outside the tensor, negative ones included, come back as zeros, and that is the padding. There is no
+index arithmetic and no mask. A small image simply takes several images a tile.
+
+Needs stride 1 and channels that are multiples of 16 bytes; `conv.gather` serves the rest.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..column_sum import num_splits, partials, sum_partials
+from ..dependent_launch import await_inputs, overlapping
+from ..device import describe
+from ..tuning import choose
+from . import gluon as conv_gluon
+from .tma_boxes import (
+    addressable,
+    aligned,
+    as_one_row,
+    count_boxes,
+    in_boxes,
+    is_pointwise,
+    pixel_box,
+    weight_in_boxes,
+    wgrad_box,
+)
+
+
+class Config(NamedTuple):
+    """What one program of the forward or of the input gradient computes."""
+
+    block_c: int  # output channels
+    block_m: int  # pixels
+    block_k: int  # input channels a step
+    num_warps: int
+    num_stages: int
+    rows: int = 1  # pixel tiles one below the other, which share loads; see `multiply_rows`
+
+
+class WgradConfig(NamedTuple):
+    """What one program of the weight gradient computes."""
+
+    block_co: int
+    block_ci: int
+    block_m: int  # pixels a step
+    taps: int  # neighbours in a row of the filter, which share one load of dy: 1 or 3
+    num_warps: int
+    num_stages: int
+
+
+# Tiles that keep both operands of wgmma in shared memory and spill no register.
+FWD_CONFIGS = [
+    Config(64, 16, 64, 4, 4),  # the linear layer over a handful of samples
+    Config(64, 64, 64, 4, 4),
+    Config(64, 128, 64, 4, 3),
+    Config(64, 256, 64, 4, 4),
+    Config(128, 128, 64, 4, 3),
+    Config(128, 256, 64, 8, 3),
+    Config(64, 64, 32, 4, 4),  # few input channels, and TF32: a row of a box is at most 128 bytes
+    Config(128, 128, 32, 4, 4),
+    Config(64, 128, 64, 4, 2),  # from here on only where they were measured to be faster
+    Config(64, 128, 64, 4, 4),
+    Config(64, 256, 64, 4, 2),
+    Config(64, 256, 64, 8, 3),
+    Config(128, 64, 64, 4, 3),
+    Config(128, 128, 64, 4, 2),
+    Config(128, 128, 64, 8, 3),
+    Config(128, 256, 64, 8, 4),
+    Config(256, 64, 64, 8, 2),
+    Config(256, 128, 64, 8, 2),
+    Config(256, 128, 64, 8, 3),
+    Config(64, 32, 32, 4, 4),
+]
+WGRAD_CONFIGS = [
+    WgradConfig(64, 64, 64, 1, 4, 4),
+    WgradConfig(64, 64, 64, 3, 4, 3),
+    WgradConfig(128, 64, 64, 3, 8, 3),
+    WgradConfig(128, 128, 64, 1, 8, 3),
+    WgradConfig(64, 64, 128, 3, 4, 2),  # from here on only where they were measured to be faster
+    WgradConfig(64, 128, 64, 3, 8, 3),
+    WgradConfig(128, 64, 128, 3, 8, 2),
+    WgradConfig(128, 64, 64, 3, 8, 4),
+    WgradConfig(64, 64, 128, 1, 4, 4),
+    WgradConfig(128, 64, 64, 1, 4, 4),
+    WgradConfig(64, 128, 64, 1, 4, 4),
+    WgradConfig(128, 128, 128, 1, 8, 2),
+    WgradConfig(128, 128, 64, 3, 8, 3),
+    WgradConfig(128, 128, 64, 1, 4, 3),
+    WgradConfig(128, 256, 64, 1, 8, 3),
+    WgradConfig(256, 128, 64, 1, 8, 3),
+    WgradConfig(128, 64, 64, 3, 4, 3),
+    WgradConfig(64, 64, 64, 3, 4, 4),
+]
+# the first so many are what the cost models choose from
+_MODELLED_FWD = 8
+_MODELLED_WGRAD = 4
+
+
+# --- forward and input gradient -------------------------------------------------------------------
+
+
+@triton.jit
+def tile_origin(
+    P,
+    Q,
+    CO,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """First image, row, column and channel of this program's tile of the output. Programs that
+    share pixels are neighbours, so x comes from memory once and then from L2."""
+    num_c = tl.cdiv(CO, BLOCK_C)
+    tiles_h = tl.cdiv(P, TILE_H)
+    tiles_w = tl.cdiv(Q, TILE_W)
+    tile = tl.program_id(0) // num_c
+    c0 = tl.program_id(0) % num_c * BLOCK_C
+    w0 = tile % tiles_w * TILE_W
+    h0 = tile // tiles_w % tiles_h * TILE_H
+    n0 = tile // (tiles_w * tiles_h) * TILE_N
+    return n0, h0, w0, c0
+
+
+@triton.jit
+def multiply(
+    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]: x, or dy
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]; DGRAD: CO and CI change places
+    n0,
+    h0,
+    w0,
+    c0,
+    CI,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    DGRAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One tile of the convolution, or of its input gradient: float32 [BLOCK_C, BLOCK_M]."""
+    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    k_blocks = tl.cdiv(CI, BLOCK_K)
+    for step in range(R * S * k_blocks):
+        tap = step // k_blocks
+        k0 = (step - tap * k_blocks) * BLOCK_K
+        r = tap // S
+        s = tap % S
+        if DGRAD:
+            x = x_desc.load([n0, h0 - r + PAD_H, w0 - s + PAD_W, k0])
+            w = tl.trans(w_desc.load([tap, k0, c0]).reshape(BLOCK_K, BLOCK_C))
+        else:
+            x = x_desc.load([n0, h0 + r - PAD_H, w0 + s - PAD_W, k0])
+            w = w_desc.load([tap, c0, k0]).reshape(BLOCK_C, BLOCK_K)
+        x = x.reshape(BLOCK_M, BLOCK_K)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def multiply_rows(
+    x_desc,  # [N, H, W, CI] in boxes [TILE_N, 1, TILE_W, BLOCK_K]: x, or dy
+    w_desc,  # as in `multiply`
+    n0,
+    h0,
+    w0,
+    c0,
+    CI,
+    S: tl.constexpr,
+    PAD_W: tl.constexpr,
+    DGRAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,  # 2 or 4
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Tiles at rows h0, h0 + 1, ... of a convolution with filters of 3 rows and padding 1: four
+    float32 [BLOCK_C, BLOCK_M], of which the first ROWS count.
+
+    A row of x serves the three rows of y around it from one load. Where there are few output
+    channels the time goes into fetching x from L2 once for every tap: 9 times with `multiply`, 4.5
+    times with four rows.
+    """
+    acc0 = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    acc1 = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    acc2 = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)  # these two cost nothing if ROWS == 2
+    acc3 = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    k_blocks = tl.cdiv(CI, BLOCK_K)
+    for step in range(S * k_blocks):
+        s = step // k_blocks
+        k0 = (step - s * k_blocks) * BLOCK_K
+        if DGRAD:  # the filter upside down, so that y at h0 + j reads x_j, x_j+1, x_j+2 as well
+            col = w0 - s + PAD_W
+            fa = tl.trans(w_desc.load([2 * S + s, k0, c0]).reshape(BLOCK_K, BLOCK_C))
+            fb = tl.trans(w_desc.load([S + s, k0, c0]).reshape(BLOCK_K, BLOCK_C))
+            fc = tl.trans(w_desc.load([s, k0, c0]).reshape(BLOCK_K, BLOCK_C))
+        else:
+            col = w0 + s - PAD_W
+            fa = w_desc.load([s, c0, k0]).reshape(BLOCK_C, BLOCK_K)
+            fb = w_desc.load([S + s, c0, k0]).reshape(BLOCK_C, BLOCK_K)
+            fc = w_desc.load([2 * S + s, c0, k0]).reshape(BLOCK_C, BLOCK_K)
+        x0 = tl.trans(x_desc.load([n0, h0 - 1, col, k0]).reshape(BLOCK_M, BLOCK_K))
+        x1 = tl.trans(x_desc.load([n0, h0, col, k0]).reshape(BLOCK_M, BLOCK_K))
+        x2 = tl.trans(x_desc.load([n0, h0 + 1, col, k0]).reshape(BLOCK_M, BLOCK_K))
+        x3 = tl.trans(x_desc.load([n0, h0 + 2, col, k0]).reshape(BLOCK_M, BLOCK_K))
+        acc0 = tl.dot(fa, x0, acc0, input_precision=PRECISION)
+        acc0 = tl.dot(fb, x1, acc0, input_precision=PRECISION)
+        acc0 = tl.dot(fc, x2, acc0, input_precision=PRECISION)
+        acc1 = tl.dot(fa, x1, acc1, input_precision=PRECISION)
+        acc1 = tl.dot(fb, x2, acc1, input_precision=PRECISION)
+        acc1 = tl.dot(fc, x3, acc1, input_precision=PRECISION)
+        if ROWS == 4:
+            x4 = tl.trans(x_desc.load([n0, h0 + 3, col, k0]).reshape(BLOCK_M, BLOCK_K))
+            x5 = tl.trans(x_desc.load([n0, h0 + 4, col, k0]).reshape(BLOCK_M, BLOCK_K))
+            acc2 = tl.dot(fa, x2, acc2, input_precision=PRECISION)
+            acc2 = tl.dot(fb, x3, acc2, input_precision=PRECISION)
+            acc2 = tl.dot(fc, x4, acc2, input_precision=PRECISION)
+            acc3 = tl.dot(fa, x3, acc3, input_precision=PRECISION)
+            acc3 = tl.dot(fb, x4, acc3, input_precision=PRECISION)
+            acc3 = tl.dot(fc, x5, acc3, input_precision=PRECISION)
+    return acc0, acc1, acc2, acc3
+
+
+@triton.jit(do_not_specialize=["P", "Q"])
+def _conv2d_tma_kernel(
+    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]: x, or dy
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]; DGRAD: CO and CI change places
+    bias_ptr,  # [CO]
+    y_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]: y, or dx
+    CI,
+    P,
+    Q,
+    CO,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    DGRAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    await_inputs()
+    n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
+    acc = multiply(
+        x_desc, w_desc, n0, h0, w0, c0, CI, R, S, PAD_H, PAD_W, DGRAD, PRECISION,
+        TILE_N * TILE_H * TILE_W, BLOCK_C, BLOCK_K,
+    )  # fmt: skip
+    if HAS_BIAS:
+        offs_c = c0 + tl.arange(0, BLOCK_C)
+        bias = tl.load(bias_ptr + offs_c, mask=offs_c < CO, other=0.0)
+        acc += bias.to(tl.float32)[:, None]
+    y = tl.trans(acc.to(y_desc.dtype)).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C)
+    y_desc.store([n0, h0, w0, c0], y)
+
+
+def launch_fwd(
+    x: Tensor,  # [N, H, W, CI], or dy
+    weight: Tensor,  # [CO, CI, R, S] in channels_last memory
+    bias: Tensor | None,  # [CO]
+    y: Tensor,  # [N, P, Q, CO] to be written, or dx
+    stride: int,
+    padding: tuple[int, int],
+    precision: str,
+    *,
+    dgrad: bool,
+    config: Config | None = None,
+) -> None:
+    """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output, y of the input."""
+    assert stride == 1
+    _, _, r, s = weight.shape
+    if is_pointwise(weight, padding):
+        x, y = as_one_row(x), as_one_row(y)
+    ci = x.shape[3]
+    n, p, q, co = y.shape
+    if config is None:
+
+        def run(c: Config) -> Tensor:
+            out = torch.empty_like(y)
+            launch_fwd(x, weight, bias, out, stride, padding, precision, dgrad=dgrad, config=c)
+            return out
+
+        config = choose(
+            "conv2d_dgrad" if dgrad else "conv2d",
+            (*x.shape, *y.shape[1:], *weight.shape[2:], x.dtype),
+            lambda: [c for c in FWD_CONFIGS if _fits_fwd(c, x)],
+            lambda: _pick_fwd(x, y),
+            run,
+        )
+    box = pixel_box(config.block_m, n, p, q)
+    block_co, block_ci = config.block_c, config.block_k
+    if dgrad:
+        block_co, block_ci = block_ci, block_co
+    programs = count_boxes(box, n, p, q) * triton.cdiv(co, config.block_c)
+    _conv2d_tma_kernel[(programs,)](
+        in_boxes(x, [*box, config.block_k]),
+        weight_in_boxes(weight, block_co, block_ci),
+        bias,
+        in_boxes(y, [*box, config.block_c]),
+        ci,
+        p,
+        q,
+        co,
+        R=r,
+        S=s,
+        PAD_H=padding[0],
+        PAD_W=padding[1],
+        DGRAD=dgrad,
+        HAS_BIAS=bias is not None,
+        PRECISION=precision,
+        TILE_N=box[0],
+        TILE_H=box[1],
+        TILE_W=box[2],
+        BLOCK_C=config.block_c,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **overlapping(x.device),
+    )
+
+
+def serves_fwd(x: Tensor, weight: Tensor, y: Tensor, stride: int, precision: str) -> bool:
+    """Whether `launch_fwd` can do this convolution, or this input gradient."""
+    return stride == 1 and precision != "ieee" and addressable(x, y) and aligned(weight)
+
+
+def _pick_fwd(x: Tensor, y: Tensor) -> Config:
+    """The tile with the shortest time by a crude model: rounds of programs on the multiprocessors,
+    times the work of one, which is multiplying plus fetching (32: a guess, until tiles are timed).
+    """
+    n, p, q, co = y.shape
+    gpu = describe(x.device)
+
+    def time(c: Config) -> int:
+        boxes = count_boxes(pixel_box(c.block_m, n, p, q), n, p, q)
+        rounds = triton.cdiv(boxes * triton.cdiv(co, c.block_c), gpu.num_sms)
+        return rounds * (c.block_c * c.block_m + 32 * (c.block_c + c.block_m))
+
+    return min((c for c in FWD_CONFIGS[:_MODELLED_FWD] if _fits_fwd(c, x)), key=time)
+
+
+def _fits_fwd(c: Config, x: Tensor) -> bool:
+    block_k = 64 if x.itemsize == 2 and x.shape[3] > 32 else 32
+    fetched = c.num_stages * (c.block_c + c.block_m) * c.block_k * x.itemsize
+    return c.block_k == block_k and fetched + 1024 <= describe(x.device).shared_memory
+
+
+# --- weight gradient ------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["P", "Q", "num_tiles", "tiles_per_split"])
+def _conv2d_wgrad_tma_kernel(
+    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_CI]
+    dy_desc,  # [N, P, Q, CO] in boxes [1, 1, TILE_W, BLOCK_CO]; FLAT: [N * P * Q, CO]
+    dw_ptr,  # [splits, CO, R * S, CI], each split and each CO a row, any distance apart
+    CI,
+    P,
+    Q,
+    CO,
+    stride_split,
+    stride_co,
+    num_tiles,  # of pixels
+    tiles_per_split,
+    S: tl.constexpr,
+    GROUP: tl.constexpr,  # taps of this program: 1 or 3
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    ACCUMULATE: tl.constexpr,  # add to what is there
+    FLAT: tl.constexpr,  # a tile is BLOCK_M successive pixels of the batch: whole rows or images
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_CO: tl.constexpr,
+    BLOCK_CI: tl.constexpr,
+):
+    await_inputs()
+    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
+    ci_blocks = tl.cdiv(CI, BLOCK_CI)
+    co0 = tl.program_id(0) // ci_blocks * BLOCK_CO
+    ci0 = tl.program_id(0) % ci_blocks * BLOCK_CI
+    tap = tl.program_id(1) * GROUP
+    split = tl.program_id(2)
+    r = tap // S - PAD_H
+    s = tap % S - PAD_W
+    tiles_h = tl.cdiv(P, TILE_H)
+    tiles_w = tl.cdiv(Q, TILE_W)
+
+    acc0 = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)
+    acc1 = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)  # these two cost nothing if GROUP == 1
+    acc2 = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)
+    start = split * tiles_per_split
+    for tile in range(start, tl.minimum(start + tiles_per_split, num_tiles)):
+        w0 = tile % tiles_w * TILE_W
+        h0 = tile // tiles_w % tiles_h * TILE_H
+        n0 = tile // (tiles_w * tiles_h) * TILE_N
+        if FLAT:
+            dy = dy_desc.load([tile * BLOCK_M, co0])
+        else:
+            dy = dy_desc.load([n0, h0, w0, co0]).reshape(BLOCK_M, BLOCK_CO)
+        dy = tl.trans(dy)
+        x0 = x_desc.load([n0, h0 + r, w0 + s, ci0]).reshape(BLOCK_M, BLOCK_CI)
+        acc0 = tl.dot(dy, x0, acc0)
+        if GROUP == 3:
+            x1 = x_desc.load([n0, h0 + r, w0 + s + 1, ci0]).reshape(BLOCK_M, BLOCK_CI)
+            acc1 = tl.dot(dy, x1, acc1)
+            x2 = x_desc.load([n0, h0 + r, w0 + s + 2, ci0]).reshape(BLOCK_M, BLOCK_CI)
+            acc2 = tl.dot(dy, x2, acc2)
+
+    offs_co = co0 + tl.arange(0, BLOCK_CO)
+    offs_ci = ci0 + tl.arange(0, BLOCK_CI)
+    mask = (offs_co < CO)[:, None] & (offs_ci < CI)[None, :]
+    row = split.to(tl.int64) * stride_split + offs_co * stride_co + tap * CI
+    dw_ptrs = dw_ptr + row[:, None] + offs_ci[None, :]
+    _store_or_add(dw_ptrs, acc0, mask, ACCUMULATE)
+    if GROUP == 3:
+        _store_or_add(dw_ptrs + CI, acc1, mask, ACCUMULATE)
+        _store_or_add(dw_ptrs + 2 * CI, acc2, mask, ACCUMULATE)
+
+
+@triton.jit
+def _store_or_add(ptrs, value, mask, ADD: tl.constexpr):
+    if ADD:
+        value += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(ptrs, value.to(ptrs.dtype.element_ty), mask=mask)
+
+
+class _WgradPlan(NamedTuple):
+    """A `WgradConfig` and the number of parts."""
+
+    block_co: int
+    block_ci: int
+    block_m: int
+    taps: int
+    num_warps: int
+    num_stages: int
+    splits: int
+
+
+def plan_wgrad(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    padding: tuple[int, int],
+    config: WgradConfig | None,
+) -> tuple[WgradConfig, int]:
+    """The configuration, and the number of parts that the sum over pixels is split into."""
+    if config is not None:
+        return config, _splits(x, dy, weight, padding, config)
+    _, _, r, s = weight.shape
+
+    def default() -> _WgradPlan:
+        config = _pick_wgrad(x, weight)
+        return _WgradPlan(*config, _splits(x, dy, weight, padding, config))
+
+    def candidates() -> list[_WgradPlan]:
+        fitting = [c for c in WGRAD_CONFIGS if wgrad_fits(c, x, weight)]
+        parts = [(c, _splits(x, dy, weight, padding, c)) for c in fitting]
+        plans = [(c, max(1, int(k * f))) for c, k in parts for f in (1, 2, 0.5, 0.25)]
+        if conv_gluon.wgrad_applies(x, dy, weight, padding):
+            plans += [(WgradConfig(*conv_gluon.WGRAD_TILE), conv_gluon.wgrad_splits(x, weight))]
+        return [_WgradPlan(*c, k) for c, k in dict.fromkeys(plans)]
+
+    def run(plan: _WgradPlan) -> Tensor:
+        *tile, splits = plan
+        out = torch.empty((weight.numel(),), dtype=weight.dtype, device=x.device)
+        parts = partials(out, splits)
+        config = WgradConfig(*tile)
+        launch_wgrad(x, dy, weight, parts, 1, padding, "tf32", config, splits)
+        sum_partials(parts, out)
+        return out
+
+    key = (*x.shape, dy.shape[3], r, s, x.dtype)
+    plan = choose("conv_weight_grad", key, candidates, default, run)
+    if conv_gluon.serves(plan) and not conv_gluon.wgrad_applies(x, dy, weight, padding):
+        plan = default()
+    *tile, splits = plan
+    return WgradConfig(*tile), splits
+
+
+def _splits(
+    x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int], config: WgradConfig
+) -> int:
+    if conv_gluon.serves(config):
+        return conv_gluon.wgrad_splits(x, weight)
+    if is_pointwise(weight, padding):
+        dy = as_one_row(dy)
+    n, p, q, _ = dy.shape
+    box, _ = wgrad_box(config.block_m, n, p, q)
+    slots = describe(x.device).num_sms * 8 // config.num_warps
+    programs = math.prod(_wgrad_blocks(weight, config))
+    return num_splits(programs, count_boxes(box, n, p, q), slots)
+
+
+def launch_wgrad(
+    x: Tensor,  # [N, H, W, CI]
+    dy: Tensor,  # [N, P, Q, CO]
+    weight: Tensor,  # [CO, CI, R, S], of which only the shape matters
+    partial: Tensor,  # [splits, CO * R * S * CI], or one part alone, to be written
+    stride: int,
+    padding: tuple[int, int],
+    precision: str,
+    config: WgradConfig,
+    splits: int,
+    *,
+    stride_co: int | None = None,  # of `partial`, if it is one part alone with its rows apart
+    accumulate: bool = False,  # add to what `partial` holds
+) -> None:
+    """The gradient of the filters, as `splits` parts that have to be added up."""
+    assert stride == 1
+    if conv_gluon.serves(config):
+        assert splits > 1 and partial.dtype == torch.float32
+        conv_gluon.weight_grad(x, dy, partial)
+        return
+    co, ci, r, s = weight.shape
+    if is_pointwise(weight, padding):
+        x, dy = as_one_row(x), as_one_row(dy)
+    n, p, q, _ = dy.shape
+    box, flat = wgrad_box(config.block_m, n, p, q)
+    num_tiles = count_boxes(box, n, p, q)
+    dy_rows = dy.view(n * p * q, dy.shape[3]) if flat else dy
+    dy_box = [math.prod(box)] if flat else box
+    _conv2d_wgrad_tma_kernel[(*_wgrad_blocks(weight, config), splits)](
+        in_boxes(x, [*box, config.block_ci]),
+        in_boxes(dy_rows, [*dy_box, config.block_co]),
+        partial,
+        ci,
+        p,
+        q,
+        co,
+        co * r * s * ci,
+        r * s * ci if stride_co is None else stride_co,
+        num_tiles,
+        triton.cdiv(num_tiles, splits),
+        S=s,
+        GROUP=config.taps,
+        PAD_H=padding[0],
+        PAD_W=padding[1],
+        ACCUMULATE=accumulate,
+        FLAT=flat,
+        TILE_N=box[0],
+        TILE_H=box[1],
+        TILE_W=box[2],
+        BLOCK_CO=config.block_co,
+        BLOCK_CI=config.block_ci,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **overlapping(x.device),
+    )
+
+
+def serves_wgrad(x: Tensor, dy: Tensor, weight: Tensor, stride: int) -> bool:
+    """Whether `launch_wgrad` can do this weight gradient. In float32 wgmma could not take its
+    operands as they lie in memory, with the pixels outermost."""
+    return stride == 1 and x.itemsize == 2 and addressable(x, dy)
+
+
+def _pick_wgrad(x: Tensor, weight: Tensor) -> WgradConfig:
+    """The least work, counting padded channels, and fetching as in `_pick_fwd`."""
+    co, ci, _, s = weight.shape
+    taps = 3 if s == 3 else 1
+
+    def time(c: WgradConfig) -> float:
+        padded = triton.cdiv(co, c.block_co) * c.block_co * triton.cdiv(ci, c.block_ci) * c.block_ci
+        fetched = (c.block_co + c.taps * c.block_ci) / (c.block_co * c.block_ci * c.taps)
+        return padded * (1 + 32 * fetched)
+
+    modelled = (c for c in WGRAD_CONFIGS[:_MODELLED_WGRAD] if wgrad_fits(c, x, weight))
+    return min((c for c in modelled if c.taps == taps), key=time)
+
+
+def wgrad_fits(c: WgradConfig, x: Tensor, weight: Tensor) -> bool:
+    """Whether the taps divide the filter's rows, and the pipeline fits into shared memory."""
+    fetched = c.num_stages * c.block_m * (c.block_co + c.taps * c.block_ci) * 2
+    return weight.shape[3] % c.taps == 0 and fetched + 1024 <= describe(x.device).shared_memory
+
+
+def _wgrad_blocks(weight: Tensor, config: WgradConfig) -> tuple[int, int]:
+    co, ci, r, s = weight.shape
+    assert s % config.taps == 0, "taps of one program are neighbours in a row of the filter"
+    blocks = triton.cdiv(co, config.block_co) * triton.cdiv(ci, config.block_ci)
+    return blocks, r * s // config.taps

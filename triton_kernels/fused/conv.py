@@ -1,0 +1,449 @@
+"""Convolutions with what surrounds them in a residual block done in their epilogues.
+
+Forward, rounded once from the float32 accumulator, with sums of the rounded y for the next norm:
+
+    y = conv(x) + bias[co] + emb[n, co] + residual + 1x1 convolutions of other tensors
+
+Input gradient of y = conv(act(z)), z = xhat g + b, xhat = (x - mean) rstd, and the sums that the
+norm's own backward pass needs:
+
+    da = conv^T(dy),   dz = da act'(z),   sum dz,   sum dz xhat
+
+All tensors are NHWC. Sums are taken per (image, channel) over a tile of pixels; K tiles make an
+image, and their sums go to `partials` [N, K, 2, C] by plain stores: no atomics, so equal bits at
+every run. The GEMM is that of `conv.tma`: stride 1, channels in multiples of 16 bytes, a TMA unit.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..activations import check_activation
+from ..column_sum import sum_partials
+from ..conv import gather as conv_gather
+from ..conv import gluon as conv_gluon
+from ..conv import tma as conv_tma
+from ..conv.tma import Config, WgradConfig, launch_fwd
+from ..conv.tma_boxes import count_boxes, image_box, in_boxes, pixel_box, row_box, weight_in_boxes
+from ..dependent_launch import overlapping
+from ..device import describe
+from ..dropout import Mask, mask_arguments
+from ..tuning import choose
+from .conv_kernels import conv_forward_kernel, conv_input_grad_kernel
+
+_FWD_CONFIGS = [
+    Config(64, 64, 64, 4, 4),
+    Config(64, 128, 64, 4, 3),
+    Config(64, 256, 64, 4, 4),
+    Config(128, 128, 64, 4, 3),
+    Config(128, 256, 64, 8, 3),
+    Config(64, 64, 32, 4, 4),  # few input channels, and TF32: a row of a box is at most 128 bytes
+    Config(128, 128, 32, 4, 4),
+    Config(64, 64, 32, 4, 3, 4),  # few output channels in large images
+    Config(64, 64, 64, 4, 2, 4),
+    Config(64, 128, 32, 4, 2, 2),
+    Config(64, 128, 64, 4, 4),
+    Config(64, 256, 64, 8, 3),
+    Config(128, 128, 64, 8, 3),
+    Config(128, 256, 64, 8, 4),
+    Config(64, 128, 64, 4, 6),  # few tiles, which wait for their loads
+]
+_DGRAD_CONFIGS = [
+    Config(64, 64, 64, 4, 4),
+    Config(64, 128, 64, 4, 3),
+    Config(64, 256, 64, 4, 4),
+    Config(128, 128, 64, 4, 3),
+    Config(128, 128, 64, 8, 3),
+    Config(128, 256, 64, 8, 3),
+    Config(64, 64, 32, 4, 4),
+    Config(64, 128, 32, 4, 4),
+    Config(64, 64, 32, 4, 3, 4),  # few output channels in large images
+    Config(64, 64, 64, 4, 2, 4),
+    Config(64, 128, 32, 4, 2, 2),
+    Config(64, 128, 64, 4, 4),
+    Config(64, 128, 64, 8, 3),
+    Config(64, 256, 64, 8, 3),
+    Config(128, 128, 64, 8, 4),
+]
+
+_empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
+
+
+# --- forward --------------------------------------------------------------------------------------
+
+
+def conv_forward(
+    x: Tensor,  # [N, H, W, CI]
+    weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of x
+    bias: Tensor,  # float32 [CO]
+    *,
+    emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
+    residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
+    extra: Sequence[tuple[Tensor, Tensor]] | None = None,  # up to two: [N, H, W, C], [CO, C]
+    extra_bias: Tensor | None = None,  # float32 [CO]
+    stats: bool = False,  # whether to return partials
+    width: int | None = None,  # channels of y, up to the next multiple of 16; None: CO
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor | None]:  # [N, H, W, CO]; float32 [N, K, 2, CO]
+    """conv(x) + bias + emb + residual, and its partials: of each tile of H W / K pixels, the sum of
+    y and that of (y - mean of the tile)^2, with y as it was rounded. Beyond CO, y has zeros.
+
+    `extra` adds 1x1 convolutions of other tensors in the same accumulator. Their filters are rows
+    any multiple of 16 bytes apart: columns of the filter of a concatenation.
+    """
+    extra = extra or ()
+    n, h, w, ci = x.shape
+    co, _, r, s = weight.shape
+    _check(weight, x, residual, *(x for x, _ in extra))
+    assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
+    assert len(extra) <= 2
+    width = co if width is None else width
+    assert width == co or (co < width <= triton.cdiv(co, 16) * 16 and not stats)
+    y = _empty((n, h, w, width), dtype=x.dtype, device=x.device)
+    others = [other for other, _ in extra]
+    if config is None:
+        terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
+        terms["width"] = width
+        config = choose(
+            "conv_forward",
+            (n, h, w, ci, width, r, s, x.dtype, residual is not None, len(extra), stats),
+            lambda: _valid(_FWD_CONFIGS, x, y, r, stats) + _gluon(x, y, weight, others),
+            lambda: _pick(_FWD_CONFIGS, x, y, (r, s), stats),
+            lambda c: conv_forward(x, weight, bias, **terms, stats=stats, config=c)[0],
+        )
+        if conv_gluon.serves(config) and not _gluon(x, y, weight, others):
+            config = _pick(_FWD_CONFIGS, x, y, (r, s), stats)
+    box = _box(config, n, h, w, exact=stats)
+    partials = _partials(box, y) if stats else None
+    if n == 0:
+        return y, partials
+    if conv_gluon.serves(config):
+        terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
+        conv_gluon.forward(x, weight, bias, y, partials, **terms)
+        return y, partials
+    tile = [*box, config.block_c]
+    extra_descs, extra_channels = [], []
+    for other, w1x1 in extra:
+        assert w1x1.shape == (co, other.shape[3]) and w1x1.stride(1) == 1
+        block = [config.block_c, config.block_k]
+        filters = TensorDescriptor(w1x1, list(w1x1.shape), list(w1x1.stride()), block)
+        extra_descs += [in_boxes(other, [*box, config.block_k]), filters]
+        extra_channels += [other.shape[3]]
+    conv_forward_kernel[(_programs(config, box, y),)](
+        in_boxes(x, [*box, config.block_k]),
+        weight_in_boxes(weight, config.block_c, config.block_k),
+        bias,
+        emb,
+        None if residual is None else in_boxes(residual, tile),
+        in_boxes(y, tile),
+        partials,
+        *extra_descs,
+        *[None] * (4 - len(extra_descs)),
+        extra_bias,
+        *extra_channels,
+        *[0] * (2 - len(extra)),
+        0 if emb is None else emb.stride(0),
+        n,
+        ci,
+        h,
+        w,
+        co,
+        R=r,
+        S=s,
+        PRECISION="tf32",
+        ROWS=config.rows,
+        TILE_N=box[0],
+        TILE_H=box[1],
+        TILE_W=box[2],
+        BLOCK_C=config.block_c,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **overlapping(x.device),
+    )
+    return y, partials
+
+
+# --- input gradient -------------------------------------------------------------------------------
+
+
+def conv_input_grad(
+    dy: Tensor,  # [N, H, W, CO or more]: what is behind the filters does not count
+    weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of dy
+    *,
+    inputs: Tensor | tuple[Tensor, ...],  # x [N, H, W, CI], or the two that it concatenates
+    table: Tensor,  # float32 [N, 4, CI]: mean, rstd, g, b
+    activation: str,  # of `activations`
+    mask: Mask | None = None,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:  # [N, H, W, CI]; float32 [N, K, 2, CI]
+    """dz of a = act(z), z = (x - mean) rstd g + b, from the gradient dy of conv(a), or of
+    conv(dropout(a)) if there is a mask; and its partials: of each tile, the sums of dz and of
+    dz (x - mean) rstd, before dz is rounded."""
+    check_activation(activation)
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    n, h, w, co = dy.shape
+    _, ci, r, s = weight.shape
+    _check(weight, dy, *inputs)
+    assert sum(x.shape[3] for x in inputs) == ci and len(inputs) <= 2
+    assert table.shape == (n, 4, ci) and table.is_contiguous()
+    dz = _empty((n, h, w, ci), dtype=dy.dtype, device=dy.device)
+    c1 = inputs[0].shape[3]
+    border = c1 if len(inputs) == 2 else None
+    if config is None:
+        rest = {"inputs": inputs, "table": table, "activation": activation, "mask": mask}
+        gluon = _gluon(dy, dz, weight, inputs) if mask is None else []
+        config = choose(
+            "conv_input_grad",
+            (n, h, w, co, ci, c1, r, s, dy.dtype, activation),
+            lambda: _valid(_DGRAD_CONFIGS, dy, dz, r, True, border) + gluon,
+            lambda: _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, border),
+            lambda c: conv_input_grad(dy, weight, **rest, config=c)[0],
+        )
+        if conv_gluon.serves(config) and not gluon:
+            config = _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, border)
+    assert len(inputs) == 1 or c1 % config.block_c == 0, "a tile of channels straddles the inputs"
+    box = _box(config, n, h, w, exact=True)
+    piece = _piece(config, box)
+    partials = _partials(piece, dz)
+    if n == 0:
+        return dz, partials
+    if conv_gluon.serves(config):
+        given = {"inputs": inputs, "table": table, "activation": activation}
+        conv_gluon.input_grad(dy, weight, dz, partials, **given)
+        return dz, partials
+    tile = [*piece, config.block_c]
+    conv_input_grad_kernel[(_programs(config, box, dz),)](
+        in_boxes(dy, [*box, config.block_k]),
+        weight_in_boxes(weight, config.block_k, config.block_c),
+        in_boxes(inputs[0], tile),
+        in_boxes(inputs[1], tile) if len(inputs) == 2 else None,
+        table,
+        in_boxes(dz, tile),
+        partials,
+        n,
+        co,
+        h,
+        w,
+        ci,
+        c1,
+        *mask_arguments(mask),
+        R=r,
+        S=s,
+        ACT=activation,
+        PRECISION="tf32",
+        ROWS=config.rows,
+        TILE_N=box[0],
+        TILE_H=box[1],
+        TILE_W=box[2],
+        PIECE_N=piece[0],
+        PIECE_H=piece[1],
+        PIECE_W=piece[2],
+        BLOCK_C=config.block_c,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **overlapping(dy.device),
+    )
+    return dz, partials
+
+
+def conv_plain_input_grad(
+    dy: Tensor,  # [N, H, W, CO]
+    weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of dy
+    config: Config | None = None,  # of `conv.tma`
+) -> Tensor:  # [N, H, W, CI]
+    """The gradient of x of conv(x)."""
+    _check(weight, dy)
+    _, ci, r, s = weight.shape
+    dx = _empty((*dy.shape[:3], ci), dtype=dy.dtype, device=dy.device)
+    if dx.numel():
+        padding = (r // 2, s // 2)
+        launch_fwd(dy, weight, None, dx, 1, padding, "tf32", dgrad=True, config=config)
+    return dx
+
+
+# --- weight gradient ------------------------------------------------------------------------------
+
+
+def conv_weight_grad(
+    x: Tensor,  # [N, H, W, CI or more]
+    dy: Tensor,  # [N, H, W, CO or more]
+    out: Tensor,  # float32 [CO, CI, R, S] to be written; a channel of y is a row [R, S, CI]
+    *,
+    accumulate: bool = False,  # add to `out`
+    stride: int = 1,
+    padding: int | None = None,  # None: R // 2; the image is padded below as far as dy needs it
+    config: WgradConfig | None = None,
+    splits: int | None = None,  # parts that the sum over pixels is split into
+) -> None:
+    """out = or += the gradient of the filters. The rows of `out` may be any distance apart, as in
+    the columns of a 1x1 filter that belong to one half of a concatenation. Channels of x and dy
+    behind those of the filters, which pad them, do not count."""
+    co, ci, r, s = out.shape
+    assert out.dtype == torch.float32 and out[0].permute(1, 2, 0).is_contiguous()
+    assert x.is_contiguous() and dy.is_contiguous() and x.shape[3] >= ci and dy.shape[3] >= co
+    if dy.shape[0] == 0:
+        if not accumulate:
+            out.zero_()
+        return
+    padding = (r // 2, s // 2) if padding is None else (padding, padding)
+    path = conv_tma if x.itemsize == 2 and stride == 1 else conv_gather
+    assert path is conv_tma or (x.shape[3], dy.shape[3]) == (ci, co)
+    how = (stride, "tf32") if path is conv_gather else ()
+    config, planned = path.plan_wgrad(x, dy, out, padding, config, *how)
+    splits = planned if splits is None else splits
+    if splits == 1 and path is conv_tma:
+        place = {"stride_co": out.stride(0), "accumulate": accumulate}
+        conv_tma.launch_wgrad(x, dy, out, out, 1, padding, "tf32", config, 1, **place)
+        return
+    row = r * s * ci
+    parts = _empty((splits, co * row), dtype=torch.float32, device=x.device)
+    path.launch_wgrad(x, dy, out, parts, stride, padding, "tf32", config, splits)
+    sum_partials(parts, out, accumulate=accumulate)
+
+
+# --- what applies where ---------------------------------------------------------------------------
+
+
+def conv_fused_supported(
+    x_shape: Sequence[int],  # N, H, W, CI
+    weight_shape: Sequence[int],  # CO, CI, R, S
+    dtype: torch.dtype,
+    c1: int | None = None,  # channels of the first of two inputs, if x is a concatenation
+) -> bool:
+    """Whether every function of this file can do this convolution, of stride 1 and padding R // 2
+    on the current device. In float32 they multiply in TF32."""
+    n, h, w, ci = x_shape
+    co, _, r, s = weight_shape
+    row = 16 // dtype.itemsize
+    pixels, size = (n, h, w), dtype.itemsize
+    return (
+        describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")).tma
+        and r % 2 == s % 2 == 1
+        and ci % row == co % row == 0
+        and (c1 is None or c1 % row == 0)
+        and any(_serves(c, size, r, None, pixels, True) for c in _FWD_CONFIGS)
+        and any(_serves(c, size, r, c1, pixels, True) for c in _DGRAD_CONFIGS)
+    )
+
+
+def _gluon(x: Tensor, y: Tensor, weight: Tensor, others: Sequence[Tensor]) -> list[Config]:
+    """The tile of `conv.gluon` where it applies: one to be measured, not a default."""
+    return [Config(*conv_gluon.TILE)] if conv_gluon.applies(x, y, weight, others) else []
+
+
+def _serves(
+    config: Config,
+    itemsize: int,
+    r: int,
+    border: int | None,  # channels after which another input begins
+    pixels: tuple[int, int, int],
+    exact: bool,
+) -> bool:
+    straddles = border is not None and border % config.block_c > 0
+    wide = config.block_k * itemsize <= 128  # a row of a box
+    rows = config.rows == 1 or r == 3
+    return wide and rows and not straddles and _box(config, *pixels, exact) is not None
+
+
+def _box(config: Config, n: int, h: int, w: int, exact: bool) -> tuple[int, int, int] | None:
+    """A tile [images, rows, columns]; `exact` ones divide the images."""
+    if config.rows > 1:
+        return row_box(config.block_m, config.rows, h, w)
+    return (image_box if exact else pixel_box)(config.block_m, n, h, w)
+
+
+def _piece(config: Config, box: tuple[int, int, int]) -> tuple[int, int, int]:
+    """What the epilogue of the input gradient does at a time: a tile, or half of one where a thread
+    has 128 accumulators. The half is of images, else of rows, else of columns."""
+    if config.rows > 1 or config.block_c * config.block_m < 128 * 32 * config.num_warps:
+        return box
+    n, h, w = box
+    return (n // 2, h, w) if n > 1 else (1, h // 2, w) if h > 1 else (1, 1, w // 2)
+
+
+def _programs(config: Config, box: tuple[int, int, int], y: Tensor) -> int:
+    n, h, w, c = y.shape
+    box = (box[0], box[1] * config.rows, box[2])
+    return count_boxes(box, n, h, w) * triton.cdiv(c, config.block_c)
+
+
+def _fetched(config: Config, itemsize: int) -> tuple[int, int]:
+    """Bytes of x and of filters that one step loads."""
+    row = config.block_k * itemsize
+    if config.rows == 1:
+        return config.block_m * row, config.block_c * row
+    return (config.rows + 2) * config.block_m * row, 3 * config.block_c * row
+
+
+def _resident(config: Config, x: Tensor) -> int:
+    """Programs that a multiprocessor holds at a time."""
+    shared = sum(_fetched(config, x.itemsize)) * config.num_stages + 1024
+    return min(describe(x.device).shared_memory // shared, 16 // config.num_warps)
+
+
+def _valid(
+    configs: list[Config],
+    x: Tensor,  # what is convolved: x, or dy
+    y: Tensor,  # the result
+    r: int,
+    exact: bool,  # tiles have to divide the images
+    border: int | None = None,  # channels of y after which another input begins
+) -> list[Config]:
+    """The tiles that can do it, less those that another serves better anyway."""
+    n, h, w, k = x.shape
+    block_k = 64 if x.itemsize == 2 and k > 32 else 32
+    return [
+        c
+        for c in configs
+        if (c.block_k == block_k or c.rows > 1)
+        and _serves(c, x.itemsize, r, border, (n, h, w), exact)
+        and _resident(c, x) > 0
+    ]
+
+
+def _pick(
+    configs: list[Config],
+    x: Tensor,
+    y: Tensor,
+    filter_size: tuple[int, int],  # R, S
+    exact: bool,
+    border: int | None = None,
+) -> Config:
+    """The tile with the shortest time by a crude model in clocks: a multiprocessor's programs
+    multiply (2048 multiply-adds a clock) or fetch (32 bytes a clock, where filters, which all
+    programs read at about the same time, count half) one after the other; filling the pipeline and
+    the epilogue are hidden by the other programs that fit beside. Tiles of several rows, whose
+    products into one accumulator Triton does not overlap, have to be timed: not taken here."""
+    n, h, w, k = x.shape
+    r, s = filter_size
+
+    def time(c: Config) -> float:
+        programs = _programs(c, _box(c, n, h, w, exact), y)
+        rounds = max(1, triton.cdiv(programs, describe(x.device).num_sms))
+        products = c.block_c * c.block_m * c.block_k
+        of_x, of_w = _fetched(c, x.itemsize)
+        step = max(products / 2048, (of_x + of_w / 2) / 32)
+        steps = r * s * triton.cdiv(k, c.block_k)
+        alone = 1500 + c.block_c * c.block_m / c.num_warps
+        return rounds * (steps * step + alone / min(_resident(c, x), rounds))
+
+    valid = _valid(configs, x, y, r, exact, border)
+    return min((c for c in valid if c.rows == 1), key=time)
+
+
+def _partials(box: tuple[int, int, int], y: Tensor) -> Tensor:
+    n, h, w, c = y.shape
+    k = h // box[1] * (w // box[2])
+    return _empty((n, k, 2, c), dtype=torch.float32, device=y.device)
+
+
+def _check(weight: Tensor, *tensors: Tensor | None) -> None:
+    assert weight.permute(0, 2, 3, 1).is_contiguous() and weight.data_ptr() % 16 == 0
+    assert weight.shape[2] % 2 == weight.shape[3] % 2 == 1
+    for x in tensors:
+        assert x is None or (x.is_contiguous() and x.dtype == weight.dtype)

@@ -1,0 +1,274 @@
+"""The kernels of `norm_passes`, where the formulas are.
+
+A program has TILES tiles of BLOCK_P pixels by BLOCK_C channels of one half of the concatenation; K
+programs cover the pixels of an image, CB1 blocks of channels the first half and CB both. MASKED:
+some tiles reach over an edge.
+"""
+
+import triton
+import triton.language as tl
+
+from ..activations import activate
+from ..dependent_launch import await_inputs
+from ..dropout import kept
+
+
+@triton.jit
+def _norm_apply_half(
+    x_ptr,  # this half: [N, HW, CH], or [N, H/2, W/2, CH] to be upsampled
+    table_ptr,  # float32 [N, 4, C]
+    a_ptr,  # [N, HW, C]
+    n,
+    k,
+    c0,  # first channel of the program, within the half
+    border,  # first channel of the half
+    HW,
+    W,
+    CH,
+    C,
+    rng_ptr,  # int64 [2] or None: no dropout
+    first,
+    stream,
+    drop,  # probability
+    ACT: tl.constexpr,
+    UPSAMPLE: tl.constexpr,
+    MASKED: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    offs_p = tl.arange(0, BLOCK_P)
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < CH
+    row_ptr = table_ptr + n * 4 * C + border + offs_c
+    mean = tl.load(row_ptr, mask=mask_c, other=0.0)
+    rstd = tl.load(row_ptr + C, mask=mask_c, other=0.0)
+    g = tl.load(row_ptr + 2 * C, mask=mask_c, other=0.0)
+    b = tl.load(row_ptr + 3 * C, mask=mask_c, other=0.0)
+    slope = rstd * g
+    for i in range(TILES):
+        p0 = (k * TILES + i) * BLOCK_P
+        mask = (offs_p < HW - p0)[:, None] & mask_c[None, :] if MASKED else None
+        if UPSAMPLE:
+            p = p0 + offs_p
+            source = n * (HW // 4) + p // W // 2 * (W // 2) + p % W // 2
+            offs = source[:, None] * CH + offs_c[None, :]
+        else:
+            offs = (n * HW + p0) * CH + (offs_p[:, None] * CH + offs_c[None, :])
+        x = tl.load(x_ptr + offs, mask=mask).to(tl.float32)
+        # x - mean first: x slope + (b - mean slope) would cancel when the mean is large
+        a = activate((x - mean[None, :]) * slope[None, :] + b[None, :], ACT)
+        if rng_ptr is not None:
+            quad = ((p0 + offs_p)[:, None] * C + border + c0) // 4
+            quad += tl.arange(0, BLOCK_C // 4)[None, :]
+            keep = kept(rng_ptr, first + n, quad, stream, drop)
+            a = tl.where(keep, a * (1.0 / (1.0 - drop)), 0.0)
+        out_ptr = a_ptr + (n * HW + p0) * C + border
+        offs = offs_p[:, None] * C + offs_c[None, :]
+        tl.store(out_ptr + offs, a.to(a_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first", "stream"])
+def _norm_apply_kernel(
+    x1_ptr,  # [N, HW, C1], or [N, H/2, W/2, C1] with UPSAMPLE
+    x2_ptr,  # [N, HW, C2] or None
+    table_ptr,  # float32 [N, 4, C]
+    a_ptr,  # [N, HW, C]
+    HW,
+    W,
+    C1,
+    C2,
+    K,
+    CB1,
+    CB,
+    rng_ptr,  # int64 [2] or None: no dropout
+    first,
+    stream,
+    drop,  # probability
+    ACT: tl.constexpr,
+    UPSAMPLE: tl.constexpr,
+    MASKED: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    await_inputs()
+    # last pixels first: L2 has those of x from its maker, and keeps the first of a for its reader
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    pid_c = pid % CB
+    k = pid // CB % K
+    n = (pid // CB // K).to(tl.int64)
+    C = C1 + C2
+    if pid_c < CB1:
+        c0 = pid_c * BLOCK_C
+        _norm_apply_half(
+            x1_ptr, table_ptr, a_ptr, n, k, c0, 0, HW, W, C1, C,
+            rng_ptr, first, stream, drop, ACT, UPSAMPLE, MASKED, TILES, BLOCK_P, BLOCK_C,
+        )  # fmt: skip
+    elif x2_ptr is not None:
+        c0 = (pid_c - CB1) * BLOCK_C
+        _norm_apply_half(
+            x2_ptr, table_ptr, a_ptr, n, k, c0, C1, HW, W, C2, C,
+            rng_ptr, first, stream, drop, ACT, False, MASKED, TILES, BLOCK_P, BLOCK_C,
+        )  # fmt: skip
+
+
+@triton.jit
+def _norm_dx_half(
+    dz_ptr,  # [N, HW, C]
+    x_ptr,  # this half: [N, HW, CH], as the four below
+    coeff_ptr,  # float32 [N, 3, C]
+    add_ptr,  # or None
+    add_second_ptr,  # or None
+    dx_ptr,
+    sums_ptr,  # float32 [N, K, CH] or None
+    n,
+    k,
+    c0,  # first channel of the program, within the half
+    border,  # first channel of the half
+    HW,
+    CH,
+    C,
+    K,
+    MASKED: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    offs_p = tl.arange(0, BLOCK_P)
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < CH
+    row_ptr = coeff_ptr + n * 3 * C + border + offs_c
+    p = tl.load(row_ptr, mask=mask_c, other=0.0)
+    q = tl.load(row_ptr + C, mask=mask_c, other=0.0)
+    r = tl.load(row_ptr + 2 * C, mask=mask_c, other=0.0)
+    acc = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    for i in range(TILES):
+        p0 = (k * TILES + i) * BLOCK_P
+        mask = (offs_p < HW - p0)[:, None] & mask_c[None, :] if MASKED else None
+        first = (n * HW + p0) * CH
+        offs = offs_p[:, None] * CH + offs_c[None, :]
+        offs_z = offs_p[:, None] * C + offs_c[None, :]
+        dz = tl.load(dz_ptr + (n * HW + p0) * C + border + offs_z, mask=mask).to(tl.float32)
+        x = tl.load(x_ptr + first + offs, mask=mask).to(tl.float32)
+        dx = p[None, :] * dz + (q[None, :] * x + r[None, :])
+        if add_ptr is not None:
+            dx += tl.load(add_ptr + first + offs, mask=mask).to(tl.float32)
+        if add_second_ptr is not None:
+            dx += tl.load(add_second_ptr + first + offs, mask=mask).to(tl.float32)
+        tl.store(dx_ptr + first + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if sums_ptr is not None:
+            acc += tl.where(mask, dx, 0.0) if MASKED else dx
+    if sums_ptr is not None:
+        tl.store(sums_ptr + (n * K + k) * CH + offs_c, tl.sum(acc, 0), mask=mask_c)
+
+
+@triton.jit
+def _sum_four(ptr, offs, W, C, mask):
+    """The sum of the 2x2 pixels at `offs`, float32; rows are W C elements apart."""
+    upper = tl.load(ptr + offs, mask=mask).to(tl.float32)
+    upper += tl.load(ptr + offs + C, mask=mask).to(tl.float32)
+    lower = tl.load(ptr + offs + W * C, mask=mask).to(tl.float32)
+    return upper + (lower + tl.load(ptr + offs + W * C + C, mask=mask).to(tl.float32))
+
+
+@triton.jit
+def _norm_dx_upsampled(
+    dz_ptr,  # [N, HW, C]
+    x_ptr,  # this half, not upsampled: [N, H/2, W/2, CH]
+    coeff_ptr,  # float32 [N, 3, C]
+    add_ptr,  # [N, HW, CH] or None
+    add_second_ptr,  # [N, HW, CH] or None
+    dx_ptr,  # [N, H/2, W/2, CH]: sums over 2x2 pixels
+    sums_ptr,  # float32 [N, K, CH] or None
+    n,
+    k,
+    c0,
+    HW,
+    W,
+    CH,
+    C,
+    K,
+    MASKED: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,  # pixels of x
+    BLOCK_C: tl.constexpr,
+):
+    offs_q = tl.arange(0, BLOCK_Q)
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < CH
+    row_ptr = coeff_ptr + n * 3 * C + offs_c
+    p = tl.load(row_ptr, mask=mask_c, other=0.0)
+    q = tl.load(row_ptr + C, mask=mask_c, other=0.0)
+    r = tl.load(row_ptr + 2 * C, mask=mask_c, other=0.0)
+    acc = tl.zeros([BLOCK_Q, BLOCK_C], tl.float32)
+    for i in range(TILES):
+        q0 = (k * TILES + i) * BLOCK_Q
+        mask = (offs_q < HW // 4 - q0)[:, None] & mask_c[None, :] if MASKED else None
+        pixel = q0 + offs_q
+        corner = pixel // (W // 2) * (2 * W) + pixel % (W // 2) * 2  # of its 2x2 pixels
+        offs = (n * (HW // 4) + q0) * CH + (offs_q[:, None] * CH + offs_c[None, :])
+        dz = _sum_four(dz_ptr + n * HW * C, corner[:, None] * C + offs_c[None, :], W, C, mask)
+        x = tl.load(x_ptr + offs, mask=mask).to(tl.float32)
+        dx = p[None, :] * dz + 4.0 * (q[None, :] * x + r[None, :])
+        offs_fine = corner[:, None] * CH + offs_c[None, :]
+        if add_ptr is not None:
+            dx += _sum_four(add_ptr + n * HW * CH, offs_fine, W, CH, mask)
+        if add_second_ptr is not None:
+            dx += _sum_four(add_second_ptr + n * HW * CH, offs_fine, W, CH, mask)
+        tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if sums_ptr is not None:
+            acc += tl.where(mask, dx, 0.0) if MASKED else dx
+    if sums_ptr is not None:
+        tl.store(sums_ptr + (n * K + k) * CH + offs_c, tl.sum(acc, 0), mask=mask_c)
+
+
+@triton.jit
+def _norm_dx_kernel(
+    dz_ptr,  # [N, HW, C]
+    x1_ptr,  # [N, HW, C1], or [N, H/2, W/2, C1] with UPSAMPLE
+    x2_ptr,  # [N, HW, C2] or None
+    coeff_ptr,  # float32 [N, 3, C]
+    add1_ptr,  # [N, HW, C1] or None
+    add1_second_ptr,  # [N, HW, C1] or None
+    add2_ptr,  # [N, HW, C2] or None
+    dx1_ptr,  # as x1
+    dx2_ptr,  # [N, HW, C2] or None
+    sums_ptr,  # float32 [N, K, C1] or None
+    HW,
+    W,
+    C1,
+    C2,
+    K,
+    CB1,
+    CB,
+    UPSAMPLE: tl.constexpr,
+    MASKED: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    await_inputs()
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)  # as in apply
+    pid_c = pid % CB
+    k = pid // CB % K
+    n = (pid // CB // K).to(tl.int64)
+    C = C1 + C2
+    if pid_c < CB1:
+        c0 = pid_c * BLOCK_C
+        if UPSAMPLE:
+            _norm_dx_upsampled(
+                dz_ptr, x1_ptr, coeff_ptr, add1_ptr, add1_second_ptr, dx1_ptr, sums_ptr,
+                n, k, c0, HW, W, C1, C, K, MASKED, TILES, BLOCK_P // 4, BLOCK_C,
+            )  # fmt: skip
+        else:
+            _norm_dx_half(
+                dz_ptr, x1_ptr, coeff_ptr, add1_ptr, add1_second_ptr, dx1_ptr, sums_ptr,
+                n, k, c0, 0, HW, C1, C, K, MASKED, TILES, BLOCK_P, BLOCK_C,
+            )  # fmt: skip
+    elif x2_ptr is not None:
+        c0 = (pid_c - CB1) * BLOCK_C
+        _norm_dx_half(
+            dz_ptr, x2_ptr, coeff_ptr, add2_ptr, None, dx2_ptr, None,
+            n, k, c0, C1, HW, C2, C, K, MASKED, TILES, BLOCK_P, BLOCK_C,
+        )  # fmt: skip

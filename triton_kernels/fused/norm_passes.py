@@ -1,0 +1,208 @@
+"""The passes over memory of a GroupNorm whose statistics come from elsewhere (`norm_tables`):
+
+    apply     x, table -> a = act((x - mean) rstd g + b)
+    norm_dx   dz, x, coeff -> dx = p dz + q x + r  (+ gradients of other uses of x)
+
+Launchers without autograd. x is one tensor or the concatenation of x1 and x2 over channels, which
+never exists in memory: a program reads one half, and norm_dx writes the halves apart.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..activations import check_activation
+from ..dependent_launch import overlapping
+from ..dropout import Mask, mask_arguments
+from ..layout import check_nhwc, check_shape
+from ..norm.stream import channel_block
+from ..row_sums import RowSums
+from ..tuning import choose
+from .norm_pass_kernels import _norm_apply_kernel, _norm_dx_kernel
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+
+class _Config(NamedTuple):
+    tile: int  # elements of a tile
+    tiles: int  # tiles of a program in a large image
+    num_warps: int
+
+
+# Sixteen to 32 elements a thread: two or more 16-byte loads in flight, few registers. The first of
+# each list is taken unless another was measured to be faster.
+_APPLY_CONFIGS = [
+    _Config(4096, 2, 4),
+    _Config(2048, 2, 4),
+    _Config(4096, 1, 4),
+    _Config(2048, 4, 4),
+    _Config(2048, 1, 4),
+    _Config(4096, 4, 4),
+    _Config(8192, 1, 8),
+    _Config(8192, 2, 8),
+]
+_DX_CONFIGS = [
+    _Config(2048, 2, 4),
+    _Config(2048, 4, 4),
+    _Config(4096, 2, 8),
+    _Config(2048, 1, 4),
+    _Config(4096, 1, 8),
+    _Config(4096, 1, 4),
+]
+
+# Fewer rows to be summed later
+_SUMS_DX_CONFIGS = [
+    _Config(2048, 4, 4),
+    _Config(2048, 8, 4),
+    _Config(4096, 4, 8),
+    _Config(2048, 2, 4),
+    _Config(4096, 2, 8),
+]
+# A quarter of the pixels in the upsampled half, but four of each tensor at a time
+_UPSAMPLED_DX_CONFIGS = [
+    _Config(4096, 1, 4),
+    _Config(4096, 2, 4),
+    _Config(8192, 1, 8),
+    _Config(2048, 2, 4),
+]
+
+_MIN_PROGRAMS = 1024  # below this the chunk of a program is cut down to fill the chip
+_MIN_TILE = 1024  # eight elements a thread
+
+
+class _Grid(NamedTuple):
+    """How a pass over [N, HW, C1 + C2] is cut into programs."""
+
+    programs: int
+    k: int  # chunks of pixels an image
+    cb1: int  # blocks of channels in the first half
+    cb: int  # in both
+    masked: bool  # some tiles reach over an edge
+    tile: tuple[int, int, int]  # TILES, BLOCK_P, BLOCK_C
+
+
+def _cut(n: int, hw: int, c1: int, c2: int, config: _Config) -> _Grid:
+    block_c = channel_block(c1, c2)
+    cb1 = triton.cdiv(c1, block_c)
+    cb = cb1 + triton.cdiv(c2, block_c)
+    block_p = max(min(config.tile // block_c, triton.next_power_of_2(hw)), 4)
+    tiles = min(config.tiles, triton.next_power_of_2(triton.cdiv(hw, block_p)))
+    while tiles > 1 and n * cb * triton.cdiv(hw, tiles * block_p) < _MIN_PROGRAMS:
+        tiles //= 2
+    smaller = max(_MIN_TILE // block_c, 4)
+    while block_p > smaller and n * cb * triton.cdiv(hw, tiles * block_p) < _MIN_PROGRAMS:
+        block_p //= 2
+    k = triton.cdiv(hw, tiles * block_p)
+    masked = hw % (tiles * block_p) != 0 or c1 % block_c != 0 or c2 % block_c != 0
+    return _Grid(n * k * cb, k, cb1, cb, masked, (tiles, block_p, block_c))
+
+
+def apply(
+    x1: Tensor,  # [N, H, W, C1], or [N, H / 2, W / 2, C1] with upsample1
+    x2: Tensor | None,  # [N, H, W, C2]
+    table: Tensor,  # float32 [N, 4, C1 + C2], of `norm_table`
+    activation: str,
+    *,
+    mask: Mask | None = None,
+    upsample1: bool = False,
+    config: _Config | None = None,
+) -> Tensor:  # [N, H, W, C1 + C2], dtype of x1
+    """act(norm(x)) of x = x1 beside x2, and dropout of it if there is a mask.
+
+    With upsample1 x1 is read as if every pixel were a 2x2 block of the image.
+    """
+    check_activation(activation)
+    check_nhwc("x1", x1)
+    n, h, w, c1 = x1.shape
+    h, w, c2 = (2 * h, 2 * w, 0) if upsample1 else (h, w, 0)
+    if x2 is not None:
+        check_nhwc("x2", x2)
+        c2 = x2.shape[3]
+        check_shape("x2", x2, n, h, w, c2)
+    check_shape("table", table, n, 4, c1 + c2)
+    if config is None:
+        config = choose(
+            "norm_apply",
+            (n, h, w, c1, c2, upsample1, x1.dtype, activation),
+            lambda: _APPLY_CONFIGS,
+            lambda: _APPLY_CONFIGS[0],
+            lambda c: apply(x1, x2, table, activation, upsample1=upsample1, config=c),
+        )
+    grid = _cut(n, h * w, c1, c2, config)
+    a = _empty((n, h, w, c1 + c2), dtype=x1.dtype, device=x1.device)
+    assert mask is None or (c1 % 4 == c2 % 4 == 0), "four channels to a draw"
+    shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb, *mask_arguments(mask))
+    options = (activation, upsample1, grid.masked, *grid.tile)
+    _norm_apply_kernel[(grid.programs,)](
+        x1, x2, table, a, *shape, *options, num_warps=config.num_warps, **overlapping(x1.device)
+    )
+    return a
+
+
+def norm_dx(
+    dz: Tensor,  # [N, H, W, C1 + C2]
+    x1: Tensor,  # [N, H, W, C1], or [N, H / 2, W / 2, C1] with upsample1
+    x2: Tensor | None,  # [N, H, W, C2]
+    coeff: Tensor,  # float32 [N, 3, C1 + C2], of `norm_grad_table`
+    add1: Tensor | None = None,  # [N, H, W, C1]
+    add2: Tensor | None = None,  # [N, H, W, C2]
+    add1_second: Tensor | None = None,  # [N, H, W, C1]
+    sums: bool | RowSums = False,
+    *,
+    upsample1: bool = False,
+    out: Tensor | None = None,  # as x1; may be dz if there is no x2
+    config: _Config | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dx1 = p dz + q x1 + r + add1 + add1_second and dx2 alike, in the dtype of their x, each sum
+    rounded once.
+
+    With upsample1 x1 stands for a nearest-upsampled tensor, as in `apply`, and dx1 is the gradient
+    of x1 itself: the sum over each 2x2 block. With `sums` the third result is float32 [rows, C1],
+    whose sum over rows (`bias_grad`) is the sum of dx1 over samples and pixels, in a place of
+    RowSums if that is what it is; otherwise None.
+    """
+    check_nhwc("dz", dz)
+    check_nhwc("x1", x1)
+    n, h1, w1, c1 = x1.shape
+    h, w = (2 * h1, 2 * w1) if upsample1 else (h1, w1)
+    c2 = 0 if x2 is None else x2.shape[3]
+    check_shape("dz", dz, n, h, w, c1 + c2)
+    check_shape("coeff", coeff, n, 3, c1 + c2)
+    for name, x, shape in (
+        ("out", out, (h1, w1, c1)),
+        ("add1", add1, (h, w, c1)),
+        ("add1_second", add1_second, (h, w, c1)),
+        ("x2", x2, (h, w, c2)),
+        ("add2", add2, (h, w, c2)),
+    ):
+        if x is not None:
+            check_nhwc(name, x)
+            check_shape(name, x, n, *shape)
+    configs = _UPSAMPLED_DX_CONFIGS if upsample1 else _SUMS_DX_CONFIGS if sums else _DX_CONFIGS
+    adds = (add1, add1_second, add2)
+    if config is None:
+        summed = sums is not False
+        tensors, rest = (dz, x1, x2, coeff, add1, add2, add1_second), {"upsample1": upsample1}
+        config = choose(
+            "norm_dx",
+            (n, h, w, c1, c2, upsample1, dz.dtype, summed, *(x is not None for x in adds)),
+            lambda: configs,
+            lambda: configs[0],
+            lambda c: norm_dx(*tensors, summed, **rest, config=c)[0],
+        )
+    grid = _cut(n, h * w, c1, c2, config)
+    dx1 = _empty(x1.shape, dtype=x1.dtype, device=x1.device) if out is None else out
+    dx2 = None if x2 is None else _empty(x2.shape, dtype=x2.dtype, device=x2.device)
+    rows = None
+    if isinstance(sums, RowSums):
+        rows = sums.rows(n * grid.k, c1)
+    elif sums:
+        rows = _empty((n * grid.k, c1), dtype=torch.float32, device=x1.device)
+    shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb)
+    _norm_dx_kernel[(grid.programs,)](
+        dz, x1, x2, coeff, *adds, dx1, dx2, rows, *shape, upsample1, grid.masked, *grid.tile,
+        num_warps=config.num_warps, **overlapping(x1.device),
+    )  # fmt: skip
+    return dx1, dx2, rows

@@ -1,0 +1,184 @@
+"""GroupNorm and activation in one launch, where a second would cost more than it computes.
+
+    norm_whole      x -> a, whole groups of an image in registers; x may be a convolution in parts
+    norm_of_sums    x, partials -> a: `norm_table` and `apply` in one, for tensors of few programs
+    sum_parts       a convolution in parts -> y
+
+    z = (x - mean) rstd g + b,   a = act(z),   mean and rstd over a group of channels of an image
+
+Inference at a small batch is a chain of kernels of a few microseconds, so their number is its time.
+x is one tensor or the concatenation of x1 and x2 over channels, which never exists in memory.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from ..activations import check_activation
+from ..dependent_launch import overlapping
+from ..layout import check_nhwc, check_shape
+from .conv_split import SplitConv
+from .norm_passes import _APPLY_CONFIGS, _cut
+from .norm_tables import _check_partials, _row_stride
+from .norm_whole_kernels import _norm_sums_kernel, _norm_whole_kernel, _sum_parts_kernel
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+_MAX_ELEMENTS = 16384  # of a group: 32 numbers a thread of 16 warps
+_LOADED = 2048  # partial sums at a time
+_FEW_ELEMENTS = 2**20
+_FEW_PROGRAMS = 264  # a group more a program, if there are more than twice an H200's processors
+
+
+def norm_whole_supported(channels: int, num_groups: int, pixels: int) -> bool:
+    """Whether a group of an image fits into registers."""
+    lanes = triton.next_power_of_2(channels // num_groups)
+    return lanes * triton.next_power_of_2(pixels) <= _MAX_ELEMENTS
+
+
+def norm_whole(
+    x1: Tensor | SplitConv,  # [N, H, W, C1]
+    x2: Tensor | None,  # [N, H, W, C2]
+    num_groups: int,
+    weight: Tensor | None,  # [C1 + C2]
+    bias: Tensor | None,  # [C1 + C2]
+    eps: float,
+    activation: str,
+    scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
+    shift: Tensor | None = None,  # [N, C1 + C2]
+) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2], and x1: the sum of the parts, if it is in parts
+    """act(norm(x)) of x1 beside x2, with g = weight (1 + scale), b = bias (1 + scale) + shift."""
+    check_activation(activation)
+    n, h, w, c1 = x1.shape
+    split = x1 if isinstance(x1, SplitConv) else None
+    if split is not None:
+        x1 = _empty(split.shape, dtype=split.dtype, device=split.parts.device)
+    check_nhwc("x1", x1)
+    c = c1
+    if x2 is not None:
+        check_nhwc("x2", x2)
+        check_shape("x2", x2, n, h, w, x2.shape[3])
+        c += x2.shape[3]
+    cg = c // num_groups
+    assert norm_whole_supported(c, num_groups, h * w), f"groups of {cg} channels over {h}x{w}"
+    block_j, block_p = triton.next_power_of_2(cg), triton.next_power_of_2(h * w)
+    block_g = 1
+    while n * num_groups > _FEW_PROGRAMS * block_g and block_g * block_j * block_p < 2048:
+        block_g *= 2
+    programs = triton.cdiv(num_groups, block_g)
+    a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
+    if n == 0:
+        return a, x1
+    parts, *terms = _terms(split)
+    film = (scale, shift)
+    _norm_whole_kernel[(n * programs,)](
+        x1,
+        parts,
+        *terms,
+        x2,
+        weight,
+        bias,
+        *film,
+        a,
+        _row_stride(terms[2]),
+        *map(_row_stride, film),
+        n,
+        h * w,
+        c1,
+        c,
+        programs,
+        eps,
+        activation,
+        0 if parts is None else parts.shape[0],
+        cg,
+        block_g,
+        block_j,
+        block_p,
+        num_warps=min(max(block_g * block_j * block_p // 1024, 4), 16),
+        **overlapping(x1.device),
+    )
+    return a, x1
+
+
+def sum_parts(split: SplitConv) -> Tensor:  # [N, H, W, CO]
+    """The convolution that was in parts."""
+    n, h, w, c = split.shape
+    y = _empty(split.shape, dtype=split.dtype, device=split.parts.device)
+    if n == 0:
+        return y
+    parts, *terms = _terms(split)
+    block_c, block_p = 16, min(triton.next_power_of_2(h * w), 64)
+    blocks = triton.cdiv(c, block_c), triton.cdiv(h * w, block_p)
+    _sum_parts_kernel[(n * blocks[0] * blocks[1],)](
+        parts, *terms, y, _row_stride(terms[2]), n, h * w, c, *blocks, parts.shape[0],
+        block_c, block_p, num_warps=4, **overlapping(y.device),
+    )  # fmt: skip
+    return y
+
+
+def _terms(split: SplitConv | None) -> tuple[Tensor | None, ...]:
+    """parts, bias, extra_bias, emb, residual"""
+    if split is None:
+        return (None,) * 5
+    n, h, w, c = split.shape
+    check_shape("parts", split.parts, split.parts.shape[0], n, c, h * w)
+    assert split.parts.is_contiguous() and split.parts.dtype == torch.float32
+    if split.residual is not None:
+        check_nhwc("residual", split.residual)
+        check_shape("residual", split.residual, n, h, w, c)
+    if split.emb is not None:
+        check_shape("emb", split.emb, n, c)
+    return split.parts, split.bias, split.extra_bias, split.emb, split.residual
+
+
+def norm_of_sums(
+    x1: Tensor,  # [N, H, W, C1]
+    x2: Tensor | None,  # [N, H, W, C2]
+    partials: tuple[Tensor, ...],  # of each: float32 [N, K, 2, C1], [N, K2, 2, C2]
+    pixels: tuple[int, ...],  # H W of the image that each describes
+    num_groups: int,
+    weight: Tensor | None,  # [C1 + C2]
+    bias: Tensor | None,  # [C1 + C2]
+    eps: float,
+    activation: str,
+    scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
+    shift: Tensor | None = None,  # [N, C1 + C2]
+) -> Tensor:  # [N, H, W, C1 + C2]
+    """`apply` of the table that `norm_table` would make of these partials. Every program makes its
+    part of the table anew."""
+    check_activation(activation)
+    check_nhwc("x1", x1)
+    n, h, w, c1 = x1.shape
+    c2 = 0
+    if x2 is not None:
+        check_nhwc("x2", x2)
+        c2 = x2.shape[3]
+        check_shape("x2", x2, n, h, w, c2)
+    c, cg = c1 + c2, (c1 + c2) // num_groups
+    for part, count, channels in zip(partials, pixels, (c1, c2), strict=False):
+        _check_partials(part, count)
+        check_shape("partials", part, n, part.shape[1], 2, channels)
+    config = _APPLY_CONFIGS[0]
+    grid = _cut(n, h * w, c1, c2, config)
+    a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
+    if n == 0:
+        return a
+    block_c = grid.tile[2]
+    block_j = triton.next_power_of_2(cg)
+    block_g = triton.next_power_of_2(1 + triton.cdiv(block_c - 1, cg))
+    first, second = partials[0], partials[1] if x2 is not None else None
+    ks = first.shape[1], 1 if second is None else second.shape[1]
+    blocks_k = [min(triton.next_power_of_2(k), max(_LOADED // (block_g * block_j), 1)) for k in ks]
+    film = (scale, shift)
+    _norm_sums_kernel[(grid.programs,)](
+        x1, x2, first, second, weight, bias, *film, a, *map(_row_stride, film),
+        pixels[0], pixels[-1], h * w, c1, c2, grid.k, grid.cb1, grid.cb, eps,
+        activation, *ks, cg, grid.masked, *grid.tile, block_g, block_j, *blocks_k,
+        num_warps=config.num_warps, **overlapping(x1.device),
+    )  # fmt: skip
+    return a
+
+
+def norm_of_sums_pays(elements: int) -> bool:
+    """Whether so few programs read the partials of a tensor so large that a launch costs more."""
+    return elements <= _FEW_ELEMENTS

@@ -1,0 +1,384 @@
+"""The kernels of the planned network in plain PyTorch, under the same names and signatures.
+
+This is what `fused` means: a test holds each kernel against it, and on it the plan of
+`diffusion.fused_unet` runs on a machine without a GPU. Any floating-point dtype.
+
+    partials   [N, K, 2, C]  sums over each of the K pixel tiles of image n. Forward: (sum of x,
+               sum of (x - mean of the tile)^2). Backward: (sum of dz, sum of dz xhat)
+    table      [N, 4, C]     (mean, rstd, g, b): xhat = (x - mean) rstd, z = xhat g + b
+    coeff      [N, 3, C]     (p, q, r): dx = p dz + q x + r
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import reference
+from ..reference import _ACTIVATIONS
+from .conv_split import SplitConv
+
+
+def _put(out: Tensor, value: Tensor, accumulate: bool) -> None:
+    out.copy_(out + value if accumulate else value)
+
+
+def _rows(v: Tensor) -> Tensor:  # [N, C] -> [N, 1, 1, C]
+    return v[:, None, None, :]
+
+
+def _drop(a, mask):
+    if mask is None:
+        return a
+    return reference.dropout(a, mask.p, mask.rng, layer=mask.layer, first=mask.first)
+
+
+def conv_forward(
+    x,
+    weight,
+    bias=None,
+    *,
+    emb=None,
+    residual=None,
+    extra=(),
+    extra_bias=None,
+    stats=False,
+    width=None,
+):
+    """(conv(x) + bias + emb[n, c] + residual + extra, partials or None), where `extra` are 1x1
+    convolutions of other tensors: pairs of [N, H, W, C] and [CO, C], and a bias. Zeros follow up to
+    `width` channels."""
+    y = reference.conv2d(x, weight, bias)
+    y = y if emb is None else y + _rows(emb)
+    y = y if residual is None else y + residual
+    for other, columns in extra:
+        y = y + other @ columns.T
+    y = y if extra_bias is None else y + extra_bias
+    y = y if width is None else pad_channels(y, width, y.dtype)
+    return y, tensor_partials(y) if stats else None
+
+
+def conv_plain_input_grad(dy, weight):
+    """The gradient of x in y = conv(x). Channels of dy behind those of y do not count."""
+    with torch.enable_grad():
+        x = dy.new_zeros((*dy.shape[:3], weight.shape[1])).requires_grad_()
+        y = reference.conv2d(x, weight.detach())
+    return torch.autograd.grad(y, x, dy[..., : y.shape[3]])[0].contiguous()
+
+
+def conv_input_grad(dy, weight, *, inputs, table, activation, mask=None):
+    """(dz, partials) of z in y = conv(dropout(act(z))), where z is the norm of the concatenated
+    inputs, and there is dropout if there is a mask."""
+    x = torch.cat(inputs, dim=3)
+    mean, rstd, g, b = table.unbind(1)
+    xhat = (x - _rows(mean)) * _rows(rstd)
+    with torch.enable_grad():
+        z = (xhat * _rows(g) + _rows(b)).detach().requires_grad_()
+        a = _drop(_ACTIVATIONS[activation](z), mask)
+    (dz,) = torch.autograd.grad(a, z, conv_plain_input_grad(dy, weight))
+    return dz, _grad_partials(dz, xhat)
+
+
+def _grad_partials(dz, xhat):
+    return torch.stack((dz.sum((1, 2)), (dz * xhat).sum((1, 2))), dim=1)[:, None]
+
+
+def activation_grad(da, x, table, activation):
+    """(dz, partials) of z in a = act(z), where z is the norm of x."""
+    mean, rstd, g, b = table.unbind(1)
+    xhat = (x - _rows(mean)) * _rows(rstd)
+    with torch.enable_grad():
+        z = (xhat * _rows(g) + _rows(b)).detach().requires_grad_()
+        a = _ACTIVATIONS[activation](z)
+    (dz,) = torch.autograd.grad(a, z, da)
+    return dz, _grad_partials(dz, xhat)
+
+
+def conv_weight_grad(x, dy, out, *, accumulate=False, stride=1, padding=None):
+    """The gradient of weight in y = conv(x), into or added to `out` [CO, CI, R, S]. Channels of x
+    and dy behind those of the filters do not count, and the image ends where dy wants it to."""
+    co, ci, r, _ = out.shape
+    x = x[..., :ci].contiguous()
+    with torch.enable_grad():
+        weight = torch.zeros_like(out).requires_grad_()
+        y = _conv(x, weight, None, stride, r // 2 if padding is None else padding)
+    _put(out, torch.autograd.grad(y, weight, dy[..., :co])[0], accumulate)
+
+
+def _conv(x, weight, bias, stride, padding):
+    if stride == 2 and padding == 0:
+        x = F.pad(x, (0, 0, 0, 1, 0, 1))
+    return reference.conv2d(x, weight, bias, stride=stride, padding=padding)
+
+
+def conv_down(x, weight, bias, padding):
+    """The 3x3 convolution of stride 2 that halves the image. With padding 0 there is one row and
+    one column of zeros, behind the image."""
+    return _conv(x, weight, bias, 2, padding)
+
+
+def conv_down_input_grad(dy, weight, padding, add=None):
+    """The gradient of its x, plus `add`."""
+    n, p, q, _ = dy.shape
+    with torch.enable_grad():
+        x = dy.new_zeros((n, 2 * p, 2 * q, weight.shape[1])).requires_grad_()
+        y = _conv(x, weight.detach(), None, 2, padding)
+    dx = torch.autograd.grad(y, x, dy)[0].contiguous()
+    return dx if add is None else dx + add
+
+
+def tensor_partials(x, programs=1):
+    """Forward partials of a tensor, with one tile an image."""
+    mean = x.mean((1, 2), keepdim=True)
+    return torch.stack((x.sum((1, 2)), (x - mean).square().sum((1, 2))), dim=1)[:, None]
+
+
+def norm_table(partials, pixels, num_groups, weight, bias, eps, scale=None, shift=None):
+    """The table of a GroupNorm over the concatenation of 1 or 2 tensors, each described by its
+    partials over so many pixels: g = weight (1 + scale), b = bias (1 + scale) + shift."""
+    means, variances = [], []
+    for part, count in zip(partials, pixels, strict=True):
+        tile = count / part.shape[1]
+        sums, squares = part.unbind(2)  # [N, K, C]
+        mean = sums.sum(1) / count
+        between = (tile * (sums / tile - mean[:, None]).square()).sum(1)
+        means.append(mean)
+        variances.append((squares.sum(1) + between) / count)
+    mean, variance = torch.cat(means, 1), torch.cat(variances, 1)  # [N, C]
+    n, c = mean.shape
+    mean_g = mean.view(n, num_groups, -1).mean(2, keepdim=True)
+    spread = (mean.view(n, num_groups, -1) - mean_g).square() + variance.view(n, num_groups, -1)
+    rstd_g = torch.rsqrt(spread.mean(2, keepdim=True) + eps)
+    width = c // num_groups
+    columns = [v.expand(n, num_groups, width).reshape(n, c) for v in (mean_g, rstd_g)]
+    gain = 1 if scale is None else 1 + scale
+    columns += [(v * gain).to(mean.dtype).expand(n, c) for v in (weight, bias)]
+    if shift is not None:
+        columns[3] = columns[3] + shift
+    return torch.stack(columns, dim=1)
+
+
+def apply(x1, x2, table, activation, *, mask=None):
+    """act(z) of the norm of x1, or of the concatenation of x1 and x2; and dropout, if there is a
+    mask."""
+    x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
+    mean, rstd, g, b = table.to(x.dtype).unbind(1)
+    a = _ACTIVATIONS[activation]((x - _rows(mean)) * _rows(rstd * g) + _rows(b))
+    return _drop(a, mask)
+
+
+def norm_grad_table(
+    partials,
+    table,
+    pixels,
+    num_groups,
+    grad_weight_out,
+    grad_bias_out,
+    *,
+    accumulate=False,
+    input_partials=None,
+    emb_grad_out=None,
+    bias_grad_out=None,
+    weight=None,
+    bias=None,
+    scale=None,
+    grad_scale_out=None,
+    grad_shift_out=None,
+    sums=None,
+):
+    """coeff of the norm's backward, and the gradients of its weight and bias, and of scale and
+    shift [N, C] if it has them, for which it needs weight and bias. With the partials of
+    its one input it also gives `emb_grad_out` [N, C], the sum of dx over pixels, which is the
+    gradient of what was added to the input per (n, c), and `bias_grad_out` [C], its sum over n."""
+    d, e = partials.sum(1).unbind(1)  # [N, C]
+    mean, rstd, g, _ = table.unbind(1)
+    n, c = d.shape
+    count = pixels * (c // num_groups)
+
+    def group_mean(v):
+        sums = v.view(n, num_groups, -1).sum(2, keepdim=True) / count
+        return sums.expand(n, num_groups, c // num_groups).reshape(n, c)
+
+    m1, m2 = group_mean(g * d), group_mean(g * e)
+    p, q, r = rstd * g, -rstd.square() * m2, rstd.square() * m2 * mean - rstd * m1
+    gain = 1 if scale is None else 1 + scale
+    _put(grad_weight_out, (gain * e).sum(0), accumulate)
+    _put(grad_bias_out, (gain * d).sum(0), accumulate)
+    if scale is not None:
+        grad_scale_out.copy_(weight * e + bias * d)
+        grad_shift_out.copy_(d)
+    if input_partials is not None:
+        sums = p * d + q * input_partials[:, :, 0].sum(1) + r * pixels
+        if emb_grad_out is not None:
+            emb_grad_out.copy_(sums)
+        if bias_grad_out is not None:
+            _put(bias_grad_out, sums.sum(0), accumulate)
+    return torch.stack((p, q, r), dim=1)
+
+
+def norm_dx(
+    dz,
+    x1,
+    x2,
+    coeff,
+    *,
+    add1=None,
+    add1_second=None,
+    add2=None,
+    sums=None,
+    upsample1=False,
+    out=None,
+):
+    """(dx1, dx2 or None, rows whose sum is that of dx1 over samples and pixels, or None). With
+    `upsample1` x1 is what was upsampled to make the first half, and dx1 its gradient. dx1 goes to
+    `out`, which may be dz if there is no x2."""
+    small, x1 = x1, upsample(x1) if upsample1 else x1
+    x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
+    p, q, r = coeff.unbind(1)
+    dx = _rows(p) * dz + _rows(q) * x + _rows(r)
+    dx1, dx2 = dx, None
+    if x2 is not None:
+        dx1, dx2 = (half.contiguous() for half in dx.split([x1.shape[3], x2.shape[3]], dim=3))
+        dx2 = dx2 if add2 is None else dx2 + add2
+    for more in (add1, add1_second):
+        dx1 = dx1 if more is None else dx1 + more
+    if upsample1:
+        dx1 = reference.avg_pool2d(dx1) * 4
+        assert dx1.shape == small.shape
+    dx1 = dx1 if out is None else out.copy_(dx1)
+    return dx1, dx2, None if sums is None else dx1.sum((1, 2))
+
+
+def skip_dx(dy, weight, dz, x1, x2, coeff, *, add1=None, sums=None, upsample1=False):
+    """`norm_dx` of a block whose skip is a 1x1 convolution, with its input gradient added."""
+    c1 = x1.shape[3]
+    skip = conv_plain_input_grad(dy, weight)
+    d1, d2 = skip[..., :c1], skip[..., c1:]
+    adds = {"add1": d1, "add1_second": add1, "add2": None if x2 is None else d2}
+    return norm_dx(dz, x1, x2, coeff, **adds, sums=sums, upsample1=upsample1)
+
+
+class RowSums:
+    """Sums over rows that go into the flat gradient at `flush`; here they are added at once."""
+
+    def __init__(self, grad):
+        self.grad = grad
+
+    def flush(self):
+        """All that was asked for has been added."""
+
+
+def bias_grad(rows, out, accumulate=False, sums=None):
+    """The sum of rows [rows, C], into or added to `out` [C or fewer]."""
+    _put(out, rows.sum(0)[: len(out)], accumulate)
+
+
+def tensor_rows(x, sums):
+    """Rows [rows, C] whose sum is that of x [..., C] over all but the channels."""
+    return x.reshape(-1, x.shape[-1]).sum(0)[None]
+
+
+def pad_channels(x, width, dtype):
+    """x [..., C] with zeros behind its channels, in that dtype."""
+    return F.pad(x, (0, width - x.shape[-1])).to(dtype)
+
+
+def attention_forward(qkv, num_heads, order):
+    """(o, what backward needs) of `reference.attention`."""
+    return reference.attention(qkv, num_heads, order=order), None
+
+
+def attention_backward(do, qkv, o, state, num_heads, order):
+    """dqkv"""
+    with torch.enable_grad():
+        qkv = qkv.detach().requires_grad_()
+        o = reference.attention(qkv, num_heads, order=order)
+    return torch.autograd.grad(o, qkv, do)[0]
+
+
+def avg_pool(x):
+    """2x2 means."""
+    return reference.avg_pool2d(x)
+
+
+def avg_pool_grad(dy, add=None, sums=None):
+    """(its input gradient for even sizes, plus `add`; rows whose sum is its sum over pixels, or
+    None)"""
+    dx = reference.upsample_nearest2d(dy) / 4
+    dx = dx if add is None else dx + add
+    return dx, None if sums is None else dx.sum((1, 2))
+
+
+def upsample(x):
+    """Each pixel becomes a 2x2 block."""
+    return reference.upsample_nearest2d(x)
+
+
+def upsample_grad(dy):
+    """Its input gradient."""
+    return reference.avg_pool2d(dy) * 4
+
+
+# --- inference at a small batch -------------------------------------------------------------------
+
+
+def conv_split(x, weight, *, extra=()):
+    """Parts [S, N, CO, H W] whose sum over S is conv(x) and the 1x1 convolutions of `extra`."""
+    n, h, w, _ = x.shape
+    main = reference.conv2d(x, weight)
+    parts = [main, *(other @ columns.T for other, columns in extra)]
+    return torch.stack([y.permute(0, 3, 1, 2).reshape(n, -1, h * w) for y in parts])
+
+
+def worth_splitting(x_shape, weight, device):
+    """Whether a GPU would rather have the parts; here small images do."""
+    return x_shape[1] * x_shape[2] <= 24
+
+
+def sum_parts(split: SplitConv):
+    """The convolution that was in parts."""
+    n, h, w, c = split.shape
+    y = split.parts.sum(0).view(n, c, h, w).permute(0, 2, 3, 1)
+    for bias in (split.bias, split.extra_bias):
+        y = y if bias is None else y + bias
+    y = y if split.emb is None else y + _rows(split.emb)
+    y = y if split.residual is None else y + split.residual
+    return y.to(split.dtype).contiguous()
+
+
+def norm_whole_supported(channels, num_groups, pixels):
+    """Whether `norm_whole` may be asked; a kernel keeps a group in registers."""
+    return pixels * channels // num_groups <= 300
+
+
+def norm_whole(x1, x2, num_groups, weight, bias, eps, activation, scale=None, shift=None):
+    """(act(norm(x)) of x1 beside x2, x1), where x1 may be a convolution in parts."""
+    x1 = sum_parts(x1) if isinstance(x1, SplitConv) else x1
+    x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
+    return (
+        reference.group_norm(
+            x, num_groups, weight, bias, eps=eps, activation=activation, scale=scale, shift=shift
+        ),
+        x1,
+    )
+
+
+def norm_of_sums_pays(elements):
+    """Whether to ask for `norm_of_sums`, or for a table and `apply`."""
+    return elements <= 20000
+
+
+def norm_of_sums(
+    x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, scale=None, shift=None
+):
+    """`apply` of the table of `norm_table`."""
+    table = norm_table(partials, pixels, num_groups, weight, bias, eps, scale, shift)
+    return apply(x1, x2, table, activation)
+
+
+def begin_step(x, channels, dtype, table=None, row=None, index=None):
+    """(x with zeros behind its channels up to so many, table[row, index])"""
+    image = torch.nn.functional.pad(x, [0, channels - x.shape[3]]).to(dtype)
+    if table is None:
+        return image, None
+    rows = table.index_select(0, row)[0]
+    return image, rows if index is None else rows.index_select(0, index)

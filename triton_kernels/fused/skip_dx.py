@@ -1,0 +1,272 @@
+"""The norm's dx pass of a residual block whose skip is a 1x1 convolution, as that one's epilogue:
+
+    y  = conv(act(norm(x))) + ... + skip(x),     skip(x) = W x
+    dx = p dz + q x + r + W^T dy (+ gradients of other uses of x)
+
+W^T dy alone would be written and read again, as wide as x. dx is [channels, pixels] of a product
+over the few channels of y, and all else is read while it is made. x is one tensor or the
+concatenation of x1 and x2; p, q and r are those of `norm_tables`, per (n, c).
+
+The GEMM and its boxes are those of `fused.conv`; all tensors are NHWC.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..conv.tma import Config, tile_origin
+from ..conv.tma_boxes import count_boxes, image_box, in_boxes
+from ..dependent_launch import await_inputs, overlapping
+from ..row_sums import RowSums
+from ..tuning import choose
+
+_CONFIGS = [
+    Config(64, 64, 64, 4, 2),
+    Config(64, 128, 64, 4, 2),
+    Config(64, 128, 64, 8, 2),
+    Config(64, 256, 64, 8, 2),
+    Config(128, 128, 64, 8, 2),
+    Config(64, 64, 64, 8, 2),
+    Config(64, 128, 64, 4, 1),
+    Config(64, 64, 32, 4, 2),  # few channels of y, and TF32: a row of a box is at most 128 bytes
+]
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+
+@triton.jit
+def _finish(
+    acc,  # float32 [BLOCK_C, BLOCK_M]: W^T dy
+    x_desc,  # this half of x, or what is upsampled to it
+    add_desc,  # or None
+    dz_desc,
+    coeff_ptr,
+    dx_desc,  # as x_desc
+    sums_ptr,  # float32 [N, K, CH] or None
+    n0,
+    h0,
+    w0,
+    c0,  # of the whole
+    border,  # first channel of this half
+    N,
+    P,
+    Q,
+    C,
+    CH,  # channels of this half
+    UPSAMPLE: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    PIXELS: tl.constexpr = TILE_H * TILE_W
+    BLOCK_M: tl.constexpr = TILE_N * PIXELS
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    offs_n = n0 + tl.arange(0, TILE_N)
+    mask = (offs_c < C)[:, None] & (offs_n < N)[None, :]
+    ptrs = coeff_ptr + offs_n.to(tl.int64)[None, :] * 3 * C + offs_c[:, None]
+    p = tl.load(ptrs, mask=mask, other=0.0)
+    q = tl.load(ptrs + C, mask=mask, other=0.0)
+    r = tl.load(ptrs + 2 * C, mask=mask, other=0.0)
+
+    if add_desc is not None:
+        add = add_desc.load([n0, h0, w0, c0 - border]).reshape(BLOCK_M, BLOCK_C)
+        acc += tl.trans(add).to(tl.float32)
+    dz = tl.trans(dz_desc.load([n0, h0, w0, c0]).reshape(BLOCK_M, BLOCK_C)).to(tl.float32)
+    dx = acc.reshape(BLOCK_C, TILE_N, PIXELS) + p[:, :, None] * dz.reshape(BLOCK_C, TILE_N, PIXELS)
+    if UPSAMPLE:  # the gradient of a pixel is the sum of those of its 2x2 copies
+        dx = dx.reshape(BLOCK_C, TILE_N, TILE_H // 2, 2, TILE_W // 2, 2)
+        dx = tl.sum(tl.sum(dx, axis=5), axis=3).reshape(BLOCK_C, TILE_N, PIXELS // 4)
+        q *= 4
+        r *= 4
+        FACTOR: tl.constexpr = 2
+    else:
+        FACTOR: tl.constexpr = 1
+    at = [n0, h0 // FACTOR, w0 // FACTOR, c0 - border]
+    x = x_desc.load(at).reshape(BLOCK_M // FACTOR // FACTOR, BLOCK_C)
+    x = tl.trans(x).to(tl.float32).reshape(BLOCK_C, TILE_N, PIXELS // FACTOR // FACTOR)
+    dx += q[:, :, None] * x + r[:, :, None]
+    if sums_ptr is not None:
+        tiles_w = Q // TILE_W
+        k = h0 // TILE_H * tiles_w + w0 // TILE_W
+        row = offs_n.to(tl.int64) * (P // TILE_H * tiles_w) + k
+        tl.store(sums_ptr + row[None, :] * CH + offs_c[:, None], tl.sum(dx, axis=2), mask=mask)
+    dx = tl.trans(dx.reshape(BLOCK_C, BLOCK_M // FACTOR // FACTOR).to(dx_desc.dtype))
+    dx_desc.store(at, dx.reshape(TILE_N, TILE_H // FACTOR, TILE_W // FACTOR, BLOCK_C))
+
+
+@triton.jit(do_not_specialize=["N", "P", "Q"])
+def skip_dx_kernel(
+    dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
+    w_desc,  # [CO, C] in boxes [BLOCK_K, BLOCK_C]
+    dz_desc,  # [N, P, Q, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]
+    x1_desc,  # [N, P, Q, C1] likewise; UPSAMPLE: half as high and wide, and so are its boxes
+    x2_desc,  # [N, P, Q, C - C1] or None
+    add1_desc,  # [N, P, Q, C1] or None
+    coeff_ptr,  # float32 [N, 3, C]
+    dx1_desc,  # as x1_desc
+    dx2_desc,  # as x2_desc
+    sums_ptr,  # float32 [N, K, C1] or None
+    N,
+    CO,
+    P,
+    Q,
+    C,
+    C1,
+    PRECISION: tl.constexpr,
+    UPSAMPLE: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    await_inputs()
+    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
+    n0, h0, w0, c0 = tile_origin(P, Q, C, TILE_N, TILE_H, TILE_W, BLOCK_C)
+    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    for k0 in range(0, CO, BLOCK_K):
+        w = tl.trans(w_desc.load([k0, c0]))
+        dy = dy_desc.load([n0, h0, w0, k0]).reshape(BLOCK_M, BLOCK_K)
+        acc = tl.dot(w, tl.trans(dy), acc, input_precision=PRECISION)
+    if c0 < C1:
+        _finish(
+            acc, x1_desc, add1_desc, dz_desc, coeff_ptr, dx1_desc, sums_ptr, n0, h0, w0, c0, 0,
+            N, P, Q, C, C1, UPSAMPLE, TILE_N, TILE_H, TILE_W, BLOCK_C,
+        )  # fmt: skip
+    elif x2_desc is not None:
+        _finish(
+            acc, x2_desc, None, dz_desc, coeff_ptr, dx2_desc, None, n0, h0, w0, c0, C1,
+            N, P, Q, C, C - C1, False, TILE_N, TILE_H, TILE_W, BLOCK_C,
+        )  # fmt: skip
+
+
+def skip_dx(
+    dy: Tensor,  # [N, H, W, CO]
+    weight: Tensor,  # [CO, C1 + C2, 1, 1], dtype of dy
+    dz: Tensor,  # [N, H, W, C1 + C2]
+    x1: Tensor,  # [N, H, W, C1], or [N, H / 2, W / 2, C1] with upsample1
+    x2: Tensor | None,  # [N, H, W, C2]
+    coeff: Tensor,  # float32 [N, 3, C1 + C2], of `norm_grad_table`
+    add1: Tensor | None = None,  # [N, H, W, C1]
+    sums: bool | RowSums = False,
+    *,
+    upsample1: bool = False,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dx1 = p dz + q x1 + r + W^T dy + add1, and dx2 alike but for add1, rounded once.
+
+    `upsample1`, `sums` and the third result are as those of `norm_passes.norm_dx`.
+    """
+    n, h, w, co = dy.shape
+    c1 = x1.shape[3]
+    c = c1 if x2 is None else c1 + x2.shape[3]
+    factor = 2 if upsample1 else 1
+    assert weight.shape == (co, c, 1, 1) and weight.stride(1) == 1 and weight.dtype == dy.dtype
+    assert dz.shape == (n, h, w, c) and coeff.shape == (n, 3, c) and coeff.is_contiguous()
+    assert x1.shape == (n, h // factor, w // factor, c1)
+    for x in (dy, dz, x1, x2, add1):
+        assert x is None or (x.is_contiguous() and x.dtype == dy.dtype)
+    dx1 = _empty(x1.shape, dtype=x1.dtype, device=x1.device)
+    dx2 = None if x2 is None else _empty(x2.shape, dtype=x2.dtype, device=x2.device)
+    border = None if x2 is None else c1
+    channels = (c1,) if x2 is None else (c1, c - c1)
+    assert skip_dx_supported(dy.shape, dy.dtype, channels, upsample1)
+    if config is None:
+        rest = (dy, weight, dz, x1, x2, coeff, add1)
+        config = choose(
+            "skip_dx",
+            (n, h, w, co, c, c1, dy.dtype, upsample1, add1 is not None),
+            lambda: _valid(dy, border, upsample1),
+            lambda: _valid(dy, border, upsample1)[0],
+            lambda c: skip_dx(*rest, upsample1=upsample1, config=c)[0],
+        )
+    box = _box(config, n, h, w, upsample1)
+    assert box is not None and (x2 is None or c1 % config.block_c == 0)
+    rows = None
+    count = n * (h // box[1]) * (w // box[2])
+    if isinstance(sums, RowSums):
+        rows = sums.rows(count, c1)
+    elif sums:
+        rows = _empty((count, c1), dtype=torch.float32, device=dy.device)
+    if n == 0:
+        return dx1, dx2, rows
+    tile = [*box, config.block_c]
+    tile1 = [box[0], box[1] // factor, box[2] // factor, config.block_c]
+    filters = weight.view(co, c)
+    strides = [filters.stride(0), 1]
+    programs = count_boxes(box, n, h, w) * triton.cdiv(c, config.block_c)
+    skip_dx_kernel[(programs,)](
+        in_boxes(dy, [*box, config.block_k]),
+        TensorDescriptor(filters, [co, c], strides, [config.block_k, config.block_c]),
+        in_boxes(dz, tile),
+        in_boxes(x1, tile1),
+        None if x2 is None else in_boxes(x2, tile),
+        None if add1 is None else in_boxes(add1, tile),
+        coeff,
+        in_boxes(dx1, tile1),
+        None if dx2 is None else in_boxes(dx2, tile),
+        rows,
+        n,
+        co,
+        h,
+        w,
+        c,
+        c1,
+        PRECISION="tf32",
+        UPSAMPLE=upsample1,
+        TILE_N=box[0],
+        TILE_H=box[1],
+        TILE_W=box[2],
+        BLOCK_C=config.block_c,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **overlapping(dy.device),
+    )
+    return dx1, dx2, rows
+
+
+def skip_dx_supported(
+    dy_shape: tuple[int, ...],  # N, H, W, CO
+    dtype: torch.dtype,
+    channels: tuple[int, ...],  # of x1, or of x1 and x2
+    upsample1: bool,
+) -> bool:
+    """Whether `skip_dx` can do this, on a GPU with a TMA unit."""
+    n, h, w, co = dy_shape
+    row = 16 // dtype.itemsize
+    border = channels[0] if len(channels) == 2 else None
+    fits = any(_serves(c, n, h, w, co, dtype.itemsize, border, upsample1) for c in _CONFIGS)
+    return fits and co % row == 0 and all(c % row == 0 for c in channels)
+
+
+def _valid(dy: Tensor, border: int | None, upsample1: bool) -> list[Config]:
+    n, h, w, co = dy.shape
+    return [c for c in _CONFIGS if _serves(c, n, h, w, co, dy.itemsize, border, upsample1)]
+
+
+def _serves(
+    config: Config,
+    n: int,
+    h: int,
+    w: int,
+    co: int,
+    itemsize: int,
+    border: int | None,
+    upsample1: bool,
+) -> bool:
+    block_k = 64 if itemsize == 2 and co > 32 else 32
+    straddles = border is not None and border % config.block_c > 0
+    fits = _box(config, n, h, w, upsample1) is not None
+    return config.block_k == block_k and not straddles and fits
+
+
+def _box(config: Config, n: int, h: int, w: int, upsample1: bool) -> tuple[int, int, int] | None:
+    """A tile [images, rows, columns] that divides the images; of an upsampled one, by 2x2."""
+    if not upsample1:
+        return image_box(config.block_m, n, h, w)
+    source = image_box(config.block_m // 4, n, h // 2, w // 2)
+    return source and (source[0], 2 * source[1], 2 * source[2])

@@ -1,0 +1,271 @@
+"""GroupNorm (Wu and He 2018) over NHWC with the affine map, FiLM's scale and shift, and the
+activation in the same pass:
+
+    xhat = (x - mean_g) rstd_g,   mean and variance over the H W C/G values of a (sample, group)
+    z    = xhat gain + offset,    gain   = weight (1 + scale)
+                                  offset = bias (1 + scale) + shift
+    y    = act(z)
+
+With dz = dy act'(z), D = sum over pixels of dz, E = sum over pixels of dz xhat, both per (n, c):
+
+    dx       = rstd (gain dz - m1 - xhat m2),   m1, m2 = sum over the group of gain D, gain E
+                                                         / (H W C/G)
+    d_weight = sum_n (1 + scale) E,             d_scale = weight E + bias D
+    d_bias   = sum_n (1 + scale) D,             d_shift = D
+
+z is recomputed in backward. D and E are kept per (n, c), not per group: a group may lie across the
+border of a skip concat, and the gradients of weight, bias, scale and shift come from the same sums.
+
+Small images are normalised in registers by one launch (`norm.resident`); others take three
+passes over memory forward and five backward (`norm.stream`), in three launches each. The
+parameters' gradients are one small launch more.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..activations import check_activation
+from ..layout import DTYPES, check_nhwc, check_shape
+from ..library import derivative, op
+from ..tuning import choose
+from .resident import is_resident, resident_bwd, resident_fwd
+from .stream import (
+    Halves,
+    Params,
+    extent,
+    params_grad,
+    stream_apply,
+    stream_dx,
+    stream_stats,
+    stream_sums,
+)
+
+# --- two ways -------------------------------------------------------------------------------------
+
+
+class _Way(NamedTuple):
+    """How an image that fits into registers is normalised."""
+
+    resident: bool
+
+
+def _by_registers(op: str, xs: Halves, num_groups: int, run: Callable[[_Way], Tensor]) -> bool:
+    """Whether to: if it can be done, unless the passes over memory were measured to be faster."""
+    if not is_resident(xs, num_groups):
+        return False
+    n, hw, c = extent(xs)
+    key, ways = (n, hw, xs[0].shape[3], c, num_groups, xs[0].dtype), [_Way(True), _Way(False)]
+    return choose(op, key, lambda: ways, lambda: ways[0], run).resident
+
+
+def _forward(
+    xs: Halves,
+    num_groups: int,
+    eps: float,
+    params: Params,
+    activation: str,
+    way: _Way | None = None,
+) -> tuple[Tensor, Tensor]:
+    """y, and mean and rstd as float32 [2, N, G]."""
+    args = (xs, num_groups, eps, params, activation)
+    if way is None:
+        way = _Way(_by_registers("group_norm", xs, num_groups, lambda w: _forward(*args, w)[0]))
+    if way.resident:
+        return resident_fwd(*args)
+    stats = stream_stats(xs, num_groups, eps)
+    return stream_apply(xs, stats, params, activation), stats
+
+
+def _backward(
+    xs: Halves,
+    dy: Tensor,
+    stats: Tensor,
+    params: Params,
+    activation: str,
+    needs_x: bool,
+    way: _Way | None = None,
+) -> tuple[Halves, Tensor]:
+    """The gradient of x, if that is needed, and D and E of every chunk: float32 [N, K, 2, C]."""
+    args = (xs, dy, stats, params, activation)
+    if way is None:
+
+        def run(w: _Way) -> Tensor:
+            return _backward(*args, True, w)[0][0]
+
+        way = _Way(_by_registers("group_norm_bwd", xs, stats.shape[2], run))
+    if way.resident:
+        return resident_bwd(*args)
+    sums = stream_sums(*args)
+    dxs = stream_dx(xs, dy, stats, sums, params, activation) if needs_x else (None, None)
+    return dxs, sums
+
+
+# --- the op --------------------------------------------------------------------------------------
+
+
+def _fake_group_norm(x, x2, weight, bias, scale, shift, num_groups, eps, activation):
+    c = x.shape[3] if x2 is None else x.shape[3] + x2.shape[3]
+    stats = x.new_empty((2, x.shape[0], num_groups), dtype=torch.float32)
+    return x.new_empty((*x.shape[:3], c)), stats
+
+
+@op("group_norm", _fake_group_norm, differentiable=True)
+def _group_norm(
+    x: Tensor,
+    x2: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    num_groups: int,
+    eps: float,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """y, and mean and rstd as float32 [2, N, G]."""
+    return _forward((x, x2), num_groups, eps, (weight, bias, scale, shift), activation)
+
+
+def _fake_backward(dy, x, x2, stats, weight, bias, scale, shift, activation, needed):
+    inputs = (x, x2, weight, bias, scale, shift)
+    return [t.new_empty(t.shape) for t, need in zip(inputs, needed, strict=True) if need]
+
+
+@op("group_norm_backward", _fake_backward)
+def _group_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    x2: Tensor | None,
+    stats: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    activation: str,
+    needed: list[bool],
+) -> list[Tensor]:
+    """The gradients of x, x2, weight, bias, scale and shift, those that are needed."""
+    xs, params = (x, x2), (weight, bias, scale, shift)
+    grads = (None,) * 4
+    dxs, sums = _backward(xs, dy, stats, params, activation, any(needed[:2]))
+    if any(needed[2:]):
+        grads = params_grad(sums, params, needed[2:])
+    return [grad for grad, need in zip((*dxs, *grads), needed, strict=True) if need]
+
+
+@derivative(of=_group_norm)
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, x2, weight, bias, scale, shift, num_groups, eps, activation):
+        inputs = (x, x2, weight, bias, scale, shift)
+        y, stats = _group_norm.below_autograd(*inputs, num_groups, eps, activation)
+        ctx.save_for_backward(x, x2, stats, *inputs[2:])
+        ctx.activation = activation
+        ctx.mark_non_differentiable(stats)
+        ctx.set_materialize_grads(False)
+        return y, stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, _):
+        needed = ctx.needs_input_grad[:6]
+        dy = dy.contiguous()  # autograd may hand over an expanded or permuted gradient
+        grads = iter(_group_norm_backward(dy, *ctx.saved_tensors, ctx.activation, needed))
+        return *(next(grads) if need else None for need in needed), None, None, None
+
+
+def group_norm(
+    x: Tensor,  # [N, H, W, C], or [N, H, W, C1] with x2
+    num_groups: int,
+    weight: Tensor | None = None,  # [C]
+    bias: Tensor | None = None,  # [C]
+    *,
+    eps: float = 1e-5,
+    activation: str = "identity",
+    scale: Tensor | None = None,  # [N, C]
+    shift: Tensor | None = None,  # [N, C]
+    x2: Tensor | None = None,  # [N, H, W, C2]; C is then C1 + C2
+) -> Tensor:  # [N, H, W, C], dtype of x
+    """act((norm(x) * weight + bias) * (1 + scale) + shift); statistics and arithmetic in float32.
+
+    With `x2` this is the norm of torch.cat((x, x2), dim=-1), which is never in memory; a group may
+    lie across the border.
+
+    Parameters may have another dtype than x (float32 masters, say); each gradient has the dtype of
+    its tensor. The rows of `scale` and `shift` may be strided, as `chunk` of an embedding leaves
+    them. torch.autocast changes nothing here: y has the dtype of x.
+
+    Raises ValueError if C is not a multiple of `num_groups`, and for a wrong shape, dtype, layout
+    or activation.
+    """
+    check_nhwc("x", x)
+    check_activation(activation)
+    n, h, w, c = x.shape
+    if x2 is not None:
+        check_nhwc("x2", x2)
+        check_shape("x2", x2, n, h, w, x2.shape[3])
+        if x2.dtype != x.dtype:
+            raise ValueError(f"x2 is {x2.dtype}; expected {x.dtype}, which x is")
+        c += x2.shape[3]
+    if not 1 <= num_groups <= c or c % num_groups != 0:
+        raise ValueError(f"num_groups is {num_groups}; expected a divisor of the {c} channels of x")
+    for name, param, shape in (
+        ("weight", weight, (c,)),
+        ("bias", bias, (c,)),
+        ("scale", scale, (n, c)),
+        ("shift", shift, (n, c)),
+    ):
+        if param is None:
+            continue
+        check_shape(name, param, *shape)
+        if param.dtype not in DTYPES:
+            raise ValueError(f"{name} is {param.dtype}; expected float32, float16 or bfloat16")
+        if param.stride(-1) != 1 and c > 1:
+            raise ValueError(f"{name} has strides {param.stride()}; expected channels side by side")
+    y, _ = _group_norm(x, x2, weight, bias, scale, shift, num_groups, eps, activation)
+    return y
+
+
+class GroupNorm(torch.nn.GroupNorm):
+    """torch.nn.GroupNorm with the activation fused: the same state dict and [N, C, *] tensors.
+
+    A channels_last input is used in place. Any other one is first copied to channels_last; the
+    output (shape [N, C, *] as ever) is channels_last in memory either way, so a network pays once.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        activation: str = "identity",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_activation(activation)
+        super().__init__(num_groups, num_channels, eps, affine, device=device, dtype=dtype)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, C, *] -> [N, C, *]
+        if x.ndim < 2 or x.shape[1] != self.num_channels:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; expected [N, {self.num_channels}, ...]"
+            )
+        nhwc = x.movedim(1, -1).contiguous()  # the copy, unless x is channels_last
+        y = group_norm(
+            nhwc.view(x.shape[0], 1, math.prod(x.shape[2:]), x.shape[1]),
+            self.num_groups,
+            self.weight,
+            self.bias,
+            eps=self.eps,
+            activation=self.activation,
+        )
+        return y.view(nhwc.shape).movedim(-1, 1)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation!r}"
