@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from diffusion.inference import InferenceUNet
-from triton_kernels import fused, tuning
+from triton_kernels import tuning
 from triton_kernels.fused import conv_split
+from triton_kernels.fused import ops as fused
 
 from . import harness
 from .steps import our_model

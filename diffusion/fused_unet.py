@@ -26,7 +26,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from triton_kernels import fused
+from triton_kernels.fused import ops as fused
 
 from .flat import FlatParameters
 from .fused_layers import (

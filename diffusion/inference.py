@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from triton_kernels import fused
+from triton_kernels.fused import ops as fused
 from triton_kernels.fused.conv_split import SplitConv
 
 from .flat import FlatParameters

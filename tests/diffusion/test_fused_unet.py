@@ -11,7 +11,8 @@ from diffusion.flat import FlatParameters
 from diffusion.fused_unet import TOGETHER, FusedUNet, training_network
 from diffusion.layers import set_backend
 from diffusion.unet import UNet
-from triton_kernels import fused, reference
+from triton_kernels import reference
+from triton_kernels.fused import ops as fused
 from triton_kernels.fused import reference as fused_reference
 
 from .plan_memory import activations

@@ -12,7 +12,8 @@ from diffusion.guidance import guide
 from diffusion.inference import InferenceUNet, sampling_network
 from diffusion.layers import set_backend
 from diffusion.schedule import make_schedule
-from triton_kernels import fused, reference
+from triton_kernels import reference
+from triton_kernels.fused import ops as fused
 from triton_kernels.fused import reference as fused_reference
 
 from .test_fused_unet import MODELS, make

@@ -4,9 +4,10 @@ channels, the convolution of stride 2, sums that end in one launch."""
 import pytest
 import torch
 
-from triton_kernels import column_sum, fused, reference, row_sums
+from triton_kernels import column_sum, reference, row_sums
 from triton_kernels.fused import activation_grad, conv_down, pad_channels
 from triton_kernels.fused import conv as conv_fused
+from triton_kernels.fused import ops as fused
 from triton_kernels.fused import reference as fused_reference
 
 MODULES = (activation_grad, column_sum, conv_down, conv_fused, pad_channels, row_sums)

@@ -1,0 +1,108 @@
+"""The kernels of the planned network, under the names that `fused.reference` specifies."""
+
+from torch import Tensor
+
+from ..attention import _attention_bwd, _attention_fwd
+from ..column_sum import column_rows
+from ..resample import _gather, _spread, spread_add
+from ..row_sums import RowSums
+from .activation_grad import activation_grad
+from .begin_step import begin_step
+from .conv import (
+    conv_forward,
+    conv_fused_supported,
+    conv_input_grad,
+    conv_plain_input_grad,
+    conv_weight_grad,
+)
+from .conv_down import conv_down, conv_down_input_grad
+from .conv_split import conv_split, worth_splitting
+from .norm_passes import apply, norm_dx
+from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
+from .norm_whole import (
+    norm_of_sums,
+    norm_of_sums_pays,
+    norm_whole,
+    norm_whole_supported,
+    sum_parts,
+)
+from .pad_channels import pad_channels
+from .skip_dx import skip_dx
+
+__all__ = [
+    "RowSums",
+    "activation_grad",
+    "apply",
+    "attention_backward",
+    "attention_forward",
+    "avg_pool",
+    "avg_pool_grad",
+    "begin_step",
+    "bias_grad",
+    "conv_down",
+    "conv_down_input_grad",
+    "conv_forward",
+    "conv_fused_supported",
+    "conv_input_grad",
+    "conv_plain_input_grad",
+    "conv_split",
+    "conv_weight_grad",
+    "norm_dx",
+    "norm_grad_table",
+    "norm_of_sums",
+    "norm_of_sums_pays",
+    "norm_table",
+    "norm_whole",
+    "norm_whole_supported",
+    "pad_channels",
+    "skip_dx",
+    "sum_parts",
+    "tensor_partials",
+    "tensor_rows",
+    "upsample",
+    "upsample_grad",
+    "worth_splitting",
+]
+
+
+def tensor_rows(x: Tensor, sums: RowSums) -> Tensor:
+    """Rows [rows, C] in a place of `sums`, whose sum is that of x [..., C] over all but the
+    channels."""
+    return column_rows(x, sums.rows)
+
+
+def attention_forward(qkv: Tensor, num_heads: int, order: str) -> tuple[Tensor, Tensor]:
+    """(o [N, T, C], logsumexp) of qkv [N, T, 3C]"""
+    return _attention_fwd(qkv, num_heads, order, allow_tf32=True)
+
+
+def attention_backward(
+    do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, num_heads: int, order: str
+) -> Tensor:
+    """dqkv [N, T, 3C]"""
+    return _attention_bwd(do, qkv, o, lse, num_heads, order, allow_tf32=True)
+
+
+def avg_pool(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, H / 2, W / 2, C]
+    """2x2 means."""
+    return _gather(x, 0.25)
+
+
+def avg_pool_grad(
+    dy: Tensor, add: Tensor | None = None, sums: RowSums | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(its input gradient for even sizes, plus `add` [N, H, W, C]; rows [rows, C] in a place of
+    `sums`, whose sum is that of it over samples and pixels, or None)"""
+    n, h, w, c = dy.shape
+    return spread_add(dy, (n, 2 * h, 2 * w, c), 0.25, add, sums)
+
+
+def upsample(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, 2H, 2W, C]
+    """Each pixel becomes a 2x2 block."""
+    n, h, w, c = x.shape
+    return _spread(x, (n, 2 * h, 2 * w, c), 1.0)
+
+
+def upsample_grad(dy: Tensor) -> Tensor:  # [N, 2H, 2W, C] -> [N, H, W, C]
+    """Its input gradient: the sum over each 2x2 block."""
+    return _gather(dy, 1.0)
