@@ -36,8 +36,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.backend import choose_backend
 from diffusion.chain import Bound
-from diffusion.inference1d import StreamedUNet1d
 from diffusion.layers import set_backend
+from diffusion.planned.inference1d import StreamedUNet1d
 from diffusion.sampler import DDPM
 from diffusion.schedule import make_schedule
 from diffusion.unet1d import UNet1d

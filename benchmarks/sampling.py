@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from diffusion.build import make_sampler
 from diffusion.chain import OVERLAP_PIXELS
-from diffusion.inference import sampling_network
-from diffusion.interchange_diffusers import unet_config
-from diffusion.interchange_diffusers_names import to_diffusers_state
+from diffusion.interchange.diffusers_directory import unet_config
+from diffusion.interchange.diffusers_names import to_diffusers_state
+from diffusion.planned.inference import sampling_network
 from diffusion.schedule import NoiseSchedule
 from triton_kernels.dependent_launch import dependent_launches
 

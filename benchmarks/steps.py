@@ -19,10 +19,10 @@ from diffusion.data.image_set import ImageSet
 from diffusion.distributed import Processes
 from diffusion.errors import ConfigError
 from diffusion.flat import FlatParameters
-from diffusion.fused_unet import TOGETHER, training_network
 from diffusion.gradient_sum import GradientSum
 from diffusion.objective import Objective
 from diffusion.optimizer import Optimizer, OptimizerSettings
+from diffusion.planned.unet import TOGETHER, training_network
 from diffusion.schedule import NoiseSchedule
 from diffusion.train_step import TrainStep
 from diffusion.unet import UNet

@@ -7,8 +7,8 @@
     processes=12        that compile side by side
     out=                the table; default: the user's cache for this GPU, torch and triton
 
-As `benchmarks.tune`, for the forward pass of `diffusion.inference` alone. Convolutions that could
-be cut into parts are measured both ways.
+As `benchmarks.tune`, for the forward pass of `diffusion.planned.inference` alone. Convolutions that
+could be cut into parts are measured both ways.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from diffusion.inference import InferenceUNet
+from diffusion.planned.inference import InferenceUNet
 from triton_kernels import tuning
 from triton_kernels.fused import conv_split
 from triton_kernels.fused import ops as fused

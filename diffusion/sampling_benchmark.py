@@ -4,8 +4,8 @@
     torch         the same in the precision of the run, with its convolutions' weights in it
     compile       torch.compile of that; on a GPU the chain is one CUDA graph, as for triton
     triton        this project's kernels
-    onnxruntime   the exported ONNX file (`export_graph`), float32
-    tensorrt      the engine of that file (`export_tensorrt`), TF32
+    onnxruntime   the exported ONNX file (`export.graph`), float32
+    tensorrt      the engine of that file (`export.tensorrt_engine`), TF32
 
 Only the network differs: the sampler, its noise and its step are the same for all rows. A row is
 drawn once before it is timed, which compiles and captures. A row that cannot run says why.
@@ -36,12 +36,12 @@ from .build import check_sampler
 from .chain import TabulatedDenoiser
 from .distributed import choose_device
 from .errors import ConfigError, writing
-from .export_graph import OnnxDenoiser, export_onnx, image_graph, onnx_provider
-from .export_tensorrt import TensorRTDenoiser, build_engine, require_tensorrt
+from .export.graph import OnnxDenoiser, export_onnx, image_graph, onnx_provider
+from .export.tensorrt_engine import TensorRTDenoiser, build_engine, require_tensorrt
 from .guidance import guide
-from .inference import sampling_network
 from .layers import Conv1d, Conv2d
 from .objective import Denoiser
+from .planned.inference import sampling_network
 from .settings import construct
 from .trained import Trained, load_trained
 

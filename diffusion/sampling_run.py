@@ -15,8 +15,8 @@ from .build import check_sampler
 from .distributed import choose_device
 from .draw import draw
 from .errors import ConfigError, writing
-from .inference import InferenceUNet, sampling_network
 from .pictures import grid
+from .planned.inference import InferenceUNet, sampling_network
 from .settings import construct
 from .trained import Trained, load_trained
 

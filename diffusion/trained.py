@@ -14,8 +14,8 @@ from .build import Process, build_model
 from .checkpoint import check_same_model, find_checkpoint, read_state, read_weights
 from .data.image_set import parse_size
 from .errors import ConfigError
-from .interchange import load_weights, stored_image_shape
-from .interchange_diffusers import is_diffusers, read_diffusers
+from .interchange.diffusers_directory import is_diffusers, read_diffusers
+from .interchange.weights import load_weights, stored_image_shape
 from .settings import construct, shown
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
@@ -78,7 +78,7 @@ def _load_checkpoint(
     if "policy" in state:
         raise ConfigError(
             f"{checkpoint} is a policy: it draws actions from observations, not images; use"
-            " diffusion.policy.load_policy"
+            " diffusion.policies.policy.load_policy"
         )
     process = construct(Process, trained_as["diffusion"], "diffusion")
     if "image_shape" not in state:

@@ -19,12 +19,12 @@ from .data.batches import Batches, Samples
 from .distributed import Processes, choose_device
 from .errors import ConfigError, writing
 from .flat import FlatParameters
-from .fused_unet import TOGETHER, FusedUNet, training_network
 from .gradient_sum import GradientSum
 from .image_task import ImageTask
 from .objective import Objective
 from .optimizer import Optimizer, OptimizerSettings
-from .policy_task import LOADERS, PolicyTask
+from .planned.unet import TOGETHER, FusedUNet, training_network
+from .policies.task import LOADERS, PolicyTask
 from .run_log import Preview, log_file, write_whole
 from .settings import check_keys, construct, shown
 from .train_step import TrainStep

@@ -13,7 +13,7 @@ from diffusion.backend import TORCH_FP32
 from diffusion.build import Process, build_model, build_policy_model
 from diffusion.errors import ConfigError
 from diffusion.optimizer import OptimizerSettings
-from diffusion.policy_task import LOADERS
+from diffusion.policies.task import LOADERS
 from diffusion.settings import check_keys, construct
 from diffusion.trainer import TrainSettings
 

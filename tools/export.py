@@ -17,7 +17,7 @@ from configs.entry import exit_codes, plain, run_entry
 @hydra.main(version_base=None, config_path="../configs", config_name="export")
 def main(config: DictConfig) -> None:
     """Export as configured and say what was compared."""
-    from diffusion.export import export  # after the command line is known to be right
+    from diffusion.export.run import export  # after the command line is known to be right
 
     with exit_codes():
         export(plain(config))

@@ -17,7 +17,9 @@ from configs.entry import exit_codes, plain, run_entry
 @hydra.main(version_base=None, config_path="../configs", config_name="rollout")
 def main(config: DictConfig) -> None:
     """Roll out as configured."""
-    from diffusion.rollout_run import rollout  # after the command line is known to be right
+    from diffusion.policies.rollout_run import (
+        rollout,  # after the command line is known to be right
+    )
 
     with exit_codes():
         rollout(plain(config))

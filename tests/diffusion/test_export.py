@@ -13,10 +13,10 @@ from diffusion.build import build_model, build_policy_model
 from diffusion.checkpoint import save_checkpoint
 from diffusion.data.action_chunks import Normaliser, PolicySpec
 from diffusion.errors import ConfigError
-from diffusion.export import export
-from diffusion.export_graph import OnnxDenoiser
+from diffusion.export.graph import OnnxDenoiser
+from diffusion.export.run import export
 from diffusion.flat import FlatParameters
-from diffusion.policy import load_policy
+from diffusion.policies.policy import load_policy
 from diffusion.trained import load_trained
 
 CPU = torch.device("cpu")
@@ -160,7 +160,7 @@ def test_onnx(tmp_path, capsys):
 
 
 def test_onnx_without_its_packages(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("diffusion.export_graph.find_spec", lambda name: None)
+    monkeypatch.setattr("diffusion.export.graph.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs onnx, onnxscript, onnxruntime: pip install"):
         export({"ckpt": str(run), "format": "onnx", "out": str(tmp_path / "a.onnx")})
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

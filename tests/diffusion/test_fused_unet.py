@@ -8,8 +8,8 @@ import torch
 import triton_kernels
 from diffusion.backend import Backend
 from diffusion.flat import FlatParameters
-from diffusion.fused_unet import TOGETHER, FusedUNet, training_network
 from diffusion.layers import set_backend
+from diffusion.planned.unet import TOGETHER, FusedUNet, training_network
 from diffusion.unet import UNet
 from triton_kernels import reference
 from triton_kernels.fused import ops as fused

@@ -13,7 +13,7 @@ from diffusion.build import SAMPLERS, make_sampler
 from diffusion.draw import draw
 from diffusion.errors import ConfigError
 from diffusion.guidance import drop_labels, guide
-from diffusion.interchange import load_weights, save_safetensors
+from diffusion.interchange.weights import load_weights, save_safetensors
 from diffusion.objective import Objective
 from diffusion.sampling_run import sample
 from diffusion.schedule import make_schedule

@@ -9,8 +9,8 @@ import triton_kernels
 from diffusion.backend import TORCH_FP32, Backend
 from diffusion.build import make_sampler
 from diffusion.guidance import guide
-from diffusion.inference import InferenceUNet, sampling_network
 from diffusion.layers import set_backend
+from diffusion.planned.inference import InferenceUNet, sampling_network
 from diffusion.schedule import make_schedule
 from triton_kernels import reference
 from triton_kernels.fused import ops as fused
@@ -72,7 +72,7 @@ def test_a_chain(classes, scale, large, monkeypatch):
     if classes is None and scale != 1:
         pytest.skip("guidance needs classes")
     if large:
-        monkeypatch.setattr("diffusion.inference._TABLE_BYTES", 1000)
+        monkeypatch.setattr("diffusion.planned.inference._TABLE_BYTES", 1000)
     options = {"channel_mult": (1,), "num_classes": classes}
     options |= {"label_dropout": 0.1} if classes else {}
     model = make(options).eval()

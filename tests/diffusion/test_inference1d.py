@@ -7,9 +7,9 @@ import torch
 
 import triton_kernels
 from diffusion.backend import TORCH_FP32, Backend
-from diffusion.inference1d import StreamedUNet1d, obstacle, real_time
-from diffusion.interchange import load_weights
+from diffusion.interchange.weights import load_weights
 from diffusion.layers import set_backend
+from diffusion.planned.inference1d import StreamedUNet1d, obstacle, real_time
 from diffusion.sampler import DDIM, DDPM
 from diffusion.schedule import make_schedule
 from diffusion.unet1d import UNet1d

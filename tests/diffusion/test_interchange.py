@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from diffusion.errors import ConfigError
-from diffusion.interchange import (
+from diffusion.interchange.weights import (
     from_unet_cu_name,
     load_weights,
     read_unet_cu,

@@ -22,7 +22,11 @@ from safetensors.torch import load_file, save_file
 from diffusion.backend import TORCH_FP32
 from diffusion.build import Process, build_model
 from diffusion.errors import ConfigError
-from diffusion.interchange_diffusers import read_diffusers, save_diffusers, scheduler_config
+from diffusion.interchange.diffusers_directory import (
+    read_diffusers,
+    save_diffusers,
+    scheduler_config,
+)
 from diffusion.sampling_run import sample
 from diffusion.schedule import NoiseSchedule
 from diffusion.trained import Trained, load_trained

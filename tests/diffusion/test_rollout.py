@@ -8,14 +8,14 @@ import pytest
 import torch
 from PIL import Image
 
-from diffusion.animation import save_gif
 from diffusion.data.action_chunks import Normaliser, PolicySpec
-from diffusion.environments import check_spaces, make_environments
 from diffusion.errors import ConfigError
+from diffusion.policies.animation import save_gif
+from diffusion.policies.environments import check_spaces, make_environments
+from diffusion.policies.rollout import measure_latency, roll_out
+from diffusion.policies.rollout_run import RolloutSettings, rollout
 from diffusion.push_disc.env import Box, PushDisc
 from diffusion.push_disc.expert import expert_action
-from diffusion.rollout import measure_latency, roll_out
-from diffusion.rollout_run import RolloutSettings, rollout
 
 
 def spec(horizon=8, observation_steps=2, action_steps=4, o=6, a=2):

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diffusion import export_tensorrt, sampling_benchmark
+from diffusion import sampling_benchmark
 from diffusion.errors import ConfigError
-from diffusion.export_graph import image_graph
-from diffusion.export_tensorrt import TensorRTDenoiser, build_engine
+from diffusion.export import tensorrt_engine as export_tensorrt
+from diffusion.export.graph import image_graph
+from diffusion.export.tensorrt_engine import TensorRTDenoiser, build_engine
 from diffusion.sampling_benchmark import benchmark
 from diffusion.trained import load_trained
 

@@ -16,7 +16,7 @@ from diffusion.data import ImageSet
 from diffusion.data.packed import write_packed
 from diffusion.errors import ConfigError
 from diffusion.flat import FlatParameters
-from diffusion.interchange import save_unet_cu
+from diffusion.interchange.weights import save_unet_cu
 from diffusion.sampling_run import sample
 
 from .golden_unet import OPTIONS

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from diffusion.side_stream import SideStream
+from diffusion.planned.side_stream import SideStream
 
 
 def test_tensors_are_kept_up_to_a_budget_of_bytes(device):

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import triton_kernels
 from diffusion.backend import Backend
 from diffusion.errors import ConfigError
-from diffusion.interchange import load_weights, to_unet_cu_name
+from diffusion.interchange.weights import load_weights, to_unet_cu_name
 from diffusion.layers import set_backend
 from diffusion.unet import UNet
 from triton_kernels import reference

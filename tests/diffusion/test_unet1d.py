@@ -8,7 +8,7 @@ from torch import nn
 import triton_kernels
 from diffusion.backend import Backend
 from diffusion.errors import ConfigError
-from diffusion.interchange import load_weights
+from diffusion.interchange.weights import load_weights
 from diffusion.layers import Conv1d, ConvTranspose1d, set_backend
 from diffusion.unet1d import UNet1d
 from triton_kernels import reference

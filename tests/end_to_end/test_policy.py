@@ -9,8 +9,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from diffusion.errors import ConfigError
-from diffusion.inference1d import StreamedUNet1d
-from diffusion.policy import load_policy
+from diffusion.planned.inference1d import StreamedUNet1d
+from diffusion.policies.policy import load_policy
 
 from .run import run
 

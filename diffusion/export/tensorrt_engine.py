@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import ConfigError
-from .export_graph import Graph
+from ..errors import ConfigError
+from .graph import Graph
 
 
 def require_tensorrt() -> None:

@@ -1,4 +1,4 @@
-"""The layers of the planned network, see `fused_unet`: each with its forward and its backward.
+"""The layers of the planned network, see `planned.unet`: each with its forward and its backward.
 
 A layer keeps on its tape what its backward reads, and lets go of it as it is read. With `recompute`
 it keeps the inputs of its norms and their tables alone, and makes the activations behind the norms
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from triton_kernels.dropout import Mask
 from triton_kernels.row_sums import RowSums
 
-from .flat import FlatParameters
-from .layers import Conv1d, Conv2d, GroupNorm, Linear
+from ..flat import FlatParameters
+from ..layers import Conv1d, Conv2d, GroupNorm, Linear
+from ..unet import AttentionBlock, Downsample, ResBlock, UNet, Upsample
 from .side_stream import SideStream
-from .unet import AttentionBlock, Downsample, ResBlock, UNet, Upsample
 
 TOGETHER = ("emb_layers.1.weight", "emb_layers.1.bias")  # for FlatParameters
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..backend import PRECISIONS, Backend
+from ..build import check_sampler
+from ..data.action_chunks import PolicySpec
+from ..errors import ConfigError
+from ..settings import construct
 from .animation import save_gif
-from .backend import PRECISIONS, Backend
-from .build import check_sampler
-from .data.action_chunks import PolicySpec
 from .environments import check_spaces, make_environments
-from .errors import ConfigError
 from .policy import Policy, load_policy
 from .rollout import Episode, measure_latency, roll_out
-from .settings import construct
 
 
 @dataclass(frozen=True)

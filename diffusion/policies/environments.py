@@ -5,9 +5,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .data.action_chunks import PolicySpec
-from .errors import ConfigError
-from .push_disc.env import PushDisc
+from ..data.action_chunks import PolicySpec
+from ..errors import ConfigError
+from ..push_disc.env import PushDisc
 
 BUILT_IN = {"push_disc": PushDisc}
 

@@ -30,15 +30,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .build import Process
-from .errors import ConfigError
-from .interchange_diffusers_names import (
+from ..build import Process
+from ..errors import ConfigError
+from ..schedule import NoiseSchedule
+from ..unet import AttentionBlock, UNet
+from .diffusers_names import (
     from_diffusers_state,
     resamples_by_constants,
     to_diffusers_state,
 )
-from .schedule import NoiseSchedule
-from .unet import AttentionBlock, UNet
 
 _WEIGHTS = "diffusion_pytorch_model"
 _PERIOD = 10000  # of UNet2DModel's sinusoids

@@ -2,7 +2,7 @@
 
 A step at batch 1 is a chain of kernels of two or three microseconds, each of which waits for the
 one before, so time goes with their number and with how many multiprocessors each keeps busy. The
-plan's layers (`fused_unet`) run over kernels that wait until they know who reads their result:
+plan's layers (`planned.unet`) run over kernels that wait until they know who reads their result:
 
     table, apply                  -> one launch, `norm_whole` or `norm_of_sums`
     conv of few tiles             -> its sum in parts on all multiprocessors, `conv_split`;
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from triton_kernels.fused import ops as fused
 from triton_kernels.fused.conv_split import SplitConv
 
-from .flat import FlatParameters
-from .fused_layers import TOGETHER, Feature, Step
-from .fused_unet import _DTYPES, FusedUNet, _missing_tile
-from .objective import Denoiser
-from .unet import UNet
+from ..flat import FlatParameters
+from ..objective import Denoiser
+from ..unet import UNet
+from .layers import TOGETHER, Feature, Step
+from .unet import _DTYPES, FusedUNet, _missing_tile
 
 _WHOLE_PIXELS = 256  # of an image that a program reads whole, where nobody has to add parts
 _PROGRAMS = 128  # that take the sums of a tensor, at least

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from .errors import writing
+from ..errors import writing
 
 _FRAME, _HELD = 4, 12  # pixels of border; frames for which the last picture stands
 _OPEN, _GOOD, _BAD = (205, 205, 205), (46, 160, 67), (207, 34, 46)

@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from .errors import ConfigError
-from .unet import UNet
+from ..errors import ConfigError
+from ..unet import UNet
 
 _UNET_CU_WEIGHTS, _UNET_CU_DATA = 12345678, 20240620
 _HEADER_BYTES = 256 * 4

@@ -21,7 +21,7 @@ from triton_kernels.device import describe
 from triton_kernels.stream import conv1d as stream_conv1d
 from triton_kernels.stream.conv1d import Activation, Conv, Film, Norm, Stem, Sums
 
-from .unet1d import ConvBlock, ResBlock, UNet1d
+from ..unet1d import ConvBlock, ResBlock, UNet1d
 
 _MIN_TILE = 16  # channels in and out of a program: the depth and height of a matrix product
 _POSITIONS = 8  # of a tile where there are many channels

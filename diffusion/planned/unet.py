@@ -12,7 +12,7 @@ no pass over memory is made for an addition, a bias, a statistic or a concatenat
             its sums per (n, c)                    gradient of the weight, off the critical path
 
 The embedding may also scale and shift z (FiLM), dropout is part of the pass that makes a and of
-dz's convolution, and what resamples does so between these kernels; `fused_layers` has them all.
+dz's convolution, and what resamples does so between these kernels; `planned.layers` has them all.
 
 The gradients go straight into the flat gradient buffer. The embedding's layers stay in autograd:
 together they are three matrix products, see `EmbeddingLayers`.
@@ -28,8 +28,10 @@ from torch import Tensor, nn
 
 from triton_kernels.fused import ops as fused
 
-from .flat import FlatParameters
-from .fused_layers import (
+from ..flat import FlatParameters
+from ..layers import GroupNorm
+from ..unet import AttentionBlock, Downsample, ResBlock, UNet, Upsample
+from .layers import (
     TOGETHER,
     EmbeddingLayers,
     Feature,
@@ -42,9 +44,7 @@ from .fused_layers import (
     Parameters,
     Step,
 )
-from .layers import GroupNorm
 from .side_stream import SideStream
-from .unet import AttentionBlock, Downsample, ResBlock, UNet, Upsample
 
 __all__ = ["TOGETHER", "FusedUNet", "training_network"]
 
@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 def training_network(
     model: nn.Module,
     flat: FlatParameters,
-    recompute: bool = False,  # keep fewer activations, see `fused_layers`
+    recompute: bool = False,  # keep fewer activations, see `planned.layers`
     ready: Callable[[int], None] | None = None,  # told how far backward is, see `GradientSum`
 ) -> Callable[..., Tensor]:
     """What a training step calls as `forward_nhwc`: the plan if there is one for this model and

@@ -5,17 +5,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .backend import choose_backend
-from .build import Process, build_policy_model
-from .chain import TabulatedDenoiser
-from .checkpoint import check_same_model, find_checkpoint, read_state, read_weights
-from .data.action_chunks import PolicySpec
-from .distributed import choose_device
-from .errors import ConfigError
-from .inference1d import real_time
-from .objective import Denoiser
-from .sampler import Sampler
-from .settings import construct
+from ..backend import choose_backend
+from ..build import Process, build_policy_model
+from ..chain import TabulatedDenoiser
+from ..checkpoint import check_same_model, find_checkpoint, read_state, read_weights
+from ..data.action_chunks import PolicySpec
+from ..distributed import choose_device
+from ..errors import ConfigError
+from ..objective import Denoiser
+from ..planned.inference1d import real_time
+from ..sampler import Sampler
+from ..settings import construct
 
 
 class Policy:

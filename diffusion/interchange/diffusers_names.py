@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import ConfigError
-from .unet import AttentionBlock, UNet
+from ..errors import ConfigError
+from ..unet import AttentionBlock, UNet
 
 # outside the blocks, in a residual block, in an attention block: ours, theirs
 _OUTSIDE = {

@@ -1,9 +1,9 @@
 """A trained network in somebody else's format: from a plain dict to a file or directory.
 
-    diffusers          directory of a DDPMPipeline: `interchange_diffusers`
+    diffusers          directory of a DDPMPipeline: `interchange.diffusers_directory`
     guided_diffusion   .pt, and a .json with the arguments that build its network
     unet_cu            .bin
-    onnx               the denoiser, of images or actions, as ONNX's operators: `export_graph`
+    onnx               the denoiser, of images or actions, as ONNX's operators: `export.graph`
     torch_export       the same as torch.export saves it
 
 Each is written aside, read back and compared, and then renamed: what is at `out` is whole.
@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from .build import build_model
-from .checkpoint import check_same_model
-from .errors import ConfigError, writing
-from .export_graph import Graph, export_onnx, export_program, image_graph, policy_graph
-from .export_tensorrt import build_engine, require_tensorrt
-from .interchange import load_weights, save_guided, save_unet_cu
-from .interchange_diffusers import is_diffusers, read_diffusers, save_diffusers
-from .policy import load_policy
-from .settings import construct
-from .trained import Trained, is_policy, load_trained
+from ..build import build_model
+from ..checkpoint import check_same_model
+from ..errors import ConfigError, writing
+from ..interchange.diffusers_directory import is_diffusers, read_diffusers, save_diffusers
+from ..interchange.weights import load_weights, save_guided, save_unet_cu
+from ..policies.policy import load_policy
+from ..settings import construct
+from ..trained import Trained, is_policy, load_trained
+from .graph import Graph, export_onnx, export_program, image_graph, policy_graph
+from .tensorrt_engine import build_engine, require_tensorrt
 
 # what guided-diffusion's UNetModel has one value for, by option of `UNet`
 _GUIDED_OPTIONS = {

@@ -1,0 +1,1 @@
+"""Other people's weights, read and written: guided-diffusion, unet.cu, diffusers."""

@@ -1,0 +1,1 @@
+"""Robot policies: learning from episodes, acting, and the closed loop in an environment."""
