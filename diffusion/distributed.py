@@ -16,8 +16,21 @@ class Processes:
     def __init__(self, device: torch.device) -> None:
         self.count = int(os.environ.get("WORLD_SIZE", 1))
         self.rank = int(os.environ.get("RANK", 0))
-        if self.count > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        self._vote: tuple[Tensor, dist.Work] | None = None
+        if self.count == 1 or dist.is_initialized():
+            return
+        if device.type == "cuda":
+            # votes go over the CPU; a device that is known connects now, before any capture
+            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        else:
+            dist.init_process_group("gloo")
+
+    @classmethod
+    def alone(cls) -> "Processes":
+        """This process by itself, whatever torchrun has started beside it."""
+        processes = cls.__new__(cls)
+        processes.count, processes.rank, processes._vote = 1, 0, None
+        return processes
 
     @property
     def is_first(self) -> bool:
@@ -33,11 +46,6 @@ class Processes:
         share = batch_size // self.count
         return self.rank * share, share
 
-    def sum(self, x: Tensor) -> None:
-        """Sum `x` over the processes, in place."""
-        if self.count > 1:
-            dist.all_reduce(x)
-
     def start_sum(self, x: Tensor) -> Callable[[], object]:
         """Begin to sum `x` over the processes, in place, after what the current stream has been
         given; what is returned lets the stream that is current then wait for it."""
@@ -45,14 +53,19 @@ class Processes:
             return lambda: None
         return dist.all_reduce(x, async_op=True).wait
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set in at least one process."""
+    def vote(self, flag: bool) -> bool:
+        """Whether the flag was set in at least one process at the vote before this one: the answer
+        comes one vote late, so that no process waits for the others or for its GPU. Alone: `flag`.
+        """
         if self.count == 1:
             return flag
-        backend_device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        votes = torch.tensor([int(flag)], device=backend_device)
-        dist.all_reduce(votes)
-        return bool(votes.item())
+        before, votes = self._vote, torch.tensor([int(flag)])
+        self._vote = votes, dist.all_reduce(votes, async_op=True)
+        if before is None:
+            return False
+        votes, work = before
+        work.wait()
+        return votes.item() > 0
 
     def wait(self) -> None:
         """Wait until every process is here."""
@@ -60,7 +73,8 @@ class Processes:
             dist.barrier()
 
     def close(self) -> None:
-        """Leave the group, if there is one."""
+        """Leave the group, if there is one. NCCL waits until every CUDA graph that it has been
+        captured in is gone, see `TrainStep.release`."""
         if self.count > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -16,20 +16,23 @@ class GradientSum:
     of it, and sends it off once a bucket is full. `finish` sends the rest and waits.
     """
 
-    def __init__(self, flat: FlatParameters, processes: Processes) -> None:
+    def __init__(self, flat: FlatParameters, processes: Processes, bucket: int = _BUCKET) -> None:
         self._grad, self._filters_end = flat.grad, flat.filters_end
-        self.processes = processes
+        self._processes, self._bucket = processes, bucket  # bytes
         self._waits = []
         self._sent: int | None = None  # filters from here on are on their way
 
-    def begin(self) -> None:
-        """The next backward pass is the last before the update."""
+    def begin(self, *complete: Tensor) -> None:
+        """The next backward pass is the last before the update. What is `complete` by now is
+        summed as well."""
         self._sent = self._filters_end
+        for part in complete:
+            self._send(part)
 
     def ready(self, start: int) -> None:
         """As of the current stream, the gradients of filters from element `start` on are complete,
         or will be with further micro-batches."""
-        if self._sent is not None and (self._sent - start) * self._grad.itemsize >= _BUCKET:
+        if self._sent is not None and (self._sent - start) * self._grad.itemsize >= self._bucket:
             self._send(self._grad[start : self._sent])
             self._sent = start
 
@@ -44,4 +47,4 @@ class GradientSum:
 
     def _send(self, part: Tensor) -> None:
         if part.numel():
-            self._waits.append(self.processes.start_sum(part))
+            self._waits.append(self._processes.start_sum(part))

@@ -65,6 +65,13 @@ class TrainStep:
             self._eager_steps += 1
         return self.loss, self.norm
 
+    def release(self) -> None:
+        """Let go of the captured step; another call captures anew. Before processes part, since
+        NCCL does not leave a group while a graph holds its work."""
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+
     def _load(self, step: int) -> None:
         """Write what depends on the number of the step."""
         self.batches.load(step)
@@ -77,15 +84,16 @@ class TrainStep:
         self.loss.zero_()
         size = self.batches.count // self.accumulate
         for start in range(0, self.batches.count, size):
+            loss = self._part_of_loss(start, size)
+            self.loss += loss.detach()
             if start + size >= self.batches.count:
-                self.gradient_sum.begin()
-            self._backward(start, size)
+                self.gradient_sum.begin(self.loss)
+            loss.backward()
         self.gradient_sum.finish()
-        self.gradient_sum.processes.sum(self.loss)
         self.norm.copy_(self.optimizer.update())
 
-    def _backward(self, start: int, count: int) -> None:
-        """Add loss and gradient of positions start .. start + count of this process's share."""
+    def _part_of_loss(self, start: int, count: int) -> Tensor:
+        """What positions start .. start + count of this process's share add to the loss."""
         images, index, labels = self.batches.part(start, count)
         first = self.batches.first + start
         flip = None
@@ -98,6 +106,4 @@ class TrainStep:
         losses, _ = self.objective.loss(
             denoiser, images, self._rng, index=index, flip=flip, labels=labels, first=first
         )
-        loss = losses.sum() / self.batches.batch_size
-        loss.backward()
-        self.loss += loss.detach()
+        return losses.sum() / self.batches.batch_size

@@ -143,7 +143,7 @@ class Trainer:
             if s.save_every and done % s.save_every == 0 and not last:
                 self._save(done)
             interval.paused += time.perf_counter() - pause
-            if self.processes.any(bool(received)):
+            if self.processes.vote(bool(received)):
                 checkpoint = self._save(done)
                 raise Interrupted(received[0] if received else signal.SIGTERM, checkpoint)
         return loss

@@ -138,6 +138,7 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
     size = len(task.samples)
     with ExitStack() as stack:
         stack.callback(processes.close)
+        stack.callback(step.release)
         if processes.is_first:
             with writing(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """What a step sends to the other processes, and when."""
 
 import pytest
+import torch
 from torch import nn
 
-from diffusion import gradient_sum
 from diffusion.flat import FlatParameters
 from diffusion.gradient_sum import GradientSum
 
@@ -36,10 +36,9 @@ def test_filters_come_first(flat):
     assert min(offsets[name] for name in ("0.weight", "0.bias", "2.bias")) >= 256
 
 
-def test_every_element_is_summed_once(flat, monkeypatch):
-    monkeypatch.setattr(gradient_sum, "_BUCKET", 128 * 4)
+def test_every_element_is_summed_once(flat):
     recorder = Recorder()
-    total = GradientSum(flat, recorder)
+    total = GradientSum(flat, recorder, bucket=128 * 4)
     for _ in range(2):
         flat.grad.fill_(1)
         recorder.sizes.clear()
@@ -53,15 +52,23 @@ def test_every_element_is_summed_once(flat, monkeypatch):
     assert recorder.waited == 6
 
 
-def test_nothing_is_sent_before_the_last_micro_batch(flat, monkeypatch):
-    monkeypatch.setattr(gradient_sum, "_BUCKET", 4)
+def test_nothing_is_sent_before_the_last_micro_batch(flat):
     recorder = Recorder()
-    total = GradientSum(flat, recorder)
+    total = GradientSum(flat, recorder, bucket=4)
     total.ready(64)
     assert not recorder.sizes
     total.begin()
     total.ready(64)
     assert recorder.sizes == [192]
+
+
+def test_what_is_complete_is_sent_at_once(flat):
+    recorder, loss = Recorder(), torch.ones(1)
+    total = GradientSum(flat, recorder)
+    total.begin(loss)
+    assert recorder.sizes == [1] and loss.item() == 2
+    total.finish()
+    assert loss.item() == 2 and recorder.waited == 3
 
 
 def test_a_network_that_says_nothing(flat):

@@ -98,3 +98,26 @@ def test_a_batch_that_does_not_divide_is_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match="train.batch_size=7 does not divide among 2 processes"):
         Processes(torch.device("cpu")).share_of(7)
+
+
+def test_a_vote_is_answered_one_vote_later(monkeypatch):
+    """And is waited for only then, so that a step does not wait for another process."""
+    given, waited = iter([0, 1, 0]), []
+
+    class Work:
+        def wait(self):
+            waited.append(True)
+
+    def all_reduce(votes, async_op):
+        assert async_op and votes.device.type == "cpu"
+        votes += next(given)  # by the other process
+        return Work()
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    processes = Processes(torch.device("cpu"))
+    assert not processes.vote(False) and not waited
+    assert not processes.vote(False) and len(waited) == 1
+    assert processes.vote(False)
+    assert Processes.alone().vote(True) and not Processes.alone().vote(False)
