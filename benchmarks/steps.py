@@ -41,10 +41,12 @@ PROVIDERS = tuple(
 
 @dataclass
 class Step:
-    """`plain(k)` does update number k; `captured()` does one, captures it and returns its like."""
+    """`plain(k)` does update number k; `captured()` does one, captures it and returns its like.
+    `release()` lets go of what it has captured."""
 
     plain: Callable[[int], Any]
     captured: Callable[[], Callable[[int], Any]]
+    release: Callable[[], None] = lambda: None
 
 
 class DenoisingLoss(nn.Module):
@@ -98,33 +100,44 @@ def build_step(provider: str, model: str, batch: int, device: torch.device, size
     if provider not in PROVIDERS:
         raise ConfigError(f"provider {provider} is unknown; choose from {', '.join(PROVIDERS)}")
     if kind == OURS:
-        return _our_step(our_model(model, precision, device, size), batch, size, device)
+        network = our_model(model, precision, device, size)
+        return our_step(network, batch, size, device, Processes(None))
     baseline = baseline_model(model, device, size)
     set_precision(precision)
     return _torch_step(baseline, batch, size, device, precision, _MODES[kind])
 
 
-def _our_step(model: UNet, batch: int, size: int, device: torch.device) -> Step:
+def our_step(
+    model: UNet,
+    batch: int,  # of all processes together
+    size: int,
+    device: torch.device,
+    processes: Processes,
+    **options: int,  # of GradientSum
+) -> Step:
+    """A step of the framework, with this process's share of the batch."""
+    first, share = processes.share_of(batch)
     data = ImageSet(random_images((_IMAGES, size, size, 3), torch.device("cpu")), name="random")
     flat = FlatParameters(model, together=TOGETHER)
-    gradient_sum = GradientSum(flat, Processes(device))
+    gradient_sum = GradientSum(flat, processes, **options)
     backend = model.backend
     parts = (
         training_network(model, flat, ready=gradient_sum.ready),
         Objective(NoiseSchedule.linear(_TIMESTEPS), backend, device=device),
-        Batches(data, batch, 0, device),
+        Batches(data, batch, 0, device, first, share),
         flat,
         Optimizer(flat, OptimizerSettings(lr=_LR, warmup=0), backend),
         gradient_sum,
     )
 
+    step = TrainStep(*parts, seed=0, steps=10**6)
+
     def captured() -> Callable[[int], Any]:
-        step = TrainStep(*parts, seed=0, steps=10**6)
         for k in range(_WARM_UP):  # it captures itself, after a few steps
             step(k)
         return step
 
-    return Step(TrainStep(*parts, seed=0, steps=10**6, capture=False), captured)
+    return Step(TrainStep(*parts, seed=0, steps=10**6, capture=False), captured, step.release)
 
 
 def _torch_step(

@@ -11,11 +11,13 @@ from .errors import ConfigError
 
 
 class Processes:
-    """The processes of this run. Alone unless started by torchrun."""
+    """The processes of this run. Alone unless started by torchrun; for no device, alone anyway."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.count = int(os.environ.get("WORLD_SIZE", 1))
-        self.rank = int(os.environ.get("RANK", 0))
+    group: dist.ProcessGroup | None = None  # what sums; None: the group of all
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.count = 1 if device is None else int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = 0 if device is None else int(os.environ.get("RANK", 0))
         self._vote: tuple[Tensor, dist.Work] | None = None
         if self.count == 1 or dist.is_initialized():
             return
@@ -24,13 +26,6 @@ class Processes:
             dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
         else:
             dist.init_process_group("gloo")
-
-    @classmethod
-    def alone(cls) -> "Processes":
-        """This process by itself, whatever torchrun has started beside it."""
-        processes = cls.__new__(cls)
-        processes.count, processes.rank, processes._vote = 1, 0, None
-        return processes
 
     @property
     def is_first(self) -> bool:
@@ -51,7 +46,7 @@ class Processes:
         given; what is returned lets the stream that is current then wait for it."""
         if self.count == 1:
             return lambda: None
-        return dist.all_reduce(x, async_op=True).wait
+        return dist.all_reduce(x, group=self.group, async_op=True).wait
 
     def vote(self, flag: bool) -> bool:
         """Whether the flag was set in at least one process at the vote before this one: the answer

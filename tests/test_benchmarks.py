@@ -6,10 +6,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import harness, policy, profile, run, sampling, steps, train_step
+from benchmarks import (
+    curves,
+    harness,
+    parity,
+    policy,
+    profile,
+    run,
+    sampling,
+    scaling,
+    steps,
+    train_step,
+)
 from benchmarks.baseline_unet import build_baseline
 from benchmarks.baseline_unet1d import ConditionalUnet1D, DdpmStep
 from benchmarks.cases import (
@@ -26,6 +38,8 @@ from benchmarks.harness import Row, WrongResult
 from benchmarks.plots import draw_plots
 from benchmarks.providers import experiments
 from diffusion.backend import TORCH_FP32
+from diffusion.data.elephants import elephants
+from diffusion.distributed import Processes
 from diffusion.errors import ConfigError
 from diffusion.sampler import DDPM
 from diffusion.schedule import make_schedule
@@ -162,7 +176,8 @@ def tiny_settings(monkeypatch):
         "num_res_blocks": 1,
         "zero_init": False,
     }
-    monkeypatch.setattr(steps, "model_settings", lambda name: settings)
+    for module in (steps, parity):
+        monkeypatch.setattr(module, "model_settings", lambda name: settings)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
@@ -188,7 +203,8 @@ def test_the_baseline_refuses_other_networks():
 
 def test_steps_train(monkeypatch):
     tiny_settings(monkeypatch)
-    ours = steps._our_step(steps.our_model("tiny", "fp32", CPU, 16, "torch"), 2, 16, CPU)
+    model = steps.our_model("tiny", "fp32", CPU, 16, "torch")
+    ours = steps.our_step(model, 2, 16, CPU, Processes(None))
     loss, norm = ours.plain(0)
     assert torch.isfinite(loss).all() and norm > 0
     theirs = steps.build_step("eager-fp32", "tiny", 2, CPU, 16)
@@ -205,6 +221,19 @@ def test_the_table_of_steps():
     cells = [cell.strip() for cell in table[3].split("|")]
     assert cells[1:5] == ["32", "triton-bf16", "graph", "4.00"]
     assert cells[7:11] == ["8000", "1.00", "38.5", "3.00"]
+
+
+def test_the_table_of_scaling(tmp_path):
+    origin = harness.Provenance("gpu", "2.11", "3.6", "abc")
+    table = scaling.Table({**scaling.DEFAULTS, "out": str(tmp_path)}, origin)
+    alone, together = harness.Timing(10e3, 10e3, 10e3), harness.Timing(12.5e3, 12e3, 13e3)
+    table.add(128, 1, "-", alone, alone, True)
+    table.add(128, 2, "16 MiB", together, alone, True)
+    table.add(128, 2, "16 MiB", together, alone, False)  # another process
+    cells = [cell.strip() for cell in str(table).splitlines()[3].split("|")]
+    assert cells[1:-1] == ["128", "2", "16 MiB", "12.500", "12.000", "13.000", "20480", "80.0"]
+    one, two = harness.read_rows(tmp_path / "gpu.csv")
+    assert (one.provider, two.provider) == ("triton-bf16 x1", "triton-bf16 x2 (16 MiB)")
 
 
 @pytest.mark.parametrize("scale", [True, False])
@@ -432,3 +461,56 @@ def test_without_a_gpu_there_is_one_line(module):
     )
     assert done.returncode == 2
     assert done.stderr == "error: benchmarks need a CUDA device, and PyTorch sees none\n"
+
+
+# --- curves ---------------------------------------------------------------------------------------
+
+
+def test_losses_are_smoothed_before_they_are_compared():
+    a, b = np.array([1.0, 3.0, 2.0, 4.0]), np.array([2.0, 2.0, 2.0, 2.0, 9.0])
+    assert curves.smooth(a, 2).tolist() == [2.0, 2.5, 3.0]
+    assert curves.smooth(a, 99).tolist() == [2.5]
+    assert curves.difference(a, b, 2) == pytest.approx((0.25, 0.5))
+    assert curves.difference(a, b, 1) == pytest.approx((0.5, 1.0))
+    with pytest.raises(ConfigError, match="has no steps"):
+        curves.difference(a, np.array([]), 2)
+
+
+def test_losses_are_read_as_written(tmp_path):
+    losses = [0.1, 1 / 3, 2e-7]
+    curves.write_losses(tmp_path / "a.csv", losses)
+    assert curves.read_losses(tmp_path / "a.csv").tolist() == pytest.approx(losses, rel=1e-8)
+    (tmp_path / "b.csv").write_text("step,loss\n50,1\n100,1\n")
+    with pytest.raises(ConfigError, match="a row for every step"):
+        curves.read_losses(tmp_path / "b.csv")
+    for name, text in (("c.csv", "a,b\n1,2\n"), ("missing.csv", None)):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match="columns step and loss"):
+            curves.read_losses(tmp_path / name)
+
+
+def test_parity_writes_curves_and_a_picture(tmp_path, monkeypatch, capsys):
+    """Two runs of the same backend are the same, and a third differs."""
+    tiny_settings(monkeypatch)
+    monkeypatch.setattr(parity, "_TURN", 2)
+    monkeypatch.setattr(parity, "load_dataset", lambda **_: elephants(count=6, size=16))
+    folder = tmp_path / "images"
+    folder.mkdir()
+    names = ("torch-bf16", "torch-tf32", "torch-fp32")
+    options = {
+        "dataset": folder,
+        "steps": 3,
+        "batch": 2,
+        "model": "tiny",
+        "runs": ",".join(names),
+        "device": "cpu",
+        "window": 2,
+        "out": tmp_path,
+        "plot": tmp_path / "parity.png",
+    }
+    assert parity.main([f"{key}={value}" for key, value in options.items()]) == 0
+    assert "torch-bf16 / torch-fp32" in capsys.readouterr().out
+    low, same, full = (curves.read_losses(tmp_path / f"{name}.csv") for name in names)
+    assert len(full) == 3 and (same == full).all() and (low != full).any()
+    assert (tmp_path / "parity.png").stat().st_size > 10_000

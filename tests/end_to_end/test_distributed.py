@@ -8,12 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.curves import compare, difference, read_losses
 from diffusion.data.batches import Batches
 from diffusion.data.elephants import elephants
 from diffusion.distributed import Processes
 from diffusion.errors import ConfigError
 
-from .run import ROOT, TINY, environment, run
+from .run import ROOT, TINY, environment, run, start
 
 # everything that is keyed by the position in the global batch: noise, timesteps, flips, dropped
 # labels, dropout; and 11 images, so that epochs end within batches
@@ -24,11 +25,15 @@ SETTINGS = (
 )
 
 
-def run_together(*arguments: str) -> subprocess.CompletedProcess:
+def start_together(*arguments: str) -> subprocess.Popen:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, str(ROOT / "train.py"), *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240
+    return subprocess.Popen(
+        [*torchrun, "--local-addr=127.0.0.1", str(ROOT / "train.py"), *arguments],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -38,9 +43,10 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     code, _, err = run("train.py", *SETTINGS, f"run_dir={folder}/one")
     assert code == 0, err
-    done = run_together(*SETTINGS, f"run_dir={folder}/two")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("2 processes") == 1 and done.stdout.count("step 3/3") == 1
+    two = start_together(*SETTINGS, f"run_dir={folder}/two")
+    out, err = two.communicate(timeout=240)
+    assert two.returncode == 0, err
+    assert out.count("2 processes") == 1 and out.count("step 3/3") == 1
     return folder / "one", folder / "two"
 
 
@@ -120,4 +126,36 @@ def test_a_vote_is_answered_one_vote_later(monkeypatch):
     assert not processes.vote(False) and not waited
     assert not processes.vote(False) and len(waited) == 1
     assert processes.vote(False)
-    assert Processes.alone().vote(True) and not Processes.alone().vote(False)
+    assert Processes(None).vote(True) and not Processes(None).vote(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_train_as_one(tmp_path):
+    """The captured step of the fused plan, gradients summed over NCCL, at the same global batch.
+
+    The sums over samples have another order on two GPUs, and bf16 makes of that what it makes of
+    every small difference; two micro-batches on one GPU have that order too, so they say how much.
+    """
+    settings = (
+        *("model=unet64", "dataset=elephants", "dataset.count=1000", "device=cuda"),
+        *("train.steps=200", "train.batch_size=64", "train.log_every=1", "train.sample_every=0"),
+        *("train.tensorboard=false", "optim.warmup=20"),
+    )
+    paths = {name: tmp_path / name for name in ("one GPU", "in two parts", "two GPUs")}
+    one, parts, two = (f"run_dir={path}" for path in paths.values())
+    processes = {
+        "one GPU": start("train.py", *settings, one),
+        "in two parts": start("train.py", *settings, "train.accumulate=2", parts),
+        "two GPUs": start_together(*settings, two),
+    }
+    for name, process in processes.items():
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, f"{name}: {err}"
+        assert "fused plan" in out
+    curves = {name: read_losses(path / "metrics.csv") for name, path in paths.items()}
+    print(f"\n{compare(curves, window=20)}")  # shown by pytest -s
+    mean, most = difference(curves["two GPUs"], curves["one GPU"], window=20)
+    mean_of_order, most_of_order = difference(curves["in two parts"], curves["one GPU"], window=20)
+    assert len(curves["two GPUs"]) == 200
+    assert mean <= 2 * mean_of_order + 1e-6 and most <= 2 * most_of_order + 1e-6

@@ -1,0 +1,134 @@
+"""Time a training step on one GPU and on several, with the same number of images on each.
+
+    torchrun --nproc-per-node=2 -m benchmarks.scaling [key=value ...]
+
+    batch=128        images a step on each GPU
+    model=unet64     configs/model
+    precision=bf16   bf16 | tf32 | fp32
+    size=64          pixels
+    steps=20         steps timed
+    buckets=16       MiB of gradient that are sent off together, see diffusion/gradient_sum.py
+    ctas=0           at most so many thread blocks a sum; 0: as NCCL chooses
+    out=             a folder for the CSV; default benchmarks/results
+
+Every process times the step by itself, all at the same time, and then with the sum of the gradients
+over all; both as one CUDA graph. The efficiency is the first time over the second, each that of the
+slowest process.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from diffusion.distributed import Processes, choose_device
+from diffusion.errors import ConfigError
+
+from . import harness
+from .cases import meta_model
+from .harness import Provenance, Row, Timing
+from .steps import our_model, our_step
+
+DEFAULTS = {
+    "batch": (128,),
+    "model": "unet64",
+    "precision": "bf16",
+    "size": 64,
+    "steps": 20,
+    "buckets": (16,),
+    "ctas": (0,),
+    "out": "",
+}
+_HEADER = ("batch a GPU", "GPUs", "sum", "ms", "p20", "p80", "images/s", "efficiency %")
+
+
+def main(arguments: Sequence[str]) -> int:
+    settings = harness.parse_settings(arguments, DEFAULTS)
+    harness.check_choice("precision", settings["precision"], ("bf16", "tf32", "fp32"))
+    harness.require_cuda()
+    device = choose_device("cuda")
+    processes = Processes(device)
+    if processes.count == 1:
+        raise ConfigError(
+            "one process has nothing to scale to; start it as"
+            " torchrun --nproc-per-node=2 -m benchmarks.scaling"
+        )
+    table = Table(settings, harness.provenance())
+    for batch in settings["batch"]:
+        alone = time_step(settings, batch, device, Processes(None))
+        table.add(batch, 1, "-", alone, alone, processes.is_first)
+        for ctas in settings["ctas"]:
+            processes.group = _group(ctas)
+            for bucket in settings["buckets"]:
+                timing = time_step(settings, batch, device, processes, bucket * 2**20)
+                name = f"{bucket} MiB" + (f", {ctas} blocks" if ctas else "")
+                table.add(batch, processes.count, name, timing, alone, processes.is_first)
+    if processes.is_first:
+        print(f"\n{table}", flush=True)
+    processes.close()
+    return 0
+
+
+def time_step(
+    settings: dict, batch: int, device: torch.device, processes: Processes, bucket: int = 2**24
+) -> Timing:
+    """Of the slowest of all processes, whether they sum or not; `batch` images on each."""
+    harness.release_memory()
+    size = settings["size"]
+    model = our_model(settings["model"], settings["precision"], device, size)
+    step = our_step(model, batch * processes.count, size, device, processes, bucket=bucket)
+    run = step.captured()
+    torch.cuda.synchronize()
+    dist.barrier()
+    timing = harness.time_steps(run, settings["steps"], warm_up=5)
+    step.release()
+    slowest = torch.tensor(timing, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return Timing(*slowest.tolist())
+
+
+def _group(ctas: int) -> dist.ProcessGroup | None:
+    """A group of all whose sums have at most so many thread blocks."""
+    if ctas == 0:
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = ctas
+    return dist.new_group(backend="nccl", pg_options=options)
+
+
+class Table:
+    """The lines and the rows of a run; a row is in the CSV as soon as it is there."""
+
+    def __init__(self, settings: dict, origin: Provenance) -> None:
+        self.settings, self.origin = settings, origin
+        self.flops = 3 * meta_model(settings["model"], settings["size"]).flops_per_image
+        self.path = Path(settings["out"] or harness.RESULTS) / f"{origin.gpu}.csv"
+        self.lines: list[list[str]] = []
+
+    def add(
+        self, batch: int, count: int, name: str, timing: Timing, alone: Timing, is_first: bool
+    ) -> None:
+        """`batch` images on each of `count` GPUs; `name` says how gradients are summed."""
+        if not is_first:
+            return
+        milliseconds = [f"{t / 1000:.3f}" for t in timing]
+        rate = batch * count / timing.median * 1e6
+        efficiency = 100 * alone.median / timing.median
+        line = [str(batch), str(count), name, *milliseconds, f"{rate:.0f}", f"{efficiency:.1f}"]
+        self.lines.append(line)
+        print("  ".join(f"{a} {b}" for a, b in zip(_HEADER, line, strict=True)), flush=True)
+        s = self.settings
+        shape = f"{batch}x{s['size']}x{s['size']}x3 {s['model']}"
+        provider = f"triton-{s['precision']} x{count}" + (f" ({name})" if count > 1 else "")
+        row = Row(
+            "scaling", shape, "any", "step", provider, *timing, 0, self.flops * batch, *self.origin
+        )
+        harness.add_rows(self.path, [row])
+
+    def __str__(self) -> str:
+        return harness.format_table(_HEADER, self.lines)
+
+
+if __name__ == "__main__":
+    harness.run_entry(main)
