@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from diffusion.distributed import Processes, choose_device
 from diffusion.errors import ConfigError
+from diffusion.gradient_sum import BUCKET
 
 from . import harness
 from .cases import meta_model
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def time_step(
-    settings: dict, batch: int, device: torch.device, processes: Processes, bucket: int = 2**24
+    settings: dict, batch: int, device: torch.device, processes: Processes, bucket: int = BUCKET
 ) -> Timing:
     """Of the slowest of all processes, whether they sum or not; `batch` images on each."""
     harness.release_memory()

@@ -19,7 +19,7 @@ from diffusion.data.image_set import ImageSet
 from diffusion.distributed import Processes
 from diffusion.errors import ConfigError
 from diffusion.flat import FlatParameters
-from diffusion.gradient_sum import GradientSum
+from diffusion.gradient_sum import BUCKET, GradientSum
 from diffusion.objective import Objective
 from diffusion.optimizer import Optimizer, OptimizerSettings
 from diffusion.planned.unet import TOGETHER, training_network
@@ -113,13 +113,14 @@ def our_step(
     size: int,
     device: torch.device,
     processes: Processes,
-    **options: int,  # of GradientSum
+    accumulate: int = 1,
+    bucket: int = BUCKET,  # bytes, see GradientSum
 ) -> Step:
     """A step of the framework, with this process's share of the batch."""
     first, share = processes.share_of(batch)
     data = ImageSet(random_images((_IMAGES, size, size, 3), torch.device("cpu")), name="random")
     flat = FlatParameters(model, together=TOGETHER)
-    gradient_sum = GradientSum(flat, processes, **options)
+    gradient_sum = GradientSum(flat, processes, bucket)
     backend = model.backend
     parts = (
         training_network(model, flat, ready=gradient_sum.ready),
@@ -130,14 +131,15 @@ def our_step(
         gradient_sum,
     )
 
-    step = TrainStep(*parts, seed=0, steps=10**6)
+    options = {"seed": 0, "steps": 10**6, "accumulate": accumulate}
+    step = TrainStep(*parts, **options)
 
     def captured() -> Callable[[int], Any]:
         for k in range(_WARM_UP):  # it captures itself, after a few steps
             step(k)
         return step
 
-    return Step(TrainStep(*parts, seed=0, steps=10**6, capture=False), captured, step.release)
+    return Step(TrainStep(*parts, **options, capture=False), captured, step.release)
 
 
 def _torch_step(

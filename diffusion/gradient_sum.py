@@ -5,7 +5,7 @@ from torch import Tensor
 from .distributed import Processes
 from .flat import FlatParameters
 
-_BUCKET = 16 * 2**20  # bytes; fewer would be latency, more would wait for the last layer
+BUCKET = 16 * 2**20  # bytes; fewer would be latency, more would wait for the last layer
 
 
 class GradientSum:
@@ -16,7 +16,7 @@ class GradientSum:
     of it, and sends it off once a bucket is full. `finish` sends the rest and waits.
     """
 
-    def __init__(self, flat: FlatParameters, processes: Processes, bucket: int = _BUCKET) -> None:
+    def __init__(self, flat: FlatParameters, processes: Processes, bucket: int = BUCKET) -> None:
         self._grad, self._filters_end = flat.grad, flat.filters_end
         self._processes, self._bucket = processes, bucket  # bytes
         self._waits = []

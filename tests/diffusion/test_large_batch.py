@@ -1,0 +1,49 @@
+"""A step at a large batch is the sum of its parts: no offset of a kernel overflows."""
+
+import pytest
+import torch
+
+from benchmarks import steps
+from benchmarks.harness import relative_error, release_memory
+from diffusion.distributed import Processes
+
+GIB = 2**30
+
+
+def gradient(model, batch, size, accumulate):
+    """(loss, gradient) of the first step, in so many micro-batches."""
+    release_memory()
+    device = torch.device("cuda")
+    step = steps.our_step(
+        steps.our_model(model, "bf16", device, size),
+        batch,
+        size,
+        device,
+        Processes(None),
+        accumulate=accumulate,
+    )
+    loss, _ = step.plain(0)
+    return loss.clone(), step.plain.flat.grad.clone()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("model", "size", "memory"),
+    [("unet64", 64, 20), ("unet64_wide", 64, 40), ("unet32", 32, 20)],
+)
+def test_512_images_are_their_parts(model, size, memory):
+    """Parts of 128 and 64 images are summed in orders, and perhaps by tiles, of their own, which
+    says how far sums may be apart; with one, an offset that overflows would be of another size."""
+    free, _ = torch.cuda.mem_get_info()
+    if free < memory * GIB:
+        pytest.skip(f"needs about {memory} GiB of GPU memory, {free / GIB:.0f} are free")
+    whole, some, more = (gradient(model, 512, size, parts) for parts in (1, 4, 8))
+    for name, a, b, c in zip(("loss", "gradient"), whole, some, more, strict=True):
+        assert relative_error(a, b) <= 2 * relative_error(b, c) + 1e-5, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("model", "size"), [("unet64_wide", 64), ("unet32", 32)])
+def test_the_models_of_the_benchmarks_are_right(model, size):
+    """Output and gradient against float32; raises if they are off."""
+    steps.check_ours(model, "bf16", torch.device("cuda"), batch=4, size=size)
