@@ -146,7 +146,7 @@ def test_two_gpus_train_as_one(tmp_path):
     one, parts, two = (f"run_dir={path}" for path in paths.values())
     processes = {
         "one GPU": start("train.py", *settings, one),
-        "in two parts": start("train.py", *settings, "train.accumulate=2", parts),
+        "in two parts": start("train.py", *settings, "train.accumulate=2", "device=cuda:1", parts),
         "two GPUs": start_together(*settings, two),
     }
     for name, process in processes.items():
