@@ -2,14 +2,19 @@
 
     python -m benchmarks.train_step [key=value ...]
 
-    batch=8,32,128   images a step
+    batch=8,32,128,512   images a step
     model=unet64     configs/model
-    steps=10         steps timed
+    size=64          pixels
+    steps=10         steps timed, fewer where they would take more than 3 seconds
     providers=...    any of {triton,eager,compile,autotune}-{bf16,tf32,fp32}
     modes=plain,graph   launched from Python, and as one CUDA graph
+    deterministic=0  1: as train.deterministic, PyTorch's kernels have to give the same bits twice
     out=             a folder for the CSV and the table; default benchmarks/results
 
-Ours is timed only after its output and gradients have been compared with the float32 baseline.
+Ours is timed only after its output and gradients have been compared with the float32 baseline. All
+providers are timed at the first batch size before any at the second, and everything is written
+after every measurement: a run may be cut short. What compiles for minutes is better compiled by
+`benchmarks.warm` before. Memory of two batch sizes says which batch the GPU has room for.
 """
 
 import time
@@ -19,21 +24,24 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diffusion.backend import require_determinism
+
 from . import harness
 from .cases import meta_model
 from .harness import MATRIX_PEAK, OURS, Provenance, Row, WrongResult, check_choice
 from .steps import PROVIDERS, Step, build_step, check_ours
 
 DEFAULTS = {
-    "batch": (8, 32, 128),
+    "batch": (8, 32, 128, 512),
     "model": "unet64",
+    "size": 64,
     "steps": 10,
-    "providers": ("eager-fp32", "eager-tf32", "eager-bf16", "compile-bf16", "triton-bf16"),
+    "providers": ("compile-bf16", "triton-bf16", "eager-bf16", "eager-tf32", "eager-fp32"),
     "modes": ("plain", "graph"),
+    "deterministic": 0,
     "out": "",
 }
-_SIZE = 64  # pixels
-_WARM_UP = 3
+_WARM_UP, _MIN_STEPS, _SECONDS = 3, 3, 3.0
 _GIB = 2**30
 
 
@@ -54,46 +62,35 @@ def main(arguments: Sequence[str]) -> int:
         check_choice("providers", provider, PROVIDERS)
     for mode in settings["modes"]:
         check_choice("modes", mode, ("plain", "graph"))
-    flops = 3 * meta_model(settings["model"], _SIZE).flops_per_image
+    table = Table(settings, harness.provenance())
     device = harness.require_cuda()
-    origin = harness.provenance()
-    results, notes, wrong = [], [], 0
-    for provider in settings["providers"]:
-        try:
-            if provider.startswith(OURS):
-                errors = check_ours(settings["model"], provider.split("-")[1], device)
-                print("{}: gradient off by {:.1e}, reference {:.1e}".format(provider, *errors))
-            found, failed = run_batches(settings, provider, device)
-        except WrongResult as error:
-            found, failed, wrong = [], [f"{provider} is wrong and not timed: {error}"], 1
-            print(f"! {failed[0]}", flush=True)
-        results += found
-        notes += failed
-        table = format_results(results, flops, MATRIX_PEAK.get(origin.gpu))
-        table = "\n".join([table, "", *(f"- {note}" for note in notes)]).rstrip()
-        save(settings, results, table, flops, origin)  # at once: a run may be cut short
-    print(f"\n{table}")
-    return wrong
-
-
-def run_batches(
-    settings: dict, provider: str, device: torch.device
-) -> tuple[list[Result], list[str]]:
-    """The lines of one provider, and what went wrong; both are printed as they come."""
-    results, notes = [], []
-    modes = settings["modes"]
+    if settings["deterministic"]:
+        require_determinism()
+    modes = dict.fromkeys(checked(settings, device, table), settings["modes"])
     for batch in settings["batch"]:
-        found, failed = run_provider(settings, provider, modes, batch, device)
-        for r in found:
-            time_ms = f"{r.timing.median / 1000:.2f} ms ({r.setup:.0f} s to set up)"
-            print(f"B={batch} {provider} {r.mode}: {time_ms}", flush=True)
-        for note in failed:
-            print(f"! {note}", flush=True)
-        results += found
-        notes += failed
-        if any("graph: failed" in note for note in failed):
-            modes = ("plain",)  # a capture that fails may leave PyTorch's allocator in it
-    return results, notes
+        for provider in modes:
+            found, failed = run_provider(settings, provider, modes[provider], batch, device)
+            table.add(found, failed)
+            if any("graph: failed" in note for note in failed):
+                modes[provider] = ("plain",)  # a second capture would hardly fare better
+    print(f"\n{table}")
+    return int(len(table.notes) > 0)
+
+
+def checked(settings: dict, device: torch.device, table: "Table") -> list[str]:
+    """The providers without those of ours that are wrong."""
+    right = []
+    for provider in settings["providers"]:
+        if provider.startswith(OURS):
+            precision = provider.split("-")[1]
+            try:
+                errors = check_ours(settings["model"], precision, device, size=settings["size"])
+            except WrongResult as error:
+                table.add([], [f"{provider} is wrong and not timed: {error}"])
+                continue
+            print("{}: gradient off by {:.1e}, reference {:.1e}".format(provider, *errors))
+        right.append(provider)
+    return right
 
 
 def run_provider(
@@ -111,11 +108,11 @@ def run_provider(
             continue
         torch.cuda.reset_peak_memory_stats()
         try:
-            step = step or build_step(provider, settings["model"], batch, device, _SIZE)
+            step = step or build_step(provider, settings["model"], batch, device, settings["size"])
             run = step.captured() if mode == "graph" else _warmed(step)
             torch.cuda.synchronize()
             setup = time.perf_counter() - start
-            timing = harness.time_steps(run, settings["steps"])
+            timing = harness.time_steps(run, _affordable(run, settings["steps"]), warm_up=1)
         except Exception as error:  # a library says what it likes of what it cannot do
             notes.append(f"B={batch} {provider} {mode}: failed: {harness.reason(error)}")
             continue
@@ -128,6 +125,74 @@ def _warmed(step: Step) -> Callable[[int], Any]:
     for k in range(_WARM_UP):
         step.plain(k)
     return step.plain
+
+
+def _affordable(run: Callable[[int], Any], steps: int) -> int:
+    """How many of so many steps to time, from the duration of one."""
+    start = time.perf_counter()
+    run(0)
+    torch.cuda.synchronize()
+    return max(_MIN_STEPS, min(steps, round(_SECONDS / (time.perf_counter() - start))))
+
+
+class Table:
+    """The lines and notes so far; each is printed, and all are in the files, as soon as known."""
+
+    def __init__(self, settings: dict, origin: Provenance) -> None:
+        self.settings, self.origin = settings, origin
+        self.flops = 3 * meta_model(settings["model"], settings["size"]).flops_per_image
+        self.results: list[Result] = []
+        self.notes: list[str] = []
+
+    def add(self, results: Sequence[Result], notes: Sequence[str]) -> None:
+        """Some more."""
+        for r in results:
+            time_ms = f"{r.timing.median / 1000:.2f} ms ({r.setup:.0f} s to set up)"
+            print(f"B={r.batch} {r.provider} {r.mode}: {time_ms}", flush=True)
+        for note in notes:
+            print(f"! {note}", flush=True)
+        self.results += results
+        self.notes += notes
+        self._save()
+
+    def __str__(self) -> str:
+        peak = MATRIX_PEAK.get(self.origin.gpu)
+        table = format_results(self.results, self.flops, peak) if self.results else ""
+        parts = [table, format_memory(self.results, gpu_memory())]
+        parts.append("\n".join(f"- {note}" for note in self.notes))
+        return "\n\n".join(part for part in parts if part)
+
+    def _save(self) -> None:
+        """The rows into the CSV, and the table beside it."""
+        s, origin = self.settings, self.origin
+        folder = Path(s["out"] or harness.RESULTS)
+        suffix = " deterministic" if s["deterministic"] else ""
+        rows = [
+            Row(
+                "train_step",
+                f"{r.batch}x{s['size']}x{s['size']}x3 {s['model']}",
+                "any",
+                "step",
+                f"{r.provider} {r.mode}{suffix}",
+                *r.timing,
+                0,
+                self.flops * r.batch,
+                *origin,
+            )
+            for r in self.results
+        ]
+        harness.add_rows(folder / f"{origin.gpu}.csv", rows)
+        path = folder / f"{origin.gpu}-train-step-{s['model']}{suffix.replace(' ', '-')}.md"
+        about = (
+            f"One training step of {s['model']} at {s['size']}x{s['size']}{suffix}; {origin.gpu},"
+            f" torch {origin.torch}, triton {origin.triton}, commit {origin.commit}."
+        )
+        path.write_text(f"{about}\n\n{self}\n")
+
+
+def gpu_memory() -> int:
+    """Bytes of the whole GPU; 0 if there is none."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
 
 
 def format_results(results: Sequence[Result], flops: int, peak: float | None) -> str:
@@ -166,32 +231,22 @@ def format_results(results: Sequence[Result], flops: int, peak: float | None) ->
     return harness.format_table(header, lines)
 
 
-def save(
-    settings: dict, results: Sequence[Result], table: str, flops: int, origin: Provenance
-) -> None:
-    """The rows into the CSV, and the table beside it."""
-    folder = Path(settings["out"] or harness.RESULTS)
-    rows = [
-        Row(
-            "train_step",
-            f"{r.batch}x{_SIZE}x{_SIZE}x3 {settings['model']}",
-            "any",
-            "step",
-            f"{r.provider} {r.mode}",
-            *r.timing,
-            0,
-            flops * r.batch,
-            *origin,
-        )
-        for r in results
-    ]
-    harness.add_rows(folder / f"{origin.gpu}.csv", rows)
-    path = folder / f"{origin.gpu}-train-step.md"
-    about = (
-        f"One training step of {settings['model']} at {_SIZE}x{_SIZE}; {origin.gpu},"
-        f" torch {origin.torch}, triton {origin.triton}, commit {origin.commit}."
-    )
-    path.write_text(f"{about}\n\n{table}\n")
+def format_memory(results: Sequence[Result], total: int) -> str:
+    """What memory grows by with the batch, and the largest batch that this leaves room for in
+    `total` bytes; by the two largest batches of every provider. Empty if none has two."""
+    lines = []
+    for name in dict.fromkeys((r.provider, r.mode) for r in results):
+        mine = sorted((r.batch, r.memory) for r in results if (r.provider, r.mode) == name)
+        if len(mine) < 2:
+            continue
+        (few, low), (many, high) = mine[-2:]
+        image = (high - low) / (many - few)
+        fixed = high - image * many
+        largest = int((total - fixed) / image) if image > 0 else 0
+        numbers = [f"{few}, {many}", f"{fixed / _GIB:.2f}", f"{image / 2**20:.1f}", str(largest)]
+        lines.append([*name, *numbers])
+    header = ["provider", "mode", "from batches", "fixed GiB", "MiB an image", "largest batch"]
+    return harness.format_table(header, lines) if lines else ""
 
 
 if __name__ == "__main__":

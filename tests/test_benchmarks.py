@@ -2,8 +2,10 @@
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from benchmarks import (
     scaling,
     steps,
     train_step,
+    warm,
 )
 from benchmarks.baseline_unet import build_baseline
 from benchmarks.baseline_unet1d import ConditionalUnet1D, DdpmStep
@@ -234,6 +237,44 @@ def test_the_table_of_scaling(tmp_path):
     assert cells[1:-1] == ["128", "2", "16 MiB", "12.500", "12.000", "13.000", "20480", "80.0"]
     one, two = harness.read_rows(tmp_path / "gpu.csv")
     assert (one.provider, two.provider) == ("triton-bf16 x1", "triton-bf16 x2 (16 MiB)")
+
+
+def test_a_cut_run_leaves_its_table(tmp_path):
+    origin = harness.Provenance("nvidia-h200", "2.11", "3.6", "abc")
+    table = train_step.Table({**train_step.DEFAULTS, "out": str(tmp_path)}, origin)
+    timing = harness.Timing(12e3, 11e3, 13e3)
+    few = train_step.Result(128, "triton-bf16", "graph", timing, 4 * 2**30, 9)
+    table.add([few], [])
+    table.add([], ["B=8 eager-fp32 graph: failed: RuntimeError: no"])
+    text = (tmp_path / "nvidia-h200-train-step-unet64.md").read_text()
+    assert "| triton-bf16 | graph | 12.00 |" in text and "- B=8 eager-fp32 graph: failed" in text
+    [row] = harness.read_rows(tmp_path / "nvidia-h200.csv")
+    assert row.shape == "128x64x64x3 unet64" and row.provider == "triton-bf16 graph"
+    many = few._replace(batch=512, memory=13 * 2**30)
+    header, _, line = train_step.format_memory([few, many], 141 * 2**30).splitlines()
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[1:-1] == ["triton-bf16", "graph", "128, 512", "1.00", "24.0", "5973"]
+    assert train_step.format_memory([few], 141 * 2**30) == ""
+
+
+def test_what_compiles_too_long_is_given_up(tmp_path, monkeypatch, capsys):
+    def start(settings, provider, batch, folder):
+        command = [sys.executable, "-c", f"import time; time.sleep({30 * (batch > 8)})"]
+        process = subprocess.Popen(command, start_new_session=True)
+        return warm._Compiling(process, f"{provider}, batch {batch}", time.monotonic())
+
+    monkeypatch.setattr(warm, "_start", start)
+    monkeypatch.setattr(harness, "require_cuda", lambda: None)
+    handler = signal.getsignal(signal.SIGTERM)
+    given = ["providers=compile-bf16", "batch=8,32,128", "minutes=0.02", "together=2"]
+    assert warm.main([*given]) == 1
+    signal.signal(signal.SIGTERM, handler)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:24] for line in lines[:1]] == ["compile-bf16, batch 8: d"]
+    assert {line.split(" after")[0].split(" within")[0] for line in lines[1:]} == {
+        "compile-bf16, batch 32: did not finish",
+        "compile-bf16, batch 128: did not finish",
+    }
 
 
 @pytest.mark.parametrize("scale", [True, False])
