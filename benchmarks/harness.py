@@ -25,6 +25,7 @@ OURS = "triton"  # the provider that the others are compared with
 
 # dense bf16 with float32 accumulation, as cuBLAS reaches it; TFLOP/s
 MATRIX_PEAK = {"nvidia-h200": 790.0, "nvidia-h100-80gb-hbm3": 790.0}
+MEMORY_PEAK = {"nvidia-h200": 4.23}  # TB/s read and written, as a large copy reaches it
 
 
 # --- rows -----------------------------------------------------------------------------------------

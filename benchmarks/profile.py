@@ -4,6 +4,7 @@
 
     batch=128            images a step
     model=unet64         configs/model
+    size=64              pixels
     provider=triton-bf16 any of benchmarks.train_step; eager and compile alone mean bf16
     steps=3              steps profiled
     top=30               kernels listed
@@ -12,6 +13,10 @@
 Prints the families of kernels, the kernels that take longest, and how long the host takes to launch
 a step: where that is as long as the step, the GPU waits for Python. The kernels are those of a step
 launched from Python, since a graph's do not tell which op they came from.
+
+Of our planned step a family also has what its ops cannot do without (see `benchmarks.work`): the
+bytes, the floating-point operations, and its floor, the sum over its calls of the time that the one
+or the other takes at the GPU's bandwidth and at its peak in bf16.
 """
 
 import json
@@ -28,18 +33,19 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from . import harness
-from .harness import check_choice
+from .harness import MATRIX_PEAK, MEMORY_PEAK, check_choice
 from .steps import PROVIDERS, Step, build_step
+from .work import Work, by_family, noted_work
 
 DEFAULTS = {
     "batch": 128,
     "model": "unet64",
+    "size": 64,
     "provider": "triton-bf16",
     "steps": 3,
     "top": 30,
     "trace": "",
 }
-_SIZE = 64  # pixels
 
 # The first that matches the kernel's name, then the first that matches the op that launched it.
 _BY_KERNEL = (
@@ -81,17 +87,44 @@ class Kernel(NamedTuple):
     duration: float
 
 
+class Floors(NamedTuple):
+    """What each family cannot do without, and at which rates."""
+
+    calls: dict[str, list[Work]]  # of one step
+    bandwidth: float | None  # TB/s
+    peak: float | None  # TFLOP/s
+
+    def cells(self, families: Iterable[str], ms: float) -> list[str]:
+        """Gigabytes, TFLOP, milliseconds, and what part they are of `ms`; "-" if not known."""
+        calls = [call for family in families for call in self.calls.get(family, ())]
+        if not calls:
+            return ["-"] * 4
+        sums = [
+            f"{sum(c.bytes for c in calls) / 1e9:.3f}",
+            f"{sum(c.flops for c in calls) / 1e12:.3f}",
+        ]
+        if self.bandwidth is None or self.peak is None:
+            return [*sums, "-", "-"]
+        floor = sum(c.floor_us(self.bandwidth, self.peak) for c in calls) / 1000
+        return [*sums, f"{floor:.3f}", f"{100 * floor / max(ms, 1e-9):.0f}"]
+
+
 def main(arguments: Sequence[str]) -> int:
     settings = harness.parse_settings(arguments, DEFAULTS)
     provider = settings["provider"]
     provider = provider if "-" in provider else f"{provider}-bf16"
     check_choice("provider", provider, PROVIDERS)
     device = harness.require_cuda()
-    step = build_step(provider, settings["model"], settings["batch"], device, _SIZE)
+    step = build_step(provider, settings["model"], settings["batch"], device, settings["size"])
     wall, host = time_host(step.plain, 10)
     kernels = profile_step(step, settings["steps"], settings["trace"])
-    print(f"{provider}, batch {settings['batch']}, {harness.provenance().gpu}\n")
-    print(report(kernels, settings["steps"], settings["top"], wall, host))
+    gpu = harness.provenance().gpu
+    print(f"{provider}, {settings['model']}, batch {settings['batch']}, {gpu}\n")
+    with noted_work() as calls:
+        step.plain(0)
+    peaks = MEMORY_PEAK.get(gpu), MATRIX_PEAK.get(gpu) if provider.endswith("bf16") else None
+    work = Floors(by_family(calls if step.planned else []), *peaks)
+    print(report(kernels, settings["steps"], settings["top"], wall, host, work))
     try:
         wall, host = time_host(step.captured(), 10)
     except Exception as error:  # a library says what it likes of what it cannot capture
@@ -155,18 +188,28 @@ def family(kernel: str, op: str) -> str:
     return "other"
 
 
-def report(kernels: Sequence[Kernel], steps: int, top: int, wall: float, host: float) -> str:
-    """The tables; `wall` and `host` in milliseconds a step."""
+def report(
+    kernels: Sequence[Kernel],
+    steps: int,
+    top: int,
+    wall: float,  # milliseconds a step, as `host`
+    host: float,
+    floors: Floors,
+) -> str:
+    """The tables."""
     total = sum(k.duration for k in kernels) or 1.0
     busy = _union((k.start, k.start + k.duration) for k in kernels) / steps / 1000
     lines = []
     for name in _FAMILIES:
         mine = [k for k in kernels if family(k.name, k.op) == name]
         if mine:
-            lines.append([name, *_numbers(mine, steps, total)])
-    lines.append(["all", *_numbers(kernels, steps, total)])
+            ms = sum(k.duration for k in mine) / steps / 1000
+            lines.append([name, *_numbers(mine, steps, total), *floors.cells([name], ms)])
+    ms = sum(k.duration for k in kernels) / steps / 1000
+    lines.append(["all", *_numbers(kernels, steps, total), *floors.cells(floors.calls, ms)])
     header = ["family", "ms/step", "launches/step", "us/launch", "%"]
-    parts = [harness.format_table(header, lines)]
+    needs = ["GB", "TFLOP", "floor ms", "floor / ms, %"]
+    parts = [harness.format_table([*header, *needs], lines)]
 
     groups = defaultdict(list)
     for k in kernels:

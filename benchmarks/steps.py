@@ -22,7 +22,7 @@ from diffusion.flat import FlatParameters
 from diffusion.gradient_sum import BUCKET, GradientSum
 from diffusion.objective import Objective
 from diffusion.optimizer import Optimizer, OptimizerSettings
-from diffusion.planned.unet import TOGETHER, training_network
+from diffusion.planned.unet import TOGETHER, FusedUNet, training_network
 from diffusion.schedule import NoiseSchedule
 from diffusion.train_step import TrainStep
 from diffusion.unet import UNet
@@ -47,6 +47,7 @@ class Step:
     plain: Callable[[int], Any]
     captured: Callable[[], Callable[[int], Any]]
     release: Callable[[], None] = lambda: None
+    planned: bool = False  # by `diffusion.planned.unet`
 
 
 class DenoisingLoss(nn.Module):
@@ -139,7 +140,8 @@ def our_step(
             step(k)
         return step
 
-    return Step(TrainStep(*parts, **options, capture=False), captured, step.release)
+    planned = isinstance(parts[0], FusedUNet)
+    return Step(TrainStep(*parts, **options, capture=False), captured, step.release, planned)
 
 
 def _torch_step(

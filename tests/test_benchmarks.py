@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import triton_kernels
 from benchmarks import (
     curves,
     harness,
@@ -24,6 +25,7 @@ from benchmarks import (
     steps,
     train_step,
     warm,
+    work,
 )
 from benchmarks.baseline_unet import build_baseline
 from benchmarks.baseline_unet1d import ConditionalUnet1D, DdpmStep
@@ -47,6 +49,7 @@ from diffusion.errors import ConfigError
 from diffusion.sampler import DDPM
 from diffusion.schedule import make_schedule
 from diffusion.unet1d import UNet1d
+from triton_kernels.fused import ops as fused_ops
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -435,10 +438,37 @@ def test_a_trace_becomes_a_report():
     }
     kernels = profile.read_trace(trace)
     assert [k.op for k in kernels] == ["_Conv2d", "_Conv2dBackward"]
-    text = profile.report(kernels, 2, 30, wall=4.0, host=3.0)
+    calls = [work.Work("conv fwd", 400_000_000, 10**9), work.Work("conv fwd", 10**6, 79 * 10**9)]
+    floors = profile.Floors(work.by_family(calls), bandwidth=4.0, peak=790.0)
+    text = profile.report(kernels, 2, 30, wall=4.0, host=3.0, floors=floors)
     [forward] = [line for line in text.splitlines() if line.startswith("| conv fwd")]
     assert [cell.strip() for cell in forward.split("|")[2:6]] == ["0.500", "0", "1000.0", "25.0"]
+    assert [cell.strip() for cell in forward.split("|")[6:-1]] == ["0.401", "0.080", "0.200", "40"]
     assert "GPU busy 2.00 ms (50%)" in text and "bound by the host" in text
+
+
+def test_work_is_noted_where_the_plan_does_it():
+    """A convolution with a shortcut, its gradients, an update, and a batch out of a data set."""
+    x, y, weight = (torch.zeros(*shape) for shape in ((2, 4, 4, 8), (2, 4, 4, 16), (16, 8, 3, 3)))
+    short, size = torch.zeros(16, 8), 4
+    noted = work.work_of("conv_forward", (x, weight, None), {"extra": ((x, short),)}, (y, None))
+    assert noted.flops == 2 * 32 * 16 * 8 * (9 + 1)
+    moved = size * (x.numel() + weight.numel() + short.numel() + y.numel())
+    assert noted == work.Work("conv fwd", moved, noted.flops)
+    back = work.work_of("conv_weight_grad", (x, y, weight), {}, None)
+    assert back.flops == 2 * 32 * 16 * 8 * 9
+    assert back.bytes == size * (x.numel() + y.numel() + 2 * weight.numel())
+    images, index = torch.zeros(10, 4, 4, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    drawn = work.work_of("q_sample", (images,), {"index": index}, x)
+    assert drawn == work.Work("denoise", 2 * 48 + 16 + size * x.numel(), 0)
+    o, qkv = torch.zeros(2, 6, 8), torch.zeros(2, 6, 24)
+    assert work.work_of("attention_forward", (qkv, 2, ""), {}, (o,)).flops == 4 * 2 * 36 * 8
+    assert work.work_of("attention_backward", (o, qkv), {}, qkv).flops == 10 * 2 * 36 * 8
+    known = {*triton_kernels.__all__, *fused_ops.__all__}
+    assert known >= work._FAMILY_OF.keys() and known >= work._REWRITTEN.keys()
+    with work.noted_work() as calls:
+        triton_kernels.normal((1, 2, 2, 4), RNG, stream=0)
+    assert [call.bytes for call in calls] == [16 + 64]
 
 
 # --- settings and errors --------------------------------------------------------------------------

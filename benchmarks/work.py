@@ -1,0 +1,117 @@
+"""What the ops of a planned training step cannot do without: bytes to move, products to add up.
+
+The ops of a step are noted while it runs once. Each moves the tensors that it is given and those
+that it returns, once; nothing is said of what its kernels do beside (partial sums, tensors that are
+fetched twice).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+from torch import Tensor
+
+import triton_kernels
+from triton_kernels.fused import ops as fused
+
+_FAMILIES = {
+    "conv fwd": ("conv_forward", "conv_down", "conv2d"),
+    "conv dgrad": ("conv_input_grad", "conv_plain_input_grad", "conv_down_input_grad"),
+    "conv wgrad": ("conv_weight_grad", "bias_grad", "tensor_rows"),
+    "attention": ("attention_forward", "attention_backward"),
+    "resample": ("avg_pool", "avg_pool_grad", "upsample", "upsample_grad"),
+    "elementwise": ("pad_channels",),
+    "denoise": ("draw_timesteps", "draw_flips", "q_sample", "denoise_loss", "gather_images"),
+    "optimizer": ("grad_norm", "adamw_step"),
+}
+_FAMILY_OF = {op: family for family, ops in _FAMILIES.items() for op in ops}
+_REWRITTEN = {"adamw_step": (0, 2, 3, 4), "conv_weight_grad": (2,)}  # arguments read and written
+_PRODUCTS = {"attention_forward": 2, "attention_backward": 5}  # of [T, d] and [T, T]
+
+
+class Work(NamedTuple):
+    """Of one call of an op."""
+
+    family: str  # as in `benchmarks.profile`
+    bytes: int
+    flops: int
+
+    def floor_us(self, bandwidth: float, peak: float) -> float:
+        """Microseconds at so many TB/s and TFLOP/s, whichever takes longer."""
+        return max(self.bytes / bandwidth, self.flops / peak) / 1e6
+
+
+@contextmanager
+def noted_work() -> Iterator[list[Work]]:
+    """The calls inside of the block, of the planned kernels and of the public ops."""
+    calls: list[Work] = []
+
+    def noted(name: str, op: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = op(*args, **kwargs)
+            calls.append(work_of(name, args, kwargs, result))
+            return result
+
+        return call
+
+    with ExitStack() as stack:
+        for module in (fused, triton_kernels):
+            for name in module.__all__:
+                op = getattr(module, name)
+                if not isinstance(op, type):
+                    stack.enter_context(mock.patch.object(module, name, noted(name, op)))
+        yield calls
+
+
+def work_of(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Work:
+    """What this call of op `name` cannot do without."""
+    index = kwargs.get("index")
+    given = {x.data_ptr(): x for x in _tensors((args, list(kwargs.values()))) if x.numel()}
+    moved = 0
+    for x in given.values():
+        used = 1.0
+        if index is not None and x.ndim > 1 and len(x) != len(index):
+            used = len(index) / len(x)  # a data set, of which a batch is read
+        moved += round(_size(x) * used)
+    moved += sum(_size(x) for x in _tensors(result))
+    moved += sum(_size(args[i]) for i in _REWRITTEN.get(name, ()))
+    return Work(_FAMILY_OF.get(name, "norm"), moved, _flops(name, args, kwargs, result))
+
+
+def _flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
+    if name in _PRODUCTS:
+        n, t, c = args[0].shape  # of forward: [N, T, 3C], of backward: [N, T, C]
+        c = c // 3 if name == "attention_forward" else c
+        return _PRODUCTS[name] * 2 * n * t * t * c
+    if name in ("conv_forward", "conv_down", "conv2d"):
+        pixels = next(_tensors(result)).shape[:3].numel()
+        extra = sum(weight.numel() for _, weight in kwargs.get("extra", ()))
+        return 2 * pixels * (args[1].numel() + extra)
+    if name in (*_FAMILIES["conv dgrad"], "skip_dx"):
+        return 2 * args[0].shape[:3].numel() * args[1].numel()
+    if name == "conv_weight_grad":
+        return 2 * args[1].shape[:3].numel() * args[2].numel()
+    return 0
+
+
+def by_family(calls: list[Work]) -> dict[str, list[Work]]:
+    """The calls of each family."""
+    families = defaultdict(list)
+    for call in calls:
+        families[call.family].append(call)
+    return families
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples and lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _size(x: Tensor) -> int:
+    return x.numel() * x.itemsize
