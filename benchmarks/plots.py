@@ -54,6 +54,11 @@ def draw_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
             families.setdefault(_FAMILIES.get(row.op, row.op), []).append(row)
     for family, mine in sorted(families.items()):
         gpu = mine[0].gpu
+        if family == "train_step":
+            for model in dict.fromkeys(row.shape.split()[1] for row in mine):
+                paths.append(folder / f"{gpu}-train_step-{model}.png")
+                _draw_steps(gpu, [r for r in mine if r.shape.split()[1] == model], paths[-1])
+            continue
         pairs = harness.ratios(mine)
         by_batch = family == "conv2d"  # which has too many shapes for one picture
         for batch in sorted({_batch(ours) for ours, _ in pairs}) if by_batch else [None]:
@@ -69,6 +74,53 @@ def draw_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
             paths.append(folder / f"{gpu}-{family}-roofline.png")
             _draw_roofline(family, gpu, mine, roofs, paths[-1])
     return paths
+
+
+def _draw_steps(gpu: str, rows: Sequence[Row], path: Path) -> None:
+    """A panel for each batch size, a bar for each provider in the faster of its modes: images a
+    second, with milliseconds and how many times longer than ours it takes."""
+    fastest: dict[tuple[int, str], Row] = {}
+    for row in sorted(rows, key=_time_of, reverse=True):
+        fastest[_batch(row), row.provider.split()[0]] = row
+    batches = sorted({batch for batch, _ in fastest})
+    times = {name: row.median_us / batch for (batch, name), row in fastest.items()}
+    names = sorted(times, key=times.get)
+    figure, panels = plt.subplots(
+        1,
+        len(batches),
+        sharey=True,
+        squeeze=False,
+        figsize=(1.2 + 2.6 * len(batches), 1.3 + 0.28 * len(names)),
+        layout="constrained",
+    )
+    for axes, batch in zip(panels[0], batches, strict=True):
+        mine = {name: row for (b, name), row in fastest.items() if b == batch}
+        ours = min((row.median_us for row in mine.values() if row.is_ours), default=None)
+        rates = {name: 1e6 * batch / row.median_us for name, row in mine.items()}
+        for name, row in mine.items():
+            at, ms = names.index(name), row.median_us / 1000
+            axes.barh(at, rates[name], color="tab:green" if row.is_ours else "tab:gray")
+            text = f" {ms:.1f} ms" if ms < 99.5 else f" {ms:.0f} ms"
+            if ours is not None and not row.is_ours:
+                text += f", {row.median_us / ours:.1f}x"
+            axes.text(rates[name], at, text, va="center", fontsize=7)
+        axes.set_xlim(0, 1.55 * max(rates.values()))
+        axes.set_title(f"batch {batch}", fontsize=9)
+        axes.tick_params(labelsize=7)
+    panels[0][0].set_yticks(range(len(names)), names)
+    panels[0][0].set_ylim(len(names) - 0.5, -0.5)
+    figure.supxlabel(
+        "images a second; the time of a step, and how many times that of our fastest", fontsize=8
+    )
+    pixels, model = rows[0].shape.split("x", 1)[1].split()
+    size = pixels.rpartition("x")[0]
+    figure.suptitle(f"Training steps of {model} at {size}, {gpu}", fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _time_of(row: Row) -> float:
+    return row.median_us
 
 
 def _batch(row: Row) -> int:

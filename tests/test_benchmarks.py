@@ -358,9 +358,11 @@ def test_plots_are_drawn(tmp_path):
         for p, t in (("triton", 50.0), ("torch", 40.0))
     ]
     rows += [row(op="copy", provider="torch", flops=0), row(op="matmul", provider="cublas")]
+    step = {"op": "train_step", "shape": "8x64x64x3 unet64", "pass_": "step"}
+    rows += [row(**step, provider=f"{p} graph") for p in ("compile-bf16", "triton-bf16")]
     names = {path.name for path in draw_plots(rows, tmp_path)}
     kinds = ("conv2d-batch32-ratio", "conv2d-roofline", "group_norm-ratio", "group_norm-roofline")
-    assert names == {f"nvidia-h200-{kind}.png" for kind in kinds}
+    assert names == {f"nvidia-h200-{kind}.png" for kind in (*kinds, "train_step-unet64")}
     assert all((tmp_path / name).stat().st_size > 1000 for name in names)
 
 
