@@ -28,16 +28,21 @@ def gradient(model, batch, size, accumulate):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("model", "size", "memory"),
-    [("unet64", 64, 20), ("unet64_wide", 64, 40), ("unet32", 32, 20)],
+    ("model", "size", "batch", "memory"),
+    [
+        ("unet64", 64, 512, 20),
+        ("unet64", 64, 2816, 100),  # [2816, 64, 64, 192] has more than 2^31 elements
+        ("unet64_wide", 64, 512, 40),
+        ("unet32", 32, 512, 20),
+    ],
 )
-def test_512_images_are_their_parts(model, size, memory):
-    """Parts of 128 and 64 images are summed in orders, and perhaps by tiles, of their own, which
-    says how far sums may be apart; with one, an offset that overflows would be of another size."""
+def test_a_large_batch_is_its_parts(model, size, batch, memory):
+    """A quarter and an eighth are summed in orders, and perhaps by tiles, of their own, which says
+    how far sums may be apart. An offset that overflows would be another size of error."""
     free, _ = torch.cuda.mem_get_info()
     if free < memory * GIB:
         pytest.skip(f"needs about {memory} GiB of GPU memory, {free / GIB:.0f} are free")
-    whole, some, more = (gradient(model, 512, size, parts) for parts in (1, 4, 8))
+    whole, some, more = (gradient(model, batch, size, parts) for parts in (1, 4, 8))
     for name, a, b, c in zip(("loss", "gradient"), whole, some, more, strict=True):
         assert relative_error(a, b) <= 2 * relative_error(b, c) + 1e-5, name
 
