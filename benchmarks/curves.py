@@ -93,7 +93,7 @@ def draw(curves: dict[str, np.ndarray], window: int, path: Path, title: str) -> 
     figure, (above, below) = plt.subplots(
         2, 1, sharex=True, figsize=(7, 5), height_ratios=(3, 2), layout="constrained"
     )
-    *_, (last, reference) = curves.items()
+    last, reference = next(reversed(curves.items()))
     for (name, losses), style in zip(curves.items(), _styles(len(curves)), strict=True):
         y = smooth(losses, window)
         x = np.arange(len(y)) + (len(losses) - len(y)) / 2 + 1

@@ -14,7 +14,8 @@
     plot=docs/parity.png
 
 The runs go on in turns, a hundred steps each, and their files are written after every turn: what
-there is of runs that were cut short can be compared with `benchmarks.curves`. Without classes.
+there is of runs that were cut short, or that were processes of their own, can be compared with
+`benchmarks.curves`. Without classes.
 """
 
 import time
@@ -78,6 +79,8 @@ def main(arguments: Sequence[str]) -> int:
             spent.append(f"{name} {run.go_on(steps):.1f} ms")
             write_losses(out / f"{name}.csv", run.losses)
         print(f"step {steps.stop}: {', '.join(spent)}", flush=True)
+    if len(runs) == 1:
+        return 0
     curves = {name: np.array(run.losses) for name, run in runs.items()}
     print(f"\n{compare(curves, settings['window'])}")
     title = f"{settings['model']}, {data.name}, batch {settings['batch']}, same seed and noise"
