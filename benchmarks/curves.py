@@ -22,7 +22,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from diffusion.errors import ConfigError
 
@@ -104,9 +104,9 @@ def draw(curves: dict[str, np.ndarray], window: int, path: Path, title: str) -> 
             y, z = (smooth(curve[:count], window) for curve in (losses, reference))
             below.plot(x[: len(y)], 100 * (y - z) / z, label=f"{name} against {last}", **style)
     above.set_yscale("log")
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
-    above.yaxis.set_major_formatter(plain)
-    above.yaxis.set_minor_formatter(plain)
+    above.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    above.yaxis.set_minor_formatter(NullFormatter())
     above.set_ylabel("loss")
     above.set_title(f"{title}; means over {window} steps", fontsize=10)
     below.axhline(0, color="black", linewidth=0.8)
