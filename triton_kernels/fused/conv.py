@@ -25,6 +25,7 @@ from ..activations import check_activation
 from ..column_sum import sum_partials
 from ..conv import gather as conv_gather
 from ..conv import gluon as conv_gluon
+from ..conv import gluon_tiles as conv_tiles
 from ..conv import tma as conv_tma
 from ..conv.tma import Config, WgradConfig, launch_fwd
 from ..conv.tma_boxes import count_boxes, image_box, in_boxes, pixel_box, row_box, weight_in_boxes
@@ -114,7 +115,7 @@ def conv_forward(
             lambda: _pick(_FWD_CONFIGS, x, y, (r, s), stats),
             lambda c: conv_forward(x, weight, bias, **terms, stats=stats, config=c)[0],
         )
-        if conv_gluon.serves(config) and not _gluon(x, y, weight, others):
+        if _in_gluon(config) and config not in _gluon(x, y, weight, others):
             config = _pick(_FWD_CONFIGS, x, y, (r, s), stats)
     box = _box(config, n, h, w, exact=stats)
     partials = _partials(box, y) if stats else None
@@ -123,6 +124,10 @@ def conv_forward(
     if conv_gluon.serves(config):
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
         conv_gluon.forward(x, weight, bias, y, partials, **terms)
+        return y, partials
+    if conv_tiles.serves(config):
+        terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
+        conv_tiles.forward(config, x, weight, bias, y, partials, **terms)
         return y, partials
     tile = [*box, config.block_c]
     extra_descs, extra_channels = [], []
@@ -203,7 +208,7 @@ def conv_input_grad(
             lambda: _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, border),
             lambda c: conv_input_grad(dy, weight, **rest, config=c)[0],
         )
-        if conv_gluon.serves(config) and not gluon:
+        if _in_gluon(config) and config not in gluon:
             config = _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, border)
     assert len(inputs) == 1 or c1 % config.block_c == 0, "a tile of channels straddles the inputs"
     box = _box(config, n, h, w, exact=True)
@@ -214,6 +219,10 @@ def conv_input_grad(
     if conv_gluon.serves(config):
         given = {"inputs": inputs, "table": table, "activation": activation}
         conv_gluon.input_grad(dy, weight, dz, partials, **given)
+        return dz, partials
+    if conv_tiles.serves(config):
+        given = {"inputs": inputs, "table": table, "activation": activation}
+        conv_tiles.input_grad(config, dy, weight, dz, partials, **given)
         return dz, partials
     tile = [*piece, config.block_c]
     conv_input_grad_kernel[(_programs(config, box, dz),)](
@@ -332,8 +341,15 @@ def conv_fused_supported(
 
 
 def _gluon(x: Tensor, y: Tensor, weight: Tensor, others: Sequence[Tensor]) -> list[Config]:
-    """The tile of `conv.gluon` where it applies: one to be measured, not a default."""
-    return [Config(*conv_gluon.TILE)] if conv_gluon.applies(x, y, weight, others) else []
+    """The tiles of `conv.gluon` and `conv.gluon_tiles` that apply: to be measured, not defaults."""
+    rows = [conv_gluon.TILE] if conv_gluon.applies(x, y, weight, others) else []
+    given = (x, y, weight, others)
+    tiles = [tile for tile in conv_tiles.TILES if conv_tiles.applies(tile, *given)]
+    return [Config(*tile) for tile in (*rows, *tiles)]
+
+
+def _in_gluon(config: Config) -> bool:
+    return conv_gluon.serves(config) or conv_tiles.serves(config)
 
 
 def _serves(

@@ -1,0 +1,62 @@
+"""The kernels of `conv.gluon_tiles` as compile_only.py compiles them."""
+
+from triton_kernels.conv import gluon as conv_gluon
+from triton_kernels.conv import gluon_tiles as conv_tiles
+
+from .cases_conv_gluon import _rows
+from .compile_only import SHARED_LIMIT
+
+
+def _case(name: str, dgrad: bool, beside: int, extra: int, width: int, pixels: int = 256) -> dict:
+    blocks, steps = conv_tiles.rings(pixels, width, SHARED_LIMIT[90])
+    pair, tile = _rows(1, 2, width, 64), _rows(1, pixels // width, width, 64)
+    filters = _rows(1, 64, 64)
+    absent = ["beside1_desc", "beside2_desc"][beside:]
+    absent += ["extra1_desc", "extra1_w_desc", "extra2_desc", "extra2_w_desc"][2 * extra :]
+    absent += ["extra_bias_ptr"] if extra == 0 else []
+    absent += ["emb_ptr"] if dgrad or extra else []
+    signature = {
+        "x_desc": pair,
+        "w_desc": filters,
+        "beside1_desc": tile,
+        "beside2_desc": tile,
+        "y_desc": tile,
+        "extra1_desc": pair,
+        "extra1_w_desc": filters,
+        "extra2_desc": pair,
+        "extra2_w_desc": filters,
+        **dict.fromkeys(("vectors_ptr", "extra_bias_ptr", "emb_ptr", "partial_ptr"), "*fp32"),
+        **dict.fromkeys(("C1", "C2", "border", "stride_emb", "N", "H", "K", "C"), "i32"),
+    }
+    return {
+        "name": name,
+        "kernel": "triton_kernels.conv.gluon_tiles_kernels:conv_tiles_kernel",
+        "signature": {k: v for k, v in signature.items() if k not in absent},
+        "constexprs": {
+            **dict.fromkeys(absent),
+            "PIXELS": pixels,
+            "W": width,
+            "DGRAD": dgrad,
+            "ACT": "silu" if dgrad else None,
+            "BLOCKS": blocks,
+            "STEPS": steps,
+            "num_warps": 4,
+        },
+        "options": {"num_warps": 4, "maxnreg": 168},
+        "multiples": ("C1", "C2", "border", "K", "C"),
+        # a number or two that are needed once a tile
+        "expect": {"wgmma": True, "tma": True, "arches": (90,), "spills": 16},
+    }
+
+
+COMPILE_CASES = (
+    [
+        _case("forward_residual", False, 1, 0, 16),
+        _case("forward_extra", False, 0, 2, 32),
+        _case("forward_half", False, 0, 0, 16, 128),
+        _case("input_grad", True, 1, 0, 64),
+        _case("input_grad_of_two", True, 2, 0, 32),
+    ]
+    if conv_gluon._SUPPORTED
+    else []
+)

@@ -1,0 +1,132 @@
+"""The tiles of `conv.gluon_tiles`: where they apply, and on a Hopper GPU their results."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from triton_kernels.conv import gluon as conv_gluon
+from triton_kernels.conv import gluon_tiles as conv_tiles
+from triton_kernels.conv.tma import Config
+from triton_kernels.fused import conv as conv_fused
+
+from .compile_only import SHARED_LIMIT
+from .test_conv_fused import (
+    ALL_CONFIGS,
+    ROUNDING,
+    Shape,
+    check_extra,
+    check_forward,
+    check_grad,
+    forward_case,
+    forward_reference,
+    poison,  # noqa: F401  a fixture for every test here
+    relative,
+)
+from .test_conv_gluon import gpu, repeatedly
+
+CONFIGS = [Config(*tile) for tile in conv_tiles.TILES]
+DTYPES = [torch.bfloat16, torch.float16]
+
+# One program with one tile, programs with several and an odd number of them, one warpgroup with
+# nothing to do, more blocks of channels than one, tiles that are not whole images.
+SHAPES = {
+    "a tile": Shape(1, 8, 32, 64, 64),
+    "32x32": Shape(21, 32, 32, 128, 192),
+    "rows of 32": Shape(37, 24, 32, 64, 128),
+    "16x16": Shape(37, 16, 16, 192, 320),
+    "a few of 16x16": Shape(3, 16, 16, 320, 64),
+    "64x64": Shape(13, 64, 64, 64, 192),
+}
+
+
+class TestGpu:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_forward(self, name, dtype, config, device):
+        repeatedly(lambda: check_forward(SHAPES[name], dtype, device, config))
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    def test_forward_of_the_product_alone(self, config, device):
+        shape = SHAPES["16x16"]
+        x, weight, bias, emb, residual = forward_case(shape, torch.bfloat16, device)
+        y, partials = conv_fused.conv_forward(x, weight, bias, config=config)
+        exact = forward_reference(x, weight, bias, emb * 0, residual * 0, torch.float64)
+        assert partials is None
+        assert relative(y, exact) <= ROUNDING[torch.bfloat16] + 1e-5
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize("count", [1, 2])
+    @pytest.mark.parametrize("name", ["32x32", "16x16", "a few of 16x16", "64x64"])
+    def test_extra_pointwise_convolutions(self, name, count, config, device):
+        shape, dtype = SHAPES[name], torch.bfloat16
+        repeatedly(lambda: check_extra(shape, 128, 64, dtype, device, config, count))
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_input_grad(self, name, dtype, config, device):
+        repeatedly(lambda: check_grad(SHAPES[name], None, dtype, device, config=config))
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize("name", ["32x32", "a few of 16x16", "16x16"])
+    def test_input_grad_of_two_inputs(self, name, config, device):
+        shape = SHAPES[name]._replace(ci=320)
+        repeatedly(lambda: check_grad(shape, 192, torch.bfloat16, device, config=config))
+
+    @pytest.mark.parametrize("activation", ["identity", "gelu"])
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    def test_input_grad_of_other_activations(self, config, activation, device):
+        check_grad(SHAPES["32x32"], None, torch.bfloat16, device, activation, config)
+
+    def test_what_applies(self, device):
+        assert applying(SHAPES["16x16"], torch.bfloat16, device) == [True, True]
+        assert applying(SHAPES["a tile"], torch.bfloat16, device) == [True, True]
+        assert applying(Shape(1, 8, 16, 64, 64), torch.bfloat16, device) == [False, True]
+        for shape in (
+            Shape(1, 6, 16, 64, 64),
+            Shape(1, 32, 32, 96, 64),
+            Shape(1, 32, 32, 64, 64, 1),
+            Shape(1, 24, 24, 64, 64),
+        ):
+            assert applying(shape, torch.bfloat16, device) == [False, False]
+        assert applying(SHAPES["16x16"], torch.float32, device) == [False, False]
+
+
+def applying(shape: Shape, dtype, device) -> list[bool]:
+    """Whether each of the tiles applies."""
+    n, h, w, ci, co, kernel = shape
+    x, y = (torch.empty((n, h, w, c), dtype=dtype, device=device) for c in (ci, co))
+    weight = torch.empty((co, ci, kernel, kernel), dtype=dtype, device=device)
+    return [conv_tiles.applies(tile, x, y, weight) for tile in conv_tiles.TILES]
+
+
+def test_nothing_applies_without_a_hopper_gpu():
+    assert applying(SHAPES["16x16"], torch.bfloat16, torch.device("cpu")) == [False, False]
+
+
+def test_configurations_are_told_apart():
+    others = [*sum(ALL_CONFIGS, []), Config(*conv_gluon.TILE)]
+    assert all(map(conv_tiles.serves, CONFIGS))
+    assert not any(map(conv_tiles.serves, others))
+    assert not any(map(conv_gluon.serves, CONFIGS))
+
+
+@pytest.mark.parametrize("width", conv_tiles._WIDTHS)
+@pytest.mark.parametrize("tile", conv_tiles.TILES, ids=str)
+def test_rings_fit(tile, width):
+    """A block is read while another is written, and so is a filter."""
+    blocks, steps = conv_tiles.rings(tile[1], width, SHARED_LIMIT[90])
+    pixels = blocks * (tile[1] + 2 * width) + steps * 64 + 2 * tile[1]
+    assert blocks >= 2 and steps >= 2 and pixels * 128 + 1024 <= SHARED_LIMIT[90]
+
+
+def test_a_tuned_configuration_is_ignored_where_it_does_not_apply(monkeypatch, device):
+    """A table made on a Hopper GPU has to be harmless elsewhere."""
+    monkeypatch.setattr(conv_tiles, "describe", lambda _: SimpleNamespace(hopper=False))
+    name = "conv_forward 8 32 64 64 3 3 torch.float16 True 0 True"
+    monkeypatch.setattr("triton_kernels.tuning._table", lambda: {name: {1: list(CONFIGS[0])}})
+    check_forward(SHAPES["a tile"], torch.float16, device)

@@ -1,0 +1,358 @@
+"""The kernel of `conv.gluon_tiles`: a 3x3 convolution, or its input gradient, with its epilogue.
+
+A program has three parts that run side by side. `_load` is one warp that fills two rings in shared
+memory: the pixels of a tile moved by a column, and filters of one tap. `_multiply`, twice, is a
+warpgroup that takes every other tile. The rings hold what one needs and then what the other does,
+so that one finishes a tile while the other multiplies.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..activations import activate_grad
+from .gluon_kernels import _round, sync_threads
+
+# --- shared memory --------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def block_chunks(pixels, w):
+    """Size of a block of pixels in chunks of 8: the rows of a tile, one above and one below."""
+    return (pixels + 2 * w) // 8
+
+
+@gluon.jit
+def _rows(x_bufs, chunk, shape: gl.constexpr):
+    """Pixels from a chunk on, in a shape whose last size is 64."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=len(shape))
+    start = x_bufs.index(chunk)
+    return start._reinterpret(start.dtype, shape, LAYOUT)
+
+
+# --- loads ----------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _load_filter(w_desc, tap, row, column, w_bufs, w_full, w_empty, step, STEPS: gl.constexpr):
+    slot = step % STEPS
+    bar = w_full.index(slot)
+    mbarrier.wait(w_empty.index(slot), (step // STEPS & 1) ^ 1)
+    mbarrier.expect(bar, 64 * 128)
+    tma.async_copy_global_to_shared(w_desc, [tap, row, column], bar, w_bufs.index(slot))
+
+
+@gluon.jit
+def _load_pixels(
+    x_desc, x_bufs, x_full, x_empty, block, n, h0, w0, k0,
+    HALO: gl.constexpr, PIXELS: gl.constexpr, W: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """The rows of a tile, with HALO = 1 those above and below too."""
+    ROWS: gl.constexpr = PIXELS // W + 2 * HALO
+    stage = block % BLOCKS
+    bar = x_full.index(stage)
+    mbarrier.wait(x_empty.index(stage), (block // BLOCKS & 1) ^ 1)
+    mbarrier.expect(bar, ROWS * W * 128)
+    for j in gl.static_range(ROWS // 2):
+        chunk = stage * block_chunks(PIXELS, W) + j * (W // 4)
+        to = _rows(x_bufs, chunk, [1, 2, W, 64])
+        tma.async_copy_global_to_shared(x_desc, [n, h0 + 2 * j - HALO, w0, k0], bar, to)
+
+
+@gluon.jit
+def _load_pointwise(
+    x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, block, step, n, h0, c0, C,
+    PIXELS: gl.constexpr, W: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
+    for k0 in range(0, C, 64):
+        _load_pixels(x_desc, x_bufs, x_full, x_empty, block, n, h0, 0, k0, 0, PIXELS, W, BLOCKS)
+        _load_filter(w_desc, 0, c0, k0, w_bufs, w_full, w_empty, step, STEPS)
+        block += 1
+        step += 1
+    return block, step
+
+
+@gluon.jit
+def _load(
+    x_desc, w_desc, extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc,
+    x_bufs, w_bufs, x_full, x_empty, w_full, w_empty,
+    K, C1, C2, tiles, tiles_h, blocks_c,
+    PIXELS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
+    BLOCKS: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
+    block = 0
+    step = 0
+    for i in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        c0 = i % blocks_c * 64
+        tile = i // blocks_c
+        n = tile // tiles_h
+        h0 = tile % tiles_h * (PIXELS // W)
+        for k0 in range(0, K, 64):
+            for s in range(3):
+                _load_pixels(
+                    x_desc, x_bufs, x_full, x_empty, block, n, h0, s - 1, k0, 1, PIXELS, W, BLOCKS
+                )
+                block += 1
+                for r in range(3):
+                    if DGRAD:
+                        tap = 8 - 3 * r - s
+                        _load_filter(w_desc, tap, k0, c0, w_bufs, w_full, w_empty, step, STEPS)
+                    else:
+                        tap = 3 * r + s
+                        _load_filter(w_desc, tap, c0, k0, w_bufs, w_full, w_empty, step, STEPS)
+                    step += 1
+        if extra1_desc is not None:
+            block, step = _load_pointwise(
+                extra1_desc, extra1_w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty,
+                block, step, n, h0, c0, C1, PIXELS, W, BLOCKS, STEPS,
+            )  # fmt: skip
+        if extra2_desc is not None:
+            block, step = _load_pointwise(
+                extra2_desc, extra2_w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty,
+                block, step, n, h0, c0, C2, PIXELS, W, BLOCKS, STEPS,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _load_beside(desc1, desc2, buf, bar, n, h0, c0, border, PIXELS: gl.constexpr):
+    """What the epilogue reads, to where it will write."""
+    mbarrier.expect(bar, PIXELS * 128)
+    if desc2 is None:
+        tma.async_copy_global_to_shared(desc1, [n, h0, 0, c0], bar, buf)
+    else:
+        left = c0 < border
+        right = c0 >= border
+        tma.async_copy_global_to_shared(desc1, [n, h0, 0, c0], bar, buf, left)
+        tma.async_copy_global_to_shared(desc2, [n, h0, 0, c0 - border], bar, buf, right)
+
+
+# --- products and epilogue ------------------------------------------------------------------------
+
+
+@gluon.jit
+def _multiply_tap(acc, x_bufs, w_bufs, chunk, slot, PIXELS: gl.constexpr, DGRAD: gl.constexpr):
+    """The product of a filter with the tile, begun but not waited for."""
+    w = w_bufs.index(slot)
+    w = w._reinterpret(w.dtype, [64, 64], gl.NVMMASharedLayout(128, 16))
+    if DGRAD:
+        w = w.permute((1, 0))
+    x = _rows(x_bufs, chunk, [PIXELS, 64]).permute((1, 0))
+    return warpgroup_mma(w, x, acc, is_async=True)
+
+
+@gluon.jit
+def _multiply(
+    beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty, w_full, w_empty,
+    beside_full, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr,
+    K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, C,
+    GROUP: gl.constexpr, PIXELS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
+    HAS_EXTRA: gl.constexpr, ACT: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
+    VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    HAS_BESIDE: gl.constexpr = beside1_desc is not None
+    CHUNKS: gl.constexpr = block_chunks(PIXELS, W)
+    main_blocks = K // 64 * 3
+    tile_blocks = main_blocks + extra_blocks
+    tile_steps = main_blocks * 3 + extra_blocks
+    block = GROUP * tile_blocks
+    step = GROUP * tile_steps
+    phase = 0
+    channels = gl.arange(0, 64, layout=VECTOR)
+    stage_buf = stages.index(GROUP)
+    buf = stage_buf._reinterpret(stage_buf.dtype, [PIXELS, 64], gl.NVMMASharedLayout(128, 16))
+    buf = buf.permute((1, 0))
+    programs = gl.num_programs(0)
+    for i in range(gl.program_id(0) + GROUP * programs, tiles, 2 * programs):
+        c0 = i % blocks_c * 64
+        tile = i // blocks_c
+        n = tile // tiles_h
+        h0 = tile % tiles_h * (PIXELS // W)
+        offs = c0 + channels
+        tma.store_wait(0)  # of the last tile, from where this writes to
+        if HAS_BESIDE:
+            bar = beside_full.index(GROUP)
+            _load_beside(beside1_desc, beside2_desc, stage_buf, bar, n, h0, c0, border, PIXELS)
+
+        acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
+        for j in range(main_blocks):
+            stage = block % BLOCKS
+            mbarrier.wait(x_full.index(stage), block // BLOCKS & 1)
+            for r in gl.static_range(3):
+                slot = step % STEPS
+                mbarrier.wait(w_full.index(slot), step // STEPS & 1)
+                chunk = stage * CHUNKS + r * (W // 8)
+                acc = _multiply_tap(acc, x_bufs, w_bufs, chunk, slot, PIXELS, DGRAD)
+                acc = warpgroup_mma_wait(1, deps=(acc,))  # the tap before is done
+                sync_threads()
+                later = j + r > 0
+                mbarrier.arrive(w_empty.index((step + STEPS - 1) % STEPS), count=1, pred=later)
+                if r == 0:
+                    before = (block + BLOCKS - 1) % BLOCKS
+                    mbarrier.arrive(x_empty.index(before), count=1, pred=later)
+                step += 1
+            block += 1
+        if HAS_EXTRA:
+            for _ in range(extra_blocks):
+                stage = block % BLOCKS
+                slot = step % STEPS
+                mbarrier.wait(x_full.index(stage), block // BLOCKS & 1)
+                mbarrier.wait(w_full.index(slot), step // STEPS & 1)
+                acc = _multiply_tap(acc, x_bufs, w_bufs, stage * CHUNKS, slot, PIXELS, False)
+                acc = warpgroup_mma_wait(1, deps=(acc,))
+                sync_threads()
+                mbarrier.arrive(w_empty.index((step + STEPS - 1) % STEPS), count=1)
+                mbarrier.arrive(x_empty.index((block + BLOCKS - 1) % BLOCKS), count=1)
+                block += 1
+                step += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        sync_threads()
+        mbarrier.arrive(w_empty.index((step + STEPS - 1) % STEPS), count=1)
+        mbarrier.arrive(x_empty.index((block + BLOCKS - 1) % BLOCKS), count=1)
+        block += tile_blocks  # those of the other warpgroup
+        step += tile_steps
+
+        if DGRAD:
+            table = vectors_ptr + n.to(gl.int64) * 4 * C + offs
+            mean = gl.load(table)
+            rstd = gl.load(table + C)
+            g = gl.load(table + 2 * C)[:, None]
+            b = gl.load(table + 3 * C)[:, None]
+            shift = (-mean * rstd)[:, None]
+            rstd = rstd[:, None]
+            mbarrier.wait(beside_full.index(GROUP), phase)
+            xhat = buf.load(LAYOUT).to(gl.float32) * rstd + shift
+            dz = acc * activate_grad(xhat * g + b, ACT)
+            total = gl.sum(dz, axis=1)
+            second = gl.sum(dz * xhat, axis=1)
+            y = _round(dz, y_desc.dtype)
+        else:
+            bias = gl.load(vectors_ptr + offs)
+            if extra_bias_ptr is not None:
+                bias += gl.load(extra_bias_ptr + offs)
+            if emb_ptr is not None:
+                bias += gl.load(emb_ptr + n.to(gl.int64) * stride_emb + offs)
+            y = acc + bias[:, None]
+            if HAS_BESIDE:
+                mbarrier.wait(beside_full.index(GROUP), phase)
+                y += buf.load(LAYOUT).to(gl.float32)
+            y = _round(y, y_desc.dtype)
+        buf.store(y)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(y_desc, [n, h0, 0, c0], stage_buf)
+        if partial_ptr is not None:
+            if not DGRAD:
+                # about the mean of the tile, since a difference of large sums would cancel
+                v = y.to(gl.float32)
+                total = gl.sum(v, axis=1)
+                d = v - (total / PIXELS)[:, None]
+                second = gl.sum(d * d, axis=1)
+            to = partial_ptr + tile.to(gl.int64) * 2 * C + offs
+            gl.store(to, total)
+            gl.store(to + C, second)
+        phase ^= 1
+    tma.store_wait(0)
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+@gluon.jit(do_not_specialize=["N", "H"])
+def conv_tiles_kernel(
+    x_desc,  # [N, H, W, K] in boxes [1, 2, W, 64]: x, or dy
+    w_desc,  # [9, CO, CI] in boxes [1, 64, 64]
+    beside1_desc,  # [N, H, W, C] in boxes [1, PIXELS / W, W, 64], or None: residual; DGRAD: x
+    beside2_desc,  # the second of two tensors that x concatenates, or None
+    y_desc,  # [N, H, W, C] in boxes [1, PIXELS / W, W, 64]: y, or dz
+    extra1_desc,  # [N, H, W, C1] in boxes [1, 2, W, 64], or None
+    extra1_w_desc,  # [1, C, C1] in boxes [1, 64, 64]
+    extra2_desc,  # a second such pair, or None
+    extra2_w_desc,
+    vectors_ptr,  # float32: bias [C]; DGRAD: table [N, 4, C]
+    extra_bias_ptr,  # [C] or None
+    emb_ptr,  # [N, C] or None
+    partial_ptr,  # [N, H * W / PIXELS, 2, C] or None
+    C1,
+    C2,
+    border,  # channels of the first of two tensors
+    stride_emb,
+    N,
+    H,
+    K,
+    C,
+    PIXELS: gl.constexpr,  # of a tile
+    W: gl.constexpr,
+    DGRAD: gl.constexpr,
+    ACT: gl.constexpr,
+    BLOCKS: gl.constexpr,  # of pixels in shared memory
+    STEPS: gl.constexpr,  # of filters there
+    num_warps: gl.constexpr,
+):
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    dtype: gl.constexpr = x_desc.dtype
+    ROWS: gl.constexpr = PIXELS // W
+    CHUNKS: gl.constexpr = block_chunks(PIXELS, W)
+    x_bufs = gl.allocate_shared_memory(dtype, [BLOCKS * CHUNKS, 8, 64], MATRIX)
+    w_bufs = gl.allocate_shared_memory(dtype, [STEPS, 1, 64, 64], w_desc.layout)
+    stages = gl.allocate_shared_memory(dtype, [2, 1, ROWS, W, 64], y_desc.layout)
+    x_full = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], BAR)
+    x_empty = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], BAR)
+    w_full = gl.allocate_shared_memory(gl.int64, [STEPS, 1], BAR)
+    w_empty = gl.allocate_shared_memory(gl.int64, [STEPS, 1], BAR)
+    beside_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    for i in gl.static_range(BLOCKS):
+        mbarrier.init(x_full.index(i), count=1)
+        mbarrier.init(x_empty.index(i), count=1)
+    for i in gl.static_range(STEPS):
+        mbarrier.init(w_full.index(i), count=1)
+        mbarrier.init(w_empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(beside_full.index(i), count=1)
+    fence_async_shared()
+    sync_threads()
+
+    # tiles of the same pixels are neighbours, so pixels come from memory once and then from L2
+    blocks_c = C // 64
+    tiles_h = H // ROWS
+    tiles = N * tiles_h * blocks_c
+    HAS_EXTRA: gl.constexpr = extra1_desc is not None
+    extra_blocks = (C1 + C2) // 64
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty,
+                    w_full, w_empty, beside_full, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr,
+                    K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, C,
+                    0, PIXELS, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS,
+                ),
+            ),
+            (
+                _multiply,
+                (
+                    beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty,
+                    w_full, w_empty, beside_full, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr,
+                    K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, C,
+                    1, PIXELS, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS,
+                ),
+            ),
+            (
+                _load,
+                (
+                    x_desc, w_desc, extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc,
+                    x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, K, C1, C2, tiles, tiles_h,
+                    blocks_c, PIXELS, W, DGRAD, BLOCKS, STEPS,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
