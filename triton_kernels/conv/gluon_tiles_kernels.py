@@ -3,7 +3,8 @@
 A program has three parts that run side by side. `_load` is one warp that fills two rings in shared
 memory: the pixels of a tile moved by a column, and filters of one tap. `_multiply`, twice, is a
 warpgroup that takes every other tile. The rings hold what one needs and then what the other does,
-so that one finishes a tile while the other multiplies.
+so that one finishes a tile while the other multiplies. It waits for its turn first (`turns`): a
+barrier tells only an even phase from an odd one, not the next one from those after it.
 """
 
 from triton.experimental import gluon
@@ -149,7 +150,7 @@ def _multiply_tap(acc, x_bufs, w_bufs, chunk, slot, PIXELS: gl.constexpr, DGRAD:
 @gluon.jit
 def _multiply(
     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty, w_full, w_empty,
-    beside_full, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr,
+    beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr,
     K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, C,
     GROUP: gl.constexpr, PIXELS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
     HAS_EXTRA: gl.constexpr, ACT: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr,
@@ -181,6 +182,7 @@ def _multiply(
             _load_beside(beside1_desc, beside2_desc, stage_buf, bar, n, h0, c0, border, PIXELS)
 
         acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
+        mbarrier.wait(turns.index(GROUP), phase ^ (1 - GROUP))
         for j in range(main_blocks):
             stage = block % BLOCKS
             mbarrier.wait(x_full.index(stage), block // BLOCKS & 1)
@@ -211,6 +213,7 @@ def _multiply(
                 mbarrier.arrive(x_empty.index((block + BLOCKS - 1) % BLOCKS), count=1)
                 block += 1
                 step += 1
+        mbarrier.arrive(turns.index(1 - GROUP), count=1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         sync_threads()
         mbarrier.arrive(w_empty.index((step + STEPS - 1) % STEPS), count=1)
@@ -307,6 +310,7 @@ def conv_tiles_kernel(
     w_full = gl.allocate_shared_memory(gl.int64, [STEPS, 1], BAR)
     w_empty = gl.allocate_shared_memory(gl.int64, [STEPS, 1], BAR)
     beside_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     for i in gl.static_range(BLOCKS):
         mbarrier.init(x_full.index(i), count=1)
         mbarrier.init(x_empty.index(i), count=1)
@@ -315,6 +319,7 @@ def conv_tiles_kernel(
         mbarrier.init(w_empty.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(beside_full.index(i), count=1)
+        mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     sync_threads()
 
@@ -330,7 +335,8 @@ def conv_tiles_kernel(
                 _multiply,
                 (
                     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty,
-                    w_full, w_empty, beside_full, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr,
+                    w_full, w_empty, beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
+                    partial_ptr,
                     K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, C,
                     0, PIXELS, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS,
                 ),
@@ -339,7 +345,8 @@ def conv_tiles_kernel(
                 _multiply,
                 (
                     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty,
-                    w_full, w_empty, beside_full, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr,
+                    w_full, w_empty, beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
+                    partial_ptr,
                     K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, C,
                     1, PIXELS, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS,
                 ),
