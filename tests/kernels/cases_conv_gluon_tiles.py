@@ -44,8 +44,8 @@ def _case(name: str, dgrad: bool, beside: int, extra: int, width: int, pixels: i
         },
         "options": {"num_warps": 4, "maxnreg": 168},
         "multiples": ("C1", "C2", "border", "K", "C"),
-        # a number or two that are needed once a tile
-        "expect": {"wgmma": True, "tma": True, "arches": (90,), "spills": 16},
+        # in the epilogue: of the input gradient 516 with Triton 3.7, else 12
+        "expect": {"wgmma": True, "tma": True, "arches": (90,), "spills": 516 if dgrad else 12},
     }
 
 
