@@ -7,15 +7,15 @@
     providers=...        any of triton-bf16, eager-bf16 and compile-bf16 (the PyTorch baseline)
     chains=ddim50,ddpm1000   samplers with their numbers of steps; empty: none
     images=16            of a chain
-    pipelines=...        what runs the chains: triton-bf16, diffusers-fp16, diffusers-compile-fp16
+    pipelines=...        what runs the chains: triton-bf16, diffusers-fp16, diffusers-compile-fp16,
+                         diffusers-bf16, diffusers-compile-bf16
     processes=0          that compile side by side first
     out=                 a folder for the CSV; default benchmarks/results
 
 An evaluation is timed in a CUDA graph, for everybody; the baseline has its parameters in bf16, so
 that no launch converts them. A chain is timed by the clock, from the call to the images; that of
-diffusers is its own pipeline over a UNet2DModel with the same weights, in fp16, since its pictures
-leave for NumPy, which has no bf16. Ours is timed only after its output has been compared with the
-float32 baseline.
+diffusers is its own pipeline over a UNet2DModel with the same weights; its images stay tensors.
+Ours is timed only after its output has been compared with the float32 baseline.
 """
 
 import time
@@ -40,7 +40,13 @@ from .harness import OURS, Row, Timing, WrongResult, check_choice
 from .steps import baseline_model, our_model
 
 PROVIDERS = ("triton-bf16", "eager-bf16", "compile-bf16")
-PIPELINES = ("triton-bf16", "diffusers-fp16", "diffusers-compile-fp16")
+PIPELINES = (
+    "triton-bf16",
+    "diffusers-fp16",
+    "diffusers-bf16",
+    "diffusers-compile-fp16",
+    "diffusers-compile-bf16",
+)
 SAMPLERS = ("ddim", "ddpm")
 DEFAULTS = {
     "batch": (1, 16, 64),
@@ -245,7 +251,8 @@ def _chain_of_diffusers(
     ours = our_model(model, "fp32", torch.device("cpu"), _SIZE, "torch")
     unet = UNet2DModel.from_config(unet_config(ours))
     unet.load_state_dict(to_diffusers_state(ours))
-    unet = unet.eval().to(device, torch.float16, memory_format=torch.channels_last)
+    dtype = torch.bfloat16 if pipeline.endswith("bf16") else torch.float16
+    unet = unet.eval().to(device, dtype, memory_format=torch.channels_last)
     kinds = {"ddim": (DDIMPipeline, DDIMScheduler), "ddpm": (DDPMPipeline, DDPMScheduler)}
     kind, scheduler = kinds[sampler]
     made = kind(unet=unet, scheduler=scheduler(_TIMESTEPS))
@@ -259,7 +266,7 @@ def _chain_of_diffusers(
             batch_size=images,
             generator=generator,
             num_inference_steps=steps,
-            output_type="np",
+            output_type="pt",  # there is no bfloat16 in NumPy
         )
 
     return run

@@ -504,10 +504,10 @@ def test_what_sampling_times():
     tasks = sampling.choose_tasks(settings)
     assert tasks[0] == (None, "triton-bf16", 1) and tasks[-1] == (
         "ddpm",
-        "diffusers-compile-fp16",
+        "diffusers-compile-bf16",
         16,
     )
-    assert len(tasks) == 3 * 2 + 3 * 2
+    assert len(tasks) == 3 * 2 + 5 * 2
     assert sampling.split_chain("ddpm") == ("ddpm", 1000)
     with pytest.raises(ConfigError, match="chains=heun is unknown; choose from ddim, ddpm"):
         sampling.choose_tasks(settings | {"chains": ("heun20",)})
