@@ -140,7 +140,9 @@ class StreamedUNet1d:
         """All blocks' projections side by side, cut into the part of the step and the rest."""
         linears = [block.cond_encoder["1"] for block in blocks]
         embed = self.model.diffusion_step_encoder["3"].weight.shape[0]
-        weight = torch.cat([linear.weight for linear in linears]).to(self.dtype)  # [F, embed + G]
+        weight = self._multiplied(
+            torch.cat([linear.weight for linear in linears])
+        )  # [F, embed + G]
 
         def padded(w: Tensor) -> Tensor:
             return F.pad(w, (0, -w.shape[1] % self.ops.PROJECT_BLOCK))
@@ -210,8 +212,8 @@ class StreamedUNet1d:
         ):
             block //= 2
         return self.ops.pack_conv(
-            conv.weight,
-            side,
+            self._multiplied(conv.weight),
+            None if side is None else self._multiplied(side),
             self.dtype,
             slice_channels=channels,
             block=block,
@@ -220,6 +222,12 @@ class StreamedUNet1d:
             # float32 splits each tile in registers, which a wide one does not leave room for
             widest=4 if early else 1,
         )
+
+    def _multiplied(self, weight: Tensor) -> Tensor:
+        """Weights in the precision in which they are multiplied."""
+        weight = weight.to(self.dtype)
+        tf32 = self.dtype == torch.float32 and self.model.backend.allow_tf32
+        return self.ops.round_to_tf32(weight) if tf32 else weight
 
     def _copy(self, parameter: Tensor) -> Tensor:
         return parameter.detach().to(self._wide, memory_format=torch.contiguous_format, copy=True)

@@ -93,21 +93,33 @@ COMPILE_CASES = [
         "_apply_kernel",
         (*_POINTERS, "a_ptr"),
         (*_NO_STEM, "skip_ptr"),
-        _INPUT | {"RES_SPLITS": 8, "SCALE": True, "PDL": False}
+        _INPUT | {"RES_SPLITS": 8, "SCALE": True, "PDL": False, "PRECISION": "tf32"}
         | {k: v for k, v in _DEEP.items() if k not in ("TO", "TAPS")},
         numbers={"film_stride": "i32", "cond_stride": "i32", "eps": "fp32"},
     ),
     _case(
         "multiply",
         "_multiply_kernel",
-        ("a_ptr", "weight_ptr", "out_ptr"),
+        ("a_ptr", "weight_ptr", "out_ptr", "side_ptr"),
         (),
         {k: v for k, v in _DEEP.items() if k not in ("CPG", "BT")}
-        | {"CO": 1024, "BM": 64, "BN": 64, "FIRST": 0, "ALL_TAPS": 5, "TILES": 5, "SLICES": 2}
+        | {"CO": 1024, "BM": 64, "BN": 128, "ROWS": 64, "BK": 64, "CHANNELS": 256}
         | {"WIDEST": 4, "STRIDE": 1, "TRANSPOSED": False, "PRECISION": "tf32", "PDL": False},
         numbers={"N": "i32"},
         options={"num_stages": 4},
         expect={"wgmma": True, "arches": (90, 100)},
+    ),
+    _case(
+        "multiply, several pieces of the weights a tile",
+        "_multiply_kernel",
+        ("a_ptr", "weight_ptr", "out_ptr"),
+        ("side_ptr",),
+        {k: v for k, v in _FIRST.items() if k not in ("CPG", "BT")}
+        | {"CO": 256, "BM": 16, "BN": 128, "ROWS": 64, "BK": 64, "CHANNELS": 64}
+        | {"WIDEST": 4, "STRIDE": 1, "TRANSPOSED": False, "PRECISION": "tf32", "PDL": True},
+        numbers={"N": "i32"},
+        options={"num_stages": 4, "launch_pdl": True},
+        expect={"wgmma": True, "arches": (90,)},
     ),
     _case(
         "head",

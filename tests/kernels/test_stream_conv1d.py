@@ -190,6 +190,50 @@ def test_float16(device):
     assert relative(stream_conv1d.conv_stage(activation, conv).partial.sum(0), exact) < 2 * theirs
 
 
+def test_rounding_to_tf32():
+    ulp = 2.0**-10  # of TF32 at 1
+    x = torch.tensor([1.0, 1 + 0.49 * ulp, 1 + ulp / 2, -1 - ulp / 2, 0.0, torch.inf])
+    expected = torch.tensor([1.0, 1.0, 1 + ulp, -1 - ulp, 0.0, torch.inf])
+    assert torch.equal(stream_conv1d.round_to_tf32(x), expected)
+    nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
+    assert stream_conv1d.round_to_tf32(nan).isnan().all()
+    x = torch.randn(1000)
+    error = (stream_conv1d.round_to_tf32(x) - x) / x
+    assert error.abs().max() <= ulp / 2 and abs(error.mean()) < ulp / 20
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["alone", "batched"])
+def test_tf32_multiplies_rounded_operands(device, batched):
+    """So that products of the tensor cores, which cut operands off, are exact."""
+    torch.manual_seed(0)
+    rounded = stream_conv1d.round_to_tf32
+    activation = make(device, 2, 7, 32, norm=4, film="scale")
+    weight = rounded(torch.randn(16, 32, 3, device=device))
+    conv = pack_conv(weight, None, torch.float32, slice_channels=16, block=16)
+    a = rounded(stream_reference.make(activation))
+    expected = stream_reference.conv_stage(Activation(Sums(a[None], a.new_zeros(32))), conv)
+    ours = stream_conv1d.conv_stage(activation, conv, batched=batched, allow_tf32=True)
+    # activations are off by 1e-6, which makes the other of two neighbours nearer in one of the 448,
+    # and each such moves the whole by 2^-10 / sqrt(448) = 5e-5
+    assert relative(ours.partial.sum(0), expected.partial.sum(0)) < 1e-4
+    exact = stream_reference.conv_stage(activation, conv)
+    assert relative(ours.partial.sum(0), exact.partial.sum(0)) > 1e-4
+
+
+def test_tf32_projects_rounded_operands(device):
+    torch.manual_seed(0)
+    rounded = stream_conv1d.round_to_tf32
+    z, weight = torch.randn(3, 64, device=device), rounded(torch.randn(70, 64, device=device))
+    expected = rounded(torch.nn.functional.mish(z)).double() @ weight.double().T
+    assert relative(stream_conv1d.project(z, weight, allow_tf32=True), expected) < 1e-4
+
+
+def test_a_skip_of_another_length():
+    weight, side = torch.randn(16, 32, 3), torch.randn(16, 32, 1)
+    with pytest.raises(ValueError, match="keeps the length"):
+        pack_conv(weight, side, torch.float32, slice_channels=16, block=16, stride=2)
+
+
 def test_weights_that_do_not_divide():
     with pytest.raises(ValueError, match="24 x 32 channels"):
         pack_conv(torch.randn(24, 32, 3), None, torch.float32, slice_channels=16, block=16)

@@ -146,6 +146,8 @@ def pack_conv(
         tiles = weight.permute(0, 2, 1)  # [CO, S, CI]
     taps = tiles.shape[1]
     if side is not None:
+        if stride != 1 or transposed:
+            raise ValueError("a 1x1 skip is beside a convolution that keeps the length")
         tiles = torch.cat((tiles, side.permute(0, 2, 1)), dim=1)
     rows, count, ci = tiles.shape
     if rows % block or ci % slice_channels or (transposed and rows // 2 % block):
@@ -198,28 +200,54 @@ def conv_stage(
         )  # fmt: skip
         return Outcome(partial, side, kept)
     a = _empty((n, t, slices * cg), dtype=conv.weight.dtype, device=device)
-    _apply_kernel[(slices, n)](*pointers, a, *numbers, **shape, **options, num_warps=4)
-
-    def multiply(first: int, taps: int, stride: int, transposed: bool, to: int) -> Tensor:
-        positions = n * (t if transposed else to)
-        bn = min(128, triton.next_power_of_2(max(positions, 16)))
-        programs = blocks * triton.cdiv(positions, bn)
-        splits = slices
-        while splits > 1 and programs * splits > 2 * describe(device).num_sms and splits % 2 == 0:
-            splits //= 2
-        out = _empty((splits, n, co, to), dtype=torch.float32, device=device)
-        _multiply_kernel[(programs, splits)](
-            a, conv.weight, out, n, C=slices * cg, T=t, TO=to, CO=co, CG=cg, BM=bm, BN=bn,
-            FIRST=first, TAPS=taps, ALL_TAPS=conv.taps, TILES=tiles, WIDEST=conv.widest,
-            STRIDE=stride,
-            TRANSPOSED=transposed, SLICES=slices // splits, PRECISION=precision, **options,
-            num_warps=4, num_stages=4,
-        )  # fmt: skip
-        return out
-
-    partial = multiply(0, conv.taps, conv.stride, conv.transposed, to)
-    side = multiply(conv.taps, 1, 1, False, t) if conv.side else None
+    _apply_kernel[(slices, n)](
+        *pointers, a, *numbers, PRECISION=precision, **shape, **options, num_warps=_NUM_WARPS
+    )
+    positions = n * (t if conv.transposed else to)
+    tile = _tile(conv, positions, precision, describe(device).num_sms)
+    splits = slices * cg // tile.channels
+    partial = _empty((splits, n, co, to), dtype=torch.float32, device=device)
+    side = _empty((splits, n, co, t), dtype=torch.float32, device=device) if conv.side else None
+    programs = blocks * bm // tile.rows * triton.cdiv(positions, tile.positions)
+    _multiply_kernel[(programs, splits, 1 + conv.side)](
+        a, conv.weight, partial, side, n, C=slices * cg, T=t, TO=to, CO=co, CG=cg, BM=bm,
+        ROWS=tile.rows, BN=tile.positions, BK=tile.depth, TAPS=conv.taps, WIDEST=conv.widest,
+        STRIDE=conv.stride, TRANSPOSED=conv.transposed, CHANNELS=tile.channels,
+        PRECISION=precision, **options, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return Outcome(partial, side, kept)
+
+
+class _Tile(NamedTuple):
+    """What a program of a batched convolution computes."""
+
+    rows: int  # output channels
+    positions: int
+    channels: int  # input channels, in steps of `depth`
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+def _tile(conv: Conv, positions: int, precision: str, num_sms: int) -> _Tile:
+    """Tiles of 64 channels, which is the height of `wgmma`, by up to 128 positions (64 where
+    operands are split in registers); and as many pieces of the input channels as there are
+    multiprocessors for."""
+    slices, blocks, _, bm, cg = conv.weight.shape
+    rows, channels = bm, slices * cg
+    while rows < 64 and conv.out_channels % (2 * rows) == 0:
+        rows *= 2
+    widest = 64 if precision == "tf32x3" else 128
+    width = min(widest, max(16, triton.next_power_of_2(positions)))
+    programs = blocks * bm // rows * triton.cdiv(positions, width)
+    deepest = 128 // conv.weight.itemsize  # a row of an operand in shared memory is 128 bytes
+    depth = min(cg, deepest)
+    while depth < deepest and channels % (2 * depth) == 0:
+        depth *= 2
+    each = channels
+    while each % (2 * depth) == 0 and 2 * programs * (channels // each) <= num_sms:
+        each //= 2
+    return _Tile(rows, width, each, depth, 4, 4)
 
 
 def head(
@@ -312,6 +340,14 @@ def _input_arguments(
 def _positions(t: int) -> int:
     """The tile that holds t positions, wide enough for a product."""
     return max(8, triton.next_power_of_2(t))
+
+
+def round_to_tf32(weight: Tensor) -> Tensor:  # float32, of any shape
+    """To the nearest number of 10 bits of mantissa: tensor cores ignore those behind them, so that
+    what is multiplied as it is would be too small in the mean. Weights are rounded here, once;
+    activations in the kernels."""
+    bits = weight.view(torch.int32)
+    return torch.where(weight.isnan(), weight, ((bits + 0x1000) & -0x2000).view(torch.float32))
 
 
 def _precision(dtype: torch.dtype, allow_tf32: bool) -> str:

@@ -44,6 +44,23 @@ def _stem(weight, x_ptr, n, T, BT: tl.constexpr, CX: tl.constexpr, TAPS: tl.cons
     return tl.dot(weight, x, input_precision="ieee")
 
 
+@triton.jit
+def round_to_tf32(v):
+    """v to the nearest float32 of 10 bits of mantissa: tensor cores ignore the 13 bits behind
+    them, which makes every product too small, and errors that all have one sign add up."""
+    bits = (v.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(v == v, bits.to(tl.float32, bitcast=True), v)  # a NaN's bits may carry over
+
+
+@triton.jit
+def _operand(v, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """What is to be multiplied, rounded once."""
+    if dtype == tl.float32 and PRECISION == "tf32":
+        return round_to_tf32(v)
+    else:
+        return v.to(dtype)
+
+
 @triton.constexpr_function
 def _power_of_2(terms):
     """The depth of a product that holds so many terms."""
@@ -342,8 +359,7 @@ def _stage_kernel(
         n, N, k, eps, m == 0,
         C, C2, T, CG, CPG, BT, gamma_ptr is not None, SCALE, SPLITS, RES_SPLITS, CX, TAPS_X,
     )  # fmt: skip
-    dtype: tl.constexpr = weight_ptr.dtype.element_ty
-    a = a.to(dtype)
+    a = _operand(a, weight_ptr.dtype.element_ty, PRECISION)
 
     offs_p = tl.arange(0, BTO)
     row_0, first, step, odd = _row_geometry(m * BM, CO, TAPS, TRANSPOSED)
@@ -414,6 +430,7 @@ def _apply_kernel(
     RES_SPLITS: tl.constexpr,
     CX: tl.constexpr,
     TAPS_X: tl.constexpr,
+    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The input of a convolution, written once for all programs that read it."""
@@ -433,14 +450,16 @@ def _apply_kernel(
     )  # fmt: skip
     offs_c, offs_t = k * CG + tl.arange(0, CG), tl.arange(0, BT)
     a_ptr += (n * T + offs_t)[None, :] * (C + C2) + offs_c[:, None]
-    tl.store(a_ptr, a.to(a_ptr.dtype.element_ty), mask=(offs_t < T)[None, :])
+    a = _operand(a, a_ptr.dtype.element_ty, PRECISION)
+    tl.store(a_ptr, a, mask=(offs_t < T)[None, :])
 
 
 @triton.jit
 def _multiply_kernel(
     a_ptr,  # [N, T, C]
-    weight_ptr,  # [SLICES, MB, TILES, BM, CG]
+    weight_ptr,  # [SLICES, MB, TILES, BM, CG], see `pack_conv`
     out_ptr,  # float32 [splits, N, CO, TO], out
+    side_ptr,  # float32 [splits, N, CO, T], out: the 1x1 skip, or None
     N,
     C: tl.constexpr,
     T: tl.constexpr,
@@ -448,51 +467,60 @@ def _multiply_kernel(
     CO: tl.constexpr,
     CG: tl.constexpr,
     BM: tl.constexpr,
-    BN: tl.constexpr,
-    FIRST: tl.constexpr,  # tap: behind all taps is the 1x1 skip
+    ROWS: tl.constexpr,  # output channels of a program: BM, or several times that
+    BN: tl.constexpr,  # its positions
+    BK: tl.constexpr,  # channels of a product; a divisor or a multiple of CG
     TAPS: tl.constexpr,
-    ALL_TAPS: tl.constexpr,
-    TILES: tl.constexpr,
     WIDEST: tl.constexpr,
     STRIDE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    SLICES: tl.constexpr,  # of a program
+    CHANNELS: tl.constexpr,  # of a program
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some K-slices of a convolution over [N, T, C] for BM channels and BN positions."""
-    MB: tl.constexpr = (2 * CO if TRANSPOSED else CO) // BM
+    """A convolution over [N, T, C], cut into tiles and along its input channels. Programs of a
+    second plane of the grid make the 1x1 skip, which is one tap more."""
+    TILES: tl.constexpr = TAPS + (side_ptr is not None)
+    R: tl.constexpr = 2 * CO if TRANSPOSED else CO
     TP: tl.constexpr = T if TRANSPOSED else TO
-    pid, split = tl.program_id(0), tl.program_id(1)
-    m = pid % MB
-    offs_p = pid // MB * BN + tl.arange(0, BN)
+    pid, split, is_side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    m = pid % (R // ROWS)
+    offs_p = pid // (R // ROWS) * BN + tl.arange(0, BN)
     n, p = offs_p // TP, offs_p % TP
-    row_0, first, step, odd = _row_geometry(m * BM, CO, TAPS, TRANSPOSED)
-    offs_c = tl.arange(0, CG)
-    weight_ptr += (split * SLICES * MB + m).to(tl.int64) * (TILES * BM * CG) + offs_c[None, :]
-    offs_bm = tl.arange(0, BM)[:, None]
-    a_ptr += (n * T)[None, :] * C + split * SLICES * CG + offs_c[:, None]
+    row_0, first, step, odd = _row_geometry(m * ROWS, CO, TAPS, TRANSPOSED)
+    tap_0, taps = tl.where(is_side > 0, TAPS, 0), tl.where(is_side > 0, 1, TAPS)
+    first = tl.where(is_side > 0, -TAPS, first)
+    offs_m, offs_k = tl.arange(0, ROWS), tl.arange(0, BK)
+    # of a tile of `width` taps side by side
+    block = (m * ROWS // BM + offs_m // BM) * (TILES * BM * CG)
+    pieces = block[:, None] + (offs_k // CG * (R // BM * TILES * BM * CG) + offs_k % CG)[None, :]
+    within = (offs_m % BM * CG)[:, None]
+    a_ptr += (n * T)[None, :] * C + offs_k[:, None]
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    acc = tl.zeros([BM, BN], tl.float32)
-    for i in tl.range(0, SLICES * TAPS):
-        j, r = i // TAPS, i % TAPS
+    acc = tl.zeros([ROWS, BN], tl.float32)
+    for i in tl.range(0, CHANNELS // BK * taps):
+        c, r = split * CHANNELS + i // taps * BK, tap_0 + i % taps
         t = p * STRIDE + first + r * step
         inside = (n < N) & (t >= 0) & (t < T)
         # the tap's place: side by side with others, in a tile that begins with the first of them
-        start, width = FIRST, 1
-        for w in tl.static_range(_num_tiles(ALL_TAPS, TILES, WIDEST)):
-            within = FIRST + r >= _start(ALL_TAPS, TILES, WIDEST, w)
-            start = tl.where(within, _start(ALL_TAPS, TILES, WIDEST, w), start)
-            width = tl.where(within, _width(ALL_TAPS, TILES, WIDEST, w), width)
-        place = start * BM * CG + (FIRST + r - start) * CG
-        tile = tl.load(weight_ptr + j * MB * TILES * BM * CG + place + offs_bm * (width * CG))
-        columns = tl.load(a_ptr + (t * C)[None, :] + j * CG, mask=inside[None, :], other=0.0)
+        start, width = 0, 1
+        for w in tl.static_range(_num_tiles(TAPS, TILES, WIDEST)):
+            within_w = r >= _start(TAPS, TILES, WIDEST, w)
+            start = tl.where(within_w, _start(TAPS, TILES, WIDEST, w), start)
+            width = tl.where(within_w, _width(TAPS, TILES, WIDEST, w), width)
+        place = c // CG * (R // BM * TILES * BM * CG) + c % CG + (start * BM + r - start) * CG
+        # the compiler does not see that it is a multiple of CG, and would load number by number
+        tile = tl.load(weight_ptr + tl.multiple_of(place, 16) + (pieces + within * width))
+        columns = tl.load(a_ptr + (t * C)[None, :] + c, mask=inside[None, :], other=0.0)
         acc = tl.dot(tile, columns, acc, input_precision=PRECISION)
-    offs_m = row_0 + tl.arange(0, BM)
+    offs_m += row_0
     if TRANSPOSED:
         p = 2 * p + odd
+    if side_ptr is not None:
+        if is_side:
+            out_ptr = side_ptr
     out_ptr += (split * N + n)[None, :] * (CO * TO) + offs_m[:, None] * TO + p[None, :]
     tl.store(out_ptr, acc, mask=(n < N)[None, :])
 
@@ -567,7 +595,8 @@ def _project_kernel(
             inside_r[None, :] & (offs_e < E)[:, None],
             0.0,
         )
-        acc = tl.dot(weight, activate(z, "mish").to(weight.dtype), acc, input_precision=PRECISION)
+        z = _operand(activate(z, "mish"), weight.dtype, PRECISION)
+        acc = tl.dot(weight, z, acc, input_precision=PRECISION)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + offs_f, inside_f, 0.0)[:, None]
     out_ptr += offs_r[None, :].to(tl.int64) * F + offs_f[:, None]

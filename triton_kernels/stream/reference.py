@@ -17,10 +17,11 @@ from .conv1d import (
     Stem,
     Sums,
     pack_conv,
+    round_to_tf32,
     unpack_conv,
 )
 
-__all__ = ["PROJECT_BLOCK", "conv_stage", "head", "pack_conv", "project"]
+__all__ = ["PROJECT_BLOCK", "conv_stage", "head", "pack_conv", "project", "round_to_tf32"]
 
 
 def conv_stage(
