@@ -61,7 +61,8 @@ def test_rows(run, monkeypatch, capsys):
     assert all(name in printed for name in rows)
 
     about = json.loads((run / "benchmark" / "cpu_ddim2_n2.json").read_text())
-    assert about["versions"]["torch"] == torch.__version__
+    # the package's metadata may lack what the module's version says of CUDA
+    assert about["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert about["settings"]["guidance"] == 2 and len(about["rows"]) == 6
 
 
