@@ -107,7 +107,7 @@ COMPILE_CASES = [
         | {"WIDEST": 4, "STRIDE": 1, "TRANSPOSED": False, "PRECISION": "tf32", "PDL": False},
         numbers={"N": "i32"},
         options={"num_stages": 4},
-        expect={"wgmma": True, "arches": (90, 100)},
+        expect={"wgmma": True, "narrow": False, "arches": (90, 100)},
     ),
     _case(
         "multiply, several pieces of the weights a tile",
@@ -119,7 +119,7 @@ COMPILE_CASES = [
         | {"WIDEST": 4, "STRIDE": 1, "TRANSPOSED": False, "PRECISION": "tf32", "PDL": True},
         numbers={"N": "i32"},
         options={"num_stages": 4, "launch_pdl": True},
-        expect={"wgmma": True, "arches": (90,)},
+        expect={"wgmma": True, "narrow": False, "arches": (90,)},
     ),
     _case(
         "head",

@@ -14,6 +14,8 @@ beside this file, each of which has COMPILE_CASES, a list of dicts:
     expect     optional, checked by test_compile.py
                  wgmma  on sm_90. True: wgmma with both operands in shared memory; "registers": A
                         may come from registers, as P in attention; False: no wgmma
+                 narrow on sm_90. False: no load of a single number of 16 bits, which is what comes
+                        of a tile whose alignment the compiler does not see
                  tma    on sm_90. True: tiles are loaded by TMA; False: no TMA load
                  spills bytes of registers that may be spilled, if not 0
                  arches chips to compile for, if not all of ARCHES
@@ -79,6 +81,7 @@ def count_instructions(ptx: str) -> dict[str, int]:
     return {
         "wgmma_shared": sources.count("%"),
         "wgmma_registers": sources.count("{"),
+        "narrow_loads": len(re.findall(r"ld\.global[\w.:]*\.[bu]16\b", ptx)),
         "tma_loads": len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
     }
 

@@ -108,6 +108,8 @@ def test_compiles(compiled, wanted):
         )
     if expect.get("wgmma") is True:
         assert result["wgmma_registers"] == 0, f"A passes through registers: {result}"
+    if expect.get("narrow") is False:
+        assert result["narrow_loads"] == 0, f"loads number by number: {result}"
     if "tma" in expect:
         assert (result["tma_loads"] > 0) == expect["tma"], result
 
@@ -124,8 +126,15 @@ ptxas info    : Used 168 registers, used 1 barriers, 24 bytes cumulative stack s
     wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r1,%r2,%r3,%r4}, {%r5,%r6}, %rd2, p, 1;
     wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%r1,%r2,%r3,%r4}, %rd3, %rd4, 1, 1, 1;
     cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1];
-    cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r2, %r3}], [%r1];"""
-    assert count_instructions(ptx) == {"wgmma_shared": 2, "wgmma_registers": 1, "tma_loads": 1}
+    cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r2, %r3}], [%r1];
+    ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+    @%p1 ld.global.b16 { %rs1 }, [ %rd1 + 0 ];"""
+    assert count_instructions(ptx) == {
+        "wgmma_shared": 2,
+        "wgmma_registers": 1,
+        "tma_loads": 1,
+        "narrow_loads": 1,
+    }
 
 
 def test_a_compilation_that_fails_is_reported():
