@@ -9,6 +9,7 @@
     images=16            of a chain
     pipelines=...        what runs the chains: triton-bf16, diffusers-fp16, diffusers-compile-fp16,
                          diffusers-bf16, diffusers-compile-bf16
+    seconds=2            of a chain; a long one is timed once
     processes=0          that compile side by side first
     out=                 a folder for the CSV; default benchmarks/results
 
@@ -55,13 +56,13 @@ DEFAULTS = {
     "chains": ("ddim50", "ddpm1000"),
     "images": 16,
     "pipelines": PIPELINES,
+    "seconds": 2.0,
     "processes": 0,
     "out": "",
     "part": -1,  # the share of a compiling process
 }
 _SIZE = 64  # pixels
 _TIMESTEPS = 1000
-_SECONDS = 2.0  # of a chain that is timed more than once
 
 
 class Task(NamedTuple):
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     device = harness.require_cuda()
     if part >= 0:
         for task in tasks[part::parts]:
-            run_task(task, model, device, compile_only=True)
+            run_task(task, model, device, 0.0, compile_only=True)
         return 0
     if parts:
         harness.run_shares("benchmarks.sampling", arguments, parts)
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(settings["out"] or harness.RESULTS)
     for task in tasks:
         try:
-            timing = run_task(task, model, device)
+            timing = run_task(task, model, device, settings["seconds"])
         except WrongResult as error:
             print(f"! {task.provider} is wrong and not timed: {error}", flush=True)
             wrong = 1
@@ -127,7 +128,7 @@ def split_chain(chain: str) -> tuple[str, int]:
 
 
 def run_task(
-    task: Task, model: str, device: torch.device, compile_only: bool = False
+    task: Task, model: str, device: torch.device, seconds: float, compile_only: bool = False
 ) -> Timing | None:
     """Time it, or only run it once, for the caches of the compilers."""
     torch._dynamo.reset()
@@ -144,7 +145,9 @@ def run_task(
     make = _our_chain if task.provider.startswith(OURS) else _chain_of_diffusers
     run = make(task.provider, model, sampler, task.images, device)
     run(min(steps, 2))  # compiles
-    return None if compile_only else time_chain(run, steps, task.provider.startswith(OURS))
+    if compile_only:
+        return None
+    return time_chain(run, steps, task.provider.startswith(OURS), seconds)
 
 
 # --- one evaluation -------------------------------------------------------------------------------
@@ -206,12 +209,12 @@ def check_network(model: str, device: torch.device, batch: int = 4) -> None:
 # --- whole chains ---------------------------------------------------------------------------------
 
 
-def time_chain(run: Callable[[int], object], steps: int, captures: bool) -> Timing:
-    """From the call to the images on the device, as often as a few seconds allow."""
+def time_chain(run: Callable[[int], object], steps: int, captures: bool, seconds: float) -> Timing:
+    """From the call to the images on the device, as often as the seconds allow."""
     if captures:
         run(steps)
     times: list[float] = []
-    while not times or (sum(times) < _SECONDS and len(times) < 20):
+    while not times or (sum(times) < seconds and len(times) < 20):
         torch.cuda.synchronize()
         start = time.perf_counter()
         run(steps)

@@ -32,7 +32,7 @@ _MAX_HEAD = 512  # channels in front of the last convolution, which are one prog
 _MAX_STEM = 96  # terms of the first convolution, each added by every program that needs it
 _MAX_LENGTH = 64
 _PROGRAMS = 132  # into which a layer is cut, about: the multiprocessors of an H100
-_BATCHED_FROM = 2  # samples; below, an activation is made by each of its readers
+_BATCHED_FROM = 4  # samples; below, an activation is made by each of its readers
 
 log = logging.getLogger(__name__)
 

@@ -244,7 +244,7 @@ def test_the_published_size(published, precision, n):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [1, 8])
 def test_a_captured_chain_has_the_bits_of_an_eager_one(published, n):
     """Launches that overlap read nothing before it is there. And the chain is no further from
     PyTorch's in float32 than twice what PyTorch's in bf16 is."""

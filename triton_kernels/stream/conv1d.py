@@ -232,7 +232,7 @@ class _Tile(NamedTuple):
 def _tile(conv: Conv, positions: int, precision: str, num_sms: int) -> _Tile:
     """Tiles of 64 channels, which is the height of `wgmma`, by up to 128 positions (64 where
     operands are split in registers); and as many pieces of the input channels as there are
-    multiprocessors for."""
+    multiprocessors for. Of narrow tiles twice as many: most of what they do is read weights."""
     slices, blocks, _, bm, cg = conv.weight.shape
     rows, channels = bm, slices * cg
     while rows < 64 and conv.out_channels % (2 * rows) == 0:
@@ -244,8 +244,8 @@ def _tile(conv: Conv, positions: int, precision: str, num_sms: int) -> _Tile:
     depth = min(cg, deepest)
     while depth < deepest and channels % (2 * depth) == 0:
         depth *= 2
-    each = channels
-    while each % (2 * depth) == 0 and 2 * programs * (channels // each) <= num_sms:
+    each, at_once = channels, num_sms if width == 128 else 2 * num_sms
+    while each % (2 * depth) == 0 and 2 * programs * (channels // each) <= at_once:
         each //= 2
     return _Tile(rows, width, each, depth, 4, 4)
 
