@@ -8,9 +8,10 @@
     denoise_step   x0 = clip(a x + b output);  x_prev = c x0 + d x + e output + sigma z;
                    of a solver e times the x0 of the step before
 
-Neither x_0 nor the noise is ever in memory: the loss and its gradient make both again, the noise
-from its counter (`philox`). Everything that changes from step to step (seed, step, timesteps, row
-of the table) is read from device memory, so that a CUDA graph can be replayed.
+Neither x_0 nor the noise is ever in memory: the loss makes both again, the noise from its counter
+(`philox`), and leaves output - target to its gradient. Everything that changes from step to step
+(seed, step, timesteps, row of the table) is read from device memory, so that a CUDA graph can be
+replayed.
 
     E       elements of a sample, H * W * C, counted in that order
     chunk   4 * BLOCK elements of one sample, the work of one program
@@ -31,6 +32,7 @@ PREDICTIONS = ("epsilon", "sample", "v_prediction")
 
 _BLOCK = 256  # evaluations of Philox in a program, each good for four elements
 _LOSS_BLOCK = 1024  # the same for the loss, whose partial sums are added by a second launch
+_GRAD_BLOCK = 2048  # elements of a program of its gradient
 _NUM_WARPS = 4
 
 _NOISE = tl.constexpr(NOISE)
@@ -145,6 +147,7 @@ def _denoise_loss_fwd_kernel(
     table_ptr,
     rng_ptr,
     partial_ptr,  # float32 [N, chunks], out: means over E of what this chunk has
+    difference_ptr,  # float32 [N, H, W, C] or None, out: output - target
     first,
     elements,
     chunks,
@@ -164,6 +167,8 @@ def _denoise_loss_fwd_kernel(
     offs_o = _first_channels(offs, C, CO)
     output = tl.load(output_ptr + n * (elements // C * CO) + offs_o, mask=mask, other=0.0)
     difference = tl.where(mask, output.to(tl.float32) - target, 0.0)
+    if difference_ptr is not None:
+        tl.store(difference_ptr + n * elements + offs, difference, mask=mask)
     tl.store(partial_ptr + tl.program_id(0), tl.sum(difference * difference) / elements)
 
 
@@ -178,41 +183,29 @@ def _row_sum_kernel(x_ptr, y_ptr, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N:
     tl.store(y_ptr + offs_m, tl.sum(x, axis=1), mask=mask_m)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit
 def _denoise_loss_bwd_kernel(
     dloss_ptr,  # float32 [N], stride 0 below a loss.mean()
     stride_dn,
-    output_ptr,  # [N, H, W, CO]
-    images_ptr,
-    index_ptr,
-    flip_ptr,
-    t_ptr,
-    table_ptr,
-    rng_ptr,
+    difference_ptr,  # float32 [N, H, W, C]
     doutput_ptr,  # [N, H, W, CO], out
-    first,
     elements,
     chunks,
-    W: tl.constexpr,
     C: tl.constexpr,
     CO: tl.constexpr,
-    PREDICTION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     n, start = _locate(chunks, BLOCK)
-    target = _target(
-        images_ptr, index_ptr, flip_ptr, t_ptr, table_ptr, rng_ptr, first, n, start, elements,
-        W, C, PREDICTION, BLOCK,
-    )  # fmt: skip
-    offs = 4 * start + tl.arange(0, 4 * BLOCK)
-    mask = offs < elements
-    offs_o = n * (elements // C * CO) + _first_channels(offs, C, CO)
-    output = tl.load(output_ptr + offs_o, mask=mask, other=0.0).to(tl.float32)
-    doutput = tl.load(dloss_ptr + n * stride_dn) * (2.0 / elements) * (output - target)
-    tl.store(doutput_ptr + offs_o, doutput.to(doutput_ptr.dtype.element_ty), mask=mask)
-    if CO > C:  # the variance has no gradient here
-        zero = tl.zeros([4 * BLOCK], doutput_ptr.dtype.element_ty)
-        tl.store(doutput_ptr + offs_o + C, zero, mask=mask)
+    elements_o = elements // C * CO
+    offs_o = start + tl.arange(0, BLOCK)
+    mask = offs_o < elements_o
+    c = offs_o % CO
+    in_first = mask if CO == C else mask & (c < C)  # the variance has no gradient here
+    offs = offs_o if CO == C else offs_o // CO * C + c
+    difference = tl.load(difference_ptr + n * elements + offs, mask=in_first, other=0.0)
+    doutput = tl.load(dloss_ptr + n * stride_dn) * (2.0 / elements) * difference
+    doutput = doutput.to(doutput_ptr.dtype.element_ty)
+    tl.store(doutput_ptr + n * elements_o + offs_o, doutput, mask=mask)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -312,11 +305,13 @@ def _q_sample(
     return _noised(images, index, flip, t, table, rng, first, dtype)
 
 
-@op(
-    "denoise_loss",
-    lambda output, *_: output.new_empty(output.shape[0], dtype=torch.float32),
-    differentiable=True,
-)
+def _fake_loss(output, images, *rest):
+    n, height, width, _ = output.shape
+    kept = (n, height, width, images.shape[3]) if rest[-1] else (0,)
+    return tuple(output.new_empty(shape, dtype=torch.float32) for shape in ((n,), kept))
+
+
+@op("denoise_loss", _fake_loss, differentiable=True)
 def _denoise_loss(
     output: Tensor,
     images: Tensor,
@@ -327,52 +322,52 @@ def _denoise_loss(
     rng: Tensor,
     first: int,
     prediction: str,
-) -> Tensor:
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """The loss, and output - target as float32 [N, H, W, C], or [0] unless it is to be kept."""
     n, height, width, co = output.shape
     c = images.shape[3]
     elements = height * width * c
     chunks = triton.cdiv(elements, 4 * _LOSS_BLOCK)
+    kept = (n, height, width, c) if keep else (0,)
+    difference = torch.empty(kept, dtype=torch.float32, device=output.device)
     partial = torch.empty((n, chunks), dtype=torch.float32, device=output.device)
     if partial.numel() == 0:  # the mean over nothing
-        return torch.full((n,), float("nan"), device=output.device)
+        return torch.full((n,), float("nan"), device=output.device), difference
     _denoise_loss_fwd_kernel[(n * chunks,)](
-        output, images, index, flip, t, table, rng, partial, first, elements, chunks,
-        W=width, C=c, CO=co, PREDICTION=prediction, BLOCK=_LOSS_BLOCK, num_warps=2 * _NUM_WARPS,
+        output, images, index, flip, t, table, rng, partial, difference if keep else None,
+        first, elements, chunks, W=width, C=c, CO=co, PREDICTION=prediction, BLOCK=_LOSS_BLOCK,
+        num_warps=2 * _NUM_WARPS,
     )  # fmt: skip
     if chunks == 1:
-        return partial.view(n)
+        return partial.view(n), difference
     loss = torch.empty(n, dtype=torch.float32, device=output.device)
     block_n = triton.next_power_of_2(chunks)
     block_m = max(1, 1024 // block_n)
     _row_sum_kernel[(triton.cdiv(n, block_m),)](
         partial, loss, n, chunks, BLOCK_M=block_m, BLOCK_N=block_n
     )
-    return loss
+    return loss, difference
 
 
-@op("denoise_loss_backward", lambda dloss, output, *_: output.new_empty(output.shape))
+def _fake_gradient(dloss, difference, channels, dtype):
+    return difference.new_empty((*difference.shape[:3], channels), dtype=dtype)
+
+
+@op("denoise_loss_backward", _fake_gradient)
 def _denoise_loss_backward(
-    dloss: Tensor,
-    output: Tensor,
-    images: Tensor,
-    index: Tensor | None,
-    flip: Tensor | None,
-    t: Tensor,
-    table: Tensor,
-    rng: Tensor,
-    first: int,
-    prediction: str,
+    dloss: Tensor, difference: Tensor, channels: int, dtype: torch.dtype
 ) -> Tensor:
-    n, height, width, co = output.shape
-    c = images.shape[3]
-    doutput = torch.empty_like(output)
+    """The gradient of an output that had so many channels and this dtype."""
+    n, height, width, c = difference.shape
+    shape = (n, height, width, channels)
+    doutput = torch.empty(shape, dtype=dtype, device=difference.device)
     if doutput.numel() > 0:
         elements = height * width * c
-        chunks = triton.cdiv(elements, 4 * _BLOCK)
+        chunks = triton.cdiv(height * width * channels, _GRAD_BLOCK)
         _denoise_loss_bwd_kernel[(n * chunks,)](
-            dloss, dloss.stride(0), output, images, index, flip, t, table, rng, doutput,
-            first, elements, chunks, W=width, C=c, CO=co, PREDICTION=prediction,
-            BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+            dloss, dloss.stride(0), difference, doutput, elements, chunks,
+            C=c, CO=channels, BLOCK=_GRAD_BLOCK, num_warps=_NUM_WARPS,
         )  # fmt: skip
     return doutput
 
@@ -412,18 +407,20 @@ def _denoise_step(
 @derivative(of=_denoise_loss)
 class _DenoiseLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, output, images, index, flip, t, table, rng, first, prediction):
-        ctx.save_for_backward(output, images, index, flip, t, table, rng)
-        ctx.options = first, prediction
-        return _denoise_loss.below_autograd(
-            output, images, index, flip, t, table, rng, first, prediction
-        )
+    def forward(ctx, output, *rest):
+        loss, difference = _denoise_loss.below_autograd(output, *rest)
+        ctx.save_for_backward(difference)
+        ctx.output = output.shape[3], output.dtype
+        ctx.mark_non_differentiable(difference)
+        ctx.set_materialize_grads(False)
+        return loss, difference
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dloss):
-        doutput = _denoise_loss_backward(dloss, *ctx.saved_tensors, *ctx.options)
-        return doutput, None, None, None, None, None, None, None, None
+    def backward(ctx, dloss, _):
+        (difference,) = ctx.saved_tensors
+        doutput = None if dloss is None else _denoise_loss_backward(dloss, difference, *ctx.output)
+        return doutput, *[None] * 9
 
 
 def gather_images(
@@ -478,7 +475,9 @@ def denoise_loss(
     n = _check_batch(images, index, flip)
     _check_process(n, t, table, rng)
     _check_output(output, n, *images.shape[1:])
-    return _denoise_loss(output, images, index, flip, t, table, rng, first, prediction)
+    process = (images, index, flip, t, table, rng, first, prediction)
+    loss, _ = _denoise_loss(output, *process, output.requires_grad)
+    return loss
 
 
 def denoise_step(

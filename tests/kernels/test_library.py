@@ -110,10 +110,11 @@ CASES = {
     "gather_images": lambda: _images(),
     "gather_images, all": lambda: (_images()[0], None, None),
     "q_sample": lambda: (*_images(), *_process(), 0, torch.float16),
-    "denoise_loss": lambda: (_randn(2, 2, 3, 6), *_images(), *_process(), 4, "v_prediction"),
-    "denoise_loss_backward": lambda: (
-        *(torch.rand(2), torch.randn(2, 2, 3, 3), *_images(), *_process(), 4, "epsilon"),
+    "denoise_loss": lambda: (_randn(2, 2, 3, 6), *_images(), *_process(), 4, "v_prediction", True),
+    "denoise_loss, no gradient": lambda: (
+        *(torch.randn(2, 2, 3, 3), *_images(), *_process(), 4, "sample", False),
     ),
+    "denoise_loss_backward": lambda: (torch.rand(2), torch.randn(2, 2, 3, 3), 6, torch.float16),
     "denoise_step": lambda: (
         *(torch.randn(2, 2, 3, 3), torch.randn(2, 2, 3, 8)[..., :6], torch.rand(4, 8)),
         *(torch.tensor([1]), torch.tensor([5, 6]), 3, None, 1.0, None),
