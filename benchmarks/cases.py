@@ -128,6 +128,11 @@ class DenoiseCase:
 
 
 Case = ConvCase | NormCase | AttentionCase | AdamWCase | DenoiseCase
+# rows that no model here has: heads of 64 over an image of 32x32 and of 64x64
+LONGER_ATTENTION = (
+    AttentionCase(16, 1024, 768, 12, "qkv_heads"),
+    AttentionCase(4, 4096, 512, 8, "qkv_heads"),
+)
 OPS = ("conv2d", "group_norm", "attention", "adamw", "denoise")
 
 

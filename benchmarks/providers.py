@@ -238,6 +238,13 @@ def _forward(function: Callable[..., Tensor], *args: Tensor) -> Run:
 _GNNHWC = importlib.util.find_spec("gnnhwc") is not None  # latentCall145/channels-last-groupnorm
 
 
+def absent(op: str) -> list[str]:
+    """What an op would be compared with as well, were it installed; a line each."""
+    if op == "group_norm" and not _GNNHWC:
+        return ["gnnhwc (latentCall145/channels-last-groupnorm) is not installed: left out"]
+    return []
+
+
 def _gnnhwc(groups: int, activation: str) -> Callable[..., Tensor]:
     """The CUDA GroupNorm for channels_last tensors of that package."""
     from gnnhwc.custom_gn import GN_NHWC_Func  # compiles itself, so only where it is wanted

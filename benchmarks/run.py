@@ -9,6 +9,7 @@
     providers=       only these, e.g. triton,cudnn; ours is always among them
     passes=          only these, e.g. fwd,dgrad; default all but fwd+bias
     shape=           only shapes that contain this text, e.g. shape=64x64
+    longer=0         1: attention over more positions than the model has, too
     budget_ms=40     time spent on replays of one measurement
     processes=12     that compile side by side before anything is timed; 0: none
     plots=1          0: draw none (python -m benchmarks.plots draws them from the CSV)
@@ -27,9 +28,9 @@ import torch
 from diffusion.errors import ConfigError
 
 from . import harness
-from .cases import OPS, model_cases
+from .cases import LONGER_ATTENTION, OPS, model_cases
 from .harness import Provenance, Row, WrongResult, check_choice
-from .providers import DTYPES, Experiment, Inputs, Outputs, copied, experiments, widened
+from .providers import DTYPES, Experiment, Inputs, Outputs, absent, copied, experiments, widened
 
 DEFAULTS = {
     "op": ("all",),
@@ -39,6 +40,7 @@ DEFAULTS = {
     "providers": (),
     "passes": (),
     "shape": "",
+    "longer": 0,
     "budget_ms": 40,
     "processes": 12,
     "part": -1,  # the share of a compiling process
@@ -76,6 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         if experiment.op != op:
             op = experiment.op
             print(f"\n{op}, microseconds; ratio: the fastest other provider over triton")
+            print("".join(f"! {line}\n" for line in absent(op)), end="")
         found, failed = run_experiment(
             experiment, settings["providers"], device, origin, settings["budget_ms"]
         )
@@ -99,7 +102,10 @@ def select(settings: dict, ops: Sequence[str]) -> list[Experiment]:
     chosen = {}
     for op in ops:
         for batch in settings["batch"]:
-            for case, count in model_cases(settings["model"], batch, op):
+            cases = model_cases(settings["model"], batch, op)
+            if op == "attention" and settings["longer"]:
+                cases += [(case, 1) for case in LONGER_ATTENTION]
+            for case, count in cases:
                 for dtype in settings["dtype"]:
                     for e in experiments(case, count, dtype):
                         wanted = settings["passes"] or ("fwd", "dgrad", "wgrad", "fwd+bwd", "step")

@@ -6,6 +6,7 @@
     batch=8,32,128      images a step
     what=step           step: what a training step launches; ops: the public ops, each by itself
     op=all              of the ops: conv2d, group_norm, attention, ...
+    longer=0            1: of attention also over more positions than the model has
     only=               kernels by the first word of their entries, e.g. conv_forward; default all
     precision=bf16      bf16 | fp16 | tf32
     processes=12        that compile side by side
@@ -36,6 +37,7 @@ DEFAULTS = {
     "batch": (8, 32, 128),
     "what": ("step",),
     "op": ("all",),
+    "longer": 0,
     "only": (),
     "processes": 12,
     "precision": "bf16",
@@ -94,6 +96,7 @@ def _run_ops(settings: dict, batch: int, device: torch.device) -> Iterator[None]
         "batch": (batch,),
         "model": settings["model"],
         "dtype": (settings["precision"],),
+        "longer": settings["longer"],
     }
     for experiment in select(chosen, ops):
         if experiment.op in ("group_norm", "attention") and experiment.pass_ == "fwd":

@@ -19,6 +19,7 @@ from benchmarks import (
     parity,
     policy,
     profile,
+    providers,
     run,
     sampling,
     scaling,
@@ -123,7 +124,22 @@ def test_strides_and_film_are_noted():
     assert "2x9x7 3->5 3x3 /2" == ConvCase(2, 9, 7, 3, 5, 3, 3, 2, False, True).shape
 
 
+def test_longer_rows_of_attention_are_asked_for():
+    settings = run.DEFAULTS | {"batch": (32,), "passes": ("fwd",)}
+    shapes = {e.shape for e in run.select(settings, ("attention",))}
+    longer = {e.shape for e in run.select(settings | {"longer": 1}, ("attention", "adamw"))}
+    assert longer - shapes == {"16x1024 12x64", "4x4096 8x64"}
+
+
 # --- providers ------------------------------------------------------------------------------------
+
+
+def test_what_is_not_installed_is_said(monkeypatch):
+    monkeypatch.setattr(providers, "_GNNHWC", False)
+    [line] = providers.absent("group_norm")
+    assert "gnnhwc" in line and "not installed" in line
+    assert providers.absent("conv2d") == []
+
 
 TINY = [
     ConvCase(2, 5, 4, 8, 16, 3, 3, 1, False, True),
