@@ -17,6 +17,8 @@ replayed.
     chunk   4 * BLOCK elements of one sample, the work of one program
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,13 +29,28 @@ from .dependent_launch import await_inputs, overlapping
 from .layout import DTYPES, check_nhwc, check_shape
 from .library import derivative, op
 from .philox import NOISE, REVERSE, check_rng, normals
+from .tuning import choose
 
 PREDICTIONS = ("epsilon", "sample", "v_prediction")
 
 _BLOCK = 256  # evaluations of Philox in a program, each good for four elements
-_LOSS_BLOCK = 1024  # the same for the loss, whose partial sums are added by a second launch
 _GRAD_BLOCK = 2048  # elements of a program of its gradient
 _NUM_WARPS = 4
+
+
+class _LossConfig(NamedTuple):
+    block: int  # evaluations of Philox at a time, each good for four elements
+    blocks: int  # of a program; with all of a sample's no second launch has to add partial sums
+    num_warps: int
+
+
+_LOSS_CONFIGS = [
+    _LossConfig(1024, 1, 8),
+    _LossConfig(512, 1, 4),
+    _LossConfig(1024, 3, 8),  # all of an image of 64x64
+    _LossConfig(1024, 3, 16),
+    _LossConfig(512, 6, 16),
+]
 
 _NOISE = tl.constexpr(NOISE)
 _REVERSE = tl.constexpr(REVERSE)
@@ -156,20 +173,25 @@ def _denoise_loss_fwd_kernel(
     CO: tl.constexpr,
     PREDICTION: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of a program
 ):
-    n, start = _locate(chunks, BLOCK)
-    target = _target(
-        images_ptr, index_ptr, flip_ptr, t_ptr, table_ptr, rng_ptr, first, n, start, elements,
-        W, C, PREDICTION, BLOCK,
-    )  # fmt: skip
-    offs = 4 * start + tl.arange(0, 4 * BLOCK)
-    mask = offs < elements
-    offs_o = _first_channels(offs, C, CO)
-    output = tl.load(output_ptr + n * (elements // C * CO) + offs_o, mask=mask, other=0.0)
-    difference = tl.where(mask, output.to(tl.float32) - target, 0.0)
-    if difference_ptr is not None:
-        tl.store(difference_ptr + n * elements + offs, difference, mask=mask)
-    tl.store(partial_ptr + tl.program_id(0), tl.sum(difference * difference) / elements)
+    n, start = _locate(chunks, BLOCKS * BLOCK)
+    squares = tl.zeros([4 * BLOCK], tl.float32)
+    for _ in range(BLOCKS):
+        target = _target(
+            images_ptr, index_ptr, flip_ptr, t_ptr, table_ptr, rng_ptr, first, n, start, elements,
+            W, C, PREDICTION, BLOCK,
+        )  # fmt: skip
+        offs = 4 * start + tl.arange(0, 4 * BLOCK)
+        mask = offs < elements
+        offs_o = _first_channels(offs, C, CO)
+        output = tl.load(output_ptr + n * (elements // C * CO) + offs_o, mask=mask, other=0.0)
+        difference = tl.where(mask, output.to(tl.float32) - target, 0.0)
+        if difference_ptr is not None:
+            tl.store(difference_ptr + n * elements + offs, difference, mask=mask)
+        squares += difference * difference
+        start += BLOCK
+    tl.store(partial_ptr + tl.program_id(0), tl.sum(squares) / elements)
 
 
 @triton.jit
@@ -324,20 +346,39 @@ def _denoise_loss(
     prediction: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
+    return _loss(output, images, index, flip, t, table, rng, first, prediction, keep=keep)
+
+
+def _loss(
+    output: Tensor,
+    images: Tensor,
+    *process: Tensor | int | str | None,  # index, flip, t, table, rng, first, prediction
+    keep: bool,
+    config: _LossConfig | None = None,
+) -> tuple[Tensor, Tensor]:
     """The loss, and output - target as float32 [N, H, W, C], or [0] unless it is to be kept."""
+    *batch, first, prediction = process
     n, height, width, co = output.shape
     c = images.shape[3]
     elements = height * width * c
-    chunks = triton.cdiv(elements, 4 * _LOSS_BLOCK)
+    if config is None:
+        config = choose(
+            "denoise_loss",
+            (n, height, width, c, co, output.dtype, prediction, keep),
+            lambda: _LOSS_CONFIGS,
+            lambda: _LOSS_CONFIGS[0],
+            lambda config: _loss(output, images, *process, keep=keep, config=config)[0],
+        )
+    chunks = triton.cdiv(elements, 4 * config.block * config.blocks)
     kept = (n, height, width, c) if keep else (0,)
     difference = torch.empty(kept, dtype=torch.float32, device=output.device)
     partial = torch.empty((n, chunks), dtype=torch.float32, device=output.device)
     if partial.numel() == 0:  # the mean over nothing
         return torch.full((n,), float("nan"), device=output.device), difference
     _denoise_loss_fwd_kernel[(n * chunks,)](
-        output, images, index, flip, t, table, rng, partial, difference if keep else None,
-        first, elements, chunks, W=width, C=c, CO=co, PREDICTION=prediction, BLOCK=_LOSS_BLOCK,
-        num_warps=2 * _NUM_WARPS,
+        output, images, *batch, partial, difference if keep else None, first, elements, chunks,
+        W=width, C=c, CO=co, PREDICTION=prediction, BLOCK=config.block, BLOCKS=config.blocks,
+        num_warps=config.num_warps,
     )  # fmt: skip
     if chunks == 1:
         return partial.view(n), difference

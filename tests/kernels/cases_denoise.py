@@ -87,7 +87,7 @@ COMPILE_CASES = [
             "partial_ptr": "*fp32",
             "difference_ptr": "*fp32",
         },
-        "constexprs": {**_SIZES, "CO": 3, "PREDICTION": "v_prediction", "BLOCK": 1024},
+        "constexprs": {**_SIZES, "CO": 3, "PREDICTION": "v_prediction", "BLOCK": 1024, "BLOCKS": 3},
         "options": {"num_warps": 8},
         "multiples": ["elements"],
     },

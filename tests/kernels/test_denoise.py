@@ -138,6 +138,32 @@ def check_loss(batch, learned, prediction, dtype):
     assert (output.grad[..., c:] == 0).all()
 
 
+@pytest.mark.parametrize("config", denoise._LOSS_CONFIGS, ids=str)
+def test_every_config_of_the_loss(config, device, monkeypatch):
+    """Of which some take all of a sample in one program; several times, with the memory of the last
+    time full of NaN."""
+    monkeypatch.setattr(denoise, "choose", lambda *_: config)
+    batch = Batch((64, 43, 3) if device.type == "cuda" else (33, 43, 3), device)
+    output = batch.randn(3)
+    for keep in (False, True):
+        args = (output, batch.images, batch.index, batch.flip, batch.t, batch.table, batch.rng)
+        for _ in range(3):
+            loss, difference = denoise._loss(*args, 9, "v_prediction", keep=keep)
+            expected = batch.loss(reference, output, prediction="v_prediction")
+            error = (loss - expected).abs()
+            assert (error <= 1e-5 * expected + 2e-6 * expected.sqrt()).all(), error.max()
+            if keep:
+                assert_close_squares(difference, expected)
+            loss.fill_(torch.nan), difference.fill_(torch.nan)
+
+
+def assert_close_squares(difference, expected):
+    """The differences are those whose mean square is the loss."""
+    torch.testing.assert_close(
+        difference.square().mean(dim=(1, 2, 3)), expected, rtol=2e-5, atol=1e-6
+    )
+
+
 def test_gradient_of_the_mean(device):
     """Its upstream gradient is one number seen N times, with stride 0."""
     batch = Batch(SHAPES["odd"], device)
