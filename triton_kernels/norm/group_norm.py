@@ -33,7 +33,7 @@ from ..activations import check_activation
 from ..layout import DTYPES, check_nhwc, check_shape
 from ..library import derivative, op
 from ..tuning import choose
-from .resident import is_resident, resident_bwd, resident_fwd
+from .resident import has_wide_rows, is_resident, resident_bwd, resident_fwd
 from .stream import (
     Halves,
     Params,
@@ -54,13 +54,15 @@ class _Way(NamedTuple):
     resident: bool
 
 
-def _by_registers(op: str, xs: Halves, num_groups: int, run: Callable[[_Way], Tensor]) -> bool:
-    """Whether to: if it can be done, unless the passes over memory were measured to be faster."""
+def _by_registers(
+    op: str, xs: Halves, num_groups: int, default: bool, run: Callable[[_Way], Tensor]
+) -> bool:
+    """Whether to: if it can be done, by default unless the other was measured to be faster."""
     if not is_resident(xs, num_groups):
         return False
     n, hw, c = extent(xs)
     key, ways = (n, hw, xs[0].shape[3], c, num_groups, xs[0].dtype), [_Way(True), _Way(False)]
-    return choose(op, key, lambda: ways, lambda: ways[0], run).resident
+    return choose(op, key, lambda: ways, lambda: _Way(default), run).resident
 
 
 def _forward(
@@ -74,7 +76,12 @@ def _forward(
     """y, and mean and rstd as float32 [2, N, G]."""
     args = (xs, num_groups, eps, params, activation)
     if way is None:
-        way = _Way(_by_registers("group_norm", xs, num_groups, lambda w: _forward(*args, w)[0]))
+
+        def run(w: _Way) -> Tensor:
+            return _forward(*args, w)[0]
+
+        default = has_wide_rows(xs, num_groups)
+        way = _Way(_by_registers("group_norm", xs, num_groups, default, run))
     if way.resident:
         return resident_fwd(*args)
     stats = stream_stats(xs, num_groups, eps)
@@ -97,7 +104,7 @@ def _backward(
         def run(w: _Way) -> Tensor:
             return _backward(*args, True, w)[0][0]
 
-        way = _Way(_by_registers("group_norm_bwd", xs, stats.shape[2], run))
+        way = _Way(_by_registers("group_norm_bwd", xs, stats.shape[2], True, run))
     if way.resident:
         return resident_bwd(*args)
     sums = stream_sums(*args)

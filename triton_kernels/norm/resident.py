@@ -28,8 +28,11 @@ class _Config(NamedTuple):
     num_warps: int
 
 
-_MAX_TILE = 16384  # elements of a program: 64 a thread with 8 warps, 32 with 16
-_ROW_BYTES = 128  # of a pixel, if its groups allow: a whole line of the cache
+_MAX_TILE = 16384  # elements of a program
+_GOOD_TILE = 8192  # twice as large was a fifth slower
+_ROW_CHANNELS = 20  # of a program, if the groups and the image allow
+_ROW_BYTES = 32  # the least that memory delivers
+_ELEMENTS = 64  # of a thread: fewer warps meet sooner at a barrier, and more programs fit
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -198,24 +201,38 @@ def _group_norm_resident_bwd_kernel(
 def _groups_of_a_program(hw: int, c: int, num_groups: int, element_size: int) -> int:
     """0 if the image is too large for this file.
 
-    As few as give rows of a whole cache line, for the most programs; else as many as fit, unless
-    that leaves rows of less than 32 bytes, the least that memory delivers.
+    As few as give rows of 20 channels, for many small programs: the first whose rows keep to whole
+    16-byte loads, if its tile is not large, else the first. If none does, as many as fit, unless
+    that leaves rows that memory does not deliver by themselves.
     """
-    cg, fits = c // num_groups, 0
+    cg = c // num_groups
+    fitting = []
     for groups in range(1, num_groups + 1):
         tile = triton.next_power_of_2(hw) * triton.next_power_of_2(groups * cg)
-        if num_groups % groups != 0 or tile > _MAX_TILE:
-            continue
-        fits = groups
-        if groups * cg * element_size >= _ROW_BYTES:
-            break
-    return fits if fits == num_groups or fits * cg * element_size >= 32 else 0
+        if num_groups % groups == 0 and tile <= _MAX_TILE:
+            fitting.append((groups, groups * cg, tile))
+    wide = [(g, tile) for g, row, tile in fitting if row >= _ROW_CHANNELS]
+    aligned = [g for g, tile in wide if tile <= _GOOD_TILE and g * cg * element_size % 16 == 0]
+    if wide:
+        return (aligned or [wide[0][0]])[0]
+    if not fitting:
+        return 0
+    groups, row, _ = fitting[-1]
+    return groups if groups == num_groups or row * element_size >= _ROW_BYTES else 0
 
 
 def is_resident(xs: Halves, num_groups: int) -> bool:
     """Whether the image is small enough for this file, and has a pixel."""
     _, hw, c = extent(xs)
     return hw > 0 and _groups_of_a_program(hw, c, num_groups, xs[0].element_size()) > 0
+
+
+def has_wide_rows(xs: Halves, num_groups: int) -> bool:
+    """Whether a program's rows are not so short that the forward pass is better off in three
+    launches. (Backward, those launches are longer.)"""
+    _, hw, c = extent(xs)
+    groups = _groups_of_a_program(hw, c, num_groups, xs[0].element_size())
+    return groups == num_groups or groups * (c // num_groups) >= _ROW_CHANNELS
 
 
 def _blocks(xs: Halves, num_groups: int, groups: int) -> tuple[int, int, int, int]:
@@ -225,11 +242,14 @@ def _blocks(xs: Halves, num_groups: int, groups: int) -> tuple[int, int, int, in
     return groups, *map(triton.next_power_of_2, sizes)
 
 
-def _default(xs: Halves, num_groups: int, most_warps: int) -> _Config:
+def _default(xs: Halves, num_groups: int, large_tile: int = _ELEMENTS) -> _Config:
+    """`large_tile`: elements of a thread if the tile is larger than a good one."""
     _, hw, c = extent(xs)
     groups = _groups_of_a_program(hw, c, num_groups, xs[0].element_size())
     _, block_p, block_c, _ = _blocks(xs, num_groups, groups)
-    return _Config(groups, min(max(block_p * block_c // 1024, 1), most_warps))
+    tile = block_p * block_c
+    elements = _ELEMENTS if tile <= _GOOD_TILE else large_tile
+    return _Config(groups, max(tile // (32 * elements), 1))
 
 
 def _candidates(xs: Halves, num_groups: int) -> list[_Config]:
@@ -240,22 +260,26 @@ def _candidates(xs: Halves, num_groups: int) -> list[_Config]:
         _, block_p, block_c, _ = _blocks(xs, num_groups, groups)
         tile = block_p * block_c
         row = groups * c // num_groups * xs[0].element_size()
-        whole = num_groups % groups == 0 and (row >= 32 or groups == num_groups)
+        whole = num_groups % groups == 0 and (row >= _ROW_BYTES or groups == num_groups)
         if whole and 1024 <= tile <= _MAX_TILE:
-            warps = [w for w in (1, 2, 4, 8, 16) if 8 <= tile // (32 * w) <= 64]
+            warps = [w for w in (1, 2, 4, 8, 16) if 16 <= tile // (32 * w) <= _ELEMENTS]
             found += [_Config(groups, w) for w in warps]
     return found
 
 
 def _choose(
-    op: str, xs: Halves, num_groups: int, most_warps: int, run: Callable[[_Config], Tensor]
+    op: str,
+    xs: Halves,
+    num_groups: int,
+    run: Callable[[_Config], Tensor],
+    large_tile: int = _ELEMENTS,
 ) -> _Config:
     n, hw, c = extent(xs)
     return choose(
         op,
         (n, hw, xs[0].shape[3], c, num_groups, xs[0].dtype),
         lambda: _candidates(xs, num_groups),
-        lambda: _default(xs, num_groups, most_warps),
+        lambda: _default(xs, num_groups, large_tile),
         run,
     )
 
@@ -275,7 +299,7 @@ def resident_fwd(
         def run(c: _Config) -> Tensor:
             return resident_fwd(xs, num_groups, eps, params, activation, c)[0]
 
-        config = _choose("group_norm_resident", xs, num_groups, 8, run)
+        config = _choose("group_norm_resident", xs, num_groups, run)
     y = _empty((*x.shape[:3], c), dtype=x.dtype, device=x.device)
     stats = _empty((2, n, num_groups), dtype=torch.float32, device=x.device)
     blocks = _blocks(xs, num_groups, config.groups)
@@ -303,7 +327,7 @@ def resident_bwd(
         def run(c: _Config) -> Tensor:
             return resident_bwd(xs, dy, stats, params, activation, c)[0][0]
 
-        config = _choose("group_norm_resident_bwd", xs, g, 16, run)
+        config = _choose("group_norm_resident_bwd", xs, g, run, large_tile=32)
     dxs = empty_like(xs)
     sums = _empty((n, 1, 2, c), dtype=torch.float32, device=dy.device)
     blocks = _blocks(xs, g, config.groups)

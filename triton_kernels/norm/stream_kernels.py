@@ -62,12 +62,6 @@ def coefficients(
 
 
 @triton.jit
-def _locate(pid, K, CB):
-    """The sample (int64), the chunk of pixels and the block of channels of a program."""
-    return (pid // CB // K).to(tl.int64), pid // CB % K, pid % CB
-
-
-@triton.jit
 def _half(x1_ptr, x2_ptr, pid_c, C1, C, CB1, BLOCK_C: tl.constexpr):
     """The tensor that a block of channels is of: where it is, how many channels it has, and the
     first of the block among them; and where its channel 0 is in the whole."""
@@ -82,6 +76,17 @@ def _half(x1_ptr, x2_ptr, pid_c, C1, C, CB1, BLOCK_C: tl.constexpr):
             (pid_c - first_block) * BLOCK_C,
             tl.where(second, C1, 0),
         )
+
+
+@triton.jit
+def _chunk(pid, x1_ptr, x2_ptr, K, C1, C, CB1, CB, BLOCK_C: tl.constexpr):
+    """Where a program of a pass works: its sample (int64) and chunk of pixels; the tensor that has
+    its channels, the number of channels there, and which its own are in that and in the whole, with
+    their mask."""
+    x_ptr, CH, c0, border = _half(x1_ptr, x2_ptr, pid % CB, C1, C, CB1, BLOCK_C)
+    offs_h = c0 + tl.arange(0, BLOCK_C)
+    n = (pid // CB // K).to(tl.int64)
+    return n, pid // CB % K, x_ptr, CH, offs_h, border + offs_h, offs_h < CH
 
 
 # --- forward -------------------------------------------------------------------------------------
@@ -147,17 +152,16 @@ def _group_norm_stats_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    n, k, pid_c = _locate(tl.program_id(0), K, CB)
-    x_ptr, CH, c0, border = _half(x1_ptr, x2_ptr, pid_c, C1, C, CB1, BLOCK_C)
+    n, k, x_ptr, CH, offs_h, offs_c, mask_c = _chunk(
+        tl.program_id(0), x1_ptr, x2_ptr, K, C1, C, CB1, CB, BLOCK_C
+    )
     offs_p = tl.arange(0, BLOCK_P)
-    offs_h = c0 + tl.arange(0, BLOCK_C)
-    mask_c = offs_h < CH
     start = k * (TILES * BLOCK_P)
     chunk_ptr = x_ptr + (n * HW + start) * CH
     chunk_mean, chunk_m2 = moments(
         chunk_ptr, HW - start, CH, offs_p, offs_h, mask_c, TILES, BLOCK_P, BLOCK_C, MASKED
     )
-    out_ptr = partial_ptr + (n * K + k) * 2 * C + border + offs_h
+    out_ptr = partial_ptr + (n * K + k) * 2 * C + offs_c
     tl.store(out_ptr, chunk_mean, mask=mask_c)
     tl.store(out_ptr + C, chunk_m2, mask=mask_c)
 
@@ -241,12 +245,10 @@ def _group_norm_apply_kernel(
 ):
     # last pixels first: the stats pass has just left them in L2
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    n, k, pid_c = _locate(pid, K, CB)
-    x_ptr, CH, c0, border = _half(x1_ptr, x2_ptr, pid_c, C1, C, CB1, BLOCK_C)
+    n, k, x_ptr, CH, offs_h, offs_c, mask_c = _chunk(
+        pid, x1_ptr, x2_ptr, K, C1, C, CB1, CB, BLOCK_C
+    )
     offs_p = tl.arange(0, BLOCK_P)
-    offs_h = c0 + tl.arange(0, BLOCK_C)
-    offs_c = border + offs_h
-    mask_c = offs_h < CH
     offs_x = offs_p[:, None] * CH + offs_h[None, :]
     offs_y = offs_p[:, None] * C + offs_c[None, :]
     mean, rstd, gain, offset = coefficients(
@@ -296,12 +298,10 @@ def _group_norm_bwd_sums_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    n, k, pid_c = _locate(tl.program_id(0), K, CB)
-    x_ptr, CH, c0, border = _half(x1_ptr, x2_ptr, pid_c, C1, C, CB1, BLOCK_C)
+    n, k, x_ptr, CH, offs_h, offs_c, mask_c = _chunk(
+        tl.program_id(0), x1_ptr, x2_ptr, K, C1, C, CB1, CB, BLOCK_C
+    )
     offs_p = tl.arange(0, BLOCK_P)
-    offs_h = c0 + tl.arange(0, BLOCK_C)
-    offs_c = border + offs_h
-    mask_c = offs_h < CH
     offs_x = offs_p[:, None] * CH + offs_h[None, :]
     offs_y = offs_p[:, None] * C + offs_c[None, :]
     mean, rstd, gain, offset = coefficients(
@@ -395,15 +395,13 @@ def _group_norm_bwd_dx_kernel(
     BLOCK_C: tl.constexpr,
 ):
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # as in apply
-    n, k, pid_c = _locate(pid, K, CB)
-    x_ptr, CH, c0, border = _half(x1_ptr, x2_ptr, pid_c, C1, C, CB1, BLOCK_C)
+    n, k, x_ptr, CH, offs_h, offs_c, mask_c = _chunk(
+        pid, x1_ptr, x2_ptr, K, C1, C, CB1, CB, BLOCK_C
+    )
     offs_p = tl.arange(0, BLOCK_P)
-    offs_h = c0 + tl.arange(0, BLOCK_C)
-    offs_c = border + offs_h
-    mask_c = offs_h < CH
     offs_x = offs_p[:, None] * CH + offs_h[None, :]
     offs_y = offs_p[:, None] * C + offs_c[None, :]
-    dx_ptr, _, _, _ = _half(dx1_ptr, dx2_ptr, pid_c, C1, C, CB1, BLOCK_C)
+    dx_ptr, _, _, _ = _half(dx1_ptr, dx2_ptr, pid % CB, C1, C, CB1, BLOCK_C)
     mean, rstd, gain, offset = coefficients(
         mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
         stride_scale, stride_shift, n, offs_c, mask_c, G, CG,
