@@ -49,6 +49,44 @@ def _fwd(name: str, dgrad: bool, beside: int, extra: int) -> dict:
     }
 
 
+def _resident(name: str, dgrad: bool, beside: int, extra: tuple[int, int] = (0, 0)) -> dict:
+    row, filters = _rows(1, 1, 64, 64), _rows(1, 64, 64)
+    absent = ["beside1_desc", "beside2_desc"][beside:] + (["emb_ptr"] if dgrad else [])
+    absent += [] if extra[0] else ["extra1_desc", "extra1_w_desc", "extra_bias_ptr"]
+    absent += [] if extra[1] else ["extra2_desc", "extra2_w_desc"]
+    signature = {
+        "x_desc": row,
+        "w_desc": filters,
+        "beside1_desc": row,
+        "beside2_desc": row,
+        "y_desc": row,
+        "extra1_desc": row,
+        "extra1_w_desc": filters,
+        "extra2_desc": row,
+        "extra2_w_desc": filters,
+        **dict.fromkeys(("vectors_ptr", "extra_bias_ptr", "emb_ptr", "partial_ptr"), "*fp32"),
+        **dict.fromkeys(("border", "stride_emb", "tiles", "tiles_h", "C"), "i32"),
+    }
+    return {
+        "name": f"resident_{name}",
+        "kernel": "triton_kernels.conv.gluon_resident:conv_resident_kernel",
+        "signature": {k: v for k, v in signature.items() if k not in absent},
+        "constexprs": {
+            **dict.fromkeys(absent),
+            "W": 64,
+            "DGRAD": dgrad,
+            "ACT": "silu" if dgrad else None,
+            "PAIRS": 3 if any(extra) else 5,
+            "EXTRA1": extra[0],
+            "EXTRA2": extra[1],
+            "num_warps": 4,
+        },
+        "options": {"num_warps": 4, "maxnreg": 168 if any(extra) else 128},
+        "multiples": ("border", "C"),
+        "expect": {"wgmma": "registers", "tma": True, "arches": (90,), "spills": 32},
+    }
+
+
 def _wgrad(width: int) -> dict:
     return {
         "name": f"wgrad_{width}",
@@ -71,6 +109,11 @@ COMPILE_CASES = (
         _fwd("forward", dgrad=False, beside=0, extra=0),
         _fwd("forward_extra", dgrad=False, beside=0, extra=2),
         _fwd("input_grad_of_two", dgrad=True, beside=2, extra=0),
+        _resident("forward", dgrad=False, beside=0),
+        _resident("forward_residual", dgrad=False, beside=1),
+        _resident("forward_extra", dgrad=False, beside=0, extra=(2, 1)),
+        _resident("input_grad", dgrad=True, beside=1),
+        _resident("input_grad_of_two", dgrad=True, beside=2),
         *(_wgrad(width) for width in (64, 16)),
     ]
     if conv_gluon._SUPPORTED

@@ -31,6 +31,7 @@ gpu = [
     pytest.mark.skipif(not conv_gluon._SUPPORTED, reason="another version of Triton"),
 ]
 CONFIG = Config(*conv_gluon.TILE)
+RESIDENT = Config(*conv_gluon.RESIDENT_TILE)  # of convolutions of 64 channels
 WGRAD_CONFIG = WgradConfig(*conv_gluon.WGRAD_TILE)
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -50,6 +51,16 @@ WGRAD_SHAPES = {name: shape for name, shape in SHAPES.items() if name != "a tile
 }
 
 
+CONFIGS = [CONFIG, RESIDENT]
+
+
+def served(shape: Shape, config: Config, direction: int) -> Shape:
+    """The shape; with 64 channels to be multiplied, of x (1) or of dy (2), if `config` wants it."""
+    if config == RESIDENT:
+        return shape._replace(ci=64) if direction == 1 else shape._replace(co=64)
+    return shape
+
+
 def repeatedly(check, times: int = 4):
     """A race shows as a wrong result, or one that changes."""
     first = check()
@@ -61,39 +72,45 @@ class TestGpu:
     pytestmark = gpu
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize("name", SHAPES)
-    def test_forward(self, name, dtype, device):
-        shape = SHAPES[name]
-        repeatedly(lambda: check_forward(shape, dtype, device, CONFIG))
+    def test_forward(self, name, config, dtype, device):
+        shape = served(SHAPES[name], config, 1)
+        repeatedly(lambda: check_forward(shape, dtype, device, config))
 
-    def test_forward_of_the_product_alone(self, device):
-        shape = SHAPES["rows of channels"]
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    def test_forward_of_the_product_alone(self, config, device):
+        shape = served(SHAPES["rows of channels"], config, 1)
         x, weight, bias, emb, residual = forward_case(shape, torch.bfloat16, device)
-        y, partials = conv_fused.conv_forward(x, weight, bias, config=CONFIG)
+        y, partials = conv_fused.conv_forward(x, weight, bias, config=config)
         exact = forward_reference(x, weight, bias, emb * 0, residual * 0, torch.float64)
         assert partials is None
         assert relative(y, exact) <= ROUNDING[torch.bfloat16] + 1e-5
 
     @pytest.mark.parametrize("count", [1, 2])
-    @pytest.mark.parametrize("name", ["rows of channels", "many tiles"])
-    def test_extra_pointwise_convolutions(self, name, count, device):
-        shape, dtype, config = SHAPES[name], torch.bfloat16, CONFIG
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize("name", ["a tile", "rows of channels", "many tiles"])
+    def test_extra_pointwise_convolutions(self, name, config, count, device):
+        shape, dtype = served(SHAPES[name], config, 1), torch.bfloat16
         repeatedly(lambda: check_extra(shape, 128, 64, dtype, device, config, count))
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize("name", SHAPES)
-    def test_input_grad(self, name, dtype, device):
-        shape, config = SHAPES[name], CONFIG
+    def test_input_grad(self, name, config, dtype, device):
+        shape = served(SHAPES[name], config, 2)
         repeatedly(lambda: check_grad(shape, None, dtype, device, config=config))
 
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize("name", ["rows of channels", "many channels"])
-    def test_input_grad_of_two_inputs(self, name, device):
-        shape, dtype, config = SHAPES[name], torch.bfloat16, CONFIG
+    def test_input_grad_of_two_inputs(self, name, config, device):
+        shape, dtype = served(SHAPES[name], config, 2), torch.bfloat16
         repeatedly(lambda: check_grad(shape, 64, dtype, device, config=config))
 
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize("activation", ["identity", "gelu"])
-    def test_input_grad_of_other_activations(self, activation, device):
-        shape, dtype, config = SHAPES["an image"], torch.bfloat16, CONFIG
+    def test_input_grad_of_other_activations(self, activation, config, device):
+        shape, dtype = SHAPES["an image"], torch.bfloat16
         check_grad(shape, None, dtype, device, activation, config)
 
     @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
@@ -116,6 +133,16 @@ class TestGpu:
             assert applying(shape, torch.bfloat16, device) == (False, False, False)
         assert applying(SHAPES["an image"], torch.float32, device) == (False, False, False)
 
+    def test_filters_stay_where_there_are_few(self, device):
+        n, h, w, ci, co, _ = SHAPES["many channels"]
+        x, y = (torch.empty((n, h, w, c), dtype=torch.half, device=device) for c in (ci, co))
+        weight = torch.empty((co, ci, 3, 3), dtype=torch.half, device=device)
+        assert conv_gluon.tiles(x, y, weight) == [conv_gluon.TILE]
+        assert conv_gluon.tiles(y, x, weight) == [conv_gluon.TILE, conv_gluon.RESIDENT_TILE]
+        weight = torch.empty((64, 64, 3, 3), dtype=torch.half, device=device)
+        assert conv_gluon.RESIDENT_TILE in conv_gluon.tiles(y, y, weight, extra=[x])
+        assert conv_gluon.tiles(y, y, weight, extra=[x, y]) == [conv_gluon.TILE]
+
 
 def applying(shape: Shape, dtype, device) -> tuple[bool, bool, bool]:
     """Whether the path applies to each of the three passes."""
@@ -123,8 +150,8 @@ def applying(shape: Shape, dtype, device) -> tuple[bool, bool, bool]:
     x, y = (torch.empty((n, h, w, c), dtype=dtype, device=device) for c in (ci, co))
     weight = torch.empty((co, ci, kernel, kernel), dtype=dtype, device=device)
     return (
-        conv_gluon.applies(x, y, weight),
-        conv_gluon.applies(y, x, weight),
+        bool(conv_gluon.tiles(x, y, weight)),
+        bool(conv_gluon.tiles(y, x, weight)),
         conv_gluon.wgrad_applies(x, y, weight, (kernel // 2, kernel // 2)),
     )
 
@@ -136,7 +163,7 @@ def test_nothing_applies_without_a_hopper_gpu():
 
 def test_configurations_are_told_apart():
     others = sum(ALL_CONFIGS, [])
-    assert conv_gluon.serves(CONFIG)
+    assert all(map(conv_gluon.serves, CONFIGS))
     assert conv_gluon.serves(WGRAD_CONFIG)
     assert not any(map(conv_gluon.serves, others))
 

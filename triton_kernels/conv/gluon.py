@@ -29,14 +29,21 @@ if _SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .gluon_kernels import conv_rows_kernel
+    from .gluon_resident import conv_resident_kernel
     from .gluon_wgrad import conv_rows_wgrad_kernel
 
 _PIXELS = 256  # of a tile
 _WARPS = 12  # two warpgroups that multiply and one of which a warp loads
 _STAGES = 2  # of pixels, and of three filters
 
-# A `Config` and a `WgradConfig` of `conv.tma`. The warps say that they belong here.
+_RESIDENT_WARPS = 16  # three warpgroups that multiply and one of which a warp loads
+_PAIRS = 5  # of rows of pixels in shared memory, where filters stay there
+_PAIRS_BESIDE_EXTRA = 3
+_MOST_EXTRA = 192  # channels of 1x1 convolutions whose filters have room there too
+
+# `Config`s and a `WgradConfig` of `conv.tma`. The warps say that they belong here.
 TILE = (64, _PIXELS, 64, _WARPS, _STAGES)
+RESIDENT_TILE = (64, 128, 64, _RESIDENT_WARPS, 3)  # filters stay in shared memory
 WGRAD_TILE = (64, 64, _PIXELS, 9, _WARPS, _STAGES)
 
 _WIDTHS = (64,)  # pixels of a row
@@ -45,21 +52,25 @@ _WGRAD_WIDTHS = (64, 32, 16)
 
 def serves(config: tuple) -> bool:
     """Whether a `Config` or a `WgradConfig` is one of this path."""
-    return config.num_warps == _WARPS
+    return config.num_warps in (_WARPS, _RESIDENT_WARPS)
 
 
 # --- forward and input gradient -------------------------------------------------------------------
 
 
-def applies(
+def tiles(
     x: Tensor,  # [N, H, W, K], what is convolved: x, or dy
     y: Tensor,  # [N, H, W, C], the result
     weight: Tensor,  # [CO, CI, R, S]
-    others: Sequence[Tensor] = (),  # [N, H, W, .], of which 1x1 convolutions are added, or inputs
-) -> bool:
-    """Whether `forward` or `input_grad` can do it."""
-    channels = [x.shape[3], y.shape[3], *weight.shape[:2], *(o.shape[3] for o in others)]
-    return _applies(x, weight, channels, _WIDTHS)
+    inputs: Sequence[Tensor] = (),  # [N, H, W, .], of an input gradient
+    extra: Sequence[Tensor] = (),  # [N, H, W, .], of which 1x1 convolutions are added
+) -> list[tuple]:
+    """Those with which `forward` or `input_grad` can do it."""
+    channels = [t.shape[3] for t in (x, y, *inputs, *extra)]
+    if not _applies(x, weight, [*channels, *weight.shape[:2]], _WIDTHS):
+        return []
+    resident = x.shape[3] == 64 and sum(t.shape[3] for t in extra) <= _MOST_EXTRA
+    return [TILE, RESIDENT_TILE] if resident else [TILE]
 
 
 def forward(
@@ -73,6 +84,7 @@ def forward(
     residual: Tensor | None,  # [N, H, W, CO]
     extra: Sequence[tuple[Tensor, Tensor]],  # up to two: [N, H, W, C], [CO, C]
     extra_bias: Tensor | None,  # float32 [CO]
+    tile: tuple,  # of `tiles`
 ) -> None:
     """What `fused.conv.conv_forward` does."""
     co, ci, _, _ = weight.shape
@@ -81,7 +93,8 @@ def forward(
         shape, strides = [1, *w1x1.shape], [co * w1x1.stride(0), w1x1.stride(0), 1]
         pairs += [_in_rows(other), _in_boxes(w1x1, shape, strides, [1, 64, 64])]
     channels = [other.shape[3] for other, _ in extra]
-    _launch(
+    launch = _launch_resident if tile == RESIDENT_TILE else _launch
+    launch(
         x, weight, [] if residual is None else [residual], y, bias, partials,
         pairs + [None] * (4 - len(pairs)), channels + [0] * (2 - len(channels)),
         extra_bias, emb, None,
@@ -97,9 +110,11 @@ def input_grad(
     inputs: Sequence[Tensor],  # x [N, H, W, CI], or the two that it concatenates
     table: Tensor,  # float32 [N, 4, CI]: mean, rstd, g, b
     activation: str,
+    tile: tuple,  # of `tiles`
 ) -> None:
     """What `fused.conv.conv_input_grad` does."""
-    _launch(dy, weight, inputs, dz, table, partials, [None] * 4, [0, 0], None, None, activation)
+    launch = _launch_resident if tile == RESIDENT_TILE else _launch
+    launch(dy, weight, inputs, dz, table, partials, [None] * 4, [0, 0], None, None, activation)
 
 
 def _launch(
@@ -145,6 +160,51 @@ def _launch(
         STEPS=_STAGES,
         num_warps=4,
         maxnreg=168,
+    )
+
+
+def _launch_resident(
+    x: Tensor,
+    weight: Tensor,
+    beside: Sequence[Tensor],  # read in the epilogue, where y is written
+    y: Tensor,
+    vectors: Tensor,
+    partials: Tensor | None,
+    extra: list,
+    extra_channels: list[int],
+    extra_bias: Tensor | None,
+    emb: Tensor | None,
+    activation: str | None,  # of an input gradient
+) -> None:
+    n, h, w, _ = x.shape
+    co, ci, _, _ = weight.shape
+    c = y.shape[3]
+    blocks = c // 64
+    programs = max(1, min(describe(x.device).num_sms // blocks, n * h // 2)) * blocks
+    conv_resident_kernel[(programs,)](
+        _in_rows(x),
+        _in_boxes(weight, [9, co, ci], [ci, 9 * ci, 1], [1, 64, 64]),
+        _in_rows(beside[0]) if beside else None,
+        _in_rows(beside[1]) if len(beside) == 2 else None,
+        _in_rows(y),
+        *extra,
+        vectors,
+        extra_bias,
+        emb,
+        partials,
+        beside[0].shape[3] if beside else 0,
+        0 if emb is None else emb.stride(0),
+        n * h // 2,
+        h // 2,
+        c,
+        W=w,
+        DGRAD=activation is not None,
+        ACT=activation,
+        PAIRS=_PAIRS_BESIDE_EXTRA if any(extra_channels) else _PAIRS,
+        EXTRA1=extra_channels[0] // 64,
+        EXTRA2=extra_channels[1] // 64,
+        num_warps=4,
+        maxnreg=168 if any(extra_channels) else 128,  # two warpgroups that multiply, or three
     )
 
 

@@ -203,7 +203,7 @@ def _multiply_block(
 
 
 @gluon.jit
-def _round(x, dtype: gl.constexpr):
+def round_pairs(x, dtype: gl.constexpr):
     """Two at a time."""
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
@@ -307,12 +307,12 @@ def _multiply(
                 dz = accs[j] * activate_grad(xhat * g + b, ACT)
                 total += gl.sum(dz, axis=1)
                 second += gl.sum(dz * xhat, axis=1)
-                buf.store(_round(dz, buf.dtype))
+                buf.store(round_pairs(dz, buf.dtype))
             else:
                 y = accs[j] + bias
                 if HAS_BESIDE:
                     y += buf.load(LAYOUT).to(gl.float32)
-                y = _round(y, buf.dtype)
+                y = round_pairs(y, buf.dtype)
                 buf.store(y)
                 if partial_ptr is not None:
                     total += gl.sum(y.to(gl.float32), axis=1)

@@ -108,14 +108,15 @@ def conv_forward(
     if config is None:
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
         terms["width"] = width
+        gluon = _gluon(x, y, weight, extra=others)
         config = choose(
             "conv_forward",
             (n, h, w, ci, width, r, s, x.dtype, residual is not None, len(extra), stats),
-            lambda: _valid(_FWD_CONFIGS, x, y, r, stats) + _gluon(x, y, weight, others),
+            lambda: _valid(_FWD_CONFIGS, x, y, r, stats) + gluon,
             lambda: _pick(_FWD_CONFIGS, x, y, (r, s), stats),
             lambda c: conv_forward(x, weight, bias, **terms, stats=stats, config=c)[0],
         )
-        if _in_gluon(config) and config not in _gluon(x, y, weight, others):
+        if _in_gluon(config) and config not in gluon:
             config = _pick(_FWD_CONFIGS, x, y, (r, s), stats)
     box = _box(config, n, h, w, exact=stats)
     partials = _partials(box, y) if stats else None
@@ -123,7 +124,7 @@ def conv_forward(
         return y, partials
     if conv_gluon.serves(config):
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
-        conv_gluon.forward(x, weight, bias, y, partials, **terms)
+        conv_gluon.forward(x, weight, bias, y, partials, **terms, tile=config[:5])
         return y, partials
     if conv_tiles.serves(config):
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
@@ -200,7 +201,7 @@ def conv_input_grad(
     border = c1 if len(inputs) == 2 else None
     if config is None:
         rest = {"inputs": inputs, "table": table, "activation": activation, "mask": mask}
-        gluon = _gluon(dy, dz, weight, inputs) if mask is None else []
+        gluon = _gluon(dy, dz, weight, inputs=inputs) if mask is None else []
         config = choose(
             "conv_input_grad",
             (n, h, w, co, ci, c1, r, s, dy.dtype, activation),
@@ -218,7 +219,7 @@ def conv_input_grad(
         return dz, partials
     if conv_gluon.serves(config):
         given = {"inputs": inputs, "table": table, "activation": activation}
-        conv_gluon.input_grad(dy, weight, dz, partials, **given)
+        conv_gluon.input_grad(dy, weight, dz, partials, **given, tile=config[:5])
         return dz, partials
     if conv_tiles.serves(config):
         given = {"inputs": inputs, "table": table, "activation": activation}
@@ -340,10 +341,16 @@ def conv_fused_supported(
     )
 
 
-def _gluon(x: Tensor, y: Tensor, weight: Tensor, others: Sequence[Tensor]) -> list[Config]:
+def _gluon(
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    inputs: Sequence[Tensor] = (),  # of an input gradient
+    extra: Sequence[Tensor] = (),  # of which 1x1 convolutions are added
+) -> list[Config]:
     """The tiles of `conv.gluon` and `conv.gluon_tiles` that apply: to be measured, not defaults."""
-    rows = [conv_gluon.TILE] if conv_gluon.applies(x, y, weight, others) else []
-    given = (x, y, weight, others)
+    rows = conv_gluon.tiles(x, y, weight, inputs, extra)
+    given = (x, y, weight, (*inputs, *extra))
     tiles = [tile for tile in conv_tiles.TILES if conv_tiles.applies(tile, *given)]
     return [Config(*tile) for tile in (*rows, *tiles)]
 
