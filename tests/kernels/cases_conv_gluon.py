@@ -87,17 +87,18 @@ def _resident(name: str, dgrad: bool, beside: int, extra: tuple[int, int] = (0, 
     }
 
 
-def _wgrad(width: int) -> dict:
+def _wgrad(width: int, images: int = 1) -> dict:
+    row, rows = width // images, 256 // width
     return {
-        "name": f"wgrad_{width}",
+        "name": f"wgrad_{row}",
         "kernel": "triton_kernels.conv.gluon_wgrad:conv_rows_wgrad_kernel",
         "signature": {
-            "x_desc": _rows(1, 1, width, 64),
-            "dy_desc": _rows(1, 256 // width, width, 64),
+            "x_desc": _rows(1, row, images, 64) if images > 1 else _rows(1, 1, row, 64),
+            "dy_desc": _rows(rows, row, images, 64) if images > 1 else _rows(1, rows, row, 64),
             "part_ptr": "*fp32",
             **dict.fromkeys(("CI", "CO", "tiles", "tiles_h"), "i32"),
         },
-        "constexprs": {"W": width, "STAGES": 2, "num_warps": 4},
+        "constexprs": {"W": width, "IMAGES": images, "STAGES": 2, "num_warps": 4},
         "options": {"num_warps": 4, "maxnreg": 128},
         "multiples": ("CI", "CO"),
         "expect": {"wgmma": "registers", "tma": True, "arches": (90,)},
@@ -115,6 +116,7 @@ COMPILE_CASES = (
         _resident("input_grad", dgrad=True, beside=1),
         _resident("input_grad_of_two", dgrad=True, beside=2),
         *(_wgrad(width) for width in (64, 16)),
+        _wgrad(64, images=8),
     ]
     if conv_gluon._SUPPORTED
     else []

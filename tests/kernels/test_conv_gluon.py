@@ -47,6 +47,8 @@ SHAPES = {
 WGRAD_SHAPES = {name: shape for name, shape in SHAPES.items() if name != "a tile"} | {
     "32x32": Shape(9, 32, 32, 128, 128),
     "16x16": Shape(13, 16, 16, 192, 128),
+    "8x8": Shape(64, 8, 8, 256, 192),
+    "8x8 of an odd number": Shape(37, 8, 8, 64, 128),
     "fewer tiles than programs": Shape(2, 16, 16, 64, 64),
 }
 

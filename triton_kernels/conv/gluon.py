@@ -16,6 +16,7 @@ Gluon is an experimental part of Triton: it is used with versions it was tried w
 `tuning` has measured that it is faster.
 """
 
+import math
 from collections.abc import Sequence
 
 import triton
@@ -47,7 +48,7 @@ RESIDENT_TILE = (64, 128, 64, _RESIDENT_WARPS, 3)  # filters stay in shared memo
 WGRAD_TILE = (64, 64, _PIXELS, 9, _WARPS, _STAGES)
 
 _WIDTHS = (64,)  # pixels of a row
-_WGRAD_WIDTHS = (64, 32, 16)
+_WGRAD_WIDTHS = (64, 32, 16, 8)
 
 
 def serves(config: tuple) -> bool:
@@ -222,7 +223,7 @@ def wgrad_applies(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int
 def wgrad_splits(x: Tensor, weight: Tensor) -> int:
     """Parts of the sum over pixels, so that every multiprocessor has one program."""
     blocks = weight.shape[0] * weight.shape[1] // 64**2
-    tiles = x.numel() // x.shape[3] // _PIXELS
+    tiles = math.prod(_wgrad_tiles(x))
     return min(tiles, describe(x.device).num_sms // max(1, blocks))
 
 
@@ -232,22 +233,37 @@ def weight_grad(
     parts: Tensor,  # float32 [splits, CO * 9 * CI], or its like, to be written
 ) -> None:
     """The gradient of the filters, in parts that have to be added up."""
-    n, h, w, ci = x.shape
+    _, _, w, ci = x.shape
     co = dy.shape[3]
-    rows = _PIXELS // w
+    images = _images(w)
+    groups, tiles_h = _wgrad_tiles(x)
+    rows = _PIXELS // (w * images)
     conv_rows_wgrad_kernel[(co * ci // 64**2 * parts.shape[0],)](
-        _in_rows(x),
-        _in_rows(dy, rows),
+        _in_rows(x, 1, images),
+        _in_rows(dy, rows, images),
         parts,
         ci,
         co,
-        n * h // rows,
-        h // rows,
-        W=w,
+        groups * tiles_h,
+        tiles_h,
+        W=w * images,
+        IMAGES=images,
         STAGES=_STAGES,
         num_warps=4,
         maxnreg=128,
     )
+
+
+def _images(w: int) -> int:
+    """Of how many images a row is, so that it has 16 pixels and more."""
+    return 1 if w >= 16 else 64 // w
+
+
+def _wgrad_tiles(x: Tensor) -> tuple[int, int]:
+    """Groups of images, and tiles of one."""
+    n, h, w, _ = x.shape
+    images = _images(w)
+    return -(-n // images), h * w * images // _PIXELS
 
 
 # --- what applies where ---------------------------------------------------------------------------
@@ -262,12 +278,14 @@ def _applies(x: Tensor, weight: Tensor, channels: Sequence[int], widths: Sequenc
         and tuple(weight.shape[2:]) == (3, 3)
         and all(c % 64 == 0 for c in channels)
         and w in widths
-        and h % (_PIXELS // w) == 0
+        and h % (_PIXELS // (w * _images(w))) == 0
     )
 
 
-def _in_rows(x: Tensor, rows: int = 1) -> "TensorDescriptor":
+def _in_rows(x: Tensor, rows: int = 1, images: int = 1) -> "TensorDescriptor":
     n, h, w, c = x.shape
+    if images > 1:
+        return _in_boxes(x, [h, w, n, c], [w * c, c, h * w * c, 1], [rows, w, images, 64])
     return _in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, rows, w, 64])
 
 

@@ -31,20 +31,23 @@ def block_chunks(w):
 
 
 @gluon.jit
-def row_of_block(x_bufs, stage, row: gl.constexpr, W: gl.constexpr):
-    """Where TMA writes a row."""
+def row_of_block(x_bufs, stage, row: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr = 1):
+    """Where TMA writes a row, of W / IMAGES pixels of each of some images."""
     chunk = x_bufs.index(stage * block_chunks(W) + row * (W // 8 + 1) + 1)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
-    return chunk._reinterpret(chunk.dtype, [1, 1, W, 64], LAYOUT)
+    if IMAGES == 1:
+        return chunk._reinterpret(chunk.dtype, [1, 1, W, 64], LAYOUT)
+    else:
+        return chunk._reinterpret(chunk.dtype, [1, W // IMAGES, IMAGES, 64], LAYOUT)
 
 
 @gluon.jit
-def row_of_tap(x_bufs, stage, row, s: gl.constexpr, W: gl.constexpr):
-    """A row moved by s - 1 pixels, [W, 64]. A pixel is 128 bytes, and the swizzle goes by the
-    address, so this may begin anywhere."""
+def row_of_tap(x_bufs, stage, row, s: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr = 1):
+    """A row moved by s - 1 pixels of each of its images, [W, 64]. A pixel is 128 bytes, and the
+    swizzle goes by the address, so this may begin anywhere."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     pixels = x_bufs._reinterpret(x_bufs.dtype, [x_bufs.shape[0] * 8, 64], FLAT)
-    start = pixels.index(stage * (block_chunks(W) * 8) + row * (W + 8) + 7 + s)
+    start = pixels.index(stage * (block_chunks(W) * 8) + row * (W + 8) + 8 + (s - 1) * IMAGES)
     return start._reinterpret(start.dtype, [W, 64], gl.NVMMASharedLayout(128, 16))
 
 

@@ -1,4 +1,9 @@
-"""The weight gradient of `conv.gluon`."""
+"""The weight gradient of `conv.gluon`.
+
+A product sums over 16 pixels or more of a row. Where images are narrower, a row is one of several
+images, with the same pixel of each of them side by side: to TMA that is one more order of the
+dimensions, [H, W, N, C], and a tap is that many pixels further.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,27 +26,34 @@ from .gluon_kernels import (
 @gluon.jit
 def _load(
     x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
-    W: gl.constexpr, STAGES: gl.constexpr,
+    W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = 256 // W
     for tile in range(first, last):
-        n = tile // tiles_h
+        n = tile // tiles_h * IMAGES
         h0 = tile % tiles_h * ROWS
         block = tile - first
         stage = block % STAGES
         mbarrier.wait(empty.index(stage), (block // STAGES & 1) ^ 1)
         bar = full.index(stage)
         mbarrier.expect(bar, (ROWS + 2) * W * 128 + 256 * 128)
-        tma.async_copy_global_to_shared(dy_desc, [n, h0, 0, co0], bar, dy_bufs.index(stage))
+        at = _place(n, h0, co0, IMAGES)
+        tma.async_copy_global_to_shared(dy_desc, at, bar, dy_bufs.index(stage))
         for j in gl.static_range(ROWS + 2):
-            row = row_of_block(x_bufs, stage, j, W)
-            tma.async_copy_global_to_shared(x_desc, [n, h0 + j - 1, 0, ci0], bar, row)
+            row = row_of_block(x_bufs, stage, j, W, IMAGES)
+            at = _place(n, h0 + j - 1, ci0, IMAGES)
+            tma.async_copy_global_to_shared(x_desc, at, bar, row)
+
+
+@gluon.jit
+def _place(n, h, c, IMAGES: gl.constexpr):
+    return [n, h, 0, c] if IMAGES == 1 else [h, 0, n, c]
 
 
 @gluon.jit
 def _accumulate(
     part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI,
-    R: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr,
+    R: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The three taps of row R of the filter."""
     ROWS: gl.constexpr = 256 // W
@@ -58,9 +70,12 @@ def _accumulate(
         for j in gl.static_range(ROWS):
             dy = rows.index(stage * ROWS + j).permute((1, 0))
             dy = dy.load(gl.DotOperandLayout(0, LAYOUT, 2))
-            acc0 = warpgroup_mma(dy, row_of_tap(x_bufs, stage, j + R, 0, W), acc0, is_async=True)
-            acc1 = warpgroup_mma(dy, row_of_tap(x_bufs, stage, j + R, 1, W), acc1, is_async=True)
-            acc2 = warpgroup_mma(dy, row_of_tap(x_bufs, stage, j + R, 2, W), acc2, is_async=True)
+            x0 = row_of_tap(x_bufs, stage, j + R, 0, W, IMAGES)
+            x1 = row_of_tap(x_bufs, stage, j + R, 1, W, IMAGES)
+            x2 = row_of_tap(x_bufs, stage, j + R, 2, W, IMAGES)
+            acc0 = warpgroup_mma(dy, x0, acc0, is_async=True)
+            acc1 = warpgroup_mma(dy, x1, acc1, is_async=True)
+            acc2 = warpgroup_mma(dy, x2, acc2, is_async=True)
             if j > 0:
                 acc0, acc1, acc2 = warpgroup_mma_wait(3, deps=(acc0, acc1, acc2))
         acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2))
@@ -76,23 +91,23 @@ def _accumulate(
 
 @gluon.jit(do_not_specialize=["tiles"])
 def conv_rows_wgrad_kernel(
-    x_desc,  # [N, H, W, CI] in boxes [1, 1, W, 64]
-    dy_desc,  # [N, H, W, CO] in boxes [1, 256 / W, W, 64]
+    x_desc,  # [N, H, W, CI] in boxes [1, 1, W, 64]; [H, W / IMAGES, N, CI] in boxes of one row
+    dy_desc,  # [N, H, W, CO] in boxes of 256 pixels, or in that order too
     part_ptr,  # float32 [splits, CO, 9, CI]
     CI,
     CO,
     tiles,  # of 256 pixels
-    tiles_h,  # of them in an image
-    W: gl.constexpr,
+    tiles_h,  # of them one below the other
+    W: gl.constexpr,  # pixels of a row, of all its images
+    IMAGES: gl.constexpr,
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    ROWS: gl.constexpr = 256 // W
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_desc.dtype
     x_bufs = gl.allocate_shared_memory(dtype, [STAGES * block_chunks(W), 8, 64], MATRIX)
-    dy_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, ROWS, W, 64], dy_desc.layout)
+    dy_bufs = gl.allocate_shared_memory(dtype, [STAGES] + dy_desc.block_shape, dy_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     for i in gl.static_range(STAGES):
@@ -112,14 +127,23 @@ def conv_rows_wgrad_kernel(
     part_ptr += (split.to(gl.int64) * CO + co0) * 9 * CI + ci0
     gl.warp_specialize(
         [
-            (_accumulate, (part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, 0, W, STAGES)),
-            (_accumulate, (part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, 1, W, STAGES)),
-            (_accumulate, (part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, 2, W, STAGES)),
+            (
+                _accumulate,
+                (part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, 0, W, IMAGES, STAGES),
+            ),
+            (
+                _accumulate,
+                (part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, 1, W, IMAGES, STAGES),
+            ),
+            (
+                _accumulate,
+                (part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, 2, W, IMAGES, STAGES),
+            ),
             (
                 _load,
                 (
                     x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
-                    W, STAGES,
+                    W, IMAGES, STAGES,
                 ),
             ),
         ],
