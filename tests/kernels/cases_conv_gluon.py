@@ -87,20 +87,30 @@ def _resident(name: str, dgrad: bool, beside: int, extra: tuple[int, int] = (0, 
     }
 
 
-def _wgrad(width: int, images: int = 1) -> dict:
+def _wgrad(width: int, images: int = 1, count: int = 1) -> dict:
     row, rows = width // images, 256 // width
+    x = _rows(1, row, images, 64) if images > 1 else _rows(1, 1, row, 64)
+    dy = _rows(rows, row, images, 64) if images > 1 else _rows(1, rows, row, 64)
+    second = {"x2_desc": x, "dy2_desc": dy, "part2_ptr": "*fp32"}
     return {
-        "name": f"wgrad_{row}",
+        "name": f"wgrad_{row}" + ("_of_two" if count == 2 else ""),
         "kernel": "triton_kernels.conv.gluon_wgrad:conv_rows_wgrad_kernel",
         "signature": {
-            "x_desc": _rows(1, row, images, 64) if images > 1 else _rows(1, 1, row, 64),
-            "dy_desc": _rows(rows, row, images, 64) if images > 1 else _rows(1, rows, row, 64),
+            "x_desc": x,
+            "dy_desc": dy,
             "part_ptr": "*fp32",
-            **dict.fromkeys(("CI", "CO", "tiles", "tiles_h"), "i32"),
+            **(second if count == 2 else {}),
+            **dict.fromkeys(("CI", "CO", "CI2", "CO2", "tiles", "tiles_h"), "i32"),
         },
-        "constexprs": {"W": width, "IMAGES": images, "STAGES": 2, "num_warps": 4},
+        "constexprs": {
+            **({} if count == 2 else dict.fromkeys(second)),
+            "W": width,
+            "IMAGES": images,
+            "STAGES": 2,
+            "num_warps": 4,
+        },
         "options": {"num_warps": 4, "maxnreg": 128},
-        "multiples": ("CI", "CO"),
+        "multiples": ("CI", "CO", "CI2", "CO2"),
         "expect": {"wgmma": "registers", "tma": True, "arches": (90,)},
     }
 
@@ -117,6 +127,7 @@ COMPILE_CASES = (
         _resident("input_grad_of_two", dgrad=True, beside=2),
         *(_wgrad(width) for width in (64, 16)),
         _wgrad(64, images=8),
+        _wgrad(64, count=2),
     ]
     if conv_gluon._SUPPORTED
     else []

@@ -220,9 +220,9 @@ def wgrad_applies(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int
     return fits and wgrad_splits(x, weight) > 1
 
 
-def wgrad_splits(x: Tensor, weight: Tensor) -> int:
+def wgrad_splits(x: Tensor, *weights: Tensor) -> int:
     """Parts of the sum over pixels, so that every multiprocessor has one program."""
-    blocks = weight.shape[0] * weight.shape[1] // 64**2
+    blocks = sum(weight.shape[0] * weight.shape[1] // 64**2 for weight in weights)
     tiles = math.prod(_wgrad_tiles(x))
     return min(tiles, describe(x.device).num_sms // max(1, blocks))
 
@@ -231,19 +231,28 @@ def weight_grad(
     x: Tensor,  # [N, H, W, CI]
     dy: Tensor,  # [N, H, W, CO]
     parts: Tensor,  # float32 [splits, CO * 9 * CI], or its like, to be written
+    x2: Tensor | None = None,  # the same of a second convolution of as many pixels
+    dy2: Tensor | None = None,
+    parts2: Tensor | None = None,  # as many parts
 ) -> None:
     """The gradient of the filters, in parts that have to be added up."""
     _, _, w, ci = x.shape
     co = dy.shape[3]
+    ci2, co2 = (0, 0) if x2 is None else (x2.shape[3], dy2.shape[3])
     images = _images(w)
     groups, tiles_h = _wgrad_tiles(x)
     rows = _PIXELS // (w * images)
-    conv_rows_wgrad_kernel[(co * ci // 64**2 * parts.shape[0],)](
+    conv_rows_wgrad_kernel[((co * ci + co2 * ci2) // 64**2 * parts.shape[0],)](
         _in_rows(x, 1, images),
         _in_rows(dy, rows, images),
         parts,
+        None if x2 is None else _in_rows(x2, 1, images),
+        None if dy2 is None else _in_rows(dy2, rows, images),
+        parts2,
         ci,
         co,
+        ci2,
+        co2,
         groups * tiles_h,
         tiles_h,
         W=w * images,

@@ -89,13 +89,35 @@ def _accumulate(
     gl.store(to + 2 * CI, acc2)
 
 
+@gluon.jit
+def _load_one_of_two(
+    x_desc, dy_desc, x2_desc, dy2_desc, x_bufs, dy_bufs, full, empty, second, first, last, co0, ci0,
+    tiles_h, W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    if second:
+        _load(
+            x2_desc, dy2_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
+            W, IMAGES, STAGES,
+        )  # fmt: skip
+    else:
+        _load(
+            x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
+            W, IMAGES, STAGES,
+        )  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=["tiles"])
 def conv_rows_wgrad_kernel(
     x_desc,  # [N, H, W, CI] in boxes [1, 1, W, 64]; [H, W / IMAGES, N, CI] in boxes of one row
     dy_desc,  # [N, H, W, CO] in boxes of 256 pixels, or in that order too
     part_ptr,  # float32 [splits, CO, 9, CI]
+    x2_desc,  # of a second convolution of as many pixels, or None
+    dy2_desc,
+    part2_ptr,
     CI,
     CO,
+    CI2,
+    CO2,  # 0 if there is no second one
     tiles,  # of 256 pixels
     tiles_h,  # of them one below the other
     W: gl.constexpr,  # pixels of a row, of all its images
@@ -115,11 +137,18 @@ def conv_rows_wgrad_kernel(
         mbarrier.init(empty.index(i), count=3)
     clear_margins(x_bufs, STAGES, W, num_warps)
 
-    ci_blocks = CI // 64
-    blocks = ci_blocks * (CO // 64)
+    blocks1 = CI // 64 * (CO // 64)
+    blocks = blocks1 + CI2 // 64 * (CO2 // 64)
     block = gl.program_id(0) % blocks
     split = gl.program_id(0) // blocks
     splits = gl.num_programs(0) // blocks
+    second = block >= blocks1
+    if part2_ptr is not None:
+        block = gl.where(second, block - blocks1, block)
+        CI = gl.where(second, CI2, CI)
+        CO = gl.where(second, CO2, CO)
+        part_ptr = gl.where(second, part2_ptr, part_ptr)
+    ci_blocks = CI // 64
     ci0 = block % ci_blocks * 64
     co0 = block // ci_blocks * 64
     first = (tiles * split) // splits
@@ -144,6 +173,14 @@ def conv_rows_wgrad_kernel(
                 (
                     x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
                     W, IMAGES, STAGES,
+                ),
+            )
+            if x2_desc is None
+            else (
+                _load_one_of_two,
+                (
+                    x_desc, dy_desc, x2_desc, dy2_desc, x_bufs, dy_bufs, full, empty, second, first,
+                    last, co0, ci0, tiles_h, W, IMAGES, STAGES,
                 ),
             ),
         ],
