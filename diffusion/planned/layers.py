@@ -185,8 +185,6 @@ class FusedResBlock:
             a2 = k.apply(h.x, None, table2, "silu", mask=mask)
 
         self.conv2.bias_grad(dy.rows)
-        plan.aside.run(self.conv2.weight_grad, a2, dy.dx)
-        del a2
         if self.skip is not None:
             self.skip.bias_grad(dy.rows)
             plan.aside.run(self._skip_weight_grad, dy.dx, *xs)
@@ -202,8 +200,8 @@ class FusedResBlock:
         del h, dz
         if a1 is None:
             a1 = self._first(xs, table1)
-        plan.aside.run(self.conv1.weight_grad, a1, dh)
-        del a1
+        plan.aside.run(self._weight_grads, a1, dh, a2, dy.dx)
+        del a1, a2
         dz, partials = self._first_grad(dh, xs, table1)
         del dh
         coeff = self.norm1.grad_table(partials, table1, pixels)
@@ -237,6 +235,10 @@ class FusedResBlock:
             return k.conv_input_grad(dh, weight, inputs=xs, table=table, activation="silu")
         da = self._resample_grad(k.conv_plain_input_grad(dh, weight))
         return k.activation_grad(da, xs[0], table, "silu")
+
+    def _weight_grads(self, a1: Tensor, dh: Tensor, a2: Tensor, dy: Tensor) -> None:
+        grads = self.conv1.grad_weight, self.conv2.grad_weight
+        self.kernels.conv_two_weight_grads(a1, dh, grads[0], a2, dy, grads[1], accumulate=True)
 
     def _skip_weight_grad(self, dy: Tensor, *xs: Tensor) -> None:
         grads = self._split(self.skip.grad_weight, xs)

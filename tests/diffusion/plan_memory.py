@@ -65,6 +65,9 @@ class Shapes:
     def conv_weight_grad(self, x, dy, out, **_):
         pass
 
+    def conv_two_weight_grads(self, *_, **options):
+        pass
+
     def conv_down(self, x, weight, *_):
         n, h, w, _ = x.shape
         return self.made("y", (n, h // 2, w // 2, weight.shape[0]))

@@ -21,9 +21,7 @@ from .test_conv_fused import (
     forward_case,
     forward_reference,
     poison,  # noqa: F401  a fixture for every test here
-    randn,
     relative,
-    weight_grad_reference,
 )
 
 HOPPER = describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")).hopper
@@ -124,11 +122,6 @@ class TestGpu:
         shape, config = WGRAD_SHAPES[name], WGRAD_CONFIG
         repeatedly(lambda: [check_weight_grad(shape, dtype, device, accumulate, config)])
 
-    @pytest.mark.parametrize("name", ["an image", "16x16", "8x8", "8x8 of an odd number"])
-    def test_two_weight_grads_at_once(self, name, device):
-        shape = WGRAD_SHAPES[name]
-        repeatedly(lambda: two_weight_grads(shape, shape._replace(ci=64, co=128), device))
-
     def test_what_applies(self, device):
         assert applying(SHAPES["an image"], torch.bfloat16, device) == (True, True, True)
         assert applying(WGRAD_SHAPES["32x32"], torch.bfloat16, device) == (False, False, True)
@@ -151,26 +144,6 @@ class TestGpu:
         weight = torch.empty((64, 64, 3, 3), dtype=torch.half, device=device)
         assert conv_gluon.RESIDENT_TILE in conv_gluon.tiles(y, y, weight, extra=[x])
         assert conv_gluon.tiles(y, y, weight, extra=[x, y]) == [conv_gluon.TILE]
-
-
-def two_weight_grads(shape: Shape, other: Shape, device) -> list[torch.Tensor]:
-    """Those of two convolutions in one launch, compared with what each should be."""
-    arguments, weights = [], []
-    for seed, (n, h, w, ci, co, _) in enumerate((shape, other)):
-        x = randn(n, h, w, ci, seed=seed, device=device, dtype=torch.bfloat16)
-        dy = randn(n, h, w, co, seed=2 + seed, device=device, dtype=torch.bfloat16)
-        arguments.append((x, dy))
-        weights.append(torch.empty((co, ci, 3, 3), device=device))
-    splits = conv_gluon.wgrad_splits(arguments[0][0], *weights)
-    parts = [torch.full((splits, w.numel()), float("nan"), device=device) for w in weights]
-    (x, dy), (x2, dy2) = arguments
-    conv_gluon.weight_grad(x, dy, parts[0], x2, dy2, parts[1])
-    for (x, dy), part, weight in zip(arguments, parts, weights, strict=True):
-        co, ci, r, s = weight.shape
-        got = part.sum(0).view(co, r, s, ci).permute(0, 3, 1, 2)
-        floor = 2**-24 * (x.numel() / ci) ** 0.5 + 1e-6
-        assert relative(got, weight_grad_reference(x, dy, 3)) <= floor
-    return parts
 
 
 def applying(shape: Shape, dtype, device) -> tuple[bool, bool, bool]:

@@ -28,6 +28,7 @@ from .norm_whole import (
 )
 from .pad_channels import pad_channels
 from .skip_dx import skip_dx
+from .two_weight_grads import conv_two_weight_grads
 
 __all__ = [
     "RowSums",
@@ -46,6 +47,7 @@ __all__ = [
     "conv_input_grad",
     "conv_plain_input_grad",
     "conv_split",
+    "conv_two_weight_grads",
     "conv_weight_grad",
     "norm_dx",
     "norm_grad_table",

@@ -104,6 +104,12 @@ def conv_weight_grad(x, dy, out, *, accumulate=False, stride=1, padding=None):
     _put(out, torch.autograd.grad(y, weight, dy[..., :co])[0], accumulate)
 
 
+def conv_two_weight_grads(x1, dy1, out1, x2, dy2, out2, *, accumulate=False):
+    """Of two convolutions over images of one size."""
+    conv_weight_grad(x1, dy1, out1, accumulate=accumulate)
+    conv_weight_grad(x2, dy2, out2, accumulate=accumulate)
+
+
 def _conv(x, weight, bias, stride, padding):
     if stride == 2 and padding == 0:
         x = F.pad(x, (0, 0, 0, 1, 0, 1))

@@ -1,0 +1,78 @@
+"""Two weight gradients, in one launch or one after the other."""
+
+import pytest
+import torch
+
+from triton_kernels.conv import gluon as conv_gluon
+from triton_kernels.fused import two_weight_grads
+from triton_kernels.fused.two_weight_grads import _Plan, conv_two_weight_grads
+
+from .test_conv_fused import (
+    Shape,
+    poison,  # noqa: F401  a fixture for every test here
+    randn,
+    relative,
+    weight_grad_reference,
+)
+from .test_conv_gluon import gpu
+
+SMALL = {
+    "3x3": (Shape(2, 8, 8, 16, 24), Shape(2, 8, 8, 24, 8)),
+    "of two sizes": (Shape(2, 8, 8, 16, 24), Shape(2, 8, 8, 24, 8, 1)),
+    "empty batch": (Shape(0, 8, 8, 16, 24), Shape(0, 8, 8, 24, 8)),
+}
+
+
+def check(shapes: tuple[Shape, Shape], dtype, device, accumulate: bool, plan=None):
+    """The gradients, which have to be right."""
+    arguments, before = [], []
+    for seed, (n, h, w, ci, co, kernel) in enumerate(shapes):
+        x = randn(n, h, w, ci, seed=seed, device=device, dtype=dtype)
+        dy = randn(n, h, w, co, seed=seed + 2, device=device, dtype=dtype)
+        out = randn(co, kernel, kernel, ci, seed=seed + 4, device=device).permute(0, 3, 1, 2)
+        before.append(out.double())
+        arguments += [x, dy, out]
+    if plan is None:
+        conv_two_weight_grads(*arguments, accumulate=accumulate)
+    else:
+        two_weight_grads._run(*arguments, accumulate, plan)
+    for shape, old, x, dy, out in zip(
+        shapes, before, arguments[::3], arguments[1::3], arguments[2::3], strict=True
+    ):
+        exact = weight_grad_reference(x, dy, shape.kernel) + accumulate * old
+        floor = 2**-24 * (shape.n * shape.h * shape.w) ** 0.5 + 1e-6
+        assert relative(out, exact) <= floor
+    return arguments[2::3]
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+@pytest.mark.parametrize("name", SMALL)
+def test_two(name, accumulate, device):
+    check(SMALL[name], torch.float16, device, accumulate)
+
+
+LARGE = {
+    "64x64": (Shape(3, 64, 64, 192, 64), Shape(3, 64, 64, 64, 64)),
+    "16x16": (Shape(13, 16, 16, 64, 128), Shape(13, 16, 16, 128, 192)),
+    "8x8": (Shape(64, 8, 8, 256, 192), Shape(64, 8, 8, 64, 128)),
+    "8x8, an odd number": (Shape(37, 8, 8, 64, 64), Shape(37, 8, 8, 64, 64)),
+}
+
+
+class TestGpu:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+    @pytest.mark.parametrize("name", LARGE)
+    def test_one_launch(self, name, accumulate, device, monkeypatch):
+        def empty(shape, **kwargs):
+            return torch.full(shape, float("nan"), **kwargs)
+
+        monkeypatch.setattr(two_weight_grads, "_empty", empty)
+        x = torch.empty(LARGE[name][0][:4], dtype=torch.bfloat16, device=device)
+        filters = (torch.empty((s.co, s.ci, 3, 3), device=device) for s in LARGE[name])
+        plan = _Plan(conv_gluon.wgrad_splits(x, *filters))
+        first = check(LARGE[name], torch.bfloat16, device, accumulate, plan)
+        for _ in range(3):
+            again = check(LARGE[name], torch.bfloat16, device, accumulate, plan)
+            assert all(map(torch.equal, again, first))
