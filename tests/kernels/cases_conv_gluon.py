@@ -91,16 +91,16 @@ def _wgrad(width: int, images: int = 1, count: int = 1) -> dict:
     row, rows = width // images, 256 // width
     x = _rows(1, row, images, 64) if images > 1 else _rows(1, 1, row, 64)
     dy = _rows(rows, row, images, 64) if images > 1 else _rows(1, rows, row, 64)
-    second = {"x2_desc": x, "dy2_desc": dy, "part2_ptr": "*fp32"}
+    second = {"x2_desc": x, "dy2_desc": dy}
     return {
         "name": f"wgrad_{row}" + ("_of_two" if count == 2 else ""),
         "kernel": "triton_kernels.conv.gluon_wgrad:conv_rows_wgrad_kernel",
         "signature": {
             "x_desc": x,
             "dy_desc": dy,
-            "part_ptr": "*fp32",
             **(second if count == 2 else {}),
-            **dict.fromkeys(("CI", "CO", "CI2", "CO2", "tiles", "tiles_h"), "i32"),
+            "part_ptr": "*fp32",
+            **dict.fromkeys(("stride_split", "CI", "CO", "CI2", "CO2", "tiles", "tiles_h"), "i32"),
         },
         "constexprs": {
             **({} if count == 2 else dict.fromkeys(second)),
@@ -110,7 +110,7 @@ def _wgrad(width: int, images: int = 1, count: int = 1) -> dict:
             "num_warps": 4,
         },
         "options": {"num_warps": 4, "maxnreg": 128},
-        "multiples": ("CI", "CO", "CI2", "CO2"),
+        "multiples": ("stride_split", "CI", "CO", "CI2", "CO2"),
         "expect": {"wgmma": "registers", "tma": True, "arches": (90,)},
     }
 

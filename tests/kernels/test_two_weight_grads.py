@@ -51,6 +51,19 @@ def test_two(name, accumulate, device):
     check(SMALL[name], torch.float16, device, accumulate)
 
 
+@pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+@pytest.mark.parametrize("splits", [3, 37])
+def test_sums_of_parts(splits, accumulate, device):
+    shapes = (16, 1, 1, 32), (32, 1, 1, 32)
+    outs = [randn(*shape, seed=i, device=device) for i, shape in enumerate(shapes)]
+    sizes = [out.numel() for out in outs]
+    parts = randn(splits, sum(sizes), seed=2, device=device)
+    exact = parts.double().sum(0).split(sizes)
+    exact = [e.view_as(out) + accumulate * out for e, out in zip(exact, outs, strict=True)]
+    two_weight_grads._sum_two(parts, *outs, accumulate)
+    assert all(relative(out, e) <= 1e-6 for out, e in zip(outs, exact, strict=True))
+
+
 LARGE = {
     "64x64": (Shape(3, 64, 64, 192, 64), Shape(3, 64, 64, 64, 64)),
     "16x16": (Shape(13, 16, 16, 64, 128), Shape(13, 16, 16, 128, 192)),

@@ -231,11 +231,11 @@ def weight_grad(
     x: Tensor,  # [N, H, W, CI]
     dy: Tensor,  # [N, H, W, CO]
     parts: Tensor,  # float32 [splits, CO * 9 * CI], or its like, to be written
-    x2: Tensor | None = None,  # the same of a second convolution of as many pixels
-    dy2: Tensor | None = None,
-    parts2: Tensor | None = None,  # as many parts
+    x2: Tensor | None = None,  # [N, H, W, CI2] of a second convolution
+    dy2: Tensor | None = None,  # [N, H, W, CO2]
 ) -> None:
-    """The gradient of the filters, in parts that have to be added up."""
+    """The gradient of the filters, in parts that have to be added up. With a second convolution
+    `parts` is [splits, CO * 9 * CI + CO2 * 9 * CI2], the one behind the other."""
     _, _, w, ci = x.shape
     co = dy.shape[3]
     ci2, co2 = (0, 0) if x2 is None else (x2.shape[3], dy2.shape[3])
@@ -245,10 +245,10 @@ def weight_grad(
     conv_rows_wgrad_kernel[((co * ci + co2 * ci2) // 64**2 * parts.shape[0],)](
         _in_rows(x, 1, images),
         _in_rows(dy, rows, images),
-        parts,
         None if x2 is None else _in_rows(x2, 1, images),
         None if dy2 is None else _in_rows(dy2, rows, images),
-        parts2,
+        parts,
+        parts.stride(0),
         ci,
         co,
         ci2,

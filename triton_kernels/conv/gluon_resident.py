@@ -228,6 +228,8 @@ def _multiply(
                 else:
                     x0 = _row_of_tap(x_bufs, below, 0, s, W)
                     x1 = _row_of_tap(x_bufs, below, 1, s, W)
+                if r + s == 4:  # two taps are under way, and the last one is about to be
+                    mbarrier.arrive(turns.index((GROUP + 1) % GROUPS), count=1)
                 acc0 = warpgroup_mma(w, x0.permute((1, 0)), acc0, is_async=True)
                 acc1 = warpgroup_mma(w, x1.permute((1, 0)), acc1, is_async=True)
                 if r * 3 + s > 1 or r < EXTRA:  # filters of three taps are in registers
@@ -235,7 +237,6 @@ def _multiply(
                 if r < EXTRA and s == 1:  # that term has been waited for
                     sync_threads()
                     mbarrier.arrive(extra_empty.index((step + r) % 2), count=1)
-        mbarrier.arrive(turns.index((GROUP + 1) % GROUPS), count=1)
         acc0, acc1 = warpgroup_mma_wait(0, deps=(acc0, acc1))
         sync_threads()
         # two tiles use a pair of rows, or one at the ends of an image and of what this program does

@@ -110,10 +110,10 @@ def _load_one_of_two(
 def conv_rows_wgrad_kernel(
     x_desc,  # [N, H, W, CI] in boxes [1, 1, W, 64]; [H, W / IMAGES, N, CI] in boxes of one row
     dy_desc,  # [N, H, W, CO] in boxes of 256 pixels, or in that order too
-    part_ptr,  # float32 [splits, CO, 9, CI]
     x2_desc,  # of a second convolution of as many pixels, or None
     dy2_desc,
-    part2_ptr,
+    part_ptr,  # float32 [splits, CO, 9, CI], each row followed by [CO2, 9, CI2]
+    stride_split,
     CI,
     CO,
     CI2,
@@ -142,18 +142,18 @@ def conv_rows_wgrad_kernel(
     block = gl.program_id(0) % blocks
     split = gl.program_id(0) // blocks
     splits = gl.num_programs(0) // blocks
+    part_ptr += split.to(gl.int64) * stride_split
     second = block >= blocks1
-    if part2_ptr is not None:
+    if x2_desc is not None:
+        part_ptr += gl.where(second, CO * 9 * CI, 0)
         block = gl.where(second, block - blocks1, block)
         CI = gl.where(second, CI2, CI)
-        CO = gl.where(second, CO2, CO)
-        part_ptr = gl.where(second, part2_ptr, part_ptr)
     ci_blocks = CI // 64
     ci0 = block % ci_blocks * 64
     co0 = block // ci_blocks * 64
     first = (tiles * split) // splits
     last = (tiles * (split + 1)) // splits
-    part_ptr += (split.to(gl.int64) * CO + co0) * 9 * CI + ci0
+    part_ptr += co0 * 9 * CI + ci0
     gl.warp_specialize(
         [
             (

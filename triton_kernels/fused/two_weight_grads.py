@@ -8,10 +8,12 @@ writing the parts and adding them up. Two gradients fill the GPU with half as ma
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from ..column_sum import sum_partials
 from ..conv import gluon as conv_gluon
+from ..dependent_launch import await_inputs, overlapping
 from ..tuning import choose
 from .conv import conv_weight_grad
 
@@ -20,6 +22,35 @@ _empty = torch.empty  # tests replace it to poison the memory
 
 class _Plan(NamedTuple):
     splits: int  # parts of either sum, in one launch; 0: one after the other
+
+
+@triton.jit
+def _sum_two_kernel(
+    partial_ptr,  # [splits, numel1 + numel2]
+    out1_ptr,
+    out2_ptr,
+    splits,
+    numel1,  # a multiple of BLOCK, as is numel2
+    numel2,
+    ACCUMULATE: tl.constexpr,  # add to what is there
+    BLOCK_S: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    await_inputs()
+    start = tl.program_id(0) * BLOCK
+    offs = tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK_S, BLOCK], dtype=tl.float32)
+    for split in range(0, splits, BLOCK_S):
+        offs_s = split + tl.arange(0, BLOCK_S)
+        rows = partial_ptr + offs_s.to(tl.int64)[:, None] * (numel1 + numel2) + start
+        acc += tl.load(rows + offs[None, :], mask=(offs_s < splits)[:, None], other=0.0)
+    total = tl.sum(acc, axis=0)
+    out_ptr = out1_ptr + start
+    if start >= numel1:
+        out_ptr = out2_ptr + (start - numel1)
+    if ACCUMULATE:
+        total += tl.load(out_ptr + offs)
+    tl.store(out_ptr + offs, total)
 
 
 def conv_two_weight_grads(
@@ -77,13 +108,21 @@ def _run(
         conv_weight_grad(x1, dy1, out1, accumulate=accumulate)
         conv_weight_grad(x2, dy2, out2, accumulate=accumulate)
         return
-    parts1, parts2 = (
-        _empty((plan.splits, out.numel()), dtype=torch.float32, device=x1.device)
-        for out in (out1, out2)
-    )
-    conv_gluon.weight_grad(x1, dy1, parts1, x2, dy2, parts2)
-    sum_partials(parts1, out1, accumulate=accumulate)
-    sum_partials(parts2, out2, accumulate=accumulate)
+    numel1, numel2 = out1.numel(), out2.numel()
+    parts = _empty((plan.splits, numel1 + numel2), dtype=torch.float32, device=x1.device)
+    conv_gluon.weight_grad(x1, dy1, parts, x2, dy2)
+    _sum_two(parts, out1, out2, accumulate)
+
+
+def _sum_two(parts: Tensor, out1: Tensor, out2: Tensor, accumulate: bool) -> None:
+    splits, numel1, numel2 = parts.shape[0], out1.numel(), out2.numel()
+    block_s = min(triton.next_power_of_2(splits), 16)  # as in `column_sum`
+    block = 2048 // block_s
+    assert numel1 % block == numel2 % block == 0
+    _sum_two_kernel[((numel1 + numel2) // block,)](
+        parts, out1, out2, splits, numel1, numel2, accumulate, BLOCK_S=block_s, BLOCK=block,
+        **overlapping(parts.device),
+    )  # fmt: skip
 
 
 def _together(
@@ -93,5 +132,6 @@ def _together(
     applies = x1.shape[:3] == x2.shape[:3] and x1.shape[0] > 0
     for x, dy, out in ((x1, dy1, out1), (x2, dy2, out2)):
         applies = applies and conv_gluon.wgrad_applies(x, dy, out, padding)
+        applies = applies and out.permute(0, 2, 3, 1).is_contiguous()
     splits = conv_gluon.wgrad_splits(x1, out1, out2) if applies else 0
     return [_Plan(splits)] if splits > 1 else []
