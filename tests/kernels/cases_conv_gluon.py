@@ -83,7 +83,7 @@ def _resident(name: str, dgrad: bool, beside: int, extra: tuple[int, int] = (0, 
         },
         "options": {"num_warps": 4, "maxnreg": 168 if any(extra) else 128},
         "multiples": ("border", "C"),
-        "expect": {"wgmma": "registers", "tma": True, "arches": (90,), "spills": 32},
+        "expect": {"wgmma": "registers", "tma": True, "arches": (90,), "spills": 64},
     }
 
 
