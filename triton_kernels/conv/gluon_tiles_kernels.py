@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..activations import activate_grad
-from .gluon_kernels import _round, sync_threads
+from .gluon_kernels import round_pairs, sync_threads
 
 # --- shared memory --------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ def _multiply(
             dz = acc * activate_grad(xhat * g + b, ACT)
             total = gl.sum(dz, axis=1)
             second = gl.sum(dz * xhat, axis=1)
-            y = _round(dz, y_desc.dtype)
+            y = round_pairs(dz, y_desc.dtype)
         else:
             bias = gl.load(vectors_ptr + offs)
             if extra_bias_ptr is not None:
@@ -245,7 +245,7 @@ def _multiply(
             if HAS_BESIDE:
                 mbarrier.wait(beside_full.index(GROUP), phase)
                 y += buf.load(LAYOUT).to(gl.float32)
-            y = _round(y, y_desc.dtype)
+            y = round_pairs(y, y_desc.dtype)
         buf.store(y)
         fence_async_shared()
         tma.async_copy_shared_to_global(y_desc, [n, h0, 0, c0], stage_buf)
