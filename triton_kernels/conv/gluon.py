@@ -9,8 +9,10 @@ What plain Triton cannot say, and what it gains:
   filters from registers, since two operands from shared memory would be its limit.
 - Nothing waits for an epilogue. Programs stay on their multiprocessor; one warp loads, and two
   warpgroups multiply, a tile each, so that one finishes a tile while the other multiplies.
+- Where 64 channels are multiplied the filters stay in shared memory, rows of pixels pass through a
+  ring, and three warpgroups take tiles of two rows (RESIDENT_TILE).
 - In the weight gradient three warpgroups take a row of the filter each: they share dy and x, and
-  the nine taps need x once.
+  the nine taps need x once. One launch can do two gradients, in half as many parts each.
 
 Gluon is an experimental part of Triton: it is used with versions it was tried with, and only where
 `tuning` has measured that it is faster.
