@@ -7,6 +7,7 @@ from ..column_sum import column_rows
 from ..resample import _gather, _spread, spread_add
 from ..row_sums import RowSums
 from .activation_grad import activation_grad
+from .attention_split import attention_split, attention_split_pays
 from .begin_step import begin_step
 from .conv import (
     conv_forward,
@@ -17,6 +18,12 @@ from .conv import (
 )
 from .conv_down import conv_down, conv_down_input_grad
 from .conv_split import conv_split, worth_splitting
+from .norm_conv import norm_conv, norm_conv_pays, norm_conv_supported
+from .norm_conv_split import (
+    norm_conv_split,
+    norm_conv_split_pays,
+    norm_conv_split_supported,
+)
 from .norm_passes import apply, norm_dx
 from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
 from .norm_whole import (
@@ -36,6 +43,8 @@ __all__ = [
     "apply",
     "attention_backward",
     "attention_forward",
+    "attention_split",
+    "attention_split_pays",
     "avg_pool",
     "avg_pool_grad",
     "begin_step",
@@ -49,6 +58,12 @@ __all__ = [
     "conv_split",
     "conv_two_weight_grads",
     "conv_weight_grad",
+    "norm_conv",
+    "norm_conv_pays",
+    "norm_conv_split",
+    "norm_conv_split_pays",
+    "norm_conv_split_supported",
+    "norm_conv_supported",
     "norm_dx",
     "norm_grad_table",
     "norm_of_sums",
