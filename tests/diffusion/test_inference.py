@@ -12,14 +12,23 @@ from diffusion.guidance import guide
 from diffusion.layers import set_backend
 from diffusion.planned.inference import InferenceUNet, sampling_network
 from diffusion.schedule import make_schedule
-from triton_kernels import reference
+from triton_kernels import reference, tuning
+from triton_kernels.dependent_launch import dependent_launches
 from triton_kernels.fused import ops as fused
 from triton_kernels.fused import reference as fused_reference
 
 from .test_fused_unet import MODELS, make
 from .test_fused_unet_kernels import unet64
 
-CALLS = ("conv_split", "sum_parts", "norm_whole", "norm_of_sums", "norm_table")
+CALLS = (
+    "conv_split",
+    "norm_conv",
+    "sum_parts",
+    "norm_whole",
+    "norm_of_sums",
+    "norm_table",
+    "attention_split",
+)
 
 
 @pytest.fixture
@@ -152,6 +161,44 @@ def test_a_captured_chain_has_the_bits_of_the_loop(name, batch):
         for capture in (True, False)
     ]  # fmt: skip
     assert torch.isfinite(chains[0]).all() and torch.equal(*chains)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("op", "sizes"),
+    [("attention_split", (8, 16)), ("norm_conv_split", (8,)), ("norm_conv", (32,)),
+     ("norm_conv", (64,))],
+    ids=str,
+)  # fmt: skip
+def test_launches_that_are_joined(op, sizes):
+    """Where nothing was measured they are not used, so they are asked for here. As good as without
+    them, and a captured chain has the bits of the loop. Kernels overlap in both, as at batch 1."""
+    x, t = torch.randn(1, 64, 64, 3, device="cuda"), torch.tensor([300], device="cuda")
+    exact = unet64(Backend("torch", reference, torch.float64)).double()
+    theirs = unet64(Backend("torch", reference, torch.bfloat16))
+    plan, asked = sampling_network(unet64(triton_backend())), set()
+
+    def join(asked_op: str, key: tuple) -> bool:
+        if asked_op != op or key[1] not in sizes:
+            return False
+        asked.add(key[1])
+        return True
+
+    with torch.no_grad():
+        expected = exact.forward_nhwc(x.double(), t)
+        budget = (theirs.forward_nhwc(x.bfloat16(), t) - expected).norm()
+        del exact, theirs
+        with tuning.trial(join), dependent_launches():
+            for _ in range(3):
+                assert (plan(x, t) - expected).norm() <= 2 * budget
+            chains = [
+                make_sampler(
+                    make_schedule("linear", 1000), triton_backend(), "ddim", steps=3,
+                    device="cuda", capture=capture,
+                ).sample(plan, (1, 64, 64, 3), seed=3)
+                for capture in (True, False)
+            ]  # fmt: skip
+    assert asked == set(sizes) and torch.isfinite(chains[0]).all() and torch.equal(*chains)
 
 
 @pytest.mark.gpu
