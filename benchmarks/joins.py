@@ -1,21 +1,23 @@
 """Which of the kernels that spare launches make a network faster, see `triton_kernels.tuning`."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
 from triton_kernels import tuning
 
+_FASTER = 0.995  # at most so much of the time without it
 _AGREE = 0.05  # relative, in the norm: two ways through dozens of convolutions in 16 bits
 
 
 def measure_joins(
     evaluate: Callable[[], Tensor],  # the network
     time: Callable[[Callable[[], Tensor]], float],  # microseconds of what it is given
-) -> dict[str, list[int]]:
-    """Rows of a table: 1 where `tuning.decided` should say yes. Each kind of kernel for images of
-    each size is tried beside those that have already been found to be faster, and is not taken if
-    the result is another one."""
+) -> Iterator[dict[str, list[int]]]:
+    """Rows of a table, as they are found: 1 where `tuning.decided` should say yes. Each kind of
+    kernel for images of each size is tried beside those that have already been found to be faster,
+    and is not taken if the result is another one."""
     kinds: dict[tuple, set[str]] = {}
     on: set[tuple] = set()
 
@@ -24,8 +26,9 @@ def measure_joins(
         kinds.setdefault(kind, set()).add(tuning.row_name(op, key))
         return kind in on
 
-    with tuning.trial(lambda *asked: decide(*asked) or True):
-        evaluate()
+    def rows(kind: tuple) -> dict[str, list[int]]:
+        return {row: [int(kind in on)] for row in kinds[kind]}
+
     with tuning.trial(decide):
         expected = evaluate().clone()
         best = time(evaluate)
@@ -33,14 +36,12 @@ def measure_joins(
         for kind in sorted(kinds):
             on.add(kind)
             error = float((evaluate() - expected).norm() / expected.norm())
-            if not error <= _AGREE:  # also if it is not a number
-                print(f"! {kind} is wrong by {error:.1e}", flush=True)
-                on.discard(kind)
-                continue
-            took = time(evaluate)
+            took = time(evaluate) if error <= _AGREE else math.inf  # so it is if not a number
             print(f"{took:.1f} us with {' '.join(map(str, kind))}; {error:.1e}", flush=True)
-            if took < best:
+            if took < _FASTER * best:
                 best = took
             else:
                 on.discard(kind)
-    return {row: [int(kind in on)] for kind, rows in kinds.items() for row in rows}
+            yield rows(kind)
+        for kind in on:  # with others on, they may have been asked for more
+            yield rows(kind)

@@ -64,10 +64,11 @@ def main(arguments: Sequence[str]) -> int:
     if "joins" in settings["what"]:
         plan = _plan(settings, device)
         for batch in settings["batch"]:
-            evaluate = _evaluation(plan, batch, device)
             print(f"batch {batch}", flush=True)
+            evaluate = _step(plan, batch, device)
             with torch.no_grad(), dependent_launches(batch * _SIZE**2 <= OVERLAP_PIXELS):
-                tuning.save(measure_joins(evaluate, _time), path)
+                for rows in measure_joins(evaluate, _time):
+                    tuning.save(rows, path)
     return 0
 
 
@@ -90,6 +91,14 @@ def _plan(settings: dict, device: torch.device) -> InferenceUNet:
 def _evaluation(plan: InferenceUNet, batch: int, device: torch.device) -> Callable[[], Tensor]:
     x = torch.randn(batch, _SIZE, _SIZE, 3, device=device)
     return partial(plan, x, torch.zeros(batch, dtype=torch.int64, device=device))
+
+
+def _step(plan: InferenceUNet, batch: int, device: torch.device) -> Callable[[], Tensor]:
+    """An evaluation as a chain has it, its embedding out of a table."""
+    x = torch.randn(batch, _SIZE, _SIZE, 3, device=device)
+    row = torch.zeros(1, dtype=torch.int64, device=device)
+    tables = plan.tabulate(torch.tensor([500], device=device), None, batch)
+    return partial(plan.at_row, x, row, tables)
 
 
 def _time(evaluate: Callable[[], Tensor]) -> float:

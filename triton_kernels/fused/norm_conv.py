@@ -32,6 +32,7 @@ from .norm_tables import _check_partials, _row_stride
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
+_MIN_PIXELS = 1024  # of an image: smaller ones are better cut into parts, see `conv_split`
 _LOADED = 8192  # partial sums at a time
 
 
@@ -151,10 +152,11 @@ def norm_conv_supported(h: int, w: int, halves: Sequence[int]) -> bool:
 def norm_conv_pays(
     n: int, h: int, w: int, channels: int, out_channels: int, dtype: torch.dtype
 ) -> bool:
-    """Whether the programs find a place at once, and it was measured to be faster."""
+    """Whether the image is large, the programs find a place at once, and it was measured to be
+    faster."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tiles = n * triton.cdiv(h * w, 64) * triton.cdiv(out_channels, 64)
-    few = tiles <= describe(device).num_sms
+    few = tiles <= describe(device).num_sms and h * w >= _MIN_PIXELS
     return few and decided("norm_conv", (n, h, w, channels, out_channels, dtype))
 
 
