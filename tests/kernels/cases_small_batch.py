@@ -145,8 +145,9 @@ COMPILE_CASES = [
     | {
         "name": "norm_conv of 320 channels of two tensors, every term",
         "constexprs": _NORM_CONV_SHAPE
-        | {"K1": 4, "K2": 16, "CG": 10, "W": 32, "BLOCK_J": 16, "BLOCK_K1": 4, "BLOCK_K2": 16}
-        | {"BLOCK_C1": 256, "BLOCK_C2": 128, "UP1": True, "UP_E1": True},
+        | {"K1": 4, "K2": 32, "CG": 10, "W": 32, "BLOCK_J": 16, "BLOCK_K1": 4, "BLOCK_K2": 32}
+        | {"BLOCK_C1": 256, "BLOCK_C2": 128, "UP1": True, "UP_E1": True, "BLOCK_M": 32},
+        "options": {"num_warps": 4, "num_stages": 2},
     },
     _NORM_CONV_SPLIT
     | {
