@@ -25,6 +25,7 @@ from .norm_whole_kernels import _norm_sums_kernel, _norm_whole_kernel, _sum_part
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 _MAX_ELEMENTS = 16384  # of a group: 32 numbers a thread of 16 warps
+_PER_WARP, _MIN_WARPS = 1024, 4  # elements
 _LOADED = 2048  # partial sums at a time
 _FEW_ELEMENTS = 2**20
 _FEW_PROGRAMS = 264  # a group more a program, if there are more than twice an H200's processors
@@ -94,10 +95,15 @@ def norm_whole(
         block_g,
         block_j,
         block_p,
-        num_warps=min(max(block_g * block_j * block_p // 1024, 4), 16),
+        num_warps=_warps(block_g * block_j * block_p),
         **overlapping(x1.device),
     )
     return a, x1
+
+
+def _warps(elements: int) -> int:
+    """Few, since they meet at a barrier for every sum."""
+    return min(max(elements // _PER_WARP, _MIN_WARPS), 16)
 
 
 def sum_parts(split: SplitConv) -> Tensor:  # [N, H, W, CO]
