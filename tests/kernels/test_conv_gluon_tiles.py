@@ -26,8 +26,6 @@ from .test_conv_fused import (
 from .test_conv_gluon import gpu, repeatedly
 
 CONFIGS = [Config(*tile) for tile in conv_tiles.TILES]
-DTYPES = [torch.bfloat16, torch.float16]
-
 # One program with one tile, programs with several and an odd number of them, one warpgroup with
 # nothing to do, more blocks of channels than one, tiles that are not whole images.
 SHAPES = {
@@ -37,15 +35,21 @@ SHAPES = {
     "16x16": Shape(37, 16, 16, 192, 320),
     "a few of 16x16": Shape(3, 16, 16, 320, 64),
     "64x64": Shape(13, 64, 64, 64, 192),
+    "8x8": Shape(135, 8, 8, 256, 192),
+    "an image of 8x8": Shape(1, 8, 8, 64, 64),
+    "3 of 8x16": Shape(3, 8, 16, 64, 128),
 }
+
+
+CASES = [(name, torch.bfloat16) for name in SHAPES]
+CASES += [(name, torch.float16) for name in ("32x32", "8x8")]
 
 
 class TestGpu:
     pytestmark = gpu
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("name", SHAPES)
+    @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
     def test_forward(self, name, dtype, config, device):
         repeatedly(lambda: check_forward(SHAPES[name], dtype, device, config))
 
@@ -59,20 +63,21 @@ class TestGpu:
         assert relative(y, exact) <= ROUNDING[torch.bfloat16] + 1e-5
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
-    @pytest.mark.parametrize("count", [1, 2])
-    @pytest.mark.parametrize("name", ["32x32", "16x16", "a few of 16x16", "64x64"])
+    @pytest.mark.parametrize(
+        ("name", "count"),
+        [("32x32", 1), ("32x32", 2), ("a few of 16x16", 2), ("64x64", 2), ("8x8", 2)],
+    )
     def test_extra_pointwise_convolutions(self, name, count, config, device):
         shape, dtype = SHAPES[name], torch.bfloat16
         repeatedly(lambda: check_extra(shape, 128, 64, dtype, device, config, count))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("name", SHAPES)
+    @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
     def test_input_grad(self, name, dtype, config, device):
         repeatedly(lambda: check_grad(SHAPES[name], None, dtype, device, config=config))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
-    @pytest.mark.parametrize("name", ["32x32", "a few of 16x16", "16x16"])
+    @pytest.mark.parametrize("name", ["32x32", "a few of 16x16", "16x16", "8x8"])
     def test_input_grad_of_two_inputs(self, name, config, device):
         shape = SHAPES[name]._replace(ci=320)
         repeatedly(lambda: check_grad(shape, 192, torch.bfloat16, device, config=config))
@@ -85,9 +90,11 @@ class TestGpu:
     def test_what_applies(self, device):
         assert applying(SHAPES["16x16"], torch.bfloat16, device) == [True, True]
         assert applying(SHAPES["a tile"], torch.bfloat16, device) == [True, True]
-        assert applying(Shape(1, 8, 16, 64, 64), torch.bfloat16, device) == [False, True]
+        assert applying(Shape(1, 12, 32, 64, 64), torch.bfloat16, device) == [False, True]
+        assert applying(SHAPES["an image of 8x8"], torch.bfloat16, device) == [True, True]
         for shape in (
             Shape(1, 6, 16, 64, 64),
+            Shape(1, 4, 128, 64, 64),
             Shape(1, 32, 32, 96, 64),
             Shape(1, 32, 32, 64, 64, 1),
             Shape(1, 24, 24, 64, 64),
@@ -115,7 +122,7 @@ def test_configurations_are_told_apart():
     assert not any(map(conv_gluon.serves, CONFIGS))
 
 
-@pytest.mark.parametrize("width", conv_tiles._WIDTHS)
+@pytest.mark.parametrize("width", [16, 32, 64])
 @pytest.mark.parametrize("tile", conv_tiles.TILES, ids=str)
 def test_rings_fit(tile, width):
     """A block is read while another is written, and so is a filter."""

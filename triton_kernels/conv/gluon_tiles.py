@@ -6,6 +6,9 @@ it is fetched three times, moved by a column each time: outside the image TMA wr
 are the padding. The three taps of a column of the filter are that box from another row on. So
 pixels are fetched 3.75 times where a box a tap fetches them 9 times (rows of 32, 256 pixels).
 
+Of images smaller than that a tile takes several, side by side: to TMA the rows are the outermost
+dimension, so that row 0 of all of them comes before row 1, and a tap is still one address.
+
 Programs stay on their multiprocessor; one warp loads, and two warpgroups multiply, a tile each, so
 that the epilogue of one is beside the products of the other. `conv.gluon` does the same with pixels
 that are fetched once, for which its products are of one row: better where rows are long.
@@ -18,9 +21,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..device import describe
-from .gluon import _SUPPORTED, _in_boxes, _in_rows
+from .gluon import _SUPPORTED, _in_boxes
 
 if _SUPPORTED:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     from .gluon_tiles_kernels import conv_tiles_kernel
 
 _WARPS = 9  # two warpgroups that multiply, and a warp that loads
@@ -28,7 +33,7 @@ _WARPS = 9  # two warpgroups that multiply, and a warp that loads
 # `Config`s of `conv.tma`. The warps say that they belong here.
 TILES = ((64, 256, 64, _WARPS, 3), (64, 128, 64, _WARPS, 4))
 
-_WIDTHS = (16, 32, 64)  # pixels of a row
+_WIDTHS = (8, 16, 32, 64)  # pixels of a row
 _RESERVED = 1024  # bytes of shared memory for barriers, and what the compiler wants
 
 
@@ -54,7 +59,7 @@ def applies(
         and tuple(weight.shape[2:]) == (3, 3)
         and all(c % 64 == 0 for c in channels)
         and w in _WIDTHS
-        and h % (tile[1] // w) == 0
+        and _cut(tile[1], h, w) is not None
     )
 
 
@@ -73,10 +78,11 @@ def forward(
 ) -> None:
     """What `fused.conv.conv_forward` does."""
     co = weight.shape[0]
+    _, images = _cut(config[1], *x.shape[1:3])
     pairs: list = []
     for other, w1x1 in extra:
         shape, strides = [1, *w1x1.shape], [co * w1x1.stride(0), w1x1.stride(0), 1]
-        pairs += [_in_rows(other, 2), _in_boxes(w1x1, shape, strides, [1, 64, 64])]
+        pairs += [_in_rows(other, 2, images), _in_boxes(w1x1, shape, strides, [1, 64, 64])]
     channels = [other.shape[3] for other, _ in extra]
     _launch(
         config, x, weight, [] if residual is None else [residual], y, bias, partials,
@@ -118,16 +124,16 @@ def _launch(
     n, h, w, k = x.shape
     co, ci, _, _ = weight.shape
     c = y.shape[3]
-    pixels = config[1]
-    rows = pixels // w
-    tiles = n * (h // rows) * (c // 64)
-    blocks, steps = rings(pixels, w, describe(x.device).shared_memory)
+    rows, images = _cut(config[1], h, w)
+    tiles = -(-n // images) * (h // rows) * (c // 64)
+    blocks, steps = rings(config[1], images * w, describe(x.device).shared_memory)
+    assert partials is None or partials.shape[1] == h // rows
     conv_tiles_kernel[(min(tiles, describe(x.device).num_sms),)](
-        _in_rows(x, 2),
+        _in_rows(x, 2, images),
         _in_boxes(weight, [9, co, ci], [ci, 9 * ci, 1], [1, 64, 64]),
-        _in_rows(beside[0], rows) if beside else None,
-        _in_rows(beside[1], rows) if len(beside) == 2 else None,
-        _in_rows(y, rows),
+        _in_rows(beside[0], rows, images) if beside else None,
+        _in_rows(beside[1], rows, images) if len(beside) == 2 else None,
+        _in_rows(y, rows, images),
         *extra,
         vectors,
         extra_bias,
@@ -140,7 +146,8 @@ def _launch(
         h,
         k,
         c,
-        PIXELS=pixels,
+        ROWS=rows,
+        IMAGES=images,
         W=w,
         DGRAD=activation is not None,
         ACT=activation,
@@ -151,14 +158,28 @@ def _launch(
     )
 
 
-def rings(pixels: int, w: int, shared_memory: int) -> tuple[int, int]:
+def rings(pixels: int, width: int, shared_memory: int) -> tuple[int, int]:
     """Blocks of pixels, and filters of one tap, that shared memory holds beside two tiles of the
     result. A block is needed for three filters, and neither ring should wait for the other."""
     left = shared_memory - _RESERVED - 2 * pixels * 128
-    block, tap = (pixels + 2 * w) * 128, 64 * 128
+    block, tap = (pixels + 2 * width) * 128, 64 * 128
 
     def ahead(blocks: int) -> int:
         return min(3 * (blocks - 1), (left - blocks * block) // tap)
 
     blocks = max((b for b in range(2, 5) if left - b * block >= 2 * tap), key=ahead)
     return blocks, min(8, (left - blocks * block) // tap)
+
+
+def _cut(pixels: int, h: int, w: int) -> tuple[int, int] | None:
+    """Rows and images of a tile: rows that divide those of an image, or several whole images."""
+    if h * w < pixels:
+        return (h, pixels // (h * w)) if pixels % (h * w) == 0 and h % 2 == 0 else None
+    rows = pixels // w
+    return (rows, 1) if h % rows == 0 else None
+
+
+def _in_rows(x: Tensor, rows: int, images: int) -> "TensorDescriptor":
+    """[N, H, W, C] as [H, N, W, C]."""
+    n, h, w, c = x.shape
+    return _in_boxes(x, [h, n, w, c], [w * c, h * w * c, c, 1], [rows, images, w, 64])

@@ -24,9 +24,9 @@ from .gluon_kernels import round_pairs, sync_threads
 
 
 @gluon.constexpr_function
-def block_chunks(pixels, w):
+def block_chunks(rows, width):
     """Size of a block of pixels in chunks of 8: the rows of a tile, one above and one below."""
-    return (pixels + 2 * w) // 8
+    return (rows + 2) * width // 8
 
 
 @gluon.jit
@@ -51,28 +51,33 @@ def _load_filter(w_desc, tap, row, column, w_bufs, w_full, w_empty, step, STEPS:
 
 @gluon.jit
 def _load_pixels(
-    x_desc, x_bufs, x_full, x_empty, block, n, h0, w0, k0,
-    HALO: gl.constexpr, PIXELS: gl.constexpr, W: gl.constexpr, BLOCKS: gl.constexpr,
+    x_desc, x_bufs, x_full, x_empty, block, n0, h0, w0, k0,
+    HALO: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """The rows of a tile, with HALO = 1 those above and below too."""
-    ROWS: gl.constexpr = PIXELS // W + 2 * HALO
+    WIDTH: gl.constexpr = IMAGES * W
+    COUNT: gl.constexpr = ROWS + 2 * HALO
     stage = block % BLOCKS
     bar = x_full.index(stage)
     mbarrier.wait(x_empty.index(stage), (block // BLOCKS & 1) ^ 1)
-    mbarrier.expect(bar, ROWS * W * 128)
-    for j in gl.static_range(ROWS // 2):
-        chunk = stage * block_chunks(PIXELS, W) + j * (W // 4)
-        to = _rows(x_bufs, chunk, [1, 2, W, 64])
-        tma.async_copy_global_to_shared(x_desc, [n, h0 + 2 * j - HALO, w0, k0], bar, to)
+    mbarrier.expect(bar, COUNT * WIDTH * 128)
+    for j in gl.static_range(COUNT // 2):
+        chunk = stage * block_chunks(ROWS, WIDTH) + j * (WIDTH // 4)
+        to = _rows(x_bufs, chunk, [2, IMAGES, W, 64])
+        tma.async_copy_global_to_shared(x_desc, [h0 + 2 * j - HALO, n0, w0, k0], bar, to)
 
 
 @gluon.jit
 def _load_pointwise(
-    x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, block, step, n, h0, c0, C,
-    PIXELS: gl.constexpr, W: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr,
+    x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, block, step, n0, h0, c0, C,
+    ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
+    BLOCKS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     for k0 in range(0, C, 64):
-        _load_pixels(x_desc, x_bufs, x_full, x_empty, block, n, h0, 0, k0, 0, PIXELS, W, BLOCKS)
+        _load_pixels(
+            x_desc, x_bufs, x_full, x_empty, block, n0, h0, 0, k0, 0, ROWS, IMAGES, W, BLOCKS
+        )
         _load_filter(w_desc, 0, c0, k0, w_bufs, w_full, w_empty, step, STEPS)
         block += 1
         step += 1
@@ -84,7 +89,7 @@ def _load(
     x_desc, w_desc, extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc,
     x_bufs, w_bufs, x_full, x_empty, w_full, w_empty,
     K, C1, C2, tiles, tiles_h, blocks_c,
-    PIXELS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
+    ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
     BLOCKS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     block = 0
@@ -92,13 +97,14 @@ def _load(
     for i in range(gl.program_id(0), tiles, gl.num_programs(0)):
         c0 = i % blocks_c * 64
         tile = i // blocks_c
-        n = tile // tiles_h
-        h0 = tile % tiles_h * (PIXELS // W)
+        n0 = tile // tiles_h * IMAGES
+        h0 = tile % tiles_h * ROWS
         for k0 in range(0, K, 64):
             for s in range(3):
                 _load_pixels(
-                    x_desc, x_bufs, x_full, x_empty, block, n, h0, s - 1, k0, 1, PIXELS, W, BLOCKS
-                )
+                    x_desc, x_bufs, x_full, x_empty, block, n0, h0, s - 1, k0,
+                    1, ROWS, IMAGES, W, BLOCKS,
+                )  # fmt: skip
                 block += 1
                 for r in range(3):
                     if DGRAD:
@@ -111,26 +117,26 @@ def _load(
         if extra1_desc is not None:
             block, step = _load_pointwise(
                 extra1_desc, extra1_w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty,
-                block, step, n, h0, c0, C1, PIXELS, W, BLOCKS, STEPS,
+                block, step, n0, h0, c0, C1, ROWS, IMAGES, W, BLOCKS, STEPS,
             )  # fmt: skip
         if extra2_desc is not None:
             block, step = _load_pointwise(
                 extra2_desc, extra2_w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty,
-                block, step, n, h0, c0, C2, PIXELS, W, BLOCKS, STEPS,
+                block, step, n0, h0, c0, C2, ROWS, IMAGES, W, BLOCKS, STEPS,
             )  # fmt: skip
 
 
 @gluon.jit
-def _load_beside(desc1, desc2, buf, bar, n, h0, c0, border, PIXELS: gl.constexpr):
+def _load_beside(desc1, desc2, buf, bar, n0, h0, c0, border, PIXELS: gl.constexpr):
     """What the epilogue reads, to where it will write."""
     mbarrier.expect(bar, PIXELS * 128)
     if desc2 is None:
-        tma.async_copy_global_to_shared(desc1, [n, h0, 0, c0], bar, buf)
+        tma.async_copy_global_to_shared(desc1, [h0, n0, 0, c0], bar, buf)
     else:
         left = c0 < border
         right = c0 >= border
-        tma.async_copy_global_to_shared(desc1, [n, h0, 0, c0], bar, buf, left)
-        tma.async_copy_global_to_shared(desc2, [n, h0, 0, c0 - border], bar, buf, right)
+        tma.async_copy_global_to_shared(desc1, [h0, n0, 0, c0], bar, buf, left)
+        tma.async_copy_global_to_shared(desc2, [h0, n0, 0, c0 - border], bar, buf, right)
 
 
 # --- products and epilogue ------------------------------------------------------------------------
@@ -148,38 +154,57 @@ def _multiply_tap(acc, x_bufs, w_bufs, chunk, slot, PIXELS: gl.constexpr, DGRAD:
 
 
 @gluon.jit
+def _halves(acc, PIXELS: gl.constexpr, LAYOUT: gl.constexpr):
+    """A tile in pieces of 128 pixels, as the epilogue takes it: it wants registers of its own."""
+    if PIXELS == 128:
+        return (acc,)
+    else:
+        first, second = acc.reshape([64, 2, 128]).permute((0, 2, 1)).split()
+        first = gl.convert_layout(first, LAYOUT, assert_trivial=True)
+        return (first, gl.convert_layout(second, LAYOUT, assert_trivial=True))
+
+
+@gluon.jit
+def _by_image(x, IMAGES: gl.constexpr, W: gl.constexpr):
+    """[64, 128 pixels] as [64, images, pixels of each]; every thread keeps what it has."""
+    x = x.reshape([64, 128 // (IMAGES * W), IMAGES, W]).permute((0, 2, 1, 3))
+    return x.reshape([64, IMAGES, 128 // IMAGES])
+
+
+@gluon.jit
 def _multiply(
     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty, w_full, w_empty,
     beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr,
-    K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, C,
-    GROUP: gl.constexpr, PIXELS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
-    HAS_EXTRA: gl.constexpr, ACT: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr,
+    K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
+    DGRAD: gl.constexpr, HAS_EXTRA: gl.constexpr, ACT: gl.constexpr,
+    BLOCKS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
+    WIDTH: gl.constexpr = IMAGES * W
+    PIXELS: gl.constexpr = ROWS * WIDTH
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
-    VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     HAS_BESIDE: gl.constexpr = beside1_desc is not None
-    CHUNKS: gl.constexpr = block_chunks(PIXELS, W)
+    CHUNKS: gl.constexpr = block_chunks(ROWS, WIDTH)
     main_blocks = K // 64 * 3
     tile_blocks = main_blocks + extra_blocks
     tile_steps = main_blocks * 3 + extra_blocks
     block = GROUP * tile_blocks
     step = GROUP * tile_steps
     phase = 0
-    channels = gl.arange(0, 64, layout=VECTOR)
     stage_buf = stages.index(GROUP)
-    buf = stage_buf._reinterpret(stage_buf.dtype, [PIXELS, 64], gl.NVMMASharedLayout(128, 16))
-    buf = buf.permute((1, 0))
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    halves = stage_buf._reinterpret(stage_buf.dtype, [PIXELS // 128, 128, 64], MATRIX)
     programs = gl.num_programs(0)
     for i in range(gl.program_id(0) + GROUP * programs, tiles, 2 * programs):
         c0 = i % blocks_c * 64
         tile = i // blocks_c
-        n = tile // tiles_h
-        h0 = tile % tiles_h * (PIXELS // W)
-        offs = c0 + channels
+        n0 = tile // tiles_h * IMAGES
+        h0 = tile % tiles_h * ROWS
         tma.store_wait(0)  # of the last tile, from where this writes to
         if HAS_BESIDE:
             bar = beside_full.index(GROUP)
-            _load_beside(beside1_desc, beside2_desc, stage_buf, bar, n, h0, c0, border, PIXELS)
+            _load_beside(beside1_desc, beside2_desc, stage_buf, bar, n0, h0, c0, border, PIXELS)
 
         acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
         mbarrier.wait(turns.index(GROUP), phase ^ (1 - GROUP))
@@ -189,7 +214,7 @@ def _multiply(
             for r in gl.static_range(3):
                 slot = step % STEPS
                 mbarrier.wait(w_full.index(slot), step // STEPS & 1)
-                chunk = stage * CHUNKS + r * (W // 8)
+                chunk = stage * CHUNKS + r * (WIDTH // 8)
                 acc = _multiply_tap(acc, x_bufs, w_bufs, chunk, slot, PIXELS, DGRAD)
                 acc = warpgroup_mma_wait(1, deps=(acc,))  # the tap before is done
                 sync_threads()
@@ -221,44 +246,66 @@ def _multiply(
         block += tile_blocks  # those of the other warpgroup
         step += tile_steps
 
+        accs = _halves(acc, PIXELS, HALF)
+        BY_IMAGE: gl.constexpr = _by_image(accs[0], IMAGES, W).type.layout
+        SUMS: gl.constexpr = gl.SliceLayout(2, BY_IMAGE)
+        offs = c0 + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))[:, None]
+        image = n0 + gl.arange(0, IMAGES, layout=gl.SliceLayout(0, SUMS))[None, :]
+        valid = (image < N) & (offs < C)
+        total = gl.zeros([64, IMAGES], gl.float32, SUMS)
+        second = gl.zeros([64, IMAGES], gl.float32, SUMS)
+        rounded = ()
         if DGRAD:
-            table = vectors_ptr + n.to(gl.int64) * 4 * C + offs
-            mean = gl.load(table)
-            rstd = gl.load(table + C)
-            g = gl.load(table + 2 * C)[:, None]
-            b = gl.load(table + 3 * C)[:, None]
-            shift = (-mean * rstd)[:, None]
-            rstd = rstd[:, None]
-            mbarrier.wait(beside_full.index(GROUP), phase)
-            xhat = buf.load(LAYOUT).to(gl.float32) * rstd + shift
-            dz = acc * activate_grad(xhat * g + b, ACT)
-            total = gl.sum(dz, axis=1)
-            second = gl.sum(dz * xhat, axis=1)
-            y = round_pairs(dz, y_desc.dtype)
+            table = vectors_ptr + image.to(gl.int64) * 4 * C + offs
+            mean = gl.load(table, mask=valid, other=0.0)
+            rstd = gl.load(table + C, mask=valid, other=0.0)
+            g = gl.load(table + 2 * C, mask=valid, other=0.0)[:, :, None]
+            b = gl.load(table + 3 * C, mask=valid, other=0.0)[:, :, None]
+            shift = (-mean * rstd)[:, :, None]
+            rstd = rstd[:, :, None]
         else:
             bias = gl.load(vectors_ptr + offs)
             if extra_bias_ptr is not None:
                 bias += gl.load(extra_bias_ptr + offs)
             if emb_ptr is not None:
-                bias += gl.load(emb_ptr + n.to(gl.int64) * stride_emb + offs)
-            y = acc + bias[:, None]
+                to = emb_ptr + image.to(gl.int64) * stride_emb + offs
+                bias = bias + gl.load(to, mask=valid, other=0.0)
+            bias = bias[:, :, None]
+        if HAS_BESIDE:
+            mbarrier.wait(beside_full.index(GROUP), phase)
+        for i in gl.static_range(PIXELS // 128):
+            y = _by_image(accs[i], IMAGES, W)
+            buf = halves.index(i).permute((1, 0))
             if HAS_BESIDE:
-                mbarrier.wait(beside_full.index(GROUP), phase)
-                y += buf.load(LAYOUT).to(gl.float32)
+                beside = _by_image(buf.load(HALF), IMAGES, W).to(gl.float32)
+            if DGRAD:
+                xhat = beside * rstd + shift
+                y *= activate_grad(xhat * g + b, ACT)
+                total += gl.sum(y, axis=2)
+                second += gl.sum(y * xhat, axis=2)
+            else:
+                y += bias
+                if HAS_BESIDE:
+                    y += beside
             y = round_pairs(y, y_desc.dtype)
-        buf.store(y)
+            if partial_ptr is not None and not DGRAD:
+                total += gl.sum(y.to(gl.float32), axis=2)
+                rounded = rounded + (y,)
+            y = y.reshape([64, IMAGES, 128 // WIDTH, W]).permute((0, 2, 1, 3)).reshape([64, 128])
+            buf.store(gl.convert_layout(y, HALF, assert_trivial=True))
         fence_async_shared()
-        tma.async_copy_shared_to_global(y_desc, [n, h0, 0, c0], stage_buf)
+        tma.async_copy_shared_to_global(y_desc, [h0, n0, 0, c0], stage_buf)
         if partial_ptr is not None:
             if not DGRAD:
                 # about the mean of the tile, since a difference of large sums would cancel
-                v = y.to(gl.float32)
-                total = gl.sum(v, axis=1)
-                d = v - (total / PIXELS)[:, None]
-                second = gl.sum(d * d, axis=1)
-            to = partial_ptr + tile.to(gl.int64) * 2 * C + offs
-            gl.store(to, total)
-            gl.store(to + C, second)
+                mean = (total / (ROWS * W))[:, :, None]
+                for i in gl.static_range(PIXELS // 128):
+                    d = rounded[i].to(gl.float32) - mean
+                    second += gl.sum(d * d, axis=2)
+            row = image * tiles_h + tile % tiles_h
+            to = partial_ptr + row.to(gl.int64) * 2 * C + offs
+            gl.store(to, total, mask=valid)
+            gl.store(to + C, second, mask=valid)
         phase ^= 1
     tma.store_wait(0)
 
@@ -268,19 +315,19 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["N", "H"])
 def conv_tiles_kernel(
-    x_desc,  # [N, H, W, K] in boxes [1, 2, W, 64]: x, or dy
+    x_desc,  # [H, N, W, K] in boxes [2, IMAGES, W, 64]: x, or dy
     w_desc,  # [9, CO, CI] in boxes [1, 64, 64]
-    beside1_desc,  # [N, H, W, C] in boxes [1, PIXELS / W, W, 64], or None: residual; DGRAD: x
+    beside1_desc,  # [H, N, W, C] in boxes [ROWS, IMAGES, W, 64], or None: residual; DGRAD: x
     beside2_desc,  # the second of two tensors that x concatenates, or None
-    y_desc,  # [N, H, W, C] in boxes [1, PIXELS / W, W, 64]: y, or dz
-    extra1_desc,  # [N, H, W, C1] in boxes [1, 2, W, 64], or None
+    y_desc,  # [H, N, W, C] in boxes [ROWS, IMAGES, W, 64]: y, or dz
+    extra1_desc,  # [H, N, W, C1] in boxes [2, IMAGES, W, 64], or None
     extra1_w_desc,  # [1, C, C1] in boxes [1, 64, 64]
     extra2_desc,  # a second such pair, or None
     extra2_w_desc,
     vectors_ptr,  # float32: bias [C]; DGRAD: table [N, 4, C]
     extra_bias_ptr,  # [C] or None
     emb_ptr,  # [N, C] or None
-    partial_ptr,  # [N, H * W / PIXELS, 2, C] or None
+    partial_ptr,  # [N, H / ROWS, 2, C] or None
     C1,
     C2,
     border,  # channels of the first of two tensors
@@ -289,7 +336,8 @@ def conv_tiles_kernel(
     H,
     K,
     C,
-    PIXELS: gl.constexpr,  # of a tile
+    ROWS: gl.constexpr,  # of a tile
+    IMAGES: gl.constexpr,  # of a tile, which they share unless it is one
     W: gl.constexpr,
     DGRAD: gl.constexpr,
     ACT: gl.constexpr,
@@ -300,11 +348,10 @@ def conv_tiles_kernel(
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_desc.dtype
-    ROWS: gl.constexpr = PIXELS // W
-    CHUNKS: gl.constexpr = block_chunks(PIXELS, W)
+    CHUNKS: gl.constexpr = block_chunks(ROWS, IMAGES * W)
     x_bufs = gl.allocate_shared_memory(dtype, [BLOCKS * CHUNKS, 8, 64], MATRIX)
     w_bufs = gl.allocate_shared_memory(dtype, [STEPS, 1, 64, 64], w_desc.layout)
-    stages = gl.allocate_shared_memory(dtype, [2, 1, ROWS, W, 64], y_desc.layout)
+    stages = gl.allocate_shared_memory(dtype, [2, ROWS, IMAGES, W, 64], y_desc.layout)
     x_full = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], BAR)
     x_empty = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], BAR)
     w_full = gl.allocate_shared_memory(gl.int64, [STEPS, 1], BAR)
@@ -326,7 +373,7 @@ def conv_tiles_kernel(
     # tiles of the same pixels are neighbours, so pixels come from memory once and then from L2
     blocks_c = C // 64
     tiles_h = H // ROWS
-    tiles = N * tiles_h * blocks_c
+    tiles = gl.cdiv(N, IMAGES) * tiles_h * blocks_c
     HAS_EXTRA: gl.constexpr = extra1_desc is not None
     extra_blocks = (C1 + C2) // 64
     gl.warp_specialize(
@@ -337,8 +384,8 @@ def conv_tiles_kernel(
                     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty,
                     w_full, w_empty, beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
                     partial_ptr,
-                    K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, C,
-                    0, PIXELS, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS,
+                    K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C,
+                    0, ROWS, IMAGES, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS,
                 ),
             ),
             (
@@ -347,8 +394,8 @@ def conv_tiles_kernel(
                     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty,
                     w_full, w_empty, beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
                     partial_ptr,
-                    K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, C,
-                    1, PIXELS, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS,
+                    K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C,
+                    1, ROWS, IMAGES, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS,
                 ),
             ),
             (
@@ -356,7 +403,7 @@ def conv_tiles_kernel(
                 (
                     x_desc, w_desc, extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc,
                     x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, K, C1, C2, tiles, tiles_h,
-                    blocks_c, PIXELS, W, DGRAD, BLOCKS, STEPS,
+                    blocks_c, ROWS, IMAGES, W, DGRAD, BLOCKS, STEPS,
                 ),
             ),
         ],
