@@ -1,7 +1,7 @@
 """What a model computes: the distinct shapes of each op, and how often a training step has them.
 
-Nothing is listed by hand. The UNet of a configuration runs once on the meta device, where tensors
-have shapes and no data, while the reference ops note what they are called with.
+Nothing is listed by hand. The network of a configuration runs once on the meta device, where
+tensors have shapes and no data, while the reference ops note what they are called with.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from diffusion.backend import Backend
-from diffusion.build import build_model
+from diffusion.build import POLICY_MODELS, build_model, build_policy_model
 from diffusion.errors import ConfigError
 from diffusion.unet import UNet
 from triton_kernels import reference
@@ -133,6 +133,8 @@ LONGER_ATTENTION = (
     AttentionCase(16, 1024, 768, 12, "qkv_heads"),
     AttentionCase(4, 4096, 512, 8, "qkv_heads"),
 )
+_META = torch.device("meta")
+_BACKEND = Backend("torch", reference, torch.bfloat16)
 OPS = ("conv2d", "group_norm", "attention", "adamw", "denoise")
 
 
@@ -146,35 +148,63 @@ def model_settings(name: str) -> dict[str, Any]:
 
 
 def model_cases(
-    model: str, batch: int, op: str = "all", size: int = 64, channels: int = 3
+    model: str,
+    batch: int,
+    op: str = "all",
+    size: int = 64,
+    channels: int = 3,
+    conv_resample: bool = False,  # with convolutions in down- and upsampling, whatever it has
 ) -> list[tuple[Case, int]]:
-    """Every case of one op, or of all, with its number of calls in a training step."""
+    """Every case of one op, or of all, with its number of calls in a training step. Of a policy's
+    network the convolutions alone."""
     if batch < 1:
         raise ConfigError(f"batch={batch}; expected at least 1")
+    settings = model_settings(model)
+    if settings["name"] in POLICY_MODELS:
+        calls = _walk_policy(model, batch).items()
+        return [
+            (case, count)
+            for case, count in calls
+            if case.op == "conv2d" and op in ("all", "conv2d")
+        ]
     cases: list[tuple[Case, int]] = [
         (case, count)
-        for case, count in _walk(model, batch, size, channels).items()
+        for case, count in _walk(model, batch, size, channels, conv_resample).items()
         if op in ("all", case.op)
     ]
     if op in ("all", "adamw"):
-        sizes = tuple(p.numel() for p in meta_model(model, size, channels).parameters())
-        cases.append((AdamWCase(sizes), 1))
+        network = meta_model(model, size, channels, conv_resample)
+        cases.append((AdamWCase(tuple(p.numel() for p in network.parameters())), 1))
     if op in ("all", "denoise"):
         cases.append((DenoiseCase(batch, size, size, channels), 1))
     return cases
 
 
-def meta_model(name: str, size: int = 64, channels: int = 3) -> UNet:
+def meta_model(name: str, size: int = 64, channels: int = 3, conv_resample: bool = False) -> UNet:
     """The network without data: bfloat16, on the meta device."""
-    device = torch.device("meta")
-    backend = Backend("torch", reference, torch.bfloat16)
-    with device:
-        return build_model(model_settings(name), backend, (size, size), channels, False, device)
+    settings = model_settings(name)
+    if conv_resample:
+        settings["conv_resample"] = True
+    with _META:
+        return build_model(settings, _BACKEND, (size, size), channels, False, _META)
 
 
 @lru_cache
-def _walk(name: str, batch: int, size: int, channels: int) -> Counter[Case]:
-    model = meta_model(name, size, channels).train()
+def _walk_policy(name: str, batch: int) -> Counter[Case]:
+    """Chunks of 16 actions of 2 numbers, under a condition of 1028, as published."""
+    with _META, _noted_calls() as calls:
+        model = build_policy_model(model_settings(name), _BACKEND, 2, 1028, _META).train()
+        model.forward_nhwc(
+            torch.empty(batch, 1, 16, 2),
+            torch.empty(batch, dtype=torch.int64),
+            torch.empty(batch, 1028),
+        )
+    return Counter(calls)
+
+
+@lru_cache
+def _walk(name: str, batch: int, size: int, channels: int, conv_resample: bool) -> Counter[Case]:
+    model = meta_model(name, size, channels, conv_resample).train()
     with torch.device("meta"), _noted_calls() as calls:
         model.forward_nhwc(
             torch.empty(batch, size, size, channels),

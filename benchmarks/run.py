@@ -5,6 +5,7 @@
     op=all           ops, comma-separated
     batch=32,128     images a step
     model=unet64     configs/model
+    conv_resample=0  1: with convolutions in down- and upsampling, whatever the model has
     dtype=bf16       bf16 | fp16 | tf32 | fp32
     providers=       only these, e.g. triton,cudnn; ours is always among them
     passes=          only these, e.g. fwd,dgrad; default all but fwd+bias
@@ -36,6 +37,7 @@ DEFAULTS = {
     "op": ("all",),
     "batch": (32, 128),
     "model": "unet64",
+    "conv_resample": 0,
     "dtype": ("bf16",),
     "providers": (),
     "passes": (),
@@ -102,7 +104,9 @@ def select(settings: dict, ops: Sequence[str]) -> list[Experiment]:
     chosen = {}
     for op in ops:
         for batch in settings["batch"]:
-            cases = model_cases(settings["model"], batch, op)
+            cases = model_cases(
+                settings["model"], batch, op, conv_resample=bool(settings["conv_resample"])
+            )
             if op == "attention" and settings["longer"]:
                 cases += [(case, 1) for case in LONGER_ATTENTION]
             for case, count in cases:

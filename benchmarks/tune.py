@@ -3,6 +3,7 @@
     python -m benchmarks.tune [key=value ...]
 
     model=unet64        configs/model
+    conv_resample=0     1: of the ops: with convolutions in down- and upsampling
     batch=8,32,128      images a step
     what=step           step: what a training step launches; ops: the public ops, each by itself
     op=all              of the ops: conv2d, group_norm, attention, ...
@@ -34,6 +35,7 @@ from .steps import build_step
 
 DEFAULTS = {
     "model": "unet64",
+    "conv_resample": 0,
     "batch": (8, 32, 128),
     "what": ("step",),
     "op": ("all",),
@@ -95,6 +97,7 @@ def _run_ops(settings: dict, batch: int, device: torch.device) -> Iterator[None]
     chosen = RUN_DEFAULTS | {
         "batch": (batch,),
         "model": settings["model"],
+        "conv_resample": settings["conv_resample"],
         "dtype": (settings["precision"],),
         "longer": settings["longer"],
     }

@@ -133,6 +133,17 @@ def test_longer_rows_of_attention_are_asked_for():
     assert longer - shapes == {"16x1024 12x64", "4x4096 8x64"}
 
 
+def test_convolutions_of_other_models():
+    plain, resampled = (
+        dict(model_cases("unet64", 2, "conv2d", conv_resample=c)) for c in (False, True)
+    )
+    added = {case.shape for case in resampled} - {case.shape for case in plain}
+    assert "2x64x64 64->64 3x3 /2" in added
+    policy = {case.shape for case, _ in model_cases("unet1d", 3, "conv2d")}
+    assert {"3x1x16 256->256 1x5", "3x1x16 256->256 1x3 /2", "3x1x1 256->1024 1x1"} <= policy
+    assert model_cases("unet1d", 3, "attention") == []
+
+
 # --- providers ------------------------------------------------------------------------------------
 
 

@@ -67,6 +67,64 @@ def _wgrad_tma(name: str, block_co: int, num_warps: int, flat: bool, arches) -> 
     }
 
 
+def _stride2(name: str, dgrad: bool) -> dict:
+    """64 channels x 128 pixels."""
+    small, parities = "tensordesc<bf16[1,4,32,64]>", "tensordesc<bf16[1,4,1,32,64]>"
+    names = ("dy_desc", "dx_desc") if dgrad else ("x_desc", "y_desc")
+    kinds = (small, parities) if dgrad else (parities, small)
+    return {
+        "name": name,
+        "kernel": f"triton_kernels.conv.tma_stride:_stride2_{'dgrad' if dgrad else 'fwd'}_kernel",
+        "signature": {
+            **dict(zip(names, kinds, strict=True)),
+            "w_desc": "tensordesc<bf16[1,64,64]>",
+            **({} if dgrad else {"bias_ptr": "*fp32"}),
+            **dict.fromkeys(("CI", "P", "Q", "CO"), "i32"),
+        },
+        "constexprs": {
+            "R": 3,
+            "S": 3,
+            "PAD_H": 1,
+            "PAD_W": 1,
+            "PRECISION": "tf32",
+            "TILE_N": 1,
+            "TILE_H": 4,
+            "TILE_W": 32,
+            "BLOCK_C": 64,
+            "BLOCK_K": 64,
+        },
+        "options": {"num_warps": 4, "num_stages": 3},
+        "multiples": ("CI", "P", "Q", "CO"),
+        "expect": {"wgmma": True, "tma": True, "arches": _TMA_CHIPS},
+    }
+
+
+_STRIDE2_WGRAD = {
+    "name": "weight gradient, stride 2",
+    "kernel": "triton_kernels.conv.tma_stride:_stride2_wgrad_kernel",
+    "signature": {
+        "x_desc": "tensordesc<bf16[1,2,1,32,64]>",
+        "dy_desc": "tensordesc<bf16[64,64]>",
+        "dw_ptr": "*fp32",
+        **dict.fromkeys(("CI", "P", "Q", "CO", "num_tiles", "tiles_per_split"), "i32"),
+    },
+    "constexprs": {
+        "TAPS": 9,
+        "S": 3,
+        "PAD_H": 1,
+        "PAD_W": 1,
+        "FLAT": True,
+        "TILE_N": 1,
+        "TILE_H": 2,
+        "TILE_W": 32,
+        "BLOCK_CO": 64,
+        "BLOCK_CI": 64,
+    },
+    "options": {"num_warps": 4, "num_stages": 4},
+    "multiples": ("CI", "CO"),
+    "expect": {"wgmma": True, "tma": True, "arches": _TMA_CHIPS},
+}
+
 _FWD_GATHER = {
     "name": "input gradient, stride 2, gathered",
     "kernel": "triton_kernels.conv.gather:_conv2d_gather_kernel",
@@ -244,6 +302,9 @@ COMPILE_CASES = [
     _fwd_tma("input gradient 64x256", 64, 256, 4, True, (90, 100)),
     _wgrad_tma("weight gradient 64x64", 64, 4, True, _TMA_CHIPS),
     _wgrad_tma("weight gradient 64x64, single rows", 64, 4, False, _TMA_CHIPS),
+    _stride2("forward, stride 2", dgrad=False),
+    _stride2("input gradient, stride 2", dgrad=True),
+    _STRIDE2_WGRAD,
     _FWD_GATHER,
     _STEM_WGRAD,
     _FUSED_FWD,

@@ -12,6 +12,7 @@ from triton_kernels.conv import conv2d as conv
 from triton_kernels.conv import gather as conv_gather
 from triton_kernels.conv import tma as conv_tma
 from triton_kernels.conv import tma_boxes
+from triton_kernels.conv import tma_stride as conv_stride
 from triton_kernels.device import describe
 
 
@@ -45,6 +46,12 @@ SMALL = {
     "stride 2 stem": Shape(2, 5, 6, 3, 20, stride=2, padding=1),
     "stride 2, 4x4": Shape(1, 6, 6, 8, 8, (4, 4), stride=2, padding=1),
     "stride 3, 2x4": Shape(1, 7, 9, 8, 8, (2, 4), stride=3, padding=2),
+    "stride 2 by TMA": Shape(3, 6, 10, 64, 24, stride=2),
+    "stride 2 by TMA, no padding": Shape(2, 6, 8, 32, 40, stride=2, padding=0),
+    "stride 2 by TMA, 4x4": Shape(1, 4, 6, 32, 8, (4, 4), stride=2, padding=1),
+    "stride 2 by TMA, 1x1": Shape(2, 4, 6, 32, 16, (1, 1), stride=2),
+    "stride 2 by TMA, padding beyond the filter": Shape(1, 4, 4, 32, 8, stride=2, padding=(4, 3)),
+    "stride 2 by TMA, 1-D": Shape(3, 1, 18, 32, 24, (1, 3), stride=2, padding=(0, 1)),
     "1-D, 5 taps": Shape(3, 1, 17, 20, 24, (1, 5)),
     "1-D, 3 taps, stride 2": Shape(3, 1, 17, 20, 24, (1, 3), stride=2, padding=(0, 1)),
     "1-D, 4 taps, stride 2": Shape(3, 1, 16, 16, 16, (1, 4), stride=2, padding=(0, 1)),
@@ -212,7 +219,11 @@ CONFIGS = [
 
 
 def is_tma(config) -> bool:
-    return isinstance(config, conv_tma.Config | conv_tma.WgradConfig)
+    return not isinstance(config, conv_gather.Config | conv_gather.WgradConfig)
+
+
+def is_strided(config) -> bool:
+    return isinstance(config, conv_stride.Config | conv_stride.WgradConfig)
 
 
 @pytest.mark.usefixtures("poison")
@@ -220,7 +231,7 @@ def is_tma(config) -> bool:
 def test_every_config(which, config, device):
     if is_tma(config) and not describe(device).tma:
         pytest.skip("no TMA unit")
-    shape = Shape(3, 6, 8, 72, 40)
+    shape = Shape(3, 6, 8, 128, 40, stride=2) if is_strided(config) else Shape(3, 6, 8, 72, 40)
     data = make(shape, torch.float16, device)
     exact, low = references(shape, *data)
     got = one_pass(which, shape, *data, False, config)
@@ -316,6 +327,9 @@ RACES = {
     "ragged bf16": (Shape(5, 13, 21, 200, 136), "bf16"),
     "16x16 tf32": (Shape(32, 16, 16, 192, 192), "tf32"),
     "ragged fp32": (Shape(5, 13, 21, 200, 136), "fp32"),
+    "stride 2 bf16": (Shape(32, 32, 32, 128, 128, stride=2), "bf16"),
+    "ragged, stride 2 bf16": (Shape(5, 14, 22, 128, 136, stride=2), "bf16"),
+    "stride 2 tf32": (Shape(32, 16, 16, 128, 192, stride=2), "tf32"),
 }
 
 
@@ -337,6 +351,8 @@ def test_every_config_repeatedly(name, which, config, monkeypatch, device):
     dtype, tf32 = DTYPES[precision]
     wide = dtype == torch.float32
     if is_tma(config):
+        if is_strided(config) != (shape.stride == 2):
+            pytest.skip("of another stride")
         if not describe(device).tma:
             pytest.skip("no TMA unit")
         if precision == "fp32" or (wide and which == "weight gradient"):

@@ -12,9 +12,9 @@ The GEMM is swapped: the filters are the left operand of tl.dot and the pixels, 
 right one, so an accumulator is [channels, pixels]. On Hopper both operands then stay in shared
 memory. (With pixels on the left Triton moves them through registers first; one such tile raced.)
 
-Two paths, chosen by `_launch_fwd` and `_conv2d_wgrad` from shape, dtype and GPU:
-`conv.tma` is fast, and needs stride 1 and channels in multiples of 16 bytes; `conv.gather` serves
-the rest. Sums over pixels that are split among programs are added up in a fixed order.
+Three paths, chosen by `_launch_fwd` and `_conv2d_wgrad` from shape, dtype and GPU: `conv.tma`, and
+for stride 2 `conv.tma_stride`, are fast, and need channels in multiples of 16 bytes; `conv.gather`
+serves the rest. Sums over pixels that are split among programs are added up in a fixed order.
 """
 
 import torch
@@ -26,10 +26,14 @@ from ..layout import DTYPES, autocast, check_nhwc, check_shape
 from ..library import derivative, op
 from . import gather as conv_gather
 from . import tma as conv_tma
+from . import tma_stride as conv_stride
 
-# Every tile of either path; a launcher takes one as `config` instead of choosing by shape.
-_FWD_CONFIGS = [*conv_gather.FWD_CONFIGS, *conv_tma.FWD_CONFIGS]
-_WGRAD_CONFIGS = [*conv_gather.WGRAD_CONFIGS, *conv_tma.WGRAD_CONFIGS]
+# Every tile of every path; a launcher takes one as `config` instead of choosing by shape.
+_PATHS = (conv_gather, conv_tma, conv_stride)
+_FWD_CONFIGS = [c for path in _PATHS for c in path.FWD_CONFIGS]
+_WGRAD_CONFIGS = [c for path in _PATHS for c in path.WGRAD_CONFIGS]
+_FwdConfig = conv_gather.Config | conv_tma.Config | conv_stride.Config
+_WgradConfig = conv_gather.WgradConfig | conv_tma.WgradConfig | conv_stride.WgradConfig
 
 _empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
 
@@ -52,7 +56,7 @@ def _conv2d_fwd(
     stride: int,
     padding: tuple[int, int],
     allow_tf32: bool,
-    config: conv_gather.Config | conv_tma.Config | None = None,
+    config: _FwdConfig | None = None,
 ) -> Tensor:  # [N, P, Q, CO]
     n, h, w, _ = x.shape
     co, _, r, s = weight.shape
@@ -69,7 +73,7 @@ def _conv2d_dgrad(
     stride: int,
     padding: tuple[int, int],
     allow_tf32: bool,
-    config: conv_gather.Config | conv_tma.Config | None = None,
+    config: _FwdConfig | None = None,
 ) -> Tensor:  # [N, H, W, CI]
     dx = _empty((dy.shape[0], *size, weight.shape[1]), dtype=dy.dtype, device=dy.device)
     _launch_fwd(dy, weight, None, dx, stride, padding, allow_tf32, config, dgrad=True)
@@ -80,10 +84,14 @@ def _launch_fwd(x, weight, bias, y, stride, padding, allow_tf32, config, dgrad):
     if y.numel() == 0:
         return
     precision = _precision(x.dtype, allow_tf32)
-    if config is None:
-        path = conv_tma if conv_tma.serves_fwd(x, weight, y, stride, precision) else conv_gather
+    if config is not None:
+        path = next(path for path in _PATHS if isinstance(config, path.Config))
+    elif conv_tma.serves_fwd(x, weight, y, stride, precision):
+        path = conv_tma
+    elif conv_stride.serves_fwd(x, weight, y, stride, padding, precision, dgrad=dgrad):
+        path = conv_stride
     else:
-        path = conv_tma if isinstance(config, conv_tma.Config) else conv_gather
+        path = conv_gather
     path.launch_fwd(x, weight, bias, y, stride, padding, precision, dgrad=dgrad, config=config)
 
 
@@ -94,16 +102,20 @@ def _conv2d_wgrad(
     stride: int,
     padding: tuple[int, int],
     allow_tf32: bool,
-    config: conv_gather.WgradConfig | conv_tma.WgradConfig | None = None,
+    config: _WgradConfig | None = None,
 ) -> Tensor:  # like weight
     dweight = _empty((weight.numel(),), dtype=weight.dtype, device=x.device)
     if dy.numel() == 0:
         return dweight.zero_().as_strided(weight.shape, weight.stride())
     precision = _precision(x.dtype, allow_tf32)
-    if config is None:
-        path = conv_tma if conv_tma.serves_wgrad(x, dy, weight, stride) else conv_gather
+    if config is not None:
+        path = next(path for path in _PATHS if isinstance(config, path.WgradConfig))
+    elif conv_tma.serves_wgrad(x, dy, weight, stride):
+        path = conv_tma
+    elif conv_stride.serves_wgrad(x, dy, weight, stride, padding):
+        path = conv_stride
     else:
-        path = conv_tma if isinstance(config, conv_tma.WgradConfig) else conv_gather
+        path = conv_gather
     how = (stride, precision) if path is conv_gather else ()
     config, splits = path.plan_wgrad(x, dy, weight, padding, config, *how)
     partial = partials(dweight, splits)

@@ -21,6 +21,7 @@ from ..dependent_launch import await_inputs, overlapping
 from ..device import describe
 from ..tuning import choose
 from . import gluon as conv_gluon
+from . import gluon_bare
 from .tma_boxes import (
     addressable,
     aligned,
@@ -299,10 +300,16 @@ def launch_fwd(
         config = choose(
             "conv2d_dgrad" if dgrad else "conv2d",
             (*x.shape, *y.shape[1:], *weight.shape[2:], x.dtype),
-            lambda: [c for c in FWD_CONFIGS if _fits_fwd(c, x)],
+            lambda: (
+                [c for c in FWD_CONFIGS if _fits_fwd(c, x)]
+                + [Config(*c) for c in gluon_bare.candidates(x, weight, y, padding)]
+            ),
             lambda: _pick_fwd(x, y),
             run,
         )
+    if gluon_bare.serves(config):
+        gluon_bare.launch(x, weight, bias, y, config, dgrad=dgrad)
+        return
     box = pixel_box(config.block_m, n, p, q)
     block_co, block_ci = config.block_c, config.block_k
     if dgrad:

@@ -1,0 +1,151 @@
+"""The Gluon path of conv2d: where it applies, and on a Hopper GPU its results."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from triton_kernels import reference
+from triton_kernels.conv import conv2d as conv
+from triton_kernels.conv import gluon as conv_gluon
+from triton_kernels.conv import gluon_bare
+from triton_kernels.conv.tma import Config
+from triton_kernels.device import describe
+
+from .test_conv import (
+    ROUNDING,
+    Shape,
+    make,
+    padding_of,
+    poison,  # noqa: F401  a fixture for the tests here
+    references,
+    relative,
+)
+
+HOPPER = describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")).hopper
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="no Hopper GPU"),
+    pytest.mark.skipif(not conv_gluon._SUPPORTED, reason="another version of Triton"),
+]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+ROWS = {
+    "a tile": Shape(1, 4, 64, 64, 64),
+    "rows of channels": Shape(3, 12, 64, 128, 192),
+    "many tiles": Shape(37, 64, 64, 64, 64),
+    "many channels": Shape(21, 64, 64, 192, 64),
+    "a tile of 32": Shape(1, 8, 32, 64, 64),
+    "rows of 32": Shape(29, 32, 32, 128, 192),
+    "rows of 16": Shape(23, 16, 16, 192, 128),
+    "half a tile of 16": Shape(3, 24, 16, 64, 64),
+}
+# Less than a tile, tiles that end outside, many an odd number of tiles, channels that are no
+# multiple of 64 and none of what a program does, and more of them than its filters have room for.
+POINTS = {
+    "a pixel": Shape(1, 1, 1, 64, 64, (1, 1)),
+    "odd": Shape(3, 5, 7, 72, 40, (1, 1)),
+    "qkv": Shape(5, 16, 16, 192, 576, (1, 1)),
+    "many tiles": Shape(33, 64, 61, 128, 64, (1, 1)),
+    "many input channels": Shape(9, 16, 15, 768, 256, (1, 1)),
+    "five blocks": Shape(17, 31, 32, 320, 320, (1, 1)),
+}
+SHAPES = {f"3x3, {k}": v for k, v in ROWS.items()} | {f"1x1, {k}": v for k, v in POINTS.items()}
+
+
+RUNS = [
+    *((name, "bf16") for name in SHAPES),
+    *((name, "fp16") for name in ("3x3, a tile", "3x3, half a tile of 16", "1x1, odd")),
+]
+
+
+def applying(shape: Shape, dtype, device, dgrad: bool) -> list[tuple]:
+    """The configurations for a shape."""
+    n, h, w, ci, co = shape[:5]
+    pixels = (1, 1, n * h * w) if shape.kernel == (1, 1) else (n, h, w)
+    x, y = (torch.empty((*pixels, c), dtype=dtype, device=device) for c in (ci, co))
+    weight = torch.empty((co, ci, *shape.kernel), dtype=dtype, device=device)
+    x, y = (y, x) if dgrad else (x, y)
+    return gluon_bare.candidates(x, weight, y, padding_of(shape))
+
+
+class TestGpu:
+    pytestmark = [*gpu, pytest.mark.usefixtures("poison")]
+
+    @pytest.mark.parametrize(("name", "dtype"), RUNS)
+    def test_every_configuration_repeatedly(self, name, dtype, device):
+        """A race shows as a wrong result, or one that changes."""
+        shape = SHAPES[name]
+        data = x, weight, bias, dy = make(shape, DTYPES[dtype], device)
+        low = weight.to(x.dtype)
+        exact, other = references(shape, *data)
+        floor = ROUNDING[dtype] + 2**-24 * (math.prod(shape.kernel) * max(shape[3:5])) ** 0.5
+        options = (1, padding_of(shape), False)
+        forward = [Config(*c) for c in applying(shape, x.dtype, device, dgrad=False)]
+        backward = [Config(*c) for c in applying(shape, x.dtype, device, dgrad=True)]
+        assert forward and backward
+        runs = [(0, lambda c=c: conv._conv2d_fwd(x, low, bias, *options, c)) for c in forward]
+        runs += [
+            (1, lambda c=c: conv._conv2d_dgrad(dy, low, x.shape[1:3], *options, c))
+            for c in backward
+        ]
+        for i, run in runs:
+            first = run()
+            assert relative(first, exact[i]) <= 2 * relative(other[i], exact[i]) + floor
+            for _ in range(4):
+                assert torch.equal(run(), first)
+
+    @pytest.mark.parametrize("name", ["3x3, a tile", "1x1, odd"])
+    def test_without_bias(self, name, device):
+        shape = SHAPES[name]
+        x, weight, _, _ = make(shape, torch.bfloat16, device)
+        low = weight.to(x.dtype)
+        exact = reference.conv2d(x.double(), low.double())
+        for c in applying(shape, x.dtype, device, dgrad=False):
+            y = conv._conv2d_fwd(x, low, None, 1, padding_of(shape), False, Config(*c))
+            assert relative(y, exact) <= ROUNDING["bf16"] + 1e-5
+
+    def test_what_applies(self, device):
+        bf16 = torch.bfloat16
+        assert [c[1] for c in applying(ROWS["a tile"], bf16, device, dgrad=True)] == [256, 128]
+        assert [c[1] for c in applying(ROWS["half a tile of 16"], bf16, device, True)] == [128]
+        channels = {c[0] for c in applying(POINTS["qkv"], bf16, device, dgrad=False)}
+        assert channels == {64, 128, 192}
+        assert {c[0] for c in applying(POINTS["a pixel"], bf16, device, dgrad=False)} == {64}
+        # the filters of 192 channels by 576 do not fit into shared memory
+        channels = {c[0] for c in applying(POINTS["qkv"], bf16, device, dgrad=True)}
+        assert channels == {64, 128}
+        for shape in (
+            Shape(1, 64, 64, 96, 64),
+            Shape(1, 32, 28, 64, 64),
+            Shape(1, 64, 64, 64, 64, padding=2),
+            Shape(4, 1, 64, 64, 64, (1, 3)),
+            Shape(4, 1, 64, 2048, 64, (1, 1)),
+        ):
+            assert applying(shape, bf16, device, dgrad=False) == []
+        assert applying(POINTS["qkv"], torch.float32, device, dgrad=False) == []
+
+
+def test_nothing_applies_without_a_hopper_gpu():
+    for shape in SHAPES.values():
+        assert applying(shape, torch.bfloat16, torch.device("cpu"), dgrad=False) == []
+
+
+def test_a_tuned_configuration_is_ignored_where_it_does_not_apply(monkeypatch, device):
+    """A table made on a Hopper GPU has to be harmless elsewhere."""
+    monkeypatch.setattr(gluon_bare, "describe", lambda _: SimpleNamespace(hopper=False))
+    known = {
+        "conv2d 1 70 72 1 70 40 1 1 torch.float16": {1: [64, 128, 64, 12, 4, 1]},
+        "conv2d_dgrad 1 70 40 1 70 72 1 1 torch.float16": {1: [64, 128, 64, 12, 4, 1]},
+    }
+    monkeypatch.setattr("triton_kernels.tuning._table", lambda: known)
+    shape = Shape(2, 5, 7, 72, 40, (1, 1))
+    data = x, weight, bias, dy = make(shape, torch.float16, device)
+    exact, low = references(shape, *data)
+    got = (
+        conv._conv2d_fwd(x, weight.half(), bias, 1, (0, 0), False),
+        conv._conv2d_dgrad(dy, weight.half(), (5, 7), 1, (0, 0), False),
+    )
+    for a, b, c in zip(got, exact[:2], low[:2], strict=True):
+        assert relative(a, b) <= 2 * relative(c, b) + ROUNDING["fp16"]

@@ -1,0 +1,460 @@
+"""Convolutions of stride 2 whose tiles are fetched by TMA, as in `conv.tma`.
+
+Rows and columns are seen by their parity: [N, H, W, C] is [N, H / 2, 2, W / 2, 2 C] in the same
+memory. Tap (r, s) of a tile of pixels reads one parity of rows and one of columns, and in this view
+that is a box again. A single row, as of 1-D data, stays one: [N, 1, 1, W / 2, 2 C].
+
+The input gradient has four kinds of pixels, by the parities of row and column, each of which sees
+the taps of one parity: four products of a quarter of the pixels, and of nine taps altogether.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..column_sum import num_splits, partials, sum_partials
+from ..device import describe
+from ..tuning import choose
+from .tma import tile_origin
+from .tma_boxes import (
+    addressable,
+    aligned,
+    count_boxes,
+    in_boxes,
+    pixel_box,
+    weight_in_boxes,
+    wgrad_box,
+)
+
+
+class Config(NamedTuple):
+    """What one program of the forward or of the input gradient computes."""
+
+    block_c: int  # output channels
+    block_m: int  # pixels
+    block_k: int  # input channels a step
+    num_warps: int
+    num_stages: int
+
+
+class WgradConfig(NamedTuple):
+    """What one program of the weight gradient computes, of one tap."""
+
+    block_co: int
+    block_ci: int
+    block_m: int  # pixels a step
+    num_warps: int
+    num_stages: int
+
+
+# Of those of `conv.tma` the ones that win most often there.
+FWD_CONFIGS = [
+    Config(64, 128, 64, 4, 3),
+    Config(64, 64, 64, 4, 4),
+    Config(64, 64, 32, 4, 4),  # TF32: a row of a box is at most 128 bytes; few input channels
+    Config(32, 64, 32, 4, 4),  # few channels: a tile must not reach into the other parity
+    Config(64, 256, 64, 4, 4),
+    Config(128, 128, 64, 4, 3),
+    Config(64, 128, 64, 4, 4),
+    Config(64, 128, 32, 4, 4),
+]
+WGRAD_CONFIGS = [
+    WgradConfig(64, 64, 64, 4, 4),
+    WgradConfig(64, 32, 64, 4, 4),
+    WgradConfig(64, 64, 128, 4, 4),
+    WgradConfig(64, 128, 64, 4, 4),
+    WgradConfig(128, 64, 64, 4, 4),
+    WgradConfig(128, 128, 64, 4, 3),
+]
+
+
+# --- forward and input gradient -------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["P", "Q"])
+def _stride2_fwd_kernel(
+    x_desc,  # [N, H / 2, 2, W / 2, 2 CI] in boxes [TILE_N, TILE_H, 1, TILE_W, BLOCK_K]
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]
+    bias_ptr,  # [CO] or None
+    y_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]
+    CI,
+    P,
+    Q,
+    CO,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
+    n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
+    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    k_blocks = CI // BLOCK_K
+    for step in range(R * S * k_blocks):
+        tap = step // k_blocks
+        k0 = (step - tap * k_blocks) * BLOCK_K
+        row = tap // S - PAD_H
+        col = tap % S - PAD_W
+        x = x_desc.load([n0, h0 + (row >> 1), row & 1, w0 + (col >> 1), (col & 1) * CI + k0])
+        w = w_desc.load([tap, c0, k0]).reshape(BLOCK_C, BLOCK_K)
+        acc = tl.dot(w, tl.trans(x.reshape(BLOCK_M, BLOCK_K)), acc, input_precision=PRECISION)
+    if bias_ptr is not None:
+        offs_c = c0 + tl.arange(0, BLOCK_C)
+        bias = tl.load(bias_ptr + offs_c, mask=offs_c < CO, other=0.0)
+        acc += bias.to(tl.float32)[:, None]
+    y = tl.trans(acc.to(y_desc.dtype)).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C)
+    y_desc.store([n0, h0, w0, c0], y)
+
+
+@triton.jit(do_not_specialize=["P", "Q"])
+def _stride2_dgrad_kernel(
+    dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_K, BLOCK_C]
+    dx_desc,  # [N, H / 2, 2, W / 2, 2 CI] in boxes [TILE_N, TILE_H, 1, TILE_W, BLOCK_C]
+    CO,
+    P,  # H / 2, W / 2: the pixels of one kind
+    Q,
+    CI,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
+    n0, h0, w0, c0 = tile_origin(P, Q, CI, TILE_N, TILE_H, TILE_W, BLOCK_C)
+    odd_row = tl.program_id(1) // 2  # this program's kind
+    odd_col = tl.program_id(1) % 2
+    r0 = (odd_row + PAD_H) % 2  # the first tap that it sees, and every other one
+    s0 = (odd_col + PAD_W) % 2
+    taps_h = (R + 1 - r0) // 2
+    taps_w = (S + 1 - s0) // 2
+    row = (odd_row + PAD_H - r0) // 2  # of dy at that tap; one less with every further one
+    col = (odd_col + PAD_W - s0) // 2
+    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    k_blocks = tl.cdiv(CO, BLOCK_K)
+    for step in range(taps_h * taps_w * k_blocks):
+        tap = step // k_blocks
+        k0 = (step - tap * k_blocks) * BLOCK_K
+        i = tap // taps_w
+        j = tap - i * taps_w
+        dy = dy_desc.load([n0, h0 + row - i, w0 + col - j, k0]).reshape(BLOCK_M, BLOCK_K)
+        w = w_desc.load([(r0 + 2 * i) * S + s0 + 2 * j, k0, c0]).reshape(BLOCK_K, BLOCK_C)
+        acc = tl.dot(tl.trans(w), tl.trans(dy), acc, input_precision=PRECISION)
+    dx = tl.trans(acc.to(dx_desc.dtype)).reshape(TILE_N, TILE_H, 1, TILE_W, BLOCK_C)
+    dx_desc.store([n0, h0, odd_row, w0, odd_col * CI + c0], dx)
+
+
+def launch_fwd(
+    x: Tensor,  # [N, H, W, CI], or dy [N, P, Q, CO]
+    weight: Tensor,  # [CO, CI, R, S] in channels_last memory
+    bias: Tensor | None,  # [CO]
+    y: Tensor,  # [N, P, Q, CO] to be written, or dx [N, H, W, CI]
+    stride: int,
+    padding: tuple[int, int],
+    precision: str,
+    *,
+    dgrad: bool,
+    config: Config | None = None,
+) -> None:
+    """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output, y of the input."""
+    assert stride == 2
+    _, _, r, s = weight.shape
+    if config is None:
+
+        def run(c: Config) -> Tensor:
+            out = torch.empty_like(y)
+            launch_fwd(x, weight, bias, out, stride, padding, precision, dgrad=dgrad, config=c)
+            return out
+
+        config = choose(
+            "conv2d_stride2_dgrad" if dgrad else "conv2d_stride2",
+            (*x.shape, *y.shape[1:], r, s, x.dtype),
+            lambda: [c for c in FWD_CONFIGS if _fits_fwd(c, x, y, dgrad)],
+            lambda: next(c for c in FWD_CONFIGS if _fits_fwd(c, x, y, dgrad)),
+            run,
+        )
+    if dgrad:
+        _launch_dgrad(x, weight, y, padding, precision, config)
+        return
+    n, p, q, co = y.shape
+    ci = x.shape[3]
+    box = pixel_box(config.block_m, n, p, q)
+    assert ci % config.block_k == 0, "a block of channels reaches into the other parity"
+    _stride2_fwd_kernel[(count_boxes(box, n, p, q) * triton.cdiv(co, config.block_c),)](
+        in_boxes(_by_parity(x), [*box[:2], 1, box[2], config.block_k]),
+        weight_in_boxes(weight, config.block_c, config.block_k),
+        bias,
+        in_boxes(y, [*box, config.block_c]),
+        ci,
+        p,
+        q,
+        co,
+        **_constants(r, s, padding, precision, box, config),
+    )
+
+
+def _launch_dgrad(
+    dy: Tensor,
+    weight: Tensor,
+    dx: Tensor,
+    padding: tuple[int, int],
+    precision: str,
+    config: Config,
+) -> None:
+    _, ci, r, s = weight.shape
+    pixels = _by_parity(dx)
+    n, p, kinds, q, _ = pixels.shape
+    box = pixel_box(config.block_m, n, p, q)
+    assert ci % config.block_c == 0, "a block of channels reaches into the other parity"
+    programs = count_boxes(box, n, p, q) * triton.cdiv(ci, config.block_c)
+    _stride2_dgrad_kernel[(programs, 2 * kinds)](
+        in_boxes(dy, [*box, config.block_k]),
+        weight_in_boxes(weight, config.block_k, config.block_c),
+        in_boxes(pixels, [*box[:2], 1, box[2], config.block_c]),
+        dy.shape[3],
+        p,
+        q,
+        ci,
+        **_constants(r, s, padding, precision, box, config),
+    )
+
+
+def _constants(r: int, s: int, padding, precision: str, box, config: Config) -> dict:
+    return {
+        "R": r,
+        "S": s,
+        "PAD_H": padding[0],
+        "PAD_W": padding[1],
+        "PRECISION": precision,
+        "TILE_N": box[0],
+        "TILE_H": box[1],
+        "TILE_W": box[2],
+        "BLOCK_C": config.block_c,
+        "BLOCK_K": config.block_k,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def _fits_fwd(c: Config, x: Tensor, y: Tensor, dgrad: bool) -> bool:
+    """Whether blocks of channels stay within a parity, and the pipeline in shared memory."""
+    k = x.shape[3]
+    whole = y.shape[3] % c.block_c == 0 if dgrad else k % c.block_k == 0
+    wide = c.block_k * x.itemsize <= 128
+    fetched = c.num_stages * (c.block_c + c.block_m) * c.block_k * x.itemsize
+    return whole and wide and fetched + 1024 <= describe(x.device).shared_memory
+
+
+def serves_fwd(
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    stride: int,
+    padding: tuple[int, int],
+    precision: str,
+    *,
+    dgrad: bool,
+) -> bool:
+    """Whether `launch_fwd` can do this convolution, or this input gradient."""
+    image = y if dgrad else x
+    return (
+        stride == 2
+        and precision != "ieee"
+        and _has_parities(image, weight, padding)
+        and image.shape[3] % 32 == 0
+        and addressable(x, y)
+        and aligned(weight)
+    )
+
+
+# --- weight gradient ------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["P", "Q", "num_tiles", "tiles_per_split"])
+def _stride2_wgrad_kernel(
+    x_desc,  # [N, H / 2, 2, W / 2, 2 CI] in boxes [TILE_N, TILE_H, 1, TILE_W, BLOCK_CI]
+    dy_desc,  # [N, P, Q, CO] in boxes [1, 1, TILE_W, BLOCK_CO]; FLAT: [N * P * Q, CO]
+    dw_ptr,  # [splits, CO, R * S, CI]
+    CI,
+    P,
+    Q,
+    CO,
+    num_tiles,  # of pixels
+    tiles_per_split,
+    TAPS: tl.constexpr,  # R * S
+    S: tl.constexpr,
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    FLAT: tl.constexpr,  # a tile is BLOCK_M successive pixels of the batch: whole rows or images
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_CO: tl.constexpr,
+    BLOCK_CI: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
+    ci_blocks = tl.cdiv(CI, BLOCK_CI)
+    co0 = tl.program_id(0) // ci_blocks * BLOCK_CO
+    ci0 = tl.program_id(0) % ci_blocks * BLOCK_CI
+    tap = tl.program_id(1)
+    split = tl.program_id(2)
+    row = tap // S - PAD_H
+    col = tap % S - PAD_W
+    tiles_h = tl.cdiv(P, TILE_H)
+    tiles_w = tl.cdiv(Q, TILE_W)
+    acc = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)
+    start = split * tiles_per_split
+    for tile in range(start, tl.minimum(start + tiles_per_split, num_tiles)):
+        w0 = tile % tiles_w * TILE_W
+        h0 = tile // tiles_w % tiles_h * TILE_H
+        n0 = tile // (tiles_w * tiles_h) * TILE_N
+        if FLAT:
+            dy = dy_desc.load([tile * BLOCK_M, co0])
+        else:
+            dy = dy_desc.load([n0, h0, w0, co0]).reshape(BLOCK_M, BLOCK_CO)
+        x = x_desc.load([n0, h0 + (row >> 1), row & 1, w0 + (col >> 1), (col & 1) * CI + ci0])
+        acc = tl.dot(tl.trans(dy), x.reshape(BLOCK_M, BLOCK_CI), acc)
+    offs_co = co0 + tl.arange(0, BLOCK_CO)
+    offs_ci = ci0 + tl.arange(0, BLOCK_CI)
+    mask = (offs_co < CO)[:, None] & (offs_ci < CI)[None, :]
+    rows = (split.to(tl.int64) * CO + offs_co) * (TAPS * CI) + tap * CI
+    tl.store(dw_ptr + rows[:, None] + offs_ci[None, :], acc.to(dw_ptr.dtype.element_ty), mask=mask)
+
+
+class _WgradPlan(NamedTuple):
+    """A `WgradConfig` and the number of parts."""
+
+    block_co: int
+    block_ci: int
+    block_m: int
+    num_warps: int
+    num_stages: int
+    splits: int
+
+
+def plan_wgrad(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    padding: tuple[int, int],
+    config: WgradConfig | None,
+) -> tuple[WgradConfig, int]:
+    """The configuration, and the number of parts that the sum over pixels is split into."""
+    if config is not None:
+        return config, _splits(x, dy, weight, config)
+    safe = WGRAD_CONFIGS[0] if weight.shape[1] % 64 == 0 else WGRAD_CONFIGS[1]
+
+    def default() -> _WgradPlan:
+        return _WgradPlan(*safe, _splits(x, dy, weight, safe))
+
+    def candidates() -> list[_WgradPlan]:
+        parts = [(c, _splits(x, dy, weight, c)) for c in WGRAD_CONFIGS]
+        plans = [(c, max(1, int(k * f))) for c, k in parts for f in (1, 2, 0.5, 0.25)]
+        return [_WgradPlan(*c, k) for c, k in dict.fromkeys(plans)]
+
+    def run(plan: _WgradPlan) -> Tensor:
+        *tile, splits = plan
+        out = torch.empty((weight.numel(),), dtype=weight.dtype, device=x.device)
+        parts = partials(out, splits)
+        launch_wgrad(x, dy, weight, parts, 2, padding, "tf32", WgradConfig(*tile), splits)
+        sum_partials(parts, out)
+        return out
+
+    key = (*x.shape, *dy.shape[1:], *weight.shape[2:], x.dtype)
+    *tile, splits = choose("conv_weight_grad_stride2", key, candidates, default, run)
+    return WgradConfig(*tile), splits
+
+
+def launch_wgrad(
+    x: Tensor,  # [N, H, W, CI]
+    dy: Tensor,  # [N, P, Q, CO]
+    weight: Tensor,  # [CO, CI, R, S], of which only the shape matters
+    partial: Tensor,  # [splits, CO * R * S * CI], or one part alone, to be written
+    stride: int,
+    padding: tuple[int, int],
+    precision: str,
+    config: WgradConfig,
+    splits: int,
+) -> None:
+    """The gradient of the filters, as `splits` parts that have to be added up."""
+    assert stride == 2
+    co, ci, r, s = weight.shape
+    n, p, q, _ = dy.shape
+    box, flat = wgrad_box(config.block_m, n, p, q)
+    num_tiles = count_boxes(box, n, p, q)
+    dy_rows = dy.view(n * p * q, co) if flat else dy
+    _stride2_wgrad_kernel[(_blocks(weight, config), r * s, splits)](
+        in_boxes(_by_parity(x), [*box[:2], 1, box[2], config.block_ci]),
+        in_boxes(dy_rows, [*([math.prod(box)] if flat else box), config.block_co]),
+        partial,
+        ci,
+        p,
+        q,
+        co,
+        num_tiles,
+        triton.cdiv(num_tiles, splits),
+        TAPS=r * s,
+        S=s,
+        PAD_H=padding[0],
+        PAD_W=padding[1],
+        FLAT=flat,
+        TILE_N=box[0],
+        TILE_H=box[1],
+        TILE_W=box[2],
+        BLOCK_CO=config.block_co,
+        BLOCK_CI=config.block_ci,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def serves_wgrad(
+    x: Tensor, dy: Tensor, weight: Tensor, stride: int, padding: tuple[int, int]
+) -> bool:
+    """Whether `launch_wgrad` can do this weight gradient."""
+    fits = stride == 2 and x.itemsize == 2 and _has_parities(x, weight, padding)
+    return fits and addressable(x, dy)
+
+
+def _splits(x: Tensor, dy: Tensor, weight: Tensor, config: WgradConfig) -> int:
+    n, p, q, _ = dy.shape
+    box, _ = wgrad_box(config.block_m, n, p, q)
+    slots = describe(x.device).num_sms * 8 // config.num_warps
+    programs = _blocks(weight, config) * weight.shape[2] * weight.shape[3]
+    return num_splits(programs, count_boxes(box, n, p, q), slots)
+
+
+def _blocks(weight: Tensor, config: WgradConfig) -> int:
+    co, ci = weight.shape[:2]
+    return triton.cdiv(co, config.block_co) * triton.cdiv(ci, config.block_ci)
+
+
+# --- rows and columns by their parity -------------------------------------------------------------
+
+
+def _has_parities(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> bool:
+    _, h, w, _ = x.shape
+    a_row = h == 1 and weight.shape[2] == 1 and padding[0] == 0
+    return w % 2 == 0 and (h % 2 == 0 or a_row)
+
+
+def _by_parity(x: Tensor) -> Tensor:
+    n, h, w, c = x.shape
+    rows = (h // 2, 2) if h > 1 else (1, 1)
+    return x.view(n, *rows, w // 2, 2 * c)
