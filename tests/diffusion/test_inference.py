@@ -14,6 +14,8 @@ from diffusion.planned.inference import InferenceUNet, sampling_network
 from diffusion.schedule import make_schedule
 from triton_kernels import reference, tuning
 from triton_kernels.dependent_launch import dependent_launches
+from triton_kernels.device import Device
+from triton_kernels.fused import attention_split, conv_split, norm_conv, norm_conv_split
 from triton_kernels.fused import ops as fused
 from triton_kernels.fused import reference as fused_reference
 
@@ -93,6 +95,29 @@ def test_a_chain(classes, scale, large, monkeypatch):
         for denoiser in (InferenceUNet(model, fused_reference), twin.forward_nhwc)
     ]
     torch.testing.assert_close(*chains, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
+def test_the_kernels_themselves(joined, device, monkeypatch):
+    """In float16, with and without the launches that have to be measured first."""
+    hopper = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True)
+    for module in (attention_split, conv_split, norm_conv, norm_conv_split):
+        monkeypatch.setattr(module, "describe", lambda _: hopper)
+    monkeypatch.setattr(norm_conv, "_MIN_PIXELS", 200)
+    monkeypatch.setattr(conv_split, "_MAX_PIXELS", 64)
+    options = {"channel_mult": (1, 2), "attention_resolutions": (2,)}
+    model = make(options | {"use_scale_shift_norm": True}, (8, 32)).to(device).eval()
+    x, t = torch.randn(1, 8, 32, 3, device=device), torch.tensor([300], device=device)
+    with torch.no_grad():
+        exact = model.forward_nhwc(x.double(), t)
+        set_backend(model.float(), Backend("torch", reference, torch.float16))
+        low = model.forward_nhwc(x.half(), t)
+    set_backend(model, Backend("triton", triton_kernels, torch.float16))
+    asked = set()
+    with tuning.trial(lambda op, key: asked.add(op) or joined):
+        y = InferenceUNet(model, fused)(x, t)
+    assert asked == {"attention_split", "norm_conv", "norm_conv_split"}
+    assert (y - exact).norm() <= 2 * (low - exact).norm()
 
 
 def test_who_gets_the_plan():
