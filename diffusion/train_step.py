@@ -1,6 +1,7 @@
 """One training step: data, noise, forward, loss, backward, all-reduce, update."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from .flat import FlatParameters
 from .gradient_sum import GradientSum
 from .objective import Objective
 from .optimizer import Optimizer
+from .planned.side_stream import SideStream
 
 _EAGER_STEPS = 2  # before the capture: they compile kernels and fill the allocator
 
@@ -45,6 +47,10 @@ class TrainStep:
         self.loss = torch.zeros(1, device=device)  # mean over the global batch
         self.norm = torch.zeros(1, device=device)  # of the gradient, before clipping
         self._rng = torch.zeros(2, dtype=torch.int64, device=device)
+        self._aside = SideStream(device)  # for what only the end of backward waits for
+        # the gradient of the batch's loss by that of a sample
+        shape = (batches.count // accumulate,)
+        self._share = torch.full(shape, 1 / batches.batch_size, device=device)
         self._capture = capture and device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._eager_steps = 0
@@ -80,20 +86,29 @@ class TrainStep:
         self._rng.copy_(rng.pin_memory() if self._rng.is_cuda else rng, non_blocking=True)
 
     def _compute(self) -> None:
-        self.flat.grad.zero_()
-        self.loss.zero_()
+        self._aside.run(self._forget)  # beside the forward pass
         size = self.batches.count // self.accumulate
         for start in range(0, self.batches.count, size):
-            loss = self._part_of_loss(start, size)
-            self.loss += loss.detach()
-            if start + size >= self.batches.count:
-                self.gradient_sum.begin(self.loss)
-            loss.backward()
+            losses = self._losses(start, size)
+            self._aside.join()
+            last = start + size >= self.batches.count
+            self._aside.run(partial(self._add_loss, last), losses.detach())
+            losses.backward(self._share.to(losses.dtype))
+        self._aside.join()
         self.gradient_sum.finish()
         self.norm.copy_(self.optimizer.update())
 
-    def _part_of_loss(self, start: int, count: int) -> Tensor:
-        """What positions start .. start + count of this process's share add to the loss."""
+    def _forget(self) -> None:
+        self.flat.grad.zero_()
+        self.loss.zero_()
+
+    def _add_loss(self, last: bool, losses: Tensor) -> None:
+        self.loss += losses.sum() / self.batches.batch_size
+        if last:
+            self.gradient_sum.begin(self.loss)
+
+    def _losses(self, start: int, count: int) -> Tensor:
+        """The loss of each of positions start .. start + count of this process's share."""
         images, index, labels = self.batches.part(start, count)
         first = self.batches.first + start
         flip = None
@@ -106,4 +121,4 @@ class TrainStep:
         losses, _ = self.objective.loss(
             denoiser, images, self._rng, index=index, flip=flip, labels=labels, first=first
         )
-        return losses.sum() / self.batches.batch_size
+        return losses

@@ -437,15 +437,10 @@ class _AccumulatingLinear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), layer, k = ctx.saved_tensors, ctx.layer, ctx.kernels
-        dy = dy.contiguous()
-        pixels = dy[:, None, None, :]  # a 1x1 convolution over one
-        grad = layer.weight.grad[:, :, None, None]
-        k.conv_weight_grad(x[:, None, None, :], pixels, grad, accumulate=True)
-        k.bias_grad(dy, layer.bias.grad, accumulate=True)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = k.conv_plain_input_grad(pixels, weight[:, :, None, None]).flatten(1)
+        (x, weight), layer = ctx.saved_tensors, ctx.layer
+        grads = layer.weight.grad, layer.bias.grad
+        need_dx = ctx.needs_input_grad[0]
+        dx = ctx.kernels.linear_grads(x, dy.contiguous(), weight, *grads, need_dx)
         return dx, None, None, None
 
 

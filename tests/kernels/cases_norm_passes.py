@@ -80,4 +80,14 @@ COMPILE_CASES = [
         "multiples": ("size",),
         "options": _LAUNCH,
     },
+    {
+        "name": "linear_grads",
+        "kernel": "triton_kernels.fused.linear_grads:_linear_grads_kernel",
+        "signature": _types("*fp32", "x_ptr", "dy_ptr", "weight_ptr", "grad_weight_ptr")
+        | _types("*fp32", "grad_bias_ptr", "part_ptr")
+        | _ints("N", "CI", "CO"),
+        "constexprs": {"BLOCK_N": 32, "BLOCK_CO": 64, "BLOCK_CI": 64},
+        "multiples": ("CI", "CO"),
+        "options": _LAUNCH,
+    },
 ]

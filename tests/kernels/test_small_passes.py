@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from triton_kernels import column_sum, reference, row_sums
-from triton_kernels.fused import activation_grad, conv_down, pad_channels
+from triton_kernels.fused import activation_grad, conv_down, linear_grads, pad_channels
 from triton_kernels.fused import conv as conv_fused
 from triton_kernels.fused import ops as fused
 from triton_kernels.fused import reference as fused_reference
 
-MODULES = (activation_grad, column_sum, conv_down, conv_fused, pad_channels, row_sums)
+MODULES = (activation_grad, column_sum, conv_down, conv_fused, linear_grads, pad_channels, row_sums)
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 
@@ -59,6 +59,32 @@ def test_activation_grad(shape, activation, dtype, device):
     torch.testing.assert_close(
         partials.double().sum(1), sums.sum(1), rtol=1e-5, atol=1e-5 * (shape[1] * shape[2]) ** 0.5
     )
+
+
+@pytest.mark.parametrize("need_dx", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(5, 64, 256), (1, 20, 36), (70, 32, 200), (130, 68, 64), (0, 16, 16)], ids=str
+)
+def test_linear_grads(shape, need_dx, device):
+    """N, CI, CO; every sum adds to what is there, and is the same at every run."""
+    n, ci, co = shape
+    x, dy = _randn(n, ci, seed=0, device=device), _randn(n, co, seed=1, device=device)
+    weight = _randn(co, ci, seed=2, device=device)
+    before = _randn(co, ci, seed=3, device=device), _randn(co, seed=4, device=device)
+    got, again, exact = ([g.clone() for g in before] for _ in range(3))
+    exact = [g.double() for g in exact]
+    dx = linear_grads.linear_grads(x, dy, weight, *got, need_dx)
+    same = linear_grads.linear_grads(x, dy, weight, *again, need_dx)
+    doubles = [v.double() for v in (x, dy, weight)]
+    expected = fused_reference.linear_grads(*doubles, *exact, need_dx)
+    for a, b, c in zip(got, again, exact, strict=True):
+        _close(a, c, torch.float32)
+        assert torch.equal(a, b)
+    if need_dx:
+        _close(dx, expected, torch.float32)
+        assert torch.equal(dx, same)
+    else:
+        assert dx is None and expected is None
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (2, 7, 9, 3), (3, 16), (0, 3), (1, 1, 1, 17)], ids=str)

@@ -278,6 +278,13 @@ def bias_grad(rows, out, accumulate=False, sums=None):
     _put(out, rows.sum(0)[: len(out)], accumulate)
 
 
+def linear_grads(x, dy, weight, grad_weight, grad_bias, need_dx=True):
+    """The gradient of x in y = x weight^T + bias, or None; the other two are added to."""
+    _put(grad_weight, dy.T @ x, True)
+    _put(grad_bias, dy.sum(0), True)
+    return dy @ weight if need_dx else None
+
+
 def tensor_rows(x, sums):
     """Rows [rows, C] whose sum is that of x [..., C] over all but the channels."""
     return x.reshape(-1, x.shape[-1]).sum(0)[None]
