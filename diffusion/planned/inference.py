@@ -253,8 +253,11 @@ class WaitingKernels:
     def upsample(self, x: Tensor | _Waiting) -> _Upsampled:
         return _Upsampled(self.kernels, x)
 
-    def norm_table(self, partials, pixels, num_groups, weight, bias, eps, **film) -> _Table:
-        return _Table(partials, pixels, num_groups, (weight, bias, eps), film)
+    def norm_apply(
+        self, x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, mask=None, **film
+    ) -> tuple[Tensor, _Table]:
+        table = _Table(partials, pixels, num_groups, (weight, bias, eps), film)
+        return self.apply(x1, x2, table, activation, mask=mask), table
 
     def tensor_partials(self, x: Tensor) -> _Unmeasured:
         return _Unmeasured(x)
@@ -308,7 +311,7 @@ class _Attention(FusedAttention):
         k, (n, h, w, c) = self.kernels, x.x.shape
         if not k.attention_split_pays(n, h, w, c, self.num_heads, self.qkv.weight.dtype):
             return super().forward(x)
-        a = _tensor(k.apply(x.x, None, self.norm.table(x), "identity"))
+        a = _tensor(self.norm.apply((x,), "identity")[0])
         parts = k.attention_split(
             a, self.qkv.weight, self.qkv.bias, self.proj.weight, self.num_heads, self.order
         )
@@ -372,7 +375,7 @@ class InferenceUNet(FusedUNet):
     def run(self, image: Tensor, emb: Tensor) -> Tensor:  # [N, H, W, 16], [N, E]
         self.step = Step(emb, None, None, 0)
         h = self._features(image, self.stem_weight)
-        return self._output(self.kernels.apply(h.x, None, self.head_norm.table(h), "silu"))
+        return self._output(self.head_norm.apply((h,), "silu")[0])
 
     def _layers(self, name: str, block: nn.ModuleList) -> list:
         layers = super()._layers(name, block)

@@ -101,18 +101,33 @@ class Norm:
         self.weight, self.bias = plan.params[f"{name}.weight"], plan.params[f"{name}.bias"]
         self.grad_weight, self.grad_bias = plan.grads[f"{name}.weight"], plan.grads[f"{name}.bias"]
 
-    def table(self, *features: Feature, **film: Tensor) -> Tensor:  # [N, 4, C]
-        return self.kernels.norm_table(
+    def apply(
+        self, features: tuple[Feature, ...], activation: str, **options
+    ) -> tuple[Tensor, Tensor]:
+        """act(z) of the concatenated features, and the norm's table [N, 4, C]."""
+        return self.kernels.norm_apply(
+            features[0].x,
+            features[1].x if len(features) == 2 else None,
             tuple(f.partials for f in features),
             tuple(f.pixels for f in features),
             self.num_groups,
             self.weight,
             self.bias,
             self.eps,
-            **film,
+            activation,
+            **options,
         )
 
-    def grad_table(self, partials: Tensor, table: Tensor, pixels: int, **outputs) -> Tensor:
+    def backward(
+        self, dz: Tensor, x: Tensor, partials: Tensor, table: Tensor, **options
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradient of x, and its rows if they are wanted."""
+        grads = self.grad_weight, self.grad_bias
+        return self.kernels.norm_backward(
+            dz, x, partials, table, self.num_groups, *grads, sums=self.sums, **options
+        )
+
+    def grad_table(self, partials: Tensor, table: Tensor, pixels: int) -> Tensor:
         return self.kernels.norm_grad_table(
             partials,
             table,
@@ -122,7 +137,6 @@ class Norm:
             self.grad_bias,
             accumulate=True,
             sums=self.sums,
-            **outputs,
         )
 
 
@@ -148,15 +162,14 @@ class FusedResBlock:
     def forward(self, x: Feature, other: Feature | None, step: Step) -> Feature:
         k, features = self.kernels, (x,) if other is None else (x, other)
         xs = tuple(f.x for f in features)
-        table1 = self.norm1.table(*features)
-        a1 = self._first(xs, table1)
+        a1, table1 = self.norm1.apply(features, "silu")
+        a1 = self._resample(a1)
         film = self.module.use_scale_shift_norm
         emb = None if film else step.emb[:, self.columns]
         h, partials = k.conv_forward(a1, self.conv1.weight, self.conv1.bias, emb=emb, stats=True)
         h = Feature(h, partials, h.shape[1] * h.shape[2])
-        table2 = self.norm2.table(h, **self._film(step))
         mask = self._mask(step)
-        a2 = k.apply(h.x, None, table2, "silu", mask=mask)
+        a2, table2 = self.norm2.apply((h,), "silu", mask=mask, **self._film(step))
         if self.skip is None:
             shortcut = {"residual": self._resample(x.x)}
         else:  # more terms of the same sum
@@ -192,11 +205,8 @@ class FusedResBlock:
             dy.dx, self.conv2.weight, inputs=(h.x,), table=table2, activation="silu", mask=mask
         )
         outputs = {"input_partials": h.partials, "bias_grad_out": self.conv1.grad_bias}
-        coeff = self.norm2.grad_table(
-            partials, table2, h.pixels, **outputs, **self._emb_grads(step)
-        )
-        dh, _, _ = k.norm_dx(dz, h.x, None, coeff, out=dz)
-        pixels = xs[0].shape[1] * xs[0].shape[2]
+        outputs |= self._emb_grads(step)
+        dh, _ = self.norm2.backward(dz, h.x, partials, table2, out=dz, rows=False, **outputs)
         del h, dz
         if a1 is None:
             a1 = self._first(xs, table1)
@@ -204,22 +214,20 @@ class FusedResBlock:
         del a1, a2
         dz, partials = self._first_grad(dh, xs, table1)
         del dh
-        coeff = self.norm1.grad_table(partials, table1, pixels)
         x1 = xs[0] if source is None else source
-        x2 = xs[1] if len(xs) == 2 else None
-        options = {"sums": plan.sums, "upsample1": source is not None}
+        upsample1 = source is not None
         if self.skip is not None:
-            weight = self.skip.weight
-            dx1, dx2, rows = k.skip_dx(dy.dx, weight, dz, x1, x2, coeff, add1=more, **options)
+            x2 = xs[1] if len(xs) == 2 else None
+            coeff = self.norm1.grad_table(partials, table1, dz.shape[1] * dz.shape[2])
+            options = {"add1": more, "sums": plan.sums, "upsample1": upsample1}
+            dx1, dx2, rows = k.skip_dx(dy.dx, self.skip.weight, dz, x1, x2, coeff, **options)
             return Gradient(dx1, rows), dx2
         add1 = dy.dx
         if self.module.resample is not None:
             add1, more = self._resample_grad(dy.dx, more), None
         place = dz if more is None else more  # a summand that nobody else reads
-        dx, _, rows = k.norm_dx(
-            dz, x1, None, coeff, add1=add1, add1_second=more, out=place, **options
-        )
-        return Gradient(dx, rows), None
+        adds = {"add1": add1, "add1_second": more, "out": place, "upsample1": upsample1}
+        return Gradient(*self.norm1.backward(dz, x1, partials, table1, **adds)), None
 
     def _first(self, xs: tuple[Tensor, ...], table: Tensor) -> Tensor:
         """What the first convolution reads."""
@@ -298,8 +306,7 @@ class FusedAttention:
 
     def forward(self, x: Feature) -> Feature:
         k = self.kernels
-        table = self.norm.table(x)
-        a = k.apply(x.x, None, table, "identity")
+        a, table = self.norm.apply((x,), "identity")
         qkv, _ = k.conv_forward(a, self.qkv.weight, self.qkv.bias)
         o, state = k.attention_forward(qkv.flatten(1, 2), self.num_heads, self.order)
         y, partials = k.conv_forward(
@@ -327,12 +334,8 @@ class FusedAttention:
         dz, partials = k.conv_input_grad(
             d_qkv, self.qkv.weight, inputs=(x,), table=table, activation="identity"
         )
-        coeff = self.norm.grad_table(partials, table, x.shape[1] * x.shape[2])
-        place = dz if more is None else more
-        dx, _, rows = k.norm_dx(
-            dz, x, None, coeff, add1=dy.dx, add1_second=more, sums=plan.sums, out=place
-        )
-        return Gradient(dx, rows)
+        adds = {"add1": dy.dx, "add1_second": more, "out": dz if more is None else more}
+        return Gradient(*self.norm.backward(dz, x, partials, table, **adds))
 
 
 class FusedDownsample:

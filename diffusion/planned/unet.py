@@ -187,13 +187,11 @@ class FusedUNet:
         rng: Tensor | None,
         first: int,
     ) -> Tensor:
-        k = self.kernels
         self.step = Step(emb, torch.empty_like(emb), rng, first)
         self.image = self._padded(x)
         weight = self._padded(self.stem.weight.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         h = self._features(self.image, weight)
-        table = self.head_norm.table(h)
-        a = k.apply(h.x, None, table, "silu")
+        a, table = self.head_norm.apply((h,), "silu")
         self.tape = h.x, table, None if self.recompute else a
         return self._output(a).contiguous()
 
@@ -208,10 +206,8 @@ class FusedUNet:
             dy, self.head.weight, inputs=(h,), table=table, activation="silu"
         )
         del dy
-        coeff = self.head_norm.grad_table(partials, table, h.shape[1] * h.shape[2])
-        dx, _, rows = k.norm_dx(dz, h, None, coeff, sums=self.sums, out=dz)
-        d = Gradient(dx, rows)
-        del dz, h, dx
+        d = Gradient(*self.head_norm.backward(dz, h, partials, table, out=dz))
+        del dz, h
         skips = []
         for i, block in reversed(list(enumerate(self.decoder))):
             d, d_skip = self._run_back(block, d, None)

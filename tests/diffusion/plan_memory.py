@@ -76,9 +76,13 @@ class Shapes:
         n, p, q, _ = dy.shape
         return self.made("dx", (n, 2 * p, 2 * q, weight.shape[1]))
 
-    def norm_table(self, partials, *_, **film):
-        n, c = partials[0].shape[0], sum(p.shape[3] for p in partials)
-        return self.made("table", (n, 4, c), torch.float32)
+    def norm_apply(self, x1, x2, *_, **options):
+        a = self.apply(x1, x2)
+        return a, self.made("table", (a.shape[0], 4, a.shape[3]), torch.float32)
+
+    def norm_backward(self, dz, x, *_, rows=True, **options):
+        dx1, _, rows = self.norm_dx(dz, x, None, None, sums=rows or None, out=options.get("out"))
+        return dx1, rows
 
     def norm_grad_table(self, partials, *_, **outputs):
         n, _, _, c = partials.shape

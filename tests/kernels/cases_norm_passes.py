@@ -13,6 +13,9 @@ def _ints(*names: str) -> dict[str, str]:
     return _types("i32", *names)
 
 
+_FOLDED = {"CG": 6, "MASKED": False, "TILES": 2, "BLOCK_P": 64, "BLOCK_C": 64}
+_FOLDED |= {"BLOCK_G": 16, "BLOCK_J": 8}
+
 COMPILE_CASES = [
     {
         "name": "norm_table",
@@ -88,6 +91,32 @@ COMPILE_CASES = [
         | _ints("N", "CI", "CO"),
         "constexprs": {"BLOCK_N": 32, "BLOCK_CO": 64, "BLOCK_CI": 64},
         "multiples": ("CI", "CO"),
+        "options": _LAUNCH,
+    },
+    {
+        "name": "norm_apply_folded",
+        "kernel": "triton_kernels.fused.norm_fold_kernels:_norm_apply_folded_kernel",
+        "signature": _types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
+        | _types("*fp32", "partial1_ptr", "partial2_ptr", "weight_ptr", "bias_ptr", "table_ptr")
+        | _types("*fp32", "scale_ptr", "shift_ptr")
+        | _ints("stride_scale", "stride_shift", "pixels1", "pixels2", "HW", "C1", "C2")
+        | _ints("K", "CB1", "CB")
+        | {"eps": "fp32"},
+        "constexprs": {"ACT": "silu", "K1": 8, "K2": 4, "BLOCK_K1": 8, "BLOCK_K2": 4} | _FOLDED,
+        "multiples": ("C1", "C2", "HW", "pixels1", "pixels2", "stride_scale", "stride_shift"),
+        "options": _LAUNCH,
+    },
+    {
+        "name": "norm_dx_folded",
+        "kernel": "triton_kernels.fused.norm_fold_kernels:_norm_dx_folded_kernel",
+        "signature": _types("*bf16", "dz_ptr", "x_ptr", "add_ptr", "add_second_ptr", "dx_ptr")
+        | _types("*fp32", "sums_ptr", "partial_ptr", "input_partial_ptr", "table_ptr")
+        | _types("*fp32", "weight_ptr", "bias_ptr", "rows_ptr", "scale_ptr", "d_scale_ptr")
+        | _types("*fp32", "d_shift_ptr", "d_emb_ptr")
+        | _ints("stride_scale", "stride_dscale", "stride_dshift", "stride_demb")
+        | _ints("HW", "C", "K", "CB"),
+        "constexprs": {"ROWS": 3, "KZ": 8, "KX": 4, "BLOCK_KZ": 8, "BLOCK_KX": 4} | _FOLDED,
+        "multiples": ("C", "HW"),
         "options": _LAUNCH,
     },
 ]

@@ -53,7 +53,9 @@ def _linear_grads_kernel(
         offs_n = n0 + tl.arange(0, BLOCK_N)
         mask_n = (offs_n < N)[:, None]
         row = offs_n.to(tl.int64)[:, None]
-        dy = tl.load(dy_ptr + row * CO + offs_co[None, :], mask=mask_n & mask_co[None, :], other=0.0)
+        dy = tl.load(
+            dy_ptr + row * CO + offs_co[None, :], mask=mask_n & mask_co[None, :], other=0.0
+        )
         x = tl.load(x_ptr + row * CI + offs_ci[None, :], mask=mask_n & mask_ci[None, :], other=0.0)
         dw = tl.dot(tl.trans(dy), x, dw, input_precision="tf32")
         db += tl.sum(dy, 0)

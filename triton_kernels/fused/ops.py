@@ -25,6 +25,7 @@ from .norm_conv_split import (
     norm_conv_split_supported,
 )
 from .linear_grads import linear_grads
+from .norm_fold import norm_apply, norm_backward
 from .norm_passes import apply, norm_dx
 from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
 from .norm_whole import (
@@ -66,6 +67,8 @@ __all__ = [
     "norm_conv_split_supported",
     "norm_conv_supported",
     "linear_grads",
+    "norm_apply",
+    "norm_backward",
     "norm_dx",
     "norm_grad_table",
     "norm_of_sums",

@@ -254,6 +254,42 @@ def norm_dx(
     return dx1, dx2, None if sums is None else dx1.sum((1, 2))
 
 
+def norm_apply(
+    x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, *, mask=None, **film
+):
+    """(`apply` of the table that `norm_table` makes of the rest, the table), where `film` is scale
+    and shift."""
+    table = norm_table(partials, pixels, num_groups, weight, bias, eps, **film)
+    return apply(x1, x2, table, activation, mask=mask), table
+
+
+def norm_backward(
+    dz,
+    x,
+    partials,
+    table,
+    num_groups,
+    grad_weight_out,
+    grad_bias_out,
+    *,
+    sums,
+    add1=None,
+    add1_second=None,
+    rows=True,
+    upsample1=False,
+    out=None,
+    **outputs,
+):
+    """(dx, its rows or None) of `norm_dx` of one tensor, where `outputs` are those of
+    `norm_grad_table`, which makes the coefficients. The gradients are added to."""
+    pixels, grads = dz.shape[1] * dz.shape[2], (grad_weight_out, grad_bias_out)
+    outputs |= {"accumulate": True, "sums": sums}
+    coeff = norm_grad_table(partials, table, pixels, num_groups, *grads, **outputs)
+    adds = {"add1": add1, "add1_second": add1_second, "upsample1": upsample1, "out": out}
+    dx, _, rows = norm_dx(dz, x, None, coeff, sums=sums if rows else None, **adds)
+    return dx, rows
+
+
 def skip_dx(dy, weight, dz, x1, x2, coeff, *, add1=None, sums=None, upsample1=False):
     """`norm_dx` of a block whose skip is a 1x1 convolution, with its input gradient added."""
     c1 = x1.shape[3]

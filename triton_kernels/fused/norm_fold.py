@@ -1,0 +1,180 @@
+"""A GroupNorm of the plan and its statistics as one launch, where the statistics are few.
+
+    norm_apply      x, partials -> a, table              `norm_table` and `apply`
+    norm_backward   dz, x, partials, table -> dx         `norm_grad_table` and `norm_dx`
+
+A launch of a few microseconds and the gap behind it cost more than what it computes: here every
+program of the pass makes the statistics of its own channels anew from the partial sums, and the
+first of an image writes down what backward, or the gradients of the parameters, need of them. Where
+the partial sums of an image are many, or the programs that would read them, two launches are
+faster. The formulas are those of `norm_tables` and `norm_passes`.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from ..activations import check_activation
+from ..dependent_launch import overlapping
+from ..dropout import Mask
+from ..layout import check_nhwc, check_shape
+from ..row_sums import RowSums
+from .norm_fold_kernels import _norm_apply_folded_kernel, _norm_dx_folded_kernel
+from .norm_passes import _Config, _cut, apply, norm_dx
+from .norm_tables import _check_partials, _row_stride, norm_grad_table, norm_table
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+_LOADED = 2048  # partial sums at a time
+_APPLY_CONFIG = _Config(4096, 2, 4)
+_DX_CONFIG = _Config(4096, 2, 4)
+
+
+def _folds(tiles: int, elements: int) -> bool:
+    """Whether to make statistics of so many tiles an image in every program."""
+    return tiles <= 8 and elements <= 2**23
+
+
+def _groups(block_c: int, border: int, cg: int) -> tuple[int, int]:
+    """BLOCK_G, at least the groups that a block of channels belongs to, and BLOCK_J."""
+    aligned = block_c % cg == 0 and border % cg == 0
+    groups = block_c // cg if aligned else 1 + triton.cdiv(block_c - 1, cg)
+    return triton.next_power_of_2(groups), triton.next_power_of_2(cg)
+
+
+def _rounds(groups: tuple[int, int], *ks: int) -> list[int]:
+    """Tiles at a time, for each number of tiles."""
+    most = max(_LOADED // (groups[0] * groups[1]), 1)
+    return [min(triton.next_power_of_2(k), most) for k in ks]
+
+
+def norm_apply(
+    x1: Tensor,  # [N, H, W, C1]
+    x2: Tensor | None,  # [N, H, W, C2]
+    partials: tuple[Tensor, ...],  # of each: float32 [N, K, 2, C1], [N, K2, 2, C2]
+    pixels: tuple[int, ...],  # H W of the image that each describes
+    num_groups: int,
+    weight: Tensor | None,  # [C1 + C2]
+    bias: Tensor | None,  # [C1 + C2]
+    eps: float,
+    activation: str,
+    *,
+    scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
+    shift: Tensor | None = None,  # [N, C1 + C2]
+    mask: Mask | None = None,
+    fold: bool | None = None,  # None: where it is faster
+    config: _Config = _APPLY_CONFIG,  # of one launch
+) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2], float32 [N, 4, C1 + C2]
+    """`apply` of the table of these partials, and the table."""
+    tiles = sum(part.shape[1] for part in partials)
+    if fold is None:
+        elements = x1.numel() + (0 if x2 is None else x2.numel())
+        fold = mask is None and _folds(tiles, elements)
+    if not fold or x1.shape[0] == 0:
+        film = {"scale": scale, "shift": shift}
+        table = norm_table(partials, pixels, num_groups, weight, bias, eps, **film)
+        return apply(x1, x2, table, activation, mask=mask), table
+
+    assert mask is None, "dropout is for two launches"
+    check_activation(activation)
+    check_nhwc("x1", x1)
+    n, h, w, c1 = x1.shape
+    c2 = 0
+    if x2 is not None:
+        check_nhwc("x2", x2)
+        c2 = x2.shape[3]
+        check_shape("x2", x2, n, h, w, c2)
+    for part, count, width in zip(partials, pixels, (c1, c2), strict=False):
+        _check_partials(part, count)
+        check_shape("partials", part, n, part.shape[1], 2, width)
+    c = c1 + c2
+    cg = c // num_groups
+    grid = _cut(n, h * w, c1, c2, config)
+    groups = _groups(grid.tile[2], c1 if c2 else 0, cg)
+    first, second = partials[0], partials[1] if x2 is not None else None
+    ks = first.shape[1], 1 if second is None else second.shape[1]
+    table = _empty((n, 4, c), dtype=torch.float32, device=x1.device)
+    a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
+    film = (scale, shift)
+    _norm_apply_folded_kernel[(grid.programs,)](
+        x1, x2, first, second, weight, bias, *film, table, a, *map(_row_stride, film),
+        pixels[0], pixels[-1], h * w, c1, c2, grid.k, grid.cb1, grid.cb, eps,
+        activation, *ks, cg, grid.masked, *grid.tile, *groups, *_rounds(groups, *ks),
+        num_warps=config.num_warps, **overlapping(x1.device),
+    )  # fmt: skip
+    return a, table
+
+
+def norm_backward(
+    dz: Tensor,  # [N, H, W, C]
+    x: Tensor,  # [N, H, W, C], or [N, H / 2, W / 2, C] with upsample1
+    partials: Tensor,  # float32 [N, K, 2, C]: of dz
+    table: Tensor,  # float32 [N, 4, C]
+    num_groups: int,
+    grad_weight_out: Tensor | None,  # float32 [C], added to by `sums`
+    grad_bias_out: Tensor | None,  # float32 [C], likewise
+    *,
+    sums: RowSums,
+    add1: Tensor | None = None,  # [N, H, W, C]
+    add1_second: Tensor | None = None,  # [N, H, W, C]
+    rows: bool = True,  # whether the second result is wanted
+    upsample1: bool = False,
+    out: Tensor | None = None,  # as x; may be dz
+    input_partials: Tensor | None = None,  # these as `norm_grad_table` has them
+    emb_grad_out: Tensor | None = None,
+    bias_grad_out: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    grad_scale_out: Tensor | None = None,
+    grad_shift_out: Tensor | None = None,
+    fold: bool | None = None,  # None: where it is faster
+    config: _Config = _DX_CONFIG,  # of one launch
+) -> tuple[Tensor, Tensor | None]:  # as x; float32 [rows, C] in a place of `sums`
+    """`norm_dx` of one tensor with the coefficients of `norm_grad_table`."""
+    n, h, w, c = dz.shape
+    if fold is None:
+        fold = not upsample1 and _folds(partials.shape[1], dz.numel())
+    if not fold or n == 0:
+        coeff = norm_grad_table(
+            partials, table, h * w, num_groups, grad_weight_out, grad_bias_out, accumulate=True,
+            input_partials=input_partials, emb_grad_out=emb_grad_out, bias_grad_out=bias_grad_out,
+            weight=weight, bias=bias, scale=scale, grad_scale_out=grad_scale_out,
+            grad_shift_out=grad_shift_out, sums=sums,
+        )  # fmt: skip
+        dx, _, added = norm_dx(
+            dz, x, None, coeff, add1, None, add1_second, sums if rows else False,
+            upsample1=upsample1, out=out,
+        )  # fmt: skip
+        return dx, added
+
+    assert not upsample1
+    check_shape("table", table, n, 4, c)
+    for name, t in (("dz", dz), ("x", x), ("add1", add1), ("second", add1_second), ("out", out)):
+        if t is not None:
+            check_nhwc(name, t)
+            check_shape(name, t, n, h, w, c)
+    sums_dx = emb_grad_out is not None or bias_grad_out is not None
+    assert sums_dx == (input_partials is not None), "input_partials are for sums of dx"
+    for part in (partials, input_partials):
+        if part is not None:
+            _check_partials(part, h * w)
+            check_shape("partials", part, n, part.shape[1], 2, c)
+    ks = partials.shape[1], 1 if input_partials is None else input_partials.shape[1]
+    grid = _cut(n, h * w, c, 0, config)
+    cg, count = c // num_groups, 3 if sums_dx else 2
+    groups = _groups(grid.tile[2], 0, cg)
+    dx = _empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    work = sums.rows(n, count * c)
+    added = sums.rows(n * grid.k, c) if rows else None
+    strided = (scale, grad_scale_out, grad_shift_out, emb_grad_out)
+    _norm_dx_folded_kernel[(grid.programs,)](
+        dz, x, add1, add1_second, dx, added, partials, input_partials, table, weight, bias, scale,
+        work, *strided[1:], *map(_row_stride, strided), h * w, c, grid.k, grid.cb,
+        count, *ks, cg, grid.masked, *grid.tile, *groups, *_rounds(groups, *ks),
+        num_warps=config.num_warps, **overlapping(x.device),
+    )  # fmt: skip
+    for i, grad in enumerate((grad_weight_out, grad_bias_out, bias_grad_out)):
+        if grad is not None:
+            sums.add(work, i * c, grad)
+    return dx, added
