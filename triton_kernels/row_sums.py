@@ -136,7 +136,8 @@ class RowSums:
 
     def _forget(self) -> None:
         self.used, self.scattered = 0, False
-        self.starts, self.outs, self.segments, self.parts, self.kept = {}, set(), [], [], []
+        self.starts, self.outs, self.segments, self.parts = {}, set(), [], []
+        self.kept: list[Tensor] = []  # all rows that were handed out, which `flush` reads
 
 
 def _capturing(x: Tensor) -> bool:

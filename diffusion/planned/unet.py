@@ -222,8 +222,9 @@ class FusedUNet:
             self._complete(f"input_blocks.{i}")
         self.stem.bias_grad(d.rows)
         self.aside.run(self.stem.weight_grad, self.image, d.dx)
-        self.aside.join()
-        self.sums.flush()
+        # beside the embedding's layers, which autograd comes to next
+        self.aside.run(lambda *rows: self.sums.flush(), *self.sums.kept)
+        self.aside.join_after_backward()
         d_emb, self.step, self.image = self.step.d_emb, None, None
         return d_emb
 

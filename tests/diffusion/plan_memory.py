@@ -24,6 +24,8 @@ class Shapes:
         self.bytes, self.peak, self.at_peak = 0, 0, {}
 
     class RowSums:
+        kept = ()
+
         def __init__(self, grad: Tensor) -> None:
             pass
 

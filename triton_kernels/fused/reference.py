@@ -303,7 +303,7 @@ class RowSums:
     """Sums over rows that go into the flat gradient at `flush`; here they are added at once."""
 
     def __init__(self, grad):
-        self.grad = grad
+        self.grad, self.kept = grad, []
 
     def flush(self):
         """All that was asked for has been added."""
