@@ -59,10 +59,19 @@ class Plan(Protocol):
 class Step:
     """What one pass forward and backward has beside images."""
 
-    emb: Tensor  # [N, E], what `EmbeddingLayers` gives
+    rows: Tensor  # [N, E], what `EmbeddingLayers` gives
     d_emb: Tensor  # [N, E], its gradient, to be written
     rng: Tensor | None  # int64 [2]: seed, step
     first: int  # global index of sample 0
+    ready: torch.cuda.Event | None = None  # when `rows` are there; None: they are
+
+    @property
+    def emb(self) -> Tensor:
+        """`rows`, which the current stream waits for."""
+        if self.ready is not None:
+            torch.cuda.current_stream().wait_event(self.ready)
+            self.ready = None
+        return self.rows
 
 
 class Parameters:
@@ -405,6 +414,8 @@ class EmbeddingLayers:
 
     def __init__(self, model: UNet, flat: FlatParameters, kernels: ModuleType) -> None:
         self.model, self.kernels = model, kernels
+        device = flat.param.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         names = [name for name, module in model.named_modules() if isinstance(module, ResBlock)]
         self._columns, start = {}, 0
         for name in names:
@@ -423,6 +434,20 @@ class EmbeddingLayers:
 
     def __call__(self, *inputs) -> Tensor:  # those of UNet.embed -> [N, sum of the widths]
         return self._linear(self.projection, self.model.embed(*inputs, self._linear))
+
+    def beside(self, *inputs) -> tuple[Tensor, torch.cuda.Event | None]:
+        """The same on a stream of its own, and when it is done. Autograd runs the backward pass of
+        these layers there, too; `join` waits for both."""
+        if self._stream is None:
+            return self(*inputs), None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            return self(*inputs), self._stream.record_event()
+
+    def join(self) -> None:
+        """Let the current stream wait for them."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def _linear(self, layer: Linear, x: Tensor) -> Tensor:
         return _AccumulatingLinear.apply(x, layer.weight, layer, self.kernels)

@@ -39,16 +39,6 @@ class SideStream:
         while self._pending:
             self._wait_for_oldest()
 
-    def join_after_backward(self) -> None:
-        """`join` when autograd has done everything else of the backward pass that is going on."""
-        main = None if self._stream is None else torch.cuda.current_stream()
-
-        def join() -> None:
-            with torch.cuda.stream(main):  # callbacks come on a thread of autograd's
-                self.join()
-
-        torch.autograd.Variable._execution_engine.queue_callback(join)
-
     def _start(self, work: Callable[..., None], reads: tuple[Tensor, ...]) -> _Done:
         if self._stream is None:
             work(*reads)

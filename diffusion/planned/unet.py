@@ -177,8 +177,8 @@ class FusedUNet:
         first: int = 0,
     ) -> Tensor:
         """As `UNet.forward_nhwc`; backward adds to the flat gradient."""
-        emb = self.embedding(t, labels, rng, first)
-        return _Planned.apply(emb, x, rng, first, self)
+        emb, ready = self.embedding.beside(t, labels, rng, first)
+        return _Planned.apply(emb, x, rng, first, ready, self)
 
     def forward(
         self,
@@ -186,8 +186,9 @@ class FusedUNet:
         x: Tensor,  # [N, H, W, CI]
         rng: Tensor | None,
         first: int,
+        ready: torch.cuda.Event | None,  # for emb
     ) -> Tensor:
-        self.step = Step(emb, torch.empty_like(emb), rng, first)
+        self.step = Step(emb, torch.empty_like(emb), rng, first, ready)
         self.image = self._padded(x)
         weight = self._padded(self.stem.weight.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         h = self._features(self.image, weight)
@@ -224,9 +225,20 @@ class FusedUNet:
         self.aside.run(self.stem.weight_grad, self.image, d.dx)
         # beside the embedding's layers, which autograd comes to next
         self.aside.run(lambda *rows: self.sums.flush(), *self.sums.kept)
-        self.aside.join_after_backward()
+        self._join_after_backward()
         d_emb, self.step, self.image = self.step.d_emb, None, None
         return d_emb
+
+    def _join_after_backward(self) -> None:
+        """Let the current stream wait for the others when autograd has done all that is left."""
+        stream = torch.cuda.current_stream() if self.image.is_cuda else None
+
+        def join() -> None:
+            with torch.cuda.stream(stream):  # callbacks come on a thread of autograd's
+                self.aside.join()
+                self.embedding.join()
+
+        torch.autograd.Variable._execution_engine.queue_callback(join)
 
     def _features(self, image: Tensor, weight: Tensor) -> Feature:
         """What the head is given, of an image and the stem's filters, both padded."""
@@ -295,12 +307,18 @@ def _padded_width(channels: int) -> int:
 class _Planned(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, emb: Tensor, x: Tensor, rng: Tensor | None, first: int, plan: FusedUNet
+        ctx,
+        emb: Tensor,
+        x: Tensor,
+        rng: Tensor | None,
+        first: int,
+        ready: torch.cuda.Event | None,
+        plan: FusedUNet,
     ) -> Tensor:
         ctx.plan = plan
-        return plan.forward(emb, x, rng, first)
+        return plan.forward(emb, x, rng, first, ready)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.plan.backward(dy.contiguous()), None, None, None, None
+        return ctx.plan.backward(dy.contiguous()), None, None, None, None, None
