@@ -27,7 +27,8 @@ class TrainStep:
 
     def __init__(
         self,
-        network: Callable[..., Tensor],  # called as UNet.forward_nhwc
+        # called as UNet.forward_nhwc; it may say how to `forget_gradients`
+        network: Callable[..., Tensor],
         objective: Objective,
         batches: Batches,
         flat: FlatParameters,
@@ -99,7 +100,7 @@ class TrainStep:
         self.norm.copy_(self.optimizer.update())
 
     def _forget(self) -> None:
-        self.flat.grad.zero_()
+        getattr(self.network, "forget_gradients", self.flat.grad.zero_)()
         self.loss.zero_()
 
     def _add_loss(self, last: bool, losses: Tensor) -> None:

@@ -49,6 +49,7 @@ class Plan(Protocol):
     recompute: bool
     aside: SideStream  # for the gradients of weights and biases
     sums: RowSums
+    accumulates: bool  # whether gradients of filters are added to what is there
     low: dict[str, Tensor]  # parameters in the precision of the arithmetic
     params: dict[str, Tensor]
     grads: dict[str, Tensor]
@@ -87,8 +88,10 @@ class Parameters:
         self.grad_bias = plan.grads[f"{name}.bias"]
 
     def weight_grad(self, x: Tensor, dy: Tensor, **options) -> None:
-        """Add the gradient of the weight, where x [N, H, W, CI] is convolved."""
-        self.plan.kernels.conv_weight_grad(x, dy, self.grad_weight, accumulate=True, **options)
+        """Add or write the gradient of the weight, where x [N, H, W, CI] is convolved."""
+        plan = self.plan
+        options["accumulate"] = plan.accumulates
+        plan.kernels.conv_weight_grad(x, dy, self.grad_weight, **options)
 
     def bias_grad(self, rows: Tensor) -> None:
         """Add the gradient of the bias, the sum of the rows [rows, CO], at the end of backward."""
@@ -260,7 +263,7 @@ class FusedResBlock:
     def _skip_weight_grad(self, dy: Tensor, *xs: Tensor) -> None:
         grads = self._split(self.skip.grad_weight, xs)
         for x, grad in zip(xs, grads, strict=True):
-            self.kernels.conv_weight_grad(x, dy, grad, accumulate=True)
+            self.kernels.conv_weight_grad(x, dy, grad, accumulate=self.plan.accumulates)
 
     def _resample(self, x: Tensor) -> Tensor:
         if self.module.resample == "down":

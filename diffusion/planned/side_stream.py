@@ -20,33 +20,45 @@ class SideStream:
     it is done, though the allocator knows of the main stream only: the tensors are kept until the
     main stream has waited for the piece. That happens once they and those of later pieces exceed
     `budget` bytes, but the last piece is never waited for.
+
+    With `behind` a piece is launched when so many more have been given, or at `join`. A graph lets
+    the first of two successors follow its predecessor at once and the other half a microsecond
+    later or more: the first has to be the main stream's.
     """
 
-    def __init__(self, device: torch.device, budget: int = _BUDGET) -> None:
+    def __init__(self, device: torch.device, budget: int = _BUDGET, behind: int = 0) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._budget, self._held = budget, 0
+        self._budget, self._held, self._behind = budget, 0, behind
+        self._given: deque[tuple[_Done, Callable[..., None], tuple[Tensor, ...]]] = deque()
         self._pending: deque[tuple[_Done, tuple[Tensor, ...]]] = deque()
 
     def run(self, work: Callable[..., None], *reads: Tensor) -> None:
         """Start `work(*reads)` after everything that the main stream has been given so far."""
-        self._pending.append((self._start(work, reads), reads))
+        before = None if self._stream is None else torch.cuda.current_stream().record_event()
+        self._given.append((before, work, reads))
         self._held += _size(reads)
+        while len(self._given) > self._behind:
+            self._launch()
         while self._held > self._budget and len(self._pending) > 1:
             self._wait_for_oldest()
 
     def join(self) -> None:
         """Let the main stream wait for all of it."""
+        while self._given:
+            self._launch()
         while self._pending:
             self._wait_for_oldest()
 
-    def _start(self, work: Callable[..., None], reads: tuple[Tensor, ...]) -> _Done:
+    def _launch(self) -> None:
+        before, work, reads = self._given.popleft()
         if self._stream is None:
             work(*reads)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream())
+            self._pending.append((None, reads))
+            return
+        self._stream.wait_event(before)
         with torch.cuda.stream(self._stream):
             work(*reads)
-            return self._stream.record_event()
+            self._pending.append((self._stream.record_event(), reads))
 
     def _wait_for_oldest(self) -> None:
         done, reads = self._pending.popleft()

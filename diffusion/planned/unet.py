@@ -141,8 +141,10 @@ class FusedUNet:
                 start = self.filter_starts.get(block, grad.storage_offset())
                 self.filter_starts[block] = min(start, grad.storage_offset())
         self.low = flat.views(flat.low(self.dtype))
-        self.aside = SideStream(flat.param.device)
+        self.aside = SideStream(flat.param.device, behind=1)
         self.sums = kernels.RowSums(flat.grad)
+        self.accumulates = True  # backward adds to the filters' gradients, or else writes them
+        self._rest_of_grad = flat.grad[flat.filters_end :]
         self.embedding = EmbeddingLayers(model, flat, kernels)
         self.stem = Parameters(self, "input_blocks.0.0", model.input_blocks[0][0])
         self.encoder = [
@@ -179,6 +181,11 @@ class FusedUNet:
         """As `UNet.forward_nhwc`; backward adds to the flat gradient."""
         emb, ready = self.embedding.beside(t, labels, rng, first)
         return _Planned.apply(emb, x, rng, first, ready, self)
+
+    def forget_gradients(self) -> None:
+        """Zero the flat gradient but for the filters', which the next backward pass will write."""
+        self._rest_of_grad.zero_()
+        self.accumulates = False
 
     def forward(
         self,
@@ -237,6 +244,7 @@ class FusedUNet:
             with torch.cuda.stream(stream):  # callbacks come on a thread of autograd's
                 self.aside.join()
                 self.embedding.join()
+            self.accumulates = True
 
         torch.autograd.Variable._execution_engine.queue_callback(join)
 
