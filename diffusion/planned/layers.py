@@ -139,16 +139,21 @@ class Norm:
             dz, x, partials, table, self.num_groups, *grads, sums=self.sums, **options
         )
 
-    def grad_table(self, partials: Tensor, table: Tensor, pixels: int) -> Tensor:
-        return self.kernels.norm_grad_table(
-            partials,
-            table,
-            pixels,
+    def skip_backward(
+        self, dy: Tensor, skip_weight: Tensor, dz: Tensor, *tensors: Tensor | None, **options
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The gradients of x1 and x2 and the first one's rows, where x = [x1, x2] also went through
+        a 1x1 convolution; `tensors` are x1, x2, partials and table."""
+        return self.kernels.skip_backward(
+            dy,
+            skip_weight,
+            dz,
+            *tensors,
             self.num_groups,
             self.grad_weight,
             self.grad_bias,
-            accumulate=True,
             sums=self.sums,
+            **options,
         )
 
 
@@ -230,9 +235,10 @@ class FusedResBlock:
         upsample1 = source is not None
         if self.skip is not None:
             x2 = xs[1] if len(xs) == 2 else None
-            coeff = self.norm1.grad_table(partials, table1, dz.shape[1] * dz.shape[2])
-            options = {"add1": more, "sums": plan.sums, "upsample1": upsample1}
-            dx1, dx2, rows = k.skip_dx(dy.dx, self.skip.weight, dz, x1, x2, coeff, **options)
+            norm = x1, x2, partials, table1
+            dx1, dx2, rows = self.norm1.skip_backward(
+                dy.dx, self.skip.weight, dz, *norm, add1=more, upsample1=upsample1
+            )
             return Gradient(dx1, rows), dx2
         add1 = dy.dx
         if self.module.resample is not None:

@@ -86,10 +86,6 @@ class Shapes:
         dx1, _, rows = self.norm_dx(dz, x, None, None, sums=rows or None, out=options.get("out"))
         return dx1, rows
 
-    def norm_grad_table(self, partials, *_, **outputs):
-        n, _, _, c = partials.shape
-        return self.made("coeff", (n, 3, c), torch.float32)
-
     def apply(self, x1, x2, *_, **options):
         c = x1.shape[3] + (0 if x2 is None else x2.shape[3])
         return self.made("a", (*x1.shape[:3], c))
@@ -99,8 +95,8 @@ class Shapes:
         dx2 = None if x2 is None else self.made("dx of a skip", x2.shape)
         return dx1, dx2, None if sums is None else dx1.new_empty(1, x1.shape[3])
 
-    def skip_dx(self, dy, weight, dz, x1, x2, coeff, **options):
-        return self.norm_dx(dz, x1, x2, coeff, **options)
+    def skip_backward(self, dy, weight, dz, x1, x2, *_, sums, **options):
+        return self.norm_dx(dz, x1, x2, None, sums=sums)
 
     def bias_grad(self, *_, **options):
         pass

@@ -253,7 +253,8 @@ _SKIP_DX = {
         **dict.fromkeys(("N", "CO", "P", "Q", "C", "C1"), "i32"),
     },
     "constexprs": {
-        "add1_desc": None,
+        **dict.fromkeys(("add1_desc", "partial_ptr", "table_ptr", "rows_ptr")),
+        **dict.fromkeys(("KZ", "CG", "BLOCK_G", "BLOCK_J", "BLOCK_KZ"), 1),
         "PRECISION": "tf32",
         "UPSAMPLE": True,
         "TILE_N": 1,
@@ -266,6 +267,17 @@ _SKIP_DX = {
     "multiples": ("C", "CO", "C1"),
     "expect": {"wgmma": True, "tma": True, "arches": _TMA_CHIPS},
 }
+
+_SKIP_DX_FOLDED = {
+    **_SKIP_DX,
+    "name": "dx with a 1x1 skip and the norm's coefficients",
+    "signature": {k: v for k, v in _SKIP_DX["signature"].items() if k != "coeff_ptr"}
+    | dict.fromkeys(("partial_ptr", "table_ptr", "rows_ptr"), "*fp32"),
+    "constexprs": _SKIP_DX["constexprs"]
+    | {"coeff_ptr": None, "KZ": 8, "BLOCK_KZ": 8, "CG": 6, "BLOCK_G": 16, "BLOCK_J": 8},
+}
+for _name in ("partial_ptr", "table_ptr", "rows_ptr"):
+    del _SKIP_DX_FOLDED["constexprs"][_name]
 
 _FUSED_DROPOUT = {
     **_FUSED_DGRAD,
@@ -312,4 +324,5 @@ COMPILE_CASES = [
     _FUSED_DROPOUT,
     _FUSED_ROWS,
     _SKIP_DX,
+    _SKIP_DX_FOLDED,
 ]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from triton_kernels.device import describe
+from triton_kernels.fused import norm_fold, norm_tables, skip_dx
 from triton_kernels.fused import reference as fused_reference
-from triton_kernels.fused import skip_dx
 from triton_kernels.row_sums import RowSums
 
 
@@ -53,7 +53,8 @@ def poison(monkeypatch, device):
     def empty(shape, **kwargs):
         return torch.full(shape, float("nan"), **kwargs)
 
-    monkeypatch.setattr(skip_dx, "_empty", empty)
+    for module in (norm_tables, skip_dx):
+        monkeypatch.setattr(module, "_empty", empty)
 
 
 def _inputs(case: Case, dtype, device) -> dict[str, Tensor | None]:
@@ -122,6 +123,40 @@ def test_rows_in_a_place_of_row_sums(device):
 )
 def test_unsupported(shape, channels, upsample1):
     assert not skip_dx.skip_dx_supported(shape, torch.bfloat16, channels, upsample1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SMALL | MODEL)
+def test_coefficients_made_in_the_kernel(name, dtype, device):
+    """Against the launch before it that makes them."""
+    case = (SMALL | MODEL)[name]
+    if name in MODEL and device.type == "cpu":
+        pytest.skip("large")
+    inputs = _inputs(case, dtype, device)
+    dy, weight, dz, x1, x2, _, add1 = inputs.values()
+    n, h, w, c = dz.shape
+    generator = torch.Generator().manual_seed(1)
+    tiles = 4 if h * w % 4 == 0 else 1
+    partials = torch.randn(n, tiles, 2, c, generator=generator).to(device)
+    table = torch.rand(n, 4, c, generator=generator).to(device) + 0.5
+    groups = 4 if name in SMALL else 32
+    table[:, :2] = table[:, :2, :: c // groups].repeat_interleave(c // groups, dim=2)
+    results = []
+    for fold in (True, False):
+        sums = RowSums(torch.ones(3 * c, device=device))
+        d_weight, d_bias, d_bias_before = sums.grad.split(c)
+        *dx, rows = norm_fold.skip_backward(
+            dy, weight, dz, x1, x2, partials, table, groups, d_weight, d_bias,
+            sums=sums, add1=add1, upsample1=case.upsample1, fold=fold,
+        )  # fmt: skip
+        sums.add(rows, 0, d_bias_before[: case.c1])
+        total = rows.sum(0)
+        sums.flush()
+        results.append((*dx, total, sums.grad[: 2 * c]))
+    for got, want in zip(*results, strict=True):
+        if want is not None:
+            error = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)
+            assert error <= 2 * ROUNDING[dtype]
 
 
 @pytest.mark.gpu

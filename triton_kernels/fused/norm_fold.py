@@ -2,6 +2,7 @@
 
     norm_apply      x, partials -> a, table              `norm_table` and `apply`
     norm_backward   dz, x, partials, table -> dx         `norm_grad_table` and `norm_dx`
+    skip_backward   the same                             `norm_grad_table` and `skip_dx`
 
 A launch of a few microseconds and the gap behind it cost more than what it computes: here every
 program of the pass makes the statistics of its own channels anew from the partial sums, and the
@@ -11,7 +12,6 @@ faster. The formulas are those of `norm_tables` and `norm_passes`.
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from ..activations import check_activation
@@ -21,11 +21,18 @@ from ..layout import check_nhwc, check_shape
 from ..row_sums import RowSums
 from .norm_fold_kernels import _norm_apply_folded_kernel, _norm_dx_folded_kernel
 from .norm_passes import _Config, _cut, apply, norm_dx
-from .norm_tables import _check_partials, _row_stride, norm_grad_table, norm_table
+from .norm_tables import (
+    _check_partials,
+    _row_stride,
+    covering_groups,
+    norm_grad_table,
+    norm_table,
+    tiles_at_a_time,
+)
+from .skip_dx import NormSums, choose_config, skip_dx, tiles_of_one_image
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-_LOADED = 2048  # partial sums at a time
 _APPLY_CONFIG = _Config(4096, 2, 4)
 _DX_CONFIG = _Config(4096, 2, 4)
 
@@ -33,19 +40,6 @@ _DX_CONFIG = _Config(4096, 2, 4)
 def _folds(tiles: int, elements: int) -> bool:
     """Whether to make statistics of so many tiles an image in every program."""
     return tiles <= 8 and elements <= 2**23
-
-
-def _groups(block_c: int, border: int, cg: int) -> tuple[int, int]:
-    """BLOCK_G, at least the groups that a block of channels belongs to, and BLOCK_J."""
-    aligned = block_c % cg == 0 and border % cg == 0
-    groups = block_c // cg if aligned else 1 + triton.cdiv(block_c - 1, cg)
-    return triton.next_power_of_2(groups), triton.next_power_of_2(cg)
-
-
-def _rounds(groups: tuple[int, int], *ks: int) -> list[int]:
-    """Tiles at a time, for each number of tiles."""
-    most = max(_LOADED // (groups[0] * groups[1]), 1)
-    return [min(triton.next_power_of_2(k), most) for k in ks]
 
 
 def norm_apply(
@@ -90,7 +84,7 @@ def norm_apply(
     c = c1 + c2
     cg = c // num_groups
     grid = _cut(n, h * w, c1, c2, config)
-    groups = _groups(grid.tile[2], c1 if c2 else 0, cg)
+    groups = covering_groups(grid.tile[2], c1 if c2 else 0, cg)
     first, second = partials[0], partials[1] if x2 is not None else None
     ks = first.shape[1], 1 if second is None else second.shape[1]
     table = _empty((n, 4, c), dtype=torch.float32, device=x1.device)
@@ -99,7 +93,7 @@ def norm_apply(
     _norm_apply_folded_kernel[(grid.programs,)](
         x1, x2, first, second, weight, bias, *film, table, a, *map(_row_stride, film),
         pixels[0], pixels[-1], h * w, c1, c2, grid.k, grid.cb1, grid.cb, eps,
-        activation, *ks, cg, grid.masked, *grid.tile, *groups, *_rounds(groups, *ks),
+        activation, *ks, cg, grid.masked, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
         num_warps=config.num_warps, **overlapping(x1.device),
     )  # fmt: skip
     return a, table
@@ -163,7 +157,7 @@ def norm_backward(
     ks = partials.shape[1], 1 if input_partials is None else input_partials.shape[1]
     grid = _cut(n, h * w, c, 0, config)
     cg, count = c // num_groups, 3 if sums_dx else 2
-    groups = _groups(grid.tile[2], 0, cg)
+    groups = covering_groups(grid.tile[2], 0, cg)
     dx = _empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     work = sums.rows(n, count * c)
     added = sums.rows(n * grid.k, c) if rows else None
@@ -171,10 +165,48 @@ def norm_backward(
     _norm_dx_folded_kernel[(grid.programs,)](
         dz, x, add1, add1_second, dx, added, partials, input_partials, table, weight, bias, scale,
         work, *strided[1:], *map(_row_stride, strided), h * w, c, grid.k, grid.cb,
-        count, *ks, cg, grid.masked, *grid.tile, *groups, *_rounds(groups, *ks),
+        count, *ks, cg, grid.masked, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
         num_warps=config.num_warps, **overlapping(x.device),
     )  # fmt: skip
     for i, grad in enumerate((grad_weight_out, grad_bias_out, bias_grad_out)):
         if grad is not None:
             sums.add(work, i * c, grad)
     return dx, added
+
+
+def skip_backward(
+    dy: Tensor,  # [N, H, W, CO]
+    skip_weight: Tensor,  # [CO, C1 + C2, 1, 1], dtype of dy
+    dz: Tensor,  # [N, H, W, C1 + C2]
+    x1: Tensor,  # [N, H, W, C1], or [N, H / 2, W / 2, C1] with upsample1
+    x2: Tensor | None,  # [N, H, W, C2]
+    partials: Tensor,  # float32 [N, K, 2, C1 + C2]: of dz
+    table: Tensor,  # float32 [N, 4, C1 + C2]
+    num_groups: int,
+    grad_weight_out: Tensor | None,  # float32 [C1 + C2], added to by `sums`
+    grad_bias_out: Tensor | None,  # float32 [C1 + C2], likewise
+    *,
+    sums: RowSums,
+    add1: Tensor | None = None,  # [N, H, W, C1]
+    upsample1: bool = False,
+    fold: bool | None = None,  # None: where it is faster
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`skip_dx` with the coefficients of `norm_grad_table`: the gradients of x1 and x2, and rows
+    whose sum is that of the first over samples and pixels."""
+    n, h, w, c = dz.shape
+    config = choose_config(dy, skip_weight, dz, x1, x2, add1, upsample1) if n else None
+    if fold is None:
+        fold = n > 0 and _folds(partials.shape[1], dz.numel())
+    if fold and n > 0 and tiles_of_one_image(config, dy, upsample1):
+        work = sums.rows(n, 2 * c)
+        coeff = NormSums(partials, table, num_groups, work)
+        for i, grad in enumerate((grad_weight_out, grad_bias_out)):
+            if grad is not None:
+                sums.add(work, i * c, grad)
+    else:
+        grads = grad_weight_out, grad_bias_out
+        coeff = norm_grad_table(
+            partials, table, h * w, num_groups, *grads, accumulate=True, sums=sums
+        )
+    options = {"upsample1": upsample1, "config": config}
+    return skip_dx(dy, skip_weight, dz, x1, x2, coeff, add1, sums, **options)

@@ -196,6 +196,89 @@ def _norm_apply_folded_kernel(
 
 
 @triton.jit
+def folded_coefficients(
+    partial_ptr,  # float32 [N, KZ, 2, C]: of dz
+    input_partial_ptr,  # float32 [N, KX, 2, C]: of x, or None: no sums of dx
+    table_ptr,  # float32 [N, 4, C]
+    weight_ptr,  # [C] or None
+    bias_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    rows_ptr,  # float32 [N, ROWS, C], as in `_norm_grad_table_kernel`
+    d_scale_ptr,  # [N, C] or None
+    d_shift_ptr,  # [N, C] or None
+    d_emb_ptr,  # [N, C] or None
+    stride_scale,
+    stride_dscale,
+    stride_dshift,
+    stride_demb,
+    n,  # int64
+    c0,
+    first_of_image,  # whether to write what is not returned
+    HW,
+    C,
+    ROWS: tl.constexpr,
+    KZ: tl.constexpr,
+    KX: tl.constexpr,
+    CG: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_KZ: tl.constexpr,
+    BLOCK_KX: tl.constexpr,
+):
+    """p, q and r of channels c0 .. c0 + BLOCK_C, as those of `_norm_grad_table_kernel`."""
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    lanes, there = _lanes(c0, C, CG, BLOCK_G, BLOCK_J)
+    row_ptr = table_ptr + n * 4 * C + lanes
+    mean = tl.load(row_ptr, mask=there, other=0.0)
+    rstd = tl.load(row_ptr + C, mask=there, other=0.0)
+    g = tl.load(row_ptr + 2 * C, mask=there, other=0.0)
+    partial_ptr += n * (KZ * 2) * C
+    d = _sum_tiles(partial_ptr, C, None, lanes, there, KZ, BLOCK_KZ)
+    e = _sum_tiles(partial_ptr + C, C, None, lanes, there, KZ, BLOCK_KZ)
+    total = HW * 1.0 * CG
+    m1 = tl.sum(g * d, 1, keep_dims=True) / total
+    m2 = tl.sum(g * e, 1, keep_dims=True) / total
+    q = -rstd * rstd * m2
+    r = -rstd * m1 - q * mean
+
+    # q and r are the same in all channels of a group: take them from the first
+    first = tl.arange(0, BLOCK_J)[None, :] == 0
+    group = offs_c // CG - c0 // CG
+    q_c = tl.gather(tl.sum(tl.where(first, q, 0.0), 1), group, 0)
+    r_c = tl.gather(tl.sum(tl.where(first, r, 0.0), 1), group, 0)
+    row_ptr = table_ptr + n * 4 * C + offs_c
+    p_c = tl.load(row_ptr + C, mask=mask_c, other=0.0)
+    p_c *= tl.load(row_ptr + 2 * C, mask=mask_c, other=0.0)
+
+    if first_of_image:
+        own = there & (lanes >= c0) & (lanes < c0 + BLOCK_C)
+        one_scale, _ = affine(None, None, scale_ptr, None, stride_scale, 0, n, lanes, own)
+        out_ptr = rows_ptr + n * (ROWS * C) + lanes
+        tl.store(out_ptr, one_scale * e, mask=own)
+        tl.store(out_ptr + C, one_scale * d, mask=own)
+        if d_shift_ptr is not None:
+            d_shift = d.to(d_shift_ptr.dtype.element_ty)
+            tl.store(d_shift_ptr + n * stride_dshift + lanes, d_shift, mask=own)
+        if d_scale_ptr is not None:
+            weight, bias = affine(weight_ptr, bias_ptr, None, None, 0, 0, 0, lanes, own)
+            d_scale = (weight * e + bias * d).to(d_scale_ptr.dtype.element_ty)
+            tl.store(d_scale_ptr + n * stride_dscale + lanes, d_scale, mask=own)
+        if input_partial_ptr is not None:
+            # of x - mean: q (sum of x) and r H W would cancel when the mean is large
+            less = (HW // KX) * 1.0 * mean
+            input_ptr = input_partial_ptr + n * (KX * 2) * C
+            sum_x = _sum_tiles(input_ptr, C, less, lanes, own, KX, BLOCK_KX)
+            dx_sum = rstd * g * d + q * sum_x - rstd * m1 * HW
+            tl.store(out_ptr + 2 * C, dx_sum, mask=own)
+            if d_emb_ptr is not None:
+                d_emb = dx_sum.to(d_emb_ptr.dtype.element_ty)
+                tl.store(d_emb_ptr + n * stride_demb + lanes, d_emb, mask=own)
+    return p_c, q_c, r_c
+
+
+@triton.jit
 def _norm_dx_folded_kernel(
     dz_ptr,  # [N, HW, C], as the four below
     x_ptr,
@@ -248,54 +331,12 @@ def _norm_dx_folded_kernel(
     dz = tl.load(dz_ptr + here + offs, mask=mask)  # on its way while the sums are made
     x = tl.load(x_ptr + here + offs, mask=mask)
 
-    # p, q and r, as in `_norm_grad_table_kernel`
-    lanes, there = _lanes(c0, C, CG, BLOCK_G, BLOCK_J)
-    row_ptr = table_ptr + n * 4 * C + lanes
-    mean = tl.load(row_ptr, mask=there, other=0.0)
-    rstd = tl.load(row_ptr + C, mask=there, other=0.0)
-    g = tl.load(row_ptr + 2 * C, mask=there, other=0.0)
-    partial_ptr += n * (KZ * 2) * C
-    d = _sum_tiles(partial_ptr, C, None, lanes, there, KZ, BLOCK_KZ)
-    e = _sum_tiles(partial_ptr + C, C, None, lanes, there, KZ, BLOCK_KZ)
-    total = HW * 1.0 * CG
-    m1 = tl.sum(g * d, 1, keep_dims=True) / total
-    m2 = tl.sum(g * e, 1, keep_dims=True) / total
-    q = -rstd * rstd * m2
-    r = -rstd * m1 - q * mean
-
-    # q and r are the same in all channels of a group: take them from the first
-    first = tl.arange(0, BLOCK_J)[None, :] == 0
-    group = offs_c // CG - c0 // CG
-    q_c = tl.gather(tl.sum(tl.where(first, q, 0.0), 1), group, 0)
-    r_c = tl.gather(tl.sum(tl.where(first, r, 0.0), 1), group, 0)
-    row_ptr = table_ptr + n * 4 * C + offs_c
-    p_c = tl.load(row_ptr + C, mask=mask_c, other=0.0)
-    p_c *= tl.load(row_ptr + 2 * C, mask=mask_c, other=0.0)
-
-    if k == 0:
-        own = there & (lanes >= c0) & (lanes < c0 + BLOCK_C)
-        one_scale, _ = affine(None, None, scale_ptr, None, stride_scale, 0, n, lanes, own)
-        out_ptr = rows_ptr + n * (ROWS * C) + lanes
-        tl.store(out_ptr, one_scale * e, mask=own)
-        tl.store(out_ptr + C, one_scale * d, mask=own)
-        if d_shift_ptr is not None:
-            d_shift = d.to(d_shift_ptr.dtype.element_ty)
-            tl.store(d_shift_ptr + n * stride_dshift + lanes, d_shift, mask=own)
-        if d_scale_ptr is not None:
-            weight, bias = affine(weight_ptr, bias_ptr, None, None, 0, 0, 0, lanes, own)
-            d_scale = (weight * e + bias * d).to(d_scale_ptr.dtype.element_ty)
-            tl.store(d_scale_ptr + n * stride_dscale + lanes, d_scale, mask=own)
-        if input_partial_ptr is not None:
-            # of x - mean: q (sum of x) and r H W would cancel when the mean is large
-            less = (HW // KX) * 1.0 * mean
-            input_ptr = input_partial_ptr + n * (KX * 2) * C
-            sum_x = _sum_tiles(input_ptr, C, less, lanes, own, KX, BLOCK_KX)
-            dx_sum = rstd * g * d + q * sum_x - rstd * m1 * HW
-            tl.store(out_ptr + 2 * C, dx_sum, mask=own)
-            if d_emb_ptr is not None:
-                d_emb = dx_sum.to(d_emb_ptr.dtype.element_ty)
-                tl.store(d_emb_ptr + n * stride_demb + lanes, d_emb, mask=own)
-
+    p_c, q_c, r_c = folded_coefficients(
+        partial_ptr, input_partial_ptr, table_ptr, weight_ptr, bias_ptr, scale_ptr, rows_ptr,
+        d_scale_ptr, d_shift_ptr, d_emb_ptr, stride_scale, stride_dscale, stride_dshift,
+        stride_demb, n, c0, k == 0, HW, C,
+        ROWS, KZ, KX, CG, BLOCK_C, BLOCK_G, BLOCK_J, BLOCK_KZ, BLOCK_KX,
+    )  # fmt: skip
     acc = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     for i in tl.static_range(TILES):
         if i > 0:

@@ -49,6 +49,7 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 # Lanes times tiles that a warp loads at once: 32 numbers a thread of each of two statistics. One
 # warp a program, if that will do: warps would meet at a barrier for every sum.
 _WARP_TILE = 1024
+_LOADED = 2048  # partial sums that a program of a pass loads at a time
 _PARTIAL_PIXELS = 256  # of a tile of tensor_partials, about
 _MIN_PARTIAL_PIXELS = 32
 
@@ -71,6 +72,19 @@ def _lanes_of(c: int, num_groups: int, *ks: int) -> _Lanes:
     blocks = [min(triton.next_power_of_2(k), max(4 * _WARP_TILE // lanes, 1)) for k in ks]
     num_warps = max(1, min(4, lanes * max(blocks) // _WARP_TILE))
     return _Lanes(triton.cdiv(num_groups, block_g), cg, (*blocks, block_g, block_j), num_warps)
+
+
+def covering_groups(block_c: int, border: int, cg: int) -> tuple[int, int]:
+    """BLOCK_G, at least the groups that a block of channels belongs to, and BLOCK_J."""
+    aligned = block_c % cg == 0 and border % cg == 0
+    groups = block_c // cg if aligned else 1 + triton.cdiv(block_c - 1, cg)
+    return triton.next_power_of_2(groups), triton.next_power_of_2(cg)
+
+
+def tiles_at_a_time(groups: tuple[int, int], *ks: int) -> list[int]:
+    """Tiles at a time, for each number of tiles."""
+    most = max(_LOADED // (groups[0] * groups[1]), 1)
+    return [min(triton.next_power_of_2(k), most) for k in ks]
 
 
 def _row_stride(x: Tensor | None) -> int:

@@ -25,7 +25,7 @@ from .norm_conv_split import (
     norm_conv_split_supported,
 )
 from .linear_grads import linear_grads
-from .norm_fold import norm_apply, norm_backward
+from .norm_fold import norm_apply, norm_backward, skip_backward
 from .norm_passes import apply, norm_dx
 from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
 from .norm_whole import (
@@ -77,6 +77,7 @@ __all__ = [
     "norm_whole",
     "norm_whole_supported",
     "pad_channels",
+    "skip_backward",
     "skip_dx",
     "sum_parts",
     "tensor_partials",

@@ -299,6 +299,29 @@ def skip_dx(dy, weight, dz, x1, x2, coeff, *, add1=None, sums=None, upsample1=Fa
     return norm_dx(dz, x1, x2, coeff, **adds, sums=sums, upsample1=upsample1)
 
 
+def skip_backward(
+    dy,
+    skip_weight,
+    dz,
+    x1,
+    x2,
+    partials,
+    table,
+    num_groups,
+    grad_weight_out,
+    grad_bias_out,
+    *,
+    sums,
+    add1=None,
+    upsample1=False,
+):
+    """`skip_dx` with the coefficients of `norm_grad_table`; the gradients are added to."""
+    pixels, grads = dz.shape[1] * dz.shape[2], (grad_weight_out, grad_bias_out)
+    coeff = norm_grad_table(partials, table, pixels, num_groups, *grads, accumulate=True)
+    options = {"add1": add1, "sums": sums, "upsample1": upsample1}
+    return skip_dx(dy, skip_weight, dz, x1, x2, coeff, **options)
+
+
 class RowSums:
     """Sums over rows that go into the flat gradient at `flush`; here they are added at once."""
 

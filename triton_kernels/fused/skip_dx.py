@@ -10,6 +10,8 @@ concatenation of x1 and x2; p, q and r are those of `norm_tables`, per (n, c).
 The GEMM and its boxes are those of `fused.conv`; all tensors are NHWC.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,8 @@ from ..conv.tma_boxes import count_boxes, image_box, in_boxes
 from ..dependent_launch import await_inputs, overlapping
 from ..row_sums import RowSums
 from ..tuning import choose
+from .norm_fold_kernels import folded_coefficients
+from .norm_tables import _check_partials, covering_groups, tiles_at_a_time
 
 _CONFIGS = [
     Config(64, 64, 64, 4, 2),
@@ -42,7 +46,9 @@ def _finish(
     x_desc,  # this half of x, or what is upsampled to it
     add_desc,  # or None
     dz_desc,
-    coeff_ptr,
+    p,  # float32 [BLOCK_C, TILE_N]
+    q,
+    r,
     dx_desc,  # as x_desc
     sums_ptr,  # float32 [N, K, CH] or None
     n0,
@@ -66,11 +72,6 @@ def _finish(
     offs_c = c0 + tl.arange(0, BLOCK_C)
     offs_n = n0 + tl.arange(0, TILE_N)
     mask = (offs_c < C)[:, None] & (offs_n < N)[None, :]
-    ptrs = coeff_ptr + offs_n.to(tl.int64)[None, :] * 3 * C + offs_c[:, None]
-    p = tl.load(ptrs, mask=mask, other=0.0)
-    q = tl.load(ptrs + C, mask=mask, other=0.0)
-    r = tl.load(ptrs + 2 * C, mask=mask, other=0.0)
-
     if add_desc is not None:
         add = add_desc.load([n0, h0, w0, c0 - border]).reshape(BLOCK_M, BLOCK_C)
         acc += tl.trans(add).to(tl.float32)
@@ -105,7 +106,10 @@ def skip_dx_kernel(
     x1_desc,  # [N, P, Q, C1] likewise; UPSAMPLE: half as high and wide, and so are its boxes
     x2_desc,  # [N, P, Q, C - C1] or None
     add1_desc,  # [N, P, Q, C1] or None
-    coeff_ptr,  # float32 [N, 3, C]
+    coeff_ptr,  # float32 [N, 3, C]; None: it is made of the next two, as is the third
+    partial_ptr,  # float32 [N, KZ, 2, C] or None
+    table_ptr,  # float32 [N, 4, C] or None
+    rows_ptr,  # float32 [N, 2, C] or None
     dx1_desc,  # as x1_desc
     dx2_desc,  # as x2_desc
     sums_ptr,  # float32 [N, K, C1] or None
@@ -122,10 +126,32 @@ def skip_dx_kernel(
     TILE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    KZ: tl.constexpr,
+    CG: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_KZ: tl.constexpr,
 ):
     await_inputs()
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
     n0, h0, w0, c0 = tile_origin(P, Q, C, TILE_N, TILE_H, TILE_W, BLOCK_C)
+    if coeff_ptr is None:  # a tile is of one image
+        p, q, r = folded_coefficients(
+            partial_ptr, None, table_ptr, None, None, None, rows_ptr, None, None, None, 0, 0, 0, 0,
+            n0.to(tl.int64), c0, (h0 == 0) & (w0 == 0), P * Q, C,
+            2, KZ, 1, CG, BLOCK_C, BLOCK_G, BLOCK_J, BLOCK_KZ, 1,
+        )  # fmt: skip
+        p = p[:, None]
+        q = q[:, None]
+        r = r[:, None]
+    else:
+        offs_c = c0 + tl.arange(0, BLOCK_C)
+        offs_n = n0 + tl.arange(0, TILE_N)
+        mask = (offs_c < C)[:, None] & (offs_n < N)[None, :]
+        ptrs = coeff_ptr + offs_n.to(tl.int64)[None, :] * 3 * C + offs_c[:, None]
+        p = tl.load(ptrs, mask=mask, other=0.0)
+        q = tl.load(ptrs + C, mask=mask, other=0.0)
+        r = tl.load(ptrs + 2 * C, mask=mask, other=0.0)
     acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
     for k0 in range(0, CO, BLOCK_K):
         w = tl.trans(w_desc.load([k0, c0]))
@@ -133,14 +159,23 @@ def skip_dx_kernel(
         acc = tl.dot(w, tl.trans(dy), acc, input_precision=PRECISION)
     if c0 < C1:
         _finish(
-            acc, x1_desc, add1_desc, dz_desc, coeff_ptr, dx1_desc, sums_ptr, n0, h0, w0, c0, 0,
+            acc, x1_desc, add1_desc, dz_desc, p, q, r, dx1_desc, sums_ptr, n0, h0, w0, c0, 0,
             N, P, Q, C, C1, UPSAMPLE, TILE_N, TILE_H, TILE_W, BLOCK_C,
         )  # fmt: skip
     elif x2_desc is not None:
         _finish(
-            acc, x2_desc, None, dz_desc, coeff_ptr, dx2_desc, None, n0, h0, w0, c0, C1,
+            acc, x2_desc, None, dz_desc, p, q, r, dx2_desc, None, n0, h0, w0, c0, C1,
             N, P, Q, C, C - C1, False, TILE_N, TILE_H, TILE_W, BLOCK_C,
         )  # fmt: skip
+
+
+class NormSums(NamedTuple):
+    """What the coefficients of `norm_grad_table` are made of, in the kernel itself."""
+
+    partials: Tensor  # float32 [N, K, 2, C1 + C2]: of dz
+    table: Tensor  # float32 [N, 4, C1 + C2]
+    num_groups: int
+    rows: Tensor  # float32 [N, 2 (C1 + C2)], out: what `norm_grad_table` has RowSums add up
 
 
 def skip_dx(
@@ -149,7 +184,7 @@ def skip_dx(
     dz: Tensor,  # [N, H, W, C1 + C2]
     x1: Tensor,  # [N, H, W, C1], or [N, H / 2, W / 2, C1] with upsample1
     x2: Tensor | None,  # [N, H, W, C2]
-    coeff: Tensor,  # float32 [N, 3, C1 + C2], of `norm_grad_table`
+    coeff: Tensor | NormSums,  # float32 [N, 3, C1 + C2], of `norm_grad_table`, or for one image
     add1: Tensor | None = None,  # [N, H, W, C1]
     sums: bool | RowSums = False,
     *,
@@ -158,33 +193,41 @@ def skip_dx(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dx1 = p dz + q x1 + r + W^T dy + add1, and dx2 alike but for add1, rounded once.
 
-    `upsample1`, `sums` and the third result are as those of `norm_passes.norm_dx`.
+    `upsample1`, `sums` and the third result are as those of `norm_passes.norm_dx`. NormSums are for
+    tiles of one image, see `tiles_of_one_image`.
     """
     n, h, w, co = dy.shape
     c1 = x1.shape[3]
     c = c1 if x2 is None else c1 + x2.shape[3]
     factor = 2 if upsample1 else 1
     assert weight.shape == (co, c, 1, 1) and weight.stride(1) == 1 and weight.dtype == dy.dtype
-    assert dz.shape == (n, h, w, c) and coeff.shape == (n, 3, c) and coeff.is_contiguous()
+    assert dz.shape == (n, h, w, c)
     assert x1.shape == (n, h // factor, w // factor, c1)
     for x in (dy, dz, x1, x2, add1):
         assert x is None or (x.is_contiguous() and x.dtype == dy.dtype)
     dx1 = _empty(x1.shape, dtype=x1.dtype, device=x1.device)
     dx2 = None if x2 is None else _empty(x2.shape, dtype=x2.dtype, device=x2.device)
-    border = None if x2 is None else c1
     channels = (c1,) if x2 is None else (c1, c - c1)
     assert skip_dx_supported(dy.shape, dy.dtype, channels, upsample1)
     if config is None:
-        rest = (dy, weight, dz, x1, x2, coeff, add1)
-        config = choose(
-            "skip_dx",
-            (n, h, w, co, c, c1, dy.dtype, upsample1, add1 is not None),
-            lambda: _valid(dy, border, upsample1),
-            lambda: _valid(dy, border, upsample1)[0],
-            lambda c: skip_dx(*rest, upsample1=upsample1, config=c)[0],
-        )
+        config = choose_config(dy, weight, dz, x1, x2, add1, upsample1)
     box = _box(config, n, h, w, upsample1)
     assert box is not None and (x2 is None or c1 % config.block_c == 0)
+    norm = [None] * 3
+    fold = dict.fromkeys(("KZ", "CG", "BLOCK_G", "BLOCK_J", "BLOCK_KZ"), 1)
+    if isinstance(coeff, NormSums):
+        assert box[0] == 1, "a tile of several images"
+        partials, table, num_groups, place = coeff
+        _check_partials(partials, h * w)
+        assert partials.shape == (n, partials.shape[1], 2, c) and place.shape == (n, 2 * c)
+        assert table.shape == (n, 4, c) and table.is_contiguous() and place.is_contiguous()
+        fold["KZ"], fold["CG"] = partials.shape[1], c // num_groups
+        groups = covering_groups(config.block_c, 0, fold["CG"])
+        fold["BLOCK_G"], fold["BLOCK_J"] = groups
+        (fold["BLOCK_KZ"],) = tiles_at_a_time(groups, fold["KZ"])
+        coeff, norm = None, [partials, table, place]
+    else:
+        assert coeff.shape == (n, 3, c) and coeff.is_contiguous()
     rows = None
     count = n * (h // box[1]) * (w // box[2])
     if isinstance(sums, RowSums):
@@ -206,6 +249,7 @@ def skip_dx(
         None if x2 is None else in_boxes(x2, tile),
         None if add1 is None else in_boxes(add1, tile),
         coeff,
+        *norm,
         in_boxes(dx1, tile1),
         None if dx2 is None else in_boxes(dx2, tile),
         rows,
@@ -222,11 +266,45 @@ def skip_dx(
         TILE_W=box[2],
         BLOCK_C=config.block_c,
         BLOCK_K=config.block_k,
+        **fold,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **overlapping(dy.device),
     )
     return dx1, dx2, rows
+
+
+def choose_config(
+    dy: Tensor,
+    weight: Tensor,
+    dz: Tensor,
+    x1: Tensor,
+    x2: Tensor | None,
+    add1: Tensor | None,
+    upsample1: bool,
+) -> Config:
+    """The tile of `skip_dx` for these arguments."""
+    n, h, w, co = dy.shape
+    c, c1 = dz.shape[3], x1.shape[3]
+    border = None if x2 is None else c1
+
+    def run(config: Config) -> Tensor:
+        coeff = torch.ones((n, 3, c), device=dy.device)
+        options = {"upsample1": upsample1, "config": config}
+        return skip_dx(dy, weight, dz, x1, x2, coeff, add1, **options)[0]
+
+    return choose(
+        "skip_dx",
+        (n, h, w, co, c, c1, dy.dtype, upsample1, add1 is not None),
+        lambda: _valid(dy, border, upsample1),
+        lambda: _valid(dy, border, upsample1)[0],
+        run,
+    )
+
+
+def tiles_of_one_image(config: Config, dy: Tensor, upsample1: bool) -> bool:
+    """Whether no tile has pixels of several images."""
+    return _box(config, *dy.shape[:3], upsample1)[0] == 1
 
 
 def skip_dx_supported(
