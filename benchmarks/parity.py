@@ -113,7 +113,7 @@ class Run:
         flat = FlatParameters(model, together=TOGETHER)
         gradient_sum = GradientSum(flat, Processes(None))
         self.step = TrainStep(
-            training_network(model, flat, ready=gradient_sum.ready),
+            training_network(model, flat, ready=gradient_sum.listener),
             Objective(NoiseSchedule.linear(_TIMESTEPS), backend, device=device),
             Batches(data, batch, seed, device),
             flat,

@@ -124,7 +124,7 @@ def our_step(
     gradient_sum = GradientSum(flat, processes, bucket)
     backend = model.backend
     parts = (
-        training_network(model, flat, ready=gradient_sum.ready),
+        training_network(model, flat, ready=gradient_sum.listener),
         Objective(NoiseSchedule.linear(_TIMESTEPS), backend, device=device),
         Batches(data, batch, 0, device, first, share),
         flat,

@@ -1,5 +1,7 @@
 """The sum of the gradient over processes, begun while backward still goes on."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from .distributed import Processes
@@ -21,6 +23,11 @@ class GradientSum:
         self._processes, self._bucket = processes, bucket  # bytes
         self._waits = []
         self._sent: int | None = None  # filters from here on are on their way
+
+    @property
+    def listener(self) -> Callable[[int], None] | None:
+        """`ready`, or None where there is nobody to send anything to."""
+        return None if self._processes.count == 1 else self.ready
 
     def begin(self, *complete: Tensor) -> None:
         """The next backward pass is the last before the update. What is `complete` by now is

@@ -115,7 +115,9 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
         device=device,
     )
     gradient_sum = GradientSum(flat, processes)
-    network = training_network(model, flat, recompute=settings.recompute, ready=gradient_sum.ready)
+    network = training_network(
+        model, flat, recompute=settings.recompute, ready=gradient_sum.listener
+    )
     step = TrainStep(
         network,
         objective,

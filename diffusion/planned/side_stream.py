@@ -7,6 +7,10 @@ import torch
 from torch import Tensor
 
 _BUDGET = 384 * 2**20  # bytes; with 64 MiB the main stream waits, see docs/performance.md
+# What may be held, in bytes; measured at batch 32 of unet64, whose pieces are 15 to 64 MiB
+_HELD_BUDGET = 768 * 2**20
+_LARGE = 8 * 2**20  # a tensor that makes a piece worth it
+_TOO_LARGE = 64 * 2**20  # beyond, a piece's memory is worth more
 
 _Done = torch.cuda.Event | None  # None: it is
 
@@ -21,6 +25,10 @@ class SideStream:
     main stream has waited for the piece. That happens once they and those of later pieces exceed
     `budget` bytes, but the last piece is never waited for.
 
+    While `holding`, pieces that read large tensors are kept back, within other limits, until
+    `release`: then they run on a third stream, beside the main stream's smaller kernels and the
+    pieces given since. Their tensors stay allocated until `join`.
+
     With `behind` a piece is launched when so many more have been given, or at `join`. A graph lets
     the first of two successors follow its predecessor at once and the other half a microsecond
     later or more: the first has to be the main stream's.
@@ -28,12 +36,19 @@ class SideStream:
 
     def __init__(self, device: torch.device, budget: int = _BUDGET, behind: int = 0) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._third = None if self._stream is None else torch.cuda.Stream(device)
+        self.holding = False
+        self._back: list[tuple[Callable[..., None], tuple[Tensor, ...]]] = []
+        self._released: list[tuple[Tensor, ...]] = []
         self._budget, self._held, self._behind = budget, 0, behind
         self._given: deque[tuple[_Done, Callable[..., None], tuple[Tensor, ...]]] = deque()
         self._pending: deque[tuple[_Done, tuple[Tensor, ...]]] = deque()
 
     def run(self, work: Callable[..., None], *reads: Tensor) -> None:
         """Start `work(*reads)` after everything that the main stream has been given so far."""
+        if self.holding and self._holds(reads):
+            self._back.append((work, reads))
+            return
         before = None if self._stream is None else torch.cuda.current_stream().record_event()
         self._given.append((before, work, reads))
         self._held += _size(reads)
@@ -42,12 +57,38 @@ class SideStream:
         while self._held > self._budget and len(self._pending) > 1:
             self._wait_for_oldest()
 
+    def release(self) -> None:
+        """Hold no more, and start what was held after everything that the main stream has been
+        given so far."""
+        self.holding, back = False, self._back
+        self._back = []
+        if not back:
+            return
+        self._released += [reads for _, reads in back]
+        if self._third is None:
+            for work, reads in back:
+                work(*reads)
+            return
+        self._third.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._third):
+            for work, reads in back:
+                work(*reads)
+
     def join(self) -> None:
         """Let the main stream wait for all of it."""
+        self.release()
+        if self._released and self._third is not None:
+            torch.cuda.current_stream().wait_stream(self._third)
+        self._released = []
         while self._given:
             self._launch()
         while self._pending:
             self._wait_for_oldest()
+
+    def _holds(self, reads: tuple[Tensor, ...]) -> bool:
+        size, held = _size(reads), sum(_size(reads) for _, reads in self._back)
+        large = max(map(_bytes, reads), default=0) >= _LARGE and size <= _TOO_LARGE
+        return large and held + size <= _HELD_BUDGET
 
     def _launch(self) -> None:
         before, work, reads = self._given.popleft()
@@ -68,4 +109,8 @@ class SideStream:
 
 
 def _size(tensors: tuple[Tensor, ...]) -> int:
-    return sum(x.numel() * x.itemsize for x in tensors)
+    return sum(map(_bytes, tensors))
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.itemsize

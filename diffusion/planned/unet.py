@@ -49,6 +49,7 @@ from .side_stream import SideStream
 __all__ = ["TOGETHER", "FusedUNet", "training_network"]
 
 _DTYPES = (torch.bfloat16, torch.float16)
+_MUCH_LARGER = 16  # images, by pixels
 _CHANNELS = 16  # the stem's and the head's few channels are padded to a multiple of this
 _LAYERS = {
     ResBlock: FusedResBlock,
@@ -153,6 +154,12 @@ class FusedUNet:
             if i > 0
         ]
         self.middle = self._layers("middle_block", model.middle_block)
+        halvings = sum(
+            isinstance(layer, Downsample) or getattr(layer, "resample", None) == "down"
+            for block in model.input_blocks
+            for layer in block
+        )
+        self.reduction = 4**halvings  # of pixels, in the middle
         self.decoder = [
             self._layers(f"output_blocks.{i}", block) for i, block in enumerate(model.output_blocks)
         ]
@@ -207,6 +214,8 @@ class FusedUNet:
         k, (h, table, a) = self.kernels, self.tape
         self.tape = None
         dy = self._padded(dy)
+        smallest = dy.shape[1] * dy.shape[2] // self.reduction
+        self._hold(dy, smallest)
         a = k.apply(h, None, table, "silu") if a is None else a
         self.aside.run(self.head.all_grads, a, dy)
         del a
@@ -218,10 +227,12 @@ class FusedUNet:
         del dz, h
         skips = []
         for i, block in reversed(list(enumerate(self.decoder))):
+            self._hold(d.dx, smallest)
             d, d_skip = self._run_back(block, d, None)
             skips.append(d_skip)
             del d_skip
             self._complete(f"output_blocks.{i}")
+        self.aside.release()
         # skips[i] is the gradient that the decoder sent to the encoder's feature i
         d, _ = self._run_back(self.middle, d, skips.pop())
         self._complete("middle_block")
@@ -289,6 +300,14 @@ class FusedUNet:
             else:
                 d = layer.backward(d, added)
         return d, d_other
+
+    def _hold(self, dx: Tensor, smallest: int) -> None:
+        """Large images keep the GPU busy, and small ones do not: there the decoder's gradients of
+        weights are made up for. Other processes are sent them as early as can be."""
+        pixels = dx.shape[1] * dx.shape[2]
+        self.aside.holding = self.ready is None and pixels >= _MUCH_LARGER * smallest
+        if pixels <= smallest:
+            self.aside.release()
 
     def _complete(self, name: str) -> None:
         """The filters of this block, and so of all behind it, have their gradients when the side

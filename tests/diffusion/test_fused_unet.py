@@ -9,6 +9,7 @@ import triton_kernels
 from diffusion.backend import Backend
 from diffusion.flat import FlatParameters
 from diffusion.layers import set_backend
+from diffusion.planned import side_stream
 from diffusion.planned.unet import TOGETHER, FusedUNet, training_network
 from diffusion.unet import UNet
 from triton_kernels import reference
@@ -116,6 +117,34 @@ def test_gradients_add_up_over_micro_batches():
     for part in (slice(0, 1), slice(1, 4)):
         plan(x[part], t[part]).square().sum().backward()
     torch.testing.assert_close(flat.grad, whole)
+
+
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+def test_held_gradients_are_the_same(options, monkeypatch):
+    """Some are made later, none twice or never."""
+    model = make({"channel_mult": (1, 1, 1)} | options, (16, 16))
+    flat = FlatParameters(model, together=TOGETHER)
+    plan = FusedUNet(model, flat, fused_reference)
+    x, t = torch.randn(2, 16, 16, 3).double(), torch.tensor([3, 700])
+    draws = {"rng": torch.tensor([5, 11])}
+    labels = torch.tensor([2, 0]) if model.num_classes else None
+    held, grads = [], []
+    release = plan.aside.release
+
+    def released() -> None:
+        held.append(len(plan.aside._back))
+        release()
+
+    monkeypatch.setattr(plan.aside, "release", released)
+    monkeypatch.setattr(side_stream, "_TOO_LARGE", 2**40)
+    for large in (2**40, 0):
+        monkeypatch.setattr(side_stream, "_LARGE", large)
+        assert not any(held)
+        flat.grad.zero_()
+        plan(x, t, labels, **draws).square().sum().backward()
+        grads.append(flat.grad.clone())
+    assert torch.equal(*grads)
+    assert any(held) == (plan.reduction >= 16)
 
 
 @pytest.mark.parametrize("name", ["three_levels", "guided_diffusion", "strided"])

@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 
+from diffusion.planned import side_stream
 from diffusion.planned.side_stream import SideStream
 
 
@@ -29,6 +30,55 @@ def test_tensors_are_kept_up_to_a_budget_of_bytes(device):
     assert alive() == [False, False, False, True]
     stream.join()
     assert alive() == [False] * 4 and done == [60, 40, 30, 500]
+
+
+def test_pieces_that_are_launched_behind_others(device):
+    stream = SideStream(device, behind=2)
+    done = []
+    for i in range(4):
+        stream.run(lambda i=i: done.append(i))
+    assert done == [0, 1]
+    stream.join()
+    assert done == [0, 1, 2, 3]
+
+
+def test_held_pieces_come_when_they_are_released(device, monkeypatch):
+    for name, size in (("_LARGE", 50), ("_TOO_LARGE", 200), ("_HELD_BUDGET", 250)):
+        monkeypatch.setattr(side_stream, name, size)
+    stream = SideStream(device)
+    done, kept = [], []
+
+    def run(elements: int) -> None:
+        x = torch.zeros(elements, dtype=torch.int8, device=device)
+        kept.append(weakref.ref(x))
+        stream.run(lambda x: done.append(x.numel()), x)
+
+    stream.holding = True
+    for elements in (100, 40, 201, 120, 60):  # the second is small, the third is too large
+        run(elements)
+    assert done == [40, 201, 60]  # and the last was over the budget
+    stream.release()
+    assert done == [40, 201, 60, 100, 120] and not stream.holding
+    run(110)
+    assert done[-1] == 110
+    assert all(x() is not None for x in (kept[0], kept[3]))
+    stream.join()
+    assert all(x() is None for x in kept)
+    stream.holding = True
+    run(70)
+    stream.join()  # releases
+    assert done[-1] == 70 and not stream.holding
+
+
+@pytest.mark.gpu
+def test_a_piece_launched_late_sees_what_was_there_when_it_was_given(device):
+    stream = SideStream(device, behind=1)
+    x, seen = torch.zeros(2**20, device=device), []
+    for _ in range(3):
+        x = x + 1
+        stream.run(lambda x: seen.append(x.clone()), x)
+    stream.join()
+    assert [int(y.max()) for y in seen] == [1, 2, 3] and all(y.min() == y.max() for y in seen)
 
 
 @pytest.mark.gpu

@@ -37,9 +37,13 @@ _APPLY_CONFIG = _Config(4096, 2, 4)
 _DX_CONFIG = _Config(4096, 2, 4)
 
 
-def _folds(tiles: int, elements: int) -> bool:
+_MOST_TILES = {"apply": 4, "dx": 8}  # of an image; measured at batch 32, see docs/performance.md
+_MOST_ELEMENTS = 2**23
+
+
+def _folds(kernel: str, tiles: int, elements: int) -> bool:
     """Whether to make statistics of so many tiles an image in every program."""
-    return tiles <= 8 and elements <= 2**23
+    return tiles <= _MOST_TILES[kernel] and elements <= _MOST_ELEMENTS
 
 
 def norm_apply(
@@ -63,7 +67,7 @@ def norm_apply(
     tiles = sum(part.shape[1] for part in partials)
     if fold is None:
         elements = x1.numel() + (0 if x2 is None else x2.numel())
-        fold = mask is None and _folds(tiles, elements)
+        fold = mask is None and _folds("apply", tiles, elements)
     if not fold or x1.shape[0] == 0:
         film = {"scale": scale, "shift": shift}
         table = norm_table(partials, pixels, num_groups, weight, bias, eps, **film)
@@ -128,7 +132,7 @@ def norm_backward(
     """`norm_dx` of one tensor with the coefficients of `norm_grad_table`."""
     n, h, w, c = dz.shape
     if fold is None:
-        fold = not upsample1 and _folds(partials.shape[1], dz.numel())
+        fold = not upsample1 and _folds("dx", partials.shape[1], dz.numel())
     if not fold or n == 0:
         coeff = norm_grad_table(
             partials, table, h * w, num_groups, grad_weight_out, grad_bias_out, accumulate=True,
@@ -196,7 +200,7 @@ def skip_backward(
     n, h, w, c = dz.shape
     config = choose_config(dy, skip_weight, dz, x1, x2, add1, upsample1) if n else None
     if fold is None:
-        fold = n > 0 and _folds(partials.shape[1], dz.numel())
+        fold = n > 0 and _folds("dx", partials.shape[1], dz.numel())
     if fold and n > 0 and tiles_of_one_image(config, dy, upsample1):
         work = sums.rows(n, 2 * c)
         coeff = NormSums(partials, table, num_groups, work)
