@@ -19,7 +19,7 @@ the tile has no masks. There are no atomics: the same input gives the same bits.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -251,6 +251,7 @@ def _attention_bwd_dq_kernel(
     lse_ptr,  # float32 [N, heads, T], base 2
     delta_ptr,  # float32 [N, heads, T], written for the other kernel
     dqkv_ptr,  # [N, T, 3C]
+    rows_ptr,  # float32 [N, blocks of T, 3C] or None: sums of dq over a block
     num_heads,
     scale,  # 1 / sqrt(d)
     stride_don,
@@ -302,6 +303,9 @@ def _attention_bwd_dq_kernel(
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     dq *= scale
     _store_tile(dqkv_ptr + q_offset, dq, offs_m, offs_d, 3 * channels, T, D, BLOCK_M, BLOCK_D)
+    if rows_ptr is not None:  # beyond T dq is zero, since lse is infinite
+        rows_ptr += (n * tl.cdiv(T, BLOCK_M) + pid_m).to(tl.int64) * (3 * channels) + offset
+        tl.store(rows_ptr + offs_d, tl.sum(dq, 0), mask=offs_d < D)
 
 
 @triton.jit
@@ -312,6 +316,7 @@ def _attention_bwd_dkdv_kernel(
     lse_ptr,  # float32 [N, heads, T], base 2
     delta_ptr,  # float32 [N, heads, T]; None if ONE_PASS
     dqkv_ptr,  # [N, T, 3C]
+    rows_ptr,  # float32 [N, blocks of T, 3C] or None: sums of dk and dv; of dq too if ONE_PASS
     num_heads,
     scale,  # 1 / sqrt(d)
     stride_don,
@@ -352,6 +357,7 @@ def _attention_bwd_dkdv_kernel(
     # lie in registers. Only dq needs ds the other way round.
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dq_sum = tl.zeros([BLOCK_D], tl.float32)
     for start_m in range(0, T, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q = _load_tile(qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
@@ -375,9 +381,18 @@ def _attention_bwd_dkdv_kernel(
             _store_tile(
                 dqkv_ptr + q_offset, dq, offs_m, offs_d, 3 * channels, T, D, BLOCK_M, BLOCK_D
             )
+            if rows_ptr is not None:
+                dq_sum += tl.sum(dq, 0)
     dk *= scale
     _store_tile(dqkv_ptr + k_offset, dk, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D)
     _store_tile(dqkv_ptr + v_offset, dv, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D)
+    if rows_ptr is not None:
+        rows_ptr += (n * tl.cdiv(T, BLOCK_N) + pid_n).to(tl.int64) * (3 * channels) + offset
+        mask_d = offs_d < D
+        if ONE_PASS:
+            tl.store(rows_ptr + offs_d, dq_sum, mask=mask_d)
+        tl.store(rows_ptr + part + offs_d, tl.sum(dk, 0), mask=mask_d)
+        tl.store(rows_ptr + 2 * part + offs_d, tl.sum(dv, 0), mask=mask_d)
 
 
 # --- launchers ------------------------------------------------------------------------------------
@@ -445,13 +460,29 @@ def _attention_bwd(
     config: _BwdConfig | None = None,
 ) -> Tensor:
     """dqkv [N, T, 3C]; `do` may have any strides."""
+    return _attention_bwd_rows(do, qkv, o, lse, num_heads, order, allow_tf32, None, config)[0]
+
+
+def _attention_bwd_rows(
+    do: Tensor,
+    qkv: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    num_heads: int,
+    order: str,
+    allow_tf32: bool,
+    place: Callable[[int, int], Tensor] | None,  # (rows, columns) -> where they go, float32
+    config: _BwdConfig | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The same, and if they have a place, rows [rows, 3C] whose sum is that of dqkv over samples
+    and positions."""
     n, t, c3 = qkv.shape
     # offsets within a sample are int32
     assert t * max(c3, do.stride(1)) + c3 * do.stride(2) < 2**31, (qkv.shape, do.stride())
     constants = _constants(qkv, num_heads, order, allow_tf32)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     if dqkv.numel() == 0:
-        return dqkv
+        return dqkv, None if place is None else place(0, c3)
     if config is None:
         config = choose(
             "attention_bwd",
@@ -466,8 +497,10 @@ def _attention_bwd(
         )
     _, keep, step, num_warps, num_stages = config
     grid = (n * num_heads * triton.cdiv(t, keep),)
+    rows = None if place is None else place(n * triton.cdiv(t, keep), c3)
     shared = dict(
         **constants,
+        rows_ptr=rows,
         stride_don=do.stride(0),
         stride_dot=do.stride(1),
         stride_doc=do.stride(2),
@@ -495,7 +528,7 @@ def _attention_bwd(
         BLOCK_N=keep,
         ONE_PASS=config.one_pass,
     )
-    return dqkv
+    return dqkv, rows
 
 
 # --- the op --------------------------------------------------------------------------------------

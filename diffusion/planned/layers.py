@@ -341,13 +341,15 @@ class FusedAttention:
         self.proj.bias_grad(dy.rows)
         plan.aside.run(self.proj.weight_grad, o.view(x.shape), dy.dx)
         do = k.conv_plain_input_grad(dy.dx, self.proj.weight)
-        d_qkv = k.attention_backward(
-            do.flatten(1, 2), qkv.flatten(1, 2), o, state, self.num_heads, self.order
-        ).view(qkv.shape)
+        d_qkv, rows = k.attention_backward(
+            do.flatten(1, 2), qkv.flatten(1, 2), o, state, self.num_heads, self.order, plan.sums
+        )
+        d_qkv = d_qkv.view(qkv.shape)
+        self.qkv.bias_grad(rows)
         del do, o, qkv, state
         if a is None:
             a = k.apply(x, None, table, "identity")
-        plan.aside.run(self.qkv.all_grads, a, d_qkv)
+        plan.aside.run(self.qkv.weight_grad, a, d_qkv)
         del a
         dz, partials = k.conv_input_grad(
             d_qkv, self.qkv.weight, inputs=(x,), table=table, activation="identity"

@@ -8,7 +8,7 @@ _MODEL = {"D": 32, "HEADS_QKV": False, "PRECISION": "ieee", "BLOCK_D": 32}
 def _case(
     name, kernel, pointers, constexprs, num_warps, num_stages, element="*bf16", wgmma="registers"
 ):
-    floats = ("lse_ptr", "delta_ptr")
+    floats = ("lse_ptr", "delta_ptr", "rows_ptr")
     backward = kernel != "_attention_fwd_kernel"
     return {
         "name": f"attention_{name}",
@@ -24,7 +24,7 @@ def _case(
 
 
 _FWD = ("qkv_ptr", "o_ptr", "lse_ptr")
-_ONE_PASS = ("do_ptr", "qkv_ptr", "o_ptr", "lse_ptr", "dqkv_ptr")
+_ONE_PASS = ("do_ptr", "qkv_ptr", "o_ptr", "lse_ptr", "dqkv_ptr", "rows_ptr")
 _TWO_PASS = (*_ONE_PASS, "delta_ptr")
 
 COMPILE_CASES = [

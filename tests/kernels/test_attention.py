@@ -10,6 +10,7 @@ from triton_kernels.attention import (
     _BWD_CONFIGS,
     _FWD_CONFIGS,
     _attention_bwd,
+    _attention_bwd_rows,
     _attention_fwd,
     _bwd_config,
     _fwd_config,
@@ -167,6 +168,28 @@ def test_bwd_config(config, shape, device):
     arguments = shape[2], "qkv_heads", False
     dqkv = _attention_bwd(do, qkv, *_attention_fwd(qkv, *arguments), *arguments, config)
     assert_close("dqkv", dqkv, exact, budget)
+    check_rows(do, qkv, arguments, config)
+
+
+def check_rows(do, qkv, arguments, config):
+    """The rows are sums of what was written, before it was rounded."""
+    place = lambda *shape: torch.full(shape, torch.nan, device=qkv.device)  # noqa: E731
+    o_lse = _attention_fwd(qkv, *arguments)
+    dqkv, rows = _attention_bwd_rows(do, qkv, *o_lse, *arguments, place, config)
+    assert torch.equal(dqkv, _attention_bwd(do, qkv, *o_lse, *arguments, config))
+    written = dqkv.double()
+    error = (rows.double().sum(0) - written.sum((0, 1))).abs()
+    # half a unit in the last place each, and subnormals of 16 bits
+    info = torch.finfo(dqkv.dtype)
+    bound = info.eps * written.abs().sum((0, 1)) + dqkv.shape[0] * dqkv.shape[1] * info.tiny
+    assert (error <= bound).all()
+
+
+@pytest.mark.parametrize("config", [_BWD_CONFIGS[0], _BWD_CONFIGS[6]], ids=str)
+@pytest.mark.parametrize("shape", [(2, 40, 3, 24), (1, 64, 2, 32)], ids=str)
+def test_rows_of_the_legacy_order(config, shape, device):
+    qkv, do = make(*shape, torch.float16, device)
+    check_rows(do, qkv, (shape[2], "heads_qkv", False), config)
 
 
 def test_every_choice_is_in_a_tested_list():
@@ -327,6 +350,7 @@ def test_gpu_bwd_config(config, shape, device):
     for _ in range(RUNS_ON_GPU):
         dqkv = _attention_bwd(do, qkv, o, lse, *arguments, config)
         assert_close("dqkv", dqkv, exact, budget)
+    check_rows(do, qkv, arguments, config)
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..attention import _attention_bwd, _attention_fwd
+from ..attention import _attention_bwd_rows, _attention_fwd
 from ..column_sum import column_rows
 from ..resample import _gather, _spread, spread_add
 from ..row_sums import RowSums
@@ -100,10 +100,11 @@ def attention_forward(qkv: Tensor, num_heads: int, order: str) -> tuple[Tensor, 
 
 
 def attention_backward(
-    do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, num_heads: int, order: str
-) -> Tensor:
-    """dqkv [N, T, 3C]"""
-    return _attention_bwd(do, qkv, o, lse, num_heads, order, allow_tf32=True)
+    do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, num_heads: int, order: str, sums: RowSums
+) -> tuple[Tensor, Tensor]:
+    """dqkv [N, T, 3C], and rows [rows, 3C] in a place of `sums`, whose sum is that of it over
+    samples and positions."""
+    return _attention_bwd_rows(do, qkv, o, lse, num_heads, order, True, sums.rows)
 
 
 def avg_pool(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, H / 2, W / 2, C]

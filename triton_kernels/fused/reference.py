@@ -359,12 +359,13 @@ def attention_forward(qkv, num_heads, order):
     return reference.attention(qkv, num_heads, order=order), None
 
 
-def attention_backward(do, qkv, o, state, num_heads, order):
-    """dqkv"""
+def attention_backward(do, qkv, o, state, num_heads, order, sums):
+    """(dqkv, rows [rows, 3C] whose sum is that of it over samples and positions)"""
     with torch.enable_grad():
         qkv = qkv.detach().requires_grad_()
         o = reference.attention(qkv, num_heads, order=order)
-    return torch.autograd.grad(o, qkv, do)[0]
+    dqkv = torch.autograd.grad(o, qkv, do)[0]
+    return dqkv, dqkv.sum(1)
 
 
 def avg_pool(x):
