@@ -264,7 +264,9 @@ class FusedResBlock:
 
     def _weight_grads(self, a1: Tensor, dh: Tensor, a2: Tensor, dy: Tensor) -> None:
         grads = self.conv1.grad_weight, self.conv2.grad_weight
-        self.kernels.conv_two_weight_grads(a1, dh, grads[0], a2, dy, grads[1], accumulate=True)
+        self.kernels.conv_two_weight_grads(
+            a1, dh, grads[0], a2, dy, grads[1], accumulate=self.plan.accumulates
+        )
 
     def _skip_weight_grad(self, dy: Tensor, *xs: Tensor) -> None:
         grads = self._split(self.skip.grad_weight, xs)

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 _BUDGET = 384 * 2**20  # bytes; with 64 MiB the main stream waits, see docs/performance.md
-# What may be held, in bytes; measured at batch 32 of unet64, whose pieces are 15 to 64 MiB
+# What may be held, in bytes; measured at batch 32 of unet64, whose pieces are 15 to 96 MiB
 _HELD_BUDGET = 768 * 2**20
 _LARGE = 8 * 2**20  # a tensor that makes a piece worth it
-_TOO_LARGE = 64 * 2**20  # beyond, a piece's memory is worth more
 
 _Done = torch.cuda.Event | None  # None: it is
 
@@ -86,9 +85,8 @@ class SideStream:
             self._wait_for_oldest()
 
     def _holds(self, reads: tuple[Tensor, ...]) -> bool:
-        size, held = _size(reads), sum(_size(reads) for _, reads in self._back)
-        large = max(map(_bytes, reads), default=0) >= _LARGE and size <= _TOO_LARGE
-        return large and held + size <= _HELD_BUDGET
+        held = sum(_size(reads) for _, reads in self._back)
+        return max(map(_bytes, reads), default=0) >= _LARGE and held + _size(reads) <= _HELD_BUDGET
 
     def _launch(self) -> None:
         before, work, reads = self._given.popleft()

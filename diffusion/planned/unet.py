@@ -50,6 +50,7 @@ __all__ = ["TOGETHER", "FusedUNet", "training_network"]
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MUCH_LARGER = 16  # images, by pixels
+_MUCH_MEMORY = 32 * 2**20  # bytes of an activation
 _CHANNELS = 16  # the stem's and the head's few channels are padded to a multiple of this
 _LAYERS = {
     ResBlock: FusedResBlock,
@@ -215,7 +216,7 @@ class FusedUNet:
         self.tape = None
         dy = self._padded(dy)
         smallest = dy.shape[1] * dy.shape[2] // self.reduction
-        self._hold(dy, smallest)
+        self._hold(h, smallest)
         a = k.apply(h, None, table, "silu") if a is None else a
         self.aside.run(self.head.all_grads, a, dy)
         del a
@@ -301,11 +302,13 @@ class FusedUNet:
                 d = layer.backward(d, added)
         return d, d_other
 
-    def _hold(self, dx: Tensor, smallest: int) -> None:
+    def _hold(self, x: Tensor, smallest: int) -> None:
         """Large images keep the GPU busy, and small ones do not: there the decoder's gradients of
-        weights are made up for. Other processes are sent them as early as can be."""
-        pixels = dx.shape[1] * dx.shape[2]
-        self.aside.holding = self.ready is None and pixels >= _MUCH_LARGER * smallest
+        weights are made up for. Other processes are sent them as early as can be, and in a large
+        batch they would hold too much memory."""
+        pixels = x.shape[1] * x.shape[2]
+        worthwhile = self.ready is None and x.numel() * x.itemsize < _MUCH_MEMORY
+        self.aside.holding = worthwhile and pixels >= _MUCH_LARGER * smallest
         if pixels <= smallest:
             self.aside.release()
 

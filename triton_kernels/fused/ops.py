@@ -18,13 +18,13 @@ from .conv import (
 )
 from .conv_down import conv_down, conv_down_input_grad
 from .conv_split import conv_split, worth_splitting
+from .linear_grads import linear_grads
 from .norm_conv import norm_conv, norm_conv_pays, norm_conv_supported
 from .norm_conv_split import (
     norm_conv_split,
     norm_conv_split_pays,
     norm_conv_split_supported,
 )
-from .linear_grads import linear_grads
 from .norm_fold import norm_apply, norm_backward, skip_backward
 from .norm_passes import apply, norm_dx
 from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
@@ -60,15 +60,15 @@ __all__ = [
     "conv_split",
     "conv_two_weight_grads",
     "conv_weight_grad",
+    "linear_grads",
+    "norm_apply",
+    "norm_backward",
     "norm_conv",
     "norm_conv_pays",
     "norm_conv_split",
     "norm_conv_split_pays",
     "norm_conv_split_supported",
     "norm_conv_supported",
-    "linear_grads",
-    "norm_apply",
-    "norm_backward",
     "norm_dx",
     "norm_grad_table",
     "norm_of_sums",
