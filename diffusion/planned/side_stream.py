@@ -29,8 +29,8 @@ class SideStream:
     pieces given since. Their tensors stay allocated until `join`.
 
     With `behind` a piece is launched when so many more have been given, or at `join`. A graph lets
-    the first of two successors follow its predecessor at once and the other half a microsecond
-    later or more: the first has to be the main stream's.
+    the first of two successors follow its predecessor at once and the other a microsecond or more
+    later: the first has to be the main stream's.
     """
 
     def __init__(self, device: torch.device, budget: int = _BUDGET, behind: int = 0) -> None:
