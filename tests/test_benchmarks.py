@@ -289,6 +289,14 @@ def test_a_cut_run_leaves_its_table(tmp_path):
     assert train_step.format_memory([few], 141 * 2**30) == ""
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("module", [scaling, train_step, warm], ids=lambda m: m.__name__)
+def test_timing_needs_a_gpu(module, tmp_path):
+    given = [f"out={tmp_path}"] if "out" in module.DEFAULTS else []
+    with pytest.raises(ConfigError, match="need a CUDA device"):
+        module.main(given)
+
+
 def test_what_compiles_too_long_is_given_up(tmp_path, monkeypatch, capsys):
     def start(settings, provider, batch, folder):
         command = [sys.executable, "-c", f"import time; time.sleep({30 * (batch > 8)})"]
