@@ -58,7 +58,7 @@ _BY_KERNEL = (
     ),
     ("conv wgrad", r"wgrad|column_sum|^_sum_partials|^_linear_grads"),
     ("conv dgrad", r"dgrad|conv_input_grad"),
-    ("conv fwd", r"fprop|conv_forward"),
+    ("conv fwd", r"fprop|conv_forward|stride2_fwd"),
     (
         "norm",
         r"group_?norm|^_norm_|^_segment_sums|^_activation_grad|^skip_dx"
@@ -71,7 +71,10 @@ _BY_KERNEL = (
     ),
     ("elementwise", r"^triton_(poi|per|red)_"),
 )
-_MATRIX = r"conv2d|conv_rows|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet|splitK|cublas|^triton_tem_"
+_MATRIX = (
+    r"conv2d|conv_(rows|tiles|resident|bare|split)|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet"
+    r"|splitK|cublas|^triton_tem_"
+)
 _FAMILIES = (
     "conv fwd", "conv dgrad", "conv wgrad", "matmul", "norm", "attention", "resample",
     "elementwise", "layout", "denoise", "optimizer", "other",

@@ -19,7 +19,13 @@ from triton_kernels.fused import ops as fused
 _FAMILIES = {
     "conv fwd": ("conv_forward", "conv_down", "conv2d"),
     "conv dgrad": ("conv_input_grad", "conv_plain_input_grad", "conv_down_input_grad"),
-    "conv wgrad": ("conv_weight_grad", "bias_grad", "tensor_rows"),
+    "conv wgrad": (
+        "conv_weight_grad",
+        "conv_two_weight_grads",
+        "linear_grads",
+        "bias_grad",
+        "tensor_rows",
+    ),
     "attention": ("attention_forward", "attention_backward"),
     "resample": ("avg_pool", "avg_pool_grad", "upsample", "upsample_grad"),
     "elementwise": ("pad_channels",),
@@ -27,7 +33,12 @@ _FAMILIES = {
     "optimizer": ("grad_norm", "adamw_step"),
 }
 _FAMILY_OF = {op: family for family, ops in _FAMILIES.items() for op in ops}
-_REWRITTEN = {"adamw_step": (0, 2, 3, 4), "conv_weight_grad": (2,)}  # arguments read and written
+_REWRITTEN = {  # arguments that are read and written
+    "adamw_step": (0, 2, 3, 4),
+    "conv_weight_grad": (2,),
+    "conv_two_weight_grads": (2, 5),
+    "linear_grads": (3, 4),
+}
 _PRODUCTS = {"attention_forward": 2, "attention_backward": 5}  # of [T, d] and [T, T]
 
 
@@ -89,10 +100,13 @@ def _flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
         pixels = next(_tensors(result)).shape[:3].numel()
         extra = sum(weight.numel() for _, weight in kwargs.get("extra", ()))
         return 2 * pixels * (args[1].numel() + extra)
-    if name in (*_FAMILIES["conv dgrad"], "skip_dx"):
+    if name in (*_FAMILIES["conv dgrad"], "skip_dx", "skip_backward"):
         return 2 * args[0].shape[:3].numel() * args[1].numel()
-    if name == "conv_weight_grad":
-        return 2 * args[1].shape[:3].numel() * args[2].numel()
+    if name in ("conv_weight_grad", "conv_two_weight_grads"):
+        pairs = zip(args[1:6:3], args[2:6:3], strict=True)
+        return sum(2 * dy.shape[:3].numel() * out.numel() for dy, out in pairs)
+    if name == "linear_grads":
+        return 2 * len(args[0]) * args[2].numel() * (1 if result is None else 2)
     return 0
 
 

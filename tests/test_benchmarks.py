@@ -447,6 +447,9 @@ def test_the_summary_counts_calls():
         ("triton_poi_fused_add_convolution_7", "", "elementwise"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel", "", "optimizer"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "", "attention"),
+        ("conv_tiles_kernel", "_Planned", "conv fwd"),
+        ("conv_bare_points_kernel", "_PlannedBackward", "conv dgrad"),
+        ("_stride2_fwd_kernel", "_Planned", "conv fwd"),
         ("unheard_of", "", "other"),
     ],
 )
@@ -496,6 +499,11 @@ def test_work_is_noted_where_the_plan_does_it():
     assert noted == work.Work("conv fwd", moved, noted.flops)
     back = work.work_of("conv_weight_grad", (x, y, weight), {}, None)
     assert back.flops == 2 * 32 * 16 * 8 * 9
+    two = work.work_of("conv_two_weight_grads", (x, y, weight, y, x, weight), {}, None)
+    assert two.flops == 2 * back.flops
+    dx = torch.zeros(2, 8)
+    linear = work.work_of("linear_grads", (dx, x[:, 0, 0], short, short, dx[0]), {}, dx)
+    assert linear.flops == 2 * 2 * 2 * 16 * 8
     assert back.bytes == size * (x.numel() + y.numel() + 2 * weight.numel())
     images, index = torch.zeros(10, 4, 4, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
     drawn = work.work_of("q_sample", (images,), {"index": index}, x)
