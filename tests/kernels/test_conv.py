@@ -173,23 +173,6 @@ def test_without_bias_and_without_gradients(device):
     assert dw.shape == weight.shape
 
 
-@pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "whole rows a tile", "no padding", "padding beyond the filter", "1-D, 5 taps", "1x1",
-        "1x1 with padding",
-    ],
-)  # fmt: skip
-def test_tf32_input_gradient_by_transposed_filters(name, device, monkeypatch):
-    """As many pixels as there are pay for it."""
-    monkeypatch.setattr(conv_tma, "_TRANSPOSED_FROM", 0)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    data = make(SMALL[name], torch.float32, device)
-    got = run(conv.conv2d, SMALL[name], *data, allow_tf32=True)
-    check(got, *references(SMALL[name], *data), SMALL[name], "tf32")
-
-
 @pytest.mark.parametrize("offset", [3, 8])
 def test_weight_may_be_a_view_into_a_flat_buffer(offset, device):
     """With 8 elements before it, it has the 16-byte alignment that TMA needs; with 3 it has not."""

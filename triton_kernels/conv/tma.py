@@ -100,7 +100,6 @@ WGRAD_CONFIGS = [
     WgradConfig(128, 64, 64, 3, 4, 3),
     WgradConfig(64, 64, 64, 3, 4, 4),
 ]
-_TRANSPOSED_FROM = 4096  # pixels of a float32 input gradient, which pay for other filters
 # the first so many are what the cost models choose from
 _MODELLED_FWD = 8
 _MODELLED_WGRAD = 4
@@ -287,9 +286,6 @@ def launch_fwd(
     """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output, y of the input."""
     assert stride == 1
     _, _, r, s = weight.shape
-    if dgrad and x.itemsize == 4 and y.numel() >= _TRANSPOSED_FROM * y.shape[3]:
-        padding = (r - 1 - padding[0], s - 1 - padding[1])
-        weight, dgrad = _transposed(weight), False
     if is_pointwise(weight, padding):
         x, y = as_one_row(x), as_one_row(y)
     ci = x.shape[3]
@@ -344,15 +340,6 @@ def launch_fwd(
         num_stages=config.num_stages,
         **overlapping(x.device),
     )
-
-
-def _transposed(weight: Tensor) -> Tensor:  # [CO, CI, R, S] -> [CI, CO, R, S]
-    """The filters with which a forward convolution is the input gradient, in channels_last memory.
-    In float32 wgmma takes its operands only with the index of the sum innermost, and that of an
-    input gradient, CO, is outermost: Triton would bring every tile into order again."""
-    if weight.shape[2:] != (1, 1):
-        weight = weight.flip(2, 3)
-    return weight.permute(1, 2, 3, 0).contiguous().permute(0, 3, 1, 2)
 
 
 def serves_fwd(x: Tensor, weight: Tensor, y: Tensor, stride: int, precision: str) -> bool:
