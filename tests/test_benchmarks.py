@@ -16,7 +16,6 @@ import triton_kernels
 from benchmarks import (
     curves,
     harness,
-    joins,
     parity,
     policy,
     profile,
@@ -51,7 +50,6 @@ from diffusion.errors import ConfigError
 from diffusion.sampler import DDPM
 from diffusion.schedule import make_schedule
 from diffusion.unet1d import UNet1d
-from triton_kernels import tuning
 from triton_kernels.fused import ops as fused_ops
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -556,22 +554,6 @@ def test_what_sampling_times():
     assert sampling.split_chain("ddpm") == ("ddpm", 1000)
     with pytest.raises(ConfigError, match="chains=heun is unknown; choose from ddim, ddpm"):
         sampling.choose_tasks(settings | {"chains": ("heun20",)})
-
-
-def test_which_launches_are_joined():
-    """One kind is faster, one slower, one wrong."""
-    worth = {"fast": -10.0, "slow": 5.0, "wrong": -20.0}
-
-    def evaluate():
-        on = [op for op in worth if tuning.decided(op, (2, 8, 8, 64))]
-        y = torch.ones(4) * (1.5 if "wrong" in on else 1.0)
-        y.took = 100.0 + sum(worth[op] for op in on)
-        return y
-
-    found = {}
-    for rows in joins.measure_joins(evaluate, lambda run: run().took):
-        found |= rows
-    assert found == {"fast 8 8 64 n=2": [1], "slow 8 8 64 n=2": [0], "wrong 8 8 64 n=2": [0]}
 
 
 def test_settings_take_the_types_of_their_defaults():

@@ -32,7 +32,6 @@ _MICROSECONDS = 3000.0  # of replays of a candidate
 _HOPELESS = 1.25  # times the best one so far: replayed once
 
 _search: "Search | None" = None
-_trial: Callable[[str, tuple], bool] | None = None
 _decided: tuple[dict, dict] = ({}, {})  # a table, and what `choose` has made of it
 
 
@@ -105,7 +104,9 @@ def choose(
     config = _decided[1].get((op, key))
     if config is not None and _search is None:
         return config
-    n, name, full = key[0], _name(op, key), row_name(op, key)
+    n, *rest = key
+    name = f"{op} {' '.join(map(str, rest))}"
+    full = f"{name} n={n}"
     if _search is not None and full not in _search.found and op in (_search.only or (op,)):
         _search.run(full, configs(), default(), run)
     config = default()
@@ -115,37 +116,6 @@ def choose(
         config = measured if measured in configs() else config
     _decided[1][op, key] = config
     return config
-
-
-def decided(op: str, key: tuple) -> bool:
-    """Whether a kernel that spares launches is to be used for a shape, the batch first: only if the
-    whole that it is part of was measured to be faster with it. Alone it would be judged wrongly,
-    since launches that follow each other overlap."""
-    if _trial is not None:
-        return _trial(op, key)
-    known = _table().get(_name(op, key), {})
-    nearest = min(known, key=lambda n: abs(math.log(n / max(key[0], 1))), default=None)
-    return nearest is not None and bool(known[nearest][0])
-
-
-@contextmanager
-def trial(decide: Callable[[str, tuple], bool]) -> Iterator[None]:
-    """Within the block `decided` asks this instead."""
-    global _trial
-    before, _trial = _trial, decide
-    try:
-        yield
-    finally:
-        _trial = before
-
-
-def row_name(op: str, key: tuple) -> str:
-    """What a table calls an op and a shape, the batch first."""
-    return f"{_name(op, key)} n={key[0]}"
-
-
-def _name(op: str, key: tuple) -> str:
-    return f"{op} {' '.join(map(str, key[1:]))}"
 
 
 def cache_path() -> Path:

@@ -7,15 +7,11 @@ plan's layers (`planned.unet`) run over kernels that wait until they know who re
     table, apply                  -> one launch, `norm_whole` or `norm_of_sums`
     conv of few tiles             -> its sum in parts on all multiprocessors, `conv_split`;
                                      the norm that reads it adds them: still one launch each
-    norm, conv of a large image   -> one launch, `norm_conv`, which activates what it reads
-    norm, conv of a small image   -> one launch, `norm_conv_split`, in parts
-    qkv, attention, projection    -> one launch, `attention_split`, in parts as well
 
 What depends on timesteps and labels alone is computed once for a chain: the embedding and every
 block's projection of it, as a table [K, U, E] that a step reads one row of.
 """
 
-import dataclasses
 import logging
 from dataclasses import dataclass
 from types import ModuleType
@@ -28,8 +24,8 @@ from triton_kernels.fused.conv_split import SplitConv
 
 from ..flat import FlatParameters
 from ..objective import Denoiser
-from ..unet import AttentionBlock, UNet
-from .layers import TOGETHER, Feature, FusedAttention, Step
+from ..unet import UNet
+from .layers import TOGETHER, Feature, Step
 from .unet import _DTYPES, FusedUNet, _missing_tile
 
 _WHOLE_PIXELS = 256  # of an image that a program reads whole, where nobody has to add parts
@@ -69,27 +65,11 @@ class _Waiting:
         return self.sum
 
 
-class _Upsampled:
-    """A tensor in which every pixel is a 2x2 block, until somebody cannot do without it."""
-
-    def __init__(self, kernels: ModuleType, x: Tensor | _Waiting) -> None:
-        self.kernels, self.source, self.large = kernels, x, None
-        n, h, w, c = x.shape
-        self.shape = (n, 2 * h, 2 * w, c)
-
-    def tensor(self) -> Tensor:
-        """It, by a launch of its own."""
-        if self.large is None:
-            self.large = self.kernels.upsample(_tensor(self.source))
-        return self.large
-
-
 @dataclass
 class _Unmeasured:
-    """The partials of a tensor, until somebody wants them."""
+    """The partials of a tensor that nobody has taken yet."""
 
     x: Tensor | _Waiting
-    taken: Tensor | None = None
 
 
 @dataclass
@@ -101,81 +81,6 @@ class _Table:
     num_groups: int
     arguments: tuple  # weight, bias, eps
     film: dict[str, Tensor | None]  # scale, shift
-
-
-class _Activated:
-    """act(norm(x)) of which the statistics are known, until it is wanted by itself."""
-
-    def __init__(
-        self,
-        kernels: ModuleType,
-        x1: Tensor | _Upsampled,
-        x2: Tensor | None,
-        activation: str,
-        table: _Table,
-    ) -> None:
-        self.kernels, self.x1, self.x2, self.activation = kernels, x1, x2, activation
-        self.sums = table.partials, table.pixels, table.num_groups, *table.arguments
-        self.film, self.sum = table.film, None
-        self.shape = (*x1.shape[:3], x1.shape[3] + (0 if x2 is None else x2.shape[3]))
-
-    def tensor(self) -> Tensor:
-        """It, by a launch of its own."""
-        if self.sum is None:
-            rest = *self.sums, self.activation
-            x1 = _tensor(self.x1)
-            self.sum = self.kernels.norm_of_sums(x1, self.x2, *rest, **self.film)
-        return self.sum
-
-    def convolved(
-        self, weight: Tensor, bias: Tensor, extra: list, **terms
-    ) -> tuple[Tensor, Tensor]:
-        """Its convolution and the partials of that."""
-        rest = *self.sums, self.activation, weight, bias
-        extra = [(_tensor(_small(x)), w) for x, w in extra]
-        options = {"extra": extra, "upsample1": isinstance(self.x1, _Upsampled)}
-        x1 = _tensor(_small(self.x1))
-        return self.kernels.norm_conv(x1, self.x2, *rest, **self.film, **options, **terms)
-
-
-class _Whole:
-    """act(norm(x)) that `norm_whole` would make, of x1 perhaps in parts, until it is wanted."""
-
-    def __init__(
-        self,
-        kernels: ModuleType,
-        x1: Tensor | _Waiting,
-        x2: Tensor | None,
-        activation: str,
-        table: _Table,
-    ) -> None:
-        self.kernels, self.x1, self.x2, self.film = kernels, x1, x2, table.film
-        self.norm = table.num_groups, *table.arguments, activation
-        self.sum = None
-        self.shape = (*x1.shape[:3], x1.shape[3] + (0 if x2 is None else x2.shape[3]))
-
-    def tensor(self) -> Tensor:
-        """It, by a launch of its own."""
-        if self.sum is None:
-            self.sum, y = self.kernels.norm_whole(self._source(), self.x2, *self.norm, **self.film)
-            self._keep(y)
-        return self.sum
-
-    def convolved(self, weight: Tensor, extra: list) -> tuple[Tensor, torch.dtype]:
-        """The parts of its convolution."""
-        parts, y = self.kernels.norm_conv_split(
-            self._source(), self.x2, *self.norm, weight, extra=extra, **self.film
-        )
-        self._keep(y)
-        return parts, y.dtype
-
-    def _source(self) -> Tensor | SplitConv:
-        waits = isinstance(self.x1, _Waiting) and self.x1.sum is None
-        return self.x1.split if waits else _tensor(self.x1)
-
-    def _keep(self, y: Tensor) -> None:
-        if isinstance(self.x1, _Waiting):
-            self.x1.sum, self.x1.split = y, None
 
 
 class WaitingKernels:
@@ -206,52 +111,17 @@ class WaitingKernels:
         stats: bool = False,
         **options,  # of convolutions that are not cut into parts
     ) -> tuple[Tensor | _Waiting, Tensor | _Unmeasured | None]:
-        residual = _tensor(residual)
-        if isinstance(x, _Activated) and self._worth_joining(x, weight, extra, options):
-            terms = {"residual": residual, "emb": emb, "extra_bias": extra_bias}
-            return x.convolved(weight, bias, extra, **terms)
-        extra = [(_tensor(other), w) for other, w in extra]
-        shape = (*x.shape[:3], weight.shape[0])
-        if isinstance(x, _Whole) and self._worth_joining_parts(x, weight, stats, options):
-            parts, dtype = x.convolved(weight, extra)
-            return self.waiting(SplitConv(parts, shape, dtype, bias, extra_bias, emb, residual))
-        x = _tensor(x)
+        extra, residual = [(_tensor(other), w) for other, w in extra], _tensor(residual)
         if stats and not options and self.worth_splitting(x.shape, weight, x.device):
             parts = self.kernels.conv_split(x, weight, extra=extra)
-            return self.waiting(SplitConv(parts, shape, x.dtype, bias, extra_bias, emb, residual))
+            shape = (*x.shape[:3], weight.shape[0])
+            split = SplitConv(parts, shape, x.dtype, bias, extra_bias, emb, residual)
+            y = _Waiting(self.kernels, split)
+            return y, _Unmeasured(y)
         return self.kernels.conv_forward(
             x, weight, bias, emb=emb, residual=residual, extra=extra, extra_bias=extra_bias,
             stats=stats, **options,
         )  # fmt: skip
-
-    def _worth_joining(self, x: _Activated, weight: Tensor, extra: list, options: dict) -> bool:
-        n, h, w, c = x.shape
-        halves = [t.shape[3] for t in (x.x1, x.x2, *(other for other, _ in extra)) if t is not None]
-        return (
-            options.keys() <= {"width"}  # which is for tiles of several channels
-            and weight.shape[2:] == (3, 3)
-            and self.kernels.norm_conv_supported(h, w, halves)
-            and self.kernels.norm_conv_pays(n, h, w, c, weight.shape[0], weight.dtype)
-        )
-
-    def _worth_joining_parts(self, x: _Whole, weight: Tensor, stats: bool, options: dict) -> bool:
-        n, h, w, c = x.shape
-        key = (n, h, w, c, weight.shape[0], x.norm[0], weight.dtype)
-        return (
-            stats
-            and not options
-            and weight.shape[2:] == (3, 3)
-            and self.kernels.norm_conv_split_supported(h * w)
-            and self.kernels.norm_conv_split_pays(*key)
-        )
-
-    def waiting(self, split: SplitConv) -> tuple[_Waiting, _Unmeasured]:
-        """Parts as a tensor and its partials."""
-        y = _Waiting(self.kernels, split)
-        return y, _Unmeasured(y)
-
-    def upsample(self, x: Tensor | _Waiting) -> _Upsampled:
-        return _Upsampled(self.kernels, x)
 
     def norm_apply(
         self, x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, mask=None, **film
@@ -275,49 +145,31 @@ class WaitingKernels:
             and any(isinstance(part, _Unmeasured) for part in table.partials)
             and self.kernels.norm_whole_supported(c, table.num_groups, h * w)
         ):
-            return _Whole(self.kernels, x1, x2, activation, table)
-        x1 = x1 if isinstance(x1, _Upsampled) else _tensor(x1)
+            source = x1.split if waits else _tensor(x1)
+            a, y = self.kernels.norm_whole(
+                source, x2, table.num_groups, *table.arguments, activation, **table.film
+            )
+            if waits:
+                x1.sum, x1.split = y, None
+            return a
+        x1 = _tensor(x1)
         partials = tuple(map(self._measured, table.partials))
         sums = partials, table.pixels, table.num_groups, *table.arguments
         tiles = sum(part.shape[1] for part in partials)
         if small and not options and tiles <= _FEW_TILES:
-            table = dataclasses.replace(table, partials=partials)
-            return _Activated(self.kernels, x1, x2, activation, table)
+            return self.kernels.norm_of_sums(x1, x2, *sums, activation, **table.film)
         return self.kernels.apply(
-            _tensor(x1), x2, self.kernels.norm_table(*sums, **table.film), activation, **options
+            x1, x2, self.kernels.norm_table(*sums, **table.film), activation, **options
         )
 
     def _measured(self, partials: Tensor | _Unmeasured) -> Tensor:
-        if not isinstance(partials, _Unmeasured):
-            return partials
-        if partials.taken is None:
-            partials.taken = self.kernels.tensor_partials(_tensor(partials.x), _PROGRAMS)
-        return partials.taken
+        if isinstance(partials, _Unmeasured):
+            return self.kernels.tensor_partials(_tensor(partials.x), _PROGRAMS)
+        return partials
 
 
 def _tensor(x: object) -> object:
-    return x.tensor() if isinstance(x, (_Waiting, _Upsampled, _Activated, _Whole)) else x
-
-
-def _small(x: object) -> object:
-    """What it was upsampled from."""
-    return x.source if isinstance(x, _Upsampled) else x
-
-
-class _Attention(FusedAttention):
-    """With what is behind the norm in one launch, where that pays."""
-
-    def forward(self, x: Feature) -> Feature:
-        k, (n, h, w, c) = self.kernels, x.x.shape
-        if not k.attention_split_pays(n, h, w, c, self.num_heads, self.qkv.weight.dtype):
-            return super().forward(x)
-        a = _tensor(self.norm.apply((x,), "identity")[0])
-        parts = k.attention_split(
-            a, self.qkv.weight, self.qkv.bias, self.proj.weight, self.num_heads, self.order
-        )
-        bias, residual = self.proj.bias, _tensor(x.x)
-        y, partials = k.waiting(SplitConv(parts, a.shape, a.dtype, bias, residual=residual))
-        return Feature(y, partials, h * w)
+    return x.tensor() if isinstance(x, _Waiting) else x
 
 
 class InferenceUNet(FusedUNet):
@@ -376,13 +228,6 @@ class InferenceUNet(FusedUNet):
         self.step = Step(emb, None, None, 0)
         h = self._features(image, self.stem_weight)
         return self._output(self.head_norm.apply((h,), "silu")[0])
-
-    def _layers(self, name: str, block: nn.ModuleList) -> list:
-        layers = super()._layers(name, block)
-        for i, module in enumerate(block):
-            if isinstance(module, AttentionBlock):
-                layers[i] = _Attention(self, f"{name}.{i}", module)
-        return layers
 
     def _run(self, block: list, h: Feature, other: Feature | None) -> Feature:
         h = super()._run(block, h, other)

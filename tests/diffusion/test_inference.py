@@ -12,25 +12,16 @@ from diffusion.guidance import guide
 from diffusion.layers import set_backend
 from diffusion.planned.inference import InferenceUNet, sampling_network
 from diffusion.schedule import make_schedule
-from triton_kernels import reference, tuning
-from triton_kernels.dependent_launch import dependent_launches
+from triton_kernels import reference
 from triton_kernels.device import Device
-from triton_kernels.fused import attention_split, conv_split, norm_conv, norm_conv_split
+from triton_kernels.fused import conv_split
 from triton_kernels.fused import ops as fused
 from triton_kernels.fused import reference as fused_reference
 
 from .test_fused_unet import MODELS, make
 from .test_fused_unet_kernels import unet64
 
-CALLS = (
-    "conv_split",
-    "norm_conv",
-    "sum_parts",
-    "norm_whole",
-    "norm_of_sums",
-    "norm_table",
-    "attention_split",
-)
+CALLS = ("conv_split", "sum_parts", "norm_whole", "norm_of_sums", "norm_table")
 
 
 @pytest.fixture
@@ -97,13 +88,10 @@ def test_a_chain(classes, scale, large, monkeypatch):
     torch.testing.assert_close(*chains, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
-def test_the_kernels_themselves(joined, device, monkeypatch):
-    """In float16, with and without the launches that have to be measured first."""
+def test_the_kernels_themselves(device, monkeypatch):
+    """In float16, small convolutions in parts."""
     hopper = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True)
-    for module in (attention_split, conv_split, norm_conv, norm_conv_split):
-        monkeypatch.setattr(module, "describe", lambda _: hopper)
-    monkeypatch.setattr(norm_conv, "_MIN_PIXELS", 200)
+    monkeypatch.setattr(conv_split, "describe", lambda _: hopper)
     monkeypatch.setattr(conv_split, "_MAX_PIXELS", 64)
     options = {"channel_mult": (1, 2), "attention_resolutions": (2,)}
     model = make(options | {"use_scale_shift_norm": True}, (8, 32)).to(device).eval()
@@ -113,10 +101,7 @@ def test_the_kernels_themselves(joined, device, monkeypatch):
         set_backend(model.float(), Backend("torch", reference, torch.float16))
         low = model.forward_nhwc(x.half(), t)
     set_backend(model, Backend("triton", triton_kernels, torch.float16))
-    asked = set()
-    with tuning.trial(lambda op, key: asked.add(op) or joined):
-        y = InferenceUNet(model, fused)(x, t)
-    assert asked == {"attention_split", "norm_conv", "norm_conv_split"}
+    y = InferenceUNet(model, fused)(x, t)
     assert (y - exact).norm() <= 2 * (low - exact).norm()
 
 
@@ -186,44 +171,6 @@ def test_a_captured_chain_has_the_bits_of_the_loop(name, batch):
         for capture in (True, False)
     ]  # fmt: skip
     assert torch.isfinite(chains[0]).all() and torch.equal(*chains)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("op", "sizes"),
-    [("attention_split", (8, 16)), ("norm_conv_split", (8,)), ("norm_conv", (32,)),
-     ("norm_conv", (64,))],
-    ids=str,
-)  # fmt: skip
-def test_launches_that_are_joined(op, sizes):
-    """Where nothing was measured they are not used, so they are asked for here. As good as without
-    them, and a captured chain has the bits of the loop. Kernels overlap in both, as at batch 1."""
-    x, t = torch.randn(1, 64, 64, 3, device="cuda"), torch.tensor([300], device="cuda")
-    exact = unet64(Backend("torch", reference, torch.float64)).double()
-    theirs = unet64(Backend("torch", reference, torch.bfloat16))
-    plan, asked = sampling_network(unet64(triton_backend())), set()
-
-    def join(asked_op: str, key: tuple) -> bool:
-        if asked_op != op or key[1] not in sizes:
-            return False
-        asked.add(key[1])
-        return True
-
-    with torch.no_grad():
-        expected = exact.forward_nhwc(x.double(), t)
-        budget = (theirs.forward_nhwc(x.bfloat16(), t) - expected).norm()
-        del exact, theirs
-        with tuning.trial(join), dependent_launches():
-            for _ in range(3):
-                assert (plan(x, t) - expected).norm() <= 2 * budget
-            chains = [
-                make_sampler(
-                    make_schedule("linear", 1000), triton_backend(), "ddim", steps=3,
-                    device="cuda", capture=capture,
-                ).sample(plan, (1, 64, 64, 3), seed=3)
-                for capture in (True, False)
-            ]  # fmt: skip
-    assert asked == set(sizes) and torch.isfinite(chains[0]).all() and torch.equal(*chains)
 
 
 @pytest.mark.gpu

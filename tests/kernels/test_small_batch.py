@@ -3,16 +3,8 @@
 import pytest
 import torch
 
-from triton_kernels import reference, tuning
-from triton_kernels.fused import (
-    attention_split,
-    begin_step,
-    conv_split,
-    norm_conv,
-    norm_conv_split,
-    norm_tables,
-    norm_whole,
-)
+from triton_kernels import reference
+from triton_kernels.fused import begin_step, conv_split, norm_tables, norm_whole
 from triton_kernels.fused import reference as fused_reference
 from triton_kernels.fused.conv_split import SplitConfig, SplitConv
 
@@ -25,15 +17,7 @@ EPS = 1e-5
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Outputs start as NaN, so an element that no program writes cannot pass."""
-    for module in (
-        attention_split,
-        begin_step,
-        conv_split,
-        norm_conv,
-        norm_conv_split,
-        norm_tables,
-        norm_whole,
-    ):
+    for module in (begin_step, conv_split, norm_tables, norm_whole):
         monkeypatch.setattr(
             module, "_empty", lambda shape, **kw: torch.full(shape, torch.nan, **kw)
         )
@@ -264,185 +248,6 @@ def test_partials_of_few_tensors_are_taken_by_many_programs(shape, k, device):
     torch.testing.assert_close(partials, partials_of(x, k), rtol=1e-5, atol=1e-4)
 
 
-# --- a norm and a convolution in one launch -------------------------------------------------------
-
-JOINED = {  # N, H, W, C1, C2, groups, CO, channels of the extra 1x1 convolutions; tiles of partials
-    "one row a tile": ((1, 4, 32, 16, 0, 4, 16, ()), (4, 1)),
-    "all terms": ((2, 8, 8, 32, 16, 8, 48, (16, 32)), (4, 2)),
-    "groups across the border": ((1, 4, 16, 48, 32, 8, 32, (16,)), (1, 2)),
-}
-
-
-def joined_inputs(case, ks, dtype, device):
-    n, h, w, c1, c2, groups, co, extras = case
-    x1, x2, _, weight, bias, film = norm_inputs((n, h, w, c1, c2, groups), dtype, device)
-    halves = [x for x in (x1, x2) if x is not None]
-    partials = tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=False))
-    terms = film | {
-        "emb": torch.randn(n, 3 * co, device=device)[:, co : 2 * co],
-        "residual": randn(n, h, w, co, dtype=dtype, device=device),
-        "extra": conv_inputs((n, h, w, 16, co, 1, 1, extras, 1), dtype, device)[2],
-        "extra_bias": torch.randn(co, device=device) if extras else None,
-    }
-    filter_ = filters(co, c1 + c2, 3, 3, dtype, device)
-    norm = (partials, (h * w,) * len(halves), groups, weight, bias, EPS, "silu")
-    return (x1, x2, *norm, filter_, torch.randn(co, device=device)), terms
-
-
-def check_joined(arguments, terms, config=None):
-    x1, x2, _, _, groups, weight, bias, eps, act, filter_, conv_bias = arguments
-    y, partials = norm_conv.norm_conv(*arguments, **terms, config=config)
-    torch.testing.assert_close(partials, partials_of(y, partials.shape[1]), rtol=1e-4, atol=2e-3)
-
-    def expected(cast):
-        film = {k: cast(terms[k]) for k in ("scale", "shift")}
-        rest = {k: None if v is None else cast(v) for k, v in terms.items() if k != "extra"}
-        rest = {k: v for k, v in rest.items() if k not in film}
-        x = torch.cat([cast(x) for x in (x1, x2) if x is not None], dim=3)
-        a = reference.group_norm(
-            x, groups, cast(weight), cast(bias), eps=eps, activation=act, **film
-        )
-        extra = [(cast(other), cast(w)) for other, w in terms["extra"]]
-        given = (a, cast(filter_), cast(conv_bias))
-        return fused_reference.conv_forward(*given, extra=extra, **rest)[0]
-
-    close(y, expected(torch.Tensor.double), expected(lambda x: x.to(x1.dtype)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("case", "ks"), JOINED.values(), ids=JOINED)
-def test_norm_conv(case, ks, dtype, device):
-    if device.type == "cuda" and dtype == torch.float32:
-        pytest.skip("float32 is multiplied in TF32 on a GPU")
-    check_joined(*joined_inputs(case, ks, dtype, device))
-
-
-def test_norm_conv_of_an_upsampled_tensor(device):
-    """Nothing is written at the size of the image, and the statistics are of the image before."""
-    case = (1, 8, 8, 32, 16, 8, 16, (32, 16))
-    arguments, terms = joined_inputs(case, (4, 2), torch.float16, device)
-    small, other = (x[:, ::2, ::2].contiguous() for x in (arguments[0], terms["extra"][0][0]))
-    large = reference.upsample_nearest2d(small)
-    sums = (partials_of(small, 1), arguments[2][1])
-    rest = (*arguments[4:],)
-    extra = terms.pop("extra")
-    y, partials = norm_conv.norm_conv(
-        small, arguments[1], sums, (16, 64), *rest, **terms, upsample1=True,
-        extra=[(other, extra[0][1]), extra[1]],
-    )  # fmt: skip
-    expected = norm_conv.norm_conv(
-        large, arguments[1], sums, (16, 64), *rest, **terms,
-        extra=[(reference.upsample_nearest2d(other), extra[0][1]), extra[1]],
-    )  # fmt: skip
-    assert torch.equal(y, expected[0]) and torch.equal(partials, expected[1])
-
-
-def test_norm_conv_of_an_empty_batch(device):
-    case = (0, 4, 32, 16, 0, 4, 16, ())
-    arguments, terms = joined_inputs(case, (1,), torch.float32, device)
-    y, partials = norm_conv.norm_conv(*arguments, **terms)
-    assert y.shape == (0, 4, 32, 16) and partials.shape == (0, 4, 2, 16)
-
-
-JOINED_PARTS = {  # N, H, W, C1, C2, groups, CO, channels of the extras, parts of x1; 0: a tensor
-    "a tensor": (1, 8, 8, 32, 0, 8, 16, (), 0),
-    "two tensors": (1, 4, 4, 32, 16, 8, 16, (), 0),
-    "all terms": (2, 4, 4, 32, 0, 8, 80, (80, 32), 3),
-    "groups across the border": (1, 3, 5, 20, 12, 4, 16, (16,), 2),
-}
-
-
-def joined_parts_inputs(case, dtype, device):
-    n, h, w, c1, c2, groups, co, extras, splits = case
-    shape = (n, h, w, c1, c2, groups)
-    x1, x2, _, weight, bias, film = norm_inputs(shape, dtype, device)
-    if splits:
-        x1 = split_of(shape, dtype, device, splits)[0]
-    extra = conv_inputs((n, h, w, 16, co, 1, 1, extras, 1), dtype, device)[2]
-    filter_ = filters(co, c1 + c2, 3, 3, dtype, device)
-    return (x1, x2, groups, weight, bias, EPS, "silu", filter_), film, extra
-
-
-def check_joined_parts(case, dtype, device):
-    (x1, x2, groups, *vectors, eps, act, filter_), film, extra = joined_parts_inputs(
-        case, dtype, device
-    )
-    norm = (groups, *vectors, eps, act)
-    parts, y = norm_conv_split.norm_conv_split(x1, x2, *norm, filter_, **film, extra=extra)
-    if isinstance(x1, SplitConv):
-        assert torch.equal(y, norm_whole.sum_parts(x1))
-    film64 = {k: v.double() for k, v in film.items()}
-    exact, _ = fused_reference.norm_conv_split(
-        *as_double(y, x2), groups, *as_double(*vectors), eps, act, filter_.double(),
-        **film64, extra=double(extra),
-    )  # fmt: skip
-    low, _ = fused_reference.norm_conv_split(y, x2, *norm, filter_, **film, extra=extra)
-    close(parts.sum(0), exact.sum(0), low.double().sum(0))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", JOINED_PARTS.values(), ids=JOINED_PARTS)
-def test_norm_conv_split(case, dtype, device):
-    if device.type == "cuda" and dtype == torch.float32:
-        pytest.skip("float32 is multiplied in TF32 on a GPU")
-    check_joined_parts(case, dtype, device)
-
-
-# --- attention in one launch ----------------------------------------------------------------------
-
-ATTENTION = {  # N, H, W, C, heads
-    "one head": (1, 4, 4, 16, 1),
-    "two samples": (2, 4, 8, 32, 2),
-    "two blocks of queries": (1, 10, 12, 16, 1),
-    "odd sizes": (2, 3, 5, 72, 3),
-}
-
-
-def attention_inputs(case, dtype, device):
-    n, h, w, c, heads = case
-    torch.manual_seed(2)
-    a = randn(n, h, w, c, dtype=dtype, device=device)
-    qkv, proj = (filters(co, c, 1, 1, dtype, device) for co in (3 * c, c))
-    return a, qkv.contiguous(), torch.randn(3 * c, device=device), proj.contiguous(), heads
-
-
-@pytest.mark.parametrize("order", ["qkv_heads", "heads_qkv"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", ATTENTION.values(), ids=ATTENTION)
-def test_attention_split(case, dtype, order, device):
-    if device.type == "cuda" and dtype == torch.float32:
-        pytest.skip("float32 is multiplied in TF32 on a GPU")
-    check_attention(attention_inputs(case, dtype, device), order)
-
-
-def check_attention(arguments, order):
-    *tensors, heads = arguments
-    parts = attention_split.attention_split(*tensors, heads, order)
-    assert parts.dtype == torch.float32 and parts.shape[0] == heads
-    exact = fused_reference.attention_split(*as_double(*tensors), heads, order)
-    low = fused_reference.attention_split(*(x.to(tensors[0].dtype) for x in tensors), heads, order)
-    close(parts, exact, low)
-
-
-def test_attention_of_an_empty_batch(device):
-    arguments = attention_inputs((0, 4, 4, 16, 1), torch.float32, device)
-    assert attention_split.attention_split(*arguments, "qkv_heads").shape == (1, 0, 16, 16)
-
-
-def test_where_attention_in_one_launch_is_asked_for():
-    def pays(n, h, c, heads):
-        return attention_split.attention_split_pays(n, h, h, c, heads, torch.float16)
-
-    assert not pays(1, 16, 64, 1), "nothing was measured"
-    with tuning.trial(lambda op, key: (op, key[:4]) == ("attention_split", (1, 16, 16, 64))):
-        assert pays(1, 16, 64, 1)
-    with tuning.trial(lambda *_: True):
-        assert pays(1, 16, 64, 1)
-        assert not pays(1, 17, 64, 1), "too many keys"
-        assert not pays(1, 4, 65, 1), "too long a head"
-        assert not pays(10_000, 4, 64, 1), "too many programs"
-
-
 # --- what a step begins with ----------------------------------------------------------------------
 
 
@@ -514,40 +319,3 @@ def test_norms_of_the_model_s_shapes(case, device):
                                        "silu")[0],
             fused_reference.norm_whole(y, x2, *arguments)[0],
         ])  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("order", ["qkv_heads", "heads_qkv"])
-@pytest.mark.parametrize(
-    "case", [(1, 8, 8, 256, 8), (16, 8, 8, 256, 8), (1, 16, 16, 192, 6)], ids=str
-)
-def test_attention_of_the_model_s_shapes(case, order, device):
-    for _ in range(3):
-        check_attention(attention_inputs(case, torch.bfloat16, device), order)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("case", "ks"),
-    [((1, 64, 64, 64, 0, 32, 64, ()), (64,)), ((1, 64, 64, 128, 64, 32, 64, ()), (16, 64)),
-     ((1, 64, 64, 64, 0, 32, 64, (128, 64)), (64,)), ((1, 32, 32, 192, 128, 32, 128, ()), (4, 16))],
-    ids=str,
-)  # fmt: skip
-def test_norm_conv_of_the_model_s_shapes(case, ks, device):
-    arguments, terms = joined_inputs(case, ks, torch.bfloat16, device)
-    for config in norm_conv._candidates(case[1], case[2]):
-        for _ in range(3):
-            check_joined(arguments, terms, config)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case",
-    [(1, 8, 8, 256, 0, 32, 256, (), 16), (1, 8, 8, 256, 256, 32, 256, (), 8),
-     (1, 8, 8, 256, 192, 32, 256, (), 20), (2, 8, 8, 256, 0, 32, 256, (256, 192), 16),
-     (1, 8, 8, 192, 0, 32, 256, (), 0)],
-    ids=str,
-)  # fmt: skip
-def test_norm_conv_split_of_the_model_s_shapes(case, device):
-    for _ in range(3):
-        check_joined_parts(case, torch.bfloat16, device)

@@ -55,24 +55,6 @@ def test_a_tile_that_is_not_listed_any_more_is_not_used(table):
     assert choose() == TILES[0]
 
 
-def test_what_was_not_measured_is_not_done(table):
-    table({"join 16 16 n=1": [1], "join 16 16 n=16": [0]})
-    assert [tuning.decided("join", (n, 16, 16)) for n in (1, 2, 8, 64)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert not tuning.decided("join", (1, 8, 8)) and not tuning.decided("other", (1, 16, 16))
-
-
-def test_a_trial_decides():
-    asked = []
-    with tuning.trial(lambda *key: asked.append(key) or True):
-        assert tuning.decided("join", (1, 16, 16))
-    assert asked == [("join", (1, 16, 16))] and not tuning.decided("join", (1, 16, 16))
-
-
 def test_search_compiles_each_share_once():
     ran = []
     for part in range(2):

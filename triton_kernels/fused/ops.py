@@ -7,7 +7,6 @@ from ..column_sum import column_rows
 from ..resample import _gather, _spread, spread_add
 from ..row_sums import RowSums
 from .activation_grad import activation_grad
-from .attention_split import attention_split, attention_split_pays
 from .begin_step import begin_step
 from .conv import (
     conv_forward,
@@ -19,12 +18,6 @@ from .conv import (
 from .conv_down import conv_down, conv_down_input_grad
 from .conv_split import conv_split, worth_splitting
 from .linear_grads import linear_grads
-from .norm_conv import norm_conv, norm_conv_pays, norm_conv_supported
-from .norm_conv_split import (
-    norm_conv_split,
-    norm_conv_split_pays,
-    norm_conv_split_supported,
-)
 from .norm_fold import norm_apply, norm_backward, skip_backward
 from .norm_passes import apply, norm_dx
 from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
@@ -45,8 +38,6 @@ __all__ = [
     "apply",
     "attention_backward",
     "attention_forward",
-    "attention_split",
-    "attention_split_pays",
     "avg_pool",
     "avg_pool_grad",
     "begin_step",
@@ -63,12 +54,6 @@ __all__ = [
     "linear_grads",
     "norm_apply",
     "norm_backward",
-    "norm_conv",
-    "norm_conv_pays",
-    "norm_conv_split",
-    "norm_conv_split_pays",
-    "norm_conv_split_supported",
-    "norm_conv_supported",
     "norm_dx",
     "norm_grad_table",
     "norm_of_sums",

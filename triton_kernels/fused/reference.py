@@ -402,20 +402,6 @@ def conv_split(x, weight, *, extra=()):
     return torch.stack([y.permute(0, 3, 1, 2).reshape(n, -1, h * w) for y in parts])
 
 
-def attention_split(a, qkv_weight, qkv_bias, proj_weight, num_heads, order):
-    """Parts [heads, N, C, H W] whose sum over heads is proj(attention(qkv(a))), without a bias."""
-    n, h, w, c = a.shape
-    qkv = reference.conv2d(a, qkv_weight, qkv_bias).flatten(1, 2)
-    o = reference.attention(qkv, num_heads, order=order).view(n, h * w, num_heads, -1)
-    weight = proj_weight[:, :, 0, 0].view(c, num_heads, -1)
-    return torch.einsum("nphd,chd->hncp", o, weight)
-
-
-def attention_split_pays(n, h, w, channels, num_heads, dtype):
-    """Whether to ask for `attention_split`, or for one thing after the other."""
-    return h * w <= 24
-
-
 def worth_splitting(x_shape, weight, device):
     """Whether a GPU would rather have the parts; here small images do."""
     return x_shape[1] * x_shape[2] <= 24
@@ -460,48 +446,6 @@ def norm_of_sums(
     """`apply` of the table of `norm_table`."""
     table = norm_table(partials, pixels, num_groups, weight, bias, eps, scale, shift)
     return apply(x1, x2, table, activation)
-
-
-def norm_conv_supported(h, w, halves):
-    """Whether `norm_conv` may be asked: a kernel has whole rows of 32 to 128 pixels."""
-    return w % 4 == 0
-
-
-def norm_conv_pays(n, h, w, channels, out_channels, dtype):
-    """Whether to ask for `norm_conv`, or for `norm_of_sums` and `conv_forward`."""
-    return n * h * w <= 1500
-
-
-def norm_conv(
-    x1, x2, partials, pixels, num_groups, norm_weight, norm_bias, eps, activation, weight, bias,
-    *, scale=None, shift=None, upsample1=False, extra=(), **terms,
-):  # fmt: skip
-    """(the convolution of `norm_of_sums`, with what `conv_forward` adds; its partials)"""
-    norm = (partials, pixels, num_groups, norm_weight, norm_bias, eps, activation, scale, shift)
-    x1 = upsample(x1) if upsample1 else x1
-    extra = [(x if x.shape[1] == x1.shape[1] else upsample(x), w) for x, w in extra]
-    a = norm_of_sums(x1, x2, *norm)
-    return conv_forward(a, weight, bias, stats=True, extra=extra, **terms)
-
-
-def norm_conv_split_supported(pixels):
-    """Whether `norm_conv_split` may be asked; a program has whole images."""
-    return pixels <= 24
-
-
-def norm_conv_split_pays(n, h, w, channels, out_channels, num_groups, dtype):
-    """Whether to ask for `norm_conv_split`, or for `norm_whole` and `conv_split`."""
-    return n <= 2
-
-
-def norm_conv_split(
-    x1, x2, num_groups, norm_weight, norm_bias, eps, activation, weight,
-    *, scale=None, shift=None, extra=(),
-):  # fmt: skip
-    """(parts of the convolution of `norm_whole` and of `extra`, x1)"""
-    norm = (num_groups, norm_weight, norm_bias, eps, activation, scale, shift)
-    a, x1 = norm_whole(x1, x2, *norm)
-    return conv_split(a, weight, extra=extra), x1
 
 
 def begin_step(x, channels, dtype, table=None, row=None, index=None):
