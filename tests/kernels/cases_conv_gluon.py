@@ -1,6 +1,6 @@
-"""The kernels of `conv.gluon` as compile_only.py compiles them."""
+"""The kernels of `conv.gluon.rows` as compile_only.py compiles them."""
 
-from triton_kernels.conv import gluon as conv_gluon
+from triton_kernels.conv.gluon import rows as conv_gluon
 
 
 def _rows(*shape: int) -> str:
@@ -31,7 +31,7 @@ def _fwd(name: str, dgrad: bool, beside: int, extra: int) -> dict:
     }
     return {
         "name": name,
-        "kernel": "triton_kernels.conv.gluon_kernels:conv_rows_kernel",
+        "kernel": "triton_kernels.conv.gluon.rows_kernels:conv_rows_kernel",
         "signature": {k: v for k, v in signature.items() if k not in absent},
         "constexprs": {
             **dict.fromkeys(absent),
@@ -69,7 +69,7 @@ def _resident(name: str, dgrad: bool, beside: int, extra: tuple[int, int] = (0, 
     }
     return {
         "name": f"resident_{name}",
-        "kernel": "triton_kernels.conv.gluon_resident:conv_resident_kernel",
+        "kernel": "triton_kernels.conv.gluon.resident:conv_resident_kernel",
         "signature": {k: v for k, v in signature.items() if k not in absent},
         "constexprs": {
             **dict.fromkeys(absent),
@@ -94,7 +94,7 @@ def _wgrad(width: int, images: int = 1, count: int = 1) -> dict:
     second = {"x2_desc": x, "dy2_desc": dy}
     return {
         "name": f"wgrad_{row}" + ("_of_two" if count == 2 else ""),
-        "kernel": "triton_kernels.conv.gluon_wgrad:conv_rows_wgrad_kernel",
+        "kernel": "triton_kernels.conv.gluon.rows_wgrad:conv_rows_wgrad_kernel",
         "signature": {
             "x_desc": x,
             "dy_desc": dy,

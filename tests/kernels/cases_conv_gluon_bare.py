@@ -1,6 +1,6 @@
-"""The kernels of `conv.gluon_bare` as compile_only.py compiles them."""
+"""The kernels of `conv.gluon.bare` as compile_only.py compiles them."""
 
-from triton_kernels.conv import gluon as conv_gluon
+from triton_kernels.conv.gluon import rows as conv_gluon
 
 from .cases_conv_gluon import _rows
 
@@ -10,7 +10,7 @@ def _bare_points(
 ) -> dict:
     return {
         "name": name,
-        "kernel": "triton_kernels.conv.gluon_bare_points:conv_bare_points_kernel",
+        "kernel": "triton_kernels.conv.gluon.bare_points:conv_bare_points_kernel",
         "signature": {
             "x_desc": _rows(pixels, 64),
             "w_desc": _rows(64, 64),
@@ -37,7 +37,7 @@ def _bare_points(
 def _bare_tiles(name: str, pixels: int, w: int, dgrad: bool, blocks: int, steps: int) -> dict:
     return {
         "name": name,
-        "kernel": "triton_kernels.conv.gluon_bare_tiles:conv_bare_tiles_kernel",
+        "kernel": "triton_kernels.conv.gluon.bare_tiles:conv_bare_tiles_kernel",
         "signature": {
             "x_desc": _rows(1, 2, w, 64),
             "w_desc": _rows(1, 64, 64),

@@ -1,7 +1,7 @@
-"""The kernels of `conv.gluon_tiles` as compile_only.py compiles them."""
+"""The kernels of `conv.gluon.tiles` as compile_only.py compiles them."""
 
-from triton_kernels.conv import gluon as conv_gluon
-from triton_kernels.conv import gluon_tiles as conv_tiles
+from triton_kernels.conv.gluon import rows as conv_gluon
+from triton_kernels.conv.gluon import tiles as conv_tiles
 
 from .cases_conv_gluon import _rows
 from .compile_only import SHARED_LIMIT
@@ -32,7 +32,7 @@ def _case(name: str, dgrad: bool, beside: int, extra: int, width: int, pixels: i
     }
     return {
         "name": name,
-        "kernel": "triton_kernels.conv.gluon_tiles_kernels:conv_tiles_kernel",
+        "kernel": "triton_kernels.conv.gluon.tiles_kernels:conv_tiles_kernel",
         "signature": {k: v for k, v in signature.items() if k not in absent},
         "constexprs": {
             **dict.fromkeys(absent),

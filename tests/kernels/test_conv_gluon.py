@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from triton_kernels.conv import gluon as conv_gluon
+from triton_kernels.conv.gluon import rows as conv_gluon
 from triton_kernels.conv.tma import Config, WgradConfig
 from triton_kernels.device import describe
 from triton_kernels.fused import conv as conv_fused

@@ -8,8 +8,8 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
-from triton_kernels.conv import gluon as conv_gluon
-from triton_kernels.conv import gluon_bare
+from triton_kernels.conv.gluon import bare as gluon_bare
+from triton_kernels.conv.gluon import rows as conv_gluon
 from triton_kernels.conv.tma import Config
 from triton_kernels.device import describe
 

@@ -1,12 +1,12 @@
-"""The tiles of `conv.gluon_tiles`: where they apply, and on a Hopper GPU their results."""
+"""The tiles of `conv.gluon.tiles`: where they apply, and on a Hopper GPU their results."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from triton_kernels.conv import gluon as conv_gluon
-from triton_kernels.conv import gluon_tiles as conv_tiles
+from triton_kernels.conv.gluon import rows as conv_gluon
+from triton_kernels.conv.gluon import tiles as conv_tiles
 from triton_kernels.conv.tma import Config
 from triton_kernels.fused import conv as conv_fused
 

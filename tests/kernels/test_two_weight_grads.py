@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from triton_kernels.conv import gluon as conv_gluon
+from triton_kernels.conv.gluon import rows as conv_gluon
 from triton_kernels.fused import two_weight_grads
 from triton_kernels.fused.two_weight_grads import _Plan, conv_two_weight_grads
 

@@ -20,8 +20,8 @@ from ..column_sum import num_splits, partials, sum_partials
 from ..dependent_launch import await_inputs, overlapping
 from ..device import describe
 from ..tuning import choose
-from . import gluon as conv_gluon
-from . import gluon_bare
+from .gluon import bare as gluon_bare
+from .gluon import rows as conv_gluon
 from .tma_boxes import (
     addressable,
     aligned,

@@ -24,9 +24,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..activations import check_activation
 from ..column_sum import sum_partials
 from ..conv import gather as conv_gather
-from ..conv import gluon as conv_gluon
-from ..conv import gluon_tiles as conv_tiles
 from ..conv import tma as conv_tma
+from ..conv.gluon import rows as conv_gluon
+from ..conv.gluon import tiles as conv_tiles
 from ..conv.tma import Config, WgradConfig, launch_fwd
 from ..conv.tma_boxes import count_boxes, image_box, in_boxes, pixel_box, row_box, weight_in_boxes
 from ..dependent_launch import overlapping
@@ -348,7 +348,7 @@ def _gluon(
     inputs: Sequence[Tensor] = (),  # of an input gradient
     extra: Sequence[Tensor] = (),  # of which 1x1 convolutions are added
 ) -> list[Config]:
-    """The tiles of `conv.gluon` and `conv.gluon_tiles` that apply: to be measured, not defaults."""
+    """The tiles of `conv.gluon` that apply: to be measured, not defaults."""
     rows = conv_gluon.tiles(x, y, weight, inputs, extra)
     given = (x, y, weight, (*inputs, *extra))
     tiles = [tile for tile in conv_tiles.TILES if conv_tiles.applies(tile, *given)]

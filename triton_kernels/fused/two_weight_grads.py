@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..conv import gluon as conv_gluon
+from ..conv.gluon import rows as conv_gluon
 from ..dependent_launch import await_inputs, overlapping
 from ..tuning import choose
 from .conv import conv_weight_grad

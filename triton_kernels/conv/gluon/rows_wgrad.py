@@ -1,4 +1,4 @@
-"""The weight gradient of `conv.gluon`.
+"""The weight gradient of `conv.gluon.rows`.
 
 A product sums over 16 pixels or more of a row. Where images are narrower, a row is one of several
 images, with the same pixel of each of them side by side: to TMA that is one more order of the
@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_kernels import (
+from .rows_kernels import (
     block_chunks,
     clear_margins,
     row_of_block,

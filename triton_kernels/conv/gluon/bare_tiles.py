@@ -1,4 +1,4 @@
-"""The kernel of `conv.gluon_bare` for 3x3 filters over rows of 16 to 64 pixels.
+"""The kernel of `conv.gluon.bare` for 3x3 filters over rows of 16 to 64 pixels.
 
 A tile is whole rows of an image, 64 channels of the result. With the row above and the one below it
 is fetched three times for each block of input channels, moved by a column each time: outside of the
@@ -18,8 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_bare_points import round_pairs
-from .gluon_kernels import sync_threads
+from .rows_kernels import round_pairs, sync_threads
 
 
 @gluon.constexpr_function
@@ -82,7 +81,7 @@ def _multiply(
     GROUP: gl.constexpr, PIXELS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
     BLOCKS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
-    """Every other tile, beginning with that of GROUP; in turn, as in `gluon_bare_points`."""
+    """Every other tile, beginning with that of GROUP; in turn, as in `bare_points`."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     CHUNKS: gl.constexpr = block_chunks(PIXELS, W)

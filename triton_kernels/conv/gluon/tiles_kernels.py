@@ -1,4 +1,4 @@
-"""The kernel of `conv.gluon_tiles`: a 3x3 convolution, or its input gradient, with its epilogue.
+"""The kernel of `conv.gluon.tiles`: a 3x3 convolution, or its input gradient, with its epilogue.
 
 A program has three parts that run side by side. `_load` is one warp that fills two rings in shared
 memory: the pixels of a tile moved by a column, and filters of one tap. `_multiply`, twice, is a
@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..activations import activate_grad
-from .gluon_kernels import round_pairs, sync_threads
+from ...activations import activate_grad
+from .rows_kernels import round_pairs, sync_threads
 
 # --- shared memory --------------------------------------------------------------------------------
 

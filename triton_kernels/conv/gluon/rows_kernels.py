@@ -1,4 +1,4 @@
-"""The kernel of `conv.gluon`: a 3x3 convolution, or its input gradient, and what surrounds it.
+"""The kernel of `conv.gluon.rows`: a 3x3 convolution, or its input gradient, and what surrounds it.
 
 A program has three parts that run side by side. `_load` is one warp that fills two rings in shared
 memory: blocks of 64 channels of the pixels of a tile, and filters of one tap. `_multiply`, twice,
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..activations import activate_grad
+from ...activations import activate_grad
 
 sync_threads = getattr(gl, "barrier", None) or gl.thread_barrier  # the former from triton 3.7 on
 

@@ -10,23 +10,23 @@ Of images smaller than that a tile takes several, side by side: to TMA the rows 
 dimension, so that row 0 of all of them comes before row 1, and a tap is still one address.
 
 Programs stay on their multiprocessor; one warp loads, and two warpgroups multiply, a tile each, so
-that the epilogue of one is beside the products of the other. `conv.gluon` does the same with pixels
-that are fetched once, for which its products are of one row: better where rows are long.
+that the epilogue of one is beside the products of the other. `rows` does the same with pixels that
+are fetched once, for which its products are of one row: better where rows are long.
 
-Used where `conv.gluon` is: with versions it was tried with, where it was measured to be faster.
+Used where `rows` is: with versions it was tried with, where it was measured to be faster.
 """
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..device import describe
-from .gluon import _SUPPORTED, _in_boxes
+from ...device import describe
+from .rows import _SUPPORTED, _in_boxes
 
 if _SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from .gluon_tiles_kernels import conv_tiles_kernel
+    from .tiles_kernels import conv_tiles_kernel
 
 _WARPS = 9  # two warpgroups that multiply, and a warp that loads
 

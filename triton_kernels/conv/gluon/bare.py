@@ -2,22 +2,22 @@
 
 3x3 filters over rows of 16 to 64 pixels fetch pixels three times, not nine; 1x1 filters stay in
 shared memory while the pixels pass by. Both are configurations for `choose` like any other of
-`conv.tma`, taken only where they were measured to be faster. See `conv.gluon` about versions.
+`conv.tma`, taken only where they were measured to be faster. See `conv.gluon.rows` about versions.
 """
 
 import triton
 from torch import Tensor
 
-from ..device import describe
-from . import gluon as conv_gluon
-from .tma_boxes import is_pointwise
+from ...device import describe
+from ..tma_boxes import is_pointwise
+from . import rows as conv_gluon
 
 if conv_gluon._SUPPORTED:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from .gluon_bare_points import conv_bare_points_kernel
-    from .gluon_bare_tiles import conv_bare_tiles_kernel
+    from .bare_points import conv_bare_points_kernel
+    from .bare_tiles import conv_bare_tiles_kernel
 
 _WARPS = 12  # two warpgroups that multiply and one of which a warp loads
 # (channels, pixels) of a program that does 1x1 filters; the last one spills a little

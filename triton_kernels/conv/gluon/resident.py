@@ -1,4 +1,4 @@
-"""The kernel of `conv.gluon` for 3x3 convolutions of 64 channels, or their input gradients.
+"""The kernel of `conv.gluon.rows` for 3x3 convolutions of 64 channels, or their input gradients.
 
 The filters stay in shared memory, which 64 channels in and 64 out leave room for. A program takes
 successive tiles of two rows of an image, so every row is fetched once: they pass through a ring, in
@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..activations import activate_grad
-from .gluon_kernels import round_pairs, sync_threads
+from ...activations import activate_grad
+from .rows_kernels import round_pairs, sync_threads
 
 # --- the ring -------------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ def _row(x_bufs, slot, i: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def _row_of_tap(x_bufs, slot, i: gl.constexpr, s: gl.constexpr, W: gl.constexpr):
-    """Row i of a pair moved by s - 1 pixels, [W, 64]; see `gluon_kernels.row_of_tap`."""
+    """Row i of a pair moved by s - 1 pixels, [W, 64]; see `rows_kernels.row_of_tap`."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     pixels = x_bufs._reinterpret(x_bufs.dtype, [x_bufs.shape[0] * 8, 64], FLAT)
     start = pixels.index((slot * 2 + i) * (W + 8) + 7 + s)

@@ -1,4 +1,4 @@
-"""The kernel of `conv.gluon_bare` for 1x1 filters: a product [pixels, K] times [K, C].
+"""The kernel of `conv.gluon.bare` for 1x1 filters: a product [pixels, K] times [K, C].
 
 Such a convolution is bound by memory, and a matrix product in the usual tiles by the L2 cache: it
 fetches the filters again for every tile of pixels, and the pixels for every block of channels. Here
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_kernels import sync_threads
+from .rows_kernels import round_pairs, sync_threads
 
 
 @gluon.jit
@@ -44,17 +44,6 @@ def _load(
                 x_desc, [tile * PIXELS, k * 64], bar, x_bufs.index(stage)
             )
             block += 1
-
-
-@gluon.jit
-def round_pairs(x, dtype: gl.constexpr):
-    """Two at a time."""
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.bfloat16, True, 2
-        )
-    else:
-        return x.to(dtype)
 
 
 @gluon.jit

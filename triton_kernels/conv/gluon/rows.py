@@ -24,16 +24,16 @@ from collections.abc import Sequence
 import triton
 from torch import Tensor
 
-from ..device import describe
+from ...device import describe
 
 _SUPPORTED = tuple(map(int, triton.__version__.split(".")[:2])) in ((3, 6), (3, 7))
 if _SUPPORTED:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from .gluon_kernels import conv_rows_kernel
-    from .gluon_resident import conv_resident_kernel
-    from .gluon_wgrad import conv_rows_wgrad_kernel
+    from .resident import conv_resident_kernel
+    from .rows_kernels import conv_rows_kernel
+    from .rows_wgrad import conv_rows_wgrad_kernel
 
 _PIXELS = 256  # of a tile
 _WARPS = 12  # two warpgroups that multiply and one of which a warp loads
