@@ -40,7 +40,7 @@ def _wgrad_tma(name: str, block_co: int, num_warps: int, flat: bool, arches) -> 
     tile_h = 2 if flat else 1
     return {
         "name": name,
-        "kernel": "triton_kernels.conv.tma:_conv2d_wgrad_tma_kernel",
+        "kernel": "triton_kernels.conv.tma_wgrad:_conv2d_wgrad_tma_kernel",
         "signature": {
             "x_desc": f"tensordesc<bf16[1,{tile_h},32,64]>",
             "dy_desc": f"tensordesc<bf16[{'64' if flat else '1,1,32'},{block_co}]>",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from triton_kernels import reference
-from triton_kernels.conv import tma as conv_tma
+from triton_kernels.conv import tma_wgrad as conv_tma_wgrad
 from triton_kernels.conv.tma_boxes import image_box, row_box
 from triton_kernels.device import describe
 from triton_kernels.dropout import Mask
@@ -84,7 +84,7 @@ def tiles(x: Tensor, box: tuple[int, int, int]) -> Tensor:
     return x.reshape(n, -1, th * tw, c)
 
 
-ALL_CONFIGS = (conv_fused._FWD_CONFIGS, conv_fused._DGRAD_CONFIGS, conv_tma.WGRAD_CONFIGS)
+ALL_CONFIGS = (conv_fused._FWD_CONFIGS, conv_fused._DGRAD_CONFIGS, conv_tma_wgrad.WGRAD_CONFIGS)
 
 
 # --- forward --------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def test_weight_grad_of_some_columns(pixels, accumulate, device):
     check_weight_grad(shape, torch.float16, device, accumulate, beside=8)
 
 
-@pytest.mark.parametrize("config", conv_tma.WGRAD_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", conv_tma_wgrad.WGRAD_CONFIGS, ids=str)
 def test_every_weight_grad_config(config, device):
     check_weight_grad(Shape(3, 6, 8, 72, 136), torch.float16, device, config=config)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from triton_kernels.conv.gluon import rows as conv_gluon
-from triton_kernels.conv.tma import Config, WgradConfig
+from triton_kernels.conv.tma import Config
+from triton_kernels.conv.tma_wgrad import WgradConfig
 from triton_kernels.device import describe
 from triton_kernels.fused import conv as conv_fused
 

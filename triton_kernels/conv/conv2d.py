@@ -12,9 +12,10 @@ The GEMM is swapped: the filters are the left operand of tl.dot and the pixels, 
 right one, so an accumulator is [channels, pixels]. On Hopper both operands then stay in shared
 memory. (With pixels on the left Triton moves them through registers first; one such tile raced.)
 
-Three paths, chosen by `_launch_fwd` and `_conv2d_wgrad` from shape, dtype and GPU: `conv.tma`, and
-for stride 2 `conv.tma_stride`, are fast, and need channels in multiples of 16 bytes; `conv.gather`
-serves the rest. Sums over pixels that are split among programs are added up in a fixed order.
+Three paths, chosen by `_launch_fwd` and `_conv2d_wgrad` from shape, dtype and GPU: `conv.tma` with
+`conv.tma_wgrad`, and for stride 2 `conv.tma_stride`, are fast, and need channels in multiples of 16
+bytes; `conv.gather` serves the rest. Sums over pixels that are split among programs are added up in
+a fixed order.
 """
 
 import torch
@@ -27,13 +28,15 @@ from ..library import derivative, op
 from . import gather as conv_gather
 from . import tma as conv_tma
 from . import tma_stride as conv_stride
+from . import tma_wgrad as conv_tma_wgrad
 
 # Every tile of every path; a launcher takes one as `config` instead of choosing by shape.
-_PATHS = (conv_gather, conv_tma, conv_stride)
-_FWD_CONFIGS = [c for path in _PATHS for c in path.FWD_CONFIGS]
-_WGRAD_CONFIGS = [c for path in _PATHS for c in path.WGRAD_CONFIGS]
+_FWD_PATHS = (conv_gather, conv_tma, conv_stride)
+_WGRAD_PATHS = (conv_gather, conv_tma_wgrad, conv_stride)
+_FWD_CONFIGS = [c for path in _FWD_PATHS for c in path.FWD_CONFIGS]
+_WGRAD_CONFIGS = [c for path in _WGRAD_PATHS for c in path.WGRAD_CONFIGS]
 _FwdConfig = conv_gather.Config | conv_tma.Config | conv_stride.Config
-_WgradConfig = conv_gather.WgradConfig | conv_tma.WgradConfig | conv_stride.WgradConfig
+_WgradConfig = conv_gather.WgradConfig | conv_tma_wgrad.WgradConfig | conv_stride.WgradConfig
 
 _empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
 
@@ -85,7 +88,7 @@ def _launch_fwd(x, weight, bias, y, stride, padding, allow_tf32, config, dgrad):
         return
     precision = _precision(x.dtype, allow_tf32)
     if config is not None:
-        path = next(path for path in _PATHS if isinstance(config, path.Config))
+        path = next(path for path in _FWD_PATHS if isinstance(config, path.Config))
     elif conv_tma.serves_fwd(x, weight, y, stride, precision):
         path = conv_tma
     elif conv_stride.serves_fwd(x, weight, y, stride, padding, precision, dgrad=dgrad):
@@ -109,9 +112,9 @@ def _conv2d_wgrad(
         return dweight.zero_().as_strided(weight.shape, weight.stride())
     precision = _precision(x.dtype, allow_tf32)
     if config is not None:
-        path = next(path for path in _PATHS if isinstance(config, path.WgradConfig))
-    elif conv_tma.serves_wgrad(x, dy, weight, stride):
-        path = conv_tma
+        path = next(path for path in _WGRAD_PATHS if isinstance(config, path.WgradConfig))
+    elif conv_tma_wgrad.serves_wgrad(x, dy, weight, stride):
+        path = conv_tma_wgrad
     elif conv_stride.serves_wgrad(x, dy, weight, stride, padding):
         path = conv_stride
     else:

@@ -4,36 +4,28 @@ Serves any stride, padding and number of channels on any GPU; `conv.tma` is the 
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..column_sum import num_splits, partials, sum_partials
+from ..column_sum import num_splits
 from ..device import describe
 from ..tuning import choose
+from .configs import FwdTile, WgradTile, choose_plan, plans_around
 
 
-class Config(NamedTuple):
+class Config(FwdTile):
     """What one program of the forward or of the input gradient computes."""
 
-    block_c: int  # output channels
-    block_m: int  # pixels
-    block_k: int  # input channels a step
-    num_warps: int
-    num_stages: int
+    __slots__ = ()
 
 
-class WgradConfig(NamedTuple):
+class WgradConfig(WgradTile):
     """What one program of the weight gradient computes."""
 
-    block_co: int
-    block_ci: int
-    block_m: int  # pixels a step
-    num_warps: int
-    num_stages: int
+    __slots__ = ()
 
 
 FWD_CONFIGS = [
@@ -332,17 +324,6 @@ def _conv2d_wgrad_gather_kernel(
     )
 
 
-class _WgradPlan(NamedTuple):
-    """A `WgradConfig` and the number of parts."""
-
-    block_co: int
-    block_ci: int
-    block_m: int
-    num_warps: int
-    num_stages: int
-    splits: int
-
-
 def plan_wgrad(
     x: Tensor,
     dy: Tensor,
@@ -366,28 +347,22 @@ def plan_wgrad(
     if config is not None:
         return config, splits(config)
 
-    def default() -> _WgradPlan:
+    def default() -> tuple[WgradConfig, int]:
         config = _pick_wgrad(co, r * s * ci if ci < 16 else ci)
-        return _WgradPlan(*config, splits(config))
+        return config, splits(config)
 
-    def candidates() -> list[_WgradPlan]:
+    def candidates() -> list[tuple[WgradConfig, int]]:
         if precision == "ieee":  # products are unrolled into FMAs: a small tile, which is the first
             return []
-        plans = [(c, max(1, int(splits(c) * f))) for c in WGRAD_CONFIGS for f in (1, 2, 0.5, 0.25)]
-        plans += [(c, 1) for c in WGRAD_CONFIGS if pixels <= 32 * c.block_m]
-        return [_WgradPlan(*c, k) for c, k in dict.fromkeys(plans)]
+        alone = [(c, 1) for c in WGRAD_CONFIGS if pixels <= 32 * c.block_m]
+        return plans_around(WGRAD_CONFIGS, splits) + alone
 
-    def run(plan: _WgradPlan) -> Tensor:
-        *tile, k = plan
-        out = torch.empty((weight.numel(),), dtype=weight.dtype, device=x.device)
-        parts = partials(out, k)
-        launch_wgrad(x, dy, weight, parts, stride, padding, precision, WgradConfig(*tile), k)
-        sum_partials(parts, out)
-        return out
+    def launch(parts: Tensor, config: WgradConfig, splits: int) -> None:
+        launch_wgrad(x, dy, weight, parts, stride, padding, precision, config, splits)
 
     key = (*x.shape, *weight.shape, p, q, stride, x.dtype, precision)
-    *tile, k = choose("conv_weight_grad_gather", key, candidates, default, run)
-    return WgradConfig(*tile), k
+    op = "conv_weight_grad_gather"
+    return choose_plan(op, key, WgradConfig, candidates, default, weight, launch)
 
 
 def launch_wgrad(

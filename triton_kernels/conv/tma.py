@@ -5,10 +5,10 @@ moved by (r - pad, s - pad), is exactly what the tile of pixels needs for tap (r
 outside the tensor, negative ones included, come back as zeros, and that is the padding. There is no
 index arithmetic and no mask. A small image simply takes several images a tile.
 
-Needs stride 1 and channels that are multiples of 16 bytes; `conv.gather` serves the rest.
+Needs stride 1 and channels that are multiples of 16 bytes; `conv.gather` serves the rest. The
+weight gradient is in `conv.tma_wgrad`.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..column_sum import num_splits, partials, sum_partials
 from ..dependent_launch import await_inputs, overlapping
 from ..device import describe
 from ..tuning import choose
+from .configs import FwdTile
 from .gluon import bare as gluon_bare
-from .gluon import rows as conv_gluon
 from .tma_boxes import (
     addressable,
     aligned,
@@ -31,7 +30,6 @@ from .tma_boxes import (
     is_pointwise,
     pixel_box,
     weight_in_boxes,
-    wgrad_box,
 )
 
 
@@ -44,17 +42,6 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     rows: int = 1  # pixel tiles one below the other, which share loads; see `multiply_rows`
-
-
-class WgradConfig(NamedTuple):
-    """What one program of the weight gradient computes."""
-
-    block_co: int
-    block_ci: int
-    block_m: int  # pixels a step
-    taps: int  # neighbours in a row of the filter, which share one load of dy: 1 or 3
-    num_warps: int
-    num_stages: int
 
 
 # Tiles that keep both operands of wgmma in shared memory and spill no register.
@@ -80,32 +67,7 @@ FWD_CONFIGS = [
     Config(256, 128, 64, 8, 3),
     Config(64, 32, 32, 4, 4),
 ]
-WGRAD_CONFIGS = [
-    WgradConfig(64, 64, 64, 1, 4, 4),
-    WgradConfig(64, 64, 64, 3, 4, 3),
-    WgradConfig(128, 64, 64, 3, 8, 3),
-    WgradConfig(128, 128, 64, 1, 8, 3),
-    WgradConfig(64, 64, 128, 3, 4, 2),  # from here on only where they were measured to be faster
-    WgradConfig(64, 128, 64, 3, 8, 3),
-    WgradConfig(128, 64, 128, 3, 8, 2),
-    WgradConfig(128, 64, 64, 3, 8, 4),
-    WgradConfig(64, 64, 128, 1, 4, 4),
-    WgradConfig(128, 64, 64, 1, 4, 4),
-    WgradConfig(64, 128, 64, 1, 4, 4),
-    WgradConfig(128, 128, 128, 1, 8, 2),
-    WgradConfig(128, 128, 64, 3, 8, 3),
-    WgradConfig(128, 128, 64, 1, 4, 3),
-    WgradConfig(128, 256, 64, 1, 8, 3),
-    WgradConfig(256, 128, 64, 1, 8, 3),
-    WgradConfig(128, 64, 64, 3, 4, 3),
-    WgradConfig(64, 64, 64, 3, 4, 4),
-]
-# the first so many are what the cost models choose from
-_MODELLED_FWD = 8
-_MODELLED_WGRAD = 4
-
-
-# --- forward and input gradient -------------------------------------------------------------------
+_MODELLED = 8  # the first so many are what the cost model chooses from
 
 
 @triton.jit
@@ -324,22 +286,35 @@ def launch_fwd(
         p,
         q,
         co,
-        R=r,
-        S=s,
-        PAD_H=padding[0],
-        PAD_W=padding[1],
         DGRAD=dgrad,
         HAS_BIAS=bias is not None,
-        PRECISION=precision,
-        TILE_N=box[0],
-        TILE_H=box[1],
-        TILE_W=box[2],
-        BLOCK_C=config.block_c,
-        BLOCK_K=config.block_k,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **tile_constants((r, s), padding, precision, box, config),
         **overlapping(x.device),
     )
+
+
+def tile_constants(
+    filter_size: tuple[int, int],  # R, S
+    padding: tuple[int, int],
+    precision: str,
+    box: tuple[int, int, int],
+    config: FwdTile | Config,
+) -> dict[str, int | str]:
+    """What a kernel has to know when it is compiled, and how; of stride 2 as well."""
+    return {
+        "R": filter_size[0],
+        "S": filter_size[1],
+        "PAD_H": padding[0],
+        "PAD_W": padding[1],
+        "PRECISION": precision,
+        "TILE_N": box[0],
+        "TILE_H": box[1],
+        "TILE_W": box[2],
+        "BLOCK_C": config.block_c,
+        "BLOCK_K": config.block_k,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
 
 
 def serves_fwd(x: Tensor, weight: Tensor, y: Tensor, stride: int, precision: str) -> bool:
@@ -359,246 +334,10 @@ def _pick_fwd(x: Tensor, y: Tensor) -> Config:
         rounds = triton.cdiv(boxes * triton.cdiv(co, c.block_c), gpu.num_sms)
         return rounds * (c.block_c * c.block_m + 32 * (c.block_c + c.block_m))
 
-    return min((c for c in FWD_CONFIGS[:_MODELLED_FWD] if _fits_fwd(c, x)), key=time)
+    return min((c for c in FWD_CONFIGS[:_MODELLED] if _fits_fwd(c, x)), key=time)
 
 
 def _fits_fwd(c: Config, x: Tensor) -> bool:
     block_k = 64 if x.itemsize == 2 and x.shape[3] > 32 else 32
     fetched = c.num_stages * (c.block_c + c.block_m) * c.block_k * x.itemsize
     return c.block_k == block_k and fetched + 1024 <= describe(x.device).shared_memory
-
-
-# --- weight gradient ------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["P", "Q", "num_tiles", "tiles_per_split"])
-def _conv2d_wgrad_tma_kernel(
-    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_CI]
-    dy_desc,  # [N, P, Q, CO] in boxes [1, 1, TILE_W, BLOCK_CO]; FLAT: [N * P * Q, CO]
-    dw_ptr,  # [splits, CO, R * S, CI], each split and each CO a row, any distance apart
-    CI,
-    P,
-    Q,
-    CO,
-    stride_split,
-    stride_co,
-    num_tiles,  # of pixels
-    tiles_per_split,
-    S: tl.constexpr,
-    GROUP: tl.constexpr,  # taps of this program: 1 or 3
-    PAD_H: tl.constexpr,
-    PAD_W: tl.constexpr,
-    ACCUMULATE: tl.constexpr,  # add to what is there
-    FLAT: tl.constexpr,  # a tile is BLOCK_M successive pixels of the batch: whole rows or images
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-    BLOCK_CO: tl.constexpr,
-    BLOCK_CI: tl.constexpr,
-):
-    await_inputs()
-    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
-    ci_blocks = tl.cdiv(CI, BLOCK_CI)
-    co0 = tl.program_id(0) // ci_blocks * BLOCK_CO
-    ci0 = tl.program_id(0) % ci_blocks * BLOCK_CI
-    tap = tl.program_id(1) * GROUP
-    split = tl.program_id(2)
-    r = tap // S - PAD_H
-    s = tap % S - PAD_W
-    tiles_h = tl.cdiv(P, TILE_H)
-    tiles_w = tl.cdiv(Q, TILE_W)
-
-    acc0 = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)
-    acc1 = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)  # these two cost nothing if GROUP == 1
-    acc2 = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)
-    start = split * tiles_per_split
-    for tile in range(start, tl.minimum(start + tiles_per_split, num_tiles)):
-        w0 = tile % tiles_w * TILE_W
-        h0 = tile // tiles_w % tiles_h * TILE_H
-        n0 = tile // (tiles_w * tiles_h) * TILE_N
-        if FLAT:
-            dy = dy_desc.load([tile * BLOCK_M, co0])
-        else:
-            dy = dy_desc.load([n0, h0, w0, co0]).reshape(BLOCK_M, BLOCK_CO)
-        dy = tl.trans(dy)
-        x0 = x_desc.load([n0, h0 + r, w0 + s, ci0]).reshape(BLOCK_M, BLOCK_CI)
-        acc0 = tl.dot(dy, x0, acc0)
-        if GROUP == 3:
-            x1 = x_desc.load([n0, h0 + r, w0 + s + 1, ci0]).reshape(BLOCK_M, BLOCK_CI)
-            acc1 = tl.dot(dy, x1, acc1)
-            x2 = x_desc.load([n0, h0 + r, w0 + s + 2, ci0]).reshape(BLOCK_M, BLOCK_CI)
-            acc2 = tl.dot(dy, x2, acc2)
-
-    offs_co = co0 + tl.arange(0, BLOCK_CO)
-    offs_ci = ci0 + tl.arange(0, BLOCK_CI)
-    mask = (offs_co < CO)[:, None] & (offs_ci < CI)[None, :]
-    row = split.to(tl.int64) * stride_split + offs_co * stride_co + tap * CI
-    dw_ptrs = dw_ptr + row[:, None] + offs_ci[None, :]
-    _store_or_add(dw_ptrs, acc0, mask, ACCUMULATE)
-    if GROUP == 3:
-        _store_or_add(dw_ptrs + CI, acc1, mask, ACCUMULATE)
-        _store_or_add(dw_ptrs + 2 * CI, acc2, mask, ACCUMULATE)
-
-
-@triton.jit
-def _store_or_add(ptrs, value, mask, ADD: tl.constexpr):
-    if ADD:
-        value += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(ptrs, value.to(ptrs.dtype.element_ty), mask=mask)
-
-
-class _WgradPlan(NamedTuple):
-    """A `WgradConfig` and the number of parts."""
-
-    block_co: int
-    block_ci: int
-    block_m: int
-    taps: int
-    num_warps: int
-    num_stages: int
-    splits: int
-
-
-def plan_wgrad(
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor,
-    padding: tuple[int, int],
-    config: WgradConfig | None,
-) -> tuple[WgradConfig, int]:
-    """The configuration, and the number of parts that the sum over pixels is split into."""
-    if config is not None:
-        return config, _splits(x, dy, weight, padding, config)
-    _, _, r, s = weight.shape
-
-    def default() -> _WgradPlan:
-        config = _pick_wgrad(x, weight)
-        return _WgradPlan(*config, _splits(x, dy, weight, padding, config))
-
-    def candidates() -> list[_WgradPlan]:
-        fitting = [c for c in WGRAD_CONFIGS if wgrad_fits(c, x, weight)]
-        parts = [(c, _splits(x, dy, weight, padding, c)) for c in fitting]
-        plans = [(c, max(1, int(k * f))) for c, k in parts for f in (1, 2, 0.5, 0.25)]
-        if conv_gluon.wgrad_applies(x, dy, weight, padding):
-            plans += [(WgradConfig(*conv_gluon.WGRAD_TILE), conv_gluon.wgrad_splits(x, weight))]
-        return [_WgradPlan(*c, k) for c, k in dict.fromkeys(plans)]
-
-    def run(plan: _WgradPlan) -> Tensor:
-        *tile, splits = plan
-        out = torch.empty((weight.numel(),), dtype=weight.dtype, device=x.device)
-        parts = partials(out, splits)
-        config = WgradConfig(*tile)
-        launch_wgrad(x, dy, weight, parts, 1, padding, "tf32", config, splits)
-        sum_partials(parts, out)
-        return out
-
-    key = (*x.shape, dy.shape[3], r, s, x.dtype)
-    plan = choose("conv_weight_grad", key, candidates, default, run)
-    if conv_gluon.serves(plan) and not conv_gluon.wgrad_applies(x, dy, weight, padding):
-        plan = default()
-    *tile, splits = plan
-    return WgradConfig(*tile), splits
-
-
-def _splits(
-    x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int], config: WgradConfig
-) -> int:
-    if conv_gluon.serves(config):
-        return conv_gluon.wgrad_splits(x, weight)
-    if is_pointwise(weight, padding):
-        dy = as_one_row(dy)
-    n, p, q, _ = dy.shape
-    box, _ = wgrad_box(config.block_m, n, p, q)
-    slots = describe(x.device).num_sms * 8 // config.num_warps
-    programs = math.prod(_wgrad_blocks(weight, config))
-    return num_splits(programs, count_boxes(box, n, p, q), slots)
-
-
-def launch_wgrad(
-    x: Tensor,  # [N, H, W, CI]
-    dy: Tensor,  # [N, P, Q, CO]
-    weight: Tensor,  # [CO, CI, R, S], of which only the shape matters
-    partial: Tensor,  # [splits, CO * R * S * CI], or one part alone, to be written
-    stride: int,
-    padding: tuple[int, int],
-    precision: str,
-    config: WgradConfig,
-    splits: int,
-    *,
-    stride_co: int | None = None,  # of `partial`, if it is one part alone with its rows apart
-    accumulate: bool = False,  # add to what `partial` holds
-) -> None:
-    """The gradient of the filters, as `splits` parts that have to be added up."""
-    assert stride == 1
-    if conv_gluon.serves(config):
-        assert splits > 1 and partial.dtype == torch.float32
-        conv_gluon.weight_grad(x, dy, partial)
-        return
-    co, ci, r, s = weight.shape
-    if is_pointwise(weight, padding):
-        x, dy = as_one_row(x), as_one_row(dy)
-    n, p, q, _ = dy.shape
-    box, flat = wgrad_box(config.block_m, n, p, q)
-    num_tiles = count_boxes(box, n, p, q)
-    dy_rows = dy.view(n * p * q, dy.shape[3]) if flat else dy
-    dy_box = [math.prod(box)] if flat else box
-    _conv2d_wgrad_tma_kernel[(*_wgrad_blocks(weight, config), splits)](
-        in_boxes(x, [*box, config.block_ci]),
-        in_boxes(dy_rows, [*dy_box, config.block_co]),
-        partial,
-        ci,
-        p,
-        q,
-        co,
-        co * r * s * ci,
-        r * s * ci if stride_co is None else stride_co,
-        num_tiles,
-        triton.cdiv(num_tiles, splits),
-        S=s,
-        GROUP=config.taps,
-        PAD_H=padding[0],
-        PAD_W=padding[1],
-        ACCUMULATE=accumulate,
-        FLAT=flat,
-        TILE_N=box[0],
-        TILE_H=box[1],
-        TILE_W=box[2],
-        BLOCK_CO=config.block_co,
-        BLOCK_CI=config.block_ci,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **overlapping(x.device),
-    )
-
-
-def serves_wgrad(x: Tensor, dy: Tensor, weight: Tensor, stride: int) -> bool:
-    """Whether `launch_wgrad` can do this weight gradient. In float32 wgmma could not take its
-    operands as they lie in memory, with the pixels outermost."""
-    return stride == 1 and x.itemsize == 2 and addressable(x, dy)
-
-
-def _pick_wgrad(x: Tensor, weight: Tensor) -> WgradConfig:
-    """The least work, counting padded channels, and fetching as in `_pick_fwd`."""
-    co, ci, _, s = weight.shape
-    taps = 3 if s == 3 else 1
-
-    def time(c: WgradConfig) -> float:
-        padded = triton.cdiv(co, c.block_co) * c.block_co * triton.cdiv(ci, c.block_ci) * c.block_ci
-        fetched = (c.block_co + c.taps * c.block_ci) / (c.block_co * c.block_ci * c.taps)
-        return padded * (1 + 32 * fetched)
-
-    modelled = (c for c in WGRAD_CONFIGS[:_MODELLED_WGRAD] if wgrad_fits(c, x, weight))
-    return min((c for c in modelled if c.taps == taps), key=time)
-
-
-def wgrad_fits(c: WgradConfig, x: Tensor, weight: Tensor) -> bool:
-    """Whether the taps divide the filter's rows, and the pipeline fits into shared memory."""
-    fetched = c.num_stages * c.block_m * (c.block_co + c.taps * c.block_ci) * 2
-    return weight.shape[3] % c.taps == 0 and fetched + 1024 <= describe(x.device).shared_memory
-
-
-def _wgrad_blocks(weight: Tensor, config: WgradConfig) -> tuple[int, int]:
-    co, ci, r, s = weight.shape
-    assert s % config.taps == 0, "taps of one program are neighbours in a row of the filter"
-    blocks = triton.cdiv(co, config.block_co) * triton.cdiv(ci, config.block_ci)
-    return blocks, r * s // config.taps

@@ -9,17 +9,16 @@ the taps of one parity: four products of a quarter of the pixels, and of nine ta
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..column_sum import num_splits, partials, sum_partials
 from ..device import describe
 from ..tuning import choose
-from .tma import tile_origin
+from .configs import FwdTile, WgradTile, choose_plan, plans_around
+from .tma import tile_constants, tile_origin
 from .tma_boxes import (
     addressable,
     aligned,
@@ -27,28 +26,20 @@ from .tma_boxes import (
     in_boxes,
     pixel_box,
     weight_in_boxes,
-    wgrad_box,
 )
+from .tma_wgrad import num_parts, tile_arguments, wgrad_blocks
 
 
-class Config(NamedTuple):
+class Config(FwdTile):
     """What one program of the forward or of the input gradient computes."""
 
-    block_c: int  # output channels
-    block_m: int  # pixels
-    block_k: int  # input channels a step
-    num_warps: int
-    num_stages: int
+    __slots__ = ()
 
 
-class WgradConfig(NamedTuple):
+class WgradConfig(WgradTile):
     """What one program of the weight gradient computes, of one tap."""
 
-    block_co: int
-    block_ci: int
-    block_m: int  # pixels a step
-    num_warps: int
-    num_stages: int
+    __slots__ = ()
 
 
 # Of those of `conv.tma` the ones that win most often there.
@@ -205,7 +196,7 @@ def launch_fwd(
         p,
         q,
         co,
-        **_constants(r, s, padding, precision, box, config),
+        **tile_constants((r, s), padding, precision, box, config),
     )
 
 
@@ -231,25 +222,8 @@ def _launch_dgrad(
         p,
         q,
         ci,
-        **_constants(r, s, padding, precision, box, config),
+        **tile_constants((r, s), padding, precision, box, config),
     )
-
-
-def _constants(r: int, s: int, padding, precision: str, box, config: Config) -> dict:
-    return {
-        "R": r,
-        "S": s,
-        "PAD_H": padding[0],
-        "PAD_W": padding[1],
-        "PRECISION": precision,
-        "TILE_N": box[0],
-        "TILE_H": box[1],
-        "TILE_W": box[2],
-        "BLOCK_C": config.block_c,
-        "BLOCK_K": config.block_k,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
 
 
 def _fits_fwd(c: Config, x: Tensor, y: Tensor, dgrad: bool) -> bool:
@@ -337,17 +311,6 @@ def _stride2_wgrad_kernel(
     tl.store(dw_ptr + rows[:, None] + offs_ci[None, :], acc.to(dw_ptr.dtype.element_ty), mask=mask)
 
 
-class _WgradPlan(NamedTuple):
-    """A `WgradConfig` and the number of parts."""
-
-    block_co: int
-    block_ci: int
-    block_m: int
-    num_warps: int
-    num_stages: int
-    splits: int
-
-
 def plan_wgrad(
     x: Tensor,
     dy: Tensor,
@@ -356,29 +319,29 @@ def plan_wgrad(
     config: WgradConfig | None,
 ) -> tuple[WgradConfig, int]:
     """The configuration, and the number of parts that the sum over pixels is split into."""
+
+    def splits(c: WgradConfig) -> int:
+        return num_parts(dy, c, math.prod(wgrad_blocks(weight, c)))
+
     if config is not None:
-        return config, _splits(x, dy, weight, config)
-    safe = WGRAD_CONFIGS[0] if weight.shape[1] % 64 == 0 else WGRAD_CONFIGS[1]
+        return config, splits(config)
 
-    def default() -> _WgradPlan:
-        return _WgradPlan(*safe, _splits(x, dy, weight, safe))
+    def default() -> tuple[WgradConfig, int]:
+        safe = WGRAD_CONFIGS[0] if weight.shape[1] % 64 == 0 else WGRAD_CONFIGS[1]
+        return safe, splits(safe)
 
-    def candidates() -> list[_WgradPlan]:
-        parts = [(c, _splits(x, dy, weight, c)) for c in WGRAD_CONFIGS]
-        plans = [(c, max(1, int(k * f))) for c, k in parts for f in (1, 2, 0.5, 0.25)]
-        return [_WgradPlan(*c, k) for c, k in dict.fromkeys(plans)]
+    def launch(parts: Tensor, config: WgradConfig, splits: int) -> None:
+        launch_wgrad(x, dy, weight, parts, 2, padding, "tf32", config, splits)
 
-    def run(plan: _WgradPlan) -> Tensor:
-        *tile, splits = plan
-        out = torch.empty((weight.numel(),), dtype=weight.dtype, device=x.device)
-        parts = partials(out, splits)
-        launch_wgrad(x, dy, weight, parts, 2, padding, "tf32", WgradConfig(*tile), splits)
-        sum_partials(parts, out)
-        return out
-
-    key = (*x.shape, *dy.shape[1:], *weight.shape[2:], x.dtype)
-    *tile, splits = choose("conv_weight_grad_stride2", key, candidates, default, run)
-    return WgradConfig(*tile), splits
+    return choose_plan(
+        "conv_weight_grad_stride2",
+        (*x.shape, *dy.shape[1:], *weight.shape[2:], x.dtype),
+        WgradConfig,
+        lambda: plans_around(WGRAD_CONFIGS, splits),
+        default,
+        weight,
+        launch,
+    )
 
 
 def launch_wgrad(
@@ -395,13 +358,11 @@ def launch_wgrad(
     """The gradient of the filters, as `splits` parts that have to be added up."""
     assert stride == 2
     co, ci, r, s = weight.shape
-    n, p, q, _ = dy.shape
-    box, flat = wgrad_box(config.block_m, n, p, q)
-    num_tiles = count_boxes(box, n, p, q)
-    dy_rows = dy.view(n * p * q, co) if flat else dy
-    _stride2_wgrad_kernel[(_blocks(weight, config), r * s, splits)](
+    _, p, q, _ = dy.shape
+    dy_tiles, box, num_tiles, constants = tile_arguments(dy, s, padding, config)
+    _stride2_wgrad_kernel[(*wgrad_blocks(weight, config), splits)](
         in_boxes(_by_parity(x), [*box[:2], 1, box[2], config.block_ci]),
-        in_boxes(dy_rows, [*([math.prod(box)] if flat else box), config.block_co]),
+        dy_tiles,
         partial,
         ci,
         p,
@@ -410,17 +371,7 @@ def launch_wgrad(
         num_tiles,
         triton.cdiv(num_tiles, splits),
         TAPS=r * s,
-        S=s,
-        PAD_H=padding[0],
-        PAD_W=padding[1],
-        FLAT=flat,
-        TILE_N=box[0],
-        TILE_H=box[1],
-        TILE_W=box[2],
-        BLOCK_CO=config.block_co,
-        BLOCK_CI=config.block_ci,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **constants,
     )
 
 
@@ -430,19 +381,6 @@ def serves_wgrad(
     """Whether `launch_wgrad` can do this weight gradient."""
     fits = stride == 2 and x.itemsize == 2 and _has_parities(x, weight, padding)
     return fits and addressable(x, dy)
-
-
-def _splits(x: Tensor, dy: Tensor, weight: Tensor, config: WgradConfig) -> int:
-    n, p, q, _ = dy.shape
-    box, _ = wgrad_box(config.block_m, n, p, q)
-    slots = describe(x.device).num_sms * 8 // config.num_warps
-    programs = _blocks(weight, config) * weight.shape[2] * weight.shape[3]
-    return num_splits(programs, count_boxes(box, n, p, q), slots)
-
-
-def _blocks(weight: Tensor, config: WgradConfig) -> int:
-    co, ci = weight.shape[:2]
-    return triton.cdiv(co, config.block_co) * triton.cdiv(ci, config.block_ci)
 
 
 # --- rows and columns by their parity -------------------------------------------------------------

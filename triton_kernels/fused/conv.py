@@ -24,11 +24,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..activations import check_activation
 from ..column_sum import sum_partials
 from ..conv import gather as conv_gather
-from ..conv import tma as conv_tma
+from ..conv import tma_wgrad as conv_tma_wgrad
 from ..conv.gluon import rows as conv_gluon
 from ..conv.gluon import tiles as conv_tiles
-from ..conv.tma import Config, WgradConfig, launch_fwd
+from ..conv.tma import Config, launch_fwd
 from ..conv.tma_boxes import count_boxes, image_box, in_boxes, pixel_box, row_box, weight_in_boxes
+from ..conv.tma_wgrad import WgradConfig
 from ..dependent_launch import overlapping
 from ..device import describe
 from ..dropout import Mask, mask_arguments
@@ -301,14 +302,14 @@ def conv_weight_grad(
             out.zero_()
         return
     padding = (r // 2, s // 2) if padding is None else (padding, padding)
-    path = conv_tma if x.itemsize == 2 and stride == 1 else conv_gather
-    assert path is conv_tma or (x.shape[3], dy.shape[3]) == (ci, co)
+    path = conv_tma_wgrad if x.itemsize == 2 and stride == 1 else conv_gather
+    assert path is conv_tma_wgrad or (x.shape[3], dy.shape[3]) == (ci, co)
     how = (stride, "tf32") if path is conv_gather else ()
     config, planned = path.plan_wgrad(x, dy, out, padding, config, *how)
     splits = planned if splits is None else splits
-    if splits == 1 and path is conv_tma:
+    if splits == 1 and path is conv_tma_wgrad:
         place = {"stride_co": out.stride(0), "accumulate": accumulate}
-        conv_tma.launch_wgrad(x, dy, out, out, 1, padding, "tf32", config, 1, **place)
+        conv_tma_wgrad.launch_wgrad(x, dy, out, out, 1, padding, "tf32", config, 1, **place)
         return
     row = r * s * ci
     parts = _empty((splits, co * row), dtype=torch.float32, device=x.device)

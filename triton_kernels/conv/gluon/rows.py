@@ -44,7 +44,8 @@ _PAIRS = 5  # of rows of pixels in shared memory, where filters stay there
 _PAIRS_BESIDE_EXTRA = 3
 _MOST_EXTRA = 192  # channels of 1x1 convolutions whose filters have room there too
 
-# `Config`s and a `WgradConfig` of `conv.tma`. The warps say that they belong here.
+# `Config`s of `conv.tma` and a `WgradConfig` of `conv.tma_wgrad`. The warps say that they belong
+# here.
 TILE = (64, _PIXELS, 64, _WARPS, _STAGES)
 RESIDENT_TILE = (64, 128, 64, _RESIDENT_WARPS, 3)  # filters stay in shared memory
 WGRAD_TILE = (64, 64, _PIXELS, 9, _WARPS, _STAGES)
