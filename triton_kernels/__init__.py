@@ -20,7 +20,9 @@ Every function below is an op of torch.library, torch.ops.triton_kernels.NAME, t
 from .adamw import adamw_step, grad_norm
 from .attention import attention
 from .conv.conv2d import conv2d
-from .denoise import denoise_loss, denoise_step, gather_images, q_sample
+from .denoise.loss import denoise_loss
+from .denoise.q_sample import gather_images, q_sample
+from .denoise.step import denoise_step
 from .draw import draw_flips, draw_timesteps, normal
 from .dropout import dropout
 from .norm.group_norm import GroupNorm, group_norm

@@ -10,7 +10,9 @@ import math
 import pytest
 import torch
 
-from triton_kernels import denoise, reference
+import triton_kernels as ops
+from triton_kernels import reference
+from triton_kernels.denoise import loss as loss_module
 from triton_kernels.philox import REVERSE
 
 SHAPES = {
@@ -94,21 +96,21 @@ def assert_rounded(result, exact, dtype, scale=1.0):
 @pytest.mark.parametrize("flip", [True, False], ids=["flip", "no flip"])
 def test_gather_and_q_sample(shape, uint8, index, flip, device):
     batch = Batch(shape, device, uint8=uint8, index=index, flip=flip)
-    x0 = denoise.gather_images(batch.images, batch.index, batch.flip)
+    x0 = ops.gather_images(batch.images, batch.index, batch.flip)
     expected = reference.gather_images(batch.images, batch.index, batch.flip)
     torch.testing.assert_close(x0, expected, rtol=0, atol=2e-7)
-    assert_rounded(batch.q_sample(denoise), batch.q_sample(reference), torch.float32)
+    assert_rounded(batch.q_sample(ops), batch.q_sample(reference), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:] + GPU_DTYPES, ids=str)
 def test_q_sample_in_16_bits(dtype, device):
     batch = Batch(SHAPES["odd"], device)
-    assert_rounded(batch.q_sample(denoise, dtype=dtype), batch.q_sample(reference), dtype)
+    assert_rounded(batch.q_sample(ops, dtype=dtype), batch.q_sample(reference), dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("learned", [False, True], ids=["C", "2C"])
-@pytest.mark.parametrize("prediction", denoise.PREDICTIONS)
+@pytest.mark.parametrize("prediction", loss_module.PREDICTIONS)
 def test_loss_and_gradient(shape, learned, prediction, device):
     check_loss(Batch(shape, device), learned, prediction, torch.float32)
 
@@ -123,7 +125,7 @@ def check_loss(batch, learned, prediction, dtype):
     c, elements = batch.shape[2], math.prod(batch.shape)
     output = batch.randn(2 * c if learned else c, dtype).requires_grad_()
     exact = output.detach().float().requires_grad_()
-    loss = batch.loss(denoise, output, prediction=prediction)
+    loss = batch.loss(ops, output, prediction=prediction)
     expected = batch.loss(reference, exact, prediction=prediction)
     assert loss.shape == (batch.n,)
     # the noise is known to 1e-6, so a mean square of differences d to 2e-6 d
@@ -138,17 +140,17 @@ def check_loss(batch, learned, prediction, dtype):
     assert (output.grad[..., c:] == 0).all()
 
 
-@pytest.mark.parametrize("config", denoise._LOSS_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", loss_module._LOSS_CONFIGS, ids=str)
 def test_every_config_of_the_loss(config, device, monkeypatch):
     """Of which some take all of a sample in one program; several times, with the memory of the last
     time full of NaN."""
-    monkeypatch.setattr(denoise, "choose", lambda *_: config)
+    monkeypatch.setattr(loss_module, "choose", lambda *_: config)
     batch = Batch((64, 43, 3) if device.type == "cuda" else (33, 43, 3), device)
     output = batch.randn(3)
     for keep in (False, True):
         args = (output, batch.images, batch.index, batch.flip, batch.t, batch.table, batch.rng)
         for _ in range(3):
-            loss, difference = denoise._loss(*args, 9, "v_prediction", keep=keep)
+            loss, difference = loss_module._loss(*args, 9, "v_prediction", keep=keep)
             expected = batch.loss(reference, output, prediction="v_prediction")
             error = (loss - expected).abs()
             assert (error <= 1e-5 * expected + 2e-6 * expected.sqrt()).all(), error.max()
@@ -168,7 +170,7 @@ def test_gradient_of_the_mean(device):
     """Its upstream gradient is one number seen N times, with stride 0."""
     batch = Batch(SHAPES["odd"], device)
     output = batch.randn(3).requires_grad_()
-    batch.loss(denoise, output).mean().backward()
+    batch.loss(ops, output).mean().backward()
     exact = output.detach().requires_grad_()
     batch.loss(reference, exact).mean().backward()
     torch.testing.assert_close(output.grad, exact.grad, rtol=1e-5, atol=1e-6)
@@ -177,15 +179,15 @@ def test_gradient_of_the_mean(device):
 def test_loss_of_the_noise_itself_is_zero(device):
     batch = Batch(SHAPES["several programs"], device)
     noise = reference.normal((N, *batch.shape), batch.rng, first=9)
-    assert batch.loss(denoise, noise).max() < 1e-10
+    assert batch.loss(ops, noise).max() < 1e-10
 
 
 def test_loss_does_not_depend_on_the_batch_or_the_run(device):
     batch = Batch(SHAPES["several programs"], device)
     output = batch.randn(3)
-    loss = batch.loss(denoise, output)
-    assert torch.equal(batch.loss(denoise, output), loss)
-    last = denoise.denoise_loss(
+    loss = batch.loss(ops, output)
+    assert torch.equal(batch.loss(ops, output), loss)
+    last = ops.denoise_loss(
         output[2:], batch.images, batch.t[2:], batch.table, batch.rng,
         first=11, index=batch.index[2:], flip=batch.flip[2:],
     )  # fmt: skip
@@ -194,13 +196,13 @@ def test_loss_does_not_depend_on_the_batch_or_the_run(device):
 
 def test_black_and_white_are_minus_one_and_one(device):
     images = torch.tensor([0, 255], dtype=torch.uint8, device=device).view(2, 1, 1, 1)
-    assert denoise.gather_images(images).view(2).tolist() == [-1.0, 1.0]
+    assert ops.gather_images(images).view(2).tolist() == [-1.0, 1.0]
 
 
 def test_flipping_twice_is_nothing(device):
     batch = Batch(SHAPES["odd"], device, uint8=False, index=False)
-    once = denoise.gather_images(batch.images, None, batch.flip)
-    assert torch.equal(denoise.gather_images(once, None, batch.flip), batch.images)
+    once = ops.gather_images(batch.images, None, batch.flip)
+    assert torch.equal(ops.gather_images(once, None, batch.flip), batch.images)
     assert torch.equal(once[0], batch.images[0].flip(1))
 
 
@@ -215,7 +217,7 @@ def test_denoise_step(shape, learned, clip, device):
     for k in (0, STEPS - 1):
         row = torch.tensor([k], device=device)
         arguments = (x, output, table, row, batch.rng)
-        x_prev = denoise.denoise_step(*arguments, first=4, clip=clip)
+        x_prev = ops.denoise_step(*arguments, first=4, clip=clip)
         expected = reference.denoise_step(*arguments, first=4, clip=clip)
         assert_rounded(x_prev, expected, torch.float32, scale=10)
 
@@ -227,8 +229,8 @@ def test_denoise_step_of_an_output_among_other_channels(learned, device):
     x, wide = batch.randn(3), batch.randn(16)
     output = wide[..., : 6 if learned else 3]
     arguments = (reverse_table(device), torch.tensor([1], device=device), batch.rng)
-    x_prev = denoise.denoise_step(x, output, *arguments)
-    assert torch.equal(x_prev, denoise.denoise_step(x, output.contiguous(), *arguments))
+    x_prev = ops.denoise_step(x, output, *arguments)
+    assert torch.equal(x_prev, ops.denoise_step(x, output.contiguous(), *arguments))
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -238,7 +240,7 @@ def test_denoise_step_of_a_solver(shape, device):
     x, output, memory = (batch.randn(shape[2]) for _ in range(3))
     arguments = (x, output, reverse_table(device), torch.tensor([2], device=device), batch.rng)
     first, twin = torch.tensor([4], device=device), memory.clone()
-    x_prev = denoise.denoise_step(*arguments, first=first, memory=memory)
+    x_prev = ops.denoise_step(*arguments, first=first, memory=memory)
     expected = reference.denoise_step(*arguments, first=4, memory=twin)
     assert_rounded(x_prev, expected, torch.float32, scale=10)
     assert_rounded(memory, twin, torch.float32, scale=10)
@@ -251,7 +253,7 @@ def test_denoise_step_of_16_bit_tensors(dtype, device):
     batch = Batch(SHAPES["odd"], device)
     row = torch.tensor([3], device=device)
     arguments = (batch.randn(3, dtype), batch.randn(6, dtype), reverse_table(device), row)
-    x_prev = denoise.denoise_step(*arguments, batch.rng)
+    x_prev = ops.denoise_step(*arguments, batch.rng)
     expected = reference.denoise_step(*arguments, batch.rng)
     assert_rounded(x_prev, expected, torch.float32, scale=10)
 
@@ -263,7 +265,7 @@ def test_noise_of_a_step_is_keyed_by_its_row(device):
     table[:, 5] = 1.0
     for k in (0, 7):
         row = torch.tensor([k], device=device)
-        z = denoise.denoise_step(zero, zero, table, row, batch.rng)
+        z = ops.denoise_step(zero, zero, table, row, batch.rng)
         step_rng = batch.rng + torch.tensor([0, k], device=device)
         expected = reference.normal(z.shape, step_rng, stream=REVERSE)
         torch.testing.assert_close(z, expected, rtol=0, atol=4e-6)
@@ -273,7 +275,7 @@ def test_clipping_lets_a_nan_through(device):
     x = torch.tensor([math.nan, 1e30, -1e30, 0.5], device=device).view(1, 1, 1, 4)
     table = torch.tensor([[1.0, 0, 1, 0, 0, 0, 0, 0]], device=device)
     row, rng = (torch.zeros(k, dtype=torch.int64, device=device) for k in (1, 2))
-    x_prev = denoise.denoise_step(x, torch.zeros_like(x), table, row, rng, clip=1.0).view(4)
+    x_prev = ops.denoise_step(x, torch.zeros_like(x), table, row, rng, clip=1.0).view(4)
     assert x_prev[0].isnan()
     assert x_prev[1:].tolist() == [1.0, -1.0, 0.5]
 
@@ -281,14 +283,14 @@ def test_clipping_lets_a_nan_through(device):
 def test_empty_batch(device):
     batch = Batch(SHAPES["odd"], device, n=0)
     output = batch.randn(6).requires_grad_()
-    assert batch.q_sample(denoise).shape == (0, 5, 7, 3)
-    loss = batch.loss(denoise, output)
+    assert batch.q_sample(ops).shape == (0, 5, 7, 3)
+    loss = batch.loss(ops, output)
     assert loss.shape == (0,)
     loss.sum().backward()
     assert output.grad.shape == output.shape
     row = torch.tensor([0], device=device)
     x = batch.randn(3)
-    assert denoise.denoise_step(x, output, reverse_table(device), row, batch.rng).shape == x.shape
+    assert ops.denoise_step(x, output, reverse_table(device), row, batch.rng).shape == x.shape
 
 
 @pytest.mark.parametrize(
@@ -322,7 +324,7 @@ def test_wrong_arguments_of_the_loss_are_refused(change, message):
         "flip": batch.flip,
     }
     with pytest.raises(ValueError, match=message):
-        denoise.denoise_loss(**{**arguments, **change})
+        ops.denoise_loss(**{**arguments, **change})
 
 
 @pytest.mark.parametrize(
@@ -345,12 +347,12 @@ def test_wrong_arguments_of_a_step_are_refused(change, message):
     row, rng = (torch.zeros(k, dtype=torch.int64) for k in (1, 2))
     arguments = {"x": x, "output": x, "table": reverse_table("cpu"), "row": row, "rng": rng}
     with pytest.raises(ValueError, match=message):
-        denoise.denoise_step(**{**arguments, **change})
+        ops.denoise_step(**{**arguments, **change})
 
 
 def test_unknown_dtype_of_q_sample_is_refused():
     with pytest.raises(ValueError, match="dtype is torch.float64"):
-        Batch(SHAPES["odd"], "cpu").q_sample(denoise, dtype=torch.float64)
+        Batch(SHAPES["odd"], "cpu").q_sample(ops, dtype=torch.float64)
 
 
 @pytest.mark.gpu
@@ -360,8 +362,8 @@ def test_unknown_dtype_of_q_sample_is_refused():
 def test_the_model_s_shapes(n, learned, dtype, device):
     batch = Batch((64, 64, 3), device, n=n, m=200)
     for _ in range(3):
-        assert_rounded(batch.q_sample(denoise, dtype=dtype), batch.q_sample(reference), dtype)
-        for prediction in denoise.PREDICTIONS:
+        assert_rounded(batch.q_sample(ops, dtype=dtype), batch.q_sample(reference), dtype)
+        for prediction in loss_module.PREDICTIONS:
             check_loss(batch, learned, prediction, dtype)
         batch.rng[1] += 1
 
@@ -374,7 +376,7 @@ def test_reverse_steps_of_the_model_s_shape(n, device):
     for k in range(3):
         row = torch.tensor([k], device=device)
         arguments = (batch.randn(3), batch.randn(6, torch.bfloat16), table, row, batch.rng)
-        x_prev = denoise.denoise_step(*arguments)
+        x_prev = ops.denoise_step(*arguments)
         assert_rounded(x_prev, reference.denoise_step(*arguments), torch.float32, scale=10)
 
 
@@ -394,11 +396,11 @@ def test_a_replayed_graph_follows_its_device_scalars(device):
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        work(denoise)
+        work(ops)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = work(denoise)
+        results = work(ops)
     for _ in range(3):
         batch.rng[1] += 1
         batch.t.copy_((batch.t + 1) % STEPS)

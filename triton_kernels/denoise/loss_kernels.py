@@ -1,0 +1,115 @@
+"""The loss and its gradient as kernels; `loss` launches them."""
+
+import triton
+import triton.language as tl
+
+from .chunks import first_channels, locate
+from .process import clean, coefficients, noise
+
+
+@triton.jit
+def _target(
+    images_ptr,
+    index_ptr,
+    flip_ptr,
+    t_ptr,
+    table_ptr,
+    rng_ptr,
+    first,
+    n,
+    start,
+    elements,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    PREDICTION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What the network should say of elements 4 * start and up of sample n: float32 [4 * BLOCK]."""
+    offs = 4 * start + tl.arange(0, 4 * BLOCK)
+    if PREDICTION != "sample":
+        epsilon = noise(rng_ptr, first, n, start, BLOCK)
+    if PREDICTION == "epsilon":
+        return epsilon
+    else:
+        x0 = clean(images_ptr, index_ptr, flip_ptr, n, offs, offs < elements, elements, W, C)
+        if PREDICTION == "sample":
+            return x0
+        else:
+            a, s = coefficients(t_ptr, table_ptr, n)
+            return a * epsilon - s * x0
+
+
+@triton.jit(do_not_specialize=["first"])
+def _denoise_loss_fwd_kernel(
+    output_ptr,  # [N, H, W, CO]
+    images_ptr,
+    index_ptr,
+    flip_ptr,
+    t_ptr,
+    table_ptr,
+    rng_ptr,
+    partial_ptr,  # float32 [N, chunks], out: what this chunk adds to the mean
+    difference_ptr,  # float32 [N, H, W, C] or None, out: output - target
+    first,
+    elements,
+    chunks,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    CO: tl.constexpr,
+    PREDICTION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of a program
+):
+    n, start = locate(chunks, BLOCKS * BLOCK)
+    squares = tl.zeros([4 * BLOCK], tl.float32)
+    for _ in range(BLOCKS):
+        target = _target(
+            images_ptr, index_ptr, flip_ptr, t_ptr, table_ptr, rng_ptr, first, n, start, elements,
+            W, C, PREDICTION, BLOCK,
+        )  # fmt: skip
+        offs = 4 * start + tl.arange(0, 4 * BLOCK)
+        mask = offs < elements
+        offs_o = first_channels(offs, C, CO)
+        output = tl.load(output_ptr + n * (elements // C * CO) + offs_o, mask=mask, other=0.0)
+        difference = tl.where(mask, output.to(tl.float32) - target, 0.0)
+        if difference_ptr is not None:
+            tl.store(difference_ptr + n * elements + offs, difference, mask=mask)
+        squares += difference * difference
+        start += BLOCK
+    tl.store(partial_ptr + tl.program_id(0), tl.sum(squares) / elements)
+
+
+@triton.jit
+def _row_sum_kernel(x_ptr, y_ptr, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """y[m] = sum of x[m, :], in one order whatever the grid."""
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    mask_m = offs_m < rows
+    mask = mask_m[:, None] & (offs_n < columns)[None, :]
+    x = tl.load(x_ptr + offs_m[:, None] * columns + offs_n[None, :], mask=mask, other=0.0)
+    tl.store(y_ptr + offs_m, tl.sum(x, axis=1), mask=mask_m)
+
+
+@triton.jit
+def _denoise_loss_bwd_kernel(
+    dloss_ptr,  # float32 [N], stride 0 below a loss.mean()
+    stride_dn,
+    difference_ptr,  # float32 [N, H, W, C]
+    doutput_ptr,  # [N, H, W, CO], out
+    elements,
+    chunks,
+    C: tl.constexpr,
+    CO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n, start = locate(chunks, BLOCK)
+    elements_o = elements // C * CO
+    offs_o = start + tl.arange(0, BLOCK)
+    mask = offs_o < elements_o
+    c = offs_o % CO
+    in_first = mask if CO == C else mask & (c < C)  # the variance has no gradient here
+    offs = offs_o if CO == C else offs_o // CO * C + c
+    difference = tl.load(difference_ptr + n * elements + offs, mask=in_first, other=0.0)
+    doutput = tl.load(dloss_ptr + n * stride_dn) * (2.0 / elements) * difference
+    doutput = doutput.to(doutput_ptr.dtype.element_ty)
+    tl.store(doutput_ptr + n * elements_o + offs_o, doutput, mask=mask)
