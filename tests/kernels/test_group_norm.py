@@ -7,6 +7,7 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.activations import ACTIVATIONS
+from triton_kernels.norm import pass_grid
 from triton_kernels.norm import resident as group_norm_resident
 from triton_kernels.norm import stream as group_norm_stream
 from triton_kernels.norm.group_norm import GroupNorm, group_norm
@@ -217,8 +218,8 @@ def _choose_in(list_name, config, monkeypatch):
 
 def _several_tiles(monkeypatch):
     _force("stream", monkeypatch)
-    monkeypatch.setattr(group_norm_stream, "_MIN_PROGRAMS", 1)
-    several = group_norm_stream._Config(256, 4, 4)
+    monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
+    several = pass_grid.PassConfig(256, 4, 4)
     monkeypatch.setattr(group_norm_stream, "choose", lambda *_: several)
 
 
@@ -509,7 +510,7 @@ def test_activations_in_bf16(act, path, device):
 @pytest.mark.parametrize("list_name", _CONFIG_LISTS)
 def test_every_config(list_name, shape, device, monkeypatch):
     _force("stream", monkeypatch)
-    monkeypatch.setattr(group_norm_stream, "_MIN_PROGRAMS", 1)
+    monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
     case = _case(shape, dtype=torch.bfloat16, device=device)
     for config in getattr(group_norm_stream, list_name):
         _choose_in(list_name, config, monkeypatch)
@@ -591,7 +592,7 @@ def test_two_are_never_one_in_memory(device):
 @pytest.mark.parametrize("list_name", _CONFIG_LISTS)
 def test_every_config_of_two(list_name, device, monkeypatch):
     _force("stream", monkeypatch)
-    monkeypatch.setattr(group_norm_stream, "_MIN_PROGRAMS", 1)
+    monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
     case = _case((3, 33, 31, 320), dtype=torch.bfloat16, device=device)
     for config in getattr(group_norm_stream, list_name):
         _choose_in(list_name, config, monkeypatch)

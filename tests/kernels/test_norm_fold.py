@@ -6,11 +6,11 @@ import torch
 from triton_kernels import reference, row_sums
 from triton_kernels.dropout import Mask
 from triton_kernels.fused import norm_fold, norm_passes, norm_tables
+from triton_kernels.norm import pass_grid
+from triton_kernels.norm.pass_grid import PassConfig
 
 from . import test_norm_passes as two
 from .test_norm_passes import EPS, _autograd, _case, _close, _forward, _halves, _partials, _second
-
-_Config = norm_passes._Config
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +62,8 @@ def test_forward(shape, channels, ks, groups, device):
 
 
 def test_forward_of_several_tiles(device, monkeypatch):
-    monkeypatch.setattr(norm_passes, "_MIN_PROGRAMS", 1)
-    _check_forward((2, 9, 11), (40, 24), (3, 1), 4, device, config=_Config(256, 4, 4))
+    monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
+    _check_forward((2, 9, 11), (40, 24), (3, 1), 4, device, config=PassConfig(256, 4, 4))
 
 
 def test_forward_with_scale_and_shift(device):
@@ -171,9 +171,9 @@ def test_backward_with_scale_and_shift(device):
 
 
 def test_backward_in_place_of_several_tiles(device, monkeypatch):
-    monkeypatch.setattr(norm_passes, "_MIN_PROGRAMS", 1)
+    monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
     case = _case((2, 9, 11), (24,), 4, device=device)
-    _check_backward(case, 3, in_place=True, kx=9, config=_Config(256, 4, 4))
+    _check_backward(case, 3, in_place=True, kx=9, config=PassConfig(256, 4, 4))
 
 
 def test_backward_of_a_large_mean(device):

@@ -8,6 +8,7 @@ from triton_kernels import column_sum, reference, row_sums
 from triton_kernels.activations import ACTIVATIONS
 from triton_kernels.dropout import Mask
 from triton_kernels.fused import norm_passes, norm_tables
+from triton_kernels.norm import pass_grid
 
 # exp of the interpreter's NumPy warns where infinity is the right value
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
@@ -499,7 +500,7 @@ def test_model_shapes(shape, channels, ks, dtype, device):
     ("shape", "channels", "ks"), [_MODEL_CASES[1], ((3, 33, 31), (40, 24), (1, 3))]
 )
 def test_every_config(list_name, shape, channels, ks, device, monkeypatch):
-    monkeypatch.setattr(norm_passes, "_MIN_PROGRAMS", 1)
+    monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
     case = _case(shape, channels, 32, dtype=torch.bfloat16, device=device)
     for config in getattr(norm_passes, list_name):
         monkeypatch.setattr(norm_passes, "choose", lambda *_, config=config: config)

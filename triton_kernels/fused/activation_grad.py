@@ -15,7 +15,7 @@ from torch import Tensor
 from ..activations import activate_grad, check_activation
 from ..dependent_launch import await_inputs, overlapping
 from ..layout import check_nhwc, check_shape
-from ..norm.stream import channel_block
+from ..norm.pass_grid import channel_block
 
 _TILE = 2048  # elements that a program has in registers: 16 a thread
 _PIXELS = 256  # of a program, about

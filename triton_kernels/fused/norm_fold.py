@@ -18,9 +18,10 @@ from ..activations import check_activation
 from ..dependent_launch import overlapping
 from ..dropout import Mask
 from ..layout import check_nhwc, check_shape
+from ..norm.pass_grid import PassConfig
 from ..row_sums import RowSums
 from .norm_fold_kernels import _norm_apply_folded_kernel, _norm_dx_folded_kernel
-from .norm_passes import _Config, _cut, apply, norm_dx
+from .norm_passes import apply, cut, norm_dx
 from .norm_tables import (
     _check_partials,
     _row_stride,
@@ -33,8 +34,8 @@ from .skip_dx import NormSums, choose_config, skip_dx, tiles_of_one_image
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-_APPLY_CONFIG = _Config(4096, 2, 4)
-_DX_CONFIG = _Config(4096, 2, 4)
+_APPLY_CONFIG = PassConfig(4096, 2, 4)
+_DX_CONFIG = PassConfig(4096, 2, 4)
 
 
 _MOST_TILES = {"apply": 4, "dx": 8}  # of an image; measured at batch 32, see docs/performance.md
@@ -61,7 +62,7 @@ def norm_apply(
     shift: Tensor | None = None,  # [N, C1 + C2]
     mask: Mask | None = None,
     fold: bool | None = None,  # None: where it is faster
-    config: _Config = _APPLY_CONFIG,  # of one launch
+    config: PassConfig = _APPLY_CONFIG,  # of one launch
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2], float32 [N, 4, C1 + C2]
     """`apply` of the table of these partials, and the table."""
     tiles = sum(part.shape[1] for part in partials)
@@ -87,8 +88,8 @@ def norm_apply(
         check_shape("partials", part, n, part.shape[1], 2, width)
     c = c1 + c2
     cg = c // num_groups
-    grid = _cut(n, h * w, c1, c2, config)
-    groups = covering_groups(grid.tile[2], c1 if c2 else 0, cg)
+    grid = cut(n, h * w, c1, c2, config)
+    groups = covering_groups(grid.block_c, c1 if c2 else 0, cg)
     first, second = partials[0], partials[1] if x2 is not None else None
     ks = first.shape[1], 1 if second is None else second.shape[1]
     table = _empty((n, 4, c), dtype=torch.float32, device=x1.device)
@@ -97,7 +98,7 @@ def norm_apply(
     _norm_apply_folded_kernel[(grid.programs,)](
         x1, x2, first, second, weight, bias, *film, table, a, *map(_row_stride, film),
         pixels[0], pixels[-1], h * w, c1, c2, grid.k, grid.cb1, grid.cb, eps,
-        activation, *ks, cg, grid.masked, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
+        activation, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
         num_warps=config.num_warps, **overlapping(x1.device),
     )  # fmt: skip
     return a, table
@@ -127,7 +128,7 @@ def norm_backward(
     grad_scale_out: Tensor | None = None,
     grad_shift_out: Tensor | None = None,
     fold: bool | None = None,  # None: where it is faster
-    config: _Config = _DX_CONFIG,  # of one launch
+    config: PassConfig = _DX_CONFIG,  # of one launch
 ) -> tuple[Tensor, Tensor | None]:  # as x; float32 [rows, C] in a place of `sums`
     """`norm_dx` of one tensor with the coefficients of `norm_grad_table`."""
     n, h, w, c = dz.shape
@@ -159,9 +160,9 @@ def norm_backward(
             _check_partials(part, h * w)
             check_shape("partials", part, n, part.shape[1], 2, c)
     ks = partials.shape[1], 1 if input_partials is None else input_partials.shape[1]
-    grid = _cut(n, h * w, c, 0, config)
+    grid = cut(n, h * w, c, 0, config)
     cg, count = c // num_groups, 3 if sums_dx else 2
-    groups = covering_groups(grid.tile[2], 0, cg)
+    groups = covering_groups(grid.block_c, 0, cg)
     dx = _empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     work = sums.rows(n, count * c)
     added = sums.rows(n * grid.k, c) if rows else None
@@ -169,7 +170,7 @@ def norm_backward(
     _norm_dx_folded_kernel[(grid.programs,)](
         dz, x, add1, add1_second, dx, added, partials, input_partials, table, weight, bias, scale,
         work, *strided[1:], *map(_row_stride, strided), h * w, c, grid.k, grid.cb,
-        count, *ks, cg, grid.masked, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
+        count, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
         num_warps=config.num_warps, **overlapping(x.device),
     )  # fmt: skip
     for i, grad in enumerate((grad_weight_out, grad_bias_out, bias_grad_out)):

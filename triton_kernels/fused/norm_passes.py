@@ -7,96 +7,65 @@ Launchers without autograd. x is one tensor or the concatenation of x1 and x2 ov
 never exists in memory: a program reads one half, and norm_dx writes the halves apart.
 """
 
-from typing import NamedTuple
-
 import torch
-import triton
 from torch import Tensor
 
 from ..activations import check_activation
 from ..dependent_launch import overlapping
 from ..dropout import Mask, mask_arguments
 from ..layout import check_nhwc, check_shape
-from ..norm.stream import channel_block
+from ..norm.pass_grid import PassConfig, PassGrid, cut_pass
 from ..row_sums import RowSums
 from ..tuning import choose
 from .norm_pass_kernels import _norm_apply_kernel, _norm_dx_kernel
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-
-class _Config(NamedTuple):
-    tile: int  # elements of a tile
-    tiles: int  # tiles of a program in a large image
-    num_warps: int
-
-
 # Sixteen to 32 elements a thread: two or more 16-byte loads in flight, few registers. The first of
 # each list is taken unless another was measured to be faster.
 _APPLY_CONFIGS = [
-    _Config(4096, 2, 4),
-    _Config(2048, 2, 4),
-    _Config(4096, 1, 4),
-    _Config(2048, 4, 4),
-    _Config(2048, 1, 4),
-    _Config(4096, 4, 4),
-    _Config(8192, 1, 8),
-    _Config(8192, 2, 8),
+    PassConfig(4096, 2, 4),
+    PassConfig(2048, 2, 4),
+    PassConfig(4096, 1, 4),
+    PassConfig(2048, 4, 4),
+    PassConfig(2048, 1, 4),
+    PassConfig(4096, 4, 4),
+    PassConfig(8192, 1, 8),
+    PassConfig(8192, 2, 8),
 ]
 _DX_CONFIGS = [
-    _Config(2048, 2, 4),
-    _Config(2048, 4, 4),
-    _Config(4096, 2, 8),
-    _Config(2048, 1, 4),
-    _Config(4096, 1, 8),
-    _Config(4096, 1, 4),
+    PassConfig(2048, 2, 4),
+    PassConfig(2048, 4, 4),
+    PassConfig(4096, 2, 8),
+    PassConfig(2048, 1, 4),
+    PassConfig(4096, 1, 8),
+    PassConfig(4096, 1, 4),
 ]
 
 # Fewer rows to be summed later
 _SUMS_DX_CONFIGS = [
-    _Config(2048, 4, 4),
-    _Config(2048, 8, 4),
-    _Config(4096, 4, 8),
-    _Config(2048, 2, 4),
-    _Config(4096, 2, 8),
+    PassConfig(2048, 4, 4),
+    PassConfig(2048, 8, 4),
+    PassConfig(4096, 4, 8),
+    PassConfig(2048, 2, 4),
+    PassConfig(4096, 2, 8),
 ]
 # A quarter of the pixels in the upsampled half, but four of each tensor at a time
 _UPSAMPLED_DX_CONFIGS = [
-    _Config(4096, 1, 4),
-    _Config(4096, 2, 4),
-    _Config(8192, 1, 8),
-    _Config(2048, 2, 4),
+    PassConfig(4096, 1, 4),
+    PassConfig(4096, 2, 4),
+    PassConfig(8192, 1, 8),
+    PassConfig(2048, 2, 4),
 ]
 
-_MIN_PROGRAMS = 1024  # below this the chunk of a program is cut down to fill the chip
+_MIN_PIXELS = 4  # what norm_dx makes one of with upsample1
 _MIN_TILE = 1024  # eight elements a thread
 
 
-class _Grid(NamedTuple):
-    """How a pass over [N, HW, C1 + C2] is cut into programs."""
-
-    programs: int
-    k: int  # chunks of pixels an image
-    cb1: int  # blocks of channels in the first half
-    cb: int  # in both
-    masked: bool  # some tiles reach over an edge
-    tile: tuple[int, int, int]  # TILES, BLOCK_P, BLOCK_C
-
-
-def _cut(n: int, hw: int, c1: int, c2: int, config: _Config) -> _Grid:
-    block_c = channel_block(c1, c2)
-    cb1 = triton.cdiv(c1, block_c)
-    cb = cb1 + triton.cdiv(c2, block_c)
-    block_p = max(min(config.tile // block_c, triton.next_power_of_2(hw)), 4)
-    tiles = min(config.tiles, triton.next_power_of_2(triton.cdiv(hw, block_p)))
-    while tiles > 1 and n * cb * triton.cdiv(hw, tiles * block_p) < _MIN_PROGRAMS:
-        tiles //= 2
-    smaller = max(_MIN_TILE // block_c, 4)
-    while block_p > smaller and n * cb * triton.cdiv(hw, tiles * block_p) < _MIN_PROGRAMS:
-        block_p //= 2
-    k = triton.cdiv(hw, tiles * block_p)
-    masked = hw % (tiles * block_p) != 0 or c1 % block_c != 0 or c2 % block_c != 0
-    return _Grid(n * k * cb, k, cb1, cb, masked, (tiles, block_p, block_c))
+def cut(n: int, hw: int, c1: int, c2: int, config: PassConfig) -> PassGrid:
+    """How a pass over [N, HW, C1 + C2] is cut into programs: where there are few, into smaller
+    tiles as well."""
+    return cut_pass(n, hw, c1, c2, config, min_pixels=_MIN_PIXELS, min_tile=_MIN_TILE)
 
 
 def apply(
@@ -107,7 +76,7 @@ def apply(
     *,
     mask: Mask | None = None,
     upsample1: bool = False,
-    config: _Config | None = None,
+    config: PassConfig | None = None,
 ) -> Tensor:  # [N, H, W, C1 + C2], dtype of x1
     """act(norm(x)) of x = x1 beside x2, and dropout of it if there is a mask.
 
@@ -130,11 +99,11 @@ def apply(
             lambda: _APPLY_CONFIGS[0],
             lambda c: apply(x1, x2, table, activation, upsample1=upsample1, config=c),
         )
-    grid = _cut(n, h * w, c1, c2, config)
+    grid = cut(n, h * w, c1, c2, config)
     a = _empty((n, h, w, c1 + c2), dtype=x1.dtype, device=x1.device)
     assert mask is None or (c1 % 4 == c2 % 4 == 0), "four channels to a draw"
     shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb, *mask_arguments(mask))
-    options = (activation, upsample1, grid.masked, *grid.tile)
+    options = (activation, upsample1, *grid.tile)
     _norm_apply_kernel[(grid.programs,)](
         x1, x2, table, a, *shape, *options, num_warps=config.num_warps, **overlapping(x1.device)
     )
@@ -153,7 +122,7 @@ def norm_dx(
     *,
     upsample1: bool = False,
     out: Tensor | None = None,  # as x1; may be dz if there is no x2
-    config: _Config | None = None,
+    config: PassConfig | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dx1 = p dz + q x1 + r + add1 + add1_second and dx2 alike, in the dtype of their x, each sum
     rounded once.
@@ -192,7 +161,7 @@ def norm_dx(
             lambda: configs[0],
             lambda c: norm_dx(*tensors, summed, **rest, config=c)[0],
         )
-    grid = _cut(n, h * w, c1, c2, config)
+    grid = cut(n, h * w, c1, c2, config)
     dx1 = _empty(x1.shape, dtype=x1.dtype, device=x1.device) if out is None else out
     dx2 = None if x2 is None else _empty(x2.shape, dtype=x2.dtype, device=x2.device)
     rows = None
@@ -202,7 +171,7 @@ def norm_dx(
         rows = _empty((n * grid.k, c1), dtype=torch.float32, device=x1.device)
     shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb)
     _norm_dx_kernel[(grid.programs,)](
-        dz, x1, x2, coeff, *adds, dx1, dx2, rows, *shape, upsample1, grid.masked, *grid.tile,
+        dz, x1, x2, coeff, *adds, dx1, dx2, rows, *shape, upsample1, *grid.tile,
         num_warps=config.num_warps, **overlapping(x1.device),
     )  # fmt: skip
     return dx1, dx2, rows

@@ -35,7 +35,7 @@ from torch import Tensor
 from ..column_sum import sum_partials
 from ..dependent_launch import overlapping
 from ..layout import check_nhwc
-from ..norm.stream import channel_block
+from ..norm.pass_grid import channel_block
 from ..row_sums import RowSums
 from .norm_table_kernels import (
     _norm_grad_sums_kernel,

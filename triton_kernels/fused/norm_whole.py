@@ -18,7 +18,7 @@ from ..activations import check_activation
 from ..dependent_launch import overlapping
 from ..layout import check_nhwc, check_shape
 from .conv_split import SplitConv
-from .norm_passes import _APPLY_CONFIGS, _cut
+from .norm_passes import _APPLY_CONFIGS, cut
 from .norm_tables import _check_partials, _row_stride
 from .norm_whole_kernels import _norm_sums_kernel, _norm_whole_kernel, _sum_parts_kernel
 
@@ -165,11 +165,11 @@ def norm_of_sums(
         _check_partials(part, count)
         check_shape("partials", part, n, part.shape[1], 2, channels)
     config = _APPLY_CONFIGS[0]
-    grid = _cut(n, h * w, c1, c2, config)
+    grid = cut(n, h * w, c1, c2, config)
     a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
     if n == 0:
         return a
-    block_c = grid.tile[2]
+    block_c = grid.block_c
     block_j = triton.next_power_of_2(cg)
     block_g = triton.next_power_of_2(1 + triton.cdiv(block_c - 1, cg))
     first, second = partials[0], partials[1] if x2 is not None else None
@@ -179,7 +179,7 @@ def norm_of_sums(
     _norm_sums_kernel[(grid.programs,)](
         x1, x2, first, second, weight, bias, *film, a, *map(_row_stride, film),
         pixels[0], pixels[-1], h * w, c1, c2, grid.k, grid.cb1, grid.cb, eps,
-        activation, *ks, cg, grid.masked, *grid.tile, block_g, block_j, *blocks_k,
+        activation, *ks, cg, *grid.tile, block_g, block_j, *blocks_k,
         num_warps=config.num_warps, **overlapping(x1.device),
     )  # fmt: skip
     return a

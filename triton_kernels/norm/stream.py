@@ -20,15 +20,14 @@ blocks of channels are of x1 and its C1 channels, the others of x2. What a progr
 others, it keeps at the channel's place in the whole.
 """
 
-import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from ..tuning import choose
+from .pass_grid import PassConfig, PassGrid, cut_pass
 from .stream_kernels import (
     _group_norm_apply_kernel,
     _group_norm_bwd_dx_kernel,
@@ -46,96 +45,49 @@ Halves = tuple[Tensor, Tensor | None]
 # weight and bias: [C]; scale and shift: [N, C]
 Params = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
-
-class _Config(NamedTuple):
-    tile: int  # elements of a tile
-    tiles: int  # tiles of a program in a large image
-    num_warps: int
-
-
 # Sixteen to 32 elements a thread, so that each thread has two or more 16-byte loads in flight and
 # its accumulators stay within 64 registers; the number of tiles trades the reduction at the end of
 # a program against an even spread of programs over the chip.
 _STATS_CONFIGS = [
-    _Config(4096, 4, 4),
-    _Config(2048, 4, 4),
-    _Config(4096, 8, 4),
-    _Config(8192, 4, 8),
-    _Config(2048, 8, 4),
-    _Config(2048, 16, 4),
-    _Config(4096, 16, 4),
-    _Config(4096, 8, 8),
+    PassConfig(4096, 4, 4),
+    PassConfig(2048, 4, 4),
+    PassConfig(4096, 8, 4),
+    PassConfig(8192, 4, 8),
+    PassConfig(2048, 8, 4),
+    PassConfig(2048, 16, 4),
+    PassConfig(4096, 16, 4),
+    PassConfig(4096, 8, 8),
 ]
 _APPLY_CONFIGS = [
-    _Config(4096, 2, 4),
-    _Config(2048, 2, 4),
-    _Config(4096, 1, 4),
-    _Config(2048, 4, 4),
-    _Config(2048, 1, 4),
-    _Config(8192, 1, 8),
+    PassConfig(4096, 2, 4),
+    PassConfig(2048, 2, 4),
+    PassConfig(4096, 1, 4),
+    PassConfig(2048, 4, 4),
+    PassConfig(2048, 1, 4),
+    PassConfig(8192, 1, 8),
 ]
 _SUMS_CONFIGS = [
-    _Config(2048, 8, 4),
-    _Config(2048, 4, 4),
-    _Config(4096, 4, 8),
-    _Config(4096, 8, 8),
-    _Config(2048, 16, 4),
-    _Config(1024, 16, 4),
+    PassConfig(2048, 8, 4),
+    PassConfig(2048, 4, 4),
+    PassConfig(4096, 4, 8),
+    PassConfig(4096, 8, 8),
+    PassConfig(2048, 16, 4),
+    PassConfig(1024, 16, 4),
 ]
 _DX_CONFIGS = [
-    _Config(2048, 2, 4),
-    _Config(2048, 4, 4),
-    _Config(4096, 2, 8),
-    _Config(2048, 1, 4),
-    _Config(4096, 1, 8),
-    _Config(1024, 4, 4),
+    PassConfig(2048, 2, 4),
+    PassConfig(2048, 4, 4),
+    PassConfig(4096, 2, 8),
+    PassConfig(2048, 1, 4),
+    PassConfig(4096, 1, 8),
+    PassConfig(1024, 4, 4),
 ]
 
-_MIN_PROGRAMS = 1024  # below this a chunk is cut down to fill the chip
 
-
-class _Grid(NamedTuple):
-    """How a pass over [N, HW, C] is cut into programs."""
-
-    programs: int
-    k: int  # chunks of pixels an image
-    cb1: int  # blocks of channels of the first half
-    cb: int  # and of both
-    masked: bool  # some tiles reach over an edge
-    tiles: int
-    block_p: int
-    block_c: int
-
-    @property
-    def tile(self) -> tuple[bool, int, int, int]:
-        """MASKED, TILES, BLOCK_P, BLOCK_C."""
-        return self.masked, self.tiles, self.block_p, self.block_c
-
-
-def channel_block(*channels: int) -> int:
-    """A power of two that divides the channels, so that all lanes work; if that is less than 32, a
-    masked block is better."""
-    common = math.gcd(*channels)
-    divisor = common & -common
-    return min(divisor if divisor >= 32 else triton.next_power_of_2(max(channels)), 128)
-
-
-def _cut(xs: Halves, config: _Config) -> _Grid:
+def _cut(xs: Halves, config: PassConfig) -> PassGrid:
     n, hw, c = extent(xs)
     c1 = xs[0].shape[3]
-    block_c = channel_block(c1, c - c1)
-    block_p = min(config.tile // block_c, triton.next_power_of_2(max(hw, 1)))
-    cb1 = triton.cdiv(c1, block_c)
-    cb = cb1 + triton.cdiv(c - c1, block_c)
-    tiles = min(config.tiles, triton.next_power_of_2(max(triton.cdiv(hw, block_p), 1)))
-    while tiles > 1 and n * cb * triton.cdiv(hw, tiles * block_p) < _MIN_PROGRAMS:
-        tiles //= 2
-    k = triton.cdiv(hw, tiles * block_p)
-    masked = any(
-        size % block > 0
-        for size, block in ((hw, tiles * block_p), (c1, block_c), (c - c1, block_c))
-    )
-    return _Grid(n * k * cb, k, cb1, cb, masked, tiles, block_p, block_c)
+    return cut_pass(n, hw, c1, c - c1, config)
 
 
 def _group_blocks(g: int, elements: int) -> tuple[int, int]:
@@ -157,20 +109,26 @@ def row_strides(params: Params) -> tuple[int, int]:
 
 
 def _choose(
-    op: str, configs: list[_Config], xs: Halves, num_groups: int, run: Callable[[_Config], Tensor]
-) -> _Config:
+    op: str,
+    configs: list[PassConfig],
+    xs: Halves,
+    num_groups: int,
+    run: Callable[[PassConfig], Tensor],
+) -> PassConfig:
     n, hw, c = extent(xs)
     key = (n, hw, xs[0].shape[3], c, num_groups, xs[0].dtype)
     return choose(op, key, lambda: configs, lambda: configs[0], run)
 
 
-def stream_stats(xs: Halves, num_groups: int, eps: float, config: _Config | None = None) -> Tensor:
+def stream_stats(
+    xs: Halves, num_groups: int, eps: float, config: PassConfig | None = None
+) -> Tensor:
     """mean and 1 / sqrt(var + eps) of every (sample, group): float32 [2, N, G]."""
     x, (n, hw, c) = xs[0], extent(xs)
     cg = c // num_groups
     if config is None:
 
-        def run(c: _Config) -> Tensor:
+        def run(c: PassConfig) -> Tensor:
             return stream_stats(xs, num_groups, eps, c)[1]
 
         config = _choose("group_norm_stats", _STATS_CONFIGS, xs, num_groups, run)
@@ -189,7 +147,7 @@ def stream_stats(xs: Halves, num_groups: int, eps: float, config: _Config | None
     return stats
 
 
-def _shape(xs: Halves, stats: Tensor, params: Params, grid: _Grid) -> tuple[int, ...]:
+def _shape(xs: Halves, stats: Tensor, params: Params, grid: PassGrid) -> tuple[int, ...]:
     """Arguments that the kernels over x have in common."""
     _, hw, c = extent(xs)
     g = stats.shape[2]
@@ -197,13 +155,13 @@ def _shape(xs: Halves, stats: Tensor, params: Params, grid: _Grid) -> tuple[int,
 
 
 def stream_apply(
-    xs: Halves, stats: Tensor, params: Params, activation: str, config: _Config | None = None
+    xs: Halves, stats: Tensor, params: Params, activation: str, config: PassConfig | None = None
 ) -> Tensor:
     """y of x and its statistics."""
     x = xs[0]
     if config is None:
 
-        def run(c: _Config) -> Tensor:
+        def run(c: PassConfig) -> Tensor:
             return stream_apply(xs, stats, params, activation, c)
 
         config = _choose("group_norm_apply", _APPLY_CONFIGS, xs, stats.shape[2], run)
@@ -222,12 +180,12 @@ def stream_sums(
     stats: Tensor,
     params: Params,
     activation: str,
-    config: _Config | None = None,
+    config: PassConfig | None = None,
 ) -> Tensor:
     """D and E of every chunk: float32 [N, K, 2, C]."""
     if config is None:
 
-        def run(c: _Config) -> Tensor:
+        def run(c: PassConfig) -> Tensor:
             sums = stream_sums(xs, dy, stats, params, activation, c)
             return sums if sums.shape[1] == 1 else sums.sum(1)
 
@@ -254,14 +212,14 @@ def stream_dx(
     sums: Tensor,  # of `stream_sums`
     params: Params,
     activation: str,
-    config: _Config | None = None,
+    config: PassConfig | None = None,
 ) -> Halves:
     """The gradient of x."""
     n, hw, c = extent(xs)
     g, k = stats.shape[2], sums.shape[1]
     if config is None:
 
-        def run(c: _Config) -> Tensor:
+        def run(c: PassConfig) -> Tensor:
             return stream_dx(xs, dy, stats, sums, params, activation, c)[0]
 
         config = _choose("group_norm_dx", _DX_CONFIGS, xs, g, run)
