@@ -426,7 +426,7 @@ def test_the_summary_counts_calls():
         ("_activation_grad_kernel", "_PlannedBackward", "norm"),
         ("_pad_channels_kernel", "_Planned", "elementwise"),
         ("_adamw_kernel", "", "optimizer"),
-        ("_attention_bwd_dq_kernel", "_AttentionBackward", "attention"),
+        ("attention_bwd_dq_kernel", "_AttentionBackward", "attention"),
         ("_q_sample_kernel", "", "denoise"),
         ("_row_sum_kernel", "_DenoiseLoss", "denoise"),
         ("_spread_kernel", "_UpsampleNearest2d", "resample"),

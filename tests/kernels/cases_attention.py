@@ -9,10 +9,10 @@ def _case(
     name, kernel, pointers, constexprs, num_warps, num_stages, element="*bf16", wgmma="registers"
 ):
     floats = ("lse_ptr", "delta_ptr", "rows_ptr")
-    backward = kernel != "_attention_fwd_kernel"
+    backward = kernel != "attention_fwd_kernel"
     return {
         "name": f"attention_{name}",
-        "kernel": f"triton_kernels.attention:{kernel}",
+        "kernel": f"triton_kernels.attention_kernels:{kernel}",
         "signature": {p: "*fp32" if p in floats else element for p in pointers}
         | _SHAPES
         | (_STRIDES if backward else {}),
@@ -28,10 +28,10 @@ _ONE_PASS = ("do_ptr", "qkv_ptr", "o_ptr", "lse_ptr", "dqkv_ptr", "rows_ptr")
 _TWO_PASS = (*_ONE_PASS, "delta_ptr")
 
 COMPILE_CASES = [
-    _case("fwd", "_attention_fwd_kernel", _FWD, dict(T=256, BLOCK_M=64, BLOCK_N=128), 4, 2),
+    _case("fwd", "attention_fwd_kernel", _FWD, dict(T=256, BLOCK_M=64, BLOCK_N=128), 4, 2),
     _case(
         "fwd_fp32",
-        "_attention_fwd_kernel",
+        "attention_fwd_kernel",
         _FWD,
         dict(T=250, BLOCK_M=32, BLOCK_N=32),
         4,
@@ -41,7 +41,7 @@ COMPILE_CASES = [
     ),
     _case(
         "bwd_one_pass",
-        "_attention_bwd_dkdv_kernel",
+        "attention_bwd_dkdv_kernel",
         _ONE_PASS,
         dict(T=64, BLOCK_M=64, BLOCK_N=64, ONE_PASS=True, delta_ptr=None),
         4,
@@ -49,7 +49,7 @@ COMPILE_CASES = [
     ),
     _case(
         "bwd_dq",
-        "_attention_bwd_dq_kernel",
+        "attention_bwd_dq_kernel",
         _TWO_PASS,
         dict(T=256, BLOCK_M=64, BLOCK_N=64),
         4,
@@ -57,7 +57,7 @@ COMPILE_CASES = [
     ),
     _case(
         "bwd_dkdv",
-        "_attention_bwd_dkdv_kernel",
+        "attention_bwd_dkdv_kernel",
         _TWO_PASS,
         dict(T=256, BLOCK_M=64, BLOCK_N=64, ONE_PASS=False),
         4,

@@ -1,0 +1,271 @@
+"""The kernels of `attention`, where the formulas are: one forward and two backward."""
+
+import triton
+import triton.language as tl
+
+from .dependent_launch import await_inputs
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+# --- tiles ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _head_offset(head, num_heads, D: tl.constexpr, HEADS_QKV: tl.constexpr):
+    """Where in the 3C channels the q of a head starts, and the step from q to k and from k to v."""
+    if HEADS_QKV:
+        return head * (3 * D), D
+    else:
+        return head * D, num_heads * D
+
+
+@triton.jit
+def _load_tile(
+    ptr,
+    offs_t,
+    offs_d,
+    stride_t,
+    stride_d,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """[BLOCK_T, BLOCK_D] of one head; zeros outside of it."""
+    ptrs = ptr + offs_t[:, None] * stride_t + offs_d[None, :] * stride_d
+    if T % BLOCK_T == 0 and D == BLOCK_D:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=(offs_t < T)[:, None] & (offs_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_tile(
+    ptr,
+    value,
+    offs_t,
+    offs_d,
+    stride_t,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    ptrs = ptr + offs_t[:, None] * stride_t + offs_d[None, :]
+    value = value.to(ptr.dtype.element_ty)
+    if T % BLOCK_T == 0 and D == BLOCK_D:
+        tl.store(ptrs, value)
+    else:
+        tl.store(ptrs, value, mask=(offs_t < T)[:, None] & (offs_d < D)[None, :])
+
+
+# --- forward --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def attention_fwd_kernel(
+    qkv_ptr,  # [N, T, 3C]
+    o_ptr,  # [N, T, C]
+    lse_ptr,  # float32 [N, heads, T], base 2
+    num_heads,
+    scale,  # 1 / sqrt(d)
+    T: tl.constexpr,
+    D: tl.constexpr,
+    HEADS_QKV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # queries
+    BLOCK_N: tl.constexpr,  # keys
+):
+    await_inputs()
+    # the blocks of one head run side by side, so its keys and values come from L2
+    pid = tl.program_id(0)
+    pid_m = pid % tl.cdiv(T, BLOCK_M)
+    row = pid // tl.cdiv(T, BLOCK_M)
+    n, head = row // num_heads, row % num_heads
+    channels = num_heads * D
+    offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
+    q_ptr = qkv_ptr + n.to(tl.int64) * T * (3 * channels) + offset
+    k_ptr = q_ptr + part
+    v_ptr = k_ptr + part
+
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    q = _load_tile(q_ptr, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
+    scale_log2 = scale * _LOG2_E
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum
+    l = tl.zeros([BLOCK_M], tl.float32)  # running denominator  # noqa: E741
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start_n in range(0, T, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k = _load_tile(k_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        if T % BLOCK_N != 0:
+            s = tl.where((offs_n < T)[None, :], s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+        p = tl.exp2(s * scale_log2 - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        l = l * alpha + tl.sum(p, 1)  # noqa: E741
+        v = _load_tile(v_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+
+    o_ptr += n.to(tl.int64) * T * channels + head * D
+    _store_tile(o_ptr, acc / l[:, None], offs_m, offs_d, channels, T, D, BLOCK_M, BLOCK_D)
+    tl.store(lse_ptr + row.to(tl.int64) * T + offs_m, m + tl.log2(l), mask=offs_m < T)
+
+
+# --- backward -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def attention_bwd_dq_kernel(
+    do_ptr,  # [N, T, C], any strides
+    qkv_ptr,  # [N, T, 3C]
+    o_ptr,  # [N, T, C]
+    lse_ptr,  # float32 [N, heads, T], base 2
+    delta_ptr,  # float32 [N, heads, T], written for the other kernel
+    dqkv_ptr,  # [N, T, 3C]
+    rows_ptr,  # float32 [N, blocks of T, 3C] or None: sums of dq over a block
+    num_heads,
+    scale,  # 1 / sqrt(d)
+    stride_don,
+    stride_dot,
+    stride_doc,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    HEADS_QKV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # queries
+    BLOCK_N: tl.constexpr,  # keys
+):
+    await_inputs()
+    pid = tl.program_id(0)
+    pid_m = pid % tl.cdiv(T, BLOCK_M)
+    row = pid // tl.cdiv(T, BLOCK_M)
+    n, head = row // num_heads, row % num_heads
+    channels = num_heads * D
+    offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
+    q_offset = n.to(tl.int64) * T * (3 * channels) + offset
+    k_ptr = qkv_ptr + q_offset + part
+    v_ptr = k_ptr + part
+    do_ptr += n.to(tl.int64) * stride_don + head * D * stride_doc
+    o_ptr += n.to(tl.int64) * T * channels + head * D
+
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    q = _load_tile(qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
+    do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D)
+    o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    offs_row = row.to(tl.int64) * T + offs_m
+    tl.store(delta_ptr + offs_row, delta, mask=offs_m < T)
+    lse = tl.load(lse_ptr + offs_row, mask=offs_m < T, other=float("inf"))
+    scale_log2 = scale * _LOG2_E
+
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start_n in range(0, T, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k = _load_tile(k_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+        v = _load_tile(v_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        p = tl.exp2(s * scale_log2 - lse[:, None])
+        if T % BLOCK_N != 0:
+            p = tl.where((offs_n < T)[None, :], p, 0.0)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
+        ds = (p * (dp - delta[:, None])).to(k.dtype)
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+    dq *= scale
+    _store_tile(dqkv_ptr + q_offset, dq, offs_m, offs_d, 3 * channels, T, D, BLOCK_M, BLOCK_D)
+    if rows_ptr is not None:  # beyond T dq is zero, since lse is infinite
+        rows_ptr += (n * tl.cdiv(T, BLOCK_M) + pid_m).to(tl.int64) * (3 * channels) + offset
+        tl.store(rows_ptr + offs_d, tl.sum(dq, 0), mask=offs_d < D)
+
+
+@triton.jit
+def attention_bwd_dkdv_kernel(
+    do_ptr,  # [N, T, C], any strides
+    qkv_ptr,  # [N, T, 3C]
+    o_ptr,  # [N, T, C]
+    lse_ptr,  # float32 [N, heads, T], base 2
+    delta_ptr,  # float32 [N, heads, T]; None if ONE_PASS
+    dqkv_ptr,  # [N, T, 3C]
+    rows_ptr,  # float32 [N, blocks of T, 3C] or None: sums of dk and dv; of dq too if ONE_PASS
+    num_heads,
+    scale,  # 1 / sqrt(d)
+    stride_don,
+    stride_dot,
+    stride_doc,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    HEADS_QKV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # queries
+    BLOCK_N: tl.constexpr,  # keys
+    ONE_PASS: tl.constexpr,  # BLOCK_N >= T: this program sees all keys, so it can finish dq as well
+):
+    await_inputs()
+    pid = tl.program_id(0)
+    pid_n = pid % tl.cdiv(T, BLOCK_N)
+    row = pid // tl.cdiv(T, BLOCK_N)
+    n, head = row // num_heads, row % num_heads
+    channels = num_heads * D
+    offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
+    q_offset = n.to(tl.int64) * T * (3 * channels) + offset
+    k_offset = q_offset + part
+    v_offset = k_offset + part
+    do_ptr += n.to(tl.int64) * stride_don + head * D * stride_doc
+    o_ptr += n.to(tl.int64) * T * channels + head * D
+    lse_ptr += row.to(tl.int64) * T
+    if not ONE_PASS:
+        delta_ptr += row.to(tl.int64) * T
+
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    k = _load_tile(qkv_ptr + k_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+    v = _load_tile(qkv_ptr + v_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+    scale_log2 = scale * _LOG2_E
+
+    # Scores are transposed, [keys, queries]: p and ds are the left operands of dv and dk as they
+    # lie in registers. Only dq needs ds the other way round.
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dq_sum = tl.zeros([BLOCK_D], tl.float32)
+    for start_m in range(0, T, BLOCK_M):
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        q = _load_tile(qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
+        do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D)
+        if ONE_PASS:
+            o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D)
+            delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        else:
+            delta = tl.load(delta_ptr + offs_m, mask=offs_m < T, other=0.0)
+        lse = tl.load(lse_ptr + offs_m, mask=offs_m < T, other=float("inf"))
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
+        p = tl.exp2(s * scale_log2 - lse[None, :])
+        if T % BLOCK_N != 0:
+            p = tl.where((offs_n < T)[:, None], p, 0.0)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BN, BM]
+        ds = (p * (dp - delta[None, :])).to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+        if ONE_PASS:
+            dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * scale
+            _store_tile(
+                dqkv_ptr + q_offset, dq, offs_m, offs_d, 3 * channels, T, D, BLOCK_M, BLOCK_D
+            )
+            if rows_ptr is not None:
+                dq_sum += tl.sum(dq, 0)
+    dk *= scale
+    _store_tile(dqkv_ptr + k_offset, dk, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D)
+    _store_tile(dqkv_ptr + v_offset, dv, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D)
+    if rows_ptr is not None:
+        rows_ptr += (n * tl.cdiv(T, BLOCK_N) + pid_n).to(tl.int64) * (3 * channels) + offset
+        mask_d = offs_d < D
+        if ONE_PASS:
+            tl.store(rows_ptr + offs_d, dq_sum, mask=mask_d)
+        tl.store(rows_ptr + part + offs_d, tl.sum(dk, 0), mask=mask_d)
+        tl.store(rows_ptr + 2 * part + offs_d, tl.sum(dv, 0), mask=mask_d)
