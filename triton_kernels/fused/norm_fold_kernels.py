@@ -11,7 +11,7 @@ import triton.language as tl
 from ..activations import activate
 from ..dependent_launch import await_inputs
 from ..norm.stream_kernels import affine
-from .norm_table_kernels import _moments, _sum_tiles
+from .norm_table_kernels import _moments, _store_affine_grads, _sum_tiles
 
 
 @triton.jit
@@ -256,15 +256,10 @@ def folded_coefficients(
         own = there & (lanes >= c0) & (lanes < c0 + BLOCK_C)
         one_scale, _ = affine(None, None, scale_ptr, None, stride_scale, 0, n, lanes, own)
         out_ptr = rows_ptr + n * (ROWS * C) + lanes
-        tl.store(out_ptr, one_scale * e, mask=own)
-        tl.store(out_ptr + C, one_scale * d, mask=own)
-        if d_shift_ptr is not None:
-            d_shift = d.to(d_shift_ptr.dtype.element_ty)
-            tl.store(d_shift_ptr + n * stride_dshift + lanes, d_shift, mask=own)
-        if d_scale_ptr is not None:
-            weight, bias = affine(weight_ptr, bias_ptr, None, None, 0, 0, 0, lanes, own)
-            d_scale = (weight * e + bias * d).to(d_scale_ptr.dtype.element_ty)
-            tl.store(d_scale_ptr + n * stride_dscale + lanes, d_scale, mask=own)
+        _store_affine_grads(
+            d, e, one_scale, out_ptr, weight_ptr, bias_ptr, d_scale_ptr, d_shift_ptr,
+            stride_dscale, stride_dshift, n, lanes, own, C,
+        )  # fmt: skip
         if input_partial_ptr is not None:
             # of x - mean: q (sum of x) and r H W would cancel when the mean is large
             less = (HW // KX) * 1.0 * mean

@@ -114,6 +114,15 @@ def _norm_apply_kernel(
 
 
 @triton.jit
+def _coefficients(row_ptrs, C, mask_c):
+    """p, q and r of the channels whose p are there."""
+    p = tl.load(row_ptrs, mask=mask_c, other=0.0)
+    q = tl.load(row_ptrs + C, mask=mask_c, other=0.0)
+    r = tl.load(row_ptrs + 2 * C, mask=mask_c, other=0.0)
+    return p, q, r
+
+
+@triton.jit
 def _norm_dx_half(
     dz_ptr,  # [N, HW, C]
     x_ptr,  # this half: [N, HW, CH], as the four below
@@ -138,10 +147,7 @@ def _norm_dx_half(
     offs_p = tl.arange(0, BLOCK_P)
     offs_c = c0 + tl.arange(0, BLOCK_C)
     mask_c = offs_c < CH
-    row_ptr = coeff_ptr + n * 3 * C + border + offs_c
-    p = tl.load(row_ptr, mask=mask_c, other=0.0)
-    q = tl.load(row_ptr + C, mask=mask_c, other=0.0)
-    r = tl.load(row_ptr + 2 * C, mask=mask_c, other=0.0)
+    p, q, r = _coefficients(coeff_ptr + n * 3 * C + border + offs_c, C, mask_c)
     acc = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     for i in range(TILES):
         p0 = (k * TILES + i) * BLOCK_P
@@ -197,10 +203,7 @@ def _norm_dx_upsampled(
     offs_q = tl.arange(0, BLOCK_Q)
     offs_c = c0 + tl.arange(0, BLOCK_C)
     mask_c = offs_c < CH
-    row_ptr = coeff_ptr + n * 3 * C + offs_c
-    p = tl.load(row_ptr, mask=mask_c, other=0.0)
-    q = tl.load(row_ptr + C, mask=mask_c, other=0.0)
-    r = tl.load(row_ptr + 2 * C, mask=mask_c, other=0.0)
+    p, q, r = _coefficients(coeff_ptr + n * 3 * C + offs_c, C, mask_c)
     acc = tl.zeros([BLOCK_Q, BLOCK_C], tl.float32)
     for i in range(TILES):
         q0 = (k * TILES + i) * BLOCK_Q

@@ -143,6 +143,35 @@ def _norm_table_kernel(
 
 
 @triton.jit
+def _store_affine_grads(
+    d,  # the sum over an image's pixels of dz,
+    e,  # and of dz (x - mean) rstd
+    one_scale,  # 1 + scale
+    row_ptrs,  # float32: of these channels, in the first row of the sample
+    weight_ptr,  # [C] or None
+    bias_ptr,  # [C] or None
+    d_scale_ptr,  # [N, C] or None
+    d_shift_ptr,  # [N, C] or None
+    stride_dscale,
+    stride_dshift,
+    n,
+    offs_c,
+    mask_c,
+    C,
+):
+    """What a sample adds to the gradients of weight and bias, and those of its scale and shift."""
+    tl.store(row_ptrs, one_scale * e, mask=mask_c)
+    tl.store(row_ptrs + C, one_scale * d, mask=mask_c)
+    if d_shift_ptr is not None:
+        d_shift = d.to(d_shift_ptr.dtype.element_ty)
+        tl.store(d_shift_ptr + n * stride_dshift + offs_c, d_shift, mask=mask_c)
+    if d_scale_ptr is not None:
+        weight, bias = affine(weight_ptr, bias_ptr, None, None, 0, 0, 0, offs_c, mask_c)
+        d_scale = (weight * e + bias * d).to(d_scale_ptr.dtype.element_ty)
+        tl.store(d_scale_ptr + n * stride_dscale + offs_c, d_scale, mask=mask_c)
+
+
+@triton.jit
 def _norm_grad_table_kernel(
     partial_ptr,  # float32 [N, K, 2, C]: of dz
     input_partial_ptr,  # float32 [N, KX, 2, C]: of x, or None: no sums of dx
@@ -201,15 +230,10 @@ def _norm_grad_table_kernel(
     tl.store(out_ptr + 2 * C, -rstd * m1 - q * mean, mask=mask_c)
 
     out_ptr = rows_ptr + n * (ROWS * C) + offs_c
-    tl.store(out_ptr, one_scale * e, mask=mask_c)
-    tl.store(out_ptr + C, one_scale * d, mask=mask_c)
-    if d_shift_ptr is not None:
-        d_shift = d.to(d_shift_ptr.dtype.element_ty)
-        tl.store(d_shift_ptr + n * stride_dshift + offs_c, d_shift, mask=mask_c)
-    if d_scale_ptr is not None:
-        weight, bias = affine(weight_ptr, bias_ptr, None, None, 0, 0, 0, offs_c, mask_c)
-        d_scale = (weight * e + bias * d).to(d_scale_ptr.dtype.element_ty)
-        tl.store(d_scale_ptr + n * stride_dscale + offs_c, d_scale, mask=mask_c)
+    _store_affine_grads(
+        d, e, one_scale, out_ptr, weight_ptr, bias_ptr, d_scale_ptr, d_shift_ptr,
+        stride_dscale, stride_dshift, n, offs_c, mask_c, C,
+    )  # fmt: skip
     if input_partial_ptr is not None:
         dx_sum = p * d + q * sum_x - rstd * m1 * pixels
         tl.store(out_ptr + 2 * C, dx_sum, mask=mask_c)
