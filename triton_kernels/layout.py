@@ -24,6 +24,16 @@ def check_shape(name: str, x: Tensor | None, *shape: int) -> None:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {shape}")
 
 
+def check_second(x2: Tensor | None, n: int, h: int, w: int) -> int:
+    """The channels of what stands behind x1 [N, H, W, .] in a concatenation, 0 if it is absent.
+    Raise ValueError unless `x2` is then contiguous [N, H, W, .]."""
+    if x2 is None:
+        return 0
+    check_nhwc("x2", x2)
+    check_shape("x2", x2, n, h, w, x2.shape[3])
+    return x2.shape[3]
+
+
 def autocast(x: Tensor) -> Tensor:
     """x in the dtype of an enclosing torch.autocast, which is how PyTorch treats what its own
     convolutions and matrix products take."""

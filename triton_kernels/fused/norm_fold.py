@@ -17,14 +17,14 @@ from torch import Tensor
 from ..activations import check_activation
 from ..dependent_launch import overlapping
 from ..dropout import Mask
-from ..layout import check_nhwc, check_shape
+from ..layout import check_nhwc, check_second, check_shape
 from ..norm.pass_grid import PassConfig
 from ..row_sums import RowSums
 from .norm_fold_kernels import _norm_apply_folded_kernel, _norm_dx_folded_kernel
 from .norm_passes import apply, cut, norm_dx
 from .norm_tables import (
-    _check_partials,
     _row_stride,
+    check_partials_of,
     covering_groups,
     norm_grad_table,
     norm_table,
@@ -78,14 +78,9 @@ def norm_apply(
     check_activation(activation)
     check_nhwc("x1", x1)
     n, h, w, c1 = x1.shape
-    c2 = 0
-    if x2 is not None:
-        check_nhwc("x2", x2)
-        c2 = x2.shape[3]
-        check_shape("x2", x2, n, h, w, c2)
+    c2 = check_second(x2, n, h, w)
     for part, count, width in zip(partials, pixels, (c1, c2), strict=False):
-        _check_partials(part, count)
-        check_shape("partials", part, n, part.shape[1], 2, width)
+        check_partials_of(part, count, n, width)
     c = c1 + c2
     cg = c // num_groups
     grid = cut(n, h * w, c1, c2, config)
@@ -157,8 +152,7 @@ def norm_backward(
     assert sums_dx == (input_partials is not None), "input_partials are for sums of dx"
     for part in (partials, input_partials):
         if part is not None:
-            _check_partials(part, h * w)
-            check_shape("partials", part, n, part.shape[1], 2, c)
+            check_partials_of(part, h * w, n, c)
     ks = partials.shape[1], 1 if input_partials is None else input_partials.shape[1]
     grid = cut(n, h * w, c, 0, config)
     cg, count = c // num_groups, 3 if sums_dx else 2

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..activations import check_activation
 from ..dependent_launch import overlapping
 from ..dropout import Mask, mask_arguments
-from ..layout import check_nhwc, check_shape
+from ..layout import check_nhwc, check_second, check_shape
 from ..norm.pass_grid import PassConfig, PassGrid, cut_pass
 from ..row_sums import RowSums
 from ..tuning import choose
@@ -85,11 +85,8 @@ def apply(
     check_activation(activation)
     check_nhwc("x1", x1)
     n, h, w, c1 = x1.shape
-    h, w, c2 = (2 * h, 2 * w, 0) if upsample1 else (h, w, 0)
-    if x2 is not None:
-        check_nhwc("x2", x2)
-        c2 = x2.shape[3]
-        check_shape("x2", x2, n, h, w, c2)
+    h, w = (2 * h, 2 * w) if upsample1 else (h, w)
+    c2 = check_second(x2, n, h, w)
     check_shape("table", table, n, 4, c1 + c2)
     if config is None:
         config = choose(

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ..column_sum import sum_partials
 from ..dependent_launch import overlapping
-from ..layout import check_nhwc
+from ..layout import check_nhwc, check_shape
 from ..norm.pass_grid import channel_block
 from ..row_sums import RowSums
 from .norm_table_kernels import (
@@ -96,6 +96,12 @@ def _check_partials(partials: Tensor, pixels: int) -> None:
     assert partials.dtype == torch.float32 and partials.is_contiguous() and partials.ndim == 4
     k = partials.shape[1]
     assert k > 0 and pixels % k == 0, f"{pixels} pixels are not {k} tiles of one size"
+
+
+def check_partials_of(partials: Tensor, pixels: int, n: int, channels: int) -> None:
+    """Raise unless they are those of n images of so many pixels and channels."""
+    _check_partials(partials, pixels)
+    check_shape("partials", partials, n, partials.shape[1], 2, channels)
 
 
 def tensor_partials(

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..activations import check_activation
 from ..dependent_launch import overlapping
-from ..layout import check_nhwc, check_shape
+from ..layout import check_nhwc, check_second, check_shape
 from .conv_split import SplitConv
 from .norm_passes import _APPLY_CONFIGS, cut
-from .norm_tables import _check_partials, _row_stride
+from .norm_tables import _row_stride, check_partials_of
 from .norm_whole_kernels import _norm_sums_kernel, _norm_whole_kernel, _sum_parts_kernel
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -55,11 +55,7 @@ def norm_whole(
     if split is not None:
         x1 = _empty(split.shape, dtype=split.dtype, device=split.parts.device)
     check_nhwc("x1", x1)
-    c = c1
-    if x2 is not None:
-        check_nhwc("x2", x2)
-        check_shape("x2", x2, n, h, w, x2.shape[3])
-        c += x2.shape[3]
+    c = c1 + check_second(x2, n, h, w)
     cg = c // num_groups
     assert norm_whole_supported(c, num_groups, h * w), f"groups of {cg} channels over {h}x{w}"
     block_j, block_p = triton.next_power_of_2(cg), triton.next_power_of_2(h * w)
@@ -155,15 +151,10 @@ def norm_of_sums(
     check_activation(activation)
     check_nhwc("x1", x1)
     n, h, w, c1 = x1.shape
-    c2 = 0
-    if x2 is not None:
-        check_nhwc("x2", x2)
-        c2 = x2.shape[3]
-        check_shape("x2", x2, n, h, w, c2)
+    c2 = check_second(x2, n, h, w)
     c, cg = c1 + c2, (c1 + c2) // num_groups
     for part, count, channels in zip(partials, pixels, (c1, c2), strict=False):
-        _check_partials(part, count)
-        check_shape("partials", part, n, part.shape[1], 2, channels)
+        check_partials_of(part, count, n, channels)
     config = _APPLY_CONFIGS[0]
     grid = cut(n, h * w, c1, c2, config)
     a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)

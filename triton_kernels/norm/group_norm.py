@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..activations import check_activation
-from ..layout import DTYPES, check_nhwc, check_shape
+from ..layout import DTYPES, check_nhwc, check_second, check_shape
 from ..library import derivative, op
 from ..tuning import choose
 from .resident import has_wide_rows, is_resident, resident_bwd, resident_fwd
@@ -212,12 +212,9 @@ def group_norm(
     check_nhwc("x", x)
     check_activation(activation)
     n, h, w, c = x.shape
-    if x2 is not None:
-        check_nhwc("x2", x2)
-        check_shape("x2", x2, n, h, w, x2.shape[3])
-        if x2.dtype != x.dtype:
-            raise ValueError(f"x2 is {x2.dtype}; expected {x.dtype}, which x is")
-        c += x2.shape[3]
+    c += check_second(x2, n, h, w)
+    if x2 is not None and x2.dtype != x.dtype:
+        raise ValueError(f"x2 is {x2.dtype}; expected {x.dtype}, which x is")
     if not 1 <= num_groups <= c or c % num_groups != 0:
         raise ValueError(f"num_groups is {num_groups}; expected a divisor of the {c} channels of x")
     for name, param, shape in (
