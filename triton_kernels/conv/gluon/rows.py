@@ -19,7 +19,7 @@ Gluon is an experimental part of Triton: it is used with versions it was tried w
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import triton
 from torch import Tensor
@@ -91,17 +91,10 @@ def forward(
     tile: tuple,  # of `tiles`
 ) -> None:
     """What `fused.conv.conv_forward` does."""
-    co, ci, _, _ = weight.shape
-    pairs: list = []
-    for other, w1x1 in extra:
-        shape, strides = [1, *w1x1.shape], [co * w1x1.stride(0), w1x1.stride(0), 1]
-        pairs += [_in_rows(other), _in_boxes(w1x1, shape, strides, [1, 64, 64])]
-    channels = [other.shape[3] for other, _ in extra]
     launch = _launch_resident if tile == RESIDENT_TILE else _launch
     launch(
         x, weight, [] if residual is None else [residual], y, bias, partials,
-        pairs + [None] * (4 - len(pairs)), channels + [0] * (2 - len(channels)),
-        extra_bias, emb, None,
+        *pointwise_terms(extra, _in_rows), extra_bias, emb, None,
     )  # fmt: skip
 
 
@@ -119,6 +112,21 @@ def input_grad(
     """What `fused.conv.conv_input_grad` does."""
     launch = _launch_resident if tile == RESIDENT_TILE else _launch
     launch(dy, weight, inputs, dz, table, partials, [None] * 4, [0, 0], None, None, activation)
+
+
+def pointwise_terms(
+    extra: Sequence[tuple[Tensor, Tensor]],  # up to two: [N, H, W, C], [CO, C]
+    in_rows: Callable[[Tensor], "TensorDescriptor"],  # of the pixels
+) -> tuple[list, list[int]]:
+    """Descriptors of pixels and filters of two 1x1 convolutions, and their channels; of those that
+    are absent None and 0."""
+    pairs: list = []
+    for other, w1x1 in extra:
+        co, c = w1x1.shape
+        strides = [co * w1x1.stride(0), w1x1.stride(0), 1]
+        pairs += [in_rows(other), _in_boxes(w1x1, [1, co, c], strides, [1, 64, 64])]
+    channels = [other.shape[3] for other, _ in extra]
+    return pairs + [None] * (4 - len(pairs)), channels + [0] * (2 - len(channels))
 
 
 def _launch(

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...device import describe
-from .rows import _SUPPORTED, _in_boxes
+from .rows import _SUPPORTED, _in_boxes, pointwise_terms
 
 if _SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -77,17 +77,10 @@ def forward(
     extra_bias: Tensor | None,  # float32 [CO]
 ) -> None:
     """What `fused.conv.conv_forward` does."""
-    co = weight.shape[0]
     _, images = _cut(config[1], *x.shape[1:3])
-    pairs: list = []
-    for other, w1x1 in extra:
-        shape, strides = [1, *w1x1.shape], [co * w1x1.stride(0), w1x1.stride(0), 1]
-        pairs += [_in_rows(other, 2, images), _in_boxes(w1x1, shape, strides, [1, 64, 64])]
-    channels = [other.shape[3] for other, _ in extra]
     _launch(
         config, x, weight, [] if residual is None else [residual], y, bias, partials,
-        pairs + [None] * (4 - len(pairs)), channels + [0] * (2 - len(channels)),
-        extra_bias, emb, None,
+        *pointwise_terms(extra, lambda other: _in_rows(other, 2, images)), extra_bias, emb, None,
     )  # fmt: skip
 
 
