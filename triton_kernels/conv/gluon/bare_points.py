@@ -15,7 +15,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .rows_kernels import round_pairs, sync_threads
+from .pipeline import (
+    give_back,
+    new_barrier_pairs,
+    new_barriers,
+    round_pairs,
+    sync_threads,
+    wait_empty,
+    wait_full,
+)
 
 
 @gluon.jit
@@ -36,10 +44,7 @@ def _load(
     block = 0
     for tile in range(first, tiles, stride):
         for k in range(K_BLOCKS):
-            stage = block % BLOCKS
-            bar = x_full.index(stage)
-            mbarrier.wait(x_empty.index(stage), (block // BLOCKS & 1) ^ 1)
-            mbarrier.expect(bar, PIXELS * 128)
+            stage, bar = wait_empty(x_full, x_empty, block, BLOCKS, PIXELS * 128)
             tma.async_copy_global_to_shared(
                 x_desc, [tile * PIXELS, k * 64], bar, x_bufs.index(stage)
             )
@@ -77,8 +82,7 @@ def _multiply(
             accs = accs + (gl.zeros([64, PIXELS], gl.float32, LAYOUT),)
         mbarrier.wait(turns.index(GROUP), phase ^ (1 - GROUP))
         for k in gl.static_range(K_BLOCKS):
-            stage = (block + k) % BLOCKS
-            mbarrier.wait(x_full.index(stage), (block + k) // BLOCKS & 1)
+            stage = wait_full(x_full, block + k, BLOCKS)
             x = x_bufs.index(stage).permute((1, 0))
             sums = ()
             for j in gl.static_range(C_BLOCKS):
@@ -90,11 +94,11 @@ def _multiply(
             if k > 0:  # those of the block before are done
                 accs = wait_for(C_BLOCKS, accs, C_BLOCKS)
                 sync_threads()
-                mbarrier.arrive(x_empty.index((block + k - 1) % BLOCKS), count=1)
+                give_back(x_empty, block + k - 1, BLOCKS)
         mbarrier.arrive(turns.index(1 - GROUP), count=1)
         accs = wait_for(0, accs, C_BLOCKS)
         sync_threads()
-        mbarrier.arrive(x_empty.index((block + K_BLOCKS - 1) % BLOCKS), count=1)
+        give_back(x_empty, block + K_BLOCKS - 1, BLOCKS)
         block += 2 * K_BLOCKS
 
         for j in gl.static_range(C_BLOCKS):
@@ -130,21 +134,13 @@ def conv_bare_points_kernel(
     OUT: gl.constexpr,  # of results there, for either warpgroup
     num_warps: gl.constexpr,
 ):
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     dtype: gl.constexpr = x_desc.dtype
     x_bufs = gl.allocate_shared_memory(dtype, [BLOCKS, PIXELS, 64], x_desc.layout)
     w_bufs = gl.allocate_shared_memory(dtype, [K_BLOCKS * C_BLOCKS, 64, 64], w_desc.layout)
     y_bufs = gl.allocate_shared_memory(dtype, [2 * OUT, PIXELS, 64], y_desc.layout)
-    x_full = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], BAR)
-    x_empty = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], BAR)
-    w_full = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    for i in gl.static_range(BLOCKS):
-        mbarrier.init(x_full.index(i), count=1)
-        mbarrier.init(x_empty.index(i), count=1)
-    mbarrier.init(w_full.index(0), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
+    x_full, x_empty = new_barrier_pairs(BLOCKS)
+    w_full = new_barriers(1)
+    turns = new_barriers(2)
     fence_async_shared()
     sync_threads()
 
@@ -160,23 +156,18 @@ def conv_bare_points_kernel(
                 _multiply,
                 (
                     y_desc, x_bufs, w_bufs, y_bufs, x_full, x_empty, w_full, turns, bias_ptr, C,
-                    first, stride, tiles, c0, 0, PIXELS, K_BLOCKS, C_BLOCKS, DGRAD, BLOCKS, OUT,
+                    first, stride, tiles, c0, role, PIXELS, K_BLOCKS, C_BLOCKS, DGRAD, BLOCKS, OUT,
                 ),
-            ),
-            (
-                _multiply,
-                (
-                    y_desc, x_bufs, w_bufs, y_bufs, x_full, x_empty, w_full, turns, bias_ptr, C,
-                    first, stride, tiles, c0, 1, PIXELS, K_BLOCKS, C_BLOCKS, DGRAD, BLOCKS, OUT,
-                ),
-            ),
-            (
+            )
+            if role < 2
+            else (
                 _load,
                 (
                     x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, first, stride, tiles,
                     c0, PIXELS, K_BLOCKS, C_BLOCKS, DGRAD, BLOCKS,
                 ),
-            ),
+            )
+            for role in (0, 1, 2)
         ],
         [4, 1],
         [240, 24],

@@ -10,29 +10,16 @@ One warp loads; two warpgroups multiply, a tile each, so that one stores while t
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from .pipeline import new_barrier_pairs, new_barriers, round_pairs, sync_threads, wait_empty
+from .tiles_loop import (
+    block_chunks,
+    finish_products,
+    load_filter_of_tap,
+    multiply_blocks,
+    pixels_from,
 )
-
-from .rows_kernels import round_pairs, sync_threads
-
-
-@gluon.constexpr_function
-def block_chunks(pixels, w):
-    """Size of a block of pixels in chunks of 8."""
-    return (pixels + 2 * w) // 8
-
-
-@gluon.jit
-def _pixels(x_bufs, chunk, shape: gl.constexpr):
-    """Pixels from a chunk on."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=len(shape))
-    start = x_bufs.index(chunk)
-    return start._reinterpret(start.dtype, shape, LAYOUT)
 
 
 @gluon.jit
@@ -51,26 +38,16 @@ def _load(
         h0 = i // blocks_c % tiles_h * (PIXELS // W)
         for k0 in range(0, K, 64):
             for s in gl.static_range(3):
-                stage = block % BLOCKS
-                bar = x_full.index(stage)
-                mbarrier.wait(x_empty.index(stage), (block // BLOCKS & 1) ^ 1)
-                mbarrier.expect(bar, PAIRS * 2 * W * 128)
+                stage, bar = wait_empty(x_full, x_empty, block, BLOCKS, PAIRS * 2 * W * 128)
                 for j in gl.static_range(PAIRS):
-                    rows = _pixels(x_bufs, stage * CHUNKS + j * (W // 4), [1, 2, W, 64])
+                    rows = pixels_from(x_bufs, stage * CHUNKS + j * (W // 4), [1, 2, W, 64])
                     at = [n, h0 + 2 * j - 1, s - 1, k0]
                     tma.async_copy_global_to_shared(x_desc, at, bar, rows)
                 block += 1
                 for r in gl.static_range(3):
-                    slot = step % STEPS
-                    bar = w_full.index(slot)
-                    mbarrier.wait(w_empty.index(slot), (step // STEPS & 1) ^ 1)
-                    mbarrier.expect(bar, 64 * 128)
-                    buf = w_bufs.index(slot)
-                    if DGRAD:
-                        at = [8 - 3 * r - s, k0, c0]
-                    else:
-                        at = [3 * r + s, c0, k0]
-                    tma.async_copy_global_to_shared(w_desc, at, bar, buf)
+                    load_filter_of_tap(
+                        w_desc, r, s, k0, c0, w_bufs, w_full, w_empty, step, DGRAD, STEPS
+                    )
                     step += 1
 
 
@@ -84,7 +61,6 @@ def _multiply(
     """Every other tile, beginning with that of GROUP; in turn, as in `bare_points`."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    CHUNKS: gl.constexpr = block_chunks(PIXELS, W)
     tile_blocks = K // 64 * 3
     block = GROUP * tile_blocks
     step = block * 3
@@ -97,32 +73,11 @@ def _multiply(
         h0 = i // blocks_c % tiles_h * (PIXELS // W)
         acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
         mbarrier.wait(turns.index(GROUP), phase ^ (1 - GROUP))
-        for j in range(tile_blocks):
-            stage = block % BLOCKS
-            mbarrier.wait(x_full.index(stage), block // BLOCKS & 1)
-            for r in gl.static_range(3):
-                slot = step % STEPS
-                mbarrier.wait(w_full.index(slot), step // STEPS & 1)
-                w = w_bufs.index(slot)
-                w = w._reinterpret(w.dtype, [64, 64], gl.NVMMASharedLayout(128, 16))
-                if DGRAD:
-                    w = w.permute((1, 0))
-                x = _pixels(x_bufs, stage * CHUNKS + r * (W // 8), [PIXELS, 64])
-                acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=(acc,))  # the product before is done
-                sync_threads()
-                later = j + r > 0
-                mbarrier.arrive(w_empty.index((step + STEPS - 1) % STEPS), count=1, pred=later)
-                if r == 0:
-                    before = (block + BLOCKS - 1) % BLOCKS
-                    mbarrier.arrive(x_empty.index(before), count=1, pred=later)
-                step += 1
-            block += 1
-        mbarrier.arrive(turns.index(1 - GROUP), count=1)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        sync_threads()
-        mbarrier.arrive(w_empty.index((step + STEPS - 1) % STEPS), count=1)
-        mbarrier.arrive(x_empty.index((block + BLOCKS - 1) % BLOCKS), count=1)
+        acc, block, step = multiply_blocks(
+            acc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, block, step, tile_blocks,
+            PIXELS, W, DGRAD, BLOCKS, STEPS,
+        )  # fmt: skip
+        acc = finish_products(acc, x_empty, w_empty, turns, block, step, GROUP, BLOCKS, STEPS)
         block += tile_blocks  # those of the other warpgroup
         step += tile_blocks * 3
 
@@ -155,25 +110,14 @@ def conv_bare_tiles_kernel(
     STEPS: gl.constexpr,  # of filters there
     num_warps: gl.constexpr,
 ):
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_desc.dtype
     x_bufs = gl.allocate_shared_memory(dtype, [BLOCKS * block_chunks(PIXELS, W), 8, 64], MATRIX)
     w_bufs = gl.allocate_shared_memory(dtype, [STEPS, 1, 64, 64], w_desc.layout)
     y_bufs = gl.allocate_shared_memory(dtype, [2, 1, PIXELS // W, W, 64], y_desc.layout)
-    x_full = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], BAR)
-    x_empty = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], BAR)
-    w_full = gl.allocate_shared_memory(gl.int64, [STEPS, 1], BAR)
-    w_empty = gl.allocate_shared_memory(gl.int64, [STEPS, 1], BAR)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    for i in gl.static_range(BLOCKS):
-        mbarrier.init(x_full.index(i), count=1)
-        mbarrier.init(x_empty.index(i), count=1)
-    for i in gl.static_range(STEPS):
-        mbarrier.init(w_full.index(i), count=1)
-        mbarrier.init(w_empty.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
+    x_full, x_empty = new_barrier_pairs(BLOCKS)
+    w_full, w_empty = new_barrier_pairs(STEPS)
+    turns = new_barriers(2)
     fence_async_shared()
     sync_threads()
 
@@ -187,23 +131,18 @@ def conv_bare_tiles_kernel(
                 _multiply,
                 (
                     y_desc, x_bufs, w_bufs, y_bufs, x_full, x_empty, w_full, w_empty, turns,
-                    bias_ptr, K, tiles, tiles_h, blocks_c, 0, PIXELS, W, DGRAD, BLOCKS, STEPS,
+                    bias_ptr, K, tiles, tiles_h, blocks_c, role, PIXELS, W, DGRAD, BLOCKS, STEPS,
                 ),
-            ),
-            (
-                _multiply,
-                (
-                    y_desc, x_bufs, w_bufs, y_bufs, x_full, x_empty, w_full, w_empty, turns,
-                    bias_ptr, K, tiles, tiles_h, blocks_c, 1, PIXELS, W, DGRAD, BLOCKS, STEPS,
-                ),
-            ),
-            (
+            )
+            if role < 2
+            else (
                 _load,
                 (
                     x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, K, tiles,
                     tiles_h, blocks_c, PIXELS, W, DGRAD, BLOCKS, STEPS,
                 ),
-            ),
+            )
+            for role in (0, 1, 2)
         ],
         [4, 1],
         [240, 24],

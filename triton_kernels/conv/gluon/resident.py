@@ -21,34 +21,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate_grad
-from .rows_kernels import round_pairs, sync_threads
-
-# --- the ring -------------------------------------------------------------------------------------
-
-
-@gluon.constexpr_function
-def ring_chunks(pairs, w):
-    """Size of the ring in chunks of 8 pixels: rows of W with a chunk of zeros before, between and
-    after them."""
-    return 2 * pairs * (w // 8 + 1) + 1
-
-
-@gluon.jit
-def _row(x_bufs, slot, i: gl.constexpr, W: gl.constexpr):
-    """Where TMA writes row i of a pair."""
-    chunk = x_bufs.index((slot * 2 + i) * (W // 8 + 1) + 1)
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
-    return chunk._reinterpret(chunk.dtype, [1, 1, W, 64], LAYOUT)
-
-
-@gluon.jit
-def _row_of_tap(x_bufs, slot, i: gl.constexpr, s: gl.constexpr, W: gl.constexpr):
-    """Row i of a pair moved by s - 1 pixels, [W, 64]; see `rows_kernels.row_of_tap`."""
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    pixels = x_bufs._reinterpret(x_bufs.dtype, [x_bufs.shape[0] * 8, 64], FLAT)
-    start = pixels.index((slot * 2 + i) * (W + 8) + 7 + s)
-    return start._reinterpret(start.dtype, [W, 64], gl.NVMMASharedLayout(128, 16))
-
+from .pipeline import (
+    give_back,
+    new_barrier_pairs,
+    round_pairs,
+    sync_threads,
+    wait_empty,
+    wait_full,
+)
+from .rows_memory import clear_margins, load_beside, row_from, row_of_tap, rows_chunks
 
 # --- loads ----------------------------------------------------------------------------------------
 
@@ -59,10 +40,7 @@ def _load_extra(
     BLOCK: gl.constexpr, EXTRA1: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """A block of channels of the tensors of which 1x1 convolutions are added."""
-    slot = step % 2
-    bar = full.index(slot)
-    mbarrier.wait(empty.index(slot), (step // 2 & 1) ^ 1)
-    mbarrier.expect(bar, 2 * W * 128)
+    slot, bar = wait_empty(full, empty, step, 2, 2 * W * 128)
     for j in gl.static_range(2):
         buf = extra_bufs.index(slot * 2 + j)
         if BLOCK < EXTRA1:
@@ -100,13 +78,11 @@ def _load(
         h0 = tile % tiles_h * 2
         known = gl.where((tile == first) | (h0 == 0), 0, 1)
         for i in range(known, 2):
-            slot = place % PAIRS
-            mbarrier.wait(x_empty.index(slot), (place // PAIRS & 1) ^ 1)
-            bar = x_full.index(slot)
-            mbarrier.expect(bar, 2 * W * 128)
+            slot, bar = wait_empty(x_full, x_empty, place, PAIRS, 2 * W * 128)
             for j in gl.static_range(2):
                 at = [n, h0 - 1 + 2 * i + j, 0, 0]
-                tma.async_copy_global_to_shared(x_desc, at, bar, _row(x_bufs, slot, j, W))
+                row = row_from(x_bufs, 0, slot * 2 + j, W)
+                tma.async_copy_global_to_shared(x_desc, at, bar, row)
             place += 1
         for i in gl.static_range(EXTRA1 + EXTRA2):
             _load_extra(
@@ -114,23 +90,6 @@ def _load(
                 i, EXTRA1, W,
             )  # fmt: skip
         step += EXTRA1 + EXTRA2
-
-
-@gluon.jit
-def _load_beside(
-    desc1, desc2, stages, bar, n, h0, c0, border, GROUP: gl.constexpr, W: gl.constexpr
-):
-    """What the epilogue reads, to where it will write."""
-    mbarrier.expect(bar, 2 * W * 128)
-    for j in gl.static_range(2):
-        buf = stages.index(GROUP * 2 + j)
-        if desc2 is None:
-            tma.async_copy_global_to_shared(desc1, [n, h0 + j, 0, c0], bar, buf)
-        else:
-            left = c0 < border
-            right = c0 >= border
-            tma.async_copy_global_to_shared(desc1, [n, h0 + j, 0, c0], bar, buf, left)
-            tma.async_copy_global_to_shared(desc2, [n, h0 + j, 0, c0 - border], bar, buf, right)
 
 
 # --- products and epilogue ------------------------------------------------------------------------
@@ -149,8 +108,7 @@ def _multiply_extra(
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The products of one block of channels with its 1x1 filters, begun but not waited for."""
-    slot = step % 2
-    mbarrier.wait(full.index(slot), step // 2 & 1)
+    slot = wait_full(full, step, 2)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     w = w_bufs.index(9 + BLOCK)._reinterpret(w_bufs.dtype, [64, 64], MATRIX)
     w = w.load(gl.DotOperandLayout(0, LAYOUT, 2))
@@ -182,7 +140,7 @@ def _multiply(
         if HAS_BESIDE:
             tma.store_wait(0)  # of the last tile, from where this writes to
             bar = beside_full.index(GROUP)
-            _load_beside(beside1_desc, beside2_desc, stages, bar, n, h * 2, c0, border, GROUP, W)
+            load_beside(beside1_desc, beside2_desc, stages, bar, n, h * 2, c0, border, GROUP, 2, W)
         if DGRAD:
             table = vectors_ptr + n.to(gl.int64) * 4 * C + offs
             mean = gl.load(table)
@@ -220,14 +178,14 @@ def _multiply(
                     w = w.permute((1, 0))
                 w = w.load(gl.DotOperandLayout(0, LAYOUT, 2))
                 if r == 0:
-                    x0 = _row_of_tap(x_bufs, above, 0, s, W)
-                    x1 = _row_of_tap(x_bufs, above, 1, s, W)
+                    x0 = row_of_tap(x_bufs, 0, above * 2, s, W)
+                    x1 = row_of_tap(x_bufs, 0, above * 2 + 1, s, W)
                 elif r == 1:
-                    x0 = _row_of_tap(x_bufs, above, 1, s, W)
-                    x1 = _row_of_tap(x_bufs, below, 0, s, W)
+                    x0 = row_of_tap(x_bufs, 0, above * 2 + 1, s, W)
+                    x1 = row_of_tap(x_bufs, 0, below * 2, s, W)
                 else:
-                    x0 = _row_of_tap(x_bufs, below, 0, s, W)
-                    x1 = _row_of_tap(x_bufs, below, 1, s, W)
+                    x0 = row_of_tap(x_bufs, 0, below * 2, s, W)
+                    x1 = row_of_tap(x_bufs, 0, below * 2 + 1, s, W)
                 if r + s == 4:  # two taps are under way, and the last one is about to be
                     mbarrier.arrive(turns.index((GROUP + 1) % GROUPS), count=1)
                 acc0 = warpgroup_mma(w, x0.permute((1, 0)), acc0, is_async=True)
@@ -236,7 +194,7 @@ def _multiply(
                     acc0, acc1 = warpgroup_mma_wait(4, deps=(acc0, acc1))
                 if r < EXTRA and s == 1:  # that term has been waited for
                     sync_threads()
-                    mbarrier.arrive(extra_empty.index((step + r) % 2), count=1)
+                    give_back(extra_empty, step + r, 2)
         acc0, acc1 = warpgroup_mma_wait(0, deps=(acc0, acc1))
         sync_threads()
         # two tiles use a pair of rows, or one at the ends of an image and of what this program does
@@ -298,17 +256,6 @@ def _multiply(
 # --- the whole ------------------------------------------------------------------------------------
 
 
-@gluon.jit
-def _clear_margins(x_bufs, PAIRS: gl.constexpr, W: gl.constexpr, num_warps: gl.constexpr):
-    """The chunks of zeros, which nothing ever overwrites."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
-    zeros = gl.zeros([8, 64], x_bufs.dtype, LAYOUT)
-    for i in gl.static_range(2 * PAIRS + 1):
-        x_bufs.index(i * (W // 8 + 1)).store(zeros)
-    fence_async_shared()
-    sync_threads()
-
-
 @gluon.jit(do_not_specialize=["tiles", "tiles_h"])
 def conv_resident_kernel(
     x_desc,  # [N, H, W, 64] in boxes [1, 1, W, 64]: x, or dy
@@ -342,7 +289,7 @@ def conv_resident_kernel(
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_desc.dtype
-    x_bufs = gl.allocate_shared_memory(dtype, [ring_chunks(PAIRS, W), 8, 64], MATRIX)
+    x_bufs = gl.allocate_shared_memory(dtype, [rows_chunks(2 * PAIRS, W), 8, 64], MATRIX)
     w_bufs = gl.allocate_shared_memory(dtype, [9 + EXTRA, 1, 64, 64], w_desc.layout)
     stages = gl.allocate_shared_memory(dtype, [GROUPS * 2, 1, 1, W, 64], y_desc.layout)
     x_full = gl.allocate_shared_memory(gl.int64, [PAIRS, 1], BAR)
@@ -350,16 +297,10 @@ def conv_resident_kernel(
     w_full = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
     beside_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
     turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
-    extra_bufs = stages
-    extra_full = turns
-    extra_empty = turns
+    extra_bufs, extra_full, extra_empty = stages, turns, turns  # without extra terms unused
     if EXTRA > 0:
         extra_bufs = gl.allocate_shared_memory(dtype, [2 * 2, 1, 1, W, 64], y_desc.layout)
-        extra_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-        extra_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-        for i in gl.static_range(2):
-            mbarrier.init(extra_full.index(i), count=1)
-            mbarrier.init(extra_empty.index(i), count=1)
+        extra_full, extra_empty = new_barrier_pairs(2)
     for i in gl.static_range(PAIRS):
         mbarrier.init(x_full.index(i), count=1)
         mbarrier.init(x_empty.index(i), count=2)
@@ -367,7 +308,7 @@ def conv_resident_kernel(
     for i in gl.static_range(GROUPS):
         mbarrier.init(beside_full.index(i), count=1)
         mbarrier.init(turns.index(i), count=1)
-    _clear_margins(x_bufs, PAIRS, W, num_warps)
+    clear_margins(x_bufs, 1, 2 * PAIRS, W, num_warps)
 
     # programs that are neighbours do the same tiles of other channels
     blocks_c = C // 64
@@ -376,78 +317,28 @@ def conv_resident_kernel(
     parts = gl.num_programs(0) // blocks_c
     first = (tiles * part) // parts
     last = (tiles * (part + 1)) // parts
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
                 (
-                    _multiply,
-                    (
-                        beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, extra_bufs, stages,
-                        x_full, x_empty, w_full, extra_full, extra_empty, beside_full, turns,
-                        vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr, border, stride_emb,
-                        first, last, tiles_h, c0, C, 0, GROUPS, W, DGRAD, ACT, PAIRS, EXTRA,
-                    ),
+                    beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, extra_bufs, stages,
+                    x_full, x_empty, w_full, extra_full, extra_empty, beside_full, turns,
+                    vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr, border, stride_emb,
+                    first, last, tiles_h, c0, C, role, GROUPS, W, DGRAD, ACT, PAIRS, EXTRA,
                 ),
+            )
+            if role < GROUPS
+            else (
+                _load,
                 (
-                    _multiply,
-                    (
-                        beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, extra_bufs, stages,
-                        x_full, x_empty, w_full, extra_full, extra_empty, beside_full, turns,
-                        vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr, border, stride_emb,
-                        first, last, tiles_h, c0, C, 1, GROUPS, W, DGRAD, ACT, PAIRS, EXTRA,
-                    ),
+                    x_desc, w_desc, extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc,
+                    x_bufs, w_bufs, extra_bufs, x_full, x_empty, w_full, extra_full,
+                    extra_empty, first, last, tiles_h, c0, W, DGRAD, PAIRS, EXTRA1, EXTRA2,
                 ),
-                (
-                    _load,
-                    (
-                        x_desc, w_desc, extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc,
-                        x_bufs, w_bufs, extra_bufs, x_full, x_empty, w_full, extra_full,
-                        extra_empty, first, last, tiles_h, c0, W, DGRAD, PAIRS, EXTRA1, EXTRA2,
-                    ),
-                ),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    _multiply,
-                    (
-                        beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, extra_bufs, stages,
-                        x_full, x_empty, w_full, extra_full, extra_empty, beside_full, turns,
-                        vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr, border, stride_emb,
-                        first, last, tiles_h, c0, C, 0, GROUPS, W, DGRAD, ACT, PAIRS, EXTRA,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, extra_bufs, stages,
-                        x_full, x_empty, w_full, extra_full, extra_empty, beside_full, turns,
-                        vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr, border, stride_emb,
-                        first, last, tiles_h, c0, C, 1, GROUPS, W, DGRAD, ACT, PAIRS, EXTRA,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, extra_bufs, stages,
-                        x_full, x_empty, w_full, extra_full, extra_empty, beside_full, turns,
-                        vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr, border, stride_emb,
-                        first, last, tiles_h, c0, C, 2, GROUPS, W, DGRAD, ACT, PAIRS, EXTRA,
-                    ),
-                ),
-                (
-                    _load,
-                    (
-                        x_desc, w_desc, extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc,
-                        x_bufs, w_bufs, extra_bufs, x_full, x_empty, w_full, extra_full,
-                        extra_empty, first, last, tiles_h, c0, W, DGRAD, PAIRS, EXTRA1, EXTRA2,
-                    ),
-                ),
-            ],
-            [4, 4, 1],
-            [160, 160, 24],
-        )  # fmt: skip
+            )
+            for role in ((0, 1, 2) if GROUPS == 2 else (0, 1, 2, 3))
+        ],
+        [4, 1] if GROUPS == 2 else [4, 4, 1],
+        [240, 24] if GROUPS == 2 else [160, 160, 24],
+    )  # fmt: skip

@@ -17,50 +17,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate_grad
-
-sync_threads = getattr(gl, "barrier", None) or gl.thread_barrier  # the former from triton 3.7 on
-
-# --- shared memory --------------------------------------------------------------------------------
+from .pipeline import (
+    give_back,
+    new_barrier_pairs,
+    round_pairs,
+    sync_threads,
+    wait_empty,
+    wait_full,
+    wait_full_both,
+)
+from .rows_memory import clear_margins, load_beside, row_from, row_of_tap, rows_chunks
 
 
 @gluon.constexpr_function
 def block_chunks(w):
-    """Size of a block of pixels in chunks of 8: rows of W pixels with a chunk of zeros before,
-    between and after them."""
-    return (256 // w + 2) * (w // 8 + 1) + 1
-
-
-@gluon.jit
-def row_of_block(x_bufs, stage, row: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr = 1):
-    """Where TMA writes a row, of W / IMAGES pixels of each of some images."""
-    chunk = x_bufs.index(stage * block_chunks(W) + row * (W // 8 + 1) + 1)
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
-    if IMAGES == 1:
-        return chunk._reinterpret(chunk.dtype, [1, 1, W, 64], LAYOUT)
-    else:
-        return chunk._reinterpret(chunk.dtype, [1, W // IMAGES, IMAGES, 64], LAYOUT)
-
-
-@gluon.jit
-def row_of_tap(x_bufs, stage, row, s: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr = 1):
-    """A row moved by s - 1 pixels of each of its images, [W, 64]. A pixel is 128 bytes, and the
-    swizzle goes by the address, so this may begin anywhere."""
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    pixels = x_bufs._reinterpret(x_bufs.dtype, [x_bufs.shape[0] * 8, 64], FLAT)
-    start = pixels.index(stage * (block_chunks(W) * 8) + row * (W + 8) + 8 + (s - 1) * IMAGES)
-    return start._reinterpret(start.dtype, [W, 64], gl.NVMMASharedLayout(128, 16))
-
-
-@gluon.jit
-def clear_margins(x_bufs, STAGES: gl.constexpr, W: gl.constexpr, num_warps: gl.constexpr):
-    """The chunks of zeros, which nothing ever overwrites."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
-    zeros = gl.zeros([8, 64], x_bufs.dtype, LAYOUT)
-    for i in gl.static_range(STAGES):
-        for j in gl.static_range(256 // W + 3):
-            x_bufs.index(i * block_chunks(W) + j * (W // 8 + 1)).store(zeros)
-    fence_async_shared()
-    sync_threads()
+    """Size of a block in chunks of 8 pixels: 256 of a tile, and the rows above and below it."""
+    return rows_chunks(256 // w + 2, w)
 
 
 # --- loads ----------------------------------------------------------------------------------------
@@ -72,10 +44,7 @@ def _load_filters(
     w_bufs, w_full, w_empty, step, STEPS: gl.constexpr,
 ):  # fmt: skip
     """The filters of taps `tap`, `tap + direction`, ..."""
-    slot = step % STEPS
-    bar = w_full.index(slot)
-    mbarrier.wait(w_empty.index(slot), (step // STEPS & 1) ^ 1)
-    mbarrier.expect(bar, COUNT * 64 * 128)
+    slot, bar = wait_empty(w_full, w_empty, step, STEPS, COUNT * 64 * 128)
     for i in gl.static_range(COUNT):
         buf = w_bufs.index(slot * 3 + i)
         tma.async_copy_global_to_shared(w_desc, [tap + i * direction, row, column], bar, buf)
@@ -88,12 +57,9 @@ def _load_pixels(
 ):  # fmt: skip
     """The rows of a tile, with HALO = 1 those above and below too."""
     ROWS: gl.constexpr = 256 // W + 2 * HALO
-    stage = block % BLOCKS
-    bar = x_full.index(stage)
-    mbarrier.wait(x_empty.index(stage), (block // BLOCKS & 1) ^ 1)
-    mbarrier.expect(bar, ROWS * W * 128)
+    stage, bar = wait_empty(x_full, x_empty, block, BLOCKS, ROWS * W * 128)
     for j in gl.static_range(ROWS):
-        row = row_of_block(x_bufs, stage, j + 1 - HALO, W)
+        row = row_from(x_bufs, stage * block_chunks(W), j + 1 - HALO, W)
         tma.async_copy_global_to_shared(x_desc, [n, h0 + j - HALO, 0, k0], bar, row)
 
 
@@ -145,24 +111,6 @@ def _load(
             )  # fmt: skip
 
 
-@gluon.jit
-def _load_beside(
-    desc1, desc2, stages, bar, n, h0, c0, border, GROUP: gl.constexpr, W: gl.constexpr
-):
-    """What the epilogue reads, to where it will write."""
-    ROWS: gl.constexpr = 256 // W
-    mbarrier.expect(bar, 256 * 128)
-    for j in gl.static_range(ROWS):
-        buf = stages.index(GROUP * ROWS + j)
-        if desc2 is None:
-            tma.async_copy_global_to_shared(desc1, [n, h0 + j, 0, c0], bar, buf)
-        else:
-            left = c0 < border
-            right = c0 >= border
-            tma.async_copy_global_to_shared(desc1, [n, h0 + j, 0, c0], bar, buf, left)
-            tma.async_copy_global_to_shared(desc2, [n, h0 + j, 0, c0 - border], bar, buf, right)
-
-
 # --- products and epilogue ------------------------------------------------------------------------
 
 
@@ -178,7 +126,7 @@ def _multiply_tap(
     w = w.load(gl.DotOperandLayout(0, LAYOUT, 2))
     out = ()
     for j in gl.static_range(256 // W):
-        x = row_of_tap(x_bufs, stage, j + r, s, W).permute((1, 0))
+        x = row_of_tap(x_bufs, stage * block_chunks(W), j + r, s, W).permute((1, 0))
         out = out + (warpgroup_mma(w, x, accs[j], is_async=True),)
     return out
 
@@ -191,8 +139,7 @@ def _multiply_block(
     """Nine taps, of which the last is still under way at the end; its filters are not given back.
     This is unrolled, or ptxas would not let products and loads overlap."""
     for r in gl.static_range(3):
-        slot = (step + r) % STEPS
-        mbarrier.wait(w_full.index(slot), (step + r) // STEPS & 1)
+        slot = wait_full(w_full, step + r, STEPS)
         for s in gl.static_range(3):
             accs = _multiply_tap(
                 accs, x_bufs, w_bufs.index(slot * 3 + s), stage, r, s, W, DGRAD, LAYOUT
@@ -201,19 +148,8 @@ def _multiply_block(
                 accs = warpgroup_mma_wait(256 // W, deps=accs)  # the tap before is done
             if r > 0 and s == 0:
                 sync_threads()
-                mbarrier.arrive(w_empty.index((step + r - 1) % STEPS), count=1)
+                give_back(w_empty, step + r - 1, STEPS)
     return accs
-
-
-@gluon.jit
-def round_pairs(x, dtype: gl.constexpr):
-    """Two at a time."""
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.bfloat16, True, 2
-        )
-    else:
-        return x.to(dtype)
 
 
 @gluon.jit
@@ -241,39 +177,35 @@ def _multiply(
         if HAS_BESIDE:
             tma.store_wait(0)  # of the last tile, from where this writes to
             bar = beside_full.index(GROUP)
-            _load_beside(beside1_desc, beside2_desc, stages, bar, n, h0, c0, border, GROUP, W)
+            load_beside(beside1_desc, beside2_desc, stages, bar, n, h0, c0, border, GROUP, ROWS, W)
 
         accs = ()
         for _ in gl.static_range(ROWS):
             accs = accs + (gl.zeros([64, W], gl.float32, LAYOUT),)
         mbarrier.wait(turns.index(GROUP), phase ^ (1 - GROUP))
         for i in range(k_blocks):
-            stage = block % BLOCKS
-            mbarrier.wait(x_full.index(stage), block // BLOCKS & 1)
+            stage = wait_full(x_full, block, BLOCKS)
             accs = _multiply_block(
                 accs, x_bufs, w_bufs, w_full, w_empty, stage, step, W, DGRAD, LAYOUT, STEPS
             )
             mbarrier.arrive(turns.index(1 - GROUP), count=1, pred=i + 1 == tile_blocks)
             accs = warpgroup_mma_wait(0, deps=accs)
             sync_threads()
-            mbarrier.arrive(w_empty.index((step + 2) % STEPS), count=1)
-            mbarrier.arrive(x_empty.index(stage), count=1)
+            give_back(w_empty, step + 2, STEPS)
+            give_back(x_empty, block, BLOCKS)
             block += 1
             step += 3
         if HAS_EXTRA:
             for i in range(extra_blocks):
-                stage = block % BLOCKS
-                slot = step % STEPS
-                mbarrier.wait(x_full.index(stage), block // BLOCKS & 1)
-                mbarrier.wait(w_full.index(slot), step // STEPS & 1)
+                stage, slot = wait_full_both(x_full, block, BLOCKS, w_full, step, STEPS)
                 accs = _multiply_tap(
                     accs, x_bufs, w_bufs.index(slot * 3), stage, 1, 1, W, False, LAYOUT
                 )
                 mbarrier.arrive(turns.index(1 - GROUP), count=1, pred=i + 1 == extra_blocks)
                 accs = warpgroup_mma_wait(0, deps=accs)
                 sync_threads()
-                mbarrier.arrive(w_empty.index(slot), count=1)
-                mbarrier.arrive(x_empty.index(stage), count=1)
+                give_back(w_empty, step, STEPS)
+                give_back(x_empty, block, BLOCKS)
                 block += 1
                 step += 1
         block += tile_blocks  # those of the other warpgroup
@@ -373,28 +305,15 @@ def conv_rows_kernel(
     num_warps: gl.constexpr,
 ):
     ROWS: gl.constexpr = 256 // W
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_desc.dtype
     x_bufs = gl.allocate_shared_memory(dtype, [BLOCKS * block_chunks(W), 8, 64], MATRIX)
     w_bufs = gl.allocate_shared_memory(dtype, [STEPS * 3, 1, 64, 64], w_desc.layout)
     stages = gl.allocate_shared_memory(dtype, [2 * ROWS, 1, 1, W, 64], y_desc.layout)
-    x_full = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], BAR)
-    x_empty = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], BAR)
-    w_full = gl.allocate_shared_memory(gl.int64, [STEPS, 1], BAR)
-    w_empty = gl.allocate_shared_memory(gl.int64, [STEPS, 1], BAR)
-    beside_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    for i in gl.static_range(BLOCKS):
-        mbarrier.init(x_full.index(i), count=1)
-        mbarrier.init(x_empty.index(i), count=1)
-    for i in gl.static_range(STEPS):
-        mbarrier.init(w_full.index(i), count=1)
-        mbarrier.init(w_empty.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(beside_full.index(i), count=1)
-        mbarrier.init(turns.index(i), count=1)
-    clear_margins(x_bufs, BLOCKS, W, num_warps)
+    x_full, x_empty = new_barrier_pairs(BLOCKS)
+    w_full, w_empty = new_barrier_pairs(STEPS)
+    beside_full, turns = new_barrier_pairs(2)
+    clear_margins(x_bufs, BLOCKS, ROWS + 2, W, num_warps)
 
     # programs that are neighbours do neighbouring tiles of the same channels, or the same tile
     blocks_c = C // 64
@@ -413,26 +332,19 @@ def conv_rows_kernel(
                     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty,
                     w_full, w_empty, beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
                     partial_ptr, K, extra_blocks, border, stride_emb, first, stride, tiles,
-                    tiles_h, c0, C, 0, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS,
+                    tiles_h, c0, C, role, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS,
                 ),
-            ),
-            (
-                _multiply,
-                (
-                    beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty,
-                    w_full, w_empty, beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
-                    partial_ptr, K, extra_blocks, border, stride_emb, first, stride, tiles,
-                    tiles_h, c0, C, 1, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS,
-                ),
-            ),
-            (
+            )
+            if role < 2
+            else (
                 _load,
                 (
                     x_desc, w_desc, extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc,
                     x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, K, C1, C2, first, stride,
                     tiles, tiles_h, c0, W, DGRAD, BLOCKS, STEPS,
                 ),
-            ),
+            )
+            for role in (0, 1, 2)
         ],
         [4, 1],
         [240, 24],

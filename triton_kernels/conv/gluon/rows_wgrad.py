@@ -8,19 +8,14 @@ dimensions, [H, W, N, C], and a tap is that many pixels further.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from .rows_kernels import (
-    block_chunks,
-    clear_margins,
-    row_of_block,
-    row_of_tap,
-    sync_threads,
-)
+from .pipeline import give_back, new_barrier_pairs, sync_threads, wait_empty, wait_full
+from .rows_kernels import block_chunks
+from .rows_memory import clear_margins, row_from, row_of_tap
 
 
 @gluon.jit
@@ -33,14 +28,11 @@ def _load(
         n = tile // tiles_h * IMAGES
         h0 = tile % tiles_h * ROWS
         block = tile - first
-        stage = block % STAGES
-        mbarrier.wait(empty.index(stage), (block // STAGES & 1) ^ 1)
-        bar = full.index(stage)
-        mbarrier.expect(bar, (ROWS + 2) * W * 128 + 256 * 128)
+        stage, bar = wait_empty(full, empty, block, STAGES, (ROWS + 2) * W * 128 + 256 * 128)
         at = _place(n, h0, co0, IMAGES)
         tma.async_copy_global_to_shared(dy_desc, at, bar, dy_bufs.index(stage))
         for j in gl.static_range(ROWS + 2):
-            row = row_of_block(x_bufs, stage, j, W, IMAGES)
+            row = row_from(x_bufs, stage * block_chunks(W), j, W, IMAGES)
             at = _place(n, h0 + j - 1, ci0, IMAGES)
             tma.async_copy_global_to_shared(x_desc, at, bar, row)
 
@@ -65,14 +57,14 @@ def _accumulate(
     acc2 = gl.zeros([64, 64], gl.float32, LAYOUT)
     for tile in range(first, last):
         block = tile - first
-        stage = block % STAGES
-        mbarrier.wait(full.index(stage), block // STAGES & 1)
+        stage = wait_full(full, block, STAGES)
         for j in gl.static_range(ROWS):
             dy = rows.index(stage * ROWS + j).permute((1, 0))
             dy = dy.load(gl.DotOperandLayout(0, LAYOUT, 2))
-            x0 = row_of_tap(x_bufs, stage, j + R, 0, W, IMAGES)
-            x1 = row_of_tap(x_bufs, stage, j + R, 1, W, IMAGES)
-            x2 = row_of_tap(x_bufs, stage, j + R, 2, W, IMAGES)
+            first_chunk = stage * block_chunks(W)
+            x0 = row_of_tap(x_bufs, first_chunk, j + R, 0, W, IMAGES)
+            x1 = row_of_tap(x_bufs, first_chunk, j + R, 1, W, IMAGES)
+            x2 = row_of_tap(x_bufs, first_chunk, j + R, 2, W, IMAGES)
             acc0 = warpgroup_mma(dy, x0, acc0, is_async=True)
             acc1 = warpgroup_mma(dy, x1, acc1, is_async=True)
             acc2 = warpgroup_mma(dy, x2, acc2, is_async=True)
@@ -80,7 +72,7 @@ def _accumulate(
                 acc0, acc1, acc2 = warpgroup_mma_wait(3, deps=(acc0, acc1, acc2))
         acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2))
         sync_threads()
-        mbarrier.arrive(empty.index(stage), count=1)
+        give_back(empty, block, STAGES)
     offs_co = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     offs_ci = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     to = part_ptr + (R * 3 * CI + offs_co * 9 * CI)[:, None] + offs_ci[None, :]
@@ -125,17 +117,12 @@ def conv_rows_wgrad_kernel(
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_desc.dtype
     x_bufs = gl.allocate_shared_memory(dtype, [STAGES * block_chunks(W), 8, 64], MATRIX)
     dy_bufs = gl.allocate_shared_memory(dtype, [STAGES] + dy_desc.block_shape, dy_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=3)
-    clear_margins(x_bufs, STAGES, W, num_warps)
+    full, empty = new_barrier_pairs(STAGES, 3)
+    clear_margins(x_bufs, STAGES, 256 // W + 2, W, num_warps)
 
     blocks1 = CI // 64 * (CO // 64)
     blocks = blocks1 + CI2 // 64 * (CO2 // 64)
@@ -158,17 +145,10 @@ def conv_rows_wgrad_kernel(
         [
             (
                 _accumulate,
-                (part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, 0, W, IMAGES, STAGES),
-            ),
-            (
-                _accumulate,
-                (part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, 1, W, IMAGES, STAGES),
-            ),
-            (
-                _accumulate,
-                (part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, 2, W, IMAGES, STAGES),
-            ),
-            (
+                (part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, row, W, IMAGES, STAGES),
+            )
+            if row < 3
+            else (
                 _load,
                 (
                     x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
@@ -182,7 +162,8 @@ def conv_rows_wgrad_kernel(
                     x_desc, dy_desc, x2_desc, dy2_desc, x_bufs, dy_bufs, full, empty, second, first,
                     last, co0, ci0, tiles_h, W, IMAGES, STAGES,
                 ),
-            ),
+            )
+            for row in (0, 1, 2, 3)
         ],
         [4, 4, 1],
         [160, 160, 24],

@@ -13,40 +13,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from ...activations import activate_grad
-from .rows_kernels import round_pairs, sync_threads
-
-# --- shared memory --------------------------------------------------------------------------------
-
-
-@gluon.constexpr_function
-def block_chunks(rows, width):
-    """Size of a block of pixels in chunks of 8: the rows of a tile, one above and one below."""
-    return (rows + 2) * width // 8
-
-
-@gluon.jit
-def _rows(x_bufs, chunk, shape: gl.constexpr):
-    """Pixels from a chunk on, in a shape whose last size is 64."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=len(shape))
-    start = x_bufs.index(chunk)
-    return start._reinterpret(start.dtype, shape, LAYOUT)
-
+from .pipeline import (
+    give_back,
+    new_barrier_pairs,
+    round_pairs,
+    sync_threads,
+    wait_empty,
+    wait_full_both,
+)
+from .tiles_loop import (
+    block_chunks,
+    finish_products,
+    load_filter,
+    load_filter_of_tap,
+    multiply_blocks,
+    multiply_tap,
+    pixels_from,
+)
 
 # --- loads ----------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _load_filter(w_desc, tap, row, column, w_bufs, w_full, w_empty, step, STEPS: gl.constexpr):
-    slot = step % STEPS
-    bar = w_full.index(slot)
-    mbarrier.wait(w_empty.index(slot), (step // STEPS & 1) ^ 1)
-    mbarrier.expect(bar, 64 * 128)
-    tma.async_copy_global_to_shared(w_desc, [tap, row, column], bar, w_bufs.index(slot))
 
 
 @gluon.jit
@@ -58,13 +47,10 @@ def _load_pixels(
     """The rows of a tile, with HALO = 1 those above and below too."""
     WIDTH: gl.constexpr = IMAGES * W
     COUNT: gl.constexpr = ROWS + 2 * HALO
-    stage = block % BLOCKS
-    bar = x_full.index(stage)
-    mbarrier.wait(x_empty.index(stage), (block // BLOCKS & 1) ^ 1)
-    mbarrier.expect(bar, COUNT * WIDTH * 128)
+    stage, bar = wait_empty(x_full, x_empty, block, BLOCKS, COUNT * WIDTH * 128)
     for j in gl.static_range(COUNT // 2):
-        chunk = stage * block_chunks(ROWS, WIDTH) + j * (WIDTH // 4)
-        to = _rows(x_bufs, chunk, [2, IMAGES, W, 64])
+        chunk = stage * block_chunks(ROWS * WIDTH, WIDTH) + j * (WIDTH // 4)
+        to = pixels_from(x_bufs, chunk, [2, IMAGES, W, 64])
         tma.async_copy_global_to_shared(x_desc, [h0 + 2 * j - HALO, n0, w0, k0], bar, to)
 
 
@@ -78,7 +64,7 @@ def _load_pointwise(
         _load_pixels(
             x_desc, x_bufs, x_full, x_empty, block, n0, h0, 0, k0, 0, ROWS, IMAGES, W, BLOCKS
         )
-        _load_filter(w_desc, 0, c0, k0, w_bufs, w_full, w_empty, step, STEPS)
+        load_filter(w_desc, 0, c0, k0, w_bufs, w_full, w_empty, step, STEPS)
         block += 1
         step += 1
     return block, step
@@ -107,12 +93,9 @@ def _load(
                 )  # fmt: skip
                 block += 1
                 for r in range(3):
-                    if DGRAD:
-                        tap = 8 - 3 * r - s
-                        _load_filter(w_desc, tap, k0, c0, w_bufs, w_full, w_empty, step, STEPS)
-                    else:
-                        tap = 3 * r + s
-                        _load_filter(w_desc, tap, c0, k0, w_bufs, w_full, w_empty, step, STEPS)
+                    load_filter_of_tap(
+                        w_desc, r, s, k0, c0, w_bufs, w_full, w_empty, step, DGRAD, STEPS
+                    )
                     step += 1
         if extra1_desc is not None:
             block, step = _load_pointwise(
@@ -140,17 +123,6 @@ def _load_beside(desc1, desc2, buf, bar, n0, h0, c0, border, PIXELS: gl.constexp
 
 
 # --- products and epilogue ------------------------------------------------------------------------
-
-
-@gluon.jit
-def _multiply_tap(acc, x_bufs, w_bufs, chunk, slot, PIXELS: gl.constexpr, DGRAD: gl.constexpr):
-    """The product of a filter with the tile, begun but not waited for."""
-    w = w_bufs.index(slot)
-    w = w._reinterpret(w.dtype, [64, 64], gl.NVMMASharedLayout(128, 16))
-    if DGRAD:
-        w = w.permute((1, 0))
-    x = _rows(x_bufs, chunk, [PIXELS, 64]).permute((1, 0))
-    return warpgroup_mma(w, x, acc, is_async=True)
 
 
 @gluon.jit
@@ -185,7 +157,7 @@ def _multiply(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     HAS_BESIDE: gl.constexpr = beside1_desc is not None
-    CHUNKS: gl.constexpr = block_chunks(ROWS, WIDTH)
+    CHUNKS: gl.constexpr = block_chunks(ROWS * WIDTH, WIDTH)
     main_blocks = K // 64 * 3
     tile_blocks = main_blocks + extra_blocks
     tile_steps = main_blocks * 3 + extra_blocks
@@ -208,41 +180,21 @@ def _multiply(
 
         acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
         mbarrier.wait(turns.index(GROUP), phase ^ (1 - GROUP))
-        for j in range(main_blocks):
-            stage = block % BLOCKS
-            mbarrier.wait(x_full.index(stage), block // BLOCKS & 1)
-            for r in gl.static_range(3):
-                slot = step % STEPS
-                mbarrier.wait(w_full.index(slot), step // STEPS & 1)
-                chunk = stage * CHUNKS + r * (WIDTH // 8)
-                acc = _multiply_tap(acc, x_bufs, w_bufs, chunk, slot, PIXELS, DGRAD)
-                acc = warpgroup_mma_wait(1, deps=(acc,))  # the tap before is done
-                sync_threads()
-                later = j + r > 0
-                mbarrier.arrive(w_empty.index((step + STEPS - 1) % STEPS), count=1, pred=later)
-                if r == 0:
-                    before = (block + BLOCKS - 1) % BLOCKS
-                    mbarrier.arrive(x_empty.index(before), count=1, pred=later)
-                step += 1
-            block += 1
+        acc, block, step = multiply_blocks(
+            acc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, block, step, main_blocks,
+            PIXELS, WIDTH, DGRAD, BLOCKS, STEPS,
+        )  # fmt: skip
         if HAS_EXTRA:
             for _ in range(extra_blocks):
-                stage = block % BLOCKS
-                slot = step % STEPS
-                mbarrier.wait(x_full.index(stage), block // BLOCKS & 1)
-                mbarrier.wait(w_full.index(slot), step // STEPS & 1)
-                acc = _multiply_tap(acc, x_bufs, w_bufs, stage * CHUNKS, slot, PIXELS, False)
+                stage, slot = wait_full_both(x_full, block, BLOCKS, w_full, step, STEPS)
+                acc = multiply_tap(acc, x_bufs, w_bufs, stage * CHUNKS, slot, PIXELS, False)
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 sync_threads()
-                mbarrier.arrive(w_empty.index((step + STEPS - 1) % STEPS), count=1)
-                mbarrier.arrive(x_empty.index((block + BLOCKS - 1) % BLOCKS), count=1)
+                give_back(w_empty, step + STEPS - 1, STEPS)
+                give_back(x_empty, block + BLOCKS - 1, BLOCKS)
                 block += 1
                 step += 1
-        mbarrier.arrive(turns.index(1 - GROUP), count=1)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        sync_threads()
-        mbarrier.arrive(w_empty.index((step + STEPS - 1) % STEPS), count=1)
-        mbarrier.arrive(x_empty.index((block + BLOCKS - 1) % BLOCKS), count=1)
+        acc = finish_products(acc, x_empty, w_empty, turns, block, step, GROUP, BLOCKS, STEPS)
         block += tile_blocks  # those of the other warpgroup
         step += tile_steps
 
@@ -345,28 +297,15 @@ def conv_tiles_kernel(
     STEPS: gl.constexpr,  # of filters there
     num_warps: gl.constexpr,
 ):
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_desc.dtype
-    CHUNKS: gl.constexpr = block_chunks(ROWS, IMAGES * W)
+    CHUNKS: gl.constexpr = block_chunks(ROWS * IMAGES * W, IMAGES * W)
     x_bufs = gl.allocate_shared_memory(dtype, [BLOCKS * CHUNKS, 8, 64], MATRIX)
     w_bufs = gl.allocate_shared_memory(dtype, [STEPS, 1, 64, 64], w_desc.layout)
     stages = gl.allocate_shared_memory(dtype, [2, ROWS, IMAGES, W, 64], y_desc.layout)
-    x_full = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], BAR)
-    x_empty = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], BAR)
-    w_full = gl.allocate_shared_memory(gl.int64, [STEPS, 1], BAR)
-    w_empty = gl.allocate_shared_memory(gl.int64, [STEPS, 1], BAR)
-    beside_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    for i in gl.static_range(BLOCKS):
-        mbarrier.init(x_full.index(i), count=1)
-        mbarrier.init(x_empty.index(i), count=1)
-    for i in gl.static_range(STEPS):
-        mbarrier.init(w_full.index(i), count=1)
-        mbarrier.init(w_empty.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(beside_full.index(i), count=1)
-        mbarrier.init(turns.index(i), count=1)
+    x_full, x_empty = new_barrier_pairs(BLOCKS)
+    w_full, w_empty = new_barrier_pairs(STEPS)
+    beside_full, turns = new_barrier_pairs(2)
     fence_async_shared()
     sync_threads()
 
@@ -385,27 +324,19 @@ def conv_tiles_kernel(
                     w_full, w_empty, beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
                     partial_ptr,
                     K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C,
-                    0, ROWS, IMAGES, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS,
+                    role, ROWS, IMAGES, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS,
                 ),
-            ),
-            (
-                _multiply,
-                (
-                    beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty,
-                    w_full, w_empty, beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
-                    partial_ptr,
-                    K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C,
-                    1, ROWS, IMAGES, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS,
-                ),
-            ),
-            (
+            )
+            if role < 2
+            else (
                 _load,
                 (
                     x_desc, w_desc, extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc,
                     x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, K, C1, C2, tiles, tiles_h,
                     blocks_c, ROWS, IMAGES, W, DGRAD, BLOCKS, STEPS,
                 ),
-            ),
+            )
+            for role in (0, 1, 2)
         ],
         [4, 1],
         [240, 24],

@@ -1,0 +1,80 @@
+"""How the parts of a Gluon kernel hand memory to each other: rings, and barriers of their slots.
+
+A ring is some slots of shared memory, filled in order by one part of a program and read in order by
+others. What is written `count`-th, counted from 0, lies in slot count % SLOTS. Every slot has two
+barriers: `full`, which its bytes complete, and `empty`, at which each of its readers arrives. A
+barrier tells only an even phase from an odd one, so nobody may be two rounds ahead of another.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+sync_threads = getattr(gl, "barrier", None) or gl.thread_barrier  # the former from triton 3.7 on
+
+
+@gluon.jit
+def new_barriers(COUNT: gl.constexpr):
+    """A barrier for each of COUNT things."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=1)
+    return bars
+
+
+@gluon.jit
+def new_barrier_pairs(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """Two barriers for each of COUNT things, the second of which waits for so many arrivals: `full`
+    and `empty` of a ring with so many readers."""
+    LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
+    first = gl.allocate_shared_memory(gl.int64, [COUNT, 1], LAYOUT)
+    second = gl.allocate_shared_memory(gl.int64, [COUNT, 1], LAYOUT)
+    for i in gl.static_range(COUNT):
+        mbarrier.init(first.index(i), count=1)
+        mbarrier.init(second.index(i), count=ARRIVALS)
+    return first, second
+
+
+@gluon.jit
+def wait_empty(full, empty, count, SLOTS: gl.constexpr, BYTES: gl.constexpr):
+    """The slot that is filled next, once it is free, and the barrier that its BYTES complete."""
+    slot = count % SLOTS
+    bar = full.index(slot)
+    mbarrier.wait(empty.index(slot), (count // SLOTS & 1) ^ 1)
+    mbarrier.expect(bar, BYTES)
+    return slot, bar
+
+
+@gluon.jit
+def wait_full(full, count, SLOTS: gl.constexpr):
+    """The slot that is read next, once it is full."""
+    slot = count % SLOTS
+    mbarrier.wait(full.index(slot), count // SLOTS & 1)
+    return slot
+
+
+@gluon.jit
+def wait_full_both(full1, count1, SLOTS1: gl.constexpr, full2, count2, SLOTS2: gl.constexpr):
+    """The slots of two rings that are read next, once both are full."""
+    slot1 = count1 % SLOTS1
+    slot2 = count2 % SLOTS2
+    mbarrier.wait(full1.index(slot1), count1 // SLOTS1 & 1)
+    mbarrier.wait(full2.index(slot2), count2 // SLOTS2 & 1)
+    return slot1, slot2
+
+
+@gluon.jit
+def give_back(empty, count, SLOTS: gl.constexpr, pred=True):
+    """Of a reader: the slot that was filled `count`-th may be filled again."""
+    mbarrier.arrive(empty.index(count % SLOTS), count=1, pred=pred)
+
+
+@gluon.jit
+def round_pairs(x, dtype: gl.constexpr):
+    """float32 to `dtype`; to bfloat16 two numbers an instruction."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.bfloat16, True, 2
+        )
+    else:
+        return x.to(dtype)
