@@ -1,6 +1,6 @@
 """The kernels of `conv.gluon.bare` as compile_only.py compiles them."""
 
-from triton_kernels.conv.gluon import rows as conv_gluon
+from triton_kernels.conv.gluon.descriptors import SUPPORTED
 
 from .cases_conv_gluon import _rows
 
@@ -68,6 +68,6 @@ COMPILE_CASES = (
         _bare_points("pointwise_256_pixels", 256, 3, 1, True, 4, 1),
         _bare_points("pointwise_128", 128, 4, 2, True, 5),
     ]
-    if conv_gluon._SUPPORTED
+    if SUPPORTED
     else []
 )

@@ -1,7 +1,7 @@
 """The kernels of `conv.gluon.tiles` as compile_only.py compiles them."""
 
-from triton_kernels.conv.gluon import rows as conv_gluon
-from triton_kernels.conv.gluon import tiles as conv_tiles
+from triton_kernels.conv.gluon import tiles as gluon_tiles
+from triton_kernels.conv.gluon.descriptors import SUPPORTED
 
 from .cases_conv_gluon import _rows
 from .compile_only import SHARED_LIMIT
@@ -10,7 +10,7 @@ from .compile_only import SHARED_LIMIT
 def _case(name: str, dgrad: bool, beside: int, extra: int, width: int, pixels: int = 256) -> dict:
     images = max(1, pixels // width**2)
     rows = pixels // (images * width)
-    blocks, steps = conv_tiles.rings(pixels, images * width, SHARED_LIMIT[90])
+    blocks, steps = gluon_tiles.rings(pixels, images * width, SHARED_LIMIT[90])
     pair, tile = _rows(2, images, width, 64), _rows(rows, images, width, 64)
     filters = _rows(1, 64, 64)
     absent = ["beside1_desc", "beside2_desc"][beside:]
@@ -63,6 +63,6 @@ COMPILE_CASES = (
         _case("input_grad_images", True, 1, 0, 8),
         _case("input_grad_images_half", True, 1, 0, 8, 128),
     ]
-    if conv_gluon._SUPPORTED
+    if SUPPORTED
     else []
 )

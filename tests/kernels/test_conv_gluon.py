@@ -1,11 +1,10 @@
 """The Gluon path of the fused convolutions: where it applies, and on a Hopper GPU its results."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from triton_kernels.conv.gluon import rows as conv_gluon
+from triton_kernels.conv.gluon import rows as gluon_rows
+from triton_kernels.conv.gluon.descriptors import SUPPORTED
 from triton_kernels.conv.tma import Config
 from triton_kernels.conv.tma_wgrad import WgradConfig
 from triton_kernels.device import describe
@@ -29,11 +28,11 @@ HOPPER = describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")).
 gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not HOPPER, reason="no Hopper GPU"),
-    pytest.mark.skipif(not conv_gluon._SUPPORTED, reason="another version of Triton"),
+    pytest.mark.skipif(not SUPPORTED, reason="another version of Triton"),
 ]
-CONFIG = Config(*conv_gluon.TILE)
-RESIDENT = Config(*conv_gluon.RESIDENT_TILE)  # of convolutions of 64 channels
-WGRAD_CONFIG = WgradConfig(*conv_gluon.WGRAD_TILE)
+CONFIG = Config(*gluon_rows.TILE)
+RESIDENT = Config(*gluon_rows.RESIDENT_TILE)  # of convolutions of 64 channels
+WGRAD_CONFIG = WgradConfig(*gluon_rows.WGRAD_TILE)
 DTYPES = [torch.bfloat16, torch.float16]
 
 # One program with one tile, programs with several and an odd number of them, more than one block of
@@ -139,11 +138,11 @@ class TestGpu:
         n, h, w, ci, co, _ = SHAPES["many channels"]
         x, y = (torch.empty((n, h, w, c), dtype=torch.half, device=device) for c in (ci, co))
         weight = torch.empty((co, ci, 3, 3), dtype=torch.half, device=device)
-        assert conv_gluon.tiles(x, y, weight) == [conv_gluon.TILE]
-        assert conv_gluon.tiles(y, x, weight) == [conv_gluon.TILE, conv_gluon.RESIDENT_TILE]
+        assert gluon_rows.tiles(x, y, weight) == [gluon_rows.TILE]
+        assert gluon_rows.tiles(y, x, weight) == [gluon_rows.TILE, gluon_rows.RESIDENT_TILE]
         weight = torch.empty((64, 64, 3, 3), dtype=torch.half, device=device)
-        assert conv_gluon.RESIDENT_TILE in conv_gluon.tiles(y, y, weight, extra=[x])
-        assert conv_gluon.tiles(y, y, weight, extra=[x, y]) == [conv_gluon.TILE]
+        assert gluon_rows.RESIDENT_TILE in gluon_rows.tiles(y, y, weight, extra=[x])
+        assert gluon_rows.tiles(y, y, weight, extra=[x, y]) == [gluon_rows.TILE]
 
 
 def applying(shape: Shape, dtype, device) -> tuple[bool, bool, bool]:
@@ -152,9 +151,9 @@ def applying(shape: Shape, dtype, device) -> tuple[bool, bool, bool]:
     x, y = (torch.empty((n, h, w, c), dtype=dtype, device=device) for c in (ci, co))
     weight = torch.empty((co, ci, kernel, kernel), dtype=dtype, device=device)
     return (
-        bool(conv_gluon.tiles(x, y, weight)),
-        bool(conv_gluon.tiles(y, x, weight)),
-        conv_gluon.wgrad_applies(x, y, weight, (kernel // 2, kernel // 2)),
+        bool(gluon_rows.tiles(x, y, weight)),
+        bool(gluon_rows.tiles(y, x, weight)),
+        gluon_rows.wgrad_applies(x, y, weight, (kernel // 2, kernel // 2)),
     )
 
 
@@ -165,14 +164,14 @@ def test_nothing_applies_without_a_hopper_gpu():
 
 def test_configurations_are_told_apart():
     others = sum(ALL_CONFIGS, [])
-    assert all(map(conv_gluon.serves, CONFIGS))
-    assert conv_gluon.serves(WGRAD_CONFIG)
-    assert not any(map(conv_gluon.serves, others))
+    assert all(map(gluon_rows.serves, CONFIGS))
+    assert gluon_rows.serves(WGRAD_CONFIG)
+    assert not any(map(gluon_rows.serves, others))
 
 
 def test_a_tuned_gluon_configuration_is_ignored_where_it_does_not_apply(monkeypatch, device):
     """A table made on a Hopper GPU has to be harmless elsewhere."""
-    monkeypatch.setattr(conv_gluon, "describe", lambda _: SimpleNamespace(hopper=False))
+    monkeypatch.setattr(gluon_rows, "takes", lambda x: False)
     table = {128: list(CONFIG)}
     known = {name: table for name in ("conv_forward 4 64 64 64 3 3 torch.float16 True 0 True",)}
     monkeypatch.setattr("triton_kernels.tuning._table", lambda: known)

@@ -1,7 +1,6 @@
 """The Gluon path of conv2d: where it applies, and on a Hopper GPU its results."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
 from triton_kernels.conv.gluon import bare as gluon_bare
-from triton_kernels.conv.gluon import rows as conv_gluon
+from triton_kernels.conv.gluon.descriptors import SUPPORTED
 from triton_kernels.conv.tma import Config
 from triton_kernels.device import describe
 
@@ -27,7 +26,7 @@ HOPPER = describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")).
 gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not HOPPER, reason="no Hopper GPU"),
-    pytest.mark.skipif(not conv_gluon._SUPPORTED, reason="another version of Triton"),
+    pytest.mark.skipif(not SUPPORTED, reason="another version of Triton"),
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -134,7 +133,7 @@ def test_nothing_applies_without_a_hopper_gpu():
 
 def test_a_tuned_configuration_is_ignored_where_it_does_not_apply(monkeypatch, device):
     """A table made on a Hopper GPU has to be harmless elsewhere."""
-    monkeypatch.setattr(gluon_bare, "describe", lambda _: SimpleNamespace(hopper=False))
+    monkeypatch.setattr(gluon_bare, "takes", lambda x: False)
     known = {
         "conv2d 1 70 72 1 70 40 1 1 torch.float16": {1: [64, 128, 64, 12, 4, 1]},
         "conv2d_dgrad 1 70 40 1 70 72 1 1 torch.float16": {1: [64, 128, 64, 12, 4, 1]},

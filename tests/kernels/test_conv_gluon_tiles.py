@@ -1,12 +1,10 @@
 """The tiles of `conv.gluon.tiles`: where they apply, and on a Hopper GPU their results."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from triton_kernels.conv.gluon import rows as conv_gluon
-from triton_kernels.conv.gluon import tiles as conv_tiles
+from triton_kernels.conv.gluon import rows as gluon_rows
+from triton_kernels.conv.gluon import tiles as gluon_tiles
 from triton_kernels.conv.tma import Config
 from triton_kernels.fused import conv as conv_fused
 
@@ -25,7 +23,8 @@ from .test_conv_fused import (
 )
 from .test_conv_gluon import gpu, repeatedly
 
-CONFIGS = [Config(*tile) for tile in conv_tiles.TILES]
+TILES = list(gluon_tiles.TILES)
+CONFIGS = [Config(*tile) for tile in TILES]
 # One program with one tile, programs with several and an odd number of them, one warpgroup with
 # nothing to do, more blocks of channels than one, tiles that are not whole images.
 SHAPES = {
@@ -88,10 +87,10 @@ class TestGpu:
         check_grad(SHAPES["32x32"], None, torch.bfloat16, device, activation, config)
 
     def test_what_applies(self, device):
-        assert applying(SHAPES["16x16"], torch.bfloat16, device) == [True, True]
-        assert applying(SHAPES["a tile"], torch.bfloat16, device) == [True, True]
-        assert applying(Shape(1, 12, 32, 64, 64), torch.bfloat16, device) == [False, True]
-        assert applying(SHAPES["an image of 8x8"], torch.bfloat16, device) == [True, True]
+        assert applying(SHAPES["16x16"], torch.bfloat16, device) == TILES
+        assert applying(SHAPES["a tile"], torch.bfloat16, device) == TILES
+        assert applying(Shape(1, 12, 32, 64, 64), torch.bfloat16, device) == TILES[1:]
+        assert applying(SHAPES["an image of 8x8"], torch.bfloat16, device) == TILES
         for shape in (
             Shape(1, 6, 16, 64, 64),
             Shape(1, 4, 128, 64, 64),
@@ -99,41 +98,41 @@ class TestGpu:
             Shape(1, 32, 32, 64, 64, 1),
             Shape(1, 24, 24, 64, 64),
         ):
-            assert applying(shape, torch.bfloat16, device) == [False, False]
-        assert applying(SHAPES["16x16"], torch.float32, device) == [False, False]
+            assert applying(shape, torch.bfloat16, device) == []
+        assert applying(SHAPES["16x16"], torch.float32, device) == []
 
 
-def applying(shape: Shape, dtype, device) -> list[bool]:
-    """Whether each of the tiles applies."""
+def applying(shape: Shape, dtype, device) -> list[tuple]:
+    """The tiles that apply."""
     n, h, w, ci, co, kernel = shape
     x, y = (torch.empty((n, h, w, c), dtype=dtype, device=device) for c in (ci, co))
     weight = torch.empty((co, ci, kernel, kernel), dtype=dtype, device=device)
-    return [conv_tiles.applies(tile, x, y, weight) for tile in conv_tiles.TILES]
+    return gluon_tiles.tiles(x, y, weight)
 
 
 def test_nothing_applies_without_a_hopper_gpu():
-    assert applying(SHAPES["16x16"], torch.bfloat16, torch.device("cpu")) == [False, False]
+    assert applying(SHAPES["16x16"], torch.bfloat16, torch.device("cpu")) == []
 
 
 def test_configurations_are_told_apart():
-    others = [*sum(ALL_CONFIGS, []), Config(*conv_gluon.TILE)]
-    assert all(map(conv_tiles.serves, CONFIGS))
-    assert not any(map(conv_tiles.serves, others))
-    assert not any(map(conv_gluon.serves, CONFIGS))
+    others = [*sum(ALL_CONFIGS, []), Config(*gluon_rows.TILE)]
+    assert all(map(gluon_tiles.serves, CONFIGS))
+    assert not any(map(gluon_tiles.serves, others))
+    assert not any(map(gluon_rows.serves, CONFIGS))
 
 
 @pytest.mark.parametrize("width", [16, 32, 64])
-@pytest.mark.parametrize("tile", conv_tiles.TILES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
 def test_rings_fit(tile, width):
     """A block is read while another is written, and so is a filter."""
-    blocks, steps = conv_tiles.rings(tile[1], width, SHARED_LIMIT[90])
+    blocks, steps = gluon_tiles.rings(tile[1], width, SHARED_LIMIT[90])
     pixels = blocks * (tile[1] + 2 * width) + steps * 64 + 2 * tile[1]
     assert blocks >= 2 and steps >= 2 and pixels * 128 + 1024 <= SHARED_LIMIT[90]
 
 
 def test_a_tuned_configuration_is_ignored_where_it_does_not_apply(monkeypatch, device):
     """A table made on a Hopper GPU has to be harmless elsewhere."""
-    monkeypatch.setattr(conv_tiles, "describe", lambda _: SimpleNamespace(hopper=False))
+    monkeypatch.setattr(gluon_tiles, "takes", lambda x: False)
     name = "conv_forward 8 32 64 64 3 3 torch.float16 True 0 True"
     monkeypatch.setattr("triton_kernels.tuning._table", lambda: {name: {1: list(CONFIGS[0])}})
     check_forward(SHAPES["a tile"], torch.float16, device)

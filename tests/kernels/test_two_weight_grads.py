@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from triton_kernels.conv.gluon import rows as conv_gluon
+from triton_kernels.conv.gluon import rows as gluon_rows
 from triton_kernels.fused import two_weight_grads
 from triton_kernels.fused.two_weight_grads import _Plan, conv_two_weight_grads
 
@@ -84,7 +84,7 @@ class TestGpu:
         monkeypatch.setattr(two_weight_grads, "_empty", empty)
         x = torch.empty(LARGE[name][0][:4], dtype=torch.bfloat16, device=device)
         filters = (torch.empty((s.co, s.ci, 3, 3), device=device) for s in LARGE[name])
-        plan = _Plan(conv_gluon.wgrad_splits(x, *filters))
+        plan = _Plan(gluon_rows.wgrad_splits(x, *filters))
         first = check(LARGE[name], torch.bfloat16, device, accumulate, plan)
         for _ in range(3):
             again = check(LARGE[name], torch.bfloat16, device, accumulate, plan)

@@ -17,7 +17,7 @@ from ..column_sum import num_splits
 from ..dependent_launch import await_inputs, overlapping
 from ..device import describe
 from .configs import WgradTile, choose_plan, plans_around
-from .gluon import rows as conv_gluon
+from .gluon import rows as gluon_rows
 from .tma_boxes import addressable, as_one_row, count_boxes, in_boxes, is_pointwise, wgrad_box
 
 
@@ -142,8 +142,8 @@ def plan_wgrad(
     _, _, r, s = weight.shape
 
     def splits(c: WgradConfig) -> int:
-        if conv_gluon.serves(c):
-            return conv_gluon.wgrad_splits(x, weight)
+        if gluon_rows.serves(c):
+            return gluon_rows.wgrad_splits(x, weight)
         pixels = as_one_row(dy) if is_pointwise(weight, padding) else dy
         return num_parts(pixels, c, math.prod(wgrad_blocks(weight, c, c.taps)))
 
@@ -156,8 +156,8 @@ def plan_wgrad(
 
     def candidates() -> list[tuple[WgradConfig, int]]:
         plans = plans_around((c for c in WGRAD_CONFIGS if wgrad_fits(c, x, weight)), splits)
-        if conv_gluon.wgrad_applies(x, dy, weight, padding):
-            plans += [(WgradConfig(*conv_gluon.WGRAD_TILE), conv_gluon.wgrad_splits(x, weight))]
+        if gluon_rows.wgrad_applies(x, dy, weight, padding):
+            plans += [(WgradConfig(*gluon_rows.WGRAD_TILE), gluon_rows.wgrad_splits(x, weight))]
         return plans
 
     def launch(parts: Tensor, config: WgradConfig, splits: int) -> None:
@@ -165,7 +165,7 @@ def plan_wgrad(
 
     key = (*x.shape, dy.shape[3], r, s, x.dtype)
     plan = choose_plan("conv_weight_grad", key, WgradConfig, candidates, default, weight, launch)
-    if conv_gluon.serves(plan[0]) and not conv_gluon.wgrad_applies(x, dy, weight, padding):
+    if gluon_rows.serves(plan[0]) and not gluon_rows.wgrad_applies(x, dy, weight, padding):
         plan = default()
     return plan
 
@@ -195,9 +195,9 @@ def launch_wgrad(
 ) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
     assert stride == 1
-    if conv_gluon.serves(config):
+    if gluon_rows.serves(config):
         assert splits > 1 and partial.dtype == torch.float32
-        conv_gluon.weight_grad(x, dy, partial)
+        gluon_rows.weight_grad(x, dy, partial)
         return
     co, ci, r, s = weight.shape
     if is_pointwise(weight, padding):

@@ -15,6 +15,7 @@ every run. The GEMM is that of `conv.tma`: stride 1, channels in multiples of 16
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 import triton
@@ -25,8 +26,9 @@ from ..activations import check_activation
 from ..column_sum import sum_partials
 from ..conv import gather as conv_gather
 from ..conv import tma_wgrad as conv_tma_wgrad
-from ..conv.gluon import rows as conv_gluon
-from ..conv.gluon import tiles as conv_tiles
+from ..conv.gluon import rows as gluon_rows
+from ..conv.gluon import tiles as gluon_tiles
+from ..conv.gluon.operands import Operands
 from ..conv.tma import Config, launch_fwd
 from ..conv.tma_boxes import count_boxes, image_box, in_boxes, pixel_box, row_box, weight_in_boxes
 from ..conv.tma_wgrad import WgradConfig
@@ -117,19 +119,16 @@ def conv_forward(
             lambda: _pick(_FWD_CONFIGS, x, y, (r, s), stats),
             lambda c: conv_forward(x, weight, bias, **terms, stats=stats, config=c)[0],
         )
-        if _in_gluon(config) and config not in gluon:
+        if _gluon_path(config) and config not in gluon:
             config = _pick(_FWD_CONFIGS, x, y, (r, s), stats)
     box = _box(config, n, h, w, exact=stats)
     partials = _partials(box, y) if stats else None
     if n == 0:
         return y, partials
-    if conv_gluon.serves(config):
-        terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
-        conv_gluon.forward(x, weight, bias, y, partials, **terms, tile=config[:5])
-        return y, partials
-    if conv_tiles.serves(config):
-        terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
-        conv_tiles.forward(config, x, weight, bias, y, partials, **terms)
+    if gluon_path := _gluon_path(config):
+        beside = () if residual is None else (residual,)
+        given = Operands(x, weight, y, bias, partials, beside, extra, extra_bias, emb)
+        gluon_path.launch(config, given)
         return y, partials
     tile = [*box, config.block_c]
     extra_descs, extra_channels = [], []
@@ -210,7 +209,7 @@ def conv_input_grad(
             lambda: _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, border),
             lambda c: conv_input_grad(dy, weight, **rest, config=c)[0],
         )
-        if _in_gluon(config) and config not in gluon:
+        if _gluon_path(config) and config not in gluon:
             config = _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, border)
     assert len(inputs) == 1 or c1 % config.block_c == 0, "a tile of channels straddles the inputs"
     box = _box(config, n, h, w, exact=True)
@@ -218,13 +217,9 @@ def conv_input_grad(
     partials = _partials(piece, dz)
     if n == 0:
         return dz, partials
-    if conv_gluon.serves(config):
-        given = {"inputs": inputs, "table": table, "activation": activation}
-        conv_gluon.input_grad(dy, weight, dz, partials, **given, tile=config[:5])
-        return dz, partials
-    if conv_tiles.serves(config):
-        given = {"inputs": inputs, "table": table, "activation": activation}
-        conv_tiles.input_grad(config, dy, weight, dz, partials, **given)
+    if gluon_path := _gluon_path(config):
+        given = Operands(dy, weight, dz, table, partials, inputs, activation=activation)
+        gluon_path.launch(config, given)
         return dz, partials
     tile = [*piece, config.block_c]
     conv_input_grad_kernel[(_programs(config, box, dz),)](
@@ -350,14 +345,13 @@ def _gluon(
     extra: Sequence[Tensor] = (),  # of which 1x1 convolutions are added
 ) -> list[Config]:
     """The tiles of `conv.gluon` that apply: to be measured, not defaults."""
-    rows = conv_gluon.tiles(x, y, weight, inputs, extra)
-    given = (x, y, weight, (*inputs, *extra))
-    tiles = [tile for tile in conv_tiles.TILES if conv_tiles.applies(tile, *given)]
-    return [Config(*tile) for tile in (*rows, *tiles)]
+    tiles = [path.tiles(x, y, weight, inputs, extra) for path in (gluon_rows, gluon_tiles)]
+    return [Config(*tile) for tile in sum(tiles, [])]
 
 
-def _in_gluon(config: Config) -> bool:
-    return conv_gluon.serves(config) or conv_tiles.serves(config)
+def _gluon_path(config: Config) -> ModuleType | None:
+    """The file of `conv.gluon` that a config belongs to."""
+    return next((path for path in (gluon_rows, gluon_tiles) if path.serves(config)), None)
 
 
 def _serves(

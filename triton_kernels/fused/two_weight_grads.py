@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..conv.gluon import rows as conv_gluon
+from ..conv.gluon import rows as gluon_rows
 from ..dependent_launch import await_inputs, overlapping
 from ..tuning import choose
 from .conv import conv_weight_grad
@@ -82,14 +82,15 @@ def conv_two_weight_grads(
         *out1.shape[2:],
         *out2.shape[2:],
     )
+    together = _together(x1, dy1, out1, x2, dy2, out2)
     plan = choose(
         "conv_two_weight_grads",
         (*shapes, x1.dtype),
-        lambda: [_Plan(0), *_together(x1, dy1, out1, x2, dy2, out2)],
+        lambda: [_Plan(0), *together],
         lambda: _Plan(0),
         run,
     )
-    if plan not in _together(x1, dy1, out1, x2, dy2, out2):
+    if plan not in together:  # decided for filters that lie in memory in another way
         plan = _Plan(0)
     _run(x1, dy1, out1, x2, dy2, out2, accumulate, plan)
 
@@ -110,7 +111,7 @@ def _run(
         return
     numel1, numel2 = out1.numel(), out2.numel()
     parts = _empty((plan.splits, numel1 + numel2), dtype=torch.float32, device=x1.device)
-    conv_gluon.weight_grad(x1, dy1, parts, x2, dy2)
+    gluon_rows.weight_grad(x1, dy1, parts, x2, dy2)
     _sum_two(parts, out1, out2, accumulate)
 
 
@@ -128,10 +129,11 @@ def _sum_two(parts: Tensor, out1: Tensor, out2: Tensor, accumulate: bool) -> Non
 def _together(
     x1: Tensor, dy1: Tensor, out1: Tensor, x2: Tensor, dy2: Tensor, out2: Tensor
 ) -> list[_Plan]:
+    """The plan that does both in one launch, if there is one."""
     padding = (out1.shape[2] // 2, out1.shape[3] // 2)
     applies = x1.shape[:3] == x2.shape[:3] and x1.shape[0] > 0
     for x, dy, out in ((x1, dy1, out1), (x2, dy2, out2)):
-        applies = applies and conv_gluon.wgrad_applies(x, dy, out, padding)
+        applies = applies and gluon_rows.wgrad_applies(x, dy, out, padding)
         applies = applies and out.permute(0, 2, 3, 1).is_contiguous()
-    splits = conv_gluon.wgrad_splits(x1, out1, out2) if applies else 0
+    splits = gluon_rows.wgrad_splits(x1, out1, out2) if applies else 0
     return [_Plan(splits)] if splits > 1 else []

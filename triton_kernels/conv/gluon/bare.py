@@ -2,7 +2,7 @@
 
 3x3 filters over rows of 16 to 64 pixels fetch pixels three times, not nine; 1x1 filters stay in
 shared memory while the pixels pass by. Both are configurations for `choose` like any other of
-`conv.tma`, taken only where they were measured to be faster. See `conv.gluon.rows` about versions.
+`conv.tma`, taken only where they were measured to be faster.
 """
 
 import triton
@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ...device import describe
 from ..tma_boxes import is_pointwise
-from . import rows as conv_gluon
+from .descriptors import SUPPORTED, filters_in_boxes, in_boxes, takes
 
-if conv_gluon._SUPPORTED:
-    from triton.experimental.gluon import language as gl
+if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .bare_points import conv_bare_points_kernel
@@ -41,7 +40,7 @@ def candidates(
 ) -> list[tuple]:
     """Configurations of `conv.tma` that this path can do. 1x1 filters: x and y are one row of
     pixels."""
-    if not _served(x):
+    if not takes(x):
         return []
     if tuple(weight.shape[2:]) == (3, 3):
         _, h, w, k = x.shape
@@ -82,15 +81,14 @@ def _launch_tiles(
     x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, config: tuple, dgrad: bool
 ) -> None:
     n, h, w, k = x.shape
-    co, ci, _, _ = weight.shape
     c = y.shape[3]
     pixels = config[1]
     blocks, steps = _rings(x, pixels)
     tiles = n * (h * w // pixels) * (c // 64)
     conv_bare_tiles_kernel[(min(tiles, describe(x.device).num_sms),)](
-        _in_boxes(x, [1, 2, w, 64]),
-        _described(weight, [9, co, ci], [ci, 9 * ci, 1], [1, 64, 64]),
-        _in_boxes(y, [1, pixels // w, w, 64]),
+        _pixels_in_boxes(x, [1, 2, w, 64]),
+        filters_in_boxes(weight),
+        _pixels_in_boxes(y, [1, pixels // w, w, 64]),
         bias,
         n,
         h,
@@ -130,9 +128,9 @@ def _launch_points(
     groups = triton.cdiv(c, channels)
     rounds = min(triton.cdiv(m, pixels), max(1, describe(x.device).num_sms // groups))
     conv_bare_points_kernel[(groups * rounds,)](
-        _described(x, [m, k], [k, 1], [pixels, 64]),
-        _described(weight, [co, ci], [ci, 1], [64, 64]),
-        _described(y, [m, c], [c, 1], [pixels, 64]),
+        in_boxes(x, [m, k], [k, 1], [pixels, 64]),
+        in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
+        in_boxes(y, [m, c], [c, 1], [pixels, 64]),
         bias,
         m,
         c,
@@ -160,16 +158,6 @@ def _blocks(x: Tensor, channels: int, pixels: int) -> tuple[int, int]:
     return blocks, out
 
 
-def _served(x: Tensor) -> bool:
-    return conv_gluon._SUPPORTED and describe(x.device).hopper and x.itemsize == 2
-
-
-def _in_boxes(x: Tensor, box: list[int]) -> "TensorDescriptor":
+def _pixels_in_boxes(x: Tensor, box: list[int]) -> "TensorDescriptor":
     n, h, w, c = x.shape
-    return _described(x, [n, h, w, c], [h * w * c, w * c, c, 1], box)
-
-
-def _described(
-    x: Tensor, shape: list[int], strides: list[int], box: list[int]
-) -> "TensorDescriptor":
-    return TensorDescriptor(x, shape, strides, box, gl.NVMMASharedLayout(128, 16, rank=len(box)))
+    return in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], box)

@@ -14,21 +14,19 @@ What plain Triton cannot say, and what it gains:
 - In the weight gradient three warpgroups take a row of the filter each: they share dy and x, and
   the nine taps need x once. One launch can do two gradients, in half as many parts each.
 
-Gluon is an experimental part of Triton: it is used with versions it was tried with, and only where
-`tuning` has measured that it is faster.
+The tiles are for `tuning`, which takes them only where it has measured that they are faster.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import triton
 from torch import Tensor
 
 from ...device import describe
+from .descriptors import SUPPORTED, in_boxes, takes
+from .operands import Operands
 
-_SUPPORTED = tuple(map(int, triton.__version__.split(".")[:2])) in ((3, 6), (3, 7))
-if _SUPPORTED:
-    from triton.experimental.gluon import language as gl
+if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .resident import conv_resident_kernel
@@ -77,97 +75,30 @@ def tiles(
     return [TILE, RESIDENT_TILE] if resident else [TILE]
 
 
-def forward(
-    x: Tensor,  # [N, H, W, CI]
-    weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory
-    bias: Tensor,  # float32 [CO]
-    y: Tensor,  # [N, H, W, CO] to be written
-    partials: Tensor | None,  # float32 [N, H W / 256, 2, CO] to be written
-    *,
-    emb: Tensor | None,  # float32 [N, CO]
-    residual: Tensor | None,  # [N, H, W, CO]
-    extra: Sequence[tuple[Tensor, Tensor]],  # up to two: [N, H, W, C], [CO, C]
-    extra_bias: Tensor | None,  # float32 [CO]
-    tile: tuple,  # of `tiles`
-) -> None:
-    """What `fused.conv.conv_forward` does."""
-    launch = _launch_resident if tile == RESIDENT_TILE else _launch
-    launch(
-        x, weight, [] if residual is None else [residual], y, bias, partials,
-        *pointwise_terms(extra, _in_rows), extra_bias, emb, None,
-    )  # fmt: skip
+def launch(config: tuple, operands: Operands) -> None:
+    """The convolution, or its input gradient, with a `Config` of `tiles`."""
+    if config[:5] == RESIDENT_TILE:
+        _launch_resident(operands)
+    else:
+        _launch_rows(operands)
 
 
-def input_grad(
-    dy: Tensor,  # [N, H, W, CO]
-    weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory
-    dz: Tensor,  # [N, H, W, CI] to be written
-    partials: Tensor,  # float32 [N, H W / 256, 2, CI] to be written
-    *,
-    inputs: Sequence[Tensor],  # x [N, H, W, CI], or the two that it concatenates
-    table: Tensor,  # float32 [N, 4, CI]: mean, rstd, g, b
-    activation: str,
-    tile: tuple,  # of `tiles`
-) -> None:
-    """What `fused.conv.conv_input_grad` does."""
-    launch = _launch_resident if tile == RESIDENT_TILE else _launch
-    launch(dy, weight, inputs, dz, table, partials, [None] * 4, [0, 0], None, None, activation)
-
-
-def pointwise_terms(
-    extra: Sequence[tuple[Tensor, Tensor]],  # up to two: [N, H, W, C], [CO, C]
-    in_rows: Callable[[Tensor], "TensorDescriptor"],  # of the pixels
-) -> tuple[list, list[int]]:
-    """Descriptors of pixels and filters of two 1x1 convolutions, and their channels; of those that
-    are absent None and 0."""
-    pairs: list = []
-    for other, w1x1 in extra:
-        co, c = w1x1.shape
-        strides = [co * w1x1.stride(0), w1x1.stride(0), 1]
-        pairs += [in_rows(other), _in_boxes(w1x1, [1, co, c], strides, [1, 64, 64])]
-    channels = [other.shape[3] for other, _ in extra]
-    return pairs + [None] * (4 - len(pairs)), channels + [0] * (2 - len(channels))
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    beside: Sequence[Tensor],  # read in the epilogue, where y is written
-    y: Tensor,
-    vectors: Tensor,
-    partials: Tensor | None,
-    extra: list,
-    extra_channels: list[int],
-    extra_bias: Tensor | None,
-    emb: Tensor | None,
-    activation: str | None,  # of an input gradient
-) -> None:
-    n, h, w, k = x.shape
-    co, ci, _, _ = weight.shape
-    c = y.shape[3]
+def _launch_rows(operands: Operands) -> None:
+    n, h, w, k = operands.x.shape
+    c = operands.y.shape[3]
     blocks = c // 64
-    programs = max(1, describe(x.device).num_sms // blocks) * blocks
+    programs = max(1, describe(operands.x.device).num_sms // blocks) * blocks
     conv_rows_kernel[(programs,)](
-        _in_rows(x),
-        _in_boxes(weight, [9, co, ci], [ci, 9 * ci, 1], [1, 64, 64]),
-        _in_rows(beside[0]) if beside else None,
-        _in_rows(beside[1]) if len(beside) == 2 else None,
-        _in_rows(y),
-        *extra,
-        vectors,
-        extra_bias,
-        emb,
-        partials,
-        *extra_channels,
-        beside[0].shape[3] if beside else 0,
-        0 if emb is None else emb.stride(0),
+        *operands.tensors(_in_rows, _in_rows),
+        *operands.extra_channels,
+        *operands.numbers,
         n,
         h,
         k,
         c,
         W=w,
-        DGRAD=activation is not None,
-        ACT=activation,
+        DGRAD=operands.activation is not None,
+        ACT=operands.activation,
         BLOCKS=_STAGES,
         STEPS=_STAGES,
         num_warps=4,
@@ -175,48 +106,25 @@ def _launch(
     )
 
 
-def _launch_resident(
-    x: Tensor,
-    weight: Tensor,
-    beside: Sequence[Tensor],  # read in the epilogue, where y is written
-    y: Tensor,
-    vectors: Tensor,
-    partials: Tensor | None,
-    extra: list,
-    extra_channels: list[int],
-    extra_bias: Tensor | None,
-    emb: Tensor | None,
-    activation: str | None,  # of an input gradient
-) -> None:
-    n, h, w, _ = x.shape
-    co, ci, _, _ = weight.shape
-    c = y.shape[3]
+def _launch_resident(operands: Operands) -> None:
+    n, h, w, _ = operands.x.shape
+    c = operands.y.shape[3]
     blocks = c // 64
-    programs = max(1, min(describe(x.device).num_sms // blocks, n * h // 2)) * blocks
+    programs = max(1, min(describe(operands.x.device).num_sms // blocks, n * h // 2)) * blocks
     conv_resident_kernel[(programs,)](
-        _in_rows(x),
-        _in_boxes(weight, [9, co, ci], [ci, 9 * ci, 1], [1, 64, 64]),
-        _in_rows(beside[0]) if beside else None,
-        _in_rows(beside[1]) if len(beside) == 2 else None,
-        _in_rows(y),
-        *extra,
-        vectors,
-        extra_bias,
-        emb,
-        partials,
-        beside[0].shape[3] if beside else 0,
-        0 if emb is None else emb.stride(0),
+        *operands.tensors(_in_rows, _in_rows),
+        *operands.numbers,
         n * h // 2,
         h // 2,
         c,
         W=w,
-        DGRAD=activation is not None,
-        ACT=activation,
-        PAIRS=_PAIRS_BESIDE_EXTRA if any(extra_channels) else _PAIRS,
-        EXTRA1=extra_channels[0] // 64,
-        EXTRA2=extra_channels[1] // 64,
+        DGRAD=operands.activation is not None,
+        ACT=operands.activation,
+        PAIRS=_PAIRS_BESIDE_EXTRA if operands.extra else _PAIRS,
+        EXTRA1=operands.extra_channels[0] // 64,
+        EXTRA2=operands.extra_channels[1] // 64,
         num_warps=4,
-        maxnreg=168 if any(extra_channels) else 128,  # two warpgroups that multiply, or three
+        maxnreg=168 if operands.extra else 128,  # two warpgroups that multiply, or three
     )
 
 
@@ -292,9 +200,7 @@ def _wgrad_tiles(x: Tensor) -> tuple[int, int]:
 def _applies(x: Tensor, weight: Tensor, channels: Sequence[int], widths: Sequence[int]) -> bool:
     _, h, w, _ = x.shape
     return (
-        _SUPPORTED
-        and describe(x.device).hopper
-        and x.itemsize == 2
+        takes(x)
         and tuple(weight.shape[2:]) == (3, 3)
         and all(c % 64 == 0 for c in channels)
         and w in widths
@@ -305,11 +211,5 @@ def _applies(x: Tensor, weight: Tensor, channels: Sequence[int], widths: Sequenc
 def _in_rows(x: Tensor, rows: int = 1, images: int = 1) -> "TensorDescriptor":
     n, h, w, c = x.shape
     if images > 1:
-        return _in_boxes(x, [h, w, n, c], [w * c, c, h * w * c, 1], [rows, w, images, 64])
-    return _in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, rows, w, 64])
-
-
-def _in_boxes(
-    x: Tensor, shape: list[int], strides: list[int], box: list[int]
-) -> "TensorDescriptor":
-    return TensorDescriptor(x, shape, strides, box, gl.NVMMASharedLayout(128, 16, rank=len(box)))
+        return in_boxes(x, [h, w, n, c], [w * c, c, h * w * c, 1], [rows, w, images, 64])
+    return in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, rows, w, 64])

@@ -17,13 +17,15 @@ Used where `rows` is: with versions it was tried with, where it was measured to 
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
 from ...device import describe
-from .rows import _SUPPORTED, _in_boxes, pointwise_terms
+from .descriptors import SUPPORTED, in_boxes, takes
+from .operands import Operands
 
-if _SUPPORTED:
+if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .tiles_kernels import conv_tiles_kernel
@@ -42,99 +44,40 @@ def serves(config: tuple) -> bool:
     return config.num_warps == _WARPS
 
 
-def applies(
-    tile: tuple,  # one of TILES
+def tiles(
     x: Tensor,  # [N, H, W, K], what is convolved: x, or dy
     y: Tensor,  # [N, H, W, C], the result
     weight: Tensor,  # [CO, CI, R, S]
-    others: Sequence[Tensor] = (),  # [N, H, W, .], of which 1x1 convolutions are added, or inputs
-) -> bool:
-    """Whether `forward` or `input_grad` can do it with this tile."""
+    inputs: Sequence[Tensor] = (),  # [N, H, W, .], of an input gradient
+    extra: Sequence[Tensor] = (),  # [N, H, W, .], of which 1x1 convolutions are added
+) -> list[tuple]:
+    """Those with which `launch` can do it."""
     _, h, w, _ = x.shape
-    channels = [x.shape[3], y.shape[3], *weight.shape[:2], *(o.shape[3] for o in others)]
-    return (
-        _SUPPORTED
-        and describe(x.device).hopper
-        and x.itemsize == 2
-        and tuple(weight.shape[2:]) == (3, 3)
-        and all(c % 64 == 0 for c in channels)
-        and w in _WIDTHS
-        and _cut(tile[1], h, w) is not None
-    )
+    channels = [*(t.shape[3] for t in (x, y, *inputs, *extra)), *weight.shape[:2]]
+    if (
+        not takes(x)
+        or tuple(weight.shape[2:]) != (3, 3)
+        or any(c % 64 for c in channels)
+        or w not in _WIDTHS
+    ):
+        return []
+    return [tile for tile in TILES if _cut(tile[1], h, w) is not None]
 
 
-def forward(
-    config: tuple,  # one of TILES
-    x: Tensor,  # [N, H, W, CI]
-    weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory
-    bias: Tensor,  # float32 [CO]
-    y: Tensor,  # [N, H, W, CO] to be written
-    partials: Tensor | None,  # float32 [N, tiles of an image, 2, CO] to be written
-    *,
-    emb: Tensor | None,  # float32 [N, CO]
-    residual: Tensor | None,  # [N, H, W, CO]
-    extra: Sequence[tuple[Tensor, Tensor]],  # up to two: [N, H, W, C], [CO, C]
-    extra_bias: Tensor | None,  # float32 [CO]
-) -> None:
-    """What `fused.conv.conv_forward` does."""
-    _, images = _cut(config[1], *x.shape[1:3])
-    _launch(
-        config, x, weight, [] if residual is None else [residual], y, bias, partials,
-        *pointwise_terms(extra, lambda other: _in_rows(other, 2, images)), extra_bias, emb, None,
-    )  # fmt: skip
-
-
-def input_grad(
-    config: tuple,  # one of TILES
-    dy: Tensor,  # [N, H, W, CO]
-    weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory
-    dz: Tensor,  # [N, H, W, CI] to be written
-    partials: Tensor,  # float32 [N, tiles of an image, 2, CI] to be written
-    *,
-    inputs: Sequence[Tensor],  # x [N, H, W, CI], or the two that it concatenates
-    table: Tensor,  # float32 [N, 4, CI]: mean, rstd, g, b
-    activation: str,
-) -> None:
-    """What `fused.conv.conv_input_grad` does."""
-    absent = [None] * 4
-    _launch(config, dy, weight, inputs, dz, table, partials, absent, [0, 0], None, None, activation)
-
-
-def _launch(
-    config: tuple,
-    x: Tensor,
-    weight: Tensor,
-    beside: Sequence[Tensor],  # read in the epilogue, where y is written
-    y: Tensor,
-    vectors: Tensor,
-    partials: Tensor | None,
-    extra: list,
-    extra_channels: list[int],
-    extra_bias: Tensor | None,
-    emb: Tensor | None,
-    activation: str | None,  # of an input gradient
-) -> None:
-    n, h, w, k = x.shape
-    co, ci, _, _ = weight.shape
-    c = y.shape[3]
+def launch(config: tuple, operands: Operands) -> None:
+    """The convolution, or its input gradient, with a `Config` of `tiles`."""
+    n, h, w, k = operands.x.shape
+    c = operands.y.shape[3]
+    device = describe(operands.x.device)
     rows, images = _cut(config[1], h, w)
-    tiles = -(-n // images) * (h // rows) * (c // 64)
-    blocks, steps = rings(config[1], images * w, describe(x.device).shared_memory)
-    assert partials is None or partials.shape[1] == h // rows
-    conv_tiles_kernel[(min(tiles, describe(x.device).num_sms),)](
-        _in_rows(x, 2, images),
-        _in_boxes(weight, [9, co, ci], [ci, 9 * ci, 1], [1, 64, 64]),
-        _in_rows(beside[0], rows, images) if beside else None,
-        _in_rows(beside[1], rows, images) if len(beside) == 2 else None,
-        _in_rows(y, rows, images),
-        *extra,
-        vectors,
-        extra_bias,
-        emb,
-        partials,
-        *extra_channels,
-        beside[0].shape[3] if beside else 0,
-        0 if emb is None else emb.stride(0),
+    count = -(-n // images) * (h // rows) * (c // 64)
+    blocks, steps = rings(config[1], images * w, device.shared_memory)
+    assert operands.partials is None or operands.partials.shape[1] == h // rows
+    read, written = (partial(_in_rows, rows=r, images=images) for r in (2, rows))
+    conv_tiles_kernel[(min(count, device.num_sms),)](
+        *operands.tensors(read, written),
+        *operands.extra_channels,
+        *operands.numbers,
         n,
         h,
         k,
@@ -142,8 +85,8 @@ def _launch(
         ROWS=rows,
         IMAGES=images,
         W=w,
-        DGRAD=activation is not None,
-        ACT=activation,
+        DGRAD=operands.activation is not None,
+        ACT=operands.activation,
         BLOCKS=blocks,
         STEPS=steps,
         num_warps=4,
@@ -175,4 +118,4 @@ def _cut(pixels: int, h: int, w: int) -> tuple[int, int] | None:
 def _in_rows(x: Tensor, rows: int, images: int) -> "TensorDescriptor":
     """[N, H, W, C] as [H, N, W, C]."""
     n, h, w, c = x.shape
-    return _in_boxes(x, [h, n, w, c], [w * c, h * w * c, c, 1], [rows, images, w, 64])
+    return in_boxes(x, [h, n, w, c], [w * c, h * w * c, c, 1], [rows, images, w, 64])

@@ -1,0 +1,29 @@
+"""What the Gluon kernels take, and tensors as the TMA unit is told of them.
+
+Gluon is an experimental part of Triton: it is used with versions that it was tried with.
+"""
+
+import triton
+from torch import Tensor
+
+from ...device import describe
+
+SUPPORTED = tuple(map(int, triton.__version__.split(".")[:2])) in ((3, 6), (3, 7))
+if SUPPORTED:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+
+def takes(x: Tensor) -> bool:
+    """Whether there is a Hopper GPU, with such a version of Triton, and x has 16 bits a number."""
+    return SUPPORTED and describe(x.device).hopper and x.itemsize == 2
+
+
+def in_boxes(x: Tensor, shape: list[int], strides: list[int], box: list[int]) -> "TensorDescriptor":
+    return TensorDescriptor(x, shape, strides, box, gl.NVMMASharedLayout(128, 16, rank=len(box)))
+
+
+def filters_in_boxes(weight: Tensor) -> "TensorDescriptor":
+    """[CO, CI, 3, 3] in channels_last memory as [9, CO, CI], a box 64 x 64 of one tap."""
+    co, ci, _, _ = weight.shape
+    return in_boxes(weight, [9, co, ci], [ci, 9 * ci, 1], [1, 64, 64])

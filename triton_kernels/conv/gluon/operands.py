@@ -1,0 +1,66 @@
+"""What `rows` and `tiles` launch their fused kernels with."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .descriptors import SUPPORTED, filters_in_boxes, in_boxes
+
+if SUPPORTED:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+
+class Operands(NamedTuple):
+    """Those of `fused.conv.conv_forward`, or of `conv_input_grad`, which has an activation."""
+
+    x: Tensor  # [N, H, W, K], what is convolved: x, or dy
+    weight: Tensor  # [CO, CI, 3, 3] in channels_last memory
+    y: Tensor  # [N, H, W, C] to be written: y, or dz
+    vectors: Tensor  # float32: bias [CO], or table [N, 4, CI]: mean, rstd, g, b
+    partials: Tensor | None  # float32 [N, tiles of an image, 2, C] to be written
+    # [N, H, W, .], read in the epilogue where y is written: the residual; or x, or the two tensors
+    # that it concatenates
+    beside: Sequence[Tensor] = ()
+    extra: Sequence[tuple[Tensor, Tensor]] = ()  # up to two: [N, H, W, C], [CO, C]
+    extra_bias: Tensor | None = None  # float32 [CO]
+    emb: Tensor | None = None  # float32 [N, CO]
+    activation: str | None = None
+
+    @property
+    def extra_channels(self) -> list[int]:
+        """Channels of the two 1x1 convolutions, 0 of one that is absent."""
+        channels = [other.shape[3] for other, _ in self.extra]
+        return channels + [0] * (2 - len(channels))
+
+    @property
+    def numbers(self) -> list[int]:
+        """Channels of the first of two tensors beside, and the stride of the embedding's rows."""
+        border = self.beside[0].shape[3] if self.beside else 0
+        return [border, 0 if self.emb is None else self.emb.stride(0)]
+
+    def tensors(
+        self,
+        read: Callable[[Tensor], "TensorDescriptor"],  # of pixels that are multiplied
+        written: Callable[[Tensor], "TensorDescriptor"],  # of y and what is beside it
+    ) -> list:
+        """Descriptors and pointers in the order of the kernels' arguments."""
+        beside = [written(other) for other in self.beside]
+        pairs: list = []
+        for other, w1x1 in self.extra:
+            co, c = w1x1.shape
+            strides = [co * w1x1.stride(0), w1x1.stride(0), 1]
+            pairs += [read(other), in_boxes(w1x1, [1, co, c], strides, [1, 64, 64])]
+        return [
+            read(self.x),
+            filters_in_boxes(self.weight),
+            *beside,
+            *[None] * (2 - len(beside)),
+            written(self.y),
+            *pairs,
+            *[None] * (4 - len(pairs)),
+            self.vectors,
+            self.extra_bias,
+            self.emb,
+            self.partials,
+        ]
