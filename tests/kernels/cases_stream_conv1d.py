@@ -17,7 +17,7 @@ def _case(name: str, kernel: str, pointers: tuple, absent: tuple, constexprs: di
     signature |= {"a_ptr": "*bf16"} if "a_ptr" in pointers else {}
     return {
         "name": name,
-        "kernel": f"triton_kernels.stream.kernels:{kernel}",
+        "kernel": f"triton_kernels.stream.conv1d_kernels:{kernel}",
         "signature": signature | more.pop("numbers", {}),
         "constexprs": dict.fromkeys(absent) | constexprs,
         "options": _LAUNCH | more.pop("options", {}),

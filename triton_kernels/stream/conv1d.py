@@ -29,14 +29,14 @@ import triton
 from torch import Tensor
 
 from ..device import describe
-from .kernels import (
+from .conv1d_kernels import (
     _apply_kernel,
     _head_kernel,
     _multiply_kernel,
     _project_kernel,
     _stage_kernel,
-    tile_widths,
 )
+from .taps import tile_widths
 
 _NUM_WARPS = 4
 
@@ -292,7 +292,7 @@ PROJECT_BLOCK = 64  # columns of the weights of `project` are a multiple of it
 def _input_arguments(
     activation: Activation, kept: Tensor | None, skip: Tensor | None, cg: int
 ) -> tuple[tuple, tuple, dict]:
-    """Arguments of `_input_slice`: pointers, numbers, constants of the compilation."""
+    """Arguments of `make_input_slice`: pointers, numbers, constants of the compilation."""
     n, c, t = activation.shape
     source, norm, film, residual = activation
     stem = source if isinstance(source, Stem) else None
