@@ -30,8 +30,9 @@ from diffusion.errors import ConfigError
 
 from . import harness
 from .cases import LONGER_ATTENTION, OPS, model_cases
+from .experiment import DTYPES, Experiment, Inputs, Outputs, copied, widened
 from .harness import Provenance, Row, WrongResult, check_choice
-from .providers import DTYPES, Experiment, Inputs, Outputs, absent, copied, experiments, widened
+from .providers import absent, experiments
 
 DEFAULTS = {
     "op": ("all",),

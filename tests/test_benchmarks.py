@@ -146,7 +146,7 @@ def test_convolutions_of_other_models():
 
 
 def test_what_is_not_installed_is_said(monkeypatch):
-    monkeypatch.setattr(providers, "_GNNHWC", False)
+    monkeypatch.setattr(providers.group_norm, "_GNNHWC", False)
     [line] = providers.absent("group_norm")
     assert "gnnhwc" in line and "not installed" in line
     assert providers.absent("conv2d") == []
