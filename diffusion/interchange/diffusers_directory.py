@@ -33,7 +33,8 @@ from torch import Tensor
 from ..build import Process
 from ..errors import ConfigError
 from ..schedule import NoiseSchedule
-from ..unet import AttentionBlock, UNet
+from ..unet import UNet
+from ..unet_blocks import AttentionBlock
 from .diffusers_names import (
     from_diffusers_state,
     resamples_by_constants,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..unet import AttentionBlock, UNet
+from ..unet import UNet
+from ..unet_blocks import AttentionBlock
 
 # outside the blocks, in a residual block, in an attention block: ours, theirs
 _OUTSIDE = {

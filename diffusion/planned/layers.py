@@ -18,7 +18,8 @@ from triton_kernels.row_sums import RowSums
 
 from ..flat import FlatParameters
 from ..layers import Conv1d, Conv2d, GroupNorm, Linear
-from ..unet import AttentionBlock, Downsample, ResBlock, UNet, Upsample
+from ..unet import UNet
+from ..unet_blocks import AttentionBlock, Downsample, ResBlock, Upsample
 from .side_stream import SideStream
 
 TOGETHER = ("emb_layers.1.weight", "emb_layers.1.bias")  # for FlatParameters

@@ -30,7 +30,8 @@ from triton_kernels.fused import ops as fused
 
 from ..flat import FlatParameters
 from ..layers import GroupNorm
-from ..unet import AttentionBlock, Downsample, ResBlock, UNet, Upsample
+from ..unet import UNet
+from ..unet_blocks import AttentionBlock, Downsample, ResBlock, Upsample
 from .layers import (
     TOGETHER,
     EmbeddingLayers,

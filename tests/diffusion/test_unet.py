@@ -259,6 +259,8 @@ def test_dropout_sleeps_in_evaluation():
         ({"channel_mult": (1, 1.25)}, "num_groups=4.* 10 channels of input_blocks.3.0"),
         ({"num_head_channels": 5}, "num_head_channels=5.* 16 channels of input_blocks.3.1"),
         ({"num_heads": 3}, "num_heads=3.* 16 channels of input_blocks.3.1"),
+        ({"num_heads_upsample": 0}, "num_heads_upsample=0; expected at least 1, or -1"),
+        ({"num_head_channels": -2}, "num_head_channels=-2; expected at least 1, or -1"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"num_res_blocks": 0}, "num_res_blocks=0"),
         ({"model_channels": 8.5}, "model_channels=8.5"),
