@@ -150,7 +150,7 @@ def _constants(qkv: Tensor, num_heads: int, order: str, allow_tf32: bool) -> dic
     )
 
 
-def _attention_fwd(
+def attention_fwd(
     qkv: Tensor,
     num_heads: int,
     order: str,
@@ -171,7 +171,7 @@ def _attention_fwd(
             (n, t, num_heads, constants["D"], qkv.dtype, allow_tf32 and qkv.itemsize == 4),
             lambda: _candidates(_FWD_CONFIGS, qkv, constants["BLOCK_D"]),
             lambda: _fwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32),
-            lambda c: _attention_fwd(qkv, num_heads, order, allow_tf32, c)[0],
+            lambda c: attention_fwd(qkv, num_heads, order, allow_tf32, c)[0],
         )
     attention_fwd_kernel[(n * num_heads * triton.cdiv(t, config.keep),)](
         qkv,
@@ -198,10 +198,10 @@ def _attention_bwd(
     config: _BwdConfig | None = None,
 ) -> Tensor:
     """dqkv [N, T, 3C]; `do` may have any strides."""
-    return _attention_bwd_rows(do, qkv, o, lse, num_heads, order, allow_tf32, None, config)[0]
+    return attention_bwd_rows(do, qkv, o, lse, num_heads, order, allow_tf32, None, config)[0]
 
 
-def _attention_bwd_rows(
+def attention_bwd_rows(
     do: Tensor,
     qkv: Tensor,
     o: Tensor,
@@ -280,7 +280,7 @@ def _fake_attention(qkv, num_heads, order, allow_tf32):
 
 @op("attention", _fake_attention, differentiable=True)
 def _attention(qkv: Tensor, num_heads: int, order: str, allow_tf32: bool) -> tuple[Tensor, Tensor]:
-    return _attention_fwd(qkv, num_heads, order, allow_tf32)
+    return attention_fwd(qkv, num_heads, order, allow_tf32)
 
 
 @op("attention_backward", lambda do, qkv, *_: qkv.new_empty(qkv.shape))

@@ -34,6 +34,13 @@ def check_second(x2: Tensor | None, n: int, h: int, w: int) -> int:
     return x2.shape[3]
 
 
+def row_stride(x: Tensor | None) -> int:
+    """Elements between the rows of x [N, C], whose channels have to lie side by side; 0 if it is
+    absent."""
+    assert x is None or x.stride(-1) == 1, f"strides {x.stride()}; expected channels side by side"
+    return 0 if x is None else x.stride(0)
+
+
 def autocast(x: Tensor) -> Tensor:
     """x in the dtype of an enclosing torch.autocast, which is how PyTorch treats what its own
     convolutions and matrix products take."""

@@ -136,7 +136,8 @@ def _cut(columns: int, c: int, tile: int = _TILE) -> _Grid:
     return _Grid(triton.cdiv(columns, block_q), triton.cdiv(c, block_c), block_q, block_c)
 
 
-def _gather(fine: Tensor, factor: float) -> Tensor:
+def gather(fine: Tensor, factor: float) -> Tensor:  # [N, H, W, C] -> [N, H // 2, W // 2, C]
+    """factor * the sum over each 2x2 block."""
     n, h, w, c = fine.shape
     coarse = _empty((n, h // 2, w // 2, c), dtype=fine.dtype, device=fine.device)
     grid = _cut(w // 2, c)
@@ -147,7 +148,8 @@ def _gather(fine: Tensor, factor: float) -> Tensor:
     return coarse
 
 
-def _spread(coarse: Tensor, shape: tuple[int, ...], factor: float) -> Tensor:
+def spread(coarse: Tensor, shape: tuple[int, ...], factor: float) -> Tensor:  # of that shape
+    """factor * the coarse pixel that each pixel lies in."""
     return spread_add(coarse, shape, factor)[0]
 
 
@@ -189,23 +191,23 @@ def _fake_fine(coarse):
 
 @op("avg_pool2d", _fake_coarse, differentiable=True)
 def _avg_pool2d(x: Tensor) -> Tensor:
-    return _gather(x, 0.25)
+    return gather(x, 0.25)
 
 
 @op("avg_pool2d_backward", lambda dy, h, w: dy.new_empty((dy.shape[0], h, w, dy.shape[3])))
 def _avg_pool2d_backward(dy: Tensor, h: int, w: int) -> Tensor:
-    return _spread(dy, (dy.shape[0], h, w, dy.shape[3]), 0.25)
+    return spread(dy, (dy.shape[0], h, w, dy.shape[3]), 0.25)
 
 
 @op("upsample_nearest2d", _fake_fine, differentiable=True)
 def _upsample_nearest2d(x: Tensor) -> Tensor:
     n, h, w, c = x.shape
-    return _spread(x, (n, 2 * h, 2 * w, c), 1.0)
+    return spread(x, (n, 2 * h, 2 * w, c), 1.0)
 
 
 @op("upsample_nearest2d_backward", _fake_coarse)
 def _upsample_nearest2d_backward(dy: Tensor) -> Tensor:
-    return _gather(dy, 1.0)
+    return gather(dy, 1.0)
 
 
 @derivative(of=_avg_pool2d)

@@ -10,11 +10,11 @@ from triton_kernels.attention import (
     _BWD_CONFIGS,
     _FWD_CONFIGS,
     _attention_bwd,
-    _attention_bwd_rows,
-    _attention_fwd,
     _bwd_config,
     _fwd_config,
     attention,
+    attention_bwd_rows,
+    attention_fwd,
 )
 
 FLOOR = 1e-6  # of the budget: the precision of float32 statistics
@@ -151,7 +151,7 @@ CONFIG_SHAPES = {"ragged": (1, 70, 1, 24), "whole": (1, 64, 1, 32)}
 def test_fwd_config(config, shape, device):
     qkv, do = make(*shape, torch.float16, device)
     (exact, _), (budget, _) = expected_and_budgets(qkv, do, shape[2])
-    o, lse = _attention_fwd(qkv, shape[2], "qkv_heads", False, config)
+    o, lse = attention_fwd(qkv, shape[2], "qkv_heads", False, config)
     assert_close("o", o, exact, budget)
     q, k, _ = qkv.double().view(*shape[:2], 3, *shape[2:]).permute(2, 0, 3, 1, 4)
     scores = q @ k.transpose(-1, -2) / math.sqrt(shape[3])
@@ -166,7 +166,7 @@ def test_bwd_config(config, shape, device):
     qkv, do = make(*shape, torch.float16, device)
     (_, exact), (_, budget) = expected_and_budgets(qkv, do, shape[2])
     arguments = shape[2], "qkv_heads", False
-    dqkv = _attention_bwd(do, qkv, *_attention_fwd(qkv, *arguments), *arguments, config)
+    dqkv = _attention_bwd(do, qkv, *attention_fwd(qkv, *arguments), *arguments, config)
     assert_close("dqkv", dqkv, exact, budget)
     check_rows(do, qkv, arguments, config)
 
@@ -174,8 +174,8 @@ def test_bwd_config(config, shape, device):
 def check_rows(do, qkv, arguments, config):
     """The rows are sums of what was written, before it was rounded."""
     place = lambda *shape: torch.full(shape, torch.nan, device=qkv.device)  # noqa: E731
-    o_lse = _attention_fwd(qkv, *arguments)
-    dqkv, rows = _attention_bwd_rows(do, qkv, *o_lse, *arguments, place, config)
+    o_lse = attention_fwd(qkv, *arguments)
+    dqkv, rows = attention_bwd_rows(do, qkv, *o_lse, *arguments, place, config)
     assert torch.equal(dqkv, _attention_bwd(do, qkv, *o_lse, *arguments, config))
     written = dqkv.double()
     error = (rows.double().sum(0) - written.sum((0, 1))).abs()
@@ -333,7 +333,7 @@ def test_gpu_fwd_config(config, shape, device):
     qkv, do = make(*shape, torch.bfloat16, device)
     (exact, _), (budget, _) = expected_and_budgets(qkv, do, shape[2])
     for _ in range(RUNS_ON_GPU):
-        o, _ = _attention_fwd(qkv, shape[2], "qkv_heads", False, config)
+        o, _ = attention_fwd(qkv, shape[2], "qkv_heads", False, config)
         assert_close("o", o, exact, budget)
 
 
@@ -346,7 +346,7 @@ def test_gpu_bwd_config(config, shape, device):
     qkv, do = make(*shape, torch.bfloat16, device)
     (_, exact), (_, budget) = expected_and_budgets(qkv, do, shape[2])
     arguments = shape[2], "qkv_heads", False
-    o, lse = _attention_fwd(qkv, *arguments)
+    o, lse = attention_fwd(qkv, *arguments)
     for _ in range(RUNS_ON_GPU):
         dqkv = _attention_bwd(do, qkv, o, lse, *arguments, config)
         assert_close("dqkv", dqkv, exact, budget)

@@ -17,13 +17,12 @@ from torch import Tensor
 from ..activations import check_activation
 from ..dependent_launch import overlapping
 from ..dropout import Mask
-from ..layout import check_nhwc, check_second, check_shape
+from ..layout import check_nhwc, check_second, check_shape, row_stride
 from ..norm.pass_grid import PassConfig
 from ..row_sums import RowSums
 from .norm_fold_kernels import _norm_apply_folded_kernel, _norm_dx_folded_kernel
 from .norm_passes import apply, cut, norm_dx
 from .norm_tables import (
-    _row_stride,
     check_partials_of,
     covering_groups,
     norm_grad_table,
@@ -91,7 +90,7 @@ def norm_apply(
     a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
     film = (scale, shift)
     _norm_apply_folded_kernel[(grid.programs,)](
-        x1, x2, first, second, weight, bias, *film, table, a, *map(_row_stride, film),
+        x1, x2, first, second, weight, bias, *film, table, a, *map(row_stride, film),
         pixels[0], pixels[-1], h * w, c1, c2, grid.k, grid.cb1, grid.cb, eps,
         activation, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
         num_warps=config.num_warps, **overlapping(x1.device),
@@ -163,7 +162,7 @@ def norm_backward(
     strided = (scale, grad_scale_out, grad_shift_out, emb_grad_out)
     _norm_dx_folded_kernel[(grid.programs,)](
         dz, x, add1, add1_second, dx, added, partials, input_partials, table, weight, bias, scale,
-        work, *strided[1:], *map(_row_stride, strided), h * w, c, grid.k, grid.cb,
+        work, *strided[1:], *map(row_stride, strided), h * w, c, grid.k, grid.cb,
         count, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
         num_warps=config.num_warps, **overlapping(x.device),
     )  # fmt: skip

@@ -11,16 +11,13 @@ import triton.language as tl
 from ..activations import activate
 from ..dependent_launch import await_inputs
 from ..norm.stream_kernels import affine
-from .norm_table_kernels import _moments, _store_affine_grads, _sum_tiles
-
-
-@triton.jit
-def _lanes(c0, C, CG: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_J: tl.constexpr):
-    """The channels of the groups from that of channel c0 on, and which of them there are, both
-    [BLOCK_G, BLOCK_J]."""
-    offs_j = tl.arange(0, BLOCK_J)[None, :]
-    lanes = (c0 // CG + tl.arange(0, BLOCK_G)[:, None]) * CG + offs_j
-    return lanes, (offs_j < CG) & (lanes < C)
+from .norm_statistics import (
+    covering_lanes,
+    merge_channels,
+    moments_of_partials,
+    store_affine_grads,
+    sum_tiles,
+)
 
 
 @triton.jit
@@ -40,22 +37,16 @@ def _statistics(
     BLOCK_K1: tl.constexpr,
     BLOCK_K2: tl.constexpr,
 ):
-    """mean and rstd of each group, [BLOCK_G]."""
+    """mean and rstd of each group of an image, [BLOCK_G]."""
     mask = there & (lanes < C1)
-    mean, var = _moments(partial1_ptr, pixels1, C1, lanes, mask, K1, BLOCK_K1)
+    mean, var = moments_of_partials(partial1_ptr, pixels1, C1, lanes, mask, K1, BLOCK_K1)
     if partial2_ptr is not None:
         second = lanes >= C1
         mask = there & second
-        mean2, var2 = _moments(partial2_ptr, pixels2, C2, lanes - C1, mask, K2, BLOCK_K2)
+        mean2, var2 = moments_of_partials(partial2_ptr, pixels2, C2, lanes - C1, mask, K2, BLOCK_K2)
         mean = tl.where(second, mean2, mean)
         var = tl.where(second, var2, var)
-    # each channel of a group has as many pixels as the others, so that all weigh the same
-    group_mean = tl.sum(tl.where(there, mean, 0.0), 1, keep_dims=True) / CG
-    delta = tl.where(there, mean - group_mean, 0.0)
-    group_mean += tl.sum(delta, 1, keep_dims=True) / CG
-    delta = tl.where(there, mean - group_mean, 0.0)
-    group_var = tl.sum(tl.where(there, var + delta * delta, 0.0), 1) / CG
-    return tl.reshape(group_mean, [group_mean.shape[0]]), 1.0 / tl.sqrt(group_var + eps)
+    return merge_channels(mean, var, there, eps, CG)
 
 
 @triton.jit
@@ -110,7 +101,7 @@ def _apply_folded_half(
         weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift,
         n, border + offs_c, mask_c,
     )  # fmt: skip
-    lanes, there = _lanes(border + c0, C, CG, BLOCK_G, BLOCK_J)
+    lanes, there = covering_lanes(border + c0, C, CG, BLOCK_G, BLOCK_J)
     if partial2_ptr is not None:
         partial2_ptr += n * (K2 * 2) * C2
     group_mean, group_rstd = _statistics(
@@ -229,14 +220,14 @@ def folded_coefficients(
     """p, q and r of channels c0 .. c0 + BLOCK_C, as those of `_norm_grad_table_kernel`."""
     offs_c = c0 + tl.arange(0, BLOCK_C)
     mask_c = offs_c < C
-    lanes, there = _lanes(c0, C, CG, BLOCK_G, BLOCK_J)
+    lanes, there = covering_lanes(c0, C, CG, BLOCK_G, BLOCK_J)
     row_ptr = table_ptr + n * 4 * C + lanes
     mean = tl.load(row_ptr, mask=there, other=0.0)
     rstd = tl.load(row_ptr + C, mask=there, other=0.0)
     g = tl.load(row_ptr + 2 * C, mask=there, other=0.0)
     partial_ptr += n * (KZ * 2) * C
-    d = _sum_tiles(partial_ptr, C, None, lanes, there, KZ, BLOCK_KZ)
-    e = _sum_tiles(partial_ptr + C, C, None, lanes, there, KZ, BLOCK_KZ)
+    d = sum_tiles(partial_ptr, C, None, lanes, there, KZ, BLOCK_KZ)
+    e = sum_tiles(partial_ptr + C, C, None, lanes, there, KZ, BLOCK_KZ)
     total = HW * 1.0 * CG
     m1 = tl.sum(g * d, 1, keep_dims=True) / total
     m2 = tl.sum(g * e, 1, keep_dims=True) / total
@@ -256,7 +247,7 @@ def folded_coefficients(
         own = there & (lanes >= c0) & (lanes < c0 + BLOCK_C)
         one_scale, _ = affine(None, None, scale_ptr, None, stride_scale, 0, n, lanes, own)
         out_ptr = rows_ptr + n * (ROWS * C) + lanes
-        _store_affine_grads(
+        store_affine_grads(
             d, e, one_scale, out_ptr, weight_ptr, bias_ptr, d_scale_ptr, d_shift_ptr,
             stride_dscale, stride_dshift, n, lanes, own, C,
         )  # fmt: skip
@@ -264,7 +255,7 @@ def folded_coefficients(
             # of x - mean: q (sum of x) and r H W would cancel when the mean is large
             less = (HW // KX) * 1.0 * mean
             input_ptr = input_partial_ptr + n * (KX * 2) * C
-            sum_x = _sum_tiles(input_ptr, C, less, lanes, own, KX, BLOCK_KX)
+            sum_x = sum_tiles(input_ptr, C, less, lanes, own, KX, BLOCK_KX)
             dx_sum = rstd * g * d + q * sum_x - rstd * m1 * HW
             tl.store(out_ptr + 2 * C, dx_sum, mask=own)
             if d_emb_ptr is not None:

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ..dependent_launch import await_inputs
 from ..norm.stream_kernels import affine, moments
+from .norm_statistics import moments_of_partials, store_affine_grads, sum_tiles
 
 
 @triton.jit
@@ -43,44 +44,6 @@ def _lanes(pid, C, GB, CG: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_J: tl.cons
     offs_j = tl.arange(0, BLOCK_J)[None, :]
     offs_c = (pid % GB * BLOCK_G + tl.arange(0, BLOCK_G)[:, None]) * CG + offs_j
     return offs_c, (offs_j < CG) & (offs_c < C)
-
-
-@triton.jit
-def _moments(
-    partial_ptr,  # float32 [K, 2, C]
-    pixels,
-    C,
-    offs_c,
-    mask_c,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """mean and variance of each channel of an image of so many pixels."""
-    offs_k = tl.arange(0, BLOCK_K)[:, None, None]
-    offs = offs_k * (2 * C) + offs_c[None, :, :]
-    per_tile = (pixels // K) * 1.0
-    inverse = 1.0 / per_tile
-    mean = tl.zeros([BLOCK_K, offs_c.shape[0], offs_c.shape[1]], tl.float32)  # of a lane's tiles
-    between = tl.zeros(mean.shape, tl.float32)  # M2 of the means of a lane's tiles
-    within = tl.zeros(mean.shape, tl.float32)  # the sum of their M2
-    for i in range((K + BLOCK_K - 1) // BLOCK_K):
-        k0 = i * BLOCK_K
-        mask = (offs_k < K - k0) & mask_c[None, :, :]
-        tile_sum = tl.load(partial_ptr + k0 * 2 * C + offs, mask=mask, other=0.0)
-        within += tl.load(partial_ptr + (k0 * 2 + 1) * C + offs, mask=mask, other=0.0)
-        # Welford: only the last round has dead lanes
-        delta = tl.where(mask, tile_sum * inverse - mean, 0.0)
-        step = delta * (1.0 / (i + 1))
-        mean += step
-        between += delta * (delta - step)
-
-    # Chan: merge the lanes. The second sum also returns what the first has rounded off the mean.
-    count = (K - offs_k + BLOCK_K - 1) // BLOCK_K * 1.0
-    total_mean = tl.sum(mean * count, 0) * (1.0 / K)
-    delta = mean - total_mean[None, :, :]
-    weighted = delta * count
-    m2 = tl.sum(within + (between + weighted * delta) * per_tile, 0)
-    return total_mean + tl.sum(weighted, 0) * (1.0 / K), m2 / pixels
 
 
 @triton.jit
@@ -118,13 +81,13 @@ def _norm_table_kernel(
 
     half_ptr = partial1_ptr + n * (K1 * 2) * C1
     mask = mask_c & (offs_c < C1)
-    mean, var = _moments(half_ptr, pixels1, C1, offs_c, mask, K1, BLOCK_K1)
+    mean, var = moments_of_partials(half_ptr, pixels1, C1, offs_c, mask, K1, BLOCK_K1)
     if partial2_ptr is not None:
         second = offs_c >= C1
         C2 = C - C1
         half_ptr = partial2_ptr + n * (K2 * 2) * C2
         mask = mask_c & second
-        mean2, var2 = _moments(half_ptr, pixels2, C2, offs_c - C1, mask, K2, BLOCK_K2)
+        mean2, var2 = moments_of_partials(half_ptr, pixels2, C2, offs_c - C1, mask, K2, BLOCK_K2)
         mean = tl.where(second, mean2, mean)
         var = tl.where(second, var2, var)
 
@@ -140,35 +103,6 @@ def _norm_table_kernel(
     tl.store(out_ptr + C, rstd + tl.zeros_like(mean), mask=mask_c)
     tl.store(out_ptr + 2 * C, g, mask=mask_c)
     tl.store(out_ptr + 3 * C, b, mask=mask_c)
-
-
-@triton.jit
-def _store_affine_grads(
-    d,  # the sum over an image's pixels of dz,
-    e,  # and of dz (x - mean) rstd
-    one_scale,  # 1 + scale
-    row_ptrs,  # float32: of these channels, in the first row of the sample
-    weight_ptr,  # [C] or None
-    bias_ptr,  # [C] or None
-    d_scale_ptr,  # [N, C] or None
-    d_shift_ptr,  # [N, C] or None
-    stride_dscale,
-    stride_dshift,
-    n,
-    offs_c,
-    mask_c,
-    C,
-):
-    """What a sample adds to the gradients of weight and bias, and those of its scale and shift."""
-    tl.store(row_ptrs, one_scale * e, mask=mask_c)
-    tl.store(row_ptrs + C, one_scale * d, mask=mask_c)
-    if d_shift_ptr is not None:
-        d_shift = d.to(d_shift_ptr.dtype.element_ty)
-        tl.store(d_shift_ptr + n * stride_dshift + offs_c, d_shift, mask=mask_c)
-    if d_scale_ptr is not None:
-        weight, bias = affine(weight_ptr, bias_ptr, None, None, 0, 0, 0, offs_c, mask_c)
-        d_scale = (weight * e + bias * d).to(d_scale_ptr.dtype.element_ty)
-        tl.store(d_scale_ptr + n * stride_dscale + offs_c, d_scale, mask=mask_c)
 
 
 @triton.jit
@@ -210,12 +144,12 @@ def _norm_grad_table_kernel(
     g = tl.load(row_ptr + 2 * C, mask=mask_c, other=0.0)
     one_scale, _ = affine(None, None, scale_ptr, None, stride_scale, 0, n, offs_c, mask_c)
 
-    d = _sum_tiles(partial_ptr + n * (K * 2) * C, C, None, offs_c, mask_c, K, BLOCK_K)
-    e = _sum_tiles(partial_ptr + n * (K * 2) * C + C, C, None, offs_c, mask_c, K, BLOCK_K)
+    d = sum_tiles(partial_ptr + n * (K * 2) * C, C, None, offs_c, mask_c, K, BLOCK_K)
+    e = sum_tiles(partial_ptr + n * (K * 2) * C + C, C, None, offs_c, mask_c, K, BLOCK_K)
     if input_partial_ptr is not None:
         # of x - mean: q (sum of x) and r H W would cancel when the mean is large
         per_tile = (pixels // KX) * 1.0 * mean
-        sum_x = _sum_tiles(
+        sum_x = sum_tiles(
             input_partial_ptr + n * (KX * 2) * C, C, per_tile, offs_c, mask_c, KX, BLOCK_KX
         )
 
@@ -230,7 +164,7 @@ def _norm_grad_table_kernel(
     tl.store(out_ptr + 2 * C, -rstd * m1 - q * mean, mask=mask_c)
 
     out_ptr = rows_ptr + n * (ROWS * C) + offs_c
-    _store_affine_grads(
+    store_affine_grads(
         d, e, one_scale, out_ptr, weight_ptr, bias_ptr, d_scale_ptr, d_shift_ptr,
         stride_dscale, stride_dshift, n, offs_c, mask_c, C,
     )  # fmt: skip
@@ -240,29 +174,6 @@ def _norm_grad_table_kernel(
         if d_emb_ptr is not None:
             d_emb = dx_sum.to(d_emb_ptr.dtype.element_ty)
             tl.store(d_emb_ptr + n * stride_demb + offs_c, d_emb, mask=mask_c)
-
-
-@triton.jit
-def _sum_tiles(
-    partial_ptr,  # float32 [K, 2, C]
-    C,
-    less,  # subtracted from each, or None
-    offs_c,
-    mask_c,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """The sum over tiles of the first of their two numbers."""
-    offs_k = tl.arange(0, BLOCK_K)[:, None, None]
-    offs = offs_k * (2 * C) + offs_c[None, :, :]
-    acc = tl.zeros([BLOCK_K, offs_c.shape[0], offs_c.shape[1]], tl.float32)
-    for k0 in range(0, K, BLOCK_K):
-        mask = (offs_k < K - k0) & mask_c[None, :, :]
-        value = tl.load(partial_ptr + k0 * 2 * C + offs, mask=mask, other=0.0)
-        if less is not None:
-            value = tl.where(mask, value - less[None, :, :], 0.0)
-        acc += value
-    return tl.sum(acc, 0)
 
 
 @triton.jit

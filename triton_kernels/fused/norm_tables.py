@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ..column_sum import sum_partials
 from ..dependent_launch import overlapping
-from ..layout import check_nhwc, check_shape
+from ..layout import check_nhwc, check_shape, row_stride
 from ..norm.pass_grid import channel_block
 from ..row_sums import RowSums
 from .norm_table_kernels import (
@@ -85,11 +85,6 @@ def tiles_at_a_time(groups: tuple[int, int], *ks: int) -> list[int]:
     """Tiles at a time, for each number of tiles."""
     most = max(_LOADED // (groups[0] * groups[1]), 1)
     return [min(triton.next_power_of_2(k), most) for k in ks]
-
-
-def _row_stride(x: Tensor | None) -> int:
-    assert x is None or x.stride(-1) == 1, f"strides {x.stride()}; expected channels side by side"
-    return 0 if x is None else x.stride(0)
 
 
 def _check_partials(partials: Tensor, pixels: int) -> None:
@@ -156,7 +151,7 @@ def norm_table(
         bias,
         *film,
         table,
-        *map(_row_stride, film),
+        *map(row_stride, film),
         *shape,
         *lanes.blocks,
         num_warps=lanes.num_warps,
@@ -197,8 +192,7 @@ def norm_grad_table(
     kx = 1
     if input_partials is not None:
         kx = input_partials.shape[1]
-        _check_partials(input_partials, pixels)
-        assert input_partials.shape == (n, kx, 2, c)
+        check_partials_of(input_partials, pixels, n, c)
     lanes = _lanes_of(c, num_groups, k, kx)
     rows = 3 if sums_dx else 2
     coeff = _empty((n, 3, c), dtype=torch.float32, device=table.device)
@@ -218,7 +212,7 @@ def norm_grad_table(
         coeff,
         work,
         *strided[1:],
-        *map(_row_stride, strided),
+        *map(row_stride, strided),
         *shape,
         *lanes.blocks,
         num_warps=lanes.num_warps,

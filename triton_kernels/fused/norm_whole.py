@@ -16,17 +16,16 @@ from torch import Tensor
 
 from ..activations import check_activation
 from ..dependent_launch import overlapping
-from ..layout import check_nhwc, check_second, check_shape
+from ..layout import check_nhwc, check_second, check_shape, row_stride
 from .conv_split import SplitConv
 from .norm_passes import _APPLY_CONFIGS, cut
-from .norm_tables import _row_stride, check_partials_of
+from .norm_tables import check_partials_of, tiles_at_a_time
 from .norm_whole_kernels import _norm_sums_kernel, _norm_whole_kernel, _sum_parts_kernel
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 _MAX_ELEMENTS = 16384  # of a group: 32 numbers a thread of 16 warps
 _PER_WARP, _MIN_WARPS = 1024, 4  # elements
-_LOADED = 2048  # partial sums at a time
 _FEW_ELEMENTS = 2**20
 _FEW_PROGRAMS = 264  # a group more a program, if there are more than twice an H200's processors
 
@@ -77,8 +76,8 @@ def norm_whole(
         bias,
         *film,
         a,
-        _row_stride(terms[2]),
-        *map(_row_stride, film),
+        row_stride(terms[2]),
+        *map(row_stride, film),
         n,
         h * w,
         c1,
@@ -112,7 +111,7 @@ def sum_parts(split: SplitConv) -> Tensor:  # [N, H, W, CO]
     block_c, block_p = 16, min(triton.next_power_of_2(h * w), 64)
     blocks = triton.cdiv(c, block_c), triton.cdiv(h * w, block_p)
     _sum_parts_kernel[(n * blocks[0] * blocks[1],)](
-        parts, *terms, y, _row_stride(terms[2]), n, h * w, c, *blocks, parts.shape[0],
+        parts, *terms, y, row_stride(terms[2]), n, h * w, c, *blocks, parts.shape[0],
         block_c, block_p, num_warps=4, **overlapping(y.device),
     )  # fmt: skip
     return y
@@ -161,16 +160,14 @@ def norm_of_sums(
     if n == 0:
         return a
     block_c = grid.block_c
-    block_j = triton.next_power_of_2(cg)
-    block_g = triton.next_power_of_2(1 + triton.cdiv(block_c - 1, cg))
+    groups = triton.next_power_of_2(1 + triton.cdiv(block_c - 1, cg)), triton.next_power_of_2(cg)
     first, second = partials[0], partials[1] if x2 is not None else None
     ks = first.shape[1], 1 if second is None else second.shape[1]
-    blocks_k = [min(triton.next_power_of_2(k), max(_LOADED // (block_g * block_j), 1)) for k in ks]
     film = (scale, shift)
     _norm_sums_kernel[(grid.programs,)](
-        x1, x2, first, second, weight, bias, *film, a, *map(_row_stride, film),
+        x1, x2, first, second, weight, bias, *film, a, *map(row_stride, film),
         pixels[0], pixels[-1], h * w, c1, c2, grid.k, grid.cb1, grid.cb, eps,
-        activation, *ks, cg, *grid.tile, block_g, block_j, *blocks_k,
+        activation, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
         num_warps=config.num_warps, **overlapping(x1.device),
     )  # fmt: skip
     return a

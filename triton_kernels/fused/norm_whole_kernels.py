@@ -10,7 +10,7 @@ import triton.language as tl
 from ..activations import activate
 from ..dependent_launch import await_inputs
 from ..norm.stream_kernels import affine
-from .norm_table_kernels import _moments
+from .norm_statistics import covering_lanes, merge_channels, moments_of_partials
 
 
 @triton.jit
@@ -207,33 +207,23 @@ def _norm_sums_kernel(
     if pid_c < CB1:
         mask_c = offs_c < C1
 
-    # the statistics of the groups that these channels belong to, [BLOCK_G, BLOCK_J]
-    g0 = c0 // CG
-    offs_j = tl.arange(0, BLOCK_J)[None, :]
-    lanes = (g0 + tl.arange(0, BLOCK_G)[:, None]) * CG + offs_j
-    there = (offs_j < CG) & (lanes < C)
+    lanes, there = covering_lanes(c0, C, CG, BLOCK_G, BLOCK_J)
     mask = there & (lanes < C1)
-    mean, var = _moments(partial1_ptr + n * (K1 * 2) * C1, pixels1, C1, lanes, mask, K1, BLOCK_K1)
+    half_ptr = partial1_ptr + n * (K1 * 2) * C1
+    mean, var = moments_of_partials(half_ptr, pixels1, C1, lanes, mask, K1, BLOCK_K1)
     if partial2_ptr is not None:
         mask = there & (lanes >= C1)
-        mean2, var2 = _moments(
-            partial2_ptr + n * (K2 * 2) * C2, pixels2, C2, lanes - C1, mask, K2, BLOCK_K2
-        )
+        half_ptr = partial2_ptr + n * (K2 * 2) * C2
+        mean2, var2 = moments_of_partials(half_ptr, pixels2, C2, lanes - C1, mask, K2, BLOCK_K2)
         mean = tl.where(lanes >= C1, mean2, mean)
         var = tl.where(lanes >= C1, var2, var)
-    group_mean = tl.sum(tl.where(there, mean, 0.0), 1, keep_dims=True) / CG
-    delta = tl.where(there, mean - group_mean, 0.0)
-    group_mean += tl.sum(delta, 1, keep_dims=True) / CG
-    delta = tl.where(there, mean - group_mean, 0.0)
-    group_var = tl.sum(tl.where(there, var + delta * delta, 0.0), 1) / CG
-    rstd = 1.0 / tl.sqrt(group_var + eps)
-
-    group = offs_c // CG - g0
-    mean_c = tl.gather(tl.reshape(group_mean, [BLOCK_G]), group, 0)
+    group_mean, group_rstd = merge_channels(mean, var, there, eps, CG)
+    group = offs_c // CG - c0 // CG
+    mean_c = tl.gather(group_mean, group, 0)
     g, b = affine(
         weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
     )
-    slope = g * tl.gather(rstd, group, 0)
+    slope = g * tl.gather(group_rstd, group, 0)
     if pid_c < CB1:
         _apply_tiles(
             x1_ptr + offs_c, a_ptr + offs_c, C1, C, n, k, HW, mean_c, slope, b, mask_c, ACT,

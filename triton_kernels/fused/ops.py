@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from ..attention import _attention_bwd_rows, _attention_fwd
+from ..attention import attention_bwd_rows, attention_fwd
 from ..column_sum import column_rows
-from ..resample import _gather, _spread, spread_add
+from ..resample import gather, spread, spread_add
 from ..row_sums import RowSums
 from .activation_grad import activation_grad
 from .begin_step import begin_step
@@ -81,7 +81,7 @@ def tensor_rows(x: Tensor, sums: RowSums) -> Tensor:
 
 def attention_forward(qkv: Tensor, num_heads: int, order: str) -> tuple[Tensor, Tensor]:
     """(o [N, T, C], logsumexp) of qkv [N, T, 3C]"""
-    return _attention_fwd(qkv, num_heads, order, allow_tf32=True)
+    return attention_fwd(qkv, num_heads, order, allow_tf32=True)
 
 
 def attention_backward(
@@ -89,12 +89,12 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor]:
     """dqkv [N, T, 3C], and rows [rows, 3C] in a place of `sums`, whose sum is that of it over
     samples and positions."""
-    return _attention_bwd_rows(do, qkv, o, lse, num_heads, order, True, sums.rows)
+    return attention_bwd_rows(do, qkv, o, lse, num_heads, order, True, sums.rows)
 
 
 def avg_pool(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, H / 2, W / 2, C]
     """2x2 means."""
-    return _gather(x, 0.25)
+    return gather(x, 0.25)
 
 
 def avg_pool_grad(
@@ -109,9 +109,9 @@ def avg_pool_grad(
 def upsample(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, 2H, 2W, C]
     """Each pixel becomes a 2x2 block."""
     n, h, w, c = x.shape
-    return _spread(x, (n, 2 * h, 2 * w, c), 1.0)
+    return spread(x, (n, 2 * h, 2 * w, c), 1.0)
 
 
 def upsample_grad(dy: Tensor) -> Tensor:  # [N, 2H, 2W, C] -> [N, H, W, C]
     """Its input gradient: the sum over each 2x2 block."""
-    return _gather(dy, 1.0)
+    return gather(dy, 1.0)

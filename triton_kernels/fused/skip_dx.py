@@ -24,7 +24,7 @@ from ..dependent_launch import await_inputs, overlapping
 from ..row_sums import RowSums
 from ..tuning import choose
 from .norm_fold_kernels import folded_coefficients
-from .norm_tables import _check_partials, covering_groups, tiles_at_a_time
+from .norm_tables import check_partials_of, covering_groups, tiles_at_a_time
 
 _CONFIGS = [
     Config(64, 64, 64, 4, 2),
@@ -218,8 +218,8 @@ def skip_dx(
     if isinstance(coeff, NormSums):
         assert box[0] == 1, "a tile of several images"
         partials, table, num_groups, place = coeff
-        _check_partials(partials, h * w)
-        assert partials.shape == (n, partials.shape[1], 2, c) and place.shape == (n, 2 * c)
+        check_partials_of(partials, h * w, n, c)
+        assert place.shape == (n, 2 * c)
         assert table.shape == (n, 4, c) and table.is_contiguous() and place.is_contiguous()
         fold["KZ"], fold["CG"] = partials.shape[1], c // num_groups
         groups = covering_groups(config.block_c, 0, fold["CG"])

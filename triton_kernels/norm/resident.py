@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activations import activate, activate_grad
+from ..activations import activate
 from ..tuning import choose
 from .stream import Halves, Params, empty_like, extent, row_strides
-from .stream_kernels import affine, coefficients
+from .stream_kernels import affine, coefficients, normalised_and_dz
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -179,8 +179,7 @@ def _group_norm_resident_bwd_kernel(
         mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
         stride_scale, stride_shift, n, offs_c, mask_c, G, CG,
     )  # fmt: skip
-    xhat = (x - mean[None, :]) * rstd[None, :]
-    dz = dy * activate_grad(xhat * gain[None, :] + offset[None, :], ACT)
+    xhat, dz = normalised_and_dz(x, dy, mean, rstd, gain, offset, ACT)
     sum_d = tl.sum(dz, 0)
     sum_e = tl.sum(dz * xhat, 0)
     tl.store(sums_ptr + n * 2 * C + offs_c, sum_d, mask=mask_c)

@@ -62,6 +62,13 @@ def coefficients(
 
 
 @triton.jit
+def normalised_and_dz(x, dy, mean, rstd, gain, offset, ACT: tl.constexpr):
+    """xhat = (x - mean) rstd and dz = dy act'(xhat gain + offset), [pixels, channels]."""
+    xhat = (x - mean[None, :]) * rstd[None, :]
+    return xhat, dy * activate_grad(xhat * gain[None, :] + offset[None, :], ACT)
+
+
+@triton.jit
 def _half(x1_ptr, x2_ptr, pid_c, C1, C, CB1, BLOCK_C: tl.constexpr):
     """The tensor that a block of channels is of: where it is, how many channels it has, and the
     first of the block among them; and where its channel 0 is in the whole."""
@@ -187,7 +194,6 @@ def _group_norm_finalize_kernel(
     offs_g = pid % GB * BLOCK_G + tl.arange(0, BLOCK_G)
     total = HW * 1.0 * CG
 
-    mean = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_E], tl.float32)
     for e0 in range(0, K * CG, BLOCK_E):
         e = e0 + tl.arange(0, BLOCK_E)  # (chunk, channel of the group)
@@ -319,8 +325,7 @@ def _group_norm_bwd_sums_kernel(
             first = n * HW + p0
             x = tl.load(x_ptr + first * CH + offs_x, mask=mask, other=zero).to(tl.float32)
             dy = tl.load(dy_ptr + first * C + offs_y, mask=mask, other=zero).to(tl.float32)
-            xhat = (x - mean[None, :]) * rstd[None, :]
-            dz = dy * activate_grad(xhat * gain[None, :] + offset[None, :], ACT)
+            xhat, dz = normalised_and_dz(x, dy, mean, rstd, gain, offset, ACT)
             acc_d += dz
             acc_e += dz * xhat
     out_ptr = partial_ptr + (n * K + k) * 2 * C + offs_c
@@ -415,8 +420,7 @@ def _group_norm_bwd_dx_kernel(
         first = n * HW + p0
         x = tl.load(x_ptr + first * CH + offs_x, mask=mask).to(tl.float32)
         dy = tl.load(dy_ptr + first * C + offs_y, mask=mask).to(tl.float32)
-        xhat = (x - mean[None, :]) * rstd[None, :]
-        dz = dy * activate_grad(xhat * gain[None, :] + offset[None, :], ACT)
+        xhat, dz = normalised_and_dz(x, dy, mean, rstd, gain, offset, ACT)
         dx = slope[None, :] * dz - (m1[None, :] + xhat * m2[None, :])
         tl.store(dx_ptr + first * CH + offs_x, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
