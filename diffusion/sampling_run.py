@@ -43,7 +43,7 @@ class SampleSettings:
     model: dict[str, Any] | None = None  # this and the next three: for a weights file alone
     diffusion: dict[str, Any] | None = None
     size: int | tuple[int, int] | None = None
-    channels: int = 3
+    channels: int | None = None
     backend: str = "auto"
     device: str = "auto"
     precision: str | None = None

@@ -14,7 +14,8 @@ from .build import Process, build_model
 from .checkpoint import check_same_model, find_checkpoint, read_state, read_weights
 from .data.image_set import parse_size
 from .errors import ConfigError
-from .interchange.diffusers_directory import is_diffusers, read_diffusers
+from .interchange.diffusers_directory import read_diffusers
+from .interchange.diffusers_files import is_diffusers
 from .interchange.weights import load_weights, stored_image_shape
 from .settings import construct, shown
 
@@ -42,7 +43,7 @@ def load_trained(
     model: dict[str, Any] | None = None,  # the group `model`; this and the next three are for a
     diffusion: dict[str, Any] | None = None,  # weights file, which does not say them
     size: int | tuple[int, int] | None = None,
-    channels: int = 3,
+    channels: int | None = None,  # None: 3
     backend: str = "auto",
     precision: str | None = None,  # None: as trained, on a CPU fp32
 ) -> Trained:
@@ -54,13 +55,15 @@ def load_trained(
     if not path.exists() and path.suffix in _SUFFIXES:
         raise ConfigError(f"weights file {path} does not exist")
     if is_diffusers(path):
-        return _load_diffusers(path, device, model, diffusion, size, backend, precision)
+        return _load_diffusers(
+            path, device, ema, model, diffusion, size, channels, backend, precision
+        )
     checkpoint = find_checkpoint(path)
     if model is not None or diffusion is not None:
         raise ConfigError(
             f"model= and diffusion= are for a weights file; {checkpoint} says its own"
         )
-    return _load_checkpoint(checkpoint, device, ema, backend, precision)
+    return _load_checkpoint(checkpoint, device, ema, size, channels, backend, precision)
 
 
 def is_policy(ckpt: str | Path) -> bool:
@@ -72,7 +75,13 @@ def is_policy(ckpt: str | Path) -> bool:
 
 
 def _load_checkpoint(
-    checkpoint: Path, device: torch.device, ema: bool, backend: str, precision: str | None
+    checkpoint: Path,
+    device: torch.device,
+    ema: bool,
+    size: int | tuple[int, int] | None,
+    channels: int | None,
+    backend: str,
+    precision: str | None,
 ) -> Trained:
     state, trained_as = read_state(checkpoint)
     if "policy" in state:
@@ -83,7 +92,7 @@ def _load_checkpoint(
     process = construct(Process, trained_as["diffusion"], "diffusion")
     if "image_shape" not in state:
         raise ConfigError(f"{checkpoint / 'state.json'} does not say image_shape: it is damaged")
-    height, width, channels = state["image_shape"]
+    height, width, channels = _image_shape(checkpoint, tuple(state["image_shape"]), size, channels)
     precision = precision or _precision(trained_as["train"]["precision"], device)
     chosen = choose_backend(backend, precision, device, setting="precision")
     network = build_model(
@@ -110,7 +119,7 @@ def _load_file(
     model: dict[str, Any] | None,
     diffusion: dict[str, Any] | None,
     size: int | tuple[int, int] | None,
-    channels: int,
+    channels: int | None,
     backend: str,
     precision: str | None,
 ) -> Trained:
@@ -120,14 +129,8 @@ def _load_file(
             " for example model=unet_cu"
         )
     process = construct(Process, diffusion or {}, "diffusion")
-    shape = stored_image_shape(path)
-    if size is not None:
-        size = parse_size(size)
-        if shape is not None and size != shape[:2]:
-            raise ConfigError(f"size={list(size)}, but {path} was trained at {list(shape[:2])}")
-    elif shape is None:
-        raise ConfigError(f"{path} does not say the size of its images: give size=SIDE or [H, W]")
-    height, width, channels = shape or (*size, channels)
+    stored = stored_image_shape(path) or (None, None, None)
+    height, width, channels = _image_shape(path, stored, size, channels)
     precision = precision or _precision("bf16", device)
     chosen = choose_backend(backend, precision, device, setting="precision")
     network = build_model(model, chosen, (height, width), channels, process.learns_variance, device)
@@ -138,13 +141,15 @@ def _load_file(
 def _load_diffusers(
     folder: Path,
     device: torch.device,
+    ema: bool,
     model: dict[str, Any] | None,
     diffusion: dict[str, Any] | None,
     size: int | tuple[int, int] | None,
+    channels: int | None,
     backend: str,
     precision: str | None,
 ) -> Trained:
-    found = read_diffusers(folder)
+    found = read_diffusers(folder, ema)
     if model is not None or (diffusion is not None and found.process is not None):
         raise ConfigError(f"model= and diffusion= are for a weights file; {folder} says its own")
     learned = found.out_channels == 2 * found.in_channels
@@ -158,22 +163,18 @@ def _load_diffusers(
             f"{folder} has {found.out_channels} channels out for {found.in_channels} in, and"
             f" variance={process.variance}, which takes {expected}"
         )
-    shape = found.image_size
-    if size is not None:
-        size = parse_size(size)
-        if shape is not None and size != shape:
-            raise ConfigError(f"size={list(size)}, but {folder} was trained at {list(shape)}")
-    elif shape is None:
-        raise ConfigError(f"{folder} does not say the size of its images: give size=SIDE or [H, W]")
-    shape = shape or size
+    stored = (*(found.image_size or (None, None)), found.in_channels)
+    *shape, _ = image_shape = _image_shape(folder, stored, size, channels)
     if found.clip != 1:
         warnings.warn(
             f"{folder} was trained for sampling with clip={shown(found.clip)}", stacklevel=2
         )
+    for remark in found.remarks:
+        warnings.warn(f"{folder} says {remark} for sampling, which is not done here", stacklevel=2)
     precision = precision or _precision("bf16", device)
     chosen = choose_backend(backend, precision, device, setting="precision")
     network = build_model(
-        found.settings, chosen, shape, found.in_channels, process.learns_variance, device
+        found.settings, chosen, tuple(shape), found.in_channels, process.learns_variance, device
     )
     check_same_model(str(folder), found.state, dict(network.named_parameters()))
     network.load_state_dict(found.state)
@@ -181,11 +182,33 @@ def _load_diffusers(
         network.eval(),
         found.settings,
         process,
-        (*shape, found.in_channels),
+        image_shape,
         found.class_names,
         run_dir=None,
         name=folder.resolve().name,
     )
+
+
+def _image_shape(
+    path: Path,
+    stored: tuple[int | None, ...],  # H, W, C as the file or run says; None: it does not
+    size: int | tuple[int, int] | None,
+    channels: int | None,
+) -> tuple[int, int, int]:  # H, W, C
+    """What is stored, or else what is given. ConfigError: they differ, or there is no size."""
+    *sides, depth = stored
+    if size is not None:
+        size = parse_size(size)
+        if None not in sides and list(size) != sides:
+            raise ConfigError(f"size={list(size)}, but {path} was trained at {sides}; leave it out")
+    elif None in sides:
+        raise ConfigError(f"{path} does not say the size of its images: give size=SIDE or [H, W]")
+    if None not in (channels, depth) and channels != depth:
+        raise ConfigError(
+            f"channels={channels}, but {path} was trained on {depth} channels; leave it out"
+        )
+    height, width = sides if size is None else size
+    return height, width, depth or channels or 3
 
 
 def _precision(trained: str, device: torch.device) -> str:

@@ -24,7 +24,8 @@ from torch import nn
 from ..build import build_model
 from ..checkpoint import check_same_model
 from ..errors import ConfigError, writing
-from ..interchange.diffusers_directory import is_diffusers, read_diffusers, save_diffusers
+from ..interchange.diffusers_directory import read_diffusers, save_diffusers
+from ..interchange.diffusers_files import is_model
 from ..interchange.weights import load_weights, save_guided, save_unet_cu
 from ..policies.policy import load_policy
 from ..settings import construct
@@ -71,7 +72,7 @@ class ExportSettings:
     model: dict[str, Any] | None = None  # this and the next three: for a weights file alone
     diffusion: dict[str, Any] | None = None
     size: int | tuple[int, int] | None = None
-    channels: int = 3
+    channels: int | None = None
 
     def __post_init__(self) -> None:
         formats = (*_WEIGHTS, *_GRAPHS)
@@ -155,7 +156,7 @@ def _check_target(target: Path, settings: ExportSettings) -> None:
     if target.is_dir() != (settings.format == "diffusers") and target.exists():
         expected = "a directory" if settings.format == "diffusers" else "a file"
         raise ConfigError(f"{target} is there and is not {expected}; give another out=PATH")
-    if target.is_dir() and any(target.iterdir()) and not is_diffusers(target):
+    if target.is_dir() and any(target.iterdir()) and not is_model(target):
         raise ConfigError(f"{target} holds something else than a model; give another out=PATH")
     if target.exists() and not settings.overwrite:
         raise ConfigError(f"{target} exists; overwrite=true replaces it")

@@ -2,11 +2,11 @@ r"""Directories of diffusers: UNet2DModel and its scheduler, read and written.
 
     DIR/model_index.json                             class of the pipeline and of its parts
     DIR/unet/config.json                             options of UNet2DModel
-    DIR/unet/diffusion_pytorch_model.safetensors     or .bin
+    DIR/unet/diffusion_pytorch_model.safetensors     and other forms, see `diffusers_files`
     DIR/scheduler/scheduler_config.json              the process
 
-or with the parts' files in DIR itself, or the two files of a UNet2DModel alone. The network is the
-same but for names and packing, and three things are said in other words:
+or the first or last of these left out. An option that a file does not say has diffusers' default.
+The network is the same but for names and packing, and three things are said in other words:
 
 - The mean of 2x2 pixels is a convolution of stride 2 with weights of a quarter, and nearest
   neighbours alone are followed by a convolution with the identity. Exact, but not free; read back,
@@ -19,29 +19,34 @@ Whatever cannot be said in the other's words is a ConfigError that names it.
 
 import json
 import math
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..build import Process
+from ..data.image_set import parse_size
 from ..errors import ConfigError
 from ..schedule import NoiseSchedule
+from ..settings import shown
 from ..unet import UNet
 from ..unet_blocks import AttentionBlock
+from .diffusers_files import (
+    WEIGHTS,
+    read_json,
+    read_weights,
+    scheduler_folder,
+    unet_folder,
+)
 from .diffusers_names import (
     from_diffusers_state,
     resamples_by_constants,
     to_diffusers_state,
 )
 
-_WEIGHTS = "diffusion_pytorch_model"
 _PERIOD = 10000  # of UNet2DModel's sinusoids
 
 # options of UNet2DModel with a single value that `UNet` has, which is their default too
@@ -52,6 +57,26 @@ _FIXED = {
     "mid_block_scale_factor": 1,
     "add_attention": True,
     "class_embed_type": None,
+}
+_DEFAULTS = {  # of the options that have to fit each other
+    "in_channels": 3,
+    "out_channels": 3,
+    "layers_per_block": 2,
+    "norm_num_groups": 32,
+    "block_out_channels": (224, 448, 672, 896),
+    "down_block_types": ("DownBlock2D", *["AttnDownBlock2D"] * 3),
+    "up_block_types": (*["AttnUpBlock2D"] * 3, "UpBlock2D"),
+}
+_SCHEDULERS = (  # whose betas are linear from 1e-4 to 0.02 unless their configuration says others
+    *("DDPMScheduler", "DDPMParallelScheduler", "DDIMScheduler", "DDIMParallelScheduler"),
+    *("DDIMInverseScheduler", "PNDMScheduler", "DEISMultistepScheduler", "SASolverScheduler"),
+    *("DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "UniPCMultistepScheduler"),
+    *("EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "LMSDiscreteScheduler"),
+)
+_VARIANCES = {  # by diffusers' names; None is of schedulers that draw no noise
+    **{name: name for name in ("fixed_small", "fixed_large", "learned_range")},
+    "fixed_small_log": "fixed_small",
+    None: "fixed_small",
 }
 _BLOCKS = {  # a block's attention, and how it resamples; None: as the configuration says
     "DownBlock2D": (False, "conv"),
@@ -73,27 +98,24 @@ class DiffusersModel:
     out_channels: int
     process: Process | None  # None: there is no scheduler
     clip: float | None  # of x_0 in sampling
+    remarks: tuple[str, ...]  # on what its scheduler does in sampling and no sampler does here
     class_names: tuple[str, ...] | None
     state: dict[str, Tensor]  # float32, by the names of `UNet`
-
-
-def is_diffusers(folder: Path) -> bool:
-    """Whether a folder is the directory of a pipeline or of a model."""
-    if (folder / "model_index.json").is_file():
-        return True
-    return (folder / "config.json").is_file() and any(folder.glob(f"{_WEIGHTS}.*"))
 
 
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read_diffusers(folder: str | Path) -> DiffusersModel:
+def read_diffusers(
+    folder: str | Path,
+    ema: bool = True,  # the averaged weights, of a training checkpoint that has both
+) -> DiffusersModel:
     """Read a directory. ConfigError: a part is missing or damaged, or nothing that `UNet` and
     `Process` can be."""
     folder = Path(folder)
     index = {}
     if (folder / "model_index.json").is_file():
-        index = _read_json(folder / "model_index.json")
+        index = read_json(folder / "model_index.json")
         parts = {name for name, part in index.items() if isinstance(part, list) and any(part)}
         parts = {name for name in parts if not name.startswith("_")}
         if not {"unet"} <= parts <= {"unet", "scheduler"}:
@@ -101,12 +123,12 @@ def read_diffusers(folder: str | Path) -> DiffusersModel:
                 f"{folder} is a pipeline of {', '.join(sorted(parts)) or 'nothing'};"
                 " expected unet and scheduler alone"
             )
-    unet = _part(folder, "unet", "config.json")
-    config = _read_json(unet / "config.json")
+    unet = unet_folder(folder, ema and not index)
+    config = _DEFAULTS | read_json(unet / "config.json")
     if config.get("_class_name", "UNet2DModel") != "UNet2DModel":
         raise ConfigError(f"{unet} is a {config['_class_name']}; expected a UNet2DModel")
     settings = _settings_of(config, unet)
-    theirs = _read_weights(unet)
+    theirs = read_weights(unet)
     if not settings["resblock_updown"] and settings["downsample_padding"] == 1:
         settings["conv_resample"] = not resamples_by_constants(theirs)
     state = from_diffusers_state(theirs, settings, config.get("flip_sin_to_cos", True))
@@ -116,55 +138,21 @@ def read_diffusers(folder: str | Path) -> DiffusersModel:
             "label_dropout": index["_label_dropout"],
         }
     size, names = config.get("sample_size"), index.get("_class_names")
-    in_channels, out_channels = config.get("in_channels", 3), config.get("out_channels", 3)
-    process, clip = None, 1.0
-    scheduler = _part(folder, "scheduler", "scheduler_config.json")
-    if (scheduler / "scheduler_config.json").is_file():
-        process, clip = _read_process(scheduler / "scheduler_config.json")
+    process, clip, remarks = None, 1.0, ()
+    scheduler = scheduler_folder(folder) / "scheduler_config.json"
+    if scheduler.is_file():
+        process, clip, remarks = _read_process(scheduler)
     return DiffusersModel(
         settings,
-        None if size is None else (size, size) if isinstance(size, int) else tuple(size),
-        in_channels,
-        out_channels,
+        None if size is None else parse_size(size),
+        config["in_channels"],
+        config["out_channels"],
         process,
         clip,
+        remarks,
         None if names is None else tuple(names),
         state,
     )
-
-
-def _part(folder: Path, name: str, file: str) -> Path:
-    """Where a part's file is: in its folder or, of old pipelines and single parts, at the top."""
-    return folder / name if (folder / name / file).is_file() else folder
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no settings")
-    return content
-
-
-def _read_weights(unet: Path) -> dict[str, Tensor]:
-    path = unet / f"{_WEIGHTS}.safetensors"
-    try:
-        if path.is_file():
-            tensors = load_file(path)
-        else:
-            path = unet / f"{_WEIGHTS}.bin"
-            if not path.is_file():
-                raise ConfigError(f"{unet} has no weights; expected {_WEIGHTS}.safetensors or .bin")
-            tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ConfigError(f"{path} holds more than tensors, which is not unpickled") from error
-    except (SafetensorError, OSError, RuntimeError, EOFError) as error:
-        raise ConfigError(f"{path} cannot be read, it may be truncated: {error}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(x, Tensor) for x in tensors.values()):
-        raise ConfigError(f"{path} holds no state dict")
-    return {name: tensor.to(torch.float32) for name, tensor in tensors.items()}
 
 
 def _settings_of(config: dict[str, Any], where: Path) -> dict[str, Any]:
@@ -174,15 +162,13 @@ def _settings_of(config: dict[str, Any], where: Path) -> dict[str, Any]:
         if value != expected:
             raise ConfigError(f"{where} has {option}={value}, which this UNet cannot be")
 
-    for option in ("block_out_channels", "down_block_types", "up_block_types"):
-        if option not in config:
-            raise ConfigError(f"{where / 'config.json'} does not say {option}")
+    _check_types(config, where / "config.json")
     for option, expected in _FIXED.items():
         need(option, config.get(option, expected), expected)
     if config.get("act_fn", "silu") not in ("silu", "swish"):
         need("act_fn", config["act_fn"], "silu")
     widths = config["block_out_channels"]
-    groups = config.get("norm_num_groups", 32)
+    groups = config["norm_num_groups"]
     film = config.get("resnet_time_scale_shift", "default")
     if film not in ("default", "scale_shift"):
         need("resnet_time_scale_shift", film, "default")
@@ -196,7 +182,7 @@ def _settings_of(config: dict[str, Any], where: Path) -> dict[str, Any]:
         "name": "unet",
         "model_channels": widths[0],
         "channel_mult": [_multiplier(width, widths[0]) for width in widths],
-        "num_res_blocks": config.get("layers_per_block", 2),
+        "num_res_blocks": config["layers_per_block"],
         "attention_resolutions": [2**level for level, has in enumerate(attention) if has],
         "dropout": config.get("dropout", 0.0),
         "conv_resample": True,
@@ -215,6 +201,30 @@ def _settings_of(config: dict[str, Any], where: Path) -> dict[str, Any]:
         "freq_shift": config.get("freq_shift", 0),
         "downsample_padding": config.get("downsample_padding", 1) if resampling == "conv" else 1,
     }
+
+
+def _check_types(config: dict[str, Any], path: Path) -> None:
+    """ConfigError unless numbers are numbers, and there is a block a level on either way."""
+    for option in ("in_channels", "out_channels", "layers_per_block", "norm_num_groups"):
+        if type(config[option]) is not int or config[option] < 1:
+            raise ConfigError(
+                f"{path} has {option}={shown(config[option])}; expected a whole number of at"
+                " least 1"
+            )
+    widths = config["block_out_channels"]
+    if (
+        not isinstance(widths, list | tuple)
+        or not widths
+        or any(type(w) is not int for w in widths)
+    ):
+        raise ConfigError(f"{path} has block_out_channels={widths}; expected a list of channels")
+    for option in ("down_block_types", "up_block_types"):
+        types = config[option]
+        if not isinstance(types, list | tuple) or len(types) != len(widths):
+            raise ConfigError(
+                f"{path} has {option}={types}; expected {len(widths)} of them, one for each of"
+                f" block_out_channels={list(widths)}"
+            )
 
 
 def _read_blocks(
@@ -249,42 +259,66 @@ def _multiplier(width: int, base: int) -> float:
     return multiplier if int(multiplier * base) == width else math.nextafter(multiplier, math.inf)
 
 
-def _read_process(path: Path) -> tuple[Process, float | None]:
-    """(process, limit of x_0) of a scheduler's configuration, whichever of those over betas."""
-    config = _read_json(path)
-    known = "beta_schedule" in config or config.get("_class_name") == "DDPMScheduler"
-    if not known:
-        raise ConfigError(f"{path} is a {config.get('_class_name')}, which has no betas")
-    total = config.get("num_train_timesteps", 1000)
-    ends = config.get("beta_start", 1e-4), config.get("beta_end", 0.02)
-    kind = config.get("beta_schedule", "linear")
+def _read_process(path: Path) -> tuple[Process, float | None, tuple[str, ...]]:
+    """(process, limit of x_0, remarks) of a scheduler's configuration, whichever of those over
+    betas."""
+    config = read_json(path)
+    name = config.get("_class_name", "DDPMScheduler")
+    if "beta_schedule" not in config and name not in _SCHEDULERS:
+        raise ConfigError(f"{path} is a {name}, which has no betas")
     if config.get("rescale_betas_zero_snr"):
         raise ConfigError(f"{path} has rescale_betas_zero_snr=true: its last step has no signal")
-    if config.get("trained_betas") is not None:
-        schedule = NoiseSchedule(np.asarray(config["trained_betas"], dtype=np.float64))
-    elif kind == "linear":
-        schedule = NoiseSchedule.linear(total, *ends)
-    elif kind == "scaled_linear":
-        schedule = NoiseSchedule(np.linspace(ends[0] ** 0.5, ends[1] ** 0.5, total) ** 2)
-    elif kind == "squaredcos_cap_v2":
-        schedule = NoiseSchedule.cosine(total)
-    elif kind == "sigmoid":
-        rise = 1 / (1 + np.exp(-np.linspace(-6, 6, total)))
-        schedule = NoiseSchedule(rise * (ends[1] - ends[0]) + ends[0])
-    else:
-        raise ConfigError(
-            f"{path} has beta_schedule={kind}; choose one of linear, scaled_linear,"
-            " squaredcos_cap_v2, sigmoid"
-        )
     old = "epsilon" if config.get("predict_epsilon", True) else "sample"
     variance = config.get("variance_type", "fixed_small")
-    process = Process(
-        prediction=config.get("prediction_type", old),
-        variance="fixed_small" if variance == "fixed_small_log" else variance,
-    )
-    process.schedule = schedule
+    if variance not in _VARIANCES:
+        raise ConfigError(
+            f"{path} has variance_type={variance}; choose one of"
+            f" {', '.join(filter(None, _VARIANCES))}"
+        )
+    process = Process(prediction=config.get("prediction_type", old), variance=_VARIANCES[variance])
+    process.schedule = _read_betas(config, path)
     clip = config.get("clip_sample_range", 1.0) if config.get("clip_sample", True) else None
-    return process, clip
+    remarks = tuple(
+        f"{option}={shown(config[option])}"
+        for option in ("thresholding", "steps_offset")
+        if config.get(option)
+    )
+    return process, clip, remarks
+
+
+def _read_betas(config: dict[str, Any], path: Path) -> NoiseSchedule:
+    kind = config.get("beta_schedule", "linear")
+    total = config.get("num_train_timesteps", 1000)
+    if type(total) is not int or total < 1:
+        raise ConfigError(
+            f"{path} has num_train_timesteps={total}; expected a whole number of at least 1"
+        )
+    defaults = {"beta_start": 1e-4, "beta_end": 0.02}
+    ends = [config.get(name) or value for name, value in defaults.items()]
+    try:
+        start, end = map(float, ends)
+        trained = config.get("trained_betas")
+        trained = None if trained is None else np.asarray(trained, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{path} has beta_start={ends[0]}, beta_end={ends[1]} and"
+            f" trained_betas={config.get('trained_betas')}; expected numbers"
+        ) from None
+    if trained is not None:
+        return NoiseSchedule(trained)
+    if kind == "linear":
+        return NoiseSchedule.linear(total, start, end)
+    if kind == "scaled_linear":
+        return NoiseSchedule(np.linspace(start**0.5, end**0.5, total) ** 2)
+    if kind == "squaredcos_cap_v2":
+        return NoiseSchedule.cosine(total)
+    if kind == "sigmoid":
+        rise = 1 / (1 + np.exp(-np.linspace(-6, 6, total)))
+        return NoiseSchedule(rise * (end - start) + start)
+    raise ConfigError(
+        f"{path} has beta_schedule={kind}; choose one of linear, scaled_linear,"
+        " squaredcos_cap_v2, sigmoid"
+    )
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -317,7 +351,7 @@ def save_diffusers(
     ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    save_file(to_diffusers_state(model), folder / "unet" / f"{_WEIGHTS}.safetensors")
+    save_file(to_diffusers_state(model), folder / "unet" / f"{WEIGHTS}.safetensors")
 
 
 def unet_config(model: UNet) -> dict[str, Any]:

@@ -107,6 +107,16 @@ def test_wrong_settings(checkpoint, options, words):
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("option", [{"size": 8}, {"size": [12, 8]}, {"channels": 1}], ids=str)
+def test_a_run_is_drawn_as_it_was_trained(checkpoint, option):
+    with pytest.raises(ConfigError, match=f"{next(iter(option))}=.*was trained"):
+        draw(checkpoint, **option)
+
+
+def test_size_and_channels_of_the_run_may_be_given(checkpoint):
+    assert draw(checkpoint, size=[8, 12], channels=3).shape == (2, 8, 12, 3)
+
+
 def test_a_truncated_checkpoint(checkpoint):
     file = checkpoint / "ema.safetensors"
     whole = file.read_bytes()
