@@ -48,8 +48,9 @@ class ImageFiles:
 def list_images(path: str | Path, classes: bool = True) -> ImageFiles:
     """Find the images under `path`, a folder or a .zip.
 
-    Labels come from a StyleGAN / EDM `dataset.json` at its root, else from the first level of
-    sub-folders if there are at least two and no image lies beside them; `classes=False`: no labels.
+    Labels come from a StyleGAN / EDM `dataset.json` at its root; where there is none, from the
+    first level of sub-folders if there are at least two and no image lies beside them. A single
+    folder that everything in a zip lies in counts as its root. `classes=False`: no labels.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -59,6 +60,8 @@ def list_images(path: str | Path, classes: bool = True) -> ImageFiles:
     elif zipfile.is_zipfile(path):
         archive = zipfile.ZipFile(path)
         every, opener = archive.namelist(), archive.open
+    elif path.suffix.lower() == ".zip":
+        raise ConfigError(f"{path} is no zip, or truncated: it has no list of its files at its end")
     else:
         raise ConfigError(f"{path} is a file; give a folder of images, or a .zip")
     names = sorted(name for name in every if _is_image(name))
@@ -66,16 +69,26 @@ def list_images(path: str | Path, classes: bool = True) -> ImageFiles:
         kinds = ", ".join(_EXTENSIONS)
         raise ConfigError(f"{path} holds no image; looked for files in {kinds}")
     files = ImageFiles(path, names, None, None, opener)
-    if classes and "dataset.json" in every:
-        with opener("dataset.json") as file:
-            files.labels = _json_labels(file, files)
-    if classes and files.labels is None:
-        tops = sorted({name.partition("/")[0] for name in names})
-        if len(tops) > 1 and all("/" in name for name in names):
+    root = "" if path.is_dir() else _common_folder(names)
+    inside = [name.removeprefix(root) for name in names]
+    if classes and f"{root}dataset.json" in every:
+        with opener(f"{root}dataset.json") as file:
+            files.labels = _json_labels(file, path, inside)
+    elif classes:
+        tops = sorted({name.partition("/")[0] for name in inside})
+        if len(tops) > 1 and all("/" in name for name in inside):
             number = {top: i for i, top in enumerate(tops)}
-            files.labels = [number[name.partition("/")[0]] for name in names]
+            files.labels = [number[name.partition("/")[0]] for name in inside]
             files.class_names = tuple(tops)
     return files
+
+
+def _common_folder(names: list[str]) -> str:
+    """What a zip of a folder has before every name, "" or "FOLDER/". Not where images lie directly
+    in it: it may be the first of StyleGAN's 00000, 00001, ..."""
+    tops = {name.partition("/")[0] for name in names}
+    deep = all(name.count("/") > 1 for name in names)
+    return f"{tops.pop()}/" if len(tops) == 1 and deep else ""
 
 
 def _walk(root: Path) -> list[str]:
@@ -96,15 +109,15 @@ def _is_image(name: str) -> bool:
     return name.lower().endswith(_EXTENSIONS) and not hidden
 
 
-def _json_labels(file: BinaryIO, files: ImageFiles) -> list[int] | None:
+def _json_labels(file: BinaryIO, path: Path, names: list[str]) -> list[int] | None:
     """`{"labels": [["00000/img00000000.png", 3], ...]}`; null means that there are none."""
-    where = f"{files.path}: dataset.json"
+    where = f"{path}: dataset.json"
     try:
         table = json.load(file)["labels"]
         if table is None:
             return None
         number = dict(table)
-        labels = [number[name] for name in files.names]
+        labels = [number[name] for name in names]
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{where} does not give every image a label ({error!r})") from None
     if not all(type(label) is int and label >= 0 for label in labels):
@@ -139,6 +152,8 @@ def decode_image(
 def _to_8_bits(image: Image.Image) -> Image.Image:
     """Gray of 16 bits or more, which Pillow would clip at 255. Floats are 0..1 or 0..255."""
     values = np.asarray(image).astype(np.float64)
+    if not np.isfinite(values).all():
+        raise ValueError("it has values that are not finite")
     if image.mode.startswith("F"):
         values = values * 255 if values.max() <= 1 else values
     elif image.mode != "I" or values.max() > 255:

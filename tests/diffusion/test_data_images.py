@@ -164,6 +164,54 @@ def test_stylegan_zip(tmp_path):
         assert data.images[:, 0, 0, 0].tolist() == [0, 1, 2]
 
 
+def test_labels_of_null_are_none_at_all(tmp_path):
+    """And not the numbers of StyleGAN's sub-folders."""
+    for name in ("00000/a.png", "00001/b.png"):
+        save(tmp_path / name)
+    (tmp_path / "dataset.json").write_text('{"labels": null}')
+    data = load_folder(tmp_path, size=2)
+    assert data.labels is None and data.class_names is None
+
+
+@pytest.mark.parametrize("labelled", [False, True], ids=["class folders", "dataset.json"])
+def test_zip_of_a_folder(tmp_path, labelled):
+    """As `zip -r set.zip set` makes it: what is in it lies one folder deeper."""
+    save(tmp_path / "a.png")
+    with zipfile.ZipFile(tmp_path / "set.zip", "w") as archive:
+        for name in ("cat/1.png", "dog/1.png", "dog/2.png"):
+            archive.write(tmp_path / "a.png", f"set/{name}")
+        if labelled:
+            labels = [["cat/1.png", 2], ["dog/1.png", 0], ["dog/2.png", 1]]
+            archive.writestr("set/dataset.json", json.dumps({"labels": labels}))
+    data = load_folder(tmp_path / "set.zip", size=2)
+    assert data.labels.tolist() == ([2, 0, 1] if labelled else [0, 1, 1])
+    assert data.class_names == (None if labelled else ("cat", "dog"))
+
+
+def test_zip_of_a_folder_without_classes(tmp_path):
+    save(tmp_path / "a.png")
+    with zipfile.ZipFile(tmp_path / "set.zip", "w") as archive:
+        for i in range(2):
+            archive.write(tmp_path / "a.png", f"set/{i}.png")
+    assert load_folder(tmp_path / "set.zip", size=2).labels is None
+
+
+def test_a_truncated_zip_is_said_to_be_one(tmp_path):
+    save(tmp_path / "a.png")
+    with zipfile.ZipFile(tmp_path / "set.zip", "w") as archive:
+        archive.write(tmp_path / "a.png", "a.png")
+    whole = (tmp_path / "set.zip").read_bytes()
+    (tmp_path / "set.zip").write_bytes(whole[:-30])
+    with pytest.raises(ConfigError, match="set.zip is no zip, or truncated"):
+        load_folder(tmp_path / "set.zip")
+
+
+def test_values_that_are_not_finite_are_no_image(tmp_path):
+    save(tmp_path / "a.tiff", np.full((4, 4), np.nan, np.float32))
+    with pytest.raises(ConfigError, match="a.tiff .*not finite"):
+        load_folder(tmp_path, size=2)
+
+
 @pytest.mark.parametrize(
     "content", ["{", '{"labels": [["a.png", 0.5]]}', '{"labels": []}', "[]"], ids=repr
 )
