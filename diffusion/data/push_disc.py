@@ -6,7 +6,7 @@ Demonstration i is a function of (seed, i) alone; see `push_disc.expert`.
 from ..errors import ConfigError
 from ..push_disc.expert import demonstrations
 from .action_chunks import ActionChunks
-from .trajectories import cut_episodes
+from .trajectories import check_options, cut_episodes
 
 
 def push_disc(
@@ -26,6 +26,7 @@ def push_disc(
         raise ConfigError(f"dataset.episodes={episodes}; expected a whole number, at least 1")
     if not 0 <= disturbance <= 0.1:
         raise ConfigError(f"dataset.disturbance={disturbance}; expected a length from 0 to 0.1")
+    check_options(horizon, observation_steps, action_steps, held_out, "episodes", seed)
     made = [made for made in demonstrations(episodes, seed, disturbance) if made is not None]
     if not made:
         raise ConfigError(

@@ -43,7 +43,7 @@ def load_trajectories(
     are those of the rest. Raises ConfigError for a file that is missing, damaged or of another
     kind, and for impossible options.
     """
-    _check_options(horizon, observation_steps, action_steps, held_out, split)
+    check_options(horizon, observation_steps, action_steps, held_out, split, seed)
     if path is None:
         raise ConfigError("dataset.path is not set; give the .npz with the rollouts")
     return cut_episodes(
@@ -70,7 +70,7 @@ def cut_episodes(
     seed: int,
 ) -> ActionChunks:
     """The episodes as chunks; see `load_trajectories` for the options."""
-    _check_options(horizon, observation_steps, action_steps, held_out, split)
+    check_options(horizon, observation_steps, action_steps, held_out, split, seed)
     train, rest = _split(episodes, held_out, split, seed)
     spec = PolicySpec(
         horizon,
@@ -89,9 +89,10 @@ def cut_episodes(
     return ActionChunks(*parts.values(), spec, Path(source).name, len(episodes))
 
 
-def _check_options(
-    horizon: int, observation_steps: int, action_steps: int, held_out: float, split: str
+def check_options(
+    horizon: int, observation_steps: int, action_steps: int, held_out: float, split: str, seed: int
 ) -> None:
+    """Raise ConfigError for the first option of `load_trajectories` that is impossible."""
     steps = {
         "horizon": horizon,
         "observation_steps": observation_steps,
@@ -110,6 +111,8 @@ def _check_options(
         raise ConfigError(f"dataset.held_out={held_out}; expected a share from 0 to below 1")
     if split not in _SPLITS:
         raise ConfigError(f"dataset.split={split} is unknown; choose one of {', '.join(_SPLITS)}")
+    if type(seed) is not int or seed < 0:
+        raise ConfigError(f"dataset.seed={seed}; expected a whole number, at least 0")
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -118,7 +121,8 @@ def _check_options(
 def _read(path: Path) -> list[Episode]:
     """The episodes of the file, in the order of their numbers."""
     if not path.is_file():
-        raise ConfigError(f"rollouts {path} do not exist; expected an .npz file")
+        what = "are a folder" if path.is_dir() else "do not exist"
+        raise ConfigError(f"rollouts {path} {what}; expected an .npz file")
     numbers, arrays = {}, {}
     try:
         file = np.load(path, allow_pickle=False)
@@ -126,22 +130,24 @@ def _read(path: Path) -> list[Episode]:
             raise ValueError("it holds a single array")
         with file:
             for kind in _KINDS:
-                names = (re.fullmatch(rf"{kind}_(\d+)", name) for name in file.files)
-                numbers[kind] = sorted(int(match[1]) for match in names if match)
-                arrays[kind] = [file[f"{kind}_{i}"] for i in numbers[kind]]
+                matches = [re.fullmatch(rf"{kind}_(\d+)", name) for name in file.files]
+                names = {int(match[1]): match[0] for match in matches if match}  # 7 may be 007
+                numbers[kind] = sorted(names)
+                arrays[kind] = [file[names[i]] for i in numbers[kind]]
+            found = ", ".join(file.files[:6]) + (", ..." if len(file.files) > 6 else "")
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(f"rollouts {path} cannot be read as an .npz: {error}") from error
     observed, acted = (numbers[kind] for kind in _KINDS)
     if not observed or observed != acted:
         raise ConfigError(
             f"{path} holds observation_i for i in {_few(observed)} and action_i for i in"
-            f" {_few(acted)}; expected both for each episode"
+            f" {_few(acted)}; expected both for each episode, and the arrays are {found or 'none'}"
         )
-    for kind, found in arrays.items():
+    for kind, values in arrays.items():
         dims = None
         for place, i in enumerate(numbers[kind]):
-            found[place] = _checked(f"{path}: {kind}_{i}", found[place], dims)
-            dims = found[place].shape[1]
+            values[place] = _checked(f"{path}: {kind}_{i}", values[place], dims)
+            dims = values[place].shape[1]
     episodes = list(zip(*(arrays[kind] for kind in _KINDS), strict=True))
     for i, (observations, actions) in zip(acted, episodes, strict=True):
         if len(observations) != len(actions):

@@ -183,6 +183,12 @@ def test_wrong_options(options, named):
         push_disc(**{"episodes": 4, **options})
 
 
+def test_options_are_checked_before_a_demonstration_is_made(monkeypatch):
+    monkeypatch.setattr("diffusion.data.push_disc.demonstrations", lambda *_: pytest.fail("made"))
+    with pytest.raises(ConfigError, match="dataset.seed=-1"):
+        push_disc(episodes=4, seed=-1)
+
+
 # --- environment ------------------------------------------------------------------------------
 
 

@@ -146,6 +146,8 @@ OPTIONS = [
     ({"held_out": "a"}, "held_out=a"),
     ({"split": "tail"}, "choose one of episodes, tails"),
     ({"path": None}, "dataset.path is not set"),
+    ({"path": "."}, "are a folder; expected an .npz"),
+    ({"seed": -1}, "dataset.seed=-1; expected a whole number, at least 0"),
     ({"horizon": 64}, "to train on is too short"),
     ({"horizon": 12, "split": "tails"}, "held out is too short"),
 ]
@@ -167,7 +169,7 @@ def test_a_single_episode_has_to_be_split_by_time(tmp_path):
 X = np.zeros((9, 2), np.float32)
 BAD = {
     "no action": ({"observation_0": X}, "action_i for i in none"),
-    "other names": ({"obs": X, "act": X}, "expected both for each episode"),
+    "other names": ({"obs": X, "act": X}, "both for each episode, and the arrays are obs, act$"),
     "a gap": (
         {"observation_0": X, "observation_1": X, "action_0": X, "action_2": X},
         "for i in 0, 1 and action_i for i in 0, 2",
@@ -191,6 +193,14 @@ def test_bad_contents(tmp_path, arrays, named):
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(ConfigError, match=named):
         load_trajectories(str(tmp_path / "a.npz"))
+
+
+def test_numbers_of_episodes_may_begin_with_zeros(tmp_path):
+    arrays = {f"{kind}_{i:03}": X + i for kind in ("observation", "action") for i in (0, 7, 10)}
+    np.savez(tmp_path / "a.npz", **arrays)
+    data = load_trajectories(str(tmp_path / "a.npz"), **SHORT, held_out=0)
+    assert data.episodes == 3
+    assert data.spec.actions.high.tolist() == [10, 10]
 
 
 def test_bad_files(tmp_path, rollouts):
