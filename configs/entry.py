@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,10 +23,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from diffusion.errors import ConfigError
+from diffusion.errors import ConfigError, is_out_of_memory
 from diffusion.interrupt import Interrupted
 
 CONFIGS = Path(__file__).resolve().parent
+_LISTED = 20  # keys or choices at most in a message
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -52,9 +53,9 @@ def choose_run_dir(settings: dict[str, Any]) -> Path:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Exit with 2 after one line on what the user gave wrong, 128 + the signal's number where a
-    run was interrupted and saved. Goes around the body of a `hydra.main` function, since Hydra
-    prints lines of its own for an exception that reaches it."""
+    """Exit with 2 after one line on what the user gave wrong (more than the memory holds is that
+    too), 128 + the signal's number where a run was interrupted and saved. Goes around the body of a
+    `hydra.main` function, since Hydra prints lines of its own for an exception that reaches it."""
     try:
         yield
     except ConfigError as error:
@@ -65,6 +66,14 @@ def exit_codes() -> Iterator[None]:
     except Interrupted as stop:
         print(f"stopped; saved {stop.checkpoint}; go on with the same command", file=sys.stderr)
         sys.exit(128 + stop.signal)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        _fail(
+            f"memory does not suffice ({reason}); take a smaller batch or model, or in training"
+            " train.accumulate or train.recompute=true"
+        )
 
 
 def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
@@ -73,7 +82,7 @@ def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
-        _fail(explain(error, config_name))
+        _fail(explain(error, config_name, sys.argv[1:]))
     except ValueError as error:
         if "Config group override" not in str(error):  # Hydra's own, without a type of its own
             raise
@@ -82,8 +91,9 @@ def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
     sys.exit(0)
 
 
-def explain(error: Exception, config_name: str) -> str:
-    """Hydra's message as one line that names the nearest valid key or choice."""
+def explain(error: Exception, config_name: str, arguments: Sequence[str] = ()) -> str:
+    """Hydra's message as one line that names the nearest valid key or choice. What is valid depends
+    on the `arguments` that choose of a group."""
     chain = f"{error}\n{error.__cause__ or ''}"
     key = re.search(r"full_key: (\S+)|Could not override '([^']+)'|Key '([^']+)' is not", chain)
     choice = re.search(r"Could not find '([^']+)/([^'/]*)'", chain)
@@ -92,31 +102,44 @@ def explain(error: Exception, config_name: str) -> str:
         return _unknown(f"{group}={value}", value, sorted(_choices(group)))
     if key:
         name = next(part for part in key.groups() if part).lstrip("+~")
-        return _unknown(name, name, sorted(_keys(config_name)))
+        return _unknown(name, name, sorted(_keys(config_name, arguments)))
     first = re.split(r"\n\n|\nSee ", str(error))[0]
     return " ".join(first.split())
 
 
 def _unknown(shown: str, value: str, valid: list[str]) -> str:
-    near = difflib.get_close_matches(value, valid, n=1, cutoff=0.4)
+    group = value.rpartition(".")[0]
+    inside = [name for name in valid if group and name.startswith(f"{group}.")]
+    near = [found for names in (inside, valid) for found in _near(value, names)][:1]
     if not near:  # the same last part in another group
         near = [name for name in valid if name.split(".")[-1] == value.split(".")[-1]][:1]
     hint = f"did you mean {near[0]}? " if near else ""
+    choices = inside or valid
     listed = (
-        ", ".join(valid) if len(valid) <= 12 else f"one of {len(valid)} keys, shown by --cfg job"
+        ", ".join(choices)
+        if len(choices) <= _LISTED
+        else f"one of {len(choices)} keys, shown by --cfg job"
     )
     return f"{shown} is unknown; {hint}valid: {listed}"
+
+
+def _near(value: str, names: list[str]) -> list[str]:
+    return difflib.get_close_matches(value, names, n=1, cutoff=0.4)
 
 
 def _choices(group: str) -> Iterator[str]:
     return (path.stem for path in (CONFIGS / group).glob("*.yaml"))
 
 
-def _keys(config_name: str) -> Iterator[str]:
-    """Every dotted key of the default configuration, and the groups."""
+def _keys(config_name: str, arguments: Sequence[str]) -> Iterator[str]:
+    """Every dotted key of the configuration with what the arguments choose, and the groups."""
     GlobalHydra.instance().clear()
+    groups, pairs = _groups(config_name), (argument.partition("=") for argument in arguments)
+    chosen = [
+        f"{key}={value}" for key, _, value in pairs if key in groups and value in _choices(key)
+    ]
     with initialize_config_dir(str(CONFIGS), version_base=None):
-        config = OmegaConf.to_container(compose(config_name), resolve=False)
+        config = OmegaConf.to_container(compose(config_name, chosen), resolve=False)
     yield from _groups(config_name)
     yield from _dotted(config, "")
 

@@ -1,4 +1,5 @@
-"""The error that means: the user gave something wrong, or the disk is full."""
+"""The error that means: the user gave something wrong, or the disk is full; and which errors mean
+that memory is."""
 
 import errno
 from collections.abc import Iterator
@@ -10,10 +11,19 @@ _REFUSED = (  # what a disk or a path has against being written to
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
 )
 
+_NO_MEMORY = ("not enough memory", "can't allocate memory", "Storage size calculation overflowed")
+
 
 class ConfigError(ValueError):
     """A setting, path or file is wrong. The message is one line: the value that was wrong and the
     values that are right. Entry points print it and exit with code 2."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is PyTorch's, of any device, or Python's word for too little memory."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _NO_MEMORY)
 
 
 @contextmanager

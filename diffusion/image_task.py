@@ -72,8 +72,10 @@ class ImageTask:
 
     def preview(
         self, model: nn.Module, process: Process, settings: TrainSettings, device: torch.device
-    ) -> Callable[[], Preview]:
+    ) -> Callable[[], Preview] | None:
         """A grid of samples of DDIM; if there are classes, of all in turn."""
+        if settings.sample_count == 0:
+            return None
         steps = min(settings.sample_steps, process.schedule.num_timesteps)
         # training's own graph wants the memory that one of the sampler would keep
         sampler = process.sampler(model.backend, device, sampler="ddim", steps=steps, capture=False)

@@ -38,8 +38,11 @@ class OptimizerSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"optim.{name}={value} is not a number")
-            if not low <= value <= high:
-                raise ConfigError(f"optim.{name}={value} is outside [{low}, {high}]")
+            if not (low <= value <= high and value < math.inf):
+                end = "inf)" if high == math.inf else f"{high}]"
+                raise ConfigError(f"optim.{name}={value} is outside [{low}, {end}")
+        if self.eps == 0:  # a parameter that has had no gradient yet would become 0 / 0
+            raise ConfigError("optim.eps=0; expected a number above 0, such as 1e-8")
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ConfigError(f"optim.betas={list(self.betas)}; expected two numbers in [0, 1)")
         if self.decay not in ("none", "cosine", "linear"):

@@ -126,6 +126,11 @@ class RunLog:
             self._board.close()
 
 
+def _is_whole(row: dict[str, str | None], fields: Sequence[str]) -> bool:
+    """Whether a row has all its values: a machine that fails leaves half a one."""
+    return set(row) == set(fields) and None not in row.values() and row["step"].isdecimal()
+
+
 class _Table:
     """A CSV file that is continued behind `step`."""
 
@@ -133,7 +138,8 @@ class _Table:
         kept = []
         if path.exists():
             with open(path) as file:
-                kept = [row for row in csv.DictReader(file) if int(row["step"]) <= step]
+                rows = (row for row in csv.DictReader(file) if _is_whole(row, fields))
+                kept = [row for row in rows if int(row["step"]) <= step]
         text = io.StringIO(newline="")
         table = csv.DictWriter(text, fields)
         table.writeheader()

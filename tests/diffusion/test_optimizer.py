@@ -1,6 +1,7 @@
 """Optimizer settings as functions of the step; the update against PyTorch's."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -34,7 +35,15 @@ def test_ema_is_short_at_first():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("lr", -1), ("lr", "fast"), ("ema_decay", 1.5), ("betas", [0.9]), ("decay", "cosin")],
+    [
+        ("lr", -1),
+        ("lr", "fast"),
+        ("lr", math.inf),
+        ("eps", 0),
+        ("ema_decay", 1.5),
+        ("betas", [0.9]),
+        ("decay", "cosin"),
+    ],
 )
 def test_wrong_settings_are_named(key, value):
     with pytest.raises(ConfigError, match=f"optim.{key}"):

@@ -75,6 +75,31 @@ def test_class_folders_are_counted_before_an_image_is_decoded(tmp_path, monkeypa
         run(tmp_path / "run", *options, "dataset.classes=false")
 
 
+def test_no_pictures_on_the_way(tmp_path):
+    assert run(tmp_path / "run", *TINY, "train.sample_every=1", "train.sample_count=0")
+    assert not (tmp_path / "run" / "samples").exists()
+
+
+@pytest.mark.parametrize(
+    "tail", ["2,8,0.6", "2,", "x,y\n", "\n\n"], ids=["whole", "half a row", "no number", "empty"]
+)
+def test_a_table_that_a_failure_has_left_is_continued(tmp_path, tail):
+    fields = ("step", "loss", "lr")
+    (tmp_path / "metrics.csv").write_text("step,loss,lr\n1,0.5,1e-3\n" + tail)
+    table = run_log._Table(tmp_path / "metrics.csv", fields, step=5)
+    table.append({"step": 6, "loss": 0.25, "lr": 1e-3})
+    table.close()
+    rows = (tmp_path / "metrics.csv").read_text().split()
+    whole = [tail] if tail.count(",") == 2 else []
+    assert rows == ["step,loss,lr", "1,0.5,1e-3", *whole, "6,0.25,0.001"]
+
+
+def test_a_table_of_something_else_is_begun_anew(tmp_path):
+    (tmp_path / "metrics.csv").write_text("a,b\n1,2\n")
+    run_log._Table(tmp_path / "metrics.csv", ("step", "loss"), step=5).close()
+    assert (tmp_path / "metrics.csv").read_text().split() == ["step,loss"]
+
+
 def test_run_dir_is_no_folder(tmp_path):
     (tmp_path / "file").write_text("precious")
     for run_dir in (tmp_path / "file", tmp_path / "file" / "run"):

@@ -32,6 +32,8 @@ def fails(*command: str, cwd=None) -> str:
         ("model.num_classes=2", "has 3 classes"),
         ("train.resume=nowhere", "nowhere does not exist"),
         ("diffusion.variance=learned", "learned_range"),
+        ("dataset=trajectories", "dataset.count is unknown; did you mean dataset.held_out?"),
+        ("model.model_channels=1e9", "memory does not suffice"),
     ],
 )
 def test_wrong_setting(tmp_path, override, expected):
