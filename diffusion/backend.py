@@ -23,6 +23,13 @@ class Backend:
     dtype: torch.dtype = torch.float32
     allow_tf32: bool = False
 
+    @property
+    def precision(self) -> str:
+        """As the configuration calls it: bf16, tf32 or fp32."""
+        if self.dtype == torch.float32:
+            return "tf32" if self.allow_tf32 else "fp32"
+        return next(name for name, dtype in PRECISIONS.items() if dtype == self.dtype)
+
     def __deepcopy__(self, memo: dict) -> "Backend":
         return self  # so that models can be copied: a module cannot
 
@@ -55,6 +62,12 @@ def choose_backend(
     torch.backends.cudnn.allow_tf32 = allow_tf32
     ops = triton_kernels if name == "triton" else reference
     return Backend(name, ops, PRECISIONS[precision], allow_tf32)
+
+
+def precision_on(device: torch.device, trained: str) -> str:
+    """The precision to draw in if nobody says: as trained, on a CPU fp32, for bf16 gains nothing
+    there."""
+    return trained if device.type == "cuda" else "fp32"
 
 
 def require_determinism() -> None:

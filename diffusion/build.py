@@ -8,7 +8,7 @@ import torch
 from .backend import Backend
 from .errors import ConfigError
 from .sampler import DDIM, DDPM, Sampler
-from .schedule import NoiseSchedule, make_schedule
+from .schedule import FIXED_VARIANCES, PREDICTIONS, NoiseSchedule, make_schedule
 from .settings import construct
 from .solvers import DPMSolverPP2M, Heun
 from .unet import UNet
@@ -117,8 +117,8 @@ class Process:
         variance: str = "fixed_small",  # fixed_small | fixed_large | learned_range
     ) -> None:
         for key, value, valid in (
-            ("prediction", prediction, ("epsilon", "sample", "v_prediction")),
-            ("variance", variance, ("fixed_small", "fixed_large", "learned_range")),
+            ("prediction", prediction, PREDICTIONS),
+            ("variance", variance, (*FIXED_VARIANCES, "learned_range")),
         ):
             if value not in valid:
                 raise ConfigError(

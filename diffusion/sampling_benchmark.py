@@ -139,7 +139,7 @@ def benchmark(config: dict[str, Any]) -> Path:
     job = _Job(settings, device, settings.precision)
     trained = job.load("torch", settings.precision)
     if settings.precision is None:
-        job.precision = _precision_of(trained.model.backend)
+        job.precision = trained.model.backend.precision
     guide(trained.model.forward_nhwc, settings.guidance, trained.model.null_label)
     out = Path(settings.out) if settings.out else (trained.run_dir or Path()) / "benchmark"
     with writing(out):  # now rather than after minutes
@@ -405,9 +405,3 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"the CPU, {torch.get_num_threads()} threads"
-
-
-def _precision_of(backend: Backend) -> str:
-    if backend.dtype == torch.bfloat16:
-        return "bf16"
-    return "tf32" if backend.allow_tf32 else "fp32"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .backend import choose_backend
+from .backend import choose_backend, precision_on
 from .build import Process, build_model
 from .checkpoint import check_same_model, find_checkpoint, read_state, read_weights
 from .data.image_set import parse_size
@@ -93,7 +93,7 @@ def _load_checkpoint(
     if "image_shape" not in state:
         raise ConfigError(f"{checkpoint / 'state.json'} does not say image_shape: it is damaged")
     height, width, channels = _image_shape(checkpoint, tuple(state["image_shape"]), size, channels)
-    precision = precision or _precision(trained_as["train"]["precision"], device)
+    precision = precision or precision_on(device, trained_as["train"]["precision"])
     chosen = choose_backend(backend, precision, device, setting="precision")
     network = build_model(
         trained_as["model"], chosen, (height, width), channels, process.learns_variance, device
@@ -131,7 +131,7 @@ def _load_file(
     process = construct(Process, diffusion or {}, "diffusion")
     stored = stored_image_shape(path) or (None, None, None)
     height, width, channels = _image_shape(path, stored, size, channels)
-    precision = precision or _precision("bf16", device)
+    precision = precision or precision_on(device, "bf16")
     chosen = choose_backend(backend, precision, device, setting="precision")
     network = build_model(model, chosen, (height, width), channels, process.learns_variance, device)
     load_weights(path, network)
@@ -171,7 +171,7 @@ def _load_diffusers(
         )
     for remark in found.remarks:
         warnings.warn(f"{folder} says {remark} for sampling, which is not done here", stacklevel=2)
-    precision = precision or _precision("bf16", device)
+    precision = precision or precision_on(device, "bf16")
     chosen = choose_backend(backend, precision, device, setting="precision")
     network = build_model(
         found.settings, chosen, tuple(shape), found.in_channels, process.learns_variance, device
@@ -209,8 +209,3 @@ def _image_shape(
         )
     height, width = sides if size is None else size
     return height, width, depth or channels or 3
-
-
-def _precision(trained: str, device: torch.device) -> str:
-    """As trained, but fp32 on a CPU, where bf16 gains nothing."""
-    return trained if device.type == "cuda" else "fp32"

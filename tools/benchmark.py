@@ -18,9 +18,8 @@ from configs.entry import exit_codes, plain, run_entry
 @hydra.main(version_base=None, config_path="../configs", config_name="benchmark")
 def main(config: DictConfig) -> None:
     """Measure as configured, print the table and say where it is."""
-    from diffusion.sampling_benchmark import (
-        benchmark,
-    )  # after the command line is known to be right
+    # after the command line is known to be right
+    from diffusion.sampling_benchmark import benchmark
 
     with exit_codes():
         benchmark(plain(config))

@@ -17,9 +17,8 @@ from configs.entry import exit_codes, plain, run_entry
 @hydra.main(version_base=None, config_path="../configs", config_name="rollout")
 def main(config: DictConfig) -> None:
     """Roll out as configured."""
-    from diffusion.policies.rollout_run import (
-        rollout,  # after the command line is known to be right
-    )
+    # after the command line is known to be right
+    from diffusion.policies.rollout_run import rollout
 
     with exit_codes():
         rollout(plain(config))

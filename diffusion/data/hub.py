@@ -207,9 +207,8 @@ def _from_hub(source: _Source, split: str) -> tuple[np.ndarray, np.ndarray]:
         mode = "L" if source.channels == 1 else "RGB"
         images = np.stack([np.asarray(picture.convert(mode)) for picture in pictures])
         labels = np.array(table["label"])
-    except (
-        Exception
-    ) as error:  # no package, no network, no cache: the library has an error for each
+    except Exception as error:
+        # no package, no network, no cache: the library has an error for each
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"{source.name} is not available from Hugging Face ({reason}); {_both_ways(source)}"

@@ -34,29 +34,6 @@ class ImageSet:
     def channels(self) -> int:
         return self.images.shape[3]
 
-    @property
-    def num_classes(self) -> int:
-        """0 for a set without labels."""
-        if self.labels is None:
-            return 0
-        return len(self.class_names) if self.class_names else int(self.labels.max()) + 1
-
-    def class_index(self, value: str | int) -> int:
-        """The label of a class given by name or number; ConfigError names the nearest valid one."""
-        if self.num_classes == 0:
-            raise ConfigError(f"class {value}: the data set {self.name} has no classes")
-        names = self.class_names or tuple(str(i) for i in range(self.num_classes))
-        if str(value) in names:
-            return names.index(str(value))
-        if str(value).lstrip("-").isdecimal():
-            if 0 <= int(value) < len(names):
-                return int(value)
-            near = min(max(int(value), 0), len(names) - 1)
-            raise ConfigError(
-                f"class {value} is outside 0..{len(names) - 1} of {self.name}; nearest is {near}"
-            )
-        raise ConfigError(f"class {value} is unknown in {self.name}; {nearest(str(value), names)}")
-
 
 def nearest(value: str, valid: Sequence[str], most: int = 12) -> str:
     """The end of an error message: the closest valid name, and the valid names if they are few."""

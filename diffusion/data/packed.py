@@ -30,7 +30,8 @@ from ..errors import ConfigError, writing
 from .image_set import ImageSet, parse_size
 
 MAGIC, VERSION, DATA_OFFSET = b"TDPACKED", 1, 4096
-BIN_MAGIC, BIN_WEIGHTS_MAGIC, BIN_OFFSET = 20240620, 12345678, 1024
+UNET_CU_DATA, UNET_CU_WEIGHTS = 20240620, 12345678  # the first int32 of unet.cu's files
+UNET_CU_HEADER_BYTES = 256 * 4
 _HEADER = struct.Struct("<8sII6Q")
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class _PackedWriter(_Writer):
 
 
 class _BinWriter(_Writer):
-    offset = BIN_OFFSET
+    offset = UNET_CU_HEADER_BYTES
 
     def _encode(self, image: np.ndarray) -> bytes:
         x = image.transpose(2, 0, 1).astype("<f4") / np.float32(127.5) - np.float32(1)
@@ -78,7 +79,7 @@ class _BinWriter(_Writer):
     def finish(self, class_names: tuple[str, ...] | None) -> None:
         header = np.zeros(256, dtype="<i4")
         height, width, channels = self._shape
-        header[:5] = (BIN_MAGIC, len(self._labels), channels, height, width)
+        header[:5] = (UNET_CU_DATA, len(self._labels), channels, height, width)
         self._file.seek(0)
         self._file.write(header.tobytes())
 
@@ -140,17 +141,17 @@ def load_packed(
     if not path.is_file():
         raise ConfigError(f"{path} is no file; give one written by tools/prepare.py")
     with open(path, "rb") as file:
-        head = file.read(max(_HEADER.size, BIN_OFFSET))
+        head = file.read(max(_HEADER.size, UNET_CU_HEADER_BYTES))
     magic = int.from_bytes(head[:4], "little")
     if head.startswith(MAGIC):
         data = _read_packed(path, head)
-    elif magic == BIN_MAGIC:
+    elif magic == UNET_CU_DATA:
         data = _read_bin(path, head)
     else:
-        found = "unet.cu weights" if magic == BIN_WEIGHTS_MAGIC else f"the magic number {magic}"
+        found = "unet.cu weights" if magic == UNET_CU_WEIGHTS else f"the magic number {magic}"
         raise ConfigError(
             f"{path} is no image data: it starts with {found}, not with"
-            f" {MAGIC.decode()} (.packed) or {BIN_MAGIC} (unet.cu .bin)"
+            f" {MAGIC.decode()} (.packed) or {UNET_CU_DATA} (unet.cu .bin)"
         )
     if size is not None and parse_size(size) != data.size:
         raise ConfigError(
@@ -208,14 +209,17 @@ def _read_packed(path: Path, head: bytes) -> ImageSet:
 
 
 def _read_bin(path: Path, head: bytes) -> ImageSet:
-    if len(head) < BIN_OFFSET:
+    if len(head) < UNET_CU_HEADER_BYTES:
         raise ConfigError(
-            f"{path} should have {BIN_OFFSET} bytes or more, and has {len(head)}: truncated"
+            f"{path} should have {UNET_CU_HEADER_BYTES} bytes or more, and has {len(head)}:"
+            " truncated"
         )
     n, channels, height, width = np.frombuffer(head, dtype="<i4")[1:5].tolist()
-    expected = BIN_OFFSET + 4 * n * channels * height * width
+    expected = UNET_CU_HEADER_BYTES + 4 * n * channels * height * width
     _check_bytes(path, expected, n, height, width, channels)
-    stored = np.memmap(path, "<f4", mode="r", offset=BIN_OFFSET, shape=(n, channels, height, width))
+    stored = np.memmap(
+        path, "<f4", mode="r", offset=UNET_CU_HEADER_BYTES, shape=(n, channels, height, width)
+    )
     images = np.empty((n, height, width, channels), dtype=np.uint8)
     off_grid = False
     for start in range(0, n, 256):

@@ -203,11 +203,9 @@ def _chunks(episodes: list[Episode], spec: PolicySpec) -> Chunks:
     actions, conditions = [], []
     for observed, acted in episodes:
         length = len(acted)
-        starts = np.arange(1 - spec.observation_steps, length - spec.horizon + spec.action_steps)[
-            :, None
-        ]
+        starts = np.arange(1 - spec.observation_steps, length - spec.horizon + spec.action_steps)
         # [M, steps]; beyond an end of the episode its first or last step is repeated
-        times = (starts + np.arange(spec.horizon)).clip(0, max(length - 1, 0))
+        times = (starts[:, None] + np.arange(spec.horizon)).clip(0, max(length - 1, 0))
         actions.append(acted[times])
         conditions.append(observed[times[:, : spec.observation_steps]])
     shapes = ((0, spec.horizon, spec.action_dim), (0, spec.observation_steps, spec.observation_dim))

@@ -10,7 +10,6 @@ The header of a .bin says nothing of depth, multipliers, groups or heads: these 
 configured model, and the size of the file is checked against it.
 """
 
-import os
 import pickle
 import re
 from dataclasses import dataclass
@@ -19,14 +18,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ..data.packed import UNET_CU_DATA, UNET_CU_HEADER_BYTES, UNET_CU_WEIGHTS
 from ..errors import ConfigError
 from ..unet import UNet
 
-_UNET_CU_WEIGHTS, _UNET_CU_DATA = 12345678, 20240620
-_HEADER_BYTES = 256 * 4
 _GENERATOR_BYTES = 48  # of curandState_t
 _PREFIXES = ("_orig_mod.", "module.")  # of torch.compile, of DistributedDataParallel
 
@@ -88,7 +86,7 @@ def load_weights(path: str | Path, model: nn.Module) -> str:
     """
     path = Path(path)
     start = _first_bytes(path)
-    if int.from_bytes(start[:4], "little") in (_UNET_CU_WEIGHTS, _UNET_CU_DATA):
+    if int.from_bytes(start[:4], "little") in (UNET_CU_WEIGHTS, UNET_CU_DATA):
         state, kind = read_unet_cu(path, model).params, "unet.cu weights"
     elif start[8:9] == b"{":
         state, kind = _read_safetensors(path), "safetensors"
@@ -97,7 +95,7 @@ def load_weights(path: str | Path, model: nn.Module) -> str:
     else:
         raise ConfigError(
             f"{path} is no weights file: it begins with {start[:8]!r}; expected a unet.cu .bin "
-            f"(int32 {_UNET_CU_WEIGHTS}), a .pt or a .safetensors"
+            f"(int32 {UNET_CU_WEIGHTS}), a .pt or a .safetensors"
         )
     state = _with_guided_names(state)
     difference = _difference(state, model)
@@ -116,12 +114,12 @@ def stored_image_shape(path: str | Path) -> tuple[int, int, int] | None:
     path = Path(path)
     start = _first_bytes(path)
     magic = int.from_bytes(start[:4], "little")
-    if magic == _UNET_CU_DATA:
+    if magic == UNET_CU_DATA:
         raise ConfigError(f"{path} is a unet.cu data set (magic {magic}), not weights")
-    if magic != _UNET_CU_WEIGHTS:
+    if magic != UNET_CU_WEIGHTS:
         return None
-    if path.stat().st_size < _HEADER_BYTES:
-        raise ConfigError(f"{path} is truncated: its header alone is {_HEADER_BYTES} bytes")
+    if path.stat().st_size < UNET_CU_HEADER_BYTES:
+        raise ConfigError(f"{path} is truncated: its header alone is {UNET_CU_HEADER_BYTES} bytes")
     header = np.fromfile(path, "<i4", 7)
     return int(header[5]), int(header[6]), int(header[2])
 
@@ -136,16 +134,16 @@ def read_unet_cu(path: str | Path, model: UNet) -> UnetCuState:
         raise ConfigError(f"{path} holds a 2-D UNet's weights; the model is {type(model).__name__}")
     start = _first_bytes(path)
     magic = int.from_bytes(start[:4], "little")
-    if magic == _UNET_CU_DATA:
+    if magic == UNET_CU_DATA:
         raise ConfigError(f"{path} is a unet.cu data set (magic {magic}), not weights")
-    if magic != _UNET_CU_WEIGHTS:
+    if magic != UNET_CU_WEIGHTS:
         raise ConfigError(
-            f"{path} begins with {magic}; unet.cu weights begin with {_UNET_CU_WEIGHTS}"
+            f"{path} begins with {magic}; unet.cu weights begin with {UNET_CU_WEIGHTS}"
         )
     size = path.stat().st_size
-    if size < _HEADER_BYTES:
+    if size < UNET_CU_HEADER_BYTES:
         raise ConfigError(
-            f"{path} is truncated: {size} bytes, and the header alone is {_HEADER_BYTES}"
+            f"{path} is truncated: {size} bytes, and the header alone is {UNET_CU_HEADER_BYTES}"
         )
     header = np.fromfile(path, "<i4", 256)
     batch_size, c_in, c_model, c_out, height, width, max_period, adamw, generators = map(
@@ -165,18 +163,18 @@ def read_unet_cu(path: str | Path, model: UNet) -> UnetCuState:
     shapes = {name: p.shape for name, p in model.named_parameters()}
     count = _count(model.parameters())
     sections = 3 if adamw else 1
-    rest = size - _HEADER_BYTES - 4 * count * sections
+    rest = size - UNET_CU_HEADER_BYTES - 4 * count * sections
     # one generator state an element of the batch; what size it has depends on the generator
     states = batch_size * c_in * height * width
     if rest < 0 or (rest > 0 and not (generators and states and rest % states == 0)):
-        skipped = _HEADER_BYTES + (_GENERATOR_BYTES * states if generators else 0)
+        skipped = UNET_CU_HEADER_BYTES + (_GENERATOR_BYTES * states if generators else 0)
         held = max(size - skipped, 0) / (4 * sections)
         raise ConfigError(
             f"{path} has room for {held:,.10g} parameters{' and their moments' if adamw else ''}, "
             f"the model has {count:,}: the file is truncated, or of other depth or multipliers"
         )
 
-    data = torch.from_numpy(np.fromfile(path, "<f4", count * sections, offset=_HEADER_BYTES))
+    data = torch.from_numpy(np.fromfile(path, "<f4", count * sections, offset=UNET_CU_HEADER_BYTES))
     tensors = []
     for section in data.split(count):
         pieces = section.split([shape.numel() for shape in shapes.values()])
@@ -277,7 +275,7 @@ def save_unet_cu(path: str | Path, model: UNet, batch_size: int = 32) -> None:
             )
     header = np.zeros(256, "<i4")
     header[:8] = [
-        _UNET_CU_WEIGHTS,
+        UNET_CU_WEIGHTS,
         batch_size,
         model.in_channels,
         model.model_channels,
@@ -295,11 +293,6 @@ def save_unet_cu(path: str | Path, model: UNet, batch_size: int = 32) -> None:
 def save_guided(path: str | Path, model: nn.Module) -> None:
     """Write `model` as guided-diffusion's .pt: a plain state dict, which its scripts load."""
     torch.save(_plain_state_dict(model), path)
-
-
-def save_safetensors(path: str | Path, model: nn.Module) -> None:
-    """Write `model`'s state dict under its own names."""
-    save_file(_plain_state_dict(model), os.fspath(path))
 
 
 def _plain_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -140,9 +140,8 @@ class StreamedUNet1d:
         """All blocks' projections side by side, cut into the part of the step and the rest."""
         linears = [block.cond_encoder["1"] for block in blocks]
         embed = self.model.diffusion_step_encoder["3"].weight.shape[0]
-        weight = self._multiplied(
-            torch.cat([linear.weight for linear in linears])
-        )  # [F, embed + G]
+        weight = torch.cat([linear.weight for linear in linears])  # [F, embed + G]
+        weight = self._multiplied(weight)
 
         def padded(w: Tensor) -> Tensor:
             return F.pad(w, (0, -w.shape[1] % self.ops.PROJECT_BLOCK))
@@ -156,10 +155,8 @@ class StreamedUNet1d:
         """`halves`: its input is that many tensors side by side."""
         identity = isinstance(block.residual_conv, nn.Identity)
         side = None if identity else block.residual_conv.weight
-        columns, self._columns = (
-            self._columns,
-            self._columns + block.cond_encoder["1"].bias.shape[0],
-        )
+        columns = self._columns
+        self._columns += block.cond_encoder["1"].bias.shape[0]
         if first:
             self._stem = self._copy(block.blocks[0].block[0].weight.permute(1, 2, 0))
             self._side_stem = self._copy(side.permute(1, 2, 0))  # [CX, 1, C]

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..backend import choose_backend
+from ..backend import choose_backend, precision_on
 from ..build import Process, build_policy_model
 from ..chain import TabulatedDenoiser
 from ..checkpoint import check_same_model, find_checkpoint, read_state, read_weights
@@ -90,8 +90,7 @@ def load_policy(
     spec = PolicySpec.from_state(state["policy"])
     process = construct(Process, config["diffusion"], "diffusion")
     on = choose_device(device)
-    if precision is None:
-        precision = config["train"]["precision"] if on.type == "cuda" else "fp32"
+    precision = precision or precision_on(on, config["train"]["precision"])
     chosen = choose_backend(backend, precision, on, setting="precision")
     model = build_policy_model(config["model"], chosen, spec.action_dim, spec.condition_dim, on)
     weights = read_weights(checkpoint, ema)

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..backend import PRECISIONS, Backend
 from ..build import check_sampler
 from ..data.action_chunks import PolicySpec
 from ..errors import ConfigError
@@ -113,16 +112,10 @@ def _latency(policy: Policy, observation: np.ndarray, settings: RolloutSettings)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     p50, p99 = np.percentile(took, (50, 99))
     return (
-        f"policy, backend {backend.name}, {_precision(backend)}, {where}, batch 1,"
+        f"policy, backend {backend.name}, {backend.precision}, {where}, batch 1,"
         f" {policy.sampler.num_steps} steps of {settings.sampler}:"
         f" p50 {p50:.2f} ms, p99 {p99:.2f} ms over {len(took)} calls"
     )
-
-
-def _precision(backend: Backend) -> str:
-    if backend.dtype == torch.float32:
-        return "tf32" if backend.allow_tf32 else "fp32"
-    return next(name for name, dtype in PRECISIONS.items() if dtype == backend.dtype)
 
 
 def _outcome(name: str, episodes: list[Episode]) -> str:

@@ -13,34 +13,7 @@ PETS = ImageSet(
 
 
 def test_shape():
-    assert (len(PETS), PETS.size, PETS.channels, PETS.num_classes) == (2, (4, 6), 3, 3)
-
-
-@pytest.mark.parametrize(
-    ("value", "index"), [("dog", 1), (1, 1), ("1", 1), (0, 0), ("7", 2)], ids=repr
-)
-def test_class_by_name_or_number(value, index):
-    assert PETS.class_index(value) == index
-
-
-@pytest.mark.parametrize(
-    ("value", "hint"),
-    [("dgo", "did you mean dog"), (3, "nearest is 2"), (-1, "nearest is 0"), ("Cat", "cat")],
-    ids=repr,
-)
-def test_unknown_class_names_the_nearest(value, hint):
-    with pytest.raises(ConfigError, match=hint):
-        PETS.class_index(value)
-
-
-def test_no_classes():
-    with pytest.raises(ConfigError, match="no classes"):
-        ImageSet(PETS.images, name="plain").class_index("dog")
-
-
-def test_numbered_classes():
-    data = ImageSet(PETS.images, PETS.labels, None, "numbers")
-    assert data.num_classes == 3 and data.class_index("2") == 2
+    assert (len(PETS), PETS.size, PETS.channels) == (2, (4, 6), 3)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, "64", [64], [1, 2, 3], [8, 0], None, True], ids=repr)

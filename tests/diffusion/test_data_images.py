@@ -160,7 +160,7 @@ def test_stylegan_zip(tmp_path):
             archive.write(path, path.relative_to(folder))
     for path in (folder, tmp_path / "set.zip"):
         data = load_folder(path, size=2)
-        assert data.labels.tolist() == [2, 1, 0] and data.num_classes == 3
+        assert data.labels.tolist() == [2, 1, 0] and data.class_names is None
         assert data.images[:, 0, 0, 0].tolist() == [0, 1, 2]
 
 

@@ -13,7 +13,7 @@ from diffusion.build import SAMPLERS, make_sampler
 from diffusion.draw import draw
 from diffusion.errors import ConfigError
 from diffusion.guidance import drop_labels, guide
-from diffusion.interchange.weights import load_weights, save_safetensors
+from diffusion.interchange.weights import load_weights, save_guided
 from diffusion.objective import Objective
 from diffusion.sampling_run import sample
 from diffusion.schedule import make_schedule
@@ -102,10 +102,10 @@ def test_without_label_dropout_nothing_changes(tmp_path):
     assert guided.label_emb.weight.shape[0] == CLASSES + 1
     assert list(plain.state_dict()) == list(guided.state_dict())
     assert tiny(num_classes=None).null_label is None
-    save_safetensors(tmp_path / "plain.safetensors", plain)
-    load_weights(tmp_path / "plain.safetensors", tiny())
+    save_guided(tmp_path / "plain.pt", plain)
+    load_weights(tmp_path / "plain.pt", tiny())
     with pytest.raises(ConfigError, match=r"label_emb.weight is \[3, 32\] in the file, \[4, 32\]"):
-        load_weights(tmp_path / "plain.safetensors", guided)
+        load_weights(tmp_path / "plain.pt", guided)
 
 
 @pytest.mark.parametrize(
@@ -223,8 +223,8 @@ def _config(**given):
 
 @pytest.fixture
 def weights(tmp_path) -> Path:
-    path = tmp_path / "weights.safetensors"
-    save_safetensors(path, tiny(label_dropout=0.1, in_channels=3, out_channels=3))
+    path = tmp_path / "weights.pt"
+    save_guided(path, tiny(label_dropout=0.1, in_channels=3, out_channels=3))
     return path
 
 
@@ -262,8 +262,8 @@ def test_wrong_settings(weights, given, message):
 
 def test_guidance_of_a_model_without_a_null_class(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "plain.safetensors"
-    save_safetensors(path, tiny(num_classes=None, in_channels=3, out_channels=3))
+    path = tmp_path / "plain.pt"
+    save_guided(path, tiny(num_classes=None, in_channels=3, out_channels=3))
     model = {"name": "unet", **TINY, "num_classes": None}
     config = _config(ckpt=str(path), model=model, size=8)
     with pytest.raises(ConfigError, match="guidance=2 needs a network with classes"):

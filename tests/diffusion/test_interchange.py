@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_model
 from torch import nn
 
 from diffusion.errors import ConfigError
@@ -14,7 +14,6 @@ from diffusion.interchange.weights import (
     load_weights,
     read_unet_cu,
     save_guided,
-    save_safetensors,
     save_unet_cu,
     to_unet_cu_name,
 )
@@ -149,6 +148,10 @@ def test_bin_is_not_for_other_networks(tmp_path):
 
 
 # --- state dicts ----------------------------------------------------------------------------------
+
+
+def save_safetensors(path, model):
+    save_model(model, str(path))
 
 
 @pytest.mark.parametrize("save", [save_guided, save_safetensors])
