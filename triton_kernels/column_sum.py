@@ -18,7 +18,7 @@ from .device import describe
 
 _BLOCK_C = 64
 
-_empty = torch.empty  # tests replace it to poison the memory
+_empty = torch.empty  # tests put a function here that returns NaNs
 
 
 @triton.jit(do_not_specialize=["M", "rows_per_split"])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .philox import DROPOUT, FLIP, NOISE, REVERSE, TIMESTEP
 
-_ACTIVATIONS = {
+ACTIVATION_FUNCTIONS = {
     "identity": lambda x: x,
     "relu": F.relu,
     "silu": F.silu,
@@ -68,7 +68,7 @@ def group_norm(
         z = z * (1 + scale.to(dtype)[:, None, None, :])
     if shift is not None:
         z = z + shift.to(dtype)[:, None, None, :]
-    return _ACTIVATIONS[activation](z).to(x.dtype)
+    return ACTIVATION_FUNCTIONS[activation](z).to(x.dtype)
 
 
 def attention(

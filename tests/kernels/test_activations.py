@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.activations import ACTIVATIONS, activate, activate_grad, check_activation
-from triton_kernels.reference import _ACTIVATIONS
+from triton_kernels.reference import ACTIVATION_FUNCTIONS
 
 # exp overflows where 1 / (1 + exp) is meant to be 0; NumPy, under the interpreter, warns of it
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
@@ -30,7 +30,7 @@ def _both(z, act):
 def test_value_and_derivative(act, device):
     z = torch.cat((torch.linspace(-12, 12, 960), torch.linspace(-100, 100, 64))).to(device)
     exact = z.double().requires_grad_()
-    want = _ACTIVATIONS[act](exact)
+    want = ACTIVATION_FUNCTIONS[act](exact)
     (want_dz,) = torch.autograd.grad(want.sum(), exact)
     y, dz = _both(z, act)
     # a few float32 roundings of numbers of the size of z, and of 1
@@ -55,4 +55,4 @@ def test_unknown_name():
 
 
 def test_the_reference_has_the_same_names():
-    assert tuple(_ACTIVATIONS) == ACTIVATIONS
+    assert tuple(ACTIVATION_FUNCTIONS) == ACTIVATIONS

@@ -229,7 +229,7 @@ def grad_reference(dy, weight, x, table, activation, dtype, mask=None):
     mean, rstd, g, b = table.to(dtype)[:, :, None, None, :].unbind(1)
     xhat = (x.to(dtype) - mean) * rstd
     z = (xhat * g + b).requires_grad_()
-    a = reference._ACTIVATIONS[activation](z)
+    a = reference.ACTIVATION_FUNCTIONS[activation](z)
     if mask is not None:
         a = reference.dropout(a, mask.p, mask.rng, layer=mask.layer, first=mask.first)
     (dz,) = torch.autograd.grad(reference.conv2d(a, weight.to(dtype)), z, dy.to(dtype))

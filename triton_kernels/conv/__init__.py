@@ -1,4 +1,9 @@
-"""Convolution as implicit GEMM: `conv2d` is the op, `tma` its fast path, `gather` its general one.
+"""Convolution as implicit GEMM. `conv2d` is the op, which takes the fastest path that applies:
 
-`gluon` is hand-scheduled for Hopper, `tma_boxes` the boxes that the copy engine fetches.
+    tma         tiles fetched by the copy engine; its weight gradient is `tma_wgrad`
+    tma_stride  the same for stride 2
+    gather      pointers: everything else
+    gluon       hand-scheduled for Hopper, among the tiles of `tma` and for the fused network
+
+`tma_boxes` says which boxes the copy engine fetches, `configs` what a program computes.
 """

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from ..reference import _ACTIVATIONS
+from ..reference import ACTIVATION_FUNCTIONS
 from .conv_split import SplitConv
 
 
@@ -73,7 +73,7 @@ def conv_input_grad(dy, weight, *, inputs, table, activation, mask=None):
     xhat = (x - _rows(mean)) * _rows(rstd)
     with torch.enable_grad():
         z = (xhat * _rows(g) + _rows(b)).detach().requires_grad_()
-        a = _drop(_ACTIVATIONS[activation](z), mask)
+        a = _drop(ACTIVATION_FUNCTIONS[activation](z), mask)
     (dz,) = torch.autograd.grad(a, z, conv_plain_input_grad(dy, weight))
     return dz, _grad_partials(dz, xhat)
 
@@ -88,7 +88,7 @@ def activation_grad(da, x, table, activation):
     xhat = (x - _rows(mean)) * _rows(rstd)
     with torch.enable_grad():
         z = (xhat * _rows(g) + _rows(b)).detach().requires_grad_()
-        a = _ACTIVATIONS[activation](z)
+        a = ACTIVATION_FUNCTIONS[activation](z)
     (dz,) = torch.autograd.grad(a, z, da)
     return dz, _grad_partials(dz, xhat)
 
@@ -168,7 +168,7 @@ def apply(x1, x2, table, activation, *, mask=None):
     mask."""
     x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
     mean, rstd, g, b = table.to(x.dtype).unbind(1)
-    a = _ACTIVATIONS[activation]((x - _rows(mean)) * _rows(rstd * g) + _rows(b))
+    a = ACTIVATION_FUNCTIONS[activation]((x - _rows(mean)) * _rows(rstd * g) + _rows(b))
     return _drop(a, mask)
 
 
@@ -450,7 +450,7 @@ def norm_of_sums(
 
 def begin_step(x, channels, dtype, table=None, row=None, index=None):
     """(x with zeros behind its channels up to so many, table[row, index])"""
-    image = torch.nn.functional.pad(x, [0, channels - x.shape[3]]).to(dtype)
+    image = F.pad(x, [0, channels - x.shape[3]]).to(dtype)
     if table is None:
         return image, None
     rows = table.index_select(0, row)[0]

@@ -17,7 +17,7 @@ from ..dependent_launch import await_inputs, overlapping
 from ..tuning import choose
 from .conv import conv_weight_grad
 
-_empty = torch.empty  # tests replace it to poison the memory
+_empty = torch.empty  # tests put a function here that returns NaNs
 
 
 class _Plan(NamedTuple):

@@ -1,5 +1,11 @@
 """Convolutions for Hopper in Gluon, where shared memory, barriers and products are written out.
 
-`rows` (64-pixel rows, and the weight gradient), `resident` (the filters stay in shared memory) and
-`tiles` (rows of 8 to 64 pixels) serve the fused network, `bare` what the public `conv2d` calls.
+    launcher   serves              kernels
+    rows       the fused network   rows_kernels (rows of 64 pixels), resident (the filters stay in
+                                   shared memory), rows_wgrad (the weight gradient)
+    tiles      the fused network   tiles_kernels (rows of 8 to 64 pixels)
+    bare       public `conv2d`     bare_tiles (3x3 filters), bare_points (1x1)
+
+`operands` and `descriptors` are what launchers share; `pipeline` (rings and their barriers),
+`rows_memory` and `tiles_loop` what kernels do.
 """

@@ -104,7 +104,7 @@ def _stage(stages, GROUP: gl.constexpr, j: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def _multiply_extra(
-    acc0, acc1, extra_bufs, w_bufs, full, empty, step, BLOCK: gl.constexpr, W: gl.constexpr,
+    acc0, acc1, extra_bufs, w_bufs, full, step, BLOCK: gl.constexpr, W: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The products of one block of channels with its 1x1 filters, begun but not waited for."""
@@ -167,7 +167,7 @@ def _multiply(
         for r in gl.static_range(3):
             if r < EXTRA:
                 acc0, acc1 = _multiply_extra(
-                    acc0, acc1, extra_bufs, w_bufs, extra_full, extra_empty, step + r, r, W, LAYOUT
+                    acc0, acc1, extra_bufs, w_bufs, extra_full, step + r, r, W, LAYOUT
                 )
                 if r > 0:
                     acc0, acc1 = warpgroup_mma_wait(4, deps=(acc0, acc1))

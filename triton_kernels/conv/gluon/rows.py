@@ -67,7 +67,7 @@ def tiles(
     inputs: Sequence[Tensor] = (),  # [N, H, W, .], of an input gradient
     extra: Sequence[Tensor] = (),  # [N, H, W, .], of which 1x1 convolutions are added
 ) -> list[tuple]:
-    """Those with which `forward` or `input_grad` can do it."""
+    """Those with which `launch` can do it."""
     channels = [t.shape[3] for t in (x, y, *inputs, *extra)]
     if not _applies(x, weight, [*channels, *weight.shape[:2]], _WIDTHS):
         return []
