@@ -20,6 +20,16 @@ def _head_offset(head, num_heads, D: tl.constexpr, HEADS_QKV: tl.constexpr):
 
 
 @triton.jit
+def _locate(num_heads, T: tl.constexpr, BLOCK_T: tl.constexpr):
+    """The block of positions of a program, its (sample, head) as one number, and as two. The blocks
+    of one head run side by side, so that what they share comes from L2."""
+    pid = tl.program_id(0)
+    block = pid % tl.cdiv(T, BLOCK_T)
+    row = pid // tl.cdiv(T, BLOCK_T)
+    return block, row, row // num_heads, row % num_heads
+
+
+@triton.jit
 def _load_tile(
     ptr,
     offs_t,
@@ -78,11 +88,7 @@ def attention_fwd_kernel(
     BLOCK_N: tl.constexpr,  # keys
 ):
     await_inputs()
-    # the blocks of one head run side by side, so its keys and values come from L2
-    pid = tl.program_id(0)
-    pid_m = pid % tl.cdiv(T, BLOCK_M)
-    row = pid // tl.cdiv(T, BLOCK_M)
-    n, head = row // num_heads, row % num_heads
+    pid_m, row, n, head = _locate(num_heads, T, BLOCK_M)
     channels = num_heads * D
     offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
     q_ptr = qkv_ptr + n.to(tl.int64) * T * (3 * channels) + offset
@@ -142,10 +148,7 @@ def attention_bwd_dq_kernel(
     BLOCK_N: tl.constexpr,  # keys
 ):
     await_inputs()
-    pid = tl.program_id(0)
-    pid_m = pid % tl.cdiv(T, BLOCK_M)
-    row = pid // tl.cdiv(T, BLOCK_M)
-    n, head = row // num_heads, row % num_heads
+    pid_m, row, n, head = _locate(num_heads, T, BLOCK_M)
     channels = num_heads * D
     offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
     q_offset = n.to(tl.int64) * T * (3 * channels) + offset
@@ -208,10 +211,7 @@ def attention_bwd_dkdv_kernel(
     ONE_PASS: tl.constexpr,  # BLOCK_N >= T: this program sees all keys, so it can finish dq as well
 ):
     await_inputs()
-    pid = tl.program_id(0)
-    pid_n = pid % tl.cdiv(T, BLOCK_N)
-    row = pid // tl.cdiv(T, BLOCK_N)
-    n, head = row // num_heads, row % num_heads
+    pid_n, row, n, head = _locate(num_heads, T, BLOCK_N)
     channels = num_heads * D
     offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
     q_offset = n.to(tl.int64) * T * (3 * channels) + offset

@@ -67,7 +67,7 @@ def _gather_kernel(
 
 @triton.jit
 def _store_sum(fine_ptr, add_ptr, offs, value, mask):
-    """fine = value + add; returns it with zeros where the mask is."""
+    """fine = value + add; returns that, with zeros outside of the mask."""
     if add_ptr is not None:
         value += tl.load(add_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     tl.store(fine_ptr + offs, value.to(fine_ptr.dtype.element_ty), mask=mask)
