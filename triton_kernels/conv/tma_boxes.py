@@ -5,6 +5,7 @@ A box is [images, rows, columns] of pixels. A tile of a small image takes severa
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import triton
 from torch import Tensor
@@ -84,6 +85,19 @@ def weight_in_boxes(weight: Tensor, block_co: int, block_ci: int) -> TensorDescr
     co, ci, r, s = weight.shape
     shape, strides = [r * s, co, ci], [ci, r * s * ci, 1]
     return TensorDescriptor(weight, shape, strides, [1, block_co, block_ci])
+
+
+def tile_sizes(box: tuple[int, int, int], config: NamedTuple) -> dict[str, int]:
+    """What a kernel of tiles [block_c, box] has to know when it is compiled, and how."""
+    return {
+        "TILE_N": box[0],
+        "TILE_H": box[1],
+        "TILE_W": box[2],
+        "BLOCK_C": config.block_c,
+        "BLOCK_K": config.block_k,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
 
 
 def addressable(x: Tensor, y: Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..conv.tma import tile_origin
-from ..conv.tma_boxes import count_boxes, in_boxes, pixel_box, weight_in_boxes
+from ..conv.tma_boxes import count_boxes, in_boxes, pixel_box, tile_sizes, weight_in_boxes
 from ..dependent_launch import await_inputs, overlapping
 from ..device import describe
 from ..tuning import choose
@@ -204,13 +204,7 @@ def conv_split(
         R=r,
         S=s,
         PRECISION="tf32",
-        TILE_N=box[0],
-        TILE_H=box[1],
-        TILE_W=box[2],
-        BLOCK_C=config.block_c,
-        BLOCK_K=config.block_k,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **tile_sizes(box, config),
         **overlapping(x.device),
     )
     return parts

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..conv.tma import Config, tile_origin
-from ..conv.tma_boxes import count_boxes, image_box, in_boxes
+from ..conv.tma_boxes import count_boxes, image_box, in_boxes, tile_sizes
 from ..dependent_launch import await_inputs, overlapping
 from ..row_sums import RowSums
 from ..tuning import choose
@@ -261,14 +261,8 @@ def skip_dx(
         c1,
         PRECISION="tf32",
         UPSAMPLE=upsample1,
-        TILE_N=box[0],
-        TILE_H=box[1],
-        TILE_W=box[2],
-        BLOCK_C=config.block_c,
-        BLOCK_K=config.block_k,
+        **tile_sizes(box, config),
         **fold,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
         **overlapping(dy.device),
     )
     return dx1, dx2, rows
