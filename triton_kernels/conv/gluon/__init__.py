@@ -7,5 +7,5 @@
     bare       public `conv2d`     bare_tiles (3x3 filters), bare_points (1x1)
 
 `operands` and `descriptors` are what launchers share; `pipeline` (rings and their barriers),
-`rows_memory` and `tiles_loop` what kernels do.
+`rows_memory`, `tiles_loop` and `epilogue` what kernels do.
 """

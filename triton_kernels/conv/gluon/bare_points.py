@@ -15,11 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .epilogue import round_pairs
 from .pipeline import (
     give_back,
     new_barrier_pairs,
     new_barriers,
-    round_pairs,
     sync_threads,
     wait_empty,
     wait_full,

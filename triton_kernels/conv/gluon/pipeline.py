@@ -67,14 +67,3 @@ def wait_full_both(full1, count1, SLOTS1: gl.constexpr, full2, count2, SLOTS2: g
 def give_back(empty, count, SLOTS: gl.constexpr, pred=True):
     """Of a reader: the slot that was filled `count`-th may be filled again."""
     mbarrier.arrive(empty.index(count % SLOTS), count=1, pred=pred)
-
-
-@gluon.jit
-def round_pairs(x, dtype: gl.constexpr):
-    """float32 to `dtype`; to bfloat16 two numbers an instruction."""
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.bfloat16, True, 2
-        )
-    else:
-        return x.to(dtype)

@@ -21,15 +21,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate_grad
+from .epilogue import load_beside, load_bias, load_table, round_pairs
 from .pipeline import (
     give_back,
     new_barrier_pairs,
-    round_pairs,
     sync_threads,
     wait_empty,
     wait_full,
 )
-from .rows_memory import clear_margins, load_beside, row_from, row_of_tap, rows_chunks
+from .rows_memory import clear_margins, row_from, row_of_tap, rows_chunks
 
 # --- loads ----------------------------------------------------------------------------------------
 
@@ -142,17 +142,9 @@ def _multiply(
             bar = beside_full.index(GROUP)
             load_beside(beside1_desc, beside2_desc, stages, bar, n, h * 2, c0, border, GROUP, 2, W)
         if DGRAD:
-            table = vectors_ptr + n.to(gl.int64) * 4 * C + offs
-            mean = gl.load(table)
-            rstd = gl.load(table + C)
-            g = gl.load(table + 2 * C)
-            b = gl.load(table + 3 * C)
+            mean, rstd, g, b = load_table(vectors_ptr, n, offs, C)
         else:
-            bias = gl.load(vectors_ptr + offs)
-            if extra_bias_ptr is not None:
-                bias += gl.load(extra_bias_ptr + offs)
-            if emb_ptr is not None:
-                bias += gl.load(emb_ptr + n.to(gl.int64) * stride_emb + offs)
+            bias = load_bias(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, n, offs)
 
         place = tile - first + n - first_n
         above = place % PAIRS

@@ -17,16 +17,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate_grad
+from .epilogue import load_beside, load_bias, load_table, round_pairs
 from .pipeline import (
     give_back,
     new_barrier_pairs,
-    round_pairs,
     sync_threads,
     wait_empty,
     wait_full,
     wait_full_both,
 )
-from .rows_memory import clear_margins, load_beside, row_from, row_of_tap, rows_chunks
+from .rows_memory import clear_margins, row_from, row_of_tap, rows_chunks
 
 
 @gluon.constexpr_function
@@ -215,20 +215,13 @@ def _multiply(
         second = gl.zeros([64], gl.float32, VECTOR)
         rounded = ()
         if DGRAD:
-            table = vectors_ptr + n.to(gl.int64) * 4 * C + offs
-            mean = gl.load(table)
-            rstd = gl.load(table + C)
-            g = gl.load(table + 2 * C)[:, None]
-            b = gl.load(table + 3 * C)[:, None]
+            mean, rstd, g, b = load_table(vectors_ptr, n, offs, C)
             shift = (-mean * rstd)[:, None]
             rstd = rstd[:, None]
+            g = g[:, None]
+            b = b[:, None]
         else:
-            bias = gl.load(vectors_ptr + offs)
-            if extra_bias_ptr is not None:
-                bias += gl.load(extra_bias_ptr + offs)
-            if emb_ptr is not None:
-                bias += gl.load(emb_ptr + n.to(gl.int64) * stride_emb + offs)
-            bias = bias[:, None]
+            bias = load_bias(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, n, offs)[:, None]
         if HAS_BESIDE:
             mbarrier.wait(beside_full.index(GROUP), phase)
         else:

@@ -7,7 +7,7 @@ swizzle allows that because it goes by the address.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .pipeline import sync_threads
 
@@ -51,22 +51,3 @@ def row_of_tap(x_bufs, first, row, s: gl.constexpr, W: gl.constexpr, IMAGES: gl.
     pixels = x_bufs._reinterpret(x_bufs.dtype, [x_bufs.shape[0] * 8, 64], FLAT)
     start = pixels.index(first * 8 + row * (W + 8) + 8 + (s - 1) * IMAGES)
     return start._reinterpret(start.dtype, [W, 64], gl.NVMMASharedLayout(128, 16))
-
-
-@gluon.jit
-def load_beside(
-    desc1, desc2, stages, bar, n, h0, c0, border,
-    GROUP: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr,
-):  # fmt: skip
-    """What the epilogue reads beside a tile of ROWS rows, of one tensor or of two that are
-    concatenated, to where it will write."""
-    mbarrier.expect(bar, ROWS * W * 128)
-    for j in gl.static_range(ROWS):
-        buf = stages.index(GROUP * ROWS + j)
-        if desc2 is None:
-            tma.async_copy_global_to_shared(desc1, [n, h0 + j, 0, c0], bar, buf)
-        else:
-            left = c0 < border
-            right = c0 >= border
-            tma.async_copy_global_to_shared(desc1, [n, h0 + j, 0, c0], bar, buf, left)
-            tma.async_copy_global_to_shared(desc2, [n, h0 + j, 0, c0 - border], bar, buf, right)

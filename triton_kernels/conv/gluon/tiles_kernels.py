@@ -17,10 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate_grad
+from .epilogue import round_pairs
 from .pipeline import (
     give_back,
     new_barrier_pairs,
-    round_pairs,
     sync_threads,
     wait_empty,
     wait_full_both,
