@@ -93,8 +93,10 @@ def parts(state: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def norm(v: np.ndarray) -> np.ndarray:  # [..., 2] -> [..., 1]
+    """Euclidean length."""
     return np.sqrt(v[..., :1] * v[..., :1] + v[..., 1:] * v[..., 1:])
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:  # [..., 2] each -> [...]
+    """From a to b."""
     return norm(a - b)[..., 0]

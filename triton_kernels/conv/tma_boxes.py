@@ -62,10 +62,12 @@ def wgrad_box(block_m: int, n: int, p: int, q: int) -> tuple[tuple[int, int, int
 
 
 def count_boxes(box: tuple[int, int, int], n: int, p: int, q: int) -> int:
+    """How many boxes cover [n, p, q]."""
     return triton.cdiv(n, box[0]) * triton.cdiv(p, box[1]) * triton.cdiv(q, box[2])
 
 
 def is_pointwise(weight: Tensor, padding: tuple[int, int]) -> bool:
+    """Whether a convolution of stride 1 is a matrix product over pixels."""
     return weight.shape[2:] == (1, 1) and padding == (0, 0)
 
 
@@ -75,6 +77,7 @@ def as_one_row(x: Tensor) -> Tensor:
 
 
 def in_boxes(x: Tensor, block_shape: list[int]) -> TensorDescriptor:
+    """A contiguous tensor of any rank, a box of it in its order of dimensions."""
     # not x.stride(), which may be anything where the size is 1
     strides = [math.prod(x.shape[i + 1 :]) for i in range(x.ndim)]
     return TensorDescriptor(x, list(x.shape), strides, block_shape)
@@ -107,4 +110,5 @@ def addressable(x: Tensor, y: Tensor) -> bool:
 
 
 def aligned(x: Tensor) -> bool:
+    """Whether x begins at a multiple of 16 bytes, as the TMA unit wants it."""
     return x.data_ptr() % 16 == 0

@@ -8,7 +8,8 @@ from ..philox import check_rng
 
 
 def check_batch(images: Tensor, index: Tensor | None, flip: Tensor | None) -> int:
-    """The number of samples."""
+    """The number of samples N. ValueError unless images are contiguous uint8 or float32
+    [M, H, W, C], index int64 [N] and flip bool [N]."""
     if images.ndim != 4 or images.dtype not in (torch.uint8, torch.float32):
         raise ValueError(
             f"images is {images.dtype} of shape {tuple(images.shape)}; "
@@ -23,17 +24,20 @@ def check_batch(images: Tensor, index: Tensor | None, flip: Tensor | None) -> in
 
 
 def check_process(n: int, t: Tensor, table: Tensor, rng: Tensor) -> None:
+    """ValueError unless t is int64 [N], table float32 [T, 2] and rng int64 [2]."""
     _check_vector("t", t, n, torch.int64)
     check_table("table", table, 2)
     check_rng(rng)
 
 
 def check_output(output: Tensor, n: int, height: int, width: int, c: int) -> None:
+    """ValueError unless output is contiguous [N, H, W, C or 2C]."""
     check_nhwc("output", output)
     check_channels(output, n, height, width, c)
 
 
 def check_channels(output: Tensor, n: int, height: int, width: int, c: int) -> None:
+    """ValueError unless output is [N, H, W, C or 2C], however it lies in memory."""
     co = output.shape[-1]
     if co != c and co != 2 * c:  # `in`, of a size that is a symbol, compares wrongly in Dynamo
         raise ValueError(f"output has {co} channels; expected {c} or {2 * c}")
@@ -41,6 +45,7 @@ def check_channels(output: Tensor, n: int, height: int, width: int, c: int) -> N
 
 
 def check_table(name: str, table: Tensor, columns: int) -> None:
+    """ValueError unless table is contiguous float32 with so many columns."""
     if table.ndim != 2 or table.shape[1] != columns or table.dtype != torch.float32:
         raise ValueError(
             f"{name} is {table.dtype} of shape {tuple(table.shape)}; "

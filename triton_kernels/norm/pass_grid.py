@@ -13,12 +13,16 @@ _MIN_PROGRAMS = 1024  # below this the chunk of a program is cut down to fill th
 
 
 class PassConfig(NamedTuple):
+    """What a program of a pass does."""
+
     tile: int  # elements of a tile
     tiles: int  # tiles of a program in a large image
     num_warps: int
 
 
 class PassGrid(NamedTuple):
+    """The programs of a pass, as `cut_pass` makes them."""
+
     programs: int
     k: int  # chunks of pixels an image
     cb1: int  # blocks of channels of the first half

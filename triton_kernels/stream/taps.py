@@ -19,16 +19,19 @@ def tile_widths(taps: int, tiles: int, widest: int) -> list[int]:
 
 @triton.constexpr_function
 def num_tiles(taps, tiles, widest):
+    """Of one block of output channels in one K-slice."""
     return len(tile_widths(taps, tiles, widest))
 
 
 @triton.constexpr_function
 def tile_width(taps, tiles, widest, i):
+    """Taps in tile i."""
     return tile_widths(taps, tiles, widest)[i]
 
 
 @triton.constexpr_function
 def tile_start(taps, tiles, widest, i):
+    """The first tap of tile i."""
     return sum(tile_widths(taps, tiles, widest)[:i])
 
 

@@ -20,6 +20,7 @@ def takes(x: Tensor) -> bool:
 
 
 def in_boxes(x: Tensor, shape: list[int], strides: list[int], box: list[int]) -> "TensorDescriptor":
+    """x seen in this shape with these strides, in elements; a row of a box is 64 channels."""
     return TensorDescriptor(x, shape, strides, box, gl.NVMMASharedLayout(128, 16, rank=len(box)))
 
 

@@ -35,6 +35,7 @@ def pixels_from(x_bufs, chunk, shape: gl.constexpr):
 
 @gluon.jit
 def load_filter(w_desc, tap, row, column, w_bufs, w_full, w_empty, step, STEPS: gl.constexpr):
+    """The filter [64, 64] of a tap from (row, column) on, into the ring's next slot."""
     slot, bar = wait_empty(w_full, w_empty, step, STEPS, 64 * 128)
     tma.async_copy_global_to_shared(w_desc, [tap, row, column], bar, w_bufs.index(slot))
 
