@@ -27,6 +27,7 @@ from diffusion.errors import ConfigError, is_out_of_memory
 from diffusion.interrupt import Interrupted
 
 CONFIGS = Path(__file__).resolve().parent
+_MULTIRUN = ("-m", "--multirun")
 _LISTED = 20  # keys or choices at most in a message
 
 
@@ -79,6 +80,8 @@ def exit_codes() -> Iterator[None]:
 def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
     """Run a `hydra.main` function; what Hydra finds wrong becomes one line and exit code 2."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here
+    # Hydra takes -m before or behind the settings alone, not among them
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in _MULTIRUN)
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:

@@ -14,6 +14,7 @@ drawn once before it is timed, which compiles and captures. A row that cannot ru
 import csv
 import gc
 import json
+import math
 import os
 import shutil
 import statistics
@@ -74,6 +75,10 @@ class BenchmarkSettings:
         check_sampler(self.sampler)
         if self.n < 1:
             raise ConfigError(f"n={self.n}; expected at least 1")
+        if not 0 <= self.seconds < math.inf:
+            raise ConfigError(f"seconds={self.seconds}; expected a number of at least 0")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed}; expected a whole number from 0 to 2^63 - 1")
         for row in self.rows or ():
             if row not in _ROWS:
                 raise ConfigError(f"rows has {row}; choose from {', '.join(_ROWS)}")

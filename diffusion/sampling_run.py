@@ -30,7 +30,7 @@ class SampleSettings:
     ckpt: str
     n: int = 16
     sampler: str = "ddim"
-    steps: int | None = 50
+    steps: int | str | list[int] | None = 50
     spacing: str | None = None
     eta: float = 0.0
     clip: float | None = 1.0
@@ -83,7 +83,7 @@ def sample(config: dict[str, Any]) -> Path:
         clip=settings.clip,
     )
     out = Path(settings.out or _default_out(settings, trained))
-    _check_out(out)
+    _check_out(out, trained.image_shape[2])
     labels = _labels(settings.label, settings.n, trained, device)
     network = sampling_network(trained.model.eval())
     how = "the fused plan" if isinstance(network, InferenceUNet) else "layer by layer"
@@ -115,7 +115,9 @@ def sample(config: dict[str, Any]) -> Path:
 def _default_out(settings: SampleSettings, trained: Trained) -> Path:
     """Beside the run, named after the weights and how the pictures are drawn with them."""
     guidance = "" if settings.guidance == 1 else f"_guidance{settings.guidance}"
-    how = f"{settings.sampler}{settings.steps or ''}{guidance}_{settings.seed}"
+    steps = settings.steps or ""
+    steps = "-".join(map(str, steps)) if isinstance(steps, list) else steps
+    how = f"{settings.sampler}{steps}{guidance}_{settings.seed}"
     if trained.run_dir is None:
         return Path(f"{trained.name}_{how}.png")
     return trained.run_dir / "samples" / f"sample_{trained.name}_{how}.png"
@@ -138,7 +140,9 @@ def _labels(label: Any, n: int, trained: Trained, device: torch.device) -> Tenso
     return torch.full((n,), label, device=device)
 
 
-def _check_out(out: Path) -> None:
+def _check_out(out: Path, channels: int) -> None:
+    if not out.suffix and channels > 4:
+        raise ConfigError(f"out={out}: a PNG has no {channels} channels; expected a .npz")
     if out.suffix not in ("", ".png", ".npz"):
         raise ConfigError(f"out={out}; expected a .png (grid), a .npz or a folder")
     if out.suffix and out.is_dir():

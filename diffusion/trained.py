@@ -87,7 +87,7 @@ def _load_checkpoint(
     if "policy" in state:
         raise ConfigError(
             f"{checkpoint} is a policy: it draws actions from observations, not images; use"
-            " diffusion.policies.policy.load_policy"
+            " tools/rollout.py, or diffusion.policies.policy.load_policy"
         )
     process = construct(Process, trained_as["diffusion"], "diffusion")
     if "image_shape" not in state:

@@ -103,6 +103,9 @@ def _load(
         splits = (split,) if split else ("train", "test")
         found = next(filter(None, (read(source, root, name) for name in splits)), None)
         if found is None:
+            other = {"train": "test", "test": "train"}.get(split)
+            if other and not (root / split).is_dir() and read(source, root, other):
+                raise ConfigError(f"{root} has no split={split} but {other}; use split={other}")
             return _from_folders(source, root, wanted, splits)
         images, labels = found
     if len(images) != len(labels) or len(images) == 0 or labels.max() >= len(source.class_names):

@@ -26,6 +26,7 @@ from ..errors import ConfigError
 from ..unet import UNet
 
 _GENERATOR_BYTES = 48  # of curandState_t
+_UNET_CU, _SAFETENSORS, _PICKLED = "unet.cu weights", "safetensors", "state dict"  # kinds of file
 _PREFIXES = ("_orig_mod.", "module.")  # of torch.compile, of DistributedDataParallel
 
 # a layer inside a residual or an attention block: guided-diffusion's name, unet.cu's name
@@ -85,18 +86,13 @@ def load_weights(path: str | Path, model: nn.Module) -> str:
     of no known kind, or holds another model than the configured one.
     """
     path = Path(path)
-    start = _first_bytes(path)
-    if int.from_bytes(start[:4], "little") in (UNET_CU_WEIGHTS, UNET_CU_DATA):
-        state, kind = read_unet_cu(path, model).params, "unet.cu weights"
-    elif start[8:9] == b"{":
-        state, kind = _read_safetensors(path), "safetensors"
-    elif start[:4] == b"PK\x03\x04" or start[:1] == b"\x80":
-        state, kind = _read_pickled(path, model), "state dict"
+    kind = _kind(path)
+    if kind == _UNET_CU:
+        state = read_unet_cu(path, model).params
+    elif kind == _SAFETENSORS:
+        state = _read_safetensors(path)
     else:
-        raise ConfigError(
-            f"{path} is no weights file: it begins with {start[:8]!r}; expected a unet.cu .bin "
-            f"(int32 {UNET_CU_WEIGHTS}), a .pt or a .safetensors"
-        )
+        state = _read_pickled(path, model)
     state = _with_guided_names(state)
     difference = _difference(state, model)
     if difference:
@@ -110,18 +106,32 @@ def load_weights(path: str | Path, model: nn.Module) -> str:
 
 def stored_image_shape(path: str | Path) -> tuple[int, int, int] | None:
     """(H, W, C) of the images that a weights file was trained on, if the file says so: unet.cu's
-    .bin does. Raises ConfigError if it cannot be read."""
+    .bin does. Raises ConfigError if it cannot be read, or is no weights file."""
     path = Path(path)
-    start = _first_bytes(path)
-    magic = int.from_bytes(start[:4], "little")
-    if magic == UNET_CU_DATA:
-        raise ConfigError(f"{path} is a unet.cu data set (magic {magic}), not weights")
-    if magic != UNET_CU_WEIGHTS:
+    if _kind(path) != _UNET_CU:
         return None
     if path.stat().st_size < UNET_CU_HEADER_BYTES:
         raise ConfigError(f"{path} is truncated: its header alone is {UNET_CU_HEADER_BYTES} bytes")
     header = np.fromfile(path, "<i4", 7)
     return int(header[5]), int(header[6]), int(header[2])
+
+
+def _kind(path: Path) -> str:
+    """Of a weights file, by its first bytes. ConfigError: it is none."""
+    start = _first_bytes(path)
+    magic = int.from_bytes(start[:4], "little")
+    if magic == UNET_CU_DATA:
+        raise ConfigError(f"{path} is a unet.cu data set (magic {magic}), not weights")
+    if magic == UNET_CU_WEIGHTS:
+        return _UNET_CU
+    if start[8:9] == b"{":
+        return _SAFETENSORS
+    if start[:4] == b"PK\x03\x04" or start[:1] == b"\x80":
+        return _PICKLED
+    raise ConfigError(
+        f"{path} is no weights file: it begins with {start[:8]!r}; expected a unet.cu .bin "
+        f"(int32 {UNET_CU_WEIGHTS}), a .pt or a .safetensors"
+    )
 
 
 def read_unet_cu(path: str | Path, model: UNet) -> UnetCuState:
@@ -132,13 +142,10 @@ def read_unet_cu(path: str | Path, model: UNet) -> UnetCuState:
     path = Path(path)
     if not isinstance(model, UNet):
         raise ConfigError(f"{path} holds a 2-D UNet's weights; the model is {type(model).__name__}")
-    start = _first_bytes(path)
-    magic = int.from_bytes(start[:4], "little")
-    if magic == UNET_CU_DATA:
-        raise ConfigError(f"{path} is a unet.cu data set (magic {magic}), not weights")
-    if magic != UNET_CU_WEIGHTS:
+    kind = _kind(path)
+    if kind != _UNET_CU:
         raise ConfigError(
-            f"{path} begins with {magic}; unet.cu weights begin with {UNET_CU_WEIGHTS}"
+            f"{path} is a {kind}; weights of unet.cu begin with int32 {UNET_CU_WEIGHTS}"
         )
     size = path.stat().st_size
     if size < UNET_CU_HEADER_BYTES:

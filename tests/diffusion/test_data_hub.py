@@ -40,7 +40,7 @@ def test_real_fashion_mnist(real_data):
     data = load_dataset("fashion_mnist", path=real_data / "fashion_mnist")
     assert data.images.shape == (10000, 32, 32, 1)
     assert data.class_names[data.labels[0]] == "ankle_boot"
-    with pytest.raises(ConfigError, match="idx files"):
+    with pytest.raises(ConfigError, match="use split=test"):
         load_dataset("fashion_mnist", path=real_data / "fashion_mnist", split="train")
 
 
@@ -162,3 +162,8 @@ def test_wrong_path_and_split(tmp_path):
         load_dataset("mnist", path=tmp_path, split="valid")
     with pytest.raises(ConfigError, match="set dataset.path"):
         load_dataset("cifar10", path=tmp_path)
+    images, labels = digits()
+    write_idx(tmp_path / "t10k-images-idx3-ubyte", images)
+    write_idx(tmp_path / "t10k-labels-idx1-ubyte", labels)
+    with pytest.raises(ConfigError, match="has no split=train but test; use split=test"):
+        load_dataset("mnist", path=tmp_path, split="train")

@@ -15,6 +15,7 @@ from diffusion.interchange.weights import (
     read_unet_cu,
     save_guided,
     save_unet_cu,
+    stored_image_shape,
     to_unet_cu_name,
 )
 from diffusion.unet import UNet
@@ -243,3 +244,5 @@ def test_missing_empty_and_foreign_files(tmp_path):
         (tmp_path / "w.pt").write_bytes(content)
         with pytest.raises(ConfigError, match="no weights file"):
             load_weights(tmp_path / "w.pt", small())
+        with pytest.raises(ConfigError, match="no weights file"):
+            stored_image_shape(tmp_path / "w.pt")

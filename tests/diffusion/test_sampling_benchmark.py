@@ -85,6 +85,8 @@ def test_what_a_row_raises_is_its_note(run, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"seconds": -1}, "seconds=-1; expected a number of at least 0"),
+        ({"seed": -1}, "seed=-1"),
         ({"rows": ["tritn"]}, "rows has tritn; choose from torch_fp32, torch, compile"),
         ({"n": 0}, "n=0"),
         ({"ckpt": "nowhere"}, "nowhere does not exist"),

@@ -94,6 +94,8 @@ def test_a_class_by_name_or_number(checkpoint):
         ({"seed": -1}, "seed=-1"),
         ({"sampler": "dpm"}, "sampler=dpm is unknown; choose one of ddpm, ddim"),
         ({"steps": 2000}, "steps=2000"),
+        ({"steps": "ddim999"}, "steps=ddim999: no integer stride"),
+        ({"steps": [1, 1, 334]}, "asks for 334 of 333 timesteps"),
         ({"eta": 5}, "eta=5"),
         ({"out": "a.jpg"}, "a.jpg"),
         ({"guidance": 3}, "guidance=3"),
@@ -111,6 +113,22 @@ def test_wrong_settings(checkpoint, options, words):
 def test_a_run_is_drawn_as_it_was_trained(checkpoint, option):
     with pytest.raises(ConfigError, match=f"{next(iter(option))}=.*was trained"):
         draw(checkpoint, **option)
+
+
+@pytest.mark.parametrize("steps", ["ddim2", "2", [1, 1]], ids=str)
+def test_respacing_of_guided_diffusion(checkpoint, steps):
+    """As many steps, and ddim2's are others."""
+    same = np.array_equal(draw(checkpoint, steps=steps), draw(checkpoint, steps=2))
+    assert same == (steps == "2")
+
+
+def test_a_folder_of_images_of_many_channels(tmp_path):
+    path, model = tmp_path / "weights.bin", MODEL | {"name": "unet"}
+    save_unet_cu(path, build_model(model, TORCH_FP32, (8, 12), 5, False, torch.device("cpu")))
+    assert draw(path, model=model).shape == (2, 8, 12, 5)
+    with pytest.raises(ConfigError, match="a PNG has no 5 channels; expected a .npz"):
+        sample({"ckpt": str(path), "model": model, "out": str(tmp_path / "folder")})
+    assert not (tmp_path / "folder").exists()
 
 
 def test_size_and_channels_of_the_run_may_be_given(checkpoint):

@@ -114,8 +114,8 @@ def test_a_signal_saves_and_exits(tmp_path, number):
 def test_multirun_gives_each_job_its_folder(tmp_path):
     code, _, err = run(
         "train.py",
-        "-m",
         *TINY,
+        "-m",  # anywhere, as in most programs
         *("optim.lr=1e-4,2e-4", "train.steps=1", f"run_dir={tmp_path}/sweep"),
         f"hydra.sweep.dir={tmp_path}/hydra",
     )
