@@ -1,4 +1,5 @@
 """GroupNorm with its activation over NHWC: `group_norm` is the op and the module.
 
-`stream` serves tensors of any size in passes over memory, `resident` small images in one program.
+`stream` serves tensors of any size in passes over memory (`stream_kernels`), `resident` small
+images in one program. `pass_grid` cuts a pass into programs, for the norms of `fused` too.
 """
