@@ -2,7 +2,8 @@
 
 A launcher asks `choose` with the shape it was called with, the configurations that can do it and
 the one that a cost model would take. What has been measured on this GPU is looked up: first in the
-user's cache, then in the table that comes with the package. Nothing is measured while a network
+user's cache, then in the table that comes with the package. A convolution whose shape nobody has
+measured takes what was fastest for the shape most like its own. Nothing is measured while a network
 runs; `python -m benchmarks.tune` does that by running a step inside `search()`.
 
 A configuration only gets into a table if its result agreed with that of the default, on fresh
@@ -30,6 +31,10 @@ _TOLERANCE = 1e-2  # relative, in the norm: between two orders of summation, rou
 _CALLS = 10  # in a graph that is timed
 _MICROSECONDS = 3000.0  # of replays of a candidate
 _HOPELESS = 1.25  # times the best one so far: replayed once
+_SIMILAR = 6.0  # powers of two between shapes, at most, if one is to say something of the other
+_SMALLEST_SIZE = 16  # of what shapes may differ in; smaller are sides of filters, and small images
+
+_ALIKE = {"torch.float16": "torch.bfloat16"}  # as fast
 
 _search: "Search | None" = None
 _decided: tuple[dict, dict] = ({}, {})  # a table, and what `choose` has made of it
@@ -94,9 +99,14 @@ def choose(
     configs: Callable[[], Sequence[Config]],  # that can do it
     default: Callable[[], Config],
     run: Callable[[Config], torch.Tensor],  # does it with a configuration; returns the result
+    alike: Callable[[Sequence[int], Sequence[Config]], Config | None] | None = None,
 ) -> Config:
     """The configuration to use for this op and shape. What `configs` and `default` return depends
-    on these two alone: they are asked once."""
+    on these two alone: they are asked once.
+
+    `alike` says which of the configurations a row of another shape means, if any. Without it only
+    rows of this shape count, of whatever batch.
+    """
     global _decided
     table = _table()
     if _decided[0] is not table:
@@ -109,13 +119,51 @@ def choose(
     full = f"{name} n={n}"
     if _search is not None and full not in _search.found and op in (_search.only or (op,)):
         _search.run(full, configs(), default(), run)
-    config = default()
-    if name in table:
-        nearest = min(table[name], key=lambda known: abs(math.log(known / max(n, 1))))
-        measured = type(config)(*table[name][nearest])
-        config = measured if measured in configs() else config
-    _decided[1][op, key] = config
+    rows = _rows(table, name, n, other_shapes=alike is not None)
+    listed = configs() if rows else ()
+    found = ((alike or same)(row, listed) for row in rows)
+    _decided[1][op, key] = config = next((c for c in found if c is not None), None) or default()
     return config
+
+
+def same(row: Sequence[int], configs: Sequence[Config]) -> Config | None:
+    """The one whose numbers these are."""
+    return next((c for c in configs if c == type(c)(*row)), None)
+
+
+def same_tile(row: Sequence[int], configs: Sequence[Config]) -> Config | None:
+    """The one whose numbers these are, but for the last: in how many parts a sum is taken, which
+    depends on the shape. Of several that which is nearest in it."""
+    tiles = [c for c in configs if list(c[:-1]) == list(row[:-1])]
+    return min(tiles, key=lambda c: abs(math.log(c[-1] / row[-1])), default=None)
+
+
+def _rows(table: dict, name: str, n: int, other_shapes: bool) -> list[list[int]]:
+    """That of the batch nearest to n or, if the shape has none and others count, those of others,
+    the most similar first."""
+    if name in table:
+        return [table[name][min(table[name], key=lambda m: abs(math.log(m / max(n, 1))))]]
+    rows = []
+    for other, by_batch in table.items() if other_shapes else ():
+        ratios = _ratios(name.split(), other.split())
+        for known, row in by_batch.items() if ratios is not None else ():
+            powers = [*ratios, math.log2(known / max(n, 1))]
+            # how many times as much work it is, and how differently cut
+            rows.append((abs(sum(powers)) + sum(map(abs, powers)) / 2, row))
+    return [row for distance, row in sorted(rows) if distance <= _SIMILAR]
+
+
+def _ratios(a: Sequence[str], b: Sequence[str]) -> list[float] | None:
+    """The logarithms of what the sizes in two names differ by; None if more differs than sizes."""
+    if len(a) != len(b):
+        return None
+    ratios = []
+    for x, y in zip(a, b, strict=True):
+        if _ALIKE.get(x, x) != _ALIKE.get(y, y):
+            if not (x.isdigit() and y.isdigit()) or min(int(x), int(y)) < _SMALLEST_SIZE:
+                return None
+            ratios.append(math.log2(int(y) / int(x)))
+    return ratios
 
 
 def cache_path() -> Path:

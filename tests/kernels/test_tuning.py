@@ -20,8 +20,9 @@ class Tile(NamedTuple):
 TILES = [Tile(64, 4), Tile(128, 4), Tile(256, 8)]
 
 
-def choose(n: int = 8, run=None) -> Tile:
-    return tuning.choose("op", (n, 16, 16), lambda: TILES, lambda: TILES[0], run)
+def choose(n=8, run=None, size=16, alike=None, filters=3, dtype=torch.bfloat16) -> Tile:
+    key = (n, size, 16, filters, dtype)
+    return tuning.choose("op", key, lambda: TILES, lambda: TILES[0], run, alike)
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_without_a_measurement_the_default():
 
 
 def test_the_nearest_batch_is_taken(table):
-    table({"op 16 16 n=8": [128, 4], "op 16 16 n=128": [256, 8]})
+    table({"op 16 16 3 torch.bfloat16 n=8": [128, 4], "op 16 16 3 torch.bfloat16 n=128": [256, 8]})
     assert [choose(n) for n in (1, 8, 31, 33, 512)] == [
         *[TILES[1]] * 3,
         *[TILES[2]] * 2,
@@ -51,8 +52,57 @@ def test_the_nearest_batch_is_taken(table):
 
 
 def test_a_tile_that_is_not_listed_any_more_is_not_used(table):
-    table({"op 16 16 n=8": [512, 8]})
+    table({"op 16 16 3 torch.bfloat16 n=8": [512, 8]})
     assert choose() == TILES[0]
+
+
+class TestOtherShapes:
+    """What has been measured for a shape says something of those that are like it."""
+
+    @pytest.fixture(autouse=True)
+    def rows(self, table):
+        table(
+            {
+                "op 16 16 3 torch.bfloat16 n=8": [128, 4],
+                "op 256 16 3 torch.bfloat16 n=8": [256, 8],
+                "op 64 16 3 torch.bfloat16 n=8": [512, 8],  # is not listed
+                "op 16 16 1 torch.bfloat16 n=8": [64, 4],
+            }
+        )
+
+    @pytest.mark.parametrize(
+        ("size", "n", "tile"),
+        [(32, 8, TILES[1]), (20, 8, TILES[1]), (128, 8, TILES[2]), (32, 64, TILES[2])],
+    )
+    def test_the_most_similar_is_taken(self, size, n, tile):
+        assert choose(n, size=size, alike=tuning.same) == tile
+
+    def test_both_types_of_16_bits_are_as_fast(self):
+        assert choose(dtype=torch.float16, alike=tuning.same) == TILES[1]
+        assert choose(dtype=torch.float32, alike=tuning.same) == TILES[0]
+
+    def test_only_if_it_is_asked_for(self):
+        assert choose(size=32) == TILES[0]
+
+    def test_a_measurement_of_the_shape_comes_first(self):
+        assert choose(4096, size=16, alike=tuning.same) == TILES[1]
+
+    def test_not_of_other_filters(self):
+        assert choose(size=32, filters=5, alike=tuning.same) == TILES[0]
+
+    def test_not_from_afar(self):
+        assert choose(size=16 << 10, alike=tuning.same) == TILES[0]
+
+    def test_not_between_small_sizes(self):
+        """They may be anything: a stride, a number of terms."""
+        assert choose(size=8, alike=tuning.same) == TILES[0]
+
+
+def test_the_same_tile_has_about_as_many_parts():
+    plans = [(64, 4, 7), (64, 4, 14), (64, 4, 3), (128, 4, 30)]
+    assert tuning.same_tile([64, 4, 30], plans) == (64, 4, 14)
+    assert tuning.same_tile([128, 4, 1], plans) == (128, 4, 30)
+    assert tuning.same_tile([256, 4, 1], plans) is None
 
 
 def test_search_compiles_each_share_once():
@@ -77,7 +127,7 @@ def test_search_leaves_wrong_tiles_out(monkeypatch):
     monkeypatch.setattr(tuning, "_time", lambda run, best: times[run().tile])
     with tuning.search() as found:
         choose(8, run)
-    assert found.found == {"op 16 16 n=8": [128, 4]}
+    assert found.found == {"op 16 16 3 torch.bfloat16 n=8": [128, 4]}
     assert len(found.rejected) == 1 and "256" in found.rejected[0]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..column_sum import partials, sum_partials
-from ..tuning import choose
+from ..tuning import choose, same_tile
 
 
 class FwdTile(NamedTuple):
@@ -78,5 +78,5 @@ def choose_plan(
         sum_partials(parts, out)
         return out
 
-    *tile, splits = choose(op, key, plans, default_plan, run)
+    *tile, splits = choose(op, key, plans, default_plan, run, same_tile)
     return config(*tile), splits

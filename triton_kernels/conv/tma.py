@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..dependent_launch import await_inputs, overlapping
 from ..device import describe
-from ..tuning import choose
+from ..tuning import choose, same
 from .configs import FwdTile
 from .gluon import bare as gluon_bare
 from .tma_boxes import (
@@ -268,6 +268,7 @@ def launch_fwd(
             ),
             lambda: _pick_fwd(x, y),
             run,
+            same,
         )
     if gluon_bare.serves(config):
         gluon_bare.launch(x, weight, bias, y, config, dgrad=dgrad)

@@ -35,7 +35,7 @@ from ..conv.tma_wgrad import WgradConfig
 from ..dependent_launch import overlapping
 from ..device import describe
 from ..dropout import Mask, mask_arguments
-from ..tuning import choose
+from ..tuning import choose, same
 from .conv_kernels import conv_forward_kernel, conv_input_grad_kernel
 
 _FWD_CONFIGS = [
@@ -118,6 +118,7 @@ def conv_forward(
             lambda: _valid(_FWD_CONFIGS, x, y, r, stats) + gluon,
             lambda: _pick(_FWD_CONFIGS, x, y, (r, s), stats),
             lambda c: conv_forward(x, weight, bias, **terms, stats=stats, config=c)[0],
+            same,
         )
         if _gluon_path(config) and config not in gluon:
             config = _pick(_FWD_CONFIGS, x, y, (r, s), stats)
@@ -208,6 +209,7 @@ def conv_input_grad(
             lambda: _valid(_DGRAD_CONFIGS, dy, dz, r, True, border) + gluon,
             lambda: _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, border),
             lambda c: conv_input_grad(dy, weight, **rest, config=c)[0],
+            same,
         )
         if _gluon_path(config) and config not in gluon:
             config = _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, border)

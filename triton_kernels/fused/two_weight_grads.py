@@ -89,6 +89,7 @@ def conv_two_weight_grads(
         lambda: [_Plan(0), *together],
         lambda: _Plan(0),
         run,
+        lambda row, plans: plans[-1] if row[0] else plans[0],
     )
     if plan not in together:  # decided for filters that lie in memory in another way
         plan = _Plan(0)
