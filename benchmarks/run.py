@@ -5,6 +5,7 @@
     op=all           ops, comma-separated
     batch=32,128     images a step
     model=unet64     configs/model
+    size=64          pixels
     conv_resample=0  1: with convolutions in down- and upsampling, whatever the model has
     dtype=bf16       bf16 | fp16 | tf32 | fp32
     providers=       only these, e.g. triton,cudnn; ours is always among them
@@ -38,6 +39,7 @@ DEFAULTS = {
     "op": ("all",),
     "batch": (32, 128),
     "model": "unet64",
+    "size": 64,
     "conv_resample": 0,
     "dtype": ("bf16",),
     "providers": (),
@@ -106,7 +108,11 @@ def select(settings: dict, ops: Sequence[str]) -> list[Experiment]:
     for op in ops:
         for batch in settings["batch"]:
             cases = model_cases(
-                settings["model"], batch, op, conv_resample=bool(settings["conv_resample"])
+                settings["model"],
+                batch,
+                op,
+                settings["size"],
+                conv_resample=bool(settings["conv_resample"]),
             )
             if op == "attention" and settings["longer"]:
                 cases += [(case, 1) for case in LONGER_ATTENTION]

@@ -4,6 +4,7 @@
 
     model=unet64        configs/model
     conv_resample=0     1: of the ops: with convolutions in down- and upsampling
+    size=64             pixels
     batch=8,32,128      images a step
     what=step           step: what a training step launches; ops: the public ops, each by itself
     op=all              of the ops: conv2d, group_norm, attention, ...
@@ -35,6 +36,7 @@ from .steps import build_step
 
 DEFAULTS = {
     "model": "unet64",
+    "size": 64,
     "conv_resample": 0,
     "batch": (8, 32, 128),
     "what": ("step",),
@@ -47,7 +49,6 @@ DEFAULTS = {
     "out": "",
     "part": -1,  # the share of a compiling process
 }
-_SIZE = 64  # pixels
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -82,7 +83,7 @@ def _walk(settings: dict, device: torch.device) -> Iterator[None]:
     for batch in settings["batch"]:
         if "step" in settings["what"]:
             provider = f"{harness.OURS}-{settings['precision']}"
-            step = build_step(provider, settings["model"], batch, device, _SIZE)
+            step = build_step(provider, settings["model"], batch, device, settings["size"])
             step.plain(0)
             del step
             harness.release_memory()
@@ -97,6 +98,7 @@ def _run_ops(settings: dict, batch: int, device: torch.device) -> Iterator[None]
     chosen = RUN_DEFAULTS | {
         "batch": (batch,),
         "model": settings["model"],
+        "size": settings["size"],
         "conv_resample": settings["conv_resample"],
         "dtype": (settings["precision"],),
         "longer": settings["longer"],

@@ -3,6 +3,7 @@
     python -m benchmarks.tune_sampling [key=value ...]
 
     model=unet64        configs/model
+    size=64             pixels
     batch=1,16,64       images
     processes=12        that compile side by side
     out=                the table; default: the user's cache for this GPU, torch and triton
@@ -27,12 +28,12 @@ from .tune import report
 
 DEFAULTS = {
     "model": "unet64",
+    "size": 64,
     "batch": (1, 16, 64),
     "processes": 12,
     "out": "",
     "part": -1,  # the share of a compiling process
 }
-_SIZE = 64  # pixels
 _SHOWN = 12  # of the largest gains
 
 
@@ -56,9 +57,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _walk(settings: dict, device: torch.device) -> None:
-    plan = InferenceUNet(our_model(settings["model"], "bf16", device, _SIZE).eval(), fused)
+    size = settings["size"]
+    plan = InferenceUNet(our_model(settings["model"], "bf16", device, size).eval(), fused)
     for batch in settings["batch"]:
-        x = torch.randn(batch, _SIZE, _SIZE, 3, device=device)
+        x = torch.randn(batch, size, size, 3, device=device)
         for split in (True, False):
             plan.kernels.worth_splitting = conv_split.worth_splitting if split else _never
             plan(x, torch.zeros(batch, dtype=torch.int64, device=device))
