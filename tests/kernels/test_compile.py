@@ -3,6 +3,7 @@ with the instructions it was designed for. No GPU is needed; see compile_only.py
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -112,6 +113,17 @@ def test_compiles(compiled, wanted):
         assert result["narrow_loads"] == 0, f"loads number by number: {result}"
     if "tma" in expect:
         assert (result["tma_loads"] > 0) == expect["tma"], result
+
+
+def test_every_kernel_has_a_case():
+    root = Path(__file__).parents[2] / "triton_kernels"
+    written = {
+        f"{path.relative_to(root).with_suffix('')}:{name}".replace("/", ".")
+        for path in root.rglob("*.py")
+        for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
+    }
+    compiled = {case["kernel"].removeprefix("triton_kernels.") for case in CASES.values()}
+    assert written and sorted(written - compiled) == []
 
 
 def test_reading_of_the_compiler_s_output():
