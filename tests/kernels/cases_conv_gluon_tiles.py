@@ -62,6 +62,10 @@ COMPILE_CASES = (
         _case("forward_images", False, 1, 0, 8),
         _case("input_grad_images", True, 1, 0, 8),
         _case("input_grad_images_half", True, 1, 0, 8, 128),
+        _case("forward_extra_quarter", False, 0, 2, 16, 64),
+        _case("forward_images_quarter", False, 1, 0, 8, 64),
+        _case("input_grad_images_quarter", True, 1, 0, 8, 64),
+        _case("input_grad_of_two_quarter", True, 2, 0, 16, 64),
     ]
     if SUPPORTED
     else []

@@ -44,12 +44,19 @@ CASES = [(name, torch.bfloat16) for name in SHAPES]
 CASES += [(name, torch.float16) for name in ("32x32", "8x8")]
 
 
+def skip_one_row(name: str, config: Config) -> None:
+    """Tiles of 64 pixels are not for rows of 64: rows are fetched in pairs."""
+    if SHAPES[name].w == config.block_m:
+        pytest.skip("a tile of one row")
+
+
 class TestGpu:
     pytestmark = gpu
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
     def test_forward(self, name, dtype, config, device):
+        skip_one_row(name, config)
         repeatedly(lambda: check_forward(SHAPES[name], dtype, device, config))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -67,12 +74,14 @@ class TestGpu:
         [("32x32", 1), ("32x32", 2), ("a few of 16x16", 2), ("64x64", 2), ("8x8", 2)],
     )
     def test_extra_pointwise_convolutions(self, name, count, config, device):
+        skip_one_row(name, config)
         shape, dtype = SHAPES[name], torch.bfloat16
         repeatedly(lambda: check_extra(shape, 128, 64, dtype, device, config, count))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
     def test_input_grad(self, name, dtype, config, device):
+        skip_one_row(name, config)
         repeatedly(lambda: check_grad(SHAPES[name], None, dtype, device, config=config))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -91,6 +100,7 @@ class TestGpu:
         assert applying(SHAPES["a tile"], torch.bfloat16, device) == TILES
         assert applying(Shape(1, 12, 32, 64, 64), torch.bfloat16, device) == TILES[1:]
         assert applying(SHAPES["an image of 8x8"], torch.bfloat16, device) == TILES
+        assert applying(SHAPES["64x64"], torch.bfloat16, device) == TILES[:2]
         for shape in (
             Shape(1, 6, 16, 64, 64),
             Shape(1, 4, 128, 64, 64),

@@ -84,13 +84,12 @@ def _multiply_pointwise(
 @triton.jit
 def _finish_forward(
     acc,  # float32 [BLOCK_C, BLOCK_M]
-    bias_ptr,
-    extra_bias_ptr,
-    emb_ptr,
+    bias,  # [BLOCK_C]
+    extra_bias,  # likewise, or None
+    emb,  # [BLOCK_C, TILE_N], or None
     residual_desc,
     y_desc,
     partial_ptr,
-    stride_emb,
     n0,
     h0,
     w0,
@@ -107,18 +106,10 @@ def _finish_forward(
     """The epilogue of one tile."""
     PIXELS: tl.constexpr = TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
-    offs_c = c0 + tl.arange(0, BLOCK_C)
-    mask_c = offs_c < CO
-    if extra_bias_ptr is not None:
-        acc += tl.load(extra_bias_ptr + offs_c, mask=mask_c, other=0.0)[:, None]
-    acc += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0)[:, None]
-    if emb_ptr is not None:
-        offs_n = n0 + tl.arange(0, TILE_N)
-        emb = tl.load(
-            emb_ptr + offs_n.to(tl.int64)[None, :] * stride_emb + offs_c[:, None],
-            mask=mask_c[:, None] & (offs_n < N)[None, :],
-            other=0.0,
-        )
+    if extra_bias is not None:
+        acc += extra_bias[:, None]
+    acc += bias[:, None]
+    if emb is not None:
         acc = acc.reshape(BLOCK_C, TILE_N, PIXELS) + emb[:, :, None]
         acc = acc.reshape(BLOCK_C, BLOCK_M)
     if residual_desc is not None:
@@ -172,6 +163,21 @@ def conv_forward_kernel(
     await_inputs()
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
     n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
+    # The epilogue's vectors are asked for here, so that it does not wait for them.
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < CO
+    bias = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0)
+    extra_bias = None
+    if extra_bias_ptr is not None:
+        extra_bias = tl.load(extra_bias_ptr + offs_c, mask=mask_c, other=0.0)
+    emb = None
+    if emb_ptr is not None:
+        offs_n = n0 + tl.arange(0, TILE_N)
+        emb = tl.load(
+            emb_ptr + offs_n.to(tl.int64)[None, :] * stride_emb + offs_c[:, None],
+            mask=mask_c[:, None] & (offs_n < N)[None, :],
+            other=0.0,
+        )
     if ROWS == 1:
         acc0 = multiply(
             x_desc, w_desc, n0, h0, w0, c0, CI, R, S, R // 2, S // 2, False, PRECISION,
@@ -198,7 +204,7 @@ def conv_forward_kernel(
     for row in tl.static_range(ROWS):
         acc = acc0 if row == 0 else acc1 if row == 1 else acc2 if row == 2 else acc3
         _finish_forward(
-            acc, bias_ptr, extra_bias_ptr, emb_ptr, residual_desc, y_desc, partial_ptr, stride_emb,
+            acc, bias, extra_bias, emb, residual_desc, y_desc, partial_ptr,
             n0, h0 + row, w0, c0, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C,
         )  # fmt: skip
 
@@ -207,11 +213,30 @@ def conv_forward_kernel(
 
 
 @triton.jit
+def _load_table(
+    table_ptr, n0, c0, N, CI, TILE_N: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """mean, rstd, g and b of some images and channels, [BLOCK_C, TILE_N] each."""
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    offs_n = n0 + tl.arange(0, TILE_N)
+    mask = (offs_c < CI)[:, None] & (offs_n < N)[None, :]
+    ptrs = table_ptr + offs_n.to(tl.int64)[None, :] * 4 * CI + offs_c[:, None]
+    mean = tl.load(ptrs, mask=mask, other=0.0)
+    rstd = tl.load(ptrs + CI, mask=mask, other=0.0)
+    g = tl.load(ptrs + 2 * CI, mask=mask, other=0.0)
+    b = tl.load(ptrs + 3 * CI, mask=mask, other=0.0)
+    return mean, rstd, g, b
+
+
+@triton.jit
 def _finish_input_grad(
     acc,  # float32 [BLOCK_C, BLOCK_M]: da
+    mean,  # [BLOCK_C, TILE_N], and so are rstd, g and b
+    rstd,
+    g,
+    b,
     x1_desc,
     x2_desc,
-    table_ptr,
     dz_desc,
     partial_ptr,
     n0,
@@ -242,15 +267,6 @@ def _finish_input_grad(
         x = x1_desc.load([n0, h0, w0, c0])
     else:
         x = x2_desc.load([n0, h0, w0, c0 - C1])
-    offs_c = c0 + tl.arange(0, BLOCK_C)
-    offs_n = n0 + tl.arange(0, TILE_N)
-    mask = (offs_c < CI)[:, None] & (offs_n < N)[None, :]
-    table_ptrs = table_ptr + offs_n.to(tl.int64)[None, :] * 4 * CI + offs_c[:, None]
-    mean = tl.load(table_ptrs, mask=mask, other=0.0)
-    rstd = tl.load(table_ptrs + CI, mask=mask, other=0.0)
-    g = tl.load(table_ptrs + 2 * CI, mask=mask, other=0.0)
-    b = tl.load(table_ptrs + 3 * CI, mask=mask, other=0.0)
-
     x = tl.trans(x.reshape(BLOCK_M, BLOCK_C)).reshape(BLOCK_C, TILE_N, PIXELS).to(tl.float32)
     xhat = (x - mean[:, :, None]) * rstd[:, :, None]
     z = xhat * g[:, :, None] + b[:, :, None]
@@ -306,6 +322,9 @@ def conv_input_grad_kernel(
     await_inputs()
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
     n0, h0, w0, c0 = tile_origin(P, Q, CI, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
+    # The epilogue's vectors are asked for here, so that it does not wait for them; those of
+    # the images of a second piece come when it is its turn.
+    mean, rstd, g, b = _load_table(table_ptr, n0, c0, N, CI, PIECE_N, BLOCK_C)
     if ROWS == 1:
         acc0 = multiply(
             dy_desc, w_desc, n0, h0, w0, c0, CO, R, S, R // 2, S // 2, True, PRECISION,
@@ -327,8 +346,10 @@ def conv_input_grad_kernel(
         n = n0 + i * PIECE_N if PIECE_N < TILE_N else n0
         w = w0 + i * PIECE_W if PIECE_W < TILE_W else w0
         h = h0 + i * PIECE_H if PIECE_N == TILE_N and PIECE_W == TILE_W else h0
+        if PIECE_N < TILE_N and i > 0:
+            mean, rstd, g, b = _load_table(table_ptr, n, c0, N, CI, PIECE_N, BLOCK_C)
         _finish_input_grad(
-            acc, x1_desc, x2_desc, table_ptr, dz_desc, partial_ptr,
+            acc, mean, rstd, g, b, x1_desc, x2_desc, dz_desc, partial_ptr,
             n, h, w, c0, N, P, Q, CI, C1, rng_ptr, first, stream, drop,
             ACT, PIECE_N, PIECE_H, PIECE_W, BLOCK_C,
         )  # fmt: skip

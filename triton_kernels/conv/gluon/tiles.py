@@ -33,7 +33,7 @@ if SUPPORTED:
 _WARPS = 9  # two warpgroups that multiply, and a warp that loads
 
 # `Config`s of `conv.tma`. The warps say that they belong here.
-TILES = ((64, 256, 64, _WARPS, 3), (64, 128, 64, _WARPS, 4))
+TILES = ((64, 256, 64, _WARPS, 3), (64, 128, 64, _WARPS, 4), (64, 64, 64, _WARPS, 4))
 
 _WIDTHS = (8, 16, 32, 64)  # pixels of a row
 _RESERVED = 1024  # bytes of shared memory for barriers, and what the compiler wants
@@ -112,7 +112,7 @@ def _cut(pixels: int, h: int, w: int) -> tuple[int, int] | None:
     if h * w < pixels:
         return (h, pixels // (h * w)) if pixels % (h * w) == 0 and h % 2 == 0 else None
     rows = pixels // w
-    return (rows, 1) if h % rows == 0 else None
+    return (rows, 1) if h % rows == 0 and rows % 2 == 0 else None  # rows are fetched in pairs
 
 
 def _in_rows(x: Tensor, rows: int, images: int) -> "TensorDescriptor":

@@ -126,9 +126,9 @@ def _load_beside(desc1, desc2, buf, bar, n0, h0, c0, border, PIXELS: gl.constexp
 
 
 @gluon.jit
-def _halves(acc, PIXELS: gl.constexpr, LAYOUT: gl.constexpr):
-    """A tile in pieces of 128 pixels, as the epilogue takes it: it wants registers of its own."""
-    if PIXELS == 128:
+def _pieces(acc, PIXELS: gl.constexpr, LAYOUT: gl.constexpr):
+    """A tile, or two pieces of one of 256 pixels: the epilogue wants registers of its own."""
+    if PIXELS <= 128:
         return (acc,)
     else:
         first, second = acc.reshape([64, 2, 128]).permute((0, 2, 1)).split()
@@ -138,9 +138,42 @@ def _halves(acc, PIXELS: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _by_image(x, IMAGES: gl.constexpr, W: gl.constexpr):
-    """[64, 128 pixels] as [64, images, pixels of each]; every thread keeps what it has."""
-    x = x.reshape([64, 128 // (IMAGES * W), IMAGES, W]).permute((0, 2, 1, 3))
-    return x.reshape([64, IMAGES, 128 // IMAGES])
+    """[64, pixels] as [64, images, pixels of each]; every thread keeps what it has."""
+    PIXELS: gl.constexpr = x.shape[1]
+    x = x.reshape([64, PIXELS // (IMAGES * W), IMAGES, W]).permute((0, 2, 1, 3))
+    return x.reshape([64, IMAGES, PIXELS // IMAGES])
+
+
+@gluon.jit
+def _places(n0, c0, N, C, IMAGES: gl.constexpr, SUMS: gl.constexpr):
+    """Channels and images of a tile, and which of [64, IMAGES] there are."""
+    offs = c0 + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))[:, None]
+    image = n0 + gl.arange(0, IMAGES, layout=gl.SliceLayout(0, SUMS))[None, :]
+    return offs, image, (image < N) & (offs < C)
+
+
+@gluon.jit
+def _load_vectors(
+    vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, n0, c0, N, C,
+    IMAGES: gl.constexpr, DGRAD: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """What the epilogue wants for each channel, or for each channel and image."""
+    offs, image, valid = _places(n0, c0, N, C, IMAGES, SUMS)
+    if DGRAD:
+        table = vectors_ptr + image.to(gl.int64) * 4 * C + offs
+        mean = gl.load(table, mask=valid, other=0.0)
+        rstd = gl.load(table + C, mask=valid, other=0.0)
+        g = gl.load(table + 2 * C, mask=valid, other=0.0)
+        b = gl.load(table + 3 * C, mask=valid, other=0.0)
+        return (mean, rstd, g, b)
+    else:
+        bias = gl.load(vectors_ptr + offs)
+        if extra_bias_ptr is not None:
+            bias += gl.load(extra_bias_ptr + offs)
+        if emb_ptr is not None:
+            to = emb_ptr + image.to(gl.int64) * stride_emb + offs
+            bias = bias + gl.load(to, mask=valid, other=0.0)
+        return (bias,)
 
 
 @gluon.jit
@@ -155,7 +188,14 @@ def _multiply(
     WIDTH: gl.constexpr = IMAGES * W
     PIXELS: gl.constexpr = ROWS * WIDTH
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
-    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    PIECE: gl.constexpr = min(PIXELS, 128)
+    PIECES: gl.constexpr = PIXELS // PIECE
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
+    zeros = gl.zeros([64, PIECE], gl.float32, PART)
+    BY_IMAGE: gl.constexpr = _by_image(zeros, IMAGES, W).type.layout
+    SUMS: gl.constexpr = gl.SliceLayout(2, BY_IMAGE)
+    # Before the products, where nothing waits for them, if there are registers to keep them in.
+    EARLY: gl.constexpr = PIXELS * IMAGES <= 256 or not DGRAD
     HAS_BESIDE: gl.constexpr = beside1_desc is not None
     CHUNKS: gl.constexpr = block_chunks(ROWS * WIDTH, WIDTH)
     main_blocks = K // 64 * 3
@@ -166,7 +206,7 @@ def _multiply(
     phase = 0
     stage_buf = stages.index(GROUP)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    halves = stage_buf._reinterpret(stage_buf.dtype, [PIXELS // 128, 128, 64], MATRIX)
+    pieces = stage_buf._reinterpret(stage_buf.dtype, [PIECES, PIECE, 64], MATRIX)
     programs = gl.num_programs(0)
     for i in range(gl.program_id(0) + GROUP * programs, tiles, 2 * programs):
         c0 = i % blocks_c * 64
@@ -177,6 +217,10 @@ def _multiply(
         if HAS_BESIDE:
             bar = beside_full.index(GROUP)
             _load_beside(beside1_desc, beside2_desc, stage_buf, bar, n0, h0, c0, border, PIXELS)
+        if EARLY:
+            vectors = _load_vectors(
+                vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, n0, c0, N, C, IMAGES, DGRAD, SUMS
+            )
 
         acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
         mbarrier.wait(turns.index(GROUP), phase ^ (1 - GROUP))
@@ -198,38 +242,30 @@ def _multiply(
         block += tile_blocks  # those of the other warpgroup
         step += tile_steps
 
-        accs = _halves(acc, PIXELS, HALF)
-        BY_IMAGE: gl.constexpr = _by_image(accs[0], IMAGES, W).type.layout
-        SUMS: gl.constexpr = gl.SliceLayout(2, BY_IMAGE)
-        offs = c0 + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))[:, None]
-        image = n0 + gl.arange(0, IMAGES, layout=gl.SliceLayout(0, SUMS))[None, :]
-        valid = (image < N) & (offs < C)
+        accs = _pieces(acc, PIXELS, PART)
+        if not EARLY:
+            vectors = _load_vectors(
+                vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, n0, c0, N, C, IMAGES, DGRAD, SUMS
+            )
+        offs, image, valid = _places(n0, c0, N, C, IMAGES, SUMS)
         total = gl.zeros([64, IMAGES], gl.float32, SUMS)
         second = gl.zeros([64, IMAGES], gl.float32, SUMS)
         rounded = ()
         if DGRAD:
-            table = vectors_ptr + image.to(gl.int64) * 4 * C + offs
-            mean = gl.load(table, mask=valid, other=0.0)
-            rstd = gl.load(table + C, mask=valid, other=0.0)
-            g = gl.load(table + 2 * C, mask=valid, other=0.0)[:, :, None]
-            b = gl.load(table + 3 * C, mask=valid, other=0.0)[:, :, None]
+            mean, rstd, g, b = vectors
             shift = (-mean * rstd)[:, :, None]
             rstd = rstd[:, :, None]
+            g = g[:, :, None]
+            b = b[:, :, None]
         else:
-            bias = gl.load(vectors_ptr + offs)
-            if extra_bias_ptr is not None:
-                bias += gl.load(extra_bias_ptr + offs)
-            if emb_ptr is not None:
-                to = emb_ptr + image.to(gl.int64) * stride_emb + offs
-                bias = bias + gl.load(to, mask=valid, other=0.0)
-            bias = bias[:, :, None]
+            bias = vectors[0][:, :, None]
         if HAS_BESIDE:
             mbarrier.wait(beside_full.index(GROUP), phase)
-        for i in gl.static_range(PIXELS // 128):
+        for i in gl.static_range(PIECES):
             y = _by_image(accs[i], IMAGES, W)
-            buf = halves.index(i).permute((1, 0))
+            buf = pieces.index(i).permute((1, 0))
             if HAS_BESIDE:
-                beside = _by_image(buf.load(HALF), IMAGES, W).to(gl.float32)
+                beside = _by_image(buf.load(PART), IMAGES, W).to(gl.float32)
             if DGRAD:
                 xhat = beside * rstd + shift
                 y *= activate_grad(xhat * g + b, ACT)
@@ -243,15 +279,15 @@ def _multiply(
             if partial_ptr is not None and not DGRAD:
                 total += gl.sum(y.to(gl.float32), axis=2)
                 rounded = rounded + (y,)
-            y = y.reshape([64, IMAGES, 128 // WIDTH, W]).permute((0, 2, 1, 3)).reshape([64, 128])
-            buf.store(gl.convert_layout(y, HALF, assert_trivial=True))
+            y = y.reshape([64, IMAGES, PIECE // WIDTH, W]).permute((0, 2, 1, 3))
+            buf.store(gl.convert_layout(y.reshape([64, PIECE]), PART, assert_trivial=True))
         fence_async_shared()
         tma.async_copy_shared_to_global(y_desc, [h0, n0, 0, c0], stage_buf)
         if partial_ptr is not None:
             if not DGRAD:
                 # about the mean of the tile, since a difference of large sums would cancel
                 mean = (total / (ROWS * W))[:, :, None]
-                for i in gl.static_range(PIXELS // 128):
+                for i in gl.static_range(PIECES):
                     d = rounded[i].to(gl.float32) - mean
                     second += gl.sum(d * d, axis=2)
             row = image * tiles_h + tile % tiles_h
