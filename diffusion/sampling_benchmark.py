@@ -44,17 +44,16 @@ from .layers import Conv1d, Conv2d
 from .objective import Denoiser
 from .planned.inference import sampling_network
 from .settings import construct
-from .trained import Trained, load_trained
+from .trained import Trained, TrainedSettings
 
 _REFERENCE = "torch_fp32"
 _MIN_DRAWS, _MAX_DRAWS = 3, 100
 
 
-@dataclass(frozen=True)
-class BenchmarkSettings:
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkSettings(TrainedSettings):
     """The configuration; see configs/benchmark.yaml."""
 
-    ckpt: str
     n: int = 16
     steps: int | None = 50
     sampler: str = "ddim"
@@ -62,12 +61,7 @@ class BenchmarkSettings:
     seed: int = 0
     rows: list[str] | None = None
     seconds: float = 10.0
-    ema: bool = True
     out: str | None = None
-    model: dict[str, Any] | None = None  # this and the next three: for a weights file alone
-    diffusion: dict[str, Any] | None = None
-    size: int | tuple[int, int] | None = None
-    channels: int | None = None
     device: str = "auto"
     precision: str | None = None
 
@@ -123,18 +117,7 @@ class _Job:
     folder: Path = field(default_factory=Path)  # for files that live as long as the benchmark
 
     def load(self, backend: str, precision: str | None) -> Trained:
-        s = self.settings
-        return load_trained(
-            s.ckpt,
-            self.device,
-            ema=s.ema,
-            model=s.model,
-            diffusion=s.diffusion,
-            size=s.size,
-            channels=s.channels,
-            backend=backend,
-            precision=precision,
-        )
+        return self.settings.load(self.device, backend=backend, precision=precision)
 
 
 def benchmark(config: dict[str, Any]) -> Path:

@@ -18,16 +18,15 @@ from .errors import ConfigError, writing
 from .pictures import grid
 from .planned.inference import InferenceUNet, sampling_network
 from .settings import construct
-from .trained import Trained, load_trained
+from .trained import Trained, TrainedSettings
 
 _GRID_OF = 100  # images at most in the grid that comes with a folder of images
 
 
-@dataclass(frozen=True)
-class SampleSettings:
+@dataclass(frozen=True, kw_only=True)
+class SampleSettings(TrainedSettings):
     """The configuration; see configs/sample.yaml."""
 
-    ckpt: str
     n: int = 16
     sampler: str = "ddim"
     steps: int | str | list[int] | None = 50
@@ -37,13 +36,8 @@ class SampleSettings:
     seed: int = 0
     label: Any = None  # name or number of a class
     guidance: float = 1.0
-    ema: bool = True
     out: str | None = None
     batch_size: int = 64
-    model: dict[str, Any] | None = None  # this and the next three: for a weights file alone
-    diffusion: dict[str, Any] | None = None
-    size: int | tuple[int, int] | None = None
-    channels: int | None = None
     backend: str = "auto"
     device: str = "auto"
     precision: str | None = None
@@ -61,17 +55,7 @@ def sample(config: dict[str, Any]) -> Path:
     """Draw as configured; returns the path of the picture, file or folder."""
     settings = construct(SampleSettings, config, "")
     device = choose_device(settings.device)
-    trained = load_trained(
-        settings.ckpt,
-        device,
-        ema=settings.ema,
-        model=settings.model,
-        diffusion=settings.diffusion,
-        size=settings.size,
-        channels=settings.channels,
-        backend=settings.backend,
-        precision=settings.precision,
-    )
+    trained = settings.load(device, backend=settings.backend, precision=settings.precision)
     backend = trained.model.backend
     sampler = trained.process.sampler(
         backend,

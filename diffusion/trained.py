@@ -66,6 +66,35 @@ def load_trained(
     return _load_checkpoint(checkpoint, device, ema, size, channels, backend, precision)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainedSettings:
+    """What the configurations of `sample.py`, `tools/export.py` and `tools/benchmark.py` say of the
+    network; see `load_trained`."""
+
+    ckpt: str
+    ema: bool = True
+    model: dict[str, Any] | None = None  # this and the next three: for a weights file alone
+    diffusion: dict[str, Any] | None = None
+    size: int | tuple[int, int] | None = None
+    channels: int | None = None
+
+    def load(
+        self, device: torch.device, *, backend: str = "auto", precision: str | None = None
+    ) -> Trained:
+        """The network that is meant. Raises ConfigError as `load_trained`."""
+        return load_trained(
+            self.ckpt,
+            device,
+            ema=self.ema,
+            model=self.model,
+            diffusion=self.diffusion,
+            size=self.size,
+            channels=self.channels,
+            backend=backend,
+            precision=precision,
+        )
+
+
 def is_policy(ckpt: str | Path) -> bool:
     """Whether a run or checkpoint learned actions. ConfigError if it is none."""
     path = Path(ckpt)

@@ -29,7 +29,7 @@ from ..interchange.diffusers_files import is_model
 from ..interchange.weights import load_weights, save_guided, save_unet_cu
 from ..policies.policy import load_policy
 from ..settings import construct
-from ..trained import Trained, is_policy, load_trained
+from ..trained import Trained, TrainedSettings, is_policy
 from .graph import Graph, export_onnx, export_program, image_graph, policy_graph
 from .tensorrt_engine import build_engine, require_tensorrt
 
@@ -59,20 +59,14 @@ _GUIDED_ARGUMENTS = (
 )
 
 
-@dataclass(frozen=True)
-class ExportSettings:
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings(TrainedSettings):
     """The configuration; see configs/export.yaml."""
 
-    ckpt: str
     format: str
     out: str
-    ema: bool = True
     overwrite: bool = False
     engine: str | None = None
-    model: dict[str, Any] | None = None  # this and the next three: for a weights file alone
-    diffusion: dict[str, Any] | None = None
-    size: int | tuple[int, int] | None = None
-    channels: int | None = None
 
     def __post_init__(self) -> None:
         formats = (*_WEIGHTS, *_GRAPHS)
@@ -135,17 +129,7 @@ def _prepare(settings: ExportSettings) -> tuple[Callable[[Path], str], Graph | N
         )
         graph = policy_graph(policy)
         return partial(write_graph, graph=graph), graph
-    trained = load_trained(
-        settings.ckpt,
-        torch.device("cpu"),
-        ema=settings.ema,
-        model=settings.model,
-        diffusion=settings.diffusion,
-        size=settings.size,
-        channels=settings.channels,
-        backend="torch",
-        precision="fp32",
-    )
+    trained = settings.load(torch.device("cpu"), backend="torch", precision="fp32")
     if write_graph is None:
         return partial(_WEIGHTS[settings.format], trained=trained), None
     graph = image_graph(trained)
