@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -80,8 +80,7 @@ def exit_codes() -> Iterator[None]:
 def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
     """Run a `hydra.main` function; what Hydra finds wrong becomes one line and exit code 2."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here
-    # Hydra takes -m before or behind the settings alone, not among them
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in _MULTIRUN)
+    sys.argv[1:] = _readable(sys.argv[1:])
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
@@ -94,12 +93,28 @@ def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
     sys.exit(0)
 
 
+def _readable(arguments: Sequence[str]) -> list[str]:
+    """The arguments as Hydra can read them: it takes -m before or behind the settings alone, and no
+    ~ at all, which shells replace at the beginning of a word but not behind `dataset.path=`."""
+    pairs = (argument.partition("=") for argument in arguments)
+    home = [
+        key + equals + (os.path.expanduser(value) if value.startswith("~/") else value)
+        for key, equals, value in pairs
+    ]
+    return sorted(home, key=lambda argument: argument not in _MULTIRUN)
+
+
 def explain(error: Exception, config_name: str, arguments: Sequence[str] = ()) -> str:
     """Hydra's message as one line that names the nearest valid key or choice. What is valid depends
     on the `arguments` that choose of a group."""
+    if isinstance(error, OverrideParseException):
+        return _unreadable(error.override)
     chain = f"{error}\n{error.__cause__ or ''}"
     key = re.search(r"full_key: (\S+)|Could not override '([^']+)'|Key '([^']+)' is not", chain)
     choice = re.search(r"Could not find '([^']+)/([^'/]*)'", chain)
+    several = re.search(r"Ambiguous value for argument '(.*)'", chain)
+    if several:
+        return _several(several[1])
     if choice:
         group, value = choice.groups()
         return _unknown(f"{group}={value}", value, sorted(_choices(group)))
@@ -108,6 +123,24 @@ def explain(error: Exception, config_name: str, arguments: Sequence[str] = ()) -
         return _unknown(name, name, sorted(_keys(config_name, arguments)))
     first = re.split(r"\n\n|\nSee ", str(error))[0]
     return " ".join(first.split())
+
+
+def _unreadable(override: str) -> str:
+    key, equals, value = override.partition("=")
+    if not equals:
+        return f"{key} is no setting; expected KEY=VALUE"
+    return (
+        f"{override} cannot be read; brackets have to match, and a text with any of"
+        f" ( ) [ ] {{ }} = # ~ goes into quotes: \"{key}='{value}'\""
+    )
+
+
+def _several(override: str) -> str:
+    key, _, value = override.partition("=")
+    return (
+        f"{override} is several values; for a list give {key}=[{value}], for a text"
+        f" \"{key}='{value}'\", for a sweep over them add -m"
+    )
 
 
 def _unknown(shown: str, value: str, valid: list[str]) -> str:

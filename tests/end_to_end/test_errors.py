@@ -33,6 +33,9 @@ def fails(*command: str, cwd=None) -> str:
         ("train.resume=nowhere", "nowhere does not exist"),
         ("diffusion.variance=learned", "learned_range"),
         ("dataset=trajectories", "dataset.count is unknown; did you mean dataset.held_out?"),
+        ("dataset.path=/my(1)", """goes into quotes: "dataset.path='/my(1)'\""""),
+        ("dataset.path=a,b", "for a list give dataset.path=[a,b]"),
+        ("dataset", "dataset is no setting; expected KEY=VALUE"),
         ("model.model_channels=1e9", "memory does not suffice"),
     ],
 )
@@ -55,6 +58,11 @@ def test_wrong_data(tmp_path, overrides, expected):
     command = [o for o in TINY if not o.startswith(("dataset.", "experiment"))]
     line = fails("train.py", *command, f"run_dir={tmp_path}/run", *overrides)
     assert expected in line
+
+
+def test_the_home_folder_is_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert f"{tmp_path}/nowhere" in fails("sample.py", "ckpt=~/nowhere")
 
 
 def test_sample_needs_a_checkpoint(tmp_path):
