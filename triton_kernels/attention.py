@@ -27,6 +27,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import attention_gluon
 from .attention_kernels import (
     attention_bwd_dkdv_kernel,
     attention_bwd_dq_kernel,
@@ -98,6 +99,17 @@ _BWD_CONFIGS = (
 )
 
 
+# Those of `attention_gluon`, which keep the keys of a head in shared memory: they stage nothing.
+# They are for Hopper, in 16 bits, and only where they were measured to be faster.
+_FWD_HEAD_CONFIGS = (
+    _Tile(64, 128, 4, 0),
+    _Tile(128, 128, 4, 0),
+    _Tile(256, 128, 4, 0),
+    _Tile(256, 256, 4, 0),
+)
+_BWD_HEAD_CONFIGS = (_BwdConfig(True, 256, 64, 4, 0),)
+
+
 def _fwd_config(t: int, block_d: int, dtype: torch.dtype, allow_tf32: bool) -> _Tile:
     """Choices that fit every chip: compiled for sm_89 and sm_90, d = 16 to 128 and every precision,
     they spill at most 16 bytes of registers and need at most 81 KiB of shared memory."""
@@ -122,6 +134,27 @@ def _bwd_config(t: int, block_d: int, dtype: torch.dtype, allow_tf32: bool) -> _
     if t <= 64:
         return _BwdConfig(True, 64, 64, 4, 1)
     return _BwdConfig(False, 64, 64, 4, 2)
+
+
+def _keeps_head(config: _Tile | _BwdConfig) -> bool:
+    """Whether it is one of `attention_gluon`."""
+    return config.num_stages == 0
+
+
+def _fwd_candidates(qkv: Tensor, d: int, block_d: int) -> list[_Tile]:
+    found = _candidates(_FWD_CONFIGS, qkv, block_d)
+    if attention_gluon.applies(qkv, d, backward=False):
+        longest = max(128, triton.next_power_of_2(qkv.shape[1]))
+        found += [c for c in _FWD_HEAD_CONFIGS if max(c.keep, c.step) <= longest]
+    return found
+
+
+def _bwd_candidates(qkv: Tensor, d: int, block_d: int) -> list[_BwdConfig]:
+    found = _candidates(_BWD_CONFIGS, qkv, block_d)
+    found = [c for c in found if c.keep >= qkv.shape[1] or not c.one_pass]
+    if attention_gluon.applies(qkv, d, backward=True):
+        found += _BWD_HEAD_CONFIGS
+    return found
 
 
 def _candidates(configs: Sequence[_Config], qkv: Tensor, block_d: int) -> list[_Config]:
@@ -169,10 +202,15 @@ def attention_fwd(
         config = choose(
             "attention",
             (n, t, num_heads, constants["D"], qkv.dtype, allow_tf32 and qkv.itemsize == 4),
-            lambda: _candidates(_FWD_CONFIGS, qkv, constants["BLOCK_D"]),
+            lambda: _fwd_candidates(qkv, constants["D"], constants["BLOCK_D"]),
             lambda: _fwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32),
             lambda c: attention_fwd(qkv, num_heads, order, allow_tf32, c)[0],
         )
+        if _keeps_head(config) and not attention_gluon.fetchable(qkv):
+            config = _fwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32)
+    if _keeps_head(config):
+        attention_gluon.forward(qkv, o, lse, constants, config.keep, config.step)
+        return o, lse
     attention_fwd_kernel[(n * num_heads * triton.cdiv(t, config.keep),)](
         qkv,
         o,
@@ -225,14 +263,16 @@ def attention_bwd_rows(
         config = choose(
             "attention_bwd",
             (n, t, num_heads, constants["D"], qkv.dtype, allow_tf32 and qkv.itemsize == 4),
-            lambda: [
-                c
-                for c in _candidates(_BWD_CONFIGS, qkv, constants["BLOCK_D"])
-                if c.keep >= t or not c.one_pass
-            ],
+            lambda: _bwd_candidates(qkv, constants["D"], constants["BLOCK_D"]),
             lambda: _bwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32),
             lambda c: _attention_bwd(do, qkv, o, lse, num_heads, order, allow_tf32, c),
         )
+        if _keeps_head(config) and not all(map(attention_gluon.fetchable, (qkv, do))):
+            config = _bwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32)
+    if _keeps_head(config):
+        rows = None if place is None else place(n, c3)
+        attention_gluon.backward(do, qkv, o, lse, dqkv, rows, constants)
+        return dqkv, rows
     _, keep, step, num_warps, num_stages = config
     grid = (n * num_heads * triton.cdiv(t, keep),)
     rows = None if place is None else place(n * triton.cdiv(t, keep), c3)

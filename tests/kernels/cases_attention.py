@@ -23,6 +23,38 @@ def _case(
     }
 
 
+def _boxes(rows: int, d: int) -> str:
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout(2 * d, 16, rank=3)
+    return f"tensordesc<bf16{[1, rows, d]},{layout!r}>"
+
+
+def _head(name: str, t: int, d: int, rows: int, step: int | None = None, spills: int = 0) -> dict:
+    """Of `attention_gluon`: forward if it has a step."""
+    backward = step is None
+    boxes = ("qkv_desc", "do_desc", "dqkv_desc") if backward else ("q_desc", "kv_desc", "o_desc")
+    floats = ("lse_ptr", "rows_ptr") if backward else ("lse_ptr",)
+    constexprs = {"BUFFERS": 2, "HELD": True} if d < 64 else {"BUFFERS": 1, "HELD": False}
+    return {
+        "name": f"attention_{name}",
+        "kernel": "triton_kernels.attention_gluon_kernels:attention_"
+        f"{'bwd' if backward else 'fwd'}_head_kernel",
+        "signature": {
+            **dict.fromkeys(boxes, _boxes(rows, d)),
+            **({"o_ptr": "*bf16"} if backward else {}),
+            **dict.fromkeys(floats, "*fp32"),
+            **_SHAPES,
+        },
+        "constexprs": {
+            **{"T": t, "D": d, "HEADS_QKV": False, "ROWS": rows, "num_warps": 4},
+            **(constexprs if backward else {"KEEP": rows, "STEP": step}),
+        },
+        "options": {"num_warps": 4, **({} if backward else {"maxnreg": 168})},
+        "expect": {"wgmma": "registers", "tma": True, "spills": spills, "arches": (90,)},
+    }
+
+
 _FWD = ("qkv_ptr", "o_ptr", "lse_ptr")
 _ONE_PASS = ("do_ptr", "qkv_ptr", "o_ptr", "lse_ptr", "dqkv_ptr", "rows_ptr")
 _TWO_PASS = (*_ONE_PASS, "delta_ptr")
@@ -63,4 +95,12 @@ COMPILE_CASES = [
         4,
         2,
     ),
+    # for three programs on a multiprocessor the forward pass lets go of a few loop constants
+    _head("fwd_head", 256, 32, 256, step=128, spills=64),
+    _head("fwd_head_ragged", 200, 32, 256, step=128, spills=64),
+    _head("fwd_head_wide", 128, 64, 128, step=128),
+    _head("bwd_head", 256, 32, 256),
+    _head("bwd_head_ragged", 200, 32, 256),
+    _head("bwd_head_of_one_tile", 64, 32, 64),
+    _head("bwd_head_wide", 128, 64, 128, spills=16),
 ]

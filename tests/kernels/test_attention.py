@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 
-from triton_kernels import reference
+from triton_kernels import attention_gluon, reference
 from triton_kernels.attention import (
     _BWD_CONFIGS,
+    _BWD_HEAD_CONFIGS,
     _FWD_CONFIGS,
+    _FWD_HEAD_CONFIGS,
     _attention_bwd,
     _bwd_config,
     _fwd_config,
@@ -351,6 +353,70 @@ def test_gpu_bwd_config(config, shape, device):
         dqkv = _attention_bwd(do, qkv, o, lse, *arguments, config)
         assert_close("dqkv", dqkv, exact, budget)
     check_rows(do, qkv, arguments, config)
+
+
+HEAD_SHAPES = {
+    "unet64_at_16": (16, 256, 6, 32),
+    "unet64_at_8": (16, 64, 8, 32),
+    "many_heads": (130, 256, 6, 32),
+    "one_position": (3, 1, 2, 32),
+    "ragged": (8, 200, 3, 32),
+    "ragged_tile": (5, 50, 1, 16),
+    "half": (4, 128, 4, 64),
+    "most_of_a_tile": (3, 65, 2, 64),
+}
+
+HEAD_KINDS = {"bf16": (torch.bfloat16, "qkv_heads"), "fp16 legacy": (torch.float16, "heads_qkv")}
+
+
+def skip_unless_head_fits(qkv, d, backward):
+    if not attention_gluon.applies(qkv, d, backward=backward):
+        pytest.skip("not on this GPU, with this version of Triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, order", HEAD_KINDS.values(), ids=HEAD_KINDS)
+@pytest.mark.parametrize("config", _FWD_HEAD_CONFIGS, ids=str)
+@pytest.mark.parametrize("shape", HEAD_SHAPES.values(), ids=HEAD_SHAPES)
+def test_gpu_fwd_head_config(config, shape, order, dtype, device):
+    qkv, do = make(*shape, dtype, device)
+    skip_unless_head_fits(qkv, shape[3], backward=False)
+    (exact, _), (budget, _) = expected_and_budgets(qkv, do, shape[2], order=order)
+    _, expected_lse = attention_fwd(qkv, shape[2], order, False, _FWD_CONFIGS[0])
+    for _ in range(RUNS_ON_GPU):
+        o, lse = attention_fwd(qkv, shape[2], order, False, config)
+        assert_close("o", o, exact, budget)
+        torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, order", HEAD_KINDS.values(), ids=HEAD_KINDS)
+@pytest.mark.parametrize("config", _BWD_HEAD_CONFIGS, ids=str)
+@pytest.mark.parametrize("shape", HEAD_SHAPES.values(), ids=HEAD_SHAPES)
+def test_gpu_bwd_head_config(config, shape, order, dtype, device):
+    qkv, do = make(*shape, dtype, device)
+    skip_unless_head_fits(qkv, shape[3], backward=True)
+    (_, exact), (_, budget) = expected_and_budgets(qkv, do, shape[2], order=order)
+    arguments = shape[2], order, False
+    o, lse = attention_fwd(qkv, *arguments, _FWD_CONFIGS[0])
+    for _ in range(RUNS_ON_GPU):
+        dqkv = _attention_bwd(do, qkv, o, lse, *arguments, config)
+        assert_close("dqkv", dqkv, exact, budget)
+    check_rows(do, qkv, arguments, config)
+
+
+@pytest.mark.gpu
+def test_gpu_head_of_extreme_scores(device):
+    """As in `test_extreme_scores_stay_finite`."""
+    qkv, do = make(2, 256, 2, 32, torch.float16, device)
+    skip_unless_head_fits(qkv, 32, backward=True)
+    qkv[..., :64] = 200
+    qkv[..., 64:128] -= 250
+    o, lse = attention_fwd(qkv, 2, "qkv_heads", False, _FWD_HEAD_CONFIGS[0])
+    dqkv = _attention_bwd(do, qkv, o, lse, 2, "qkv_heads", False, _BWD_HEAD_CONFIGS[0])
+    exact, _ = run(reference.attention, qkv.double(), do.double(), 2)
+    torch.testing.assert_close(o.double(), exact, rtol=2e-3, atol=2e-3)
+    assert torch.isfinite(dqkv).all()
 
 
 @pytest.mark.gpu

@@ -20,8 +20,10 @@ def takes(x: Tensor) -> bool:
 
 
 def in_boxes(x: Tensor, shape: list[int], strides: list[int], box: list[int]) -> "TensorDescriptor":
-    """x seen in this shape with these strides, in elements; a row of a box is 64 channels."""
-    return TensorDescriptor(x, shape, strides, box, gl.NVMMASharedLayout(128, 16, rank=len(box)))
+    """x seen in this shape with these strides, in elements. A row of a box is at most 64 channels,
+    and swizzled over its whole width."""
+    width = min(128, box[-1] * x.itemsize)
+    return TensorDescriptor(x, shape, strides, box, gl.NVMMASharedLayout(width, 16, rank=len(box)))
 
 
 def filters_in_boxes(weight: Tensor) -> "TensorDescriptor":
