@@ -26,6 +26,7 @@ from ..activations import check_activation
 from ..column_sum import sum_partials
 from ..conv import gather as conv_gather
 from ..conv import tma_wgrad as conv_tma_wgrad
+from ..conv.gluon import narrow as gluon_narrow
 from ..conv.gluon import rows as gluon_rows
 from ..conv.gluon import tiles as gluon_tiles
 from ..conv.gluon.operands import Operands
@@ -112,6 +113,8 @@ def conv_forward(
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
         terms["width"] = width
         gluon = _gluon(x, y, weight, extra=others)
+        if emb is None and residual is None and not extra and not stats:
+            gluon += [Config(*tile) for tile in gluon_narrow.tiles(x, y, weight)]
         config = choose(
             "conv_forward",
             (n, h, w, ci, width, r, s, x.dtype, residual is not None, len(extra), stats),
@@ -353,7 +356,8 @@ def _gluon(
 
 def _gluon_path(config: Config) -> ModuleType | None:
     """The file of `conv.gluon` that a config belongs to."""
-    return next((path for path in (gluon_rows, gluon_tiles) if path.serves(config)), None)
+    paths = (gluon_rows, gluon_tiles, gluon_narrow)
+    return next((path for path in paths if path.serves(config)), None)
 
 
 def _serves(

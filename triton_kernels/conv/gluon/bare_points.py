@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from .epilogue import round_pairs
@@ -22,6 +21,7 @@ from .pipeline import (
     new_barriers,
     sync_threads,
     wait_empty,
+    wait_for,
     wait_full,
 )
 
@@ -49,16 +49,6 @@ def _load(
                 x_desc, [tile * PIXELS, k * 64], bar, x_bufs.index(stage)
             )
             block += 1
-
-
-@gluon.jit
-def wait_for(pending: gl.constexpr, accs, COUNT: gl.constexpr):
-    """`accs`, a tuple of COUNT, when at most `pending` products are under way."""
-    done = warpgroup_mma_wait(pending, deps=accs)
-    if COUNT == 1:  # then it is not a tuple
-        return (done,)
-    else:
-        return done
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ barrier tells only an even phase from an odd one, so nobody may be two rounds ah
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 sync_threads = getattr(gl, "barrier", None) or gl.thread_barrier  # the former from triton 3.7 on
 
@@ -67,3 +67,13 @@ def wait_full_both(full1, count1, SLOTS1: gl.constexpr, full2, count2, SLOTS2: g
 def give_back(empty, count, SLOTS: gl.constexpr, pred=True):
     """Of a reader: the slot that was filled `count`-th may be filled again."""
     mbarrier.arrive(empty.index(count % SLOTS), count=1, pred=pred)
+
+
+@gluon.jit
+def wait_for(pending: gl.constexpr, accs, COUNT: gl.constexpr):
+    """`accs`, a tuple of COUNT, when at most `pending` products are under way."""
+    done = warpgroup_mma_wait(pending, deps=accs)
+    if COUNT == 1:  # then it is not a tuple
+        return (done,)
+    else:
+        return done

@@ -41,7 +41,7 @@ _RESERVED = 1024  # bytes of shared memory for barriers, and what the compiler w
 
 def serves(config: tuple) -> bool:
     """Whether a `Config` is one of this path."""
-    return config.num_warps == _WARPS
+    return tuple(config[:5]) in TILES
 
 
 def tiles(

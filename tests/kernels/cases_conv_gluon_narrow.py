@@ -1,0 +1,28 @@
+"""The kernels of `conv.gluon.narrow` as compile_only.py compiles them."""
+
+from triton_kernels.conv.gluon import narrow
+from triton_kernels.conv.gluon.descriptors import SUPPORTED
+
+from .cases_conv_gluon import _rows
+from .compile_only import SHARED_LIMIT
+
+
+def _out(width: int) -> dict:
+    numbers = ("tiles", "tiles_h", "H", "CO")
+    return {
+        "name": f"out_{width}",
+        "kernel": "triton_kernels.conv.gluon.narrow_out:conv_narrow_out_kernel",
+        "signature": {
+            "x_desc": _rows(1, 1, width, 64),
+            "w_desc": _rows(1, 16, 64),
+            "y_ptr": "*bf16",
+            "bias_ptr": "*fp32",
+            **dict.fromkeys(numbers, "i32"),
+        },
+        "constexprs": {"W": width, "PAIRS": narrow.pairs(width, SHARED_LIMIT[90]), "num_warps": 4},
+        "options": {"num_warps": 4, "maxnreg": 80},
+        "expect": {"wgmma": True, "tma": True, "arches": (90,)},
+    }
+
+
+COMPILE_CASES = [_out(64), _out(128)] if SUPPORTED else []

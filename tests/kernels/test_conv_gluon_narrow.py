@@ -1,0 +1,106 @@
+"""The tiles of `conv.gluon.narrow`: where they apply, and on a Hopper GPU their results."""
+
+import pytest
+import torch
+
+from triton_kernels.conv.gluon import narrow
+from triton_kernels.conv.gluon import rows as gluon_rows
+from triton_kernels.conv.gluon import tiles as gluon_tiles
+from triton_kernels.conv.tma import Config
+from triton_kernels.fused.conv import conv_forward
+
+from .compile_only import SHARED_LIMIT
+from .test_conv_fused import (
+    ALL_CONFIGS,
+    ROUNDING,
+    Shape,
+    forward_case,
+    forward_reference,
+    poison,  # noqa: F401  a fixture for every test here
+    relative,
+)
+from .test_conv_gluon import gpu, repeatedly
+
+OUT = Config(*narrow.OUT_TILE)
+# One tile, half a tile at the end of an image, fewer tiles than programs and many more, all of the
+# 16 channels and some.
+OUT_SHAPES = {
+    "a tile": Shape(1, 2, 64, 64, 3),
+    "a row": Shape(2, 1, 64, 64, 3),
+    "an odd number of rows": Shape(3, 13, 64, 64, 6),
+    "an image": Shape(1, 64, 64, 64, 3),
+    "many tiles": Shape(37, 64, 64, 64, 3),
+    "many odd images": Shape(61, 27, 64, 64, 16),
+    "128x128": Shape(5, 128, 128, 64, 3),
+    "odd images of 128": Shape(3, 33, 128, 64, 16),
+}
+
+
+def check_out(shape: Shape, dtype, device) -> list[torch.Tensor]:
+    x, weight, bias, emb, residual = forward_case(shape, dtype, device)
+    y, partials = conv_forward(x, weight, bias, width=16, config=OUT)
+    exact = forward_reference(x, weight, bias, emb * 0, residual * 0, torch.float64)
+    assert partials is None and y.dtype == dtype
+    assert relative(y[..., : shape.co], exact) <= ROUNDING[dtype] + 2**-24 * (9 * 64) ** 0.5
+    assert not y[..., shape.co :].any()
+    return [y]
+
+
+class TestGpu:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("name", OUT_SHAPES)
+    def test_few_output_channels(self, name, dtype, device):
+        repeatedly(lambda: check_out(OUT_SHAPES[name], dtype, device))
+
+    def test_what_applies(self, device):
+        for shape in OUT_SHAPES.values():
+            assert applying(shape, torch.bfloat16, device) == [narrow.OUT_TILE]
+        for shape in (
+            Shape(1, 64, 32, 64, 3),
+            Shape(1, 64, 64, 128, 3),
+            Shape(1, 64, 64, 64, 17),
+            Shape(1, 64, 64, 64, 3, 1),
+        ):
+            assert applying(shape, torch.bfloat16, device) == []
+        assert applying(OUT_SHAPES["an image"], torch.float32, device) == []
+
+
+def applying(shape: Shape, dtype, device) -> list[tuple]:
+    """The tiles that apply."""
+    n, h, w, ci, co, kernel = shape
+    x = torch.empty((n, h, w, ci), dtype=dtype, device=device)
+    y = torch.empty((n, h, w, -(-co // 16) * 16), dtype=dtype, device=device)
+    weight = torch.empty((co, ci, kernel, kernel), dtype=dtype, device=device)
+    return narrow.tiles(x, y, weight)
+
+
+def test_nothing_applies_without_a_hopper_gpu():
+    assert applying(OUT_SHAPES["an image"], torch.bfloat16, torch.device("cpu")) == []
+
+
+def test_configurations_are_told_apart():
+    others = [*sum(ALL_CONFIGS, []), *(Config(*tile) for tile in gluon_tiles.TILES)]
+    others += [Config(*gluon_rows.TILE), Config(*gluon_rows.RESIDENT_TILE)]
+    assert narrow.serves(OUT)
+    assert not any(path.serves(OUT) for path in (gluon_rows, gluon_tiles))
+    assert not any(narrow.serves(c) for c in others if isinstance(c, Config))
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_rings_fit(width):
+    """Two pairs of rows are read while another is written."""
+    pairs, programs = narrow.pairs(width, SHARED_LIMIT[90]), narrow.programs(width)
+    used = (2 * pairs * (width + 8) + 8 + 9 * 16) * 128 + 2 * 64 * 16 * 2
+    assert pairs >= 3 and programs * (used + 1024 + 256) <= SHARED_LIMIT[90] + 1024
+
+
+def test_a_tuned_configuration_is_ignored_where_it_does_not_apply(monkeypatch, device):
+    """A table made on a Hopper GPU has to be harmless elsewhere."""
+    name = "conv_forward 4 8 64 16 3 3 torch.float16 False 0 False"
+    monkeypatch.setattr("triton_kernels.tuning._table", lambda: {name: {1: list(OUT)}})
+    x, weight, bias, emb, residual = forward_case(Shape(1, 4, 8, 64, 16), torch.float16, device)
+    y, _ = conv_forward(x, weight, bias)
+    exact = forward_reference(x, weight, bias, emb * 0, residual * 0, torch.float64)
+    assert relative(y, exact) <= ROUNDING[torch.float16] + 1e-6

@@ -1,0 +1,73 @@
+"""The path of `fused.conv` for Hopper where one side has 16 channels: the head of a network.
+
+Its bytes take a fifth of the time that products of 64 channels with 64 pixels do, the least that
+the tensor cores take where channels of the result are their rows, as in `rows` and `tiles`: see
+`narrow_out`. The 16 channels are 3 or 6 and zeros.
+
+Used where `rows` is: with versions it was tried with, where it was measured to be faster.
+"""
+
+from torch import Tensor
+
+from ...device import describe
+from .descriptors import SUPPORTED, in_boxes, takes
+from .operands import Operands
+
+if SUPPORTED:
+    from .narrow_out import conv_narrow_out_kernel
+
+_WARPS = 9  # two warpgroups that multiply, and a warp that loads
+_RESERVED = 6144  # bytes of shared memory for barriers, 2 KB of y a warpgroup, and the hardware
+
+OUT_TILE = (16, 128, 64, _WARPS, 2)  # a `Config` of `conv.tma`
+
+_WIDTHS = (64, 128)  # pixels of a row
+
+
+def serves(config: tuple) -> bool:
+    """Whether a `Config` is one of this path. Elsewhere tiles have 64 channels and more."""
+    return config.block_c == 16
+
+
+def tiles(
+    x: Tensor,  # [N, H, W, CI]
+    y: Tensor,  # [N, H, W, C], the result
+    weight: Tensor,  # [CO, CI, R, S]
+) -> list[tuple]:
+    """Those with which `launch` can do it, if there is nothing to it but a bias."""
+    narrow = x.shape[3] == weight.shape[1] == 64 and y.shape[3] == 16
+    fits = x.shape[2] in _WIDTHS and tuple(weight.shape[2:]) == (3, 3)
+    return [OUT_TILE] if narrow and fits and takes(x) else []
+
+
+def launch(config: tuple, operands: Operands) -> None:
+    """The convolution, with a `Config` of `tiles`."""
+    n, h, w, c = operands.x.shape
+    co = operands.weight.shape[0]
+    device = describe(operands.x.device)
+    rounds = (h + 1) // 2
+    conv_narrow_out_kernel[(min(programs(w) * device.num_sms, n * rounds),)](
+        in_boxes(operands.x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, 1, w, c]),
+        in_boxes(operands.weight, [9, co, c], [c, 9 * c, 1], [1, 16, c]),
+        operands.y,
+        operands.vectors,
+        n * rounds,
+        rounds,
+        h,
+        co,
+        W=w,
+        PAIRS=pairs(w, device.shared_memory),
+        num_warps=4,
+        maxnreg=80,
+    )
+
+
+def programs(width: int) -> int:
+    """Programs on a multiprocessor, so that every one has room for rows that are on their way."""
+    return 2 if width <= 64 else 1
+
+
+def pairs(width: int, shared_memory: int) -> int:
+    """Pairs of rows that the shared memory of a program holds beside the filters."""
+    room = shared_memory // programs(width) - _RESERVED - 9 * 16 * 128
+    return (room - 1024) // (2 * (width + 8) * 128)
