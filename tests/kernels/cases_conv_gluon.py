@@ -6,7 +6,7 @@ from triton_kernels.conv.gluon.descriptors import SUPPORTED
 def _rows(*shape: int) -> str:
     from triton.experimental.gluon import language as gl
 
-    layout = gl.NVMMASharedLayout(128, 16, rank=len(shape))
+    layout = gl.NVMMASharedLayout(2 * shape[-1], 16, rank=len(shape))
     return f"tensordesc<bf16{list(shape)},{layout!r}>"
 
 
@@ -49,14 +49,16 @@ def _fwd(name: str, dgrad: bool, beside: int, extra: int) -> dict:
     }
 
 
-def _resident(name: str, dgrad: bool, beside: int, extra: tuple[int, int] = (0, 0)) -> dict:
+def _resident(
+    name: str, dgrad: bool, beside: int, extra: tuple[int, int] = (0, 0), k: int = 64
+) -> dict:
     row, filters = _rows(1, 1, 64, 64), _rows(1, 64, 64)
     absent = ["beside1_desc", "beside2_desc"][beside:] + (["emb_ptr"] if dgrad else [])
     absent += [] if extra[0] else ["extra1_desc", "extra1_w_desc", "extra_bias_ptr"]
     absent += [] if extra[1] else ["extra2_desc", "extra2_w_desc"]
     signature = {
-        "x_desc": row,
-        "w_desc": filters,
+        "x_desc": _rows(1, 1, 64, k),
+        "w_desc": _rows(1, k, 64) if dgrad else _rows(1, 64, k),
         "beside1_desc": row,
         "beside2_desc": row,
         "y_desc": row,
@@ -76,7 +78,7 @@ def _resident(name: str, dgrad: bool, beside: int, extra: tuple[int, int] = (0, 
             "W": 64,
             "DGRAD": dgrad,
             "ACT": "silu" if dgrad else None,
-            "PAIRS": 3 if any(extra) else 5,
+            "PAIRS": 3 if any(extra) else 5 if k == 64 else 12,
             "EXTRA1": extra[0],
             "EXTRA2": extra[1],
             "num_warps": 4,
@@ -125,6 +127,8 @@ COMPILE_CASES = (
         _resident("forward_extra", dgrad=False, beside=0, extra=(2, 1)),
         _resident("input_grad", dgrad=True, beside=1),
         _resident("input_grad_of_two", dgrad=True, beside=2),
+        _resident("forward_of_16", dgrad=False, beside=0, k=16),
+        _resident("input_grad_of_16", dgrad=True, beside=1, k=16),
         *(_wgrad(width) for width in (64, 16)),
         _wgrad(64, images=8),
         _wgrad(64, count=2),

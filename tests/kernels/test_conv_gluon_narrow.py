@@ -7,20 +7,25 @@ from triton_kernels.conv.gluon import narrow
 from triton_kernels.conv.gluon import rows as gluon_rows
 from triton_kernels.conv.gluon import tiles as gluon_tiles
 from triton_kernels.conv.tma import Config
-from triton_kernels.fused.conv import conv_forward
+from triton_kernels.fused.conv import conv_forward, conv_input_grad
 
 from .compile_only import SHARED_LIMIT
 from .test_conv_fused import (
     ALL_CONFIGS,
     ROUNDING,
     Shape,
+    check_forward,
+    check_grad,
     forward_case,
     forward_reference,
+    grad_case,
+    grad_reference,
     poison,  # noqa: F401  a fixture for every test here
     relative,
 )
 from .test_conv_gluon import gpu, repeatedly
 
+IN = Config(*gluon_rows.NARROW_TILE)
 OUT = Config(*narrow.OUT_TILE)
 # One tile, half a tile at the end of an image, fewer tiles than programs and many more, all of the
 # 16 channels and some.
@@ -34,6 +39,14 @@ OUT_SHAPES = {
     "128x128": Shape(5, 128, 128, 64, 3),
     "odd images of 128": Shape(3, 33, 128, 64, 16),
 }
+# 16 channels to be multiplied, of x or of dy. A tile, fewer of them than programs and many more,
+# several blocks of 64 channels.
+IN_SHAPES = {
+    "two tiles": Shape(1, 4, 64, 16, 64),
+    "an image": Shape(1, 64, 64, 16, 64),
+    "many tiles": Shape(37, 64, 64, 16, 64),
+    "rows of channels": Shape(5, 12, 64, 16, 192),
+}
 
 
 def check_out(shape: Shape, dtype, device) -> list[torch.Tensor]:
@@ -46,6 +59,21 @@ def check_out(shape: Shape, dtype, device) -> list[torch.Tensor]:
     return [y]
 
 
+def check_in_grad(shape: Shape, co: int, dtype, device) -> list[torch.Tensor]:
+    """The gradient of a convolution to `co` channels, behind which dy has zeros."""
+    dy, weight, x, inputs, table = grad_case(shape, None, dtype, device)
+    dy[..., co:] = 0
+    dz, partials = conv_input_grad(
+        dy, weight[:co], inputs=inputs, table=table, activation="silu", config=IN
+    )
+    exact, xhat = grad_reference(dy, weight, x, table, "silu", torch.float64)
+    exactness = 2**-24 * (9 * 16) ** 0.5
+    assert relative(dz, exact) <= ROUNDING[dtype] + exactness
+    sums = torch.stack([exact.sum((1, 2)), (exact * xhat).sum((1, 2))], 1)
+    assert relative(partials.sum(1), sums) <= 1e-5 + exactness
+    return [dz, partials]
+
+
 class TestGpu:
     pytestmark = gpu
 
@@ -53,6 +81,37 @@ class TestGpu:
     @pytest.mark.parametrize("name", OUT_SHAPES)
     def test_few_output_channels(self, name, dtype, device):
         repeatedly(lambda: check_out(OUT_SHAPES[name], dtype, device))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("name", IN_SHAPES)
+    def test_few_input_channels(self, name, dtype, device):
+        repeatedly(lambda: check_forward(IN_SHAPES[name], dtype, device, IN))
+
+    @pytest.mark.parametrize("co", [3, 6, 16])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("name", IN_SHAPES)
+    def test_input_grad_of_few_output_channels(self, name, dtype, co, device):
+        shape = IN_SHAPES[name]
+        shape = shape._replace(ci=shape.co, co=16)
+        repeatedly(lambda: check_in_grad(shape, co, dtype, device))
+
+    def test_input_grad_of_two_inputs(self, device):
+        shape = IN_SHAPES["rows of channels"]._replace(ci=192, co=16)
+        repeatedly(lambda: check_grad(shape, 64, torch.bfloat16, device, config=IN))
+
+    def test_where_few_channels_are_multiplied(self, device):
+        x, y, other = (
+            torch.empty(2, 8, 64, c, dtype=torch.half, device=device) for c in (16, 64, 8)
+        )
+        stem, head = (
+            torch.empty(*s, 3, 3, dtype=torch.half, device=device) for s in ((64, 16), (3, 64))
+        )
+        assert gluon_rows.tiles(x, y, stem) == [gluon_rows.NARROW_TILE]
+        assert gluon_rows.tiles(x, y, head, inputs=[y]) == [gluon_rows.NARROW_TILE]
+        assert (
+            gluon_rows.tiles(x, y, head) == gluon_rows.tiles(x, other, head, inputs=[other]) == []
+        )
+        assert gluon_rows.tiles(x, y, stem, extra=[y]) == []
 
     def test_what_applies(self, device):
         for shape in OUT_SHAPES.values():
@@ -82,8 +141,9 @@ def test_nothing_applies_without_a_hopper_gpu():
 
 def test_configurations_are_told_apart():
     others = [*sum(ALL_CONFIGS, []), *(Config(*tile) for tile in gluon_tiles.TILES)]
-    others += [Config(*gluon_rows.TILE), Config(*gluon_rows.RESIDENT_TILE)]
-    assert narrow.serves(OUT)
+    others += [Config(*gluon_rows.TILE), Config(*gluon_rows.RESIDENT_TILE), IN]
+    assert narrow.serves(OUT) and gluon_rows.serves(IN)
+    assert not gluon_tiles.serves(IN)
     assert not any(path.serves(OUT) for path in (gluon_rows, gluon_tiles))
     assert not any(narrow.serves(c) for c in others if isinstance(c, Config))
 

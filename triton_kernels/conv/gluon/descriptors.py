@@ -26,7 +26,7 @@ def in_boxes(x: Tensor, shape: list[int], strides: list[int], box: list[int]) ->
     return TensorDescriptor(x, shape, strides, box, gl.NVMMASharedLayout(width, 16, rank=len(box)))
 
 
-def filters_in_boxes(weight: Tensor) -> "TensorDescriptor":
-    """[CO, CI, 3, 3] in channels_last memory as [9, CO, CI], a box 64 x 64 of one tap."""
+def filters_in_boxes(weight: Tensor, rows: int = 64, columns: int = 64) -> "TensorDescriptor":
+    """[CO, CI, 3, 3] in channels_last memory as [9, CO, CI], a box of one tap."""
     co, ci, _, _ = weight.shape
-    return in_boxes(weight, [9, co, ci], [ci, 9 * ci, 1], [1, 64, 64])
+    return in_boxes(weight, [9, co, ci], [ci, 9 * ci, 1], [1, rows, columns])

@@ -10,7 +10,7 @@ Used where `rows` is: with versions it was tried with, where it was measured to 
 from torch import Tensor
 
 from ...device import describe
-from .descriptors import SUPPORTED, in_boxes, takes
+from .descriptors import SUPPORTED, filters_in_boxes, in_boxes, takes
 from .operands import Operands
 
 if SUPPORTED:
@@ -48,7 +48,7 @@ def launch(config: tuple, operands: Operands) -> None:
     rounds = (h + 1) // 2
     conv_narrow_out_kernel[(min(programs(w) * device.num_sms, n * rounds),)](
         in_boxes(operands.x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, 1, w, c]),
-        in_boxes(operands.weight, [9, co, c], [c, 9 * c, 1], [1, 16, c]),
+        filters_in_boxes(operands.weight, 16),
         operands.y,
         operands.vectors,
         n * rounds,

@@ -46,6 +46,8 @@ class Operands(NamedTuple):
     ) -> list:
         """Descriptors and pointers in the order of the kernels' arguments."""
         beside = [written(other) for other in self.beside]
+        k = min(64, self.x.shape[3])
+        box = (64, k) if self.activation is None else (k, 64)
         pairs: list = []
         for other, w1x1 in self.extra:
             co, c = w1x1.shape
@@ -53,7 +55,7 @@ class Operands(NamedTuple):
             pairs += [read(other), in_boxes(w1x1, [1, co, c], strides, [1, 64, 64])]
         return [
             read(self.x),
-            filters_in_boxes(self.weight),
+            filters_in_boxes(self.weight, *box),
             *beside,
             *[None] * (2 - len(beside)),
             written(self.y),

@@ -58,8 +58,9 @@ def _load(
     W: gl.constexpr, DGRAD: gl.constexpr, PAIRS: gl.constexpr,
     EXTRA1: gl.constexpr, EXTRA2: gl.constexpr,
 ):  # fmt: skip
+    K: gl.constexpr = x_bufs.shape[2]
     bar = w_full.index(0)
-    mbarrier.expect(bar, (9 + EXTRA1 + EXTRA2) * 64 * 128)
+    mbarrier.expect(bar, (9 * K + (EXTRA1 + EXTRA2) * 64) * 128)
     for i in gl.static_range(EXTRA1):
         buf = w_bufs.index(9 + i)
         tma.async_copy_global_to_shared(extra1_w_desc, [0, c0, i * 64], bar, buf)
@@ -78,7 +79,7 @@ def _load(
         h0 = tile % tiles_h * 2
         known = gl.where((tile == first) | (h0 == 0), 0, 1)
         for i in range(known, 2):
-            slot, bar = wait_empty(x_full, x_empty, place, PAIRS, 2 * W * 128)
+            slot, bar = wait_empty(x_full, x_empty, place, PAIRS, 2 * W * 2 * K)
             for j in gl.static_range(2):
                 at = [n, h0 - 1 + 2 * i + j, 0, 0]
                 row = row_from(x_bufs, 0, slot * 2 + j, W)
@@ -100,6 +101,18 @@ def _stage(stages, GROUP: gl.constexpr, j: gl.constexpr, W: gl.constexpr):
     """[64 channels, W pixels] of a row of the result."""
     buf = stages.index(GROUP * 2 + j)
     return buf._reinterpret(buf.dtype, [W, 64], gl.NVMMASharedLayout(128, 16)).permute((1, 0))
+
+
+@gluon.jit
+def _filters(w_bufs, tap: gl.constexpr, DGRAD: gl.constexpr, LAYOUT: gl.constexpr):
+    """Those of a tap, [64 channels of the result, K]."""
+    w = w_bufs.index(tap)
+    ROWS: gl.constexpr = w_bufs.shape[2]
+    COLUMNS: gl.constexpr = w_bufs.shape[3]
+    w = w._reinterpret(w.dtype, [ROWS, COLUMNS], gl.NVMMASharedLayout(2 * COLUMNS, 16))
+    if DGRAD:
+        w = w.permute((1, 0))
+    return w.load(gl.DotOperandLayout(0, LAYOUT, 2))
 
 
 @gluon.jit
@@ -131,9 +144,15 @@ def _multiply(
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     HAS_BESIDE: gl.constexpr = beside1_desc is not None
     FIRST: gl.constexpr = 1 if GROUP == 0 else 0
+    STAY: gl.constexpr = x_bufs.shape[2] == 16  # filters in registers: four a tap
     phase = 0
     offs = c0 + gl.arange(0, 64, layout=VECTOR)
     first_n = first // tiles_h
+    filters = ()
+    if STAY:
+        mbarrier.wait(w_full.index(0), 0)
+        for tap in gl.static_range(9):
+            filters = filters + (_filters(w_bufs, tap, DGRAD, LAYOUT),)
     for tile in range(first + GROUP, last, GROUPS):
         n = tile // tiles_h
         h = tile % tiles_h
@@ -151,7 +170,8 @@ def _multiply(
         below = (place + 1) % PAIRS
         acc0 = gl.zeros([64, W], gl.float32, LAYOUT)
         acc1 = gl.zeros([64, W], gl.float32, LAYOUT)
-        mbarrier.wait(w_full.index(0), 0)
+        if not STAY:
+            mbarrier.wait(w_full.index(0), 0)
         mbarrier.wait(turns.index(GROUP), phase ^ FIRST)
         mbarrier.wait(x_full.index(above), place // PAIRS & 1)
         mbarrier.wait(x_full.index(below), (place + 1) // PAIRS & 1)
@@ -164,11 +184,10 @@ def _multiply(
                 if r > 0:
                     acc0, acc1 = warpgroup_mma_wait(4, deps=(acc0, acc1))
             for s in gl.static_range(3):
-                w = w_bufs.index(r * 3 + s)
-                w = w._reinterpret(w.dtype, [64, 64], gl.NVMMASharedLayout(128, 16))
-                if DGRAD:
-                    w = w.permute((1, 0))
-                w = w.load(gl.DotOperandLayout(0, LAYOUT, 2))
+                if STAY:
+                    w = filters[r * 3 + s]
+                else:
+                    w = _filters(w_bufs, r * 3 + s, DGRAD, LAYOUT)
                 if r == 0:
                     x0 = row_of_tap(x_bufs, 0, above * 2, s, W)
                     x1 = row_of_tap(x_bufs, 0, above * 2 + 1, s, W)
@@ -182,7 +201,8 @@ def _multiply(
                     mbarrier.arrive(turns.index((GROUP + 1) % GROUPS), count=1)
                 acc0 = warpgroup_mma(w, x0.permute((1, 0)), acc0, is_async=True)
                 acc1 = warpgroup_mma(w, x1.permute((1, 0)), acc1, is_async=True)
-                if r * 3 + s > 1 or r < EXTRA:  # filters of three taps are in registers
+                # filters of three taps are in registers
+                if not STAY and (r * 3 + s > 1 or r < EXTRA):
                     acc0, acc1 = warpgroup_mma_wait(4, deps=(acc0, acc1))
                 if r < EXTRA and s == 1:  # that term has been waited for
                     sync_threads()
@@ -250,8 +270,8 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_h"])
 def conv_resident_kernel(
-    x_desc,  # [N, H, W, 64] in boxes [1, 1, W, 64]: x, or dy
-    w_desc,  # [9, CO, CI] in boxes [1, 64, 64]
+    x_desc,  # [N, H, W, K] in boxes [1, 1, W, K], where K is 64 or 16: x, or dy
+    w_desc,  # [9, CO, CI] in boxes [1, 64, K]; DGRAD: [1, K, 64]
     beside1_desc,  # [N, H, W, C] in boxes [1, 1, W, 64], or None: the residual; DGRAD: x
     beside2_desc,  # the second of two tensors that x concatenates, or None
     y_desc,  # [N, H, W, C] in boxes [1, 1, W, 64]: y, or dz
@@ -279,10 +299,15 @@ def conv_resident_kernel(
     EXTRA: gl.constexpr = EXTRA1 + EXTRA2
     GROUPS: gl.constexpr = 2 if EXTRA > 0 else 3
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_desc.dtype
-    x_bufs = gl.allocate_shared_memory(dtype, [rows_chunks(2 * PAIRS, W), 8, 64], MATRIX)
-    w_bufs = gl.allocate_shared_memory(dtype, [9 + EXTRA, 1, 64, 64], w_desc.layout)
+    K: gl.constexpr = x_desc.block_shape[3]
+    PIXELS: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16)
+    FILTER_ROWS: gl.constexpr = w_desc.block_shape[1]
+    FILTER_COLUMNS: gl.constexpr = w_desc.block_shape[2]
+    x_bufs = gl.allocate_shared_memory(dtype, [rows_chunks(2 * PAIRS, W), 8, K], PIXELS)
+    w_bufs = gl.allocate_shared_memory(
+        dtype, [9 + EXTRA, 1, FILTER_ROWS, FILTER_COLUMNS], w_desc.layout
+    )
     stages = gl.allocate_shared_memory(dtype, [GROUPS * 2, 1, 1, W, 64], y_desc.layout)
     x_full = gl.allocate_shared_memory(gl.int64, [PAIRS, 1], BAR)
     x_empty = gl.allocate_shared_memory(gl.int64, [PAIRS, 1], BAR)

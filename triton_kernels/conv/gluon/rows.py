@@ -10,7 +10,8 @@ What plain Triton cannot say, and what it gains:
 - Nothing waits for an epilogue. Programs stay on their multiprocessor; one warp loads, and two
   warpgroups multiply, a tile each, so that one finishes a tile while the other multiplies.
 - Where 64 channels are multiplied the filters stay in shared memory, rows of pixels pass through a
-  ring, and three warpgroups take tiles of two rows (RESIDENT_TILE).
+  ring, and three warpgroups take tiles of two rows (RESIDENT_TILE). Where there are 16 channels, as
+  of a padded image, the filters even stay in registers (NARROW_TILE).
 - In the weight gradient three warpgroups take a row of the filter each: they share dy and x, and
   the nine taps need x once. One launch can do two gradients, in half as many parts each.
 
@@ -40,12 +41,14 @@ _STAGES = 2  # of pixels, and of three filters
 _RESIDENT_WARPS = 16  # three warpgroups that multiply and one of which a warp loads
 _PAIRS = 5  # of rows of pixels in shared memory, where filters stay there
 _PAIRS_BESIDE_EXTRA = 3
+_PAIRS_OF_16 = 12  # of 16 channels, which are small
 _MOST_EXTRA = 192  # channels of 1x1 convolutions whose filters have room there too
 
 # `Config`s of `conv.tma` and a `WgradConfig` of `conv.tma_wgrad`. The warps say that they belong
 # here.
 TILE = (64, _PIXELS, 64, _WARPS, _STAGES)
 RESIDENT_TILE = (64, 128, 64, _RESIDENT_WARPS, 3)  # filters stay in shared memory
+NARROW_TILE = (64, 128, 16, _RESIDENT_WARPS, 3)  # that of 16 channels
 WGRAD_TILE = (64, 64, _PIXELS, 9, _WARPS, _STAGES)
 
 _WIDTHS = (64,)  # pixels of a row
@@ -68,8 +71,12 @@ def tiles(
     extra: Sequence[Tensor] = (),  # [N, H, W, .], of which 1x1 convolutions are added
 ) -> list[tuple]:
     """Those with which `launch` can do it."""
-    channels = [t.shape[3] for t in (x, y, *inputs, *extra)]
-    if not _applies(x, weight, [*channels, *weight.shape[:2]], _WIDTHS):
+    channels = [t.shape[3] for t in (y, *inputs, *extra)]
+    if x.shape[3] == 16:
+        few, many = weight.shape[:2] if inputs else (weight.shape[1], weight.shape[0])
+        fits = few <= 16 and not extra and _applies(x, weight, [*channels, many], _WIDTHS)
+        return [NARROW_TILE] if fits else []
+    if not _applies(x, weight, [x.shape[3], *channels, *weight.shape[:2]], _WIDTHS):
         return []
     resident = x.shape[3] == 64 and sum(t.shape[3] for t in extra) <= _MOST_EXTRA
     return [TILE, RESIDENT_TILE] if resident else [TILE]
@@ -77,7 +84,7 @@ def tiles(
 
 def launch(config: tuple, operands: Operands) -> None:
     """The convolution, or its input gradient, with a `Config` of `tiles`."""
-    if config[:5] == RESIDENT_TILE:
+    if config[:5] in (RESIDENT_TILE, NARROW_TILE):
         _launch_resident(operands)
     else:
         _launch_rows(operands)
@@ -107,7 +114,7 @@ def _launch_rows(operands: Operands) -> None:
 
 
 def _launch_resident(operands: Operands) -> None:
-    n, h, w, _ = operands.x.shape
+    n, h, w, k = operands.x.shape
     c = operands.y.shape[3]
     blocks = c // 64
     programs = max(1, min(describe(operands.x.device).num_sms // blocks, n * h // 2)) * blocks
@@ -120,7 +127,7 @@ def _launch_resident(operands: Operands) -> None:
         W=w,
         DGRAD=operands.activation is not None,
         ACT=operands.activation,
-        PAIRS=_PAIRS_BESIDE_EXTRA if operands.extra else _PAIRS,
+        PAIRS=_PAIRS_OF_16 if k == 16 else _PAIRS_BESIDE_EXTRA if operands.extra else _PAIRS,
         EXTRA1=operands.extra_channels[0] // 64,
         EXTRA2=operands.extra_channels[1] // 64,
         num_warps=4,
@@ -210,6 +217,7 @@ def _applies(x: Tensor, weight: Tensor, channels: Sequence[int], widths: Sequenc
 
 def _in_rows(x: Tensor, rows: int = 1, images: int = 1) -> "TensorDescriptor":
     n, h, w, c = x.shape
+    block = min(c, 64)
     if images > 1:
-        return in_boxes(x, [h, w, n, c], [w * c, c, h * w * c, 1], [rows, w, images, 64])
-    return in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, rows, w, 64])
+        return in_boxes(x, [h, w, n, c], [w * c, c, h * w * c, 1], [rows, w, images, block])
+    return in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, rows, w, block])
