@@ -89,13 +89,16 @@ def _resident(
     }
 
 
-def _wgrad(width: int, images: int = 1, count: int = 1) -> dict:
+def _wgrad(width: int, images: int = 1, count: int = 1, k: int = 64, swap: bool = False) -> dict:
     row, rows = width // images, 256 // width
-    x = _rows(1, row, images, 64) if images > 1 else _rows(1, 1, row, 64)
+    x = _rows(1, row, images, 64) if images > 1 else _rows(1, 1, row, k)
     dy = _rows(rows, row, images, 64) if images > 1 else _rows(1, rows, row, 64)
     second = {"x2_desc": x, "dy2_desc": dy}
     return {
-        "name": f"wgrad_{row}" + ("_of_two" if count == 2 else ""),
+        "name": f"wgrad_{row}"
+        + ("_of_two" if count == 2 else "")
+        + ("_of_16" if k == 16 else "")
+        + ("_swapped" if swap else ""),
         "kernel": "triton_kernels.conv.gluon.rows_wgrad:conv_rows_wgrad_kernel",
         "signature": {
             "x_desc": x,
@@ -108,11 +111,12 @@ def _wgrad(width: int, images: int = 1, count: int = 1) -> dict:
             **({} if count == 2 else dict.fromkeys(second)),
             "W": width,
             "IMAGES": images,
-            "STAGES": 2,
+            "STAGES": 2 if k == 64 else 4,
+            "SWAP": swap,
             "num_warps": 4,
         },
         "options": {"num_warps": 4, "maxnreg": 128},
-        "multiples": ("stride_split", "CI", "CO", "CI2", "CO2"),
+        "multiples": ("stride_split", *(("CI",) if k == 64 else ()), "CO", "CI2", "CO2"),
         "expect": {"wgmma": "registers", "tma": True, "arches": (90,)},
     }
 
@@ -132,6 +136,8 @@ COMPILE_CASES = (
         *(_wgrad(width) for width in (64, 16)),
         _wgrad(64, images=8),
         _wgrad(64, count=2),
+        _wgrad(64, k=16),
+        _wgrad(32, k=16, swap=True),
     ]
     if SUPPORTED
     else []

@@ -1,4 +1,4 @@
-"""The tiles of `conv.gluon.narrow`: where they apply, and on a Hopper GPU their results."""
+"""The tiles of `conv.gluon` for 16 channels: where they apply, and their results on Hopper."""
 
 import pytest
 import torch
@@ -7,7 +7,8 @@ from triton_kernels.conv.gluon import narrow
 from triton_kernels.conv.gluon import rows as gluon_rows
 from triton_kernels.conv.gluon import tiles as gluon_tiles
 from triton_kernels.conv.tma import Config
-from triton_kernels.fused.conv import conv_forward, conv_input_grad
+from triton_kernels.conv.tma_wgrad import WgradConfig
+from triton_kernels.fused.conv import conv_forward, conv_input_grad, conv_weight_grad
 
 from .compile_only import SHARED_LIMIT
 from .test_conv_fused import (
@@ -21,12 +22,15 @@ from .test_conv_fused import (
     grad_case,
     grad_reference,
     poison,  # noqa: F401  a fixture for every test here
+    randn,
     relative,
+    weight_grad_reference,
 )
 from .test_conv_gluon import gpu, repeatedly
 
 IN = Config(*gluon_rows.NARROW_TILE)
 OUT = Config(*narrow.OUT_TILE)
+WGRAD = WgradConfig(*gluon_rows.NARROW_WGRAD_TILE)
 # One tile, half a tile at the end of an image, fewer tiles than programs and many more, all of the
 # 16 channels and some.
 OUT_SHAPES = {
@@ -46,6 +50,15 @@ IN_SHAPES = {
     "an image": Shape(1, 64, 64, 16, 64),
     "many tiles": Shape(37, 64, 64, 16, 64),
     "rows of channels": Shape(5, 12, 64, 16, 192),
+}
+# Either side narrow; rows of any width, several blocks of 64 channels.
+WGRAD_SHAPES = {
+    "of an image": Shape(37, 64, 64, 3, 64),
+    "to an image": Shape(37, 64, 64, 64, 3),
+    "to 16": Shape(2, 12, 64, 192, 16),
+    "of 16": Shape(2, 12, 64, 16, 128),
+    "of 32x32": Shape(5, 32, 32, 3, 128),
+    "to 16x16": Shape(5, 16, 16, 128, 6),
 }
 
 
@@ -74,6 +87,19 @@ def check_in_grad(shape: Shape, co: int, dtype, device) -> list[torch.Tensor]:
     return [dz, partials]
 
 
+def check_wgrad(shape: Shape, dtype, device, accumulate: bool) -> list[torch.Tensor]:
+    """Of a convolution one side of which is padded to 16 channels, with anything."""
+    n, h, w, ci, co, _ = shape
+    x = randn(n, h, w, max(ci, 16), seed=0, device=device, dtype=dtype)
+    dy = randn(n, h, w, max(co, 16), seed=6, device=device, dtype=dtype)
+    out = randn(co, 3, 3, ci, seed=7, device=device).permute(0, 3, 1, 2)
+    exact = weight_grad_reference(x[..., :ci], dy[..., :co], 3)
+    exact += out.double() if accumulate else 0
+    conv_weight_grad(x, dy, out, accumulate=accumulate, config=WGRAD)
+    assert relative(out, exact) <= 2**-24 * (n * h * w) ** 0.5 + 1e-6
+    return [out]
+
+
 class TestGpu:
     pytestmark = gpu
 
@@ -98,6 +124,28 @@ class TestGpu:
     def test_input_grad_of_two_inputs(self, device):
         shape = IN_SHAPES["rows of channels"]._replace(ci=192, co=16)
         repeatedly(lambda: check_grad(shape, 64, torch.bfloat16, device, config=IN))
+
+    @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("name", WGRAD_SHAPES)
+    def test_weight_grad(self, name, dtype, accumulate, device):
+        shape = WGRAD_SHAPES[name]
+        repeatedly(lambda: check_wgrad(shape, dtype, device, accumulate))
+
+    def test_where_the_weight_grad_applies(self, device):
+        def tile(*shape: int) -> tuple | None:
+            n, h, w, ci, co = shape
+            x, dy = (
+                torch.empty(n, h, w, max(c, 16), dtype=torch.half, device=device) for c in (ci, co)
+            )
+            weight = torch.empty(co, ci, 3, 3, dtype=torch.half, device=device)
+            return gluon_rows.wgrad_tile(x, dy, weight, (1, 1))
+
+        for shape in WGRAD_SHAPES.values():
+            assert tile(*shape[:5]) == gluon_rows.NARROW_WGRAD_TILE
+        assert tile(2, 64, 64, 64, 64) == gluon_rows.WGRAD_TILE
+        for shape in ((2, 8, 8, 3, 64), (2, 64, 64, 3, 16), (2, 64, 64, 3, 72), (1, 4, 64, 3, 64)):
+            assert tile(*shape) is None
 
     def test_where_few_channels_are_multiplied(self, device):
         x, y, other = (

@@ -156,16 +156,18 @@ def plan_wgrad(
 
     def candidates() -> list[tuple[WgradConfig, int]]:
         plans = plans_around((c for c in WGRAD_CONFIGS if wgrad_fits(c, x, weight)), splits)
-        if gluon_rows.wgrad_applies(x, dy, weight, padding):
-            plans += [(WgradConfig(*gluon_rows.WGRAD_TILE), gluon_rows.wgrad_splits(x, weight))]
+        if gluon is not None:
+            plans += [(gluon, gluon_rows.wgrad_splits(x, weight))]
         return plans
 
     def launch(parts: Tensor, config: WgradConfig, splits: int) -> None:
         launch_wgrad(x, dy, weight, parts, 1, padding, "tf32", config, splits)
 
+    tile = gluon_rows.wgrad_tile(x, dy, weight, padding)
+    gluon = None if tile is None else WgradConfig(*tile)
     key = (*x.shape, dy.shape[3], r, s, x.dtype)
     plan = choose_plan("conv_weight_grad", key, WgradConfig, candidates, default, weight, launch)
-    if gluon_rows.serves(plan[0]) and not gluon_rows.wgrad_applies(x, dy, weight, padding):
+    if gluon_rows.serves(plan[0]) and plan[0] != gluon:
         plan = default()
     return plan
 

@@ -37,6 +37,7 @@ if SUPPORTED:
 _PIXELS = 256  # of a tile
 _WARPS = 12  # two warpgroups that multiply and one of which a warp loads
 _STAGES = 2  # of pixels, and of three filters
+_STAGES_OF_16 = 4  # of pixels of 64 channels and of 16
 
 _RESIDENT_WARPS = 16  # three warpgroups that multiply and one of which a warp loads
 _PAIRS = 5  # of rows of pixels in shared memory, where filters stay there
@@ -50,9 +51,11 @@ TILE = (64, _PIXELS, 64, _WARPS, _STAGES)
 RESIDENT_TILE = (64, 128, 64, _RESIDENT_WARPS, 3)  # filters stay in shared memory
 NARROW_TILE = (64, 128, 16, _RESIDENT_WARPS, 3)  # that of 16 channels
 WGRAD_TILE = (64, 64, _PIXELS, 9, _WARPS, _STAGES)
+NARROW_WGRAD_TILE = (64, 16, _PIXELS, 9, _WARPS, _STAGES_OF_16)
 
 _WIDTHS = (64,)  # pixels of a row
 _WGRAD_WIDTHS = (64, 32, 16, 8)
+_NARROW_WGRAD_WIDTHS = (64, 32, 16)
 
 
 def serves(config: tuple) -> bool:
@@ -146,31 +149,50 @@ def wgrad_applies(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int
     return fits and wgrad_splits(x, weight) > 1
 
 
+def wgrad_tile(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int]) -> tuple | None:
+    """The `WgradConfig` of `conv.tma_wgrad` with which `weight_grad` can do one convolution. Of x
+    and dy one may be padded to 16 channels, of which the filters have fewer."""
+    if wgrad_applies(x, dy, weight, padding):
+        return WGRAD_TILE
+    co, ci, _, _ = weight.shape
+    few, many = ((ci, x), (co, dy)) if x.shape[3] == 16 else ((co, dy), (ci, x))
+    fits = few[1].shape[3] == 16 and few[0] <= 16 and many[1].shape[3] == many[0]
+    fits = fits and x.shape[:3] == dy.shape[:3] and tuple(padding) == (1, 1)
+    fits = fits and _applies(x, weight, many[:1], _NARROW_WGRAD_WIDTHS)
+    return NARROW_WGRAD_TILE if fits and wgrad_splits(x, weight) > 1 else None
+
+
 def wgrad_splits(x: Tensor, *weights: Tensor) -> int:
     """Parts of the sum over pixels, so that every multiprocessor has one program."""
-    blocks = sum(weight.shape[0] * weight.shape[1] // 64**2 for weight in weights)
+    blocks = sum(-(-weight.shape[0] * weight.shape[1] // 64**2) for weight in weights)
     tiles = math.prod(_wgrad_tiles(x))
     return min(tiles, describe(x.device).num_sms // max(1, blocks))
 
 
 def weight_grad(
-    x: Tensor,  # [N, H, W, CI]
-    dy: Tensor,  # [N, H, W, CO]
+    x: Tensor,  # [N, H, W, CI], or 16 channels of which CI count
+    dy: Tensor,  # [N, H, W, CO], or 16
     parts: Tensor,  # float32 [splits, CO * 9 * CI], or its like, to be written
     x2: Tensor | None = None,  # [N, H, W, CI2] of a second convolution
     dy2: Tensor | None = None,  # [N, H, W, CO2]
 ) -> None:
     """The gradient of the filters, in parts that have to be added up. With a second convolution
     `parts` is [splits, CO * 9 * CI + CO2 * 9 * CI2], the one behind the other."""
-    _, _, w, ci = x.shape
-    co = dy.shape[3]
+    swap = dy.shape[3] == 16  # then the kernel takes it for x
+    few, many = (dy, x) if swap else (x, dy)
+    _, _, w, ci = few.shape
+    co = many.shape[3]
+    if ci == 16:
+        ci = parts.shape[1] // (9 * co)
+    narrow = few.shape[3] == 16
     ci2, co2 = (0, 0) if x2 is None else (x2.shape[3], dy2.shape[3])
     images = _images(w)
     groups, tiles_h = _wgrad_tiles(x)
     rows = _PIXELS // (w * images)
-    conv_rows_wgrad_kernel[((co * ci + co2 * ci2) // 64**2 * parts.shape[0],)](
-        _in_rows(x, 1, images),
-        _in_rows(dy, rows, images),
+    blocks = co // 64 if narrow else (co * ci + co2 * ci2) // 64**2
+    conv_rows_wgrad_kernel[(blocks * parts.shape[0],)](
+        _in_rows(few, 1, images),
+        _in_rows(many, rows, images),
         None if x2 is None else _in_rows(x2, 1, images),
         None if dy2 is None else _in_rows(dy2, rows, images),
         parts,
@@ -183,7 +205,8 @@ def weight_grad(
         tiles_h,
         W=w * images,
         IMAGES=images,
-        STAGES=_STAGES,
+        STAGES=_STAGES_OF_16 if narrow else _STAGES,
+        SWAP=swap,
         num_warps=4,
         maxnreg=128,
     )

@@ -3,6 +3,10 @@
 A product sums over 16 pixels or more of a row. Where images are narrower, a row is one of several
 images, with the same pixel of each of them side by side: to TMA that is one more order of the
 dimensions, [H, W, N, C], and a tap is that many pixels further.
+
+Of a convolution from or to few channels, one of x and dy has blocks of 16 channels, not 64. The
+kernel calls that one x: the gradient of its convolution is that of the other way round, with dy for
+x, if the filters are turned (SWAP).
 """
 
 from triton.experimental import gluon
@@ -28,7 +32,8 @@ def _load(
         n = tile // tiles_h * IMAGES
         h0 = tile % tiles_h * ROWS
         block = tile - first
-        stage, bar = wait_empty(full, empty, block, STAGES, (ROWS + 2) * W * 128 + 256 * 128)
+        BYTES: gl.constexpr = (ROWS + 2) * W * 2 * x_bufs.shape[2] + 256 * 128
+        stage, bar = wait_empty(full, empty, block, STAGES, BYTES)
         at = _place(n, h0, co0, IMAGES)
         tma.async_copy_global_to_shared(dy_desc, at, bar, dy_bufs.index(stage))
         for j in gl.static_range(ROWS + 2):
@@ -44,17 +49,19 @@ def _place(n, h, c, IMAGES: gl.constexpr):
 
 @gluon.jit
 def _accumulate(
-    part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI,
+    part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, CO,
     R: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
+    SWAP: gl.constexpr,
 ):  # fmt: skip
     """The three taps of row R of the filter."""
     ROWS: gl.constexpr = 256 // W
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    K: gl.constexpr = x_bufs.shape[2]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     rows = dy_bufs._reinterpret(dy_bufs.dtype, [STAGES * ROWS, W, 64], MATRIX)
-    acc0 = gl.zeros([64, 64], gl.float32, LAYOUT)
-    acc1 = gl.zeros([64, 64], gl.float32, LAYOUT)
-    acc2 = gl.zeros([64, 64], gl.float32, LAYOUT)
+    acc0 = gl.zeros([64, K], gl.float32, LAYOUT)
+    acc1 = gl.zeros([64, K], gl.float32, LAYOUT)
+    acc2 = gl.zeros([64, K], gl.float32, LAYOUT)
     for tile in range(first, last):
         block = tile - first
         stage = wait_full(full, block, STAGES)
@@ -74,11 +81,23 @@ def _accumulate(
         sync_threads()
         give_back(empty, block, STAGES)
     offs_co = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    offs_ci = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    to = part_ptr + (R * 3 * CI + offs_co * 9 * CI)[:, None] + offs_ci[None, :]
-    gl.store(to, acc0)
-    gl.store(to + CI, acc1)
-    gl.store(to + 2 * CI, acc2)
+    offs_ci = gl.arange(0, K, layout=gl.SliceLayout(0, LAYOUT))
+    if K == 64:
+        to = part_ptr + (R * 3 * CI + offs_co * 9 * CI)[:, None] + offs_ci[None, :]
+        gl.store(to, acc0)
+        gl.store(to + CI, acc1)
+        gl.store(to + 2 * CI, acc2)
+    else:
+        mask = (offs_co < 64)[:, None] & (offs_ci < CI)[None, :]
+        if SWAP:
+            to = part_ptr + (8 - R * 3) * CO + offs_co[:, None] + (offs_ci * 9 * CO)[None, :]
+            tap = -CO
+        else:
+            to = part_ptr + R * 3 * CI + (offs_co * 9 * CI)[:, None] + offs_ci[None, :]
+            tap = CI
+        gl.store(to, acc0, mask=mask)
+        gl.store(to + tap, acc1, mask=mask)
+        gl.store(to + 2 * tap, acc2, mask=mask)
 
 
 @gluon.jit
@@ -100,7 +119,8 @@ def _load_one_of_two(
 
 @gluon.jit(do_not_specialize=["tiles"])
 def conv_rows_wgrad_kernel(
-    x_desc,  # [N, H, W, CI] in boxes [1, 1, W, 64]; [H, W / IMAGES, N, CI] in boxes of one row
+    x_desc,  # [N, H, W, CI] in boxes [1, 1, W, 64]; [H, W / IMAGES, N, CI] in boxes of one row;
+    # or in boxes of 16 channels, of which there is one block and CI of them count
     dy_desc,  # [N, H, W, CO] in boxes of 256 pixels, or in that order too
     x2_desc,  # of a second convolution of as many pixels, or None
     dy2_desc,
@@ -115,16 +135,18 @@ def conv_rows_wgrad_kernel(
     W: gl.constexpr,  # pixels of a row, of all its images
     IMAGES: gl.constexpr,
     STAGES: gl.constexpr,
+    SWAP: gl.constexpr,  # of 16 channels: parts are [splits, CI, 9, CO], with the taps reversed
     num_warps: gl.constexpr,
 ):
-    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    K: gl.constexpr = x_desc.block_shape[3]
+    PIXELS: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16)
     dtype: gl.constexpr = x_desc.dtype
-    x_bufs = gl.allocate_shared_memory(dtype, [STAGES * block_chunks(W), 8, 64], MATRIX)
+    x_bufs = gl.allocate_shared_memory(dtype, [STAGES * block_chunks(W), 8, K], PIXELS)
     dy_bufs = gl.allocate_shared_memory(dtype, [STAGES] + dy_desc.block_shape, dy_desc.layout)
     full, empty = new_barrier_pairs(STAGES, 3)
     clear_margins(x_bufs, STAGES, 256 // W + 2, W, num_warps)
 
-    blocks1 = CI // 64 * (CO // 64)
+    blocks1 = (CI // 64 if K == 64 else 1) * (CO // 64)
     blocks = blocks1 + CI2 // 64 * (CO2 // 64)
     block = gl.program_id(0) % blocks
     split = gl.program_id(0) // blocks
@@ -135,17 +157,20 @@ def conv_rows_wgrad_kernel(
         part_ptr += gl.where(second, CO * 9 * CI, 0)
         block = gl.where(second, block - blocks1, block)
         CI = gl.where(second, CI2, CI)
-    ci_blocks = CI // 64
+    ci_blocks = CI // 64 if K == 64 else 1
     ci0 = block % ci_blocks * 64
     co0 = block // ci_blocks * 64
     first = (tiles * split) // splits
     last = (tiles * (split + 1)) // splits
-    part_ptr += co0 * 9 * CI + ci0
+    part_ptr += co0 if SWAP else co0 * 9 * CI + ci0
     gl.warp_specialize(
         [
             (
                 _accumulate,
-                (part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, row, W, IMAGES, STAGES),
+                (
+                    part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI,
+                    CO if SWAP else None, row, W, IMAGES, STAGES, SWAP,
+                ),
             )
             if row < 3
             else (
