@@ -7,10 +7,11 @@ from .cases_conv_gluon import _rows
 from .compile_only import SHARED_LIMIT
 
 
-def _out(width: int) -> dict:
+def _out(width: int, channels: int = 64) -> dict:
+    pairs = narrow.pairs(width, channels, SHARED_LIMIT[90])
     numbers = ("tiles", "tiles_h", "H", "CO")
     return {
-        "name": f"out_{width}",
+        "name": f"out_{width}_of_{channels}",
         "kernel": "triton_kernels.conv.gluon.narrow_out:conv_narrow_out_kernel",
         "signature": {
             "x_desc": _rows(1, 1, width, 64),
@@ -19,10 +20,10 @@ def _out(width: int) -> dict:
             "bias_ptr": "*fp32",
             **dict.fromkeys(numbers, "i32"),
         },
-        "constexprs": {"W": width, "PAIRS": narrow.pairs(width, SHARED_LIMIT[90]), "num_warps": 4},
-        "options": {"num_warps": 4, "maxnreg": 80},
+        "constexprs": {"W": width, "K_BLOCKS": channels // 64, "PAIRS": pairs, "num_warps": 4},
+        "options": {"num_warps": 4, "maxnreg": 80 if width * channels == 4096 else 168},
         "expect": {"wgmma": True, "tma": True, "arches": (90,)},
     }
 
 
-COMPILE_CASES = [_out(64), _out(128)] if SUPPORTED else []
+COMPILE_CASES = [_out(64), _out(128), _out(64, 128)] if SUPPORTED else []

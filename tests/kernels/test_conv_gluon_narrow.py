@@ -42,6 +42,8 @@ OUT_SHAPES = {
     "many odd images": Shape(61, 27, 64, 64, 16),
     "128x128": Shape(5, 128, 128, 64, 3),
     "odd images of 128": Shape(3, 33, 128, 64, 16),
+    "128 channels": Shape(5, 64, 64, 128, 3),
+    "128 channels of odd images": Shape(37, 33, 64, 128, 16),
 }
 # 16 channels to be multiplied, of x or of dy. A tile, fewer of them than programs and many more,
 # several blocks of 64 channels.
@@ -67,7 +69,7 @@ def check_out(shape: Shape, dtype, device) -> list[torch.Tensor]:
     y, partials = conv_forward(x, weight, bias, width=16, config=OUT)
     exact = forward_reference(x, weight, bias, emb * 0, residual * 0, torch.float64)
     assert partials is None and y.dtype == dtype
-    assert relative(y[..., : shape.co], exact) <= ROUNDING[dtype] + 2**-24 * (9 * 64) ** 0.5
+    assert relative(y[..., : shape.co], exact) <= ROUNDING[dtype] + 2**-24 * (9 * shape.ci) ** 0.5
     assert not y[..., shape.co :].any()
     return [y]
 
@@ -166,7 +168,8 @@ class TestGpu:
             assert applying(shape, torch.bfloat16, device) == [narrow.OUT_TILE]
         for shape in (
             Shape(1, 64, 32, 64, 3),
-            Shape(1, 64, 64, 128, 3),
+            Shape(1, 64, 64, 192, 3),
+            Shape(1, 64, 128, 128, 3),
             Shape(1, 64, 64, 64, 17),
             Shape(1, 64, 64, 64, 3, 1),
         ):
@@ -196,12 +199,14 @@ def test_configurations_are_told_apart():
     assert not any(narrow.serves(c) for c in others if isinstance(c, Config))
 
 
-@pytest.mark.parametrize("width", [64, 128])
-def test_rings_fit(width):
+@pytest.mark.parametrize(("width", "channels"), narrow._ROWS)
+def test_rings_fit(width, channels):
     """Two pairs of rows are read while another is written."""
-    pairs, programs = narrow.pairs(width, SHARED_LIMIT[90]), narrow.programs(width)
-    used = (2 * pairs * (width + 8) + 8 + 9 * 16) * 128 + 2 * 64 * 16 * 2
-    assert pairs >= 3 and programs * (used + 1024 + 256) <= SHARED_LIMIT[90] + 1024
+    pairs = narrow.pairs(width, channels, SHARED_LIMIT[90])
+    pixels = channels // 64 * (2 * pairs * (width + 8) + 8 + 9 * 16)
+    used = pixels * 128 + 2 * 64 * 16 * 2 + 256
+    assert pairs >= 3
+    assert narrow.programs(width, channels) * (used + 1024) <= SHARED_LIMIT[90] + 1024
 
 
 def test_a_tuned_configuration_is_ignored_where_it_does_not_apply(monkeypatch, device):

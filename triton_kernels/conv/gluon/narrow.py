@@ -21,7 +21,7 @@ _RESERVED = 6144  # bytes of shared memory for barriers, 2 KB of y a warpgroup, 
 
 OUT_TILE = (16, 128, 64, _WARPS, 2)  # a `Config` of `conv.tma`
 
-_WIDTHS = (64, 128)  # pixels of a row
+_ROWS = ((64, 64), (128, 64), (64, 128))  # pixels and channels of a row
 
 
 def serves(config: tuple) -> bool:
@@ -35,8 +35,8 @@ def tiles(
     weight: Tensor,  # [CO, CI, R, S]
 ) -> list[tuple]:
     """Those with which `launch` can do it, if there is nothing to it but a bias."""
-    narrow = x.shape[3] == weight.shape[1] == 64 and y.shape[3] == 16
-    fits = x.shape[2] in _WIDTHS and tuple(weight.shape[2:]) == (3, 3)
+    narrow = x.shape[3] == weight.shape[1] and y.shape[3] == 16
+    fits = (x.shape[2], x.shape[3]) in _ROWS and tuple(weight.shape[2:]) == (3, 3)
     return [OUT_TILE] if narrow and fits and takes(x) else []
 
 
@@ -46,8 +46,9 @@ def launch(config: tuple, operands: Operands) -> None:
     co = operands.weight.shape[0]
     device = describe(operands.x.device)
     rounds = (h + 1) // 2
-    conv_narrow_out_kernel[(min(programs(w) * device.num_sms, n * rounds),)](
-        in_boxes(operands.x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, 1, w, c]),
+    blocks = min(programs(w, c) * device.num_sms, n * rounds)
+    conv_narrow_out_kernel[(blocks,)](
+        in_boxes(operands.x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, 1, w, 64]),
         filters_in_boxes(operands.weight, 16),
         operands.y,
         operands.vectors,
@@ -56,18 +57,20 @@ def launch(config: tuple, operands: Operands) -> None:
         h,
         co,
         W=w,
-        PAIRS=pairs(w, device.shared_memory),
+        K_BLOCKS=c // 64,
+        PAIRS=pairs(w, c, device.shared_memory),
         num_warps=4,
-        maxnreg=80,
+        maxnreg=80 if programs(w, c) == 2 else 168,
     )
 
 
-def programs(width: int) -> int:
+def programs(width: int, channels: int) -> int:
     """Programs on a multiprocessor, so that every one has room for rows that are on their way."""
-    return 2 if width <= 64 else 1
+    return 2 if width * channels <= 64 * 64 else 1
 
 
-def pairs(width: int, shared_memory: int) -> int:
+def pairs(width: int, channels: int, shared_memory: int) -> int:
     """Pairs of rows that the shared memory of a program holds beside the filters."""
-    room = shared_memory // programs(width) - _RESERVED - 9 * 16 * 128
-    return (room - 1024) // (2 * (width + 8) * 128)
+    blocks = channels // 64
+    room = shared_memory // programs(width, channels) - _RESERVED - blocks * 9 * 16 * 128
+    return (room // blocks - 1024) // (2 * (width + 8) * 128)

@@ -1,4 +1,5 @@
-"""The kernel of `conv.gluon.narrow` for few output channels: 3x3 filters, 64 channels to 16.
+"""The kernel of `conv.gluon.narrow` for few output channels: 3x3 filters, 64 channels or 128
+to 16.
 
 Elsewhere the channels of the result are the rows of a product, of which the tensor cores do 64 at
 least. Here the pixels are: a product is [64 pixels, 64] with the filters of a tap, [64, 16]. Both
@@ -8,7 +9,7 @@ takes longest: 576 clocks for a row of 64, half of that for its way from memory.
 A program takes successive tiles of two rows, and two warpgroups a row each. Rows are fetched once:
 they pass through a ring, in pairs, and a tile uses two pairs, of which the next tile uses the
 second one again. There are two programs on a multiprocessor, which nothing keeps in step, so some
-multiply while others write. (Where rows are of 128 pixels, one, which has as much memory as both.)
+multiply while others write; or one with as much memory as both, where rows are larger.
 """
 
 from triton.experimental import gluon
@@ -27,41 +28,49 @@ from .rows_memory import clear_margins, row_from, row_of_tap, rows_chunks
 @gluon.jit
 def _load(
     x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, first, last, tiles_h,
-    W: gl.constexpr, PAIRS: gl.constexpr,
+    W: gl.constexpr, K_BLOCKS: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     bar = w_full.index(0)
-    mbarrier.expect(bar, 9 * 16 * 128)
-    for tap in gl.static_range(9):
-        tma.async_copy_global_to_shared(w_desc, [tap, 0, 0], bar, w_bufs.index(tap))
+    mbarrier.expect(bar, K_BLOCKS * 9 * 16 * 128)
+    for k in gl.static_range(K_BLOCKS):
+        for tap in range(9):
+            buf = w_bufs.index(k * 9 + tap)
+            tma.async_copy_global_to_shared(w_desc, [tap, 0, k * 64], bar, buf)
     place = 0
     for tile in range(first, last):
         n = tile // tiles_h
         h0 = tile % tiles_h * 2
         known = gl.where((tile == first) | (h0 == 0), 0, 1)
         for i in range(known, 2):
-            slot, bar = wait_empty(x_full, x_empty, place, PAIRS, 2 * W * 128)
-            for j in gl.static_range(2):
-                at = [n, h0 - 1 + 2 * i + j, 0, 0]
-                row = row_from(x_bufs, 0, slot * 2 + j, W)
-                tma.async_copy_global_to_shared(x_desc, at, bar, row)
+            slot, bar = wait_empty(x_full, x_empty, place, PAIRS, K_BLOCKS * 2 * W * 128)
+            for k in gl.static_range(K_BLOCKS):
+                for j in gl.static_range(2):
+                    at = [n, h0 - 1 + 2 * i + j, 0, k * 64]
+                    row = row_from(x_bufs, k * rows_chunks(2 * PAIRS, W), slot * 2 + j, W)
+                    tma.async_copy_global_to_shared(x_desc, at, bar, row)
             place += 1
 
 
 @gluon.jit
-def _multiply_row(acc, x_bufs, w_bufs, row, r: gl.constexpr, piece: gl.constexpr, W: gl.constexpr):
+def _multiply_row(
+    acc, x_bufs, w_bufs, row, r: gl.constexpr, piece: gl.constexpr, W: gl.constexpr,
+    K_BLOCKS: gl.constexpr, PAIRS: gl.constexpr,
+):  # fmt: skip
     """The products of 64 pixels of a row with a row of the filter, begun but not waited for."""
-    for s in gl.static_range(3):
-        x = row_of_tap(x_bufs, 0, row, piece * 64 + s, W).slice(0, 64)
-        w = w_bufs.index(r * 3 + s)
-        w = w._reinterpret(w.dtype, [16, 64], gl.NVMMASharedLayout(128, 16)).permute((1, 0))
-        acc = warpgroup_mma(x, w, acc, use_acc=r + s > 0, is_async=True)
+    for k in gl.static_range(K_BLOCKS):
+        for s in gl.static_range(3):
+            first = k * rows_chunks(2 * PAIRS, W)
+            x = row_of_tap(x_bufs, first, row, piece * 64 + s, W).slice(0, 64)
+            w = w_bufs.index(k * 9 + r * 3 + s)
+            w = w._reinterpret(w.dtype, [16, 64], gl.NVMMASharedLayout(128, 16)).permute((1, 0))
+            acc = warpgroup_mma(x, w, acc, use_acc=k + r + s > 0, is_async=True)
     return acc
 
 
 @gluon.jit
 def _multiply(
     y_ptr, x_bufs, w_bufs, x_full, x_empty, w_full, bias_ptr, first, last, tiles_h, H, CO,
-    GROUP: gl.constexpr, W: gl.constexpr, PAIRS: gl.constexpr,
+    GROUP: gl.constexpr, W: gl.constexpr, K_BLOCKS: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """Row GROUP of every tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
@@ -85,10 +94,10 @@ def _multiply(
         accs = ()
         for i in gl.static_range(W // 64):
             acc = gl.zeros([64, 16], gl.float32, LAYOUT)
-            acc = _multiply_row(acc, x_bufs, w_bufs, above * 2 + GROUP, 0, i, W)
-            middle = (above * 2 + 1) if GROUP == 0 else below * 2
-            acc = _multiply_row(acc, x_bufs, w_bufs, middle, 1, i, W)
-            accs = accs + (_multiply_row(acc, x_bufs, w_bufs, below * 2 + GROUP, 2, i, W),)
+            for r in gl.static_range(3):
+                row = (above if GROUP + r < 2 else below) * 2 + (GROUP + r) % 2
+                acc = _multiply_row(acc, x_bufs, w_bufs, row, r, i, W, K_BLOCKS, PAIRS)
+            accs = accs + (acc,)
         accs = wait_for(0, accs, W // 64)
         sync_threads()
         # two tiles use a pair of rows, or one at the ends of an image and of what this program does
@@ -106,8 +115,8 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_h", "H"])
 def conv_narrow_out_kernel(
-    x_desc,  # [N, H, W, 64] in boxes [1, 1, W, 64]
-    w_desc,  # [9, CO, 64] in boxes [1, 16, 64]; beyond CO are zeros
+    x_desc,  # [N, H, W, K] in boxes [1, 1, W, 64]
+    w_desc,  # [9, CO, K] in boxes [1, 16, 64]; beyond CO are zeros
     y_ptr,  # [N, H, W, 16]
     bias_ptr,  # float32 [CO]
     tiles,  # of all images
@@ -115,16 +124,18 @@ def conv_narrow_out_kernel(
     H,
     CO,
     W: gl.constexpr,
+    K_BLOCKS: gl.constexpr,  # of 64 channels of x
     PAIRS: gl.constexpr,  # of rows in shared memory
     num_warps: gl.constexpr,
 ):
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_desc.dtype
-    x_bufs = gl.allocate_shared_memory(dtype, [rows_chunks(2 * PAIRS, W), 8, 64], MATRIX)
-    w_bufs = gl.allocate_shared_memory(dtype, [9, 1, 16, 64], w_desc.layout)
+    CHUNKS: gl.constexpr = rows_chunks(2 * PAIRS, W)
+    x_bufs = gl.allocate_shared_memory(dtype, [K_BLOCKS * CHUNKS, 8, 64], MATRIX)
+    w_bufs = gl.allocate_shared_memory(dtype, [K_BLOCKS * 9, 1, 16, 64], w_desc.layout)
     x_full, x_empty = new_barrier_pairs(PAIRS, 4)  # two tiles of two warpgroups
     w_full = new_barriers(1)
-    clear_margins(x_bufs, 1, 2 * PAIRS, W, num_warps)
+    clear_margins(x_bufs, K_BLOCKS, 2 * PAIRS, W, num_warps)
 
     part = gl.program_id(0)
     parts = gl.num_programs(0)
@@ -136,7 +147,7 @@ def conv_narrow_out_kernel(
                 _multiply,
                 (
                     y_ptr, x_bufs, w_bufs, x_full, x_empty, w_full, bias_ptr, first, last, tiles_h,
-                    H, CO, role, W, PAIRS,
+                    H, CO, role, W, K_BLOCKS, PAIRS,
                 ),
             )
             if role < 2
@@ -144,11 +155,11 @@ def conv_narrow_out_kernel(
                 _load,
                 (
                     x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, first, last, tiles_h,
-                    W, PAIRS,
+                    W, K_BLOCKS, PAIRS,
                 ),
             )
             for role in (0, 1, 2)
         ],
         [4, 1],
-        [104, 24],
+        [104 if K_BLOCKS * W == 64 else 224, 40],
     )  # fmt: skip
