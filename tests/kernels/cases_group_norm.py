@@ -2,6 +2,8 @@
 64 channels in 32 groups at 64x64 by passes, 192 channels in 32 groups at 16x16 in registers. Those
 of "two" are over a concatenation."""
 
+from .compile_only import ints
+
 _PASS = {"MASKED": False, "TILES": 4, "BLOCK_P": 64, "BLOCK_C": 64}
 _SMALL_PASS = {"MASKED": True, "TILES": 2, "BLOCK_P": 32, "BLOCK_C": 64}
 _RESIDENT = {"GROUPS": 8, "BLOCK_P": 256, "BLOCK_C": 64, "BLOCK_G": 8}
@@ -13,16 +15,12 @@ _ALONE = {"x2_ptr": None}
 _STATS = {name: "*fp32" for name in ("mean_ptr", "rstd_ptr")}
 
 
-def _ints(*names: str) -> dict[str, str]:
-    return {name: "i32" for name in names}
-
-
 COMPILE_CASES = [
     {
         "name": "group_norm_stats",
         "kernel": "triton_kernels.norm.stream_kernels:_group_norm_stats_kernel",
         "signature": {"x1_ptr": "*bf16", "partial_ptr": "*fp32"}
-        | _ints("HW", "C1", "C", "K", "CB1", "CB"),
+        | ints("HW", "C1", "C", "K", "CB1", "CB"),
         "constexprs": _PASS | _ALONE,
         "multiples": ("HW", "C1", "C"),
         "options": _LAUNCH,
@@ -35,7 +33,7 @@ COMPILE_CASES = [
         | _STATS
         | _PARAMS
         | {"partial_ptr": "*fp32"}
-        | _ints("stride_scale", "stride_shift", "HW", "C1", "C", "G", "K", "CB1", "CB"),
+        | ints("stride_scale", "stride_shift", "HW", "C1", "C", "G", "K", "CB1", "CB"),
         "constexprs": {"CG": 2, "ACT": "silu"} | _SMALL_PASS | {"TILES": 8} | _ALONE,
         "multiples": ("HW", "C1", "C"),
         "options": _LAUNCH,
@@ -49,7 +47,7 @@ COMPILE_CASES = [
         | {"m1_ptr": "*fp32", "m2_ptr": "*fp32"}
         | _PARAMS
         | {"dx1_ptr": "*bf16"}
-        | _ints("stride_scale", "stride_shift", "HW", "C1", "C", "G", "K", "CB1", "CB"),
+        | ints("stride_scale", "stride_shift", "HW", "C1", "C", "G", "K", "CB1", "CB"),
         "constexprs": {"CG": 2, "ACT": "gelu_tanh", "dx2_ptr": None} | _SMALL_PASS | _ALONE,
         "multiples": ("HW", "C1", "C"),
         "options": _LAUNCH,
@@ -63,7 +61,7 @@ COMPILE_CASES = [
         | {"scale_ptr": "*bf16"}
         | {name: "*fp32" for name in ("d_weight_ptr", "d_bias_ptr")}
         | {name: "*bf16" for name in ("d_scale_ptr", "d_shift_ptr")}
-        | _ints("stride_scale", "N", "C", "K"),
+        | ints("stride_scale", "N", "C", "K"),
         "constexprs": {"BLOCK_N": 32, "BLOCK_K": 4, "BLOCK_C": 16},
         "multiples": ("C",),
         "options": _LAUNCH,
@@ -76,7 +74,7 @@ COMPILE_CASES = [
         | _STATS
         | _PARAMS
         | {"y_ptr": "*bf16"}
-        | _ints("stride_scale", "stride_shift", "HW", "C1", "C", "G", "CB")
+        | ints("stride_scale", "stride_shift", "HW", "C1", "C", "G", "CB")
         | {"eps": "fp32"},
         "constexprs": {"CG": 6, "ACT": "silu"} | _RESIDENT | _ALONE,
         "multiples": ("HW", "C1", "C"),
@@ -90,7 +88,7 @@ COMPILE_CASES = [
         | _STATS
         | _PARAMS
         | {"dx1_ptr": "*bf16", "sums_ptr": "*fp32"}
-        | _ints("stride_scale", "stride_shift", "HW", "C1", "C", "G", "CB"),
+        | ints("stride_scale", "stride_shift", "HW", "C1", "C", "G", "CB"),
         "constexprs": {"CG": 6, "ACT": "silu", "dx2_ptr": None} | _RESIDENT | _ALONE,
         "multiples": ("HW", "C1", "C"),
         "options": {"num_warps": 16},

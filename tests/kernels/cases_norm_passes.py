@@ -1,16 +1,10 @@
 """Kernels of norm_passes and norm_tables to compile for every chip, in bf16: 64 and 64 channels in
 32 groups at 64x64, in the tiles that such an image gets."""
 
+from .compile_only import ints, types
+
 _LAUNCH = {"num_warps": 4}
 _GROUPS = {"CG": 4, "BLOCK_G": 4, "BLOCK_J": 4}
-
-
-def _types(kind: str, *names: str) -> dict[str, str]:
-    return {name: kind for name in names}
-
-
-def _ints(*names: str) -> dict[str, str]:
-    return _types("i32", *names)
 
 
 _FOLDED = {"CG": 6, "MASKED": False, "TILES": 2, "BLOCK_P": 64, "BLOCK_C": 64}
@@ -20,10 +14,10 @@ COMPILE_CASES = [
     {
         "name": "norm_table",
         "kernel": "triton_kernels.fused.norm_table_kernels:_norm_table_kernel",
-        "signature": _types("*fp32", "partial1_ptr", "partial2_ptr", "weight_ptr", "bias_ptr")
-        | _types("*bf16", "scale_ptr", "shift_ptr")
-        | _types("*fp32", "table_ptr")
-        | _ints("stride_scale", "stride_shift", "pixels1", "pixels2", "C1", "C", "GB")
+        "signature": types("*fp32", "partial1_ptr", "partial2_ptr", "weight_ptr", "bias_ptr")
+        | types("*bf16", "scale_ptr", "shift_ptr")
+        | types("*fp32", "table_ptr")
+        | ints("stride_scale", "stride_shift", "pixels1", "pixels2", "C1", "C", "GB")
         | {"eps": "fp32"},
         "constexprs": {"K1": 32, "K2": 16, "BLOCK_K1": 32, "BLOCK_K2": 16} | _GROUPS,
         "multiples": ("C1", "C", "pixels1", "pixels2", "stride_scale", "stride_shift"),
@@ -32,11 +26,11 @@ COMPILE_CASES = [
     {
         "name": "norm_grad_table",
         "kernel": "triton_kernels.fused.norm_table_kernels:_norm_grad_table_kernel",
-        "signature": _types("*fp32", "partial_ptr", "input_partial_ptr", "table_ptr")
-        | _types("*fp32", "weight_ptr", "bias_ptr", "coeff_ptr", "rows_ptr")
-        | _types("*bf16", "scale_ptr", "d_scale_ptr", "d_shift_ptr", "d_emb_ptr")
-        | _ints("stride_scale", "stride_dscale", "stride_dshift", "stride_demb")
-        | _ints("pixels", "C", "GB"),
+        "signature": types("*fp32", "partial_ptr", "input_partial_ptr", "table_ptr")
+        | types("*fp32", "weight_ptr", "bias_ptr", "coeff_ptr", "rows_ptr")
+        | types("*bf16", "scale_ptr", "d_scale_ptr", "d_shift_ptr", "d_emb_ptr")
+        | ints("stride_scale", "stride_dscale", "stride_dshift", "stride_demb")
+        | ints("pixels", "C", "GB"),
         "constexprs": {"ROWS": 3, "K": 32, "KX": 16, "BLOCK_K": 32, "BLOCK_KX": 16} | _GROUPS,
         "multiples": ("C", "pixels"),
         "options": {"num_warps": 1},
@@ -44,9 +38,9 @@ COMPILE_CASES = [
     {
         "name": "apply",
         "kernel": "triton_kernels.fused.norm_pass_kernels:_norm_apply_kernel",
-        "signature": _types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
+        "signature": types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
         | {"table_ptr": "*fp32"}
-        | _ints("HW", "W", "C1", "C2", "K", "CB1", "CB", "first", "stream")
+        | ints("HW", "W", "C1", "C2", "K", "CB1", "CB", "first", "stream")
         | {"rng_ptr": "*i64", "drop": "fp32"},
         "constexprs": {"ACT": "silu", "UPSAMPLE": True, "MASKED": False}
         | {"TILES": 2, "BLOCK_P": 64, "BLOCK_C": 64},
@@ -56,10 +50,10 @@ COMPILE_CASES = [
     {
         "name": "norm_dx",
         "kernel": "triton_kernels.fused.norm_pass_kernels:_norm_dx_kernel",
-        "signature": _types("*bf16", "dz_ptr", "x1_ptr", "x2_ptr")
-        | _types("*bf16", "add1_ptr", "add1_second_ptr", "add2_ptr", "dx1_ptr", "dx2_ptr")
-        | _types("*fp32", "coeff_ptr", "sums_ptr")
-        | _ints("HW", "W", "C1", "C2", "K", "CB1", "CB"),
+        "signature": types("*bf16", "dz_ptr", "x1_ptr", "x2_ptr")
+        | types("*bf16", "add1_ptr", "add1_second_ptr", "add2_ptr", "dx1_ptr", "dx2_ptr")
+        | types("*fp32", "coeff_ptr", "sums_ptr")
+        | ints("HW", "W", "C1", "C2", "K", "CB1", "CB"),
         "constexprs": {"UPSAMPLE": True, "MASKED": False}
         | {"TILES": 1, "BLOCK_P": 64, "BLOCK_C": 64},
         "multiples": ("HW", "W", "C1", "C2"),
@@ -68,9 +62,9 @@ COMPILE_CASES = [
     {
         "name": "activation_grad",
         "kernel": "triton_kernels.fused.activation_grad:_activation_grad_kernel",
-        "signature": _types("*bf16", "da_ptr", "x_ptr", "dz_ptr")
-        | _types("*fp32", "table_ptr", "partial_ptr")
-        | _ints("PIXELS", "C", "K", "CB"),
+        "signature": types("*bf16", "da_ptr", "x_ptr", "dz_ptr")
+        | types("*fp32", "table_ptr", "partial_ptr")
+        | ints("PIXELS", "C", "K", "CB"),
         "constexprs": {"ACT": "silu", "TILES": 8, "BLOCK_P": 32, "BLOCK_C": 64},
         "multiples": ("PIXELS", "C"),
         "options": _LAUNCH,
@@ -86,9 +80,9 @@ COMPILE_CASES = [
     {
         "name": "linear_grads",
         "kernel": "triton_kernels.fused.linear_grads:_linear_grads_kernel",
-        "signature": _types("*fp32", "x_ptr", "dy_ptr", "weight_ptr", "grad_weight_ptr")
-        | _types("*fp32", "grad_bias_ptr", "part_ptr")
-        | _ints("N", "CI", "CO"),
+        "signature": types("*fp32", "x_ptr", "dy_ptr", "weight_ptr", "grad_weight_ptr")
+        | types("*fp32", "grad_bias_ptr", "part_ptr")
+        | ints("N", "CI", "CO"),
         "constexprs": {"BLOCK_N": 32, "BLOCK_CO": 64, "BLOCK_CI": 64},
         "multiples": ("CI", "CO"),
         "options": _LAUNCH,
@@ -96,11 +90,11 @@ COMPILE_CASES = [
     {
         "name": "norm_apply_folded",
         "kernel": "triton_kernels.fused.norm_fold_kernels:_norm_apply_folded_kernel",
-        "signature": _types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
-        | _types("*fp32", "partial1_ptr", "partial2_ptr", "weight_ptr", "bias_ptr", "table_ptr")
-        | _types("*fp32", "scale_ptr", "shift_ptr")
-        | _ints("stride_scale", "stride_shift", "pixels1", "pixels2", "HW", "C1", "C2")
-        | _ints("K", "CB1", "CB")
+        "signature": types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
+        | types("*fp32", "partial1_ptr", "partial2_ptr", "weight_ptr", "bias_ptr", "table_ptr")
+        | types("*fp32", "scale_ptr", "shift_ptr")
+        | ints("stride_scale", "stride_shift", "pixels1", "pixels2", "HW", "C1", "C2")
+        | ints("K", "CB1", "CB")
         | {"eps": "fp32"},
         "constexprs": {"ACT": "silu", "K1": 8, "K2": 4, "BLOCK_K1": 8, "BLOCK_K2": 4} | _FOLDED,
         "multiples": ("C1", "C2", "HW", "pixels1", "pixels2", "stride_scale", "stride_shift"),
@@ -109,12 +103,12 @@ COMPILE_CASES = [
     {
         "name": "norm_dx_folded",
         "kernel": "triton_kernels.fused.norm_fold_kernels:_norm_dx_folded_kernel",
-        "signature": _types("*bf16", "dz_ptr", "x_ptr", "add_ptr", "add_second_ptr", "dx_ptr")
-        | _types("*fp32", "sums_ptr", "partial_ptr", "input_partial_ptr", "table_ptr")
-        | _types("*fp32", "weight_ptr", "bias_ptr", "rows_ptr", "scale_ptr", "d_scale_ptr")
-        | _types("*fp32", "d_shift_ptr", "d_emb_ptr")
-        | _ints("stride_scale", "stride_dscale", "stride_dshift", "stride_demb")
-        | _ints("HW", "C", "K", "CB"),
+        "signature": types("*bf16", "dz_ptr", "x_ptr", "add_ptr", "add_second_ptr", "dx_ptr")
+        | types("*fp32", "sums_ptr", "partial_ptr", "input_partial_ptr", "table_ptr")
+        | types("*fp32", "weight_ptr", "bias_ptr", "rows_ptr", "scale_ptr", "d_scale_ptr")
+        | types("*fp32", "d_shift_ptr", "d_emb_ptr")
+        | ints("stride_scale", "stride_dscale", "stride_dshift", "stride_demb")
+        | ints("HW", "C", "K", "CB"),
         "constexprs": {"ROWS": 3, "KZ": 8, "KX": 4, "BLOCK_KZ": 8, "BLOCK_KX": 4} | _FOLDED,
         "multiples": ("C", "HW"),
         "options": _LAUNCH,

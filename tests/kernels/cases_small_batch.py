@@ -1,19 +1,16 @@
 """Kernels of inference at a small batch to compile for every chip, in bf16: 256 channels in 32
 groups at 8x8, in the tiles that one such image gets."""
 
-
-def _types(kind: str, *names: str) -> dict[str, str]:
-    return dict.fromkeys(names, kind)
-
+from .compile_only import types
 
 _CONV_SPLIT = {
     "name": "conv_split, two extras",
     "kernel": "triton_kernels.fused.conv_split:_conv_split_kernel",
-    "signature": _types("tensordesc<bf16[1,8,8,64]>", "x_desc", "extra1_desc", "extra2_desc")
+    "signature": types("tensordesc<bf16[1,8,8,64]>", "x_desc", "extra1_desc", "extra2_desc")
     | {"w_desc": "tensordesc<bf16[1,64,64]>"}
-    | _types("tensordesc<bf16[64,64]>", "extra1_w_desc", "extra2_w_desc")
+    | types("tensordesc<bf16[64,64]>", "extra1_w_desc", "extra2_w_desc")
     | {"parts_ptr": "*fp32"}
-    | _types("i32", "N", "P", "Q", "CI", "C1", "C2", "CO", "steps"),
+    | types("i32", "N", "P", "Q", "CI", "C1", "C2", "CO", "steps"),
     "constexprs": {
         "R": 3,
         "S": 3,
@@ -37,7 +34,7 @@ _NORM_WHOLE = {
     "options": {"num_warps": 4},
     "multiples": ("HW", "C1", "C", "stride_emb", "stride_scale", "stride_shift"),
 }
-_WHOLE_INTS = _types("i32", "stride_emb", "stride_scale", "stride_shift") | _types(
+_WHOLE_INTS = types("i32", "stride_emb", "stride_scale", "stride_shift") | types(
     "i32", "N", "HW", "C1", "C", "GB"
 )
 
@@ -46,8 +43,8 @@ COMPILE_CASES = [
     _NORM_WHOLE
     | {
         "name": "norm_whole of a convolution in parts, beside another tensor",
-        "signature": _types("*bf16", "x1_ptr", "x2_ptr", "residual_ptr", "a_ptr")
-        | _types("*fp32", *_CONV_TERMS, *_FILM)
+        "signature": types("*bf16", "x1_ptr", "x2_ptr", "residual_ptr", "a_ptr")
+        | types("*fp32", *_CONV_TERMS, *_FILM)
         | _WHOLE_INTS
         | {"eps": "fp32"},
         "constexprs": {"ACT": "silu", "SPLITS": 9, "CG": 16, "BLOCK_G": 1}
@@ -56,8 +53,8 @@ COMPILE_CASES = [
     _NORM_WHOLE
     | {
         "name": "norm_whole, the largest group",
-        "signature": _types("*bf16", "x1_ptr", "a_ptr")
-        | _types("*fp32", "weight_ptr", "bias_ptr")
+        "signature": types("*bf16", "x1_ptr", "a_ptr")
+        | types("*fp32", "weight_ptr", "bias_ptr")
         | _WHOLE_INTS
         | {"eps": "fp32"},
         "constexprs": dict.fromkeys(
@@ -69,9 +66,9 @@ COMPILE_CASES = [
     {
         "name": "sum_parts",
         "kernel": "triton_kernels.fused.norm_whole_kernels:_sum_parts_kernel",
-        "signature": _types("*fp32", "parts_ptr", "bias_ptr", "extra_bias_ptr", "emb_ptr")
-        | _types("*bf16", "residual_ptr", "y_ptr")
-        | _types("i32", "stride_emb", "N", "HW", "C", "CB", "PB"),
+        "signature": types("*fp32", "parts_ptr", "bias_ptr", "extra_bias_ptr", "emb_ptr")
+        | types("*bf16", "residual_ptr", "y_ptr")
+        | types("i32", "stride_emb", "N", "HW", "C", "CB", "PB"),
         "constexprs": {"SPLITS": 9, "BLOCK_C": 16, "BLOCK_P": 64},
         "multiples": ("HW", "C", "stride_emb"),
         "options": {"num_warps": 4},
@@ -80,10 +77,10 @@ COMPILE_CASES = [
     {
         "name": "norm_of_sums of two tensors",
         "kernel": "triton_kernels.fused.norm_whole_kernels:_norm_sums_kernel",
-        "signature": _types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
-        | _types("*fp32", "partial1_ptr", "partial2_ptr", *_FILM)
-        | _types("i32", "stride_scale", "stride_shift", "pixels1", "pixels2")
-        | _types("i32", "HW", "C1", "C2", "K", "CB1", "CB")
+        "signature": types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
+        | types("*fp32", "partial1_ptr", "partial2_ptr", *_FILM)
+        | types("i32", "stride_scale", "stride_shift", "pixels1", "pixels2")
+        | types("i32", "HW", "C1", "C2", "K", "CB1", "CB")
         | {"eps": "fp32"},
         "constexprs": {
             "ACT": "silu", "K1": 64, "K2": 32, "CG": 6, "MASKED": False, "TILES": 1,
@@ -96,10 +93,10 @@ COMPILE_CASES = [
     {
         "name": "begin_step",
         "kernel": "triton_kernels.fused.begin_step:_begin_step_kernel",
-        "signature": _types("*fp32", "x_ptr", "table_ptr", "emb_ptr")
+        "signature": types("*fp32", "x_ptr", "table_ptr", "emb_ptr")
         | {"image_ptr": "*bf16"}
-        | _types("*i64", "row_ptr", "index_ptr")
-        | _types("i32", "elements", "emb_elements", "image_programs", "U", "E"),
+        | types("*i64", "row_ptr", "index_ptr")
+        | types("i32", "elements", "emb_elements", "image_programs", "U", "E"),
         "constexprs": {"C": 3, "CP": 16, "BLOCK": 1024},
         "multiples": ("elements", "E"),
         "options": {"num_warps": 4},

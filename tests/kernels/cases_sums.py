@@ -2,10 +2,10 @@
 passes that have no case elsewhere. In bf16, at the shapes of 64x64 images of 64 channels; for the
 oldest chip, Hopper and the newest alone, since nothing in them depends on the chip."""
 
-from .cases_norm_passes import _ints, _types
+from .compile_only import ints, types
 
 _LAUNCH = {"num_warps": 4}
-_PARAMS = _types("*fp32", "weight_ptr", "bias_ptr") | _types("*bf16", "scale_ptr", "shift_ptr")
+_PARAMS = types("*fp32", "weight_ptr", "bias_ptr") | types("*bf16", "scale_ptr", "shift_ptr")
 
 
 def _case(
@@ -28,84 +28,83 @@ def _case(
 COMPILE_CASES = [
     _case(
         "column_sum:_column_sum_kernel",
-        {"x_ptr": "*bf16", "out_ptr": "*fp32"} | _ints("M", "C", "rows_per_split"),
+        {"x_ptr": "*bf16", "out_ptr": "*fp32"} | ints("M", "C", "rows_per_split"),
         {"BLOCK_M": 128, "BLOCK_C": 64},
     ),
     _case(
         "column_sum:_sum_partials_kernel",
-        _types("*fp32", "partial_ptr", "out_ptr") | _ints("splits", "numel", "cols", "stride_out"),
+        types("*fp32", "partial_ptr", "out_ptr") | ints("splits", "numel", "cols", "stride_out"),
         {"ACCUMULATE": True, "BLOCK_S": 16, "BLOCK": 128},
         ("numel", "cols", "stride_out"),
     ),
     _case(
         "row_sums:_segment_sums_kernel",
-        _types("*fp32", "workspace_ptr", "grad_ptr") | {"table_ptr": "*i64"},
+        types("*fp32", "workspace_ptr", "grad_ptr") | {"table_ptr": "*i64"},
         {"BLOCK_M": 256, "BLOCK_C": 8},
         (),
     ),
     _case(
         "fused.two_weight_grads:_sum_two_kernel",
-        _types("*fp32", "partial_ptr", "out1_ptr", "out2_ptr")
-        | _ints("splits", "numel1", "numel2"),
+        types("*fp32", "partial_ptr", "out1_ptr", "out2_ptr") | ints("splits", "numel1", "numel2"),
         {"ACCUMULATE": True, "BLOCK_S": 16, "BLOCK": 128},
         ("numel1", "numel2"),
     ),
     _case(
         "fused.norm_table_kernels:_norm_partials_kernel",
-        {"x_ptr": "*bf16", "partial_ptr": "*fp32"} | _ints("pixels", "C", "CB"),
+        {"x_ptr": "*bf16", "partial_ptr": "*fp32"} | ints("pixels", "C", "CB"),
         {"TILES": 4, "BLOCK_P": 64, "BLOCK_C": 64},
         ("pixels", "C"),
     ),
     _case(
         "fused.norm_table_kernels:_norm_grad_sums_kernel",
-        _types("*fp32", "rows_ptr", "out0_ptr", "out1_ptr", "out2_ptr") | _ints("N", "C"),
+        types("*fp32", "rows_ptr", "out0_ptr", "out1_ptr", "out2_ptr") | ints("N", "C"),
         {"ROWS": 3, "ACCUMULATE": True, "BLOCK_N": 128, "BLOCK_C": 16},
     ),
     _case(
         "norm.stream_kernels:_group_norm_finalize_kernel",
-        _types("*fp32", "partial_ptr", "mean_ptr", "rstd_ptr")
-        | _ints("HW", "C", "G", "GB")
+        types("*fp32", "partial_ptr", "mean_ptr", "rstd_ptr")
+        | ints("HW", "C", "G", "GB")
         | {"eps": "fp32"},
         {"CHUNK": 256, "K": 16, "CG": 2, "BLOCK_G": 32, "BLOCK_E": 32},
         ("HW", "C", "G"),
     ),
     _case(
         "norm.stream_kernels:_group_norm_apply_kernel",
-        _types("*bf16", "x1_ptr", "x2_ptr", "y_ptr")
-        | _types("*fp32", "mean_ptr", "rstd_ptr")
+        types("*bf16", "x1_ptr", "x2_ptr", "y_ptr")
+        | types("*fp32", "mean_ptr", "rstd_ptr")
         | _PARAMS
-        | _ints("stride_scale", "stride_shift", "HW", "C1", "C", "G", "K", "CB1", "CB"),
+        | ints("stride_scale", "stride_shift", "HW", "C1", "C", "G", "K", "CB1", "CB"),
         {"CG": 4, "ACT": "silu", "MASKED": False, "TILES": 2, "BLOCK_P": 64, "BLOCK_C": 64},
         ("HW", "C1", "C"),
     ),
     _case(
         "norm.stream_kernels:_group_norm_bwd_finalize_kernel",
-        _types("*fp32", "partial_ptr", "weight_ptr", "m1_ptr", "m2_ptr")
+        types("*fp32", "partial_ptr", "weight_ptr", "m1_ptr", "m2_ptr")
         | {"scale_ptr": "*bf16"}
-        | _ints("stride_scale", "HW", "C", "G", "GB"),
+        | ints("stride_scale", "HW", "C", "G", "GB"),
         {"K": 16, "CG": 2, "BLOCK_G": 32, "BLOCK_E": 32},
         ("HW", "C", "G"),
     ),
     _case(
         "resample:_gather_kernel",
-        _types("*bf16", "fine_ptr", "coarse_ptr")
+        types("*bf16", "fine_ptr", "coarse_ptr")
         | {"factor": "fp32"}
-        | _ints("H", "W", "C", "P", "Q", "QB", "CB"),
+        | ints("H", "W", "C", "P", "Q", "QB", "CB"),
         {"BLOCK_Q": 32, "BLOCK_C": 64},
     ),
     _case(
         "resample:_spread_kernel",
-        _types("*bf16", "coarse_ptr", "fine_ptr", "add_ptr")
+        types("*bf16", "coarse_ptr", "fine_ptr", "add_ptr")
         | {"sums_ptr": "*fp32", "factor": "fp32"}
-        | _ints("H", "W", "C", "P", "Q", "QB", "CB"),
+        | ints("H", "W", "C", "P", "Q", "QB", "CB"),
         {"BLOCK_Q": 16, "BLOCK_C": 64},
     ),
     _case(
         "dropout:_dropout_kernel",
-        _types("*bf16", "x_ptr", "y_ptr")
+        types("*bf16", "x_ptr", "y_ptr")
         | {"rng_ptr": "*i64"}
-        | _ints("first", "stream", "elements", "chunks")
-        | _types("fp32", "p", "factor"),
+        | ints("first", "stream", "elements", "chunks")
+        | types("fp32", "p", "factor"),
         {"BLOCK": 256},
         ("elements",),
     ),

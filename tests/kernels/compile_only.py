@@ -37,6 +37,16 @@ ARCHES = (80, 89, 90, 100, 120)
 SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
 
+def types(kind: str, *names: str) -> dict[str, str]:
+    """Part of a signature: so many arguments of one type."""
+    return dict.fromkeys(names, kind)
+
+
+def ints(*names: str) -> dict[str, str]:
+    """The same of numbers."""
+    return types("i32", *names)
+
+
 def load_cases() -> dict[str, dict]:
     """All cases of all files, by "file/name"."""
     cases = {}
