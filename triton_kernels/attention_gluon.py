@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from .conv.gluon.descriptors import SUPPORTED, in_boxes, takes
+from .dependent_launch import overlapping
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -57,7 +58,6 @@ def forward(
     constants: dict,
     keep: int,
     step: int,
-    registers: int | None = 168,
 ) -> None:
     """o and lse of qkv: `keep` queries a program, `step` keys at a time; `constants` are those of
     the other kernels."""
@@ -75,7 +75,8 @@ def forward(
         KEEP=keep,
         STEP=min(step, rows),
         num_warps=4,
-        maxnreg=registers,
+        maxnreg=168 if d < 64 else None,  # so that three programs fit a multiprocessor
+        **overlapping(qkv.device),
     )
 
 
@@ -87,15 +88,11 @@ def backward(
     dqkv: Tensor,
     rows: Tensor | None,
     constants: dict,
-    buffers: int | None = None,
-    held: bool | None = None,
 ) -> None:
     """dqkv, and its sums over positions in `rows` [N, 3C]."""
     n, t, _ = qkv.shape
     d, positions = constants["D"], _rows(t)
     wide = d == 64  # dq, dk and dv leave no registers for k and v
-    buffers = (1 if wide else 2) if buffers is None else buffers
-    held = not wide if held is None else held
     names = ("num_heads", "scale", "T", "D", "HEADS_QKV")
     attention_bwd_head_kernel[(n * constants["num_heads"],)](
         _described(qkv, positions, d),
@@ -106,9 +103,10 @@ def backward(
         rows,
         **{name: constants[name] for name in names},
         ROWS=positions,
-        BUFFERS=buffers,
-        HELD=held,
+        BUFFERS=1 if wide else 2,
+        HELD=not wide,
         num_warps=4,
+        **overlapping(qkv.device),
     )
 
 

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .conv.gluon.epilogue import round_pairs
 from .conv.gluon.pipeline import new_barriers, sync_threads
+from .dependent_launch import await_inputs
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -106,6 +107,7 @@ def attention_fwd_head_kernel(
     bars = new_barriers(2)
     fence_async_shared()
     sync_threads()
+    await_inputs()
 
     PARTS: gl.constexpr = (T + KEEP - 1) // KEEP
     row = gl.program_id(0) // PARTS
@@ -245,6 +247,7 @@ def attention_bwd_head_kernel(
     bars = new_barriers(2)
     fence_async_shared()
     sync_threads()
+    await_inputs()
 
     row = gl.program_id(0)
     n, head = row // num_heads, row % num_heads

@@ -50,7 +50,7 @@ def _head(name: str, t: int, d: int, rows: int, step: int | None = None, spills:
             **{"T": t, "D": d, "HEADS_QKV": False, "ROWS": rows, "num_warps": 4},
             **(constexprs if backward else {"KEEP": rows, "STEP": step}),
         },
-        "options": {"num_warps": 4, **({} if backward else {"maxnreg": 168})},
+        "options": {"num_warps": 4, **({} if backward or d == 64 else {"maxnreg": 168})},
         "expect": {"wgmma": "registers", "tma": True, "spills": spills, "arches": (90,)},
     }
 

@@ -18,6 +18,7 @@ from triton_kernels.attention import (
     attention_bwd_rows,
     attention_fwd,
 )
+from triton_kernels.dependent_launch import dependent_launches
 
 FLOOR = 1e-6  # of the budget: the precision of float32 statistics
 PRECISIONS = {
@@ -417,6 +418,25 @@ def test_gpu_head_of_extreme_scores(device):
     exact, _ = run(reference.attention, qkv.double(), do.double(), 2)
     torch.testing.assert_close(o.double(), exact, rtol=2e-3, atol=2e-3)
     assert torch.isfinite(dqkv).all()
+
+
+@pytest.mark.gpu
+def test_gpu_heads_wait_for_what_they_read(device):
+    """With `dependent_launches` a kernel may begin before the ones before it are done."""
+    qkv, do = make(64, 256, 6, 32, torch.bfloat16, device)
+    skip_unless_head_fits(qkv, 32, backward=True)
+    arguments = 6, "qkv_heads", False
+
+    def step():
+        twice = attention_fwd(torch.cat([qkv, qkv]), *arguments, _FWD_HEAD_CONFIGS[2])
+        return _attention_bwd(
+            torch.cat([do, do]), torch.cat([qkv, qkv]), *twice, *arguments, _BWD_HEAD_CONFIGS[0]
+        )
+
+    expected = step()
+    with dependent_launches():
+        for _ in range(RUNS_ON_GPU):
+            assert torch.equal(step(), expected)
 
 
 @pytest.mark.gpu
