@@ -15,7 +15,7 @@ fixed_large and the learned variances; here, as in guided-diffusion, the last st
 DDIMScheduler (set_alpha_to_one, steps_offset=0) is the same where its previous timestep,
 t - T // steps, is the next one visited: spacing leading always, trailing if steps divides T,
 linspace only if steps is T or 1. Elsewhere it steps to a noise level that it then does not continue
-from; here the levels join.
+from; here the levels join, unless DDIM is made with joined=False, which is diffusers' everywhere.
 
 References:
     Denoising Diffusion Probabilistic Models (Ho et al., 2020), https://arxiv.org/abs/2006.11239
@@ -67,6 +67,7 @@ def ddim_table(
     prediction: str = "epsilon",
     eta: float = 0.0,
     use_clipped_model_output: bool = True,
+    previous: np.ndarray | None = None,
 ) -> np.ndarray:  # float64 [K, 8], rows in the order of execution
     r"""Song et al., 2021, equations 12 and 16, with A_t = alpha_bar_t for the paper's alpha_t:
 
@@ -80,9 +81,12 @@ def ddim_table(
     guided-diffusion rounds alpha_bar to float32 before it takes 1 - alpha_bar, which costs 3e-4 of
     x_t at t = 1 of 1000. Its form is reproduced with that rounding, so that its images come out;
     the other form is exact.
+
+    `previous` is A_{t-1} of each step, [K]; None: of the next one visited.
     """
     a, b = schedule.x0_from_output(prediction)
-    alpha_bar, previous = schedule.alphas_cumprod, schedule.alphas_cumprod_prev
+    alpha_bar = schedule.alphas_cumprod
+    previous = schedule.alphas_cumprod_prev if previous is None else previous
     dtype = np.float32 if use_clipped_model_output else np.float64
     sigma, direction = _ddim_deviations(alpha_bar.astype(dtype), previous.astype(dtype), eta)
 
@@ -273,6 +277,8 @@ class DDIM(Sampler):
     Arguments:
         eta: The noise, from 0 (none) to 1 (as much as DDPM).
         use_clipped_model_output: Which epsilon to go on with.
+        joined: Whether a step leads to the level that the next one starts from. False: to that of
+            timestep t - T // steps, as in diffusers, see above.
     """
 
     def __init__(
@@ -282,16 +288,24 @@ class DDIM(Sampler):
         *,
         eta: float = 0.0,
         use_clipped_model_output: bool = True,
+        joined: bool = True,
         **options: Any,  # of Sampler
     ) -> None:
         if not (_is_number(eta) and 0 <= eta <= 1):
             raise ConfigError(f"eta={eta} is not possible; give a number from 0 to 1")
         self.eta = eta
         self.use_clipped_model_output = use_clipped_model_output
+        self._all_levels = None if joined else schedule.alphas_cumprod  # [T]
         super().__init__(schedule, backend, **options)
 
     def table(self) -> np.ndarray:
-        return ddim_table(self.schedule, self.prediction, self.eta, self.use_clipped_model_output)
+        previous = None
+        if self._all_levels is not None:
+            t = self.schedule.timestep_map - len(self._all_levels) // self.schedule.num_timesteps
+            previous = np.where(t < 0, 1.0, self._all_levels[np.maximum(t, 0)])
+        return ddim_table(
+            self.schedule, self.prediction, self.eta, self.use_clipped_model_output, previous
+        )
 
 
 def _is_number(value: object) -> bool:

@@ -199,6 +199,31 @@ def test_ddim_chain_of_diffusers(
     _compare(sampler.sample(denoiser, SHAPE, seed=SEED), expected)
 
 
+@pytest.mark.parametrize("steps", [7, 30])
+@pytest.mark.parametrize("spacing", ["trailing", "linspace"])
+@pytest.mark.parametrize("prediction", ["epsilon", "sample", "v_prediction"])
+@pytest.mark.parametrize("eta", [0.0, 1.0])
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_ddim_chain_of_diffusers_whose_levels_do_not_join(
+    clip, eta, prediction, spacing, steps, monkeypatch
+):
+    schedule = make_schedule("linear", 1000)
+    scheduler = DDIMScheduler(
+        clip_sample=clip is not None, prediction_type=prediction, timestep_spacing=spacing
+    )
+    denoiser = _toy(prediction, False)
+    expected = _chain_of_diffusers(scheduler, denoiser, SHAPE, steps, monkeypatch, eta=eta)
+    joined, theirs = (
+        make_sampler(
+            schedule, TORCH_FP32, "ddim", steps=steps, spacing=spacing, clip=clip, eta=eta,
+            prediction=prediction, use_clipped_model_output=False, joined=joined,
+        ).sample(denoiser, SHAPE, seed=SEED)
+        for joined in (True, False)
+    )  # fmt: skip
+    _compare(theirs, expected)
+    assert (joined - expected).norm() > 1e-3 * expected.norm()
+
+
 def test_the_toy_is_clipped_and_the_dialects_differ():
     """The chains above exercise what they vary."""
     make = dict(
