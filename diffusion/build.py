@@ -1,5 +1,6 @@
 """From the groups `model` and `diffusion` of the configuration to objects."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,9 @@ class Process:
         num_timesteps: int = 1000,
         prediction: str = "epsilon",  # epsilon | sample | v_prediction
         variance: str = "fixed_small",  # fixed_small | fixed_large | learned_range
+        beta_start: float | None = None,  # of linear; None: 0.1 / num_timesteps
+        beta_end: float | None = None,  # of linear; None: 20 / num_timesteps
+        min_snr_gamma: float | None = None,  # of the loss; None: every timestep has one weight
     ) -> None:
         for key, value, valid in (
             ("prediction", prediction, PREDICTIONS),
@@ -124,8 +128,16 @@ class Process:
                 raise ConfigError(
                     f"diffusion.{key}={value} is unknown; choose one of {', '.join(valid)}"
                 )
-        self.schedule: NoiseSchedule = make_schedule(schedule, num_timesteps)
+        if min_snr_gamma is not None and not 0 < min_snr_gamma < math.inf:
+            raise ConfigError(
+                f"diffusion.min_snr_gamma={min_snr_gamma}; expected a number above 0, such as 5,"
+                " or null"
+            )
+        self.schedule: NoiseSchedule = make_schedule(
+            schedule, num_timesteps, beta_start=beta_start, beta_end=beta_end
+        )
         self.prediction, self.variance = prediction, variance
+        self.min_snr_gamma = min_snr_gamma
 
     @property
     def learns_variance(self) -> bool:

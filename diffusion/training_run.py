@@ -113,6 +113,7 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
         prediction=process.prediction,
         variance=process.variance,
         device=device,
+        min_snr_gamma=process.min_snr_gamma,
     )
     gradient_sum = GradientSum(flat, processes)
     network = training_network(

@@ -75,6 +75,35 @@ def test_class_folders_are_counted_before_an_image_is_decoded(tmp_path, monkeypa
         run(tmp_path / "run", *options, "dataset.classes=false")
 
 
+def test_weights_of_the_loss(tmp_path):
+    """min_snr_gamma and the ends of the betas reach the loss."""
+    losses = [
+        train(composed("train.steps=1", *TINY, *given), tmp_path / str(i))
+        for i, given in enumerate(
+            (
+                ("diffusion=linear",),
+                ("diffusion=linear", "diffusion.min_snr_gamma=1"),
+                ("diffusion=linear", "diffusion.beta_end=0.03"),
+            )
+        )
+    ]
+    assert len(set(losses)) == 3
+    assert losses[1] < losses[0]  # the predicted velocity's weight is min(SNR, 1) / (SNR + 1)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (("diffusion.min_snr_gamma=0",), "min_snr_gamma=0; expected a number above 0"),
+        (("diffusion=linear", "diffusion.beta_end=2"), "betas run from 0.0001 to 2"),
+        (("diffusion=linear", "diffusion.num_timesteps=10"), "betas run from 0.01 to 2"),
+    ],
+)
+def test_impossible_processes(tmp_path, given, words):
+    with pytest.raises(ConfigError, match=words):
+        train(composed("train.steps=1", *TINY, *given), tmp_path / "run")
+
+
 def test_no_pictures_on_the_way(tmp_path):
     assert run(tmp_path / "run", *TINY, "train.sample_every=1", "train.sample_count=0")
     assert not (tmp_path / "run" / "samples").exists()
