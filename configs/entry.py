@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from diffusion.errors import ConfigError, is_out_of_memory
+from diffusion.errors import ConfigError, lack_of_memory
 from diffusion.interrupt import Interrupted
 
 CONFIGS = Path(__file__).resolve().parent
@@ -68,9 +68,10 @@ def exit_codes() -> Iterator[None]:
         print(f"stopped; saved {stop.checkpoint}; go on with the same command", file=sys.stderr)
         sys.exit(128 + stop.signal)
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        lack = lack_of_memory(error)
+        if lack is None:
             raise
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = next(iter(str(lack).splitlines()), type(lack).__name__)
         _fail(
             f"memory does not suffice ({reason}); take a smaller batch or model, or in training"
             " train.accumulate or train.recompute=true"

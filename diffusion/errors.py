@@ -19,11 +19,16 @@ class ConfigError(ValueError):
     values that are right. Entry points print it and exit with code 2."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is PyTorch's, of any device, or Python's word for too little memory."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _NO_MEMORY)
+def lack_of_memory(error: BaseException | None) -> BaseException | None:
+    """The error that says that memory does not suffice, PyTorch's of any device or Python's: this
+    one or what it came from, since letting go of a half-made CUDA graph raises another."""
+    while error is not None:
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            return error
+        if isinstance(error, RuntimeError) and any(said in str(error) for said in _NO_MEMORY):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 @contextmanager

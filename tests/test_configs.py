@@ -8,7 +8,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from configs.entry import CONFIGS, plain
+from configs.entry import CONFIGS, exit_codes, plain
 from diffusion.backend import TORCH_FP32
 from diffusion.build import Process, build_model, build_policy_model
 from diffusion.errors import ConfigError
@@ -78,6 +78,24 @@ def test_models_know_their_data():
         build(composed("dataset=trajectories"))
     with pytest.raises(ConfigError, match="unet1d is not for images; choose one of unet"):
         build(composed("model=unet1d"))
+
+
+@pytest.mark.parametrize("during", [None, "an operation failed during capture"])
+def test_too_little_memory_is_one_line(capsys, during):
+    with pytest.raises(SystemExit) as stopped, exit_codes():
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore")
+        finally:
+            if during is not None:
+                raise RuntimeError(during)
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.count("\n") == 1
+    assert "does not suffice (CUDA out of memory. Tried to allocate 9 GiB.)" in said
+
+
+def test_other_errors_stay_as_they_are():
+    with pytest.raises(RuntimeError, match="a bug"), exit_codes():
+        raise RuntimeError("a bug")
 
 
 def test_an_interpolation_that_leads_nowhere_is_one_line():
