@@ -57,8 +57,7 @@ def sample(config: dict[str, Any]) -> Path:
     device = choose_device(settings.device)
     trained = settings.load(device, backend=settings.backend, precision=settings.precision)
     backend = trained.model.backend
-    sampler = trained.process.sampler(
-        backend,
+    sampler = trained.sampler(
         device,
         sampler=settings.sampler,
         steps=settings.steps,

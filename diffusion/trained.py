@@ -17,6 +17,7 @@ from .errors import ConfigError
 from .interchange.diffusers_directory import read_diffusers
 from .interchange.diffusers_files import is_diffusers
 from .interchange.weights import load_weights, stored_image_shape
+from .sampler import Sampler
 from .settings import construct, shown
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
@@ -33,6 +34,17 @@ class Trained:
     class_names: tuple[str, ...] | None
     run_dir: Path | None  # of the run that trained it; None: another program did
     name: str  # of the checkpoint or file
+    spacing: str | None = None  # of the timesteps in sampling, if its origin says one
+    as_diffusers: bool = False  # whether DDIM is to step as diffusers' does
+
+    def sampler(self, device: torch.device, **settings: Any) -> Sampler:
+        """A sampler for the network, of its origin's kind where that makes a difference; settings:
+        sampler, steps, eta, clip, spacing."""
+        if settings.get("spacing") is None:
+            settings["spacing"] = self.spacing
+        if self.as_diffusers and settings.get("sampler") == "ddim":
+            settings |= {"use_clipped_model_output": False, "joined": False}
+        return self.process.sampler(self.model.backend, device, **settings)
 
 
 def load_trained(
@@ -215,6 +227,8 @@ def _load_diffusers(
         found.class_names,
         run_dir=None,
         name=folder.resolve().name,
+        spacing=found.spacing,
+        as_diffusers=True,
     )
 
 

@@ -98,6 +98,7 @@ class DiffusersModel:
     out_channels: int
     process: Process | None  # None: there is no scheduler
     clip: float | None  # of x_0 in sampling
+    spacing: str | None  # of the timesteps in sampling; None: there is no scheduler
     remarks: tuple[str, ...]  # on what its scheduler does in sampling and no sampler does here
     class_names: tuple[str, ...] | None
     state: dict[str, Tensor]  # float32, by the names of `UNet`
@@ -138,10 +139,10 @@ def read_diffusers(
             "label_dropout": index["_label_dropout"],
         }
     size, names = config.get("sample_size"), index.get("_class_names")
-    process, clip, remarks = None, 1.0, ()
+    process, clip, spacing, remarks = None, 1.0, None, ()
     scheduler = scheduler_folder(folder) / "scheduler_config.json"
     if scheduler.is_file():
-        process, clip, remarks = _read_process(scheduler)
+        process, clip, spacing, remarks = _read_process(scheduler)
     return DiffusersModel(
         settings,
         None if size is None else parse_size(size),
@@ -149,6 +150,7 @@ def read_diffusers(
         config["out_channels"],
         process,
         clip,
+        spacing,
         remarks,
         None if names is None else tuple(names),
         state,
@@ -259,9 +261,9 @@ def _multiplier(width: int, base: int) -> float:
     return multiplier if int(multiplier * base) == width else math.nextafter(multiplier, math.inf)
 
 
-def _read_process(path: Path) -> tuple[Process, float | None, tuple[str, ...]]:
-    """(process, limit of x_0, remarks) of a scheduler's configuration, whichever of those over
-    betas."""
+def _read_process(path: Path) -> tuple[Process, float | None, str, tuple[str, ...]]:
+    """(process, limit of x_0, spacing, remarks) of a scheduler's configuration, whichever of those
+    over betas."""
     config = read_json(path)
     name = config.get("_class_name", "DDPMScheduler")
     if "beta_schedule" not in config and name not in _SCHEDULERS:
@@ -283,7 +285,12 @@ def _read_process(path: Path) -> tuple[Process, float | None, tuple[str, ...]]:
         for option in ("thresholding", "steps_offset")
         if config.get(option)
     )
-    return process, clip, remarks
+    spacing = config.get("timestep_spacing", "leading")  # the only one that there was once
+    if spacing not in ("leading", "trailing", "linspace"):
+        raise ConfigError(
+            f"{path} has timestep_spacing={spacing}; choose one of leading, trailing, linspace"
+        )
+    return process, clip, spacing, remarks
 
 
 def _read_betas(config: dict[str, Any], path: Path) -> NoiseSchedule:

@@ -353,6 +353,22 @@ def test_pipelines_draw_the_same_images(tmp_path, same_noise, kind, process):
     assert images.std() > 0.1
 
 
+@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
+def test_what_is_drawn_is_what_their_pipeline_draws(tmp_path, same_noise, spacing):
+    """By sample.py as it is called, with images that are clipped and levels that do not join."""
+    scheduler = DDIMScheduler(timestep_spacing=spacing)
+    pipeline = DDIMPipeline(theirs(), scheduler)
+    pipeline.save_pretrained(tmp_path)
+    pipeline.set_progress_bar_config(disable=True)
+    images = pipeline(batch_size=2, num_inference_steps=7, output_type="np").images
+    settings = {"ckpt": str(tmp_path), "n": 2, "steps": 7, "seed": SEED, "device": "cpu"}
+    drawn = np.load(sample(settings | {"out": str(tmp_path / "a.npz")}))["arr_0"]
+    assert np.abs(drawn - images * 255).max() < 0.51  # of rounding to levels of 255
+    settings |= {"spacing": "leading" if spacing == "trailing" else "trailing"}
+    other = np.load(sample(settings | {"out": str(tmp_path / "b.npz")}))
+    assert not np.array_equal(other["arr_0"], drawn)
+
+
 def test_sample_from_a_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "model", ours())
@@ -433,6 +449,11 @@ def test_a_policy_is_no_unet2dmodel(tmp_path):
         ),
         ("scheduler/scheduler_config.json", {"rescale_betas_zero_snr": True}, "no signal"),
         ("scheduler/scheduler_config.json", {"num_train_timesteps": "x"}, "expected a whole"),
+        (
+            "scheduler/scheduler_config.json",
+            {"timestep_spacing": "x"},
+            "timestep_spacing=x; choose",
+        ),
         ("scheduler/scheduler_config.json", {"trained_betas": "x"}, "trained_betas=x; expected"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
