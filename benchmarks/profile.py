@@ -67,7 +67,7 @@ _BY_KERNEL = (
     ("resample", r"^_(gather|spread)_kernel|pool|upsample|interpolate"),
     (
         "elementwise",
-        r"^_cast_kernel|^_pad_channels|elementwise|CatArray|memcpy|memset|native::reduce_kernel",
+        r"^_cast_kernel|^_pad_channels|^_sinusoids|elementwise|CatArray|memcpy|memset|native::reduce_kernel",
     ),
     ("elementwise", r"^triton_(poi|per|red)_"),
 )

@@ -28,7 +28,7 @@ _FAMILIES = {
     ),
     "attention": ("attention_forward", "attention_backward"),
     "resample": ("avg_pool", "avg_pool_grad", "upsample", "upsample_grad"),
-    "elementwise": ("pad_channels",),
+    "elementwise": ("pad_channels", "sinusoids"),
     "denoise": ("draw_timesteps", "draw_flips", "q_sample", "denoise_loss", "gather_images"),
     "optimizer": ("grad_norm", "adamw_step"),
 }

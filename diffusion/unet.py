@@ -241,9 +241,10 @@ class UNet(Layer):
         rng: Tensor | None,
         first: int,
         linear: Callable[[Linear, Tensor], Tensor] = Linear.__call__,
+        sinusoids: Callable[[Tensor], Tensor] | None = None,  # in place of timestep_embedding
     ) -> Tensor:
         """SiLU of the embedding of t and labels, [N, E], float32 in every precision."""
-        emb = linear(self.time_embed["0"], self.timestep_embedding(t))
+        emb = linear(self.time_embed["0"], (sinusoids or self.timestep_embedding)(t))
         emb = linear(self.time_embed["2"], F.silu(emb))
         if self.num_classes is not None:
             if self.training and self.label_dropout > 0:

@@ -447,7 +447,9 @@ class EmbeddingLayers:
         return self._columns[name]
 
     def __call__(self, *inputs) -> Tensor:  # those of UNet.embed -> [N, sum of the widths]
-        return self._linear(self.projection, self.model.embed(*inputs, self._linear))
+        return self._linear(
+            self.projection, self.model.embed(*inputs, self._linear, self._sinusoids)
+        )
 
     def beside(self, *inputs) -> tuple[Tensor, torch.cuda.Event | None]:
         """The same on a stream of its own, and when it is done. Autograd runs the backward pass of
@@ -462,6 +464,10 @@ class EmbeddingLayers:
         """Let the current stream wait for them."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _sinusoids(self, t: Tensor) -> Tensor:
+        frequencies = self.model.timestep_embedding.frequencies
+        return self.kernels.sinusoids(t, frequencies, self.model.model_channels)
 
     def _linear(self, layer: Linear, x: Tensor) -> Tensor:
         return _AccumulatingLinear.apply(x, layer.weight, layer, self.kernels)

@@ -29,7 +29,7 @@ class Shapes:
         def __init__(self, grad: Tensor) -> None:
             pass
 
-        def flush(self) -> None:
+        def flush(self, last: bool = True) -> None:
             pass
 
     def made(self, by: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -106,6 +106,9 @@ class Shapes:
 
     def tensor_rows(self, x, sums):
         return x.new_empty(1, x.shape[-1])
+
+    def sinusoids(self, t, frequencies, width):
+        return self.made("sinusoids", (len(t), width), torch.float32)
 
     def pad_channels(self, x, width, dtype):
         return self.made("padded", (*x.shape[:-1], width))

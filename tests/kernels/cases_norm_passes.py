@@ -70,6 +70,19 @@ COMPILE_CASES = [
         "options": _LAUNCH,
     },
     {
+        "name": "sinusoids",
+        "kernel": "triton_kernels.fused.sinusoids:_sinusoids_kernel",
+        "signature": {
+            "t_ptr": "*i64",
+            "frequencies_ptr": "*fp32",
+            "out_ptr": "*fp32",
+            "stride_t": "i32",
+            "size": "i32",
+        },
+        "constexprs": {"HALF": 32, "WIDTH": 64, "BLOCK": 256},
+        "options": {"num_warps": 4},
+    },
+    {
         "name": "pad_channels",
         "kernel": "triton_kernels.fused.pad_channels:_pad_channels_kernel",
         "signature": {"x_ptr": "*fp32", "out_ptr": "*bf16", "size": "i32", "C": "i32"},

@@ -5,12 +5,21 @@ import pytest
 import torch
 
 from triton_kernels import column_sum, reference, row_sums
-from triton_kernels.fused import activation_grad, conv_down, linear_grads, pad_channels
+from triton_kernels.fused import activation_grad, conv_down, linear_grads, pad_channels, sinusoids
 from triton_kernels.fused import conv as conv_fused
 from triton_kernels.fused import ops as fused
 from triton_kernels.fused import reference as fused_reference
 
-MODULES = (activation_grad, column_sum, conv_down, conv_fused, linear_grads, pad_channels, row_sums)
+MODULES = (
+    activation_grad,
+    column_sum,
+    conv_down,
+    conv_fused,
+    linear_grads,
+    pad_channels,
+    row_sums,
+    sinusoids,
+)
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 
@@ -156,3 +165,15 @@ def test_column_sums_at_the_end_of_backward(device):
         sums.flush()
     before[32:35] += 2 * x.double().sum((0, 1, 2))[:3]
     torch.testing.assert_close(grad.double(), before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32], ids=str)
+@pytest.mark.parametrize(("n", "width", "half"), [(5, 64, 32), (37, 9, 4), (0, 8, 4), (2, 3, 1)])
+def test_sinusoids(n, width, half, dtype, device):
+    """As accurate as the reference's: angles are up to a thousand turns of a circle."""
+    t = torch.arange(n, device=device).to(dtype) * 173 % 1000
+    frequencies = torch.exp(-torch.arange(half, device=device) / half * 9.2)
+    got = sinusoids.sinusoids(t, frequencies, width)
+    expected = fused_reference.sinusoids(t, frequencies, width)
+    assert got.shape == (n, width)
+    torch.testing.assert_close(got, expected, rtol=0, atol=2**-22)

@@ -29,6 +29,7 @@ from .norm_whole import (
     sum_parts,
 )
 from .pad_channels import pad_channels
+from .sinusoids import sinusoids
 from .skip_dx import skip_dx
 from .two_weight_grads import conv_two_weight_grads
 
@@ -62,6 +63,7 @@ __all__ = [
     "norm_whole",
     "norm_whole_supported",
     "pad_channels",
+    "sinusoids",
     "skip_backward",
     "skip_dx",
     "sum_parts",

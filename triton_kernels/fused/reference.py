@@ -328,7 +328,7 @@ class RowSums:
     def __init__(self, grad):
         self.grad, self.kept = grad, []
 
-    def flush(self):
+    def flush(self, last=True):
         """All that was asked for has been added."""
 
 
@@ -347,6 +347,12 @@ def linear_grads(x, dy, weight, grad_weight, grad_bias, need_dx=True):
 def tensor_rows(x, sums):
     """Rows [rows, C] whose sum is that of x [..., C] over all but the channels."""
     return x.reshape(-1, x.shape[-1]).sum(0)[None]
+
+
+def sinusoids(t, frequencies, width):
+    """cos(t f), then sin(t f), then zeros: [N, width], in the frequencies' precision."""
+    angles = t[:, None].float() * frequencies[None, :]
+    return F.pad(torch.cat([angles.cos(), angles.sin()], 1), (0, width - 2 * len(frequencies)))
 
 
 def pad_channels(x, width, dtype):
