@@ -121,14 +121,16 @@ def our_step(
     first, share = processes.share_of(batch)
     data = ImageSet(random_images((_IMAGES, size, size, 3), torch.device("cpu")), name="random")
     flat = FlatParameters(model, together=TOGETHER)
-    gradient_sum = GradientSum(flat, processes, bucket)
     backend = model.backend
+    optimizer = Optimizer(flat, OptimizerSettings(lr=_LR, warmup=0), backend)
+    gradient_sum = GradientSum(flat, processes, bucket, optimizer.norm)
+    listening = {"ready": gradient_sum.listener, "urgent": gradient_sum.urgent}
     parts = (
-        training_network(model, flat, ready=gradient_sum.listener),
+        training_network(model, flat, **listening),
         Objective(NoiseSchedule.linear(_TIMESTEPS), backend, device=device),
         Batches(data, batch, 0, device, first, share),
         flat,
-        Optimizer(flat, OptimizerSettings(lr=_LR, warmup=0), backend),
+        optimizer,
         gradient_sum,
     )
 

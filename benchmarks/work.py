@@ -14,6 +14,7 @@ from unittest import mock
 from torch import Tensor
 
 import triton_kernels
+from diffusion import gradient_norm
 from triton_kernels.fused import ops as fused
 
 _FAMILIES = {
@@ -30,7 +31,7 @@ _FAMILIES = {
     "resample": ("avg_pool", "avg_pool_grad", "upsample", "upsample_grad"),
     "elementwise": ("pad_channels", "sinusoids"),
     "denoise": ("draw_timesteps", "draw_flips", "q_sample", "denoise_loss", "gather_images"),
-    "optimizer": ("grad_norm", "adamw_step"),
+    "optimizer": ("grad_norm", "adamw_step", "square_sums"),
 }
 _FAMILY_OF = {op: family for family, ops in _FAMILIES.items() for op in ops}
 _REWRITTEN = {  # arguments that are read and written
@@ -56,7 +57,7 @@ class Work(NamedTuple):
 
 @contextmanager
 def noted_work() -> Iterator[list[Work]]:
-    """The calls inside of the block, of the planned kernels and of the public ops."""
+    """The calls inside of the block, of the planned kernels, the optimizer and the public ops."""
     calls: list[Work] = []
 
     def noted(name: str, op: Callable) -> Callable:
@@ -73,6 +74,8 @@ def noted_work() -> Iterator[list[Work]]:
                 op = getattr(module, name)
                 if not isinstance(op, type):
                     stack.enter_context(mock.patch.object(module, name, noted(name, op)))
+        squares = noted("square_sums", gradient_norm.square_sums)
+        stack.enter_context(mock.patch.object(gradient_norm, "square_sums", squares))
         yield calls
 
 
@@ -88,7 +91,16 @@ def work_of(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Work
         moved += round(_size(x) * used)
     moved += sum(_size(x) for x in _tensors(result))
     moved += sum(_size(args[i]) for i in _REWRITTEN.get(name, ()))
+    moved = round(moved * _share(name, args))
     return Work(_FAMILY_OF.get(name, "norm"), moved, _flops(name, args, kwargs, result))
+
+
+def _share(name: str, args: tuple) -> float:
+    """Of what an op is given, the part that it has to do with."""
+    if name == "square_sums":
+        _, sums, _, count = args
+        return count / len(sums)
+    return 1.0
 
 
 def _flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:

@@ -61,7 +61,9 @@ class Objective:
         self.vb_weight = schedule.num_timesteps / 1000 if vb_weight is None else vb_weight
         self.table = schedule.training_table(device)  # [T, 2]
         self.reverse_table = reverse_table(schedule, prediction, variance, device)  # [T, 7]
-        self.timestep_map = torch.tensor(schedule.timestep_map, device=device)  # int64 [T]
+        self.timestep_map: Tensor | None = None  # int64 [T]; None: every one is its own
+        if list(schedule.timestep_map) != list(range(schedule.num_timesteps)):
+            self.timestep_map = torch.tensor(schedule.timestep_map, device=device)
         self.weights = None  # [T]
         if min_snr_gamma is not None:
             weights = min_snr_weights(schedule, prediction, min_snr_gamma)
@@ -78,6 +80,7 @@ class Objective:
         labels: Tensor | None = None,  # [N], handed to the denoiser
         t: Tensor | None = None,  # int64 [N], indices into the chain; None: drawn
         first: int = 0,  # the global index of sample 0, which keys the draws
+        timesteps_known: Callable[[], None] | None = None,  # called before x_t is made
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of each sample, float32 [N], and its detached parts: "mse" (unweighted) and,
         with a learned variance, "vb" (weighted, in bits per dimension). No host synchronisation."""
@@ -85,12 +88,15 @@ class Objective:
         if t is None:
             n = images.shape[0] if index is None else index.shape[0]
             t = ops.draw_timesteps(rng, n, self.schedule.num_timesteps, first=first)
+        steps = t if self.timestep_map is None else self.timestep_map[t]
+        if timesteps_known is not None:
+            timesteps_known()
         batch = {"first": first, "index": index, "flip": flip}
 
         # the bound divides differences of x_t by small variances: it needs x_t before the rounding
         x_dtype = torch.float32 if self.learned else dtype
         x_t = ops.q_sample(images, t, self.table, rng, dtype=x_dtype, **batch)
-        output = denoiser(x_t.to(dtype), self.timestep_map[t], labels)
+        output = denoiser(x_t.to(dtype), steps, labels)
         check_output(output, x_t, self.variance)
 
         mse = ops.denoise_loss(

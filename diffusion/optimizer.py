@@ -9,6 +9,7 @@ from torch import Tensor
 from .backend import Backend
 from .errors import ConfigError
 from .flat import FlatParameters
+from .gradient_norm import GradientNorm
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Optimizer:
     def __init__(self, flat: FlatParameters, settings: OptimizerSettings, backend: Backend) -> None:
         device = flat.param.device
         self.flat, self.settings, self.ops = flat, settings, backend.ops
+        self.norm = GradientNorm(flat, backend)  # to be told of gradients that are complete
         self.hyper = torch.zeros(9, dtype=torch.float64, device=device)
         self.skipped = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -92,9 +94,10 @@ class Optimizer:
         self.hyper.copy_(hyper, non_blocking=True)
 
     def update(self) -> Tensor:
-        """Update the parameters. Returns the gradient's norm before clipping, float32 [1]."""
+        """Update the parameters. Returns the gradient's norm before clipping, float32 [1], which
+        the next update overwrites."""
         flat = self.flat
-        norm = self.ops.grad_norm(flat.grad)
+        norm = self.norm.finish()
         self.ops.adamw_step(
             flat.param,
             flat.grad,

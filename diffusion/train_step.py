@@ -27,7 +27,8 @@ class TrainStep:
 
     def __init__(
         self,
-        # called as UNet.forward_nhwc; it may say how to `forget_gradients`
+        # called as UNet.forward_nhwc; it may say how to `forget_gradients`, and want to know of
+        # `timesteps_known`
         network: Callable[..., Tensor],
         objective: Objective,
         batches: Batches,
@@ -46,7 +47,7 @@ class TrainStep:
         self.seed, self.steps, self.accumulate, self.flip = seed, steps, accumulate, flip
         device = flat.param.device
         self.loss = torch.zeros(1, device=device)  # mean over the global batch
-        self.norm = torch.zeros(1, device=device)  # of the gradient, before clipping
+        self.norm = optimizer.norm.norm  # float32 [1], of the gradient, before clipping
         self._rng = torch.zeros(2, dtype=torch.int64, device=device)
         self._aside = SideStream(device)  # for what only the end of backward waits for
         # the gradient of the batch's loss by that of a sample
@@ -97,7 +98,7 @@ class TrainStep:
             losses.backward(self._share.to(losses.dtype))
         self._aside.join()
         self.gradient_sum.finish()
-        self.norm.copy_(self.optimizer.update())
+        self.optimizer.update()
 
     def _forget(self) -> None:
         getattr(self.network, "forget_gradients", self.flat.grad.zero_)()
@@ -120,6 +121,13 @@ class TrainStep:
             return self.network(x, t, labels, rng=self._rng, first=first)
 
         losses, _ = self.objective.loss(
-            denoiser, images, self._rng, index=index, flip=flip, labels=labels, first=first
+            denoiser,
+            images,
+            self._rng,
+            index=index,
+            flip=flip,
+            labels=labels,
+            first=first,
+            timesteps_known=getattr(self.network, "timesteps_known", None),
         )
         return losses

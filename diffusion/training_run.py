@@ -115,9 +115,13 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
         device=device,
         min_snr_gamma=process.min_snr_gamma,
     )
-    gradient_sum = GradientSum(flat, processes)
+    gradient_sum = GradientSum(flat, processes, norm=optimizer.norm)
     network = training_network(
-        model, flat, recompute=settings.recompute, ready=gradient_sum.listener
+        model,
+        flat,
+        recompute=settings.recompute,
+        ready=gradient_sum.listener,
+        urgent=gradient_sum.urgent,
     )
     step = TrainStep(
         network,

@@ -426,6 +426,7 @@ def test_the_summary_counts_calls():
         ("_activation_grad_kernel", "_PlannedBackward", "norm"),
         ("_pad_channels_kernel", "_Planned", "elementwise"),
         ("_adamw_kernel", "", "optimizer"),
+        ("_square_sums_kernel", "", "optimizer"),
         ("attention_bwd_dq_kernel", "_AttentionBackward", "attention"),
         ("_q_sample_kernel", "", "denoise"),
         ("_row_sum_kernel", "_DenoiseLoss", "denoise"),
@@ -509,7 +510,10 @@ def test_work_is_noted_where_the_plan_does_it():
     o, qkv = torch.zeros(2, 6, 8), torch.zeros(2, 6, 24)
     assert work.work_of("attention_forward", (qkv, 2, ""), {}, (o,)).flops == 4 * 2 * 36 * 8
     assert work.work_of("attention_backward", (o, qkv), {}, qkv).flops == 10 * 2 * 36 * 8
-    known = {*triton_kernels.__all__, *fused_ops.__all__}
+    flat = torch.zeros(4096)
+    squares = work.work_of("square_sums", (flat, torch.zeros(4), 1, 2), {}, None)
+    assert squares.bytes == size * 2048 + 8
+    known = {*triton_kernels.__all__, *fused_ops.__all__, "square_sums"}
     assert known >= work._FAMILY_OF.keys() and known >= work._REWRITTEN.keys()
     with work.noted_work() as calls:
         triton_kernels.normal((1, 2, 2, 4), RNG, stream=0)

@@ -8,9 +8,12 @@
     ema     <- decay ema + (1 - decay) w
     shadow  <- w, rounded: the copy that the layers compute with
 
-`grad_norm` takes two launches, `adamw_step` one. Nothing is read on the host: the learning rate,
-the bias corrections and the rest come from `hyper`, and a norm that is not finite leaves everything
-as it was but the count of skipped steps.
+`grad_norm` takes two launches, `adamw_step` one. The first of the two may be taken apart: the
+squares of a part of the gradient are summed by `square_sums` as soon as that part is complete, and
+`norm_of_squares` adds up. Each program sums one chunk, whose size depends on P alone, so the norm
+has the same bits however the gradient was taken apart. Nothing is read on the host: the learning
+rate, the bias corrections and the rest come from `hyper`, and a norm that is not finite leaves
+everything as it was but the count of skipped steps.
 
     P       parameters
 """
@@ -26,38 +29,43 @@ from .library import op
 
 _NUM_WARPS = 8
 _BLOCK = 4 * 32 * _NUM_WARPS  # 4 a thread: beyond, the layouts of 32 and 16 bits would differ
-_NORM_BLOCK = 4096  # gradients in one turn of a program of grad_norm
-_NORM_PROGRAMS = 512  # fixed, so that the order of the sum depends on P alone; all resident at once
+_NORM_BLOCK = 4096  # gradients in one turn of a program of square_sums
+_NORM_CHUNKS = 2048  # at most so many: one program adds up their sums
 
 
 @triton.jit
-def _square_sum_kernel(
+def _square_sums_kernel(
     grad_ptr,  # float32 [P]
-    partial_ptr,  # float32 [programs], out
+    sums_ptr,  # float32 [chunks], out: the sum of the squares of each chunk
     size,
+    first,  # chunk of the first program; the last chunk is followed by chunk 0
+    chunks,
+    TURNS: tl.constexpr,  # of BLOCK elements each make a chunk
     BLOCK: tl.constexpr,
 ):
     await_inputs()
-    pid = tl.program_id(0).to(tl.int64)
-    offs = tl.arange(0, BLOCK).to(tl.int64)
+    chunk = (first + tl.program_id(0)) % chunks
+    start = chunk.to(tl.int64) * (TURNS * BLOCK)
+    offs = tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
-    full = size // BLOCK
-    for block in range(pid, full, tl.num_programs(0)):  # without a mask: 16-byte loads for every P
-        grad = tl.load(grad_ptr + block * BLOCK + offs)
-        acc += grad * grad
-    if pid == 0:
-        offs += full * BLOCK
-        grad = tl.load(grad_ptr + offs, mask=offs < size, other=0.0)
-        acc += grad * grad
-    tl.store(partial_ptr + pid, tl.sum(acc))
+    if start + TURNS * BLOCK <= size:  # without a mask: 16-byte loads for every P
+        for turn in range(TURNS):
+            grad = tl.load(grad_ptr + start + turn * BLOCK + offs)
+            acc += grad * grad
+    else:
+        for turn in range(TURNS):
+            rest = (size - start - turn * BLOCK).to(tl.int64)
+            grad = tl.load(grad_ptr + start + turn * BLOCK + offs, mask=offs < rest, other=0.0)
+            acc += grad * grad
+    tl.store(sums_ptr + chunk, tl.sum(acc))
 
 
 @triton.jit
-def _norm_kernel(partial_ptr, norm_ptr, programs, BLOCK: tl.constexpr):
+def _norm_kernel(sums_ptr, norm_ptr, chunks, BLOCK: tl.constexpr):
     await_inputs()
     offs = tl.arange(0, BLOCK)
-    partial = tl.load(partial_ptr + offs, mask=offs < programs, other=0.0)
-    tl.store(norm_ptr, tl.sqrt(tl.sum(partial)))
+    sums = tl.load(sums_ptr + offs, mask=offs < chunks, other=0.0)
+    tl.store(norm_ptr, tl.sqrt(tl.sum(sums)))
 
 
 @triton.jit
@@ -146,18 +154,38 @@ def _update(
             tl.store(shadow_ptr + offs, param.to(shadow_ptr.dtype.element_ty), mask=mask)
 
 
+def norm_chunk(size: int) -> int:
+    """How many elements of a gradient of `size` one of its sums of squares is over."""
+    turns = triton.cdiv(size, _NORM_BLOCK * _NORM_CHUNKS)
+    return _NORM_BLOCK * max(1, triton.next_power_of_2(turns))
+
+
+def norm_chunks(size: int) -> int:
+    """How many such sums there are."""
+    return max(1, triton.cdiv(size, norm_chunk(size)))
+
+
 @op("grad_norm", lambda grad: grad.new_empty(1))
 def _grad_norm(grad: Tensor) -> Tensor:
-    programs = max(1, min(triton.cdiv(grad.numel(), _NORM_BLOCK), _NORM_PROGRAMS))
-    partial = torch.empty(programs, dtype=torch.float32, device=grad.device)
+    chunks = norm_chunks(grad.numel())
+    sums = torch.empty(chunks, dtype=torch.float32, device=grad.device)
     norm = torch.empty(1, dtype=torch.float32, device=grad.device)
-    _square_sum_kernel[(programs,)](
-        grad, partial, grad.numel(), BLOCK=_NORM_BLOCK, num_warps=_NUM_WARPS,
-        **overlapping(grad.device),
-    )  # fmt: skip
-    block = triton.next_power_of_2(programs)
-    _norm_kernel[(1,)](partial, norm, programs, BLOCK=block, **overlapping(grad.device))
+    _launch_square_sums(grad, sums, 0, chunks)
+    _launch_norm(sums, norm)
     return norm
+
+
+def _launch_square_sums(grad: Tensor, sums: Tensor, first: int, count: int) -> None:
+    size, chunks = grad.numel(), sums.numel()
+    _square_sums_kernel[(count,)](
+        grad, sums, size, first, chunks, TURNS=norm_chunk(size) // _NORM_BLOCK, BLOCK=_NORM_BLOCK,
+        num_warps=_NUM_WARPS, **overlapping(grad.device),
+    )  # fmt: skip
+
+
+def _launch_norm(sums: Tensor, norm: Tensor) -> None:
+    block = triton.next_power_of_2(sums.numel())
+    _norm_kernel[(1,)](sums, norm, sums.numel(), BLOCK=block, **overlapping(sums.device))
 
 
 @op(
@@ -189,6 +217,34 @@ def grad_norm(grad: Tensor) -> Tensor:  # float32 [P] -> float32 [1]
     """Euclidean norm of the flat gradient, the same to the bit in every run."""
     _check_flat("grad", grad, grad.numel())
     return _grad_norm(grad)
+
+
+def square_sums(
+    grad: Tensor,  # float32 [P]
+    sums: Tensor,  # float32 [norm_chunks(P)], written in place
+    first: int,
+    count: int,
+) -> None:
+    """Sum the squares of `count` chunks of norm_chunk(P) elements, from chunk `first` on; the last
+    chunk is followed by chunk 0. The rest of `sums` stays as it is."""
+    _check_flat("grad", grad, grad.numel())
+    _check_flat("sums", sums, norm_chunks(grad.numel()))
+    if not (0 <= first < sums.numel() and 0 <= count <= sums.numel()):
+        raise ValueError(
+            f"chunks {first} .. {first} + {count} are asked for; the gradient has {sums.numel()}"
+        )
+    if count:
+        _launch_square_sums(grad, sums, first, count)
+
+
+def norm_of_squares(
+    sums: Tensor,  # float32 [norm_chunks(P)]
+    norm: Tensor,  # float32 [1], out
+) -> None:
+    """The norm of the gradient whose squares `square_sums` has summed, all of them."""
+    _check_flat("sums", sums, sums.numel())
+    _check_flat("norm", norm, 1)
+    _launch_norm(sums, norm)
 
 
 def adamw_step(

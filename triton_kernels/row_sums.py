@@ -92,8 +92,9 @@ class RowSums:
         self.segments.append((start, stride, count, out.numel(), offset))
         self.parts.append((rows, first, out))
 
-    def flush(self) -> None:
-        """Add all that was asked for, and forget it."""
+    def flush(self, last: bool = True) -> None:
+        """Add all that was asked for, and forget it. Unless it is the last of a pass, rows keep
+        their places, for this one may still be reading them when the next rows are written."""
         key = tuple(self.segments)
         if key and (self.scattered or key not in self.tables):
             assert not _capturing(self.grad), "run a pass before the capture of one like it"
@@ -110,7 +111,10 @@ class RowSums:
                 num_warps=_NUM_WARPS,
                 **overlapping(self.grad.device),
             )
-        self._forget()
+        if last:
+            self._forget()
+        else:
+            self.segments, self.parts = [], []
 
     def _gather(self) -> None:
         """Bring rows that were handed out elsewhere into the workspace, so that the first pass adds

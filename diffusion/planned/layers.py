@@ -61,11 +61,13 @@ class Plan(Protocol):
 class Step:
     """What one pass forward and backward has beside images."""
 
-    rows: Tensor  # [N, E], what `EmbeddingLayers` gives
+    rows: Tensor  # [N, E], what `EmbeddingLayers` gives, with its graph
     d_emb: Tensor  # [N, E], its gradient, to be written
     rng: Tensor | None  # int64 [2]: seed, step
     first: int  # global index of sample 0
     ready: torch.cuda.Event | None = None  # when `rows` are there; None: they are
+    blocks: int = 0  # that have not written their part of d_emb
+    written: torch.cuda.Event | None = None  # when they have; None: it is there
 
     @property
     def emb(self) -> Tensor:
@@ -73,7 +75,13 @@ class Step:
         if self.ready is not None:
             torch.cuda.current_stream().wait_event(self.ready)
             self.ready = None
-        return self.rows
+        return self.rows.detach()
+
+    def block_done(self) -> None:
+        """One more block has written its part of d_emb."""
+        self.blocks -= 1
+        if self.blocks == 0 and self.d_emb.is_cuda:
+            self.written = torch.cuda.current_stream().record_event()
 
 
 class Parameters:
@@ -225,6 +233,7 @@ class FusedResBlock:
         outputs = {"input_partials": h.partials, "bias_grad_out": self.conv1.grad_bias}
         outputs |= self._emb_grads(step)
         dh, _ = self.norm2.backward(dz, h.x, partials, table2, out=dz, rows=False, **outputs)
+        step.block_done()
         del h, dz
         if a1 is None:
             a1 = self._first(xs, table1)
@@ -422,20 +431,25 @@ class EmbeddingLayers:
     """The blocks' projections of the embedding as one matrix product.
 
     The flat buffer holds their weights, and their biases, side by side (see `TOGETHER`), and one
-    leaf each covers them all. These layers are under autograd, but for the gradients of weights
-    and biases, which go straight into the flat buffer.
+    leaf each covers them all. These layers are under autograd, in a graph of their own, but for the
+    gradients of weights and biases, which go straight into the flat buffer.
     """
 
     def __init__(self, model: UNet, flat: FlatParameters, kernels: ModuleType) -> None:
         self.model, self.kernels = model, kernels
         device = flat.param.device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # its kernels are small, and would wait for the programs of the stem's convolution
+        high = {"priority": -1}
+        self._stream = torch.cuda.Stream(device, **high) if device.type == "cuda" else None
+        self._begin: torch.cuda.Event | None = None  # after it the inputs are there
         names = [name for name, module in model.named_modules() if isinstance(module, ResBlock)]
         self._columns, start = {}, 0
         for name in names:
             width = model.get_submodule(f"{name}.emb_layers.1").weight.shape[0]
             self._columns[name] = slice(start, start + width)
             start += width
+        self.blocks = len(names)
+        self._step: Step | None = None  # kept while its backward pass may still run
         weights = [f"{name}.emb_layers.1.weight" for name in names]
         biases = [f"{name}.emb_layers.1.bias" for name in names]
         self.projection = Linear(4 * model.model_channels, start, backend=model.backend)
@@ -451,19 +465,41 @@ class EmbeddingLayers:
             self.projection, self.model.embed(*inputs, self._linear, self._sinusoids)
         )
 
+    def begin(self) -> None:
+        """The inputs of the next call of `beside` are there, as of the current stream. Without this
+        they are when it is called."""
+        if self._stream is not None:
+            self._begin = torch.cuda.current_stream().record_event()
+
     def beside(self, *inputs) -> tuple[Tensor, torch.cuda.Event | None]:
-        """The same on a stream of its own, and when it is done. Autograd runs the backward pass of
-        these layers there, too; `join` waits for both."""
+        """The same on a stream of its own, and when it is done."""
         if self._stream is None:
             return self(*inputs), None
-        self._stream.wait_stream(torch.cuda.current_stream())
+        if self._begin is None:
+            self.begin()
+        self._stream.wait_event(self._begin)
+        self._begin = None
         with torch.cuda.stream(self._stream):
             return self(*inputs), self._stream.record_event()
+
+    def backward(self, step: Step) -> None:
+        """The backward pass of these layers, on the same stream, as soon as `step.d_emb` is there:
+        that is before the first block's last convolution. `join` waits for it."""
+        if not step.rows.requires_grad:
+            return
+        if self._stream is None:
+            torch.autograd.backward(step.rows, step.d_emb)
+            return
+        self._stream.wait_event(step.written)
+        with torch.cuda.stream(self._stream):
+            torch.autograd.backward(step.rows, step.d_emb)
+        self._step = step
 
     def join(self) -> None:
         """Let the current stream wait for them."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
+        self._step = None
 
     def _sinusoids(self, t: Tensor) -> Tensor:
         frequencies = self.model.timestep_embedding.frequencies

@@ -26,7 +26,8 @@ class SideStream:
 
     While `holding`, pieces that read large tensors are kept back, within other limits, until
     `release`: then they run on a third stream, beside the main stream's smaller kernels and the
-    pieces given since. Their tensors stay allocated until `join`.
+    pieces given since. Pieces that are run `apart` go there, too. Their tensors stay allocated
+    until `join`. The two streams do not wait for each other, but where they `meet`.
 
     With `behind` a piece is launched when so many more have been given, or at `join`. A graph lets
     the first of two successors follow its predecessor at once and the other a microsecond or more
@@ -38,7 +39,7 @@ class SideStream:
         self._third = None if self._stream is None else torch.cuda.Stream(device)
         self.holding = False
         self._back: list[tuple[Callable[..., None], tuple[Tensor, ...]]] = []
-        self._released: list[tuple[Tensor, ...]] = []
+        self._apart: list[tuple[Tensor, ...]] = []  # what the third stream reads
         self._budget, self._held, self._behind = budget, 0, behind
         self._given: deque[tuple[_Done, Callable[..., None], tuple[Tensor, ...]]] = deque()
         self._pending: deque[tuple[_Done, tuple[Tensor, ...]]] = deque()
@@ -63,22 +64,32 @@ class SideStream:
         self._back = []
         if not back:
             return
-        self._released += [reads for _, reads in back]
+        self._on_third(back)
+
+    def apart(self, work: Callable[..., None], *reads: Tensor) -> None:
+        """Start `work(*reads)` on the third stream, after everything that the main stream has been
+        given so far."""
+        self._on_third([(work, reads)])
+
+    def meet(self) -> None:
+        """Let what the two streams are given from now on wait for what the other was given."""
+        self.release()
+        while self._given:
+            self._launch()
         if self._third is None:
-            for work, reads in back:
-                work(*reads)
             return
-        self._third.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._third):
-            for work, reads in back:
-                work(*reads)
+        if self._apart:
+            self._stream.wait_stream(self._third)
+        if self._pending:
+            self._third.wait_stream(self._stream)
+            self._apart.append(())  # so that `join` waits for it
 
     def join(self) -> None:
         """Let the main stream wait for all of it."""
         self.release()
-        if self._released and self._third is not None:
+        if self._apart and self._third is not None:
             torch.cuda.current_stream().wait_stream(self._third)
-        self._released = []
+        self._apart = []
         while self._given:
             self._launch()
         while self._pending:
@@ -87,6 +98,17 @@ class SideStream:
     def _holds(self, reads: tuple[Tensor, ...]) -> bool:
         held = sum(_size(reads) for _, reads in self._back)
         return max(map(_bytes, reads), default=0) >= _LARGE and held + _size(reads) <= _HELD_BUDGET
+
+    def _on_third(self, pieces: list[tuple[Callable[..., None], tuple[Tensor, ...]]]) -> None:
+        self._apart += [reads for _, reads in pieces]
+        if self._third is None:
+            for work, reads in pieces:
+                work(*reads)
+            return
+        self._third.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._third):
+            for work, reads in pieces:
+                work(*reads)
 
     def _launch(self) -> None:
         before, work, reads = self._given.popleft()

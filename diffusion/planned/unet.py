@@ -68,6 +68,7 @@ def training_network(
     flat: FlatParameters,
     recompute: bool = False,  # keep fewer activations, see `planned.layers`
     ready: Callable[[int], None] | None = None,  # told how far backward is, see `GradientSum`
+    urgent: bool = False,  # it wants to know as early as can be
 ) -> Callable[..., Tensor]:
     """What a training step calls as `forward_nhwc`: the plan if there is one for this model and
     backend, else the model itself, and the log says why."""
@@ -76,7 +77,7 @@ def training_network(
     if backend.name == "triton" and backend.dtype in _DTYPES:
         refusal = FusedUNet.refusal(model) or _missing_tile(model)
         if refusal is None:
-            return FusedUNet(model, flat, fused, recompute, ready)
+            return FusedUNet(model, flat, fused, recompute, ready, urgent)
         log.warning("the layers run one by one, without the fused plan: %s", refusal)
     if recompute:
         log.warning("train.recompute has no effect without the fused plan: %s", refusal)
@@ -133,9 +134,10 @@ class FusedUNet:
         kernels: ModuleType,
         recompute: bool = False,
         ready: Callable[[int], None] | None = None,
+        urgent: bool = False,
     ) -> None:
         self.model, self.kernels, self.dtype = model, kernels, model.backend.dtype
-        self.recompute, self.ready = recompute, ready
+        self.recompute, self.ready, self.urgent = recompute, ready, urgent
         self.params, self.grads = flat.views(flat.param), flat.views(flat.grad)
         self.filter_starts: dict[str, int] = {}  # of each block, in the flat buffer
         for name, grad in self.grads.items():
@@ -189,22 +191,23 @@ class FusedUNet:
     ) -> Tensor:
         """As `UNet.forward_nhwc`; backward adds to the flat gradient."""
         emb, ready = self.embedding.beside(t, labels, rng, first)
-        return _Planned.apply(emb, x, rng, first, ready, self)
+        step = Step(emb, torch.empty_like(emb), rng, first, ready, self.embedding.blocks)
+        # the embedding's layers go back on their own, as soon as `step.d_emb` is complete
+        start = emb.detach().requires_grad_(emb.requires_grad)
+        return _Planned.apply(start, x, step, self)
+
+    def timesteps_known(self) -> None:
+        """The timesteps and labels of the next call are there, as of the current stream; x need not
+        be."""
+        self.embedding.begin()
 
     def forget_gradients(self) -> None:
         """Zero the flat gradient but for the filters', which the next backward pass will write."""
         self._rest_of_grad.zero_()
         self.accumulates = False
 
-    def forward(
-        self,
-        emb: Tensor,  # [N, E]
-        x: Tensor,  # [N, H, W, CI]
-        rng: Tensor | None,
-        first: int,
-        ready: torch.cuda.Event | None,  # for emb
-    ) -> Tensor:
-        self.step = Step(emb, torch.empty_like(emb), rng, first, ready)
+    def forward(self, x: Tensor, step: Step) -> Tensor:  # [N, H, W, CI] -> [N, H, W, CO]
+        self.step = step
         self.image = self._padded(x)
         weight = self._padded(self.stem.weight.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         h = self._features(self.image, weight)
@@ -212,11 +215,12 @@ class FusedUNet:
         self.tape = h.x, table, None if self.recompute else a
         return self._output(a).contiguous()
 
-    def backward(self, dy: Tensor) -> Tensor:  # [N, H, W, CO] -> gradient of emb [N, E]
+    def backward(self, dy: Tensor) -> None:  # [N, H, W, CO]
         k, (h, table, a) = self.kernels, self.tape
         self.tape = None
         dy = self._padded(dy)
         smallest = dy.shape[1] * dy.shape[2] // self.reduction
+        self.met = False  # whether the side stream has waited for what was held
         self._hold(h, smallest)
         a = k.apply(h, None, table, "silu") if a is None else a
         self.aside.run(self.head.all_grads, a, dy)
@@ -239,15 +243,22 @@ class FusedUNet:
         d, _ = self._run_back(self.middle, d, skips.pop())
         self._complete("middle_block")
         for i, block in reversed(list(enumerate(self.encoder, 1))):
+            pixels = d.dx.shape[1] * d.dx.shape[2]
+            if not self.met and (i == 1 or pixels >= _MUCH_LARGER * smallest):
+                # what was held has been made up for, or nearly, while images were small
+                self.aside.meet()
+                self.met = True
+            if i == 1:  # most of it before the end, where nothing else would run
+                self.aside.apart(lambda *rows: self.sums.flush(False), *self.sums.kept)
             d, _ = self._run_back(block, d, skips.pop())
             self._complete(f"input_blocks.{i}")
         self.stem.bias_grad(d.rows)
+        self.embedding.backward(self.step)
+        # beside the last gradients of filters, which the side stream still makes
+        self.aside.apart(lambda *rows: self.sums.flush(), *self.sums.kept)
         self.aside.run(self.stem.weight_grad, self.image, d.dx)
-        # beside the embedding's layers, which autograd comes to next
-        self.aside.run(lambda *rows: self.sums.flush(), *self.sums.kept)
         self._join_after_backward()
-        d_emb, self.step, self.image = self.step.d_emb, None, None
-        return d_emb
+        self.step, self.image = None, None
 
     def _join_after_backward(self) -> None:
         """Let the current stream wait for the others when autograd has done all that is left."""
@@ -308,16 +319,16 @@ class FusedUNet:
         weights are made up for. Other processes are sent them as early as can be, and in a large
         batch they would hold too much memory."""
         pixels = x.shape[1] * x.shape[2]
-        worthwhile = self.ready is None and x.numel() * x.itemsize < _MUCH_MEMORY
+        worthwhile = not self.urgent and x.numel() * x.itemsize < _MUCH_MEMORY
         self.aside.holding = worthwhile and pixels >= _MUCH_LARGER * smallest
         if pixels <= smallest:
             self.aside.release()
 
     def _complete(self, name: str) -> None:
         """The filters of this block, and so of all behind it, have their gradients when the side
-        stream has done what it was given."""
+        stream has done what it was given; but for what was held."""
         start = self.filter_starts.get(name)
-        if self.ready is not None and start is not None:
+        if self.ready is not None and start is not None and (self.urgent or self.met):
             self.aside.run(lambda: self.ready(start))
 
     def _layers(self, name: str, block: nn.ModuleList) -> list:
@@ -337,19 +348,12 @@ def _padded_width(channels: int) -> int:
 
 class _Planned(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx,
-        emb: Tensor,
-        x: Tensor,
-        rng: Tensor | None,
-        first: int,
-        ready: torch.cuda.Event | None,
-        plan: FusedUNet,
-    ) -> Tensor:
+    def forward(ctx, emb: Tensor, x: Tensor, step: Step, plan: FusedUNet) -> Tensor:
         ctx.plan = plan
-        return plan.forward(emb, x, rng, first, ready)
+        return plan.forward(x, step)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.plan.backward(dy.contiguous()), None, None, None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[None, ...]:
+        ctx.plan.backward(dy.contiguous())
+        return None, None, None, None

@@ -88,18 +88,22 @@ def test_output_and_every_gradient(options, recompute):
         torch.testing.assert_close(grads[name], p.grad, rtol=1e-8, atol=1e-9, msg=name)
 
 
-def test_says_how_far_backward_is():
+@pytest.mark.parametrize("urgent", [True, False], ids=["urgent", "some are held"])
+def test_says_how_far_backward_is(urgent, monkeypatch):
     """What is called complete does not change any more, and is ever more of the filters."""
-    model = make(MODELS["three_levels"])
+    monkeypatch.setattr(side_stream, "_LARGE", 0)
+    model = make(MODELS["three_levels"] | {"num_res_blocks": 2})
     flat = FlatParameters(model, together=TOGETHER)
     seen = []
-    plan = FusedUNet(
-        model, flat, fused_reference, ready=lambda start: seen.append((start, flat.grad.clone()))
-    )
+
+    def ready(start: int) -> None:
+        seen.append((start, flat.grad.clone()))
+
+    plan = FusedUNet(model, flat, fused_reference, ready=ready, urgent=urgent)
     x, t = torch.randn(2, 8, 12, 3).double(), torch.tensor([3, 700])
     plan(x, t).square().sum().backward()
     starts = [start for start, _ in seen]
-    assert starts == sorted(starts, reverse=True) and len(set(starts)) > 5
+    assert starts == sorted(starts, reverse=True) and len(set(starts)) > (5 if urgent else 1)
     assert 0 < starts[-1] < flat.filters_end // 20  # all but the stem
     for start, grad in seen:
         part = slice(start, flat.filters_end)

@@ -11,6 +11,8 @@ from diffusion.gradient_sum import GradientSum
 class Recorder:
     """Stands in for Processes: doubles what it is given, as a twin process would."""
 
+    count = 2
+
     def __init__(self):
         self.sizes, self.waited = [], 0
 
@@ -78,3 +80,33 @@ def test_a_network_that_says_nothing(flat):
     flat.grad.fill_(1)
     total.finish()
     assert (flat.grad == 2).all() and recorder.waited == 2
+
+
+@pytest.mark.parametrize("count", [1, 2], ids=["alone", "two processes"])
+def test_the_norm_is_told_of_sums_that_are_complete(flat, count):
+    """Alone, every part is one; else it is when it has been waited for."""
+    recorder, told = Recorder(), []
+
+    class Norm:
+        def begin(self):
+            told.append("begin")
+
+        def ready(self, start):
+            told.append((start, recorder.waited))
+
+    recorder.count = count
+    total = GradientSum(flat, recorder, bucket=128 * 4, norm=Norm())
+    total.ready(192)  # of an earlier micro-batch
+    total.begin()
+    for start in (192, 128, 64, 0):
+        total.listener(start)
+    expected = [(192, 0), (128, 0), (64, 0), (0, 0)]
+    assert told == ["begin", *(expected if count == 1 else [])]
+    total.finish()
+    assert told == ["begin", *(expected if count == 1 else [(128, 1), (0, 2)])]
+
+
+def test_nobody_listens(flat):
+    alone = Recorder()
+    alone.count = 1
+    assert GradientSum(flat, alone).listener is None

@@ -70,6 +70,45 @@ def test_held_pieces_come_when_they_are_released(device, monkeypatch):
     assert done[-1] == 70 and not stream.holding
 
 
+def test_pieces_apart_come_at_once(device):
+    stream = SideStream(device, behind=1)
+    done = []
+
+    def run(where, name: str) -> weakref.ref:
+        x = torch.zeros(4, device=device)
+        where(lambda x: done.append(name), x)
+        return weakref.ref(x)
+
+    first = run(stream.run, "aside")
+    second = run(stream.apart, "apart")
+    assert done == ["apart"]
+    stream.meet()  # launches what was given
+    assert done == ["apart", "aside"]
+    assert first() is not None and second() is not None
+    stream.join()
+    assert first() is None and second() is None
+
+
+@pytest.mark.gpu
+def test_the_two_streams_see_each_other_where_they_meet(device):
+    stream = SideStream(device)
+    n = 2**20
+    x, y = torch.zeros(n, device=device), torch.zeros(n, device=device)
+    seen = []
+
+    def slow(target: torch.Tensor) -> None:
+        torch.cuda._sleep(10**7)
+        target.fill_(1)
+
+    stream.run(slow, x)
+    stream.apart(slow, y)
+    stream.meet()
+    stream.run(lambda y: seen.append(y.clone()), y)
+    stream.apart(lambda x: seen.append(x.clone()), x)
+    stream.join()
+    assert all((z == 1).all() for z in seen) and len(seen) == 2
+
+
 @pytest.mark.gpu
 def test_a_piece_launched_late_sees_what_was_there_when_it_was_given(device):
     stream = SideStream(device, behind=1)

@@ -2,25 +2,31 @@
 
 COMPILE_CASES = [
     {
-        "name": "square_sum",
-        "kernel": "triton_kernels.adamw:_square_sum_kernel",
-        "signature": {"grad_ptr": "*fp32", "partial_ptr": "*fp32", "size": "i32"},
-        "constexprs": {"BLOCK": 4096},
+        "name": "square_sums",
+        "kernel": "triton_kernels.adamw:_square_sums_kernel",
+        "signature": {
+            "grad_ptr": "*fp32",
+            "sums_ptr": "*fp32",
+            "size": "i32",
+            "first": "i32",
+            "chunks": "i32",
+        },
+        "constexprs": {"TURNS": 4, "BLOCK": 4096},
         "options": {"num_warps": 8},
     },
     {
-        "name": "square_sum_of_one",  # Triton makes a constant of every integer that is 1
-        "kernel": "triton_kernels.adamw:_square_sum_kernel",
-        "signature": {"grad_ptr": "*fp32", "partial_ptr": "*fp32"},
-        "constexprs": {"size": 1, "BLOCK": 4096},
+        "name": "square_sums_of_one",  # Triton makes a constant of every integer that is 1
+        "kernel": "triton_kernels.adamw:_square_sums_kernel",
+        "signature": {"grad_ptr": "*fp32", "sums_ptr": "*fp32", "first": "i32"},
+        "constexprs": {"size": 1, "chunks": 1, "TURNS": 1, "BLOCK": 4096},
         "options": {"num_warps": 8},
         "expect": {"arches": [90]},
     },
     {
         "name": "norm",
         "kernel": "triton_kernels.adamw:_norm_kernel",
-        "signature": {"partial_ptr": "*fp32", "norm_ptr": "*fp32", "programs": "i32"},
-        "constexprs": {"BLOCK": 512},
+        "signature": {"sums_ptr": "*fp32", "norm_ptr": "*fp32", "chunks": "i32"},
+        "constexprs": {"BLOCK": 2048},
         "options": {"num_warps": 4},
         "expect": {"arches": [90]},
     },

@@ -147,15 +147,31 @@ def test_a_zero_gradient_only_decays(device):
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 5 * 4096 + 17])
-@pytest.mark.parametrize("programs", [1, 2, 512], ids="programs={}".format)
-def test_grad_norm(size, programs, device, monkeypatch):
-    """With few programs each makes several turns; with many, one."""
-    monkeypatch.setattr(adamw, "_NORM_PROGRAMS", programs)
+@pytest.mark.parametrize("chunks", [1, 2, 512], ids="chunks={}".format)
+def test_grad_norm(size, chunks, device, monkeypatch):
+    """With few chunks each takes several turns; with many, one."""
+    monkeypatch.setattr(adamw, "_NORM_CHUNKS", chunks)
     grad = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device)
     norm = adamw.grad_norm(grad)
     assert norm.shape == (1,)
     torch.testing.assert_close(norm[0].double(), grad.double().norm(), rtol=1e-6, atol=0)
     assert torch.equal(adamw.grad_norm(grad), norm)
+
+
+@pytest.mark.parametrize("size", [4095, 3 * 8192, 5 * 4096 + 17])
+def test_sums_of_squares_by_parts(size, device, monkeypatch):
+    """Whatever the parts, the norm has the same bits, and no other sum is touched."""
+    monkeypatch.setattr(adamw, "_NORM_CHUNKS", 3)
+    grad = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device)
+    chunks, norm = adamw.norm_chunks(size), torch.empty(1, device=device)
+    for first in range(chunks):
+        sums = torch.full((chunks,), math.nan, device=device)
+        count = chunks // 2
+        adamw.square_sums(grad, sums, first, count)
+        assert sums.isnan().sum() == chunks - count
+        adamw.square_sums(grad, sums, (first + count) % chunks, chunks - count)
+        adamw.norm_of_squares(sums, norm)
+        assert torch.equal(norm, adamw.grad_norm(grad))
 
 
 def test_no_parameters(device):
@@ -186,6 +202,12 @@ def test_wrong_arguments_are_refused(change, message):
     arguments["skipped"] = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
         adamw.adamw_step(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(("first", "count"), [(1, 1), (-1, 1), (0, 2)])
+def test_chunks_that_are_not_there_are_refused(first, count):
+    with pytest.raises(ValueError, match=f"chunks {first} .. {first} \\+ {count} are asked for"):
+        adamw.square_sums(torch.zeros(8), torch.zeros(1), first, count)
 
 
 def test_grad_norm_refuses_a_strided_gradient():
