@@ -15,6 +15,7 @@ from torch import Tensor
 
 import triton_kernels
 from diffusion import gradient_norm
+from triton_kernels.adamw import LateUpdate
 from triton_kernels.fused import ops as fused
 
 _FAMILIES = {
@@ -31,11 +32,14 @@ _FAMILIES = {
     "resample": ("avg_pool", "avg_pool_grad", "upsample", "upsample_grad"),
     "elementwise": ("pad_channels", "sinusoids"),
     "denoise": ("draw_timesteps", "draw_flips", "q_sample", "denoise_loss", "gather_images"),
-    "optimizer": ("grad_norm", "adamw_step", "square_sums"),
+    "optimizer": ("grad_norm", "adamw_step", "square_sums", "early", "late_part", "late_ema"),
 }
 _FAMILY_OF = {op: family for family, ops in _FAMILIES.items() for op in ops}
 _REWRITTEN = {  # arguments that are read and written
     "adamw_step": (0, 2, 3, 4),
+    "early": (1, 3, 4),  # these three of a LateUpdate
+    "late_part": (1, 3, 4, 5),
+    "late_ema": (2,),
     "conv_weight_grad": (2,),
     "conv_two_weight_grads": (2, 5),
     "linear_grads": (3, 4),
@@ -74,8 +78,9 @@ def noted_work() -> Iterator[list[Work]]:
                 op = getattr(module, name)
                 if not isinstance(op, type):
                     stack.enter_context(mock.patch.object(module, name, noted(name, op)))
-        squares = noted("square_sums", gradient_norm.square_sums)
-        stack.enter_context(mock.patch.object(gradient_norm, "square_sums", squares))
+        parts = [(LateUpdate, name) for name in ("early", "late_part", "late_ema")]
+        for owner, name in [*parts, (gradient_norm, "square_sums")]:
+            stack.enter_context(mock.patch.object(owner, name, noted(name, getattr(owner, name))))
         yield calls
 
 
@@ -100,6 +105,11 @@ def _share(name: str, args: tuple) -> float:
     if name == "square_sums":
         _, sums, _, count = args
         return count / len(sums)
+    if args and isinstance(args[0], LateUpdate):
+        late, param = args[:2]
+        if name == "late_part":
+            return (late.bounds[args[9] + 1] - late.bounds[args[9]]) / len(param)
+        return 1 - late.gap / len(param)
     return 1.0
 
 

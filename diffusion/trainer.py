@@ -137,6 +137,7 @@ class Trainer:
             pause = time.perf_counter()
             shown = s.sample_every and (done % s.sample_every == 0 or last)
             if run_log is not None and self.preview is not None and shown:
+                self.step.settle()
                 preview = self.preview()
                 path = run_log.preview(preview, done)
                 tqdm.write(f"step {done}: {preview}samples in {path}")
@@ -182,6 +183,7 @@ class Trainer:
 
     def _save(self, done: int) -> Path:
         checkpoint = self.run_dir / "checkpoints" / f"step_{done:08d}"
+        self.step.settle()
         if self.processes.is_first and self._saved != done:
             state = {
                 **self.state,

@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from diffusion.backend import TORCH_FP32
+import triton_kernels
+from diffusion.backend import TORCH_FP32, Backend
 from diffusion.errors import ConfigError
 from diffusion.flat import FlatParameters
 from diffusion.optimizer import Optimizer, OptimizerSettings
+from triton_kernels import adamw
 
 
 def test_lr_warms_up_linearly_then_stays():
@@ -94,3 +96,55 @@ def test_a_non_finite_gradient_leaves_everything_and_is_counted():
     for x, was in zip((flat.param, flat.exp_avg, flat.exp_avg_sq, flat.ema), before, strict=True):
         assert torch.equal(x, was)
     assert optimizer.skipped.item() == 1
+
+
+def test_what_is_deferred_is_made_up_for(device, monkeypatch):
+    """The same bits as without; also with a step that is left out, and where somebody looks."""
+    monkeypatch.setattr(adamw, "LATE_CHUNK", 2048)
+    triton = Backend("triton", triton_kernels)
+
+    def train(defers: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        convs = [nn.Conv2d(16, 32, 3) for _ in range(2)]  # 4608 elements each
+        flat = FlatParameters(nn.Sequential(*convs, nn.Linear(7, 5)).to(device))
+        flat.low(torch.float16)
+        optimizer = Optimizer(flat, OptimizerSettings(lr=1e-2, warmup=0, weight_decay=0.1), triton)
+        if defers:
+            optimizer.defer(1500, 5000, flat.filters_end)
+        seen = []
+        for step in range(5):
+            optimizer.load(step, 5)
+            optimizer.begin()
+            optimizer.start_late()
+            optimizer.reached(0)
+            flat.grad.copy_(torch.randn(flat.grad.shape))
+            if step == 1:
+                flat.grad[7] = torch.nan
+            optimizer.update()
+            if step in (2, 4):
+                optimizer.settle()
+                optimizer.settle()  # nothing is left
+                buffers = flat.param, flat.exp_avg, flat.exp_avg_sq, flat.ema, flat.shadow
+                seen += [x.clone() for x in (*buffers, optimizer.skipped)]
+        return seen
+
+    for x, expected in zip(train(True), train(False), strict=True):
+        assert torch.equal(x, expected)
+
+
+def test_a_step_that_never_says_when_is_made_up_for_at_its_end(device):
+    triton, results = Backend("triton", triton_kernels), []
+    for defers in (True, False):
+        torch.manual_seed(0)
+        flat = FlatParameters(nn.Conv2d(16, 32, 3).to(device))
+        optimizer = Optimizer(flat, OptimizerSettings(warmup=0), triton)
+        if defers:
+            optimizer.defer(2048, flat.filters_end)
+        for step in range(2):
+            optimizer.load(step, 2)
+            optimizer.begin()
+            flat.grad.fill_(1.0)
+            optimizer.update()
+        optimizer.settle()
+        results.append((flat.param, flat.ema))
+    assert all(map(torch.equal, *results))
