@@ -17,7 +17,7 @@ from .draw import draw
 from .errors import ConfigError, writing
 from .pictures import grid
 from .planned.inference import InferenceUNet, sampling_network
-from .settings import construct
+from .settings import construct, shown
 from .trained import Trained, TrainedSettings
 
 _GRID_OF = 100  # images at most in the grid that comes with a folder of images
@@ -96,14 +96,20 @@ def sample(config: dict[str, Any]) -> Path:
 
 
 def _default_out(settings: SampleSettings, trained: Trained) -> Path:
-    """Beside the run, named after the weights and how the pictures are drawn with them."""
-    guidance = "" if settings.guidance == 1 else f"_guidance{settings.guidance}"
+    """Beside the run, named after the weights and how the pictures are drawn with them: what is
+    drawn otherwise does not replace them."""
     steps = settings.steps or ""
-    steps = "-".join(map(str, steps)) if isinstance(steps, list) else steps
-    how = f"{settings.sampler}{steps}{guidance}_{settings.seed}"
+    steps = "-".join(map(str, steps)) if isinstance(steps, list) else str(steps)
+    name = f"{trained.name}{'' if settings.ema else '_ema-false'}_{settings.sampler}"
+    name += f"-{steps}" if steps[:1].isalpha() else steps
+    for key in ("spacing", "eta", "clip", "label", "guidance"):
+        value = getattr(settings, key)
+        if value != getattr(SampleSettings, key):
+            name += f"_{key}{'' if type(value) in (int, float) else '-'}{shown(value)}"
+    name = f"{name}_{settings.seed}.png".replace("/", "-")  # of a class's name
     if trained.run_dir is None:
-        return Path(f"{trained.name}_{how}.png")
-    return trained.run_dir / "samples" / f"sample_{trained.name}_{how}.png"
+        return Path(name)
+    return trained.run_dir / "samples" / f"sample_{name}"
 
 
 def _labels(label: Any, n: int, trained: Trained, device: torch.device) -> Tensor | None:

@@ -122,6 +122,19 @@ def test_respacing_of_guided_diffusion(checkpoint, steps):
     assert same == (steps == "2")
 
 
+def test_pictures_drawn_otherwise_do_not_replace_each_other(checkpoint):
+    settings = {"ckpt": str(checkpoint), "n": 1, "steps": 2, "device": "cpu"}
+    others = ({"label": "curled"}, {"label": 2}, {"eta": 0.5}, {"clip": None}, {"ema": False})
+    others += ({"spacing": "trailing"}, {"steps": [1, 1]}, {"steps": "ddim2"}, {"seed": 1})
+    names = [sample(settings | other).name for other in ({}, *others)]
+    assert len(set(names)) == len(names)
+    assert names[:2] == [
+        "sample_step_00000001_ddim2_0.png",
+        "sample_step_00000001_ddim2_label-curled_0.png",
+    ]
+    assert names[5] == "sample_step_00000001_ema-false_ddim2_0.png"
+
+
 def test_a_folder_of_images_of_many_channels(tmp_path):
     path, model = tmp_path / "weights.bin", MODEL | {"name": "unet"}
     save_unet_cu(path, build_model(model, TORCH_FP32, (8, 12), 5, False, torch.device("cpu")))
