@@ -1,5 +1,7 @@
 """The convolution's kernels as compile_only.py compiles them: the hot tiles of both paths."""
 
+from triton_kernels.conv import tf32x3, turned_wgrad
+
 _TMA_CHIPS = (90, 100, 120)  # elsewhere the launcher takes the gathering kernels
 
 
@@ -86,6 +88,7 @@ def _stride2(name: str, dgrad: bool) -> dict:
             "S": 3,
             "PAD_H": 1,
             "PAD_W": 1,
+            **({"TURNED": False} if dgrad else {}),
             "PRECISION": "tf32",
             "TILE_N": 1,
             "TILE_H": 4,
@@ -225,6 +228,7 @@ _FUSED_DGRAD = {
         "R": 3,
         "S": 3,
         "ACT": "silu",
+        "TURNED": False,
         "ROWS": 1,
         "PRECISION": "tf32",
         "TILE_N": 2,
@@ -309,7 +313,137 @@ _FUSED_ROWS = {
     "expect": {"wgmma": True, "tma": True, "arches": (90, 100)},
 }
 
+
+def _turned_fwd(block_c: int, block_m: int, stages: int) -> dict:
+    """TF32, and so an input gradient of turned filters: 32 channels a step."""
+    case = _fwd_tma(f"tf32 {block_c}x{block_m}", block_c, block_m, stages, False, (90,))
+    return {
+        **case,
+        "signature": case["signature"]
+        | {
+            "x_desc": f"tensordesc<fp32[1,{block_m // 32},32,32]>",
+            "w_desc": f"tensordesc<fp32[1,{block_c},32]>",
+            "y_desc": f"tensordesc<fp32[1,{block_m // 32},32,{block_c}]>",
+        },
+        "constexprs": case["constexprs"] | {"BLOCK_K": 32},
+    }
+
+
+def _turned_stride2(block_m: int) -> dict:
+    case = _stride2("input gradient, stride 2, tf32", dgrad=True)
+    box = f"fp32[1,{block_m // 32}"
+    return {
+        **case,
+        "signature": case["signature"]
+        | {
+            "dy_desc": f"tensordesc<{box},32,32]>",
+            "w_desc": "tensordesc<fp32[1,64,32]>",
+            "dx_desc": f"tensordesc<{box},1,32,64]>",
+        },
+        "constexprs": case["constexprs"] | {"TURNED": True, "TILE_H": block_m // 32, "BLOCK_K": 32},
+        "expect": {"wgmma": True, "tma": True, "arches": (90,)},
+    }
+
+
+def _tf32x3(block_c: int, block_m: int, num_warps: int, stages: int) -> dict:
+    box = f"fp32[1,{block_m // 32},32"
+    return {
+        "name": f"float32 {block_c}x{block_m}, {num_warps} warps, {stages} stages",
+        "kernel": "triton_kernels.conv.tf32x3:_conv2d_tf32x3_kernel",
+        "signature": {
+            **dict.fromkeys(("x_desc", "x_small_desc"), f"tensordesc<{box},32]>"),
+            **dict.fromkeys(("w_desc", "w_small_desc"), f"tensordesc<fp32[1,{block_c},32]>"),
+            "y_desc": f"tensordesc<{box},{block_c}]>",
+            "bias_ptr": "*fp32",
+            **dict.fromkeys(("CI", "P", "Q", "CO"), "i32"),
+        },
+        "constexprs": {
+            "R": 3,
+            "S": 3,
+            "PAD_H": 1,
+            "PAD_W": 1,
+            "PRECISION": "tf32",
+            "TILE_N": 1,
+            "TILE_H": block_m // 32,
+            "TILE_W": 32,
+            "BLOCK_C": block_c,
+            "BLOCK_K": 32,
+        },
+        "options": {"num_warps": num_warps, "num_stages": stages},
+        "multiples": ("CI", "P", "Q", "CO"),
+        "expect": {"wgmma": True, "tma": True, "arches": (90,)},
+    }
+
+
+def _turned_wgrad(
+    block_c: int, block_j: int, block_m: int, rows: int, num_warps: int, stages: int, parts: int
+) -> dict:
+    a, b = (f"tensordesc<fp32[{block},{block_m}]>" for block in (block_c, block_j))
+    small = {"a_small_desc": a, "b_small_desc": b}
+    tile = f"{block_c}x{block_j}, {rows} rows, {num_warps} warps, {stages} stages"
+    return {
+        "name": f"weight gradient, {'float32' if parts == 2 else 'tf32'} {tile}",
+        "kernel": "triton_kernels.conv.turned_wgrad:_turned_wgrad_kernel",
+        "signature": {
+            "a_desc": a,
+            "b_desc": b,
+            **(small if parts == 2 else {}),
+            "dw_ptr": "*fp32",
+            **dict.fromkeys(("C", "D", "step", "num_tiles", "tiles_per_split"), "i32"),
+        },
+        "constexprs": {
+            **({} if parts == 2 else dict.fromkeys(small)),
+            "R": 3,
+            "S": 3,
+            "GROUP": rows,
+            "PAD_H": 1,
+            "A_IS_DY": False,
+            "BLOCK_C": block_c,
+            "BLOCK_J": block_j,
+            "BLOCK_M": block_m,
+        },
+        "options": {"num_warps": num_warps, "num_stages": stages},
+        "multiples": ("C", "D", "step"),
+        "expect": {"wgmma": True, "tma": True, "arches": (90,)},
+    }
+
+
+def _turn(name: str, kernel: str, signature: dict, constexprs: dict) -> dict:
+    return {
+        "name": name,
+        "kernel": f"triton_kernels.conv.turn:{kernel}",
+        "signature": signature,
+        "constexprs": constexprs,
+        "options": {"num_warps": 4, "num_stages": 3},
+        "multiples": ("C", "CI", "CO", "columns", "num", "part_stride"),
+        "expect": {"wgmma": False, "tma": False, "arches": _TMA_CHIPS},
+    }
+
+
+_TURNS = [
+    _turn(
+        "pixels turned, in two parts",
+        "_turn_pixels_kernel",
+        dict.fromkeys(("x_ptr", "out_ptr"), "*fp32")
+        | dict.fromkeys(("H", "W", "C", "rows", "columns", "num", "part_stride", "first"), "i32"),
+        {"STEP": -1, "COPIES": 3, "PARTS": 2, "BLOCK_M": 64, "BLOCK_C": 32},
+    ),
+    _turn(
+        "filters turned",
+        "_turn_filters_kernel",
+        dict.fromkeys(("w_ptr", "out_ptr"), "*fp32")
+        | dict.fromkeys(("CO", "CI", "TAPS", "part_stride"), "i32"),
+        {"PARTS": 1, "BLOCK": 32},
+    ),
+]
+
 COMPILE_CASES = [
+    *(_turned_fwd(*tile) for tile in [(64, 64, 4), (128, 128, 4)]),
+    _turned_stride2(128),
+    *(_tf32x3(*c[:2], *c[3:5]) for c in tf32x3.FWD_CONFIGS[:4]),
+    *(_turned_wgrad(*c[:6], 1) for c in turned_wgrad.WGRAD_CONFIGS[:5]),
+    *(_turned_wgrad(*c[:6], 2) for c in turned_wgrad.WGRAD_CONFIGS[:2]),
+    *_TURNS,
     _fwd_tma("forward 128x128", 128, 128, 3, False, _TMA_CHIPS),
     _fwd_tma("input gradient 64x256", 64, 256, 4, True, (90, 100)),
     _wgrad_tma("weight gradient 64x64", 64, 4, True, _TMA_CHIPS),

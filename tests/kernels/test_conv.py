@@ -10,9 +10,12 @@ import torch
 from triton_kernels import column_sum, reference
 from triton_kernels.conv import conv2d as conv
 from triton_kernels.conv import gather as conv_gather
+from triton_kernels.conv import tf32x3 as conv_tf32x3
 from triton_kernels.conv import tma as conv_tma
 from triton_kernels.conv import tma_boxes
 from triton_kernels.conv import tma_stride as conv_stride
+from triton_kernels.conv import turn as conv_turn
+from triton_kernels.conv import turned_wgrad as conv_turned_wgrad
 from triton_kernels.device import describe
 
 
@@ -146,6 +149,15 @@ def poison(monkeypatch):
 
     monkeypatch.setattr(conv, "_empty", empty)
     monkeypatch.setattr(column_sum, "_empty", empty)
+    monkeypatch.setattr(conv_turn, "_empty", empty)
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    """Small products in float32 take the paths of large ones."""
+    monkeypatch.setattr(conv_tma, "_TURN_FROM", 0)
+    monkeypatch.setattr(conv_tf32x3, "_WORTH", 0)
+    monkeypatch.setattr(conv_turned_wgrad, "_WORTH", 0)
 
 
 PRECISIONS = ["fp32", "tf32", "fp16", pytest.param("bf16", marks=pytest.mark.gpu)]
@@ -163,6 +175,53 @@ def test_matches_reference(name, precision, device, monkeypatch):
     check(got, exact, low, SMALL[name], precision)
     assert [t.dtype for t in got] == [dtype, dtype, torch.float32, torch.float32]
     assert got[2].stride() == weight.stride()
+
+
+TENSOR_CORES = {
+    **{
+        name: SMALL[name]
+        for name in (
+            "whole rows a tile",
+            "no padding",
+            "padding beyond the filter",
+            "1-D, 5 taps",
+            "1x1",
+            "1x1 with padding",
+            "stride 2 by TMA",
+            "stride 2 by TMA, 4x4",
+        )
+    },
+    "odd": Shape(2, 5, 7, 32, 40),
+    "more in than out": Shape(3, 4, 6, 72, 36),
+    "wide, no padding": Shape(2, 5, 7, 32, 32, padding=0),
+    "wide, padding beyond the filter": Shape(1, 3, 4, 36, 32, padding=(4, 3)),
+    "wide, 2x4 filter": Shape(2, 5, 6, 32, 36, (2, 4), padding=(1, 2)),
+    "wide, 1-D, 5 taps": Shape(2, 1, 17, 36, 32, (1, 5)),
+    "wide, 1x1 with padding": Shape(2, 3, 5, 32, 36, (1, 1), padding=1),
+}
+
+
+@pytest.mark.usefixtures("poison", "tensor_cores")
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize("name", TENSOR_CORES)
+def test_float32_on_tensor_cores(name, precision, device, monkeypatch):
+    shape, tf32 = TENSOR_CORES[name], precision == "tf32"
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
+    data = make(shape, torch.float32, device)
+    got = run(conv.conv2d, shape, *data, allow_tf32=tf32)
+    check(got, *references(shape, *data), shape, precision)
+
+
+@pytest.mark.usefixtures("poison", "tensor_cores")
+def test_float32_on_tensor_cores_keeps_infinities(device):
+    """Halves of an infinity are no infinities, and the other filter's second half is zero."""
+    x, weight = torch.ones(1, 3, 4, 32, device=device), torch.ones(32, 32, 1, 1, device=device)
+    x[0, 0, 0, 0], x[0, 1, 1, 1], x[0, 2, 2, 2] = float("inf"), float("nan"), 3.4028e38
+    y, exact = conv.conv2d(x, weight), reference.conv2d(x.double(), weight.double())
+    torch.testing.assert_close(y, exact.float(), rtol=1e-6, atol=0, equal_nan=True)
+    assert y[0, 0, 0, 0] == float("inf") and y[0, 1, 1].isnan().all()
+    weight[:, 0] = 0
+    assert conv.conv2d(x, weight)[0, 0, 0].isnan().all()  # inf * 0
 
 
 def test_without_bias_and_without_gradients(device):
@@ -222,6 +281,11 @@ def is_tma(config) -> bool:
     return not isinstance(config, conv_gather.Config | conv_gather.WgradConfig)
 
 
+def is_wide(config) -> bool:
+    """For float32 alone: forward and input gradient not in TF32."""
+    return isinstance(config, conv_tf32x3.Config | conv_turned_wgrad.WgradConfig)
+
+
 def is_strided(config) -> bool:
     return isinstance(config, conv_stride.Config | conv_stride.WgradConfig)
 
@@ -232,11 +296,13 @@ def test_every_config(which, config, device):
     if is_tma(config) and not describe(device).tma:
         pytest.skip("no TMA unit")
     shape = Shape(3, 6, 8, 128, 40, stride=2) if is_strided(config) else Shape(3, 6, 8, 72, 40)
-    data = make(shape, torch.float16, device)
+    precision = "fp32" if is_wide(config) else "fp16"
+    data = make(shape, DTYPES[precision][0], device)
     exact, low = references(shape, *data)
     got = one_pass(which, shape, *data, False, config)
     index = PASSES[which]
-    assert relative(got, exact[index]) <= 2 * relative(low[index], exact[index]) + ROUNDING["fp16"]
+    floor = ROUNDING[precision]
+    assert relative(got, exact[index]) <= 2 * relative(low[index], exact[index]) + floor
 
 
 @pytest.mark.parametrize(
@@ -326,6 +392,8 @@ RACES = {
     "16x16 bf16": (Shape(32, 16, 16, 192, 192), "bf16"),
     "ragged bf16": (Shape(5, 13, 21, 200, 136), "bf16"),
     "16x16 tf32": (Shape(32, 16, 16, 192, 192), "tf32"),
+    "ragged tf32": (Shape(5, 13, 21, 200, 136), "tf32"),
+    "32x32 fp32": (Shape(32, 32, 32, 128, 128), "fp32"),
     "ragged fp32": (Shape(5, 13, 21, 200, 136), "fp32"),
     "stride 2 bf16": (Shape(32, 32, 32, 128, 128, stride=2), "bf16"),
     "ragged, stride 2 bf16": (Shape(5, 14, 22, 128, 136, stride=2), "bf16"),
@@ -339,6 +407,13 @@ def race_case(name: str):
     shape, precision = RACES[name]
     data = make(shape, DTYPES[precision][0], torch.device("cuda"))
     return data, *references(shape, *data)
+
+
+def fits_float32(config) -> bool:
+    if isinstance(config, conv_tf32x3.Config):
+        return True
+    x, weight = torch.empty(1, device="cuda"), torch.empty(1, 1, 3, 3)
+    return conv_turned_wgrad._fits(config, x, weight, "ieee")
 
 
 @pytest.mark.gpu
@@ -355,9 +430,14 @@ def test_every_config_repeatedly(name, which, config, monkeypatch, device):
             pytest.skip("of another stride")
         if not describe(device).tma:
             pytest.skip("no TMA unit")
-        if precision == "fp32" or (wide and which == "weight gradient"):
-            pytest.skip("the gathering path serves it")
-        if wide and config.block_k > 32:
+        if is_wide(config):
+            if not wide or (precision == "tf32" and which != "weight gradient"):
+                pytest.skip("of another dtype")
+            if precision == "fp32" and not fits_float32(config):
+                pytest.skip("two parts of a tile do not fit")
+        elif precision == "fp32" or (wide and which == "weight gradient"):
+            pytest.skip("another path serves it")
+        elif wide and config.block_k > 32:
             pytest.skip("a row of a box is at most 128 bytes")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
     data, exact, low = race_case(name)

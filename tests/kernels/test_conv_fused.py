@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from triton_kernels import reference
+from triton_kernels.conv import tma as conv_tma
 from triton_kernels.conv import tma_wgrad as conv_tma_wgrad
+from triton_kernels.conv import turned_wgrad as conv_turned_wgrad
 from triton_kernels.conv.tma_boxes import image_box, row_box
 from triton_kernels.device import describe
 from triton_kernels.dropout import Mask
@@ -262,6 +264,19 @@ def test_input_grad(name, dtype, device):
     check_grad(SMALL[name], None, dtype, device)
 
 
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    """Small products in float32 take the paths of large ones."""
+    monkeypatch.setattr(conv_tma, "_TURN_FROM", 0)
+    monkeypatch.setattr(conv_turned_wgrad, "_WORTH", 0)
+
+
+@pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize("name", SMALL)
+def test_input_grad_of_turned_filters(name, device):
+    check_grad(SMALL[name], None, torch.float32, device)
+
+
 @pytest.mark.parametrize("activation", ["identity", "gelu"])
 def test_input_grad_of_other_activations(activation, device):
     check_grad(SMALL["3x3"], None, torch.float16, device, activation)
@@ -328,6 +343,14 @@ def check_weight_grad(shape: Shape, dtype, device, accumulate=False, config=None
     for columns in (slice(0, beside), slice(beside + ci, None)):
         assert torch.equal(flat[..., columns], before[..., columns])
     return out
+
+
+@pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+def test_weight_grad_of_turned_operands(kernel, accumulate, device):
+    shape, beside = Shape(2, 5, 8, 40, 32, kernel), 4 if kernel == 1 else 0
+    check_weight_grad(shape, torch.float32, device, accumulate, beside=beside)
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])

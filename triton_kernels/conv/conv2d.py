@@ -12,10 +12,10 @@ The GEMM is swapped: the filters are the left operand of tl.dot and the pixels, 
 right one, so an accumulator is [channels, pixels]. On Hopper both operands then stay in shared
 memory. (With pixels on the left Triton moves them through registers first; one such tile raced.)
 
-Three paths, chosen by `_launch_fwd` and `_conv2d_wgrad` from shape, dtype and GPU: `conv.tma` with
+Paths, chosen by `_launch_fwd` and `_conv2d_wgrad` from shape, dtype and GPU: `conv.tma` with
 `conv.tma_wgrad`, and for stride 2 `conv.tma_stride`, are fast, and need channels in multiples of 16
-bytes; `conv.gather` serves the rest. Sums over pixels that are split among programs are added up in
-a fixed order.
+bytes; so do `conv.tf32x3` (float32) and `conv.turned_wgrad` (float32 and TF32); `conv.gather`
+serves the rest. Sums over pixels that are split among programs are added up in a fixed order.
 """
 
 import torch
@@ -26,17 +26,24 @@ from ..column_sum import column_sum, partials, sum_partials
 from ..layout import DTYPES, autocast, check_nhwc, check_shape
 from ..library import derivative, op
 from . import gather as conv_gather
+from . import tf32x3 as conv_tf32x3
 from . import tma as conv_tma
 from . import tma_stride as conv_stride
 from . import tma_wgrad as conv_tma_wgrad
+from . import turned_wgrad as conv_turned_wgrad
 
 # Every tile of every path; a launcher takes one as `config` instead of choosing by shape.
-_FWD_PATHS = (conv_gather, conv_tma, conv_stride)
-_WGRAD_PATHS = (conv_gather, conv_tma_wgrad, conv_stride)
+_FWD_PATHS = (conv_gather, conv_tma, conv_stride, conv_tf32x3)
+_WGRAD_PATHS = (conv_gather, conv_tma_wgrad, conv_stride, conv_turned_wgrad)
 _FWD_CONFIGS = [c for path in _FWD_PATHS for c in path.FWD_CONFIGS]
 _WGRAD_CONFIGS = [c for path in _WGRAD_PATHS for c in path.WGRAD_CONFIGS]
-_FwdConfig = conv_gather.Config | conv_tma.Config | conv_stride.Config
-_WgradConfig = conv_gather.WgradConfig | conv_tma_wgrad.WgradConfig | conv_stride.WgradConfig
+_FwdConfig = conv_gather.Config | conv_tma.Config | conv_stride.Config | conv_tf32x3.Config
+_WgradConfig = (
+    conv_gather.WgradConfig
+    | conv_tma_wgrad.WgradConfig
+    | conv_stride.WgradConfig
+    | conv_turned_wgrad.WgradConfig
+)
 
 _empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
 
@@ -93,6 +100,8 @@ def _launch_fwd(x, weight, bias, y, stride, padding, allow_tf32, config, dgrad):
         path = conv_tma
     elif conv_stride.serves_fwd(x, weight, y, stride, padding, precision, dgrad=dgrad):
         path = conv_stride
+    elif conv_tf32x3.serves_fwd(x, weight, y, stride, precision):
+        path = conv_tf32x3
     else:
         path = conv_gather
     path.launch_fwd(x, weight, bias, y, stride, padding, precision, dgrad=dgrad, config=config)
@@ -117,9 +126,11 @@ def _conv2d_wgrad(
         path = conv_tma_wgrad
     elif conv_stride.serves_wgrad(x, dy, weight, stride, padding):
         path = conv_stride
+    elif conv_turned_wgrad.serves_wgrad(x, dy, weight, stride, padding, precision):
+        path = conv_turned_wgrad
     else:
         path = conv_gather
-    how = (stride, precision) if path is conv_gather else ()
+    how = {conv_gather: (stride, precision), conv_turned_wgrad: (precision,)}.get(path, ())
     config, splits = path.plan_wgrad(x, dy, weight, padding, config, *how)
     partial = partials(dweight, splits)
     path.launch_wgrad(x, dy, weight, partial, stride, padding, precision, config, splits)

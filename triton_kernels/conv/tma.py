@@ -31,6 +31,7 @@ from .tma_boxes import (
     pixel_box,
     weight_in_boxes,
 )
+from .turn import turn_filters
 
 
 class Config(NamedTuple):
@@ -68,6 +69,7 @@ FWD_CONFIGS = [
     Config(64, 32, 32, 4, 4),
 ]
 _MODELLED = 8  # the first so many are what the cost model chooses from
+_TURN_FROM = 1024  # pixels of a float32 input gradient, which pay for a copy of the filters
 
 
 @triton.jit
@@ -248,6 +250,9 @@ def launch_fwd(
     """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output, y of the input."""
     assert stride == 1
     _, _, r, s = weight.shape
+    if dgrad and worth_turning(y):
+        padding = (r - 1 - padding[0], s - 1 - padding[1])
+        weight, dgrad = turn_filters(weight, 1)[0], False
     if is_pointwise(weight, padding):
         x, y = as_one_row(x), as_one_row(y)
     ci = x.shape[3]
@@ -292,6 +297,11 @@ def launch_fwd(
         **tile_constants((r, s), padding, precision, box, config),
         **overlapping(x.device),
     )
+
+
+def worth_turning(dx: Tensor) -> bool:
+    """Whether `turn.turn_filters` should precede this input gradient."""
+    return dx.itemsize == 4 and dx.numel() >= _TURN_FROM * dx.shape[3]
 
 
 def tile_constants(

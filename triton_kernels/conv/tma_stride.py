@@ -18,7 +18,7 @@ from torch import Tensor
 from ..device import describe
 from ..tuning import choose
 from .configs import FwdTile, WgradTile, choose_plan, plans_around
-from .tma import tile_constants, tile_origin
+from .tma import tile_constants, tile_origin, worth_turning
 from .tma_boxes import (
     addressable,
     aligned,
@@ -28,6 +28,7 @@ from .tma_boxes import (
     weight_in_boxes,
 )
 from .tma_wgrad import num_parts, tile_arguments, wgrad_blocks
+from .turn import turn_filters
 
 
 class Config(FwdTile):
@@ -110,7 +111,7 @@ def _stride2_fwd_kernel(
 @triton.jit(do_not_specialize=["P", "Q"])
 def _stride2_dgrad_kernel(
     dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
-    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_K, BLOCK_C]
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_K, BLOCK_C]; TURNED: as `turn_filters` has them
     dx_desc,  # [N, H / 2, 2, W / 2, 2 CI] in boxes [TILE_N, TILE_H, 1, TILE_W, BLOCK_C]
     CO,
     P,  # H / 2, W / 2: the pixels of one kind
@@ -120,6 +121,7 @@ def _stride2_dgrad_kernel(
     S: tl.constexpr,
     PAD_H: tl.constexpr,
     PAD_W: tl.constexpr,
+    TURNED: tl.constexpr,
     PRECISION: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_H: tl.constexpr,
@@ -145,8 +147,12 @@ def _stride2_dgrad_kernel(
         i = tap // taps_w
         j = tap - i * taps_w
         dy = dy_desc.load([n0, h0 + row - i, w0 + col - j, k0]).reshape(BLOCK_M, BLOCK_K)
-        w = w_desc.load([(r0 + 2 * i) * S + s0 + 2 * j, k0, c0]).reshape(BLOCK_K, BLOCK_C)
-        acc = tl.dot(tl.trans(w), tl.trans(dy), acc, input_precision=PRECISION)
+        tap = (r0 + 2 * i) * S + s0 + 2 * j
+        if TURNED:
+            w = w_desc.load([R * S - 1 - tap, c0, k0]).reshape(BLOCK_C, BLOCK_K)
+        else:
+            w = tl.trans(w_desc.load([tap, k0, c0]).reshape(BLOCK_K, BLOCK_C))
+        acc = tl.dot(w, tl.trans(dy), acc, input_precision=PRECISION)
     dx = tl.trans(acc.to(dx_desc.dtype)).reshape(TILE_N, TILE_H, 1, TILE_W, BLOCK_C)
     dx_desc.store([n0, h0, odd_row, w0, odd_col * CI + c0], dx)
 
@@ -214,14 +220,19 @@ def _launch_dgrad(
     box = pixel_box(config.block_m, n, p, q)
     assert ci % config.block_c == 0, "a block of channels reaches into the other parity"
     programs = count_boxes(box, n, p, q) * triton.cdiv(ci, config.block_c)
+    if turned := worth_turning(dx):
+        filters = weight_in_boxes(turn_filters(weight, 1)[0], config.block_c, config.block_k)
+    else:
+        filters = weight_in_boxes(weight, config.block_k, config.block_c)
     _stride2_dgrad_kernel[(programs, 2 * kinds)](
         in_boxes(dy, [*box, config.block_k]),
-        weight_in_boxes(weight, config.block_k, config.block_c),
+        filters,
         in_boxes(pixels, [*box[:2], 1, box[2], config.block_c]),
         dy.shape[3],
         p,
         q,
         ci,
+        TURNED=turned,
         **tile_constants((r, s), padding, precision, box, config),
     )
 

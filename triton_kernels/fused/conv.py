@@ -26,13 +26,15 @@ from ..activations import check_activation
 from ..column_sum import sum_partials
 from ..conv import gather as conv_gather
 from ..conv import tma_wgrad as conv_tma_wgrad
+from ..conv import turned_wgrad as conv_turned_wgrad
 from ..conv.gluon import narrow as gluon_narrow
 from ..conv.gluon import rows as gluon_rows
 from ..conv.gluon import tiles as gluon_tiles
 from ..conv.gluon.operands import Operands
-from ..conv.tma import Config, launch_fwd
+from ..conv.tma import Config, launch_fwd, worth_turning
 from ..conv.tma_boxes import count_boxes, image_box, in_boxes, pixel_box, row_box, weight_in_boxes
 from ..conv.tma_wgrad import WgradConfig
+from ..conv.turn import turn_filters
 from ..dependent_launch import overlapping
 from ..device import describe
 from ..dropout import Mask, mask_arguments
@@ -227,9 +229,14 @@ def conv_input_grad(
         gluon_path.launch(config, given)
         return dz, partials
     tile = [*piece, config.block_c]
+    # of an even number of rows the input gradient has another padding
+    if turned := r % 2 == s % 2 == 1 and weight.shape[0] % 4 == 0 and worth_turning(dz):
+        filters = weight_in_boxes(turn_filters(weight, 1)[0], config.block_c, config.block_k)
+    else:
+        filters = weight_in_boxes(weight, config.block_k, config.block_c)
     conv_input_grad_kernel[(_programs(config, box, dz),)](
         in_boxes(dy, [*box, config.block_k]),
-        weight_in_boxes(weight, config.block_k, config.block_c),
+        filters,
         in_boxes(inputs[0], tile),
         in_boxes(inputs[1], tile) if len(inputs) == 2 else None,
         table,
@@ -245,6 +252,7 @@ def conv_input_grad(
         R=r,
         S=s,
         ACT=activation,
+        TURNED=turned,
         PRECISION="tf32",
         ROWS=config.rows,
         TILE_N=box[0],
@@ -302,9 +310,13 @@ def conv_weight_grad(
             out.zero_()
         return
     padding = (r // 2, s // 2) if padding is None else (padding, padding)
-    path = conv_tma_wgrad if x.itemsize == 2 and stride == 1 else conv_gather
+    if x.itemsize == 2 and stride == 1:
+        path, how = conv_tma_wgrad, ()
+    elif conv_turned_wgrad.serves_wgrad(x, dy, out, stride, padding, "tf32"):
+        path, how = conv_turned_wgrad, ("tf32",)
+    else:
+        path, how = conv_gather, (stride, "tf32")
     assert path is conv_tma_wgrad or (x.shape[3], dy.shape[3]) == (ci, co)
-    how = (stride, "tf32") if path is conv_gather else ()
     config, planned = path.plan_wgrad(x, dy, out, padding, config, *how)
     splits = planned if splits is None else splits
     if splits == 1 and path is conv_tma_wgrad:

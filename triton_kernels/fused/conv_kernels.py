@@ -289,7 +289,7 @@ def _finish_input_grad(
 @triton.jit(do_not_specialize=["N", "P", "Q", "first", "stream"])
 def conv_input_grad_kernel(
     dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
-    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_K, BLOCK_C]
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_K, BLOCK_C]; TURNED: [R * S, CI, CO], backwards
     x1_desc,  # [N, P, Q, C1] in boxes [PIECE_N, PIECE_H, PIECE_W, BLOCK_C]
     x2_desc,  # [N, P, Q, CI - C1] likewise, or None
     table_ptr,  # [N, 4, CI]: mean, rstd, g, b
@@ -308,6 +308,7 @@ def conv_input_grad_kernel(
     R: tl.constexpr,
     S: tl.constexpr,
     ACT: tl.constexpr,
+    TURNED: tl.constexpr,  # filters as `conv.turn.turn_filters` has them
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,  # tiles one below the other
     TILE_N: tl.constexpr,
@@ -327,7 +328,7 @@ def conv_input_grad_kernel(
     mean, rstd, g, b = _load_table(table_ptr, n0, c0, N, CI, PIECE_N, BLOCK_C)
     if ROWS == 1:
         acc0 = multiply(
-            dy_desc, w_desc, n0, h0, w0, c0, CO, R, S, R // 2, S // 2, True, PRECISION,
+            dy_desc, w_desc, n0, h0, w0, c0, CO, R, S, R // 2, S // 2, not TURNED, PRECISION,
             BLOCK_M, BLOCK_C, BLOCK_K,
         )  # fmt: skip
         acc1 = acc0
@@ -335,7 +336,7 @@ def conv_input_grad_kernel(
         acc3 = acc0
     else:
         acc0, acc1, acc2, acc3 = multiply_rows(
-            dy_desc, w_desc, n0, h0, w0, c0, CO, S, S // 2, True, PRECISION, ROWS,
+            dy_desc, w_desc, n0, h0, w0, c0, CO, S, S // 2, not TURNED, PRECISION, ROWS,
             BLOCK_M, BLOCK_C, BLOCK_K,
         )  # fmt: skip
     PIECES: tl.constexpr = ROWS * BLOCK_M // (PIECE_N * PIECE_H * PIECE_W)

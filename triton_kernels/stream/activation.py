@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ..activations import activate
+from ..tf32 import round_to_tf32
 
 
 @triton.jit
@@ -39,14 +40,6 @@ def _stem(weight, x_ptr, n, T, BT: tl.constexpr, CX: tl.constexpr, TAPS: tl.cons
     x_ptr += (n * T + t) * CX + (offs_k // TAPS)[:, None]
     x = tl.load(x_ptr, mask, 0.0, cache_modifier=".cg")
     return tl.dot(weight, x, input_precision="ieee")
-
-
-@triton.jit
-def round_to_tf32(v):
-    """v to the nearest float32 of 10 bits of mantissa: tensor cores ignore the 13 bits behind
-    them, which makes every product too small, and errors that all have one sign add up."""
-    bits = (v.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-    return tl.where(v == v, bits.to(tl.float32, bitcast=True), v)  # a NaN's bits may carry over
 
 
 @triton.jit
