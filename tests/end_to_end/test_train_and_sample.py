@@ -70,7 +70,7 @@ def test_guided_samples_of_a_conditional_model(tmp_path):
         *("n=3", "steps=3", "sampler=dpmpp_2m", "spacing=karras", "guidance=3", "device=cpu"),
     )
     assert code == 0, err
-    assert "sample_step_00000002_dpmpp_2m3_guidance3_0.png" in out
+    assert "sample_step_00000002_dpmpp_2m3_spacing-karras_guidance3_0.png" in out
     assert len(list((tmp_path / "run" / "samples").glob("*_guidance3_0.png"))) == 1
 
 
