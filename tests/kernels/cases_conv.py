@@ -435,6 +435,12 @@ _TURNS = [
         | dict.fromkeys(("CO", "CI", "TAPS", "part_stride"), "i32"),
         {"PARTS": 1, "BLOCK": 32},
     ),
+    _turn(
+        "a tensor in its two parts",
+        "_split_kernel",
+        {"x_ptr": "*fp32", "out_ptr": "*fp32", "num": "i32"},
+        {"BLOCK": 2048},
+    ),
 ]
 
 COMPILE_CASES = [
