@@ -23,7 +23,8 @@ from .gradient_sum import GradientSum
 from .image_task import ImageTask
 from .objective import Objective
 from .optimizer import Optimizer, OptimizerSettings
-from .planned.unet import TOGETHER, FusedUNet, training_network
+from .planned.layers import TOGETHER
+from .planned.unet import FusedUNet, training_network
 from .policies.task import LOADERS, PolicyTask
 from .run_log import Preview, log_file, write_whole
 from .settings import check_keys, construct, shown

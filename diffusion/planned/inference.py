@@ -26,7 +26,7 @@ from ..flat import FlatParameters
 from ..objective import Denoiser
 from ..unet import UNet
 from .layers import TOGETHER, Feature, Step
-from .unet import _DTYPES, FusedUNet, _missing_tile
+from .unet import DTYPES, FusedUNet, missing_tile
 
 _WHOLE_PIXELS = 256  # of an image that a program reads whole, where nobody has to add parts
 _PROGRAMS = 128  # that take the sums of a tensor, at least
@@ -41,9 +41,9 @@ def sampling_network(model: nn.Module) -> "Denoiser | InferenceUNet":
     this model, backend and GPU, else that; the log says why not. The plan has a copy of the
     parameters in 16 bits: it does not follow what happens to them afterwards."""
     backend = model.backend
-    if backend.name != "triton" or backend.dtype not in _DTYPES:
+    if backend.name != "triton" or backend.dtype not in DTYPES:
         return model.forward_nhwc
-    refusal = FusedUNet.refusal(model) or _missing_tile(model)
+    refusal = FusedUNet.refusal(model) or missing_tile(model)
     if refusal is not None:
         log.warning("the layers run one by one, without the fused plan: %s", refusal)
         return model.forward_nhwc

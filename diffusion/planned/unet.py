@@ -34,7 +34,6 @@ from ..layers import GroupNorm
 from ..unet import UNet
 from ..unet_blocks import AttentionBlock, Downsample, ResBlock, Upsample
 from .layers import (
-    TOGETHER,
     EmbeddingLayers,
     Feature,
     FusedAttention,
@@ -48,9 +47,7 @@ from .layers import (
 )
 from .side_stream import SideStream
 
-__all__ = ["TOGETHER", "FusedUNet", "training_network"]
-
-_DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16)
 _MUCH_LARGER = 16  # images, by pixels
 _MUCH_MEMORY = 32 * 2**20  # bytes of an activation
 _CHANNELS = 16  # the stem's and the head's few channels are padded to a multiple of this
@@ -75,8 +72,8 @@ def training_network(
     backend, else the model itself, and the log says why."""
     backend = model.backend
     refusal = "only bf16 on the Triton backend has it"
-    if backend.name == "triton" and backend.dtype in _DTYPES:
-        refusal = FusedUNet.refusal(model) or _missing_tile(model)
+    if backend.name == "triton" and backend.dtype in DTYPES:
+        refusal = FusedUNet.refusal(model) or missing_tile(model)
         if refusal is None:
             return FusedUNet(model, flat, fused, recompute, ready, urgent)
         log.warning("the layers run one by one, without the fused plan: %s", refusal)
@@ -85,7 +82,7 @@ def training_network(
     return model.forward_nhwc
 
 
-def _missing_tile(model: UNet) -> str | None:
+def missing_tile(model: UNet) -> str | None:
     """Why the fused convolutions cannot do the shapes of this model on this GPU, or None."""
     for size, weight, border in _convolutions(model):
         shape = (1, *size, weight[1])

@@ -1,9 +1,11 @@
 """Convolution as implicit GEMM. `conv2d` is the op, which takes the fastest path that applies:
 
-    tma         tiles fetched by the copy engine; its weight gradient is `tma_wgrad`
-    tma_stride  the same for stride 2
-    gather      pointers: everything else
-    gluon       hand-scheduled for Hopper, among the tiles of `tma` and for the fused network
+    tma           tiles fetched by the copy engine; its weight gradient is `tma_wgrad`
+    tma_stride    the same for stride 2
+    tf32x3        `tma` for float32, three TF32 products each
+    turned_wgrad  the weight gradient of float32 and TF32, over the copies that `turn` makes
+    gather        pointers: everything else
+    gluon         hand-scheduled for Hopper, among the tiles of `tma` and for the fused network
 
 `tma_boxes` says which boxes the copy engine fetches, `configs` what a program computes.
 """
