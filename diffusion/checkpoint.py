@@ -86,8 +86,9 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint meant by a run's folder, its checkpoints folder, or a checkpoint itself."""
+def find_checkpoint(path: str | Path, others: str = "") -> Path:
+    """The checkpoint meant by a run's folder, its checkpoints folder, or a checkpoint itself.
+    ConfigError: there is none; `others` is what else the caller takes."""
     path = Path(path)
     if not path.exists():
         raise ConfigError(f"checkpoint {path} does not exist")
@@ -96,8 +97,8 @@ def find_checkpoint(path: str | Path) -> Path:
     found = latest_checkpoint(path / "checkpoints") or latest_checkpoint(path)
     if found is None:
         raise ConfigError(
-            f"{path} holds no checkpoint; expected a run's folder, RUN/checkpoints/step_NNNNNNNN,"
-            " or a weights file (.safetensors, .pt, .bin)"
+            f"{path} holds no checkpoint; expected a run's folder or RUN/checkpoints/step_NNNNNNNN"
+            f"{others}"
         )
     return found
 

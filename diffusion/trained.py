@@ -20,6 +20,7 @@ from .interchange.weights import load_weights, stored_image_shape
 from .sampler import Sampler
 from .settings import construct, shown
 
+_OTHERS = ", a weights file (.safetensors, .pt, .bin) or a directory of diffusers"
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 
@@ -70,7 +71,7 @@ def load_trained(
         return _load_diffusers(
             path, device, ema, model, diffusion, size, channels, backend, precision
         )
-    checkpoint = find_checkpoint(path)
+    checkpoint = find_checkpoint(path, _OTHERS)
     if model is not None or diffusion is not None:
         raise ConfigError(
             f"model= and diffusion= are for a weights file; {checkpoint} says its own"
@@ -164,13 +165,13 @@ def _load_file(
     backend: str,
     precision: str | None,
 ) -> Trained:
+    stored = stored_image_shape(path) or (None, None, None)
     if model is None:
         raise ConfigError(
             f"ckpt={path} is a weights file and does not say its network: give model=NAME,"
             " for example model=unet_cu"
         )
     process = construct(Process, diffusion or {}, "diffusion")
-    stored = stored_image_shape(path) or (None, None, None)
     height, width, channels = _image_shape(path, stored, size, channels)
     precision = precision or precision_on(device, "bf16")
     chosen = choose_backend(backend, precision, device, setting="precision")

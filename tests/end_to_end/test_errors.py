@@ -68,7 +68,16 @@ def test_the_home_folder_is_found(monkeypatch, tmp_path):
 def test_sample_needs_a_checkpoint(tmp_path):
     assert "ckpt is not set" in fails("sample.py")
     assert "does not exist" in fails("sample.py", "ckpt=nowhere")
-    assert "holds no checkpoint" in fails("sample.py", f"ckpt={tmp_path}")
+    line = fails("sample.py", f"ckpt={tmp_path}")
+    assert "holds no checkpoint" in line and "or a directory of diffusers" in line
+    (tmp_path / "config.yaml").write_text("model: unet")
+    assert "is no weights file" in fails("sample.py", f"ckpt={tmp_path}/config.yaml")
+
+
+def test_weights_are_not_resumed(tmp_path):
+    (tmp_path / "a.pt").write_bytes(b"")
+    command = (*TINY, f"run_dir={tmp_path}/run", f"train.resume={tmp_path}/a.pt")
+    assert fails("train.py", *command).endswith("a run's folder or RUN/checkpoints/step_NNNNNNNN")
 
 
 def test_a_run_is_not_overwritten(tmp_path):
