@@ -11,7 +11,7 @@ from ..data.action_chunks import PolicySpec
 from ..errors import ConfigError
 from ..settings import construct
 from .animation import save_gif
-from .environments import check_spaces, make_environments
+from .environments import Environment, check_spaces, make_environments
 from .policy import Policy, load_policy
 from .rollout import Episode, measure_latency, roll_out
 
@@ -69,7 +69,7 @@ def rollout(config: dict) -> list[Episode]:
         check_spaces(settings.env, environments[0], policy.spec, settings.ckpt)
         observation, _ = environments[0].reset(seed=settings.seed)
         if pictured:
-            _check_picture(environments[0].render(), settings)
+            _check_picture(environments[0], settings)
         if settings.latency_calls:
             print(_latency(policy, observation, settings))
         episodes = roll_out(
@@ -100,7 +100,14 @@ def _check_action_steps(action_steps: int | None, spec: PolicySpec) -> None:
         )
 
 
-def _check_picture(frame: object, settings: RolloutSettings) -> None:
+def _check_picture(environment: Environment, settings: RolloutSettings) -> None:
+    try:
+        frame = environment.render()
+    except Exception as error:  # what it draws with is missing, there is no display: anything
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            f"env={settings.env} cannot draw itself ({reason}); leave out={settings.out} away"
+        ) from error
     if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.shape[2] != 3:
         raise ConfigError(f"env={settings.env} draws no pictures; leave out={settings.out} away")
 

@@ -10,6 +10,7 @@ from PIL import Image
 
 from diffusion.data.action_chunks import Normaliser, PolicySpec
 from diffusion.errors import ConfigError
+from diffusion.policies import rollout_run
 from diffusion.policies.animation import save_gif
 from diffusion.policies.environments import check_spaces, make_environments
 from diffusion.policies.rollout import measure_latency, roll_out
@@ -214,6 +215,26 @@ def test_spaces_that_do_not_match():
 def test_wrong_settings(settings, named):
     with pytest.raises(ConfigError, match=named.replace("?", r"\?")):
         rollout({"ckpt": "nowhere", **settings})
+
+
+@pytest.mark.parametrize(
+    ("drawn", "named"),
+    [
+        (None, "draws no pictures; leave out=a.gif away"),
+        (np.zeros((4, 4)), "draws no pictures"),
+        (ImportError("pygame is\nmissing"), r"cannot draw itself \(pygame is missing\); leave out"),
+    ],
+    ids=["nothing", "no picture", "an error"],
+)
+def test_an_environment_that_cannot_be_filmed(drawn, named):
+    def render():
+        if isinstance(drawn, Exception):
+            raise drawn
+        return drawn
+
+    environment = SimpleNamespace(render=render)
+    with pytest.raises(ConfigError, match=named):
+        rollout_run._check_picture(environment, RolloutSettings("a", env="b", out="a.gif"))
 
 
 def test_every_setting_is_in_the_configuration():
