@@ -23,7 +23,7 @@ from .gradient_sum import GradientSum
 from .image_task import ImageTask
 from .objective import Objective
 from .optimizer import Optimizer, OptimizerSettings
-from .planned.layers import TOGETHER
+from .planned.embedding import TOGETHER
 from .planned.unet import FusedUNet, training_network
 from .policies.task import LOADERS, PolicyTask
 from .run_log import Preview, log_file, write_whole

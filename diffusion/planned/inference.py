@@ -25,7 +25,8 @@ from triton_kernels.fused.conv_split import SplitConv
 from ..flat import FlatParameters
 from ..objective import Denoiser
 from ..unet import UNet
-from .layers import TOGETHER, Feature, Step
+from .embedding import TOGETHER, Step
+from .layers import Feature
 from .unet import DTYPES, FusedUNet, missing_tile
 
 _WHOLE_PIXELS = 256  # of an image that a program reads whole, where nobody has to add parts

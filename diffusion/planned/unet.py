@@ -33,8 +33,8 @@ from ..flat import FlatParameters
 from ..layers import GroupNorm
 from ..unet import UNet
 from ..unet_blocks import AttentionBlock, Downsample, ResBlock, Upsample
+from .embedding import EmbeddingLayers, Step
 from .layers import (
-    EmbeddingLayers,
     Feature,
     FusedAttention,
     FusedDownsample,
@@ -43,7 +43,6 @@ from .layers import (
     Gradient,
     Norm,
     Parameters,
-    Step,
 )
 from .side_stream import SideStream
 

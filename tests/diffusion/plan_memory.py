@@ -141,7 +141,7 @@ def activations(batch: int, recompute: bool = False, **options) -> Shapes:
     """A pass forward and backward of the model of the benchmarks, with other options perhaps."""
     from diffusion.backend import Backend
     from diffusion.flat import FlatParameters
-    from diffusion.planned.layers import TOGETHER
+    from diffusion.planned.embedding import TOGETHER
     from diffusion.planned.unet import FusedUNet
     from diffusion.unet import UNet
     from triton_kernels import reference

@@ -10,7 +10,7 @@ from diffusion.backend import Backend
 from diffusion.flat import FlatParameters
 from diffusion.layers import set_backend
 from diffusion.planned import side_stream
-from diffusion.planned.layers import TOGETHER
+from diffusion.planned.embedding import TOGETHER
 from diffusion.planned.unet import FusedUNet, training_network
 from diffusion.unet import UNet
 from triton_kernels import reference

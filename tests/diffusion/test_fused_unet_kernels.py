@@ -7,7 +7,7 @@ import torch
 import triton_kernels
 from diffusion.backend import Backend
 from diffusion.flat import FlatParameters
-from diffusion.planned.layers import TOGETHER
+from diffusion.planned.embedding import TOGETHER
 from diffusion.planned.unet import FusedUNet, training_network
 from diffusion.unet import UNet
 from triton_kernels import reference

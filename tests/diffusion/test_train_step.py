@@ -13,7 +13,7 @@ from diffusion.flat import FlatParameters
 from diffusion.gradient_sum import GradientSum
 from diffusion.objective import Objective
 from diffusion.optimizer import Optimizer, OptimizerSettings
-from diffusion.planned.layers import TOGETHER
+from diffusion.planned.embedding import TOGETHER
 from diffusion.planned.unet import FusedUNet
 from diffusion.schedule import NoiseSchedule
 from diffusion.train_step import TrainStep
