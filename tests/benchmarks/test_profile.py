@@ -1,0 +1,126 @@
+"""Profiles: the families of kernels, the report, and the work that is noted."""
+
+import pytest
+import torch
+
+import triton_kernels
+from benchmarks import profile, work
+from triton_kernels.adamw import LateUpdate
+from triton_kernels.fused import ops as fused_ops
+
+RNG = torch.zeros(2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "op", "want"),
+    [
+        ("_conv2d_tma_kernel", "_Conv2d", "conv fwd"),
+        ("_conv2d_gather_kernel", "_Conv2dBackward", "conv dgrad"),
+        ("_conv2d_wgrad_tma_kernel", "_Conv2dBackward", "conv wgrad"),
+        ("_column_sum_kernel", "_Conv2dBackward", "conv wgrad"),
+        ("_group_norm_resident_bwd_kernel", "_GroupNormBackward", "norm"),
+        ("_norm_kernel", "", "optimizer"),
+        ("skip_dx_kernel", "_PlannedBackward", "norm"),
+        ("_activation_grad_kernel", "_PlannedBackward", "norm"),
+        ("_pad_channels_kernel", "_Planned", "elementwise"),
+        ("_adamw_kernel", "", "optimizer"),
+        ("_ema_kernel", "", "optimizer"),
+        ("_square_sums_kernel", "", "optimizer"),
+        ("attention_bwd_dq_kernel", "_AttentionBackward", "attention"),
+        ("_q_sample_kernel", "", "denoise"),
+        ("_row_sum_kernel", "_DenoiseLoss", "denoise"),
+        ("_spread_kernel", "_UpsampleNearest2d", "resample"),
+        ("_cast_kernel", "_Conv2d", "elementwise"),
+        ("void at::native::vectorized_elementwise_kernel<4, add>", "aten::add", "elementwise"),
+        ("void at::native::CatArrayBatchedCopy<at::native::Opaque>", "aten::cat", "elementwise"),
+        ("Memcpy HtoD (Pageable -> Device)", "aten::copy_", "elementwise"),
+        ("sm90_xmma_fprop_implicit_gemm_bf16bf16", "aten::cudnn_convolution", "conv fwd"),
+        ("sm90_xmma_dgrad_implicit_gemm_bf16", "aten::convolution_backward", "conv dgrad"),
+        ("cutlass__5x_cudnn::Kernel<wgrad2d>", "aten::convolution_backward", "conv wgrad"),
+        ("cutlass_tensorop_s1688", "aten::cudnn_convolution", "conv fwd"),
+        ("void cudnn::ops::nchwToNhwcKernel<float>", "aten::cudnn_convolution", "layout"),
+        ("nvjet_hsh_128x128", "aten::addmm", "matmul"),
+        ("void cublasLt::splitKreduce_kernel<32>", "aten::addmm", "matmul"),
+        ("triton_red_fused_native_group_norm_3", "", "norm"),
+        ("triton_poi_fused_add_convolution_7", "", "elementwise"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel", "", "optimizer"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "", "attention"),
+        ("conv_tiles_kernel", "_Planned", "conv fwd"),
+        ("conv_bare_points_kernel", "_PlannedBackward", "conv dgrad"),
+        ("_stride2_fwd_kernel", "_Planned", "conv fwd"),
+        ("unheard_of", "", "other"),
+    ],
+)
+def test_kernels_find_their_family(kernel, op, want):
+    assert profile.family(kernel, op) == want
+    assert want in profile._FAMILIES
+
+
+def test_a_trace_becomes_a_report():
+    def event(cat, name, ts, dur, external):
+        return {
+            "ph": "X",
+            "cat": cat,
+            "name": name,
+            "ts": ts,
+            "dur": dur,
+            "args": {"External id": external},
+        }
+
+    trace = {
+        "traceEvents": [
+            event("cpu_op", "_Conv2d", 0, 5, 1),
+            event("cpu_op", "_Conv2dBackward", 9, 5, 2),
+            event("kernel", "_conv2d_tma_kernel", 10, 1000, 1),
+            event("kernel", "_conv2d_tma_kernel", 2010, 3000, 2),
+            {"ph": "M", "name": "process_name"},
+        ]
+    }
+    kernels = profile.read_trace(trace)
+    assert [k.op for k in kernels] == ["_Conv2d", "_Conv2dBackward"]
+    calls = [work.Work("conv fwd", 400_000_000, 10**9), work.Work("conv fwd", 10**6, 79 * 10**9)]
+    floors = profile.Floors(work.by_family(calls), bandwidth=4.0, peak=790.0)
+    text = profile.report(kernels, 2, 30, wall=4.0, host=3.0, floors=floors)
+    [forward] = [line for line in text.splitlines() if line.startswith("| conv fwd")]
+    assert [cell.strip() for cell in forward.split("|")[2:6]] == ["0.500", "0", "1000.0", "25.0"]
+    assert [cell.strip() for cell in forward.split("|")[6:-1]] == ["0.401", "0.080", "0.200", "40"]
+    assert "GPU busy 2.00 ms (50%)" in text and "bound by the host" in text
+
+
+def test_work_is_noted_where_the_plan_does_it():
+    """A convolution with a shortcut, its gradients, an update, and a batch out of a data set."""
+    x, y, weight = (torch.zeros(*shape) for shape in ((2, 4, 4, 8), (2, 4, 4, 16), (16, 8, 3, 3)))
+    short, size = torch.zeros(16, 8), 4
+    noted = work.work_of("conv_forward", (x, weight, None), {"extra": ((x, short),)}, (y, None))
+    assert noted.flops == 2 * 32 * 16 * 8 * (9 + 1)
+    moved = size * (x.numel() + weight.numel() + short.numel() + y.numel())
+    assert noted == work.Work("conv fwd", moved, noted.flops)
+    back = work.work_of("conv_weight_grad", (x, y, weight), {}, None)
+    assert back.flops == 2 * 32 * 16 * 8 * 9
+    two = work.work_of("conv_two_weight_grads", (x, y, weight, y, x, weight), {}, None)
+    assert two.flops == 2 * back.flops
+    dx = torch.zeros(2, 8)
+    linear = work.work_of("linear_grads", (dx, x[:, 0, 0], short, short, dx[0]), {}, dx)
+    assert linear.flops == 2 * 2 * 2 * 16 * 8
+    assert back.bytes == size * (x.numel() + y.numel() + 2 * weight.numel())
+    images, index = torch.zeros(10, 4, 4, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    drawn = work.work_of("q_sample", (images,), {"index": index}, x)
+    assert drawn == work.Work("denoise", 2 * 48 + 16 + size * x.numel(), 0)
+    o, qkv = torch.zeros(2, 6, 8), torch.zeros(2, 6, 24)
+    assert work.work_of("attention_forward", (qkv, 2, ""), {}, (o,)).flops == 4 * 2 * 36 * 8
+    assert work.work_of("attention_backward", (o, qkv), {}, qkv).flops == 10 * 2 * 36 * 8
+    late, flat = LateUpdate((0, 1024, 2048)), torch.zeros(4096)
+    vectors = [torch.zeros(4096) for _ in range(5)]
+    part = work.work_of("late_part", (late, *vectors, None, None, None, 1), {}, None)
+    assert part == work.Work("optimizer", 9 * size * 1024, 0)
+    rest = work.work_of("early", (late, *vectors[:4]), {}, None)
+    assert rest == work.Work("optimizer", 7 * size * 2048, 0)
+    average = work.work_of("late_ema", (late, *vectors[:2]), {}, None)
+    assert average == work.Work("optimizer", 3 * size * 2048, 0)
+    squares = work.work_of("square_sums", (flat, torch.zeros(4), 1, 2), {}, None)
+    assert squares.bytes == size * 2048 + 8
+    known = {*triton_kernels.__all__, *fused_ops.__all__, *dir(LateUpdate), "square_sums"}
+    assert known >= work._FAMILY_OF.keys() and known >= work._REWRITTEN.keys()
+    with work.noted_work() as calls:
+        triton_kernels.normal((1, 2, 2, 4), RNG, stream=0)
+    assert [call.bytes for call in calls] == [16 + 64]

@@ -1,0 +1,78 @@
+"""Settings and errors of the command lines."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import harness, run, sampling
+from benchmarks.cases import model_cases
+from diffusion.errors import ConfigError
+
+from .small import row
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["opp=conv2d"], "opp is unknown; did you mean op?"),
+        (["conv2d"], "conv2d is not of the form key=value"),
+        (["op=conv"], "op=conv is unknown; choose from conv2d"),
+        (["dtype=int8"], "dtype=int8 is unknown; choose from bf16"),
+        (["batch=a"], "batch=a is not a whole number"),
+    ],
+)
+def test_wrong_settings_are_named(arguments, message):
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        run.main(arguments)
+
+
+def test_unknown_models_and_empty_choices_are_named():
+    with pytest.raises(ConfigError, match="model=unet65 is unknown; choose one of adm64, .*unet64"):
+        model_cases("unet65", 1)
+    settings = run.DEFAULTS | {"shape": "5x5", "batch": (1,)}
+    with pytest.raises(ConfigError, match="nothing to time"):
+        run.select(settings, ("conv2d",))
+
+
+def test_what_sampling_times():
+    settings = harness.parse_settings(["batch=1,16", "chains=ddim50,ddpm"], sampling.DEFAULTS)
+    tasks = sampling.choose_tasks(settings)
+    assert tasks[0] == (None, "triton-bf16", 1) and tasks[-1] == (
+        "ddpm",
+        "diffusers-compile-bf16",
+        16,
+    )
+    assert len(tasks) == 3 * 2 + 5 * 2
+    assert sampling.split_chain("ddpm") == ("ddpm", 1000)
+    with pytest.raises(ConfigError, match="chains=heun is unknown; choose from ddim, ddpm"):
+        sampling.choose_tasks(settings | {"chains": ("heun20",)})
+
+
+def test_settings_take_the_types_of_their_defaults():
+    settings = harness.parse_settings(["batch=8,32", "op=conv2d"], run.DEFAULTS)
+    assert settings["batch"] == (8, 32) and settings["op"] == ("conv2d",)
+    assert dataclasses.asdict(row())["bytes"] == 2**35
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    "module", ["run", "train_step", "profile", "sampling", "tune_sampling", "policy"]
+)
+def test_without_a_gpu_there_is_one_line(module):
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: benchmarks need a CUDA device, and PyTorch sees none\n"
