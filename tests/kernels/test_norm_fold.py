@@ -9,8 +9,18 @@ from triton_kernels.fused import norm_fold, norm_passes, norm_tables
 from triton_kernels.norm import pass_grid
 from triton_kernels.norm.pass_grid import PassConfig
 
-from . import test_norm_passes as two
-from .test_norm_passes import EPS, _autograd, _case, _close, _forward, _halves, _partials, _second
+from .norm_cases import (
+    CASES,
+    EPS,
+    MODEL_CASES,
+    assert_near,
+    make_case,
+    make_halves,
+    partials_of,
+    reference_backward,
+    reference_forward,
+    second_half,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +35,8 @@ def poisoned(monkeypatch):
 def _apply(halves, ks, groups, weight, bias, fold=True, **options):
     return norm_fold.norm_apply(
         halves[0],
-        _second(halves),
-        tuple(_partials(x, k) for x, k in zip(halves, ks, strict=True)),
+        second_half(halves),
+        tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=True)),
         tuple(x.shape[1] * x.shape[2] for x in halves),
         groups,
         weight,
@@ -39,24 +49,26 @@ def _apply(halves, ks, groups, weight, bias, fold=True, **options):
 
 
 def _check_forward(shape, channels, ks, groups, device, dtype=torch.float32, floor=2e-6, **options):
-    halves, weight, bias = _halves(shape, channels, device=device, dtype=dtype)
+    halves, weight, bias = make_halves(shape, channels, device=device, dtype=dtype)
     a, table = _apply(halves, ks, groups, weight, bias, **options)
     again, _ = _apply(halves, ks, groups, weight, bias, **options)
-    low, exact = (_forward(halves, groups, weight, bias, "silu", d) for d in (None, torch.float64))
+    low, exact = (
+        reference_forward(halves, groups, weight, bias, "silu", d) for d in (None, torch.float64)
+    )
     assert a.dtype == dtype and torch.equal(a, again)
-    _close("a", a, exact, low, floor=floor)
+    assert_near("a", a, exact, low, floor=floor)
     _, expected = _apply(halves, ks, groups, weight, bias, fold=False)
-    _close("table", table, expected, floor=floor)
+    assert_near("table", table, expected, floor=floor)
 
 
-_CASES = [
-    *two._CASES,
+_FOLD_CASES = [
+    *CASES,
     pytest.param((2, 4, 4), (192, 128), (2, 1), 32, id="ten-channels-a-group-in-blocks-of-64"),
     pytest.param((1, 4, 8), (256, 192), (2, 4), 32, id="fourteen-channels-a-group"),
 ]
 
 
-@pytest.mark.parametrize(("shape", "channels", "ks", "groups"), _CASES)
+@pytest.mark.parametrize(("shape", "channels", "ks", "groups"), _FOLD_CASES)
 def test_forward(shape, channels, ks, groups, device):
     _check_forward(shape, channels, ks, groups, device)
 
@@ -67,25 +79,27 @@ def test_forward_of_several_tiles(device, monkeypatch):
 
 
 def test_forward_with_scale_and_shift(device):
-    halves, weight, bias = _halves((3, 4, 6), (12,), device=device)
+    halves, weight, bias = make_halves((3, 4, 6), (12,), device=device)
     scale, shift = torch.randn(2, 3, 2 * 12, device=device)[..., 5:17]
     a, _ = _apply(halves, (4,), 3, weight, bias, scale=scale, shift=shift)
     film = {"scale": scale, "shift": shift}
     low, exact = (
-        _forward(halves, 3, weight, bias, "silu", d, **film) for d in (None, torch.double)
+        reference_forward(halves, 3, weight, bias, "silu", d, **film) for d in (None, torch.double)
     )
-    _close("a", a, exact, low)
+    assert_near("a", a, exact, low)
 
 
 @pytest.mark.parametrize("channels", [(12,), (12, 6)], ids=["one", "two-halves"])
 def test_large_mean(channels, device):
-    halves, weight, bias = _halves((2, 20, 19), channels, device=device, offset=1e3)
+    halves, weight, bias = make_halves((2, 20, 19), channels, device=device, offset=1e3)
     a, _ = _apply(halves, (19, 5)[: len(channels)], 3, weight, bias)
-    _close("a", a, _forward(halves, 3, weight, bias, "silu", torch.float64), floor=1e-4)
+    assert_near(
+        "a", a, reference_forward(halves, 3, weight, bias, "silu", torch.float64), floor=1e-4
+    )
 
 
 def test_dropout_takes_two_launches(device):
-    halves, weight, bias = _halves((2, 4, 4), (16,), device=device)
+    halves, weight, bias = make_halves((2, 4, 4), (16,), device=device)
     mask = Mask(0.3, torch.tensor([7, 9], device=device), layer=2, first=1)
     got, _ = _apply(halves, (2,), 4, weight, bias, fold=None, mask=mask)
     whole, _ = _apply(halves, (2,), 4, weight, bias, fold=False)
@@ -96,11 +110,11 @@ def test_dropout_takes_two_launches(device):
 
 
 def _backward(case, k, fold=True, rows=True, in_place=False, kx=1, **options):
-    """The gradients of `_autograd`, added to ones, with those of the input's partials."""
+    """The gradients of `reference_backward`, added to ones, with those of the input's partials."""
     (x,), groups, weight, bias, dz, adds, film = case
     n, _, _, c = dz.shape
     table = norm_tables.norm_table(
-        (_partials(x, kx),), (x.shape[1] * x.shape[2],), groups, weight, bias, EPS, **film
+        (partials_of(x, kx),), (x.shape[1] * x.shape[2],), groups, weight, bias, EPS, **film
     )
     xhat = (x - table[:, None, None, 0].double()) * table[:, None, None, 1].double()
     sums = row_sums.RowSums(torch.ones(4 * c, device=dz.device))
@@ -112,11 +126,11 @@ def _backward(case, k, fold=True, rows=True, in_place=False, kx=1, **options):
     if kx:
         got["emb"] = torch.ones(n, 2 * c, device=dz.device, dtype=dz.dtype)[:, c:]
         outputs |= {
-            "input_partials": _partials(x, kx),
+            "input_partials": partials_of(x, kx),
             "emb_grad_out": got["emb"],
             "bias_grad_out": got["conv_bias"],
         }
-    partials = _partials(dz, k, xhat)
+    partials = partials_of(dz, k, xhat)
     out = dz.clone() if in_place else None
     got["dx1"], added = norm_fold.norm_backward(
         out if in_place else dz,
@@ -143,7 +157,7 @@ def _backward(case, k, fold=True, rows=True, in_place=False, kx=1, **options):
 
 
 def _check_backward(case, k, floor=2e-6, **options):
-    low, exact = _autograd(*case), _autograd(*case, dtype=torch.float64)
+    low, exact = reference_backward(*case), reference_backward(*case, dtype=torch.float64)
     got, again = (_backward(case, k, **options) for _ in range(2))
     assert all(torch.equal(got[name], again[name]) for name in got)
     sizes = exact["dx1"].abs().sum((1, 2))
@@ -160,29 +174,29 @@ def _check_backward(case, k, floor=2e-6, **options):
 
 
 @pytest.mark.parametrize(
-    ("shape", "channels", "ks", "groups"), [c for c in _CASES if len(c.values[1]) == 1]
+    ("shape", "channels", "ks", "groups"), [c for c in _FOLD_CASES if len(c.values[1]) == 1]
 )
 def test_backward(shape, channels, ks, groups, device):
-    _check_backward(_case(shape, channels, groups, device=device), ks[0])
+    _check_backward(make_case(shape, channels, groups, device=device), ks[0])
 
 
 def test_backward_with_scale_and_shift(device):
-    _check_backward(_case((3, 4, 3), (12,), 3, film=True, device=device), 4, kx=2)
+    _check_backward(make_case((3, 4, 3), (12,), 3, film=True, device=device), 4, kx=2)
 
 
 def test_backward_in_place_of_several_tiles(device, monkeypatch):
     monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
-    case = _case((2, 9, 11), (24,), 4, device=device)
+    case = make_case((2, 9, 11), (24,), 4, device=device)
     _check_backward(case, 3, in_place=True, kx=9, config=PassConfig(256, 4, 4))
 
 
 def test_backward_of_a_large_mean(device):
-    case = _case((2, 20, 19), (12,), 3, device=device, offset=1e3)
+    case = make_case((2, 20, 19), (12,), 3, device=device, offset=1e3)
     _check_backward(case, 19, kx=5, floor=1e-4)
 
 
 def test_what_is_not_wanted(device):
-    case = _case((2, 4, 4), (16,), 4, device=device)
+    case = make_case((2, 4, 4), (16,), 4, device=device)
     whole, part = _backward(case, 2), _backward(case, 2, rows=False)
     assert torch.equal(whole["dx1"], part["dx1"]) and torch.equal(whole["weight"], part["weight"])
 
@@ -192,9 +206,9 @@ def test_what_is_not_wanted(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("shape", "channels", "ks"), two._MODEL_CASES, ids=str)
+@pytest.mark.parametrize(("shape", "channels", "ks"), MODEL_CASES, ids=str)
 def test_model_shapes(shape, channels, ks, dtype, device):
     _check_forward(shape, channels, ks, 32, device, dtype)
     if len(channels) == 1:
-        case = _case(shape, channels, 32, dtype=dtype, device=device)
+        case = make_case(shape, channels, 32, dtype=dtype, device=device)
         _check_backward(case, ks[0], kx=ks[0])

@@ -10,10 +10,22 @@ from triton_kernels.dropout import Mask
 from triton_kernels.fused import norm_passes, norm_tables
 from triton_kernels.norm import pass_grid
 
+from .norm_cases import (
+    CASES,
+    EPS,
+    MODEL_CASES,
+    assert_near,
+    make_case,
+    make_halves,
+    partials_of,
+    randn,
+    reference_backward,
+    reference_forward,
+    second_half,
+)
+
 # exp of the interpreter's NumPy warns where infinity is the right value
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
-
-EPS = 1e-5
 
 
 @pytest.fixture(autouse=True)
@@ -25,91 +37,23 @@ def poisoned(monkeypatch):
         )
 
 
-def _partials(x, k, second=None):
-    """What the epilogue of a convolution leaves: sums over each of k tiles of x and of its squared
-    deviations, or, given a second tensor, of x and of x times the second."""
-    n, h, w, c = x.shape
-    tiles = x.double().reshape(n, k, h * w // k, c)
-    other = (tiles - tiles.mean(2, keepdim=True)).square()
-    if second is not None:
-        other = tiles * second.double().reshape(tiles.shape)
-    return torch.stack((tiles.sum(2), other.sum(2)), 2).float()
-
-
-def _randn(*shape, dtype=torch.float32, device="cpu", offset=0.0):
-    return (torch.randn(shape, device=device) + offset).to(dtype)
-
-
-def _halves(shape, channels, *, dtype=torch.float32, device="cpu", offset=0.0):
-    """One or two tensors of these channels, weight and bias of them all."""
-    torch.manual_seed(0)
-    halves = [
-        _randn(*shape, c, dtype=dtype, device=device, offset=offset + i)
-        for i, c in enumerate(channels)
-    ]
-    return halves, *torch.randn(2, sum(channels), device=device)
-
-
 def _table(halves, ks, groups, weight, bias, **film):
-    partials = tuple(_partials(x, k) for x, k in zip(halves, ks, strict=True))
+    partials = tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=True))
     pixels = tuple(x.shape[1] * x.shape[2] for x in halves)
     return norm_tables.norm_table(partials, pixels, groups, weight, bias, EPS, **film)
 
 
-def _second(halves):
-    return halves[1] if len(halves) == 2 else None
-
-
-def _error(got, exact):
-    exact = exact.double()
-    return ((got.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
-
-
-def _close(name, got, exact, low=None, floor=2e-6):
-    """At most twice as far from float64 as the same in the tensors' precision; the floor is a few
-    float32 roundings."""
-    budget = floor if low is None else floor + 2 * _error(low, exact)
-    assert _error(got, exact) <= budget, f"{name}: {_error(got, exact):.2e} over {budget:.2e}"
-
-
-def _forward(halves, groups, weight, bias, activation, dtype=None, **film):
-    """The reference over the concatenation."""
-    film = {name: None if p is None else p.to(dtype or p.dtype) for name, p in film.items()}
-    return reference.group_norm(
-        torch.cat(halves, -1).to(dtype or halves[0].dtype),
-        groups,
-        weight.to(dtype or weight.dtype),
-        bias.to(dtype or bias.dtype),
-        eps=EPS,
-        activation=activation,
-        **film,
-    )
-
-
-_CASES = [
-    pytest.param((2, 4, 4), (64,), (4,), 32, id="two-channels-a-group"),
-    pytest.param((2, 3, 5), (40, 24), (5, 3), 8, id="two-halves"),
-    pytest.param((1, 2, 6), (28, 20), (3, 4), 4, id="a-group-over-the-border"),
-    pytest.param((1, 2, 2), (192, 128), (2, 1), 32, id="ten-channels-a-group-over-the-border"),
-    pytest.param((3, 1, 1), (10,), (1,), 2, id="one-pixel"),
-    pytest.param((2, 3, 3), (7,), (3,), 7, id="odd-channels-each-a-group"),
-    pytest.param((1, 5, 7), (5, 131), (7, 1), 1, id="one-group-ragged"),
-    pytest.param((1, 30, 8), (66,), (80,), 3, id="more-tiles-than-a-block"),
-    pytest.param((1, 17, 19), (3,), (1,), 1, id="several-chunks-ragged"),
-    pytest.param((0, 4, 4), (8, 8), (2, 1), 4, id="empty-batch"),
-]
-
-
-@pytest.mark.parametrize(("shape", "channels", "ks", "groups"), _CASES)
+@pytest.mark.parametrize(("shape", "channels", "ks", "groups"), CASES)
 def test_forward(shape, channels, ks, groups, device):
-    halves, weight, bias = _halves(shape, channels, device=device)
+    halves, weight, bias = make_halves(shape, channels, device=device)
     table = _table(halves, ks, groups, weight, bias)
-    a = norm_passes.apply(halves[0], _second(halves), table, "silu")
+    a = norm_passes.apply(halves[0], second_half(halves), table, "silu")
     low, exact = (
-        _forward(halves, groups, weight, bias, "silu", dtype) for dtype in (None, torch.float64)
+        reference_forward(halves, groups, weight, bias, "silu", dtype)
+        for dtype in (None, torch.float64)
     )
     assert a.shape == exact.shape and a.dtype == halves[0].dtype
-    _close("a", a, exact, low)
+    assert_near("a", a, exact, low)
 
 
 @pytest.mark.parametrize(
@@ -118,12 +62,12 @@ def test_forward(shape, channels, ks, groups, device):
     ids=["one", "two-halves", "blocks", "chunks"],
 )
 def test_apply_drops_what_dropout_drops(shape, channels, device):
-    halves, weight, bias = _halves(shape, channels, device=device)
+    halves, weight, bias = make_halves(shape, channels, device=device)
     table = _table(halves, (1,) * len(halves), 4, weight, bias)
     rng = torch.tensor([0x1234_5678_9ABC, 7], device=device)
-    a = norm_passes.apply(halves[0], _second(halves), table, "silu")
+    a = norm_passes.apply(halves[0], second_half(halves), table, "silu")
     got = norm_passes.apply(
-        halves[0], _second(halves), table, "silu", mask=Mask(0.3, rng, layer=9, first=5)
+        halves[0], second_half(halves), table, "silu", mask=Mask(0.3, rng, layer=9, first=5)
     )
     torch.testing.assert_close(got, reference.dropout(a, 0.3, rng, layer=9, first=5))
     assert torch.equal(got == 0, reference.dropout(a, 0.3, rng, layer=9, first=5) == 0)
@@ -131,10 +75,12 @@ def test_apply_drops_what_dropout_drops(shape, channels, device):
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_activations(act, device):
-    halves, weight, bias = _halves((1, 3, 3), (12,), device=device)
+    halves, weight, bias = make_halves((1, 3, 3), (12,), device=device)
     a = norm_passes.apply(halves[0], None, _table(halves, (1,), 4, weight, bias), act)
-    low, exact = (_forward(halves, 4, weight, bias, act, dtype) for dtype in (None, torch.float64))
-    _close("a", a, exact, low)
+    low, exact = (
+        reference_forward(halves, 4, weight, bias, act, dtype) for dtype in (None, torch.float64)
+    )
+    assert_near("a", a, exact, low)
 
 
 @pytest.mark.parametrize(
@@ -149,11 +95,11 @@ def test_activations(act, device):
     ],
 )
 def test_tensor_partials(shape, pixels_of_a_tile, device):
-    x = _randn(*shape, device=device, offset=3)
+    x = randn(*shape, device=device, offset=3)
     got = norm_tables.tensor_partials(x)
     k = shape[1] * shape[2] // pixels_of_a_tile
     assert got.shape == (shape[0], k, 2, shape[3])
-    _close("partials", got, _partials(x, k))
+    assert_near("partials", got, partials_of(x, k))
 
 
 def _check_upsampled(n, h, w, c1, c2, dtype, device):
@@ -161,18 +107,23 @@ def _check_upsampled(n, h, w, c1, c2, dtype, device):
     sum over blocks of that one's."""
     torch.manual_seed(0)
     c, groups = c1 + c2, (c1 + c2) // 10
-    x1 = _randn(n, h, w, c1, dtype=dtype, device=device)
+    x1 = randn(n, h, w, c1, dtype=dtype, device=device)
     x2, dz, add1, add2 = (
-        _randn(n, 2 * h, 2 * w, width, dtype=dtype, device=device) for width in (c2, c, c1, c2)
+        randn(n, 2 * h, 2 * w, width, dtype=dtype, device=device) for width in (c2, c, c1, c2)
     )
     weight, bias = torch.randn(2, c, device=device)
     coeff = torch.randn(n, 3, c, device=device)
-    partials = (_partials(x1, w), _partials(x2, 4))
+    partials = (partials_of(x1, w), partials_of(x2, 4))
     table = norm_tables.norm_table(partials, (h * w, 4 * h * w), groups, weight, bias, EPS)
     a = norm_passes.apply(x1, x2, table, "silu", upsample1=True)
     halves = (reference.upsample_nearest2d(x1), x2)
     rounding = torch.finfo(dtype).eps / 2 + 2e-6
-    _close("a", a, _forward(halves, groups, weight, bias, "silu", torch.float64), floor=rounding)
+    assert_near(
+        "a",
+        a,
+        reference_forward(halves, groups, weight, bias, "silu", torch.float64),
+        floor=rounding,
+    )
 
     dx1, dx2, rows = norm_passes.norm_dx(
         dz, x1, x2, coeff, add1, add2, add1, sums=True, upsample1=True
@@ -181,9 +132,9 @@ def _check_upsampled(n, h, w, c1, c2, dtype, device):
     exact = p * dz + q * torch.cat(halves, 3) + r
     exact += torch.cat((2 * add1.double(), add2.double()), 3)
     exact1 = reference.avg_pool2d(exact[..., :c1]) * 4
-    _close("dx1", dx1, exact1, floor=rounding)
-    _close("dx2", dx2, exact[..., c1:], floor=rounding)
-    _close("rows", rows.double().sum(0), exact1.sum((0, 1, 2)), floor=1e-5)
+    assert_near("dx1", dx1, exact1, floor=rounding)
+    assert_near("dx2", dx2, exact[..., c1:], floor=rounding)
+    assert_near("rows", rows.double().sum(0), exact1.sum((0, 1, 2)), floor=1e-5)
 
 
 @pytest.mark.parametrize(("h", "w"), [(3, 5), (1, 1), (4, 8)])
@@ -192,33 +143,6 @@ def test_upsampled_half(h, w, device):
 
 
 # --- backward: dz is the gradient at the affine output, so that autograd takes no activation ------
-
-
-def _case(shape, channels, groups, *, film=False, dtype=torch.float32, device="cpu", offset=0.0):
-    """Arguments of the two functions below, the tiles apart."""
-    halves, weight, bias = _halves(shape, channels, dtype=dtype, device=device, offset=offset)
-    dz = _randn(*shape, sum(channels), dtype=dtype, device=device)
-    adds = [_randn(*x.shape, dtype=dtype, device=device) for x in (*halves, halves[0])]
-    names = ("scale", "shift") if film else ()
-    film = {name: _randn(shape[0], sum(channels), device=device) for name in names}
-    return halves, groups, weight, bias, dz, adds, film
-
-
-def _autograd(halves, groups, weight, bias, dz, adds, film, dtype=None):
-    """Every gradient, all tensors first converted to `dtype`, if one is given."""
-    leaves = [t.to(dtype or t.dtype).detach().requires_grad_() for t in (*halves, weight, bias)]
-    film = {k: v.to(dtype or v.dtype).detach().requires_grad_() for k, v in film.items()}
-    *xs, w, b = leaves
-    z = _forward(xs, groups, w, b, "identity", dtype, **film)
-    grads = torch.autograd.grad(z, leaves + list(film.values()), dz.to(z.dtype))
-    dx, (d_weight, d_bias, *d_film) = list(grads[: len(xs)]), grads[len(xs) :]
-    result = {"weight": d_weight, "bias": d_bias} | dict(zip(film, d_film, strict=True))
-    if len(xs) == 1:
-        result |= {"emb": dx[0].double().sum((1, 2)), "conv_bias": dx[0].double().sum((0, 1, 2))}
-    dx = [d + add.to(d.dtype) for d, add in zip(dx, adds, strict=False)]
-    dx[0] = dx[0] + adds[-1].to(dx[0].dtype)
-    result |= {f"dx{i + 1}": d for i, d in enumerate(dx)}
-    return result | {"sums": dx[0].double().sum((0, 1, 2))}
 
 
 def _kernels(halves, groups, weight, bias, dz, adds, film, ks, accumulate=False, sums=None):
@@ -239,12 +163,12 @@ def _kernels(halves, groups, weight, bias, dz, adds, film, ks, accumulate=False,
     if one:
         got["emb"] = torch.ones(n, 2 * c, device=dz.device, dtype=dz.dtype)[:, c:]
         options |= {
-            "input_partials": _partials(halves[0], ks[0]),
+            "input_partials": partials_of(halves[0], ks[0]),
             "emb_grad_out": got["emb"],
             "bias_grad_out": got["conv_bias"],
         }
     coeff = norm_tables.norm_grad_table(
-        _partials(dz, ks[-1], xhat),
+        partials_of(dz, ks[-1], xhat),
         table,
         h * w,
         groups,
@@ -256,14 +180,14 @@ def _kernels(halves, groups, weight, bias, dz, adds, film, ks, accumulate=False,
     )
     add1, add2, second = adds[0], None if one else adds[1], adds[-1]
     *dx, rows = norm_passes.norm_dx(
-        dz, halves[0], _second(halves), coeff, add1, add2, second, sums=sums or True
+        dz, halves[0], second_half(halves), coeff, add1, add2, second, sums=sums or True
     )
     norm_tables.bias_grad(rows, got["sums"], accumulate, sums)
     return got | {f"dx{i + 1}": d for i, d in enumerate(dx) if d is not None}
 
 
 def _check_backward(case, ks, floor=2e-6):
-    low, exact = _autograd(*case), _autograd(*case, dtype=torch.float64)
+    low, exact = reference_backward(*case), reference_backward(*case, dtype=torch.float64)
     got = _kernels(*case, ks)
     assert got["dx1"].dtype == case[0][0].dtype
     sizes = exact["dx1"].abs().sum((1, 2))
@@ -276,41 +200,45 @@ def _check_backward(case, ks, floor=2e-6):
         assert error <= budget, f"{name}: error {error:.2e}, budget {budget:.2e}"
 
 
-@pytest.mark.parametrize(("shape", "channels", "ks", "groups"), _CASES)
+@pytest.mark.parametrize(("shape", "channels", "ks", "groups"), CASES)
 def test_backward(shape, channels, ks, groups, device):
-    _check_backward(_case(shape, channels, groups, device=device), ks)
+    _check_backward(make_case(shape, channels, groups, device=device), ks)
 
 
 def test_backward_with_scale_and_shift(device):
-    _check_backward(_case((3, 4, 3), (12,), 3, film=True, device=device), (4,))
+    _check_backward(make_case((3, 4, 3), (12,), 3, film=True, device=device), (4,))
 
 
 def test_fp16(device):
     """Parameters and statistics stay float32."""
-    case = _case((2, 5, 6), (28, 20), 4, dtype=torch.float16, device=device)
+    case = make_case((2, 5, 6), (28, 20), 4, dtype=torch.float16, device=device)
     _check_backward(case, (3, 2))
     halves, _, weight, bias, *_ = case
     a = norm_passes.apply(*halves, _table(halves, (3, 2), 4, weight, bias), "silu")
     low, exact = (
-        _forward(halves, 4, weight, bias, "silu", dtype) for dtype in (None, torch.float64)
+        reference_forward(halves, 4, weight, bias, "silu", dtype) for dtype in (None, torch.float64)
     )
     assert a.dtype == torch.float16
-    _close("a", a, exact, low)
+    assert_near("a", a, exact, low)
 
 
 @pytest.mark.parametrize("channels", [(12,), (12, 6)], ids=["one", "two-halves"])
 def test_large_mean(channels, device):
     """Mean 1e3, deviation 1: float32 holds the mean to 3e-5 of a deviation; no more is lost."""
-    case = _case((2, 20, 19), channels, 3, device=device, offset=1e3)
+    case = make_case((2, 20, 19), channels, 3, device=device, offset=1e3)
     ks = (19, 5)[: len(channels)]
     halves, _, weight, bias, *_ = case
-    a = norm_passes.apply(halves[0], _second(halves), _table(halves, ks, 3, weight, bias), "silu")
-    _close("a", a, _forward(halves, 3, weight, bias, "silu", torch.float64), floor=1e-4)
+    a = norm_passes.apply(
+        halves[0], second_half(halves), _table(halves, ks, 3, weight, bias), "silu"
+    )
+    assert_near(
+        "a", a, reference_forward(halves, 3, weight, bias, "silu", torch.float64), floor=1e-4
+    )
     _check_backward(case, ks, floor=1e-4)
 
 
 def test_gradients_accumulate(device):
-    case = _case((3, 4, 3), (12,), 3, device=device)
+    case = make_case((3, 4, 3), (12,), 3, device=device)
     first, second = (_kernels(*case, (4,), accumulate=again) for again in (False, True))
     for name in ("weight", "bias", "conv_bias", "sums"):
         assert torch.equal(second[name], first[name] + 1), name
@@ -322,7 +250,7 @@ _SUMMED = ("weight", "bias", "conv_bias", "sums")
 def test_all_gradients_by_one_launch(device):
     """The first pass learns what is wanted, the others are one launch with the same bits; a smaller
     batch between is another thing to learn."""
-    cases = [_case((n, 4, 3), (20,), 2, device=device) for n in (3, 2)]
+    cases = [make_case((n, 4, 3), (20,), 2, device=device) for n in (3, 2)]
     sums = row_sums.RowSums(torch.ones(80, device=device))
     bits = {}
     for i in (0, 0, 1, 0, 1):
@@ -333,7 +261,7 @@ def test_all_gradients_by_one_launch(device):
         assert torch.equal(sums.grad, torch.ones_like(sums.grad))  # not yet
         sums.flush()
         for name in _SUMMED:
-            _close(name, got[name], want[name])
+            assert_near(name, got[name], want[name])
         assert torch.equal(sums.grad, bits.setdefault(i, sums.grad.clone()))
         assert len(sums.tables) == max(learnt, i + 1)
 
@@ -344,15 +272,15 @@ def test_one_launch_over_many_rows(device):
     for _ in range(2):
         sums.grad.zero_()
         many, few, none = sums.rows(1100, 21), sums.rows(1, 64), sums.rows(0, 8)
-        many.copy_(_randn(1100, 21, device=device))
-        few.copy_(_randn(1, 64, device=device))
+        many.copy_(randn(1100, 21, device=device))
+        few.copy_(randn(1, 64, device=device))
         sums.add(many, 2, sums.grad[5:24])
         sums.add(few, 0, sums.grad[30:94])
         sums.add(none, 0, sums.grad[94:])
         want = torch.zeros(100, device=device, dtype=torch.float64)
         want[5:24], want[30:94] = many.double().sum(0)[2:], few[0]
         sums.flush()
-        _close("sums", sums.grad, want)
+        assert_near("sums", sums.grad, want)
     assert sums.rows(4, 4).data_ptr() == sums.workspaces[-1].data_ptr()
     with pytest.raises(AssertionError, match="two sums for one gradient"):
         for _ in range(2):
@@ -361,20 +289,20 @@ def test_one_launch_over_many_rows(device):
 
 @pytest.mark.parametrize("count", [0, 1, 256, 320, 1025])
 def test_bias_grad(count, device):
-    rows, out = _randn(count, 40, device=device), torch.ones(40, device=device)
+    rows, out = randn(count, 40, device=device), torch.ones(40, device=device)
     norm_tables.bias_grad(rows, out, accumulate=True)
-    _close("accumulated", out, 1 + rows.double().sum(0))
+    assert_near("accumulated", out, 1 + rows.double().sum(0))
     norm_tables.bias_grad(rows, out)
-    _close("overwritten", out, rows.double().sum(0))
+    assert_near("overwritten", out, rows.double().sum(0))
 
 
 @pytest.mark.parametrize("channels", [(12,), (28, 20)], ids=["one", "two-halves"])
 def test_dx_alone(channels, device):
-    _check_dx_without_sums(_case((2, 5, 3), channels, 2, device=device))
+    _check_dx_without_sums(make_case((2, 5, 3), channels, 2, device=device))
 
 
 def test_dx_in_place_of_dz(device):
-    dz, x, coeff = (_randn(*s, device=device) for s in ((2, 3, 5, 8), (2, 3, 5, 8), (2, 3, 8)))
+    dz, x, coeff = (randn(*s, device=device) for s in ((2, 3, 5, 8), (2, 3, 5, 8), (2, 3, 8)))
     want, _, rows = norm_passes.norm_dx(dz, x, None, coeff)
     assert rows is None
     got, _, _ = norm_passes.norm_dx(dz, x, None, coeff, out=dz)
@@ -382,13 +310,13 @@ def test_dx_in_place_of_dz(device):
 
 
 def test_only_the_gradients_that_are_wanted(device):
-    case = _case((2, 4, 3), (12,), 3, device=device)
+    case = make_case((2, 4, 3), (12,), 3, device=device)
     halves, groups, weight, bias, dz, *_ = case
     table = _table(halves, (4,), groups, weight, bias)
-    partials = _partials(dz, 2, dz)
+    partials = partials_of(dz, 2, dz)
     d_bias, conv_bias = torch.empty(2, 12, device=device)
     coeff = norm_tables.norm_grad_table(partials, table, 12, groups, None, d_bias)
-    _close("d_bias", d_bias, dz.double().sum((0, 1, 2)))
+    assert_near("d_bias", d_bias, dz.double().sum((0, 1, 2)))
     again = norm_tables.norm_grad_table(
         partials,
         table,
@@ -396,29 +324,29 @@ def test_only_the_gradients_that_are_wanted(device):
         groups,
         None,
         None,
-        input_partials=_partials(halves[0], 3),
+        input_partials=partials_of(halves[0], 3),
         bias_grad_out=conv_bias,
     )
-    _close("coeff", again, coeff, floor=1e-6)
+    assert_near("coeff", again, coeff, floor=1e-6)
     dx, _, _ = norm_passes.norm_dx(dz, halves[0], None, coeff)
-    _close("conv_bias", conv_bias, dx.double().sum((0, 1, 2)), floor=2e-5)
+    assert_near("conv_bias", conv_bias, dx.double().sum((0, 1, 2)), floor=2e-5)
 
 
 def test_same_bits_again(device):
-    case = _case((2, 6, 4), (28, 20), 4, device=device)
+    case = make_case((2, 6, 4), (28, 20), 4, device=device)
     first, second = (_kernels(*case, (3, 2)) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_channel_border_may_not_matter(device):
     """Two halves give what their concatenation gives."""
-    (x1, x2), weight, bias = _halves((2, 4, 4), (32, 32), device=device)
+    (x1, x2), weight, bias = make_halves((2, 4, 4), (32, 32), device=device)
     tables = [
         _table(h, (4,) * len(h), 4, weight, bias) for h in ((x1, x2), (torch.cat((x1, x2), 3),))
     ]
-    _close("table", *tables, floor=1e-6)
+    assert_near("table", *tables, floor=1e-6)
     whole = norm_passes.apply(torch.cat((x1, x2), 3), None, tables[0], "silu")
-    _close("a", norm_passes.apply(x1, x2, tables[0], "silu"), whole, floor=1e-6)
+    assert_near("a", norm_passes.apply(x1, x2, tables[0], "silu"), whole, floor=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -439,31 +367,21 @@ def test_errors(change, message):
 
 # --- on the GPU: bf16, the model's shapes, every entry of the config lists -----------------------
 
-_MODEL_CASES = [
-    ((32, 64, 64), (64,), (32,)),
-    ((8, 64, 64), (128, 64), (8, 32)),
-    ((32, 32, 32), (128,), (8,)),
-    ((8, 32, 32), (192, 128), (2, 8)),
-    ((32, 16, 16), (192,), (2,)),
-    ((8, 16, 16), (256, 192), (1, 2)),
-    ((32, 8, 8), (256,), (1,)),
-    ((128, 8, 8), (256, 256), (1, 1)),
-]
-
 
 def _tables_and_passes(case, ks, bits=3):
     """Forward and backward within budget, and the same bits every time."""
     halves, groups, weight, bias, *_ = case
     a = [
         norm_passes.apply(
-            halves[0], _second(halves), _table(halves, ks, groups, weight, bias), "silu"
+            halves[0], second_half(halves), _table(halves, ks, groups, weight, bias), "silu"
         )
         for _ in range(bits)
     ]
     low, exact = (
-        _forward(halves, groups, weight, bias, "silu", dtype) for dtype in (None, torch.float64)
+        reference_forward(halves, groups, weight, bias, "silu", dtype)
+        for dtype in (None, torch.float64)
     )
-    _close("a", a[0], exact, low)
+    assert_near("a", a[0], exact, low)
     _check_backward(case, ks)
     grads = [_kernels(*case, ks) for _ in range(bits)]
     for again in range(1, bits):
@@ -478,30 +396,30 @@ def _check_dx_without_sums(case):
     p, q, r = coeff.double()[:, :, None, None].unbind(1)
     exact = (p * dz + q * torch.cat(halves, 3) + r).split([x.shape[3] for x in halves], 3)
     rounding = torch.finfo(dz.dtype).eps / 2 + 2e-6
-    dx = norm_passes.norm_dx(dz, halves[0], _second(halves), coeff)
+    dx = norm_passes.norm_dx(dz, halves[0], second_half(halves), coeff)
     for got, want in zip(dx, exact, strict=False):
-        _close("dx", got, want, floor=rounding)
+        assert_near("dx", got, want, floor=rounding)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("shape", "channels", "ks"), _MODEL_CASES, ids=str)
+@pytest.mark.parametrize(("shape", "channels", "ks"), MODEL_CASES, ids=str)
 def test_model_shapes(shape, channels, ks, dtype, device):
-    case = _case(shape, channels, 32, dtype=dtype, device=device)
+    case = make_case(shape, channels, 32, dtype=dtype, device=device)
     _tables_and_passes(case, ks)
     x = case[0][0]
     partials = norm_tables.tensor_partials(x)
-    _close("partials", partials, _partials(x, partials.shape[1]), floor=1e-5)
+    assert_near("partials", partials, partials_of(x, partials.shape[1]), floor=1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("list_name", ["_APPLY_CONFIGS", "_DX_CONFIGS", "_SUMS_DX_CONFIGS"])
 @pytest.mark.parametrize(
-    ("shape", "channels", "ks"), [_MODEL_CASES[1], ((3, 33, 31), (40, 24), (1, 3))]
+    ("shape", "channels", "ks"), [MODEL_CASES[1], ((3, 33, 31), (40, 24), (1, 3))]
 )
 def test_every_config(list_name, shape, channels, ks, device, monkeypatch):
     monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
-    case = _case(shape, channels, 32, dtype=torch.bfloat16, device=device)
+    case = make_case(shape, channels, 32, dtype=torch.bfloat16, device=device)
     for config in getattr(norm_passes, list_name):
         monkeypatch.setattr(norm_passes, "choose", lambda *_, config=config: config)
         _tables_and_passes(case, ks)
@@ -520,7 +438,7 @@ def test_upsampled_half_on_the_gpu(config, shape, dtype, device, monkeypatch):
 @pytest.mark.gpu
 def test_one_launch_in_a_graph(device):
     """Captured after the first pass, as a training step is."""
-    case = _case((4, 16, 16), (64,), 8, dtype=torch.bfloat16, device=device)
+    case = make_case((4, 16, 16), (64,), 8, dtype=torch.bfloat16, device=device)
     sums = row_sums.RowSums(torch.ones(256, device=device))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -541,7 +459,7 @@ def test_one_launch_in_a_graph(device):
 
 @pytest.mark.gpu
 def test_captured_in_a_graph(device):
-    case = _case((4, 16, 16), (40, 24), 8, dtype=torch.bfloat16, device=device)
+    case = make_case((4, 16, 16), (40, 24), 8, dtype=torch.bfloat16, device=device)
     want = _kernels(*case, (4, 2))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
