@@ -36,7 +36,6 @@ def fails(*command: str, cwd=None) -> str:
         ("dataset.path=/my(1)", """goes into quotes: "dataset.path='/my(1)'\""""),
         ("dataset.path=a,b", "for a list give dataset.path=[a,b]"),
         ("dataset", "dataset is no setting; expected KEY=VALUE"),
-        ("model.model_channels=1e9", "memory does not suffice"),
     ],
 )
 def test_wrong_setting(tmp_path, override, expected):
