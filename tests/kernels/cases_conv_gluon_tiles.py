@@ -40,7 +40,7 @@ def _case(name: str, dgrad: bool, beside: int, extra: int, width: int, pixels: i
             "IMAGES": images,
             "W": width,
             "DGRAD": dgrad,
-            "ACT": "silu" if dgrad else None,
+            "ACT": "silu_tanh" if dgrad else None,
             "BLOCKS": blocks,
             "STEPS": steps,
             "num_warps": 4,

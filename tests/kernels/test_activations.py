@@ -5,7 +5,14 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.activations import ACTIVATIONS, activate, activate_grad, check_activation
+from triton_kernels.activations import (
+    ACTIVATIONS,
+    activate,
+    activate_affine_grad,
+    activate_grad,
+    check_activation,
+    rounded_grad,
+)
 from triton_kernels.reference import ACTIVATION_FUNCTIONS
 
 # exp overflows where 1 / (1 + exp) is meant to be 0; NumPy, under the interpreter, warns of it
@@ -47,6 +54,28 @@ def test_extreme_values(act, device):
         passes = sign > 0 or act == "identity"
         assert torch.equal(y, sign * z if passes else torch.zeros_like(z))
         assert torch.equal(dz, torch.full_like(z, float(passes)))
+
+
+@triton.jit
+def _affine_kernel(x_ptr, out_ptr, g, b, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, activate_affine_grad(tl.load(x_ptr + offs), g, b, ACT))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_derivative_of_an_affine_term(act, dtype, device):
+    """Where the result will be bfloat16, silu' may be of tanh.approx, right to 2^-11 (PTX ISA).
+    It is (1 + t + h (1 - t^2)) / 2, so that this counts |t (1 - 2 h t)| / 2 times."""
+    x, g, b = torch.linspace(-12, 12, 1024).to(device), 1.5, -0.25
+    z = (g * x.double() + b).requires_grad_()
+    (want,) = torch.autograd.grad(ACTIVATION_FUNCTIONS[act](z).sum(), z)
+    got = torch.full_like(x, torch.nan)
+    _affine_kernel[(4,)](x, got, g, b, rounded_grad(act, dtype), 256)
+    h = z.detach() / 2
+    t = torch.tanh(h)
+    tanh = 2**-12 * (t * (1 - 2 * h * t)).abs() if act == "silu" and dtype != torch.float32 else 0
+    assert ((got.double() - want).abs() <= tanh + 1e-6 * want.abs() + 1e-5).all()
 
 
 def test_unknown_name():

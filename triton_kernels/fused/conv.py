@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..activations import check_activation
+from ..activations import check_activation, rounded_grad
 from ..column_sum import sum_partials
 from ..conv import gather as conv_gather
 from ..conv import tma_wgrad as conv_tma_wgrad
@@ -251,7 +251,7 @@ def conv_input_grad(
         *mask_arguments(mask),
         R=r,
         S=s,
-        ACT=activation,
+        ACT=rounded_grad(activation, dy.dtype),
         TURNED=turned,
         PRECISION="tf32",
         ROWS=config.rows,

@@ -8,7 +8,7 @@ sums over pixels are nearly free, and an image of the tile is a slice [channels,
 import triton
 import triton.language as tl
 
-from ..activations import activate_grad
+from ..activations import activate_affine_grad
 from ..conv.tma import multiply, multiply_rows, tile_origin
 from ..dependent_launch import await_inputs
 from ..dropout import kept
@@ -269,7 +269,6 @@ def _finish_input_grad(
         x = x2_desc.load([n0, h0, w0, c0 - C1])
     x = tl.trans(x.reshape(BLOCK_M, BLOCK_C)).reshape(BLOCK_C, TILE_N, PIXELS).to(tl.float32)
     xhat = (x - mean[:, :, None]) * rstd[:, :, None]
-    z = xhat * g[:, :, None] + b[:, :, None]
     if rng_ptr is not None:
         offs_m = tl.arange(0, BLOCK_M)
         pixel = (h0 + offs_m % PIXELS // TILE_W) * Q + w0 + offs_m % TILE_W
@@ -277,7 +276,8 @@ def _finish_input_grad(
         sample = first + n0 + offs_m // PIXELS
         keep = kept(rng_ptr, sample[:, None], quad, stream, drop)
         acc = tl.where(tl.trans(keep), acc * (1.0 / (1.0 - drop)), 0.0)
-    dz = acc.reshape(BLOCK_C, TILE_N, PIXELS) * activate_grad(z, ACT)
+    slope = activate_affine_grad(xhat, g[:, :, None], b[:, :, None], ACT)
+    dz = acc.reshape(BLOCK_C, TILE_N, PIXELS) * slope
     _store_partials(
         partial_ptr, tl.sum(dz, axis=2), tl.sum(dz * xhat, axis=2),
         n0, h0, w0, c0, N, P, Q, CI, TILE_N, TILE_H, TILE_W, BLOCK_C,

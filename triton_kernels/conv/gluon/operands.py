@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ...activations import rounded_grad
 from .descriptors import SUPPORTED, filters_in_boxes, in_boxes
 
 if SUPPORTED:
@@ -26,6 +27,11 @@ class Operands(NamedTuple):
     extra_bias: Tensor | None = None  # float32 [CO]
     emb: Tensor | None = None  # float32 [N, CO]
     activation: str | None = None
+
+    @property
+    def slope(self) -> str | None:
+        """The activation as `activate_affine_grad` is told."""
+        return self.activation and rounded_grad(self.activation, self.y.dtype)
 
     @property
     def extra_channels(self) -> list[int]:

@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...activations import activate_grad
-from .epilogue import load_beside, load_bias, load_table, round_pairs
+from ...activations import activate_affine_grad
+from .epilogue import load_beside, load_bias, load_table, round_pairs, widen_pairs
 from .pipeline import (
     give_back,
     new_barrier_pairs,
@@ -215,12 +215,8 @@ def _multiply(
         mbarrier.arrive(x_empty.index(below), count=1)
         mbarrier.arrive(x_empty.index(below), count=1, pred=(h + 1 == tiles_h) | (tile + 1 == last))
 
-        stage0 = _stage(stages, GROUP, 0, W)
-        stage1 = _stage(stages, GROUP, 1, W)
         if HAS_BESIDE:
             mbarrier.wait(beside_full.index(GROUP), phase)
-            beside0 = stage0.load(LAYOUT)
-            beside1 = stage1.load(LAYOUT)
         else:
             tma.store_wait(0)
         to = partial_ptr
@@ -231,17 +227,21 @@ def _multiply(
             total = gl.zeros([64], gl.float32, VECTOR)
             second = gl.zeros([64], gl.float32, VECTOR)
             for j in gl.static_range(2):
-                xhat = (beside0, beside1)[j].to(gl.float32) * rstd[:, None] + shift[:, None]
-                dz = (acc0, acc1)[j] * activate_grad(xhat * g[:, None] + b[:, None], ACT)
+                stage = _stage(stages, GROUP, j, W)
+                xhat = widen_pairs(stage.load(LAYOUT)) * rstd[:, None] + shift[:, None]
+                slope = activate_affine_grad(xhat, g[:, None], b[:, None], ACT)
+                dz = (acc0, acc1)[j] * slope
                 total += gl.sum(dz, axis=1)
                 second += gl.sum(dz * xhat, axis=1)
-                _stage(stages, GROUP, j, W).store(round_pairs(dz, stages.dtype))
+                stage.store(round_pairs(dz, stages.dtype))
         else:
             acc0 += bias[:, None]
             acc1 += bias[:, None]
+            stage0 = _stage(stages, GROUP, 0, W)
+            stage1 = _stage(stages, GROUP, 1, W)
             if HAS_BESIDE:
-                acc0 += beside0.to(gl.float32)
-                acc1 += beside1.to(gl.float32)
+                acc0 += widen_pairs(stage0.load(LAYOUT))
+                acc1 += widen_pairs(stage1.load(LAYOUT))
             y0 = round_pairs(acc0, stages.dtype)
             y1 = round_pairs(acc1, stages.dtype)
             stage0.store(y0)
@@ -254,10 +254,10 @@ def _multiply(
         if partial_ptr is not None:
             if not DGRAD:
                 # about the mean of the tile, since a difference of large sums would cancel
-                total = gl.sum(y0.to(gl.float32) + y1.to(gl.float32), axis=1)
+                total = gl.sum(widen_pairs(y0) + widen_pairs(y1), axis=1)
                 mean = (total / (2 * W))[:, None]
-                d0 = y0.to(gl.float32) - mean
-                d1 = y1.to(gl.float32) - mean
+                d0 = widen_pairs(y0) - mean
+                d1 = widen_pairs(y1) - mean
                 second = gl.sum(d0 * d0 + d1 * d1, axis=1)
             gl.store(to, total)
             gl.store(to + C, second)

@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...activations import activate_grad
-from .epilogue import load_beside, load_bias, load_table, round_pairs
+from ...activations import activate_affine_grad
+from .epilogue import load_beside, load_bias, load_table, round_pairs, widen_pairs
 from .pipeline import (
     give_back,
     new_barrier_pairs,
@@ -231,15 +231,15 @@ def _multiply(
             buf = buf._reinterpret(buf.dtype, [W, 64], gl.NVMMASharedLayout(128, 16))
             buf = buf.permute((1, 0))
             if DGRAD:
-                xhat = buf.load(LAYOUT).to(gl.float32) * rstd + shift
-                dz = accs[j] * activate_grad(xhat * g + b, ACT)
+                xhat = widen_pairs(buf.load(LAYOUT)) * rstd + shift
+                dz = accs[j] * activate_affine_grad(xhat, g, b, ACT)
                 total += gl.sum(dz, axis=1)
                 second += gl.sum(dz * xhat, axis=1)
                 buf.store(round_pairs(dz, buf.dtype))
             else:
                 y = accs[j] + bias
                 if HAS_BESIDE:
-                    y += buf.load(LAYOUT).to(gl.float32)
+                    y += widen_pairs(buf.load(LAYOUT))
                 y = round_pairs(y, buf.dtype)
                 buf.store(y)
                 if partial_ptr is not None:

@@ -86,7 +86,7 @@ def launch(config: tuple, operands: Operands) -> None:
         IMAGES=images,
         W=w,
         DGRAD=operands.activation is not None,
-        ACT=operands.activation,
+        ACT=operands.slope,
         BLOCKS=blocks,
         STEPS=steps,
         num_warps=4,

@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...activations import activate_grad
-from .epilogue import round_pairs
+from ...activations import activate_affine_grad
+from .epilogue import round_pairs, widen_pairs
 from .pipeline import (
     give_back,
     new_barrier_pairs,
@@ -126,14 +126,17 @@ def _load_beside(desc1, desc2, buf, bar, n0, h0, c0, border, PIXELS: gl.constexp
 
 
 @gluon.jit
-def _pieces(acc, PIXELS: gl.constexpr, LAYOUT: gl.constexpr):
-    """A tile, or two pieces of one of 256 pixels: the epilogue wants registers of its own."""
-    if PIXELS <= 128:
+def _pieces(acc, PIXELS: gl.constexpr, PIECE: gl.constexpr):
+    """A tile in pieces, one after the other: the epilogue wants registers of its own, and where it
+    has too few it waits for every number instead of for several at a time."""
+    if PIXELS == PIECE:
         return (acc,)
     else:
-        first, second = acc.reshape([64, 2, 128]).permute((0, 2, 1)).split()
-        first = gl.convert_layout(first, LAYOUT, assert_trivial=True)
-        return (first, gl.convert_layout(second, LAYOUT, assert_trivial=True))
+        HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS // 2, 16])
+        first, second = acc.reshape([64, 2, PIXELS // 2]).permute((0, 2, 1)).split()
+        first = gl.convert_layout(first, HALF, assert_trivial=True)
+        second = gl.convert_layout(second, HALF, assert_trivial=True)
+        return _pieces(first, PIXELS // 2, PIECE) + _pieces(second, PIXELS // 2, PIECE)
 
 
 @gluon.jit
@@ -188,7 +191,7 @@ def _multiply(
     WIDTH: gl.constexpr = IMAGES * W
     PIXELS: gl.constexpr = ROWS * WIDTH
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
-    PIECE: gl.constexpr = min(PIXELS, 128)
+    PIECE: gl.constexpr = max(64, WIDTH)
     PIECES: gl.constexpr = PIXELS // PIECE
     PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     zeros = gl.zeros([64, PIECE], gl.float32, PART)
@@ -242,7 +245,7 @@ def _multiply(
         block += tile_blocks  # those of the other warpgroup
         step += tile_steps
 
-        accs = _pieces(acc, PIXELS, PART)
+        accs = _pieces(acc, PIXELS, PIECE)
         if not EARLY:
             vectors = _load_vectors(
                 vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, n0, c0, N, C, IMAGES, DGRAD, SUMS
@@ -265,10 +268,10 @@ def _multiply(
             y = _by_image(accs[i], IMAGES, W)
             buf = pieces.index(i).permute((1, 0))
             if HAS_BESIDE:
-                beside = _by_image(buf.load(PART), IMAGES, W).to(gl.float32)
+                beside = _by_image(widen_pairs(buf.load(PART)), IMAGES, W)
             if DGRAD:
                 xhat = beside * rstd + shift
-                y *= activate_grad(xhat * g + b, ACT)
+                y *= activate_affine_grad(xhat, g, b, ACT)
                 total += gl.sum(y, axis=2)
                 second += gl.sum(y * xhat, axis=2)
             else:
@@ -277,7 +280,7 @@ def _multiply(
                     y += beside
             y = round_pairs(y, y_desc.dtype)
             if partial_ptr is not None and not DGRAD:
-                total += gl.sum(y.to(gl.float32), axis=2)
+                total += gl.sum(widen_pairs(y), axis=2)
                 rounded = rounded + (y,)
             y = y.reshape([64, IMAGES, PIECE // WIDTH, W]).permute((0, 2, 1, 3))
             buf.store(gl.convert_layout(y.reshape([64, PIECE]), PART, assert_trivial=True))
@@ -288,7 +291,7 @@ def _multiply(
                 # about the mean of the tile, since a difference of large sums would cancel
                 mean = (total / (ROWS * W))[:, :, None]
                 for i in gl.static_range(PIECES):
-                    d = rounded[i].to(gl.float32) - mean
+                    d = widen_pairs(rounded[i]) - mean
                     second += gl.sum(d * d, axis=2)
             row = image * tiles_h + tile % tiles_h
             to = partial_ptr + row.to(gl.int64) * 2 * C + offs
