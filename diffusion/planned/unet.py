@@ -48,7 +48,8 @@ from .side_stream import SideStream
 
 DTYPES = (torch.bfloat16, torch.float16)
 _MUCH_LARGER = 16  # images, by pixels
-_MUCH_MEMORY = 32 * 2**20  # bytes of an activation
+_LITTLE_MEMORY = 8 * 2**20  # bytes of an activation
+_MUCH_MEMORY = 32 * 2**20
 _CHANNELS = 16  # the stem's and the head's few channels are padded to a multiple of this
 _LAYERS = {
     ResBlock: FusedResBlock,
@@ -274,10 +275,11 @@ class FusedUNet:
         those of the decoder's others. Where either begin in the flat buffer. Convolutions of small
         images leave multiprocessors idle, where these filters may be brought up to date meanwhile:
         the forward pass says when it comes to small images, `late_update_begins`, and when it
-        reads either, `late_part_reached`. Nothing in large batches: they leave little idle."""
+        reads either, `late_part_reached`. Nothing in large batches, which leave little idle, nor in
+        small ones, where an update beside 8x8 images made the step longer (8 of 64x64)."""
         height, width = self.model.image_size
         activation = samples * height * width * self.model.model_channels * self.dtype.itemsize
-        if self.stages is None or activation >= _MUCH_MEMORY:
+        if self.stages is None or not _LITTLE_MEMORY <= activation < _MUCH_MEMORY:
             return ()
         blocks = f"input_blocks.{self.stages.small}", f"output_blocks.{self.stages.large}"
         return tuple(self.filter_starts[block] for block in blocks)

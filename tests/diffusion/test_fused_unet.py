@@ -240,10 +240,13 @@ def test_says_that_there_is_nothing_to_recompute(caplog):
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_late_filters_are_read_late(options, monkeypatch):
-    """Those of each part come behind all that is read before it, and large batches have none."""
+    """Those of each part come behind all that is read before it. Tiny batches and large ones have
+    none."""
     model = make({"channel_mult": (1, 1, 1)} | options, (16, 16))
     flat = FlatParameters(model, together=TOGETHER)
     plan = FusedUNet(model, flat, fused_reference)
+    assert plan.late_filters(2) == ()
+    monkeypatch.setattr("diffusion.planned.unet._LITTLE_MEMORY", 0)
     late = plan.late_filters(2)
     assert bool(late) == (plan.reduction >= 16)
     assert plan.late_filters(10**6) == ()

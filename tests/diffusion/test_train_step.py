@@ -23,6 +23,11 @@ from triton_kernels.fused import reference as fused_reference
 from .test_fused_unet import make
 
 
+@pytest.fixture(autouse=True)
+def small_batches_have_late_filters(monkeypatch):
+    monkeypatch.setattr("diffusion.planned.unet._LITTLE_MEMORY", 0)
+
+
 def planned_step(defers: bool) -> TrainStep:
     """With kernels where there are any without 16 bits: in the optimizer."""
     backend = Backend("torch", reference)
