@@ -16,8 +16,8 @@ another multiplies. What plain Triton cannot say, and what it gains:
 import triton
 from torch import Tensor
 
-from .conv.gluon.descriptors import SUPPORTED, in_boxes, takes
 from .dependent_launch import overlapping
+from .gluon.descriptors import SUPPORTED, in_boxes, takes
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -10,9 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .conv.gluon.epilogue import round_pairs
-from .conv.gluon.pipeline import new_barriers, sync_threads
 from .dependent_launch import await_inputs
+from .gluon.pairs import round_pairs
+from .gluon.pipeline import new_barriers, sync_threads
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 

@@ -1,6 +1,6 @@
 """The kernels of `conv.gluon.bare` as compile_only.py compiles them."""
 
-from triton_kernels.conv.gluon.descriptors import SUPPORTED
+from triton_kernels.gluon.descriptors import SUPPORTED
 
 from .cases_conv_gluon import _rows
 

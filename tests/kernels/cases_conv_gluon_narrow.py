@@ -1,7 +1,7 @@
 """The kernels of `conv.gluon.narrow` as compile_only.py compiles them."""
 
 from triton_kernels.conv.gluon import narrow
-from triton_kernels.conv.gluon.descriptors import SUPPORTED
+from triton_kernels.gluon.descriptors import SUPPORTED
 
 from .cases_conv_gluon import _rows
 from .compile_only import SHARED_LIMIT

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from triton_kernels.conv.gluon import rows as gluon_rows
-from triton_kernels.conv.gluon.descriptors import SUPPORTED
 from triton_kernels.conv.tma import Config
 from triton_kernels.conv.tma_wgrad import WgradConfig
 from triton_kernels.device import describe
 from triton_kernels.fused import conv as conv_fused
+from triton_kernels.gluon.descriptors import SUPPORTED
 
 from .test_conv_fused import (
     ALL_CONFIGS,

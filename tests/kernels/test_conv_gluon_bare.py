@@ -8,9 +8,9 @@ import torch
 from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
 from triton_kernels.conv.gluon import bare as gluon_bare
-from triton_kernels.conv.gluon.descriptors import SUPPORTED
 from triton_kernels.conv.tma import Config
 from triton_kernels.device import describe
+from triton_kernels.gluon.descriptors import SUPPORTED
 
 from .test_conv import (
     ROUNDING,

@@ -7,6 +7,6 @@
     narrow     the fused network   narrow_out (from 64 channels or 128 to 16)
     bare       public `conv2d`     bare_tiles (3x3 filters), bare_points (1x1)
 
-`operands` and `descriptors` are what launchers share; `pipeline` (rings and their barriers),
-`rows_memory`, `tiles_loop` and `epilogue` what kernels do.
+`operands` is what launchers share; `rows_memory`, `tiles_loop` and `epilogue` what kernels do,
+besides `triton_kernels.gluon`.
 """

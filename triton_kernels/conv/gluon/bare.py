@@ -9,8 +9,9 @@ import triton
 from torch import Tensor
 
 from ...device import describe
+from ...gluon.descriptors import SUPPORTED, in_boxes, takes
 from ..tma_boxes import is_pointwise
-from .descriptors import SUPPORTED, filters_in_boxes, in_boxes, takes
+from .operands import filters_in_boxes
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from .epilogue import round_pairs
-from .pipeline import (
+from ...gluon.pairs import round_pairs
+from ...gluon.pipeline import (
     give_back,
     new_barrier_pairs,
     new_barriers,

@@ -12,8 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .epilogue import round_pairs
-from .pipeline import new_barrier_pairs, new_barriers, sync_threads, wait_empty
+from ...gluon.pairs import round_pairs
+from ...gluon.pipeline import new_barrier_pairs, new_barriers, sync_threads, wait_empty
 from .tiles_loop import (
     block_chunks,
     finish_products,

@@ -10,8 +10,8 @@ Used where `rows` is: with versions it was tried with, where it was measured to 
 from torch import Tensor
 
 from ...device import describe
-from .descriptors import SUPPORTED, filters_in_boxes, in_boxes, takes
-from .operands import Operands
+from ...gluon.descriptors import SUPPORTED, in_boxes, takes
+from .operands import Operands, filters_in_boxes
 
 if SUPPORTED:
     from .narrow_out import conv_narrow_out_kernel

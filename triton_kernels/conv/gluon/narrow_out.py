@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from .epilogue import round_pairs
-from .pipeline import new_barrier_pairs, new_barriers, sync_threads, wait_empty, wait_for
+from ...gluon.pairs import round_pairs
+from ...gluon.pipeline import new_barrier_pairs, new_barriers, sync_threads, wait_empty, wait_for
 from .rows_memory import clear_margins, row_from, row_of_tap, rows_chunks
 
 

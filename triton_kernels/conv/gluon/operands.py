@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...activations import rounded_grad
-from .descriptors import SUPPORTED, filters_in_boxes, in_boxes
+from ...gluon.descriptors import SUPPORTED, in_boxes
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -72,3 +72,9 @@ class Operands(NamedTuple):
             self.emb,
             self.partials,
         ]
+
+
+def filters_in_boxes(weight: Tensor, rows: int = 64, columns: int = 64) -> "TensorDescriptor":
+    """[CO, CI, 3, 3] in channels_last memory as [9, CO, CI], a box of one tap."""
+    co, ci, _, _ = weight.shape
+    return in_boxes(weight, [9, co, ci], [ci, 9 * ci, 1], [1, rows, columns])

@@ -21,14 +21,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate_affine_grad
-from .epilogue import load_beside, load_bias, load_table, round_pairs, widen_pairs
-from .pipeline import (
+from ...gluon.pairs import round_pairs, widen_pairs
+from ...gluon.pipeline import (
     give_back,
     new_barrier_pairs,
     sync_threads,
     wait_empty,
     wait_full,
 )
+from .epilogue import load_beside, load_bias, load_table
 from .rows_memory import clear_margins, row_from, row_of_tap, rows_chunks
 
 # --- loads ----------------------------------------------------------------------------------------

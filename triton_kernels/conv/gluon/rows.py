@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...device import describe
-from .descriptors import SUPPORTED, in_boxes, takes
+from ...gluon.descriptors import SUPPORTED, in_boxes, takes
 from .operands import Operands
 
 if SUPPORTED:

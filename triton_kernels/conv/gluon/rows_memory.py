@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from .pipeline import sync_threads
+from ...gluon.pipeline import sync_threads
 
 
 @gluon.constexpr_function

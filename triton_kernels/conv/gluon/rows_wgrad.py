@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .pipeline import give_back, new_barrier_pairs, sync_threads, wait_empty, wait_full
+from ...gluon.pipeline import give_back, new_barrier_pairs, sync_threads, wait_empty, wait_full
 from .rows_kernels import block_chunks
 from .rows_memory import clear_margins, row_from, row_of_tap
 

@@ -22,7 +22,7 @@ from functools import partial
 from torch import Tensor
 
 from ...device import describe
-from .descriptors import SUPPORTED, in_boxes, takes
+from ...gluon.descriptors import SUPPORTED, in_boxes, takes
 from .operands import Operands
 
 if SUPPORTED:

@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate_affine_grad
-from .epilogue import round_pairs, widen_pairs
-from .pipeline import (
+from ...gluon.pairs import round_pairs, widen_pairs
+from ...gluon.pipeline import (
     give_back,
     new_barrier_pairs,
     sync_threads,

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .pipeline import give_back, sync_threads, wait_empty, wait_full
+from ...gluon.pipeline import give_back, sync_threads, wait_empty, wait_full
 
 
 @gluon.constexpr_function

@@ -6,7 +6,7 @@ Gluon is an experimental part of Triton: it is used with versions that it was tr
 import triton
 from torch import Tensor
 
-from ...device import describe
+from ..device import describe
 
 SUPPORTED = tuple(map(int, triton.__version__.split(".")[:2])) in ((3, 6), (3, 7))
 if SUPPORTED:
@@ -24,9 +24,3 @@ def in_boxes(x: Tensor, shape: list[int], strides: list[int], box: list[int]) ->
     and swizzled over its whole width."""
     width = min(128, box[-1] * x.itemsize)
     return TensorDescriptor(x, shape, strides, box, gl.NVMMASharedLayout(width, 16, rank=len(box)))
-
-
-def filters_in_boxes(weight: Tensor, rows: int = 64, columns: int = 64) -> "TensorDescriptor":
-    """[CO, CI, 3, 3] in channels_last memory as [9, CO, CI], a box of one tap."""
-    co, ci, _, _ = weight.shape
-    return in_boxes(weight, [9, co, ci], [ci, 9 * ci, 1], [1, rows, columns])
