@@ -29,6 +29,7 @@ from .tma_boxes import (
     in_boxes,
     is_pointwise,
     pixel_box,
+    tile_sizes,
     weight_in_boxes,
 )
 from .turn import turn_filters
@@ -318,13 +319,7 @@ def tile_constants(
         "PAD_H": padding[0],
         "PAD_W": padding[1],
         "PRECISION": precision,
-        "TILE_N": box[0],
-        "TILE_H": box[1],
-        "TILE_W": box[2],
-        "BLOCK_C": config.block_c,
-        "BLOCK_K": config.block_k,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
+        **tile_sizes(box, config),
     }
 
 
