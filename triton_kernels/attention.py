@@ -37,7 +37,7 @@ from .dependent_launch import overlapping
 from .device import describe
 from .layout import autocast, check_nhwc
 from .library import derivative, op
-from .tuning import choose
+from .tuning import choose, same
 
 ORDERS = ("qkv_heads", "heads_qkv")
 MAX_HEAD_DIM = 128
@@ -201,10 +201,13 @@ def attention_fwd(
     if config is None:
         config = choose(
             "attention",
-            (n, t, num_heads, constants["D"], qkv.dtype, allow_tf32 and qkv.itemsize == 4),
+            # a head is a head, whichever sample it belongs to; where it can stay in shared memory,
+            # rows of other lengths say something too
+            (n * num_heads, t, constants["D"], qkv.dtype, allow_tf32 and qkv.itemsize == 4),
             lambda: _fwd_candidates(qkv, constants["D"], constants["BLOCK_D"]),
             lambda: _fwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32),
             lambda c: attention_fwd(qkv, num_heads, order, allow_tf32, c)[0],
+            same if attention_gluon.applies(qkv, constants["D"], backward=False) else None,
         )
         if _keeps_head(config) and not attention_gluon.fetchable(qkv):
             config = _fwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32)
@@ -262,10 +265,11 @@ def attention_bwd_rows(
     if config is None:
         config = choose(
             "attention_bwd",
-            (n, t, num_heads, constants["D"], qkv.dtype, allow_tf32 and qkv.itemsize == 4),
+            (n * num_heads, t, constants["D"], qkv.dtype, allow_tf32 and qkv.itemsize == 4),
             lambda: _bwd_candidates(qkv, constants["D"], constants["BLOCK_D"]),
             lambda: _bwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32),
             lambda c: _attention_bwd(do, qkv, o, lse, num_heads, order, allow_tf32, c),
+            same if attention_gluon.applies(qkv, constants["D"], backward=True) else None,
         )
         if _keeps_head(config) and not all(map(attention_gluon.fetchable, (qkv, do))):
             config = _bwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32)
