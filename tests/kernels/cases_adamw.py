@@ -1,5 +1,14 @@
 """Compile-only cases of triton_kernels.adamw."""
 
+_BUFFERS = {
+    "param_ptr": "*fp32",
+    "grad_ptr": "*fp32",
+    "exp_avg_ptr": "*fp32",
+    "exp_avg_sq_ptr": "*fp32",
+    "shadow_ptr": "*bf16",
+    "norm_ptr": "*fp32",
+    "hyper_ptr": "*fp64",
+}
 COMPILE_CASES = [
     {
         "name": "square_sums",
@@ -34,14 +43,8 @@ COMPILE_CASES = [
         "name": "adamw",
         "kernel": "triton_kernels.adamw:_adamw_kernel",
         "signature": {
-            "param_ptr": "*fp32",
-            "grad_ptr": "*fp32",
-            "exp_avg_ptr": "*fp32",
-            "exp_avg_sq_ptr": "*fp32",
+            **_BUFFERS,
             "ema_ptr": "*fp32",
-            "shadow_ptr": "*bf16",
-            "norm_ptr": "*fp32",
-            "hyper_ptr": "*fp64",
             "skipped_ptr": "*i32",
             "size": "i32",
             "gap_start": "i32",
@@ -55,13 +58,7 @@ COMPILE_CASES = [
         "name": "adamw_without_ema",
         "kernel": "triton_kernels.adamw:_adamw_kernel",
         "signature": {
-            "param_ptr": "*fp32",
-            "grad_ptr": "*fp32",
-            "exp_avg_ptr": "*fp32",
-            "exp_avg_sq_ptr": "*fp32",
-            "shadow_ptr": "*bf16",
-            "norm_ptr": "*fp32",
-            "hyper_ptr": "*fp64",
+            **_BUFFERS,
             "skipped_ptr": "*i32",
             "size": "i32",
             "gap_start": "i32",
@@ -76,14 +73,8 @@ COMPILE_CASES = [
         "name": "adamw_of_a_part",
         "kernel": "triton_kernels.adamw:_adamw_part_kernel",
         "signature": {
-            "param_ptr": "*fp32",
-            "grad_ptr": "*fp32",
-            "exp_avg_ptr": "*fp32",
-            "exp_avg_sq_ptr": "*fp32",
+            **_BUFFERS,
             "ema_ptr": "*fp32",
-            "shadow_ptr": "*bf16",
-            "norm_ptr": "*fp32",
-            "hyper_ptr": "*fp64",
             "start": "i32",
             "stop": "i32",
         },

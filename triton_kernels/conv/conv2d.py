@@ -130,8 +130,7 @@ def _conv2d_wgrad(
         path = conv_turned_wgrad
     else:
         path = conv_gather
-    how = {conv_gather: (stride, precision), conv_turned_wgrad: (precision,)}.get(path, ())
-    config, splits = path.plan_wgrad(x, dy, weight, padding, config, *how)
+    config, splits = path.plan_wgrad(x, dy, weight, stride, padding, precision, config)
     partial = partials(dweight, splits)
     path.launch_wgrad(x, dy, weight, partial, stride, padding, precision, config, splits)
     sum_partials(partial, dweight)

@@ -328,10 +328,10 @@ def plan_wgrad(
     x: Tensor,
     dy: Tensor,
     weight: Tensor,
+    stride: int,
     padding: tuple[int, int],
+    precision: str,
     config: WgradConfig | None,
-    stride: int = 1,
-    precision: str = "tf32",
 ) -> tuple[WgradConfig, int]:
     """The configuration, and the number of parts that the sum over pixels is split into."""
     co, ci, r, s = weight.shape

@@ -135,10 +135,13 @@ def plan_wgrad(
     x: Tensor,
     dy: Tensor,
     weight: Tensor,
+    stride: int,
     padding: tuple[int, int],
+    precision: str,
     config: WgradConfig | None,
 ) -> tuple[WgradConfig, int]:
     """The configuration, and the number of parts that the sum over pixels is split into."""
+    assert stride == 1
     _, _, r, s = weight.shape
 
     def splits(c: WgradConfig) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..dependent_launch import await_inputs, overlapping
 from ..tf32 import round_to_tf32, split_to_tf32
 
-_empty = torch.empty  # tests replace it to poison the memory
+_empty = torch.empty  # tests put a function here that returns NaNs
 
 
 @triton.jit

@@ -132,17 +132,19 @@ def plan_wgrad(
     x: Tensor,
     dy: Tensor,
     weight: Tensor,
+    stride: int,
     padding: tuple[int, int],
-    config: WgradConfig | None,
     precision: str,
+    config: WgradConfig | None,
 ) -> tuple[WgradConfig, int]:
     """The configuration, and the number of parts that the sum over pixels is split into."""
+    assert stride == 1
     co, ci, r, s = weight.shape
 
     def splits(c: WgradConfig) -> int:
         if not c.tensor_cores:
             tile = gather.WGRAD_CONFIGS[0]
-            return gather.plan_wgrad(x, dy, weight, padding, tile, 1, precision)[1]
+            return gather.plan_wgrad(x, dy, weight, 1, padding, precision, tile)[1]
         slots = describe(x.device).num_sms * 8 // c.num_warps
         tiles = triton.cdiv(x.shape[0] * math.prod(_image(x, dy, weight, padding)), c.block_m)
         return num_splits(math.prod(_blocks(weight, c)), tiles, slots)

@@ -311,13 +311,13 @@ def conv_weight_grad(
         return
     padding = (r // 2, s // 2) if padding is None else (padding, padding)
     if x.itemsize == 2 and stride == 1:
-        path, how = conv_tma_wgrad, ()
+        path = conv_tma_wgrad
     elif conv_turned_wgrad.serves_wgrad(x, dy, out, stride, padding, "tf32"):
-        path, how = conv_turned_wgrad, ("tf32",)
+        path = conv_turned_wgrad
     else:
-        path, how = conv_gather, (stride, "tf32")
+        path = conv_gather
     assert path is conv_tma_wgrad or (x.shape[3], dy.shape[3]) == (ci, co)
-    config, planned = path.plan_wgrad(x, dy, out, padding, config, *how)
+    config, planned = path.plan_wgrad(x, dy, out, stride, padding, "tf32", config)
     splits = planned if splits is None else splits
     if splits == 1 and path is conv_tma_wgrad:
         place = {"stride_co": out.stride(0), "accumulate": accumulate}
