@@ -111,7 +111,8 @@ def dropout(
     first: int = 0,
 ) -> Tensor:
     """x / (1 - p) where a uniform draw is >= p, else 0. Keyed by (seed, step, first + n, layer)."""
-    words = random_words(rng, x.shape[0], x[0].numel(), DROPOUT | layer << 8, first=first)
+    elements = math.prod(x.shape[1:])
+    words = random_words(rng, x.shape[0], elements, DROPOUT | layer << 8, first=first)
     keep = _uniform(words).view(x.shape) >= p
     return torch.where(keep, x * (1 / (1 - p)), 0)
 

@@ -304,6 +304,7 @@ GPU_SHAPES = {
     "long_ragged": (2, 1000, 2, 40),
     "widest_head": (2, 300, 2, 128),
     "longest": (1, 4096, 1, 64),
+    "long, wide and ragged": (1, 4093, 1, 128),
     "more_rows_than_a_grid_axis": (8200, 2, 8, 16),
 }
 

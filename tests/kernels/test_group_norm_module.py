@@ -47,6 +47,15 @@ def test_module_without_affine_and_with_activation(device):
         GroupNorm(2, 8, activation="swish")
 
 
+def test_module_without_bias(device):
+    norm = GroupNorm(2, 8, bias=False, device=device)
+    torch.nn.init.normal_(norm.weight)
+    assert list(norm.state_dict()) == ["weight"]
+    x = torch.randn(1, 8, 3, 3, device=device)
+    want = torch.nn.functional.group_norm(x.double(), 2, norm.weight.double())
+    assert _error(norm(x), want) < 2e-6
+
+
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize(
     ("shape", "groups"),

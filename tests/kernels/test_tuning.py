@@ -138,6 +138,32 @@ def test_saved_measurements_add_up(tmp_path):
     assert json.loads(path.read_text()) == {"op 1 n=2": [1, 2], "op 1 n=3": [3, 4]}
 
 
+def test_a_cache_is_of_one_gpu_torch_and_triton(tmp_path, monkeypatch):
+    """What is saved there is found again, before what was shipped; by another version it is not."""
+    monkeypatch.setenv("TRITON_DIFFUSION_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "_SHIPPED", tmp_path)
+    monkeypatch.setattr(tuning, "_on_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    name = "op 16 16 3 torch.bfloat16 n=8"
+    (tmp_path / "some-gpu.json").write_text(json.dumps({name: [128, 4]}))
+    tuning._table.cache_clear()
+    try:
+        assert choose() == TILES[1]  # as shipped
+        path = tuning.cache_path()
+        tuning.save({name: [256, 8]}, path)
+        assert choose() == TILES[2] and path.parent == tmp_path / "cache"
+        for module, version in ((tuning.triton, "9.9.9"), (torch, "9.9.9")):
+            with monkeypatch.context() as other:
+                other.setattr(module, "__version__", version)
+                tuning._table.cache_clear()
+                assert tuning.cache_path() != path and choose() == TILES[1]
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Another GPU")
+        tuning._table.cache_clear()
+        assert choose() == TILES[0]
+    finally:
+        tuning._table.cache_clear()
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_shipped_tables_are_well_formed(path):
     entries = json.loads(path.read_text())

@@ -250,9 +250,13 @@ class GroupNorm(torch.nn.GroupNorm):
         activation: str = "identity",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,  # as nn.GroupNorm has it in newer PyTorch
     ) -> None:
         check_activation(activation)
         super().__init__(num_groups, num_channels, eps, affine, device=device, dtype=dtype)
+        if not bias:
+            self.register_parameter("bias", None)
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:  # [N, C, *] -> [N, C, *]

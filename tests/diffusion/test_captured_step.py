@@ -1,0 +1,139 @@
+"""A captured step does what the same step does launch by launch, to the bit, whatever is asked of
+it: on the GPU the plan for bf16; on a CPU the same steps on PyTorch's layers, which nothing
+captures, so that what is written here is known to run."""
+
+import pytest
+import torch
+
+import triton_kernels
+from diffusion.backend import TORCH_FP32, Backend, require_determinism
+from diffusion.data.batches import Batches
+from diffusion.data.image_set import ImageSet
+from diffusion.distributed import Processes
+from diffusion.flat import FlatParameters
+from diffusion.gradient_sum import GradientSum
+from diffusion.objective import Objective
+from diffusion.optimizer import Optimizer, OptimizerSettings
+from diffusion.planned.embedding import TOGETHER
+from diffusion.planned.unet import FusedUNet, training_network
+from diffusion.schedule import make_schedule
+from diffusion.train_step import TrainStep
+
+from .test_fused_unet_kernels import build
+
+STEPS = 5  # two before the capture, the captured one, and two replays of it
+SMALL = {"channel_mult": (1, 2), "num_res_blocks": 1, "attention_resolutions": (2,)}
+
+CASES = {  # of the model, the objective, and the step
+    "plain": ({}, {}, {}),
+    "micro-batches": ({}, {}, {"accumulate": 2}),
+    "mirrored": ({}, {}, {"flip": True}),
+    "weighted": ({}, {"prediction": "v_prediction", "min_snr_gamma": 5.0}, {}),
+    "learned variance": ({"out_channels": 6}, {"variance": "learned_range"}, {}),
+    "learned variance, micro-batches": (
+        {"out_channels": 6},
+        {"variance": "learned_range"},
+        {"accumulate": 2},
+    ),
+    "classes": ({"num_classes": 3, "label_dropout": 0.3}, {}, {}),
+    "dropout": ({"dropout": 0.2}, {}, {}),
+    "recomputed": ({}, {}, {"recompute": True}),
+    "recomputed dropout, micro-batches": (
+        {"dropout": 0.2},
+        {},
+        {"recompute": True, "accumulate": 2},
+    ),
+}
+
+
+@pytest.fixture
+def deterministic(request):
+    """As train.deterministic, and undone afterwards."""
+    cudnn = torch.backends.cudnn.benchmark
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    require_determinism()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    torch.backends.cudnn.benchmark = cudnn
+
+
+def make_step(
+    device: torch.device,
+    model: dict,
+    objective: dict,
+    *,
+    capture: bool,
+    accumulate: int = 1,
+    flip: bool = False,
+    recompute: bool = False,
+) -> TrainStep:
+    on_gpu = device.type == "cuda"
+    backend = TORCH_FP32
+    if on_gpu:
+        backend = Backend("triton", triton_kernels, torch.bfloat16, allow_tf32=True)
+    torch.manual_seed(0)
+    size = (32, 32) if on_gpu else (8, 8)
+    unet = build(backend, SMALL | model, size, device).train()
+    flat = FlatParameters(unet, together=TOGETHER)
+    optimizer = Optimizer(flat, OptimizerSettings(lr=1e-3, warmup=2), backend)
+    total = GradientSum(flat, Processes(None), norm=optimizer.norm)
+    network = training_network(unet, flat, recompute, ready=total.listener, urgent=total.urgent)
+    assert isinstance(network, FusedUNet) or not on_gpu
+    images = torch.randint(256, (20, *size, 3), dtype=torch.uint8)
+    labels = torch.arange(20) % 3 if unet.num_classes else None
+    return TrainStep(
+        network,
+        Objective(make_schedule("cosine", 1000), backend, device=device, **objective),
+        Batches(ImageSet(images, labels), 8, 0, device),
+        flat,
+        optimizer,
+        total,
+        seed=0,
+        steps=STEPS,
+        accumulate=accumulate,
+        flip=flip,
+        capture=capture,
+    )
+
+
+def results(step: TrainStep) -> list[torch.Tensor]:
+    """Loss and norm of every step, and what is left at the end."""
+    found = [x.clone() for k in range(STEPS) for x in step(k)]
+    step.settle()
+    flat = step.flat
+    found += [x.clone() for x in (flat.param, flat.ema, flat.exp_avg, flat.exp_avg_sq)]
+    step.release()
+    return found
+
+
+def check(case: str, device: torch.device) -> None:
+    model, objective, options = CASES[case]
+    if device.type == "cpu":
+        options = {k: v for k, v in options.items() if k != "recompute"}  # a plan's option
+    seen = [
+        results(make_step(device, model, objective, capture=capture, **options))
+        for capture in (True, False)
+    ]
+    for a, b in zip(*seen, strict=True):
+        assert a.isfinite().all() and torch.equal(a, b)
+    assert seen[0][0] != seen[0][2]  # each step has a loss of its own
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_captured(case, device):
+    check(case, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["plain", "learned variance, micro-batches", "classes"])
+def test_captured_deterministic(case, device, deterministic):
+    """PyTorch raises for a kernel of its own that would not give the same bits."""
+    check(case, device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has captured steps")
+@pytest.mark.parametrize("case", ["learned variance, micro-batches", "classes", "weighted"])
+def test_not_captured(case, device):
+    check(case, device)
