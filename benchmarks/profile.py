@@ -54,14 +54,14 @@ _BY_KERNEL = (
     ("attention", r"attention|flash|fmha|sdpa"),
     (
         "denoise",
-        r"q_sample|denoise|^_row_sum|^_draw_|^_normal_kernel|mse_loss|randn|randint",
+        r"q_sample|denoise|^row_sum|^_draw_|^_normal_kernel|mse_loss|randn|randint",
     ),
     ("conv wgrad", r"wgrad|column_sum|^_sum_partials|^_linear_grads"),
     ("conv dgrad", r"dgrad|conv_input_grad"),
     ("conv fwd", r"fprop|conv_forward|stride2_fwd"),
     (
         "norm",
-        r"group_?norm|^_norm_|^_segment_sums|^_activation_grad|^skip_dx"
+        r"group_?norm|^norm_|^_segment_sums|^_activation_grad|^_skip_dx"
         r"|RowwiseMoments|GammaBeta|ComputeInternalGradients|FusedParams",
     ),
     ("resample", r"^_(gather|spread)_kernel|pool|upsample|interpolate"),

@@ -1,6 +1,7 @@
 """Imports point one way: entry scripts -> configs.entry, diffusion -> triton_kernels."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,31 @@ def test_no_vendor_library_behind_a_kernel():
         if path.name != "reference.py":
             text = path.read_text()
             assert not [name for name in banned if name in text], path.name
+
+
+@pytest.mark.parametrize("folder", ["triton_kernels", "diffusion", "configs", "benchmarks"])
+def test_what_another_file_uses_has_no_underscore(folder):
+    """So a kernel that its own file launches is `_x_kernel`, and one of a file of kernels is
+    `x_kernel`."""
+    private = [
+        f"{path.relative_to(ROOT)}: {alias.name}"
+        for path in files(folder)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name.startswith("_")
+    ]
+    assert not private
+
+
+def test_what_no_other_file_launches_has_an_underscore():
+    texts = {path: path.read_text() for path in files("triton_kernels")}
+    kernels = {
+        (path, name)
+        for path, text in texts.items()
+        for name in re.findall(r"^def ([a-z]\w+_kernel)\(", text, re.MULTILINE)
+    }
+    assert kernels
+    for path, name in kernels:
+        users = [other for other, text in texts.items() if other != path and name in text]
+        assert users, f"{path.relative_to(ROOT)}: only this file launches {name}"

@@ -247,7 +247,7 @@ _FUSED_DGRAD = {
 
 _SKIP_DX = {
     "name": "dx of two inputs, one upsampled, with a 1x1 skip",
-    "kernel": "triton_kernels.fused.skip_dx:skip_dx_kernel",
+    "kernel": "triton_kernels.fused.skip_dx:_skip_dx_kernel",
     "signature": {
         "dy_desc": "tensordesc<bf16[1,2,64,64]>",
         "w_desc": "tensordesc<bf16[64,64]>",

@@ -80,7 +80,7 @@ COMPILE_CASES = [
     },
     {
         "name": "denoise_loss_fwd",
-        "kernel": "triton_kernels.denoise.loss_kernels:_denoise_loss_fwd_kernel",
+        "kernel": "triton_kernels.denoise.loss_kernels:denoise_loss_fwd_kernel",
         "signature": {
             **_BATCH,
             "output_ptr": "*bf16",
@@ -93,7 +93,7 @@ COMPILE_CASES = [
     },
     {
         "name": "denoise_loss_bwd",
-        "kernel": "triton_kernels.denoise.loss_kernels:_denoise_loss_bwd_kernel",
+        "kernel": "triton_kernels.denoise.loss_kernels:denoise_loss_bwd_kernel",
         "signature": {
             "dloss_ptr": "*fp32",
             "stride_dn": "i32",
@@ -108,7 +108,7 @@ COMPILE_CASES = [
     },
     {
         "name": "denoise_loss_bwd_one_element",  # Triton makes a constant of an integer that is 1
-        "kernel": "triton_kernels.denoise.loss_kernels:_denoise_loss_bwd_kernel",
+        "kernel": "triton_kernels.denoise.loss_kernels:denoise_loss_bwd_kernel",
         "signature": {"dloss_ptr": "*fp32", "difference_ptr": "*fp32", "doutput_ptr": "*fp16"},
         "constexprs": {"stride_dn": 1, "elements": 1, "chunks": 1, "C": 1, "CO": 2, "BLOCK": 2048},
         "options": {"num_warps": 4},
@@ -116,7 +116,7 @@ COMPILE_CASES = [
     },
     {
         "name": "row_sum",
-        "kernel": "triton_kernels.denoise.loss_kernels:_row_sum_kernel",
+        "kernel": "triton_kernels.denoise.loss_kernels:row_sum_kernel",
         "signature": {"x_ptr": "*fp32", "y_ptr": "*fp32", "rows": "i32", "columns": "i32"},
         "constexprs": {"BLOCK_M": 256, "BLOCK_N": 4},
         "options": {"num_warps": 4},

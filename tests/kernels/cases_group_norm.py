@@ -18,7 +18,7 @@ _STATS = {name: "*fp32" for name in ("mean_ptr", "rstd_ptr")}
 COMPILE_CASES = [
     {
         "name": "group_norm_stats",
-        "kernel": "triton_kernels.norm.stream_kernels:_group_norm_stats_kernel",
+        "kernel": "triton_kernels.norm.stream_kernels:group_norm_stats_kernel",
         "signature": {"x1_ptr": "*bf16", "partial_ptr": "*fp32"}
         | ints("HW", "C1", "C", "K", "CB1", "CB"),
         "constexprs": _PASS | _ALONE,
@@ -28,7 +28,7 @@ COMPILE_CASES = [
     },
     {
         "name": "group_norm_bwd_sums",
-        "kernel": "triton_kernels.norm.stream_kernels:_group_norm_bwd_sums_kernel",
+        "kernel": "triton_kernels.norm.stream_kernels:group_norm_bwd_sums_kernel",
         "signature": {"x1_ptr": "*bf16", "dy_ptr": "*bf16"}
         | _STATS
         | _PARAMS
@@ -41,7 +41,7 @@ COMPILE_CASES = [
     },
     {
         "name": "group_norm_bwd_dx",
-        "kernel": "triton_kernels.norm.stream_kernels:_group_norm_bwd_dx_kernel",
+        "kernel": "triton_kernels.norm.stream_kernels:group_norm_bwd_dx_kernel",
         "signature": {"x1_ptr": "*bf16", "dy_ptr": "*bf16"}
         | _STATS
         | {"m1_ptr": "*fp32", "m2_ptr": "*fp32"}
@@ -55,7 +55,7 @@ COMPILE_CASES = [
     },
     {
         "name": "group_norm_bwd_params",
-        "kernel": "triton_kernels.norm.stream_kernels:_group_norm_bwd_params_kernel",
+        "kernel": "triton_kernels.norm.stream_kernels:group_norm_bwd_params_kernel",
         "signature": {"partial_ptr": "*fp32"}
         | {name: "*fp32" for name in ("weight_ptr", "bias_ptr")}
         | {"scale_ptr": "*bf16"}

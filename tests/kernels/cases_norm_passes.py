@@ -13,7 +13,7 @@ _FOLDED |= {"BLOCK_G": 16, "BLOCK_J": 8}
 COMPILE_CASES = [
     {
         "name": "norm_table",
-        "kernel": "triton_kernels.fused.norm_table_kernels:_norm_table_kernel",
+        "kernel": "triton_kernels.fused.norm_table_kernels:norm_table_kernel",
         "signature": types("*fp32", "partial1_ptr", "partial2_ptr", "weight_ptr", "bias_ptr")
         | types("*bf16", "scale_ptr", "shift_ptr")
         | types("*fp32", "table_ptr")
@@ -25,7 +25,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_grad_table",
-        "kernel": "triton_kernels.fused.norm_table_kernels:_norm_grad_table_kernel",
+        "kernel": "triton_kernels.fused.norm_table_kernels:norm_grad_table_kernel",
         "signature": types("*fp32", "partial_ptr", "input_partial_ptr", "table_ptr")
         | types("*fp32", "weight_ptr", "bias_ptr", "coeff_ptr", "rows_ptr")
         | types("*bf16", "scale_ptr", "d_scale_ptr", "d_shift_ptr", "d_emb_ptr")
@@ -37,7 +37,7 @@ COMPILE_CASES = [
     },
     {
         "name": "apply",
-        "kernel": "triton_kernels.fused.norm_pass_kernels:_norm_apply_kernel",
+        "kernel": "triton_kernels.fused.norm_pass_kernels:norm_apply_kernel",
         "signature": types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
         | {"table_ptr": "*fp32"}
         | ints("HW", "W", "C1", "C2", "K", "CB1", "CB", "first", "stream")
@@ -49,7 +49,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_dx",
-        "kernel": "triton_kernels.fused.norm_pass_kernels:_norm_dx_kernel",
+        "kernel": "triton_kernels.fused.norm_pass_kernels:norm_dx_kernel",
         "signature": types("*bf16", "dz_ptr", "x1_ptr", "x2_ptr")
         | types("*bf16", "add1_ptr", "add1_second_ptr", "add2_ptr", "dx1_ptr", "dx2_ptr")
         | types("*fp32", "coeff_ptr", "sums_ptr")
@@ -102,7 +102,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_apply_folded",
-        "kernel": "triton_kernels.fused.norm_fold_kernels:_norm_apply_folded_kernel",
+        "kernel": "triton_kernels.fused.norm_fold_kernels:norm_apply_folded_kernel",
         "signature": types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
         | types("*fp32", "partial1_ptr", "partial2_ptr", "weight_ptr", "bias_ptr", "table_ptr")
         | types("*fp32", "scale_ptr", "shift_ptr")
@@ -115,7 +115,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_dx_folded",
-        "kernel": "triton_kernels.fused.norm_fold_kernels:_norm_dx_folded_kernel",
+        "kernel": "triton_kernels.fused.norm_fold_kernels:norm_dx_folded_kernel",
         "signature": types("*bf16", "dz_ptr", "x_ptr", "add_ptr", "add_second_ptr", "dx_ptr")
         | types("*fp32", "sums_ptr", "partial_ptr", "input_partial_ptr", "table_ptr")
         | types("*fp32", "weight_ptr", "bias_ptr", "rows_ptr", "scale_ptr", "d_scale_ptr")

@@ -30,7 +30,7 @@ _FILM = ("weight_ptr", "bias_ptr", "scale_ptr", "shift_ptr")
 _CONV_TERMS = ("parts_ptr", "conv_bias_ptr", "extra_bias_ptr", "emb_ptr")
 
 _NORM_WHOLE = {
-    "kernel": "triton_kernels.fused.norm_whole_kernels:_norm_whole_kernel",
+    "kernel": "triton_kernels.fused.norm_whole_kernels:norm_whole_kernel",
     "options": {"num_warps": 4},
     "multiples": ("HW", "C1", "C", "stride_emb", "stride_scale", "stride_shift"),
 }
@@ -65,7 +65,7 @@ COMPILE_CASES = [
     },
     {
         "name": "sum_parts",
-        "kernel": "triton_kernels.fused.norm_whole_kernels:_sum_parts_kernel",
+        "kernel": "triton_kernels.fused.norm_whole_kernels:sum_parts_kernel",
         "signature": types("*fp32", "parts_ptr", "bias_ptr", "extra_bias_ptr", "emb_ptr")
         | types("*bf16", "residual_ptr", "y_ptr")
         | types("i32", "stride_emb", "N", "HW", "C", "CB", "PB"),
@@ -76,7 +76,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_of_sums of two tensors",
-        "kernel": "triton_kernels.fused.norm_whole_kernels:_norm_sums_kernel",
+        "kernel": "triton_kernels.fused.norm_whole_kernels:norm_sums_kernel",
         "signature": types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
         | types("*fp32", "partial1_ptr", "partial2_ptr", *_FILM)
         | types("i32", "stride_scale", "stride_shift", "pixels1", "pixels2")

@@ -31,7 +31,7 @@ def _stage(name: str, absent: tuple, constexprs: dict, arches: tuple, **expect) 
     pointers = (*_POINTERS, "weight_ptr", "out_ptr", "side_ptr")
     return _case(
         name,
-        "_stage_kernel",
+        "conv1d_stage_kernel",
         pointers,
         absent,
         _INPUT
@@ -90,7 +90,7 @@ COMPILE_CASES = [
     ),
     _case(
         "apply",
-        "_apply_kernel",
+        "conv1d_apply_kernel",
         (*_POINTERS, "a_ptr"),
         (*_NO_STEM, "skip_ptr"),
         _INPUT | {"RES_SPLITS": 8, "SCALE": True, "PDL": False, "PRECISION": "tf32"}
@@ -99,7 +99,7 @@ COMPILE_CASES = [
     ),
     _case(
         "multiply",
-        "_multiply_kernel",
+        "conv1d_multiply_kernel",
         ("a_ptr", "weight_ptr", "out_ptr", "side_ptr"),
         (),
         {k: v for k, v in _DEEP.items() if k not in ("CPG", "BT")}
@@ -111,7 +111,7 @@ COMPILE_CASES = [
     ),
     _case(
         "multiply, several pieces of the weights a tile",
-        "_multiply_kernel",
+        "conv1d_multiply_kernel",
         ("a_ptr", "weight_ptr", "out_ptr"),
         ("side_ptr",),
         {k: v for k, v in _FIRST.items() if k not in ("CPG", "BT")}
@@ -123,7 +123,7 @@ COMPILE_CASES = [
     ),
     _case(
         "head",
-        "_head_kernel",
+        "conv1d_head_kernel",
         ("sums_ptr", "bias_ptr", "gamma_ptr", "beta_ptr", "weight_ptr", "head_bias_ptr", "out_ptr"),
         (),
         {"C": 256, "T": 16, "CPG": 32, "BT": 16, "SPLITS": 8, "CX": 2, "PDL": True},
@@ -133,7 +133,7 @@ COMPILE_CASES = [
     ),
     _case(
         "project",
-        "_project_kernel",
+        "conv1d_project_kernel",
         ("z_ptr", "weight_ptr", "bias_ptr", "out_ptr"),
         (),
         {"EP": 1088, "BF": 64, "BE": 64, "BR": 16, "PRECISION": "tf32"},

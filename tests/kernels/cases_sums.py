@@ -50,18 +50,18 @@ COMPILE_CASES = [
         ("numel1", "numel2"),
     ),
     _case(
-        "fused.norm_table_kernels:_norm_partials_kernel",
+        "fused.norm_table_kernels:norm_partials_kernel",
         {"x_ptr": "*bf16", "partial_ptr": "*fp32"} | ints("pixels", "C", "CB"),
         {"TILES": 4, "BLOCK_P": 64, "BLOCK_C": 64},
         ("pixels", "C"),
     ),
     _case(
-        "fused.norm_table_kernels:_norm_grad_sums_kernel",
+        "fused.norm_table_kernels:norm_grad_sums_kernel",
         types("*fp32", "rows_ptr", "out0_ptr", "out1_ptr", "out2_ptr") | ints("N", "C"),
         {"ROWS": 3, "ACCUMULATE": True, "BLOCK_N": 128, "BLOCK_C": 16},
     ),
     _case(
-        "norm.stream_kernels:_group_norm_finalize_kernel",
+        "norm.stream_kernels:group_norm_finalize_kernel",
         types("*fp32", "partial_ptr", "mean_ptr", "rstd_ptr")
         | ints("HW", "C", "G", "GB")
         | {"eps": "fp32"},
@@ -69,7 +69,7 @@ COMPILE_CASES = [
         ("HW", "C", "G"),
     ),
     _case(
-        "norm.stream_kernels:_group_norm_apply_kernel",
+        "norm.stream_kernels:group_norm_apply_kernel",
         types("*bf16", "x1_ptr", "x2_ptr", "y_ptr")
         | types("*fp32", "mean_ptr", "rstd_ptr")
         | _PARAMS
@@ -78,7 +78,7 @@ COMPILE_CASES = [
         ("HW", "C1", "C"),
     ),
     _case(
-        "norm.stream_kernels:_group_norm_bwd_finalize_kernel",
+        "norm.stream_kernels:group_norm_bwd_finalize_kernel",
         types("*fp32", "partial_ptr", "weight_ptr", "m1_ptr", "m2_ptr")
         | {"scale_ptr": "*bf16"}
         | ints("stride_scale", "HW", "C", "G", "GB"),

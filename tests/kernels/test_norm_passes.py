@@ -413,7 +413,7 @@ def test_model_shapes(shape, channels, ks, dtype, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("list_name", ["_APPLY_CONFIGS", "_DX_CONFIGS", "_SUMS_DX_CONFIGS"])
+@pytest.mark.parametrize("list_name", ["APPLY_CONFIGS", "_DX_CONFIGS", "_SUMS_DX_CONFIGS"])
 @pytest.mark.parametrize(
     ("shape", "channels", "ks"), [MODEL_CASES[1], ((3, 33, 31), (40, 24), (1, 3))]
 )

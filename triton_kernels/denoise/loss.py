@@ -11,7 +11,7 @@ from ..library import derivative, op
 from ..tuning import choose
 from .checks import check_batch, check_output, check_process
 from .chunks import NUM_WARPS
-from .loss_kernels import _denoise_loss_bwd_kernel, _denoise_loss_fwd_kernel, _row_sum_kernel
+from .loss_kernels import denoise_loss_bwd_kernel, denoise_loss_fwd_kernel, row_sum_kernel
 
 PREDICTIONS = ("epsilon", "sample", "v_prediction")
 
@@ -81,7 +81,7 @@ def _loss(
     partial = torch.empty((n, chunks), dtype=torch.float32, device=output.device)
     if partial.numel() == 0:  # the mean over nothing
         return torch.full((n,), float("nan"), device=output.device), difference
-    _denoise_loss_fwd_kernel[(n * chunks,)](
+    denoise_loss_fwd_kernel[(n * chunks,)](
         output, images, *batch, partial, difference if keep else None, first, elements, chunks,
         W=width, C=c, CO=co, PREDICTION=prediction, BLOCK=config.block, BLOCKS=config.blocks,
         num_warps=config.num_warps,
@@ -91,7 +91,7 @@ def _loss(
     loss = torch.empty(n, dtype=torch.float32, device=output.device)
     block_n = triton.next_power_of_2(chunks)
     block_m = max(1, 1024 // block_n)
-    _row_sum_kernel[(triton.cdiv(n, block_m),)](
+    row_sum_kernel[(triton.cdiv(n, block_m),)](
         partial, loss, n, chunks, BLOCK_M=block_m, BLOCK_N=block_n
     )
     return loss, difference
@@ -112,7 +112,7 @@ def _denoise_loss_backward(
     if doutput.numel() > 0:
         elements = height * width * c
         chunks = triton.cdiv(height * width * channels, _GRAD_BLOCK)
-        _denoise_loss_bwd_kernel[(n * chunks,)](
+        denoise_loss_bwd_kernel[(n * chunks,)](
             dloss, dloss.stride(0), difference, doutput, elements, chunks,
             C=c, CO=channels, BLOCK=_GRAD_BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip

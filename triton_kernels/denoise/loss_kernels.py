@@ -40,7 +40,7 @@ def _target(
 
 
 @triton.jit(do_not_specialize=["first"])
-def _denoise_loss_fwd_kernel(
+def denoise_loss_fwd_kernel(
     output_ptr,  # [N, H, W, CO]
     images_ptr,
     index_ptr,
@@ -80,7 +80,7 @@ def _denoise_loss_fwd_kernel(
 
 
 @triton.jit
-def _row_sum_kernel(x_ptr, y_ptr, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def row_sum_kernel(x_ptr, y_ptr, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """y[m] = sum of x[m, :], in one order whatever the grid."""
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
@@ -91,7 +91,7 @@ def _row_sum_kernel(x_ptr, y_ptr, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N:
 
 
 @triton.jit
-def _denoise_loss_bwd_kernel(
+def denoise_loss_bwd_kernel(
     dloss_ptr,  # float32 [N], stride 0 below a loss.mean()
     stride_dn,
     difference_ptr,  # float32 [N, H, W, C]

@@ -20,7 +20,7 @@ from ..dropout import Mask
 from ..layout import check_nhwc, check_second, check_shape, row_stride
 from ..norm.pass_grid import PassConfig
 from ..row_sums import RowSums
-from .norm_fold_kernels import _norm_apply_folded_kernel, _norm_dx_folded_kernel
+from .norm_fold_kernels import norm_apply_folded_kernel, norm_dx_folded_kernel
 from .norm_passes import apply, cut, norm_dx
 from .norm_tables import (
     check_partials_of,
@@ -89,7 +89,7 @@ def norm_apply(
     table = _empty((n, 4, c), dtype=torch.float32, device=x1.device)
     a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
     film = (scale, shift)
-    _norm_apply_folded_kernel[(grid.programs,)](
+    norm_apply_folded_kernel[(grid.programs,)](
         x1, x2, first, second, weight, bias, *film, table, a, *map(row_stride, film),
         pixels[0], pixels[-1], h * w, c1, c2, grid.k, grid.cb1, grid.cb, eps,
         activation, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
@@ -160,7 +160,7 @@ def norm_backward(
     work = sums.rows(n, count * c)
     added = sums.rows(n * grid.k, c) if rows else None
     strided = (scale, grad_scale_out, grad_shift_out, emb_grad_out)
-    _norm_dx_folded_kernel[(grid.programs,)](
+    norm_dx_folded_kernel[(grid.programs,)](
         dz, x, add1, add1_second, dx, added, partials, input_partials, table, weight, bias, scale,
         work, *strided[1:], *map(row_stride, strided), h * w, c, grid.k, grid.cb,
         count, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),

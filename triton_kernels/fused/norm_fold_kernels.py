@@ -130,7 +130,7 @@ def _apply_folded_half(
 
 
 @triton.jit
-def _norm_apply_folded_kernel(
+def norm_apply_folded_kernel(
     x1_ptr,  # [N, HW, C1]
     x2_ptr,  # [N, HW, C2] or None
     partial1_ptr,  # float32 [N, K1, 2, C1]
@@ -194,7 +194,7 @@ def folded_coefficients(
     weight_ptr,  # [C] or None
     bias_ptr,  # [C] or None
     scale_ptr,  # [N, C] or None
-    rows_ptr,  # float32 [N, ROWS, C], as in `_norm_grad_table_kernel`
+    rows_ptr,  # float32 [N, ROWS, C], as in `norm_grad_table_kernel`
     d_scale_ptr,  # [N, C] or None
     d_shift_ptr,  # [N, C] or None
     d_emb_ptr,  # [N, C] or None
@@ -217,7 +217,7 @@ def folded_coefficients(
     BLOCK_KZ: tl.constexpr,
     BLOCK_KX: tl.constexpr,
 ):
-    """p, q and r of channels c0 .. c0 + BLOCK_C, as those of `_norm_grad_table_kernel`."""
+    """p, q and r of channels c0 .. c0 + BLOCK_C, as those of `norm_grad_table_kernel`."""
     offs_c = c0 + tl.arange(0, BLOCK_C)
     mask_c = offs_c < C
     lanes, there = covering_lanes(c0, C, CG, BLOCK_G, BLOCK_J)
@@ -265,7 +265,7 @@ def folded_coefficients(
 
 
 @triton.jit
-def _norm_dx_folded_kernel(
+def norm_dx_folded_kernel(
     dz_ptr,  # [N, HW, C], as the four below
     x_ptr,
     add_ptr,  # or None
@@ -278,7 +278,7 @@ def _norm_dx_folded_kernel(
     weight_ptr,  # [C] or None
     bias_ptr,  # [C] or None
     scale_ptr,  # [N, C] or None
-    rows_ptr,  # float32 [N, ROWS, C], as in `_norm_grad_table_kernel`
+    rows_ptr,  # float32 [N, ROWS, C], as in `norm_grad_table_kernel`
     d_scale_ptr,  # [N, C] or None
     d_shift_ptr,  # [N, C] or None
     d_emb_ptr,  # [N, C] or None

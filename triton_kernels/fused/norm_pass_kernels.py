@@ -69,7 +69,7 @@ def _norm_apply_half(
 
 
 @triton.jit(do_not_specialize=["first", "stream"])
-def _norm_apply_kernel(
+def norm_apply_kernel(
     x1_ptr,  # [N, HW, C1], or [N, H/2, W/2, C1] with UPSAMPLE
     x2_ptr,  # [N, HW, C2] or None
     table_ptr,  # float32 [N, 4, C]
@@ -227,7 +227,7 @@ def _norm_dx_upsampled(
 
 
 @triton.jit
-def _norm_dx_kernel(
+def norm_dx_kernel(
     dz_ptr,  # [N, HW, C]
     x1_ptr,  # [N, HW, C1], or [N, H/2, W/2, C1] with UPSAMPLE
     x2_ptr,  # [N, HW, C2] or None

@@ -17,13 +17,13 @@ from ..layout import check_nhwc, check_second, check_shape
 from ..norm.pass_grid import PassConfig, PassGrid, cut_pass
 from ..row_sums import RowSums
 from ..tuning import choose
-from .norm_pass_kernels import _norm_apply_kernel, _norm_dx_kernel
+from .norm_pass_kernels import norm_apply_kernel, norm_dx_kernel
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 # Sixteen to 32 elements a thread: two or more 16-byte loads in flight, few registers. The first of
 # each list is taken unless another was measured to be faster.
-_APPLY_CONFIGS = [
+APPLY_CONFIGS = [
     PassConfig(4096, 2, 4),
     PassConfig(2048, 2, 4),
     PassConfig(4096, 1, 4),
@@ -92,8 +92,8 @@ def apply(
         config = choose(
             "norm_apply",
             (n, h, w, c1, c2, upsample1, x1.dtype, activation),
-            lambda: _APPLY_CONFIGS,
-            lambda: _APPLY_CONFIGS[0],
+            lambda: APPLY_CONFIGS,
+            lambda: APPLY_CONFIGS[0],
             lambda c: apply(x1, x2, table, activation, upsample1=upsample1, config=c),
         )
     grid = cut(n, h * w, c1, c2, config)
@@ -101,7 +101,7 @@ def apply(
     assert mask is None or (c1 % 4 == c2 % 4 == 0), "four channels to a draw"
     shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb, *mask_arguments(mask))
     options = (activation, upsample1, *grid.tile)
-    _norm_apply_kernel[(grid.programs,)](
+    norm_apply_kernel[(grid.programs,)](
         x1, x2, table, a, *shape, *options, num_warps=config.num_warps, **overlapping(x1.device)
     )
     return a
@@ -167,7 +167,7 @@ def norm_dx(
     elif sums:
         rows = _empty((n * grid.k, c1), dtype=torch.float32, device=x1.device)
     shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb)
-    _norm_dx_kernel[(grid.programs,)](
+    norm_dx_kernel[(grid.programs,)](
         dz, x1, x2, coeff, *adds, dx1, dx2, rows, *shape, upsample1, *grid.tile,
         num_warps=config.num_warps, **overlapping(x1.device),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from .norm_statistics import moments_of_partials, store_affine_grads, sum_tiles
 
 
 @triton.jit
-def _norm_partials_kernel(
+def norm_partials_kernel(
     x_ptr,  # [N K, pixels, C]
     partial_ptr,  # float32 [N K, 2, C]
     pixels,
@@ -47,7 +47,7 @@ def _lanes(pid, C, GB, CG: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_J: tl.cons
 
 
 @triton.jit
-def _norm_table_kernel(
+def norm_table_kernel(
     partial1_ptr,  # float32 [N, K1, 2, C1]
     partial2_ptr,  # float32 [N, K2, 2, C - C1] or None
     weight_ptr,  # [C] or None
@@ -106,7 +106,7 @@ def _norm_table_kernel(
 
 
 @triton.jit
-def _norm_grad_table_kernel(
+def norm_grad_table_kernel(
     partial_ptr,  # float32 [N, K, 2, C]: of dz
     input_partial_ptr,  # float32 [N, KX, 2, C]: of x, or None: no sums of dx
     table_ptr,  # float32 [N, 4, C]
@@ -177,7 +177,7 @@ def _norm_grad_table_kernel(
 
 
 @triton.jit
-def _norm_grad_sums_kernel(
+def norm_grad_sums_kernel(
     rows_ptr,  # float32 [N, ROWS, C]
     out0_ptr,  # float32 [C] or None: where the sum over n of the first row goes
     out1_ptr,  # ... of the second

@@ -38,10 +38,10 @@ from ..layout import check_nhwc, check_shape, row_stride
 from ..norm.pass_grid import channel_block
 from ..row_sums import RowSums
 from .norm_table_kernels import (
-    _norm_grad_sums_kernel,
-    _norm_grad_table_kernel,
-    _norm_partials_kernel,
-    _norm_table_kernel,
+    norm_grad_sums_kernel,
+    norm_grad_table_kernel,
+    norm_partials_kernel,
+    norm_table_kernel,
 )
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -115,7 +115,7 @@ def tensor_partials(
     partials = _empty((n, k, 2, c), dtype=torch.float32, device=x.device)
     cb = triton.cdiv(c, block_c)
     tile = (triton.cdiv(pixels, block_p), block_p, block_c)
-    _norm_partials_kernel[(n * k * cb,)](x, partials, pixels, c, cb, *tile, **overlapping(x.device))
+    norm_partials_kernel[(n * k * cb,)](x, partials, pixels, c, cb, *tile, **overlapping(x.device))
     return partials
 
 
@@ -144,7 +144,7 @@ def norm_table(
     table = _empty((n, 4, c), dtype=torch.float32, device=first.device)
     film = (scale, shift)
     shape = (pixels[0], pixels[-1], c1, c, lanes.programs, eps, k1, k2, lanes.cg)
-    _norm_table_kernel[(n * lanes.programs,)](
+    norm_table_kernel[(n * lanes.programs,)](
         first,
         second,
         weight,
@@ -202,7 +202,7 @@ def norm_grad_table(
         work = sums.rows(n, rows * c)
     strided = (scale, grad_scale_out, grad_shift_out, emb_grad_out)
     shape = (pixels, c, lanes.programs, rows, k, kx, lanes.cg)
-    _norm_grad_table_kernel[(n * lanes.programs,)](
+    norm_grad_table_kernel[(n * lanes.programs,)](
         partials,
         input_partials,
         table,
@@ -236,7 +236,7 @@ def _sum_over_n(rows: Tensor, outs: tuple[Tensor | None, ...], accumulate: bool)
         assert out is None or (out.shape == (c,) and out.is_contiguous())
     block_n = min(triton.next_power_of_2(max(n, 1)), 128)
     block_c = min(triton.next_power_of_2(c), 16)
-    _norm_grad_sums_kernel[(triton.cdiv(c, block_c), count)](
+    norm_grad_sums_kernel[(triton.cdiv(c, block_c), count)](
         rows, *outs, n, c, count, accumulate, block_n, block_c
     )
 

@@ -18,9 +18,9 @@ from ..activations import check_activation
 from ..dependent_launch import overlapping
 from ..layout import check_nhwc, check_second, check_shape, row_stride
 from .conv_split import SplitConv
-from .norm_passes import _APPLY_CONFIGS, cut
+from .norm_passes import APPLY_CONFIGS, cut
 from .norm_tables import check_partials_of, tiles_at_a_time
-from .norm_whole_kernels import _norm_sums_kernel, _norm_whole_kernel, _sum_parts_kernel
+from .norm_whole_kernels import norm_sums_kernel, norm_whole_kernel, sum_parts_kernel
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -67,7 +67,7 @@ def norm_whole(
         return a, x1
     parts, *terms = _terms(split)
     film = (scale, shift)
-    _norm_whole_kernel[(n * programs,)](
+    norm_whole_kernel[(n * programs,)](
         x1,
         parts,
         *terms,
@@ -110,7 +110,7 @@ def sum_parts(split: SplitConv) -> Tensor:  # [N, H, W, CO]
     parts, *terms = _terms(split)
     block_c, block_p = 16, min(triton.next_power_of_2(h * w), 64)
     blocks = triton.cdiv(c, block_c), triton.cdiv(h * w, block_p)
-    _sum_parts_kernel[(n * blocks[0] * blocks[1],)](
+    sum_parts_kernel[(n * blocks[0] * blocks[1],)](
         parts, *terms, y, row_stride(terms[2]), n, h * w, c, *blocks, parts.shape[0],
         block_c, block_p, num_warps=4, **overlapping(y.device),
     )  # fmt: skip
@@ -154,7 +154,7 @@ def norm_of_sums(
     c, cg = c1 + c2, (c1 + c2) // num_groups
     for part, count, channels in zip(partials, pixels, (c1, c2), strict=False):
         check_partials_of(part, count, n, channels)
-    config = _APPLY_CONFIGS[0]
+    config = APPLY_CONFIGS[0]
     grid = cut(n, h * w, c1, c2, config)
     a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
     if n == 0:
@@ -164,7 +164,7 @@ def norm_of_sums(
     first, second = partials[0], partials[1] if x2 is not None else None
     ks = first.shape[1], 1 if second is None else second.shape[1]
     film = (scale, shift)
-    _norm_sums_kernel[(grid.programs,)](
+    norm_sums_kernel[(grid.programs,)](
         x1, x2, first, second, weight, bias, *film, a, *map(row_stride, film),
         pixels[0], pixels[-1], h * w, c1, c2, grid.k, grid.cb1, grid.cb, eps,
         activation, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),

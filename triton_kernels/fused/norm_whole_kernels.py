@@ -52,7 +52,7 @@ def _sum_parts(
 
 
 @triton.jit(do_not_specialize=["N"])
-def _sum_parts_kernel(
+def sum_parts_kernel(
     parts_ptr,
     bias_ptr,
     extra_bias_ptr,
@@ -88,7 +88,7 @@ def _over_groups(v, G: tl.constexpr, J: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["N"])
-def _norm_whole_kernel(
+def norm_whole_kernel(
     x1_ptr,  # [N, HW, C1]; with SPLITS > 0 it is written
     parts_ptr,  # float32 [SPLITS, N, C1, HW], or None: x1 is read
     conv_bias_ptr,  # of the convolution, as the next three
@@ -159,7 +159,7 @@ def _norm_whole_kernel(
 
 
 @triton.jit
-def _norm_sums_kernel(
+def norm_sums_kernel(
     x1_ptr,  # [N, HW, C1]
     x2_ptr,  # [N, HW, C2] or None
     partial1_ptr,  # float32 [N, K1, 2, C1]

@@ -99,7 +99,7 @@ def _finish(
 
 
 @triton.jit(do_not_specialize=["N", "P", "Q"])
-def skip_dx_kernel(
+def _skip_dx_kernel(
     dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
     w_desc,  # [CO, C] in boxes [BLOCK_K, BLOCK_C]
     dz_desc,  # [N, P, Q, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]
@@ -241,7 +241,7 @@ def skip_dx(
     filters = weight.view(co, c)
     strides = [filters.stride(0), 1]
     programs = count_boxes(box, n, h, w) * triton.cdiv(c, config.block_c)
-    skip_dx_kernel[(programs,)](
+    _skip_dx_kernel[(programs,)](
         in_boxes(dy, [*box, config.block_k]),
         TensorDescriptor(filters, [co, c], strides, [config.block_k, config.block_c]),
         in_boxes(dz, tile),

@@ -29,13 +29,13 @@ from torch import Tensor
 from ..tuning import choose
 from .pass_grid import PassConfig, PassGrid, cut_pass
 from .stream_kernels import (
-    _group_norm_apply_kernel,
-    _group_norm_bwd_dx_kernel,
-    _group_norm_bwd_finalize_kernel,
-    _group_norm_bwd_params_kernel,
-    _group_norm_bwd_sums_kernel,
-    _group_norm_finalize_kernel,
-    _group_norm_stats_kernel,
+    group_norm_apply_kernel,
+    group_norm_bwd_dx_kernel,
+    group_norm_bwd_finalize_kernel,
+    group_norm_bwd_params_kernel,
+    group_norm_bwd_sums_kernel,
+    group_norm_finalize_kernel,
+    group_norm_stats_kernel,
 )
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -135,7 +135,7 @@ def stream_stats(
     grid = _cut(xs, config)
     partial = _empty((n, grid.k, 2, c), dtype=torch.float32, device=x.device)
     shape = (hw, x.shape[3], c, grid.k, grid.cb1, grid.cb)
-    _group_norm_stats_kernel[(grid.programs,)](
+    group_norm_stats_kernel[(grid.programs,)](
         *xs, partial, *shape, *grid.tile, num_warps=config.num_warps
     )
     stats = _empty((2, n, num_groups), dtype=torch.float32, device=x.device)
@@ -143,7 +143,7 @@ def stream_stats(
     blocks = triton.cdiv(num_groups, block_g)
     chunk = grid.tiles * grid.block_p
     shape = (hw, c, num_groups, blocks, eps, chunk, grid.k, cg)
-    _group_norm_finalize_kernel[(n * blocks,)](partial, *stats, *shape, block_g, block_e)
+    group_norm_finalize_kernel[(n * blocks,)](partial, *stats, *shape, block_g, block_e)
     return stats
 
 
@@ -168,7 +168,7 @@ def stream_apply(
     grid = _cut(xs, config)
     y = _empty((*x.shape[:3], extent(xs)[2]), dtype=x.dtype, device=x.device)
     shape = _shape(xs, stats, params, grid)
-    _group_norm_apply_kernel[(grid.programs,)](
+    group_norm_apply_kernel[(grid.programs,)](
         *xs, *stats, *params, y, *shape, activation, *grid.tile, num_warps=config.num_warps
     )
     return y
@@ -194,7 +194,7 @@ def stream_sums(
     n, _, c = extent(xs)
     sums = _empty((n, grid.k, 2, c), dtype=torch.float32, device=dy.device)
     shape = _shape(xs, stats, params, grid)
-    _group_norm_bwd_sums_kernel[(grid.programs,)](
+    group_norm_bwd_sums_kernel[(grid.programs,)](
         *xs, dy, *stats, *params, sums, *shape, activation, *grid.tile, num_warps=config.num_warps
     )
     return sums
@@ -228,13 +228,13 @@ def stream_dx(
     block_g, block_e = _group_blocks(g, k * (c // g))
     blocks = triton.cdiv(g, block_g)
     shape = (row_strides(params)[0], hw, c, g, blocks, k, c // g)
-    _group_norm_bwd_finalize_kernel[(n * blocks,)](
+    group_norm_bwd_finalize_kernel[(n * blocks,)](
         sums, weight, scale, *m1_m2, *shape, block_g, block_e
     )
     grid = _cut(xs, config)
     dxs = empty_like(xs)
     shape = _shape(xs, stats, params, grid)
-    _group_norm_bwd_dx_kernel[(grid.programs,)](
+    group_norm_bwd_dx_kernel[(grid.programs,)](
         *xs, dy, *stats, *m1_m2, *params, *dxs, *shape, activation, *grid.tile,
         num_warps=config.num_warps,
     )  # fmt: skip
@@ -257,7 +257,7 @@ def params_grad(
     block_n = min(triton.next_power_of_2(max(n, 1)), 128)
     block_k = min(triton.next_power_of_2(max(k, 1)), 128 // block_n)
     shape = (row_strides(params)[0], n, c, k)
-    _group_norm_bwd_params_kernel[(triton.cdiv(c, block_c),)](
+    group_norm_bwd_params_kernel[(triton.cdiv(c, block_c),)](
         sums, weight, bias, scale, *grads, *shape, block_n, block_k, block_c
     )
     return grads

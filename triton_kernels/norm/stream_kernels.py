@@ -144,7 +144,7 @@ def moments(
 
 
 @triton.jit
-def _group_norm_stats_kernel(
+def group_norm_stats_kernel(
     x1_ptr,  # [N, HW, C1]
     x2_ptr,  # [N, HW, C - C1] or None
     partial_ptr,  # float32 [N, K, 2, C]: mean and M2 of a chunk
@@ -174,7 +174,7 @@ def _group_norm_stats_kernel(
 
 
 @triton.jit
-def _group_norm_finalize_kernel(
+def group_norm_finalize_kernel(
     partial_ptr,  # float32 [N, K, 2, C]: mean and M2 of a chunk
     mean_ptr,  # float32 [N, G]
     rstd_ptr,  # float32 [N, G]
@@ -223,7 +223,7 @@ def _group_norm_finalize_kernel(
 
 
 @triton.jit
-def _group_norm_apply_kernel(
+def group_norm_apply_kernel(
     x1_ptr,  # [N, HW, C1]
     x2_ptr,  # [N, HW, C - C1] or None
     mean_ptr,  # float32 [N, G]
@@ -277,7 +277,7 @@ def _group_norm_apply_kernel(
 
 
 @triton.jit
-def _group_norm_bwd_sums_kernel(
+def group_norm_bwd_sums_kernel(
     x1_ptr,  # [N, HW, C1]
     x2_ptr,  # [N, HW, C - C1] or None
     dy_ptr,  # [N, HW, C]
@@ -334,7 +334,7 @@ def _group_norm_bwd_sums_kernel(
 
 
 @triton.jit
-def _group_norm_bwd_finalize_kernel(
+def group_norm_bwd_finalize_kernel(
     partial_ptr,  # float32 [N, K, 2, C]: D and E of a chunk
     weight_ptr,  # [C] or None
     scale_ptr,  # [N, C] or None
@@ -369,7 +369,7 @@ def _group_norm_bwd_finalize_kernel(
 
 
 @triton.jit
-def _group_norm_bwd_dx_kernel(
+def group_norm_bwd_dx_kernel(
     x1_ptr,  # [N, HW, C1]
     x2_ptr,  # [N, HW, C - C1] or None
     dy_ptr,  # [N, HW, C]
@@ -426,7 +426,7 @@ def _group_norm_bwd_dx_kernel(
 
 
 @triton.jit
-def _group_norm_bwd_params_kernel(
+def group_norm_bwd_params_kernel(
     partial_ptr,  # float32 [N, K, 2, C]: D and E of a chunk
     weight_ptr,  # [C] or None
     bias_ptr,  # [C] or None

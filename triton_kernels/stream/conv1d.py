@@ -30,11 +30,11 @@ from torch import Tensor
 
 from ..device import describe
 from .conv1d_kernels import (
-    _apply_kernel,
-    _head_kernel,
-    _multiply_kernel,
-    _project_kernel,
-    _stage_kernel,
+    conv1d_apply_kernel,
+    conv1d_head_kernel,
+    conv1d_multiply_kernel,
+    conv1d_project_kernel,
+    conv1d_stage_kernel,
 )
 from .taps import tile_widths
 
@@ -191,7 +191,7 @@ def conv_stage(
         partial = _empty((slices, n, co, to), dtype=torch.float32, device=device)
         side = _empty((slices, n, co, t), dtype=torch.float32, device=device) if conv.side else None
         programs = slices * blocks
-        _stage_kernel[(programs, n)](
+        conv1d_stage_kernel[(programs, n)](
             *pointers, conv.weight, partial, side, *numbers,
             TO=to, CO=co, BTO=_positions(t if conv.transposed else to), BM=bm, TAPS=conv.taps,
             WIDEST=conv.widest,
@@ -200,7 +200,7 @@ def conv_stage(
         )  # fmt: skip
         return Outcome(partial, side, kept)
     a = _empty((n, t, slices * cg), dtype=conv.weight.dtype, device=device)
-    _apply_kernel[(slices, n)](
+    conv1d_apply_kernel[(slices, n)](
         *pointers, a, *numbers, PRECISION=precision, **shape, **options, num_warps=_NUM_WARPS
     )
     positions = n * (t if conv.transposed else to)
@@ -209,7 +209,7 @@ def conv_stage(
     partial = _empty((splits, n, co, to), dtype=torch.float32, device=device)
     side = _empty((splits, n, co, t), dtype=torch.float32, device=device) if conv.side else None
     programs = blocks * bm // tile.rows * triton.cdiv(positions, tile.positions)
-    _multiply_kernel[(programs, splits, 1 + conv.side)](
+    conv1d_multiply_kernel[(programs, splits, 1 + conv.side)](
         a, conv.weight, partial, side, n, C=slices * cg, T=t, TO=to, CO=co, CG=cg, BM=bm,
         ROWS=tile.rows, BN=tile.positions, BK=tile.depth, TAPS=conv.taps, WIDEST=conv.widest,
         STRIDE=conv.stride, TRANSPOSED=conv.transposed, CHANNELS=tile.channels,
@@ -260,7 +260,7 @@ def head(
     (partial, conv_bias), norm = activation.source, activation.norm
     cx = weight.shape[0]
     out = _empty((n, t, cx), dtype=torch.float32, device=weight.device)
-    _head_kernel[(n,)](
+    conv1d_head_kernel[(n,)](
         partial, conv_bias, norm.weight, norm.bias, weight, bias, out, norm.eps, C=c, T=t,
         CPG=c // norm.groups, BT=triton.next_power_of_2(t), SPLITS=partial.shape[0], CX=cx,
         **_launch_options(weight.device), num_warps=8,
@@ -279,7 +279,7 @@ def project(
     (r, e), (f, ep) = z.shape, weight.shape
     out = _empty((r, f), dtype=torch.float32, device=z.device)
     bf, br = 64, 16
-    _project_kernel[(triton.cdiv(f, bf), triton.cdiv(r, br))](
+    conv1d_project_kernel[(triton.cdiv(f, bf), triton.cdiv(r, br))](
         z, weight, bias, out, r, e, f, EP=ep, BF=bf, BE=PROJECT_BLOCK, BR=br,
         PRECISION=_precision(weight.dtype, allow_tf32), num_warps=4, num_stages=4,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from .taps import load_tile, num_tiles, row_geometry, shifted, tile_start, tile_
 
 
 @triton.jit
-def _stage_kernel(
+def conv1d_stage_kernel(
     bias_ptr,
     gamma_ptr,
     beta_ptr,
@@ -113,7 +113,7 @@ def _stage_kernel(
 
 
 @triton.jit
-def _apply_kernel(
+def conv1d_apply_kernel(
     bias_ptr,
     gamma_ptr,
     beta_ptr,
@@ -168,7 +168,7 @@ def _apply_kernel(
 
 
 @triton.jit
-def _multiply_kernel(
+def conv1d_multiply_kernel(
     a_ptr,  # [N, T, C]
     weight_ptr,  # [SLICES, MB, TILES, BM, CG], see `pack_conv`
     out_ptr,  # float32 [splits, N, CO, TO], out
@@ -239,7 +239,7 @@ def _multiply_kernel(
 
 
 @triton.jit
-def _head_kernel(
+def conv1d_head_kernel(
     sums_ptr,  # float32 [SPLITS, N, C, T]
     bias_ptr,
     gamma_ptr,
@@ -279,7 +279,7 @@ def _head_kernel(
 
 
 @triton.jit
-def _project_kernel(
+def conv1d_project_kernel(
     z_ptr,  # float32 [R, E]
     weight_ptr,  # [F, EP], zeros behind E
     bias_ptr,  # float32 [F], or None
