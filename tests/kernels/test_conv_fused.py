@@ -22,7 +22,7 @@ from triton_kernels.fused.conv import (
     conv_weight_grad,
 )
 
-from .test_conv import MODEL
+from .conv_cases import MODEL
 
 
 class Shape(NamedTuple):

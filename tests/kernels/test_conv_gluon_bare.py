@@ -12,7 +12,7 @@ from triton_kernels.conv.tma import Config
 from triton_kernels.device import describe
 from triton_kernels.gluon.descriptors import SUPPORTED
 
-from .test_conv import (
+from .conv_cases import (
     ROUNDING,
     Shape,
     make,

@@ -1,0 +1,188 @@
+"""Every tile that conv2d may take, against the reference; on a GPU several times, at shapes where
+tiles of another kind raced, and past 2^31 elements."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+from triton_kernels.conv import conv2d as conv
+from triton_kernels.conv import gather as conv_gather
+from triton_kernels.conv import tf32x3 as conv_tf32x3
+from triton_kernels.conv import tma as conv_tma
+from triton_kernels.conv import tma_boxes
+from triton_kernels.conv import tma_stride as conv_stride
+from triton_kernels.conv import turned_wgrad as conv_turned_wgrad
+from triton_kernels.device import describe
+
+from .conv_cases import (
+    DTYPES,
+    ROUNDING,
+    Shape,
+    make,
+    padding_of,
+    poison,  # noqa: F401  a fixture for the tests here
+    references,
+    relative,
+)
+
+
+def one_pass(which: str, shape: Shape, x, weight, bias, dy, tf32: bool, config):
+    """y, dx or dweight by the tile `config`."""
+    options = (shape.stride, padding_of(shape), tf32, config)
+    low = weight.to(x.dtype)
+    if which == "forward":
+        return conv._conv2d_fwd(x, low, bias, *options)
+    if which == "input gradient":
+        return conv._conv2d_dgrad(dy, low, x.shape[1:3], *options)
+    return conv._conv2d_wgrad(x, dy, weight, *options)
+
+
+PASSES = {"forward": 0, "input gradient": 1, "weight gradient": 2}
+CONFIGS = [
+    pytest.param(
+        which, config, id=f"{which}-{type(config).__module__[20:]}-{'x'.join(map(str, config))}"
+    )
+    for which in PASSES
+    for config in (conv._WGRAD_CONFIGS if which == "weight gradient" else conv._FWD_CONFIGS)
+]
+
+
+def is_tma(config) -> bool:
+    return not isinstance(config, conv_gather.Config | conv_gather.WgradConfig)
+
+
+def is_wide(config) -> bool:
+    """For float32 alone: forward and input gradient not in TF32."""
+    return isinstance(config, conv_tf32x3.Config | conv_turned_wgrad.WgradConfig)
+
+
+def is_strided(config) -> bool:
+    return isinstance(config, conv_stride.Config | conv_stride.WgradConfig)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("which", "config"), CONFIGS)
+def test_every_config(which, config, device):
+    if is_tma(config) and not describe(device).tma:
+        pytest.skip("no TMA unit")
+    shape = Shape(3, 6, 8, 128, 40, stride=2) if is_strided(config) else Shape(3, 6, 8, 72, 40)
+    precision = "fp32" if is_wide(config) else "fp16"
+    data = make(shape, DTYPES[precision][0], device)
+    exact, low = references(shape, *data)
+    got = one_pass(which, shape, *data, False, config)
+    index = PASSES[which]
+    floor = ROUNDING[precision]
+    assert relative(got, exact[index]) <= 2 * relative(low[index], exact[index]) + floor
+
+
+@pytest.mark.parametrize(
+    "n, p, q", [(1, 64, 64), (3, 8, 8), (5, 4, 4), (1, 1, 70), (2, 5, 28), (2, 1, 48)]
+)
+def test_boxes_cover_every_pixel(n, p, q):
+    """A pixel is in exactly one box, and a run of pixels is the same in both views of it."""
+    for block in (16, 64, 256):
+        images, rows, columns = tma_boxes.pixel_box(block, n, p, q)
+        assert images * rows * columns == block
+        (images, rows, columns), flat = tma_boxes.wgrad_box(block, n, p, q)
+        assert images * rows * columns <= block
+        assert flat or (images, rows) == (1, 1)
+        pixels = torch.arange(n * p * q).view(n, p, q)
+        boxes = [
+            pixels[i : i + images, j : j + rows, k : k + columns].flatten()
+            for i in range(0, n, images)
+            for j in range(0, p, rows)
+            for k in range(0, q, columns)
+        ]
+        assert torch.cat(boxes).sort().values.equal(pixels.flatten())
+        if flat:
+            assert torch.cat(boxes).equal(pixels.flatten())
+            assert all(len(box) == block for box in boxes[:-1])
+
+
+# Where a tile of another kind raced, and a shape that is ragged in every dimension.
+RACES = {
+    "32x32 bf16": (Shape(32, 32, 32, 128, 128), "bf16"),
+    "16x16 bf16": (Shape(32, 16, 16, 192, 192), "bf16"),
+    "ragged bf16": (Shape(5, 13, 21, 200, 136), "bf16"),
+    "16x16 tf32": (Shape(32, 16, 16, 192, 192), "tf32"),
+    "ragged tf32": (Shape(5, 13, 21, 200, 136), "tf32"),
+    "32x32 fp32": (Shape(32, 32, 32, 128, 128), "fp32"),
+    "ragged fp32": (Shape(5, 13, 21, 200, 136), "fp32"),
+    "stride 2 bf16": (Shape(32, 32, 32, 128, 128, stride=2), "bf16"),
+    "ragged, stride 2 bf16": (Shape(5, 14, 22, 128, 136, stride=2), "bf16"),
+    "stride 2 tf32": (Shape(32, 16, 16, 128, 192, stride=2), "tf32"),
+}
+
+
+@lru_cache(maxsize=1)
+def race_case(name: str):
+    """Data and both references; consecutive tests share them."""
+    shape, precision = RACES[name]
+    data = make(shape, DTYPES[precision][0], torch.device("cuda"))
+    return data, *references(shape, *data)
+
+
+def fits_float32(config) -> bool:
+    if isinstance(config, conv_tf32x3.Config):
+        return True
+    x, weight = torch.empty(1, device="cuda"), torch.empty(1, 1, 3, 3)
+    return conv_turned_wgrad._fits(config, x, weight, "ieee")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("which", "config"), CONFIGS)
+@pytest.mark.parametrize("name", RACES)
+def test_every_config_repeatedly(name, which, config, monkeypatch, device):
+    """A race shows as a wrong result, or one that changes."""
+    shape, precision = RACES[name]
+    dtype, tf32 = DTYPES[precision]
+    wide = dtype == torch.float32
+    if is_tma(config):
+        if is_strided(config) != (shape.stride == 2):
+            pytest.skip("of another stride")
+        if not describe(device).tma:
+            pytest.skip("no TMA unit")
+        if is_wide(config):
+            if not wide or (precision == "tf32" and which != "weight gradient"):
+                pytest.skip("of another dtype")
+            if precision == "fp32" and not fits_float32(config):
+                pytest.skip("two parts of a tile do not fit")
+        elif precision == "fp32" or (wide and which == "weight gradient"):
+            pytest.skip("another path serves it")
+        elif wide and config.block_k > 32:
+            pytest.skip("a row of a box is at most 128 bytes")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
+    data, exact, low = race_case(name)
+    index = PASSES[which]
+    terms = 9 * max(shape.ci, shape.co) if index < 2 else shape.n * shape.h * shape.w
+    budget = 2 * relative(low[index], exact[index]) + ROUNDING[precision] + 2**-24 * terms**0.5
+    first = one_pass(which, shape, *data, tf32, config)
+    assert relative(first, exact[index]) <= budget
+    for _ in range(10):
+        assert torch.equal(one_pass(which, shape, *data, tf32, config), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [conv_gather.FWD_CONFIGS[1], conv_tma.FWD_CONFIGS[2]])
+def test_more_than_2_31_elements(config, device):
+    """The last image of a batch past 32-bit offsets is as good as the first."""
+    if torch.cuda.get_device_properties(device).total_memory < 30e9:
+        pytest.skip("needs 30 GB of GPU memory")
+    if is_tma(config) and not describe(device).tma:
+        pytest.skip("no TMA unit")
+    shape = Shape(1, 64, 64, 512, 16)
+    x, weight, bias, dy = make(shape, torch.bfloat16, device)
+    many = 1025
+    many_x = torch.zeros(many, *x.shape[1:], dtype=x.dtype, device=device)
+    many_dy = torch.zeros(many, *dy.shape[1:], dtype=x.dtype, device=device)
+    many_x[-1], many_dy[-1] = x[0], dy[0]
+    assert many_x.numel() > 2**31
+    for which in ("forward", "input gradient"):
+        one = one_pass(which, shape, x, weight, bias, dy, False, config)
+        big = one_pass(which, shape, many_x, weight, bias, many_dy, False, config)
+        assert torch.equal(big[-1], one[0])
+    one = one_pass("weight gradient", shape, x, weight, bias, dy, False, None)
+    big = one_pass("weight gradient", shape, many_x, weight, bias, many_dy, False, None)
+    assert relative(big, one.double()) < 1e-5
