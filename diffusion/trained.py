@@ -108,6 +108,22 @@ class TrainedSettings:
         )
 
 
+def load_initial(source: str | Path, network: nn.Module) -> None:
+    """Give a network that is about to be trained the (averaged) weights of a run or checkpoint, a
+    weights file or a directory of diffusers. ConfigError if there are none, they are damaged, or
+    are of another network."""
+    path = Path(source)
+    if path.is_file():
+        load_weights(path, network)
+        return
+    if is_diffusers(path):
+        weights = read_diffusers(path, ema=True).state
+    else:
+        weights = read_weights(find_checkpoint(path, _OTHERS), ema=True)
+    check_same_model(str(path), weights, dict(network.named_parameters()))
+    network.load_state_dict(weights)
+
+
 def is_policy(ckpt: str | Path) -> bool:
     """Whether a run or checkpoint learned actions. ConfigError if it is none."""
     path = Path(ckpt)

@@ -42,6 +42,7 @@ class TrainSettings:
     cuda_graph: bool = True  # capture the step on a GPU
     recompute: bool = False  # activations in backward: slower, for models that do not fit
     resume: str | None = "auto"  # auto | none | PATH
+    init: str | None = None  # PATH of the weights to begin with, see `trained.load_initial`
     sample_count: int = 36
     sample_steps: int = 50
     tensorboard: bool = True

@@ -29,6 +29,7 @@ from .policies.task import LOADERS, PolicyTask
 from .run_log import Preview, log_file, write_whole
 from .settings import check_keys, construct, shown
 from .train_step import TrainStep
+from .trained import load_initial
 from .trainer import Trainer, TrainSettings
 
 log = logging.getLogger(__name__)
@@ -93,12 +94,21 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
         )
     resume_from = _resume_point(settings.resume, run_dir)
     start = _check_resumed(resume_from, config, settings.steps)
+    if resume_from is None:
+        _check_init(settings.init)
+    elif settings.init is not None and settings.resume != "auto":
+        raise ConfigError(
+            f"train.init={settings.init} and train.resume={settings.resume} both say what to begin"
+            " with; resume takes the step and the moments along, init the weights alone"
+        )
 
     if settings.deterministic:
         require_determinism()
     task: Task = make_task(config["dataset"], config["model"])
     torch.manual_seed(settings.seed)  # the initial parameters; all other noise is counted
     model = task.build_model(process, backend, device)
+    if settings.init is not None and resume_from is None:
+        load_initial(settings.init, model)
     model.train()
     flat = FlatParameters(model, together=TOGETHER)
     optimizer = Optimizer(flat, optim, backend)
@@ -161,6 +171,8 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
             )
             if start:
                 _say(f"resuming from {resume_from} after step {start}")
+            elif settings.init is not None:
+                _say(f"beginning with the weights of {settings.init}")
             if settings.batch_size > size:
                 _say(
                     f"note: train.batch_size={settings.batch_size} is larger than the data set of"
@@ -208,6 +220,11 @@ def _resume_point(resume: str | None, run_dir: Path) -> Path | None:
             " or another run_dir"
         )
     return None if resume in (None, "none") else find_checkpoint(resume)
+
+
+def _check_init(init: str | None) -> None:
+    if init is not None and not Path(init).exists():
+        raise ConfigError(f"train.init={init} does not exist")
 
 
 def _check_resumed(checkpoint: Path | None, config: dict[str, Any], steps: int) -> int:

@@ -5,12 +5,15 @@ import io
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
+from safetensors.torch import load_file
 
 from diffusion import image_task, run_log
 from diffusion.checkpoint import latest_checkpoint
 from diffusion.errors import ConfigError
+from diffusion.export.run import export
 from diffusion.sampling_run import sample
 from diffusion.training_run import train
 
@@ -212,3 +215,40 @@ def test_resume_from_the_path_of_another_run(tmp_path):
     with pytest.raises(ConfigError, match="ema.safetensors cannot be read, it may be truncated"):
         train(resumed, tmp_path / "c")
     assert not (tmp_path / "c").exists()
+
+
+def weights_of(checkpoint, kind="model"):
+    return load_file(checkpoint / f"{kind}.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["run", "file", "diffusers"])
+def test_begin_with_the_weights_of(kind, tmp_path):
+    """The averaged ones, at step 0; and a run that goes on later does not ask for them again."""
+    checkpoint = run(tmp_path / "a", *TINY, "optim.lr=1e-2")
+    expected = weights_of(checkpoint, "ema")
+    source = {"run": tmp_path / "a", "file": checkpoint / "ema.safetensors"}.get(kind)
+    if source is None:
+        source = tmp_path / "theirs"
+        export({"ckpt": str(tmp_path / "a"), "format": "diffusers", "out": str(source)})
+    source = source.rename(tmp_path / f"source{source.suffix}")
+    tuned = (*TINY, "optim.lr=1e-30", f"train.init={source}")
+    found = weights_of(run(tmp_path / "b", *tuned))
+    assert found.keys() == expected.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-25)
+    source.rename(tmp_path / "elsewhere")
+    train(composed("train.steps=2", *tuned), tmp_path / "b")
+    assert latest_checkpoint(tmp_path / "b" / "checkpoints").name == "step_00000002"
+
+
+def test_what_cannot_be_begun_with(tmp_path):
+    run(tmp_path / "a", *TINY)
+    init = f"train.init={tmp_path / 'a'}"
+    for overrides, words in (
+        ((f"train.init={tmp_path}/no",), "no does not exist"),
+        ((init, f"train.resume={tmp_path / 'a'}", "train.steps=2"), "both say what to begin with"),
+        ((init, "model.channel_mult=[1,1]"), "is of another model"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run(tmp_path / "b", *TINY, *overrides)
+        assert not (tmp_path / "b").exists()
