@@ -28,6 +28,7 @@ from diffusion.interrupt import Interrupted
 
 CONFIGS = Path(__file__).resolve().parent
 _MULTIRUN = ("-m", "--multirun")
+_HELP = ("-h", "--help")
 _LISTED = 20  # keys or choices at most in a message
 
 
@@ -83,6 +84,10 @@ def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here
     sys.argv[1:] = _readable(sys.argv[1:])
     try:
+        if set(_HELP) & set(sys.argv[1:]):
+            with exit_codes():
+                print(describe(config_name, sys.argv[1:]))
+            sys.exit(0)
         main()
     except (HydraException, OmegaConfBaseException) as error:
         _fail(explain(error, config_name, sys.argv[1:]))
@@ -103,6 +108,32 @@ def _readable(arguments: Sequence[str]) -> list[str]:
         for key, equals, value in pairs
     ]
     return sorted(home, key=lambda argument: argument not in _MULTIRUN)
+
+
+def describe(config_name: str, arguments: Sequence[str] = ()) -> str:
+    """The settings as the files of the configuration have them, with what these say of each; of the
+    groups what the `arguments` choose, or the experiment among them."""
+    lines = _settings(CONFIGS / f"{config_name}.yaml")
+    groups = _defaults(config_name)
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    experiment = CONFIGS / "experiment" / f"{given.get('experiment')}.yaml"
+    changed = _listed(experiment) if experiment.is_file() else {}
+    for group, default in groups.items():
+        chosen = given.get(group, changed.get(f"override /{group}", default))
+        choices = sorted(_choices(group))
+        lines += ["", f"{group}={chosen or 'null'}  # one of {', '.join(choices)}"]
+        if chosen in choices:
+            lines += [f"  {line}" for line in _settings(CONFIGS / group / f"{chosen}.yaml")]
+        elif chosen not in (None, "null"):
+            raise ConfigError(_unknown(f"{group}={chosen}", chosen, choices))
+    return "\n".join(lines)
+
+
+def _settings(path: Path) -> list[str]:
+    """The lines of a configuration's file but those that are for Hydra."""
+    blocks = re.split(r"^(?=\S)", path.read_text(), flags=re.MULTILINE)
+    ours = "".join(b for b in blocks if not re.match(r"defaults:|hydra:|# @package", b))
+    return re.sub(r"\n{2,}", "\n\n", ours).strip().splitlines()
 
 
 def explain(error: Exception, config_name: str, arguments: Sequence[str] = ()) -> str:
@@ -183,9 +214,19 @@ def _keys(config_name: str, arguments: Sequence[str]) -> Iterator[str]:
 
 def _groups(config_name: str) -> set[str]:
     """The groups that a configuration chooses from."""
-    defaults = OmegaConf.load(CONFIGS / f"{config_name}.yaml").get("defaults", [])
-    named = {str(key) for entry in defaults if OmegaConf.is_dict(entry) for key in entry}
-    return {name for name in named if not name.startswith("override ")}
+    return set(_defaults(config_name))
+
+
+def _defaults(config_name: str) -> dict[str, str | None]:
+    """What a configuration takes of each group if nobody chooses."""
+    named = _listed(CONFIGS / f"{config_name}.yaml")
+    return {name: choice for name, choice in named.items() if not name.startswith("override ")}
+
+
+def _listed(path: Path) -> dict[str, str | None]:
+    """The defaults list of a file."""
+    entries = OmegaConf.load(path).get("defaults", [])
+    return {str(k): v for entry in entries if OmegaConf.is_dict(entry) for k, v in entry.items()}
 
 
 def _dotted(tree: dict[str, Any], prefix: str) -> Iterator[str]:

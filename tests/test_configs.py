@@ -1,6 +1,7 @@
 """Every choice of every group composes and builds."""
 
 import inspect
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from configs.entry import CONFIGS, exit_codes, plain
+from configs.entry import CONFIGS, describe, exit_codes, plain, run_entry
 from diffusion.backend import TORCH_FP32
 from diffusion.build import Process, build_model, build_policy_model
 from diffusion.errors import ConfigError
@@ -102,6 +103,26 @@ def test_an_interpolation_that_leads_nowhere_is_one_line():
     with pytest.raises(ConfigError, match="Interpolation key 'nothing' not found") as caught:
         composed("train.steps=${nothing}")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("script", ["train", "sample", "prepare", "export", "benchmark", "rollout"])
+def test_help_is_what_the_files_say(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        run_entry(lambda: None, script)
+    said = capsys.readouterr().out
+    assert stopped.value.code == 0 and said.startswith("# python ")
+    assert "defaults" not in said and "hydra:" not in said and "@package" not in said
+
+
+def test_help_of_what_is_chosen():
+    assert "num_head_channels: 32 " in describe("train")
+    assert "dataset=folder " in describe("train", ["dataset=folder"])
+    demo = describe("train", ["experiment=demo", "-h"])
+    assert "model=unet_tiny " in demo and "experiment=demo " in demo and "ema_decay: 0.98" in demo
+    assert "model=unet32 " in describe("train", ["experiment=demo", "model=unet32"])
+    with pytest.raises(ConfigError, match="model=unet46 is unknown; did you mean unet64?"):
+        describe("train", ["model=unet46"])
 
 
 def test_defaults_in_yaml_are_those_in_the_code():

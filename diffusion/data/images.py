@@ -28,7 +28,7 @@ _EXTENSIONS = (
     *(".tif", ".tiff", ".pgm", ".ppm"),
 )
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-_MAX_SKIPPED = 0.01  # a larger share of corrupt files is a broken data set, not an accident
+_MAX_SKIPPED = 0.01  # more corrupt files, if not a single one, are no accident
 _CHUNK = 1024  # files in flight; the decoded ones wait in memory for their turn
 
 log = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ def decode_all(
 ) -> Iterator[tuple[np.ndarray, int | None]]:
     """Images (uint8 [H, W, C]) and labels in the order of the names, decoded by threads.
 
-    ConfigError as soon as more than 1% of the files are corrupt.
+    ConfigError as soon as more than 1% of the files, and more than one, are corrupt; or all are.
     """
     if channels not in _MODES:
         raise ConfigError(f"channels={channels} is wrong; 1 (gray), 3 (RGB) or 4 (RGBA)")
@@ -214,7 +214,7 @@ def decode_all(
                 if isinstance(image, Exception):
                     skipped.append(files.names[i])
                     bar.set_postfix(skipped=len(skipped))
-                    if len(skipped) > _MAX_SKIPPED * total:
+                    if len(skipped) > max(1, _MAX_SKIPPED * total) or len(skipped) == total:
                         raise ConfigError(_too_many(files, skipped, image))
                     continue
                 yield image, None if files.labels is None else files.labels[i]
@@ -226,8 +226,8 @@ def decode_all(
 def _too_many(files: ImageFiles, skipped: list[str], error: Exception) -> str:
     reason = " ".join(str(error).split()) or type(error).__name__
     return (
-        f"{files.path}: {len(skipped)} of {len(files.names)} images cannot be decoded, more than"
-        f" 1%; the last is {skipped[-1]} ({reason})"
+        f"{files.path}: {len(skipped)} of {len(files.names)} images cannot be decoded, too many"
+        f" for an accident (1%); the last is {skipped[-1]} ({reason})"
     )
 
 
@@ -248,7 +248,7 @@ def load_folder(
             images = np.empty((len(files.names), height, width, channels), dtype=np.uint8)
         images[len(labels)] = image
         labels.append(label)
-    assert images is not None, "more than 1% were skipped"
+    assert images is not None, "all were skipped"
     return ImageSet(
         torch.from_numpy(images[: len(labels)]),
         None if files.labels is None else torch.tensor(labels),

@@ -243,9 +243,18 @@ def test_over_one_percent_corrupt_stops(tmp_path, damage):
     content = {"empty": b"", "garbage": b"no image", "cut": good.read_bytes()[:-40]}[damage]
     for name in ("x.png", "y.png"):
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match="2 of 102 .* more than 1%.*y.png") as caught:
+    with pytest.raises(ConfigError, match="2 of 102 .* too many .*y.png") as caught:
         load_folder(tmp_path, size=4)
     assert "\n" not in str(caught.value)
+
+
+def test_a_single_corrupt_file_of_a_few_is_left_out(tmp_path):
+    (tmp_path / "b.png").write_bytes(b"no image")
+    with pytest.raises(ConfigError, match="1 of 1 images cannot be decoded"):
+        load_folder(tmp_path, size=4)
+    save(tmp_path / "a.png")
+    data = load_folder(tmp_path, size=4)
+    assert len(data) == 1 and data.skipped == ("b.png",)
 
 
 def test_missing_empty_and_wrong(tmp_path):
