@@ -3,6 +3,7 @@
     step_00003000/
         model.safetensors        parameters, float32, in PyTorch's shapes, by the model's own names
         ema.safetensors          their exponential moving average
+        ema_0.999.safetensors    further ones by their decays, if the run keeps any
         optimizer.safetensors    exp_avg.NAME and exp_avg_sq.NAME
         state.json               format, step, images seen, seed, data set
         config.yaml              the whole configuration of the run
@@ -54,6 +55,8 @@ def save_checkpoint(
         partial.mkdir()
         _write_tensors(partial / "model.safetensors", flat.views(flat.param))
         _write_tensors(partial / "ema.safetensors", flat.views(flat.ema))
+        for decay, average in flat.averages.items():
+            _write_tensors(partial / _weights_file(decay), flat.views(average))
         moments = {f"exp_avg.{name}": x for name, x in flat.views(flat.exp_avg).items()}
         moments |= {f"exp_avg_sq.{name}": x for name, x in flat.views(flat.exp_avg_sq).items()}
         _write_tensors(partial / "optimizer.safetensors", moments)
@@ -123,9 +126,23 @@ def read_state(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return state, config
 
 
-def read_weights(checkpoint: Path, ema: bool) -> dict[str, Tensor]:
-    """The trained or averaged parameters by name, on the CPU."""
-    return _read_tensors(checkpoint / ("ema.safetensors" if ema else "model.safetensors"))
+def read_weights(checkpoint: Path, ema: bool | float) -> dict[str, Tensor]:
+    """The trained or averaged parameters by name, on the CPU; for a number the further average of
+    that decay. ConfigError if there is none."""
+    path = checkpoint / _weights_file(ema)
+    if not isinstance(ema, bool) and not path.is_file():
+        known = [file.stem.removeprefix("ema_") for file in checkpoint.glob("ema_*.safetensors")]
+        others = f", those of {', '.join(sorted(known))}" if known else ""
+        raise ConfigError(
+            f"{checkpoint} has no average of decay {ema}; it has that of ema=true{others}"
+        )
+    return _read_tensors(path)
+
+
+def _weights_file(ema: bool | float) -> str:
+    if isinstance(ema, bool):
+        return "ema.safetensors" if ema else "model.safetensors"
+    return f"ema_{ema}.safetensors"
 
 
 def load_into(checkpoint: Path, flat: FlatParameters) -> None:
@@ -142,6 +159,10 @@ def load_into(checkpoint: Path, flat: FlatParameters) -> None:
     sources = {
         "model.safetensors": (flat.param, read_weights(checkpoint, ema=False)),
         "ema.safetensors": (flat.ema, read_weights(checkpoint, ema=True)),
+        **{
+            _weights_file(decay): (average, read_weights(checkpoint, ema=decay))
+            for decay, average in flat.averages.items()
+        },
         "optimizer.safetensors, exp_avg": (flat.exp_avg, split["exp_avg"]),
         "optimizer.safetensors, exp_avg_sq": (flat.exp_avg_sq, split["exp_avg_sq"]),
     }

@@ -1,6 +1,6 @@
 """All parameters of a model in one flat buffer, so that the optimizer is one launch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -54,6 +54,7 @@ class FlatParameters:
                 parameter.data = values[name]
                 parameter.grad = gradients[name]
         self.ema = self.param.clone() if trains else self.param
+        self.averages: dict[float, Tensor] = {}  # further ones than `ema`, by decay
         self.shadow: Tensor | None = None  # a copy in another dtype, which the optimizer keeps up
 
     def low(self, dtype: torch.dtype) -> Tensor:
@@ -62,6 +63,10 @@ class FlatParameters:
             return self.param
         self.shadow = self.param.to(dtype)
         return self.shadow
+
+    def keep_averages(self, decays: Sequence[float]) -> None:
+        """Make room for further averages of these decays, which begin as the parameters are."""
+        self.averages = {decay: self.param.clone() for decay in decays}
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """The parameters' places in one of the buffers, by name, in the model's own shapes."""

@@ -27,9 +27,11 @@ class OptimizerSettings:
     decay: str = "none"  # none | cosine | linear, to zero at the last step
     ema_decay: float = 0.9999
     ema_warmup: bool = True  # decay at step k is at most (1 + k) / (10 + k)
+    more_ema: tuple[float, ...] = ()  # decays of further averages
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
+        object.__setattr__(self, "more_ema", tuple(self.more_ema))
         for name, low, high in (
             ("lr", 0, math.inf),
             ("eps", 0, math.inf),
@@ -48,6 +50,8 @@ class OptimizerSettings:
             raise ConfigError("optim.eps=0; expected a number above 0, such as 1e-8")
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ConfigError(f"optim.betas={list(self.betas)}; expected two numbers in [0, 1)")
+        if not all(0 < decay < 1 for decay in self.more_ema):
+            raise ConfigError(f"optim.more_ema={list(self.more_ema)}; expected decays in (0, 1)")
         if self.decay not in ("none", "cosine", "linear"):
             raise ConfigError(f"optim.decay={self.decay} is unknown; choose none, cosine or linear")
 
@@ -62,11 +66,11 @@ class OptimizerSettings:
             return self.lr * (1 - progress)
         return self.lr
 
-    def ema_decay_at(self, step: int) -> float:
-        """EMA decay of update number `step`: short at first, or early samples would be noise."""
-        if not self.ema_warmup:
-            return self.ema_decay
-        return min(self.ema_decay, (1 + step) / (10 + step))
+    def ema_decay_at(self, step: int, decay: float | None = None) -> float:
+        """EMA decay of update number `step`, of the average with that decay, or of the first one:
+        short at first, or early samples would be noise."""
+        decay = self.ema_decay if decay is None else decay
+        return min(decay, (1 + step) / (10 + step)) if self.ema_warmup else decay
 
 
 # learning rate 0, and every average stays as it is
@@ -89,6 +93,9 @@ class Optimizer:
         # of this update, and of the one before for what it has left out
         self.hyper = torch.zeros(2, 9, dtype=torch.float64, device=device)
         self.skipped = torch.zeros(1, dtype=torch.int32, device=device)
+        flat.keep_averages(settings.more_ema)
+        # what the parameters weigh in each of them
+        self._weights = torch.zeros(len(flat.averages), dtype=flat.param.dtype, device=device)
         self._late: LateUpdate | None = None
         self._left_out: tuple[float, ...] | None = None  # the constants of what is to be made up
         self._due = False  # whether this step still has to
@@ -97,8 +104,10 @@ class Optimizer:
 
     def defer(self, *bounds: int) -> None:
         """From now on leave elements bounds[0] .. bounds[-1] of the flat buffers, or nearly all of
-        them, for the next step, which may do so in parts."""
-        self._late = late_update(*bounds)
+        them, for the next step, which may do so in parts. Further averages want them at once, and
+        then nothing is left."""
+        if not self.flat.averages:
+            self._late = late_update(*bounds)
 
     def load(self, step: int, steps: int) -> None:
         """Write the constants of update number `step` (from 0) out of `steps`."""
@@ -115,6 +124,11 @@ class Optimizer:
         hyper = torch.tensor([values, self._left_out or _NOTHING], dtype=torch.float64)
         hyper = hyper.pin_memory() if self.hyper.is_cuda else hyper
         self.hyper.copy_(hyper, non_blocking=True)
+        if self.flat.averages:
+            weights = [1 - s.ema_decay_at(step, decay) for decay in self.flat.averages]
+            weights = torch.tensor(weights, dtype=self._weights.dtype)
+            weights = weights.pin_memory() if self._weights.is_cuda else weights
+            self._weights.copy_(weights, non_blocking=True)
         if self._late is not None:
             self._left_out = values
 
@@ -164,6 +178,10 @@ class Optimizer:
             self._late.early(
                 flat.param, flat.grad, *moments, norm, hyper, self.skipped, flat.shadow
             )
+        if flat.averages:
+            weights = torch.where(norm.isfinite(), self._weights, 0)  # else a step is left out
+            for average, weight in zip(flat.averages.values(), weights, strict=True):
+                average.lerp_(flat.param, weight)
         return norm
 
     def _update_late(self, hyper: Tensor) -> None:

@@ -100,7 +100,8 @@ def _default_out(settings: SampleSettings, trained: Trained) -> Path:
     drawn otherwise does not replace them."""
     steps = settings.steps or ""
     steps = "-".join(map(str, steps)) if isinstance(steps, list) else str(steps)
-    name = f"{trained.name}{'' if settings.ema else '_ema-false'}_{settings.sampler}"
+    ema = "" if settings.ema is True else f"_ema{settings.ema or '-false'}"
+    name = f"{trained.name}{ema}_{settings.sampler}"
     name += f"-{steps}" if steps[:1].isalpha() else steps
     for key in ("spacing", "eta", "clip", "label", "guidance"):
         value = getattr(settings, key)

@@ -52,7 +52,7 @@ def load_trained(
     ckpt: str | Path,  # a run's folder, a checkpoint's, a weights file or diffusers' directory
     device: torch.device,
     *,
-    ema: bool = True,  # the averaged weights
+    ema: bool | float = True,  # the averaged weights; a number: the further average of that decay
     model: dict[str, Any] | None = None,  # the group `model`; this and the next three are for a
     diffusion: dict[str, Any] | None = None,  # weights file, which does not say them
     size: int | tuple[int, int] | None = None,
@@ -85,7 +85,7 @@ class TrainedSettings:
     network; see `load_trained`."""
 
     ckpt: str
-    ema: bool = True
+    ema: bool | float = True
     model: dict[str, Any] | None = None  # this and the next three: for a weights file alone
     diffusion: dict[str, Any] | None = None
     size: int | tuple[int, int] | None = None
@@ -135,7 +135,7 @@ def is_policy(ckpt: str | Path) -> bool:
 def _load_checkpoint(
     checkpoint: Path,
     device: torch.device,
-    ema: bool,
+    ema: bool | float,
     size: int | tuple[int, int] | None,
     channels: int | None,
     backend: str,
@@ -199,7 +199,7 @@ def _load_file(
 def _load_diffusers(
     folder: Path,
     device: torch.device,
-    ema: bool,
+    ema: bool | float,
     model: dict[str, Any] | None,
     diffusion: dict[str, Any] | None,
     size: int | tuple[int, int] | None,
@@ -207,6 +207,8 @@ def _load_diffusers(
     backend: str,
     precision: str | None,
 ) -> Trained:
+    if not isinstance(ema, bool):
+        raise ConfigError(f"ema={ema}, but {folder} has one average, which is ema=true")
     found = read_diffusers(folder, ema)
     if model is not None or (diffusion is not None and found.process is not None):
         raise ConfigError(f"model= and diffusion= are for a weights file; {folder} says its own")

@@ -78,7 +78,7 @@ def load_policy(
     device: str = "auto",
     backend: str = "auto",
     precision: str | None = None,  # bf16 | tf32 | fp32; None: as trained, on a CPU fp32
-    ema: bool = True,  # the averaged weights
+    ema: bool | float = True,  # the averaged weights; a number: the further average of that decay
     sampler: str = "ddpm",
     steps: int | None = None,  # of the reverse process; None: all of them
 ) -> Policy:

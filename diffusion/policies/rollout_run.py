@@ -30,7 +30,7 @@ class RolloutSettings:
     action_steps: int | None = None
     sampler: str = "ddpm"
     steps: int | None = None
-    ema: bool = True
+    ema: bool | float = True
     latency_calls: int = 100
     backend: str = "auto"
     device: str = "auto"

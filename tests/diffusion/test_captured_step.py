@@ -28,6 +28,7 @@ CASES = {  # of the model, the objective, and the step
     "plain": ({}, {}, {}),
     "micro-batches": ({}, {}, {"accumulate": 2}),
     "mirrored": ({}, {}, {"flip": True}),
+    "further averages": ({}, {}, {"more_ema": (0.5, 0.9)}),
     "weighted": ({}, {"prediction": "v_prediction", "min_snr_gamma": 5.0}, {}),
     "learned variance": ({"out_channels": 6}, {"variance": "learned_range"}, {}),
     "learned variance, micro-batches": (
@@ -67,6 +68,7 @@ def make_step(
     accumulate: int = 1,
     flip: bool = False,
     recompute: bool = False,
+    more_ema: tuple[float, ...] = (),
 ) -> TrainStep:
     on_gpu = device.type == "cuda"
     backend = TORCH_FP32
@@ -76,7 +78,8 @@ def make_step(
     size = (32, 32) if on_gpu else (8, 8)
     unet = build(backend, SMALL | model, size, device).train()
     flat = FlatParameters(unet, together=TOGETHER)
-    optimizer = Optimizer(flat, OptimizerSettings(lr=1e-3, warmup=2), backend)
+    settings = OptimizerSettings(lr=1e-3, warmup=2, more_ema=more_ema)
+    optimizer = Optimizer(flat, settings, backend)
     total = GradientSum(flat, Processes(None), norm=optimizer.norm)
     network = training_network(unet, flat, recompute, ready=total.listener, urgent=total.urgent)
     assert isinstance(network, FusedUNet) or not on_gpu
@@ -102,7 +105,8 @@ def results(step: TrainStep) -> list[torch.Tensor]:
     found = [x.clone() for k in range(STEPS) for x in step(k)]
     step.settle()
     flat = step.flat
-    found += [x.clone() for x in (flat.param, flat.ema, flat.exp_avg, flat.exp_avg_sq)]
+    buffers = (flat.param, flat.ema, flat.exp_avg, flat.exp_avg_sq, *flat.averages.values())
+    found += [x.clone() for x in buffers]
     step.release()
     return found
 
@@ -134,6 +138,6 @@ def test_captured_deterministic(case, device, deterministic):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has captured steps")
-@pytest.mark.parametrize("case", ["learned variance, micro-batches", "classes", "weighted"])
+@pytest.mark.parametrize("case", ["learned variance, micro-batches", "classes", "further averages"])
 def test_not_captured(case, device):
     check(case, device)

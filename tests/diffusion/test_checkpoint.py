@@ -37,6 +37,26 @@ def test_round_trip_is_exact(tmp_path):
     assert state["step"] == 7 and config == {"model": {"name": "x"}}
 
 
+def test_further_averages(tmp_path):
+    flat, other = flat_parameters(), flat_parameters(seed=1)
+    for parameters in (flat, other):
+        parameters.keep_averages([0.999, 0.9])
+    flat.averages[0.9].add_(1)
+    path = save(tmp_path, 7, flat)
+    ckpt.load_into(path, other)
+    for decay, average in flat.averages.items():
+        assert torch.equal(average, other.averages[decay])
+    stored = ckpt.read_weights(path, 0.9)
+    assert all(torch.equal(x, stored[n]) for n, x in flat.views(flat.averages[0.9]).items())
+    with pytest.raises(
+        ConfigError, match="no average of decay 0.5; .* ema=true, those of 0.9, 0.9"
+    ):
+        ckpt.read_weights(path, 0.5)
+    other.keep_averages([0.5])
+    with pytest.raises(ConfigError, match="no average of decay 0.5"):
+        ckpt.load_into(path, other)
+
+
 def test_the_last_k_are_kept(tmp_path):
     for step in (1, 2, 3, 10):
         save(tmp_path, step, flat_parameters(), keep=2)

@@ -45,6 +45,7 @@ def test_ema_is_short_at_first():
         ("ema_decay", 1.5),
         ("betas", [0.9]),
         ("decay", "cosin"),
+        ("more_ema", [1.0]),
     ],
 )
 def test_wrong_settings_are_named(key, value):
@@ -96,6 +97,27 @@ def test_a_non_finite_gradient_leaves_everything_and_is_counted():
     for x, was in zip((flat.param, flat.exp_avg, flat.exp_avg_sq, flat.ema), before, strict=True):
         assert torch.equal(x, was)
     assert optimizer.skipped.item() == 1
+
+
+def test_further_averages(device):
+    """Of any length, with the same warm-up; a step that is left out does not count for them."""
+    settings = OptimizerSettings(lr=1e-2, warmup=0, more_ema=[0.5, 0.9])
+    flat = FlatParameters(nn.Linear(5, 3).to(device))
+    optimizer = Optimizer(flat, settings, Backend("triton", triton_kernels))
+    optimizer.defer(0, flat.param.numel())  # is declined
+    expected = {decay: flat.param.double() for decay in settings.more_ema}
+    for step in range(6):
+        flat.grad.copy_(torch.randn(flat.grad.shape))
+        flat.grad[0] = math.inf if step == 3 else 1.0
+        optimizer.load(step, 6)
+        optimizer.begin()
+        optimizer.update()
+        for decay, average in expected.items() if step != 3 else ():
+            average.lerp_(flat.param.double(), 1 - min(decay, (1 + step) / (10 + step)))
+    assert list(flat.averages) == [0.5, 0.9] and optimizer.skipped.item() == 1
+    for decay, average in flat.averages.items():
+        torch.testing.assert_close(average.double(), expected[decay], rtol=1e-5, atol=1e-6)
+        assert not torch.equal(average, flat.ema)
 
 
 def test_what_is_deferred_is_made_up_for(device, monkeypatch):

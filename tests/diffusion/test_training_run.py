@@ -241,6 +241,25 @@ def test_begin_with_the_weights_of(kind, tmp_path):
     assert latest_checkpoint(tmp_path / "b" / "checkpoints").name == "step_00000002"
 
 
+def test_averages_of_several_lengths(tmp_path):
+    """They go on where a run does, and one of them can be drawn with."""
+    averages = (*TINY, "optim.more_ema=[0.9,0.5]", "optim.lr=1e-2")
+    train(composed("train.steps=3", *averages), tmp_path / "a")
+    run(tmp_path / "b", *averages)
+    train(composed("train.steps=3", *averages), tmp_path / "b")
+    for kind in ("ema_0.9", "ema_0.5", "ema"):
+        one, two = (
+            weights_of(latest_checkpoint(tmp_path / name / "checkpoints"), kind) for name in "ab"
+        )
+        assert all((one[name] == two[name]).all() for name in one), kind
+    settings = {"ckpt": str(tmp_path / "a"), "n": 1, "steps": 1, "device": "cpu"}
+    assert sample(settings | {"ema": 0.5}).name == "sample_step_00000003_ema0.5_ddim1_0.png"
+    with pytest.raises(ConfigError, match="has no average of decay 0.7"):
+        sample(settings | {"ema": 0.7})
+    with pytest.raises(ConfigError, match="has no average of decay 0.2"):
+        train(composed("train.steps=4", *averages, "optim.more_ema=[0.2]"), tmp_path / "a")
+
+
 def test_what_cannot_be_begun_with(tmp_path):
     run(tmp_path / "a", *TINY)
     init = f"train.init={tmp_path / 'a'}"
