@@ -99,6 +99,7 @@ def test_a_non_finite_gradient_leaves_everything_and_is_counted():
     assert optimizer.skipped.item() == 1
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_further_averages(device):
     """Of any length, with the same warm-up; a step that is left out does not count for them."""
     settings = OptimizerSettings(lr=1e-2, warmup=0, more_ema=[0.5, 0.9])
