@@ -1,4 +1,4 @@
-"""`conv2d` in float32 on tensor cores, forward and input gradient: three products in TF32.
+"""Forward and input gradient of `conv2d` in float32 on tensor cores, by three products in TF32.
 
 x and the filters are split into two TF32 numbers each (`triton_kernels.tf32`), once, and the loop
 of `conv.tma` reads both parts of both:

@@ -1,4 +1,4 @@
-"""The weight gradient of `conv2d` in float32, on tensor cores.
+"""Weight gradient of `conv2d` in TF32, or in float32 by three such products, on tensor cores.
 
     dweight[co, r, s, ci] = sum_{n, h, w} dy[n, h, w, co] x[n, h + r - pad, w + s - pad, ci]
 
