@@ -66,7 +66,8 @@ def exit_codes() -> Iterator[None]:
         print("stopped; nothing was saved since the last checkpoint", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except Interrupted as stop:
-        print(f"stopped; saved {stop.checkpoint}; go on with the same command", file=sys.stderr)
+        again = _again(stop.checkpoint, sys.argv[1:])
+        print(f"stopped; saved {stop.checkpoint}; go on with {again}", file=sys.stderr)
         sys.exit(128 + stop.signal)
     except (MemoryError, RuntimeError) as error:
         lack = lack_of_memory(error)
@@ -77,6 +78,16 @@ def exit_codes() -> Iterator[None]:
             f"memory does not suffice ({reason}); take a smaller batch or model, or in training"
             " train.accumulate or train.recompute=true"
         )
+
+
+def _again(checkpoint: Path, arguments: Sequence[str]) -> str:
+    """What goes on with a run that was interrupted: a folder named after the time is not found
+    again by the command alone."""
+    if any(argument.startswith("run_dir=") for argument in arguments):
+        return "the same command"
+    run_dir = checkpoint.parents[1]
+    sweep = any(argument in _MULTIRUN for argument in arguments)
+    return f"the same command and run_dir={run_dir.parent if sweep else run_dir}"
 
 
 def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:

@@ -1,6 +1,7 @@
 """Every choice of every group composes and builds."""
 
 import inspect
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from configs.entry import CONFIGS, describe, exit_codes, plain, run_entry
 from diffusion.backend import TORCH_FP32
 from diffusion.build import Process, build_model, build_policy_model
 from diffusion.errors import ConfigError
+from diffusion.interrupt import Interrupted
 from diffusion.optimizer import OptimizerSettings
 from diffusion.policies.task import LOADERS
 from diffusion.settings import construct
@@ -92,6 +94,23 @@ def test_too_little_memory_is_one_line(capsys, during):
     said = capsys.readouterr().err
     assert stopped.value.code == 2 and said.count("\n") == 1
     assert "does not suffice (CUDA out of memory. Tried to allocate 9 GiB.)" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run_dir=runs/a"], "go on with the same command\n"),
+        ([], "go on with the same command and run_dir=runs/a\n"),
+        (["-m", "train.seed=1,2"], "go on with the same command and run_dir=runs\n"),
+    ],
+    ids=["named", "not named", "a job of a sweep"],
+)
+def test_a_run_that_was_stopped_says_how_to_go_on(monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    with pytest.raises(SystemExit) as stopped, exit_codes():
+        raise Interrupted(signal.SIGTERM, Path("runs/a/checkpoints/step_00000006"))
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert capsys.readouterr().err.endswith(words)
 
 
 def test_other_errors_stay_as_they_are():
