@@ -141,3 +141,18 @@ def test_captured_deterministic(case, device, deterministic):
 @pytest.mark.parametrize("case", ["learned variance, micro-batches", "classes", "further averages"])
 def test_not_captured(case, device):
     check(case, device)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_never_waits_for_the_gpu(device):
+    """PyTorch raises where the host would."""
+    step = make_step(device, {}, {}, capture=True)
+    for k in range(3):
+        step(k)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for k in range(3, STEPS):
+            step(k)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    step.release()
