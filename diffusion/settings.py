@@ -86,7 +86,7 @@ def _as(value: Any, hint: Any) -> Any:
     if hint is str and value == "":  # KEY= was left without a value; as a path it would be "."
         raise TypeError
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int and isinstance(value, float) and value.is_integer():
+    if hint is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     if hint is str and (isinstance(value, os.PathLike) or is_number):
         return str(value)

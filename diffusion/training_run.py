@@ -77,6 +77,8 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
     for key in _GROUPS:
         if key not in config:
             raise ConfigError(f"{key} is missing from the configuration")
+    for group in ("dataset", "model"):
+        _check_named(config[group], group)
     settings = construct(TrainSettings, config["train"], "train")
     optim = construct(OptimizerSettings, config["optim"], "optim")
     process = construct(Process, config["diffusion"], "diffusion")
@@ -199,6 +201,13 @@ def _say(line: str) -> None:
     """On the terminal and in the log."""
     tqdm.write(line)
     log.info("%s", line)
+
+
+def _check_named(settings: Any, group: str) -> None:
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{group}={shown(settings)} is wrong; it is a group of settings")
+    if not isinstance(settings.get("name"), str):
+        raise ConfigError(f"{group}.name={shown(settings.get('name'))} is wrong; expected text")
 
 
 def _check_run_dir(run_dir: Path) -> None:

@@ -45,6 +45,9 @@ def run(run_dir, *overrides):
         ("dataset.flip=maybe", "dataset.flip=maybe is wrong; expected true or false"),
         ("optim.betas=0.9", "expected a list of 2 numbers"),
         ("train=5", "it is a group of settings"),
+        ("~dataset.name", "dataset.name=null is wrong"),
+        ("model.name=[unet]", "model.name=['unet'] is wrong; expected text"),
+        ("train.steps=1e300", "train.steps=1e+300 is wrong; expected a whole number"),
         ("~train", "train is missing"),
         ("train.batch_size=6", None),  # is fine: shows that the test would notice
     ],
