@@ -34,20 +34,23 @@ def _bare_points(
     }
 
 
-def _bare_tiles(name: str, pixels: int, w: int, dgrad: bool, blocks: int, steps: int) -> dict:
+def _bare_tiles(
+    name: str, rows: int, images: int, w: int, dgrad: bool, blocks: int, steps: int
+) -> dict:
     return {
         "name": name,
         "kernel": "triton_kernels.conv.gluon.bare_tiles:conv_bare_tiles_kernel",
         "signature": {
-            "x_desc": _rows(1, 2, w, 64),
+            "x_desc": _rows(2, images, w, 64),
             "w_desc": _rows(1, 64, 64),
-            "y_desc": _rows(1, pixels // w, w, 64),
+            "y_desc": _rows(rows, images, w, 64),
             **({} if dgrad else {"bias_ptr": "*bf16"}),
             **dict.fromkeys(("N", "H", "K", "C"), "i32"),
         },
         "constexprs": {
             **({"bias_ptr": None} if dgrad else {}),
-            "PIXELS": pixels,
+            "ROWS": rows,
+            "IMAGES": images,
             "W": w,
             "DGRAD": dgrad,
             "BLOCKS": blocks,
@@ -62,8 +65,10 @@ def _bare_tiles(name: str, pixels: int, w: int, dgrad: bool, blocks: int, steps:
 
 COMPILE_CASES = (
     [
-        _bare_tiles("tiles_32", 256, 32, False, 3, 5),
-        _bare_tiles("tiles_16", 128, 16, True, 4, 8),
+        _bare_tiles("tiles_32", 8, 1, 32, False, 3, 5),
+        _bare_tiles("tiles_16", 8, 1, 16, True, 4, 8),
+        _bare_tiles("tiles_8", 8, 1, 8, False, 5, 9),
+        _bare_tiles("tiles_8_of_images", 8, 4, 8, True, 3, 5),
         _bare_points("pointwise_192", 128, 2, 3, True, 7),
         _bare_points("pointwise_256_pixels", 256, 3, 1, True, 4, 1),
         _bare_points("pointwise_128", 128, 4, 2, True, 5),

@@ -39,6 +39,10 @@ ROWS = {
     "rows of 32": Shape(29, 32, 32, 128, 192),
     "rows of 16": Shape(23, 16, 16, 192, 128),
     "half a tile of 16": Shape(3, 24, 16, 64, 64),
+    "rows of 8": Shape(7, 8, 8, 256, 192),
+    "an image": Shape(1, 8, 8, 64, 128),
+    "images of four rows": Shape(9, 4, 8, 128, 64),
+    "many tiles of images": Shape(139, 8, 8, 64, 128),
 }
 # Less than a tile, tiles that end outside, many an odd number of tiles, channels that are no
 # multiple of 64 and none of what a program does, and more of them than its filters have room for.
@@ -55,7 +59,7 @@ SHAPES = {f"3x3, {k}": v for k, v in ROWS.items()} | {f"1x1, {k}": v for k, v in
 
 RUNS = [
     *((name, "bf16") for name in SHAPES),
-    *((name, "fp16") for name in ("3x3, a tile", "3x3, half a tile of 16", "1x1, odd")),
+    *((name, "fp16") for name in ("3x3, a tile", "3x3, rows of 8", "1x1, odd")),
 ]
 
 
@@ -108,7 +112,8 @@ class TestGpu:
     def test_what_applies(self, device):
         bf16 = torch.bfloat16
         assert [c[1] for c in applying(ROWS["a tile"], bf16, device, dgrad=True)] == [256, 128]
-        assert [c[1] for c in applying(ROWS["half a tile of 16"], bf16, device, True)] == [128]
+        assert [c[1] for c in applying(ROWS["half a tile of 16"], bf16, device, True)] == [128, 64]
+        assert [c[1] for c in applying(ROWS["an image"], bf16, device, True)] == [256, 128, 64]
         channels = {c[0] for c in applying(POINTS["qkv"], bf16, device, dgrad=False)}
         assert channels == {64, 128, 192}
         assert {c[0] for c in applying(POINTS["a pixel"], bf16, device, dgrad=False)} == {64}

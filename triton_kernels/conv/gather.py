@@ -38,6 +38,7 @@ FWD_CONFIGS = [
     Config(16, 64, 64, 4, 4),
     Config(64, 128, 32, 4, 2),
     Config(64, 64, 32, 4, 2),
+    Config(16, 16, 64, 4, 3),
 ]
 WGRAD_CONFIGS = [
     WgradConfig(64, 64, 32, 4, 3),

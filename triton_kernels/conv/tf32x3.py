@@ -45,10 +45,11 @@ class Config(NamedTuple):
     block_k: int  # input channels a step
     num_warps: int
     num_stages: int
-    tensor_cores: int = 1  # 0: `conv.gather` with its first tile, whose products are FMAs
+    tensor_cores: int = 1  # 0: a tile of `conv.gather`, whose products are FMAs
 
 
 _GATHER = Config(64, 64, 32, 4, 3, 0)
+_GATHER_FEW = Config(16, 16, 64, 4, 3, 0)  # the linear layer over some samples: more programs
 FWD_CONFIGS = [
     Config(64, 128, 32, 4, 2),
     Config(64, 64, 32, 4, 3),
@@ -135,13 +136,13 @@ def launch_fwd(
         config = choose(
             "conv2d_fp32_dgrad" if dgrad else "conv2d_fp32",
             (*x.shape, *y.shape[1:], r, s),
-            lambda: [*(c for c in FWD_CONFIGS if _fits(c, x)), _GATHER],
+            lambda: [*(c for c in FWD_CONFIGS if _fits(c, x)), _GATHER, _GATHER_FEW],
             lambda: _pick(x, weight, y),
             run,
             same,
         )
     if not config.tensor_cores:
-        tile = gather.FWD_CONFIGS[0]
+        tile = gather.Config(*config[:5])
         gather.launch_fwd(x, weight, bias, y, stride, padding, precision, dgrad=dgrad, config=tile)
         return
     if dgrad:
@@ -178,9 +179,11 @@ def serves_fwd(x: Tensor, weight: Tensor, y: Tensor, stride: int, precision: str
 
 
 def _pick(x: Tensor, weight: Tensor, y: Tensor) -> Config:
-    if y.numel() // y.shape[3] * weight.numel() < _WORTH:
-        return _GATHER
     n, p, q, co = y.shape
+    if n * p * q * weight.numel() < _WORTH:
+        return (
+            _GATHER_FEW if 8 * n * p * q * co <= 64 * 64 * describe(x.device).num_sms else _GATHER
+        )
     safe, small = FWD_CONFIGS[:2]
     programs = count_boxes(pixel_box(safe.block_m, n, p, q), n, p, q) * triton.cdiv(co, 64)
     return safe if programs >= 2 * describe(x.device).num_sms else small

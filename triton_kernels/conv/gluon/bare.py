@@ -1,6 +1,6 @@
 """The path of `conv2d` for Hopper, in Gluon: forward and input gradient in 16 bits, a bias at most.
 
-3x3 filters over rows of 16 to 64 pixels fetch pixels three times, not nine; 1x1 filters stay in
+3x3 filters over rows of 8 to 64 pixels fetch pixels three times, not nine; 1x1 filters stay in
 shared memory while the pixels pass by. Both are configurations for `choose` like any other of
 `conv.tma`, taken only where they were measured to be faster.
 """
@@ -12,19 +12,16 @@ from ...device import describe
 from ...gluon.descriptors import SUPPORTED, in_boxes, takes
 from ..tma_boxes import is_pointwise
 from .operands import filters_in_boxes
+from .tiles import WIDTHS, cut, in_rows
 
 if SUPPORTED:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from .bare_points import conv_bare_points_kernel
     from .bare_tiles import conv_bare_tiles_kernel
 
 _WARPS = 12  # two warpgroups that multiply and one of which a warp loads
 # (channels, pixels) of a program that does 1x1 filters; the last one spills a little
 _POINTS = [(64, 128), (64, 256), (128, 128), (192, 128)]
-# pixels of a tile of 3x3 filters whose products are of whole tiles, and the rows that fit
-_TILES = (256, 128)
-_WIDTHS = (16, 32, 64)
+_TILES = (256, 128, 64)  # pixels of a tile of 3x3 filters whose products are of whole tiles
 _MOST_K = 1024  # channels of x, whose loop is unrolled
 
 
@@ -45,13 +42,10 @@ def candidates(
         return []
     if tuple(weight.shape[2:]) == (3, 3):
         _, h, w, k = x.shape
-        if tuple(padding) != (1, 1) or k % 64 or y.shape[3] % 64 or w not in _WIDTHS:
+        if tuple(padding) != (1, 1) or k % 64 or y.shape[3] % 64 or w not in WIDTHS:
             return []
-        return [
-            (64, pixels, 64, _WARPS, _rings(x, pixels)[0])
-            for pixels in _TILES
-            if h % (pixels // w) == 0
-        ]
+        cuts = ((pixels, cut(pixels, h, w)) for pixels in _TILES)
+        return [(64, p, 64, _WARPS, _rings(x, p, c[1])[0]) for p, c in cuts if c is not None]
     if not is_pointwise(weight, padding) or x.shape[3] > _MOST_K:
         return []
     wide = y.shape[3]
@@ -83,19 +77,20 @@ def _launch_tiles(
 ) -> None:
     n, h, w, k = x.shape
     c = y.shape[3]
-    pixels = config[1]
-    blocks, steps = _rings(x, pixels)
-    tiles = n * (h * w // pixels) * (c // 64)
+    rows, images = cut(config[1], h, w)
+    blocks, steps = _rings(x, config[1], images)
+    tiles = triton.cdiv(n, images) * (h // rows) * (c // 64)
     conv_bare_tiles_kernel[(min(tiles, describe(x.device).num_sms),)](
-        _pixels_in_boxes(x, [1, 2, w, 64]),
+        in_rows(x, 2, images),
         filters_in_boxes(weight),
-        _pixels_in_boxes(y, [1, pixels // w, w, 64]),
+        in_rows(y, rows, images),
         bias,
         n,
         h,
         k,
         c,
-        PIXELS=pixels,
+        ROWS=rows,
+        IMAGES=images,
         W=w,
         DGRAD=dgrad,
         BLOCKS=blocks,
@@ -105,11 +100,11 @@ def _launch_tiles(
     )
 
 
-def _rings(x: Tensor, pixels: int) -> tuple[int, int]:
+def _rings(x: Tensor, pixels: int, images: int) -> tuple[int, int]:
     """Blocks of pixels, and filters of one tap, that shared memory has room for beside two results.
     A block is needed for three filters: as many as make the shorter of the two rings longest."""
     room = describe(x.device).shared_memory - 2048 - 2 * pixels * 128
-    block, tap = (pixels + 2 * x.shape[2]) * 128, 64 * 128
+    block, tap = (pixels + 2 * images * x.shape[2]) * 128, 64 * 128
 
     def ahead(blocks: int) -> int:
         return min(3 * (blocks - 1), (room - blocks * block) // tap)
@@ -157,8 +152,3 @@ def _blocks(x: Tensor, channels: int, pixels: int) -> tuple[int, int]:
         if blocks >= 4 or out == 1:
             break
     return blocks, out
-
-
-def _pixels_in_boxes(x: Tensor, box: list[int]) -> "TensorDescriptor":
-    n, h, w, c = x.shape
-    return in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], box)

@@ -35,7 +35,7 @@ _WARPS = 9  # two warpgroups that multiply, and a warp that loads
 # `Config`s of `conv.tma`. The warps say that they belong here.
 TILES = ((64, 256, 64, _WARPS, 3), (64, 128, 64, _WARPS, 4), (64, 64, 64, _WARPS, 4))
 
-_WIDTHS = (8, 16, 32, 64)  # pixels of a row
+WIDTHS = (8, 16, 32, 64)  # pixels of a row
 _RESERVED = 1024  # bytes of shared memory for barriers, and what the compiler wants
 
 
@@ -58,10 +58,10 @@ def tiles(
         not takes(x)
         or tuple(weight.shape[2:]) != (3, 3)
         or any(c % 64 for c in channels)
-        or w not in _WIDTHS
+        or w not in WIDTHS
     ):
         return []
-    return [tile for tile in TILES if _cut(tile[1], h, w) is not None]
+    return [tile for tile in TILES if cut(tile[1], h, w) is not None]
 
 
 def launch(config: tuple, operands: Operands) -> None:
@@ -69,11 +69,11 @@ def launch(config: tuple, operands: Operands) -> None:
     n, h, w, k = operands.x.shape
     c = operands.y.shape[3]
     device = describe(operands.x.device)
-    rows, images = _cut(config[1], h, w)
+    rows, images = cut(config[1], h, w)
     count = -(-n // images) * (h // rows) * (c // 64)
     blocks, steps = rings(config[1], images * w, device.shared_memory)
     assert operands.partials is None or operands.partials.shape[1] == h // rows
-    read, written = (partial(_in_rows, rows=r, images=images) for r in (2, rows))
+    read, written = (partial(in_rows, rows=r, images=images) for r in (2, rows))
     conv_tiles_kernel[(min(count, device.num_sms),)](
         *operands.tensors(read, written),
         *operands.extra_channels,
@@ -107,7 +107,7 @@ def rings(pixels: int, width: int, shared_memory: int) -> tuple[int, int]:
     return blocks, min(8, (left - blocks * block) // tap)
 
 
-def _cut(pixels: int, h: int, w: int) -> tuple[int, int] | None:
+def cut(pixels: int, h: int, w: int) -> tuple[int, int] | None:
     """Rows and images of a tile: rows that divide those of an image, or several whole images."""
     if h * w < pixels:
         return (h, pixels // (h * w)) if pixels % (h * w) == 0 and h % 2 == 0 else None
@@ -115,7 +115,7 @@ def _cut(pixels: int, h: int, w: int) -> tuple[int, int] | None:
     return (rows, 1) if h % rows == 0 and rows % 2 == 0 else None  # rows are fetched in pairs
 
 
-def _in_rows(x: Tensor, rows: int, images: int) -> "TensorDescriptor":
+def in_rows(x: Tensor, rows: int, images: int) -> "TensorDescriptor":
     """[N, H, W, C] as [H, N, W, C]."""
     n, h, w, c = x.shape
     return in_boxes(x, [h, n, w, c], [w * c, h * w * c, c, 1], [rows, images, w, 64])
