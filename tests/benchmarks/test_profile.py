@@ -48,6 +48,8 @@ RNG = torch.zeros(2, dtype=torch.int64)
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "", "attention"),
         ("conv_tiles_kernel", "_Planned", "conv fwd"),
         ("conv_bare_points_kernel", "_PlannedBackward", "conv dgrad"),
+        ("conv_narrow_out_kernel", "_Planned", "conv fwd"),
+        ("_sum_two_kernel", "_PlannedBackward", "conv wgrad"),
         ("_stride2_fwd_kernel", "_Planned", "conv fwd"),
         ("unheard_of", "", "other"),
     ],
