@@ -69,7 +69,7 @@ def _wgrad_tma(name: str, block_co: int, num_warps: int, flat: bool, arches) -> 
     }
 
 
-def _stride2(name: str, dgrad: bool) -> dict:
+def _stride2(name: str, dgrad: bool, add: bool = False) -> dict:
     """64 channels x 128 pixels."""
     small, parities = "tensordesc<bf16[1,4,32,64]>", "tensordesc<bf16[1,4,1,32,64]>"
     names = ("dy_desc", "dx_desc") if dgrad else ("x_desc", "y_desc")
@@ -81,6 +81,7 @@ def _stride2(name: str, dgrad: bool) -> dict:
             **dict(zip(names, kinds, strict=True)),
             "w_desc": "tensordesc<bf16[1,64,64]>",
             **({} if dgrad else {"bias_ptr": "*fp32"}),
+            **({"add_desc": parities} if add else {}),
             **dict.fromkeys(("CI", "P", "Q", "CO"), "i32"),
         },
         "constexprs": {
@@ -89,6 +90,7 @@ def _stride2(name: str, dgrad: bool) -> dict:
             "PAD_H": 1,
             "PAD_W": 1,
             **({"TURNED": False} if dgrad else {}),
+            **({} if add or not dgrad else {"add_desc": None}),
             "PRECISION": "tf32",
             "TILE_N": 1,
             "TILE_H": 4,
@@ -456,6 +458,7 @@ COMPILE_CASES = [
     _wgrad_tma("weight gradient 64x64, single rows", 64, 4, False, _TMA_CHIPS),
     _stride2("forward, stride 2", dgrad=False),
     _stride2("input gradient, stride 2", dgrad=True),
+    _stride2("input gradient, stride 2, plus another", dgrad=True, add=True),
     _STRIDE2_WGRAD,
     _FWD_GATHER,
     _STEM_WGRAD,

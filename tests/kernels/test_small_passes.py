@@ -106,7 +106,11 @@ def test_pad_channels(shape, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("padding", [0, 1])
-@pytest.mark.parametrize("shape", [(2, 6, 8, 16, 24), (1, 2, 2, 8, 8), (0, 4, 4, 8, 8)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 6, 8, 16, 24), (1, 2, 2, 8, 8), (0, 4, 4, 8, 8), (3, 6, 10, 64, 24), (2, 4, 6, 32, 40)],
+    ids=str,
+)
 def test_conv_down(shape, padding, dtype, device):
     n, h, w, ci, co = shape
     x = _randn(n, h, w, ci, seed=0, device=device, dtype=dtype)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import describe
-from ..tuning import choose
+from ..tuning import choose, same
 from .configs import FwdTile, WgradTile, choose_plan, plans_around
 from .tma import tile_constants, tile_origin, worth_turning
 from .tma_boxes import (
@@ -113,6 +113,7 @@ def _stride2_dgrad_kernel(
     dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
     w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_K, BLOCK_C]; TURNED: as `turn_filters` has them
     dx_desc,  # [N, H / 2, 2, W / 2, 2 CI] in boxes [TILE_N, TILE_H, 1, TILE_W, BLOCK_C]
+    add_desc,  # to be added to dx, in such boxes, or None
     CO,
     P,  # H / 2, W / 2: the pixels of one kind
     Q,
@@ -153,8 +154,12 @@ def _stride2_dgrad_kernel(
         else:
             w = tl.trans(w_desc.load([tap, k0, c0]).reshape(BLOCK_K, BLOCK_C))
         acc = tl.dot(w, tl.trans(dy), acc, input_precision=PRECISION)
+    channel = odd_col * CI + c0
+    if add_desc is not None:
+        add = add_desc.load([n0, h0, odd_row, w0, channel]).reshape(BLOCK_M, BLOCK_C)
+        acc += tl.trans(add).to(tl.float32)
     dx = tl.trans(acc.to(dx_desc.dtype)).reshape(TILE_N, TILE_H, 1, TILE_W, BLOCK_C)
-    dx_desc.store([n0, h0, odd_row, w0, odd_col * CI + c0], dx)
+    dx_desc.store([n0, h0, odd_row, w0, channel], dx)
 
 
 def launch_fwd(
@@ -168,15 +173,18 @@ def launch_fwd(
     *,
     dgrad: bool,
     config: Config | None = None,
+    add: Tensor | None = None,  # [N, H, W, CI]
 ) -> None:
-    """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output, y of the input."""
-    assert stride == 2
+    """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output and y that of the
+    input, plus `add`."""
+    assert stride == 2 and (add is None or dgrad)
     _, _, r, s = weight.shape
     if config is None:
 
         def run(c: Config) -> Tensor:
             out = torch.empty_like(y)
-            launch_fwd(x, weight, bias, out, stride, padding, precision, dgrad=dgrad, config=c)
+            rest = {"dgrad": dgrad, "config": c, "add": add}
+            launch_fwd(x, weight, bias, out, stride, padding, precision, **rest)
             return out
 
         config = choose(
@@ -185,9 +193,10 @@ def launch_fwd(
             lambda: [c for c in FWD_CONFIGS if _fits_fwd(c, x, y, dgrad)],
             lambda: next(c for c in FWD_CONFIGS if _fits_fwd(c, x, y, dgrad)),
             run,
+            same,
         )
     if dgrad:
-        _launch_dgrad(x, weight, y, padding, precision, config)
+        _launch_dgrad(x, weight, y, padding, precision, config, add)
         return
     n, p, q, co = y.shape
     ci = x.shape[3]
@@ -213,6 +222,7 @@ def _launch_dgrad(
     padding: tuple[int, int],
     precision: str,
     config: Config,
+    add: Tensor | None,
 ) -> None:
     _, ci, r, s = weight.shape
     pixels = _by_parity(dx)
@@ -224,10 +234,12 @@ def _launch_dgrad(
         filters = weight_in_boxes(turn_filters(weight, 1)[0], config.block_c, config.block_k)
     else:
         filters = weight_in_boxes(weight, config.block_k, config.block_c)
+    tile = [*box[:2], 1, box[2], config.block_c]
     _stride2_dgrad_kernel[(programs, 2 * kinds)](
         in_boxes(dy, [*box, config.block_k]),
         filters,
-        in_boxes(pixels, [*box[:2], 1, box[2], config.block_c]),
+        in_boxes(pixels, tile),
+        None if add is None else in_boxes(_by_parity(add), tile),
         dy.shape[3],
         p,
         q,

@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..activations import check_activation, rounded_grad
 from ..column_sum import sum_partials
 from ..conv import gather as conv_gather
+from ..conv import tma_stride as conv_stride
 from ..conv import tma_wgrad as conv_tma_wgrad
 from ..conv import turned_wgrad as conv_turned_wgrad
 from ..conv.gluon import narrow as gluon_narrow
@@ -312,6 +313,8 @@ def conv_weight_grad(
     padding = (r // 2, s // 2) if padding is None else (padding, padding)
     if x.itemsize == 2 and stride == 1:
         path = conv_tma_wgrad
+    elif conv_stride.serves_wgrad(x, dy, out, stride, padding):
+        path = conv_stride
     elif conv_turned_wgrad.serves_wgrad(x, dy, out, stride, padding, "tf32"):
         path = conv_turned_wgrad
     else:
