@@ -50,6 +50,8 @@ WGRAD_SHAPES = {name: shape for name, shape in SHAPES.items() if name != "a tile
     "8x8": Shape(64, 8, 8, 256, 192),
     "8x8 of an odd number": Shape(37, 8, 8, 64, 128),
     "fewer tiles than programs": Shape(2, 16, 16, 64, 64),
+    "a part for each block of channels": Shape(13, 8, 8, 512, 576),
+    "more blocks of channels than programs": Shape(21, 8, 8, 768, 960),
 }
 
 

@@ -167,6 +167,9 @@ def plan_wgrad(
         launch_wgrad(x, dy, weight, parts, 1, padding, "tf32", config, splits)
 
     tile = gluon_rows.wgrad_tile(x, dy, weight, padding)
+    rounded = weight.dtype != torch.float32  # a sum in one part is stored as it is
+    if tile is not None and rounded and gluon_rows.wgrad_splits(x, weight) == 1:
+        tile = None
     gluon = None if tile is None else WgradConfig(*tile)
     key = (*x.shape, dy.shape[3], r, s, x.dtype)
     plan = choose_plan("conv_weight_grad", key, WgradConfig, candidates, default, weight, launch)
@@ -201,8 +204,8 @@ def launch_wgrad(
     """The gradient of the filters, as `splits` parts that have to be added up."""
     assert stride == 1
     if gluon_rows.serves(config):
-        assert splits > 1 and partial.dtype == torch.float32
-        gluon_rows.weight_grad(x, dy, partial)
+        assert partial.dtype == torch.float32 and not accumulate
+        gluon_rows.weight_grad(x, dy, partial.view(splits, -1))
         return
     co, ci, r, s = weight.shape
     if is_pointwise(weight, padding):

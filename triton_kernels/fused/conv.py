@@ -322,14 +322,19 @@ def conv_weight_grad(
     assert path is conv_tma_wgrad or (x.shape[3], dy.shape[3]) == (ci, co)
     config, planned = path.plan_wgrad(x, dy, out, stride, padding, "tf32", config)
     splits = planned if splits is None else splits
-    if splits == 1 and path is conv_tma_wgrad:
+    if splits == 1 and path is conv_tma_wgrad and not gluon_rows.serves(config):
         place = {"stride_co": out.stride(0), "accumulate": accumulate}
         conv_tma_wgrad.launch_wgrad(x, dy, out, out, 1, padding, "tf32", config, 1, **place)
         return
     row = r * s * ci
-    parts = _empty((splits, co * row), dtype=torch.float32, device=x.device)
+    rows = out.permute(0, 2, 3, 1)
+    if alone := splits == 1 and rows.is_contiguous() and not accumulate:
+        parts = rows.view(1, co * row)
+    else:
+        parts = _empty((splits, co * row), dtype=torch.float32, device=x.device)
     path.launch_wgrad(x, dy, out, parts, stride, padding, "tf32", config, splits)
-    sum_partials(parts, out, accumulate=accumulate)
+    if not alone:
+        sum_partials(parts, out, accumulate=accumulate)
 
 
 # --- what applies where ---------------------------------------------------------------------------

@@ -137,4 +137,4 @@ def _together(
         applies = applies and gluon_rows.wgrad_applies(x, dy, out, padding)
         applies = applies and out.permute(0, 2, 3, 1).is_contiguous()
     splits = gluon_rows.wgrad_splits(x1, out1, out2) if applies else 0
-    return [_Plan(splits)] if splits > 1 else []
+    return [_Plan(splits)] if splits > 0 else []

@@ -21,6 +21,7 @@ The tiles are for `tuning`, which takes them only where it has measured that the
 import math
 from collections.abc import Sequence
 
+import triton
 from torch import Tensor
 
 from ...device import describe
@@ -56,6 +57,7 @@ NARROW_WGRAD_TILE = (64, 16, _PIXELS, 9, _WARPS, _STAGES_OF_16)
 _WIDTHS = (64,)  # pixels of a row
 _WGRAD_WIDTHS = (64, 32, 16, 8)
 _NARROW_WGRAD_WIDTHS = (64, 32, 16)
+_PART = 6  # tiles that take as long as a part of a sum does to begin, to write and to add up
 
 
 def serves(config: tuple) -> bool:
@@ -146,7 +148,7 @@ def wgrad_applies(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int
     channels = (dy.shape[3], x.shape[3])
     same = tuple(weight.shape[:2]) == channels and dy.shape[:3] == x.shape[:3]
     fits = _applies(x, weight, channels, _WGRAD_WIDTHS) and same and tuple(padding) == (1, 1)
-    return fits and wgrad_splits(x, weight) > 1
+    return fits and wgrad_splits(x, weight) > 0
 
 
 def wgrad_tile(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int]) -> tuple | None:
@@ -163,16 +165,26 @@ def wgrad_tile(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int]) 
 
 
 def wgrad_splits(x: Tensor, *weights: Tensor) -> int:
-    """Parts of the sum over pixels, so that every multiprocessor has one program."""
+    """Into how many parts to cut the sum over pixels: the fewest rounds of programs, which have a
+    multiprocessor each, times their length. One part if there are blocks of channels for most
+    multiprocessors; 0 if there are too few tiles to share."""
     blocks = sum(-(-weight.shape[0] * weight.shape[1] // 64**2) for weight in weights)
     tiles = math.prod(_wgrad_tiles(x))
-    return min(tiles, describe(x.device).num_sms // max(1, blocks))
+    slots = describe(x.device).num_sms
+
+    def time(splits: int) -> int:
+        rounds = triton.cdiv(blocks * splits, slots)
+        return rounds * (triton.cdiv(tiles, splits) + (_PART if splits > 1 else 0))
+
+    fewest = 1 if 2 * blocks > slots else 2
+    most = min(tiles, 4 * slots // max(1, blocks))
+    return min(range(most, fewest - 1, -1), key=time, default=0)
 
 
 def weight_grad(
     x: Tensor,  # [N, H, W, CI], or 16 channels of which CI count
     dy: Tensor,  # [N, H, W, CO], or 16
-    parts: Tensor,  # float32 [splits, CO * 9 * CI], or its like, to be written
+    parts: Tensor,  # float32 [splits, CO * 9 * CI], or its like, to be written; one may be the sum
     x2: Tensor | None = None,  # [N, H, W, CI2] of a second convolution
     dy2: Tensor | None = None,  # [N, H, W, CO2]
 ) -> None:
