@@ -66,6 +66,9 @@ COMPILE_CASES = (
         _case("forward_images_quarter", False, 1, 0, 8, 64),
         _case("input_grad_images_quarter", True, 1, 0, 8, 64),
         _case("input_grad_of_two_quarter", True, 2, 0, 16, 64),
+        _case("forward_images_of_4x4", False, 1, 0, 4),
+        _case("input_grad_images_of_4x4_half", True, 1, 0, 4, 128),
+        _case("input_grad_images_of_4x4_quarter", True, 2, 0, 4, 64),
     ]
     if SUPPORTED
     else []

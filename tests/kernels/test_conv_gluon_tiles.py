@@ -36,6 +36,8 @@ SHAPES = {
     "64x64": Shape(13, 64, 64, 64, 192),
     "8x8": Shape(135, 8, 8, 256, 192),
     "an image of 8x8": Shape(1, 8, 8, 64, 64),
+    "4x4": Shape(135, 4, 4, 256, 192),
+    "3 of 4x4": Shape(3, 4, 4, 64, 128),
     "3 of 8x16": Shape(3, 8, 16, 64, 128),
     "3 of 2x64": Shape(3, 2, 64, 64, 64),
 }
@@ -72,7 +74,7 @@ class TestGpu:
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize(
         ("name", "count"),
-        [("32x32", 1), ("32x32", 2), ("a few of 16x16", 2), ("64x64", 2), ("8x8", 2)],
+        [("32x32", 1), ("32x32", 2), ("a few of 16x16", 2), ("64x64", 2), ("8x8", 2), ("4x4", 2)],
     )
     def test_extra_pointwise_convolutions(self, name, count, config, device):
         skip_one_row(name, config)
@@ -86,7 +88,7 @@ class TestGpu:
         repeatedly(lambda: check_grad(SHAPES[name], None, dtype, device, config=config))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
-    @pytest.mark.parametrize("name", ["32x32", "a few of 16x16", "16x16", "8x8"])
+    @pytest.mark.parametrize("name", ["32x32", "a few of 16x16", "16x16", "8x8", "4x4"])
     def test_input_grad_of_two_inputs(self, name, config, device):
         shape = SHAPES[name]._replace(ci=320)
         repeatedly(lambda: check_grad(shape, 192, torch.bfloat16, device, config=config))
@@ -101,6 +103,7 @@ class TestGpu:
         assert applying(SHAPES["a tile"], torch.bfloat16, device) == TILES
         assert applying(Shape(1, 12, 32, 64, 64), torch.bfloat16, device) == TILES[1:]
         assert applying(SHAPES["an image of 8x8"], torch.bfloat16, device) == TILES
+        assert applying(SHAPES["3 of 4x4"], torch.bfloat16, device) == TILES
         assert applying(SHAPES["64x64"], torch.bfloat16, device) == TILES[:2]
         for shape in (
             Shape(1, 6, 16, 64, 64),

@@ -3,7 +3,7 @@
     launcher   serves              kernels
     rows       the fused network   rows_kernels (rows of 64 pixels), resident (the filters stay in
                                    shared memory), rows_wgrad (the weight gradient)
-    tiles      the fused network   tiles_kernels (rows of 8 to 64 pixels)
+    tiles      the fused network   tiles_kernels (rows of 4 to 64 pixels)
     narrow     the fused network   narrow_out (from 64 channels or 128 to 16)
     bare       public `conv2d`     bare_tiles (3x3 filters), bare_points (1x1)
 

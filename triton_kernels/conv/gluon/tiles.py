@@ -36,6 +36,7 @@ _WARPS = 9  # two warpgroups that multiply, and a warp that loads
 TILES = ((64, 256, 64, _WARPS, 3), (64, 128, 64, _WARPS, 4), (64, 64, 64, _WARPS, 4))
 
 WIDTHS = (8, 16, 32, 64)  # pixels of a row
+_WIDTHS = (4, *WIDTHS)  # with an epilogue
 _RESERVED = 1024  # bytes of shared memory for barriers, and what the compiler wants
 
 
@@ -58,7 +59,7 @@ def tiles(
         not takes(x)
         or tuple(weight.shape[2:]) != (3, 3)
         or any(c % 64 for c in channels)
-        or w not in WIDTHS
+        or w not in _WIDTHS
     ):
         return []
     return [tile for tile in TILES if cut(tile[1], h, w) is not None]
