@@ -50,21 +50,28 @@ def _fwd(name: str, dgrad: bool, beside: int, extra: int) -> dict:
 
 
 def _resident(
-    name: str, dgrad: bool, beside: int, extra: tuple[int, int] = (0, 0), k: int = 64
+    name: str,
+    dgrad: bool,
+    beside: int,
+    extra: tuple[int, int] = (0, 0),
+    k: int = 64,
+    rows: int = 2,
+    rings: tuple[int, int] = (5, 3),
 ) -> dict:
-    row, filters = _rows(1, 1, 64, 64), _rows(1, 64, 64)
+    two, filters = _rows(1, 2, 64, 64), _rows(1, 64, 64)
+    groups = 2 if any(extra) or rows == 4 else 3
     absent = ["beside1_desc", "beside2_desc"][beside:] + (["emb_ptr"] if dgrad else [])
     absent += [] if extra[0] else ["extra1_desc", "extra1_w_desc", "extra_bias_ptr"]
     absent += [] if extra[1] else ["extra2_desc", "extra2_w_desc"]
     signature = {
         "x_desc": _rows(1, 1, 64, k),
         "w_desc": _rows(1, k, 64) if dgrad else _rows(1, 64, k),
-        "beside1_desc": row,
-        "beside2_desc": row,
-        "y_desc": row,
-        "extra1_desc": row,
+        "beside1_desc": two,
+        "beside2_desc": two,
+        "y_desc": two,
+        "extra1_desc": _rows(1, 1, 64, 64),
         "extra1_w_desc": filters,
-        "extra2_desc": row,
+        "extra2_desc": _rows(1, 1, 64, 64),
         "extra2_w_desc": filters,
         **dict.fromkeys(("vectors_ptr", "extra_bias_ptr", "emb_ptr", "partial_ptr"), "*fp32"),
         **dict.fromkeys(("border", "stride_emb", "tiles", "tiles_h", "C"), "i32"),
@@ -78,14 +85,17 @@ def _resident(
             "W": 64,
             "DGRAD": dgrad,
             "ACT": "silu_tanh" if dgrad else None,
-            "PAIRS": 3 if any(extra) else 5 if k == 64 else 12,
+            "ROWS": rows,
+            "GROUPS": groups,
+            "PAIRS": rings[0],
+            "SLOTS": rings[1],
             "EXTRA1": extra[0],
             "EXTRA2": extra[1],
             "num_warps": 4,
         },
-        "options": {"num_warps": 4, "maxnreg": 168 if any(extra) else 128},
+        "options": {"num_warps": 4, "maxnreg": 168 if groups == 2 else 128},
         "multiples": ("border", "C"),
-        "expect": {"wgmma": "registers", "tma": True, "arches": (90,), "spills": 64},
+        "expect": {"wgmma": "registers", "tma": True, "arches": (90,), "spills": 32},
     }
 
 
@@ -128,11 +138,15 @@ COMPILE_CASES = (
         _fwd("input_grad_of_two", dgrad=True, beside=2, extra=0),
         _resident("forward", dgrad=False, beside=0),
         _resident("forward_residual", dgrad=False, beside=1),
-        _resident("forward_extra", dgrad=False, beside=0, extra=(2, 1)),
+        _resident("forward_extra", dgrad=False, beside=0, extra=(2, 1), rings=(3, 2)),
         _resident("input_grad", dgrad=True, beside=1),
         _resident("input_grad_of_two", dgrad=True, beside=2),
-        _resident("forward_of_16", dgrad=False, beside=0, k=16),
-        _resident("input_grad_of_16", dgrad=True, beside=1, k=16),
+        _resident("forward_of_16", dgrad=False, beside=0, k=16, rings=(12, 3)),
+        _resident("input_grad_of_16", dgrad=True, beside=1, k=16, rings=(12, 3)),
+        _resident("forward_of_four_rows", dgrad=False, beside=0, rows=4, rings=(6, 2)),
+        _resident("forward_residual_of_four_rows", dgrad=False, beside=1, rows=4, rings=(5, 3)),
+        _resident("input_grad_of_four_rows", dgrad=True, beside=1, rows=4, rings=(5, 3)),
+        _resident("input_grad_of_two_of_four_rows", dgrad=True, beside=2, rows=4, rings=(5, 3)),
         *(_wgrad(width) for width in (64, 16)),
         _wgrad(64, images=8),
         _wgrad(64, count=2),

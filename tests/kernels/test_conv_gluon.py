@@ -32,6 +32,7 @@ gpu = [
 ]
 CONFIG = Config(*gluon_rows.TILE)
 RESIDENT = Config(*gluon_rows.RESIDENT_TILE)  # of convolutions of 64 channels
+RESIDENT_OF_4 = Config(*gluon_rows.RESIDENT_TILE_OF_4)
 WGRAD_CONFIG = WgradConfig(*gluon_rows.WGRAD_TILE)
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -55,13 +56,13 @@ WGRAD_SHAPES = {name: shape for name, shape in SHAPES.items() if name != "a tile
 }
 
 
-CONFIGS = [CONFIG, RESIDENT]
-VARIANTS = [(CONFIG, torch.bfloat16), (CONFIG, torch.float16), (RESIDENT, torch.bfloat16)]
+CONFIGS = [CONFIG, RESIDENT, RESIDENT_OF_4]
+VARIANTS = [(config, torch.bfloat16) for config in CONFIGS] + [(CONFIG, torch.float16)]
 
 
 def served(shape: Shape, config: Config, direction: int) -> Shape:
     """The shape; with 64 channels to be multiplied, of x (1) or of dy (2), if `config` wants it."""
-    if config == RESIDENT:
+    if config != CONFIG:
         return shape._replace(ci=64) if direction == 1 else shape._replace(co=64)
     return shape
 
@@ -92,7 +93,7 @@ class TestGpu:
         assert relative(y, exact) <= ROUNDING[torch.bfloat16] + 1e-5
 
     @pytest.mark.parametrize("count", [1, 2])
-    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize("config", [CONFIG, RESIDENT], ids=str)
     @pytest.mark.parametrize("name", ["a tile", "rows of channels", "many tiles"])
     def test_extra_pointwise_convolutions(self, name, config, count, device):
         shape, dtype = served(SHAPES[name], config, 1), torch.bfloat16
@@ -141,9 +142,12 @@ class TestGpu:
         x, y = (torch.empty((n, h, w, c), dtype=torch.half, device=device) for c in (ci, co))
         weight = torch.empty((co, ci, 3, 3), dtype=torch.half, device=device)
         assert gluon_rows.tiles(x, y, weight) == [gluon_rows.TILE]
-        assert gluon_rows.tiles(y, x, weight) == [gluon_rows.TILE, gluon_rows.RESIDENT_TILE]
+        resident = [gluon_rows.RESIDENT_TILE, gluon_rows.RESIDENT_TILE_OF_4]
+        assert gluon_rows.tiles(y, x, weight) == [gluon_rows.TILE, *resident]
         weight = torch.empty((64, 64, 3, 3), dtype=torch.half, device=device)
-        assert gluon_rows.RESIDENT_TILE in gluon_rows.tiles(y, y, weight, extra=[x])
+        assert gluon_rows.tiles(y, y, weight) == [gluon_rows.TILE, *resident]
+        few = [gluon_rows.TILE, gluon_rows.RESIDENT_TILE]
+        assert gluon_rows.tiles(y, y, weight, extra=[x]) == few
         assert gluon_rows.tiles(y, y, weight, extra=[x, y]) == [gluon_rows.TILE]
 
 

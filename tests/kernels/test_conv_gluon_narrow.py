@@ -193,6 +193,7 @@ def test_nothing_applies_without_a_hopper_gpu():
 def test_configurations_are_told_apart():
     others = [*sum(ALL_CONFIGS, []), *(Config(*tile) for tile in gluon_tiles.TILES)]
     others += [Config(*gluon_rows.TILE), Config(*gluon_rows.RESIDENT_TILE), IN]
+    others += [Config(*gluon_rows.RESIDENT_TILE_OF_4)]
     assert narrow.serves(OUT) and gluon_rows.serves(IN)
     assert not gluon_tiles.serves(IN)
     assert not any(path.serves(OUT) for path in (gluon_rows, gluon_tiles))

@@ -1,13 +1,18 @@
 """The kernel of `conv.gluon.rows` for 3x3 convolutions of 64 channels, or their input gradients.
 
 The filters stay in shared memory, which 64 channels in and 64 out leave room for. A program takes
-successive tiles of two rows of an image, so every row is fetched once: they pass through a ring, in
-pairs, and a tile uses two pairs, of which the next tile uses the second one again.
+successive tiles of two or four rows of an image, so every row is fetched once: they pass through a
+ring, in pairs, and the last pair of a tile is the first one of the next.
 
-Three warpgroups take every third tile. They have the tensor cores in turn (`turns`), so that the
-epilogues of two fall into the products of the third. Where 1x1 convolutions of other tensors are
-added there are two, since the memory is needed for those: blocks of 64 channels of a tile, which
-come and go between the rows of the filter.
+Three warpgroups take every third tile, or two every second one of four rows. They have the tensor
+cores in turn (`turns`), so that the epilogues of the others fall into the products of one. What
+epilogues read beside their tiles (the residual, or x) passes through another ring, of pairs of rows
+as well: a warp of its own fills it, as far ahead as there is room, and the result leaves from where
+it was. With tiles of four rows filters are loaded to registers half as often.
+
+Where 1x1 convolutions of other tensors are added there are two warpgroups and tiles of two rows,
+since the memory is needed for those: blocks of 64 channels of a tile, which come and go between the
+rows of the filter.
 """
 
 from triton.experimental import gluon
@@ -25,11 +30,12 @@ from ...gluon.pairs import round_pairs, widen_pairs
 from ...gluon.pipeline import (
     give_back,
     new_barrier_pairs,
+    new_barriers,
     sync_threads,
     wait_empty,
     wait_full,
 )
-from .epilogue import load_beside, load_bias, load_table
+from .epilogue import load_bias, load_table
 from .rows_memory import clear_margins, row_from, row_of_tap, rows_chunks
 
 # --- loads ----------------------------------------------------------------------------------------
@@ -52,40 +58,59 @@ def _load_extra(
 
 
 @gluon.jit
+def _load_filters(
+    w_desc, extra1_desc, extra2_desc, w_bufs, full, c0,
+    r: gl.constexpr, DGRAD: gl.constexpr, EXTRA1: gl.constexpr, EXTRA2: gl.constexpr,
+):  # fmt: skip
+    """Row r of the filters, and those of the r-th 1x1 block, which is multiplied with that row."""
+    bar = full.index(r)
+    TAP: gl.constexpr = w_bufs.shape[2] * w_bufs.shape[3] * 2
+    mbarrier.expect(bar, (3 + (1 if r < EXTRA1 + EXTRA2 else 0)) * TAP)
+    for tap in gl.static_range(3 * r, 3 * r + 3):
+        at = [8 - tap, 0, c0] if DGRAD else [tap, c0, 0]
+        tma.async_copy_global_to_shared(w_desc, at, bar, w_bufs.index(tap))
+    if r < EXTRA1:
+        tma.async_copy_global_to_shared(extra1_desc, [0, c0, r * 64], bar, w_bufs.index(9 + r))
+    elif r < EXTRA1 + EXTRA2:
+        at = [0, c0, (r - EXTRA1) * 64]
+        tma.async_copy_global_to_shared(extra2_desc, at, bar, w_bufs.index(9 + r))
+
+
+@gluon.jit
 def _load(
     x_desc, w_desc, extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc,
     x_bufs, w_bufs, extra_bufs, x_full, x_empty, w_full, extra_full, extra_empty,
-    first, last, tiles_h, c0,
-    W: gl.constexpr, DGRAD: gl.constexpr, PAIRS: gl.constexpr,
+    first, count, tiles_h, c0,
+    ROWS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr, PAIRS: gl.constexpr,
     EXTRA1: gl.constexpr, EXTRA2: gl.constexpr,
 ):  # fmt: skip
-    K: gl.constexpr = x_bufs.shape[2]
-    bar = w_full.index(0)
-    mbarrier.expect(bar, (9 * K + (EXTRA1 + EXTRA2) * 64) * 128)
-    for i in gl.static_range(EXTRA1):
-        buf = w_bufs.index(9 + i)
-        tma.async_copy_global_to_shared(extra1_w_desc, [0, c0, i * 64], bar, buf)
-    for i in gl.static_range(EXTRA2):
-        buf = w_bufs.index(9 + EXTRA1 + i)
-        tma.async_copy_global_to_shared(extra2_w_desc, [0, c0, i * 64], bar, buf)
-    for tap in gl.static_range(9):
-        if DGRAD:
-            tma.async_copy_global_to_shared(w_desc, [8 - tap, 0, c0], bar, w_bufs.index(tap))
-        else:
-            tma.async_copy_global_to_shared(w_desc, [tap, c0, 0], bar, w_bufs.index(tap))
+    _load_filters(
+        w_desc, extra1_w_desc, extra2_w_desc, w_bufs, w_full, c0, 0, DGRAD, EXTRA1, EXTRA2
+    )
     place = 0
     step = 0
-    for tile in range(first, last):
+    for index in range(count):
+        tile = first + index
         n = tile // tiles_h
-        h0 = tile % tiles_h * 2
-        known = gl.where((tile == first) | (h0 == 0), 0, 1)
-        for i in range(known, 2):
-            slot, bar = wait_empty(x_full, x_empty, place, PAIRS, 2 * W * 2 * K)
+        h = tile % tiles_h
+        h0 = h * ROWS
+        begins = (index == 0) | (h == 0)
+        ends = (index + 1 == count) | (h + 1 == tiles_h)
+        for i in range(gl.where(begins, 0, 1), ROWS // 2 + 1):
+            slot, bar = wait_empty(x_full, x_empty, place, PAIRS, 2 * W * 2 * x_bufs.shape[2])
+            # two tiles use the last pair of one and the first of the next; else nobody else will
+            mbarrier.arrive(x_empty.index(slot), count=1, pred=(i < ROWS // 2) | ends)
             for j in gl.static_range(2):
                 at = [n, h0 - 1 + 2 * i + j, 0, 0]
                 row = row_from(x_bufs, 0, slot * 2 + j, W)
                 tma.async_copy_global_to_shared(x_desc, at, bar, row)
             place += 1
+        if index == 0:  # the first products need only those of the first row
+            for r in gl.static_range(1, 3):
+                _load_filters(
+                    w_desc, extra1_w_desc, extra2_w_desc, w_bufs, w_full, c0, r,
+                    DGRAD, EXTRA1, EXTRA2,
+                )  # fmt: skip
         for i in gl.static_range(EXTRA1 + EXTRA2):
             _load_extra(
                 extra1_desc, extra2_desc, extra_bufs, extra_full, extra_empty, step + i, n, h0,
@@ -94,14 +119,41 @@ def _load(
         step += EXTRA1 + EXTRA2
 
 
+@gluon.jit
+def _load_beside(
+    desc1, desc2, stages, full, empty, w_full, first, count, tiles_h, c0, border,
+    ROWS: gl.constexpr, W: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """What the epilogues read beside their tiles, of one tensor or of two that are concatenated, to
+    where they will write."""
+    place = 0
+    mbarrier.wait(w_full.index(0), 0)  # what the products need comes first
+    for index in range(count):
+        tile = first + index
+        n = tile // tiles_h
+        for half in gl.static_range(ROWS // 2):
+            h0 = tile % tiles_h * ROWS + 2 * half
+            slot, bar = wait_empty(full, empty, place, SLOTS, 2 * W * 128)
+            buf = stages.index(slot)
+            if desc2 is None:
+                tma.async_copy_global_to_shared(desc1, [n, h0, 0, c0], bar, buf)
+            else:
+                left = c0 < border
+                right = c0 >= border
+                tma.async_copy_global_to_shared(desc1, [n, h0, 0, c0], bar, buf, left)
+                tma.async_copy_global_to_shared(desc2, [n, h0, 0, c0 - border], bar, buf, right)
+            place += 1
+
+
 # --- products and epilogue ------------------------------------------------------------------------
 
 
 @gluon.jit
-def _stage(stages, GROUP: gl.constexpr, j: gl.constexpr, W: gl.constexpr):
+def _stage(stages, slot, j: gl.constexpr, W: gl.constexpr):
     """[64 channels, W pixels] of a row of the result."""
-    buf = stages.index(GROUP * 2 + j)
-    return buf._reinterpret(buf.dtype, [W, 64], gl.NVMMASharedLayout(128, 16)).permute((1, 0))
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    rows = stages.index(slot)._reinterpret(stages.dtype, [2, W, 64], MATRIX)
+    return rows.index(j).permute((1, 0))
 
 
 @gluon.jit
@@ -118,7 +170,7 @@ def _filters(w_bufs, tap: gl.constexpr, DGRAD: gl.constexpr, LAYOUT: gl.constexp
 
 @gluon.jit
 def _multiply_extra(
-    acc0, acc1, extra_bufs, w_bufs, full, step, BLOCK: gl.constexpr, W: gl.constexpr,
+    accs, extra_bufs, w_bufs, full, step, BLOCK: gl.constexpr, W: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The products of one block of channels with its 1x1 filters, begun but not waited for."""
@@ -128,140 +180,168 @@ def _multiply_extra(
     w = w.load(gl.DotOperandLayout(0, LAYOUT, 2))
     x0 = extra_bufs.index(slot * 2)._reinterpret(w_bufs.dtype, [W, 64], MATRIX)
     x1 = extra_bufs.index(slot * 2 + 1)._reinterpret(w_bufs.dtype, [W, 64], MATRIX)
-    acc0 = warpgroup_mma(w, x0.permute((1, 0)), acc0, is_async=True)
-    acc1 = warpgroup_mma(w, x1.permute((1, 0)), acc1, is_async=True)
+    acc0 = warpgroup_mma(w, x0.permute((1, 0)), accs[0], is_async=True)
+    acc1 = warpgroup_mma(w, x1.permute((1, 0)), accs[1], is_async=True)
     return acc0, acc1
 
 
 @gluon.jit
+def _sum_of_thread(x):
+    """[64, W] summed over the pixels that a thread has, [64, 4]."""
+    x = x.reshape([64, x.shape[1] // 8, 4, 2]).permute((0, 2, 1, 3))
+    return gl.sum(x.reshape([64, 4, x.shape[2] * 2]), axis=2)
+
+
+@gluon.jit
+def _sum_of_threads(x, LAYOUT: gl.constexpr):
+    """And over the four threads that share a row."""
+    return gl.convert_layout(gl.sum(x, axis=1), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
 def _multiply(
-    beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, extra_bufs, stages, x_full, x_empty, w_full,
-    extra_full, extra_empty, beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr,
-    border, stride_emb, first, last, tiles_h, c0, C,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
-    ACT: gl.constexpr, PAIRS: gl.constexpr, EXTRA: gl.constexpr,
+    beside1_desc, y_desc, x_bufs, w_bufs, extra_bufs, stages, x_full, x_empty, w_full,
+    extra_full, extra_empty, beside_full, beside_empty, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
+    partial_ptr, stride_emb, first, count, tiles_h, c0, C,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr,
+    DGRAD: gl.constexpr, ACT: gl.constexpr, PAIRS: gl.constexpr, SLOTS: gl.constexpr,
+    EXTRA: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     HAS_BESIDE: gl.constexpr = beside1_desc is not None
     FIRST: gl.constexpr = 1 if GROUP == 0 else 0
     STAY: gl.constexpr = x_bufs.shape[2] == 16  # filters in registers: four a tap
+    HALVES: gl.constexpr = ROWS // 2
+    OWN: gl.constexpr = SLOTS // GROUPS
+    AHEAD: gl.constexpr = 4 // ROWS  # taps under way while the filters of the next one are loaded
     phase = 0
     offs = c0 + gl.arange(0, 64, layout=VECTOR)
-    first_n = first // tiles_h
     filters = ()
     if STAY:
-        mbarrier.wait(w_full.index(0), 0)
+        for r in gl.static_range(3):
+            mbarrier.wait(w_full.index(r), 0)
         for tap in gl.static_range(9):
             filters = filters + (_filters(w_bufs, tap, DGRAD, LAYOUT),)
-    for tile in range(first + GROUP, last, GROUPS):
+    for index in range(GROUP, count, GROUPS):
+        tile = first + index
         n = tile // tiles_h
-        h = tile % tiles_h
-        if HAS_BESIDE:
-            tma.store_wait(0)  # of the last tile, from where this writes to
-            bar = beside_full.index(GROUP)
-            load_beside(beside1_desc, beside2_desc, stages, bar, n, h * 2, c0, border, GROUP, 2, W)
+        h0 = tile % tiles_h * ROWS
         if DGRAD:
             mean, rstd, g, b = load_table(vectors_ptr, n, offs, C)
         else:
             bias = load_bias(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, n, offs)
 
-        place = tile - first + n - first_n
-        above = place % PAIRS
-        below = (place + 1) % PAIRS
-        acc0 = gl.zeros([64, W], gl.float32, LAYOUT)
-        acc1 = gl.zeros([64, W], gl.float32, LAYOUT)
-        if not STAY:
-            mbarrier.wait(w_full.index(0), 0)
+        place = index * HALVES + n - first // tiles_h
+        accs = ()
+        for _ in gl.static_range(ROWS):
+            accs = accs + (gl.zeros([64, W], gl.float32, LAYOUT),)
         mbarrier.wait(turns.index(GROUP), phase ^ FIRST)
-        mbarrier.wait(x_full.index(above), place // PAIRS & 1)
-        mbarrier.wait(x_full.index(below), (place + 1) // PAIRS & 1)
-        step = (tile - first) * EXTRA
+        pairs = ()
+        for i in gl.static_range(HALVES + 1):
+            pairs = pairs + (wait_full(x_full, place + i, PAIRS),)
+        step = index * EXTRA
         for r in gl.static_range(3):
+            if not STAY:
+                mbarrier.wait(w_full.index(r), 0)
             if r < EXTRA:
-                acc0, acc1 = _multiply_extra(
-                    acc0, acc1, extra_bufs, w_bufs, extra_full, step + r, r, W, LAYOUT
-                )
+                accs = _multiply_extra(accs, extra_bufs, w_bufs, extra_full, step + r, r, W, LAYOUT)
                 if r > 0:
-                    acc0, acc1 = warpgroup_mma_wait(4, deps=(acc0, acc1))
+                    accs = warpgroup_mma_wait(4, deps=accs)
             for s in gl.static_range(3):
                 if STAY:
                     w = filters[r * 3 + s]
                 else:
                     w = _filters(w_bufs, r * 3 + s, DGRAD, LAYOUT)
-                if r == 0:
-                    x0 = row_of_tap(x_bufs, 0, above * 2, s, W)
-                    x1 = row_of_tap(x_bufs, 0, above * 2 + 1, s, W)
-                elif r == 1:
-                    x0 = row_of_tap(x_bufs, 0, above * 2 + 1, s, W)
-                    x1 = row_of_tap(x_bufs, 0, below * 2, s, W)
-                else:
-                    x0 = row_of_tap(x_bufs, 0, below * 2, s, W)
-                    x1 = row_of_tap(x_bufs, 0, below * 2 + 1, s, W)
-                if r + s == 4:  # two taps are under way, and the last one is about to be
+                if r + s == 4:  # AHEAD taps are under way, and the last one is about to be
+                    if HAS_BESIDE and SLOTS < GROUPS * HALVES:
+                        # or the next warpgroup might wait for a slot that this still waits for, and
+                        # barriers tell only odd rounds from even ones
+                        wait_full(beside_full, index * HALVES, SLOTS)
                     mbarrier.arrive(turns.index((GROUP + 1) % GROUPS), count=1)
-                acc0 = warpgroup_mma(w, x0.permute((1, 0)), acc0, is_async=True)
-                acc1 = warpgroup_mma(w, x1.permute((1, 0)), acc1, is_async=True)
-                # filters of three taps are in registers
-                if not STAY and (r * 3 + s > 1 or r < EXTRA):
-                    acc0, acc1 = warpgroup_mma_wait(4, deps=(acc0, acc1))
+                out = ()
+                for j in gl.static_range(ROWS):
+                    x = row_of_tap(x_bufs, 0, pairs[(j + r) // 2] * 2 + (j + r) % 2, s, W)
+                    out = out + (warpgroup_mma(w, x.permute((1, 0)), accs[j], is_async=True),)
+                accs = out
+                # filters of AHEAD + 1 taps are in registers
+                if not STAY and (r * 3 + s >= AHEAD or r < EXTRA):
+                    accs = warpgroup_mma_wait(4, deps=accs)
                 if r < EXTRA and s == 1:  # that term has been waited for
                     sync_threads()
                     give_back(extra_empty, step + r, 2)
-        acc0, acc1 = warpgroup_mma_wait(0, deps=(acc0, acc1))
+        accs = warpgroup_mma_wait(0, deps=accs)
         sync_threads()
-        # two tiles use a pair of rows, or one at the ends of an image and of what this program does
-        mbarrier.arrive(x_empty.index(above), count=1)
-        mbarrier.arrive(x_empty.index(above), count=1, pred=(h == 0) | (tile == first))
-        mbarrier.arrive(x_empty.index(below), count=1)
-        mbarrier.arrive(x_empty.index(below), count=1, pred=(h + 1 == tiles_h) | (tile + 1 == last))
+        for i in gl.static_range(HALVES + 1):
+            mbarrier.arrive(x_empty.index(pairs[i]), count=1)
 
-        if HAS_BESIDE:
-            mbarrier.wait(beside_full.index(GROUP), phase)
-        else:
-            tma.store_wait(0)
         to = partial_ptr
         if partial_ptr is not None:
             to += tile.to(gl.int64) * 2 * C + offs
         if DGRAD:
-            shift = -mean * rstd
-            total = gl.zeros([64], gl.float32, VECTOR)
-            second = gl.zeros([64], gl.float32, VECTOR)
-            for j in gl.static_range(2):
-                stage = _stage(stages, GROUP, j, W)
-                xhat = widen_pairs(stage.load(LAYOUT)) * rstd[:, None] + shift[:, None]
-                slope = activate_affine_grad(xhat, g[:, None], b[:, None], ACT)
-                dz = (acc0, acc1)[j] * slope
-                total += gl.sum(dz, axis=1)
-                second += gl.sum(dz * xhat, axis=1)
-                stage.store(round_pairs(dz, stages.dtype))
+            shift = (-mean * rstd)[:, None]
+            rstd = rstd[:, None]
+            g = g[:, None]
+            b = b[:, None]
         else:
-            acc0 += bias[:, None]
-            acc1 += bias[:, None]
-            stage0 = _stage(stages, GROUP, 0, W)
-            stage1 = _stage(stages, GROUP, 1, W)
+            bias = bias[:, None]
+        rounded = ()
+        result = index * HALVES
+        for half in gl.static_range(HALVES):
             if HAS_BESIDE:
-                acc0 += widen_pairs(stage0.load(LAYOUT))
-                acc1 += widen_pairs(stage1.load(LAYOUT))
-            y0 = round_pairs(acc0, stages.dtype)
-            y1 = round_pairs(acc1, stages.dtype)
-            stage0.store(y0)
-            stage1.store(y1)
-        fence_async_shared()
-        for j in gl.static_range(2):
-            tma.async_copy_shared_to_global(
-                y_desc, [n, h * 2 + j, 0, c0], stages.index(GROUP * 2 + j)
-            )
+                slot = wait_full(beside_full, result + half, SLOTS)
+            else:
+                slot = GROUP * OWN + half % OWN
+                tma.store_wait(OWN - 1)  # of what this has written there before
+            for j in gl.static_range(2):
+                stage = _stage(stages, slot, j, W)
+                acc = accs[2 * half + j]
+                if DGRAD:
+                    xhat = widen_pairs(stage.load(LAYOUT)) * rstd + shift
+                    y = acc * activate_affine_grad(xhat, g, b, ACT)
+                    first_sum = _sum_of_thread(y)
+                    second_sum = _sum_of_thread(y * xhat)
+                    if half + j == 0:
+                        total = first_sum
+                        second = second_sum
+                    else:
+                        total += first_sum
+                        second += second_sum
+                    stage.store(round_pairs(y, stages.dtype))
+                else:
+                    y = acc + bias
+                    if HAS_BESIDE:
+                        y += widen_pairs(stage.load(LAYOUT))
+                    y = round_pairs(y, stages.dtype)
+                    rounded = rounded + (y,)
+                    stage.store(y)
+            fence_async_shared()
+            at = [n, h0 + 2 * half, 0, c0]
+            tma.async_copy_shared_to_global(y_desc, at, stages.index(slot))
         if partial_ptr is not None:
             if not DGRAD:
                 # about the mean of the tile, since a difference of large sums would cancel
-                total = gl.sum(widen_pairs(y0) + widen_pairs(y1), axis=1)
-                mean = (total / (2 * W))[:, None]
-                d0 = widen_pairs(y0) - mean
-                d1 = widen_pairs(y1) - mean
-                second = gl.sum(d0 * d0 + d1 * d1, axis=1)
+                total = _sum_of_thread(widen_pairs(rounded[0]))
+                for j in gl.static_range(1, ROWS):
+                    total += _sum_of_thread(widen_pairs(rounded[j]))
+            total = _sum_of_threads(total, VECTOR)
+            if not DGRAD:
+                mean = (total / (ROWS * W))[:, None]
+                for j in gl.static_range(ROWS):
+                    d = widen_pairs(rounded[j]) - mean
+                    second_sum = _sum_of_thread(d * d)
+                    if j == 0:
+                        second = second_sum
+                    else:
+                        second += second_sum
+            second = _sum_of_threads(second, VECTOR)
             gl.store(to, total)
             gl.store(to + C, second)
+        if HAS_BESIDE:
+            tma.store_wait(0)
+            sync_threads()
+            for half in gl.static_range(HALVES):
+                give_back(beside_empty, result + half, SLOTS)
         phase ^= 1
     tma.store_wait(0)
 
@@ -273,9 +353,9 @@ def _multiply(
 def conv_resident_kernel(
     x_desc,  # [N, H, W, K] in boxes [1, 1, W, K], where K is 64 or 16: x, or dy
     w_desc,  # [9, CO, CI] in boxes [1, 64, K]; DGRAD: [1, K, 64]
-    beside1_desc,  # [N, H, W, C] in boxes [1, 1, W, 64], or None: the residual; DGRAD: x
+    beside1_desc,  # [N, H, W, C] in boxes [1, 2, W, 64], or None: the residual; DGRAD: x
     beside2_desc,  # the second of two tensors that x concatenates, or None
-    y_desc,  # [N, H, W, C] in boxes [1, 1, W, 64]: y, or dz
+    y_desc,  # [N, H, W, C] in boxes [1, 2, W, 64]: y, or dz
     extra1_desc,  # [N, H, W, 64 EXTRA1] in boxes [1, 1, W, 64], or None
     extra1_w_desc,  # [1, C, 64 EXTRA1] in boxes [1, 64, 64]
     extra2_desc,  # a second such pair, or None
@@ -283,23 +363,26 @@ def conv_resident_kernel(
     vectors_ptr,  # float32: bias [C]; DGRAD: table [N, 4, C]
     extra_bias_ptr,  # [C] or None
     emb_ptr,  # [N, C] or None
-    partial_ptr,  # [N, H / 2, 2, C] or None
+    partial_ptr,  # [N, H / ROWS, 2, C] or None
     border,  # channels of the first of two tensors
     stride_emb,
-    tiles,  # N * H / 2
-    tiles_h,  # H / 2
+    tiles,  # N * H / ROWS
+    tiles_h,  # H / ROWS
     C,
+    ROWS: gl.constexpr,  # of a tile; 2 with extra terms
     W: gl.constexpr,
     DGRAD: gl.constexpr,
     ACT: gl.constexpr,
-    PAIRS: gl.constexpr,  # of rows in shared memory
+    GROUPS: gl.constexpr,  # that multiply
+    PAIRS: gl.constexpr,  # of rows of pixels in shared memory
+    SLOTS: gl.constexpr,  # for two rows of the result: a ring, or of each group its own
     EXTRA1: gl.constexpr,
     EXTRA2: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     EXTRA: gl.constexpr = EXTRA1 + EXTRA2
-    GROUPS: gl.constexpr = 2 if EXTRA > 0 else 3
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    BESIDE: gl.constexpr = 0 if beside1_desc is None else 1
+    gl.static_assert(BESIDE == 1 or SLOTS <= GROUPS * (ROWS // 2))
     dtype: gl.constexpr = x_desc.dtype
     K: gl.constexpr = x_desc.block_shape[3]
     PIXELS: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16)
@@ -309,23 +392,15 @@ def conv_resident_kernel(
     w_bufs = gl.allocate_shared_memory(
         dtype, [9 + EXTRA, 1, FILTER_ROWS, FILTER_COLUMNS], w_desc.layout
     )
-    stages = gl.allocate_shared_memory(dtype, [GROUPS * 2, 1, 1, W, 64], y_desc.layout)
-    x_full = gl.allocate_shared_memory(gl.int64, [PAIRS, 1], BAR)
-    x_empty = gl.allocate_shared_memory(gl.int64, [PAIRS, 1], BAR)
-    w_full = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
-    beside_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
-    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
+    stages = gl.allocate_shared_memory(dtype, [SLOTS, 1, 2, W, 64], y_desc.layout)
+    x_full, x_empty = new_barrier_pairs(PAIRS, 2)
+    beside_full, beside_empty = new_barrier_pairs(SLOTS)
+    w_full = new_barriers(3)
+    turns = new_barriers(GROUPS)
     extra_bufs, extra_full, extra_empty = stages, turns, turns  # without extra terms unused
     if EXTRA > 0:
         extra_bufs = gl.allocate_shared_memory(dtype, [2 * 2, 1, 1, W, 64], y_desc.layout)
         extra_full, extra_empty = new_barrier_pairs(2)
-    for i in gl.static_range(PAIRS):
-        mbarrier.init(x_full.index(i), count=1)
-        mbarrier.init(x_empty.index(i), count=2)
-    mbarrier.init(w_full.index(0), count=1)
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(beside_full.index(i), count=1)
-        mbarrier.init(turns.index(i), count=1)
     clear_margins(x_bufs, 1, 2 * PAIRS, W, num_warps)
 
     # programs that are neighbours do the same tiles of other channels
@@ -334,16 +409,17 @@ def conv_resident_kernel(
     part = gl.program_id(0) // blocks_c
     parts = gl.num_programs(0) // blocks_c
     first = (tiles * part) // parts
-    last = (tiles * (part + 1)) // parts
+    count = (tiles * (part + 1)) // parts - first
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
-                    beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, extra_bufs, stages,
-                    x_full, x_empty, w_full, extra_full, extra_empty, beside_full, turns,
-                    vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr, border, stride_emb,
-                    first, last, tiles_h, c0, C, role, GROUPS, W, DGRAD, ACT, PAIRS, EXTRA,
+                    beside1_desc, y_desc, x_bufs, w_bufs, extra_bufs, stages, x_full, x_empty,
+                    w_full, extra_full, extra_empty, beside_full, beside_empty, turns,
+                    vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr, stride_emb,
+                    first, count, tiles_h, c0, C,
+                    role, GROUPS, ROWS, W, DGRAD, ACT, PAIRS, SLOTS, EXTRA,
                 ),
             )
             if role < GROUPS
@@ -352,11 +428,20 @@ def conv_resident_kernel(
                 (
                     x_desc, w_desc, extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc,
                     x_bufs, w_bufs, extra_bufs, x_full, x_empty, w_full, extra_full,
-                    extra_empty, first, last, tiles_h, c0, W, DGRAD, PAIRS, EXTRA1, EXTRA2,
+                    extra_empty, first, count, tiles_h, c0,
+                    ROWS, W, DGRAD, PAIRS, EXTRA1, EXTRA2,
                 ),
             )
-            for role in ((0, 1, 2) if GROUPS == 2 else (0, 1, 2, 3))
+            if role == GROUPS
+            else (
+                _load_beside,
+                (
+                    beside1_desc, beside2_desc, stages, beside_full, beside_empty, w_full,
+                    first, count, tiles_h, c0, border, ROWS, W, SLOTS,
+                ),
+            )
+            for role in ((0, 1, 2), (0, 1, 2, 3), (0, 1, 2, 3, 4))[GROUPS - 2 + BESIDE]
         ],
-        [4, 1] if GROUPS == 2 else [4, 4, 1],
-        [240, 24] if GROUPS == 2 else [160, 160, 24],
+        (([4, 1], [4, 1, 1]), ([4, 4, 1], [4, 4, 1, 1]))[GROUPS - 2][BESIDE],
+        (([240, 24], [240, 24, 24]), ([160, 160, 24], [160, 160, 24, 24]))[GROUPS - 2][BESIDE],
     )  # fmt: skip

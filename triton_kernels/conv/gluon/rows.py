@@ -10,8 +10,9 @@ What plain Triton cannot say, and what it gains:
 - Nothing waits for an epilogue. Programs stay on their multiprocessor; one warp loads, and two
   warpgroups multiply, a tile each, so that one finishes a tile while the other multiplies.
 - Where 64 channels are multiplied the filters stay in shared memory, rows of pixels pass through a
-  ring, and three warpgroups take tiles of two rows (RESIDENT_TILE). Where there are 16 channels, as
-  of a padded image, the filters even stay in registers (NARROW_TILE).
+  ring, and three warpgroups take tiles of two rows (RESIDENT_TILE), or two of four rows
+  (RESIDENT_TILE_OF_4). Where there are 16 channels, as of a padded image, the filters even stay in
+  registers (NARROW_TILE).
 - In the weight gradient three warpgroups take a row of the filter each: they share dy and x, and
   the nine taps need x once. One launch can do two gradients, in half as many parts each.
 
@@ -20,6 +21,7 @@ The tiles are for `tuning`, which takes them only where it has measured that the
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import triton
 from torch import Tensor
@@ -40,16 +42,14 @@ _WARPS = 12  # two warpgroups that multiply and one of which a warp loads
 _STAGES = 2  # of pixels, and of three filters
 _STAGES_OF_16 = 4  # of pixels of 64 channels and of 16
 
-_RESIDENT_WARPS = 16  # three warpgroups that multiply and one of which a warp loads
-_PAIRS = 5  # of rows of pixels in shared memory, where filters stay there
-_PAIRS_BESIDE_EXTRA = 3
-_PAIRS_OF_16 = 12  # of 16 channels, which are small
+_RESIDENT_WARPS = 16  # three warpgroups that multiply and one of which one or two warps load
 _MOST_EXTRA = 192  # channels of 1x1 convolutions whose filters have room there too
 
 # `Config`s of `conv.tma` and a `WgradConfig` of `conv.tma_wgrad`. The warps say that they belong
 # here.
 TILE = (64, _PIXELS, 64, _WARPS, _STAGES)
 RESIDENT_TILE = (64, 128, 64, _RESIDENT_WARPS, 3)  # filters stay in shared memory
+RESIDENT_TILE_OF_4 = (64, 256, 64, _RESIDENT_WARPS, 3)  # of four rows
 NARROW_TILE = (64, 128, 16, _RESIDENT_WARPS, 3)  # that of 16 channels
 WGRAD_TILE = (64, 64, _PIXELS, 9, _WARPS, _STAGES)
 NARROW_WGRAD_TILE = (64, 16, _PIXELS, 9, _WARPS, _STAGES_OF_16)
@@ -84,13 +84,15 @@ def tiles(
     if not _applies(x, weight, [x.shape[3], *channels, *weight.shape[:2]], _WIDTHS):
         return []
     resident = x.shape[3] == 64 and sum(t.shape[3] for t in extra) <= _MOST_EXTRA
-    return [TILE, RESIDENT_TILE] if resident else [TILE]
+    if not resident:
+        return [TILE]
+    return [TILE, RESIDENT_TILE] if extra else [TILE, RESIDENT_TILE, RESIDENT_TILE_OF_4]
 
 
 def launch(config: tuple, operands: Operands) -> None:
     """The convolution, or its input gradient, with a `Config` of `tiles`."""
-    if config[:5] in (RESIDENT_TILE, NARROW_TILE):
-        _launch_resident(operands)
+    if config[3] == _RESIDENT_WARPS:
+        _launch_resident(operands, config[1] // operands.x.shape[2])
     else:
         _launch_rows(operands)
 
@@ -118,26 +120,42 @@ def _launch_rows(operands: Operands) -> None:
     )
 
 
-def _launch_resident(operands: Operands) -> None:
+def _launch_resident(operands: Operands, rows: int) -> None:
     n, h, w, k = operands.x.shape
     c = operands.y.shape[3]
     blocks = c // 64
-    programs = max(1, min(describe(operands.x.device).num_sms // blocks, n * h // 2)) * blocks
+    programs = max(1, min(describe(operands.x.device).num_sms // blocks, n * h // rows)) * blocks
+    groups, pairs, slots = _resident_rings(operands, rows)
     conv_resident_kernel[(programs,)](
-        *operands.tensors(_in_rows, _in_rows),
+        *operands.tensors(_in_rows, partial(_in_rows, rows=2)),
         *operands.numbers,
-        n * h // 2,
-        h // 2,
+        n * h // rows,
+        h // rows,
         c,
+        ROWS=rows,
         W=w,
         DGRAD=operands.activation is not None,
         ACT=operands.slope,
-        PAIRS=_PAIRS_OF_16 if k == 16 else _PAIRS_BESIDE_EXTRA if operands.extra else _PAIRS,
+        GROUPS=groups,
+        PAIRS=pairs,
+        SLOTS=slots,
         EXTRA1=operands.extra_channels[0] // 64,
         EXTRA2=operands.extra_channels[1] // 64,
         num_warps=4,
-        maxnreg=168 if operands.extra else 128,  # two warpgroups that multiply, or three
+        maxnreg=128 if groups == 3 else 168,
     )
+
+
+def _resident_rings(operands: Operands, rows: int) -> tuple[int, int, int]:
+    """Warpgroups that multiply; pairs of rows of pixels, and pairs of rows of the result, that
+    there is shared memory for."""
+    if operands.x.shape[3] == 16:
+        return 3, 12, 3
+    if operands.extra:
+        return 2, 3, 2
+    if rows == 4:
+        return (2, 5, 3) if operands.beside else (2, 6, 2)
+    return 3, 5, 3
 
 
 # --- weight gradient ------------------------------------------------------------------------------
