@@ -1,11 +1,12 @@
 """Convolutions for Hopper in Gluon, where shared memory, barriers and products are written out.
 
-    launcher   serves              kernels
-    rows       the fused network   rows_kernels (rows of 64 pixels), resident (the filters stay in
-                                   shared memory), rows_wgrad (the weight gradient)
-    tiles      the fused network   tiles_kernels (rows of 4 to 64 pixels)
-    narrow     the fused network   narrow_out (from 64 channels or 128 to 16)
-    bare       public `conv2d`     bare_tiles (3x3 filters), bare_points (1x1)
+    launcher   serves                         kernels
+    rows       the fused network; weight      rows_kernels (rows of 64 pixels), resident (the
+               gradients of public `conv2d`   filters stay in shared memory; the stem, too),
+                                              rows_wgrad (the weight gradient)
+    tiles      the fused network              tiles_kernels (rows of 4 to 64 pixels)
+    narrow     the head of that network       narrow_out (from 64 channels or 128 to 16)
+    bare       public `conv2d`                bare_tiles (3x3 filters), bare_points (1x1)
 
 `operands` is what launchers share; `rows_memory`, `tiles_loop` and `epilogue` what kernels do,
 besides `triton_kernels.gluon`.
