@@ -8,6 +8,7 @@ import torch
 
 import triton_kernels
 from triton_kernels import reference
+from triton_kernels.cache_keys import settle_cache_keys
 
 from .errors import ConfigError
 
@@ -60,6 +61,8 @@ def choose_backend(
     allow_tf32 = precision != "fp32"
     torch.backends.cuda.matmul.allow_tf32 = allow_tf32
     torch.backends.cudnn.allow_tf32 = allow_tf32
+    if name == "triton":
+        settle_cache_keys()
     ops = triton_kernels if name == "triton" else reference
     return Backend(name, ops, PRECISIONS[precision], allow_tf32)
 

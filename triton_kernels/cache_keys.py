@@ -1,0 +1,45 @@
+"""Names of compiled kernels in Triton's cache on disk that are the same in every process.
+
+The name of a kernel is a hash of, among other things, the constants that it and what it calls read
+from their modules. Those of a function that it calls count only if that one was hashed before
+(Triton 3.6 and 3.7: `DependenciesFinder._update_hash` asks for the constants first and for the hash
+second), so it depends on which kernel a process launches first. Training after a check, or a
+benchmark after its warm-up, then compiles again what is there already under another name.
+"""
+
+import sys
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+import triton
+from triton.runtime.jit import JITCallable
+
+
+def settle_cache_keys() -> None:
+    """Hash every jit function of the package that is imported, those first that others call. It
+    takes a fifth of a second; the interpreter compiles nothing."""
+    if triton.knobs.runtime.interpret:
+        return
+    modules = [m for name, m in sys.modules.items() if name.split(".")[0] == __package__]
+    for module in modules:
+        for function in vars(module).values():
+            settle_cache_key(function)
+
+
+def settle_cache_key(function: Any) -> None:
+    """Hash a jit function after those that it calls; anything else is left alone."""
+    if not isinstance(function, JITCallable) or function.hash is not None:
+        return
+    for name in _names(function.fn.__code__):
+        if name != function.fn.__name__:
+            settle_cache_key(function.fn.__globals__.get(name))
+    _ = function.cache_key
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Globals, and attributes, that are read here and in the functions within."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
