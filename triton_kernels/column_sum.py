@@ -16,7 +16,8 @@ from torch import Tensor
 from .dependent_launch import await_inputs, overlapping
 from .device import describe
 
-_BLOCK_C = 64
+_BLOCK = 8192  # numbers a step
+_BLOCK_C = 64  # columns, at most
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -137,14 +138,20 @@ def sum_partials(
 
 def _cut(x: Tensor, c: int) -> tuple[int, int, int]:
     """M, the parts that the sum is split into, and the rows of a step."""
-    m = x.numel() // c
-    block_m = max(16, min(128, triton.next_power_of_2(m)))
+    m, block_c = x.numel() // c, _columns(c)
+    block_m = max(16, min(_BLOCK // block_c, triton.next_power_of_2(m)))
     slots = 2 * describe(x.device).num_sms
-    return m, num_splits(triton.cdiv(c, _BLOCK_C), triton.cdiv(m, block_m), slots), block_m
+    return m, num_splits(triton.cdiv(c, block_c), triton.cdiv(m, block_m), slots), block_m
+
+
+def _columns(c: int) -> int:
+    """Of one program."""
+    return min(_BLOCK_C, max(16, triton.next_power_of_2(c)))
 
 
 def _launch(x: Tensor, out: Tensor, m: int, c: int, splits: int, block_m: int) -> None:
-    _column_sum_kernel[(triton.cdiv(c, _BLOCK_C), splits)](
-        x, out, m, c, triton.cdiv(m, splits), BLOCK_M=block_m, BLOCK_C=_BLOCK_C,
+    block_c = _columns(c)
+    _column_sum_kernel[(triton.cdiv(c, block_c), splits)](
+        x, out, m, c, triton.cdiv(m, splits), BLOCK_M=block_m, BLOCK_C=block_c,
         **overlapping(x.device),
     )  # fmt: skip
