@@ -56,7 +56,7 @@ _BY_KERNEL = (
         "denoise",
         r"q_sample|denoise|^row_sum|^_draw_|^_normal_kernel|mse_loss|randn|randint",
     ),
-    ("conv wgrad", r"wgrad|column_sum|^_sum_(partials|two)|^_linear_grads"),
+    ("conv wgrad", r"wgrad|column_sum|^_sum_(partials|two|group)|^_linear_grads"),
     ("conv dgrad", r"dgrad|conv_input_grad"),
     ("conv fwd", r"fprop|conv_forward|stride2_fwd"),
     (

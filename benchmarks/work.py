@@ -24,6 +24,7 @@ _FAMILIES = {
     "conv wgrad": (
         "conv_weight_grad",
         "conv_two_weight_grads",
+        "conv_weight_grads",
         "linear_grads",
         "bias_grad",
         "tensor_rows",
@@ -96,6 +97,8 @@ def work_of(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Work
         moved += round(_size(x) * used)
     moved += sum(_size(x) for x in _tensors(result))
     moved += sum(_size(args[i]) for i in _REWRITTEN.get(name, ()))
+    if name == "conv_weight_grads":
+        moved += sum(_size(out) for _, _, out in args)
     moved = round(moved * _share(name, args))
     return Work(_FAMILY_OF.get(name, "norm"), moved, _flops(name, args, kwargs, result))
 
@@ -127,6 +130,8 @@ def _flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
     if name in ("conv_weight_grad", "conv_two_weight_grads"):
         pairs = zip(args[1:6:3], args[2:6:3], strict=True)
         return sum(2 * dy.shape[:3].numel() * out.numel() for dy, out in pairs)
+    if name == "conv_weight_grads":
+        return sum(2 * dy.shape[:3].numel() * out.numel() for _, dy, out in args)
     if name == "linear_grads":
         return 2 * len(args[0]) * args[2].numel() * (1 if result is None else 2)
     return 0

@@ -50,6 +50,14 @@ COMPILE_CASES = [
         ("numel1", "numel2"),
     ),
     _case(
+        "fused.weight_grads:_sum_group_kernel",
+        types("*fp32", "part_ptr", *(f"out{i}_ptr" for i in range(1, 5)))
+        | ints(*(f"{name}{i}" for name in ("CI", "CO", "stride") for i in range(1, 5)))
+        | ints("programs", "tiles"),
+        {"TILE_CO": 64, "TILE_CI": 64, "TAPS": 9, "ACCUMULATE": True, "BLOCK_S": 16, "BLOCK": 128},
+        tuple(f"{name}{i}" for name in ("CI", "CO", "stride") for i in range(1, 5)),
+    ),
+    _case(
         "fused.norm_table_kernels:norm_partials_kernel",
         {"x_ptr": "*bf16", "partial_ptr": "*fp32"} | ints("pixels", "C", "CB"),
         {"TILES": 4, "BLOCK_P": 64, "BLOCK_C": 64},

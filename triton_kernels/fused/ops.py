@@ -32,6 +32,7 @@ from .pad_channels import pad_channels
 from .sinusoids import sinusoids
 from .skip_dx import skip_dx
 from .two_weight_grads import conv_two_weight_grads
+from .weight_grads import conv_weight_grads
 
 __all__ = [
     "RowSums",
@@ -52,6 +53,7 @@ __all__ = [
     "conv_split",
     "conv_two_weight_grads",
     "conv_weight_grad",
+    "conv_weight_grads",
     "linear_grads",
     "norm_apply",
     "norm_backward",

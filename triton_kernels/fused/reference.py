@@ -110,6 +110,12 @@ def conv_two_weight_grads(x1, dy1, out1, x2, dy2, out2, *, accumulate=False):
     conv_weight_grad(x2, dy2, out2, accumulate=accumulate)
 
 
+def conv_weight_grads(*gradients, accumulate=False):
+    """Of several (x, dy, out)."""
+    for gradient in gradients:
+        conv_weight_grad(*gradient, accumulate=accumulate)
+
+
 def _conv(x, weight, bias, stride, padding):
     if stride == 2 and padding == 0:
         x = F.pad(x, (0, 0, 0, 1, 0, 1))

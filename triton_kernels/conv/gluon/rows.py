@@ -103,7 +103,7 @@ def _launch_rows(operands: Operands) -> None:
     blocks = c // 64
     programs = max(1, describe(operands.x.device).num_sms // blocks) * blocks
     conv_rows_kernel[(programs,)](
-        *operands.tensors(_in_rows, _in_rows),
+        *operands.tensors(in_rows, in_rows),
         *operands.extra_channels,
         *operands.numbers,
         n,
@@ -127,7 +127,7 @@ def _launch_resident(operands: Operands, rows: int) -> None:
     programs = max(1, min(describe(operands.x.device).num_sms // blocks, n * h // rows)) * blocks
     groups, pairs, slots = _resident_rings(operands, rows)
     conv_resident_kernel[(programs,)](
-        *operands.tensors(_in_rows, partial(_in_rows, rows=2)),
+        *operands.tensors(in_rows, partial(in_rows, rows=2)),
         *operands.numbers,
         n * h // rows,
         h // rows,
@@ -163,10 +163,15 @@ def _resident_rings(operands: Operands, rows: int) -> tuple[int, int, int]:
 
 def wgrad_applies(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int]) -> bool:
     """Whether `weight_grad` can do it; of `weight` only the shape matters."""
+    fits = wgrad_fits_rows(x, dy, weight) and tuple(padding) == (1, 1)
+    return fits and wgrad_splits(x, weight) > 0
+
+
+def wgrad_fits_rows(x: Tensor, dy: Tensor, weight: Tensor) -> bool:
+    """Whether tiles of rows are there for a weight gradient of padding 1."""
     channels = (dy.shape[3], x.shape[3])
     same = tuple(weight.shape[:2]) == channels and dy.shape[:3] == x.shape[:3]
-    fits = _applies(x, weight, channels, _WGRAD_WIDTHS) and same and tuple(padding) == (1, 1)
-    return fits and wgrad_splits(x, weight) > 0
+    return _applies(x, weight, channels, _WGRAD_WIDTHS) and same
 
 
 def wgrad_tile(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int]) -> tuple | None:
@@ -187,7 +192,7 @@ def wgrad_splits(x: Tensor, *weights: Tensor) -> int:
     multiprocessor each, times their length. One part if there are blocks of channels for most
     multiprocessors; 0 if there are too few tiles to share."""
     blocks = sum(-(-weight.shape[0] * weight.shape[1] // 64**2) for weight in weights)
-    tiles = math.prod(_wgrad_tiles(x))
+    tiles = math.prod(wgrad_tiles(x))
     slots = describe(x.device).num_sms
 
     def time(splits: int) -> int:
@@ -216,15 +221,15 @@ def weight_grad(
         ci = parts.shape[1] // (9 * co)
     narrow = few.shape[3] == 16
     ci2, co2 = (0, 0) if x2 is None else (x2.shape[3], dy2.shape[3])
-    images = _images(w)
-    groups, tiles_h = _wgrad_tiles(x)
+    images = images_of_row(w)
+    groups, tiles_h = wgrad_tiles(x)
     rows = _PIXELS // (w * images)
     blocks = co // 64 if narrow else (co * ci + co2 * ci2) // 64**2
     conv_rows_wgrad_kernel[(blocks * parts.shape[0],)](
-        _in_rows(few, 1, images),
-        _in_rows(many, rows, images),
-        None if x2 is None else _in_rows(x2, 1, images),
-        None if dy2 is None else _in_rows(dy2, rows, images),
+        in_rows(few, 1, images),
+        in_rows(many, rows, images),
+        None if x2 is None else in_rows(x2, 1, images),
+        None if dy2 is None else in_rows(dy2, rows, images),
         parts,
         parts.stride(0),
         ci,
@@ -242,15 +247,15 @@ def weight_grad(
     )
 
 
-def _images(w: int) -> int:
+def images_of_row(w: int) -> int:
     """Of how many images a row is, so that it has 16 pixels and more."""
     return 1 if w >= 16 else 64 // w
 
 
-def _wgrad_tiles(x: Tensor) -> tuple[int, int]:
+def wgrad_tiles(x: Tensor) -> tuple[int, int]:
     """Groups of images, and tiles of one."""
     n, h, w, _ = x.shape
-    images = _images(w)
+    images = images_of_row(w)
     return -(-n // images), h * w * images // _PIXELS
 
 
@@ -264,11 +269,11 @@ def _applies(x: Tensor, weight: Tensor, channels: Sequence[int], widths: Sequenc
         and tuple(weight.shape[2:]) == (3, 3)
         and all(c % 64 == 0 for c in channels)
         and w in widths
-        and h % (_PIXELS // (w * _images(w))) == 0
+        and h % (_PIXELS // (w * images_of_row(w))) == 0
     )
 
 
-def _in_rows(x: Tensor, rows: int = 1, images: int = 1) -> "TensorDescriptor":
+def in_rows(x: Tensor, rows: int = 1, images: int = 1) -> "TensorDescriptor":
     n, h, w, c = x.shape
     block = min(c, 64)
     if images > 1:

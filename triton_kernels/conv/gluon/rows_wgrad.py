@@ -27,24 +27,64 @@ def _load(
     x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
     W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    ROWS: gl.constexpr = 256 // W
     for tile in range(first, last):
-        n = tile // tiles_h * IMAGES
-        h0 = tile % tiles_h * ROWS
-        block = tile - first
-        BYTES: gl.constexpr = (ROWS + 2) * W * 2 * x_bufs.shape[2] + 256 * 128
-        stage, bar = wait_empty(full, empty, block, STAGES, BYTES)
-        at = _place(n, h0, co0, IMAGES)
-        tma.async_copy_global_to_shared(dy_desc, at, bar, dy_bufs.index(stage))
-        for j in gl.static_range(ROWS + 2):
-            row = row_from(x_bufs, stage * block_chunks(W), j, W, IMAGES)
-            at = _place(n, h0 + j - 1, ci0, IMAGES)
-            tma.async_copy_global_to_shared(x_desc, at, bar, row)
+        load_tile(
+            x_desc, dy_desc, x_bufs, dy_bufs, full, empty, tile, tile - first, co0, ci0, tiles_h,
+            W, IMAGES, STAGES,
+        )  # fmt: skip
+
+
+@gluon.jit
+def load_tile(
+    x_desc, dy_desc, x_bufs, dy_bufs, full, empty, tile, block, co0, ci0, tiles_h,
+    W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """256 pixels of dy, and those of x that they are multiplied by, as the ring's `block`-th."""
+    ROWS: gl.constexpr = 256 // W
+    n = tile // tiles_h * IMAGES
+    h0 = tile % tiles_h * ROWS
+    BYTES: gl.constexpr = (ROWS + 2) * W * 2 * x_bufs.shape[2] + 256 * 128
+    stage, bar = wait_empty(full, empty, block, STAGES, BYTES)
+    at = _place(n, h0, co0, IMAGES)
+    tma.async_copy_global_to_shared(dy_desc, at, bar, dy_bufs.index(stage))
+    for j in gl.static_range(ROWS + 2):
+        row = row_from(x_bufs, stage * block_chunks(W), j, W, IMAGES)
+        at = _place(n, h0 + j - 1, ci0, IMAGES)
+        tma.async_copy_global_to_shared(x_desc, at, bar, row)
 
 
 @gluon.jit
 def _place(n, h, c, IMAGES: gl.constexpr):
     return [n, h, 0, c] if IMAGES == 1 else [h, 0, n, c]
+
+
+@gluon.jit
+def multiply_tile(
+    acc0, acc1, acc2, x_bufs, dy_bufs, full, empty, block,
+    R: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """What the ring's `block`-th tile adds to the three taps of row R of the filter."""
+    ROWS: gl.constexpr = 256 // W
+    LAYOUT: gl.constexpr = acc0.type.layout
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    rows = dy_bufs._reinterpret(dy_bufs.dtype, [STAGES * ROWS, W, 64], MATRIX)
+    stage = wait_full(full, block, STAGES)
+    for j in gl.static_range(ROWS):
+        dy = rows.index(stage * ROWS + j).permute((1, 0))
+        dy = dy.load(gl.DotOperandLayout(0, LAYOUT, 2))
+        first_chunk = stage * block_chunks(W)
+        x0 = row_of_tap(x_bufs, first_chunk, j + R, 0, W, IMAGES)
+        x1 = row_of_tap(x_bufs, first_chunk, j + R, 1, W, IMAGES)
+        x2 = row_of_tap(x_bufs, first_chunk, j + R, 2, W, IMAGES)
+        acc0 = warpgroup_mma(dy, x0, acc0, is_async=True)
+        acc1 = warpgroup_mma(dy, x1, acc1, is_async=True)
+        acc2 = warpgroup_mma(dy, x2, acc2, is_async=True)
+        if j > 0:
+            acc0, acc1, acc2 = warpgroup_mma_wait(3, deps=(acc0, acc1, acc2))
+    acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2))
+    sync_threads()
+    give_back(empty, block, STAGES)
+    return acc0, acc1, acc2
 
 
 @gluon.jit
@@ -54,32 +94,15 @@ def _accumulate(
     SWAP: gl.constexpr,
 ):  # fmt: skip
     """The three taps of row R of the filter."""
-    ROWS: gl.constexpr = 256 // W
     K: gl.constexpr = x_bufs.shape[2]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    rows = dy_bufs._reinterpret(dy_bufs.dtype, [STAGES * ROWS, W, 64], MATRIX)
     acc0 = gl.zeros([64, K], gl.float32, LAYOUT)
     acc1 = gl.zeros([64, K], gl.float32, LAYOUT)
     acc2 = gl.zeros([64, K], gl.float32, LAYOUT)
     for tile in range(first, last):
-        block = tile - first
-        stage = wait_full(full, block, STAGES)
-        for j in gl.static_range(ROWS):
-            dy = rows.index(stage * ROWS + j).permute((1, 0))
-            dy = dy.load(gl.DotOperandLayout(0, LAYOUT, 2))
-            first_chunk = stage * block_chunks(W)
-            x0 = row_of_tap(x_bufs, first_chunk, j + R, 0, W, IMAGES)
-            x1 = row_of_tap(x_bufs, first_chunk, j + R, 1, W, IMAGES)
-            x2 = row_of_tap(x_bufs, first_chunk, j + R, 2, W, IMAGES)
-            acc0 = warpgroup_mma(dy, x0, acc0, is_async=True)
-            acc1 = warpgroup_mma(dy, x1, acc1, is_async=True)
-            acc2 = warpgroup_mma(dy, x2, acc2, is_async=True)
-            if j > 0:
-                acc0, acc1, acc2 = warpgroup_mma_wait(3, deps=(acc0, acc1, acc2))
-        acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2))
-        sync_threads()
-        give_back(empty, block, STAGES)
+        acc0, acc1, acc2 = multiply_tile(
+            acc0, acc1, acc2, x_bufs, dy_bufs, full, empty, tile - first, R, W, IMAGES, STAGES
+        )
     offs_co = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     offs_ci = gl.arange(0, K, layout=gl.SliceLayout(0, LAYOUT))
     if K == 64:
