@@ -19,6 +19,7 @@ from ..layers import Conv1d, Conv2d, GroupNorm
 from ..unet_blocks import AttentionBlock, Downsample, ResBlock, Upsample
 from .embedding import EmbeddingLayers, Step
 from .side_stream import SideStream
+from .weight_grads import WeightGrads
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Plan(Protocol):
     kernels: ModuleType  # `triton_kernels.fused` or its reference
     recompute: bool
     aside: SideStream  # for the gradients of weights and biases
+    weight_grads: WeightGrads  # those of residual and attention blocks, in groups
     sums: RowSums
     accumulates: bool  # whether gradients of filters are added to what is there
     low: dict[str, Tensor]  # parameters in the precision of the arithmetic
@@ -195,7 +197,8 @@ class FusedResBlock:
         self.conv2.bias_grad(dy.rows)
         if self.skip is not None:
             self.skip.bias_grad(dy.rows)
-            plan.aside.run(self._skip_weight_grad, dy.dx, *xs)
+            grads = self._split(self.skip.grad_weight, xs)
+            plan.weight_grads.add(*((x, dy.dx, grad) for x, grad in zip(xs, grads, strict=True)))
         dz, partials = k.conv_input_grad(
             dy.dx, self.conv2.weight, inputs=(h.x,), table=table2, activation="silu", mask=mask
         )
@@ -206,7 +209,8 @@ class FusedResBlock:
         del h, dz
         if a1 is None:
             a1 = self._first(xs, table1)
-        plan.aside.run(self._weight_grads, a1, dh, a2, dy.dx)
+        grads = self.conv1.grad_weight, self.conv2.grad_weight
+        plan.weight_grads.add((a1, dh, grads[0]), (a2, dy.dx, grads[1]))
         del a1, a2
         dz, partials = self._first_grad(dh, xs, table1)
         del dh
@@ -240,17 +244,6 @@ class FusedResBlock:
             return k.conv_input_grad(dh, weight, inputs=xs, table=table, activation="silu")
         da = self._resample_grad(k.conv_plain_input_grad(dh, weight))
         return k.activation_grad(da, xs[0], table, "silu")
-
-    def _weight_grads(self, a1: Tensor, dh: Tensor, a2: Tensor, dy: Tensor) -> None:
-        grads = self.conv1.grad_weight, self.conv2.grad_weight
-        self.kernels.conv_two_weight_grads(
-            a1, dh, grads[0], a2, dy, grads[1], accumulate=self.plan.accumulates
-        )
-
-    def _skip_weight_grad(self, dy: Tensor, *xs: Tensor) -> None:
-        grads = self._split(self.skip.grad_weight, xs)
-        for x, grad in zip(xs, grads, strict=True):
-            self.kernels.conv_weight_grad(x, dy, grad, accumulate=self.plan.accumulates)
 
     def _resample(self, x: Tensor) -> Tensor:
         if self.module.resample == "down":
@@ -320,7 +313,7 @@ class FusedAttention:
         x, table, a, qkv, o, state = self.tape
         self.tape = None
         self.proj.bias_grad(dy.rows)
-        plan.aside.run(self.proj.weight_grad, o.view(x.shape), dy.dx)
+        plan.weight_grads.add((o.view(x.shape), dy.dx, self.proj.grad_weight))
         do = k.conv_plain_input_grad(dy.dx, self.proj.weight)
         d_qkv, rows = k.attention_backward(
             do.flatten(1, 2), qkv.flatten(1, 2), o, state, self.num_heads, self.order, plan.sums
@@ -330,7 +323,7 @@ class FusedAttention:
         del do, o, qkv, state
         if a is None:
             a = k.apply(x, None, table, "identity")
-        plan.aside.run(self.qkv.weight_grad, a, d_qkv)
+        plan.weight_grads.add((a, d_qkv, self.qkv.grad_weight))
         del a
         dz, partials = k.conv_input_grad(
             d_qkv, self.qkv.weight, inputs=(x,), table=table, activation="identity"

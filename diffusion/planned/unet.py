@@ -45,6 +45,7 @@ from .layers import (
     Parameters,
 )
 from .side_stream import SideStream
+from .weight_grads import WeightGrads
 
 DTYPES = (torch.bfloat16, torch.float16)
 _MUCH_LARGER = 16  # images, by pixels
@@ -157,6 +158,7 @@ class FusedUNet:
         self.stages = self._stages()
         self.low = flat.views(flat.low(self.dtype))
         self.aside = SideStream(flat.param.device, behind=1)
+        self.weight_grads = WeightGrads(self)
         self.sums = kernels.RowSums(flat.grad)
         self.accumulates = True  # backward adds to the filters' gradients, or else writes them
         self._rest_of_grad = flat.grad[flat.filters_end :]
@@ -232,6 +234,7 @@ class FusedUNet:
         smallest = dy.shape[1] * dy.shape[2] // self.reduction
         self.met = False  # whether the side stream has waited for what was held
         self._hold(h, smallest)
+        self.weight_grads.waits = h.numel() * h.itemsize >= _LITTLE_MEMORY
         a = k.apply(h, None, table, "silu") if a is None else a
         self.aside.run(self.head.all_grads, a, dy)
         del a
@@ -262,6 +265,7 @@ class FusedUNet:
                 self.aside.apart(lambda *rows: self.sums.flush(False), *self.sums.kept)
             d, _ = self._run_back(block, d, skips.pop())
             self._complete(f"input_blocks.{i}")
+        self.weight_grads.flush()
         self.stem.bias_grad(d.rows)
         self.embedding.backward(self.step)
         # beside the last gradients of filters, which the side stream still makes
@@ -372,8 +376,11 @@ class FusedUNet:
     def _complete(self, name: str) -> None:
         """The filters of this block, and so of all behind it, have their gradients when the side
         stream has done what it was given; but for what was held."""
+        if not (self.urgent or self.met):
+            return
+        self.weight_grads.flush()  # the end is near, or somebody waits
         start = self.filter_starts.get(name)
-        if self.ready is not None and start is not None and (self.urgent or self.met):
+        if self.ready is not None and start is not None:
             self.aside.run(lambda: self.ready(start))
 
     def _layers(self, name: str, block: nn.ModuleList) -> list:

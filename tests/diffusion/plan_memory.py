@@ -67,7 +67,7 @@ class Shapes:
     def conv_weight_grad(self, x, dy, out, **_):
         pass
 
-    def conv_two_weight_grads(self, *_, **options):
+    def conv_weight_grads(self, *_, **options):
         pass
 
     def conv_down(self, x, weight, *_):
