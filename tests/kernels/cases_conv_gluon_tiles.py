@@ -6,11 +6,16 @@ from triton_kernels.gluon.descriptors import SUPPORTED
 from .cases_conv_gluon import _rows
 from .compile_only import SHARED_LIMIT
 
+WHOLE, HALF, HALF_WITH_FILTERS, QUARTER, QUARTER_WITH_FILTERS = gluon_tiles.TILES
 
-def _case(name: str, dgrad: bool, beside: int, extra: int, width: int, pixels: int = 256) -> dict:
+
+def _case(
+    name: str, dgrad: bool, beside: int, extra: int, width: int, config: tuple = WHOLE
+) -> dict:
+    pixels = config[1]
     images = max(1, pixels // width**2)
     rows = pixels // (images * width)
-    blocks, steps = gluon_tiles.rings(pixels, images * width, SHARED_LIMIT[90])
+    blocks, steps = gluon_tiles.rings(config, images * width, SHARED_LIMIT[90])
     pair, tile = _rows(2, images, width, 64), _rows(rows, images, width, 64)
     filters = _rows(1, 64, 64)
     absent = ["beside1_desc", "beside2_desc"][beside:]
@@ -56,19 +61,22 @@ COMPILE_CASES = (
     [
         _case("forward_residual", False, 1, 0, 16),
         _case("forward_extra", False, 0, 2, 32),
-        _case("forward_half", False, 0, 0, 16, 128),
+        _case("forward_half", False, 0, 0, 16, HALF),
         _case("input_grad", True, 1, 0, 64),
         _case("input_grad_of_two", True, 2, 0, 32),
         _case("forward_images", False, 1, 0, 8),
         _case("input_grad_images", True, 1, 0, 8),
-        _case("input_grad_images_half", True, 1, 0, 8, 128),
-        _case("forward_extra_quarter", False, 0, 2, 16, 64),
-        _case("forward_images_quarter", False, 1, 0, 8, 64),
-        _case("input_grad_images_quarter", True, 1, 0, 8, 64),
-        _case("input_grad_of_two_quarter", True, 2, 0, 16, 64),
+        _case("input_grad_images_half", True, 1, 0, 8, HALF),
+        _case("input_grad_images_half_with_filters", True, 1, 0, 8, HALF_WITH_FILTERS),
+        _case("forward_extra_quarter_with_filters", False, 0, 2, 16, QUARTER_WITH_FILTERS),
+        _case("input_grad_images_quarter_with_filters", True, 1, 0, 8, QUARTER_WITH_FILTERS),
+        _case("forward_extra_quarter", False, 0, 2, 16, QUARTER),
+        _case("forward_images_quarter", False, 1, 0, 8, QUARTER),
+        _case("input_grad_images_quarter", True, 1, 0, 8, QUARTER),
+        _case("input_grad_of_two_quarter", True, 2, 0, 16, QUARTER),
         _case("forward_images_of_4x4", False, 1, 0, 4),
-        _case("input_grad_images_of_4x4_half", True, 1, 0, 4, 128),
-        _case("input_grad_images_of_4x4_quarter", True, 2, 0, 4, 64),
+        _case("input_grad_images_of_4x4_half", True, 1, 0, 4, HALF),
+        _case("input_grad_images_of_4x4_quarter", True, 2, 0, 4, QUARTER),
     ]
     if SUPPORTED
     else []

@@ -33,7 +33,14 @@ if SUPPORTED:
 _WARPS = 9  # two warpgroups that multiply, and a warp that loads
 
 # `Config`s of `conv.tma`. The warps say that they belong here.
-TILES = ((64, 256, 64, _WARPS, 3), (64, 128, 64, _WARPS, 4), (64, 64, 64, _WARPS, 4))
+_WITH_FILTERS = 6  # stages of a tile whose filters come with the pixels
+TILES = (
+    (64, 256, 64, _WARPS, 3),
+    (64, 128, 64, _WARPS, 4),
+    (64, 128, 64, _WARPS, _WITH_FILTERS),
+    (64, 64, 64, _WARPS, 4),
+    (64, 64, 64, _WARPS, _WITH_FILTERS),
+)
 
 WIDTHS = (8, 16, 32, 64)  # pixels of a row
 _WIDTHS = (4, *WIDTHS)  # with an epilogue
@@ -72,7 +79,7 @@ def launch(config: tuple, operands: Operands) -> None:
     device = describe(operands.x.device)
     rows, images = cut(config[1], h, w)
     count = -(-n // images) * (h // rows) * (c // 64)
-    blocks, steps = rings(config[1], images * w, device.shared_memory)
+    blocks, steps = rings(config, images * w, device.shared_memory)
     assert operands.partials is None or operands.partials.shape[1] == h // rows
     read, written = (partial(in_rows, rows=r, images=images) for r in (2, rows))
     conv_tiles_kernel[(min(count, device.num_sms),)](
@@ -95,11 +102,16 @@ def launch(config: tuple, operands: Operands) -> None:
     )
 
 
-def rings(pixels: int, width: int, shared_memory: int) -> tuple[int, int]:
+def rings(config: tuple, width: int, shared_memory: int) -> tuple[int, int]:
     """Blocks of pixels, and filters of one tap, that shared memory holds beside two tiles of the
-    result. A block is needed for three filters, and neither ring should wait for the other."""
+    result. A block is needed for three filters, and neither ring should wait for the other. 0
+    filters: three with each block, in the same ring."""
+    pixels = config[1]
     left = shared_memory - _RESERVED - 2 * pixels * 128
     block, tap = (pixels + 2 * width) * 128, 64 * 128
+
+    if config[4] == _WITH_FILTERS:
+        return min(6, left // (block + 3 * tap)), 0
 
     def ahead(blocks: int) -> int:
         return min(3 * (blocks - 1), (left - blocks * block) // tap)

@@ -23,6 +23,7 @@ from ...gluon.pipeline import (
     new_barrier_pairs,
     sync_threads,
     wait_empty,
+    wait_full,
     wait_full_both,
 )
 from .tiles_loop import (
@@ -31,8 +32,10 @@ from .tiles_loop import (
     load_filter,
     load_filter_of_tap,
     multiply_blocks,
+    multiply_blocks_with_filters,
     multiply_tap,
     pixels_from,
+    place_of_filter,
 )
 
 # --- loads ----------------------------------------------------------------------------------------
@@ -42,16 +45,19 @@ from .tiles_loop import (
 def _load_pixels(
     x_desc, x_bufs, x_full, x_empty, block, n0, h0, w0, k0,
     HALO: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
-    BLOCKS: gl.constexpr,
+    BLOCKS: gl.constexpr, FILTERS: gl.constexpr = 0,
 ):  # fmt: skip
-    """The rows of a tile, with HALO = 1 those above and below too."""
+    """The rows of a tile, with HALO = 1 those above and below too. Returns their slot, and the
+    barrier for so many filters that come with them."""
     WIDTH: gl.constexpr = IMAGES * W
     COUNT: gl.constexpr = ROWS + 2 * HALO
-    stage, bar = wait_empty(x_full, x_empty, block, BLOCKS, COUNT * WIDTH * 128)
+    BYTES: gl.constexpr = COUNT * WIDTH * 128 + FILTERS * 64 * 128
+    stage, bar = wait_empty(x_full, x_empty, block, BLOCKS, BYTES)
     for j in gl.static_range(COUNT // 2):
         chunk = stage * block_chunks(ROWS * WIDTH, WIDTH) + j * (WIDTH // 4)
         to = pixels_from(x_bufs, chunk, [2, IMAGES, W, 64])
         tma.async_copy_global_to_shared(x_desc, [h0 + 2 * j - HALO, n0, w0, k0], bar, to)
+    return stage, bar
 
 
 @gluon.jit
@@ -61,10 +67,14 @@ def _load_pointwise(
     BLOCKS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     for k0 in range(0, C, 64):
-        _load_pixels(
-            x_desc, x_bufs, x_full, x_empty, block, n0, h0, 0, k0, 0, ROWS, IMAGES, W, BLOCKS
-        )
-        load_filter(w_desc, 0, c0, k0, w_bufs, w_full, w_empty, step, STEPS)
+        stage, bar = _load_pixels(
+            x_desc, x_bufs, x_full, x_empty, block, n0, h0, 0, k0, 0, ROWS, IMAGES, W, BLOCKS,
+            1 if STEPS == 0 else 0,
+        )  # fmt: skip
+        if STEPS == 0:
+            tma.async_copy_global_to_shared(w_desc, [0, c0, k0], bar, w_bufs.index(stage * 3))
+        else:
+            load_filter(w_desc, 0, c0, k0, w_bufs, w_full, w_empty, step, STEPS)
         block += 1
         step += 1
     return block, step
@@ -87,15 +97,20 @@ def _load(
         h0 = tile % tiles_h * ROWS
         for k0 in range(0, K, 64):
             for s in range(3):
-                _load_pixels(
+                stage, bar = _load_pixels(
                     x_desc, x_bufs, x_full, x_empty, block, n0, h0, s - 1, k0,
-                    1, ROWS, IMAGES, W, BLOCKS,
+                    1, ROWS, IMAGES, W, BLOCKS, 3 if STEPS == 0 else 0,
                 )  # fmt: skip
                 block += 1
                 for r in range(3):
-                    load_filter_of_tap(
-                        w_desc, r, s, k0, c0, w_bufs, w_full, w_empty, step, DGRAD, STEPS
-                    )
+                    if STEPS == 0:
+                        at = place_of_filter(r, s, k0, c0, DGRAD)
+                        buf = w_bufs.index(stage * 3 + r)
+                        tma.async_copy_global_to_shared(w_desc, at, bar, buf)
+                    else:
+                        load_filter_of_tap(
+                            w_desc, r, s, k0, c0, w_bufs, w_full, w_empty, step, DGRAD, STEPS
+                        )
                     step += 1
         if extra1_desc is not None:
             block, step = _load_pointwise(
@@ -227,17 +242,28 @@ def _multiply(
 
         acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
         mbarrier.wait(turns.index(GROUP), phase ^ (1 - GROUP))
-        acc, block, step = multiply_blocks(
-            acc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, block, step, main_blocks,
-            PIXELS, WIDTH, DGRAD, BLOCKS, STEPS,
-        )  # fmt: skip
+        if STEPS == 0:
+            acc, block = multiply_blocks_with_filters(
+                acc, x_bufs, w_bufs, x_full, x_empty, block, main_blocks,
+                PIXELS, WIDTH, DGRAD, BLOCKS,
+            )  # fmt: skip
+        else:
+            acc, block, step = multiply_blocks(
+                acc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, block, step, main_blocks,
+                PIXELS, WIDTH, DGRAD, BLOCKS, STEPS,
+            )  # fmt: skip
         if HAS_EXTRA:
             for _ in range(extra_blocks):
-                stage, slot = wait_full_both(x_full, block, BLOCKS, w_full, step, STEPS)
+                if STEPS == 0:
+                    stage = wait_full(x_full, block, BLOCKS)
+                    slot = stage * 3
+                else:
+                    stage, slot = wait_full_both(x_full, block, BLOCKS, w_full, step, STEPS)
                 acc = multiply_tap(acc, x_bufs, w_bufs, stage * CHUNKS, slot, PIXELS, False)
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 sync_threads()
-                give_back(w_empty, step + STEPS - 1, STEPS)
+                if STEPS > 0:
+                    give_back(w_empty, step + STEPS - 1, STEPS)
                 give_back(x_empty, block + BLOCKS - 1, BLOCKS)
                 block += 1
                 step += 1
@@ -333,17 +359,17 @@ def conv_tiles_kernel(
     DGRAD: gl.constexpr,
     ACT: gl.constexpr,
     BLOCKS: gl.constexpr,  # of pixels in shared memory
-    STEPS: gl.constexpr,  # of filters there
+    STEPS: gl.constexpr,  # of filters there; 0: three come with each block of pixels
     num_warps: gl.constexpr,
 ):
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_desc.dtype
     CHUNKS: gl.constexpr = block_chunks(ROWS * IMAGES * W, IMAGES * W)
     x_bufs = gl.allocate_shared_memory(dtype, [BLOCKS * CHUNKS, 8, 64], MATRIX)
-    w_bufs = gl.allocate_shared_memory(dtype, [STEPS, 1, 64, 64], w_desc.layout)
+    w_bufs = gl.allocate_shared_memory(dtype, [STEPS or 3 * BLOCKS, 1, 64, 64], w_desc.layout)
     stages = gl.allocate_shared_memory(dtype, [2, ROWS, IMAGES, W, 64], y_desc.layout)
     x_full, x_empty = new_barrier_pairs(BLOCKS)
-    w_full, w_empty = new_barrier_pairs(STEPS)
+    w_full, w_empty = new_barrier_pairs(max(STEPS, 1))
     beside_full, turns = new_barrier_pairs(2)
     fence_async_shared()
     sync_threads()

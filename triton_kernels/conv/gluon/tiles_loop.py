@@ -34,6 +34,15 @@ def pixels_from(x_bufs, chunk, shape: gl.constexpr):
 
 
 @gluon.jit
+def place_of_filter(r, s, k0, c0, DGRAD: gl.constexpr):
+    """Where the filter of row r and column s lies in [9, CO, CI]; see `load_filter_of_tap`."""
+    if DGRAD:
+        return 8 - 3 * r - s, k0, c0
+    else:
+        return 3 * r + s, c0, k0
+
+
+@gluon.jit
 def load_filter(w_desc, tap, row, column, w_bufs, w_full, w_empty, step, STEPS: gl.constexpr):
     """The filter [64, 64] of a tap from (row, column) on, into the ring's next slot."""
     slot, bar = wait_empty(w_full, w_empty, step, STEPS, 64 * 128)
@@ -46,10 +55,8 @@ def load_filter_of_tap(
 ):
     """The filter of row r and column s: of an input gradient the opposite one, transposed when it
     is multiplied."""
-    if DGRAD:
-        load_filter(w_desc, 8 - 3 * r - s, k0, c0, w_bufs, w_full, w_empty, step, STEPS)
-    else:
-        load_filter(w_desc, 3 * r + s, c0, k0, w_bufs, w_full, w_empty, step, STEPS)
+    tap, row, column = place_of_filter(r, s, k0, c0, DGRAD)
+    load_filter(w_desc, tap, row, column, w_bufs, w_full, w_empty, step, STEPS)
 
 
 @gluon.jit
@@ -90,6 +97,26 @@ def multiply_blocks(
 
 
 @gluon.jit
+def multiply_blocks_with_filters(
+    acc, x_bufs, w_bufs, full, empty, block, count,
+    PIXELS: gl.constexpr, WIDTH: gl.constexpr, DGRAD: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """`multiply_blocks` where three filters come and go with a block of pixels: the threads meet
+    once a block, not once a product."""
+    CHUNKS: gl.constexpr = block_chunks(PIXELS, WIDTH)
+    for j in range(count):
+        stage = wait_full(full, block, BLOCKS)
+        for r in gl.static_range(3):
+            chunk = stage * CHUNKS + r * (WIDTH // 8)
+            acc = multiply_tap(acc, x_bufs, w_bufs, chunk, stage * 3 + r, PIXELS, DGRAD)
+        acc = warpgroup_mma_wait(3, deps=(acc,))  # the block before is done
+        sync_threads()
+        give_back(empty, block + BLOCKS - 1, BLOCKS, j > 0)
+        block += 1
+    return acc, block
+
+
+@gluon.jit
 def finish_products(
     acc, x_empty, w_empty, turns, block, step,
     GROUP: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr,
@@ -98,6 +125,7 @@ def finish_products(
     mbarrier.arrive(turns.index(1 - GROUP), count=1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     sync_threads()
-    give_back(w_empty, step + STEPS - 1, STEPS)
+    if STEPS > 0:
+        give_back(w_empty, step + STEPS - 1, STEPS)
     give_back(x_empty, block + BLOCKS - 1, BLOCKS)
     return acc
