@@ -26,11 +26,10 @@ from ..flat import FlatParameters
 from ..objective import Denoiser
 from ..unet import UNet
 from .embedding import TOGETHER, Step
-from .layers import Feature
+from .layers import SUM_PROGRAMS, Feature
 from .unet import DTYPES, FusedUNet, missing_tile
 
 _WHOLE_PIXELS = 256  # of an image that a program reads whole, where nobody has to add parts
-_PROGRAMS = 128  # that take the sums of a tensor, at least
 _FEW_TILES = 128  # whose sums every program may add up again
 _TABLE_BYTES = 2**29  # of the embedding's table, at most; beyond it is computed in every step
 
@@ -130,7 +129,7 @@ class WaitingKernels:
         table = _Table(partials, pixels, num_groups, (weight, bias, eps), film)
         return self.apply(x1, x2, table, activation, mask=mask), table
 
-    def tensor_partials(self, x: Tensor) -> _Unmeasured:
+    def tensor_partials(self, x: Tensor, programs: int) -> _Unmeasured:
         return _Unmeasured(x)
 
     def apply(self, x1, x2, table: _Table, activation: str, **options) -> Tensor:
@@ -165,7 +164,7 @@ class WaitingKernels:
 
     def _measured(self, partials: Tensor | _Unmeasured) -> Tensor:
         if isinstance(partials, _Unmeasured):
-            return self.kernels.tensor_partials(_tensor(partials.x), _PROGRAMS)
+            return self.kernels.tensor_partials(_tensor(partials.x), SUM_PROGRAMS)
         return partials
 
 

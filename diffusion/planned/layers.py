@@ -21,6 +21,10 @@ from .embedding import EmbeddingLayers, Step
 from .side_stream import SideStream
 from .weight_grads import WeightGrads
 
+# An upsampled activation, four times its source, of more bytes than this is made again in a pass
+_MUCH_MEMORY = 32 * 2**20
+SUM_PROGRAMS = 128  # that take the sums of a tensor, at least
+
 
 @dataclass
 class Feature:
@@ -177,8 +181,8 @@ class FusedResBlock:
             }
         y, partials = k.conv_forward(a2, self.conv2.weight, self.conv2.bias, stats=True, **shortcut)
         kept = (None, None) if self.plan.recompute else (a1, a2)
-        # an upsampled input is four times its source, and made again in a pass
-        xs = xs if x.source is None else (None, *xs[1:])
+        if x.source is not None and (self.plan.recompute or _bytes(x.x) > _MUCH_MEMORY):
+            xs = (None, *xs[1:])
         self.tape = xs, x.source, table1, h, table2, mask, *kept
         return Feature(y, partials, h.pixels)
 
@@ -190,7 +194,7 @@ class FusedResBlock:
         k, plan = self.kernels, self.plan
         xs, source, table1, h, table2, mask, a1, a2 = self.tape
         self.tape = None
-        xs = xs if source is None else (k.upsample(source), *xs[1:])
+        xs = xs if xs[0] is not None else (k.upsample(source), *xs[1:])
         if a2 is None:
             a2 = k.apply(h.x, None, table2, "silu", mask=mask)
 
@@ -346,7 +350,7 @@ class FusedDownsample:
         else:
             y = k.conv_down(x.x, conv.weight, conv.bias, self.padding)
             self.tape = x.x
-        return Feature(y, k.tensor_partials(y), y.shape[1] * y.shape[2])
+        return Feature(y, k.tensor_partials(y, SUM_PROGRAMS), y.shape[1] * y.shape[2])
 
     def backward(self, dy: Gradient, more: Tensor | None) -> Gradient:
         k, plan, conv = self.kernels, self.plan, self.conv
@@ -387,3 +391,7 @@ class FusedUpsample:
         del large
         dx = k.upsample_grad(k.conv_plain_input_grad(dy.dx, conv.weight))
         return Gradient(dx, k.tensor_rows(dx, plan.sums))
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.itemsize

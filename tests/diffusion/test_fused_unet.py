@@ -9,7 +9,7 @@ import triton_kernels
 from diffusion.backend import Backend
 from diffusion.flat import FlatParameters
 from diffusion.layers import set_backend
-from diffusion.planned import side_stream
+from diffusion.planned import layers, side_stream
 from diffusion.planned.embedding import TOGETHER
 from diffusion.planned.unet import FusedUNet, training_network
 from diffusion.unet import UNet
@@ -87,6 +87,29 @@ def test_output_and_every_gradient(options, recompute):
     grads = flat.views(flat.grad)
     for name, p in twin.named_parameters():
         torch.testing.assert_close(grads[name], p.grad, rtol=1e-8, atol=1e-9, msg=name)
+
+
+def test_upsampled_inputs_may_be_kept_or_made_again(monkeypatch):
+    """In a large batch they are made again: the same numbers, in less memory."""
+
+    def outcome() -> tuple[torch.Tensor, int]:
+        model = make(MODELS["three_levels"])
+        flat = FlatParameters(model, together=TOGETHER)
+        made = []
+        plan = FusedUNet(model, flat, fused_reference)
+        upsample = fused_reference.upsample
+        monkeypatch.setattr(fused_reference, "upsample", lambda x: made.append(1) or upsample(x))
+        torch.manual_seed(1)
+        x, t = torch.randn(2, 8, 12, 3).double(), torch.tensor([3, 700])
+        plan(x, t).square().sum().backward()
+        monkeypatch.setattr(fused_reference, "upsample", upsample)
+        return flat.grad.clone(), len(made)
+
+    kept, once = outcome()
+    monkeypatch.setattr(layers, "_MUCH_MEMORY", 0)
+    again, twice = outcome()
+    assert twice == once + 2
+    torch.testing.assert_close(kept, again, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("urgent", [True, False], ids=["urgent", "some are held"])
