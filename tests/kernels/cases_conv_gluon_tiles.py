@@ -16,6 +16,7 @@ def _case(
     images = max(1, pixels // width**2)
     rows = pixels // (images * width)
     blocks, steps = gluon_tiles.rings(config, images * width, SHARED_LIMIT[90])
+    registers = gluon_tiles.registers(pixels, images)
     pair, tile = _rows(2, images, width, 64), _rows(rows, images, width, 64)
     filters = _rows(1, 64, 64)
     absent = ["beside1_desc", "beside2_desc"][beside:]
@@ -48,9 +49,10 @@ def _case(
             "ACT": "silu_tanh" if dgrad else None,
             "BLOCKS": blocks,
             "STEPS": steps,
+            "REGISTERS": registers["REGISTERS"],
             "num_warps": 4,
         },
-        "options": {"num_warps": 4, "maxnreg": 168},
+        "options": {"num_warps": 4, "maxnreg": registers["maxnreg"]},
         "multiples": ("C1", "C2", "border", "K", "C"),
         # a number or two that are needed once a tile; five where it is of several images
         "expect": {"wgmma": True, "tma": True, "arches": (90,), "spills": 20 if dgrad else 0},

@@ -44,6 +44,11 @@ TILES = (
 
 WIDTHS = (8, 16, 32, 64)  # pixels of a row
 _WIDTHS = (4, *WIDTHS)  # with an epilogue
+# Of a thread that multiplies, by the pixels of a tile: multiples of 24. The warps of three
+# warpgroups count, and with 240 they have all registers of a multiprocessor, so that no other
+# kernel has a program beside this one's.
+_REGISTERS = {256: 240, 128: 168, 64: 120}
+_LOADER_REGISTERS = 24
 _RESERVED = 1024  # bytes of shared memory for barriers, and what the compiler wants
 
 
@@ -97,9 +102,17 @@ def launch(config: tuple, operands: Operands) -> None:
         ACT=operands.slope,
         BLOCKS=blocks,
         STEPS=steps,
+        **registers(config[1], images),
         num_warps=4,
-        maxnreg=168,
     )
+
+
+def registers(pixels: int, images: int) -> dict[str, int]:
+    """What is launched with so many pixels and images a tile: two warpgroups have these registers a
+    thread, and the one that loads few; all three begin with the mean. An epilogue of many images
+    has the norm's table of each of them."""
+    most = _REGISTERS[pixels] if images <= 2 else max(_REGISTERS.values())
+    return {"REGISTERS": most, "maxnreg": (2 * most + _LOADER_REGISTERS) // 3}
 
 
 def rings(config: tuple, width: int, shared_memory: int) -> tuple[int, int]:

@@ -360,6 +360,7 @@ def conv_tiles_kernel(
     ACT: gl.constexpr,
     BLOCKS: gl.constexpr,  # of pixels in shared memory
     STEPS: gl.constexpr,  # of filters there; 0: three come with each block of pixels
+    REGISTERS: gl.constexpr,  # of a thread that multiplies
     num_warps: gl.constexpr,
 ):
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -404,5 +405,5 @@ def conv_tiles_kernel(
             for role in (0, 1, 2)
         ],
         [4, 1],
-        [240, 24],
+        [REGISTERS, 24],
     )  # fmt: skip
