@@ -6,6 +6,9 @@ it is fetched three times, moved by a column each time: outside the image TMA wr
 are the padding. The three taps of a column of the filter are that box from another row on. So
 pixels are fetched 3.75 times where a box a tap fetches them 9 times (rows of 32, 256 pixels).
 
+Where tiles are small, to wait for each of the filters is what takes the time: there three of them
+lie with the block that they are for, under one barrier.
+
 Of images smaller than that a tile takes several, side by side: to TMA the rows are the outermost
 dimension, so that row 0 of all of them comes before row 1, and a tap is still one address.
 
