@@ -9,9 +9,11 @@ It is for a chain of kernels with nothing beside it, as in sampling. A training 
 gradients on a side branch, which fill the gaps better; a kernel that waits takes their place. There
 it lost 3 % (see docs/performance.md), so it is off but within `dependent_launches()`.
 
-The rule that makes it safe: whatever is launched with `overlapping()` begins with `await_inputs()`,
-before it touches memory. Every kernel then ends after its predecessor has, so that by induction all
-earlier kernels of the stream are done, and not just the last, when `await_inputs` returns.
+The rule that makes it safe: whatever is launched with `overlapping()` calls `await_inputs()` before
+it touches memory. Every kernel then ends after its predecessor has, so that by induction all
+earlier kernels of the stream are done, and not just the last, when `await_inputs` returns. It waits
+before it lets the next kernel begin: so when a kernel begins, all but its predecessor are done. It
+may read before the wait what these have written, and parameters, which none of them writes.
 """
 
 from collections.abc import Iterator

@@ -118,10 +118,23 @@ class WaitingKernels:
             split = SplitConv(parts, shape, x.dtype, bias, extra_bias, emb, residual)
             y = _Waiting(self.kernels, split)
             return y, _Unmeasured(y)
-        return self.kernels.conv_forward(
+        return self.kernels.conv_few(
             x, weight, bias, emb=emb, residual=residual, extra=extra, extra_bias=extra_bias,
             stats=stats, **options,
         )  # fmt: skip
+
+    def avg_pool(self, x: Tensor | _Waiting) -> Tensor:
+        return self._resampled(x, False)
+
+    def upsample(self, x: Tensor | _Waiting) -> Tensor:
+        return self._resampled(x, True)
+
+    def _resampled(self, x: Tensor | _Waiting, up: bool) -> Tensor:
+        if not isinstance(x, _Waiting) or x.sum is not None:
+            return (self.kernels.upsample if up else self.kernels.avg_pool)(_tensor(x))
+        y, resampled = self.kernels.resample_parts(x.split, up)
+        x.sum, x.split = y, None
+        return resampled
 
     def norm_apply(
         self, x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, mask=None, **film

@@ -14,14 +14,22 @@ from diffusion.planned.inference import InferenceUNet, sampling_network
 from diffusion.schedule import make_schedule
 from triton_kernels import reference
 from triton_kernels.device import Device
-from triton_kernels.fused import conv_split
+from triton_kernels.fused import conv_early, conv_split
 from triton_kernels.fused import ops as fused
 from triton_kernels.fused import reference as fused_reference
 
 from .test_fused_unet import MODELS, make
 from .test_fused_unet_kernels import unet64
 
-CALLS = ("conv_split", "sum_parts", "norm_whole", "norm_of_sums", "norm_table")
+CALLS = (
+    "conv_few",
+    "conv_split",
+    "norm_of_sums",
+    "norm_table",
+    "norm_whole",
+    "resample_parts",
+    "sum_parts",
+)
 
 
 @pytest.fixture
@@ -91,7 +99,8 @@ def test_a_chain(classes, scale, large, monkeypatch):
 def test_the_kernels_themselves(device, monkeypatch):
     """In float16, small convolutions in parts."""
     hopper = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True)
-    monkeypatch.setattr(conv_split, "describe", lambda _: hopper)
+    for module in (conv_early, conv_split):
+        monkeypatch.setattr(module, "describe", lambda _: hopper)
     monkeypatch.setattr(conv_split, "_MAX_PIXELS", 64)
     options = {"channel_mult": (1, 2), "attention_resolutions": (2,)}
     model = make(options | {"use_scale_shift_norm": True}, (8, 32)).to(device).eval()

@@ -38,8 +38,54 @@ _WHOLE_INTS = types("i32", "stride_emb", "stride_scale", "stride_shift") | types
     "i32", "N", "HW", "C1", "C", "GB"
 )
 
+_EARLY_POINTERS = types("*bf16", "x_ptr", "extra1_ptr", "extra1_weight_ptr", "extra2_ptr")
+_EARLY_POINTERS |= types("*bf16", "extra2_weight_ptr")
+_EARLY_INTS = ("stride_w1", "stride_w2", "stride_emb", "M", "CI", "C1", "C2", "CO", "WIDTH")
+_EARLY = {
+    "kernel": "triton_kernels.fused.conv_early:_conv_early_kernel",
+    "multiples": _EARLY_INTS,
+    "expect": {"wgmma": True, "tma": True, "arches": (90, 100)},
+}
+
 COMPILE_CASES = [
     _CONV_SPLIT,
+    _EARLY
+    | {
+        "name": "conv_early in parts, two extras",
+        "signature": _EARLY_POINTERS
+        | {"weight_desc": "tensordesc<bf16[64,512]>", "out_ptr": "*fp32"}
+        | types("i32", *_EARLY_INTS, "splits"),
+        "constexprs": dict.fromkeys(
+            ("tail_desc", "bias_ptr", "extra_bias_ptr", "emb_ptr", "residual_ptr", "partial_ptr")
+        )
+        | {"H": 16, "W": 16, "R": 3, "S": 3, "PARTS": True, "PRECISION": "tf32", "BLOCK_C": 64}
+        | {"BLOCK_M": 32, "BLOCK_K": 512, "BLOCK_E": 256, "ROUNDS": 1, "EARLY": 1, "TAIL": 0},
+        "options": {"num_warps": 8, "num_stages": 1},
+    },
+    _EARLY
+    | {
+        "name": "conv_early, all terms",
+        "signature": _EARLY_POINTERS
+        | {"weight_desc": "tensordesc<bf16[64,512]>", "tail_desc": "tensordesc<bf16[64,64]>"}
+        | types("*bf16", "residual_ptr", "out_ptr")
+        | types("*fp32", "bias_ptr", "extra_bias_ptr", "emb_ptr", "partial_ptr")
+        | types("i32", *_EARLY_INTS, "splits"),
+        "constexprs": {"H": 64, "W": 64, "R": 3, "S": 3, "PARTS": False, "PRECISION": "tf32"}
+        | {"BLOCK_C": 64, "BLOCK_M": 64, "BLOCK_K": 512, "BLOCK_E": 128, "ROUNDS": 1, "EARLY": 1}
+        | {"TAIL": 64},
+        "options": {"num_warps": 8, "num_stages": 1},
+    },
+    {
+        "name": "resample_parts",
+        "kernel": "triton_kernels.fused.norm_whole_kernels:resample_parts_kernel",
+        "signature": types("*fp32", "parts_ptr", "bias_ptr", "extra_bias_ptr", "emb_ptr")
+        | types("*bf16", "residual_ptr", "y_ptr", "resampled_ptr")
+        | types("i32", "stride_emb", "N", "HW", "W", "C", "CB", "PB"),
+        "constexprs": {"SPLITS": 9, "UP": False, "BLOCK_C": 16, "BLOCK_P": 16},
+        "multiples": ("HW", "W", "C", "stride_emb"),
+        "options": {"num_warps": 2},
+        "expect": {"arches": (90,)},
+    },
     _NORM_WHOLE
     | {
         "name": "norm_whole of a convolution in parts, beside another tensor",
@@ -48,7 +94,7 @@ COMPILE_CASES = [
         | _WHOLE_INTS
         | {"eps": "fp32"},
         "constexprs": {"ACT": "silu", "SPLITS": 9, "CG": 16, "BLOCK_G": 1}
-        | {"BLOCK_J": 16, "BLOCK_P": 64},
+        | {"BLOCK_J": 16, "BLOCK_P": 64, "LATE": False},
     },
     _NORM_WHOLE
     | {
@@ -60,7 +106,8 @@ COMPILE_CASES = [
         "constexprs": dict.fromkeys(
             (*_CONV_TERMS, "residual_ptr", "x2_ptr", "scale_ptr", "shift_ptr")
         )
-        | {"ACT": "silu", "SPLITS": 0, "CG": 4, "BLOCK_G": 1, "BLOCK_J": 4, "BLOCK_P": 4096},
+        | {"ACT": "silu", "SPLITS": 0, "CG": 4, "BLOCK_G": 1, "BLOCK_J": 4, "BLOCK_P": 4096}
+        | {"LATE": False},
         "options": {"num_warps": 16},
     },
     {

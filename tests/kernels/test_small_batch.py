@@ -4,20 +4,28 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.fused import begin_step, conv_split, norm_tables, norm_whole
+from triton_kernels.fused import (
+    begin_step,
+    conv_early,
+    conv_split,
+    norm_tables,
+    norm_whole,
+)
 from triton_kernels.fused import reference as fused_reference
+from triton_kernels.fused.conv_early import EarlyConfig
 from triton_kernels.fused.conv_split import SplitConfig, SplitConv
 
 # exp of the interpreter's NumPy warns where infinity is the right value
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 
 EPS = 1e-5
+MODULES = (begin_step, conv_early, conv_split, norm_tables, norm_whole)
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Outputs start as NaN, so an element that no program writes cannot pass."""
-    for module in (begin_step, conv_split, norm_tables, norm_whole):
+    for module in MODULES:
         monkeypatch.setattr(
             module, "_empty", lambda shape, **kw: torch.full(shape, torch.nan, **kw)
         )
@@ -98,6 +106,86 @@ def test_every_candidate_has_work_for_each_part(case, device):
         steps = conv_split._steps(config.block_k, weight, channels)
         each = -(-steps // config.splits)
         assert (config.splits - 1) * each < steps <= config.splits * each
+
+
+# --- filters ahead of the launch in front ---------------------------------------------------------
+
+EARLY = {  # a case of CONVS, and what a program does of parts and of whole sums
+    "one round": ("one image", (64, 32, 256, 1, 0, 4), (64, 32, 512, 1, 64, 8)),
+    "two rounds": ("two extras", (64, 32, 64, 2, 0, 4), (64, 16, 128, 2, 32, 4)),
+    "odd sizes": ("odd sizes", (16, 16, 64, 3, 0, 4), (16, 32, 64, 7, 0, 4)),
+    "pointwise": ("pointwise", (16, 16, 32, 1, 0, 4), (16, 16, 64, 1, 0, 4)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("case", "config", "_"), EARLY.values(), ids=EARLY)
+def test_split_early(case, config, _, dtype, device):
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("float32 is multiplied in TF32 on a GPU")
+    x, weight, extra, _ = conv_inputs(CONVS[case], dtype, device)
+    parts = conv_early.split_early(x, weight, extra=extra, config=EarlyConfig(*config))
+    exact = fused_reference.conv_split(x.double(), weight.double(), extra=double(extra)).sum(0)
+    low = fused_reference.conv_split(x, weight, extra=extra).double().sum(0)
+    close(parts.sum(0), exact, low)
+    assert all(part.abs().sum() > 0 for part in parts)
+
+
+def whole_terms(x, weight, extra):
+    """All that `conv_early` adds, if images are of whole tiles, and their partial sums."""
+    (n, h, w, _), co = x.shape, weight.shape[0]
+    bias, extra_bias = torch.randn(2, co, device=x.device)
+    terms = {
+        "emb": torch.randn(n, 3 * co, device=x.device)[:, co : 2 * co],
+        "residual": randn(n, h, w, co, dtype=x.dtype, device=x.device),
+    }
+    return bias, terms | ({"extra": extra, "extra_bias": extra_bias} if extra else {})
+
+
+def in_double(terms):
+    return {k: double(v) if k == "extra" else v.double() for k, v in terms.items()}
+
+
+def check_whole(x, weight, extra, config=None, stats=False):
+    bias, terms = whole_terms(x, weight, extra)
+    y, partials = conv_early.conv_early(x, weight, bias, **terms, stats=stats, config=config)
+    exact, _ = fused_reference.conv_forward(
+        x.double(), weight.double(), bias.double(), **in_double(terms)
+    )
+    low, _ = fused_reference.conv_forward(x, weight, bias, **terms)
+    close(y, exact, low)
+    if stats:
+        expected = partials_of(y, partials.shape[1])
+        torch.testing.assert_close(partials, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("case", "_", "config"), EARLY.values(), ids=EARLY)
+def test_conv_early(case, _, config, dtype, device):
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("float32 is multiplied in TF32 on a GPU")
+    x, weight, extra, _ = conv_inputs(CONVS[case], dtype, device)
+    config = EarlyConfig(*config)
+    stats = x.shape[1] * x.shape[2] % config.block_m == 0
+    check_whole(x, weight, extra, config, stats)
+
+
+def test_channels_behind_those_of_an_early_convolution_are_zero(device):
+    x, weight, *_ = conv_inputs((1, 8, 8, 16, 3, 3, 3, (), 1), torch.float16, device)
+    config = EarlyConfig(16, 64, 128, 1, 16, 4)
+    y, _ = conv_early.conv_early(x, weight, torch.randn(3, device=device), width=16, config=config)
+    assert y.shape[3] == 16 and torch.isfinite(y).all() and not y[..., 3:].any()
+
+
+@pytest.mark.parametrize("co", [3, 64, 256])
+@pytest.mark.parametrize("ci", [16, 48, 192, 448, 512])
+def test_early_convolutions_add_up_every_term(ci, co):
+    for r, size in ((1, 8), (3, 8), (3, 16), (3, 64)):
+        weight, shape = torch.empty(co, ci, r, r), (1, size, size, ci)
+        whole = conv_early.whole_config(shape, weight)
+        assert whole.rounds * whole.block_k + whole.tail >= r * r * ci
+        split = conv_early.split_config(shape, weight, torch.device("cpu"))
+        assert split.tail == 0 and split.rounds >= 1
 
 
 # --- norms in one launch --------------------------------------------------------------------------
@@ -183,6 +271,20 @@ def test_norm_whole_of_a_convolution_in_parts(case, dtype, device):
     low, _ = fused_reference.norm_whole(y, x2, groups, weight, bias, EPS, "silu")
     close(a, exact, low)
     torch.testing.assert_close(norm_whole.sum_parts(split), y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("up", [False, True], ids=["pooled", "upsampled"])
+@pytest.mark.parametrize("shape", [(1, 4, 6, 24), (2, 8, 10, 16)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_resampling_of_a_convolution_in_parts(shape, up, dtype, device):
+    split, *_ = split_of((*shape, 0, 8), dtype, device)
+    y, resampled = norm_whole.resample_parts(split, up)
+    torch.testing.assert_close(y, norm_whole.sum_parts(split), rtol=0, atol=0)
+    expected = fused_reference.upsample(y) if up else fused_reference.avg_pool(y.double())
+    tolerance = 0 if up else 1e-3 if dtype == torch.float16 else 1e-6
+    torch.testing.assert_close(
+        resampled.double(), expected.double(), rtol=tolerance, atol=tolerance
+    )
 
 
 def test_the_embedding_may_be_one_row_for_all(device):
@@ -294,7 +396,8 @@ def test_every_configuration(case, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "case",
-    [(1, 8, 8, 256, 256, 32), (16, 8, 8, 256, 0, 32), (1, 16, 16, 256, 192, 32),
+    [(1, 8, 8, 256, 256, 32), (16, 8, 8, 256, 0, 32), (16, 8, 8, 192, 0, 32),
+     (16, 8, 8, 256, 192, 32), (1, 16, 16, 256, 192, 32), (64, 8, 8, 192, 0, 32),
      (1, 32, 32, 192, 128, 32), (1, 32, 32, 64, 0, 32), (2, 64, 64, 64, 0, 32)],
     ids=str,
 )  # fmt: skip
@@ -319,3 +422,32 @@ def test_norms_of_the_model_s_shapes(case, device):
                                        "silu")[0],
             fused_reference.norm_whole(y, x2, *arguments)[0],
         ])  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES)
+def test_early_parts_of_the_model_s_shapes(case, device):
+    x, weight, extra, _ = conv_inputs((*case, 1), torch.bfloat16, device)
+    exact = fused_reference.conv_split(x.double(), weight.double(), extra=double(extra)).sum(0)
+    low = fused_reference.conv_split(x, weight, extra=extra).double().sum(0)
+    for _ in range(3):
+        close(conv_early.split_early(x, weight, extra=extra).sum(0), exact, low)
+
+
+WHOLE = {  # of unet64 at batch 1
+    "queries, keys and values": (1, 16, 16, 192, 576, 1, 1, ()),
+    "projection": (1, 8, 8, 256, 256, 1, 1, ()),
+    "stem": (1, 64, 64, 16, 64, 3, 3, ()),
+    "64x64": (1, 64, 64, 64, 64, 3, 3, ()),
+    "64x64 from a concat": (1, 64, 64, 192, 64, 3, 3, ()),
+    "64x64 with a skip": (1, 64, 64, 64, 64, 3, 3, (128, 64)),
+    "two images": (2, 32, 32, 64, 64, 3, 3, ()),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", WHOLE.values(), ids=WHOLE)
+def test_early_convolutions_of_the_model_s_shapes(case, device):
+    x, weight, extra, _ = conv_inputs((*case, 1), torch.bfloat16, device)
+    for _ in range(3):
+        check_whole(x, weight, extra, stats=True)

@@ -25,6 +25,7 @@ from ..conv.tma_boxes import count_boxes, in_boxes, pixel_box, tile_sizes, weigh
 from ..dependent_launch import await_inputs, overlapping
 from ..device import describe
 from ..tuning import choose
+from .conv_early import serves_split, split_early
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -167,6 +168,8 @@ def conv_split(
     assert x.is_contiguous() and x.dtype == weight.dtype and len(extra) <= 2
     assert weight.permute(0, 2, 3, 1).is_contiguous() and r % 2 == s % 2 == 1
     channels = [other.shape[3] for other, _ in extra]
+    if config is None and serves_split(x.shape, weight, x.dtype):
+        return split_early(x, weight, extra=extra)
     if config is None:
         config = choose(
             "conv_split",

@@ -59,6 +59,30 @@ def moments_of_partials(
 
 
 @triton.jit
+def moments_at_once(
+    partial_ptr,  # float32 [K, 2, C]
+    pixels,
+    C,
+    offs_c,  # [L]
+    mask_c,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # at least K
+):
+    """`moments_of_partials` of tiles that are all loaded at once, in few steps."""
+    offs_k = tl.arange(0, BLOCK_K)[:, None]
+    ptrs = partial_ptr + offs_k * (2 * C) + offs_c[None, :]
+    mask = (offs_k < K) & mask_c[None, :]
+    tile_sum = tl.load(ptrs, mask=mask, other=0.0)
+    within = tl.load(ptrs + C, mask=mask, other=0.0)
+    per_tile = (pixels // K) * 1.0
+    mean = tl.sum(tile_sum, 0) * (1.0 / pixels)
+    delta = tl.where(mask, tile_sum * (1.0 / per_tile) - mean[None, :], 0.0)
+    m2 = tl.sum(within + delta * delta * per_tile, 0)
+    rest = tl.sum(delta, 0) * (1.0 / K)  # what the first sum has rounded off the mean
+    return mean + rest, m2 / pixels - rest * rest
+
+
+@triton.jit
 def merge_channels(mean, var, there, eps, CG: tl.constexpr):
     """mean and rstd of each group, [BLOCK_G], from mean and variance of its channels."""
     # each channel of a group has as many pixels as the others, so that all weigh the same

@@ -3,6 +3,7 @@
     norm_whole      x -> a, whole groups of an image in registers; x may be a convolution in parts
     norm_of_sums    x, partials -> a: `norm_table` and `apply` in one, for tensors of few programs
     sum_parts       a convolution in parts -> y
+    resample_parts  the same, and y upsampled or pooled
 
     z = (x - mean) rstd g + b,   a = act(z),   mean and rstd over a group of channels of an image
 
@@ -20,7 +21,12 @@ from ..layout import check_nhwc, check_second, check_shape, row_stride
 from .conv_split import SplitConv
 from .norm_passes import APPLY_CONFIGS, cut
 from .norm_tables import check_partials_of, tiles_at_a_time
-from .norm_whole_kernels import norm_sums_kernel, norm_whole_kernel, sum_parts_kernel
+from .norm_whole_kernels import (
+    norm_sums_kernel,
+    norm_whole_kernel,
+    resample_parts_kernel,
+    sum_parts_kernel,
+)
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -90,6 +96,7 @@ def norm_whole(
         block_g,
         block_j,
         block_p,
+        split is not None and split.residual is not None,
         num_warps=_warps(block_g * block_j * block_p),
         **overlapping(x1.device),
     )
@@ -115,6 +122,29 @@ def sum_parts(split: SplitConv) -> Tensor:  # [N, H, W, CO]
         block_c, block_p, num_warps=4, **overlapping(y.device),
     )  # fmt: skip
     return y
+
+
+def resample_parts(
+    split: SplitConv,
+    up: bool,
+) -> tuple[Tensor, Tensor]:  # [N, H, W, CO]; [N, 2H, 2W, CO] or [N, H / 2, W / 2, CO]
+    """The convolution that was in parts, and its nearest upsampling or its means over 2x2 pixels,
+    of which there is an even number of rows and columns."""
+    n, h, w, c = split.shape
+    assert up or h % 2 == w % 2 == 0
+    size = (2 * h, 2 * w) if up else (h // 2, w // 2)
+    y = _empty(split.shape, dtype=split.dtype, device=split.parts.device)
+    resampled = _empty((n, *size, c), dtype=split.dtype, device=split.parts.device)
+    if n == 0:
+        return y, resampled
+    parts, *terms = _terms(split)
+    block_c, block_p = 16, 64 if up else 16
+    blocks = triton.cdiv(c, block_c), triton.cdiv(h * w // (1 if up else 4), block_p)
+    resample_parts_kernel[(n * blocks[0] * blocks[1],)](
+        parts, *terms, y, resampled, row_stride(terms[2]), n, h * w, w, c, *blocks, parts.shape[0],
+        up, block_c, block_p, num_warps=4 if up else 2, **overlapping(y.device),
+    )  # fmt: skip
+    return y, resampled
 
 
 def _terms(split: SplitConv | None) -> tuple[Tensor | None, ...]:
@@ -161,6 +191,8 @@ def norm_of_sums(
         return a
     block_c = grid.block_c
     groups = triton.next_power_of_2(1 + triton.cdiv(block_c - 1, cg)), triton.next_power_of_2(cg)
+    if cg == groups[1] <= block_c and c1 % cg == 0:  # blocks of channels are whole groups
+        groups = block_c // cg, cg
     first, second = partials[0], partials[1] if x2 is not None else None
     ks = first.shape[1], 1 if second is None else second.shape[1]
     film = (scale, shift)

@@ -10,19 +10,34 @@ import triton.language as tl
 from ..activations import activate
 from ..dependent_launch import await_inputs
 from ..norm.stream_kernels import affine
-from .norm_statistics import covering_lanes, merge_channels, moments_of_partials
+from .norm_statistics import (
+    covering_lanes,
+    merge_channels,
+    moments_at_once,
+    moments_of_partials,
+)
 
 
 @triton.jit
-def _sum_parts(
-    parts_ptr,  # float32 [SPLITS, N, C, HW]
+def _modulate(g, b, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c):
+    """`affine` of a sample, from gain and offset of all samples."""
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + n * stride_scale + offs_c, mask=mask_c, other=0.0)
+        g *= 1.0 + scale.to(tl.float32)
+        b *= 1.0 + scale.to(tl.float32)
+    if shift_ptr is not None:
+        shift = tl.load(shift_ptr + n * stride_shift + offs_c, mask=mask_c, other=0.0)
+        b += shift.to(tl.float32)
+    return g, b
+
+
+@triton.jit
+def _terms_of_parts(
     bias_ptr,  # float32 [C]
     extra_bias_ptr,  # float32 [C] or None
     emb_ptr,  # [N, C] or None
     residual_ptr,  # [N, HW, C] or None
-    y_ptr,  # [N, HW, C], out
     stride_emb,
-    N,
     HW,
     C,
     n,
@@ -30,25 +45,44 @@ def _sum_parts(
     offs_p,  # [P]
     mask_c,
     mask_p,
-    SPLITS: tl.constexpr,
 ):
-    """A tile of a SplitConv, written to y; float32 [L, P] of what was written."""
-    mask = mask_c[:, None] & mask_p[None, :]
+    """What is added to the parts of a convolution: [L, P]. Read past the cache of a multiprocessor,
+    which may know an older tensor in its place if the launch in front has not ended."""
     terms = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0)
     if extra_bias_ptr is not None:
         terms += tl.load(extra_bias_ptr + offs_c, mask=mask_c, other=0.0)
     if emb_ptr is not None:
-        terms += tl.load(emb_ptr + n * stride_emb + offs_c, mask=mask_c, other=0.0)
-    offs_y = (n * HW + offs_p)[None, :] * C + offs_c[:, None]
+        place = n * stride_emb + offs_c
+        terms += tl.load(emb_ptr + place, mask=mask_c, other=0.0, cache_modifier=".cg")
     acc = tl.zeros([offs_c.shape[0], offs_p.shape[0]], tl.float32) + terms[:, None]
     if residual_ptr is not None:
-        acc += tl.load(residual_ptr + offs_y, mask=mask, other=0.0).to(tl.float32)
+        place = (n * HW + offs_p)[None, :] * C + offs_c[:, None]
+        mask = mask_c[:, None] & mask_p[None, :]
+        residual = tl.load(residual_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
+        acc += residual.to(tl.float32)
+    return acc
+
+
+@triton.jit
+def _sum_of_parts(
+    acc,  # of `_terms_of_parts`
+    parts_ptr,  # float32 [SPLITS, N, C, HW]
+    N,
+    HW,
+    C,
+    n,
+    offs_c,
+    offs_p,
+    mask_c,
+    mask_p,
+    SPLITS: tl.constexpr,
+):
+    """A tile of a SplitConv, float32 [L, P], not rounded."""
+    mask = mask_c[:, None] & mask_p[None, :]
     offs = (n * C + offs_c)[:, None] * HW + offs_p[None, :]
     for split in tl.static_range(SPLITS):
         acc += tl.load(parts_ptr + split * (N * C).to(tl.int64) * HW + offs, mask=mask, other=0.0)
-    y = acc.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + offs_y, y, mask=mask)
-    return y.to(tl.float32)
+    return acc
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -69,22 +103,86 @@ def sum_parts_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    await_inputs()
     pid = tl.program_id(0)
     offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
     offs_p = pid // CB % PB * BLOCK_P + tl.arange(0, BLOCK_P)
     n = (pid // CB // PB).to(tl.int64)
-    _sum_parts(
-        parts_ptr, bias_ptr, extra_bias_ptr, emb_ptr, residual_ptr, y_ptr, stride_emb, N, HW, C,
-        n, offs_c, offs_p, offs_c < C, offs_p < HW, SPLITS,
+    mask_c, mask_p = offs_c < C, offs_p < HW
+    await_inputs()
+    acc = _terms_of_parts(
+        bias_ptr, extra_bias_ptr, emb_ptr, residual_ptr, stride_emb, HW, C, n, offs_c, offs_p,
+        mask_c, mask_p,
     )  # fmt: skip
+    acc = _sum_of_parts(acc, parts_ptr, N, HW, C, n, offs_c, offs_p, mask_c, mask_p, SPLITS)
+    offs_y = (n * HW + offs_p)[None, :] * C + offs_c[:, None]
+    tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask_c[:, None] & mask_p[None, :])
+
+
+@triton.jit(do_not_specialize=["N"])
+def resample_parts_kernel(
+    parts_ptr,
+    bias_ptr,
+    extra_bias_ptr,
+    emb_ptr,
+    residual_ptr,
+    y_ptr,  # [N, HW, C], out
+    resampled_ptr,  # [N, H / 2, W / 2, C], or [N, 2H, 2W, C] with UP; out
+    stride_emb,
+    N,
+    HW,
+    W,
+    C,
+    CB,  # blocks of channels
+    PB,  # blocks of pixels, or of 2x2 pixels
+    SPLITS: tl.constexpr,
+    UP: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The sum of a SplitConv, and its 2x2 means or itself upsampled."""
+    FROM: tl.constexpr = 1 if UP else 4  # pixels of y to a result, or
+    TO: tl.constexpr = 4 if UP else 1  # results to a pixel
+    pid = tl.program_id(0)
+    offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
+    offs_p = pid // CB % PB * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = (pid // CB // PB).to(tl.int64)
+    mask_c, mask_p = offs_c < C, offs_p < HW // FROM
+    mask = mask_c[:, None] & mask_p[None, :]
+    width = W if UP else W // 2
+    h, w = offs_p // width, offs_p % width
+    await_inputs()
+    terms = ()
+    for i in tl.static_range(FROM):
+        pixel = offs_p if UP else (2 * h + i // 2) * W + 2 * w + i % 2
+        terms = terms + (
+            _terms_of_parts(
+                bias_ptr, extra_bias_ptr, emb_ptr, residual_ptr, stride_emb, HW, C, n, offs_c,
+                pixel, mask_c, mask_p,
+            ),
+        )  # fmt: skip
+    total = tl.zeros([BLOCK_C, BLOCK_P], tl.float32)
+    for i in tl.static_range(FROM):
+        pixel = offs_p if UP else (2 * h + i // 2) * W + 2 * w + i % 2
+        acc = _sum_of_parts(terms[i], parts_ptr, N, HW, C, n, offs_c, pixel, mask_c, mask_p, SPLITS)
+        y = acc.to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + (n * HW + pixel)[None, :] * C + offs_c[:, None], y, mask=mask)
+        total += y.to(tl.float32)
+    result = (total * (1.0 / FROM)).to(y_ptr.dtype.element_ty)
+    for i in tl.static_range(TO):
+        pixel = (2 * h + i // 2) * (2 * W) + 2 * w + i % 2 if UP else offs_p
+        place = (n * (HW * TO // FROM) + pixel)[None, :] * C + offs_c[:, None]
+        tl.store(resampled_ptr + place, result, mask=mask)
 
 
 @triton.jit
 def _over_groups(v, G: tl.constexpr, J: tl.constexpr):
     """The sum of v [G * J, P] over each group's lanes and pixels, for every lane."""
-    total = tl.sum(tl.reshape(tl.sum(v, 1), [G, J]), 1, keep_dims=True)
-    return tl.reshape(tl.broadcast_to(total, [G, J]), [G * J])
+    if G == 1:  # threads meet once
+        return tl.sum(v) + tl.zeros([J], tl.float32)
+    else:
+        # not a sum over [G, J * P]: of such a reshaped tensor Triton 3.6 adds the wrong lanes
+        total = tl.sum(tl.reshape(tl.sum(v, 1), [G, J]), 1, keep_dims=True)
+        return tl.reshape(tl.broadcast_to(total, [G, J]), [G * J])
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -116,8 +214,9 @@ def norm_whole_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    LATE: tl.constexpr,  # the convolution's terms are read when the launch in front has ended;
+    # else they are older than that launch
 ):
-    await_inputs()
     pid = tl.program_id(0)
     n = (pid // GB).to(tl.int64)
     lanes = tl.arange(0, BLOCK_G * BLOCK_J)
@@ -128,34 +227,70 @@ def norm_whole_kernel(
     mask_p = offs_p < HW
     mask = mask_c[:, None] & mask_p[None, :]
     first = mask_c & (offs_c < C1)
+    g, b = affine(weight_ptr, bias_ptr, None, None, 0, 0, n, offs_c, mask_c)
+    if LATE:
+        await_inputs()
     if SPLITS > 0:
-        x = _sum_parts(
-            parts_ptr, conv_bias_ptr, extra_bias_ptr, emb_ptr, residual_ptr, x1_ptr, stride_emb,
-            N, HW, C1, n, offs_c, offs_p, first, mask_p, SPLITS,
+        x = _terms_of_parts(
+            conv_bias_ptr, extra_bias_ptr, emb_ptr, residual_ptr, stride_emb, HW, C1, n, offs_c,
+            offs_p, first, mask_p,
         )  # fmt: skip
+    if not LATE:
+        await_inputs()
+    here = first[:, None] & mask_p[None, :]
+    offs1 = (n * HW + offs_p)[None, :] * C1 + offs_c[:, None]
+    if SPLITS > 0:
+        x = _sum_of_parts(x, parts_ptr, N, HW, C1, n, offs_c, offs_p, first, mask_p, SPLITS)
     else:
-        offs = (n * HW + offs_p)[None, :] * C1 + offs_c[:, None]
-        x = tl.load(x1_ptr + offs, mask=first[:, None] & mask_p[None, :], other=0.0)
-        x = x.to(tl.float32)
+        x = tl.load(x1_ptr + offs1, mask=here, other=0.0).to(tl.float32)
     if x2_ptr is not None:
         second = mask_c & (offs_c >= C1)
         offs = (n * HW + offs_p)[None, :] * (C - C1) + (offs_c - C1)[:, None]
         x2 = tl.load(x2_ptr + offs, mask=second[:, None] & mask_p[None, :], other=0.0)
+    g, b = _modulate(g, b, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c)
+    if SPLITS > 0:  # rounded, as its other readers see it
+        y = x.to(x1_ptr.dtype.element_ty)
+        tl.store(x1_ptr + offs1, y, mask=here)
+        x = y.to(tl.float32)
+    if x2_ptr is not None:
         x = tl.where(second[:, None], x2.to(tl.float32), x)
 
-    g, b = affine(
-        weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
-    )
     count = HW * CG * 1.0
     x = tl.where(mask, x, 0.0)
     mean = _over_groups(x, BLOCK_G, BLOCK_J) / count
     x = tl.where(mask, x - mean[:, None], 0.0)
     rest = _over_groups(x, BLOCK_G, BLOCK_J) / count  # what the sum has rounded off the mean
-    x = tl.where(mask, x - rest[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(_over_groups(x * x, BLOCK_G, BLOCK_J) / count + eps)
-    a = activate(x * (rstd * g)[:, None] + b[:, None], ACT)
+    var = _over_groups(x * x, BLOCK_G, BLOCK_J) / count - rest * rest
+    rstd = 1.0 / tl.sqrt(var + eps)
+    a = activate((x - rest[:, None]) * (rstd * g)[:, None] + b[:, None], ACT)
     offs = (n * HW + offs_p)[None, :] * C + offs_c[:, None]
     tl.store(a_ptr + offs, a.to(a_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _moments(
+    partial_ptr,
+    pixels,
+    C,
+    offs_c,  # [L]
+    mask_c,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """mean and variance of each channel, [L], from float32 [K, 2, C]"""
+    if K <= BLOCK_K:
+        return moments_at_once(partial_ptr, pixels, C, offs_c, mask_c, K, BLOCK_K)
+    else:
+        mean, var = moments_of_partials(
+            partial_ptr, pixels, C, offs_c[None, :], mask_c[None, :], K, BLOCK_K
+        )
+        return tl.reshape(mean, offs_c.shape), tl.reshape(var, offs_c.shape)
+
+
+@triton.jit
+def _each_channel(v, G: tl.constexpr, J: tl.constexpr):
+    """[G], of groups, to [G * J], of their channels"""
+    return tl.reshape(tl.broadcast_to(v[:, None], [G, J]), [G * J])
 
 
 @triton.jit
@@ -193,7 +328,6 @@ def norm_sums_kernel(
     BLOCK_K1: tl.constexpr,
     BLOCK_K2: tl.constexpr,
 ):
-    await_inputs()
     pid = tl.program_id(0)
     pid_c = pid % CB
     k = pid // CB % K
@@ -206,25 +340,59 @@ def norm_sums_kernel(
     mask_c = offs_c < C
     if pid_c < CB1:
         mask_c = offs_c < C1
+    g, b = affine(weight_ptr, bias_ptr, None, None, 0, 0, n, offs_c, mask_c)  # parameters
+    await_inputs()
+    # a single tile is asked for before the sums
+    if TILES == 1:
+        if x2_ptr is None:
+            x = _load_tile(x1_ptr + offs_c, C1, n, k, HW, mask_c, MASKED, BLOCK_P)
+        elif pid_c < CB1:
+            x = _load_tile(x1_ptr + offs_c, C1, n, k, HW, mask_c, MASKED, BLOCK_P)
+        else:
+            x = _load_tile(x2_ptr + (offs_c - C1), C2, n, k, HW, mask_c, MASKED, BLOCK_P)
+    g, b = _modulate(g, b, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c)
 
-    lanes, there = covering_lanes(c0, C, CG, BLOCK_G, BLOCK_J)
-    mask = there & (lanes < C1)
-    half_ptr = partial1_ptr + n * (K1 * 2) * C1
-    mean, var = moments_of_partials(half_ptr, pixels1, C1, lanes, mask, K1, BLOCK_K1)
-    if partial2_ptr is not None:
-        mask = there & (lanes >= C1)
-        half_ptr = partial2_ptr + n * (K2 * 2) * C2
-        mean2, var2 = moments_of_partials(half_ptr, pixels2, C2, lanes - C1, mask, K2, BLOCK_K2)
-        mean = tl.where(lanes >= C1, mean2, mean)
-        var = tl.where(lanes >= C1, var2, var)
+    if BLOCK_G * BLOCK_J == BLOCK_C:  # of whole groups, in one of the halves
+        there = tl.full([BLOCK_G, BLOCK_J], True, tl.int1)
+        if partial2_ptr is None:
+            mean, var = _moments(
+                partial1_ptr + n * (K1 * 2) * C1, pixels1, C1, offs_c, mask_c, K1, BLOCK_K1
+            )
+        elif pid_c < CB1:
+            mean, var = _moments(
+                partial1_ptr + n * (K1 * 2) * C1, pixels1, C1, offs_c, mask_c, K1, BLOCK_K1
+            )
+        else:
+            mean, var = _moments(
+                partial2_ptr + n * (K2 * 2) * C2, pixels2, C2, offs_c - C1, mask_c, K2, BLOCK_K2
+            )
+    else:
+        lanes, there = covering_lanes(c0, C, CG, BLOCK_G, BLOCK_J)
+        lanes = tl.reshape(lanes, [BLOCK_G * BLOCK_J])
+        inside = tl.reshape(there, [BLOCK_G * BLOCK_J])
+        mask = inside & (lanes < C1)
+        mean, var = _moments(
+            partial1_ptr + n * (K1 * 2) * C1, pixels1, C1, lanes, mask, K1, BLOCK_K1
+        )
+        if partial2_ptr is not None:
+            mask = inside & (lanes >= C1)
+            mean2, var2 = _moments(
+                partial2_ptr + n * (K2 * 2) * C2, pixels2, C2, lanes - C1, mask, K2, BLOCK_K2
+            )
+            mean = tl.where(lanes >= C1, mean2, mean)
+            var = tl.where(lanes >= C1, var2, var)
+    mean, var = tl.reshape(mean, [BLOCK_G, BLOCK_J]), tl.reshape(var, [BLOCK_G, BLOCK_J])
     group_mean, group_rstd = merge_channels(mean, var, there, eps, CG)
-    group = offs_c // CG - c0 // CG
-    mean_c = tl.gather(group_mean, group, 0)
-    g, b = affine(
-        weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
-    )
-    slope = g * tl.gather(group_rstd, group, 0)
-    if pid_c < CB1:
+    if BLOCK_G * BLOCK_J == BLOCK_C:
+        mean_c = _each_channel(group_mean, BLOCK_G, BLOCK_J)
+        slope = g * _each_channel(group_rstd, BLOCK_G, BLOCK_J)
+    else:
+        group = offs_c // CG - c0 // CG
+        mean_c = tl.gather(group_mean, group, 0)
+        slope = g * tl.gather(group_rstd, group, 0)
+    if TILES == 1:
+        _store_tile(x, a_ptr + offs_c, C, n, k, HW, mean_c, slope, b, mask_c, ACT, MASKED, BLOCK_P)
+    elif pid_c < CB1:
         _apply_tiles(
             x1_ptr + offs_c, a_ptr + offs_c, C1, C, n, k, HW, mean_c, slope, b, mask_c, ACT,
             MASKED, TILES, BLOCK_P,
@@ -234,6 +402,48 @@ def norm_sums_kernel(
             x2_ptr + (offs_c - C1), a_ptr + offs_c, C2, C, n, k, HW, mean_c, slope, b, mask_c,
             ACT, MASKED, TILES, BLOCK_P,
         )  # fmt: skip
+
+
+@triton.jit
+def _load_tile(
+    x_ptrs,  # [BLOCK_C]: of the channels in pixel 0 of image 0
+    stride,  # of a pixel
+    n,
+    i,
+    HW,
+    mask_c,
+    MASKED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Tile i of an image."""
+    offs_p = i * BLOCK_P + tl.arange(0, BLOCK_P)
+    mask = (offs_p < HW)[:, None] & mask_c[None, :] if MASKED else None
+    return tl.load(x_ptrs[None, :] + (n * HW + offs_p)[:, None] * stride, mask=mask)
+
+
+@triton.jit
+def _store_tile(
+    x,
+    a_ptrs,  # [BLOCK_C]: of the channels in pixel 0 of image 0
+    stride,  # of a pixel
+    n,
+    i,
+    HW,
+    mean,
+    slope,
+    b,
+    mask_c,
+    ACT: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """act(norm(x)) of tile i."""
+    offs_p = i * BLOCK_P + tl.arange(0, BLOCK_P)
+    mask = (offs_p < HW)[:, None] & mask_c[None, :] if MASKED else None
+    x = x.to(tl.float32)
+    a = activate((x - mean[None, :]) * slope[None, :] + b[None, :], ACT)
+    ptrs = a_ptrs[None, :] + (n * HW + offs_p)[:, None] * stride
+    tl.store(ptrs, a.to(a_ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -254,11 +464,7 @@ def _apply_tiles(
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    offs_p = tl.arange(0, BLOCK_P)
     for i in range(TILES):
-        p0 = (k * TILES + i) * BLOCK_P
-        mask = (offs_p < HW - p0)[:, None] & mask_c[None, :] if MASKED else None
-        pixel = (n * HW + p0 + offs_p)[:, None]
-        x = tl.load(x_ptrs[None, :] + pixel * stride_x, mask=mask).to(tl.float32)
-        a = activate((x - mean[None, :]) * slope[None, :] + b[None, :], ACT)
-        tl.store(a_ptrs[None, :] + pixel * stride_a, a.to(a_ptrs.dtype.element_ty), mask=mask)
+        tile = k * TILES + i
+        x = _load_tile(x_ptrs, stride_x, n, tile, HW, mask_c, MASKED, BLOCK_P)
+        _store_tile(x, a_ptrs, stride_a, n, tile, HW, mean, slope, b, mask_c, ACT, MASKED, BLOCK_P)

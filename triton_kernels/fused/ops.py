@@ -16,6 +16,7 @@ from .conv import (
     conv_weight_grad,
 )
 from .conv_down import conv_down, conv_down_input_grad
+from .conv_early import conv_early, serves_whole
 from .conv_split import conv_split, worth_splitting
 from .linear_grads import linear_grads
 from .norm_fold import norm_apply, norm_backward, skip_backward
@@ -26,6 +27,7 @@ from .norm_whole import (
     norm_of_sums_pays,
     norm_whole,
     norm_whole_supported,
+    resample_parts,
     sum_parts,
 )
 from .pad_channels import pad_channels
@@ -46,6 +48,7 @@ __all__ = [
     "bias_grad",
     "conv_down",
     "conv_down_input_grad",
+    "conv_few",
     "conv_forward",
     "conv_fused_supported",
     "conv_input_grad",
@@ -65,6 +68,7 @@ __all__ = [
     "norm_whole",
     "norm_whole_supported",
     "pad_channels",
+    "resample_parts",
     "sinusoids",
     "skip_backward",
     "skip_dx",
@@ -75,6 +79,12 @@ __all__ = [
     "upsample_grad",
     "worth_splitting",
 ]
+
+
+def conv_few(x: Tensor, weight: Tensor, bias: Tensor, **options) -> tuple[Tensor, Tensor | None]:
+    """`conv_forward` where nothing runs beside it: for few images there is another kernel."""
+    few = serves_whole(x.shape, weight, x.dtype, x.device)
+    return (conv_early if few else conv_forward)(x, weight, bias, **options)
 
 
 def tensor_rows(x: Tensor, sums: RowSums) -> Tensor:

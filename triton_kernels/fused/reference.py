@@ -57,6 +57,10 @@ def conv_forward(
     return y, tensor_partials(y) if stats else None
 
 
+def conv_few(x, weight, bias=None, **options):
+    return conv_forward(x, weight, bias, **options)
+
+
 def conv_plain_input_grad(dy, weight):
     """The gradient of x in y = conv(x). Channels of dy behind those of y do not count."""
     with torch.enable_grad():
@@ -428,6 +432,12 @@ def sum_parts(split: SplitConv):
     y = y if split.emb is None else y + _rows(split.emb)
     y = y if split.residual is None else y + split.residual
     return y.to(split.dtype).contiguous()
+
+
+def resample_parts(split: SplitConv, up: bool):
+    """(the convolution that was in parts, it upsampled or its 2x2 means)"""
+    y = sum_parts(split)
+    return y, upsample(y) if up else avg_pool(y)
 
 
 def norm_whole_supported(channels, num_groups, pixels):
