@@ -9,7 +9,8 @@
     out=                the table; default: the user's cache for this GPU, torch and triton
 
 As `benchmarks.tune`, for the forward pass of `diffusion.planned.inference` alone. Convolutions that
-could be cut into parts are measured both ways.
+could be cut into parts are measured both ways; most of up to four images have no choice of tiles
+(`triton_kernels.fused.conv_early`).
 """
 
 from collections.abc import Sequence
