@@ -6,7 +6,8 @@
     dtype=bf16,fp32  bf16 | tf32 | fp32
     providers=       only these: eager, compile, triton; default all
     steps=100        of the chain
-    acts=200         times to act, of which p50 and p99 are taken; eager takes a tenth
+    seconds=5        of repeated chains; there are at least 2, and at most 20
+    acts=200         times to act, of which p50 and p99 are taken; eager takes a tenth; 0: none
     out=             a folder for the CSV; default benchmarks/results
 
 The network is ConditionalUnet1D of Diffusion Policy at its published size (79.9 M parameters,
@@ -51,6 +52,7 @@ DEFAULTS = {
     "dtype": ("bf16", "fp32"),
     "providers": (),
     "steps": 100,
+    "seconds": 5.0,
     "acts": 200,
     "out": "",
 }
@@ -124,31 +126,57 @@ def measure(
 ) -> Iterator[Row]:
     """The rows of one provider. Raises WrongResult if ours is further from float64 than twice what
     PyTorch's module in that dtype is."""
+    with torch.no_grad():
+        subject = prepare(provider, dtype, batch, settings["steps"], device)
+        timings = time_subject(subject, batch, settings)
+    yield from make_rows(timings, provider, dtype, batch, settings["steps"], origin)
+
+
+def prepare(provider: str, dtype: str, batch: int, steps: int, device: torch.device) -> Subject:
+    """What `measure` times; WrongResult as there."""
     torch._dynamo.reset()
     harness.release_memory()
     harness.set_precision(dtype)
     build = _ours if provider == OURS else _pytorch
-    with torch.no_grad():
-        subject = build(provider, dtype, batch, settings["steps"], device)
-        if provider == OURS:
-            _check(subject.forward(), dtype, batch, device)
-        timings = {}
-        for name in ("forward", "step"):
-            run = getattr(subject, name)
-            if subject.captured:
-                timings[name], _ = harness.time_graph([run] * _FORWARDS)
-            else:
-                timings[name] = harness.time_steps(lambda _, run=run: run(), 30, warm_up=5)
-        timings["chain"] = harness.time_steps(
-            lambda _: subject.chain(), 20 if subject.captured else 5, warm_up=2
-        )
-        acts = settings["acts"] if subject.captured else settings["acts"] // 10
+    subject = build(provider, dtype, batch, steps, device)
+    if provider == OURS:
+        _check(subject.forward(), dtype, batch, device)
+    return subject
+
+
+def time_subject(subject: Subject, batch: int, settings: dict[str, Any]) -> dict[str, Timing]:
+    """By names as in the CSV, but `forward` for fwd."""
+    timings = {}
+    for name in ("forward", "step"):
+        run = getattr(subject, name)
+        if subject.captured:
+            timings[name], _ = harness.time_graph([run] * _FORWARDS)
+        else:
+            timings[name] = harness.time_steps(lambda _, run=run: run(), 30, warm_up=5)
+    # a graph's first replay, or the allocator's first chain, is not like the others
+    once = harness.time_steps(lambda _: subject.chain(), 1, warm_up=1).median
+    repeats = max(2, min(20, round(1e6 * settings["seconds"] / once)))
+    timings["chain"] = harness.time_steps(lambda _: subject.chain(), repeats, warm_up=0)
+    acts = settings["acts"] if subject.captured else settings["acts"] // 10
+    if acts:
         times = [_act_us(subject, batch) for _ in range(acts + 3)][3:]
-    for name, quantile in (("act-p50", 50), ("act-p99", 99)):
-        timings[name] = Timing(*[float(np.percentile(times, quantile))] * 3)
+        for name, quantile in (("act-p50", 50), ("act-p99", 99)):
+            timings[name] = Timing(*[float(np.percentile(times, quantile))] * 3)
+    return timings
+
+
+def make_rows(
+    timings: dict[str, Timing],
+    provider: str,
+    dtype: str,
+    batch: int,
+    steps: int,
+    origin: Provenance,
+) -> Iterator[Row]:
+    """Of `time_subject`."""
     work = network_work(batch, _parameter_dtype(dtype).itemsize)
     for name, timing in timings.items():
-        times = 1 if name in ("forward", "step") else settings["steps"]
+        times = 1 if name in ("forward", "step") else steps
         size, flops = (times * w for w in work)
         yield Row(
             "policy", f"{batch}x{_HORIZON}x{_ACTIONS} unet1d", dtype,
@@ -290,8 +318,7 @@ def format_rows(rows: Sequence[Row]) -> str:
                     f"{us['fwd']:.0f}",
                     f"{us['step']:.0f}",
                     f"{us['chain'] / 1000:.2f}",
-                    f"{us['act-p50'] / 1000:.2f}",
-                    f"{us['act-p99'] / 1000:.2f}",
+                    *(f"{us[p] / 1000:.2f}" if p in us else "-" for p in ("act-p50", "act-p99")),
                     ratio,
                 ]
             )

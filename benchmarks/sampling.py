@@ -261,7 +261,9 @@ def _chain_of_diffusers(
     made = kind(unet=unet, scheduler=scheduler(_TIMESTEPS))
     made.set_progress_bar_config(disable=True)
     if "compile" in pipeline:
-        made.unet.forward = torch.compile(made.unet.forward, mode="reduce-overhead")
+        compiled = torch.compile(made.unet.forward, mode="reduce-overhead")
+        # a timestep on the host, where the pipeline has it, would rule out CUDA graphs
+        made.unet.forward = lambda x, t, **options: compiled(x, t.to(device), **options)
 
     def run(steps: int) -> object:
         generator = torch.Generator(device).manual_seed(0)
