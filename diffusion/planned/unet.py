@@ -52,6 +52,7 @@ _MUCH_LARGER = 16  # images, by pixels
 _LITTLE_MEMORY = 8 * 2**20  # bytes of an activation
 _MUCH_MEMORY = 32 * 2**20
 _CHANNELS = 16  # the stem's and the head's few channels are padded to a multiple of this
+_ROW = 8  # channels: what TMA addresses has rows of a multiple of 16 bytes
 _LAYERS = {
     ResBlock: FusedResBlock,
     AttentionBlock: FusedAttention,
@@ -188,8 +189,8 @@ class FusedUNet:
         if not isinstance(model, UNet):
             return f"{type(model).__name__} has none"
         for name, module in model.named_modules():
-            if isinstance(module, GroupNorm) and len(module.weight) % _CHANNELS:
-                return f"{name} has {len(module.weight)} channels, no multiple of {_CHANNELS}"
+            if isinstance(module, GroupNorm) and len(module.weight) % _ROW:
+                return f"{name} has {len(module.weight)} channels, no multiple of {_ROW}"
         return None
 
     def __call__(

@@ -68,14 +68,28 @@ def make(options: dict, size: tuple[int, int] = (8, 12)) -> UNet:
     return UNet(**settings).double()
 
 
+ODD = {  # sizes of images, and halves of concatenations, that are no powers of two
+    "28x28": ({"channel_mult": (1, 2, 2), "attention_resolutions": (4,)}, (28, 28)),
+    "6x10": ({"channel_mult": (1, 2), "use_scale_shift_norm": True, "dropout": 0.2}, (6, 10)),
+    "3x3 and resampling blocks": ({"channel_mult": (1, 3), "resblock_updown": True}, (6, 6)),
+    "2x2 by convolution": ({"channel_mult": (1, 1, 2), "conv_resample": True}, (4, 4)),
+    "96 and 96 channels": ({"channel_mult": (1, 2), "model_channels": 96}, (4, 6)),
+    "24 channels": ({"channel_mult": (1, 2), "model_channels": 24, "num_head_channels": 8}, (4, 4)),
+}
+
+
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
-@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
-def test_output_and_every_gradient(options, recompute):
-    model = make(options)
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [*((options, (8, 12)) for options in MODELS.values()), *ODD.values()],
+    ids=[*MODELS, *ODD],
+)
+def test_output_and_every_gradient(options, size, recompute):
+    model = make(options, size)
     twin = copy.deepcopy(model)
     flat = FlatParameters(model, together=TOGETHER)
     plan = FusedUNet(model, flat, fused_reference, recompute)
-    x, t = torch.randn(2, 8, 12, 3).double(), torch.tensor([3, 700])
+    x, t = torch.randn(2, *size, 3).double(), torch.tensor([3, 700])
     labels = torch.tensor([2, 0]) if model.num_classes else None
     draws = {"rng": torch.tensor([5, 11]), "first": 7}
     y = plan(x, t, labels, **draws)
@@ -216,8 +230,10 @@ def test_dropout_without_a_seed_is_an_error():
 
 
 def test_says_why_not():
-    model = make({"channel_mult": (1, 2), "model_channels": 24})
-    assert "24 channels" in FusedUNet.refusal(model)
+    model = make(
+        {"channel_mult": (1, 2), "model_channels": 20, "num_groups": 4, "num_head_channels": 4}
+    )
+    assert "20 channels" in FusedUNet.refusal(model)
     assert FusedUNet.refusal(torch.nn.Linear(2, 2)) is not None
 
 
@@ -230,15 +246,17 @@ def test_covers_the_models_it_is_for(options):
     ("options", "size", "planned"),
     [
         ({"model_channels": 64, "channel_mult": (1, 2, 3, 4)}, (64, 64), True),
-        ({"model_channels": 64, "channel_mult": (1, 2), "in_channels": 1}, (56, 56), True),
-        ({"model_channels": 64, "channel_mult": (1, 2, 3, 4)}, (56, 56), False),
-        ({"model_channels": 32, "channel_mult": (1, 2)}, (32, 32), False),
+        ({"model_channels": 64, "channel_mult": (1, 2, 3, 4)}, (56, 56), True),
+        ({"model_channels": 64, "channel_mult": (1, 2, 2), "in_channels": 1}, (28, 28), True),
+        ({"model_channels": 32, "channel_mult": (1, 2)}, (30, 330), True),
+        ({"model_channels": 24, "channel_mult": (1, 2)}, (32, 32), True),
+        ({"model_channels": 20, "channel_mult": (1,), "num_groups": 4}, (32, 32), False),
     ],
-    ids=["unet64", "28x28 at level 1", "14x14 at level 2", "halves of 32 channels"],
+    ids=["unet64", "7x7", "one channel", "halves of 32", "24 channels", "20 channels"],
 )
-def test_where_no_tile_fits_the_layers_run_one_by_one(options, size, planned):
+def test_where_the_layers_run_one_by_one(options, size, planned):
     backend = Backend("triton", triton_kernels, torch.float16, allow_tf32=True)
-    model = make(options, size).float()
+    model = make(options | {"num_head_channels": 4}, size).float()
     set_backend(model, backend)
     network = training_network(model, FlatParameters(model, together=TOGETHER))
     assert isinstance(network, FusedUNet) == planned

@@ -86,8 +86,9 @@ TWO_LEVELS = {"num_res_blocks": 1, "channel_mult": (1, 1), "attention_resolution
     [
         (ONE_LEVEL | {"use_scale_shift_norm": True, "dropout": 0.2}, (4, 4)),
         (TWO_LEVELS | {"conv_resample": True}, (8, 8)),
+        (TWO_LEVELS | {"model_channels": 24, "num_groups": 8, "num_head_channels": 24}, (6, 6)),
     ],
-    ids=["film, dropout, attention", "strided"],
+    ids=["film, dropout, attention", "strided", "3x3 and halves of 24 channels"],
 )
 def test_small_models(options, size, device):
     check(options, size, 1, torch.float16, device)
@@ -116,6 +117,37 @@ def test_unet64(batch, device):
 def test_every_option(name, recompute, device):
     options = {"num_res_blocks": 1, "attention_resolutions": (2,)} | MODELS[name]
     check(options, (32, 32), 5, torch.bfloat16, device, recompute)
+
+
+ODD = {  # no tile divides their images, or the halves of their concatenations
+    "28x28": ({"channel_mult": (1, 2, 3), "attention_resolutions": (2, 4)}, (28, 28)),
+    "48x48": ({}, (48, 48)),
+    "20x36": ({"channel_mult": (1, 2, 2), "resblock_updown": True}, (20, 36)),
+    "96 and 96 channels": (
+        {"channel_mult": (1, 1, 2), "model_channels": 96, "attention_resolutions": (4,)},
+        (32, 32),
+    ),
+    "32 and 32 channels": ({"channel_mult": (1, 2, 3), "model_channels": 32}, (28, 28)),
+    "strided 160 and 160": (
+        {"channel_mult": (1, 2), "model_channels": 160, "conv_resample": True},
+        (12, 12),
+    ),
+    "24 channels": (
+        {"channel_mult": (1, 2, 3), "model_channels": 24, "num_groups": 8, "num_head_channels": 24},
+        (28, 28),
+    ),
+    "2x2": ({"channel_mult": (1, 1, 1, 1, 1), "attention_resolutions": ()}, (32, 32)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "batch", "recompute"),
+    [*((name, 9, False) for name in ODD), ("28x28", 9, True), ("28x28", 64, False)],
+)
+def test_odd_sizes(name, batch, recompute, device):
+    options, size = ODD[name]
+    check(options, size, batch, torch.bfloat16, device, recompute)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Every tile that conv2d may take, against the reference; on a GPU several times, at shapes where
 tiles of another kind raced, and past 2^31 elements."""
 
+import itertools
 from functools import lru_cache
 
 import pytest
@@ -98,6 +99,27 @@ def test_boxes_cover_every_pixel(n, p, q):
         if flat:
             assert torch.cat(boxes).equal(pixels.flatten())
             assert all(len(box) == block for box in boxes[:-1])
+
+
+@pytest.mark.parametrize("even", [True, False], ids=["even", ""])
+@pytest.mark.parametrize("n", [1, 5])
+def test_boxes_over_the_edges(n, even):
+    """Some box is there for every image. Its powers of two cover it, and even ones have as many
+    pixels of an image as one another."""
+    sides = (1, 2, 3, 6, 7, 10, 14, 25, 48, 66, 130, 257)
+    for p, q in itertools.product(sides, sides):
+        found = {m: tma_boxes.covering_box(m, n, p, q, even) for m in (16, 64, 128, 256)}
+        assert found[64] or found[128], (p, q)
+        for block, box in found.items():
+            if box is None:
+                assert even
+                continue
+            assert box[0] * box[1] * box[2] == block
+            heights, widths = (
+                {min(size, side - start) for start in range(0, side, size)}
+                for side, size in ((p, box[1]), (q, box[2]))
+            )
+            assert not even or len(heights) == len(widths) == 1
 
 
 # Where a tile of another kind raced, and a shape that is ragged in every dimension.

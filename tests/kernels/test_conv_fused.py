@@ -10,7 +10,7 @@ from triton_kernels import reference
 from triton_kernels.conv import tma as conv_tma
 from triton_kernels.conv import tma_wgrad as conv_tma_wgrad
 from triton_kernels.conv import turned_wgrad as conv_turned_wgrad
-from triton_kernels.conv.tma_boxes import image_box, row_box
+from triton_kernels.conv.tma_boxes import boxes_of_image, covering_box, image_box, row_box
 from triton_kernels.device import describe
 from triton_kernels.dropout import Mask
 from triton_kernels.fused import conv as conv_fused
@@ -41,6 +41,16 @@ SMALL = {
     "rows of 12": Shape(3, 12, 12, 8, 16),
     "1x1": Shape(3, 8, 8, 40, 72, 1),
     "empty batch": Shape(0, 8, 8, 8, 16),
+}
+# Where no tile of a power of two divides the images
+RAGGED = {
+    "7x7": Shape(3, 7, 7, 24, 40),
+    "14x10": Shape(2, 14, 10, 16, 24),
+    "6x6": Shape(5, 6, 6, 16, 72),
+    "2x2": Shape(5, 2, 2, 16, 24),
+    "single pixels": Shape(3, 1, 1, 16, 24),
+    "rows of 130": Shape(1, 2, 130, 8, 16),
+    "1x1": Shape(3, 5, 7, 40, 72, 1),
 }
 # The relative error of rounding once to the dtype. Float32 is multiplied in TF32, which drops the
 # last 13 bits of both operands: in the mean 2^-11 of each, so products are 2^-10 too small.
@@ -79,11 +89,11 @@ def make_weight(shape: Shape, dtype, device) -> Tensor:
 
 
 def tiles(x: Tensor, box: tuple[int, int, int]) -> Tensor:
-    """[N, H, W, C] as [N, K, pixels of a tile, C]."""
-    n, h, w, c = x.shape
+    """[N, H, W, C] as [N, K, pixels of a tile that are inside, C]."""
+    _, h, w, _ = x.shape
     _, th, tw = box
-    x = x.view(n, h // th, th, w // tw, tw, c).transpose(2, 3)
-    return x.reshape(n, -1, th * tw, c)
+    corners = [(i, j) for i in range(0, h, th) for j in range(0, w, tw)]
+    return torch.stack([x[:, i : i + th, j : j + tw].flatten(1, 2) for i, j in corners], dim=1)
 
 
 ALL_CONFIGS = (conv_fused._FWD_CONFIGS, conv_fused._DGRAD_CONFIGS, conv_tma_wgrad.WGRAD_CONFIGS)
@@ -126,9 +136,10 @@ def check_stats(y: Tensor, partials: Tensor):
     n, h, w, co = y.shape
     k = partials.shape[1]
     assert partials.shape == (n, k, 2, co) and h * w % k == 0
-    boxes = [box for m in (16, 64, 128, 256) if (box := image_box(m, n, h, w))]
+    boxes = [image_box(m, n, h, w) or covering_box(m, n, h, w, True) for m in (16, 64, 128, 256)]
+    boxes = [box for box in boxes if box]
     boxes += [box for m in (64, 128) if (box := row_box(m, 2, h, w))]
-    boxes = [box for box in boxes if h * w // (box[1] * box[2]) == k]
+    boxes = [box for box in boxes if boxes_of_image(box, h, w) == k]
     values = min(
         (tiles(y.double(), box) for box in boxes),
         key=lambda values: relative(partials[:, :, 0], values.sum(2)),
@@ -142,9 +153,9 @@ DTYPES = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytes
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SMALL | RAGGED)
 def test_forward(name, dtype, device):
-    check_forward(SMALL[name], dtype, device)
+    check_forward((SMALL | RAGGED)[name], dtype, device)
 
 
 @pytest.mark.parametrize("with_emb", [False, True], ids=["", "emb"])
@@ -209,6 +220,7 @@ def test_every_forward_config(config, device):
     check_forward(Shape(3, 8, 16, 72, 136), torch.float16, device, config)
     if config.rows == 1:
         check_forward(Shape(3, 8, 8, 40, 24), torch.float16, device, config)
+        check_forward(Shape(3, 7, 6, 40, 24), torch.float16, device, config)
     check_extra(Shape(3, 8, 16, 72, 24), 40, 72, torch.float16, device, config)
 
 
@@ -259,9 +271,9 @@ def check_grad(shape: Shape, c1, dtype, device, activation="silu", config=None, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SMALL | RAGGED)
 def test_input_grad(name, dtype, device):
-    check_grad(SMALL[name], None, dtype, device)
+    check_grad((SMALL | RAGGED)[name], None, dtype, device)
 
 
 @pytest.fixture
@@ -288,11 +300,21 @@ def test_input_grad_of_two_inputs(kernel, device):
     check_grad(Shape(2, 8, 8, 136, 16, kernel), 128, torch.float16, device)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("c1", [8, 48, 72, 128])
+def test_input_grad_of_two_inputs_in_one_tile_of_channels(c1, dtype, device):
+    check_grad(Shape(2, 3, 5, c1 + 48, 16), c1, dtype, device)
+
+
 @pytest.mark.parametrize("config", conv_fused._DGRAD_CONFIGS, ids=str)
 def test_every_input_grad_config(config, device):
     check_grad(Shape(3, 8, 16, 136, 72), None, torch.float16, device, config=config)
     if config.rows == 1:
         check_grad(Shape(3, 8, 8, 136, 40), 128, torch.float16, device, config=config)
+        check_grad(Shape(3, 8, 8, 136, 40), 72, torch.float16, device, config=config)
+    for ragged in (Shape(3, 7, 6, 72, 24), Shape(3, 4, 30, 72, 24)):
+        if conv_fused._serves(config, 2, 3, ragged[:3], even=True, grad=True):
+            check_grad(ragged, 48, torch.float16, device, config=config)
 
 
 def dropped(device) -> Mask:
@@ -305,6 +327,10 @@ def test_input_grad_behind_dropout(config, device):
     check_grad(
         Shape(3, 8, 16, 136, 24), None, torch.float16, device, config=config, mask=dropped(device)
     )
+
+
+def test_ragged_input_grad_behind_dropout(device):
+    check_grad(RAGGED["14x10"], None, torch.float16, device, mask=dropped(device))
 
 
 # --- the other gradients --------------------------------------------------------------------------
@@ -395,9 +421,8 @@ def check_all(shape: Shape, dtype, device, configs=(None, None, None)):
         *check_extra(shape, shape.co, 64, dtype, device, forward),
     ]
     results += check_grad(shape, None, dtype, device, config=grad, mask=dropped(device))
-    if c1 and (grad is None or c1 % grad.block_c == 0):
-        two = check_grad(shape, c1, dtype, device, config=grad)
-        results += two
+    for border in {c1, shape.ci // 16 * 8} - {0}:
+        results += check_grad(shape, border, dtype, device, config=grad)
     return [t for t in results if t is not None]
 
 
@@ -418,6 +443,11 @@ RACES = {
     "32x32": Shape(32, 32, 32, 128, 128),
     "16x16": Shape(32, 16, 16, 192, 192),
     "8x8": Shape(37, 8, 8, 256, 192),
+    "28x28": Shape(8, 28, 28, 64, 64),
+    "14x14": Shape(32, 14, 14, 192, 96),
+    "7x7": Shape(37, 7, 7, 96, 192),
+    "6x6": Shape(37, 6, 6, 256, 192),
+    "66x66": Shape(3, 66, 66, 64, 64),
 }
 
 
@@ -427,11 +457,11 @@ RACES = {
 @pytest.mark.parametrize("name", RACES)
 def test_every_config_repeatedly(name, dtype, index, device):
     """A race shows as a wrong result, or one that changes. The i-th of each list together."""
-    shape, wide = RACES[name], 128 // dtype.itemsize  # a row of a box is at most 128 bytes
+    shape = RACES[name]
     *lists, weight = ALL_CONFIGS
     lists = [
-        [c for c in configs if c.block_k <= wide and conv_fused._box(c, *shape[:3], exact=True)]
-        for configs in lists
+        [c for c in configs if conv_fused._serves(c, dtype.itemsize, 3, shape[:3], True, i == 1)]
+        for i, configs in enumerate(lists)
     ]
     lists.append(weight if dtype.itemsize == 2 else [None])
     configs = [configs[index % len(configs)] for configs in lists]
@@ -450,10 +480,11 @@ def test_every_config_repeatedly(name, dtype, index, device):
         (True, (2, 64, 64, 64), (64, 64, 3, 3), None),
         (True, (2, 8, 8, 512), (256, 512, 3, 3), 256),
         (True, (2, 28, 28, 32), (64, 32, 3, 3), None),
-        (False, (2, 7, 7, 64), (64, 64, 3, 3), None),
+        (True, (2, 7, 7, 64), (64, 64, 3, 3), None),
         (False, (2, 8, 8, 3), (64, 3, 3, 3), None),
         (False, (2, 8, 8, 64), (3, 64, 3, 3), None),
-        (False, (2, 8, 8, 96), (64, 96, 3, 3), 32),
+        (True, (2, 8, 8, 96), (64, 96, 3, 3), 32),
+        (False, (2, 8, 8, 96), (64, 96, 3, 3), 36),
         (False, (2, 8, 8, 64), (64, 64, 4, 4), None),
     ],
 )

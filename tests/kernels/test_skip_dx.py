@@ -31,6 +31,11 @@ SMALL = {
     "images of 16 pixels": Case(5, 4, 4, 16, 64, 64),
     "rows of 12": Case(3, 12, 12, 8, 16),
     "empty batch": Case(0, 8, 8, 8, 16),
+    "7x7": Case(3, 7, 7, 24, 40, add1=True),
+    "14x10, upsampled": Case(2, 14, 10, 16, 64, 24, upsample1=True),
+    "2x2, upsampled": Case(5, 2, 2, 72, 24, upsample1=True, add1=True),
+    "halves of 24 and 40": Case(2, 6, 6, 16, 24, 40, add1=True),
+    "halves of 72 and 56, one upsampled": Case(2, 4, 6, 40, 72, 56, upsample1=True),
 }
 MODEL = {
     "64x64": Case(32, 64, 64, 64, 64, 64),
@@ -39,6 +44,11 @@ MODEL = {
     "16x16 upsampled": Case(32, 16, 16, 192, 256, 192, upsample1=True),
     "8x8": Case(33, 8, 8, 256, 256, 192),
     "encoder": Case(32, 32, 32, 128, 64, add1=True),
+    "28x28 upsampled": Case(32, 28, 28, 64, 128, 64, upsample1=True),
+    "14x14 of 96 and 96": Case(33, 14, 14, 96, 96, 96),
+    "14x14 of 96 and 160, upsampled": Case(32, 14, 14, 96, 96, 160, upsample1=True),
+    "7x7": Case(37, 7, 7, 192, 192, 128),
+    "6x6": Case(37, 6, 6, 256, 192, add1=True),
 }
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-9, torch.float32: 1.5 * 2**-10}
 DTYPES = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -97,12 +107,6 @@ def _check(case: Case, dtype, device, config=None, sums: bool | RowSums = True):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SMALL)
 def test_small(name, dtype, device):
-    assert skip_dx.skip_dx_supported(
-        (*SMALL[name][:3], SMALL[name].co),
-        dtype,
-        tuple(c for c in SMALL[name][4:6] if c),
-        SMALL[name].upsample1,
-    )
     _check(SMALL[name], dtype, device)
 
 
@@ -114,15 +118,6 @@ def test_rows_in_a_place_of_row_sums(device):
     total = rows.sum(0)
     sums.flush()
     torch.testing.assert_close(sums.grad, total)
-
-
-@pytest.mark.parametrize(
-    ("shape", "channels", "upsample1"),
-    [((2, 8, 8, 64), (32, 64), False), ((2, 7, 7, 64), (64,), False), ((2, 4, 4, 8), (64,), True)],
-    ids=["channels straddle", "odd image", "4 pixels to upsample"],
-)
-def test_unsupported(shape, channels, upsample1):
-    assert not skip_dx.skip_dx_supported(shape, torch.bfloat16, channels, upsample1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -164,9 +159,6 @@ def test_coefficients_made_in_the_kernel(name, dtype, device):
 @pytest.mark.parametrize("name", MODEL)
 def test_every_config_at_model_shapes(name, config, device):
     case = MODEL[name]
-    border = case.c1 if case.c2 else None
-    if not skip_dx._serves(config, *case[:4], 2, border, case.upsample1):
-        pytest.skip("a tile that is not for this shape")
     first = _check(case, torch.bfloat16, device, config)
     for _ in range(3):
         again = _check(case, torch.bfloat16, device, config)

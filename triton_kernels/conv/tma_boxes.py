@@ -13,6 +13,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device import describe
 
+_MOST_IMAGES = 16  # of a `covering_box`, each with sums of its own
+_WHOLE_ROW = 128  # pixels of a row that some tile of every list takes whole
+
 
 @lru_cache
 def pixel_box(block_m: int, n: int, p: int, q: int) -> tuple[int, int, int]:
@@ -35,6 +38,48 @@ def image_box(block_m: int, n: int, p: int, q: int) -> tuple[int, int, int] | No
         if 16 <= h * w <= block_m and p % h == 0 and q % w == 0
     ]
     return min(boxes, key=lambda b: (count_boxes(b, n, p, q), -b[2], -b[1]), default=None)
+
+
+@lru_cache
+def covering_box(
+    block_m: int,
+    n: int,
+    p: int,
+    q: int,
+    even: bool,  # every box has equally many pixels of each of its images
+) -> tuple[int, int, int] | None:
+    """Such a box of any image, which may reach over the edges, for kernels that sum over its pixels
+    of each image. An even box has sides that divide those of an image or reach over all of them;
+    None if there is none but those of a larger `block_m` are.
+
+    What lies outside an image is multiplied for nothing, and an image of a box costs its sums: as
+    much as 8 pixels, which is a guess.
+    """
+    sizes = [2**i for i in range(block_m.bit_length())]
+    # in rows that no tile takes whole, a small tile may have as many images as pixels
+    most = block_m if q > _WHOLE_ROW and block_m <= 64 else _MOST_IMAGES
+    boxes = [
+        (block_m // (h * w), h, w)
+        for w in sizes
+        for h in sizes
+        if h * w <= block_m <= most * h * w
+        and (not even or ((p % h == 0 or h >= p) and (q % w == 0 or w >= q)))
+    ]
+
+    def cost(b: tuple[int, int, int]) -> tuple[int, int, int]:
+        return count_boxes(b, n, p, q) * (block_m + 8 * b[0]), -b[2], -b[1]
+
+    return min(boxes, key=cost, default=None)
+
+
+def is_ragged(box: tuple[int, int, int], p: int, q: int) -> bool:
+    """Whether boxes reach over the edges of images of these rows and columns."""
+    return p % box[1] > 0 or q % box[2] > 0
+
+
+def boxes_of_image(box: tuple[int, int, int], p: int, q: int) -> int:
+    """How many boxes cover an image."""
+    return count_boxes((1, *box[1:]), 1, p, q)
 
 
 def row_box(block_m: int, rows: int, p: int, q: int) -> tuple[int, int, int] | None:

@@ -11,7 +11,10 @@ norm's own backward pass needs:
 
 All tensors are NHWC. Sums are taken per (image, channel) over a tile of pixels; K tiles make an
 image, and their sums go to `partials` [N, K, 2, C] by plain stores: no atomics, so equal bits at
-every run. The GEMM is that of `conv.tma`: stride 1, channels in multiples of 16 bytes, a TMA unit.
+every run. All tiles have equally many pixels of their images: they divide an image, or where none
+does they reach over its edges (`covering_box`). A tile of channels may straddle the two halves of a
+concatenation, if none divides them. The GEMM is that of `conv.tma`: stride 1, channels in multiples
+of 16 bytes, a TMA unit.
 """
 
 from collections.abc import Sequence
@@ -33,7 +36,17 @@ from ..conv.gluon import rows as gluon_rows
 from ..conv.gluon import tiles as gluon_tiles
 from ..conv.gluon.operands import Operands
 from ..conv.tma import Config, launch_fwd, worth_turning
-from ..conv.tma_boxes import count_boxes, image_box, in_boxes, pixel_box, row_box, weight_in_boxes
+from ..conv.tma_boxes import (
+    boxes_of_image,
+    count_boxes,
+    covering_box,
+    image_box,
+    in_boxes,
+    is_ragged,
+    pixel_box,
+    row_box,
+    weight_in_boxes,
+)
 from ..conv.tma_wgrad import WgradConfig
 from ..conv.turn import turn_filters
 from ..dependent_launch import overlapping
@@ -128,7 +141,7 @@ def conv_forward(
         )
         if _gluon_path(config) and config not in gluon:
             config = _pick(_FWD_CONFIGS, x, y, (r, s), stats)
-    box = _box(config, n, h, w, exact=stats)
+    box = _box(config, n, h, w, even=stats)
     partials = _partials(box, y) if stats else None
     if n == 0:
         return y, partials
@@ -173,6 +186,7 @@ def conv_forward(
         TILE_W=box[2],
         BLOCK_C=config.block_c,
         BLOCK_K=config.block_k,
+        RAGGED=stats and is_ragged(box, h, w),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **overlapping(x.device),
@@ -205,22 +219,20 @@ def conv_input_grad(
     assert table.shape == (n, 4, ci) and table.is_contiguous()
     dz = _empty((n, h, w, ci), dtype=dy.dtype, device=dy.device)
     c1 = inputs[0].shape[3]
-    border = c1 if len(inputs) == 2 else None
     if config is None:
         rest = {"inputs": inputs, "table": table, "activation": activation, "mask": mask}
         gluon = _gluon(dy, dz, weight, inputs=inputs) if mask is None else []
         config = choose(
             "conv_input_grad",
             (n, h, w, co, ci, c1, r, s, dy.dtype, activation),
-            lambda: _valid(_DGRAD_CONFIGS, dy, dz, r, True, border) + gluon,
-            lambda: _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, border),
+            lambda: _valid(_DGRAD_CONFIGS, dy, dz, r, True, inputs) + gluon,
+            lambda: _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, inputs),
             lambda c: conv_input_grad(dy, weight, **rest, config=c)[0],
             same,
         )
         if _gluon_path(config) and config not in gluon:
-            config = _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, border)
-    assert len(inputs) == 1 or c1 % config.block_c == 0, "a tile of channels straddles the inputs"
-    box = _box(config, n, h, w, exact=True)
+            config = _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, inputs)
+    box = _box(config, n, h, w, even=True)
     piece = _piece(config, box)
     partials = _partials(piece, dz)
     if n == 0:
@@ -264,6 +276,8 @@ def conv_input_grad(
         PIECE_W=piece[2],
         BLOCK_C=config.block_c,
         BLOCK_K=config.block_k,
+        RAGGED=is_ragged(box, h, w),
+        STRADDLING=len(inputs) == 2 and c1 % config.block_c > 0,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **overlapping(dy.device),
@@ -348,17 +362,14 @@ def conv_fused_supported(
 ) -> bool:
     """Whether every function of this file can do this convolution, of stride 1 and padding R // 2
     on the current device. In float32 they multiply in TF32."""
-    n, h, w, ci = x_shape
+    ci = x_shape[3]
     co, _, r, s = weight_shape
     row = 16 // dtype.itemsize
-    pixels, size = (n, h, w), dtype.itemsize
     return (
         describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")).tma
         and r % 2 == s % 2 == 1
         and ci % row == co % row == 0
         and (c1 is None or c1 % row == 0)
-        and any(_serves(c, size, r, None, pixels, True) for c in _FWD_CONFIGS)
-        and any(_serves(c, size, r, c1, pixels, True) for c in _DGRAD_CONFIGS)
     )
 
 
@@ -384,21 +395,24 @@ def _serves(
     config: Config,
     itemsize: int,
     r: int,
-    border: int | None,  # channels after which another input begins
     pixels: tuple[int, int, int],
-    exact: bool,
+    even: bool,
+    grad: bool,  # an input gradient
 ) -> bool:
-    straddles = border is not None and border % config.block_c > 0
     wide = config.block_k * itemsize <= 128  # a row of a box
     rows = config.rows == 1 or r == 3
-    return wide and rows and not straddles and _box(config, *pixels, exact) is not None
+    box = _box(config, *pixels, even) if wide and rows else None
+    return box is not None and not (grad and _splits_unevenly(config, box, *pixels[1:]))
 
 
-def _box(config: Config, n: int, h: int, w: int, exact: bool) -> tuple[int, int, int] | None:
-    """A tile [images, rows, columns]; `exact` ones divide the images."""
+def _box(config: Config, n: int, h: int, w: int, even: bool) -> tuple[int, int, int] | None:
+    """A tile [images, rows, columns]; `even` ones have equally many pixels of their images, which
+    they divide if any can."""
     if config.rows > 1:
         return row_box(config.block_m, config.rows, h, w)
-    return (image_box if exact else pixel_box)(config.block_m, n, h, w)
+    if not even:
+        return pixel_box(config.block_m, n, h, w)
+    return image_box(config.block_m, n, h, w) or covering_box(config.block_m, n, h, w, even=True)
 
 
 def _piece(config: Config, box: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -408,6 +422,12 @@ def _piece(config: Config, box: tuple[int, int, int]) -> tuple[int, int, int]:
         return box
     n, h, w = box
     return (n // 2, h, w) if n > 1 else (1, h // 2, w) if h > 1 else (1, 1, w // 2)
+
+
+def _splits_unevenly(config: Config, box: tuple[int, int, int], h: int, w: int) -> bool:
+    """Whether the pieces of a tile have more or fewer pixels of an image than one another."""
+    _, rows, columns = _piece(config, box)
+    return (rows < box[1] and h % box[1] > 0) or (columns < box[2] and w % box[2] > 0)
 
 
 def _programs(config: Config, box: tuple[int, int, int], y: Tensor) -> int:
@@ -435,19 +455,23 @@ def _valid(
     x: Tensor,  # what is convolved: x, or dy
     y: Tensor,  # the result
     r: int,
-    exact: bool,  # tiles have to divide the images
-    border: int | None = None,  # channels of y after which another input begins
+    even: bool,  # tiles have equally many pixels of their images
+    inputs: Sequence[Tensor] = (),  # of an input gradient
 ) -> list[Config]:
     """The tiles that can do it, less those that another serves better anyway."""
     n, h, w, k = x.shape
     block_k = 64 if x.itemsize == 2 and k > 32 else 32
-    return [
+    valid = [
         c
         for c in configs
         if (c.block_k == block_k or c.rows > 1)
-        and _serves(c, x.itemsize, r, border, (n, h, w), exact)
+        and _serves(c, x.itemsize, r, (n, h, w), even, len(inputs) > 0)
         and _resident(c, x) > 0
     ]
+    if len(inputs) < 2:
+        return valid
+    within = [c for c in valid if inputs[0].shape[3] % c.block_c == 0]  # one input a tile
+    return within or valid
 
 
 def _pick(
@@ -455,8 +479,8 @@ def _pick(
     x: Tensor,
     y: Tensor,
     filter_size: tuple[int, int],  # R, S
-    exact: bool,
-    border: int | None = None,
+    even: bool,
+    inputs: Sequence[Tensor] = (),
 ) -> Config:
     """The tile with the shortest time by a crude model in clocks: a multiprocessor's programs
     multiply (2048 multiply-adds a clock) or fetch (32 bytes a clock, where filters, which all
@@ -467,7 +491,7 @@ def _pick(
     r, s = filter_size
 
     def time(c: Config) -> float:
-        programs = _programs(c, _box(c, n, h, w, exact), y)
+        programs = _programs(c, _box(c, n, h, w, even), y)
         rounds = max(1, triton.cdiv(programs, describe(x.device).num_sms))
         products = c.block_c * c.block_m * c.block_k
         of_x, of_w = _fetched(c, x.itemsize)
@@ -476,13 +500,13 @@ def _pick(
         alone = 1500 + c.block_c * c.block_m / c.num_warps
         return rounds * (steps * step + alone / min(_resident(c, x), rounds))
 
-    valid = _valid(configs, x, y, r, exact, border)
+    valid = _valid(configs, x, y, r, even, inputs)
     return min((c for c in valid if c.rows == 1), key=time)
 
 
 def _partials(box: tuple[int, int, int], y: Tensor) -> Tensor:
     n, h, w, c = y.shape
-    k = h // box[1] * (w // box[2])
+    k = boxes_of_image(box, h, w)
     return _empty((n, k, 2, c), dtype=torch.float32, device=y.device)
 
 

@@ -12,6 +12,7 @@ from ..activations import activate_affine_grad
 from ..conv.tma import multiply, multiply_rows, tile_origin
 from ..dependent_launch import await_inputs
 from ..dropout import kept
+from .tile_edges import count_tiles, tile_number, zero_outside
 
 
 @triton.jit
@@ -31,14 +32,15 @@ def _store_partials(
     TILE_H: tl.constexpr,
     TILE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
     """Both sums of this tile, as entry k of each of its images."""
-    tiles_w = Q // TILE_W
-    k = h0 // TILE_H * tiles_w + w0 // TILE_W
+    k = tile_number(h0, w0, Q, TILE_H, TILE_W, RAGGED)
+    tiles = count_tiles(P, TILE_H, RAGGED) * count_tiles(Q, TILE_W, RAGGED)
     offs_c = c0 + tl.arange(0, BLOCK_C)
     offs_n = n0 + tl.arange(0, TILE_N)
     mask = (offs_c < C)[:, None] & (offs_n < N)[None, :]
-    row = (offs_n.to(tl.int64) * (P // TILE_H * tiles_w) + k) * 2
+    row = (offs_n.to(tl.int64) * tiles + k) * 2
     ptrs = partial_ptr + row[None, :] * C + offs_c[:, None]
     tl.store(ptrs, first, mask=mask)
     tl.store(ptrs + C, second, mask=mask)
@@ -102,6 +104,7 @@ def _finish_forward(
     TILE_H: tl.constexpr,
     TILE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
     """The epilogue of one tile."""
     PIXELS: tl.constexpr = TILE_H * TILE_W
@@ -120,12 +123,19 @@ def _finish_forward(
     if partial_ptr is not None:
         # about the mean of the tile, since a difference of large sums would cancel
         v = y.to(tl.float32).reshape(BLOCK_C, TILE_N, PIXELS)
-        total = tl.sum(v, axis=2)
-        v -= (total / PIXELS)[:, :, None]
+        if RAGGED:
+            v = zero_outside(v, h0, w0, P, Q, TILE_H, TILE_W)
+            total = tl.sum(v, axis=2)
+            pixels = tl.minimum(P, TILE_H) * tl.minimum(Q, TILE_W)  # inside of any tile
+            v = zero_outside(v - (total / pixels)[:, :, None], h0, w0, P, Q, TILE_H, TILE_W)
+        else:
+            total = tl.sum(v, axis=2)
+            v -= (total / PIXELS)[:, :, None]
         m2 = tl.sum(v * v, axis=2)
         _store_partials(
-            partial_ptr, total, m2, n0, h0, w0, c0, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C
-        )
+            partial_ptr, total, m2, n0, h0, w0, c0, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C,
+            RAGGED,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["N", "P", "Q"])
@@ -159,6 +169,7 @@ def conv_forward_kernel(
     TILE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    RAGGED: tl.constexpr,  # with sums: tiles as an even `conv.tma_boxes.covering_box`
 ):
     await_inputs()
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
@@ -205,7 +216,7 @@ def conv_forward_kernel(
         acc = acc0 if row == 0 else acc1 if row == 1 else acc2 if row == 2 else acc3
         _finish_forward(
             acc, bias, extra_bias, emb, residual_desc, y_desc, partial_ptr,
-            n0, h0 + row, w0, c0, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C,
+            n0, h0 + row, w0, c0, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
         )  # fmt: skip
 
 
@@ -257,12 +268,16 @@ def _finish_input_grad(
     TILE_H: tl.constexpr,
     TILE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    RAGGED: tl.constexpr,
+    STRADDLING: tl.constexpr,
 ):
     """The epilogue of one tile."""
     PIXELS: tl.constexpr = TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
     if x2_desc is None:
         x = x1_desc.load([n0, h0, w0, c0])
+    elif STRADDLING:  # either is zero where the other is not
+        x = x1_desc.load([n0, h0, w0, c0]) + x2_desc.load([n0, h0, w0, c0 - C1])
     elif c0 < C1:
         x = x1_desc.load([n0, h0, w0, c0])
     else:
@@ -278,9 +293,11 @@ def _finish_input_grad(
         acc = tl.where(tl.trans(keep), acc * (1.0 / (1.0 - drop)), 0.0)
     slope = activate_affine_grad(xhat, g[:, :, None], b[:, :, None], ACT)
     dz = acc.reshape(BLOCK_C, TILE_N, PIXELS) * slope
+    if RAGGED:
+        dz = zero_outside(dz, h0, w0, P, Q, TILE_H, TILE_W)
     _store_partials(
         partial_ptr, tl.sum(dz, axis=2), tl.sum(dz * xhat, axis=2),
-        n0, h0, w0, c0, N, P, Q, CI, TILE_N, TILE_H, TILE_W, BLOCK_C,
+        n0, h0, w0, c0, N, P, Q, CI, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
     )  # fmt: skip
     dz = dz.reshape(BLOCK_C, BLOCK_M).to(dz_desc.dtype)
     dz_desc.store([n0, h0, w0, c0], tl.trans(dz).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
@@ -319,6 +336,8 @@ def conv_input_grad_kernel(
     PIECE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    RAGGED: tl.constexpr,  # tiles as an even `conv.tma_boxes.covering_box`
+    STRADDLING: tl.constexpr,  # some channels of a tile may be x1's and some x2's
 ):
     await_inputs()
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
@@ -352,5 +371,5 @@ def conv_input_grad_kernel(
         _finish_input_grad(
             acc, mean, rstd, g, b, x1_desc, x2_desc, dz_desc, partial_ptr,
             n, h, w, c0, N, P, Q, CI, C1, rng_ptr, first, stream, drop,
-            ACT, PIECE_N, PIECE_H, PIECE_W, BLOCK_C,
+            ACT, PIECE_N, PIECE_H, PIECE_W, BLOCK_C, RAGGED, STRADDLING,
         )  # fmt: skip

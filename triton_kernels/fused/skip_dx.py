@@ -19,12 +19,21 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..conv.tma import Config, tile_origin
-from ..conv.tma_boxes import count_boxes, image_box, in_boxes, tile_sizes
+from ..conv.tma_boxes import (
+    boxes_of_image,
+    count_boxes,
+    covering_box,
+    image_box,
+    in_boxes,
+    is_ragged,
+    tile_sizes,
+)
 from ..dependent_launch import await_inputs, overlapping
 from ..row_sums import RowSums
 from ..tuning import choose
 from .norm_fold_kernels import folded_coefficients
 from .norm_tables import check_partials_of, covering_groups, tiles_at_a_time
+from .tile_edges import count_tiles, tile_number, zero_outside
 
 _CONFIGS = [
     Config(64, 64, 64, 4, 2),
@@ -66,6 +75,8 @@ def _finish(
     TILE_H: tl.constexpr,
     TILE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    RAGGED: tl.constexpr,
+    STRADDLING: tl.constexpr,
 ):
     PIXELS: tl.constexpr = TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
@@ -90,10 +101,17 @@ def _finish(
     x = tl.trans(x).to(tl.float32).reshape(BLOCK_C, TILE_N, PIXELS // FACTOR // FACTOR)
     dx += q[:, :, None] * x + r[:, :, None]
     if sums_ptr is not None:
-        tiles_w = Q // TILE_W
-        k = h0 // TILE_H * tiles_w + w0 // TILE_W
-        row = offs_n.to(tl.int64) * (P // TILE_H * tiles_w) + k
-        tl.store(sums_ptr + row[None, :] * CH + offs_c[:, None], tl.sum(dx, axis=2), mask=mask)
+        k = tile_number(h0, w0, Q, TILE_H, TILE_W, RAGGED)
+        tiles = count_tiles(P, TILE_H, RAGGED) * count_tiles(Q, TILE_W, RAGGED)
+        row = offs_n.to(tl.int64) * tiles + k
+        inside = dx
+        if RAGGED:
+            inside = zero_outside(
+                dx, at[1], at[2], P // FACTOR, Q // FACTOR, TILE_H // FACTOR, TILE_W // FACTOR
+            )
+        if STRADDLING:
+            mask = mask & (offs_c < CH)[:, None]
+        tl.store(sums_ptr + row[None, :] * CH + offs_c[:, None], tl.sum(inside, axis=2), mask=mask)
     dx = tl.trans(dx.reshape(BLOCK_C, BLOCK_M // FACTOR // FACTOR).to(dx_desc.dtype))
     dx_desc.store(at, dx.reshape(TILE_N, TILE_H // FACTOR, TILE_W // FACTOR, BLOCK_C))
 
@@ -131,6 +149,8 @@ def _skip_dx_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_KZ: tl.constexpr,
+    RAGGED: tl.constexpr,  # tiles reach over the edges of images
+    STRADDLING: tl.constexpr,  # some channels of a tile may be x1's and some x2's
 ):
     await_inputs()
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
@@ -160,12 +180,18 @@ def _skip_dx_kernel(
     if c0 < C1:
         _finish(
             acc, x1_desc, add1_desc, dz_desc, p, q, r, dx1_desc, sums_ptr, n0, h0, w0, c0, 0,
-            N, P, Q, C, C1, UPSAMPLE, TILE_N, TILE_H, TILE_W, BLOCK_C,
+            N, P, Q, C, C1, UPSAMPLE, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, STRADDLING,
         )  # fmt: skip
+        if STRADDLING:
+            if c0 + BLOCK_C > C1:  # what is not of a half is outside of its tensors
+                _finish(
+                    acc, x2_desc, None, dz_desc, p, q, r, dx2_desc, None, n0, h0, w0, c0, C1,
+                    N, P, Q, C, C - C1, False, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, STRADDLING,
+                )  # fmt: skip
     elif x2_desc is not None:
         _finish(
             acc, x2_desc, None, dz_desc, p, q, r, dx2_desc, None, n0, h0, w0, c0, C1,
-            N, P, Q, C, C - C1, False, TILE_N, TILE_H, TILE_W, BLOCK_C,
+            N, P, Q, C, C - C1, False, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, STRADDLING,
         )  # fmt: skip
 
 
@@ -207,12 +233,11 @@ def skip_dx(
         assert x is None or (x.is_contiguous() and x.dtype == dy.dtype)
     dx1 = _empty(x1.shape, dtype=x1.dtype, device=x1.device)
     dx2 = None if x2 is None else _empty(x2.shape, dtype=x2.dtype, device=x2.device)
-    channels = (c1,) if x2 is None else (c1, c - c1)
-    assert skip_dx_supported(dy.shape, dy.dtype, channels, upsample1)
+    row = 16 // dy.itemsize
+    assert c1 % row == c % row == co % row == 0, "channels in multiples of 16 bytes"
     if config is None:
         config = choose_config(dy, weight, dz, x1, x2, add1, upsample1)
     box = _box(config, n, h, w, upsample1)
-    assert box is not None and (x2 is None or c1 % config.block_c == 0)
     norm = [None] * 3
     fold = dict.fromkeys(("KZ", "CG", "BLOCK_G", "BLOCK_J", "BLOCK_KZ"), 1)
     if isinstance(coeff, NormSums):
@@ -229,7 +254,7 @@ def skip_dx(
     else:
         assert coeff.shape == (n, 3, c) and coeff.is_contiguous()
     rows = None
-    count = n * (h // box[1]) * (w // box[2])
+    count = n * boxes_of_image(box, h, w)
     if isinstance(sums, RowSums):
         rows = sums.rows(count, c1)
     elif sums:
@@ -261,6 +286,8 @@ def skip_dx(
         c1,
         PRECISION="tf32",
         UPSAMPLE=upsample1,
+        RAGGED=is_ragged(box, h, w),
+        STRADDLING=x2 is not None and c1 % config.block_c > 0,
         **tile_sizes(box, config),
         **fold,
         **overlapping(dy.device),
@@ -301,44 +328,20 @@ def tiles_of_one_image(config: Config, dy: Tensor, upsample1: bool) -> bool:
     return _box(config, *dy.shape[:3], upsample1)[0] == 1
 
 
-def skip_dx_supported(
-    dy_shape: tuple[int, ...],  # N, H, W, CO
-    dtype: torch.dtype,
-    channels: tuple[int, ...],  # of x1, or of x1 and x2
-    upsample1: bool,
-) -> bool:
-    """Whether `skip_dx` can do this, on a GPU with a TMA unit."""
-    n, h, w, co = dy_shape
-    row = 16 // dtype.itemsize
-    border = channels[0] if len(channels) == 2 else None
-    fits = any(_serves(c, n, h, w, co, dtype.itemsize, border, upsample1) for c in _CONFIGS)
-    return fits and co % row == 0 and all(c % row == 0 for c in channels)
-
-
 def _valid(dy: Tensor, border: int | None, upsample1: bool) -> list[Config]:
+    """The tiles that can do it, less those that another serves better anyway."""
     n, h, w, co = dy.shape
-    return [c for c in _CONFIGS if _serves(c, n, h, w, co, dy.itemsize, border, upsample1)]
+    block_k = 64 if dy.itemsize == 2 and co > 32 else 32
+    valid = [c for c in _CONFIGS if c.block_k == block_k]
+    exact = [c for c in valid if not is_ragged(_box(c, n, h, w, upsample1), h, w)]
+    within = [c for c in exact or valid if border is None or border % c.block_c == 0]
+    return within or exact or valid
 
 
-def _serves(
-    config: Config,
-    n: int,
-    h: int,
-    w: int,
-    co: int,
-    itemsize: int,
-    border: int | None,
-    upsample1: bool,
-) -> bool:
-    block_k = 64 if itemsize == 2 and co > 32 else 32
-    straddles = border is not None and border % config.block_c > 0
-    fits = _box(config, n, h, w, upsample1) is not None
-    return config.block_k == block_k and not straddles and fits
-
-
-def _box(config: Config, n: int, h: int, w: int, upsample1: bool) -> tuple[int, int, int] | None:
-    """A tile [images, rows, columns] that divides the images; of an upsampled one, by 2x2."""
-    if not upsample1:
-        return image_box(config.block_m, n, h, w)
-    source = image_box(config.block_m // 4, n, h // 2, w // 2)
-    return source and (source[0], 2 * source[1], 2 * source[2])
+def _box(config: Config, n: int, h: int, w: int, upsample1: bool) -> tuple[int, int, int]:
+    """A tile [images, rows, columns] that divides the images, if any can; of an upsampled one, by
+    2x2."""
+    factor = 2 if upsample1 else 1
+    pixels = config.block_m // factor**2, n, h // factor, w // factor
+    box = image_box(*pixels) or covering_box(*pixels, even=False)
+    return box[0], factor * box[1], factor * box[2]
