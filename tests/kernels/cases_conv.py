@@ -297,6 +297,48 @@ _FUSED_DROPOUT = {
     "constexprs": {k: v for k, v in _FUSED_DGRAD["constexprs"].items() if k != "rng_ptr"},
 }
 
+# 14x14 pixels, and halves of a concatenation that no tile of channels divides
+_RAGGED_FWD = {
+    **_FUSED_FWD,
+    "name": "forward 64x128, tiles over the edges of images",
+    "signature": {
+        **_FUSED_FWD["signature"],
+        "w_desc": "tensordesc<bf16[1,64,64]>",
+        **dict.fromkeys(("x_desc", "residual_desc", "y_desc"), "tensordesc<bf16[4,2,16,64]>"),
+        **dict.fromkeys(("extra1_desc", "extra2_desc"), "tensordesc<bf16[4,2,16,64]>"),
+        **dict.fromkeys(("extra1_w_desc", "extra2_w_desc"), "tensordesc<bf16[64,64]>"),
+    },
+    "constexprs": _FUSED_FWD["constexprs"]
+    | {"TILE_N": 4, "TILE_H": 2, "TILE_W": 16, "BLOCK_C": 64, "RAGGED": True},
+    "expect": {"wgmma": True, "tma": True, "arches": (90,)},
+}
+_RAGGED_DGRAD = {
+    **_FUSED_DGRAD,
+    "name": "input gradient 64x128 of two inputs in a tile, over the edges of images",
+    "signature": {
+        **_FUSED_DGRAD["signature"],
+        **dict.fromkeys(("dy_desc", "x1_desc", "x2_desc"), "tensordesc<bf16[4,2,16,64]>"),
+        "dz_desc": "tensordesc<bf16[4,2,16,64]>",
+    },
+    "constexprs": _FUSED_DGRAD["constexprs"]
+    | {"TILE_N": 4, "TILE_H": 2, "TILE_W": 16, "PIECE_N": 4, "PIECE_H": 2, "PIECE_W": 16}
+    | {"RAGGED": True, "STRADDLING": True},
+    "expect": {"wgmma": True, "tma": True, "arches": (90,)},
+}
+_RAGGED_SKIP_DX = {
+    **_SKIP_DX,
+    "name": "dx of two inputs in a tile, one upsampled, over the edges of images",
+    "signature": {
+        **_SKIP_DX["signature"],
+        **dict.fromkeys(("dy_desc", "dz_desc", "x2_desc"), "tensordesc<bf16[1,4,16,64]>"),
+        "dx2_desc": "tensordesc<bf16[1,4,16,64]>",
+        **dict.fromkeys(("x1_desc", "dx1_desc"), "tensordesc<bf16[1,2,8,64]>"),
+    },
+    "constexprs": _SKIP_DX["constexprs"]
+    | {"TILE_H": 4, "TILE_W": 16, "RAGGED": True, "STRADDLING": True},
+    "expect": {"wgmma": True, "tma": True, "arches": (90,)},
+}
+
 _FUSED_ROWS = {
     **_FUSED_DGRAD,
     "name": "input gradient of two inputs, four rows",
@@ -471,6 +513,9 @@ COMPILE_CASES = [
     _FUSED_DGRAD,
     _FUSED_DROPOUT,
     _FUSED_ROWS,
+    _RAGGED_FWD,
+    _RAGGED_DGRAD,
+    _RAGGED_SKIP_DX,
     _SKIP_DX,
     _SKIP_DX_FOLDED,
 ]
