@@ -12,6 +12,7 @@ from diffusion.guidance import guide
 from diffusion.layers import set_backend
 from diffusion.planned.inference import InferenceUNet, sampling_network
 from diffusion.schedule import make_schedule
+from diffusion.unet import UNet
 from triton_kernels import reference
 from triton_kernels.device import Device
 from triton_kernels.fused import conv_early, conv_split
@@ -19,7 +20,7 @@ from triton_kernels.fused import ops as fused
 from triton_kernels.fused import reference as fused_reference
 
 from .test_fused_unet import MODELS, make
-from .test_fused_unet_kernels import unet64
+from .test_fused_unet_kernels import ODD, build, unet64
 
 CALLS = (
     "conv_few",
@@ -149,14 +150,26 @@ def triton_backend():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 2, 3, 16, 64])
-def test_as_good_as_the_layers_of_pytorch(batch):
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [
+        *(("64x64", batch) for batch in (1, 2, 3, 16, 64)),
+        *((name, batch) for name in ("28x28", "96 and 96 channels") for batch in (1, 40)),
+        *((name, 3) for name in ("48x48", "24 channels")),
+    ],
+)
+def test_as_good_as_the_layers_of_pytorch(name, batch):
     """In bf16, against float64: within twice the error of PyTorch's layers in bf16."""
-    exact = unet64(Backend("torch", reference, torch.float64)).double()
-    theirs = unet64(Backend("torch", reference, torch.bfloat16))
-    plan = sampling_network(unet64(triton_backend()))
+    options, size = {"64x64": ({}, (64, 64)), **ODD}[name]
+
+    def network(backend: Backend) -> UNet:
+        return build(backend, options, size, torch.device("cuda"))
+
+    exact = network(Backend("torch", reference, torch.float64)).double()
+    theirs = network(Backend("torch", reference, torch.bfloat16))
+    plan = sampling_network(network(triton_backend()))
     assert isinstance(plan, InferenceUNet)
-    x = torch.randn(batch, 64, 64, 3, device="cuda")
+    x = torch.randn(batch, *size, 3, device="cuda")
     t = torch.randint(0, 1000, (batch,), device="cuda")
     with torch.no_grad():
         expected = exact.forward_nhwc(x.double(), t)
