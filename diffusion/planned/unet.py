@@ -20,7 +20,7 @@ together they are three matrix products, see `EmbeddingLayers`.
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -85,43 +85,11 @@ def training_network(
 
 
 def missing_tile(model: UNet) -> str | None:
-    """Why the fused convolutions cannot do the shapes of this model on this GPU, or None."""
-    for size, weight, border in _convolutions(model):
-        shape = (1, *size, weight[1])
-        if not fused.conv_fused_supported(shape, weight, model.backend.dtype, border):
-            halves = "" if border is None else f" of {border} and {weight[1] - border}"
-            return (
-                f"this GPU has no tile for the convolution of {weight[1]} channels{halves} into"
-                f" {weight[0]} over {size[0]}x{size[1]} pixels"
-            )
-    return None
-
-
-def _convolutions(
-    model: UNet,
-) -> Iterator[tuple[tuple[int, int], tuple[int, ...], int | None]]:
-    """The plan's convolutions: (H, W), [CO, CI, R, S], and where one input of two ends."""
-    height, width = model.image_size
-    channels = model.input_blocks[0][0].weight.shape[0]
-    yield (height, width), (channels, _CHANNELS, 3, 3), None
-    for layer in model.layers():
-        resample = getattr(layer, "resample", None)
-        if isinstance(layer, Downsample) or resample == "down":
-            height, width = height // 2, width // 2
-        elif isinstance(layer, Upsample) or resample == "up":
-            height, width = height * 2, width * 2
-        size = (height, width)
-        if isinstance(layer, ResBlock):
-            first, second = layer.in_layers["2"].weight, layer.out_layers["3"].weight
-            yield size, tuple(first.shape), channels if first.shape[1] != channels else None
-            yield size, tuple(second.shape), None
-            channels = second.shape[0]
-        elif isinstance(layer, AttentionBlock):
-            yield size, (3 * channels, channels, 1, 1), None
-            yield size, (channels, channels, 1, 1), None
-        elif isinstance(layer, Upsample) and layer.conv is not None:
-            yield size, tuple(layer.conv.weight.shape), None
-    yield (height, width), (_CHANNELS, channels, 3, 3), None
+    """Why this GPU has no tiles for the convolutions of a model with a plan, or None."""
+    filters = (model.input_blocks[0][0].weight.shape[0], _CHANNELS, 3, 3)
+    if fused.conv_fused_supported(filters, model.backend.dtype):
+        return None
+    return "this GPU has no TMA unit, which fetches the tiles of its convolutions"
 
 
 class _Stages(NamedTuple):

@@ -355,15 +355,13 @@ def conv_weight_grad(
 
 
 def conv_fused_supported(
-    x_shape: Sequence[int],  # N, H, W, CI
     weight_shape: Sequence[int],  # CO, CI, R, S
     dtype: torch.dtype,
     c1: int | None = None,  # channels of the first of two inputs, if x is a concatenation
 ) -> bool:
     """Whether every function of this file can do this convolution, of stride 1 and padding R // 2
-    on the current device. In float32 they multiply in TF32."""
-    ci = x_shape[3]
-    co, _, r, s = weight_shape
+    on the current device, with images of any size. In float32 they multiply in TF32."""
+    co, ci, r, s = weight_shape
     row = 16 // dtype.itemsize
     return (
         describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")).tma
