@@ -272,7 +272,6 @@ _SKIP_DX = {
         "BLOCK_C": 64,
         "BLOCK_K": 64,
         "RAGGED": False,
-        "STRADDLING": False,
     },
     "options": {"num_warps": 4, "num_stages": 2},
     "multiples": ("C", "CO", "C1"),
@@ -327,15 +326,14 @@ _RAGGED_DGRAD = {
 }
 _RAGGED_SKIP_DX = {
     **_SKIP_DX,
-    "name": "dx of two inputs in a tile, one upsampled, over the edges of images",
+    "name": "dx of two inputs, one upsampled, over the edges of images",
     "signature": {
         **_SKIP_DX["signature"],
         **dict.fromkeys(("dy_desc", "dz_desc", "x2_desc"), "tensordesc<bf16[1,4,16,64]>"),
         "dx2_desc": "tensordesc<bf16[1,4,16,64]>",
         **dict.fromkeys(("x1_desc", "dx1_desc"), "tensordesc<bf16[1,2,8,64]>"),
     },
-    "constexprs": _SKIP_DX["constexprs"]
-    | {"TILE_H": 4, "TILE_W": 16, "RAGGED": True, "STRADDLING": True},
+    "constexprs": _SKIP_DX["constexprs"] | {"TILE_H": 4, "TILE_W": 16, "RAGGED": True},
     "expect": {"wgmma": True, "tma": True, "arches": (90,)},
 }
 

@@ -451,7 +451,6 @@ RACES = {
 }
 # Where tiles reach over the edges of images, and some straddle the halves of a concatenation.
 RAGGED_RACES = {
-    "28x28": Shape(8, 28, 28, 64, 64),
     "14x14": Shape(32, 14, 14, 192, 192),
     "7x7": Shape(37, 7, 7, 272, 192),
 }

@@ -29,7 +29,7 @@ from .norm_tables import (
     norm_table,
     tiles_at_a_time,
 )
-from .skip_dx import NormSums, choose_config, skip_dx, tiles_of_one_image
+from .skip_dx import NormSums, choose_config, folds, skip_dx
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -195,7 +195,7 @@ def skip_backward(
     config = choose_config(dy, skip_weight, dz, x1, x2, add1, upsample1) if n else None
     if fold is None:
         fold = n > 0 and _folds("dx", partials.shape[1], dz.numel())
-    if fold and n > 0 and tiles_of_one_image(config, dy, upsample1):
+    if fold and n > 0 and folds(config, dy, x1, x2, upsample1):
         work = sums.rows(n, 2 * c)
         coeff = NormSums(partials, table, num_groups, work)
         for i, grad in enumerate((grad_weight_out, grad_bias_out)):

@@ -76,7 +76,6 @@ def _finish(
     TILE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     RAGGED: tl.constexpr,
-    STRADDLING: tl.constexpr,
 ):
     PIXELS: tl.constexpr = TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
@@ -109,8 +108,6 @@ def _finish(
             inside = zero_outside(
                 dx, at[1], at[2], P // FACTOR, Q // FACTOR, TILE_H // FACTOR, TILE_W // FACTOR
             )
-        if STRADDLING:
-            mask = mask & (offs_c < CH)[:, None]
         tl.store(sums_ptr + row[None, :] * CH + offs_c[:, None], tl.sum(inside, axis=2), mask=mask)
     dx = tl.trans(dx.reshape(BLOCK_C, BLOCK_M // FACTOR // FACTOR).to(dx_desc.dtype))
     dx_desc.store(at, dx.reshape(TILE_N, TILE_H // FACTOR, TILE_W // FACTOR, BLOCK_C))
@@ -150,7 +147,6 @@ def _skip_dx_kernel(
     BLOCK_J: tl.constexpr,
     BLOCK_KZ: tl.constexpr,
     RAGGED: tl.constexpr,  # tiles reach over the edges of images
-    STRADDLING: tl.constexpr,  # some channels of a tile may be x1's and some x2's
 ):
     await_inputs()
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
@@ -180,18 +176,12 @@ def _skip_dx_kernel(
     if c0 < C1:
         _finish(
             acc, x1_desc, add1_desc, dz_desc, p, q, r, dx1_desc, sums_ptr, n0, h0, w0, c0, 0,
-            N, P, Q, C, C1, UPSAMPLE, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, STRADDLING,
+            N, P, Q, C, C1, UPSAMPLE, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
         )  # fmt: skip
-        if STRADDLING:
-            if c0 + BLOCK_C > C1:  # what is not of a half is outside of its tensors
-                _finish(
-                    acc, x2_desc, None, dz_desc, p, q, r, dx2_desc, None, n0, h0, w0, c0, C1,
-                    N, P, Q, C, C - C1, False, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, STRADDLING,
-                )  # fmt: skip
     elif x2_desc is not None:
         _finish(
             acc, x2_desc, None, dz_desc, p, q, r, dx2_desc, None, n0, h0, w0, c0, C1,
-            N, P, Q, C, C - C1, False, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, STRADDLING,
+            N, P, Q, C, C - C1, False, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
         )  # fmt: skip
 
 
@@ -220,14 +210,42 @@ def skip_dx(
     """dx1 = p dz + q x1 + r + W^T dy + add1, and dx2 alike but for add1, rounded once.
 
     `upsample1`, `sums` and the third result are as those of `norm_passes.norm_dx`. NormSums are for
-    tiles of one image, see `tiles_of_one_image`.
+    tiles of one image and of one half, see `folds`. If no tile of channels divides the halves, each
+    is a launch of its own.
     """
+    assert dz.shape[3] == x1.shape[3] + (0 if x2 is None else x2.shape[3])
+    if config is None:
+        config = choose_config(dy, weight, dz, x1, x2, add1, upsample1)
+    if not _straddles(config, x1, x2):
+        return _launch(dy, weight, dz, 0, x1, x2, coeff, add1, sums, upsample1, config)
+    assert isinstance(coeff, Tensor), "coefficients are made in the kernel for both halves at once"
+    c1 = x1.shape[3]
+    first, second = (weight[:, :c1], dz, 0, x1, None), (weight[:, c1:], dz, c1, x2, None)
+    coeff1, coeff2 = (part.contiguous() for part in coeff.tensor_split([c1], dim=2))  # little
+    dx1, _, rows = _launch(dy, *first, coeff1, add1, sums, upsample1, config)
+    dx2, _, _ = _launch(dy, *second, coeff2, None, False, False, config)
+    return dx1, dx2, rows
+
+
+def _launch(
+    dy: Tensor,
+    weight: Tensor,  # these two as in `skip_dx`, of this launch's channels
+    dz: Tensor,  # of all channels,
+    begin: int,  # of which this launch's are those from here on
+    x1: Tensor,
+    x2: Tensor | None,
+    coeff: Tensor | NormSums,
+    add1: Tensor | None,
+    sums: bool | RowSums,
+    upsample1: bool,
+    config: Config,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     n, h, w, co = dy.shape
     c1 = x1.shape[3]
     c = c1 if x2 is None else c1 + x2.shape[3]
     factor = 2 if upsample1 else 1
     assert weight.shape == (co, c, 1, 1) and weight.stride(1) == 1 and weight.dtype == dy.dtype
-    assert dz.shape == (n, h, w, c)
+    assert dz.shape[:3] == (n, h, w) and begin + c <= dz.shape[3]
     assert x1.shape == (n, h // factor, w // factor, c1)
     for x in (dy, dz, x1, x2, add1):
         assert x is None or (x.is_contiguous() and x.dtype == dy.dtype)
@@ -235,8 +253,6 @@ def skip_dx(
     dx2 = None if x2 is None else _empty(x2.shape, dtype=x2.dtype, device=x2.device)
     row = 16 // dy.itemsize
     assert c1 % row == c % row == co % row == 0, "channels in multiples of 16 bytes"
-    if config is None:
-        config = choose_config(dy, weight, dz, x1, x2, add1, upsample1)
     box = _box(config, n, h, w, upsample1)
     norm = [None] * 3
     fold = dict.fromkeys(("KZ", "CG", "BLOCK_G", "BLOCK_J", "BLOCK_KZ"), 1)
@@ -264,12 +280,15 @@ def skip_dx(
     tile = [*box, config.block_c]
     tile1 = [box[0], box[1] // factor, box[2] // factor, config.block_c]
     filters = weight.view(co, c)
+    columns = TensorDescriptor(  # not dz.stride(), see `in_boxes`
+        dz[..., begin : begin + c], [n, h, w, c], [*_pitches(dz), 1], tile
+    )
     strides = [filters.stride(0), 1]
     programs = count_boxes(box, n, h, w) * triton.cdiv(c, config.block_c)
     _skip_dx_kernel[(programs,)](
         in_boxes(dy, [*box, config.block_k]),
         TensorDescriptor(filters, [co, c], strides, [config.block_k, config.block_c]),
-        in_boxes(dz, tile),
+        columns,
         in_boxes(x1, tile1),
         None if x2 is None else in_boxes(x2, tile),
         None if add1 is None else in_boxes(add1, tile),
@@ -287,7 +306,6 @@ def skip_dx(
         PRECISION="tf32",
         UPSAMPLE=upsample1,
         RAGGED=is_ragged(box, h, w),
-        STRADDLING=x2 is not None and c1 % config.block_c > 0,
         **tile_sizes(box, config),
         **fold,
         **overlapping(dy.device),
@@ -323,9 +341,21 @@ def choose_config(
     )
 
 
-def tiles_of_one_image(config: Config, dy: Tensor, upsample1: bool) -> bool:
-    """Whether no tile has pixels of several images."""
-    return _box(config, *dy.shape[:3], upsample1)[0] == 1
+def folds(config: Config, dy: Tensor, x1: Tensor, x2: Tensor | None, upsample1: bool) -> bool:
+    """Whether the kernel can make the coefficients: no tile has pixels of several images, or
+    channels of both halves."""
+    return _box(config, *dy.shape[:3], upsample1)[0] == 1 and not _straddles(config, x1, x2)
+
+
+def _straddles(config: Config, x1: Tensor, x2: Tensor | None) -> bool:
+    """Whether some tile has channels of both halves."""
+    return x2 is not None and x1.shape[3] % config.block_c > 0
+
+
+def _pitches(x: Tensor) -> list[int]:
+    """Elements from an image, a row and a pixel of contiguous x to the next."""
+    _, h, w, c = x.shape
+    return [h * w * c, w * c, c]
 
 
 def _valid(dy: Tensor, border: int | None, upsample1: bool) -> list[Config]:
