@@ -69,6 +69,18 @@ def _store_tile(
         tl.store(ptrs, value, mask=(offs_t < T)[:, None] & (offs_d < D)[None, :])
 
 
+@triton.jit
+def _add_product(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a b. A product of float32 is a chain of FMAs, each of which rounds: it ends with its
+    tile, since over a row of thousands of positions it would lose more than all else does."""
+    if PRECISION == "ieee" and b.dtype == tl.float32:
+        # with the last argument the compiler does not make the sum an operand of the product
+        product = tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=b.shape[0])
+        return acc + product
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
 # --- forward --------------------------------------------------------------------------------------
 
 
@@ -114,7 +126,7 @@ def attention_fwd_kernel(
         alpha = tl.exp2(m - m_new)
         l = l * alpha + tl.sum(p, 1)  # noqa: E741
         v = _load_tile(v_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        acc = _add_product(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
         m = m_new
 
     o_ptr += n.to(tl.int64) * T * channels + head * D
@@ -179,7 +191,7 @@ def attention_bwd_dq_kernel(
             p = tl.where((offs_n < T)[None, :], p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
         ds = (p * (dp - delta[:, None])).to(k.dtype)
-        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+        dq = _add_product(ds, k, dq, PRECISION)
     dq *= scale
     _store_tile(dqkv_ptr + q_offset, dq, offs_m, offs_d, 3 * channels, T, D, BLOCK_M, BLOCK_D)
     if rows_ptr is not None:  # beyond T dq is zero, since lse is infinite
@@ -248,10 +260,10 @@ def attention_bwd_dkdv_kernel(
         p = tl.exp2(s * scale_log2 - lse[None, :])
         if T % BLOCK_N != 0:
             p = tl.where((offs_n < T)[:, None], p, 0.0)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        dv = _add_product(p.to(do.dtype), do, dv, PRECISION)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BN, BM]
         ds = (p * (dp - delta[None, :])).to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+        dk = _add_product(ds, q, dk, PRECISION)
         if ONE_PASS:
             dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * scale
             _store_tile(
