@@ -41,57 +41,100 @@ def _blocks(CI, CO, CI_SIZE: gl.constexpr, CO_SIZE: gl.constexpr):
     return ((CI + CI_SIZE - 1) // CI_SIZE) * ((CO + CO_SIZE - 1) // CO_SIZE)
 
 
-# --- 3x3 filters ----------------------------------------------------------------------------------
+@gluon.jit
+def _ends(
+    CI1, CI2, CI3, CI4, CO1, CO2, CO3, CO4,
+    COUNT: gl.constexpr, CI_SIZE: gl.constexpr, CO_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Where the blocks of each of the gradients end in the list."""
+    end1 = _blocks(CI1, CO1, CI_SIZE, CO_SIZE)
+    end2 = end1 + _blocks(CI2, CO2, CI_SIZE, CO_SIZE)
+    end3 = end2 + _blocks(CI3, CO3, CI_SIZE, CO_SIZE) if COUNT > 2 else end2
+    end4 = end3 + _blocks(CI4, CO4, CI_SIZE, CO_SIZE) if COUNT > 3 else end3
+    return end1, end2, end3, end4
+
+
+# --- what loads ---------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _load_rows(
-    x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, begin, end, start, block, CI, tiles_h,
-    W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
+def _load_block(
+    x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, begin, end, start, block, CI, options,
+    POINTS: gl.constexpr,
 ):  # fmt: skip
     """Of one block, whose first tile is `start` in the list, the tiles from `begin` to `end`."""
-    ci_blocks = CI // 64
-    ci0 = block % ci_blocks * 64
-    co0 = block // ci_blocks * 64
-    for tile in range(begin, end):
-        load_tile(
-            x_desc, dy_desc, x_bufs, dy_bufs, full, empty, tile - start, tile - first, co0, ci0,
-            tiles_h, W, IMAGES, STAGES,
-        )  # fmt: skip
+    if POINTS:
+        GROUPS: gl.constexpr = options[0]
+        BLOCKS: gl.constexpr = options[1]
+        STEPS: gl.constexpr = options[2]
+        STAGES: gl.constexpr = options[3]
+        BYTES: gl.constexpr = STEPS * (GROUPS + BLOCKS) * 64 * 128
+        ci_blocks = (CI + BLOCKS * 64 - 1) // (BLOCKS * 64)
+        ci0 = block % ci_blocks * (BLOCKS * 64)
+        co0 = block // ci_blocks * (GROUPS * 64)
+        for tile in range(begin, end):
+            stage, bar = wait_empty(full, empty, tile - first, STAGES, BYTES)
+            for step in gl.static_range(STEPS):
+                slot = stage * STEPS + step
+                pixel = ((tile - start) * STEPS + step) * 64
+                for i in gl.static_range(GROUPS):
+                    buf = dy_bufs.index(slot * GROUPS + i)
+                    tma.async_copy_global_to_shared(dy_desc, [pixel, co0 + i * 64], bar, buf)
+                for i in gl.static_range(BLOCKS):
+                    buf = x_bufs.index(slot * BLOCKS + i)
+                    tma.async_copy_global_to_shared(x_desc, [pixel, ci0 + i * 64], bar, buf)
+    else:
+        tiles_h = options[0]
+        W: gl.constexpr = options[1]
+        IMAGES: gl.constexpr = options[2]
+        SLOTS: gl.constexpr = options[3]
+        ci_blocks = CI // 64
+        ci0 = block % ci_blocks * 64
+        co0 = block // ci_blocks * 64
+        for tile in range(begin, end):
+            load_tile(
+                x_desc, dy_desc, x_bufs, dy_bufs, full, empty, tile - start, tile - first, co0,
+                ci0, tiles_h, W, IMAGES, SLOTS,
+            )  # fmt: skip
 
 
 @gluon.jit
-def _load_rows_of_any(
+def _load_any(
     x1_desc, dy1_desc, x2_desc, dy2_desc, x3_desc, dy3_desc, x4_desc, dy4_desc,
-    x_bufs, dy_bufs, full, empty, CI1, CI2, CI3, CI4, end1, end2, end3, first, last, tiles, tiles_h,
-    COUNT: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
+    x_bufs, dy_bufs, full, empty, CI1, CI2, CI3, CI4, end1, end2, end3, first, last, tiles, options,
+    POINTS: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
+    """The tiles of a piece, block by block. `options`: (GROUPS, BLOCKS, STEPS, STAGES) of 1x1
+    filters, (tiles_h, W, IMAGES, STAGES) of 3x3."""
     for block in range(first // tiles, (last + tiles - 1) // tiles):
         start = block * tiles
         begin = gl.maximum(first, start)
         end = gl.minimum(last, start + tiles)
         if block < end1:
-            _load_rows(
+            _load_block(
                 x1_desc, dy1_desc, x_bufs, dy_bufs, full, empty, first, begin, end, start, block,
-                CI1, tiles_h, W, IMAGES, STAGES,
+                CI1, options, POINTS,
             )  # fmt: skip
         if (block >= end1) & (block < end2):
-            _load_rows(
+            _load_block(
                 x2_desc, dy2_desc, x_bufs, dy_bufs, full, empty, first, begin, end, start,
-                block - end1, CI2, tiles_h, W, IMAGES, STAGES,
+                block - end1, CI2, options, POINTS,
             )  # fmt: skip
         if COUNT > 2:
             if (block >= end2) & (block < end3):
-                _load_rows(
+                _load_block(
                     x3_desc, dy3_desc, x_bufs, dy_bufs, full, empty, first, begin, end, start,
-                    block - end2, CI3, tiles_h, W, IMAGES, STAGES,
+                    block - end2, CI3, options, POINTS,
                 )  # fmt: skip
         if COUNT > 3:
             if block >= end3:
-                _load_rows(
+                _load_block(
                     x4_desc, dy4_desc, x_bufs, dy_bufs, full, empty, first, begin, end, start,
-                    block - end3, CI4, tiles_h, W, IMAGES, STAGES,
+                    block - end3, CI4, options, POINTS,
                 )  # fmt: skip
+
+
+# --- 3x3 filters ----------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -155,10 +198,7 @@ def conv_rows_group_wgrad_kernel(
     full, empty = new_barrier_pairs(STAGES, 3)
     clear_margins(x_bufs, STAGES, 256 // W + 2, W, num_warps)
 
-    end1 = _blocks(CI1, CO1, 64, 64)
-    end2 = end1 + _blocks(CI2, CO2, 64, 64)
-    end3 = end2 + _blocks(CI3, CO3, 64, 64) if COUNT > 2 else end2
-    blocks = end3 + _blocks(CI4, CO4, 64, 64) if COUNT > 3 else end3
+    end1, end2, end3, blocks = _ends(CI1, CI2, CI3, CI4, CO1, CO2, CO3, CO4, COUNT, 64, 64)
     first = _first(gl.program_id(0), blocks, tiles)
     last = _first(gl.program_id(0) + 1, blocks, tiles)
     gl.warp_specialize(
@@ -172,11 +212,11 @@ def conv_rows_group_wgrad_kernel(
             )
             if row < 3
             else (
-                _load_rows_of_any,
+                _load_any,
                 (
                     x1_desc, dy1_desc, x2_desc, dy2_desc, x3_desc, dy3_desc, x4_desc, dy4_desc,
                     x_bufs, dy_bufs, full, empty, CI1, CI2, CI3, CI4, end1, end2, end3,
-                    first, last, tiles, tiles_h, COUNT, W, IMAGES, STAGES,
+                    first, last, tiles, (tiles_h, W, IMAGES, STAGES), False, COUNT,
                 ),
             )
             for row in (0, 1, 2, 3)
@@ -187,63 +227,6 @@ def conv_rows_group_wgrad_kernel(
 
 
 # --- 1x1 filters ----------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _load_points(
-    x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, begin, end, start, block, CI,
-    GROUPS: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    ci_blocks = (CI + BLOCKS * 64 - 1) // (BLOCKS * 64)
-    ci0 = block % ci_blocks * (BLOCKS * 64)
-    co0 = block // ci_blocks * (GROUPS * 64)
-    BYTES: gl.constexpr = STEPS * (GROUPS + BLOCKS) * 64 * 128
-    for tile in range(begin, end):
-        stage, bar = wait_empty(full, empty, tile - first, STAGES, BYTES)
-        for step in gl.static_range(STEPS):
-            slot = stage * STEPS + step
-            pixel = ((tile - start) * STEPS + step) * 64
-            for i in gl.static_range(GROUPS):
-                at = [pixel, co0 + i * 64]
-                tma.async_copy_global_to_shared(dy_desc, at, bar, dy_bufs.index(slot * GROUPS + i))
-            for i in gl.static_range(BLOCKS):
-                at = [pixel, ci0 + i * 64]
-                tma.async_copy_global_to_shared(x_desc, at, bar, x_bufs.index(slot * BLOCKS + i))
-
-
-@gluon.jit
-def _load_points_of_any(
-    x1_desc, dy1_desc, x2_desc, dy2_desc, x3_desc, dy3_desc, x4_desc, dy4_desc,
-    x_bufs, dy_bufs, full, empty, CI1, CI2, CI3, CI4, end1, end2, end3, first, last, tiles,
-    COUNT: gl.constexpr, GROUPS: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    for block in range(first // tiles, (last + tiles - 1) // tiles):
-        start = block * tiles
-        begin = gl.maximum(first, start)
-        end = gl.minimum(last, start + tiles)
-        if block < end1:
-            _load_points(
-                x1_desc, dy1_desc, x_bufs, dy_bufs, full, empty, first, begin, end, start, block,
-                CI1, GROUPS, BLOCKS, STEPS, STAGES,
-            )  # fmt: skip
-        if (block >= end1) & (block < end2):
-            _load_points(
-                x2_desc, dy2_desc, x_bufs, dy_bufs, full, empty, first, begin, end, start,
-                block - end1, CI2, GROUPS, BLOCKS, STEPS, STAGES,
-            )  # fmt: skip
-        if COUNT > 2:
-            if (block >= end2) & (block < end3):
-                _load_points(
-                    x3_desc, dy3_desc, x_bufs, dy_bufs, full, empty, first, begin, end, start,
-                    block - end2, CI3, GROUPS, BLOCKS, STEPS, STAGES,
-                )  # fmt: skip
-        if COUNT > 3:
-            if block >= end3:
-                _load_points(
-                    x4_desc, dy4_desc, x_bufs, dy_bufs, full, empty, first, begin, end, start,
-                    block - end3, CI4, GROUPS, BLOCKS, STEPS, STAGES,
-                )  # fmt: skip
 
 
 @gluon.jit
@@ -321,10 +304,9 @@ def conv_points_group_wgrad_kernel(
     fence_async_shared()
     sync_threads()
 
-    end1 = _blocks(CI1, CO1, BLOCKS * 64, GROUPS * 64)
-    end2 = end1 + _blocks(CI2, CO2, BLOCKS * 64, GROUPS * 64)
-    end3 = end2 + _blocks(CI3, CO3, BLOCKS * 64, GROUPS * 64) if COUNT > 2 else end2
-    blocks = end3 + _blocks(CI4, CO4, BLOCKS * 64, GROUPS * 64) if COUNT > 3 else end3
+    end1, end2, end3, blocks = _ends(
+        CI1, CI2, CI3, CI4, CO1, CO2, CO3, CO4, COUNT, BLOCKS * 64, GROUPS * 64
+    )
     first = _first(gl.program_id(0), blocks, tiles)
     last = _first(gl.program_id(0) + 1, blocks, tiles)
     gl.warp_specialize(
@@ -338,11 +320,11 @@ def conv_points_group_wgrad_kernel(
             )
             if role < GROUPS
             else (
-                _load_points_of_any,
+                _load_any,
                 (
                     x1_desc, dy1_desc, x2_desc, dy2_desc, x3_desc, dy3_desc, x4_desc, dy4_desc,
                     x_bufs, dy_bufs, full, empty, CI1, CI2, CI3, CI4, end1, end2, end3,
-                    first, last, tiles, COUNT, GROUPS, BLOCKS, STEPS, STAGES,
+                    first, last, tiles, (GROUPS, BLOCKS, STEPS, STAGES), True, COUNT,
                 ),
             )
             for role in ((0, 1) if GROUPS == 1 else (0, 1, 2) if GROUPS == 2 else (0, 1, 2, 3))
