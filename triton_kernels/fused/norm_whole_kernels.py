@@ -9,26 +9,13 @@ import triton.language as tl
 
 from ..activations import activate
 from ..dependent_launch import await_inputs
-from ..norm.stream_kernels import affine
+from ..norm.stream_kernels import affine, modulate
 from .norm_statistics import (
     covering_lanes,
     merge_channels,
     moments_at_once,
     moments_of_partials,
 )
-
-
-@triton.jit
-def _modulate(g, b, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c):
-    """`affine` of a sample, from gain and offset of all samples."""
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr + n * stride_scale + offs_c, mask=mask_c, other=0.0)
-        g *= 1.0 + scale.to(tl.float32)
-        b *= 1.0 + scale.to(tl.float32)
-    if shift_ptr is not None:
-        shift = tl.load(shift_ptr + n * stride_shift + offs_c, mask=mask_c, other=0.0)
-        b += shift.to(tl.float32)
-    return g, b
 
 
 @triton.jit
@@ -247,7 +234,7 @@ def norm_whole_kernel(
         second = mask_c & (offs_c >= C1)
         offs = (n * HW + offs_p)[None, :] * (C - C1) + (offs_c - C1)[:, None]
         x2 = tl.load(x2_ptr + offs, mask=second[:, None] & mask_p[None, :], other=0.0)
-    g, b = _modulate(g, b, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c)
+    g, b = modulate(g, b, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c)
     if SPLITS > 0:  # rounded, as its other readers see it
         y = x.to(x1_ptr.dtype.element_ty)
         tl.store(x1_ptr + offs1, y, mask=here)
@@ -350,7 +337,7 @@ def norm_sums_kernel(
             x = _load_tile(x1_ptr + offs_c, C1, n, k, HW, mask_c, MASKED, BLOCK_P)
         else:
             x = _load_tile(x2_ptr + (offs_c - C1), C2, n, k, HW, mask_c, MASKED, BLOCK_P)
-    g, b = _modulate(g, b, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c)
+    g, b = modulate(g, b, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c)
 
     if BLOCK_G * BLOCK_J == BLOCK_C:  # of whole groups, in one of the halves
         there = tl.full([BLOCK_G, BLOCK_J], True, tl.int1)

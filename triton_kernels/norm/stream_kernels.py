@@ -7,6 +7,19 @@ from ..activations import activate, activate_grad
 
 
 @triton.jit
+def modulate(gain, offset, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c):
+    """`affine` of one sample, from gain and offset of all samples."""
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + n * stride_scale + offs_c, mask=mask_c, other=0.0)
+        gain *= 1.0 + scale.to(tl.float32)
+        offset *= 1.0 + scale.to(tl.float32)
+    if shift_ptr is not None:
+        shift = tl.load(shift_ptr + n * stride_shift + offs_c, mask=mask_c, other=0.0)
+        offset += shift.to(tl.float32)
+    return gain, offset
+
+
+@triton.jit
 def affine(
     weight_ptr,
     bias_ptr,
@@ -25,14 +38,9 @@ def affine(
         gain = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         offset = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr + n * stride_scale + offs_c, mask=mask_c, other=0.0)
-        gain *= 1.0 + scale.to(tl.float32)
-        offset *= 1.0 + scale.to(tl.float32)
-    if shift_ptr is not None:
-        shift = tl.load(shift_ptr + n * stride_shift + offs_c, mask=mask_c, other=0.0)
-        offset += shift.to(tl.float32)
-    return gain, offset
+    return modulate(
+        gain, offset, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
+    )
 
 
 @triton.jit
