@@ -17,7 +17,7 @@ from torch import Tensor
 from ..conv.gluon import group_wgrad
 from ..conv.gluon.group_wgrad import MOST, Gradient, Tile
 from ..dependent_launch import await_inputs, overlapping
-from ..tuning import choose
+from ..tuning import choose, same
 from .conv import conv_weight_grad
 from .two_weight_grads import conv_two_weight_grads
 
@@ -146,7 +146,7 @@ def conv_weight_grads(
         lambda: [_Plan(), *together],
         _Plan,
         run,
-        lambda row, plans: next((p for p in plans if list(p) == list(row)), None),
+        same,
     )
     if plan not in together:  # decided for tensors that lie in memory in another way
         plan = _Plan()
