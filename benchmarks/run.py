@@ -160,7 +160,7 @@ def run_experiment(
             continue
         try:
             verify(experiment, name, inputs, exact, budget)
-            size = sum(x.numel() * x.itemsize for x in inputs.values())
+            size = sum(x.nbytes for x in inputs.values())
             copies = harness.copies_beyond_l2(size, device)
             sets = [copied(inputs) for _ in range(copies)]
             timing, results = harness.time_graph([provider.prepare(i) for i in sets], budget_ms)
@@ -212,7 +212,7 @@ def verify(
     device = inputs[next(iter(inputs))].device
     for _ in range(3):
         run = prepare(copied(inputs))
-        harness.poison_free_memory(max(x.numel() * x.itemsize for x in exact), device)
+        harness.poison_free_memory(max(x.nbytes for x in exact), device)
         harness.check(provider.finish(run()), exact, budget)
 
 
@@ -223,7 +223,7 @@ def time_roofs(device: torch.device, origin: Provenance) -> list[Row]:
     size = 8192
     source = torch.randn(2**28, device=device)
     a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)
-    copied_bytes, product_bytes = 2 * source.numel() * source.itemsize, 3 * size**2 * a.itemsize
+    copied_bytes, product_bytes = 2 * source.nbytes, 3 * size**2 * a.itemsize
     copy, _ = harness.time_graph([source.clone])
     kernel, _ = harness.time_graph([source.neg])
     product, _ = harness.time_graph([lambda: a @ b])

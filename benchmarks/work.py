@@ -94,11 +94,11 @@ def work_of(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Work
         used = 1.0
         if index is not None and x.ndim > 1 and len(x) != len(index):
             used = len(index) / len(x)  # a data set, of which a batch is read
-        moved += round(_size(x) * used)
-    moved += sum(_size(x) for x in _tensors(result))
-    moved += sum(_size(args[i]) for i in _REWRITTEN.get(name, ()))
+        moved += round(x.nbytes * used)
+    moved += sum(x.nbytes for x in _tensors(result))
+    moved += sum(args[i].nbytes for i in _REWRITTEN.get(name, ()))
     if name == "conv_weight_grads":
-        moved += sum(_size(out) for _, _, out in args)
+        moved += sum(out.nbytes for _, _, out in args)
     moved = round(moved * _share(name, args))
     return Work(_FAMILY_OF.get(name, "norm"), moved, _flops(name, args, kwargs, result))
 
@@ -152,7 +152,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _tensors(item)
-
-
-def _size(x: Tensor) -> int:
-    return x.numel() * x.itemsize

@@ -45,7 +45,7 @@ class Batches:
         self.first, self.count = first, batch_size if count is None else count
         self._index = torch.zeros(self.count, dtype=torch.int64, device=device)
         self._labels = None if data.labels is None else data.labels.to(device)
-        self.resident = data.images.numel() * data.images.element_size() <= resident_bytes
+        self.resident = data.images.nbytes <= resident_bytes
         if self.resident:
             self._images = data.images.to(device)
             return

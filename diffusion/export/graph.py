@@ -147,7 +147,7 @@ def export_onnx(path: Path, graph: Graph) -> str:
     ConfigError: the packages are not installed, or the model is larger than such a file.
     """
     require_onnx()
-    size = sum(p.numel() * p.element_size() for p in graph.module.parameters())
+    size = sum(p.nbytes for p in graph.module.parameters())
     if size > _MAX_BYTES:
         raise ConfigError(f"the model has {size:,} bytes; an ONNX file holds at most 2 GiB")
     inputs = graph.inputs(_TRACED_BATCH, 0)

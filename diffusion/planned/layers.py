@@ -181,7 +181,7 @@ class FusedResBlock:
             }
         y, partials = k.conv_forward(a2, self.conv2.weight, self.conv2.bias, stats=True, **shortcut)
         kept = (None, None) if self.plan.recompute else (a1, a2)
-        if x.source is not None and (self.plan.recompute or _bytes(x.x) > _MUCH_MEMORY):
+        if x.source is not None and (self.plan.recompute or x.x.nbytes > _MUCH_MEMORY):
             xs = (None, *xs[1:])
         self.tape = xs, x.source, table1, h, table2, mask, *kept
         return Feature(y, partials, h.pixels)
@@ -391,7 +391,3 @@ class FusedUpsample:
         del large
         dx = k.upsample_grad(k.conv_plain_input_grad(dy.dx, conv.weight))
         return Gradient(dx, k.tensor_rows(dx, plan.sums))
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.itemsize

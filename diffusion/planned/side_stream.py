@@ -97,7 +97,8 @@ class SideStream:
 
     def _holds(self, reads: tuple[Tensor, ...]) -> bool:
         held = sum(_size(reads) for _, reads in self._back)
-        return max(map(_bytes, reads), default=0) >= _LARGE and held + _size(reads) <= _HELD_BUDGET
+        largest = max((x.nbytes for x in reads), default=0)
+        return largest >= _LARGE and held + _size(reads) <= _HELD_BUDGET
 
     def _on_third(self, pieces: list[tuple[Callable[..., None], tuple[Tensor, ...]]]) -> None:
         self._apart += [reads for _, reads in pieces]
@@ -129,8 +130,4 @@ class SideStream:
 
 
 def _size(tensors: tuple[Tensor, ...]) -> int:
-    return sum(map(_bytes, tensors))
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.itemsize
+    return sum(x.nbytes for x in tensors)

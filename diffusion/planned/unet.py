@@ -203,7 +203,7 @@ class FusedUNet:
         smallest = dy.shape[1] * dy.shape[2] // self.reduction
         self.met = False  # whether the side stream has waited for what was held
         self._hold(h, smallest)
-        self.weight_grads.waits = h.numel() * h.itemsize >= _LITTLE_MEMORY
+        self.weight_grads.waits = h.nbytes >= _LITTLE_MEMORY
         a = k.apply(h, None, table, "silu") if a is None else a
         self.aside.run(self.head.all_grads, a, dy)
         del a
@@ -337,7 +337,7 @@ class FusedUNet:
         weights are made up for. Other processes are sent them as early as can be, and in a large
         batch they would hold too much memory."""
         pixels = x.shape[1] * x.shape[2]
-        worthwhile = not self.urgent and x.numel() * x.itemsize < _MUCH_MEMORY
+        worthwhile = not self.urgent and x.nbytes < _MUCH_MEMORY
         self.aside.holding = worthwhile and pixels >= _MUCH_LARGER * smallest
         if pixels <= smallest:
             self.aside.release()

@@ -42,7 +42,7 @@ class WeightGrads:
             self._start(self._waiting.pop(size))
         group = self._waiting.setdefault(size, [])
         group += gradients
-        read = sum(t.numel() * t.itemsize for t in _reads(group))
+        read = sum(t.nbytes for t in _reads(group))
         if not self.waits or len(group) == _MOST or read >= _BUDGET:
             self._start(self._waiting.pop(size))
 

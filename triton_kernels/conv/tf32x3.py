@@ -173,7 +173,7 @@ def launch_fwd(
 def serves_fwd(x: Tensor, weight: Tensor, y: Tensor, stride: int, precision: str) -> bool:
     """Whether `launch_fwd` can do this convolution, or this input gradient."""
     wide = min(weight.shape[:2]) >= 32  # few channels would leave most of a tile to nothing
-    fits = 2 * x.numel() * x.itemsize <= _MOST_MEMORY
+    fits = 2 * x.nbytes <= _MOST_MEMORY
     served = stride == 1 and precision == "ieee" and wide and fits
     return served and addressable(x, y) and aligned(weight)
 
