@@ -1,9 +1,14 @@
-"""What the documents name exists: files, modules, headings."""
+"""What the documents name exists: files, modules, headings, settings, names of Python."""
 
+import ast
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -53,3 +58,41 @@ def test_modules_that_are_run_exist(path):
         if module.split(".")[0] in FOLDERS:
             file = ROOT / module.replace(".", "/")
             assert file.with_suffix(".py").is_file() or (file / "__main__.py").is_file(), module
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@documents
+def test_settings_of_commands_exist(path):
+    """Every command of a block, with capitals for what they stand for; of a sweep the first."""
+    for line in "\n".join(blocks(path, "")).replace("\\\n", " ").splitlines():
+        script = re.match(r"(?:python|torchrun [\w=-]+) (?:tools/)?(\w+)\.py ", line)
+        if script is None:
+            continue
+        words = shlex.split(line[script.end() :], comments=True)
+        settings = [word for word in words if word not in ("-m", "...") and word[-3:] != "..."]
+        settings = [re.sub("=([^[]+),.*", r"=\1", word) for word in settings]
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+            compose(script[1], overrides=settings)
+
+
+@documents
+def test_what_samples_of_code_import_exists(path):
+    """What they import, and of this project's modules what they use."""
+    for code in blocks(path, "python"):
+        tree = ast.parse(code)
+        modules = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    modules[alias.asname or alias.name] = importlib.import_module(alias.name)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                module = modules.get(node.value.id)
+                assert module is None or hasattr(module, node.attr), ast.unparse(node)
