@@ -16,12 +16,17 @@ from .data.image_set import parse_size
 from .errors import ConfigError
 from .interchange.diffusers_directory import read_diffusers
 from .interchange.diffusers_files import is_diffusers
+from .interchange.diffusion_policy import is_workspace
 from .interchange.weights import load_weights, stored_image_shape
 from .sampler import Sampler
 from .settings import construct, shown
 
 _OTHERS = ", a weights file (.safetensors, .pt, .bin) or a directory of diffusers"
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+_NO_IMAGES = (
+    "is a policy: it draws actions from observations, not images; use tools/rollout.py, or"
+    " diffusion.policies.policy.load_policy"
+)
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,10 @@ def load_trained(
     """The network in a checkpoint or file, on the device. ConfigError if there is none, it is
     damaged, or not what the settings say."""
     path = Path(ckpt)
+    if is_workspace(path):
+        raise ConfigError(f"{path} {_NO_IMAGES}")
     if path.is_file():
-        return _load_file(path, device, model, diffusion, size, channels, backend, precision)
+        return _load_file(path, device, ema, model, diffusion, size, channels, backend, precision)
     if not path.exists() and path.suffix in _SUFFIXES:
         raise ConfigError(f"weights file {path} does not exist")
     if is_diffusers(path):
@@ -125,8 +132,11 @@ def load_initial(source: str | Path, network: nn.Module) -> None:
 
 
 def is_policy(ckpt: str | Path) -> bool:
-    """Whether a run or checkpoint learned actions. ConfigError if it is none."""
+    """Whether a run or checkpoint learned actions, or a file is one of diffusion_policy's.
+    ConfigError if a folder is none."""
     path = Path(ckpt)
+    if is_workspace(path):
+        return True
     if not path.is_dir() or is_diffusers(path):
         return False
     return "policy" in read_state(find_checkpoint(path))[0]
@@ -143,10 +153,7 @@ def _load_checkpoint(
 ) -> Trained:
     state, trained_as = read_state(checkpoint)
     if "policy" in state:
-        raise ConfigError(
-            f"{checkpoint} is a policy: it draws actions from observations, not images; use"
-            " tools/rollout.py, or diffusion.policies.policy.load_policy"
-        )
+        raise ConfigError(f"{checkpoint} {_NO_IMAGES}")
     process = construct(Process, trained_as["diffusion"], "diffusion")
     if "image_shape" not in state:
         raise ConfigError(f"{checkpoint / 'state.json'} does not say image_shape: it is damaged")
@@ -174,6 +181,7 @@ def _load_checkpoint(
 def _load_file(
     path: Path,
     device: torch.device,
+    ema: bool | float,
     model: dict[str, Any] | None,
     diffusion: dict[str, Any] | None,
     size: int | tuple[int, int] | None,
@@ -192,7 +200,7 @@ def _load_file(
     precision = precision or precision_on(device, "bf16")
     chosen = choose_backend(backend, precision, device, setting="precision")
     network = build_model(model, chosen, (height, width), channels, process.learns_variance, device)
-    load_weights(path, network)
+    load_weights(path, network, ema=ema is not False)
     return Trained(network.eval(), model, process, (height, width, channels), None, None, path.stem)
 
 

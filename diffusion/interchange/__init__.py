@@ -1,1 +1,2 @@
-"""Other people's weights, read and written: guided-diffusion, unet.cu, diffusers."""
+"""Other people's weights: of guided-diffusion, unet.cu and diffusers read and written, of
+diffusion_policy read."""

@@ -262,9 +262,25 @@ def _multiplier(width: int, base: int) -> float:
 
 
 def _read_process(path: Path) -> tuple[Process, float | None, str, tuple[str, ...]]:
-    """(process, limit of x_0, spacing, remarks) of a scheduler's configuration, whichever of those
-    over betas."""
+    """(process, limit of x_0, spacing, remarks) of a scheduler's configuration."""
     config = read_json(path)
+    process, clip = process_of(config, path)
+    remarks = tuple(
+        f"{option}={shown(config[option])}"
+        for option in ("thresholding", "steps_offset")
+        if config.get(option)
+    )
+    spacing = config.get("timestep_spacing", "leading")  # the only one that there was once
+    if spacing not in ("leading", "trailing", "linspace"):
+        raise ConfigError(
+            f"{path} has timestep_spacing={spacing}; choose one of leading, trailing, linspace"
+        )
+    return process, clip, spacing, remarks
+
+
+def process_of(config: dict[str, Any], path: Path) -> tuple[Process, float | None]:
+    """(process, limit of x_0) of the options of a scheduler, whichever of those over betas.
+    ConfigError, which names `path`: there is no such process here."""
     name = config.get("_class_name", "DDPMScheduler")
     if "beta_schedule" not in config and name not in _SCHEDULERS:
         raise ConfigError(f"{path} is a {name}, which has no betas")
@@ -279,18 +295,9 @@ def _read_process(path: Path) -> tuple[Process, float | None, str, tuple[str, ..
         )
     process = Process(prediction=config.get("prediction_type", old), variance=_VARIANCES[variance])
     process.schedule = _read_betas(config, path)
-    clip = config.get("clip_sample_range", 1.0) if config.get("clip_sample", True) else None
-    remarks = tuple(
-        f"{option}={shown(config[option])}"
-        for option in ("thresholding", "steps_offset")
-        if config.get(option)
-    )
-    spacing = config.get("timestep_spacing", "leading")  # the only one that there was once
-    if spacing not in ("leading", "trailing", "linspace"):
-        raise ConfigError(
-            f"{path} has timestep_spacing={spacing}; choose one of leading, trailing, linspace"
-        )
-    return process, clip, spacing, remarks
+    return process, config.get("clip_sample_range", 1.0) if config.get(
+        "clip_sample", True
+    ) else None
 
 
 def _read_betas(config: dict[str, Any], path: Path) -> NoiseSchedule:

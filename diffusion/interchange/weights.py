@@ -4,6 +4,7 @@
                            named_parameters(), then perhaps AdamW's moments and generator states
     unet.cu .pt            a state dict under unet.cu's names, "_orig_mod." before them if compiled
     guided-diffusion .pt   a state dict under the names that `UNet` has too
+    diffusion_policy .ckpt a state dict, or what a workspace writes: `diffusion_policy`
     .safetensors           a state dict under either
 
 The header of a .bin says nothing of depth, multipliers, groups or heads: these come from the
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from ..data.packed import UNET_CU_DATA, UNET_CU_HEADER_BYTES, UNET_CU_WEIGHTS
 from ..errors import ConfigError
 from ..unet import UNet
+from .diffusion_policy import SUFFIX, network_state, read_workspace
 
 _GENERATOR_BYTES = 48  # of curandState_t
 _UNET_CU, _SAFETENSORS, _PICKLED = "unet.cu weights", "safetensors", "state dict"  # kinds of file
@@ -79,7 +81,11 @@ def from_unet_cu_name(name: str) -> str:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def load_weights(path: str | Path, model: nn.Module) -> str:
+def load_weights(
+    path: str | Path,
+    model: nn.Module,
+    ema: bool = True,  # the averaged weights, of a file that has both
+) -> str:
     """Load the weights in `path` into `model`, in place; return the kind of file that it was.
 
     The kind is recognised by the first bytes. Raises ConfigError if the file is missing, truncated,
@@ -92,8 +98,8 @@ def load_weights(path: str | Path, model: nn.Module) -> str:
     elif kind == _SAFETENSORS:
         state = _read_safetensors(path)
     else:
-        state = _read_pickled(path, model)
-    state = _with_guided_names(state)
+        state = _read_pickled(path, model, ema)
+    state = _with_our_names(state)
     difference = _difference(state, model)
     if difference:
         raise ConfigError(
@@ -205,22 +211,26 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         raise ConfigError(f"{path} is truncated or no safetensors file: {error}") from error
 
 
-def _read_pickled(path: Path, model: nn.Module) -> dict[str, Tensor]:
+def _read_pickled(path: Path, model: nn.Module, ema: bool) -> dict[str, Tensor]:
     """The state dict in a file of torch.save; of nested ones the first that fits `model`."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        if path.suffix == SUFFIX:
+            return read_workspace(path).state(ema)
         raise ConfigError(f"{path} holds more than tensors, which is not unpickled") from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise ConfigError(f"{path} is truncated or no file of torch.save: {error}") from error
+        reason = str(error).split(". ")[0]  # of several sentences
+        raise ConfigError(f"{path} is truncated or no file of torch.save: {reason}") from error
     if _is_state_dict(content):
         return content
     nested = content if isinstance(content, dict) else {}
-    candidates = [value for value in nested.values() if _is_state_dict(value)]
+    names = sorted(nested, key=lambda name: str(name).startswith("ema") != ema)
+    candidates = [nested[name] for name in names if _is_state_dict(nested[name])]
     if not candidates:
         keys = ", ".join(map(str, nested)) or type(content).__name__
         raise ConfigError(f"{path} holds no state dict; found {keys}")
-    fitting = [c for c in candidates if not _difference(_with_guided_names(c), model)]
+    fitting = [c for c in candidates if not _difference(_with_our_names(c), model)]
     return fitting[0] if fitting else max(candidates, key=len)
 
 
@@ -232,9 +242,9 @@ def _is_state_dict(content: object) -> bool:
     )
 
 
-def _with_guided_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_our_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
     renamed = {}
-    for name, tensor in state.items():
+    for name, tensor in network_state(state).items():
         while name.startswith(_PREFIXES):
             name = name.split(".", 1)[1]
         renamed[from_unet_cu_name(name)] = tensor

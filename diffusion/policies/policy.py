@@ -12,10 +12,12 @@ from ..checkpoint import check_same_model, find_checkpoint, read_state, read_wei
 from ..data.action_chunks import PolicySpec
 from ..distributed import choose_device
 from ..errors import ConfigError
+from ..interchange.diffusion_policy import is_workspace, read_workspace, stored_policy
 from ..objective import Denoiser
 from ..planned.inference1d import real_time
 from ..sampler import Sampler
 from ..settings import construct
+from .stored import StoredPolicy
 
 
 class Policy:
@@ -73,28 +75,50 @@ class Policy:
 
 
 def load_policy(
-    checkpoint: str | Path,  # a run's folder, its checkpoints folder, or a checkpoint
+    checkpoint: str | Path,  # a run's folder, its checkpoints folder, a checkpoint; or a .ckpt file
     *,
     device: str = "auto",
     backend: str = "auto",
     precision: str | None = None,  # bf16 | tf32 | fp32; None: as trained, on a CPU fp32
     ema: bool | float = True,  # the averaged weights; a number: the further average of that decay
     sampler: str = "ddpm",
-    steps: int | None = None,  # of the reverse process; None: all of them
+    steps: int | None = None,  # of the reverse process; None: as stored, or all of them
 ) -> Policy:
-    """The policy in a checkpoint. Raises ConfigError if there is none, or settings are wrong."""
-    checkpoint = find_checkpoint(checkpoint)
+    """The policy in a checkpoint of this project or in one of diffusion_policy's. Raises
+    ConfigError if there is none, or settings are wrong."""
+    if is_workspace(checkpoint):
+        if not isinstance(ema, bool):
+            raise ConfigError(f"ema={ema}, but {checkpoint} has one average, which is ema=true")
+        stored, trained_in = stored_policy(read_workspace(checkpoint), ema), "bf16"
+    else:
+        stored, trained_in = _own_policy(find_checkpoint(checkpoint), ema)
+    spec = stored.spec
+    on = choose_device(device)
+    precision = precision or precision_on(on, trained_in)
+    chosen = choose_backend(backend, precision, on, setting="precision")
+    model = build_policy_model(stored.settings, chosen, spec.action_dim, spec.condition_dim, on)
+    check_same_model(str(checkpoint), stored.state, dict(model.named_parameters()))
+    model.load_state_dict(stored.state)
+    draws = stored.process.sampler(
+        chosen,
+        on,
+        sampler=sampler,
+        steps=stored.steps if steps is None else steps,
+        spacing=stored.spacing,
+        clip=stored.clip,
+    )
+    return Policy(model.eval(), draws, spec, real_time(model, spec.horizon))
+
+
+def _own_policy(checkpoint: Path, ema: bool | float) -> tuple[StoredPolicy, str]:
+    """(the policy in a checkpoint of this project, the precision that it was trained in)."""
     state, config = read_state(checkpoint)
     if "policy" not in state:
         raise ConfigError(f"{checkpoint} is not a policy: it was trained on {state.get('dataset')}")
-    spec = PolicySpec.from_state(state["policy"])
-    process = construct(Process, config["diffusion"], "diffusion")
-    on = choose_device(device)
-    precision = precision or precision_on(on, config["train"]["precision"])
-    chosen = choose_backend(backend, precision, on, setting="precision")
-    model = build_policy_model(config["model"], chosen, spec.action_dim, spec.condition_dim, on)
-    weights = read_weights(checkpoint, ema)
-    check_same_model(str(checkpoint), weights, dict(model.named_parameters()))
-    model.load_state_dict(weights)
-    sampler = process.sampler(chosen, on, sampler=sampler, steps=steps)
-    return Policy(model.eval(), sampler, spec, real_time(model, spec.horizon))
+    stored = StoredPolicy(
+        config["model"],
+        read_weights(checkpoint, ema),
+        PolicySpec.from_state(state["policy"]),
+        construct(Process, config["diffusion"], "diffusion"),
+    )
+    return stored, config["train"]["precision"]
