@@ -48,6 +48,8 @@ def obstacle(model: UNet1d, length: int = 1) -> str | None:
         return f"input_dim={model.input_dim} times the kernel is more than {_MAX_STEM}"
     if isinstance(blocks[0].residual_conv, nn.Identity):
         return f"input_dim={model.input_dim} is the first of down_dims"
+    if any(isinstance(block.residual_conv, nn.Identity) for block, _, _ in model.up_modules):
+        return "the residual of a block is a concatenation: down_dims has a level of half the last"
     if stem.shape[0] > _MAX_HEAD:
         return f"down_dims begins with {stem.shape[0]}; at most {_MAX_HEAD}"
     for block in blocks:

@@ -167,6 +167,8 @@ def test_the_table_of_the_steps_is_made_once():
         ({"n_groups": 1, "down_dims": (16, 256)}, "256 channels a group"),
         ({"input_dim": 33}, "input_dim=33 times"),
         ({"input_dim": 16}, "input_dim=16 is the first"),
+        ({"down_dims": (32, 16)}, "a concatenation"),
+        ({"down_dims": (64, 32, 64)}, "a concatenation"),
         ({"down_dims": (1024,), "n_groups": 8}, "begins with 1024"),
     ],
 )
