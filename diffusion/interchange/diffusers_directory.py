@@ -73,6 +73,22 @@ _SCHEDULERS = (  # whose betas are linear from 1e-4 to 0.02 unless their configu
     *("DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "UniPCMultistepScheduler"),
     *("EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "LMSDiscreteScheduler"),
 )
+_CLIPPING = ("DDPMScheduler", "DDPMParallelScheduler", "DDIMScheduler", "DDIMParallelScheduler")
+_SAMPLING = {  # options of schedulers, with the value that every sampler here has
+    "thresholding": False,
+    "steps_offset": 0,
+    "set_alpha_to_one": True,
+    "algorithm_type": "dpmsolver++",
+    "solver_order": 2,
+    "solver_type": "midpoint",
+    "lower_order_final": True,
+    "final_sigmas_type": "zero",
+    "use_karras_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_beta_sigmas": False,
+    "use_lu_lambdas": False,
+    "use_flow_sigmas": False,
+}
 _VARIANCES = {  # by diffusers' names; None is of schedulers that draw no noise
     **{name: name for name in ("fixed_small", "fixed_large", "learned_range")},
     "fixed_small_log": "fixed_small",
@@ -267,8 +283,8 @@ def _read_process(path: Path) -> tuple[Process, float | None, str, tuple[str, ..
     process, clip = process_of(config, path)
     remarks = tuple(
         f"{option}={shown(config[option])}"
-        for option in ("thresholding", "steps_offset")
-        if config.get(option)
+        for option, here in _SAMPLING.items()
+        if config.get(option, here) != here
     )
     spacing = config.get("timestep_spacing", "leading")  # the only one that there was once
     if spacing not in ("leading", "trailing", "linspace"):
@@ -295,9 +311,8 @@ def process_of(config: dict[str, Any], path: Path) -> tuple[Process, float | Non
         )
     process = Process(prediction=config.get("prediction_type", old), variance=_VARIANCES[variance])
     process.schedule = _read_betas(config, path)
-    return process, config.get("clip_sample_range", 1.0) if config.get(
-        "clip_sample", True
-    ) else None
+    clips = config.get("clip_sample", name in _CLIPPING)  # others do not clip by themselves
+    return process, config.get("clip_sample_range", 1.0) if clips else None
 
 
 def _read_betas(config: dict[str, Any], path: Path) -> NoiseSchedule:

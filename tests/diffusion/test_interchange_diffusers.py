@@ -12,6 +12,7 @@ from diffusers import (
     DDPMPipeline,
     DDPMScheduler,
     DPMSolverMultistepScheduler,
+    HeunDiscreteScheduler,
     PNDMScheduler,
     UNet2DModel,
 )
@@ -224,11 +225,45 @@ def test_options_that_a_file_leaves_out(tmp_path):
         load_trained(tmp_path, CPU)
 
 
-@pytest.mark.parametrize("option", [{"thresholding": True}, {"steps_offset": 1}], ids=str)
-def test_what_is_done_in_sampling_there_alone_is_said(tmp_path, option):
-    DDPMPipeline(theirs(), DDPMScheduler(**option)).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("scheduler", "option"),
+    [
+        (DDPMScheduler, {"thresholding": True}),
+        (DDPMScheduler, {"steps_offset": 1}),
+        (DDIMScheduler, {"set_alpha_to_one": False}),
+        (DPMSolverMultistepScheduler, {"use_karras_sigmas": True}),
+        (DPMSolverMultistepScheduler, {"solver_order": 3}),
+        (DPMSolverMultistepScheduler, {"algorithm_type": "sde-dpmsolver++"}),
+        (DPMSolverMultistepScheduler, {"final_sigmas_type": "sigma_min"}),
+        (HeunDiscreteScheduler, {"use_karras_sigmas": True, "clip_sample": True}),
+    ],
+    ids=str,
+)
+def test_what_is_done_in_sampling_there_alone_is_said(tmp_path, scheduler, option):
+    DDPMPipeline(theirs(), scheduler(**option)).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=next(iter(option))):
         load_trained(tmp_path, CPU)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "clip"),
+    [
+        (DDPMScheduler(), 1.0),
+        (DDPMScheduler(clip_sample=False), None),
+        (DDIMScheduler(clip_sample_range=0.5), 0.5),
+        (DPMSolverMultistepScheduler(), None),
+        (HeunDiscreteScheduler(clip_sample=True), 1.0),
+        (HeunDiscreteScheduler(), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_limit_of_x_0(tmp_path, recwarn, scheduler, clip):
+    """Schedulers that cannot clip do not; whoever does not draw as they do is told."""
+    DDPMPipeline(theirs(), scheduler).save_pretrained(tmp_path)
+    assert read_diffusers(tmp_path).clip == clip
+    load_trained(tmp_path, CPU)
+    warned = [w for w in recwarn if "clip=" in str(w.message)]
+    assert bool(warned) == (clip != 1)
 
 
 @pytest.mark.parametrize(
