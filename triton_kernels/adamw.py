@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .dependent_launch import await_inputs, overlapping
 from .device import describe
-from .layout import check_shape
+from .layout import check_device, check_shape
 from .library import op
 
 _NUM_WARPS = 8
@@ -425,6 +425,7 @@ def adamw_step(
 
 def _check_flat(name: str, x: Tensor, size: int, *dtypes: torch.dtype) -> None:
     dtypes = dtypes or (torch.float32,)
+    check_device(name, x)
     check_shape(name, x, size)
     if x.dtype not in dtypes or not x.is_contiguous():
         names = " or ".join(str(dtype) for dtype in dtypes)

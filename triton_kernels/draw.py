@@ -1,7 +1,6 @@
 """Random draws: normal noise, and the timesteps and mirror flips of a training batch.
 
-Every value is a function of (seed, step, global sample index, stream) alone; see `philox`. A
-program makes 4 * BLOCK elements of one sample, four from each evaluation of Philox.
+Every value is a function of (seed, step, global sample index, stream) alone; see `philox`.
 """
 
 import math
@@ -11,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .layout import check_device
 from .library import op
 from .philox import FLIP, NOISE, TIMESTEP, check_rng, normals, philox_words
 
-_BLOCK = 256  # evaluations of Philox in a program
+_BLOCK = 256  # evaluations of Philox in a program, each of which makes 4 elements of a sample
 _NUM_WARPS = 4
 
 
@@ -118,12 +118,14 @@ def normal(
     first: int = 0,
 ) -> Tensor:  # float32
     """Standard normal noise; sample n is keyed by (seed, step, first + n, stream) alone."""
+    check_device("rng", rng)
     check_rng(rng)
     return _normal(shape, rng, stream, first)
 
 
 def draw_timesteps(rng: Tensor, n: int, num_timesteps: int, *, first: int = 0) -> Tensor:
     """Uniform timesteps in [0, num_timesteps), int64 [N]: (word * num_timesteps) >> 32."""
+    check_device("rng", rng)
     check_rng(rng)
     if not 0 < num_timesteps < 2**31:
         raise ValueError(f"num_timesteps is {num_timesteps}; expected 1 to 2^31 - 1")
@@ -132,5 +134,6 @@ def draw_timesteps(rng: Tensor, n: int, num_timesteps: int, *, first: int = 0) -
 
 def draw_flips(rng: Tensor, n: int, *, first: int = 0) -> Tensor:
     """Fair coins, bool [N]: the top bit of a word."""
+    check_device("rng", rng)
     check_rng(rng)
     return _draw_flips(rng, n, first)

@@ -1,13 +1,26 @@
 """What a launcher may assume of its tensors, checked once at the door of every public op."""
 
 import torch
+import triton
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_INTERPRETED = triton.knobs.runtime.interpret  # as it was when the kernels were loaded
+
+
+def check_device(name: str, x: Tensor) -> None:
+    """Raise ValueError for a tensor on the CPU, where kernels run in Triton's interpreter alone."""
+    if x.device.type == "cpu" and not _INTERPRETED and not torch.compiler.is_compiling():
+        raise ValueError(
+            f"{name} is on the CPU; kernels need a CUDA device (triton_kernels.reference has the"
+            " same functions for any)"
+        )
 
 
 def check_nhwc(name: str, x: Tensor, ndim: int = 4) -> None:
-    """Raise ValueError unless `x` is a contiguous floating-point tensor of `ndim` dimensions."""
+    """Raise ValueError unless `x` is a contiguous floating-point tensor of `ndim` dimensions that
+    kernels can read."""
+    check_device(name, x)
     if x.ndim != ndim:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {ndim} dimensions")
     if x.dtype not in DTYPES:
@@ -45,4 +58,6 @@ def autocast(x: Tensor) -> Tensor:
     """x in the dtype of an enclosing torch.autocast, which is how PyTorch treats what its own
     convolutions and matrix products take."""
     device = x.device.type
+    if device == "meta":  # which has no autocast
+        return x
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

@@ -44,12 +44,12 @@ class Op:
 
 
 def _is_traced(args: tuple) -> bool:
-    """Whether anybody but autograd has to see the op: a compiler, a mode such as FakeTensorMode, or
-    the subclass that a tensor has."""
+    """Whether anybody but autograd has to see the op: a compiler, a mode such as FakeTensorMode,
+    the subclass that a tensor has, or the device "meta", which has shapes alone."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or any(isinstance(a, Tensor) and type(a) not in _PLAIN for a in args)
+        or any(isinstance(a, Tensor) and (type(a) not in _PLAIN or a.is_meta) for a in args)
     )
 
 

@@ -1,5 +1,7 @@
 """GroupNorm, the module, against nn.GroupNorm: results, layouts, state dicts, graphs."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -34,6 +36,16 @@ def test_module_is_a_drop_in(shape, channels_last, device):
     pairs += [(p.grad, q.grad) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)]
     for a, c in pairs:
         assert _error(a.cpu(), c) < 2e-6
+
+
+def test_module_takes_the_arguments_of_theirs():
+    """In their order, so that a name is all that has to be replaced."""
+    ours, theirs = (inspect.signature(c).parameters for c in (GroupNorm, torch.nn.GroupNorm))
+    positional = [p.name for p in theirs.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+    assert [p.name for p in ours.values() if p.kind == p.POSITIONAL_OR_KEYWORD] == positional
+    assert all(ours[name].default == p.default for name, p in theirs.items())
+    norm = GroupNorm(2, 8, 1e-3, True, "meta", torch.float16)
+    assert norm.weight.is_meta and norm.weight.dtype == torch.float16
 
 
 def test_module_without_affine_and_with_activation(device):

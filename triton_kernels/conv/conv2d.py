@@ -266,8 +266,10 @@ def conv2d(
         padding = (r // 2, s // 2)
     elif isinstance(padding, int):
         padding = (padding, padding)
-    if stride < 1 or min(padding) < 0:
-        raise ValueError(f"stride={stride}, padding={padding}; expected stride >= 1, padding >= 0")
+    if not isinstance(stride, int) or stride < 1 or min(padding) < 0:
+        raise ValueError(
+            f"stride={stride}, padding={padding}; expected a whole stride >= 1, padding >= 0"
+        )
     size = [_out_size(x.shape[1 + i], (r, s)[i], stride, padding[i]) for i in range(2)]
     if min(size) < 1:
         raise ValueError(

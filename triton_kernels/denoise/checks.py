@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
-from ..layout import check_nhwc, check_shape
+from ..layout import check_device, check_nhwc, check_shape
 from ..philox import check_rng
 
 
 def check_batch(images: Tensor, index: Tensor | None, flip: Tensor | None) -> int:
     """The number of samples N. ValueError unless images are contiguous uint8 or float32
     [M, H, W, C], index int64 [N] and flip bool [N]."""
+    check_device("images", images)
     if images.ndim != 4 or images.dtype not in (torch.uint8, torch.float32):
         raise ValueError(
             f"images is {images.dtype} of shape {tuple(images.shape)}; "

@@ -247,10 +247,10 @@ class GroupNorm(torch.nn.GroupNorm):
         num_channels: int,
         eps: float = 1e-5,
         affine: bool = True,
-        activation: str = "identity",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        activation: str = "identity",
         bias: bool = True,  # as nn.GroupNorm has it in newer PyTorch
     ) -> None:
         check_activation(activation)
