@@ -259,7 +259,7 @@ _SKIP_DX = {
         **dict.fromkeys(("dz_desc", "x2_desc", "dx2_desc"), "tensordesc<bf16[1,2,64,64]>"),
         **dict.fromkeys(("x1_desc", "dx1_desc"), "tensordesc<bf16[1,1,32,64]>"),
         **dict.fromkeys(("coeff_ptr", "sums_ptr"), "*fp32"),
-        **dict.fromkeys(("N", "CO", "P", "Q", "C", "C1"), "i32"),
+        **dict.fromkeys(("N", "CO", "P", "Q", "C", "C1", "CK"), "i32"),
     },
     "constexprs": {
         **dict.fromkeys(("add1_desc", "partial_ptr", "table_ptr", "rows_ptr")),
@@ -274,7 +274,7 @@ _SKIP_DX = {
         "RAGGED": False,
     },
     "options": {"num_warps": 4, "num_stages": 2},
-    "multiples": ("C", "CO", "C1"),
+    "multiples": ("C", "CO", "C1", "CK"),
     "expect": {"wgmma": True, "tma": True, "arches": _TMA_CHIPS},
 }
 

@@ -121,7 +121,7 @@ def _skip_dx_kernel(
     x1_desc,  # [N, P, Q, C1] likewise; UPSAMPLE: half as high and wide, and so are its boxes
     x2_desc,  # [N, P, Q, C - C1] or None
     add1_desc,  # [N, P, Q, C1] or None
-    coeff_ptr,  # float32 [N, 3, C]; None: it is made of the next two, as is the third
+    coeff_ptr,  # float32 [N, 3, C] of rows of CK; None: made of the next two, as is the third
     partial_ptr,  # float32 [N, KZ, 2, C] or None
     table_ptr,  # float32 [N, 4, C] or None
     rows_ptr,  # float32 [N, 2, C] or None
@@ -134,6 +134,7 @@ def _skip_dx_kernel(
     Q,
     C,
     C1,
+    CK,
     PRECISION: tl.constexpr,
     UPSAMPLE: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -164,10 +165,10 @@ def _skip_dx_kernel(
         offs_c = c0 + tl.arange(0, BLOCK_C)
         offs_n = n0 + tl.arange(0, TILE_N)
         mask = (offs_c < C)[:, None] & (offs_n < N)[None, :]
-        ptrs = coeff_ptr + offs_n.to(tl.int64)[None, :] * 3 * C + offs_c[:, None]
+        ptrs = coeff_ptr + offs_n.to(tl.int64)[None, :] * 3 * CK + offs_c[:, None]
         p = tl.load(ptrs, mask=mask, other=0.0)
-        q = tl.load(ptrs + C, mask=mask, other=0.0)
-        r = tl.load(ptrs + 2 * C, mask=mask, other=0.0)
+        q = tl.load(ptrs + CK, mask=mask, other=0.0)
+        r = tl.load(ptrs + 2 * CK, mask=mask, other=0.0)
     acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
     for k0 in range(0, CO, BLOCK_K):
         w = tl.trans(w_desc.load([k0, c0]))
@@ -221,16 +222,15 @@ def skip_dx(
     assert isinstance(coeff, Tensor), "coefficients are made in the kernel for both halves at once"
     c1 = x1.shape[3]
     first, second = (weight[:, :c1], dz, 0, x1, None), (weight[:, c1:], dz, c1, x2, None)
-    coeff1, coeff2 = (part.contiguous() for part in coeff.tensor_split([c1], dim=2))  # little
-    dx1, _, rows = _launch(dy, *first, coeff1, add1, sums, upsample1, config)
-    dx2, _, _ = _launch(dy, *second, coeff2, None, False, False, config)
+    dx1, _, rows = _launch(dy, *first, coeff, add1, sums, upsample1, config)
+    dx2, _, _ = _launch(dy, *second, coeff, None, False, False, config)
     return dx1, dx2, rows
 
 
 def _launch(
     dy: Tensor,
     weight: Tensor,  # these two as in `skip_dx`, of this launch's channels
-    dz: Tensor,  # of all channels,
+    dz: Tensor,  # as are coefficients, of all channels,
     begin: int,  # of which this launch's are those from here on
     x1: Tensor,
     x2: Tensor | None,
@@ -268,7 +268,8 @@ def _launch(
         (fold["BLOCK_KZ"],) = tiles_at_a_time(groups, fold["KZ"])
         coeff, norm = None, [partials, table, place]
     else:
-        assert coeff.shape == (n, 3, c) and coeff.is_contiguous()
+        assert coeff.shape == (n, 3, dz.shape[3]) and coeff.is_contiguous()
+        coeff = coeff[..., begin:]
     rows = None
     count = n * boxes_of_image(box, h, w)
     if isinstance(sums, RowSums):
@@ -303,6 +304,7 @@ def _launch(
         w,
         c,
         c1,
+        dz.shape[3],
         PRECISION="tf32",
         UPSAMPLE=upsample1,
         RAGGED=is_ragged(box, h, w),
