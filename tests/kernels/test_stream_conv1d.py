@@ -97,6 +97,19 @@ def test_inputs(device, options, batched):
     assert relative(ours.side.sum(0), expected.side.sum(0)) < 1e-5
 
 
+@pytest.mark.parametrize("batched", [False, True], ids=["alone", "batched"])
+@pytest.mark.parametrize("t", [1, 2, 3, 4, 8, 16])
+def test_several_groups_in_a_slice(device, t, batched):
+    """Whatever the length, and so the lanes that a group's numbers are in."""
+    torch.manual_seed(0)
+    activation = make(device, 2, t, 64, norm=8)
+    weight = torch.randn(16, 64, 3, device=device)
+    conv = pack_conv(weight, None, torch.float32, slice_channels=32, block=16)
+    expected = stream_reference.conv_stage(activation, conv, keep=True)
+    ours = stream_conv1d.conv_stage(activation, conv, keep=True, batched=batched)
+    assert relative(ours.kept, expected.kept) < 1e-5
+
+
 CONVS = {
     "1 tap": {"taps": 1},
     "5 taps, wider than the input": {"taps": 5, "t": 2},

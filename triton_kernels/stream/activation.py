@@ -66,19 +66,19 @@ def _normalise(
     if CG == CPG:
         d = tl.where(mask, v - tl.sum(tl.where(mask, v, 0.0)) / count, 0.0)
         return d * tl.rsqrt(tl.sum(d * d) / count + eps)
-    elif T == 1:
-        # Neighbours in a warp are channels here, and a group's lanes not side by side: triton 3.6
-        # adds up others if the tile is reshaped before positions are added up
-        g = tl.reshape(tl.sum(tl.where(mask, v, 0.0), axis=1), (CG // CPG, CPG))
-        d = g - (tl.sum(g, axis=1) / count)[:, None]
-        rstd = tl.rsqrt(tl.sum(d * d, axis=1) / count + eps)
-        return tl.broadcast_to(tl.reshape(d * rstd[:, None], (CG,))[:, None], (CG, BT))
     else:
-        g = tl.reshape(tl.where(mask, v, 0.0), (CG // CPG, CPG * BT))
-        inside = tl.reshape(tl.broadcast_to(mask, (CG, BT)), (CG // CPG, CPG * BT))
-        d = tl.where(inside, g - (tl.sum(g, axis=1) / count)[:, None], 0.0)
-        rstd = tl.rsqrt(tl.sum(d * d, axis=1) / count + eps)
-        return tl.reshape(d * rstd[:, None], (CG, BT))
+        mean = _of_groups(tl.sum(tl.where(mask, v, 0.0), axis=1), CPG, CG) / count
+        d = tl.where(mask, v - mean[:, None], 0.0)
+        rstd = tl.rsqrt(_of_groups(tl.sum(d * d, axis=1), CPG, CG) / count + eps)
+        return d * rstd[:, None]
+
+
+@triton.jit
+def _of_groups(x, CPG: tl.constexpr, CG: tl.constexpr):
+    """The sum over the group of each channel: [CG] -> [CG]. Positions have been added up before:
+    triton 3.6 adds up the wrong lanes of a tile that is reshaped so that both are one dimension."""
+    sums = tl.sum(tl.reshape(x, (CG // CPG, CPG)), axis=1)
+    return tl.reshape(tl.broadcast_to(sums[:, None], (CG // CPG, CPG)), (CG,))
 
 
 @triton.jit
