@@ -26,6 +26,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True)
+def exact_float32(monkeypatch):
+    """What kernels are compared with multiplies float32 exactly; a test of TF32 asks for it."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 @pytest.fixture
 def device():
     """Where kernels run: the GPU, or the CPU through the interpreter."""
