@@ -2,12 +2,13 @@
 that another program wrote."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .backend import choose_backend, precision_on
 from .build import Process, build_model
@@ -67,23 +68,25 @@ def load_trained(
 ) -> Trained:
     """The network in a checkpoint or file, on the device. ConfigError if there is none, it is
     damaged, or not what the settings say."""
-    path = Path(ckpt)
-    if is_workspace(path):
-        raise ConfigError(f"{path} {_NO_IMAGES}")
-    if path.is_file():
-        return _load_file(path, device, ema, model, diffusion, size, channels, backend, precision)
-    if not path.exists() and path.suffix in _SUFFIXES:
-        raise ConfigError(f"weights file {path} does not exist")
-    if is_diffusers(path):
-        return _load_diffusers(
-            path, device, ema, model, diffusion, size, channels, backend, precision
-        )
-    checkpoint = find_checkpoint(path, _OTHERS)
-    if model is not None or diffusion is not None:
-        raise ConfigError(
-            f"model= and diffusion= are for a weights file; {checkpoint} says its own"
-        )
-    return _load_checkpoint(checkpoint, device, ema, size, channels, backend, precision)
+    found = _find(Path(ckpt), ema, model, diffusion)
+    height, width, channels = _image_shape(found.path, found.image_shape, size, channels)
+    precision = precision or precision_on(device, found.precision)
+    chosen = choose_backend(backend, precision, device, setting="precision")
+    network = build_model(
+        found.settings, chosen, (height, width), channels, found.process.learns_variance, device
+    )
+    found.give_weights(network)
+    return Trained(
+        network.eval(),
+        found.settings,
+        found.process,
+        (height, width, channels),
+        found.class_names,
+        found.run_dir,
+        found.name,
+        found.spacing,
+        found.as_diffusers,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +130,7 @@ def load_initial(source: str | Path, network: nn.Module) -> None:
         weights = read_diffusers(path, ema=True).state
     else:
         weights = read_weights(find_checkpoint(path, _OTHERS), ema=True)
-    check_same_model(str(path), weights, dict(network.named_parameters()))
-    network.load_state_dict(weights)
+    _load(network, weights, path)
 
 
 def is_policy(ckpt: str | Path) -> bool:
@@ -142,87 +144,103 @@ def is_policy(ckpt: str | Path) -> bool:
     return "policy" in read_state(find_checkpoint(path))[0]
 
 
-def _load_checkpoint(
-    checkpoint: Path,
-    device: torch.device,
-    ema: bool | float,
-    size: int | tuple[int, int] | None,
-    channels: int | None,
-    backend: str,
-    precision: str | None,
-) -> Trained:
-    state, trained_as = read_state(checkpoint)
-    if "policy" in state:
-        raise ConfigError(f"{checkpoint} {_NO_IMAGES}")
-    process = construct(Process, trained_as["diffusion"], "diffusion")
-    if "image_shape" not in state:
-        raise ConfigError(f"{checkpoint / 'state.json'} does not say image_shape: it is damaged")
-    height, width, channels = _image_shape(checkpoint, tuple(state["image_shape"]), size, channels)
-    precision = precision or precision_on(device, trained_as["train"]["precision"])
-    chosen = choose_backend(backend, precision, device, setting="precision")
-    network = build_model(
-        trained_as["model"], chosen, (height, width), channels, process.learns_variance, device
-    )
-    weights = read_weights(checkpoint, ema=ema)
-    check_same_model(str(checkpoint), weights, dict(network.named_parameters()))
-    network.load_state_dict(weights)
-    class_names = state.get("class_names")
-    return Trained(
-        network.eval(),
-        trained_as["model"],
-        process,
-        (height, width, channels),
-        None if class_names is None else tuple(class_names),
-        run_dir=checkpoint.parent.parent,
-        name=checkpoint.name,
-    )
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """A network that is not built yet: what its origin says of it, see `Trained`."""
+
+    path: Path
+    settings: dict[str, Any]
+    process: Process
+    image_shape: tuple[int | None, ...]  # H, W, C; None: it does not say
+    precision: str  # that it was trained in
+    name: str
+    give_weights: Callable[[nn.Module], object]
+    class_names: tuple[str, ...] | None = None
+    run_dir: Path | None = None
+    spacing: str | None = None
+    as_diffusers: bool = False
 
 
-def _load_file(
+def _find(
     path: Path,
-    device: torch.device,
     ema: bool | float,
     model: dict[str, Any] | None,
     diffusion: dict[str, Any] | None,
-    size: int | tuple[int, int] | None,
-    channels: int | None,
-    backend: str,
-    precision: str | None,
-) -> Trained:
+) -> _Found:
+    if is_workspace(path):
+        raise ConfigError(f"{path} {_NO_IMAGES}")
+    if path.is_file():
+        return _in_file(path, ema, model, diffusion)
+    if not path.exists() and path.suffix in _SUFFIXES:
+        raise ConfigError(f"weights file {path} does not exist")
+    if is_diffusers(path):
+        return _in_diffusers(path, ema, model, diffusion)
+    checkpoint = find_checkpoint(path, _OTHERS)
+    if model is not None or diffusion is not None:
+        raise ConfigError(
+            f"model= and diffusion= are for a weights file; {checkpoint} says its own"
+        )
+    return _in_checkpoint(checkpoint, ema)
+
+
+def _in_checkpoint(checkpoint: Path, ema: bool | float) -> _Found:
+    state, config = read_state(checkpoint)
+    if "policy" in state:
+        raise ConfigError(f"{checkpoint} {_NO_IMAGES}")
+    process = construct(Process, config["diffusion"], "diffusion")
+    if "image_shape" not in state:
+        raise ConfigError(f"{checkpoint / 'state.json'} does not say image_shape: it is damaged")
+    class_names = state.get("class_names")
+    return _Found(
+        path=checkpoint,
+        settings=config["model"],
+        process=process,
+        image_shape=tuple(state["image_shape"]),
+        precision=config["train"]["precision"],
+        name=checkpoint.name,
+        give_weights=lambda network: _load(network, read_weights(checkpoint, ema), checkpoint),
+        class_names=None if class_names is None else tuple(class_names),
+        run_dir=checkpoint.parent.parent,
+    )
+
+
+def _in_file(
+    path: Path,
+    ema: bool | float,
+    model: dict[str, Any] | None,
+    diffusion: dict[str, Any] | None,
+) -> _Found:
     stored = stored_image_shape(path) or (None, None, None)
     if model is None:
         raise ConfigError(
             f"ckpt={path} is a weights file and does not say its network: give model=NAME,"
             " for example model=unet_cu"
         )
-    process = construct(Process, diffusion or {}, "diffusion")
-    height, width, channels = _image_shape(path, stored, size, channels)
-    precision = precision or precision_on(device, "bf16")
-    chosen = choose_backend(backend, precision, device, setting="precision")
-    network = build_model(model, chosen, (height, width), channels, process.learns_variance, device)
-    load_weights(path, network, ema=ema is not False)
-    return Trained(network.eval(), model, process, (height, width, channels), None, None, path.stem)
+    return _Found(
+        path=path,
+        settings=model,
+        process=construct(Process, diffusion or {}, "diffusion"),
+        image_shape=stored,
+        precision="bf16",
+        name=path.stem,
+        give_weights=lambda network: load_weights(path, network, ema=ema is not False),
+    )
 
 
-def _load_diffusers(
+def _in_diffusers(
     folder: Path,
-    device: torch.device,
     ema: bool | float,
     model: dict[str, Any] | None,
     diffusion: dict[str, Any] | None,
-    size: int | tuple[int, int] | None,
-    channels: int | None,
-    backend: str,
-    precision: str | None,
-) -> Trained:
+) -> _Found:
     if not isinstance(ema, bool):
         raise ConfigError(f"ema={ema}, but {folder} has one average, which is ema=true")
     found = read_diffusers(folder, ema)
     if model is not None or (diffusion is not None and found.process is not None):
         raise ConfigError(f"model= and diffusion= are for a weights file; {folder} says its own")
-    learned = found.out_channels == 2 * found.in_channels
     process = found.process
     if process is None:
+        learned = found.out_channels == 2 * found.in_channels
         variance = "learned_range" if learned else "fixed_small"
         process = construct(Process, {"variance": variance} | (diffusion or {}), "diffusion")
     expected = found.in_channels * (2 if process.learns_variance else 1)
@@ -231,32 +249,29 @@ def _load_diffusers(
             f"{folder} has {found.out_channels} channels out for {found.in_channels} in, and"
             f" variance={process.variance}, which takes {expected}"
         )
-    stored = (*(found.image_size or (None, None)), found.in_channels)
-    *shape, _ = image_shape = _image_shape(folder, stored, size, channels)
     if found.clip != 1:
         warnings.warn(
-            f"{folder} was trained for sampling with clip={shown(found.clip)}", stacklevel=2
+            f"{folder} was trained for sampling with clip={shown(found.clip)}", stacklevel=4
         )
     for remark in found.remarks:
-        warnings.warn(f"{folder} says {remark} for sampling, which is not done here", stacklevel=2)
-    precision = precision or precision_on(device, "bf16")
-    chosen = choose_backend(backend, precision, device, setting="precision")
-    network = build_model(
-        found.settings, chosen, tuple(shape), found.in_channels, process.learns_variance, device
-    )
-    check_same_model(str(folder), found.state, dict(network.named_parameters()))
-    network.load_state_dict(found.state)
-    return Trained(
-        network.eval(),
-        found.settings,
-        process,
-        image_shape,
-        found.class_names,
-        run_dir=None,
+        warnings.warn(f"{folder} says {remark} for sampling, which is not done here", stacklevel=4)
+    return _Found(
+        path=folder,
+        settings=found.settings,
+        process=process,
+        image_shape=(*(found.image_size or (None, None)), found.in_channels),
+        precision="bf16",
         name=folder.resolve().name,
+        give_weights=lambda network: _load(network, found.state, folder),
+        class_names=found.class_names,
         spacing=found.spacing,
         as_diffusers=True,
     )
+
+
+def _load(network: nn.Module, weights: dict[str, Tensor], origin: Path) -> None:
+    check_same_model(str(origin), weights, dict(network.named_parameters()))
+    network.load_state_dict(weights)
 
 
 def _image_shape(
