@@ -73,12 +73,7 @@ _TASKS: dict[str, type[Task]] = dict.fromkeys(LOADERS, PolicyTask)  # all others
 
 def train(config: dict[str, Any], run_dir: Path) -> float:
     """Run the configuration in `run_dir` and return the final loss (for sweepers)."""
-    check_keys(config, list(_GROUPS), "")
-    for key in _GROUPS:
-        if key not in config:
-            raise ConfigError(f"{key} is missing from the configuration")
-    for group in ("dataset", "model"):
-        _check_named(config[group], group)
+    _check_groups(config)
     settings = construct(TrainSettings, config["train"], "train")
     optim = construct(OptimizerSettings, config["optim"], "optim")
     process = construct(Process, config["diffusion"], "diffusion")
@@ -88,21 +83,10 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
     make_task.check(config["dataset"], config["model"], process, backend)
     _check_run_dir(run_dir)
     processes = Processes(device)
-    first, share = processes.share_of(settings.batch_size)
-    if share % settings.accumulate:
-        raise ConfigError(
-            f"train.batch_size={settings.batch_size} over {processes.count} processes is {share}"
-            f" each, which does not divide into train.accumulate={settings.accumulate}"
-        )
+    _check_share(settings, processes)
     resume_from = _resume_point(settings.resume, run_dir)
     start = _check_resumed(resume_from, config, settings.steps)
-    if resume_from is None:
-        _check_init(settings.init)
-    elif settings.init is not None and settings.resume != "auto":
-        raise ConfigError(
-            f"train.init={settings.init} and train.resume={settings.resume} both say what to begin"
-            " with; resume takes the step and the moments along, init the weights alone"
-        )
+    _check_init(settings, resume_from)
 
     if settings.deterministic:
         require_determinism()
@@ -119,7 +103,54 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
         task.check_resumed(stored)
         load_into(resume_from, flat)
         optimizer.skipped.fill_(stored.get("skipped_steps", 0))
+    step = _build_step(model, flat, optimizer, task, process, settings, processes)
+    show = task.preview(model, process, settings, device)
 
+    def preview() -> Preview:
+        with flat.averaged():
+            return show()
+
+    size = len(task.samples)
+    with ExitStack() as stack:
+        stack.callback(processes.close)
+        stack.callback(step.release)
+        if processes.is_first:
+            with writing(run_dir):
+                run_dir.mkdir(parents=True, exist_ok=True)
+                write_whole(run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+                stack.enter_context(log_file(run_dir / "train.log"))
+            began = (
+                f"resuming from {resume_from} after step {start}"
+                if start
+                else settings.init and f"beginning with the weights of {settings.init}"
+            )
+            _describe(run_dir, step, task, settings, processes, began)
+        trainer = Trainer(
+            step,
+            None if show is None else preview,
+            settings,
+            config,
+            {"seed": settings.seed, "dataset_size": size, **task.state()},
+            run_dir,
+            processes,
+            dataset_size=size,
+            noun=task.noun,
+        )
+        with writing(run_dir):
+            return trainer.run(start)
+
+
+def _build_step(
+    model: nn.Module,
+    flat: FlatParameters,
+    optimizer: Optimizer,
+    task: Task,
+    process: Process,
+    settings: TrainSettings,
+    processes: Processes,
+) -> TrainStep:
+    """One step of training, from the batch to the update."""
+    device, backend = flat.param.device, model.backend
     objective = Objective(
         process.schedule,
         backend,
@@ -136,10 +167,11 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
         ready=gradient_sum.listener,
         urgent=gradient_sum.urgent,
     )
-    step = TrainStep(
+    share = processes.share_of(settings.batch_size)
+    return TrainStep(
         network,
         objective,
-        Batches(task.samples, settings.batch_size, settings.seed, device, first, share),
+        Batches(task.samples, settings.batch_size, settings.seed, device, *share),
         flat,
         optimizer,
         gradient_sum,
@@ -149,58 +181,49 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
         flip=task.flip,
         capture=settings.cuda_graph,
     )
-    show = task.preview(model, process, settings, device)
 
-    def preview() -> Preview:
-        with flat.averaged():
-            return show()
 
-    size = len(task.samples)
-    with ExitStack() as stack:
-        stack.callback(processes.close)
-        stack.callback(step.release)
-        if processes.is_first:
-            with writing(run_dir):
-                run_dir.mkdir(parents=True, exist_ok=True)
-                write_whole(run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
-                stack.enter_context(log_file(run_dir / "train.log"))
-            _say(
-                f"{run_dir}: {task};"
-                f" {sum(p.numel() for p in model.parameters()):,} parameters;"
-                f" backend {backend.name}, {settings.precision}, {device}"
-                + (", fused plan" if isinstance(network, FusedUNet) else "")
-                + (f", {processes.count} processes" if processes.count > 1 else "")
-            )
-            if start:
-                _say(f"resuming from {resume_from} after step {start}")
-            elif settings.init is not None:
-                _say(f"beginning with the weights of {settings.init}")
-            if settings.batch_size > size:
-                _say(
-                    f"note: train.batch_size={settings.batch_size} is larger than the data set of"
-                    f" {size} {task.noun}, so a batch holds some {task.noun} more than once"
-                )
-            for remark in task.remarks:
-                log.info("%s", remark)
-        trainer = Trainer(
-            step,
-            None if show is None else preview,
-            settings,
-            config,
-            {"seed": settings.seed, "dataset_size": size, **task.state()},
-            run_dir,
-            processes,
-            dataset_size=size,
-            noun=task.noun,
+def _describe(
+    run_dir: Path,
+    step: TrainStep,
+    task: Task,
+    settings: TrainSettings,
+    processes: Processes,
+    began: str | None,  # with what, if with anything
+) -> None:
+    """Say what is about to be trained, and how."""
+    flat, backend, size = step.flat, step.objective.backend, len(task.samples)
+    parameters = sum(view.numel() for view in flat.views(flat.param).values())
+    _say(
+        f"{run_dir}: {task}; {parameters:,} parameters;"
+        f" backend {backend.name}, {settings.precision}, {flat.param.device}"
+        + (", fused plan" if isinstance(step.network, FusedUNet) else "")
+        + (f", {processes.count} processes" if processes.count > 1 else "")
+    )
+    if began:
+        _say(began)
+    if settings.batch_size > size:
+        _say(
+            f"note: train.batch_size={settings.batch_size} is larger than the data set of"
+            f" {size} {task.noun}, so a batch holds some {task.noun} more than once"
         )
-        with writing(run_dir):
-            return trainer.run(start)
+    for remark in task.remarks:
+        log.info("%s", remark)
 
 
 def _say(line: str) -> None:
     """On the terminal and in the log."""
     tqdm.write(line)
     log.info("%s", line)
+
+
+def _check_groups(config: dict[str, Any]) -> None:
+    check_keys(config, list(_GROUPS), "")
+    for key in _GROUPS:
+        if key not in config:
+            raise ConfigError(f"{key} is missing from the configuration")
+    for group in ("dataset", "model"):
+        _check_named(config[group], group)
 
 
 def _check_named(settings: Any, group: str) -> None:
@@ -218,6 +241,15 @@ def _check_run_dir(run_dir: Path) -> None:
         raise ConfigError(f"run_dir={run_dir}: {nearest} cannot be written to")
 
 
+def _check_share(settings: TrainSettings, processes: Processes) -> None:
+    _, share = processes.share_of(settings.batch_size)
+    if share % settings.accumulate:
+        raise ConfigError(
+            f"train.batch_size={settings.batch_size} over {processes.count} processes is {share}"
+            f" each, which does not divide into train.accumulate={settings.accumulate}"
+        )
+
+
 def _resume_point(resume: str | None, run_dir: Path) -> Path | None:
     """The checkpoint to go on from, if any. Nothing that exists is ever overwritten."""
     existing = latest_checkpoint(run_dir / "checkpoints")
@@ -231,9 +263,16 @@ def _resume_point(resume: str | None, run_dir: Path) -> Path | None:
     return None if resume in (None, "none") else find_checkpoint(resume)
 
 
-def _check_init(init: str | None) -> None:
-    if init is not None and not Path(init).exists():
-        raise ConfigError(f"train.init={init} does not exist")
+def _check_init(settings: TrainSettings, resume_from: Path | None) -> None:
+    if settings.init is None:
+        return
+    if resume_from is None and not Path(settings.init).exists():
+        raise ConfigError(f"train.init={settings.init} does not exist")
+    if resume_from is not None and settings.resume != "auto":
+        raise ConfigError(
+            f"train.init={settings.init} and train.resume={settings.resume} both say what to begin"
+            " with; resume takes the step and the moments along, init the weights alone"
+        )
 
 
 def _check_resumed(checkpoint: Path | None, config: dict[str, Any], steps: int) -> int:
