@@ -112,12 +112,12 @@ class Process:
 
     def __init__(
         self,
-        schedule: str = "linear",  # linear | cosine
+        schedule: str = "linear",  # linear | scaled_linear | sigmoid | cosine
         num_timesteps: int = 1000,
         prediction: str = "epsilon",  # epsilon | sample | v_prediction
         variance: str = "fixed_small",  # fixed_small | fixed_large | learned_range
-        beta_start: float | None = None,  # of linear; None: 0.1 / num_timesteps
-        beta_end: float | None = None,  # of linear; None: 20 / num_timesteps
+        beta_start: float | None = None,  # of all but cosine; None: 0.1 / num_timesteps
+        beta_end: float | None = None,  # of all but cosine; None: 20 / num_timesteps
         min_snr_gamma: float | None = None,  # of the loss; None: every timestep has one weight
     ) -> None:
         for key, value, valid in (

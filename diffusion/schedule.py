@@ -14,6 +14,10 @@ References:
         spacings), https://arxiv.org/abs/2305.08891
     Elucidating the Design Space of Diffusion-Based Generative Models (Karras et al., 2022),
         https://arxiv.org/abs/2206.00364
+    High-Resolution Image Synthesis with Latent Diffusion Models (Rombach et al., 2022),
+        https://arxiv.org/abs/2112.10752
+    GeoDiff: a Geometric Diffusion Model for Molecular Conformation Generation (Xu et al., 2022),
+        https://arxiv.org/abs/2203.02923
 """
 
 import inspect
@@ -78,10 +82,31 @@ class NoiseSchedule:
         The ends are scaled by 1000 / T, as in guided-diffusion, so that alpha_bar_T hardly depends
         on T; an end that is given is taken as it is.
         """
-        scale = 1000 / _count("num_timesteps", num_timesteps)
-        beta_start = scale * 1e-4 if beta_start is None else beta_start
-        beta_end = scale * 0.02 if beta_end is None else beta_end
-        return cls(np.linspace(beta_start, beta_end, num_timesteps, dtype=np.float64))
+        return cls(np.linspace(*_ends(num_timesteps, beta_start, beta_end), num_timesteps))
+
+    @classmethod
+    def scaled_linear(
+        cls,
+        num_timesteps: int,
+        beta_start: float | None = None,
+        beta_end: float | None = None,
+    ) -> "NoiseSchedule":
+        r"""sqrt(beta) in equal steps (Rombach et al., 2022, from 8.5e-4 to 0.012); the ends are by
+        themselves those of `linear`."""
+        start, end = _ends(num_timesteps, beta_start, beta_end)
+        return cls(np.linspace(start**0.5, end**0.5, num_timesteps) ** 2)
+
+    @classmethod
+    def sigmoid(
+        cls,
+        num_timesteps: int,
+        beta_start: float | None = None,
+        beta_end: float | None = None,
+    ) -> "NoiseSchedule":
+        r"""beta along a sigmoid from -6 to 6 (Xu et al., 2022, GeoDiff), between the ends of
+        `linear` unless others are given."""
+        start, end = _ends(num_timesteps, beta_start, beta_end)
+        return cls(start + (end - start) / (1 + np.exp(-np.linspace(-6, 6, num_timesteps))))
 
     @classmethod
     def cosine(cls, num_timesteps: int, max_beta: float = 0.999) -> "NoiseSchedule":
@@ -236,11 +261,17 @@ class NoiseSchedule:
         return torch.tensor(np.stack(columns, axis=1), dtype=torch.float32, device=device)
 
 
-_SCHEDULES = {"linear": NoiseSchedule.linear, "cosine": NoiseSchedule.cosine}
+_SCHEDULES = {
+    "linear": NoiseSchedule.linear,
+    "scaled_linear": NoiseSchedule.scaled_linear,
+    "sigmoid": NoiseSchedule.sigmoid,
+    "cosine": NoiseSchedule.cosine,
+}
 
 
 def make_schedule(name: str, num_timesteps: int = 1000, **options: float | None) -> NoiseSchedule:
-    """The schedule of that name: linear (beta_start, beta_end) or cosine (max_beta).
+    """The schedule of that name: linear, scaled_linear or sigmoid (beta_start, beta_end), or cosine
+    (max_beta).
 
     An option that is None keeps its default. ConfigError: unknown name or option, impossible value.
     """
@@ -305,6 +336,15 @@ def space_timesteps(
     else:
         kept = np.round(np.linspace(0, num_timesteps - 1, count))
     return kept.astype(np.int64)[int(above_zero) :]
+
+
+def _ends(
+    num_timesteps: int, beta_start: float | None, beta_end: float | None
+) -> tuple[float, float]:
+    scale = 1000 / _count("num_timesteps", num_timesteps)
+    beta_start = scale * 1e-4 if beta_start is None else beta_start
+    beta_end = scale * 0.02 if beta_end is None else beta_end
+    return beta_start, beta_end
 
 
 def _karras_sigmas(

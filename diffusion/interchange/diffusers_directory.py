@@ -73,6 +73,11 @@ _SCHEDULERS = (  # whose betas are linear from 1e-4 to 0.02 unless their configu
     *("DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "UniPCMultistepScheduler"),
     *("EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "LMSDiscreteScheduler"),
 )
+_BETWEEN_ENDS = {
+    "linear": NoiseSchedule.linear,
+    "scaled_linear": NoiseSchedule.scaled_linear,
+    "sigmoid": NoiseSchedule.sigmoid,
+}
 _CLIPPING = ("DDPMScheduler", "DDPMParallelScheduler", "DDIMScheduler", "DDIMParallelScheduler")
 _SAMPLING = {  # options of schedulers, with the value that every sampler here has
     "thresholding": False,
@@ -335,15 +340,10 @@ def _read_betas(config: dict[str, Any], path: Path) -> NoiseSchedule:
         ) from None
     if trained is not None:
         return NoiseSchedule(trained)
-    if kind == "linear":
-        return NoiseSchedule.linear(total, start, end)
-    if kind == "scaled_linear":
-        return NoiseSchedule(np.linspace(start**0.5, end**0.5, total) ** 2)
     if kind == "squaredcos_cap_v2":
         return NoiseSchedule.cosine(total)
-    if kind == "sigmoid":
-        rise = 1 / (1 + np.exp(-np.linspace(-6, 6, total)))
-        return NoiseSchedule(rise * (end - start) + start)
+    if kind in _BETWEEN_ENDS:
+        return _BETWEEN_ENDS[kind](total, start, end)
     raise ConfigError(
         f"{path} has beta_schedule={kind}; choose one of linear, scaled_linear,"
         " squaredcos_cap_v2, sigmoid"

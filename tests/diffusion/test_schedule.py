@@ -63,10 +63,22 @@ def test_cosine_closed_form():
     assert schedule.betas[-1] == 0.999
 
 
-@pytest.mark.parametrize("ours, theirs", [("linear", "linear"), ("cosine", "squaredcos_cap_v2")])
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        ("linear", "linear"),
+        ("scaled_linear", "scaled_linear"),
+        ("sigmoid", "sigmoid"),
+        ("cosine", "squaredcos_cap_v2"),
+    ],
+)
 def test_betas_of_diffusers(ours, theirs):
     betas = DDPMScheduler(1000, beta_schedule=theirs).betas.double().numpy()
     np.testing.assert_allclose(make_schedule(ours, 1000).betas, betas, rtol=2e-6)
+    if ours != "cosine":
+        ends = {"beta_start": 0.00085, "beta_end": 0.012}
+        betas = DDPMScheduler(300, beta_schedule=theirs, **ends).betas.double().numpy()
+        np.testing.assert_allclose(make_schedule(ours, 300, **ends).betas, betas, rtol=2e-6)
 
 
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
@@ -234,7 +246,7 @@ _LINEAR = NoiseSchedule.linear(1000)
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: make_schedule("linar"), "schedule=linar is unknown; choose one of linear, cosine"),
+        (lambda: make_schedule("linar"), "schedule=linar is unknown; choose one of linear, scaled"),
         (lambda: make_schedule("cosine", beta_end=0.1), "no option beta_end; it has max_beta"),
         (lambda: make_schedule("linear", 0), "num_timesteps=0"),
         (lambda: make_schedule("linear", 10), "strictly between 0 and 1"),
