@@ -4,6 +4,7 @@ import difflib
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -81,20 +82,43 @@ def _as(value: Any, hint: Any) -> Any:
         if not isinstance(value, list | tuple) or fixed and len(value) != len(arguments):
             raise TypeError
         return [_as(item, arguments[0]) for item in value]
-    if hint not in _KINDS:
-        return value
-    if hint is str and value == "":  # KEY= was left without a value; as a path it would be "."
+    return _AS[hint](value) if hint in _AS else value
+
+
+def _as_exactly(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
         raise TypeError
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return int(value)
-    if hint is str and (isinstance(value, os.PathLike) or is_number):
+    return value
+
+
+def _as_number(value: Any) -> int | float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _as_whole_number(value: Any) -> int:
+    number = _as_number(value)
+    if isinstance(number, float) and not (number.is_integer() and abs(number) < 2**53):
+        raise TypeError
+    return int(number)
+
+
+def _as_text(value: Any) -> str:
+    if value == "":  # KEY= was left without a value; as a path it would be "."
+        raise TypeError
+    if isinstance(value, str | os.PathLike):
         return str(value)
-    if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
-        return value
-    if hint is float and is_number:
-        return value
-    raise TypeError
+    return str(_as_number(value))
+
+
+_AS = {
+    bool: partial(_as_exactly, bool),
+    int: _as_whole_number,
+    float: _as_number,
+    str: _as_text,
+    NoneType: partial(_as_exactly, NoneType),
+}
 
 
 def _kind(hint: Any) -> str:
