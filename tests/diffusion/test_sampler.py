@@ -224,6 +224,58 @@ def test_ddim_chain_of_diffusers_whose_levels_do_not_join(
     assert (joined - expected).norm() > 1e-3 * expected.norm()
 
 
+OTHERS = {
+    "diffusion policy": ("cosine", 100, 100, 1.0, "epsilon", "fixed_small"),
+    "scaled linear": ("scaled_linear", 100, 16, 0.5, "v_prediction", "fixed_large"),
+    "sigmoid": ("sigmoid", 333, 7, 2.0, "sample", "learned_range"),
+    "few noise levels": ("linear", 37, 37, None, "epsilon", "learned_range"),
+    "one step": ("scaled_linear", 50, 1, 1.0, "v_prediction", "fixed_small"),
+    "many noise levels": ("sigmoid", 2000, 13, None, "sample", "fixed_large"),
+}
+
+
+@pytest.mark.parametrize("kind", ["ddpm", "ddim"])
+@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
+@pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS)
+def test_other_chains_of_diffusers(case, spacing, kind, monkeypatch):
+    """Other schedules, lengths and limits of x_0."""
+    name, total, steps, clip, prediction, variance = case
+    ends = {} if name == "cosine" else {"beta_start": 1e-3, "beta_end": 0.03}
+    schedule = make_schedule(name, total, **ends)
+    options = {
+        "beta_schedule": {"cosine": "squaredcos_cap_v2"}.get(name, name),
+        "clip_sample": clip is not None,
+        "clip_sample_range": clip or 1.0,
+        "prediction_type": prediction,
+        "timestep_spacing": spacing,
+    }
+    if name == "sigmoid":  # which DDIMScheduler does not know
+        options |= {"beta_schedule": "linear", "trained_betas": schedule.betas.tolist()}
+    if kind == "ddpm":
+        scheduler = DDPMScheduler(total, variance_type=variance, **options, **ends)
+        own, theirs = {"variance": variance}, {}
+    else:
+        variance = "fixed_small"
+        scheduler = DDIMScheduler(total, **options, **ends)
+        own = {"eta": 0.3, "use_clipped_model_output": False, "joined": False}
+        theirs = {"eta": 0.3}
+    learned = variance == "learned_range"
+    sampler = make_sampler(
+        schedule, TORCH_FP32, kind, steps=steps, spacing=spacing, clip=clip,
+        prediction=prediction, **own,
+    )  # fmt: skip
+    if kind == "ddpm":  # the documented difference, see above
+        last = sampler.timesteps[-1].item()
+        monkeypatch.setattr(
+            scheduler, "_get_variance", _silent_at(scheduler, last, learned=learned)
+        )
+    denoiser = _toy(prediction, learned)
+    expected = _chain_of_diffusers(
+        _exact(scheduler, schedule), denoiser, SHAPE, steps, monkeypatch, **theirs
+    )
+    _compare(sampler.sample(denoiser, SHAPE, seed=SEED), expected)
+
+
 def test_the_toy_is_clipped_and_the_dialects_differ():
     """The chains above exercise what they vary."""
     make = dict(
