@@ -63,7 +63,8 @@ def group_norm(
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # F.group_norm has no backward for a bias alone
     params = [None if p is None else p.to(dtype) for p in (weight, bias)]
-    z = _nhwc(F.group_norm(_nchw(x.to(dtype)), num_groups, *params, eps))
+    # not F.group_norm, which refuses groups of a single number in a batch of one
+    z = _nhwc(torch.group_norm(_nchw(x.to(dtype)), num_groups, *params, eps))
     if scale is not None:
         z = z * (1 + scale.to(dtype)[:, None, None, :])
     if shift is not None:

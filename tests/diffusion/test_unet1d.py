@@ -188,6 +188,15 @@ def test_empty_batch():
     assert y.shape == (0, 8, 3)
 
 
+def test_one_sample_that_ends_at_one_position():
+    """Where a channel is a group, a group is a single number there."""
+    model = tiny(down_dims=(8, 8, 8), n_groups=8)
+    x, t, cond = inputs(model, n=1, t=4)
+    y = model(x, t, cond)
+    batch = model(x.expand(2, -1, -1), t.expand(2), cond.expand(2, -1))
+    torch.testing.assert_close(batch, y.expand(2, -1, -1))
+
+
 def test_half_precision_keeps_the_statistics_in_float32():
     model = tiny()
     x, t, cond = inputs(model)

@@ -136,6 +136,20 @@ def test_one_argument_alone(present, path, device):
     _check(x, params, dy, 3, "gelu_tanh")
 
 
+@pytest.mark.parametrize("ops", [group_norm, reference.group_norm], ids=["triton", "reference"])
+def test_a_group_of_a_single_number(ops, device):
+    """Its deviation is 0, so what is left is the bias; F.group_norm refuses it. PyTorch computes
+    x rstd - mean rstd with rstd = 316, each rounded."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 1, 1, 3, device=device, requires_grad=True)
+    weight, bias = torch.randn(2, 3, device=device, requires_grad=True)
+    y = ops(x, 3, weight, bias)
+    torch.testing.assert_close(y.flatten(), bias, rtol=0, atol=1e-4)
+    dx, d_weight, d_bias = torch.autograd.grad(y.sum(), (x, weight, bias))
+    assert dx.abs().max() < 1e-3 and d_weight.abs().max() < 1e-4
+    assert torch.equal(d_bias, torch.ones_like(bias))
+
+
 def test_fp16_with_float32_parameters(path, device):
     _check(*_case((2, 9, 5, 40), dtype=torch.float16, device=device), 8, "silu")
 
