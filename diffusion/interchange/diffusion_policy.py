@@ -205,7 +205,9 @@ def stored_policy(
     steps = workspace["policy.num_inference_steps"]
     if steps is not None:
         steps = workspace.count("policy.num_inference_steps")
-    return StoredPolicy(settings, state, spec, process, clip, steps, spacing="leading")
+    return StoredPolicy(
+        settings, state, spec, process, clip, steps, spacing="leading", as_diffusers=True
+    )
 
 
 def _network_settings(path: Path, state: dict[str, Tensor], n_groups: int) -> dict[str, Any]:

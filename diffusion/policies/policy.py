@@ -99,6 +99,9 @@ def load_policy(
     model = build_policy_model(stored.settings, chosen, spec.action_dim, spec.condition_dim, on)
     check_same_model(str(checkpoint), stored.state, dict(model.named_parameters()))
     model.load_state_dict(stored.state)
+    joins = {}
+    if stored.as_diffusers and sampler == "ddim":
+        joins = {"use_clipped_model_output": False, "joined": False}
     draws = stored.process.sampler(
         chosen,
         on,
@@ -106,6 +109,7 @@ def load_policy(
         steps=stored.steps if steps is None else steps,
         spacing=stored.spacing,
         clip=stored.clip,
+        **joins,
     )
     return Policy(model.eval(), draws, spec, real_time(model, spec.horizon))
 

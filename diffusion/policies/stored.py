@@ -20,3 +20,4 @@ class StoredPolicy:
     clip: float | None = 1.0  # of the normalised actions in sampling
     steps: int | None = None  # of sampling; None: all of the process
     spacing: str | None = None  # of these steps; None: what suits the sampler
+    as_diffusers: bool = False  # whether DDIM is to step as diffusers' does

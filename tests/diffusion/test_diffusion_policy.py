@@ -108,18 +108,30 @@ VARIANTS = {
 
 @pytest.mark.skipif(not find_spec("diffusers"), reason="needs diffusers")
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("prediction", ["epsilon", "sample"])
-def test_actions_are_those_of_its_policy(tmp_path, monkeypatch, options, prediction):
+@pytest.mark.parametrize(
+    ("sampler", "prediction", "steps"),
+    [("ddpm", "epsilon", STEPS), ("ddpm", "sample", 5), ("ddim", "epsilon", 5)],
+)
+def test_actions_are_those_of_its_policy(
+    tmp_path, monkeypatch, options, sampler, prediction, steps
+):
     """predict_action of its DiffusionUnetLowdimPolicy in float64, with this project's noise."""
-    from diffusers import DDPMScheduler
+    from diffusers import DDIMScheduler, DDPMScheduler
     from diffusers.schedulers import scheduling_ddpm
 
     model = network(**options)
     settings = {"n_groups": options.get("n_groups", 8)}
     scheduler_config = SCHEDULER | {"prediction_type": prediction}
-    config = changed(policy={"model": settings, "noise_scheduler": scheduler_config})
-    policy = load_policy(write(tmp_path / "latest.ckpt", model, config), device="cpu")
-    assert policy.sampler.num_steps == STEPS
+    config = changed(
+        policy={
+            "model": settings,
+            "noise_scheduler": scheduler_config,
+            "num_inference_steps": steps,
+        }
+    )
+    path = write(tmp_path / "latest.ckpt", model, config)
+    policy = load_policy(path, device="cpu", sampler=sampler)
+    assert policy.sampler.num_steps == steps
     observations = torch.randn(3, SEEN, OBS)
 
     state = {k: v.detach().double() for k, v in state_of(model).items()}
@@ -130,8 +142,9 @@ def test_actions_are_those_of_its_policy(tmp_path, monkeypatch, options, predict
 
     scale, offset = affine("obs")
     condition = (observations.double() * scale + offset).reshape(3, -1)
-    scheduler = DDPMScheduler(**{k: v for k, v in scheduler_config.items() if k != "_target_"})
-    scheduler.set_timesteps(STEPS)
+    known = {k: v for k, v in scheduler_config.items() if k not in ("_target_", "variance_type")}
+    scheduler = {"ddpm": DDPMScheduler, "ddim": DDIMScheduler}[sampler](**known)
+    scheduler.set_timesteps(steps)
     shape, rng = (3, 1, HORIZON, ACTION), torch.tensor([SEED, 0])
     x = reference.normal(shape, rng, stream=INITIAL).double()[:, 0]
     for k, t in enumerate(scheduler.timesteps):
