@@ -228,8 +228,9 @@ class Sampler:
     ) -> Tensor:  # float32 [N, H, W, C]
         """N images, numbers first .. first + N - 1 of this seed.
 
-        Image i is a function of (seed, i) alone: the way a set of images is cut into batches does
-        not change it. `x` replaces the noise x_T that the chain starts from. `progress` is called
+        The noise of image i is a function of (seed, i) alone: the way a set of images is cut into
+        batches does not change it, nor the image, beyond what a network rounds otherwise in a batch
+        of another size. `x` replaces the noise x_T that the chain starts from. `progress` is called
         with (steps done, steps in all) after each step is queued, or each graph of several.
         """
         device = self.rows.device
