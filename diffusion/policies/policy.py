@@ -19,6 +19,8 @@ from ..sampler import Sampler
 from ..settings import construct
 from .stored import StoredPolicy
 
+_OTHERS = ", or a whole .ckpt of diffusion_policy"
+
 
 class Policy:
     """A network, the sampler that draws chunks with it, and the normalisation of its data."""
@@ -91,7 +93,7 @@ def load_policy(
             raise ConfigError(f"ema={ema}, but {checkpoint} has one average, which is ema=true")
         stored, trained_in = stored_policy(read_workspace(checkpoint), ema), "bf16"
     else:
-        stored, trained_in = _own_policy(find_checkpoint(checkpoint), ema)
+        stored, trained_in = _own_policy(find_checkpoint(checkpoint, _OTHERS), ema)
     spec = stored.spec
     on = choose_device(device)
     precision = precision or precision_on(on, trained_in)
