@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from diffusion.errors import ConfigError
-from diffusion.interchange.diffusion_policy import is_workspace, read_workspace
+from diffusion.interchange.diffusion_policy import is_workspace, read_workspace, stored_policy
 from diffusion.interchange.weights import load_weights
 from diffusion.policies.policy import load_policy
 from diffusion.trained import is_policy, load_trained
@@ -24,7 +24,7 @@ NETWORK = {
     "diffusion_step_embed_dim": 8,
     "down_dims": [8, 16],
     "kernel_size": 5,
-    "n_groups": 8,
+    "n_groups": 2,  # small groups at few positions amplify rounding from step to step
     "cond_predict_scale": False,
 }
 SCHEDULER = {
@@ -49,7 +49,7 @@ CONFIG = {  # of its training configurations, what says something of the policy
         "oa_step_convention": True,
         "model": {
             "input_dim": "${eval: ${action_dim} if ${obs_as_global_cond} else 9}",
-            "n_groups": 8,
+            "n_groups": 2,
         },
         "noise_scheduler": SCHEDULER,
     },
@@ -99,9 +99,9 @@ def changed(**options):
 VARIANTS = {
     "default": {},
     "film": {"cond_predict_scale": True},
-    "groups": {"n_groups": 4, "kernel_size": 3},
+    "groups": {"n_groups": 4, "kernel_size": 3, "down_dims": [16, 32]},
     "three_levels": {"down_dims": [8, 16, 16], "kernel_size": 7},
-    "four_levels": {"down_dims": [8, 16, 32, 16], "n_groups": 2},
+    "four_levels": {"down_dims": [8, 16, 32, 16]},
     "one_level": {"down_dims": [16], "cond_predict_scale": True},
 }
 
@@ -120,7 +120,7 @@ def test_actions_are_those_of_its_policy(
     from diffusers.schedulers import scheduling_ddpm
 
     model = network(**options)
-    settings = {"n_groups": options.get("n_groups", 8)}
+    settings = {"n_groups": options.get("n_groups", 2)}
     scheduler_config = SCHEDULER | {"prediction_type": prediction}
     config = changed(
         policy={
@@ -155,7 +155,7 @@ def test_actions_are_those_of_its_policy(
     scale, offset = affine("action")
     expected = ((x - offset) / scale)[:, SEEN - 1 : SEEN - 1 + ACTED]
     torch.testing.assert_close(
-        policy.act(observations, seed=SEED).double(), expected, rtol=1e-4, atol=1e-4
+        policy.act(observations, seed=SEED).double(), expected, rtol=2e-5, atol=2e-5
     )
 
 
@@ -195,6 +195,8 @@ def test_the_configuration_is_read(tmp_path):
     workspace = read_workspace(write(tmp_path / "a.ckpt", network()))
     assert workspace.config == CONFIG
     assert workspace["policy.horizon"] == HORIZON and workspace["policy.nothing"] is None
+    workspace = read_workspace(write(tmp_path / "a.ckpt", network(), changed(policy={"model": {}})))
+    assert stored_policy(workspace).settings["n_groups"] == 8  # as ConditionalUnet1D by itself
 
 
 class Arbitrary:
