@@ -32,7 +32,8 @@ _MAX_HEAD = 512  # channels in front of the last convolution, which are one prog
 _MAX_STEM = 96  # terms of the first convolution, each added by every program that needs it
 _MAX_LENGTH = 64
 _PROGRAMS = 132  # into which a layer is cut, about: the multiprocessors of an H100
-_BATCHED_FROM = 4  # samples; below, an activation is made by each of its readers
+_BATCHED_FROM = 4  # samples; below, an activation is made by each of its readers,
+_LARGE = 2**21  # unless a convolution has so many bytes of weights on average, and `stream.whole`
 
 log = logging.getLogger(__name__)
 
@@ -104,20 +105,26 @@ class StreamedUNet1d:
         model: UNet1d,
         ops: ModuleType = stream_conv1d,  # or its reference
         *,
-        batched_from: int = _BATCHED_FROM,
+        batched_from: int | None = None,  # samples; None: from where it is quicker
         programs: int = _PROGRAMS,
     ) -> None:
         if (why := obstacle(model)) is not None:
             raise ValueError(why)
         self.model, self.ops = model, ops
-        self.batched_from, self.programs = batched_from, programs
+        self.programs = programs
         self._steps: tuple[Tensor, Tensor] | None = None  # timesteps and what they contribute
         self.dtype = model.backend.dtype
         self._options = {"allow_tf32": model.backend.allow_tf32}
         # norms, biases and sums are float32, and float64 in tests of the reference
         self._wide = torch.promote_types(self.dtype, torch.float32)
+        self._convs: list[Conv] = []
         with torch.no_grad():
             self._pack()
+        if batched_from is None:
+            sizes = [0 if c.by_tap is None else c.by_tap.nbytes for c in self._convs]
+            large = min(sizes) > 0 and sum(sizes) >= _LARGE * len(sizes)
+            batched_from = 1 if large else _BATCHED_FROM
+        self.batched_from = batched_from
 
     # --- parameters -------------------------------------------------------------------------------
 
@@ -210,7 +217,7 @@ class StreamedUNet1d:
             2 * (ci // channels) * (rows // block) <= self.programs or shared_memory() > limit
         ):
             block //= 2
-        return self.ops.pack_conv(
+        packed = self.ops.pack_conv(
             self._multiplied(conv.weight),
             None if side is None else self._multiplied(side),
             self.dtype,
@@ -221,6 +228,8 @@ class StreamedUNet1d:
             # float32 splits each tile in registers, which a wide one does not leave room for
             widest=4 if early else 1,
         )
+        self._convs.append(packed)
+        return packed
 
     def _multiplied(self, weight: Tensor) -> Tensor:
         """Weights in the precision in which they are multiplied."""

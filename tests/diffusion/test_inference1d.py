@@ -229,9 +229,9 @@ def published():
 @pytest.mark.parametrize(
     ("precision", "n"),
     [("bf16", 1), ("bf16", 2), ("bf16", 8), ("bf16", 64), ("fp16", 1), ("tf32", 1), ("fp32", 1)]
-    + [("tf32", 8), ("fp32", 8)],
+    + [("tf32", 8), ("fp32", 8), ("bf16", 5), ("fp16", 8), ("tf32", 64), ("fp32", 64)],
 )
-def test_the_published_size(published, precision, n):
+def test_the_published_size(published, precision, n, batched_from=None):
     """At most twice as far from float64 as PyTorch's layers at the same precision, and every time
     the same bits."""
     model, device = published, torch.device("cuda")
@@ -246,14 +246,21 @@ def test_the_published_size(published, precision, n):
         set_backend(model.float(), Backend("torch", reference, dtype, tf32))
         theirs = relative(model.forward_nhwc(x, t, cond).double(), exact)
     set_backend(model, Backend("triton", triton_kernels, dtype, tf32))
-    streamed = StreamedUNet1d(model)
+    streamed = StreamedUNet1d(model, batched_from=batched_from)
     results = [streamed(x, t, cond) for _ in range(4)]
     assert relative(results[0].double(), exact) < 2 * theirs + 1e-5
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n", [1, 8])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32", "fp32"])
+def test_the_published_size_a_launch_a_layer(published, precision):
+    """As on GPUs for which there is no `stream.whole`."""
+    test_the_published_size(published, precision, 1, batched_from=9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 8, 64])
 def test_a_captured_chain_has_the_bits_of_an_eager_one(published, n):
     """Launches that overlap read nothing before it is there. And the chain is no further from
     PyTorch's in float32 than twice what PyTorch's in bf16 is."""

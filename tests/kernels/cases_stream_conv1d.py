@@ -1,12 +1,15 @@
 """Kernels of stream_conv1d to compile, in bf16: layers of the network of the published size (256,
 512 and 1024 channels in 8 groups, 16 positions) at batch 1, and what batches have instead."""
 
+from triton_kernels.gluon.descriptors import SUPPORTED
+
 _LAUNCH = {"num_warps": 4}
 _POINTERS = (
     "bias_ptr", "gamma_ptr", "beta_ptr", "film_ptr", "cond_ptr", "row_ptr", "residual_bias_ptr",
     "sums_ptr", "x_ptr", "stem_ptr", "residual_ptr", "residual_stem_ptr", "keep_ptr", "skip_ptr",
 )  # fmt: skip
 _INPUT = {"C2": 0, "SCALE": False, "SPLITS": 8, "RES_SPLITS": 0, "CX": 2, "TAPS_X": 5}
+_INPUT["LAST"] = False
 _HOPPER = (90, 100, 120)  # where launches overlap
 
 
@@ -50,9 +53,54 @@ def _stage(name: str, absent: tuple, constexprs: dict, arches: tuple, **expect) 
     )
 
 
+def _whole(name: str, cut: tuple, dtype: str, side: bool, **shape) -> dict:
+    from triton.experimental.gluon import language as gl
+
+    samples, times, blocks, slots = cut
+    bits = 32 if dtype == "fp32" else 16
+    fetched = times + (2 if shape["TRANSPOSED"] else shape["TAPS"] - 1)
+    together = fetched & -fetched if shape["STRIDE"] == 1 else 1
+
+    def boxes(*box: int) -> str:
+        layout = gl.NVMMASharedLayout(128, bits, rank=3)
+        return f"tensordesc<{dtype}{[*box, 1024 // bits]},{layout!r}>"
+
+    return {
+        "name": name,
+        "kernel": "triton_kernels.stream.whole_kernels:conv1d_whole_kernel",
+        "signature": {
+            "x_desc": boxes(together, samples),
+            "w_desc": boxes(1, 64),
+            "out_ptr": "*fp32",
+            **({"side_ptr": "*fp32"} if side else {}),
+            "N": "i32",
+        },
+        "constexprs": {
+            **({} if side else {"side_ptr": None}),
+            "SAMPLES": samples,
+            "TT": times,
+            "BLOCKS": blocks,
+            "SLOTS": slots,
+            "TOGETHER": together,
+            "PDL": True,
+            "num_warps": 4,
+            "C": 1024,
+            "SPLIT": False,
+            **shape,
+        },
+        "options": {"num_warps": 4, "launch_pdl": True},
+        "expect": {
+            "wgmma": "registers" if shape.get("SPLIT") else True,
+            "tma": True,
+            "arches": (90,),
+        },
+    }
+
+
 _NO_STEM = ("x_ptr", "stem_ptr", "residual_stem_ptr")
 _NO_FILM = ("film_ptr", "cond_ptr", "row_ptr")
 _NO_RESIDUAL = ("residual_ptr", "residual_bias_ptr", "keep_ptr")
+_KEEPS = {"TAPS": 5, "STRIDE": 1, "TRANSPOSED": False}
 _DEEP = {"C": 1024, "T": 4, "TO": 4, "CG": 128, "CPG": 128, "BT": 4, "TAPS": 5}
 _FIRST = {"C": 256, "T": 16, "TO": 16, "CG": 32, "CPG": 32, "BT": 16, "TAPS": 5}
 
@@ -93,7 +141,9 @@ COMPILE_CASES = [
         "conv1d_apply_kernel",
         (*_POINTERS, "a_ptr"),
         (*_NO_STEM, "skip_ptr"),
-        _INPUT | {"RES_SPLITS": 8, "SCALE": True, "PDL": False, "PRECISION": "tf32"}
+        _INPUT
+        | {"RES_SPLITS": 8, "SCALE": True, "LAST": True, "SPLIT": False, "PDL": False}
+        | {"PRECISION": "tf32"}
         | {k: v for k, v in _DEEP.items() if k not in ("TO", "TAPS")},
         numbers={"film_stride": "i32", "cond_stride": "i32", "eps": "fp32"},
     ),
@@ -107,7 +157,7 @@ COMPILE_CASES = [
         | {"WIDEST": 4, "STRIDE": 1, "TRANSPOSED": False, "PRECISION": "tf32", "PDL": False},
         numbers={"N": "i32"},
         options={"num_stages": 4},
-        expect={"wgmma": True, "narrow": False, "arches": (90, 100)},
+        expect={"wgmma": True, "narrow": False, "spills": 8, "arches": (90, 100)},  # of sm_100
     ),
     _case(
         "multiply, several pieces of the weights a tile",
@@ -126,7 +176,7 @@ COMPILE_CASES = [
         "conv1d_head_kernel",
         ("sums_ptr", "bias_ptr", "gamma_ptr", "beta_ptr", "weight_ptr", "head_bias_ptr", "out_ptr"),
         (),
-        {"C": 256, "T": 16, "CPG": 32, "BT": 16, "SPLITS": 8, "CX": 2, "PDL": True},
+        {"C": 256, "T": 16, "CPG": 32, "BT": 16, "SPLITS": 8, "CX": 2, "LAST": True, "PDL": True},
         numbers={"eps": "fp32"},
         options={"num_warps": 8, "launch_pdl": True},
         expect={"arches": _HOPPER},
@@ -141,3 +191,21 @@ COMPILE_CASES = [
         options={"num_stages": 4},
     ),
 ]  # fmt: skip
+
+if SUPPORTED:
+    COMPILE_CASES += [
+        _whole("whole, 64 samples", (64, 4, 2, 2), "bf16", False, T=4, CO=1024, **_KEEPS),
+        _whole("whole, a 1x1 skip, slots", (16, 8, 4, 2), "bf16", True, T=8, CO=512, **_KEEPS),
+        _whole(
+            "whole, transposed, odd length", (8, 2, 2, 2), "bf16", False,
+            T=7, CO=512, TAPS=2, STRIDE=1, TRANSPOSED=True,
+        ),
+        _whole(
+            "whole, stride 2", (8, 4, 2, 2), "fp16", False,
+            T=7, CO=512, TAPS=3, STRIDE=2, TRANSPOSED=False,
+        ),
+        _whole("whole, tf32", (8, 4, 4, 4), "fp32", True, T=4, CO=1024, **_KEEPS),
+        _whole(
+            "whole, float32", (32, 4, 8, 2), "fp32", False, T=4, CO=1024, SPLIT=True, **_KEEPS
+        ),
+    ]  # fmt: skip

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from torch.nn.functional import conv1d, conv_transpose1d
 
+from triton_kernels.device import Device, describe
+from triton_kernels.gluon.descriptors import SUPPORTED
 from triton_kernels.stream import conv1d as stream_conv1d
 from triton_kernels.stream import reference as stream_reference
+from triton_kernels.stream import whole
 from triton_kernels.stream.conv1d import Activation, Film, Norm, Stem, Sums, pack_conv
 
 
@@ -36,17 +40,21 @@ def make(
     splits=3,
     row=True,
     cond=True,
+    last=False,
 ) -> Activation:
-    """An activation of random parts."""
+    """An activation of random parts, whose channels are the last dimension in memory if `last`."""
 
     def randn(*shape):
         return torch.randn(shape, device=device)
 
+    def placed(*shape):
+        return randn(*shape).mT.contiguous().mT if last else randn(*shape)
+
     x = randn(n, t, 3)
-    source = Stem(x, randn(3, 5, c), randn(c)) if stem else Sums(randn(splits, n, c, t), randn(c))
+    source = Stem(x, randn(3, 5, c), randn(c)) if stem else Sums(placed(splits, n, c, t), randn(c))
     residuals = {
-        "tensor": lambda: randn(n, c, t),
-        "sums": lambda: Sums(randn(2, n, c, t), randn(c)),
+        "tensor": lambda: placed(n, c, t),
+        "sums": lambda: Sums(placed(2, n, c, t), randn(c)),
         "stem": lambda: Stem(x, randn(3, 1, c), randn(c)),
         None: lambda: None,
     }
@@ -81,13 +89,18 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("batched", [False, True], ids=["alone", "batched"])
+@pytest.mark.parametrize(
+    ("way", "t"),
+    [("alone", 7), ("alone", 1), ("batched", 7), ("channels last", 7), ("channels last", 2)],
+)
 @pytest.mark.parametrize("options", INPUTS.values(), ids=INPUTS.keys())
-def test_inputs(device, options, batched):
-    """The activation that a stage makes, and the convolution of it: an odd length, two samples."""
+def test_inputs(device, options, way, t):
+    """The activation that a stage makes, and the convolution of it, of two samples. How a tile lies
+    in a warp, and so which lanes a norm adds up, depends on its length and order."""
     torch.manual_seed(0)
-    n, t, c, co = 2, 7, 32, 16
-    activation = make(device, n, t, c, **options)
+    n, c, co = 2, 32, 16
+    batched = way != "alone"
+    activation = make(device, n, t, c, last=way == "channels last", **options)
     weight, side = torch.randn(co, c, 3, device=device), torch.randn(co, c, 1, device=device)
     conv = pack_conv(weight, side, torch.float32, slice_channels=16, block=16)
     expected = stream_reference.conv_stage(activation, conv, keep=True)
@@ -250,3 +263,136 @@ def test_a_skip_of_another_length():
 def test_weights_that_do_not_divide():
     with pytest.raises(ValueError, match="24 x 32 channels"):
         pack_conv(torch.randn(24, 32, 3), None, torch.float32, slice_channels=16, block=16)
+
+
+# --- many samples on a Hopper GPU -----------------------------------------------------------------
+
+H200 = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True)
+
+# samples, length, channels in and out, taps, skip, stride, transposed; the cut, or None: as chosen
+WHOLE = {
+    "as chosen": (64, 4, 256, 128, 5, True, 1, False, None),
+    "samples that do not fill a program": (5, 4, 128, 64, 5, True, 1, False, (8, 4, 2, 2)),
+    "odd length": (9, 7, 128, 128, 5, False, 1, False, (8, 4, 1, 1)),
+    "pieces of the length": (20, 8, 64, 64, 3, True, 1, False, (16, 2, 1, 1)),
+    "one time a program": (17, 5, 128, 64, 5, False, 1, False, (32, 1, 2, 2)),
+    "channels in two slots": (12, 4, 512, 64, 5, True, 1, False, (8, 4, 4, 2)),
+    "1 tap": (8, 16, 64, 64, 1, False, 1, False, (8, 16, 1, 1)),
+    "stride 2": (9, 8, 128, 64, 3, False, 2, False, (8, 2, 1, 1)),
+    "stride 2, odd length": (20, 7, 128, 128, 5, False, 2, False, (16, 4, 2, 2)),
+    "transposed": (9, 4, 128, 128, 4, False, 2, True, (8, 4, 1, 1)),
+    "transposed, pieces of the length": (64, 8, 128, 64, 4, False, 2, True, (64, 2, 2, 2)),
+}
+
+
+def whole_case(monkeypatch, device, precision, case):
+    """(activation, packed convolution, its result and that of the 1x1 skip from operands as they
+    are multiplied)."""
+    n, t, c, co, taps, side, stride, transposed, cut = WHOLE[case]
+    torch.manual_seed(0)
+    if cut is not None:
+        monkeypatch.setattr(whole, "cut", lambda *_: whole.Cut(*cut))
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+
+    def rounded(x):
+        return stream_conv1d.round_to_tf32(x) if precision == "tf32" else x.to(dtype).float()
+
+    activation = make(device, n, t, c, splits=1)  # its sum is the same float32 for everybody
+    weight = rounded(torch.randn((c, co, taps) if transposed else (co, c, taps), device=device))
+    skip = rounded(torch.randn(co, c, 1, device=device)) if side else None
+    conv = pack_conv(
+        weight, skip, dtype, slice_channels=32, block=32, transposed=transposed,
+        stride=1 if transposed else stride,
+    )  # fmt: skip
+    a = rounded(stream_reference.make(activation)).double()
+    options = {"stride": stride, "padding": 1 if transposed else taps // 2}
+    expected = (conv_transpose1d if transposed else conv1d)(a, weight.double(), **options)
+    return activation, conv, expected, conv1d(a, skip.double()) if side else None
+
+
+def check_whole(precision, activation, conv, expected, expected_side):
+    """Tensor cores cut a sum off where rounding would be right to half as much, in every product of
+    16 terms, or of 8 of 32 bits; of float32 there are three."""
+    ours = stream_conv1d.conv_stage(
+        activation, conv, keep=True, batched=True, allow_tf32=precision != "fp32"
+    )
+    terms = conv.taps * activation.shape[1]
+    products = {"bf16": terms / 16, "fp16": terms / 16, "tf32": terms / 8, "fp32": 3 * terms / 8}
+    limit = 1e-5 + products[precision] * 2**-24
+    assert relative(ours.partial.sum(0), expected) < limit
+    assert torch.equal(ours.kept, stream_reference.make(activation))
+    if expected_side is not None:
+        assert relative(ours.side.sum(0), expected_side) < limit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32", "fp32"])
+@pytest.mark.parametrize("case", WHOLE)
+def test_whole(monkeypatch, precision, case):
+    device = torch.device("cuda")
+    if not (SUPPORTED and describe(device).hopper):
+        pytest.skip("for Hopper")
+    activation, conv, *expected = whole_case(monkeypatch, device, precision, case)
+    assert conv.by_tap is not None
+    for _ in range(3):
+        check_whole(precision, activation, conv, *expected)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp32"])
+@pytest.mark.parametrize(
+    "case", ["as chosen", "odd length", "1 tap", "stride 2, odd length", "transposed"]
+)
+def test_what_surrounds_whole(device, monkeypatch, precision, case):
+    """The kernel is for Hopper. Something else stands in for it here: a product a tap."""
+
+    def launch(a, weight, partial, side, shape, cut, *, overlap):
+        a = a.double().unflatten(2, (shape.parts, -1)).sum(2)
+        t = a.shape[1]
+        times = torch.arange(shape.positions(t), device=a.device)
+        out = partial.double().zero_()
+        for i, w in enumerate(weight[: shape.taps].double()):
+            for odd, rows in enumerate(w.chunk(2) if shape.transposed else (w,)):
+                if shape.transposed:
+                    at = times + i * (2 * odd - 1)
+                else:
+                    at = times * shape.stride + i - shape.taps // 2
+                seen = a[:, at.clamp(0, t - 1)] * ((at >= 0) & (at < t))[:, None]
+                out[0, :, odd :: 1 + shape.transposed] += seen @ rows.T
+        partial.zero_()
+        partial[0] = out[0]
+        if side is not None:
+            side.zero_()
+            side[0] = a @ weight[shape.taps].double().T
+
+    monkeypatch.setattr(whole, "takes", lambda *_: True)
+    monkeypatch.setattr(whole, "launch", launch)
+    monkeypatch.setattr(stream_conv1d, "describe", lambda _: H200)
+    activation, conv, *expected = whole_case(monkeypatch, device, precision, case)
+    check_whole(precision, activation, conv, *expected)
+
+
+@pytest.mark.parametrize("n", [4, 8, 64, 1000])
+@pytest.mark.parametrize(("itemsize", "split"), [(2, False), (4, False), (4, True)])
+def test_cuts_fit(n, itemsize, split):
+    """Every convolution of the published network finds one."""
+    for rows, channels, taps, side, stride, transposed, t in (
+        (256, 256, 5, False, 1, False, 16), (512, 256, 5, True, 1, False, 8),
+        (1024, 1024, 5, False, 1, False, 4), (512, 2048, 5, True, 1, False, 4),
+        (256, 1024, 5, True, 1, False, 8), (1024, 512, 2, False, 1, True, 4),
+        (512, 512, 3, False, 2, False, 8),
+    ):  # fmt: skip
+        shape = whole.Shape(rows, channels, taps, side, stride, transposed, itemsize, split)
+        cut = whole.cut(shape, n, t, H200)
+        assert channels % (cut.blocks * shape.width) == 0
+        assert cut.samples % 8 == 0 and 16 <= cut.samples * cut.times <= (128 if side else 256)
+        assert whole.splits(shape, cut) * cut.blocks * shape.width == channels
+
+
+def test_parts_of_an_activation_in_two_orders():
+    activation = make(torch.device("cpu"), 2, 4, 32, residual="tensor")
+    conv = pack_conv(torch.randn(16, 32, 3), None, torch.float32, slice_channels=16, block=16)
+    with pytest.raises(ValueError, match="order of dimensions"):
+        stream_conv1d.conv_stage(
+            activation._replace(residual=activation.residual.mT.contiguous().mT), conv
+        )

@@ -11,9 +11,18 @@ from ..tf32 import round_to_tf32
 
 
 @triton.jit
-def _add_sums(v, sums_ptr, n, N, offs_c, offs_t, mask, C, T, SPLITS: tl.constexpr):
+def places(offs_c, offs_t, C: tl.constexpr, T: tl.constexpr, LAST: tl.constexpr):
+    """Where channels at times are in a sample [C, T], or [T, C] if channels are LAST."""
+    if LAST:
+        return offs_t[None, :] * C + offs_c[:, None]
+    else:
+        return offs_c[:, None] * T + offs_t[None, :]
+
+
+@triton.jit
+def _add_sums(v, sums_ptr, n, N, within, mask, C, T, SPLITS: tl.constexpr):
     """v + the partial sums of a convolution, in their order: [CG, BT]."""
-    sums_ptr += n * C * T + offs_c[:, None] * T + offs_t[None, :]
+    sums_ptr += n * C * T + within
     for s in tl.static_range(SPLITS):
         v += tl.load(sums_ptr + s * N * C * T, mask=mask, other=0.0, cache_modifier=".cg")
     return v
@@ -58,9 +67,7 @@ def _power_of_2(terms):
 
 
 @triton.jit
-def _normalise(
-    v, mask, eps, T: tl.constexpr, CPG: tl.constexpr, CG: tl.constexpr, BT: tl.constexpr
-):
+def _normalise(v, mask, eps, T: tl.constexpr, CPG: tl.constexpr, CG: tl.constexpr):
     """(v - mean) rstd per group of the slice; two passes over registers."""
     count: tl.constexpr = CPG * T
     if CG == CPG:
@@ -130,7 +137,7 @@ def load_constants(
 
 @triton.jit
 def make_activation(
-    sums_ptr,  # float32 [SPLITS, N, C, T], or None
+    sums_ptr,  # float32 [SPLITS, N, C, T], or None; this and other samples [T, C] if LAST
     x_ptr,  # float32 [N, T, CX], or None
     stem_ptr,  # float32 [CX, TAPS_X, C]: the first convolution in the place of sums, or None
     residual_ptr,  # float32 [N, C, T]; with RES_SPLITS, [RES_SPLITS, N, C, T]; None: none
@@ -151,29 +158,31 @@ def make_activation(
     RES_SPLITS: tl.constexpr,
     CX: tl.constexpr,
     TAPS_X: tl.constexpr,
+    LAST: tl.constexpr,
 ):
     """film(mish(norm(v))) + residual of channels k CG and up of sample n: float32 [CG, BT]."""
     bias, gamma, beta, scale, shift, stem, side_stem = constants
     offs_c = k * CG + tl.arange(0, CG)
     offs_t = tl.arange(0, BT)
+    within = places(offs_c, offs_t, C, T, LAST)
     mask = tl.broadcast_to((offs_t < T)[None, :], (CG, BT))
     # Everything is loaded before the statistics, whose barriers no load passes
     v, r = tl.zeros([CG, BT], tl.float32), tl.zeros([CG, BT], tl.float32)
     if stem_ptr is not None:
         v = _stem(stem, x_ptr, n, T, BT, CX, TAPS_X)
     else:
-        v = _add_sums(v, sums_ptr, n, N, offs_c, offs_t, mask, C, T, SPLITS)
+        v = _add_sums(v, sums_ptr, n, N, within, mask, C, T, SPLITS)
     if residual_stem_ptr is not None:
         r = _stem(side_stem, x_ptr, n, T, BT, CX, 1)
     elif residual_ptr is not None:
         if RES_SPLITS > 0:
-            r = _add_sums(r, residual_ptr, n, N, offs_c, offs_t, mask, C, T, RES_SPLITS)
+            r = _add_sums(r, residual_ptr, n, N, within, mask, C, T, RES_SPLITS)
         else:
-            residual_ptr += n * C * T + offs_c[:, None] * T + offs_t[None, :]
+            residual_ptr += n * C * T + within
             r = tl.load(residual_ptr, mask=mask, other=0.0, cache_modifier=".cg")
     v += bias[:, None]
     if NORM:
-        v = _normalise(v, mask, eps, T, CPG, CG, BT) * gamma[:, None] + beta[:, None]
+        v = _normalise(v, mask, eps, T, CPG, CG) * gamma[:, None] + beta[:, None]
         v = activate(v, "mish")
     if SCALE:
         v *= scale[:, None]
@@ -207,18 +216,19 @@ def make_input_slice(
     RES_SPLITS: tl.constexpr,
     CX: tl.constexpr,
     TAPS_X: tl.constexpr,
+    LAST: tl.constexpr,
 ):
     """Slice k of the activation beside the skip connection, for sample n: float32 [CG, BT]."""
     offs_c, offs_t = tl.arange(0, CG), tl.arange(0, BT)
     if C2 == 0 or k < C // CG:
         a = make_activation(
             sums_ptr, x_ptr, stem_ptr, residual_ptr, residual_stem_ptr, constants, n, N, k, eps,
-            C, T, CG, CPG, BT, NORM, SCALE, SPLITS, RES_SPLITS, CX, TAPS_X,
+            C, T, CG, CPG, BT, NORM, SCALE, SPLITS, RES_SPLITS, CX, TAPS_X, LAST,
         )  # fmt: skip
         if keep_ptr is not None and keeps:
-            kept = keep_ptr + n * C * T + (k * CG + offs_c)[:, None] * T + offs_t[None, :]
+            kept = keep_ptr + n * C * T + places(k * CG + offs_c, offs_t, C, T, LAST)
             tl.store(kept, a, mask=(offs_t < T)[None, :])
     else:
-        skip = skip_ptr + n * C2 * T + (k * CG - C + offs_c)[:, None] * T + offs_t[None, :]
+        skip = skip_ptr + n * C2 * T + places(k * CG - C + offs_c, offs_t, C2, T, LAST)
         a = tl.load(skip, mask=(offs_t < T)[None, :], other=0.0, cache_modifier=".cg")
     return a

@@ -14,12 +14,13 @@ than once (every program of a slice makes the same activation) is a few thousand
 added in one order, so that the same input gives the same bits.
 
 With many samples that no longer holds, and `conv_stage` makes the activation once in a launch of
-its own (`batched`).
+its own (`batched`), for `conv1d_multiply_kernel` or, where `whole` takes it, for that.
 
 Launches overlap by programmatic dependent launch, where there is any (compute capability 9.0 and
 later): weights are constants, and everything else is read behind the wait.
 
-Layout: [N, C, T] within the network, float32; [N, T, CX] at its ends.
+Layout: [N, C, T] within the network, float32, in batches as views of [N, T, C]; [N, T, CX] at its
+ends.
 """
 
 from typing import NamedTuple
@@ -29,6 +30,7 @@ import triton
 from torch import Tensor
 
 from ..device import describe
+from . import whole
 from .conv1d_kernels import (
     conv1d_apply_kernel,
     conv1d_head_kernel,
@@ -39,6 +41,7 @@ from .conv1d_kernels import (
 from .taps import tile_widths
 
 _NUM_WARPS = 4
+_HEAD_WARPS = 8
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -105,6 +108,7 @@ class Conv(NamedTuple):
     transposed: bool
     side: bool  # its last tile is a 1x1 convolution of the same input
     widest: int  # taps in a tile, at most: a power of two
+    by_tap: Tensor | None = None  # the same as [taps and skip, rows, C], for `whole`
 
     @property
     def out_channels(self) -> int:
@@ -138,6 +142,8 @@ def pack_conv(
 
     A transposed convolution of 4 taps and stride 2 is two of 2 taps, for the even positions of its
     result and for the odd: y[2i] = W_1 x[i] + W_3 x[i - 1], y[2i + 1] = W_2 x[i] + W_0 x[i + 1].
+
+    For many samples there may be a copy of them (`Conv.by_tap`).
     """
     if transposed:
         w = weight.permute(1, 2, 0)  # [CO, 4, CI]
@@ -152,12 +158,14 @@ def pack_conv(
     rows, count, ci = tiles.shape
     if rows % block or ci % slice_channels or (transposed and rows // 2 % block):
         raise ValueError(f"{rows} x {ci} channels do not divide into {block} x {slice_channels}")
+    by_tap = tiles.to(dtype).transpose(0, 1)
+    by_tap = by_tap.contiguous() if whole.takes(by_tap, stride, transposed) else None
     tiles = tiles.reshape(rows // block, block, count, ci // slice_channels, slice_channels)
     tiles = tiles.permute(3, 0, 1, 2, 4).to(dtype)  # [slices, blocks, block, count, channels]
     widths = tile_widths(taps, count, widest)
     packed = torch.cat([part.flatten(2) for part in tiles.split(widths, dim=3)], dim=2)
     shape = (ci // slice_channels, rows // block, count, block, slice_channels)
-    return Conv(packed.view(shape), taps, stride, transposed, side is not None, widest)
+    return Conv(packed.view(shape), taps, stride, transposed, side is not None, widest, by_tap)
 
 
 def unpack_conv(conv: Conv) -> Tensor:  # [rows, tiles, C]
@@ -183,13 +191,15 @@ def conv_stage(
     device = conv.weight.device
     slices, blocks, tiles, bm, cg = conv.weight.shape
     co, to = conv.out_channels, conv.out_length(t)
-    kept = _empty((n, c, t), dtype=torch.float32, device=device) if keep else None
+    last = _channels_last(activation, skip, batched)
+    kept = _new((n, c, t), device, last) if keep else None
     pointers, numbers, shape = _input_arguments(activation, kept, skip, cg)
+    shape["LAST"] = last
     precision = _precision(conv.weight.dtype, allow_tf32)
     options = _launch_options(device)
     if not batched:
-        partial = _empty((slices, n, co, to), dtype=torch.float32, device=device)
-        side = _empty((slices, n, co, t), dtype=torch.float32, device=device) if conv.side else None
+        partial = _new((slices, n, co, to), device)
+        side = _new((slices, n, co, t), device) if conv.side else None
         programs = slices * blocks
         conv1d_stage_kernel[(programs, n)](
             *pointers, conv.weight, partial, side, *numbers,
@@ -199,15 +209,27 @@ def conv_stage(
             **options, num_warps=_NUM_WARPS,
         )  # fmt: skip
         return Outcome(partial, side, kept)
-    a = _empty((n, t, slices * cg), dtype=conv.weight.dtype, device=device)
+    found = _whole(conv, n, t, precision)
+    parts = found[0].parts if found else 1
+    a = _empty((n, t, parts * slices * cg), dtype=conv.weight.dtype, device=device)
     conv1d_apply_kernel[(slices, n)](
-        *pointers, a, *numbers, PRECISION=precision, **shape, **options, num_warps=_NUM_WARPS
-    )
+        *pointers, a, *numbers, SPLIT=parts == 2, PRECISION=precision, **shape, **options,
+        num_warps=_NUM_WARPS,
+    )  # fmt: skip
+    if found is not None:
+        splits = whole.splits(*found)
+        partial = _new((splits, n, co, to), device, last=True)
+        side = _new((splits, n, co, t), device, last=True) if conv.side else None
+        whole.launch(
+            a, conv.by_tap, partial.mT, side if side is None else side.mT, *found,
+            overlap=options["PDL"],
+        )  # fmt: skip
+        return Outcome(partial, side, kept)
     positions = n * (t if conv.transposed else to)
     tile = _tile(conv, positions, precision, describe(device).num_sms)
     splits = slices * cg // tile.channels
-    partial = _empty((splits, n, co, to), dtype=torch.float32, device=device)
-    side = _empty((splits, n, co, t), dtype=torch.float32, device=device) if conv.side else None
+    partial = _new((splits, n, co, to), device, last=True)
+    side = _new((splits, n, co, t), device, last=True) if conv.side else None
     programs = blocks * bm // tile.rows * triton.cdiv(positions, tile.positions)
     conv1d_multiply_kernel[(programs, splits, 1 + conv.side)](
         a, conv.weight, partial, side, n, C=slices * cg, T=t, TO=to, CO=co, CG=cg, BM=bm,
@@ -216,6 +238,42 @@ def conv_stage(
         PRECISION=precision, **options, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return Outcome(partial, side, kept)
+
+
+def _new(shape: tuple[int, ...], device: torch.device, last: bool = False) -> Tensor:
+    """float32 [..., C, T]; `last`: as a view of [..., T, C]."""
+    *outer, c, t = shape
+    size = (*outer, t, c) if last else (*outer, c, t)
+    new = _empty(size, dtype=torch.float32, device=device)
+    return new.mT if last else new
+
+
+def _channels_last(activation: Activation, skip: Tensor | None, batched: bool) -> bool:
+    """How what an activation is made of lies in memory: all of it in one way."""
+    source, _, _, residual = activation
+    parts = (source, residual, skip)
+    tensors = [p.partial if isinstance(p, Sums) else p for p in parts]
+    found = {_is_last(x) for x in tensors if isinstance(x, Tensor)}
+    if len(found) > 1:
+        raise ValueError("sums, residual and skip connection differ in their order of dimensions")
+    return found.pop() if found else batched
+
+
+def _is_last(x: Tensor) -> bool:  # [..., C, T]
+    return not x.is_contiguous() and x.mT.is_contiguous()
+
+
+def _whole(conv: Conv, n: int, t: int, precision: str) -> tuple[whole.Shape, whole.Cut] | None:
+    """How `whole` does a convolution of n samples, if it does."""
+    if conv.by_tap is None:
+        return None
+    _, rows, channels = conv.by_tap.shape
+    shape = whole.Shape(
+        rows, channels, conv.taps, conv.side, 1 if conv.transposed else conv.stride,
+        conv.transposed, conv.by_tap.itemsize, precision == "tf32x3",
+    )  # fmt: skip
+    cut = whole.cut(shape, n, t, describe(conv.by_tap.device))
+    return None if cut is None else (shape, cut)
 
 
 class _Tile(NamedTuple):
@@ -263,7 +321,8 @@ def head(
     conv1d_head_kernel[(n,)](
         partial, conv_bias, norm.weight, norm.bias, weight, bias, out, norm.eps, C=c, T=t,
         CPG=c // norm.groups, BT=triton.next_power_of_2(t), SPLITS=partial.shape[0], CX=cx,
-        **_launch_options(weight.device), num_warps=8,
+        LAST=_is_last(partial),
+        **_launch_options(weight.device), num_warps=_HEAD_WARPS,
     )  # fmt: skip
     return out
 

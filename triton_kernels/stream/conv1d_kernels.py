@@ -2,7 +2,8 @@
 
 Legend: C, T channels and positions of the input; CO, TO of the output; CG channels of a K-slice,
 whole groups of the norm; CPG channels of a group; BM output channels of a program; BT, BTO powers
-of two that hold T, TO; CX, TAPS_X channels and taps of the network's first convolution.
+of two that hold T, TO; CX, TAPS_X channels and taps of the network's first convolution; LAST:
+sums, residuals and skip connections are [T, C] in memory, as in batches, and not [C, T].
 """
 
 import triton
@@ -10,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..activations import activate
+from ..tf32 import split_to_tf32
 from .activation import as_operand, load_constants, make_activation, make_input_slice
 from .taps import load_tile, num_tiles, row_geometry, shifted, tile_start, tile_width
 
@@ -55,6 +57,7 @@ def conv1d_stage_kernel(
     RES_SPLITS: tl.constexpr,
     CX: tl.constexpr,
     TAPS_X: tl.constexpr,
+    LAST: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -81,7 +84,7 @@ def conv1d_stage_kernel(
     a = make_input_slice(
         sums_ptr, x_ptr, stem_ptr, residual_ptr, residual_stem_ptr, keep_ptr, skip_ptr, constants,
         n, N, k, eps, m == 0,
-        C, C2, T, CG, CPG, BT, gamma_ptr is not None, SCALE, SPLITS, RES_SPLITS, CX, TAPS_X,
+        C, C2, T, CG, CPG, BT, gamma_ptr is not None, SCALE, SPLITS, RES_SPLITS, CX, TAPS_X, LAST,
     )  # fmt: skip
     a = as_operand(a, weight_ptr.dtype.element_ty, PRECISION)
 
@@ -128,7 +131,8 @@ def conv1d_apply_kernel(
     residual_stem_ptr,
     keep_ptr,
     skip_ptr,
-    a_ptr,  # [N, T, C + C2], out: the activation beside the skip connection
+    a_ptr,  # [N, T, C + C2], out: the activation beside the skip connection; SPLIT: all of that,
+    # and behind it what is left of each number, see `tf32`
     film_stride,
     cond_stride,
     eps,
@@ -143,6 +147,8 @@ def conv1d_apply_kernel(
     RES_SPLITS: tl.constexpr,
     CX: tl.constexpr,
     TAPS_X: tl.constexpr,
+    LAST: tl.constexpr,
+    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -159,20 +165,26 @@ def conv1d_apply_kernel(
     a = make_input_slice(
         sums_ptr, x_ptr, stem_ptr, residual_ptr, residual_stem_ptr, keep_ptr, skip_ptr, constants,
         n, N, k, eps, True,
-        C, C2, T, CG, CPG, BT, gamma_ptr is not None, SCALE, SPLITS, RES_SPLITS, CX, TAPS_X,
+        C, C2, T, CG, CPG, BT, gamma_ptr is not None, SCALE, SPLITS, RES_SPLITS, CX, TAPS_X, LAST,
     )  # fmt: skip
     offs_c, offs_t = k * CG + tl.arange(0, CG), tl.arange(0, BT)
-    a_ptr += (n * T + offs_t)[None, :] * (C + C2) + offs_c[:, None]
-    a = as_operand(a, a_ptr.dtype.element_ty, PRECISION)
-    tl.store(a_ptr, a, mask=(offs_t < T)[None, :])
+    mask = (offs_t < T)[None, :]
+    if SPLIT:
+        a_ptr += (n * T + offs_t)[None, :] * (2 * (C + C2)) + offs_c[:, None]
+        a, rest = split_to_tf32(a)
+        tl.store(a_ptr + C + C2, rest, mask=mask)
+    else:
+        a_ptr += (n * T + offs_t)[None, :] * (C + C2) + offs_c[:, None]
+        a = as_operand(a, a_ptr.dtype.element_ty, PRECISION)
+    tl.store(a_ptr, a, mask=mask)
 
 
 @triton.jit
 def conv1d_multiply_kernel(
     a_ptr,  # [N, T, C]
     weight_ptr,  # [SLICES, MB, TILES, BM, CG], see `pack_conv`
-    out_ptr,  # float32 [splits, N, CO, TO], out
-    side_ptr,  # float32 [splits, N, CO, T], out: the 1x1 skip, or None
+    out_ptr,  # float32 [splits, N, TO, CO], out
+    side_ptr,  # float32 [splits, N, T, CO], out: the 1x1 skip, or None
     N,
     C: tl.constexpr,
     T: tl.constexpr,
@@ -234,13 +246,13 @@ def conv1d_multiply_kernel(
     if side_ptr is not None:
         if is_side:
             out_ptr = side_ptr
-    out_ptr += (split * N + n)[None, :] * (CO * TO) + offs_m[:, None] * TO + p[None, :]
-    tl.store(out_ptr, acc, mask=(n < N)[None, :])
+    out_ptr += ((split * N + n) * (CO * TO) + p * CO)[:, None] + offs_m[None, :]
+    tl.store(out_ptr, tl.trans(acc), mask=(n < N)[:, None])
 
 
 @triton.jit
 def conv1d_head_kernel(
-    sums_ptr,  # float32 [SPLITS, N, C, T]
+    sums_ptr,  # float32 [SPLITS, N, C, T], or [SPLITS, N, T, C] if LAST
     bias_ptr,
     gamma_ptr,
     beta_ptr,
@@ -254,6 +266,7 @@ def conv1d_head_kernel(
     BT: tl.constexpr,
     SPLITS: tl.constexpr,
     CX: tl.constexpr,
+    LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The end of the network: the last norm and activation, and a 1x1 convolution, of a sample."""
@@ -269,7 +282,7 @@ def conv1d_head_kernel(
         gdc_wait()
     a = make_activation(
         sums_ptr, None, None, None, None, constants, n, N, 0, eps,
-        C, T, C, CPG, BT, True, False, SPLITS, 0, CX, 1,
+        C, T, C, CPG, BT, True, False, SPLITS, 0, CX, 1, LAST,
     )  # fmt: skip
     a = a.to(weight_ptr.dtype.element_ty).to(tl.float32)
     for x in tl.static_range(CX):
