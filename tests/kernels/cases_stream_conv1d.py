@@ -4,6 +4,7 @@
 from triton_kernels.gluon.descriptors import SUPPORTED
 
 _LAUNCH = {"num_warps": 4}
+_REGISTERS = {"maxnreg": 255}  # of those that have all their loads under way at once
 _POINTERS = (
     "bias_ptr", "gamma_ptr", "beta_ptr", "film_ptr", "cond_ptr", "row_ptr", "residual_bias_ptr",
     "sums_ptr", "x_ptr", "stem_ptr", "residual_ptr", "residual_stem_ptr", "keep_ptr", "skip_ptr",
@@ -48,7 +49,7 @@ def _stage(name: str, absent: tuple, constexprs: dict, arches: tuple, **expect) 
         }
         | constexprs,
         numbers={"film_stride": "i32", "cond_stride": "i32", "eps": "fp32"},
-        options={"launch_pdl": True} if overlaps else {},
+        options=_REGISTERS | ({"launch_pdl": True} if overlaps else {}),
         expect={"arches": arches} | expect,
     )
 
@@ -146,6 +147,7 @@ COMPILE_CASES = [
         | {"PRECISION": "tf32"}
         | {k: v for k, v in _DEEP.items() if k not in ("TO", "TAPS")},
         numbers={"film_stride": "i32", "cond_stride": "i32", "eps": "fp32"},
+        options=_REGISTERS,
     ),
     _case(
         "multiply",
@@ -178,7 +180,7 @@ COMPILE_CASES = [
         (),
         {"C": 256, "T": 16, "CPG": 32, "BT": 16, "SPLITS": 8, "CX": 2, "LAST": True, "PDL": True},
         numbers={"eps": "fp32"},
-        options={"num_warps": 8, "launch_pdl": True},
+        options=_REGISTERS | {"num_warps": 8, "launch_pdl": True},
         expect={"arches": _HOPPER},
     ),
     _case(

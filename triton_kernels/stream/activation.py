@@ -23,8 +23,12 @@ def places(offs_c, offs_t, C: tl.constexpr, T: tl.constexpr, LAST: tl.constexpr)
 def _add_sums(v, sums_ptr, n, N, within, mask, C, T, SPLITS: tl.constexpr):
     """v + the partial sums of a convolution, in their order: [CG, BT]."""
     sums_ptr += n * C * T + within
+    parts = ()
+    for s in tl.static_range(SPLITS):  # all are on their way before the first is waited for
+        part = tl.load(sums_ptr + s * N * C * T, mask=mask, other=0.0, cache_modifier=".cg")
+        parts = parts + (part,)
     for s in tl.static_range(SPLITS):
-        v += tl.load(sums_ptr + s * N * C * T, mask=mask, other=0.0, cache_modifier=".cg")
+        v += parts[s]
     return v
 
 
@@ -130,6 +134,8 @@ def load_constants(
                 scale += tl.load(cond_ptr)
     if residual_bias_ptr is not None:
         shift += tl.load(residual_bias_ptr + offs_c)
+    bias, gamma, beta = bias[:, None], gamma[:, None], beta[:, None]
+    scale, shift = scale[:, None], shift[:, None]
     stem = _stem_weights(stem_ptr, k, C, CG, CX * TAPS_X)
     side_stem = _stem_weights(residual_stem_ptr, k, C, CG, CX)
     return bias, gamma, beta, scale, shift, stem, side_stem
@@ -180,13 +186,13 @@ def make_activation(
         else:
             residual_ptr += n * C * T + within
             r = tl.load(residual_ptr, mask=mask, other=0.0, cache_modifier=".cg")
-    v += bias[:, None]
+    v += bias
     if NORM:
-        v = _normalise(v, mask, eps, T, CPG, CG) * gamma[:, None] + beta[:, None]
+        v = _normalise(v, mask, eps, T, CPG, CG) * gamma + beta
         v = activate(v, "mish")
     if SCALE:
-        v *= scale[:, None]
-    return tl.where(mask, v + shift[:, None] + r, 0.0)
+        v *= scale
+    return tl.where(mask, v + shift + r, 0.0)
 
 
 @triton.jit

@@ -42,6 +42,7 @@ from .taps import tile_widths
 
 _NUM_WARPS = 4
 _HEAD_WARPS = 8
+_REGISTERS = 255  # that a thread may have. Unless told so ptxas has few loads under way at once
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -206,7 +207,7 @@ def conv_stage(
             TO=to, CO=co, BTO=_positions(t if conv.transposed else to), BM=bm, TAPS=conv.taps,
             WIDEST=conv.widest,
             STRIDE=conv.stride, TRANSPOSED=conv.transposed, PRECISION=precision, **shape,
-            **options, num_warps=_NUM_WARPS,
+            **options, num_warps=_NUM_WARPS, maxnreg=_REGISTERS,
         )  # fmt: skip
         return Outcome(partial, side, kept)
     found = _whole(conv, n, t, precision)
@@ -214,7 +215,7 @@ def conv_stage(
     a = _empty((n, t, parts * slices * cg), dtype=conv.weight.dtype, device=device)
     conv1d_apply_kernel[(slices, n)](
         *pointers, a, *numbers, SPLIT=parts == 2, PRECISION=precision, **shape, **options,
-        num_warps=_NUM_WARPS,
+        num_warps=_NUM_WARPS, maxnreg=_REGISTERS,
     )  # fmt: skip
     if found is not None:
         splits = whole.splits(*found)
@@ -322,7 +323,7 @@ def head(
         partial, conv_bias, norm.weight, norm.bias, weight, bias, out, norm.eps, C=c, T=t,
         CPG=c // norm.groups, BT=triton.next_power_of_2(t), SPLITS=partial.shape[0], CX=cx,
         LAST=_is_last(partial),
-        **_launch_options(weight.device), num_warps=_HEAD_WARPS,
+        **_launch_options(weight.device), num_warps=_HEAD_WARPS, maxnreg=_REGISTERS,
     )  # fmt: skip
     return out
 
