@@ -41,7 +41,6 @@ from .conv1d_kernels import (
 from .taps import tile_widths
 
 _NUM_WARPS = 4
-_HEAD_WARPS = 8
 _REGISTERS = 255  # that a thread may have. Unless told so ptxas has few loads under way at once
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -323,7 +322,7 @@ def head(
         partial, conv_bias, norm.weight, norm.bias, weight, bias, out, norm.eps, C=c, T=t,
         CPG=c // norm.groups, BT=triton.next_power_of_2(t), SPLITS=partial.shape[0], CX=cx,
         LAST=_is_last(partial),
-        **_launch_options(weight.device), num_warps=_HEAD_WARPS, maxnreg=_REGISTERS,
+        **_launch_options(weight.device), num_warps=8, maxnreg=_REGISTERS,
     )  # fmt: skip
     return out
 

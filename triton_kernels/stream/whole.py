@@ -38,6 +38,7 @@ _BYTES_PER_NS = 88.0  # that a multiprocessor fetches
 _ALL_BYTES_PER_NS = 6300.0  # that all do
 _SUMS_PER_NS = 490.0  # written or read
 _PRODUCTS_PER_NS = 2200.0  # in 16 bits; half as many of 32 bits, in blocks of half as many
+_SPLIT_COLUMNS = 64  # of a product that take as long as to split its weights
 _WAVE_NS = 1300.0  # until the first bytes are there, and behind the last
 _LATENCY_NS = 150.0  # of a block that is fetched once a slot is free
 
@@ -148,8 +149,10 @@ def _nanoseconds(shape: Shape, c: Cut, n: int, t: int, device: Device) -> float:
     rate = min(_BYTES_PER_NS, _ALL_BYTES_PER_NS / min(programs, device.num_sms)) / each
     weights = 128 * shape.tiles * _ROWS / rate
     samples = 128 * shape.parts * min(t, shape.fetched(c.times)) * c.samples / rate
-    products = shape.tiles * _ROWS * max(64, c.samples * c.times) * 64 * (3 if shape.split else 1)
-    products *= each / _PRODUCTS_PER_NS
+    columns = max(64, c.samples * c.times)
+    if shape.split:
+        columns = 3 * (columns + _SPLIT_COLUMNS)
+    products = shape.tiles * _ROWS * 64 * columns * each / _PRODUCTS_PER_NS
     block = max(products, samples) + min(products, samples) / 2
     refilled = max(block, (_LATENCY_NS + weights + samples + block) / c.slots)
     blocks = c.slots * block + (c.blocks - c.slots) * refilled
