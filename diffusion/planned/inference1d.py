@@ -1,9 +1,9 @@
 """`UNet1d` in real time: the same network over `triton_kernels.stream.conv1d`.
 
-A layer is one launch, which also does the norm, activation, FiLM and residual in front of it: 29
-launches a forward at the published size, and each weight is read once. A block's FiLM is a linear
-map of Mish(step embedding beside the condition), so it is a sum of two: one of the step, made once
-for all steps of a chain, and one of the condition, made once a chain.
+A layer is one launch, which also does the norm, activation, FiLM and residual in front of it, or
+two, the first of which does that: 29 or 57 launches a forward at the published size. A block's
+FiLM is a linear map of Mish(step embedding beside the condition), so it is a sum of two: one of the
+step, made once for all steps of a chain, and one of the condition, made once a chain.
 
 The weights are copied into the order in which the kernels read them, in the backend's dtype:
 parameters that change later are not noticed.

@@ -1,5 +1,6 @@
-"""The 1-D network of a few samples, where reading weights is the work: one launch a layer.
+"""The 1-D network of a few samples, where reading weights is the work: one launch a layer, or two.
 
 `conv1d` has the stages and launches `conv1d_kernels`; `activation` (a stage's input, made where it
-is needed) and `taps` (how weights lie) are what those are made of. `reference` says it in PyTorch.
+is needed) and `taps` (how weights lie) are what those are made of. `whole` multiplies on Hopper,
+with `whole_kernels`. `reference` says it in PyTorch.
 """

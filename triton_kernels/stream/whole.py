@@ -1,4 +1,4 @@
-"""Convolutions of many samples for Hopper, in Gluon: a program fetches every weight and every
+"""Convolutions over short sequences for Hopper, in Gluon: a program fetches every weight and every
 activation once, as many at a time as shared memory holds.
 
 In `conv1d_multiply_kernel` a tap fetches the activations again, and what a multiprocessor can
@@ -33,7 +33,7 @@ _ROWS = 64  # channels out of a program: the height of `wgmma`
 _MOST_POSITIONS = 256  # its width
 _RESERVED = 1024  # bytes of shared memory that a program has besides what it asks for
 _SIDE_POSITIONS = 128  # beside a 1x1 skip, whose sums are in registers too
-# What `_nanoseconds` thinks of an H200, fitted to 150 cuts of layers of 8 and of 64 samples
+# What `_nanoseconds` thinks of an H200, fitted to 143 cuts of layers of 8 and of 64 samples
 _BYTES_PER_NS = 88.0  # that a multiprocessor fetches
 _ALL_BYTES_PER_NS = 6300.0  # that all do
 _SUMS_PER_NS = 490.0  # written or read
