@@ -9,6 +9,7 @@ import triton_kernels
 from diffusion.backend import TORCH_FP32, Backend
 from diffusion.interchange.weights import load_weights
 from diffusion.layers import set_backend
+from diffusion.planned import inference1d
 from diffusion.planned.inference1d import StreamedUNet1d, obstacle, real_time
 from diffusion.sampler import DDIM, DDPM
 from diffusion.schedule import make_schedule
@@ -113,6 +114,16 @@ def test_the_kernels(device, case, n, batched_from, monkeypatch):
 def test_the_kernels_compiled(case, n, batched_from, monkeypatch):
     """Three levels end at one position, whose tiles the compiler lays out in another order."""
     test_the_kernels(torch.device("cuda"), case, n, batched_from, monkeypatch)
+
+
+def test_where_two_launches_a_layer_begin(monkeypatch):
+    """With four samples, or with one if layers are large and the GPU has the kernel for them."""
+    assert StreamedUNet1d(tiny()).batched_from == 4
+    monkeypatch.setattr(stream_conv1d.whole, "takes", lambda *_: True)
+    assert StreamedUNet1d(tiny()).batched_from == 4
+    monkeypatch.setattr(inference1d, "_LARGE", 1)
+    assert StreamedUNet1d(tiny()).batched_from == 1
+    assert StreamedUNet1d(tiny(), batched_from=2).batched_from == 2
 
 
 @pytest.mark.parametrize("n", [1, 4])
