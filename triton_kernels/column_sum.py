@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dependent_launch import await_inputs, overlapping
+from .dependent_launch import await_inputs, following, overlapping
 from .device import describe
 
 _BLOCK = 8192  # numbers a step
@@ -121,6 +121,7 @@ def sum_partials(
     out: Tensor,  # as many elements as a part; its first dimension may have any stride
     *,
     accumulate: bool = False,  # add to `out`
+    follows: bool = False,  # right after the first launch: see `dependent_launch.following`
 ) -> None:
     """The second launch: out = or += the sum of the parts, unless `partial` is `out`."""
     if partial is out:
@@ -132,7 +133,7 @@ def sum_partials(
     block = 2048 // block_s
     _sum_partials_kernel[(triton.cdiv(numel, block),)](
         partial, out, splits, numel, cols, stride, accumulate, BLOCK_S=block_s, BLOCK=block,
-        **overlapping(out.device),
+        **(following if follows else overlapping)(out.device),
     )  # fmt: skip
 
 

@@ -59,3 +59,11 @@ def overlapping(device: torch.device) -> dict[str, bool]:
     """The launch option of kernels that begin with `await_inputs`."""
     hopper = device.type == "cuda" and describe(device).tma
     return {"launch_pdl": True} if _on and hopper else {}
+
+
+def following(device: torch.device) -> dict[str, bool]:
+    """That of a kernel which begins with `await_inputs` and reads what the kernel just before it,
+    of the same op, has written. It is always on: that predecessor is short, and its own was waited
+    for, so that nothing else is held up."""
+    hopper = device.type == "cuda" and describe(device).tma
+    return {"launch_pdl": True} if hopper else {}

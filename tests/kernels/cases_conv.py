@@ -31,6 +31,7 @@ def _fwd_tma(name: str, block_c: int, block_m: int, stages: int, dgrad: bool, ar
             "TILE_W": 32,
             "BLOCK_C": block_c,
             "BLOCK_K": 64,
+            "PARTS": 1,
         },
         "options": {"num_warps": 4, "num_stages": stages},
         "multiples": ("CI", "P", "Q", "CO"),
@@ -149,6 +150,7 @@ _FWD_GATHER = {
         "FLAT": False,
         "HAS_BIAS": False,
         "PRECISION": "tf32",
+        "SPLIT": False,
         "BLOCK_C": 64,
         "BLOCK_M": 64,
         "BLOCK_K": 32,
@@ -157,6 +159,41 @@ _FWD_GATHER = {
     "multiples": ("CI", "CO", "stride_wt", "stride_wi"),
     "expect": {"wgmma": True, "tma": False},
 }
+
+
+def _stem_float32(block_m: int, num_warps: int) -> dict:
+    """Forward; products of operands that are split in registers."""
+    return {
+        "name": f"float32 stem 64x{block_m}, {num_warps} warps, gathered",
+        "kernel": "triton_kernels.conv.gather:_conv2d_gather_kernel",
+        "signature": {
+            **dict.fromkeys(("x_ptr", "w_ptr", "y_ptr"), "*fp32"),
+            **dict.fromkeys(("N", "H", "W", "CI", "P", "Q", "CO"), "i32"),
+            **dict.fromkeys(("stride_wo", "stride_wt"), "i32"),
+        },
+        "constexprs": {
+            **dict.fromkeys(("bias_ptr", "add_ptr")),
+            "stride_wi": 1,
+            "R": 3,
+            "S": 3,
+            "STRIDE": 1,
+            "PAD_H": 1,
+            "PAD_W": 1,
+            "DGRAD": False,
+            "FLAT": True,
+            "HAS_BIAS": False,
+            "PRECISION": "ieee",
+            "SPLIT": True,
+            "BLOCK_C": 64,
+            "BLOCK_M": block_m,
+            "BLOCK_K": 32,
+        },
+        "options": {"num_warps": num_warps, "num_stages": 1},
+        "multiples": ("CO",),
+        # none with Triton 3.6
+        "expect": {"wgmma": "registers", "tma": False, "spills": 8, "arches": (90,)},
+    }
+
 
 _STEM_WGRAD = {
     "name": "weight gradient of the stem, gathered",
@@ -376,6 +413,18 @@ def _turned_fwd(block_c: int, block_m: int, stages: int) -> dict:
     }
 
 
+def _in_parts(block_c: int, block_m: int, num_warps: int, stages: int, parts: int) -> dict:
+    case = _turned_fwd(block_c, block_m, stages)
+    return {
+        **case,
+        "name": f"{case['name']} in {parts} parts, {num_warps} warps",
+        "signature": case["signature"]
+        | {"y_desc": f"tensordesc<fp32[1,1,{block_m // 32},32,{block_c}]>"},
+        "constexprs": case["constexprs"] | {"PARTS": parts},
+        "options": {"num_warps": num_warps, "num_stages": stages},
+    }
+
+
 def _turned_stride2(block_m: int) -> dict:
     case = _stride2("input gradient, stride 2, tf32", dgrad=True)
     box = f"fp32[1,{block_m // 32}"
@@ -392,8 +441,11 @@ def _turned_stride2(block_m: int) -> dict:
     }
 
 
-def _tf32x3(block_c: int, block_m: int, num_warps: int, stages: int) -> dict:
+def _tf32x3(
+    block_c: int, block_m: int, block_k: int, num_warps: int, stages: int, tensor_cores: int
+) -> dict:
     box = f"fp32[1,{block_m // 32},32"
+    assert block_k == 32 and tensor_cores == 1
     return {
         "name": f"float32 {block_c}x{block_m}, {num_warps} warps, {stages} stages",
         "kernel": "triton_kernels.conv.tf32x3:_conv2d_tf32x3_kernel",
@@ -409,6 +461,7 @@ def _tf32x3(block_c: int, block_m: int, num_warps: int, stages: int) -> dict:
             "S": 3,
             "PAD_H": 1,
             "PAD_W": 1,
+            "DGRAD": False,
             "PRECISION": "tf32",
             "TILE_N": 1,
             "TILE_H": block_m // 32,
@@ -419,6 +472,37 @@ def _tf32x3(block_c: int, block_m: int, num_warps: int, stages: int) -> dict:
         "options": {"num_warps": num_warps, "num_stages": stages},
         "multiples": ("CI", "P", "Q", "CO"),
         "expect": {"wgmma": True, "tma": True, "arches": (90,)},
+    }
+
+
+def _tf32x3_in_registers(
+    block_c: int, block_m: int, block_k: int, num_warps: int, stages: int, tensor_cores: int
+) -> dict:
+    """A 1x1 convolution, or its input gradient, whose operands nobody has split."""
+    assert block_k == 32 and tensor_cores == 2
+    dgrad = block_c == 64 and stages == 4
+    box = "32,64" if dgrad else f"{block_c},32"
+    case = _tf32x3(block_c, block_m, block_k, num_warps, stages, 1)
+    return {
+        **case,
+        "name": f"float32 {block_c}x{block_m}, split in registers, {stages} stages",
+        "signature": {
+            "x_desc": f"tensordesc<fp32[1,1,{block_m},32]>",
+            "w_desc": f"tensordesc<fp32[1,{box}]>",
+            "y_desc": f"tensordesc<fp32[1,1,{block_m},{block_c}]>",
+            "bias_ptr": "*fp32",
+            **dict.fromkeys(("CI", "P", "Q", "CO"), "i32"),
+        },
+        "constexprs": case["constexprs"]
+        | {
+            **dict.fromkeys(("x_small_desc", "w_small_desc")),
+            **dict.fromkeys(("R", "S"), 1),
+            **dict.fromkeys(("PAD_H", "PAD_W"), 0),
+            "DGRAD": dgrad,
+            "TILE_H": 1,
+            "TILE_W": block_m,
+        },
+        "expect": {"tma": True, "arches": (90,)},
     }
 
 
@@ -491,9 +575,12 @@ _TURNS = [
 ]
 
 COMPILE_CASES = [
-    *(_turned_fwd(*tile) for tile in [(64, 64, 4), (128, 128, 4)]),
+    *(_turned_fwd(*tile) for tile in [(64, 64, 4), (128, 128, 4), (64, 256, 4)]),
+    *(_in_parts(*tile) for tile in [(128, 128, 4, 4, 4)]),
     _turned_stride2(128),
-    *(_tf32x3(*c[:2], *c[3:5]) for c in tf32x3.FWD_CONFIGS[:4]),
+    *(_tf32x3(*c) for c in tf32x3.FWD_CONFIGS[:4]),
+    *(_tf32x3_in_registers(*c) for c in tf32x3.FWD_CONFIGS if c.tensor_cores == 2),
+    _stem_float32(64, 4),
     *(_turned_wgrad(*c[:6], 1) for c in turned_wgrad.WGRAD_CONFIGS[:5]),
     *(_turned_wgrad(*c[:6], 2) for c in turned_wgrad.WGRAD_CONFIGS[:2]),
     *_TURNS,

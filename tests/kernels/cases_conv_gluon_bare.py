@@ -34,6 +34,64 @@ def _bare_points(
     }
 
 
+def _bare_once(
+    name: str,
+    pixels: int,
+    k: int,
+    c: int,
+    dgrad: bool,
+    blocks: int,
+    num_warps: int,
+    spills: int = 0,
+) -> dict:
+    return {
+        "name": name,
+        "kernel": "triton_kernels.conv.gluon.bare_once:conv_bare_once_kernel",
+        "signature": {
+            "x_desc": _rows(pixels, 64),
+            "w_desc": _rows(64, 64),
+            "y_desc": _rows(pixels, 64),
+            **({} if dgrad else {"bias_ptr": "*bf16"}),
+            "C": "i32",
+        },
+        "constexprs": {
+            **({"bias_ptr": None} if dgrad else {}),
+            "PIXELS": pixels,
+            "K_BLOCKS": k,
+            "C_BLOCKS": c,
+            "DGRAD": dgrad,
+            "BLOCKS": blocks,
+            "num_warps": num_warps,
+        },
+        "options": {"num_warps": num_warps},
+        "multiples": ("C",),
+        "expect": {"wgmma": True, "tma": True, "spills": spills, "arches": (90,)},
+    }
+
+
+def _once_tf32(name: str, pixels: int, k: int, blocks: int) -> dict:
+    from triton.experimental.gluon import language as gl
+
+    def rows(*shape: int) -> str:
+        layout = gl.NVMMASharedLayout(128, 32, rank=len(shape))
+        return f"tensordesc<fp32{list(shape)},{layout!r}>"
+
+    return {
+        "name": name,
+        "kernel": "triton_kernels.conv.gluon.bare_once_tf32:conv_bare_once_tf32_kernel",
+        "signature": {
+            "dy_desc": rows(pixels, 32),
+            "w_desc": rows(32, 64),
+            "dx_desc": rows(pixels, 64),
+            "C": "i32",
+        },
+        "constexprs": {"PIXELS": pixels, "K_BLOCKS": k, "BLOCKS": blocks, "num_warps": 4},
+        "options": {"num_warps": 4},
+        "multiples": ("C",),
+        "expect": {"wgmma": "registers", "tma": True, "arches": (90,)},
+    }
+
+
 def _bare_tiles(
     name: str, rows: int, images: int, w: int, dgrad: bool, blocks: int, steps: int
 ) -> dict:
@@ -69,6 +127,14 @@ COMPILE_CASES = (
         _bare_tiles("tiles_16", 8, 1, 16, True, 4, 8),
         _bare_tiles("tiles_8", 8, 1, 8, False, 5, 9),
         _bare_tiles("tiles_8_of_images", 8, 4, 8, True, 3, 5),
+        _bare_once("once_64", 64, 8, 1, False, 8, 4),
+        _bare_once("once_128", 128, 12, 2, True, 7, 8),
+        _bare_once("once_192", 128, 7, 3, False, 5, 8),
+        _bare_once("once_192_channels_64_pixels", 64, 6, 3, False, 6, 4),
+        # 192 sums a thread; 48 bytes with Triton 3.6
+        _bare_once("once_192_channels_256_pixels", 256, 7, 3, False, 3, 8, spills=192),
+        _once_tf32("once_tf32_64", 64, 8, 8),
+        _once_tf32("once_tf32_128", 128, 24, 9),
         _bare_points("pointwise_192", 128, 2, 3, True, 7),
         _bare_points("pointwise_256_pixels", 256, 3, 1, True, 4, 1),
         _bare_points("pointwise_128", 128, 4, 2, True, 5),

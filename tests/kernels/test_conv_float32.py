@@ -64,12 +64,23 @@ def test_float32_on_tensor_cores(name, precision, device, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of inf * 0
 @pytest.mark.usefixtures("poison", "tensor_cores")
-def test_float32_on_tensor_cores_keeps_infinities(device):
+@pytest.mark.parametrize("split", ["before", "in registers", "gathered"])
+def test_float32_on_tensor_cores_keeps_infinities(split, device):
     """Halves of an infinity are no infinities, and the other filter's second half is zero."""
-    x, weight = torch.ones(1, 3, 4, 32, device=device), torch.ones(32, 32, 1, 1, device=device)
+    ci = 8 if split == "gathered" else 32
+    x, weight = torch.ones(1, 3, 4, ci, device=device), torch.ones(32, ci, 1, 1, device=device)
+    tiles = {
+        "before": None,
+        "in registers": next(c for c in conv_tf32x3.FWD_CONFIGS if c.tensor_cores == 2),
+        "gathered": None,  # where there are few channels
+    }
+
+    def forward():
+        return conv._conv2d_fwd(x, weight, None, 1, (0, 0), False, tiles[split])
+
     x[0, 0, 0, 0], x[0, 1, 1, 1], x[0, 2, 2, 2] = float("inf"), float("nan"), 3.4028e38
-    y, exact = conv.conv2d(x, weight), reference.conv2d(x.double(), weight.double())
+    y, exact = forward(), reference.conv2d(x.double(), weight.double())
     torch.testing.assert_close(y, exact.float(), rtol=1e-6, atol=0, equal_nan=True)
     assert y[0, 0, 0, 0] == float("inf") and y[0, 1, 1].isnan().all()
     weight[:, 0] = 0
-    assert conv.conv2d(x, weight)[0, 0, 0].isnan().all()  # inf * 0
+    assert forward()[0, 0, 0].isnan().all()  # inf * 0

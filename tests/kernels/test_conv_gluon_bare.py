@@ -7,6 +7,7 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
+from triton_kernels.conv import tma as conv_tma
 from triton_kernels.conv.gluon import bare as gluon_bare
 from triton_kernels.conv.tma import Config
 from triton_kernels.device import describe
@@ -53,6 +54,7 @@ POINTS = {
     "many tiles": Shape(33, 64, 61, 128, 64, (1, 1)),
     "many input channels": Shape(9, 16, 15, 768, 256, (1, 1)),
     "five blocks": Shape(17, 31, 32, 320, 320, (1, 1)),
+    "seven blocks": Shape(3, 16, 15, 448, 448, (1, 1)),
 }
 SHAPES = {f"3x3, {k}": v for k, v in ROWS.items()} | {f"1x1, {k}": v for k, v in POINTS.items()}
 
@@ -109,6 +111,24 @@ class TestGpu:
             y = conv._conv2d_fwd(x, low, None, 1, padding_of(shape), False, Config(*c))
             assert relative(y, exact) <= ROUNDING["bf16"] + 1e-5
 
+    @pytest.mark.parametrize("name", POINTS)
+    def test_input_gradients_that_turn_their_filters(self, name, monkeypatch, device):
+        """In TF32, every configuration several times."""
+        monkeypatch.setattr(conv_tma, "_TURN_FROM", 0)
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+        shape = POINTS[name]
+        x, weight, bias, dy = make(shape, torch.float32, device)
+        exact, other = references(shape, x, weight, bias, dy)
+        budget = 2 * relative(other[1], exact[1]) + ROUNDING["tf32"]
+        configs = gluon_bare.turning_candidates(dy, weight, x, (0, 0))
+        assert configs
+        for c in configs:
+            options = (x.shape[1:3], 1, (0, 0), True, Config(*c))
+            first = conv._conv2d_dgrad(dy, weight, *options)
+            assert relative(first, exact[1]) <= budget
+            for _ in range(4):
+                assert torch.equal(conv._conv2d_dgrad(dy, weight, *options), first)
+
     def test_what_applies(self, device):
         bf16 = torch.bfloat16
         assert [c[1] for c in applying(ROWS["a tile"], bf16, device, dgrad=True)] == [256, 128]
@@ -117,9 +137,14 @@ class TestGpu:
         channels = {c[0] for c in applying(POINTS["qkv"], bf16, device, dgrad=False)}
         assert channels == {64, 128, 192}
         assert {c[0] for c in applying(POINTS["a pixel"], bf16, device, dgrad=False)} == {64}
-        # the filters of 192 channels by 576 do not fit into shared memory
-        channels = {c[0] for c in applying(POINTS["qkv"], bf16, device, dgrad=True)}
-        assert channels == {64, 128}
+        # the filters of 192 channels by 576 do not fit into shared memory, but for a part of a sum
+        backward = applying(POINTS["qkv"], bf16, device, dgrad=True)
+        assert {c[0] for c in backward if c[2] == 64} == {64, 128}
+        assert {c[0] for c in backward if c[2] > 64} == {64, 128, 192}
+        # all at once fits beside a second program, or does not, or not even alone
+        once = {k: applying(POINTS[k], bf16, device, False) for k in ("a pixel", "five blocks")}
+        assert [c[4] for c in once["a pixel"] if c[:2] == (64, 64) and c[2] > 64] == [2]
+        assert [c[4] for c in once["five blocks"] if c[:2] == (64, 128) and c[2] > 64] == [1, 2]
         for shape in (
             Shape(1, 64, 64, 96, 64),
             Shape(1, 32, 28, 64, 64),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..column_sum import num_splits
 from ..device import describe
+from ..tf32 import split_to_tf32
 from ..tuning import choose
 from .configs import FwdTile, WgradTile, choose_plan, plans_around
 
@@ -39,7 +40,9 @@ FWD_CONFIGS = [
     Config(64, 128, 32, 4, 2),
     Config(64, 64, 32, 4, 2),
     Config(16, 16, 64, 4, 3),
+    Config(64, 64, 32, 4, 1),  # a stem's products are one step: a second stage is for nothing
 ]
+_ONE_STEP = FWD_CONFIGS[-1]
 WGRAD_CONFIGS = [
     WgradConfig(64, 64, 32, 4, 3),
     WgradConfig(64, 32, 64, 4, 3),  # stem and head: nine taps of three channels
@@ -79,6 +82,7 @@ def _conv2d_gather_kernel(
     FLAT: tl.constexpr,  # few input channels: one loop over (tap, channel) pairs instead of two
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,  # float32: three products in TF32, whatever PRECISION says
     BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -124,6 +128,8 @@ def _conv2d_gather_kernel(
     w_ptrs = w_ptr + offs_c.to(tl.int64) * stride_wo  # [BLOCK_C]
 
     acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    if SPLIT:
+        acc_small = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
     k_blocks = tl.cdiv(CI, BLOCK_K)
     steps = tl.cdiv(num_r * num_s * CI, BLOCK_K) if FLAT else num_r * num_s * k_blocks
     for step in range(steps):  # one loop, not three: only an innermost loop is pipelined
@@ -149,7 +155,17 @@ def _conv2d_gather_kernel(
         w = tl.load(
             w_ptrs[:, None] + offs_w, mask=mask_c[:, None] & mask_k[None, :], other=0.0
         )  # [BLOCK_C, BLOCK_K]
-        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+        if SPLIT:  # as in `tf32x3`
+            x, x_small = split_to_tf32(x)
+            w, w_small = split_to_tf32(w)
+            x = tl.trans(x)
+            acc_small = tl.dot(w_small, x, acc_small, input_precision="tf32")
+            acc_small = tl.dot(w, tl.trans(x_small), acc_small, input_precision="tf32")
+            acc += tl.dot(w, x, input_precision="tf32", max_num_imprecise_acc=BLOCK_K)
+        else:
+            acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+    if SPLIT:
+        acc += tl.where(tl.abs(acc_small) < float("inf"), acc_small, 0.0)
 
     if HAS_BIAS:
         acc += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[:, None]
@@ -223,6 +239,8 @@ def launch_fwd(
         FLAT=ci < 16,
         HAS_BIAS=bias is not None,
         PRECISION=precision,
+        # few channels of x: tiles are so small that splitting them costs less than FMAs
+        SPLIT=precision == "ieee" and x.itemsize == 4 and ci < 16 and config.block_c >= 64,
         BLOCK_C=config.block_c,
         BLOCK_M=config.block_m,
         BLOCK_K=config.block_k,
@@ -232,9 +250,11 @@ def launch_fwd(
 
 
 def _fits_fwd(c: Config, x: Tensor, wide_loads: bool) -> bool:
-    """In float32 the first tiles alone. Loads of single elements keep a pointer for each: with more
-    than 64x64 registers spill."""
-    return x.itemsize == 2 and (wide_loads or c.block_m <= 64)
+    """In float32 that for few channels alone. Loads of single elements keep a pointer for each;
+    with more than 64x64 registers spill."""
+    if x.itemsize == 4:
+        return x.shape[3] < 16 and c == _ONE_STEP
+    return wide_loads or c.block_m <= 64
 
 
 def _pick_fwd(pixels: int, channels: int, wide_loads: bool, x: Tensor) -> Config:
@@ -243,6 +263,8 @@ def _pick_fwd(pixels: int, channels: int, wide_loads: bool, x: Tensor) -> Config
         return few_channels
     if pixels <= 16:
         return few_pixels
+    if x.itemsize == 4 and x.shape[3] < 16:
+        return _ONE_STEP
     programs = triton.cdiv(pixels, large.block_m) * triton.cdiv(channels, large.block_c)
     return large if wide_loads and programs >= 2 * describe(x.device).num_sms else safe
 

@@ -10,6 +10,8 @@ sum: tensor cores round every addition towards zero, which over the 576 addition
 and 9 taps would be 4e-5 of the result, thirty times the error of a sum of FMAs. The second sum is
 small, so it can stay there. It is left out where it is no number: an infinity times zero, of a
 filter whose second part is zero, is not in the float32 product.
+
+1x1 filters see a number once, so that there it is split in registers, without a copy.
 """
 
 from typing import NamedTuple
@@ -19,8 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dependent_launch import await_inputs, overlapping
+from ..dependent_launch import await_inputs, following, overlapping
 from ..device import describe
+from ..tf32 import split_to_tf32
 from ..tuning import choose, same
 from . import gather
 from .tma import tile_constants, tile_origin
@@ -45,18 +48,24 @@ class Config(NamedTuple):
     block_k: int  # input channels a step
     num_warps: int
     num_stages: int
-    tensor_cores: int = 1  # 0: a tile of `conv.gather`, whose products are FMAs
+    # 0: a tile of `conv.gather`, whose products are FMAs; 2: without copies, split in registers
+    tensor_cores: int = 1
 
 
+_IN_REGISTERS = 2  # `tensor_cores` of such tiles
 _GATHER = Config(64, 64, 32, 4, 3, 0)
 _GATHER_FEW = Config(16, 16, 64, 4, 3, 0)  # the linear layer over some samples: more programs
+_INSIDE = Config(64, 64, 32, 4, 4, _IN_REGISTERS)
 FWD_CONFIGS = [
     Config(64, 128, 32, 4, 2),
     Config(64, 64, 32, 4, 3),
     Config(64, 64, 32, 4, 2),  # from here on only where they were measured to be faster
     Config(64, 128, 32, 4, 4),
     Config(128, 128, 32, 8, 3),
+    _INSIDE,
+    Config(16, 32, 32, 4, 8, _IN_REGISTERS),
 ]
+_MANY_PIXELS = 1024  # of a 1x1 convolution, whose copies would take longer than its products
 _WORTH = 2**27  # multiplications that pay for the copies; fewer are left to `conv.gather`,
 _MOST_MEMORY = 2**32  # and so are copies of more bytes
 
@@ -64,8 +73,8 @@ _MOST_MEMORY = 2**32  # and so are copies of more bytes
 @triton.jit(do_not_specialize=["P", "Q"])
 def _conv2d_tf32x3_kernel(
     x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], the first part,
-    x_small_desc,  # and the second
-    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K], likewise
+    x_small_desc,  # and the second; None: x has not been split, and neither have the filters
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K], likewise; DGRAD: they change places
     w_small_desc,
     bias_ptr,  # [CO] or None
     y_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]
@@ -77,6 +86,7 @@ def _conv2d_tf32x3_kernel(
     S: tl.constexpr,
     PAD_H: tl.constexpr,
     PAD_W: tl.constexpr,
+    DGRAD: tl.constexpr,  # of filters that have not been turned
     PRECISION: tl.constexpr,  # of each product
     TILE_N: tl.constexpr,
     TILE_H: tl.constexpr,
@@ -93,13 +103,29 @@ def _conv2d_tf32x3_kernel(
     for step in range(R * S * k_blocks):
         tap = step // k_blocks
         k0 = (step - tap * k_blocks) * BLOCK_K
-        h = h0 + tap // S - PAD_H
-        w = w0 + tap % S - PAD_W
-        f_small = w_small_desc.load([tap, c0, k0]).reshape(BLOCK_C, BLOCK_K)
-        x = tl.trans(x_desc.load([n0, h, w, k0]).reshape(BLOCK_M, BLOCK_K))
-        acc_small = tl.dot(f_small, x, acc_small, input_precision=PRECISION)
-        f = w_desc.load([tap, c0, k0]).reshape(BLOCK_C, BLOCK_K)
-        x_small = tl.trans(x_small_desc.load([n0, h, w, k0]).reshape(BLOCK_M, BLOCK_K))
+        if DGRAD:
+            h = h0 - tap // S + PAD_H
+            w = w0 - tap % S + PAD_W
+        else:
+            h = h0 + tap // S - PAD_H
+            w = w0 + tap % S - PAD_W
+        if x_small_desc is None:
+            x = x_desc.load([n0, h, w, k0]).reshape(BLOCK_M, BLOCK_K)
+            if DGRAD:
+                f = tl.trans(w_desc.load([tap, k0, c0]).reshape(BLOCK_K, BLOCK_C))
+            else:
+                f = w_desc.load([tap, c0, k0]).reshape(BLOCK_C, BLOCK_K)
+            x, x_small = split_to_tf32(x)
+            f, f_small = split_to_tf32(f)
+            x = tl.trans(x)
+            x_small = tl.trans(x_small)
+            acc_small = tl.dot(f_small, x, acc_small, input_precision=PRECISION)
+        else:
+            f_small = w_small_desc.load([tap, c0, k0]).reshape(BLOCK_C, BLOCK_K)
+            x = tl.trans(x_desc.load([n0, h, w, k0]).reshape(BLOCK_M, BLOCK_K))
+            acc_small = tl.dot(f_small, x, acc_small, input_precision=PRECISION)
+            f = w_desc.load([tap, c0, k0]).reshape(BLOCK_C, BLOCK_K)
+            x_small = tl.trans(x_small_desc.load([n0, h, w, k0]).reshape(BLOCK_M, BLOCK_K))
         acc_small = tl.dot(f, x_small, acc_small, input_precision=PRECISION)
         # with the last argument the compiler does not make the sum an operand of the product
         acc += tl.dot(f, x, input_precision=PRECISION, max_num_imprecise_acc=BLOCK_K)
@@ -136,7 +162,7 @@ def launch_fwd(
         config = choose(
             "conv2d_fp32_dgrad" if dgrad else "conv2d_fp32",
             (*x.shape, *y.shape[1:], r, s),
-            lambda: [*(c for c in FWD_CONFIGS if _fits(c, x)), _GATHER, _GATHER_FEW],
+            lambda: [*(c for c in FWD_CONFIGS if _fits(c, x, r * s)), _GATHER, _GATHER_FEW],
             lambda: _pick(x, weight, y),
             run,
             same,
@@ -145,28 +171,36 @@ def launch_fwd(
         tile = gather.Config(*config[:5])
         gather.launch_fwd(x, weight, bias, y, stride, padding, precision, dgrad=dgrad, config=tile)
         return
-    if dgrad:
-        filters = turn_filters(weight, 2)
+    launch_option = following(x.device)
+    if config.tensor_cores == _IN_REGISTERS:
+        parts, filters = (x, None), (weight, None)
+        launch_option = overlapping(x.device)
+    elif dgrad:
+        parts, filters, dgrad = split(x), turn_filters(weight, 2), False
         padding = (r - 1 - padding[0], s - 1 - padding[1])
     else:
-        filters = split(weight)
-    parts = split(x)
+        parts, filters = split(x), split(weight)
     if is_pointwise(weight, padding):
-        parts, y = [as_one_row(part) for part in parts], as_one_row(y)
+        parts = [None if part is None else as_one_row(part) for part in parts]
+        y = as_one_row(y)
     n, p, q, co = y.shape
     box = pixel_box(config.block_m, n, p, q)
     programs = count_boxes(box, n, p, q) * triton.cdiv(co, config.block_c)
+    block_co, block_ci = config.block_c, config.block_k
+    if dgrad:
+        block_co, block_ci = block_ci, block_co
     _conv2d_tf32x3_kernel[(programs,)](
-        *(in_boxes(part, [*box, config.block_k]) for part in parts),
-        *(weight_in_boxes(part, config.block_c, config.block_k) for part in filters),
+        *(None if part is None else in_boxes(part, [*box, config.block_k]) for part in parts),
+        *(None if part is None else weight_in_boxes(part, block_co, block_ci) for part in filters),
         bias,
         in_boxes(y, [*box, config.block_c]),
         x.shape[3],
         p,
         q,
         co,
+        DGRAD=dgrad,
         **tile_constants((r, s), padding, "tf32", box, config),
-        **overlapping(x.device),
+        **launch_option,
     )
 
 
@@ -180,6 +214,8 @@ def serves_fwd(x: Tensor, weight: Tensor, y: Tensor, stride: int, precision: str
 
 def _pick(x: Tensor, weight: Tensor, y: Tensor) -> Config:
     n, p, q, co = y.shape
+    if weight.shape[2:].numel() == 1 and n * p * q >= _MANY_PIXELS:
+        return _INSIDE
     if n * p * q * weight.numel() < _WORTH:
         return (
             _GATHER_FEW if 8 * n * p * q * co <= 64 * 64 * describe(x.device).num_sms else _GATHER
@@ -189,6 +225,8 @@ def _pick(x: Tensor, weight: Tensor, y: Tensor) -> Config:
     return safe if programs >= 2 * describe(x.device).num_sms else small
 
 
-def _fits(c: Config, x: Tensor) -> bool:
+def _fits(c: Config, x: Tensor, taps: int) -> bool:
+    if c.tensor_cores == _IN_REGISTERS and taps > 1:
+        return False  # a copy costs less than to split a number once for every tap
     fetched = 2 * c.num_stages * (c.block_c + c.block_m) * c.block_k * 4
     return fetched + 1024 <= describe(x.device).shared_memory

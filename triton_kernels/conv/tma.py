@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dependent_launch import await_inputs, overlapping
+from ..column_sum import partials, sum_partials
+from ..dependent_launch import await_inputs, following, overlapping
 from ..device import describe
 from ..tuning import choose, same
 from .configs import FwdTile
@@ -44,6 +45,7 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     rows: int = 1  # pixel tiles one below the other, which share loads; see `multiply_rows`
+    parts: int = 1  # of the sum, each of a program, added up by a second launch
 
 
 # Tiles that keep both operands of wgmma in shared memory and spill no register.
@@ -68,8 +70,18 @@ FWD_CONFIGS = [
     Config(256, 128, 64, 8, 2),
     Config(256, 128, 64, 8, 3),
     Config(64, 32, 32, 4, 4),
+    Config(64, 64, 32, 4, 8),
+    Config(64, 128, 32, 4, 2),
+    Config(64, 128, 32, 4, 3),
+    Config(64, 128, 32, 4, 4),
+    Config(64, 128, 32, 4, 6),
+    Config(64, 256, 32, 4, 4),
+    Config(128, 128, 32, 4, 3),
+    Config(16, 32, 32, 4, 8),
+    Config(128, 128, 32, 4, 4, parts=4),
 ]
 _MODELLED = 8  # the first so many are what the cost model chooses from
+_BEFORE = Config(0, 0, 0, 0, 0)  # of an input gradient: filters are turned before, by `conv.turn`
 _TURN_FROM = 1024  # pixels of a float32 input gradient, which pay for a copy of the filters
 
 
@@ -114,11 +126,19 @@ def multiply(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    part=0,
+    PARTS: tl.constexpr = 1,
 ):
-    """One tile of the convolution, or of its input gradient: float32 [BLOCK_C, BLOCK_M]."""
+    """One tile of the convolution, or of its input gradient: float32 [BLOCK_C, BLOCK_M]; or part of
+    its sum."""
     acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
     k_blocks = tl.cdiv(CI, BLOCK_K)
-    for step in range(R * S * k_blocks):
+    steps = R * S * k_blocks
+    first = 0
+    if PARTS > 1:
+        first = steps * part // PARTS
+        steps = steps * (part + 1) // PARTS
+    for step in range(first, steps):
         tap = step // k_blocks
         k0 = (step - tap * k_blocks) * BLOCK_K
         r = tap // S
@@ -204,7 +224,8 @@ def _conv2d_tma_kernel(
     x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]: x, or dy
     w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]; DGRAD: CO and CI change places
     bias_ptr,  # [CO]
-    y_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]: y, or dx
+    y_desc,  # [PARTS, N, P, Q, CO] in boxes [1, TILE_N, TILE_H, TILE_W, BLOCK_C]: y, or dx. One
+    # part: without the first dimension
     CI,
     P,
     Q,
@@ -221,19 +242,24 @@ def _conv2d_tma_kernel(
     TILE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     await_inputs()
     n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
+    part = tl.program_id(1) if PARTS > 1 else 0
     acc = multiply(
         x_desc, w_desc, n0, h0, w0, c0, CI, R, S, PAD_H, PAD_W, DGRAD, PRECISION,
-        TILE_N * TILE_H * TILE_W, BLOCK_C, BLOCK_K,
+        TILE_N * TILE_H * TILE_W, BLOCK_C, BLOCK_K, part, PARTS,
     )  # fmt: skip
     if HAS_BIAS:
         offs_c = c0 + tl.arange(0, BLOCK_C)
-        bias = tl.load(bias_ptr + offs_c, mask=offs_c < CO, other=0.0)
+        bias = tl.load(bias_ptr + offs_c, mask=(offs_c < CO) & (part == 0), other=0.0)
         acc += bias.to(tl.float32)[:, None]
-    y = tl.trans(acc.to(y_desc.dtype)).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C)
-    y_desc.store([n0, h0, w0, c0], y)
+    y = tl.trans(acc.to(y_desc.dtype))
+    if PARTS > 1:
+        y_desc.store([part, n0, h0, w0, c0], y.reshape(1, TILE_N, TILE_H, TILE_W, BLOCK_C))
+    else:
+        y_desc.store([n0, h0, w0, c0], y.reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
 
 
 def launch_fwd(
@@ -251,9 +277,17 @@ def launch_fwd(
     """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output, y of the input."""
     assert stride == 1
     _, _, r, s = weight.shape
+    launch_option = overlapping(x.device)
     if dgrad and worth_turning(y):
+        if turning := gluon_bare.turning_candidates(x, weight, y, padding):
+            config = config or _choose_turning(x, weight, y, turning)
+            if gluon_bare.serves(config):
+                gluon_bare.launch_turning(x, weight, y, config)
+                return
+            config = None if config == _BEFORE else config
         padding = (r - 1 - padding[0], s - 1 - padding[1])
         weight, dgrad = turn_filters(weight, 1)[0], False
+        launch_option = following(x.device)
     if is_pointwise(weight, padding):
         x, y = as_one_row(x), as_one_row(y)
     ci = x.shape[3]
@@ -269,7 +303,7 @@ def launch_fwd(
             "conv2d_dgrad" if dgrad else "conv2d",
             (*x.shape, *y.shape[1:], *weight.shape[2:], x.dtype),
             lambda: (
-                [c for c in FWD_CONFIGS if _fits_fwd(c, x)]
+                [c for c in FWD_CONFIGS if _fits_fwd(c, x) and _pays(c, x, y, weight)]
                 + [Config(*c) for c in gluon_bare.candidates(x, weight, y, padding)]
             ),
             lambda: _pick_fwd(x, y),
@@ -284,19 +318,40 @@ def launch_fwd(
     if dgrad:
         block_co, block_ci = block_ci, block_co
     programs = count_boxes(box, n, p, q) * triton.cdiv(co, config.block_c)
-    _conv2d_tma_kernel[(programs,)](
+    out = partials(y, config.parts)
+    _conv2d_tma_kernel[(programs, config.parts)](
         in_boxes(x, [*box, config.block_k]),
         weight_in_boxes(weight, block_co, block_ci),
         bias,
-        in_boxes(y, [*box, config.block_c]),
+        in_boxes(out, [*[1] * (config.parts > 1), *box, config.block_c]),
         ci,
         p,
         q,
         co,
         DGRAD=dgrad,
         HAS_BIAS=bias is not None,
+        PARTS=config.parts,
         **tile_constants((r, s), padding, precision, box, config),
-        **overlapping(x.device),
+        **launch_option,
+    )
+    sum_partials(out, y, follows=True)
+
+
+def _choose_turning(dy: Tensor, weight: Tensor, dx: Tensor, turning: list[tuple]) -> Config:
+    """One of `turning`, or `_BEFORE`."""
+
+    def run(c: Config) -> Tensor:
+        out = torch.empty_like(dx)
+        launch_fwd(dy, weight, None, out, 1, (0, 0), "tf32", dgrad=True, config=c)
+        return out
+
+    return choose(
+        "conv2d_turning",
+        (dx.numel() // dx.shape[3], dy.shape[3], dx.shape[3]),
+        lambda: [_BEFORE, *(Config(*c) for c in turning)],
+        lambda: _BEFORE,
+        run,
+        same,
     )
 
 
@@ -341,6 +396,17 @@ def _pick_fwd(x: Tensor, y: Tensor) -> Config:
         return rounds * (c.block_c * c.block_m + 32 * (c.block_c + c.block_m))
 
     return min((c for c in FWD_CONFIGS[:_MODELLED] if _fits_fwd(c, x)), key=time)
+
+
+def _pays(c: Config, x: Tensor, y: Tensor, weight: Tensor) -> bool:
+    """Whether the parts of the sum may be worth another launch: they are long, and all programs run
+    at once."""
+    if c.parts == 1:
+        return True
+    n, p, q, co = y.shape
+    programs = count_boxes(pixel_box(c.block_m, n, p, q), n, p, q) * triton.cdiv(co, c.block_c)
+    steps = weight.shape[2:].numel() * triton.cdiv(x.shape[3], c.block_k)
+    return c.parts * programs <= 2 * describe(x.device).num_sms and steps >= 8 * c.parts
 
 
 def _fits_fwd(c: Config, x: Tensor) -> bool:

@@ -20,7 +20,8 @@ def takes(x: Tensor) -> bool:
 
 
 def in_boxes(x: Tensor, shape: list[int], strides: list[int], box: list[int]) -> "TensorDescriptor":
-    """x seen in this shape with these strides, in elements. A row of a box is at most 64 channels,
-    and swizzled over its whole width."""
+    """x seen in this shape with these strides, in elements. A row of a box is swizzled over its
+    whole width, or over 128 bytes."""
     width = min(128, box[-1] * x.itemsize)
-    return TensorDescriptor(x, shape, strides, box, gl.NVMMASharedLayout(width, 16, rank=len(box)))
+    layout = gl.NVMMASharedLayout(width, 8 * x.itemsize, rank=len(box))
+    return TensorDescriptor(x, shape, strides, box, layout)

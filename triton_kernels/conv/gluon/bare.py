@@ -1,8 +1,9 @@
 """The path of `conv2d` for Hopper, in Gluon: forward and input gradient in 16 bits, a bias at most.
 
-3x3 filters over rows of 8 to 64 pixels fetch pixels three times, not nine; 1x1 filters stay in
-shared memory while the pixels pass by. Both are configurations for `choose` like any other of
-`conv.tma`, taken only where they were measured to be faster.
+3x3 filters over rows of 8 to 64 pixels fetch pixels three times, not nine. 1x1 filters stay in
+shared memory while the pixels pass by or, where there are few tiles, are fetched with the pixels
+and all at once; so they are in the input gradient in TF32. All are configurations for `choose` like
+any other of `conv.tma`, taken only where they were measured to be faster.
 """
 
 import triton
@@ -15,19 +16,34 @@ from .operands import filters_in_boxes
 from .tiles import WIDTHS, cut, in_rows
 
 if SUPPORTED:
+    from .bare_once import conv_bare_once_kernel
+    from .bare_once_tf32 import conv_bare_once_tf32_kernel
     from .bare_points import conv_bare_points_kernel
     from .bare_tiles import conv_bare_tiles_kernel
 
 _WARPS = 12  # two warpgroups that multiply and one of which a warp loads
 # (channels, pixels) of a program that does 1x1 filters; the last one spills a little
 _POINTS = [(64, 128), (64, 256), (128, 128), (192, 128)]
+# (channels, pixels, warps) of one that does a single tile of them
+_ONCE = [
+    (64, 64, 4),
+    (64, 128, 4),
+    (128, 64, 4),
+    (128, 128, 4),
+    (192, 64, 4),
+    (192, 128, 8),
+    (192, 256, 8),  # spills a little
+]
+_ONCE_TF32 = [(64, 64, 4), (64, 128, 4)]  # the same of an input gradient in TF32
+_AT_ONCE = 1024  # channels a step in the `Config` of such programs: all there are
+_TILES_A_PROCESSOR = 64  # with more, a program for each of them is not tried
 _TILES = (256, 128, 64)  # pixels of a tile of 3x3 filters whose products are of whole tiles
 _MOST_K = 1024  # channels of x, whose loop is unrolled
 
 
 def serves(config: tuple) -> bool:
     """Whether a `Config` of `conv.tma` is one of this path."""
-    return config.num_warps == _WARPS
+    return config.num_warps == _WARPS or config.block_k == _AT_ONCE
 
 
 def candidates(
@@ -49,11 +65,57 @@ def candidates(
     if not is_pointwise(weight, padding) or x.shape[3] > _MOST_K:
         return []
     wide = y.shape[3]
-    return [
+    points = [
         (channels, pixels, 64, _WARPS, _blocks(x, channels, pixels)[0])
         for channels, pixels in _POINTS
         if (channels < wide + 64) and _blocks(x, channels, pixels)[0] > 1
     ]
+    most = _TILES_A_PROCESSOR * describe(x.device).num_sms
+    once = [
+        (channels, pixels, _AT_ONCE, warps, programs)
+        for channels, pixels, warps in _ONCE
+        if channels < wide + 64
+        and triton.cdiv(y.shape[2], pixels) * triton.cdiv(wide, channels) <= most
+        for programs in _programs(x, channels, pixels)
+    ]
+    return points + once
+
+
+def turning_candidates(
+    dy: Tensor,  # float32 [N, P, Q, CO]
+    weight: Tensor,  # [CO, CI, R, S]
+    dx: Tensor,  # [N, H, W, CI]
+    padding: tuple[int, int],
+) -> list[tuple]:
+    """Configurations with which an input gradient in TF32 turns its filters by itself."""
+    co, ci, _, _ = weight.shape
+    if not (SUPPORTED and describe(dy.device).hopper) or not is_pointwise(weight, padding):
+        return []
+    most = _TILES_A_PROCESSOR * describe(dy.device).num_sms
+    return [
+        (channels, pixels, _AT_ONCE, warps, programs)
+        for channels, pixels, warps in _ONCE_TF32
+        if triton.cdiv(dx.numel() // ci, pixels) * triton.cdiv(ci, channels) <= most
+        and co <= _MOST_K
+        for programs in _programs(dy, channels, pixels)
+    ]
+
+
+def launch_turning(dy: Tensor, weight: Tensor, dx: Tensor, config: tuple) -> None:
+    """The input gradient of 1x1 filters in TF32, with one of `turning_candidates`."""
+    k, c, _, _ = weight.shape
+    m = dy.numel() // k
+    channels, pixels, _, warps, programs = config[:5]
+    conv_bare_once_tf32_kernel[(triton.cdiv(m, pixels) * triton.cdiv(c, channels),)](
+        in_boxes(dy, [m, k], [k, 1], [pixels, 32]),
+        in_boxes(weight, [k, c], [c, 1], [32, channels]),
+        in_boxes(dx, [m, c], [c, 1], [pixels, channels]),
+        c,
+        PIXELS=pixels,
+        K_BLOCKS=triton.cdiv(k, 32),
+        BLOCKS=_blocks_at_once(dy, channels, pixels, programs),
+        num_warps=warps,
+    )
 
 
 def launch(
@@ -68,6 +130,8 @@ def launch(
     """y = conv(x) + bias, or the input gradient."""
     if tuple(weight.shape[2:]) == (3, 3):
         _launch_tiles(x, weight, bias, y, config, dgrad)
+    elif config[2] == _AT_ONCE:
+        _launch_once(x, weight, bias, y, config, dgrad)
     else:
         _launch_points(x, weight, bias, y, config, dgrad)
 
@@ -152,3 +216,41 @@ def _blocks(x: Tensor, channels: int, pixels: int) -> tuple[int, int]:
         if blocks >= 4 or out == 1:
             break
     return blocks, out
+
+
+def _launch_once(
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, config: tuple, dgrad: bool
+) -> None:
+    co, ci, _, _ = weight.shape
+    _, _, m, k = x.shape
+    c = y.shape[3]
+    channels, pixels, _, warps, programs = config[:5]
+    tiles = triton.cdiv(m, pixels) * triton.cdiv(c, channels)
+    conv_bare_once_kernel[(tiles,)](
+        in_boxes(x, [m, k], [k, 1], [pixels, 64]),
+        in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
+        in_boxes(y, [m, c], [c, 1], [pixels, 64]),
+        bias,
+        c,
+        PIXELS=pixels,
+        K_BLOCKS=triton.cdiv(k, 64),
+        C_BLOCKS=channels // 64,
+        DGRAD=dgrad,
+        BLOCKS=_blocks_at_once(x, channels, pixels, programs),
+        num_warps=warps,
+    )
+
+
+def _blocks_at_once(x: Tensor, channels: int, pixels: int, programs: int) -> int:
+    """Of pixels and filters, as many as fit where so many programs share a multiprocessor. A row of
+    a block has 128 bytes."""
+    room = describe(x.device).shared_memory // programs - 2048
+    wanted = triton.cdiv(x.shape[3] * x.itemsize, 128)
+    return min(wanted, room // ((channels + pixels) * 128))
+
+
+def _programs(x: Tensor, channels: int, pixels: int) -> list[int]:
+    """How many may share a multiprocessor: two, or one if that gives it more blocks."""
+    alone, beside = (_blocks_at_once(x, channels, pixels, programs) for programs in (1, 2))
+    few = min(2, triton.cdiv(x.shape[3] * x.itemsize, 128))
+    return [1] * (alone > beside and alone >= few) + [2] * (beside >= few)
