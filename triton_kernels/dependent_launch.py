@@ -14,6 +14,11 @@ it touches memory. Every kernel then ends after its predecessor has, so that by 
 earlier kernels of the stream are done, and not just the last, when `await_inputs` returns. It waits
 before it lets the next kernel begin: so when a kernel begins, all but its predecessor are done. It
 may read before the wait what these have written, and parameters, which none of them writes.
+
+A kernel that has less to do than its successor has to fetch calls `begin_next()` first of all, and
+the successor begins while its own inputs are two or more kernels away. What stands behind such a
+kernel reads nothing before its wait but parameters, and what was done before the first kernel that
+waited, as the embedding of a sampler's step.
 """
 
 from collections.abc import Iterator
@@ -38,6 +43,13 @@ def await_inputs():
     """Wait for the kernels before this one, and let the one after it be set up."""
     if _available():
         gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def begin_next():
+    """Let the kernel after this one be set up before this one waits."""
+    if _available():
         gdc_launch_dependents()
 
 

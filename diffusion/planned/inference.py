@@ -30,6 +30,7 @@ from .layers import SUM_PROGRAMS, Feature
 from .unet import DTYPES, FusedUNet, missing_tile
 
 _WHOLE_PIXELS = 256  # of an image that a program reads whole, where nobody has to add parts
+_WHOLE_PARTS = 256  # the same, where somebody has to: of larger ones in a launch of its own
 _FEW_TILES = 128  # whose sums every program may add up again
 _TABLE_BYTES = 2**29  # of the embedding's table, at most; beyond it is computed in every step
 
@@ -55,13 +56,15 @@ class _Waiting:
     """A convolution in parts, until its sum is wanted, and its sum from then on."""
 
     def __init__(self, kernels: ModuleType, split: SplitConv) -> None:
-        self.kernels, self.split, self.sum = kernels, split, None
+        self.kernels, self.split, self.sum, self.partials = kernels, split, None, None
         self.shape = split.shape
+        # with the embedding it is in the middle of a residual block, where but a norm reads it
+        self.once = split.emb is not None
 
     def tensor(self) -> Tensor:
         """The sum, by a launch of its own if nobody else has made it."""
         if self.sum is None:
-            self.sum, self.split = self.kernels.sum_parts(self.split), None
+            (self.sum, self.partials), self.split = self.kernels.sum_parts(self.split), None
         return self.sum
 
 
@@ -70,6 +73,13 @@ class _Unmeasured:
     """The partials of a tensor that nobody has taken yet."""
 
     x: Tensor | _Waiting
+    partials: Tensor | None = None
+
+    def taken(self) -> Tensor | None:
+        """Those from before, or of the launch that summed the parts, or nothing."""
+        if self.partials is None and isinstance(self.x, _Waiting):
+            self.partials = self.x.partials
+        return self.partials
 
 
 @dataclass
@@ -123,6 +133,9 @@ class WaitingKernels:
             stats=stats, **options,
         )  # fmt: skip
 
+    def attention_forward(self, qkv: Tensor, num_heads: int, order: str) -> tuple[Tensor, None]:
+        return self.kernels.attention_few(qkv, num_heads, order), None
+
     def avg_pool(self, x: Tensor | _Waiting) -> Tensor:
         return self._resampled(x, False)
 
@@ -132,8 +145,8 @@ class WaitingKernels:
     def _resampled(self, x: Tensor | _Waiting, up: bool) -> Tensor:
         if not isinstance(x, _Waiting) or x.sum is not None:
             return (self.kernels.upsample if up else self.kernels.avg_pool)(_tensor(x))
-        y, resampled = self.kernels.resample_parts(x.split, up)
-        x.sum, x.split = y, None
+        x.sum, resampled, x.partials = self.kernels.resample_parts(x.split, up)
+        x.split = None
         return resampled
 
     def norm_apply(
@@ -151,18 +164,21 @@ class WaitingKernels:
         n, h, w, c1 = x1.shape
         c = c1 + (0 if x2 is None else x2.shape[3])
         waits = isinstance(x1, _Waiting) and x1.sum is None
+        if waits and h * w > _WHOLE_PARTS:
+            x1.tensor()
+            waits = False
         small = self.kernels.norm_of_sums_pays(n * h * w * c)
         if (
             not options
             and (waits or (small and h * w <= _WHOLE_PIXELS))
-            and any(isinstance(part, _Unmeasured) for part in table.partials)
+            and any(isinstance(p, _Unmeasured) and p.taken() is None for p in table.partials)
             and self.kernels.norm_whole_supported(c, table.num_groups, h * w)
         ):
-            source = x1.split if waits else _tensor(x1)
+            source, keep = (x1.split, not x1.once) if waits else (_tensor(x1), True)
             a, y = self.kernels.norm_whole(
-                source, x2, table.num_groups, *table.arguments, activation, **table.film
+                source, x2, table.num_groups, *table.arguments, activation, **table.film, keep=keep
             )
-            if waits:
+            if waits and keep:
                 x1.sum, x1.split = y, None
             return a
         x1 = _tensor(x1)
@@ -176,9 +192,11 @@ class WaitingKernels:
         )
 
     def _measured(self, partials: Tensor | _Unmeasured) -> Tensor:
-        if isinstance(partials, _Unmeasured):
-            return self.kernels.tensor_partials(_tensor(partials.x), SUM_PROGRAMS)
-        return partials
+        if not isinstance(partials, _Unmeasured):
+            return partials
+        if partials.taken() is None:
+            partials.partials = self.kernels.tensor_partials(_tensor(partials.x), SUM_PROGRAMS)
+        return partials.partials
 
 
 def _tensor(x: object) -> object:

@@ -38,9 +38,8 @@ _WHOLE_INTS = types("i32", "stride_emb", "stride_scale", "stride_shift") | types
     "i32", "N", "HW", "C1", "C", "GB"
 )
 
-_EARLY_POINTERS = types("*bf16", "x_ptr", "extra1_ptr", "extra1_weight_ptr", "extra2_ptr")
-_EARLY_POINTERS |= types("*bf16", "extra2_weight_ptr")
-_EARLY_INTS = ("stride_w1", "stride_w2", "stride_emb", "M", "CI", "C1", "C2", "CO", "WIDTH")
+_EARLY_POINTERS = types("*bf16", "x_ptr", "extra1_ptr", "extra2_ptr")
+_EARLY_INTS = ("stride_emb", "M", "CI", "C1", "C2", "CO", "WIDTH")
 _EARLY = {
     "kernel": "triton_kernels.fused.conv_early:_conv_early_kernel",
     "multiples": _EARLY_INTS,
@@ -54,31 +53,37 @@ COMPILE_CASES = [
         "name": "conv_early in parts, two extras",
         "signature": _EARLY_POINTERS
         | {"weight_desc": "tensordesc<bf16[64,512]>", "out_ptr": "*fp32"}
+        | types("tensordesc<bf16[64,256]>", "extra1_desc", "extra2_desc")
         | types("i32", *_EARLY_INTS, "splits"),
         "constexprs": dict.fromkeys(
             ("tail_desc", "bias_ptr", "extra_bias_ptr", "emb_ptr", "residual_ptr", "partial_ptr")
         )
         | {"H": 16, "W": 16, "R": 3, "S": 3, "PARTS": True, "PRECISION": "tf32", "BLOCK_C": 64}
-        | {"BLOCK_M": 32, "BLOCK_K": 512, "BLOCK_E": 256, "ROUNDS": 1, "EARLY": 1, "TAIL": 0},
+        | {"BLOCK_M": 32, "BLOCK_K": 512, "BLOCK_E1": 256, "BLOCK_E2": 256, "ROUNDS": 1}
+        | {"REST1": False, "REST2": True}
+        | {"EARLY": 1, "TAIL": 0},
         "options": {"num_warps": 8, "num_stages": 1},
     },
     _EARLY
     | {
         "name": "conv_early, all terms",
         "signature": _EARLY_POINTERS
-        | {"weight_desc": "tensordesc<bf16[64,512]>", "tail_desc": "tensordesc<bf16[64,64]>"}
+        | {"weight_desc": "tensordesc<bf16[64,256]>", "tail_desc": "tensordesc<bf16[64,128]>"}
+        | types("tensordesc<bf16[64,64]>", "extra1_desc", "extra2_desc")
         | types("*bf16", "residual_ptr", "out_ptr")
         | types("*fp32", "bias_ptr", "extra_bias_ptr", "emb_ptr", "partial_ptr")
         | types("i32", *_EARLY_INTS, "splits"),
         "constexprs": {"H": 64, "W": 64, "R": 3, "S": 3, "PARTS": False, "PRECISION": "tf32"}
-        | {"BLOCK_C": 64, "BLOCK_M": 64, "BLOCK_K": 512, "BLOCK_E": 128, "ROUNDS": 1, "EARLY": 1}
-        | {"TAIL": 64},
+        | {"BLOCK_C": 64, "BLOCK_M": 32, "BLOCK_K": 256, "BLOCK_E1": 64, "BLOCK_E2": 64}
+        | {"REST1": False, "REST2": False}
+        | {"ROUNDS": 2, "EARLY": 2, "TAIL": 128},
         "options": {"num_warps": 8, "num_stages": 1},
     },
     {
         "name": "resample_parts",
         "kernel": "triton_kernels.fused.norm_whole_kernels:resample_parts_kernel",
         "signature": types("*fp32", "parts_ptr", "bias_ptr", "extra_bias_ptr", "emb_ptr")
+        | types("*fp32", "partial_ptr")
         | types("*bf16", "residual_ptr", "y_ptr", "resampled_ptr")
         | types("i32", "stride_emb", "N", "HW", "W", "C", "CB", "PB"),
         "constexprs": {"SPLITS": 9, "UP": False, "BLOCK_C": 16, "BLOCK_P": 16},
@@ -114,6 +119,7 @@ COMPILE_CASES = [
         "name": "sum_parts",
         "kernel": "triton_kernels.fused.norm_whole_kernels:sum_parts_kernel",
         "signature": types("*fp32", "parts_ptr", "bias_ptr", "extra_bias_ptr", "emb_ptr")
+        | types("*fp32", "partial_ptr")
         | types("*bf16", "residual_ptr", "y_ptr")
         | types("i32", "stride_emb", "N", "HW", "C", "CB", "PB"),
         "constexprs": {"SPLITS": 9, "BLOCK_C": 16, "BLOCK_P": 64},
@@ -136,6 +142,31 @@ COMPILE_CASES = [
         },
         "multiples": ("HW", "C1", "C2", "pixels1", "pixels2", "stride_scale", "stride_shift"),
         "options": {"num_warps": 8},
+    },
+    {
+        "name": "norm_few of two tensors",
+        "kernel": "triton_kernels.fused.norm_few:_norm_few_kernel",
+        "signature": types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
+        | types("*fp32", "partial1_ptr", "partial2_ptr", *_FILM)
+        | types("i32", "stride_scale", "stride_shift", "pixels1", "pixels2")
+        | types("i32", "HW", "C1", "C2", "PB", "GB")
+        | {"eps": "fp32"},
+        "constexprs": {
+            "ACT": "silu", "K1": 16, "K2": 128, "CG": 6, "BLOCK_P": 256, "BLOCK_G": 2,
+            "BLOCK_J": 8, "BLOCK_K1": 16, "BLOCK_K2": 128,
+        },
+        "multiples": ("HW", "C1", "C2", "pixels1", "pixels2", "stride_scale", "stride_shift"),
+        "options": {"num_warps": 8},
+    },
+    {
+        "name": "attention_few",
+        "kernel": "triton_kernels.fused.attention_few:_attention_few_kernel",
+        "signature": types("*bf16", "qkv_ptr", "o_ptr")
+        | {"num_heads": "i32", "scale_log2": "fp32"},
+        "constexprs": {"T": 256, "D": 32, "HEADS_QKV": False, "BLOCK_D": 32, "BLOCK_M": 64}
+        | {"BLOCK_T": 256},
+        "options": {"num_warps": 4},
+        "expect": {"arches": (90,)},
     },
     {
         "name": "begin_step",

@@ -5,9 +5,11 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.fused import (
+    attention_few,
     begin_step,
     conv_early,
     conv_split,
+    norm_few,
     norm_tables,
     norm_whole,
 )
@@ -19,7 +21,7 @@ from triton_kernels.fused.conv_split import SplitConfig, SplitConv
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 
 EPS = 1e-5
-MODULES = (begin_step, conv_early, conv_split, norm_tables, norm_whole)
+MODULES = (attention_few, begin_step, conv_early, conv_split, norm_few, norm_tables, norm_whole)
 
 
 @pytest.fixture(autouse=True)
@@ -247,7 +249,7 @@ def split_of(case, dtype, device, splits=3):
     n, h, w, c1, c2, groups = case
     x1, x2, groups, weight, bias, _ = norm_inputs(case, dtype, device)
     split = SplitConv(
-        parts=randn(splits, n, c1, h * w, device=device),
+        parts=randn(splits, n, h * w, c1, device=device),
         shape=(n, h, w, c1),
         dtype=dtype,
         bias=randn(c1, device=device),
@@ -263,23 +265,32 @@ def split_of(case, dtype, device, splits=3):
 def test_norm_whole_of_a_convolution_in_parts(case, dtype, device):
     split, x2, groups, weight, bias = split_of(case, dtype, device)
     a, y = norm_whole.norm_whole(split, x2, groups, weight, bias, EPS, "silu")
-    expected = fused_reference.sum_parts(split)
+    expected, _ = fused_reference.sum_parts(split)
     torch.testing.assert_close(y, expected, rtol=2e-3, atol=1e-5)  # the last bit of a half
     exact, _ = fused_reference.norm_whole(
         *as_double(y, x2), groups, *as_double(weight, bias), EPS, "silu"
     )
     low, _ = fused_reference.norm_whole(y, x2, groups, weight, bias, EPS, "silu")
     close(a, exact, low)
-    torch.testing.assert_close(norm_whole.sum_parts(split), y, rtol=0, atol=0)
+    torch.testing.assert_close(norm_whole.sum_parts(split)[0], y, rtol=0, atol=0)
+    again, none = norm_whole.norm_whole(split, x2, groups, weight, bias, EPS, "silu", keep=False)
+    assert none is None and torch.equal(again, a)
 
 
 @pytest.mark.parametrize("up", [False, True], ids=["pooled", "upsampled"])
-@pytest.mark.parametrize("shape", [(1, 4, 6, 24), (2, 8, 10, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 4, 6, 24), (2, 16, 16, 24)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_resampling_of_a_convolution_in_parts(shape, up, dtype, device):
     split, *_ = split_of((*shape, 0, 8), dtype, device)
-    y, resampled = norm_whole.resample_parts(split, up)
-    torch.testing.assert_close(y, norm_whole.sum_parts(split), rtol=0, atol=0)
+    y, resampled, partials = norm_whole.resample_parts(split, up)
+    again, sums = norm_whole.sum_parts(split)
+    torch.testing.assert_close(y, again, rtol=0, atol=0)
+    if shape[1:3] == (16, 16):
+        assert partials.shape[1] == 4
+        for got in (partials, sums):
+            torch.testing.assert_close(got, partials_of(y, 4), rtol=1e-4, atol=1e-3)
+    else:
+        assert partials is None
     expected = fused_reference.upsample(y) if up else fused_reference.avg_pool(y.double())
     tolerance = 0 if up else 1e-3 if dtype == torch.float16 else 1e-6
     torch.testing.assert_close(
@@ -314,10 +325,12 @@ SUMS = {  # and the tiles of each half
 }
 
 
+@pytest.mark.parametrize("few", [False, True], ids=["many images", "few images"])
 @pytest.mark.parametrize("film", [False, True], ids=["plain", "film"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("case", "ks"), SUMS.values(), ids=SUMS)
-def test_norm_of_sums(case, ks, dtype, film, device):
+def test_norm_of_sums(case, ks, dtype, film, few, device, monkeypatch):
+    monkeypatch.setattr(norm_few, "_MAX_IMAGES", 4 if few else 0)
     x1, x2, groups, weight, bias, rows = norm_inputs(case, dtype, device)
     rows = rows if film else {}
     halves = [x1] if x2 is None else [x1, x2]
@@ -348,6 +361,22 @@ def test_partials_of_few_tensors_are_taken_by_many_programs(shape, k, device):
     partials = norm_tables.tensor_partials(x, programs=8)
     assert partials.shape[1] == k
     torch.testing.assert_close(partials, partials_of(x, k), rtol=1e-5, atol=1e-4)
+
+
+# --- attention over few positions -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["qkv_heads", "heads_qkv"])
+@pytest.mark.parametrize(("t", "heads", "d"), [(64, 2, 32), (100, 3, 16), (7, 1, 24), (1, 2, 64)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_attention_few(t, heads, d, order, dtype, device):
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("float32 is multiplied in TF32 on a GPU")
+    torch.manual_seed(0)
+    qkv = randn(2, t, 3 * heads * d, dtype=dtype, device=device)
+    o = attention_few.attention_few(qkv, heads, order)
+    exact = reference.attention(qkv.double(), heads, order=order)
+    close(o, exact, reference.attention(qkv, heads, order=order))
 
 
 # --- what a step begins with ----------------------------------------------------------------------
@@ -416,7 +445,7 @@ def test_norms_of_the_model_s_shapes(case, device):
         close(norm_whole.norm_whole(x1, x2, *arguments)[0], exact, low)
         close(norm_whole.norm_of_sums(x1, x2, partials, pixels, *arguments), exact, low)
         a, y = norm_whole.norm_whole(split, x2, *arguments)
-        assert torch.equal(y, norm_whole.sum_parts(split))
+        assert torch.equal(y, norm_whole.sum_parts(split)[0])
         close(a, *[
             fused_reference.norm_whole(*as_double(y, x2), groups, *as_double(weight, bias), EPS,
                                        "silu")[0],
@@ -451,3 +480,13 @@ def test_early_convolutions_of_the_model_s_shapes(case, device):
     x, weight, extra, _ = conv_inputs((*case, 1), torch.bfloat16, device)
     for _ in range(3):
         check_whole(x, weight, extra, stats=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "t", "c", "heads"), [(1, 256, 192, 6), (4, 64, 256, 8)])
+def test_attention_of_the_model_s_shapes(n, t, c, heads, device):
+    qkv = randn(n, t, 3 * c, dtype=torch.bfloat16, device=device)
+    exact = reference.attention(qkv.double(), heads, order="qkv_heads")
+    low = reference.attention(qkv, heads, order="qkv_heads")
+    for _ in range(3):
+        close(attention_few.attention_few(qkv, heads, "qkv_heads"), exact, low)

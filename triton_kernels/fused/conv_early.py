@@ -1,7 +1,7 @@
 """Convolutions of few images that ask for their filters before the launch in front has ended.
 
     y = conv(x) + bias[co] + emb[n, co] + residual + 1x1 convolutions of others       `conv_early`
-    parts[s, n, co, p], whose sum over s is conv(x) + those 1x1 convolutions           `split_early`
+    parts[s, n, p, co], whose sum over s is conv(x) + those 1x1 convolutions           `split_early`
 
 At batch 1 a convolution is a chain of dependent steps, and a loop that fetches one 64x64 tile of
 filters and of pixels a step, through however many buffers, spends 0.23 us on each. Here a program
@@ -11,8 +11,10 @@ waits for its input, and then asks for all of that at once: one round trip and o
     before the wait   filters [BLOCK_C, BLOCK_K], where they lie and what taps they belong to
     behind it         x [BLOCK_M, BLOCK_K], a tap's pixels from where they are; product; store
 
-A sum longer than that is cut into parts, or done in several rounds, of which only the first has its
-filters early. Pixels are a run of successive ones, of all images.
+A sum longer than that is cut into parts, or done in several rounds, of which the first two have
+their filters early; of up to three each one's pixels are asked for before the product in front. The
+filters of 1x1 convolutions are early too; where there are parts, one program has them all. Pixels
+are a run of successive ones, of all images.
 """
 
 from collections.abc import Sequence
@@ -33,7 +35,8 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 _DEEPEST = 512  # terms of a product: 64 registers of a thread for filters, 64 for pixels
 _MAX_PARTS = 16
 _MAX_IMAGES, _MAX_PIXELS = 4, 1024  # of 16 images a loop over tiles is faster
-_LARGE = 4096  # pixels of images whose programs take 64 of them, for fewer partial sums
+_LARGE = 4096  # pixels of images whose programs take 64 of them, for fewer partial sums,
+_LONG = 1024  # unless their sums are of more terms than this
 
 
 class EarlyConfig(NamedTuple):
@@ -45,21 +48,6 @@ class EarlyConfig(NamedTuple):
     rounds: int
     tail: int  # 0: none
     num_warps: int
-
-
-@triton.jit
-def _load_filters(
-    weight_ptr,  # [CO, K], rows `stride` apart
-    offs_co,
-    mask_co,
-    k0,
-    K,
-    stride,
-    BLOCK_K: tl.constexpr,
-):
-    offs_k = k0 + tl.arange(0, BLOCK_K)
-    ptrs = weight_ptr + offs_co.to(tl.int64)[:, None] * stride + offs_k[None, :]
-    return tl.load(ptrs, mask=mask_co[:, None] & (offs_k < K)[None, :], other=0.0)
 
 
 @triton.jit
@@ -91,22 +79,38 @@ def _pixels(
 
 
 @triton.jit
-def _add_pointwise(
+def _later(x, mask):
+    """x as it is. The compiler puts what was loaded for a product into shared memory, and waits for
+    it, where it was loaded; this is no load."""
+    return tl.where(mask, x, 0.0)
+
+
+@triton.jit
+def _add_product(acc, w, x, PRECISION: tl.constexpr):
+    """acc + w x^T, not as one product that begins with acc: of a chain of these the compiler has
+    all but the last done by rows of warps, of which 64 rows have work for four (Triton 3.6)."""
+    product = tl.dot(w, tl.trans(x), input_precision=PRECISION)
+    return tl.fma(product, tl.full(acc.shape, 1.0, tl.float32), acc)
+
+
+@triton.jit
+def _add_rest(
     acc,
     x_ptr,  # [M, C]
-    weight_ptr,  # [CO, C], rows `stride` apart
-    offs_co,
-    mask_co,
+    weight_desc,  # [CO, C] in boxes [BLOCK_C, BLOCK_E]
+    c0,
     offs_m,
     M,
     C,
-    stride,
     PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    REST: tl.constexpr,  # whether there are any; a loop that never runs turns acc's layout twice
 ):
-    """acc plus a 1x1 convolution."""
-    for k0 in range(0, C, BLOCK_E):
-        w = _load_filters(weight_ptr, offs_co, mask_co, k0, C, stride, BLOCK_E)
+    """acc plus a 1x1 convolution of all channels but the first BLOCK_E."""
+    if not REST:
+        return acc
+    for k0 in range(BLOCK_E, C, BLOCK_E):
+        w = weight_desc.load([c0, k0])
         ptrs, mask = _pixels(x_ptr, offs_m, M, C, k0, 1, 1, 1, 1, BLOCK_E)
         x = tl.load(ptrs, mask=mask, other=0.0)
         acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
@@ -119,17 +123,15 @@ def _conv_early_kernel(
     weight_desc,  # [CO, R * S * CI] in boxes [BLOCK_C, BLOCK_K]
     tail_desc,  # the same in boxes [BLOCK_C, TAIL], or None
     extra1_ptr,  # [M, C1], or None
-    extra1_weight_ptr,  # [CO, C1], rows stride_w1 apart
+    extra1_desc,  # [CO, C1] in boxes [BLOCK_C, BLOCK_E1]
     extra2_ptr,  # a second such pair, or None
-    extra2_weight_ptr,
+    extra2_desc,
     bias_ptr,  # [CO]; PARTS: None, and so are the next four
     extra_bias_ptr,  # [CO] or None
     emb_ptr,  # [N, CO] or None
     residual_ptr,  # [M, CO] or None
     partial_ptr,  # float32 [M / BLOCK_M, 2, CO], out, or None
-    out_ptr,  # [M, WIDTH], out; PARTS: float32 [parts, N, CO, H * W]
-    stride_w1,
-    stride_w2,
+    out_ptr,  # [M, WIDTH], out; PARTS: float32 [parts, N, H * W, CO]
     stride_emb,
     M,
     CI,
@@ -147,7 +149,10 @@ def _conv_early_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    BLOCK_E1: tl.constexpr,
+    BLOCK_E2: tl.constexpr,
+    REST1: tl.constexpr,  # whether C1 > BLOCK_E1
+    REST2: tl.constexpr,
     ROUNDS: tl.constexpr,
     EARLY: tl.constexpr,  # of which the filters are asked for first
     TAIL: tl.constexpr,
@@ -176,52 +181,82 @@ def _conv_early_kernel(
             filters = filters + (weight_desc.load([c0, k0 + i * BLOCK_K]),)
         if TAIL > 0:
             tail = tail_desc.load([c0, k1])
+        if not PARTS and extra1_ptr is not None:
+            w1 = extra1_desc.load([c0, 0])
+            if extra2_ptr is not None:
+                w2 = extra2_desc.load([c0, 0])
         await_inputs()
-        x = tl.load(ptrs, mask=mask, other=0.0)
-        if TAIL > 0:
-            x1 = tl.load(tail_ptrs, mask=tail_mask, other=0.0)
+        # what is needed last is asked for first, and volatile, or the compiler puts it off
         if residual_ptr is not None:
             place = offs_m.to(tl.int64)[None, :] * WIDTH + offs_co[:, None]
             there = mask_co[:, None] & (offs_m < M)[None, :]
-            residual = tl.load(residual_ptr + place, mask=there, other=0.0)
+            residual = tl.load(residual_ptr + place, mask=there, other=0.0, volatile=True)
         if emb_ptr is not None:
             if HW % BLOCK_M == 0:  # of one image
                 image = (pid // blocks // (HW // BLOCK_M)).to(tl.int64)
                 place = image * stride_emb + offs_co
-                emb = tl.load(emb_ptr + place, mask=mask_co, other=0.0)[:, None]
+                emb = tl.load(emb_ptr + place, mask=mask_co, other=0.0, volatile=True)[:, None]
             else:
                 place = n.to(tl.int64)[None, :] * stride_emb + offs_co[:, None]
                 there = mask_co[:, None] & (offs_m < M)[None, :]
-                emb = tl.load(emb_ptr + place, mask=there, other=0.0)
-        acc = tl.dot(filters[0], tl.trans(x), acc, input_precision=PRECISION)
-        if TAIL > 0:
-            acc = tl.dot(tail, tl.trans(x1), acc, input_precision=PRECISION)
-        for i in tl.static_range(1, ROUNDS):
-            k = k0 + i * BLOCK_K
-            ptrs, mask = _pixels(x_ptr, offs_m, M, CI, k, H, W, R, S, BLOCK_K)
-            x = tl.load(ptrs, mask=mask, other=0.0)
-            w = filters[i] if i < EARLY else weight_desc.load([c0, k])
-            acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
-    else:
-        await_inputs()
-    if extra1_ptr is not None:
-        if not PARTS or part == splits:
-            acc = _add_pointwise(
-                acc, extra1_ptr, extra1_weight_ptr, offs_co, mask_co, offs_m, M, C1, stride_w1,
-                PRECISION, BLOCK_E,
-            )  # fmt: skip
+                emb = tl.load(emb_ptr + place, mask=there, other=0.0, volatile=True)
+        if not PARTS and extra1_ptr is not None:
+            ptrs1, mask1 = _pixels(extra1_ptr, offs_m, M, C1, 0, 1, 1, 1, 1, BLOCK_E1)
+            e1 = tl.load(ptrs1, mask=mask1, other=0.0, volatile=True)
             if extra2_ptr is not None:
-                acc = _add_pointwise(
-                    acc, extra2_ptr, extra2_weight_ptr, offs_co, mask_co, offs_m, M, C2, stride_w2,
-                    PRECISION, BLOCK_E,
-                )  # fmt: skip
+                ptrs2, mask2 = _pixels(extra2_ptr, offs_m, M, C2, 0, 1, 1, 1, 1, BLOCK_E2)
+                e2 = tl.load(ptrs2, mask=mask2, other=0.0, volatile=True)
+        if TAIL > 0:
+            x1 = tl.load(tail_ptrs, mask=tail_mask, other=0.0, volatile=True)
+        x = tl.load(ptrs, mask=mask, other=0.0)
+        for i in tl.static_range(ROUNDS):
+            now, there = x, mask
+            if i + 1 < ROUNDS and ROUNDS <= 3:  # of more the compiler would keep too many
+                k = k0 + (i + 1) * BLOCK_K
+                ptrs, mask = _pixels(x_ptr, offs_m, M, CI, k, H, W, R, S, BLOCK_K)
+                x = tl.load(ptrs, mask=mask, other=0.0)
+            if i > 0 and ROUNDS <= 3:
+                now = _later(now, there)
+            w = filters[i] if i < EARLY else weight_desc.load([c0, k0 + i * BLOCK_K])
+            acc = _add_product(acc, w, now, PRECISION)
+            if i == 0 and TAIL > 0:
+                acc = _add_product(acc, tail, _later(x1, tail_mask), PRECISION)
+            if i + 1 < ROUNDS and ROUNDS > 3:
+                k = k0 + (i + 1) * BLOCK_K
+                ptrs, mask = _pixels(x_ptr, offs_m, M, CI, k, H, W, R, S, BLOCK_K)
+                x = tl.load(ptrs, mask=mask, other=0.0)
+        if not PARTS and extra1_ptr is not None:
+            acc = _add_product(acc, w1, _later(e1, mask1), PRECISION)
+            acc = _add_rest(
+                acc, extra1_ptr, extra1_desc, c0, offs_m, M, C1, PRECISION, BLOCK_E1, REST1
+            )
+            if extra2_ptr is not None:
+                acc = _add_product(acc, w2, _later(e2, mask2), PRECISION)
+                acc = _add_rest(
+                    acc, extra2_ptr, extra2_desc, c0, offs_m, M, C2, PRECISION, BLOCK_E2, REST2
+                )
+    elif extra1_ptr is not None:
+        w1 = extra1_desc.load([c0, 0])
+        ptrs1, mask1 = _pixels(extra1_ptr, offs_m, M, C1, 0, 1, 1, 1, 1, BLOCK_E1)
+        if extra2_ptr is not None:
+            w2 = extra2_desc.load([c0, 0])
+            ptrs2, mask2 = _pixels(extra2_ptr, offs_m, M, C2, 0, 1, 1, 1, 1, BLOCK_E2)
+        await_inputs()
+        if extra2_ptr is not None:
+            e2 = tl.load(ptrs2, mask=mask2, other=0.0, volatile=True)
+        e1 = tl.load(ptrs1, mask=mask1, other=0.0, volatile=True)
+        acc = _add_product(acc, w1, _later(e1, mask1), PRECISION)
+        acc = _add_rest(acc, extra1_ptr, extra1_desc, c0, offs_m, M, C1, PRECISION, BLOCK_E1, REST1)
+        if extra2_ptr is not None:
+            acc = _add_product(acc, w2, _later(e2, mask2), PRECISION)
+            acc = _add_rest(
+                acc, extra2_ptr, extra2_desc, c0, offs_m, M, C2, PRECISION, BLOCK_E2, REST2
+            )
     mask_m = offs_m < M
     if PARTS:
         images = M // HW
-        image = (part * images + n).to(tl.int64)[None, :] * CO + offs_co[:, None]
-        tl.store(
-            out_ptr + image * HW + pixel[None, :], acc, mask=mask_co[:, None] & mask_m[None, :]
-        )
+        place = ((part * images + n).to(tl.int64) * HW + pixel)[None, :] * CO + offs_co[:, None]
+        tl.store(out_ptr + place, acc, mask=mask_co[:, None] & mask_m[None, :])
     else:
         acc += terms[:, None]
         if emb_ptr is not None:
@@ -247,14 +282,14 @@ def split_early(
     *,
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
     config: EarlyConfig | None = None,
-) -> Tensor:  # float32 [parts, N, CO, H * W]
+) -> Tensor:  # float32 [parts, N, H * W, CO]
     """`conv_split` in other parts. No kernel may write the filters while earlier ones of the stream
     are under way: they are read ahead."""
     n, h, w, ci = x.shape
     co, _, r, s = weight.shape
     config = config or split_config(x.shape, weight, x.device)
     splits = triton.cdiv(r * s * ci, config.rounds * config.block_k)
-    parts = _empty((splits + bool(extra), n, co, h * w), dtype=torch.float32, device=x.device)
+    parts = _empty((splits + bool(extra), n, h * w, co), dtype=torch.float32, device=x.device)
     if n > 0:
         _launch(x, weight, extra, config, parts, parts.shape[0], splits=splits)
     return parts
@@ -315,10 +350,7 @@ def _launch(
     for other, w1x1 in extra:
         assert other.is_contiguous() and other.shape[:3] == x.shape[:3]
         assert w1x1.shape == (co, other.shape[3]) and w1x1.stride(1) == 1
-    others = [t for pair in extra for t in pair] + [None] * (4 - 2 * len(extra))
-    strides = [w1x1.stride(0) for _, w1x1 in extra] + [0] * (2 - len(extra))
     width = co if splits else out.shape[3]
-    deepest = triton.next_power_of_2(max(channels, default=16))
     programs = triton.cdiv(n * h * w, config.block_m) * triton.cdiv(width, config.block_c)
     rows = weight.permute(0, 2, 3, 1).reshape(co, r * s * ci)
     filters = [
@@ -327,21 +359,34 @@ def _launch(
         else None
         for depth in (config.block_k, config.tail)
     ]
+    depths = _extra_depths(config, channels)
+    others = []
+    for (other, w1x1), depth in zip(extra, depths, strict=False):
+        strides, block = list(w1x1.stride()), [config.block_c, depth]
+        others += [other, TensorDescriptor(w1x1, list(w1x1.shape), strides, block)]
+    rest = [c > depth for c, depth in zip((*channels, 0, 0), depths, strict=False)]
+    early = _early(config, x, [] if splits else depths[: len(extra)])
     _conv_early_kernel[(programs, parts)](
-        x, *filters, *others, bias, extra_bias, emb, residual, partials, out, *strides,
+        x, *filters, *(others + [None] * 4)[:4], bias, extra_bias, emb, residual, partials, out,
         row_stride(emb), n * h * w, ci, *(channels + [0, 0])[:2], co, width, splits,
         h, w, r, s, splits > 0, "tf32", config.block_c, config.block_m, config.block_k,
-        min(max(deepest, 16), config.block_k), config.rounds, _early(config, x),
-        config.tail, num_warps=config.num_warps, num_stages=1,
+        *depths, *rest, config.rounds, early, config.tail, num_warps=config.num_warps, num_stages=1,
         **overlapping(x.device),
     )  # fmt: skip
 
 
-def _early(config: EarlyConfig, x: Tensor) -> int:
-    """Rounds whose filters find room in shared memory beside the pixels of one and the tail."""
+def _extra_depths(config: EarlyConfig, channels: Sequence[int]) -> list[int]:
+    """Channels of the two 1x1 convolutions that a program asks for at once."""
+    most = min(config.block_k, _DEEPEST // 2)
+    return [min(max(triton.next_power_of_2(c), 16), most) for c in (*channels, 16, 16)[:2]]
+
+
+def _early(config: EarlyConfig, x: Tensor, extra: Sequence[int]) -> int:
+    """Rounds whose filters find room in shared memory beside the pixels of one, the tail and 1x1
+    convolutions of so many channels."""
     tile = config.block_k * x.itemsize
-    tail = 2 * (config.block_c + config.block_m) * config.tail * x.itemsize
-    room = describe(x.device).shared_memory - config.block_m * tile - tail - 4096
+    rest = (config.block_c + config.block_m) * (config.tail + sum(extra)) * x.itemsize
+    room = describe(x.device).shared_memory - config.block_m * tile - rest - 4096
     return min(config.rounds, max(room // (config.block_c * tile), 1), 2)
 
 
@@ -382,7 +427,7 @@ def whole_config(
     if tail > _DEEPEST // 2 or rounds == 0:
         rounds, tail = rounds + 1, 0
     block_c = min(max(triton.next_power_of_2(co), 16), 64)
-    block_m = 64 if h * w >= _LARGE else 32
+    block_m = 64 if h * w >= _LARGE and terms <= _LONG else 32
     return EarlyConfig(block_c, block_m, block_k, rounds, tail, 8 if block_k == _DEEPEST else 4)
 
 

@@ -2,7 +2,7 @@
 
     norm_whole      x -> a, whole groups of an image in registers; x may be a convolution in parts
     norm_of_sums    x, partials -> a: `norm_table` and `apply` in one, for tensors of few programs
-    sum_parts       a convolution in parts -> y
+    sum_parts       a convolution in parts -> y and its partials
     resample_parts  the same, and y upsampled or pooled
 
     z = (x - mean) rstd g + b,   a = act(z),   mean and rstd over a group of channels of an image
@@ -19,6 +19,7 @@ from ..activations import check_activation
 from ..dependent_launch import overlapping
 from ..layout import check_nhwc, check_second, check_shape, row_stride
 from .conv_split import SplitConv
+from .norm_few import norm_few, serves_few
 from .norm_passes import APPLY_CONFIGS, cut
 from .norm_tables import check_partials_of, tiles_at_a_time
 from .norm_whole_kernels import (
@@ -52,14 +53,17 @@ def norm_whole(
     activation: str,
     scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
     shift: Tensor | None = None,  # [N, C1 + C2]
-) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2], and x1: the sum of the parts, if it is in parts
+    keep: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # [N, H, W, C1 + C2]; x1, or the sum of its parts with `keep`
     """act(norm(x)) of x1 beside x2, with g = weight (1 + scale), b = bias (1 + scale) + shift."""
     check_activation(activation)
     n, h, w, c1 = x1.shape
     split = x1 if isinstance(x1, SplitConv) else None
+    dtype, device = x1.dtype, x1.device
     if split is not None:
-        x1 = _empty(split.shape, dtype=split.dtype, device=split.parts.device)
-    check_nhwc("x1", x1)
+        x1 = _empty(split.shape, dtype=dtype, device=device) if keep else None
+    if x1 is not None:
+        check_nhwc("x1", x1)
     c = c1 + check_second(x2, n, h, w)
     cg = c // num_groups
     assert norm_whole_supported(c, num_groups, h * w), f"groups of {cg} channels over {h}x{w}"
@@ -68,7 +72,7 @@ def norm_whole(
     while n * num_groups > _FEW_PROGRAMS * block_g and block_g * block_j * block_p < 2048:
         block_g *= 2
     programs = triton.cdiv(num_groups, block_g)
-    a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
+    a = _empty((n, h, w, c), dtype=dtype, device=device)
     if n == 0:
         return a, x1
     parts, *terms = _terms(split)
@@ -98,7 +102,7 @@ def norm_whole(
         block_p,
         split is not None and split.residual is not None,
         num_warps=_warps(block_g * block_j * block_p),
-        **overlapping(x1.device),
+        **overlapping(device),
     )
     return a, x1
 
@@ -108,43 +112,53 @@ def _warps(elements: int) -> int:
     return min(max(elements // _PER_WARP, _MIN_WARPS), 16)
 
 
-def sum_parts(split: SplitConv) -> Tensor:  # [N, H, W, CO]
-    """The convolution that was in parts."""
+def sum_parts(split: SplitConv) -> tuple[Tensor, Tensor | None]:
+    """The convolution that was in parts, [N, H, W, CO]; and its partials, float32 [N, K, 2, CO], if
+    its pixels are whole tiles."""
     n, h, w, c = split.shape
     y = _empty(split.shape, dtype=split.dtype, device=split.parts.device)
-    if n == 0:
-        return y
-    parts, *terms = _terms(split)
     block_c, block_p = 16, min(triton.next_power_of_2(h * w), 64)
     blocks = triton.cdiv(c, block_c), triton.cdiv(h * w, block_p)
+    partials = None
+    if h * w % block_p == 0:
+        partials = _empty((n, blocks[1], 2, c), dtype=torch.float32, device=y.device)
+    if n == 0:
+        return y, partials
+    parts, *terms = _terms(split)
     sum_parts_kernel[(n * blocks[0] * blocks[1],)](
-        parts, *terms, y, row_stride(terms[2]), n, h * w, c, *blocks, parts.shape[0],
+        parts, *terms, y, partials, row_stride(terms[2]), n, h * w, c, *blocks, parts.shape[0],
         block_c, block_p, num_warps=4, **overlapping(y.device),
     )  # fmt: skip
-    return y
+    return y, partials
 
 
 def resample_parts(
     split: SplitConv,
     up: bool,
-) -> tuple[Tensor, Tensor]:  # [N, H, W, CO]; [N, 2H, 2W, CO] or [N, H / 2, W / 2, CO]
-    """The convolution that was in parts, and its nearest upsampling or its means over 2x2 pixels,
-    of which there is an even number of rows and columns."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The convolution that was in parts, y [N, H, W, CO]; its nearest upsampling [N, 2H, 2W, CO] or
+    its means over 2x2 pixels [N, H / 2, W / 2, CO], of which there is an even number of rows and
+    columns; and the partials of y, float32 [N, K, 2, CO], if its pixels are whole tiles."""
     n, h, w, c = split.shape
     assert up or h % 2 == w % 2 == 0
     size = (2 * h, 2 * w) if up else (h // 2, w // 2)
     y = _empty(split.shape, dtype=split.dtype, device=split.parts.device)
     resampled = _empty((n, *size, c), dtype=split.dtype, device=split.parts.device)
-    if n == 0:
-        return y, resampled
-    parts, *terms = _terms(split)
     block_c, block_p = 16, 64 if up else 16
-    blocks = triton.cdiv(c, block_c), triton.cdiv(h * w // (1 if up else 4), block_p)
+    pixels = h * w // (1 if up else 4)
+    blocks = triton.cdiv(c, block_c), triton.cdiv(pixels, block_p)
+    partials = None
+    if pixels % block_p == 0:
+        partials = _empty((n, blocks[1], 2, c), dtype=torch.float32, device=y.device)
+    if n == 0:
+        return y, resampled, partials
+    parts, *terms = _terms(split)
     resample_parts_kernel[(n * blocks[0] * blocks[1],)](
-        parts, *terms, y, resampled, row_stride(terms[2]), n, h * w, w, c, *blocks, parts.shape[0],
-        up, block_c, block_p, num_warps=4 if up else 2, **overlapping(y.device),
+        parts, *terms, y, resampled, partials, row_stride(terms[2]), n, h * w, w, c, *blocks,
+        parts.shape[0], up, block_c, block_p, num_warps=4 if up else 2,
+        **overlapping(y.device),
     )  # fmt: skip
-    return y, resampled
+    return y, resampled, partials
 
 
 def _terms(split: SplitConv | None) -> tuple[Tensor | None, ...]:
@@ -152,7 +166,7 @@ def _terms(split: SplitConv | None) -> tuple[Tensor | None, ...]:
     if split is None:
         return (None,) * 5
     n, h, w, c = split.shape
-    check_shape("parts", split.parts, split.parts.shape[0], n, c, h * w)
+    check_shape("parts", split.parts, split.parts.shape[0], n, h * w, c)
     assert split.parts.is_contiguous() and split.parts.dtype == torch.float32
     if split.residual is not None:
         check_nhwc("residual", split.residual)
@@ -184,6 +198,10 @@ def norm_of_sums(
     c, cg = c1 + c2, (c1 + c2) // num_groups
     for part, count, channels in zip(partials, pixels, (c1, c2), strict=False):
         check_partials_of(part, count, n, channels)
+    if serves_few(n, cg, sum(part.shape[1] for part in partials)):
+        return norm_few(
+            x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, scale, shift
+        )
     config = APPLY_CONFIGS[0]
     grid = cut(n, h * w, c1, c2, config)
     a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)

@@ -2,13 +2,18 @@
 
 A program of the first has BLOCK_G groups of CG channels of one image, all its pixels, in registers:
 BLOCK_G * BLOCK_J lanes of channels by BLOCK_P pixels.
+
+Such a kernel is two trips to memory, there and back, if it asks for all that it reads at once. The
+compiler, which spares registers, asks for some, waits, and asks for the next: up to four trips. So
+loads are volatile, which keeps them in the order in which they are written down, and what is used
+first is asked for last.
 """
 
 import triton
 import triton.language as tl
 
 from ..activations import activate
-from ..dependent_launch import await_inputs
+from ..dependent_launch import await_inputs, begin_next
 from ..norm.stream_kernels import affine, modulate
 from .norm_statistics import (
     covering_lanes,
@@ -19,41 +24,43 @@ from .norm_statistics import (
 
 
 @triton.jit
+def parameters(weight_ptr, bias_ptr, offs_c, mask_c):
+    """`affine` without modulation, not read any later than here."""
+    g = tl.zeros(offs_c.shape, tl.float32) + 1.0
+    b = tl.zeros(offs_c.shape, tl.float32)
+    if weight_ptr is not None:
+        g = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0, volatile=True).to(tl.float32)
+    if bias_ptr is not None:
+        b = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0, volatile=True).to(tl.float32)
+    return g, b
+
+
+@triton.jit
 def _terms_of_parts(
     bias_ptr,  # float32 [C]
     extra_bias_ptr,  # float32 [C] or None
     emb_ptr,  # [N, C] or None
-    residual_ptr,  # [N, HW, C] or None
     stride_emb,
-    HW,
-    C,
     n,
     offs_c,  # [L]
-    offs_p,  # [P]
     mask_c,
-    mask_p,
 ):
-    """What is added to the parts of a convolution: [L, P]. Read past the cache of a multiprocessor,
-    which may know an older tensor in its place if the launch in front has not ended."""
+    """What is added to the parts of a convolution in every pixel: [L]. Read past the cache of a
+    multiprocessor, which may know an older tensor in its place if the launch in front has not
+    ended."""
     terms = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0)
     if extra_bias_ptr is not None:
         terms += tl.load(extra_bias_ptr + offs_c, mask=mask_c, other=0.0)
     if emb_ptr is not None:
         place = n * stride_emb + offs_c
         terms += tl.load(emb_ptr + place, mask=mask_c, other=0.0, cache_modifier=".cg")
-    acc = tl.zeros([offs_c.shape[0], offs_p.shape[0]], tl.float32) + terms[:, None]
-    if residual_ptr is not None:
-        place = (n * HW + offs_p)[None, :] * C + offs_c[:, None]
-        mask = mask_c[:, None] & mask_p[None, :]
-        residual = tl.load(residual_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
-        acc += residual.to(tl.float32)
-    return acc
+    return terms
 
 
 @triton.jit
-def _sum_of_parts(
-    acc,  # of `_terms_of_parts`
-    parts_ptr,  # float32 [SPLITS, N, C, HW]
+def _load_parts(
+    parts_ptr,  # float32 [SPLITS, N, HW, C]
+    residual_ptr,  # [N, HW, C] or None
     N,
     HW,
     C,
@@ -64,12 +71,54 @@ def _sum_of_parts(
     mask_p,
     SPLITS: tl.constexpr,
 ):
-    """A tile of a SplitConv, float32 [L, P], not rounded."""
+    """A tile of every part, float32 [L, P], and of the residual. They are asked for in this order,
+    none of it later."""
     mask = mask_c[:, None] & mask_p[None, :]
-    offs = (n * C + offs_c)[:, None] * HW + offs_p[None, :]
+    offs = (n * HW + offs_p)[None, :] * C + offs_c[:, None]
+    parts = ()
+    if residual_ptr is not None:
+        parts = parts + (tl.load(residual_ptr + offs, mask=mask, other=0.0, volatile=True),)
     for split in tl.static_range(SPLITS):
-        acc += tl.load(parts_ptr + split * (N * C).to(tl.int64) * HW + offs, mask=mask, other=0.0)
+        ptrs = parts_ptr + split * (N * C).to(tl.int64) * HW + offs
+        parts = parts + (tl.load(ptrs, mask=mask, other=0.0, volatile=True),)
+    return parts
+
+
+@triton.jit
+def _sum_of_parts(
+    terms,  # of `_terms_of_parts`
+    parts,  # of `_load_parts`
+):
+    """A tile of a SplitConv, float32 [L, P], not rounded. The last is added first: the compiler,
+    which spares registers, else asks for some of them, waits, and asks for the next."""
+    acc = parts[len(parts) - 1] + terms[:, None]
+    for i in tl.static_range(len(parts) - 1):
+        acc += parts[i].to(tl.float32)
     return acc
+
+
+@triton.jit
+def _store_sums(
+    partial_ptr,  # float32 [rows, 2, C]
+    ys,  # tiles [L, P], of one row
+    row,
+    C,
+    offs_c,
+    mask_c,
+):
+    """The sum of the tiles over their pixels, which are all there, and of (y - mean)^2."""
+    total = ys[0].to(tl.float32)
+    for i in tl.static_range(1, len(ys)):
+        total += ys[i].to(tl.float32)
+    sums = tl.sum(total, 1)
+    mean = sums / (len(ys) * total.shape[1])
+    within = tl.zeros(total.shape, tl.float32)
+    for i in tl.static_range(len(ys)):
+        delta = ys[i].to(tl.float32) - mean[:, None]
+        within += delta * delta
+    sums_ptr = partial_ptr + row.to(tl.int64) * 2 * C + offs_c
+    tl.store(sums_ptr, sums, mask=mask_c)
+    tl.store(sums_ptr + C, tl.sum(within, 1), mask=mask_c)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -80,6 +129,7 @@ def sum_parts_kernel(
     emb_ptr,
     residual_ptr,
     y_ptr,
+    partial_ptr,  # float32 [N, PB, 2, C], out, or None: the sums of y over the pixels of a program
     stride_emb,
     N,
     HW,
@@ -90,19 +140,23 @@ def sum_parts_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
+    begin_next()
     pid = tl.program_id(0)
     offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
     offs_p = pid // CB % PB * BLOCK_P + tl.arange(0, BLOCK_P)
     n = (pid // CB // PB).to(tl.int64)
     mask_c, mask_p = offs_c < C, offs_p < HW
     await_inputs()
-    acc = _terms_of_parts(
-        bias_ptr, extra_bias_ptr, emb_ptr, residual_ptr, stride_emb, HW, C, n, offs_c, offs_p,
-        mask_c, mask_p,
-    )  # fmt: skip
-    acc = _sum_of_parts(acc, parts_ptr, N, HW, C, n, offs_c, offs_p, mask_c, mask_p, SPLITS)
+    terms = _terms_of_parts(bias_ptr, extra_bias_ptr, emb_ptr, stride_emb, n, offs_c, mask_c)
+    parts = _load_parts(
+        parts_ptr, residual_ptr, N, HW, C, n, offs_c, offs_p, mask_c, mask_p, SPLITS
+    )
+    acc = _sum_of_parts(terms, parts)
     offs_y = (n * HW + offs_p)[None, :] * C + offs_c[:, None]
-    tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask_c[:, None] & mask_p[None, :])
+    y = acc.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + offs_y, y, mask=mask_c[:, None] & mask_p[None, :])
+    if partial_ptr is not None:
+        _store_sums(partial_ptr, (y,), pid // CB, C, offs_c, mask_c)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -114,6 +168,7 @@ def resample_parts_kernel(
     residual_ptr,
     y_ptr,  # [N, HW, C], out
     resampled_ptr,  # [N, H / 2, W / 2, C], or [N, 2H, 2W, C] with UP; out
+    partial_ptr,  # float32 [N, PB, 2, C], out, or None: the sums of y over the pixels of a program
     stride_emb,
     N,
     HW,
@@ -129,6 +184,7 @@ def resample_parts_kernel(
     """The sum of a SplitConv, and its 2x2 means or itself upsampled."""
     FROM: tl.constexpr = 1 if UP else 4  # pixels of y to a result, or
     TO: tl.constexpr = 4 if UP else 1  # results to a pixel
+    begin_next()
     pid = tl.program_id(0)
     offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
     offs_p = pid // CB % PB * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -138,27 +194,42 @@ def resample_parts_kernel(
     width = W if UP else W // 2
     h, w = offs_p // width, offs_p % width
     await_inputs()
-    terms = ()
+    terms = _terms_of_parts(bias_ptr, extra_bias_ptr, emb_ptr, stride_emb, n, offs_c, mask_c)
+    parts = ()
     for i in tl.static_range(FROM):
         pixel = offs_p if UP else (2 * h + i // 2) * W + 2 * w + i % 2
-        terms = terms + (
-            _terms_of_parts(
-                bias_ptr, extra_bias_ptr, emb_ptr, residual_ptr, stride_emb, HW, C, n, offs_c,
-                pixel, mask_c, mask_p,
+        parts = parts + (
+            _load_parts(
+                parts_ptr, residual_ptr, N, HW, C, n, offs_c, pixel, mask_c, mask_p, SPLITS
             ),
-        )  # fmt: skip
+        )
     total = tl.zeros([BLOCK_C, BLOCK_P], tl.float32)
+    ys = ()
+    for i in tl.static_range(FROM):
+        ys = ys + (_sum_of_parts(terms, parts[i]).to(y_ptr.dtype.element_ty),)
+        total += ys[i].to(tl.float32)
     for i in tl.static_range(FROM):
         pixel = offs_p if UP else (2 * h + i // 2) * W + 2 * w + i % 2
-        acc = _sum_of_parts(terms[i], parts_ptr, N, HW, C, n, offs_c, pixel, mask_c, mask_p, SPLITS)
-        y = acc.to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + (n * HW + pixel)[None, :] * C + offs_c[:, None], y, mask=mask)
-        total += y.to(tl.float32)
+        tl.store(y_ptr + (n * HW + pixel)[None, :] * C + offs_c[:, None], ys[i], mask=mask)
     result = (total * (1.0 / FROM)).to(y_ptr.dtype.element_ty)
     for i in tl.static_range(TO):
         pixel = (2 * h + i // 2) * (2 * W) + 2 * w + i % 2 if UP else offs_p
         place = (n * (HW * TO // FROM) + pixel)[None, :] * C + offs_c[:, None]
         tl.store(resampled_ptr + place, result, mask=mask)
+    if partial_ptr is not None:
+        _store_sums(partial_ptr, ys, pid // CB, C, offs_c, mask_c)
+
+
+@triton.jit
+def add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def each_lane(v, G: tl.constexpr, J: tl.constexpr):
+    """The sums over groups of J lanes of v [G * J], for every lane."""
+    total = tl.sum(tl.reshape(v, [G, J]), 1, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(total, [G, J]), [G * J])
 
 
 @triton.jit
@@ -168,14 +239,25 @@ def _over_groups(v, G: tl.constexpr, J: tl.constexpr):
         return tl.sum(v) + tl.zeros([J], tl.float32)
     else:
         # not a sum over [G, J * P]: of such a reshaped tensor Triton 3.6 adds the wrong lanes
-        total = tl.sum(tl.reshape(tl.sum(v, 1), [G, J]), 1, keep_dims=True)
-        return tl.reshape(tl.broadcast_to(total, [G, J]), [G * J])
+        return each_lane(tl.sum(v, 1), G, J)
+
+
+@triton.jit
+def _two_over_groups(v, w, G: tl.constexpr, J: tl.constexpr):
+    """`_over_groups` of both, in which threads meet once."""
+    if G == 1:
+        v, w = tl.ravel(v, can_reorder=True), tl.ravel(w, can_reorder=True)
+        v, w = tl.reduce((v, w), 0, add_pairs)
+        return v + tl.zeros([J], tl.float32), w + tl.zeros([J], tl.float32)
+    else:
+        v, w = tl.reduce((v, w), 1, add_pairs)
+        return each_lane(v, G, J), each_lane(w, G, J)
 
 
 @triton.jit(do_not_specialize=["N"])
 def norm_whole_kernel(
-    x1_ptr,  # [N, HW, C1]; with SPLITS > 0 it is written
-    parts_ptr,  # float32 [SPLITS, N, C1, HW], or None: x1 is read
+    x1_ptr,  # [N, HW, C1]; with SPLITS > 0 it is written, if it is not None
+    parts_ptr,  # float32 [SPLITS, N, HW, C1], or None: x1 is read
     conv_bias_ptr,  # of the convolution, as the next three
     extra_bias_ptr,
     emb_ptr,
@@ -204,6 +286,7 @@ def norm_whole_kernel(
     LATE: tl.constexpr,  # the convolution's terms are read when the launch in front has ended;
     # else they are older than that launch
 ):
+    begin_next()
     pid = tl.program_id(0)
     n = (pid // GB).to(tl.int64)
     lanes = tl.arange(0, BLOCK_G * BLOCK_J)
@@ -214,20 +297,21 @@ def norm_whole_kernel(
     mask_p = offs_p < HW
     mask = mask_c[:, None] & mask_p[None, :]
     first = mask_c & (offs_c < C1)
-    g, b = affine(weight_ptr, bias_ptr, None, None, 0, 0, n, offs_c, mask_c)
+    g, b = parameters(weight_ptr, bias_ptr, offs_c, mask_c)
     if LATE:
         await_inputs()
     if SPLITS > 0:
-        x = _terms_of_parts(
-            conv_bias_ptr, extra_bias_ptr, emb_ptr, residual_ptr, stride_emb, HW, C1, n, offs_c,
-            offs_p, first, mask_p,
-        )  # fmt: skip
+        terms = _terms_of_parts(
+            conv_bias_ptr, extra_bias_ptr, emb_ptr, stride_emb, n, offs_c, first
+        )
     if not LATE:
         await_inputs()
     here = first[:, None] & mask_p[None, :]
     offs1 = (n * HW + offs_p)[None, :] * C1 + offs_c[:, None]
     if SPLITS > 0:
-        x = _sum_of_parts(x, parts_ptr, N, HW, C1, n, offs_c, offs_p, first, mask_p, SPLITS)
+        parts = _load_parts(
+            parts_ptr, residual_ptr, N, HW, C1, n, offs_c, offs_p, first, mask_p, SPLITS
+        )
     else:
         x = tl.load(x1_ptr + offs1, mask=here, other=0.0).to(tl.float32)
     if x2_ptr is not None:
@@ -236,8 +320,10 @@ def norm_whole_kernel(
         x2 = tl.load(x2_ptr + offs, mask=second[:, None] & mask_p[None, :], other=0.0)
     g, b = modulate(g, b, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c)
     if SPLITS > 0:  # rounded, as its other readers see it
-        y = x.to(x1_ptr.dtype.element_ty)
-        tl.store(x1_ptr + offs1, y, mask=here)
+        x = _sum_of_parts(terms, parts)
+        y = x.to(a_ptr.dtype.element_ty)
+        if x1_ptr is not None:
+            tl.store(x1_ptr + offs1, y, mask=here)
         x = y.to(tl.float32)
     if x2_ptr is not None:
         x = tl.where(second[:, None], x2.to(tl.float32), x)
@@ -246,8 +332,9 @@ def norm_whole_kernel(
     x = tl.where(mask, x, 0.0)
     mean = _over_groups(x, BLOCK_G, BLOCK_J) / count
     x = tl.where(mask, x - mean[:, None], 0.0)
-    rest = _over_groups(x, BLOCK_G, BLOCK_J) / count  # what the sum has rounded off the mean
-    var = _over_groups(x * x, BLOCK_G, BLOCK_J) / count - rest * rest
+    rest, var = _two_over_groups(x, x * x, BLOCK_G, BLOCK_J)
+    rest /= count  # what the sum has rounded off the mean
+    var = var / count - rest * rest
     rstd = 1.0 / tl.sqrt(var + eps)
     a = activate((x - rest[:, None]) * (rstd * g)[:, None] + b[:, None], ACT)
     offs = (n * HW + offs_p)[None, :] * C + offs_c[:, None]

@@ -7,6 +7,8 @@ from ..column_sum import column_rows
 from ..resample import gather, spread, spread_add
 from ..row_sums import RowSums
 from .activation_grad import activation_grad
+from .attention_few import attention_few as _attention_few
+from .attention_few import serves_attention
 from .begin_step import begin_step
 from .conv import (
     conv_forward,
@@ -41,6 +43,7 @@ __all__ = [
     "activation_grad",
     "apply",
     "attention_backward",
+    "attention_few",
     "attention_forward",
     "avg_pool",
     "avg_pool_grad",
@@ -96,6 +99,13 @@ def tensor_rows(x: Tensor, sums: RowSums) -> Tensor:
 def attention_forward(qkv: Tensor, num_heads: int, order: str) -> tuple[Tensor, Tensor]:
     """(o [N, T, C], logsumexp) of qkv [N, T, 3C]"""
     return attention_fwd(qkv, num_heads, order, allow_tf32=True)
+
+
+def attention_few(qkv: Tensor, num_heads: int, order: str) -> Tensor:
+    """o alone, where nothing runs beside it: for few images there is another kernel."""
+    if serves_attention(qkv, num_heads):
+        return _attention_few(qkv, num_heads, order)
+    return attention_forward(qkv, num_heads, order)[0]
 
 
 def attention_backward(

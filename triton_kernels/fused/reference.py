@@ -375,6 +375,11 @@ def attention_forward(qkv, num_heads, order):
     return reference.attention(qkv, num_heads, order=order), None
 
 
+def attention_few(qkv, num_heads, order):
+    """The first of these alone."""
+    return reference.attention(qkv, num_heads, order=order)
+
+
 def attention_backward(do, qkv, o, state, num_heads, order, sums):
     """(dqkv, rows [rows, 3C] whose sum is that of it over samples and positions)"""
     with torch.enable_grad():
@@ -411,11 +416,11 @@ def upsample_grad(dy):
 
 
 def conv_split(x, weight, *, extra=()):
-    """Parts [S, N, CO, H W] whose sum over S is conv(x) and the 1x1 convolutions of `extra`."""
+    """Parts [S, N, H W, CO] whose sum over S is conv(x) and the 1x1 convolutions of `extra`."""
     n, h, w, _ = x.shape
     main = reference.conv2d(x, weight)
     parts = [main, *(other @ columns.T for other, columns in extra)]
-    return torch.stack([y.permute(0, 3, 1, 2).reshape(n, -1, h * w) for y in parts])
+    return torch.stack([y.reshape(n, h * w, -1) for y in parts])
 
 
 def worth_splitting(x_shape, weight, device):
@@ -424,20 +429,21 @@ def worth_splitting(x_shape, weight, device):
 
 
 def sum_parts(split: SplitConv):
-    """The convolution that was in parts."""
+    """(the convolution that was in parts; its partials, or None)"""
     n, h, w, c = split.shape
-    y = split.parts.sum(0).view(n, c, h, w).permute(0, 2, 3, 1)
+    y = split.parts.sum(0).view(n, h, w, c)
     for bias in (split.bias, split.extra_bias):
         y = y if bias is None else y + bias
     y = y if split.emb is None else y + _rows(split.emb)
     y = y if split.residual is None else y + split.residual
-    return y.to(split.dtype).contiguous()
+    y = y.to(split.dtype).contiguous()
+    return y, tensor_partials(y)
 
 
 def resample_parts(split: SplitConv, up: bool):
-    """(the convolution that was in parts, it upsampled or its 2x2 means)"""
-    y = sum_parts(split)
-    return y, upsample(y) if up else avg_pool(y)
+    """(the convolution that was in parts; it upsampled or its 2x2 means; its partials, or None)"""
+    y, partials = sum_parts(split)
+    return y, upsample(y) if up else avg_pool(y), partials
 
 
 def norm_whole_supported(channels, num_groups, pixels):
@@ -445,15 +451,19 @@ def norm_whole_supported(channels, num_groups, pixels):
     return pixels * channels // num_groups <= 300
 
 
-def norm_whole(x1, x2, num_groups, weight, bias, eps, activation, scale=None, shift=None):
-    """(act(norm(x)) of x1 beside x2, x1), where x1 may be a convolution in parts."""
-    x1 = sum_parts(x1) if isinstance(x1, SplitConv) else x1
+def norm_whole(
+    x1, x2, num_groups, weight, bias, eps, activation, scale=None, shift=None, keep=True
+):
+    """(act(norm(x)) of x1 beside x2, x1), where x1 may be a convolution in parts, and only kept if
+    somebody else reads it."""
+    keep |= not isinstance(x1, SplitConv)
+    x1 = sum_parts(x1)[0] if isinstance(x1, SplitConv) else x1
     x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
     return (
         reference.group_norm(
             x, num_groups, weight, bias, eps=eps, activation=activation, scale=scale, shift=shift
         ),
-        x1,
+        x1 if keep else None,
     )
 
 
