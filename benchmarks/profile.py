@@ -49,12 +49,12 @@ DEFAULTS = {
 
 # The first that matches the kernel's name, then the first that matches the op that launched it.
 _BY_KERNEL = (
-    ("optimizer", r"adamw|fused_?adam|^_(norm|ema)_kernel|square_sum|multi_tensor|lpnorm"),
+    ("optimizer", r"adamw|fused_?adam|^_ema_kernel|square_sum|multi_tensor|lpnorm"),
     ("layout", r"nchwToNhwc|nhwcToNchw|nchw_?to|nhwc_?to"),
     ("attention", r"attention|flash|fmha|sdpa"),
     (
         "denoise",
-        r"q_sample|denoise|^row_sum|^_draw_|^_normal_kernel|mse_loss|randn|randint",
+        r"q_sample|denoise|^_draw_|^_normal_kernel|mse_loss|randn|randint",
     ),
     ("conv wgrad", r"wgrad|column_sum|^_sum_(partials|two|group)|^_linear_grads"),
     ("conv dgrad", r"dgrad|conv_input_grad"),

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from triton_kernels.adamw import norm_chunk, norm_chunks, norm_of_squares, square_sums
+from triton_kernels.adamw import norm_chunk, norm_chunks, square_sums
 
 from .backend import Backend
 from .flat import FlatParameters
@@ -51,8 +51,7 @@ class GradientNorm:
         if self._sums is None:
             return self.norm.copy_(self._ops.grad_norm(self._grad))
         chunks = self._sums.numel()
-        rest = chunks - self._filters + self._left
-        square_sums(self._grad, self._sums, self._filters % chunks, rest)
-        norm_of_squares(self._sums, self.norm)
+        rest = max(1, chunks - self._filters + self._left)  # one, though it be summed already
+        square_sums(self._grad, self._sums, self._filters % chunks, rest, norm=self.norm)
         self.begin()
         return self.norm

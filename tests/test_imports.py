@@ -31,6 +31,7 @@ def files(folder: str) -> list[Path]:
 def test_kernels_know_torch_and_triton_only(path):
     standard = {"math", "typing", "collections", "dataclasses", "functools", "itertools", "os"}
     standard |= {"contextlib", "warnings", "types", "enum", "json", "pathlib", "statistics", "sys"}
+    standard |= {"threading"}
     assert imported(path) - standard <= {"torch", "triton"}
 
 

@@ -8,12 +8,12 @@
     ema     <- decay ema + (1 - decay) w
     shadow  <- w, rounded: the copy that the layers compute with
 
-`grad_norm` takes two launches, `adamw_step` one. The first of the two may be taken apart: the
-squares of a part of the gradient are summed by `square_sums` as soon as that part is complete, and
-`norm_of_squares` adds up. Each program sums one chunk, whose size depends on P alone, so the norm
-has the same bits however the gradient was taken apart. Nothing is read on the host: the learning
-rate, the bias corrections and the rest come from `hyper`, and a norm that is not finite leaves
-everything as it was but the count of skipped steps.
+`grad_norm` and `adamw_step` are a launch each. The first may be taken apart: `square_sums` sums the
+squares of a part of the gradient as soon as that part is complete, and with the last part adds up.
+Each program sums one chunk, whose size depends on P alone, and the last to be done adds the chunks
+in their order, so the norm has the same bits however the gradient was taken apart. Nothing is read
+on the host: the learning rate, the bias corrections and the rest come from `hyper`, and a norm that
+is not finite leaves everything as it was but the count of skipped steps.
 
     P       parameters
 """
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .dependent_launch import await_inputs, overlapping
 from .device import describe
+from .last_program import is_last, sum_of_parts, zero_counters
 from .layout import check_device, check_shape
 from .library import op
 
@@ -45,11 +46,14 @@ _NORM_CHUNKS = 2048  # at most so many: one program adds up their sums
 def _square_sums_kernel(
     grad_ptr,  # float32 [P]
     sums_ptr,  # float32 [chunks], out: the sum of the squares of each chunk
+    norm_ptr,  # float32 [1], out, once all sums are there; or None
+    counter_ptr,  # int32 [1], zero before and after; or None
     size,
     first,  # chunk of the first program; the last chunk is followed by chunk 0
     chunks,
     TURNS: tl.constexpr,  # of BLOCK elements each make a chunk
     BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,  # at least as many, a power of two
 ):
     await_inputs()
     chunk = (first + tl.program_id(0)) % chunks
@@ -66,14 +70,9 @@ def _square_sums_kernel(
             grad = tl.load(grad_ptr + start + turn * BLOCK + offs, mask=offs < rest, other=0.0)
             acc += grad * grad
     tl.store(sums_ptr + chunk, tl.sum(acc))
-
-
-@triton.jit
-def _norm_kernel(sums_ptr, norm_ptr, chunks, BLOCK: tl.constexpr):
-    await_inputs()
-    offs = tl.arange(0, BLOCK)
-    sums = tl.load(sums_ptr + offs, mask=offs < chunks, other=0.0)
-    tl.store(norm_ptr, tl.sqrt(tl.sum(sums)))
+    if norm_ptr is not None:
+        if is_last(counter_ptr, tl.num_programs(0)):
+            tl.store(norm_ptr, tl.sqrt(sum_of_parts(sums_ptr, chunks, CHUNKS)))
 
 
 @triton.jit
@@ -247,22 +246,20 @@ def _grad_norm(grad: Tensor) -> Tensor:
     chunks = norm_chunks(grad.numel())
     sums = torch.empty(chunks, dtype=torch.float32, device=grad.device)
     norm = torch.empty(1, dtype=torch.float32, device=grad.device)
-    _launch_square_sums(grad, sums, 0, chunks)
-    _launch_norm(sums, norm)
+    _launch_square_sums(grad, sums, 0, chunks, norm)
     return norm
 
 
-def _launch_square_sums(grad: Tensor, sums: Tensor, first: int, count: int) -> None:
+def _launch_square_sums(
+    grad: Tensor, sums: Tensor, first: int, count: int, norm: Tensor | None
+) -> None:
     size, chunks = grad.numel(), sums.numel()
+    counter = None if norm is None else zero_counters(1, grad.device)
     _square_sums_kernel[(count,)](
-        grad, sums, size, first, chunks, TURNS=norm_chunk(size) // _NORM_BLOCK, BLOCK=_NORM_BLOCK,
-        num_warps=_NUM_WARPS, **overlapping(grad.device),
+        grad, sums, norm, counter, size, first, chunks,
+        TURNS=norm_chunk(size) // _NORM_BLOCK, BLOCK=_NORM_BLOCK,
+        CHUNKS=triton.next_power_of_2(chunks), num_warps=_NUM_WARPS, **overlapping(grad.device),
     )  # fmt: skip
-
-
-def _launch_norm(sums: Tensor, norm: Tensor) -> None:
-    block = triton.next_power_of_2(sums.numel())
-    _norm_kernel[(1,)](sums, norm, sums.numel(), BLOCK=block, **overlapping(sums.device))
 
 
 @op(
@@ -369,27 +366,24 @@ def square_sums(
     sums: Tensor,  # float32 [norm_chunks(P)], written in place
     first: int,
     count: int,
+    *,
+    norm: Tensor | None = None,  # float32 [1], out
 ) -> None:
     """Sum the squares of `count` chunks of norm_chunk(P) elements, from chunk `first` on; the last
-    chunk is followed by chunk 0. The rest of `sums` stays as it is."""
+    chunk is followed by chunk 0. The rest of `sums` stays as it is. With `norm` that rest is there
+    already, and the same launch leaves the norm of the gradient; it has to be of one chunk at
+    least."""
     _check_flat("grad", grad, grad.numel())
     _check_flat("sums", sums, norm_chunks(grad.numel()))
-    if not (0 <= first < sums.numel() and 0 <= count <= sums.numel()):
+    least = 0 if norm is None else 1
+    if not (0 <= first < sums.numel() and least <= count <= sums.numel()):
         raise ValueError(
             f"chunks {first} .. {first} + {count} are asked for; the gradient has {sums.numel()}"
         )
+    if norm is not None:
+        _check_flat("norm", norm, 1)
     if count:
-        _launch_square_sums(grad, sums, first, count)
-
-
-def norm_of_squares(
-    sums: Tensor,  # float32 [norm_chunks(P)]
-    norm: Tensor,  # float32 [1], out
-) -> None:
-    """The norm of the gradient whose squares `square_sums` has summed, all of them."""
-    _check_flat("sums", sums, sums.numel())
-    _check_flat("norm", norm, 1)
-    _launch_norm(sums, norm)
+        _launch_square_sums(grad, sums, first, count, norm)
 
 
 def adamw_step(

@@ -20,23 +20,42 @@ COMPILE_CASES = [
             "first": "i32",
             "chunks": "i32",
         },
-        "constexprs": {"TURNS": 4, "BLOCK": 4096},
+        "constexprs": {
+            **{"norm_ptr": None, "counter_ptr": None},
+            **{"TURNS": 4, "BLOCK": 4096, "CHUNKS": 2048},
+        },
         "options": {"num_warps": 8},
     },
     {
-        "name": "square_sums_of_one",  # Triton makes a constant of every integer that is 1
+        "name": "grad_norm",
         "kernel": "triton_kernels.adamw:_square_sums_kernel",
-        "signature": {"grad_ptr": "*fp32", "sums_ptr": "*fp32", "first": "i32"},
-        "constexprs": {"size": 1, "chunks": 1, "TURNS": 1, "BLOCK": 4096},
+        "signature": {
+            "grad_ptr": "*fp32",
+            "sums_ptr": "*fp32",
+            "norm_ptr": "*fp32",
+            "counter_ptr": "*i32",
+            "size": "i32",
+            "first": "i32",
+            "chunks": "i32",
+        },
+        "constexprs": {"TURNS": 4, "BLOCK": 4096, "CHUNKS": 2048},
         "options": {"num_warps": 8},
-        "expect": {"arches": [90]},
     },
     {
-        "name": "norm",
-        "kernel": "triton_kernels.adamw:_norm_kernel",
-        "signature": {"sums_ptr": "*fp32", "norm_ptr": "*fp32", "chunks": "i32"},
-        "constexprs": {"BLOCK": 2048},
-        "options": {"num_warps": 4},
+        "name": "grad_norm_of_one",  # Triton makes a constant of every integer that is 1
+        "kernel": "triton_kernels.adamw:_square_sums_kernel",
+        "signature": {
+            "grad_ptr": "*fp32",
+            "sums_ptr": "*fp32",
+            "norm_ptr": "*fp32",
+            "counter_ptr": "*i32",
+            "first": "i32",
+        },
+        "constexprs": {
+            **{"size": 1, "chunks": 1},
+            **{"TURNS": 1, "BLOCK": 4096, "CHUNKS": 1},
+        },
+        "options": {"num_warps": 8},
         "expect": {"arches": [90]},
     },
     {

@@ -13,6 +13,7 @@ _BATCH = {
     "chunks": "i32",
 }
 _SIZES = {"W": 64, "C": 3}
+_LOSS = {**_SIZES, "CO": 3, "PREDICTION": "v_prediction"}
 _STEP = {"first_ptr": None, "memory_ptr": None, "C": 3, "CLIP": True, "BLOCK": 256}
 
 COMPILE_CASES = [
@@ -84,12 +85,32 @@ COMPILE_CASES = [
         "signature": {
             **_BATCH,
             "output_ptr": "*bf16",
+            "loss_ptr": "*fp32",
             "partial_ptr": "*fp32",
+            "counter_ptr": "*i32",
             "difference_ptr": "*fp32",
         },
-        "constexprs": {**_SIZES, "CO": 3, "PREDICTION": "v_prediction", "BLOCK": 1024, "BLOCKS": 3},
+        "constexprs": {**_LOSS, "BLOCK": 1024, "BLOCKS": 1, "CHUNKS": 4},
         "options": {"num_warps": 8},
         "multiples": ["elements"],
+    },
+    {
+        "name": "denoise_loss_fwd_of_whole_samples",
+        "kernel": "triton_kernels.denoise.loss_kernels:denoise_loss_fwd_kernel",
+        "signature": {
+            **{k: v for k, v in _BATCH.items() if k != "chunks"},
+            "output_ptr": "*bf16",
+            "loss_ptr": "*fp32",
+            "difference_ptr": "*fp32",
+        },
+        "constexprs": {
+            **_LOSS,
+            **{"partial_ptr": None, "counter_ptr": None, "chunks": 1},
+            **{"BLOCK": 1024, "BLOCKS": 3, "CHUNKS": 1},
+        },
+        "options": {"num_warps": 8},
+        "multiples": ["elements"],
+        "expect": {"arches": [90]},
     },
     {
         "name": "denoise_loss_bwd",
@@ -111,14 +132,6 @@ COMPILE_CASES = [
         "kernel": "triton_kernels.denoise.loss_kernels:denoise_loss_bwd_kernel",
         "signature": {"dloss_ptr": "*fp32", "difference_ptr": "*fp32", "doutput_ptr": "*fp16"},
         "constexprs": {"stride_dn": 1, "elements": 1, "chunks": 1, "C": 1, "CO": 2, "BLOCK": 2048},
-        "options": {"num_warps": 4},
-        "expect": {"arches": [90]},
-    },
-    {
-        "name": "row_sum",
-        "kernel": "triton_kernels.denoise.loss_kernels:row_sum_kernel",
-        "signature": {"x_ptr": "*fp32", "y_ptr": "*fp32", "rows": "i32", "columns": "i32"},
-        "constexprs": {"BLOCK_M": 256, "BLOCK_N": 4},
         "options": {"num_warps": 4},
         "expect": {"arches": [90]},
     },

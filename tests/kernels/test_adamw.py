@@ -203,8 +203,8 @@ def test_sums_of_squares_by_parts(size, device, monkeypatch):
         count = chunks // 2
         adamw.square_sums(grad, sums, first, count)
         assert sums.isnan().sum() == chunks - count
-        adamw.square_sums(grad, sums, (first + count) % chunks, chunks - count)
-        adamw.norm_of_squares(sums, norm)
+        rest = (first + count) % chunks, chunks - count
+        adamw.square_sums(grad, sums, *rest, norm=norm)
         assert torch.equal(norm, adamw.grad_norm(grad))
 
 
@@ -242,6 +242,11 @@ def test_wrong_arguments_are_refused(change, message):
 def test_chunks_that_are_not_there_are_refused(first, count):
     with pytest.raises(ValueError, match=f"chunks {first} .. {first} \\+ {count} are asked for"):
         adamw.square_sums(torch.zeros(8), torch.zeros(1), first, count)
+
+
+def test_a_norm_without_a_chunk_is_refused():
+    with pytest.raises(ValueError, match="chunks 0 .. 0 \\+ 0 are asked for"):
+        adamw.square_sums(torch.zeros(8), torch.zeros(1), 0, 0, norm=torch.zeros(1))
 
 
 def test_grad_norm_refuses_a_strided_gradient():

@@ -7,11 +7,12 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..last_program import zero_counters
 from ..library import derivative, op
 from ..tuning import choose
 from .checks import check_batch, check_output, check_process
 from .chunks import NUM_WARPS
-from .loss_kernels import denoise_loss_bwd_kernel, denoise_loss_fwd_kernel, row_sum_kernel
+from .loss_kernels import denoise_loss_bwd_kernel, denoise_loss_fwd_kernel
 
 PREDICTIONS = ("epsilon", "sample", "v_prediction")
 
@@ -20,16 +21,16 @@ _GRAD_BLOCK = 2048  # elements of a program of its gradient
 
 class _LossConfig(NamedTuple):
     block: int  # evaluations of Philox at a time, each good for four elements
-    blocks: int  # of a program; with all of a sample's no second launch has to add partial sums
+    blocks: int  # of a program; with all of a sample's there are no partial sums to add
     num_warps: int
 
 
 _LOSS_CONFIGS = [
-    _LossConfig(1024, 1, 8),
     _LossConfig(512, 1, 4),
-    _LossConfig(1024, 3, 8),  # all of an image of 64x64
-    _LossConfig(1024, 3, 16),
-    _LossConfig(512, 6, 16),
+    _LossConfig(1024, 1, 8),
+    _LossConfig(256, 1, 4),
+    _LossConfig(256, 1, 8),
+    _LossConfig(512, 6, 16),  # all of an image of 64x64
 ]
 
 
@@ -78,22 +79,18 @@ def _loss(
     chunks = triton.cdiv(elements, 4 * config.block * config.blocks)
     kept = (n, height, width, c) if keep else (0,)
     difference = torch.empty(kept, dtype=torch.float32, device=output.device)
-    partial = torch.empty((n, chunks), dtype=torch.float32, device=output.device)
-    if partial.numel() == 0:  # the mean over nothing
+    if n * elements == 0:  # the mean over nothing
         return torch.full((n,), float("nan"), device=output.device), difference
-    denoise_loss_fwd_kernel[(n * chunks,)](
-        output, images, *batch, partial, difference if keep else None, first, elements, chunks,
-        W=width, C=c, CO=co, PREDICTION=prediction, BLOCK=config.block, BLOCKS=config.blocks,
-        num_warps=config.num_warps,
-    )  # fmt: skip
-    if chunks == 1:
-        return partial.view(n), difference
     loss = torch.empty(n, dtype=torch.float32, device=output.device)
-    block_n = triton.next_power_of_2(chunks)
-    block_m = max(1, 1024 // block_n)
-    row_sum_kernel[(triton.cdiv(n, block_m),)](
-        partial, loss, n, chunks, BLOCK_M=block_m, BLOCK_N=block_n
-    )
+    partial = counters = None
+    if chunks > 1:
+        partial = torch.empty((n, chunks), dtype=torch.float32, device=output.device)
+        counters = zero_counters(n, output.device)
+    denoise_loss_fwd_kernel[(n * chunks,)](
+        output, images, *batch, loss, partial, counters, difference if keep else None,
+        first, elements, chunks, W=width, C=c, CO=co, PREDICTION=prediction, BLOCK=config.block,
+        BLOCKS=config.blocks, CHUNKS=triton.next_power_of_2(chunks), num_warps=config.num_warps,
+    )  # fmt: skip
     return loss, difference
 
 

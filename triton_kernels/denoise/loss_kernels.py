@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .chunks import first_channels, locate
+from ..last_program import is_last, sum_of_parts
+from .chunks import elements_of_output, first_channels, locate
 from .process import clean, coefficients, noise
 
 
@@ -48,7 +49,9 @@ def denoise_loss_fwd_kernel(
     t_ptr,
     table_ptr,
     rng_ptr,
-    partial_ptr,  # float32 [N, chunks], out: what this chunk adds to the mean
+    loss_ptr,  # float32 [N], out
+    partial_ptr,  # float32 [N, chunks], out: what a chunk adds to the mean; None: there is one
+    counter_ptr,  # int32 [N], zero before and after; or None
     difference_ptr,  # float32 [N, H, W, C] or None, out: output - target
     first,
     elements,
@@ -59,8 +62,10 @@ def denoise_loss_fwd_kernel(
     PREDICTION: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,  # of a program
+    CHUNKS: tl.constexpr,  # at least as many, a power of two
 ):
     n, start = locate(chunks, BLOCKS * BLOCK)
+    elements_o = elements_of_output(elements, C, CO)
     squares = tl.zeros([4 * BLOCK], tl.float32)
     for _ in range(BLOCKS):
         target = _target(
@@ -70,24 +75,20 @@ def denoise_loss_fwd_kernel(
         offs = 4 * start + tl.arange(0, 4 * BLOCK)
         mask = offs < elements
         offs_o = first_channels(offs, C, CO)
-        output = tl.load(output_ptr + n * (elements // C * CO) + offs_o, mask=mask, other=0.0)
+        output = tl.load(output_ptr + n * elements_o + offs_o, mask=mask, other=0.0)
         difference = tl.where(mask, output.to(tl.float32) - target, 0.0)
         if difference_ptr is not None:
             tl.store(difference_ptr + n * elements + offs, difference, mask=mask)
         squares += difference * difference
         start += BLOCK
-    tl.store(partial_ptr + tl.program_id(0), tl.sum(squares) / elements)
-
-
-@triton.jit
-def row_sum_kernel(x_ptr, y_ptr, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """y[m] = sum of x[m, :], in one order whatever the grid."""
-    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
-    mask_m = offs_m < rows
-    mask = mask_m[:, None] & (offs_n < columns)[None, :]
-    x = tl.load(x_ptr + offs_m[:, None] * columns + offs_n[None, :], mask=mask, other=0.0)
-    tl.store(y_ptr + offs_m, tl.sum(x, axis=1), mask=mask_m)
+    mean = tl.sum(squares) / elements
+    if partial_ptr is None:
+        tl.store(loss_ptr + n, mean)
+    else:
+        partial_ptr += n * chunks
+        tl.store(partial_ptr + tl.program_id(0) % chunks, mean)
+        if is_last(counter_ptr + n, chunks):
+            tl.store(loss_ptr + n, sum_of_parts(partial_ptr, chunks, CHUNKS))
 
 
 @triton.jit
@@ -103,7 +104,7 @@ def denoise_loss_bwd_kernel(
     BLOCK: tl.constexpr,
 ):
     n, start = locate(chunks, BLOCK)
-    elements_o = elements // C * CO
+    elements_o = elements_of_output(elements, C, CO)
     offs_o = start + tl.arange(0, BLOCK)
     mask = offs_o < elements_o
     c = offs_o % CO
