@@ -101,7 +101,7 @@ def column_sum(
     m, splits, block_m = _cut(x, out.numel())
     partial = partials(out, splits)
     _launch(x, partial, m, out.numel(), splits, block_m)
-    sum_partials(partial, out)
+    sum_partials(partial, out, follows=True)
 
 
 def column_rows(

@@ -7,7 +7,10 @@ predecessor writes. Stream capture keeps this as a programmatic edge of the grap
 
 It is for a chain of kernels with nothing beside it, as in sampling. A training step has weight
 gradients on a side branch, which fill the gaps better; a kernel that waits takes their place. There
-it lost 3 % (see docs/performance.md), so it is off but within `dependent_launches()`.
+it lost 3 % (see docs/performance.md), so it is off but within `dependent_launches()`. The later
+launches of one public op are another matter (`following`): in a stream of its own nothing else can
+begin between them. The predecessor may be a kernel that does not call `await_inputs`, if it was
+launched in the ordinary way: it ends after all before it, too.
 
 The rule that makes it safe: whatever is launched with `overlapping()` calls `await_inputs()` before
 it touches memory. Every kernel then ends after its predecessor has, so that by induction all

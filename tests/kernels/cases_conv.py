@@ -1,6 +1,7 @@
 """The convolution's kernels as compile_only.py compiles them: the hot tiles of both paths."""
 
-from triton_kernels.conv import tf32x3, turned_wgrad
+from triton_kernels.conv import points_wgrad, tf32x3, tma_wgrad, turned_wgrad
+from triton_kernels.conv.configs import WgradTile
 
 _TMA_CHIPS = (90, 100, 120)  # elsewhere the launcher takes the gathering kernels
 
@@ -67,6 +68,23 @@ def _wgrad_tma(name: str, block_co: int, num_warps: int, flat: bool, arches) -> 
         "options": {"num_warps": num_warps, "num_stages": 3},
         "multiples": ("CI", "CO", "stride_split", "stride_co"),
         "expect": {"wgmma": True, "tma": True, "arches": arches},
+    }
+
+
+def _wgrad_long(config: tma_wgrad.WgradConfig) -> dict:
+    """Tiles that are whole rows of an image, for whose pipeline only Hopper has the memory."""
+    block_co, block_ci, block_m, taps, num_warps, stages = config
+    case = _wgrad_tma("", block_co, num_warps, True, (90,))
+    rows = block_m // 32
+    return case | {
+        "name": f"weight gradient, {'x'.join(map(str, config))}",
+        "signature": case["signature"]
+        | {
+            "x_desc": f"tensordesc<bf16[1,{rows},32,{block_ci}]>",
+            "dy_desc": f"tensordesc<bf16[{block_m},{block_co}]>",
+        },
+        "constexprs": case["constexprs"] | {"GROUP": taps, "TILE_H": rows, "BLOCK_CI": block_ci},
+        "options": {"num_warps": num_warps, "num_stages": stages},
     }
 
 
@@ -539,6 +557,32 @@ def _turned_wgrad(
     }
 
 
+def _points_wgrad(tile: WgradTile, products: int) -> dict:
+    block_co, block_ci, block_m, num_warps, stages = tile
+    a, b = (f"tensordesc<fp32[{block_m},{block}]>" for block in (block_co, block_ci))
+    kind = "tf32" if products == 1 else "float32"
+    return {
+        "name": f"weight gradient of points, {kind}, {'x'.join(map(str, tile))}",
+        "kernel": "triton_kernels.conv.points_wgrad:_points_wgrad_kernel",
+        "signature": {
+            "a_desc": a,
+            "b_desc": b,
+            "out_ptr": "*fp32",
+            **dict.fromkeys(("M", "A", "B", "stride_a", "pixels_per_split"), "i32"),
+        },
+        "constexprs": {
+            "PRODUCTS": products,
+            "stride_b": 1,
+            "BLOCK_A": block_co,
+            "BLOCK_B": block_ci,
+            "BLOCK_M": block_m,
+        },
+        "options": {"num_warps": num_warps, "num_stages": stages},
+        "multiples": ("A", "B", "stride_a"),
+        "expect": {"wgmma": False, "tma": True, "arches": (90,)},
+    }
+
+
 def _turn(name: str, kernel: str, signature: dict, constexprs: dict) -> dict:
     return {
         "name": name,
@@ -583,11 +627,14 @@ COMPILE_CASES = [
     _stem_float32(64, 4),
     *(_turned_wgrad(*c[:6], 1) for c in turned_wgrad.WGRAD_CONFIGS[:5]),
     *(_turned_wgrad(*c[:6], 2) for c in turned_wgrad.WGRAD_CONFIGS[:2]),
+    *(_points_wgrad(t, 1) for t in points_wgrad.TILES),
+    _points_wgrad(points_wgrad.TILES[0], 3),
     *_TURNS,
     _fwd_tma("forward 128x128", 128, 128, 3, False, _TMA_CHIPS),
     _fwd_tma("input gradient 64x256", 64, 256, 4, True, (90, 100)),
     _wgrad_tma("weight gradient 64x64", 64, 4, True, _TMA_CHIPS),
     _wgrad_tma("weight gradient 64x64, single rows", 64, 4, False, _TMA_CHIPS),
+    *(_wgrad_long(c) for c in tma_wgrad.WGRAD_CONFIGS[-5:]),
     _stride2("forward, stride 2", dgrad=False),
     _stride2("input gradient, stride 2", dgrad=True),
     _stride2("input gradient, stride 2, plus another", dgrad=True, add=True),

@@ -13,6 +13,7 @@ from triton_kernels.conv import tf32x3 as conv_tf32x3
 from triton_kernels.conv import tma as conv_tma
 from triton_kernels.conv import tma_boxes
 from triton_kernels.conv import tma_stride as conv_stride
+from triton_kernels.conv import tma_wgrad as conv_tma_wgrad
 from triton_kernels.conv import turned_wgrad as conv_turned_wgrad
 from triton_kernels.device import describe
 
@@ -191,6 +192,52 @@ def test_every_config_repeatedly(name, which, config, monkeypatch, device):
     assert relative(first, exact[index]) <= budget
     for _ in range(10):
         assert torch.equal(one_pass(which, shape, *data, tf32, config), first)
+
+
+POINTWISE = {
+    "16x16": Shape(32, 16, 16, 192, 192, (1, 1)),
+    "ragged": Shape(5, 13, 21, 200, 136, (1, 1)),
+    "few pixels": Shape(33, 1, 1, 72, 256, (1, 1)),
+}
+POINTWISE_CONFIGS = [
+    *((c, precision) for precision in ("tf32", "fp32") for c in conv_turned_wgrad.POINTS_CONFIGS),
+    *((c, "bf16") for c in conv_tma_wgrad.WGRAD_CONFIGS if c.taps == 1),
+]
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize("config", conv_turned_wgrad.POINTS_CONFIGS, ids=str)
+def test_every_config_of_points(config, precision, monkeypatch, device):
+    if is_tma(config) and not describe(device).tma:
+        pytest.skip("no TMA unit")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
+    for ci, co in ((72, 40), (40, 264)):
+        check_weight_grad(Shape(3, 6, 8, ci, co, (1, 1)), precision, config, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("config", "precision"), POINTWISE_CONFIGS, ids=str)
+@pytest.mark.parametrize("name", POINTWISE)
+def test_every_pointwise_config_repeatedly(name, config, precision, monkeypatch, device):
+    if not describe(device).tma:
+        pytest.skip("no TMA unit")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
+    check_weight_grad(POINTWISE[name], precision, config, device, times=10)
+
+
+def check_weight_grad(shape: Shape, precision: str, config, device, times: int = 0):
+    """Against the references, and so many times more against itself."""
+    dtype, tf32 = DTYPES[precision]
+    data = make(shape, dtype, device)
+    exact, low = (results[2] for results in references(shape, *data))
+    first = one_pass("weight gradient", shape, *data, tf32, config)
+    terms = shape.n * shape.h * shape.w
+    budget = 2 * relative(low, exact) + ROUNDING[precision] + 2**-24 * terms**0.5
+    assert relative(first, exact) <= budget
+    for _ in range(times):
+        assert torch.equal(one_pass("weight gradient", shape, *data, tf32, config), first)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@
     tma_stride    the same for stride 2
     tf32x3        `tma` for float32, three TF32 products each
     turned_wgrad  the weight gradient of float32 and TF32, over the copies that `turn` makes
+    points_wgrad  the same of 1x1 filters, without copies
     gather        pointers: everything else
     gluon         hand-scheduled for Hopper, among the tiles of `tma` and for the fused network
 

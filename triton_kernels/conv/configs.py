@@ -75,7 +75,7 @@ def choose_plan(
         out = torch.empty((weight.numel(),), dtype=weight.dtype, device=weight.device)
         parts = partials(out, splits)
         launch(parts, config(*tile), splits)
-        sum_partials(parts, out)
+        sum_partials(parts, out, follows=True)
         return out
 
     *tile, splits = choose(op, key, plans, default_plan, run, same_tile)

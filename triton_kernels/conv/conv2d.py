@@ -14,8 +14,9 @@ memory. (With pixels on the left Triton moves them through registers first; one 
 
 Paths, chosen by `_launch_fwd` and `_conv2d_wgrad` from shape, dtype and GPU: `conv.tma` with
 `conv.tma_wgrad`, and for stride 2 `conv.tma_stride`, are fast, and need channels in multiples of 16
-bytes; so do `conv.tf32x3` (float32) and `conv.turned_wgrad` (float32 and TF32); `conv.gather`
-serves the rest. Sums over pixels that are split among programs are added up in a fixed order.
+bytes; so do `conv.tf32x3` (float32) and `conv.turned_wgrad` with `conv.points_wgrad` (float32 and
+TF32); `conv.gather` serves the rest. Sums over pixels that are split among programs are added up in
+a fixed order.
 """
 
 import torch
@@ -133,7 +134,7 @@ def _conv2d_wgrad(
     config, splits = path.plan_wgrad(x, dy, weight, stride, padding, precision, config)
     partial = partials(dweight, splits)
     path.launch_wgrad(x, dy, weight, partial, stride, padding, precision, config, splits)
-    sum_partials(partial, dweight)
+    sum_partials(partial, dweight, follows=True)
     return dweight.as_strided(weight.shape, weight.stride())
 
 

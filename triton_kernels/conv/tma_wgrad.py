@@ -51,6 +51,12 @@ WGRAD_CONFIGS = [
     WgradConfig(256, 128, 64, 1, 8, 3),
     WgradConfig(128, 64, 64, 3, 4, 3),
     WgradConfig(64, 64, 64, 3, 4, 4),
+    # pipelines of 192 KiB: the more is on its way, the faster, also if a program is alone then
+    WgradConfig(64, 64, 256, 1, 4, 3),
+    WgradConfig(64, 128, 128, 1, 4, 4),
+    WgradConfig(128, 64, 128, 1, 4, 4),
+    WgradConfig(128, 128, 128, 1, 4, 3),
+    WgradConfig(64, 64, 128, 3, 4, 3),
 ]
 _MODELLED = 4  # the first so many are what the cost model chooses from
 

@@ -12,6 +12,8 @@ in front of the first.
 In TF32 that is one product. For float32 both operands come in two parts, and three products
 (`triton_kernels.tf32`) are added up per step before they get to the sum: tensor cores round every
 addition towards zero, and over thousands of steps that would be seen.
+
+A 1x1 filter needs none of this; most go by `conv.points_wgrad`, which has no copies.
 """
 
 import math
@@ -25,9 +27,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..column_sum import num_splits
 from ..dependent_launch import await_inputs, overlapping
 from ..device import describe
-from . import gather
-from .configs import choose_plan, plans_around
-from .tma_boxes import addressable
+from . import gather, points_wgrad
+from .configs import WgradTile, choose_plan, plans_around
+from .tma_boxes import addressable, is_pointwise
 from .turn import turn_pixels
 
 
@@ -40,9 +42,14 @@ class WgradConfig(NamedTuple):
     rows: int  # of the filter, which share a load of the copies: 1 or 3
     num_warps: int
     num_stages: int
-    tensor_cores: int = 1  # 0: `conv.gather` with its first tile, whose float32 products are FMAs
+    tensor_cores: int = 1  # 0: `conv.gather` with its first tile, whose float32 products are FMAs;
+    # 2: `conv.points_wgrad`, of 1x1 filters
 
 
+POINTS_CONFIGS = [
+    WgradConfig(t.block_co, t.block_ci, t.block_m, 1, t.num_warps, t.num_stages, 2)
+    for t in points_wgrad.TILES
+]
 _GATHER = WgradConfig(64, 64, 32, 1, 4, 3, 0)
 WGRAD_CONFIGS = [
     WgradConfig(64, 64, 32, 1, 4, 4),
@@ -53,6 +60,7 @@ WGRAD_CONFIGS = [
     WgradConfig(64, 128, 32, 1, 4, 3),
     WgradConfig(128, 64, 32, 1, 4, 3),
 ]
+_FEW, _SOME = 64, 256  # pixels of a 1x1 layer
 _WORTH = 2**27  # multiplications that pay for two copies; fewer are left to `conv.gather`,
 _MOST_MEMORY = 2**32  # and so are copies of more bytes
 
@@ -140,11 +148,14 @@ def plan_wgrad(
     """The configuration, and the number of parts that the sum over pixels is split into."""
     assert stride == 1
     co, ci, r, s = weight.shape
+    pointwise = is_pointwise(weight, padding)
 
     def splits(c: WgradConfig) -> int:
         if not c.tensor_cores:
             tile = gather.WGRAD_CONFIGS[0]
             return gather.plan_wgrad(x, dy, weight, 1, padding, precision, tile)[1]
+        if c.tensor_cores == 2:
+            return points_wgrad.points_splits(x, weight, _points_tile(c))
         slots = describe(x.device).num_sms * 8 // c.num_warps
         tiles = triton.cdiv(x.shape[0] * math.prod(_image(x, dy, weight, padding)), c.block_m)
         return num_splits(math.prod(_blocks(weight, c)), tiles, slots)
@@ -153,6 +164,10 @@ def plan_wgrad(
         return config, splits(config)
 
     def default() -> tuple[WgradConfig, int]:
+        pixels = x.numel() // ci
+        if pointwise and (precision == "tf32" or pixels <= _SOME):
+            config = _pick_points(pixels, precision)
+            return config, splits(config)
         if dy.numel() // co * weight.numel() < _WORTH:
             return _GATHER, splits(_GATHER)
         config = _pick(x, weight, precision)
@@ -160,6 +175,7 @@ def plan_wgrad(
 
     def candidates() -> list[tuple[WgradConfig, int]]:
         tiles = [c for c in WGRAD_CONFIGS if _fits(c, x, weight, precision)]
+        tiles += POINTS_CONFIGS if pointwise else []
         return plans_around([*tiles, _GATHER], splits)
 
     def launch(parts: Tensor, config: WgradConfig, splits: int) -> None:
@@ -186,6 +202,10 @@ def launch_wgrad(
     if not config.tensor_cores:
         tile = gather.WGRAD_CONFIGS[0]
         gather.launch_wgrad(x, dy, weight, partial, 1, padding, precision, tile, splits)
+        return
+    if config.tensor_cores == 2:
+        tile = _points_tile(config)
+        points_wgrad.launch_points(x, dy, weight, partial, precision, tile, splits)
         return
     co, ci, r, s = weight.shape
     rows, columns = _image(x, dy, weight, padding)
@@ -236,6 +256,17 @@ def serves_wgrad(
     pixels = x.shape[0] * math.prod(_image(x, dy, weight, padding))
     copies = _parts(precision) * (max(co, ci) + s * min(co, ci)) * pixels * 4
     return pixels < 2**31 and copies <= _MOST_MEMORY
+
+
+def _pick_points(pixels: int, precision: str) -> WgradConfig:
+    few, some, many = POINTS_CONFIGS
+    if pixels <= _FEW or precision == "ieee":
+        return few
+    return some if pixels <= _SOME else many
+
+
+def _points_tile(c: WgradConfig) -> WgradTile:
+    return WgradTile(c.block_c, c.block_j, c.block_m, c.num_warps, c.num_stages)
 
 
 def _parts(precision: str) -> int:

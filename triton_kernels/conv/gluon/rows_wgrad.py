@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...dependent_launch import await_inputs
 from ...gluon.pipeline import give_back, new_barrier_pairs, sync_threads, wait_empty, wait_full
 from .rows_kernels import block_chunks
 from .rows_memory import clear_margins, row_from, row_of_tap
@@ -168,6 +169,7 @@ def conv_rows_wgrad_kernel(
     dy_bufs = gl.allocate_shared_memory(dtype, [STAGES] + dy_desc.block_shape, dy_desc.layout)
     full, empty = new_barrier_pairs(STAGES, 3)
     clear_margins(x_bufs, STAGES, 256 // W + 2, W, num_warps)
+    await_inputs()
 
     blocks1 = (CI // 64 if K == 64 else 1) * (CO // 64)
     blocks = blocks1 + CI2 // 64 * (CO2 // 64)
