@@ -3,6 +3,7 @@
     python -m benchmarks.run op=conv2d batch=128     one op at the shapes of a model
     python -m benchmarks.train_step batch=32,128     a whole training step
     python -m benchmarks.profile batch=128           where a step's time goes, kernel by kernel
+    python -m benchmarks.profile mode=sample         and an evaluation's, for sampling
     python -m benchmarks.plots                       pictures from results/*.csv
 
 Nothing is timed before its result has been compared with the reference in the same process, and

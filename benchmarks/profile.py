@@ -1,13 +1,16 @@
-"""Where the time of a training step goes, kernel by kernel.
+"""Where the time of a step goes, kernel by kernel.
 
     python -m benchmarks.profile [key=value ...]
 
-    batch=128            images a step
+    mode=train           train: a training step; sample: an evaluation of the network, for sampling
+    batch=128            images a step, or several such numbers
     model=unet64         configs/model
     size=64              pixels
-    provider=triton-bf16 any of benchmarks.train_step; eager and compile alone mean bf16
+    provider=triton-bf16 any of benchmarks.train_step, or of benchmarks.sampling; eager and compile
+                         alone mean bf16
     steps=3              steps profiled
     top=30               kernels listed
+    launches=0           1: also every launch of the captured graph, in order
     trace=               a file for the trace, to be opened in Perfetto or chrome://tracing
 
 Prints the families of kernels, the kernels that take longest, and how long the host takes to launch
@@ -34,16 +37,20 @@ from torch.profiler import ProfilerActivity
 
 from . import harness
 from .harness import MATRIX_PEAK, MEMORY_PEAK, check_choice
+from .sampling import PROVIDERS as SAMPLING_PROVIDERS
+from .sampling import evaluation_step
 from .steps import PROVIDERS, Step, build_step
 from .work import Work, by_family, noted_work
 
 DEFAULTS = {
-    "batch": 128,
+    "mode": "train",
+    "batch": (128,),
     "model": "unet64",
     "size": 64,
     "provider": "triton-bf16",
     "steps": 3,
     "top": 30,
+    "launches": 0,
     "trace": "",
 }
 
@@ -62,19 +69,23 @@ _BY_KERNEL = (
     (
         "norm",
         r"group_?norm|^norm_|^_segment_sums|^_activation_grad|^_skip_dx"
-        r"|RowwiseMoments|GammaBeta|ComputeInternalGradients|FusedParams",
+        r"|^sum_parts|RowwiseMoments|GammaBeta|ComputeInternalGradients|FusedParams",
     ),
-    ("resample", r"^_(gather|spread)_kernel|pool|upsample|interpolate"),
+    ("resample", r"^_(gather|spread)_kernel|^resample|pool|upsample|interpolate"),
     (
         "elementwise",
-        r"^_cast_kernel|^_pad_channels|^_sinusoids|elementwise|CatArray|memcpy|memset|native::reduce_kernel",
+        r"^_cast_kernel|^_pad_channels|^_sinusoids|^_begin_step|elementwise|CatArray|memcpy|memset|native::reduce_kernel",
     ),
     ("elementwise", r"^triton_(poi|per|red)_"),
 )
 _MATRIX = (
-    r"conv2d|conv_(rows|tiles|resident|bare|split|narrow)|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet"
+    r"conv2d|conv_(rows|tiles|resident|bare|split|early|narrow)|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet"
     r"|splitK|cublas|^triton_tem_"
 )
+_BUILDERS = {
+    "train": (build_step, PROVIDERS),
+    "sample": (evaluation_step, SAMPLING_PROVIDERS),
+}
 _FAMILIES = (
     "conv fwd", "conv dgrad", "conv wgrad", "matmul", "norm", "attention", "resample",
     "elementwise", "layout", "denoise", "optimizer", "other",
@@ -116,13 +127,25 @@ def main(arguments: Sequence[str]) -> int:
     settings = harness.parse_settings(arguments, DEFAULTS)
     provider = settings["provider"]
     provider = provider if "-" in provider else f"{provider}-bf16"
-    check_choice("provider", provider, PROVIDERS)
+    check_choice("mode", settings["mode"], _BUILDERS)
+    build, providers = _BUILDERS[settings["mode"]]
+    check_choice("provider", provider, providers)
     device = harness.require_cuda()
-    step = build_step(provider, settings["model"], settings["batch"], device, settings["size"])
+    for batch in settings["batch"]:
+        step = build(provider, settings["model"], batch, device, settings["size"])
+        print(f"{provider}, {settings['model']}, batch {batch}, {harness.provenance().gpu}\n")
+        print_profile(step, provider, settings)
+        step.release()
+        del step
+        harness.release_memory()
+    return 0
+
+
+def print_profile(step: Step, provider: str, settings: dict[str, Any]) -> None:
+    """The tables of a step, and what it takes as a graph."""
     wall, host = time_host(step.plain, 10)
-    kernels = profile_step(step, settings["steps"], settings["trace"])
+    kernels = profile_step(step.plain, settings["steps"], settings["trace"])
     gpu = harness.provenance().gpu
-    print(f"{provider}, {settings['model']}, batch {settings['batch']}, {gpu}\n")
     with noted_work() as calls:
         step.plain(0)
     peaks = MEMORY_PEAK.get(gpu), MATRIX_PEAK.get(gpu) if provider.endswith("bf16") else None
@@ -135,8 +158,9 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:  # a library says what it likes of what it cannot capture
         print(f"as one CUDA graph: failed: {harness.reason(error)}")
     else:
-        print(f"as one CUDA graph: {wall:.2f} ms a step; the host takes {host:.2f} ms to launch it")
-    return 0
+        print(f"as one CUDA graph: {wall:.3f} ms a step; the host takes {host:.2f} ms to launch it")
+        if settings["launches"]:
+            print(timeline(profile_step(run, 1, "")))
 
 
 def time_host(step: Callable[[int], Any], steps: int) -> tuple[float, float]:
@@ -153,12 +177,12 @@ def time_host(step: Callable[[int], Any], steps: int) -> tuple[float, float]:
     return 1000 * statistics.median(wall[5:]), 1000 * statistics.median(host[5:])
 
 
-def profile_step(step: Step, steps: int, trace: str) -> list[Kernel]:
+def profile_step(step: Callable[[int], Any], steps: int, trace: str) -> list[Kernel]:
     """The kernels of so many steps."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         for k in range(steps):
-            step.plain(100 + k)
+            step(100 + k)
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(trace or Path(folder) / "trace.json")
@@ -231,6 +255,20 @@ def report(
         + ("bound by the host" if host > busy else "bound by the GPU")
     )
     return "\n\n".join(parts)
+
+
+def timeline(kernels: Sequence[Kernel]) -> str:
+    """Every launch in order: when it begins after the first, microseconds until the next begins,
+    and its own, which are more where launches overlap."""
+    kernels = sorted(kernels, key=lambda k: k.start)
+    if not kernels:
+        return ""
+    ends = [k.start for k in kernels[1:]] + [kernels[-1].start + kernels[-1].duration]
+    lines = [
+        [f"{k.start - kernels[0].start:.1f}", f"{end - k.start:.1f}", f"{k.duration:.1f}", k.name]
+        for k, end in zip(kernels, ends, strict=True)
+    ]
+    return harness.format_table(["begins, us", "until the next", "us", "kernel"], lines)
 
 
 def _numbers(kernels: Sequence[Kernel], steps: int, total: float) -> list[str]:

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.build import make_sampler
-from diffusion.chain import OVERLAP_PIXELS
 from diffusion.interchange.diffusers_directory import unet_config
 from diffusion.interchange.diffusers_names import to_diffusers_state
 from diffusion.planned.inference import sampling_network
@@ -38,7 +37,7 @@ from triton_kernels.dependent_launch import dependent_launches
 from . import harness
 from .cases import meta_model
 from .harness import OURS, Row, Timing, WrongResult, check_choice
-from .steps import baseline_model, our_model
+from .steps import Step, baseline_model, our_model
 
 PROVIDERS = ("triton-bf16", "eager-bf16", "compile-bf16")
 PIPELINES = (
@@ -136,7 +135,7 @@ def run_task(
     harness.set_precision("bf16")
     if task.chain is None:
         evaluate = evaluation(task.provider, model, task.images, device)
-        with torch.no_grad(), dependent_launches(task.images * _SIZE**2 <= OVERLAP_PIXELS):
+        with torch.no_grad(), dependent_launches(task.images * _SIZE**2):
             if compile_only:
                 evaluate()
                 return None
@@ -164,25 +163,27 @@ class _LowEmbedding(nn.Module):
         return self.embedding[0](t).bfloat16()
 
 
-def low_baseline(model: str, device: torch.device) -> nn.Module:
+def low_baseline(model: str, device: torch.device, size: int) -> nn.Module:
     """The baseline for inference in bf16."""
-    network = baseline_model(model, device, _SIZE).eval()
+    network = baseline_model(model, device, size).eval()
     network.timestep_embedding = _LowEmbedding(network.timestep_embedding)
     return network.to(torch.bfloat16)
 
 
-def evaluation(provider: str, model: str, batch: int, device: torch.device) -> Callable[[], Tensor]:
+def evaluation(
+    provider: str, model: str, batch: int, device: torch.device, size: int = _SIZE
+) -> Callable[[], Tensor]:
     """A forward pass. WrongResult: ours is further from the float32 baseline than twice the
     reference ops in bf16."""
     generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(batch, _SIZE, _SIZE, 3, device=device, generator=generator)
+    x = torch.randn(batch, size, size, 3, device=device, generator=generator)
     if provider.startswith(OURS):
-        check_network(model, device)
-        network = sampling_network(our_model(model, "bf16", device, _SIZE).eval())
+        check_network(model, device, size)
+        network = sampling_network(our_model(model, "bf16", device, size).eval())
         row = torch.zeros(1, dtype=torch.int64, device=device)
         tables = network.tabulate(torch.tensor([500], device=device), None, batch)
         return lambda: network.at_row(x, row, tables)
-    network = low_baseline(model, device)
+    network = low_baseline(model, device, size)
     if provider.startswith("compile"):
         network = torch.compile(network, dynamic=False)
     image = x.bfloat16().permute(0, 3, 1, 2)  # channels_last
@@ -190,19 +191,41 @@ def evaluation(provider: str, model: str, batch: int, device: torch.device) -> C
     return lambda: network(image, t)
 
 
+def evaluation_step(provider: str, model: str, batch: int, device: torch.device, size: int) -> Step:
+    """An evaluation to be profiled, as training steps are."""
+    evaluate = evaluation(provider, model, batch, device, size)
+
+    @torch.no_grad()
+    def plain(_: int) -> Tensor:
+        with dependent_launches(batch * size**2):
+            return evaluate()
+
+    def captured() -> Callable[[int], None]:
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            plain(0)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            plain(0)
+        return lambda _: graph.replay()
+
+    return Step(plain, captured, planned=provider.startswith(OURS))
+
+
 @torch.no_grad()
-def check_network(model: str, device: torch.device, batch: int = 4) -> None:
+def check_network(model: str, device: torch.device, size: int = _SIZE, batch: int = 4) -> None:
     """Raise WrongResult unless our plan is at most twice as far from the float32 baseline as the
     reference ops in bf16."""
     generator = torch.Generator(device).manual_seed(1)
-    x = torch.randn(batch, _SIZE, _SIZE, 3, device=device, generator=generator)
+    x = torch.randn(batch, size, size, 3, device=device, generator=generator)
     t = torch.randint(_TIMESTEPS, (batch,), device=device, generator=generator)
     harness.set_precision("fp32")
-    nchw = baseline_model(model, device, _SIZE)(x.permute(0, 3, 1, 2), t)
+    nchw = baseline_model(model, device, size)(x.permute(0, 3, 1, 2), t)
     exact = nchw.permute(0, 2, 3, 1)
     harness.set_precision("bf16")
-    low = our_model(model, "bf16", device, _SIZE, "torch").eval().forward_nhwc(x.bfloat16(), t)
-    got = sampling_network(our_model(model, "bf16", device, _SIZE).eval())(x, t)
+    low = our_model(model, "bf16", device, size, "torch").eval().forward_nhwc(x.bfloat16(), t)
+    got = sampling_network(our_model(model, "bf16", device, size).eval())(x, t)
     harness.check([got], [exact], harness.budgets([low], [exact]))
 
 

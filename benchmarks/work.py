@@ -1,8 +1,9 @@
-"""What the ops of a planned training step cannot do without: bytes to move, products to add up.
+"""What the ops of a planned step cannot do without, of training or of sampling: bytes to move,
+products to add up.
 
 The ops of a step are noted while it runs once. Each moves the tensors that it is given and those
 that it returns, once; nothing is said of what its kernels do beside (partial sums, tensors that are
-fetched twice).
+fetched twice). A convolution in parts counts as what they add up to.
 """
 
 from collections import defaultdict
@@ -11,15 +12,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 import triton_kernels
 from diffusion import gradient_norm
 from triton_kernels.adamw import LateUpdate
 from triton_kernels.fused import ops as fused
+from triton_kernels.fused.conv_split import SplitConv
 
 _FAMILIES = {
-    "conv fwd": ("conv_forward", "conv_down", "conv2d"),
+    "conv fwd": ("conv_forward", "conv_few", "conv_split", "conv_down", "conv2d"),
     "conv dgrad": ("conv_input_grad", "conv_plain_input_grad", "conv_down_input_grad"),
     "conv wgrad": (
         "conv_weight_grad",
@@ -30,8 +33,15 @@ _FAMILIES = {
         "tensor_rows",
     ),
     "attention": ("attention_forward", "attention_backward"),
-    "resample": ("avg_pool", "avg_pool_grad", "upsample", "upsample_grad"),
-    "elementwise": ("pad_channels", "sinusoids"),
+    "resample": (
+        "avg_pool",
+        "avg_pool_grad",
+        "avg_pool_partials",
+        "upsample",
+        "upsample_grad",
+        "resample_parts",
+    ),
+    "elementwise": ("pad_channels", "sinusoids", "begin_step"),
     "denoise": ("draw_timesteps", "draw_flips", "q_sample", "denoise_loss", "gather_images"),
     "optimizer": ("grad_norm", "adamw_step", "square_sums", "early", "late_part", "late_ema"),
 }
@@ -62,13 +72,20 @@ class Work(NamedTuple):
 
 @contextmanager
 def noted_work() -> Iterator[list[Work]]:
-    """The calls inside of the block, of the planned kernels, the optimizer and the public ops."""
+    """The calls inside of the block, of the planned kernels, the optimizer and the public ops; of
+    ops that are made of others the outer one."""
     calls: list[Work] = []
+    under_way: list[str] = []
 
     def noted(name: str, op: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
-            result = op(*args, **kwargs)
-            calls.append(work_of(name, args, kwargs, result))
+            under_way.append(name)
+            try:
+                result = op(*args, **kwargs)
+            finally:
+                under_way.pop()
+            if not under_way and not isinstance(result, bool):  # what only answers does no work
+                calls.append(work_of(name, args, kwargs, result))
             return result
 
         return call
@@ -95,7 +112,12 @@ def work_of(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Work
         if index is not None and x.ndim > 1 and len(x) != len(index):
             used = len(index) / len(x)  # a data set, of which a batch is read
         moved += round(x.nbytes * used)
-    moved += sum(x.nbytes for x in _tensors(result))
+    if name == "conv_split":
+        moved += args[0].shape[:3].numel() * len(args[1]) * args[0].itemsize
+    elif name == "norm_whole" and isinstance(args[0], Tensor):
+        moved += result[0].nbytes  # the other is what was given
+    else:
+        moved += sum(x.nbytes for x in _tensors(result))
     moved += sum(args[i].nbytes for i in _REWRITTEN.get(name, ()))
     if name == "conv_weight_grads":
         moved += sum(out.nbytes for _, _, out in args)
@@ -121,8 +143,9 @@ def _flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
         n, t, c = args[0].shape  # of forward: [N, T, 3C], of backward: [N, T, C]
         c = c // 3 if name == "attention_forward" else c
         return _PRODUCTS[name] * 2 * n * t * t * c
-    if name in ("conv_forward", "conv_down", "conv2d"):
-        pixels = next(_tensors(result)).shape[:3].numel()
+    if name in _FAMILIES["conv fwd"]:
+        y = args[0] if name == "conv_split" else next(_tensors(result))
+        pixels = y.shape[:3].numel()
         extra = sum(weight.numel() for _, weight in kwargs.get("extra", ()))
         return 2 * pixels * (args[1].numel() + extra)
     if name in (*_FAMILIES["conv dgrad"], "skip_dx", "skip_backward"):
@@ -149,6 +172,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     """All tensors in nested tuples and lists."""
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, SplitConv):
+        yield torch.empty(value.shape, dtype=value.dtype, device="meta")
+        yield from _tensors((value.bias, value.extra_bias, value.emb, value.residual))
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _tensors(item)

@@ -7,6 +7,7 @@ import triton_kernels
 from benchmarks import profile, work
 from triton_kernels.adamw import LateUpdate
 from triton_kernels.fused import ops as fused_ops
+from triton_kernels.fused.conv_split import SplitConv
 
 RNG = torch.zeros(2, dtype=torch.int64)
 
@@ -50,6 +51,13 @@ RNG = torch.zeros(2, dtype=torch.int64)
         ("conv_narrow_out_kernel", "_Planned", "conv fwd"),
         ("_sum_two_kernel", "_PlannedBackward", "conv wgrad"),
         ("_stride2_fwd_kernel", "_Planned", "conv fwd"),
+        ("_conv_early_kernel", "", "conv fwd"),
+        ("_conv_split_kernel", "", "conv fwd"),
+        ("sum_parts_kernel", "", "norm"),
+        ("norm_whole_kernel", "", "norm"),
+        ("resample_parts_kernel", "", "resample"),
+        ("_pool_partials_kernel", "", "resample"),
+        ("_begin_step_kernel", "", "elementwise"),
         ("unheard_of", "", "other"),
     ],
 )
@@ -87,6 +95,35 @@ def test_a_trace_becomes_a_report():
     assert [cell.strip() for cell in forward.split("|")[2:6]] == ["0.500", "0", "1000.0", "25.0"]
     assert [cell.strip() for cell in forward.split("|")[6:-1]] == ["0.401", "0.080", "0.200", "40"]
     assert "GPU busy 2.00 ms (50%)" in text and "bound by the host" in text
+
+
+def test_a_timeline():
+    launches = [("second", 12.0, 5.0), ("first", 10.0, 3.0)]
+    kernels = [profile.Kernel(name, "", start, length) for name, start, length in launches]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in profile.timeline(kernels).splitlines()[2:]
+    ]
+    assert rows == [["0.0", "2.0", "3.0", "first"], ["2.0", "5.0", "5.0", "second"]]
+    assert profile.timeline([]) == ""
+
+
+def test_work_of_sampling():
+    """A convolution in parts counts as their sum; of ops made of others the outer one is noted."""
+    x, weight = torch.zeros(2, 4, 4, 8).half(), torch.zeros(16, 8, 3, 3).half()
+    parts = torch.zeros(3, 2, 16, 16)
+    noted = work.work_of("conv_split", (x, weight), {}, parts)
+    assert noted == work.Work("conv fwd", 2 * (256 + 1152 + 512), 2 * 32 * 1152)
+    bias = torch.zeros(16)
+    split = SplitConv(parts, (2, 4, 4, 16), torch.float16, bias)
+    a = torch.zeros(2, 4, 4, 16).half()
+    rest = (None, 4, None, None, 1e-5, "silu")
+    assert work.work_of("norm_whole", (split, *rest), {}, (a, a)).bytes == 3 * 1024 + 64
+    assert work.work_of("norm_whole", (a, *rest), {}, (a, a)).bytes == 2 * 1024
+    with work.noted_work() as calls:
+        pooled = fused_ops.avg_pool(torch.ones(1, 2, 2, 8))
+        fused_ops.worth_splitting((1, 2, 2, 8), torch.zeros(8, 8, 1, 1), pooled.device)
+    assert [(call.family, call.bytes) for call in calls] == [("resample", 4 * 8 * 5)]
 
 
 def test_work_is_noted_where_the_plan_does_it():
