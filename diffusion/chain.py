@@ -17,7 +17,6 @@ from triton_kernels.dependent_launch import dependent_launches
 from .objective import Denoiser
 
 SHARED = 50  # steps that a graph has at most
-OVERLAP_PIXELS = 2**14  # of a batch, up to which kernels are so short that they should overlap
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
 
 
@@ -132,13 +131,13 @@ class Chain:
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        overlap = x[..., 0].numel() <= OVERLAP_PIXELS
-        with torch.cuda.stream(stream), dependent_launches(overlap):
+        pixels = x[..., 0].numel()
+        with torch.cuda.stream(stream), dependent_launches(pixels):
             self._step(self.x, 0)  # outside of a graph, which compiles the kernels
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        with dependent_launches(overlap), torch.cuda.graph(self.graph):
+        with dependent_launches(pixels), torch.cuda.graph(self.graph):
             x = self.x
             for k in range(shared):
                 x = self._step(x, k)

@@ -223,7 +223,7 @@ def attention_fwd(
         BLOCK_N=config.step,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **overlapping(qkv.device),
+        **overlapping(qkv.device, n * t),
     )
     return o, lse
 

@@ -76,7 +76,7 @@ def forward(
         STEP=min(step, rows),
         num_warps=4,
         maxnreg=168 if d < 64 else None,  # so that three programs fit a multiprocessor
-        **overlapping(qkv.device),
+        **overlapping(qkv.device, n * t),
     )
 
 

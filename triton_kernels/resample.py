@@ -143,7 +143,7 @@ def gather(fine: Tensor, factor: float) -> Tensor:  # [N, H, W, C] -> [N, H // 2
     grid = _cut(w // 2, c)
     _gather_kernel[(n * (h // 2) * grid.qb * grid.cb,)](
         fine, coarse, factor, h, w, c, h // 2, w // 2, *grid, num_warps=_NUM_WARPS,
-        **overlapping(fine.device),
+        **overlapping(fine.device, n * h * w),
     )  # fmt: skip
     return coarse
 
@@ -171,7 +171,7 @@ def spread_add(
         partial = sums.rows(n * rows * grid.qb, c)
     _spread_kernel[(n * rows * grid.qb * grid.cb,)](
         coarse, fine, add, partial, factor, h, w, c, h // 2, w // 2, *grid, num_warps=_NUM_WARPS,
-        **overlapping(coarse.device),
+        **overlapping(coarse.device, n * h * w),
     )  # fmt: skip
     return fine, partial
 

@@ -7,6 +7,8 @@ plan's layers (`planned.unet`) run over kernels that wait until they know who re
     table, apply                  -> one launch, `norm_whole` or `norm_of_sums`
     conv of few tiles             -> its sum in parts on all multiprocessors, `conv_split`;
                                      the norm that reads it adds them: still one launch each
+    upsample, apply               -> one launch, `apply_upsampled`
+    avg_pool, its partials        -> one launch, `avg_pool_partials`
 
 What depends on timesteps and labels alone is computed once for a chain: the embedding and every
 block's projection of it, as a table [K, U, E] that a step reads one row of.
@@ -32,6 +34,8 @@ from .unet import DTYPES, FusedUNet, missing_tile
 _WHOLE_PIXELS = 256  # of an image that a program reads whole, where nobody has to add parts
 _WHOLE_PARTS = 256  # the same, where somebody has to: of larger ones in a launch of its own
 _FEW_TILES = 128  # whose sums every program may add up again
+_VERY_FEW_TILES = 2  # likewise, of a tensor of any size
+_SMALL_ELEMENTS = 2**18  # of means that do not leave their sums: those have few programs
 _TABLE_BYTES = 2**29  # of the embedding's table, at most; beyond it is computed in every step
 
 log = logging.getLogger(__name__)
@@ -68,6 +72,21 @@ class _Waiting:
         return self.sum
 
 
+class _Upsampled:
+    """A tensor of which every pixel stands for 2x2 of them, until these are wanted."""
+
+    def __init__(self, kernels: ModuleType, source: Tensor) -> None:
+        n, h, w, c = source.shape
+        self.kernels, self.source, self.large = kernels, source, None
+        self.shape, self.nbytes = (n, 2 * h, 2 * w, c), 4 * source.nbytes
+
+    def tensor(self) -> Tensor:
+        """All of them, by a launch of its own if nobody else has made them."""
+        if self.large is None:
+            self.large = self.kernels.upsample(self.source)
+        return self.large
+
+
 @dataclass
 class _Unmeasured:
     """The partials of a tensor that nobody has taken yet."""
@@ -99,6 +118,7 @@ class WaitingKernels:
 
     def __init__(self, kernels: ModuleType) -> None:
         self.kernels = kernels
+        self.pooled = None  # the last means that were made with their partials, and these
 
     def __getattr__(self, name: str):
         function = getattr(self.kernels, name)
@@ -110,7 +130,7 @@ class WaitingKernels:
 
     def conv_forward(
         self,
-        x: Tensor,
+        x: Tensor | _Upsampled,
         weight: Tensor,
         bias: Tensor,
         *,
@@ -121,7 +141,8 @@ class WaitingKernels:
         stats: bool = False,
         **options,  # of convolutions that are not cut into parts
     ) -> tuple[Tensor | _Waiting, Tensor | _Unmeasured | None]:
-        extra, residual = [(_tensor(other), w) for other, w in extra], _tensor(residual)
+        x, extra = _tensor(x), [(_tensor(other), w) for other, w in extra]
+        residual = _tensor(residual)
         if stats and not options and self.worth_splitting(x.shape, weight, x.device):
             parts = self.kernels.conv_split(x, weight, extra=extra)
             shape = (*x.shape[:3], weight.shape[0])
@@ -137,17 +158,26 @@ class WaitingKernels:
         return self.kernels.attention_few(qkv, num_heads, order), None
 
     def avg_pool(self, x: Tensor | _Waiting) -> Tensor:
-        return self._resampled(x, False)
+        if _waits(x):
+            return self._resampled(x, False)
+        n, h, w, c = x.shape
+        pixels = h // 2 * (w // 2)
+        if self._reads_whole(n * pixels * c, pixels) or n * pixels * c <= _SMALL_ELEMENTS:
+            return self.kernels.avg_pool(_tensor(x))
+        self.pooled = self.kernels.avg_pool_partials(_tensor(x))
+        return self.pooled[0]
 
-    def upsample(self, x: Tensor | _Waiting) -> Tensor:
-        return self._resampled(x, True)
+    def upsample(self, x: Tensor | _Waiting) -> Tensor | _Upsampled:
+        return self._resampled(x, True) if _waits(x) else _Upsampled(self.kernels, _tensor(x))
 
-    def _resampled(self, x: Tensor | _Waiting, up: bool) -> Tensor:
-        if not isinstance(x, _Waiting) or x.sum is not None:
-            return (self.kernels.upsample if up else self.kernels.avg_pool)(_tensor(x))
+    def _resampled(self, x: _Waiting, up: bool) -> Tensor:
         x.sum, resampled, x.partials = self.kernels.resample_parts(x.split, up)
         x.split = None
         return resampled
+
+    def _reads_whole(self, elements: int, pixels: int) -> bool:
+        """Whether a norm does not want the partials of a tensor so small."""
+        return self.kernels.norm_of_sums_pays(elements) and pixels <= _WHOLE_PIXELS
 
     def norm_apply(
         self, x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, mask=None, **film
@@ -155,22 +185,21 @@ class WaitingKernels:
         table = _Table(partials, pixels, num_groups, (weight, bias, eps), film)
         return self.apply(x1, x2, table, activation, mask=mask), table
 
-    def tensor_partials(self, x: Tensor, programs: int) -> _Unmeasured:
-        return _Unmeasured(x)
+    def tensor_partials(self, x: Tensor, programs: int) -> Tensor | _Unmeasured:
+        pooled, self.pooled = self.pooled, None
+        return pooled[1] if pooled is not None and pooled[0] is x else _Unmeasured(x)
 
     def apply(self, x1, x2, table: _Table, activation: str, **options) -> Tensor:
         options = {k: v for k, v in options.items() if v is not None}
         x2 = _tensor(x2)
         n, h, w, c1 = x1.shape
         c = c1 + (0 if x2 is None else x2.shape[3])
-        waits = isinstance(x1, _Waiting) and x1.sum is None
-        if waits and h * w > _WHOLE_PARTS:
+        if _waits(x1) and h * w > _WHOLE_PARTS:
             x1.tensor()
-            waits = False
-        small = self.kernels.norm_of_sums_pays(n * h * w * c)
+        waits = _waits(x1)
         if (
             not options
-            and (waits or (small and h * w <= _WHOLE_PIXELS))
+            and (waits or self._reads_whole(n * h * w * c, h * w))
             and any(isinstance(p, _Unmeasured) and p.taken() is None for p in table.partials)
             and self.kernels.norm_whole_supported(c, table.num_groups, h * w)
         ):
@@ -181,15 +210,27 @@ class WaitingKernels:
             if waits and keep:
                 x1.sum, x1.split = y, None
             return a
-        x1 = _tensor(x1)
         partials = tuple(map(self._measured, table.partials))
         sums = partials, table.pixels, table.num_groups, *table.arguments
         tiles = sum(part.shape[1] for part in partials)
-        if small and not options and tiles <= _FEW_TILES:
-            return self.kernels.norm_of_sums(x1, x2, *sums, activation, **table.film)
-        return self.kernels.apply(
-            x1, x2, self.kernels.norm_table(*sums, **table.film), activation, **options
-        )
+        if not options and self._sums_pay(n * h * w * c, tiles):
+            return self.kernels.norm_of_sums(_tensor(x1), x2, *sums, activation, **table.film)
+        small_one = isinstance(x1, _Upsampled) and x1.large is None and not options
+        source = x1.source if small_one else _tensor(x1)
+        # nothing comes between these two launches
+        coefficients = self.kernels.norm_table(*sums, **table.film)
+        options["early"] = True
+        if small_one:
+            a, x1.large = self.kernels.apply_upsampled(
+                source, x2, coefficients, activation, **options
+            )
+            return a
+        return self.kernels.apply(source, x2, coefficients, activation, **options)
+
+    def _sums_pay(self, elements: int, tiles: int) -> bool:
+        """Whether every program of a pass should make its part of the table itself."""
+        most = _FEW_TILES if self.kernels.norm_of_sums_pays(elements) else _VERY_FEW_TILES
+        return tiles <= most
 
     def _measured(self, partials: Tensor | _Unmeasured) -> Tensor:
         if not isinstance(partials, _Unmeasured):
@@ -200,7 +241,11 @@ class WaitingKernels:
 
 
 def _tensor(x: object) -> object:
-    return x.tensor() if isinstance(x, _Waiting) else x
+    return x.tensor() if isinstance(x, _Waiting | _Upsampled) else x
+
+
+def _waits(x: object) -> bool:
+    return isinstance(x, _Waiting) and x.sum is None
 
 
 class InferenceUNet(FusedUNet):

@@ -10,6 +10,7 @@ from diffusion.backend import TORCH_FP32, Backend
 from diffusion.build import make_sampler
 from diffusion.guidance import guide
 from diffusion.layers import set_backend
+from diffusion.planned import inference
 from diffusion.planned.inference import InferenceUNet, sampling_network
 from diffusion.schedule import make_schedule
 from diffusion.unet import UNet
@@ -31,12 +32,13 @@ CALLS = (
     "resample_parts",
     "sum_parts",
 )
+LARGE = ("apply_upsampled", "avg_pool_partials")
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """How often the kernels of inference were asked for."""
-    counts = dict.fromkeys(CALLS, 0)
+    counts = dict.fromkeys((*CALLS, *LARGE), 0)
 
     def counting(name):
         original = getattr(fused_reference, name)
@@ -47,7 +49,7 @@ def calls(monkeypatch):
 
         return counted
 
-    for name in CALLS:
+    for name in counts:
         monkeypatch.setattr(fused_reference, name, counting(name))
     return counts
 
@@ -72,7 +74,23 @@ def test_every_way_of_a_norm_is_taken(calls):
     model = make(MODELS["three_levels"], (16, 24))
     plan = InferenceUNet(model, fused_reference)
     plan(torch.randn(2, 16, 24, 3).double(), torch.tensor([3, 700]))
-    assert all(calls.values()), calls
+    assert all(calls[name] for name in CALLS), calls
+
+
+@pytest.mark.parametrize("name", ["two_blocks", "film", "three_levels"])
+def test_as_in_a_large_batch(name, calls, monkeypatch):
+    """Norms by a table and a pass, which upsamples; means with their partials; whole tiles."""
+    for limit in ("_WHOLE_PIXELS", "_SMALL_ELEMENTS", "_FEW_TILES", "_VERY_FEW_TILES"):
+        monkeypatch.setattr(inference, limit, 0)
+    monkeypatch.setattr(fused_reference, "worth_splitting", lambda *_: False)
+    model = make(MODELS[name], (16, 24)).eval()
+    twin = copy.deepcopy(model)
+    x, t = torch.randn(2, 16, 24, 3).double(), torch.tensor([3, 700])
+    labels = torch.tensor([2, 0]) if model.num_classes else None
+    y = InferenceUNet(model, fused_reference)(x, t, labels)
+    torch.testing.assert_close(y, twin.forward_nhwc(x, t, labels), rtol=1e-10, atol=1e-10)
+    taken = {call for call, count in calls.items() if count}
+    assert taken == {"conv_few", "norm_table", *LARGE}
 
 
 @pytest.mark.parametrize("classes", [None, 3, 9])

@@ -20,7 +20,13 @@ def _out(width: int, channels: int = 64) -> dict:
             "bias_ptr": "*fp32",
             **dict.fromkeys(numbers, "i32"),
         },
-        "constexprs": {"W": width, "K_BLOCKS": channels // 64, "PAIRS": pairs, "num_warps": 4},
+        "constexprs": {
+            "W": width,
+            "K_BLOCKS": channels // 64,
+            "PAIRS": pairs,
+            "OVERLAP": width == 64,
+            "num_warps": 4,
+        },
         "options": {"num_warps": 4, "maxnreg": 80 if width * channels == 4096 else 168},
         "expect": {"wgmma": True, "tma": True, "arches": (90,)},
     }

@@ -50,6 +50,7 @@ def _case(
             "BLOCKS": blocks,
             "STEPS": steps,
             "REGISTERS": registers["REGISTERS"],
+            "OVERLAP": not dgrad,
             "num_warps": 4,
         },
         "options": {"num_warps": 4, "maxnreg": registers["maxnreg"]},

@@ -10,6 +10,23 @@ _GROUPS = {"CG": 4, "BLOCK_G": 4, "BLOCK_J": 4}
 _FOLDED = {"CG": 6, "MASKED": False, "TILES": 2, "BLOCK_P": 64, "BLOCK_C": 64}
 _FOLDED |= {"BLOCK_G": 16, "BLOCK_J": 8}
 
+_APPLY = {
+    "kernel": "triton_kernels.fused.norm_pass_kernels:norm_apply_kernel",
+    "signature": types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
+    | {"table_ptr": "*fp32"}
+    | ints("HW", "W", "C1", "C2", "K", "CB1", "CB", "first", "stream")
+    | {"rng_ptr": "*i64", "drop": "fp32"},
+    "multiples": ("HW", "W", "C1", "C2"),
+    "options": _LAUNCH,
+}
+_APPLY_TILE = {
+    "ACT": "silu",
+    "MASKED": False,
+    "TILES": 2,
+    "BLOCK_P": 64,
+    "BLOCK_C": 64,
+}
+
 COMPILE_CASES = [
     {
         "name": "norm_table",
@@ -35,17 +52,22 @@ COMPILE_CASES = [
         "multiples": ("C", "pixels"),
         "options": {"num_warps": 1},
     },
+    _APPLY | {"name": "apply", "constexprs": _APPLY_TILE | {"EARLY": False, "large_ptr": None}},
+    _APPLY
+    | {
+        "name": "apply, upsampled, pixels before the table",
+        "signature": _APPLY["signature"] | {"large_ptr": "*bf16"},
+        "constexprs": _APPLY_TILE | {"EARLY": True},
+    },
     {
-        "name": "apply",
-        "kernel": "triton_kernels.fused.norm_pass_kernels:norm_apply_kernel",
-        "signature": types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
-        | {"table_ptr": "*fp32"}
-        | ints("HW", "W", "C1", "C2", "K", "CB1", "CB", "first", "stream")
-        | {"rng_ptr": "*i64", "drop": "fp32"},
-        "constexprs": {"ACT": "silu", "UPSAMPLE": True, "MASKED": False}
-        | {"TILES": 2, "BLOCK_P": 64, "BLOCK_C": 64},
-        "multiples": ("HW", "W", "C1", "C2"),
-        "options": _LAUNCH,
+        "name": "avg_pool_partials",
+        "kernel": "triton_kernels.fused.pool_partials:_pool_partials_kernel",
+        "signature": types("*bf16", "x_ptr", "y_ptr")
+        | {"partial_ptr": "*fp32"}
+        | ints("pixels", "H", "W", "C", "K", "CB"),
+        "constexprs": {"BLOCK_P": 64, "BLOCK_C": 64},
+        "multiples": ("pixels", "H", "W", "C", "K"),
+        "options": {"num_warps": 8},
     },
     {
         "name": "norm_dx",

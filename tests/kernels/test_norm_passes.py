@@ -4,10 +4,11 @@ and the way back through autograd."""
 import pytest
 import torch
 
-from triton_kernels import column_sum, reference, row_sums
+from triton_kernels import column_sum, reference, resample, row_sums
 from triton_kernels.activations import ACTIVATIONS
+from triton_kernels.dependent_launch import dependent_launches
 from triton_kernels.dropout import Mask
-from triton_kernels.fused import norm_passes, norm_tables
+from triton_kernels.fused import norm_passes, norm_tables, pool_partials
 from triton_kernels.norm import pass_grid
 
 from .norm_cases import (
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Outputs and workspaces start as NaN, so an element that no program writes cannot pass."""
-    for module in (norm_passes, norm_tables, column_sum, row_sums):
+    for module in (norm_passes, norm_tables, pool_partials, column_sum, row_sums):
         monkeypatch.setattr(
             module, "_empty", lambda shape, **kw: torch.full(shape, torch.nan, **kw)
         )
@@ -102,6 +103,34 @@ def test_tensor_partials(shape, pixels_of_a_tile, device):
     assert_near("partials", got, partials_of(x, k))
 
 
+@pytest.mark.parametrize(
+    ("shape", "tiles"),
+    [
+        pytest.param((2, 4, 6, 8), 1, id="one-tile"),
+        pytest.param((1, 32, 48, 40), 6, id="six-tiles"),
+        pytest.param((3, 7, 11, 5), 1, id="odd-sizes"),
+        pytest.param((1, 2, 2, 136), 1, id="one-pixel, masked-second-block"),
+        pytest.param((1, 22, 2, 256), 1, id="a-column"),
+        pytest.param((0, 4, 4, 8), 1, id="empty-batch"),
+    ],
+)
+def test_pool_partials(shape, tiles, device):
+    x = randn(*shape, device=device, offset=3)
+    y, partials = pool_partials.avg_pool_partials(x)
+    assert_near("y", y, reference.avg_pool2d(x), floor=1e-6)
+    assert partials.shape == (shape[0], tiles, 2, shape[3])
+    assert_near("partials", partials, partials_of(y, tiles), floor=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(16, 64, 64, 64), (64, 32, 32, 128), (3, 30, 34, 72)])
+def test_pool_partials_on_the_gpu(shape):
+    x = randn(*shape, dtype=torch.bfloat16, device="cuda")
+    y, partials = pool_partials.avg_pool_partials(x)
+    assert torch.equal(y, resample.gather(x, 0.25))
+    assert_near("partials", partials, partials_of(y, partials.shape[1]), floor=1e-6)
+
+
 def _check_upsampled(n, h, w, c1, c2, dtype, device):
     """The small tensor and its statistics stand for the one that is never made; its gradient is the
     sum over blocks of that one's."""
@@ -115,8 +144,9 @@ def _check_upsampled(n, h, w, c1, c2, dtype, device):
     coeff = torch.randn(n, 3, c, device=device)
     partials = (partials_of(x1, w), partials_of(x2, 4))
     table = norm_tables.norm_table(partials, (h * w, 4 * h * w), groups, weight, bias, EPS)
-    a = norm_passes.apply(x1, x2, table, "silu", upsample1=True)
+    a, large = norm_passes.apply_upsampled(x1, x2, table, "silu")
     halves = (reference.upsample_nearest2d(x1), x2)
+    assert torch.equal(large, halves[0])
     rounding = torch.finfo(dtype).eps / 2 + 2e-6
     assert_near(
         "a",
@@ -433,6 +463,30 @@ def test_every_config(list_name, shape, channels, ks, device, monkeypatch):
 def test_upsampled_half_on_the_gpu(config, shape, dtype, device, monkeypatch):
     monkeypatch.setattr(norm_passes, "choose", lambda *_: config)
     _check_upsampled(*shape, dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", norm_passes.APPLY_CONFIGS, ids=str)
+@pytest.mark.parametrize("shape", [(16, 64, 64, 64, 128), (3, 14, 10, 40, 20)], ids=str)
+def test_pixels_read_before_the_table(config, shape, device):
+    """The launch in front makes the table, and the one before it the pixels."""
+    n, h, w, c1, c2 = shape
+    small = randn(n, h // 2, w // 2, c1, dtype=torch.bfloat16, device=device)
+    x1, x2 = (randn(n, h, w, c, dtype=torch.bfloat16, device=device) for c in (c1, c2))
+    weight, bias = torch.randn(2, c1 + c2, device=device)
+
+    def run(x, early, apply):
+        x, y = x + 1, x2 + 1  # newest
+        partials = (partials_of(x, 1), partials_of(y, 1))
+        pixels = (x.shape[1] * x.shape[2], h * w)
+        table = norm_tables.norm_table(partials, pixels, 4, weight, bias, EPS)
+        return apply(x, y, table, "silu", early=early, config=config)
+
+    for x, apply in ((x1, norm_passes.apply), (small, norm_passes.apply_upsampled)):
+        want = run(x, False, apply)
+        with dependent_launches():
+            got = run(x, True, apply)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.gpu

@@ -79,6 +79,6 @@ def begin_step(
     if grid:
         _begin_step_kernel[(grid,)](
             x, image, table, row, index, emb, image.numel(), emb_elements, programs, rows, width,
-            c, channels, _BLOCK, num_warps=4, **overlapping(x.device),
+            c, channels, _BLOCK, num_warps=4, **overlapping(x.device, x[..., 0].numel()),
         )  # fmt: skip
     return image, emb

@@ -189,7 +189,7 @@ def conv_forward(
         RAGGED=stats and is_ragged(box, h, w),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **overlapping(x.device),
+        **overlapping(x.device, n * h * w),
     )
     return y, partials
 

@@ -34,7 +34,7 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 
 _DEEPEST = 512  # terms of a product: 64 registers of a thread for filters, 64 for pixels
 _MAX_PARTS = 16
-_MAX_IMAGES, _MAX_PIXELS = 4, 1024  # of 16 images a loop over tiles is faster
+EARLY_IMAGES, _MAX_PIXELS = 4, 1024  # of 16 images a loop over tiles is faster
 _LARGE = 4096  # pixels of images whose programs take 64 of them, for fewer partial sums,
 _LONG = 1024  # unless their sums are of more terms than this
 
@@ -435,7 +435,7 @@ def serves_split(x_shape: Sequence[int], weight: Tensor, dtype: torch.dtype) -> 
     """Whether `split_early` should do it: images are few, and registers hold a tile of numbers of
     this size."""
     n, h, w, ci = x_shape
-    few = n <= _MAX_IMAGES and n * h * w <= _MAX_PIXELS
+    few = n <= EARLY_IMAGES and n * h * w <= _MAX_PIXELS
     return few and dtype.itemsize == 2 and ci % 16 == 0
 
 
@@ -448,7 +448,7 @@ def serves_whole(
     """Whether `conv_early` should do it: all programs find a multiprocessor each at once, and
     their tiles divide the images."""
     n, h, w, ci = x_shape
-    if n > _MAX_IMAGES or dtype.itemsize != 2 or ci % 16 or not describe(device).tma:
+    if n > EARLY_IMAGES or dtype.itemsize != 2 or ci % 16 or not describe(device).tma:
         return False
     config = whole_config(x_shape, weight)
     programs = n * h * w // config.block_m * triton.cdiv(weight.shape[0], config.block_c)

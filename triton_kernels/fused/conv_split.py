@@ -23,7 +23,7 @@ from ..conv.tma_boxes import count_boxes, in_boxes, pixel_box, tile_sizes, weigh
 from ..dependent_launch import await_inputs, overlapping
 from ..device import describe
 from ..tuning import choose
-from .conv_early import serves_split, split_early
+from .conv_early import EARLY_IMAGES, serves_split, split_early
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -210,7 +210,7 @@ def conv_split(
         S=s,
         PRECISION="tf32",
         **tile_sizes(box, config),
-        **overlapping(x.device),
+        **overlapping(x.device, n * h * w),
     )
     return parts
 
@@ -221,12 +221,15 @@ def worth_splitting(
     device: torch.device,
 ) -> bool:
     """Whether whole tiles would leave multiprocessors idle, each with a long chain of products."""
+    chip = describe(device)
     n, h, w, ci = x_shape
     co, _, r, s = weight.shape
     block_c, block_m, block_k, *_ = _TILES[0]
     programs = count_boxes(pixel_box(block_m, n, h, w), n, h, w) * triton.cdiv(co, block_c)
     steps = r * s * triton.cdiv(ci, block_k)
-    few = programs <= describe(device).num_sms and h * w <= _MAX_PIXELS
+    # of Hopper's chains a product takes less than half as long (`conv.gluon.tiles`)
+    quick = chip.hopper and n > EARLY_IMAGES
+    few = programs <= chip.num_sms // (4 if quick else 1) and h * w <= _MAX_PIXELS
     return few and steps >= 2 * _STEPS
 
 

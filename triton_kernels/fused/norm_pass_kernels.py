@@ -14,8 +14,25 @@ from ..dropout import kept
 
 
 @triton.jit
+def _table_of(row_ptr, C, mask_c):
+    """mean, rstd g and b of the channels whose mean is there."""
+    mean = tl.load(row_ptr, mask=mask_c, other=0.0)
+    rstd = tl.load(row_ptr + C, mask=mask_c, other=0.0)
+    g = tl.load(row_ptr + 2 * C, mask=mask_c, other=0.0)
+    b = tl.load(row_ptr + 3 * C, mask=mask_c, other=0.0)
+    return mean, rstd * g, b
+
+
+@triton.jit
+def _normalized(x, mean, slope, b, ACT: tl.constexpr):
+    # x - mean first: x slope + (b - mean slope) would cancel when the mean is large
+    x = x.to(tl.float32)
+    return activate((x - mean[None, :]) * slope[None, :] + b[None, :], ACT)
+
+
+@triton.jit
 def _norm_apply_half(
-    x_ptr,  # this half: [N, HW, CH], or [N, H/2, W/2, CH] to be upsampled
+    x_ptr,  # this half: [N, HW, CH]
     table_ptr,  # float32 [N, 4, C]
     a_ptr,  # [N, HW, C]
     n,
@@ -23,7 +40,6 @@ def _norm_apply_half(
     c0,  # first channel of the program, within the half
     border,  # first channel of the half
     HW,
-    W,
     CH,
     C,
     rng_ptr,  # int64 [2] or None: no dropout
@@ -31,8 +47,8 @@ def _norm_apply_half(
     stream,
     drop,  # probability
     ACT: tl.constexpr,
-    UPSAMPLE: tl.constexpr,
     MASKED: tl.constexpr,
+    EARLY: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -40,40 +56,101 @@ def _norm_apply_half(
     offs_p = tl.arange(0, BLOCK_P)
     offs_c = c0 + tl.arange(0, BLOCK_C)
     mask_c = offs_c < CH
-    row_ptr = table_ptr + n * 4 * C + border + offs_c
-    mean = tl.load(row_ptr, mask=mask_c, other=0.0)
-    rstd = tl.load(row_ptr + C, mask=mask_c, other=0.0)
-    g = tl.load(row_ptr + 2 * C, mask=mask_c, other=0.0)
-    b = tl.load(row_ptr + 3 * C, mask=mask_c, other=0.0)
-    slope = rstd * g
-    for i in range(TILES):
-        p0 = (k * TILES + i) * BLOCK_P
+    if EARLY:
+        p0 = k * TILES * BLOCK_P
         mask = (offs_p < HW - p0)[:, None] & mask_c[None, :] if MASKED else None
-        if UPSAMPLE:
-            p = p0 + offs_p
-            source = n * (HW // 4) + p // W // 2 * (W // 2) + p % W // 2
-            offs = source[:, None] * CH + offs_c[None, :]
-        else:
+        offs = (n * HW + p0) * CH + (offs_p[:, None] * CH + offs_c[None, :])
+        x = tl.load(x_ptr + offs, mask=mask, cache_modifier=".cg")
+        await_inputs()
+        mean, slope, b = _table_of(table_ptr + n * 4 * C + border + offs_c, C, mask_c)
+        for i in tl.static_range(TILES):
+            if i > 0:
+                p0 += BLOCK_P
+                mask = (offs_p < HW - p0)[:, None] & mask_c[None, :] if MASKED else None
+                offs = (n * HW + p0) * CH + (offs_p[:, None] * CH + offs_c[None, :])
+                x = tl.load(x_ptr + offs, mask=mask)
+            a = _normalized(x, mean, slope, b, ACT)
+            out_ptr = a_ptr + (n * HW + p0) * C + border
+            offs = offs_p[:, None] * C + offs_c[None, :]
+            tl.store(out_ptr + offs, a.to(a_ptr.dtype.element_ty), mask=mask)
+    else:
+        mean, slope, b = _table_of(table_ptr + n * 4 * C + border + offs_c, C, mask_c)
+        for i in range(TILES):
+            p0 = (k * TILES + i) * BLOCK_P
+            mask = (offs_p < HW - p0)[:, None] & mask_c[None, :] if MASKED else None
             offs = (n * HW + p0) * CH + (offs_p[:, None] * CH + offs_c[None, :])
-        x = tl.load(x_ptr + offs, mask=mask).to(tl.float32)
-        # x - mean first: x slope + (b - mean slope) would cancel when the mean is large
-        a = activate((x - mean[None, :]) * slope[None, :] + b[None, :], ACT)
-        if rng_ptr is not None:
-            quad = ((p0 + offs_p)[:, None] * C + border + c0) // 4
-            quad += tl.arange(0, BLOCK_C // 4)[None, :]
-            keep = kept(rng_ptr, first + n, quad, stream, drop)
-            a = tl.where(keep, a * (1.0 / (1.0 - drop)), 0.0)
-        out_ptr = a_ptr + (n * HW + p0) * C + border
-        offs = offs_p[:, None] * C + offs_c[None, :]
-        tl.store(out_ptr + offs, a.to(a_ptr.dtype.element_ty), mask=mask)
+            x = tl.load(x_ptr + offs, mask=mask)
+            a = _normalized(x, mean, slope, b, ACT)
+            if rng_ptr is not None:
+                quad = ((p0 + offs_p)[:, None] * C + border + c0) // 4
+                quad += tl.arange(0, BLOCK_C // 4)[None, :]
+                keep = kept(rng_ptr, first + n, quad, stream, drop)
+                a = tl.where(keep, a * (1.0 / (1.0 - drop)), 0.0)
+            out_ptr = a_ptr + (n * HW + p0) * C + border
+            offs = offs_p[:, None] * C + offs_c[None, :]
+            tl.store(out_ptr + offs, a.to(a_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_four(ptr, corner, W, C, offs_c, value, mask):
+    """To the 2x2 pixels whose first one is `corner`."""
+    offs = corner[:, None] * C + offs_c[None, :]
+    tl.store(ptr + offs, value, mask=mask)
+    tl.store(ptr + offs + C, value, mask=mask)
+    tl.store(ptr + offs + W * C, value, mask=mask)
+    tl.store(ptr + offs + W * C + C, value, mask=mask)
+
+
+@triton.jit
+def _norm_apply_upsampled(
+    x_ptr,  # [N, HW / 4, CH]
+    table_ptr,  # float32 [N, 4, C]
+    a_ptr,  # [N, HW, C]
+    large_ptr,  # [N, HW, CH]: x, upsampled
+    n,
+    k,
+    c0,
+    HW,
+    W,
+    CH,
+    C,
+    ACT: tl.constexpr,
+    MASKED: tl.constexpr,
+    EARLY: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,  # pixels of x
+    BLOCK_C: tl.constexpr,
+):
+    offs_q = tl.arange(0, BLOCK_Q)
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < CH
+    q0 = k * TILES * BLOCK_Q
+    mask = (offs_q < HW // 4 - q0)[:, None] & mask_c[None, :] if MASKED else None
+    offs = (n * (HW // 4) + q0) * CH + (offs_q[:, None] * CH + offs_c[None, :])
+    x = tl.load(x_ptr + offs, mask=mask, cache_modifier=".cg")
+    if EARLY:
+        await_inputs()
+    mean, slope, b = _table_of(table_ptr + n * 4 * C + offs_c, C, mask_c)
+    for i in tl.static_range(TILES):
+        if i > 0:
+            q0 += BLOCK_Q
+            mask = (offs_q < HW // 4 - q0)[:, None] & mask_c[None, :] if MASKED else None
+            offs = (n * (HW // 4) + q0) * CH + (offs_q[:, None] * CH + offs_c[None, :])
+            x = tl.load(x_ptr + offs, mask=mask)
+        pixel = q0 + offs_q
+        corner = n * HW + pixel // (W // 2) * (2 * W) + pixel % (W // 2) * 2
+        a = _normalized(x, mean, slope, b, ACT).to(a_ptr.dtype.element_ty)
+        _store_four(a_ptr, corner, W, C, offs_c, a, mask)
+        _store_four(large_ptr, corner, W, CH, offs_c, x, mask)
 
 
 @triton.jit(do_not_specialize=["first", "stream"])
 def norm_apply_kernel(
-    x1_ptr,  # [N, HW, C1], or [N, H/2, W/2, C1] with UPSAMPLE
+    x1_ptr,  # [N, HW, C1], or [N, H/2, W/2, C1] to be upsampled
     x2_ptr,  # [N, HW, C2] or None
     table_ptr,  # float32 [N, 4, C]
     a_ptr,  # [N, HW, C]
+    large_ptr,  # [N, HW, C1]: x1, upsampled; or None
     HW,
     W,
     C1,
@@ -86,13 +163,15 @@ def norm_apply_kernel(
     stream,
     drop,  # probability
     ACT: tl.constexpr,
-    UPSAMPLE: tl.constexpr,
     MASKED: tl.constexpr,
+    EARLY: tl.constexpr,  # x1 and x2 are older than the launch in front, which makes the table:
+    # a program asks for its first tile before it waits
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    await_inputs()
+    if not EARLY:
+        await_inputs()
     # last pixels first: L2 has those of x from its maker, and keeps the first of a for its reader
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     pid_c = pid % CB
@@ -101,15 +180,21 @@ def norm_apply_kernel(
     C = C1 + C2
     if pid_c < CB1:
         c0 = pid_c * BLOCK_C
-        _norm_apply_half(
-            x1_ptr, table_ptr, a_ptr, n, k, c0, 0, HW, W, C1, C,
-            rng_ptr, first, stream, drop, ACT, UPSAMPLE, MASKED, TILES, BLOCK_P, BLOCK_C,
-        )  # fmt: skip
+        if large_ptr is not None:
+            _norm_apply_upsampled(
+                x1_ptr, table_ptr, a_ptr, large_ptr, n, k, c0, HW, W, C1, C,
+                ACT, MASKED, EARLY, TILES, BLOCK_P // 4, BLOCK_C,
+            )  # fmt: skip
+        else:
+            _norm_apply_half(
+                x1_ptr, table_ptr, a_ptr, n, k, c0, 0, HW, C1, C,
+                rng_ptr, first, stream, drop, ACT, MASKED, EARLY, TILES, BLOCK_P, BLOCK_C,
+            )  # fmt: skip
     elif x2_ptr is not None:
         c0 = (pid_c - CB1) * BLOCK_C
         _norm_apply_half(
-            x2_ptr, table_ptr, a_ptr, n, k, c0, C1, HW, W, C2, C,
-            rng_ptr, first, stream, drop, ACT, False, MASKED, TILES, BLOCK_P, BLOCK_C,
+            x2_ptr, table_ptr, a_ptr, n, k, c0, C1, HW, C2, C,
+            rng_ptr, first, stream, drop, ACT, MASKED, EARLY, TILES, BLOCK_P, BLOCK_C,
         )  # fmt: skip
 
 

@@ -33,6 +33,8 @@ APPLY_CONFIGS = [
     PassConfig(8192, 1, 8),
     PassConfig(8192, 2, 8),
 ]
+# Where the first tile is asked for before the table is there: all there is of them
+_EARLY_CONFIG = PassConfig(4096, 1, 4)
 _DX_CONFIGS = [
     PassConfig(2048, 2, 4),
     PassConfig(2048, 4, 4),
@@ -69,42 +71,86 @@ def cut(n: int, hw: int, c1: int, c2: int, config: PassConfig) -> PassGrid:
 
 
 def apply(
-    x1: Tensor,  # [N, H, W, C1], or [N, H / 2, W / 2, C1] with upsample1
+    x1: Tensor,  # [N, H, W, C1]
     x2: Tensor | None,  # [N, H, W, C2]
     table: Tensor,  # float32 [N, 4, C1 + C2], of `norm_table`
     activation: str,
     *,
     mask: Mask | None = None,
-    upsample1: bool = False,
+    early: bool = False,
     config: PassConfig | None = None,
 ) -> Tensor:  # [N, H, W, C1 + C2], dtype of x1
     """act(norm(x)) of x = x1 beside x2, and dropout of it if there is a mask.
 
-    With upsample1 x1 is read as if every pixel were a 2x2 block of the image.
+    `early` says that the launch in front makes the table, and that x1 and x2 are older: then they
+    are read while that launch is still under way, where kernels overlap (`dependent_launch`).
     """
     check_activation(activation)
     check_nhwc("x1", x1)
     n, h, w, c1 = x1.shape
-    h, w = (2 * h, 2 * w) if upsample1 else (h, w)
     c2 = check_second(x2, n, h, w)
     check_shape("table", table, n, 4, c1 + c2)
+    if config is None and early:
+        config = _EARLY_CONFIG
     if config is None:
         config = choose(
             "norm_apply",
-            (n, h, w, c1, c2, upsample1, x1.dtype, activation),
+            (n, h, w, c1, c2, False, x1.dtype, activation),
             lambda: APPLY_CONFIGS,
             lambda: APPLY_CONFIGS[0],
-            lambda c: apply(x1, x2, table, activation, upsample1=upsample1, config=c),
+            lambda c: apply(x1, x2, table, activation, config=c),
         )
-    grid = cut(n, h * w, c1, c2, config)
     a = _empty((n, h, w, c1 + c2), dtype=x1.dtype, device=x1.device)
-    assert mask is None or (c1 % 4 == c2 % 4 == 0), "four channels to a draw"
-    shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb, *mask_arguments(mask))
-    options = (activation, upsample1, *grid.tile)
-    norm_apply_kernel[(grid.programs,)](
-        x1, x2, table, a, *shape, *options, num_warps=config.num_warps, **overlapping(x1.device)
-    )
+    _launch_apply(x1, x2, table, a, None, activation, mask, early, config)
     return a
+
+
+def apply_upsampled(
+    x1: Tensor,  # [N, H / 2, W / 2, C1]
+    x2: Tensor | None,  # [N, H, W, C2]
+    table: Tensor,  # float32 [N, 4, C1 + C2], of `norm_table`
+    activation: str,
+    *,
+    early: bool = False,
+    config: PassConfig | None = None,  # None: _EARLY_CONFIG
+) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2]; [N, H, W, C1], both in the dtype of x1
+    """act(norm(x)) of x = upsample(x1) beside x2, where every pixel of x1 becomes a 2x2 block; and
+    upsample(x1), for its other readers. `early` as in `apply`."""
+    check_activation(activation)
+    check_nhwc("x1", x1)
+    n, h, w, c1 = x1.shape
+    h, w = 2 * h, 2 * w
+    c2 = check_second(x2, n, h, w)
+    check_shape("table", table, n, 4, c1 + c2)
+    a = _empty((n, h, w, c1 + c2), dtype=x1.dtype, device=x1.device)
+    large = _empty((n, h, w, c1), dtype=x1.dtype, device=x1.device)
+    config = _EARLY_CONFIG if config is None else config
+    _launch_apply(x1, x2, table, a, large, activation, None, early, config)
+    return a, large
+
+
+def _launch_apply(
+    x1: Tensor,
+    x2: Tensor | None,
+    table: Tensor,
+    a: Tensor,
+    large: Tensor | None,
+    activation: str,
+    mask: Mask | None,
+    early: bool,
+    config: PassConfig,
+) -> None:
+    n, h, w, c = a.shape
+    c1 = x1.shape[3]
+    grid = cut(n, h * w, c1, c - c1, config)
+    assert mask is None or (c1 % 4 == c % 4 == 0), "four channels to a draw"
+    overlap = overlapping(x1.device, 0)  # of any size, see `early`
+    masked, *tile = grid.tile
+    shape = (h * w, w, c1, c - c1, grid.k, grid.cb1, grid.cb, *mask_arguments(mask))
+    options = (activation, masked, early and bool(overlap) and mask is None, *tile)
+    norm_apply_kernel[(grid.programs,)](
+        x1, x2, table, a, large, *shape, *options, num_warps=config.num_warps, **overlap
+    )
 
 
 def norm_dx(

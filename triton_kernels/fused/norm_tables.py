@@ -115,7 +115,9 @@ def tensor_partials(
     partials = _empty((n, k, 2, c), dtype=torch.float32, device=x.device)
     cb = triton.cdiv(c, block_c)
     tile = (triton.cdiv(pixels, block_p), block_p, block_c)
-    norm_partials_kernel[(n * k * cb,)](x, partials, pixels, c, cb, *tile, **overlapping(x.device))
+    norm_partials_kernel[(n * k * cb,)](
+        x, partials, pixels, c, cb, *tile, **overlapping(x.device, n * h * w)
+    )
     return partials
 
 
@@ -155,7 +157,7 @@ def norm_table(
         *shape,
         *lanes.blocks,
         num_warps=lanes.num_warps,
-        **overlapping(first.device),
+        **overlapping(first.device, n * max(pixels)),
     )
     return table
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from ..activations import check_activation
 from ..dependent_launch import overlapping
 from ..layout import check_nhwc, check_second, check_shape, row_stride
+from ..norm.pass_grid import PassConfig
 from .conv_split import SplitConv
 from .norm_few import norm_few, serves_few
-from .norm_passes import APPLY_CONFIGS, cut
+from .norm_passes import cut
 from .norm_tables import check_partials_of, tiles_at_a_time
 from .norm_whole_kernels import (
     norm_sums_kernel,
@@ -33,6 +34,7 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 
 _MAX_ELEMENTS = 16384  # of a group: 32 numbers a thread of 16 warps
 _PER_WARP, _MIN_WARPS = 1024, 4  # elements
+_SUMS_CONFIG = PassConfig(4096, 1, 4)  # the one tile is asked for before the sums
 _FEW_ELEMENTS = 2**20
 _FEW_PROGRAMS = 264  # a group more a program, if there are more than twice an H200's processors
 
@@ -102,7 +104,7 @@ def norm_whole(
         block_p,
         split is not None and split.residual is not None,
         num_warps=_warps(block_g * block_j * block_p),
-        **overlapping(device),
+        **overlapping(device, n * h * w),
     )
     return a, x1
 
@@ -127,7 +129,7 @@ def sum_parts(split: SplitConv) -> tuple[Tensor, Tensor | None]:
     parts, *terms = _terms(split)
     sum_parts_kernel[(n * blocks[0] * blocks[1],)](
         parts, *terms, y, partials, row_stride(terms[2]), n, h * w, c, *blocks, parts.shape[0],
-        block_c, block_p, num_warps=4, **overlapping(y.device),
+        block_c, block_p, num_warps=4, **overlapping(y.device, n * h * w),
     )  # fmt: skip
     return y, partials
 
@@ -156,7 +158,7 @@ def resample_parts(
     resample_parts_kernel[(n * blocks[0] * blocks[1],)](
         parts, *terms, y, resampled, partials, row_stride(terms[2]), n, h * w, w, c, *blocks,
         parts.shape[0], up, block_c, block_p, num_warps=4 if up else 2,
-        **overlapping(y.device),
+        **overlapping(y.device, n * h * w),
     )  # fmt: skip
     return y, resampled, partials
 
@@ -202,8 +204,7 @@ def norm_of_sums(
         return norm_few(
             x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, scale, shift
         )
-    config = APPLY_CONFIGS[0]
-    grid = cut(n, h * w, c1, c2, config)
+    grid = cut(n, h * w, c1, c2, _SUMS_CONFIG)
     a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
     if n == 0:
         return a
@@ -218,7 +219,7 @@ def norm_of_sums(
         x1, x2, first, second, weight, bias, *film, a, *map(row_stride, film),
         pixels[0], pixels[-1], h * w, c1, c2, grid.k, grid.cb1, grid.cb, eps,
         activation, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
-        num_warps=config.num_warps, **overlapping(x1.device),
+        num_warps=_SUMS_CONFIG.num_warps, **overlapping(x1.device, n * h * w),
     )  # fmt: skip
     return a
 

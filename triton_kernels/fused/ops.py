@@ -22,7 +22,7 @@ from .conv_early import conv_early, serves_whole
 from .conv_split import conv_split, worth_splitting
 from .linear_grads import linear_grads
 from .norm_fold import norm_apply, norm_backward, skip_backward
-from .norm_passes import apply, norm_dx
+from .norm_passes import apply, apply_upsampled, norm_dx
 from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
 from .norm_whole import (
     norm_of_sums,
@@ -33,6 +33,7 @@ from .norm_whole import (
     sum_parts,
 )
 from .pad_channels import pad_channels
+from .pool_partials import avg_pool_partials
 from .sinusoids import sinusoids
 from .skip_dx import skip_dx
 from .two_weight_grads import conv_two_weight_grads
@@ -42,11 +43,13 @@ __all__ = [
     "RowSums",
     "activation_grad",
     "apply",
+    "apply_upsampled",
     "attention_backward",
     "attention_few",
     "attention_forward",
     "avg_pool",
     "avg_pool_grad",
+    "avg_pool_partials",
     "begin_step",
     "bias_grad",
     "conv_down",

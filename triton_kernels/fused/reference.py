@@ -173,13 +173,19 @@ def norm_table(partials, pixels, num_groups, weight, bias, eps, scale=None, shif
     return torch.stack(columns, dim=1)
 
 
-def apply(x1, x2, table, activation, *, mask=None):
+def apply(x1, x2, table, activation, *, mask=None, early=False):
     """act(z) of the norm of x1, or of the concatenation of x1 and x2; and dropout, if there is a
     mask."""
     x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
     mean, rstd, g, b = table.to(x.dtype).unbind(1)
     a = ACTIVATION_FUNCTIONS[activation]((x - _rows(mean)) * _rows(rstd * g) + _rows(b))
     return _drop(a, mask)
+
+
+def apply_upsampled(x1, x2, table, activation, *, early=False):
+    """`apply` of x1 with 2x2 blocks for its pixels; and these."""
+    large = upsample(x1)
+    return apply(large, x2, table, activation), large
 
 
 def norm_grad_table(
@@ -392,6 +398,12 @@ def attention_backward(do, qkv, o, state, num_heads, order, sums):
 def avg_pool(x):
     """2x2 means."""
     return reference.avg_pool2d(x)
+
+
+def avg_pool_partials(x):
+    """The same, and their partials."""
+    y = avg_pool(x)
+    return y, tensor_partials(y)
 
 
 def avg_pool_grad(dy, add=None, sums=None):

@@ -9,6 +9,7 @@ Used where `rows` is: with versions it was tried with, where it was measured to 
 
 from torch import Tensor
 
+from ...dependent_launch import overlapping
 from ...device import describe
 from ...gluon.descriptors import SUPPORTED, in_boxes, takes
 from .operands import Operands, filters_in_boxes
@@ -47,6 +48,7 @@ def launch(config: tuple, operands: Operands) -> None:
     device = describe(operands.x.device)
     rounds = (h + 1) // 2
     blocks = min(programs(w, c) * device.num_sms, n * rounds)
+    overlap = overlapping(operands.x.device, 0)
     conv_narrow_out_kernel[(blocks,)](
         in_boxes(operands.x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, 1, w, 64]),
         filters_in_boxes(operands.weight, 16),
@@ -59,8 +61,10 @@ def launch(config: tuple, operands: Operands) -> None:
         W=w,
         K_BLOCKS=c // 64,
         PAIRS=pairs(w, c, device.shared_memory),
+        OVERLAP=bool(overlap),
         num_warps=4,
         maxnreg=80 if programs(w, c) == 2 else 168,
+        **overlap,
     )
 
 

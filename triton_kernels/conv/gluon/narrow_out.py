@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from ...dependent_launch import await_inputs_alone, begin_next
 from ...gluon.pairs import round_pairs
 from ...gluon.pipeline import new_barrier_pairs, new_barriers, sync_threads, wait_empty, wait_for
 from .rows_memory import clear_margins, row_from, row_of_tap, rows_chunks
@@ -28,7 +29,7 @@ from .rows_memory import clear_margins, row_from, row_of_tap, rows_chunks
 @gluon.jit
 def _load(
     x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, first, last, tiles_h,
-    W: gl.constexpr, K_BLOCKS: gl.constexpr, PAIRS: gl.constexpr,
+    W: gl.constexpr, K_BLOCKS: gl.constexpr, PAIRS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     bar = w_full.index(0)
     mbarrier.expect(bar, K_BLOCKS * 9 * 16 * 128)
@@ -36,6 +37,8 @@ def _load(
         for tap in range(9):
             buf = w_bufs.index(k * 9 + tap)
             tma.async_copy_global_to_shared(w_desc, [tap, 0, k * 64], bar, buf)
+    if OVERLAP:
+        await_inputs_alone()  # filters are there before the launch in front
     place = 0
     for tile in range(first, last):
         n = tile // tiles_h
@@ -71,6 +74,7 @@ def _multiply_row(
 def _multiply(
     y_ptr, x_bufs, w_bufs, x_full, x_empty, w_full, bias_ptr, first, last, tiles_h, H, CO,
     GROUP: gl.constexpr, W: gl.constexpr, K_BLOCKS: gl.constexpr, PAIRS: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Row GROUP of every tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
@@ -111,6 +115,8 @@ def _multiply(
         for i in gl.static_range(W // 64):
             y = gl.convert_layout(round_pairs(accs[i] + bias, y_ptr.dtype.element_ty), OUT)
             gl.store(to + i * (64 * 16) + offs, y, mask=inside & (row < H))
+    if OVERLAP:
+        begin_next()
 
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_h", "H"])
@@ -126,6 +132,7 @@ def conv_narrow_out_kernel(
     W: gl.constexpr,
     K_BLOCKS: gl.constexpr,  # of 64 channels of x
     PAIRS: gl.constexpr,  # of rows in shared memory
+    OVERLAP: gl.constexpr,  # the launch in front may still be under way
     num_warps: gl.constexpr,
 ):
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -147,7 +154,7 @@ def conv_narrow_out_kernel(
                 _multiply,
                 (
                     y_ptr, x_bufs, w_bufs, x_full, x_empty, w_full, bias_ptr, first, last, tiles_h,
-                    H, CO, role, W, K_BLOCKS, PAIRS,
+                    H, CO, role, W, K_BLOCKS, PAIRS, OVERLAP,
                 ),
             )
             if role < 2
@@ -155,7 +162,7 @@ def conv_narrow_out_kernel(
                 _load,
                 (
                     x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, first, last, tiles_h,
-                    W, K_BLOCKS, PAIRS,
+                    W, K_BLOCKS, PAIRS, OVERLAP,
                 ),
             )
             for role in (0, 1, 2)

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate_affine_grad
+from ...dependent_launch import await_inputs_alone, begin_next
 from ...gluon.pairs import round_pairs, widen_pairs
 from ...gluon.pipeline import (
     give_back,
@@ -82,11 +83,13 @@ def _load(
     x_bufs, w_bufs, extra_bufs, x_full, x_empty, w_full, extra_full, extra_empty,
     first, count, tiles_h, c0,
     ROWS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr, PAIRS: gl.constexpr,
-    EXTRA1: gl.constexpr, EXTRA2: gl.constexpr,
+    EXTRA1: gl.constexpr, EXTRA2: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     _load_filters(
         w_desc, extra1_w_desc, extra2_w_desc, w_bufs, w_full, c0, 0, DGRAD, EXTRA1, EXTRA2
     )
+    if OVERLAP:
+        await_inputs_alone()  # filters are there before the launch in front
     place = 0
     step = 0
     for index in range(count):
@@ -122,10 +125,12 @@ def _load(
 @gluon.jit
 def _load_beside(
     desc1, desc2, stages, full, empty, w_full, first, count, tiles_h, c0, border,
-    ROWS: gl.constexpr, W: gl.constexpr, SLOTS: gl.constexpr,
+    ROWS: gl.constexpr, W: gl.constexpr, SLOTS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """What the epilogues read beside their tiles, of one tensor or of two that are concatenated, to
     where they will write."""
+    if OVERLAP:
+        await_inputs_alone()
     place = 0
     mbarrier.wait(w_full.index(0), 0)  # what the products need comes first
     for index in range(count):
@@ -205,7 +210,7 @@ def _multiply(
     partial_ptr, stride_emb, first, count, tiles_h, c0, C,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr,
     DGRAD: gl.constexpr, ACT: gl.constexpr, PAIRS: gl.constexpr, SLOTS: gl.constexpr,
-    EXTRA: gl.constexpr,
+    EXTRA: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -215,6 +220,8 @@ def _multiply(
     HALVES: gl.constexpr = ROWS // 2
     OWN: gl.constexpr = SLOTS // GROUPS
     AHEAD: gl.constexpr = 4 // ROWS  # taps under way while the filters of the next one are loaded
+    if OVERLAP:
+        await_inputs_alone()
     phase = 0
     offs = c0 + gl.arange(0, 64, layout=VECTOR)
     filters = ()
@@ -343,6 +350,8 @@ def _multiply(
             for half in gl.static_range(HALVES):
                 give_back(beside_empty, result + half, SLOTS)
         phase ^= 1
+    if OVERLAP:
+        begin_next()
     tma.store_wait(0)
 
 
@@ -378,6 +387,7 @@ def conv_resident_kernel(
     SLOTS: gl.constexpr,  # for two rows of the result: a ring, or of each group its own
     EXTRA1: gl.constexpr,
     EXTRA2: gl.constexpr,
+    OVERLAP: gl.constexpr,  # the launch in front may still be under way
     num_warps: gl.constexpr,
 ):
     EXTRA: gl.constexpr = EXTRA1 + EXTRA2
@@ -419,7 +429,7 @@ def conv_resident_kernel(
                     w_full, extra_full, extra_empty, beside_full, beside_empty, turns,
                     vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr, stride_emb,
                     first, count, tiles_h, c0, C,
-                    role, GROUPS, ROWS, W, DGRAD, ACT, PAIRS, SLOTS, EXTRA,
+                    role, GROUPS, ROWS, W, DGRAD, ACT, PAIRS, SLOTS, EXTRA, OVERLAP,
                 ),
             )
             if role < GROUPS
@@ -429,7 +439,7 @@ def conv_resident_kernel(
                     x_desc, w_desc, extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc,
                     x_bufs, w_bufs, extra_bufs, x_full, x_empty, w_full, extra_full,
                     extra_empty, first, count, tiles_h, c0,
-                    ROWS, W, DGRAD, PAIRS, EXTRA1, EXTRA2,
+                    ROWS, W, DGRAD, PAIRS, EXTRA1, EXTRA2, OVERLAP,
                 ),
             )
             if role == GROUPS
@@ -437,7 +447,7 @@ def conv_resident_kernel(
                 _load_beside,
                 (
                     beside1_desc, beside2_desc, stages, beside_full, beside_empty, w_full,
-                    first, count, tiles_h, c0, border, ROWS, W, SLOTS,
+                    first, count, tiles_h, c0, border, ROWS, W, SLOTS, OVERLAP,
                 ),
             )
             for role in ((0, 1, 2), (0, 1, 2, 3), (0, 1, 2, 3, 4))[GROUPS - 2 + BESIDE]

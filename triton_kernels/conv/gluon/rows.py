@@ -26,6 +26,7 @@ from functools import partial
 import triton
 from torch import Tensor
 
+from ...dependent_launch import overlapping
 from ...device import describe
 from ...gluon.descriptors import SUPPORTED, in_boxes, takes
 from .operands import Operands
@@ -102,6 +103,7 @@ def _launch_rows(operands: Operands) -> None:
     c = operands.y.shape[3]
     blocks = c // 64
     programs = max(1, describe(operands.x.device).num_sms // blocks) * blocks
+    overlap = overlapping(operands.x.device, 0)
     conv_rows_kernel[(programs,)](
         *operands.tensors(in_rows, in_rows),
         *operands.extra_channels,
@@ -115,8 +117,10 @@ def _launch_rows(operands: Operands) -> None:
         ACT=operands.slope,
         BLOCKS=_STAGES,
         STEPS=_STAGES,
+        OVERLAP=bool(overlap),
         num_warps=4,
         maxnreg=168,
+        **overlap,
     )
 
 
@@ -126,6 +130,7 @@ def _launch_resident(operands: Operands, rows: int) -> None:
     blocks = c // 64
     programs = max(1, min(describe(operands.x.device).num_sms // blocks, n * h // rows)) * blocks
     groups, pairs, slots = _resident_rings(operands, rows)
+    overlap = overlapping(operands.x.device, 0)
     conv_resident_kernel[(programs,)](
         *operands.tensors(in_rows, partial(in_rows, rows=2)),
         *operands.numbers,
@@ -141,8 +146,10 @@ def _launch_resident(operands: Operands, rows: int) -> None:
         SLOTS=slots,
         EXTRA1=operands.extra_channels[0] // 64,
         EXTRA2=operands.extra_channels[1] // 64,
+        OVERLAP=bool(overlap),
         num_warps=4,
         maxnreg=128 if groups == 3 else 168,
+        **overlap,
     )
 
 

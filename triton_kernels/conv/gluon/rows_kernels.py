@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate_affine_grad
+from ...dependent_launch import await_inputs_alone, begin_next
 from ...gluon.pairs import round_pairs, widen_pairs
 from ...gluon.pipeline import (
     give_back,
@@ -159,7 +160,7 @@ def _multiply(
     beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr,
     K, extra_blocks, border, stride_emb, first, stride, tiles, tiles_h, c0, C,
     GROUP: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr, HAS_EXTRA: gl.constexpr,
-    ACT: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr,
+    ACT: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = 256 // W
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
@@ -262,6 +263,8 @@ def _multiply(
             gl.store(to, total)
             gl.store(to + C, second)
         phase ^= 1
+    if OVERLAP:
+        begin_next()
     tma.store_wait(0)
 
 
@@ -296,6 +299,7 @@ def conv_rows_kernel(
     ACT: gl.constexpr,
     BLOCKS: gl.constexpr,  # of pixels in shared memory
     STEPS: gl.constexpr,  # of three filters there
+    OVERLAP: gl.constexpr,  # the launch in front may still be under way
     num_warps: gl.constexpr,
 ):
     ROWS: gl.constexpr = 256 // W
@@ -308,6 +312,8 @@ def conv_rows_kernel(
     w_full, w_empty = new_barrier_pairs(STEPS)
     beside_full, turns = new_barrier_pairs(2)
     clear_margins(x_bufs, BLOCKS, ROWS + 2, W, num_warps)
+    if OVERLAP:
+        await_inputs_alone()
 
     # programs that are neighbours do neighbouring tiles of the same channels, or the same tile
     blocks_c = C // 64
@@ -326,7 +332,7 @@ def conv_rows_kernel(
                     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty,
                     w_full, w_empty, beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
                     partial_ptr, K, extra_blocks, border, stride_emb, first, stride, tiles,
-                    tiles_h, c0, C, role, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS,
+                    tiles_h, c0, C, role, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS, OVERLAP,
                 ),
             )
             if role < 2

@@ -24,6 +24,7 @@ from functools import partial
 
 from torch import Tensor
 
+from ...dependent_launch import overlapping
 from ...device import describe
 from ...gluon.descriptors import SUPPORTED, in_boxes, takes
 from .operands import Operands
@@ -88,6 +89,7 @@ def launch(config: tuple, operands: Operands) -> None:
     rows, images = cut(config[1], h, w)
     count = -(-n // images) * (h // rows) * (c // 64)
     blocks, steps = rings(config, images * w, device.shared_memory)
+    overlap = overlapping(operands.x.device, 0)
     assert operands.partials is None or operands.partials.shape[1] == h // rows
     read, written = (partial(in_rows, rows=r, images=images) for r in (2, rows))
     conv_tiles_kernel[(min(count, device.num_sms),)](
@@ -106,7 +108,9 @@ def launch(config: tuple, operands: Operands) -> None:
         BLOCKS=blocks,
         STEPS=steps,
         **registers(config[1], images),
+        OVERLAP=bool(overlap),
         num_warps=4,
+        **overlap,
     )
 
 

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate_affine_grad
+from ...dependent_launch import await_inputs_alone, begin_next
 from ...gluon.pairs import round_pairs, widen_pairs
 from ...gluon.pipeline import (
     give_back,
@@ -42,22 +43,48 @@ from .tiles_loop import (
 
 
 @gluon.jit
+def _wait_for_slot(
+    x_full, x_empty, block,
+    HALO: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
+    BLOCKS: gl.constexpr, FILTERS: gl.constexpr = 0,
+):  # fmt: skip
+    """The next slot for the rows of a tile, with HALO = 1 those above and below too, and the
+    barrier for them and for so many filters that come with them."""
+    BYTES: gl.constexpr = (ROWS + 2 * HALO) * IMAGES * W * 128 + FILTERS * 64 * 128
+    return wait_empty(x_full, x_empty, block, BLOCKS, BYTES)
+
+
+@gluon.jit
+def _copy_pixels(
+    x_desc, x_bufs, stage, bar, n0, h0, w0, k0,
+    HALO: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """These rows, to their slot."""
+    WIDTH: gl.constexpr = IMAGES * W
+    for j in gl.static_range((ROWS + 2 * HALO) // 2):
+        chunk = stage * block_chunks(ROWS * WIDTH, WIDTH) + j * (WIDTH // 4)
+        to = pixels_from(x_bufs, chunk, [2, IMAGES, W, 64])
+        tma.async_copy_global_to_shared(x_desc, [h0 + 2 * j - HALO, n0, w0, k0], bar, to)
+
+
+@gluon.jit
 def _load_pixels(
     x_desc, x_bufs, x_full, x_empty, block, n0, h0, w0, k0,
     HALO: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
     BLOCKS: gl.constexpr, FILTERS: gl.constexpr = 0,
 ):  # fmt: skip
-    """The rows of a tile, with HALO = 1 those above and below too. Returns their slot, and the
-    barrier for so many filters that come with them."""
-    WIDTH: gl.constexpr = IMAGES * W
-    COUNT: gl.constexpr = ROWS + 2 * HALO
-    BYTES: gl.constexpr = COUNT * WIDTH * 128 + FILTERS * 64 * 128
-    stage, bar = wait_empty(x_full, x_empty, block, BLOCKS, BYTES)
-    for j in gl.static_range(COUNT // 2):
-        chunk = stage * block_chunks(ROWS * WIDTH, WIDTH) + j * (WIDTH // 4)
-        to = pixels_from(x_bufs, chunk, [2, IMAGES, W, 64])
-        tma.async_copy_global_to_shared(x_desc, [h0 + 2 * j - HALO, n0, w0, k0], bar, to)
+    """Both. Returns slot and barrier."""
+    stage, bar = _wait_for_slot(x_full, x_empty, block, HALO, ROWS, IMAGES, W, BLOCKS, FILTERS)
+    _copy_pixels(x_desc, x_bufs, stage, bar, n0, h0, w0, k0, HALO, ROWS, IMAGES, W)
     return stage, bar
+
+
+@gluon.jit
+def _load_filters(w_desc, w_bufs, stage, bar, s, k0, c0, DGRAD: gl.constexpr):
+    """The three of a column, which come with a block of pixels."""
+    for r in range(3):
+        at = place_of_filter(r, s, k0, c0, DGRAD)
+        tma.async_copy_global_to_shared(w_desc, at, bar, w_bufs.index(stage * 3 + r))
 
 
 @gluon.jit
@@ -86,8 +113,11 @@ def _load(
     x_bufs, w_bufs, x_full, x_empty, w_full, w_empty,
     K, C1, C2, tiles, tiles_h, blocks_c,
     ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
-    BLOCKS: gl.constexpr, STEPS: gl.constexpr,
+    BLOCKS: gl.constexpr, STEPS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
+    EARLY: gl.constexpr = OVERLAP and STEPS == 0  # filters are there before the launch in front
+    if OVERLAP and not EARLY:
+        await_inputs_alone()
     block = 0
     step = 0
     for i in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -97,21 +127,29 @@ def _load(
         h0 = tile % tiles_h * ROWS
         for k0 in range(0, K, 64):
             for s in range(3):
-                stage, bar = _load_pixels(
-                    x_desc, x_bufs, x_full, x_empty, block, n0, h0, s - 1, k0,
-                    1, ROWS, IMAGES, W, BLOCKS, 3 if STEPS == 0 else 0,
-                )  # fmt: skip
-                block += 1
-                for r in range(3):
+                if EARLY:
+                    stage, bar = _wait_for_slot(
+                        x_full, x_empty, block, 1, ROWS, IMAGES, W, BLOCKS, 3
+                    )
+                    _load_filters(w_desc, w_bufs, stage, bar, s, k0, c0, DGRAD)
+                    if (k0 == 0) & (s == 0):
+                        await_inputs_alone()
+                    _copy_pixels(x_desc, x_bufs, stage, bar, n0, h0, s - 1, k0, 1, ROWS, IMAGES, W)
+                    block += 1
+                else:
+                    stage, bar = _load_pixels(
+                        x_desc, x_bufs, x_full, x_empty, block, n0, h0, s - 1, k0,
+                        1, ROWS, IMAGES, W, BLOCKS, 3 if STEPS == 0 else 0,
+                    )  # fmt: skip
+                    block += 1
                     if STEPS == 0:
-                        at = place_of_filter(r, s, k0, c0, DGRAD)
-                        buf = w_bufs.index(stage * 3 + r)
-                        tma.async_copy_global_to_shared(w_desc, at, bar, buf)
+                        _load_filters(w_desc, w_bufs, stage, bar, s, k0, c0, DGRAD)
                     else:
-                        load_filter_of_tap(
-                            w_desc, r, s, k0, c0, w_bufs, w_full, w_empty, step, DGRAD, STEPS
-                        )
-                    step += 1
+                        for r in range(3):
+                            load_filter_of_tap(
+                                w_desc, r, s, k0, c0, w_bufs, w_full, w_empty, step, DGRAD, STEPS
+                            )
+                            step += 1
         if extra1_desc is not None:
             block, step = _load_pointwise(
                 extra1_desc, extra1_w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty,
@@ -201,7 +239,7 @@ def _multiply(
     K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C,
     GROUP: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
     DGRAD: gl.constexpr, HAS_EXTRA: gl.constexpr, ACT: gl.constexpr,
-    BLOCKS: gl.constexpr, STEPS: gl.constexpr,
+    BLOCKS: gl.constexpr, STEPS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = IMAGES * W
     PIXELS: gl.constexpr = ROWS * WIDTH
@@ -226,6 +264,8 @@ def _multiply(
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     pieces = stage_buf._reinterpret(stage_buf.dtype, [PIECES, PIECE, 64], MATRIX)
     programs = gl.num_programs(0)
+    if OVERLAP:
+        await_inputs_alone()
     for i in range(gl.program_id(0) + GROUP * programs, tiles, 2 * programs):
         c0 = i % blocks_c * 64
         tile = i // blocks_c
@@ -324,6 +364,8 @@ def _multiply(
             gl.store(to, total, mask=valid)
             gl.store(to + C, second, mask=valid)
         phase ^= 1
+    if OVERLAP:
+        begin_next()
     tma.store_wait(0)
 
 
@@ -361,6 +403,7 @@ def conv_tiles_kernel(
     BLOCKS: gl.constexpr,  # of pixels in shared memory
     STEPS: gl.constexpr,  # of filters there; 0: three come with each block of pixels
     REGISTERS: gl.constexpr,  # of a thread that multiplies
+    OVERLAP: gl.constexpr,  # the launch in front may still be under way
     num_warps: gl.constexpr,
 ):
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -390,7 +433,7 @@ def conv_tiles_kernel(
                     w_full, w_empty, beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
                     partial_ptr,
                     K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C,
-                    role, ROWS, IMAGES, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS,
+                    role, ROWS, IMAGES, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS, OVERLAP,
                 ),
             )
             if role < 2
@@ -399,7 +442,7 @@ def conv_tiles_kernel(
                 (
                     x_desc, w_desc, extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc,
                     x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, K, C1, C2, tiles, tiles_h,
-                    blocks_c, ROWS, IMAGES, W, DGRAD, BLOCKS, STEPS,
+                    blocks_c, ROWS, IMAGES, W, DGRAD, BLOCKS, STEPS, OVERLAP,
                 ),
             )
             for role in (0, 1, 2)
