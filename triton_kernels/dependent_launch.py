@@ -20,7 +20,9 @@ The rule that makes it safe: whatever is launched with `overlapping()` calls `aw
 it touches memory. Every kernel then ends after its predecessor has, so that by induction all
 earlier kernels of the stream are done, and not just the last, when `await_inputs` returns. It waits
 before it lets the next kernel begin: so when a kernel begins, all but its predecessor are done. It
-may read before the wait what these have written, and parameters, which none of them writes.
+may read before the wait what these have written, and parameters, which none of them writes: the
+Gluon convolutions their filters, and a norm's pass its pixels, if the launch in front makes the
+table. It reads past the cache of its multiprocessor then, which may know an older tensor there.
 
 A kernel that has less to do than its successor has to fetch calls `begin_next()` first of all, and
 the successor begins while its own inputs are two or more kernels away. What stands behind such a

@@ -124,10 +124,6 @@ class Shapes:
         n, h, w, c = x.shape
         return self.made("pooled", (n, h // 2, w // 2, c))
 
-    def avg_pool_partials(self, x):
-        y = self.avg_pool(x)
-        return y, self.tensor_partials(y)
-
     def avg_pool_grad(self, dy, *_):
         n, h, w, c = dy.shape
         return self.made("dx", (n, 2 * h, 2 * w, c)), dy.new_empty(1, c)
