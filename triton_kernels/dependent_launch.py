@@ -13,8 +13,8 @@ begin between them. The predecessor may be a kernel that does not call `await_in
 launched in the ordinary way: it ends after all before it, too.
 
 And it is for small kernels, or for those that have a multiprocessor each to themselves. While a
-large kernel drains, programs of the next crowd on the few multiprocessors that are free first: a
-table of 64 small programs takes twice as long by 2 of 132 as by all.
+large kernel drains, programs of the next crowd on the few multiprocessors that are free first: the
+norm's tables of large images, 64 small programs each, added 27 us to an evaluation of 16 images.
 
 The rule that makes it safe: whatever is launched with `overlapping()` calls `await_inputs()` before
 it touches memory. Every kernel then ends after its predecessor has, so that by induction all
