@@ -30,6 +30,15 @@ class Provider:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """Launches of PyTorch that read and write what no way to compute this can do without, in
+    tensors of this size. It may be less than `bytes` of an experiment, which a provider moves."""
+
+    prepare: Callable[[Inputs], Run]
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Experiment:
     """One pass of one op at one shape. `bytes` counts what has to pass through memory, each tensor
     once a pass over it; `flops` the products and sums of matrix units alone."""
@@ -45,6 +54,7 @@ class Experiment:
     bytes: int
     flops: int
     in_place: bool = False  # the run overwrites its inputs
+    least: Copy | None = None
 
 
 def widened(inputs: Inputs) -> Inputs:

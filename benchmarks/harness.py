@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "benchmarks"
 OURS = "triton"  # the provider that the others are compared with
+LEAST = "least_copy"  # the op of a row on `Experiment.least`
 
 # dense bf16 with float32 accumulation, as cuBLAS reaches it; TFLOP/s
 MATRIX_PEAK = {"nvidia-h200": 790.0, "nvidia-h100-80gb-hbm3": 790.0}

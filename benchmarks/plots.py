@@ -20,7 +20,7 @@ from . import harness
 from .harness import MATRIX_PEAK, Row
 
 DEFAULTS = {"merge": (), "out": ""}
-_ROOFS = ("copy", "matmul")
+_ROOFS = ("copy", "matmul", harness.LEAST)
 # ops that are drawn together
 _FAMILIES = dict.fromkeys(("q_sample", "denoise_loss", "denoise_step", "adamw"), "noise-and-adamw")
 _PASSES = (  # from left to right

@@ -188,8 +188,27 @@ def run_experiment(
                 *origin,
             )  # fmt: skip
         )
+    if rows and experiment.least is not None:
+        rows.append(time_least(experiment, inputs, device, origin, budget_ms))
     harness.release_memory()
     return rows, failed
+
+
+def time_least(
+    experiment: Experiment,
+    inputs: Inputs,
+    device: torch.device,
+    origin: Provenance,
+    budget_ms: float,
+) -> Row:
+    """A copy at the size of this experiment, as cold as what it is compared with: small tensors do
+    not reach the rate of large ones."""
+    copies = harness.copies_beyond_l2(sum(x.nbytes for x in inputs.values()), device)
+    sets = [copied(inputs) for _ in range(copies)]
+    least = experiment.least
+    timing, _ = harness.time_graph([least.prepare(i) for i in sets], budget_ms)
+    what = (experiment.shape, experiment.dtype, experiment.pass_)
+    return Row(harness.LEAST, *what, "torch", *timing, least.bytes, 0, *origin)
 
 
 def expected(experiment: Experiment, inputs: Inputs) -> tuple[Outputs, list[float]]:
@@ -237,12 +256,17 @@ def time_roofs(device: torch.device, origin: Provenance) -> list[Row]:
 
 def describe(experiment: Experiment, rows: Sequence[Row], failed: Sequence[str]) -> str:
     """One line on an experiment, and one for each failure."""
+    copies = [row for row in rows if row.op == harness.LEAST]
+    rows = [row for row in rows if row.op != harness.LEAST]
     times = "  ".join(f"{row.provider} {row.median_us:.1f}" for row in rows)
     line = f"{experiment.count:3d}x {experiment.shape:28s} {experiment.dtype} {experiment.pass_:8s}"
     line = f"{line} {times}"
     for ours, best in harness.ratios(rows):
         rate = f"{ours.tflops:.0f} TFLOP/s" if ours.flops else f"{ours.tbytes:.2f} TB/s"
         line += f"  ratio {best.median_us / ours.median_us:.2f} over {best.provider}, {rate}"
+        for copy in copies:
+            share = copy.median_us / ours.median_us
+            line += f", the least as a copy {copy.median_us:.1f} ({share:.0%})"
     return "\n".join([line, *(f"     ! {f}" for f in failed)])
 
 

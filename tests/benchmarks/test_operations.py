@@ -88,6 +88,10 @@ def test_every_provider_agrees_with_the_reference(case):
         before = {k: x.clone() for k, x in inputs.items()}
         exact, budget = run.expected(experiment, inputs)
         assert experiment.bytes > 0
+        if experiment.least is not None:
+            outputs = experiment.least.prepare(inputs)()
+            written = sum(x.nbytes for x in outputs)
+            assert experiment.least.bytes == {1: 2 * written, 2: 5 * written // 2}[len(outputs)]
         assert set(experiment.providers) > {"triton"}
         for name in experiment.providers:
             if name != "compile":
