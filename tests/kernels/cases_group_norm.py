@@ -106,8 +106,19 @@ def _of_two(case: dict, *pointers: str) -> dict:
     }
 
 
+def _of_one_warp(case: dict, pixels: int) -> dict:
+    tile = {"BLOCK_P": pixels, "TILES": 16, "MASKED": False}
+    return case | {
+        "name": f"{case['name']}_of_one_warp",
+        "constexprs": case["constexprs"] | tile,
+        "options": {"num_warps": 1},
+    }
+
+
 _BY_NAME = {case["name"]: case for case in COMPILE_CASES}
 COMPILE_CASES += [
+    _of_one_warp(_BY_NAME["group_norm_stats"], 16),
+    _of_one_warp(_BY_NAME["group_norm_bwd_sums"], 8),
     _of_two(_BY_NAME["group_norm_stats"], "x2_ptr"),
     _of_two(_BY_NAME["group_norm_bwd_dx"], "x2_ptr", "dx2_ptr"),
     _of_two(_BY_NAME["group_norm_resident_fwd"], "x2_ptr"),

@@ -340,8 +340,9 @@ def test_a_sample_does_not_depend_on_its_batch(path, device):
         pytest.param({"x2": torch.ones(2, 4, 4, 2).half()}, "x2 is torch.float16", id="x2-dtype"),
     ],
 )
-def test_errors(change, message):
+def test_errors(change, message, device):
     arguments = {"x": torch.ones(2, 4, 4, 8), "num_groups": 2} | change
+    arguments = {k: v.to(device) if torch.is_tensor(v) else v for k, v in arguments.items()}
     with pytest.raises(ValueError, match=message):
         group_norm(**arguments)
 

@@ -48,6 +48,10 @@ Params = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 # Sixteen to 32 elements a thread, so that each thread has two or more 16-byte loads in flight and
 # its accumulators stay within 64 registers; the number of tiles trades the reduction at the end of
 # a program against an even spread of programs over the chip.
+#
+# Sums over the pixels of a tile go from warp to warp through shared memory, number by number, each
+# lane's eight channels one after the other: the lanes are then 128 bytes apart with four warps, on
+# one bank. One warp needs none of it, and in large images it is the faster (`_LARGE`).
 _STATS_CONFIGS = [
     PassConfig(4096, 4, 4),
     PassConfig(2048, 4, 4),
@@ -57,6 +61,11 @@ _STATS_CONFIGS = [
     PassConfig(2048, 16, 4),
     PassConfig(4096, 16, 4),
     PassConfig(4096, 8, 8),
+    PassConfig(1024, 8, 1),
+    PassConfig(1024, 16, 1),
+    PassConfig(512, 16, 1),
+    PassConfig(512, 32, 1),
+    PassConfig(1024, 16, 2),
 ]
 _APPLY_CONFIGS = [
     PassConfig(4096, 2, 4),
@@ -73,6 +82,10 @@ _SUMS_CONFIGS = [
     PassConfig(4096, 8, 8),
     PassConfig(2048, 16, 4),
     PassConfig(1024, 16, 4),
+    PassConfig(512, 16, 1),
+    PassConfig(512, 8, 1),
+    PassConfig(256, 16, 1),
+    PassConfig(1024, 8, 2),
 ]
 _DX_CONFIGS = [
     PassConfig(2048, 2, 4),
@@ -82,6 +95,10 @@ _DX_CONFIGS = [
     PassConfig(4096, 1, 8),
     PassConfig(1024, 4, 4),
 ]
+
+
+_ONE_WARP = PassConfig(512, 16, 1)  # of the first and third list
+_LARGE = 2**24  # elements: from there on every shape that was timed had a faster pass with it
 
 
 def _cut(xs: Halves, config: PassConfig) -> PassGrid:
@@ -117,7 +134,9 @@ def _choose(
 ) -> PassConfig:
     n, hw, c = extent(xs)
     key = (n, hw, xs[0].shape[3], c, num_groups, xs[0].dtype)
-    return choose(op, key, lambda: configs, lambda: configs[0], run)
+    one_warp = n * hw * c >= _LARGE and _ONE_WARP in configs
+    default = _ONE_WARP if one_warp else configs[0]
+    return choose(op, key, lambda: configs, lambda: default, run)
 
 
 def stream_stats(
