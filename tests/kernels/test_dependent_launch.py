@@ -6,6 +6,8 @@ import torch
 from triton_kernels import dependent_launch
 from triton_kernels.dependent_launch import dependent_launches, overlapping
 from triton_kernels.device import Device
+from triton_kernels.fused import conv
+from triton_kernels.fused.norm_passes import apply
 
 CUDA = torch.device("cuda")
 
@@ -39,3 +41,27 @@ def test_only_within_the_block_and_on_a_gpu():
             assert overlapping(torch.device("cpu")) == {}
         assert overlapping(CUDA) == {}
     assert overlapping(CUDA, 0) == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [8, 16, 32, 64])
+def test_gpu_convolutions_wait_for_what_they_read(size, device):
+    """Two norms and two convolutions, each of which reads what the launch in front writes."""
+    x = torch.randn(16, size, size, 64, device=device).bfloat16()
+    weight = torch.randn(64, 64, 3, 3, device=device).bfloat16() / 24
+    weight = weight.contiguous(memory_format=torch.channels_last)
+    bias = torch.randn(64, device=device)
+    table = torch.randn(16, 4, 64, device=device)
+    configs = conv._gluon(x, torch.empty_like(x), weight)
+    if not configs:
+        pytest.skip("no Gluon kernels for this GPU or this Triton")
+
+    def run(config):
+        y, _ = conv.conv_forward(apply(x, None, table, "silu"), weight, bias, config=config)
+        return conv.conv_forward(apply(y, None, table, "silu"), weight, bias, config=config)[0]
+
+    for config in configs:
+        want = run(config)
+        with dependent_launches():
+            for _ in range(5):
+                assert torch.equal(run(config), want), config
