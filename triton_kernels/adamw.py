@@ -40,6 +40,7 @@ LATE_PROGRAMS, LATE_WARPS, LATE_CHUNK = 2.0, 8, 2**20
 _ALIGNMENT = 2048  # of what it begins and ends with: blocks of either kernel
 
 _NORM_CHUNKS = 2048  # at most so many: one program adds up their sums
+_NORM_PROGRAMS = 4  # a multiprocessor has room for
 
 
 @triton.jit
@@ -50,26 +51,28 @@ def _square_sums_kernel(
     counter_ptr,  # int32 [1], zero before and after; or None
     size,
     first,  # chunk of the first program; the last chunk is followed by chunk 0
+    count,  # chunks to sum
     chunks,
     TURNS: tl.constexpr,  # of BLOCK elements each make a chunk
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,  # at least as many, a power of two
 ):
     await_inputs()
-    chunk = (first + tl.program_id(0)) % chunks
-    start = chunk.to(tl.int64) * (TURNS * BLOCK)
-    offs = tl.arange(0, BLOCK)
-    acc = tl.zeros([BLOCK], tl.float32)
-    if start + TURNS * BLOCK <= size:  # without a mask: 16-byte loads for every P
-        for turn in range(TURNS):
-            grad = tl.load(grad_ptr + start + turn * BLOCK + offs)
-            acc += grad * grad
-    else:
-        for turn in range(TURNS):
-            rest = (size - start - turn * BLOCK).to(tl.int64)
-            grad = tl.load(grad_ptr + start + turn * BLOCK + offs, mask=offs < rest, other=0.0)
-            acc += grad * grad
-    tl.store(sums_ptr + chunk, tl.sum(acc))
+    for i in range(tl.program_id(0), count, tl.num_programs(0)):
+        chunk = (first + i) % chunks
+        start = chunk.to(tl.int64) * (TURNS * BLOCK)
+        offs = tl.arange(0, BLOCK)
+        acc = tl.zeros([BLOCK], tl.float32)
+        if start + TURNS * BLOCK <= size:  # without a mask: 16-byte loads for every P
+            for turn in range(TURNS):
+                grad = tl.load(grad_ptr + start + turn * BLOCK + offs)
+                acc += grad * grad
+        else:
+            for turn in range(TURNS):
+                rest = (size - start - turn * BLOCK).to(tl.int64)
+                grad = tl.load(grad_ptr + start + turn * BLOCK + offs, mask=offs < rest, other=0.0)
+                acc += grad * grad
+        tl.store(sums_ptr + chunk, tl.sum(acc))
     if norm_ptr is not None:
         if is_last(counter_ptr, tl.num_programs(0)):
             tl.store(norm_ptr, tl.sqrt(sum_of_parts(sums_ptr, chunks, CHUNKS)))
@@ -255,8 +258,10 @@ def _launch_square_sums(
 ) -> None:
     size, chunks = grad.numel(), sums.numel()
     counter = None if norm is None else zero_counters(1, grad.device)
-    _square_sums_kernel[(count,)](
-        grad, sums, norm, counter, size, first, chunks,
+    slots = max(1, int(_NORM_PROGRAMS * describe(grad.device).num_sms))
+    programs = triton.cdiv(count, triton.cdiv(count, slots))  # all at once, and evenly
+    _square_sums_kernel[(programs,)](
+        grad, sums, norm, counter, size, first, count, chunks,
         TURNS=norm_chunk(size) // _NORM_BLOCK, BLOCK=_NORM_BLOCK,
         CHUNKS=triton.next_power_of_2(chunks), num_warps=_NUM_WARPS, **overlapping(grad.device),
     )  # fmt: skip

@@ -18,6 +18,7 @@ COMPILE_CASES = [
             "sums_ptr": "*fp32",
             "size": "i32",
             "first": "i32",
+            "count": "i32",
             "chunks": "i32",
         },
         "constexprs": {
@@ -36,6 +37,7 @@ COMPILE_CASES = [
             "counter_ptr": "*i32",
             "size": "i32",
             "first": "i32",
+            "count": "i32",
             "chunks": "i32",
         },
         "constexprs": {"TURNS": 4, "BLOCK": 4096, "CHUNKS": 2048},
@@ -52,7 +54,7 @@ COMPILE_CASES = [
             "first": "i32",
         },
         "constexprs": {
-            **{"size": 1, "chunks": 1},
+            **{"size": 1, "count": 1, "chunks": 1},
             **{"TURNS": 1, "BLOCK": 4096, "CHUNKS": 1},
         },
         "options": {"num_warps": 8},

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from triton_kernels import adamw, reference
+from triton_kernels.device import describe
 
 SIZES = {
     "one": 1,
@@ -149,10 +150,13 @@ def test_a_zero_gradient_only_decays(device):
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 5 * 4096 + 17])
 @pytest.mark.parametrize("chunks", [1, 2, 512], ids="chunks={}".format)
 def test_grad_norm(size, chunks, device, monkeypatch):
-    """With few chunks each takes several turns; with many, one."""
+    """With few chunks each takes several turns; with many, one. Of few programs each takes several
+    chunks, which changes no bit."""
     monkeypatch.setattr(adamw, "_NORM_CHUNKS", chunks)
     grad = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device)
     norm = adamw.grad_norm(grad)
+    monkeypatch.setattr(adamw, "_NORM_PROGRAMS", 2.5 / describe(device).num_sms)
+    assert torch.equal(adamw.grad_norm(grad), norm)
     assert norm.shape == (1,)
     torch.testing.assert_close(norm[0].double(), grad.double().norm(), rtol=1e-6, atol=0)
     assert torch.equal(adamw.grad_norm(grad), norm)

@@ -28,12 +28,3 @@ def first_channels(offs, C: tl.constexpr, CO: tl.constexpr):
         return offs
     else:
         return offs // C * CO + offs % C
-
-
-@triton.jit
-def elements_of_output(elements, C: tl.constexpr, CO: tl.constexpr):
-    """Of [H, W, CO]; the compiler sees what divides them."""
-    if CO == C:
-        return elements
-    else:
-        return elements // C * CO

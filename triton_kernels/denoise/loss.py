@@ -27,10 +27,11 @@ class _LossConfig(NamedTuple):
 
 _LOSS_CONFIGS = [
     _LossConfig(512, 1, 4),
-    _LossConfig(1024, 1, 8),
     _LossConfig(256, 1, 4),
     _LossConfig(256, 1, 8),
-    _LossConfig(512, 6, 16),  # all of an image of 64x64
+    _LossConfig(1024, 1, 8),
+    _LossConfig(512, 3, 16),
+    _LossConfig(1024, 3, 16),  # all of an image of 64x64
 ]
 
 
