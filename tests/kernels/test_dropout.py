@@ -96,7 +96,7 @@ def test_rng_changed_before_backward(device):
 
 
 def test_errors(device):
-    x, rng = torch.ones(1, 2, 2, 4), _rng("cpu")
+    x, rng = torch.ones(1, 2, 2, 4, device=device), _rng(device)
     with pytest.raises(ValueError, match="p is 1.0; expected 0 <= p < 1"):
         dropout(x, 1.0, rng, layer=0)
     with pytest.raises(ValueError, match="layer is -1"):
