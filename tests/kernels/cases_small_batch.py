@@ -81,7 +81,7 @@ COMPILE_CASES = [
     },
     {
         "name": "resample_parts",
-        "kernel": "triton_kernels.fused.norm_whole_kernels:resample_parts_kernel",
+        "kernel": "triton_kernels.fused.parts_kernels:resample_parts_kernel",
         "signature": types("*fp32", "parts_ptr", "bias_ptr", "extra_bias_ptr", "emb_ptr")
         | types("*fp32", "partial_ptr")
         | types("*bf16", "residual_ptr", "y_ptr", "resampled_ptr")
@@ -117,7 +117,7 @@ COMPILE_CASES = [
     },
     {
         "name": "sum_parts",
-        "kernel": "triton_kernels.fused.norm_whole_kernels:sum_parts_kernel",
+        "kernel": "triton_kernels.fused.parts_kernels:sum_parts_kernel",
         "signature": types("*fp32", "parts_ptr", "bias_ptr", "extra_bias_ptr", "emb_ptr")
         | types("*fp32", "partial_ptr")
         | types("*bf16", "residual_ptr", "y_ptr")
@@ -129,7 +129,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_of_sums of two tensors",
-        "kernel": "triton_kernels.fused.norm_whole_kernels:norm_sums_kernel",
+        "kernel": "triton_kernels.fused.norm_sums_kernels:norm_sums_kernel",
         "signature": types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
         | types("*fp32", "partial1_ptr", "partial2_ptr", *_FILM)
         | types("i32", "stride_scale", "stride_shift", "pixels1", "pixels2")

@@ -22,13 +22,10 @@ from ..norm.pass_grid import PassConfig
 from .conv_split import SplitConv
 from .norm_few import norm_few, serves_few
 from .norm_passes import cut
+from .norm_sums_kernels import norm_sums_kernel
 from .norm_tables import check_partials_of, tiles_at_a_time
-from .norm_whole_kernels import (
-    norm_sums_kernel,
-    norm_whole_kernel,
-    resample_parts_kernel,
-    sum_parts_kernel,
-)
+from .norm_whole_kernels import norm_whole_kernel
+from .parts_kernels import resample_parts_kernel, sum_parts_kernel
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
