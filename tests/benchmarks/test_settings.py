@@ -1,10 +1,6 @@
 """Settings and errors of the command lines."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +9,8 @@ from benchmarks import harness, run, sampling
 from benchmarks.cases import model_cases
 from diffusion.errors import ConfigError
 
+from ..end_to_end.run import run as run_command
 from .small import row
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -66,13 +61,6 @@ def test_settings_take_the_types_of_their_defaults():
     "module", ["run", "train_step", "profile", "sampling", "tune_sampling", "policy"]
 )
 def test_without_a_gpu_there_is_one_line(module):
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{module}"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert done.stderr == "error: benchmarks need a CUDA device, and PyTorch sees none\n"
+    code, _, err = run_command("-m", f"benchmarks.{module}", fresh=module == "run")
+    assert code == 2
+    assert err == "error: benchmarks need a CUDA device, and PyTorch sees none\n"

@@ -1,7 +1,5 @@
 """tools/prepare.py as a user runs it."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +9,13 @@ from PIL import Image
 
 from diffusion.data import load_dataset
 
+from ..end_to_end.run import run
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def prepare(cwd, *settings):
-    command = [sys.executable, str(ROOT / "tools/prepare.py"), *settings]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+def prepare(cwd, *settings, fresh=False):
+    return run("tools/prepare.py", *settings, cwd=cwd, fresh=fresh)
 
 
 @pytest.fixture
@@ -30,26 +29,26 @@ def photos(tmp_path):
 
 
 def test_folder_to_packed_to_bin(photos):
-    done = prepare(photos, "src=photos", "out=sub/a.packed", "size=[8,4]")
-    assert done.returncode == 0, done.stderr
-    assert "6 images" in done.stdout and "0 skipped" in done.stdout
+    code, out, err = prepare(photos, "src=photos", "out=sub/a.packed", "size=[8,4]", fresh=True)
+    assert code == 0, err
+    assert "6 images" in out and "0 skipped" in out
     packed = load_dataset("packed", path=photos / "sub/a.packed")
     folder = load_dataset("folder", path=photos / "photos", size=[8, 4])
     assert torch.equal(packed.images, folder.images) and torch.equal(packed.labels, folder.labels)
     assert packed.class_names == ("cats", "dogs")
 
-    done = prepare(photos, "src=sub/a.packed", "out=a.bin")
-    assert done.returncode == 0 and "labels are left out" in done.stdout
+    code, out, _ = prepare(photos, "src=sub/a.packed", "out=a.bin")
+    assert code == 0 and "labels are left out" in out
     assert torch.equal(load_dataset("packed", path=photos / "a.bin").images, folder.images)
     assert {path.name for path in photos.iterdir()} == {"photos", "sub", "a.bin"}  # no litter
 
 
 def test_nothing_is_overwritten_unasked(photos):
     (photos / "a.packed").write_bytes(b"precious")
-    done = prepare(photos, "src=photos", "out=a.packed")
-    assert done.returncode == 2 and "overwrite=true" in done.stderr
-    assert (photos / "a.packed").read_bytes() == b"precious" and "Traceback" not in done.stderr
-    assert prepare(photos, "src=photos", "out=a.packed", "overwrite=true").returncode == 0
+    code, _, err = prepare(photos, "src=photos", "out=a.packed")
+    assert code == 2 and "overwrite=true" in err
+    assert (photos / "a.packed").read_bytes() == b"precious" and "Traceback" not in err
+    assert prepare(photos, "src=photos", "out=a.packed", "overwrite=true")[0] == 0
     assert load_dataset("packed", path=photos / "a.packed").size == (64, 64)
 
 

@@ -1,11 +1,15 @@
 """Start an entry script the way a user does."""
 
+import atexit
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import torch
+
+from .forked import ROOT, Forked
 
 TINY = (
     "experiment=demo",
@@ -31,9 +35,10 @@ def environment() -> dict[str, str]:
     return env | {"OMP_NUM_THREADS": "1"}
 
 
-def start(script: str, *arguments: str, cwd: Path | None = None) -> subprocess.Popen:
+def start(*command: str, cwd: Path | None = None) -> subprocess.Popen:
+    """A process of its own for SCRIPT ... or -m MODULE ..."""
     return subprocess.Popen(
-        [sys.executable, str(ROOT / script), *arguments],
+        [sys.executable, *_absolute(command)],
         cwd=cwd or ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -42,8 +47,23 @@ def start(script: str, *arguments: str, cwd: Path | None = None) -> subprocess.P
     )
 
 
-def run(script: str, *arguments: str, cwd: Path | None = None) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr)"""
-    process = start(script, *arguments, cwd=cwd)
-    out, err = process.communicate(timeout=240)
-    return process.returncode, out, err
+def run(*command: str, cwd: Path | None = None, fresh: bool = False) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr). Unless `fresh`, in a copy of a process that has imported
+    PyTorch; not where there is a GPU, whose driver does not outlive a fork."""
+    if fresh or torch.cuda.is_available():
+        process = start(*command, cwd=cwd)
+        out, err = process.communicate(timeout=240)
+        return process.returncode, out, err
+    return _forked().run(_absolute(command), cwd or ROOT, environment(), timeout=240)
+
+
+def _absolute(command: tuple[str, ...]) -> list[str]:
+    first, *arguments = command
+    return [first if first == "-m" else str(ROOT / first), *arguments]
+
+
+@functools.cache
+def _forked() -> Forked:
+    forked = Forked(environment())
+    atexit.register(forked.close)
+    return forked

@@ -40,7 +40,7 @@ def trained(tmp_path_factory):
 
 def test_rollout(trained, tmp_path):
     film = tmp_path / "a.gif"
-    code, out, err = run("tools/rollout.py", f"ckpt={trained}", *ROLL, f"out={film}")
+    code, out, err = run("tools/rollout.py", f"ckpt={trained}", *ROLL, f"out={film}", fresh=True)
     assert code == 0, err
     assert re.search(r"backend torch, fp32, CPU, batch 1, 3 steps of ddpm: p50 \S+ ms, p99", out)
     assert re.search(r"push_disc: success rate \S+ % \(\d of 3 episodes\), .* 10.0 steps", out)

@@ -39,7 +39,8 @@ def test_everything_of_the_run_is_in_its_folder(trained):
 
 def test_sample_grid(trained, tmp_path):
     out = tmp_path / "grid.png"
-    code, _, err = run("sample.py", f"ckpt={trained}", "n=3", "steps=2", f"out={out}", "device=cpu")
+    command = ("sample.py", f"ckpt={trained}", "n=3", "steps=2", f"out={out}", "device=cpu")
+    code, _, err = run(*command, fresh=True)
     assert code == 0, err
     assert Image.open(out).size[0] > 100
 

@@ -1,0 +1,119 @@
+"""Entry scripts in copies of one process that has imported what they import.
+
+Starting Python and importing PyTorch takes two seconds or more, and the suite starts scripts a
+hundred times. `Forked` starts one process, which forks itself for each command: the copy has the
+command's arguments, folder, environment and output files, and runs the script as `__main__`.
+"""
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPORTED = (
+    "hydra",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "torch.fx.experimental.symbolic_shapes",  # which torch.autograd asks for
+    "torch.utils.tensorboard",
+    "configs.entry",
+    "diffusion.training_run",
+    "diffusion.sampling_run",
+    "diffusion.policies.rollout_run",
+    "diffusion.export.run",
+)
+
+
+class Forked:
+    """A process to fork; `run` runs a command in a copy of it."""
+
+    def __init__(self, environment: dict[str, str]):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.end_to_end.forked"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env=environment,
+            text=True,
+        )
+
+    def run(
+        self, command: list[str], cwd: Path, environment: dict[str, str], timeout: float
+    ) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr) of SCRIPT ... or -m MODULE ..."""
+        with tempfile.TemporaryDirectory() as folder:
+            out, err = Path(folder, "out"), Path(folder, "err")
+            request = {"command": command, "cwd": str(cwd), "environment": environment}
+            request |= {"out": str(out), "err": str(err)}
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            if not select.select([self.process.stdout], [], [], timeout)[0]:
+                self.close()
+                raise TimeoutError(f"{' '.join(command)} took more than {timeout} s")
+            return int(self.process.stdout.readline()), out.read_text(), err.read_text()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def _become(request: dict) -> NoReturn:
+    """Run the command in this process, a copy, and end it."""
+    for number, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, request["out"], os.O_WRONLY | os.O_CREAT),
+        (2, request["err"], os.O_WRONLY | os.O_CREAT),
+    ):
+        os.dup2(os.open(path, flags), number)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    code = 0
+    try:
+        _run(*request["command"])
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # an interpreter that ends by itself would take PyTorch apart for a second
+
+
+def _run(script: str, *arguments: str) -> None:
+    """What `python SCRIPT ...` and `python -m MODULE ...` do."""
+    if script == "-m":
+        module, *arguments = arguments
+        sys.argv, sys.path[0] = [module, *arguments], os.getcwd()
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
+        runpy.run_path(script, run_name="__main__")
+
+
+def main() -> None:
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()  # or the first collection in a copy would write to, and so copy, all of its memory
+    for line in sys.stdin:
+        copy = os.fork()
+        if copy == 0:
+            _become(json.loads(line))
+        _, status = os.waitpid(copy, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    main()
