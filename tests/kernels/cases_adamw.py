@@ -1,5 +1,9 @@
 """Compile-only cases of triton_kernels.adamw."""
 
+from .compile_only import WITHOUT_PRODUCTS
+
+CHIPS = WITHOUT_PRODUCTS
+
 _BUFFERS = {
     "param_ptr": "*fp32",
     "grad_ptr": "*fp32",

@@ -134,7 +134,7 @@ COMPILE_CASES = (
         # 192 sums a thread; 48 bytes with Triton 3.6
         _bare_once("once_192_channels_256_pixels", 256, 7, 3, False, 3, 8, spills=192),
         _once_tf32("once_tf32_64", 64, 8, 8),
-        _once_tf32("once_tf32_128", 128, 24, 9),
+        _once_tf32("once_tf32_128", 128, 12, 9),
         _bare_points("pointwise_192", 128, 2, 3, True, 7),
         _bare_points("pointwise_256_pixels", 256, 3, 1, True, 4, 1),
         _bare_points("pointwise_128", 128, 4, 2, True, 5),

@@ -1,6 +1,10 @@
 """Compile-only cases of triton_kernels.draw and triton_kernels.denoise: a batch of 64x64x3
 images."""
 
+from .compile_only import WITHOUT_PRODUCTS
+
+CHIPS = WITHOUT_PRODUCTS
+
 _BATCH = {
     "images_ptr": "*u8",
     "index_ptr": "*i64",

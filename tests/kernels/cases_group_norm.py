@@ -2,7 +2,9 @@
 64 channels in 32 groups at 64x64 by passes, 192 channels in 32 groups at 16x16 in registers. Those
 of "two" are over a concatenation."""
 
-from .compile_only import ints
+from .compile_only import WITHOUT_PRODUCTS, ints
+
+CHIPS = WITHOUT_PRODUCTS
 
 _PASS = {"MASKED": False, "TILES": 4, "BLOCK_P": 64, "BLOCK_C": 64}
 _SMALL_PASS = {"MASKED": True, "TILES": 2, "BLOCK_P": 32, "BLOCK_C": 64}

@@ -57,7 +57,7 @@ COMPILE_CASES = (
     [
         _of_rows(4, 64),
         _of_rows(2, 16),
-        _of_rows(4, 64, images=8),
+        _of_rows(2, 64, images=8),
         _of_points(4, 1, 1, 2, 3),
         _of_points(3, 2, 2, 2, 3),
         _of_points(2, 3, 3, 1, 4),

@@ -1,7 +1,9 @@
 """Kernels of norm_passes and norm_tables to compile for every chip, in bf16: 64 and 64 channels in
 32 groups at 64x64, in the tiles that such an image gets."""
 
-from .compile_only import ints, types
+from .compile_only import ARCHES, WITHOUT_PRODUCTS, ints, types
+
+CHIPS = WITHOUT_PRODUCTS
 
 _LAUNCH = {"num_warps": 4}
 _GROUPS = {"CG": 4, "BLOCK_G": 4, "BLOCK_J": 4}
@@ -121,6 +123,7 @@ COMPILE_CASES = [
         "constexprs": {"BLOCK_N": 32, "BLOCK_CO": 64, "BLOCK_CI": 64},
         "multiples": ("CI", "CO"),
         "options": _LAUNCH,
+        "expect": {"arches": ARCHES},
     },
     {
         "name": "norm_apply_folded",

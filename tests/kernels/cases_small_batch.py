@@ -1,7 +1,9 @@
 """Kernels of inference at a small batch to compile for every chip, in bf16: 256 channels in 32
 groups at 8x8, in the tiles that one such image gets."""
 
-from .compile_only import types
+from .compile_only import WITHOUT_PRODUCTS, types
+
+CHIPS = WITHOUT_PRODUCTS
 
 _CONV_SPLIT = {
     "name": "conv_split, two extras",

@@ -18,7 +18,10 @@ beside this file, each of which has COMPILE_CASES, a list of dicts:
                         of a tile whose alignment the compiler does not see
                  tma    on sm_90. True: tiles are loaded by TMA; False: no TMA load
                  spills bytes of registers that may be spilled, if not 0
-                 arches chips to compile for, if not all of ARCHES
+                 arches chips that it may be compiled for, if not all of the file's CHIPS, or ARCHES
+
+What a further case of a kernel shows hardly depends on the chip, so it is compiled for those of
+FURTHER and those that no case of the kernel before it was.
 """
 
 import argparse
@@ -29,9 +32,13 @@ import json
 import os
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 ARCHES = (80, 89, 90, 100, 120)
+# Kernels that multiply no tiles differ little from chip to chip.
+WITHOUT_PRODUCTS = (80, 90, 120)
+FURTHER = (80, 90)  # without a TMA unit, and with
 
 # Shared memory that one block may have, bytes (CUDA programming guide, compute capabilities).
 SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -49,18 +56,23 @@ def ints(*names: str) -> dict[str, str]:
 
 def load_cases() -> dict[str, dict]:
     """All cases of all files, by "file/name"."""
-    cases = {}
+    cases, seen = {}, defaultdict(set)
     for path in sorted(Path(__file__).parent.glob("cases_*.py")):
         module = importlib.import_module(f"{__package__}.{path.stem}")
         for case in module.COMPILE_CASES:
             key = f"{path.stem.removeprefix('cases_')}/{case['name']}"
             assert key not in cases, f"two compile cases are named {key}"
-            cases[key] = case
+            chips = case.get("expect", {}).get("arches", getattr(module, "CHIPS", ARCHES))
+            before = seen[case["kernel"]]
+            wanted = tuple(chip for chip in chips if chip in FURTHER or chip not in before)
+            cases[key] = case | {"arches": wanted}
+            before.update(wanted)
     return cases
 
 
 def arches_of(case: dict) -> tuple[int, ...]:
-    return tuple(case.get("expect", {}).get("arches", ARCHES))
+    """The chips that a case of `load_cases` is compiled for."""
+    return case["arches"]
 
 
 def compile_case(case: dict, arch: int) -> dict:
