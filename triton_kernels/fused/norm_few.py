@@ -17,7 +17,7 @@ from ..activations import activate
 from ..dependent_launch import await_inputs, begin_next, overlapping
 from ..layout import row_stride
 from ..norm.stream_kernels import modulate
-from .norm_whole_kernels import add_pairs, each_lane, parameters
+from .norm_whole_kernels import add_pairs, parameters, sum_of_lanes
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -129,14 +129,14 @@ def _norm_few_kernel(
     mean = tl.sum(sums1, 0) * (1.0 / pixels1)
     if x2_ptr is not None:
         mean += tl.sum(sums2, 0) * (1.0 / pixels2)
-    mean = each_lane(mean, BLOCK_G, BLOCK_J) / CG
+    mean = sum_of_lanes(mean, BLOCK_G, BLOCK_J) / CG
     # Chan: about the mean, and what its sum has rounded off
     var, rest = _about(sums1, within1, mask1, mean, pixels1, K1)
     if x2_ptr is not None:
         var2, rest2 = _about(sums2, within2, mask2, mean, pixels2, K2)
         var, rest = var + var2, rest + rest2
-    rest = each_lane(rest, BLOCK_G, BLOCK_J) / CG
-    var = each_lane(var, BLOCK_G, BLOCK_J) / CG - rest * rest
+    rest = sum_of_lanes(rest, BLOCK_G, BLOCK_J) / CG
+    var = sum_of_lanes(var, BLOCK_G, BLOCK_J) / CG - rest * rest
     slope = g / tl.sqrt(var + eps)
     x = x.to(tl.float32) - (mean + rest)[None, :]
     a = activate(x * slope[None, :] + b[None, :], ACT)

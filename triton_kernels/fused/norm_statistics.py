@@ -1,6 +1,6 @@
 """Statistics of a norm from the partial sums of tiles, as `norm_tables` says what these are.
 
-Jit functions of `norm_table_kernels`, `norm_fold_kernels`, `norm_whole_kernels` and
+Jit functions of `norm_table_kernels`, `norm_fold_kernels`, `norm_whole_kernels`, `norm_few` and
 `norm_sums_kernels`. What is kept of a channel is [BLOCK_G, BLOCK_J], groups by their channels, so
 that the sum over a group is a sum over rows.
 """
@@ -18,6 +18,12 @@ def covering_lanes(c0, C, CG: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_J: tl.c
     offs_j = tl.arange(0, BLOCK_J)[None, :]
     lanes = (c0 // CG + tl.arange(0, BLOCK_G)[:, None]) * CG + offs_j
     return lanes, (offs_j < CG) & (lanes < C)
+
+
+@triton.jit
+def each_lane(v, G: tl.constexpr, J: tl.constexpr):
+    """[G], of groups, to [G * J], of their channels."""
+    return tl.reshape(tl.broadcast_to(v[:, None], [G, J]), [G * J])
 
 
 @triton.jit

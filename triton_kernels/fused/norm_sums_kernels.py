@@ -8,6 +8,7 @@ from ..dependent_launch import await_inputs
 from ..norm.stream_kernels import affine, modulate
 from .norm_statistics import (
     covering_lanes,
+    each_lane,
     merge_channels,
     moments_at_once,
     moments_of_partials,
@@ -32,12 +33,6 @@ def _moments(
             partial_ptr, pixels, C, offs_c[None, :], mask_c[None, :], K, BLOCK_K
         )
         return tl.reshape(mean, offs_c.shape), tl.reshape(var, offs_c.shape)
-
-
-@triton.jit
-def _each_channel(v, G: tl.constexpr, J: tl.constexpr):
-    """[G], of groups, to [G * J], of their channels"""
-    return tl.reshape(tl.broadcast_to(v[:, None], [G, J]), [G * J])
 
 
 @triton.jit
@@ -131,8 +126,8 @@ def norm_sums_kernel(
     mean, var = tl.reshape(mean, [BLOCK_G, BLOCK_J]), tl.reshape(var, [BLOCK_G, BLOCK_J])
     group_mean, group_rstd = merge_channels(mean, var, there, eps, CG)
     if BLOCK_G * BLOCK_J == BLOCK_C:
-        mean_c = _each_channel(group_mean, BLOCK_G, BLOCK_J)
-        slope = g * _each_channel(group_rstd, BLOCK_G, BLOCK_J)
+        mean_c = each_lane(group_mean, BLOCK_G, BLOCK_J)
+        slope = g * each_lane(group_rstd, BLOCK_G, BLOCK_J)
     else:
         group = offs_c // CG - c0 // CG
         mean_c = tl.gather(group_mean, group, 0)

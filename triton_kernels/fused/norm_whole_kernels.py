@@ -12,6 +12,7 @@ import triton.language as tl
 from ..activations import activate
 from ..dependent_launch import await_inputs, begin_next
 from ..norm.stream_kernels import modulate
+from .norm_statistics import each_lane
 from .parts_kernels import load_parts, sum_of_parts, terms_of_parts
 
 
@@ -33,10 +34,9 @@ def add_pairs(a, b, c, d):
 
 
 @triton.jit
-def each_lane(v, G: tl.constexpr, J: tl.constexpr):
+def sum_of_lanes(v, G: tl.constexpr, J: tl.constexpr):
     """The sums over groups of J lanes of v [G * J], for every lane."""
-    total = tl.sum(tl.reshape(v, [G, J]), 1, keep_dims=True)
-    return tl.reshape(tl.broadcast_to(total, [G, J]), [G * J])
+    return each_lane(tl.sum(tl.reshape(v, [G, J]), 1), G, J)
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _over_groups(v, G: tl.constexpr, J: tl.constexpr):
         return tl.sum(v) + tl.zeros([J], tl.float32)
     else:
         # not a sum over [G, J * P]: of such a reshaped tensor Triton 3.6 adds the wrong lanes
-        return each_lane(tl.sum(v, 1), G, J)
+        return sum_of_lanes(tl.sum(v, 1), G, J)
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _two_over_groups(v, w, G: tl.constexpr, J: tl.constexpr):
         return v + tl.zeros([J], tl.float32), w + tl.zeros([J], tl.float32)
     else:
         v, w = tl.reduce((v, w), 1, add_pairs)
-        return each_lane(v, G, J), each_lane(w, G, J)
+        return sum_of_lanes(v, G, J), sum_of_lanes(w, G, J)
 
 
 @triton.jit(do_not_specialize=["N"])
