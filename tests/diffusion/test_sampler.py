@@ -125,9 +125,16 @@ def _exact(scheduler, schedule):
 SHAPE = (2, 3, 5, 3)
 
 
-@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
-@pytest.mark.parametrize("prediction", ["epsilon", "sample", "v_prediction"])
-@pytest.mark.parametrize("variance", ["fixed_small", "fixed_large", "learned_range"])
+SPACINGS = ("leading", "trailing", "linspace")
+PREDICTIONS = ("epsilon", "sample", "v_prediction")
+VARIANCES = ("fixed_small", "fixed_large", "learned_range")
+
+
+@pytest.mark.parametrize(
+    ("variance", "prediction", "spacing"),
+    # a Latin square: every pair of two options once
+    [(VARIANCES[(i + j) % 3], PREDICTIONS[i], SPACINGS[j]) for i in range(3) for j in range(3)],
+)
 @pytest.mark.parametrize("clip", [1.0, None])
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 def test_ddpm_chain_of_diffusers(name, clip, variance, prediction, spacing, monkeypatch):

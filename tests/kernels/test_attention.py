@@ -20,6 +20,8 @@ from triton_kernels.attention import (
 )
 from triton_kernels.dependent_launch import dependent_launches
 
+from .distinct import distinct
+
 FLOOR = 1e-6  # of the budget: the precision of float32 statistics
 PRECISIONS = {
     "fp32": (torch.float32, False),
@@ -149,7 +151,7 @@ def test_empty(shape, device):
 CONFIG_SHAPES = {"ragged": (1, 70, 1, 24), "whole": (1, 64, 1, 32)}
 
 
-@pytest.mark.parametrize("config", _FWD_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", distinct(_FWD_CONFIGS), ids=str)
 @pytest.mark.parametrize("shape", CONFIG_SHAPES.values(), ids=CONFIG_SHAPES)
 def test_fwd_config(config, shape, device):
     qkv, do = make(*shape, torch.float16, device)
@@ -161,7 +163,7 @@ def test_fwd_config(config, shape, device):
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1) / math.log(2), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("config", _BWD_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", distinct(_BWD_CONFIGS), ids=str)
 @pytest.mark.parametrize("shape", CONFIG_SHAPES.values(), ids=CONFIG_SHAPES)
 def test_bwd_config(config, shape, device):
     if config.one_pass and config.keep < shape[1]:
