@@ -10,6 +10,8 @@ from triton_kernels import column_sum, reference
 from triton_kernels.conv import conv2d as conv
 from triton_kernels.conv import turn as conv_turn
 
+from .poison import poison_outputs
+
 
 class Shape(NamedTuple):
     n: int
@@ -167,10 +169,4 @@ def check(got, exact, low, shape: Shape, precision: str):
 @pytest.fixture
 def poison(monkeypatch):
     """Memory that a kernel forgets to write holds NaN."""
-
-    def empty(shape, **kwargs):
-        return torch.full(shape, float("nan"), **kwargs)
-
-    monkeypatch.setattr(conv, "_empty", empty)
-    monkeypatch.setattr(column_sum, "_empty", empty)
-    monkeypatch.setattr(conv_turn, "_empty", empty)
+    poison_outputs(monkeypatch, conv, column_sum, conv_turn)

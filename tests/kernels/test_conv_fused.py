@@ -24,6 +24,7 @@ from triton_kernels.fused.conv import (
 
 from .conv_cases import MODEL
 from .distinct import distinct
+from .poison import poison_outputs
 
 
 class Shape(NamedTuple):
@@ -62,11 +63,7 @@ def poison(monkeypatch, device):
     """Memory that a kernel forgets to write holds NaN."""
     if not describe(device).tma:
         pytest.skip("no TMA unit")
-
-    def empty(shape, **kwargs):
-        return torch.full(shape, float("nan"), **kwargs)
-
-    monkeypatch.setattr(conv_fused, "_empty", empty)
+    poison_outputs(monkeypatch, conv_fused)
 
 
 def relative(got: Tensor, exact: Tensor) -> float:

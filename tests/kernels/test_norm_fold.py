@@ -21,15 +21,13 @@ from .norm_cases import (
     reference_forward,
     second_half,
 )
+from .poison import poison_outputs
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Outputs and workspaces start as NaN, so an element that no program writes cannot pass."""
-    for module in (norm_fold, norm_passes, norm_tables, row_sums):
-        monkeypatch.setattr(
-            module, "_empty", lambda shape, **kw: torch.full(shape, torch.nan, **kw)
-        )
+    poison_outputs(monkeypatch, norm_fold, norm_passes, norm_tables, row_sums)
 
 
 def _apply(halves, ks, groups, weight, bias, fold=True, **options):

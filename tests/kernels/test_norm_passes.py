@@ -24,6 +24,7 @@ from .norm_cases import (
     reference_forward,
     second_half,
 )
+from .poison import poison_outputs
 
 # exp of the interpreter's NumPy warns where infinity is the right value
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
@@ -32,10 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Outputs and workspaces start as NaN, so an element that no program writes cannot pass."""
-    for module in (norm_passes, norm_tables, pool_partials, column_sum, row_sums):
-        monkeypatch.setattr(
-            module, "_empty", lambda shape, **kw: torch.full(shape, torch.nan, **kw)
-        )
+    poison_outputs(monkeypatch, norm_passes, norm_tables, pool_partials, column_sum, row_sums)
 
 
 def _table(halves, ks, groups, weight, bias, **film):

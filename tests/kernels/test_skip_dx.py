@@ -11,6 +11,8 @@ from triton_kernels.fused import norm_fold, norm_tables, skip_dx
 from triton_kernels.fused import reference as fused_reference
 from triton_kernels.row_sums import RowSums
 
+from .poison import poison_outputs
+
 
 class Case(NamedTuple):
     n: int
@@ -56,12 +58,7 @@ def poison(monkeypatch, device):
     """Memory that a kernel forgets to write holds NaN."""
     if not describe(device).tma:
         pytest.skip("no TMA unit")
-
-    def empty(shape, **kwargs):
-        return torch.full(shape, float("nan"), **kwargs)
-
-    for module in (norm_tables, skip_dx):
-        monkeypatch.setattr(module, "_empty", empty)
+    poison_outputs(monkeypatch, norm_tables, skip_dx)
 
 
 def _inputs(case: Case, dtype, device) -> dict[str, Tensor | None]:

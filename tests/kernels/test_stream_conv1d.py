@@ -11,16 +11,14 @@ from triton_kernels.stream import reference as stream_reference
 from triton_kernels.stream import whole
 from triton_kernels.stream.conv1d import Activation, Film, Norm, Stem, Sums, pack_conv
 
+from .poison import poison_outputs
+
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """What a kernel does not write is NaN; and the reference on a GPU is float32 throughout."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(
-        stream_conv1d,
-        "_empty",
-        lambda *args, **kwargs: torch.empty(*args, **kwargs).fill_(torch.nan),
-    )
+    poison_outputs(monkeypatch, stream_conv1d)
 
 
 def relative(x: torch.Tensor, reference: torch.Tensor) -> float:

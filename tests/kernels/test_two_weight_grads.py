@@ -7,6 +7,7 @@ from triton_kernels.conv.gluon import rows as gluon_rows
 from triton_kernels.fused import two_weight_grads
 from triton_kernels.fused.two_weight_grads import _Plan, conv_two_weight_grads
 
+from .poison import poison_outputs
 from .test_conv_fused import (
     Shape,
     poison,  # noqa: F401  a fixture for every test here
@@ -79,10 +80,7 @@ class TestGpu:
     @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
     @pytest.mark.parametrize("name", LARGE)
     def test_one_launch(self, name, accumulate, device, monkeypatch):
-        def empty(shape, **kwargs):
-            return torch.full(shape, float("nan"), **kwargs)
-
-        monkeypatch.setattr(two_weight_grads, "_empty", empty)
+        poison_outputs(monkeypatch, two_weight_grads)
         x = torch.empty(LARGE[name][0][:4], dtype=torch.bfloat16, device=device)
         filters = (torch.empty((s.co, s.ci, 3, 3), device=device) for s in LARGE[name])
         plan = _Plan(gluon_rows.wgrad_splits(x, *filters))

@@ -10,6 +10,7 @@ from triton_kernels.conv.gluon.group_wgrad import Gradient, Tile
 from triton_kernels.fused import weight_grads
 from triton_kernels.fused.weight_grads import _Plan, conv_weight_grads
 
+from .poison import poison_outputs
 from .test_conv_fused import (
     poison,  # noqa: F401  a fixture for every test here
     randn,
@@ -136,10 +137,7 @@ class TestGpu:
         ],
     )
     def test_one_launch(self, name, tile: Tile, accumulate, device, monkeypatch):
-        def empty(shape, **kwargs):
-            return torch.full(shape, float("nan"), **kwargs)
-
-        monkeypatch.setattr(weight_grads, "_empty", empty)
+        poison_outputs(monkeypatch, weight_grads)
         group = LARGE[name]
         if tile not in group_wgrad.tiles(gradients(group, torch.bfloat16, device)):
             pytest.skip("a tile of other shapes")
