@@ -63,8 +63,14 @@ def group_norm(
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # F.group_norm has no backward for a bias alone
     params = [None if p is None else p.to(dtype) for p in (weight, bias)]
+    # PyTorch's backward on a CPU crashes (2.13) if weight or bias needs a gradient and a
+    # channels_last x does not: then the affine map is an operation of its own
+    apart = not x.requires_grad and any(p is not None and p.requires_grad for p in params)
+    affine = (None, None) if apart else params
     # not F.group_norm, which refuses groups of a single number in a batch of one
-    z = _nhwc(torch.group_norm(_nchw(x.to(dtype)), num_groups, *params, eps))
+    z = _nhwc(torch.group_norm(_nchw(x.to(dtype)), num_groups, *affine, eps))
+    if apart:
+        z = z * params[0] if params[1] is None else z * params[0] + params[1]
     if scale is not None:
         z = z * (1 + scale.to(dtype)[:, None, None, :])
     if shift is not None:

@@ -308,6 +308,16 @@ def test_frozen_input_or_parameters(path, device):
     assert torch.equal(torch.autograd.grad(y, leaf, dy)[0], full[1])
 
 
+@pytest.mark.parametrize("trained", [0, 1], ids=["weight", "bias"])
+def test_reference_of_a_frozen_input(trained):
+    """PyTorch's backward would end the process."""
+    x, (weight, bias, _, _), dy = _case((2, 3, 3, 8))
+    leaf = (weight, bias)[trained].requires_grad_()
+    (got,) = torch.autograd.grad(reference.group_norm(x, 2, weight, bias), leaf, dy)
+    xhat = reference.group_norm(x, 2)
+    assert _error(got, (dy * (xhat if trained == 0 else 1)).sum((0, 1, 2))) < 1e-6
+
+
 def test_same_bits_again(path, device):
     case = _case((2, 37, 41, 3), device=device)
     first, second = (_run(group_norm, *case, 1, "silu") for _ in range(2))
