@@ -276,8 +276,10 @@ def conv2d(
         raise ValueError(
             f"x of shape {tuple(x.shape)} is smaller than the {r}x{s} filter with padding {padding}"
         )
-    pixels = max(x.shape[1] * x.shape[2], size[0] * size[1])
-    if max(x.shape[0], x.shape[3], weight.shape[0]) * pixels >= 2**31:
+    # not the product of the largest: which of symbols is that would become a guard
+    pixels = x.shape[1] * x.shape[2], size[0] * size[1]
+    factors = x.shape[0], x.shape[3], weight.shape[0]
+    if any(factor * image >= 2**31 for factor in factors for image in pixels):
         raise ValueError(
             f"x of shape {tuple(x.shape)}: the pixels of the batch, and the elements of one image, "
             "have to be fewer than 2^31"
