@@ -259,11 +259,11 @@ def test_network_is_one_graph(device):
 
 
 def test_network_of_any_batch(device):
-    """One graph serves several sizes of the batch."""
+    """One graph serves several sizes of the batch, be they larger than the channels."""
     net, _ = _network(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(net, fullgraph=True, backend=counter)
-    for n in (2, 3):
+    for n in (2, 9):
         _, (images, t, table, rng) = _network(device, n=n)
         torch._dynamo.mark_dynamic(images, 0)
         torch._dynamo.mark_dynamic(t, 0)
@@ -349,6 +349,24 @@ def test_autocast(backend, device):
 
 
 # --- on the GPU: Inductor, bf16, CUDA graphs ------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_tensors_on_two_devices_raise(device):
+    x = torch.randn(1, 2, 2, 8, device=device)
+    with pytest.raises(ValueError, match="weight is on cpu; expected cuda:0, where x is"):
+        group_norm(x, 2, torch.ones(8))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_network_on_a_gpu_that_is_not_the_current_one(device):
+    net, inputs = _network(device)
+    want = _step(net, net, inputs)
+    net, inputs = _network("cuda:1")
+    assert torch.cuda.current_device() == 0
+    got = _step(net, net, inputs)
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.gpu
