@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from diffusion.errors import writing
 from triton_kernels import tuning
 
 from . import harness
@@ -64,9 +65,11 @@ def main(arguments: Sequence[str]) -> int:
             for _ in _walk(settings, device):
                 pass
         return 0
+    path = Path(settings["out"]) if settings["out"] else tuning.cache_path()
+    with writing(path):
+        tuning.save({}, path)  # before it takes minutes to find out that this cannot be done
     if parts:
         harness.run_shares("benchmarks.tune", arguments, parts)
-    path = Path(settings["out"]) if settings["out"] else tuning.cache_path()
     with tuning.search(only=settings["only"]) as found:
         try:
             for _ in _walk(settings, device):

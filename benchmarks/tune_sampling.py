@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from diffusion.errors import writing
 from diffusion.planned.inference import InferenceUNet
 from triton_kernels import tuning
 from triton_kernels.fused import conv_split
@@ -46,9 +47,11 @@ def main(arguments: Sequence[str]) -> int:
         with tuning.search(part, parts, timed=False):
             _walk(settings, device)
         return 0
+    path = Path(settings["out"]) if settings["out"] else tuning.cache_path()
+    with writing(path):
+        tuning.save({}, path)  # before it takes minutes to find out that this cannot be done
     if parts:
         harness.run_shares("benchmarks.tune_sampling", arguments, parts)
-    path = Path(settings["out"]) if settings["out"] else tuning.cache_path()
     with tuning.search() as found:
         _walk(settings, device)
     tuning.save(found.found, path)

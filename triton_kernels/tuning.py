@@ -10,10 +10,13 @@ A configuration only gets into a table if its result agreed with that of the def
 memory, in each of several runs: some tiles are miscompiled, and they look fast.
 """
 
+import fcntl
 import json
+import logging
 import math
 import os
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -24,6 +27,8 @@ import torch
 import triton
 
 Config = TypeVar("Config", bound=tuple)
+
+_log = logging.getLogger(__name__)
 
 _SHIPPED = Path(__file__).parent / "tuned"
 _RUNS = 3  # of a candidate, compared with the default
@@ -128,7 +133,14 @@ def choose(
 
 def same(row: Sequence[int], configs: Sequence[Config]) -> Config | None:
     """The one whose numbers these are."""
-    return next((c for c in configs if c == type(c)(*row)), None)
+    return next((c for c in configs if _has_numbers(c, row)), None)
+
+
+def _has_numbers(config: Config, row: Sequence[int]) -> bool:
+    try:
+        return config == type(config)(*row)
+    except TypeError:  # as many as another version of this package had
+        return False
 
 
 def same_tile(row: Sequence[int], configs: Sequence[Config]) -> Config | None:
@@ -142,12 +154,12 @@ def _rows(table: dict, name: str, n: int, other_shapes: bool) -> list[list[int]]
     """That of the batch nearest to n or, if the shape has none and others count, those of others,
     the most similar first."""
     if name in table:
-        return [table[name][min(table[name], key=lambda m: abs(math.log(m / max(n, 1))))]]
+        return [table[name][min(table[name], key=lambda m: abs(math.log(max(m, 1) / max(n, 1))))]]
     rows = []
     for other, by_batch in table.items() if other_shapes else ():
         ratios = _ratios(name.split(), other.split())
         for known, row in by_batch.items() if ratios is not None else ():
-            powers = [*ratios, math.log2(known / max(n, 1))]
+            powers = [*ratios, math.log2(max(known, 1) / max(n, 1))]
             # how many times as much work it is, and how differently cut
             rows.append((abs(sum(powers)) + sum(map(abs, powers)) / 2, row))
     return [row for distance, row in sorted(rows) if distance <= _SIMILAR]
@@ -168,25 +180,51 @@ def _ratios(a: Sequence[str], b: Sequence[str]) -> list[float] | None:
 
 def cache_path() -> Path:
     """Where the user's measurements are kept: one file for each GPU, torch and triton version."""
-    root = os.environ.get("TRITON_DIFFUSION_CACHE", Path.home() / ".cache" / "triton_diffusion")
+    home = os.path.expanduser("~")  # "~" if there is none, where Path.home() raises
+    root = os.environ.get("TRITON_DIFFUSION_CACHE", f"{home}/.cache/triton_diffusion")
     torch_version = torch.__version__.split("+")[0]
     return Path(root) / f"{gpu_name()}-torch{torch_version}-triton{triton.__version__}.json"
 
 
 def save(found: dict[str, list[int]], path: Path) -> None:
-    """Add measurements to a table."""
-    known = json.loads(path.read_text()) if path.is_file() else {}
+    """Add measurements to a table, which is whole at any time, whoever else adds to it. Raises
+    OSError where that cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = ",\n".join(
-        f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted((known | found).items())
-    )
-    path.write_text("{\n" + text + "\n}\n")
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # until it is closed
+        rows = sorted((_read(path) | found).items())
+        text = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows)
+        with tempfile.TemporaryDirectory(dir=path.parent) as aside:
+            new = Path(aside) / path.name
+            new.write_text("{\n" + text + "\n}\n")
+            new.replace(path)
+    finally:
+        os.close(folder)
     _table.cache_clear()
+
+
+def _read(path: Path) -> dict[str, list[int]]:
+    """The rows of a table; none if there is no such file. One that cannot be read counts as none as
+    well: kernels run without it."""
+    try:
+        rows = json.loads(path.read_text())
+        for name, row in rows.items():
+            batch = int(name.rsplit(" n=", 1)[1])
+            if batch < 0 or not row or not all(isinstance(v, int) for v in row):
+                raise ValueError(f"the row of {name!r} is {row!r}")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError, IndexError) as error:
+        _log.warning("%s is no table of tiles and is not used: %s", path, error)
+        return {}
+    return rows
 
 
 def gpu_name() -> str:
     """The GPU's name as part of a file's name."""
-    return torch.cuda.get_device_name().lower().replace(" ", "-") if _on_gpu() else "cpu"
+    name = torch.cuda.get_device_name() if _on_gpu() else "cpu"
+    return name.lower().replace(" ", "-").replace("/", "-")
 
 
 @lru_cache
@@ -196,10 +234,9 @@ def _table() -> dict[str, dict[int, list[int]]]:
     if not _on_gpu():
         return table
     for path in (_SHIPPED / f"{gpu_name()}.json", cache_path()):
-        if path.is_file():
-            for full, config in json.loads(path.read_text()).items():
-                name, n = full.rsplit(" n=", 1)
-                table.setdefault(name, {})[int(n)] = config
+        for full, config in _read(path).items():
+            name, n = full.rsplit(" n=", 1)
+            table.setdefault(name, {})[int(n)] = config
     return table
 
 

@@ -1,6 +1,7 @@
 """The choice of tiles: tables are well formed, and a table can only name what can run."""
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,6 +137,45 @@ def test_saved_measurements_add_up(tmp_path):
     tuning.save({"op 1 n=2": [1, 2]}, path)
     tuning.save({"op 1 n=3": [3, 4]}, path)
     assert json.loads(path.read_text()) == {"op 1 n=2": [1, 2], "op 1 n=3": [3, 4]}
+
+
+def _save_many(path, first):
+    for i in range(first, first + 20):
+        tuning.save({f"op 1 n={i}": [i]}, path)
+
+
+def test_processes_may_save_side_by_side(tmp_path):
+    path = tmp_path / "table.json"
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_save_many, args=(path, first)) for first in (1, 21)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert len(json.loads(path.read_text())) == 40 and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"op 16', "[1]", '{"op": [1]}', '{"op n=1": 3}', '{"op n=1": ["a"]}', "\udcff"]
+)
+def test_a_damaged_cache_is_not_used(text, tmp_path, monkeypatch, caplog):
+    """Kernels run with the tiles of the shipped table, and the next measurement replaces it."""
+    monkeypatch.setenv("TRITON_DIFFUSION_CACHE", str(tmp_path))
+    monkeypatch.setattr(tuning, "_on_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    tuning.cache_path().write_text(text, errors="surrogateescape")
+    tuning._table.cache_clear()
+    try:
+        assert choose() == TILES[0] and str(tuning.cache_path()) in caplog.text
+        tuning.save({"op 16 16 3 torch.bfloat16 n=8": [256, 8]}, tuning.cache_path())
+        assert choose() == TILES[2]
+    finally:
+        tuning._table.cache_clear()
+
+
+def test_a_row_of_another_version_is_not_used(table):
+    table({"op 16 16 3 torch.bfloat16 n=8": [128, 4, 1]})
+    assert choose() == TILES[0]
 
 
 def test_a_cache_is_of_one_gpu_torch_and_triton(tmp_path, monkeypatch):
