@@ -248,5 +248,6 @@ def _dotted(tree: dict[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
+    line = " ".join(message.split())  # what a library said may be several
+    print(f"error: {line}", file=sys.stderr)
     sys.exit(2)

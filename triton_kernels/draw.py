@@ -120,6 +120,8 @@ def normal(
     """Standard normal noise; sample n is keyed by (seed, step, first + n, stream) alone."""
     check_device("rng", rng)
     check_rng(rng)
+    if not shape or min(shape) < 0:
+        raise ValueError(f"shape is {tuple(shape)}; expected [N, ...], none of them negative")
     return _normal(shape, rng, stream, first)
 
 

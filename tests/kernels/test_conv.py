@@ -90,6 +90,13 @@ def test_refuses(change, message, device):
         conv.conv2d(*change(x, weight, bias))
 
 
+@pytest.mark.parametrize("padding", ["same", 1.5, (1,), (1, 1, 1), (1.0, 1.0), -1], ids=str)
+def test_refuses_padding(padding, device):
+    x, weight, _, _ = make(SMALL["3x3"], torch.float32, device)
+    with pytest.raises(ValueError, match=r"padding=.*; expected a whole"):
+        conv.conv2d(x, weight, padding=padding)
+
+
 # --- on a GPU: the shapes of the models -----------------------------------------------------------
 
 SOME = ["stem", "head", "3x3 16x16 320-192", "1x1 8x8 256-768", "linear 256-128", "28x28"]

@@ -267,10 +267,14 @@ def conv2d(
         padding = (r // 2, s // 2)
     elif isinstance(padding, int):
         padding = (padding, padding)
+    elif not isinstance(padding, tuple | list) or [type(p) for p in padding] != [int, int]:
+        raise ValueError(f"padding={padding!r}; expected a whole number or (rows, columns)")
     if not isinstance(stride, int) or stride < 1 or min(padding) < 0:
         raise ValueError(
             f"stride={stride}, padding={padding}; expected a whole stride >= 1, padding >= 0"
         )
+    if min(r, s) < 1:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; expected at least a tap")
     size = [_out_size(x.shape[1 + i], (r, s)[i], stride, padding[i]) for i in range(2)]
     if min(size) < 1:
         raise ValueError(

@@ -254,6 +254,8 @@ class GroupNorm(torch.nn.GroupNorm):
         bias: bool = True,  # as nn.GroupNorm has it in newer PyTorch
     ) -> None:
         check_activation(activation)
+        if num_groups < 1:
+            raise ValueError(f"num_groups is {num_groups}; expected a divisor of {num_channels}")
         super().__init__(num_groups, num_channels, eps, affine, device=device, dtype=dtype)
         if not bias:
             self.register_parameter("bias", None)
