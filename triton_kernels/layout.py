@@ -8,9 +8,14 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _INTERPRETED = triton.knobs.runtime.interpret  # as it was when the kernels were loaded
 
 
+def has_kernels(x: Tensor) -> bool:
+    """Whether kernels can run where `x` is."""
+    return x.device.type != "cpu" or _INTERPRETED
+
+
 def check_device(name: str, x: Tensor) -> None:
     """Raise ValueError for a tensor on the CPU, where kernels run in Triton's interpreter alone."""
-    if x.device.type == "cpu" and not _INTERPRETED and not torch.compiler.is_compiling():
+    if not has_kernels(x) and not torch.compiler.is_compiling():
         raise ValueError(
             f"{name} is on the CPU; kernels need a CUDA device (triton_kernels.reference has the"
             " same functions for any)"

@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 
+from triton_kernels import layout
 from triton_kernels.norm import group_norm as group_norm_op
 from triton_kernels.norm.group_norm import GroupNorm
 
@@ -66,6 +67,21 @@ def test_module_without_bias(device):
     x = torch.randn(1, 8, 3, 3, device=device)
     want = torch.nn.functional.group_norm(x.double(), 2, norm.weight.double())
     assert _error(norm(x), want) < 2e-6
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["eager", "compiled"])
+def test_module_where_there_are_no_kernels(backend, monkeypatch):
+    monkeypatch.setattr(layout, "_INTERPRETED", False)
+    ours, theirs = GroupNorm(2, 8, activation="silu"), torch.nn.GroupNorm(2, 8)
+    run = ours if backend is None else torch.compile(ours, fullgraph=True, backend=backend)
+    x = torch.randn(2, 8, 3, 5).to(memory_format=torch.channels_last).requires_grad_()
+    results = [
+        (y, *torch.autograd.grad(y.square().sum(), (x, *module.parameters())))
+        for y, module in ((run(x), ours), (torch.nn.functional.silu(theirs(x)), theirs))
+    ]
+    for a, b in zip(*results, strict=True):
+        assert _error(a, b) < 2e-6
+    assert results[0][0].is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)

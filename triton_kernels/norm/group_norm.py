@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .. import reference
 from ..activations import check_activation
-from ..layout import DTYPES, check_nhwc, check_second, check_shape
+from ..layout import DTYPES, check_nhwc, check_second, check_shape, has_kernels
 from ..library import derivative, op
 from ..tuning import choose
 from .resident import has_wide_rows, is_resident, resident_bwd, resident_fwd
@@ -239,6 +240,9 @@ class GroupNorm(torch.nn.GroupNorm):
 
     A channels_last input is used in place. Any other one is first copied to channels_last; the
     output (shape [N, C, *] as ever) is channels_last in memory either way, so a network pays once.
+
+    On a CPU, where there are no kernels, it is plain PyTorch, so that a model that has it can be
+    built, loaded, tried and exported anywhere.
     """
 
     def __init__(
@@ -267,7 +271,8 @@ class GroupNorm(torch.nn.GroupNorm):
                 f"x has shape {tuple(x.shape)}; expected [N, {self.num_channels}, ...]"
             )
         nhwc = x.movedim(1, -1).contiguous()  # the copy, unless x is channels_last
-        y = group_norm(
+        norm = group_norm if has_kernels(x) else reference.group_norm
+        y = norm(
             nhwc.view(x.shape[0], 1, math.prod(x.shape[2:]), x.shape[1]),
             self.num_groups,
             self.weight,
