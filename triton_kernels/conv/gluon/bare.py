@@ -177,10 +177,19 @@ def _rings(x: Tensor, pixels: int, images: int) -> tuple[int, int]:
     return blocks, min(9, (room - blocks * block) // tap)
 
 
+def _matrices(x: Tensor, weight: Tensor, y: Tensor, pixels: int) -> list:
+    """x, the filters and y of a 1x1 convolution, in boxes of 64 channels."""
+    (co, ci), (m, k), c = weight.shape[:2], x.shape[2:], y.shape[3]
+    return [
+        in_boxes(x, [m, k], [k, 1], [pixels, 64]),
+        in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
+        in_boxes(y, [m, c], [c, 1], [pixels, 64]),
+    ]
+
+
 def _launch_points(
     x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, config: tuple, dgrad: bool
 ) -> None:
-    co, ci, _, _ = weight.shape
     _, _, m, k = x.shape
     c = y.shape[3]
     channels, pixels = config[:2]
@@ -188,9 +197,7 @@ def _launch_points(
     groups = triton.cdiv(c, channels)
     rounds = min(triton.cdiv(m, pixels), max(1, describe(x.device).num_sms // groups))
     conv_bare_points_kernel[(groups * rounds,)](
-        in_boxes(x, [m, k], [k, 1], [pixels, 64]),
-        in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
-        in_boxes(y, [m, c], [c, 1], [pixels, 64]),
+        *_matrices(x, weight, y, pixels),
         bias,
         m,
         c,
@@ -221,15 +228,12 @@ def _blocks(x: Tensor, channels: int, pixels: int) -> tuple[int, int]:
 def _launch_once(
     x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, config: tuple, dgrad: bool
 ) -> None:
-    co, ci, _, _ = weight.shape
     _, _, m, k = x.shape
     c = y.shape[3]
     channels, pixels, _, warps, programs = config[:5]
     tiles = triton.cdiv(m, pixels) * triton.cdiv(c, channels)
     conv_bare_once_kernel[(tiles,)](
-        in_boxes(x, [m, k], [k, 1], [pixels, 64]),
-        in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
-        in_boxes(y, [m, c], [c, 1], [pixels, 64]),
+        *_matrices(x, weight, y, pixels),
         bias,
         c,
         PIXELS=pixels,
