@@ -7,8 +7,11 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -23,6 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "benchmarks"
 OURS = "triton"  # the provider that the others are compared with
 LEAST = "least_copy"  # the op of a row on `Experiment.least`
+STEADY = 1.15  # p80 over p20; what is more was disturbed
 
 # dense bf16 with float32 accumulation, as cuBLAS reaches it; TFLOP/s
 MATRIX_PEAK = {"nvidia-h200": 790.0, "nvidia-h100-80gb-hbm3": 790.0}
@@ -51,6 +55,12 @@ class Row:
     torch: str
     triton: str
     commit: str
+    run: str = ""  # rows with the same were measured in one run; empty: before runs had names
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether its replays took about as long as each other."""
+        return self.p80_us <= STEADY * self.p20_us
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -76,18 +86,19 @@ COLUMNS = [field.name.rstrip("_") for field in fields(Row)]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV file; none if there is no file. ConfigError if its columns are others."""
+    """The rows of a CSV file, of which older ones have no `run`; none if there is no file.
+    ConfigError if its columns are others."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
-        if reader.fieldnames != COLUMNS:
+        if reader.fieldnames not in (COLUMNS, COLUMNS[:-1]):
             raise ConfigError(
                 f"{path} has columns {','.join(reader.fieldnames or [])}; expected"
                 f" {','.join(COLUMNS)}"
             )
         return [
-            Row(*(field.type(record[field.name.rstrip("_")]) for field in fields(Row)))
+            Row(*(field.type(record.get(field.name.rstrip("_"), "")) for field in fields(Row)))
             for record in reader
         ]
 
@@ -164,13 +175,19 @@ class Provenance(NamedTuple):
     torch: str
     triton: str
     commit: str
+    run: str = ""
+
+
+_STARTED = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
 
 
 def provenance() -> Provenance:
     """Of this process; the commit comes from git, or from the variable BENCHMARK_COMMIT where the
-    sources lie outside of their repository."""
+    sources lie outside of their repository. The run is named after the time when this process
+    started, unless the variable BENCHMARK_RUN names one that several processes belong to."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return Provenance(slug(name), torch.__version__, triton.__version__, _commit())
+    run = os.environ.get("BENCHMARK_RUN") or _STARTED
+    return Provenance(slug(name), torch.__version__, triton.__version__, _commit(), run)
 
 
 def slug(gpu_name: str) -> str:
@@ -330,9 +347,18 @@ class Timing(NamedTuple):
     p20: float
     p80: float
 
+    @property
+    def spread(self) -> float:
+        return self.p80 / self.p20
+
+
+def _spread(timing: Timing) -> float:
+    return timing.spread
+
 
 _MIN_GRAPH_US = 1000.0  # a replay is at least so long, so that its start does not count
 _WARM_UP = 3
+_ATTEMPTS = 4  # at replays that are steady
 
 
 def copies_beyond_l2(input_bytes: int, device: torch.device, most: int = 48) -> int:
@@ -342,31 +368,37 @@ def copies_beyond_l2(input_bytes: int, device: torch.device, most: int = 48) -> 
 
 
 def time_graph(
-    runs: Sequence[Callable[[], Any]], budget_ms: float = 40.0
+    runs: Sequence[Callable[[], Any]],
+    budget_ms: float = 40.0,
+    stage: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),  # of an `Account`
 ) -> tuple[Timing, list[Any]]:
     """Time one call, as the median over replays of a CUDA graph that makes all the calls in turn,
     over and over; and the results of the last round, whose memory belongs to the graph.
 
-    The outputs of a round are kept, so they rotate through memory as the inputs do.
+    The outputs of a round are kept, so they rotate through memory as the inputs do. If something
+    else disturbs the replays there are more of them, and the steadiest count.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compile, choose algorithms
-        for _ in range(_WARM_UP):
-            for run in runs:
+    with stage("warm up"):
+        stream, _ = _graph_memory()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compile, choose algorithms
+            for run in [runs[0]] * (_WARM_UP - 1) + list(runs):
                 run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-
-    graph, results = _capture(runs, 1)
-    [first] = _replay(graph, 1)
-    rounds = max(1, min(round(_MIN_GRAPH_US / first + 0.5), 400 // len(runs) + 1))
-    if rounds > 1:
-        del graph, results
-        graph, results = _capture(runs, rounds)
-    count = max(5, min(100, round(budget_ms * 1000 / (first * rounds))))
-    times = [t / (rounds * len(runs)) for t in _replay(graph, count)]
-    return quantiles(times), results
+        torch.cuda.synchronize()
+    with stage("capture"):
+        graph, results = _capture(runs, 1)
+        [first] = _replay(graph, 1)
+        rounds = max(1, min(round(_MIN_GRAPH_US / first + 0.5), 400 // len(runs) + 1))
+        if rounds > 1:
+            del graph, results
+            graph, results = _capture(runs, rounds)
+    with stage("replays"):
+        count = max(5, min(100, round(budget_ms * 1000 / (first * rounds))))
+        found: list[Timing] = []
+        while not found or (found[-1].spread > STEADY and len(found) < _ATTEMPTS):
+            times = [t / (rounds * len(runs)) for t in _replay(graph, count)]
+            found.append(quantiles(times))
+    return min(found, key=_spread), results
 
 
 def time_steps(step: Callable[[int], Any], steps: int, warm_up: int = 3) -> Timing:
@@ -383,10 +415,20 @@ def time_steps(step: Callable[[int], Any], steps: int, warm_up: int = 3) -> Timi
     return quantiles([1000 * a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)])
 
 
-def release_memory() -> None:
-    """Give what nobody holds back to the driver."""
+def freeze_objects() -> None:
+    """Have later garbage collections pass over what there is by now: imported modules, mostly."""
     gc.collect()
-    torch.cuda.empty_cache()
+    gc.freeze()
+
+
+def release_memory(least: float = 0.0) -> None:
+    """Give what nobody holds back to the driver, if at least this share of the memory is taken."""
+    gc.collect()
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        if torch.cuda.memory_reserved() >= least * total:
+            _graph_memory.cache_clear()
+            torch.cuda.empty_cache()
 
 
 def reason(error: BaseException) -> str:
@@ -397,13 +439,32 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {first[:200]}"
 
 
+@lru_cache(maxsize=1)
+def _graph_memory() -> tuple[Any, Any]:
+    """The stream in which calls are captured, and a graph whose memory all others share: memory
+    for each anew would cost more time than the replays. Only the newest graph may be replayed."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        torch.zeros(1, device="cuda")
+        graph.capture_end()
+    return stream, graph
+
+
 def _capture(runs: Sequence[Callable[[], Any]], rounds: int) -> tuple[Any, list[Any]]:
+    stream, owner = _graph_memory()
     graph = torch.cuda.CUDAGraph()
     results: list[Any] = [None] * len(runs)
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for i, run in enumerate(runs):
-                results[i] = run()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=owner.pool())
+        try:
+            for _ in range(rounds):
+                for i, run in enumerate(runs):
+                    results[i] = run()
+        finally:
+            graph.capture_end()
     return graph, results
 
 

@@ -8,6 +8,7 @@
     steps=100        of the chain
     seconds=5        of repeated chains; there are at least 2, and at most 20
     acts=200         times to act, of which p50 and p99 are taken; eager takes a tenth; 0: none
+    warm=0           1: run everything once, for the caches of the compilers, and time nothing
     out=             a folder for the CSV; default benchmarks/results
 
 The network is ConditionalUnet1D of Diffusion Policy at its published size (79.9 M parameters,
@@ -25,8 +26,9 @@ Exit code 1 if a result of ours was wrong or a provider failed.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,7 @@ DEFAULTS = {
     "steps": 100,
     "seconds": 5.0,
     "acts": 200,
+    "warm": 0,
     "out": "",
 }
 PROVIDERS = ("eager", "compile", OURS)
@@ -88,7 +91,13 @@ def main(arguments: Sequence[str]) -> int:
     for dtype in settings["dtype"]:
         for batch in settings["batch"]:
             for provider in providers:
+                began = time.monotonic()
                 try:
+                    if settings["warm"]:
+                        run_once(prepare(provider, dtype, batch, settings["steps"], device))
+                        seconds = time.monotonic() - began
+                        print(f"{dtype} B={batch} {provider}: {seconds:.0f} s", flush=True)
+                        continue
                     found = list(measure(provider, dtype, batch, settings, device, origin))
                 except Exception as error:  # a library says what it likes of what it cannot do
                     print(f"! {dtype} B={batch} {provider} failed: {harness.reason(error)}")
@@ -96,16 +105,23 @@ def main(arguments: Sequence[str]) -> int:
                     continue
                 for row in found:
                     print(f"{dtype} B={batch} {provider} {row.pass_}: {row.median_us:.1f} us")
+                print(f"in {time.monotonic() - began:.0f} s", flush=True)
                 rows += found
                 harness.add_rows(path, found)  # at once: a run may be cut short
-    print(f"\n{format_rows(rows)}\n\n{len(rows)} rows in {path}")
+    if rows:
+        print(f"\n{format_rows(rows)}\n\n{len(rows)} rows in {path}")
     return 1 if failed else 0
 
 
 def network() -> UNet1d:
-    """The published network with the parameters of seed 0."""
+    """The published network with the parameters of seed 0, a copy of its own."""
+    return deepcopy(_network())
+
+
+@lru_cache(maxsize=1)
+def _network() -> UNet1d:
     torch.manual_seed(0)
-    return UNet1d(input_dim=_ACTIONS, global_cond_dim=_CONDITION)
+    return UNet1d(input_dim=_ACTIONS, global_cond_dim=_CONDITION)  # which takes seconds to draw
 
 
 def inputs(batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,6 +158,14 @@ def prepare(provider: str, dtype: str, batch: int, steps: int, device: torch.dev
     if provider == OURS:
         _check(subject.forward(), dtype, batch, device)
     return subject
+
+
+def run_once(subject: Subject) -> None:
+    """Compile whatever `time_subject` needs."""
+    with torch.no_grad():
+        for run in (subject.forward, subject.step, subject.chain):
+            run()
+    torch.cuda.synchronize()
 
 
 def time_subject(subject: Subject, batch: int, settings: dict[str, Any]) -> dict[str, Timing]:
@@ -241,8 +265,9 @@ def _pytorch(provider: str, dtype: str, batch: int, steps: int, device: torch.de
 
 def baseline(device: torch.device, dtype: torch.dtype) -> ConditionalUnet1D:
     """PyTorch's module with the parameters of `network`."""
-    model = ConditionalUnet1D(_ACTIONS, _CONDITION)
-    model.load_state_dict(network().state_dict())
+    with torch.device("meta"):
+        model = ConditionalUnet1D(_ACTIONS, _CONDITION)
+    model.load_state_dict(network().state_dict(), assign=True)
     return model.to(device, dtype).eval()
 
 

@@ -13,26 +13,36 @@
     shape=           only shapes that contain this text, e.g. shape=64x64
     longer=0         1: attention over more positions than the model has, too
     budget_ms=40     time spent on replays of one measurement
-    processes=12     that compile side by side before anything is timed; 0: none
+    processes=12     that compile side by side; 0: none
+    compile_on=      the GPU (CUDA_VISIBLE_DEVICES) that they use. On another than is timed they run
+                     beside the measurements, which take what is compiled; default: all is compiled
+                     before anything is timed
+    warm=0           1: compile, and time nothing
     plots=1          0: draw none (python -m benchmarks.plots draws them from the CSV)
     out=             a folder for the CSV and the plots; default benchmarks/results, docs/benchmarks
+
+A measurement that something disturbed (its p80 is more than 1.15 times its p20) is repeated at the
+end. The rows of processes with the same BENCHMARK_RUN in their environment count as one run.
 
 Exit code 1 if a result of ours was wrong or failed.
 """
 
-import contextlib
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-
-import torch
 
 from diffusion.errors import ConfigError
 
 from . import harness
+from .account import Account
 from .cases import LONGER_ATTENTION, OPS, model_cases
-from .experiment import DTYPES, Experiment, Inputs, Outputs, copied, widened
-from .harness import Provenance, Row, WrongResult, check_choice
+from .compilers import Compilers, serve
+from .experiment import DTYPES, Experiment
+from .harness import Row, check_choice
+from .measure import Conditions, compile_only, run_experiment, time_roofs
 from .providers import absent, experiments
 
 DEFAULTS = {
@@ -48,14 +58,12 @@ DEFAULTS = {
     "longer": 0,
     "budget_ms": 40,
     "processes": 12,
-    "part": -1,  # the share of a compiling process
+    "compile_on": "",
+    "warm": 0,
+    "compiler": 0,  # 1: a process that compiles for another
     "plots": 1,
     "out": "",
 }
-# The reference may multiply exactly where it should in TF32, whose operands lose 13 bits: in the
-# mean 2^-11 of each, and twice that of a product.
-_FLOORS = {"tf32": 2**-10}
-_COMPILED = (harness.OURS, "compile")  # providers that compile
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -66,40 +74,90 @@ def main(arguments: Sequence[str]) -> int:
     for dtype in settings["dtype"]:
         check_choice("dtype", dtype, tuple(DTYPES))
     device = harness.require_cuda()
-    origin = harness.provenance()
     chosen = select(settings, ops)
-    if settings["part"] >= 0:
-        for experiment in chosen[settings["part"] :: settings["processes"]]:
-            compile_only(experiment, settings["providers"], device)
+    if settings["compiler"]:
+        serve(lambda number: compile_only(chosen[number], settings["providers"], device))
         return 0
-    if settings["processes"]:
-        harness.run_shares("benchmarks.run", arguments, settings["processes"])
-    results = Path(settings["out"] or harness.RESULTS) / f"{origin.gpu}.csv"
-    rows, failures = time_roofs(device, origin), []
+    command = [sys.executable, "-m", "benchmarks.run", *arguments, "compiler=1"]
+    numbers = range(len(chosen))
+    count = settings["processes"]
+    with closing(Compilers(command, count, numbers, settings["compile_on"])) as compilers:
+        if settings["warm"] or not settings["compile_on"]:
+            began = time.monotonic()
+            for done, number in enumerate(numbers, 1):
+                compilers.next_ready([number])
+                if settings["warm"]:
+                    print(progress(done, len(chosen), began), chosen[number].shape, flush=True)
+        if compilers.failed:
+            print(f"! {compilers.failed} of {count} compiling processes ended early")
+        if settings["warm"]:
+            return int(compilers.failed > 0)
+        origin = harness.provenance()
+        conditions = Conditions(device, origin, settings["budget_ms"], Account())
+        return time_all(chosen, settings, conditions, compilers)
+
+
+def time_all(
+    chosen: Sequence[Experiment], settings: dict, conditions: Conditions, compilers: Compilers
+) -> int:
+    """Time what is compiled, write each row as it comes, and the summary; returns the exit code."""
+    harness.freeze_objects()
+    results = Path(settings["out"] or harness.RESULTS) / f"{conditions.origin.gpu}.csv"
+    account, began = conditions.account, time.monotonic()
+    rows = time_roofs(conditions)
     harness.add_rows(results, rows)
-    op = None
-    for experiment in chosen:
-        torch._dynamo.reset()  # a compiled function a shape; there is a limit to their number
-        if experiment.op != op:
-            op = experiment.op
-            print(f"\n{op}, microseconds; ratio: the fastest other provider over triton")
-            print("".join(f"! {line}\n" for line in absent(op)), end="")
-        found, failed = run_experiment(
-            experiment, settings["providers"], device, origin, settings["budget_ms"]
-        )
-        print(describe(experiment, found, failed), flush=True)
+    failures, unsteady = [], []
+    pending = list(range(len(chosen)))
+    while pending:
+        with account.stage("wait for compilers"):
+            number = compilers.next_ready(pending)
+        pending.remove(number)
+        experiment = chosen[number]
+        if experiment.op != account.op:
+            account.op = experiment.op
+            print(f"\n{account.op}, microseconds; ratio: the fastest other provider over triton")
+            print("".join(f"! {line}\n" for line in absent(account.op)), end="")
+        found, failed = run_experiment(experiment, settings["providers"], conditions)
         harness.add_rows(results, found)  # at once: a run may be cut short
+        print(progress(len(chosen) - len(pending), len(chosen), began), end="")
+        print(describe(experiment, found, failed), flush=True)
         rows += found
         failures += [f"{experiment.shape} {experiment.pass_}: {f}" for f in failed]
-    print(f"\n{summary(chosen, rows)}")
-    print(f"\n{len(rows)} rows in {results}")
+        if not all(row.is_steady for row in found):
+            unsteady.append((experiment, found))
+    account.op = "again"
+    for experiment, before in unsteady:
+        rows = harness.merge_rows(rows, time_again(experiment, before, conditions))
+    harness.add_rows(results, rows)
+    print(f"\n{summary(chosen, rows)}\n\n{account}")
+    print(f"\n{len(rows)} rows in {results}, run {conditions.origin.run}")
     if settings["plots"]:
         from .plots import draw_plots  # which needs matplotlib
 
         folder = Path(settings["out"]) if settings["out"] else harness.PLOTS
         print("\n".join(map(str, draw_plots(harness.read_rows(results), folder))))
-    ours = [f for f in failures if ": triton" in f]
-    return 1 if ours else 0
+    return 1 if any(": triton" in failure for failure in failures) else 0
+
+
+def time_again(experiment: Experiment, before: Sequence[Row], conditions: Conditions) -> list[Row]:
+    """What of an experiment was disturbed, once more: rows that are steadier than before."""
+    disturbed = {row.key: row for row in before if not row.is_steady}
+    found, _ = run_experiment(experiment, [row.provider for row in disturbed.values()], conditions)
+    better = []
+    for row in found:
+        old = disturbed.get(row.key)
+        if old is not None and row.p80_us / row.p20_us < old.p80_us / old.p20_us:
+            better.append(row)
+            print(f"again: {row.shape} {row.pass_} {row.op} {row.provider}"
+                  f" {old.median_us:.1f} -> {row.median_us:.1f}", flush=True)  # fmt: skip
+    return better
+
+
+def progress(done: int, total: int, began: float) -> str:
+    """How far a run is, at which rate, and how long the rest will take."""
+    seconds = time.monotonic() - began
+    left = seconds / done * (total - done)
+    return f"[{done}/{total}, {seconds:.0f} s, {left:.0f} s to go] "
 
 
 def select(settings: dict, ops: Sequence[str]) -> list[Experiment]:
@@ -129,129 +187,6 @@ def select(settings: dict, ops: Sequence[str]) -> list[Experiment]:
             f" leave none of the cases of {', '.join(ops)}"
         )
     return list(chosen.values())
-
-
-def compile_only(experiment: Experiment, providers: Sequence[str], device: torch.device) -> None:
-    """Leave what the compilers make in their caches on disk. Errors are for the run to report."""
-    torch._dynamo.reset()
-    harness.set_precision(experiment.dtype)
-    inputs = experiment.inputs(device)
-    for name in _COMPILED:
-        if name in experiment.providers and (not providers or name in (harness.OURS, *providers)):
-            with contextlib.suppress(Exception):
-                experiment.providers[name].prepare(copied(inputs))()
-    harness.release_memory()
-
-
-def run_experiment(
-    experiment: Experiment,
-    providers: Sequence[str],
-    device: torch.device,
-    origin: Provenance,
-    budget_ms: float,
-) -> tuple[list[Row], list[str]]:
-    """The rows, and a line for each provider that was wrong or could not do it."""
-    harness.set_precision(experiment.dtype)
-    inputs = experiment.inputs(device)
-    exact, budget = expected(experiment, inputs)
-    rows, failed = [], []
-    for name, provider in experiment.providers.items():
-        if providers and name not in (harness.OURS, *providers):
-            continue
-        try:
-            verify(experiment, name, inputs, exact, budget)
-            size = sum(x.nbytes for x in inputs.values())
-            copies = harness.copies_beyond_l2(size, device)
-            sets = [copied(inputs) for _ in range(copies)]
-            timing, results = harness.time_graph([provider.prepare(i) for i in sets], budget_ms)
-            if not experiment.in_place and provider.prepare_checked is None:
-                for outputs in (results[0], results[-1]):  # of the replays themselves
-                    harness.check(provider.finish(outputs), exact, budget)
-        except WrongResult as error:
-            failed.append(f"{name} is wrong and not timed: {error}")
-            continue
-        except Exception as error:  # a backend that does not serve the shape raises what it likes
-            failed.append(f"{name} failed: {harness.reason(error)}")
-            continue
-        finally:
-            sets = results = None
-        rows.append(
-            Row(
-                experiment.op,
-                experiment.shape,
-                experiment.dtype,
-                experiment.pass_,
-                name,
-                *timing,
-                experiment.bytes,
-                experiment.flops,
-                *origin,
-            )  # fmt: skip
-        )
-    if rows and experiment.least is not None:
-        rows.append(time_least(experiment, inputs, device, origin, budget_ms))
-    harness.release_memory()
-    return rows, failed
-
-
-def time_least(
-    experiment: Experiment,
-    inputs: Inputs,
-    device: torch.device,
-    origin: Provenance,
-    budget_ms: float,
-) -> Row:
-    """A copy at the size of this experiment, as cold as what it is compared with: small tensors do
-    not reach the rate of large ones."""
-    copies = harness.copies_beyond_l2(sum(x.nbytes for x in inputs.values()), device)
-    sets = [copied(inputs) for _ in range(copies)]
-    least = experiment.least
-    timing, _ = harness.time_graph([least.prepare(i) for i in sets], budget_ms)
-    what = (experiment.shape, experiment.dtype, experiment.pass_)
-    return Row(harness.LEAST, *what, "torch", *timing, least.bytes, 0, *origin)
-
-
-def expected(experiment: Experiment, inputs: Inputs) -> tuple[Outputs, list[float]]:
-    """The exact outputs and what each may be off."""
-    low = experiment.reference(copied(inputs))
-    harness.set_precision("fp32")
-    torch.backends.cudnn.benchmark = False  # which would try them all to be fast once
-    exact = experiment.reference(widened(copied(inputs)))
-    harness.set_precision(experiment.dtype)
-    return exact, harness.budgets(low, exact, _FLOORS.get(experiment.dtype, 1e-5))
-
-
-def verify(
-    experiment: Experiment, name: str, inputs: Inputs, exact: Outputs, budget: list[float]
-) -> None:
-    """Raise WrongResult unless the provider is right, three times over: a race is not wrong every
-    time."""
-    provider = experiment.providers[name]
-    prepare = provider.prepare_checked or provider.prepare
-    device = inputs[next(iter(inputs))].device
-    for _ in range(3):
-        run = prepare(copied(inputs))
-        harness.poison_free_memory(max(x.nbytes for x in exact), device)
-        harness.check(provider.finish(run()), exact, budget)
-
-
-def time_roofs(device: torch.device, origin: Provenance) -> list[Row]:
-    """What the GPU can do in this run: a copy past the L2 cache, by the driver and by a kernel that
-    reads and writes as many bytes (faster: the roof is the better of the two), and a large matrix
-    product."""
-    size = 8192
-    source = torch.randn(2**28, device=device)
-    a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)
-    copied_bytes, product_bytes = 2 * source.nbytes, 3 * size**2 * a.itemsize
-    copy, _ = harness.time_graph([source.clone])
-    kernel, _ = harness.time_graph([source.neg])
-    product, _ = harness.time_graph([lambda: a @ b])
-    return [
-        Row("copy", "1 GiB", "fp32", "fwd", "torch", *copy, copied_bytes, 0, *origin),
-        Row("copy", "1 GiB", "fp32", "fwd", "torch-neg", *kernel, copied_bytes, 0, *origin),
-        Row("matmul", f"{size}^3", "bf16", "fwd", "cublas", *product, product_bytes, 2 * size**3,
-            *origin),
-    ]  # fmt: skip
 
 
 def describe(experiment: Experiment, rows: Sequence[Row], failed: Sequence[str]) -> str:

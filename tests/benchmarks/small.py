@@ -44,6 +44,7 @@ def row(**changes) -> Row:
         "torch": "2.11.0+cu130",
         "triton": "3.6.0",
         "commit": "abc1234",
+        "run": "20261101T120000Z",
     }
     return Row(**(values | changes))
 

@@ -17,11 +17,19 @@ def test_rows_survive_the_file(tmp_path):
     harness.add_rows(path, rows)
     assert harness.read_rows(path) == rows
     assert path.read_text().splitlines()[0] == (
-        "op,shape,dtype,pass,provider,median_us,p20_us,p80_us,bytes,flops,gpu,torch,triton,commit"
+        "op,shape,dtype,pass,provider,median_us,p20_us,p80_us,bytes,flops,gpu,torch,triton,commit,run"
     )
     again = row(median_us=20.0, commit="def5678")
     harness.add_rows(path, [again])
     assert harness.read_rows(path) == [again, *rows[1:]]
+
+
+def test_rows_of_before_runs_had_names(tmp_path):
+    path = tmp_path / "gpu.csv"
+    harness.write_rows(path, [row(), row(provider="cudnn")])
+    lines = path.read_text().splitlines()
+    path.write_text("".join(line.rpartition(",")[0] + "\n" for line in lines))
+    assert harness.read_rows(path)[1] == row(provider="cudnn", run="")
 
 
 def test_foreign_columns_are_refused(tmp_path):

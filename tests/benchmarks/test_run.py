@@ -1,0 +1,96 @@
+"""The order of a run: compiled elsewhere, checked, timed, written, and timed again."""
+
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from benchmarks import harness, measure, run
+from benchmarks.account import Account
+from benchmarks.compilers import Compilers
+from benchmarks.harness import Provenance, Timing
+from benchmarks.providers import experiments
+
+from .small import CPU, TINY
+
+_CHILD = "import sys; from benchmarks.compilers import serve; serve({})"
+
+
+def _compilers(body: str, count: int, numbers: list[int]) -> Compilers:
+    return Compilers([sys.executable, "-c", _CHILD.format(body)], count, numbers)
+
+
+def test_compilers_are_asked_in_order_and_survived(tmp_path):
+    work = f"lambda n: open({str(tmp_path)!r} + f'/{{n}}', 'w').close() or print('noise')"
+    compilers = _compilers(work, 2, [3, 1, 2])
+    while (number := compilers.next_ready([1, 2, 3])) != 1:
+        assert (tmp_path / str(number)).exists()
+    assert all(compilers.next_ready([n]) == n for n in (1, 2, 3))
+    assert compilers.failed == 0 and len(list(tmp_path.iterdir())) == 3
+    compilers.close()
+    dying = _compilers("lambda n: sys.exit(1)", 1, [0, 1])
+    assert dying.next_ready([1, 0]) in (0, 1) and dying.next_ready([1]) == 1
+    assert dying.failed == 1
+    dying.close()
+    assert Compilers([], 0, range(3)).next_ready([2, 1]) == 2
+
+
+@pytest.fixture
+def fake_clock(monkeypatch):
+    """Times that stand in for a GPU's: one measurement in four is disturbed, its repetition not."""
+    seen = []
+
+    def time_graph(runs, budget_ms=40.0, stage=lambda name: nullcontext()):
+        with stage("replays"):
+            results = [run() for run in runs]
+        seen.append(len(runs))
+        return Timing(10.0, 10.0, 20.0 if len(seen) % 4 == 1 else 10.5), results
+
+    monkeypatch.setattr(harness, "time_graph", time_graph)
+    monkeypatch.setattr(harness, "copies_beyond_l2", lambda size, device: 2)
+    monkeypatch.setattr(harness, "require_cuda", lambda: CPU)
+    monkeypatch.setattr(harness, "freeze_objects", lambda: None)
+    monkeypatch.setattr(run, "time_roofs", lambda conditions: [])
+    return seen
+
+
+def test_a_run_writes_rows_and_repeats_what_was_disturbed(
+    fake_clock, monkeypatch, tmp_path, capsys
+):
+    chosen = [e for case in TINY[1:2] for e in experiments(case, 1, "fp32")]
+    monkeypatch.setattr(run, "select", lambda settings, ops: chosen)
+    monkeypatch.setenv("BENCHMARK_RUN", "tonight")
+    arguments = ["op=conv2d", f"out={tmp_path}", "plots=0", "processes=0", "dtype=fp32"]
+    assert run.main(arguments) == 0
+    [path] = tmp_path.glob("*.csv")
+    rows = harness.read_rows(path)
+    assert len(rows) == sum(len(e.providers) for e in chosen)
+    assert {r.run for r in rows} == {"tonight"}
+    text = capsys.readouterr().out
+    assert f"[{len(chosen)}/{len(chosen)}, " in text and "again: " in text
+    assert sum(not r.is_steady for r in rows) < len(rows) // 4
+    stages = next(line for line in text.splitlines() if line.startswith("| seconds"))
+    assert all(f" {s} " in stages for s in ("inputs", "reference", "check triton", "replays"))
+    assert run.main([*arguments, "warm=1"]) == 0
+
+
+def test_an_experiment_without_a_right_result_has_no_row(fake_clock, monkeypatch):
+    [experiment, *_] = experiments(TINY[0], 1, "fp32")
+    wrong = measure.Conditions(CPU, Provenance("gpu", "2.11", "3.6", "abc"), 1.0, Account())
+    monkeypatch.setattr(measure, "_FLOORS", {"fp32": -1.0})
+    rows, failed = measure.run_experiment(experiment, (), wrong)
+    assert rows == [] and fake_clock == []
+    assert [f.split()[0] for f in failed] == list(experiment.providers)
+
+
+def test_the_account_adds_up():
+    account = Account()
+    for op in ("conv2d", "norm"):
+        account.op = op
+        with account.stage("check"):
+            torch.ones(2)
+    account.seconds["norm", "replays"] = 2.5
+    lines = str(account).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["conv2d", "norm", "all"]
+    assert lines[-1].split("|")[3].strip() == "2.5"
