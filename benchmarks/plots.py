@@ -1,9 +1,10 @@
 """Pictures from the CSV files.
 
-    python -m benchmarks.plots [merge=FILE,FILE] [out=docs/benchmarks]
+    python -m benchmarks.plots [merge=FILE,FILE] [out=FOLDER]
 
 `merge` first adds the rows of other CSV files (of a run on another machine) to
-benchmarks/results/<gpu>.csv.
+benchmarks/results/<gpu>.csv. Without `out` the pictures go to docs/benchmarks, and the table of the
+ops in README.md is written anew, too (`benchmarks.summary`).
 """
 
 from collections.abc import Sequence
@@ -17,15 +18,25 @@ import matplotlib.pyplot as plt
 from diffusion.errors import ConfigError
 
 from . import harness
-from .harness import MATRIX_PEAK, Row
+from .harness import MATRIX_PEAK, ROOT, Row
+from .summary import write_into
 
 DEFAULTS = {"merge": (), "out": ""}
 _ROOFS = ("copy", "matmul", harness.LEAST)
 # ops that are drawn together
 _FAMILIES = dict.fromkeys(("q_sample", "denoise_loss", "denoise_step", "adamw"), "noise-and-adamw")
-_PASSES = (  # from left to right
-    "fwd", "fwd+bias", "dgrad", "wgrad", "fwd+bwd", "step", "chain", "act-p50", "act-p99",
-)  # fmt: skip
+_PASSES = {  # from left to right
+    "fwd": "forward",
+    "fwd+bias": "forward and bias",
+    "dgrad": "input gradient",
+    "wgrad": "weight gradient",
+    "fwd+bwd": "forward and backward",
+    "step": "step",
+    "chain": "chain",
+    "act-p50": "from condition to actions, p50",
+    "act-p99": "p99",
+}
+_ORDER = tuple(_PASSES)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,9 +49,13 @@ def main(arguments: Sequence[str]) -> int:
             path = harness.RESULTS / f"{gpu}.csv"
             harness.add_rows(path, [row for row in rows if row.gpu == gpu])
             print(f"{name} -> {path}")
-    for path in sorted(harness.RESULTS.glob("*.csv")):
+    files = sorted(harness.RESULTS.glob("*.csv"))
+    for path in files:
         for drawn in draw_plots(harness.read_rows(path), Path(settings["out"] or harness.PLOTS)):
             print(drawn)
+    if not settings["out"] and len(files) == 1:  # which has the figures of one GPU
+        write_into(ROOT / "README.md", harness.read_rows(files[0]))
+        print(ROOT / "README.md")
     return 0
 
 
@@ -59,21 +74,48 @@ def draw_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
                 paths.append(folder / f"{gpu}-train_step-{model}.png")
                 _draw_steps(gpu, [r for r in mine if r.shape.split()[1] == model], paths[-1])
             continue
-        pairs = harness.ratios(mine)
-        by_batch = family == "conv2d"  # which has too many shapes for one picture
-        for batch in sorted({_batch(ours) for ours, _ in pairs}) if by_batch else [None]:
-            drawn = [p for p in pairs if batch is None or _batch(p[0]) == batch]
-            if drawn:
-                name, title = f"{gpu}-{family}", f"{family}, {gpu}"
-                if batch is not None:
-                    name, title = f"{name}-batch{batch}", f"{family} at batch {batch}, {gpu}"
-                paths.append(folder / f"{name}-ratio.png")
-                _draw_ratios(title, drawn, paths[-1])
+        for suffix, title, pairs in _pictures(family, harness.ratios(mine)):
+            paths.append(folder / f"{gpu}-{family}{suffix}-ratio.png")
+            _draw_ratios(f"{family}{title}, {gpu}", pairs, paths[-1])
         if any(row.bytes for row in mine) and any(row.is_ours for row in mine):
             roofs = [row for row in rows if row.op in _ROOFS]
             paths.append(folder / f"{gpu}-{family}-roofline.png")
             _draw_roofline(family, gpu, mine, roofs, paths[-1])
     return paths
+
+
+def _pictures(
+    family: str, pairs: Sequence[tuple[Row, Row]]
+) -> list[tuple[str, str, list[tuple[Row, Row]]]]:
+    """What of a file's name and of the title says which pairs are on a picture, and these: of
+    convolutions, which have too many shapes for one, by batch and precision."""
+    if family != "conv2d":
+        return [("", "", list(pairs))] if pairs else []
+    pictures = []
+    for batch in sorted({_batch(ours) for ours, _ in pairs}):
+        mine = [pair for pair in pairs if _batch(pair[0]) == batch]
+        others = {ours.dtype for ours, _ in mine} - {"bf16"}
+        # with bf16 goes the TF32 of the embedding, which is never in less
+        low = [p for p in mine if p[0].dtype == "bf16" or _is_embedding(p[0])]
+        kinds = [("", " in bf16", [p for p in low if p[0].dtype in ("bf16", "tf32")])]
+        for dtype in sorted(others):
+            kinds.append((f"-{dtype}", f" in {dtype}", [p for p in mine if p[0].dtype == dtype]))
+        for suffix, title, chosen in kinds:
+            if any(p[0].dtype == "bf16" or not _is_embedding(p[0]) for p in chosen):
+                chosen.sort(key=_by_size)
+                pictures.append((f"-batch{batch}{suffix}", f"{title} at batch {batch}", chosen))
+    return pictures
+
+
+def _is_embedding(row: Row) -> bool:
+    return "x1x1 " in row.shape
+
+
+def _by_size(pair: tuple[Row, Row]) -> tuple[int, ...]:
+    """Where a convolution stands: filters, large images first, channels."""
+    image, channels, filters = pair[0].shape.split()[:3]
+    _, height, width = map(int, image.split("x"))
+    return (-int(filters.split("x")[0]), -height * width, *map(int, channels.split("->")))
 
 
 def _draw_steps(gpu: str, rows: Sequence[Row], path: Path) -> None:
@@ -130,7 +172,7 @@ def _batch(row: Row) -> int:
 def _draw_ratios(title: str, pairs: Sequence[tuple[Row, Row]], path: Path) -> None:
     """A panel for each pass, a line for each shape; to the right of 1 is faster than every
     alternative."""
-    passes = sorted({ours.pass_ for ours, _ in pairs}, key=_PASSES.index)
+    passes = sorted({ours.pass_ for ours, _ in pairs}, key=_ORDER.index)
     lines = list(dict.fromkeys((ours.op, ours.shape, ours.dtype) for ours, _ in pairs))
     several = len({dtype for _, _, dtype in lines}) > 1
     names = [f"{shape}  {dtype}" if several else shape for _, shape, dtype in lines]
@@ -150,10 +192,11 @@ def _draw_ratios(title: str, pairs: Sequence[tuple[Row, Row]], path: Path) -> No
         values = [best.median_us / ours.median_us for ours, best in drawn]
         axes.barh(at, values, color=["tab:green" if v >= 1 else "tab:red" for v in values])
         for i, value, (_, best) in zip(at, values, drawn, strict=True):
-            axes.text(value, i, f" {value:.2f} {best.provider}", va="center", fontsize=6)
+            text = axes.text(value, i, f" {value:.2f} {best.provider}", va="center", fontsize=6)
+            text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.3})
         axes.axvline(1, color="black", linewidth=0.8)
-        axes.set_xlim(0, 1.45 * max(values))
-        axes.set_title(pass_, fontsize=8)
+        axes.set_xlim(0, (1.25 + 0.035 * max(len(b.provider) for _, b in drawn)) * max(values))
+        axes.set_title(_PASSES[pass_], fontsize=8)
         axes.tick_params(labelsize=6)
     panels[0][0].set_yticks(range(len(lines)), names)
     panels[0][0].set_ylim(len(lines) - 0.4, -0.6)
@@ -171,6 +214,8 @@ def _draw_roofline(
     bandwidth = max((row.tbytes for row in roofs if row.op == "copy"), default=None)
     peak = MATRIX_PEAK.get(gpu) or max((r.tflops for r in roofs if r.op == "matmul"), default=None)
     by_flops = any(row.flops for row in rows)
+    if by_flops and any(row.dtype == "bf16" for row in rows):
+        op, rows = f"{op} in bf16", [row for row in rows if row.dtype == "bf16"]  # as the roof is
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for provider in sorted({row.provider for row in rows}, key=lambda p: (p != "triton", p)):
         mine = [row for row in rows if row.provider == provider]
@@ -184,7 +229,8 @@ def _draw_roofline(
         axes.plot(xs, [min(peak, x * bandwidth) for x in xs], color="black", linewidth=0.8)
     elif not by_flops and bandwidth:
         axes.axhline(bandwidth, color="black", linewidth=0.8)
-        axes.text(axes.get_xlim()[0], bandwidth, " copy", va="bottom", fontsize=7)
+        where = axes.get_yaxis_transform()
+        axes.text(0.01, bandwidth, "a copy of 1 GiB", va="bottom", fontsize=7, transform=where)
     axes.set_xscale("log")
     if by_flops:
         axes.set_yscale("log")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import harness, run
+from benchmarks import harness, run, summary
 from benchmarks.plots import draw_plots
 from benchmarks.providers import experiments
 from diffusion.errors import ConfigError
@@ -53,10 +53,12 @@ def test_plots_are_drawn(tmp_path):
         for p, t in (("triton", 50.0), ("torch", 40.0))
     ]
     rows += [row(op="copy", provider="torch", flops=0), row(op="matmul", provider="cublas")]
+    rows += [row(dtype="fp32"), row(dtype="fp32", provider="cudnn", median_us=30.0)]
     step = {"op": "train_step", "shape": "8x64x64x3 unet64", "pass_": "step"}
     rows += [row(**step, provider=f"{p} graph") for p in ("compile-bf16", "triton-bf16")]
     names = {path.name for path in draw_plots(rows, tmp_path)}
-    kinds = ("conv2d-batch32-ratio", "conv2d-roofline", "group_norm-ratio", "group_norm-roofline")
+    kinds = ["conv2d-batch32-ratio", "conv2d-batch32-fp32-ratio", "conv2d-roofline"]
+    kinds += ["group_norm-ratio", "group_norm-roofline"]
     assert names == {f"nvidia-h200-{kind}.png" for kind in (*kinds, "train_step-unet64")}
     assert all((tmp_path / name).stat().st_size > 1000 for name in names)
 
@@ -68,3 +70,32 @@ def test_the_summary_counts_calls():
     assert " 0.200 |" in run.summary([experiment], rows)  # 7 x 28.5 us
     line = run.describe(experiment, rows, ["cublas failed: out of memory"])
     assert "ratio 2.00 over cudnn" in line and "! cublas failed" in line
+
+
+def test_the_table_of_the_ops_says_what_is_lost(tmp_path):
+    step = {"op": "denoise_step", "shape": "32x64x64x3"}
+    rows = [row(), row(provider="cudnn", median_us=57.0)]
+    rows += [row(pass_="dgrad"), row(pass_="dgrad", provider="cudnn", median_us=14.25)]
+    rows += [row(**step), row(**step, provider="compile", median_us=57.0, run="another")]
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
+    summary.write_into(path, rows)
+    text = path.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert ["conv2d, 3x3", "bf16", "32", "forward / input gradient", "2.00 / 0.50",
+            "1 of 1 / 0 of 1"] in table  # fmt: skip
+    assert "Of the 6 rows behind this table 5 are of one run (20261101T120000Z" in text
+    lost = ["conv2d", "32x64x64 64->64 3x3", "bf16", "input gradient"]
+    assert "1 of 3" in text and [line[:4] for line in table if line[-1:] == ["0.50"]] == [lost]
+    assert "All 2 rows" in summary.format_ops(rows[:2])
+    path.write_text("no marks")
+    with pytest.raises(ConfigError, match="has no line <!-- ops -->"):
+        summary.write_into(path, rows)
+
+
+def test_the_readme_has_the_table_of_the_csv():
+    """`python -m benchmarks.plots` writes it anew."""
+    [path] = harness.RESULTS.glob("*.csv")
+    text = (harness.ROOT / "README.md").read_text()
+    assert f"{summary.BEGIN}\n{summary.format_ops(harness.read_rows(path))}" in text
