@@ -30,7 +30,7 @@ Exit code 1 if a result of ours was wrong or failed.
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -106,28 +106,29 @@ def time_all(
     account, began = conditions.account, time.monotonic()
     rows = time_roofs(conditions)
     harness.add_rows(results, rows)
-    failures, unsteady = [], []
-    pending = list(range(len(chosen)))
-    while pending:
-        with account.stage("wait for compilers"):
-            number = compilers.next_ready(pending)
-        pending.remove(number)
-        experiment = chosen[number]
-        if experiment.op != account.op:
-            account.op = experiment.op
-            print(f"\n{account.op}, microseconds; ratio: the fastest other provider over triton")
-            print("".join(f"! {line}\n" for line in absent(account.op)), end="")
-        found, failed = run_experiment(experiment, settings["providers"], conditions)
-        harness.add_rows(results, found)  # at once: a run may be cut short
-        print(progress(len(chosen) - len(pending), len(chosen), began), end="")
-        print(describe(experiment, found, failed), flush=True)
-        rows += found
-        failures += [f"{experiment.shape} {experiment.pass_}: {f}" for f in failed]
-        if not all(row.is_steady for row in found):
-            unsteady.append((experiment, found))
-    account.op = "again"
-    for experiment, before in unsteady:
-        rows = harness.merge_rows(rows, time_again(experiment, before, conditions))
+    done, failures, unsteady = 0, [], []
+    try:
+        for experiment in _as_compiled(chosen, compilers, account):
+            if experiment.op != account.op:
+                account.op = experiment.op
+                print(
+                    f"\n{account.op}, microseconds; ratio: the fastest other provider over triton"
+                )
+                print("".join(f"! {line}\n" for line in absent(account.op)), end="")
+            found, failed = run_experiment(experiment, settings["providers"], conditions)
+            harness.add_rows(results, found)  # at once: a run may be cut short
+            done += 1
+            print(progress(done, len(chosen), began), end="")
+            print(describe(experiment, found, failed), flush=True)
+            rows += found
+            failures += [f"{experiment.shape} {experiment.pass_}: {f}" for f in failed]
+            if not all(row.is_steady for row in found):
+                unsteady.append((experiment, found))
+        account.op = "again"
+        for experiment, before in unsteady:
+            rows = harness.merge_rows(rows, time_again(experiment, before, conditions))
+    except KeyboardInterrupt:
+        print(f"! interrupted; {done} of {len(chosen)} were timed")
     harness.add_rows(results, rows)
     print(f"\n{summary(chosen, rows)}\n\n{account}")
     print(f"\n{len(rows)} rows in {results}, run {conditions.origin.run}")
@@ -137,6 +138,18 @@ def time_all(
         folder = Path(settings["out"]) if settings["out"] else harness.PLOTS
         print("\n".join(map(str, draw_plots(harness.read_rows(results), folder))))
     return 1 if any(": triton" in failure for failure in failures) else 0
+
+
+def _as_compiled(
+    chosen: Sequence[Experiment], compilers: Compilers, account: Account
+) -> Iterator[Experiment]:
+    """All of them, the first that is compiled first."""
+    pending = list(range(len(chosen)))
+    while pending:
+        with account.stage("wait for compilers"):
+            number = compilers.next_ready(pending)
+        pending.remove(number)
+        yield chosen[number]
 
 
 def time_again(experiment: Experiment, before: Sequence[Row], conditions: Conditions) -> list[Row]:
