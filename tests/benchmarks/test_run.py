@@ -55,6 +55,7 @@ def fake_clock(monkeypatch):
     return seen
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: no interpreter")
 def test_a_run_writes_rows_and_repeats_what_was_disturbed(
     fake_clock, monkeypatch, tmp_path, capsys
 ):
