@@ -14,6 +14,7 @@ from triton_kernels.conv.tma_boxes import boxes_of_image, covering_box, image_bo
 from triton_kernels.device import describe
 from triton_kernels.dropout import Mask
 from triton_kernels.fused import conv as conv_fused
+from triton_kernels.fused import conv_tiles
 from triton_kernels.fused.conv import (
     conv_forward,
     conv_fused_supported,
@@ -310,7 +311,7 @@ def test_every_input_grad_config(config, device):
     if config.rows == 1:
         check_grad(Shape(3, 8, 8, 136, 40), 128, torch.float16, device, config=config)
     for ragged in (Shape(3, 7, 6, 72, 24), Shape(1, 4, 30, 72, 24)):
-        if conv_fused._serves(config, 2, 3, ragged[:3], even=True, grad=True):
+        if conv_tiles.serves(config, 2, 3, ragged[:3], even=True, grad=True):
             check_grad(ragged, 48, torch.float16, device, config=config)
             break
 
@@ -474,7 +475,7 @@ def test_every_config_repeatedly(name, dtype, index, device):
 
 def _serving(shape: Shape, dtype) -> list[list]:
     """The tiles of forward and of input gradient that can do it."""
-    serves = conv_fused._serves
+    serves = conv_tiles.serves
     return [
         [c for c in configs if serves(c, dtype.itemsize, 3, shape[:3], even=True, grad=grad)]
         for configs, grad in ((conv_fused._FWD_CONFIGS, False), (conv_fused._DGRAD_CONFIGS, True))

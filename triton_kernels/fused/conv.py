@@ -38,13 +38,8 @@ from ..conv.gluon.operands import Operands
 from ..conv.tma import Config, launch_fwd, worth_turning
 from ..conv.tma_boxes import (
     boxes_of_image,
-    count_boxes,
-    covering_box,
-    image_box,
     in_boxes,
     is_ragged,
-    pixel_box,
-    row_box,
     weight_in_boxes,
 )
 from ..conv.tma_wgrad import WgradConfig
@@ -54,6 +49,11 @@ from ..device import describe
 from ..dropout import Mask, mask_arguments
 from ..tuning import choose, same
 from .conv_kernels import conv_forward_kernel, conv_input_grad_kernel
+from .conv_tiles import box_of as _box
+from .conv_tiles import pick as _pick
+from .conv_tiles import piece_of as _piece
+from .conv_tiles import programs as _programs
+from .conv_tiles import valid as _valid
 
 _FWD_CONFIGS = [
     Config(64, 64, 64, 4, 4),
@@ -387,119 +387,6 @@ def _gluon_path(config: Config) -> ModuleType | None:
     """The file of `conv.gluon` that a config belongs to."""
     paths = (gluon_rows, gluon_tiles, gluon_narrow)
     return next((path for path in paths if path.serves(config)), None)
-
-
-def _serves(
-    config: Config,
-    itemsize: int,
-    r: int,
-    pixels: tuple[int, int, int],
-    even: bool,
-    grad: bool,  # an input gradient
-) -> bool:
-    wide = config.block_k * itemsize <= 128  # a row of a box
-    rows = config.rows == 1 or r == 3
-    box = _box(config, *pixels, even) if wide and rows else None
-    return box is not None and not (grad and _splits_unevenly(config, box, *pixels[1:]))
-
-
-def _box(config: Config, n: int, h: int, w: int, even: bool) -> tuple[int, int, int] | None:
-    """A tile [images, rows, columns]; `even` ones have equally many pixels of their images, which
-    they divide if any can."""
-    if config.rows > 1:
-        return row_box(config.block_m, config.rows, h, w)
-    if not even:
-        return pixel_box(config.block_m, n, h, w)
-    return image_box(config.block_m, n, h, w) or covering_box(config.block_m, n, h, w, even=True)
-
-
-def _piece(config: Config, box: tuple[int, int, int]) -> tuple[int, int, int]:
-    """What the epilogue of the input gradient does at a time: a tile, or half of one where a thread
-    has 128 accumulators. The half is of images, else of rows, else of columns."""
-    if config.rows > 1 or config.block_c * config.block_m < 128 * 32 * config.num_warps:
-        return box
-    n, h, w = box
-    return (n // 2, h, w) if n > 1 else (1, h // 2, w) if h > 1 else (1, 1, w // 2)
-
-
-def _splits_unevenly(config: Config, box: tuple[int, int, int], h: int, w: int) -> bool:
-    """Whether the pieces of a tile have more or fewer pixels of an image than one another."""
-    _, rows, columns = _piece(config, box)
-    return (rows < box[1] and h % box[1] > 0) or (columns < box[2] and w % box[2] > 0)
-
-
-def _programs(config: Config, box: tuple[int, int, int], y: Tensor) -> int:
-    n, h, w, c = y.shape
-    box = (box[0], box[1] * config.rows, box[2])
-    return count_boxes(box, n, h, w) * triton.cdiv(c, config.block_c)
-
-
-def _fetched(config: Config, itemsize: int) -> tuple[int, int]:
-    """Bytes of x and of filters that one step loads."""
-    row = config.block_k * itemsize
-    if config.rows == 1:
-        return config.block_m * row, config.block_c * row
-    return (config.rows + 2) * config.block_m * row, 3 * config.block_c * row
-
-
-def _resident(config: Config, x: Tensor) -> int:
-    """Programs that a multiprocessor holds at a time."""
-    shared = sum(_fetched(config, x.itemsize)) * config.num_stages + 1024
-    return min(describe(x.device).shared_memory // shared, 16 // config.num_warps)
-
-
-def _valid(
-    configs: list[Config],
-    x: Tensor,  # what is convolved: x, or dy
-    y: Tensor,  # the result
-    r: int,
-    even: bool,  # tiles have equally many pixels of their images
-    inputs: Sequence[Tensor] = (),  # of an input gradient
-) -> list[Config]:
-    """The tiles that can do it, less those that another serves better anyway."""
-    n, h, w, k = x.shape
-    block_k = 64 if x.itemsize == 2 and k > 32 else 32
-    valid = [
-        c
-        for c in configs
-        if (c.block_k == block_k or c.rows > 1)
-        and _serves(c, x.itemsize, r, (n, h, w), even, len(inputs) > 0)
-        and _resident(c, x) > 0
-    ]
-    if len(inputs) < 2:
-        return valid
-    within = [c for c in valid if inputs[0].shape[3] % c.block_c == 0]  # one input a tile
-    return within or valid
-
-
-def _pick(
-    configs: list[Config],
-    x: Tensor,
-    y: Tensor,
-    filter_size: tuple[int, int],  # R, S
-    even: bool,
-    inputs: Sequence[Tensor] = (),
-) -> Config:
-    """The tile with the shortest time by a crude model in clocks: a multiprocessor's programs
-    multiply (2048 multiply-adds a clock) or fetch (32 bytes a clock, where filters, which all
-    programs read at about the same time, count half) one after the other; filling the pipeline and
-    the epilogue are hidden by the other programs that fit beside. Tiles of several rows, whose
-    products into one accumulator Triton does not overlap, have to be timed: not taken here."""
-    n, h, w, k = x.shape
-    r, s = filter_size
-
-    def time(c: Config) -> float:
-        programs = _programs(c, _box(c, n, h, w, even), y)
-        rounds = max(1, triton.cdiv(programs, describe(x.device).num_sms))
-        products = c.block_c * c.block_m * c.block_k
-        of_x, of_w = _fetched(c, x.itemsize)
-        step = max(products / 2048, (of_x + of_w / 2) / 32)
-        steps = r * s * triton.cdiv(k, c.block_k)
-        alone = 1500 + c.block_c * c.block_m / c.num_warps
-        return rounds * (steps * step + alone / min(_resident(c, x), rounds))
-
-    valid = _valid(configs, x, y, r, even, inputs)
-    return min((c for c in valid if c.rows == 1), key=time)
 
 
 def _partials(box: tuple[int, int, int], y: Tensor) -> Tensor:
