@@ -180,9 +180,11 @@ def _silent_at(scheduler, timestep, *, learned):
     "spacing, total", [("leading", 1000), ("trailing", 1000), ("linspace", 50)]
 )
 @pytest.mark.parametrize("prediction", ["epsilon", "sample", "v_prediction"])
-@pytest.mark.parametrize("eta", [0.0, 1.0])
-@pytest.mark.parametrize("clip", [1.0, None])
-@pytest.mark.parametrize("use_clipped_model_output", [True, False])
+@pytest.mark.parametrize(
+    ("eta", "clip", "use_clipped_model_output"),
+    # every pair of two options
+    [(0.0, 1.0, True), (0.0, None, False), (1.0, 1.0, False), (1.0, None, True)],
+)
 def test_ddim_chain_of_diffusers(
     use_clipped_model_output, clip, eta, prediction, spacing, total, monkeypatch
 ):
