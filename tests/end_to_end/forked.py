@@ -60,7 +60,9 @@ class Forked:
             if not select.select([self.process.stdout], [], [], timeout)[0]:
                 self.close()
                 raise TimeoutError(f"{' '.join(command)} took more than {timeout} s")
-            return int(self.process.stdout.readline()), out.read_text(), err.read_text()
+            code = self.process.stdout.readline()
+            assert code, "the process to fork has ended; what it said is above"
+            return int(code), out.read_text(), err.read_text()
 
     def close(self) -> None:
         self.process.kill()

@@ -1,6 +1,7 @@
 """Start an entry script the way a user does."""
 
 import atexit
+import csv
 import functools
 import os
 import subprocess
@@ -55,6 +56,12 @@ def run(*command: str, cwd: Path | None = None, fresh: bool = False) -> tuple[in
         out, err = process.communicate(timeout=240)
         return process.returncode, out, err
     return _forked().run(_absolute(command), cwd or ROOT, environment(), timeout=240)
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    """Of a CSV file; of a run's folder those of its metrics."""
+    with open(path / "metrics.csv" if path.is_dir() else path) as file:
+        return list(csv.DictReader(file))
 
 
 def _absolute(command: tuple[str, ...]) -> list[str]:

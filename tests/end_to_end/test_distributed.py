@@ -1,6 +1,5 @@
 """Two processes under torchrun train as one does: same batches, same noise, one set of files."""
 
-import csv
 import subprocess
 import sys
 
@@ -14,7 +13,7 @@ from diffusion.data.elephants import elephants
 from diffusion.distributed import Processes
 from diffusion.errors import ConfigError
 
-from .run import ROOT, TINY, environment, run, start
+from .run import ROOT, TINY, environment, rows, run, start
 
 # everything that is keyed by the position in the global batch: noise, timesteps, flips, dropped
 # labels, dropout; and 11 images, so that epochs end within batches
@@ -48,11 +47,6 @@ def runs(tmp_path_factory):
     assert two.returncode == 0, err
     assert out.count("2 processes") == 1 and out.count("step 3/3") == 1
     return folder / "one", folder / "two"
-
-
-def rows(run_dir):
-    with open(run_dir / "metrics.csv") as file:
-        return list(csv.DictReader(file))
 
 
 def test_the_parameters_are_the_same(runs):

@@ -1,7 +1,5 @@
 """A policy from rollouts to actions, as a user trains it, at the smallest size."""
 
-import csv
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from diffusion.errors import ConfigError
 from diffusion.planned.inference1d import StreamedUNet1d
 from diffusion.policies.policy import load_policy
 
-from .run import run
+from .run import rows, run
 
 TINY = (
     "dataset=trajectories",
@@ -59,11 +57,6 @@ def trained(rollouts, tmp_path_factory):
     assert code == 0, err
     assert "step 60: action_mse " in out and "37 held out" in out
     return run_dir
-
-
-def rows(path):
-    with open(path) as file:
-        return list(csv.DictReader(file))
 
 
 def test_it_learns_and_says_how_well(trained):

@@ -1,6 +1,5 @@
 """The main job as a user runs it, at the smallest size."""
 
-import csv
 import signal
 import time
 
@@ -9,7 +8,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-from .run import TINY, run, start
+from .run import TINY, rows, run, start
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +18,6 @@ def trained(tmp_path_factory):
     code, _, err = run("train.py", *command)
     assert code == 0, err
     return run_dir
-
-
-def rows(run_dir):
-    with open(run_dir / "metrics.csv") as file:
-        return list(csv.DictReader(file))
 
 
 def test_everything_of_the_run_is_in_its_folder(trained):
