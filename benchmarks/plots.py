@@ -19,7 +19,7 @@ from diffusion.errors import ConfigError
 
 from . import harness
 from .harness import MATRIX_PEAK, ROOT, Row
-from .summary import write_into
+from .summary import TIMED, write_into
 
 DEFAULTS = {"merge": (), "out": ""}
 _ROOFS = ("copy", "matmul", harness.LEAST)
@@ -47,7 +47,8 @@ def main(arguments: Sequence[str]) -> int:
         rows = harness.read_rows(Path(name))
         for gpu in {row.gpu for row in rows}:
             path = harness.RESULTS / f"{gpu}.csv"
-            harness.add_rows(path, [row for row in rows if row.gpu == gpu])
+            new = [row for row in rows if row.gpu == gpu]
+            harness.write_rows(path, merged(harness.read_rows(path), new))
             print(f"{name} -> {path}")
     files = sorted(harness.RESULTS.glob("*.csv"))
     for path in files:
@@ -57,6 +58,13 @@ def main(arguments: Sequence[str]) -> int:
         write_into(ROOT / "README.md", harness.read_rows(files[0]))
         print(ROOT / "README.md")
     return 0
+
+
+def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """`new` over `old`. Where an op was timed anew beside others, no older row of these stays: a
+    ratio is of one run."""
+    anew = {ours.key[:4] for ours, _ in harness.ratios(new) if ours.op in TIMED}
+    return harness.merge_rows([row for row in old if row.key[:4] not in anew], new)
 
 
 def draw_plots(rows: Sequence[Row], folder: Path) -> list[Path]:

@@ -40,6 +40,7 @@ _NAMES = {
     "denoise_loss": "loss and its gradient",
     "denoise_step": "reverse step",
 }
+TIMED = ("conv2d", "group_norm", "attention", "adamw", "q_sample", "denoise_step", "denoise_loss")
 _LONGER = {case.shape for case in LONGER_ATTENTION}
 
 
@@ -156,10 +157,9 @@ def _batch(row: Row) -> str:
 def _place(pair: tuple[Row, Row]) -> tuple:
     """Where a pair stands: by op, precision, batch, pass."""
     row = pair[0]
-    ops = ("conv2d", "group_norm", "attention", "adamw", "q_sample", "denoise_step", "denoise_loss")
     dtypes = (*_DTYPES, row.dtype)
     label = _label(row)
-    kind = (ops.index(row.op), "embedding" in label, row.shape in _LONGER)
+    kind = (TIMED.index(row.op), "embedding" in label, row.shape in _LONGER)
     batch = 0 if _batch(row) == "any" else -int(_batch(row))
     return (
         *kind,

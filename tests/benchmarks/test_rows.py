@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import harness, run, summary
-from benchmarks.plots import draw_plots
+from benchmarks.plots import draw_plots, merged
 from benchmarks.providers import experiments
 from diffusion.errors import ConfigError
 
@@ -44,6 +44,17 @@ def test_ratios_are_to_the_fastest_other():
     [(ours, best)] = harness.ratios([*rows, row(pass_="wgrad")])
     assert (ours.provider, best.provider) == ("triton", "cudnn")
     assert row().tflops == pytest.approx(339.07, rel=1e-4)
+
+
+def test_what_was_timed_anew_is_beside_nothing_older():
+    others = [row(provider=p, run="old") for p in ("cudnn", "cublas")]
+    step = {"op": "train_step", "shape": "8x64x64x3 unet64", "run": "old"}
+    old = [row(run="old"), *others, row(pass_="wgrad", run="old"), row(**step, provider="eager")]
+    assert merged(old, [row(run="new")]) == [row(run="new"), *old[1:]]
+    both = [row(run="new"), row(run="new", provider="cublas")]
+    assert merged(old, both) == [*old[3:], *both]
+    again = [row(**step | {"run": "new"}, provider=p) for p in ("triton-bf16", "compile-bf16")]
+    assert merged(old, again) == [*old, *again]
 
 
 def test_plots_are_drawn(tmp_path):
