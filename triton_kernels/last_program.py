@@ -12,6 +12,7 @@ no other time: they come from memory that was cleared before the capture, withou
 clear them in every replay.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 
 import torch
@@ -25,7 +26,7 @@ _ALIGNMENT = 4  # counters: 16 bytes, so that one compiled kernel serves all
 _lock = Lock()
 _of_streams: dict[tuple[torch.device, int], Tensor] = {}
 _spare: dict[torch.device, Tensor] = {}  # that no graph has yet
-_given: list[Tensor] = []  # whose memory graphs know, for good
+_kept: list[Tensor] = []  # for good: graphs know their memory, or a stream may still be using it
 
 
 @triton.jit
@@ -56,8 +57,7 @@ def zero_counters(count: int, device: torch.device) -> Tensor:  # int32 [count]
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     counters = _of_streams.get((device, stream))
     if counters is None or counters.numel() < count:
-        size = max(1024, triton.next_power_of_2(count))
-        counters = torch.zeros(size, dtype=torch.int32, device=device)
+        counters = _zeros(max(1024, triton.next_power_of_2(count)), device)
         _of_streams[device, stream] = counters
     if device.type == "cuda":
         _keep_spare(count, device)
@@ -79,7 +79,23 @@ def _keep_spare(count: int, device: torch.device) -> None:
         spare = _spare.get(device)
         if spare is not None and spare.numel() >= max(_SPARE // 2, count):
             return
-        spare = torch.zeros(max(_SPARE, count), dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # once: a graph may run in any stream
-        _given.append(spare)
-        _spare[device] = spare
+        _spare[device] = _zeros(max(_SPARE, count), device)
+
+
+def _zeros(count: int, device: torch.device) -> Tensor:
+    """Cleared memory for any stream, which stays. What this thread allocates may be meant for the
+    pool of a graph: torch.compile's "reduce-overhead" warms up like that, and takes amiss what is
+    left there. So another thread allocates."""
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+
+    def make() -> Tensor:
+        with torch.cuda.device(device):
+            zeros = torch.zeros(count, dtype=torch.int32, device=device)
+            torch.cuda.current_stream().synchronize()  # once
+        return zeros
+
+    with ThreadPoolExecutor(1) as other:
+        zeros = other.submit(make).result()
+    _kept.append(zeros)
+    return zeros

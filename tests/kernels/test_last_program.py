@@ -62,7 +62,7 @@ def gradient(device, chunks=3):
 
 
 def all_counters_are_zero():
-    kept = [*last_program._of_streams.values(), *last_program._given]
+    kept = [*last_program._of_streams.values(), *last_program._kept]
     return not any(counters.any() for counters in kept)
 
 
@@ -210,4 +210,23 @@ def test_graphs_take_from_memory_that_is_cleared_outside(device, monkeypatch):
     for graph, results in graphs:
         graph.replay()
         assert all(torch.equal(x, expected) for x in results)
+    assert all_counters_are_zero()
+
+
+@pytest.mark.gpu
+def test_counters_are_not_in_the_pool_that_torch_compile_warms_up_in(device, monkeypatch):
+    loss, grad = Loss(device), gradient(device)
+    arguments = loss.output.detach(), *loss.batch, grad
+    expected = loss().detach(), ops.grad_norm(grad)
+    monkeypatch.setattr(last_program, "_of_streams", {})
+    monkeypatch.setattr(last_program, "_spare", {})
+
+    def both(output, images, t, table, rng, grad):
+        return ops.denoise_loss(output, images, t, table, rng), ops.grad_norm(grad)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(both, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert all(torch.equal(x, y) for x, y in zip(compiled(*arguments), expected, strict=True))
     assert all_counters_are_zero()
