@@ -7,7 +7,7 @@ torch.compile. An op has
     a fake             shapes, dtypes and strides of the results, which is all that tracing needs
     a derivative       an autograd.Function around the op; without one, results have no gradient
 
-Kernels are launched on the GPU where the tensors are, whichever is the current one.
+Kernels are launched on the GPU where the tensors are, whichever is the current one (1.3 us more).
 
 It is what torch.library.custom_op and register_autograd make, but for one thing: where nobody looks
 on, a call does not pass PyTorch's dispatcher. Of host time a custom_op takes 26 us, and 56 us with
