@@ -3,7 +3,8 @@
 Every program stores its part and takes a ticket of a counter; whoever draws the last one knows that
 all parts are there, adds them in a fixed order, and sets the counter back. Which program that is
 changes from run to run, the sum does not: no number is added by an atomic, so equal bits at every
-run.
+run. Where every part is one number its presence is the sign that it is there, and neither has to
+wait for the other (`hand_in`).
 
 A counter must be zero before the launch and is zero after it, so two launches may share one only if
 one follows the other. Launches of a stream do. A captured one may be replayed beside anything, so
@@ -21,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 _SPARE = 2**18  # counters to be given to graphs: 1 MiB
-_ALIGNMENT = 4  # counters: 16 bytes, so that one compiled kernel serves all
+_ALIGNMENT = 16  # counters: 64 bytes, which memory sends at once; one compiled kernel serves all
 
 _lock = Lock()
 _of_streams: dict[tuple[torch.device, int], Tensor] = {}
@@ -46,6 +47,43 @@ def sum_of_parts(part_ptr, count, COUNT: tl.constexpr):
     on. They are read from the cache that all multiprocessors share."""
     offs = tl.arange(0, COUNT)
     return tl.sum(tl.load(part_ptr + offs, offs < count, 0.0, cache_modifier=".cg"))
+
+
+@triton.jit
+def fetch_slots(slots_ptr, SLOTS: tl.constexpr):
+    """Ask for what `hand_in` needs, long before it does: nobody has touched it since the last
+    launch."""
+    tl.load(slots_ptr + tl.arange(0, SLOTS), volatile=True)
+    tl.debug_barrier()  # or the compiler puts it off
+
+
+@triton.jit
+def hand_in(part, slots_ptr, index, programs, SLOTS: tl.constexpr):
+    """Whether this is the last of so many programs that hand in a float32, number `index` of them,
+    and, if it is, the sum of all in their order. The slots, int32, are zero before the launch and
+    after it; SLOTS is a power of two and more than the programs, for the last slot is the counter.
+
+    The ticket is taken while the part is still on its way. The last program looks until all have
+    come, and they were sent before their tickets were taken: it waits for memory, never for a
+    program."""
+    # a number's bits and one are not zero, but of a NaN whose bits are all set
+    word = tl.where(part == part, part, float("nan")).to(tl.int32, bitcast=True) + 1
+    tl.atomic_xchg(slots_ptr + index, word, sem="relaxed")
+    last = tl.atomic_add(slots_ptr + SLOTS - 1, 1, sem="relaxed") == programs - 1
+    total = part
+    if last:
+        offs = tl.arange(0, SLOTS)
+        mask = offs < programs
+        words = tl.load(slots_ptr + offs, mask, 1, volatile=True)
+        while tl.min((words != 0).to(tl.int32)) == 0:
+            words = tl.load(slots_ptr + offs, mask, 1, volatile=True)
+        tl.debug_barrier()  # every warp has seen them all: they may be cleared
+        if SLOTS > 32:  # a warp has seen some in the place of another
+            words = tl.load(slots_ptr + offs, mask, 1, volatile=True)
+            tl.debug_barrier()
+        total = tl.sum(tl.where(mask, (words - 1).to(tl.float32, bitcast=True), 0.0))
+        tl.store(slots_ptr + offs, 0)
+    return last, total
 
 
 def zero_counters(count: int, device: torch.device) -> Tensor:  # int32 [count]

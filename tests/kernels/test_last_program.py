@@ -11,6 +11,7 @@ from torch.autograd import DeviceType
 import triton_kernels as ops
 from triton_kernels import last_program
 from triton_kernels.adamw import norm_chunk
+from triton_kernels.denoise import loss as loss_module
 
 N, SHAPE = 5, (40, 37, 3)  # of each sample two programs of the loss
 REPEATS = 20
@@ -109,6 +110,22 @@ def test_a_sum_that_is_not_finite_leaves_the_counter_as_any_other(device):
     grad = gradient(device)
     grad[7] = math.nan
     assert ops.grad_norm(grad).isnan()
+    loss, right = Loss(device), Loss(device)()
+    bits = torch.tensor([-1], dtype=torch.int32).view(torch.float32)  # a NaN, all set
+    loss.output.data[1, 0, 0, 0], loss.output.data[3, 0, 0, 0] = bits.item(), math.inf
+    found = loss()
+    assert found[1].isnan() and found[3].isinf() and torch.equal(found[::2], right[::2])
+    assert all_counters_are_zero()
+
+
+def test_more_parts_than_a_warp_has_threads(device):
+    loss = Loss(device, 2, (9, 8, 3))
+    images, t, table, rng = loss.batch
+    process = loss.output.detach(), images, None, None, t, table, rng, 0, "epsilon"
+    config = loss_module._LossConfig(1, 1, 4)  # 54 programs a sample
+    for _ in range(3 if device.type == "cuda" else 1):
+        found, _ = loss_module._loss(*process, keep=False, config=config)
+        torch.testing.assert_close(found, loss(), rtol=1e-6, atol=0)
     assert all_counters_are_zero()
 
 
@@ -206,7 +223,7 @@ def test_graphs_take_from_memory_that_is_cleared_outside(device, monkeypatch):
     monkeypatch.setattr(last_program, "_spare", {})
     loss = Loss(device)
     expected = loss().detach()
-    graphs = [captured(lambda: loss().detach(), 2) for _ in range(10)]  # 8 counters a call
+    graphs = [captured(lambda: loss().detach(), 2) for _ in range(10)]  # 32 counters a call
     for graph, results in graphs:
         graph.replay()
         assert all(torch.equal(x, expected) for x in results)

@@ -29,7 +29,7 @@ _LOSS_CONFIGS = [
     _LossConfig(512, 1, 4),
     _LossConfig(256, 1, 4),
     _LossConfig(256, 1, 8),
-    _LossConfig(1024, 1, 8),
+    _LossConfig(128, 1, 4),
     _LossConfig(512, 3, 16),
     _LossConfig(1024, 3, 16),  # all of an image of 64x64
 ]
@@ -83,14 +83,13 @@ def _loss(
     if n * elements == 0:  # the mean over nothing
         return torch.full((n,), float("nan"), device=output.device), difference
     loss = torch.empty(n, dtype=torch.float32, device=output.device)
-    partial = counters = None
-    if chunks > 1:
-        partial = torch.empty((n, chunks), dtype=torch.float32, device=output.device)
-        counters = zero_counters(n, output.device)
+    slots = triton.next_power_of_2(chunks + 1)
+    counters = zero_counters(n * slots, output.device) if chunks > 1 else None
     denoise_loss_fwd_kernel[(n * chunks,)](
-        output, images, *batch, loss, partial, counters, difference if keep else None,
+        output, images, *batch, loss, counters, difference if keep else None,
         first, elements, chunks, W=width, C=c, CO=co, PREDICTION=prediction, BLOCK=config.block,
-        BLOCKS=config.blocks, CHUNKS=triton.next_power_of_2(chunks), num_warps=config.num_warps,
+        BLOCKS=config.blocks, SLOTS=slots, QUADS=config.block == 32 * config.num_warps,
+        num_warps=config.num_warps,
     )  # fmt: skip
     return loss, difference
 

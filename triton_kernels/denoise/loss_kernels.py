@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..last_program import is_last, sum_of_parts
+from ..last_program import fetch_slots, hand_in
 from .chunks import first_channels, locate
 from .process import clean, coefficients, noise
 
@@ -15,7 +15,8 @@ def _target(
     flip_ptr,
     t_ptr,
     table_ptr,
-    rng_ptr,
+    seed,
+    step,
     first,
     n,
     start,
@@ -28,7 +29,7 @@ def _target(
     """What the network should say of elements 4 * start and up of sample n: float32 [4 * BLOCK]."""
     offs = 4 * start + tl.arange(0, 4 * BLOCK)
     if PREDICTION != "sample":
-        epsilon = noise(rng_ptr, first, n, start, BLOCK)
+        epsilon = noise(seed, step, first, n, start, BLOCK)
     if PREDICTION == "epsilon":
         return epsilon
     else:
@@ -50,8 +51,7 @@ def denoise_loss_fwd_kernel(
     table_ptr,
     rng_ptr,
     loss_ptr,  # float32 [N], out
-    partial_ptr,  # float32 [N, chunks], out: what a chunk adds to the mean; None: there is one
-    counter_ptr,  # int32 [N], zero before and after; or None
+    slots_ptr,  # int32 [N, SLOTS], zero before and after; None: a sample is one chunk
     difference_ptr,  # float32 [N, H, W, C] or None, out: output - target
     first,
     elements,
@@ -62,32 +62,40 @@ def denoise_loss_fwd_kernel(
     PREDICTION: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,  # of a program
-    CHUNKS: tl.constexpr,  # at least as many, a power of two
+    SLOTS: tl.constexpr,
+    QUADS: tl.constexpr,  # whether a thread has four elements, as many as come of Philox at once
 ):
+    seed, step = tl.load(rng_ptr), tl.load(rng_ptr + 1)
     n, start = locate(chunks, BLOCKS * BLOCK)
+    if slots_ptr is not None:
+        slots_ptr += n * SLOTS
+        if QUADS:  # few programs, whose every wait shows
+            fetch_slots(slots_ptr, SLOTS)
     squares = tl.zeros([4 * BLOCK], tl.float32)
     for _ in range(BLOCKS):
-        target = _target(
-            images_ptr, index_ptr, flip_ptr, t_ptr, table_ptr, rng_ptr, first, n, start, elements,
-            W, C, PREDICTION, BLOCK,
-        )  # fmt: skip
         offs = 4 * start + tl.arange(0, 4 * BLOCK)
         mask = offs < elements
+        # If the compiler sees what divides a sample, a thread that has many loads 16 bytes, and
+        # the numbers change places through shared memory.
+        elements_o = elements if CO == C and QUADS else elements // C * CO
         offs_o = first_channels(offs, C, CO)
-        output = tl.load(output_ptr + n * (elements // C * CO) + offs_o, mask=mask, other=0.0)
+        output = tl.load(output_ptr + n * elements_o + offs_o, mask=mask, other=0.0)
+        target = _target(
+            images_ptr, index_ptr, flip_ptr, t_ptr, table_ptr, seed, step, first, n, start,
+            elements, W, C, PREDICTION, BLOCK,
+        )  # fmt: skip
         difference = tl.where(mask, output.to(tl.float32) - target, 0.0)
         if difference_ptr is not None:
             tl.store(difference_ptr + n * elements + offs, difference, mask=mask)
         squares += difference * difference
         start += BLOCK
     mean = tl.sum(squares) / elements
-    if partial_ptr is None:
+    if slots_ptr is None:
         tl.store(loss_ptr + n, mean)
     else:
-        partial_ptr += n * chunks
-        tl.store(partial_ptr + tl.program_id(0) % chunks, mean)
-        if is_last(counter_ptr + n, chunks):
-            tl.store(loss_ptr + n, sum_of_parts(partial_ptr, chunks, CHUNKS))
+        last, mean = hand_in(mean, slots_ptr, tl.program_id(0) % chunks, chunks, SLOTS)
+        if last:
+            tl.store(loss_ptr + n, mean)
 
 
 @triton.jit

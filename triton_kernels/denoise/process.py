@@ -29,9 +29,8 @@ def clean(
 
 
 @triton.jit
-def noise(rng_ptr, first, n, start, BLOCK: tl.constexpr):
+def noise(seed, step, first, n, start, BLOCK: tl.constexpr):
     """epsilon of elements 4 * start and up of sample n: float32 [4 * BLOCK]."""
-    seed, step = tl.load(rng_ptr), tl.load(rng_ptr + 1)
     return normals(seed, step, first + n, start + tl.arange(0, BLOCK), _NOISE)
 
 

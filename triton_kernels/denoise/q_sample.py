@@ -34,7 +34,7 @@ def _q_sample_kernel(
     x = clean(images_ptr, index_ptr, flip_ptr, n, offs, mask, elements, W, C)
     if table_ptr is not None:  # without a table this is gather_images
         a, s = coefficients(t_ptr, table_ptr, n)
-        x = a * x + s * noise(rng_ptr, first, n, start, BLOCK)
+        x = a * x + s * noise(tl.load(rng_ptr), tl.load(rng_ptr + 1), first, n, start, BLOCK)
     tl.store(x_ptr + n * elements + offs, x.to(x_ptr.dtype.element_ty), mask=mask)
 
 
