@@ -95,3 +95,27 @@ def test_the_account_adds_up():
     lines = str(account).splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["conv2d", "norm", "all"]
     assert lines[-1].split("|")[3].strip() == "2.5"
+
+
+@pytest.mark.gpu
+def test_graphs_follow_each_other_in_the_same_memory(device):
+    inputs = [torch.full((2**16,), float(k), device=device) for k in range(3)]
+    for factor in (1.0, 2.0, 3.0):
+        runs = [lambda x=x, f=factor: x * f + 1 for x in inputs]
+        timing, results = harness.time_graph(runs, 1.0)
+        assert 0 < timing.p20 <= timing.median <= timing.p80
+        assert [x[0].item() for x in results] == [factor * k + 1 for k in range(3)]
+        del results
+    reserved = torch.cuda.memory_reserved()
+    harness.release_memory(least=0.99)
+    assert torch.cuda.memory_reserved() == reserved
+    harness.release_memory()
+    assert torch.cuda.memory_reserved() < reserved
+    with pytest.raises(RuntimeError, match="not today"):
+        harness.time_graph([_fails])
+    assert harness.time_graph([lambda: inputs[0] + 1])[1][0][0].item() == 1.0
+
+
+def _fails():
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("not today")
