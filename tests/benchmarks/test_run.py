@@ -9,6 +9,7 @@ import torch
 from benchmarks import harness, measure, run
 from benchmarks.account import Account
 from benchmarks.compilers import Compilers
+from benchmarks.experiment import Experiment, Provider
 from benchmarks.harness import Provenance, Timing
 from benchmarks.providers import experiments
 
@@ -55,11 +56,19 @@ def fake_clock(monkeypatch):
     return seen
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: no interpreter")
-def test_a_run_writes_rows_and_repeats_what_was_disturbed(
-    fake_clock, monkeypatch, tmp_path, capsys
-):
-    chosen = [e for case in TINY[1:2] for e in experiments(case, 1, "fp32")]
+def doubling(shape: str) -> Experiment:
+    providers = {
+        "triton": Provider(lambda i: lambda: (i["x"] + i["x"],)),
+        "cudnn": Provider(lambda i: lambda: (2 * i["x"],)),
+    }
+    return Experiment(
+        "conv2d", shape, "fp32", "fwd", 1, lambda device: {"x": torch.randn(8, device=device)},
+        lambda i: (2 * i["x"],), providers, bytes=64, flops=8,
+    )  # fmt: skip
+
+
+def test_a_run_writes_rows_and_repeats_the_disturbed(fake_clock, monkeypatch, tmp_path, capsys):
+    chosen = [doubling(f"{n}x1x1 8->8 1x1") for n in (2, 3, 4, 5)]
     monkeypatch.setattr(run, "select", lambda settings, ops: chosen)
     monkeypatch.setenv("BENCHMARK_RUN", "tonight")
     arguments = ["op=conv2d", f"out={tmp_path}", "plots=0", "processes=0", "dtype=fp32"]
