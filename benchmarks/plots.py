@@ -98,7 +98,7 @@ def _pictures(
     """What of a file's name and of the title says which pairs are on a picture, and these: of
     convolutions, which have too many shapes for one, by batch and precision."""
     if family != "conv2d":
-        return [("", "", list(pairs))] if pairs else []
+        return [("", "", sorted(pairs, key=_by_op))] if pairs else []
     pictures = []
     for batch in sorted({_batch(ours) for ours, _ in pairs}):
         mine = [pair for pair in pairs if _batch(pair[0]) == batch]
@@ -113,6 +113,12 @@ def _pictures(
                 chosen.sort(key=_by_size)
                 pictures.append((f"-batch{batch}{suffix}", f"{title} at batch {batch}", chosen))
     return pictures
+
+
+def _by_op(pair: tuple[Row, Row]) -> tuple[str, str, int]:
+    """Where a pair of any other op stands: bf16 and large batches first."""
+    row = pair[0]
+    return row.op, row.dtype, -_batch(row)
 
 
 def _is_embedding(row: Row) -> bool:

@@ -60,7 +60,7 @@ def test_what_was_timed_anew_is_beside_nothing_older():
 def test_plots_are_drawn(tmp_path):
     rows = [row(), row(provider="cudnn", median_us=57.0)]
     rows += [
-        row(op="group_norm", shape="x", provider=p, flops=0, median_us=t)
+        row(op="group_norm", shape="4x2x2x8 silu", provider=p, flops=0, median_us=t)
         for p, t in (("triton", 50.0), ("torch", 40.0))
     ]
     rows += [row(op="copy", provider="torch", flops=0), row(op="matmul", provider="cublas")]
