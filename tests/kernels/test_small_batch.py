@@ -248,7 +248,7 @@ def split_of(case, dtype, device, splits=3):
     n, h, w, c1, c2, groups = case
     x1, x2, groups, weight, bias, _ = norm_inputs(case, dtype, device)
     split = SplitConv(
-        parts=randn(splits, n, h * w, c1, device=device),
+        parts=randn(splits, n, c1, h * w, device=device),
         shape=(n, h, w, c1),
         dtype=dtype,
         bias=randn(c1, device=device),

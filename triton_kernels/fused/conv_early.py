@@ -1,7 +1,7 @@
 """Convolutions of few images that ask for their filters before the launch in front has ended.
 
     y = conv(x) + bias[co] + emb[n, co] + residual + 1x1 convolutions of others       `conv_early`
-    parts[s, n, p, co], whose sum over s is conv(x) + those 1x1 convolutions           `split_early`
+    parts[s, n, co, p], whose sum over s is conv(x) + those 1x1 convolutions           `split_early`
 
 At batch 1 a convolution is a chain of dependent steps, and a loop that fetches one 64x64 tile of
 filters and of pixels a step, through however many buffers, spends 0.23 us on each. Here a program
@@ -131,7 +131,7 @@ def _conv_early_kernel(
     emb_ptr,  # [N, CO] or None
     residual_ptr,  # [M, CO] or None
     partial_ptr,  # float32 [M / BLOCK_M, 2, CO], out, or None
-    out_ptr,  # [M, WIDTH], out; PARTS: float32 [parts, N, H * W, CO]
+    out_ptr,  # [M, WIDTH], out; PARTS: float32 [parts, N, CO, H * W]
     stride_emb,
     M,
     CI,
@@ -255,7 +255,8 @@ def _conv_early_kernel(
     mask_m = offs_m < M
     if PARTS:
         images = M // HW
-        place = ((part * images + n).to(tl.int64) * HW + pixel)[None, :] * CO + offs_co[:, None]
+        place = ((part * images + n).to(tl.int64) * (CO * HW) + pixel)[None, :]
+        place += offs_co[:, None] * HW
         tl.store(out_ptr + place, acc, mask=mask_co[:, None] & mask_m[None, :])
     else:
         acc += terms[:, None]
@@ -282,14 +283,14 @@ def split_early(
     *,
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
     config: EarlyConfig | None = None,
-) -> Tensor:  # float32 [parts, N, H * W, CO]
+) -> Tensor:  # float32 [parts, N, CO, H * W]
     """`conv_split` in other parts. No kernel may write the filters while earlier ones of the stream
     are under way: they are read ahead."""
     n, h, w, ci = x.shape
     co, _, r, s = weight.shape
     config = config or split_config(x.shape, weight, x.device)
     splits = triton.cdiv(r * s * ci, config.rounds * config.block_k)
-    parts = _empty((splits + bool(extra), n, h * w, co), dtype=torch.float32, device=x.device)
+    parts = _empty((splits + bool(extra), n, co, h * w), dtype=torch.float32, device=x.device)
     if n > 0:
         _launch(x, weight, extra, config, parts, parts.shape[0], splits=splits)
     return parts

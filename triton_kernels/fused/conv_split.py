@@ -5,7 +5,7 @@ room for hundreds. Cut into S parts the chains are S times shorter, and S times 
 work. The parts are not added here: what comes next, a norm, has to read the whole image anyway and
 adds them as it does (`norm_whole`), with the bias, the embedding and the residual.
 
-    parts[s, n, p, co]   float32; their sum over s is conv(x) + the 1x1 convolutions of `extra`
+    parts[s, n, co, p]   float32; their sum over s is conv(x) + the 1x1 convolutions of `extra`
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ _STEPS = 4  # at least so many products a part: fewer are not worth the adding
 class SplitConv:
     """y = sum of parts + bias + extra_bias + emb[n, c] + residual, rounded to dtype."""
 
-    parts: Tensor  # float32 [S, N, H * W, CO]
+    parts: Tensor  # float32 [S, N, CO, H * W]
     shape: tuple[int, int, int, int]  # of y: N, H, W, CO
     dtype: torch.dtype
     bias: Tensor  # float32 [CO]
@@ -99,7 +99,7 @@ def _conv_split_kernel(
     extra1_w_desc,  # [CO, C1] in boxes [BLOCK_C, BLOCK_K]
     extra2_desc,  # a second such pair, or None
     extra2_w_desc,
-    parts_ptr,  # float32 [SPLITS, N, P * Q, CO]
+    parts_ptr,  # float32 [SPLITS, N, CO, P * Q]
     N,
     P,
     Q,
@@ -153,8 +153,8 @@ def _conv_split_kernel(
     w = w0 + offs_m % TILE_W
     offs_c = c0 + tl.arange(0, BLOCK_C)
     mask = (offs_c < CO)[:, None] & ((n < N) & (h < P) & (w < Q))[None, :]
-    pixel = (split * N + n).to(tl.int64) * (P * Q) + h * Q + w
-    tl.store(parts_ptr + pixel[None, :] * CO + offs_c[:, None], acc, mask=mask)
+    pixel = (split * N + n).to(tl.int64) * (CO * P * Q) + h * Q + w
+    tl.store(parts_ptr + pixel[None, :] + offs_c[:, None] * (P * Q), acc, mask=mask)
 
 
 def conv_split(
@@ -163,7 +163,7 @@ def conv_split(
     *,
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
     config: SplitConfig | None = None,
-) -> Tensor:  # float32 [S, N, H * W, CO]
+) -> Tensor:  # float32 [S, N, CO, H * W]
     """The parts of conv(x), of stride 1 and padding R // 2, and 1x1 convolutions of others."""
     n, h, w, ci = x.shape
     co, _, r, s = weight.shape
@@ -180,7 +180,7 @@ def conv_split(
             lambda: _default(x, weight, channels),
             lambda c: conv_split(x, weight, extra=extra, config=c).sum(0),
         )
-    parts = _empty((config.splits, n, h * w, co), dtype=torch.float32, device=x.device)
+    parts = _empty((config.splits, n, co, h * w), dtype=torch.float32, device=x.device)
     if n == 0:
         return parts
     box = pixel_box(config.block_m, n, h, w)

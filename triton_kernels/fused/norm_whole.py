@@ -165,7 +165,7 @@ def _terms(split: SplitConv | None) -> tuple[Tensor | None, ...]:
     if split is None:
         return (None,) * 5
     n, h, w, c = split.shape
-    check_shape("parts", split.parts, split.parts.shape[0], n, h * w, c)
+    check_shape("parts", split.parts, split.parts.shape[0], n, c, h * w)
     assert split.parts.is_contiguous() and split.parts.dtype == torch.float32
     if split.residual is not None:
         check_nhwc("residual", split.residual)

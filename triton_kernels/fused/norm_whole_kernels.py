@@ -64,7 +64,7 @@ def _two_over_groups(v, w, G: tl.constexpr, J: tl.constexpr):
 @triton.jit(do_not_specialize=["N"])
 def norm_whole_kernel(
     x1_ptr,  # [N, HW, C1]; with SPLITS > 0 it is written, if it is not None
-    parts_ptr,  # float32 [SPLITS, N, HW, C1], or None: x1 is read
+    parts_ptr,  # float32 [SPLITS, N, C1, HW], or None: x1 is read
     conv_bias_ptr,  # of the convolution, as the next three
     extra_bias_ptr,
     emb_ptr,

@@ -36,7 +36,7 @@ def terms_of_parts(
 
 @triton.jit
 def load_parts(
-    parts_ptr,  # float32 [SPLITS, N, HW, C]
+    parts_ptr,  # float32 [SPLITS, N, C, HW]
     residual_ptr,  # [N, HW, C] or None
     N,
     HW,
@@ -56,7 +56,8 @@ def load_parts(
     if residual_ptr is not None:
         parts = parts + (tl.load(residual_ptr + offs, mask=mask, other=0.0, volatile=True),)
     for split in tl.static_range(SPLITS):
-        ptrs = parts_ptr + split * (N * C).to(tl.int64) * HW + offs
+        ptrs = parts_ptr + split * (N * C).to(tl.int64) * HW
+        ptrs = ptrs + (n * C + offs_c)[:, None] * HW + offs_p[None, :]
         parts = parts + (tl.load(ptrs, mask=mask, other=0.0, volatile=True),)
     return parts
 

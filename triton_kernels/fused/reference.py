@@ -262,11 +262,11 @@ def upsample_grad(dy):
 
 
 def conv_split(x, weight, *, extra=()):
-    """Parts [S, N, H W, CO] whose sum over S is conv(x) and the 1x1 convolutions of `extra`."""
+    """Parts [S, N, CO, H W] whose sum over S is conv(x) and the 1x1 convolutions of `extra`."""
     n, h, w, _ = x.shape
     main = reference.conv2d(x, weight)
     parts = [main, *(other @ columns.T for other, columns in extra)]
-    return torch.stack([y.reshape(n, h * w, -1) for y in parts])
+    return torch.stack([y.reshape(n, h * w, -1).mT for y in parts])
 
 
 def worth_splitting(x_shape, weight, device):
@@ -277,7 +277,7 @@ def worth_splitting(x_shape, weight, device):
 def sum_parts(split: SplitConv):
     """(the convolution that was in parts; its partials, or None)"""
     n, h, w, c = split.shape
-    y = split.parts.sum(0).view(n, h, w, c)
+    y = split.parts.sum(0).mT.reshape(n, h, w, c)
     for bias in (split.bias, split.extra_bias):
         y = y if bias is None else y + bias
     y = y if split.emb is None else y + _rows(split.emb)
