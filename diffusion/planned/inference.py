@@ -7,6 +7,7 @@ plan's layers (`planned.unet`) run over kernels that wait until they know who re
     table, apply                  -> one launch, `norm_whole` or `norm_of_sums`
     conv of few tiles             -> its sum in parts on all multiprocessors, `conv_split`;
                                      the norm that reads it adds them: still one launch each
+    conv to q, k, v; attention    -> of few positions one launch, `qkv_attention`
     upsample, apply               -> one launch, `apply_upsampled`
     avg_pool, its partials        -> one launch, `avg_pool_partials`
 
@@ -88,6 +89,22 @@ class _Upsampled:
 
 
 @dataclass
+class _Projection:
+    """A 1x1 convolution [N, H, W, CO], whose pixels may be looked at as one dimension."""
+
+    kernels: ModuleType
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+
+    def flatten(self, *_: int) -> "_Projection":
+        return self
+
+    def tensor(self) -> Tensor:
+        return self.kernels.conv_few(self.x, self.weight, self.bias)[0].flatten(1, 2)
+
+
+@dataclass
 class _Unmeasured:
     """The partials of a tensor that nobody has taken yet."""
 
@@ -143,6 +160,8 @@ class WaitingKernels:
     ) -> tuple[Tensor | _Waiting, Tensor | _Unmeasured | None]:
         x, extra = _tensor(x), [(_tensor(other), w) for other, w in extra]
         residual = _tensor(residual)
+        if weight.shape[2:] == (1, 1) and not stats:  # queries, keys and values
+            return _Projection(self.kernels, x, weight, bias), None
         if stats and not options and self.worth_splitting(x.shape, weight, x.device):
             parts = self.kernels.conv_split(x, weight, extra=extra)
             shape = (*x.shape[:3], weight.shape[0])
@@ -154,8 +173,11 @@ class WaitingKernels:
             stats=stats, **options,
         )  # fmt: skip
 
-    def attention_forward(self, qkv: Tensor, num_heads: int, order: str) -> tuple[Tensor, None]:
-        return self.kernels.attention_few(qkv, num_heads, order), None
+    def attention_forward(self, qkv: _Projection, num_heads: int, order: str):
+        x, rows = qkv.x.flatten(1, 2), qkv.weight[:, :, 0, 0]
+        if self.kernels.serves_qkv_attention(x, num_heads):
+            return self.kernels.qkv_attention(x, rows, qkv.bias, num_heads, order), None
+        return self.kernels.attention_few(qkv.tensor(), num_heads, order), None
 
     def avg_pool(self, x: Tensor | _Waiting) -> Tensor:
         if _waits(x):

@@ -29,6 +29,7 @@ CALLS = (
     "norm_of_sums",
     "norm_table",
     "norm_whole",
+    "qkv_attention",
     "resample_parts",
     "sum_parts",
 )
@@ -83,6 +84,7 @@ def test_as_in_a_large_batch(name, calls, monkeypatch):
     for limit in ("_WHOLE_PIXELS", "_SMALL_ELEMENTS", "_FEW_TILES", "_VERY_FEW_TILES"):
         monkeypatch.setattr(inference, limit, 0)
     monkeypatch.setattr(fused_reference, "worth_splitting", lambda *_: False)
+    monkeypatch.setattr(fused_reference, "serves_qkv_attention", lambda *_: False)
     model = make(MODELS[name], (16, 24)).eval()
     twin = copy.deepcopy(model)
     x, t = torch.randn(2, 16, 24, 3).double(), torch.tensor([3, 700])

@@ -171,6 +171,17 @@ COMPILE_CASES = [
         "expect": {"arches": (90,)},
     },
     {
+        "name": "qkv_attention",
+        "kernel": "triton_kernels.fused.attention_few:_qkv_attention_kernel",
+        "signature": types("*bf16", "x_ptr", "o_ptr")
+        | {"weight_desc": "tensordesc<bf16[4,32,256]>", "bias_ptr": "*fp32"}
+        | {"num_heads": "i32", "scale_log2": "fp32"},
+        "constexprs": {"T": 64, "C": 256, "D": 32, "HEADS_QKV": False, "BLOCK_C": 256}
+        | {"BLOCK_T": 64},
+        "options": {"num_warps": 4, "num_stages": 1},
+        "expect": {"wgmma": "registers", "tma": True, "arches": (90,)},
+    },
+    {
         "name": "begin_step",
         "kernel": "triton_kernels.fused.begin_step:_begin_step_kernel",
         "signature": types("*fp32", "x_ptr", "table_ptr", "emb_ptr")

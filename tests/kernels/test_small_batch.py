@@ -382,6 +382,25 @@ def test_attention_few(t, heads, d, order, dtype, device):
 # --- what a step begins with ----------------------------------------------------------------------
 
 
+def qkv_inputs(n, t, c, dtype, device):
+    torch.manual_seed(0)
+    weight = randn(3 * c, c, dtype=dtype, device=device) / c**0.5
+    return randn(n, t, c, dtype=dtype, device=device), weight, torch.randn(3 * c, device=device)
+
+
+def check_qkv_attention(x, weight, bias, heads, order):
+    o = attention_few.qkv_attention(x, weight, bias, heads, order)
+    exact = fused_reference.qkv_attention(x.double(), *as_double(weight, bias), heads, order)
+    qkv = (x @ weight.T + bias).to(x.dtype)
+    close(o, exact, fused_reference.attention_few(qkv, heads, order))
+
+
+@pytest.mark.parametrize("order", ["qkv_heads", "heads_qkv"])
+@pytest.mark.parametrize(("n", "t", "heads", "d"), [(2, 16, 2, 32), (1, 7, 3, 16)])
+def test_qkv_attention(n, t, heads, d, order, device):
+    check_qkv_attention(*qkv_inputs(n, t, heads * d, torch.float16, device), heads, order)
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 5, 3), (1, 20, 20, 1), (3, 2, 2, 16)], ids=str)
 @pytest.mark.parametrize("indexed", [False, True])
 def test_begin_step(shape, indexed, device):
@@ -480,6 +499,14 @@ def test_early_convolutions_of_the_model_s_shapes(case, device):
     x, weight, extra, _ = conv_inputs((*case, 1), torch.bfloat16, device)
     for _ in range(3):
         check_whole(x, weight, extra, stats=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "t", "c", "heads"), [(1, 64, 256, 8), (4, 49, 192, 6)])
+def test_qkv_attention_of_the_model_s_shapes(n, t, c, heads, device):
+    for _ in range(3):
+        inputs = qkv_inputs(n, t, c, torch.bfloat16, device)
+        check_qkv_attention(*inputs, heads, "qkv_heads")
 
 
 @pytest.mark.gpu

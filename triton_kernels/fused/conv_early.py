@@ -186,28 +186,29 @@ def _conv_early_kernel(
             if extra2_ptr is not None:
                 w2 = extra2_desc.load([c0, 0])
         await_inputs()
-        # what is needed last is asked for first, and volatile, or the compiler puts it off
+        # what is needed last is asked for first, and what a product needs last of all, since the
+        # compiler waits for that where it is loaded
         if residual_ptr is not None:
             place = offs_m.to(tl.int64)[None, :] * WIDTH + offs_co[:, None]
             there = mask_co[:, None] & (offs_m < M)[None, :]
-            residual = tl.load(residual_ptr + place, mask=there, other=0.0, volatile=True)
+            residual = tl.load(residual_ptr + place, mask=there, other=0.0)
         if emb_ptr is not None:
             if HW % BLOCK_M == 0:  # of one image
                 image = (pid // blocks // (HW // BLOCK_M)).to(tl.int64)
                 place = image * stride_emb + offs_co
-                emb = tl.load(emb_ptr + place, mask=mask_co, other=0.0, volatile=True)[:, None]
+                emb = tl.load(emb_ptr + place, mask=mask_co, other=0.0)[:, None]
             else:
                 place = n.to(tl.int64)[None, :] * stride_emb + offs_co[:, None]
                 there = mask_co[:, None] & (offs_m < M)[None, :]
-                emb = tl.load(emb_ptr + place, mask=there, other=0.0, volatile=True)
+                emb = tl.load(emb_ptr + place, mask=there, other=0.0)
         if not PARTS and extra1_ptr is not None:
             ptrs1, mask1 = _pixels(extra1_ptr, offs_m, M, C1, 0, 1, 1, 1, 1, BLOCK_E1)
-            e1 = tl.load(ptrs1, mask=mask1, other=0.0, volatile=True)
+            e1 = tl.load(ptrs1, mask=mask1, other=0.0)
             if extra2_ptr is not None:
                 ptrs2, mask2 = _pixels(extra2_ptr, offs_m, M, C2, 0, 1, 1, 1, 1, BLOCK_E2)
-                e2 = tl.load(ptrs2, mask=mask2, other=0.0, volatile=True)
+                e2 = tl.load(ptrs2, mask=mask2, other=0.0)
         if TAIL > 0:
-            x1 = tl.load(tail_ptrs, mask=tail_mask, other=0.0, volatile=True)
+            x1 = tl.load(tail_ptrs, mask=tail_mask, other=0.0)
         x = tl.load(ptrs, mask=mask, other=0.0)
         for i in tl.static_range(ROUNDS):
             now, there = x, mask
@@ -243,8 +244,8 @@ def _conv_early_kernel(
             ptrs2, mask2 = _pixels(extra2_ptr, offs_m, M, C2, 0, 1, 1, 1, 1, BLOCK_E2)
         await_inputs()
         if extra2_ptr is not None:
-            e2 = tl.load(ptrs2, mask=mask2, other=0.0, volatile=True)
-        e1 = tl.load(ptrs1, mask=mask1, other=0.0, volatile=True)
+            e2 = tl.load(ptrs2, mask=mask2, other=0.0)
+        e1 = tl.load(ptrs1, mask=mask1, other=0.0)
         acc = _add_product(acc, w1, _later(e1, mask1), PRECISION)
         acc = _add_rest(acc, extra1_ptr, extra1_desc, c0, offs_m, M, C1, PRECISION, BLOCK_E1, REST1)
         if extra2_ptr is not None:

@@ -40,8 +40,8 @@ def _load_sums(
     offs_k = tl.arange(0, BLOCK_K)[:, None]
     mask = (offs_k < K) & mask_c[None, :]
     ptrs = partial_ptr + offs_k * (2 * C) + offs_c[None, :]
-    within = tl.load(ptrs + C, mask=mask, other=0.0, volatile=True)
-    return tl.load(ptrs, mask=mask, other=0.0, volatile=True), within, mask
+    within = tl.load(ptrs + C, mask=mask, other=0.0)
+    return tl.load(ptrs, mask=mask, other=0.0), within, mask
 
 
 @triton.jit
@@ -110,13 +110,12 @@ def _norm_few_kernel(
     first, second = mask_c & (offs_c < C1), mask_c & (offs_c >= C1)
     g, b = parameters(weight_ptr, bias_ptr, offs_c, mask_c)
     await_inputs()
-    # in this order, none of it later: the compiler, which spares registers, else puts off what is
-    # needed last until it has waited for what is needed first
+    # in this order: what is needed first is asked for last
     offs = (n * HW + offs_p)[:, None] * C1 + offs_c[None, :]
-    x = tl.load(x1_ptr + offs, mask=first[None, :] & mask_p, other=0.0, volatile=True)
+    x = tl.load(x1_ptr + offs, mask=first[None, :] & mask_p, other=0.0)
     if x2_ptr is not None:
         offs = (n * HW + offs_p)[:, None] * C2 + (offs_c - C1)[None, :]
-        x2 = tl.load(x2_ptr + offs, mask=second[None, :] & mask_p, other=0.0, volatile=True)
+        x2 = tl.load(x2_ptr + offs, mask=second[None, :] & mask_p, other=0.0)
         half_ptr = partial2_ptr + n * (K2 * 2) * C2
         sums2, within2, mask2 = _load_sums(half_ptr, C2, offs_c - C1, second, K2, BLOCK_K2)
     half_ptr = partial1_ptr + n * (K1 * 2) * C1

@@ -3,7 +3,7 @@
 A program has BLOCK_G groups of CG channels of one image, all its pixels, in registers:
 BLOCK_G * BLOCK_J lanes of channels by BLOCK_P pixels.
 
-Why its loads are volatile, and in which order they stand, says `parts_kernels`.
+In which order its loads stand says `parts_kernels`.
 """
 
 import triton
@@ -18,13 +18,13 @@ from .parts_kernels import load_parts, sum_of_parts, terms_of_parts
 
 @triton.jit
 def parameters(weight_ptr, bias_ptr, offs_c, mask_c):
-    """`affine` without modulation, not read any later than here."""
+    """`affine` without modulation."""
     g = tl.zeros(offs_c.shape, tl.float32) + 1.0
     b = tl.zeros(offs_c.shape, tl.float32)
     if weight_ptr is not None:
-        g = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0, volatile=True).to(tl.float32)
+        g = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
     if bias_ptr is not None:
-        b = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0, volatile=True).to(tl.float32)
+        b = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
     return g, b
 
 

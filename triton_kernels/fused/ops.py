@@ -8,7 +8,7 @@ from ..resample import gather, spread, spread_add
 from ..row_sums import RowSums
 from .activation_grad import activation_grad
 from .attention_few import attention_few as _attention_few
-from .attention_few import serves_attention
+from .attention_few import qkv_attention, serves_attention, serves_qkv_attention
 from .begin_step import begin_step
 from .conv import (
     conv_forward,
@@ -74,7 +74,9 @@ __all__ = [
     "norm_whole",
     "norm_whole_supported",
     "pad_channels",
+    "qkv_attention",
     "resample_parts",
+    "serves_qkv_attention",
     "sinusoids",
     "skip_backward",
     "skip_dx",

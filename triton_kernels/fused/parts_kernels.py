@@ -1,9 +1,11 @@
 """What adds up the parts of a convolution (`conv_split`, `conv_early`) over the terms of its sum.
 
-Such a kernel is two trips to memory, there and back, if it asks for all that it reads at once. The
-compiler, which spares registers, asks for some, waits, and asks for the next: up to four trips. So
-loads are volatile, which keeps them in the order in which they are written down, and what is used
-first is asked for last.
+Such a kernel is two trips to memory, there and back, if it asks for all that it reads at once. What
+is used first is asked for last. The compiler, which spares registers, may still ask for some, wait,
+and ask for the next. Volatile loads it leaves in their order, but they pass over the cache of the
+multiprocessor and are slower by more than that (docs/kernels.md).
+
+A channel's pixels are successive in a part, since groups have few channels and all pixels.
 """
 
 import triton
@@ -48,17 +50,17 @@ def load_parts(
     mask_p,
     SPLITS: tl.constexpr,
 ):
-    """A tile of every part, float32 [L, P], and of the residual. They are asked for in this order,
-    none of it later."""
+    """A tile of every part, float32 [L, P], and of the residual. They are asked for in this
+    order."""
     mask = mask_c[:, None] & mask_p[None, :]
     offs = (n * HW + offs_p)[None, :] * C + offs_c[:, None]
     parts = ()
     if residual_ptr is not None:
-        parts = parts + (tl.load(residual_ptr + offs, mask=mask, other=0.0, volatile=True),)
+        parts = parts + (tl.load(residual_ptr + offs, mask=mask, other=0.0),)
     for split in tl.static_range(SPLITS):
         ptrs = parts_ptr + split * (N * C).to(tl.int64) * HW
         ptrs = ptrs + (n * C + offs_c)[:, None] * HW + offs_p[None, :]
-        parts = parts + (tl.load(ptrs, mask=mask, other=0.0, volatile=True),)
+        parts = parts + (tl.load(ptrs, mask=mask, other=0.0),)
     return parts
 
 

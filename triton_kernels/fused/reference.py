@@ -326,6 +326,16 @@ def norm_of_sums(
     return apply(x1, x2, table, activation)
 
 
+def serves_qkv_attention(x, num_heads):
+    """Whether a GPU would rather have both in one launch; here few positions are."""
+    return x.shape[1] <= 100
+
+
+def qkv_attention(x, weight, bias, num_heads, order):
+    """`attention_few` of x weight^T + bias."""
+    return attention_few(x @ weight.T + bias, num_heads, order)
+
+
 def begin_step(x, channels, dtype, table=None, row=None, index=None):
     """(x with zeros behind its channels up to so many, table[row, index])"""
     image = F.pad(x, [0, channels - x.shape[3]]).to(dtype)
