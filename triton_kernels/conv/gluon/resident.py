@@ -15,6 +15,8 @@ since the memory is needed for those: blocks of 64 channels of a tile, which com
 rows of the filter.
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -39,18 +41,62 @@ from ...gluon.pipeline import (
 from .epilogue import load_bias, load_table
 from .rows_memory import clear_margins, row_from, row_of_tap, rows_chunks
 
+# --- what the parts of a program share ------------------------------------------------------------
+
+
+class _Ring(NamedTuple):
+    """Slots of shared memory, and their barriers."""
+
+    bufs: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class _Filters(NamedTuple):
+    """Those of nine taps, and of the blocks of 1x1 convolutions; a barrier for each row."""
+
+    bufs: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+
+
+class _FilterDescs(NamedTuple):
+    """Where they come from: 3x3, and 1x1 of up to two tensors."""
+
+    taps: gl.tensor
+    extra1: gl.tensor
+    extra2: gl.tensor
+
+
+class _Vectors(NamedTuple):
+    """Pointers to what an epilogue has for each channel."""
+
+    first: gl.tensor  # bias, or the norm's table
+    extra_bias: gl.tensor
+    emb: gl.tensor
+    stride_emb: gl.tensor
+
+
+class _Work(NamedTuple):
+    """The tiles of a program, and the first of its channels of the result."""
+
+    first: gl.tensor
+    count: gl.tensor
+    tiles_h: gl.tensor  # of an image
+    c0: gl.tensor
+
+
 # --- loads ----------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def _load_extra(
-    desc1, desc2, extra_bufs, full, empty, step, n, h0,
+    desc1, desc2, extra, step, n, h0,
     BLOCK: gl.constexpr, EXTRA1: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """A block of channels of the tensors of which 1x1 convolutions are added."""
-    slot, bar = wait_empty(full, empty, step, 2, 2 * W * 128)
+    slot, bar = wait_empty(extra.full, extra.empty, step, 2, 2 * W * 128)
     for j in gl.static_range(2):
-        buf = extra_bufs.index(slot * 2 + j)
+        buf = extra.bufs.index(slot * 2 + j)
         if BLOCK < EXTRA1:
             tma.async_copy_global_to_shared(desc1, [n, h0 + j, 0, BLOCK * 64], bar, buf)
         else:
@@ -60,86 +106,80 @@ def _load_extra(
 
 @gluon.jit
 def _load_filters(
-    w_desc, extra1_desc, extra2_desc, w_bufs, full, c0,
+    descs, filters, c0,
     r: gl.constexpr, DGRAD: gl.constexpr, EXTRA1: gl.constexpr, EXTRA2: gl.constexpr,
 ):  # fmt: skip
     """Row r of the filters, and those of the r-th 1x1 block, which is multiplied with that row."""
-    bar = full.index(r)
-    TAP: gl.constexpr = w_bufs.shape[2] * w_bufs.shape[3] * 2
+    bar = filters.full.index(r)
+    bufs = filters.bufs
+    TAP: gl.constexpr = bufs.shape[2] * bufs.shape[3] * 2
     mbarrier.expect(bar, (3 + (1 if r < EXTRA1 + EXTRA2 else 0)) * TAP)
     for tap in gl.static_range(3 * r, 3 * r + 3):
         at = [8 - tap, 0, c0] if DGRAD else [tap, c0, 0]
-        tma.async_copy_global_to_shared(w_desc, at, bar, w_bufs.index(tap))
+        tma.async_copy_global_to_shared(descs.taps, at, bar, bufs.index(tap))
     if r < EXTRA1:
-        tma.async_copy_global_to_shared(extra1_desc, [0, c0, r * 64], bar, w_bufs.index(9 + r))
+        tma.async_copy_global_to_shared(descs.extra1, [0, c0, r * 64], bar, bufs.index(9 + r))
     elif r < EXTRA1 + EXTRA2:
         at = [0, c0, (r - EXTRA1) * 64]
-        tma.async_copy_global_to_shared(extra2_desc, at, bar, w_bufs.index(9 + r))
+        tma.async_copy_global_to_shared(descs.extra2, at, bar, bufs.index(9 + r))
 
 
 @gluon.jit
 def _load(
-    x_desc, w_desc, extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc,
-    x_bufs, w_bufs, extra_bufs, x_full, x_empty, w_full, extra_full, extra_empty,
-    first, count, tiles_h, c0,
-    ROWS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr, PAIRS: gl.constexpr,
+    x_desc, filter_descs, extra1_desc, extra2_desc, x, filters, extra, work,
+    ROWS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
     EXTRA1: gl.constexpr, EXTRA2: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    _load_filters(
-        w_desc, extra1_w_desc, extra2_w_desc, w_bufs, w_full, c0, 0, DGRAD, EXTRA1, EXTRA2
-    )
+    PAIRS: gl.constexpr = x.full.shape[0]
+    _load_filters(filter_descs, filters, work.c0, 0, DGRAD, EXTRA1, EXTRA2)
     if OVERLAP:
         await_inputs_alone()  # filters are there before the launch in front
     place = 0
     step = 0
-    for index in range(count):
-        tile = first + index
-        n = tile // tiles_h
-        h = tile % tiles_h
+    for index in range(work.count):
+        tile = work.first + index
+        n = tile // work.tiles_h
+        h = tile % work.tiles_h
         h0 = h * ROWS
         begins = (index == 0) | (h == 0)
-        ends = (index + 1 == count) | (h + 1 == tiles_h)
+        ends = (index + 1 == work.count) | (h + 1 == work.tiles_h)
         for i in range(gl.where(begins, 0, 1), ROWS // 2 + 1):
-            slot, bar = wait_empty(x_full, x_empty, place, PAIRS, 2 * W * 2 * x_bufs.shape[2])
+            slot, bar = wait_empty(x.full, x.empty, place, PAIRS, 2 * W * 2 * x.bufs.shape[2])
             # two tiles use the last pair of one and the first of the next; else nobody else will
-            mbarrier.arrive(x_empty.index(slot), count=1, pred=(i < ROWS // 2) | ends)
+            mbarrier.arrive(x.empty.index(slot), count=1, pred=(i < ROWS // 2) | ends)
             for j in gl.static_range(2):
                 at = [n, h0 - 1 + 2 * i + j, 0, 0]
-                row = row_from(x_bufs, 0, slot * 2 + j, W)
+                row = row_from(x.bufs, 0, slot * 2 + j, W)
                 tma.async_copy_global_to_shared(x_desc, at, bar, row)
             place += 1
         if index == 0:  # the first products need only those of the first row
             for r in gl.static_range(1, 3):
-                _load_filters(
-                    w_desc, extra1_w_desc, extra2_w_desc, w_bufs, w_full, c0, r,
-                    DGRAD, EXTRA1, EXTRA2,
-                )  # fmt: skip
+                _load_filters(filter_descs, filters, work.c0, r, DGRAD, EXTRA1, EXTRA2)
         for i in gl.static_range(EXTRA1 + EXTRA2):
-            _load_extra(
-                extra1_desc, extra2_desc, extra_bufs, extra_full, extra_empty, step + i, n, h0,
-                i, EXTRA1, W,
-            )  # fmt: skip
+            _load_extra(extra1_desc, extra2_desc, extra, step + i, n, h0, i, EXTRA1, W)
         step += EXTRA1 + EXTRA2
 
 
 @gluon.jit
 def _load_beside(
-    desc1, desc2, stages, full, empty, w_full, first, count, tiles_h, c0, border,
-    ROWS: gl.constexpr, W: gl.constexpr, SLOTS: gl.constexpr, OVERLAP: gl.constexpr,
+    desc1, desc2, beside, filters, work, border,
+    ROWS: gl.constexpr, W: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """What the epilogues read beside their tiles, of one tensor or of two that are concatenated, to
     where they will write."""
+    SLOTS: gl.constexpr = beside.full.shape[0]
+    c0 = work.c0
     if OVERLAP:
         await_inputs_alone()
     place = 0
-    mbarrier.wait(w_full.index(0), 0)  # what the products need comes first
-    for index in range(count):
-        tile = first + index
-        n = tile // tiles_h
+    mbarrier.wait(filters.full.index(0), 0)  # what the products need comes first
+    for index in range(work.count):
+        tile = work.first + index
+        n = tile // work.tiles_h
         for half in gl.static_range(ROWS // 2):
-            h0 = tile % tiles_h * ROWS + 2 * half
-            slot, bar = wait_empty(full, empty, place, SLOTS, 2 * W * 128)
-            buf = stages.index(slot)
+            h0 = tile % work.tiles_h * ROWS + 2 * half
+            slot, bar = wait_empty(beside.full, beside.empty, place, SLOTS, 2 * W * 128)
+            buf = beside.bufs.index(slot)
             if desc2 is None:
                 tma.async_copy_global_to_shared(desc1, [n, h0, 0, c0], bar, buf)
             else:
@@ -175,16 +215,15 @@ def _filters(w_bufs, tap: gl.constexpr, DGRAD: gl.constexpr, LAYOUT: gl.constexp
 
 @gluon.jit
 def _multiply_extra(
-    accs, extra_bufs, w_bufs, full, step, BLOCK: gl.constexpr, W: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
+    accs, extra, w_bufs, step, BLOCK: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr
+):
     """The products of one block of channels with its 1x1 filters, begun but not waited for."""
-    slot = wait_full(full, step, 2)
+    slot = wait_full(extra.full, step, 2)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     w = w_bufs.index(9 + BLOCK)._reinterpret(w_bufs.dtype, [64, 64], MATRIX)
     w = w.load(gl.DotOperandLayout(0, LAYOUT, 2))
-    x0 = extra_bufs.index(slot * 2)._reinterpret(w_bufs.dtype, [W, 64], MATRIX)
-    x1 = extra_bufs.index(slot * 2 + 1)._reinterpret(w_bufs.dtype, [W, 64], MATRIX)
+    x0 = extra.bufs.index(slot * 2)._reinterpret(w_bufs.dtype, [W, 64], MATRIX)
+    x1 = extra.bufs.index(slot * 2 + 1)._reinterpret(w_bufs.dtype, [W, 64], MATRIX)
     acc0 = warpgroup_mma(w, x0.permute((1, 0)), accs[0], is_async=True)
     acc1 = warpgroup_mma(w, x1.permute((1, 0)), accs[1], is_async=True)
     return acc0, acc1
@@ -205,39 +244,44 @@ def _sum_of_threads(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    beside1_desc, y_desc, x_bufs, w_bufs, extra_bufs, stages, x_full, x_empty, w_full,
-    extra_full, extra_empty, beside_full, beside_empty, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
-    partial_ptr, stride_emb, first, count, tiles_h, c0, C,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr,
-    DGRAD: gl.constexpr, ACT: gl.constexpr, PAIRS: gl.constexpr, SLOTS: gl.constexpr,
-    EXTRA: gl.constexpr, OVERLAP: gl.constexpr,
+    y_desc, x, filters, extra, beside, turns, vectors, partial_ptr, work, C,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
+    ACT: gl.constexpr, HAS_BESIDE: gl.constexpr, EXTRA: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    HAS_BESIDE: gl.constexpr = beside1_desc is not None
+    GROUPS: gl.constexpr = turns.shape[0]
+    PAIRS: gl.constexpr = x.full.shape[0]
+    SLOTS: gl.constexpr = beside.full.shape[0]
     FIRST: gl.constexpr = 1 if GROUP == 0 else 0
-    STAY: gl.constexpr = x_bufs.shape[2] == 16  # filters in registers: four a tap
+    STAY: gl.constexpr = x.bufs.shape[2] == 16  # filters in registers: four a tap
     HALVES: gl.constexpr = ROWS // 2
     OWN: gl.constexpr = SLOTS // GROUPS
     AHEAD: gl.constexpr = 4 // ROWS  # taps under way while the filters of the next one are loaded
     if OVERLAP:
         await_inputs_alone()
+    first = work.first
+    tiles_h = work.tiles_h
+    c0 = work.c0
+    stages = beside.bufs
     phase = 0
     offs = c0 + gl.arange(0, 64, layout=VECTOR)
-    filters = ()
+    kept = ()
     if STAY:
         for r in gl.static_range(3):
-            mbarrier.wait(w_full.index(r), 0)
+            mbarrier.wait(filters.full.index(r), 0)
         for tap in gl.static_range(9):
-            filters = filters + (_filters(w_bufs, tap, DGRAD, LAYOUT),)
-    for index in range(GROUP, count, GROUPS):
+            kept = kept + (_filters(filters.bufs, tap, DGRAD, LAYOUT),)
+    for index in range(GROUP, work.count, GROUPS):
         tile = first + index
         n = tile // tiles_h
         h0 = tile % tiles_h * ROWS
         if DGRAD:
-            mean, rstd, g, b = load_table(vectors_ptr, n, offs, C)
+            mean, rstd, g, b = load_table(vectors.first, n, offs, C)
         else:
-            bias = load_bias(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, n, offs)
+            bias = load_bias(
+                vectors.first, vectors.extra_bias, vectors.emb, vectors.stride_emb, n, offs
+            )
 
         place = index * HALVES + n - first // tiles_h
         accs = ()
@@ -246,41 +290,41 @@ def _multiply(
         mbarrier.wait(turns.index(GROUP), phase ^ FIRST)
         pairs = ()
         for i in gl.static_range(HALVES + 1):
-            pairs = pairs + (wait_full(x_full, place + i, PAIRS),)
+            pairs = pairs + (wait_full(x.full, place + i, PAIRS),)
         step = index * EXTRA
         for r in gl.static_range(3):
             if not STAY:
-                mbarrier.wait(w_full.index(r), 0)
+                mbarrier.wait(filters.full.index(r), 0)
             if r < EXTRA:
-                accs = _multiply_extra(accs, extra_bufs, w_bufs, extra_full, step + r, r, W, LAYOUT)
+                accs = _multiply_extra(accs, extra, filters.bufs, step + r, r, W, LAYOUT)
                 if r > 0:
                     accs = warpgroup_mma_wait(4, deps=accs)
             for s in gl.static_range(3):
                 if STAY:
-                    w = filters[r * 3 + s]
+                    w = kept[r * 3 + s]
                 else:
-                    w = _filters(w_bufs, r * 3 + s, DGRAD, LAYOUT)
+                    w = _filters(filters.bufs, r * 3 + s, DGRAD, LAYOUT)
                 if r + s == 4:  # AHEAD taps are under way, and the last one is about to be
                     if HAS_BESIDE and SLOTS < GROUPS * HALVES:
                         # or the next warpgroup might wait for a slot that this still waits for, and
                         # barriers tell only odd rounds from even ones
-                        wait_full(beside_full, index * HALVES, SLOTS)
+                        wait_full(beside.full, index * HALVES, SLOTS)
                     mbarrier.arrive(turns.index((GROUP + 1) % GROUPS), count=1)
                 out = ()
                 for j in gl.static_range(ROWS):
-                    x = row_of_tap(x_bufs, 0, pairs[(j + r) // 2] * 2 + (j + r) % 2, s, W)
-                    out = out + (warpgroup_mma(w, x.permute((1, 0)), accs[j], is_async=True),)
+                    row = row_of_tap(x.bufs, 0, pairs[(j + r) // 2] * 2 + (j + r) % 2, s, W)
+                    out = out + (warpgroup_mma(w, row.permute((1, 0)), accs[j], is_async=True),)
                 accs = out
                 # filters of AHEAD + 1 taps are in registers
                 if not STAY and (r * 3 + s >= AHEAD or r < EXTRA):
                     accs = warpgroup_mma_wait(4, deps=accs)
                 if r < EXTRA and s == 1:  # that term has been waited for
                     sync_threads()
-                    give_back(extra_empty, step + r, 2)
+                    give_back(extra.empty, step + r, 2)
         accs = warpgroup_mma_wait(0, deps=accs)
         sync_threads()
         for i in gl.static_range(HALVES + 1):
-            mbarrier.arrive(x_empty.index(pairs[i]), count=1)
+            mbarrier.arrive(x.empty.index(pairs[i]), count=1)
 
         to = partial_ptr
         if partial_ptr is not None:
@@ -296,7 +340,7 @@ def _multiply(
         result = index * HALVES
         for half in gl.static_range(HALVES):
             if HAS_BESIDE:
-                slot = wait_full(beside_full, result + half, SLOTS)
+                slot = wait_full(beside.full, result + half, SLOTS)
             else:
                 slot = GROUP * OWN + half % OWN
                 tma.store_wait(OWN - 1)  # of what this has written there before
@@ -348,7 +392,7 @@ def _multiply(
             tma.store_wait(0)
             sync_threads()
             for half in gl.static_range(HALVES):
-                give_back(beside_empty, result + half, SLOTS)
+                give_back(beside.empty, result + half, SLOTS)
         phase ^= 1
     if OVERLAP:
         begin_next()
@@ -412,6 +456,10 @@ def conv_resident_kernel(
         extra_bufs = gl.allocate_shared_memory(dtype, [2 * 2, 1, 1, W, 64], y_desc.layout)
         extra_full, extra_empty = new_barrier_pairs(2)
     clear_margins(x_bufs, 1, 2 * PAIRS, W, num_warps)
+    x = _Ring(x_bufs, x_full, x_empty)
+    filters = _Filters(w_bufs, w_full)
+    extra = _Ring(extra_bufs, extra_full, extra_empty)
+    beside = _Ring(stages, beside_full, beside_empty)
 
     # programs that are neighbours do the same tiles of other channels
     blocks_c = C // 64
@@ -419,36 +467,30 @@ def conv_resident_kernel(
     part = gl.program_id(0) // blocks_c
     parts = gl.num_programs(0) // blocks_c
     first = (tiles * part) // parts
-    count = (tiles * (part + 1)) // parts - first
+    work = _Work(first, (tiles * (part + 1)) // parts - first, tiles_h, c0)
+    filter_descs = _FilterDescs(w_desc, extra1_w_desc, extra2_w_desc)
+    vectors = _Vectors(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb)
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
-                    beside1_desc, y_desc, x_bufs, w_bufs, extra_bufs, stages, x_full, x_empty,
-                    w_full, extra_full, extra_empty, beside_full, beside_empty, turns,
-                    vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr, stride_emb,
-                    first, count, tiles_h, c0, C,
-                    role, GROUPS, ROWS, W, DGRAD, ACT, PAIRS, SLOTS, EXTRA, OVERLAP,
+                    y_desc, x, filters, extra, beside, turns, vectors, partial_ptr, work, C,
+                    role, ROWS, W, DGRAD, ACT, BESIDE == 1, EXTRA, OVERLAP,
                 ),
             )
             if role < GROUPS
             else (
                 _load,
                 (
-                    x_desc, w_desc, extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc,
-                    x_bufs, w_bufs, extra_bufs, x_full, x_empty, w_full, extra_full,
-                    extra_empty, first, count, tiles_h, c0,
-                    ROWS, W, DGRAD, PAIRS, EXTRA1, EXTRA2, OVERLAP,
+                    x_desc, filter_descs, extra1_desc, extra2_desc, x, filters, extra, work,
+                    ROWS, W, DGRAD, EXTRA1, EXTRA2, OVERLAP,
                 ),
             )
             if role == GROUPS
             else (
                 _load_beside,
-                (
-                    beside1_desc, beside2_desc, stages, beside_full, beside_empty, w_full,
-                    first, count, tiles_h, c0, border, ROWS, W, SLOTS, OVERLAP,
-                ),
+                (beside1_desc, beside2_desc, beside, filters, work, border, ROWS, W, OVERLAP),
             )
             for role in ((0, 1, 2), (0, 1, 2, 3), (0, 1, 2, 3, 4))[GROUPS - 2 + BESIDE]
         ],
