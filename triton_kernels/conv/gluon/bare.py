@@ -19,6 +19,7 @@ if SUPPORTED:
     from .bare_once import conv_bare_once_kernel
     from .bare_once_tf32 import conv_bare_once_tf32_kernel
     from .bare_points import conv_bare_points_kernel
+    from .bare_ring import conv_bare_ring_kernel
     from .bare_tiles import conv_bare_tiles_kernel
 
 _WARPS = 12  # two warpgroups that multiply and one of which a warp loads
@@ -34,6 +35,8 @@ _ONCE = [
     (192, 128, 8),
     (192, 256, 8),  # spills a little
 ]
+_RING = [(192, 128)]  # (channels, pixels) of a tile in a ring
+_RING_WARPS = 16
 _ONCE_TF32 = [(64, 64, 4), (64, 128, 4)]  # the same of an input gradient in TF32
 _AT_ONCE = 1024  # channels a step in the `Config` of such programs: all there are
 _TILES_A_PROCESSOR = 64  # with more, a program for each of them is not tried
@@ -43,7 +46,7 @@ _MOST_K = 1024  # channels of x, whose loop is unrolled
 
 def serves(config: tuple) -> bool:
     """Whether a `Config` of `conv.tma` is one of this path."""
-    return config.num_warps == _WARPS or config.block_k == _AT_ONCE
+    return config.num_warps in (_WARPS, _RING_WARPS) or config.block_k == _AT_ONCE
 
 
 def candidates(
@@ -78,7 +81,12 @@ def candidates(
         and triton.cdiv(y.shape[2], pixels) * triton.cdiv(wide, channels) <= most
         for programs in _programs(x, channels, pixels)
     ]
-    return points + once
+    ring = [
+        (channels, pixels, 64, _RING_WARPS, _blocks_in_ring(x, channels, pixels))
+        for channels, pixels in _RING
+        if channels < wide + 64 and x.shape[3] > 256
+    ]
+    return points + once + ring
 
 
 def turning_candidates(
@@ -132,6 +140,8 @@ def launch(
         _launch_tiles(x, weight, bias, y, config, dgrad)
     elif config[2] == _AT_ONCE:
         _launch_once(x, weight, bias, y, config, dgrad)
+    elif config[3] == _RING_WARPS:
+        _launch_ring(x, weight, bias, y, config, dgrad)
     else:
         _launch_points(x, weight, bias, y, config, dgrad)
 
@@ -223,6 +233,37 @@ def _blocks(x: Tensor, channels: int, pixels: int) -> tuple[int, int]:
         if blocks >= 4 or out == 1:
             break
     return blocks, out
+
+
+def _launch_ring(
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, config: tuple, dgrad: bool
+) -> None:
+    co, ci, _, _ = weight.shape
+    _, _, m, k = x.shape
+    c = y.shape[3]
+    channels, pixels, _, _, blocks = config[:5]
+    tiles = triton.cdiv(m, pixels) * triton.cdiv(c, channels)
+    conv_bare_ring_kernel[(min(tiles, describe(x.device).num_sms),)](
+        in_boxes(x, [m, k], [k, 1], [pixels, 64]),
+        in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
+        in_boxes(y, [m, c], [c, 1], [pixels, 64]),
+        bias,
+        m,
+        c,
+        PIXELS=pixels,
+        K_BLOCKS=triton.cdiv(k, 64),
+        C_BLOCKS=channels // 64,
+        DGRAD=dgrad,
+        BLOCKS=blocks,
+        num_warps=4,
+        maxnreg=168 if channels == 128 else 128,
+    )
+
+
+def _blocks_in_ring(x: Tensor, channels: int, pixels: int) -> int:
+    """Of pixels and filters, as many as fit beside a tile's results."""
+    room = describe(x.device).shared_memory - 2048 - channels * pixels * x.itemsize
+    return room // ((channels + pixels) * 64 * x.itemsize)
 
 
 def _launch_once(
