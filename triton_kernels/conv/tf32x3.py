@@ -26,6 +26,7 @@ from ..device import describe
 from ..tf32 import split_to_tf32
 from ..tuning import choose, same
 from . import gather
+from .linear_tf32x3 import launch_linear
 from .tma import tile_constants, tile_origin
 from .tma_boxes import (
     addressable,
@@ -48,11 +49,12 @@ class Config(NamedTuple):
     block_k: int  # input channels a step
     num_warps: int
     num_stages: int
-    # 0: a tile of `conv.gather`, whose products are FMAs; 2: without copies, split in registers
+    # 0: a tile of `conv.gather`, whose products are FMAs; 2: without copies, split in registers; 3:
+    # so, and in chunks of the sum side by side (`linear_tf32x3`)
     tensor_cores: int = 1
 
 
-_IN_REGISTERS = 2  # `tensor_cores` of such tiles
+_IN_REGISTERS, _IN_CHUNKS = 2, 3  # `tensor_cores` of such tiles
 _GATHER = Config(64, 64, 32, 4, 3, 0)
 _GATHER_FEW = Config(16, 16, 64, 4, 3, 0)  # the linear layer over some samples: more programs
 _INSIDE = Config(64, 64, 32, 4, 4, _IN_REGISTERS)
@@ -65,6 +67,7 @@ FWD_CONFIGS = [
     _INSIDE,
     Config(16, 32, 32, 4, 8, _IN_REGISTERS),
 ]
+LINEAR_CONFIGS = [Config(16, 16, 256, 4, 1, _IN_CHUNKS)]
 _MANY_PIXELS = 1024  # of a 1x1 convolution, whose copies would take longer than its products
 _WORTH = 2**27  # multiplications that pay for the copies; fewer are left to `conv.gather`,
 _MOST_MEMORY = 2**32  # and so are copies of more bytes
@@ -162,7 +165,12 @@ def launch_fwd(
         config = choose(
             "conv2d_fp32_dgrad" if dgrad else "conv2d_fp32",
             (*x.shape, *y.shape[1:], r, s),
-            lambda: [*(c for c in FWD_CONFIGS if _fits(c, x, r * s)), _GATHER, _GATHER_FEW],
+            lambda: [
+                *(c for c in FWD_CONFIGS if _fits(c, x, r * s)),
+                *(LINEAR_CONFIGS if _is_linear(x, weight, padding) else ()),
+                _GATHER,
+                _GATHER_FEW,
+            ],
             lambda: _pick(x, weight, y),
             run,
             same,
@@ -170,6 +178,12 @@ def launch_fwd(
     if not config.tensor_cores:
         tile = gather.Config(*config[:5])
         gather.launch_fwd(x, weight, bias, y, stride, padding, precision, dgrad=dgrad, config=tile)
+        return
+    if config.tensor_cores == _IN_CHUNKS:
+        launch_linear(
+            x, weight, bias, y, dgrad=dgrad, block_c=config.block_c, block_m=config.block_m,
+            num_warps=config.num_warps,
+        )  # fmt: skip
         return
     if config.tensor_cores == _IN_REGISTERS:
         parts, filters = (x, None), (weight, None)
@@ -223,6 +237,11 @@ def _pick(x: Tensor, weight: Tensor, y: Tensor) -> Config:
     safe, small = FWD_CONFIGS[:2]
     programs = count_boxes(pixel_box(safe.block_m, n, p, q), n, p, q) * triton.cdiv(co, 64)
     return safe if programs >= 2 * describe(x.device).num_sms else small
+
+
+def _is_linear(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> bool:
+    """Whether it is a product over few pixels."""
+    return is_pointwise(weight, padding) and x.numel() // x.shape[3] <= _MANY_PIXELS
 
 
 def _fits(c: Config, x: Tensor, taps: int) -> bool:
