@@ -231,6 +231,7 @@ _STEM_WGRAD = {
         "PAD_W": 1,
         "FLAT": True,
         "PRECISION": "tf32",
+        "SPLIT": False,
         "BLOCK_CO": 64,
         "BLOCK_CI": 32,
         "BLOCK_M": 64,

@@ -34,6 +34,16 @@ def _bare_points(
     }
 
 
+def _bare_ring(name: str, pixels: int, k: int, c: int, dgrad: bool, blocks: int) -> dict:
+    case = _bare_points(name, pixels, k, c, dgrad, blocks)
+    del case["constexprs"]["OUT"]
+    return {
+        **case,
+        "kernel": "triton_kernels.conv.gluon.bare_ring:conv_bare_ring_kernel",
+        "options": {"num_warps": 4, "maxnreg": 168 if c == 2 else 128},
+    }
+
+
 def _bare_once(
     name: str,
     pixels: int,
@@ -121,6 +131,44 @@ def _bare_tiles(
     }
 
 
+def _mma_wgrad(
+    name: str,
+    products: int,
+    taps: int,
+    x: int,
+    ahead: bool,
+    registers: int,
+    spills: int = 0,
+) -> dict:
+    from triton.experimental.gluon import language as gl
+
+    box = [1, 2, 16, 64]
+    boxes = f"tensordesc<fp32{box},{gl.NVMMASharedLayout(128, 32, rank=4)!r}>"
+    return {
+        "name": name,
+        "kernel": "triton_kernels.conv.gluon.mma_wgrad_kernel:conv_mma_wgrad_kernel",
+        "signature": {
+            **dict.fromkeys(("x_desc", "dy_desc"), boxes),
+            "dw_ptr": "*fp32",
+            **dict.fromkeys(("CI", "P", "Q", "CO", "num_tiles"), "i32"),
+        },
+        "constexprs": {
+            "PRODUCTS": products,
+            "TAPS": taps,
+            "S": 3 if taps == 9 else 1,
+            "PAD_H": taps // 9,
+            "PAD_W": taps // 9,
+            "X_BLOCKS": x,
+            "STAGES": 3,
+            "AHEAD": ahead,
+            "num_warps": 4,
+        },
+        "options": {"num_warps": 4, "maxnreg": registers},
+        "multiples": ("CI", "CO"),
+        "expect": {"wgmma": False, "tma": True, "spills": spills, "arches": (90,)},
+    }
+
+
 COMPILE_CASES = (
     [
         _bare_tiles("tiles_32", 8, 1, 32, False, 3, 5),
@@ -135,6 +183,11 @@ COMPILE_CASES = (
         _bare_once("once_192_channels_256_pixels", 256, 7, 3, False, 3, 8, spills=192),
         _once_tf32("once_tf32_64", 64, 8, 8),
         _once_tf32("once_tf32_128", 128, 12, 9),
+        _bare_ring("ring_192", 128, 9, 3, True, 4),
+        _mma_wgrad("mma_wgrad_tf32", 1, 1, 1, False, 64),
+        _mma_wgrad("mma_wgrad_tf32_192", 1, 9, 3, False, 128),
+        _mma_wgrad("mma_wgrad_float32_low", 2, 9, 2, True, 128, spills=96),
+        _mma_wgrad("mma_wgrad_float32", 3, 9, 1, True, 128),
         _bare_points("pointwise_192", 128, 2, 3, True, 7),
         _bare_points("pointwise_256_pixels", 256, 3, 1, True, 4, 1),
         _bare_points("pointwise_128", 128, 4, 2, True, 5),

@@ -15,6 +15,7 @@ from triton_kernels.conv import tma_boxes
 from triton_kernels.conv import tma_stride as conv_stride
 from triton_kernels.conv import tma_wgrad as conv_tma_wgrad
 from triton_kernels.conv import turned_wgrad as conv_turned_wgrad
+from triton_kernels.conv.gluon import mma_wgrad
 from triton_kernels.device import describe
 
 from .conv_cases import (
@@ -228,6 +229,31 @@ def test_every_pointwise_config_repeatedly(name, config, precision, monkeypatch,
         pytest.skip("no TMA unit")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
     check_weight_grad(POINTWISE[name], precision, config, device, times=10)
+
+
+MMA = {
+    "1x1, ragged": POINTWISE["ragged"],
+    "3x3, 16x16": Shape(32, 16, 16, 192, 192),
+    "3x3, 64x64": Shape(4, 64, 64, 64, 64),
+    "2x4, padding beyond the filter": Shape(3, 5, 6, 36, 72, (2, 4), padding=(4, 3)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("precision", ["tf32", "fp32"])
+@pytest.mark.parametrize("config", conv_turned_wgrad.MMA_CONFIGS, ids=str)
+@pytest.mark.parametrize("name", MMA)
+def test_every_config_of_mma_repeatedly(name, config, precision, monkeypatch, device):
+    x, tile = torch.empty(1, device=device), conv_turned_wgrad._mma_tile(config)
+    if not mma_wgrad.serves(x):
+        pytest.skip("another GPU, or a Triton that it was not tried with")
+    if precision == "tf32" and config.tensor_cores == 4:
+        pytest.skip("one product")
+    if not mma_wgrad.fits(tile, x, "ieee" if precision == "fp32" else "tf32"):
+        pytest.skip("three products find no room")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
+    check_weight_grad(MMA[name], precision, config, device, times=10)
 
 
 def check_weight_grad(shape: Shape, precision: str, config, device, times: int = 0):

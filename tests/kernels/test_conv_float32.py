@@ -2,20 +2,25 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from triton_kernels import reference
+from triton_kernels.conv import columns_wgrad as conv_columns_wgrad
 from triton_kernels.conv import conv2d as conv
 from triton_kernels.conv import tf32x3 as conv_tf32x3
 from triton_kernels.conv import tma as conv_tma
 from triton_kernels.conv import turned_wgrad as conv_turned_wgrad
 
 from .conv_cases import (
+    ROUNDING,
     SMALL,
     Shape,
     check,
     make,
+    padding_of,
     poison,  # noqa: F401  a fixture for the tests here
     references,
+    relative,
     run,
 )
 
@@ -62,9 +67,65 @@ def test_float32_on_tensor_cores(name, precision, device, monkeypatch):
     check(got, *references(shape, *data), shape, precision)
 
 
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("config", conv_tf32x3.LINEAR_CONFIGS, ids=str)
+def test_linear_layers_in_chunks(config, device, monkeypatch):
+    """More pixels than a tile, more channels than the chunks of a step."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    shape = Shape(3, 2, 3, 260, 20, (1, 1))
+    x, weight, bias, dy = make(shape, torch.float32, device)
+    exact, low = references(shape, x, weight, bias, dy)
+    y = conv._conv2d_fwd(x, weight, bias, 1, (0, 0), False, config)
+    dx = conv._conv2d_dgrad(dy, weight, x.shape[1:3], 1, (0, 0), False, config)
+    for got, right, other in zip((y, dx), exact, low, strict=False):
+        assert relative(got, right) <= 2 * relative(other, right) + ROUNDING["fp32"]
+
+
+COLUMNS = {
+    "stem": Shape(2, 5, 6, 3, 36),
+    "2x4 filter, padding beyond it": Shape(2, 3, 5, 7, 40, (2, 4), padding=(4, 3)),
+    "stride 2": Shape(3, 6, 7, 5, 32, stride=2, padding=1),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns(name, device):
+    """What `unfold` gives, in the order of the filters, with zeros behind it."""
+    shape = COLUMNS[name]
+    x, weight, _, dy = make(shape, torch.float32, device)
+    padding = padding_of(shape)
+    got = conv_columns_wgrad.to_columns(x, dy, weight, shape.stride, padding)
+    patches = F.unfold(x.permute(0, 3, 1, 2), shape.kernel, 1, padding, shape.stride)
+    taps = shape.kernel[0] * shape.kernel[1]
+    patches = patches.view(shape.n, shape.ci, taps, -1).permute(0, 3, 2, 1).flatten(2)
+    width = taps * shape.ci
+    assert torch.equal(got.view(shape.n, -1, got.shape[3])[..., :width], patches)
+    assert not got[..., width:].any() and got.shape[3] < width + 4
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("name", [*COLUMNS, "64x64"])
+def test_weight_gradient_of_columns(name, device, monkeypatch):
+    shape = {**COLUMNS, "64x64": Shape(33, 64, 64, 3, 64)}[name]
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(conv_columns_wgrad, "_FEWEST_PIXELS", 0)
+    data = make(shape, torch.float32, device)
+    x, weight, _, dy = data
+    if not conv_columns_wgrad.serves_wgrad(x, dy, weight, "ieee"):
+        pytest.skip("another GPU, or a Triton that it was not tried with")
+    exact, low = (results[2] for results in references(shape, *data))
+    first = conv._conv2d_wgrad(x, dy, weight, shape.stride, padding_of(shape), False)
+    budget = 2 * relative(low, exact) + ROUNDING["fp32"] + 2**-24 * (dy[..., 0].numel()) ** 0.5
+    assert relative(first, exact) <= budget
+    for _ in range(10):
+        again = conv._conv2d_wgrad(x, dy, weight, shape.stride, padding_of(shape), False)
+        assert torch.equal(again, first)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of inf * 0
 @pytest.mark.usefixtures("poison", "tensor_cores")
-@pytest.mark.parametrize("split", ["before", "in registers", "gathered"])
+@pytest.mark.parametrize("split", ["before", "in registers", "in chunks", "gathered"])
 def test_float32_on_tensor_cores_keeps_infinities(split, device):
     """Halves of an infinity are no infinities, and the other filter's second half is zero."""
     ci = 8 if split == "gathered" else 32
@@ -72,6 +133,7 @@ def test_float32_on_tensor_cores_keeps_infinities(split, device):
     tiles = {
         "before": None,
         "in registers": next(c for c in conv_tf32x3.FWD_CONFIGS if c.tensor_cores == 2),
+        "in chunks": conv_tf32x3.LINEAR_CONFIGS[0],
         "gathered": None,  # where there are few channels
     }
 

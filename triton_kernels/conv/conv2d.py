@@ -14,9 +14,10 @@ memory. (With pixels on the left Triton moves them through registers first; one 
 
 Paths, chosen by `_launch_fwd` and `_conv2d_wgrad` from shape, dtype and GPU: `conv.tma` with
 `conv.tma_wgrad`, and for stride 2 `conv.tma_stride`, are fast, and need channels in multiples of 16
-bytes; so do `conv.tf32x3` (float32) and `conv.turned_wgrad` with `conv.points_wgrad` (float32 and
-TF32); `conv.gather` serves the rest. Sums over pixels that are split among programs are added up in
-a fixed order.
+bytes; so do `conv.tf32x3` (float32) and `conv.turned_wgrad` with `conv.points_wgrad` and
+`conv.gluon.mma_wgrad` (float32 and TF32); `conv.columns_wgrad` is the stem's in float32;
+`conv.gather` serves the rest. Sums over pixels that are split among programs are added up in a
+fixed order.
 """
 
 import torch
@@ -26,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from ..column_sum import column_sum, partials, sum_partials
 from ..layout import DTYPES, autocast, check_nhwc, check_shape
 from ..library import derivative, op
+from . import columns_wgrad as conv_columns_wgrad
 from . import gather as conv_gather
 from . import tf32x3 as conv_tf32x3
 from . import tma as conv_tma
@@ -129,6 +131,8 @@ def _conv2d_wgrad(
         path = conv_stride
     elif conv_turned_wgrad.serves_wgrad(x, dy, weight, stride, padding, precision):
         path = conv_turned_wgrad
+    elif conv_columns_wgrad.serves_wgrad(x, dy, weight, precision):
+        path = conv_columns_wgrad
     else:
         path = conv_gather
     config, splits = path.plan_wgrad(x, dy, weight, stride, padding, precision, config)

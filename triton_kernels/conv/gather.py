@@ -293,6 +293,7 @@ def _conv2d_wgrad_gather_kernel(
     FLAT: tl.constexpr,  # few input channels: a column is a (tap, channel) pair, not a channel
     SWAPPED: tl.constexpr,  # x is dy and dy is x, and the taps count backwards; see `_swapped`
     PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,  # float32: three products in TF32, whatever PRECISION says
     BLOCK_CO: tl.constexpr,
     BLOCK_CI: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -333,7 +334,14 @@ def _conv2d_wgrad_gather_kernel(
             mask=mask_m[:, None] & mask_co[None, :],
             other=0.0,
         )  # [BLOCK_M, BLOCK_CO]
-        acc = tl.dot(tl.trans(dy), x, acc, input_precision=PRECISION)
+        if SPLIT:  # as in `points_wgrad`
+            x, x_small = split_to_tf32(x)
+            dy, dy_small = split_to_tf32(dy)
+            part = tl.dot(tl.trans(dy_small), x, input_precision="tf32")
+            part = tl.dot(tl.trans(dy), x_small, part, input_precision="tf32")
+            acc += tl.dot(tl.trans(dy), x, part, input_precision="tf32")
+        else:
+            acc = tl.dot(tl.trans(dy), x, acc, input_precision=PRECISION)
 
     dw_ptr += split.to(tl.int64) * (CO * TAPS * CI)
     if SWAPPED:  # [CI, TAPS, CO] in the names of this kernel
@@ -375,7 +383,9 @@ def plan_wgrad(
         return config, splits(config)
 
     def candidates() -> list[tuple[WgradConfig, int]]:
-        if precision == "ieee":  # products are unrolled into FMAs: a small tile, which is the first
+        if (
+            precision == "ieee" and min(co, ci) >= 16
+        ):  # products are unrolled into FMAs: a small tile, which is the first
             return []
         alone = [(c, 1) for c in WGRAD_CONFIGS if pixels <= 32 * c.block_m]
         return plans_around(WGRAD_CONFIGS, splits) + alone
@@ -426,6 +436,7 @@ def launch_wgrad(
         FLAT=ci < 16,
         SWAPPED=swapped,
         PRECISION=precision,
+        SPLIT=precision == "ieee" and x.itemsize == 4 and ci < 16,
         BLOCK_CO=config.block_co,
         BLOCK_CI=config.block_ci,
         BLOCK_M=config.block_m,

@@ -29,6 +29,7 @@ from ..dependent_launch import await_inputs, overlapping
 from ..device import describe
 from . import gather, points_wgrad
 from .configs import WgradTile, choose_plan, plans_around
+from .gluon import mma_wgrad
 from .tma_boxes import addressable, is_pointwise
 from .turn import turn_pixels
 
@@ -43,12 +44,17 @@ class WgradConfig(NamedTuple):
     num_warps: int
     num_stages: int
     tensor_cores: int = 1  # 0: `conv.gather` with its first tile, whose float32 products are FMAs;
-    # 2: `conv.points_wgrad`, of 1x1 filters
+    # 2: `conv.points_wgrad`, of 1x1 filters; 3: `conv.gluon.mma_wgrad`, whose tile this is then;
+    # 4: the same, in float32 with the small products in bfloat16
 
 
 POINTS_CONFIGS = [
     WgradConfig(t.block_co, t.block_ci, t.block_m, 1, t.num_warps, t.num_stages, 2)
     for t in points_wgrad.TILES
+]
+MMA_CONFIGS = [
+    *(WgradConfig(*t, 3) for t in mma_wgrad.TILES),
+    *(WgradConfig(*t, 4) for t in mma_wgrad.TILES[:4]),
 ]
 _GATHER = WgradConfig(64, 64, 32, 1, 4, 3, 0)
 WGRAD_CONFIGS = [
@@ -155,7 +161,9 @@ def plan_wgrad(
             tile = gather.WGRAD_CONFIGS[0]
             return gather.plan_wgrad(x, dy, weight, 1, padding, precision, tile)[1]
         if c.tensor_cores == 2:
-            return points_wgrad.points_splits(x, weight, _points_tile(c))
+            return points_wgrad.points_splits(x, weight, _tile(c))
+        if c.tensor_cores >= 3:
+            return mma_wgrad.mma_splits(x, dy, weight, padding, _mma_tile(c))
         slots = describe(x.device).num_sms * 8 // c.num_warps
         tiles = triton.cdiv(x.shape[0] * math.prod(_image(x, dy, weight, padding)), c.block_m)
         return num_splits(math.prod(_blocks(weight, c)), tiles, slots)
@@ -165,6 +173,8 @@ def plan_wgrad(
 
     def default() -> tuple[WgradConfig, int]:
         pixels = x.numel() // ci
+        if pointwise and pixels > _SOME and mma_wgrad.serves(x):
+            return MMA_CONFIGS[0], splits(MMA_CONFIGS[0])
         if pointwise and (precision == "tf32" or pixels <= _SOME):
             config = _pick_points(pixels, precision)
             return config, splits(config)
@@ -176,6 +186,10 @@ def plan_wgrad(
     def candidates() -> list[tuple[WgradConfig, int]]:
         tiles = [c for c in WGRAD_CONFIGS if _fits(c, x, weight, precision)]
         tiles += POINTS_CONFIGS if pointwise else []
+        if mma_wgrad.serves(x):
+            kinds = (3,) if precision == "tf32" else (3, 4)
+            mma = (c for c in MMA_CONFIGS if c.tensor_cores in kinds)
+            tiles += [c for c in mma if mma_wgrad.fits(_mma_tile(c), x, precision)]
         return plans_around([*tiles, _GATHER], splits)
 
     def launch(parts: Tensor, config: WgradConfig, splits: int) -> None:
@@ -204,8 +218,14 @@ def launch_wgrad(
         gather.launch_wgrad(x, dy, weight, partial, 1, padding, precision, tile, splits)
         return
     if config.tensor_cores == 2:
-        tile = _points_tile(config)
+        tile = _tile(config)
         points_wgrad.launch_points(x, dy, weight, partial, precision, tile, splits)
+        return
+    if config.tensor_cores >= 3:
+        tile = _mma_tile(config)
+        mma_wgrad.launch_mma(
+            x, dy, weight, partial, padding, products(config, precision), tile, splits
+        )
         return
     co, ci, r, s = weight.shape
     rows, columns = _image(x, dy, weight, padding)
@@ -265,8 +285,17 @@ def _pick_points(pixels: int, precision: str) -> WgradConfig:
     return some if pixels <= _SOME else many
 
 
-def _points_tile(c: WgradConfig) -> WgradTile:
+def _tile(c: WgradConfig) -> WgradTile:
     return WgradTile(c.block_c, c.block_j, c.block_m, c.num_warps, c.num_stages)
+
+
+def products(c: WgradConfig, precision: str) -> int:
+    """What `mma_wgrad` calls so."""
+    return 1 if precision == "tf32" else 3 if c.tensor_cores == 3 else 2
+
+
+def _mma_tile(c: WgradConfig) -> mma_wgrad.Tile:
+    return mma_wgrad.Tile(*c[:-1])
 
 
 def _parts(precision: str) -> int:

@@ -8,7 +8,10 @@
     narrow     the head of that network       narrow_out (from 64 channels or 128 to 16)
     bare       public `conv2d`                bare_tiles (3x3 filters), bare_points (1x1),
                                               bare_once (1x1, a tile a program), bare_once_tf32
-                                              (likewise, an input gradient in TF32)
+                                              (likewise, an input gradient in TF32), bare_ring
+                                              (1x1, long sums)
+    mma_wgrad  float32 and TF32 weight        mma_wgrad_kernel
+               gradients of public `conv2d`
 
 `operands` is what launchers share; `rows_memory`, `tiles_loop` and `epilogue` what kernels do,
 besides `triton_kernels.gluon`.
