@@ -22,7 +22,7 @@ from triton_kernels.fused import ops as fused
 from triton_kernels.fused.conv_split import SplitConv
 
 _FAMILIES = {
-    "conv fwd": ("conv_forward", "conv_few", "conv_split", "conv_down", "conv2d"),
+    "conv fwd": ("conv_forward", "conv_few", "conv_norm", "conv_split", "conv_down", "conv2d"),
     "conv dgrad": ("conv_input_grad", "conv_plain_input_grad", "conv_down_input_grad"),
     "conv wgrad": (
         "conv_weight_grad",
@@ -32,7 +32,7 @@ _FAMILIES = {
         "bias_grad",
         "tensor_rows",
     ),
-    "attention": ("attention_forward", "attention_backward"),
+    "attention": ("attention_forward", "attention_few", "attention_backward"),
     "resample": (
         "avg_pool",
         "avg_pool_grad",
@@ -55,7 +55,7 @@ _REWRITTEN = {  # arguments that are read and written
     "conv_two_weight_grads": (2, 5),
     "linear_grads": (3, 4),
 }
-_PRODUCTS = {"attention_forward": 2, "attention_backward": 5}  # of [T, d] and [T, T]
+_PRODUCTS = {"attention_forward": 2, "attention_few": 2, "attention_backward": 5}  # T x T x d
 
 
 class Work(NamedTuple):
@@ -141,7 +141,7 @@ def _share(name: str, args: tuple) -> float:
 def _flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
     if name in _PRODUCTS:
         n, t, c = args[0].shape  # of forward: [N, T, 3C], of backward: [N, T, C]
-        c = c // 3 if name == "attention_forward" else c
+        c = c if name == "attention_backward" else c // 3
         return _PRODUCTS[name] * 2 * n * t * t * c
     if name in _FAMILIES["conv fwd"]:
         y = args[0] if name == "conv_split" else next(_tensors(result))
