@@ -2,6 +2,8 @@
 64 channels in 32 groups at 64x64 by passes, 192 channels in 32 groups at 16x16 in registers. Those
 of "two" are over a concatenation."""
 
+from triton_kernels.gluon.descriptors import SUPPORTED
+
 from .compile_only import WITHOUT_PRODUCTS, ints
 
 CHIPS = WITHOUT_PRODUCTS
@@ -115,6 +117,24 @@ def _of_one_warp(case: dict, pixels: int) -> dict:
         "constexprs": case["constexprs"] | tile,
         "options": {"num_warps": 1},
     }
+
+
+COMPILE_CASES += [
+    {
+        "name": "group_norm_cluster_fwd",
+        "kernel": "triton_kernels.norm.cluster_kernels:group_norm_cluster_fwd_kernel",
+        "signature": {"x_ptr": "*bf16", "partial_ptr": "*fp32"}
+        | _STATS
+        | _PARAMS
+        | {"y_ptr": "*bf16"}
+        | ints("stride_scale", "stride_shift", "tasks")
+        | {"eps": "fp32"},
+        "constexprs": {"C": 192, "CG": 6, "ACT": "silu", "num_warps": 8}
+        | {"CTAS": 8, "TILES": 8, "PARTS": 3, "BLOCK_C": 32},
+        "options": {"num_warps": 8, "num_ctas": 8},
+        "expect": {"arches": (90,)},
+    },
+] * SUPPORTED
 
 
 _BY_NAME = {case["name"]: case for case in COMPILE_CASES}

@@ -5,6 +5,7 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.activations import ACTIVATIONS
+from triton_kernels.norm import cluster as group_norm_cluster
 from triton_kernels.norm import group_norm as group_norm_op
 from triton_kernels.norm import pass_grid
 from triton_kernels.norm import resident as group_norm_resident
@@ -22,17 +23,23 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Outputs and workspaces start as NaN, so an element that no program writes cannot pass."""
-    poison_outputs(monkeypatch, group_norm_stream, group_norm_resident)
+    poison_outputs(monkeypatch, group_norm_stream, group_norm_resident, group_norm_cluster)
 
 
 def _force(path, monkeypatch):
-    """Take small images through "stream", or make sure that they are "resident"."""
+    """Take small images through "stream", or make sure that they are "resident" or a "cluster"."""
 
     def is_resident(xs, num_groups):
-        assert path == "stream" or group_norm_resident.is_resident(xs, num_groups)
+        assert path != "resident" or group_norm_resident.is_resident(xs, num_groups)
         return path == "resident"
 
+    def can_cluster(xs, num_groups):
+        assert path != "cluster" or group_norm_cluster.can_cluster(xs, num_groups)
+        return path == "cluster"
+
     monkeypatch.setattr(group_norm_op, "is_resident", is_resident)
+    monkeypatch.setattr(group_norm_op, "can_cluster", can_cluster)
+    monkeypatch.setattr(group_norm_op, "_LARGE", 0)
 
 
 @pytest.fixture(params=["stream", "resident"])
@@ -412,6 +419,81 @@ def test_every_resident_config(shape, device, monkeypatch):
         monkeypatch.setattr(group_norm_resident, "choose", lambda *_, config=config: config)
         for _ in range(3):
             _check(*case, 32, "silu")
+
+
+@pytest.mark.parametrize(("hw", "c"), [(4096, 64), (4096, 192), (1024, 128), (256, 320)], ids=str)
+def test_clusters_have_whole_groups_and_tiles(hw, c):
+    configs = group_norm_cluster._candidates(hw, c, 32)
+    assert configs
+    for config in configs:
+        channels = config.parts * config.block_c
+        pixels = config.ctas * config.num_warps * 256 // config.block_c
+        assert c % channels == 0 and channels % (c // 32) == 0 and hw % pixels == 0
+
+
+def test_what_no_cluster_can_hold(device):
+    assert not group_norm_cluster._candidates(256 * 256, 64, 32)  # 8 MiB
+    assert not group_norm_cluster._candidates(4096, 65, 5)  # tiles are of 32 channels or more
+    assert not group_norm_cluster._candidates(37 * 41, 64, 32)  # odd pixels
+    assert not group_norm_cluster.can_cluster((torch.ones(2, 64, 64, 64, device=device), None), 32)
+
+
+_CLUSTER_SHAPES = [(5, 64, 64, 64), (3, 64, 64, 192), (5, 16, 32, 128), (5, 16, 16, 320)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", _CLUSTER_SHAPES, ids=str)
+def test_every_cluster_config(shape, device, monkeypatch):
+    """Also with so many rounds, which batches as small as this one do not get."""
+    _force("cluster", monkeypatch)
+    monkeypatch.setattr(
+        group_norm_cluster, "_clusters", lambda tasks, config, _: -(-tasks // config.rounds)
+    )
+    case = _case(shape, dtype=torch.bfloat16, device=device)
+    for config in group_norm_cluster._candidates(shape[1] * shape[2], shape[3], 32):
+        monkeypatch.setattr(group_norm_cluster, "choose", lambda *_, config=config: config)
+        for _ in range(2):
+            _check(*case, 32, "silu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_activations_in_a_cluster(act, dtype, device, monkeypatch):
+    _force("cluster", monkeypatch)
+    affine = act != "mish"
+    case = _case((2, 16, 32, 96), affine=affine, modulated=affine, dtype=dtype, device=device)
+    _check(*case, 16, act)
+
+
+@pytest.mark.gpu
+def test_statistics_of_a_large_mean_in_a_cluster(device):
+    """As in `test_large_mean`; a float16 about 1e3 is right to half a deviation, as it is given."""
+    x, _, _ = _case((2, 64, 64, 64), offset=1e3, dtype=torch.float16, device=device)
+    x[:, 0, 0] = 0
+    params = (None,) * 4
+    _, stats = group_norm_cluster.cluster_fwd((x, None), 32, 1e-5, params, "identity")
+    groups = x.double().view(2, 4096, 32, 2)
+    var, mean = torch.var_mean(groups, (1, 3), correction=0)
+    assert _error(stats[0], mean) < 1e-6 and _error(stats[1], (var + 1e-5).rsqrt()) < 1e-5
+
+
+@pytest.mark.gpu
+def test_clusters_beside_other_work(device, monkeypatch):
+    """Thread blocks of a cluster wait for each other; kernels in other streams take places."""
+    _force("cluster", monkeypatch)
+    case = _case((64, 64, 64, 64), dtype=torch.bfloat16, device=device)
+    expected = _run(group_norm, *case, 32, "silu")
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(_run(group_norm, *case, 32, "silu"))
+    torch.cuda.synchronize()
+    for result in results:
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 @pytest.mark.gpu

@@ -17,8 +17,9 @@ z is recomputed in backward. D and E are kept per (n, c), not per group: a group
 border of a skip concat, and the gradients of weight, bias, scale and shift come from the same sums.
 
 Small images are normalised in registers by one launch (`norm.resident`); others take three
-passes over memory forward and five backward (`norm.stream`), in three launches each. The
-parameters' gradients are one small launch more.
+passes over memory forward and five backward (`norm.stream`), in three launches each. On Hopper a
+cluster of thread blocks keeps an image of a large batch in shared memory (`norm.cluster`): two
+passes forward, in one launch. The parameters' gradients are one small launch more.
 """
 
 import math
@@ -34,6 +35,7 @@ from ..activations import check_activation
 from ..layout import DTYPES, check_nhwc, check_second, check_shape, has_kernels
 from ..library import derivative, op
 from ..tuning import choose
+from .cluster import can_cluster, cluster_fwd
 from .resident import has_wide_rows, is_resident, resident_bwd, resident_fwd
 from .stream import (
     Halves,
@@ -46,24 +48,42 @@ from .stream import (
     stream_sums,
 )
 
-# --- two ways -------------------------------------------------------------------------------------
+# --- three ways -----------------------------------------------------------------------------------
 
 
 class _Way(NamedTuple):
-    """How an image that fits into registers is normalised."""
+    """How an image is normalised."""
 
-    resident: bool
+    number: int
 
 
-def _by_registers(
-    op: str, xs: Halves, num_groups: int, default: bool, run: Callable[[_Way], Tensor]
-) -> bool:
-    """Whether to: if it can be done, by default unless the other was measured to be faster."""
-    if not is_resident(xs, num_groups):
-        return False
+_STREAM, _RESIDENT, _CLUSTER = map(_Way, range(3))
+
+
+_LARGE = 2**24  # elements: from there on clusters were faster than passes at all that was timed
+
+
+def _way(
+    op: str,
+    xs: Halves,
+    num_groups: int,
+    prefer_resident: bool,
+    run: Callable[[_Way], Tensor],
+    clusters: bool = False,  # whether there is such a way
+) -> _Way:
+    """The way that was measured to be the fastest; else the first of resident, if that is to be
+    preferred, cluster and stream that can be gone."""
     n, hw, c = extent(xs)
-    key, ways = (n, hw, xs[0].shape[3], c, num_groups, xs[0].dtype), [_Way(True), _Way(False)]
-    return choose(op, key, lambda: ways, lambda: _Way(default), run).resident
+    resident = is_resident(xs, num_groups)
+    cluster = clusters and n * hw * c >= _LARGE and can_cluster(xs, num_groups)
+    if not resident and not cluster:
+        return _STREAM
+    ways = [_STREAM] + [_RESIDENT] * resident + [_CLUSTER] * cluster
+    default = _CLUSTER if cluster else _STREAM
+    if resident and prefer_resident:
+        default = _RESIDENT
+    key = (n, hw, xs[0].shape[3], c, num_groups, xs[0].dtype)
+    return choose(op, key, lambda: ways, lambda: default, run)
 
 
 def _forward(
@@ -81,10 +101,12 @@ def _forward(
         def run(w: _Way) -> Tensor:
             return _forward(*args, w)[0]
 
-        default = has_wide_rows(xs, num_groups)
-        way = _Way(_by_registers("group_norm", xs, num_groups, default, run))
-    if way.resident:
+        prefer_resident = has_wide_rows(xs, num_groups)
+        way = _way("group_norm", xs, num_groups, prefer_resident, run, clusters=True)
+    if way == _RESIDENT:
         return resident_fwd(*args)
+    if way == _CLUSTER:
+        return cluster_fwd(*args)
     stats = stream_stats(xs, num_groups, eps)
     return stream_apply(xs, stats, params, activation), stats
 
@@ -105,8 +127,8 @@ def _backward(
         def run(w: _Way) -> Tensor:
             return _backward(*args, True, w)[0][0]
 
-        way = _Way(_by_registers("group_norm_bwd", xs, stats.shape[2], True, run))
-    if way.resident:
+        way = _way("group_norm_bwd", xs, stats.shape[2], True, run)
+    if way == _RESIDENT:
         return resident_bwd(*args)
     sums = stream_sums(*args)
     dxs = stream_dx(xs, dy, stats, sums, params, activation) if needs_x else (None, None)
