@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from .interpreter import hasten
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    hasten()
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
