@@ -134,6 +134,20 @@ COMPILE_CASES += [
         "options": {"num_warps": 8, "num_ctas": 8},
         "expect": {"arches": (90,)},
     },
+    {
+        "name": "group_norm_cluster_bwd",
+        "kernel": "triton_kernels.norm.cluster_grad_kernels:group_norm_cluster_bwd_kernel",
+        "signature": {"x_ptr": "*bf16", "dy_ptr": "*bf16"}
+        | {"partial_ptr": "*fp32", "sums_ptr": "*fp32"}
+        | _STATS
+        | _PARAMS
+        | {"dx_ptr": "*bf16"}
+        | ints("stride_scale", "stride_shift", "tasks"),
+        "constexprs": {"C": 192, "CG": 6, "ACT": "silu", "ROUNDED_ACT": "silu_tanh", "num_warps": 8}
+        | {"CTAS": 16, "TILES": 4, "PARTS": 3, "BLOCK_C": 32},
+        "options": {"num_warps": 8, "num_ctas": 16},
+        "expect": {"arches": (90,)},
+    },
 ] * SUPPORTED
 
 

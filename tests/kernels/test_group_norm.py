@@ -422,8 +422,9 @@ def test_every_resident_config(shape, device, monkeypatch):
 
 
 @pytest.mark.parametrize(("hw", "c"), [(4096, 64), (4096, 192), (1024, 128), (256, 320)], ids=str)
-def test_clusters_have_whole_groups_and_tiles(hw, c):
-    configs = group_norm_cluster._candidates(hw, c, 32)
+@pytest.mark.parametrize("tensors", [1, 2], ids=["forward", "backward"])
+def test_clusters_have_whole_groups_and_tiles(tensors, hw, c):
+    configs = group_norm_cluster._candidates(hw, c, 32, tensors)
     assert configs
     for config in configs:
         channels = config.parts * config.block_c
@@ -432,9 +433,9 @@ def test_clusters_have_whole_groups_and_tiles(hw, c):
 
 
 def test_what_no_cluster_can_hold(device):
-    assert not group_norm_cluster._candidates(256 * 256, 64, 32)  # 8 MiB
-    assert not group_norm_cluster._candidates(4096, 65, 5)  # tiles are of 32 channels or more
-    assert not group_norm_cluster._candidates(37 * 41, 64, 32)  # odd pixels
+    assert not group_norm_cluster._candidates(256 * 256, 64, 32, 1)  # 8 MiB
+    assert not group_norm_cluster._candidates(4096, 65, 5, 1)  # tiles are of 32 channels or more
+    assert not group_norm_cluster._candidates(37 * 41, 64, 32, 1)  # odd pixels
     assert not group_norm_cluster.can_cluster((torch.ones(2, 64, 64, 64, device=device), None), 32)
 
 
@@ -442,16 +443,22 @@ _CLUSTER_SHAPES = [(5, 64, 64, 64), (3, 64, 64, 192), (5, 16, 32, 128), (5, 16, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tensors", [1, 2], ids=["forward", "backward"])
 @pytest.mark.parametrize("shape", _CLUSTER_SHAPES, ids=str)
-def test_every_cluster_config(shape, device, monkeypatch):
+def test_every_cluster_config(shape, tensors, device, monkeypatch):
     """Also with so many rounds, which batches as small as this one do not get."""
     _force("cluster", monkeypatch)
     monkeypatch.setattr(
         group_norm_cluster, "_clusters", lambda tasks, config, _: -(-tasks // config.rounds)
     )
     case = _case(shape, dtype=torch.bfloat16, device=device)
-    for config in group_norm_cluster._candidates(shape[1] * shape[2], shape[3], 32):
-        monkeypatch.setattr(group_norm_cluster, "choose", lambda *_, config=config: config)
+    tested = group_norm_cluster._candidates(shape[1] * shape[2], shape[3], 32, tensors)
+    for config in tested:
+
+        def choose(op, key, configs, default, run, config=config):
+            return config if configs() is tested else default()
+
+        monkeypatch.setattr(group_norm_cluster, "choose", choose)
         for _ in range(2):
             _check(*case, 32, "silu")
 

@@ -1,6 +1,8 @@
 """GroupNorm of an image that the thread blocks of a cluster keep in shared memory between them; see
-`group_norm` for the formulas. Forward, for Hopper and 16-bit tensors: x is read, the thread blocks
-meet, y is written, two passes over memory.
+`group_norm` for the formulas. For Hopper and 16-bit tensors.
+
+    forward   read x, meet, write y                 two passes over memory
+    backward  read x and dy, meet, write dx         three
 
 A cluster of CTAS thread blocks has whole groups of one sample: PARTS blocks of BLOCK_C channels,
 and each thread block every so many of their pixels. It puts its partial sums into memory, waits for
@@ -15,6 +17,7 @@ A cluster may go through several tasks, samples or their blocks of channels, and
 one's tiles as it is done with those of one.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,12 +25,14 @@ import torch
 import triton
 from torch import Tensor
 
+from ..activations import rounded_grad
 from ..device import describe
 from ..gluon.descriptors import SUPPORTED, takes
 from ..tuning import choose
-from .stream import Halves, Params, extent, row_strides
+from .stream import Halves, Params, empty_like, extent, row_strides
 
 if SUPPORTED:
+    from .cluster_grad_kernels import group_norm_cluster_bwd_kernel
     from .cluster_kernels import group_norm_cluster_fwd_kernel
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -61,21 +66,21 @@ def _tiles(config: ClusterConfig, hw: int) -> int:
     return hw // rows if hw % rows == 0 else 0
 
 
-def _bytes(config: ClusterConfig, hw: int) -> int:
-    """Of the image, in a thread block."""
-    return 2 * hw * config.parts * config.block_c // config.ctas
+def _bytes(config: ClusterConfig, hw: int, tensors: int) -> int:
+    """Of the images, x or x and dy, in a thread block."""
+    return tensors * 2 * hw * config.parts * config.block_c // config.ctas
 
 
-def _launch(config: ClusterConfig, hw: int) -> dict[str, int]:
+def _launch(config: ClusterConfig, hw: int, tensors: int) -> dict[str, int]:
     """No more registers than let as many thread blocks on a multiprocessor as its memory does."""
-    resident = _MULTIPROCESSOR_BYTES // _bytes(config, hw)
+    resident = _MULTIPROCESSOR_BYTES // _bytes(config, hw, tensors)
     registers = _REGISTERS // (32 * config.num_warps * resident) // 8 * 8
     registers = min(max(registers, _LEAST_REGISTERS), _MOST_REGISTERS)
     return {"num_warps": config.num_warps, "num_ctas": config.ctas, "maxnreg": registers}
 
 
 @lru_cache
-def _candidates(hw: int, c: int, num_groups: int) -> tuple[ClusterConfig, ...]:
+def _candidates(hw: int, c: int, num_groups: int, tensors: int) -> tuple[ClusterConfig, ...]:
     """All that can do it. Those with about three thread blocks on a multiprocessor and few in a
     cluster come first."""
     cg = c // num_groups
@@ -90,25 +95,27 @@ def _candidates(hw: int, c: int, num_groups: int) -> tuple[ClusterConfig, ...]:
         for ctas in (1, 2, 4, 8, 16):
             for num_warps in (4, 8):
                 config = ClusterConfig(ctas, num_warps, parts, block_c, 1)
-                size = _bytes(config, hw)
+                size = _bytes(config, hw, tensors)
                 tiles = _tiles(config, hw)
                 if 0 < tiles * parts <= 32 and _LEAST_BYTES <= size <= _MOST_BYTES:
                     found.append(config)
 
     def key(config: ClusterConfig) -> tuple[int, int]:
-        return abs(_bytes(config, hw) - _GOOD_BYTES), config.ctas
+        return abs(_bytes(config, hw, tensors) - _GOOD_BYTES), config.ctas
 
     ordered = sorted(found, key=key)[:_MOST_CONFIGS]
     return tuple(config._replace(rounds=rounds) for rounds in _ROUNDS for config in ordered)
 
 
 def can_cluster(xs: Halves, num_groups: int) -> bool:
-    """Whether a cluster can hold whole groups of a sample, which it reads 16 bytes at a time."""
+    """Whether a cluster can hold whole groups of a sample, which it reads 16 bytes at a time,
+    forward and backward."""
     x, x2 = xs
     if x2 is not None or x.device.type != "cuda" or not takes(x) or x.data_ptr() % 16 > 0:
         return False
     n, hw, c = extent(xs)
-    return n > 0 and hw > 0 and len(_candidates(hw, c, num_groups)) > 0
+    both = (_candidates(hw, c, num_groups, tensors) for tensors in (1, 2))
+    return n > 0 and hw > 0 and all(both)
 
 
 def _clusters(tasks: int, config: ClusterConfig, device: torch.device) -> int:
@@ -116,6 +123,15 @@ def _clusters(tasks: int, config: ClusterConfig, device: torch.device) -> int:
     tasks for so many."""
     most_rounds = tasks * config.ctas // (2 * describe(device).num_sms)
     return triton.cdiv(tasks, min(config.rounds, max(most_rounds, 1)))
+
+
+def _choose(
+    op: str, xs: Halves, num_groups: int, tensors: int, run: Callable[[ClusterConfig], Tensor]
+) -> ClusterConfig:
+    n, hw, c = extent(xs)
+    configs = _candidates(hw, c, num_groups, tensors)
+    key = (n, hw, c, c, num_groups, xs[0].dtype)
+    return choose(op, key, lambda: configs, lambda: configs[0], run)
 
 
 def cluster_fwd(
@@ -133,9 +149,7 @@ def cluster_fwd(
         def run(f: ClusterConfig) -> Tensor:
             return cluster_fwd(xs, num_groups, eps, params, activation, f)[0]
 
-        configs = _candidates(hw, c, num_groups)
-        key = (n, hw, c, c, num_groups, x.dtype)
-        config = choose("group_norm_cluster", key, lambda: configs, lambda: configs[0], run)
+        config = _choose("group_norm_cluster", xs, num_groups, 1, run)
     ctas, _, parts, block_c, _ = config
     tasks = n * (c // (parts * block_c))
     y = _empty(x.shape, dtype=x.dtype, device=x.device)
@@ -144,6 +158,36 @@ def cluster_fwd(
     tile = (ctas, _tiles(config, hw), parts, block_c)
     group_norm_cluster_fwd_kernel[(_clusters(tasks, config, x.device),)](
         x, partial, *stats, *params, y, *row_strides(params), eps, tasks, c, c // num_groups,
-        activation, *tile, **_launch(config, hw),
+        activation, *tile, **_launch(config, hw, 1),
     )  # fmt: skip
     return y, stats
+
+
+def cluster_bwd(
+    xs: Halves,
+    dy: Tensor,
+    stats: Tensor,
+    params: Params,
+    activation: str,
+    config: ClusterConfig | None = None,
+) -> tuple[Halves, Tensor]:
+    """The gradient of x, and D and E as float32 [N, 1, 2, C]."""
+    x, (n, hw, c) = xs[0], extent(xs)
+    g = stats.shape[2]
+    if config is None:
+
+        def run(f: ClusterConfig) -> Tensor:
+            return cluster_bwd(xs, dy, stats, params, activation, f)[0][0]
+
+        config = _choose("group_norm_cluster_bwd", xs, g, 2, run)
+    ctas, _, parts, block_c, _ = config
+    tasks = n * (c // (parts * block_c))
+    dxs = empty_like(xs)
+    sums = _empty((n, 1, 2, c), dtype=torch.float32, device=x.device)
+    partial = _empty((n, ctas, 2, c), dtype=torch.float32, device=x.device)
+    tile = (ctas, _tiles(config, hw), parts, block_c)
+    group_norm_cluster_bwd_kernel[(_clusters(tasks, config, x.device),)](
+        x, dy, partial, sums, *stats, *params, dxs[0], *row_strides(params), tasks, c, c // g,
+        activation, rounded_grad(activation, x.dtype), *tile, **_launch(config, hw, 2),
+    )  # fmt: skip
+    return dxs, sums

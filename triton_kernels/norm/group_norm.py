@@ -19,7 +19,8 @@ border of a skip concat, and the gradients of weight, bias, scale and shift come
 Small images are normalised in registers by one launch (`norm.resident`); others take three
 passes over memory forward and five backward (`norm.stream`), in three launches each. On Hopper a
 cluster of thread blocks keeps an image of a large batch in shared memory (`norm.cluster`): two
-passes forward, in one launch. The parameters' gradients are one small launch more.
+passes forward and three backward, in one launch each. The parameters' gradients are one small
+launch more.
 """
 
 import math
@@ -35,7 +36,7 @@ from ..activations import check_activation
 from ..layout import DTYPES, check_nhwc, check_second, check_shape, has_kernels
 from ..library import derivative, op
 from ..tuning import choose
-from .cluster import can_cluster, cluster_fwd
+from .cluster import can_cluster, cluster_bwd, cluster_fwd
 from .resident import has_wide_rows, is_resident, resident_bwd, resident_fwd
 from .stream import (
     Halves,
@@ -69,7 +70,7 @@ def _way(
     num_groups: int,
     prefer_resident: bool,
     run: Callable[[_Way], Tensor],
-    clusters: bool = False,  # whether there is such a way
+    clusters: bool,  # whether they may be asked for
 ) -> _Way:
     """The way that was measured to be the fastest; else the first of resident, if that is to be
     preferred, cluster and stream that can be gone."""
@@ -102,7 +103,7 @@ def _forward(
             return _forward(*args, w)[0]
 
         prefer_resident = has_wide_rows(xs, num_groups)
-        way = _way("group_norm", xs, num_groups, prefer_resident, run, clusters=True)
+        way = _way("group_norm", xs, num_groups, prefer_resident, run, True)
     if way == _RESIDENT:
         return resident_fwd(*args)
     if way == _CLUSTER:
@@ -127,9 +128,12 @@ def _backward(
         def run(w: _Way) -> Tensor:
             return _backward(*args, True, w)[0][0]
 
-        way = _way("group_norm_bwd", xs, stats.shape[2], True, run)
+        clusters = needs_x and dy.data_ptr() % 16 == 0
+        way = _way("group_norm_bwd", xs, stats.shape[2], True, run, clusters)
     if way == _RESIDENT:
         return resident_bwd(*args)
+    if way == _CLUSTER:
+        return cluster_bwd(*args)
     sums = stream_sums(*args)
     dxs = stream_dx(xs, dy, stats, sums, params, activation) if needs_x else (None, None)
     return dxs, sums
