@@ -619,7 +619,31 @@ _TURNS = [
     ),
 ]
 
+_COLUMNS = {
+    "name": "what a stem's filter sees, in columns",
+    "kernel": "triton_kernels.conv.columns_wgrad:_columns_kernel",
+    "signature": dict.fromkeys(("x_ptr", "out_ptr"), "*fp32")
+    | dict.fromkeys(("H", "W", "P", "Q", "num_pixels"), "i32"),
+    "constexprs": {"CI": 3, "S": 3, "TAPS": 9, "STRIDE": 1, "PAD_H": 1, "PAD_W": 1, "WIDTH": 28}
+    | {"BLOCK_W": 32, "BLOCK_M": 128},
+    "options": {"num_warps": 4},
+    "expect": {"arches": (90,)},
+}
+
+_LINEAR = {
+    "name": "float32 linear layer, chunks of the sum side by side",
+    "kernel": "triton_kernels.conv.linear_tf32x3:_linear_tf32x3_kernel",
+    "signature": dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr", "y_ptr"), "*fp32")
+    | dict.fromkeys(("M", "K", "C", "stride_wc"), "i32"),
+    "constexprs": {"stride_wk": 1, "CHUNKS": 8, "CHUNK": 32, "BLOCK_C": 16, "BLOCK_M": 16},
+    "options": {"num_warps": 8, "num_stages": 1},
+    "multiples": ("K", "C", "stride_wc"),
+    "expect": {"arches": (90,)},
+}
+
 COMPILE_CASES = [
+    _COLUMNS,
+    _LINEAR,
     *(_turned_fwd(*tile) for tile in [(64, 64, 4), (128, 128, 4), (64, 256, 4)]),
     *(_in_parts(*tile) for tile in [(128, 128, 4, 4, 4)]),
     _turned_stride2(128),
