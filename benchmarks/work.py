@@ -22,7 +22,7 @@ from triton_kernels.fused import ops as fused
 from triton_kernels.fused.conv_split import SplitConv
 
 _FAMILIES = {
-    "conv fwd": ("conv_forward", "conv_few", "conv_norm", "conv_split", "conv_down", "conv2d"),
+    "conv fwd": ("conv_forward", "conv_few", "conv_split", "conv_down", "conv2d"),
     "conv dgrad": ("conv_input_grad", "conv_plain_input_grad", "conv_down_input_grad"),
     "conv wgrad": (
         "conv_weight_grad",
@@ -32,7 +32,7 @@ _FAMILIES = {
         "bias_grad",
         "tensor_rows",
     ),
-    "attention": ("attention_forward", "attention_few", "attention_backward"),
+    "attention": ("attention_forward", "attention_few", "qkv_attention", "attention_backward"),
     "resample": (
         "avg_pool",
         "avg_pool_grad",

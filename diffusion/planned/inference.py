@@ -8,7 +8,6 @@ plan's layers (`planned.unet`) run over kernels that wait until they know who re
     conv of few tiles             -> its sum in parts on all multiprocessors, `conv_split`;
                                      the norm that reads it adds them: still one launch each
     conv to q, k, v; attention    -> of few positions one launch, `qkv_attention`
-    conv of 8x8 images, norm      -> one launch where there are more of them, `conv_norm`
     upsample, apply               -> one launch, `apply_upsampled`
     avg_pool, its partials        -> one launch, `avg_pool_partials`
 
@@ -35,9 +34,6 @@ from .unet import DTYPES, FusedUNet, missing_tile
 
 _WHOLE_PIXELS = 256  # of an image that a program reads whole, where nobody has to add parts
 _WHOLE_PARTS = 256  # the same, where somebody has to: of larger ones in a launch of its own
-_POSTPONED_PIXELS = 64  # of an image at most, whose norm may be in the launch of its convolution
-_MEASURED_WHOLE = 1024  # of one that a program reads whole though its partials are there,
-_MEASURED_BATCHES = range(5, 9)  # if there are so many
 _FEW_TILES = 128  # whose sums every program may add up again
 _VERY_FEW_TILES = 2  # likewise, of a tensor of any size
 _SMALL_ELEMENTS = 2**18  # of means that do not leave their sums: those have few programs
@@ -77,41 +73,6 @@ class _Waiting:
         return self.sum
 
 
-class _Postponed:
-    """A convolution of small images, until it is known whether a norm reads it next, which may be
-    in the same launch."""
-
-    def __init__(
-        self, kernels: ModuleType, arguments: tuple, terms: dict, shape: tuple[int, ...]
-    ) -> None:
-        self.kernels, self.arguments, self.terms, self.shape = kernels, arguments, terms, shape
-        self.y, self.partials, self.waits = None, None, True
-        self.once = terms["emb"] is not None  # as of _Waiting
-
-    def tensor(self) -> Tensor:
-        """Its result, with partials if nobody else has made it."""
-        if self.waits:
-            self._made(*self.kernels.conv_few(*self.arguments, **self.terms, stats=True))
-        return self.y
-
-    def norms(self, num_groups: int) -> bool:
-        """Whether a norm can be in its launch."""
-        x, weight, _ = self.arguments
-        return self.kernels.norms_in_conv(x, weight, num_groups, self.terms["extra"])
-
-    def normed(self, num_groups: int, *arguments: Tensor | float | str) -> Tensor:
-        """act(norm(.)) of it; weight, bias, eps and activation."""
-        weight, bias, eps, activation = arguments
-        norm = self.kernels.NextNorm(weight, bias, num_groups, eps, activation, not self.once)
-        y, a = self.kernels.conv_norm(*self.arguments, norm, **self.terms)
-        self._made(y, None)
-        return a
-
-    def _made(self, y: Tensor | None, partials: Tensor | None) -> None:
-        self.y, self.partials = y, partials
-        self.arguments, self.terms, self.waits = None, None, False
-
-
 class _Upsampled:
     """A tensor of which every pixel stands for 2x2 of them, until these are wanted."""
 
@@ -147,12 +108,12 @@ class _Projection:
 class _Unmeasured:
     """The partials of a tensor that nobody has taken yet."""
 
-    x: Tensor | _Waiting | _Postponed
+    x: Tensor | _Waiting
     partials: Tensor | None = None
 
     def taken(self) -> Tensor | None:
-        """Those from before, or of the launch that made x or summed its parts, or nothing."""
-        if self.partials is None and isinstance(self.x, _Waiting | _Postponed):
+        """Those from before, or of the launch that summed the parts, or nothing."""
+        if self.partials is None and isinstance(self.x, _Waiting):
             self.partials = self.x.partials
         return self.partials
 
@@ -196,7 +157,7 @@ class WaitingKernels:
         extra_bias: Tensor | None = None,
         stats: bool = False,
         **options,  # of convolutions that are not cut into parts
-    ) -> tuple["Tensor | _Waiting | _Postponed | _Projection", Tensor | _Unmeasured | None]:
+    ) -> tuple[Tensor | _Waiting, Tensor | _Unmeasured | None]:
         x, extra = _tensor(x), [(_tensor(other), w) for other, w in extra]
         residual = _tensor(residual)
         if weight.shape[2:] == (1, 1) and not stats:  # queries, keys and values
@@ -207,13 +168,10 @@ class WaitingKernels:
             split = SplitConv(parts, shape, x.dtype, bias, extra_bias, emb, residual)
             y = _Waiting(self.kernels, split)
             return y, _Unmeasured(y)
-        terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
-        n, h, w, _ = x.shape
-        if stats and not options and h * w <= _POSTPONED_PIXELS:
-            shape = (n, h, w, weight.shape[0])
-            y = _Postponed(self.kernels, (x, weight, bias), terms, shape)
-            return y, _Unmeasured(y)
-        return self.kernels.conv_few(x, weight, bias, **terms, stats=stats, **options)
+        return self.kernels.conv_few(
+            x, weight, bias, emb=emb, residual=residual, extra=extra, extra_bias=extra_bias,
+            stats=stats, **options,
+        )  # fmt: skip
 
     def attention_forward(self, qkv: _Projection, num_heads: int, order: str):
         x, rows = qkv.x.flatten(1, 2), qkv.weight[:, :, 0, 0]
@@ -260,22 +218,11 @@ class WaitingKernels:
         c = c1 + (0 if x2 is None else x2.shape[3])
         if _waits(x1) and h * w > _WHOLE_PARTS:
             x1.tensor()
-        if isinstance(x1, _Postponed) and x1.waits:
-            plain = (
-                x2 is None
-                and not options
-                and not any(film is not None for film in table.film.values())
-            )
-            if plain and x1.norms(table.num_groups):
-                return x1.normed(table.num_groups, *table.arguments, activation)
-            x1.tensor()
         waits = _waits(x1)
-        unmeasured = any(isinstance(p, _Unmeasured) and p.taken() is None for p in table.partials)
-        wants_whole = (waits or self._reads_whole(n * h * w * c, h * w)) and unmeasured
-        small_one = isinstance(x1, _Upsampled) and x1.large is None and not options
         if (
             not options
-            and (wants_whole or (self._better_whole(n, h * w) and not small_one))
+            and (waits or self._reads_whole(n * h * w * c, h * w))
+            and any(isinstance(p, _Unmeasured) and p.taken() is None for p in table.partials)
             and self.kernels.norm_whole_supported(c, table.num_groups, h * w)
         ):
             source, keep = (x1.split, not x1.once) if waits else (_tensor(x1), True)
@@ -290,6 +237,7 @@ class WaitingKernels:
         tiles = sum(part.shape[1] for part in partials)
         if not options and self._sums_pay(n * h * w * c, tiles):
             return self.kernels.norm_of_sums(_tensor(x1), x2, *sums, activation, **table.film)
+        small_one = isinstance(x1, _Upsampled) and x1.large is None and not options
         source = x1.source if small_one else _tensor(x1)
         # nothing comes between these two launches
         coefficients = self.kernels.norm_table(*sums, **table.film)
@@ -300,10 +248,6 @@ class WaitingKernels:
             )
             return a
         return self.kernels.apply(source, x2, coefficients, activation, **options)
-
-    def _better_whole(self, n: int, pixels: int) -> bool:
-        """Whether a norm rather reads an image whole than the partials that there are."""
-        return pixels == _MEASURED_WHOLE and n in _MEASURED_BATCHES
 
     def _sums_pay(self, elements: int, tiles: int) -> bool:
         """Whether every program of a pass should make its part of the table itself."""
@@ -319,7 +263,7 @@ class WaitingKernels:
 
 
 def _tensor(x: object) -> object:
-    return x.tensor() if isinstance(x, _Waiting | _Postponed | _Upsampled) else x
+    return x.tensor() if isinstance(x, _Waiting | _Upsampled) else x
 
 
 def _waits(x: object) -> bool:

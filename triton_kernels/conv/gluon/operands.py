@@ -12,18 +12,6 @@ if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
-class Normed(NamedTuple):
-    """act(norm(y)) of `Operands`, written by the same launch."""
-
-    a: Tensor  # [N, H, W, C] to be written
-    weight: Tensor  # float32 [C]
-    bias: Tensor  # float32 [C]
-    eps: float
-    activation: str
-    channels: int  # of a group
-    keep: bool  # whether y is to be written
-
-
 class Operands(NamedTuple):
     """Those of `fused.conv.conv_forward`, or of `conv_input_grad`, which has an activation."""
 

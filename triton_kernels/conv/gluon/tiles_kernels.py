@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...activations import activate, activate_affine_grad
+from ...activations import activate_affine_grad
 from ...dependent_launch import await_inputs_alone, begin_next
 from ...gluon.pairs import round_pairs, widen_pairs
 from ...gluon.pipeline import (
@@ -27,7 +27,6 @@ from ...gluon.pipeline import (
     wait_full,
     wait_full_both,
 )
-from .tile_norm import norm_of_tile
 from .tiles_loop import (
     block_chunks,
     finish_products,
@@ -202,14 +201,6 @@ def _by_image(x, IMAGES: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _by_row(x, LAYOUT: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr):
-    """The way back, to `LAYOUT`."""
-    PIXELS: gl.constexpr = IMAGES * x.shape[2]
-    x = x.reshape([64, IMAGES, PIXELS // (IMAGES * W), W]).permute((0, 2, 1, 3))
-    return gl.convert_layout(x.reshape([64, PIXELS]), LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
 def _places(n0, c0, N, C, IMAGES: gl.constexpr, SUMS: gl.constexpr):
     """Channels and images of a tile, and which of [64, IMAGES] there are."""
     offs = c0 + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))[:, None]
@@ -245,12 +236,10 @@ def _load_vectors(
 def _multiply(
     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty, w_full, w_empty,
     beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr,
-    a_desc, norm_weight_ptr, norm_bias_ptr, eps,
     K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C,
     GROUP: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
     DGRAD: gl.constexpr, HAS_EXTRA: gl.constexpr, ACT: gl.constexpr,
     BLOCKS: gl.constexpr, STEPS: gl.constexpr, OVERLAP: gl.constexpr,
-    CG: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = IMAGES * W
     PIXELS: gl.constexpr = ROWS * WIDTH
@@ -290,10 +279,6 @@ def _multiply(
             vectors = _load_vectors(
                 vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, n0, c0, N, C, IMAGES, DGRAD, SUMS
             )
-        if a_desc is not None:
-            channels = _places(n0, c0, N, C, IMAGES, SUMS)[0]
-            norm_weight = gl.load(norm_weight_ptr + channels)
-            norm_bias = gl.load(norm_bias_ptr + channels)
 
         acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
         mbarrier.wait(turns.index(GROUP), phase ^ (1 - GROUP))
@@ -360,27 +345,13 @@ def _multiply(
                 if HAS_BESIDE:
                     y += beside
             y = round_pairs(y, y_desc.dtype)
-            if (partial_ptr is not None or a_desc is not None) and not DGRAD:
+            if partial_ptr is not None and not DGRAD:
                 total += gl.sum(widen_pairs(y), axis=2)
                 rounded = rounded + (y,)
-            if KEEP:
-                buf.store(_by_row(y, PART, IMAGES, W))
-        if KEEP:
-            fence_async_shared()
-            tma.async_copy_shared_to_global(y_desc, [h0, n0, 0, c0], stage_buf)
-        if a_desc is not None:
-            mean, scale, shift = norm_of_tile(
-                rounded, total, norm_weight, norm_bias, eps, PIECES, CG, ROWS * W
-            )
-            tma.store_wait(0)  # of y, where a goes
-            sync_threads()
-            for i in gl.static_range(PIECES):
-                d = widen_pairs(rounded[i]) - mean[:, :, None]
-                a = activate(d * scale[:, :, None] + shift[:, :, None], ACT)
-                a = round_pairs(a, a_desc.dtype)
-                pieces.index(i).permute((1, 0)).store(_by_row(a, PART, IMAGES, W))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(a_desc, [h0, n0, 0, c0], stage_buf)
+            y = y.reshape([64, IMAGES, PIECE // WIDTH, W]).permute((0, 2, 1, 3))
+            buf.store(gl.convert_layout(y.reshape([64, PIECE]), PART, assert_trivial=True))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(y_desc, [h0, n0, 0, c0], stage_buf)
         if partial_ptr is not None:
             if not DGRAD:
                 # about the mean of the tile, since a difference of large sums would cancel
@@ -416,10 +387,6 @@ def conv_tiles_kernel(
     extra_bias_ptr,  # [C] or None
     emb_ptr,  # [N, C] or None
     partial_ptr,  # [N, H / ROWS, 2, C] or None
-    a_desc,  # as y_desc, or None: act(norm(y)) is to be written, where a tile is whole images
-    norm_weight_ptr,  # [C] of that norm
-    norm_bias_ptr,
-    eps,
     C1,
     C2,
     border,  # channels of the first of two tensors
@@ -432,13 +399,11 @@ def conv_tiles_kernel(
     IMAGES: gl.constexpr,  # of a tile, which they share unless it is one
     W: gl.constexpr,
     DGRAD: gl.constexpr,
-    ACT: gl.constexpr,  # DGRAD: as `activate_affine_grad` is told it; else behind the norm
+    ACT: gl.constexpr,
     BLOCKS: gl.constexpr,  # of pixels in shared memory
     STEPS: gl.constexpr,  # of filters there; 0: three come with each block of pixels
     REGISTERS: gl.constexpr,  # of a thread that multiplies
     OVERLAP: gl.constexpr,  # the launch in front may still be under way
-    CG: gl.constexpr,  # channels of a group of the norm
-    KEEP: gl.constexpr,  # whether y is to be written
     num_warps: gl.constexpr,
 ):
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -466,9 +431,9 @@ def conv_tiles_kernel(
                 (
                     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty,
                     w_full, w_empty, beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
-                    partial_ptr, a_desc, norm_weight_ptr, norm_bias_ptr, eps,
+                    partial_ptr,
                     K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C,
-                    role, ROWS, IMAGES, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS, OVERLAP, CG, KEEP,
+                    role, ROWS, IMAGES, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS, OVERLAP,
                 ),
             )
             if role < 2
