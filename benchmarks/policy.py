@@ -59,7 +59,8 @@ DEFAULTS = {
     "warm": 0,
     "out": "",
 }
-PROVIDERS = ("eager", "compile", OURS)
+_CHANNELS_LAST = "compile-channels-last"  # the filters' memory, which cuDNN likes better
+PROVIDERS = ("eager", "compile", _CHANNELS_LAST, OURS)
 
 _ACTIONS, _HORIZON, _CONDITION = 2, 16, 1028
 _FORWARDS = 10  # in a graph
@@ -232,14 +233,14 @@ def _ours(provider: str, dtype: str, batch: int, steps: int, device: torch.devic
 
 
 def _pytorch(provider: str, dtype: str, batch: int, steps: int, device: torch.device) -> Subject:
-    model = baseline(device, _parameter_dtype(dtype))
+    model = baseline(device, _parameter_dtype(dtype), provider == _CHANNELS_LAST)
     backend = choose_backend("torch", dtype, device, "dtype")
     sampler = DDPM(make_schedule("cosine", 100), backend, steps=steps, device=device)
     step: nn.Module = DdpmStep(model, sampler.rows, sampler.timesteps)
     x, t, cond = inputs(batch, device)
     x, cond = x.mT.contiguous(), cond.to(_parameter_dtype(dtype))
     rows = torch.arange(steps, device=device)
-    if provider == "compile":
+    if provider != "eager":
         step = torch.compile(step, dynamic=False)
 
     def chain() -> Tensor:
@@ -263,11 +264,17 @@ def _pytorch(provider: str, dtype: str, batch: int, steps: int, device: torch.de
     )
 
 
-def baseline(device: torch.device, dtype: torch.dtype) -> ConditionalUnet1D:
-    """PyTorch's module with the parameters of `network`."""
+def baseline(
+    device: torch.device, dtype: torch.dtype, channels_last: bool = False
+) -> ConditionalUnet1D:
+    """PyTorch's module with the parameters of `network`, in PyTorch's layout, or with filters whose
+    channels lie side by side."""
     with torch.device("meta"):
         model = ConditionalUnet1D(_ACTIONS, _CONDITION)
-    model.load_state_dict(network().state_dict(), assign=True)
+    state = network().state_dict()  # its filters are channels last
+    if not channels_last:
+        state = {name: value.contiguous() for name, value in state.items()}
+    model.load_state_dict(state, assign=True)
     return model.to(device, dtype).eval()
 
 
