@@ -220,6 +220,7 @@ def test_no_parameters(device):
     assert state.skipped.item() == 1
 
 
+@pytest.mark.usefixtures("no_launch")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -242,17 +243,20 @@ def test_wrong_arguments_are_refused(change, message):
         adamw.adamw_step(**{**arguments, **change})
 
 
+@pytest.mark.usefixtures("no_launch")
 @pytest.mark.parametrize(("first", "count"), [(1, 1), (-1, 1), (0, 2)])
 def test_chunks_that_are_not_there_are_refused(first, count):
     with pytest.raises(ValueError, match=f"chunks {first} .. {first} \\+ {count} are asked for"):
         adamw.square_sums(torch.zeros(8), torch.zeros(1), first, count)
 
 
+@pytest.mark.usefixtures("no_launch")
 def test_a_norm_without_a_chunk_is_refused():
     with pytest.raises(ValueError, match="chunks 0 .. 0 \\+ 0 are asked for"):
         adamw.square_sums(torch.zeros(8), torch.zeros(1), 0, 0, norm=torch.zeros(1))
 
 
+@pytest.mark.usefixtures("no_launch")
 def test_grad_norm_refuses_a_strided_gradient():
     with pytest.raises(ValueError, match="grad is torch.float32 with stride"):
         adamw.grad_norm(torch.zeros(8)[::2])

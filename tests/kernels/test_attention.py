@@ -273,6 +273,7 @@ def test_same_bits_twice(device):
 # --- errors ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_launch")
 @pytest.mark.parametrize(
     "shape, heads, order, message",
     [
@@ -289,6 +290,7 @@ def test_errors(shape, heads, order, message):
         attention(torch.zeros(shape), heads, order=order)
 
 
+@pytest.mark.usefixtures("no_launch")
 def test_refuses_what_it_would_have_to_copy():
     with pytest.raises(ValueError, match="expected contiguous"):
         attention(torch.zeros(2, 96, 4).mT, 2)

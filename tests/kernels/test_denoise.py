@@ -298,6 +298,7 @@ def test_empty_batch(device):
     assert ops.denoise_step(x, output, reverse_table(device), row, batch.rng).shape == x.shape
 
 
+@pytest.mark.usefixtures("no_launch")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -332,6 +333,7 @@ def test_wrong_arguments_of_the_loss_are_refused(change, message):
         ops.denoise_loss(**{**arguments, **change})
 
 
+@pytest.mark.usefixtures("no_launch")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -355,6 +357,7 @@ def test_wrong_arguments_of_a_step_are_refused(change, message):
         ops.denoise_step(**{**arguments, **change})
 
 
+@pytest.mark.usefixtures("no_launch")
 def test_unknown_dtype_of_q_sample_is_refused():
     with pytest.raises(ValueError, match="dtype is torch.float64"):
         Batch(SHAPES["odd"], "cpu").q_sample(ops, dtype=torch.float64)

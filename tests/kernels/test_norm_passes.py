@@ -377,6 +377,7 @@ def test_a_channel_border_may_not_matter(device):
     assert_near("a", norm_passes.apply(x1, x2, tables[0], "silu"), whole, floor=1e-6)
 
 
+@pytest.mark.usefixtures("no_launch")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

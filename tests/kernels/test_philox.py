@@ -197,6 +197,7 @@ def test_normals_are_uncorrelated(device):
             assert correlation < 4 / math.sqrt(z.numel()), name
 
 
+@pytest.mark.usefixtures("no_launch")
 @pytest.mark.parametrize(
     "rng",
     [torch.zeros(2), torch.zeros(3, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)[::2]],
@@ -207,6 +208,7 @@ def test_a_wrong_rng_is_refused(rng):
         draw.normal((1, 4), rng)
 
 
+@pytest.mark.usefixtures("no_launch")
 def test_a_wrong_number_of_timesteps_is_refused():
     with pytest.raises(ValueError, match="num_timesteps is 0"):
         draw.draw_timesteps(torch.zeros(2, dtype=torch.int64), 4, 0)

@@ -273,7 +273,8 @@ def test_norm_whole_of_a_convolution_in_parts(case, dtype, device):
     close(a, exact, low)
     torch.testing.assert_close(norm_whole.sum_parts(split)[0], y, rtol=0, atol=0)
     again, none = norm_whole.norm_whole(split, x2, groups, weight, bias, EPS, "silu", keep=False)
-    assert none is None and torch.equal(again, a)
+    assert none is None
+    close(again, exact, low)  # without the store the compiler joins other products and sums
 
 
 @pytest.mark.parametrize("up", [False, True], ids=["pooled", "upsampled"])
