@@ -238,15 +238,12 @@ def _blocks(x: Tensor, channels: int, pixels: int) -> tuple[int, int]:
 def _launch_ring(
     x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, config: tuple, dgrad: bool
 ) -> None:
-    co, ci, _, _ = weight.shape
     _, _, m, k = x.shape
     c = y.shape[3]
     channels, pixels, _, _, blocks = config[:5]
     tiles = triton.cdiv(m, pixels) * triton.cdiv(c, channels)
     conv_bare_ring_kernel[(min(tiles, describe(x.device).num_sms),)](
-        in_boxes(x, [m, k], [k, 1], [pixels, 64]),
-        in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
-        in_boxes(y, [m, c], [c, 1], [pixels, 64]),
+        *_matrices(x, weight, y, pixels),
         bias,
         m,
         c,
@@ -256,7 +253,7 @@ def _launch_ring(
         DGRAD=dgrad,
         BLOCKS=blocks,
         num_warps=4,
-        maxnreg=168 if channels == 128 else 128,
+        maxnreg=128,
     )
 
 
