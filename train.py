@@ -3,7 +3,7 @@
 import hydra
 from omegaconf import DictConfig
 
-from configs.entry import choose_run_dir, exit_codes, plain, run_entry
+from configs.entry import choose_run_dir, exit_codes, in_sweep, plain, run_entry
 
 
 @hydra.main(version_base=None, config_path="configs", config_name="train")
@@ -13,7 +13,7 @@ def main(config: DictConfig) -> float:
 
     with exit_codes():
         settings = plain(config)
-        return train(settings, choose_run_dir(settings))
+        return train(settings, choose_run_dir(settings), sweep=in_sweep())
 
 
 if __name__ == "__main__":

@@ -45,12 +45,16 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 def choose_run_dir(settings: dict[str, Any]) -> Path:
     """The folder of this run: as given or runs/DATASET-TIME, and within it one a job of a sweep."""
-    hydra, given = HydraConfig.get(), settings.get("run_dir")
-    sweep = hydra.mode == RunMode.MULTIRUN
+    hydra, given, sweep = HydraConfig.get(), settings.get("run_dir"), in_sweep()
     if given in (None, ""):
         name = (settings.get("dataset") or {}).get("name", "run")
         given = hydra.sweep.dir if sweep else f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     return Path(str(given)) / (str(hydra.job.num) if sweep else "")
+
+
+def in_sweep() -> bool:
+    """Whether this is one of several jobs."""
+    return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 @contextmanager
@@ -63,7 +67,7 @@ def exit_codes() -> Iterator[None]:
     except ConfigError as error:
         _fail(str(error))
     except KeyboardInterrupt:  # before or after the steps, which save first
-        print("stopped; nothing was saved since the last checkpoint", file=sys.stderr)
+        print("stopped; what was begun since then is not saved", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except Interrupted as stop:
         again = _again(stop.checkpoint, sys.argv[1:])

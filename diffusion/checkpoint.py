@@ -29,6 +29,7 @@ from .errors import ConfigError
 from .flat import FlatParameters
 
 FORMAT = 1
+_GROUPS = ("model", "diffusion", "train")  # of its configuration, which are read again
 _FILES = (
     "model.safetensors",
     "ema.safetensors",
@@ -118,10 +119,15 @@ def read_state(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         state = json.loads((checkpoint / "state.json").read_text())
         config = yaml.safe_load((checkpoint / "config.yaml").read_text())
-        known = state["format"] == FORMAT and isinstance(state["step"], int)
-        if not known or not isinstance(config, dict):
+        if state["format"] != FORMAT:
             raise ValueError(f"format {state['format']}; this version reads format {FORMAT}")
-    except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        if not isinstance(state["step"], int):
+            raise ValueError(f"step {state['step']} in state.json; expected a whole number")
+        if not all(isinstance(config[group], dict) for group in _GROUPS):
+            raise ValueError(f"config.yaml; expected the groups {', '.join(_GROUPS)}")
+    except KeyError as error:
+        raise ConfigError(f"checkpoint {checkpoint} does not say {error}: it is damaged") from error
+    except (ValueError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(f"checkpoint {checkpoint} cannot be read: {error}") from error
     return state, config
 
@@ -132,11 +138,19 @@ def read_weights(checkpoint: Path, ema: bool | float) -> dict[str, Tensor]:
     path = checkpoint / _weights_file(ema)
     if not isinstance(ema, bool) and not path.is_file():
         known = [file.stem.removeprefix("ema_") for file in checkpoint.glob("ema_*.safetensors")]
-        others = f", those of {', '.join(sorted(known))}" if known else ""
+        others = f" and those of {', '.join(sorted(known))}" if known else ""
         raise ConfigError(
             f"{checkpoint} has no average of decay {ema}; it has that of ema=true{others}"
         )
     return _read_tensors(path)
+
+
+def _average(checkpoint: Path, decay: float) -> dict[str, Tensor]:
+    """One of optim.more_ema that is to go on."""
+    try:
+        return read_weights(checkpoint, ema=decay)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; optim.more_ema cannot grow where a run goes on") from error
 
 
 def _weights_file(ema: bool | float) -> str:
@@ -160,7 +174,7 @@ def load_into(checkpoint: Path, flat: FlatParameters) -> None:
         "model.safetensors": (flat.param, read_weights(checkpoint, ema=False)),
         "ema.safetensors": (flat.ema, read_weights(checkpoint, ema=True)),
         **{
-            _weights_file(decay): (average, read_weights(checkpoint, ema=decay))
+            _weights_file(decay): (average, _average(checkpoint, decay))
             for decay, average in flat.averages.items()
         },
         "optimizer.safetensors, exp_avg": (flat.exp_avg, split["exp_avg"]),

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 _REFUSED = (  # what a disk or a path has against being written to
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
@@ -41,3 +43,7 @@ def writing(path: Path) -> Iterator[None]:
         if error.errno not in _REFUSED:
             raise
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    except SafetensorError as error:  # of its own type, with the system's words
+        if "I/O error" not in str(error):
+            raise
+        raise ConfigError(f"{path} cannot be written: {error}") from error

@@ -113,7 +113,8 @@ def _check_classes(num_classes: int, found: int, name: str) -> None:
     if found == 0:
         raise ConfigError(
             f"model.num_classes={num_classes}, but data set {name} has no labels; use"
-            " model.num_classes=null or a folder with one sub-folder a class"
+            " model.num_classes=null or a folder with one sub-folder a class, at least two of them"
+            " and no image beside them"
         )
     if found > num_classes:
         raise ConfigError(

@@ -40,6 +40,16 @@ class Preview:
         return "".join(f"{name} {value:.4g}, " for name, value in self.scores.items())
 
 
+def last_loss(run_dir: Path) -> float:
+    """The loss in the last row of the metrics; nan if there is none."""
+    try:
+        with open(run_dir / "metrics.csv") as file:
+            rows = [row for row in csv.DictReader(file) if _is_whole(row, FIELDS)]
+    except OSError:
+        rows = []
+    return float(rows[-1]["loss"]) if rows else float("nan")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file, or leave the one that is there as it is: on a full disk neither is lost."""
     partial = path.with_name(f".writing_{path.name}")

@@ -26,7 +26,7 @@ from .optimizer import Optimizer, OptimizerSettings
 from .planned.embedding import TOGETHER
 from .planned.unet import FusedUNet, training_network
 from .policies.task import LOADERS, PolicyTask
-from .run_log import Preview, log_file, write_whole
+from .run_log import Preview, last_loss, log_file, write_whole
 from .settings import check_keys, construct, shown
 from .train_step import TrainStep
 from .trained import load_initial
@@ -34,7 +34,8 @@ from .trainer import Trainer, TrainSettings
 
 log = logging.getLogger(__name__)
 
-_GROUPS = ("dataset", "model", "diffusion", "optim", "train", "backend", "device", "run_dir")
+_WHERE = ("backend", "device", "run_dir")  # it is trained, and not what
+_GROUPS = ("dataset", "model", "diffusion", "optim", "train", *_WHERE)
 
 
 class Task(Protocol):
@@ -71,8 +72,9 @@ class Task(Protocol):
 _TASKS: dict[str, type[Task]] = dict.fromkeys(LOADERS, PolicyTask)  # all others are images
 
 
-def train(config: dict[str, Any], run_dir: Path) -> float:
-    """Run the configuration in `run_dir` and return the final loss (for sweepers)."""
+def train(config: dict[str, Any], run_dir: Path, *, sweep: bool = False) -> float:
+    """Run the configuration in `run_dir` and return the final loss (for sweepers). In a `sweep` a
+    job that has been done is passed over, so that one which was interrupted can be begun again."""
     _check_groups(config)
     settings = construct(TrainSettings, config["train"], "train")
     optim = construct(OptimizerSettings, config["optim"], "optim")
@@ -82,9 +84,13 @@ def train(config: dict[str, Any], run_dir: Path) -> float:
     make_task = _TASKS.get(config["dataset"]["name"], ImageTask)
     make_task.check(config["dataset"], config["model"], process, backend)
     _check_run_dir(run_dir)
+    resume_from = _resume_point(settings.resume, run_dir)
+    if sweep and _is_done(resume_from, config, run_dir):
+        loss = last_loss(run_dir)
+        _say(f"{run_dir}: its {settings.steps} steps are done already, with a loss of {loss:.4f}")
+        return loss
     processes = Processes(device)
     _check_share(settings, processes)
-    resume_from = _resume_point(settings.resume, run_dir)
     start = _check_resumed(resume_from, config, settings.steps)
     _check_init(settings, resume_from)
 
@@ -263,6 +269,15 @@ def _resume_point(resume: str | None, run_dir: Path) -> Path | None:
     return None if resume in (None, "none") else find_checkpoint(resume)
 
 
+def _is_done(checkpoint: Path | None, config: dict[str, Any], run_dir: Path) -> bool:
+    """Whether the checkpoint is this run's last one, and of the very same settings."""
+    if checkpoint is None or run_dir not in checkpoint.parents:
+        return False
+    state, stored = read_state(checkpoint)
+    same = all(stored.get(group) == config[group] for group in _GROUPS if group not in _WHERE)
+    return same and state["step"] == config["train"]["steps"]
+
+
 def _check_init(settings: TrainSettings, resume_from: Path | None) -> None:
     if settings.init is None:
         return
@@ -293,8 +308,22 @@ def _check_resumed(checkpoint: Path | None, config: dict[str, Any], steps: int) 
             f"{checkpoint} has already done {state['step']} steps and train.steps={steps};"
             " give a larger train.steps to go on, or another run_dir"
         )
-    for group, key in (("train", "batch_size"), ("train", "seed"), ("dataset", "name")):
+    for group, key in _watched(stored, config):
         then, now = stored.get(group, {}).get(key), config[group].get(key)
         if then != now:
-            tqdm.write(f"note: {group}.{key} was {then} in {checkpoint} and is {now} now")
+            was, now = shown(then), shown(now)
+            tqdm.write(f"note: {group}.{key} was {was} in {checkpoint} and is {now} now")
     return state["step"]
+
+
+def _watched(stored: dict[str, Any], config: dict[str, Any]) -> list[tuple[str, str]]:
+    """The settings that may change where a run goes on, but not unseen: a run that is resumed with
+    others than it had does not equal one that was never interrupted."""
+    then, now = stored.get("dataset", {}), config["dataset"]
+    same_kind = then.get("name") == now["name"]
+    dataset = {**then, **now} if same_kind else ("name",)
+    return [
+        *(("train", key) for key in ("batch_size", "seed", "precision")),
+        ("optim", "more_ema"),
+        *(("dataset", key) for key in dataset),
+    ]

@@ -156,12 +156,12 @@ def load_packed(
     if size is not None and parse_size(size) != data.size:
         raise ConfigError(
             f"size={size} differs from the {data.size[0]}x{data.size[1]} images in {path};"
-            " leave size unset, or prepare the file again"
+            " give size=null, or prepare the file again"
         )
     if channels is not None and channels != data.channels:
         raise ConfigError(
             f"channels={channels} differs from the {data.channels} channels in {path};"
-            " leave channels unset, or prepare the file again"
+            " give channels=null, or prepare the file again"
         )
     return data
 

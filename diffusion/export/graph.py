@@ -10,6 +10,7 @@ against the network on images that it was not traced with, and not written if th
 """
 
 import copy
+import io
 import json
 import logging
 import warnings
@@ -137,7 +138,9 @@ def export_program(path: Path, graph: Graph) -> str:
     inputs = graph.inputs(_TRACED_BATCH, 0)
     with torch.no_grad():
         program = torch.export.export(graph.module, inputs, dynamic_shapes=_any_batch(inputs))
-    torch.export.save(program, path, extra_files={"denoiser.json": json.dumps(graph.about)})
+    file = io.BytesIO()
+    torch.export.save(program, file, extra_files={"denoiser.json": json.dumps(graph.about)})
+    path.write_bytes(file.getbuffer())  # given a path, PyTorch ends the process on a full disk
     return _compare(torch.export.load(path).module(), graph, "torch.export")
 
 

@@ -28,7 +28,7 @@ from ..interchange.diffusers_directory import read_diffusers, save_diffusers
 from ..interchange.diffusers_files import is_model
 from ..interchange.weights import load_weights, save_guided, save_unet_cu
 from ..policies.policy import load_policy
-from ..settings import construct
+from ..settings import construct, shown
 from ..trained import Trained, TrainedSettings, is_policy
 from .graph import Graph, export_onnx, export_program, image_graph, policy_graph
 from .tensorrt_engine import build_engine, require_tensorrt
@@ -186,8 +186,8 @@ def guided_arguments(model: nn.Module) -> dict[str, Any]:
     for option, value in _GUIDED_OPTIONS.items():
         if getattr(model, option) != value:
             raise ConfigError(
-                f"guided-diffusion's format needs {option}={value}; the model has"
-                f" {getattr(model, option)}"
+                f"guided-diffusion's format needs {option}={shown(value)}; the model has"
+                f" {shown(getattr(model, option))}"
             )
     height, width = model.image_size
     classes = None if model.num_classes is None else model.label_emb.num_embeddings

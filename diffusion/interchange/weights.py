@@ -11,6 +11,7 @@ The header of a .bin says nothing of depth, multipliers, groups or heads: these 
 configured model, and the size of the file is checked against it.
 """
 
+import io
 import pickle
 import re
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from ..data.packed import UNET_CU_DATA, UNET_CU_HEADER_BYTES, UNET_CU_WEIGHTS
 from ..errors import ConfigError
+from ..settings import shown
 from ..unet import UNet
 from .diffusion_policy import SUFFIX, network_state, read_workspace
 
@@ -288,7 +290,8 @@ def save_unet_cu(path: str | Path, model: UNet, batch_size: int = 32) -> None:
     for option, value in _UNET_CU_OPTIONS.items():
         if getattr(model, option) != value:
             raise ConfigError(
-                f"unet.cu's format needs {option}={value}; the model has {getattr(model, option)}"
+                f"unet.cu's format needs {option}={shown(value)}; the model has"
+                f" {shown(getattr(model, option))}"
             )
     header = np.zeros(256, "<i4")
     header[:8] = [
@@ -309,7 +312,9 @@ def save_unet_cu(path: str | Path, model: UNet, batch_size: int = 32) -> None:
 
 def save_guided(path: str | Path, model: nn.Module) -> None:
     """Write `model` as guided-diffusion's .pt: a plain state dict, which its scripts load."""
-    torch.save(_plain_state_dict(model), path)
+    file = io.BytesIO()
+    torch.save(_plain_state_dict(model), file)
+    Path(path).write_bytes(file.getbuffer())  # on a full disk torch.save says no errno
 
 
 def _plain_state_dict(model: nn.Module) -> dict[str, Tensor]:

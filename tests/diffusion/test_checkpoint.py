@@ -23,8 +23,11 @@ def flat_parameters(width: int = 4, seed: int = 0) -> FlatParameters:
     return flat
 
 
+CONFIG = {"model": {"name": "x"}, "diffusion": {}, "train": {}}
+
+
 def save(folder, step, flat, keep=3):
-    return ckpt.save_checkpoint(folder, flat, {"step": step}, {"model": {"name": "x"}}, keep)
+    return ckpt.save_checkpoint(folder, flat, {"step": step}, CONFIG, keep)
 
 
 def test_round_trip_is_exact(tmp_path):
@@ -34,7 +37,7 @@ def test_round_trip_is_exact(tmp_path):
     for name in ("param", "ema", "exp_avg", "exp_avg_sq"):
         assert torch.equal(getattr(flat, name), getattr(other, name)), name
     state, config = ckpt.read_state(path)
-    assert state["step"] == 7 and config == {"model": {"name": "x"}}
+    assert state["step"] == 7 and config == CONFIG
 
 
 def test_further_averages(tmp_path):
@@ -90,6 +93,26 @@ def test_a_missing_file_is_named(tmp_path, name):
     (path / name).unlink()
     with pytest.raises(ConfigError, match=name):
         ckpt.read_state(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("state.json", "{", "cannot be read: Expecting property name"),
+        ("state.json", '{"step": 1}', "does not say 'format'"),
+        ("state.json", '{"format": 2, "step": 1}', "format 2; this version reads format 1"),
+        ("state.json", '{"format": 1, "step": "x"}', "step x in state.json"),
+        ("config.yaml", "model: {}\ntrain: {}", "does not say 'diffusion'"),
+        ("config.yaml", "model: {}\ntrain: {}\ndiffusion: 1", "expected the groups model, diff"),
+        ("config.yaml", "[]", "cannot be read"),
+    ],
+)
+def test_damaged_words_are_named(tmp_path, name, text, words):
+    path = save(tmp_path, 1, flat_parameters())
+    (path / name).write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        ckpt.read_state(path)
+    assert str(path) in str(caught.value)
 
 
 def test_another_model_is_named_and_nothing_is_loaded(tmp_path):

@@ -1,6 +1,7 @@
 """tools/export.py: every format from a checkpoint, read back by those who have it; refusals."""
 
 import json
+import resource
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -197,6 +198,24 @@ def test_wrong_settings(run, monkeypatch, options, words):
 
 def test_what_unet_cu_cannot_be(tmp_path):
     run = checkpoint(tmp_path / "run", conv_resample=True).parent.parent
-    with pytest.raises(ConfigError, match="unet.cu's format needs conv_resample=False"):
+    with pytest.raises(ConfigError, match="unet.cu's format needs conv_resample=false"):
         export({"ckpt": str(run), "format": "unet_cu", "out": str(tmp_path / "a.bin")})
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("name", ["diffusers", "guided_diffusion", "torch_export"])
+def test_a_full_disk_is_one_line(tmp_path, name):
+    """A real refusal of the system in the middle of a file."""
+    if name == "torch_export":
+        path, run = tmp_path / "model.pt2", policy_checkpoint(tmp_path / "run").parent.parent
+    else:
+        options = {"max_period": 10000, "num_groups": 32}
+        path, run = tmp_path / "a", checkpoint(tmp_path / "run", **options).parent.parent
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=rf"{path} cannot be written: .*File too large"):
+            export({"ckpt": str(run), "format": name, "out": str(path)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

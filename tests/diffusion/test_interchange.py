@@ -138,7 +138,7 @@ def test_truncated_header(tmp_path):
     ["conv_resample", "use_scale_shift_norm", "resblock_updown"],
 )
 def test_bin_cannot_hold_other_structures(tmp_path, option):
-    with pytest.raises(ConfigError, match=f"{option}=False; the model has True"):
+    with pytest.raises(ConfigError, match=f"{option}=false; the model has true"):
         save_unet_cu(tmp_path / "w.bin", small(**{option: True}))
     assert not (tmp_path / "w.bin").exists()
 

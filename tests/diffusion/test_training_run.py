@@ -205,11 +205,13 @@ def test_disk_full_is_one_line_and_loses_nothing(tmp_path, monkeypatch, where):
     assert not list((tmp_path / "run").glob(".writing*"))
 
 
-def test_resume_from_the_path_of_another_run(tmp_path):
+def test_resume_from_the_path_of_another_run(tmp_path, capsys):
     first = run(tmp_path / "a", *TINY)
     before = sorted(path.name for path in (tmp_path / "a").rglob("*"))
     resumed = composed("train.steps=2", *TINY, f"train.resume={tmp_path / 'a'}")
-    train(resumed, tmp_path / "b")
+    train(resumed | {"dataset": resumed["dataset"] | {"flip": False}}, tmp_path / "b")
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+    assert notes == [f"note: dataset.flip was true in {first} and is false now"]
     assert latest_checkpoint(tmp_path / "b" / "checkpoints").name == "step_00000002"
     assert sorted(path.name for path in (tmp_path / "a").rglob("*")) == before
     with pytest.raises(ConfigError, match="model.num_classes is null there, 3 here"):
@@ -259,7 +261,7 @@ def test_averages_of_several_lengths(tmp_path):
     assert sample(settings | {"ema": 0.5}).name == "sample_step_00000003_ema0.5_ddim1_0.png"
     with pytest.raises(ConfigError, match="has no average of decay 0.7"):
         sample(settings | {"ema": 0.7})
-    with pytest.raises(ConfigError, match="has no average of decay 0.2"):
+    with pytest.raises(ConfigError, match="decay 0.2; .* 0.5, 0.9; optim.more_ema cannot grow"):
         train(composed("train.steps=4", *averages, "optim.more_ema=[0.2]"), tmp_path / "a")
 
 

@@ -1,5 +1,6 @@
 """The main job as a user runs it, at the smallest size."""
 
+import shutil
 import signal
 import time
 
@@ -107,14 +108,24 @@ def test_a_signal_saves_and_exits(tmp_path, number):
 
 
 def test_multirun_gives_each_job_its_folder(tmp_path):
-    code, _, err = run(
+    command = (
         "train.py",
         *TINY,
         "-m",  # anywhere, as in most programs
-        *("optim.lr=1e-4,2e-4", "train.steps=1", f"run_dir={tmp_path}/sweep"),
-        f"hydra.sweep.dir={tmp_path}/hydra",
+        *("train.steps=1", f"run_dir={tmp_path}/sweep", f"hydra.sweep.dir={tmp_path}/hydra"),
     )
+    code, _, err = run(*command, "optim.lr=1e-4,2e-4")
     assert code == 0, err
     for job, lr in ((0, "0.0001"), (1, "0.0002")):
         assert f"lr: {lr}" in (tmp_path / "sweep" / str(job) / "config.yaml").read_text()
         assert len(rows(tmp_path / "sweep" / str(job))) == 1
+
+    # the second job was interrupted, say: the same command passes over the first one
+    shutil.rmtree(tmp_path / "sweep" / "1")
+    code, out, err = run(*command, "optim.lr=1e-4,2e-4")
+    assert code == 0, err
+    assert "sweep/0: its 1 steps are done already, with a loss of 0." in out
+    assert len(rows(tmp_path / "sweep" / "1")) == 1
+    # but not over a job of other settings
+    code, _, err = run(*command, "optim.lr=3e-4,2e-4")
+    assert code == 2 and "has already done 1 steps" in err
