@@ -25,11 +25,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from diffusion.errors import ConfigError, lack_of_memory
 from diffusion.interrupt import Interrupted
+from diffusion.settings import shown
 
 CONFIGS = Path(__file__).resolve().parent
 _MULTIRUN = ("-m", "--multirun")
 _HELP = ("-h", "--help")
 _LISTED = 20  # keys or choices at most in a message
+
+# ${first_given:A,B} in a configuration: A, or B if that is null
+OmegaConf.register_new_resolver("first_given", lambda *values: next(filter(None, values), None))
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -49,6 +53,8 @@ def choose_run_dir(settings: dict[str, Any]) -> Path:
     if given in (None, ""):
         name = (settings.get("dataset") or {}).get("name", "run")
         given = hydra.sweep.dir if sweep else f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if isinstance(given, list | dict | bool):
+        raise ConfigError(f"run_dir={shown(given)} is wrong; expected text or null")
     return Path(str(given)) / (str(hydra.job.num) if sweep else "")
 
 
@@ -164,6 +170,11 @@ def explain(error: Exception, config_name: str, arguments: Sequence[str] = ()) -
         return _several(several[1])
     if choice:
         group, value = choice.groups()
+        if group.startswith("hydra/"):
+            return (
+                f"{group}={value} is not installed; Hydra's launchers and sweepers are packages,"
+                " such as hydra-joblib-launcher or hydra-optuna-sweeper"
+            )
         return _unknown(f"{group}={value}", value, sorted(_choices(group)))
     if key:
         name = next(part for part in key.groups() if part).lstrip("+~")

@@ -36,6 +36,8 @@ def fails(*command: str, cwd=None) -> str:
         ("dataset.path=/my(1)", """goes into quotes: "dataset.path='/my(1)'\""""),
         ("dataset.path=a,b", "for a list give dataset.path=[a,b]"),
         ("dataset", "dataset is no setting; expected KEY=VALUE"),
+        ("run_dir=[a]", "run_dir=['a'] is wrong; expected text or null"),
+        ("hydra/launcher=joblib", "packages, such as hydra-joblib-launcher"),
     ],
 )
 def test_wrong_setting(tmp_path, override, expected):

@@ -112,10 +112,12 @@ def test_multirun_gives_each_job_its_folder(tmp_path):
         "train.py",
         *TINY,
         "-m",  # anywhere, as in most programs
-        *("train.steps=1", f"run_dir={tmp_path}/sweep", f"hydra.sweep.dir={tmp_path}/hydra"),
+        *("train.steps=1", f"run_dir={tmp_path}/sweep"),
     )
-    code, _, err = run(*command, "optim.lr=1e-4,2e-4")
+    code, _, err = run(*command, "optim.lr=1e-4,2e-4", cwd=tmp_path)
     assert code == 0, err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sweep"]  # Hydra's file in it
+    assert sorted(p.name for p in (tmp_path / "sweep").iterdir()) == ["0", "1", "multirun.yaml"]
     for job, lr in ((0, "0.0001"), (1, "0.0002")):
         assert f"lr: {lr}" in (tmp_path / "sweep" / str(job) / "config.yaml").read_text()
         assert len(rows(tmp_path / "sweep" / str(job))) == 1
