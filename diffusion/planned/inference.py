@@ -161,6 +161,7 @@ class WaitingKernels:
         x, extra = _tensor(x), [(_tensor(other), w) for other, w in extra]
         residual = _tensor(residual)
         if weight.shape[2:] == (1, 1) and not stats:  # queries, keys and values
+            assert residual is None and emb is None and not extra and not options
             return _Projection(self.kernels, x, weight, bias), None
         if stats and not options and self.worth_splitting(x.shape, weight, x.device):
             parts = self.kernels.conv_split(x, weight, extra=extra)
