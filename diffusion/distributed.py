@@ -17,7 +17,7 @@ class Processes:
 
     def __init__(self, device: torch.device | None) -> None:
         self.count = 1 if device is None else int(os.environ.get("WORLD_SIZE", 1))
-        self.rank = 0 if device is None else int(os.environ.get("RANK", 0))
+        self.rank = 0 if device is None else own_rank()
         self._vote: tuple[Tensor, dist.Work] | None = None
         if self.count == 1 or dist.is_initialized():
             return
@@ -72,6 +72,12 @@ class Processes:
         captured in is gone, see `TrainStep.release`."""
         if self.count > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def own_rank() -> int:
+    """The number of this process among those of torchrun, which is known before they meet; 0 if it
+    is alone."""
+    return int(os.environ.get("RANK", 0))
 
 
 def choose_device(name: str) -> torch.device:

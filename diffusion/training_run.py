@@ -16,7 +16,7 @@ from .backend import Backend, choose_backend, require_determinism
 from .build import Process
 from .checkpoint import find_checkpoint, latest_checkpoint, load_into, read_state
 from .data.batches import Batches, Samples
-from .distributed import Processes, choose_device
+from .distributed import Processes, choose_device, own_rank
 from .errors import ConfigError, writing
 from .flat import FlatParameters
 from .gradient_sum import GradientSum
@@ -84,15 +84,14 @@ def train(config: dict[str, Any], run_dir: Path, *, sweep: bool = False) -> floa
     make_task = _TASKS.get(config["dataset"]["name"], ImageTask)
     make_task.check(config["dataset"], config["model"], process, backend)
     _check_run_dir(run_dir)
-    processes = Processes(device)
-    _check_share(settings, processes)
     resume_from = _resume_point(settings.resume, run_dir)
     if sweep and _is_done(resume_from, config, run_dir):
         loss = last_loss(run_dir)
-        if processes.is_first:
+        if own_rank() == 0:
             _say(f"{run_dir}: its {settings.steps} steps are done already, with a loss of {loss}")
-        processes.close()
         return loss
+    processes = Processes(device)
+    _check_share(settings, processes)
     start = _check_resumed(resume_from, config, settings.steps)
     _check_init(settings, resume_from)
 
