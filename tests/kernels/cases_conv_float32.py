@@ -264,8 +264,24 @@ _LINEAR = {
     "expect": {"arches": (90,)},
 }
 
+_HEAD = {
+    "name": "float32 forward of the head, all taps at once",
+    "kernel": "triton_kernels.conv.columns_fwd:_columns_fwd_kernel",
+    "signature": {
+        "x_desc": "tensordesc<fp32[64,32]>",
+        "w_desc": "tensordesc<fp32[32,32]>",
+        "z_desc": "tensordesc<fp32[32,64]>",
+        "CI": "i32",
+    },
+    "constexprs": {"PRODUCTS": 3, "BLOCK_C": 32, "BLOCK_M": 64, "BLOCK_K": 32},
+    "options": {"num_warps": 4, "num_stages": 3},
+    "multiples": ("CI",),
+    "expect": {"wgmma": False, "tma": True, "arches": (90, 120)},
+}
+
 COMPILE_CASES = [
     _COLUMNS,
+    _HEAD,
     _LINEAR,
     *(_turned_fwd(*tile) for tile in [(64, 64, 4), (128, 128, 4), (64, 256, 4)]),
     *(_in_parts(*tile) for tile in [(128, 128, 4, 4, 4)]),

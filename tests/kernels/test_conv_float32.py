@@ -125,23 +125,26 @@ def test_weight_gradient_of_columns(name, device, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of inf * 0
 @pytest.mark.usefixtures("poison", "tensor_cores")
-@pytest.mark.parametrize("split", ["before", "in registers", "in chunks", "gathered"])
+@pytest.mark.parametrize("split", ["before", "in registers", "in chunks", "gathered", "all taps"])
 def test_float32_on_tensor_cores_keeps_infinities(split, device):
     """Halves of an infinity are no infinities, and the other filter's second half is zero."""
     ci = 8 if split == "gathered" else 32
-    x, weight = torch.ones(1, 3, 4, ci, device=device), torch.ones(32, ci, 1, 1, device=device)
+    filters = (3, 1, 2, ci) if split == "all taps" else (32, 1, 1, ci)
+    weight = torch.ones(filters, device=device).permute(0, 3, 1, 2)
+    x = torch.ones(1, 3, 4, ci, device=device)
     tiles = {
         "before": None,
         "in registers": next(c for c in conv_tf32x3.FWD_CONFIGS if c.tensor_cores == 2),
         "in chunks": conv_tf32x3.LINEAR_CONFIGS[0],
-        "gathered": None,  # where there are few channels
+        "gathered": None,  # where there are few channels of x,
+        "all taps": None,  # and of y
     }
 
     def forward():
         return conv._conv2d_fwd(x, weight, None, 1, (0, 0), False, tiles[split])
 
     x[0, 0, 0, 0], x[0, 1, 1, 1], x[0, 2, 2, 2] = float("inf"), float("nan"), 3.4028e38
-    y, exact = forward(), reference.conv2d(x.double(), weight.double())
+    y, exact = forward(), reference.conv2d(x.double(), weight.double(), padding=0)
     torch.testing.assert_close(y, exact.float(), rtol=1e-6, atol=0, equal_nan=True)
     assert y[0, 0, 0, 0] == float("inf") and y[0, 1, 1].isnan().all()
     weight[:, 0] = 0

@@ -15,9 +15,9 @@ memory. (With pixels on the left Triton moves them through registers first; one 
 Paths, chosen by `_launch_fwd` and `_conv2d_wgrad` from shape, dtype and GPU: `conv.tma` with
 `conv.tma_wgrad`, and for stride 2 `conv.tma_stride`, are fast, and need channels in multiples of 16
 bytes; so do `conv.tf32x3` (float32) and `conv.turned_wgrad` with `conv.points_wgrad` and
-`conv.gluon.mma_wgrad` (float32 and TF32); `conv.columns_wgrad` is the stem's in float32;
-`conv.gather` serves the rest. Sums over pixels that are split among programs are added up in a
-fixed order.
+`conv.gluon.mma_wgrad` (float32 and TF32); `conv.columns_fwd` is a head's forward,
+`conv.columns_wgrad` a stem's weight gradient in float32; `conv.gather` serves the rest. Sums over
+pixels that are split among programs are added up in a fixed order.
 """
 
 import torch
@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from ..column_sum import column_sum, partials, sum_partials
 from ..layout import DTYPES, autocast, check_nhwc, check_shape
 from ..library import derivative, op
+from . import columns_fwd as conv_columns_fwd
 from . import columns_wgrad as conv_columns_wgrad
 from . import gather as conv_gather
 from . import tf32x3 as conv_tf32x3
@@ -97,6 +98,9 @@ def _launch_fwd(x, weight, bias, y, stride, padding, allow_tf32, config, dgrad):
     if y.numel() == 0:
         return
     precision = _precision(x.dtype, allow_tf32)
+    if config is None and not dgrad and conv_columns_fwd.serves_fwd(x, weight, y, stride):
+        conv_columns_fwd.launch_fwd(x, weight, bias, y, padding, precision)  # of one tile
+        return
     if config is not None:
         path = next(path for path in _FWD_PATHS if isinstance(config, path.Config))
     elif conv_tma.serves_fwd(x, weight, y, stride, precision):
