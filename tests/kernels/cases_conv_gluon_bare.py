@@ -131,6 +131,29 @@ def _bare_tiles(
     }
 
 
+def _tiles_tf32(name: str, rows: int, images: int, w: int, blocks: int) -> dict:
+    from triton.experimental.gluon import language as gl
+
+    def boxes(*shape: int) -> str:
+        layout = gl.NVMMASharedLayout(128, 32, rank=len(shape))
+        return f"tensordesc<fp32{list(shape)},{layout!r}>"
+
+    return {
+        "name": name,
+        "kernel": "triton_kernels.conv.gluon.bare_tiles_tf32:conv_bare_tiles_tf32_kernel",
+        "signature": {
+            "x_desc": boxes(2, images, w, 32),
+            "w_desc": boxes(1, 64, 32),
+            **dict.fromkeys(("y_ptr", "bias_ptr"), "*fp32"),
+            **dict.fromkeys(("N", "H", "K", "C"), "i32"),
+        },
+        "constexprs": {"ROWS": rows, "IMAGES": images, "W": w, "BLOCKS": blocks, "num_warps": 4},
+        "options": {"num_warps": 4, "maxnreg": 168},
+        "multiples": ("K", "C"),
+        "expect": {"wgmma": True, "tma": True, "arches": (90,)},
+    }
+
+
 def _mma_wgrad(
     name: str,
     products: int,
@@ -175,6 +198,8 @@ COMPILE_CASES = (
         _bare_tiles("tiles_16", 8, 1, 16, True, 4, 8),
         _bare_tiles("tiles_8", 8, 1, 8, False, 5, 9),
         _bare_tiles("tiles_8_of_images", 8, 4, 8, True, 3, 5),
+        _tiles_tf32("tiles_tf32_64", 4, 1, 64, 3),
+        _tiles_tf32("tiles_tf32_8_of_images", 8, 4, 8, 3),
         _bare_once("once_64", 64, 8, 1, False, 8, 4),
         _bare_once("once_128", 128, 12, 2, True, 7, 8),
         _bare_once("once_192", 128, 7, 3, False, 5, 8),

@@ -72,7 +72,7 @@ def applying(shape: Shape, dtype, device, dgrad: bool) -> list[tuple]:
     x, y = (torch.empty((*pixels, c), dtype=dtype, device=device) for c in (ci, co))
     weight = torch.empty((co, ci, *shape.kernel), dtype=dtype, device=device)
     x, y = (y, x) if dgrad else (x, y)
-    return gluon_bare.candidates(x, weight, y, padding_of(shape))
+    return gluon_bare.candidates(x, weight, y, padding_of(shape), dgrad=dgrad)
 
 
 class TestGpu:
@@ -100,6 +100,30 @@ class TestGpu:
             assert relative(first, exact[i]) <= 2 * relative(other[i], exact[i]) + floor
             for _ in range(4):
                 assert torch.equal(run(), first)
+
+    @pytest.mark.parametrize("name", ROWS)
+    def test_every_tile_in_tf32_repeatedly(self, name, monkeypatch, device):
+        monkeypatch.setattr(conv_tma, "_TURN_FROM", 0)
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+        shape = ROWS[name]
+        x, weight, bias, dy = data = make(shape, torch.float32, device)
+        exact, other = references(shape, *data)
+        configs = [Config(*c) for c in applying(shape, x.dtype, device, dgrad=False)]
+        assert [c[1] for c in configs] == [
+            c[1] for c in applying(shape, torch.bfloat16, device, dgrad=False)
+        ]
+        for config in configs:
+            options = (1, padding_of(shape), True, config)
+            runs = (
+                lambda o=options: conv._conv2d_fwd(x, weight, bias, *o),
+                lambda o=options: conv._conv2d_dgrad(dy, weight, x.shape[1:3], *o),
+            )
+            for i, run in enumerate(runs):
+                first = run()
+                budget = 2 * relative(other[i], exact[i]) + ROUNDING["tf32"]
+                assert relative(first, exact[i]) <= budget
+                for _ in range(4):
+                    assert torch.equal(run(), first)
 
     @pytest.mark.parametrize("name", ["3x3, a tile", "1x1, odd"])
     def test_without_bias(self, name, device):
@@ -156,11 +180,16 @@ class TestGpu:
         ):
             assert applying(shape, bf16, device, dgrad=False) == []
         assert applying(POINTS["qkv"], torch.float32, device, dgrad=False) == []
+        # float32 filters of an input gradient are turned first
+        assert applying(ROWS["a tile"], torch.float32, device, dgrad=True) == []
+        tf32 = applying(Shape(1, 64, 64, 96, 64), torch.float32, device, dgrad=False)
+        assert [c[1:3] for c in tf32] == [(256, 32), (128, 32)]
 
 
 def test_nothing_applies_without_a_hopper_gpu():
     for shape in SHAPES.values():
-        assert applying(shape, torch.bfloat16, torch.device("cpu"), dgrad=False) == []
+        for dtype in (torch.bfloat16, torch.float32):
+            assert applying(shape, dtype, torch.device("cpu"), dgrad=False) == []
 
 
 def test_a_tuned_configuration_is_ignored_where_it_does_not_apply(monkeypatch, device):

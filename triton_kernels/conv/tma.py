@@ -304,14 +304,14 @@ def launch_fwd(
             (*x.shape, *y.shape[1:], *weight.shape[2:], x.dtype),
             lambda: (
                 [c for c in FWD_CONFIGS if _fits_fwd(c, x) and _pays(c, x, y, weight)]
-                + [Config(*c) for c in gluon_bare.candidates(x, weight, y, padding)]
+                + [Config(*c) for c in gluon_bare.candidates(x, weight, y, padding, dgrad=dgrad)]
             ),
             lambda: _pick_fwd(x, y),
             run,
             same,
         )
     if gluon_bare.serves(config):
-        gluon_bare.launch(x, weight, bias, y, config, dgrad=dgrad)
+        gluon_bare.launch(x, weight, bias, y, config, dgrad=dgrad, following=launch_option)
         return
     box = pixel_box(config.block_m, n, p, q)
     block_co, block_ci = config.block_c, config.block_k

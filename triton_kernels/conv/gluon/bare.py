@@ -1,9 +1,9 @@
 """The path of `conv2d` for Hopper, in Gluon: forward and input gradient in 16 bits, a bias at most.
 
-3x3 filters over rows of 8 to 64 pixels fetch pixels three times, not nine. 1x1 filters stay in
-shared memory while the pixels pass by or, where there are few tiles, are fetched with the pixels
-and all at once; so they are in the input gradient in TF32. All are configurations for `choose` like
-any other of `conv.tma`, taken only where they were measured to be faster.
+3x3 filters over rows of 8 to 64 pixels fetch pixels three times, not nine, in TF32 too. 1x1 filters
+stay in shared memory while the pixels pass by or, where there are few tiles, are fetched with the
+pixels and all at once; so they are in the input gradient in TF32. All are configurations for
+`choose` like any other of `conv.tma`, taken only where they were measured to be faster.
 """
 
 import triton
@@ -21,6 +21,7 @@ if SUPPORTED:
     from .bare_points import conv_bare_points_kernel
     from .bare_ring import conv_bare_ring_kernel
     from .bare_tiles import conv_bare_tiles_kernel
+    from .bare_tiles_tf32 import conv_bare_tiles_tf32_kernel
 
 _WARPS = 12  # two warpgroups that multiply and one of which a warp loads
 # (channels, pixels) of a program that does 1x1 filters; the last one spills a little
@@ -54,9 +55,13 @@ def candidates(
     weight: Tensor,  # [CO, CI, R, S]
     y: Tensor,  # the result
     padding: tuple[int, int],
+    *,
+    dgrad: bool,
 ) -> list[tuple]:
     """Configurations of `conv.tma` that this path can do. 1x1 filters: x and y are one row of
-    pixels."""
+    pixels. float32 is in TF32, and of an input gradient the filters have been turned."""
+    if x.itemsize == 4:
+        return [] if dgrad else _tf32_candidates(x, weight, y, padding)
     if not takes(x):
         return []
     if tuple(weight.shape[2:]) == (3, 3):
@@ -87,6 +92,15 @@ def candidates(
         if channels < wide + 64 and x.shape[3] > 256
     ]
     return points + once + ring
+
+
+def _tf32_candidates(x: Tensor, weight: Tensor, y: Tensor, padding: tuple[int, int]) -> list[tuple]:
+    _, h, w, k = x.shape
+    fits = tuple(weight.shape[2:]) == (3, 3) and tuple(padding) == (1, 1) and w in WIDTHS
+    if not (SUPPORTED and describe(x.device).hopper and fits) or k % 32 or y.shape[3] % 64:
+        return []
+    cuts = ((pixels, cut(pixels, h, w)) for pixels in _TILES)
+    return [(64, p, 32, _WARPS, _ring_tf32(x, p, c[1])) for p, c in cuts if c is not None]
 
 
 def turning_candidates(
@@ -134,9 +148,12 @@ def launch(
     config: tuple,  # of `candidates`
     *,
     dgrad: bool,
+    following: dict[str, bool],  # the launch option behind a launch that has turned the filters
 ) -> None:
     """y = conv(x) + bias, or the input gradient."""
-    if tuple(weight.shape[2:]) == (3, 3):
+    if x.itemsize == 4:
+        _launch_tiles_tf32(x, weight, bias, y, config, following)
+    elif tuple(weight.shape[2:]) == (3, 3):
         _launch_tiles(x, weight, bias, y, config, dgrad)
     elif config[2] == _AT_ONCE:
         _launch_once(x, weight, bias, y, config, dgrad)
@@ -185,6 +202,43 @@ def _rings(x: Tensor, pixels: int, images: int) -> tuple[int, int]:
 
     blocks = max(range(2, 6), key=ahead)
     return blocks, min(9, (room - blocks * block) // tap)
+
+
+def _launch_tiles_tf32(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    config: tuple,
+    following: dict[str, bool],
+) -> None:
+    n, h, w, k = x.shape
+    c = y.shape[3]
+    rows, images = cut(config[1], h, w)
+    tiles = triton.cdiv(n, images) * (h // rows) * (c // 64)
+    conv_bare_tiles_tf32_kernel[(min(tiles, describe(x.device).num_sms),)](
+        in_rows(x, 2, images, 32),
+        filters_in_boxes(weight, 64, 32),
+        y,
+        bias,
+        n,
+        h,
+        k,
+        c,
+        ROWS=rows,
+        IMAGES=images,
+        W=w,
+        BLOCKS=config[4],
+        num_warps=4,
+        maxnreg=168,
+        **following,
+    )
+
+
+def _ring_tf32(x: Tensor, pixels: int, images: int) -> int:
+    """Blocks of pixels, each with three filters, that shared memory has room for."""
+    room = describe(x.device).shared_memory - 2048
+    return min(6, room // ((pixels + 2 * images * x.shape[2] + 3 * 64) * 128))
 
 
 def _matrices(x: Tensor, weight: Tensor, y: Tensor, pixels: int) -> list:

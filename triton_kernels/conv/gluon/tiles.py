@@ -148,7 +148,7 @@ def cut(pixels: int, h: int, w: int) -> tuple[int, int] | None:
     return (rows, 1) if h % rows == 0 and rows % 2 == 0 else None  # rows are fetched in pairs
 
 
-def in_rows(x: Tensor, rows: int, images: int) -> "TensorDescriptor":
+def in_rows(x: Tensor, rows: int, images: int, channels: int = 64) -> "TensorDescriptor":
     """[N, H, W, C] as [H, N, W, C]."""
     n, h, w, c = x.shape
-    return in_boxes(x, [h, n, w, c], [w * c, h * w * c, c, 1], [rows, images, w, 64])
+    return in_boxes(x, [h, n, w, c], [w * c, h * w * c, c, 1], [rows, images, w, channels])
