@@ -1,5 +1,6 @@
 """A training run from a plain dict: check, build, train."""
 
+import atexit
 import logging
 import os
 from collections.abc import Callable
@@ -119,7 +120,10 @@ def train(config: dict[str, Any], run_dir: Path, *, sweep: bool = False) -> floa
 
     size = len(task.samples)
     with ExitStack() as stack:
-        stack.callback(processes.close)
+        if sweep:  # the next job goes on in this group: to meet again takes a store of its own
+            atexit.register(processes.close)
+        else:
+            stack.callback(processes.close)
         stack.callback(step.release)
         if processes.is_first:
             with writing(run_dir):

@@ -38,15 +38,15 @@ def start_together(*arguments: str) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folders of a run of one process and of a run of two."""
+    """The folders of a run of one process and of a run of two, which is the first job of a sweep."""
     folder = tmp_path_factory.mktemp("runs")
     code, _, err = run("train.py", *SETTINGS, f"run_dir={folder}/one")
     assert code == 0, err
-    two = start_together(*SETTINGS, f"run_dir={folder}/two")
+    two = start_together("-m", *SETTINGS, f"run_dir={folder}/two", "train.seed=0,0")
     out, err = two.communicate(timeout=240)
     assert two.returncode == 0, err
-    assert out.count("2 processes") == 1 and out.count("step 3/3") == 1
-    return folder / "one", folder / "two"
+    assert out.count("2 processes") == 2 and out.count("step 3/3") == 2
+    return folder / "one", folder / "two" / "0"
 
 
 def test_the_parameters_are_the_same(runs):
@@ -70,6 +70,12 @@ def test_the_losses_are_the_same(runs):
     for name in ("loss", "grad_norm"):
         a, b = (torch.tensor([float(row[name]) for row in table]) for table in (one, two))
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+
+
+def test_the_next_job_of_a_sweep_begins_anew(runs):
+    """In the same group of processes."""
+    first, second = (rows(runs[1].parent / job) for job in "01")
+    assert [row["loss"] for row in second] == [row["loss"] for row in first]
 
 
 def test_only_the_first_process_writes(runs):
