@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,6 +104,7 @@ def _again(checkpoint: Path, arguments: Sequence[str]) -> str:
 def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
     """Run a `hydra.main` function; what Hydra finds wrong becomes one line and exit code 2."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here
+    warnings.formatwarning = _one_line(warnings.formatwarning)
     sys.argv[1:] = _readable(sys.argv[1:])
     try:
         if set(_HELP) & set(sys.argv[1:]):
@@ -118,6 +120,17 @@ def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
         groups = ", ".join(sorted(_groups(config_name)))
         _fail(f"null is no choice of a group of the configuration, which are {groups}")
     sys.exit(0)
+
+
+def _one_line(otherwise: Callable[..., str]) -> Callable[..., str]:
+    """How a warning is shown: the project's own are for the user, who does not want to know in
+    which line of which file they are given; those of libraries as before."""
+
+    def shown_as(message: Warning, category: type, filename: str, *rest: Any) -> str:
+        ours = Path(filename).resolve().is_relative_to(CONFIGS.parent / "diffusion")
+        return f"warning: {message}\n" if ours else otherwise(message, category, filename, *rest)
+
+    return shown_as
 
 
 def _readable(arguments: Sequence[str]) -> list[str]:

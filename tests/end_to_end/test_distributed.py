@@ -38,7 +38,7 @@ def start_together(*arguments: str) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folders of a run of one process and of a run of two, which is the first job of a sweep."""
+    """The folders of a run of one process, and of one of two: the first job of a sweep."""
     folder = tmp_path_factory.mktemp("runs")
     code, _, err = run("train.py", *SETTINGS, f"run_dir={folder}/one")
     assert code == 0, err

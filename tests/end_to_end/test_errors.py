@@ -93,6 +93,8 @@ def test_a_run_is_not_overwritten(tmp_path):
 
 def test_a_batch_larger_than_the_set_works_with_a_note(tmp_path):
     command = (*TINY, f"run_dir={tmp_path}/run", "train.steps=1", "train.batch_size=16")
-    code, out, err = run("train.py", *command)
+    code, out, err = run("train.py", *command, "model.attention_resolutions=[2,3]")
     assert code == 0, err
     assert "larger than the data set" in out + err
+    (line,) = err.splitlines()  # and a warning that is one, said once
+    assert line.startswith("warning: attention_resolutions has 3")
