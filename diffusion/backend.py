@@ -1,6 +1,8 @@
 """The choice of the backend, made once: who computes the ops, and in which precision."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -71,6 +73,25 @@ def precision_on(device: torch.device, trained: str) -> str:
     """The precision to draw in if nobody says: as trained, on a CPU fp32, for bf16 gains nothing
     there."""
     return trained if device.type == "cuda" else "fp32"
+
+
+@contextmanager
+def determinism(required: bool) -> Iterator[None]:
+    """Within the block as `require_determinism` says, if so, and as it was behind it: the next job
+    of a sweep runs in the same process."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.backends.cudnn.benchmark,
+    )
+    if required:
+        require_determinism()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        torch.backends.cudnn.benchmark = before[2]
 
 
 def require_determinism() -> None:

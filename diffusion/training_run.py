@@ -13,7 +13,7 @@ import yaml
 from torch import nn
 from tqdm import tqdm
 
-from .backend import Backend, choose_backend, require_determinism
+from .backend import Backend, choose_backend, determinism
 from .build import Process
 from .checkpoint import find_checkpoint, latest_checkpoint, load_into, read_state
 from .data.batches import Batches, Samples
@@ -78,6 +78,11 @@ def train(config: dict[str, Any], run_dir: Path, *, sweep: bool = False) -> floa
     job that has been done is passed over, so that one which was interrupted can be begun again."""
     _check_groups(config)
     settings = construct(TrainSettings, config["train"], "train")
+    with determinism(settings.deterministic):
+        return _train(config, settings, run_dir, sweep)
+
+
+def _train(config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep: bool) -> float:
     optim = construct(OptimizerSettings, config["optim"], "optim")
     process = construct(Process, config["diffusion"], "diffusion")
     device = choose_device(config["device"])
@@ -95,9 +100,6 @@ def train(config: dict[str, Any], run_dir: Path, *, sweep: bool = False) -> floa
     _check_share(settings, processes)
     start = _check_resumed(resume_from, config, settings.steps)
     _check_init(settings, resume_from)
-
-    if settings.deterministic:
-        require_determinism()
     task: Task = make_task(config["dataset"], config["model"])
     torch.manual_seed(settings.seed)  # the initial parameters; all other noise is counted
     model = task.build_model(process, backend, device)

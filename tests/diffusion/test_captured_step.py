@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import triton_kernels
-from diffusion.backend import TORCH_FP32, Backend, require_determinism
+from diffusion.backend import TORCH_FP32, Backend, determinism
 from diffusion.data.batches import Batches
 from diffusion.data.image_set import ImageSet
 from diffusion.distributed import Processes
@@ -49,14 +49,9 @@ CASES = {  # of the model, the objective, and the step
 
 @pytest.fixture
 def deterministic(request):
-    """As train.deterministic, and undone afterwards."""
-    cudnn = torch.backends.cudnn.benchmark
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    require_determinism()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
-    torch.backends.cudnn.benchmark = cudnn
+    """As train.deterministic."""
+    with determinism(True):
+        yield
 
 
 def make_step(
