@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,7 +38,7 @@ class Policy:
 
     def act(
         self,
-        observations: Tensor,  # [N, observation_steps, O], the newest last, on any device
+        observations: Tensor | np.ndarray,  # [N, observation_steps, O], the newest last, anywhere
         *,
         seed: int,
         first: int = 0,
@@ -46,21 +47,24 @@ class Policy:
         """The actions to take from the time of the newest observation on.
 
         Row i depends on its observations and on (seed, first + i) alone; another seed draws other
-        actions. Raises ValueError for a wrong shape.
+        actions. Raises ValueError for a wrong shape, or if a chunk has not so many actions.
         """
-        spec = self.spec
+        spec, observations = self.spec, torch.as_tensor(observations)
         expected = (spec.observation_steps, spec.observation_dim)
         if observations.ndim != 3 or observations.shape[1:] != expected:
             raise ValueError(
                 f"observations have shape {tuple(observations.shape)}; expected [N, {expected[0]},"
                 f" {expected[1]}]"
             )
+        now = spec.observation_steps - 1
+        count = spec.action_steps if action_steps is None else action_steps
+        longest = spec.horizon - now
+        if not 1 <= count <= longest:
+            raise ValueError(f"action_steps={count}; expected 1 to {longest}")
         device = next(self.model.parameters()).device
         observations = observations.to(device, torch.float32)
         conditions = spec.observations.to(device).normalise(observations).flatten(1)
         chunks = self.draw(conditions, seed=seed, first=first)
-        now = spec.observation_steps - 1
-        count = spec.action_steps if action_steps is None else action_steps
         return spec.actions.to(device).restore(chunks[:, now : now + count])
 
     def draw(

@@ -83,6 +83,11 @@ def test_a_policy_from_a_checkpoint_alone(trained):
     assert (actions - expected).square().mean() < 0.1 * expected.var()
     torch.testing.assert_close(policy.act(seen[1:], seed=3, first=1), actions[1:])
     assert not torch.allclose(policy.act(seen, seed=4), actions)
+    assert torch.equal(policy.act(seen.numpy(), seed=3), actions)
+    longest = policy.spec.horizon - policy.spec.observation_steps + 1
+    assert policy.act(seen, seed=3, action_steps=longest).shape[1] == longest
+    with pytest.raises(ValueError, match=f"action_steps={longest + 1}; expected 1 to {longest}"):
+        policy.act(seen, seed=3, action_steps=longest + 1)
     with pytest.raises(ValueError, match=r"expected \[N, 2, 2\]"):
         policy.act(seen[:, :1], seed=0)
 
