@@ -1,5 +1,6 @@
 """Chains of diffusers that its pipelines hardly make: few steps, all the steps, spacings that do
-not divide the chain, other names of a variance. See test_sampler.py and test_solvers.py for more.
+not divide the chain, other names of a variance. More are in test_sampler_parity.py and in
+test_solvers.py.
 
 In float64 on both sides, so that the arithmetic alone is compared, and over any number of steps.
 """
@@ -16,7 +17,7 @@ from diffusion.schedule import make_schedule
 from triton_kernels import reference
 from triton_kernels.philox import INITIAL
 
-from .test_sampler import SEED, SHAPE, _chain_of_diffusers, _exact, _silent_at, _toy
+from .toy_chains import SEED, SHAPE, chain_of_diffusers, exact, silent_at, toy
 
 BETAS = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
 SPACINGS = ["leading", "trailing", "linspace"]
@@ -47,16 +48,16 @@ def test_ddpm_of_any_length(variance, spacing, steps, monkeypatch):
         pytest.skip("diffusers' one step of linspace starts at 0, this project's at the end")
     if steps == 1000 and (variance, spacing) != ("fixed_large", "leading"):
         pytest.skip("one chain of a thousand steps will do")
-    denoiser = _toy("epsilon", False)
+    denoiser = toy("epsilon", False)
     ours = variance.removesuffix("_log")
     made, x = chain("linear", "ddpm", denoiser, steps=steps, spacing=spacing, variance=ours)
     scheduler = DDPMScheduler(1000, variance_type=variance, timestep_spacing=spacing)
     last = int(made.timesteps[-1])
     if last > 0:  # the documented difference: diffusers adds noise in a last step above 0
-        monkeypatch.setattr(scheduler, "_get_variance", _silent_at(scheduler, last, learned=False))
-    _exact(scheduler, make_schedule("linear", 1000))
+        monkeypatch.setattr(scheduler, "_get_variance", silent_at(scheduler, last, learned=False))
+    exact(scheduler, make_schedule("linear", 1000))
     scheduler.betas = 1 - scheduler.alphas_cumprod[1:] / scheduler.alphas_cumprod[:-1]
-    theirs = _chain_of_diffusers(scheduler, denoiser, SHAPE, steps, monkeypatch)
+    theirs = chain_of_diffusers(scheduler, denoiser, SHAPE, steps, monkeypatch)
     assert made.timesteps.tolist() == scheduler.timesteps.tolist()
     same(x, theirs, 1e-9)
 
@@ -79,7 +80,7 @@ class Gap:
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 def test_ddim_of_any_spacing(name, eta, clip, prediction, spacing, steps, monkeypatch):
     """The scheduler's own arithmetic from each timestep to the next that is visited."""
-    denoiser = _toy(prediction, False)
+    denoiser = toy(prediction, False)
     made, x = chain(
         name, "ddim", denoiser, steps=steps, spacing=spacing, clip=clip, eta=eta,
         prediction=prediction, use_clipped_model_output=False,
@@ -91,7 +92,7 @@ def test_ddim_of_any_spacing(name, eta, clip, prediction, spacing, steps, monkey
         prediction_type=prediction,
         timestep_spacing=spacing,
     )
-    _exact(scheduler, make_schedule(name, 1000))
+    exact(scheduler, make_schedule(name, 1000))
     scheduler.final_alpha_cumprod = torch.tensor(1.0, dtype=torch.float64)
     visited = [*made.timesteps.tolist(), -1]
     step = scheduler.step
@@ -102,7 +103,7 @@ def test_ddim_of_any_spacing(name, eta, clip, prediction, spacing, steps, monkey
         return step(output, t, *args, **kwargs)
 
     monkeypatch.setattr(scheduler, "step", along)
-    theirs = _chain_of_diffusers(scheduler, denoiser, SHAPE, steps, monkeypatch, eta=eta)
+    theirs = chain_of_diffusers(scheduler, denoiser, SHAPE, steps, monkeypatch, eta=eta)
     assert visited[:-1] == scheduler.timesteps.tolist()
     # x_0 from epsilon is a difference at the scale of sigma
     same(x, theirs, 1e-9 + 2**-52 * made.schedule.sigmas.max() ** 2)

@@ -24,7 +24,7 @@ from diffusion.solvers import dpmpp_2m_table, heun_table
 from triton_kernels import reference
 from triton_kernels.philox import INITIAL
 
-from .test_sampler import SEED, SHAPE, _compare, _exact, _toy
+from .toy_chains import SEED, SHAPE, compare, exact, toy
 
 BETAS = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
 PREDICTIONS = ["epsilon", "sample", "v_prediction"]
@@ -76,19 +76,19 @@ def test_dpmpp_2m_chain_of_diffusers(name, lower_order_final, clip, prediction, 
         lower_order_final=lower_order_final,
         **_spacing(spacing),
     )
-    denoiser = _toy(prediction, False)
+    denoiser = toy(prediction, False)
     sampler = make_sampler(
         schedule, TORCH_FP32, "dpmpp_2m", steps=STEPS, spacing=spacing, clip=clip,
         prediction=prediction,
     )  # fmt: skip
     # the documented difference: with karras and cosine it truncates the timesteps
     truncated = name == "cosine" and spacing == "karras"
-    _exact(scheduler, schedule)
+    exact(scheduler, schedule)
     _begin(scheduler, sampler, np.append(sampler.schedule.sigmas[::-1], 0), float(truncated))
     x = _noise()
     for t in scheduler.timesteps:
         x = scheduler.step(_ask(denoiser, x, t), t, x).prev_sample
-    _compare(sampler.sample(denoiser, SHAPE, seed=SEED), x.permute(0, 2, 3, 1))
+    compare(sampler.sample(denoiser, SHAPE, seed=SEED), x.permute(0, 2, 3, 1))
 
 
 @pytest.mark.parametrize("spacing", SPACINGS[:3])
@@ -100,7 +100,7 @@ def test_dpmpp_2m_chain_of_diffusers_as_it_is(steps, prediction, spacing):
         1000, prediction_type=prediction, timestep_spacing=spacing
     )
     scheduler.set_timesteps(steps)
-    denoiser, x = _toy(prediction, False), _noise()
+    denoiser, x = toy(prediction, False), _noise()
     for t in scheduler.timesteps:
         x = scheduler.step(_ask(denoiser, x, t), t, x).prev_sample
     sampler = make_sampler(
@@ -108,7 +108,7 @@ def test_dpmpp_2m_chain_of_diffusers_as_it_is(steps, prediction, spacing):
         clip=None, prediction=prediction,
     )  # fmt: skip
     assert sampler.timesteps.tolist() == scheduler.timesteps.tolist()
-    _compare(sampler.sample(denoiser, SHAPE, seed=SEED), x.permute(0, 2, 3, 1))
+    compare(sampler.sample(denoiser, SHAPE, seed=SEED), x.permute(0, 2, 3, 1))
 
 
 def test_dpmpp_2m_in_the_formulation_of_edm():
@@ -125,14 +125,14 @@ def test_dpmpp_2m_in_the_formulation_of_edm():
     sigmas = np.append(sampler.schedule.sigmas[::-1], 0)
     np.testing.assert_allclose(scheduler.sigmas, sigmas, rtol=2e-6)
     scheduler.sigmas = torch.tensor(sigmas)
-    denoiser, x = _toy("sample", False), _noise() * (1 + sigmas[0] ** 2) ** 0.5
+    denoiser, x = toy("sample", False), _noise() * (1 + sigmas[0] ** 2) ** 0.5
     steps = zip(scheduler.timesteps, sampler.timesteps, sigmas[:-1], strict=True)
     for theirs, ours, sigma in steps:
         denoised = _ask(denoiser, x / (1 + sigma**2) ** 0.5, ours)
         c_skip = 0.25 / (sigma**2 + 0.25)
         c_out = sigma * 0.5 / (sigma**2 + 0.25) ** 0.5
         x = scheduler.step((denoised - c_skip * x) / c_out, theirs, x).prev_sample
-    _compare(sampler.sample(denoiser, SHAPE, seed=SEED), x.permute(0, 2, 3, 1))
+    compare(sampler.sample(denoiser, SHAPE, seed=SEED), x.permute(0, 2, 3, 1))
 
 
 # --- Heun -----------------------------------------------------------------------------------------
@@ -153,20 +153,20 @@ def test_heun_chain_of_diffusers(name, clip, prediction, spacing):
         clip_sample=clip is not None,
         **_spacing(spacing),
     )
-    denoiser = _toy(prediction, False)
+    denoiser = toy(prediction, False)
     sampler = make_sampler(
         schedule, TORCH_FP32, "heun", steps=STEPS, spacing=spacing, clip=clip,
         prediction=prediction,
     )  # fmt: skip
     assert sampler.num_steps == 2 * STEPS - 1
     sigmas = sampler.schedule.sigmas[::-1]
-    _exact(scheduler, schedule)
+    exact(scheduler, schedule)
     _begin(scheduler, sampler, np.append(np.repeat(sigmas, 2)[1:], 0), 1e-4)
     x = _noise() * (1 + sigmas[0] ** 2) ** 0.5
     for t in scheduler.timesteps:
         output = _ask(denoiser, scheduler.scale_model_input(x, t), t)
         x = scheduler.step(output, t, x).prev_sample
-    _compare(sampler.sample(denoiser, SHAPE, seed=SEED), x.permute(0, 2, 3, 1))
+    compare(sampler.sample(denoiser, SHAPE, seed=SEED), x.permute(0, 2, 3, 1))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 9])
@@ -181,7 +181,7 @@ def test_heun_is_algorithm_1_of_edm(name, spacing, steps):
     )  # fmt: skip
     sampler.rows = torch.tensor(sampler.table())
     sampler.timesteps = sampler.timesteps.double()
-    denoiser, told = _toy("sample", False), sampler.timesteps[::2]
+    denoiser, told = toy("sample", False), sampler.timesteps[::2]
     t = torch.tensor([*sampler.schedule.sigmas[::-1], 0])
 
     def derivative(x, i):
@@ -256,7 +256,7 @@ def test_the_second_half_of_a_learned_variance_is_unused():
         chains = [
             make_sampler(
                 make_schedule("cosine", 100), TORCH_FP32, name, steps=5, variance=variance
-            ).sample(_toy("epsilon", variance == "learned_range"), SHAPE, seed=SEED)
+            ).sample(toy("epsilon", variance == "learned_range"), SHAPE, seed=SEED)
             for variance in ("fixed_small", "learned_range")
         ]
         assert torch.equal(*chains)
@@ -268,7 +268,7 @@ def test_karras_levels_serve_every_sampler(name):
         make_schedule("linear", 200), TORCH_FP32, name, steps=7, spacing="karras"
     )
     assert sampler.timesteps.is_floating_point() == (name == "heun")
-    x = sampler.sample(_toy("epsilon", False), SHAPE, seed=SEED)
+    x = sampler.sample(toy("epsilon", False), SHAPE, seed=SEED)
     assert torch.isfinite(x).all() and x.abs().max() <= 1.001
 
 
