@@ -31,6 +31,7 @@ from diffusion.settings import shown
 CONFIGS = Path(__file__).resolve().parent
 _MULTIRUN = ("-m", "--multirun")
 _HELP = ("-h", "--help")
+_SYNTAX = "()[]{},'\"\\$"  # of lists, quotes, sweeps and interpolations in Hydra's language
 _LISTED = 20  # keys or choices at most in a message
 
 # ${first_given:A,B} in a configuration: A, or B if that is null
@@ -135,13 +136,16 @@ def _one_line(otherwise: Callable[..., str]) -> Callable[..., str]:
 
 def _readable(arguments: Sequence[str]) -> list[str]:
     """The arguments as Hydra can read them: it takes -m before or behind the settings alone, and no
-    ~ at all, which shells replace at the beginning of a word but not behind `dataset.path=`."""
+    ~ at all, which shells replace at the beginning of a word but not behind `dataset.path=`; and no
+    letters beyond ASCII but in quotes."""
     pairs = (argument.partition("=") for argument in arguments)
-    home = [
-        key + equals + (os.path.expanduser(value) if value.startswith("~/") else value)
-        for key, equals, value in pairs
-    ]
-    return sorted(home, key=lambda argument: argument not in _MULTIRUN)
+    given = [key + equals + _readable_value(value) for key, equals, value in pairs]
+    return sorted(given, key=lambda argument: argument not in _MULTIRUN)
+
+
+def _readable_value(value: str) -> str:
+    value = os.path.expanduser(value) if value.startswith("~/") else value
+    return value if value.isascii() or set(value) & set(_SYNTAX) else f"'{value}'"
 
 
 def describe(config_name: str, arguments: Sequence[str] = ()) -> str:

@@ -53,7 +53,9 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
         axes.plot(steps[window - 1 :], mean, color="#08519c", label=f"mean of {window} rows")
     if (loss > 0).all():
         axes.set_yscale("log")
-    axes.set(xlabel="step", ylabel="loss", title=out.parent.name)
+    axes.set(xlabel="step", ylabel="loss")
+    name = out.parent.name.encode(errors="replace").decode()  # as a file system may not have it
+    axes.set_title(name, parse_math=False)  # a $ is no formula
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     figure.savefig(out)

@@ -111,8 +111,9 @@ def test_impossible_processes(tmp_path, given, words):
 
 
 def test_no_pictures_on_the_way(tmp_path):
-    assert run(tmp_path / "run", *TINY, "train.sample_every=1", "train.sample_count=0")
-    assert not (tmp_path / "run" / "samples").exists()
+    folder = tmp_path / "cost in $x_{ r\udcfcn"  # no formula, and no UTF-8
+    assert run(folder, *TINY, "train.sample_every=1", "train.sample_count=0")
+    assert not (folder / "samples").exists() and (folder / "loss.png").is_file()
 
 
 @pytest.mark.parametrize(

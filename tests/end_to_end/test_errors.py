@@ -64,6 +64,7 @@ def test_wrong_data(tmp_path, overrides, expected):
 def test_the_home_folder_is_found(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert f"{tmp_path}/nowhere" in fails("sample.py", "ckpt=~/nowhere")
+    assert f"{tmp_path}/Jörg 2/象 does" in fails("sample.py", "ckpt=~/Jörg 2/象")
 
 
 def test_sample_needs_a_checkpoint(tmp_path):
