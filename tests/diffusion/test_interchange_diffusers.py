@@ -1,4 +1,4 @@
-"""Directories of diffusers: its models here, ours there, whole chains of its pipelines."""
+"""Directories of diffusers: its models here, ours there, and what cannot be either."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
-    DDIMPipeline,
     DDIMScheduler,
     DDPMPipeline,
     DDPMScheduler,
@@ -16,113 +15,20 @@ from diffusers import (
     PNDMScheduler,
     UNet2DModel,
 )
-from diffusers.pipelines.ddim import pipeline_ddim
-from diffusers.pipelines.ddpm import pipeline_ddpm
-from diffusers.schedulers import scheduling_ddpm
 from safetensors.torch import load_file, save_file
 
-from diffusion.backend import TORCH_FP32
-from diffusion.build import Process, build_model
+from diffusion.build import Process
 from diffusion.errors import ConfigError
 from diffusion.interchange.diffusers_directory import (
     read_diffusers,
     save_diffusers,
     scheduler_config,
 )
-from diffusion.sampling_run import sample
 from diffusion.schedule import NoiseSchedule
-from diffusion.trained import Trained, load_trained
+from diffusion.trained import load_trained
 from diffusion.unet1d import UNet1d
-from triton_kernels import reference
-from triton_kernels.philox import INITIAL, REVERSE
 
-CPU = torch.device("cpu")
-SEED = 11
-TOLERANCE = 1e-5  # of float32: of outputs of about 2; relative, of images after ten steps
-
-PLAIN = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
-THEIRS = {
-    "as diffusers trains": {},
-    "as google/ddpm": {
-        "norm_eps": 1e-6,
-        "flip_sin_to_cos": False,
-        "freq_shift": 1,
-        "downsample_padding": 0,
-        "attention_head_dim": None,
-    },
-    "film, residual blocks resample": {
-        "resnet_time_scale_shift": "scale_shift",
-        "attn_norm_num_groups": 4,
-        "downsample_type": "resnet",
-        "upsample_type": "resnet",
-        "down_block_types": ("ResnetDownsampleBlock2D", "AttnDownBlock2D"),
-        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
-        "dropout": 0.1,
-    },
-    "classes, a rectangle, learned variance": {
-        "num_class_embeds": 3,
-        "sample_size": (8, 12),
-        "out_channels": 6,
-    },
-}
-OURS = {  # options of `UNet`; the process
-    "unet_cu's": ({"max_period": 1000, "zero_init": False}, {}),
-    "film, residual blocks resample": (
-        {"use_scale_shift_norm": True, "resblock_updown": True},
-        {"schedule": "cosine", "variance": "learned_range"},
-    ),
-    "guided-diffusion's": (
-        {"conv_resample": True, "use_new_attention_order": False},
-        {"prediction": "v_prediction", "variance": "fixed_large"},
-    ),
-    "one head": ({"num_head_channels": -1, "attention_resolutions": [1, 2]}, {"num_timesteps": 50}),
-}
-
-
-def perturbed(model: torch.nn.Module) -> torch.nn.Module:
-    """No parameter is zero, or the identity, as it is at the start."""
-    torch.manual_seed(1)
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn_like(parameter) * 0.05)
-    return model.eval()
-
-
-def theirs(**options) -> UNet2DModel:
-    torch.manual_seed(0)
-    given = {
-        "sample_size": 8,
-        "layers_per_block": 1,
-        "block_out_channels": (8, 12),
-        "norm_num_groups": 4,
-        "attention_head_dim": 4,
-        "down_block_types": PLAIN[0],
-        "up_block_types": PLAIN[1],
-    }
-    return perturbed(UNet2DModel(**given | options))
-
-
-def ours(options: dict | None = None, process: dict | None = None) -> Trained:
-    torch.manual_seed(0)
-    settings = {
-        "name": "unet",
-        "model_channels": 8,
-        "channel_mult": [1, 1.5],
-        "num_res_blocks": 1,
-        "attention_resolutions": [2],
-        "num_head_channels": 4,
-        "num_groups": 4,
-        "conv_resample": False,
-        "use_new_attention_order": True,
-    } | (options or {})
-    made = Process(**(process or {}))
-    model = build_model(settings, TORCH_FP32, (8, 8), 3, made.learns_variance, CPU)
-    return Trained(perturbed(model), settings, made, (8, 8, 3), None, None, "x")
-
-
-def written(folder: Path, trained: Trained, **names) -> Path:
-    folder.mkdir(exist_ok=True)
-    save_diffusers(folder, trained.model, trained.process, **names)
-    return folder
+from .diffusers_models import CPU, OURS, THEIRS, TOLERANCE, ours, perturbed, theirs, written
 
 
 @torch.no_grad()
@@ -344,93 +250,6 @@ def test_betas_without_a_name_are_written_out():
     process = Process()
     process.schedule = NoiseSchedule([0.1, 0.15, 0.3])
     assert scheduler_config(process)["trained_betas"] == [0.1, 0.15, 0.3]
-
-
-# --- whole chains ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def same_noise(monkeypatch):
-    """diffusers draws this project's noise: the initial image, then that of each step."""
-    drawn = []
-
-    def normal(shape, *_, **__) -> torch.Tensor:
-        n, c, h, w = shape
-        k = len(drawn) - 1
-        rng, stream = torch.tensor([SEED, max(k, 0)]), REVERSE if drawn else INITIAL
-        drawn.append(k)
-        return reference.normal((n, h, w, c), rng, stream=stream).permute(0, 3, 1, 2)
-
-    for module in (pipeline_ddpm, pipeline_ddim, scheduling_ddpm):
-        monkeypatch.setattr(module, "randn_tensor", normal)
-
-
-@pytest.mark.parametrize("process", [{}, OURS["film, residual blocks resample"][1]])
-@pytest.mark.parametrize("kind", ["ddpm", "ddim"])
-def test_pipelines_draw_the_same_images(tmp_path, same_noise, kind, process):
-    trained = ours(process=process)
-    pipeline = DDPMPipeline.from_pretrained(written(tmp_path, trained))
-    options = {}
-    if kind == "ddim":
-        if process:
-            pytest.skip("DDIMPipeline has no learned variance")
-        scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
-        pipeline = DDIMPipeline(pipeline.unet, scheduler)
-        options = {"use_clipped_model_output": False}
-    pipeline.set_progress_bar_config(disable=True)
-    images = pipeline(batch_size=2, num_inference_steps=10, output_type="np").images
-    sampler = load_trained(tmp_path, CPU).process.sampler(
-        TORCH_FP32, CPU, sampler=kind, steps=10, spacing="leading", **options
-    )
-    x = sampler.sample(trained.model.forward_nhwc, (2, 8, 8, 3), seed=SEED)
-    expected = (x / 2 + 0.5).clamp(0, 1).numpy()
-    assert np.linalg.norm(images - expected) < TOLERANCE * np.linalg.norm(expected)
-    assert images.std() > 0.1
-
-
-@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
-def test_what_is_drawn_is_what_their_pipeline_draws(tmp_path, same_noise, spacing):
-    """By sample.py as it is called, with images that are clipped and levels that do not join."""
-    scheduler = DDIMScheduler(timestep_spacing=spacing)
-    pipeline = DDIMPipeline(theirs(), scheduler)
-    pipeline.save_pretrained(tmp_path)
-    pipeline.set_progress_bar_config(disable=True)
-    images = pipeline(batch_size=2, num_inference_steps=7, output_type="np").images
-    settings = {"ckpt": str(tmp_path), "n": 2, "steps": 7, "seed": SEED, "device": "cpu"}
-    drawn = np.load(sample(settings | {"out": str(tmp_path / "a.npz")}))["arr_0"]
-    assert np.abs(drawn - images * 255).max() < 0.51  # of rounding to levels of 255
-    settings |= {"spacing": "leading" if spacing == "trailing" else "trailing"}
-    other = np.load(sample(settings | {"out": str(tmp_path / "b.npz")}))
-    assert not np.array_equal(other["arr_0"], drawn)
-
-
-def test_sample_from_a_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    written(tmp_path / "model", ours())
-    settings = {"ckpt": "model", "n": 2, "steps": 2, "device": "cpu"}
-    assert sample(settings) == Path("model_ddim2_0.png")
-    assert Path("model_ddim2_0.png").is_file()
-    with pytest.raises(ConfigError, match="model says its own"):
-        sample(settings | {"model": {"name": "unet"}})
-    with pytest.raises(ConfigError, match=r"size=\[16, 16\], but model was trained at \[8, 8\]"):
-        sample(settings | {"size": 16})
-
-
-def test_a_model_without_a_scheduler(tmp_path):
-    theirs(sample_size=None).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="does not say the size of its images: give size="):
-        load_trained(tmp_path, CPU)
-    found = load_trained(tmp_path, CPU, size=16, diffusion={"schedule": "cosine"})
-    assert found.image_shape == (16, 16, 3)
-    np.testing.assert_array_equal(found.process.schedule.betas, NoiseSchedule.cosine(1000).betas)
-
-
-def test_other_limits_of_x0_are_said(tmp_path):
-    folder = written(tmp_path, ours())
-    path = folder / "scheduler" / "scheduler_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"clip_sample": False}))
-    with pytest.warns(UserWarning, match="sampling with clip=null"):
-        load_trained(folder, CPU)
 
 
 # --- what cannot be said --------------------------------------------------------------------------
