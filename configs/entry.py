@@ -35,7 +35,9 @@ _SYNTAX = "()[]{},'\"\\$"  # of lists, quotes, sweeps and interpolations in Hydr
 _LISTED = 20  # keys or choices at most in a message
 
 # ${first_given:A,B} in a configuration: A, or B if that is null
-OmegaConf.register_new_resolver("first_given", lambda *values: next(filter(None, values), None))
+OmegaConf.register_new_resolver(
+    "first_given", lambda *values: next(filter(None, values), None), replace=True
+)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

@@ -76,6 +76,7 @@ def load_trained(
         found.settings, chosen, (height, width), channels, found.process.learns_variance, device
     )
     found.give_weights(network)
+    _warn_of_bad_numbers(network, ckpt)
     return Trained(
         network.eval(),
         found.settings,
@@ -87,6 +88,17 @@ def load_trained(
         found.spacing,
         found.as_diffusers,
     )
+
+
+def _warn_of_bad_numbers(network: nn.Module, ckpt: str | Path) -> None:
+    named = dict(network.named_parameters())
+    bad = [name for name, values in named.items() if not torch.isfinite(values).all()]
+    if bad:
+        warnings.warn(
+            f"{ckpt} has numbers that are not finite in {len(bad)} of {len(named)} parameters, such"
+            f" as {bad[0]}: training has diverged, and what is drawn is no picture",
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

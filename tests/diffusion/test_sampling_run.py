@@ -160,6 +160,14 @@ def test_a_truncated_checkpoint(checkpoint):
         draw(checkpoint)
 
 
+def test_weights_of_a_run_that_diverged_are_said_to_be(tmp_path):
+    model = network()
+    model.get_parameter("out.0.bias").data[1] = float("inf")
+    save_unet_cu(tmp_path / "weights.bin", model)
+    with pytest.warns(UserWarning, match="not finite in 1 of .* such as out.0.bias"):
+        draw(tmp_path / "weights.bin", model=MODEL)
+
+
 def test_a_full_disk_keeps_the_older_picture(checkpoint, monkeypatch):
     draw(checkpoint)
     before = checkpoint.with_suffix(".npz").read_bytes()
