@@ -238,6 +238,11 @@ class NoiseSchedule:
         if steps is None and spacing in SPACINGS and spacing != "karras":
             return self
         steps = self.num_timesteps if steps is None else steps
+        if spacing in SPACINGS and spacing != "guided" and _in_sections(steps):
+            raise ConfigError(
+                f"steps={steps} goes with spacing=guided, and spacing is {spacing}; give a whole"
+                " number of at least 1"
+            )
         if spacing == "karras":
             sigmas = _karras_sigmas(self.sigmas[0], self.sigmas[-1], _count("steps", steps))
             t = np.interp(np.log(sigmas), np.log(self.sigmas), np.arange(self.num_timesteps))
@@ -397,6 +402,12 @@ def _section_counts(steps: int | str | Sequence[int]) -> list[int]:
     if not sum(counts):
         raise ConfigError(f"steps={name} takes no step at all; give at least 1")
     return counts
+
+
+def _in_sections(steps: int | str | Sequence[int]) -> bool:
+    """Whether these are guided-diffusion's strings, or a list."""
+    text = isinstance(steps, str)
+    return ("," in steps or steps.startswith("ddim")) if text else isinstance(steps, Sequence)
 
 
 def _count(key: str, value: int | str, *, least: int = 1, name: str | None = None) -> int:
