@@ -21,8 +21,8 @@ from .tma_boxes import aligned, as_one_row, in_boxes
 
 _MOST_COLUMNS = 64
 _FEWEST_CHANNELS = 16  # of x; with fewer z would be larger than x
-# Pixels, channels of x a step, warps, stages, by the bytes of a number.
-_TILES = {4: (64, 32, 4, 3), 2: (128, 64, 4, 1)}
+# Pixels, channels of x a step, warps, stages, by the products of TF32 (0: of 16 bits).
+_TILES = {3: (64, 32, 2, 3), 1: (64, 32, 4, 3), 0: (128, 64, 4, 1)}
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -125,7 +125,8 @@ def launch_fwd(
     n, p, q, _ = y.shape
     co, _, r, s = weight.shape
     pixels = n * h * w
-    block_m, block_k, num_warps, num_stages = tile or _TILES[x.itemsize]
+    products = 0 if x.itemsize == 2 else 3 if precision == "ieee" else 1
+    block_m, block_k, num_warps, num_stages = tile or _TILES[products]
     columns = co * r * s
     block_c = max(16, triton.next_power_of_2(columns))
     plane = triton.cdiv(pixels, 4) * 4
@@ -136,11 +137,11 @@ def launch_fwd(
         in_boxes(filters, [block_c, block_k]),
         in_boxes(z, [block_c, block_m]),
         ci,
-        PRODUCTS=0 if x.itemsize == 2 else 3 if precision == "ieee" else 1,
+        PRODUCTS=products,
         BLOCK_C=block_c,
         BLOCK_M=block_m,
         BLOCK_K=block_k,
-        num_warps=num_warps,
+        num_warps=max(num_warps, block_c // 16),
         num_stages=num_stages,
         **overlapping(x.device),
     )
