@@ -274,14 +274,29 @@ _HEAD = {
         "CI": "i32",
     },
     "constexprs": {"PRODUCTS": 3, "BLOCK_C": 32, "BLOCK_M": 64, "BLOCK_K": 32},
-    "options": {"num_warps": 4, "num_stages": 3},
+    "options": {"num_warps": 2, "num_stages": 3},
     "multiples": ("CI",),
     "expect": {"wgmma": False, "tma": True, "arches": (90, 120)},
+}
+
+_HALVES = {
+    "name": "float32 numbers as two of float16",
+    "kernel": "triton_kernels.conv.halves:_halves_kernel",
+    "signature": {
+        **dict.fromkeys(("x_ptr", "dy_ptr", "largest_ptr", "factors_ptr"), "*fp32"),
+        **dict.fromkeys(("x_out_ptr", "dy_out_ptr"), "*fp16"),
+        **dict.fromkeys(("num_x", "num_dy", "blocks_x"), "i32"),
+    },
+    "constexprs": {"PARTS": 2, "PROGRAMS": 528, "BLOCK_P": 1024, "BLOCK": 4096},
+    "options": {"num_warps": 4},
+    "multiples": ("num_x", "num_dy"),
+    "expect": {"tma": False, "arches": (90,)},
 }
 
 COMPILE_CASES = [
     _COLUMNS,
     _HEAD,
+    _HALVES,
     _LINEAR,
     *(_turned_fwd(*tile) for tile in [(64, 64, 4), (128, 128, 4), (64, 256, 4)]),
     *(_in_parts(*tile) for tile in [(128, 128, 4, 4, 4)]),

@@ -154,6 +154,40 @@ def _tiles_tf32(name: str, rows: int, images: int, w: int, blocks: int) -> dict:
     }
 
 
+def _half_wgrad(name: str, w: int, images: int, parts: int, spills: int = 0) -> dict:
+    from triton.experimental.gluon import language as gl
+
+    def boxes(*shape: int) -> str:
+        layout = gl.NVMMASharedLayout(128, 16, rank=len(shape))
+        return f"tensordesc<fp16{list(shape)},{layout!r}>"
+
+    rows, row = 128 // w, (w // images, images, 64)
+    x = boxes(1, 1, w, 64) if images == 1 else boxes(1, *row)
+    dy = boxes(1, rows, w, 64) if images == 1 else boxes(rows, *row)
+    second = {"x_small_desc": x, "dy_small_desc": dy}
+    return {
+        "name": name,
+        "kernel": "triton_kernels.conv.gluon.half_wgrad_kernel:conv_half_wgrad_kernel",
+        "signature": {
+            "x_desc": x,
+            "dy_desc": dy,
+            **(second if parts == 2 else {}),
+            **dict.fromkeys(("part_ptr", "factors_ptr"), "*fp32"),
+            **dict.fromkeys(("CI", "CO", "tiles", "tiles_h"), "i32"),
+        },
+        "constexprs": {
+            **({} if parts == 2 else dict.fromkeys(second)),
+            "W": w,
+            "IMAGES": images,
+            "STAGES": 4 // parts,
+            "num_warps": 4,
+        },
+        "options": {"num_warps": 4, "maxnreg": 128},
+        "multiples": ("CI", "CO"),
+        "expect": {"wgmma": "registers", "tma": True, "spills": spills, "arches": (90,)},
+    }
+
+
 def _mma_wgrad(
     name: str,
     products: int,
@@ -200,6 +234,8 @@ COMPILE_CASES = (
         _bare_tiles("tiles_8_of_images", 8, 4, 8, True, 3, 5),
         _tiles_tf32("tiles_tf32_64", 4, 1, 64, 3),
         _tiles_tf32("tiles_tf32_8_of_images", 8, 4, 8, 3),
+        _half_wgrad("half_wgrad_tf32_16", 16, 1, 1),
+        _half_wgrad("half_wgrad_float32_8_of_images", 64, 8, 2, spills=32),
         _bare_once("once_64", 64, 8, 1, False, 8, 4),
         _bare_once("once_128", 128, 12, 2, True, 7, 8),
         _bare_once("once_192", 128, 7, 3, False, 5, 8),

@@ -9,6 +9,7 @@ import torch
 from triton_kernels import column_sum, reference
 from triton_kernels.conv import columns_fwd as conv_columns_fwd
 from triton_kernels.conv import conv2d as conv
+from triton_kernels.conv import halves as conv_halves
 from triton_kernels.conv import turn as conv_turn
 
 from .poison import poison_outputs
@@ -170,4 +171,4 @@ def check(got, exact, low, shape: Shape, precision: str):
 @pytest.fixture
 def poison(monkeypatch):
     """Memory that a kernel forgets to write holds NaN."""
-    poison_outputs(monkeypatch, conv, column_sum, conv_columns_fwd, conv_turn)
+    poison_outputs(monkeypatch, conv, column_sum, conv_columns_fwd, conv_halves, conv_turn)

@@ -15,7 +15,7 @@ from triton_kernels.conv import tma_boxes
 from triton_kernels.conv import tma_stride as conv_stride
 from triton_kernels.conv import tma_wgrad as conv_tma_wgrad
 from triton_kernels.conv import turned_wgrad as conv_turned_wgrad
-from triton_kernels.conv.gluon import mma_wgrad
+from triton_kernels.conv.gluon import half_wgrad, mma_wgrad
 from triton_kernels.device import describe
 
 from .conv_cases import (
@@ -254,6 +254,52 @@ def test_every_config_of_mma_repeatedly(name, config, precision, monkeypatch, de
         pytest.skip("three products find no room")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
     check_weight_grad(MMA[name], precision, config, device, times=10)
+
+
+HALVES = {
+    "64x64": Shape(4, 64, 64, 64, 64),
+    "32x32": Shape(13, 32, 32, 128, 64),
+    "16x16": Shape(32, 16, 16, 192, 192),
+    "8x8, a group of images that is not full": Shape(21, 8, 8, 128, 256),
+    "a tile": Shape(1, 2, 64, 64, 128),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("precision", ["tf32", "fp32"])
+@pytest.mark.parametrize("name", HALVES)
+def test_halves_repeatedly(name, precision, monkeypatch, device):
+    shape = HALVES[name]
+    x, weight, _, dy = make(shape, torch.float32, device)
+    if not half_wgrad.applies(x, dy, weight, padding_of(shape)):
+        pytest.skip("another GPU, or a Triton that it was not tried with")
+    tf32 = precision == "tf32"
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
+    config = conv_turned_wgrad.HALF_CONFIG
+    check_weight_grad(shape, precision, config, device, times=10)
+    exact = conv._conv2d_wgrad(x, dy, weight, 1, (1, 1), tf32, config)
+    for one, other in ((2.0**-70, 2.0**60), (2.0**90, 2.0**-100)):  # the same bits times 2^-10
+        got = conv._conv2d_wgrad(x * one, dy * other, weight, 1, (1, 1), tf32, config)
+        assert torch.equal(got * 2.0**10, exact)
+    large = x.clone()
+    large[..., 0] *= 2.0**16  # all others have as many bits as before, or a few less
+    got = conv._conv2d_wgrad(large, dy, weight, 1, (1, 1), tf32, config)[:, 1:]
+    assert relative(got, exact[:, 1:].double()) < (2.0**-11 if tf32 else 2.0**-20)
+    # in TF32 tensor cores add up all steps of 16 pixels, and round towards zero
+    pixels = shape.n * shape.h * shape.w
+    budget = 2.0**-23 * pixels / 16 if tf32 else 2.0**-24 * pixels**0.5
+    for splits in (1, 2, 5):  # tiles may be fewer
+        parts = x.new_full((splits, weight.numel()), float("nan"))
+        half_wgrad.launch_half(x, dy, weight, parts, 1 if tf32 else 3, splits)
+        got = parts.sum(0).as_strided(weight.shape, weight.stride())
+        assert relative(got, exact.double()) < budget
+
+
+def test_halves_need_a_hopper_gpu():
+    for shape in HALVES.values():
+        x, weight, _, dy = make(shape, torch.float32, torch.device("cpu"))
+        assert not half_wgrad.applies(x, dy, weight, padding_of(shape))
 
 
 def check_weight_grad(shape: Shape, precision: str, config, device, times: int = 0):

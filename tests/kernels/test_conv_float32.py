@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from triton_kernels import reference
 from triton_kernels.conv import columns_wgrad as conv_columns_wgrad
 from triton_kernels.conv import conv2d as conv
+from triton_kernels.conv import halves as conv_halves
 from triton_kernels.conv import tf32x3 as conv_tf32x3
 from triton_kernels.conv import tma as conv_tma
 from triton_kernels.conv import turned_wgrad as conv_turned_wgrad
@@ -101,6 +102,29 @@ def test_columns(name, device):
     width = taps * shape.ci
     assert torch.equal(got.view(shape.n, -1, got.shape[3])[..., :width], patches)
     assert not got[..., width:].any() and got.shape[3] < width + 4
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of inf - inf
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    ("of_x", "of_dy"), [(1, 1), (1e-38, 1e38), (2.0**127, 2.0**-149), (0, 1)], ids=str
+)
+def test_halves(of_x, of_dy, parts, device):
+    """As exact as numbers of 11 bits, or of 22, whatever the scale."""
+    g = torch.Generator().manual_seed(0)
+    x, dy = torch.rand(3, 5, 417, generator=g), torch.rand(700, 8, generator=g)
+    x, dy = (x * of_x).to(device), (dy * of_dy).to(device)
+    x[0, 0, 0], dy[-1, -1] = float("-inf"), float("nan")  # no more than these
+    *halves, factors = conv_halves.in_halves(x, dy, parts)
+    a, b = (half.double().sum(0) for half in halves)
+    got, exact = (
+        a.flatten()[1:, None] * b.flatten()[None, :-1],
+        x.flatten()[1:, None].double() * dy.flatten()[None, :-1].double(),
+    )
+    assert relative(got * factors[0].double() * factors[1].double(), exact) <= 2.0 ** (-11 * parts)
+    assert a[0, 0, 0] == float("-inf") or a[0, 0, 0].isnan()
+    assert b[-1, -1].isnan()
 
 
 @pytest.mark.gpu

@@ -14,10 +14,10 @@ memory. (With pixels on the left Triton moves them through registers first; one 
 
 Paths, chosen by `_launch_fwd` and `_conv2d_wgrad` from shape, dtype and GPU: `conv.tma` with
 `conv.tma_wgrad`, and for stride 2 `conv.tma_stride`, are fast, and need channels in multiples of 16
-bytes; so do `conv.tf32x3` (float32) and `conv.turned_wgrad` with `conv.points_wgrad` and
-`conv.gluon.mma_wgrad` (float32 and TF32); `conv.columns_fwd` is a head's forward,
-`conv.columns_wgrad` a stem's weight gradient in float32; `conv.gather` serves the rest. Sums over
-pixels that are split among programs are added up in a fixed order.
+bytes; so do `conv.tf32x3` (float32) and `conv.turned_wgrad` with `conv.points_wgrad`,
+`conv.gluon.mma_wgrad` and `conv.gluon.half_wgrad` (float32 and TF32); `conv.columns_fwd` is a
+head's forward, `conv.columns_wgrad` a stem's weight gradient in float32; `conv.gather` serves the
+rest. Sums over pixels that are split among programs are added up in a fixed order.
 """
 
 import torch

@@ -13,7 +13,8 @@ In TF32 that is one product. For float32 both operands come in two parts, and th
 (`triton_kernels.tf32`) are added up per step before they get to the sum: tensor cores round every
 addition towards zero, and over thousands of steps that would be seen.
 
-A 1x1 filter needs none of this; most go by `conv.points_wgrad`, which has no copies.
+A 1x1 filter needs none of this; most go by `conv.points_wgrad`, which has no copies. Nor do
+`conv.gluon.mma_wgrad` and `conv.gluon.half_wgrad`, whose tiles are configurations here.
 """
 
 import math
@@ -29,7 +30,7 @@ from ..dependent_launch import await_inputs, overlapping
 from ..device import describe
 from . import gather, points_wgrad
 from .configs import WgradTile, choose_plan, plans_around
-from .gluon import mma_wgrad
+from .gluon import half_wgrad, mma_wgrad
 from .tma_boxes import addressable, is_pointwise
 from .turn import turn_pixels
 
@@ -45,7 +46,7 @@ class WgradConfig(NamedTuple):
     num_stages: int
     tensor_cores: int = 1  # 0: `conv.gather` with its first tile, whose float32 products are FMAs;
     # 2: `conv.points_wgrad`, of 1x1 filters; 3: `conv.gluon.mma_wgrad`, whose tile this is then;
-    # 4: the same, in float32 with the small products in bfloat16
+    # 4: the same, in float32 with the small products in bfloat16; 5: `conv.gluon.half_wgrad`
 
 
 POINTS_CONFIGS = [
@@ -56,6 +57,7 @@ MMA_CONFIGS = [
     *(WgradConfig(*t, 3) for t in mma_wgrad.TILES),
     *(WgradConfig(*t, 4) for t in mma_wgrad.TILES[:4]),
 ]
+HALF_CONFIG = WgradConfig(64, 64, 128, 3, 13, 2, 5)
 _GATHER = WgradConfig(64, 64, 32, 1, 4, 3, 0)
 WGRAD_CONFIGS = [
     WgradConfig(64, 64, 32, 1, 4, 4),
@@ -162,6 +164,8 @@ def plan_wgrad(
             return gather.plan_wgrad(x, dy, weight, 1, padding, precision, tile)[1]
         if c.tensor_cores == 2:
             return points_wgrad.points_splits(x, weight, _tile(c))
+        if c == HALF_CONFIG:
+            return half_wgrad.half_splits(x, weight)
         if c.tensor_cores >= 3:
             return mma_wgrad.mma_splits(x, dy, weight, padding, _mma_tile(c))
         slots = describe(x.device).num_sms * 8 // c.num_warps
@@ -190,6 +194,8 @@ def plan_wgrad(
             kinds = (3,) if precision == "tf32" else (3, 4)
             mma = (c for c in MMA_CONFIGS if c.tensor_cores in kinds)
             tiles += [c for c in mma if mma_wgrad.fits(_mma_tile(c), x, precision)]
+        if half_wgrad.applies(x, dy, weight, padding):
+            tiles.append(HALF_CONFIG)
         return plans_around([*tiles, _GATHER], splits)
 
     def launch(parts: Tensor, config: WgradConfig, splits: int) -> None:
@@ -220,6 +226,9 @@ def launch_wgrad(
     if config.tensor_cores == 2:
         tile = _tile(config)
         points_wgrad.launch_points(x, dy, weight, partial, precision, tile, splits)
+        return
+    if config == HALF_CONFIG:
+        half_wgrad.launch_half(x, dy, weight, partial, 1 if precision == "tf32" else 3, splits)
         return
     if config.tensor_cores >= 3:
         tile = _mma_tile(config)
