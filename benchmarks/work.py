@@ -22,7 +22,14 @@ from triton_kernels.fused import ops as fused
 from triton_kernels.fused.conv_split import SplitConv
 
 _FAMILIES = {
-    "conv fwd": ("conv_forward", "conv_few", "conv_split", "conv_down", "conv2d"),
+    "conv fwd": (
+        "conv_forward",
+        "conv_few",
+        "conv_split",
+        "conv_down",
+        "conv2d",
+        "norm_conv",
+    ),
     "conv dgrad": ("conv_input_grad", "conv_plain_input_grad", "conv_down_input_grad"),
     "conv wgrad": (
         "conv_weight_grad",
@@ -147,7 +154,8 @@ def _flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
         y = args[0] if name == "conv_split" else next(_tensors(result))
         pixels = y.shape[:3].numel()
         extra = sum(weight.numel() for _, weight in kwargs.get("extra", ()))
-        return 2 * pixels * (args[1].numel() + extra)
+        weight = args[7 if name == "norm_conv" else 1]
+        return 2 * pixels * (weight.numel() + extra)
     if name in (*_FAMILIES["conv dgrad"], "skip_dx", "skip_backward"):
         return 2 * args[0].shape[:3].numel() * args[1].numel()
     if name in ("conv_weight_grad", "conv_two_weight_grads"):

@@ -126,6 +126,19 @@ def activate_grad(z, ACT: tl.constexpr):
 
 
 @triton.jit
+def activate_affine(x, g, b, ACT: tl.constexpr):
+    """act(x g + b), as `activate_affine_grad` is its derivative."""
+    if ACT != "silu_tanh":
+        return activate(x * g + b, ACT)
+    elif _compiled():
+        h = x * (0.5 * g) + 0.5 * b
+        t = _approximate(h, "tanh.approx.f32")
+        return h * t + h
+    else:
+        return activate(x * g + b, "silu")
+
+
+@triton.jit
 def activate_affine_grad(x, g, b, ACT: tl.constexpr):
     """act'(x g + b), where g and b are of few numbers that stand for many. `ACT` may also be what
     `rounded_grad` returns."""

@@ -8,6 +8,7 @@ plan's layers (`planned.unet`) run over kernels that wait until they know who re
     conv of few tiles             -> its sum in parts on all multiprocessors, `conv_split`;
                                      the norm that reads it adds them: still one launch each
     conv to q, k, v; attention    -> of few positions one launch, `qkv_attention`
+    norm, conv of large images    -> one launch, `norm_conv`, where there is such a kernel
     upsample, apply               -> one launch, `apply_upsampled`
     avg_pool, its partials        -> one launch, `avg_pool_partials`
 
@@ -89,6 +90,47 @@ class _Upsampled:
 
 
 @dataclass
+class _Activated:
+    """act(norm(x)), until it is wanted; a convolution may make it on its way."""
+
+    kernels: ModuleType
+    x: Tensor
+    partials: Tensor
+    pixels: int  # that these describe
+    norm: tuple  # num_groups, weight, bias, eps, activation
+    film: dict[str, Tensor | None]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
+
+    def tensor(self) -> Tensor:
+        """By two launches, between which nothing comes."""
+        *norm, activation = self.norm
+        table = self.kernels.norm_table((self.partials,), (self.pixels,), *norm, **self.film)
+        return self.kernels.apply(self.x, None, table, activation, early=True)
+
+    def convolved(
+        self, weight: Tensor, bias: Tensor, stats: bool, terms: dict, options: dict
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """The convolution of it, if there is a kernel that makes it on its way and pays: with a
+        residual, whose rows pass through shared memory too, two launches are as quick."""
+        _, h, w, _ = self.x.shape
+        others = [other for other, _ in terms["extra"]]
+        given = self.x, weight, others, self.partials, self.norm[0]
+        if (
+            stats == bool(options)
+            or terms["residual"] is not None
+            or self.pixels != h * w
+            or not self.kernels.serves_norm_conv(*given, **options)
+        ):
+            return None
+        return self.kernels.norm_conv(
+            self.x, self.partials, *self.norm, weight, bias, **self.film, **terms, **options
+        )
+
+
+@dataclass
 class _Projection:
     """A 1x1 convolution [N, H, W, CO], whose pixels may be looked at as one dimension."""
 
@@ -147,7 +189,7 @@ class WaitingKernels:
 
     def conv_forward(
         self,
-        x: Tensor | _Upsampled,
+        x: Tensor | _Upsampled | _Activated,
         weight: Tensor,
         bias: Tensor,
         *,
@@ -158,8 +200,14 @@ class WaitingKernels:
         stats: bool = False,
         **options,  # of convolutions that are not cut into parts
     ) -> tuple[Tensor | _Waiting, Tensor | _Unmeasured | None]:
-        x, extra = _tensor(x), [(_tensor(other), w) for other, w in extra]
+        extra = [(_tensor(other), w) for other, w in extra]
         residual = _tensor(residual)
+        if isinstance(x, _Activated):
+            terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
+            y = x.convolved(weight, bias, stats, terms, options)
+            if y is not None:
+                return y
+        x = _tensor(x)
         if weight.shape[2:] == (1, 1) and not stats:  # queries, keys and values
             assert residual is None and emb is None and not extra and not options
             return _Projection(self.kernels, x, weight, bias), None
@@ -238,6 +286,10 @@ class WaitingKernels:
         tiles = sum(part.shape[1] for part in partials)
         if not options and self._sums_pay(n * h * w * c, tiles):
             return self.kernels.norm_of_sums(_tensor(x1), x2, *sums, activation, **table.film)
+        if x2 is None and not options and not isinstance(x1, _Upsampled):
+            norm = (table.num_groups, *table.arguments, activation)
+            sums = partials[0], table.pixels[0]
+            return _Activated(self.kernels, _tensor(x1), *sums, norm, table.film)
         small_one = isinstance(x1, _Upsampled) and x1.large is None and not options
         source = x1.source if small_one else _tensor(x1)
         # nothing comes between these two launches
@@ -264,7 +316,7 @@ class WaitingKernels:
 
 
 def _tensor(x: object) -> object:
-    return x.tensor() if isinstance(x, _Waiting | _Upsampled) else x
+    return x.tensor() if isinstance(x, _Waiting | _Upsampled | _Activated) else x
 
 
 def _waits(x: object) -> bool:

@@ -33,7 +33,7 @@ CALLS = (
     "resample_parts",
     "sum_parts",
 )
-LARGE = ("apply_upsampled", "avg_pool_partials")
+LARGE = ("apply_upsampled", "avg_pool_partials", "norm_conv")
 
 
 @pytest.fixture

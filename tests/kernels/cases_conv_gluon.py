@@ -58,12 +58,19 @@ def _resident(
     k: int = 64,
     rows: int = 2,
     rings: tuple[int, int] = (5, 3),
+    norm: bool = False,
 ) -> dict:
     two, filters = _rows(1, 2, 64, 64), _rows(1, 64, 64)
     groups = 2 if any(extra) or rows == 4 else 3
+    spills = 160 if norm and rows == 4 else 32
     absent = ["beside1_desc", "beside2_desc"][beside:] + (["emb_ptr"] if dgrad else [])
     absent += [] if extra[0] else ["extra1_desc", "extra1_w_desc", "extra_bias_ptr"]
     absent += [] if extra[1] else ["extra2_desc", "extra2_w_desc"]
+    film = ("scale_ptr", "shift_ptr", "stride_scale", "stride_shift")
+    of_sums = ("sums_ptr", "norm_weight_ptr", "norm_bias_ptr", *film, "eps")
+    absent += [] if norm else of_sums
+    vectors = ("vectors_ptr", "extra_bias_ptr", "emb_ptr", "partial_ptr")
+    vectors += ("sums_ptr", "norm_weight_ptr", "norm_bias_ptr", "scale_ptr", "shift_ptr")
     signature = {
         "x_desc": _rows(1, 1, 64, k),
         "w_desc": _rows(1, k, 64) if dgrad else _rows(1, 64, k),
@@ -74,7 +81,9 @@ def _resident(
         "extra1_w_desc": filters,
         "extra2_desc": _rows(1, 1, 64, 64),
         "extra2_w_desc": filters,
-        **dict.fromkeys(("vectors_ptr", "extra_bias_ptr", "emb_ptr", "partial_ptr"), "*fp32"),
+        **dict.fromkeys(vectors, "*fp32"),
+        **dict.fromkeys(("stride_scale", "stride_shift"), "i32"),
+        "eps": "fp32",
         **dict.fromkeys(("border", "stride_emb", "tiles", "tiles_h", "C"), "i32"),
     }
     return {
@@ -85,7 +94,7 @@ def _resident(
             **dict.fromkeys(absent),
             "W": 64,
             "DGRAD": dgrad,
-            "ACT": "silu_tanh" if dgrad else None,
+            "ACT": "silu_tanh" if dgrad or norm else None,
             "ROWS": rows,
             "GROUPS": groups,
             "PAIRS": rings[0],
@@ -93,11 +102,13 @@ def _resident(
             "EXTRA1": extra[0],
             "EXTRA2": extra[1],
             "OVERLAP": not dgrad,
+            "TILES_OF_X": 32 if norm else None,
+            "CG": 2 if norm else None,
             "num_warps": 4,
         },
         "options": {"num_warps": 4, "maxnreg": 168 if groups == 2 else 128},
         "multiples": ("border", "C"),
-        "expect": {"wgmma": "registers", "tma": True, "arches": (90,), "spills": 32},
+        "expect": {"wgmma": "registers", "tma": True, "arches": (90,), "spills": spills},
     }
 
 
@@ -149,6 +160,9 @@ COMPILE_CASES = (
         _resident("forward_residual_of_four_rows", dgrad=False, beside=1, rows=4, rings=(5, 3)),
         _resident("input_grad_of_four_rows", dgrad=True, beside=1, rows=4, rings=(5, 3)),
         _resident("input_grad_of_two_of_four_rows", dgrad=True, beside=2, rows=4, rings=(5, 3)),
+        _resident("forward_norm_residual", dgrad=False, beside=1, norm=True),
+        _resident("forward_norm_extra", False, 0, (2, 1), rings=(3, 2), norm=True),
+        _resident("forward_norm_of_four_rows", False, 0, rows=4, rings=(6, 2), norm=True),
         *(_wgrad(width) for width in (64, 16)),
         _wgrad(64, images=8),
         _wgrad(64, count=2),

@@ -7,20 +7,29 @@ from .cases_conv_gluon import _rows
 from .compile_only import SHARED_LIMIT
 
 
-def _out(width: int, channels: int = 64) -> dict:
+def _out(width: int, channels: int = 64, norm: bool = False) -> dict:
     pairs = narrow.pairs(width, channels, SHARED_LIMIT[90])
     numbers = ("tiles", "tiles_h", "H", "CO")
+    of_norm = dict.fromkeys(("sums_ptr", "norm_weight_ptr", "norm_bias_ptr"), "*fp32")
+    of_norm |= {"eps": "fp32"}
+    absent = ["scale_ptr", "shift_ptr", "stride_scale", "stride_shift"]
+    absent += [] if norm else list(of_norm)
     return {
-        "name": f"out_{width}_of_{channels}",
+        "name": f"out_{width}_of_{channels}" + ("_norm" if norm else ""),
         "kernel": "triton_kernels.conv.gluon.narrow_out:conv_narrow_out_kernel",
         "signature": {
             "x_desc": _rows(1, 1, width, 64),
             "w_desc": _rows(1, 16, 64),
             "y_ptr": "*bf16",
             "bias_ptr": "*fp32",
+            **(of_norm if norm else {}),
             **dict.fromkeys(numbers, "i32"),
         },
         "constexprs": {
+            **dict.fromkeys(absent),
+            "ACT": "silu_tanh" if norm else None,
+            "TILES_OF_X": 32 if norm else None,
+            "CG": 2 if norm else None,
             "W": width,
             "K_BLOCKS": channels // 64,
             "PAIRS": pairs,
@@ -28,8 +37,9 @@ def _out(width: int, channels: int = 64) -> dict:
             "num_warps": 4,
         },
         "options": {"num_warps": 4, "maxnreg": 80 if width * channels == 4096 else 168},
-        "expect": {"wgmma": True, "tma": True, "arches": (90,)},
+        # of the norm once an image
+        "expect": {"wgmma": True, "tma": True, "arches": (90,), "spills": 160 if norm else 0},
     }
 
 
-COMPILE_CASES = [_out(64), _out(128), _out(64, 128)] if SUPPORTED else []
+COMPILE_CASES = [_out(64), _out(128), _out(64, 128), _out(64, norm=True)] if SUPPORTED else []

@@ -89,9 +89,9 @@ COMPILE_CASES = [
         "signature": types("*bf16", "da_ptr", "x_ptr", "dz_ptr")
         | types("*fp32", "table_ptr", "partial_ptr")
         | ints("PIXELS", "C", "K", "CB"),
-        "constexprs": {"ACT": "silu", "TILES": 8, "BLOCK_P": 32, "BLOCK_C": 64},
+        "constexprs": {"ACT": "silu", "TILES": 2, "BLOCK_P": 64, "BLOCK_C": 64},
         "multiples": ("PIXELS", "C"),
-        "options": _LAUNCH,
+        "options": {"num_warps": 8},
     },
     {
         "name": "sinusoids",

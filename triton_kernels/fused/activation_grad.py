@@ -16,10 +16,14 @@ from ..activations import activate_grad, check_activation
 from ..dependent_launch import await_inputs, overlapping
 from ..layout import check_nhwc, check_shape
 from ..norm.pass_grid import channel_block
+from ..tile_sum import sum_over_pixels
 
-_TILE = 2048  # elements that a program has in registers: 16 a thread
-_PIXELS = 256  # of a program, about
-_NUM_WARPS = 4
+_TILE = 4096  # elements that a program has in registers: 16 a thread
+_NUM_WARPS = 8
+_PIXELS = 256  # of a program, about, in a large batch
+_PROGRAMS = 512  # that a small one should have: a program waits for its tiles one after the other
+_FEW_RUNS = 8  # of an image, up to which its readers add up the partials themselves
+_MIN_PIXELS = 16
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -65,8 +69,17 @@ def _activation_grad_kernel(
         sum_d += dz
         sum_e += dz * xhat
     out_ptr = partial_ptr + run * 2 * C + offs_c
-    tl.store(out_ptr, tl.sum(sum_d, 0), mask=mask_c)
-    tl.store(out_ptr + C, tl.sum(sum_e, 0), mask=mask_c)
+    tl.store(out_ptr, sum_over_pixels(sum_d, da_ptr.dtype.element_ty), mask=mask_c)
+    tl.store(out_ptr + C, sum_over_pixels(sum_e, da_ptr.dtype.element_ty), mask=mask_c)
+
+
+def _runs(hw: int, blocks: int) -> int:
+    """How many, all of one size, the pixels of an image are cut into if each is for so many
+    programs."""
+    least = triton.cdiv(hw, _PIXELS)
+    wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, max(blocks, 1)))
+    few = min(wanted, _FEW_RUNS, hw // _MIN_PIXELS)
+    return max(k for k in range(1, max(least, few) + 1) if hw % k == 0)
 
 
 def activation_grad(
@@ -83,13 +96,13 @@ def activation_grad(
     check_nhwc("x", x)
     check_shape("x", x, n, h, w, c)
     check_shape("table", table, n, 4, c)
-    wanted = triton.cdiv(h * w, _PIXELS)
-    k = max(k for k in range(1, wanted + 1) if h * w % k == 0)  # tiles are all of one size
-    pixels, block_c = h * w // k, channel_block(c)
+    block_c = channel_block(c)
+    cb = triton.cdiv(c, block_c)
+    k = _runs(h * w, n * cb)
+    pixels = h * w // k
     block_p = max(1, min(_TILE // block_c, triton.next_power_of_2(pixels)))
     dz = _empty(da.shape, dtype=da.dtype, device=da.device)
     partials = _empty((n, k, 2, c), dtype=torch.float32, device=da.device)
-    cb = triton.cdiv(c, block_c)
     _activation_grad_kernel[(n * k * cb,)](
         da, x, table, dz, partials, pixels, c, k, cb,
         activation, triton.cdiv(pixels, block_p), block_p, block_c, num_warps=_NUM_WARPS,

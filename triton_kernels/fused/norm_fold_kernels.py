@@ -11,6 +11,7 @@ import triton.language as tl
 from ..activations import activate
 from ..dependent_launch import await_inputs
 from ..norm.stream_kernels import affine
+from ..tile_sum import sum_over_pixels
 from .norm_statistics import (
     covering_lanes,
     merge_channels,
@@ -340,4 +341,8 @@ def norm_dx_folded_kernel(
         if sums_ptr is not None:
             acc += tl.where(mask, dx, 0.0) if MASKED else dx
     if sums_ptr is not None:
-        tl.store(sums_ptr + (n * K + k) * C + offs_c, tl.sum(acc, 0), mask=mask_c)
+        tl.store(
+            sums_ptr + (n * K + k) * C + offs_c,
+            sum_over_pixels(acc, dz_ptr.dtype.element_ty),
+            mask=mask_c,
+        )

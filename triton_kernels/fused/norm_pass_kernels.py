@@ -11,6 +11,7 @@ import triton.language as tl
 from ..activations import activate
 from ..dependent_launch import await_inputs
 from ..dropout import kept
+from ..tile_sum import sum_over_pixels
 
 
 @triton.jit
@@ -251,7 +252,11 @@ def _norm_dx_half(
         if sums_ptr is not None:
             acc += tl.where(mask, dx, 0.0) if MASKED else dx
     if sums_ptr is not None:
-        tl.store(sums_ptr + (n * K + k) * CH + offs_c, tl.sum(acc, 0), mask=mask_c)
+        tl.store(
+            sums_ptr + (n * K + k) * CH + offs_c,
+            sum_over_pixels(acc, dz_ptr.dtype.element_ty),
+            mask=mask_c,
+        )
 
 
 @triton.jit
@@ -308,7 +313,11 @@ def _norm_dx_upsampled(
         if sums_ptr is not None:
             acc += tl.where(mask, dx, 0.0) if MASKED else dx
     if sums_ptr is not None:
-        tl.store(sums_ptr + (n * K + k) * CH + offs_c, tl.sum(acc, 0), mask=mask_c)
+        tl.store(
+            sums_ptr + (n * K + k) * CH + offs_c,
+            sum_over_pixels(acc, dz_ptr.dtype.element_ty),
+            mask=mask_c,
+        )
 
 
 @triton.jit

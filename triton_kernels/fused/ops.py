@@ -21,6 +21,7 @@ from .conv_down import conv_down, conv_down_input_grad
 from .conv_early import conv_early, serves_whole
 from .conv_split import conv_split, worth_splitting
 from .linear_grads import linear_grads
+from .norm_conv import norm_conv, serves_norm_conv
 from .norm_fold import norm_apply, norm_backward, skip_backward
 from .norm_passes import apply, apply_upsampled, norm_dx
 from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
@@ -66,6 +67,7 @@ __all__ = [
     "linear_grads",
     "norm_apply",
     "norm_backward",
+    "norm_conv",
     "norm_dx",
     "norm_grad_table",
     "norm_of_sums",
@@ -76,6 +78,7 @@ __all__ = [
     "pad_channels",
     "qkv_attention",
     "resample_parts",
+    "serves_norm_conv",
     "serves_qkv_attention",
     "sinusoids",
     "skip_backward",

@@ -326,6 +326,22 @@ def norm_of_sums(
     return apply(x1, x2, table, activation)
 
 
+def serves_norm_conv(x, weight, extra, partials, num_groups, width=None):
+    """Whether a GPU would rather not have act(norm(x)) in memory; here few channels are."""
+    return weight.shape[2:] == (3, 3) and x.shape[3] <= 32
+
+
+def norm_conv(
+    x, partials, num_groups, norm_weight, norm_bias, eps, activation, weight, bias,
+    *, scale=None, shift=None, width=None, **terms,
+):  # fmt: skip
+    """`conv_forward` of act(norm(x)), with partials unless there is a width."""
+    pixels = x.shape[1] * x.shape[2]
+    norm = num_groups, norm_weight, norm_bias, eps, scale, shift
+    a = apply(x, None, norm_table((partials,), (pixels,), *norm), activation)
+    return conv_forward(a, weight, bias, stats=width is None, width=width, **terms)
+
+
 def serves_qkv_attention(x, num_heads):
     """Whether a GPU would rather have both in one launch; here few positions are."""
     return x.shape[1] <= 100

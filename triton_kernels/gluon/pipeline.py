@@ -14,11 +14,11 @@ sync_threads = getattr(gl, "barrier", None) or gl.thread_barrier  # the former f
 
 
 @gluon.jit
-def new_barriers(COUNT: gl.constexpr):
-    """A barrier for each of COUNT things."""
+def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """A barrier for each of COUNT things, which waits for so many arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(bars.index(i), count=ARRIVALS)
     return bars
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...dependent_launch import overlapping
 from ...device import describe
 from ...gluon.descriptors import SUPPORTED, in_boxes, takes
-from .operands import Operands, filters_in_boxes
+from .operands import Operands, filters_in_boxes, norm_of
 
 if SUPPORTED:
     from .narrow_out import conv_narrow_out_kernel
@@ -49,11 +49,13 @@ def launch(config: tuple, operands: Operands) -> None:
     rounds = (h + 1) // 2
     blocks = min(programs(w, c) * device.num_sms, n * rounds)
     overlap = overlapping(operands.x.device, 0)
+    norm_arguments, norm_options = norm_of(operands)
     conv_narrow_out_kernel[(blocks,)](
         in_boxes(operands.x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, 1, w, 64]),
         filters_in_boxes(operands.weight, 16),
         operands.y,
         operands.vectors,
+        *norm_arguments,
         n * rounds,
         rounds,
         h,
@@ -61,6 +63,8 @@ def launch(config: tuple, operands: Operands) -> None:
         W=w,
         K_BLOCKS=c // 64,
         PAIRS=pairs(w, c, device.shared_memory),
+        ACT=operands.slope,
+        **norm_options,
         OVERLAP=bool(overlap),
         num_warps=4,
         maxnreg=80 if programs(w, c) == 2 else 168,

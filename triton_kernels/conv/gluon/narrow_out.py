@@ -10,11 +10,15 @@ A program takes successive tiles of two rows, and two warpgroups a row each. Row
 they pass through a ring, in pairs, and a tile uses two pairs, of which the next tile uses the
 second one again. There are two programs on a multiprocessor, which nothing keeps in step, so some
 multiply while others write; or one with as much memory as both, where rows are larger.
+
+x may be what a norm reads: each warpgroup makes act(norm(x)) of one row of every pair, see
+`norm_rows`, and `made` says when both have.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -23,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...dependent_launch import await_inputs_alone, begin_next
 from ...gluon.pairs import round_pairs
 from ...gluon.pipeline import new_barrier_pairs, new_barriers, sync_threads, wait_empty, wait_for
+from .norm_rows import Norm, activate_rows, keep_affine, load_affine, new_affine
 from .rows_memory import clear_margins, row_from, row_of_tap, rows_chunks
 
 
@@ -72,11 +77,15 @@ def _multiply_row(
 
 @gluon.jit
 def _multiply(
-    y_ptr, x_bufs, w_bufs, x_full, x_empty, w_full, bias_ptr, first, last, tiles_h, H, CO,
+    y_ptr, x_bufs, w_bufs, x_full, x_empty, w_full, made, bias_ptr, norm, first, last, tiles_h,
+    H, CO,
     GROUP: gl.constexpr, W: gl.constexpr, K_BLOCKS: gl.constexpr, PAIRS: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    ACT: gl.constexpr, TILES_OF_X: gl.constexpr, CG: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Row GROUP of every tile."""
+    if OVERLAP and ACT is not None:
+        await_inputs_alone()
+    image = -1
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
     # 16 bytes a thread, and every warp the pixels whose sums it has
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
@@ -93,8 +102,27 @@ def _multiply(
         place = tile - first + n - first_n
         above = place % PAIRS
         below = (place + 1) % PAIRS
-        mbarrier.wait(x_full.index(above), place // PAIRS & 1)
-        mbarrier.wait(x_full.index(below), (place + 1) // PAIRS & 1)
+        if ACT is not None:
+            if n != image:
+                image = n
+                keep_affine(norm, n, H * W, GROUP, TILES_OF_X, CG)
+            slope, offset = load_affine(norm, GROUP)
+            begins = (tile == first) | (h == 0)
+            row = h * 2 - 1 + GROUP
+            if begins:
+                mbarrier.wait(x_full.index(above), place // PAIRS & 1)
+                activate_rows(x_bufs, above * 2 + GROUP, slope, offset, row >= 0, 1, 0, ACT, W)
+            mbarrier.wait(x_full.index(below), (place + 1) // PAIRS & 1)
+            activate_rows(x_bufs, below * 2 + GROUP, slope, offset, row + 2 < H, 1, 0, ACT, W)
+            fence_async_shared()
+            sync_threads()
+            mbarrier.arrive(made.index(above), count=1, pred=begins)
+            mbarrier.arrive(made.index(below), count=1)
+            mbarrier.wait(made.index(above), place // PAIRS & 1)
+            mbarrier.wait(made.index(below), (place + 1) // PAIRS & 1)
+        else:
+            mbarrier.wait(x_full.index(above), place // PAIRS & 1)
+            mbarrier.wait(x_full.index(below), (place + 1) // PAIRS & 1)
         accs = ()
         for i in gl.static_range(W // 64):
             acc = gl.zeros([64, 16], gl.float32, LAYOUT)
@@ -125,6 +153,14 @@ def conv_narrow_out_kernel(
     w_desc,  # [9, CO, K] in boxes [1, 16, 64]; beyond CO are zeros
     y_ptr,  # [N, H, W, 16]
     bias_ptr,  # float32 [CO]
+    sums_ptr,  # of the norm of x, as `conv_resident_kernel` has it, or None
+    norm_weight_ptr,
+    norm_bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    stride_scale,
+    stride_shift,
+    eps,
     tiles,  # of all images
     tiles_h,  # of an image: H / 2, rounded up
     H,
@@ -132,6 +168,9 @@ def conv_narrow_out_kernel(
     W: gl.constexpr,
     K_BLOCKS: gl.constexpr,  # of 64 channels of x
     PAIRS: gl.constexpr,  # of rows in shared memory
+    ACT: gl.constexpr,  # behind the norm of x, or None
+    TILES_OF_X: gl.constexpr,
+    CG: gl.constexpr,
     OVERLAP: gl.constexpr,  # the launch in front may still be under way
     num_warps: gl.constexpr,
 ):
@@ -142,6 +181,15 @@ def conv_narrow_out_kernel(
     w_bufs = gl.allocate_shared_memory(dtype, [K_BLOCKS * 9, 1, 16, 64], w_desc.layout)
     x_full, x_empty = new_barrier_pairs(PAIRS, 4)  # two tiles of two warpgroups
     w_full = new_barriers(1)
+    made, kept = w_full, w_full  # without a norm unused
+    if ACT is not None:
+        gl.static_assert(K_BLOCKS == 1, "the norm is of 64 channels")
+        made = new_barriers(PAIRS, 2)
+        kept = new_affine(2)
+    norm = Norm(
+        sums_ptr, norm_weight_ptr, norm_bias_ptr, scale_ptr, shift_ptr,
+        stride_scale, stride_shift, eps, kept,
+    )  # fmt: skip
     clear_margins(x_bufs, K_BLOCKS, 2 * PAIRS, W, num_warps)
 
     part = gl.program_id(0)
@@ -153,8 +201,9 @@ def conv_narrow_out_kernel(
             (
                 _multiply,
                 (
-                    y_ptr, x_bufs, w_bufs, x_full, x_empty, w_full, bias_ptr, first, last, tiles_h,
-                    H, CO, role, W, K_BLOCKS, PAIRS, OVERLAP,
+                    y_ptr, x_bufs, w_bufs, x_full, x_empty, w_full, made, bias_ptr, norm,
+                    first, last, tiles_h, H, CO, role, W, K_BLOCKS, PAIRS, ACT, TILES_OF_X, CG,
+                    OVERLAP,
                 ),
             )
             if role < 2

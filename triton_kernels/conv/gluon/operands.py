@@ -12,6 +12,19 @@ if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
+class Norm(NamedTuple):
+    """act(norm(x)) of 64 channels, by the sums of the tiles of x."""
+
+    activation: str
+    sums: Tensor  # float32 [N, K, 2, 64]
+    num_groups: int
+    weight: Tensor  # float32 [64]
+    bias: Tensor  # float32 [64]
+    eps: float
+    scale: Tensor | None = None  # float32 [N, 64], rows any distance apart
+    shift: Tensor | None = None  # float32 [N, 64], rows any distance apart
+
+
 class Operands(NamedTuple):
     """Those of `fused.conv.conv_forward`, or of `conv_input_grad`, which has an activation."""
 
@@ -27,11 +40,13 @@ class Operands(NamedTuple):
     extra_bias: Tensor | None = None  # float32 [CO]
     emb: Tensor | None = None  # float32 [N, CO]
     activation: str | None = None
+    norm: Norm | None = None  # of x
 
     @property
     def slope(self) -> str | None:
-        """The activation as `activate_affine_grad` is told."""
-        return self.activation and rounded_grad(self.activation, self.y.dtype)
+        """The activation as `activate_affine_grad`, or of a norm `activate_affine`, is told."""
+        name = self.activation or (self.norm and self.norm.activation)
+        return name and rounded_grad(name, self.y.dtype)
 
     @property
     def extra_channels(self) -> list[int]:
@@ -72,6 +87,17 @@ class Operands(NamedTuple):
             self.emb,
             self.partials,
         ]
+
+
+def norm_of(operands: Operands) -> tuple[list, dict[str, int | None]]:
+    """What a kernel is told of the norm of x: arguments, and constants."""
+    norm = operands.norm
+    if norm is None:
+        return [None] * 8, {"TILES_OF_X": None, "CG": None}
+    film = [norm.scale, norm.shift]
+    strides = [None if t is None else t.stride(0) for t in film]
+    given = [norm.sums, norm.weight, norm.bias, *film, *strides, norm.eps]
+    return given, {"TILES_OF_X": norm.sums.shape[1], "CG": 64 // norm.num_groups}
 
 
 def filters_in_boxes(weight: Tensor, rows: int = 64, columns: int = 64) -> "TensorDescriptor":

@@ -13,6 +13,10 @@ it was. With tiles of four rows filters are loaded to registers half as often.
 Where 1x1 convolutions of other tensors are added there are two warpgroups and tiles of two rows,
 since the memory is needed for those: blocks of 64 channels of a tile, which come and go between the
 rows of the filter.
+
+Forward x may be what a norm reads, of which the table is there: a warpgroup makes act(norm(x)) of
+the rows that are new with its tile where they lie, before its turn. What is outside of the image is
+left alone, for it is the activation that has zeros there.
 """
 
 from typing import NamedTuple
@@ -39,6 +43,7 @@ from ...gluon.pipeline import (
     wait_full,
 )
 from .epilogue import load_bias, load_table
+from .norm_rows import Norm, activate_rows, keep_affine, load_affine, new_affine
 from .rows_memory import clear_margins, row_from, row_of_tap, rows_chunks
 
 # --- what the parts of a program share ------------------------------------------------------------
@@ -194,7 +199,7 @@ def _load_beside(
 
 
 @gluon.jit
-def _stage(stages, slot, j: gl.constexpr, W: gl.constexpr):
+def stage_of_row(stages, slot, j: gl.constexpr, W: gl.constexpr):
     """[64 channels, W pixels] of a row of the result."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     rows = stages.index(slot)._reinterpret(stages.dtype, [2, W, 64], MATRIX)
@@ -230,23 +235,24 @@ def _multiply_extra(
 
 
 @gluon.jit
-def _sum_of_thread(x):
+def sum_of_thread(x):
     """[64, W] summed over the pixels that a thread has, [64, 4]."""
     x = x.reshape([64, x.shape[1] // 8, 4, 2]).permute((0, 2, 1, 3))
     return gl.sum(x.reshape([64, 4, x.shape[2] * 2]), axis=2)
 
 
 @gluon.jit
-def _sum_of_threads(x, LAYOUT: gl.constexpr):
+def sum_of_threads(x, LAYOUT: gl.constexpr):
     """And over the four threads that share a row."""
     return gl.convert_layout(gl.sum(x, axis=1), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def _multiply(
-    y_desc, x, filters, extra, beside, turns, vectors, partial_ptr, work, C,
+    y_desc, x, filters, extra, beside, turns, vectors, norm, partial_ptr, work, C,
     GROUP: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
     ACT: gl.constexpr, HAS_BESIDE: gl.constexpr, EXTRA: gl.constexpr, OVERLAP: gl.constexpr,
+    TILES_OF_X: gl.constexpr, CG: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -258,6 +264,7 @@ def _multiply(
     HALVES: gl.constexpr = ROWS // 2
     OWN: gl.constexpr = SLOTS // GROUPS
     AHEAD: gl.constexpr = 4 // ROWS  # taps under way while the filters of the next one are loaded
+    NORM: gl.constexpr = norm.sums is not None
     if OVERLAP:
         await_inputs_alone()
     first = work.first
@@ -266,6 +273,7 @@ def _multiply(
     stages = beside.bufs
     phase = 0
     offs = c0 + gl.arange(0, 64, layout=VECTOR)
+    image = -1
     kept = ()
     if STAY:
         for r in gl.static_range(3):
@@ -284,6 +292,26 @@ def _multiply(
             )
 
         place = index * HALVES + n - first // tiles_h
+        if NORM:
+            if n != image:
+                image = n
+                keep_affine(norm, n, tiles_h * (ROWS * W), GROUP, TILES_OF_X, CG)
+            slope, offset = load_affine(norm, GROUP)
+            if (index == 0) | (h0 == 0):
+                if PAIRS < 2 * (HALVES + 1):
+                    # those in front have to be there, or odd rounds would be taken for even ones
+                    mbarrier.wait(turns.index(GROUP), phase ^ FIRST)
+                row = wait_full(x.full, place, PAIRS) * 2
+                activate_rows(x.bufs, row, slope, offset, h0 > 0, 2, 0, ACT, W)
+            below = h0 + ROWS < tiles_h * ROWS
+            for i in gl.static_range(1, HALVES + 1):
+                row = wait_full(x.full, place + i, PAIRS) * 2
+                if i < HALVES:
+                    activate_rows(x.bufs, row, slope, offset, True, 2, -1, ACT, W)
+                else:
+                    activate_rows(x.bufs, row, slope, offset, below, 2, 1, ACT, W)
+            fence_async_shared()
+            sync_threads()
         accs = ()
         for _ in gl.static_range(ROWS):
             accs = accs + (gl.zeros([64, W], gl.float32, LAYOUT),)
@@ -345,13 +373,13 @@ def _multiply(
                 slot = GROUP * OWN + half % OWN
                 tma.store_wait(OWN - 1)  # of what this has written there before
             for j in gl.static_range(2):
-                stage = _stage(stages, slot, j, W)
+                stage = stage_of_row(stages, slot, j, W)
                 acc = accs[2 * half + j]
                 if DGRAD:
                     xhat = widen_pairs(stage.load(LAYOUT)) * rstd + shift
                     y = acc * activate_affine_grad(xhat, g, b, ACT)
-                    first_sum = _sum_of_thread(y)
-                    second_sum = _sum_of_thread(y * xhat)
+                    first_sum = sum_of_thread(y)
+                    second_sum = sum_of_thread(y * xhat)
                     if half + j == 0:
                         total = first_sum
                         second = second_sum
@@ -372,20 +400,20 @@ def _multiply(
         if partial_ptr is not None:
             if not DGRAD:
                 # about the mean of the tile, since a difference of large sums would cancel
-                total = _sum_of_thread(widen_pairs(rounded[0]))
+                total = sum_of_thread(widen_pairs(rounded[0]))
                 for j in gl.static_range(1, ROWS):
-                    total += _sum_of_thread(widen_pairs(rounded[j]))
-            total = _sum_of_threads(total, VECTOR)
+                    total += sum_of_thread(widen_pairs(rounded[j]))
+            total = sum_of_threads(total, VECTOR)
             if not DGRAD:
                 mean = (total / (ROWS * W))[:, None]
                 for j in gl.static_range(ROWS):
                     d = widen_pairs(rounded[j]) - mean
-                    second_sum = _sum_of_thread(d * d)
+                    second_sum = sum_of_thread(d * d)
                     if j == 0:
                         second = second_sum
                     else:
                         second += second_sum
-            second = _sum_of_threads(second, VECTOR)
+            second = sum_of_threads(second, VECTOR)
             gl.store(to, total)
             gl.store(to + C, second)
         if HAS_BESIDE:
@@ -417,6 +445,14 @@ def conv_resident_kernel(
     extra_bias_ptr,  # [C] or None
     emb_ptr,  # [N, C] or None
     partial_ptr,  # [N, H / ROWS, 2, C] or None
+    sums_ptr,  # float32 [N, TILES_OF_X, 2, 64], of x, if act(norm(x)) is convolved, K = 64; or None
+    norm_weight_ptr,  # [64]
+    norm_bias_ptr,  # [64]
+    scale_ptr,  # [N, 64] or None
+    shift_ptr,  # [N, 64] or None
+    stride_scale,
+    stride_shift,
+    eps,
     border,  # channels of the first of two tensors
     stride_emb,
     tiles,  # N * H / ROWS
@@ -432,6 +468,8 @@ def conv_resident_kernel(
     EXTRA1: gl.constexpr,
     EXTRA2: gl.constexpr,
     OVERLAP: gl.constexpr,  # the launch in front may still be under way
+    TILES_OF_X: gl.constexpr,
+    CG: gl.constexpr,  # channels of a group
     num_warps: gl.constexpr,
 ):
     EXTRA: gl.constexpr = EXTRA1 + EXTRA2
@@ -470,13 +508,20 @@ def conv_resident_kernel(
     work = _Work(first, (tiles * (part + 1)) // parts - first, tiles_h, c0)
     filter_descs = _FilterDescs(w_desc, extra1_w_desc, extra2_w_desc)
     vectors = _Vectors(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb)
+    kept = turns  # without a norm unused
+    if sums_ptr is not None:
+        kept = new_affine(GROUPS)
+    norm = Norm(
+        sums_ptr, norm_weight_ptr, norm_bias_ptr, scale_ptr, shift_ptr,
+        stride_scale, stride_shift, eps, kept,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
-                    y_desc, x, filters, extra, beside, turns, vectors, partial_ptr, work, C,
-                    role, ROWS, W, DGRAD, ACT, BESIDE == 1, EXTRA, OVERLAP,
+                    y_desc, x, filters, extra, beside, turns, vectors, norm, partial_ptr, work, C,
+                    role, ROWS, W, DGRAD, ACT, BESIDE == 1, EXTRA, OVERLAP, TILES_OF_X, CG,
                 ),
             )
             if role < GROUPS

@@ -29,7 +29,7 @@ from torch import Tensor
 from ...dependent_launch import overlapping
 from ...device import describe
 from ...gluon.descriptors import SUPPORTED, in_boxes, takes
-from .operands import Operands
+from .operands import Operands, norm_of
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -131,8 +131,10 @@ def _launch_resident(operands: Operands, rows: int) -> None:
     programs = max(1, min(describe(operands.x.device).num_sms // blocks, n * h // rows)) * blocks
     groups, pairs, slots = _resident_rings(operands, rows)
     overlap = overlapping(operands.x.device, 0)
+    norm_arguments, norm_options = norm_of(operands)
     conv_resident_kernel[(programs,)](
         *operands.tensors(in_rows, partial(in_rows, rows=2)),
+        *norm_arguments,
         *operands.numbers,
         n * h // rows,
         h // rows,
@@ -147,6 +149,7 @@ def _launch_resident(operands: Operands, rows: int) -> None:
         EXTRA1=operands.extra_channels[0] // 64,
         EXTRA2=operands.extra_channels[1] // 64,
         OVERLAP=bool(overlap),
+        **norm_options,
         num_warps=4,
         maxnreg=128 if groups == 3 else 168,
         **overlap,
@@ -159,7 +162,8 @@ def _resident_rings(operands: Operands, rows: int) -> tuple[int, int, int]:
     if operands.x.shape[3] == 16:
         return 3, 12, 3
     if operands.extra:
-        return 2, 3, 2
+        fourth = operands.norm is not None and sum(operands.extra_channels) < _MOST_EXTRA
+        return 2, 4 if fourth else 3, 2
     if rows == 4:
         return (2, 5, 3) if operands.beside else (2, 6, 2)
     return 3, 5, 3

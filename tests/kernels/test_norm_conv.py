@@ -1,0 +1,151 @@
+"""The convolution that makes act(norm(x)) on its way, on a Hopper GPU."""
+
+import pytest
+import torch
+
+from triton_kernels.conv.gluon import rows as gluon_rows
+from triton_kernels.conv.tma import Config
+from triton_kernels.dependent_launch import dependent_launches
+from triton_kernels.fused import norm_conv as norm_conv_module
+from triton_kernels.fused import norm_tables
+from triton_kernels.fused import reference as fused_reference
+from triton_kernels.fused.norm_conv import norm_conv, serves_norm_conv
+
+from .poison import poison_outputs
+from .test_conv_fused import Shape, check_stats, extra_case, forward_case, randn, relative
+from .test_conv_gluon import gpu, repeatedly
+
+EPS = 1e-5
+TWO, FOUR = Config(*gluon_rows.RESIDENT_TILE), Config(*gluon_rows.RESIDENT_TILE_OF_4)
+
+# Images of one tile or two, whole and in part, several a program; images of several programs
+SHAPES = {
+    "a tile": Shape(300, 4, 64, 64, 64),
+    "two tiles": Shape(151, 8, 64, 64, 64),
+    "images of several programs": Shape(3, 64, 64, 64, 128),
+    "many tiles": Shape(22, 64, 64, 64, 64),
+}
+TERMS = {  # with a residual, channels of 1x1 convolutions
+    "alone": (False, ()),
+    "residual": (True, ()),
+    "1x1": (False, (128, 64)),
+    "few 1x1": (False, (64,)),
+}
+
+
+CASES = [
+    ("a tile", "alone"),
+    ("two tiles", "residual"),
+    ("two tiles", "1x1"),
+    ("images of several programs", "alone"),
+    *(("many tiles", terms) for terms in TERMS),
+]
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    poison_outputs(monkeypatch, norm_conv_module, norm_tables)
+
+
+def sums_of(x, groups, tiles=16):
+    """Partials, groups, weight, bias and eps of a norm; act(b) is not 0."""
+    n, _, _, c = x.shape
+    weight, bias = (randn(c, seed=s, device=x.device) for s in (20, 21))
+    partials = norm_tables.tensor_partials(x, n * tiles)
+    return partials, groups, weight, bias + 1, EPS
+
+
+def check(shape, terms, config, dtype=torch.bfloat16, activation="silu", groups=32, film=False):
+    device = torch.device("cuda")
+    with_residual, channels = TERMS[terms]
+    x, weight, bias, emb, residual = forward_case(shape, dtype, device)
+    x = x * 2 + 1
+    given = {"emb": emb}
+    if with_residual:
+        given["residual"] = residual
+    if channels:
+        given["extra"] = extra_case(shape, *(*channels, 64)[:2], dtype, device)[: len(channels)]
+        given["extra_bias"] = randn(shape.co, seed=11, device=device)
+    partials, *norm = sums_of(x, groups, 32 if shape.n < 10 else 16)
+    affine = {}
+    if film:
+        rows = [randn(shape.n, 192, seed=22 + i, device=device)[:, 64:128] for i in range(2)]
+        affine = dict(zip(("scale", "shift"), rows, strict=True))
+    others = [other for other, _ in given.get("extra", ())]
+    assert serves_norm_conv(x, weight, others, partials, groups)
+    table = norm_tables.norm_table((partials,), (shape.h * shape.w,), *norm, **affine)
+    with dependent_launches():
+        y, sums = norm_conv(
+            x, partials, *norm, activation, weight, bias, config=config, **given, **affine
+        )
+
+    def convolved(a):
+        doubles = {k: v.double() for k, v in given.items() if k != "extra"}
+        doubles["extra"] = [(t.double(), w.double()) for t, w in given.get("extra", ())]
+        return fused_reference.conv_forward(a, weight.double(), bias.double(), **doubles)[0]
+
+    a = fused_reference.apply(x.double(), None, table.double(), activation)
+    exact = convolved(a)
+    low = convolved(a.to(dtype).double()).to(dtype)
+    assert relative(y, exact) <= 1.1 * relative(low, exact)
+    check_stats(y, sums)
+    return y, sums
+
+
+class TestGpu:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("config", [TWO, FOUR], ids=["two rows", "four rows"])
+    @pytest.mark.parametrize(("name", "terms"), CASES)
+    def test_it(self, name, terms, config):
+        if config == FOUR and TERMS[terms][1]:
+            pytest.skip("tiles of four rows leave no room for 1x1 convolutions")
+        repeatedly(lambda: check(SHAPES[name], terms, config))
+
+    @pytest.mark.parametrize("n, h", [(20, 5), (150, 6), (33, 64)])
+    def test_few_channels_of_the_result(self, n, h):
+        device, dtype = torch.device("cuda"), torch.bfloat16
+        shape = Shape(n, h, 64, 64, 6)
+        x, weight, bias, _, _ = forward_case(shape, dtype, device)
+        partials, *norm = sums_of(x * 2 + 1, 32, 8)
+        x = x * 2 + 1
+        assert serves_norm_conv(x, weight, [], partials, 32, 16)
+        table = norm_tables.norm_table((partials,), (h * 64,), *norm)
+        a = fused_reference.apply(x.double(), None, table.double(), "silu")
+        exact, low = (
+            fused_reference.conv_forward(t.double(), weight.double(), bias.double(), width=16)[0]
+            for t in (a, a.to(dtype))
+        )
+
+        def run():
+            with dependent_launches():
+                y, sums = norm_conv(x, partials, *norm, "silu", weight, bias, width=16)
+            assert sums is None
+            assert relative(y, exact) <= 1.1 * relative(low.to(dtype), exact)
+            return (y,)
+
+        repeatedly(run)
+
+    @pytest.mark.parametrize(("activation", "config"), [("gelu", TWO), ("identity", FOUR)])
+    def test_scale_shift_and_other_activations(self, activation, config):
+        shape = SHAPES["many tiles"]
+        check(shape, "alone", config, torch.float16, activation, 8, film=True)
+
+    def test_what_is_served(self):
+        x = torch.empty((1, 8, 64, 64), dtype=torch.bfloat16, device="cuda")
+        weight = torch.empty((64, 64, 3, 3), dtype=torch.bfloat16, device="cuda")
+        sums = torch.empty((1, 16, 2, 64), device="cuda")
+        assert serves_norm_conv(x, weight, [], sums, 32)
+        assert serves_norm_conv(x, weight, [x, x], sums, 8)
+        assert not serves_norm_conv(x[:0], weight, [], sums[:0], 32)
+        assert not serves_norm_conv(x, weight[:, :, :1, :1], [], sums, 32)
+        assert not serves_norm_conv(x, weight, [x, x.repeat(1, 1, 1, 3)], sums, 32)
+        assert not serves_norm_conv(x, weight, [], sums, 4)
+        assert not serves_norm_conv(x, weight, [], sums[:, :12], 32)
+        wide = torch.empty((1, 8, 64, 128), dtype=torch.bfloat16, device="cuda")
+        assert not serves_norm_conv(wide, weight.repeat(1, 2, 1, 1), [], sums, 32)
+
+
+def test_nothing_without_a_gpu():
+    x, weight = torch.empty(1, 8, 64, 64), torch.empty(64, 64, 3, 3)
+    assert not serves_norm_conv(x, weight, [], torch.empty(1, 4, 2, 64), 32)

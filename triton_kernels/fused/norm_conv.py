@@ -1,0 +1,114 @@
+"""A convolution that makes what it reads, act(norm(x)), where a kernel can do that on the way.
+
+    y = conv(act(z)) + bias + emb + residual + 1x1 convolutions of other tensors
+    z = (x - mean) rstd g + b                                   of partials, as in `norm_tables`
+
+For what wants y alone: act(z) is nowhere in memory afterwards, which spares a pass that reads and
+writes as much as the convolution does, and the launch of its table. The kernels are those that
+fetch each pixel once, `conv.gluon.resident` and `conv.gluon.narrow_out`. Their warpgroups make
+act(z) of the rows of pixels that are new to them in shared memory, while another one multiplies.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..activations import check_activation
+from ..conv.gluon import narrow as gluon_narrow
+from ..conv.gluon import rows as gluon_rows
+from ..conv.gluon.operands import Norm, Operands
+from ..conv.tma import Config
+from ..tuning import choose, same
+from .norm_tables import check_partials_of
+
+_TILES = (gluon_rows.RESIDENT_TILE, gluon_rows.RESIDENT_TILE_OF_4)
+_LEAST_TILES, _MOST_TILES = 4, 64  # of an image, whose sums a warp loads at once
+
+_empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
+
+
+def serves_norm_conv(
+    x: Tensor,
+    weight: Tensor,
+    extra: Sequence[Tensor],
+    partials: Tensor,
+    num_groups: int,
+    width: int | None = None,
+) -> bool:
+    """Whether `norm_conv` can do it, of x [N, H, W, CI], filters [CO, CI, R, S], the tensors of
+    which 1x1 convolutions are added, partials of x, and so many channels of y."""
+    k = partials.shape[1]
+    fits = _LEAST_TILES <= k <= _MOST_TILES and k & (k - 1) == 0
+    fits = fits and 8 % (x.shape[3] // num_groups) == 0
+    return x.shape[0] > 0 and fits and bool(_tiles(x, weight, extra, width))
+
+
+def norm_conv(
+    x: Tensor,  # [N, H, W, CI]
+    partials: Tensor,  # float32 [N, K, 2, CI], of x
+    num_groups: int,
+    norm_weight: Tensor,  # float32 [CI]
+    norm_bias: Tensor,  # float32 [CI]
+    eps: float,
+    activation: str,  # of `activations`
+    weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory, dtype of x
+    bias: Tensor,  # float32 [CO]
+    *,
+    scale: Tensor | None = None,  # float32 [N, CI], rows any distance apart
+    shift: Tensor | None = None,  # float32 [N, CI], rows any distance apart
+    emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
+    residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
+    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
+    extra_bias: Tensor | None = None,  # float32 [CO]
+    width: int | None = None,  # channels of y: 16 for few, to which nothing but bias is added
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor | None]:  # [N, H, W, CO]; float32 [N, K, 2, CO], without `width`
+    """y, and its partials as `conv_forward` leaves them. `serves_norm_conv` has to say that it can
+    be done."""
+    check_activation(activation)
+    n, h, w, ci = x.shape
+    co = weight.shape[0]
+    check_partials_of(partials, h * w, n, ci)
+    assert scale is None or (scale.shape == (n, ci) and scale.stride(1) == 1)
+    assert shift is None or (shift.shape == (n, ci) and shift.stride(1) == 1)
+    assert weight.permute(0, 2, 3, 1).is_contiguous() and weight.dtype == x.dtype
+    assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
+    others = [other for other, _ in extra]
+    assert all(t.is_contiguous() for t in (x, *others))
+    assert residual is None or (residual.shape == (n, h, w, co) and residual.is_contiguous())
+    if config is None:
+        rest = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
+        rest |= {"scale": scale, "shift": shift, "width": width}
+        norm = (partials, num_groups, norm_weight, norm_bias, eps, activation)
+        configs = _tiles(x, weight, others, width)
+        config = choose(
+            "norm_conv",
+            (n, h, w, ci, width or co, x.dtype, residual is not None, len(others)),
+            lambda: configs,
+            lambda: configs[0],
+            lambda c: norm_conv(x, *norm, weight, bias, **rest, config=c)[0],
+            same,
+        )
+        config = config if config in configs else configs[0]
+    y = _empty((n, h, w, width or co), dtype=x.dtype, device=x.device)
+    sums = None
+    if width is None:
+        tiles = h * w // config.block_m
+        sums = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
+    beside = () if residual is None else (residual,)
+    norm = Norm(activation, partials, num_groups, norm_weight, norm_bias, eps, scale, shift)
+    operands = Operands(x, weight, y, bias, sums, beside, extra, extra_bias, emb, norm=norm)
+    path = gluon_narrow if gluon_narrow.serves(config) else gluon_rows
+    path.launch(config, operands)
+    return y, sums
+
+
+def _tiles(x: Tensor, weight: Tensor, extra: Sequence[Tensor], width: int | None) -> list[Config]:
+    if x.shape[2:] != (64, 64):
+        return []
+    y = x.new_empty((*x.shape[:3], width or weight.shape[0]), device="meta")
+    if width is not None:
+        return [] if extra else [Config(*tile) for tile in gluon_narrow.tiles(x, y, weight)]
+    served = gluon_rows.tiles(x, y, weight, extra=extra)
+    return [Config(*tile) for tile in _TILES if tile in served]
