@@ -143,9 +143,9 @@ COMPILE_CASES += [
         | _PARAMS
         | {"dx_ptr": "*bf16"}
         | ints("stride_scale", "stride_shift", "tasks"),
-        "constexprs": {"C": 192, "CG": 6, "ACT": "silu", "ROUNDED_ACT": "silu_tanh", "num_warps": 8}
-        | {"CTAS": 16, "TILES": 4, "PARTS": 3, "BLOCK_C": 32},
-        "options": {"num_warps": 8, "num_ctas": 16},
+        "constexprs": {"C": 64, "CG": 2, "ACT": "silu", "ROUNDED_ACT": "silu_tanh", "num_warps": 4}
+        | {"CTAS": 8, "TILES": 16, "PARTS": 1, "BLOCK_C": 32, "LAG": 2},
+        "options": {"num_warps": 4, "num_ctas": 8, "maxnreg": 168},
         "expect": {"arches": (90,)},
     },
 ] * SUPPORTED

@@ -463,6 +463,16 @@ def test_every_cluster_config(shape, tensors, device, monkeypatch):
             _check(*case, 32, "silu")
 
 
+def test_a_way_that_was_chosen_may_not_be_open(monkeypatch):
+    """What was measured for a shape is no way for a tensor of it that is not aligned."""
+    monkeypatch.setattr(group_norm_op, "choose", lambda *_: group_norm_op._CLUSTER)
+    xs = (torch.ones(1, 8, 8, 64, dtype=torch.bfloat16), None)
+    for clusters, can in ((True, False), (False, True)):
+        monkeypatch.setattr(group_norm_op, "can_cluster", lambda *_, can=can: can)
+        way = group_norm_op._way("group_norm", xs, 32, True, lambda _: xs[0], clusters)
+        assert way == group_norm_op._RESIDENT
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -14,7 +14,9 @@ The hardware starts the thread blocks of a cluster together or not at all, so th
 safe whatever else the GPU has to do.
 
 A cluster may go through several tasks, samples or their blocks of channels, and asks for the next
-one's tiles as it is done with those of one.
+one's tiles as it is done with those of one. Backward it may also take the next one's sums as they
+come, while it still writes: all thread blocks write at about the same time, and then memory keeps
+them waiting.
 """
 
 from collections.abc import Callable
@@ -46,6 +48,9 @@ class ClusterConfig(NamedTuple):
     parts: int
     block_c: int
     rounds: int  # of samples and blocks of channels that a cluster goes through
+    # Backward, groups of tiles from a request to the sums of what it brings, which are then taken
+    # while the task before is written; 0: when that is done
+    lag: int = 0
 
 
 _MOST_BYTES = 110 * 1024  # of an image that a thread block keeps: two to a multiprocessor
@@ -57,6 +62,9 @@ _LEAST_REGISTERS, _MOST_REGISTERS = 64, 248  # of a thread
 _MOST_PARTS = 8
 _MOST_CONFIGS = 6
 _ROUNDS = (1, 2, 3, 6)
+_LAG = 2
+_LAG_ROUNDS = (3, 6)
+_SUMS_REGISTERS = 128  # of a thread, for the sums of one task beside the writing of another
 _MOST_CHANNELS = 16  # of a group; their sums are in one warp
 
 
@@ -77,6 +85,11 @@ def _launch(config: ClusterConfig, hw: int, tensors: int) -> dict[str, int]:
     registers = _REGISTERS // (32 * config.num_warps * resident) // 8 * 8
     registers = min(max(registers, _LEAST_REGISTERS), _MOST_REGISTERS)
     return {"num_warps": config.num_warps, "num_ctas": config.ctas, "maxnreg": registers}
+
+
+def _can_lag(config: ClusterConfig, hw: int, tensors: int) -> bool:
+    enough = _launch(config, hw, tensors)["maxnreg"] >= _SUMS_REGISTERS
+    return tensors == 2 and config.parts == 1 and enough
 
 
 @lru_cache
@@ -104,7 +117,9 @@ def _candidates(hw: int, c: int, num_groups: int, tensors: int) -> tuple[Cluster
         return abs(_bytes(config, hw, tensors) - _GOOD_BYTES), config.ctas
 
     ordered = sorted(found, key=key)[:_MOST_CONFIGS]
-    return tuple(config._replace(rounds=rounds) for rounds in _ROUNDS for config in ordered)
+    lagging = [config._replace(lag=_LAG) for config in ordered if _can_lag(config, hw, tensors)]
+    ways = [(_ROUNDS, ordered), (_LAG_ROUNDS, lagging)]
+    return tuple(c._replace(rounds=r) for rounds, configs in ways for r in rounds for c in configs)
 
 
 def can_cluster(xs: Halves, num_groups: int) -> bool:
@@ -150,7 +165,7 @@ def cluster_fwd(
             return cluster_fwd(xs, num_groups, eps, params, activation, f)[0]
 
         config = _choose("group_norm_cluster", xs, num_groups, 1, run)
-    ctas, _, parts, block_c, _ = config
+    ctas, _, parts, block_c, *_ = config
     tasks = n * (c // (parts * block_c))
     y = _empty(x.shape, dtype=x.dtype, device=x.device)
     stats = _empty((2, n, num_groups), dtype=torch.float32, device=x.device)
@@ -180,13 +195,15 @@ def cluster_bwd(
             return cluster_bwd(xs, dy, stats, params, activation, f)[0][0]
 
         config = _choose("group_norm_cluster_bwd", xs, g, 2, run)
-    ctas, _, parts, block_c, _ = config
+    ctas, _, parts, block_c, *_ = config
     tasks = n * (c // (parts * block_c))
     dxs = empty_like(xs)
     sums = _empty((n, 1, 2, c), dtype=torch.float32, device=x.device)
     partial = _empty((n, ctas, 2, c), dtype=torch.float32, device=x.device)
-    tile = (ctas, _tiles(config, hw), parts, block_c)
-    group_norm_cluster_bwd_kernel[(_clusters(tasks, config, x.device),)](
+    clusters = _clusters(tasks, config, x.device)
+    lag = config.lag if tasks > clusters else 0
+    tile = (ctas, _tiles(config, hw), parts, block_c, lag)
+    group_norm_cluster_bwd_kernel[(clusters,)](
         x, dy, partial, sums, *stats, *params, dxs[0], *row_strides(params), tasks, c, c // g,
         activation, rounded_grad(activation, x.dtype), *tile, **_launch(config, hw, 2),
     )  # fmt: skip

@@ -28,6 +28,53 @@ from .cluster_parts import (
 )
 
 
+@gluon.jit
+def _coefficients(
+    mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
+    n, stride_scale, stride_shift, offs_c, C: gl.constexpr, CG: gl.constexpr,
+):  # fmt: skip
+    """mean, rstd, slope and offset of a sample's channels."""
+    gain, offset = affine_of_sample(
+        weight_ptr, bias_ptr, scale_ptr, shift_ptr, n * stride_scale, n * stride_shift, offs_c
+    )
+    groups = n * (C // CG) + offs_c // CG
+    rstd = gl.load(rstd_ptr + groups)
+    return gl.load(mean_ptr + groups)[None, :], rstd, (rstd * gain)[None, :], offset[None, :]
+
+
+@gluon.jit
+def _add_tiles(
+    acc_d, acc_e, xs, dys, FIRST: gl.constexpr, COUNT: gl.constexpr,
+    mean, slope, offset, ACT: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """D, and E without rstd, of each thread."""
+    for i in gl.static_range(FIRST, FIRST + COUNT):
+        delta = widen_pairs(xs[i].load(TILE)) - mean
+        dz = widen_pairs(dys[i].load(TILE))
+        dz *= activate_grad(delta * slope + offset, ACT)
+        acc_d += dz
+        acc_e += dz * delta
+    return acc_d, acc_e
+
+
+@gluon.jit
+def _leave_sums(
+    row_ptr, rstd_row, acc_d, acc_e, warps, c1, C, CG: gl.constexpr,
+    CTAS: gl.constexpr, num_warps: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Those of a thread block, for the others."""
+    d, e = gl.reduce(
+        (of_warps(acc_d, CTAS, num_warps), of_warps(acc_e, CTAS, num_warps)), 2, add_pairs
+    )
+    warps.index(0).store(d)
+    warps.index(1).store(e)
+    d = gl.sum(warps.index(0).load(WARPS), 1)
+    e = gl.sum(warps.index(1).load(WARPS), 1)
+    columns = c1 + gl.arange(0, d.shape[1], gl.SliceLayout(0, d.type.layout))
+    e *= gl.load(rstd_row + columns // CG)[None, :]
+    store_partial(row_ptr + c1, d, e, C, CTAS)
+
+
 @gluon.jit(do_not_specialize=["tasks"])
 def group_norm_cluster_bwd_kernel(
     x_ptr,  # [N, HW, C]
@@ -52,6 +99,7 @@ def group_norm_cluster_bwd_kernel(
     TILES: gl.constexpr,
     PARTS: gl.constexpr,
     BLOCK_C: gl.constexpr,
+    LAG: gl.constexpr,  # see `ClusterConfig`
     num_warps: gl.constexpr,
 ):
     TILE: gl.constexpr = tile_layout(CTAS, num_warps, BLOCK_C)
@@ -61,6 +109,7 @@ def group_norm_cluster_bwd_kernel(
     STEP: gl.constexpr = ROWS * C  # from tile to tile
     ALL: gl.constexpr = PARTS * TILES
     GROUP: gl.constexpr = tiles_at_a_time(TILES)
+    SETS: gl.constexpr = TILES // GROUP
     GROUPS: gl.constexpr = PARTS * BLOCK_C // CG
     MERGE: gl.constexpr = groups_layout(CTAS, num_warps, GROUPS, power_of_two(CG))
     dtype: gl.constexpr = x_ptr.dtype.element_ty
@@ -75,59 +124,68 @@ def group_norm_cluster_bwd_kernel(
     )
     programs = gl.num_programs(0)
     # the last first: the forward pass has left them in L2
-    _, _, place = place_of_task(tasks - 1 - gl.program_id(0), HW, C, PARTS * BLOCK_C)
+    n, c0, place = place_of_task(tasks - 1 - gl.program_id(0), HW, C, PARTS * BLOCK_C)
     for i in gl.static_range(ALL):
         there = place_of_tile(place, i, TILES, STEP, BLOCK_C)
         async_copy.async_copy_global_to_shared(xs[i], x_ptr + there + offs)
         async_copy.async_copy_global_to_shared(dys[i], dy_ptr + there + offs)
         if i % GROUP == GROUP - 1:
             async_copy.commit_group()
+    if LAG > 0:  # the sums of a task are taken while the one before it is written
+        mean, rstd, slope, offset = _coefficients(
+            mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
+            n, stride_scale, stride_shift, c0 + offs_c, C, CG,
+        )  # fmt: skip
+        acc_d = gl.zeros([ROWS, BLOCK_C], gl.float32, TILE)
+        acc_e = gl.zeros([ROWS, BLOCK_C], gl.float32, TILE)
+        for k in gl.static_range(SETS):
+            async_copy.wait_group(SETS - 1 - k)
+            if tasks > k - SETS:  # always; without a branch ptxas spills what it moves past waits
+                acc_d, acc_e = _add_tiles(
+                    acc_d, acc_e, xs, dys, k * GROUP, GROUP, mean, slope, offset, ACT, TILE
+                )
 
     for task in range(gl.program_id(0), tasks, programs):
         n, c0, place = place_of_task(tasks - 1 - task, HW, C, PARTS * BLOCK_C)
-        _, _, place_next = place_of_task(tasks - 1 - task - programs, HW, C, PARTS * BLOCK_C)
-        scale_row = n * stride_scale
-        shift_row = n * stride_shift
-        mean_row = mean_ptr + n * (C // CG)
-        rstd_row = rstd_ptr + n * (C // CG)
-
+        more = task + programs < tasks
+        after = gl.where(more, task + programs, task)  # itself, and then it is not used
+        n_after, c0_after, place_after = place_of_task(tasks - 1 - after, HW, C, PARTS * BLOCK_C)
         row_ptr = partial_ptr + n * (CTAS * 2) * C
-        for part in gl.static_range(PARTS):
-            c1 = c0 + part * BLOCK_C
-            gain, offset = affine_of_sample(
-                weight_ptr, bias_ptr, scale_ptr, shift_ptr, scale_row, shift_row, c1 + offs_c
-            )
-            mean = gl.load(mean_row + (c1 + offs_c) // CG)[None, :]
-            slope = (gl.load(rstd_row + (c1 + offs_c) // CG) * gain)[None, :]
-            offset = offset[None, :]
-            acc_d = gl.zeros([ROWS, BLOCK_C], gl.float32, TILE)
-            acc_e = gl.zeros([ROWS, BLOCK_C], gl.float32, TILE)
-            for i in gl.static_range(TILES):
-                if i % GROUP == 0:
-                    async_copy.wait_group((ALL - part * TILES - i) // GROUP - 1)
-                delta = widen_pairs(xs[part * TILES + i].load(TILE)) - mean
-                dz = widen_pairs(dys[part * TILES + i].load(TILE))
-                dz *= activate_grad(delta * slope + offset, ACT)
-                acc_d += dz
-                acc_e += dz * delta
-            d, e = gl.reduce(
-                (of_warps(acc_d, CTAS, num_warps), of_warps(acc_e, CTAS, num_warps)), 2, add_pairs
-            )
-            warps.index(0).store(d)
-            warps.index(1).store(e)
-            d = gl.sum(warps.index(0).load(WARPS), 1)
-            e = gl.sum(warps.index(1).load(WARPS), 1)
-            columns = c1 + gl.arange(0, BLOCK_C, gl.SliceLayout(0, d.type.layout))
-            e *= gl.load(rstd_row + columns // CG)[None, :]
-            store_partial(row_ptr + c0 + part * BLOCK_C, d, e, C, CTAS)
+        rstd_row = rstd_ptr + n * (C // CG)
+        if LAG > 0:
+            _leave_sums(row_ptr, rstd_row, acc_d, acc_e, warps, c0, C, CG, CTAS, num_warps, WARPS)
+        else:
+            for part in gl.static_range(PARTS):
+                c1 = c0 + part * BLOCK_C
+                mean, rstd, slope, offset = _coefficients(
+                    mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
+                    n, stride_scale, stride_shift, c1 + offs_c, C, CG,
+                )  # fmt: skip
+                acc_d = gl.zeros([ROWS, BLOCK_C], gl.float32, TILE)
+                acc_e = gl.zeros([ROWS, BLOCK_C], gl.float32, TILE)
+                for k in gl.static_range(SETS):
+                    async_copy.wait_group((PARTS - part) * SETS - 1 - k)
+                    acc_d, acc_e = _add_tiles(
+                        acc_d, acc_e, xs, dys, part * TILES + k * GROUP, GROUP,
+                        mean, slope, offset, ACT, TILE,
+                    )  # fmt: skip
+                _leave_sums(
+                    row_ptr, rstd_row, acc_d, acc_e, warps, c1, C, CG, CTAS, num_warps, WARPS
+                )
 
+        group_gain, group_offset = affine_of_sample(
+            weight_ptr, None, scale_ptr, None, n * stride_scale, 0,
+            c0 + gl.where(in_group, member, 0),
+        )  # fmt: skip
+        if LAG > 0:  # asked for before the others are waited for
+            mean_after, rstd_after, slope_after, offset_after = _coefficients(
+                mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
+                n_after, stride_scale, stride_shift, c0_after + offs_c, C, CG,
+            )  # fmt: skip
         zero = meet(task) - task
         ptrs, live = pointers_to_partials(row_ptr + c0, member, in_group, zero, C, MERGE, CTAS)
         d = gl.load(ptrs, mask=live, other=0.0, cache_modifier=".cg")
         e = gl.load(ptrs + C, mask=live, other=0.0, cache_modifier=".cg")
-        group_gain, group_offset = affine_of_sample(
-            weight_ptr, None, scale_ptr, None, scale_row, 0, c0 + gl.where(in_group, member, 0)
-        )
         d, e = gl.reduce((d, e), 0, add_pairs)
         sums_row = sums_ptr + n * (2 * C) + c0
         gl.store(sums_row + member, d, mask=in_group)
@@ -135,31 +193,47 @@ def group_norm_cluster_bwd_kernel(
         m1, m2 = gl.reduce((d * group_gain, e * group_gain), 1, add_pairs)
         m1 *= 1.0 / (HW * CG)
         m2 *= 1.0 / (HW * CG)
+        if LAG > 0:
+            acc_d = gl.zeros([ROWS, BLOCK_C], gl.float32, TILE)
+            acc_e = gl.zeros([ROWS, BLOCK_C], gl.float32, TILE)
         for part in gl.static_range(PARTS):
-            c1 = c0 + part * BLOCK_C
-            gain, offset = affine_of_sample(
-                weight_ptr, bias_ptr, scale_ptr, shift_ptr, scale_row, shift_row, c1 + offs_c
-            )
-            mean = gl.load(mean_row + (c1 + offs_c) // CG)[None, :]
-            rstd = gl.load(rstd_row + (c1 + offs_c) // CG)
+            if PARTS > 1:  # else they are still in registers
+                mean, rstd, slope, offset = _coefficients(
+                    mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
+                    n, stride_scale, stride_shift, c0 + part * BLOCK_C + offs_c, C, CG,
+                )  # fmt: skip
             group = (part * BLOCK_C + offs_c) // CG
             r = (gl.gather(m1, group, 0) * rstd)[None, :]
             q = (gl.gather(m2, group, 0) * rstd * rstd)[None, :]
-            slope = (rstd * gain)[None, :]
-            offset = offset[None, :]
-            for i in gl.static_range(TILES):
-                delta = widen_pairs(xs[part * TILES + i].load(TILE)) - mean
-                dz = widen_pairs(dys[part * TILES + i].load(TILE))
-                dz *= activate_affine_grad(delta, slope, offset, ROUNDED_ACT)
-                dx = slope * dz - (r + delta * q)
-                there = place_of_tile(place, part * TILES + i, TILES, STEP, BLOCK_C)
-                gl.store(dx_ptr + there + offs, round_pairs(dx, dtype))
-                if i % GROUP == GROUP - 1:
-                    if task + programs < tasks:
-                        for j in gl.static_range(
-                            part * TILES + i - GROUP + 1, part * TILES + i + 1
-                        ):
-                            ahead = place_of_tile(place_next, j, TILES, STEP, BLOCK_C)
-                            async_copy.async_copy_global_to_shared(xs[j], x_ptr + ahead + offs)
-                            async_copy.async_copy_global_to_shared(dys[j], dy_ptr + ahead + offs)
-                    async_copy.commit_group()
+            for k in gl.static_range(SETS):
+                for i in gl.static_range(part * TILES + k * GROUP, part * TILES + (k + 1) * GROUP):
+                    delta = widen_pairs(xs[i].load(TILE)) - mean
+                    dz = widen_pairs(dys[i].load(TILE))
+                    dz *= activate_affine_grad(delta, slope, offset, ROUNDED_ACT)
+                    dx = slope * dz - (r + delta * q)
+                    there = place_of_tile(place, i, TILES, STEP, BLOCK_C)
+                    gl.store(dx_ptr + there + offs, round_pairs(dx, dtype))
+                if more:
+                    for i in gl.static_range(
+                        part * TILES + k * GROUP, part * TILES + (k + 1) * GROUP
+                    ):
+                        there = place_of_tile(place_after, i, TILES, STEP, BLOCK_C)
+                        async_copy.async_copy_global_to_shared(xs[i], x_ptr + there + offs)
+                        async_copy.async_copy_global_to_shared(dys[i], dy_ptr + there + offs)
+                async_copy.commit_group()
+                if LAG > 0 and k >= LAG:
+                    async_copy.wait_group(LAG)
+                    if more:
+                        acc_d, acc_e = _add_tiles(
+                            acc_d, acc_e, xs, dys, (k - LAG) * GROUP, GROUP,
+                            mean_after, slope_after, offset_after, ACT, TILE,
+                        )  # fmt: skip
+        if LAG > 0:
+            for k in gl.static_range(max(SETS - LAG, 0), SETS):
+                async_copy.wait_group(SETS - 1 - k)
+                if more:
+                    acc_d, acc_e = _add_tiles(
+                        acc_d, acc_e, xs, dys, k * GROUP, GROUP,
+                        mean_after, slope_after, offset_after, ACT, TILE,
+                    )  # fmt: skip
+            mean, rstd, slope, offset = mean_after, rstd_after, slope_after, offset_after

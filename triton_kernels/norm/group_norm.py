@@ -73,18 +73,19 @@ def _way(
     clusters: bool,  # whether they may be asked for
 ) -> _Way:
     """The way that was measured to be the fastest; else the first of resident, if that is to be
-    preferred, cluster and stream that can be gone."""
+    preferred, cluster, if x is large, and stream that can be gone."""
     n, hw, c = extent(xs)
     resident = is_resident(xs, num_groups)
-    cluster = clusters and n * hw * c >= _LARGE and can_cluster(xs, num_groups)
+    cluster = clusters and can_cluster(xs, num_groups)
     if not resident and not cluster:
         return _STREAM
     ways = [_STREAM] + [_RESIDENT] * resident + [_CLUSTER] * cluster
-    default = _CLUSTER if cluster else _STREAM
+    default = _CLUSTER if cluster and n * hw * c >= _LARGE else _STREAM
     if resident and prefer_resident:
         default = _RESIDENT
     key = (n, hw, xs[0].shape[3], c, num_groups, xs[0].dtype)
-    return choose(op, key, lambda: ways, lambda: default, run)
+    way = choose(op, key, lambda: ways, lambda: default, run)
+    return way if way in ways else default  # the first of this shape may have been aligned
 
 
 def _forward(
