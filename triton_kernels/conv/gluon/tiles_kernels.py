@@ -27,6 +27,7 @@ from ...gluon.pipeline import (
     wait_full,
     wait_full_both,
 )
+from .tiles_epilogue import by_image, in_pieces, load_vectors, places_of
 from .tiles_loop import (
     block_chunks,
     finish_products,
@@ -179,60 +180,6 @@ def _load_beside(desc1, desc2, buf, bar, n0, h0, c0, border, PIXELS: gl.constexp
 
 
 @gluon.jit
-def _pieces(acc, PIXELS: gl.constexpr, PIECE: gl.constexpr):
-    """A tile in pieces, one after the other: the epilogue wants registers of its own, and where it
-    has too few it waits for every number instead of for several at a time."""
-    if PIXELS == PIECE:
-        return (acc,)
-    else:
-        HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS // 2, 16])
-        first, second = acc.reshape([64, 2, PIXELS // 2]).permute((0, 2, 1)).split()
-        first = gl.convert_layout(first, HALF, assert_trivial=True)
-        second = gl.convert_layout(second, HALF, assert_trivial=True)
-        return _pieces(first, PIXELS // 2, PIECE) + _pieces(second, PIXELS // 2, PIECE)
-
-
-@gluon.jit
-def _by_image(x, IMAGES: gl.constexpr, W: gl.constexpr):
-    """[64, pixels] as [64, images, pixels of each]; every thread keeps what it has."""
-    PIXELS: gl.constexpr = x.shape[1]
-    x = x.reshape([64, PIXELS // (IMAGES * W), IMAGES, W]).permute((0, 2, 1, 3))
-    return x.reshape([64, IMAGES, PIXELS // IMAGES])
-
-
-@gluon.jit
-def _places(n0, c0, N, C, IMAGES: gl.constexpr, SUMS: gl.constexpr):
-    """Channels and images of a tile, and which of [64, IMAGES] there are."""
-    offs = c0 + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))[:, None]
-    image = n0 + gl.arange(0, IMAGES, layout=gl.SliceLayout(0, SUMS))[None, :]
-    return offs, image, (image < N) & (offs < C)
-
-
-@gluon.jit
-def _load_vectors(
-    vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, n0, c0, N, C,
-    IMAGES: gl.constexpr, DGRAD: gl.constexpr, SUMS: gl.constexpr,
-):  # fmt: skip
-    """What the epilogue wants for each channel, or for each channel and image."""
-    offs, image, valid = _places(n0, c0, N, C, IMAGES, SUMS)
-    if DGRAD:
-        table = vectors_ptr + image.to(gl.int64) * 4 * C + offs
-        mean = gl.load(table, mask=valid, other=0.0)
-        rstd = gl.load(table + C, mask=valid, other=0.0)
-        g = gl.load(table + 2 * C, mask=valid, other=0.0)
-        b = gl.load(table + 3 * C, mask=valid, other=0.0)
-        return (mean, rstd, g, b)
-    else:
-        bias = gl.load(vectors_ptr + offs)
-        if extra_bias_ptr is not None:
-            bias += gl.load(extra_bias_ptr + offs)
-        if emb_ptr is not None:
-            to = emb_ptr + image.to(gl.int64) * stride_emb + offs
-            bias = bias + gl.load(to, mask=valid, other=0.0)
-        return (bias,)
-
-
-@gluon.jit
 def _multiply(
     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty, w_full, w_empty,
     beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr,
@@ -248,7 +195,7 @@ def _multiply(
     PIECES: gl.constexpr = PIXELS // PIECE
     PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     zeros = gl.zeros([64, PIECE], gl.float32, PART)
-    BY_IMAGE: gl.constexpr = _by_image(zeros, IMAGES, W).type.layout
+    BY_IMAGE: gl.constexpr = by_image(zeros, IMAGES, W).type.layout
     SUMS: gl.constexpr = gl.SliceLayout(2, BY_IMAGE)
     # Before the products, where nothing waits for them, if there are registers to keep them in.
     EARLY: gl.constexpr = PIXELS * IMAGES <= 256 or not DGRAD
@@ -276,7 +223,7 @@ def _multiply(
             bar = beside_full.index(GROUP)
             _load_beside(beside1_desc, beside2_desc, stage_buf, bar, n0, h0, c0, border, PIXELS)
         if EARLY:
-            vectors = _load_vectors(
+            vectors = load_vectors(
                 vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, n0, c0, N, C, IMAGES, DGRAD, SUMS
             )
 
@@ -311,12 +258,12 @@ def _multiply(
         block += tile_blocks  # those of the other warpgroup
         step += tile_steps
 
-        accs = _pieces(acc, PIXELS, PIECE)
+        accs = in_pieces(acc, PIXELS, PIECE)
         if not EARLY:
-            vectors = _load_vectors(
+            vectors = load_vectors(
                 vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, n0, c0, N, C, IMAGES, DGRAD, SUMS
             )
-        offs, image, valid = _places(n0, c0, N, C, IMAGES, SUMS)
+        offs, image, valid = places_of(n0, c0, N, C, IMAGES, SUMS)
         total = gl.zeros([64, IMAGES], gl.float32, SUMS)
         second = gl.zeros([64, IMAGES], gl.float32, SUMS)
         rounded = ()
@@ -331,10 +278,10 @@ def _multiply(
         if HAS_BESIDE:
             mbarrier.wait(beside_full.index(GROUP), phase)
         for i in gl.static_range(PIECES):
-            y = _by_image(accs[i], IMAGES, W)
+            y = by_image(accs[i], IMAGES, W)
             buf = pieces.index(i).permute((1, 0))
             if HAS_BESIDE:
-                beside = _by_image(widen_pairs(buf.load(PART)), IMAGES, W)
+                beside = by_image(widen_pairs(buf.load(PART)), IMAGES, W)
             if DGRAD:
                 xhat = beside * rstd + shift
                 y *= activate_affine_grad(xhat, g, b, ACT)
