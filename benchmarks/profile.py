@@ -69,17 +69,17 @@ _BY_KERNEL = (
     (
         "norm",
         r"group_?norm|^norm_|^_segment_sums|^_activation_grad|^_skip_dx"
-        r"|^sum_parts|RowwiseMoments|GammaBeta|ComputeInternalGradients|FusedParams",
+        r"|^sum_parts|^_join_kernel|RowwiseMoments|GammaBeta|ComputeInternalGradients|FusedParams",
     ),
     ("resample", r"^_(gather|spread)_kernel|^resample|pool|upsample|interpolate"),
     (
         "elementwise",
-        r"^_cast_kernel|^_pad_channels|^_sinusoids|^_begin_step|elementwise|CatArray|memcpy|memset|native::reduce_kernel",
+        r"^_cast_kernel|^_pad_channels|^_sum_taps|^_sinusoids|^_begin_step|elementwise|CatArray|memcpy|memset|native::reduce_kernel",
     ),
     ("elementwise", r"^triton_(poi|per|red)_"),
 )
 _MATRIX = (
-    r"conv2d|conv_(rows|tiles|resident|bare|split|early|narrow)|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet"
+    r"conv2d|conv_(rows|tiles|resident|bare|split|early|narrow|parity)|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet"
     r"|splitK|cublas|^triton_tem_"
 )
 _BUILDERS = {

@@ -27,10 +27,18 @@ _FAMILIES = {
         "conv_few",
         "conv_split",
         "conv_down",
+        "conv_upsampled",
+        "conv_of_upsampled",
         "conv2d",
         "norm_conv",
     ),
-    "conv dgrad": ("conv_input_grad", "conv_plain_input_grad", "conv_down_input_grad"),
+    "conv dgrad": (
+        "conv_input_grad",
+        "conv_plain_input_grad",
+        "conv_down_input_grad",
+        "conv_upsampled_input_grad",
+        "conv_of_upsampled_input_grad",
+    ),
     "conv wgrad": (
         "conv_weight_grad",
         "conv_two_weight_grads",
@@ -48,7 +56,7 @@ _FAMILIES = {
         "upsample_grad",
         "resample_parts",
     ),
-    "elementwise": ("pad_channels", "sinusoids", "begin_step"),
+    "elementwise": ("pad_channels", "sinusoids", "begin_step", "upsampled_filters"),
     "denoise": ("draw_timesteps", "draw_flips", "q_sample", "denoise_loss", "gather_images"),
     "optimizer": ("grad_norm", "adamw_step", "square_sums", "early", "late_part", "late_ema"),
 }
@@ -150,6 +158,10 @@ def _flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
         n, t, c = args[0].shape  # of forward: [N, T, 3C], of backward: [N, T, C]
         c = c if name == "attention_backward" else c // 3
         return _PRODUCTS[name] * 2 * n * t * t * c
+    if "of_upsampled" in name or name.startswith("conv_upsampled"):
+        summed, others = args[1]  # the former four for each of 2x2 pixels
+        large = args[0] if "grad" in name else result[0]
+        return 2 * large.shape[:3].numel() * (summed.numel() // 4 + others.numel())
     if name in _FAMILIES["conv fwd"]:
         y = args[0] if name == "conv_split" else next(_tensors(result))
         pixels = y.shape[:3].numel()

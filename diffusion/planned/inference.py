@@ -256,11 +256,29 @@ class WaitingKernels:
         table = _Table(partials, pixels, num_groups, (weight, bias, eps), film)
         return self.apply(x1, x2, table, activation, mask=mask), table
 
+    def serves_upsampled(
+        self, small: Tensor | _Waiting | _Upsampled, channels: tuple[int, int], co: int, *rest: bool
+    ) -> bool:
+        serves = self.kernels.serves_upsampled
+        return not _waits(small) and serves(_tensor(small), channels, co, *rest)
+
+    def norm_apply_upsampled(
+        self, x1: Tensor | _Waiting, x2, *statistics_and_activation, corners: bool = False
+    ):
+        *statistics, activation = statistics_and_activation
+        partials, pixels, num_groups, *arguments = statistics
+        large = self.upsample(x1)
+        table = _Table(partials, pixels, num_groups, tuple(arguments), {})
+        a = self.apply(large, x2, table, activation, corners=corners)
+        return a, (table, None), large  # the second is for gradients
+
     def tensor_partials(self, x: Tensor, programs: int) -> Tensor | _Unmeasured:
         pooled, self.pooled = self.pooled, None
         return pooled[1] if pooled is not None and pooled[0] is x else _Unmeasured(x)
 
-    def apply(self, x1, x2, table: _Table, activation: str, **options) -> Tensor:
+    def apply(
+        self, x1, x2, table: _Table, activation: str, *, corners: bool = False, **options
+    ) -> Tensor:
         options = {k: v for k, v in options.items() if v is not None}
         x2 = _tensor(x2)
         n, h, w, c1 = x1.shape
@@ -297,7 +315,7 @@ class WaitingKernels:
         options["early"] = True
         if small_one:
             a, x1.large = self.kernels.apply_upsampled(
-                source, x2, coefficients, activation, **options
+                source, x2, coefficients, activation, corners=corners, **options
             )
             return a
         return self.kernels.apply(source, x2, coefficients, activation, **options)
@@ -326,6 +344,8 @@ def _waits(x: object) -> bool:
 class InferenceUNet(FusedUNet):
     """A `UNet` as a TabulatedDenoiser (see `chain`), for images of its `image_size`, without
     gradients."""
+
+    trains = False
 
     def __init__(self, model: UNet, kernels: ModuleType) -> None:
         flat = FlatParameters(model, together=TOGETHER, trains=False)

@@ -5,7 +5,7 @@ it keeps the inputs of its norms and their tables alone, and makes the activatio
 again: one more pass over memory for each.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Protocol
@@ -30,7 +30,7 @@ SUM_PROGRAMS = 128  # that take the sums of a tensor, at least
 class Feature:
     """An activation and what the next norm has to know of it."""
 
-    x: Tensor  # [N, H, W, C]
+    x: Tensor | None  # [N, H, W, C]; None: nobody has upsampled the source yet
     partials: Tensor  # [N, K, 2, C], see fused.reference
     pixels: int  # that the partials describe; fewer than H * W after nearest upsampling
     source: Tensor | None = None  # [N, H / 2, W / 2, C], where x is it upsampled
@@ -49,6 +49,7 @@ class Plan(Protocol):
 
     kernels: ModuleType  # `triton_kernels.fused` or its reference
     recompute: bool
+    trains: bool  # or parameters stay what they are
     aside: SideStream  # for the gradients of weights and biases
     weight_grads: WeightGrads  # those of residual and attention blocks, in groups
     sums: RowSums
@@ -64,12 +65,27 @@ class Parameters:
 
     def __init__(self, plan: Plan, name: str, module: nn.Module) -> None:
         self.plan = plan
+        self.master = plan.params[f"{name}.weight"]
         self.weight = plan.low[f"{name}.weight"]
         self.grad_weight = plan.grads[f"{name}.weight"]
         if isinstance(module, Conv1d):
             self.weight, self.grad_weight = self.weight[..., None], self.grad_weight[..., None]
         self.bias = plan.params[f"{name}.bias"]
         self.grad_bias = plan.grads[f"{name}.bias"]
+        self._upsampled = None  # filters, where parameters stay what they are
+
+    def upsampled_filters(self, small: Tensor, channels: tuple[int, int]) -> tuple | None:
+        """The filters of the kernels that convolve on the small image what was upsampled from it,
+        the first so many channels; None: they do not pay."""
+        plan = self.plan
+        if not plan.kernels.serves_upsampled(small, channels, len(self.bias), plan.trains):
+            return None
+        if plan.trains:
+            return plan.kernels.upsampled_filters(self.master, channels[0], self.weight.dtype)
+        if self._upsampled is None:
+            make = plan.kernels.upsampled_filters
+            self._upsampled = make(self.master, channels[0], self.weight.dtype)
+        return self._upsampled
 
     def weight_grad(self, x: Tensor, dy: Tensor, **options) -> None:
         """Add or write the gradient of the weight, where x [N, H, W, CI] is convolved."""
@@ -104,6 +120,24 @@ class Norm:
         return self.kernels.norm_apply(
             features[0].x,
             features[1].x if len(features) == 2 else None,
+            tuple(f.partials for f in features),
+            tuple(f.pixels for f in features),
+            self.num_groups,
+            self.weight,
+            self.bias,
+            self.eps,
+            activation,
+            **options,
+        )
+
+    def apply_upsampled(
+        self, features: tuple[Feature, ...], activation: str, **options
+    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+        """`apply` where the source of the first is to be upsampled, with a table of the second
+        alone as well; and the first upsampled."""
+        return self.kernels.norm_apply_upsampled(
+            features[0].source,
+            features[1].x,
             tuple(f.partials for f in features),
             tuple(f.pixels for f in features),
             self.num_groups,
@@ -162,12 +196,24 @@ class FusedResBlock:
 
     def forward(self, x: Feature, other: Feature | None, step: Step) -> Feature:
         k, features = self.kernels, (x,) if other is None else (x, other)
+        filters = None
+        if x.x is None:
+            filters = self._upsampled_filters(features)
+            corners = {"corners": True} if filters is not None and not self.plan.trains else {}
+            a1, (table1, second), large = self.norm1.apply_upsampled(features, "silu", **corners)
+            x = replace(x, x=large)
+        else:
+            a1, table1 = self.norm1.apply(features, "silu")
+            a1, second = self._resample(a1), None
+        features = (x, *features[1:])
         xs = tuple(f.x for f in features)
-        a1, table1 = self.norm1.apply(features, "silu")
-        a1 = self._resample(a1)
         film = self.module.use_scale_shift_norm
         emb = None if film else step.emb[:, self.columns]
-        h, partials = k.conv_forward(a1, self.conv1.weight, self.conv1.bias, emb=emb, stats=True)
+        if filters is None:
+            terms = self.conv1.weight, self.conv1.bias
+            h, partials = k.conv_forward(a1, *terms, emb=emb, stats=True)
+        else:
+            h, partials = k.conv_upsampled(a1, filters, self.conv1.bias, emb=emb)
         h = Feature(h, partials, h.shape[1] * h.shape[2])
         mask = self._mask(step)
         a2, table2 = self.norm2.apply((h,), "silu", mask=mask, **self._film(step))
@@ -183,7 +229,7 @@ class FusedResBlock:
         kept = (None, None) if self.plan.recompute else (a1, a2)
         if x.source is not None and (self.plan.recompute or x.x.nbytes > _MUCH_MEMORY):
             xs = (None, *xs[1:])
-        self.tape = xs, x.source, table1, h, table2, mask, *kept
+        self.tape = xs, x.source, (table1, second), filters, h, table2, mask, *kept
         return Feature(y, partials, h.pixels)
 
     def backward(
@@ -192,17 +238,17 @@ class FusedResBlock:
         """The gradients of x, with `more` of it from elsewhere added, and of the concat's other.
         The memory of `more` may be used for the first."""
         k, plan = self.kernels, self.plan
-        xs, source, table1, h, table2, mask, a1, a2 = self.tape
+        xs, source, (table1, second), filters, h, table2, mask, a1, a2 = self.tape
         self.tape = None
-        xs = xs if xs[0] is not None else (k.upsample(source), *xs[1:])
+        if xs[0] is None and (a1 is None or filters is None):
+            xs = k.upsample(source), *xs[1:]
         if a2 is None:
             a2 = k.apply(h.x, None, table2, "silu", mask=mask)
 
         self.conv2.bias_grad(dy.rows)
         if self.skip is not None:
             self.skip.bias_grad(dy.rows)
-            grads = self._split(self.skip.grad_weight, xs)
-            plan.weight_grads.add(*((x, dy.dx, grad) for x, grad in zip(xs, grads, strict=True)))
+            self._skip_weight_grads(xs, source, dy.dx)
         dz, partials = k.conv_input_grad(
             dy.dx, self.conv2.weight, inputs=(h.x,), table=table2, activation="silu", mask=mask
         )
@@ -216,7 +262,14 @@ class FusedResBlock:
         grads = self.conv1.grad_weight, self.conv2.grad_weight
         plan.weight_grads.add((a1, dh, grads[0]), (a2, dy.dx, grads[1]))
         del a1, a2
-        dz, partials = self._first_grad(dh, xs, table1)
+        if filters is None:
+            dz, partials = self._first_grad(dh, xs, table1)
+            dz2 = None
+        else:
+            options = {"inputs": (source, xs[1]), "tables": (table1, second)}
+            dz, dz2, partials = k.conv_upsampled_input_grad(
+                dh, filters, **options, activation="silu"
+            )
         del dh
         x1 = xs[0] if source is None else source
         upsample1 = source is not None
@@ -224,7 +277,7 @@ class FusedResBlock:
             x2 = xs[1] if len(xs) == 2 else None
             norm = x1, x2, partials, table1
             dx1, dx2, rows = self.norm1.skip_backward(
-                dy.dx, self.skip.weight, dz, *norm, add1=more, upsample1=upsample1
+                dy.dx, self.skip.weight, dz, *norm, add1=more, dz2=dz2, upsample1=upsample1
             )
             return Gradient(dx1, rows), dx2
         add1 = dy.dx
@@ -233,6 +286,31 @@ class FusedResBlock:
         place = dz if more is None else more  # a summand that nobody else reads
         adds = {"add1": add1, "add1_second": more, "out": place, "upsample1": upsample1}
         return Gradient(*self.norm1.backward(dz, x1, partials, table1, **adds)), None
+
+    def _skip_weight_grads(
+        self, xs: tuple[Tensor | None, ...], source: Tensor | None, dy: Tensor
+    ) -> None:
+        """The gradient of the 1x1 filters of [x1, x2]. Where x1 is absent, it is its source
+        upsampled, and each of its pixels is multiplied by the sum of dy over 2x2."""
+        plan, kernels = self.plan, self.kernels
+        first = source if xs[0] is None else xs[0]
+        grads = self._split(self.skip.grad_weight, (first, *xs[1:]))
+        present = [(x, dy, grad) for x, grad in zip(xs, grads, strict=True) if x is not None]
+        plan.weight_grads.add(*present)
+
+        def work(small: Tensor, dy: Tensor) -> None:
+            summed = kernels.upsample_grad(dy)
+            kernels.conv_weight_grad(small, summed, grads[0], accumulate=plan.accumulates)
+
+        if xs[0] is None:
+            plan.aside.run(work, source, dy)
+
+    def _upsampled_filters(self, features: tuple[Feature, ...]) -> tuple | None:
+        """What the first convolution uses if its first channels are upsampled, and that pays."""
+        small, other = features[0].source, features[1].x
+        if self.skip is None:
+            return None
+        return self.conv1.upsampled_filters(small, (small.shape[3], other.shape[3]))
 
     def _first(self, xs: tuple[Tensor, ...], table: Tensor) -> Tensor:
         """What the first convolution reads."""
@@ -373,11 +451,15 @@ class FusedUpsample:
 
     def forward(self, x: Feature) -> Feature:
         k, conv = self.kernels, self.conv
-        large = k.upsample(x.x)
-        if conv is None:
-            return Feature(large, x.partials, x.pixels, source=x.x)
-        y, partials = k.conv_forward(large, conv.weight, conv.bias, stats=True)
-        self.tape = x.x  # `large` is four times as much, and made again in a pass
+        if conv is None:  # the norm behind it upsamples on its way
+            return Feature(None, x.partials, x.pixels, source=x.x)
+        filters = conv.upsampled_filters(x.x, (x.x.shape[3], 0))
+        if filters is None:
+            large = k.upsample(x.x)
+            y, partials = k.conv_forward(large, conv.weight, conv.bias, stats=True)
+        else:
+            y, partials = k.conv_of_upsampled(x.x, filters, conv.bias)
+        self.tape = x.x, filters  # what is upsampled is four times as much, and made in a pass
         return Feature(y, partials, y.shape[1] * y.shape[2])
 
     def backward(self, dy: Gradient, more: Tensor | None) -> Gradient:
@@ -385,9 +467,13 @@ class FusedUpsample:
         k, plan, conv = self.kernels, self.plan, self.conv
         if conv is None:
             return dy  # the block behind it has already summed over the 2x2 pixels
-        large, self.tape = k.upsample(self.tape), None
+        (x, filters), self.tape = self.tape, None
+        large = k.upsample(x)
         conv.bias_grad(dy.rows)
         plan.aside.run(conv.weight_grad, large, dy.dx)
-        del large
-        dx = k.upsample_grad(k.conv_plain_input_grad(dy.dx, conv.weight))
+        del large, x
+        if filters is None:
+            dx = k.upsample_grad(k.conv_plain_input_grad(dy.dx, conv.weight))
+        else:
+            dx = k.conv_of_upsampled_input_grad(dy.dx, filters)
         return Gradient(dx, k.tensor_rows(dx, plan.sums))

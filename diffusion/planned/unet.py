@@ -104,6 +104,8 @@ class _Stages(NamedTuple):
 class FusedUNet:
     """Runs a `UNet` by the plan above. `refusal` says whether it can."""
 
+    trains = True  # or parameters stay what they are
+
     def __init__(
         self,
         model: UNet,

@@ -54,6 +54,31 @@ class Shapes:
         y = self.made("y", (*x.shape[:3], width or weight.shape[0]))
         return y, self.tensor_partials(y) if stats else None
 
+    def serves_upsampled(self, small, channels, co, gradients=False):
+        return True
+
+    def upsampled_filters(self, weight, channels, dtype):
+        co, ci, _, _ = weight.shape
+        return self.made("filters", (16, co, channels)), self.made(
+            "filters", (co, ci - channels, 3, 3)
+        )
+
+    def conv_upsampled(self, a, filters, bias, **_):
+        return self.conv_forward(a, filters[1], bias, stats=True)
+
+    def conv_of_upsampled(self, x, filters, bias):
+        n, h, w, _ = x.shape
+        y = self.made("y", (n, 2 * h, 2 * w, filters[0].shape[1]))
+        return y, self.tensor_partials(y)
+
+    def conv_of_upsampled_input_grad(self, dy, filters):
+        n, h, w, _ = dy.shape
+        return self.made("dx", (n, h // 2, w // 2, filters[0].shape[2]))
+
+    def conv_upsampled_input_grad(self, dy, filters, *, inputs, **_):
+        dz1, dz2 = (self.made("dz", x.shape) for x in inputs)
+        return dz1, dz2, self.made("partials", (len(dy), 1, 2, 1), torch.float32)
+
     def conv_plain_input_grad(self, dy, weight):
         return self.made("dx", (*dy.shape[:3], weight.shape[1]))
 
@@ -81,6 +106,11 @@ class Shapes:
     def norm_apply(self, x1, x2, *_, **options):
         a = self.apply(x1, x2)
         return a, self.made("table", (a.shape[0], 4, a.shape[3]), torch.float32)
+
+    def norm_apply_upsampled(self, x1, x2, *arguments):
+        large = self.upsample(x1)
+        a, table = self.norm_apply(large, x2)
+        return a, (table, self.made("table", (len(x2), 4, x2.shape[3]), torch.float32)), large
 
     def norm_backward(self, dz, x, *_, rows=True, **options):
         dx1, _, rows = self.norm_dx(dz, x, None, None, sums=rows or None, out=options.get("out"))

@@ -104,7 +104,7 @@ def test_output_and_every_gradient(options, size, recompute):
 
 
 def test_upsampled_inputs_may_be_kept_or_made_again(monkeypatch):
-    """In a large batch they are made again: the same numbers, in less memory."""
+    """In a large batch they are made again, or not at all: the same numbers, in less memory."""
 
     def outcome() -> tuple[torch.Tensor, int]:
         model = make(MODELS["three_levels"])
@@ -122,8 +122,8 @@ def test_upsampled_inputs_may_be_kept_or_made_again(monkeypatch):
     kept, once = outcome()
     monkeypatch.setattr(layers, "_MUCH_MEMORY", 0)
     again, twice = outcome()
-    assert twice == once + 2
-    torch.testing.assert_close(kept, again, rtol=0, atol=0)
+    assert twice == once + 1  # of two, that whose products are not made on the small image
+    torch.testing.assert_close(kept, again, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("urgent", [True, False], ids=["urgent", "some are held"])

@@ -12,6 +12,7 @@ from diffusion.planned.unet import FusedUNet, training_network
 from diffusion.unet import UNet
 from triton_kernels import reference
 from triton_kernels.device import describe
+from triton_kernels.fused import conv_upsampled
 
 from .test_fused_unet import MODELS, make
 
@@ -98,6 +99,26 @@ def test_small_models(options, size, device):
 @pytest.mark.parametrize("batch", [2, 9])
 def test_unet64(batch, device):
     check({}, (64, 64), batch, torch.bfloat16, device)
+
+
+@pytest.fixture
+def fewest_images(monkeypatch):
+    """Products are made on small images where there would have to be more images."""
+    fewest = {False: 1, True: 1}
+    monkeypatch.setattr(conv_upsampled, "_FEWEST_IMAGES", fewest)
+
+
+@pytest.mark.gpu
+def test_unet64_with_products_on_small_images(fewest_images, device):
+    check({}, (64, 64), 9, torch.bfloat16, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+@pytest.mark.parametrize("conv_resample", [False, True], ids=["nearest", "convolution"])
+def test_products_on_small_images(conv_resample, recompute, fewest_images, device):
+    options = {"num_res_blocks": 1, "attention_resolutions": (), "conv_resample": conv_resample}
+    check(options, (32, 32), 24, torch.bfloat16, device, recompute)
 
 
 @pytest.mark.gpu

@@ -80,7 +80,7 @@ _SKIP_DX = {
         **dict.fromkeys(("N", "CO", "P", "Q", "C", "C1", "CK"), "i32"),
     },
     "constexprs": {
-        **dict.fromkeys(("add1_desc", "partial_ptr", "table_ptr", "rows_ptr")),
+        **dict.fromkeys(("add1_desc", "dz2_desc", "partial_ptr", "table_ptr", "rows_ptr")),
         **dict.fromkeys(("KZ", "CG", "BLOCK_G", "BLOCK_J", "BLOCK_KZ"), 1),
         "PRECISION": "tf32",
         "UPSAMPLE": True,
@@ -106,6 +106,15 @@ _SKIP_DX_FOLDED = {
 }
 for _name in ("partial_ptr", "table_ptr", "rows_ptr"):
     del _SKIP_DX_FOLDED["constexprs"][_name]
+
+_SKIP_DX_OF_HALVES = {
+    **_SKIP_DX_FOLDED,
+    "name": "dx with a 1x1 skip, of two gradients, the norm's coefficients",
+    "signature": _SKIP_DX_FOLDED["signature"]
+    | {"dz_desc": "tensordesc<bf16[1,1,32,64]>", "dz2_desc": "tensordesc<bf16[1,2,64,64]>"},
+    "constexprs": {k: v for k, v in _SKIP_DX_FOLDED["constexprs"].items() if k != "dz2_desc"},
+    "expect": {"wgmma": True, "tma": True, "arches": (90,)},
+}
 
 _FUSED_DROPOUT = {
     **_FUSED_DGRAD,
@@ -191,4 +200,5 @@ COMPILE_CASES = [
     _RAGGED_SKIP_DX,
     _SKIP_DX,
     _SKIP_DX_FOLDED,
+    _SKIP_DX_OF_HALVES,
 ]

@@ -24,6 +24,7 @@ _APPLY = {
 _APPLY_TILE = {
     "ACT": "silu",
     "MASKED": False,
+    "CORNERS": False,
     "TILES": 2,
     "BLOCK_P": 64,
     "BLOCK_C": 64,
@@ -38,7 +39,8 @@ COMPILE_CASES = [
         | types("*fp32", "table_ptr")
         | ints("stride_scale", "stride_shift", "pixels1", "pixels2", "C1", "C", "GB")
         | {"eps": "fp32"},
-        "constexprs": {"K1": 32, "K2": 16, "BLOCK_K1": 32, "BLOCK_K2": 16} | _GROUPS,
+        "constexprs": {"K1": 32, "K2": 16, "BLOCK_K1": 32, "BLOCK_K2": 16, "second_ptr": None}
+        | _GROUPS,
         "multiples": ("C1", "C", "pixels1", "pixels2", "stride_scale", "stride_shift"),
         "options": {"num_warps": 1},
     },

@@ -71,6 +71,22 @@ def test_forward(shape, channels, ks, groups, device):
     _check_forward(shape, channels, ks, groups, device)
 
 
+@pytest.mark.parametrize("channels", [(40, 24), (12, 12)], ids=str)
+def test_forward_of_an_upsampled_half(channels, device):
+    """The bits of what is upsampled first."""
+    (large, other), weight, bias = make_halves((2, 6, 8), channels, device=device)
+    small = large[:, ::2, ::2].contiguous()
+    large = reference.upsample_nearest2d(small)
+    want, expected = _apply((large, other), (3, 2), 4, weight, bias, fold=False)
+    partials = partials_of(small, 3), partials_of(other, 2)
+    a, (table, second), made = norm_fold.norm_apply_upsampled(
+        small, other, partials, (12, 48), 4, weight, bias, EPS, "silu"
+    )
+    torch.testing.assert_close(table, expected)
+    torch.testing.assert_close(a, want)
+    assert torch.equal(second, table[..., channels[0] :]) and torch.equal(made, large)
+
+
 def test_forward_of_several_tiles(device, monkeypatch):
     monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
     _check_forward((2, 9, 11), (40, 24), (3, 1), 4, device, config=PassConfig(256, 4, 4))

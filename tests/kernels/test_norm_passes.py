@@ -145,6 +145,9 @@ def _check_upsampled(n, h, w, c1, c2, dtype, device):
     a, large = norm_passes.apply_upsampled(x1, x2, table, "silu")
     halves = (reference.upsample_nearest2d(x1), x2)
     assert torch.equal(large, halves[0])
+    few, again = norm_passes.apply_upsampled(x1, x2, table, "silu", corners=True)
+    assert torch.equal(few[:, ::2, ::2], a[:, ::2, ::2]) and torch.equal(again, large)
+    assert torch.equal(few[..., c1:], a[..., c1:])
     rounding = torch.finfo(dtype).eps / 2 + 2e-6
     assert_near(
         "a",

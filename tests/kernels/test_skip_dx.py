@@ -23,12 +23,15 @@ class Case(NamedTuple):
     c2: int = 0
     upsample1: bool = False
     add1: bool = False
+    halves: bool = False  # dz is two tensors, of which the first has been added up
 
 
 SMALL = {
     "one input": Case(2, 8, 8, 24, 40, add1=True),
     "two inputs": Case(1, 8, 24, 72, 64, 16),
     "two inputs, one upsampled": Case(3, 8, 16, 40, 64, 72, upsample1=True),
+    "two inputs, two gradients": Case(3, 8, 16, 40, 64, 72, upsample1=True, halves=True),
+    "7x5, two gradients": Case(2, 14, 10, 16, 128, 24, True, True, halves=True),
     "one input, upsampled": Case(1, 16, 8, 16, 24, upsample1=True, add1=True),
     "images of 16 pixels": Case(5, 4, 4, 16, 64, 64),
     "rows of 12": Case(3, 12, 12, 8, 16),
@@ -44,6 +47,9 @@ MODEL = {
     "64x64 upsampled": Case(32, 64, 64, 64, 128, 64, upsample1=True),
     "32x32": Case(32, 32, 32, 128, 128, 64),
     "16x16 upsampled": Case(32, 16, 16, 192, 256, 192, upsample1=True),
+    "16x16 of two gradients": Case(32, 16, 16, 192, 256, 192, upsample1=True, halves=True),
+    "32x32 of two gradients": Case(32, 32, 32, 128, 192, 128, upsample1=True, halves=True),
+    "64x64 of two gradients": Case(32, 64, 64, 64, 128, 64, upsample1=True, halves=True),
     "8x8": Case(33, 8, 8, 256, 256, 192),
     "encoder": Case(32, 32, 32, 128, 64, add1=True),
     "28x28 upsampled": Case(32, 28, 28, 64, 128, 64, upsample1=True),
@@ -67,16 +73,17 @@ def _inputs(case: Case, dtype, device) -> dict[str, Tensor | None]:
     def randn(*shape: int, dtype=dtype) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    n, h, w, co, c1, c2, upsample1, add1 = case
+    n, h, w, co, c1, c2, upsample1, add1, halves = case
     small = (h // 2, w // 2) if upsample1 else (h, w)
     return {
         "dy": randn(n, h, w, co),
         "weight": (randn(co, c1 + c2, dtype=torch.float32) / co**0.5).to(dtype)[..., None, None],
-        "dz": randn(n, h, w, c1 + c2),
+        "dz": randn(n, *small, c1) if halves else randn(n, h, w, c1 + c2),
         "x1": randn(n, *small, c1) + 2,
         "x2": randn(n, h, w, c2) - 2 if c2 else None,
         "coeff": randn(n, 3, c1 + c2, dtype=torch.float32),
         "add1": randn(n, h, w, c1) if add1 else None,
+        "dz2": randn(n, h, w, c2) if halves else None,
     }
 
 
@@ -122,8 +129,8 @@ def test_coefficients_made_in_the_kernel(name, dtype, device):
     if name in MODEL and device.type == "cpu":
         pytest.skip("large")
     inputs = _inputs(case, dtype, device)
-    dy, weight, dz, x1, x2, _, add1 = inputs.values()
-    n, h, w, c = dz.shape
+    dy, weight, dz, x1, x2, _, add1, dz2 = inputs.values()
+    (n, h, w, _), c = dy.shape, weight.shape[1]
     generator = torch.Generator().manual_seed(1)
     tiles = 4 if h * w % 4 == 0 else 1
     partials = torch.randn(n, tiles, 2, c, generator=generator).to(device)
@@ -136,7 +143,7 @@ def test_coefficients_made_in_the_kernel(name, dtype, device):
         d_weight, d_bias, d_bias_before = sums.grad.split(c)
         *dx, rows = norm_fold.skip_backward(
             dy, weight, dz, x1, x2, partials, table, groups, d_weight, d_bias,
-            sums=sums, add1=add1, upsample1=case.upsample1, fold=fold,
+            sums=sums, add1=add1, dz2=dz2, upsample1=case.upsample1, fold=fold,
         )  # fmt: skip
         sums.add(rows, 0, d_bias_before[: case.c1])
         total = rows.sum(0)
@@ -153,6 +160,8 @@ def test_coefficients_made_in_the_kernel(name, dtype, device):
 @pytest.mark.parametrize("name", MODEL)
 def test_every_config_at_model_shapes(name, config, device):
     case = MODEL[name]
+    if case.halves and case.c1 % config.block_c:
+        pytest.skip("a tile of two tensors")
     first = _check(case, torch.bfloat16, device, config)
     for _ in range(3):
         again = _check(case, torch.bfloat16, device, config)

@@ -21,7 +21,7 @@ from ..layout import check_nhwc, check_second, check_shape, row_stride
 from ..norm.pass_grid import PassConfig
 from ..row_sums import RowSums
 from .norm_fold_kernels import norm_apply_folded_kernel, norm_dx_folded_kernel
-from .norm_passes import apply, cut, norm_dx
+from .norm_passes import apply, apply_upsampled, cut, norm_dx
 from .norm_tables import (
     check_partials_of,
     covering_groups,
@@ -96,6 +96,26 @@ def norm_apply(
         num_warps=config.num_warps, **overlapping(x1.device),
     )  # fmt: skip
     return a, table
+
+
+def norm_apply_upsampled(
+    x1: Tensor,  # [N, H / 2, W / 2, C1]
+    x2: Tensor,  # [N, H, W, C2]
+    partials: tuple[Tensor, ...],  # of each, as those of `norm_apply`
+    pixels: tuple[int, ...],
+    num_groups: int,
+    weight: Tensor | None,  # [C1 + C2]
+    bias: Tensor | None,  # [C1 + C2]
+    eps: float,
+    activation: str,
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:  # [N, H, W, C1 + C2], tables, [N, H, W, C1]
+    """`norm_apply` of upsample(x1) beside x2, where the tables are float32 [N, 4, C1 + C2] and that
+    of x2 alone [N, 4, C2]; and upsample(x1)."""
+    shape = len(x2), 4, x2.shape[3]
+    second = _empty(shape, dtype=torch.float32, device=x2.device)
+    table = norm_table(partials, pixels, num_groups, weight, bias, eps, second_out=second)
+    a, large = apply_upsampled(x1, x2, table, activation)
+    return a, (table, second), large
 
 
 def norm_backward(
@@ -186,15 +206,16 @@ def skip_backward(
     *,
     sums: RowSums,
     add1: Tensor | None = None,  # [N, H, W, C1]
+    dz2: Tensor | None = None,  # [N, H, W, C2]: then dz is that of x1, added up over 2x2 pixels
     upsample1: bool = False,
     fold: bool | None = None,  # None: where it is faster
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """`skip_dx` with the coefficients of `norm_grad_table`: the gradients of x1 and x2, and rows
     whose sum is that of the first over samples and pixels."""
-    n, h, w, c = dz.shape
-    config = choose_config(dy, skip_weight, dz, x1, x2, add1, upsample1) if n else None
+    (n, h, w, _), c = dy.shape, skip_weight.shape[1]
+    config = choose_config(dy, skip_weight, x1, x2, add1, upsample1) if n else None
     if fold is None:
-        fold = n > 0 and _folds("dx", partials.shape[1], dz.numel())
+        fold = n > 0 and _folds("dx", partials.shape[1], n * h * w * c)
     if fold and n > 0 and folds(config, dy, x1, x2, upsample1):
         work = sums.rows(n, 2 * c)
         coeff = NormSums(partials, table, num_groups, work)
@@ -206,5 +227,5 @@ def skip_backward(
         coeff = norm_grad_table(
             partials, table, h * w, num_groups, *grads, accumulate=True, sums=sums
         )
-    options = {"upsample1": upsample1, "config": config}
+    options = {"dz2": dz2, "upsample1": upsample1, "config": config}
     return skip_dx(dy, skip_weight, dz, x1, x2, coeff, add1, sums, **options)

@@ -118,6 +118,7 @@ def _norm_apply_upsampled(
     ACT: tl.constexpr,
     MASKED: tl.constexpr,
     EARLY: tl.constexpr,
+    CORNERS: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_Q: tl.constexpr,  # pixels of x
     BLOCK_C: tl.constexpr,
@@ -141,7 +142,10 @@ def _norm_apply_upsampled(
         pixel = q0 + offs_q
         corner = n * HW + pixel // (W // 2) * (2 * W) + pixel % (W // 2) * 2
         a = _normalized(x, mean, slope, b, ACT).to(a_ptr.dtype.element_ty)
-        _store_four(a_ptr, corner, W, C, offs_c, a, mask)
+        if CORNERS:
+            tl.store(a_ptr + corner[:, None] * C + offs_c[None, :], a, mask=mask)
+        else:
+            _store_four(a_ptr, corner, W, C, offs_c, a, mask)
         _store_four(large_ptr, corner, W, CH, offs_c, x, mask)
 
 
@@ -167,6 +171,7 @@ def norm_apply_kernel(
     MASKED: tl.constexpr,
     EARLY: tl.constexpr,  # x1 and x2 are older than the launch in front, which makes the table:
     # a program asks for its first tile before it waits
+    CORNERS: tl.constexpr,  # of a's first half only one pixel of 2x2 is written
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -184,7 +189,7 @@ def norm_apply_kernel(
         if large_ptr is not None:
             _norm_apply_upsampled(
                 x1_ptr, table_ptr, a_ptr, large_ptr, n, k, c0, HW, W, C1, C,
-                ACT, MASKED, EARLY, TILES, BLOCK_P // 4, BLOCK_C,
+                ACT, MASKED, EARLY, CORNERS, TILES, BLOCK_P // 4, BLOCK_C,
             )  # fmt: skip
         else:
             _norm_apply_half(

@@ -55,6 +55,7 @@ def norm_table_kernel(
     scale_ptr,  # [N, C] or None
     shift_ptr,  # [N, C] or None
     table_ptr,  # float32 [N, 4, C]
+    second_ptr,  # float32 [N, 4, C - C1] or None
     stride_scale,
     stride_shift,
     pixels1,
@@ -103,6 +104,14 @@ def norm_table_kernel(
     tl.store(out_ptr + C, rstd + tl.zeros_like(mean), mask=mask_c)
     tl.store(out_ptr + 2 * C, g, mask=mask_c)
     tl.store(out_ptr + 3 * C, b, mask=mask_c)
+    if second_ptr is not None:
+        half = C - C1
+        mask_c &= offs_c >= C1
+        out_ptr = second_ptr + n * 4 * half + offs_c - C1
+        tl.store(out_ptr, group_mean + tl.zeros_like(mean), mask=mask_c)
+        tl.store(out_ptr + half, rstd + tl.zeros_like(mean), mask=mask_c)
+        tl.store(out_ptr + 2 * half, g, mask=mask_c)
+        tl.store(out_ptr + 3 * half, b, mask=mask_c)
 
 
 @triton.jit

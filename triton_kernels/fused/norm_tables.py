@@ -130,6 +130,7 @@ def norm_table(
     eps: float,
     scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
     shift: Tensor | None = None,  # [N, C1 + C2]
+    second_out: Tensor | None = None,  # float32 [N, 4, C2], the second half once more
 ) -> Tensor:  # float32 [N, 4, C1 + C2]
     """mean, rstd, g = weight (1 + scale) and b = bias (1 + scale) + shift of every channel.
 
@@ -142,6 +143,8 @@ def norm_table(
     n, k1, _, c1 = first.shape
     k2, c = (1, c1) if second is None else (second.shape[1], c1 + second.shape[3])
     assert c % num_groups == 0 and (second is None or second.shape[0] == n)
+    if second_out is not None:
+        check_shape("second_out", second_out, n, 4, c - c1)
     lanes = _lanes_of(c, num_groups, k1, k2)
     table = _empty((n, 4, c), dtype=torch.float32, device=first.device)
     film = (scale, shift)
@@ -153,6 +156,7 @@ def norm_table(
         bias,
         *film,
         table,
+        second_out,
         *map(row_stride, film),
         *shape,
         *lanes.blocks,

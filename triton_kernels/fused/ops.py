@@ -20,9 +20,17 @@ from .conv import (
 from .conv_down import conv_down, conv_down_input_grad
 from .conv_early import conv_early, serves_whole
 from .conv_split import conv_split, worth_splitting
+from .conv_upsampled import (
+    conv_of_upsampled,
+    conv_of_upsampled_input_grad,
+    conv_upsampled,
+    conv_upsampled_input_grad,
+    serves_upsampled,
+    upsampled_filters,
+)
 from .linear_grads import linear_grads
 from .norm_conv import norm_conv, serves_norm_conv
-from .norm_fold import norm_apply, norm_backward, skip_backward
+from .norm_fold import norm_apply, norm_apply_upsampled, norm_backward, skip_backward
 from .norm_passes import apply, apply_upsampled, norm_dx
 from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
 from .norm_whole import (
@@ -59,13 +67,18 @@ __all__ = [
     "conv_forward",
     "conv_fused_supported",
     "conv_input_grad",
+    "conv_of_upsampled",
+    "conv_of_upsampled_input_grad",
     "conv_plain_input_grad",
     "conv_split",
     "conv_two_weight_grads",
+    "conv_upsampled",
+    "conv_upsampled_input_grad",
     "conv_weight_grad",
     "conv_weight_grads",
     "linear_grads",
     "norm_apply",
+    "norm_apply_upsampled",
     "norm_backward",
     "norm_conv",
     "norm_dx",
@@ -80,6 +93,7 @@ __all__ = [
     "resample_parts",
     "serves_norm_conv",
     "serves_qkv_attention",
+    "serves_upsampled",
     "sinusoids",
     "skip_backward",
     "skip_dx",
@@ -88,6 +102,7 @@ __all__ = [
     "tensor_rows",
     "upsample",
     "upsample_grad",
+    "upsampled_filters",
     "worth_splitting",
 ]
 

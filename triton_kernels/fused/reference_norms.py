@@ -67,10 +67,16 @@ def apply(x1, x2, table, activation, *, mask=None, early=False):
     return drop(a, mask)
 
 
-def apply_upsampled(x1, x2, table, activation, *, early=False):
-    """`apply` of x1 with 2x2 blocks for its pixels; and these."""
+def apply_upsampled(x1, x2, table, activation, *, corners=False, early=False):
+    """`apply` of x1 with 2x2 blocks for its pixels; and these. With `corners` the first of these
+    four pixels counts alone, as far as x1 goes."""
     large = reference.upsample_nearest2d(x1)
-    return apply(large, x2, table, activation), large
+    a = apply(large, x2, table, activation)
+    if corners:
+        rest = torch.ones(a.shape[1:], dtype=torch.bool, device=a.device)
+        rest[::2, ::2], rest[..., x1.shape[3] :] = False, False
+        a = a.masked_fill(rest, torch.nan)
+    return a, large
 
 
 def norm_grad_table(
@@ -162,6 +168,17 @@ def norm_apply(
     and shift."""
     table = norm_table(partials, pixels, num_groups, weight, bias, eps, **film)
     return apply(x1, x2, table, activation, mask=mask), table
+
+
+def norm_apply_upsampled(
+    x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, **film
+):
+    """`norm_apply` of x1 with 2x2 blocks for its pixels, where the table is followed by that of x2
+    alone; and these."""
+    large = reference.upsample_nearest2d(x1)
+    norm = partials, pixels, num_groups, weight, bias, eps
+    a, table = norm_apply(large, x2, *norm, activation, **film)
+    return a, (table, table[..., x1.shape[3] :].contiguous()), large
 
 
 def norm_backward(

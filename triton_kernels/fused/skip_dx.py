@@ -54,7 +54,7 @@ def _finish(
     acc,  # float32 [BLOCK_C, BLOCK_M]: W^T dy
     x_desc,  # this half of x, or what is upsampled to it
     add_desc,  # or None
-    dz_desc,
+    dz_desc,  # this half of dz, with SUMMED as x_desc; or else the whole
     p,  # float32 [BLOCK_C, TILE_N]
     q,
     r,
@@ -71,6 +71,8 @@ def _finish(
     C,
     CH,  # channels of this half
     UPSAMPLE: tl.constexpr,
+    SUMMED: tl.constexpr,  # dz has been added up over 2x2 pixels
+    HALVES: tl.constexpr,  # dz is two tensors
     TILE_N: tl.constexpr,
     TILE_H: tl.constexpr,
     TILE_W: tl.constexpr,
@@ -85,8 +87,13 @@ def _finish(
     if add_desc is not None:
         add = add_desc.load([n0, h0, w0, c0 - border]).reshape(BLOCK_M, BLOCK_C)
         acc += tl.trans(add).to(tl.float32)
-    dz = tl.trans(dz_desc.load([n0, h0, w0, c0]).reshape(BLOCK_M, BLOCK_C)).to(tl.float32)
-    dx = acc.reshape(BLOCK_C, TILE_N, PIXELS) + p[:, :, None] * dz.reshape(BLOCK_C, TILE_N, PIXELS)
+    if SUMMED:
+        dx = acc
+    else:
+        at_dz = [n0, h0, w0, c0 - border] if HALVES else [n0, h0, w0, c0]
+        dz = tl.trans(dz_desc.load(at_dz).reshape(BLOCK_M, BLOCK_C)).to(tl.float32)
+        dz = dz.reshape(BLOCK_C, TILE_N, PIXELS)
+        dx = acc.reshape(BLOCK_C, TILE_N, PIXELS) + p[:, :, None] * dz
     if UPSAMPLE:  # the gradient of a pixel is the sum of those of its 2x2 copies
         dx = dx.reshape(BLOCK_C, TILE_N, TILE_H // 2, 2, TILE_W // 2, 2)
         dx = tl.sum(tl.sum(dx, axis=5), axis=3).reshape(BLOCK_C, TILE_N, PIXELS // 4)
@@ -99,6 +106,10 @@ def _finish(
     x = x_desc.load(at).reshape(BLOCK_M // FACTOR // FACTOR, BLOCK_C)
     x = tl.trans(x).to(tl.float32).reshape(BLOCK_C, TILE_N, PIXELS // FACTOR // FACTOR)
     dx += q[:, :, None] * x + r[:, :, None]
+    if SUMMED:
+        dz = tl.trans(dz_desc.load(at).reshape(BLOCK_M // FACTOR // FACTOR, BLOCK_C))
+        dz = dz.to(tl.float32).reshape(BLOCK_C, TILE_N, PIXELS // FACTOR // FACTOR)
+        dx += p[:, :, None] * dz
     if sums_ptr is not None:
         k = tile_number(h0, w0, Q, TILE_H, TILE_W, RAGGED)
         tiles = count_tiles(P, TILE_H, RAGGED) * count_tiles(Q, TILE_W, RAGGED)
@@ -117,7 +128,8 @@ def _finish(
 def _skip_dx_kernel(
     dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
     w_desc,  # [CO, C] in boxes [BLOCK_K, BLOCK_C]
-    dz_desc,  # [N, P, Q, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]
+    dz_desc,  # [N, P, Q, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C], or with the next as x1_desc
+    dz2_desc,  # as x2_desc or None
     x1_desc,  # [N, P, Q, C1] likewise; UPSAMPLE: half as high and wide, and so are its boxes
     x2_desc,  # [N, P, Q, C - C1] or None
     add1_desc,  # [N, P, Q, C1] or None
@@ -177,12 +189,15 @@ def _skip_dx_kernel(
     if c0 < C1:
         _finish(
             acc, x1_desc, add1_desc, dz_desc, p, q, r, dx1_desc, sums_ptr, n0, h0, w0, c0, 0,
-            N, P, Q, C, C1, UPSAMPLE, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+            N, P, Q, C, C1, UPSAMPLE, dz2_desc is not None, False,
+            TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
         )  # fmt: skip
     elif x2_desc is not None:
         _finish(
-            acc, x2_desc, None, dz_desc, p, q, r, dx2_desc, None, n0, h0, w0, c0, C1,
-            N, P, Q, C, C - C1, False, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+            acc, x2_desc, None, dz2_desc if dz2_desc is not None else dz_desc, p, q, r, dx2_desc,
+            None, n0, h0, w0, c0, C1,
+            N, P, Q, C, C - C1, False, False, dz2_desc is not None,
+            TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
         )  # fmt: skip
 
 
@@ -205,6 +220,7 @@ def skip_dx(
     add1: Tensor | None = None,  # [N, H, W, C1]
     sums: bool | RowSums = False,
     *,
+    dz2: Tensor | None = None,  # [N, H, W, C2]: then dz is that of x1, added up over 2x2 pixels
     upsample1: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -214,11 +230,13 @@ def skip_dx(
     tiles of one image and of one half, see `folds`. If no tile of channels divides the halves, each
     is a launch of its own.
     """
-    assert dz.shape[3] == x1.shape[3] + (0 if x2 is None else x2.shape[3])
+    halves = dz2 is not None
+    assert dz.shape[3] == x1.shape[3] + (0 if x2 is None or halves else x2.shape[3])
+    assert not halves or (upsample1 and dz.shape == x1.shape and dz2.shape == x2.shape)
     if config is None:
-        config = choose_config(dy, weight, dz, x1, x2, add1, upsample1)
-    if not _straddles(config, x1, x2):
-        return _launch(dy, weight, dz, 0, x1, x2, coeff, add1, sums, upsample1, config)
+        config = choose_config(dy, weight, x1, x2, add1, upsample1)
+    if halves or not _straddles(config, x1, x2):
+        return _launch(dy, weight, dz, 0, x1, x2, coeff, add1, sums, upsample1, config, dz2)
     assert isinstance(coeff, Tensor), "coefficients are made in the kernel for both halves at once"
     c1 = x1.shape[3]
     first, second = (weight[:, :c1], dz, 0, x1, None), (weight[:, c1:], dz, c1, x2, None)
@@ -239,15 +257,18 @@ def _launch(
     sums: bool | RowSums,
     upsample1: bool,
     config: Config,
+    dz2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     n, h, w, co = dy.shape
     c1 = x1.shape[3]
     c = c1 if x2 is None else c1 + x2.shape[3]
     factor = 2 if upsample1 else 1
     assert weight.shape == (co, c, 1, 1) and weight.stride(1) == 1 and weight.dtype == dy.dtype
-    assert dz.shape[:3] == (n, h, w) and begin + c <= dz.shape[3]
+    channels = begin + c if dz2 is not None else dz.shape[3]  # that have coefficients
+    assert dz2 is not None or (dz.shape[:3] == (n, h, w) and begin + c <= channels)
+    assert dz2 is None or not _straddles(config, x1, x2), "a tile of two tensors"
     assert x1.shape == (n, h // factor, w // factor, c1)
-    for x in (dy, dz, x1, x2, add1):
+    for x in (dy, dz, dz2, x1, x2, add1):
         assert x is None or (x.is_contiguous() and x.dtype == dy.dtype)
     dx1 = _empty(x1.shape, dtype=x1.dtype, device=x1.device)
     dx2 = None if x2 is None else _empty(x2.shape, dtype=x2.dtype, device=x2.device)
@@ -268,7 +289,7 @@ def _launch(
         (fold["BLOCK_KZ"],) = tiles_at_a_time(groups, fold["KZ"])
         coeff, norm = None, [partials, table, place]
     else:
-        assert coeff.shape == (n, 3, dz.shape[3]) and coeff.is_contiguous()
+        assert coeff.shape == (n, 3, channels) and coeff.is_contiguous()
         coeff = coeff[..., begin:]
     rows = None
     count = n * boxes_of_image(box, h, w)
@@ -281,15 +302,19 @@ def _launch(
     tile = [*box, config.block_c]
     tile1 = [box[0], box[1] // factor, box[2] // factor, config.block_c]
     filters = weight.view(co, c)
-    columns = TensorDescriptor(  # not dz.stride(), see `in_boxes`
-        dz[..., begin : begin + c], [n, h, w, c], [*_pitches(dz), 1], tile
-    )
+    if dz2 is None:
+        columns = TensorDescriptor(  # not dz.stride(), see `in_boxes`
+            dz[..., begin : begin + c], [n, h, w, c], [*_pitches(dz), 1], tile
+        )
+    else:
+        columns = in_boxes(dz, tile1)
     strides = [filters.stride(0), 1]
     programs = count_boxes(box, n, h, w) * triton.cdiv(c, config.block_c)
     _skip_dx_kernel[(programs,)](
         in_boxes(dy, [*box, config.block_k]),
         TensorDescriptor(filters, [co, c], strides, [config.block_k, config.block_c]),
         columns,
+        None if dz2 is None else in_boxes(dz2, tile),
         in_boxes(x1, tile1),
         None if x2 is None else in_boxes(x2, tile),
         None if add1 is None else in_boxes(add1, tile),
@@ -304,7 +329,7 @@ def _launch(
         w,
         c,
         c1,
-        dz.shape[3],
+        channels,
         PRECISION="tf32",
         UPSAMPLE=upsample1,
         RAGGED=is_ragged(box, h, w),
@@ -318,7 +343,6 @@ def _launch(
 def choose_config(
     dy: Tensor,
     weight: Tensor,
-    dz: Tensor,
     x1: Tensor,
     x2: Tensor | None,
     add1: Tensor | None,
@@ -326,11 +350,12 @@ def choose_config(
 ) -> Config:
     """The tile of `skip_dx` for these arguments."""
     n, h, w, co = dy.shape
-    c, c1 = dz.shape[3], x1.shape[3]
+    c, c1 = weight.shape[1], x1.shape[3]
     border = None if x2 is None else c1
 
     def run(config: Config) -> Tensor:
         coeff = torch.ones((n, 3, c), device=dy.device)
+        dz = torch.zeros((n, h, w, c), dtype=dy.dtype, device=dy.device)
         options = {"upsample1": upsample1, "config": config}
         return skip_dx(dy, weight, dz, x1, x2, coeff, add1, **options)[0]
 
