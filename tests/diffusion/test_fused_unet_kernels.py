@@ -7,6 +7,7 @@ import torch
 import triton_kernels
 from diffusion.backend import Backend
 from diffusion.flat import FlatParameters
+from diffusion.planned import layers
 from diffusion.planned.embedding import TOGETHER
 from diffusion.planned.unet import FusedUNet, training_network
 from diffusion.unet import UNet
@@ -103,9 +104,10 @@ def test_unet64(batch, device):
 
 @pytest.fixture
 def fewest_images(monkeypatch):
-    """Products are made on small images where there would have to be more images."""
-    fewest = {False: 1, True: 1}
-    monkeypatch.setattr(conv_upsampled, "_FEWEST_IMAGES", fewest)
+    """Products are made on small images, and nothing is upsampled again for the gradient of a 1x1
+    skip, where there would have to be more images."""
+    monkeypatch.setattr(conv_upsampled, "_FEWEST_IMAGES", {False: 1, True: 1})
+    monkeypatch.setattr(layers, "_MUCH_MEMORY", 0)
 
 
 @pytest.mark.gpu
