@@ -29,9 +29,11 @@ import contextlib
 import importlib
 import io
 import json
+import math
 import os
 import re
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -78,13 +80,16 @@ def arches_of(case: dict) -> tuple[int, ...]:
 def compile_case(case: dict, arch: int) -> dict:
     """Compile one case for one chip. The result has `ok` and, if not ok, `error`; otherwise
     `registers` and `spills` (bytes) of a thread, `stack` (bytes), `serial`: whether each wgmma is
-    waited for before the next one begins, `shared` (bytes), and the numbers of instructions
-    `wgmma_shared`, `wgmma_registers` (where A comes from) and `tma_loads`."""
+    waited for before the next one begins, `shared` (bytes), the numbers of instructions
+    `wgmma_shared`, `wgmma_registers` (where A comes from) and `tma_loads`, and on sm_90
+    `overwritten`, as `overwritten_barriers`."""
     try:
-        ptx, shared, log = _compile(case, arch)
+        ptx, shared, log, tiled = _compile(case, arch)
+        memory = {"overwritten": overwritten_barriers(_allocated(tiled))} if arch == 90 else {}
     except Exception as error:  # whatever the compiler raises is the result
         return {"ok": False, "error": f"{type(error).__name__}: {error}"[-4000:]}
-    return {"ok": True, "shared": shared, **read_resources(log), **count_instructions(ptx)}
+    resources = read_resources(log) | count_instructions(ptx) | memory
+    return {"ok": True, "shared": shared, **resources}
 
 
 def read_resources(log: str) -> dict[str, int]:
@@ -108,8 +113,53 @@ def count_instructions(ptx: str) -> dict[str, int]:
     }
 
 
-def _compile(case: dict, arch: int) -> tuple[str, int, str]:
-    """PTX, bytes of shared memory, and what `ptxas -v` said."""
+def overwritten_barriers(tiled: str) -> list[str]:
+    """What lies on a barrier that is never invalidated, of a kernel in the compiler's language once
+    shared memory is allotted. To the GPU such a one stays a barrier: if it turns to another process
+    and back, it writes the barrier's state over what lies there."""
+    if "ttng.inval_barrier" in tiled:  # of Triton's own making, and then all of them
+        return []
+    barriers, others = [], []
+    for line in tiled.splitlines():
+        offset = re.search(r"allocation\.offset = (\d+)", line)
+        if offset is None:
+            continue
+        start, size = int(offset[1]), 1  # of what warps hand each other, the first byte will do
+        if buffer := re.search(r"ttg\.local_alloc.*memdesc<([\dx]+)x[a-z]+(\d+)", line):
+            size = math.prod(map(int, buffer[1].split("x"))) * int(buffer[2]) // 8
+        is_barrier = re.search(r"memdesc<[\dx]+xi64", line) and buffer
+        (barriers if is_barrier else others).append((start, start + size, line.strip()))
+    return [
+        line
+        for start, end, line in others
+        if any(start < last and first < end for first, last, _ in barriers)
+    ]
+
+
+def _allocated(tiled: str) -> str:
+    """A kernel in the compiler's language for GPUs, once it has allotted shared memory."""
+    if "ttng.init_barrier" not in tiled:
+        return ""
+    from triton._C.libtriton import ir, nvidia, passes
+
+    context = ir.context()
+    ir.load_dialects(context)
+    nvidia.load_dialects(context)
+    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
+        file.write(tiled)
+        file.flush()
+        module = ir.parse_mlir_module(file.name, context)
+    manager = ir.pass_manager(context)  # as the compiler's own `make_llir` begins
+    passes.ttgpuir.add_allocate_warp_groups(manager)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, 90, 80)
+    manager.run(module, "allocate")
+    return str(module)
+
+
+def _compile(case: dict, arch: int) -> tuple[str, int, str, str]:
+    """PTX, bytes of shared memory, what `ptxas -v` said, and the compiler's own language."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -157,7 +207,7 @@ def _compile(case: dict, arch: int) -> tuple[str, int, str]:
             triton.knobs.compilation.always_compile = True
             compiled, log = build()
         cache.put(log, "ptxas.log", binary=False)
-    return compiled.asm["ptx"], compiled.metadata.shared, log
+    return compiled.asm["ptx"], compiled.metadata.shared, log, compiled.asm["ttgir"]
 
 
 def _serve() -> None:

@@ -4,6 +4,10 @@ A ring is some slots of shared memory, filled in order by one part of a program 
 others. What is written `count`-th, counted from 0, lies in slot count % SLOTS. Every slot has two
 barriers: `full`, which its bytes complete, and `empty`, at which each of its readers arrives. A
 barrier tells only an even phase from an odd one, so nobody may be two rounds ahead of another.
+
+No barrier may be made that the program does not use to its end, or that it does not invalidate: the
+compiler gives the memory of such a one to what is allocated behind it, and the chip, to which it is
+a barrier still, writes its state over the data there when the GPU turns to another process.
 """
 
 from triton.experimental import gluon

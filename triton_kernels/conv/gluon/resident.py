@@ -172,7 +172,7 @@ def _load_beside(
 ):  # fmt: skip
     """What the epilogues read beside their tiles, of one tensor or of two that are concatenated, to
     where they will write."""
-    SLOTS: gl.constexpr = beside.full.shape[0]
+    SLOTS: gl.constexpr = beside.bufs.shape[0]
     c0 = work.c0
     if OVERLAP:
         await_inputs_alone()
@@ -258,7 +258,7 @@ def _multiply(
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     GROUPS: gl.constexpr = turns.shape[0]
     PAIRS: gl.constexpr = x.full.shape[0]
-    SLOTS: gl.constexpr = beside.full.shape[0]
+    SLOTS: gl.constexpr = beside.bufs.shape[0]
     FIRST: gl.constexpr = 1 if GROUP == 0 else 0
     STAY: gl.constexpr = x.bufs.shape[2] == 16  # filters in registers: four a tap
     HALVES: gl.constexpr = ROWS // 2
@@ -486,9 +486,11 @@ def conv_resident_kernel(
     )
     stages = gl.allocate_shared_memory(dtype, [SLOTS, 1, 2, W, 64], y_desc.layout)
     x_full, x_empty = new_barrier_pairs(PAIRS, 2)
-    beside_full, beside_empty = new_barrier_pairs(SLOTS)
     w_full = new_barriers(3)
     turns = new_barriers(GROUPS)
+    beside_full, beside_empty = turns, turns  # without `beside` unused
+    if BESIDE == 1:
+        beside_full, beside_empty = new_barrier_pairs(SLOTS)
     extra_bufs, extra_full, extra_empty = stages, turns, turns  # without extra terms unused
     if EXTRA > 0:
         extra_bufs = gl.allocate_shared_memory(dtype, [2 * 2, 1, 1, W, 64], y_desc.layout)

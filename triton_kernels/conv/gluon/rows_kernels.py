@@ -22,6 +22,7 @@ from ...gluon.pairs import round_pairs, widen_pairs
 from ...gluon.pipeline import (
     give_back,
     new_barrier_pairs,
+    new_barriers,
     sync_threads,
     wait_empty,
     wait_full,
@@ -310,7 +311,10 @@ def conv_rows_kernel(
     stages = gl.allocate_shared_memory(dtype, [2 * ROWS, 1, 1, W, 64], y_desc.layout)
     x_full, x_empty = new_barrier_pairs(BLOCKS)
     w_full, w_empty = new_barrier_pairs(STEPS)
-    beside_full, turns = new_barrier_pairs(2)
+    turns = new_barriers(2)
+    beside_full = turns  # without `beside` unused
+    if beside1_desc is not None:
+        beside_full = new_barriers(2)
     clear_margins(x_bufs, BLOCKS, ROWS + 2, W, num_warps)
     if OVERLAP:
         await_inputs_alone()

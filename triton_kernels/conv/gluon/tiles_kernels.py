@@ -22,6 +22,7 @@ from ...gluon.pairs import round_pairs, widen_pairs
 from ...gluon.pipeline import (
     give_back,
     new_barrier_pairs,
+    new_barriers,
     sync_threads,
     wait_empty,
     wait_full,
@@ -360,8 +361,13 @@ def conv_tiles_kernel(
     w_bufs = gl.allocate_shared_memory(dtype, [STEPS or 3 * BLOCKS, 1, 64, 64], w_desc.layout)
     stages = gl.allocate_shared_memory(dtype, [2, ROWS, IMAGES, W, 64], y_desc.layout)
     x_full, x_empty = new_barrier_pairs(BLOCKS)
-    w_full, w_empty = new_barrier_pairs(max(STEPS, 1))
-    beside_full, turns = new_barrier_pairs(2)
+    turns = new_barriers(2)
+    w_full, w_empty = turns, turns  # unused where filters come with the pixels
+    if STEPS > 0:
+        w_full, w_empty = new_barrier_pairs(STEPS)
+    beside_full = turns  # without `beside` unused
+    if beside1_desc is not None:
+        beside_full = new_barriers(2)
     fence_async_shared()
     sync_threads()
 
