@@ -14,6 +14,7 @@ from torch import Tensor
 
 from triton_kernels.dependent_launch import dependent_launches
 
+from .capture import captured
 from .objective import Denoiser
 
 SHARED = 50  # steps that a graph has at most
@@ -118,7 +119,9 @@ class Chain:
         x: Tensor,  # float32 [N, H, W, C], of which the shape counts
         tables: tuple[Tensor, ...],  # of which the shapes count
     ) -> None:
-        self.sampler, self.num_steps = sampler, sampler.num_steps
+        # The sampler knows the chain, not the other way round, or only the garbage collector would
+        # see that nobody wants them any more; until then the graph keeps its memory.
+        self.num_steps = sampler.num_steps
         device = x.device
         self.x, self.memory = torch.zeros_like(x), sampler.new_memory(x)
         self.rng = torch.zeros(2, dtype=torch.int64, device=device)
@@ -133,14 +136,14 @@ class Chain:
         stream.wait_stream(torch.cuda.current_stream())
         pixels = x[..., 0].numel()
         with torch.cuda.stream(stream), dependent_launches(pixels):
-            self._step(self.x, 0)  # outside of a graph, which compiles the kernels
+            self._step(sampler, self.x, 0)  # outside of a graph, which compiles the kernels
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        with dependent_launches(pixels), torch.cuda.graph(self.graph):
+        with dependent_launches(pixels), captured(self.graph):
             x = self.x
             for k in range(shared):
-                x = self._step(x, k)
+                x = self._step(sampler, x, k)
             self.x.copy_(x)
             self.rows += shared
 
@@ -168,9 +171,9 @@ class Chain:
                 progress(done, self.num_steps)
         return self.x.clone()
 
-    def _step(self, x: Tensor, k: int) -> Tensor:
+    def _step(self, sampler: Steps, x: Tensor, k: int) -> Tensor:
         row = self.rows[k, :1]
-        return self.sampler.step(self.bound, x, row, self.rng, first=self.first, memory=self.memory)
+        return sampler.step(self.bound, x, row, self.rng, first=self.first, memory=self.memory)
 
 
 def _largest_divisor(n: int, limit: int) -> int:

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .capture import captured
 from .data.batches import Batches
 from .flat import FlatParameters
 from .gradient_sum import GradientSum
@@ -70,7 +71,7 @@ class TrainStep:
             torch.cuda.empty_cache()  # the graph has a memory pool of its own
             self._graph = torch.cuda.CUDAGraph()
             # another thread may look after collectives meanwhile
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            with captured(self._graph, capture_error_mode="thread_local"):
                 self._compute()
         if self._graph is not None:
             self._graph.replay()

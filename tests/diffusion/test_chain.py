@@ -1,5 +1,7 @@
 """Chains of denoisers that tabulate, and chains as CUDA graphs."""
 
+import gc
+import weakref
 from dataclasses import dataclass, replace
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 from diffusion.backend import TORCH_FP32
 from diffusion.build import SAMPLERS, make_sampler
+from diffusion.capture import captured
 from diffusion.chain import TabulatedDenoiser, _largest_divisor
 from diffusion.guidance import guide
 from diffusion.schedule import make_schedule
@@ -158,3 +161,40 @@ def test_tables_are_loaded_anew():
         chain = sampler.sample(denoiser, SHAPE, seed=seed, labels=labels)
         torch.testing.assert_close(chain, expected, rtol=1e-5, atol=1e-5)
         labels = labels.flip(0)
+
+
+@pytest.mark.gpu
+def test_a_graph_goes_with_its_sampler():
+    """Not when the garbage collector comes."""
+    sampler = sampler_of("ddim", "cuda")
+    gc.disable()
+    try:
+        chain = sampler.sample(plain, SHAPE, seed=1)
+        graph = weakref.ref(sampler._captured[1])
+        del sampler  # on its way
+        assert graph() is None
+    finally:
+        gc.enable()
+    loop = sampler_of("ddim", "cuda", capture=False).sample(plain, SHAPE, seed=1)
+    assert torch.equal(chain, loop)
+
+
+@pytest.mark.gpu
+def test_no_garbage_is_collected_during_a_capture():
+    """A graph that is destroyed meanwhile would invalidate it."""
+
+    class Knot:  # which the collector alone unties
+        def __init__(self):
+            self.itself, self.graph = self, torch.cuda.CUDAGraph()
+            with captured(self.graph):
+                x.add_(1)
+
+    x, graph = torch.zeros(4, device="cuda"), torch.cuda.CUDAGraph()
+    Knot()
+    with captured(graph):
+        assert not gc.isenabled()
+        made = [[] for _ in range(100_000)]  # enough for the collector to come
+        x.add_(2)
+    assert gc.isenabled() and len(made) == 100_000
+    graph.replay()
+    assert x.tolist() == [2] * 4
