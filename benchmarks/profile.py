@@ -65,7 +65,7 @@ _BY_KERNEL = (
     ),
     ("conv wgrad", r"wgrad|column_sum|^_sum_(partials|two|group)|^_linear_grads"),
     ("conv dgrad", r"dgrad|conv_input_grad"),
-    ("conv fwd", r"fprop|conv_forward|stride2_fwd"),
+    ("conv fwd", r"fprop|conv_forward|stride2_fwd|^_linear_norm|^_norm_linear"),
     (
         "norm",
         r"group_?norm|^norm_|^_segment_sums|^_activation_grad|^_skip_dx"
@@ -79,7 +79,7 @@ _BY_KERNEL = (
     ("elementwise", r"^triton_(poi|per|red)_"),
 )
 _MATRIX = (
-    r"conv2d|conv_(rows|tiles|resident|bare|split|early|narrow|parity)|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet"
+    r"conv2d|conv_(rows|one_row|tiles|resident|bare|split|early|narrow|parity)|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet"
     r"|splitK|cublas|^triton_tem_"
 )
 _BUILDERS = {

@@ -25,12 +25,14 @@ _FAMILIES = {
     "conv fwd": (
         "conv_forward",
         "conv_few",
+        "linear_norm_few",
+        "norm_conv",
+        "norm_linear_few",
         "conv_split",
         "conv_down",
         "conv_upsampled",
         "conv_of_upsampled",
         "conv2d",
-        "norm_conv",
     ),
     "conv dgrad": (
         "conv_input_grad",

@@ -7,9 +7,12 @@ plan's layers (`planned.unet`) run over kernels that wait until they know who re
     table, apply                  -> one launch, `norm_whole` or `norm_of_sums`
     conv of few tiles             -> its sum in parts on all multiprocessors, `conv_split`;
                                      the norm that reads it adds them: still one launch each
+    1x1 conv, norm of few pixels  -> one launch, `linear_norm_few`
     conv to q, k, v; attention    -> of few positions one launch, `qkv_attention`
+    norm, conv to q, k, v         -> of more positions one launch, `norm_linear_few`
     norm, conv of large images    -> one launch, `norm_conv`, where there is such a kernel
     upsample, apply               -> one launch, `apply_upsampled`
+    avg_pool, norm of few pixels  -> one launch, `norm_whole`
     avg_pool, its partials        -> one launch, `avg_pool_partials`
 
 What depends on timesteps and labels alone is computed once for a chain: the embedding and every
@@ -17,7 +20,9 @@ block's projection of it, as a table [K, U, E] that a step reads one row of.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -37,6 +42,7 @@ _WHOLE_PIXELS = 256  # of an image that a program reads whole, where nobody has 
 _WHOLE_PARTS = 256  # the same, where somebody has to: of larger ones in a launch of its own
 _FEW_TILES = 128  # whose sums every program may add up again
 _VERY_FEW_TILES = 2  # likewise, of a tensor of any size
+_POOLED_IMAGES = 4  # at most, of which a norm makes the means that it reads
 _SMALL_ELEMENTS = 2**18  # of means that do not leave their sums: those have few programs
 _TABLE_BYTES = 2**29  # of the embedding's table, at most; beyond it is computed in every step
 
@@ -74,6 +80,31 @@ class _Waiting:
         return self.sum
 
 
+class _NormNext:
+    """A 1x1 convolution of an image of few pixels, until it is known whether a norm reads it next,
+    which may be in the same launch."""
+
+    def __init__(self, shape: tuple[int, ...], begin: Callable, fuse: Callable) -> None:
+        self.shape, self.begin, self.fuse = shape, begin, fuse
+        self.y: Tensor | _Waiting | None = None
+        self.sums: Tensor | None = None
+
+    def settled(self) -> Tensor | _Waiting:
+        """Its result without the norm."""
+        if self.y is None:
+            self.y, sums = self.begin()
+            self.sums = None if isinstance(sums, _Unmeasured) else sums
+            self.begin, self.fuse = None, None
+        return self.y
+
+    def tensor(self) -> Tensor:
+        return _tensor(self.settled())
+
+    @property
+    def partials(self) -> Tensor | None:
+        return self.y.partials if isinstance(self.y, _Waiting) else self.sums
+
+
 class _Upsampled:
     """A tensor of which every pixel stands for 2x2 of them, until these are wanted."""
 
@@ -87,6 +118,39 @@ class _Upsampled:
         if self.large is None:
             self.large = self.kernels.upsample(self.source)
         return self.large
+
+
+class _Pooled:
+    """The 2x2 means of a tensor, until they are wanted."""
+
+    def __init__(self, kernels: ModuleType, source: Tensor) -> None:
+        n, h, w, c = source.shape
+        self.kernels, self.source, self.means = kernels, source, None
+        self.shape = (n, h // 2, w // 2, c)
+
+    def tensor(self) -> Tensor:
+        """All of them, by a launch of its own if nobody else has made them."""
+        if self.means is None:
+            self.means, self.source = self.kernels.avg_pool(self.source), None
+        return self.means
+
+
+@dataclass
+class _Normed:
+    """A tensor [N, H, W, C] as a norm without an activation leaves it, until it is wanted."""
+
+    kernels: ModuleType
+    x: Tensor
+    sums: tuple  # partials, pixels, num_groups, weight, bias, eps
+
+    def tensor(self) -> Tensor:
+        return self.kernels.norm_of_sums(self.x, None, *self.sums, "identity")
+
+    def linear(self, weight: Tensor, bias: Tensor) -> Tensor:
+        """A 1x1 convolution of it."""
+        (partials,), (pixels,), *norm = self.sums
+        rows = weight[:, :, 0, 0]
+        return self.kernels.norm_linear_few(self.x, partials, pixels, *norm, rows, bias)
 
 
 @dataclass
@@ -135,14 +199,20 @@ class _Projection:
     """A 1x1 convolution [N, H, W, CO], whose pixels may be looked at as one dimension."""
 
     kernels: ModuleType
-    x: Tensor
+    x: Tensor | _Normed
     weight: Tensor
     bias: Tensor
 
     def flatten(self, *_: int) -> "_Projection":
         return self
 
+    def input(self) -> Tensor:
+        """x, or what a norm makes x of, which has the same shape."""
+        return self.x.x if isinstance(self.x, _Normed) else self.x
+
     def tensor(self) -> Tensor:
+        if isinstance(self.x, _Normed):
+            return self.x.linear(self.weight, self.bias).flatten(1, 2)
         return self.kernels.conv_few(self.x, self.weight, self.bias)[0].flatten(1, 2)
 
 
@@ -150,12 +220,12 @@ class _Projection:
 class _Unmeasured:
     """The partials of a tensor that nobody has taken yet."""
 
-    x: Tensor | _Waiting
+    x: Tensor | _Waiting | _NormNext
     partials: Tensor | None = None
 
     def taken(self) -> Tensor | None:
         """Those from before, or of the launch that summed the parts, or nothing."""
-        if self.partials is None and isinstance(self.x, _Waiting):
+        if self.partials is None and isinstance(self.x, _Waiting | _NormNext):
             self.partials = self.x.partials
         return self.partials
 
@@ -199,52 +269,70 @@ class WaitingKernels:
         extra_bias: Tensor | None = None,
         stats: bool = False,
         **options,  # of convolutions that are not cut into parts
-    ) -> tuple[Tensor | _Waiting, Tensor | _Unmeasured | None]:
+    ) -> tuple["Tensor | _Waiting | _NormNext | _Projection", Tensor | _Unmeasured | None]:
         extra = [(_tensor(other), w) for other, w in extra]
         residual = _tensor(residual)
+        terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
         if isinstance(x, _Activated):
-            terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
             y = x.convolved(weight, bias, stats, terms, options)
             if y is not None:
                 return y
-        x = _tensor(x)
         if weight.shape[2:] == (1, 1) and not stats:  # queries, keys and values
             assert residual is None and emb is None and not extra and not options
+            x = x if isinstance(x, _Normed) else _tensor(x)
             return _Projection(self.kernels, x, weight, bias), None
-        if stats and not options and self.worth_splitting(x.shape, weight, x.device):
-            parts = self.kernels.conv_split(x, weight, extra=extra)
-            shape = (*x.shape[:3], weight.shape[0])
-            split = SplitConv(parts, shape, x.dtype, bias, extra_bias, emb, residual)
-            y = _Waiting(self.kernels, split)
+        x = _tensor(x)
+        begin = partial(self._conv, x, weight, bias, terms, stats, options)
+        alone = emb is None and not extra
+        if stats and alone and not options and self.kernels.postpones(x, weight):
+            fuse = partial(self.kernels.linear_norm_few, x, weight, bias, residual)
+            y = _NormNext((*x.shape[:3], weight.shape[0]), begin, fuse)
             return y, _Unmeasured(y)
-        return self.kernels.conv_few(
-            x, weight, bias, emb=emb, residual=residual, extra=extra, extra_bias=extra_bias,
-            stats=stats, **options,
-        )  # fmt: skip
+        return begin()
+
+    def _conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor, terms: dict, stats: bool, options: dict
+    ) -> tuple[Tensor | _Waiting, Tensor | _Unmeasured | None]:
+        beside = [other.shape[3] for other, _ in terms["extra"]]
+        splits = stats and not options
+        if splits and self.worth_splitting(x.shape, weight, x.device, beside):
+            parts = self.kernels.conv_split(x, weight, extra=terms["extra"])
+            shape = (*x.shape[:3], weight.shape[0])
+            y = _Waiting(self.kernels, SplitConv(parts, shape, x.dtype, bias, **_of_sum(terms)))
+            return y, _Unmeasured(y)
+        return self.kernels.conv_few(x, weight, bias, **terms, stats=stats, **options)
 
     def attention_forward(self, qkv: _Projection, num_heads: int, order: str):
-        x, rows = qkv.x.flatten(1, 2), qkv.weight[:, :, 0, 0]
-        if self.kernels.serves_qkv_attention(x, num_heads):
+        if self.kernels.serves_qkv_attention(qkv.input().flatten(1, 2), num_heads):
+            x, rows = _tensor(qkv.x).flatten(1, 2), qkv.weight[:, :, 0, 0]
             return self.kernels.qkv_attention(x, rows, qkv.bias, num_heads, order), None
         return self.kernels.attention_few(qkv.tensor(), num_heads, order), None
 
-    def avg_pool(self, x: Tensor | _Waiting) -> Tensor:
+    def avg_pool(self, x: Tensor | _Waiting | _NormNext) -> Tensor | _Pooled:
+        x = _settled(x)
         if _waits(x):
             return self._resampled(x, False)
         n, h, w, c = x.shape
         pixels = h // 2 * (w // 2)
+        if h % 2 == w % 2 == 0 and self._pools_whole(n, pixels, c):
+            return _Pooled(self.kernels, _tensor(x))
         if self._reads_whole(n * pixels * c, pixels) or n * pixels * c <= _SMALL_ELEMENTS:
             return self.kernels.avg_pool(_tensor(x))
         self.pooled = self.kernels.avg_pool_partials(_tensor(x))
         return self.pooled[0]
 
-    def upsample(self, x: Tensor | _Waiting) -> Tensor | _Upsampled:
+    def upsample(self, x: Tensor | _Waiting | _NormNext) -> Tensor | _Upsampled:
+        x = _settled(x)
         return self._resampled(x, True) if _waits(x) else _Upsampled(self.kernels, _tensor(x))
 
     def _resampled(self, x: _Waiting, up: bool) -> Tensor:
         x.sum, resampled, x.partials = self.kernels.resample_parts(x.split, up)
         x.split = None
         return resampled
+
+    def _pools_whole(self, n: int, pixels: int, c: int) -> bool:
+        """Whether the norm behind means of so few pixels should make them."""
+        return n <= _POOLED_IMAGES and self._reads_whole(n * pixels * c, pixels)
 
     def _reads_whole(self, elements: int, pixels: int) -> bool:
         """Whether a norm does not want the partials of a tensor so small."""
@@ -257,9 +345,9 @@ class WaitingKernels:
         return self.apply(x1, x2, table, activation, mask=mask), table
 
     def serves_upsampled(
-        self, small: Tensor | _Waiting | _Upsampled, channels: tuple[int, int], co: int, *rest: bool
+        self, small: Tensor | _Waiting | _NormNext, channels: tuple[int, int], co: int, *rest: bool
     ) -> bool:
-        serves = self.kernels.serves_upsampled
+        serves, small = self.kernels.serves_upsampled, _settled(small)
         return not _waits(small) and serves(_tensor(small), channels, co, *rest)
 
     def norm_apply_upsampled(
@@ -283,6 +371,14 @@ class WaitingKernels:
         x2 = _tensor(x2)
         n, h, w, c1 = x1.shape
         c = c1 + (0 if x2 is None else x2.shape[3])
+        film = any(v is not None for v in table.film.values())
+        if isinstance(x1, _NormNext):
+            if x1.y is None and not options and not film:
+                groups = table.num_groups
+                if self.kernels.serves_linear_norm(c1, c, groups):
+                    a, x1.y = x1.fuse(x2, groups, *table.arguments, activation)
+                    return a
+            x1 = x1.settled()
         if _waits(x1) and h * w > _WHOLE_PARTS:
             x1.tensor()
         waits = _waits(x1)
@@ -292,6 +388,13 @@ class WaitingKernels:
             and any(isinstance(p, _Unmeasured) and p.taken() is None for p in table.partials)
             and self.kernels.norm_whole_supported(c, table.num_groups, h * w)
         ):
+            if isinstance(x1, _Pooled) and x1.means is None:
+                a, x1.means = self.kernels.norm_whole(
+                    x1.source, x2, table.num_groups, *table.arguments, activation, **table.film,
+                    pool=True,
+                )  # fmt: skip
+                x1.source = None
+                return a
             source, keep = (x1.split, not x1.once) if waits else (_tensor(x1), True)
             a, y = self.kernels.norm_whole(
                 source, x2, table.num_groups, *table.arguments, activation, **table.film, keep=keep
@@ -302,13 +405,23 @@ class WaitingKernels:
         partials = tuple(map(self._measured, table.partials))
         sums = partials, table.pixels, table.num_groups, *table.arguments
         tiles = sum(part.shape[1] for part in partials)
+        small_one = isinstance(x1, _Upsampled) and x1.large is None and not options
+        if small_one and self._sums_pay(n * h * w * c, tiles):
+            a, x1.large = self.kernels.norm_of_sums_upsampled(
+                x1.source, x2, *sums, activation, **table.film
+            )
+            return a
         if not options and self._sums_pay(n * h * w * c, tiles):
+            plain = activation == "identity" and x2 is None and not film
+            if plain and self.kernels.serves_norm_linear(
+                _tensor(x1), partials[0], table.num_groups
+            ):
+                return _Normed(self.kernels, _tensor(x1), sums)
             return self.kernels.norm_of_sums(_tensor(x1), x2, *sums, activation, **table.film)
         if x2 is None and not options and not isinstance(x1, _Upsampled):
             norm = (table.num_groups, *table.arguments, activation)
             sums = partials[0], table.pixels[0]
             return _Activated(self.kernels, _tensor(x1), *sums, norm, table.film)
-        small_one = isinstance(x1, _Upsampled) and x1.large is None and not options
         source = x1.source if small_one else _tensor(x1)
         # nothing comes between these two launches
         coefficients = self.kernels.norm_table(*sums, **table.film)
@@ -333,8 +446,20 @@ class WaitingKernels:
         return partials.partials
 
 
+_LATER = _Waiting | _NormNext | _Upsampled | _Pooled | _Normed | _Activated
+
+
 def _tensor(x: object) -> object:
-    return x.tensor() if isinstance(x, _Waiting | _Upsampled | _Activated) else x
+    return x.tensor() if isinstance(x, _LATER) else x
+
+
+def _settled(x: object) -> object:
+    return x.settled() if isinstance(x, _NormNext) else x
+
+
+def _of_sum(terms: dict) -> dict:
+    """What is added to the parts of a convolution."""
+    return {k: v for k, v in terms.items() if k != "extra"}
 
 
 def _waits(x: object) -> bool:

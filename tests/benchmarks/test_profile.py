@@ -52,6 +52,8 @@ RNG = torch.zeros(2, dtype=torch.int64)
         ("_sum_two_kernel", "_PlannedBackward", "conv wgrad"),
         ("_stride2_fwd_kernel", "_Planned", "conv fwd"),
         ("_conv_early_kernel", "", "conv fwd"),
+        ("conv_one_row_kernel", "", "conv fwd"),
+        ("_linear_norm_kernel", "", "conv fwd"),
         ("_qkv_attention_kernel", "", "attention"),
         ("_conv_split_kernel", "", "conv fwd"),
         ("sum_parts_kernel", "", "norm"),

@@ -26,6 +26,8 @@ from .test_fused_unet_kernels import ODD, build, unet64
 CALLS = (
     "conv_few",
     "conv_split",
+    "linear_norm_few",
+    "norm_linear_few",
     "norm_of_sums",
     "norm_table",
     "norm_whole",
@@ -85,6 +87,7 @@ def test_as_in_a_large_batch(name, calls, monkeypatch):
         monkeypatch.setattr(inference, limit, 0)
     monkeypatch.setattr(fused_reference, "worth_splitting", lambda *_: False)
     monkeypatch.setattr(fused_reference, "serves_qkv_attention", lambda *_: False)
+    monkeypatch.setattr(fused_reference, "postpones", lambda *_: False)
     model = make(MODELS[name], (16, 24)).eval()
     twin = copy.deepcopy(model)
     x, t = torch.randn(2, 16, 24, 3).double(), torch.tensor([3, 700])

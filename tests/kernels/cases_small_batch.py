@@ -100,8 +100,8 @@ COMPILE_CASES = [
         | types("*fp32", *_CONV_TERMS, *_FILM)
         | _WHOLE_INTS
         | {"eps": "fp32"},
-        "constexprs": {"ACT": "silu", "SPLITS": 9, "CG": 16, "BLOCK_G": 1}
-        | {"BLOCK_J": 16, "BLOCK_P": 64, "LATE": False},
+        "constexprs": {"ACT": "silu", "SPLITS": 9, "CG": 16, "BLOCK_G": 1, "BLOCK_J": 16}
+        | {"BLOCK_P": 64, "LATE": False, "pooled_ptr": None, "W": None},
     },
     _NORM_WHOLE
     | {
@@ -111,7 +111,7 @@ COMPILE_CASES = [
         | _WHOLE_INTS
         | {"eps": "fp32"},
         "constexprs": dict.fromkeys(
-            (*_CONV_TERMS, "residual_ptr", "x2_ptr", "scale_ptr", "shift_ptr")
+            (*_CONV_TERMS, "pooled_ptr", "W", "residual_ptr", "x2_ptr", "scale_ptr", "shift_ptr")
         )
         | {"ACT": "silu", "SPLITS": 0, "CG": 4, "BLOCK_G": 1, "BLOCK_J": 4, "BLOCK_P": 4096}
         | {"LATE": False},
@@ -148,17 +148,32 @@ COMPILE_CASES = [
     {
         "name": "norm_few of two tensors",
         "kernel": "triton_kernels.fused.norm_few:_norm_few_kernel",
-        "signature": types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
+        "signature": types("*bf16", "x1_ptr", "x2_ptr", "large_ptr", "a_ptr")
         | types("*fp32", "partial1_ptr", "partial2_ptr", *_FILM)
         | types("i32", "stride_scale", "stride_shift", "pixels1", "pixels2")
         | types("i32", "HW", "C1", "C2", "PB", "GB")
         | {"eps": "fp32"},
         "constexprs": {
-            "ACT": "silu", "K1": 16, "K2": 128, "CG": 6, "BLOCK_P": 256, "BLOCK_G": 2,
+            "ACT": "silu", "W": 32, "K1": 16, "K2": 128, "CG": 6, "BLOCK_P": 256, "BLOCK_G": 2,
             "BLOCK_J": 8, "BLOCK_K1": 16, "BLOCK_K2": 128,
         },
         "multiples": ("HW", "C1", "C2", "pixels1", "pixels2", "stride_scale", "stride_shift"),
         "options": {"num_warps": 8},
+    },
+    {
+        "name": "linear_norm_few beside another tensor",
+        "kernel": "triton_kernels.fused.linear_norm_few:_linear_norm_kernel",
+        "signature": types("*bf16", "x_ptr", "residual_ptr", "y_ptr", "x2_ptr", "a_ptr")
+        | types("*fp32", "filter_bias_ptr", "weight_ptr", "bias_ptr")
+        | types("tensordesc<bf16[16,256]>", "filter_desc")
+        | types("i32", "CI", "CO", "C")
+        | {"eps": "fp32"},
+        "constexprs": {
+            "ACT": "silu", "HW": 64, "CG": 16, "LANES": 16, "BLOCK_P": 64, "BLOCK_K": 256,
+        },
+        "multiples": ("CI", "CO", "C"),
+        "options": {"num_warps": 4, "num_stages": 1},
+        "expect": {"wgmma": True, "tma": True, "arches": (90,)},
     },
     {
         "name": "attention_few",

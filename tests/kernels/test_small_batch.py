@@ -1,15 +1,21 @@
 """The kernels of inference at a small batch, against their meaning in `fused.reference`."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from triton_kernels import reference
+from triton_kernels.conv.gluon import one_row
 from triton_kernels.fused import (
     attention_few,
     begin_step,
     conv_early,
+    conv_one_row,
     conv_split,
+    linear_norm_few,
     norm_few,
+    norm_linear_few,
     norm_tables,
     norm_whole,
 )
@@ -23,7 +29,18 @@ from .poison import poison_outputs
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 
 EPS = 1e-5
-MODULES = (attention_few, begin_step, conv_early, conv_split, norm_few, norm_tables, norm_whole)
+MODULES = (
+    attention_few,
+    begin_step,
+    conv_early,
+    conv_one_row,
+    conv_split,
+    linear_norm_few,
+    norm_few,
+    norm_linear_few,
+    norm_tables,
+    norm_whole,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -147,9 +164,9 @@ def in_double(terms):
     return {k: double(v) if k == "extra" else v.double() for k, v in terms.items()}
 
 
-def check_whole(x, weight, extra, config=None, stats=False):
+def check_whole(x, weight, extra, convolve=conv_early.conv_early, stats=False):
     bias, terms = whole_terms(x, weight, extra)
-    y, partials = conv_early.conv_early(x, weight, bias, **terms, stats=stats, config=config)
+    y, partials = convolve(x, weight, bias, **terms, stats=stats)
     exact, _ = fused_reference.conv_forward(
         x.double(), weight.double(), bias.double(), **in_double(terms)
     )
@@ -168,7 +185,7 @@ def test_conv_early(case, _, config, dtype, device):
     x, weight, extra, _ = conv_inputs(CONVS[case], dtype, device)
     config = EarlyConfig(*config)
     stats = x.shape[1] * x.shape[2] % config.block_m == 0
-    check_whole(x, weight, extra, config, stats)
+    check_whole(x, weight, extra, partial(conv_early.conv_early, config=config), stats)
 
 
 def test_channels_behind_those_of_an_early_convolution_are_zero(device):
@@ -229,6 +246,24 @@ def test_norm_whole(case, dtype, film, device):
     )
     low, _ = fused_reference.norm_whole(x1, x2, groups, weight, bias, EPS, "silu", **rows)
     close(a, exact, low)
+
+
+@pytest.mark.parametrize("c2", [0, 24])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_norm_whole_of_means(dtype, c2, device):
+    x, x2, groups, weight, bias, _ = norm_inputs((2, 6, 10, 40, 0, 8), dtype, device)
+    x2 = randn(2, 3, 5, c2, dtype=dtype, device=device) if c2 else None
+    weight, bias = torch.randn(2, 40 + c2, device=device)
+    arguments = (groups, weight, bias, EPS, "silu")
+    a, means = norm_whole.norm_whole(x, x2, *arguments, pool=True)
+    expected = reference.avg_pool2d(x.double())
+    tolerance = 1e-3 if dtype == torch.float16 else 1e-6
+    torch.testing.assert_close(means.double(), expected, rtol=tolerance, atol=tolerance)
+    again, _ = norm_whole.norm_whole(means, x2, *arguments)
+    exact, _ = fused_reference.norm_whole(
+        *as_double(means, x2), groups, *as_double(weight, bias), EPS, "silu"
+    )
+    close(a, exact, again)
 
 
 def test_norm_whole_far_from_zero(device):
@@ -345,15 +380,70 @@ def test_norm_of_sums(case, ks, dtype, film, few, device, monkeypatch):
     close(a, exact, reference.group_norm(x, groups, weight, bias, **options, **rows))
 
 
-def test_norm_of_sums_of_an_upsampled_tensor(device):
-    """The statistics are of the image before, which has fewer pixels."""
-    small = randn(1, 3, 4, 32, device=device)
-    x, weight = reference.upsample_nearest2d(small), torch.ones(32, device=device)
-    a = norm_whole.norm_of_sums(
-        x, None, (partials_of(small, 2),), (12,), 8, weight, 0 * weight, EPS, "identity"
+@pytest.mark.parametrize("few", [False, True], ids=["many images", "few images"])
+@pytest.mark.parametrize("c2", [0, 20])
+def test_norm_of_sums_of_an_upsampled_tensor(c2, few, device, monkeypatch):
+    """The statistics of that half are of the image before, which has fewer pixels."""
+    monkeypatch.setattr(norm_few, "_MAX_IMAGES", 4 if few else 0)
+    small = randn(2, 3, 5, 28, device=device, offset=1.0)
+    x2 = randn(2, 6, 10, c2, device=device) if c2 else None
+    halves = [small] if x2 is None else [small, x2]
+    weight, bias = torch.randn(2, 28 + c2, device=device)
+    partials = tuple(partials_of(x, 3) for x in halves)
+    a, large = norm_whole.norm_of_sums_upsampled(
+        small, x2, partials, (15, 60), 4, weight, bias, EPS, "silu"
     )
-    expected = reference.group_norm(x, 8, eps=EPS)
+    assert torch.equal(large, reference.upsample_nearest2d(small))
+    x = torch.cat([large, *halves[1:]], dim=3)
+    expected = reference.group_norm(x, 4, weight, bias, eps=EPS, activation="silu")
     torch.testing.assert_close(a, expected, rtol=1e-5, atol=1e-5)
+
+
+def check_norm_linear(n, h, w, c, co, groups, k, dtype, device):
+    x = randn(n, h, w, c, dtype=dtype, device=device, offset=1.0)
+    weight, bias = filters(co, c, 1, 1, dtype, device)[:, :, 0, 0], torch.randn(co, device=device)
+    norm = torch.randn(2, c, device=device)
+    rest = (partials_of(x, k), h * w, groups)
+    y = norm_linear_few.norm_linear_few(x, *rest, *norm, EPS, weight, bias)
+    exact = reference.group_norm(x.double(), groups, *as_double(*norm), eps=EPS)
+    low = reference.group_norm(x, groups, *norm, eps=EPS).to(dtype)
+    close(y, exact @ weight.double().T + bias.double(), (low @ weight.T + bias).to(dtype))
+
+
+@pytest.mark.parametrize(
+    "case", [(1, 8, 8, 24, 80, 4, 4), (2, 4, 8, 48, 64, 8, 2), (1, 8, 8, 32, 16, 4, 16)], ids=str
+)
+def test_norm_linear_few(case, device):
+    check_norm_linear(*case, torch.float16, device)
+
+
+NORMED = {  # N, H, W, CI, CO, channels beside, groups, whether there is a residual
+    "one tensor": (1, 4, 4, 32, 32, 0, 4, False),
+    "beside another": (2, 3, 5, 48, 32, 32, 4, True),
+    "one group": (1, 8, 8, 16, 16, 0, 1, True),
+}
+
+
+def check_linear_norm(n, h, w, ci, co, c2, groups, residual, dtype, device):
+    x, weight, *_ = conv_inputs((n, h, w, ci, co, 1, 1, (), 1), dtype, device)
+    add, x2 = (randn(n, h, w, c, dtype=dtype, device=device) for c in (co, c2))
+    add, x2 = add if residual else None, x2 if c2 else None
+    bias, norm = torch.randn(co, device=device), torch.randn(2, co + c2, device=device)
+    rest = (EPS, "silu")
+    assert linear_norm_few.serves_linear_norm(co, co + c2, groups)
+    a, y = linear_norm_few.linear_norm_few(x, weight, bias, add, x2, groups, *norm, *rest)
+    given = x, weight, bias, add, x2, *norm
+    exact, low = (
+        fused_reference.linear_norm_few(*tensors[:5], groups, *tensors[5:], *rest)
+        for tensors in (as_double(*given), given)
+    )
+    close(y, exact[1], low[1])
+    close(a, exact[0], low[0].to(dtype))
+
+
+@pytest.mark.parametrize("case", NORMED.values(), ids=NORMED)
+def test_linear_norm_few(case, device):
+    check_linear_norm(*case, torch.float16, device)
 
 
 @pytest.mark.parametrize(("shape", "k"), [((1, 16, 16, 32), 8), ((2, 12, 12, 16), 4)], ids=str)
@@ -500,6 +590,58 @@ def test_early_convolutions_of_the_model_s_shapes(case, device):
     x, weight, extra, _ = conv_inputs((*case, 1), torch.bfloat16, device)
     for _ in range(3):
         check_whole(x, weight, extra, stats=True)
+
+
+ROWS = {  # likewise, and of two images
+    "64x64": (1, 64, 64, 64, 64, 3, 3, ()),
+    "64x64 from a concat": (1, 64, 64, 192, 64, 3, 3, ()),
+    "64x64 with a skip": (1, 64, 64, 64, 64, 3, 3, (128, 64)),
+    "32x32": (1, 32, 32, 64, 128, 3, 3, ()),
+    "32x32 from a concat": (1, 32, 32, 256, 128, 3, 3, ()),
+    "32x32 with a skip": (1, 32, 32, 128, 128, 3, 3, (192, 128)),
+    "32x32, two images": (2, 32, 32, 128, 128, 3, 3, ()),
+    "16x16": (1, 16, 16, 192, 192, 3, 3, ()),
+    "16x16 with a skip": (1, 16, 16, 192, 192, 3, 3, (256, 192)),
+    "16x16, no square": (2, 6, 16, 64, 192, 3, 3, (64,)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
+def test_convolutions_by_rows(case, device):
+    x, weight, extra, _ = conv_inputs((*case, 1), torch.bfloat16, device)
+    if not conv_one_row.serves_one_row(x, weight, extra):
+        pytest.skip("for Hopper, and versions of Triton that it was tried with")
+    for _ in range(3):
+        check_whole(x, weight, extra, conv_one_row.conv_one_row, stats=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [(1, 16, 16, 192, 576, 32, 16), (2, 8, 16, 256, 64, 32, 8)])
+def test_norms_before_linear_layers_of_the_model_s_shapes(case, device):
+    for _ in range(3):
+        check_norm_linear(*case, torch.bfloat16, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("c2", [0, 256])
+@pytest.mark.parametrize(("n", "h", "w"), [(1, 8, 8), (2, 7, 5)])
+def test_norms_behind_linear_layers_of_the_model_s_shapes(n, h, w, c2, device):
+    for _ in range(3):
+        check_linear_norm(n, h, w, 256, 256, c2, 32, True, torch.bfloat16, device)
+
+
+@pytest.mark.gpu
+def test_convolutions_by_rows_in_parts(device):
+    x, weight, *_ = conv_inputs((1, 16, 16, 320, 192, 3, 3, (), 1), torch.bfloat16, device)
+    if not conv_one_row.serves_one_row(x, weight):
+        pytest.skip("for Hopper, and versions of Triton that it was tried with")
+    exact = fused_reference.conv_split(x.double(), weight.double()).sum(0)
+    low = fused_reference.conv_split(x, weight).double().sum(0)
+    for _ in range(3):
+        parts = conv_split.conv_split(x, weight)
+        assert parts.shape[0] == one_row.count_parts(x.shape, weight) == 2
+        close(parts.sum(0), exact, low)
 
 
 @pytest.mark.gpu

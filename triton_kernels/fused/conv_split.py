@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..conv.gluon import one_row
 from ..conv.tma import tile_origin
 from ..conv.tma_boxes import count_boxes, in_boxes, pixel_box, tile_sizes, weight_in_boxes
 from ..dependent_launch import await_inputs, overlapping
@@ -170,6 +171,11 @@ def conv_split(
     assert x.is_contiguous() and x.dtype == weight.dtype and len(extra) <= 2
     assert weight.permute(0, 2, 3, 1).is_contiguous() and r % 2 == s % 2 == 1
     channels = [other.shape[3] for other, _ in extra]
+    if config is None and not extra and one_row.serves(x.shape, weight):
+        count = one_row.count_parts(x.shape, weight)
+        parts = _empty((count, n, co, h * w), dtype=torch.float32, device=x.device)
+        one_row.launch_parts(x, weight, parts)
+        return parts
     if config is None and serves_split(x.shape, weight, x.dtype):
         return split_early(x, weight, extra=extra)
     if config is None:
@@ -219,8 +225,11 @@ def worth_splitting(
     x_shape: Sequence[int],  # N, H, W, CI
     weight: Tensor,
     device: torch.device,
+    extra: Sequence[int] = (),  # channels of which 1x1 convolutions are added
 ) -> bool:
     """Whether whole tiles would leave multiprocessors idle, each with a long chain of products."""
+    if one_row.serves(x_shape, weight, extra):
+        return one_row.count_parts(x_shape, weight) > 1
     chip = describe(device)
     n, h, w, ci = x_shape
     co, _, r, s = weight.shape

@@ -22,13 +22,13 @@ from .norm_whole_kernels import add_pairs, parameters, sum_of_lanes
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 _MAX_IMAGES = 4
-_LANES, _LOADED, _NUM_WARPS = 64, 4096, 4  # channels of a program, and their partial sums
+_LANES, _LOADED, _NUM_WARPS = 32, 4096, 4  # channels of a program, and their partial sums
 _MAX_LOADED = 4 * _LOADED
 _TILE, _MIN_TILE, _PROGRAMS = 4096, 1024, 64  # its elements; fewer if there are few programs
 
 
 @triton.jit
-def _load_sums(
+def load_sums(
     partial_ptr,  # float32 [K, 2, C]
     C,
     offs_c,  # [L]
@@ -45,8 +45,8 @@ def _load_sums(
 
 
 @triton.jit
-def _about(
-    sums,  # of `_load_sums`
+def about(
+    sums,  # of `load_sums`
     within,
     mask,
     mean,  # [L]
@@ -63,8 +63,9 @@ def _about(
 
 @triton.jit
 def _norm_few_kernel(
-    x1_ptr,  # [N, HW, C1]
+    x1_ptr,  # [N, HW, C1]; with a large_ptr [N, HW / 4, C1]
     x2_ptr,  # [N, HW, C2] or None
+    large_ptr,  # [N, HW, C1], x1 upsampled, out; or None
     partial1_ptr,  # float32 [N, K1, 2, C1]
     partial2_ptr,  # float32 [N, K2, 2, C2] or None
     weight_ptr,
@@ -83,6 +84,7 @@ def _norm_few_kernel(
     GB,  # blocks of groups
     eps,
     ACT: tl.constexpr,
+    W: tl.constexpr,  # with a large_ptr
     K1: tl.constexpr,
     K2: tl.constexpr,
     CG: tl.constexpr,
@@ -112,14 +114,20 @@ def _norm_few_kernel(
     await_inputs()
     # in this order: what is needed first is asked for last
     offs = (n * HW + offs_p)[:, None] * C1 + offs_c[None, :]
-    x = tl.load(x1_ptr + offs, mask=first[None, :] & mask_p, other=0.0)
+    if large_ptr is None:
+        x = tl.load(x1_ptr + offs, mask=first[None, :] & mask_p, other=0.0)
+    else:
+        place = offs_p // W // 2 * (W // 2) + offs_p % W // 2
+        small = (n * (HW // 4) + place)[:, None] * C1 + offs_c[None, :]
+        x = tl.load(x1_ptr + small, mask=first[None, :] & mask_p, other=0.0)
+    half = x
     if x2_ptr is not None:
         offs = (n * HW + offs_p)[:, None] * C2 + (offs_c - C1)[None, :]
         x2 = tl.load(x2_ptr + offs, mask=second[None, :] & mask_p, other=0.0)
         half_ptr = partial2_ptr + n * (K2 * 2) * C2
-        sums2, within2, mask2 = _load_sums(half_ptr, C2, offs_c - C1, second, K2, BLOCK_K2)
+        sums2, within2, mask2 = load_sums(half_ptr, C2, offs_c - C1, second, K2, BLOCK_K2)
     half_ptr = partial1_ptr + n * (K1 * 2) * C1
-    sums1, within1, mask1 = _load_sums(half_ptr, C1, offs_c, first, K1, BLOCK_K1)
+    sums1, within1, mask1 = load_sums(half_ptr, C1, offs_c, first, K1, BLOCK_K1)
     if x2_ptr is not None:
         x = tl.where(second[None, :], x2, x)
     g, b = modulate(g, b, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c)
@@ -130,9 +138,9 @@ def _norm_few_kernel(
         mean += tl.sum(sums2, 0) * (1.0 / pixels2)
     mean = sum_of_lanes(mean, BLOCK_G, BLOCK_J) / CG
     # Chan: about the mean, and what its sum has rounded off
-    var, rest = _about(sums1, within1, mask1, mean, pixels1, K1)
+    var, rest = about(sums1, within1, mask1, mean, pixels1, K1)
     if x2_ptr is not None:
-        var2, rest2 = _about(sums2, within2, mask2, mean, pixels2, K2)
+        var2, rest2 = about(sums2, within2, mask2, mean, pixels2, K2)
         var, rest = var + var2, rest + rest2
     rest = sum_of_lanes(rest, BLOCK_G, BLOCK_J) / CG
     var = sum_of_lanes(var, BLOCK_G, BLOCK_J) / CG - rest * rest
@@ -141,6 +149,9 @@ def _norm_few_kernel(
     a = activate(x * slope[None, :] + b[None, :], ACT)
     ptrs = a_ptr + (n * HW + offs_p)[:, None] * C + offs_c[None, :]
     tl.store(ptrs, a.to(a_ptr.dtype.element_ty), mask=mask_c[None, :] & mask_p)
+    if large_ptr is not None:
+        ptrs = large_ptr + (n * HW + offs_p)[:, None] * C1 + offs_c[None, :]
+        tl.store(ptrs, half, mask=first[None, :] & mask_p)
 
 
 def serves_few(n: int, cg: int, tiles: int) -> bool:
@@ -149,7 +160,7 @@ def serves_few(n: int, cg: int, tiles: int) -> bool:
 
 
 def norm_few(
-    x1: Tensor,  # [N, H, W, C1]
+    x1: Tensor,  # [N, H, W, C1]; with `up` [N, H / 2, W / 2, C1]
     x2: Tensor | None,  # [N, H, W, C2]
     partials: tuple[Tensor, ...],  # of each: float32 [N, K, 2, C1], [N, K2, 2, C2]
     pixels: tuple[int, ...],  # H W of the image that each describes
@@ -160,26 +171,30 @@ def norm_few(
     activation: str,
     scale: Tensor | None,  # [N, C1 + C2], rows may be strided
     shift: Tensor | None,  # [N, C1 + C2]
-) -> Tensor:  # [N, H, W, C1 + C2]
-    """As `norm_of_sums`, whose arguments these are."""
+    up: bool = False,
+) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2]; x1, or with `up` it upsampled
+    """As `norm_of_sums`, or `norm_of_sums_upsampled`, whose arguments these are."""
     n, h, w, c1 = x1.shape
+    h, w = (2 * h, 2 * w) if up else (h, w)
     c2 = 0 if x2 is None else x2.shape[3]
     c, cg = c1 + c2, (c1 + c2) // num_groups
     a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
+    large = _empty((n, h, w, c1), dtype=x1.dtype, device=x1.device) if up else None
+    result = a, x1 if large is None else large
     if n == 0:
-        return a
+        return result
     first, second = partials[0], partials[1] if x2 is not None else None
     ks = first.shape[1], 1 if second is None else second.shape[1]
     block_g, block_j, block_p = _tile(n, h * w, num_groups, cg, sum(ks))
     blocks = triton.cdiv(h * w, block_p), triton.cdiv(num_groups, block_g)
     film = (scale, shift)
     _norm_few_kernel[(n * blocks[0] * blocks[1],)](
-        x1, x2, first, second, weight, bias, *film, a, *map(row_stride, film),
-        pixels[0], pixels[-1], h * w, c1, c2, *blocks, eps, activation, *ks, cg,
+        x1, x2, large, first, second, weight, bias, *film, a, *map(row_stride, film),
+        pixels[0], pixels[-1], h * w, c1, c2, *blocks, eps, activation, w if up else None, *ks, cg,
         block_p, block_g, block_j, *map(triton.next_power_of_2, ks),
         num_warps=_NUM_WARPS, **overlapping(x1.device),
     )  # fmt: skip
-    return a
+    return result
 
 
 def _tile(n: int, hw: int, groups: int, cg: int, k: int) -> tuple[int, int, int]:

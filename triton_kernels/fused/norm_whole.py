@@ -1,7 +1,8 @@
 """GroupNorm and activation in one launch, where a second would cost more than it computes.
 
     norm_whole      x -> a, whole groups of an image in registers; x may be a convolution in parts
-    norm_of_sums    x, partials -> a: `norm_table` and `apply` in one, for tensors of few programs
+    norm_of_sums    x, partials -> a: `norm_table` and `apply` in one, for tensors of few programs;
+                    x1 may be upsampled on the way
     sum_parts       a convolution in parts -> y and its partials
     resample_parts  the same, and y upsampled or pooled
 
@@ -19,6 +20,7 @@ from ..activations import check_activation
 from ..dependent_launch import overlapping
 from ..layout import check_nhwc, check_second, check_shape, row_stride
 from ..norm.pass_grid import PassConfig
+from ..resample import spread
 from .conv_split import SplitConv
 from .norm_few import norm_few, serves_few
 from .norm_passes import cut
@@ -53,10 +55,14 @@ def norm_whole(
     scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
     shift: Tensor | None = None,  # [N, C1 + C2]
     keep: bool = True,
+    pool: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # [N, H, W, C1 + C2]; x1, or the sum of its parts with `keep`
-    """act(norm(x)) of x1 beside x2, with g = weight (1 + scale), b = bias (1 + scale) + shift."""
+    """act(norm(x)) of x1 beside x2, with g = weight (1 + scale), b = bias (1 + scale) + shift. With
+    `pool` x1 is [N, 2 H, 2 W, C1] and its 2x2 means stand for it; these are returned beside."""
     check_activation(activation)
     n, h, w, c1 = x1.shape
+    assert not pool or (isinstance(x1, Tensor) and h % 2 == w % 2 == 0)
+    h, w = (h // 2, w // 2) if pool else (h, w)
     split = x1 if isinstance(x1, SplitConv) else None
     dtype, device = x1.dtype, x1.device
     if split is not None:
@@ -72,12 +78,15 @@ def norm_whole(
         block_g *= 2
     programs = triton.cdiv(num_groups, block_g)
     a = _empty((n, h, w, c), dtype=dtype, device=device)
+    pooled = _empty((n, h, w, c1), dtype=dtype, device=device) if pool else None
+    result = a, pooled if pool else x1
     if n == 0:
-        return a, x1
+        return result
     parts, *terms = _terms(split)
     film = (scale, shift)
     norm_whole_kernel[(n * programs,)](
         x1,
+        pooled,
         parts,
         *terms,
         x2,
@@ -99,11 +108,12 @@ def norm_whole(
         block_g,
         block_j,
         block_p,
+        w if pool else None,
         split is not None and split.residual is not None,
         num_warps=_warps(block_g * block_j * block_p),
         **overlapping(device, n * h * w),
     )
-    return a, x1
+    return result
 
 
 def _warps(elements: int) -> int:
@@ -200,7 +210,7 @@ def norm_of_sums(
     if serves_few(n, cg, sum(part.shape[1] for part in partials)):
         return norm_few(
             x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, scale, shift
-        )
+        )[0]
     grid = cut(n, h * w, c1, c2, _SUMS_CONFIG)
     a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
     if n == 0:
@@ -219,6 +229,34 @@ def norm_of_sums(
         num_warps=_SUMS_CONFIG.num_warps, **overlapping(x1.device, n * h * w),
     )  # fmt: skip
     return a
+
+
+def norm_of_sums_upsampled(
+    x1: Tensor,  # [N, H / 2, W / 2, C1]
+    x2: Tensor | None,  # [N, H, W, C2]
+    partials: tuple[Tensor, ...],  # of each: float32 [N, K, 2, C1], [N, K2, 2, C2]
+    pixels: tuple[int, ...],  # of the image that each describes
+    num_groups: int,
+    weight: Tensor | None,  # [C1 + C2]
+    bias: Tensor | None,  # [C1 + C2]
+    eps: float,
+    activation: str,
+    scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
+    shift: Tensor | None = None,  # [N, C1 + C2]
+) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2]; [N, H, W, C1]
+    """`norm_of_sums` of upsample(x1), where every pixel becomes a 2x2 block, beside x2; and
+    upsample(x1), for its other readers."""
+    check_activation(activation)
+    check_nhwc("x1", x1)
+    n, h, w, c1 = x1.shape
+    c = c1 + check_second(x2, n, 2 * h, 2 * w)
+    arguments = (x2, partials, pixels, num_groups, weight, bias, eps, activation, scale, shift)
+    if serves_few(n, c // num_groups, sum(part.shape[1] for part in partials)):
+        for part, count, channels in zip(partials, pixels, (c1, c - c1), strict=False):
+            check_partials_of(part, count, n, channels)
+        return norm_few(x1, *arguments, up=True)
+    large = spread(x1, (n, 2 * h, 2 * w, c1), 1.0)
+    return norm_of_sums(large, *arguments), large
 
 
 def norm_of_sums_pays(elements: int) -> bool:

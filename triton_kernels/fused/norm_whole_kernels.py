@@ -64,6 +64,7 @@ def _two_over_groups(v, w, G: tl.constexpr, J: tl.constexpr):
 @triton.jit(do_not_specialize=["N"])
 def norm_whole_kernel(
     x1_ptr,  # [N, HW, C1]; with SPLITS > 0 it is written, if it is not None
+    pooled_ptr,  # [N, HW, C1], out, or None: x1 is [N, 4 HW, C1], of which these are 2x2 means
     parts_ptr,  # float32 [SPLITS, N, C1, HW], or None: x1 is read
     conv_bias_ptr,  # of the convolution, as the next three
     extra_bias_ptr,
@@ -90,6 +91,7 @@ def norm_whole_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    W: tl.constexpr,  # with a pooled_ptr
     LATE: tl.constexpr,  # the convolution's terms are read when the launch in front has ended;
     # else they are older than that launch
 ):
@@ -117,6 +119,13 @@ def norm_whole_kernel(
         parts = load_parts(
             parts_ptr, residual_ptr, N, HW, C1, n, offs_c, offs_p, first, mask_p, SPLITS
         )
+    elif pooled_ptr is not None:
+        corner = n * 4 * HW + offs_p // W * (4 * W) + offs_p % W * 2
+        ptrs = x1_ptr + corner[None, :] * C1 + offs_c[:, None]
+        four = ()
+        for i in tl.static_range(4):
+            pixel = i // 2 * (2 * W) + i % 2
+            four = four + (tl.load(ptrs + pixel * C1, mask=here, other=0.0),)
     else:
         x = tl.load(x1_ptr + offs1, mask=here, other=0.0).to(tl.float32)
     if x2_ptr is not None:
@@ -129,6 +138,13 @@ def norm_whole_kernel(
         y = x.to(a_ptr.dtype.element_ty)
         if x1_ptr is not None:
             tl.store(x1_ptr + offs1, y, mask=here)
+        x = y.to(tl.float32)
+    elif pooled_ptr is not None:
+        x = tl.zeros(here.shape, tl.float32)
+        for i in tl.static_range(4):
+            x += four[i].to(tl.float32)
+        y = (x * 0.25).to(a_ptr.dtype.element_ty)
+        tl.store(pooled_ptr + offs1, y, mask=here)
         x = y.to(tl.float32)
     if x2_ptr is not None:
         x = tl.where(second[:, None], x2.to(tl.float32), x)

@@ -19,6 +19,7 @@ from .conv import (
 )
 from .conv_down import conv_down, conv_down_input_grad
 from .conv_early import conv_early, serves_whole
+from .conv_one_row import conv_one_row, serves_one_row
 from .conv_split import conv_split, worth_splitting
 from .conv_upsampled import (
     conv_of_upsampled,
@@ -29,13 +30,16 @@ from .conv_upsampled import (
     upsampled_filters,
 )
 from .linear_grads import linear_grads
+from .linear_norm_few import linear_norm_few, postpones, serves_linear_norm
 from .norm_conv import norm_conv, serves_norm_conv
 from .norm_fold import norm_apply, norm_apply_upsampled, norm_backward, skip_backward
+from .norm_linear_few import norm_linear_few, serves_norm_linear
 from .norm_passes import apply, apply_upsampled, norm_dx
 from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
 from .norm_whole import (
     norm_of_sums,
     norm_of_sums_pays,
+    norm_of_sums_upsampled,
     norm_whole,
     norm_whole_supported,
     resample_parts,
@@ -80,18 +84,24 @@ __all__ = [
     "norm_apply",
     "norm_apply_upsampled",
     "norm_backward",
+    "linear_norm_few",
     "norm_conv",
     "norm_dx",
     "norm_grad_table",
+    "norm_linear_few",
     "norm_of_sums",
     "norm_of_sums_pays",
+    "norm_of_sums_upsampled",
     "norm_table",
     "norm_whole",
     "norm_whole_supported",
     "pad_channels",
+    "postpones",
     "qkv_attention",
     "resample_parts",
+    "serves_linear_norm",
     "serves_norm_conv",
+    "serves_norm_linear",
     "serves_qkv_attention",
     "serves_upsampled",
     "sinusoids",
@@ -108,7 +118,9 @@ __all__ = [
 
 
 def conv_few(x: Tensor, weight: Tensor, bias: Tensor, **options) -> tuple[Tensor, Tensor | None]:
-    """`conv_forward` where nothing runs beside it: for few images there is another kernel."""
+    """`conv_forward` where nothing runs beside it: for few images there are other kernels."""
+    if serves_one_row(x, weight, options.get("extra", ()), options.get("width")):
+        return conv_one_row(x, weight, bias, **{k: v for k, v in options.items() if k != "width"})
     few = serves_whole(x.shape, weight, x.dtype, x.device)
     return (conv_early if few else conv_forward)(x, weight, bias, **options)
 

@@ -354,7 +354,7 @@ def conv_split(x, weight, *, extra=()):
     return torch.stack([y.reshape(n, h * w, -1).mT for y in parts])
 
 
-def worth_splitting(x_shape, weight, device):
+def worth_splitting(x_shape, weight, device, extra=()):
     """Whether a GPU would rather have the parts; here small images do."""
     return x_shape[1] * x_shape[2] <= 24
 
@@ -383,12 +383,13 @@ def norm_whole_supported(channels, num_groups, pixels):
 
 
 def norm_whole(
-    x1, x2, num_groups, weight, bias, eps, activation, scale=None, shift=None, keep=True
+    x1, x2, num_groups, weight, bias, eps, activation, scale=None, shift=None, keep=True, pool=False
 ):
     """(act(norm(x)) of x1 beside x2, x1), where x1 may be a convolution in parts, and only kept if
-    somebody else reads it."""
+    somebody else reads it; with `pool` the 2x2 means of x1 stand for it."""
     keep |= not isinstance(x1, SplitConv)
     x1 = sum_parts(x1)[0] if isinstance(x1, SplitConv) else x1
+    x1 = avg_pool(x1) if pool else x1
     x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
     return (
         reference.group_norm(
@@ -427,9 +428,45 @@ def norm_conv(
     return conv_forward(a, weight, bias, stats=width is None, width=width, **terms)
 
 
+def norm_of_sums_upsampled(x1, x2, *arguments, **film):
+    """`norm_of_sums` of x1 with 2x2 blocks for its pixels; and these."""
+    large = upsample(x1)
+    return norm_of_sums(large, x2, *arguments, **film), large
+
+
+def serves_norm_linear(x, partials, num_groups):
+    """Whether a norm may be in the launch of the 1x1 convolution behind it."""
+    return True
+
+
+def norm_linear_few(x, partials, pixels, num_groups, norm_weight, norm_bias, eps, weight, bias):
+    """norm(x) weight^T + bias"""
+    sums = (partials,), (pixels,), num_groups, norm_weight, norm_bias, eps
+    return norm_of_sums(x, None, *sums, "identity") @ weight.T + bias
+
+
+def postpones(x, weight):
+    """Whether a norm may be in the launch of a 1x1 convolution; here in images of one size."""
+    return weight.shape[2:] == (1, 1) and x.shape[1] * x.shape[2] == 24
+
+
+def serves_linear_norm(co, channels, num_groups):
+    """Whether such a norm may be."""
+    return True
+
+
+def linear_norm_few(
+    x, weight, bias, residual, x2, num_groups, norm_weight, norm_bias, eps, activation
+):
+    """(act(norm(y beside x2)), y) of a 1x1 convolution y"""
+    y, _ = conv_forward(x, weight, bias, residual=residual)
+    a, _ = norm_whole(y, x2, num_groups, norm_weight, norm_bias, eps, activation)
+    return a, y
+
+
 def serves_qkv_attention(x, num_heads):
     """Whether a GPU would rather have both in one launch; here few positions are."""
-    return x.shape[1] <= 100
+    return x.shape[1] <= 40
 
 
 def qkv_attention(x, weight, bias, num_heads, order):
