@@ -23,6 +23,7 @@ if SUPPORTED:
 
 _WIDTHS = (16, 32, 64)  # pixels of a row
 _MOST_PIXELS = 64  # of a tile
+_MAX_IMAGES = 4  # of more nothing was measured
 _PARTS_PIXELS = 256  # of an image
 _ENDLESS = 1024  # blocks of channels
 _FILTERS = 3 * 64 * 128  # bytes of a unit
@@ -36,9 +37,9 @@ def serves(
 ) -> bool:
     """Whether it can do this convolution, every program finds a multiprocessor, and at least half
     of what a program multiplies finds room at once."""
-    w, ci = x_shape[2:]
+    n, _, w, ci = x_shape
     co, _, *size = weight.shape
-    if not takes(weight) or size != [3, 3] or any(c % 64 for c in (ci, co, *extra)):
+    if n > _MAX_IMAGES or not takes(weight) or size != [3, 3] or any(c % 64 for c in (ci, co, *extra)):
         return False
     if w not in _WIDTHS or not 0 < _programs(x_shape, weight) <= describe(weight.device).num_sms:
         return False
