@@ -39,7 +39,12 @@ def serves(
     of what a program multiplies finds room at once."""
     n, _, w, ci = x_shape
     co, _, *size = weight.shape
-    if n > _MAX_IMAGES or not takes(weight) or size != [3, 3] or any(c % 64 for c in (ci, co, *extra)):
+    if (
+        n > _MAX_IMAGES
+        or not takes(weight)
+        or size != [3, 3]
+        or any(c % 64 for c in (ci, co, *extra))
+    ):
         return False
     if w not in _WIDTHS or not 0 < _programs(x_shape, weight) <= describe(weight.device).num_sms:
         return False
