@@ -279,6 +279,32 @@ _HEAD = {
     "expect": {"wgmma": False, "tma": True, "arches": (90, 120)},
 }
 
+_SUM_TAPS = {
+    "name": "float32 forward of the head, the sums of its taps",
+    "kernel": "triton_kernels.conv.columns_fwd:_sum_taps_kernel",
+    "signature": {
+        **dict.fromkeys(("z_ptr", "bias_ptr", "y_ptr"), "*fp32"),
+        **dict.fromkeys(("H", "W", "P", "Q", "num_pixels", "plane"), "i32"),
+    },
+    "constexprs": {"CO": 3, "R": 3, "S": 3, "PAD_H": 1, "PAD_W": 1, "BLOCK_M": 256},
+    "options": {"num_warps": 4},
+    "multiples": ("plane",),
+    "expect": {"tma": False, "arches": (90, 120)},
+}
+
+_LARGEST = {
+    "name": "the largest numbers of two tensors",
+    "kernel": "triton_kernels.conv.halves:_largest_kernel",
+    "signature": {
+        **dict.fromkeys(("x_ptr", "dy_ptr", "out_ptr"), "*fp32"),
+        **dict.fromkeys(("num_x", "num_dy"), "i32"),
+    },
+    "constexprs": {"BLOCK": 4096},
+    "options": {"num_warps": 4},
+    "multiples": ("num_x", "num_dy"),
+    "expect": {"tma": False, "arches": (90,)},
+}
+
 _HALVES = {
     "name": "float32 numbers as two of float16",
     "kernel": "triton_kernels.conv.halves:_halves_kernel",
@@ -296,6 +322,8 @@ _HALVES = {
 COMPILE_CASES = [
     _COLUMNS,
     _HEAD,
+    _SUM_TAPS,
+    _LARGEST,
     _HALVES,
     _LINEAR,
     *(_turned_fwd(*tile) for tile in [(64, 64, 4), (128, 128, 4), (64, 256, 4)]),
