@@ -176,6 +176,22 @@ COMPILE_CASES = [
         "expect": {"wgmma": True, "tma": True, "arches": (90,)},
     },
     {
+        "name": "norm_linear_few",
+        "kernel": "triton_kernels.fused.norm_linear_few:_norm_linear_kernel",
+        "signature": types("*bf16", "x_ptr", "y_ptr")
+        | types("*fp32", "partial_ptr", "weight_ptr", "bias_ptr", "filter_bias_ptr")
+        | types("tensordesc<bf16[64,256]>", "filter_desc")
+        | types("i32", "pixels", "C", "CO")
+        | {"eps": "fp32"},
+        "constexprs": {
+            "HW": 64, "K": 4, "CG": 8, "BLOCK_C": 64, "BLOCK_M": 32, "BLOCK_K": 256,
+            "BLOCK_G": 32, "BLOCK_J": 8, "BLOCK_T": 4,
+        },
+        "multiples": ("C", "CO"),
+        "options": {"num_warps": 4, "num_stages": 1},
+        "expect": {"wgmma": True, "tma": True, "arches": (90,)},
+    },
+    {
         "name": "attention_few",
         "kernel": "triton_kernels.fused.attention_few:_attention_few_kernel",
         "signature": types("*bf16", "qkv_ptr", "o_ptr")
