@@ -10,7 +10,7 @@ from diffusion.backend import TORCH_FP32, Backend
 from diffusion.build import make_sampler
 from diffusion.guidance import guide
 from diffusion.layers import set_backend
-from diffusion.planned import inference
+from diffusion.planned import waiting
 from diffusion.planned.inference import InferenceUNet, sampling_network
 from diffusion.schedule import make_schedule
 from diffusion.unet import UNet
@@ -84,7 +84,7 @@ def test_every_way_of_a_norm_is_taken(calls):
 def test_as_in_a_large_batch(name, calls, monkeypatch):
     """Norms by a table and a pass, which upsamples; means with their partials; whole tiles."""
     for limit in ("_WHOLE_PIXELS", "_SMALL_ELEMENTS", "_FEW_TILES", "_VERY_FEW_TILES"):
-        monkeypatch.setattr(inference, limit, 0)
+        monkeypatch.setattr(waiting, limit, 0)
     monkeypatch.setattr(fused_reference, "worth_splitting", lambda *_: False)
     monkeypatch.setattr(fused_reference, "serves_qkv_attention", lambda *_: False)
     monkeypatch.setattr(fused_reference, "postpones", lambda *_: False)

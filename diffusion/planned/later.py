@@ -1,0 +1,209 @@
+"""Results of `planned.waiting` that wait until it is known who reads them.
+
+Each holds what its launch needs, and `tensor()` makes it, by a launch of its own if nobody else
+has made it on the way. `tensor_of` asks for that where anything will do.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from triton_kernels.fused.conv_split import SplitConv
+
+
+class InParts:
+    """A convolution in parts, until its sum is wanted, and its sum from then on."""
+
+    def __init__(self, kernels: ModuleType, split: SplitConv) -> None:
+        self.kernels, self.split, self.sum, self.partials = kernels, split, None, None
+        self.shape = split.shape
+        # with the embedding it is in the middle of a residual block, where but a norm reads it
+        self.once = split.emb is not None
+
+    def tensor(self) -> Tensor:
+        """The sum, by a launch of its own if nobody else has made it."""
+        if self.sum is None:
+            (self.sum, self.partials), self.split = self.kernels.sum_parts(self.split), None
+        return self.sum
+
+
+class NormNext:
+    """A 1x1 convolution of an image of few pixels, until it is known whether a norm reads it next,
+    which may be in the same launch."""
+
+    def __init__(self, shape: tuple[int, ...], begin: Callable, fuse: Callable) -> None:
+        self.shape, self.begin, self.fuse = shape, begin, fuse
+        self.y: Tensor | InParts | None = None
+        self.sums: Tensor | None = None
+
+    def settled(self) -> Tensor | InParts:
+        """Its result without the norm."""
+        if self.y is None:
+            self.y, sums = self.begin()
+            self.sums = None if isinstance(sums, Unmeasured) else sums
+            self.begin, self.fuse = None, None
+        return self.y
+
+    def tensor(self) -> Tensor:
+        return tensor_of(self.settled())
+
+    @property
+    def partials(self) -> Tensor | None:
+        return self.y.partials if isinstance(self.y, InParts) else self.sums
+
+
+class Upsampled:
+    """A tensor of which every pixel stands for 2x2 of them, until these are wanted."""
+
+    def __init__(self, kernels: ModuleType, source: Tensor) -> None:
+        n, h, w, c = source.shape
+        self.kernels, self.source, self.large = kernels, source, None
+        self.shape, self.nbytes = (n, 2 * h, 2 * w, c), 4 * source.nbytes
+
+    def tensor(self) -> Tensor:
+        """All of them, by a launch of its own if nobody else has made them."""
+        if self.large is None:
+            self.large = self.kernels.upsample(self.source)
+        return self.large
+
+
+class Pooled:
+    """The 2x2 means of a tensor, until they are wanted."""
+
+    def __init__(self, kernels: ModuleType, source: Tensor) -> None:
+        n, h, w, c = source.shape
+        self.kernels, self.source, self.means = kernels, source, None
+        self.shape = (n, h // 2, w // 2, c)
+
+    def tensor(self) -> Tensor:
+        """All of them, by a launch of its own if nobody else has made them."""
+        if self.means is None:
+            self.means, self.source = self.kernels.avg_pool(self.source), None
+        return self.means
+
+
+@dataclass
+class Normed:
+    """A tensor [N, H, W, C] as a norm without an activation leaves it, until it is wanted."""
+
+    kernels: ModuleType
+    x: Tensor
+    sums: tuple  # partials, pixels, num_groups, weight, bias, eps
+
+    def tensor(self) -> Tensor:
+        return self.kernels.norm_of_sums(self.x, None, *self.sums, "identity")
+
+    def linear(self, weight: Tensor, bias: Tensor) -> Tensor:
+        """A 1x1 convolution of it."""
+        (partials,), (pixels,), *norm = self.sums
+        rows = weight[:, :, 0, 0]
+        return self.kernels.norm_linear_few(self.x, partials, pixels, *norm, rows, bias)
+
+
+@dataclass
+class Activated:
+    """act(norm(x)), until it is wanted; a convolution may make it on its way."""
+
+    kernels: ModuleType
+    x: Tensor
+    partials: Tensor
+    pixels: int  # that these describe
+    norm: tuple  # num_groups, weight, bias, eps, activation
+    film: dict[str, Tensor | None]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
+
+    def tensor(self) -> Tensor:
+        """By two launches, between which nothing comes."""
+        *norm, activation = self.norm
+        table = self.kernels.norm_table((self.partials,), (self.pixels,), *norm, **self.film)
+        return self.kernels.apply(self.x, None, table, activation, early=True)
+
+    def convolved(
+        self, weight: Tensor, bias: Tensor, stats: bool, terms: dict, options: dict
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """The convolution of it, if there is a kernel that makes it on its way and pays: with a
+        residual, whose rows pass through shared memory too, two launches are as quick."""
+        _, h, w, _ = self.x.shape
+        others = [other for other, _ in terms["extra"]]
+        given = self.x, weight, others, self.partials, self.norm[0]
+        if (
+            stats == bool(options)
+            or terms["residual"] is not None
+            or self.pixels != h * w
+            or not self.kernels.serves_norm_conv(*given, **options)
+        ):
+            return None
+        return self.kernels.norm_conv(
+            self.x, self.partials, *self.norm, weight, bias, **self.film, **terms, **options
+        )
+
+
+@dataclass
+class Projection:
+    """A 1x1 convolution [N, H, W, CO], whose pixels may be looked at as one dimension."""
+
+    kernels: ModuleType
+    x: Tensor | Normed
+    weight: Tensor
+    bias: Tensor
+
+    def flatten(self, *_: int) -> "Projection":
+        return self
+
+    def input(self) -> Tensor:
+        """x, or what a norm makes x of, which has the same shape."""
+        return self.x.x if isinstance(self.x, Normed) else self.x
+
+    def tensor(self) -> Tensor:
+        if isinstance(self.x, Normed):
+            return self.x.linear(self.weight, self.bias).flatten(1, 2)
+        return self.kernels.conv_few(self.x, self.weight, self.bias)[0].flatten(1, 2)
+
+
+@dataclass
+class Unmeasured:
+    """The partials of a tensor that nobody has taken yet."""
+
+    x: Tensor | InParts | NormNext
+    partials: Tensor | None = None
+
+    def taken(self) -> Tensor | None:
+        """Those from before, or of the launch that summed the parts, or nothing."""
+        if self.partials is None and isinstance(self.x, InParts | NormNext):
+            self.partials = self.x.partials
+        return self.partials
+
+
+@dataclass
+class Table:
+    """What `norm_table` was asked for."""
+
+    partials: tuple[Tensor | Unmeasured, ...]
+    pixels: tuple[int, ...]
+    num_groups: int
+    arguments: tuple  # weight, bias, eps
+    film: dict[str, Tensor | None]  # scale, shift
+
+
+_LATER = InParts | NormNext | Upsampled | Pooled | Normed | Activated
+
+
+def tensor_of(x: object) -> object:
+    """x, or what it waits to be."""
+    return x.tensor() if isinstance(x, _LATER) else x
+
+
+def settled(x: object) -> object:
+    """x, but a 1x1 convolution that waits for a norm, without it."""
+    return x.settled() if isinstance(x, NormNext) else x
+
+
+def unsummed(x: object) -> bool:
+    """Whether x is a convolution whose parts nobody has added up yet."""
+    return isinstance(x, InParts) and x.sum is None

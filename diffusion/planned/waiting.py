@@ -1,0 +1,259 @@
+"""Kernels that wait until they know who reads their result: few launches for a small batch.
+
+A step at batch 1 is a chain of kernels of two or three microseconds, each of which waits for the
+one before, so time goes with their number and with how many multiprocessors each keeps busy.
+`WaitingKernels` takes the place of the module of kernels below the layers of the plan, and makes of
+
+    table, apply                  -> one launch, `norm_whole` or `norm_of_sums`
+    conv of few tiles             -> its sum in parts on all multiprocessors, `conv_split`;
+                                     the norm that reads it adds them: still one launch each
+    1x1 conv, norm of few pixels  -> one launch, `linear_norm_few`
+    conv to q, k, v; attention    -> of few positions one launch, `qkv_attention`
+    norm, conv to q, k, v         -> of more positions one launch, `norm_linear_few`
+    norm, conv of large images    -> one launch, `norm_conv`, where there is such a kernel
+    upsample, apply               -> one launch, `apply_upsampled`
+    avg_pool, norm of few pixels  -> one launch, `norm_whole`
+    avg_pool, its partials        -> one launch, `avg_pool_partials`
+
+What waits meanwhile is in `planned.later`.
+"""
+
+from functools import partial
+from types import ModuleType
+
+from torch import Tensor
+
+from triton_kernels.fused.conv_split import SplitConv
+
+from .later import (
+    Activated,
+    InParts,
+    Normed,
+    NormNext,
+    Pooled,
+    Projection,
+    Table,
+    Unmeasured,
+    Upsampled,
+    settled,
+    tensor_of,
+    unsummed,
+)
+from .layers import SUM_PROGRAMS
+
+_WHOLE_PIXELS = 256  # of an image that a program reads whole, where nobody has to add parts
+_WHOLE_PARTS = 256  # the same, where somebody has to: of larger ones in a launch of its own
+_FEW_TILES = 128  # whose sums every program may add up again
+_VERY_FEW_TILES = 2  # likewise, of a tensor of any size
+_POOLED_IMAGES = 4  # at most, of which a norm makes the means that it reads
+_SMALL_ELEMENTS = 2**18  # of means that do not leave their sums: those have few programs
+
+
+def _of_sum(terms: dict) -> dict:
+    """What is added to the parts of a convolution."""
+    return {k: v for k, v in terms.items() if k != "extra"}
+
+
+class WaitingKernels:
+    """Stands for a module like `triton_kernels.fused` below the layers of the plan, and passes on
+    what they ask for as soon as it is known in which launch to do it."""
+
+    def __init__(self, kernels: ModuleType) -> None:
+        self.kernels = kernels
+        self.pooled = None  # the last means that were made with their partials, and these
+
+    def __getattr__(self, name: str):
+        function = getattr(self.kernels, name)
+
+        def called(*arguments, **options):
+            return function(*map(tensor_of, arguments), **options)
+
+        return called if callable(function) else function
+
+    def conv_forward(
+        self,
+        x: Tensor | Upsampled | Activated,
+        weight: Tensor,
+        bias: Tensor,
+        *,
+        residual: Tensor | InParts | None = None,
+        extra: tuple = (),
+        emb: Tensor | None = None,
+        extra_bias: Tensor | None = None,
+        stats: bool = False,
+        **options,  # of convolutions that are not cut into parts
+    ) -> tuple["Tensor | InParts | NormNext | Projection", Tensor | Unmeasured | None]:
+        extra = [(tensor_of(other), w) for other, w in extra]
+        residual = tensor_of(residual)
+        terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
+        if isinstance(x, Activated):
+            y = x.convolved(weight, bias, stats, terms, options)
+            if y is not None:
+                return y
+        if weight.shape[2:] == (1, 1) and not stats:  # queries, keys and values
+            assert residual is None and emb is None and not extra and not options
+            x = x if isinstance(x, Normed) else tensor_of(x)
+            return Projection(self.kernels, x, weight, bias), None
+        x = tensor_of(x)
+        begin = partial(self._conv, x, weight, bias, terms, stats, options)
+        alone = emb is None and not extra
+        if stats and alone and not options and self.kernels.postpones(x, weight):
+            fuse = partial(self.kernels.linear_norm_few, x, weight, bias, residual)
+            y = NormNext((*x.shape[:3], weight.shape[0]), begin, fuse)
+            return y, Unmeasured(y)
+        return begin()
+
+    def _conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor, terms: dict, stats: bool, options: dict
+    ) -> tuple[Tensor | InParts, Tensor | Unmeasured | None]:
+        beside = [other.shape[3] for other, _ in terms["extra"]]
+        splits = stats and not options
+        if splits and self.worth_splitting(x.shape, weight, x.device, beside):
+            parts = self.kernels.conv_split(x, weight, extra=terms["extra"])
+            shape = (*x.shape[:3], weight.shape[0])
+            y = InParts(self.kernels, SplitConv(parts, shape, x.dtype, bias, **_of_sum(terms)))
+            return y, Unmeasured(y)
+        return self.kernels.conv_few(x, weight, bias, **terms, stats=stats, **options)
+
+    def attention_forward(self, qkv: Projection, num_heads: int, order: str):
+        if self.kernels.serves_qkv_attention(qkv.input().flatten(1, 2), num_heads):
+            x, rows = tensor_of(qkv.x).flatten(1, 2), qkv.weight[:, :, 0, 0]
+            return self.kernels.qkv_attention(x, rows, qkv.bias, num_heads, order), None
+        return self.kernels.attention_few(qkv.tensor(), num_heads, order), None
+
+    def avg_pool(self, x: Tensor | InParts | NormNext) -> Tensor | Pooled:
+        x = settled(x)
+        if unsummed(x):
+            return self._resampled(x, False)
+        n, h, w, c = x.shape
+        pixels = h // 2 * (w // 2)
+        if h % 2 == w % 2 == 0 and self._pools_whole(n, pixels, c):
+            return Pooled(self.kernels, tensor_of(x))
+        if self._reads_whole(n * pixels * c, pixels) or n * pixels * c <= _SMALL_ELEMENTS:
+            return self.kernels.avg_pool(tensor_of(x))
+        self.pooled = self.kernels.avg_pool_partials(tensor_of(x))
+        return self.pooled[0]
+
+    def upsample(self, x: Tensor | InParts | NormNext) -> Tensor | Upsampled:
+        x = settled(x)
+        return self._resampled(x, True) if unsummed(x) else Upsampled(self.kernels, tensor_of(x))
+
+    def _resampled(self, x: InParts, up: bool) -> Tensor:
+        x.sum, resampled, x.partials = self.kernels.resample_parts(x.split, up)
+        x.split = None
+        return resampled
+
+    def _pools_whole(self, n: int, pixels: int, c: int) -> bool:
+        """Whether the norm behind means of so few pixels should make them."""
+        return n <= _POOLED_IMAGES and self._reads_whole(n * pixels * c, pixels)
+
+    def _reads_whole(self, elements: int, pixels: int) -> bool:
+        """Whether a norm does not want the partials of a tensor so small."""
+        return self.kernels.norm_of_sums_pays(elements) and pixels <= _WHOLE_PIXELS
+
+    def norm_apply(
+        self, x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, mask=None, **film
+    ) -> tuple[Tensor, Table]:
+        table = Table(partials, pixels, num_groups, (weight, bias, eps), film)
+        return self.apply(x1, x2, table, activation, mask=mask), table
+
+    def serves_upsampled(
+        self, small: Tensor | InParts | NormNext, channels: tuple[int, int], co: int, *rest: bool
+    ) -> bool:
+        serves, small = self.kernels.serves_upsampled, settled(small)
+        return not unsummed(small) and serves(tensor_of(small), channels, co, *rest)
+
+    def norm_apply_upsampled(
+        self, x1: Tensor | InParts, x2, *statistics_and_activation, corners: bool = False
+    ):
+        *statistics, activation = statistics_and_activation
+        partials, pixels, num_groups, *arguments = statistics
+        large = self.upsample(x1)
+        table = Table(partials, pixels, num_groups, tuple(arguments), {})
+        a = self.apply(large, x2, table, activation, corners=corners)
+        return a, (table, None), large  # the second is for gradients
+
+    def tensor_partials(self, x: Tensor, programs: int) -> Tensor | Unmeasured:
+        pooled, self.pooled = self.pooled, None
+        return pooled[1] if pooled is not None and pooled[0] is x else Unmeasured(x)
+
+    def apply(
+        self, x1, x2, table: Table, activation: str, *, corners: bool = False, **options
+    ) -> Tensor:
+        options = {k: v for k, v in options.items() if v is not None}
+        x2 = tensor_of(x2)
+        n, h, w, c1 = x1.shape
+        c = c1 + (0 if x2 is None else x2.shape[3])
+        film = any(v is not None for v in table.film.values())
+        if isinstance(x1, NormNext):
+            if x1.y is None and not options and not film:
+                groups = table.num_groups
+                if self.kernels.serves_linear_norm(c1, c, groups):
+                    a, x1.y = x1.fuse(x2, groups, *table.arguments, activation)
+                    return a
+            x1 = x1.settled()
+        if unsummed(x1) and h * w > _WHOLE_PARTS:
+            x1.tensor()
+        waits = unsummed(x1)
+        if (
+            not options
+            and (waits or self._reads_whole(n * h * w * c, h * w))
+            and any(isinstance(p, Unmeasured) and p.taken() is None for p in table.partials)
+            and self.kernels.norm_whole_supported(c, table.num_groups, h * w)
+        ):
+            if isinstance(x1, Pooled) and x1.means is None:
+                a, x1.means = self.kernels.norm_whole(
+                    x1.source, x2, table.num_groups, *table.arguments, activation, **table.film,
+                    pool=True,
+                )  # fmt: skip
+                x1.source = None
+                return a
+            source, keep = (x1.split, not x1.once) if waits else (tensor_of(x1), True)
+            a, y = self.kernels.norm_whole(
+                source, x2, table.num_groups, *table.arguments, activation, **table.film, keep=keep
+            )
+            if waits and keep:
+                x1.sum, x1.split = y, None
+            return a
+        partials = tuple(map(self._measured, table.partials))
+        sums = partials, table.pixels, table.num_groups, *table.arguments
+        tiles = sum(part.shape[1] for part in partials)
+        small_one = isinstance(x1, Upsampled) and x1.large is None and not options
+        if small_one and self._sums_pay(n * h * w * c, tiles):
+            a, x1.large = self.kernels.norm_of_sums_upsampled(
+                x1.source, x2, *sums, activation, **table.film
+            )
+            return a
+        if not options and self._sums_pay(n * h * w * c, tiles):
+            plain = activation == "identity" and x2 is None and not film
+            if plain and self.kernels.serves_norm_linear(
+                tensor_of(x1), partials[0], table.num_groups
+            ):
+                return Normed(self.kernels, tensor_of(x1), sums)
+            return self.kernels.norm_of_sums(tensor_of(x1), x2, *sums, activation, **table.film)
+        if x2 is None and not options and not isinstance(x1, Upsampled):
+            norm = (table.num_groups, *table.arguments, activation)
+            sums = partials[0], table.pixels[0]
+            return Activated(self.kernels, tensor_of(x1), *sums, norm, table.film)
+        source = x1.source if small_one else tensor_of(x1)
+        # nothing comes between these two launches
+        coefficients = self.kernels.norm_table(*sums, **table.film)
+        options["early"] = True
+        if small_one:
+            a, x1.large = self.kernels.apply_upsampled(
+                source, x2, coefficients, activation, corners=corners, **options
+            )
+            return a
+        return self.kernels.apply(source, x2, coefficients, activation, **options)
+
+    def _sums_pay(self, elements: int, tiles: int) -> bool:
+        """Whether every program of a pass should make its part of the table itself."""
+        most = _FEW_TILES if self.kernels.norm_of_sums_pays(elements) else _VERY_FEW_TILES
+        return tiles <= most
+
+    def _measured(self, partials: Tensor | Unmeasured) -> Tensor:
+        if not isinstance(partials, Unmeasured):
+            return partials
+        if partials.taken() is None:
+            partials.partials = self.kernels.tensor_partials(tensor_of(partials.x), SUM_PROGRAMS)
+        return partials.partials
