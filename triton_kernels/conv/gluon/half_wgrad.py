@@ -24,6 +24,7 @@ if SUPPORTED:
 
 _PIXELS = 128  # of a tile
 _WIDTHS = (8, 16, 32, 64)
+_MOST_NUMBERS = 2**31 - 2**22  # offsets are of 32 bits, one step of `halves` further too
 
 
 def applies(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int]) -> bool:
@@ -38,7 +39,7 @@ def applies(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int]) -> 
         and all(c % 64 == 0 for c in weight.shape[:2])
         and w in _WIDTHS
         and h % _rows(w) == 0
-        and max(x.numel(), dy.numel()) < 2**31
+        and max(x.numel(), dy.numel()) < _MOST_NUMBERS
     )
 
 
