@@ -39,37 +39,12 @@ from ...gluon.pipeline import (
     new_barrier_pairs,
     new_barriers,
     sync_threads,
-    wait_empty,
     wait_full,
 )
 from .epilogue import load_bias, load_table
 from .norm_rows import Norm, activate_rows, keep_affine, load_affine, new_affine
-from .rows_memory import clear_margins, row_from, row_of_tap, rows_chunks
-
-# --- what the parts of a program share ------------------------------------------------------------
-
-
-class _Ring(NamedTuple):
-    """Slots of shared memory, and their barriers."""
-
-    bufs: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-
-
-class _Filters(NamedTuple):
-    """Those of nine taps, and of the blocks of 1x1 convolutions; a barrier for each row."""
-
-    bufs: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-
-
-class _FilterDescs(NamedTuple):
-    """Where they come from: 3x3, and 1x1 of up to two tensors."""
-
-    taps: gl.tensor
-    extra1: gl.tensor
-    extra2: gl.tensor
+from .resident_loads import FilterDescs, Filters, Ring, Work, load_beside, load_rows
+from .rows_memory import clear_margins, row_of_tap, rows_chunks
 
 
 class _Vectors(NamedTuple):
@@ -79,120 +54,6 @@ class _Vectors(NamedTuple):
     extra_bias: gl.tensor
     emb: gl.tensor
     stride_emb: gl.tensor
-
-
-class _Work(NamedTuple):
-    """The tiles of a program, and the first of its channels of the result."""
-
-    first: gl.tensor
-    count: gl.tensor
-    tiles_h: gl.tensor  # of an image
-    c0: gl.tensor
-
-
-# --- loads ----------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _load_extra(
-    desc1, desc2, extra, step, n, h0,
-    BLOCK: gl.constexpr, EXTRA1: gl.constexpr, W: gl.constexpr,
-):  # fmt: skip
-    """A block of channels of the tensors of which 1x1 convolutions are added."""
-    slot, bar = wait_empty(extra.full, extra.empty, step, 2, 2 * W * 128)
-    for j in gl.static_range(2):
-        buf = extra.bufs.index(slot * 2 + j)
-        if BLOCK < EXTRA1:
-            tma.async_copy_global_to_shared(desc1, [n, h0 + j, 0, BLOCK * 64], bar, buf)
-        else:
-            at = [n, h0 + j, 0, (BLOCK - EXTRA1) * 64]
-            tma.async_copy_global_to_shared(desc2, at, bar, buf)
-
-
-@gluon.jit
-def _load_filters(
-    descs, filters, c0,
-    r: gl.constexpr, DGRAD: gl.constexpr, EXTRA1: gl.constexpr, EXTRA2: gl.constexpr,
-):  # fmt: skip
-    """Row r of the filters, and those of the r-th 1x1 block, which is multiplied with that row."""
-    bar = filters.full.index(r)
-    bufs = filters.bufs
-    TAP: gl.constexpr = bufs.shape[2] * bufs.shape[3] * 2
-    mbarrier.expect(bar, (3 + (1 if r < EXTRA1 + EXTRA2 else 0)) * TAP)
-    for tap in gl.static_range(3 * r, 3 * r + 3):
-        at = [8 - tap, 0, c0] if DGRAD else [tap, c0, 0]
-        tma.async_copy_global_to_shared(descs.taps, at, bar, bufs.index(tap))
-    if r < EXTRA1:
-        tma.async_copy_global_to_shared(descs.extra1, [0, c0, r * 64], bar, bufs.index(9 + r))
-    elif r < EXTRA1 + EXTRA2:
-        at = [0, c0, (r - EXTRA1) * 64]
-        tma.async_copy_global_to_shared(descs.extra2, at, bar, bufs.index(9 + r))
-
-
-@gluon.jit
-def _load(
-    x_desc, filter_descs, extra1_desc, extra2_desc, x, filters, extra, work,
-    ROWS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
-    EXTRA1: gl.constexpr, EXTRA2: gl.constexpr, OVERLAP: gl.constexpr,
-):  # fmt: skip
-    PAIRS: gl.constexpr = x.full.shape[0]
-    _load_filters(filter_descs, filters, work.c0, 0, DGRAD, EXTRA1, EXTRA2)
-    if OVERLAP:
-        await_inputs_alone()  # filters are there before the launch in front
-    place = 0
-    step = 0
-    for index in range(work.count):
-        tile = work.first + index
-        n = tile // work.tiles_h
-        h = tile % work.tiles_h
-        h0 = h * ROWS
-        begins = (index == 0) | (h == 0)
-        ends = (index + 1 == work.count) | (h + 1 == work.tiles_h)
-        for i in range(gl.where(begins, 0, 1), ROWS // 2 + 1):
-            slot, bar = wait_empty(x.full, x.empty, place, PAIRS, 2 * W * 2 * x.bufs.shape[2])
-            # two tiles use the last pair of one and the first of the next; else nobody else will
-            mbarrier.arrive(x.empty.index(slot), count=1, pred=(i < ROWS // 2) | ends)
-            for j in gl.static_range(2):
-                at = [n, h0 - 1 + 2 * i + j, 0, 0]
-                row = row_from(x.bufs, 0, slot * 2 + j, W)
-                tma.async_copy_global_to_shared(x_desc, at, bar, row)
-            place += 1
-        if index == 0:  # the first products need only those of the first row
-            for r in gl.static_range(1, 3):
-                _load_filters(filter_descs, filters, work.c0, r, DGRAD, EXTRA1, EXTRA2)
-        for i in gl.static_range(EXTRA1 + EXTRA2):
-            _load_extra(extra1_desc, extra2_desc, extra, step + i, n, h0, i, EXTRA1, W)
-        step += EXTRA1 + EXTRA2
-
-
-@gluon.jit
-def _load_beside(
-    desc1, desc2, beside, filters, work, border,
-    ROWS: gl.constexpr, W: gl.constexpr, OVERLAP: gl.constexpr,
-):  # fmt: skip
-    """What the epilogues read beside their tiles, of one tensor or of two that are concatenated, to
-    where they will write."""
-    SLOTS: gl.constexpr = beside.bufs.shape[0]
-    c0 = work.c0
-    if OVERLAP:
-        await_inputs_alone()
-    place = 0
-    mbarrier.wait(filters.full.index(0), 0)  # what the products need comes first
-    for index in range(work.count):
-        tile = work.first + index
-        n = tile // work.tiles_h
-        for half in gl.static_range(ROWS // 2):
-            h0 = tile % work.tiles_h * ROWS + 2 * half
-            slot, bar = wait_empty(beside.full, beside.empty, place, SLOTS, 2 * W * 128)
-            buf = beside.bufs.index(slot)
-            if desc2 is None:
-                tma.async_copy_global_to_shared(desc1, [n, h0, 0, c0], bar, buf)
-            else:
-                left = c0 < border
-                right = c0 >= border
-                tma.async_copy_global_to_shared(desc1, [n, h0, 0, c0], bar, buf, left)
-                tma.async_copy_global_to_shared(desc2, [n, h0, 0, c0 - border], bar, buf, right)
-            place += 1
 
 
 # --- products and epilogue ------------------------------------------------------------------------
@@ -496,10 +357,10 @@ def conv_resident_kernel(
         extra_bufs = gl.allocate_shared_memory(dtype, [2 * 2, 1, 1, W, 64], y_desc.layout)
         extra_full, extra_empty = new_barrier_pairs(2)
     clear_margins(x_bufs, 1, 2 * PAIRS, W, num_warps)
-    x = _Ring(x_bufs, x_full, x_empty)
-    filters = _Filters(w_bufs, w_full)
-    extra = _Ring(extra_bufs, extra_full, extra_empty)
-    beside = _Ring(stages, beside_full, beside_empty)
+    x = Ring(x_bufs, x_full, x_empty)
+    filters = Filters(w_bufs, w_full)
+    extra = Ring(extra_bufs, extra_full, extra_empty)
+    beside = Ring(stages, beside_full, beside_empty)
 
     # programs that are neighbours do the same tiles of other channels
     blocks_c = C // 64
@@ -507,8 +368,8 @@ def conv_resident_kernel(
     part = gl.program_id(0) // blocks_c
     parts = gl.num_programs(0) // blocks_c
     first = (tiles * part) // parts
-    work = _Work(first, (tiles * (part + 1)) // parts - first, tiles_h, c0)
-    filter_descs = _FilterDescs(w_desc, extra1_w_desc, extra2_w_desc)
+    work = Work(first, (tiles * (part + 1)) // parts - first, tiles_h, c0)
+    filter_descs = FilterDescs(w_desc, extra1_w_desc, extra2_w_desc)
     vectors = _Vectors(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb)
     kept = turns  # without a norm unused
     if sums_ptr is not None:
@@ -528,7 +389,7 @@ def conv_resident_kernel(
             )
             if role < GROUPS
             else (
-                _load,
+                load_rows,
                 (
                     x_desc, filter_descs, extra1_desc, extra2_desc, x, filters, extra, work,
                     ROWS, W, DGRAD, EXTRA1, EXTRA2, OVERLAP,
@@ -536,7 +397,7 @@ def conv_resident_kernel(
             )
             if role == GROUPS
             else (
-                _load_beside,
+                load_beside,
                 (beside1_desc, beside2_desc, beside, filters, work, border, ROWS, W, OVERLAP),
             )
             for role in ((0, 1, 2), (0, 1, 2, 3), (0, 1, 2, 3, 4))[GROUPS - 2 + BESIDE]
