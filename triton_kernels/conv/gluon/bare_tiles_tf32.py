@@ -14,28 +14,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from ...dependent_launch import await_inputs
 from ...gluon.pipeline import (
-    give_back,
     new_barrier_pairs,
     new_barriers,
     sync_threads,
     wait_empty,
-    wait_full,
 )
-from .tiles_loop import block_chunks, finish_products
-
-
-@gluon.jit
-def _pixels_from(x_bufs, chunk, shape: gl.constexpr):
-    """Pixels from a chunk on, in a shape whose last size is 32."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=len(shape))
-    start = x_bufs.index(chunk)
-    return start._reinterpret(start.dtype, shape, LAYOUT)
+from .tiles_loop import (
+    block_chunks,
+    finish_products,
+    multiply_blocks_with_filters,
+    pixels_from,
+)
 
 
 @gluon.jit
@@ -55,34 +48,13 @@ def _load(
                 stage, bar = wait_empty(full, empty, block, BLOCKS, (CHUNKS * 8 + 3 * 64) * 128)
                 for j in gl.static_range(PAIRS):
                     chunk = stage * CHUNKS + j * (IMAGES * W // 4)
-                    rows = _pixels_from(x_bufs, chunk, [2, IMAGES, W, 32])
+                    rows = pixels_from(x_bufs, chunk, [2, IMAGES, W, 32])
                     at = [h0 + 2 * j - 1, n, s - 1, k0]
                     tma.async_copy_global_to_shared(x_desc, at, bar, rows)
                 for r in gl.static_range(3):
                     buf = w_bufs.index(stage * 3 + r)
                     tma.async_copy_global_to_shared(w_desc, [3 * r + s, c0, k0], bar, buf)
                 block += 1
-
-
-@gluon.jit
-def _multiply_blocks(
-    acc, x_bufs, w_bufs, full, empty, block, count,
-    PIXELS: gl.constexpr, WIDTH: gl.constexpr, BLOCKS: gl.constexpr,
-):  # fmt: skip
-    """The products of `count` blocks. The last ones are still under way at the end."""
-    CHUNKS: gl.constexpr = block_chunks(PIXELS, WIDTH)
-    for j in range(count):
-        stage = wait_full(full, block, BLOCKS)
-        for r in gl.static_range(3):
-            w = w_bufs.index(stage * 3 + r)
-            w = w._reinterpret(w.dtype, [64, 32], gl.NVMMASharedLayout(128, 32))
-            x = _pixels_from(x_bufs, stage * CHUNKS + r * (WIDTH // 8), [PIXELS, 32])
-            acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(3, deps=(acc,))  # the block before is done
-        sync_threads()
-        give_back(empty, block + BLOCKS - 1, BLOCKS, j > 0)
-        block += 1
-    return acc, block
 
 
 @gluon.jit
@@ -93,6 +65,7 @@ def _multiply(
 ):  # fmt: skip
     """Every other tile, beginning with that of GROUP; in turn, as in `bare_points`."""
     PIXELS: gl.constexpr = ROWS * IMAGES * W
+    CHUNKS: gl.constexpr = block_chunks(PIXELS, IMAGES * W)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 8])
     channels = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     pixels = gl.arange(0, PIXELS, layout=gl.SliceLayout(0, LAYOUT))
@@ -108,9 +81,10 @@ def _multiply(
         h0 = i // blocks_c % tiles_h * ROWS
         acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
         mbarrier.wait(turns.index(GROUP), phase ^ (1 - GROUP))
-        acc, block = _multiply_blocks(
-            acc, x_bufs, w_bufs, full, empty, block, tile_blocks, PIXELS, IMAGES * W, BLOCKS
-        )
+        acc, block = multiply_blocks_with_filters(
+            acc, x_bufs, w_bufs, full, empty, block, tile_blocks, False,
+            3, 3, CHUNKS, PIXELS, IMAGES * W, False, BLOCKS,
+        )  # fmt: skip
         acc = finish_products(acc, empty, empty, turns, block, 0, GROUP, BLOCKS, 0)
         block += tile_blocks  # those of the other warpgroup
 

@@ -4,6 +4,8 @@ of one image or of several, and what belongs to their channels."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...gluon.pairs import widen_pairs
+
 
 @gluon.jit
 def in_pieces(acc, PIXELS: gl.constexpr, PIECE: gl.constexpr):
@@ -57,3 +59,32 @@ def load_vectors(
             to = emb_ptr + image.to(gl.int64) * stride_emb + offs
             bias = bias + gl.load(to, mask=valid, other=0.0)
         return (bias,)
+
+
+@gluon.jit
+def store_piece(buf, y, PART: gl.constexpr, W: gl.constexpr):
+    """y, as `by_image` has it, to the shared memory [64, pixels] from where it leaves."""
+    IMAGES: gl.constexpr = y.shape[1]
+    PIXELS: gl.constexpr = IMAGES * y.shape[2]
+    y = y.reshape([64, IMAGES, y.shape[2] // W, W]).permute((0, 2, 1, 3))
+    buf.store(gl.convert_layout(y.reshape([64, PIXELS]), PART, assert_trivial=True))
+
+
+@gluon.jit
+def squares_about_mean(pieces, total, second, PIECES: gl.constexpr):
+    """`second` and the squares of all pieces about the mean of the tile, of which `total` is the
+    sum: a difference of large sums would cancel."""
+    PIXELS: gl.constexpr = PIECES * pieces[0].shape[2]
+    mean = (total / PIXELS)[:, :, None]
+    for i in gl.static_range(PIECES):
+        d = widen_pairs(pieces[i]) - mean
+        second += gl.sum(d * d, axis=2)
+    return second
+
+
+@gluon.jit
+def store_sums(partial_ptr, row, C, offs, valid, total, second):
+    """Both sums of a tile's images, in their rows of [., 2, C]."""
+    to = partial_ptr + row.to(gl.int64) * 2 * C + offs
+    gl.store(to, total, mask=valid)
+    gl.store(to + C, second, mask=valid)

@@ -28,7 +28,15 @@ from ...gluon.pipeline import (
     wait_full,
     wait_full_both,
 )
-from .tiles_epilogue import by_image, in_pieces, load_vectors, places_of
+from .tiles_epilogue import (
+    by_image,
+    in_pieces,
+    load_vectors,
+    places_of,
+    squares_about_mean,
+    store_piece,
+    store_sums,
+)
 from .tiles_loop import (
     block_chunks,
     finish_products,
@@ -232,8 +240,8 @@ def _multiply(
         mbarrier.wait(turns.index(GROUP), phase ^ (1 - GROUP))
         if STEPS == 0:
             acc, block = multiply_blocks_with_filters(
-                acc, x_bufs, w_bufs, x_full, x_empty, block, main_blocks,
-                PIXELS, WIDTH, DGRAD, BLOCKS,
+                acc, x_bufs, w_bufs, x_full, x_empty, block, main_blocks, False,
+                3, 3, CHUNKS, PIXELS, WIDTH, DGRAD, BLOCKS,
             )  # fmt: skip
         else:
             acc, block, step = multiply_blocks(
@@ -296,21 +304,14 @@ def _multiply(
             if partial_ptr is not None and not DGRAD:
                 total += gl.sum(widen_pairs(y), axis=2)
                 rounded = rounded + (y,)
-            y = y.reshape([64, IMAGES, PIECE // WIDTH, W]).permute((0, 2, 1, 3))
-            buf.store(gl.convert_layout(y.reshape([64, PIECE]), PART, assert_trivial=True))
+            store_piece(buf, y, PART, W)
         fence_async_shared()
         tma.async_copy_shared_to_global(y_desc, [h0, n0, 0, c0], stage_buf)
         if partial_ptr is not None:
             if not DGRAD:
-                # about the mean of the tile, since a difference of large sums would cancel
-                mean = (total / (ROWS * W))[:, :, None]
-                for i in gl.static_range(PIECES):
-                    d = widen_pairs(rounded[i]) - mean
-                    second += gl.sum(d * d, axis=2)
+                second = squares_about_mean(rounded, total, second, PIECES)
             row = image * tiles_h + tile % tiles_h
-            to = partial_ptr + row.to(gl.int64) * 2 * C + offs
-            gl.store(to, total, mask=valid)
-            gl.store(to + C, second, mask=valid)
+            store_sums(partial_ptr, row, C, offs, valid, total, second)
         phase ^= 1
     if OVERLAP:
         begin_next()

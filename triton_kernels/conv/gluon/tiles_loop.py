@@ -1,6 +1,7 @@
-"""The main loop of `tiles_kernels` and `bare_tiles`: 3x3 filters over blocks of pixels.
+"""The main loop of `tiles_kernels`, `bare_tiles` and their kin: 3x3 filters over blocks of pixels.
 
-A block is 64 channels of the pixels of a tile and of the row above and below it, moved by a column.
+A block is 64 channels, or 32 of float32, of the pixels of a tile and of the row above and below it,
+moved by a column.
 The three taps of that column of the filter are the block from another row on, so that three
 products are made of what is fetched once. Filters of one tap, 64 by 64, pass through a ring of
 their own. Two warpgroups take tiles in turn (`turns`), and the rings hold what one needs and then
@@ -27,8 +28,9 @@ def block_chunks(pixels, width):
 
 @gluon.jit
 def pixels_from(x_bufs, chunk, shape: gl.constexpr):
-    """Pixels from a chunk on, in a shape whose last size is 64."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=len(shape))
+    """Pixels from a chunk on, in a shape whose last size is that of 128 bytes."""
+    BITS: gl.constexpr = x_bufs.dtype.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, BITS, rank=len(shape))
     start = x_bufs.index(chunk)
     return start._reinterpret(start.dtype, shape, LAYOUT)
 
@@ -62,11 +64,13 @@ def load_filter_of_tap(
 @gluon.jit
 def multiply_tap(acc, x_bufs, w_bufs, chunk, slot, PIXELS: gl.constexpr, DGRAD: gl.constexpr):
     """The product of a filter with the tile, begun but not waited for."""
+    BITS: gl.constexpr = w_bufs.dtype.primitive_bitwidth
+    CHANNELS: gl.constexpr = 1024 // BITS
     w = w_bufs.index(slot)
-    w = w._reinterpret(w.dtype, [64, 64], gl.NVMMASharedLayout(128, 16))
+    w = w._reinterpret(w.dtype, [64, CHANNELS], gl.NVMMASharedLayout(128, BITS))
     if DGRAD:
         w = w.permute((1, 0))
-    x = pixels_from(x_bufs, chunk, [PIXELS, 64]).permute((1, 0))
+    x = pixels_from(x_bufs, chunk, [PIXELS, CHANNELS]).permute((1, 0))
     return warpgroup_mma(w, x, acc, is_async=True)
 
 
@@ -98,20 +102,21 @@ def multiply_blocks(
 
 @gluon.jit
 def multiply_blocks_with_filters(
-    acc, x_bufs, w_bufs, full, empty, block, count,
+    acc, x_bufs, w_bufs, full, empty, block, count, later,
+    TAPS: gl.constexpr, FILTERS: gl.constexpr, CHUNKS: gl.constexpr,
     PIXELS: gl.constexpr, WIDTH: gl.constexpr, DGRAD: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """`multiply_blocks` where three filters come and go with a block of pixels: the threads meet
-    once a block, not once a product."""
-    CHUNKS: gl.constexpr = block_chunks(PIXELS, WIDTH)
+    """`multiply_blocks` where filters come and go with a block of pixels, of CHUNKS: the threads
+    meet once a block, not once a product. There is room for FILTERS, and TAPS are multiplied.
+    `later`: those of a block before these are still under way."""
     for j in range(count):
         stage = wait_full(full, block, BLOCKS)
-        for r in gl.static_range(3):
+        for r in gl.static_range(TAPS):
             chunk = stage * CHUNKS + r * (WIDTH // 8)
-            acc = multiply_tap(acc, x_bufs, w_bufs, chunk, stage * 3 + r, PIXELS, DGRAD)
-        acc = warpgroup_mma_wait(3, deps=(acc,))  # the block before is done
+            acc = multiply_tap(acc, x_bufs, w_bufs, chunk, stage * FILTERS + r, PIXELS, DGRAD)
+        acc = warpgroup_mma_wait(TAPS, deps=(acc,))  # the block before is done
         sync_threads()
-        give_back(empty, block + BLOCKS - 1, BLOCKS, j > 0)
+        give_back(empty, block + BLOCKS - 1, BLOCKS, (j > 0) | later)
         block += 1
     return acc, block
 

@@ -13,22 +13,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma_wait,
 )
 
 from ...activations import activate_affine_grad
 from ...dependent_launch import await_inputs_alone, begin_next
 from ...gluon.pairs import round_pairs, widen_pairs
 from ...gluon.pipeline import (
-    give_back,
     new_barrier_pairs,
     new_barriers,
     sync_threads,
     wait_empty,
-    wait_full,
 )
-from .tiles_epilogue import by_image, in_pieces, load_vectors, places_of
-from .tiles_loop import finish_products, multiply_tap, pixels_from
+from .tiles_epilogue import (
+    by_image,
+    in_pieces,
+    load_vectors,
+    places_of,
+    squares_about_mean,
+    store_piece,
+    store_sums,
+)
+from .tiles_loop import finish_products, multiply_blocks_with_filters, pixels_from
 
 
 @gluon.constexpr_function
@@ -66,12 +71,12 @@ def _load(
     ONE: gl.constexpr = (ROWS * IMAGES * W + 64) * 128
     TWO: gl.constexpr = ((ROWS + 1) * IMAGES * W + 2 * 64) * 128
     block = 0
+    if DGRAD and OVERLAP:
+        await_inputs_alone()
     for i in range(gl.program_id(0), tiles, gl.num_programs(0)):
         c0 = i % blocks_c * 64
         tile = i // blocks_c
         if DGRAD:
-            if OVERLAP:
-                await_inputs_alone()
             n0 = tile // tiles_h * IMAGES
             h0 = tile % tiles_h * ROWS
             for k0 in range(0, K1, 64):
@@ -148,27 +153,6 @@ def _load(
 
 
 @gluon.jit
-def _multiply_blocks(
-    acc, x_bufs, w_bufs, full, empty, block, count, later,
-    TAPS: gl.constexpr, PIXELS: gl.constexpr, WIDTH: gl.constexpr, DGRAD: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):  # fmt: skip
-    """The products of `count` blocks with TAPS filters each, of which the last block's are still
-    under way at the end. `later`: so are those of a block before these."""
-    CHUNKS: gl.constexpr = block_chunks(PIXELS, WIDTH)
-    for j in range(count):
-        stage = wait_full(full, block, BLOCKS)
-        for r in gl.static_range(TAPS):
-            chunk = stage * CHUNKS + r * (WIDTH // 8)
-            acc = multiply_tap(acc, x_bufs, w_bufs, chunk, stage * 2 + r, PIXELS, DGRAD)
-        acc = warpgroup_mma_wait(TAPS, deps=(acc,))  # the block before is done
-        sync_threads()
-        give_back(empty, block + BLOCKS - 1, BLOCKS, (j > 0) | later)
-        block += 1
-    return acc, block
-
-
-@gluon.jit
 def _multiply(
     beside_desc, y_desc, x_bufs, w_bufs, stages, full, empty, beside_full, turns,
     vectors_ptr, emb_ptr, partial_ptr,
@@ -191,6 +175,7 @@ def _multiply(
     HAS_NORM: gl.constexpr = beside_desc is not None
     HAS_VECTORS: gl.constexpr = HAS_NORM or not DGRAD
     PARITIES: gl.constexpr = 1 if DGRAD else 4
+    CHUNKS: gl.constexpr = block_chunks(PIXELS, WIDTH)
     CV = stride_table if DGRAD else C  # channels that the vectors have
     pairs = K1 // 64 * 8 if DGRAD else K1 // 64 * 2 + K2 // 64 * 3
     singles = K2 // 64 * 3 if HAS_OTHERS else 0
@@ -225,13 +210,14 @@ def _multiply(
 
         acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
         mbarrier.wait(turns.index(GROUP), phase ^ (1 - GROUP))
-        acc, block = _multiply_blocks(
-            acc, x_bufs, w_bufs, full, empty, block, pairs, False, 2, PIXELS, WIDTH, DGRAD, BLOCKS
-        )
+        acc, block = multiply_blocks_with_filters(
+            acc, x_bufs, w_bufs, full, empty, block, pairs, False,
+            2, 2, CHUNKS, PIXELS, WIDTH, DGRAD, BLOCKS,
+        )  # fmt: skip
         if HAS_OTHERS:
-            acc, block = _multiply_blocks(
+            acc, block = multiply_blocks_with_filters(
                 acc, x_bufs, w_bufs, full, empty, block, singles, True,
-                1, PIXELS, WIDTH, DGRAD, BLOCKS,
+                1, 2, CHUNKS, PIXELS, WIDTH, DGRAD, BLOCKS,
             )  # fmt: skip
         acc = finish_products(acc, empty, empty, turns, block, 0, GROUP, BLOCKS, 0)
         block += pairs + singles  # those of the other warpgroup
@@ -271,8 +257,7 @@ def _multiply(
             if not DGRAD:
                 total += gl.sum(widen_pairs(y), axis=2)
                 rounded = rounded + (y,)
-            y = y.reshape([64, IMAGES, PIECE // WIDTH, W]).permute((0, 2, 1, 3))
-            buf.store(gl.convert_layout(y.reshape([64, PIECE]), PART, assert_trivial=True))
+            store_piece(buf, y, PART, W)
             if not DGRAD and (j + 1) % STAGED == 0:
                 fence_async_shared()
                 row = h0 + (j + 1 - STAGED) * (PIECE // WIDTH)
@@ -282,16 +267,10 @@ def _multiply(
             fence_async_shared()
             tma.async_copy_shared_to_global(y_desc, [h0, n0, 0, c0], stage_buf)
         else:
-            # about the mean of the tile, since a difference of large sums would cancel
-            mean = (total / (ROWS * W))[:, :, None]
-            for j in gl.static_range(PIECES):
-                d = widen_pairs(rounded[j]) - mean
-                second += gl.sum(d * d, axis=2)
+            second = squares_about_mean(rounded, total, second, PIECES)
         if partial_ptr is not None:
             row = image * tiles_h * PARITIES + place % tiles_h * PARITIES + parity
-            to = partial_ptr + row.to(gl.int64) * 2 * C + offs
-            gl.store(to, total, mask=valid)
-            gl.store(to + C, second, mask=valid)
+            store_sums(partial_ptr, row, C, offs, valid, total, second)
         phase ^= 1
     if OVERLAP:
         begin_next()
