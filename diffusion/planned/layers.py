@@ -113,6 +113,11 @@ class Norm:
         self.weight, self.bias = plan.params[f"{name}.weight"], plan.params[f"{name}.bias"]
         self.grad_weight, self.grad_bias = plan.grads[f"{name}.weight"], plan.grads[f"{name}.bias"]
 
+    def _statistics(self, features: tuple[Feature, ...]) -> tuple:
+        """Of what the table of the concatenated features is made."""
+        partials, pixels = tuple(f.partials for f in features), tuple(f.pixels for f in features)
+        return partials, pixels, self.num_groups, self.weight, self.bias, self.eps
+
     def apply(
         self, features: tuple[Feature, ...], activation: str, **options
     ) -> tuple[Tensor, Tensor]:
@@ -120,12 +125,7 @@ class Norm:
         return self.kernels.norm_apply(
             features[0].x,
             features[1].x if len(features) == 2 else None,
-            tuple(f.partials for f in features),
-            tuple(f.pixels for f in features),
-            self.num_groups,
-            self.weight,
-            self.bias,
-            self.eps,
+            *self._statistics(features),
             activation,
             **options,
         )
@@ -138,12 +138,7 @@ class Norm:
         return self.kernels.norm_apply_upsampled(
             features[0].source,
             features[1].x,
-            tuple(f.partials for f in features),
-            tuple(f.pixels for f in features),
-            self.num_groups,
-            self.weight,
-            self.bias,
-            self.eps,
+            *self._statistics(features),
             activation,
             **options,
         )

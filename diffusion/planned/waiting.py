@@ -164,12 +164,10 @@ class WaitingKernels:
         return not unsummed(small) and serves(tensor_of(small), channels, co, *rest)
 
     def norm_apply_upsampled(
-        self, x1: Tensor | InParts, x2, *statistics_and_activation, corners: bool = False
-    ):
-        *statistics, activation = statistics_and_activation
-        partials, pixels, num_groups, *arguments = statistics
+        self, x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, *, corners=False
+    ) -> tuple[Tensor, tuple[Table, None], Tensor | Upsampled]:
         large = self.upsample(x1)
-        table = Table(partials, pixels, num_groups, tuple(arguments), {})
+        table = Table(partials, pixels, num_groups, (weight, bias, eps), {})
         a = self.apply(large, x2, table, activation, corners=corners)
         return a, (table, None), large  # the second is for gradients
 
