@@ -25,6 +25,7 @@ _FAMILIES = {
     "conv fwd": (
         "conv_forward",
         "conv_few",
+        "conv_norm",
         "linear_norm_few",
         "norm_conv",
         "norm_linear_few",
@@ -49,7 +50,7 @@ _FAMILIES = {
         "bias_grad",
         "tensor_rows",
     ),
-    "attention": ("attention_forward", "attention_few", "qkv_attention", "attention_backward"),
+    "attention": ("attention_forward", "attention_few", "attention_backward"),
     "resample": (
         "avg_pool",
         "avg_pool_grad",

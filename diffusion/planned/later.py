@@ -31,7 +31,7 @@ class InParts:
 
 
 class NormNext:
-    """A 1x1 convolution of an image of few pixels, until it is known whether a norm reads it next,
+    """A convolution of an image of few pixels, until it is known whether a norm reads it next,
     which may be in the same launch."""
 
     def __init__(self, shape: tuple[int, ...], begin: Callable, fuse: Callable) -> None:
@@ -46,6 +46,17 @@ class NormNext:
             self.sums = None if isinstance(sums, Unmeasured) else sums
             self.begin, self.fuse = None, None
         return self.y
+
+    def normed(self, x2: Tensor | None, *norm: Tensor | float | str) -> Tensor | None:
+        """act(norm(.)) of it beside x2 in its launch, if it may be there and is not launched yet;
+        num_groups, weight, bias, eps and activation. There is no result afterwards if nobody else
+        reads it."""
+        made = self.fuse(x2, *norm) if self.fuse is not None else None
+        if made is None:
+            return None
+        self.begin, self.fuse = None, None
+        a, self.y = made
+        return a
 
     def tensor(self) -> Tensor:
         return tensor_of(self.settled())

@@ -8,6 +8,7 @@ one before, so time goes with their number and with how many multiprocessors eac
     conv of few tiles             -> its sum in parts on all multiprocessors, `conv_split`;
                                      the norm that reads it adds them: still one launch each
     1x1 conv, norm of few pixels  -> one launch, `linear_norm_few`
+    conv, norm of few pixels      -> of more images one launch, `conv_norm`
     conv to q, k, v; attention    -> of few positions one launch, `qkv_attention`
     norm, conv to q, k, v         -> of more positions one launch, `norm_linear_few`
     norm, conv of large images    -> one launch, `norm_conv`, where there is such a kernel
@@ -18,6 +19,7 @@ one before, so time goes with their number and with how many multiprocessors eac
 What waits meanwhile is in `planned.later`.
 """
 
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
@@ -43,6 +45,9 @@ from .layers import SUM_PROGRAMS
 
 _WHOLE_PIXELS = 256  # of an image that a program reads whole, where nobody has to add parts
 _WHOLE_PARTS = 256  # the same, where somebody has to: of larger ones in a launch of its own
+_MEASURED_WHOLE = 1024  # of one that a program reads whole though its partials are there,
+_MEASURED_BATCHES = range(5, 9)  # if there are so many
+_NORM_NEXT_PIXELS = 64  # of an image at most, whose norm may be in the launch of its convolution
 _FEW_TILES = 128  # whose sums every program may add up again
 _VERY_FEW_TILES = 2  # likewise, of a tensor of any size
 _POOLED_IMAGES = 4  # at most, of which a norm makes the means that it reads
@@ -95,20 +100,55 @@ class WaitingKernels:
             x = x if isinstance(x, Normed) else tensor_of(x)
             return Projection(self.kernels, x, weight, bias), None
         x = tensor_of(x)
-        begin = partial(self._conv, x, weight, bias, terms, stats, options)
-        alone = emb is None and not extra
-        if stats and alone and not options and self.kernels.postpones(x, weight):
-            fuse = partial(self.kernels.linear_norm_few, x, weight, bias, residual)
-            y = NormNext((*x.shape[:3], weight.shape[0]), begin, fuse)
-            return y, Unmeasured(y)
-        return begin()
+        beside = [other.shape[3] for other, _ in extra]
+        plain = stats and not options
+        splits = plain and self.worth_splitting(x.shape, weight, x.device, beside)
+        begin = partial(self._conv, x, weight, bias, terms, stats, options, splits)
+        fuse = self._norm_next(x, weight, bias, terms, splits) if plain else None
+        if fuse is None:
+            return begin()
+        y = NormNext((*x.shape[:3], weight.shape[0]), begin, fuse)
+        return y, Unmeasured(y)
+
+    def _norm_next(
+        self, x: Tensor, weight: Tensor, bias: Tensor, terms: dict, splits: bool
+    ) -> Callable | None:
+        """What makes a convolution and the norm behind it in one launch, if anything may."""
+        given, pixels = (x, weight, bias), x.shape[1] * x.shape[2]
+        alone = terms["emb"] is None and not terms["extra"]
+        if alone and self.kernels.postpones(x, weight):
+            return partial(self._linear_norm, given, terms["residual"])
+        if not splits and pixels <= _NORM_NEXT_PIXELS:
+            return partial(self._conv_norm, given, terms)
+        return None
+
+    def _linear_norm(
+        self, given: tuple, residual: Tensor | None, x2: Tensor | None, num_groups: int, *norm
+    ) -> tuple[Tensor, Tensor] | None:
+        co = given[1].shape[0]
+        channels = co + (0 if x2 is None else x2.shape[3])
+        if not self.kernels.serves_linear_norm(co, channels, num_groups):
+            return None
+        return self.kernels.linear_norm_few(*given, residual, x2, num_groups, *norm)
+
+    def _conv_norm(
+        self, given: tuple, terms: dict, x2: Tensor | None, num_groups: int, *norm
+    ) -> tuple[Tensor, Tensor | None] | None:
+        x, weight, _ = given
+        served = x2 is None and self.kernels.norms_in_conv(x, weight, num_groups, terms["extra"])
+        if not served:
+            return None
+        g, b, eps, activation = norm
+        # with the embedding it is in the middle of a residual block, where but a norm reads it
+        then = self.kernels.NextNorm(g, b, num_groups, eps, activation, terms["emb"] is None)
+        y, a = self.kernels.conv_norm(*given, then, **terms)
+        return a, y
 
     def _conv(
-        self, x: Tensor, weight: Tensor, bias: Tensor, terms: dict, stats: bool, options: dict
-    ) -> tuple[Tensor | InParts, Tensor | Unmeasured | None]:
-        beside = [other.shape[3] for other, _ in terms["extra"]]
-        splits = stats and not options
-        if splits and self.worth_splitting(x.shape, weight, x.device, beside):
+        self, x: Tensor, weight: Tensor, bias: Tensor, terms: dict, stats: bool, options: dict,
+        splits: bool,
+    ) -> tuple[Tensor | InParts, Tensor | Unmeasured | None]:  # fmt: skip
+        if splits:
             parts = self.kernels.conv_split(x, weight, extra=terms["extra"])
             shape = (*x.shape[:3], weight.shape[0])
             y = InParts(self.kernels, SplitConv(parts, shape, x.dtype, bias, **_of_sum(terms)))
@@ -184,19 +224,20 @@ class WaitingKernels:
         c = c1 + (0 if x2 is None else x2.shape[3])
         film = any(v is not None for v in table.film.values())
         if isinstance(x1, NormNext):
-            if x1.y is None and not options and not film:
-                groups = table.num_groups
-                if self.kernels.serves_linear_norm(c1, c, groups):
-                    a, x1.y = x1.fuse(x2, groups, *table.arguments, activation)
+            if not options and not film:
+                a = x1.normed(x2, table.num_groups, *table.arguments, activation)
+                if a is not None:
                     return a
             x1 = x1.settled()
         if unsummed(x1) and h * w > _WHOLE_PARTS:
             x1.tensor()
         waits = unsummed(x1)
+        small_one = isinstance(x1, Upsampled) and x1.large is None and not options
+        unmeasured = any(isinstance(p, Unmeasured) and p.taken() is None for p in table.partials)
+        wants_whole = (waits or self._reads_whole(n * h * w * c, h * w)) and unmeasured
         if (
             not options
-            and (waits or self._reads_whole(n * h * w * c, h * w))
-            and any(isinstance(p, Unmeasured) and p.taken() is None for p in table.partials)
+            and (wants_whole or (self._better_whole(n, h * w) and not small_one))
             and self.kernels.norm_whole_supported(c, table.num_groups, h * w)
         ):
             if isinstance(x1, Pooled) and x1.means is None:
@@ -216,7 +257,6 @@ class WaitingKernels:
         partials = tuple(map(self._measured, table.partials))
         sums = partials, table.pixels, table.num_groups, *table.arguments
         tiles = sum(part.shape[1] for part in partials)
-        small_one = isinstance(x1, Upsampled) and x1.large is None and not options
         if small_one and self._sums_pay(n * h * w * c, tiles):
             a, x1.large = self.kernels.norm_of_sums_upsampled(
                 x1.source, x2, *sums, activation, **table.film
@@ -243,6 +283,10 @@ class WaitingKernels:
             )
             return a
         return self.kernels.apply(source, x2, coefficients, activation, **options)
+
+    def _better_whole(self, n: int, pixels: int) -> bool:
+        """Whether a norm rather reads an image whole than the partials that there are."""
+        return pixels == _MEASURED_WHOLE and n in _MEASURED_BATCHES
 
     def _sums_pay(self, elements: int, tiles: int) -> bool:
         """Whether every program of a pass should make its part of the table itself."""

@@ -56,6 +56,7 @@ RNG = torch.zeros(2, dtype=torch.int64)
         ("_linear_norm_kernel", "", "conv fwd"),
         ("_qkv_attention_kernel", "", "attention"),
         ("_conv_split_kernel", "", "conv fwd"),
+        ("conv_once_kernel", "", "conv fwd"),
         ("sum_parts_kernel", "", "norm"),
         ("norm_whole_kernel", "", "norm"),
         ("resample_parts_kernel", "", "resample"),

@@ -81,6 +81,25 @@ def test_every_way_of_a_norm_is_taken(calls):
 
 
 @pytest.mark.parametrize("name", ["two_blocks", "film", "three_levels"])
+def test_norms_in_the_launch_of_a_convolution(name, monkeypatch):
+    kept, original = [], fused_reference.conv_norm
+
+    def conv_norm(*args, **kwargs):
+        kept.append(args[3].keep)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(fused_reference, "conv_norm", conv_norm)
+    monkeypatch.setattr(waiting, "_NORM_NEXT_PIXELS", 96)
+    model = make(MODELS[name], (8, 12)).eval()
+    twin = copy.deepcopy(model)
+    x, t = torch.randn(2, 8, 12, 3).double(), torch.tensor([3, 700])
+    labels = torch.tensor([2, 0]) if model.num_classes else None
+    y = InferenceUNet(model, fused_reference)(x, t, labels)
+    torch.testing.assert_close(y, twin.forward_nhwc(x, t, labels), rtol=1e-10, atol=1e-10)
+    assert True in kept and (name == "film" or False in kept)  # with FiLM, between blocks alone
+
+
+@pytest.mark.parametrize("name", ["two_blocks", "film", "three_levels"])
 def test_as_in_a_large_batch(name, calls, monkeypatch):
     """Norms by a table and a pass, which upsamples; means with their partials; whole tiles."""
     for limit in ("_WHOLE_PIXELS", "_SMALL_ELEMENTS", "_FEW_TILES", "_VERY_FEW_TILES"):
@@ -177,7 +196,7 @@ def triton_backend():
 @pytest.mark.parametrize(
     ("name", "batch"),
     [
-        *(("64x64", batch) for batch in (1, 2, 3, 16, 64)),
+        *(("64x64", batch) for batch in (1, 2, 3, 8, 16, 64)),
         *((name, 1) for name in ("28x28", "24 channels")),
         ("96 and 96 channels", 40),
     ],

@@ -10,7 +10,13 @@ WHOLE, HALF, HALF_WITH_FILTERS, QUARTER, QUARTER_WITH_FILTERS = gluon_tiles.TILE
 
 
 def _case(
-    name: str, dgrad: bool, beside: int, extra: int, width: int, config: tuple = WHOLE
+    name: str,
+    dgrad: bool,
+    beside: int,
+    extra: int,
+    width: int,
+    config: tuple = WHOLE,
+    norm: str | None = None,  # y is not kept, or it is
 ) -> dict:
     pixels = config[1]
     images = max(1, pixels // width**2)
@@ -23,6 +29,7 @@ def _case(
     absent += ["extra1_desc", "extra1_w_desc", "extra2_desc", "extra2_w_desc"][2 * extra :]
     absent += ["extra_bias_ptr"] if extra == 0 else []
     absent += ["emb_ptr"] if dgrad or extra else []
+    absent += ["partial_ptr"] if norm else ["a_desc", "norm_weight_ptr", "norm_bias_ptr", "eps"]
     signature = {
         "x_desc": pair,
         "w_desc": filters,
@@ -34,6 +41,9 @@ def _case(
         "extra2_desc": pair,
         "extra2_w_desc": filters,
         **dict.fromkeys(("vectors_ptr", "extra_bias_ptr", "emb_ptr", "partial_ptr"), "*fp32"),
+        "a_desc": tile,
+        **dict.fromkeys(("norm_weight_ptr", "norm_bias_ptr"), "*fp32"),
+        "eps": "fp32",
         **dict.fromkeys(("C1", "C2", "border", "stride_emb", "N", "H", "K", "C"), "i32"),
     }
     return {
@@ -46,11 +56,13 @@ def _case(
             "IMAGES": images,
             "W": width,
             "DGRAD": dgrad,
-            "ACT": "silu_tanh" if dgrad else None,
+            "ACT": "silu_tanh" if dgrad else "silu" if norm else None,
             "BLOCKS": blocks,
             "STEPS": steps,
             "REGISTERS": registers["REGISTERS"],
             "OVERLAP": not dgrad,
+            "CG": 8 if norm else 0,
+            "KEEP": norm != "alone",
             "num_warps": 4,
         },
         "options": {"num_warps": 4, "maxnreg": registers["maxnreg"]},
@@ -80,6 +92,8 @@ COMPILE_CASES = (
         _case("forward_images_of_4x4", False, 1, 0, 4),
         _case("input_grad_images_of_4x4_half", True, 1, 0, 4, HALF),
         _case("input_grad_images_of_4x4_quarter", True, 2, 0, 4, QUARTER),
+        _case("norm_alone", False, 0, 0, 8, QUARTER_WITH_FILTERS, "alone"),
+        _case("norm_beside", False, 1, 0, 8, HALF_WITH_FILTERS, "beside"),
     ]
     if SUPPORTED
     else []

@@ -564,6 +564,24 @@ def test_norms_of_the_model_s_shapes(case, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [(8, 32, 32, 64, 0, 32), (8, 32, 32, 128, 0, 32), (9, 32, 32, 128, 64, 32),
+     (16, 32, 32, 128, 128, 32), (64, 8, 8, 256, 256, 32), (16, 16, 16, 192, 192, 32)],
+    ids=str,
+)  # fmt: skip
+def test_norms_of_many_images(case, device):
+    x1, x2, groups, weight, bias, _ = norm_inputs(case, torch.bfloat16, device, offset=3.0)
+    arguments = (groups, weight, bias, EPS, "silu")
+    exact, _ = fused_reference.norm_whole(
+        *as_double(x1, x2), groups, *as_double(weight, bias), EPS, "silu"
+    )
+    low, _ = fused_reference.norm_whole(x1, x2, *arguments)
+    for _ in range(3):
+        close(norm_whole.norm_whole(x1, x2, *arguments)[0], exact, low)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES)
 def test_early_parts_of_the_model_s_shapes(case, device):
     x, weight, extra, _ = conv_inputs((*case, 1), torch.bfloat16, device)

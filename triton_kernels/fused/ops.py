@@ -1,9 +1,12 @@
 """The kernels of the planned network, under the names that `fused.reference` specifies."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ..attention import attention_bwd_rows, attention_fwd
 from ..column_sum import column_rows
+from ..conv.gluon.once import conv_once, serves_once
 from ..resample import gather, spread, spread_add
 from ..row_sums import RowSums
 from .activation_grad import activation_grad
@@ -19,6 +22,7 @@ from .conv import (
 )
 from .conv_down import conv_down, conv_down_input_grad
 from .conv_early import conv_early, serves_whole
+from .conv_norm import NextNorm, conv_norm, norms_in_conv
 from .conv_one_row import conv_one_row, serves_one_row
 from .conv_split import conv_split, worth_splitting
 from .conv_upsampled import (
@@ -53,6 +57,7 @@ from .two_weight_grads import conv_two_weight_grads
 from .weight_grads import conv_weight_grads
 
 __all__ = [
+    "NextNorm",
     "RowSums",
     "activation_grad",
     "apply",
@@ -71,6 +76,7 @@ __all__ = [
     "conv_forward",
     "conv_fused_supported",
     "conv_input_grad",
+    "conv_norm",
     "conv_of_upsampled",
     "conv_of_upsampled_input_grad",
     "conv_plain_input_grad",
@@ -95,6 +101,7 @@ __all__ = [
     "norm_table",
     "norm_whole",
     "norm_whole_supported",
+    "norms_in_conv",
     "pad_channels",
     "postpones",
     "qkv_attention",
@@ -118,11 +125,17 @@ __all__ = [
 
 
 def conv_few(x: Tensor, weight: Tensor, bias: Tensor, **options) -> tuple[Tensor, Tensor | None]:
-    """`conv_forward` where nothing runs beside it: for few images there are other kernels."""
+    """`conv_forward` where nothing runs beside it: there are other kernels for few images, and for
+    few tiles of 1x1 filters."""
     if serves_one_row(x, weight, options.get("extra", ()), options.get("width")):
         return conv_one_row(x, weight, bias, **{k: v for k, v in options.items() if k != "width"})
-    few = serves_whole(x.shape, weight, x.dtype, x.device)
-    return (conv_early if few else conv_forward)(x, weight, bias, **options)
+    if serves_whole(x.shape, weight, x.dtype, x.device):
+        return conv_early(x, weight, bias, **options)
+    once = {k: v for k, v in options.items() if k in ("residual", "stats")}
+    others = [v for k, v in options.items() if k not in once and v is not None]
+    if all(isinstance(v, Sequence) and not v for v in others) and serves_once(x, weight):
+        return conv_once(x, weight, bias, **once)
+    return conv_forward(x, weight, bias, **options)
 
 
 def tensor_rows(x: Tensor, sums: RowSums) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from .. import reference
 from ..reference import ACTIVATION_FUNCTIONS
+from .conv_norm import NextNorm  # noqa: F401  as in `ops`
 from .conv_split import SplitConv
 from .reference_norms import (  # noqa: F401  the norms are called as functions of this module
     apply,
@@ -54,6 +55,19 @@ def conv_forward(
     y = y if extra_bias is None else y + extra_bias
     y = y if width is None else pad_channels(y, width, y.dtype)
     return y, tensor_partials(y) if stats else None
+
+
+def norms_in_conv(x, weight, num_groups, extra=()):
+    """Whether `conv_norm` may be asked."""
+    return x.shape[1] * x.shape[2] <= 96
+
+
+def conv_norm(x, weight, bias, norm, **terms):
+    """(what `conv_forward` returns, or None if it is not kept; act(norm(.)) of it)"""
+    y, _ = conv_forward(x, weight, bias, **terms)
+    weight, bias, num_groups, eps, activation, keep = norm
+    a = reference.group_norm(y, num_groups, weight, bias, eps=eps, activation=activation)
+    return y if keep else None, a
 
 
 def conv_few(x, weight, bias=None, **options):

@@ -25,6 +25,18 @@ class Norm(NamedTuple):
     shift: Tensor | None = None  # float32 [N, 64], rows any distance apart
 
 
+class NormOfResult(NamedTuple):
+    """act(norm(y)) of `Operands`, written by the same launch."""
+
+    a: Tensor  # [N, H, W, C] to be written
+    weight: Tensor  # float32 [C]
+    bias: Tensor  # float32 [C]
+    eps: float
+    activation: str
+    channels: int  # of a group
+    keep: bool  # whether y is to be written
+
+
 class Operands(NamedTuple):
     """Those of `fused.conv.conv_forward`, or of `conv_input_grad`, which has an activation."""
 

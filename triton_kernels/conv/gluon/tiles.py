@@ -27,7 +27,7 @@ from torch import Tensor
 from ...dependent_launch import overlapping
 from ...device import describe
 from ...gluon.descriptors import SUPPORTED, in_boxes, takes
-from .operands import Operands
+from .operands import NormOfResult, Operands
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -81,8 +81,9 @@ def tiles(
     return [tile for tile in TILES if cut(tile[1], h, w) is not None]
 
 
-def launch(config: tuple, operands: Operands) -> None:
-    """The convolution, or its input gradient, with a `Config` of `tiles`."""
+def launch(config: tuple, operands: Operands, normed: NormOfResult | None = None) -> None:
+    """The convolution, or its input gradient, with a `Config` of `tiles`; or the convolution and
+    the norm of it, if a tile is whole images."""
     n, h, w, k = operands.x.shape
     c = operands.y.shape[3]
     device = describe(operands.x.device)
@@ -92,8 +93,15 @@ def launch(config: tuple, operands: Operands) -> None:
     overlap = overlapping(operands.x.device, 0)
     assert operands.partials is None or operands.partials.shape[1] == h // rows
     read, written = (partial(in_rows, rows=r, images=images) for r in (2, rows))
+    vectors, then = (None,) * 4, (operands.slope, 1, True)
+    if normed is not None:
+        assert rows == h
+        vectors = written(normed.a), normed.weight, normed.bias, normed.eps
+        then = normed.activation, normed.channels, normed.keep
+    act, group, keep = then
     conv_tiles_kernel[(min(count, device.num_sms),)](
         *operands.tensors(read, written),
+        *vectors,
         *operands.extra_channels,
         *operands.numbers,
         n,
@@ -104,11 +112,13 @@ def launch(config: tuple, operands: Operands) -> None:
         IMAGES=images,
         W=w,
         DGRAD=operands.activation is not None,
-        ACT=operands.slope,
+        ACT=act,
         BLOCKS=blocks,
         STEPS=steps,
         **registers(config[1], images),
         OVERLAP=bool(overlap),
+        CG=group,
+        KEEP=keep,
         num_warps=4,
         **overlap,
     )

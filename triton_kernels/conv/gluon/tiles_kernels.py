@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...activations import activate_affine_grad
+from ...activations import activate, activate_affine_grad
 from ...dependent_launch import await_inputs_alone, begin_next
 from ...gluon.pairs import round_pairs, widen_pairs
 from ...gluon.pipeline import (
@@ -28,6 +28,7 @@ from ...gluon.pipeline import (
     wait_full,
     wait_full_both,
 )
+from .tile_norm import norm_of_tile
 from .tiles_epilogue import (
     by_image,
     in_pieces,
@@ -192,10 +193,12 @@ def _load_beside(desc1, desc2, buf, bar, n0, h0, c0, border, PIXELS: gl.constexp
 def _multiply(
     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty, w_full, w_empty,
     beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr,
+    a_desc, norm_weight_ptr, norm_bias_ptr, eps,
     K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C,
     GROUP: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
     DGRAD: gl.constexpr, HAS_EXTRA: gl.constexpr, ACT: gl.constexpr,
     BLOCKS: gl.constexpr, STEPS: gl.constexpr, OVERLAP: gl.constexpr,
+    CG: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = IMAGES * W
     PIXELS: gl.constexpr = ROWS * WIDTH
@@ -235,6 +238,10 @@ def _multiply(
             vectors = load_vectors(
                 vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, n0, c0, N, C, IMAGES, DGRAD, SUMS
             )
+        if a_desc is not None:
+            channels = places_of(n0, c0, N, C, IMAGES, SUMS)[0]
+            norm_weight = gl.load(norm_weight_ptr + channels)
+            norm_bias = gl.load(norm_bias_ptr + channels)
 
         acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
         mbarrier.wait(turns.index(GROUP), phase ^ (1 - GROUP))
@@ -301,12 +308,26 @@ def _multiply(
                 if HAS_BESIDE:
                     y += beside
             y = round_pairs(y, y_desc.dtype)
-            if partial_ptr is not None and not DGRAD:
+            if (partial_ptr is not None or a_desc is not None) and not DGRAD:
                 total += gl.sum(widen_pairs(y), axis=2)
                 rounded = rounded + (y,)
-            store_piece(buf, y, PART, W)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(y_desc, [h0, n0, 0, c0], stage_buf)
+            if KEEP:
+                store_piece(buf, y, PART, W)
+        if KEEP:
+            fence_async_shared()
+            tma.async_copy_shared_to_global(y_desc, [h0, n0, 0, c0], stage_buf)
+        if a_desc is not None:
+            mean, scale, shift = norm_of_tile(
+                rounded, total, norm_weight, norm_bias, eps, PIECES, CG, ROWS * W
+            )
+            tma.store_wait(0)  # of y, where a goes
+            sync_threads()
+            for i in gl.static_range(PIECES):
+                d = widen_pairs(rounded[i]) - mean[:, :, None]
+                a = activate(d * scale[:, :, None] + shift[:, :, None], ACT)
+                store_piece(pieces.index(i).permute((1, 0)), round_pairs(a, a_desc.dtype), PART, W)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(a_desc, [h0, n0, 0, c0], stage_buf)
         if partial_ptr is not None:
             if not DGRAD:
                 second = squares_about_mean(rounded, total, second, PIECES)
@@ -336,6 +357,10 @@ def conv_tiles_kernel(
     extra_bias_ptr,  # [C] or None
     emb_ptr,  # [N, C] or None
     partial_ptr,  # [N, H / ROWS, 2, C] or None
+    a_desc,  # as y_desc, or None: act(norm(y)) is to be written, where a tile is whole images
+    norm_weight_ptr,  # [C] of that norm
+    norm_bias_ptr,
+    eps,
     C1,
     C2,
     border,  # channels of the first of two tensors
@@ -348,11 +373,13 @@ def conv_tiles_kernel(
     IMAGES: gl.constexpr,  # of a tile, which they share unless it is one
     W: gl.constexpr,
     DGRAD: gl.constexpr,
-    ACT: gl.constexpr,
+    ACT: gl.constexpr,  # DGRAD: as `activate_affine_grad` is told it; else behind the norm
     BLOCKS: gl.constexpr,  # of pixels in shared memory
     STEPS: gl.constexpr,  # of filters there; 0: three come with each block of pixels
     REGISTERS: gl.constexpr,  # of a thread that multiplies
     OVERLAP: gl.constexpr,  # the launch in front may still be under way
+    CG: gl.constexpr,  # channels of a group of the norm
+    KEEP: gl.constexpr,  # whether y is to be written
     num_warps: gl.constexpr,
 ):
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -385,9 +412,9 @@ def conv_tiles_kernel(
                 (
                     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty,
                     w_full, w_empty, beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
-                    partial_ptr,
+                    partial_ptr, a_desc, norm_weight_ptr, norm_bias_ptr, eps,
                     K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C,
-                    role, ROWS, IMAGES, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS, OVERLAP,
+                    role, ROWS, IMAGES, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS, OVERLAP, CG, KEEP,
                 ),
             )
             if role < 2

@@ -1,0 +1,143 @@
+"""A convolution and the norm behind it in one launch, and 1x1 convolutions of one tile a program,
+on a Hopper GPU."""
+
+import pytest
+import torch
+
+from triton_kernels import reference
+from triton_kernels.conv.gluon import once
+from triton_kernels.conv.gluon import tiles as gluon_tiles
+from triton_kernels.conv.tma import Config
+from triton_kernels.fused import conv_norm as fused_conv_norm
+from triton_kernels.fused.conv import conv_forward
+from triton_kernels.fused.conv_norm import NextNorm, conv_norm, norms_in_conv
+
+from .poison import poison_outputs
+from .test_conv_fused import ROUNDING, Shape, check_stats, extra_case, forward_case, relative
+from .test_conv_gluon import gpu, repeatedly
+
+CONFIGS = [Config(*tile) for tile in gluon_tiles.TILES]
+SHAPES = {
+    "a tile": Shape(1, 8, 8, 64, 64),
+    "8x8": Shape(135, 8, 8, 256, 192),
+    "4x4": Shape(37, 4, 4, 256, 192),
+    "rows of 16": Shape(3, 4, 16, 64, 128),
+}
+POINTS = {
+    "a tile": Shape(1, 8, 8, 64, 64, 1),
+    "8x8": Shape(16, 8, 8, 256, 256, 1),
+    "16x16": Shape(5, 16, 16, 192, 192, 1),
+    "queries, keys and values": Shape(2, 16, 16, 192, 576, 1),
+    "512 channels": Shape(3, 4, 32, 512, 128, 1),
+}
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    poison_outputs(monkeypatch, once, fused_conv_norm)
+
+
+def check_norm(shape, channels, dtype, device, plain, terms, keep, config=None, offset=0.0):
+    """y as `plain` makes it, to the bit, and the norm of it, rounded once."""
+    x, weight, bias, _, _ = forward_case(shape, dtype, device)
+    g, b = torch.randn(2, shape.co, device=device, generator=torch.Generator(device).manual_seed(1))
+    activation = "silu" if offset == 0 else "identity"
+    norm = NextNorm(g, b, shape.co // channels, 1e-5, activation, keep)
+    assert norms_in_conv(x, weight, norm.num_groups, terms.get("extra", ()))
+    expected = plain(x, weight, bias + offset)
+    exact = reference.group_norm(
+        expected.double(), norm.num_groups, g.double(), b.double(), activation=activation
+    )
+
+    def check():
+        options = {} if config is None else {"config": config}
+        y, a = conv_norm(x, weight, bias + offset, norm, **terms, **options)
+        assert torch.equal(y, expected) if keep else y is None
+        assert relative(a, exact) <= ROUNDING[dtype] + 1e-5
+        return (a,)
+
+    repeatedly(check)
+
+
+class TestGpu:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("config", [None, CONFIGS[0], *CONFIGS[2:4]], ids=str)
+    @pytest.mark.parametrize("keep", [True, False], ids=["", "alone"])
+    @pytest.mark.parametrize(
+        ("name", "channels", "count"),
+        [("8x8", 8, 0), ("8x8", 16, 1), ("a tile", 2, 2), ("4x4", 4, 0), ("rows of 16", 1, 2)],
+    )
+    def test_3x3(self, name, channels, count, keep, config, device):
+        """By channels of a group and 1x1 convolutions that are added."""
+        shape, dtype = SHAPES[name], torch.bfloat16
+        _, _, _, emb, residual = forward_case(shape, dtype, device)
+        terms = {"emb": emb, "residual": residual}
+        if count:
+            extra = extra_case(shape, 128, 64, dtype, device)[:count]
+            terms = {"extra": extra, "extra_bias": torch.randn(shape.co, device=device)}
+        for offset in (0.0, 1000.0) if count == 0 else (0.0,):
+            given = shape, channels, dtype, device
+            x, weight, *_ = forward_case(shape, dtype, device)
+            tile = config or fused_conv_norm._default(x, weight, terms.get("extra", ()))
+            plain = lambda *args: conv_forward(*args, **terms, config=tile)[0]  # noqa: E731, B023
+            check_norm(*given, plain, terms, keep, config, offset)
+
+    @pytest.mark.parametrize("offset", [0.0, 1000.0])
+    @pytest.mark.parametrize("keep", [True, False], ids=["", "alone"])
+    @pytest.mark.parametrize(("name", "channels"), [("a tile", 2), ("8x8", 8), ("8x8", 16)])
+    def test_1x1(self, name, channels, keep, offset, device):
+        shape, dtype = POINTS[name], torch.bfloat16
+        residual = forward_case(shape, dtype, device)[4]
+        given = shape, channels, dtype, device
+        terms = {"residual": residual}
+        plain = lambda *args: once.conv_once(*args, **terms)[0]  # noqa: E731
+        check_norm(*given, plain, terms, keep, offset=offset)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
+    @pytest.mark.parametrize("name", POINTS)
+    def test_1x1_and_its_sums(self, name, with_residual, dtype, device):
+        x, weight, bias, _, residual = forward_case(POINTS[name], dtype, device)
+        assert once.serves_once(x, weight)
+        exact = reference.conv2d(x.double(), weight.double(), bias.double())
+        exact = exact + residual.double() if with_residual else exact
+        residual = residual if with_residual else None
+
+        def check():
+            y, partials = once.conv_once(x, weight, bias, residual=residual, stats=True)
+            assert relative(y, exact) <= ROUNDING[dtype] + 1e-5
+            check_stats(y, partials)
+            return y, partials
+
+        repeatedly(check)
+        y, none = once.conv_once(x, weight, bias, residual=residual)
+        assert none is None and torch.equal(y, check()[0])
+
+    def test_an_empty_batch(self, device):
+        for shapes in (SHAPES, POINTS):
+            shape = shapes["a tile"]._replace(n=0)
+            x, weight, bias, _, _ = forward_case(shape, torch.bfloat16, device)
+            norm = NextNorm(bias, bias, 8, 1e-5, "silu", True)
+            y, a = conv_norm(x, weight, bias, norm)
+            assert y.shape == a.shape == (0, 8, 8, 64)
+
+    def test_what_applies(self, device):
+        def applies(shape: Shape, num_groups: int, dtype=torch.bfloat16) -> bool:
+            n, h, w, ci, co, kernel = shape
+            x = torch.empty((n, h, w, ci), dtype=dtype, device=device)
+            return norms_in_conv(x, x.new_empty((co, ci, kernel, kernel)), num_groups)
+
+        assert applies(SHAPES["8x8"], 24) and applies(POINTS["8x8"], 32)
+        assert not applies(SHAPES["8x8"], 32)  # groups of 6
+        assert not applies(SHAPES["8x8"], 6)  # of 32
+        assert not applies(POINTS["16x16"], 24)
+        assert not applies(Shape(1, 8, 8, 96, 64), 8)
+        assert not applies(Shape(1, 2, 4, 64, 64), 8)
+        assert not applies(SHAPES["8x8"], 24, torch.float32)
+
+
+def test_nothing_applies_without_a_hopper_gpu():
+    x, weight = torch.empty(1, 8, 8, 64).half(), torch.empty(64, 64, 3, 3).half()
+    assert not norms_in_conv(x, weight, 8)
+    assert not norms_in_conv(x, weight[:, :, :1, :1], 8)

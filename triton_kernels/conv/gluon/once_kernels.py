@@ -1,0 +1,117 @@
+"""The kernel of `conv.gluon.once`: a tile of a 1x1 convolution with its epilogue.
+
+Every buffer and every barrier is an allocation of its own, as in `bare_once`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...activations import activate
+from ...dependent_launch import await_inputs
+from ...gluon.pairs import round_pairs, widen_pairs
+from ...gluon.pipeline import sync_threads
+from .tile_norm import norm_of_tile
+
+
+@gluon.jit
+def conv_once_kernel(
+    x_desc,  # [M, K] in boxes [PIXELS, 64]
+    w_desc,  # [C, K] in boxes [64, 64]
+    residual_desc,  # [M, C] in boxes [PIXELS, 64], or None
+    y_desc,  # likewise
+    bias_ptr,  # float32 [C]
+    partial_ptr,  # float32 [M / PIXELS, 2, C] or None
+    a_desc,  # as y_desc, or None: act(norm(y)) is to be written, where a tile is an image
+    norm_weight_ptr,  # [C] of that norm
+    norm_bias_ptr,
+    eps,
+    C,
+    PIXELS: gl.constexpr,  # of a tile
+    K_BLOCKS: gl.constexpr,  # of 64 channels of x
+    ACT: gl.constexpr,  # behind the norm
+    CG: gl.constexpr,  # channels of a group of it
+    KEEP: gl.constexpr,  # whether y is to be written
+    num_warps: gl.constexpr,
+):
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
+    dtype: gl.constexpr = x_desc.dtype
+    x_bufs = ()
+    w_bufs = ()
+    bars = ()
+    for _ in gl.static_range(K_BLOCKS):
+        x_bufs = x_bufs + (gl.allocate_shared_memory(dtype, [PIXELS, 64], x_desc.layout),)
+        w_bufs = w_bufs + (gl.allocate_shared_memory(dtype, [64, 64], w_desc.layout),)
+        bars = bars + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
+    if KEEP or residual_desc is not None:
+        stage = gl.allocate_shared_memory(dtype, [PIXELS, 64], y_desc.layout)
+    if residual_desc is not None:
+        beside_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(beside_bar, count=1)
+    for k in gl.static_range(K_BLOCKS):
+        mbarrier.init(bars[k], count=1)
+    fence_async_shared()
+    sync_threads()
+
+    # programs that are neighbours do the same pixels
+    blocks_c = C // 64
+    c0 = gl.program_id(0) % blocks_c * 64
+    tile = gl.program_id(0) // blocks_c
+    m0 = tile * PIXELS
+    for k in gl.static_range(K_BLOCKS):
+        mbarrier.expect(bars[k], (64 + PIXELS) * 128)
+        tma.async_copy_global_to_shared(w_desc, [c0, k * 64], bars[k], w_bufs[k])
+    # [64, images, pixels], of one image, as the norm of a tile has it
+    acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
+    SUMS: gl.constexpr = gl.SliceLayout(2, acc.reshape([64, 1, PIXELS]).type.layout)
+    offs = c0 + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))[:, None]
+    bias = gl.load(bias_ptr + offs)[:, :, None]
+    if a_desc is not None:
+        norm_weight = gl.load(norm_weight_ptr + offs)
+        norm_bias = gl.load(norm_bias_ptr + offs)
+    await_inputs()
+    for k in gl.static_range(K_BLOCKS):
+        tma.async_copy_global_to_shared(x_desc, [m0, k * 64], bars[k], x_bufs[k])
+    if residual_desc is not None:
+        mbarrier.expect(beside_bar, PIXELS * 128)
+        tma.async_copy_global_to_shared(residual_desc, [m0, c0], beside_bar, stage)
+    for k in gl.static_range(K_BLOCKS):
+        mbarrier.wait(bars[k], 0)
+        x = x_bufs[k].permute((1, 0))
+        acc = warpgroup_mma(w_bufs[k], x, acc, use_acc=k > 0, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+
+    y = acc.reshape([64, 1, PIXELS]) + bias
+    if residual_desc is not None:
+        mbarrier.wait(beside_bar, 0)
+        y += widen_pairs(stage.permute((1, 0)).load(LAYOUT)).reshape([64, 1, PIXELS])
+    y = round_pairs(y, dtype)
+    if KEEP:
+        flat = gl.convert_layout(y.reshape([64, PIXELS]), LAYOUT, assert_trivial=True)
+        stage.permute((1, 0)).store(flat)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(y_desc, [m0, c0], stage)
+    total = gl.sum(widen_pairs(y), axis=2)
+    if a_desc is not None:
+        mean, scale, shift = norm_of_tile((y,), total, norm_weight, norm_bias, eps, 1, CG, PIXELS)
+        d = widen_pairs(y) - mean[:, :, None]
+        a = round_pairs(activate(d * scale[:, :, None] + shift[:, :, None], ACT), dtype)
+        a = gl.convert_layout(a.reshape([64, PIXELS]), LAYOUT, assert_trivial=True)
+        # a place of its own: nobody waits until y is read
+        a_buf = gl.allocate_shared_memory(dtype, [PIXELS, 64], y_desc.layout)
+        a_buf.permute((1, 0)).store(a)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(a_desc, [m0, c0], a_buf)
+    if partial_ptr is not None:
+        # about the mean of the tile, since a difference of large sums would cancel
+        d = widen_pairs(y) - (total * (1.0 / PIXELS))[:, :, None]
+        to = partial_ptr + tile.to(gl.int64) * 2 * C + offs
+        gl.store(to, total)
+        gl.store(to + C, gl.sum(d * d, axis=2))
+    tma.store_wait(0)

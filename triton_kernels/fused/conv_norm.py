@@ -1,0 +1,119 @@
+"""A convolution and the norm behind it in one launch, for inference with small images.
+
+    y = conv(x) + bias[co] + emb[n, co] + residual + 1x1 convolutions of other tensors
+    a = act(norm(y))
+
+An image of 8x8 pixels and 64 channels of it are a tile, and 64 channels are whole groups where a
+group has 2, 4, 8 or 16. So the epilogue has in its registers all that the norm of y needs, and the
+launch that would read y again is spared; y itself is only written if somebody else reads it.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activations import check_activation
+from ..conv.gluon import once
+from ..conv.gluon import tiles as gluon_tiles
+from ..conv.gluon.operands import NormOfResult, Operands
+from ..conv.tma import Config
+from ..device import describe
+from ..tuning import choose
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+_MIN_PIXELS = 16  # of an image
+_GROUPS = (1, 2, 4, 8, 16)  # channels of one: those of a warp, which sums them by shuffles
+_TILE_CHANNELS = 64
+
+
+class NextNorm(NamedTuple):
+    """act(norm(y)), the first reader of a convolution's result."""
+
+    weight: Tensor  # float32 [CO]
+    bias: Tensor  # float32 [CO]
+    num_groups: int
+    eps: float
+    activation: str
+    keep: bool  # whether y has other readers
+
+
+def norms_in_conv(
+    x: Tensor,  # [N, H, W, CI]
+    weight: Tensor,  # [CO, CI, R, S]
+    num_groups: int,
+    extra: Sequence[tuple[Tensor, Tensor]] = (),
+) -> bool:
+    """Whether `conv_norm` can do this convolution and the norm of its result."""
+    _, h, w, _ = x.shape
+    groups = weight.shape[0] % num_groups == 0 and weight.shape[0] // num_groups in _GROUPS
+    if not groups or not _MIN_PIXELS <= h * w <= once.PIXELS or once.PIXELS % (h * w):
+        return False
+    if weight.shape[2:] == (1, 1):
+        return h * w == once.PIXELS and not extra and once.serves_once(x, weight)
+    return bool(_configs(x, weight, extra))
+
+
+def conv_norm(
+    x: Tensor,  # [N, H, W, CI]
+    weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of x
+    bias: Tensor,  # float32 [CO]
+    norm: NextNorm,
+    *,
+    emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart; of 3x3 filters
+    residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
+    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]; likewise
+    extra_bias: Tensor | None = None,  # float32 [CO]; likewise
+    config: Config | None = None,
+) -> tuple[Tensor | None, Tensor]:  # both [N, H, W, CO]
+    """y, or None if it is not kept, and a; the norm is of y as it was rounded."""
+    check_activation(norm.activation)
+    n, h, w, ci = x.shape
+    co = weight.shape[0]
+    assert norm.weight.shape == norm.bias.shape == (co,)
+    assert norm.weight.is_contiguous() and norm.bias.is_contiguous()
+    a = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
+    y = _empty(a.shape, dtype=x.dtype, device=x.device) if norm.keep else None
+    normed = NormOfResult(a, *norm[:2], norm.eps, norm.activation, co // norm.num_groups, norm.keep)
+    if n == 0:
+        return y, a
+    if weight.shape[2:] == (1, 1):
+        assert emb is None and not extra and extra_bias is None
+        once.launch(x, weight, bias, a if y is None else y, residual, None, normed)
+        return y, a
+    if config is None:
+        terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
+        config = choose(
+            "conv_norm",
+            (n, h, w, ci, co, x.dtype, residual is not None, len(extra), norm.keep),
+            lambda: _configs(x, weight, extra),
+            lambda: _default(x, weight, extra),
+            lambda c: conv_norm(x, weight, bias, norm, **terms, config=c)[1],
+        )
+    beside = () if residual is None else (residual,)
+    out = a if y is None else y
+    given = Operands(x, weight, out, bias, None, beside, extra, extra_bias, emb)
+    gluon_tiles.launch(config, given, normed)
+    return y, a
+
+
+def _configs(x: Tensor, weight: Tensor, extra: Sequence[tuple[Tensor, Tensor]]) -> list[Config]:
+    """Tiles of whole images."""
+    _, h, w, _ = x.shape
+    found = gluon_tiles.tiles(x, x, weight, extra=[other for other, _ in extra])
+    return [Config(*tile) for tile in found if gluon_tiles.cut(tile[1], h, w)[0] == h]
+
+
+def _default(x: Tensor, weight: Tensor, extra: Sequence[tuple[Tensor, Tensor]]) -> Config:
+    """The smallest, with its filters beside it, or twice that if there are more of them than
+    multiprocessors: what was faster without the norm."""
+    n, h, w, _ = x.shape
+    configs = sorted(_configs(x, weight, extra), key=lambda c: (c.block_m, -c.num_stages))
+    smallest = configs[0]
+    tiles = n * h * w // smallest.block_m * (weight.shape[0] // _TILE_CHANNELS)
+    if tiles <= describe(x.device).num_sms:
+        return smallest
+    larger = [c for c in configs if c.block_m > smallest.block_m]
+    return larger[0] if larger else smallest
