@@ -4,9 +4,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from .backend import Backend
+from .edm import normal_draws
 from .errors import ConfigError
 from .sampler import DDIM, DDPM, Sampler
 from .schedule import FIXED_VARIANCES, PREDICTIONS, NoiseSchedule, make_schedule
@@ -112,13 +114,18 @@ class Process:
 
     def __init__(
         self,
-        schedule: str = "linear",  # linear | scaled_linear | sigmoid | cosine
+        schedule: str = "linear",  # linear | scaled_linear | sigmoid | cosine | edm
         num_timesteps: int = 1000,
         prediction: str = "epsilon",  # epsilon | sample | v_prediction
         variance: str = "fixed_small",  # fixed_small | fixed_large | learned_range
-        beta_start: float | None = None,  # of all but cosine; None: 0.1 / num_timesteps
-        beta_end: float | None = None,  # of all but cosine; None: 20 / num_timesteps
+        beta_start: float | None = None,  # of all but cosine, edm; None: 0.1 / num_timesteps
+        beta_end: float | None = None,  # of all but cosine, edm; None: 20 / num_timesteps
         min_snr_gamma: float | None = None,  # of the loss; None: every timestep has one weight
+        sigma_data: float = 1.0,  # what x_0 is divided by: with schedule edm, its deviation
+        sigma_min: float | None = None,  # of edm; None: 0.002
+        sigma_max: float | None = None,  # of edm; None: 80
+        p_mean: float | None = None,  # of ln(sigma) in training; None: timesteps are equally likely
+        p_std: float | None = None,
     ) -> None:
         for key, value, valid in (
             ("prediction", prediction, PREDICTIONS),
@@ -133,24 +140,57 @@ class Process:
                 f"diffusion.min_snr_gamma={min_snr_gamma}; expected a number above 0, such as 5,"
                 " or null"
             )
-        self.schedule: NoiseSchedule = make_schedule(
-            schedule, num_timesteps, beta_start=beta_start, beta_end=beta_end
-        )
+        self._check_edm(sigma_data, p_mean, p_std, prediction, variance)
+        options = {"beta_start": beta_start, "beta_end": beta_end}
+        options |= {"sigma_min": sigma_min, "sigma_max": sigma_max}
+        if schedule == "edm":
+            options["sigma_data"] = sigma_data
+        self.schedule: NoiseSchedule = make_schedule(schedule, num_timesteps, **options)
         self.prediction, self.variance = prediction, variance
-        self.min_snr_gamma = min_snr_gamma
+        self.min_snr_gamma, self.sigma_data = min_snr_gamma, sigma_data
+        self.p_mean, self.p_std = p_mean, p_std
+        self._spacing = "karras" if schedule == "edm" else None  # of samplers, if nobody says one
 
     @property
     def learns_variance(self) -> bool:
         """Whether the network has twice as many channels out."""
         return self.variance == "learned_range"
 
+    @staticmethod
+    def _check_edm(
+        sigma_data: float, p_mean: float | None, p_std: float | None, prediction: str, variance: str
+    ) -> None:
+        if not 0 < sigma_data < math.inf:
+            raise ConfigError(f"diffusion.sigma_data={sigma_data}; expected a number above 0")
+        if sigma_data != 1 and (prediction == "sample" or variance == "learned_range"):
+            raise ConfigError(
+                f"diffusion.sigma_data={sigma_data} goes with prediction epsilon or v_prediction"
+                f" and a fixed variance; these are {prediction} and {variance}"
+            )
+        if (p_mean is None) != (p_std is None):
+            raise ConfigError("diffusion.p_mean and diffusion.p_std go together; one is null")
+        if p_std is not None and not (0 < p_std < math.inf and math.isfinite(p_mean)):
+            raise ConfigError(
+                f"diffusion.p_mean={p_mean} and p_std={p_std}; expected numbers, p_std above 0"
+            )
+
+    def draws(self) -> np.ndarray | None:  # int64 [Q]
+        """The timestep that each of equally likely draws stands for in training; None: they are
+        equally likely themselves."""
+        if self.p_mean is None:
+            return None
+        return normal_draws(self.schedule.sigmas * self.sigma_data, self.p_mean, self.p_std)
+
     def sampler(self, backend: Backend, device: torch.device, **settings: Any) -> Sampler:
         """A sampler of this process; settings: sampler, steps, eta, clip, spacing."""
+        if settings.get("spacing") is None:
+            settings["spacing"] = self._spacing
         return make_sampler(
             self.schedule,
             backend,
             device=device,
             prediction=self.prediction,
             variance=self.variance,
+            sigma_data=self.sigma_data,
             **settings,
         )

@@ -40,6 +40,9 @@ class Objective:
             is guided-diffusion's RESCALED_MSE; 1 is its plain MSE.
         min_snr_gamma: Clamps the weight of the steps with little noise; None: w_t = 1. See
             `min_snr_weights`.
+        sigma_data: What x_0 is divided by, see `edm`; other than 1 for epsilon and v alone.
+        draws: The timestep that each of equally likely draws stands for, int64 [Q]; None: all
+            timesteps are equally likely.
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class Objective:
         *,
         vb_weight: float | None = None,
         min_snr_gamma: float | None = None,
+        sigma_data: float = 1.0,
+        draws: np.ndarray | None = None,
     ) -> None:
         self.schedule = schedule
         self.backend = backend
@@ -59,11 +64,20 @@ class Objective:
         self.variance = variance
         self.learned = variance in LEARNED_VARIANCES
         self.vb_weight = schedule.num_timesteps / 1000 if vb_weight is None else vb_weight
-        self.table = schedule.training_table(device)  # [T, 2]
+        self.table = schedule.training_table(device)  # [T, 2]: of x_t
+        self.target_table = self.table  # [T, 2]: of v
+        if sigma_data != 1:
+            if self.learned or prediction == "sample":
+                raise ValueError("sigma_data is for epsilon or v and a fixed variance")
+            scale = torch.tensor([1 / sigma_data, 1], device=device)
+            self.table, self.target_table = self.table * scale, self.table * scale.flip(0)
+        self.draws = None if draws is None else torch.tensor(draws, device=device)  # int64 [Q]
         self.reverse_table = reverse_table(schedule, prediction, variance, device)  # [T, 7]
-        self.timestep_map: Tensor | None = None  # int64 [T]; None: every one is its own
+        # [T], int64 but for levels that are no numbers; None: every one is its own
+        self.timestep_map: Tensor | None = None
         if list(schedule.timestep_map) != list(range(schedule.num_timesteps)):
-            self.timestep_map = torch.tensor(schedule.timestep_map, device=device)
+            told = torch.tensor(schedule.timestep_map, device=device)
+            self.timestep_map = told.float() if told.is_floating_point() else told
         self.weights = None  # [T]
         if min_snr_gamma is not None:
             weights = min_snr_weights(schedule, prediction, min_snr_gamma)
@@ -87,7 +101,9 @@ class Objective:
         ops, dtype = self.backend.ops, self.backend.dtype
         if t is None:
             n = images.shape[0] if index is None else index.shape[0]
-            t = ops.draw_timesteps(rng, n, self.schedule.num_timesteps, first=first)
+            count = self.schedule.num_timesteps if self.draws is None else len(self.draws)
+            t = ops.draw_timesteps(rng, n, count, first=first)
+            t = t if self.draws is None else self.draws[t]
         steps = t if self.timestep_map is None else self.timestep_map[t]
         if timesteps_known is not None:
             timesteps_known()
@@ -100,7 +116,7 @@ class Objective:
         check_output(output, x_t, self.variance)
 
         mse = ops.denoise_loss(
-            output, images, t, self.table, rng, prediction=self.prediction, **batch
+            output, images, t, self.target_table, rng, prediction=self.prediction, **batch
         )
         loss = mse if self.weights is None else mse * self.weights[t]
         parts = {"mse": mse.detach()}

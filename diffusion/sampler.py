@@ -35,6 +35,7 @@ from triton_kernels.philox import INITIAL
 
 from .backend import Backend
 from .chain import Bound, Chain, Progress, TabulatedDenoiser, tabulated
+from .edm import in_units
 from .errors import ConfigError
 from .objective import Denoiser, check_output
 from .schedule import LEARNED_VARIANCES, NoiseSchedule
@@ -126,6 +127,7 @@ class Sampler:
         clip: x_0 is clamped to [-clip, clip] in every step; None: it is not.
         prediction: What the denoiser predicts: epsilon, sample or v_prediction.
         variance: fixed_small, fixed_large, learned_range or learned.
+        sigma_data: What x_0 is divided by in the chain that the denoiser knows, see `edm`.
         device: Where to sample.
         capture: Whether a CUDA graph runs the chain, which asks that the denoiser never waits for
             the device; None: on a GPU. The graph of the batch drawn last is kept, with its memory.
@@ -133,6 +135,7 @@ class Sampler:
 
     spacing = "guided"
     respacing: Mapping[str, bool] = {}  # options of NoiseSchedule.respace
+    remembers = False  # whether a step reads the x_0 of the one before
 
     def __init__(
         self,
@@ -144,6 +147,7 @@ class Sampler:
         clip: float | None = 1.0,
         prediction: str = "epsilon",
         variance: str = "fixed_small",
+        sigma_data: float = 1.0,
         device: torch.device | str = "cpu",
         capture: bool | None = None,
     ) -> None:
@@ -157,7 +161,11 @@ class Sampler:
         self.variance = variance
         self.schedule.log_variance_range(variance)  # an unknown name fails, used or not
 
-        self.rows = torch.tensor(self.table(), dtype=torch.float32, device=device)  # [K, 8]
+        self.sigma_data = sigma_data
+        table = self.table()
+        if sigma_data != 1:
+            table = in_units(table, sigma_data, self.remembers)
+        self.rows = torch.tensor(table, dtype=torch.float32, device=device)  # [K, 8]
         timesteps = torch.tensor(self.row_timesteps(), device=device)  # [K]
         # int64, but for levels between the timesteps
         self.timesteps = timesteps.float() if timesteps.is_floating_point() else timesteps

@@ -46,7 +46,8 @@ class NoiseSchedule:
         betas: The variance beta_t of each step, in (0, 1), float64 [T].
         timestep_map: What the network is told at each step, [T]: the step's index in the chain that
             the network was trained on. None: 0 .. T - 1, the chain is the original one. Kept as
-            int64, or as float64 if a level lies between two of that chain.
+            int64, or as float64 if a level lies between two of that chain, or has another name
+            (`edm`).
     """
 
     betas: np.ndarray
@@ -121,6 +122,28 @@ class NoiseSchedule:
             math.cos((t / total + 0.008) / 1.008 * math.pi / 2) ** 2 for t in range(total + 1)
         ]
         return cls(np.minimum(1 - np.divide(alpha_bar[1:], alpha_bar[:-1]), max_beta))
+
+    @classmethod
+    def edm(
+        cls,
+        num_timesteps: int,
+        sigma_min: float = 0.002,
+        sigma_max: float = 80.0,
+        sigma_data: float = 0.5,
+    ) -> "NoiseSchedule":
+        r"""EDM's noise levels (Karras et al., 2022) in equal steps of ln(sigma), 1 % apart where
+        there are 1,000, for images in units of sigma_data (see `edm`).
+
+        alpha_bar = 1 / (1 + (sigma / sigma_data)^2), and the network is told ln(sigma) / 4
+        """
+        if not 0 < sigma_min < sigma_max < math.inf:
+            raise ConfigError(
+                f"sigma_min={sigma_min} and sigma_max={sigma_max} are not possible; give numbers"
+                " above 0, sigma_max the larger"
+            )
+        sigmas = np.geomspace(sigma_min, sigma_max, _count("num_timesteps", num_timesteps, least=2))
+        alpha_bar = 1 / (1 + (sigmas / sigma_data) ** 2)
+        return cls(1 - alpha_bar / np.append(1.0, alpha_bar[:-1]), np.log(sigmas) / 4)
 
     @property
     def num_timesteps(self) -> int:
@@ -271,12 +294,13 @@ _SCHEDULES = {
     "scaled_linear": NoiseSchedule.scaled_linear,
     "sigmoid": NoiseSchedule.sigmoid,
     "cosine": NoiseSchedule.cosine,
+    "edm": NoiseSchedule.edm,
 }
 
 
 def make_schedule(name: str, num_timesteps: int = 1000, **options: float | None) -> NoiseSchedule:
-    """The schedule of that name: linear, scaled_linear or sigmoid (beta_start, beta_end), or cosine
-    (max_beta).
+    """The schedule of that name: linear, scaled_linear or sigmoid (beta_start, beta_end), cosine
+    (max_beta) or edm (sigma_min, sigma_max, sigma_data).
 
     An option that is None keeps its default. ConfigError: unknown name or option, impossible value.
     """

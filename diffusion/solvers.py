@@ -104,6 +104,7 @@ class Solver(Sampler):
     """
 
     spacing = "leading"
+    remembers = True
 
     def new_memory(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x)

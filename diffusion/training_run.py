@@ -171,6 +171,8 @@ def _build_step(
         variance=process.variance,
         device=device,
         min_snr_gamma=process.min_snr_gamma,
+        sigma_data=process.sigma_data,
+        draws=process.draws(),
     )
     gradient_sum = GradientSum(flat, processes, norm=optimizer.norm)
     network = training_network(

@@ -32,6 +32,7 @@ from ..backend import TORCH_FP32
 from ..errors import ConfigError
 from ..layers import set_backend
 from ..policies.policy import Policy
+from ..schedule import NoiseSchedule
 from ..trained import Trained
 
 _TRACED_BATCH, _CHECKED_BATCHES = 2, (1, 3)
@@ -65,7 +66,7 @@ class ChunkDenoiser(nn.Module):
     def forward(
         self,
         x: Tensor,  # [N, T, A]
-        t: Tensor,  # int64 [N]
+        t: Tensor,  # int64 or float32 [N]
         condition: Tensor,  # [N, G]
     ) -> Tensor:  # [N, T, A]
         return self.model.forward_nhwc(x[:, None], t, condition)[:, 0]
@@ -89,13 +90,13 @@ def image_graph(trained: Trained) -> Graph:
     def inputs(n: int, seed: int) -> tuple[Tensor, ...]:
         rng = torch.tensor([seed, n])
         x = reference.normal((n, height, width, channels), rng).permute(0, 3, 1, 2).contiguous()
-        t = reference.draw_timesteps(rng, n, schedule.num_timesteps)
+        t = _told(schedule, rng, n)
         return (x, t) if classes is None else (x, t, torch.arange(n) % classes)
 
     about = {
         "prediction": trained.process.prediction,
         "variance": trained.process.variance,
-        "betas": schedule.betas.tolist(),
+        **_chain(schedule, trained.process.sigma_data),
         "image_shape": trained.image_shape,
         "num_classes": classes,
         "null_label": trained.model.null_label,
@@ -112,15 +113,32 @@ def policy_graph(policy: Policy) -> Graph:
         rng = torch.tensor([seed, n])
         x = reference.normal((n, spec.horizon, spec.action_dim), rng)
         condition = reference.normal((n, spec.condition_dim), rng, stream=INITIAL).clamp(-1, 1)
-        return x, reference.draw_timesteps(rng, n, sampler.schedule.num_timesteps), condition
+        return x, _told(sampler.schedule, rng, n), condition
 
     about = {
         "prediction": sampler.prediction,
         "variance": sampler.variance,
-        "betas": sampler.schedule.betas.tolist(),
+        **_chain(sampler.schedule, sampler.sigma_data),
         "policy": spec.state(),
     }
     return Graph(_portable(ChunkDenoiser(policy.model)), ("x", "t", "condition"), inputs, about)
+
+
+def _chain(schedule: NoiseSchedule, sigma_data: float) -> dict[str, Any]:
+    """The noise of every level, what the network is told there, and the unit of x_0."""
+    return {
+        "betas": schedule.betas.tolist(),
+        "timesteps": schedule.timestep_map.tolist(),
+        "sigma_data": sigma_data,
+    }
+
+
+def _told(schedule: NoiseSchedule, rng: Tensor, n: int) -> Tensor:  # int64 or float32 [N]
+    """What the network is told of n levels."""
+    told = torch.tensor(schedule.timestep_map)[
+        reference.draw_timesteps(rng, n, schedule.num_timesteps)
+    ]
+    return told.float() if told.is_floating_point() else told
 
 
 def _portable(module: nn.Module) -> nn.Module:
@@ -223,7 +241,9 @@ class OnnxGraph:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         self.session = onnxruntime.InferenceSession(path, options, providers=[provider])
-        self.names = [item.name for item in self.session.get_inputs()]
+        inputs = self.session.get_inputs()
+        self.names = [item.name for item in inputs]
+        self.types = [torch.float32 if "float" in item.type else torch.int64 for item in inputs]
         self.sizes = self.session.get_outputs()[0].shape[1:]  # behind the batch
 
     def __call__(self, *inputs: Tensor) -> Tensor:  # contiguous, on the device
@@ -250,7 +270,8 @@ class OnnxDenoiser:
         t: Tensor,  # [N]
         labels: Tensor | None = None,  # int64 [N]
     ) -> Tensor:  # float32 [N, H, W, C or 2C]
-        inputs = [x.permute(0, 3, 1, 2).float().contiguous(), t.long().contiguous()]
+        t = t.to(self.graph.types[1]).contiguous()
+        inputs = [x.permute(0, 3, 1, 2).float().contiguous(), t]
         inputs += [] if labels is None else [labels.long().contiguous()]
         return self.graph(*inputs).permute(0, 2, 3, 1).contiguous()
 

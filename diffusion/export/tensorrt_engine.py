@@ -71,7 +71,7 @@ class TensorRTDenoiser:
         if self.engine is None:
             raise ConfigError(f"{path} is no engine of this TensorRT ({trt.__version__})")
         self.context = self.engine.create_execution_context()
-        self.types = {trt.int64: torch.int64, trt.int32: torch.int32}
+        self.types = {trt.int64: torch.int64, trt.int32: torch.int32, trt.float32: torch.float32}
 
     def __call__(
         self,
@@ -79,8 +79,8 @@ class TensorRTDenoiser:
         t: Tensor,  # [N]
         labels: Tensor | None = None,  # int64 [N]
     ) -> Tensor:  # float32 [N, H, W, C or 2C]
-        inputs = [x.permute(0, 3, 1, 2).float().contiguous(), self._whole("t", t)]
-        inputs += [] if labels is None else [self._whole("labels", labels)]
+        inputs = [x.permute(0, 3, 1, 2).float().contiguous(), self._as_built("t", t)]
+        inputs += [] if labels is None else [self._as_built("labels", labels)]
         for name, tensor in zip(("x", "t", "labels"), inputs, strict=False):
             if not self.context.set_input_shape(name, tuple(tensor.shape)):
                 raise ValueError(f"the engine was not built for {name} of {list(tensor.shape)}")
@@ -91,5 +91,5 @@ class TensorRTDenoiser:
             raise RuntimeError("TensorRT did not run the engine")
         return output.permute(0, 2, 3, 1).contiguous()
 
-    def _whole(self, name: str, values: Tensor) -> Tensor:
+    def _as_built(self, name: str, values: Tensor) -> Tensor:
         return values.to(self.types[self.engine.get_tensor_dtype(name)]).contiguous()

@@ -447,8 +447,13 @@ def _head_channels(model: UNet) -> int | None:
 
 def scheduler_config(process: Process) -> dict[str, Any]:
     """The options of the DDPMScheduler that is this process. Betas that have no name there are
-    written out."""
+    written out. ConfigError: it has none."""
     schedule, total = process.schedule, process.schedule.num_timesteps
+    if process.sigma_data != 1 or not np.array_equal(schedule.timestep_map, np.arange(total)):
+        raise ConfigError(
+            "a DDPMScheduler has no sigma_data and tells whole timesteps: diffusion=edm cannot be"
+            " written as a directory of diffusers"
+        )
     betas: dict[str, Any] = {"trained_betas": schedule.betas.tolist()}
     ends = float(schedule.betas[0]), float(schedule.betas[-1])
     if np.array_equal(schedule.betas, NoiseSchedule.cosine(total).betas):

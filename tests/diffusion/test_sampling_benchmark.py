@@ -108,7 +108,7 @@ class _FakeTensorRT(SimpleNamespace):
     GPU and its package."""
 
     __version__ = "10"
-    int32, int64 = "int32", "int64"
+    int32, int64, float32 = "int32", "int64", "float32"
     BuilderFlag = SimpleNamespace(TF32="tf32")
 
     def __init__(self):
