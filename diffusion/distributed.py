@@ -48,6 +48,15 @@ class Processes:
             return lambda: None
         return dist.all_reduce(x, group=self.group, async_op=True).wait
 
+    def gather(self, x: Tensor) -> Tensor | None:
+        """Tensors of one shape in the memory of the host, those of all processes one behind the
+        other, for the first process; None for the others. Alone: `x`."""
+        if self.count == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.count)] if self.is_first else None
+        dist.gather(x, parts)
+        return None if parts is None else torch.cat(parts)
+
     def vote(self, flag: bool) -> bool:
         """Whether the flag was set in at least one process at the vote before this one: the answer
         comes one vote late, so that no process waits for the others or for its GPU. Alone: `flag`.

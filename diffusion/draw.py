@@ -21,13 +21,15 @@ def draw(
     image_shape: tuple[int, int, int],  # H, W, C
     *,
     seed: int,
+    first: int = 0,  # the number of the first image
     labels: Tensor | None = None,  # int64 [n]
     guidance: float = 1.0,  # scale; 1: none
     batch_size: int = 64,
     progress: Callable[[int, int], None] | None = None,  # (steps done, steps in all)
     network: Denoiser | TabulatedDenoiser | None = None,  # None: model.forward_nhwc
 ) -> np.ndarray:
-    """uint8 [n, H, W, C]. Image i depends on the seed and on i alone, not on the batch size.
+    """uint8 [n, H, W, C], images first .. first + n - 1 of this seed. Image i depends on the seed
+    and on i alone, not on the batch size.
 
     Batches are of one size, as one graph serves them all: the last may go beyond n, and what is
     too much is cut off.
@@ -40,7 +42,7 @@ def draw(
     parts, batches = [], -(-n // batch_size)
     count = -(-n // batches)
     for batch in range(batches):
-        first = batch * count
+        start = batch * count
 
         def report(done: int, total: int, batch: int = batch) -> None:
             if progress is not None:
@@ -50,8 +52,8 @@ def draw(
             denoiser,
             (count, *image_shape),
             seed=seed,
-            labels=None if labels is None else labels[torch.arange(first, first + count) % n],
-            first=first,
+            labels=None if labels is None else labels[torch.arange(start, start + count) % n],
+            first=first + start,
             progress=report,
         )
         parts.append(to_uint8(x))

@@ -23,7 +23,7 @@ class ImageTask:
     noun = "images"
 
     def __init__(self, dataset: dict[str, Any], model: dict[str, Any]) -> None:
-        options, self.flip = _options(dataset)
+        options, self.flip = image_options(dataset)
         self.samples = load_dataset(**options)
         self.model_settings = model
         _, *self.image_shape = self.samples.images.shape  # H, W, C
@@ -36,7 +36,7 @@ class ImageTask:
     ) -> None:
         """The network without its memory, and the number of classes, before a picture is drawn or
         decoded."""
-        options, _ = _options(dataset)
+        options, _ = image_options(dataset)
         size = expected_size(**options)
         if size is not None:
             channels, meta = options.get("channels") or 3, torch.device("meta")
@@ -100,7 +100,7 @@ class ImageTask:
         _check_classes(self.num_classes, found, self.samples.name)
 
 
-def _options(dataset: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+def image_options(dataset: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """(options of `load_dataset`, whether half of the images are to be mirrored)."""
     options = dict(dataset)
     flip = options.pop("flip", None)

@@ -1,5 +1,6 @@
 """A sampling run from a plain dict: load the network, draw, save."""
 
+import atexit
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .build import check_sampler
-from .distributed import choose_device
+from .distributed import Processes, choose_device
 from .draw import draw
 from .errors import ConfigError, writing
 from .pictures import grid
 from .planned.inference import InferenceUNet, sampling_network
+from .sampler import Sampler
 from .settings import construct, shown
 from .trained import Trained, TrainedSettings
 
@@ -24,8 +26,8 @@ _GRID_OF = 100  # images at most in the grid that comes with a folder of images
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleSettings(TrainedSettings):
-    """The configuration; see configs/sample.yaml."""
+class DrawSettings(TrainedSettings):
+    """What the configurations of `sample.py` and `tools/evaluate.py` say of how to draw."""
 
     n: int = 16
     sampler: str = "ddim"
@@ -34,9 +36,7 @@ class SampleSettings(TrainedSettings):
     eta: float = 0.0
     clip: float | None = 1.0
     seed: int = 0
-    label: Any = None  # name or number of a class
     guidance: float = 1.0
-    out: str | None = None
     batch_size: int = 64
     backend: str = "auto"
     device: str = "auto"
@@ -50,28 +50,63 @@ class SampleSettings(TrainedSettings):
             raise ConfigError(f"seed={self.seed}; expected a whole number from 0 to 2^63 - 1")
         check_sampler(self.sampler)
 
+    def load_and_choose(self) -> tuple[Trained, Sampler]:
+        """The network on its device, and what draws with it. Raises ConfigError."""
+        device = choose_device(self.device)
+        trained = self.load(device, backend=self.backend, precision=self.precision)
+        return trained, trained.sampler(
+            device,
+            sampler=self.sampler,
+            steps=self.steps,
+            spacing=self.spacing,
+            eta=self.eta,
+            clip=self.clip,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSettings(DrawSettings):
+    """The configuration; see configs/sample.yaml."""
+
+    label: Any = None  # name or number of a class
+    out: str | None = None
+
 
 def sample(config: dict[str, Any]) -> Path:
     """Draw as configured; returns the path of the picture, file or folder."""
     settings = construct(SampleSettings, config, "")
-    device = choose_device(settings.device)
-    trained = settings.load(device, backend=settings.backend, precision=settings.precision)
-    backend = trained.model.backend
-    sampler = trained.sampler(
-        device,
-        sampler=settings.sampler,
-        steps=settings.steps,
-        spacing=settings.spacing,
-        eta=settings.eta,
-        clip=settings.clip,
-    )
+    trained, sampler = settings.load_and_choose()
     out = Path(settings.out or _default_out(settings, trained))
     _check_out(out, trained.image_shape[2])
-    labels = _labels(settings.label, settings.n, trained, device)
+    labels = choose_labels(settings.label, settings.n, trained)
+    images = draw_all(settings, trained, sampler, labels)
+    if images is not None:
+        with writing(out):
+            _save(images, out)
+        print(f"{settings.n} images of {settings.ckpt} in {out}")
+    return out
+
+
+def draw_all(
+    settings: DrawSettings,
+    trained: Trained,
+    sampler: Sampler,
+    labels: Tensor | None,  # int64 [n]
+) -> np.ndarray | None:
+    """uint8 [n, H, W, C], with progress shown; under torchrun every process draws a share, the
+    first has them all and the others None."""
+    backend, n = trained.model.backend, settings.n
+    processes = Processes(next(trained.model.parameters()).device)
+    atexit.register(processes.close)  # the next job of a sweep draws in this group
+    share = -(-n // processes.count)
+    first = processes.rank * share
     network = sampling_network(trained.model.eval())
-    how = "the fused plan" if isinstance(network, InferenceUNet) else "layer by layer"
-    print(f"drawing in {backend.dtype} with backend {backend.name}, {how}")
-    with tqdm(unit="step", dynamic_ncols=True, disable=None) as bar:
+    if processes.is_first:
+        how = "the fused plan" if isinstance(network, InferenceUNet) else "layer by layer"
+        how += f", {processes.count} processes" if processes.count > 1 else ""
+        print(f"drawing in {backend.dtype} with backend {backend.name}, {how}")
+    hidden = None if processes.is_first else True  # None: shown on a terminal only
+    with tqdm(unit="step", dynamic_ncols=True, disable=hidden) as bar:
 
         def report(done: int, total: int) -> None:
             bar.total = total
@@ -80,19 +115,18 @@ def sample(config: dict[str, Any]) -> Path:
         images = draw(
             trained.model,
             sampler,
-            settings.n,
+            share,
             trained.image_shape,
             seed=settings.seed,
-            labels=labels,
+            first=first,
+            labels=None if labels is None else labels[torch.arange(first, first + share) % n],
             guidance=settings.guidance,
             batch_size=settings.batch_size,
             progress=report,
             network=network,
         )
-    with writing(out):
-        _save(images, out)
-    print(f"{settings.n} images of {settings.ckpt} in {out}")
-    return out
+    gathered = processes.gather(torch.from_numpy(images))
+    return None if gathered is None else gathered[:n].numpy()
 
 
 def _default_out(settings: SampleSettings, trained: Trained) -> Path:
@@ -113,8 +147,11 @@ def _default_out(settings: SampleSettings, trained: Trained) -> Path:
     return trained.run_dir / "samples" / f"sample_{name}"
 
 
-def _labels(label: Any, n: int, trained: Trained, device: torch.device) -> Tensor | None:
+def choose_labels(label: Any, n: int, trained: Trained) -> Tensor | None:
+    """Of n images the class, by name or number, or all in turn; None if the network has none.
+    ConfigError: there is no such class."""
     num_classes = trained.model.num_classes
+    device = next(trained.model.parameters()).device
     if num_classes is None:
         if label is not None:
             raise ConfigError(f"label={label}, but the model has no classes; leave it out")
