@@ -1,4 +1,5 @@
-"""What a run writes down while it goes: metrics.csv, scores.csv, TensorBoard events, pictures."""
+"""What a run writes down while it goes: metrics.csv, scores.csv, TensorBoard events, pictures; and
+what it tells a tracker."""
 
 import csv
 import io
@@ -14,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from .pictures import draw_loss_curve
+from .tracker import Tracker
 
 FIELDS = (
     "step",  # updates done
@@ -26,6 +28,7 @@ FIELDS = (
     "skipped_steps",  # updates left out because of a non-finite gradient, in all
     "seconds",  # since the process started training
 )
+_SHOWN = ("loss", "lr", "grad_norm", "images_per_s")  # by TensorBoard and trackers
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,10 @@ def log_file(path: Path) -> Iterator[None]:
 class RunLog:
     """Opens the logs of a run; on a resume at `step` what was logged after it is dropped."""
 
-    def __init__(self, run_dir: Path, step: int, tensorboard: bool = True) -> None:
-        self.run_dir, self.step = run_dir, step
+    def __init__(
+        self, run_dir: Path, step: int, tensorboard: bool = True, tracker: Tracker | None = None
+    ) -> None:
+        self.run_dir, self.step, self._tracker = run_dir, step, tracker
         self.metrics = run_dir / "metrics.csv"
         self._metrics = _Table(self.metrics, FIELDS, step)
         self._scores: _Table | None = None
@@ -99,9 +104,12 @@ class RunLog:
     def row(self, values: dict[str, float]) -> None:
         """Append one row of FIELDS."""
         self._metrics.append(values)
+        shown = {f"train/{name}": values[name] for name in _SHOWN}
         if self._board is not None:
-            for name in ("loss", "lr", "grad_norm", "images_per_s"):
-                self._board.add_scalar(f"train/{name}", values[name], values["step"])
+            for name, value in shown.items():
+                self._board.add_scalar(name, value, values["step"])
+        if self._tracker is not None:
+            self._tracker.log(shown, values["step"])
 
     def preview(self, preview: Preview, step: int) -> Path:
         """Save picture and scores, and bring the loss curve up to date; returns the picture's
@@ -120,6 +128,10 @@ class RunLog:
             self._board.add_image("samples", pixels, step, dataformats="HWC")
             for name, value in preview.scores.items():
                 self._board.add_scalar(f"scores/{name}", value, step)
+        if self._tracker is not None:
+            self._tracker.show(preview.picture, step)
+            if preview.scores:
+                self._tracker.log({f"scores/{k}": v for k, v in preview.scores.items()}, step)
         self.curve()
         return path
 
@@ -134,6 +146,8 @@ class RunLog:
             self._scores.close()
         if self._board is not None:
             self._board.close()
+        if self._tracker is not None:
+            self._tracker.close()
 
 
 def _is_whole(row: dict[str, str | None], fields: Sequence[str]) -> bool:

@@ -17,6 +17,7 @@ from .distributed import Processes
 from .errors import ConfigError
 from .interrupt import Interrupted, signals_received
 from .run_log import Preview, RunLog
+from .tracker import Tracker, check_tracker
 from .train_step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class TrainSettings:
     sample_count: int = 36
     sample_steps: int = 50
     tensorboard: bool = True
+    track: str | None = None  # wandb | trackio
 
     def __post_init__(self) -> None:
         positive = ("steps", "batch_size", "accumulate", "log_every", "keep", "sample_steps")
@@ -55,6 +57,7 @@ class TrainSettings:
                 raise ConfigError(f"train.{name}={value}; expected a whole number, at least {low}")
         if self.seed >= 2**63:
             raise ConfigError(f"train.seed={self.seed} is too large; expected less than 2^63")
+        check_tracker(self.track)
         if self.batch_size % self.accumulate:
             raise ConfigError(
                 f"train.batch_size={self.batch_size} does not divide into"
@@ -85,7 +88,7 @@ class Trainer:
     def run(self, start: int) -> float:
         """Run the updates start, start + 1, ..., settings.steps - 1."""
         settings, first = self.settings, self.processes.is_first
-        run_log = RunLog(self.run_dir, start, settings.tensorboard) if first else None
+        run_log = self._open_log(start) if first else None
         bar = tqdm(
             total=settings.steps,
             initial=start,
@@ -104,6 +107,12 @@ class Trainer:
                 with suppress(OSError):  # a full disk is reported by what cannot do without
                     run_log.curve()
                 run_log.close()
+
+    def _open_log(self, start: int) -> RunLog:
+        s, tracker = self.settings, None
+        if s.track is not None:
+            tracker = Tracker(s.track, self.run_dir, start, self.config)
+        return RunLog(self.run_dir, start, s.tensorboard, tracker)
 
     def _loop(self, start: int, run_log: RunLog | None, bar: tqdm, received: list[int]) -> float:
         s = self.settings
