@@ -20,6 +20,12 @@ from .unet1d import UNet1d
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {"unet": UNet}  # of images
 POLICY_MODELS: dict[str, Callable[..., torch.nn.Module]] = {"unet1d": UNet1d}  # of actions
 
+# how diffusers' scheduler of that name steps where the sampler here does otherwise
+AS_DIFFUSERS: dict[str, dict[str, bool]] = {
+    "ddpm": {"noisy_end": True},
+    "ddim": {"use_clipped_model_output": False, "joined": False},
+}
+
 SAMPLERS: dict[str, type[Sampler]] = {
     "ddpm": DDPM,
     "ddim": DDIM,

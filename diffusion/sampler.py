@@ -11,7 +11,8 @@ The solvers of higher order, which remember the x_0 of the step before, are in `
 
 Against diffusers. DDPMScheduler is the same for every spacing but in one case: it adds noise in the
 last step whenever that step's timestep is above 0 (spacing trailing), which matters with
-fixed_large and the learned variances; here, as in guided-diffusion, the last step adds none.
+fixed_large and the learned variances; here, as in guided-diffusion, the last step adds none, unless
+DDPM is made with noisy_end=True.
 DDIMScheduler (set_alpha_to_one, steps_offset=0) is the same where its previous timestep,
 t - T // steps, is the next one visited: spacing leading always, trailing if steps divides T,
 linspace only if steps is T or 1. Elsewhere it steps to a noise level that it then does not continue
@@ -42,24 +43,35 @@ from .schedule import LEARNED_VARIANCES, NoiseSchedule
 
 
 def ddpm_table(
-    schedule: NoiseSchedule, prediction: str = "epsilon", variance: str = "fixed_small"
+    schedule: NoiseSchedule,
+    prediction: str = "epsilon",
+    variance: str = "fixed_small",
+    noisy_end: bool = False,
 ) -> np.ndarray:  # float64 [K, 8], rows in the order of execution
     r"""Ancestral sampling (Ho et al., 2020, algorithm 2):
 
         x_{t-1} = c x_0 + d x_t + sigma_t z,   c x_0 + d x_t the mean of q(x_{t-1} | x_t, x_0)
 
     sigma_t^2 is beta~_t (fixed_small), beta_t (fixed_large) or between them by the network's word
-    (learned_range). The last step adds no noise.
+    (learned_range). The last step adds no noise; with `noisy_end`, none at timestep 0, and else
+    that of its beta, beta~ being 1e-20, as in diffusers.
     """
     a, b = schedule.x0_from_output(prediction)
     c, d = schedule.posterior_mean()
     log_min, log_max = schedule.log_variance_range(variance)
+    noisy_end = noisy_end and schedule.timestep_map[0] > 0
+    if noisy_end and variance != "learned":
+        log_min, log_max = log_min.copy(), log_max.copy()
+        least, most = np.log(1e-20), np.log(schedule.betas[0])
+        log_min[0] = most if variance == "fixed_large" else least
+        log_max[0] = least if variance == "fixed_small" else most
     if variance in LEARNED_VARIANCES:
         sigma = np.ones(schedule.num_timesteps)
     else:
         sigma = np.exp(0.5 * log_min)
         log_min = log_max = np.zeros(schedule.num_timesteps)
-    sigma[0] = 0
+    if not noisy_end:
+        sigma[0] = 0
     return executed(a, b, c, d, np.zeros_like(c), sigma, log_min, log_max)
 
 
@@ -274,10 +286,25 @@ class Sampler:
 
 
 class DDPM(Sampler):
-    """Ancestral sampling, see `ddpm_table`."""
+    """Ancestral sampling, see `ddpm_table`.
+
+    Arguments:
+        noisy_end: Whether the last step adds noise if its timestep is above 0, as in diffusers.
+    """
+
+    def __init__(
+        self,
+        schedule: NoiseSchedule,
+        backend: Backend,
+        *,
+        noisy_end: bool = False,
+        **options: Any,  # of Sampler
+    ) -> None:
+        self.noisy_end = noisy_end
+        super().__init__(schedule, backend, **options)
 
     def table(self) -> np.ndarray:
-        return ddpm_table(self.schedule, self.prediction, self.variance)
+        return ddpm_table(self.schedule, self.prediction, self.variance, self.noisy_end)
 
 
 class DDIM(Sampler):

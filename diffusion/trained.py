@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .backend import choose_backend, precision_on
-from .build import Process, build_model
+from .build import AS_DIFFUSERS, Process, build_model
 from .checkpoint import check_same_model, find_checkpoint, read_state, read_weights
 from .data.image_set import parse_size
 from .errors import ConfigError
@@ -42,15 +42,15 @@ class Trained:
     run_dir: Path | None  # of the run that trained it; None: another program did
     name: str  # of the checkpoint or file
     spacing: str | None = None  # of the timesteps in sampling, if its origin says one
-    as_diffusers: bool = False  # whether DDIM is to step as diffusers' does
+    as_diffusers: bool = False  # whether samplers step as diffusers' of that name do
 
     def sampler(self, device: torch.device, **settings: Any) -> Sampler:
         """A sampler for the network, of its origin's kind where that makes a difference; settings:
         sampler, steps, eta, clip, spacing."""
         if settings.get("spacing") is None:
             settings["spacing"] = self.spacing
-        if self.as_diffusers and settings.get("sampler") == "ddim":
-            settings |= {"use_clipped_model_output": False, "joined": False}
+        if self.as_diffusers:
+            settings |= AS_DIFFUSERS.get(settings.get("sampler", "ddpm"), {})
         return self.process.sampler(self.model.backend, device, **settings)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backend import choose_backend, precision_on
-from ..build import Process, build_policy_model
+from ..build import AS_DIFFUSERS, Process, build_policy_model
 from ..chain import TabulatedDenoiser
 from ..checkpoint import check_same_model, find_checkpoint, read_state, read_weights
 from ..data.action_chunks import PolicySpec
@@ -105,9 +105,7 @@ def load_policy(
     model = build_policy_model(stored.settings, chosen, spec.action_dim, spec.condition_dim, on)
     check_same_model(str(checkpoint), stored.state, dict(model.named_parameters()))
     model.load_state_dict(stored.state)
-    joins = {}
-    if stored.as_diffusers and sampler == "ddim":
-        joins = {"use_clipped_model_output": False, "joined": False}
+    steps_as = AS_DIFFUSERS.get(sampler, {}) if stored.as_diffusers else {}
     draws = stored.process.sampler(
         chosen,
         on,
@@ -115,7 +113,7 @@ def load_policy(
         steps=stored.steps if steps is None else steps,
         spacing=stored.spacing,
         clip=stored.clip,
-        **joins,
+        **steps_as,
     )
     return Policy(model.eval(), draws, spec, real_time(model, spec.horizon))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import DDIMPipeline, DDIMScheduler, DDPMPipeline
+from diffusers import DDIMPipeline, DDIMScheduler, DDPMPipeline, DDPMScheduler
 from diffusers.pipelines.ddim import pipeline_ddim
 from diffusers.pipelines.ddpm import pipeline_ddpm
 from diffusers.schedulers import scheduling_ddpm
@@ -63,15 +63,21 @@ def test_pipelines_draw_the_same_images(tmp_path, same_noise, kind, process):
     assert images.std() > 0.1
 
 
+@pytest.mark.parametrize("kind", ["ddim", "ddpm"])
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
-def test_what_is_drawn_is_what_their_pipeline_draws(tmp_path, same_noise, spacing):
-    """By sample.py as it is called, with images that are clipped and levels that do not join."""
-    scheduler = DDIMScheduler(timestep_spacing=spacing)
-    pipeline = DDIMPipeline(theirs(), scheduler)
+def test_what_is_drawn_is_what_their_pipeline_draws(tmp_path, same_noise, spacing, kind):
+    """By sample.py as it is called, with images that are clipped, levels that do not join, and
+    noise in a last step."""
+    if kind == "ddim":
+        pipeline = DDIMPipeline(theirs(), DDIMScheduler(timestep_spacing=spacing))
+    else:
+        scheduler = DDPMScheduler(timestep_spacing=spacing, variance_type="fixed_large")
+        pipeline = DDPMPipeline(theirs(), scheduler)
     pipeline.save_pretrained(tmp_path)
     pipeline.set_progress_bar_config(disable=True)
     images = pipeline(batch_size=2, num_inference_steps=7, output_type="np").images
     settings = {"ckpt": str(tmp_path), "n": 2, "steps": 7, "seed": SEED, "device": "cpu"}
+    settings |= {"sampler": kind}
     drawn = np.load(sample(settings | {"out": str(tmp_path / "a.npz")}))["arr_0"]
     assert np.abs(drawn - images * 255).max() < 0.51  # of rounding to levels of 255
     settings |= {"spacing": "leading" if spacing == "trailing" else "trailing"}

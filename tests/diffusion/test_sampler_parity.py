@@ -12,7 +12,7 @@ from diffusion.schedule import make_schedule
 from triton_kernels import reference
 from triton_kernels.philox import REVERSE
 
-from .toy_chains import SEED, SHAPE, chain_of_diffusers, compare, exact, silent_at, toy
+from .toy_chains import SEED, SHAPE, chain_of_diffusers, compare, exact, toy
 
 if find_spec("diffusers"):  # a machine that runs the tests marked gpu alone may lack it
     from diffusers import DDIMScheduler, DDPMScheduler
@@ -90,19 +90,12 @@ def test_ddpm_chain_of_diffusers(name, clip, variance, prediction, spacing, monk
         timestep_spacing=spacing,
     )
     denoiser = toy(prediction, variance == "learned_range")
-    if spacing == "trailing":
-        # the documented difference: diffusers adds noise in a last step with t > 0
-        monkeypatch.setattr(
-            scheduler,
-            "_get_variance",
-            silent_at(scheduler, 19, learned=variance == "learned_range"),
-        )
     if name == "cosine":
         scheduler = exact(scheduler, schedule)
     expected = chain_of_diffusers(scheduler, denoiser, SHAPE, 50, monkeypatch)
     sampler = make_sampler(
         schedule, TORCH_FP32, "ddpm", steps=50, spacing=spacing, clip=clip,
-        prediction=prediction, variance=variance,
+        prediction=prediction, variance=variance, noisy_end=True,
     )  # fmt: skip
     compare(sampler.sample(denoiser, SHAPE, seed=SEED), expected)
 
@@ -193,7 +186,7 @@ def test_other_chains_of_diffusers(case, spacing, kind, monkeypatch):
         options |= {"beta_schedule": "linear", "trained_betas": schedule.betas.tolist()}
     if kind == "ddpm":
         scheduler = DDPMScheduler(total, variance_type=variance, **options, **ends)
-        own, theirs = {"variance": variance}, {}
+        own, theirs = {"variance": variance, "noisy_end": True}, {}
     else:
         variance = "fixed_small"
         scheduler = DDIMScheduler(total, **options, **ends)
@@ -204,9 +197,6 @@ def test_other_chains_of_diffusers(case, spacing, kind, monkeypatch):
         schedule, TORCH_FP32, kind, steps=steps, spacing=spacing, clip=clip,
         prediction=prediction, **own,
     )  # fmt: skip
-    if kind == "ddpm":  # the documented difference, see above
-        last = sampler.timesteps[-1].item()
-        monkeypatch.setattr(scheduler, "_get_variance", silent_at(scheduler, last, learned=learned))
     denoiser = toy(prediction, learned)
     expected = chain_of_diffusers(
         exact(scheduler, schedule), denoiser, SHAPE, steps, monkeypatch, **theirs
