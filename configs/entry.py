@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -181,6 +181,10 @@ def explain(error: Exception, config_name: str, arguments: Sequence[str] = ()) -
     on the `arguments` that choose of a group."""
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override)
+    if isinstance(error, InstantiationException):  # of a launcher or sweeper
+        what, _, key = str(error).partition("\nfull_key: ")
+        said = f"{key or 'hydra'}: {what.split(', set env var')[0]}"
+        return " ".join(f"{said} ({error.__cause__})".split() if error.__cause__ else said.split())
     chain = f"{error}\n{error.__cause__ or ''}"
     key = re.search(r"full_key: (\S+)|Could not override '([^']+)'|Key '([^']+)' is not", chain)
     choice = re.search(r"Could not find '([^']+)/([^'/]*)'", chain)

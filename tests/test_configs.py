@@ -9,8 +9,9 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import InstantiationException
 
-from configs.entry import CONFIGS, describe, exit_codes, plain, run_entry
+from configs.entry import CONFIGS, describe, exit_codes, explain, plain, run_entry
 from diffusion.backend import TORCH_FP32
 from diffusion.build import Process, build_model, build_policy_model
 from diffusion.errors import ConfigError
@@ -116,6 +117,18 @@ def test_a_run_that_was_stopped_says_how_to_go_on(monkeypatch, capsys, arguments
 def test_other_errors_stay_as_they_are():
     with pytest.raises(RuntimeError, match="a bug"), exit_codes():
         raise RuntimeError("a bug")
+
+
+def test_a_sweeper_that_cannot_be_made_says_why():
+    error = InstantiationException(
+        "Error locating target 'optuna.samplers.TPESampler', set env var HYDRA_FULL_ERROR=1 to see"
+        " chained exception.\nfull_key: hydra.sweeper.sampler"
+    )
+    error.__cause__ = ImportError("No module named 'optuna'")
+    assert explain(error, "train") == (
+        "hydra.sweeper.sampler: Error locating target 'optuna.samplers.TPESampler' (No module named"
+        " 'optuna')"
+    )
 
 
 def test_an_interpolation_that_leads_nowhere_is_one_line():
