@@ -55,7 +55,7 @@ class NormNext:
         if made is None:
             return None
         self.begin, self.fuse = None, None
-        a, self.y = made
+        self.y, self.sums, a = made
         return a
 
     def tensor(self) -> Tensor:

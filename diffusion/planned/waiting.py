@@ -124,25 +124,29 @@ class WaitingKernels:
 
     def _linear_norm(
         self, given: tuple, residual: Tensor | None, x2: Tensor | None, num_groups: int, *norm
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> tuple[Tensor, None, Tensor] | None:
         co = given[1].shape[0]
         channels = co + (0 if x2 is None else x2.shape[3])
         if not self.kernels.serves_linear_norm(co, channels, num_groups):
             return None
-        return self.kernels.linear_norm_few(*given, residual, x2, num_groups, *norm)
+        a, y = self.kernels.linear_norm_few(*given, residual, x2, num_groups, *norm)
+        return y, None, a
 
     def _conv_norm(
         self, given: tuple, terms: dict, x2: Tensor | None, num_groups: int, *norm
-    ) -> tuple[Tensor, Tensor | None] | None:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor] | None:
         x, weight, _ = given
-        served = x2 is None and self.kernels.norms_in_conv(x, weight, num_groups, terms["extra"])
-        if not served:
+        second = 0 if x2 is None else x2.shape[3]
+        if not self.kernels.norms_in_conv(x, weight, num_groups, terms["extra"], second):
             return None
         g, b, eps, activation = norm
         # with the embedding it is in the middle of a residual block, where but a norm reads it
-        then = self.kernels.NextNorm(g, b, num_groups, eps, activation, terms["emb"] is None)
-        y, a = self.kernels.conv_norm(*given, then, **terms)
-        return a, y
+        keep = terms["emb"] is None
+        pixels = x.shape[1] * x.shape[2]
+        elements = 2 * x.shape[0] * pixels * weight.shape[0]  # of a concatenation that reads it
+        stats = keep and not self._reads_whole(elements, pixels)
+        then = self.kernels.NextNorm(g, b, num_groups, eps, activation, keep, stats)
+        return self.kernels.conv_norm(*given, then, **terms, x2=x2)
 
     def _conv(
         self, x: Tensor, weight: Tensor, bias: Tensor, terms: dict, stats: bool, options: dict,

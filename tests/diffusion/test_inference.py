@@ -82,10 +82,11 @@ def test_every_way_of_a_norm_is_taken(calls):
 
 @pytest.mark.parametrize("name", ["two_blocks", "film", "three_levels"])
 def test_norms_in_the_launch_of_a_convolution(name, monkeypatch):
-    kept, original = [], fused_reference.conv_norm
+    kept, beside, original = [], [], fused_reference.conv_norm
 
     def conv_norm(*args, **kwargs):
         kept.append(args[3].keep)
+        beside.append(kwargs["x2"] is not None)
         return original(*args, **kwargs)
 
     monkeypatch.setattr(fused_reference, "conv_norm", conv_norm)
@@ -96,7 +97,9 @@ def test_norms_in_the_launch_of_a_convolution(name, monkeypatch):
     labels = torch.tensor([2, 0]) if model.num_classes else None
     y = InferenceUNet(model, fused_reference)(x, t, labels)
     torch.testing.assert_close(y, twin.forward_nhwc(x, t, labels), rtol=1e-10, atol=1e-10)
-    assert True in kept and (name == "film" or False in kept)  # with FiLM, between blocks alone
+    assert (
+        True in kept and True in beside and (name == "film" or False in kept)
+    )  # with FiLM, between blocks alone
 
 
 @pytest.mark.parametrize("name", ["two_blocks", "film", "three_levels"])

@@ -16,7 +16,7 @@ def _case(
     extra: int,
     width: int,
     config: tuple = WHOLE,
-    norm: str | None = None,  # y is not kept, or it is
+    norm: str | None = None,  # y is not kept, or it is, or another tensor is beside it, too
 ) -> dict:
     pixels = config[1]
     images = max(1, pixels // width**2)
@@ -29,7 +29,10 @@ def _case(
     absent += ["extra1_desc", "extra1_w_desc", "extra2_desc", "extra2_w_desc"][2 * extra :]
     absent += ["extra_bias_ptr"] if extra == 0 else []
     absent += ["emb_ptr"] if dgrad or extra else []
-    absent += ["partial_ptr"] if norm else ["a_desc", "norm_weight_ptr", "norm_bias_ptr", "eps"]
+    if norm is None:
+        absent += ["a_desc", "norm_weight_ptr", "norm_bias_ptr", "eps"]
+    absent += ["x2_desc"] if norm != "second" else []
+    absent += ["partial_ptr"] if norm in ("alone", "beside") else []
     signature = {
         "x_desc": pair,
         "w_desc": filters,
@@ -41,10 +44,10 @@ def _case(
         "extra2_desc": pair,
         "extra2_w_desc": filters,
         **dict.fromkeys(("vectors_ptr", "extra_bias_ptr", "emb_ptr", "partial_ptr"), "*fp32"),
-        "a_desc": tile,
+        **dict.fromkeys(("a_desc", "x2_desc"), tile),
         **dict.fromkeys(("norm_weight_ptr", "norm_bias_ptr"), "*fp32"),
         "eps": "fp32",
-        **dict.fromkeys(("C1", "C2", "border", "stride_emb", "N", "H", "K", "C"), "i32"),
+        **dict.fromkeys(("C1", "C2", "border", "stride_emb", "N", "H", "K", "C", "CX2"), "i32"),
     }
     return {
         "name": name,
@@ -94,6 +97,7 @@ COMPILE_CASES = (
         _case("input_grad_images_of_4x4_quarter", True, 2, 0, 4, QUARTER),
         _case("norm_alone", False, 0, 0, 8, QUARTER_WITH_FILTERS, "alone"),
         _case("norm_beside", False, 1, 0, 8, HALF_WITH_FILTERS, "beside"),
+        _case("norm_of_a_concatenation", False, 1, 0, 8, QUARTER_WITH_FILTERS, "second"),
     ]
     if SUPPORTED
     else []

@@ -4,15 +4,17 @@ from triton_kernels.gluon.descriptors import SUPPORTED
 
 from .cases_conv_gluon import _rows
 
-_NORM = ("a_desc", "norm_weight_ptr", "norm_bias_ptr", "eps")
+_NORM = ("a_desc", "x2_desc", "norm_weight_ptr", "norm_bias_ptr", "eps")
 
 
 def _case(name: str, k_blocks: int, absent: tuple[str, ...], keep: bool = True) -> dict:
     signature = {
-        **dict.fromkeys(("x_desc", "w_desc", "residual_desc", "y_desc", "a_desc"), _rows(64, 64)),
+        **dict.fromkeys(
+            ("x_desc", "w_desc", "residual_desc", "y_desc", "a_desc", "x2_desc"), _rows(64, 64)
+        ),
         **dict.fromkeys(("bias_ptr", "partial_ptr", "norm_weight_ptr", "norm_bias_ptr"), "*fp32"),
         "eps": "fp32",
-        "C": "i32",
+        **dict.fromkeys(("M", "C", "CX2"), "i32"),
     }
     return {
         "name": name,
@@ -28,7 +30,7 @@ def _case(name: str, k_blocks: int, absent: tuple[str, ...], keep: bool = True) 
             "num_warps": 4,
         },
         "options": {"num_warps": 4},
-        "multiples": ("C",),
+        "multiples": ("M", "C", "CX2"),
         "expect": {"wgmma": True, "tma": True, "arches": (90,)},
     }
 
@@ -37,7 +39,8 @@ COMPILE_CASES = (
     [
         _case("product alone", 3, (*_NORM, "partial_ptr", "residual_desc")),
         _case("sums", 3, _NORM),
-        _case("norm", 4, ("partial_ptr",)),
+        _case("norm", 4, ("partial_ptr", "x2_desc")),
+        _case("norm of a concatenation", 4, ()),
     ]
     if SUPPORTED
     else []

@@ -37,22 +37,33 @@ def poison(monkeypatch):
     poison_outputs(monkeypatch, once, fused_conv_norm)
 
 
-def check_norm(shape, channels, dtype, device, plain, terms, keep, config=None, offset=0.0):
-    """y as `plain` makes it, to the bit, and the norm of it, rounded once."""
+def check_norm(
+    shape, channels, dtype, device, plain, terms, keep, config=None, offset=0.0, second=0
+):
+    """y as `plain` makes it, to the bit, and its sums; the norm of it beside so many channels,
+    rounded once."""
     x, weight, bias, _, _ = forward_case(shape, dtype, device)
-    g, b = torch.randn(2, shape.co, device=device, generator=torch.Generator(device).manual_seed(1))
+    generator = torch.Generator(device).manual_seed(1)
+    c = shape.co + second
+    g, b = torch.randn(2, c, device=device, generator=generator)
     activation = "silu" if offset == 0 else "identity"
-    norm = NextNorm(g, b, shape.co // channels, 1e-5, activation, keep)
-    assert norms_in_conv(x, weight, norm.num_groups, terms.get("extra", ()))
-    expected = plain(x, weight, bias + offset)
+    norm = NextNorm(g, b, c // channels, 1e-5, activation, keep, keep)
+    assert norms_in_conv(x, weight, norm.num_groups, terms.get("extra", ()), second)
+    expected = both = plain(x, weight, bias + offset)
+    if second:
+        size = (*expected.shape[:3], second)
+        x2 = torch.randn(size, device=device, generator=generator).add(offset).to(dtype)
+        terms, both = terms | {"x2": x2}, torch.cat((expected, x2), dim=3)
     exact = reference.group_norm(
-        expected.double(), norm.num_groups, g.double(), b.double(), activation=activation
+        both.double(), norm.num_groups, g.double(), b.double(), activation=activation
     )
 
     def check():
         options = {} if config is None else {"config": config}
-        y, a = conv_norm(x, weight, bias + offset, norm, **terms, **options)
-        assert torch.equal(y, expected) if keep else y is None
+        y, partials, a = conv_norm(x, weight, bias + offset, norm, **terms, **options)
+        assert torch.equal(y, expected) if keep else y is partials is None
+        if keep:
+            check_stats(y, partials)
         assert relative(a, exact) <= ROUNDING[dtype] + 1e-5
         return (a,)
 
@@ -62,8 +73,11 @@ def check_norm(shape, channels, dtype, device, plain, terms, keep, config=None, 
 class TestGpu:
     pytestmark = gpu
 
-    @pytest.mark.parametrize("config", [None, CONFIGS[0], *CONFIGS[2:4]], ids=str)
-    @pytest.mark.parametrize("keep", [True, False], ids=["", "alone"])
+    @pytest.mark.parametrize(
+        ("keep", "config"),
+        [(True, None), (False, None), (True, CONFIGS[0]), (False, CONFIGS[2]), (True, CONFIGS[3])],
+        ids=str,
+    )
     @pytest.mark.parametrize(
         ("name", "channels", "count"),
         [("8x8", 8, 0), ("8x8", 16, 1), ("a tile", 2, 2), ("4x4", 4, 0), ("rows of 16", 1, 2)],
@@ -83,16 +97,48 @@ class TestGpu:
             plain = lambda *args: conv_forward(*args, **terms, config=tile)[0]  # noqa: E731, B023
             check_norm(*given, plain, terms, keep, config, offset)
 
-    @pytest.mark.parametrize("offset", [0.0, 1000.0])
-    @pytest.mark.parametrize("keep", [True, False], ids=["", "alone"])
-    @pytest.mark.parametrize(("name", "channels"), [("a tile", 2), ("8x8", 8), ("8x8", 16)])
-    def test_1x1(self, name, channels, keep, offset, device):
+    @pytest.mark.parametrize(
+        ("name", "channels", "second", "offset", "with_residual", "config"),
+        [
+            ("8x8", 16, 256, 0.0, True, None),
+            ("8x8", 16, 256, 0.0, True, CONFIGS[0]),
+            ("8x8", 16, 256, 0.0, True, CONFIGS[3]),
+            ("8x8", 16, 256, 1000.0, False, CONFIGS[2]),
+            ("a tile", 2, 64, 0.0, True, None),
+            ("a tile", 2, 192, 0.0, False, None),
+            ("4x4", 8, 128, 0.0, True, None),
+        ],
+        ids=str,
+    )
+    def test_a_concatenation(self, name, channels, second, offset, with_residual, config, device):
+        """More tiles of it than of the result, or fewer."""
+        shape, dtype = SHAPES[name], torch.bfloat16
+        x, weight, _, _, residual = forward_case(shape, dtype, device)
+        terms = {"residual": residual} if with_residual else {}
+        tile = config or fused_conv_norm._default(x, weight, ())
+        plain = lambda *args: conv_forward(*args, **terms, config=tile)[0]  # noqa: E731
+        given = shape, channels, dtype, device
+        check_norm(*given, plain, terms, True, config, offset, second)
+
+    @pytest.mark.parametrize(
+        ("name", "channels", "second", "keep", "offset"),
+        [
+            ("a tile", 2, 0, False, 0.0),
+            ("8x8", 8, 0, True, 0.0),
+            ("8x8", 8, 0, True, 1000.0),
+            ("8x8", 16, 0, False, 1000.0),
+            ("8x8", 16, 256, True, 0.0),
+            ("8x8", 16, 256, True, 1000.0),
+            ("a tile", 4, 192, False, 0.0),
+        ],
+    )
+    def test_1x1(self, name, channels, second, keep, offset, device):
         shape, dtype = POINTS[name], torch.bfloat16
         residual = forward_case(shape, dtype, device)[4]
         given = shape, channels, dtype, device
         terms = {"residual": residual}
         plain = lambda *args: once.conv_once(*args, **terms)[0]  # noqa: E731
-        check_norm(*given, plain, terms, keep, offset=offset)
+        check_norm(*given, plain, terms, keep, offset=offset, second=second)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
@@ -119,7 +165,7 @@ class TestGpu:
             shape = shapes["a tile"]._replace(n=0)
             x, weight, bias, _, _ = forward_case(shape, torch.bfloat16, device)
             norm = NextNorm(bias, bias, 8, 1e-5, "silu", True)
-            y, a = conv_norm(x, weight, bias, norm)
+            y, _, a = conv_norm(x, weight, bias, norm)
             assert y.shape == a.shape == (0, 8, 8, 64)
 
     def test_what_applies(self, device):

@@ -1,7 +1,7 @@
 """A convolution and the norm behind it in one launch, for inference with small images.
 
     y = conv(x) + bias[co] + emb[n, co] + residual + 1x1 convolutions of other tensors
-    a = act(norm(y))
+    a = act(norm(y)),   or of y beside x2, whose tiles are programs of their own
 
 An image of 8x8 pixels and 64 channels of it are a tile, and 64 channels are whole groups where a
 group has 2, 4, 8 or 16. So the epilogue has in its registers all that the norm of y needs, and the
@@ -20,6 +20,7 @@ from ..conv.gluon import tiles as gluon_tiles
 from ..conv.gluon.operands import NormOfResult, Operands
 from ..conv.tma import Config
 from ..device import describe
+from ..layout import check_second
 from ..tuning import choose
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -38,6 +39,7 @@ class NextNorm(NamedTuple):
     eps: float
     activation: str
     keep: bool  # whether y has other readers
+    stats: bool = False  # and whether they want its partials
 
 
 def norms_in_conv(
@@ -45,11 +47,14 @@ def norms_in_conv(
     weight: Tensor,  # [CO, CI, R, S]
     num_groups: int,
     extra: Sequence[tuple[Tensor, Tensor]] = (),
+    second: int = 0,  # channels beside those of the result
 ) -> bool:
     """Whether `conv_norm` can do this convolution and the norm of its result."""
     _, h, w, _ = x.shape
-    groups = weight.shape[0] % num_groups == 0 and weight.shape[0] // num_groups in _GROUPS
-    if not groups or not _MIN_PIXELS <= h * w <= once.PIXELS or once.PIXELS % (h * w):
+    channels = weight.shape[0] + second
+    groups = channels % num_groups == 0 and channels // num_groups in _GROUPS
+    whole = _MIN_PIXELS <= h * w <= once.PIXELS and once.PIXELS % (h * w) == 0
+    if not groups or not whole or second % _TILE_CHANNELS:
         return False
     if weight.shape[2:] == (1, 1):
         return h * w == once.PIXELS and not extra and once.serves_once(x, weight)
@@ -66,37 +71,44 @@ def conv_norm(
     residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]; likewise
     extra_bias: Tensor | None = None,  # float32 [CO]; likewise
+    x2: Tensor | None = None,  # [N, H, W, C2], dtype of x
     config: Config | None = None,
-) -> tuple[Tensor | None, Tensor]:  # both [N, H, W, CO]
-    """y, or None if it is not kept, and a; the norm is of y as it was rounded."""
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """y [N, H, W, CO], or None if it is not kept; its partials [N, 1, 2, CO] if they are wanted;
+    a [N, H, W, CO + C2], of y beside x2. The norm is of y as it was rounded."""
     check_activation(norm.activation)
     n, h, w, ci = x.shape
     co = weight.shape[0]
-    assert norm.weight.shape == norm.bias.shape == (co,)
+    c = co + check_second(x2, n, h, w)
+    assert norm.weight.shape == norm.bias.shape == (c,)
     assert norm.weight.is_contiguous() and norm.bias.is_contiguous()
-    a = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
-    y = _empty(a.shape, dtype=x.dtype, device=x.device) if norm.keep else None
-    normed = NormOfResult(a, *norm[:2], norm.eps, norm.activation, co // norm.num_groups, norm.keep)
+    a = _empty((n, h, w, c), dtype=x.dtype, device=x.device)
+    y = _empty((n, h, w, co), dtype=x.dtype, device=x.device) if norm.keep else None
+    sums = _empty((n, 1, 2, co), dtype=torch.float32, device=x.device) if norm.stats else None
+    normed = NormOfResult(
+        a, *norm[:2], norm.eps, norm.activation, c // norm.num_groups, norm.keep, x2
+    )
     if n == 0:
-        return y, a
+        return y, sums, a
     if weight.shape[2:] == (1, 1):
         assert emb is None and not extra and extra_bias is None
-        once.launch(x, weight, bias, a if y is None else y, residual, None, normed)
-        return y, a
+        once.launch(x, weight, bias, a if y is None else y, residual, sums, normed)
+        return y, sums, a
     if config is None:
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
+        terms["x2"] = x2
         config = choose(
             "conv_norm",
             (n, h, w, ci, co, x.dtype, residual is not None, len(extra), norm.keep),
             lambda: _configs(x, weight, extra),
             lambda: _default(x, weight, extra),
-            lambda c: conv_norm(x, weight, bias, norm, **terms, config=c)[1],
+            lambda c: conv_norm(x, weight, bias, norm, **terms, config=c)[2],
         )
     beside = () if residual is None else (residual,)
     out = a if y is None else y
-    given = Operands(x, weight, out, bias, None, beside, extra, extra_bias, emb)
+    given = Operands(x, weight, out, bias, sums, beside, extra, extra_bias, emb)
     gluon_tiles.launch(config, given, normed)
-    return y, a
+    return y, sums, a
 
 
 def _configs(x: Tensor, weight: Tensor, extra: Sequence[tuple[Tensor, Tensor]]) -> list[Config]:

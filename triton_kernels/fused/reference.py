@@ -57,17 +57,19 @@ def conv_forward(
     return y, tensor_partials(y) if stats else None
 
 
-def norms_in_conv(x, weight, num_groups, extra=()):
+def norms_in_conv(x, weight, num_groups, extra=(), second=0):
     """Whether `conv_norm` may be asked."""
     return x.shape[1] * x.shape[2] <= 96
 
 
-def conv_norm(x, weight, bias, norm, **terms):
-    """(what `conv_forward` returns, or None if it is not kept; act(norm(.)) of it)"""
-    y, _ = conv_forward(x, weight, bias, **terms)
-    weight, bias, num_groups, eps, activation, keep = norm
-    a = reference.group_norm(y, num_groups, weight, bias, eps=eps, activation=activation)
-    return y if keep else None, a
+def conv_norm(x, weight, bias, norm, *, x2=None, **terms):
+    """(what `conv_forward` returns, or None if it is not kept; its partials if they are wanted;
+    act(norm(.)) of it beside x2)"""
+    y, partials = conv_forward(x, weight, bias, **terms, stats=True)
+    weight, bias, num_groups, eps, activation, keep, stats = norm
+    both = y if x2 is None else torch.cat((y, x2), dim=3)
+    a = reference.group_norm(both, num_groups, weight, bias, eps=eps, activation=activation)
+    return y if keep else None, partials if stats else None, a
 
 
 def conv_few(x, weight, bias=None, **options):

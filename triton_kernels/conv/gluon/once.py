@@ -73,7 +73,8 @@ def launch(
     n, h, w, ci = x.shape
     co = weight.shape[0]
     m = n * h * w
-    vectors, then = (None,) * 4, (None, 1, True)
+    vectors, then = (None,) * 5, (None, 1, True)
+    tiles, second = m // PIXELS * (co // 64), 0
     assert weight.permute(0, 2, 3, 1).is_contiguous() and weight.data_ptr() % 16 == 0
 
     def in_tiles(t: Tensor) -> object:
@@ -83,9 +84,12 @@ def launch(
 
     if normed is not None:
         assert h * w == PIXELS
-        vectors = in_tiles(normed.a), normed.weight, normed.bias, normed.eps
+        x2 = None if normed.x2 is None else in_tiles(normed.x2)
+        vectors = in_tiles(normed.a), x2, normed.weight, normed.bias, normed.eps
         then = normed.activation, normed.channels, normed.keep
-    conv_once_kernel[(m // PIXELS * (co // 64),)](
+        second = normed.second
+        tiles += m // PIXELS * (second // 64)
+    conv_once_kernel[(tiles,)](
         in_tiles(x),
         in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
         None if residual is None else in_tiles(residual),
@@ -93,7 +97,9 @@ def launch(
         bias,
         partials,
         *vectors,
+        m,
         co,
+        second,
         PIXELS=PIXELS,
         K_BLOCKS=ci // 64,
         ACT=then[0],

@@ -28,11 +28,16 @@ def conv_once_kernel(
     y_desc,  # likewise
     bias_ptr,  # float32 [C]
     partial_ptr,  # float32 [M / PIXELS, 2, C] or None
-    a_desc,  # as y_desc, or None: act(norm(y)) is to be written, where a tile is an image
-    norm_weight_ptr,  # [C] of that norm
+    # [M, C + CX2] in such boxes, or None: act(norm(y beside x2)) is to be written, where a tile is
+    # an image
+    a_desc,
+    x2_desc,  # [M, CX2] in such boxes, or None
+    norm_weight_ptr,  # [C + CX2] of that norm
     norm_bias_ptr,
     eps,
+    M,
     C,
+    CX2,
     PIXELS: gl.constexpr,  # of a tile
     K_BLOCKS: gl.constexpr,  # of 64 channels of x
     ACT: gl.constexpr,  # behind the norm
@@ -41,6 +46,37 @@ def conv_once_kernel(
     num_warps: gl.constexpr,
 ):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
+    stage, beside_bar = None, None
+    if KEEP or residual_desc is not None or x2_desc is not None:
+        stage = gl.allocate_shared_memory(x_desc.dtype, [PIXELS, 64], y_desc.layout)
+    if residual_desc is not None or x2_desc is not None:
+        beside_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(beside_bar, count=1)
+    # programs that are neighbours do the same pixels
+    blocks_c = C // 64
+    tiles = M // PIXELS * blocks_c
+    if x2_desc is None or gl.program_id(0) < tiles:
+        _convolve(
+            x_desc, w_desc, residual_desc, y_desc, bias_ptr, partial_ptr, a_desc, norm_weight_ptr,
+            norm_bias_ptr, eps, stage, beside_bar, gl.program_id(0) // blocks_c,
+            gl.program_id(0) % blocks_c * 64, C, LAYOUT, PIXELS, K_BLOCKS, ACT, CG, KEEP,
+        )  # fmt: skip
+    else:
+        i = gl.program_id(0) - tiles
+        blocks_c = CX2 // 64
+        _normalize_second(
+            x2_desc, a_desc, norm_weight_ptr + C, norm_bias_ptr + C, eps, stage, beside_bar,
+            i // blocks_c * PIXELS, i % blocks_c * 64, C, LAYOUT, PIXELS, ACT, CG,
+        )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _convolve(
+    x_desc, w_desc, residual_desc, y_desc, bias_ptr, partial_ptr, a_desc, norm_weight_ptr,
+    norm_bias_ptr, eps, stage, beside_bar, tile, c0, C, LAYOUT: gl.constexpr, PIXELS: gl.constexpr,
+    K_BLOCKS: gl.constexpr, ACT: gl.constexpr, CG: gl.constexpr, KEEP: gl.constexpr,
+):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
     x_bufs = ()
     w_bufs = ()
@@ -49,20 +85,11 @@ def conv_once_kernel(
         x_bufs = x_bufs + (gl.allocate_shared_memory(dtype, [PIXELS, 64], x_desc.layout),)
         w_bufs = w_bufs + (gl.allocate_shared_memory(dtype, [64, 64], w_desc.layout),)
         bars = bars + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
-    if KEEP or residual_desc is not None:
-        stage = gl.allocate_shared_memory(dtype, [PIXELS, 64], y_desc.layout)
-    if residual_desc is not None:
-        beside_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(beside_bar, count=1)
     for k in gl.static_range(K_BLOCKS):
         mbarrier.init(bars[k], count=1)
     fence_async_shared()
     sync_threads()
 
-    # programs that are neighbours do the same pixels
-    blocks_c = C // 64
-    c0 = gl.program_id(0) % blocks_c * 64
-    tile = gl.program_id(0) // blocks_c
     m0 = tile * PIXELS
     for k in gl.static_range(K_BLOCKS):
         mbarrier.expect(bars[k], (64 + PIXELS) * 128)
@@ -99,19 +126,55 @@ def conv_once_kernel(
         tma.async_copy_shared_to_global(y_desc, [m0, c0], stage)
     total = gl.sum(widen_pairs(y), axis=2)
     if a_desc is not None:
-        mean, scale, shift = norm_of_tile((y,), total, norm_weight, norm_bias, eps, 1, CG, PIXELS)
-        d = widen_pairs(y) - mean[:, :, None]
-        a = round_pairs(activate(d * scale[:, :, None] + shift[:, :, None], ACT), dtype)
-        a = gl.convert_layout(a.reshape([64, PIXELS]), LAYOUT, assert_trivial=True)
         # a place of its own: nobody waits until y is read
-        a_buf = gl.allocate_shared_memory(dtype, [PIXELS, 64], y_desc.layout)
-        a_buf.permute((1, 0)).store(a)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(a_desc, [m0, c0], a_buf)
+        a_buf = gl.allocate_shared_memory(dtype, [PIXELS, 64], a_desc.layout)
+        _store_normed(
+            a_desc, a_buf, y, total, norm_weight, norm_bias, eps, m0, c0, LAYOUT, PIXELS, ACT, CG
+        )
     if partial_ptr is not None:
         # about the mean of the tile, since a difference of large sums would cancel
         d = widen_pairs(y) - (total * (1.0 / PIXELS))[:, :, None]
         to = partial_ptr + tile.to(gl.int64) * 2 * C + offs
         gl.store(to, total)
         gl.store(to + C, gl.sum(d * d, axis=2))
-    tma.store_wait(0)
+
+
+@gluon.jit
+def _normalize_second(
+    x2_desc, a_desc, norm_weight_ptr, norm_bias_ptr, eps, buf, bar, m0, c0, C,
+    LAYOUT: gl.constexpr, PIXELS: gl.constexpr, ACT: gl.constexpr, CG: gl.constexpr,
+):  # fmt: skip
+    """A tile of act(norm(x2)), which lies in a behind the C channels of y."""
+    fence_async_shared()
+    sync_threads()
+    zeros = gl.zeros([64, PIXELS], gl.float32, LAYOUT).reshape([64, 1, PIXELS])
+    SUMS: gl.constexpr = gl.SliceLayout(2, zeros.type.layout)
+    offs = c0 + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))[:, None]
+    norm_weight = gl.load(norm_weight_ptr + offs)
+    norm_bias = gl.load(norm_bias_ptr + offs)
+    await_inputs()
+    mbarrier.expect(bar, PIXELS * 128)
+    tma.async_copy_global_to_shared(x2_desc, [m0, c0], bar, buf)
+    mbarrier.wait(bar, 0)
+    x = buf.permute((1, 0)).load(LAYOUT).reshape([64, 1, PIXELS])
+    total = gl.sum(widen_pairs(x), axis=2)
+    sync_threads()
+    _store_normed(
+        a_desc, buf, x, total, norm_weight, norm_bias, eps, m0, C + c0, LAYOUT, PIXELS, ACT, CG
+    )
+
+
+@gluon.jit
+def _store_normed(
+    a_desc, buf, y, total, norm_weight, norm_bias, eps, m0, c0,
+    LAYOUT: gl.constexpr, PIXELS: gl.constexpr, ACT: gl.constexpr, CG: gl.constexpr,
+):  # fmt: skip
+    """act(norm(y)) of a tile, of whose pixels `total` is the sum, by way of `buf`."""
+    mean, scale, shift = norm_of_tile((y,), total, norm_weight, norm_bias, eps, 1, CG, PIXELS)
+    d = widen_pairs(y) - mean[:, :, None]
+    a = round_pairs(activate(d * scale[:, :, None] + shift[:, :, None], ACT), a_desc.dtype)
+    buf.permute((1, 0)).store(
+        gl.convert_layout(a.reshape([64, PIXELS]), LAYOUT, assert_trivial=True)
+    )
+    fence_async_shared()
+    tma.async_copy_shared_to_global(a_desc, [m0, c0], buf)

@@ -35,6 +35,12 @@ class NormOfResult(NamedTuple):
     activation: str
     channels: int  # of a group
     keep: bool  # whether y is to be written
+    x2: Tensor | None = None  # [N, H, W, C2] beside y, so that a has C + C2 channels
+
+    @property
+    def second(self) -> int:
+        """Channels of x2."""
+        return 0 if self.x2 is None else self.x2.shape[3]
 
 
 class Operands(NamedTuple):

@@ -93,11 +93,14 @@ def launch(config: tuple, operands: Operands, normed: NormOfResult | None = None
     overlap = overlapping(operands.x.device, 0)
     assert operands.partials is None or operands.partials.shape[1] == h // rows
     read, written = (partial(in_rows, rows=r, images=images) for r in (2, rows))
-    vectors, then = (None,) * 4, (operands.slope, 1, True)
+    vectors, then, second = (None,) * 5, (operands.slope, 1, True), 0
     if normed is not None:
         assert rows == h
-        vectors = written(normed.a), normed.weight, normed.bias, normed.eps
+        second = normed.second
+        x2 = None if normed.x2 is None else written(normed.x2)
+        vectors = written(normed.a), x2, normed.weight, normed.bias, normed.eps
         then = normed.activation, normed.channels, normed.keep
+        count += -(-n // images) * (second // 64)
     act, group, keep = then
     conv_tiles_kernel[(min(count, device.num_sms),)](
         *operands.tensors(read, written),
@@ -108,6 +111,7 @@ def launch(config: tuple, operands: Operands, normed: NormOfResult | None = None
         h,
         k,
         c,
+        second,
         ROWS=rows,
         IMAGES=images,
         W=w,

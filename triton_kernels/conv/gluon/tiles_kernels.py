@@ -193,8 +193,8 @@ def _load_beside(desc1, desc2, buf, bar, n0, h0, c0, border, PIXELS: gl.constexp
 def _multiply(
     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty, w_full, w_empty,
     beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr,
-    a_desc, norm_weight_ptr, norm_bias_ptr, eps,
-    K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C,
+    a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, eps,
+    K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C, CX2,
     GROUP: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
     DGRAD: gl.constexpr, HAS_EXTRA: gl.constexpr, ACT: gl.constexpr,
     BLOCKS: gl.constexpr, STEPS: gl.constexpr, OVERLAP: gl.constexpr,
@@ -322,21 +322,74 @@ def _multiply(
             )
             tma.store_wait(0)  # of y, where a goes
             sync_threads()
-            for i in gl.static_range(PIECES):
-                d = widen_pairs(rounded[i]) - mean[:, :, None]
-                a = activate(d * scale[:, :, None] + shift[:, :, None], ACT)
-                store_piece(pieces.index(i).permute((1, 0)), round_pairs(a, a_desc.dtype), PART, W)
-            fence_async_shared()
-            tma.async_copy_shared_to_global(a_desc, [h0, n0, 0, c0], stage_buf)
+            _store_normed(
+                a_desc, stage_buf, pieces, rounded, mean, scale, shift, h0, n0, c0, PART, W, ACT,
+                PIECES,
+            )  # fmt: skip
         if partial_ptr is not None:
             if not DGRAD:
                 second = squares_about_mean(rounded, total, second, PIECES)
             row = image * tiles_h + tile % tiles_h
             store_sums(partial_ptr, row, C, offs, valid, total, second)
         phase ^= 1
+    if x2_desc is not None:
+        phase = phase if HAS_BESIDE else 0
+        blocks_c = CX2 // 64
+        tiles = gl.cdiv(N, IMAGES) * blocks_c
+        # Programs with few tiles of y, and the warpgroup with fewer, come first.
+        last = programs - 1 - gl.program_id(0)
+        for i in range(last + (1 - GROUP) * programs, tiles, 2 * programs):
+            _normalize_second(
+                x2_desc, a_desc, stage_buf, pieces, beside_full.index(GROUP), phase,
+                norm_weight_ptr, norm_bias_ptr, eps, i // blocks_c * IMAGES, i % blocks_c * 64, N,
+                C, CX2, PART, ROWS, IMAGES, W, ACT, CG, PIECES, SUMS,
+            )  # fmt: skip
+            phase ^= 1
     if OVERLAP:
         begin_next()
     tma.store_wait(0)
+
+
+@gluon.jit
+def _normalize_second(
+    x2_desc, a_desc, stage_buf, pieces, bar, phase, norm_weight_ptr, norm_bias_ptr, eps,
+    n0, c0, N, C, CX2, PART: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr,
+    W: gl.constexpr, ACT: gl.constexpr, CG: gl.constexpr, PIECES: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """A tile of act(norm(x2)), which lies in a behind the channels of y."""
+    tma.store_wait(0)  # of the last tile, from where this writes to
+    _load_beside(x2_desc, None, stage_buf, bar, n0, 0, c0, 0, ROWS * IMAGES * W)
+    channels = C + places_of(n0, c0, N, CX2, IMAGES, SUMS)[0]
+    norm_weight = gl.load(norm_weight_ptr + channels)
+    norm_bias = gl.load(norm_bias_ptr + channels)
+    mbarrier.wait(bar, phase)
+    total = gl.zeros([64, IMAGES], gl.float32, SUMS)
+    rounded = ()
+    for i in gl.static_range(PIECES):
+        x = by_image(pieces.index(i).permute((1, 0)).load(PART), IMAGES, W)
+        total += gl.sum(widen_pairs(x), axis=2)
+        rounded = rounded + (x,)
+    mean, scale, shift = norm_of_tile(
+        rounded, total, norm_weight, norm_bias, eps, PIECES, CG, ROWS * W
+    )
+    sync_threads()
+    _store_normed(
+        a_desc, stage_buf, pieces, rounded, mean, scale, shift, 0, n0, C + c0, PART, W, ACT, PIECES
+    )
+
+
+@gluon.jit
+def _store_normed(
+    a_desc, stage_buf, pieces, rounded, mean, scale, shift, h0, n0, c0,
+    PART: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr, PIECES: gl.constexpr,
+):  # fmt: skip
+    """act((y - mean) scale + shift) of a tile, by way of its shared memory."""
+    for i in gl.static_range(PIECES):
+        d = widen_pairs(rounded[i]) - mean[:, :, None]
+        a = activate(d * scale[:, :, None] + shift[:, :, None], ACT)
+        store_piece(pieces.index(i).permute((1, 0)), round_pairs(a, a_desc.dtype), PART, W)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(a_desc, [h0, n0, 0, c0], stage_buf)
 
 
 # --- the whole ------------------------------------------------------------------------------------
@@ -357,8 +410,11 @@ def conv_tiles_kernel(
     extra_bias_ptr,  # [C] or None
     emb_ptr,  # [N, C] or None
     partial_ptr,  # [N, H / ROWS, 2, C] or None
-    a_desc,  # as y_desc, or None: act(norm(y)) is to be written, where a tile is whole images
-    norm_weight_ptr,  # [C] of that norm
+    # [H, N, W, C + CX2] in the boxes of y_desc, or None: act(norm(y beside x2)) is to be written,
+    # where a tile is whole images
+    a_desc,
+    x2_desc,  # [H, N, W, CX2] in such boxes, or None
+    norm_weight_ptr,  # [C + CX2] of that norm
     norm_bias_ptr,
     eps,
     C1,
@@ -369,6 +425,7 @@ def conv_tiles_kernel(
     H,
     K,
     C,
+    CX2,
     ROWS: gl.constexpr,  # of a tile
     IMAGES: gl.constexpr,  # of a tile, which they share unless it is one
     W: gl.constexpr,
@@ -394,7 +451,7 @@ def conv_tiles_kernel(
     if STEPS > 0:
         w_full, w_empty = new_barrier_pairs(STEPS)
     beside_full = turns  # without `beside` unused
-    if beside1_desc is not None:
+    if beside1_desc is not None or x2_desc is not None:
         beside_full = new_barriers(2)
     fence_async_shared()
     sync_threads()
@@ -412,8 +469,8 @@ def conv_tiles_kernel(
                 (
                     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty,
                     w_full, w_empty, beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
-                    partial_ptr, a_desc, norm_weight_ptr, norm_bias_ptr, eps,
-                    K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C,
+                    partial_ptr, a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, eps,
+                    K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C, CX2,
                     role, ROWS, IMAGES, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS, OVERLAP, CG, KEEP,
                 ),
             )
