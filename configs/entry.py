@@ -152,14 +152,14 @@ def _readable_value(value: str) -> str:
 
 def describe(config_name: str, arguments: Sequence[str] = ()) -> str:
     """The settings as the files of the configuration have them, with what these say of each; of the
-    groups what the `arguments` choose, or the experiment among them."""
+    groups what the `arguments` choose, or the experiment or data set among them."""
     lines = _settings(CONFIGS / f"{config_name}.yaml")
     groups = _defaults(config_name)
     given = dict(argument.partition("=")[::2] for argument in arguments)
-    experiment = CONFIGS / "experiment" / f"{given.get('experiment')}.yaml"
-    changed = _listed(experiment) if experiment.is_file() else {}
-    for group, default in groups.items():
-        chosen = given.get(group, changed.get(f"override /{group}", default))
+    changed = _overridden("experiment", given.get("experiment"))
+    changed = _overridden("dataset", given.get("dataset", changed.get("dataset"))) | changed
+    for group, default in sorted(groups.items(), key=lambda item: item[0] != "dataset"):
+        chosen = given.get(group, changed.get(group, default))
         choices = sorted(_choices(group))
         lines += ["", f"{group}={chosen or 'null'}  # one of {', '.join(choices)}"]
         if chosen in choices:
@@ -167,6 +167,13 @@ def describe(config_name: str, arguments: Sequence[str] = ()) -> str:
         elif chosen not in (None, "null"):
             raise ConfigError(_unknown(f"{group}={chosen}", chosen, choices))
     return "\n".join(lines)
+
+
+def _overridden(group: str, choice: str | None) -> dict[str, str | None]:
+    """What a choice of a group takes of other groups."""
+    path = CONFIGS / group / f"{choice}.yaml"
+    listed = _listed(path) if path.is_file() else {}
+    return {re.sub(r"override /|@.*", "", name): value for name, value in listed.items()}
 
 
 def _settings(path: Path) -> list[str]:

@@ -77,9 +77,33 @@ def test_policies_compose_and_build(model, diffusion):
     assert build(config).input_dim == 3
 
 
+@pytest.mark.parametrize(
+    ("overrides", "model", "diffusion"),
+    [
+        (("dataset=trajectories",), "unet1d", "policy"),
+        (("dataset=trajectories", "model=unet1d_small"), "unet1d_small", "policy"),
+        (("dataset=push_disc",), "unet1d_small", "policy"),
+        (("dataset=push_disc", "model=unet1d", "diffusion=cosine"), "unet1d", "cosine"),
+        (("experiment=policy",), "unet1d", "policy"),
+        (("experiment=push_disc", "dataset=trajectories"), "unet1d_small", "policy"),
+        (("dataset=folder",), "unet64", "linear"),
+    ],
+    ids=str,
+)
+def test_data_of_actions_bring_what_goes_with_them(overrides, model, diffusion):
+    """As the settings say and the help shows."""
+    config = composed(*overrides)
+    alone = composed("dataset=trajectories", f"model={model}", f"diffusion={diffusion}")
+    assert config["diffusion"] == alone["diffusion"]
+    if "experiment" not in overrides[0]:  # which changes the network
+        assert config["model"] == alone["model"]
+    shown = describe("train", overrides)
+    assert f"\nmodel={model} " in shown and f"\ndiffusion={diffusion} " in shown
+
+
 def test_models_know_their_data():
     with pytest.raises(ConfigError, match="unet is not for trajectories; choose one of unet1d"):
-        build(composed("dataset=trajectories"))
+        build(composed("dataset=trajectories", "model=unet64"))
     with pytest.raises(ConfigError, match="unet1d is not for images; choose one of unet"):
         build(composed("model=unet1d"))
 
