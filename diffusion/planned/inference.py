@@ -83,16 +83,23 @@ class InferenceUNet(FusedUNet):
         """[N, H, W, CO] at this row; the pixels of the result are some channels apart."""
         first, *labels = tables
         table = (first, row, *labels) if first.ndim == 3 else ()
-        image, emb = self.kernels.begin_step(x, self.stem_weight.shape[1], self.dtype, *table)
-        if not table:
-            emb = self.embedding(first[row.expand(len(x))], *labels, None, 0)
-        return self.run(image, emb.expand(len(x), -1))
+        with self.kernels.zeros.evaluation(x) as cleared:
+            image, emb = self._begin(x, *table, cleared=cleared)
+            if not table:
+                emb = self.embedding(first[row.expand(len(x))], *labels, None, 0)
+            return self.run(image, emb.expand(len(x), -1))
 
     @torch.no_grad()
     def __call__(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         """As `UNet.forward_nhwc`."""
-        image, _ = self.kernels.begin_step(x, self.stem_weight.shape[1], self.dtype)
-        return self.run(image, self.embedding(t, labels, None, 0))
+        with self.kernels.zeros.evaluation(x) as cleared:
+            image, _ = self._begin(x, cleared=cleared)
+            return self.run(image, self.embedding(t, labels, None, 0))
+
+    def _begin(self, x: Tensor, *table: Tensor, cleared: Tensor | None) -> tuple:
+        return self.kernels.begin_step(
+            x, self.stem_weight.shape[1], self.dtype, *table, cleared=cleared
+        )
 
     def run(self, image: Tensor, emb: Tensor) -> Tensor:  # [N, H, W, 16], [N, E]
         self.step = Step(emb, None, None, 0)

@@ -42,12 +42,15 @@ from .later import (
     unsummed,
 )
 from .layers import SUM_PROGRAMS
+from .zeros import Zeros
 
 _WHOLE_PIXELS = 256  # of an image that a program reads whole, where nobody has to add parts
 _WHOLE_PARTS = 256  # the same, where somebody has to: of larger ones in a launch of its own
 _MEASURED_WHOLE = 1024  # of one that a program reads whole though its partials are there,
 _MEASURED_BATCHES = range(5, 9)  # if there are so many
 _NORM_NEXT_PIXELS = 64  # of an image at most, whose norm may be in the launch of its convolution
+_MEETING_PIXELS = 1024  # the same, of at least so many images
+_MEETING_IMAGES = 8
 _FEW_TILES = 128  # whose sums every program may add up again
 _VERY_FEW_TILES = 2  # likewise, of a tensor of any size
 _POOLED_IMAGES = 4  # at most, of which a norm makes the means that it reads
@@ -65,6 +68,7 @@ class WaitingKernels:
 
     def __init__(self, kernels: ModuleType) -> None:
         self.kernels = kernels
+        self.zeros = Zeros()
         self.pooled = None  # the last means that were made with their partials, and these
 
     def __getattr__(self, name: str):
@@ -120,6 +124,8 @@ class WaitingKernels:
             return partial(self._linear_norm, given, terms["residual"])
         if not splits and pixels <= _NORM_NEXT_PIXELS:
             return partial(self._conv_norm, given, terms)
+        if not splits and x.shape[0] >= _MEETING_IMAGES and pixels <= _MEETING_PIXELS:
+            return partial(self._conv_meeting, given, terms)
         return None
 
     def _linear_norm(
@@ -147,6 +153,17 @@ class WaitingKernels:
         stats = keep and not self._reads_whole(elements, pixels)
         then = self.kernels.NextNorm(g, b, num_groups, eps, activation, keep, stats)
         return self.kernels.conv_norm(*given, then, **terms, x2=x2)
+
+    def _conv_meeting(
+        self, given: tuple, terms: dict, x2: Tensor | None, num_groups: int, *norm
+    ) -> tuple[Tensor | None, Tensor | None, Tensor] | None:
+        x, weight, _ = given
+        if x2 is not None or not self.kernels.meets(x, weight, num_groups, terms["extra"]):
+            return None
+        g, b, eps, activation = norm
+        keep = terms["emb"] is None  # as of _conv_norm
+        then = self.kernels.NextNorm(g, b, num_groups, eps, activation, keep, keep)
+        return self.kernels.conv_meeting(*given, then, **terms, zeros=self.zeros)
 
     def _conv(
         self, x: Tensor, weight: Tensor, bias: Tensor, terms: dict, stats: bool, options: dict,

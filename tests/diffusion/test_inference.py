@@ -10,7 +10,7 @@ from diffusion.backend import TORCH_FP32, Backend
 from diffusion.build import make_sampler
 from diffusion.guidance import guide
 from diffusion.layers import set_backend
-from diffusion.planned import waiting
+from diffusion.planned import waiting, zeros
 from diffusion.planned.inference import InferenceUNet, sampling_network
 from diffusion.schedule import make_schedule
 from diffusion.unet import UNet
@@ -80,26 +80,35 @@ def test_every_way_of_a_norm_is_taken(calls):
     assert all(calls[name] for name in CALLS), calls
 
 
+@pytest.mark.parametrize("op", ["conv_norm", "conv_meeting"])
 @pytest.mark.parametrize("name", ["two_blocks", "film", "three_levels"])
-def test_norms_in_the_launch_of_a_convolution(name, monkeypatch):
-    kept, beside, original = [], [], fused_reference.conv_norm
+def test_norms_in_the_launch_of_a_convolution(name, op, monkeypatch):
+    """In one tile, or in tiles that meet in memory which is zero."""
+    kept, beside, original = [], [], getattr(fused_reference, op)
 
-    def conv_norm(*args, **kwargs):
+    def once(*args, **kwargs):
         kept.append(args[3].keep)
-        beside.append(kwargs["x2"] is not None)
+        beside.append(kwargs.get("x2") is not None)
+        if op == "conv_meeting":
+            words = kwargs["zeros"](24, args[0].device)
+            assert not words.any()
+            words.fill_(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(fused_reference, "conv_norm", conv_norm)
-    monkeypatch.setattr(waiting, "_NORM_NEXT_PIXELS", 96)
+    monkeypatch.setattr(fused_reference, op, once)
+    monkeypatch.setattr(zeros, "_empty", lambda *size, **options: torch.full(size, 2, **options))
+    limit = "_NORM_NEXT_PIXELS" if op == "conv_norm" else "_MEETING_PIXELS"
+    for name_, value in {"_NORM_NEXT_PIXELS": 0, "_MEETING_IMAGES": 2, limit: 96}.items():
+        monkeypatch.setattr(waiting, name_, value)
     model = make(MODELS[name], (8, 12)).eval()
     twin = copy.deepcopy(model)
     x, t = torch.randn(2, 8, 12, 3).double(), torch.tensor([3, 700])
     labels = torch.tensor([2, 0]) if model.num_classes else None
-    y = InferenceUNet(model, fused_reference)(x, t, labels)
-    torch.testing.assert_close(y, twin.forward_nhwc(x, t, labels), rtol=1e-10, atol=1e-10)
-    assert (
-        True in kept and True in beside and (name == "film" or False in kept)
-    )  # with FiLM, between blocks alone
+    plan, exact = InferenceUNet(model, fused_reference), twin.forward_nhwc(x, t, labels)
+    for _ in range(2):  # the second takes what it wants of one tensor
+        torch.testing.assert_close(plan(x, t, labels), exact, rtol=1e-10, atol=1e-10)
+    assert True in kept and (name == "film" or False in kept)  # with FiLM, between blocks alone
+    assert any(beside) == (op == "conv_norm")
 
 
 @pytest.mark.parametrize("name", ["two_blocks", "film", "three_levels"])

@@ -17,6 +17,7 @@ def _case(
     width: int,
     config: tuple = WHOLE,
     norm: str | None = None,  # y is not kept, or it is, or another tensor is beside it, too
+    meets: int = 0,  # channels of a group, where tiles of an image meet
 ) -> dict:
     pixels = config[1]
     images = max(1, pixels // width**2)
@@ -32,7 +33,8 @@ def _case(
     if norm is None:
         absent += ["a_desc", "norm_weight_ptr", "norm_bias_ptr", "eps"]
     absent += ["x2_desc"] if norm != "second" else []
-    absent += ["partial_ptr"] if norm in ("alone", "beside") else []
+    absent += ["partial_ptr"] if norm == "alone" or (norm == "beside" and not meets) else []
+    absent += [] if meets else ["slots_ptr"]
     signature = {
         "x_desc": pair,
         "w_desc": filters,
@@ -46,6 +48,7 @@ def _case(
         **dict.fromkeys(("vectors_ptr", "extra_bias_ptr", "emb_ptr", "partial_ptr"), "*fp32"),
         **dict.fromkeys(("a_desc", "x2_desc"), tile),
         **dict.fromkeys(("norm_weight_ptr", "norm_bias_ptr"), "*fp32"),
+        "slots_ptr": "*i64",
         "eps": "fp32",
         **dict.fromkeys(("C1", "C2", "border", "stride_emb", "N", "H", "K", "C", "CX2"), "i32"),
     }
@@ -64,8 +67,9 @@ def _case(
             "STEPS": steps,
             "REGISTERS": registers["REGISTERS"],
             "OVERLAP": not dgrad,
-            "CG": 8 if norm else 0,
+            "CG": meets or 8 if norm else 0,
             "KEEP": norm != "alone",
+            "TILES": width // rows,
             "num_warps": 4,
         },
         "options": {"num_warps": 4, "maxnreg": registers["maxnreg"]},
@@ -98,6 +102,10 @@ COMPILE_CASES = (
         _case("norm_alone", False, 0, 0, 8, QUARTER_WITH_FILTERS, "alone"),
         _case("norm_beside", False, 1, 0, 8, HALF_WITH_FILTERS, "beside"),
         _case("norm_of_a_concatenation", False, 1, 0, 8, QUARTER_WITH_FILTERS, "second"),
+        _case("meeting_alone", False, 0, 0, 16, HALF_WITH_FILTERS, "alone", 6),
+        _case("meeting_beside", False, 1, 0, 32, WHOLE, "beside", 4),
+        _case("meeting_quarter", False, 1, 0, 16, QUARTER_WITH_FILTERS, "beside", 6),
+        _case("meeting_extra", False, 0, 2, 32, HALF_WITH_FILTERS, "beside", 4),
     ]
     if SUPPORTED
     else []

@@ -217,10 +217,11 @@ COMPILE_CASES = [
         "kernel": "triton_kernels.fused.begin_step:_begin_step_kernel",
         "signature": types("*fp32", "x_ptr", "table_ptr", "emb_ptr")
         | {"image_ptr": "*bf16"}
-        | types("*i64", "row_ptr", "index_ptr")
-        | types("i32", "elements", "emb_elements", "image_programs", "U", "E"),
+        | types("*i64", "row_ptr", "index_ptr", "cleared_ptr")
+        | types("i32", "elements", "emb_elements", "cleared", "image_programs", "emb_programs")
+        | types("i32", "U", "E"),
         "constexprs": {"C": 3, "CP": 16, "BLOCK": 1024},
-        "multiples": ("elements", "E"),
+        "multiples": ("elements", "cleared", "E"),
         "options": {"num_warps": 4},
         "expect": {"arches": (90,)},
     },

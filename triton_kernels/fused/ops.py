@@ -22,6 +22,7 @@ from .conv import (
 )
 from .conv_down import conv_down, conv_down_input_grad
 from .conv_early import conv_early, serves_whole
+from .conv_meeting import conv_meeting, meets
 from .conv_norm import NextNorm, conv_norm, norms_in_conv
 from .conv_one_row import conv_one_row, serves_one_row
 from .conv_split import conv_split, worth_splitting
@@ -76,6 +77,7 @@ __all__ = [
     "conv_forward",
     "conv_fused_supported",
     "conv_input_grad",
+    "conv_meeting",
     "conv_norm",
     "conv_of_upsampled",
     "conv_of_upsampled_input_grad",
@@ -87,10 +89,11 @@ __all__ = [
     "conv_weight_grad",
     "conv_weight_grads",
     "linear_grads",
+    "linear_norm_few",
+    "meets",
     "norm_apply",
     "norm_apply_upsampled",
     "norm_backward",
-    "linear_norm_few",
     "norm_conv",
     "norm_dx",
     "norm_grad_table",

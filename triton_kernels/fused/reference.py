@@ -62,6 +62,16 @@ def norms_in_conv(x, weight, num_groups, extra=(), second=0):
     return x.shape[1] * x.shape[2] <= 96
 
 
+def meets(x, weight, num_groups, extra=()):
+    """Whether `conv_meeting` may be asked."""
+    return x.shape[1] * x.shape[2] <= 384
+
+
+def conv_meeting(x, weight, bias, norm, *, zeros=None, **terms):
+    """As `conv_norm`."""
+    return conv_norm(x, weight, bias, norm, **terms)
+
+
 def conv_norm(x, weight, bias, norm, *, x2=None, **terms):
     """(what `conv_forward` returns, or None if it is not kept; its partials if they are wanted;
     act(norm(.)) of it beside x2)"""
@@ -490,8 +500,10 @@ def qkv_attention(x, weight, bias, num_heads, order):
     return attention_few(x @ weight.T + bias, num_heads, order)
 
 
-def begin_step(x, channels, dtype, table=None, row=None, index=None):
-    """(x with zeros behind its channels up to so many, table[row, index])"""
+def begin_step(x, channels, dtype, table=None, row=None, index=None, cleared=None):
+    """(x with zeros behind its channels up to so many, table[row, index]); `cleared` is zeros."""
+    if cleared is not None:
+        cleared.zero_()
     image = F.pad(x, [0, channels - x.shape[3]]).to(dtype)
     if table is None:
         return image, None

@@ -83,7 +83,7 @@ def tiles(
 
 def launch(config: tuple, operands: Operands, normed: NormOfResult | None = None) -> None:
     """The convolution, or its input gradient, with a `Config` of `tiles`; or the convolution and
-    the norm of it, if a tile is whole images."""
+    the norm of it, if a tile is whole images, or tiles of an image meet (`tile_meeting`)."""
     n, h, w, k = operands.x.shape
     c = operands.y.shape[3]
     device = describe(operands.x.device)
@@ -93,12 +93,18 @@ def launch(config: tuple, operands: Operands, normed: NormOfResult | None = None
     overlap = overlapping(operands.x.device, 0)
     assert operands.partials is None or operands.partials.shape[1] == h // rows
     read, written = (partial(in_rows, rows=r, images=images) for r in (2, rows))
-    vectors, then, second = (None,) * 5, (operands.slope, 1, True), 0
+    vectors, then, second, of_image = (None,) * 6, (operands.slope, 1, True), 0, 1
     if normed is not None:
-        assert rows == h
         second = normed.second
         x2 = None if normed.x2 is None else written(normed.x2)
-        vectors = written(normed.a), x2, normed.weight, normed.bias, normed.eps
+        if normed.slots is None:
+            assert rows == h
+        else:
+            of_image = h // rows
+            assert images == 1 and normed.slots.shape == (n, c, of_image) and x2 is None
+            # or they would wait for one another for ever
+            assert of_image * (c // 64) <= device.num_sms
+        vectors = written(normed.a), x2, normed.weight, normed.bias, normed.slots, normed.eps
         then = normed.activation, normed.channels, normed.keep
         count += -(-n // images) * (second // 64)
     act, group, keep = then
@@ -123,6 +129,7 @@ def launch(config: tuple, operands: Operands, normed: NormOfResult | None = None
         OVERLAP=bool(overlap),
         CG=group,
         KEEP=keep,
+        TILES=of_image,
         num_warps=4,
         **overlap,
     )

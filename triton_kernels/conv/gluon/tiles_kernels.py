@@ -28,6 +28,7 @@ from ...gluon.pipeline import (
     wait_full,
     wait_full_both,
 )
+from .tile_meeting import leave_sums, norm_of_image
 from .tile_norm import norm_of_tile
 from .tiles_epilogue import (
     by_image,
@@ -193,12 +194,12 @@ def _load_beside(desc1, desc2, buf, bar, n0, h0, c0, border, PIXELS: gl.constexp
 def _multiply(
     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty, w_full, w_empty,
     beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr,
-    a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, eps,
+    a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, slots_ptr, eps,
     K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C, CX2,
     GROUP: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
     DGRAD: gl.constexpr, HAS_EXTRA: gl.constexpr, ACT: gl.constexpr,
     BLOCKS: gl.constexpr, STEPS: gl.constexpr, OVERLAP: gl.constexpr,
-    CG: gl.constexpr, KEEP: gl.constexpr,
+    CG: gl.constexpr, KEEP: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = IMAGES * W
     PIXELS: gl.constexpr = ROWS * WIDTH
@@ -313,13 +314,21 @@ def _multiply(
                 rounded = rounded + (y,)
             if KEEP:
                 store_piece(buf, y, PART, W)
+        if slots_ptr is not None:
+            second = squares_about_mean(rounded, total, second, PIECES)
+            leave_sums(slots_ptr, n0, tile % tiles_h, offs, C, total, second, TILES)
         if KEEP:
             fence_async_shared()
             tma.async_copy_shared_to_global(y_desc, [h0, n0, 0, c0], stage_buf)
         if a_desc is not None:
-            mean, scale, shift = norm_of_tile(
-                rounded, total, norm_weight, norm_bias, eps, PIECES, CG, ROWS * W
-            )
+            if slots_ptr is None:
+                mean, scale, shift = norm_of_tile(
+                    rounded, total, norm_weight, norm_bias, eps, PIECES, CG, ROWS * W
+                )
+            else:
+                mean, scale, shift = norm_of_image(
+                    slots_ptr, n0, c0, C, norm_weight, norm_bias, eps, TILES, CG, PIXELS
+                )
             tma.store_wait(0)  # of y, where a goes
             sync_threads()
             _store_normed(
@@ -327,7 +336,7 @@ def _multiply(
                 PIECES,
             )  # fmt: skip
         if partial_ptr is not None:
-            if not DGRAD:
+            if not DGRAD and slots_ptr is None:
                 second = squares_about_mean(rounded, total, second, PIECES)
             row = image * tiles_h + tile % tiles_h
             store_sums(partial_ptr, row, C, offs, valid, total, second)
@@ -416,6 +425,7 @@ def conv_tiles_kernel(
     x2_desc,  # [H, N, W, CX2] in such boxes, or None
     norm_weight_ptr,  # [C + CX2] of that norm
     norm_bias_ptr,
+    slots_ptr,  # zeros, int64 [N, C, TILES], or None: tiles are whole images and groups
     eps,
     C1,
     C2,
@@ -437,6 +447,7 @@ def conv_tiles_kernel(
     OVERLAP: gl.constexpr,  # the launch in front may still be under way
     CG: gl.constexpr,  # channels of a group of the norm
     KEEP: gl.constexpr,  # whether y is to be written
+    TILES: gl.constexpr,  # of an image, if there are slots
     num_warps: gl.constexpr,
 ):
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -469,9 +480,10 @@ def conv_tiles_kernel(
                 (
                     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty,
                     w_full, w_empty, beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
-                    partial_ptr, a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, eps,
+                    partial_ptr, a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, slots_ptr, eps,
                     K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C, CX2,
                     role, ROWS, IMAGES, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS, OVERLAP, CG, KEEP,
+                    TILES,
                 ),
             )
             if role < 2
