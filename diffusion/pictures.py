@@ -61,6 +61,24 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
     figure.savefig(out)
 
 
+def draw_loss_curves(curves: dict[str, tuple[list[int], list[float]]], out: Path) -> None:
+    """Plot the losses of several runs over their steps, by name, each as a running mean, as PNG."""
+    from matplotlib.figure import Figure  # slow to import, and needed rarely
+
+    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    for name, (steps, loss) in curves.items():
+        window = max(1, len(loss) // 20)
+        mean = np.convolve(loss, np.ones(window) / window, mode="valid") if loss else []
+        axes.plot(steps[window - 1 :], mean, linewidth=1, label=name.replace("$", r"\$"))
+    if all(value > 0 for _, loss in curves.values() for value in loss):
+        axes.set_yscale("log")
+    axes.set(xlabel="step", ylabel="loss, a mean over a twentieth of the run")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=8)
+    figure.savefig(out)
+
+
 def plot_chunks(
     predicted: np.ndarray,  # [N, T, A]
     true: np.ndarray,  # [N, T, A]

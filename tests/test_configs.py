@@ -162,7 +162,7 @@ def test_an_interpolation_that_leads_nowhere_is_one_line():
 
 
 @pytest.mark.parametrize(
-    "script", ["train", "sample", "prepare", "export", "benchmark", "rollout", "evaluate"]
+    "script", ["train", "sample", "prepare", "export", "benchmark", "rollout", "evaluate", "report"]
 )
 def test_help_is_what_the_files_say(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [script, "--help"])

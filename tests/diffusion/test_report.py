@@ -1,0 +1,94 @@
+"""tools/report.py: which settings and results of runs stand in its table."""
+
+import csv
+
+import pytest
+import yaml
+from PIL import Image
+
+from diffusion.errors import ConfigError
+from diffusion.report import report
+from diffusion.run_log import FIELDS
+
+
+def a_run(folder, loss, *, extra="", **optim):
+    """What a run of four rows leaves behind, each loss a tenth less than the one before."""
+    folder.mkdir(parents=True)
+    config = {"run_dir": str(folder), "train": {"steps": 40}, "optim": {"lr": 1e-4} | optim}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    with open(folder / "metrics.csv", "w", newline="") as file:
+        table = csv.DictWriter(file, FIELDS)
+        table.writeheader()
+        for i in range(4):
+            values = dict.fromkeys(FIELDS, 1)
+            values |= {"step": 10 * (i + 1), "loss": loss * 0.9**i, "images_per_s": 100 + i}
+            table.writerow(values | {"seconds": 30 * (i + 1)})
+        file.write(extra)
+    return folder
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    for job, loss in enumerate((1.0, 0.5, 2.0)):
+        a_run(tmp_path / "sweep" / str(job), loss, lr=1e-4 * (job + 1))
+    (tmp_path / "sweep" / "1" / "evaluations.csv").write_text(
+        "fid,kid,n,seed\n9,,10,0\n7.5,,20,0\n"
+    )
+    (tmp_path / "sweep" / "2" / "scores.csv").write_text("step,action_mse\n20,0.5\n40,0.25\n")
+    return tmp_path / "sweep"
+
+
+def test_the_table(sweep, capsys):
+    rows = report({"runs": str(sweep)})
+    assert list(rows[0]) == [
+        *("run", "optim.lr", "step", "loss", "per_s", "minutes"),
+        *("fid", "images of evaluations", "action_mse"),
+    ]
+    assert [row["run"] for row in rows] == ["0", "1", "2"]
+    assert [row["optim.lr"] for row in rows] == ["0.0001", "0.0002", "0.00030000000000000003"]
+    assert rows[0] | {"optim.lr": ""} == {
+        **{"run": "0", "optim.lr": "", "step": "40", "loss": "0.85975", "per_s": "101.5"},
+        **{"minutes": "2", "fid": "-", "images of evaluations": "-", "action_mse": "-"},
+    }
+    assert (rows[1]["fid"], rows[1]["images of evaluations"]) == ("7.5", "20")
+    assert rows[2]["action_mse"] == "0.25"
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 5 and len({len(line) for line in said}) == 1 and set(said[1]) <= set("| -")
+
+
+def test_sorted_and_written(sweep, tmp_path):
+    rows = report({"runs": [str(sweep)], "sort": "fid", "out": str(tmp_path / "out" / "a.csv")})
+    assert [row["run"] for row in rows] == ["1", "0", "2"]
+    rows = report({"runs": str(sweep), "sort": "loss", "out": str(tmp_path / "out" / "a.md")})
+    assert [row["run"] for row in rows] == ["1", "0", "2"]
+    with open(tmp_path / "out" / "a.csv") as file:
+        assert [row["fid"] for row in csv.DictReader(file)] == ["7.5", "-", "-"]
+    assert (tmp_path / "out" / "a.md").read_text().startswith("| run | optim.lr ")
+    assert Image.open(tmp_path / "out" / "a.png").width > 400
+
+
+def test_one_run_and_runs_in_several_folders(sweep, tmp_path):
+    (row,) = report({"runs": str(sweep / "1")})
+    assert row["run"] == "1" and "optim.lr" not in row
+    a_run(tmp_path / "alone", 1.0, extra="50,half", beta=2)  # the machine failed in the last row
+    rows = report({"runs": [str(tmp_path / "alone"), str(sweep)]})
+    assert [row["run"] for row in rows] == ["alone", "sweep/0", "sweep/1", "sweep/2"]
+    assert [row["optim.beta"] for row in rows] == ["2", "-", "-", "-"]
+    assert rows[0]["step"] == "40"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"runs": "nowhere"}, "runs=nowhere is no folder"),
+        ({"runs": "empty"}, "holds no run"),
+        ({"sort": "los"}, "sort=los is no column; choose from run, optim.lr"),
+        ({"out": "a.txt"}, "expected a .md or a .csv"),
+    ],
+    ids=str,
+)
+def test_wrong_settings(sweep, tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=words):
+        report({"runs": str(sweep)} | options)
