@@ -8,6 +8,7 @@ another multiplies. What plain Triton cannot say, and what it gains:
 - The backward pass makes dq, dk and dv in five products and one set of exponentials, and no program
   needs another's result. dk and dv of 64 keys, and dq of all queries, are in registers. Scores are
   transposed, so that p and ds are operands as they lie there; for dq ds goes through shared memory.
+  Where dq is too large for the registers of one warpgroup there are two, with other keys each.
 - delta comes from o and do in the same kernel.
 - Results take the place of q, k and v in shared memory, from where TMA writes them; the rows of the
   bias gradient are sums of what lies there.
@@ -26,7 +27,7 @@ if SUPPORTED:
 
 _HEAD_DIMS = (16, 32, 64)
 _MOST_ROWS = 256  # of a box of TMA, and of scores in registers
-_MOST_DQ = 256 * 32  # numbers of dq in registers
+_MOST_DQ = 256 * 32  # numbers of dq in the registers of a warpgroup; two have twice as many
 
 
 def _rows(t: int) -> int:
@@ -42,7 +43,7 @@ def applies(x: Tensor, d: int, *, backward: bool) -> bool:
         takes(x)
         and d in _HEAD_DIMS
         and rows <= _MOST_ROWS
-        and (not backward or rows * d <= _MOST_DQ)
+        and (not backward or rows * d <= 2 * _MOST_DQ)
     )
 
 
@@ -93,6 +94,7 @@ def backward(
     n, t, _ = qkv.shape
     d, positions = constants["D"], _rows(t)
     wide = d == 64  # dq, dk and dv leave no registers for k and v
+    num_warps = 4 if positions * d <= _MOST_DQ else 8
     names = ("num_heads", "scale", "T", "D", "HEADS_QKV")
     attention_bwd_head_kernel[(n * constants["num_heads"],)](
         _described(qkv, positions, d),
@@ -105,7 +107,7 @@ def backward(
         ROWS=positions,
         BUFFERS=1 if wide else 2,
         HELD=not wide,
-        num_warps=4,
+        num_warps=num_warps,
         **overlapping(qkv.device),
     )
 

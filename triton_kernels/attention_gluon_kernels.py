@@ -1,4 +1,4 @@
-"""The kernels of `attention_gluon`: a warpgroup does a head, which stays in shared memory."""
+"""The kernels of `attention_gluon`: a warpgroup or two do a head, which stays in shared memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,9 +27,9 @@ def _columns(d):
 
 
 @gluon.constexpr_function
-def _lines(d):
+def _lines(d, num_warps):
     """A layout of rows of D numbers, 16 bytes a thread."""
-    return gl.BlockedLayout([1, 8], [256 // d, d // 8], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [256 // d, d // 8], [num_warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -172,12 +172,15 @@ def attention_fwd_head_kernel(
 
 
 @gluon.jit
-def _keep_vectors(o_ptr, lse_ptr, stride, do_buf, lse_buf, delta_buf, do_full, T: gl.constexpr):
+def _keep_vectors(
+    o_ptr, lse_ptr, stride, do_buf, lse_buf, delta_buf, do_full, T: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
     """lse and delta of a head, to shared memory."""
     ROWS: gl.constexpr = lse_buf.shape[0]
     D: gl.constexpr = do_buf.shape[2]
-    LINES: gl.constexpr = _lines(D)
-    VECTOR: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    LINES: gl.constexpr = _lines(D, num_warps)
+    VECTOR: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     offs_t = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES))
     offs_d = gl.arange(0, D, layout=gl.SliceLayout(0, LINES))
     o_ptrs = o_ptr + offs_t[:, None] * stride + offs_d[None, :]
@@ -191,10 +194,9 @@ def _keep_vectors(o_ptr, lse_ptr, stride, do_buf, lse_buf, delta_buf, do_full, T
 
 
 @gluon.jit
-def _store_sums(bufs, ones, rows_ptr, part):
+def _store_sums(bufs, ones, rows_ptr, part, OUT: gl.constexpr):
     """The sums over positions of dq, dk and dv, as products with a matrix of ones."""
     D: gl.constexpr = bufs[0].shape[2]
-    OUT: gl.constexpr = _columns(D)
     sums = ()
     for i in gl.static_range(3):
         acc = gl.zeros([64, D], gl.float32, OUT)
@@ -228,8 +230,11 @@ def attention_bwd_head_kernel(
 ):
     dtype: gl.constexpr = qkv_desc.dtype
     BLOCKS: gl.constexpr = ROWS // 64
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    OUT: gl.constexpr = _columns(D)
+    KEYS: gl.constexpr = 16 * num_warps  # at a time
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
+    SPLIT: gl.constexpr = num_warps // 4  # of the channels of dq
+    OUT_Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, SPLIT], [16, D // SPLIT, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     KEPT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     QUERY: gl.constexpr = gl.SliceLayout(0, SCORES)
@@ -239,9 +244,9 @@ def attention_bwd_head_kernel(
     k_buf = gl.allocate_shared_memory(dtype, [1, ROWS, D], qkv_desc.layout)
     v_buf = gl.allocate_shared_memory(dtype, [1, ROWS, D], qkv_desc.layout)
     do_buf = gl.allocate_shared_memory(dtype, [1, ROWS, D], do_desc.layout)
-    ds_bufs = (gl.allocate_shared_memory(dtype, [64, 64], SQUARE),)
+    ds_bufs = (gl.allocate_shared_memory(dtype, [KEYS, 64], SQUARE),)
     if BUFFERS == 2:
-        ds_bufs = ds_bufs + (gl.allocate_shared_memory(dtype, [64, 64], SQUARE),)
+        ds_bufs = ds_bufs + (gl.allocate_shared_memory(dtype, [KEYS, 64], SQUARE),)
     lse_buf = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
     delta_buf = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
     bars = new_barriers(2)
@@ -261,19 +266,21 @@ def attention_bwd_head_kernel(
 
     o_ptr += n.to(gl.int64) * (T * num_heads * D) + head * D
     lse_ptr += row.to(gl.int64) * T
-    _keep_vectors(o_ptr, lse_ptr, num_heads * D, do_buf, lse_buf, delta_buf, bars.index(0), T)
+    _keep_vectors(
+        o_ptr, lse_ptr, num_heads * D, do_buf, lse_buf, delta_buf, bars.index(0), T, num_warps
+    )
     scale_log2 = scale * _LOG2_E
 
     # Scores are transposed, [keys, queries]: p and ds are the left operands of dv and dk as they
     # lie in registers. dq needs ds the other way round, by way of shared memory.
     dqs = ()
     for _ in gl.static_range(BLOCKS):
-        dqs = dqs + (gl.zeros([64, D], gl.float32, OUT),)
-    zeros = gl.zeros([64, 64], gl.float32, SCORES)
+        dqs = dqs + (gl.zeros([64, D], gl.float32, OUT_Q),)
+    zeros = gl.zeros([KEYS, 64], gl.float32, SCORES)
     mbarrier.wait(bars.index(1), 0)
-    for j in range(BLOCKS):
-        k = _matrix(k_buf, j, 64)
-        v = _matrix(v_buf, j, 64)
+    for j in range(ROWS // KEYS):
+        k = _matrix(k_buf, j * (KEYS // 64), KEYS)
+        v = _matrix(v_buf, j * (KEYS // 64), KEYS)
         zero = _zero(j)
         k_left = k
         v_left = v
@@ -282,8 +289,8 @@ def attention_bwd_head_kernel(
             v_left = v.load(KEPT)
         q = _matrix(q_buf, zero, 64)
         do = _matrix(do_buf, zero, 64)
-        dk = gl.zeros([64, D], gl.float32, OUT)
-        dv = gl.zeros([64, D], gl.float32, OUT)
+        dk = gl.zeros([KEYS, D], gl.float32, OUT)
+        dv = gl.zeros([KEYS, D], gl.float32, OUT)
         s = warpgroup_mma(k_left, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         for i in gl.static_range(BLOCKS):
             lse = lse_buf.slice(i * 64, 64).load(QUERY)
@@ -294,7 +301,7 @@ def attention_bwd_head_kernel(
             dp = warpgroup_mma(v_left, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
             weights = gl.exp2(s * scale_log2 - lse[None, :])
             if T != ROWS:
-                keys = j * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+                keys = j * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, SCORES))
                 weights = gl.where((keys < T)[:, None], weights, 0.0)
             p = gl.convert_layout(round_pairs(weights, dtype), LEFT)
             dv = warpgroup_mma(p, do, dv, use_acc=i > 0, is_async=True)
@@ -329,7 +336,7 @@ def attention_bwd_head_kernel(
     for i in gl.static_range(BLOCKS):
         _matrix(q_buf, i, 64).store(round_pairs(dqs[i] * scale, dtype))
     if rows_ptr is not None:
-        ds_bufs[0].store(gl.full([64, 64], 1.0, dtype, SCORES))
+        ds_bufs[0].store(gl.full([KEYS, 64], 1.0, dtype, SCORES))
     fence_async_shared()
     sync_threads()
     tma.async_copy_shared_to_global(dqkv_desc, [n, 0, column + part], k_buf)
@@ -337,5 +344,5 @@ def attention_bwd_head_kernel(
     tma.async_copy_shared_to_global(dqkv_desc, [n, 0, column], q_buf)
     if rows_ptr is not None:
         rows_ptr += n.to(gl.int64) * (3 * num_heads * D) + column
-        _store_sums((q_buf, k_buf, v_buf), ds_bufs[0], rows_ptr, part)
+        _store_sums((q_buf, k_buf, v_buf), ds_bufs[0].slice(0, 64), rows_ptr, part, OUT_Q)
     tma.store_wait(0)

@@ -36,6 +36,7 @@ def _head(name: str, t: int, d: int, rows: int, step: int | None = None, spills:
     boxes = ("qkv_desc", "do_desc", "dqkv_desc") if backward else ("q_desc", "kv_desc", "o_desc")
     floats = ("lse_ptr", "rows_ptr") if backward else ("lse_ptr",)
     constexprs = {"BUFFERS": 2, "HELD": True} if d < 64 else {"BUFFERS": 1, "HELD": False}
+    num_warps = 8 if backward and rows * d > 256 * 32 else 4
     return {
         "name": f"attention_{name}",
         "kernel": "triton_kernels.attention_gluon_kernels:attention_"
@@ -47,10 +48,10 @@ def _head(name: str, t: int, d: int, rows: int, step: int | None = None, spills:
             **_SHAPES,
         },
         "constexprs": {
-            **{"T": t, "D": d, "HEADS_QKV": False, "ROWS": rows, "num_warps": 4},
+            **{"T": t, "D": d, "HEADS_QKV": False, "ROWS": rows, "num_warps": num_warps},
             **(constexprs if backward else {"KEEP": rows, "STEP": step}),
         },
-        "options": {"num_warps": 4, **({} if backward or d == 64 else {"maxnreg": 168})},
+        "options": {"num_warps": num_warps, **({} if backward or d == 64 else {"maxnreg": 168})},
         "expect": {"wgmma": "registers", "tma": True, "spills": spills, "arches": (90,)},
     }
 
@@ -103,4 +104,5 @@ COMPILE_CASES = [
     _head("bwd_head_ragged", 200, 32, 256),
     _head("bwd_head_of_one_tile", 64, 32, 64),
     _head("bwd_head_wide", 128, 64, 128, spills=16),
+    _head("bwd_head_of_two_warpgroups", 256, 64, 256, spills=64),
 ]

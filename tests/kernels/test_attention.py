@@ -370,6 +370,8 @@ HEAD_SHAPES = {
     "ragged_tile": (5, 50, 1, 16),
     "half": (4, 128, 4, 64),
     "most_of_a_tile": (3, 65, 2, 64),
+    "unet32": (33, 256, 4, 64),
+    "ragged_and_wide": (5, 200, 3, 64),
 }
 
 HEAD_KINDS = {"bf16": (torch.bfloat16, "qkv_heads"), "fp16 legacy": (torch.float16, "heads_qkv")}
