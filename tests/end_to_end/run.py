@@ -48,6 +48,12 @@ def start(*command: str, cwd: Path | None = None) -> subprocess.Popen:
     )
 
 
+def start_together(*arguments: str, script: str = "train.py") -> subprocess.Popen:
+    """Two processes that work together."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    return start(*torchrun, "--local-addr=127.0.0.1", str(ROOT / script), *arguments)
+
+
 def run(*command: str, cwd: Path | None = None, fresh: bool = False) -> tuple[int, str, str]:
     """(exit code, stdout, stderr). Unless `fresh`, in a copy of a process that has imported
     PyTorch; not where there is a GPU, whose driver does not outlive a fork."""

@@ -1,8 +1,5 @@
 """Two processes under torchrun train as one does: same batches, same noise, one set of files."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +11,7 @@ from diffusion.data.elephants import elephants
 from diffusion.distributed import Processes
 from diffusion.errors import ConfigError
 
-from .run import ROOT, TINY, environment, rows, run, start
+from .run import TINY, rows, run, start, start_together
 
 # everything that is keyed by the position in the global batch: noise, timesteps, flips, dropped
 # labels, dropout; and 11 images, so that epochs end within batches
@@ -23,18 +20,6 @@ SETTINGS = (
     *("dataset.count=11", "model.dropout=0.1", "model.num_classes=3", "model.label_dropout=0.3"),
     *("train.steps=3", "train.batch_size=8", "train.accumulate=2", "train.save_every=2"),
 )
-
-
-def start_together(*arguments: str, script: str = "train.py") -> subprocess.Popen:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return subprocess.Popen(
-        [*torchrun, "--local-addr=127.0.0.1", str(ROOT / script), *arguments],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 @pytest.fixture(scope="module")
