@@ -1,0 +1,90 @@
+"""Attention at a small batch, and the begin of a step, against `fused.reference`."""
+
+import pytest
+import torch
+
+from triton_kernels import reference
+from triton_kernels.fused import attention_few, begin_step
+from triton_kernels.fused import reference as fused_reference
+
+from .small_batch import (  # noqa: F401  a fixture and a mark for every test here
+    as_double,
+    close,
+    poison_small_batch,
+    pytestmark,
+    randn,
+)
+
+
+@pytest.mark.parametrize("order", ["qkv_heads", "heads_qkv"])
+@pytest.mark.parametrize(("t", "heads", "d"), [(64, 2, 32), (100, 3, 16), (7, 1, 24), (1, 2, 64)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_attention_few(t, heads, d, order, dtype, device):
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("float32 is multiplied in TF32 on a GPU")
+    torch.manual_seed(0)
+    qkv = randn(2, t, 3 * heads * d, dtype=dtype, device=device)
+    o = attention_few.attention_few(qkv, heads, order)
+    exact = reference.attention(qkv.double(), heads, order=order)
+    close(o, exact, reference.attention(qkv, heads, order=order))
+
+
+def qkv_inputs(n, t, c, dtype, device):
+    torch.manual_seed(0)
+    weight = randn(3 * c, c, dtype=dtype, device=device) / c**0.5
+    return randn(n, t, c, dtype=dtype, device=device), weight, torch.randn(3 * c, device=device)
+
+
+def check_qkv_attention(x, weight, bias, heads, order):
+    o = attention_few.qkv_attention(x, weight, bias, heads, order)
+    exact = fused_reference.qkv_attention(x.double(), *as_double(weight, bias), heads, order)
+    qkv = (x @ weight.T + bias).to(x.dtype)
+    close(o, exact, fused_reference.attention_few(qkv, heads, order))
+
+
+@pytest.mark.parametrize("order", ["qkv_heads", "heads_qkv"])
+@pytest.mark.parametrize(("n", "t", "heads", "d"), [(2, 16, 2, 32), (1, 7, 3, 16)])
+def test_qkv_attention(n, t, heads, d, order, device):
+    check_qkv_attention(*qkv_inputs(n, t, heads * d, torch.float16, device), heads, order)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 3), (1, 20, 20, 1), (3, 2, 2, 16)], ids=str)
+@pytest.mark.parametrize("indexed", [False, True])
+def test_begin_step(shape, indexed, device):
+    x = randn(*shape, device=device)
+    table, row = randn(4, 5, 300, device=device), torch.tensor([2], device=device)
+    index = torch.arange(shape[0], device=device).flip(0) if indexed else None
+    arguments = (x, 16, torch.float16, table, row, index)
+    words = torch.full((3,), -1, device=device)
+    for got, expected in zip(
+        begin_step.begin_step(*arguments, cleared=words),
+        fused_reference.begin_step(*arguments),
+        strict=True,
+    ):
+        assert got.dtype == expected.dtype and torch.equal(got, expected)
+    assert not words.any()
+    words = torch.full((1500,), -1, device=device)
+    image, emb = begin_step.begin_step(x, 16, torch.float16, cleared=words[:1300])
+    assert not words[:1300].any() and (words[1300:] == -1).all()
+    assert emb is None and torch.equal(image, fused_reference.begin_step(*arguments[:3])[0])
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "t", "c", "heads"), [(1, 64, 256, 8), (4, 49, 192, 6)])
+def test_qkv_attention_of_the_model_s_shapes(n, t, c, heads, device):
+    for _ in range(3):
+        inputs = qkv_inputs(n, t, c, torch.bfloat16, device)
+        check_qkv_attention(*inputs, heads, "qkv_heads")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "t", "c", "heads"), [(1, 256, 192, 6), (4, 64, 256, 8)])
+def test_attention_of_the_model_s_shapes(n, t, c, heads, device):
+    qkv = randn(n, t, 3 * c, dtype=torch.bfloat16, device=device)
+    exact = reference.attention(qkv.double(), heads, order="qkv_heads")
+    low = reference.attention(qkv, heads, order="qkv_heads")
+    for _ in range(3):
+        close(attention_few.attention_few(qkv, heads, "qkv_heads"), exact, low)

@@ -1,0 +1,234 @@
+"""Convolutions at a small batch: in parts, early, by rows; against `fused.reference`."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from triton_kernels.conv.gluon import one_row
+from triton_kernels.fused import conv_early, conv_one_row, conv_split
+from triton_kernels.fused import reference as fused_reference
+from triton_kernels.fused.conv_early import EarlyConfig
+from triton_kernels.fused.conv_split import SplitConfig
+
+from .small_batch import (  # noqa: F401  a fixture and a mark for every test here
+    close,
+    conv_inputs,
+    filters,
+    partials_of,
+    poison_small_batch,
+    pytestmark,
+    randn,
+)
+
+CONVS = {  # N, H, W, CI, CO, R, S, channels of the extra 1x1 convolutions, parts
+    "one image": (1, 8, 8, 64, 48, 3, 3, (), 4),
+    "two extras": (2, 4, 4, 32, 64, 3, 3, (32, 16), 4),
+    "odd sizes": (3, 5, 7, 48, 40, 3, 3, (24,), 3),
+    "pointwise": (2, 3, 5, 64, 16, 1, 1, (64,), 2),
+    "one part": (1, 4, 4, 16, 16, 3, 3, (), 1),
+}
+
+
+def double(extra):
+    return [(x.double(), w.double()) for x, w in extra]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CONVS.values(), ids=CONVS)
+def test_conv_split(case, dtype, device):
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("float32 is multiplied in TF32 on a GPU")
+    x, weight, extra, splits = conv_inputs(case, dtype, device)
+    parts = conv_split.conv_split(
+        x, weight, extra=extra, config=SplitConfig(64, 64, 32, 4, 2, splits)
+    )
+    assert parts.dtype == torch.float32 and parts.shape[0] == splits
+    exact = fused_reference.conv_split(x.double(), weight.double(), extra=double(extra)).sum(0)
+    low = fused_reference.conv_split(x, weight, extra=extra).double().sum(0)
+    close(parts.sum(0), exact, low)
+    assert all(part.abs().sum() > 0 for part in parts)
+
+
+def test_parts_of_an_empty_batch(device):
+    x, weight = randn(0, 4, 4, 16, device=device), filters(16, 16, 3, 3, torch.float32, device)
+    assert conv_split.conv_split(x, weight).shape[1:] == (0, 16, 16)
+
+
+@pytest.mark.parametrize("case", CONVS.values(), ids=CONVS)
+def test_every_candidate_has_work_for_each_part(case, device):
+    x, weight, extra, _ = conv_inputs(case, torch.float16, device)
+    channels = [other.shape[3] for other, _ in extra]
+    for config in conv_split._candidates(x, weight, channels):
+        steps = conv_split._steps(config.block_k, weight, channels)
+        each = -(-steps // config.splits)
+        assert (config.splits - 1) * each < steps <= config.splits * each
+
+
+EARLY = {  # a case of CONVS, and what a program does of parts and of whole sums
+    "one round": ("one image", (64, 32, 256, 1, 0, 4), (64, 32, 512, 1, 64, 8)),
+    "two rounds": ("two extras", (64, 32, 64, 2, 0, 4), (64, 16, 128, 2, 32, 4)),
+    "odd sizes": ("odd sizes", (16, 16, 64, 3, 0, 4), (16, 32, 64, 7, 0, 4)),
+    "pointwise": ("pointwise", (16, 16, 32, 1, 0, 4), (16, 16, 64, 1, 0, 4)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("case", "config", "_"), EARLY.values(), ids=EARLY)
+def test_split_early(case, config, _, dtype, device):
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("float32 is multiplied in TF32 on a GPU")
+    x, weight, extra, _ = conv_inputs(CONVS[case], dtype, device)
+    parts = conv_early.split_early(x, weight, extra=extra, config=EarlyConfig(*config))
+    exact = fused_reference.conv_split(x.double(), weight.double(), extra=double(extra)).sum(0)
+    low = fused_reference.conv_split(x, weight, extra=extra).double().sum(0)
+    close(parts.sum(0), exact, low)
+    assert all(part.abs().sum() > 0 for part in parts)
+
+
+def whole_terms(x, weight, extra):
+    """All that `conv_early` adds, if images are of whole tiles, and their partial sums."""
+    (n, h, w, _), co = x.shape, weight.shape[0]
+    bias, extra_bias = torch.randn(2, co, device=x.device)
+    terms = {
+        "emb": torch.randn(n, 3 * co, device=x.device)[:, co : 2 * co],
+        "residual": randn(n, h, w, co, dtype=x.dtype, device=x.device),
+    }
+    return bias, terms | ({"extra": extra, "extra_bias": extra_bias} if extra else {})
+
+
+def in_double(terms):
+    return {k: double(v) if k == "extra" else v.double() for k, v in terms.items()}
+
+
+def check_whole(x, weight, extra, convolve=conv_early.conv_early, stats=False):
+    bias, terms = whole_terms(x, weight, extra)
+    y, partials = convolve(x, weight, bias, **terms, stats=stats)
+    exact, _ = fused_reference.conv_forward(
+        x.double(), weight.double(), bias.double(), **in_double(terms)
+    )
+    low, _ = fused_reference.conv_forward(x, weight, bias, **terms)
+    close(y, exact, low)
+    if stats:
+        expected = partials_of(y, partials.shape[1])
+        torch.testing.assert_close(partials, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("case", "_", "config"), EARLY.values(), ids=EARLY)
+def test_conv_early(case, _, config, dtype, device):
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("float32 is multiplied in TF32 on a GPU")
+    x, weight, extra, _ = conv_inputs(CONVS[case], dtype, device)
+    config = EarlyConfig(*config)
+    stats = x.shape[1] * x.shape[2] % config.block_m == 0
+    check_whole(x, weight, extra, partial(conv_early.conv_early, config=config), stats)
+
+
+def test_channels_behind_those_of_an_early_convolution_are_zero(device):
+    x, weight, *_ = conv_inputs((1, 8, 8, 16, 3, 3, 3, (), 1), torch.float16, device)
+    config = EarlyConfig(16, 64, 128, 1, 16, 4)
+    y, _ = conv_early.conv_early(x, weight, torch.randn(3, device=device), width=16, config=config)
+    assert y.shape[3] == 16 and torch.isfinite(y).all() and not y[..., 3:].any()
+
+
+@pytest.mark.parametrize("co", [3, 64, 256])
+@pytest.mark.parametrize("ci", [16, 48, 192, 448, 512])
+def test_early_convolutions_add_up_every_term(ci, co):
+    for r, size in ((1, 8), (3, 8), (3, 16), (3, 64)):
+        weight, shape = torch.empty(co, ci, r, r), (1, size, size, ci)
+        whole = conv_early.whole_config(shape, weight)
+        assert whole.rounds * whole.block_k + whole.tail >= r * r * ci
+        split = conv_early.split_config(shape, weight, torch.device("cpu"))
+        assert split.tail == 0 and split.rounds >= 1
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+SHAPES = {  # of unet64 at batch 1 and 16
+    "8x8": (1, 8, 8, 256, 256, 3, 3, ()),
+    "8x8 with a skip": (1, 8, 8, 256, 256, 3, 3, (256, 256)),
+    "8x8, batch 16": (16, 8, 8, 512, 256, 3, 3, ()),
+    "16x16": (1, 16, 16, 192, 192, 3, 3, ()),
+    "16x16 from a concat": (1, 16, 16, 448, 192, 3, 3, (256, 192)),
+    "32x32": (1, 32, 32, 320, 128, 3, 3, ()),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES)
+def test_every_configuration(case, device):
+    x, weight, extra, _ = conv_inputs((*case, 1), torch.bfloat16, device)
+    exact = fused_reference.conv_split(x.double(), weight.double(), extra=double(extra)).sum(0)
+    low = fused_reference.conv_split(x, weight, extra=extra).double().sum(0)
+    for config in conv_split._candidates(x, weight, [other.shape[3] for other, _ in extra]):
+        for _ in range(3):
+            parts = conv_split.conv_split(x, weight, extra=extra, config=config)
+            assert parts.shape[0] == config.splits
+            close(parts.sum(0), exact, low)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES)
+def test_early_parts_of_the_model_s_shapes(case, device):
+    x, weight, extra, _ = conv_inputs((*case, 1), torch.bfloat16, device)
+    exact = fused_reference.conv_split(x.double(), weight.double(), extra=double(extra)).sum(0)
+    low = fused_reference.conv_split(x, weight, extra=extra).double().sum(0)
+    for _ in range(3):
+        close(conv_early.split_early(x, weight, extra=extra).sum(0), exact, low)
+
+
+WHOLE = {  # of unet64 at batch 1
+    "queries, keys and values": (1, 16, 16, 192, 576, 1, 1, ()),
+    "projection": (1, 8, 8, 256, 256, 1, 1, ()),
+    "stem": (1, 64, 64, 16, 64, 3, 3, ()),
+    "64x64": (1, 64, 64, 64, 64, 3, 3, ()),
+    "64x64 from a concat": (1, 64, 64, 192, 64, 3, 3, ()),
+    "64x64 with a skip": (1, 64, 64, 64, 64, 3, 3, (128, 64)),
+    "two images": (2, 32, 32, 64, 64, 3, 3, ()),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", WHOLE.values(), ids=WHOLE)
+def test_early_convolutions_of_the_model_s_shapes(case, device):
+    x, weight, extra, _ = conv_inputs((*case, 1), torch.bfloat16, device)
+    for _ in range(3):
+        check_whole(x, weight, extra, stats=True)
+
+
+ROWS = {  # likewise, and of two images
+    "64x64": (1, 64, 64, 64, 64, 3, 3, ()),
+    "64x64 from a concat": (1, 64, 64, 192, 64, 3, 3, ()),
+    "64x64 with a skip": (1, 64, 64, 64, 64, 3, 3, (128, 64)),
+    "32x32": (1, 32, 32, 64, 128, 3, 3, ()),
+    "32x32 from a concat": (1, 32, 32, 256, 128, 3, 3, ()),
+    "32x32 with a skip": (1, 32, 32, 128, 128, 3, 3, (192, 128)),
+    "32x32, two images": (2, 32, 32, 128, 128, 3, 3, ()),
+    "16x16": (1, 16, 16, 192, 192, 3, 3, ()),
+    "16x16 with a skip": (1, 16, 16, 192, 192, 3, 3, (256, 192)),
+    "16x16, no square": (2, 6, 16, 64, 192, 3, 3, (64,)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
+def test_convolutions_by_rows(case, device):
+    x, weight, extra, _ = conv_inputs((*case, 1), torch.bfloat16, device)
+    if not conv_one_row.serves_one_row(x, weight, extra):
+        pytest.skip("for Hopper, and versions of Triton that it was tried with")
+    for _ in range(3):
+        check_whole(x, weight, extra, conv_one_row.conv_one_row, stats=True)
+
+
+@pytest.mark.gpu
+def test_convolutions_by_rows_in_parts(device):
+    x, weight, *_ = conv_inputs((1, 16, 16, 320, 192, 3, 3, (), 1), torch.bfloat16, device)
+    if not conv_one_row.serves_one_row(x, weight):
+        pytest.skip("for Hopper, and versions of Triton that it was tried with")
+    exact = fused_reference.conv_split(x.double(), weight.double()).sum(0)
+    low = fused_reference.conv_split(x, weight).double().sum(0)
+    for _ in range(3):
+        parts = conv_split.conv_split(x, weight)
+        assert parts.shape[0] == one_row.count_parts(x.shape, weight) == 2
+        close(parts.sum(0), exact, low)

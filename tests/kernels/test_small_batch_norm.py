@@ -1,0 +1,322 @@
+"""Norms at a small batch, in one launch, and linear layers beside them, against the reference."""
+
+import pytest
+import torch
+
+from triton_kernels import reference
+from triton_kernels.fused import linear_norm_few, norm_few, norm_linear_few, norm_tables, norm_whole
+from triton_kernels.fused import reference as fused_reference
+from triton_kernels.fused.conv_split import SplitConv
+
+from .small_batch import (  # noqa: F401  a fixture and a mark for every test here
+    EPS,
+    as_double,
+    close,
+    conv_inputs,
+    filters,
+    partials_of,
+    poison_small_batch,
+    pytestmark,
+    randn,
+)
+
+NORMS = {  # N, H, W, C1, C2, groups
+    "one tensor": (2, 4, 4, 32, 0, 8),
+    "two tensors": (1, 3, 5, 24, 40, 8),
+    "groups across the border": (2, 3, 3, 20, 12, 4),
+    "odd groups": (1, 5, 7, 18, 0, 3),
+    "one group": (2, 2, 2, 16, 0, 1),
+    "groups of one": (1, 4, 4, 16, 16, 32),
+}
+
+
+def norm_inputs(case, dtype, device, offset=0.0):
+    n, h, w, c1, c2, groups = case
+    torch.manual_seed(1)
+    x1 = randn(n, h, w, c1, dtype=dtype, device=device, offset=offset)
+    x2 = randn(n, h, w, c2, dtype=dtype, device=device, offset=-offset) if c2 else None
+    weight, bias = torch.randn(2, c1 + c2, device=device)
+    film = torch.randn(2 * n, 2 * (c1 + c2), device=device)[::2].chunk(2, dim=1)
+    return x1, x2, groups, weight, bias, dict(zip(("scale", "shift"), film, strict=True))
+
+
+@pytest.mark.parametrize("film", [False, True], ids=["plain", "film"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", NORMS.values(), ids=NORMS)
+def test_norm_whole(case, dtype, film, device):
+    x1, x2, groups, weight, bias, rows = norm_inputs(case, dtype, device)
+    rows = rows if film else {}
+    a, y = norm_whole.norm_whole(x1, x2, groups, weight, bias, EPS, "silu", **rows)
+    assert y is x1 and a.dtype == dtype
+    doubles = {k: v.double() for k, v in rows.items()}
+    exact, _ = fused_reference.norm_whole(
+        *as_double(x1, x2), groups, *as_double(weight, bias), EPS, "silu", **doubles
+    )
+    low, _ = fused_reference.norm_whole(x1, x2, groups, weight, bias, EPS, "silu", **rows)
+    close(a, exact, low)
+
+
+@pytest.mark.parametrize("c2", [0, 24])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_norm_whole_of_means(dtype, c2, device):
+    x, x2, groups, weight, bias, _ = norm_inputs((2, 6, 10, 40, 0, 8), dtype, device)
+    x2 = randn(2, 3, 5, c2, dtype=dtype, device=device) if c2 else None
+    weight, bias = torch.randn(2, 40 + c2, device=device)
+    arguments = (groups, weight, bias, EPS, "silu")
+    a, means = norm_whole.norm_whole(x, x2, *arguments, pool=True)
+    expected = reference.avg_pool2d(x.double())
+    tolerance = 1e-3 if dtype == torch.float16 else 1e-6
+    torch.testing.assert_close(means.double(), expected, rtol=tolerance, atol=tolerance)
+    again, _ = norm_whole.norm_whole(means, x2, *arguments)
+    exact, _ = fused_reference.norm_whole(
+        *as_double(means, x2), groups, *as_double(weight, bias), EPS, "silu"
+    )
+    close(a, exact, again)
+
+
+def test_norm_whole_far_from_zero(device):
+    """A mean of 1e3 beside a deviation of 1."""
+    x1, x2, groups, weight, bias, _ = norm_inputs(
+        (2, 4, 4, 32, 0, 8), torch.float32, device, offset=1e3
+    )
+    a, _ = norm_whole.norm_whole(x1, x2, groups, weight, bias, EPS, "identity")
+    exact, _ = fused_reference.norm_whole(
+        *as_double(x1, x2), groups, *as_double(weight, bias), EPS, "identity"
+    )
+    assert (a.double() - exact).norm() <= 1e-6 * exact.norm()
+
+
+def split_of(case, dtype, device, splits=3):
+    """A convolution in parts, all of its terms there, and a tensor beside it."""
+    n, h, w, c1, c2, groups = case
+    x1, x2, groups, weight, bias, _ = norm_inputs(case, dtype, device)
+    split = SplitConv(
+        parts=randn(splits, n, c1, h * w, device=device),
+        shape=(n, h, w, c1),
+        dtype=dtype,
+        bias=randn(c1, device=device),
+        extra_bias=randn(c1, device=device),
+        emb=randn(n, 3 * c1, device=device)[:, c1 : 2 * c1],
+        residual=x1,
+    )
+    return split, x2, groups, weight, bias
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", NORMS.values(), ids=NORMS)
+def test_norm_whole_of_a_convolution_in_parts(case, dtype, device):
+    split, x2, groups, weight, bias = split_of(case, dtype, device)
+    a, y = norm_whole.norm_whole(split, x2, groups, weight, bias, EPS, "silu")
+    expected, _ = fused_reference.sum_parts(split)
+    torch.testing.assert_close(y, expected, rtol=2e-3, atol=1e-5)  # the last bit of a half
+    exact, _ = fused_reference.norm_whole(
+        *as_double(y, x2), groups, *as_double(weight, bias), EPS, "silu"
+    )
+    low, _ = fused_reference.norm_whole(y, x2, groups, weight, bias, EPS, "silu")
+    close(a, exact, low)
+    torch.testing.assert_close(norm_whole.sum_parts(split)[0], y, rtol=0, atol=0)
+    again, none = norm_whole.norm_whole(split, x2, groups, weight, bias, EPS, "silu", keep=False)
+    assert none is None
+    close(again, exact, low)  # without the store the compiler joins other products and sums
+
+
+@pytest.mark.parametrize("up", [False, True], ids=["pooled", "upsampled"])
+@pytest.mark.parametrize("shape", [(1, 4, 6, 24), (2, 16, 16, 24)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_resampling_of_a_convolution_in_parts(shape, up, dtype, device):
+    split, *_ = split_of((*shape, 0, 8), dtype, device)
+    y, resampled, partials = norm_whole.resample_parts(split, up)
+    again, sums = norm_whole.sum_parts(split)
+    torch.testing.assert_close(y, again, rtol=0, atol=0)
+    if shape[1:3] == (16, 16):
+        assert partials.shape[1] == 4
+        for got in (partials, sums):
+            torch.testing.assert_close(got, partials_of(y, 4), rtol=1e-4, atol=1e-3)
+    else:
+        assert partials is None
+    expected = fused_reference.upsample(y) if up else fused_reference.avg_pool(y.double())
+    tolerance = 0 if up else 1e-3 if dtype == torch.float16 else 1e-6
+    torch.testing.assert_close(
+        resampled.double(), expected.double(), rtol=tolerance, atol=tolerance
+    )
+
+
+def test_the_embedding_may_be_one_row_for_all(device):
+    split, *rest = split_of(NORMS["one tensor"], torch.float32, device)
+    row = split.emb[:1].expand(2, -1)
+    for emb in (row, row.contiguous()):
+        object.__setattr__(split, "emb", emb)
+        a, _ = norm_whole.norm_whole(split, *rest, EPS, "silu")
+        torch.testing.assert_close(
+            a, fused_reference.norm_whole(split, *rest, EPS, "silu")[0], rtol=1e-5, atol=1e-5
+        )
+
+
+SUMS = {  # and the tiles of each half
+    "one tensor": ((2, 4, 6, 64, 0, 32), (4, 1)),
+    "two tensors": ((1, 6, 6, 48, 80, 8), (9, 3)),
+    "groups across the border": ((2, 3, 3, 20, 12, 4), (1, 3)),
+    "many tiles": ((1, 16, 16, 16, 16, 8), (64, 16)),
+    "odd groups": ((1, 5, 7, 18, 0, 3), (5, 1)),
+}
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["many images", "few images"])
+@pytest.mark.parametrize(
+    ("dtype", "film"), [(torch.float16, True), (torch.float32, False)], ids=["fp16, film", "fp32"]
+)
+@pytest.mark.parametrize(("case", "ks"), SUMS.values(), ids=SUMS)
+def test_norm_of_sums(case, ks, dtype, film, few, device, monkeypatch):
+    monkeypatch.setattr(norm_few, "_MAX_IMAGES", 4 if few else 0)
+    x1, x2, groups, weight, bias, rows = norm_inputs(case, dtype, device)
+    rows = rows if film else {}
+    halves = [x1] if x2 is None else [x1, x2]
+    partials = tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=False))
+    pixels = (x1.shape[1] * x1.shape[2],) * len(halves)
+    a = norm_whole.norm_of_sums(x1, x2, partials, pixels, groups, weight, bias, EPS, "silu", **rows)
+    x = torch.cat(halves, dim=3)
+    options = {"eps": EPS, "activation": "silu"}
+    doubles = {k: v.double() for k, v in rows.items()}
+    exact = reference.group_norm(x.double(), groups, *as_double(weight, bias), **options, **doubles)
+    close(a, exact, reference.group_norm(x, groups, weight, bias, **options, **rows))
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["many images", "few images"])
+@pytest.mark.parametrize("c2", [0, 20])
+def test_norm_of_sums_of_an_upsampled_tensor(c2, few, device, monkeypatch):
+    """The statistics of that half are of the image before, which has fewer pixels."""
+    monkeypatch.setattr(norm_few, "_MAX_IMAGES", 4 if few else 0)
+    small = randn(2, 3, 5, 28, device=device, offset=1.0)
+    x2 = randn(2, 6, 10, c2, device=device) if c2 else None
+    halves = [small] if x2 is None else [small, x2]
+    weight, bias = torch.randn(2, 28 + c2, device=device)
+    partials = tuple(partials_of(x, 3) for x in halves)
+    a, large = norm_whole.norm_of_sums_upsampled(
+        small, x2, partials, (15, 60), 4, weight, bias, EPS, "silu"
+    )
+    assert torch.equal(large, reference.upsample_nearest2d(small))
+    x = torch.cat([large, *halves[1:]], dim=3)
+    expected = reference.group_norm(x, 4, weight, bias, eps=EPS, activation="silu")
+    torch.testing.assert_close(a, expected, rtol=1e-5, atol=1e-5)
+
+
+def check_norm_linear(n, h, w, c, co, groups, k, dtype, device):
+    x = randn(n, h, w, c, dtype=dtype, device=device, offset=1.0)
+    weight, bias = filters(co, c, 1, 1, dtype, device)[:, :, 0, 0], torch.randn(co, device=device)
+    norm = torch.randn(2, c, device=device)
+    rest = (partials_of(x, k), h * w, groups)
+    y = norm_linear_few.norm_linear_few(x, *rest, *norm, EPS, weight, bias)
+    exact = reference.group_norm(x.double(), groups, *as_double(*norm), eps=EPS)
+    low = reference.group_norm(x, groups, *norm, eps=EPS).to(dtype)
+    close(y, exact @ weight.double().T + bias.double(), (low @ weight.T + bias).to(dtype))
+
+
+@pytest.mark.parametrize(
+    "case", [(1, 8, 8, 24, 80, 4, 4), (2, 4, 8, 48, 64, 8, 2), (1, 8, 8, 32, 16, 4, 16)], ids=str
+)
+def test_norm_linear_few(case, device):
+    check_norm_linear(*case, torch.float16, device)
+
+
+NORMED = {  # N, H, W, CI, CO, channels beside, groups, whether there is a residual
+    "one tensor": (1, 4, 4, 32, 32, 0, 4, False),
+    "beside another": (2, 3, 5, 48, 32, 32, 4, True),
+    "one group": (1, 8, 8, 16, 16, 0, 1, True),
+}
+
+
+def check_linear_norm(n, h, w, ci, co, c2, groups, residual, dtype, device):
+    x, weight, *_ = conv_inputs((n, h, w, ci, co, 1, 1, (), 1), dtype, device)
+    add, x2 = (randn(n, h, w, c, dtype=dtype, device=device) for c in (co, c2))
+    add, x2 = add if residual else None, x2 if c2 else None
+    bias, norm = torch.randn(co, device=device), torch.randn(2, co + c2, device=device)
+    rest = (EPS, "silu")
+    assert linear_norm_few.serves_linear_norm(co, co + c2, groups)
+    a, y = linear_norm_few.linear_norm_few(x, weight, bias, add, x2, groups, *norm, *rest)
+    given = x, weight, bias, add, x2, *norm
+    exact, low = (
+        fused_reference.linear_norm_few(*tensors[:5], groups, *tensors[5:], *rest)
+        for tensors in (as_double(*given), given)
+    )
+    close(y, exact[1], low[1])
+    close(a, exact[0], low[0].to(dtype))
+
+
+@pytest.mark.parametrize("case", NORMED.values(), ids=NORMED)
+def test_linear_norm_few(case, device):
+    check_linear_norm(*case, torch.float16, device)
+
+
+@pytest.mark.parametrize(("shape", "k"), [((1, 16, 16, 32), 8), ((2, 12, 12, 16), 4)], ids=str)
+def test_partials_of_few_tensors_are_taken_by_many_programs(shape, k, device):
+    x = randn(*shape, device=device)
+    partials = norm_tables.tensor_partials(x, programs=8)
+    assert partials.shape[1] == k
+    torch.testing.assert_close(partials, partials_of(x, k), rtol=1e-5, atol=1e-4)
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [(1, 8, 8, 256, 256, 32), (16, 8, 8, 256, 0, 32), (16, 8, 8, 192, 0, 32),
+     (16, 8, 8, 256, 192, 32), (1, 16, 16, 256, 192, 32), (64, 8, 8, 192, 0, 32),
+     (1, 32, 32, 192, 128, 32), (1, 32, 32, 64, 0, 32), (2, 64, 64, 64, 0, 32)],
+    ids=str,
+)  # fmt: skip
+def test_norms_of_the_model_s_shapes(case, device):
+    x1, x2, groups, weight, bias, _ = norm_inputs(case, torch.bfloat16, device)
+    exact, _ = fused_reference.norm_whole(
+        *as_double(x1, x2), groups, *as_double(weight, bias), EPS, "silu"
+    )
+    low, _ = fused_reference.norm_whole(x1, x2, groups, weight, bias, EPS, "silu")
+    arguments = (groups, weight, bias, EPS, "silu")
+    halves = [x for x in (x1, x2) if x is not None]
+    partials = tuple(partials_of(x, max(case[1] * case[2] // 128, 1)) for x in halves)
+    pixels = (case[1] * case[2],) * len(halves)
+    split, *_ = split_of(case, torch.bfloat16, device, splits=9)
+    for _ in range(3):
+        close(norm_whole.norm_whole(x1, x2, *arguments)[0], exact, low)
+        close(norm_whole.norm_of_sums(x1, x2, partials, pixels, *arguments), exact, low)
+        a, y = norm_whole.norm_whole(split, x2, *arguments)
+        assert torch.equal(y, norm_whole.sum_parts(split)[0])
+        close(a, *[
+            fused_reference.norm_whole(*as_double(y, x2), groups, *as_double(weight, bias), EPS,
+                                       "silu")[0],
+            fused_reference.norm_whole(y, x2, *arguments)[0],
+        ])  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [(8, 32, 32, 64, 0, 32), (8, 32, 32, 128, 0, 32), (9, 32, 32, 128, 64, 32),
+     (16, 32, 32, 128, 128, 32), (64, 8, 8, 256, 256, 32), (16, 16, 16, 192, 192, 32)],
+    ids=str,
+)  # fmt: skip
+def test_norms_of_many_images(case, device):
+    x1, x2, groups, weight, bias, _ = norm_inputs(case, torch.bfloat16, device, offset=3.0)
+    arguments = (groups, weight, bias, EPS, "silu")
+    exact, _ = fused_reference.norm_whole(
+        *as_double(x1, x2), groups, *as_double(weight, bias), EPS, "silu"
+    )
+    low, _ = fused_reference.norm_whole(x1, x2, *arguments)
+    for _ in range(3):
+        close(norm_whole.norm_whole(x1, x2, *arguments)[0], exact, low)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [(1, 16, 16, 192, 576, 32, 16), (2, 8, 16, 256, 64, 32, 8)])
+def test_norms_before_linear_layers_of_the_model_s_shapes(case, device):
+    for _ in range(3):
+        check_norm_linear(*case, torch.bfloat16, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("c2", [0, 256])
+@pytest.mark.parametrize(("n", "h", "w"), [(1, 8, 8), (2, 7, 5)])
+def test_norms_behind_linear_layers_of_the_model_s_shapes(n, h, w, c2, device):
+    for _ in range(3):
+        check_linear_norm(n, h, w, 256, 256, c2, 32, True, torch.bfloat16, device)
