@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .errors import ConfigError
+from .errors import ConfigError, writing
 from .flat import FlatParameters
 
 FORMAT = 1
@@ -143,6 +143,22 @@ def read_weights(checkpoint: Path, ema: bool | float) -> dict[str, Tensor]:
             f"{checkpoint} has no average of decay {ema}; it has that of ema=true{others}"
         )
     return _read_tensors(path)
+
+
+def write_average(checkpoint: Path, value: float, weights: dict[str, Tensor]) -> Path:
+    """Add an average to a checkpoint, which `read_weights` then has for ema=value; returns its
+    file. ConfigError if there is one of that value, or the disk is full."""
+    path = checkpoint / _weights_file(value)
+    if path.exists():
+        raise ConfigError(f"{path} is there already")
+    partial = path.with_name(f".writing_{path.name}")
+    with writing(path):
+        try:
+            _write_tensors(partial, weights)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    return path
 
 
 def _average(checkpoint: Path, decay: float) -> dict[str, Tensor]:

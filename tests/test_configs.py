@@ -161,9 +161,10 @@ def test_an_interpolation_that_leads_nowhere_is_one_line():
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "script", ["train", "sample", "prepare", "export", "benchmark", "rollout", "evaluate", "report"]
-)
+TOOLS = ("prepare", "export", "benchmark", "rollout", "evaluate", "report", "average")
+
+
+@pytest.mark.parametrize("script", ["train", "sample", *TOOLS])
 def test_help_is_what_the_files_say(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [script, "--help"])
     with pytest.raises(SystemExit) as stopped:
