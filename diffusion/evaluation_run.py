@@ -14,7 +14,7 @@ from .data.image_set import with_channels
 from .distributed import own_rank
 from .errors import ConfigError, writing
 from .image_task import image_options
-from .quality import check_extractor, check_metrics, measure, require_fidelity
+from .quality import EXTRACTOR, check_extractor, check_metrics, measure, require_fidelity
 from .sampler import Sampler
 from .sampling_run import DrawSettings, choose_labels, draw_all
 from .settings import construct, shown
@@ -36,7 +36,7 @@ class EvaluateSettings(DrawSettings):
     n: int = 10_000
     metrics: list[str] = field(default_factory=lambda: ["fid", "kid"])
     reference: str | None = None
-    features: str = "inception-v3-compat"
+    features: str = EXTRACTOR
     weights: str | None = None
     out: str | None = None
 

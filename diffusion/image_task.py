@@ -3,15 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from .backend import Backend
 from .build import Process, build_model
 from .data import expected_classes, expected_size, load_dataset
+from .distributed import own_rank
 from .draw import draw
 from .errors import ConfigError
 from .pictures import grid
+from .quality import EXTRACTOR, check_extractor, measure
 from .run_log import Preview
 from .settings import shown
 from .trainer import TrainSettings
@@ -73,20 +76,34 @@ class ImageTask:
     def preview(
         self, model: nn.Module, process: Process, settings: TrainSettings, device: torch.device
     ) -> Callable[[], Preview] | None:
-        """A grid of samples of DDIM; if there are classes, of all in turn."""
+        """A grid of samples of DDIM, if there are classes of all in turn; and the FID of further
+        ones, if that is wanted."""
         if settings.sample_count == 0:
             return None
         steps = min(settings.sample_steps, process.schedule.num_timesteps)
         # training's own graph wants the memory that one of the sampler would keep
         sampler = process.sampler(model.backend, device, sampler="ddim", steps=steps, capture=False)
-        count, labels = settings.sample_count, None
-        if self.num_classes is not None:
-            labels = torch.arange(count, device=device) % self.num_classes
+        if settings.fid_images and self.image_shape[2] not in (1, 3):
+            raise ConfigError(
+                f"train.fid_images={settings.fid_images}, but images of {self.image_shape[2]}"
+                " channels have no FID; give 0"
+            )
+        if settings.fid_images and own_rank() == 0:  # which draws
+            check_extractor(EXTRACTOR, None, device)
+
+        def drawn(count: int) -> np.ndarray:
+            labels, classes = None, self.num_classes
+            if classes is not None:
+                labels = torch.arange(count, device=device) % classes
+            shape = tuple(self.image_shape)
+            return draw(model, sampler, count, shape, seed=settings.seed, labels=labels)
 
         def show() -> Preview:
-            shape = tuple(self.image_shape)
-            images = draw(model, sampler, count, shape, seed=settings.seed, labels=labels)
-            return Preview(grid(images))
+            picture, scores = grid(drawn(settings.sample_count)), {}
+            if settings.fid_images:
+                images = drawn(settings.fid_images)
+                scores = measure(images, self.samples.images, ["fid"], device)
+            return Preview(picture, scores)
 
         return show
 

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from .errors import ConfigError
 
 METRICS = ("fid", "kid", "isc", "prc")
+EXTRACTOR = "inception-v3-compat"  # of the literature
 
 _COLUMNS = {  # of a row, by torch-fidelity's names
     "frechet_inception_distance": "fid",
@@ -79,7 +80,7 @@ def measure(
     metrics: list[str],
     device: torch.device,
     *,
-    features: str = "inception-v3-compat",  # an extractor that torch-fidelity knows
+    features: str = EXTRACTOR,  # an extractor that torch-fidelity knows
     weights: str | None = None,  # its file; None: what torch-fidelity fetches, once
 ) -> dict[str, float]:
     """The values by name: fid, kid and kid_std, isc and isc_std, precision and recall.

@@ -46,17 +46,21 @@ class TrainSettings:
     init: str | None = None  # PATH of the weights to begin with, see `trained.load_initial`
     sample_count: int = 36
     sample_steps: int = 50
+    fid_images: int = 0  # drawn for a FID beside each grid, which needs torch-fidelity
     tensorboard: bool = True
     track: str | None = None  # wandb | trackio
 
     def __post_init__(self) -> None:
         positive = ("steps", "batch_size", "accumulate", "log_every", "keep", "sample_steps")
-        for name in (*positive, "sample_count", "sample_every", "save_every", "seed"):
+        others = ("sample_count", "sample_every", "save_every", "seed", "fid_images")
+        for name in (*positive, *others):
             value, low = getattr(self, name), 1 if name in positive else 0
             if value < low:
                 raise ConfigError(f"train.{name}={value}; expected a whole number, at least {low}")
         if self.seed >= 2**63:
             raise ConfigError(f"train.seed={self.seed} is too large; expected less than 2^63")
+        if self.fid_images == 1:
+            raise ConfigError("train.fid_images=1; one image has no spread, expected 0 or more")
         check_tracker(self.track)
         if self.batch_size % self.accumulate:
             raise ConfigError(

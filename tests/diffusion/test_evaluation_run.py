@@ -21,7 +21,10 @@ from diffusion.errors import ConfigError
 from diffusion.evaluation_run import FIELDS, evaluate
 from diffusion.flat import FlatParameters
 from diffusion.quality import measure
+from diffusion.training_run import train
 
+from ..end_to_end.run import TINY
+from ..test_configs import composed
 from .test_export import MODEL, ONE_LEVEL
 
 CPU = torch.device("cpu")
@@ -99,6 +102,15 @@ def test_the_numbers_and_what_they_depend_on(run, fidelity, capsys):
     assert "4 images against 6 of elephants" in said and "kid 0.5" in said
     compared = fidelity.calls[1]  # the first call makes sure that the extractor is there
     assert len(compared["input1"]) == 4 and compared["kid_subset_size"] == 4
+
+
+def test_beside_the_grids_of_a_run(fidelity, tmp_path):
+    settings = (*TINY, "train.steps=2", "train.sample_every=1", "train.fid_images=3")
+    train(composed(*settings), tmp_path)
+    assert [float(row["fid"]) > 0 for row in rows(tmp_path / "scores.csv")] == [True, True]
+    first, *runs = fidelity.calls  # that the extractor is there
+    assert [len(call["input1"]) for call in runs] == [3, 3]
+    assert [len(call["input2"]) for call in runs] == [12, 12]
 
 
 def test_another_reference(run, fidelity, tmp_path):
