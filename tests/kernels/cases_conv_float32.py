@@ -293,15 +293,16 @@ _SUM_TAPS = {
 }
 
 _LARGEST = {
-    "name": "the largest numbers of two tensors",
+    "name": "the largest numbers of each channel",
     "kernel": "triton_kernels.conv.halves:_largest_kernel",
     "signature": {
-        **dict.fromkeys(("x_ptr", "dy_ptr", "out_ptr"), "*fp32"),
-        **dict.fromkeys(("num_x", "num_dy"), "i32"),
+        **dict.fromkeys(("x_ptr", "dy_ptr"), "*fp32"),
+        "out_ptr": "*u8",
+        **dict.fromkeys(("M", "CI", "CO"), "i32"),
     },
-    "constexprs": {"BLOCK": 4096},
-    "options": {"num_warps": 4},
-    "multiples": ("num_x", "num_dy"),
+    "constexprs": {"BLOCK_M": 128, "BLOCK_C": 64},
+    "options": {"num_warps": 8},
+    "multiples": ("M", "CI", "CO"),
     "expect": {"tma": False, "arches": (90,)},
 }
 
@@ -309,13 +310,14 @@ _HALVES = {
     "name": "float32 numbers as two of float16",
     "kernel": "triton_kernels.conv.halves:_halves_kernel",
     "signature": {
-        **dict.fromkeys(("x_ptr", "dy_ptr", "largest_ptr", "factors_ptr"), "*fp32"),
+        **dict.fromkeys(("x_ptr", "dy_ptr", "factors_ptr"), "*fp32"),
         **dict.fromkeys(("x_out_ptr", "dy_out_ptr"), "*fp16"),
-        **dict.fromkeys(("num_x", "num_dy", "blocks_x"), "i32"),
+        "largest_ptr": "*u8",
+        **dict.fromkeys(("M", "CI", "CO", "splits"), "i32"),
     },
-    "constexprs": {"PARTS": 2, "PROGRAMS": 528, "BLOCK_P": 1024, "BLOCK": 4096},
+    "constexprs": {"PARTS": 2, "BLOCK_P": 128, "BLOCK_M": 64, "BLOCK_C": 64},
     "options": {"num_warps": 4},
-    "multiples": ("num_x", "num_dy"),
+    "multiples": ("M", "CI", "CO"),
     "expect": {"tma": False, "arches": (90,)},
 }
 

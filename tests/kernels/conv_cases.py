@@ -168,6 +168,44 @@ def check(got, exact, low, shape: Shape, precision: str):
         assert error <= budget, f"{name}: relative error {error:.2e}, budget {budget:.2e}"
 
 
+def make_scaled(shape: Shape, device):
+    """Data of `make` in float32 with a scale of its own for each channel: 1e-20 to 1e20 of x, 1e-14
+    to 1e14 of y, small ones beside large ones."""
+    x, weight, _, dy = make(shape, torch.float32, device)
+    g = torch.Generator().manual_seed(1)
+
+    def scales(channels: int, power: int) -> torch.Tensor:
+        powers = torch.linspace(-power, power, channels)[torch.randperm(channels, generator=g)]
+        return (10**powers).to(device)
+
+    of_x, of_y = scales(shape.ci, 20), scales(shape.co, 14)
+    bias = torch.zeros(shape.co, device=device)  # no part of it
+    return x * of_x, weight * of_y[:, None, None, None], bias, dy * of_y
+
+
+def check_each(name: str, got, shape: Shape, data, precision: str) -> float:
+    """y, dx or dweight of these data, number by number against float64: its error is one of the
+    sum of its products without their signs. Products of numbers in two parts are up to 2^-18 off,
+    at most, where small ones are of bfloat16; TF32 drops up to 2^-10 of either number. Sums round
+    like a random walk in float32; in TF32 tensor cores round every 8 terms towards zero. Returns
+    the part of the budget that was used."""
+    index = ("y", "dx", "dweight").index(name)
+    exact, most = (
+        run(reference.conv2d, shape, *tensors)[index]
+        for tensors in ([t.double() for t in data], [t.double().abs() for t in data])
+    )
+    taps, pixels = math.prod(shape.kernel), data[3][..., 0].numel()
+    terms = (taps * shape.ci, taps * shape.co, pixels)[index]
+    if precision == "tf32":
+        budget = 2.0**-9 + 2.0**-23 * terms / 8
+    else:
+        budget = 2.0**-18 + 2.0**-24 * terms**0.5
+    assert got.shape == exact.shape, name
+    error = ((got.double() - exact).abs() / most.clamp(min=1e-300)).max()
+    assert error <= budget, f"{name}: error {error:.2e} of the terms, budget {budget:.2e}"
+    return float(error) / budget
+
+
 @pytest.fixture
 def poison(monkeypatch):
     """Memory that a kernel forgets to write holds NaN."""

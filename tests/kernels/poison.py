@@ -7,10 +7,11 @@ import torch
 
 
 def poison_outputs(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
-    """What these modules allocate, outputs and workspaces, starts as NaN."""
+    """What these modules allocate, outputs and workspaces, starts as NaN; bytes as the largest."""
 
     def empty(*args, **kwargs):
-        return torch.empty(*args, **kwargs).fill_(torch.nan)
+        out = torch.empty(*args, **kwargs)
+        return out.fill_(255 if out.dtype == torch.uint8 else torch.nan)
 
     for module in modules:
         monkeypatch.setattr(module, "_empty", empty)

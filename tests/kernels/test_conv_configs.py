@@ -22,7 +22,9 @@ from .conv_cases import (
     DTYPES,
     ROUNDING,
     Shape,
+    check_each,
     make,
+    make_scaled,
     padding_of,
     poison,  # noqa: F401  a fixture for the tests here
     references,
@@ -282,10 +284,12 @@ def test_halves_repeatedly(name, precision, monkeypatch, device):
     for one, other in ((2.0**-70, 2.0**60), (2.0**90, 2.0**-100)):  # the same bits times 2^-10
         got = conv._conv2d_wgrad(x * one, dy * other, weight, 1, (1, 1), tf32, config)
         assert torch.equal(got * 2.0**10, exact)
-    large = x.clone()
-    large[..., 0] *= 2.0**16  # all others have as many bits as before, or a few less
-    got = conv._conv2d_wgrad(large, dy, weight, 1, (1, 1), tf32, config)[:, 1:]
-    assert relative(got, exact[:, 1:].double()) < (2.0**-11 if tf32 else 2.0**-20)
+    g = torch.Generator().manual_seed(0)
+    of_x, of_dy = (  # a power of two a channel: the same bits again
+        2.0 ** torch.randint(-50, 50, (c,), generator=g).to(device) for c in (shape.ci, shape.co)
+    )
+    got = conv._conv2d_wgrad(x * of_x, dy * of_dy, weight, 1, (1, 1), tf32, config)
+    assert torch.equal(got, exact * of_x[None, :, None, None] * of_dy[:, None, None, None])
     # in TF32 tensor cores add up all steps of 16 pixels, and round towards zero
     pixels = shape.n * shape.h * shape.w
     budget = 2.0**-23 * pixels / 16 if tf32 else 2.0**-24 * pixels**0.5
@@ -294,6 +298,74 @@ def test_halves_repeatedly(name, precision, monkeypatch, device):
         half_wgrad.launch_half(x, dy, weight, parts, 1 if tf32 else 3, splits)
         got = parts.sum(0).as_strided(weight.shape, weight.stride())
         assert relative(got, exact.double()) < budget
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poison")
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("precision", ["tf32", "fp32"])
+def test_halves_of_channels_that_are_not_finite(precision, device):
+    """A channel of zeros, of infinities, of NaNs: all others have the bits that they would have."""
+    shape, tf32 = HALVES["16x16"], precision == "tf32"
+    x, weight, _, dy = make(shape, torch.float32, device)
+    if not half_wgrad.applies(x, dy, weight, padding_of(shape)):
+        pytest.skip("another GPU, or a Triton that it was not tried with")
+
+    def gradient(x, dy):
+        return conv._conv2d_wgrad(x, dy, weight, 1, (1, 1), tf32, conv_turned_wgrad.HALF_CONFIG)
+
+    finite = gradient(x, dy)
+    x[..., 7], x[..., 70], x[3, 2, 1, 130], dy[..., 9] = 0, float("inf"), float("nan"), 0
+    dy[5, 5, 5, 100], dy[..., 60] = float("-inf"), 3e38
+    got = gradient(x, dy)
+    assert not got[:, 7].isfinite().logical_and(got[:, 7] != 0).any()  # 0, or inf * 0
+    assert not got[:, 70].isfinite().any() and not got[:, 130].isfinite().all()
+    assert not got[100].isfinite().all()
+    for_sure = torch.ones_like(got, dtype=torch.bool)
+    for_sure[:, [7, 70, 130]] = False
+    for_sure[[9, 100, 60]] = False
+    assert torch.equal(got[for_sure], finite[for_sure])
+    for_sure = [c for c in range(shape.ci) if c not in (70, 130)]
+    assert not got[9, for_sure].any()
+
+
+BY_CHANNEL = [
+    *(("weight gradient", c) for c in distinct(conv_turned_wgrad.WGRAD_CONFIGS)),
+    *(("weight gradient", c) for c in conv_turned_wgrad.MMA_CONFIGS),
+    ("weight gradient", conv_turned_wgrad.HALF_CONFIG),
+    *(("forward", c) for c in conv_tf32x3.FWD_CONFIGS),
+    *(("input gradient", c) for c in conv_tf32x3.FWD_CONFIGS),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("precision", ["tf32", "fp32"])
+@pytest.mark.parametrize(("which", "config"), BY_CHANNEL, ids=str)
+def test_a_scale_a_channel_by_every_config(which, config, precision, device):
+    """A channel of any scale is as exact as if it were alone."""
+    shape, tf32 = Shape(8, 16, 16, 128, 192), precision == "tf32"
+    data = make_scaled(shape, device)
+    x, weight, _, dy = data
+    if which != "weight gradient":
+        if tf32:
+            pytest.skip("float32 alone")
+    elif config == conv_turned_wgrad.HALF_CONFIG:
+        if not half_wgrad.applies(x, dy, weight, (1, 1)):
+            pytest.skip("another GPU, or a Triton that it was not tried with")
+    elif config.tensor_cores >= 3:
+        if not mma_wgrad.serves(x):
+            pytest.skip("another GPU, or a Triton that it was not tried with")
+        if tf32 and config.tensor_cores == 4:
+            pytest.skip("one product")
+        tile = conv_turned_wgrad._mma_tile(config)
+        if not mma_wgrad.fits(tile, x, "tf32" if tf32 else "ieee"):
+            pytest.skip("three products find no room")
+    elif not tf32 and not fits_float32(config, device):
+        pytest.skip("three products find no room")
+    got = one_pass(which, shape, *data, tf32, config)
+    name = {"forward": "y", "input gradient": "dx", "weight gradient": "dweight"}[which]
+    print(f"{config} {check_each(name, got, shape, data, precision):.3f} of the budget")
 
 
 def test_halves_need_a_hopper_gpu():

@@ -1,8 +1,11 @@
 """float32 operands of a product as float16 numbers: one of each, or two whose sum it is.
 
 A float16 number has the 11 bits of a TF32 number, and two have the 22 of two, but not their range.
-So an operand is first multiplied by a power of two that brings its largest finite number to 2^14.
-Of numbers less than 2^-28 of that one part loses bits, and two of less than 2^-17.
+So each channel is first multiplied by a power of two that brings its largest finite number to 2^14.
+Numbers less than 2^-28 of it lose bits in one part, and in two parts those less than 2^-17.
+
+In a weight gradient, a sum over pixels of one channel of x and one of dy, the powers of two stand
+outside of the sum. So no channel costs another one bits, whatever their scales.
 """
 
 import torch
@@ -12,41 +15,48 @@ from torch import Tensor
 
 from ..dependent_launch import await_inputs, following, overlapping
 
-_PROGRAMS = 528  # that look for the largest number, of each operand
-_BLOCK = 4096
+_CHANNELS = 64  # of a program
+_LOOKING, _CONVERTING = 512, 1056  # programs, if there are pixels enough
+_MOST_SPLITS = 128  # of the pixels of a channel, among those that look
+_PIXELS_LOOKING, _PIXELS_CONVERTING = 128, 64  # of a step
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 
 @triton.jit
 def _largest_kernel(
-    x_ptr,
-    dy_ptr,
-    out_ptr,  # float32 [2, programs]: the largest finite numbers that each has seen, of x and of dy
-    num_x,
-    num_dy,
-    BLOCK: tl.constexpr,
+    x_ptr,  # [M, CI]
+    dy_ptr,  # [M, CO]
+    out_ptr,  # uint8 [chunks of x and of dy, splits, BLOCK_C]: exponents of the largest numbers
+    M,
+    CI,
+    CO,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
     await_inputs()
-    second = tl.program_id(1) == 1
-    ptr = dy_ptr if second else x_ptr
-    num = tl.where(second, num_dy, num_x)
-    largest = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(tl.program_id(0) * BLOCK, num, tl.num_programs(0) * BLOCK):
-        offs = start + tl.arange(0, BLOCK).to(tl.int64)
-        v = tl.abs(tl.load(ptr + offs, mask=offs < num, other=0.0))
+    ptr, num_c, offs_c = _chunk(x_ptr, dy_ptr, CI, CO, BLOCK_C)
+    mask_c = (offs_c < num_c)[None, :]
+    largest = tl.zeros([BLOCK_M, BLOCK_C], dtype=tl.float32)
+    for start in range(tl.program_id(1) * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
+        offs_m = start + tl.arange(0, BLOCK_M)
+        mask = (offs_m < M)[:, None] & mask_c
+        v = tl.abs(tl.load(ptr + (offs_m[:, None] * num_c + offs_c[None, :]), mask, 0.0))
         largest = tl.maximum(largest, tl.where(v < float("inf"), v, 0.0))
-    out_ptr += tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(out_ptr, tl.max(largest, axis=0))
+    exponent = tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23
+    out_ptr += (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * BLOCK_C
+    tl.store(out_ptr + tl.arange(0, BLOCK_C), exponent.to(tl.uint8))
 
 
 @triton.jit
-def _exponent(largest_ptr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the power of two that an operand is multiplied by, from -113 to 126."""
-    offs = tl.arange(0, BLOCK)
-    v = tl.max(tl.load(largest_ptr + offs, mask=offs < PROGRAMS, other=0.0), axis=0)
-    exponent = (v.to(tl.int32, bitcast=True) >> 23) - 127
-    return tl.where(v > 0, tl.minimum(14 - exponent, 126), 0)
+def _chunk(x_ptr, dy_ptr, CI, CO, BLOCK_C: tl.constexpr):
+    """Of this program: the tensor, how many channels that has, and which of them are meant."""
+    chunk = tl.program_id(0)
+    chunks_x = tl.cdiv(CI, BLOCK_C)
+    second = chunk >= chunks_x
+    ptr = dy_ptr if second else x_ptr
+    first = tl.where(second, chunk - chunks_x, chunk) * BLOCK_C
+    return ptr, tl.where(second, CO, CI), first + tl.arange(0, BLOCK_C)
 
 
 @triton.jit
@@ -57,59 +67,75 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _halves_kernel(
-    x_ptr,
-    dy_ptr,
-    x_out_ptr,  # float16 [PARTS, num_x]
-    dy_out_ptr,
-    largest_ptr,  # float32 [2, PROGRAMS]
-    factors_ptr,  # float32 [2]
-    num_x,
-    num_dy,
-    blocks_x,  # of programs
+    x_ptr,  # [M, CI]
+    dy_ptr,  # [M, CO]
+    x_out_ptr,  # float16 [PARTS, M, CI]
+    dy_out_ptr,  # float16 [PARTS, M, CO]
+    largest_ptr,  # of `_largest_kernel`
+    factors_ptr,  # float32 [2, CI + CO]
+    M,
+    CI,
+    CO,
+    splits,
     PARTS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # at least splits
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
     await_inputs()
-    second = tl.program_id(0) >= blocks_x
-    block = tl.program_id(0) - tl.where(second, blocks_x, 0)
-    num = tl.where(second, num_dy, num_x)
-    ptr = dy_ptr if second else x_ptr
+    ptr, num_c, offs_c = _chunk(x_ptr, dy_ptr, CI, CO, BLOCK_C)
+    second = tl.program_id(0) >= tl.cdiv(CI, BLOCK_C)
     out_ptr = dy_out_ptr if second else x_out_ptr
-    offs = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < num
-    v = tl.load(ptr + offs, mask=mask, other=0.0)
-    exponent = _exponent(largest_ptr + tl.where(second, PROGRAMS, 0), PROGRAMS, BLOCK_P)
-    if tl.program_id(0) == 0:
-        both = -exponent - _exponent(largest_ptr + PROGRAMS, PROGRAMS, BLOCK_P)
-        tl.store(factors_ptr, _power_of_two(both // 2))
-        tl.store(factors_ptr + 1, _power_of_two(both - both // 2))
-    v *= _power_of_two(exponent)
-    big = v.to(tl.float16)
-    tl.store(out_ptr + offs, big, mask=mask)
-    if PARTS == 2:
-        tl.store(out_ptr + num + offs, (v - big.to(tl.float32)).to(tl.float16), mask=mask)
+    mask_c = offs_c < num_c
+
+    offs_p = tl.arange(0, BLOCK_P)[:, None]
+    seen_ptrs = largest_ptr + tl.program_id(0) * splits * BLOCK_C + offs_p * BLOCK_C
+    seen = tl.load(seen_ptrs + tl.arange(0, BLOCK_C)[None, :], offs_p < splits, 0).to(tl.int32)
+    exponent = tl.minimum(14 + 127 - tl.max(seen, axis=0), 126)  # at least -113
+    if tl.program_id(1) == 0:
+        factor_ptrs = factors_ptr + tl.where(second, CI, 0) + offs_c
+        half = exponent >> 1
+        tl.store(factor_ptrs, _power_of_two(-half), mask=mask_c)
+        tl.store(factor_ptrs + CI + CO, _power_of_two(half - exponent), mask=mask_c)
+    scale = _power_of_two(exponent)[None, :]
+
+    for start in range(tl.program_id(1) * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
+        offs_m = start + tl.arange(0, BLOCK_M)
+        mask = (offs_m < M)[:, None] & mask_c[None, :]
+        offs = offs_m[:, None] * num_c + offs_c[None, :]
+        v = tl.load(ptr + offs, mask=mask, other=0.0) * scale
+        big = v.to(tl.float16)
+        tl.store(out_ptr + offs, big, mask=mask)
+        if PARTS == 2:
+            tl.store(out_ptr + M * num_c + offs, (v - big.to(tl.float32)).to(tl.float16), mask=mask)
 
 
 def in_halves(
     x: Tensor,  # contiguous float32 [..., CI]
-    dy: Tensor,  # contiguous float32 [..., CO]
+    dy: Tensor,  # contiguous float32 [..., CO], of as many pixels
     parts: int,  # 1 or 2
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """float16 [parts, ..., CI] and [parts, ..., CO], and float32 [2]: two factors by which a
-    product of the two has to be multiplied, one after the other, since their product may be no
-    float32. Where x is infinite or NaN its second part is NaN."""
-    largest = _empty((2, _PROGRAMS), dtype=torch.float32, device=x.device)
-    factors = _empty((2,), dtype=torch.float32, device=x.device)
+    """float16 [parts, ..., CI] and [parts, ..., CO], and float32 [2, CI + CO]: two factors a
+    channel. A product of two channels has to be multiplied by both first factors, whose product is
+    a float32, and then by both second ones. Where x is infinite or NaN its second part is NaN."""
+    (ci, co), m = (t.shape[-1] for t in (x, dy)), x[..., 0].numel()
+    chunks = triton.cdiv(ci, _CHANNELS) + triton.cdiv(co, _CHANNELS)
+    splits = _programs(m, _PIXELS_LOOKING, min(_LOOKING // chunks, _MOST_SPLITS))
+    largest = _empty((chunks, splits, _CHANNELS), dtype=torch.uint8, device=x.device)
+    factors = _empty((2, ci + co), dtype=torch.float32, device=x.device)
     halves = [_empty((parts, *t.shape), dtype=torch.float16, device=x.device) for t in (x, dy)]
-    _largest_kernel[(_PROGRAMS, 2)](
-        x, dy, largest, x.numel(), dy.numel(), BLOCK=_BLOCK, **overlapping(x.device)
-    )
-    blocks_x, blocks_dy = (triton.cdiv(t.numel(), _BLOCK) for t in (x, dy))
-    _halves_kernel[(blocks_x + blocks_dy,)](
-        x, dy, *halves, largest, factors, x.numel(), dy.numel(), blocks_x, PARTS=parts,
-        PROGRAMS=_PROGRAMS, BLOCK_P=triton.next_power_of_2(_PROGRAMS), BLOCK=_BLOCK,
+    _largest_kernel[(chunks, splits)](
+        x, dy, largest, m, ci, co, BLOCK_M=_PIXELS_LOOKING, BLOCK_C=_CHANNELS, num_warps=8,
+        **overlapping(x.device),
+    )  # fmt: skip
+    _halves_kernel[(chunks, _programs(m, _PIXELS_CONVERTING, _CONVERTING // chunks))](
+        x, dy, *halves, largest, factors, m, ci, co, splits, PARTS=parts,
+        BLOCK_P=triton.next_power_of_2(splits), BLOCK_M=_PIXELS_CONVERTING, BLOCK_C=_CHANNELS,
         **following(x.device),
     )  # fmt: skip
     return *halves, factors
+
+
+def _programs(pixels: int, step: int, most: int) -> int:
+    """That share the pixels of a channel."""
+    return max(min(triton.cdiv(pixels, step), most), 1)
