@@ -300,7 +300,7 @@ _LARGEST = {
         "out_ptr": "*u8",
         **dict.fromkeys(("M", "CI", "CO"), "i32"),
     },
-    "constexprs": {"BLOCK_M": 128, "BLOCK_C": 64},
+    "constexprs": {"BLOCK_M": 64, "BLOCK_C": 64},
     "options": {"num_warps": 8},
     "multiples": ("M", "CI", "CO"),
     "expect": {"tma": False, "arches": (90,)},

@@ -1,10 +1,10 @@
 """float32 operands of a product as float16 numbers: one of each, or two whose sum it is.
 
 A float16 number has the 11 bits of a TF32 number, and two have the 22 of two, but not their range.
-So each channel is first multiplied by a power of two that brings its largest finite number to 2^14.
-Numbers less than 2^-28 of it lose bits in one part, and in two parts those less than 2^-17.
+So each channel is first multiplied by a power of four that brings its largest finite number to 2^14
+or more, below 2^16. Of those less than 2^-28 of it one part loses bits, and two of less than 2^-17.
 
-In a weight gradient, a sum over pixels of one channel of x and one of dy, the powers of two stand
+In a weight gradient, a sum over pixels of one channel of x and one of dy, these powers stand
 outside of the sum. So no channel costs another one bits, whatever their scales.
 """
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from ..dependent_launch import await_inputs, following, overlapping
 
 _CHANNELS = 64  # of a program
-_LOOKING, _CONVERTING = 512, 1056  # programs, if there are pixels enough
+_LOOKING, _CONVERTING = 512, 1024  # programs, if there are pixels enough
 _MOST_SPLITS = 128  # of the pixels of a channel, among those that look
-_PIXELS_LOOKING, _PIXELS_CONVERTING = 128, 64  # of a step
+_PIXELS_LOOKING, _PIXELS_CONVERTING = 64, 64  # of a step
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -36,14 +36,16 @@ def _largest_kernel(
 ):
     await_inputs()
     ptr, num_c, offs_c = _chunk(x_ptr, dy_ptr, CI, CO, BLOCK_C)
-    mask_c = (offs_c < num_c)[None, :]
+    first, step = tl.program_id(1) * BLOCK_M, tl.num_programs(1) * BLOCK_M
     largest = tl.zeros([BLOCK_M, BLOCK_C], dtype=tl.float32)
-    for start in range(tl.program_id(1) * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
-        offs_m = start + tl.arange(0, BLOCK_M)
-        mask = (offs_m < M)[:, None] & mask_c
-        v = tl.abs(tl.load(ptr + (offs_m[:, None] * num_c + offs_c[None, :]), mask, 0.0))
+    v = _load(ptr, first, M, num_c, offs_c, BLOCK_M)
+    for start in range(first, M, step):
+        after = _load(ptr, start + step, M, num_c, offs_c, BLOCK_M)
+        v = tl.abs(v)
         largest = tl.maximum(largest, tl.where(v < float("inf"), v, 0.0))
-    exponent = tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23
+        v = after
+    # the next exponent, from 2 - 2^-9 on: that may be rounded to a float16 number that is infinite
+    exponent = (tl.max(largest, axis=0).to(tl.int32, bitcast=True) + 0x4000) >> 23
     out_ptr += (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * BLOCK_C
     tl.store(out_ptr + tl.arange(0, BLOCK_C), exponent.to(tl.uint8))
 
@@ -60,6 +62,14 @@ def _chunk(x_ptr, dy_ptr, CI, CO, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
+def _load(ptr, start, M, num_c, offs_c, BLOCK_M: tl.constexpr):
+    """Pixels from `start` on, those behind the last one as zeros."""
+    offs_m = start + tl.arange(0, BLOCK_M)
+    mask = (offs_m < M)[:, None] & (offs_c < num_c)[None, :]
+    return tl.load(ptr + (offs_m[:, None] * num_c + offs_c[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
 def _power_of_two(exponent):
     """Of exponents from -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
@@ -72,7 +82,7 @@ def _halves_kernel(
     x_out_ptr,  # float16 [PARTS, M, CI]
     dy_out_ptr,  # float16 [PARTS, M, CO]
     largest_ptr,  # of `_largest_kernel`
-    factors_ptr,  # float32 [2, CI + CO]
+    factors_ptr,  # float32 [CI + CO]
     M,
     CI,
     CO,
@@ -87,27 +97,29 @@ def _halves_kernel(
     second = tl.program_id(0) >= tl.cdiv(CI, BLOCK_C)
     out_ptr = dy_out_ptr if second else x_out_ptr
     mask_c = offs_c < num_c
+    first, step = tl.program_id(1) * BLOCK_M, tl.num_programs(1) * BLOCK_M
+    v = _load(ptr, first, M, num_c, offs_c, BLOCK_M)
 
     offs_p = tl.arange(0, BLOCK_P)[:, None]
     seen_ptrs = largest_ptr + tl.program_id(0) * splits * BLOCK_C + offs_p * BLOCK_C
     seen = tl.load(seen_ptrs + tl.arange(0, BLOCK_C)[None, :], offs_p < splits, 0).to(tl.int32)
-    exponent = tl.minimum(14 + 127 - tl.max(seen, axis=0), 126)  # at least -113
+    half = tl.minimum((15 + 127 - tl.max(seen, axis=0)) >> 1, 63)  # at least -57
     if tl.program_id(1) == 0:
         factor_ptrs = factors_ptr + tl.where(second, CI, 0) + offs_c
-        half = exponent >> 1
         tl.store(factor_ptrs, _power_of_two(-half), mask=mask_c)
-        tl.store(factor_ptrs + CI + CO, _power_of_two(half - exponent), mask=mask_c)
-    scale = _power_of_two(exponent)[None, :]
+    scale = _power_of_two(2 * half)[None, :]
 
-    for start in range(tl.program_id(1) * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
+    for start in range(first, M, step):
+        after = _load(ptr, start + step, M, num_c, offs_c, BLOCK_M)
         offs_m = start + tl.arange(0, BLOCK_M)
         mask = (offs_m < M)[:, None] & mask_c[None, :]
         offs = offs_m[:, None] * num_c + offs_c[None, :]
-        v = tl.load(ptr + offs, mask=mask, other=0.0) * scale
+        v *= scale
         big = v.to(tl.float16)
         tl.store(out_ptr + offs, big, mask=mask)
         if PARTS == 2:
             tl.store(out_ptr + M * num_c + offs, (v - big.to(tl.float32)).to(tl.float16), mask=mask)
+        v = after
 
 
 def in_halves(
@@ -115,14 +127,14 @@ def in_halves(
     dy: Tensor,  # contiguous float32 [..., CO], of as many pixels
     parts: int,  # 1 or 2
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """float16 [parts, ..., CI] and [parts, ..., CO], and float32 [2, CI + CO]: two factors a
-    channel. A product of two channels has to be multiplied by both first factors, whose product is
-    a float32, and then by both second ones. Where x is infinite or NaN its second part is NaN."""
+    """float16 [parts, ..., CI] and [parts, ..., CO], and float32 [CI + CO], a factor a channel. A
+    product of two channels has to be multiplied twice by the product of their factors, which is a
+    float32; its square may be none. Where x is infinite or NaN its second part is NaN."""
     (ci, co), m = (t.shape[-1] for t in (x, dy)), x[..., 0].numel()
     chunks = triton.cdiv(ci, _CHANNELS) + triton.cdiv(co, _CHANNELS)
     splits = _programs(m, _PIXELS_LOOKING, min(_LOOKING // chunks, _MOST_SPLITS))
     largest = _empty((chunks, splits, _CHANNELS), dtype=torch.uint8, device=x.device)
-    factors = _empty((2, ci + co), dtype=torch.float32, device=x.device)
+    factors = _empty((ci + co,), dtype=torch.float32, device=x.device)
     halves = [_empty((parts, *t.shape), dtype=torch.float16, device=x.device) for t in (x, dy)]
     _largest_kernel[(chunks, splits)](
         x, dy, largest, m, ci, co, BLOCK_M=_PIXELS_LOOKING, BLOCK_C=_CHANNELS, num_warps=8,
@@ -137,5 +149,6 @@ def in_halves(
 
 
 def _programs(pixels: int, step: int, most: int) -> int:
-    """That share the pixels of a channel."""
-    return max(min(triton.cdiv(pixels, step), most), 1)
+    """That share the pixels of a channel: so many that all have the same number of steps."""
+    steps = max(triton.cdiv(pixels, step), 1)
+    return triton.cdiv(steps, triton.cdiv(steps, max(most, 1)))

@@ -125,7 +125,7 @@ def _gradients(dy_bufs, part, k, LAYOUT: gl.constexpr, STEP: gl.constexpr):
 
 @gluon.jit
 def _accumulate(
-    part_ptr, x_factors_ptr, dy_factors_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, CO,
+    part_ptr, x_factors_ptr, dy_factors_ptr, x_bufs, dy_bufs, full, empty, first, last, CI,
     PARTS: gl.constexpr, R: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -156,18 +156,12 @@ def _accumulate(
         give_back(empty, tile - first, STAGES)
     offs_co = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     offs_ci = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    for i in gl.static_range(2):
-        of_x = gl.load(x_factors_ptr + i * (CI + CO) + offs_ci)
-        of_dy = gl.load(dy_factors_ptr + i * (CI + CO) + offs_co)
-        factor = of_dy[:, None] * of_x[None, :]
-        acc0 *= factor
-        acc1 *= factor
-        acc2 *= factor
+    factor = gl.load(dy_factors_ptr + offs_co)[:, None] * gl.load(x_factors_ptr + offs_ci)[None, :]
     to = part_ptr + (R * 3 * CI + offs_co * 9 * CI)[:, None] + offs_ci[None, :]
     dtype: gl.constexpr = part_ptr.dtype.element_ty
-    gl.store(to, acc0.to(dtype))
-    gl.store(to + CI, acc1.to(dtype))
-    gl.store(to + 2 * CI, acc2.to(dtype))
+    gl.store(to, (acc0 * factor * factor).to(dtype))
+    gl.store(to + CI, (acc1 * factor * factor).to(dtype))
+    gl.store(to + 2 * CI, (acc2 * factor * factor).to(dtype))
 
 
 @gluon.jit(do_not_specialize=["tiles"])
@@ -177,7 +171,7 @@ def conv_half_wgrad_kernel(
     dy_desc,  # float16 [N, H, W, CO] in boxes of 128 pixels, or in that order too
     dy_small_desc,
     part_ptr,  # [splits, CO, 9, CI]
-    factors_ptr,  # float32 [2, CI + CO], of the sums
+    factors_ptr,  # float32 [CI + CO], twice of a sum
     CI,
     CO,
     tiles,  # of 128 pixels
@@ -221,7 +215,7 @@ def conv_half_wgrad_kernel(
                 _accumulate,
                 (
                     part_ptr, factors_ptr + ci0, factors_ptr + CI + co0, x_bufs, dy_bufs, full,
-                    empty, first, last, CI, CO, PARTS, row, W, IMAGES, STAGES,
+                    empty, first, last, CI, PARTS, row, W, IMAGES, STAGES,
                 ),
             )
             for row in (-1, 0, 1, 2)
