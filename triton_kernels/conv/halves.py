@@ -63,10 +63,12 @@ def _chunk(x_ptr, dy_ptr, CI, CO, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def _load(ptr, start, M, num_c, offs_c, BLOCK_M: tl.constexpr):
-    """Pixels from `start` on, those behind the last one as zeros."""
+    """Pixels from `start` on, as zeros where there are none. From the cache that multiprocessors
+    share, so that it may be asked before `await_inputs`."""
     offs_m = start + tl.arange(0, BLOCK_M)
-    mask = (offs_m < M)[:, None] & (offs_c < num_c)[None, :]
-    return tl.load(ptr + (offs_m[:, None] * num_c + offs_c[None, :]), mask=mask, other=0.0)
+    mask = ((offs_m >= 0) & (offs_m < M))[:, None] & (offs_c < num_c)[None, :]
+    ptrs = ptr + (offs_m[:, None] * num_c + offs_c[None, :])
+    return tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -92,13 +94,16 @@ def _halves_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    await_inputs()
     ptr, num_c, offs_c = _chunk(x_ptr, dy_ptr, CI, CO, BLOCK_C)
     second = tl.program_id(0) >= tl.cdiv(CI, BLOCK_C)
     out_ptr = dy_out_ptr if second else x_out_ptr
     mask_c = offs_c < num_c
     first, step = tl.program_id(1) * BLOCK_M, tl.num_programs(1) * BLOCK_M
-    v = _load(ptr, first, M, num_c, offs_c, BLOCK_M)
+    # the last pixels first: they may be in the cache still. They were there before the kernel in
+    # front of this one, which has waited for whoever wrote them
+    last = (tl.cdiv(M, BLOCK_M) - 1) * BLOCK_M
+    v = _load(ptr, last - first, M, num_c, offs_c, BLOCK_M)
+    await_inputs()
 
     offs_p = tl.arange(0, BLOCK_P)[:, None]
     seen_ptrs = largest_ptr + tl.program_id(0) * splits * BLOCK_C + offs_p * BLOCK_C
@@ -110,8 +115,8 @@ def _halves_kernel(
     scale = _power_of_two(2 * half)[None, :]
 
     for start in range(first, M, step):
-        after = _load(ptr, start + step, M, num_c, offs_c, BLOCK_M)
-        offs_m = start + tl.arange(0, BLOCK_M)
+        after = _load(ptr, last - start - step, M, num_c, offs_c, BLOCK_M)
+        offs_m = last - start + tl.arange(0, BLOCK_M)
         mask = (offs_m < M)[:, None] & mask_c[None, :]
         offs = offs_m[:, None] * num_c + offs_c[None, :]
         v *= scale
