@@ -80,6 +80,11 @@ def test_what_is_not_installed_is_said(monkeypatch):
     assert providers.absent("conv2d") == []
 
 
+# in the interpreter; a kernel that is compiled would read the CPU's memory
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@interpreted
 @pytest.mark.parametrize("case", TINY, ids=lambda c: f"{c.op} {c.shape}")
 def test_every_provider_agrees_with_the_reference(case):
     """All but the compiler, which would take minutes; on a GPU a run checks that as well."""
@@ -99,6 +104,7 @@ def test_every_provider_agrees_with_the_reference(case):
         assert all(torch.equal(inputs[k], x) for k, x in before.items())
 
 
+@interpreted
 def test_half_precision_gets_a_budget_of_its_own():
     for experiment in experiments(TINY[0], 1, "fp16"):
         inputs = experiment.inputs(CPU)

@@ -10,6 +10,7 @@ from triton_kernels.fused import ops as fused_ops
 from triton_kernels.fused.conv_split import SplitConv
 
 RNG = torch.zeros(2, dtype=torch.int64)
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 @pytest.mark.parametrize(
@@ -112,6 +113,7 @@ def test_a_timeline():
     assert profile.timeline([]) == ""
 
 
+@interpreted
 def test_work_of_sampling():
     """A convolution in parts counts as their sum; of ops made of others the outer one is noted."""
     x, weight = torch.zeros(2, 4, 4, 8).half(), torch.zeros(16, 8, 3, 3).half()
@@ -130,6 +132,7 @@ def test_work_of_sampling():
     assert [(call.family, call.bytes) for call in calls] == [("resample", 4 * 8 * 5)]
 
 
+@interpreted
 def test_work_is_noted_where_the_plan_does_it():
     """A convolution with a shortcut, its gradients, an update, and a batch out of a data set."""
     x, y, weight = (torch.zeros(*shape) for shape in ((2, 4, 4, 8), (2, 4, 4, 16), (16, 8, 3, 3)))
