@@ -29,6 +29,7 @@ _FAMILIES = {
         "conv_norm",
         "linear_norm_few",
         "norm_conv",
+        "norm_conv_of_two",
         "norm_linear_few",
         "conv_split",
         "conv_down",
@@ -170,7 +171,7 @@ def _flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
         y = args[0] if name == "conv_split" else next(_tensors(result))
         pixels = y.shape[:3].numel()
         extra = sum(weight.numel() for _, weight in kwargs.get("extra", ()))
-        weight = args[7 if name == "norm_conv" else 1]
+        weight = args[{"norm_conv": 7, "norm_conv_of_two": 8}.get(name, 1)]
         return 2 * pixels * (weight.numel() + extra)
     if name in (*_FAMILIES["conv dgrad"], "skip_dx", "skip_backward"):
         return 2 * args[0].shape[:3].numel() * args[1].numel()

@@ -194,8 +194,8 @@ class FusedResBlock:
         filters = None
         if x.x is None:
             filters = self._upsampled_filters(features)
-            corners = {"corners": True} if filters is not None and not self.plan.trains else {}
-            a1, (table1, second), large = self.norm1.apply_upsampled(features, "silu", **corners)
+            few = self._few_writes(features) if filters is not None else {}
+            a1, (table1, second), large = self.norm1.apply_upsampled(features, "silu", **few)
             x = replace(x, x=large)
         else:
             a1, table1 = self.norm1.apply(features, "silu")
@@ -306,6 +306,15 @@ class FusedResBlock:
         if self.skip is None:
             return None
         return self.conv1.upsampled_filters(small, (small.shape[3], other.shape[3]))
+
+    def _few_writes(self, features: tuple[Feature, ...]) -> dict[str, bool]:
+        """What of the upsampled tensor its norm need not write, where no gradient wants it."""
+        if self.plan.trains:
+            return {}
+        small, other = features[0].source, features[1].x
+        channels = small.shape[3], other.shape[3]
+        late = self.kernels.serves_small_terms(small, channels, len(self.conv2.bias))
+        return {"corners": True, "keep": not late}
 
     def _first(self, xs: tuple[Tensor, ...], table: Tensor) -> Tensor:
         """What the first convolution reads."""

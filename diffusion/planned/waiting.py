@@ -11,7 +11,8 @@ one before, so time goes with their number and with how many multiprocessors eac
     conv, norm of few pixels      -> of more images one launch, `conv_norm`
     conv to q, k, v; attention    -> of few positions one launch, `qkv_attention`
     norm, conv to q, k, v         -> of more positions one launch, `norm_linear_few`
-    norm, conv of large images    -> one launch, `norm_conv`, where there is such a kernel
+    norm, conv of large images    -> one launch, `norm_conv` or `norm_conv_of_two`, where there is
+                                     such a kernel; what is upsampled beside it is so there, too
     upsample, apply               -> one launch, `apply_upsampled`
     avg_pool, norm of few pixels  -> one launch, `norm_whole`
     avg_pool, its partials        -> one launch, `avg_pool_partials`
@@ -29,6 +30,7 @@ from triton_kernels.fused.conv_split import SplitConv
 
 from .later import (
     Activated,
+    ActivatedTwo,
     InParts,
     Normed,
     NormNext,
@@ -92,13 +94,13 @@ class WaitingKernels:
         stats: bool = False,
         **options,  # of convolutions that are not cut into parts
     ) -> tuple["Tensor | InParts | NormNext | Projection", Tensor | Unmeasured | None]:
-        extra = [(tensor_of(other), w) for other, w in extra]
         residual = tensor_of(residual)
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
-        if isinstance(x, Activated):
+        if isinstance(x, Activated | ActivatedTwo):
             y = x.convolved(weight, bias, stats, terms, options)
             if y is not None:
                 return y
+        terms["extra"] = extra = [(tensor_of(other), w) for other, w in extra]
         if weight.shape[2:] == (1, 1) and not stats:  # queries, keys and values
             assert residual is None and emb is None and not extra and not options
             x = x if isinstance(x, Normed) else tensor_of(x)
@@ -225,11 +227,12 @@ class WaitingKernels:
         return not unsummed(small) and serves(tensor_of(small), channels, co, *rest)
 
     def norm_apply_upsampled(
-        self, x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, *, corners=False
-    ) -> tuple[Tensor, tuple[Table, None], Tensor | Upsampled]:
+        self, x1, x2, partials, pixels, num_groups, weight, bias, eps, activation,
+        *, corners=False, keep=True,
+    ) -> tuple[Tensor, tuple[Table, None], Tensor | Upsampled]:  # fmt: skip
         large = self.upsample(x1)
         table = Table(partials, pixels, num_groups, (weight, bias, eps), {})
-        a = self.apply(large, x2, table, activation, corners=corners)
+        a = self.apply(large, x2, table, activation, corners=corners, keep=keep)
         return a, (table, None), large  # the second is for gradients
 
     def tensor_partials(self, x: Tensor, programs: int) -> Tensor | Unmeasured:
@@ -237,7 +240,15 @@ class WaitingKernels:
         return pooled[1] if pooled is not None and pooled[0] is x else Unmeasured(x)
 
     def apply(
-        self, x1, x2, table: Table, activation: str, *, corners: bool = False, **options
+        self,
+        x1,
+        x2,
+        table: Table,
+        activation: str,
+        *,
+        corners: bool = False,
+        keep: bool = True,
+        **options,
     ) -> Tensor:
         options = {k: v for k, v in options.items() if v is not None}
         x2 = tensor_of(x2)
@@ -294,13 +305,17 @@ class WaitingKernels:
             norm = (table.num_groups, *table.arguments, activation)
             sums = partials[0], table.pixels[0]
             return Activated(self.kernels, tensor_of(x1), *sums, norm, table.film)
+        if x2 is not None and not options and not isinstance(x1, Upsampled):
+            norm = (table.num_groups, *table.arguments, activation)
+            sums = partials, tuple(table.pixels)
+            return ActivatedTwo(self.kernels, tensor_of(x1), x2, *sums, norm, table.film)
         source = x1.source if small_one else tensor_of(x1)
         # nothing comes between these two launches
         coefficients = self.kernels.norm_table(*sums, **table.film)
         options["early"] = True
         if small_one:
             a, x1.large = self.kernels.apply_upsampled(
-                source, x2, coefficients, activation, corners=corners, **options
+                source, x2, coefficients, activation, corners=corners, keep=keep, **options
             )
             return a
         return self.kernels.apply(source, x2, coefficients, activation, **options)

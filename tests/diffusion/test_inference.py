@@ -35,7 +35,7 @@ CALLS = (
     "resample_parts",
     "sum_parts",
 )
-LARGE = ("apply_upsampled", "avg_pool_partials", "norm_conv")
+LARGE = ("apply_upsampled", "avg_pool_partials", "norm_conv", "norm_conv_of_two")
 
 
 @pytest.fixture

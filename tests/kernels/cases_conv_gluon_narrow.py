@@ -13,7 +13,7 @@ def _out(width: int, channels: int = 64, norm: bool = False) -> dict:
     of_norm = dict.fromkeys(("sums_ptr", "norm_weight_ptr", "norm_bias_ptr"), "*fp32")
     of_norm |= {"eps": "fp32"}
     absent = ["scale_ptr", "shift_ptr", "stride_scale", "stride_shift"]
-    absent += [] if norm else list(of_norm)
+    absent += [] if norm else [*of_norm, "x_ptr"]
     return {
         "name": f"out_{width}_of_{channels}" + ("_norm" if norm else ""),
         "kernel": "triton_kernels.conv.gluon.narrow_out:conv_narrow_out_kernel",
@@ -22,7 +22,7 @@ def _out(width: int, channels: int = 64, norm: bool = False) -> dict:
             "w_desc": _rows(1, 16, 64),
             "y_ptr": "*bf16",
             "bias_ptr": "*fp32",
-            **(of_norm if norm else {}),
+            **(of_norm | {"x_ptr": "*bf16"} if norm else {}),
             **dict.fromkeys(numbers, "i32"),
         },
         "constexprs": {
@@ -36,7 +36,10 @@ def _out(width: int, channels: int = 64, norm: bool = False) -> dict:
             "OVERLAP": width == 64,
             "num_warps": 4,
         },
-        "options": {"num_warps": 4, "maxnreg": 80 if width * channels == 4096 else 168},
+        "options": {
+            "num_warps": 4,
+            "maxnreg": 64 if norm else 80 if width * channels == 4096 else 168,
+        },
         # of the norm once an image
         "expect": {"wgmma": True, "tma": True, "arches": (90,), "spills": 160 if norm else 0},
     }

@@ -56,12 +56,16 @@ COMPILE_CASES = [
         "multiples": ("C", "pixels"),
         "options": {"num_warps": 1},
     },
-    _APPLY | {"name": "apply", "constexprs": _APPLY_TILE | {"EARLY": False, "large_ptr": None}},
+    _APPLY
+    | {
+        "name": "apply",
+        "constexprs": _APPLY_TILE | {"EARLY": False, "UPSAMPLED": False, "large_ptr": None},
+    },
     _APPLY
     | {
         "name": "apply, upsampled, pixels before the table",
         "signature": _APPLY["signature"] | {"large_ptr": "*bf16"},
-        "constexprs": _APPLY_TILE | {"EARLY": True},
+        "constexprs": _APPLY_TILE | {"EARLY": True, "UPSAMPLED": True},
     },
     {
         "name": "avg_pool_partials",

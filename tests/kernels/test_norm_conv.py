@@ -3,13 +3,19 @@
 import pytest
 import torch
 
+from triton_kernels import reference
 from triton_kernels.conv.gluon import rows as gluon_rows
 from triton_kernels.conv.tma import Config
 from triton_kernels.dependent_launch import dependent_launches
 from triton_kernels.fused import norm_conv as norm_conv_module
 from triton_kernels.fused import norm_tables
 from triton_kernels.fused import reference as fused_reference
-from triton_kernels.fused.norm_conv import norm_conv, serves_norm_conv
+from triton_kernels.fused.norm_conv import (
+    norm_conv,
+    norm_conv_of_two,
+    serves_norm_conv,
+    serves_norm_conv_of_two,
+)
 
 from .poison import poison_outputs
 from .test_conv_fused import Shape, check_stats, extra_case, forward_case, randn, relative
@@ -25,11 +31,12 @@ SHAPES = {
     "images of several programs": Shape(3, 64, 64, 64, 128),
     "many tiles": Shape(22, 64, 64, 64, 64),
 }
-TERMS = {  # with a residual, channels of 1x1 convolutions
-    "alone": (False, ()),
-    "residual": (True, ()),
-    "1x1": (False, (128, 64)),
-    "few 1x1": (False, (64,)),
+TERMS = {  # with a residual, channels of 1x1 convolutions, whether the first is upsampled
+    "alone": (False, (), False),
+    "residual": (True, (), False),
+    "1x1": (False, (128, 64), False),
+    "few 1x1": (False, (64,), False),
+    "upsampled 1x1": (False, (128, 64), True),
 }
 
 
@@ -38,13 +45,30 @@ CASES = [
     ("two tiles", "residual"),
     ("two tiles", "1x1"),
     ("images of several programs", "alone"),
+    ("images of several programs", "upsampled 1x1"),
     *(("many tiles", terms) for terms in TERMS),
 ]
+
+
+FORMS = {  # makers, a table
+    "between": (0, False),
+    "between, table": (0, True),
+    "one": (1, False),
+    "one, table": (1, True),
+    "two": (2, False),
+    "two, table": (2, True),
+}
 
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     poison_outputs(monkeypatch, norm_conv_module, norm_tables)
+
+
+def use_form(monkeypatch, form):
+    """Let everything be made in that one."""
+    forms = dict.fromkeys(norm_conv_module._FORMS, (norm_conv_module._Form(*FORMS[form]),) * 2)
+    monkeypatch.setattr(norm_conv_module, "_FORMS", forms)
 
 
 def sums_of(x, groups, tiles=16):
@@ -57,7 +81,7 @@ def sums_of(x, groups, tiles=16):
 
 def check(shape, terms, config, dtype=torch.bfloat16, activation="silu", groups=32, film=False):
     device = torch.device("cuda")
-    with_residual, channels = TERMS[terms]
+    with_residual, channels, upsampled = TERMS[terms]
     x, weight, bias, emb, residual = forward_case(shape, dtype, device)
     x = x * 2 + 1
     given = {"emb": emb}
@@ -66,6 +90,11 @@ def check(shape, terms, config, dtype=torch.bfloat16, activation="silu", groups=
     if channels:
         given["extra"] = extra_case(shape, *(*channels, 64)[:2], dtype, device)[: len(channels)]
         given["extra_bias"] = randn(shape.co, seed=11, device=device)
+    exactly = dict(given)
+    if upsampled:
+        (first, w1x1), *rest = given["extra"]
+        given["extra"] = [(first[:, ::2, ::2].contiguous(), w1x1), *rest]
+        exactly["extra"] = [(reference.upsample_nearest2d(given["extra"][0][0]), w1x1), *rest]
     partials, *norm = sums_of(x, groups, 32 if shape.n < 10 else 16)
     affine = {}
     if film:
@@ -80,8 +109,8 @@ def check(shape, terms, config, dtype=torch.bfloat16, activation="silu", groups=
         )
 
     def convolved(a):
-        doubles = {k: v.double() for k, v in given.items() if k != "extra"}
-        doubles["extra"] = [(t.double(), w.double()) for t, w in given.get("extra", ())]
+        doubles = {k: v.double() for k, v in exactly.items() if k != "extra"}
+        doubles["extra"] = [(t.double(), w.double()) for t, w in exactly.get("extra", ())]
         return fused_reference.conv_forward(a, weight.double(), bias.double(), **doubles)[0]
 
     a = fused_reference.apply(x.double(), None, table.double(), activation)
@@ -95,6 +124,12 @@ def check(shape, terms, config, dtype=torch.bfloat16, activation="silu", groups=
 class TestGpu:
     pytestmark = gpu
 
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("terms", TERMS)
+    def test_whoever_makes_rows(self, terms, form, monkeypatch):
+        use_form(monkeypatch, form)
+        repeatedly(lambda: check(SHAPES["many tiles"], terms, TWO))
+
     @pytest.mark.parametrize("config", [TWO, FOUR], ids=["two rows", "four rows"])
     @pytest.mark.parametrize(("name", "terms"), CASES)
     def test_it(self, name, terms, config):
@@ -102,8 +137,48 @@ class TestGpu:
             pytest.skip("tiles of four rows leave no room for 1x1 convolutions")
         repeatedly(lambda: check(SHAPES[name], terms, config))
 
+    @pytest.mark.parametrize("form", ["two", "two, table"])
+    @pytest.mark.parametrize(
+        ("n", "h", "dtype", "activation"),
+        [
+            (3, 64, torch.bfloat16, "silu"),
+            (150, 2, torch.bfloat16, "silu"),
+            (7, 8, torch.float16, "gelu"),
+            (37, 64, torch.bfloat16, "silu"),
+        ],
+    )
+    def test_two_tensors(self, n, h, dtype, activation, form, monkeypatch):
+        use_form(monkeypatch, form)
+        device = torch.device("cuda")
+        x, weight, bias, emb, _ = forward_case(Shape(n, h, 64, 128, 64), dtype, device)
+        xs = tuple((2 * half + 1).contiguous() for half in x.split(64, 3))
+        tiles = zip(xs, (16, 32), strict=True)
+        parts = tuple(norm_tables.tensor_partials(half, n * k) for half, k in tiles)
+        given = parts, 32, *sums_of(torch.cat(xs, 3), 32)[2:]
+        assert serves_norm_conv_of_two(*xs, weight, *given[:2])
+        assert not serves_norm_conv_of_two(x, x, weight, *given[:2])
+        table = norm_tables.norm_table(given[0], (h * 64,) * 2, *given[1:])
+        a = fused_reference.apply(*(half.double() for half in xs), table.double(), activation)
+        exact, low = (
+            fused_reference.conv_forward(
+                t.double(), weight.double(), bias.double(), emb=emb.double()
+            )[0]
+            for t in (a, a.to(dtype))
+        )
+
+        def run():
+            with dependent_launches():
+                y, sums = norm_conv_of_two(*xs, *given, activation, weight, bias, emb=emb)
+            assert relative(y, exact) <= 1.1 * relative(low.to(dtype), exact)
+            check_stats(y, sums)
+            return y, sums
+
+        repeatedly(run)
+
+    @pytest.mark.parametrize("form", ["between", "one"])
     @pytest.mark.parametrize("n, h", [(20, 5), (150, 6), (33, 64)])
-    def test_few_channels_of_the_result(self, n, h):
+    def test_few_channels_of_the_result(self, n, h, form, monkeypatch):
+        use_form(monkeypatch, form)
         device, dtype = torch.device("cuda"), torch.bfloat16
         shape = Shape(n, h, 64, 64, 6)
         x, weight, bias, _, _ = forward_case(shape, dtype, device)

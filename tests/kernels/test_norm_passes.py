@@ -148,6 +148,8 @@ def _check_upsampled(n, h, w, c1, c2, dtype, device):
     few, again = norm_passes.apply_upsampled(x1, x2, table, "silu", corners=True)
     assert torch.equal(few[:, ::2, ::2], a[:, ::2, ::2]) and torch.equal(again, large)
     assert torch.equal(few[..., c1:], a[..., c1:])
+    again, nothing = norm_passes.apply_upsampled(x1, x2, table, "silu", keep=False)
+    assert torch.equal(again, a) and nothing is None
     rounding = torch.finfo(dtype).eps / 2 + 2e-6
     assert_near(
         "a",

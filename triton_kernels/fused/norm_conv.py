@@ -5,25 +5,50 @@
 
 For what wants y alone: act(z) is nowhere in memory afterwards, which spares a pass that reads and
 writes as much as the convolution does, and the launch of its table. The kernels are those that
-fetch each pixel once, `conv.gluon.resident` and `conv.gluon.narrow_out`. Their warpgroups make
-act(z) of the rows of pixels that are new to them in shared memory, while another one multiplies.
+fetch each pixel once, `conv.gluon.resident`, `resident_two` and `narrow_out`. Warpgroups make
+act(z) of rows of pixels in shared memory while others multiply; or those that multiply do, between
+two tiles, of the rows that are new to them (`_FORMS`).
+
+Tensors of which 1x1 convolutions are added may be half as large in both directions: these are
+upsampled on the way.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..activations import check_activation
+from ..activations import check_activation, rounded_grad
 from ..conv.gluon import narrow as gluon_narrow
 from ..conv.gluon import rows as gluon_rows
 from ..conv.gluon.operands import Norm, Operands
 from ..conv.tma import Config
 from ..tuning import choose, same
-from .norm_tables import check_partials_of
+from .norm_tables import check_partials_of, norm_table
 
 _TILES = (gluon_rows.RESIDENT_TILE, gluon_rows.RESIDENT_TILE_OF_4)
 _LEAST_TILES, _MOST_TILES = 4, 64  # of an image, whose sums a warp loads at once
+
+_FOUR_ROWS = gluon_rows.RESIDENT_TILE_OF_4[1]
+_LARGE = 2**17  # pixels of all images
+
+
+class _Form(NamedTuple):
+    """How act(norm(x)) is made."""
+
+    makers: int  # warpgroups that do nothing else; 0: those that multiply do it
+    table: bool = False  # the norm's table is of a launch in front
+
+
+# By what is added, for few pixels and for many, as was fastest of 16 images of 64x64, and of 64
+_FORMS = {
+    "nothing": (_Form(1), _Form(0, table=True)),
+    "residual": (_Form(1), _Form(2, table=True)),
+    "1x1": (_Form(1), _Form(0, table=True)),
+    "head": (_Form(1), _Form(1)),
+    "two": (_Form(2), _Form(2, table=True)),
+}
 
 _empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
 
@@ -38,9 +63,7 @@ def serves_norm_conv(
 ) -> bool:
     """Whether `norm_conv` can do it, of x [N, H, W, CI], filters [CO, CI, R, S], the tensors of
     which 1x1 convolutions are added, partials of x, and so many channels of y."""
-    k = partials.shape[1]
-    fits = _LEAST_TILES <= k <= _MOST_TILES and k & (k - 1) == 0
-    fits = fits and 8 % (x.shape[3] // num_groups) == 0
+    fits = _fits_sums(partials, x.shape[3] // num_groups)
     return x.shape[0] > 0 and fits and bool(_tiles(x, weight, extra, width))
 
 
@@ -59,7 +82,7 @@ def norm_conv(
     shift: Tensor | None = None,  # float32 [N, CI], rows any distance apart
     emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
     residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
-    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
+    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C] or half of H, W; [CO, C]
     extra_bias: Tensor | None = None,  # float32 [CO]
     width: int | None = None,  # channels of y: 16 for few, to which nothing but bias is added
     config: Config | None = None,
@@ -98,10 +121,71 @@ def norm_conv(
         sums = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
     beside = () if residual is None else (residual,)
     norm = Norm(activation, partials, num_groups, norm_weight, norm_bias, eps, scale, shift)
+    added = "1x1" if extra else "nothing" if residual is None else "residual"
+    form = _FORMS["head" if width else added][n * h * w >= _LARGE]
+    two_rows = config.block_m != _FOUR_ROWS  # four leave no registers to those who only make them
+    norm = norm._replace(makers=form.makers if two_rows else 0)
+    if form.table:
+        terms = num_groups, norm_weight, norm_bias, eps, scale, shift
+        norm = norm._replace(table=norm_table((partials,), (h * w,), *terms))
     operands = Operands(x, weight, y, bias, sums, beside, extra, extra_bias, emb, norm=norm)
     path = gluon_narrow if gluon_narrow.serves(config) else gluon_rows
     path.launch(config, operands)
     return y, sums
+
+
+def serves_small_terms(small: Tensor, channels: tuple[int, int], co: int) -> bool:
+    """Whether `norm_conv` of co channels takes a 1x1 convolution of upsample(small) and of another
+    tensor, of so many channels, from `small` itself."""
+    return small.shape[0] > 0 and co == 64 and gluon_rows.takes_small(small, sum(channels))
+
+
+def serves_norm_conv_of_two(
+    x1: Tensor, x2: Tensor, weight: Tensor, partials: tuple[Tensor, Tensor], num_groups: int
+) -> bool:
+    """Whether `norm_conv_of_two` can do it."""
+    fits = all(_fits_sums(part, 128 // num_groups) for part in partials)
+    return x1.shape[0] > 0 and fits and gluon_rows.takes_two(x1, x2, weight)
+
+
+def norm_conv_of_two(
+    x1: Tensor,  # [N, H, 64, 64]
+    x2: Tensor,  # [N, H, 64, 64]
+    partials: tuple[Tensor, Tensor],  # float32 [N, K, 2, 64], of each
+    num_groups: int,
+    norm_weight: Tensor,  # float32 [128]
+    norm_bias: Tensor,  # float32 [128]
+    eps: float,
+    activation: str,  # of `activations`
+    weight: Tensor,  # [64, 128, 3, 3] in channels_last memory, dtype of x1
+    bias: Tensor,  # float32 [64]
+    *,
+    emb: Tensor | None = None,  # float32 [N, 64], rows any distance apart
+) -> tuple[Tensor, Tensor]:  # [N, H, 64, 64]; float32 [N, H / 2, 2, 64]
+    """conv(act(norm([x1, x2]))) + bias + emb of two tensors side by side, and its partials.
+    `serves_norm_conv_of_two` has to say that it can be done."""
+    check_activation(activation)
+    n, h, w, _ = x1.shape
+    assert x1.is_contiguous() and x2.is_contiguous() and x1.dtype == x2.dtype == weight.dtype
+    for part in partials:
+        check_partials_of(part, h * w, n, 64)
+    assert weight.permute(0, 2, 3, 1).is_contiguous()
+    assert emb is None or (emb.shape == (n, 64) and emb.stride(1) == 1)
+    y = _empty(x1.shape, dtype=x1.dtype, device=x1.device)
+    sums = _empty((n, h // 2, 2, 64), dtype=torch.float32, device=x1.device)
+    given = norm_weight, norm_bias, eps
+    norm = *partials, *given, None
+    if _FORMS["two"][n * h * w >= _LARGE].table:
+        norm = *(None,) * 5, norm_table(partials, (h * w, h * w), num_groups, *given)
+    slope = rounded_grad(activation, x1.dtype)
+    gluon_rows.launch_two(x1, x2, norm, num_groups, slope, weight, bias, emb, y, sums)
+    return y, sums
+
+
+def _fits_sums(partials: Tensor, group: int) -> bool:
+    """Whether a warpgroup makes slopes and offsets of sums of so many channels a group."""
+    k = partials.shape[1]
+    return _LEAST_TILES <= k <= _MOST_TILES and k & (k - 1) == 0 and 8 % group == 0
 
 
 def _tiles(x: Tensor, weight: Tensor, extra: Sequence[Tensor], width: int | None) -> list[Config]:

@@ -107,7 +107,7 @@ def _norm_apply_upsampled(
     x_ptr,  # [N, HW / 4, CH]
     table_ptr,  # float32 [N, 4, C]
     a_ptr,  # [N, HW, C]
-    large_ptr,  # [N, HW, CH]: x, upsampled
+    large_ptr,  # [N, HW, CH]: x, upsampled; or None
     n,
     k,
     c0,
@@ -146,7 +146,8 @@ def _norm_apply_upsampled(
             tl.store(a_ptr + corner[:, None] * C + offs_c[None, :], a, mask=mask)
         else:
             _store_four(a_ptr, corner, W, C, offs_c, a, mask)
-        _store_four(large_ptr, corner, W, CH, offs_c, x, mask)
+        if large_ptr is not None:
+            _store_four(large_ptr, corner, W, CH, offs_c, x, mask)
 
 
 @triton.jit(do_not_specialize=["first", "stream"])
@@ -171,6 +172,7 @@ def norm_apply_kernel(
     MASKED: tl.constexpr,
     EARLY: tl.constexpr,  # x1 and x2 are older than the launch in front, which makes the table:
     # a program asks for its first tile before it waits
+    UPSAMPLED: tl.constexpr,  # x1 is to be
     CORNERS: tl.constexpr,  # of a's first half only one pixel of 2x2 is written
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -186,7 +188,7 @@ def norm_apply_kernel(
     C = C1 + C2
     if pid_c < CB1:
         c0 = pid_c * BLOCK_C
-        if large_ptr is not None:
+        if UPSAMPLED:
             _norm_apply_upsampled(
                 x1_ptr, table_ptr, a_ptr, large_ptr, n, k, c0, HW, W, C1, C,
                 ACT, MASKED, EARLY, CORNERS, TILES, BLOCK_P // 4, BLOCK_C,

@@ -112,13 +112,14 @@ def apply_upsampled(
     activation: str,
     *,
     corners: bool = False,
+    keep: bool = True,
     early: bool = False,
     config: PassConfig | None = None,  # None: _EARLY_CONFIG
-) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2]; [N, H, W, C1], both in the dtype of x1
+) -> tuple[Tensor, Tensor | None]:  # [N, H, W, C1 + C2]; [N, H, W, C1], both in the dtype of x1
     """act(norm(x)) of x = upsample(x1) beside x2, where every pixel of x1 becomes a 2x2 block; and
-    upsample(x1), for its other readers. `early` as in `apply`. With `corners` only the first pixel
-    of the 2x2 that are equal is written, in the first C1 channels: who reads them knows the others,
-    whose memory stays what it was."""
+    upsample(x1), to `keep` it for its other readers. `early` as in `apply`. With `corners` only the
+    first pixel of the 2x2 that are equal is written, in the first C1 channels: who reads them knows
+    the others, whose memory stays what it was."""
     check_activation(activation)
     check_nhwc("x1", x1)
     n, h, w, c1 = x1.shape
@@ -126,7 +127,7 @@ def apply_upsampled(
     c2 = check_second(x2, n, h, w)
     check_shape("table", table, n, 4, c1 + c2)
     a = _empty((n, h, w, c1 + c2), dtype=x1.dtype, device=x1.device)
-    large = _empty((n, h, w, c1), dtype=x1.dtype, device=x1.device)
+    large = _empty((n, h, w, c1), dtype=x1.dtype, device=x1.device) if keep else None
     config = _EARLY_CONFIG if config is None else config
     _launch_apply(x1, x2, table, a, large, activation, None, early, config, corners)
     return a, large
@@ -151,7 +152,14 @@ def _launch_apply(
     overlap = overlapping(x1.device, 0)  # of any size, see `early`
     masked, *tile = grid.tile
     shape = (h * w, w, c1, c - c1, grid.k, grid.cb1, grid.cb, *mask_arguments(mask))
-    options = (activation, masked, early and bool(overlap) and mask is None, corners, *tile)
+    options = (
+        activation,
+        masked,
+        early and bool(overlap) and mask is None,
+        x1.shape[1] < h,
+        corners,
+        *tile,
+    )
     norm_apply_kernel[(grid.programs,)](
         x1, x2, table, a, large, *shape, *options, num_warps=config.num_warps, **overlap
     )

@@ -36,7 +36,13 @@ from .conv_upsampled import (
 )
 from .linear_grads import linear_grads
 from .linear_norm_few import linear_norm_few, postpones, serves_linear_norm
-from .norm_conv import norm_conv, serves_norm_conv
+from .norm_conv import (
+    norm_conv,
+    norm_conv_of_two,
+    serves_norm_conv,
+    serves_norm_conv_of_two,
+    serves_small_terms,
+)
 from .norm_fold import norm_apply, norm_apply_upsampled, norm_backward, skip_backward
 from .norm_linear_few import norm_linear_few, serves_norm_linear
 from .norm_passes import apply, apply_upsampled, norm_dx
@@ -95,6 +101,7 @@ __all__ = [
     "norm_apply_upsampled",
     "norm_backward",
     "norm_conv",
+    "norm_conv_of_two",
     "norm_dx",
     "norm_grad_table",
     "norm_linear_few",
@@ -111,8 +118,10 @@ __all__ = [
     "resample_parts",
     "serves_linear_norm",
     "serves_norm_conv",
+    "serves_norm_conv_of_two",
     "serves_norm_linear",
     "serves_qkv_attention",
+    "serves_small_terms",
     "serves_upsampled",
     "sinusoids",
     "skip_backward",

@@ -447,11 +447,35 @@ def norm_conv(
     x, partials, num_groups, norm_weight, norm_bias, eps, activation, weight, bias,
     *, scale=None, shift=None, width=None, **terms,
 ):  # fmt: skip
-    """`conv_forward` of act(norm(x)), with partials unless there is a width."""
+    """`conv_forward` of act(norm(x)), with partials unless there is a width. Tensors in `extra` may
+    be half as large: then they are upsampled."""
     pixels = x.shape[1] * x.shape[2]
+    if "extra" in terms:
+        whole = [upsample(t) if t.shape[1] < x.shape[1] else t for t, _ in terms["extra"]]
+        terms["extra"] = [(t, w) for t, (_, w) in zip(whole, terms["extra"], strict=True)]
     norm = num_groups, norm_weight, norm_bias, eps, scale, shift
     a = apply(x, None, norm_table((partials,), (pixels,), *norm), activation)
     return conv_forward(a, weight, bias, stats=width is None, width=width, **terms)
+
+
+def serves_small_terms(small, channels, co):
+    """Whether `norm_conv` would rather upsample what it adds 1x1 convolutions of."""
+    return co <= 32
+
+
+def serves_norm_conv_of_two(x1, x2, weight, partials, num_groups):
+    """The same of two tensors side by side."""
+    return weight.shape[2:] == (3, 3) and x1.shape[3] <= 32
+
+
+def norm_conv_of_two(
+    x1, x2, partials, num_groups, norm_weight, norm_bias, eps, activation, weight, bias,
+    *, emb=None,
+):  # fmt: skip
+    """`conv_forward` of act(norm([x1, x2])), with partials."""
+    pixels = (x1.shape[1] * x1.shape[2],) * 2
+    table = norm_table(partials, pixels, num_groups, norm_weight, norm_bias, eps)
+    return conv_forward(apply(x1, x2, table, activation), weight, bias, emb=emb, stats=True)
 
 
 def norm_of_sums_upsampled(x1, x2, *arguments, **film):

@@ -67,16 +67,16 @@ def apply(x1, x2, table, activation, *, mask=None, early=False):
     return drop(a, mask)
 
 
-def apply_upsampled(x1, x2, table, activation, *, corners=False, early=False):
-    """`apply` of x1 with 2x2 blocks for its pixels; and these. With `corners` the first of these
-    four pixels counts alone, as far as x1 goes."""
+def apply_upsampled(x1, x2, table, activation, *, corners=False, keep=True, early=False):
+    """`apply` of x1 with 2x2 blocks for its pixels; and these, to `keep`. With `corners` the first
+    of these four pixels counts alone, as far as x1 goes."""
     large = reference.upsample_nearest2d(x1)
     a = apply(large, x2, table, activation)
     if corners:
         rest = torch.ones(a.shape[1:], dtype=torch.bool, device=a.device)
         rest[::2, ::2], rest[..., x1.shape[3] :] = False, False
         a = a.masked_fill(rest, torch.nan)
-    return a, large
+    return a, large if keep else None
 
 
 def norm_grad_table(

@@ -50,12 +50,14 @@ def launch(config: tuple, operands: Operands) -> None:
     blocks = min(programs(w, c) * device.num_sms, n * rounds)
     overlap = overlapping(operands.x.device, 0)
     norm_arguments, norm_options = norm_of(operands)
+    makes = operands.norm is not None and operands.norm.makers > 0
     conv_narrow_out_kernel[(blocks,)](
         in_boxes(operands.x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, 1, w, 64]),
         filters_in_boxes(operands.weight, 16),
         operands.y,
         operands.vectors,
         *norm_arguments,
+        operands.x if makes else None,
         n * rounds,
         rounds,
         h,
@@ -67,7 +69,7 @@ def launch(config: tuple, operands: Operands) -> None:
         **norm_options,
         OVERLAP=bool(overlap),
         num_warps=4,
-        maxnreg=80 if programs(w, c) == 2 else 168,
+        maxnreg=64 if makes else 80 if programs(w, c) == 2 else 168,
         **overlap,
     )
 

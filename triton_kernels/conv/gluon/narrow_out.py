@@ -11,8 +11,8 @@ they pass through a ring, in pairs, and a tile uses two pairs, of which the next
 second one again. There are two programs on a multiprocessor, which nothing keeps in step, so some
 multiply while others write; or one with as much memory as both, where rows are larger.
 
-x may be what a norm reads: each warpgroup makes act(norm(x)) of one row of every pair, see
-`norm_rows`, and `made` says when both have.
+x may be what a norm reads. Then a third warpgroup makes act(norm(x)), see `rows_made`; or each of
+the two makes one row of every pair, see `norm_rows`, and `made` says when both have.
 """
 
 from triton.experimental import gluon
@@ -28,6 +28,8 @@ from ...dependent_launch import await_inputs_alone, begin_next
 from ...gluon.pairs import round_pairs
 from ...gluon.pipeline import new_barrier_pairs, new_barriers, sync_threads, wait_empty, wait_for
 from .norm_rows import Norm, activate_rows, keep_affine, load_affine, new_affine
+from .resident_loads import Ring, Work
+from .rows_made import make_rows
 from .rows_memory import clear_margins, row_from, row_of_tap, rows_chunks
 
 
@@ -35,6 +37,7 @@ from .rows_memory import clear_margins, row_from, row_of_tap, rows_chunks
 def _load(
     x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, first, last, tiles_h,
     W: gl.constexpr, K_BLOCKS: gl.constexpr, PAIRS: gl.constexpr, OVERLAP: gl.constexpr,
+    MAKES: gl.constexpr,
 ):  # fmt: skip
     bar = w_full.index(0)
     mbarrier.expect(bar, K_BLOCKS * 9 * 16 * 128)
@@ -44,6 +47,8 @@ def _load(
             tma.async_copy_global_to_shared(w_desc, [tap, 0, k * 64], bar, buf)
     if OVERLAP:
         await_inputs_alone()  # filters are there before the launch in front
+    if MAKES:  # then that is all
+        last = first
     place = 0
     for tile in range(first, last):
         n = tile // tiles_h
@@ -81,9 +86,11 @@ def _multiply(
     H, CO,
     GROUP: gl.constexpr, W: gl.constexpr, K_BLOCKS: gl.constexpr, PAIRS: gl.constexpr,
     ACT: gl.constexpr, TILES_OF_X: gl.constexpr, CG: gl.constexpr, OVERLAP: gl.constexpr,
+    MAKES: gl.constexpr,
 ):  # fmt: skip
     """Row GROUP of every tile."""
-    if OVERLAP and ACT is not None:
+    NORM: gl.constexpr = ACT is not None and not MAKES
+    if OVERLAP and NORM:
         await_inputs_alone()
     image = -1
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
@@ -102,7 +109,7 @@ def _multiply(
         place = tile - first + n - first_n
         above = place % PAIRS
         below = (place + 1) % PAIRS
-        if ACT is not None:
+        if NORM:
             if n != image:
                 image = n
                 keep_affine(norm, n, H * W, GROUP, TILES_OF_X, CG)
@@ -161,6 +168,7 @@ def conv_narrow_out_kernel(
     stride_scale,
     stride_shift,
     eps,
+    x_ptr,  # x as well, if a warpgroup of its own makes act(norm(x)); or None
     tiles,  # of all images
     tiles_h,  # of an image: H / 2, rounded up
     H,
@@ -182,13 +190,16 @@ def conv_narrow_out_kernel(
     x_full, x_empty = new_barrier_pairs(PAIRS, 4)  # two tiles of two warpgroups
     w_full = new_barriers(1)
     made, kept = w_full, w_full  # without a norm unused
+    MAKES: gl.constexpr = x_ptr is not None
+    MAKERS: gl.constexpr = 1 if MAKES else 0
     if ACT is not None:
         gl.static_assert(K_BLOCKS == 1, "the norm is of 64 channels")
-        made = new_barriers(PAIRS, 2)
-        kept = new_affine(2)
+        kept = new_affine(2 - MAKERS)
+        if not MAKES:
+            made = new_barriers(PAIRS, 2)
     norm = Norm(
         sums_ptr, norm_weight_ptr, norm_bias_ptr, scale_ptr, shift_ptr,
-        stride_scale, stride_shift, eps, kept,
+        stride_scale, stride_shift, eps, kept, None, 64,
     )  # fmt: skip
     clear_margins(x_bufs, K_BLOCKS, 2 * PAIRS, W, num_warps)
 
@@ -196,6 +207,8 @@ def conv_narrow_out_kernel(
     parts = gl.num_programs(0)
     first = (tiles * part) // parts
     last = (tiles * (part + 1)) // parts
+    x = Ring(x_bufs, x_full, x_empty)
+    work = Work(first, last - first, tiles_h, 0)
     gl.warp_specialize(
         [
             (
@@ -203,19 +216,24 @@ def conv_narrow_out_kernel(
                 (
                     y_ptr, x_bufs, w_bufs, x_full, x_empty, w_full, made, bias_ptr, norm,
                     first, last, tiles_h, H, CO, role, W, K_BLOCKS, PAIRS, ACT, TILES_OF_X, CG,
-                    OVERLAP,
+                    OVERLAP, MAKES,
                 ),
             )
             if role < 2
             else (
+                make_rows,
+                (x_ptr, x, norm, work, H, 0, 2, 2, W, ACT, TILES_OF_X, CG, OVERLAP, False),
+            )
+            if role < 2 + MAKERS
+            else (
                 _load,
                 (
                     x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, first, last, tiles_h,
-                    W, K_BLOCKS, PAIRS, OVERLAP,
+                    W, K_BLOCKS, PAIRS, OVERLAP, MAKES,
                 ),
             )
-            for role in (0, 1, 2)
+            for role in ((0, 1, 2), (0, 1, 2, 3))[MAKERS]
         ],
-        [4, 1],
-        [104 if K_BLOCKS * W == 64 else 224, 40],
+        ([4, 1], [4, 4, 1])[MAKERS],
+        ([104 if K_BLOCKS * W == 64 else 224, 40], [56, 120, 24])[MAKERS],
     )  # fmt: skip

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from ...activations import activate_affine
 from ...gluon.pairs import round_pairs, widen_pairs
+from .epilogue import load_table
 from .rows_memory import row_from
 
 
@@ -28,6 +29,8 @@ class Norm(NamedTuple):
     stride_shift: gl.tensor
     eps: gl.tensor
     kept: gl.shared_memory_descriptor  # float32 [2 * warpgroups, 64]
+    table: gl.tensor  # float32 [N, 4, C], all of that made in advance, or None
+    channels: gl.tensor  # C
 
 
 @gluon.constexpr_function
@@ -47,7 +50,13 @@ def new_affine(GROUPS: gl.constexpr):
 @gluon.jit
 def keep_affine(norm, n, pixels, GROUP: gl.constexpr, K: gl.constexpr, CG: gl.constexpr):
     """slope and offset of image n, for a warpgroup."""
-    slope, offset = _of_sums(norm, n, pixels, K, CG)
+    if norm.table is None:
+        slope, offset = _of_sums(norm, n, pixels, K, CG)
+    else:
+        offs = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        mean, rstd, g, b = load_table(norm.table, n, offs, norm.channels)
+        slope = rstd * g
+        offset = b - mean * slope
     norm.kept.index(2 * GROUP).store(slope)
     norm.kept.index(2 * GROUP + 1).store(offset)
 

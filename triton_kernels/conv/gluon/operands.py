@@ -23,6 +23,8 @@ class Norm(NamedTuple):
     eps: float
     scale: Tensor | None = None  # float32 [N, 64], rows any distance apart
     shift: Tensor | None = None  # float32 [N, 64], rows any distance apart
+    table: Tensor | None = None  # float32 [N, 4, 64], all of this
+    makers: int = 0  # warpgroups that do nothing else; 0: those that multiply do it in between
 
 
 class NormOfResult(NamedTuple):
@@ -55,7 +57,8 @@ class Operands(NamedTuple):
     # [N, H, W, .], read in the epilogue where y is written: the residual; or x, or the two tensors
     # that it concatenates
     beside: Sequence[Tensor] = ()
-    extra: Sequence[tuple[Tensor, Tensor]] = ()  # up to two: [N, H, W, C], [CO, C]
+    # up to two: [N, H, W, C], or in `resident` half of H and W, and [CO, C]
+    extra: Sequence[tuple[Tensor, Tensor]] = ()
     extra_bias: Tensor | None = None  # float32 [CO]
     emb: Tensor | None = None  # float32 [N, CO]
     activation: str | None = None
@@ -115,6 +118,8 @@ def norm_of(operands: Operands) -> tuple[list, dict[str, int | None]]:
         return [None] * 8, {"TILES_OF_X": None, "CG": None}
     film = [norm.scale, norm.shift]
     strides = [None if t is None else t.stride(0) for t in film]
+    if norm.table is not None:
+        return [None] * 8, {"TILES_OF_X": None, "CG": None}
     given = [norm.sums, norm.weight, norm.bias, *film, *strides, norm.eps]
     return given, {"TILES_OF_X": norm.sums.shape[1], "CG": 64 // norm.num_groups}
 

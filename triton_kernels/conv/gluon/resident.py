@@ -14,9 +14,10 @@ Where 1x1 convolutions of other tensors are added there are two warpgroups and t
 since the memory is needed for those: blocks of 64 channels of a tile, which come and go between the
 rows of the filter.
 
-Forward x may be what a norm reads, of which the table is there: a warpgroup makes act(norm(x)) of
-the rows that are new with its tile where they lie, before its turn. What is outside of the image is
-left alone, for it is the activation that has zeros there.
+Forward x may be what a norm reads, of which a table is there, or sums. Then a warpgroup makes
+act(norm(x)) of the rows that are new with its tile where they lie, before its turn; or one or two
+others make it of all rows, see `rows_made`, and two multiply. What is outside of the image stays
+zeros, for it is the activation that is padded.
 """
 
 from typing import NamedTuple
@@ -44,6 +45,7 @@ from ...gluon.pipeline import (
 from .epilogue import load_bias, load_table
 from .norm_rows import Norm, activate_rows, keep_affine, load_affine, new_affine
 from .resident_loads import FilterDescs, Filters, Ring, Work, load_beside, load_rows
+from .rows_made import make_rows
 from .rows_memory import clear_margins, row_of_tap, rows_chunks
 
 
@@ -113,7 +115,7 @@ def _multiply(
     y_desc, x, filters, extra, beside, turns, vectors, norm, partial_ptr, work, C,
     GROUP: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
     ACT: gl.constexpr, HAS_BESIDE: gl.constexpr, EXTRA: gl.constexpr, OVERLAP: gl.constexpr,
-    TILES_OF_X: gl.constexpr, CG: gl.constexpr,
+    TILES_OF_X: gl.constexpr, CG: gl.constexpr, MAKES: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -125,7 +127,7 @@ def _multiply(
     HALVES: gl.constexpr = ROWS // 2
     OWN: gl.constexpr = SLOTS // GROUPS
     AHEAD: gl.constexpr = 4 // ROWS  # taps under way while the filters of the next one are loaded
-    NORM: gl.constexpr = norm.sums is not None
+    NORM: gl.constexpr = (norm.sums is not None or norm.table is not None) and not MAKES
     if OVERLAP:
         await_inputs_alone()
     first = work.first
@@ -298,7 +300,9 @@ def conv_resident_kernel(
     beside1_desc,  # [N, H, W, C] in boxes [1, 2, W, 64], or None: the residual; DGRAD: x
     beside2_desc,  # the second of two tensors that x concatenates, or None
     y_desc,  # [N, H, W, C] in boxes [1, 2, W, 64]: y, or dz
-    extra1_desc,  # [N, H, W, 64 EXTRA1] in boxes [1, 1, W, 64], or None
+    # [N, H, W, 64 EXTRA1] in boxes [1, 1, W, 64], or [N, H / 2, W / 2, 2, 64 EXTRA1] in boxes
+    # [1, 1, W / 2, 2, 64]: every pixel for 2x2; or None
+    extra1_desc,
     extra1_w_desc,  # [1, C, 64 EXTRA1] in boxes [1, 64, 64]
     extra2_desc,  # a second such pair, or None
     extra2_w_desc,
@@ -314,6 +318,8 @@ def conv_resident_kernel(
     stride_scale,
     stride_shift,
     eps,
+    x_ptr,  # x as well, with MAKERS; or None
+    table_ptr,  # float32 [N, 4, 64]: the norm's table, in place of the sums; or None
     border,  # channels of the first of two tensors
     stride_emb,
     tiles,  # N * H / ROWS
@@ -325,6 +331,7 @@ def conv_resident_kernel(
     ACT: gl.constexpr,
     GROUPS: gl.constexpr,  # that multiply
     PAIRS: gl.constexpr,  # of rows of pixels in shared memory
+    MAKERS: gl.constexpr,  # warpgroups that only make act(norm(x)): up to two, a row of a pair each
     SLOTS: gl.constexpr,  # for two rows of the result: a ring, or of each group its own
     EXTRA1: gl.constexpr,
     EXTRA2: gl.constexpr,
@@ -335,6 +342,7 @@ def conv_resident_kernel(
 ):
     EXTRA: gl.constexpr = EXTRA1 + EXTRA2
     BESIDE: gl.constexpr = 0 if beside1_desc is None else 1
+    MAKES: gl.constexpr = x_ptr is not None
     gl.static_assert(BESIDE == 1 or SLOTS <= GROUPS * (ROWS // 2))
     dtype: gl.constexpr = x_desc.dtype
     K: gl.constexpr = x_desc.block_shape[3]
@@ -346,7 +354,10 @@ def conv_resident_kernel(
         dtype, [9 + EXTRA, 1, FILTER_ROWS, FILTER_COLUMNS], w_desc.layout
     )
     stages = gl.allocate_shared_memory(dtype, [SLOTS, 1, 2, W, 64], y_desc.layout)
-    x_full, x_empty = new_barrier_pairs(PAIRS, 2)
+    if MAKERS == 2:
+        x_full, x_empty = new_barriers(PAIRS, 2), new_barriers(PAIRS, 2)
+    else:
+        x_full, x_empty = new_barrier_pairs(PAIRS, 2)
     w_full = new_barriers(3)
     turns = new_barriers(GROUPS)
     beside_full, beside_empty = turns, turns  # without `beside` unused
@@ -372,11 +383,11 @@ def conv_resident_kernel(
     filter_descs = FilterDescs(w_desc, extra1_w_desc, extra2_w_desc)
     vectors = _Vectors(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb)
     kept = turns  # without a norm unused
-    if sums_ptr is not None:
-        kept = new_affine(GROUPS)
+    if sums_ptr is not None or table_ptr is not None:
+        kept = new_affine(MAKERS if MAKES else GROUPS)
     norm = Norm(
         sums_ptr, norm_weight_ptr, norm_bias_ptr, scale_ptr, shift_ptr,
-        stride_scale, stride_shift, eps, kept,
+        stride_scale, stride_shift, eps, kept, table_ptr, 64,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -384,24 +395,41 @@ def conv_resident_kernel(
                 _multiply,
                 (
                     y_desc, x, filters, extra, beside, turns, vectors, norm, partial_ptr, work, C,
-                    role, ROWS, W, DGRAD, ACT, BESIDE == 1, EXTRA, OVERLAP, TILES_OF_X, CG,
+                    role, ROWS, W, DGRAD, ACT, BESIDE == 1, EXTRA, OVERLAP, TILES_OF_X, CG, MAKES,
                 ),
             )
             if role < GROUPS
             else (
+                make_rows,
+                (
+                    x_ptr, x, norm, work, tiles_h * ROWS,
+                    role - GROUPS, 3 - MAKERS, ROWS, W, ACT, TILES_OF_X, CG, OVERLAP, True,
+                ),
+            )
+            if role < GROUPS + MAKERS
+            else (
                 load_rows,
                 (
                     x_desc, filter_descs, extra1_desc, extra2_desc, x, filters, extra, work,
-                    ROWS, W, DGRAD, EXTRA1, EXTRA2, OVERLAP,
+                    ROWS, W, DGRAD, EXTRA1, EXTRA2, OVERLAP, MAKES,
                 ),
             )
-            if role == GROUPS
+            if role == GROUPS + MAKERS
             else (
                 load_beside,
                 (beside1_desc, beside2_desc, beside, filters, work, border, ROWS, W, OVERLAP),
             )
-            for role in ((0, 1, 2), (0, 1, 2, 3), (0, 1, 2, 3, 4))[GROUPS - 2 + BESIDE]
+            for role in ((0, 1, 2), (0, 1, 2, 3), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5))[
+                GROUPS - 2 + MAKERS + BESIDE
+            ]
         ],
-        (([4, 1], [4, 1, 1]), ([4, 4, 1], [4, 4, 1, 1]))[GROUPS - 2][BESIDE],
-        (([240, 24], [240, 24, 24]), ([160, 160, 24], [160, 160, 24, 24]))[GROUPS - 2][BESIDE],
+        (([4, 1], [4, 1, 1]), ([4, 4, 1], [4, 4, 1, 1]), ([4, 4, 4, 1], [4, 4, 4, 1, 1]))[
+            GROUPS - 2 + MAKERS
+        ][BESIDE],
+        (
+            ([240, 24], [240, 24, 24]),
+            ([160, 160, 24], [160, 160, 24, 24]),
+            ([168, 144, 24], [168, 144, 24, 24]),
+            ([144, 80, 80, 24], [144, 80, 80, 24, 24]),
+        )[GROUPS - 2 + (MAKERS + 1 if MAKES else 0)][BESIDE],
     )  # fmt: skip

@@ -52,6 +52,23 @@ class Work(NamedTuple):
 # --- loads ----------------------------------------------------------------------------------------
 
 
+@gluon.constexpr_function
+def _upsamples(desc):
+    """Whether a box has every pixel of a row twice."""
+    return len(desc.block_shape) == 5
+
+
+@gluon.jit
+def _load_extra_row(desc, n, h, c0, bar, buf):
+    """A row of 64 channels of the tensor that is described."""
+    if _upsamples(desc):
+        at = [n, h // 2, 0, 0, c0]
+        buf = buf._reinterpret(buf.dtype, desc.block_shape, desc.layout)
+        tma.async_copy_global_to_shared(desc, at, bar, buf)
+    else:
+        tma.async_copy_global_to_shared(desc, [n, h, 0, c0], bar, buf)
+
+
 @gluon.jit
 def _load_extra(
     desc1, desc2, extra, step, n, h0,
@@ -62,10 +79,9 @@ def _load_extra(
     for j in gl.static_range(2):
         buf = extra.bufs.index(slot * 2 + j)
         if BLOCK < EXTRA1:
-            tma.async_copy_global_to_shared(desc1, [n, h0 + j, 0, BLOCK * 64], bar, buf)
+            _load_extra_row(desc1, n, h0 + j, BLOCK * 64, bar, buf)
         else:
-            at = [n, h0 + j, 0, (BLOCK - EXTRA1) * 64]
-            tma.async_copy_global_to_shared(desc2, at, bar, buf)
+            _load_extra_row(desc2, n, h0 + j, (BLOCK - EXTRA1) * 64, bar, buf)
 
 
 @gluon.jit
@@ -92,10 +108,14 @@ def _load_filters(
 def load_rows(
     x_desc, filter_descs, extra1_desc, extra2_desc, x, filters, extra, work,
     ROWS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
-    EXTRA1: gl.constexpr, EXTRA2: gl.constexpr, OVERLAP: gl.constexpr,
+    EXTRA1: gl.constexpr, EXTRA2: gl.constexpr, OVERLAP: gl.constexpr, MAKES: gl.constexpr,
 ):  # fmt: skip
+    """Rows, filters and extra blocks; if another warpgroup MAKES the rows, only these."""
     PAIRS: gl.constexpr = x.full.shape[0]
     _load_filters(filter_descs, filters, work.c0, 0, DGRAD, EXTRA1, EXTRA2)
+    if MAKES:
+        for r in gl.static_range(1, 3):
+            _load_filters(filter_descs, filters, work.c0, r, DGRAD, EXTRA1, EXTRA2)
     if OVERLAP:
         await_inputs_alone()  # filters are there before the launch in front
     place = 0
@@ -105,20 +125,21 @@ def load_rows(
         n = tile // work.tiles_h
         h = tile % work.tiles_h
         h0 = h * ROWS
-        begins = (index == 0) | (h == 0)
-        ends = (index + 1 == work.count) | (h + 1 == work.tiles_h)
-        for i in range(gl.where(begins, 0, 1), ROWS // 2 + 1):
-            slot, bar = wait_empty(x.full, x.empty, place, PAIRS, 2 * W * 2 * x.bufs.shape[2])
-            # two tiles use the last pair of one and the first of the next; else nobody else will
-            mbarrier.arrive(x.empty.index(slot), count=1, pred=(i < ROWS // 2) | ends)
-            for j in gl.static_range(2):
-                at = [n, h0 - 1 + 2 * i + j, 0, 0]
-                row = row_from(x.bufs, 0, slot * 2 + j, W)
-                tma.async_copy_global_to_shared(x_desc, at, bar, row)
-            place += 1
-        if index == 0:  # the first products need only those of the first row
-            for r in gl.static_range(1, 3):
-                _load_filters(filter_descs, filters, work.c0, r, DGRAD, EXTRA1, EXTRA2)
+        if not MAKES:
+            begins = (index == 0) | (h == 0)
+            ends = (index + 1 == work.count) | (h + 1 == work.tiles_h)
+            for i in range(gl.where(begins, 0, 1), ROWS // 2 + 1):
+                slot, bar = wait_empty(x.full, x.empty, place, PAIRS, 2 * W * 2 * x.bufs.shape[2])
+                # two tiles use the last pair of one and the first of the next; or nobody else will
+                mbarrier.arrive(x.empty.index(slot), count=1, pred=(i < ROWS // 2) | ends)
+                for j in gl.static_range(2):
+                    at = [n, h0 - 1 + 2 * i + j, 0, 0]
+                    row = row_from(x.bufs, 0, slot * 2 + j, W)
+                    tma.async_copy_global_to_shared(x_desc, at, bar, row)
+                place += 1
+            if index == 0:  # the first products need only those of the first row
+                for r in gl.static_range(1, 3):
+                    _load_filters(filter_descs, filters, work.c0, r, DGRAD, EXTRA1, EXTRA2)
         for i in gl.static_range(EXTRA1 + EXTRA2):
             _load_extra(extra1_desc, extra2_desc, extra, step + i, n, h0, i, EXTRA1, W)
         step += EXTRA1 + EXTRA2

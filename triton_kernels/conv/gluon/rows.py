@@ -29,12 +29,13 @@ from torch import Tensor
 from ...dependent_launch import overlapping
 from ...device import describe
 from ...gluon.descriptors import SUPPORTED, in_boxes, takes
-from .operands import Operands, norm_of
+from .operands import Operands, filters_in_boxes, norm_of
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .resident import conv_resident_kernel
+    from .resident_two import conv_resident_two_kernel
     from .rows_kernels import conv_rows_kernel
     from .rows_wgrad import conv_rows_wgrad_kernel
 
@@ -132,9 +133,13 @@ def _launch_resident(operands: Operands, rows: int) -> None:
     groups, pairs, slots = _resident_rings(operands, rows)
     overlap = overlapping(operands.x.device, 0)
     norm_arguments, norm_options = norm_of(operands)
+    norm = operands.norm
+    makers = norm.makers if norm else 0
+    made = [operands.x if makers else None, norm and norm.table]
     conv_resident_kernel[(programs,)](
-        *operands.tensors(in_rows, partial(in_rows, rows=2)),
+        *operands.tensors(partial(_in_rows_of, w), partial(in_rows, rows=2)),
         *norm_arguments,
+        *made,
         *operands.numbers,
         n * h // rows,
         h // rows,
@@ -146,12 +151,67 @@ def _launch_resident(operands: Operands, rows: int) -> None:
         GROUPS=groups,
         PAIRS=pairs,
         SLOTS=slots,
+        MAKERS=makers,
         EXTRA1=operands.extra_channels[0] // 64,
         EXTRA2=operands.extra_channels[1] // 64,
         OVERLAP=bool(overlap),
         **norm_options,
         num_warps=4,
-        maxnreg=128 if groups == 3 else 168,
+        maxnreg=96 if makers == 2 else 128 if groups == 3 or makers else 168,
+        **overlap,
+    )
+
+
+def takes_small(small: Tensor, channels: int) -> bool:
+    """Whether `launch` takes upsample(small) among 1x1 terms of so many channels beside a norm."""
+    _, h, w, c = small.shape
+    fits = 2 * w in _WIDTHS and h % 2 == 0 and c % 64 == 0 and channels <= _MOST_EXTRA
+    return fits and takes(small)
+
+
+def takes_two(x1: Tensor, x2: Tensor, weight: Tensor) -> bool:
+    """Whether `launch_two` can do it."""
+    fits = x1.shape == x2.shape and tuple(x1.shape[2:]) == (64, 64) and x1.shape[1] % 2 == 0
+    return fits and tuple(weight.shape) == (64, 128, 3, 3) and takes(x1) and takes(x2)
+
+
+def launch_two(
+    x1: Tensor,  # [N, H, 64, 64]
+    x2: Tensor,  # [N, H, 64, 64]
+    norm: Sequence[Tensor | float | None],  # sums of x1 and of x2, weight, bias, eps, or a table
+    groups: int,  # of channels
+    slope: str,  # the activation as `activate_affine` is told
+    weight: Tensor,  # [64, 128, 3, 3] in channels_last memory
+    bias: Tensor,  # float32 [64]
+    emb: Tensor | None,  # float32 [N, 64]
+    y: Tensor,  # [N, H, 64, 64] to be written
+    partials: Tensor,  # float32 [N, H / 2, 2, 64] to be written
+) -> None:
+    """conv(act(norm([x1, x2]))) + bias + emb."""
+    n, h, w, _ = x1.shape
+    tiles = n * h // 2
+    overlap = overlapping(x1.device, 0)
+    conv_resident_two_kernel[(min(describe(x1.device).num_sms, tiles),)](
+        x1,
+        x2,
+        filters_in_boxes(weight),
+        in_rows(y),
+        *norm,
+        bias,
+        emb,
+        partials,
+        0 if emb is None else emb.stride(0),
+        tiles,
+        h // 2,
+        W=w,
+        ACT=slope,
+        PAIRS=3,
+        TILES_OF_X1=None if norm[0] is None else norm[0].shape[1],
+        TILES_OF_X2=None if norm[1] is None else norm[1].shape[1],
+        CG=None if norm[0] is None else 128 // groups,
+        OVERLAP=bool(overlap),
+        num_warps=4,
+        maxnreg=96,
         **overlap,
     )
 
@@ -161,6 +221,8 @@ def _resident_rings(operands: Operands, rows: int) -> tuple[int, int, int]:
     there is shared memory for."""
     if operands.x.shape[3] == 16:
         return 3, 12, 3
+    if operands.norm and operands.norm.makers and not operands.extra:
+        return (2, 5, 3) if operands.beside else (2, 6, 2)
     if operands.extra:
         fourth = operands.norm is not None and sum(operands.extra_channels) < _MOST_EXTRA
         return 2, 4 if fourth else 3, 2
@@ -282,6 +344,15 @@ def _applies(x: Tensor, weight: Tensor, channels: Sequence[int], widths: Sequenc
         and w in widths
         and h % (_PIXELS // (w * images_of_row(w))) == 0
     )
+
+
+def _in_rows_of(width: int, x: Tensor) -> "TensorDescriptor":
+    """x, or upsample(x) if that has this width: TMA reads a pixel twice, 0 further on."""
+    n, h, w, c = x.shape
+    if w == width:
+        return in_rows(x)
+    strides = [h * w * c, w * c, c, 0, 1]
+    return in_boxes(x, [n, h, w, 2, c], strides, [1, 1, w, 2, min(c, 64)])
 
 
 def in_rows(x: Tensor, rows: int = 1, images: int = 1) -> "TensorDescriptor":
