@@ -1,5 +1,6 @@
 """Rollouts from a plain dict: load the policy, act, say how well and how fast."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,19 +50,23 @@ class RolloutSettings:
             raise ConfigError(f"out={self.out}; expected a .gif")
         check_sampler(self.sampler)
 
+    def load(self, backend: str) -> Policy:
+        """The policy, by that backend. Raises ConfigError as `load_policy`."""
+        return load_policy(
+            self.ckpt,
+            device=self.device,
+            backend=backend,
+            precision=self.precision,
+            ema=self.ema,
+            sampler=self.sampler,
+            steps=self.steps,
+        )
+
 
 def rollout(config: dict) -> list[Episode]:
     """Act as configured, print what came of it, and return it."""
     settings = construct(RolloutSettings, config, "")
-    policy = load_policy(
-        settings.ckpt,
-        device=settings.device,
-        backend=settings.backend,
-        precision=settings.precision,
-        ema=settings.ema,
-        sampler=settings.sampler,
-        steps=settings.steps,
-    )
+    policy = settings.load(settings.backend)
     _check_action_steps(settings.action_steps, policy.spec)
     pictured = 0 if settings.out is None else min(settings.shown, settings.n)
     environments = make_environments(settings.env, settings.n, pictured)
@@ -71,7 +76,8 @@ def rollout(config: dict) -> list[Episode]:
         if pictured:
             _check_picture(environments[0], settings)
         if settings.latency_calls:
-            print(_latency(policy, observation, settings))
+            for timed in timed_policies(policy, settings):
+                print(_latency(timed, observation, settings))
         episodes = roll_out(
             policy,
             environments,
@@ -89,6 +95,14 @@ def rollout(config: dict) -> list[Episode]:
         save_gif([e.frames for e in filmed], [e.success for e in filmed], out)
         print(f"{out}: the first {pictured} episodes, {out.stat().st_size / 1024:.0f} KiB")
     return episodes
+
+
+def timed_policies(policy: Policy, settings: RolloutSettings) -> Iterator[Policy]:
+    """Whose latency is printed: the one that acts, and where nobody chose its backend the same by
+    the other one."""
+    yield policy
+    if settings.backend == "auto" and policy.sampler.backend.name == "triton":
+        yield settings.load("torch")
 
 
 def _check_action_steps(action_steps: int | None, spec: PolicySpec) -> None:

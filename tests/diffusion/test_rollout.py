@@ -14,7 +14,7 @@ from diffusion.policies import rollout_run
 from diffusion.policies.animation import save_gif
 from diffusion.policies.environments import check_spaces, make_environments
 from diffusion.policies.rollout import measure_latency, roll_out
-from diffusion.policies.rollout_run import RolloutSettings, rollout
+from diffusion.policies.rollout_run import RolloutSettings, rollout, timed_policies
 from diffusion.push_disc.env import Box, PushDisc
 from diffusion.push_disc.expert import expert_action
 
@@ -104,6 +104,18 @@ def test_latency():
     assert took.shape == (7,) and (took > 0).all()
     assert len(policy.shown) == 7 + 3
     assert len(measure_latency(policy, torch.zeros(1, 2, 6), calls=7, seconds=1e-9)) == 1
+
+
+@pytest.mark.parametrize(
+    ("chosen", "found", "expected"),
+    [("auto", "triton", ["torch"]), ("auto", "torch", []), ("triton", "triton", [])],
+)
+def test_who_is_timed(chosen, found, expected, monkeypatch):
+    """On a GPU both backends, unless one was chosen."""
+    monkeypatch.setattr(RolloutSettings, "load", lambda settings, backend: backend)
+    policy = SimpleNamespace(sampler=SimpleNamespace(backend=SimpleNamespace(name=found)))
+    settings = RolloutSettings(ckpt="a", backend=chosen)
+    assert list(timed_policies(policy, settings)) == [policy, *expected]
 
 
 # --- film -------------------------------------------------------------------------------------

@@ -49,6 +49,13 @@ def test_rollout(trained, tmp_path):
     assert again.splitlines() == [line for line in out.splitlines() if "success rate" in line]
 
 
+@pytest.mark.gpu
+def test_both_backends_are_timed_on_a_gpu(trained):
+    code, out, err = run("tools/rollout.py", f"ckpt={trained}", *ROLL, "device=cuda")
+    assert code == 0, err
+    assert re.findall(r"policy, backend (\w+), fp32, .*, batch 1,", out) == ["triton", "torch"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
