@@ -16,9 +16,9 @@ from torch import Tensor
 from ..dependent_launch import await_inputs, following, overlapping
 
 _CHANNELS = 64  # of a program
-_LOOKING, _CONVERTING = 512, 1024  # programs, if there are pixels enough
-_MOST_SPLITS = 128  # of the pixels of a channel, among those that look
-_PIXELS_LOOKING, _PIXELS_CONVERTING = 64, 64  # of a step
+_LOOKING, _CONVERTING = 528, 528  # programs, if there are pixels enough
+_MOST_SPLITS = 264  # of the pixels of a channel, among those that look
+_PIXELS_LOOKING, _PIXELS_CONVERTING = 128, 64  # of a step
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
