@@ -52,7 +52,13 @@ _FAMILIES = {
         "bias_grad",
         "tensor_rows",
     ),
-    "attention": ("attention_forward", "attention_few", "attention_backward"),
+    "attention": (
+        "attention_forward",
+        "attention_few",
+        "qkv_attention",
+        "norm_attention",
+        "attention_backward",
+    ),
     "resample": (
         "avg_pool",
         "avg_pool_grad",
@@ -163,6 +169,10 @@ def _flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
         n, t, c = args[0].shape  # of forward: [N, T, 3C], of backward: [N, T, C]
         c = c if name == "attention_backward" else c // 3
         return _PRODUCTS[name] * 2 * n * t * t * c
+    if name in ("qkv_attention", "norm_attention"):  # and the products that make q, k and v
+        n, t, c = args[0].shape
+        weight = args[1 if name == "qkv_attention" else 2]
+        return 2 * n * t * weight.numel() + 4 * n * t * t * c
     if "of_upsampled" in name or name.startswith("conv_upsampled"):
         summed, others = args[1]  # the former four for each of 2x2 pixels
         large = args[0] if "grad" in name else result[0]

@@ -53,7 +53,7 @@ def _matrix(buf, first, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _zero(i):
+def unseen_zero(i):
     """0, which the compiler cannot know. Addresses that depend on it are computed where they are
     needed instead of before the loop over i, which would cost two registers each."""
     return gl.inline_asm_elementwise("shr.u32 $0, $1, 20;", "=r,r", [i], gl.int32, True, 1)
@@ -124,7 +124,7 @@ def attention_fwd_head_kernel(
 
     mbarrier.wait(bars.index(0), 0)
     for i in range(KEEP // 64):
-        zero = _zero(i)
+        zero = unseen_zero(i)
         q = _matrix(q_buf, i, 64)
         scores = ()
         for j in gl.static_range(STEPS):
@@ -281,7 +281,7 @@ def attention_bwd_head_kernel(
     for j in range(ROWS // KEYS):
         k = _matrix(k_buf, j * (KEYS // 64), KEYS)
         v = _matrix(v_buf, j * (KEYS // 64), KEYS)
-        zero = _zero(j)
+        zero = unseen_zero(j)
         k_left = k
         v_left = v
         if HELD:

@@ -102,16 +102,21 @@ class Normed:
 
     kernels: ModuleType
     x: Tensor
-    sums: tuple  # partials, pixels, num_groups, weight, bias, eps
+    partials: Tensor
+    pixels: int  # that these describe
+    norm: tuple  # num_groups, weight, bias, eps
 
     def tensor(self) -> Tensor:
-        return self.kernels.norm_of_sums(self.x, None, *self.sums, "identity")
+        sums = (self.partials,), (self.pixels,)
+        return self.kernels.norm_of_sums(self.x, None, *sums, *self.norm, "identity")
 
     def linear(self, weight: Tensor, bias: Tensor) -> Tensor:
         """A 1x1 convolution of it."""
-        (partials,), (pixels,), *norm = self.sums
+        given = self.x, self.partials
+        if not self.kernels.serves_norm_linear(*given, self.norm[0]):
+            return self.kernels.conv_few(self.tensor(), weight, bias)[0]
         rows = weight[:, :, 0, 0]
-        return self.kernels.norm_linear_few(self.x, partials, pixels, *norm, rows, bias)
+        return self.kernels.norm_linear_few(*given, self.pixels, *self.norm, rows, bias)
 
 
 @dataclass
@@ -221,6 +226,17 @@ class Projection:
         if isinstance(self.x, Normed):
             return self.x.linear(self.weight, self.bias).flatten(1, 2)
         return self.kernels.conv_few(self.x, self.weight, self.bias)[0].flatten(1, 2)
+
+    def attention(self, num_heads: int, order: str) -> Tensor | None:
+        """Attention over it, if there is a kernel that makes queries, keys and values on its way,
+        and their norm if it waits: [N, H W, CO / 3]."""
+        x, norm = self.input().flatten(1, 2), None
+        if isinstance(self.x, Normed):
+            norm = self.x.partials, self.x.pixels, *self.x.norm
+        if not self.kernels.serves_norm_attention(x, num_heads, norm):
+            return None
+        rows = self.weight[:, :, 0, 0]
+        return self.kernels.norm_attention(x, norm, rows, self.bias, num_heads, order)
 
 
 @dataclass

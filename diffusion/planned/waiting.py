@@ -11,6 +11,7 @@ one before, so time goes with their number and with how many multiprocessors eac
     conv, norm of few pixels      -> of more images one launch, `conv_norm`
     conv to q, k, v; attention    -> of few positions one launch, `qkv_attention`
     norm, conv to q, k, v         -> of more positions one launch, `norm_linear_few`
+    these and attention           -> of many images one launch, `norm_attention`
     norm, conv of large images    -> one launch, `norm_conv` or `norm_conv_of_two`, where there is
                                      such a kernel; what is upsampled beside it is so there, too
     upsample, apply               -> one launch, `apply_upsampled`
@@ -182,7 +183,10 @@ class WaitingKernels:
         if self.kernels.serves_qkv_attention(qkv.input().flatten(1, 2), num_heads):
             x, rows = tensor_of(qkv.x).flatten(1, 2), qkv.weight[:, :, 0, 0]
             return self.kernels.qkv_attention(x, rows, qkv.bias, num_heads, order), None
-        return self.kernels.attention_few(qkv.tensor(), num_heads, order), None
+        o = qkv.attention(num_heads, order)
+        if o is None:
+            o = self.kernels.attention_few(qkv.tensor(), num_heads, order)
+        return o, None
 
     def avg_pool(self, x: Tensor | InParts | NormNext) -> Tensor | Pooled:
         x = settled(x)
@@ -295,11 +299,9 @@ class WaitingKernels:
             )
             return a
         if not options and self._sums_pay(n * h * w * c, tiles):
-            plain = activation == "identity" and x2 is None and not film
-            if plain and self.kernels.serves_norm_linear(
-                tensor_of(x1), partials[0], table.num_groups
-            ):
-                return Normed(self.kernels, tensor_of(x1), sums)
+            if activation == "identity" and x2 is None and not film:
+                norm = (table.num_groups, *table.arguments)
+                return Normed(self.kernels, tensor_of(x1), partials[0], table.pixels[0], norm)
             return self.kernels.norm_of_sums(tensor_of(x1), x2, *sums, activation, **table.film)
         if x2 is None and not options and not isinstance(x1, Upsampled):
             norm = (table.num_groups, *table.arguments, activation)

@@ -27,6 +27,7 @@ CALLS = (
     "conv_few",
     "conv_split",
     "linear_norm_few",
+    "norm_attention",
     "norm_linear_few",
     "norm_of_sums",
     "norm_table",
@@ -76,7 +77,8 @@ def test_output(name, size):
 def test_every_way_of_a_norm_is_taken(calls):
     model = make(MODELS["three_levels"], (16, 24))
     plan = InferenceUNet(model, fused_reference)
-    plan(torch.randn(2, 16, 24, 3).double(), torch.tensor([3, 700]))
+    for images in (2, 3):
+        plan(torch.randn(images, 16, 24, 3).double(), torch.arange(images))
     assert all(calls[name] for name in CALLS), calls
 
 
@@ -118,6 +120,7 @@ def test_as_in_a_large_batch(name, calls, monkeypatch):
         monkeypatch.setattr(waiting, limit, 0)
     monkeypatch.setattr(fused_reference, "worth_splitting", lambda *_: False)
     monkeypatch.setattr(fused_reference, "serves_qkv_attention", lambda *_: False)
+    monkeypatch.setattr(fused_reference, "serves_norm_attention", lambda *_: False)
     monkeypatch.setattr(fused_reference, "postpones", lambda *_: False)
     model = make(MODELS[name], (16, 24)).eval()
     twin = copy.deepcopy(model)

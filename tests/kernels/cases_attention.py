@@ -56,6 +56,34 @@ def _head(name: str, t: int, d: int, rows: int, step: int | None = None, spills:
     }
 
 
+def _norm_attention(name: str, t: int, c: int, programs: tuple, normed: bool) -> dict:
+    """Of `fused.norm_attention`: `programs` are heads of one, keys at a time, and warps."""
+    from triton.experimental.gluon import language as gl
+
+    def boxes(rows: int) -> str:
+        return f"tensordesc<bf16{[rows, 64]},{gl.NVMMASharedLayout(128, 16, rank=2)!r}>"
+
+    heads, step, num_warps = programs
+    sums = ("partial_ptr", "g_ptr", "b_ptr")
+    group = {"CG": c // 32, "BLOCK_C": 256, "BLOCK_G": 32, "BLOCK_J": 8}
+    return {
+        "name": f"norm_attention_{name}",
+        "kernel": "triton_kernels.fused.norm_attention_kernels:norm_attention_kernel",
+        "signature": {
+            **{"x_desc": boxes(t), "w_desc": boxes(32), "bias_ptr": "*fp32", "o_ptr": "*bf16"},
+            **{"scale": "fp32", "eps": "fp32", "pixels": "i32"},
+            **(dict.fromkeys(sums, "*fp32") if normed else {}),
+        },
+        "constexprs": {
+            **{"T": t, "C": c, "D": 32, "HEADS_QKV": False, "HEADS": heads},
+            **{"STEP": step, "K": 2, **group, "num_warps": num_warps},
+            **({} if normed else dict.fromkeys(sums)),
+        },
+        "options": {"num_warps": num_warps},
+        "expect": {"wgmma": "registers", "tma": True, "arches": (90,)},
+    }
+
+
 _FWD = ("qkv_ptr", "o_ptr", "lse_ptr")
 _ONE_PASS = ("do_ptr", "qkv_ptr", "o_ptr", "lse_ptr", "dqkv_ptr", "rows_ptr")
 _TWO_PASS = (*_ONE_PASS, "delta_ptr")
@@ -105,4 +133,6 @@ COMPILE_CASES = [
     _head("bwd_head_of_one_tile", 64, 32, 64),
     _head("bwd_head_wide", 128, 64, 128, spills=16),
     _head("bwd_head_of_two_warpgroups", 256, 64, 256, spills=64),
+    _norm_attention("of_three_heads", 256, 192, (3, 64, 8), True),
+    _norm_attention("of_normalized", 64, 256, (1, 64, 4), False),
 ]

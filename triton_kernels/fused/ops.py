@@ -36,6 +36,7 @@ from .conv_upsampled import (
 )
 from .linear_grads import linear_grads
 from .linear_norm_few import linear_norm_few, postpones, serves_linear_norm
+from .norm_attention import norm_attention, serves_norm_attention
 from .norm_conv import (
     norm_conv,
     norm_conv_of_two,
@@ -99,6 +100,7 @@ __all__ = [
     "meets",
     "norm_apply",
     "norm_apply_upsampled",
+    "norm_attention",
     "norm_backward",
     "norm_conv",
     "norm_conv_of_two",
@@ -117,6 +119,7 @@ __all__ = [
     "qkv_attention",
     "resample_parts",
     "serves_linear_norm",
+    "serves_norm_attention",
     "serves_norm_conv",
     "serves_norm_conv_of_two",
     "serves_norm_linear",

@@ -524,6 +524,21 @@ def qkv_attention(x, weight, bias, num_heads, order):
     return attention_few(x @ weight.T + bias, num_heads, order)
 
 
+def serves_norm_attention(x, num_heads, norm):
+    """Whether a GPU would rather have all three in one launch; here of an odd number of images."""
+    return len(x) % 2 == 1
+
+
+def norm_attention(x, norm, weight, bias, num_heads, order):
+    """`attention_few` of norm(x) weight^T + bias, by partials, pixels and a norm's arguments; or of
+    x weight^T + bias"""
+    if norm is not None:
+        partials, pixels, *rest = norm
+        sums = (partials,), (pixels,)
+        x = norm_of_sums(x[:, None], None, *sums, *rest, "identity")[:, 0]
+    return qkv_attention(x, weight, bias, num_heads, order)
+
+
 def begin_step(x, channels, dtype, table=None, row=None, index=None, cleared=None):
     """(x with zeros behind its channels up to so many, table[row, index]); `cleared` is zeros."""
     if cleared is not None:
