@@ -126,7 +126,6 @@ def _convolve(
         tma.async_copy_shared_to_global(y_desc, [m0, c0], stage)
     total = gl.sum(widen_pairs(y), axis=2)
     if a_desc is not None:
-        # a place of its own: nobody waits until y is read
         a_buf = gl.allocate_shared_memory(dtype, [PIXELS, 64], a_desc.layout)
         _store_normed(
             a_desc, a_buf, y, total, norm_weight, norm_bias, eps, m0, c0, LAYOUT, PIXELS, ACT, CG
@@ -158,7 +157,6 @@ def _normalize_second(
     mbarrier.wait(bar, 0)
     x = buf.permute((1, 0)).load(LAYOUT).reshape([64, 1, PIXELS])
     total = gl.sum(widen_pairs(x), axis=2)
-    sync_threads()
     _store_normed(
         a_desc, buf, x, total, norm_weight, norm_bias, eps, m0, C + c0, LAYOUT, PIXELS, ACT, CG
     )
@@ -173,6 +171,9 @@ def _store_normed(
     mean, scale, shift = norm_of_tile((y,), total, norm_weight, norm_bias, eps, 1, CG, PIXELS)
     d = widen_pairs(y) - mean[:, :, None]
     a = round_pairs(activate(d * scale[:, :, None] + shift[:, :, None], ACT), a_desc.dtype)
+    # Memory that y still leaves from is free to the compiler, which may have put `buf` there.
+    tma.store_wait(0)
+    sync_threads()
     buf.permute((1, 0)).store(
         gl.convert_layout(a.reshape([64, PIXELS]), LAYOUT, assert_trivial=True)
     )
