@@ -239,7 +239,7 @@ def test_as_good_as_the_layers_of_pytorch(name, batch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("batch", [1, 16, 64])
 @pytest.mark.parametrize("name", ["ddpm", "dpmpp_2m"])
 def test_a_captured_chain_has_the_bits_of_the_loop(name, batch):
     plan, shape = sampling_network(unet64(triton_backend())), (batch, 64, 64, 3)
