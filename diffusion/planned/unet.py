@@ -206,6 +206,7 @@ class FusedUNet:
         self.met = False  # whether the side stream has waited for what was held
         self._hold(h, smallest)
         self.weight_grads.waits = h.nbytes >= _LITTLE_MEMORY
+        self.weight_grads.alone = False
         a = k.apply(h, None, table, "silu") if a is None else a
         self.aside.run(self.head.all_grads, a, dy)
         del a
@@ -234,6 +235,8 @@ class FusedUNet:
                 self.met = True
             if i == 1:  # most of it before the end, where nothing else would run
                 self.aside.apart(lambda *rows: self.sums.flush(False), *self.sums.kept)
+                self.weight_grads.flush()
+                self.weight_grads.alone = True
             d, _ = self._run_back(block, d, skips.pop())
             self._complete(f"input_blocks.{i}")
         self.weight_grads.flush()

@@ -8,6 +8,9 @@ from torch import Tensor
 from .side_stream import SideStream
 
 _MOST = 4  # that `kernels.conv_weight_grads` can do at once
+# Of the multiprocessors: a launch writes fewer parts of sums, and kernels of the main stream find
+# others free. See docs/performance.md
+SHARE = 0.5
 _BUDGET = 192 * 2**20  # bytes that they read together, which stay allocated meanwhile
 
 
@@ -27,6 +30,7 @@ class WeightGrads:
         self._plan = plan
         self._waiting: dict[tuple[int, ...], list[tuple[Tensor, Tensor, Tensor]]] = {}
         self.waits = True  # for gradients of other layers, or those of one `add` alone
+        self.alone = False  # or much runs beside what is started now
 
     def add(
         self,
@@ -52,10 +56,10 @@ class WeightGrads:
             self._start(self._waiting.pop(next(iter(self._waiting))))
 
     def _start(self, group: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-        plan = self._plan
+        plan, share = self._plan, 1.0 if self.alone else SHARE
 
         def work(*_: Tensor) -> None:
-            plan.kernels.conv_weight_grads(*group, accumulate=plan.accumulates)
+            plan.kernels.conv_weight_grads(*group, accumulate=plan.accumulates, share=share)
 
         plan.aside.run(work, *_reads(group))
 

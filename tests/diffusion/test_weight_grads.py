@@ -16,8 +16,10 @@ class Plan:
         self.kernels, self.accumulates = self, False
         self.aside = SideStream(torch.device("cpu"))
         self.calls: list[list[int]] = []
+        self.shares: list[float] = []
 
-    def conv_weight_grads(self, *gradients, accumulate):
+    def conv_weight_grads(self, *gradients, accumulate, share):
+        self.shares.append(share)
         self.calls.append([out.shape[0] for _, _, out in gradients])
         reference.conv_weight_grads(*gradients, accumulate=accumulate)
 
@@ -52,6 +54,15 @@ def test_four_at_a_time(plan, grads):
         exact = torch.empty_like(out)
         reference.conv_weight_grad(x, dy, exact)
         assert torch.equal(out, exact)
+
+
+def test_all_multiprocessors_for_those_that_nothing_runs_beside(plan, grads):
+    grads.add(gradient(1))
+    grads.flush()
+    grads.alone = True
+    grads.add(gradient(2))
+    grads.flush()
+    assert plan.shares == [weight_grads.SHARE, 1.0]
 
 
 def test_filters_of_one_size(plan, grads):

@@ -24,7 +24,9 @@ SMALL = {
 }
 
 
-def check(shapes: tuple[Shape, Shape], dtype, device, accumulate: bool, plan=None):
+def check(
+    shapes: tuple[Shape, Shape], dtype, device, accumulate: bool, plan=None, share: float = 1.0
+) -> list[torch.Tensor]:
     """The gradients, which have to be right."""
     arguments, before = [], []
     for seed, (n, h, w, ci, co, kernel) in enumerate(shapes):
@@ -34,9 +36,9 @@ def check(shapes: tuple[Shape, Shape], dtype, device, accumulate: bool, plan=Non
         before.append(out.double())
         arguments += [x, dy, out]
     if plan is None:
-        conv_two_weight_grads(*arguments, accumulate=accumulate)
+        conv_two_weight_grads(*arguments, accumulate=accumulate, share=share)
     else:
-        two_weight_grads._run(*arguments, accumulate, plan)
+        two_weight_grads._run(*arguments, accumulate, plan, share)
     for shape, old, x, dy, out in zip(
         shapes, before, arguments[::3], arguments[1::3], arguments[2::3], strict=True
     ):
@@ -88,3 +90,4 @@ class TestGpu:
         for _ in range(3):
             again = check(LARGE[name], torch.bfloat16, device, accumulate, plan)
             assert all(map(torch.equal, again, first))
+        check(LARGE[name], torch.bfloat16, device, accumulate, plan, share=0.5)

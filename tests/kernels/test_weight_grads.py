@@ -52,14 +52,16 @@ def gradients(group: Group, dtype, device) -> list[Gradient]:
     return made
 
 
-def check(group: Group, dtype, device, accumulate: bool, plan=None) -> list[torch.Tensor]:
+def check(
+    group: Group, dtype, device, accumulate: bool, plan=None, share: float = 1.0
+) -> list[torch.Tensor]:
     """The gradients, which have to be right."""
     made = gradients(group, dtype, device)
     before = [g.out.double() for g in made]
     if plan is None:
-        conv_weight_grads(*made, accumulate=accumulate)
+        conv_weight_grads(*made, accumulate=accumulate, share=share)
     else:
-        weight_grads._run(made, accumulate, plan)
+        weight_grads._run(made, accumulate, plan, share)
     floor = 2**-24 * (group.n * group.h * group.w) ** 0.5 + 1e-6
     for g, old in zip(made, before, strict=True):
         exact = weight_grad_reference(g.x, g.dy, group.kernel) + accumulate * old
@@ -146,3 +148,4 @@ class TestGpu:
         for _ in range(3):
             again = check(group, torch.bfloat16, device, accumulate, plan)
             assert all(map(torch.equal, again, first))
+        check(group, torch.bfloat16, device, accumulate, plan, share=0.5)

@@ -17,6 +17,8 @@ from ..dependent_launch import await_inputs, overlapping
 from ..tuning import choose
 from .conv import conv_weight_grad
 
+_MANY_SPLITS = 4
+
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 
@@ -62,6 +64,7 @@ def conv_two_weight_grads(
     out2: Tensor,
     *,
     accumulate: bool = False,  # add to `out1` and `out2`
+    share: float = 1.0,  # of the multiprocessors, about, if one launch does both
 ) -> None:
     """`conv_weight_grad` of both."""
 
@@ -93,7 +96,7 @@ def conv_two_weight_grads(
     )
     if plan not in together:  # decided for filters that lie in memory in another way
         plan = _Plan(0)
-    _run(x1, dy1, out1, x2, dy2, out2, accumulate, plan)
+    _run(x1, dy1, out1, x2, dy2, out2, accumulate, plan, share)
 
 
 def _run(
@@ -105,13 +108,17 @@ def _run(
     out2: Tensor,
     accumulate: bool,
     plan: _Plan,
+    share: float = 1.0,
 ) -> None:
     if plan.splits == 0:
         conv_weight_grad(x1, dy1, out1, accumulate=accumulate)
         conv_weight_grad(x2, dy2, out2, accumulate=accumulate)
         return
     numel1, numel2 = out1.numel(), out2.numel()
-    parts = _empty((plan.splits, numel1 + numel2), dtype=torch.float32, device=x1.device)
+    splits = plan.splits
+    if splits >= _MANY_SPLITS:  # with fewer, blocks of channels make most of the programs
+        splits = max(1, round(share * splits))
+    parts = _empty((splits, numel1 + numel2), dtype=torch.float32, device=x1.device)
     gluon_rows.weight_grad(x1, dy1, parts, x2, dy2)
     _sum_two(parts, out1, out2, accumulate)
 

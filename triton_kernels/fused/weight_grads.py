@@ -119,6 +119,7 @@ def _sum_group_kernel(
 def conv_weight_grads(
     *gradients: tuple[Tensor, Tensor, Tensor],  # x [N, H, W, CI], dy [N, H, W, CO], `out`, as ...
     accumulate: bool = False,  # add to each `out`
+    share: float = 1.0,  # of the multiprocessors, about: the fewer, the fewer parts to add up
 ) -> None:
     """... `conv_weight_grad` of each has them, up to 4. All `out` have filters of one size, all
     images are of one size, and all have padding R // 2."""
@@ -135,7 +136,7 @@ def conv_weight_grads(
         return flat
 
     if len(group) == 1:
-        _run_in_turn(group, accumulate)
+        _run_in_turn(group, accumulate, share)
         return
     x, _, out = group[0]
     channels = (c for g in group for c in (g.x.shape[3], g.dy.shape[3]))
@@ -150,31 +151,31 @@ def conv_weight_grads(
     )
     if plan not in together:  # decided for tensors that lie in memory in another way
         plan = _Plan()
-    _run(group, accumulate, plan)
+    _run(group, accumulate, plan, share)
 
 
-def _run(group: Sequence[Gradient], accumulate: bool, plan: _Plan) -> None:
+def _run(group: Sequence[Gradient], accumulate: bool, plan: _Plan, share: float = 1.0) -> None:
     if plan == _Plan():
-        _run_in_turn(group, accumulate)
+        _run_in_turn(group, accumulate, share)
         return
     tile = Tile(*plan)
     x, _, out = group[0]
     taps = out.shape[2] * out.shape[3]
     shape = (2, 64 * tile.co_blocks, taps, 64 * tile.ci_blocks)
-    programs = group_wgrad.programs(group, tile)
+    programs = group_wgrad.programs(group, tile, share)
     parts = _empty((programs, *shape), dtype=torch.float32, device=x.device)
     group_wgrad.launch(group, tile, parts)
     outs = [g.out for g in group]
     _sum_parts(parts, outs, group_wgrad.pixel_tiles(x, out, tile), accumulate)
 
 
-def _run_in_turn(group: Sequence[Gradient], accumulate: bool) -> None:
+def _run_in_turn(group: Sequence[Gradient], accumulate: bool, share: float) -> None:
     """Two after two, or one after one."""
     three = group[0].out.shape[2] == 3
     pairs = [group[i : i + 2] if three else [group[i]] for i in range(0, len(group), 1 + three)]
     for pair in pairs:
         if len(pair) == 2:
-            conv_two_weight_grads(*pair[0], *pair[1], accumulate=accumulate)
+            conv_two_weight_grads(*pair[0], *pair[1], accumulate=accumulate, share=share)
         else:
             conv_weight_grad(*pair[0], accumulate=accumulate)
 

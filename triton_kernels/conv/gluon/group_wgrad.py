@@ -70,10 +70,13 @@ def tiles(gradients: Sequence[Gradient]) -> list[Tile]:
     return [t for t in found if _blocks(gradients, t) <= _slots(x, t) and _filled(gradients, t)]
 
 
-def programs(gradients: Sequence[Gradient], tile: Tile) -> int:
-    """As many as fit on the GPU at a time, each of which has something to do."""
+def programs(gradients: Sequence[Gradient], tile: Tile, share: float = 1.0) -> int:
+    """As many as fit on the GPU at a time, or on a share of it that has one for each block of
+    channels; each of them has something to do."""
     x, _, out = gradients[0]
     slots, blocks = _slots(x, tile), _blocks(gradients, tile)
+    if blocks <= int(share * slots):
+        slots = int(share * slots)
     if tile.even:
         slots = max(1, slots // blocks // tile.even) * blocks
     return min(slots, blocks * pixel_tiles(x, out, tile))
