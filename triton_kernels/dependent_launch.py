@@ -5,11 +5,12 @@ from the end of one to the first instruction of the next. From Hopper on a kerne
 multiprocessors as soon as every program of its predecessor has begun, to wait there for what the
 predecessor writes. Stream capture keeps this as a programmatic edge of the graph.
 
-It is for a chain of kernels with nothing beside it, as in sampling. A training step has weight
-gradients on a side branch, which fill the gaps better; a kernel that waits takes their place. There
-it lost 3 % (see docs/performance.md), so it is off but within `dependent_launches()`. The later
-launches of one public op are another matter (`following`): in a stream of its own nothing else can
-begin between them. The predecessor may be a kernel that does not call `await_inputs`, if it was
+It is for a chain of kernels, as in sampling and in the forward pass of a training step. In backward
+weight gradients on a side branch fill the gaps as well, and a kernel that waits takes their place:
+with all kernels it lost 3 %, with small ones and Gluon convolutions it gains (see
+docs/performance.md). It is off but within `dependent_launches()`. The later launches of one public
+op are another matter (`following`): in a stream of its own nothing else can begin between them.
+The predecessor may be a kernel that does not call `await_inputs`, if it was
 launched in the ordinary way: it ends after all before it, too.
 
 And it is for small kernels, or for those that have a multiprocessor each to themselves. While a
@@ -76,9 +77,10 @@ _batch: int | None = None  # pixels; None: kernels do not overlap
 
 
 @contextmanager
-def dependent_launches(pixels: int = 0) -> Iterator[None]:
+def dependent_launches(pixels: int | None = 0) -> Iterator[None]:
     """Within the block small kernels overlap with their predecessors, on GPUs that can do it: all
-    of a network whose batch has few pixels, else those that know that they are small."""
+    of a network whose batch has few pixels, else those that know that they are small. None: no
+    kernel does, as outside of any block."""
     global _batch
     before, _batch = _batch, pixels
     try:

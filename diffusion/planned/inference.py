@@ -103,7 +103,7 @@ class InferenceUNet(FusedUNet):
 
     def run(self, image: Tensor, emb: Tensor) -> Tensor:  # [N, H, W, 16], [N, E]
         self.step = Step(emb, None, None, 0)
-        h = self._features(image, self.stem_weight)
+        h = self._features(self._first_feature(image, self.stem_weight))
         return self._output(self.head_norm.apply((h,), "silu")[0])
 
     def _run(self, block: list, h: Feature, other: Feature | None) -> Feature:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from triton_kernels.dependent_launch import dependent_launches
 from triton_kernels.dropout import Mask
 from triton_kernels.row_sums import RowSums
 
@@ -461,6 +462,9 @@ class FusedUpsample:
         if filters is None:
             large = k.upsample(x.x)
             y, partials = k.conv_forward(large, conv.weight, conv.bias, stats=True)
+        elif self.plan.trains:  # filters are of the launch in front, and asked for before any wait
+            with dependent_launches(None):
+                y, partials = k.conv_of_upsampled(x.x, filters, conv.bias)
         else:
             y, partials = k.conv_of_upsampled(x.x, filters, conv.bias)
         self.tape = x.x, filters  # what is upsampled is four times as much, and made in a pass

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from triton_kernels.dependent_launch import dependent_launches
 from triton_kernels.fused import ops as fused
 
 from ..flat import FlatParameters
@@ -193,10 +194,13 @@ class FusedUNet:
         self.step = step
         self.image = self._padded(x)
         weight = self._padded(self.stem.weight.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        h = self._features(self.image, weight)
-        a, table = self.head_norm.apply((h,), "silu")
+        h = self._first_feature(self.image, weight)  # its filters are new: nothing overlaps yet
+        with dependent_launches(x[..., 0].numel()):
+            h = self._features(h)
+            a, table = self.head_norm.apply((h,), "silu")
+            y = self._output(a)
         self.tape = h.x, table, None if self.recompute else a
-        return self._output(a).contiguous()
+        return y.contiguous()
 
     def backward(self, dy: Tensor) -> None:  # [N, H, W, CO]
         k, (h, table, a) = self.kernels, self.tape
@@ -289,10 +293,13 @@ class FusedUNet:
 
         torch.autograd.Variable._execution_engine.queue_callback(join)
 
-    def _features(self, image: Tensor, weight: Tensor) -> Feature:
-        """What the head is given, of an image and the stem's filters, both padded."""
+    def _first_feature(self, image: Tensor, weight: Tensor) -> Feature:
+        """The stem's, of an image and of filters that are both padded."""
         y, partials = self.kernels.conv_forward(image, weight, self.stem.bias, stats=True)
-        h = Feature(y, partials, y.shape[1] * y.shape[2])
+        return Feature(y, partials, y.shape[1] * y.shape[2])
+
+    def _features(self, h: Feature) -> Feature:
+        """What the head is given, of what the stem gives."""
         skips = [h]
         for i, block in enumerate(self.encoder, 1):
             if self.stages is not None and i == self.stages.medium:
@@ -331,10 +338,11 @@ class FusedUNet:
         d_other = None
         for i, layer in reversed(list(enumerate(block))):
             added = more if i == 0 else None
-            if isinstance(layer, FusedResBlock):
-                d, d_other = layer.backward(d, added, self.step)
-            else:
-                d = layer.backward(d, added)
+            with dependent_launches(d.dx[..., 0].numel()):
+                if isinstance(layer, FusedResBlock):
+                    d, d_other = layer.backward(d, added, self.step)
+                else:
+                    d = layer.backward(d, added)
         return d, d_other
 
     def _hold(self, x: Tensor, smallest: int) -> None:

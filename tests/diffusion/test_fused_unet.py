@@ -1,6 +1,7 @@
 """The planned network against autograd through the layers, in float64."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from diffusion.planned import layers, side_stream
 from diffusion.planned.embedding import TOGETHER
 from diffusion.planned.unet import FusedUNet, training_network
 from diffusion.unet import UNet
-from triton_kernels import reference
+from triton_kernels import dependent_launch, reference
 from triton_kernels.fused import ops as fused
 from triton_kernels.fused import reference as fused_reference
 
@@ -205,6 +206,33 @@ def test_gradients_of_filters_are_written_once_they_are_forgotten(name):
     for x in inputs:
         plan(x, t, **options).square().sum().backward()
     assert torch.equal(flat.grad, twice)
+
+
+def test_which_kernels_overlap():
+    """Those of the blocks, each by its images. The stem's filters are padded by the launch in front
+    of it."""
+    model = make(MODELS["three_levels"])
+    seen = []
+
+    class Noting:
+        def __getattr__(self, name: str):
+            function = getattr(fused_reference, name)
+
+            def noted(*arguments, **options):
+                seen.append((name, dependent_launch._batch))
+                return function(*arguments, **options)
+
+            return noted if inspect.isfunction(function) else function
+
+    plan = FusedUNet(model, FlatParameters(model, together=TOGETHER), Noting())
+    y = plan(torch.randn(2, 8, 12, 3).double(), torch.tensor([3, 700]))
+    stem = [name for name, _ in seen].index("conv_forward")
+    assert {pixels for _, pixels in seen[: stem + 1]} == {None}
+    assert {pixels for _, pixels in seen[stem + 1 :]} == {2 * 8 * 12}
+    seen.clear()
+    y.sum().backward()
+    assert dict(seen)["conv_input_grad"] is not None and seen[0][1] is None
+    assert {pixels for _, pixels in seen} == {None, *(2 * 8 * 12 // 4**i for i in range(3))}
 
 
 def test_activations_in_memory():

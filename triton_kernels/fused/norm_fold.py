@@ -46,6 +46,11 @@ def _folds(kernel: str, tiles: int, elements: int) -> bool:
     return tiles <= _MOST_TILES[kernel] and elements <= _MOST_ELEMENTS
 
 
+def _overlaps(x: Tensor) -> bool:
+    """Whether a pass over x of any size begins while the launch in front, of its table, runs."""
+    return bool(overlapping(x.device, 0))
+
+
 def norm_apply(
     x1: Tensor,  # [N, H, W, C1]
     x2: Tensor | None,  # [N, H, W, C2]
@@ -71,7 +76,8 @@ def norm_apply(
     if not fold or x1.shape[0] == 0:
         film = {"scale": scale, "shift": shift}
         table = norm_table(partials, pixels, num_groups, weight, bias, eps, **film)
-        return apply(x1, x2, table, activation, mask=mask), table
+        early = mask is None and _overlaps(x1)
+        return apply(x1, x2, table, activation, mask=mask, early=early), table
 
     assert mask is None, "dropout is for two launches"
     check_activation(activation)
@@ -93,7 +99,7 @@ def norm_apply(
         x1, x2, first, second, weight, bias, *film, table, a, *map(row_stride, film),
         pixels[0], pixels[-1], h * w, c1, c2, grid.k, grid.cb1, grid.cb, eps,
         activation, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
-        num_warps=config.num_warps, **overlapping(x1.device),
+        num_warps=config.num_warps, **overlapping(x1.device, n * h * w),
     )  # fmt: skip
     return a, table
 
@@ -114,7 +120,7 @@ def norm_apply_upsampled(
     shape = len(x2), 4, x2.shape[3]
     second = _empty(shape, dtype=torch.float32, device=x2.device)
     table = norm_table(partials, pixels, num_groups, weight, bias, eps, second_out=second)
-    a, large = apply_upsampled(x1, x2, table, activation)
+    a, large = apply_upsampled(x1, x2, table, activation, early=_overlaps(x1))
     return a, (table, second), large
 
 
