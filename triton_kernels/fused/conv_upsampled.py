@@ -25,8 +25,8 @@ from .conv import conv_input_grad
 
 _BLOCK = 64  # channels of a program
 # Forward alone it is faster at 16 images, and with fewer not measured. A step makes the filters
-# anew: of 32 images it took 4.33 ms in place of 4.30, of 128 12.56 in place of 12.88.
-_FEWEST_IMAGES = {False: 16, True: 64}
+# anew: of 32 images it took 4.11 ms in place of 4.15, of 128 12.56 in place of 12.88.
+_FEWEST_IMAGES = {False: 16, True: 32}
 _COST = {256: 1.0, 128: 1.03, 64: 1.3}  # of a pixel, by the pixels of a tile, about
 
 _empty = torch.empty  # tests put a function here that returns NaNs
