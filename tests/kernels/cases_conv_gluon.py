@@ -61,9 +61,10 @@ def _resident(
     norm: str | None = None,  # sums or table
     makers: int = 0,
     upsampled: bool = False,  # the first of the extra tensors
+    width: int = 64,
 ) -> dict:
-    two, filters = _rows(1, 2, 64, 64), _rows(1, 64, 64)
-    groups = 2 if any(extra) or rows == 4 or makers else 3
+    two, filters = _rows(1, 2, width, 64), _rows(1, 64, 64)
+    groups = 2 if any(extra) or rows * width == 256 or makers else 3
     spills = 160 if norm and rows == 4 else 32
     absent = ["beside1_desc", "beside2_desc"][beside:] + (["emb_ptr"] if dgrad else [])
     absent += [] if extra[0] else ["extra1_desc", "extra1_w_desc", "extra_bias_ptr"]
@@ -84,7 +85,7 @@ def _resident(
     )
     signature = {
         "x_ptr": "*bf16",
-        "x_desc": _rows(1, 1, 64, k),
+        "x_desc": _rows(1, 1, width, k),
         "w_desc": _rows(1, k, 64) if dgrad else _rows(1, 64, k),
         "beside1_desc": two,
         "beside2_desc": two,
@@ -104,7 +105,7 @@ def _resident(
         "signature": {k: v for k, v in signature.items() if k not in absent},
         "constexprs": {
             **dict.fromkeys(absent),
-            "W": 64,
+            "W": width,
             "DGRAD": dgrad,
             "ACT": "silu_tanh" if dgrad or norm else None,
             "ROWS": rows,
@@ -205,6 +206,7 @@ COMPILE_CASES = (
         _resident("input_grad_of_two", dgrad=True, beside=2),
         _resident("forward_of_16", dgrad=False, beside=0, k=16, rings=(12, 3)),
         _resident("input_grad_of_16", dgrad=True, beside=1, k=16, rings=(12, 3)),
+        _resident("input_grad_of_16_and_32", True, 1, k=16, rows=4, rings=(12, 6), width=32),
         _resident("forward_of_four_rows", dgrad=False, beside=0, rows=4, rings=(6, 2)),
         _resident("forward_residual_of_four_rows", dgrad=False, beside=1, rows=4, rings=(5, 3)),
         _resident("input_grad_of_four_rows", dgrad=True, beside=1, rows=4, rings=(5, 3)),

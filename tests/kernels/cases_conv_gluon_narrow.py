@@ -7,18 +7,20 @@ from .cases_conv_gluon import _rows
 from .compile_only import SHARED_LIMIT
 
 
-def _out(width: int, channels: int = 64, norm: bool = False) -> dict:
+def _out(width: int, channels: int = 64, norm: bool = False, images: int = 1) -> dict:
     pairs = narrow.pairs(width, channels, SHARED_LIMIT[90])
-    numbers = ("tiles", "tiles_h", "H", "CO")
+    numbers = ("tiles", "tiles_h", "H", "CO", "N")[: 4 if images == 1 else 5]
     of_norm = dict.fromkeys(("sums_ptr", "norm_weight_ptr", "norm_bias_ptr"), "*fp32")
     of_norm |= {"eps": "fp32"}
     absent = ["scale_ptr", "shift_ptr", "stride_scale", "stride_shift"]
     absent += [] if norm else [*of_norm, "x_ptr"]
+    absent += ["N"] if images == 1 else []
+    row = width // images
     return {
-        "name": f"out_{width}_of_{channels}" + ("_norm" if norm else ""),
+        "name": f"out_{row}_of_{channels}" + ("_norm" if norm else ""),
         "kernel": "triton_kernels.conv.gluon.narrow_out:conv_narrow_out_kernel",
         "signature": {
-            "x_desc": _rows(1, 1, width, 64),
+            "x_desc": _rows(1, 1, row, 64) if images == 1 else _rows(1, row, images, 64),
             "w_desc": _rows(1, 16, 64),
             "y_ptr": "*bf16",
             "bias_ptr": "*fp32",
@@ -31,6 +33,7 @@ def _out(width: int, channels: int = 64, norm: bool = False) -> dict:
             "TILES_OF_X": 32 if norm else None,
             "CG": 2 if norm else None,
             "W": width,
+            "IMAGES": images,
             "K_BLOCKS": channels // 64,
             "PAIRS": pairs,
             "OVERLAP": width == 64,
@@ -45,4 +48,6 @@ def _out(width: int, channels: int = 64, norm: bool = False) -> dict:
     }
 
 
-COMPILE_CASES = [_out(64), _out(128), _out(64, 128), _out(64, norm=True)] if SUPPORTED else []
+COMPILE_CASES = (
+    [_out(64), _out(128), _out(64, 128, images=2), _out(64, norm=True)] if SUPPORTED else []
+)

@@ -44,6 +44,8 @@ OUT_SHAPES = {
     "odd images of 128": Shape(3, 33, 128, 64, 16),
     "128 channels": Shape(5, 64, 64, 128, 3),
     "128 channels of odd images": Shape(37, 33, 64, 128, 16),
+    "32x32": Shape(131, 32, 32, 128, 3),
+    "odd images of 32": Shape(3, 33, 32, 64, 16),
 }
 # 16 channels to be multiplied, of x or of dy. A tile, fewer of them than programs and many more,
 # several blocks of 64 channels.
@@ -52,6 +54,8 @@ IN_SHAPES = {
     "an image": Shape(1, 64, 64, 16, 64),
     "many tiles": Shape(37, 64, 64, 16, 64),
     "rows of channels": Shape(5, 12, 64, 16, 192),
+    "two tiles of 32": Shape(1, 8, 32, 16, 64),
+    "many tiles of 32": Shape(131, 32, 32, 16, 128),
 }
 # Either side narrow; rows of any width, several blocks of 64 channels.
 WGRAD_SHAPES = {
@@ -162,12 +166,14 @@ class TestGpu:
             gluon_rows.tiles(x, y, head) == gluon_rows.tiles(x, other, head, inputs=[other]) == []
         )
         assert gluon_rows.tiles(x, y, stem, extra=[y]) == []
+        x, y = (t[:, :, :32].contiguous() for t in (x, y))
+        assert gluon_rows.tiles(x, y, stem) == [gluon_rows.NARROW_TILE]
 
     def test_what_applies(self, device):
         for shape in OUT_SHAPES.values():
             assert applying(shape, torch.bfloat16, device) == [narrow.OUT_TILE]
         for shape in (
-            Shape(1, 64, 32, 64, 3),
+            Shape(1, 64, 16, 64, 3),
             Shape(1, 64, 64, 192, 3),
             Shape(1, 64, 128, 128, 3),
             Shape(1, 64, 64, 64, 17),

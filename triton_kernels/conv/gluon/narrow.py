@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ...dependent_launch import overlapping
 from ...device import describe
-from ...gluon.descriptors import SUPPORTED, in_boxes, takes
+from ...gluon.descriptors import SUPPORTED, takes
 from .operands import Operands, filters_in_boxes, norm_of
+from .rows import in_rows
 
 if SUPPORTED:
     from .narrow_out import conv_narrow_out_kernel
@@ -22,7 +23,7 @@ _RESERVED = 6144  # bytes of shared memory for barriers, 2 KB of y a warpgroup, 
 
 OUT_TILE = (16, 128, 64, _WARPS, 2)  # a `Config` of `conv.tma`
 
-_ROWS = ((64, 64), (128, 64), (64, 128))  # pixels and channels of a row
+_ROWS = ((64, 64), (128, 64), (64, 128))  # pixels and channels of a row, perhaps of two images
 
 
 def serves(config: tuple) -> bool:
@@ -37,7 +38,8 @@ def tiles(
 ) -> list[tuple]:
     """Those with which `launch` can do it, if there is nothing to it but a bias."""
     narrow = x.shape[3] == weight.shape[1] and y.shape[3] == 16
-    fits = (x.shape[2], x.shape[3]) in _ROWS and tuple(weight.shape[2:]) == (3, 3)
+    width = x.shape[2] * _images_of_row(x.shape[2])
+    fits = (width, x.shape[3]) in _ROWS and tuple(weight.shape[2:]) == (3, 3)
     return [OUT_TILE] if narrow and fits and takes(x) else []
 
 
@@ -46,32 +48,42 @@ def launch(config: tuple, operands: Operands) -> None:
     n, h, w, c = operands.x.shape
     co = operands.weight.shape[0]
     device = describe(operands.x.device)
+    images = _images_of_row(w)
+    width = w * images
     rounds = (h + 1) // 2
-    blocks = min(programs(w, c) * device.num_sms, n * rounds)
+    tiles = -(-n // images) * rounds
+    blocks = min(programs(width, c) * device.num_sms, tiles)
     overlap = overlapping(operands.x.device, 0)
     norm_arguments, norm_options = norm_of(operands)
     makes = operands.norm is not None and operands.norm.makers > 0
     conv_narrow_out_kernel[(blocks,)](
-        in_boxes(operands.x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, 1, w, 64]),
+        in_rows(operands.x, 1, images),
         filters_in_boxes(operands.weight, 16),
         operands.y,
         operands.vectors,
         *norm_arguments,
         operands.x if makes else None,
-        n * rounds,
+        tiles,
         rounds,
+        None if images == 1 else n,
         h,
         co,
-        W=w,
+        W=width,
+        IMAGES=images,
         K_BLOCKS=c // 64,
-        PAIRS=pairs(w, c, device.shared_memory),
+        PAIRS=pairs(width, c, device.shared_memory),
         ACT=operands.slope,
         **norm_options,
         OVERLAP=bool(overlap),
         num_warps=4,
-        maxnreg=64 if makes else 80 if programs(w, c) == 2 else 168,
+        maxnreg=64 if makes else 80 if programs(width, c) == 2 else 168,
         **overlap,
     )
+
+
+def _images_of_row(w: int) -> int:
+    """Whose pixels are side by side in a row of a product, which has 64 at least."""
+    return 2 if w == 32 else 1
 
 
 def programs(width: int, channels: int) -> int:

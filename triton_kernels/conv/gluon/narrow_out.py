@@ -11,6 +11,8 @@ they pass through a ring, in pairs, and a tile uses two pairs, of which the next
 second one again. There are two programs on a multiprocessor, which nothing keeps in step, so some
 multiply while others write; or one with as much memory as both, where rows are larger.
 
+Of rows of 32 pixels two images lie side by side, see `rows_wgrad`.
+
 x may be what a norm reads. Then a third warpgroup makes act(norm(x)), see `rows_made`; or each of
 the two makes one row of every pair, see `norm_rows`, and `made` says when both have.
 """
@@ -36,8 +38,8 @@ from .rows_memory import clear_margins, row_from, row_of_tap, rows_chunks
 @gluon.jit
 def _load(
     x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, first, last, tiles_h,
-    W: gl.constexpr, K_BLOCKS: gl.constexpr, PAIRS: gl.constexpr, OVERLAP: gl.constexpr,
-    MAKES: gl.constexpr,
+    W: gl.constexpr, IMAGES: gl.constexpr, K_BLOCKS: gl.constexpr, PAIRS: gl.constexpr,
+    OVERLAP: gl.constexpr, MAKES: gl.constexpr,
 ):  # fmt: skip
     bar = w_full.index(0)
     mbarrier.expect(bar, K_BLOCKS * 9 * 16 * 128)
@@ -58,8 +60,9 @@ def _load(
             slot, bar = wait_empty(x_full, x_empty, place, PAIRS, K_BLOCKS * 2 * W * 128)
             for k in gl.static_range(K_BLOCKS):
                 for j in gl.static_range(2):
-                    at = [n, h0 - 1 + 2 * i + j, 0, k * 64]
-                    row = row_from(x_bufs, k * rows_chunks(2 * PAIRS, W), slot * 2 + j, W)
+                    h = h0 - 1 + 2 * i + j
+                    at = [n, h, 0, k * 64] if IMAGES == 1 else [h, 0, n * IMAGES, k * 64]
+                    row = row_from(x_bufs, k * rows_chunks(2 * PAIRS, W), slot * 2 + j, W, IMAGES)
                     tma.async_copy_global_to_shared(x_desc, at, bar, row)
             place += 1
 
@@ -67,13 +70,13 @@ def _load(
 @gluon.jit
 def _multiply_row(
     acc, x_bufs, w_bufs, row, r: gl.constexpr, piece: gl.constexpr, W: gl.constexpr,
-    K_BLOCKS: gl.constexpr, PAIRS: gl.constexpr,
+    IMAGES: gl.constexpr, K_BLOCKS: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """The products of 64 pixels of a row with a row of the filter, begun but not waited for."""
     for k in gl.static_range(K_BLOCKS):
         for s in gl.static_range(3):
             first = k * rows_chunks(2 * PAIRS, W)
-            x = row_of_tap(x_bufs, first, row, piece * 64 + s, W).slice(0, 64)
+            x = row_of_tap(x_bufs, first, row, piece * 64 + s, W, IMAGES).slice(0, 64)
             w = w_bufs.index(k * 9 + r * 3 + s)
             w = w._reinterpret(w.dtype, [16, 64], gl.NVMMASharedLayout(128, 16)).permute((1, 0))
             acc = warpgroup_mma(x, w, acc, use_acc=k + r + s > 0, is_async=True)
@@ -83,10 +86,10 @@ def _multiply_row(
 @gluon.jit
 def _multiply(
     y_ptr, x_bufs, w_bufs, x_full, x_empty, w_full, made, bias_ptr, norm, first, last, tiles_h,
-    H, CO,
-    GROUP: gl.constexpr, W: gl.constexpr, K_BLOCKS: gl.constexpr, PAIRS: gl.constexpr,
-    ACT: gl.constexpr, TILES_OF_X: gl.constexpr, CG: gl.constexpr, OVERLAP: gl.constexpr,
-    MAKES: gl.constexpr,
+    N, H, CO,
+    GROUP: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, K_BLOCKS: gl.constexpr,
+    PAIRS: gl.constexpr, ACT: gl.constexpr, TILES_OF_X: gl.constexpr, CG: gl.constexpr,
+    OVERLAP: gl.constexpr, MAKES: gl.constexpr,
 ):  # fmt: skip
     """Row GROUP of every tile."""
     NORM: gl.constexpr = ACT is not None and not MAKES
@@ -135,7 +138,7 @@ def _multiply(
             acc = gl.zeros([64, 16], gl.float32, LAYOUT)
             for r in gl.static_range(3):
                 row = (above if GROUP + r < 2 else below) * 2 + (GROUP + r) % 2
-                acc = _multiply_row(acc, x_bufs, w_bufs, row, r, i, W, K_BLOCKS, PAIRS)
+                acc = _multiply_row(acc, x_bufs, w_bufs, row, r, i, W, IMAGES, K_BLOCKS, PAIRS)
             accs = accs + (acc,)
         accs = wait_for(0, accs, W // 64)
         sync_threads()
@@ -146,17 +149,25 @@ def _multiply(
         mbarrier.arrive(x_empty.index(below), count=1, pred=(h + 1 == tiles_h) | (tile + 1 == last))
 
         row = h * 2 + GROUP
-        to = y_ptr + (n.to(gl.int64) * H + row) * (W * 16)
-        for i in gl.static_range(W // 64):
-            y = gl.convert_layout(round_pairs(accs[i] + bias, y_ptr.dtype.element_ty), OUT)
-            gl.store(to + i * (64 * 16) + offs, y, mask=inside & (row < H))
+        if IMAGES == 1:
+            to = y_ptr + (n.to(gl.int64) * H + row) * (W * 16)
+            for i in gl.static_range(W // 64):
+                y = gl.convert_layout(round_pairs(accs[i] + bias, y_ptr.dtype.element_ty), OUT)
+                gl.store(to + i * (64 * 16) + offs, y, mask=inside & (row < H))
+        else:  # the same pixel of each image side by side
+            pixel = offs // 16
+            images = n * IMAGES + pixel % IMAGES
+            to = y_ptr + (images.to(gl.int64) * H + row) * (W // IMAGES * 16)
+            y = gl.convert_layout(round_pairs(accs[0] + bias, y_ptr.dtype.element_ty), OUT)
+            there = inside & (row < H) & (images < N)
+            gl.store(to + pixel // IMAGES * 16 + offs % 16, y, mask=there)
     if OVERLAP:
         begin_next()
 
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_h", "H"])
 def conv_narrow_out_kernel(
-    x_desc,  # [N, H, W, K] in boxes [1, 1, W, 64]
+    x_desc,  # [N, H, W, K] in boxes [1, 1, W, 64]; [H, W / IMAGES, N, K] in boxes of one row
     w_desc,  # [9, CO, K] in boxes [1, 16, 64]; beyond CO are zeros
     y_ptr,  # [N, H, W, 16]
     bias_ptr,  # float32 [CO]
@@ -171,9 +182,11 @@ def conv_narrow_out_kernel(
     x_ptr,  # x as well, if a warpgroup of its own makes act(norm(x)); or None
     tiles,  # of all images
     tiles_h,  # of an image: H / 2, rounded up
+    N,  # None: IMAGES is 1
     H,
     CO,
-    W: gl.constexpr,
+    W: gl.constexpr,  # pixels of a row, of all its images
+    IMAGES: gl.constexpr,  # without a norm
     K_BLOCKS: gl.constexpr,  # of 64 channels of x
     PAIRS: gl.constexpr,  # of rows in shared memory
     ACT: gl.constexpr,  # behind the norm of x, or None
@@ -193,7 +206,7 @@ def conv_narrow_out_kernel(
     MAKES: gl.constexpr = x_ptr is not None
     MAKERS: gl.constexpr = 1 if MAKES else 0
     if ACT is not None:
-        gl.static_assert(K_BLOCKS == 1, "the norm is of 64 channels")
+        gl.static_assert(K_BLOCKS == 1 and IMAGES == 1, "the norm is of 64 channels")
         kept = new_affine(2 - MAKERS)
         if not MAKES:
             made = new_barriers(PAIRS, 2)
@@ -215,8 +228,8 @@ def conv_narrow_out_kernel(
                 _multiply,
                 (
                     y_ptr, x_bufs, w_bufs, x_full, x_empty, w_full, made, bias_ptr, norm,
-                    first, last, tiles_h, H, CO, role, W, K_BLOCKS, PAIRS, ACT, TILES_OF_X, CG,
-                    OVERLAP, MAKES,
+                    first, last, tiles_h, N, H, CO, role, W, IMAGES, K_BLOCKS, PAIRS, ACT,
+                    TILES_OF_X, CG, OVERLAP, MAKES,
                 ),
             )
             if role < 2
@@ -229,7 +242,7 @@ def conv_narrow_out_kernel(
                 _load,
                 (
                     x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, first, last, tiles_h,
-                    W, K_BLOCKS, PAIRS, OVERLAP, MAKES,
+                    W, IMAGES, K_BLOCKS, PAIRS, OVERLAP, MAKES,
                 ),
             )
             for role in ((0, 1, 2), (0, 1, 2, 3))[MAKERS]

@@ -57,6 +57,7 @@ WGRAD_TILE = (64, 64, _PIXELS, 9, _WARPS, _STAGES)
 NARROW_WGRAD_TILE = (64, 16, _PIXELS, 9, _WARPS, _STAGES_OF_16)
 
 _WIDTHS = (64,)  # pixels of a row
+_NARROW_WIDTHS = (64, 32)  # of NARROW_TILE, of two rows or of four
 _WGRAD_WIDTHS = (64, 32, 16, 8)
 _NARROW_WGRAD_WIDTHS = (64, 32, 16)
 _PART = 6  # tiles that take as long as a part of a sum does to begin, to write and to add up
@@ -81,7 +82,7 @@ def tiles(
     channels = [t.shape[3] for t in (y, *inputs, *extra)]
     if x.shape[3] == 16:
         few, many = weight.shape[:2] if inputs else (weight.shape[1], weight.shape[0])
-        fits = few <= 16 and not extra and _applies(x, weight, [*channels, many], _WIDTHS)
+        fits = few <= 16 and not extra and _applies(x, weight, [*channels, many], _NARROW_WIDTHS)
         return [NARROW_TILE] if fits else []
     if not _applies(x, weight, [x.shape[3], *channels, *weight.shape[:2]], _WIDTHS):
         return []
@@ -220,7 +221,7 @@ def _resident_rings(operands: Operands, rows: int) -> tuple[int, int, int]:
     """Warpgroups that multiply; pairs of rows of pixels, and pairs of rows of the result, that
     there is shared memory for."""
     if operands.x.shape[3] == 16:
-        return 3, 12, 3
+        return 3, 12, 3 * rows // 2
     if operands.norm and operands.norm.makers and not operands.extra:
         return (2, 5, 3) if operands.beside else (2, 6, 2)
     if operands.extra:
