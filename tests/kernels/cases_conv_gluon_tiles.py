@@ -62,7 +62,7 @@ def _case(
             "IMAGES": images,
             "W": width,
             "DGRAD": dgrad,
-            "ACT": "silu_tanh" if dgrad else "silu" if norm else None,
+            "ACT": "silu_tanh" if dgrad or meets else "silu" if norm else None,
             "BLOCKS": blocks,
             "STEPS": steps,
             "REGISTERS": registers["REGISTERS"],

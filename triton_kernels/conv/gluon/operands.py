@@ -41,6 +41,12 @@ class NormOfResult(NamedTuple):
     slots: Tensor | None = None  # zeros, int64 [N, C, tiles of an image], where these meet
 
     @property
+    def slope(self) -> str:
+        """The activation as `activate_affine` is told, where tiles meet; else as it is called."""
+        name = self.activation
+        return name if self.slots is None else rounded_grad(name, self.a.dtype)
+
+    @property
     def second(self) -> int:
         """Channels of x2."""
         return 0 if self.x2 is None else self.x2.shape[3]

@@ -105,7 +105,7 @@ def launch(config: tuple, operands: Operands, normed: NormOfResult | None = None
             # or they would wait for one another for ever
             assert of_image * (c // 64) <= device.num_sms
         vectors = written(normed.a), x2, normed.weight, normed.bias, normed.slots, normed.eps
-        then = normed.activation, normed.channels, normed.keep
+        then = normed.slope, normed.channels, normed.keep
         count += -(-n // images) * (second // 64)
     act, group, keep = then
     conv_tiles_kernel[(min(count, device.num_sms),)](

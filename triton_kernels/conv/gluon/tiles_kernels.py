@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...activations import activate, activate_affine_grad
+from ...activations import activate_affine, activate_affine_grad
 from ...dependent_launch import await_inputs_alone, begin_next
 from ...gluon.pairs import round_pairs, widen_pairs
 from ...gluon.pipeline import (
@@ -395,7 +395,7 @@ def _store_normed(
     """act((y - mean) scale + shift) of a tile, by way of its shared memory."""
     for i in gl.static_range(PIECES):
         d = widen_pairs(rounded[i]) - mean[:, :, None]
-        a = activate(d * scale[:, :, None] + shift[:, :, None], ACT)
+        a = activate_affine(d, scale[:, :, None], shift[:, :, None], ACT)
         store_piece(pieces.index(i).permute((1, 0)), round_pairs(a, a_desc.dtype), PART, W)
     fence_async_shared()
     tma.async_copy_shared_to_global(a_desc, [h0, n0, 0, c0], stage_buf)
@@ -440,7 +440,7 @@ def conv_tiles_kernel(
     IMAGES: gl.constexpr,  # of a tile, which they share unless it is one
     W: gl.constexpr,
     DGRAD: gl.constexpr,
-    ACT: gl.constexpr,  # DGRAD: as `activate_affine_grad` is told it; else behind the norm
+    ACT: gl.constexpr,  # as `activate_affine_grad` is told it, or behind the norm `activate_affine`
     BLOCKS: gl.constexpr,  # of pixels in shared memory
     STEPS: gl.constexpr,  # of filters there; 0: three come with each block of pixels
     REGISTERS: gl.constexpr,  # of a thread that multiplies
