@@ -235,7 +235,8 @@ def test_as_good_as_the_layers_of_pytorch(name, batch):
         for _ in range(3):
             y = plan(x, t)
             assert (y - expected).norm() <= 2 * budget
-    assert torch.equal(plan(x, t), y)
+    others = [plan(x, t) for _ in range(8)]  # none is waited for: the GPU has them all at once
+    assert all(torch.equal(other, y) for other in others)
 
 
 @pytest.mark.gpu
