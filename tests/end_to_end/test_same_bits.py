@@ -26,6 +26,7 @@ CASES = {
     "actions in fp32": (*ACTIONS, "train.precision=fp32"),
 }
 STEPS, HALF = 12, 6
+PATIENCE = 600  # seconds: each process compiles, maybe beside a whole test suite
 
 
 def check(begin, settings, tmp_path):
@@ -41,11 +42,11 @@ def check(begin, settings, tmp_path):
         begin(*settings, f"run_dir={parts}", f"train.steps={HALF}"),
     )
     for process in both:
-        _, err = process.communicate(timeout=240)
+        _, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, err
     _same(whole, parts, HALF)  # two processes, one beside the other
     last = begin(*settings, f"run_dir={parts}", f"train.steps={STEPS}")
-    _, err = last.communicate(timeout=240)
+    _, err = last.communicate(timeout=PATIENCE)
     assert last.returncode == 0, err
     _same(whole, parts, STEPS)
 
