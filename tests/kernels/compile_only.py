@@ -82,10 +82,13 @@ def compile_case(case: dict, arch: int) -> dict:
     `registers` and `spills` (bytes) of a thread, `stack` (bytes), `serial`: whether each wgmma is
     waited for before the next one begins, `shared` (bytes), the numbers of instructions
     `wgmma_shared`, `wgmma_registers` (where A comes from) and `tma_loads`, and on sm_90
-    `overwritten`, as `overwritten_barriers`."""
+    `overwritten`, as `overwritten_barriers`, and `torn`, as `torn_stores`."""
     try:
         ptx, shared, log, tiled = _compile(case, arch)
-        memory = {"overwritten": overwritten_barriers(_allocated(tiled))} if arch == 90 else {}
+        memory = {}
+        if arch == 90:
+            allotted = _allocated(tiled)
+            memory = {"overwritten": overwritten_barriers(allotted), "torn": torn_stores(allotted)}
     except Exception as error:  # whatever the compiler raises is the result
         return {"ok": False, "error": f"{type(error).__name__}: {error}"[-4000:]}
     resources = read_resources(log) | count_instructions(ptx) | memory
@@ -121,19 +124,59 @@ def overwritten_barriers(tiled: str) -> list[str]:
         return []
     barriers, others = [], []
     for line in tiled.splitlines():
-        offset = re.search(r"allocation\.offset = (\d+)", line)
-        if offset is None:
+        place = _place(line)
+        if place is None:
             continue
-        start, size = int(offset[1]), 1  # of what warps hand each other, the first byte will do
-        if buffer := re.search(r"ttg\.local_alloc.*memdesc<([\dx]+)x[a-z]+(\d+)", line):
-            size = math.prod(map(int, buffer[1].split("x"))) * int(buffer[2]) // 8
-        is_barrier = re.search(r"memdesc<[\dx]+xi64", line) and buffer
-        (barriers if is_barrier else others).append((start, start + size, line.strip()))
+        is_barrier = re.search(r"ttg\.local_alloc.*memdesc<[\dx]+xi64", line)
+        (barriers if is_barrier else others).append((*place, line.strip()))
     return [
         line
         for start, end, line in others
         if any(start < last and first < end for first, last, _ in barriers)
     ]
+
+
+def torn_stores(tiled: str) -> list[str]:
+    """What is written where TMA may still read another buffer, which it stores. The compiler takes
+    that one's memory as free behind the store, but until `async_tma_store_wait` it is not. Ways
+    back in loops are not looked at, nor buffers that the warps of a partition are given."""
+    places: dict[str, tuple[int, int]] = {}
+    buffers: dict[str, str] = {}  # of views
+    stored: set[str] = set()
+    found = []
+    for line in tiled.splitlines():
+        if "ttng.async_tma_store_wait" in line or re.search(r"\bpartition\d+\(", line):
+            stored = set()
+            continue
+        name, place = None, None  # of what is written
+        if buffer := re.search(r"(%[\w#]+) = ttg\.local_alloc( %)?", line):
+            buffers[buffer[1]], places[buffer[1]] = buffer[1], _place(line)
+            name, place = buffer[1], places[buffer[1]] if buffer[2] else None
+        elif view := re.search(r"(%[\w#]+) = ttg\.memdesc_\w+ (%[\w#]+)", line):
+            if view[2] in buffers:
+                buffers[view[1]] = buffers[view[2]]
+        elif source := re.search(r"ttng\.async_tma_\w+_to_global %\w+\[.*?\] (%[\w#]+)", line):
+            stored |= {buffers[source[1]]} if source[1] in buffers else set()
+        elif target := re.search(r"(?:local_store %[\w#]+,|_to_local %\w+\[.*?\]) (%[\w#]+)", line):
+            name = buffers.get(target[1])
+            place = places.get(name)
+        else:
+            place = _place(line)
+        others = [places[other] for other in stored if other != name]
+        if place and any(place[0] < end and start < place[1] for start, end in others):
+            found.append(line.strip())
+    return found
+
+
+def _place(line: str) -> tuple[int, int] | None:
+    """First byte of what a line is allotted, and the one behind its last."""
+    offset = re.search(r"allocation\.offset = (\d+)", line)
+    if offset is None:
+        return None
+    start, size = int(offset[1]), 1  # of what warps hand each other, the first byte will do
+    if buffer := re.search(r"ttg\.local_alloc.*memdesc<([\dx]+)x[a-z]+(\d+)", line):
+        size = math.prod(map(int, buffer[1].split("x"))) * int(buffer[2]) // 8
+    return start, start + size
 
 
 def _allocated(tiled: str) -> str:

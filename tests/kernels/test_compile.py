@@ -13,7 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from .compile_only import SHARED_LIMIT, arches_of, count_instructions, load_cases, read_resources
+from .compile_only import (
+    SHARED_LIMIT,
+    arches_of,
+    count_instructions,
+    load_cases,
+    read_resources,
+    torn_stores,
+)
 
 CASES = load_cases()
 PARAMS = [
@@ -104,6 +111,7 @@ def test_compiles(compiled, wanted):
         return
     assert not result["serial"], f"products do not overlap: {result}"
     assert result["overwritten"] == [], "memory of a barrier is given away, see gluon/pipeline.py"
+    assert result["torn"] == [], "written where TMA still reads: tma.store_wait, then sync_threads"
     if "wgmma" in expect:
         assert (result["wgmma_shared"] + result["wgmma_registers"] > 0) == bool(expect["wgmma"]), (
             result
@@ -148,6 +156,27 @@ ptxas info    : Used 168 registers, used 1 barriers, 24 bytes cumulative stack s
         "tma_loads": 1,
         "narrow_loads": 1,
     }
+
+
+def test_what_lies_where_tma_still_reads():
+    """As `conv_once` had it, whose norm was written over its result."""
+    alloc = "{} = ttg.local_alloc {{allocation.offset = {} : i32}} : () -> !ttg.memdesc<64x64xbf16>"
+    stage, over, beside = (
+        alloc.format(*place) for place in (("%stage", 0), ("%a_buf", 8191), ("%a_buf", 8192))
+    )
+    store = "ttng.async_tma_copy_local_to_global %y_desc[%m0, %3] %stage : !tt.tensordesc<...>"
+    turned = "%7 = ttg.memdesc_trans %a_buf {order = array<i32: 1, 0>} : !ttg.memdesc<64x64xbf16>"
+    write = "ttg.local_store %6, %7 : tensor<64x64xbf16> -> !ttg.memdesc<64x64xbf16>"
+    scratch = "%9 = ttg.convert_layout %8 {allocation.offset = 0 : i32} : tensor<64x64xbf16>"
+    wait = "ttng.async_tma_store_wait {pendings = 0 : i32}"
+
+    def torn(*lines):
+        return torn_stores("\n".join(lines))
+
+    assert torn(stage, store, over, turned, write, wait) == [write]
+    assert torn(stage, store, scratch) == [scratch]
+    assert torn(stage, store, over, turned, wait, write, scratch) == []
+    assert torn(stage, store, beside, turned, write) == []
 
 
 def test_a_compilation_that_fails_is_reported():
