@@ -42,7 +42,12 @@ def sampling_network(model: nn.Module) -> "Denoiser | InferenceUNet":
 
 class InferenceUNet(FusedUNet):
     """A `UNet` as a TabulatedDenoiser (see `chain`), for images of its `image_size`, without
-    gradients."""
+    gradients.
+
+    One at a time of a GPU and process: from eight images on there are launches whose programs wait
+    for one another (`triton_kernels.conv.gluon.tile_meeting`), and that two such launches may run
+    at once, in two streams, is not proven. Other processes do not matter.
+    """
 
     trains = False
 
