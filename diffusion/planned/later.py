@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from triton_kernels.fused.conv_split import SplitConv
@@ -121,88 +120,70 @@ class Normed:
 
 @dataclass
 class Activated:
-    """act(norm(x)), until it is wanted; a convolution may make it on its way."""
+    """act(norm(x)), or act(norm([x, x2])), until it is wanted; a convolution may make it on its
+    way."""
 
     kernels: ModuleType
     x: Tensor
-    partials: Tensor
-    pixels: int  # that these describe
+    x2: Tensor | None
+    partials: tuple[Tensor, ...]  # of x, and of x2
+    pixels: tuple[int, ...]  # that these describe
     norm: tuple  # num_groups, weight, bias, eps, activation
     film: dict[str, Tensor | None]
 
     @property
-    def shape(self) -> torch.Size:
-        return self.x.shape
+    def shape(self) -> tuple[int, ...]:
+        second = 0 if self.x2 is None else self.x2.shape[3]
+        return (*self.x.shape[:3], self.x.shape[3] + second)
 
     def tensor(self) -> Tensor:
         """By two launches, between which nothing comes."""
         *norm, activation = self.norm
-        table = self.kernels.norm_table((self.partials,), (self.pixels,), *norm, **self.film)
-        return self.kernels.apply(self.x, None, table, activation, early=True)
+        table = self.kernels.norm_table(self.partials, self.pixels, *norm, **self.film)
+        return self.kernels.apply(self.x, self.x2, table, activation, early=True)
 
     def convolved(
         self, weight: Tensor, bias: Tensor, stats: bool, terms: dict, options: dict
     ) -> tuple[Tensor, Tensor | None] | None:
-        """The convolution of it, if there is a kernel that makes it on its way. What 1x1
-        convolutions are added of may be upsampled there, too."""
+        """The convolution of it, if there is a kernel that makes it on its way."""
         _, h, w, _ = self.x.shape
+        if any(pixels != h * w for pixels in self.pixels):
+            return None
+        convolved = self._of_one if self.x2 is None else self._of_two
+        return convolved(weight, bias, stats, terms, options)
+
+    def _of_one(
+        self, weight: Tensor, bias: Tensor, stats: bool, terms: dict, options: dict
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """What 1x1 convolutions are added of may be upsampled there, too."""
         extra = []
         for other, w1x1 in terms["extra"]:
             small = isinstance(other, Upsampled) and other.large is None
             extra.append((other.source if small else tensor_of(other), w1x1))
         terms = terms | {"extra": extra}
         others = [other for other, _ in extra]
-        given = self.x, weight, others, self.partials, self.norm[0]
-        if (
-            stats == bool(options)
-            or self.pixels != h * w
-            or not self.kernels.serves_norm_conv(*given, **options)
-        ):
+        given = self.x, weight, others, *self.partials, self.norm[0]
+        if stats == bool(options) or not self.kernels.serves_norm_conv(*given, **options):
             return None
         return self.kernels.norm_conv(
-            self.x, self.partials, *self.norm, weight, bias, **self.film, **terms, **options
+            self.x, *self.partials, *self.norm, weight, bias, **self.film, **terms, **options
         )
 
-
-@dataclass
-class ActivatedTwo:
-    """act(norm([x1, x2])), until it is wanted; a convolution may make it on its way."""
-
-    kernels: ModuleType
-    x1: Tensor
-    x2: Tensor
-    partials: tuple[Tensor, Tensor]
-    pixels: tuple[int, int]  # that these describe
-    norm: tuple  # num_groups, weight, bias, eps, activation
-    film: dict[str, Tensor | None]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.x1.shape[:3], self.x1.shape[3] + self.x2.shape[3])
-
-    def tensor(self) -> Tensor:
-        """By two launches, between which nothing comes."""
-        *norm, activation = self.norm
-        table = self.kernels.norm_table(self.partials, self.pixels, *norm, **self.film)
-        return self.kernels.apply(self.x1, self.x2, table, activation, early=True)
-
-    def convolved(
+    def _of_two(
         self, weight: Tensor, bias: Tensor, stats: bool, terms: dict, options: dict
     ) -> tuple[Tensor, Tensor | None] | None:
-        """The convolution of it, if there is a kernel that makes it on its way."""
-        given = self.x1, self.x2, weight, self.partials, self.norm[0]
+        given = self.x, self.x2, weight, self.partials, self.norm[0]
         if (
             not stats
             or options
             or terms["residual"] is not None
             or terms["extra"]
             or any(v is not None for v in self.film.values())
-            or self.pixels != (self.x1[0, :, :, 0].numel(),) * 2
             or not self.kernels.serves_norm_conv_of_two(*given)
         ):
             return None
         return self.kernels.norm_conv_of_two(
-            self.x1, self.x2, self.partials, *self.norm, weight, bias, emb=terms["emb"]
+            self.x, self.x2, self.partials, *self.norm, weight, bias, emb=terms["emb"]
         )
 
 
@@ -264,7 +245,7 @@ class Table:
     film: dict[str, Tensor | None]  # scale, shift
 
 
-_LATER = InParts | NormNext | Upsampled | Pooled | Normed | Activated | ActivatedTwo
+_LATER = InParts | NormNext | Upsampled | Pooled | Normed | Activated
 
 
 def tensor_of(x: object) -> object:

@@ -31,7 +31,6 @@ from triton_kernels.fused.conv_split import SplitConv
 
 from .later import (
     Activated,
-    ActivatedTwo,
     InParts,
     Normed,
     NormNext,
@@ -97,7 +96,7 @@ class WaitingKernels:
     ) -> tuple["Tensor | InParts | NormNext | Projection", Tensor | Unmeasured | None]:
         residual = tensor_of(residual)
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
-        if isinstance(x, Activated | ActivatedTwo):
+        if isinstance(x, Activated):
             y = x.convolved(weight, bias, stats, terms, options)
             if y is not None:
                 return y
@@ -303,14 +302,10 @@ class WaitingKernels:
                 norm = (table.num_groups, *table.arguments)
                 return Normed(self.kernels, tensor_of(x1), partials[0], table.pixels[0], norm)
             return self.kernels.norm_of_sums(tensor_of(x1), x2, *sums, activation, **table.film)
-        if x2 is None and not options and not isinstance(x1, Upsampled):
+        if not options and not isinstance(x1, Upsampled):
             norm = (table.num_groups, *table.arguments, activation)
-            sums = partials[0], table.pixels[0]
-            return Activated(self.kernels, tensor_of(x1), *sums, norm, table.film)
-        if x2 is not None and not options and not isinstance(x1, Upsampled):
-            norm = (table.num_groups, *table.arguments, activation)
-            sums = partials, tuple(table.pixels)
-            return ActivatedTwo(self.kernels, tensor_of(x1), x2, *sums, norm, table.film)
+            given = tensor_of(x1), x2, partials, tuple(table.pixels)
+            return Activated(self.kernels, *given, norm, table.film)
         source = x1.source if small_one else tensor_of(x1)
         # nothing comes between these two launches
         coefficients = self.kernels.norm_table(*sums, **table.film)
