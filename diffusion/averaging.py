@@ -58,9 +58,7 @@ def ema_profile(
 ) -> np.ndarray:  # float64 [steps + 1]
     """What the parameters after each update weigh in the EMA of that decay after `steps` of them;
     the first number is that of the initial ones."""
-    step = np.arange(steps)  # as in `OptimizerSettings.ema_decay_at`
-    decays = np.minimum(decay, (1 + step) / (10 + step) if optim.ema_warmup else np.inf)
-    decays = np.broadcast_to(decays, steps)
+    decays = np.fromiter((optim.ema_decay_at(i, decay) for i in range(steps)), float, steps)
     later = np.append(np.cumprod(decays[::-1])[::-1], 1.0)  # the product of this and all later ones
     return later * np.append(1.0, 1 - decays)
 
