@@ -182,18 +182,18 @@ class TestGpu:
         repeatedly(check)
 
     def test_where_it_serves(self, device):
-        def serves(n, h, w, c1, co, c2, dtype=torch.bfloat16):
+        def serves(n, h, w, c1, co, c2, dtype=torch.bfloat16, gradients=False):
             small = torch.empty(n, h, w, c1, dtype=dtype, device=device)
-            return conv_upsampled.serves_upsampled(small, (c1, c2), co)
+            return conv_upsampled.serves_upsampled(small, (c1, c2), co, gradients)
 
         assert serves(128, 32, 32, 128, 64, 64)
         assert serves(128, 32, 32, 128, 64, 0)
         assert not serves(128, 32, 32, 128, 64, 64, torch.float32)
         assert not serves(128, 32, 32, 96, 64, 96)
         assert not serves(8, 32, 32, 128, 64, 64)
-        assert not conv_upsampled.serves_upsampled(
-            torch.empty(32, 32, 32, 128, dtype=torch.bfloat16, device=device), (128, 64), 64, True
-        )
+        assert serves(16, 32, 32, 128, 64, 64)
+        assert not serves(16, 32, 32, 128, 64, 64, gradients=True)
+        assert serves(32, 32, 32, 128, 64, 64, gradients=True)
         assert not serves(16, 4, 4, 64, 64, 64)
         assert not serves(128, 14, 14, 128, 64, 64)
         assert not serves(0, 32, 32, 128, 64, 64)
