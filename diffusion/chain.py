@@ -16,6 +16,7 @@ from triton_kernels.dependent_launch import dependent_launches
 
 from .capture import captured
 from .objective import Denoiser
+from .turns import turn
 
 SHARED = 50  # steps that a graph has at most
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
@@ -135,7 +136,7 @@ class Chain:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         pixels = x[..., 0].numel()
-        with torch.cuda.stream(stream), dependent_launches(pixels):
+        with torch.cuda.stream(stream), turn(device), dependent_launches(pixels):
             self._step(sampler, self.x, 0)  # outside of a graph, which compiles the kernels
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
@@ -166,7 +167,8 @@ class Chain:
             old.copy_(new)
         shared = len(self.rows)
         for done in range(shared, self.num_steps + 1, shared):
-            self.graph.replay()
+            with turn(self.x.device):
+                self.graph.replay()
             if progress is not None:
                 progress(done, self.num_steps)
         return self.x.clone()

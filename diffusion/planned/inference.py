@@ -14,6 +14,7 @@ from triton_kernels.fused import ops as fused
 
 from ..flat import FlatParameters
 from ..objective import Denoiser
+from ..turns import turn
 from ..unet import UNet
 from .embedding import TOGETHER, Step
 from .layers import Feature
@@ -44,9 +45,10 @@ class InferenceUNet(FusedUNet):
     """A `UNet` as a TabulatedDenoiser (see `chain`), for images of its `image_size`, without
     gradients.
 
-    One at a time of a GPU and process: from eight images on there are launches whose programs wait
-    for one another (`triton_kernels.conv.gluon.tile_meeting`), and that two such launches may run
-    at once, in two streams, is not proven. Other processes do not matter.
+    From eight images on there are launches whose programs wait for one another, of which two may
+    not be under way at once: evaluations, and replays of chains, take turns (`turns`). Whoever
+    captures evaluations in other graphs has to replay those in turns, too. Other processes do not
+    matter.
     """
 
     trains = False
@@ -88,7 +90,7 @@ class InferenceUNet(FusedUNet):
         """[N, H, W, CO] at this row; the pixels of the result are some channels apart."""
         first, *labels = tables
         table = (first, row, *labels) if first.ndim == 3 else ()
-        with self.kernels.zeros.evaluation(x) as cleared:
+        with turn(x.device), self.kernels.zeros.evaluation(x) as cleared:
             image, emb = self._begin(x, *table, cleared=cleared)
             if not table:
                 emb = self.embedding(first[row.expand(len(x))], *labels, None, 0)
@@ -97,7 +99,7 @@ class InferenceUNet(FusedUNet):
     @torch.no_grad()
     def __call__(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         """As `UNet.forward_nhwc`."""
-        with self.kernels.zeros.evaluation(x) as cleared:
+        with turn(x.device), self.kernels.zeros.evaluation(x) as cleared:
             image, _ = self._begin(x, cleared=cleared)
             return self.run(image, self.embedding(t, labels, None, 0))
 
