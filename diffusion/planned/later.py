@@ -137,10 +137,8 @@ class Activated:
         return (*self.x.shape[:3], self.x.shape[3] + second)
 
     def tensor(self) -> Tensor:
-        """By two launches, between which nothing comes."""
-        *norm, activation = self.norm
-        table = self.kernels.norm_table(self.partials, self.pixels, *norm, **self.film)
-        return self.kernels.apply(self.x, self.x2, table, activation, early=True)
+        given = self.x, self.x2, self.partials, self.pixels, *self.norm
+        return self.kernels.norm_of_sums(*given, **self.film)
 
     def convolved(
         self, weight: Tensor, bias: Tensor, stats: bool, terms: dict, options: dict

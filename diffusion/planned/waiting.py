@@ -14,7 +14,7 @@ one before, so time goes with their number and with how many multiprocessors eac
     these and attention           -> of many images one launch, `norm_attention`
     norm, conv of large images    -> one launch, `norm_conv` or `norm_conv_of_two`, where there is
                                      such a kernel; what is upsampled beside it is so there, too
-    upsample, apply               -> one launch, `apply_upsampled`
+    upsample, apply               -> one launch, `norm_of_sums_upsampled`
     avg_pool, norm of few pixels  -> one launch, `norm_whole`
     avg_pool, its partials        -> one launch, `avg_pool_partials`
 
@@ -292,37 +292,31 @@ class WaitingKernels:
         partials = tuple(map(self._measured, table.partials))
         sums = partials, table.pixels, table.num_groups, *table.arguments
         tiles = sum(part.shape[1] for part in partials)
-        if small_one and self._sums_pay(n * h * w * c, tiles):
+        if small_one:
             a, x1.large = self.kernels.norm_of_sums_upsampled(
-                x1.source, x2, *sums, activation, **table.film
+                x1.source, x2, *sums, activation, **table.film, corners=corners, keep=keep
             )
             return a
-        if not options and self._sums_pay(n * h * w * c, tiles):
+        source = tensor_of(x1)
+        if options:
+            coefficients = self.kernels.norm_table(*sums, **table.film)
+            return self.kernels.apply(source, x2, coefficients, activation, **options)
+        if self._sums_pay(n * h * w * c, tiles):
             if activation == "identity" and x2 is None and not film:
                 norm = (table.num_groups, *table.arguments)
-                return Normed(self.kernels, tensor_of(x1), partials[0], table.pixels[0], norm)
-            return self.kernels.norm_of_sums(tensor_of(x1), x2, *sums, activation, **table.film)
-        if not options and not isinstance(x1, Upsampled):
+                return Normed(self.kernels, source, partials[0], table.pixels[0], norm)
+        elif not isinstance(x1, Upsampled):
             norm = (table.num_groups, *table.arguments, activation)
-            given = tensor_of(x1), x2, partials, tuple(table.pixels)
+            given = source, x2, partials, tuple(table.pixels)
             return Activated(self.kernels, *given, norm, table.film)
-        source = x1.source if small_one else tensor_of(x1)
-        # nothing comes between these two launches
-        coefficients = self.kernels.norm_table(*sums, **table.film)
-        options["early"] = True
-        if small_one:
-            a, x1.large = self.kernels.apply_upsampled(
-                source, x2, coefficients, activation, corners=corners, keep=keep, **options
-            )
-            return a
-        return self.kernels.apply(source, x2, coefficients, activation, **options)
+        return self.kernels.norm_of_sums(source, x2, *sums, activation, **table.film)
 
     def _better_whole(self, n: int, pixels: int) -> bool:
         """Whether a norm rather reads an image whole than the partials that there are."""
         return pixels == _MEASURED_WHOLE and n in _MEASURED_BATCHES
 
     def _sums_pay(self, elements: int, tiles: int) -> bool:
-        """Whether every program of a pass should make its part of the table itself."""
+        """Whether to make act(norm(x)) without asking a convolution behind it to do so."""
         most = _FEW_TILES if self.kernels.norm_of_sums_pays(elements) else _VERY_FEW_TILES
         return tiles <= most
 

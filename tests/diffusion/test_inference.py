@@ -36,7 +36,7 @@ CALLS = (
     "resample_parts",
     "sum_parts",
 )
-LARGE = ("apply_upsampled", "avg_pool_partials", "norm_conv", "norm_conv_of_two")
+LARGE = ("avg_pool_partials", "norm_conv", "norm_conv_of_two", "norm_of_sums_upsampled")
 
 
 @pytest.fixture
@@ -115,7 +115,8 @@ def test_norms_in_the_launch_of_a_convolution(name, op, monkeypatch):
 
 @pytest.mark.parametrize("name", ["two_blocks", "film", "three_levels"])
 def test_as_in_a_large_batch(name, calls, monkeypatch):
-    """Norms by a table and a pass, which upsamples; means with their partials; whole tiles."""
+    """Norms that upsample on their way, or within a convolution; means with their partials; whole
+    tiles."""
     for limit in ("_WHOLE_PIXELS", "_SMALL_ELEMENTS", "_FEW_TILES", "_VERY_FEW_TILES"):
         monkeypatch.setattr(waiting, limit, 0)
     monkeypatch.setattr(fused_reference, "worth_splitting", lambda *_: False)
@@ -129,7 +130,7 @@ def test_as_in_a_large_batch(name, calls, monkeypatch):
     y = InferenceUNet(model, fused_reference)(x, t, labels)
     torch.testing.assert_close(y, twin.forward_nhwc(x, t, labels), rtol=1e-10, atol=1e-10)
     taken = {call for call, count in calls.items() if count}
-    assert taken == {"conv_few", "norm_table", *LARGE}
+    assert taken == {"conv_few", "norm_of_sums", "norm_table", *LARGE}
 
 
 @pytest.mark.parametrize("classes", [None, 3, 9])

@@ -135,15 +135,46 @@ COMPILE_CASES = [
         "signature": types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
         | types("*fp32", "partial1_ptr", "partial2_ptr", *_FILM)
         | types("i32", "stride_scale", "stride_shift", "pixels1", "pixels2")
-        | types("i32", "HW", "C1", "C2", "K", "CB1", "CB")
+        | types("i32", "HW", "C1", "C2", "PB1", "PB2", "CB1", "CB2")
         | {"eps": "fp32"},
         "constexprs": {
-            "ACT": "silu", "K1": 64, "K2": 32, "CG": 6, "MASKED": False, "TILES": 1,
-            "BLOCK_P": 16, "BLOCK_C": 64, "BLOCK_G": 16, "BLOCK_J": 8,
-            "BLOCK_K1": 64, "BLOCK_K2": 32,
+            "ACT": "silu_tanh", "SMALL_W": 32, "CORNERS": True, "large_ptr": None,
+            "K1": 8, "K2": 32, "CG": 6, "MASKED": False, "TILES": 4,
+            "BLOCK_P": 128, "BLOCK_C": 32, "BLOCK_G": 8, "BLOCK_J": 8, "BLOCK_K": 32,
         },
         "multiples": ("HW", "C1", "C2", "pixels1", "pixels2", "stride_scale", "stride_shift"),
         "options": {"num_warps": 8},
+    },
+    {
+        "name": "norm_of_sums of one tensor",
+        "kernel": "triton_kernels.fused.norm_sums_kernels:norm_sums_kernel",
+        "signature": types("*bf16", "x1_ptr", "a_ptr")
+        | types("*fp32", "partial1_ptr", *_FILM)
+        | types("i32", "stride_scale", "stride_shift", "pixels1", "pixels2")
+        | types("i32", "HW", "C1", "C2", "PB1", "PB2", "CB1", "CB2")
+        | {"eps": "fp32"},
+        "constexprs": {
+            "x2_ptr": None, "partial2_ptr": None, "large_ptr": None,
+            "ACT": "silu_tanh", "SMALL_W": None, "CORNERS": False,
+            "K1": 8, "K2": 1, "CG": 4, "MASKED": False, "TILES": 2,
+            "BLOCK_P": 128, "BLOCK_C": 32, "BLOCK_G": 8, "BLOCK_J": 4, "BLOCK_K": 8,
+        },
+        "multiples": ("HW", "C1", "C2", "pixels1", "pixels2", "stride_scale", "stride_shift"),
+        "options": {"num_warps": 8},
+        "expect": {"narrow": False, "arches": (90,)},
+    },
+    {
+        "name": "norm_image_table of two tensors",
+        "kernel": "triton_kernels.fused.norm_image_table:_norm_image_table_kernel",
+        "signature": types("*fp32", "partial1_ptr", "partial2_ptr", "table_ptr", *_FILM)
+        | types("i32", "stride_scale", "stride_shift", "pixels1", "pixels2", "C1", "C2", "GB")
+        | {"eps": "fp32"},
+        "constexprs": {
+            "K1": 32, "K2": 32, "CG": 4, "BLOCK_G": 8, "BLOCK_J": 4, "BLOCK_K": 32,
+        },
+        "multiples": ("C1", "C2", "pixels1", "pixels2", "stride_scale", "stride_shift"),
+        "options": {"num_warps": 8},
+        "expect": {"arches": (90,)},
     },
     {
         "name": "norm_few of two tensors",
@@ -220,7 +251,7 @@ COMPILE_CASES = [
         | types("*i64", "row_ptr", "index_ptr", "cleared_ptr")
         | types("i32", "elements", "emb_elements", "cleared", "image_programs", "emb_programs")
         | types("i32", "U", "E"),
-        "constexprs": {"C": 3, "CP": 16, "BLOCK": 1024},
+        "constexprs": {"C": 3, "CP": 16, "BLOCK": 4096},
         "multiples": ("elements", "cleared", "E"),
         "options": {"num_warps": 4},
         "expect": {"arches": (90,)},

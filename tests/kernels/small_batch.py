@@ -11,7 +11,9 @@ from triton_kernels.fused import (
     conv_split,
     linear_norm_few,
     norm_few,
+    norm_image_table,
     norm_linear_few,
+    norm_of_sums,
     norm_tables,
     norm_whole,
 )
@@ -33,7 +35,9 @@ MODULES = (
     conv_split,
     linear_norm_few,
     norm_few,
+    norm_image_table,
     norm_linear_few,
+    norm_of_sums,
     norm_tables,
     norm_whole,
 )

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.fused import linear_norm_few, norm_few, norm_linear_few, norm_tables, norm_whole
+from triton_kernels.fused import (
+    linear_norm_few,
+    norm_few,
+    norm_image_table,
+    norm_linear_few,
+    norm_of_sums,
+    norm_tables,
+    norm_whole,
+)
 from triton_kernels.fused import reference as fused_reference
 from triton_kernels.fused.conv_split import SplitConv
 
@@ -173,12 +181,59 @@ def test_norm_of_sums(case, ks, dtype, film, few, device, monkeypatch):
     halves = [x1] if x2 is None else [x1, x2]
     partials = tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=False))
     pixels = (x1.shape[1] * x1.shape[2],) * len(halves)
-    a = norm_whole.norm_of_sums(x1, x2, partials, pixels, groups, weight, bias, EPS, "silu", **rows)
+    a = norm_of_sums.norm_of_sums(
+        x1, x2, partials, pixels, groups, weight, bias, EPS, "silu", **rows
+    )
     x = torch.cat(halves, dim=3)
     options = {"eps": EPS, "activation": "silu"}
     doubles = {k: v.double() for k, v in rows.items()}
     exact = reference.group_norm(x.double(), groups, *as_double(weight, bias), **options, **doubles)
     close(a, exact, reference.group_norm(x, groups, weight, bias, **options, **rows))
+
+
+@pytest.mark.parametrize("config", norm_of_sums._CONFIGS[:4], ids=str)
+@pytest.mark.parametrize(("case", "ks"), SUMS.values(), ids=SUMS)
+def test_programs_of_several_tiles(case, ks, config, device, monkeypatch):
+    """Smaller ones, of which an image has as many as a large image of large ones."""
+    monkeypatch.setattr(norm_of_sums, "_MIN_PROGRAMS", 1)
+    x1, x2, groups, weight, bias, _ = norm_inputs(case, torch.float32, device, offset=30.0)
+    halves = [x1] if x2 is None else [x1, x2]
+    partials = tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=False))
+    pixels = (x1.shape[1] * x1.shape[2],) * len(halves)
+    norm = partials, pixels, groups, weight, bias, EPS, "silu"
+    config = config._replace(block_c=config.block_c // 2, tile=64)
+    a = norm_of_sums.norm_of_sums(x1, x2, *norm, config=config)
+    expected = fused_reference.norm_of_sums(*as_double(x1, x2), *norm)
+    torch.testing.assert_close(a.double(), expected, rtol=1e-4, atol=2e-5)
+
+
+def test_too_many_sums_for_one_launch(device, monkeypatch):
+    monkeypatch.setattr(norm_of_sums, "_MOST_SUMS", 16)
+    monkeypatch.setattr(norm_few, "_MAX_IMAGES", 0)
+    x1, x2, groups, weight, bias, _ = norm_inputs((2, 4, 4, 24, 8, 8), torch.float32, device)
+    norm = (partials_of(x1, 4), partials_of(x2, 2)), (16, 16), groups, weight, bias, EPS, "silu"
+    expected = fused_reference.norm_of_sums(x1, x2, *norm)
+    torch.testing.assert_close(norm_of_sums.norm_of_sums(x1, x2, *norm), expected)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("film", [False, True], ids=["plain", "film"])
+@pytest.mark.parametrize(("case", "ks"), SUMS.values(), ids=SUMS)
+def test_norm_image_table(case, ks, film, parts, device, monkeypatch):
+    monkeypatch.setattr(norm_image_table, "_PARTS", parts)
+    x1, x2, groups, weight, bias, rows = norm_inputs(case, torch.float32, device, offset=30.0)
+    halves = [x1] if x2 is None else [x1, x2]
+    partials = tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=False))
+    pixels = (x1.shape[1] * x1.shape[2],) * len(halves)
+    norm = partials, pixels, groups, weight, bias, EPS
+    rows = rows if film else {}
+    table = norm_image_table.norm_image_table(*norm, **rows)
+    torch.testing.assert_close(
+        table, fused_reference.norm_table(*norm, **rows), rtol=2e-5, atol=1e-5
+    )
+    monkeypatch.setattr(norm_image_table, "_LOADED", 0)
+    again = norm_image_table.norm_image_table(*norm, **rows)
+    torch.testing.assert_close(table, again, rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("few", [False, True], ids=["many images", "few images"])
@@ -191,13 +246,23 @@ def test_norm_of_sums_of_an_upsampled_tensor(c2, few, device, monkeypatch):
     halves = [small] if x2 is None else [small, x2]
     weight, bias = torch.randn(2, 28 + c2, device=device)
     partials = tuple(partials_of(x, 3) for x in halves)
-    a, large = norm_whole.norm_of_sums_upsampled(
+    a, large = norm_of_sums.norm_of_sums_upsampled(
         small, x2, partials, (15, 60), 4, weight, bias, EPS, "silu"
     )
     assert torch.equal(large, reference.upsample_nearest2d(small))
     x = torch.cat([large, *halves[1:]], dim=3)
     expected = reference.group_norm(x, 4, weight, bias, eps=EPS, activation="silu")
     torch.testing.assert_close(a, expected, rtol=1e-5, atol=1e-5)
+    a, large = norm_of_sums.norm_of_sums_upsampled(
+        small, x2, partials, (15, 60), 4, weight, bias, EPS, "silu",
+        corners=True, keep=False,
+    )  # fmt: skip
+    assert few or large is None
+    first = expected.clone()
+    if not few:
+        for h, w in ((0, 1), (1, 0), (1, 1)):
+            first[:, h::2, w::2, :28] = torch.nan
+    torch.testing.assert_close(a, first, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def check_norm_linear(n, h, w, c, co, groups, k, dtype, device):
@@ -279,7 +344,7 @@ def test_norms_of_the_model_s_shapes(case, device):
     split, *_ = split_of(case, torch.bfloat16, device, splits=9)
     for _ in range(3):
         close(norm_whole.norm_whole(x1, x2, *arguments)[0], exact, low)
-        close(norm_whole.norm_of_sums(x1, x2, partials, pixels, *arguments), exact, low)
+        close(norm_of_sums.norm_of_sums(x1, x2, partials, pixels, *arguments), exact, low)
         a, y = norm_whole.norm_whole(split, x2, *arguments)
         assert torch.equal(y, norm_whole.sum_parts(split)[0])
         close(a, *[
@@ -305,6 +370,68 @@ def test_norms_of_many_images(case, device):
     low, _ = fused_reference.norm_whole(x1, x2, *arguments)
     for _ in range(3):
         close(norm_whole.norm_whole(x1, x2, *arguments)[0], exact, low)
+
+
+DECODER = {  # N, H, W, C1, C2, tiles of each, whether the first is upsampled
+    "448 at 16x16": (3, 16, 16, 256, 192, (1, 4), True),
+    "384 at 16x16": (3, 16, 16, 192, 192, (4, 4), False),
+    "320 at 32x32": (16, 32, 32, 192, 128, (4, 8), True),
+    "320 at 32x32, not upsampled": (3, 32, 32, 192, 128, (16, 8), False),
+    "256 at 32x32": (16, 32, 32, 128, 128, (16, 8), False),
+    "128 at 32x32": (64, 32, 32, 128, 0, (8,), False),
+    "192 at 64x64": (16, 64, 64, 128, 64, (8, 32), True),
+    "odd": (3, 30, 34, 72, 40, (15, 20), True),
+    "one of odd channels": (2, 31, 33, 104, 0, (31,), False),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", DECODER.values(), ids=DECODER)
+def test_norms_of_sums_in_all_configurations(case, device):
+    n, h, w, c1, c2, ks, up = case
+    groups = 32 if (c1 + c2) % 32 == 0 else 8
+    shape = (n, h // 2, w // 2, c1) if up else (n, h, w, c1)
+    x1 = randn(*shape, dtype=torch.bfloat16, device=device, offset=1.0)
+    x2 = randn(n, h, w, c2, dtype=torch.bfloat16, device=device) if c2 else None
+    weight, bias = torch.randn(2, c1 + c2, device=device)
+    halves = [x1] if x2 is None else [x1, x2]
+    partials = tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=True))
+    pixels = tuple(x.shape[1] * x.shape[2] for x in halves)
+    norm = partials, pixels, groups, weight, bias, EPS, "silu"
+    large = reference.upsample_nearest2d(x1) if up else x1
+    exact = fused_reference.norm_of_sums(*as_double(large, x2), *norm)
+    low = fused_reference.norm_of_sums(large, x2, *norm).to(torch.bfloat16)
+    for config in norm_of_sums._CONFIGS:
+        for _ in range(3):
+            if not up:
+                close(norm_of_sums.norm_of_sums(x1, x2, *norm, config=config), exact, low)
+                continue
+            a, again = norm_of_sums.norm_of_sums_upsampled(x1, x2, *norm, config=config)
+            close(a, exact, low)
+            assert torch.equal(again, large)
+            corners, _ = norm_of_sums.norm_of_sums_upsampled(
+                x1, x2, *norm, config=config, corners=True, keep=False
+            )
+            assert torch.equal(corners[..., c1:], a[..., c1:])
+            assert torch.equal(corners[:, ::2, ::2], a[:, ::2, ::2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("c1", "c2", "ks"), [(64, 0, (16,)), (64, 0, (32,)), (64, 64, (32, 32)), (128, 64, (16, 32))]
+)
+def test_image_tables_of_the_model_s_shapes(c1, c2, ks, device):
+    x1, x2, groups, weight, bias, rows = norm_inputs(
+        (64, 64, 64, c1, c2, 32), torch.bfloat16, device, offset=3.0
+    )
+    halves = [x1] if x2 is None else [x1, x2]
+    partials = tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=True))
+    for film in ({}, rows):
+        norm = partials, (4096,) * len(ks), groups, weight, bias, EPS
+        expected = fused_reference.norm_table(*norm, **film)
+        for _ in range(3):
+            table = norm_image_table.norm_image_table(*norm, **film)
+            torch.testing.assert_close(table, expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.gpu

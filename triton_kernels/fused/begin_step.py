@@ -16,7 +16,7 @@ from ..layout import check_nhwc, check_shape
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-_BLOCK = 1024
+_BLOCK = 4096  # of four warps: all that they load is on its way at once
 
 
 @triton.jit

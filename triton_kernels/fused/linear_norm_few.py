@@ -15,7 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..activations import activate, check_activation
 from ..dependent_launch import await_inputs, overlapping
 from ..device import describe
-from .norm_whole_kernels import add_pairs, parameters, sum_of_lanes
+from .norm_statistics import add_pairs
+from .norm_whole_kernels import parameters, sum_of_lanes
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 

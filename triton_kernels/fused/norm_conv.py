@@ -25,7 +25,8 @@ from ..conv.gluon import rows as gluon_rows
 from ..conv.gluon.operands import Norm, Operands
 from ..conv.tma import Config
 from ..tuning import choose, same
-from .norm_tables import check_partials_of, norm_table
+from .norm_image_table import norm_image_table
+from .norm_tables import check_partials_of
 
 _TILES = (gluon_rows.RESIDENT_TILE, gluon_rows.RESIDENT_TILE_OF_4)
 _LEAST_TILES, _MOST_TILES = 4, 64  # of an image, whose sums a warp loads at once
@@ -127,7 +128,7 @@ def norm_conv(
     norm = norm._replace(makers=form.makers if two_rows else 0)
     if form.table:
         terms = num_groups, norm_weight, norm_bias, eps, scale, shift
-        norm = norm._replace(table=norm_table((partials,), (h * w,), *terms))
+        norm = norm._replace(table=norm_image_table((partials,), (h * w,), *terms))
     operands = Operands(x, weight, y, bias, sums, beside, extra, extra_bias, emb, norm=norm)
     path = gluon_narrow if gluon_narrow.serves(config) else gluon_rows
     path.launch(config, operands)
@@ -176,7 +177,7 @@ def norm_conv_of_two(
     given = norm_weight, norm_bias, eps
     norm = *partials, *given, None
     if _FORMS["two"][n * h * w >= _LARGE].table:
-        norm = *(None,) * 5, norm_table(partials, (h * w, h * w), num_groups, *given)
+        norm = *(None,) * 5, norm_image_table(partials, (h * w, h * w), num_groups, *given)
     slope = rounded_grad(activation, x1.dtype)
     gluon_rows.launch_two(x1, x2, norm, num_groups, slope, weight, bias, emb, y, sums)
     return y, sums

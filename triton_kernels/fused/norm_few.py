@@ -5,7 +5,7 @@
 At batch 1 a program of few channels and many pixels has the fewest partial sums to read beside its
 pixels. It has whole groups, whatever their size, so that sums lie as the channels do; it asks for
 all of its pixels and sums at once, which is one trip to memory. Of many images, whose pixels are
-most of what is read, blocks of 64 or more channels are faster (`norm_whole`).
+most of what is read, blocks of channels by more pixels are faster (`norm_of_sums`).
 """
 
 import torch
@@ -17,7 +17,8 @@ from ..activations import activate
 from ..dependent_launch import await_inputs, begin_next, overlapping
 from ..layout import row_stride
 from ..norm.stream_kernels import modulate
-from .norm_whole_kernels import add_pairs, parameters, sum_of_lanes
+from .norm_statistics import add_pairs
+from .norm_whole_kernels import parameters, sum_of_lanes
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 

@@ -1,8 +1,8 @@
 """Statistics of a norm from the partial sums of tiles, as `norm_tables` says what these are.
 
-Jit functions of `norm_table_kernels`, `norm_fold_kernels`, `norm_whole_kernels`, `norm_few` and
-`norm_sums_kernels`. What is kept of a channel is [BLOCK_G, BLOCK_J], groups by their channels, so
-that the sum over a group is a sum over rows.
+Jit functions of `norm_table_kernels`, `norm_image_table`, `norm_fold_kernels`, `norm_few`,
+`norm_whole_kernels` and `norm_sums_kernels`. What is kept of a channel is [BLOCK_G, BLOCK_J],
+groups by their channels, so that the sum over a group is a sum over rows.
 """
 
 import triton
@@ -18,6 +18,11 @@ def covering_lanes(c0, C, CG: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_J: tl.c
     offs_j = tl.arange(0, BLOCK_J)[None, :]
     lanes = (c0 // CG + tl.arange(0, BLOCK_G)[:, None]) * CG + offs_j
     return lanes, (offs_j < CG) & (lanes < C)
+
+
+@triton.jit
+def add_pairs(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
@@ -65,27 +70,64 @@ def moments_of_partials(
 
 
 @triton.jit
-def moments_at_once(
-    partial_ptr,  # float32 [K, 2, C]
-    pixels,
-    C,
-    offs_c,  # [L]
-    mask_c,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # at least K
+def group_moments(
+    partial1_ptr,  # float32 [N, K1, 2, C1]
+    partial2_ptr,  # float32 [N, K2, 2, C2] or None
+    pixels1,
+    pixels2,
+    n,  # int64
+    g0,
+    C1,
+    C2,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    CG: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # at least K1 and K2
 ):
-    """`moments_of_partials` of tiles that are all loaded at once, in few steps."""
-    offs_k = tl.arange(0, BLOCK_K)[:, None]
-    ptrs = partial_ptr + offs_k * (2 * C) + offs_c[None, :]
-    mask = (offs_k < K) & mask_c[None, :]
-    tile_sum = tl.load(ptrs, mask=mask, other=0.0)
-    within = tl.load(ptrs + C, mask=mask, other=0.0)
-    per_tile = (pixels // K) * 1.0
-    mean = tl.sum(tile_sum, 0) * (1.0 / pixels)
-    delta = tl.where(mask, tile_sum * (1.0 / per_tile) - mean[None, :], 0.0)
-    m2 = tl.sum(within + delta * delta * per_tile, 0)
-    rest = tl.sum(delta, 0) * (1.0 / K)  # what the first sum has rounded off the mean
-    return mean + rest, m2 / pixels - rest * rest
+    """mean and variance of BLOCK_G groups from number g0 on, both [BLOCK_G], of sums that are all
+    loaded at once, and in one sum over them: about the mean of one of the group's tiles.
+
+    With d_i = mean_i - that one, mean = that one + (mean of d), and var = (mean of var_i) + (mean
+    of d^2) - (mean of d)^2. Of N tiles neither of the last two is larger than N times their
+    difference, since that one is of the N: so rounding costs N ulp of it at most.
+    """
+    k = tl.arange(0, BLOCK_K)[:, None, None]
+    j = tl.arange(0, BLOCK_J)[None, None, :]
+    c0 = (g0 + tl.arange(0, BLOCK_G)[None, :, None]) * CG
+    c = c0 + j
+    partial1_ptr += n * (K1 * 2) * C1
+    there = (j < CG) & (c < C1 + C2)
+    if partial2_ptr is None:
+        ptrs, stride, origin = partial1_ptr + k * (2 * C1) + c, C1, partial1_ptr + c0
+        there &= k < K1
+        per_tile = K1 / pixels1
+        weight = 1.0 / (K1 * CG)
+        within = 1.0 / (pixels1 * CG)
+    else:
+        partial2_ptr += n * (K2 * 2) * C2 - C1
+        second = c >= C1
+        ptrs = tl.where(second, partial2_ptr, partial1_ptr)
+        stride = tl.where(second, C2, C1)
+        ptrs += k * (2 * stride) + c
+        origin = tl.where(c0 >= C1, partial2_ptr, partial1_ptr) + c0
+        there &= k < tl.where(second, K2, K1)
+        per_tile = tl.where(second, K2 / pixels2, K1 / pixels1)
+        weight = tl.where(second, 1.0 / (K2 * CG), 1.0 / (K1 * CG))
+        within = tl.where(second, 1.0 / (pixels2 * CG), 1.0 / (pixels1 * CG))
+    one = tl.load(origin, mask=c0 < C1 + C2, other=0.0)
+    tile_sum = tl.load(ptrs, mask=there, other=0.0)
+    m2 = tl.load(ptrs + stride, mask=there, other=0.0)
+    if partial2_ptr is None:
+        one *= per_tile
+    else:
+        one *= tl.where(c0 >= C1, K2 / pixels2, K1 / pixels1)
+    delta = tl.where(there, tile_sum * per_tile - one, 0.0)
+    sums = tl.reduce((delta * weight, delta * delta * weight + m2 * within), 0, add_pairs)
+    mean, square = tl.reduce(sums, 1, add_pairs)
+    var = tl.maximum(square - mean * mean, 0.0)
+    return tl.reshape(one, [BLOCK_G]) + mean, var
 
 
 @triton.jit

@@ -1,43 +1,23 @@
-"""The kernel of `norm_of_sums`: mean and variance from partial sums, and act(norm(x)) by them."""
+"""The kernel of `norm_of_sums`: mean and variance from partial sums, and act(norm(x)) by them.
+
+A program has one block of channels of one image and of one of the two halves, and many pixels of
+it: the sums of an image are read by few programs. It asks for its first tile of pixels and for all
+sums at once, and for each further tile before it works on the one in front.
+"""
 
 import triton
 import triton.language as tl
 
-from ..activations import activate
+from ..activations import activate_affine
 from ..dependent_launch import await_inputs
-from ..norm.stream_kernels import affine, modulate
-from .norm_statistics import (
-    covering_lanes,
-    each_lane,
-    merge_channels,
-    moments_at_once,
-    moments_of_partials,
-)
+from ..norm.stream_kernels import modulate
+from .norm_statistics import group_moments
+from .norm_whole_kernels import parameters
 
 
-@triton.jit
-def _moments(
-    partial_ptr,
-    pixels,
-    C,
-    offs_c,  # [L]
-    mask_c,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """mean and variance of each channel, [L], from float32 [K, 2, C]"""
-    if K <= BLOCK_K:
-        return moments_at_once(partial_ptr, pixels, C, offs_c, mask_c, K, BLOCK_K)
-    else:
-        mean, var = moments_of_partials(
-            partial_ptr, pixels, C, offs_c[None, :], mask_c[None, :], K, BLOCK_K
-        )
-        return tl.reshape(mean, offs_c.shape), tl.reshape(var, offs_c.shape)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["PB1", "PB2", "CB1", "CB2"])
 def norm_sums_kernel(
-    x1_ptr,  # [N, HW, C1]
+    x1_ptr,  # [N, HW, C1]; with a small W [N, HW / 4, C1], to be upsampled
     x2_ptr,  # [N, HW, C2] or None
     partial1_ptr,  # float32 [N, K1, 2, C1]
     partial2_ptr,  # float32 [N, K2, 2, C2] or None
@@ -46,6 +26,7 @@ def norm_sums_kernel(
     scale_ptr,
     shift_ptr,
     a_ptr,  # [N, HW, C1 + C2], out
+    large_ptr,  # [N, HW, C1], out: x1, upsampled; or None
     stride_scale,
     stride_shift,
     pixels1,  # that the partials describe
@@ -53,160 +34,141 @@ def norm_sums_kernel(
     HW,
     C1,
     C2,
-    K,  # chunks of pixels
-    CB1,  # blocks of channels in the first half
-    CB,  # in both
+    PB1,  # blocks of pixels of the first half
+    PB2,
+    CB1,  # blocks of its channels
+    CB2,
     eps,
     ACT: tl.constexpr,
+    SMALL_W: tl.constexpr,  # of x1, if it is upsampled; or None
+    CORNERS: tl.constexpr,  # then only one pixel of 2x2 is written to a
     K1: tl.constexpr,
     K2: tl.constexpr,
     CG: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr,  # some tiles reach over an edge
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr,  # at least as many groups as BLOCK_C channels belong to
     BLOCK_J: tl.constexpr,
-    BLOCK_K1: tl.constexpr,
-    BLOCK_K2: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    pid_c = pid % CB
-    k = pid // CB % K
-    n = (pid // CB // K).to(tl.int64)
+    # last pixels first: L2 has those of x1 from its maker
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    blocks = PB1 * CB1 + PB2 * CB2
+    n = (pid // blocks).to(tl.int64)
+    pid = pid % blocks
+    second = pid >= PB1 * CB1
+    pid -= tl.where(second, PB1 * CB1, 0)
+    CB = tl.where(second, CB2, CB1)
+    CH = tl.where(second, C2, C1)
+    border = tl.where(second, C1, 0)
+    pixels = tl.where(second, HW, HW // 4 if SMALL_W is not None else HW)
+    x_ptr = x1_ptr
+    if x2_ptr is not None:
+        x_ptr = tl.where(second, x2_ptr, x1_ptr)
     C = C1 + C2
-    c0 = pid_c * BLOCK_C
-    if pid_c >= CB1:
-        c0 = C1 + (pid_c - CB1) * BLOCK_C
-    offs_c = c0 + tl.arange(0, BLOCK_C)
-    mask_c = offs_c < C
-    if pid_c < CB1:
-        mask_c = offs_c < C1
-    g, b = affine(weight_ptr, bias_ptr, None, None, 0, 0, n, offs_c, mask_c)  # parameters
+    offs_h = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)  # in the half
+    mask_c = offs_h < CH
+    offs_c = border + offs_h
+    p0 = pid // CB * (TILES * BLOCK_P)
+    x_ptrs = x_ptr + n * pixels * CH + offs_h
+    g, b = parameters(weight_ptr, bias_ptr, offs_c, mask_c)
     await_inputs()
-    # a single tile is asked for before the sums
-    if TILES == 1:
-        if x2_ptr is None:
-            x = _load_tile(x1_ptr + offs_c, C1, n, k, HW, mask_c, MASKED, BLOCK_P)
-        elif pid_c < CB1:
-            x = _load_tile(x1_ptr + offs_c, C1, n, k, HW, mask_c, MASKED, BLOCK_P)
-        else:
-            x = _load_tile(x2_ptr + (offs_c - C1), C2, n, k, HW, mask_c, MASKED, BLOCK_P)
+    x = _load_tile(x_ptrs, p0, pixels, CH, mask_c, MASKED, BLOCK_P)
     g, b = modulate(g, b, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c)
+    # or ptxas, which spares registers, asks for all this when the sums have come
+    tl.debug_barrier()
 
-    if BLOCK_G * BLOCK_J == BLOCK_C:  # of whole groups, in one of the halves
-        there = tl.full([BLOCK_G, BLOCK_J], True, tl.int1)
-        if partial2_ptr is None:
-            mean, var = _moments(
-                partial1_ptr + n * (K1 * 2) * C1, pixels1, C1, offs_c, mask_c, K1, BLOCK_K1
-            )
-        elif pid_c < CB1:
-            mean, var = _moments(
-                partial1_ptr + n * (K1 * 2) * C1, pixels1, C1, offs_c, mask_c, K1, BLOCK_K1
-            )
-        else:
-            mean, var = _moments(
-                partial2_ptr + n * (K2 * 2) * C2, pixels2, C2, offs_c - C1, mask_c, K2, BLOCK_K2
-            )
-    else:
-        lanes, there = covering_lanes(c0, C, CG, BLOCK_G, BLOCK_J)
-        lanes = tl.reshape(lanes, [BLOCK_G * BLOCK_J])
-        inside = tl.reshape(there, [BLOCK_G * BLOCK_J])
-        mask = inside & (lanes < C1)
-        mean, var = _moments(
-            partial1_ptr + n * (K1 * 2) * C1, pixels1, C1, lanes, mask, K1, BLOCK_K1
-        )
-        if partial2_ptr is not None:
-            mask = inside & (lanes >= C1)
-            mean2, var2 = _moments(
-                partial2_ptr + n * (K2 * 2) * C2, pixels2, C2, lanes - C1, mask, K2, BLOCK_K2
-            )
-            mean = tl.where(lanes >= C1, mean2, mean)
-            var = tl.where(lanes >= C1, var2, var)
-    mean, var = tl.reshape(mean, [BLOCK_G, BLOCK_J]), tl.reshape(var, [BLOCK_G, BLOCK_J])
-    group_mean, group_rstd = merge_channels(mean, var, there, eps, CG)
-    if BLOCK_G * BLOCK_J == BLOCK_C:
-        mean_c = each_lane(group_mean, BLOCK_G, BLOCK_J)
-        slope = g * each_lane(group_rstd, BLOCK_G, BLOCK_J)
-    else:
-        group = offs_c // CG - c0 // CG
-        mean_c = tl.gather(group_mean, group, 0)
-        slope = g * tl.gather(group_rstd, group, 0)
-    if TILES == 1:
-        _store_tile(x, a_ptr + offs_c, C, n, k, HW, mean_c, slope, b, mask_c, ACT, MASKED, BLOCK_P)
-    elif pid_c < CB1:
-        _apply_tiles(
-            x1_ptr + offs_c, a_ptr + offs_c, C1, C, n, k, HW, mean_c, slope, b, mask_c, ACT,
-            MASKED, TILES, BLOCK_P,
-        )  # fmt: skip
-    elif x2_ptr is not None:
-        _apply_tiles(
-            x2_ptr + (offs_c - C1), a_ptr + offs_c, C2, C, n, k, HW, mean_c, slope, b, mask_c,
-            ACT, MASKED, TILES, BLOCK_P,
-        )  # fmt: skip
+    first_group = (border + pid % CB * BLOCK_C) // CG
+    mean, var = group_moments(
+        partial1_ptr, partial2_ptr, pixels1, pixels2, n, first_group, C1, C2,
+        K1, K2, CG, BLOCK_G, BLOCK_J, BLOCK_K,
+    )  # fmt: skip
+    group = offs_c // CG - first_group
+    mean = tl.gather(mean, group, 0)
+    slope = g * tl.gather(1.0 / tl.sqrt(var + eps), group, 0)
+
+    a_ptrs = a_ptr + n * HW * C + offs_c
+    large_ptrs = None
+    if large_ptr is not None:
+        large_ptrs = large_ptr + n * HW * C1 + offs_h
+    if TILES > 1:
+        for _ in range(1, tl.minimum(tl.cdiv(pixels - p0, BLOCK_P), TILES)):
+            following = _load_tile(x_ptrs, p0 + BLOCK_P, pixels, CH, mask_c, MASKED, BLOCK_P)
+            _store_tile(
+                x, a_ptrs, large_ptrs, p0, pixels, C1, C, mean, slope, b, mask_c, second,
+                ACT, SMALL_W, CORNERS, MASKED, BLOCK_P,
+            )  # fmt: skip
+            x = following
+            p0 += BLOCK_P
+    _store_tile(
+        x, a_ptrs, large_ptrs, p0, pixels, C1, C, mean, slope, b, mask_c, second,
+        ACT, SMALL_W, CORNERS, MASKED, BLOCK_P,
+    )  # fmt: skip
 
 
 @triton.jit
 def _load_tile(
-    x_ptrs,  # [BLOCK_C]: of the channels in pixel 0 of image 0
+    x_ptrs,  # [BLOCK_C]: of the channels in pixel 0
+    p0,
+    pixels,
     stride,  # of a pixel
-    n,
-    i,
-    HW,
     mask_c,
     MASKED: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Tile i of an image."""
-    offs_p = i * BLOCK_P + tl.arange(0, BLOCK_P)
-    mask = (offs_p < HW)[:, None] & mask_c[None, :] if MASKED else None
-    return tl.load(x_ptrs[None, :] + (n * HW + offs_p)[:, None] * stride, mask=mask)
+    """The tile of an image that begins with pixel p0, past the cache of the multiprocessor: nobody
+    reads it again."""
+    offs_p = p0 + tl.arange(0, BLOCK_P)
+    mask = (offs_p < pixels)[:, None] & mask_c[None, :] if MASKED else None
+    return tl.load(x_ptrs[None, :] + offs_p[:, None] * stride, mask=mask, cache_modifier=".cg")
 
 
 @triton.jit
 def _store_tile(
     x,
-    a_ptrs,  # [BLOCK_C]: of the channels in pixel 0 of image 0
-    stride,  # of a pixel
-    n,
-    i,
-    HW,
+    a_ptrs,  # [BLOCK_C]: of the channels in pixel 0
+    large_ptrs,  # likewise, or None
+    p0,
+    pixels,
+    C1,
+    C,
     mean,
     slope,
     b,
     mask_c,
+    second,
     ACT: tl.constexpr,
+    SMALL_W: tl.constexpr,
+    CORNERS: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """act(norm(x)) of tile i."""
-    offs_p = i * BLOCK_P + tl.arange(0, BLOCK_P)
-    mask = (offs_p < HW)[:, None] & mask_c[None, :] if MASKED else None
-    x = x.to(tl.float32)
-    a = activate((x - mean[None, :]) * slope[None, :] + b[None, :], ACT)
-    ptrs = a_ptrs[None, :] + (n * HW + offs_p)[:, None] * stride
-    tl.store(ptrs, a.to(a_ptrs.dtype.element_ty), mask=mask)
+    """act(norm(x)) of the tile."""
+    offs_p = p0 + tl.arange(0, BLOCK_P)
+    mask = (offs_p < pixels)[:, None] & mask_c[None, :] if MASKED else None
+    # x - mean first: x slope + (b - mean slope) would cancel when the mean is large
+    a = x.to(tl.float32) - mean[None, :]
+    a = activate_affine(a, slope[None, :], b[None, :], ACT).to(a_ptrs.dtype.element_ty)
+    if SMALL_W is None:
+        tl.store(a_ptrs[None, :] + offs_p[:, None] * C, a, mask=mask)
+    else:
+        corner = offs_p // SMALL_W * (4 * SMALL_W) + offs_p % SMALL_W * 2
+        place = tl.where(second, offs_p, corner)
+        tl.store(a_ptrs[None, :] + place[:, None] * C, a, mask=mask)
+        if not second:
+            if not CORNERS:
+                _store_three(a_ptrs, corner, C, SMALL_W, a, mask)
+            if large_ptrs is not None:
+                tl.store(large_ptrs[None, :] + corner[:, None] * C1, x, mask=mask)
+                _store_three(large_ptrs, corner, C1, SMALL_W, x, mask)
 
 
 @triton.jit
-def _apply_tiles(
-    x_ptrs,  # [BLOCK_C]: of the channels in pixel 0 of image 0
-    a_ptrs,
-    stride_x,  # of a pixel
-    stride_a,
-    n,
-    k,
-    HW,
-    mean,
-    slope,
-    b,
-    mask_c,
-    ACT: tl.constexpr,
-    MASKED: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    for i in range(TILES):
-        tile = k * TILES + i
-        x = _load_tile(x_ptrs, stride_x, n, tile, HW, mask_c, MASKED, BLOCK_P)
-        _store_tile(x, a_ptrs, stride_a, n, tile, HW, mean, slope, b, mask_c, ACT, MASKED, BLOCK_P)
+def _store_three(ptrs, corner, C, SMALL_W: tl.constexpr, value, mask):
+    """To the other three of the 2x2 pixels whose first one is `corner`."""
+    ptrs = ptrs[None, :] + corner[:, None] * C
+    tl.store(ptrs + C, value, mask=mask)
+    tl.store(ptrs + 2 * SMALL_W * C, value, mask=mask)
+    tl.store(ptrs + (2 * SMALL_W + 1) * C, value, mask=mask)

@@ -1,8 +1,6 @@
 """GroupNorm and activation in one launch, where a second would cost more than it computes.
 
     norm_whole      x -> a, whole groups of an image in registers; x may be a convolution in parts
-    norm_of_sums    x, partials -> a: `norm_table` and `apply` in one, for tensors of few programs;
-                    x1 may be upsampled on the way
     sum_parts       a convolution in parts -> y and its partials
     resample_parts  the same, and y upsampled or pooled
 
@@ -19,13 +17,7 @@ from torch import Tensor
 from ..activations import check_activation
 from ..dependent_launch import overlapping
 from ..layout import check_nhwc, check_second, check_shape, row_stride
-from ..norm.pass_grid import PassConfig
-from ..resample import spread
 from .conv_split import SplitConv
-from .norm_few import norm_few, serves_few
-from .norm_passes import cut
-from .norm_sums_kernels import norm_sums_kernel
-from .norm_tables import check_partials_of, tiles_at_a_time
 from .norm_whole_kernels import norm_whole_kernel
 from .parts_kernels import resample_parts_kernel, sum_parts_kernel
 
@@ -33,8 +25,6 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 
 _MAX_ELEMENTS = 16384  # of a group: 32 numbers a thread of 16 warps
 _PER_WARP, _MIN_WARPS = 1024, 4  # elements
-_SUMS_CONFIG = PassConfig(4096, 1, 4)  # the one tile is asked for before the sums
-_FEW_ELEMENTS = 2**20
 _FEW_PROGRAMS = 264  # a group more a program, if there are more than twice an H200's processors
 
 
@@ -183,82 +173,3 @@ def _terms(split: SplitConv | None) -> tuple[Tensor | None, ...]:
     if split.emb is not None:
         check_shape("emb", split.emb, n, c)
     return split.parts, split.bias, split.extra_bias, split.emb, split.residual
-
-
-def norm_of_sums(
-    x1: Tensor,  # [N, H, W, C1]
-    x2: Tensor | None,  # [N, H, W, C2]
-    partials: tuple[Tensor, ...],  # of each: float32 [N, K, 2, C1], [N, K2, 2, C2]
-    pixels: tuple[int, ...],  # H W of the image that each describes
-    num_groups: int,
-    weight: Tensor | None,  # [C1 + C2]
-    bias: Tensor | None,  # [C1 + C2]
-    eps: float,
-    activation: str,
-    scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
-    shift: Tensor | None = None,  # [N, C1 + C2]
-) -> Tensor:  # [N, H, W, C1 + C2]
-    """`apply` of the table that `norm_table` would make of these partials. Every program makes its
-    part of the table anew."""
-    check_activation(activation)
-    check_nhwc("x1", x1)
-    n, h, w, c1 = x1.shape
-    c2 = check_second(x2, n, h, w)
-    c, cg = c1 + c2, (c1 + c2) // num_groups
-    for part, count, channels in zip(partials, pixels, (c1, c2), strict=False):
-        check_partials_of(part, count, n, channels)
-    if serves_few(n, cg, sum(part.shape[1] for part in partials)):
-        return norm_few(
-            x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, scale, shift
-        )[0]
-    grid = cut(n, h * w, c1, c2, _SUMS_CONFIG)
-    a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
-    if n == 0:
-        return a
-    block_c = grid.block_c
-    groups = triton.next_power_of_2(1 + triton.cdiv(block_c - 1, cg)), triton.next_power_of_2(cg)
-    if cg == groups[1] <= block_c and c1 % cg == 0:  # blocks of channels are whole groups
-        groups = block_c // cg, cg
-    first, second = partials[0], partials[1] if x2 is not None else None
-    ks = first.shape[1], 1 if second is None else second.shape[1]
-    film = (scale, shift)
-    norm_sums_kernel[(grid.programs,)](
-        x1, x2, first, second, weight, bias, *film, a, *map(row_stride, film),
-        pixels[0], pixels[-1], h * w, c1, c2, grid.k, grid.cb1, grid.cb, eps,
-        activation, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
-        num_warps=_SUMS_CONFIG.num_warps, **overlapping(x1.device, n * h * w),
-    )  # fmt: skip
-    return a
-
-
-def norm_of_sums_upsampled(
-    x1: Tensor,  # [N, H / 2, W / 2, C1]
-    x2: Tensor | None,  # [N, H, W, C2]
-    partials: tuple[Tensor, ...],  # of each: float32 [N, K, 2, C1], [N, K2, 2, C2]
-    pixels: tuple[int, ...],  # of the image that each describes
-    num_groups: int,
-    weight: Tensor | None,  # [C1 + C2]
-    bias: Tensor | None,  # [C1 + C2]
-    eps: float,
-    activation: str,
-    scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
-    shift: Tensor | None = None,  # [N, C1 + C2]
-) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2]; [N, H, W, C1]
-    """`norm_of_sums` of upsample(x1), where every pixel becomes a 2x2 block, beside x2; and
-    upsample(x1), for its other readers."""
-    check_activation(activation)
-    check_nhwc("x1", x1)
-    n, h, w, c1 = x1.shape
-    c = c1 + check_second(x2, n, 2 * h, 2 * w)
-    arguments = (x2, partials, pixels, num_groups, weight, bias, eps, activation, scale, shift)
-    if serves_few(n, c // num_groups, sum(part.shape[1] for part in partials)):
-        for part, count, channels in zip(partials, pixels, (c1, c - c1), strict=False):
-            check_partials_of(part, count, n, channels)
-        return norm_few(x1, *arguments, up=True)
-    large = spread(x1, (n, 2 * h, 2 * w, c1), 1.0)
-    return norm_of_sums(large, *arguments), large
-
-
-def norm_of_sums_pays(elements: int) -> bool:
-    """Whether so few programs read the partials of a tensor so large that a launch costs more."""
-    return elements <= _FEW_ELEMENTS

@@ -12,7 +12,7 @@ import triton.language as tl
 from ..activations import activate
 from ..dependent_launch import await_inputs, begin_next
 from ..norm.stream_kernels import modulate
-from .norm_statistics import each_lane
+from .norm_statistics import add_pairs, each_lane
 from .parts_kernels import load_parts, sum_of_parts, terms_of_parts
 
 
@@ -26,11 +26,6 @@ def parameters(weight_ptr, bias_ptr, offs_c, mask_c):
     if bias_ptr is not None:
         b = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
     return g, b
-
-
-@triton.jit
-def add_pairs(a, b, c, d):
-    return a + c, b + d
 
 
 @triton.jit

@@ -46,12 +46,10 @@ from .norm_conv import (
 )
 from .norm_fold import norm_apply, norm_apply_upsampled, norm_backward, skip_backward
 from .norm_linear_few import norm_linear_few, serves_norm_linear
+from .norm_of_sums import norm_of_sums, norm_of_sums_pays, norm_of_sums_upsampled
 from .norm_passes import apply, apply_upsampled, norm_dx
 from .norm_tables import bias_grad, norm_grad_table, norm_table, tensor_partials
 from .norm_whole import (
-    norm_of_sums,
-    norm_of_sums_pays,
-    norm_of_sums_upsampled,
     norm_whole,
     norm_whole_supported,
     resample_parts,

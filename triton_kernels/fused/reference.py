@@ -478,10 +478,10 @@ def norm_conv_of_two(
     return conv_forward(apply(x1, x2, table, activation), weight, bias, emb=emb, stats=True)
 
 
-def norm_of_sums_upsampled(x1, x2, *arguments, **film):
-    """`norm_of_sums` of x1 with 2x2 blocks for its pixels; and these."""
+def norm_of_sums_upsampled(x1, x2, *arguments, corners=False, keep=True, **options):
+    """`norm_of_sums` of x1 with 2x2 blocks for its pixels; and these, or None."""
     large = upsample(x1)
-    return norm_of_sums(large, x2, *arguments, **film), large
+    return norm_of_sums(large, x2, *arguments, **options), large if keep else None
 
 
 def serves_norm_linear(x, partials, num_groups):
