@@ -25,6 +25,7 @@ _FAMILIES = {
     "conv fwd": (
         "conv_forward",
         "conv_few",
+        "conv_means",
         "conv_meeting",
         "conv_norm",
         "linear_norm_few",

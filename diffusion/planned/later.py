@@ -6,6 +6,7 @@ has made it on the way. `tensor_of` asks for that where anything will do.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 from torch import Tensor
@@ -30,20 +31,25 @@ class InParts:
 
 
 class NormNext:
-    """A convolution of an image of few pixels, until it is known whether a norm reads it next,
-    which may be in the same launch."""
+    """A convolution, until it is known whether a norm reads it next, or 2x2 means of it, which may
+    be in the same launch."""
 
-    def __init__(self, shape: tuple[int, ...], begin: Callable, fuse: Callable) -> None:
-        self.shape, self.begin, self.fuse = shape, begin, fuse
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        begin: Callable,
+        fuse: Callable | None,  # with a norm
+        pool: Callable | None,  # with means
+    ) -> None:
+        self.shape, self.begin, self.fuse, self.pool = shape, begin, fuse, pool
         self.y: Tensor | InParts | None = None
         self.sums: Tensor | None = None
 
     def settled(self) -> Tensor | InParts:
         """Its result without the norm."""
         if self.y is None:
-            self.y, sums = self.begin()
-            self.sums = None if isinstance(sums, Unmeasured) else sums
-            self.begin, self.fuse = None, None
+            y, sums = self.begin()
+            self._launched(y, None if isinstance(sums, Unmeasured) else sums)
         return self.y
 
     def normed(self, x2: Tensor | None, *norm: Tensor | float | str) -> Tensor | None:
@@ -53,9 +59,22 @@ class NormNext:
         made = self.fuse(x2, *norm) if self.fuse is not None else None
         if made is None:
             return None
-        self.begin, self.fuse = None, None
-        self.y, self.sums, a = made
+        y, sums, a = made
+        self._launched(y, sums)
         return a
+
+    def pooled(self) -> tuple[Tensor, Tensor] | None:
+        """The means in its launch, and their partials, if they may be there and it is not launched
+        yet."""
+        if self.pool is None:
+            return None
+        y, sums, means = self.pool()
+        self._launched(y, sums)
+        return means
+
+    def _launched(self, y: Tensor | InParts | None, sums: Tensor | None) -> None:
+        self.y, self.sums = y, sums
+        self.begin = self.fuse = self.pool = None
 
     def tensor(self) -> Tensor:
         return tensor_of(self.settled())
@@ -140,19 +159,20 @@ class Activated:
         given = self.x, self.x2, self.partials, self.pixels, *self.norm
         return self.kernels.norm_of_sums(*given, **self.film)
 
-    def convolved(
+    def convolution(
         self, weight: Tensor, bias: Tensor, stats: bool, terms: dict, options: dict
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """The convolution of it, if there is a kernel that makes it on its way."""
+    ) -> Callable | None:
+        """What makes the convolution of it, if there is a kernel that makes it on its way; of one
+        tensor with means as well."""
         _, h, w, _ = self.x.shape
         if any(pixels != h * w for pixels in self.pixels):
             return None
-        convolved = self._of_one if self.x2 is None else self._of_two
-        return convolved(weight, bias, stats, terms, options)
+        convolution = self._of_one if self.x2 is None else self._of_two
+        return convolution(weight, bias, stats, terms, options)
 
     def _of_one(
         self, weight: Tensor, bias: Tensor, stats: bool, terms: dict, options: dict
-    ) -> tuple[Tensor, Tensor | None] | None:
+    ) -> Callable | None:
         """What 1x1 convolutions are added of may be upsampled there, too."""
         extra = []
         for other, w1x1 in terms["extra"]:
@@ -163,13 +183,12 @@ class Activated:
         given = self.x, weight, others, *self.partials, self.norm[0]
         if stats == bool(options) or not self.kernels.serves_norm_conv(*given, **options):
             return None
-        return self.kernels.norm_conv(
-            self.x, *self.partials, *self.norm, weight, bias, **self.film, **terms, **options
-        )
+        given = self.x, *self.partials, *self.norm, weight, bias
+        return partial(self.kernels.norm_conv, *given, **self.film, **terms, **options)
 
     def _of_two(
         self, weight: Tensor, bias: Tensor, stats: bool, terms: dict, options: dict
-    ) -> tuple[Tensor, Tensor | None] | None:
+    ) -> Callable | None:
         given = self.x, self.x2, weight, self.partials, self.norm[0]
         if (
             not stats
@@ -180,9 +199,8 @@ class Activated:
             or not self.kernels.serves_norm_conv_of_two(*given)
         ):
             return None
-        return self.kernels.norm_conv_of_two(
-            self.x, self.x2, self.partials, *self.norm, weight, bias, emb=terms["emb"]
-        )
+        given = self.x, self.x2, self.partials, *self.norm, weight, bias
+        return partial(self.kernels.norm_conv_of_two, *given, emb=terms["emb"])
 
 
 @dataclass
@@ -252,7 +270,7 @@ def tensor_of(x: object) -> object:
 
 
 def settled(x: object) -> object:
-    """x, but a 1x1 convolution that waits for a norm, without it."""
+    """x, but a convolution that waits for its reader, without it."""
     return x.settled() if isinstance(x, NormNext) else x
 
 

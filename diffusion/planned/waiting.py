@@ -17,6 +17,7 @@ one before, so time goes with their number and with how many multiprocessors eac
     upsample, apply               -> one launch, `norm_of_sums_upsampled`
     avg_pool, norm of few pixels  -> one launch, `norm_whole`
     avg_pool, its partials        -> one launch, `avg_pool_partials`
+    conv, these                   -> one launch, where there is a kernel: `norm_conv`, `conv_means`
 
 What waits meanwhile is in `planned.later`.
 """
@@ -53,6 +54,7 @@ _MEASURED_BATCHES = range(5, 9)  # if there are so many
 _NORM_NEXT_PIXELS = 64  # of an image at most, whose norm may be in the launch of its convolution
 _MEETING_PIXELS = 1024  # the same, of at least so many images
 _MEETING_IMAGES = 8
+_MEANS_IMAGES = 8  # at least, of which the means may be in the launch of their convolution
 _FEW_TILES = 128  # whose sums every program may add up again
 _VERY_FEW_TILES = 2  # likewise, of a tensor of any size
 _POOLED_IMAGES = 4  # at most, of which a norm makes the means that it reads
@@ -97,9 +99,11 @@ class WaitingKernels:
         residual = tensor_of(residual)
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
         if isinstance(x, Activated):
-            y = x.convolved(weight, bias, stats, terms, options)
-            if y is not None:
-                return y
+            begin = x.convolution(weight, bias, stats, terms, options)
+            if begin is not None:
+                pools = stats and x.x2 is None and self._may_pool(x, terms)
+                pool = partial(begin, means=True) if pools else None
+                return self._next(x, weight, begin, None, pool)
         terms["extra"] = extra = [(tensor_of(other), w) for other, w in extra]
         if weight.shape[2:] == (1, 1) and not stats:  # queries, keys and values
             assert residual is None and emb is None and not extra and not options
@@ -111,10 +115,30 @@ class WaitingKernels:
         splits = plain and self.worth_splitting(x.shape, weight, x.device, beside)
         begin = partial(self._conv, x, weight, bias, terms, stats, options, splits)
         fuse = self._norm_next(x, weight, bias, terms, splits) if plain else None
-        if fuse is None:
+        pool = self._means_next(x, weight, bias, terms) if plain and not splits else None
+        return self._next(x, weight, begin, fuse, pool)
+
+    def _next(
+        self, x: Tensor | Activated, weight: Tensor, begin: Callable,
+        fuse: Callable | None, pool: Callable | None,
+    ) -> tuple[Tensor | InParts | NormNext, Tensor | Unmeasured | None]:  # fmt: skip
+        """The convolution, if nobody may be in its launch."""
+        if fuse is None and pool is None:
             return begin()
-        y = NormNext((*x.shape[:3], weight.shape[0]), begin, fuse)
+        y = NormNext((*x.shape[:3], weight.shape[0]), begin, fuse, pool)
         return y, Unmeasured(y)
+
+    def _may_pool(self, x: Tensor | Activated, terms: dict) -> bool:
+        """Whether means may read a convolution of x: with the embedding a norm does."""
+        return x.shape[1] % 2 == x.shape[2] % 2 == 0 and terms["emb"] is None
+
+    def _means_next(self, x: Tensor, weight: Tensor, bias: Tensor, terms: dict) -> Callable | None:
+        """What makes a convolution and means of it in one launch, if anything may."""
+        if x.shape[0] < _MEANS_IMAGES or not self._may_pool(x, terms):
+            return None
+        if not self.kernels.serves_conv_means(x, weight, terms["extra"]):
+            return None
+        return partial(self.kernels.conv_means, x, weight, bias, **terms)
 
     def _norm_next(
         self, x: Tensor, weight: Tensor, bias: Tensor, terms: dict, splits: bool
@@ -188,11 +212,15 @@ class WaitingKernels:
         return o, None
 
     def avg_pool(self, x: Tensor | InParts | NormNext) -> Tensor | Pooled:
+        n, h, w, c = x.shape
+        pixels = h // 2 * (w // 2)
+        means = x.pooled() if isinstance(x, NormNext) else None
+        if means is not None:
+            self.pooled = None if self._reads_whole(n * pixels * c, pixels) else means
+            return means[0]
         x = settled(x)
         if unsummed(x):
             return self._resampled(x, False)
-        n, h, w, c = x.shape
-        pixels = h // 2 * (w // 2)
         if h % 2 == w % 2 == 0 and self._pools_whole(n, pixels, c):
             return Pooled(self.kernels, tensor_of(x))
         if self._reads_whole(n * pixels * c, pixels) or n * pixels * c <= _SMALL_ELEMENTS:

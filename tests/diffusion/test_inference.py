@@ -1,6 +1,7 @@
 """The plan for sampling against the layers, in float64, and in bf16 on the GPU."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -111,6 +112,29 @@ def test_norms_in_the_launch_of_a_convolution(name, op, monkeypatch):
         torch.testing.assert_close(plan(x, t, labels), exact, rtol=1e-10, atol=1e-10)
     assert True in kept and (name == "film" or False in kept)  # with FiLM, between blocks alone
     assert any(beside) == (op == "conv_norm")
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["tiles", "the norm on the way"])
+@pytest.mark.parametrize("name", ["two_blocks", "three_levels", "film", "strided"])
+def test_means_in_the_launch_of_a_convolution(name, large, monkeypatch):
+    """Of what is not cut into parts, with their partials where the norm behind them wants any."""
+    monkeypatch.setattr(waiting, "_MEANS_IMAGES", 2)
+    monkeypatch.setattr(fused_reference, "worth_splitting", lambda *_: False)
+    monkeypatch.setattr(fused_reference, "postpones", lambda *_: False)
+    if large:
+        for limit in ("_WHOLE_PIXELS", "_SMALL_ELEMENTS", "_FEW_TILES", "_VERY_FEW_TILES"):
+            monkeypatch.setattr(waiting, limit, 0)
+    made = {}
+    for op in ("conv_means", "avg_pool"):  # the former calls the latter
+        made[op] = mock.Mock(side_effect=getattr(fused_reference, op))
+        monkeypatch.setattr(fused_reference, op, made[op])
+    model = make(MODELS[name], (16, 24)).eval()
+    twin = copy.deepcopy(model)
+    x, t = torch.randn(2, 16, 24, 3).double(), torch.tensor([3, 700])
+    y = InferenceUNet(model, fused_reference)(x, t)
+    torch.testing.assert_close(y, twin.forward_nhwc(x, t), rtol=1e-10, atol=1e-10)
+    means = {"two_blocks": 1, "three_levels": 2, "film": 1, "strided": 0}[name]
+    assert [op.call_count for op in made.values()] == [means, means]
 
 
 @pytest.mark.parametrize("name", ["two_blocks", "film", "three_levels"])

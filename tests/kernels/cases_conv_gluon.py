@@ -62,10 +62,11 @@ def _resident(
     makers: int = 0,
     upsampled: bool = False,  # the first of the extra tensors
     width: int = 64,
+    means: bool = False,
 ) -> dict:
     two, filters = _rows(1, 2, width, 64), _rows(1, 64, 64)
     groups = 2 if any(extra) or rows * width == 256 or makers else 3
-    spills = 160 if norm and rows == 4 else 32
+    spills = 160 if norm and rows == 4 else 48 if means else 32
     absent = ["beside1_desc", "beside2_desc"][beside:] + (["emb_ptr"] if dgrad else [])
     absent += [] if extra[0] else ["extra1_desc", "extra1_w_desc", "extra_bias_ptr"]
     absent += [] if extra[1] else ["extra2_desc", "extra2_w_desc"]
@@ -74,6 +75,7 @@ def _resident(
     absent += [] if norm == "sums" else of_sums
     absent += [] if norm == "table" else ["table_ptr"]
     absent += [] if makers else ["x_ptr"]
+    absent += [] if means else ["means_ptr", "mean_sums_ptr"]
     vectors = ("vectors_ptr", "extra_bias_ptr", "emb_ptr", "partial_ptr")
     vectors += (
         "sums_ptr",
@@ -82,9 +84,11 @@ def _resident(
         "scale_ptr",
         "shift_ptr",
         "table_ptr",
+        "mean_sums_ptr",
     )
     signature = {
         "x_ptr": "*bf16",
+        "means_ptr": "*bf16",
         "x_desc": _rows(1, 1, width, k),
         "w_desc": _rows(1, k, 64) if dgrad else _rows(1, 64, k),
         "beside1_desc": two,
@@ -224,6 +228,10 @@ COMPILE_CASES = (
             upsampled=True,
         ),
         _resident("forward_norm_extra_between", False, 0, (1, 1), rings=(4, 2), norm="table"),
+        _resident("means_residual", False, 1, norm="table", makers=2, means=True),
+        _resident("means_residual_one", False, 1, norm="sums", makers=1, means=True),
+        _resident("means_extra", False, 0, (2, 1), rings=(3, 2), norm="sums", makers=1, means=True),
+        _resident("means_extra_between", False, 0, (1, 1), rings=(4, 2), norm="table", means=True),
         _resident("forward_norm_of_four_rows", False, 0, rows=4, rings=(6, 2), norm="sums"),
         _two("sums"),
         _two("table"),

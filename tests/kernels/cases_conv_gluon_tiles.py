@@ -18,6 +18,7 @@ def _case(
     config: tuple = WHOLE,
     norm: str | None = None,  # y is not kept, or it is, or another tensor is beside it, too
     meets: int = 0,  # channels of a group, where tiles of an image meet
+    means: bool = False,
 ) -> dict:
     pixels = config[1]
     images = max(1, pixels // width**2)
@@ -35,6 +36,7 @@ def _case(
     absent += ["x2_desc"] if norm != "second" else []
     absent += ["partial_ptr"] if norm == "alone" or (norm == "beside" and not meets) else []
     absent += [] if meets else ["slots_ptr"]
+    absent += [] if means else ["means_ptr", "mean_sums_ptr"]
     signature = {
         "x_desc": pair,
         "w_desc": filters,
@@ -46,6 +48,8 @@ def _case(
         "extra2_desc": pair,
         "extra2_w_desc": filters,
         **dict.fromkeys(("vectors_ptr", "extra_bias_ptr", "emb_ptr", "partial_ptr"), "*fp32"),
+        "means_ptr": "*bf16",
+        "mean_sums_ptr": "*fp32",
         **dict.fromkeys(("a_desc", "x2_desc"), tile),
         **dict.fromkeys(("norm_weight_ptr", "norm_bias_ptr"), "*fp32"),
         "slots_ptr": "*i64",
@@ -105,6 +109,10 @@ COMPILE_CASES = (
         _case("meeting_alone", False, 0, 0, 16, HALF_WITH_FILTERS, "alone", 6),
         _case("meeting_beside", False, 1, 0, 32, WHOLE, "beside", 4),
         _case("meeting_quarter", False, 1, 0, 16, QUARTER_WITH_FILTERS, "beside", 6),
+        _case("means_residual", False, 1, 0, 32, means=True),
+        _case("means_residual_half", False, 1, 0, 32, HALF_WITH_FILTERS, means=True),
+        _case("means_extra_quarter", False, 0, 2, 16, QUARTER_WITH_FILTERS, means=True),
+        _case("means_half_of_16", False, 1, 0, 16, HALF, means=True),
         _case("meeting_extra", False, 0, 2, 32, HALF_WITH_FILTERS, "beside", 4),
     ]
     if SUPPORTED

@@ -4,6 +4,7 @@ from triton_kernels.gluon.descriptors import SUPPORTED
 
 from .cases_conv_gluon import _rows
 
+_MEANS = ("means_ptr", "mean_sums_ptr")
 _NORM = ("a_desc", "x2_desc", "norm_weight_ptr", "norm_bias_ptr", "eps")
 
 
@@ -13,6 +14,8 @@ def _case(name: str, k_blocks: int, absent: tuple[str, ...], keep: bool = True) 
             ("x_desc", "w_desc", "residual_desc", "y_desc", "a_desc", "x2_desc"), _rows(64, 64)
         ),
         **dict.fromkeys(("bias_ptr", "partial_ptr", "norm_weight_ptr", "norm_bias_ptr"), "*fp32"),
+        "means_ptr": "*bf16",
+        "mean_sums_ptr": "*fp32",
         "eps": "fp32",
         **dict.fromkeys(("M", "C", "CX2"), "i32"),
     }
@@ -24,6 +27,7 @@ def _case(name: str, k_blocks: int, absent: tuple[str, ...], keep: bool = True) 
             **dict.fromkeys(absent),
             "PIXELS": 64,
             "K_BLOCKS": k_blocks,
+            "W": None if "means_ptr" in absent else 16,
             "ACT": "silu",
             "CG": 8,
             "KEEP": keep,
@@ -37,10 +41,11 @@ def _case(name: str, k_blocks: int, absent: tuple[str, ...], keep: bool = True) 
 
 COMPILE_CASES = (
     [
-        _case("product alone", 3, (*_NORM, "partial_ptr", "residual_desc")),
-        _case("sums", 3, _NORM),
-        _case("norm", 4, ("partial_ptr", "x2_desc")),
-        _case("norm of a concatenation", 4, ()),
+        _case("product alone", 3, (*_NORM, *_MEANS, "partial_ptr", "residual_desc")),
+        _case("sums", 3, (*_NORM, *_MEANS)),
+        _case("norm", 4, ("partial_ptr", "x2_desc", *_MEANS)),
+        _case("norm of a concatenation", 4, _MEANS),
+        _case("means", 3, _NORM),
     ]
     if SUPPORTED
     else []

@@ -22,9 +22,10 @@ from torch import Tensor
 from ..activations import check_activation, rounded_grad
 from ..conv.gluon import narrow as gluon_narrow
 from ..conv.gluon import rows as gluon_rows
-from ..conv.gluon.operands import Norm, Operands
+from ..conv.gluon.operands import Means, Norm, Operands
 from ..conv.tma import Config
 from ..tuning import choose, same
+from .conv_means import empty_means
 from .norm_image_table import norm_image_table
 from .norm_tables import check_partials_of
 
@@ -86,10 +87,12 @@ def norm_conv(
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C] or half of H, W; [CO, C]
     extra_bias: Tensor | None = None,  # float32 [CO]
     width: int | None = None,  # channels of y: 16 for few, to which nothing but bias is added
+    means: bool = False,  # whether to return those of y over 2x2 pixels, without `width`
     config: Config | None = None,
-) -> tuple[Tensor, Tensor | None]:  # [N, H, W, CO]; float32 [N, K, 2, CO], without `width`
-    """y, and its partials as `conv_forward` leaves them. `serves_norm_conv` has to say that it can
-    be done."""
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor, Means]:
+    """y [N, H, W, CO], and its partials float32 [N, K, 2, CO], without `width`, as `conv_forward`
+    leaves them; and its means as of `conv_means`. `serves_norm_conv` has to say that it can be
+    done."""
     check_activation(activation)
     n, h, w, ci = x.shape
     co = weight.shape[0]
@@ -101,6 +104,8 @@ def norm_conv(
     others = [other for other, _ in extra]
     assert all(t.is_contiguous() for t in (x, *others))
     assert residual is None or (residual.shape == (n, h, w, co) and residual.is_contiguous())
+    if means:
+        config = Config(*gluon_rows.RESIDENT_TILE)
     if config is None:
         rest = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
         rest |= {"scale": scale, "shift": shift, "width": width}
@@ -129,10 +134,11 @@ def norm_conv(
     if form.table:
         terms = num_groups, norm_weight, norm_bias, eps, scale, shift
         norm = norm._replace(table=norm_image_table((partials,), (h * w,), *terms))
+    room = empty_means(y, tiles, _empty) if means else None
     operands = Operands(x, weight, y, bias, sums, beside, extra, extra_bias, emb, norm=norm)
     path = gluon_narrow if gluon_narrow.serves(config) else gluon_rows
-    path.launch(config, operands)
-    return y, sums
+    path.launch(config, operands._replace(means=room))
+    return (y, sums, room) if means else (y, sums)
 
 
 def serves_small_terms(small: Tensor, channels: tuple[int, int], co: int) -> bool:

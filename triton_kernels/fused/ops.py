@@ -22,6 +22,7 @@ from .conv import (
 )
 from .conv_down import conv_down, conv_down_input_grad
 from .conv_early import conv_early, serves_whole
+from .conv_means import conv_means, serves_conv_means
 from .conv_meeting import conv_meeting, meets
 from .conv_norm import NextNorm, conv_norm, norms_in_conv
 from .conv_one_row import conv_one_row, serves_one_row
@@ -82,6 +83,7 @@ __all__ = [
     "conv_forward",
     "conv_fused_supported",
     "conv_input_grad",
+    "conv_means",
     "conv_meeting",
     "conv_norm",
     "conv_of_upsampled",
@@ -116,6 +118,7 @@ __all__ = [
     "postpones",
     "qkv_attention",
     "resample_parts",
+    "serves_conv_means",
     "serves_linear_norm",
     "serves_norm_attention",
     "serves_norm_conv",

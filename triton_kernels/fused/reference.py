@@ -82,6 +82,17 @@ def conv_norm(x, weight, bias, norm, *, x2=None, **terms):
     return y if keep else None, partials if stats else None, a
 
 
+def serves_conv_means(x, weight, extra=()):
+    """Whether a GPU has the means of the result where it is made; here those of even sizes."""
+    return x.shape[1] % 2 == x.shape[2] % 2 == 0
+
+
+def conv_means(x, weight, bias, **terms):
+    """What `conv_forward` returns with partials, and (its 2x2 means, their partials)."""
+    y, partials = conv_forward(x, weight, bias, **terms, stats=True)
+    return y, partials, avg_pool_partials(y)
+
+
 def conv_few(x, weight, bias=None, **options):
     return conv_forward(x, weight, bias, **options)
 
@@ -445,16 +456,18 @@ def serves_norm_conv(x, weight, extra, partials, num_groups, width=None):
 
 def norm_conv(
     x, partials, num_groups, norm_weight, norm_bias, eps, activation, weight, bias,
-    *, scale=None, shift=None, width=None, **terms,
+    *, scale=None, shift=None, width=None, means=False, **terms,
 ):  # fmt: skip
-    """`conv_forward` of act(norm(x)), with partials unless there is a width. Tensors in `extra` may
-    be half as large: then they are upsampled."""
+    """`conv_forward` of act(norm(x)), with partials unless there is a width, or `conv_means`.
+    Tensors in `extra` may be half as large: then they are upsampled."""
     pixels = x.shape[1] * x.shape[2]
     if "extra" in terms:
         whole = [upsample(t) if t.shape[1] < x.shape[1] else t for t, _ in terms["extra"]]
         terms["extra"] = [(t, w) for t, (_, w) in zip(whole, terms["extra"], strict=True)]
     norm = num_groups, norm_weight, norm_bias, eps, scale, shift
     a = apply(x, None, norm_table((partials,), (pixels,), *norm), activation)
+    if means:
+        return conv_means(a, weight, bias, **terms)
     return conv_forward(a, weight, bias, stats=width is None, width=width, **terms)
 
 

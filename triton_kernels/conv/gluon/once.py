@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...dependent_launch import overlapping
 from ...gluon.descriptors import SUPPORTED, in_boxes, takes
-from .operands import NormOfResult
+from .operands import Means, NormOfResult
 
 if SUPPORTED:
     from .once_kernels import conv_once_kernel
@@ -25,7 +25,7 @@ PIXELS = 64  # of a tile
 _MOST_TILES = 264  # two for each multiprocessor of an H200
 
 
-def serves_once(x: Tensor, weight: Tensor) -> bool:
+def serves_once(x: Tensor, weight: Tensor, most: int = _MOST_TILES) -> bool:
     """Whether `conv_once` can do it, and should: whole tiles of one image each, of which there are
     not many."""
     n, h, w, ci = x.shape
@@ -35,7 +35,7 @@ def serves_once(x: Tensor, weight: Tensor) -> bool:
         and r == s == 1
         and ci % 64 == co % 64 == h * w % PIXELS == 0
         and ci <= _MAX_CHANNELS
-        and n * h * w // PIXELS * (co // 64) <= _MOST_TILES
+        and n * h * w // PIXELS * (co // 64) <= most
     )
 
 
@@ -68,8 +68,9 @@ def launch(
     residual: Tensor | None,  # [N, H, W, CO]
     partials: Tensor | None,  # [N, H * W / PIXELS, 2, CO], to be written
     normed: NormOfResult | None,  # if images are tiles
+    means: Means | None = None,  # to be written, of images of 8 to 32 columns
 ) -> None:
-    """The convolution of some images, and the norm of it."""
+    """The convolution of some images, and the norm of it, or its means."""
     n, h, w, ci = x.shape
     co = weight.shape[0]
     m = n * h * w
@@ -96,12 +97,14 @@ def launch(
         in_tiles(y),
         bias,
         partials,
+        *(means or (None, None)),
         *vectors,
         m,
         co,
         second,
         PIXELS=PIXELS,
         K_BLOCKS=ci // 64,
+        W=w if means else None,
         ACT=then[0],
         CG=then[1],
         KEEP=then[2],

@@ -17,6 +17,7 @@ from ...activations import activate
 from ...dependent_launch import await_inputs
 from ...gluon.pairs import round_pairs, widen_pairs
 from ...gluon.pipeline import sync_threads
+from .tile_means import means_of_piece, store_means
 from .tile_norm import norm_of_tile
 
 
@@ -28,6 +29,8 @@ def conv_once_kernel(
     y_desc,  # likewise
     bias_ptr,  # float32 [C]
     partial_ptr,  # float32 [M / PIXELS, 2, C] or None
+    means_ptr,  # [M / 4, C]: of y, over 2x2 pixels of images of W columns, or None
+    mean_sums_ptr,  # float32 [M / PIXELS, 2, C] of these
     # [M, C + CX2] in such boxes, or None: act(norm(y beside x2)) is to be written, where a tile is
     # an image
     a_desc,
@@ -40,6 +43,7 @@ def conv_once_kernel(
     CX2,
     PIXELS: gl.constexpr,  # of a tile
     K_BLOCKS: gl.constexpr,  # of 64 channels of x
+    W: gl.constexpr,  # of an image, with means
     ACT: gl.constexpr,  # behind the norm
     CG: gl.constexpr,  # channels of a group of it
     KEEP: gl.constexpr,  # whether y is to be written
@@ -57,9 +61,10 @@ def conv_once_kernel(
     tiles = M // PIXELS * blocks_c
     if x2_desc is None or gl.program_id(0) < tiles:
         _convolve(
-            x_desc, w_desc, residual_desc, y_desc, bias_ptr, partial_ptr, a_desc, norm_weight_ptr,
-            norm_bias_ptr, eps, stage, beside_bar, gl.program_id(0) // blocks_c,
-            gl.program_id(0) % blocks_c * 64, C, LAYOUT, PIXELS, K_BLOCKS, ACT, CG, KEEP,
+            x_desc, w_desc, residual_desc, y_desc, bias_ptr, partial_ptr, means_ptr, mean_sums_ptr,
+            a_desc, norm_weight_ptr, norm_bias_ptr, eps, stage, beside_bar,
+            gl.program_id(0) // blocks_c, gl.program_id(0) % blocks_c * 64, C,
+            LAYOUT, PIXELS, K_BLOCKS, W, ACT, CG, KEEP,
         )  # fmt: skip
     else:
         i = gl.program_id(0) - tiles
@@ -73,9 +78,10 @@ def conv_once_kernel(
 
 @gluon.jit
 def _convolve(
-    x_desc, w_desc, residual_desc, y_desc, bias_ptr, partial_ptr, a_desc, norm_weight_ptr,
-    norm_bias_ptr, eps, stage, beside_bar, tile, c0, C, LAYOUT: gl.constexpr, PIXELS: gl.constexpr,
-    K_BLOCKS: gl.constexpr, ACT: gl.constexpr, CG: gl.constexpr, KEEP: gl.constexpr,
+    x_desc, w_desc, residual_desc, y_desc, bias_ptr, partial_ptr, means_ptr, mean_sums_ptr,
+    a_desc, norm_weight_ptr, norm_bias_ptr, eps, stage, beside_bar, tile, c0, C,
+    LAYOUT: gl.constexpr, PIXELS: gl.constexpr, K_BLOCKS: gl.constexpr, W: gl.constexpr,
+    ACT: gl.constexpr, CG: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
     x_bufs = ()
@@ -136,6 +142,8 @@ def _convolve(
         to = partial_ptr + tile.to(gl.int64) * 2 * C + offs
         gl.store(to, total)
         gl.store(to + C, gl.sum(d * d, axis=2))
+    if means_ptr is not None:
+        store_means((means_of_piece(y, W),), means_ptr, mean_sums_ptr, tile, c0, C, 1)
 
 
 @gluon.jit

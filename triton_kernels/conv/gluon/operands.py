@@ -52,6 +52,13 @@ class NormOfResult(NamedTuple):
         return 0 if self.x2 is None else self.x2.shape[3]
 
 
+class Means(NamedTuple):
+    """Those of y over 2x2 pixels, and their sums by tiles of y, written by the same launch."""
+
+    values: Tensor  # [N, H / 2, W / 2, C] to be written
+    sums: Tensor  # float32 [N, tiles of an image, 2, C] to be written
+
+
 class Operands(NamedTuple):
     """Those of `fused.conv.conv_forward`, or of `conv_input_grad`, which has an activation."""
 
@@ -69,6 +76,7 @@ class Operands(NamedTuple):
     emb: Tensor | None = None  # float32 [N, CO]
     activation: str | None = None
     norm: Norm | None = None  # of x
+    means: Means | None = None  # of y, beside its partials
 
     @property
     def slope(self) -> str | None:

@@ -47,6 +47,7 @@ from .norm_rows import Norm, activate_rows, keep_affine, load_affine, new_affine
 from .resident_loads import FilterDescs, Filters, Ring, Work, load_beside, load_rows
 from .rows_made import make_rows
 from .rows_memory import clear_margins, row_of_tap, rows_chunks
+from .tile_means import means_of_two_rows, store_means
 
 
 class _Vectors(NamedTuple):
@@ -112,8 +113,8 @@ def sum_of_threads(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    y_desc, x, filters, extra, beside, turns, vectors, norm, partial_ptr, work, C,
-    GROUP: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
+    y_desc, x, filters, extra, beside, turns, vectors, norm, partial_ptr, means_ptr, mean_sums_ptr,
+    work, C, GROUP: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
     ACT: gl.constexpr, HAS_BESIDE: gl.constexpr, EXTRA: gl.constexpr, OVERLAP: gl.constexpr,
     TILES_OF_X: gl.constexpr, CG: gl.constexpr, MAKES: gl.constexpr,
 ):  # fmt: skip
@@ -279,6 +280,10 @@ def _multiply(
             second = sum_of_threads(second, VECTOR)
             gl.store(to, total)
             gl.store(to + C, second)
+        if means_ptr is not None:
+            gl.static_assert(ROWS == 2)
+            means = means_of_two_rows(rounded[0], rounded[1])
+            store_means((means,), means_ptr, mean_sums_ptr, tile, c0, C, 1)
         if HAS_BESIDE:
             tma.store_wait(0)
             sync_threads()
@@ -310,6 +315,8 @@ def conv_resident_kernel(
     extra_bias_ptr,  # [C] or None
     emb_ptr,  # [N, C] or None
     partial_ptr,  # [N, H / ROWS, 2, C] or None
+    means_ptr,  # [N, H / 2, W / 2, C]: of y, over 2x2 pixels, with ROWS = 2; or None
+    mean_sums_ptr,  # [N, H / 2, 2, C] of these
     sums_ptr,  # float32 [N, TILES_OF_X, 2, 64], of x, if act(norm(x)) is convolved, K = 64; or None
     norm_weight_ptr,  # [64]
     norm_bias_ptr,  # [64]
@@ -394,7 +401,8 @@ def conv_resident_kernel(
             (
                 _multiply,
                 (
-                    y_desc, x, filters, extra, beside, turns, vectors, norm, partial_ptr, work, C,
+                    y_desc, x, filters, extra, beside, turns, vectors, norm, partial_ptr,
+                    means_ptr, mean_sums_ptr, work, C,
                     role, ROWS, W, DGRAD, ACT, BESIDE == 1, EXTRA, OVERLAP, TILES_OF_X, CG, MAKES,
                 ),
             )

@@ -139,6 +139,7 @@ def _launch_resident(operands: Operands, rows: int) -> None:
     made = [operands.x if makers else None, norm and norm.table]
     conv_resident_kernel[(programs,)](
         *operands.tensors(partial(_in_rows_of, w), partial(in_rows, rows=2)),
+        *(operands.means or (None, None)),
         *norm_arguments,
         *made,
         *operands.numbers,

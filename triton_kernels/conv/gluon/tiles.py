@@ -48,6 +48,7 @@ TILES = (
 
 WIDTHS = (8, 16, 32, 64)  # pixels of a row
 _WIDTHS = (4, *WIDTHS)  # with an epilogue
+WIDTHS_OF_MEANS = (8, 16, 32)
 # Of a thread that multiplies, by the pixels of a tile: multiples of 24. The warps of three
 # warpgroups count, and with 240 they have all registers of a multiprocessor, so that no other
 # kernel has a program beside this one's.
@@ -81,6 +82,12 @@ def tiles(
     return [tile for tile in TILES if cut(tile[1], h, w) is not None]
 
 
+def makes_means(config: tuple, h: int, w: int) -> bool:
+    """Whether `launch` with one of `tiles` makes `Means`: of whole pairs of rows of one image, of
+    which a piece of the epilogue has one at least."""
+    return h % 2 == 0 and w in WIDTHS_OF_MEANS and cut(config[1], h, w)[1] == 1
+
+
 def launch(config: tuple, operands: Operands, normed: NormOfResult | None = None) -> None:
     """The convolution, or its input gradient, with a `Config` of `tiles`; or the convolution and
     the norm of it, if a tile is whole images, or tiles of an image meet (`tile_meeting`)."""
@@ -92,6 +99,8 @@ def launch(config: tuple, operands: Operands, normed: NormOfResult | None = None
     blocks, steps = rings(config, images * w, device.shared_memory)
     overlap = overlapping(operands.x.device, 0)
     assert operands.partials is None or operands.partials.shape[1] == h // rows
+    means = operands.means
+    assert means is None or (operands.partials is not None and makes_means(config, h, w))
     read, written = (partial(in_rows, rows=r, images=images) for r in (2, rows))
     vectors, then, second, of_image = (None,) * 6, (operands.slope, 1, True), 0, 1
     if normed is not None:
@@ -110,6 +119,7 @@ def launch(config: tuple, operands: Operands, normed: NormOfResult | None = None
     act, group, keep = then
     conv_tiles_kernel[(min(count, device.num_sms),)](
         *operands.tensors(read, written),
+        *(means or (None, None)),
         *vectors,
         *operands.extra_channels,
         *operands.numbers,

@@ -28,6 +28,7 @@ from ...gluon.pipeline import (
     wait_full,
     wait_full_both,
 )
+from .tile_means import means_of_piece, store_means
 from .tile_meeting import leave_sums, norm_of_image
 from .tile_norm import norm_of_tile
 from .tiles_epilogue import (
@@ -193,7 +194,7 @@ def _load_beside(desc1, desc2, buf, bar, n0, h0, c0, border, PIXELS: gl.constexp
 @gluon.jit
 def _multiply(
     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty, w_full, w_empty,
-    beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr,
+    beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr, means_ptr, mean_sums_ptr,
     a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, slots_ptr, eps,
     K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C, CX2,
     GROUP: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
@@ -340,6 +341,11 @@ def _multiply(
                 second = squares_about_mean(rounded, total, second, PIECES)
             row = image * tiles_h + tile % tiles_h
             store_sums(partial_ptr, row, C, offs, valid, total, second)
+        if means_ptr is not None:
+            means = ()
+            for i in gl.static_range(PIECES):
+                means = means + (means_of_piece(rounded[i], W),)
+            store_means(means, means_ptr, mean_sums_ptr, tile, c0, C, PIECES)
         phase ^= 1
     if x2_desc is not None:
         phase = phase if HAS_BESIDE else 0
@@ -419,6 +425,8 @@ def conv_tiles_kernel(
     extra_bias_ptr,  # [C] or None
     emb_ptr,  # [N, C] or None
     partial_ptr,  # [N, H / ROWS, 2, C] or None
+    means_ptr,  # [N, H / 2, W / 2, C]: of y, over 2x2 pixels, with tiles of one image; or None
+    mean_sums_ptr,  # [N, H / ROWS, 2, C] of these
     # [H, N, W, C + CX2] in the boxes of y_desc, or None: act(norm(y beside x2)) is to be written,
     # where a tile is whole images
     a_desc,
@@ -480,7 +488,8 @@ def conv_tiles_kernel(
                 (
                     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty,
                     w_full, w_empty, beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
-                    partial_ptr, a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, slots_ptr, eps,
+                    partial_ptr, means_ptr, mean_sums_ptr,
+                    a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, slots_ptr, eps,
                     K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C, CX2,
                     role, ROWS, IMAGES, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS, OVERLAP, CG, KEEP,
                     TILES,
