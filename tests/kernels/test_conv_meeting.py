@@ -12,11 +12,11 @@ from triton_kernels.conv.gluon import tiles as gluon_tiles
 from triton_kernels.conv.tma import Config
 from triton_kernels.fused import conv_meeting as fused_conv_meeting
 from triton_kernels.fused.conv import conv_forward
-from triton_kernels.fused.conv_meeting import conv_meeting, meets
+from triton_kernels.fused.conv_meeting import SecondNorm, conv_meeting, meets, meets_twice
 from triton_kernels.fused.conv_norm import NextNorm
 
 from .poison import poison_outputs
-from .test_conv_fused import ROUNDING, Shape, extra_case, forward_case, relative
+from .test_conv_fused import ROUNDING, Shape, check_stats, extra_case, forward_case, relative
 from .test_conv_gluon import gpu, repeatedly
 
 # --- who waits for whom ---------------------------------------------------------------------------
@@ -137,6 +137,18 @@ SHAPES = {  # and channels of a group
 }
 
 
+LARGE = {  # channels of a group, and of the second norm; what is added; half of a tensor; twice
+    "alone": (Shape(9, 64, 64, 64, 64), (2, 4), ("emb",), False, False),
+    "residual": (Shape(17, 64, 64, 64, 64), (2, 4), ("residual",), False, True),
+    "both": (Shape(3, 32, 64, 64, 64), (4, 8), ("emb", "residual"), True, True),
+    "few channels": (Shape(9, 64, 64, 16, 64), (1, 1), (), False, True),
+    "many channels": (Shape(5, 64, 64, 128, 64), (2, 2), ("emb",), False, False),
+    "of half the height": (Shape(11, 32, 64, 128, 64), (16, 16), (), True, True),
+    "terms": (Shape(9, 64, 64, 64, 64), (4, 4), ("extra",), True, False),
+    "upsampled terms": (Shape(9, 64, 64, 64, 64), (4, 8), ("small",), True, True),
+}
+
+
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     poison_outputs(monkeypatch, fused_conv_meeting)
@@ -232,6 +244,60 @@ class TestGpu:
         assert not applies(shape._replace(ci=96), 32)
         assert not applies(shape, 32, torch.float32)
         assert not applies(Shape(2, 64, 64, 64, 64), 8)  # 16 tiles an image or more
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("name", LARGE)
+    def test_rows_of_64_pixels(self, name, dtype, device):
+        """With terms that are upsampled on the way, into half of a tensor, and a second norm."""
+        shape, (channels, of_half), terms, half, twice = LARGE[name]
+        x, weight, bias, emb, residual = forward_case(shape, dtype, device)
+        given = {"emb": emb} if "emb" in terms else {}
+        given |= {"residual": residual} if "residual" in terms else {}
+        plain = dict(given)
+        if "extra" in terms or "small" in terms:
+            extra = extra_case(shape, 128 if "small" in terms else 64, 64, dtype, device)
+            plain["extra"] = extra
+            if "small" in terms:
+                (large, w1), second = extra
+                small = large[:, ::2, ::2].contiguous()
+                large = small.repeat_interleave(2, 1).repeat_interleave(2, 2)
+                extra, plain["extra"] = ((small, w1), second), ((large, w1), second)
+            given["extra"] = extra
+            given["extra_bias"] = plain["extra_bias"] = torch.randn(shape.co, device=device)
+        groups = shape.co // channels
+        assert meets(x, weight, groups, given.get("extra", ()), "residual" in terms)
+        y0, _ = conv_forward(x, weight, bias, **plain)
+        g, b, g2, b2 = torch.randn(4, shape.co, device=device)
+        norm = NextNorm(g, b, groups, 1e-5, "silu", True, True)
+
+        def exact(y, groups, g, b):
+            return reference.group_norm(
+                y.double(), groups, g.double(), b.double(), activation="silu"
+            )
+
+        def check():
+            options, both = {}, torch.full((2, *residual.shape[:3], 128), 7.0).to(x)
+            if half:
+                options["into"] = both[0, ..., :64]
+            if twice:
+                assert meets_twice(x, weight, groups, shape.co // of_half, "residual" in terms)
+                options["also"] = SecondNorm(both[1, ..., 64:], g2, b2, of_half)
+            y, sums, a = conv_meeting(x, weight, bias, norm, **given, **options)
+            assert relative(y, y0.double()) <= ROUNDING[dtype]
+            check_stats(y, sums)
+            assert relative(a, exact(y, groups, g, b)) <= ROUNDING[dtype] + 1e-5
+            alone = conv_meeting(x, weight, bias, norm._replace(keep=False, stats=False), **given)
+            assert alone[:2] == (None, None) and torch.equal(alone[2], a)
+            if half:
+                assert torch.equal(both[0, ..., :64], a)
+            if twice:
+                other = exact(y, shape.co // of_half, g2, b2)
+                assert relative(both[1, ..., 64:], other) <= ROUNDING[dtype] + 1e-5
+            untouched = both[0, ..., 64:], both[1, ..., :64]
+            assert all((part == 7).all() for part in untouched)
+            return (a, both)
+
+        repeatedly(check, 10)
 
 
 def test_nothing_applies_without_a_hopper_gpu():

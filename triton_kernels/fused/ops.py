@@ -23,7 +23,7 @@ from .conv import (
 from .conv_down import conv_down, conv_down_input_grad
 from .conv_early import conv_early, serves_whole
 from .conv_means import conv_means, serves_conv_means
-from .conv_meeting import conv_meeting, meets
+from .conv_meeting import SecondNorm, conv_meeting, meets, meets_twice
 from .conv_norm import NextNorm, conv_norm, norms_in_conv
 from .conv_one_row import conv_one_row, serves_one_row
 from .conv_split import conv_split, worth_splitting
@@ -66,6 +66,7 @@ from .weight_grads import conv_weight_grads
 __all__ = [
     "NextNorm",
     "RowSums",
+    "SecondNorm",
     "activation_grad",
     "apply",
     "apply_upsampled",
@@ -98,6 +99,7 @@ __all__ = [
     "linear_grads",
     "linear_norm_few",
     "meets",
+    "meets_twice",
     "norm_apply",
     "norm_apply_upsampled",
     "norm_attention",

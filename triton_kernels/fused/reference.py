@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from .. import reference
 from ..reference import ACTIVATION_FUNCTIONS
+from .conv_meeting import SecondNorm  # noqa: F401  likewise
 from .conv_norm import NextNorm  # noqa: F401  as in `ops`
 from .conv_split import SplitConv
 from .reference_norms import (  # noqa: F401  the norms are called as functions of this module
@@ -62,14 +63,32 @@ def norms_in_conv(x, weight, num_groups, extra=(), second=0):
     return x.shape[1] * x.shape[2] <= 96
 
 
-def meets(x, weight, num_groups, extra=()):
+def meets(x, weight, num_groups, extra=(), residual=False):
     """Whether `conv_meeting` may be asked."""
     return x.shape[1] * x.shape[2] <= 384
 
 
-def conv_meeting(x, weight, bias, norm, *, zeros=None, **terms):
-    """As `conv_norm`."""
-    return conv_norm(x, weight, bias, norm, **terms)
+def meets_twice(x, weight, num_groups, second, residual=False):
+    """Whether it may be asked for a second norm of so many groups."""
+    return (weight.shape[0] // second) % (weight.shape[0] // num_groups) == 0
+
+
+def conv_meeting(
+    x, weight, bias, norm, *, extra=(), into=None, also=None, zeros=None, **terms
+):  # fmt: skip
+    """As `conv_norm`; a may be asked for in a place, and another norm of y in another."""
+    extra = [(t if t.shape[1] == x.shape[1] else upsample(t), w) for t, w in extra]
+    y, partials, a = conv_norm(x, weight, bias, norm, extra=extra, **terms)
+    if into is not None:
+        a = into.copy_(a)
+    if also is not None:
+        assert y is not None
+        groups = y.shape[3] // also.channels
+        other = reference.group_norm(
+            y, groups, also.weight, also.bias, eps=norm.eps, activation=norm.activation
+        )
+        also.a.copy_(other)
+    return y, partials, a
 
 
 def conv_norm(x, weight, bias, norm, *, x2=None, **terms):

@@ -27,6 +27,15 @@ class Norm(NamedTuple):
     makers: int = 0  # warpgroups that do nothing else; 0: those that multiply do it in between
 
 
+class SecondNorm(NamedTuple):
+    """act(norm(y)) with another norm, of groups that are several of the first one's."""
+
+    a: Tensor  # [N, H, W, C] to be written, pixels any distance apart
+    weight: Tensor  # float32 [C]
+    bias: Tensor  # float32 [C]
+    channels: int  # of a group
+
+
 class NormOfResult(NamedTuple):
     """act(norm(y)) of `Operands`, written by the same launch."""
 
@@ -39,6 +48,7 @@ class NormOfResult(NamedTuple):
     keep: bool  # whether y is to be written
     x2: Tensor | None = None  # [N, H, W, C2] beside y, so that a has C + C2 channels
     slots: Tensor | None = None  # zeros, int64 [N, C, tiles of an image], where these meet
+    also: SecondNorm | None = None  # in `rows_meeting`
 
     @property
     def slope(self) -> str:

@@ -50,7 +50,7 @@ from .rows_memory import clear_margins, row_of_tap, rows_chunks
 from .tile_means import means_of_two_rows, store_means
 
 
-class _Vectors(NamedTuple):
+class Vectors(NamedTuple):
     """Pointers to what an epilogue has for each channel."""
 
     first: gl.tensor  # bias, or the norm's table
@@ -63,15 +63,15 @@ class _Vectors(NamedTuple):
 
 
 @gluon.jit
-def stage_of_row(stages, slot, j: gl.constexpr, W: gl.constexpr):
-    """[64 channels, W pixels] of a row of the result."""
+def stage_of_row(stages, slot, j: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr = 2):
+    """[64 channels, W pixels] of a row of the ROWS of the result that are there."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    rows = stages.index(slot)._reinterpret(stages.dtype, [2, W, 64], MATRIX)
+    rows = stages.index(slot)._reinterpret(stages.dtype, [ROWS, W, 64], MATRIX)
     return rows.index(j).permute((1, 0))
 
 
 @gluon.jit
-def _filters(w_bufs, tap: gl.constexpr, DGRAD: gl.constexpr, LAYOUT: gl.constexpr):
+def filters_of_tap(w_bufs, tap: gl.constexpr, DGRAD: gl.constexpr, LAYOUT: gl.constexpr):
     """Those of a tap, [64 channels of the result, K]."""
     w = w_bufs.index(tap)
     ROWS: gl.constexpr = w_bufs.shape[2]
@@ -143,7 +143,7 @@ def _multiply(
         for r in gl.static_range(3):
             mbarrier.wait(filters.full.index(r), 0)
         for tap in gl.static_range(9):
-            kept = kept + (_filters(filters.bufs, tap, DGRAD, LAYOUT),)
+            kept = kept + (filters_of_tap(filters.bufs, tap, DGRAD, LAYOUT),)
     for index in range(GROUP, work.count, GROUPS):
         tile = first + index
         n = tile // tiles_h
@@ -195,7 +195,7 @@ def _multiply(
                 if STAY:
                     w = kept[r * 3 + s]
                 else:
-                    w = _filters(filters.bufs, r * 3 + s, DGRAD, LAYOUT)
+                    w = filters_of_tap(filters.bufs, r * 3 + s, DGRAD, LAYOUT)
                 if r + s == 4:  # AHEAD taps are under way, and the last one is about to be
                     if HAS_BESIDE and SLOTS < GROUPS * HALVES:
                         # or the next warpgroup might wait for a slot that this still waits for, and
@@ -388,7 +388,7 @@ def conv_resident_kernel(
     first = (tiles * part) // parts
     work = Work(first, (tiles * (part + 1)) // parts - first, tiles_h, c0)
     filter_descs = FilterDescs(w_desc, extra1_w_desc, extra2_w_desc)
-    vectors = _Vectors(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb)
+    vectors = Vectors(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb)
     kept = turns  # without a norm unused
     if sums_ptr is not None or table_ptr is not None:
         kept = new_affine(MAKERS if MAKES else GROUPS)

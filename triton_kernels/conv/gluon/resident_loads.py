@@ -59,7 +59,7 @@ def _upsamples(desc):
 
 
 @gluon.jit
-def _load_extra_row(desc, n, h, c0, bar, buf):
+def load_extra_row(desc, n, h, c0, bar, buf):
     """A row of 64 channels of the tensor that is described."""
     if _upsamples(desc):
         at = [n, h // 2, 0, 0, c0]
@@ -79,13 +79,13 @@ def _load_extra(
     for j in gl.static_range(2):
         buf = extra.bufs.index(slot * 2 + j)
         if BLOCK < EXTRA1:
-            _load_extra_row(desc1, n, h0 + j, BLOCK * 64, bar, buf)
+            load_extra_row(desc1, n, h0 + j, BLOCK * 64, bar, buf)
         else:
-            _load_extra_row(desc2, n, h0 + j, (BLOCK - EXTRA1) * 64, bar, buf)
+            load_extra_row(desc2, n, h0 + j, (BLOCK - EXTRA1) * 64, bar, buf)
 
 
 @gluon.jit
-def _load_filters(
+def load_filters(
     descs, filters, c0,
     r: gl.constexpr, DGRAD: gl.constexpr, EXTRA1: gl.constexpr, EXTRA2: gl.constexpr,
 ):  # fmt: skip
@@ -112,10 +112,10 @@ def load_rows(
 ):  # fmt: skip
     """Rows, filters and extra blocks; if another warpgroup MAKES the rows, only these."""
     PAIRS: gl.constexpr = x.full.shape[0]
-    _load_filters(filter_descs, filters, work.c0, 0, DGRAD, EXTRA1, EXTRA2)
+    load_filters(filter_descs, filters, work.c0, 0, DGRAD, EXTRA1, EXTRA2)
     if MAKES:
         for r in gl.static_range(1, 3):
-            _load_filters(filter_descs, filters, work.c0, r, DGRAD, EXTRA1, EXTRA2)
+            load_filters(filter_descs, filters, work.c0, r, DGRAD, EXTRA1, EXTRA2)
     if OVERLAP:
         await_inputs_alone()  # filters are there before the launch in front
     place = 0
@@ -139,7 +139,7 @@ def load_rows(
                 place += 1
             if index == 0:  # the first products need only those of the first row
                 for r in gl.static_range(1, 3):
-                    _load_filters(filter_descs, filters, work.c0, r, DGRAD, EXTRA1, EXTRA2)
+                    load_filters(filter_descs, filters, work.c0, r, DGRAD, EXTRA1, EXTRA2)
         for i in gl.static_range(EXTRA1 + EXTRA2):
             _load_extra(extra1_desc, extra2_desc, extra, step + i, n, h0, i, EXTRA1, W)
         step += EXTRA1 + EXTRA2

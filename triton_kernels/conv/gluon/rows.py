@@ -138,7 +138,7 @@ def _launch_resident(operands: Operands, rows: int) -> None:
     makers = norm.makers if norm else 0
     made = [operands.x if makers else None, norm and norm.table]
     conv_resident_kernel[(programs,)](
-        *operands.tensors(partial(_in_rows_of, w), partial(in_rows, rows=2)),
+        *operands.tensors(partial(in_rows_of, w), partial(in_rows, rows=2)),
         *(operands.means or (None, None)),
         *norm_arguments,
         *made,
@@ -348,7 +348,7 @@ def _applies(x: Tensor, weight: Tensor, channels: Sequence[int], widths: Sequenc
     )
 
 
-def _in_rows_of(width: int, x: Tensor) -> "TensorDescriptor":
+def in_rows_of(width: int, x: Tensor) -> "TensorDescriptor":
     """x, or upsample(x) if that has this width: TMA reads a pixel twice, 0 further on."""
     n, h, w, c = x.shape
     if w == width:

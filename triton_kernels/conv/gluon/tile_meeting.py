@@ -79,20 +79,17 @@ def leave_sums(slots_ptr, n, tile, offs, C, total, second, TILES: gl.constexpr):
 
 
 @gluon.jit
-def norm_of_image(
+def moments_of_image(
     slots_ptr,  # uint64 [N, C, TILES]
     n,
     c0,
     C,
-    g,  # [64, 1]
-    b,
-    eps,
     TILES: gl.constexpr,
     CG: gl.constexpr,  # channels of a group
     PIXELS: gl.constexpr,  # of a tile
+    ROWS: gl.constexpr,  # layout of the results
 ):
-    """mean, scale and shift, [64, 1] each, when all tiles have come:
-    z = (y - mean) scale + shift."""
+    """mean, what it has rounded off, and variance, [64] each, when all tiles have come."""
     LANES: gl.constexpr = _power_of_two(CG)
     WORDS: gl.constexpr = _word_layout(LANES, TILES)
     COUNT: gl.constexpr = 64 * max(4, LANES * TILES) // 128
@@ -118,9 +115,28 @@ def norm_of_image(
     d = each - mean[:, None][:, :, None]
     rest = gl.sum(gl.sum(d * weight, axis=2), axis=1)  # what the first sum has rounded off
     var = gl.sum(gl.sum((second * (1.0 / PIXELS) + d * d) * weight, axis=2), axis=1) - rest * rest
+    mean = gl.convert_layout(mean, ROWS, assert_trivial=True)
+    rest = gl.convert_layout(rest, ROWS, assert_trivial=True)
+    var = gl.convert_layout(var, ROWS, assert_trivial=True)
+    return mean, rest, var
+
+
+@gluon.jit
+def norm_of_image(
+    slots_ptr,  # uint64 [N, C, TILES]
+    n,
+    c0,
+    C,
+    g,  # [64, 1]
+    b,
+    eps,
+    TILES: gl.constexpr,
+    CG: gl.constexpr,  # channels of a group
+    PIXELS: gl.constexpr,  # of a tile
+):
+    """mean, scale and shift, [64, 1] each, when all tiles have come:
+    z = (y - mean) scale + shift."""
     ROWS: gl.constexpr = gl.SliceLayout(1, g.type.layout)
-    mean = gl.convert_layout(mean, ROWS, assert_trivial=True)[:, None]
-    rest = gl.convert_layout(rest, ROWS, assert_trivial=True)[:, None]
-    var = gl.convert_layout(var, ROWS, assert_trivial=True)[:, None]
-    scale = g / gl.sqrt(var + eps)
-    return mean, scale, b - rest * scale
+    mean, rest, var = moments_of_image(slots_ptr, n, c0, C, TILES, CG, PIXELS, ROWS)
+    scale = g / gl.sqrt(var[:, None] + eps)
+    return mean[:, None], scale, b - rest[:, None] * scale
