@@ -17,7 +17,7 @@ from ..objective import Denoiser
 from ..turns import turn
 from ..unet import UNet
 from .embedding import TOGETHER, Step
-from .layers import Feature
+from .layers import Feature, FusedUpsample
 from .unet import DTYPES, FusedUNet, missing_tile
 from .waiting import WaitingKernels
 
@@ -111,7 +111,19 @@ class InferenceUNet(FusedUNet):
     def run(self, image: Tensor, emb: Tensor) -> Tensor:  # [N, H, W, 16], [N, E]
         self.step = Step(emb, None, None, 0)
         h = self._features(self._first_feature(image, self.stem_weight))
+        self.kernels.read_once(h.x)
         return self._output(self.head_norm.apply((h,), "silu")[0])
+
+    def _skips(self, i: int, h: Feature) -> None:
+        """The norm that the decoder begins with may be made with the feature, of its channels."""
+        at = len(self.decoder) - 1 - i
+        before = self.decoder[at - 1] if at else self.middle
+        norm = getattr(self.decoder[at][0], "norm1", None)
+        if norm is None or isinstance(before[-1], FusedUpsample):
+            return
+        first = norm.weight.shape[0] - h.x.shape[3]
+        given = norm.num_groups, norm.weight, norm.bias, norm.eps, "silu"
+        self.kernels.beside_later(h.x, first, *given)
 
     def _run(self, block: list, h: Feature, other: Feature | None) -> Feature:
         h = super()._run(block, h, other)

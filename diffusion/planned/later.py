@@ -4,7 +4,7 @@ Each holds what its launch needs, and `tensor()` makes it, by a launch of its ow
 has made it on the way. `tensor_of` asks for that where anything will do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -30,6 +30,26 @@ class InParts:
         return self.sum
 
 
+@dataclass
+class Half:
+    """act(norm(.)) of two tensors side by side, of which the second is made in advance."""
+
+    first: int  # channels of the first
+    norm: tuple  # num_groups, weight, bias, eps, activation
+    both: Tensor | None = None  # where it is, behind room for the first
+
+    @property
+    def channels(self) -> int:
+        """Of a group."""
+        return self.norm[1].shape[0] // self.norm[0]
+
+    def is_of(self, *norm) -> bool:
+        """Whether it is there, and of this norm."""
+        pairs = zip(norm, self.norm, strict=True)
+        same = all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in pairs)
+        return self.both is not None and same
+
+
 class NormNext:
     """A convolution, until it is known whether a norm reads it next, or 2x2 means of it, which may
     be in the same launch."""
@@ -42,6 +62,8 @@ class NormNext:
         pool: Callable | None,  # with means
     ) -> None:
         self.shape, self.begin, self.fuse, self.pool = shape, begin, fuse, pool
+        self.half: Half | None = None  # a norm that is to come, of another tensor and this one
+        self.once = False  # but the norm nobody reads it
         self.y: Tensor | InParts | None = None
         self.sums: Tensor | None = None
 
@@ -52,11 +74,11 @@ class NormNext:
             self._launched(y, None if isinstance(sums, Unmeasured) else sums)
         return self.y
 
-    def normed(self, x2: Tensor | None, *norm: Tensor | float | str) -> Tensor | None:
+    def normed(self, x2: "Tensor | NormNext | None", *norm: Tensor | float | str) -> Tensor | None:
         """act(norm(.)) of it beside x2 in its launch, if it may be there and is not launched yet;
         num_groups, weight, bias, eps and activation. There is no result afterwards if nobody else
         reads it."""
-        made = self.fuse(x2, *norm) if self.fuse is not None else None
+        made = self.fuse(self, x2, *norm) if self.fuse is not None else None
         if made is None:
             return None
         y, sums, a = made
@@ -174,10 +196,7 @@ class Activated:
         self, weight: Tensor, bias: Tensor, stats: bool, terms: dict, options: dict
     ) -> Callable | None:
         """What 1x1 convolutions are added of may be upsampled there, too."""
-        extra = []
-        for other, w1x1 in terms["extra"]:
-            small = isinstance(other, Upsampled) and other.large is None
-            extra.append((other.source if small else tensor_of(other), w1x1))
+        extra = sources_of(terms["extra"])
         terms = terms | {"extra": extra}
         others = [other for other, _ in extra]
         given = self.x, weight, others, *self.partials, self.norm[0]
@@ -277,3 +296,13 @@ def settled(x: object) -> object:
 def unsummed(x: object) -> bool:
     """Whether x is a convolution whose parts nobody has added up yet."""
     return isinstance(x, InParts) and x.sum is None
+
+
+def waits_small(x: object) -> bool:
+    """Whether x is upsampled, but nobody has done it yet."""
+    return isinstance(x, Upsampled) and x.large is None
+
+
+def sources_of(terms: Sequence[tuple]) -> list[tuple]:
+    """1x1 terms, those that wait to be upsampled as they are."""
+    return [(x.source if waits_small(x) else tensor_of(x), weight) for x, weight in terms]

@@ -301,6 +301,7 @@ class FusedUNet:
     def _features(self, h: Feature) -> Feature:
         """What the head is given, of what the stem gives."""
         skips = [h]
+        self._skips(0, h)
         for i, block in enumerate(self.encoder, 1):
             if self.stages is not None and i == self.stages.medium:
                 self.late_update_begins()
@@ -308,12 +309,16 @@ class FusedUNet:
                 self.late_part_reached(0)
             h = self._run(block, h, None)
             skips.append(h)
+            self._skips(i, h)
         h = self._run(self.middle, h, None)
         for i, block in enumerate(self.decoder):
             if self.stages is not None and i == self.stages.large:
                 self.late_part_reached(1)
             h = self._run(block, h, skips.pop())
         return h
+
+    def _skips(self, i: int, h: Feature) -> None:
+        """Told of feature i of the encoder, which the decoder will read."""
 
     def _output(self, a: Tensor) -> Tensor:
         """The head's convolution of its activation; pixels are some channels apart."""

@@ -9,6 +9,8 @@ one before, so time goes with their number and with how many multiprocessors eac
                                      the norm that reads it adds them: still one launch each
     1x1 conv, norm of few pixels  -> one launch, `linear_norm_few`
     conv, norm of few pixels      -> of more images one launch, `conv_norm`
+    conv, norm of more pixels     -> likewise, `conv_meeting`; of a concatenation too, if the launch
+                                     that made its second tensor has also made this norm of it
     conv to q, k, v; attention    -> of few positions one launch, `qkv_attention`
     norm, conv to q, k, v         -> of more positions one launch, `norm_linear_few`
     these and attention           -> of many images one launch, `norm_attention`
@@ -22,7 +24,7 @@ one before, so time goes with their number and with how many multiprocessors eac
 What waits meanwhile is in `planned.later`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 
@@ -32,6 +34,7 @@ from triton_kernels.fused.conv_split import SplitConv
 
 from .later import (
     Activated,
+    Half,
     InParts,
     Normed,
     NormNext,
@@ -41,8 +44,10 @@ from .later import (
     Unmeasured,
     Upsampled,
     settled,
+    sources_of,
     tensor_of,
     unsummed,
+    waits_small,
 )
 from .layers import SUM_PROGRAMS
 from .zeros import Zeros
@@ -52,8 +57,8 @@ _WHOLE_PARTS = 256  # the same, where somebody has to: of larger ones in a launc
 _MEASURED_WHOLE = 1024  # of one that a program reads whole though its partials are there,
 _MEASURED_BATCHES = range(5, 9)  # if there are so many
 _NORM_NEXT_PIXELS = 64  # of an image at most, whose norm may be in the launch of its convolution
-_MEETING_PIXELS = 1024  # the same, of at least so many images
-_MEETING_IMAGES = 8
+_MEETING_PIXELS, _MEETING_IMAGES = 1024, 8  # the same, of at least so many images
+_MEETING_LARGE_PIXELS, _MEETING_LARGE_IMAGES = 4096, 16  # or so
 _MEANS_IMAGES = 8  # at least, of which the means may be in the launch of their convolution
 _FEW_TILES = 128  # whose sums every program may add up again
 _VERY_FEW_TILES = 2  # likewise, of a tensor of any size
@@ -64,6 +69,22 @@ _SMALL_ELEMENTS = 2**18  # of means that do not leave their sums: those have few
 def _of_sum(terms: dict) -> dict:
     """What is added to the parts of a convolution."""
     return {k: v for k, v in terms.items() if k != "extra"}
+
+
+def _may_meet(images: int, pixels: int) -> bool:
+    """Whether a norm should be in the launch of its convolution where tiles of an image meet."""
+    few = pixels <= _MEETING_PIXELS and images >= _MEETING_IMAGES
+    return few or (pixels <= _MEETING_LARGE_PIXELS and images >= _MEETING_LARGE_IMAGES)
+
+
+def _upsampled(extra: Sequence[tuple]) -> list[tuple]:
+    """1x1 terms, with all that is upsampled."""
+    return [(tensor_of(other), w) for other, w in extra]
+
+
+def _large(terms: dict) -> dict:
+    """What is added to a convolution, likewise."""
+    return terms | {"extra": _upsampled(terms["extra"])}
 
 
 class WaitingKernels:
@@ -98,13 +119,17 @@ class WaitingKernels:
     ) -> tuple["Tensor | InParts | NormNext | Projection", Tensor | Unmeasured | None]:
         residual = tensor_of(residual)
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
-        if isinstance(x, Activated):
+        if isinstance(x, Activated) and not (
+            extra and stats and self._meets_large(x, weight, extra)
+        ):
             begin = x.convolution(weight, bias, stats, terms, options)
             if begin is not None:
                 pools = stats and x.x2 is None and self._may_pool(x, terms)
                 pool = partial(begin, means=True) if pools else None
                 return self._next(x, weight, begin, None, pool)
-        terms["extra"] = extra = [(tensor_of(other), w) for other, w in extra]
+        terms["extra"] = extra = [
+            (other if waits_small(other) else tensor_of(other), w) for other, w in extra
+        ]
         if weight.shape[2:] == (1, 1) and not stats:  # queries, keys and values
             assert residual is None and emb is None and not extra and not options
             x = x if isinstance(x, Normed) else tensor_of(x)
@@ -136,6 +161,8 @@ class WaitingKernels:
         """What makes a convolution and means of it in one launch, if anything may."""
         if x.shape[0] < _MEANS_IMAGES or not self._may_pool(x, terms):
             return None
+        if any(waits_small(other) for other, _ in terms["extra"]):
+            return None
         if not self.kernels.serves_conv_means(x, weight, terms["extra"]):
             return None
         return partial(self.kernels.conv_means, x, weight, bias, **terms)
@@ -150,13 +177,36 @@ class WaitingKernels:
             return partial(self._linear_norm, given, terms["residual"])
         if not splits and pixels <= _NORM_NEXT_PIXELS:
             return partial(self._conv_norm, given, terms)
-        if not splits and x.shape[0] >= _MEETING_IMAGES and pixels <= _MEETING_PIXELS:
+        if not splits and _may_meet(x.shape[0], pixels):
             return partial(self._conv_meeting, given, terms)
         return None
 
+    def _meets_large(self, x: Activated, weight: Tensor, extra: tuple) -> bool:
+        """Whether a convolution of large images rather makes the norm of its result than of what
+        it reads, which is a pass of its own then."""
+        n, h, w, _ = x.shape
+        if x.x2 is not None or not _may_meet(n, h * w):
+            return False
+        return self.kernels.meets(x.x, weight, x.norm[0], sources_of(extra))
+
+    def beside_later(
+        self, x: object, first: int, num_groups: int, weight: Tensor, bias: Tensor, eps: float,
+        activation: str,
+    ) -> None:  # fmt: skip
+        """x is going to be normalized as the second of two tensors, of so many channels the first:
+        it may be so in the launch that makes it."""
+        if isinstance(x, NormNext):
+            x.half = Half(first, (num_groups, weight, bias, eps, activation))
+
+    def read_once(self, x: object) -> None:
+        """But the norm nobody reads x."""
+        if isinstance(x, NormNext):
+            x.once = True
+
     def _linear_norm(
-        self, given: tuple, residual: Tensor | None, x2: Tensor | None, num_groups: int, *norm
+        self, given: tuple, residual: Tensor | None, _: NormNext, x2: object, num_groups: int, *norm
     ) -> tuple[Tensor, None, Tensor] | None:
+        x2 = tensor_of(x2)
         co = given[1].shape[0]
         channels = co + (0 if x2 is None else x2.shape[3])
         if not self.kernels.serves_linear_norm(co, channels, num_groups):
@@ -165,9 +215,10 @@ class WaitingKernels:
         return y, None, a
 
     def _conv_norm(
-        self, given: tuple, terms: dict, x2: Tensor | None, num_groups: int, *norm
+        self, given: tuple, terms: dict, _: NormNext, x2: object, num_groups: int, *norm
     ) -> tuple[Tensor | None, Tensor | None, Tensor] | None:
         x, weight, _ = given
+        x2, terms = tensor_of(x2), _large(terms)
         second = 0 if x2 is None else x2.shape[3]
         if not self.kernels.norms_in_conv(x, weight, num_groups, terms["extra"], second):
             return None
@@ -181,20 +232,53 @@ class WaitingKernels:
         return self.kernels.conv_norm(*given, then, **terms, x2=x2)
 
     def _conv_meeting(
-        self, given: tuple, terms: dict, x2: Tensor | None, num_groups: int, *norm
+        self, given: tuple, terms: dict, y: NormNext, x2: object, num_groups: int, *norm
     ) -> tuple[Tensor | None, Tensor | None, Tensor] | None:
         x, weight, _ = given
-        if x2 is not None or not self.kernels.meets(x, weight, num_groups, terms["extra"]):
-            return None
         g, b, eps, activation = norm
-        keep = terms["emb"] is None  # as of _conv_norm
+        co, half, into = weight.shape[0], None, None
+        if x2 is not None:  # the other half has to be there
+            half = x2.half if isinstance(x2, NormNext) else None
+            if half is None or not half.is_of(num_groups, *norm) or co % half.channels:
+                return None
+            num_groups, g, b = co // half.channels, g[:co], b[:co]
+            into = half.both[..., :co]
+        residual = terms["residual"] is not None
+        for make in (sources_of, _upsampled):  # as they are, rather
+            extra = make(terms["extra"])
+            if self.kernels.meets(x, weight, num_groups, extra, residual):
+                break
+        else:
+            return None
+        keep = terms["emb"] is None and not y.once  # as of _conv_norm
         then = self.kernels.NextNorm(g, b, num_groups, eps, activation, keep, keep)
-        return self.kernels.conv_meeting(*given, then, **terms, zeros=self.zeros)
+        options = {"into": into} if into is not None else {}
+        if y.half is not None and not extra and eps == y.half.norm[3]:
+            options |= self._made_in_advance(x, weight, num_groups, residual, activation, y.half)
+        made = self.kernels.conv_meeting(
+            *given, then, **terms | {"extra": extra}, **options, zeros=self.zeros
+        )
+        return made if half is None else (*made[:2], half.both)
+
+    def _made_in_advance(
+        self, x: Tensor, weight: Tensor, num_groups: int, residual: bool, activation: str,
+        half: Half,
+    ) -> dict:  # fmt: skip
+        """The second norm of a convolution, if there can be one."""
+        co, first = weight.shape[0], half.first
+        if first % half.channels or half.norm[4] != activation:
+            return {}
+        if not self.kernels.meets_twice(x, weight, num_groups, co // half.channels, residual):
+            return {}
+        half.both = x.new_empty((*x.shape[:3], first + co))
+        second = half.both[..., first:], half.norm[1][first:], half.norm[2][first:]
+        return {"also": self.kernels.SecondNorm(*second, half.channels)}
 
     def _conv(
         self, x: Tensor, weight: Tensor, bias: Tensor, terms: dict, stats: bool, options: dict,
         splits: bool,
     ) -> tuple[Tensor | InParts, Tensor | Unmeasured | None]:  # fmt: skip
+        terms = _large(terms)
         if splits:
             parts = self.kernels.conv_split(x, weight, extra=terms["extra"])
             shape = (*x.shape[:3], weight.shape[0])
@@ -282,13 +366,13 @@ class WaitingKernels:
         **options,
     ) -> Tensor:
         options = {k: v for k, v in options.items() if v is not None}
-        x2 = tensor_of(x2)
+        second, x2 = x2, tensor_of(x2)
         n, h, w, c1 = x1.shape
         c = c1 + (0 if x2 is None else x2.shape[3])
         film = any(v is not None for v in table.film.values())
         if isinstance(x1, NormNext):
             if not options and not film:
-                a = x1.normed(x2, table.num_groups, *table.arguments, activation)
+                a = x1.normed(second, table.num_groups, *table.arguments, activation)
                 if a is not None:
                     return a
             x1 = x1.settled()

@@ -157,6 +157,33 @@ def test_as_in_a_large_batch(name, calls, monkeypatch):
     assert taken == {"conv_few", "norm_of_sums", "norm_table", *LARGE}
 
 
+@pytest.mark.parametrize("name", ["two_blocks", "film", "three_levels"])
+def test_norms_of_large_images_in_the_launch_of_a_convolution(name, monkeypatch):
+    """The norm of a concatenation as well: of its second tensor in the launch that makes it, and of
+    the first one behind. 1x1 terms are upsampled there."""
+    limits = dict.fromkeys(("_WHOLE_PIXELS", "_SMALL_ELEMENTS", "_FEW_TILES", "_VERY_FEW_TILES"), 0)
+    limits |= {"_NORM_NEXT_PIXELS": 0, "_MEETING_IMAGES": 2, "_MEETING_PIXELS": 384}
+    for limit, value in limits.items():
+        monkeypatch.setattr(waiting, limit, value)
+    for question in ("worth_splitting", "postpones"):
+        monkeypatch.setattr(fused_reference, question, lambda *_: False)
+    seen, original = set(), fused_reference.conv_meeting
+
+    def meeting(x, *args, **kwargs):
+        seen.update(key for key in ("also", "into", "residual") if kwargs.get(key) is not None)
+        seen.update("small" for other, _ in kwargs["extra"] if other.shape[1] < x.shape[1])
+        return original(x, *args, **kwargs)
+
+    monkeypatch.setattr(fused_reference, "conv_meeting", meeting)
+    model = make(MODELS[name], (16, 24)).eval()
+    twin = copy.deepcopy(model)
+    x, t = torch.randn(2, 16, 24, 3).double(), torch.tensor([3, 700])
+    labels = torch.tensor([2, 0]) if model.num_classes else None
+    y = InferenceUNet(model, fused_reference)(x, t, labels)
+    torch.testing.assert_close(y, twin.forward_nhwc(x, t, labels), rtol=1e-10, atol=1e-10)
+    assert seen >= {"also", "into"} and ("small" in seen or name != "three_levels"), seen
+
+
 @pytest.mark.parametrize("classes", [None, 3, 9])
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.parametrize("large", [False, True], ids=["a table", "too large a table"])

@@ -228,6 +228,7 @@ COMPILE_CASES = (
             upsampled=True,
         ),
         _resident("forward_norm_extra_between", False, 0, (1, 1), rings=(4, 2), norm="table"),
+        _resident("means", False, 1, means=True),
         _resident("means_residual", False, 1, norm="table", makers=2, means=True),
         _resident("means_residual_one", False, 1, norm="sums", makers=1, means=True),
         _resident("means_extra", False, 0, (2, 1), rings=(3, 2), norm="sums", makers=1, means=True),

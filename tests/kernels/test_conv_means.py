@@ -106,6 +106,34 @@ class TestGpu:
 
         repeatedly(check, 10)
 
+    @pytest.mark.parametrize("count", [0, 1, 2], ids="{} 1x1".format)
+    @pytest.mark.parametrize(
+        ("shape", "dtype"),
+        [
+            (Shape(151, 8, 64, 64, 64), torch.bfloat16),
+            (Shape(3, 64, 64, 64, 128), torch.float16),
+            (Shape(22, 64, 64, 64, 64), torch.bfloat16),
+        ],
+        ids=str,
+    )
+    def test_of_rows(self, shape, dtype, count, device):
+        x, weight, bias, emb, residual = forward_case(shape, dtype, device)
+        terms = {"emb": emb, "residual": residual}
+        if count:
+            extra = extra_case(shape, 128, 64, dtype, device)[:count]
+            terms = {"extra": extra, "extra_bias": torch.randn(shape.co, device=device)}
+        assert serves_conv_means(x, weight, terms.get("extra", ()))
+        tile = Config(*gluon_rows.RESIDENT_TILE)
+        exact = conv_forward(x, weight, bias, **terms, stats=True, config=tile)
+
+        def check():
+            y, sums, means = conv_means(x, weight, bias, **terms)
+            assert torch.equal(y, exact[0]) and torch.equal(sums, exact[1])
+            check_means(y, means)
+            return means
+
+        repeatedly(check, 10)
+
     @pytest.mark.parametrize("form", ["between, table", "one", "two, table"])
     @pytest.mark.parametrize("terms", ["residual", "1x1"])
     @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..conv.gluon import once
+from ..conv.gluon import rows as gluon_rows
 from ..conv.gluon import tiles as gluon_tiles
 from ..conv.gluon.operands import Means, Operands
 from ..conv.tma import Config
@@ -22,6 +23,7 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 
 _MOST_TILES = 1024  # of 1x1 filters
 _PIXELS = 128  # of a tile of others
+_WIDTH = 64  # of images whose tiles are rows
 
 
 def serves_conv_means(
@@ -73,7 +75,8 @@ def conv_means(
         return y, partials, means
     beside = () if residual is None else (residual,)
     given = Operands(x, weight, y, bias, partials, beside, extra, extra_bias, emb, means=means)
-    gluon_tiles.launch(config, given)
+    path = gluon_rows if gluon_rows.serves(config) else gluon_tiles
+    path.launch(config, given)
     return y, partials, means
 
 
@@ -89,7 +92,9 @@ def _configs(x: Tensor, weight: Tensor, extra: Sequence[tuple[Tensor, Tensor]]) 
     others = [other for other, _ in extra]
     y = x.new_empty((*x.shape[:3], weight.shape[0]), device="meta")
     found = gluon_tiles.tiles(x, y, weight, extra=others)
-    return [Config(*tile) for tile in found if gluon_tiles.makes_means(tile, h, w)]
+    configs = [Config(*tile) for tile in found if gluon_tiles.makes_means(tile, h, w)]
+    in_rows = w == _WIDTH and gluon_rows.RESIDENT_TILE in gluon_rows.tiles(x, y, weight, (), others)
+    return [*configs, Config(*gluon_rows.RESIDENT_TILE)] if in_rows else configs
 
 
 def _default(configs: Sequence[Config]) -> Config:
