@@ -122,6 +122,7 @@ def _resident(
             "OVERLAP": not dgrad,
             "TILES_OF_X": 32 if norm == "sums" else None,
             "CG": 2 if norm == "sums" else None,
+            "LATE": makers > 0,
             "num_warps": 4,
         },
         "options": {
@@ -157,6 +158,7 @@ def _two(norm: str) -> dict:
             "W": 64,
             "ACT": "silu_tanh",
             "PAIRS": 3,
+            "LATE": norm == "table",
             "OVERLAP": True,
             "num_warps": 4,
         },

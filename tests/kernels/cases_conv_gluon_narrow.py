@@ -4,7 +4,7 @@ from triton_kernels.conv.gluon import narrow
 from triton_kernels.gluon.descriptors import SUPPORTED
 
 from .cases_conv_gluon import _rows
-from .compile_only import SHARED_LIMIT
+from .compile_only import SHARED_LIMIT, ints, types
 
 
 def _out(width: int, channels: int = 64, norm: bool = False, images: int = 1) -> dict:
@@ -48,6 +48,38 @@ def _out(width: int, channels: int = 64, norm: bool = False, images: int = 1) ->
     }
 
 
+def _head(channels: int, rows: int) -> dict:
+    vectors = ("bias_ptr", "sums_ptr", "norm_weight_ptr", "norm_bias_ptr")
+    absent = ("scale_ptr", "shift_ptr", "stride_scale", "stride_shift")
+    return {
+        "name": f"head_of_{channels}",
+        "kernel": "triton_kernels.conv.gluon.head:conv_head_kernel",
+        "signature": {
+            **types("*bf16", "x_ptr", "w_ptr", "y_ptr"),
+            **types("*fp32", *vectors),
+            "eps": "fp32",
+            **ints("H", "CO"),
+        },
+        "constexprs": {
+            **dict.fromkeys(absent),
+            "C": channels,
+            "ROWS": rows,
+            "ACT": "silu_tanh",
+            "TILES_OF_X": 32,
+            "CG": 2,
+            "OVERLAP": True,
+            "num_warps": 4,
+        },
+        "options": {"num_warps": 4, "maxnreg": narrow._HEAD_REGISTERS[channels]},
+        "expect": {"wgmma": "registers", "narrow": False, "tma": False, "arches": (90,)},
+    }
+
+
 COMPILE_CASES = (
-    [_out(64), _out(128), _out(64, 128, images=2), _out(64, norm=True)] if SUPPORTED else []
+    [
+        *(_out(64), _out(128), _out(64, 128, images=2), _out(64, norm=True)),
+        *(_head(4, 8), _head(8, 4), _head(16, 4)),
+    ]
+    if SUPPORTED
+    else []
 )

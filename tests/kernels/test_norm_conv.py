@@ -124,9 +124,13 @@ def check(shape, terms, config, dtype=torch.bfloat16, activation="silu", groups=
 class TestGpu:
     pytestmark = gpu
 
+    @pytest.mark.parametrize("late", [False, True], ids=["fence", "late fence"])
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("terms", TERMS)
-    def test_whoever_makes_rows(self, terms, form, monkeypatch):
+    def test_whoever_makes_rows(self, terms, form, late, monkeypatch):
+        if late and not FORMS[form][0]:
+            pytest.skip("nobody makes rows for others")
+        monkeypatch.setattr(gluon_rows, "LATE_FENCE", late)
         use_form(monkeypatch, form)
         repeatedly(lambda: check(SHAPES["many tiles"], terms, TWO))
 
@@ -137,6 +141,7 @@ class TestGpu:
             pytest.skip("tiles of four rows leave no room for 1x1 convolutions")
         repeatedly(lambda: check(SHAPES[name], terms, config))
 
+    @pytest.mark.parametrize("late", [False, True], ids=["fence", "late fence"])
     @pytest.mark.parametrize("form", ["two", "two, table"])
     @pytest.mark.parametrize(
         ("n", "h", "dtype", "activation"),
@@ -147,7 +152,8 @@ class TestGpu:
             (37, 64, torch.bfloat16, "silu"),
         ],
     )
-    def test_two_tensors(self, n, h, dtype, activation, form, monkeypatch):
+    def test_two_tensors(self, n, h, dtype, activation, form, late, monkeypatch):
+        monkeypatch.setattr(gluon_rows, "LATE_FENCE", late)
         use_form(monkeypatch, form)
         device = torch.device("cuda")
         x, weight, bias, emb, _ = forward_case(Shape(n, h, 64, 128, 64), dtype, device)
@@ -175,18 +181,32 @@ class TestGpu:
 
         repeatedly(run)
 
-    @pytest.mark.parametrize("form", ["between", "one"])
-    @pytest.mark.parametrize("n, h", [(20, 5), (150, 6), (33, 64)])
-    def test_few_channels_of_the_result(self, n, h, form, monkeypatch):
-        use_form(monkeypatch, form)
-        device, dtype = torch.device("cuda"), torch.bfloat16
-        shape = Shape(n, h, 64, 64, 6)
+    @pytest.mark.parametrize("form", ["between", "one", "a kernel of its own"])
+    @pytest.mark.parametrize(
+        ("n", "h", "co", "dtype", "activation"),
+        [
+            (20, 5, 6, torch.bfloat16, "silu"),
+            (150, 6, 3, torch.bfloat16, "silu"),
+            (3, 13, 16, torch.float16, "gelu"),
+            (33, 64, 3, torch.bfloat16, "silu"),
+            (133, 64, 4, torch.bfloat16, "silu"),  # more programs than run at once
+        ],
+    )
+    def test_few_channels_of_the_result(self, n, h, co, dtype, activation, form, monkeypatch):
+        alone = form not in FORMS
+        monkeypatch.setattr(norm_conv_module, "_HEAD", alone)
+        if not alone:
+            use_form(monkeypatch, form)
+        device = torch.device("cuda")
+        shape = Shape(n, h, 64, 64, co)
         x, weight, bias, _, _ = forward_case(shape, dtype, device)
-        partials, *norm = sums_of(x * 2 + 1, 32, 8)
         x = x * 2 + 1
+        partials, *norm = sums_of(x, 32, 8)
+        rows = [randn(n, 192, seed=22 + i, device=device)[:, 64:128] for i in range(2)]
+        film = dict(zip(("scale", "shift"), rows, strict=True)) if activation == "gelu" else {}
         assert serves_norm_conv(x, weight, [], partials, 32, 16)
-        table = norm_tables.norm_table((partials,), (h * 64,), *norm)
-        a = fused_reference.apply(x.double(), None, table.double(), "silu")
+        table = norm_tables.norm_table((partials,), (h * 64,), *norm, **film)
+        a = fused_reference.apply(x.double(), None, table.double(), activation)
         exact, low = (
             fused_reference.conv_forward(t.double(), weight.double(), bias.double(), width=16)[0]
             for t in (a, a.to(dtype))
@@ -194,8 +214,8 @@ class TestGpu:
 
         def run():
             with dependent_launches():
-                y, sums = norm_conv(x, partials, *norm, "silu", weight, bias, width=16)
-            assert sums is None
+                y, sums = norm_conv(x, partials, *norm, activation, weight, bias, width=16, **film)
+            assert sums is None and not y[..., co:].any()
             assert relative(y, exact) <= 1.1 * relative(low.to(dtype), exact)
             return (y,)
 

@@ -7,7 +7,8 @@ For what wants y alone: act(z) is nowhere in memory afterwards, which spares a p
 writes as much as the convolution does, and the launch of its table. The kernels are those that
 fetch each pixel once, `conv.gluon.resident`, `resident_two` and `narrow_out`. Warpgroups make
 act(z) of rows of pixels in shared memory while others multiply; or those that multiply do, between
-two tiles, of the rows that are new to them (`_FORMS`).
+two tiles, of the rows that are new to them (`_FORMS`). To few channels every warp makes what it
+multiplies, in `conv.gluon.head` (`_HEAD`).
 
 Tensors of which 1x1 convolutions are added may be half as large in both directions: these are
 upsampled on the way.
@@ -51,6 +52,8 @@ _FORMS = {
     "head": (_Form(1), _Form(1)),
     "two": (_Form(2), _Form(2, table=True)),
 }
+
+_HEAD = True  # to few channels by a kernel of its own
 
 _empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
 
@@ -131,13 +134,16 @@ def norm_conv(
     form = _FORMS["head" if width else added][n * h * w >= _LARGE]
     two_rows = config.block_m != _FOUR_ROWS  # four leave no registers to those who only make them
     norm = norm._replace(makers=form.makers if two_rows else 0)
-    if form.table:
+    if form.table and not (width and _HEAD):
         terms = num_groups, norm_weight, norm_bias, eps, scale, shift
         norm = norm._replace(table=norm_image_table((partials,), (h * w,), *terms))
     room = empty_means(y, tiles, _empty) if means else None
     operands = Operands(x, weight, y, bias, sums, beside, extra, extra_bias, emb, norm=norm)
-    path = gluon_narrow if gluon_narrow.serves(config) else gluon_rows
-    path.launch(config, operands._replace(means=room))
+    if width is not None and _HEAD:
+        gluon_narrow.launch_head(operands)
+    else:
+        path = gluon_narrow if gluon_narrow.serves(config) else gluon_rows
+        path.launch(config, operands._replace(means=room))
     return (y, sums, room) if means else (y, sums)
 
 

@@ -235,7 +235,7 @@ def conv_narrow_out_kernel(
             if role < 2
             else (
                 make_rows,
-                (x_ptr, x, norm, work, H, 0, 2, 2, W, ACT, TILES_OF_X, CG, OVERLAP, False),
+                (x_ptr, x, norm, work, H, 0, 2, 2, W, ACT, TILES_OF_X, CG, OVERLAP, False, False),
             )
             if role < 2 + MAKERS
             else (

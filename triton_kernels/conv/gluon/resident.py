@@ -116,7 +116,7 @@ def _multiply(
     y_desc, x, filters, extra, beside, turns, vectors, norm, partial_ptr, means_ptr, mean_sums_ptr,
     work, C, GROUP: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
     ACT: gl.constexpr, HAS_BESIDE: gl.constexpr, EXTRA: gl.constexpr, OVERLAP: gl.constexpr,
-    TILES_OF_X: gl.constexpr, CG: gl.constexpr, MAKES: gl.constexpr,
+    TILES_OF_X: gl.constexpr, CG: gl.constexpr, MAKES: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -183,6 +183,8 @@ def _multiply(
         pairs = ()
         for i in gl.static_range(HALVES + 1):
             pairs = pairs + (wait_full(x.full, place + i, PAIRS),)
+        if MAKES and LATE:
+            fence_async_shared()
         step = index * EXTRA
         for r in gl.static_range(3):
             if not STAY:
@@ -345,6 +347,7 @@ def conv_resident_kernel(
     OVERLAP: gl.constexpr,  # the launch in front may still be under way
     TILES_OF_X: gl.constexpr,
     CG: gl.constexpr,  # channels of a group
+    LATE: gl.constexpr,  # whose fence it is, see `hand_over`
     num_warps: gl.constexpr,
 ):
     EXTRA: gl.constexpr = EXTRA1 + EXTRA2
@@ -404,6 +407,7 @@ def conv_resident_kernel(
                     y_desc, x, filters, extra, beside, turns, vectors, norm, partial_ptr,
                     means_ptr, mean_sums_ptr, work, C,
                     role, ROWS, W, DGRAD, ACT, BESIDE == 1, EXTRA, OVERLAP, TILES_OF_X, CG, MAKES,
+                    LATE,
                 ),
             )
             if role < GROUPS
@@ -411,7 +415,7 @@ def conv_resident_kernel(
                 make_rows,
                 (
                     x_ptr, x, norm, work, tiles_h * ROWS,
-                    role - GROUPS, 3 - MAKERS, ROWS, W, ACT, TILES_OF_X, CG, OVERLAP, True,
+                    role - GROUPS, 3 - MAKERS, ROWS, W, ACT, TILES_OF_X, CG, OVERLAP, True, LATE,
                 ),
             )
             if role < GROUPS + MAKERS

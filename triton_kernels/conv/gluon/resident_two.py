@@ -40,19 +40,19 @@ def _load_filters(w_desc, w_bufs, w_full):
 @gluon.jit
 def _make_row(
     x, place, raw, norm, q, h, FIRST: gl.constexpr, HALF: gl.constexpr, ACT: gl.constexpr,
-    W: gl.constexpr,
+    W: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     slope, offset = load_affine(norm, 2 * HALF + FIRST)
     slot = wait_for_room(x, place)
     store_row(x.bufs, slot * 2 + FIRST, raw, slope, offset, 2 * q - 1 + FIRST, h, ACT, W)
-    hand_over(x, slot)
+    hand_over(x, slot, LATE)
 
 
 @gluon.jit
 def _make(
     x1_ptr, x2_ptr, x, norm1, norm2, work, h, FIRST: gl.constexpr, TILES_OF_X1: gl.constexpr,
     TILES_OF_X2: gl.constexpr, CG: gl.constexpr,
-    W: gl.constexpr, ACT: gl.constexpr, OVERLAP: gl.constexpr,
+    W: gl.constexpr, ACT: gl.constexpr, OVERLAP: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """The FIRST or second of rows h0 - 1 and h0, h0 + 1 and h0 + 2 of the first tensor, and of the
     second, for every tile."""
@@ -76,13 +76,13 @@ def _make(
             image = n
             keep_affine(norm1, n, h * W, FIRST, TILES_OF_X1, CG)
             keep_affine(norm2, n, h * W, 2 + FIRST, TILES_OF_X2, CG)
-        _make_row(x, place, upper, norm1, q, h, FIRST, 0, ACT, W)
+        _make_row(x, place, upper, norm1, q, h, FIRST, 0, ACT, W, LATE)
         upper = load_row(x2_ptr, n, 2 * q + row, h, True, W)
-        _make_row(x, place + 1, lower, norm1, q + 1, h, FIRST, 0, ACT, W)
+        _make_row(x, place + 1, lower, norm1, q + 1, h, FIRST, 0, ACT, W, LATE)
         lower = load_row(x2_ptr, n, 2 * q + 2 + row, h, True, W)
-        _make_row(x, place + 2, upper, norm2, q, h, FIRST, 1, ACT, W)
+        _make_row(x, place + 2, upper, norm2, q, h, FIRST, 1, ACT, W, LATE)
         upper = load_row(x1_ptr, n_next, 2 * q_next + row, h, more, W)
-        _make_row(x, place + 3, lower, norm2, q + 1, h, FIRST, 1, ACT, W)
+        _make_row(x, place + 3, lower, norm2, q + 1, h, FIRST, 1, ACT, W, LATE)
         lower = load_row(x1_ptr, n_next, 2 * q_next + 2 + row, h, more, W)
         place += 4
 
@@ -97,7 +97,7 @@ def _sum_of_thread(x):
 @gluon.jit
 def _multiply(
     y_desc, x, w_bufs, w_full, stages, turns, bias_ptr, emb_ptr, stride_emb, partial_ptr, work,
-    GROUP: gl.constexpr, W: gl.constexpr, OVERLAP: gl.constexpr,
+    GROUP: gl.constexpr, W: gl.constexpr, OVERLAP: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
@@ -120,8 +120,12 @@ def _multiply(
             mbarrier.wait(w_full.index(r), 0)
             if r % 3 == 0:
                 upper = wait_full(x.full, place + r // 3 * 2, PAIRS)
+                if LATE:
+                    fence_async_shared()
             if r % 3 == 1:
                 lower = wait_full(x.full, place + r // 3 * 2 + 1, PAIRS)
+                if LATE:
+                    fence_async_shared()
             for s in gl.static_range(3):
                 w = w_bufs.index(r * 3 + s)._reinterpret(w_bufs.dtype, [64, 64], MATRIX)
                 w = w.load(gl.DotOperandLayout(0, LAYOUT, 2))
@@ -203,6 +207,7 @@ def conv_resident_two_kernel(
     TILES_OF_X2: gl.constexpr,
     CG: gl.constexpr,  # channels of a group
     OVERLAP: gl.constexpr,  # the launch in front may still be under way
+    LATE: gl.constexpr,  # whose fence it is, see `hand_over`
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = y_desc.dtype
@@ -237,7 +242,7 @@ def conv_resident_two_kernel(
                 _multiply,
                 (
                     y_desc, x, w_bufs, w_full, stages, turns, bias_ptr, emb_ptr, stride_emb,
-                    partial_ptr, work, role, W, OVERLAP,
+                    partial_ptr, work, role, W, OVERLAP, LATE,
                 ),
             )
             if role < 2
@@ -245,7 +250,7 @@ def conv_resident_two_kernel(
                 _make,
                 (
                     x1_ptr, x2_ptr, x, norm1, norm2, work, tiles_h * 2, role - 2,
-                    TILES_OF_X1, TILES_OF_X2, CG, W, ACT, OVERLAP,
+                    TILES_OF_X1, TILES_OF_X2, CG, W, ACT, OVERLAP, LATE,
                 ),
             )
             if role < 4

@@ -40,6 +40,8 @@ if SUPPORTED:
     from .rows_wgrad import conv_rows_wgrad_kernel
 
 _PIXELS = 256  # of a tile
+LATE_FENCE = False  # of makers of rows, see `rows_made.hand_over`
+
 _WARPS = 12  # two warpgroups that multiply and one of which a warp loads
 _STAGES = 2  # of pixels, and of three filters
 _STAGES_OF_16 = 4  # of pixels of 64 channels and of 16
@@ -158,6 +160,7 @@ def _launch_resident(operands: Operands, rows: int) -> None:
         EXTRA2=operands.extra_channels[1] // 64,
         OVERLAP=bool(overlap),
         **norm_options,
+        LATE=LATE_FENCE,
         num_warps=4,
         maxnreg=96 if makers == 2 else 128 if groups == 3 or makers else 168,
         **overlap,
@@ -211,6 +214,7 @@ def launch_two(
         TILES_OF_X1=None if norm[0] is None else norm[0].shape[1],
         TILES_OF_X2=None if norm[1] is None else norm[1].shape[1],
         CG=None if norm[0] is None else 128 // groups,
+        LATE=LATE_FENCE,
         OVERLAP=bool(overlap),
         num_warps=4,
         maxnreg=96,
