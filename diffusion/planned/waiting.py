@@ -59,6 +59,7 @@ _MEASURED_BATCHES = range(5, 9)  # if there are so many
 _NORM_NEXT_PIXELS = 64  # of an image at most, whose norm may be in the launch of its convolution
 _MEETING_PIXELS, _MEETING_IMAGES = 1024, 8  # the same, of at least so many images
 _MEETING_LARGE_PIXELS, _MEETING_LARGE_IMAGES = 4096, 16  # or so
+_HEAD_NORMS = True  # the head makes the norm in front of it
 _MEANS_IMAGES = 8  # at least, of which the means may be in the launch of their convolution
 _FEW_TILES = 128  # whose sums every program may add up again
 _VERY_FEW_TILES = 2  # likewise, of a tensor of any size
@@ -201,7 +202,10 @@ class WaitingKernels:
     def read_once(self, x: object) -> None:
         """But the norm nobody reads x."""
         if isinstance(x, NormNext):
-            x.once = True
+            if _HEAD_NORMS:
+                x.fuse = None
+            else:
+                x.once = True
 
     def _linear_norm(
         self, given: tuple, residual: Tensor | None, _: NormNext, x2: object, num_groups: int, *norm
