@@ -56,31 +56,38 @@ def _head(name: str, t: int, d: int, rows: int, step: int | None = None, spills:
     }
 
 
-def _norm_attention(name: str, t: int, c: int, programs: tuple, normed: bool) -> dict:
-    """Of `fused.norm_attention`: `programs` are heads of one, keys at a time, and warps."""
+def _norm_attention(
+    name: str, t: int, c: int, programs: tuple, normed: bool, spills: int = 0
+) -> dict:
+    """Of `fused.norm_attention`: `programs` are heads of one, keys at a time, and warps; or None
+    for the keys and four, if every head has a warpgroup."""
     from triton.experimental.gluon import language as gl
 
     def boxes(rows: int) -> str:
         return f"tensordesc<bf16{[rows, 64]},{gl.NVMMASharedLayout(128, 16, rank=2)!r}>"
 
     heads, step, num_warps = programs
+    way = "" if step else "_rows" if heads == 1 else "_groups"
+    registers = 168 if heads == 3 else 128
     sums = ("partial_ptr", "g_ptr", "b_ptr")
+    groups = {"GROUPS": heads, "SLOTS": 3, "SHARED": t == 256} if heads > 1 else {}
     group = {"CG": c // 32, "BLOCK_C": 256, "BLOCK_G": 32, "BLOCK_J": 8}
     return {
         "name": f"norm_attention_{name}",
-        "kernel": "triton_kernels.fused.norm_attention_kernels:norm_attention_kernel",
+        "kernel": f"triton_kernels.fused.norm_attention{way}_kernels:norm_attention{way}_kernel",
         "signature": {
             **{"x_desc": boxes(t), "w_desc": boxes(32), "bias_ptr": "*fp32", "o_ptr": "*bf16"},
             **{"scale": "fp32", "eps": "fp32", "pixels": "i32"},
             **(dict.fromkeys(sums, "*fp32") if normed else {}),
         },
         "constexprs": {
-            **{"T": t, "C": c, "D": 32, "HEADS_QKV": False, "HEADS": heads},
-            **{"STEP": step, "K": 2, **group, "num_warps": num_warps},
+            **{"T": t, "C": c, "D": 32, "HEADS_QKV": False, "K": 2, **group},
+            **({"HEADS": heads, "STEP": step} if step else groups),
+            "num_warps": num_warps,
             **({} if normed else dict.fromkeys(sums)),
         },
-        "options": {"num_warps": num_warps},
-        "expect": {"wgmma": "registers", "tma": True, "arches": (90,)},
+        "options": {"num_warps": num_warps} | ({} if step else {"maxnreg": registers}),
+        "expect": {"wgmma": "registers", "tma": True, "spills": spills, "arches": (90,)},
     }
 
 
@@ -134,5 +141,9 @@ COMPILE_CASES = [
     _head("bwd_head_wide", 128, 64, 128, spills=16),
     _head("bwd_head_of_two_warpgroups", 256, 64, 256, spills=64),
     _norm_attention("of_three_heads", 256, 192, (3, 64, 8), True),
+    # addresses of filters and pixels, once; a few of queries for each 64
+    _norm_attention("of_a_head_a_warpgroup", 256, 192, (3, None, 4), True, spills=800),
+    _norm_attention("of_a_head_a_program", 256, 192, (1, None, 4), True),
+    _norm_attention("of_four_heads_8x8", 64, 256, (4, None, 4), True),
     _norm_attention("of_normalized", 64, 256, (1, 64, 4), False),
 ]

@@ -1,4 +1,4 @@
-"""The kernel of `conv.gluon.once` as compile_only.py compiles it."""
+"""The kernels of `conv.gluon.once` and `once_wide` as compile_only.py compiles them."""
 
 from triton_kernels.gluon.descriptors import SUPPORTED
 
@@ -35,12 +35,29 @@ def _case(name: str, k_blocks: int, absent: tuple[str, ...], keep: bool = True) 
     }
 
 
+def _wide(name: str, absent: tuple[str, ...]) -> dict:
+    signature = {
+        **dict.fromkeys(("x_desc", "residual_desc", "y_desc"), _rows(128, 64)),
+        **{"w_desc": _rows(64, 64), "bias_ptr": "*fp32", "partial_ptr": "*fp32"},
+    }
+    return {
+        "name": name,
+        "kernel": "triton_kernels.conv.gluon.once_wide_kernels:conv_once_wide_kernel",
+        "signature": {k: v for k, v in signature.items() if k not in absent},
+        "constexprs": {**dict.fromkeys(absent), "PIXELS": 128, "K_BLOCKS": 3, "num_warps": 4},
+        "options": {"num_warps": 4, "maxnreg": 168},
+        "expect": {"wgmma": True, "tma": True, "arches": (90,)},
+    }
+
+
 COMPILE_CASES = (
     [
         _case("product alone", 3, (*_NORM, "partial_ptr", "residual_desc")),
         _case("sums", 3, _NORM),
         _case("norm", 4, ("partial_ptr", "x2_desc")),
         _case("norm of a concatenation", 4, ()),
+        _wide("all channels", ()),
+        _wide("all channels of a product alone", ("residual_desc", "partial_ptr")),
     ]
     if SUPPORTED
     else []

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.conv.gluon import once
+from triton_kernels.conv.gluon import once, once_wide
 from triton_kernels.conv.gluon import tiles as gluon_tiles
 from triton_kernels.conv.tma import Config
 from triton_kernels.fused import conv_norm as fused_conv_norm
@@ -30,11 +30,16 @@ POINTS = {
     "queries, keys and values": Shape(2, 16, 16, 192, 576, 1),
     "512 channels": Shape(3, 4, 32, 512, 128, 1),
 }
+WIDE = {
+    "a tile": Shape(1, 8, 16, 64, 192, 1),
+    "16x16": Shape(37, 16, 16, 192, 192, 1),
+    "more than run at once": Shape(140, 8, 16, 128, 192, 1),
+}
 
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    poison_outputs(monkeypatch, once, fused_conv_norm)
+    poison_outputs(monkeypatch, once, once_wide, fused_conv_norm)
 
 
 def check_norm(
@@ -159,6 +164,29 @@ class TestGpu:
         repeatedly(check)
         y, none = once.conv_once(x, weight, bias, residual=residual)
         assert none is None and torch.equal(y, check()[0])
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("pixels", [64, 128])
+    @pytest.mark.parametrize("shape", WIDE.values(), ids=WIDE)
+    def test_1x1_of_all_channels(self, shape, pixels, dtype, device):
+        x, weight, bias, _, residual = forward_case(shape, dtype, device)
+        assert once_wide.serves_once_wide(x, weight)
+        exact = reference.conv2d(x.double(), weight.double(), bias.double())
+
+        def check(residual=None):
+            given = x, weight, bias
+            y, partials = once_wide.conv_once_wide(
+                *given, residual=residual, stats=True, pixels=pixels
+            )
+            expected = exact if residual is None else exact + residual.double()
+            assert relative(y, expected) <= ROUNDING[dtype] + 1e-5
+            check_stats(y, partials)
+            return y, partials
+
+        repeatedly(check)
+        repeatedly(lambda: check(residual))
+        y, none = once_wide.conv_once_wide(x, weight, bias, residual=residual, pixels=pixels)
+        assert none is None and torch.equal(y, check(residual)[0])
 
     def test_an_empty_batch(self, device):
         for shapes in (SHAPES, POINTS):

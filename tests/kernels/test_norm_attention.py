@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from triton_kernels.dependent_launch import dependent_launches
+from triton_kernels.device import describe
 from triton_kernels.fused import norm_attention as module
 from triton_kernels.fused import reference as fused_reference
 from triton_kernels.fused.norm_attention import (
@@ -18,8 +19,11 @@ from .test_conv_gluon import gpu, repeatedly
 # N, H, W, heads, groups, tiles of the partials or None: x is not normalized
 SHAPES = {
     "16x16": (16, 16, 16, 6, 32, 2),
-    "8x8, several heads a program": (64, 8, 8, 8, 32, 1),
+    "8x8": (64, 8, 8, 8, 32, 1),
     "8x8, normalized": (17, 8, 8, 8, None, None),
+    "16x16, a head a warpgroup": (64, 16, 16, 6, 32, 4),
+    "the same, normalized": (33, 16, 16, 6, None, None),
+    "of few channels": (150, 8, 8, 4, 32, 2),
     "two groups": (5, 8, 16, 2, 2, 4),
     "16x16 of few channels": (33, 16, 16, 2, 16, 8),
 }
@@ -84,12 +88,31 @@ class TestGpu:
         [
             ("16x16", AttentionConfig(3, 64, 8)),
             ("16x16", AttentionConfig(2, 128, 8)),
-            ("8x8, several heads a program", AttentionConfig(4, 64, 4)),
+            ("16x16", AttentionConfig(1, 64, 8)),
+            ("16x16", AttentionConfig(3, 64, 12)),
+            ("8x8", AttentionConfig(2, 64, 4)),
+            ("8x8, normalized", AttentionConfig(4, 64, 16)),
         ],
         ids=str,
     )
     def test_other_programs(self, name, config):
         repeatedly(lambda: check(SHAPES[name], order="heads_qkv", config=config))
+
+    @pytest.mark.parametrize(
+        ("shape", "heads", "config"),
+        [
+            ((16, 256, 192), 6, AttentionConfig(1, 64, 16)),
+            ((64, 256, 192), 6, AttentionConfig(3, 64, 12)),
+            ((16, 64, 256), 8, AttentionConfig(1, 64, 4)),
+            ((64, 64, 256), 8, AttentionConfig(4, 64, 16)),
+        ],
+        ids=str,
+    )
+    def test_programs_of_an_h200(self, shape, heads, config):
+        if describe(torch.device("cuda")).num_sms != 132:
+            pytest.skip("another chip")
+        x = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+        assert module._config(x, heads) == config
 
     def test_what_is_served(self):
         x = torch.empty((16, 256, 192), dtype=torch.bfloat16, device="cuda")

@@ -21,11 +21,14 @@ from ..gluon.descriptors import SUPPORTED, in_boxes, takes
 from .norm_tables import check_partials_of
 
 if SUPPORTED:
+    from .norm_attention_groups_kernels import norm_attention_groups_kernel
     from .norm_attention_kernels import norm_attention_kernel
+    from .norm_attention_rows_kernels import norm_attention_rows_kernel
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 _POSITIONS, _HEAD_DIM = (64, 128, 256), 32
+_SLOTS = 3  # for filters, of programs of several heads at once
 _FEW_IMAGES = 4  # for which there are other kernels
 _MOST_PARTIALS, _MOST_IN_GROUP, _MOST_GROUPS = 8, 32, 64
 
@@ -33,7 +36,7 @@ _MOST_PARTIALS, _MOST_IN_GROUP, _MOST_GROUPS = 8, 32, 64
 class AttentionConfig(NamedTuple):
     heads: int  # of a program
     step: int  # keys at a time
-    num_warps: int  # 16 positions each at a time
+    num_warps: int  # 16 positions each at a time; 12 or 16: four for each of 3 or 4 heads, or one
 
 
 def _shared_bytes(t: int, c: int) -> int:
@@ -64,12 +67,25 @@ def _config(x: Tensor, num_heads: int) -> AttentionConfig:
     fetching and normalizing x."""
     n, t, c = x.shape
     chip = describe(x.device)
-    at_once = chip.num_sms * max(1, chip.shared_memory // (_shared_bytes(t, c) + 1024))
+    programs = chip.num_sms * max(1, chip.shared_memory // (_shared_bytes(t, c) + 1024))
 
     def time(heads: int) -> int:
-        return triton.cdiv(n * num_heads // heads, at_once) * (1 + heads)
+        return triton.cdiv(n * num_heads // heads, programs) * (1 + heads)
 
-    return AttentionConfig(min(_divisors(num_heads), key=time), 64, min(t // 16, 8))
+    heads = min(_divisors(num_heads), key=time)
+    if t == 256 and n * num_heads <= chip.num_sms:
+        return AttentionConfig(1, 64, 16)
+    at_once = _heads_at_once(t, c)
+    if at_once and 2 * triton.cdiv(n * num_heads // at_once, chip.num_sms) < time(heads):
+        return AttentionConfig(at_once, 64, 4 * at_once)
+    return AttentionConfig(heads, 64, min(t // 16, 8))
+
+
+def _heads_at_once(t: int, c: int) -> int:
+    """Of a program, a warpgroup each: those whose filters, keys and values find room."""
+    if (t, c) == (256, 192):
+        return 3
+    return 4 if t == 64 and c % (4 * _HEAD_DIM) == 0 and c <= 256 else 0
 
 
 def norm_attention(
@@ -96,7 +112,17 @@ def norm_attention(
         check_partials_of(partials, pixels, n, c)
         k = partials.shape[1]
     cg = c // groups
-    norm_attention_kernel[(n * (num_heads // config.heads),)](
+    if config.num_warps > 8 and config.heads == 1:
+        kernel, rest = norm_attention_rows_kernel, ()
+        options = {"num_warps": 4, "maxnreg": 128}
+    elif config.num_warps > 8:
+        assert config.heads == _heads_at_once(t, c) and config.num_warps == 4 * config.heads
+        kernel, rest = norm_attention_groups_kernel, (config.heads, _SLOTS, t == 256)
+        options = {"num_warps": 4, "maxnreg": 168 if config.heads == 3 else 128}
+    else:
+        kernel, rest = norm_attention_kernel, (config.heads, config.step)
+        options = {"num_warps": config.num_warps}
+    kernel[(n * (num_heads // config.heads),)](
         in_boxes(x, [n * t, c], [c, 1], [t, 64]),
         in_boxes(weight, [3 * c, c], list(weight.stride()), [d, 64]),
         bias,
@@ -110,14 +136,13 @@ def norm_attention(
         c,
         d,
         order == "heads_qkv",
-        config.heads,
-        config.step,
+        *rest,
         k,
         cg,
         triton.next_power_of_2(c),
         triton.next_power_of_2(c // cg),
         triton.next_power_of_2(cg),
-        num_warps=config.num_warps,
+        **options,
         **overlapping(x.device, n * t),
     )
     return o

@@ -19,7 +19,7 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _keep_affine(
+def keep_affine(
     partial_ptr, g, b, kept, n, pixels, eps,
     C: gl.constexpr, K: gl.constexpr, CG: gl.constexpr, LANES: gl.constexpr,
     BLOCK_G: gl.constexpr, BLOCK_J: gl.constexpr,
@@ -94,7 +94,7 @@ def _products(
         if FETCHED:
             mbarrier.wait(full.index(i), 0)
             if NORM:
-                _normalize(x_bufs.index(i), kept, i * 64, PIXELS)
+                normalize(x_bufs.index(i), kept, i * 64, PIXELS)
                 fence_async_shared()
                 sync_threads()
         if i == 0:
@@ -112,7 +112,7 @@ def _products(
 
 
 @gluon.jit
-def _normalize(x_buf, kept, first: gl.constexpr, PIXELS: gl.constexpr):
+def normalize(x_buf, kept, first: gl.constexpr, PIXELS: gl.constexpr):
     """norm(x) of [T, 64] in its place."""
     CHANNELS: gl.constexpr = gl.SliceLayout(0, PIXELS)
     mean = kept.index(0).slice(first, 64).load(CHANNELS)[None, :]
@@ -151,7 +151,7 @@ def _affine_pairs(x, mean, slope, offset):
 
 
 @gluon.jit
-def _halves(acc, D: gl.constexpr, OUT: gl.constexpr):
+def halves(acc, D: gl.constexpr, OUT: gl.constexpr):
     """[M, 2 D] as two of D columns; every thread keeps what it has."""
     first, second = acc.reshape([acc.shape[0], 2, D]).permute((0, 2, 1)).split()
     first = gl.convert_layout(first, OUT, assert_trivial=True)
@@ -160,12 +160,28 @@ def _halves(acc, D: gl.constexpr, OUT: gl.constexpr):
 
 
 @gluon.jit
-def _attend(queries, k_bufs, v_bufs, first, scale_log2, ROUNDS: gl.constexpr, dtype: gl.constexpr):
-    """softmax(q k^T) v of queries in registers, ROUNDS of them, with keys and values [STEPS, STEP,
-    D]. Products with the next keys run beside the softmax of these, and those with values beside
-    what follows."""
+def _scores(q, k_bufs, zero, ready, i: gl.constexpr, STEPS: gl.constexpr, FIRST: gl.constexpr):
+    """Products with the i-th keys, under way."""
+    M: gl.constexpr = q.shape[0]
+    STEP: gl.constexpr = k_bufs.shape[1]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [M // 16, 1], [16, STEP, 16])
+    if ready is not None and i < STEPS:
+        mbarrier.wait(ready.index((FIRST + i) % STEPS), 0)
+    k = k_bufs.index(zero + (FIRST + i) % STEPS).permute((1, 0))
+    zeros = gl.zeros([M, STEP], gl.float32, SCORES)
+    return warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def attend(
+    queries, k_bufs, v_bufs, zero, scale_log2, ready, ROUNDS: gl.constexpr, STEPS: gl.constexpr,
+    FIRST: gl.constexpr, BASE_V: gl.constexpr, AHEAD: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """softmax(q k^T) v of queries in registers, ROUNDS of them, with STEPS keys and values in
+    buffers [.., STEP, D], from FIRST on and around, of values behind BASE_V others. Products with
+    the next keys run beside the softmax of these if AHEAD, and those with values beside what
+    follows. Barriers `ready`, if not None, tell when keys and values behind the first are there."""
     M: gl.constexpr = queries[0].shape[0]
-    STEPS: gl.constexpr = k_bufs.shape[0]
     STEP: gl.constexpr = k_bufs.shape[1]
     D: gl.constexpr = k_bufs.shape[2]
     ALL: gl.constexpr = ROUNDS * STEPS
@@ -173,20 +189,18 @@ def _attend(queries, k_bufs, v_bufs, first, scale_log2, ROUNDS: gl.constexpr, dt
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [M // 16, 1], [16, D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    zeros = gl.zeros([M, STEP], gl.float32, SCORES)
-    k = k_bufs.index(first).permute((1, 0))
-    s_next = warpgroup_mma(queries[0], k, zeros, use_acc=False, is_async=True)
+    s_next = _scores(queries[0], k_bufs, zero, None, 0, STEPS, FIRST)
     results = ()
     for i in gl.static_range(ALL):
+        if i > 0 and not AHEAD:
+            s_next = _scores(queries[i // STEPS], k_bufs, zero, ready, i, STEPS, FIRST)
         # under way are these scores, and the product with the values before
-        s, _q = warpgroup_mma_wait(min(i, 1), deps=(s_next, queries[i // STEPS]))
-        if i + 1 < ALL:
-            k = k_bufs.index(first + (i + 1) % STEPS).permute((1, 0))
-            q = queries[(i + 1) // STEPS]
-            s_next = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+        s, _q = warpgroup_mma_wait(min(i, 1) if AHEAD else 0, deps=(s_next, queries[i // STEPS]))
+        if i + 1 < ALL and AHEAD:
+            s_next = _scores(queries[(i + 1) // STEPS], k_bufs, zero, ready, i + 1, STEPS, FIRST)
         here = gl.max(s, 1) * scale_log2
         if i > 0:
-            acc, p = warpgroup_mma_wait(1 if i + 1 < ALL else 0, deps=(acc, p))  # noqa: F821
+            acc, p = warpgroup_mma_wait(1 if AHEAD and i + 1 < ALL else 0, deps=(acc, p))  # noqa: F821
         if i % STEPS == 0:
             if i > 0:
                 o = acc * (1 / gl.convert_layout(total, ROW))[:, None]  # noqa: F821
@@ -203,7 +217,7 @@ def _attend(queries, k_bufs, v_bufs, first, scale_log2, ROUNDS: gl.constexpr, dt
         p = gl.exp2(s * scale_log2 - m[:, None])
         total += gl.sum(p, 1)
         p = gl.convert_layout(round_pairs(p, dtype), LEFT)
-        v = v_bufs.index(first + i % STEPS)
+        v = v_bufs.index(zero + BASE_V + (FIRST + i) % STEPS)
         acc = warpgroup_mma(p, v, acc, use_acc=i % STEPS > 0, is_async=True)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     o = acc * (1 / gl.convert_layout(total, ROW))[:, None]
@@ -267,7 +281,7 @@ def norm_attention_kernel(
     column = head0 * (3 * D) if HEADS_QKV else head0 * D
     next_head: gl.constexpr = 3 * D if HEADS_QKV else D
     part: gl.constexpr = D if HEADS_QKV else C  # from q to k and from k to v
-    _fetch_filters(w_desc, column, part, w_full, wq_bufs, w_bufs)
+    fetch_filters(w_desc, column, part, w_full, wq_bufs, w_bufs)
     bias_bufs = gl.allocate_shared_memory(gl.float32, [3 * HEADS, D], FLAT)
     offs_d = gl.arange(0, D, layout=VECTOR)
     biases = ()
@@ -287,12 +301,12 @@ def norm_attention_kernel(
     for i in gl.static_range(3 * HEADS):
         bias_bufs.index(i).store(biases[i])
     await_inputs()
-    _fetch_pixels(x_desc, n * T, x_full, x_bufs)
+    fetch_pixels(x_desc, n * T, x_full, x_bufs)
 
     k_steps = k_bufs._reinterpret(dtype, [STEPS, STEP, D], NARROW)
     v_steps = v_bufs._reinterpret(dtype, [STEPS, STEP, D], NARROW)
     if NORM:
-        _keep_affine(partial_ptr, g, b, kept, n, pixels, eps, C, K, CG, LANES, BLOCK_G, BLOCK_J)
+        keep_affine(partial_ptr, g, b, kept, n, pixels, eps, C, K, CG, LANES, BLOCK_G, BLOCK_J)
     accs = _products(
         x_full, x_bufs, kept, w_full, 0, wq_bufs, w_bufs, 0, ROUNDS, True, NORM, PIXELS,
     )  # fmt: skip
@@ -303,7 +317,7 @@ def norm_attention_kernel(
         bias_v = bias_bufs.index(3 * head + 2).load(COLUMN)[None, :]
         queries = ()
         for r in gl.static_range(ROUNDS):
-            k, v = _halves(accs[2 * r + 1], D, OUT)
+            k, v = halves(accs[2 * r + 1], D, OUT)
             if r == 0 and HEADS > 1:
                 sync_threads()  # all have done with these keys and values
             k_bufs.index(r + zero).store(round_pairs(k + bias_k, dtype))
@@ -314,10 +328,12 @@ def norm_attention_kernel(
         sync_threads()
         if head + 1 < HEADS:  # all have done with these filters
             rows = column + (head + 1) * next_head
-            _fetch_filters(w_desc, rows, part, w_full, wq_bufs, w_bufs)
+            fetch_filters(w_desc, rows, part, w_full, wq_bufs, w_bufs)
             sync_threads()  # here they meet anyway; else the compiler has them meet behind softmax
         offs = (head0 + head) * D + gl.arange(0, D, layout=COLUMN)[None, :]
-        results = _attend(queries, k_steps, v_steps, zero, scale * _LOG2_E, ROUNDS, dtype)
+        results = attend(
+            queries, k_steps, v_steps, zero, scale * _LOG2_E, None, ROUNDS, STEPS, 0, 0, True, dtype
+        )
         for r in gl.static_range(ROUNDS):
             row = n * T + r * M + gl.arange(0, M, layout=gl.SliceLayout(1, OUT))
             gl.store(o_ptr + row.to(gl.int64)[:, None] * C + offs, results[r])
@@ -333,7 +349,7 @@ def norm_attention_kernel(
 
 
 @gluon.jit
-def _fetch_filters(w_desc, row, part: gl.constexpr, full, wq_bufs, w_bufs):
+def fetch_filters(w_desc, row, part: gl.constexpr, full, wq_bufs, w_bufs):
     """Those of a head: of q, and beside each other of k and v."""
     BLOCKS: gl.constexpr = wq_bufs.shape[0]
     D: gl.constexpr = wq_bufs.shape[1]
@@ -347,7 +363,7 @@ def _fetch_filters(w_desc, row, part: gl.constexpr, full, wq_bufs, w_bufs):
 
 
 @gluon.jit
-def _fetch_pixels(x_desc, row, full, x_bufs):
+def fetch_pixels(x_desc, row, full, x_bufs):
     BLOCKS: gl.constexpr = x_bufs.shape[0]
     for i in gl.static_range(BLOCKS):
         mbarrier.expect(full.index(i), x_bufs.shape[1] * 128)

@@ -7,6 +7,7 @@ from torch import Tensor
 from ..attention import attention_bwd_rows, attention_fwd
 from ..column_sum import column_rows
 from ..conv.gluon.once import conv_once, serves_once
+from ..conv.gluon.once_wide import conv_once_wide, serves_once_wide
 from ..resample import gather, spread, spread_add
 from ..row_sums import RowSums
 from .activation_grad import activation_grad
@@ -148,8 +149,11 @@ def conv_few(x: Tensor, weight: Tensor, bias: Tensor, **options) -> tuple[Tensor
         return conv_early(x, weight, bias, **options)
     once = {k: v for k, v in options.items() if k in ("residual", "stats")}
     others = [v for k, v in options.items() if k not in once and v is not None]
-    if all(isinstance(v, Sequence) and not v for v in others) and serves_once(x, weight):
-        return conv_once(x, weight, bias, **once)
+    if all(isinstance(v, Sequence) and not v for v in others):
+        if serves_once(x, weight):
+            return conv_once(x, weight, bias, **once)
+        if serves_once_wide(x, weight):
+            return conv_once_wide(x, weight, bias, **once)
     return conv_forward(x, weight, bias, **options)
 
 
