@@ -25,6 +25,8 @@ from .norm_attention_kernels import (
     fetch_pixels,
     halves,
     keep_affine,
+    load_affine,
+    load_biases,
     normalize,
 )
 
@@ -219,7 +221,6 @@ def norm_attention_groups_kernel(
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     NARROW: gl.constexpr = gl.NVMMASharedLayout(2 * D, 16)
     LANES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // BLOCK_J, BLOCK_J], [num_warps, 1], [1, 0])
-    VECTOR: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     x_bufs = gl.allocate_shared_memory(dtype, [BLOCKS, T, 64], MATRIX)
@@ -248,20 +249,11 @@ def norm_attention_groups_kernel(
     part: gl.constexpr = D if HEADS_QKV else C  # from q to k and from k to v
     for j in gl.static_range(SLOTS):
         _fetch_filters(w_desc, column + j * next_head, part, w_full.index(j), filters[j], SHARED)
-    offs_d = gl.arange(0, D, layout=VECTOR)
-    biases = ()
-    for i in gl.static_range(3 * GROUPS):
-        biases = biases + (gl.load(bias_ptr + column + i // 3 * next_head + i % 3 * part + offs_d),)
+    biases = load_biases(bias_ptr, column, next_head, part, GROUPS, D, num_warps)
     kept = bias_bufs
     if NORM:
         kept = gl.allocate_shared_memory(gl.float32, [3, BLOCK_C], FLAT)
-        offs_c = gl.arange(0, BLOCK_C, layout=VECTOR)
-        g = gl.full([BLOCK_C], 1.0, gl.float32, VECTOR)
-        b = gl.zeros([BLOCK_C], gl.float32, VECTOR)
-        if g_ptr is not None:
-            g = gl.load(g_ptr + offs_c, mask=offs_c < C, other=0.0)
-        if b_ptr is not None:
-            b = gl.load(b_ptr + offs_c, mask=offs_c < C, other=0.0)
+        g, b = load_affine(g_ptr, b_ptr, C, BLOCK_C, num_warps)
     for i in gl.static_range(3 * GROUPS):
         bias_bufs.index(i).store(biases[i])
     await_inputs()

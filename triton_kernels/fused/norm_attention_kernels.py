@@ -19,6 +19,35 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
+def load_biases(
+    bias_ptr, column, next_head: gl.constexpr, part: gl.constexpr, HEADS: gl.constexpr,
+    D: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Of q, k and v of each head, in a tuple."""
+    offs = column + gl.arange(0, D, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
+    biases = ()
+    for i in gl.static_range(3 * HEADS):
+        biases = biases + (gl.load(bias_ptr + i // 3 * next_head + i % 3 * part + offs),)
+    return biases
+
+
+@gluon.jit
+def load_affine(
+    g_ptr, b_ptr, C: gl.constexpr, BLOCK_C: gl.constexpr, num_warps: gl.constexpr
+):  # fmt: skip
+    """What the norm multiplies by and adds, of all channels."""
+    VECTOR: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    offs = gl.arange(0, BLOCK_C, layout=VECTOR)
+    g = gl.full([BLOCK_C], 1.0, gl.float32, VECTOR)
+    b = gl.zeros([BLOCK_C], gl.float32, VECTOR)
+    if g_ptr is not None:
+        g = gl.load(g_ptr + offs, mask=offs < C, other=0.0)
+    if b_ptr is not None:
+        b = gl.load(b_ptr + offs, mask=offs < C, other=0.0)
+    return g, b
+
+
+@gluon.jit
 def keep_affine(
     partial_ptr, g, b, kept, n, pixels, eps,
     C: gl.constexpr, K: gl.constexpr, CG: gl.constexpr, LANES: gl.constexpr,
@@ -259,7 +288,6 @@ def norm_attention_kernel(
     NARROW: gl.constexpr = gl.NVMMASharedLayout(2 * D, 16)
     PIXELS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // BLOCK_J, BLOCK_J], [num_warps, 1], [1, 0])
-    VECTOR: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, STEP, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
@@ -283,21 +311,11 @@ def norm_attention_kernel(
     part: gl.constexpr = D if HEADS_QKV else C  # from q to k and from k to v
     fetch_filters(w_desc, column, part, w_full, wq_bufs, w_bufs)
     bias_bufs = gl.allocate_shared_memory(gl.float32, [3 * HEADS, D], FLAT)
-    offs_d = gl.arange(0, D, layout=VECTOR)
-    biases = ()
-    for i in gl.static_range(3 * HEADS):
-        ptrs = bias_ptr + column + i // 3 * next_head + i % 3 * part + offs_d
-        biases = biases + (gl.load(ptrs),)
+    biases = load_biases(bias_ptr, column, next_head, part, HEADS, D, num_warps)
     kept = x_bufs
     if NORM:
         kept = gl.allocate_shared_memory(gl.float32, [3, BLOCK_C], FLAT)
-        offs_c = gl.arange(0, BLOCK_C, layout=VECTOR)
-        g = gl.full([BLOCK_C], 1.0, gl.float32, VECTOR)
-        b = gl.zeros([BLOCK_C], gl.float32, VECTOR)
-        if g_ptr is not None:
-            g = gl.load(g_ptr + offs_c, mask=offs_c < C, other=0.0)
-        if b_ptr is not None:
-            b = gl.load(b_ptr + offs_c, mask=offs_c < C, other=0.0)
+        g, b = load_affine(g_ptr, b_ptr, C, BLOCK_C, num_warps)
     for i in gl.static_range(3 * HEADS):
         bias_bufs.index(i).store(biases[i])
     await_inputs()

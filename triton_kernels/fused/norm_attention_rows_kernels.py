@@ -22,6 +22,8 @@ from .norm_attention_kernels import (
     fetch_pixels,
     halves,
     keep_affine,
+    load_affine,
+    load_biases,
     normalize,
 )
 
@@ -108,7 +110,6 @@ def norm_attention_rows_kernel(
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     NARROW: gl.constexpr = gl.NVMMASharedLayout(2 * D, 16)
     LANES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // BLOCK_J, BLOCK_J], [num_warps, 1], [1, 0])
-    VECTOR: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     gl.static_assert(T == 256)  # four warpgroups
 
@@ -130,20 +131,11 @@ def norm_attention_rows_kernel(
     column = head * (3 * D) if HEADS_QKV else head * D
     part: gl.constexpr = D if HEADS_QKV else C  # from q to k and from k to v
     fetch_filters(w_desc, column, part, w_full, wq_bufs, w_bufs)
-    offs_d = gl.arange(0, D, layout=VECTOR)
-    biases = ()
-    for i in gl.static_range(3):
-        biases = biases + (gl.load(bias_ptr + column + i * part + offs_d),)
+    biases = load_biases(bias_ptr, column, 0, part, 1, D, num_warps)
     kept = bias_bufs
     if NORM:
         kept = gl.allocate_shared_memory(gl.float32, [3, BLOCK_C], FLAT)
-        offs_c = gl.arange(0, BLOCK_C, layout=VECTOR)
-        g = gl.full([BLOCK_C], 1.0, gl.float32, VECTOR)
-        b = gl.zeros([BLOCK_C], gl.float32, VECTOR)
-        if g_ptr is not None:
-            g = gl.load(g_ptr + offs_c, mask=offs_c < C, other=0.0)
-        if b_ptr is not None:
-            b = gl.load(b_ptr + offs_c, mask=offs_c < C, other=0.0)
+        g, b = load_affine(g_ptr, b_ptr, C, BLOCK_C, num_warps)
     for i in gl.static_range(3):
         bias_bufs.index(i).store(biases[i])
     await_inputs()
