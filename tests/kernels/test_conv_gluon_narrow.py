@@ -216,6 +216,12 @@ def test_rings_fit(width, channels):
     assert narrow.programs(width, channels) * (used + 1024) <= SHARED_LIMIT[90] + 1024
 
 
+@pytest.mark.parametrize(("images", "height", "rows"), [(1, 64, 4), (16, 64, 4), (64, 64, 8)])
+def test_programs_of_a_head_run_at_once(images, height, rows):
+    assert narrow.rows_of_program(images, height, 132) == rows
+    assert narrow.rows_of_program(1000, height, 132) == max(narrow._ROWS_OF_HEAD)
+
+
 def test_a_tuned_configuration_is_ignored_where_it_does_not_apply(monkeypatch, device):
     """A table made on a Hopper GPU has to be harmless elsewhere."""
     name = "conv_forward 4 8 64 16 3 3 torch.float16 False 0 False"

@@ -5,9 +5,10 @@
 
 For what wants y alone: act(z) is nowhere in memory afterwards, which spares a pass that reads and
 writes as much as the convolution does, and the launch of its table. The kernels are those that
-fetch each pixel once, `conv.gluon.resident`, `resident_two` and `narrow_out`. Warpgroups make
-act(z) of rows of pixels in shared memory while others multiply; or those that multiply do, between
-two tiles, of the rows that are new to them (`_FORMS`).
+fetch each pixel once, `conv.gluon.resident` and `resident_two`. Warpgroups make act(z) of rows of
+pixels in shared memory while others multiply; or those that multiply do, between two tiles, of the
+rows that are new to them (`_FORMS`). To few channels it is `conv.gluon.head`, where a warpgroup
+multiplies what it has made from registers.
 
 Tensors of which 1x1 convolutions are added may be half as large in both directions: these are
 upsampled on the way.
@@ -48,7 +49,6 @@ _FORMS = {
     "nothing": (_Form(1), _Form(0, table=True)),
     "residual": (_Form(1), _Form(2, table=True)),
     "1x1": (_Form(1), _Form(0, table=True)),
-    "head": (_Form(1), _Form(1)),
     "two": (_Form(2), _Form(2, table=True)),
 }
 
@@ -104,40 +104,43 @@ def norm_conv(
     others = [other for other, _ in extra]
     assert all(t.is_contiguous() for t in (x, *others))
     assert residual is None or (residual.shape == (n, h, w, co) and residual.is_contiguous())
+    norm = Norm(activation, partials, num_groups, norm_weight, norm_bias, eps, scale, shift)
+    if width is not None:
+        y = _empty((n, h, w, width), dtype=x.dtype, device=x.device)
+        gluon_narrow.launch_head(Operands(x, weight, y, bias, None, norm=norm))
+        return y, None
     if means:
         config = Config(*gluon_rows.RESIDENT_TILE)
     if config is None:
         rest = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
-        rest |= {"scale": scale, "shift": shift, "width": width}
-        norm = (partials, num_groups, norm_weight, norm_bias, eps, activation)
-        configs = _tiles(x, weight, others, width)
+        rest |= {"scale": scale, "shift": shift}
+        of_x = (partials, num_groups, norm_weight, norm_bias, eps, activation)
+        configs = _tiles(x, weight, others)
         config = choose(
             "norm_conv",
-            (n, h, w, ci, width or co, x.dtype, residual is not None, len(others)),
+            (n, h, w, ci, co, x.dtype, residual is not None, len(others)),
             lambda: configs,
             lambda: configs[0],
-            lambda c: norm_conv(x, *norm, weight, bias, **rest, config=c)[0],
+            lambda c: norm_conv(x, *of_x, weight, bias, **rest, config=c)[0],
             same,
         )
         config = config if config in configs else configs[0]
-    y = _empty((n, h, w, width or co), dtype=x.dtype, device=x.device)
-    sums = None
-    if width is None:
-        tiles = h * w // config.block_m
-        sums = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
+    y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
+    tiles = h * w // config.block_m
+    sums = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
     beside = () if residual is None else (residual,)
-    norm = Norm(activation, partials, num_groups, norm_weight, norm_bias, eps, scale, shift)
     added = "1x1" if extra else "nothing" if residual is None else "residual"
-    form = _FORMS["head" if width else added][n * h * w >= _LARGE]
+    form = _FORMS[added][n * h * w >= _LARGE]
     two_rows = config.block_m != _FOUR_ROWS  # four leave no registers to those who only make them
     norm = norm._replace(makers=form.makers if two_rows else 0)
     if form.table:
         terms = num_groups, norm_weight, norm_bias, eps, scale, shift
         norm = norm._replace(table=norm_image_table((partials,), (h * w,), *terms))
     room = empty_means(y, tiles, _empty) if means else None
-    operands = Operands(x, weight, y, bias, sums, beside, extra, extra_bias, emb, norm=norm)
-    path = gluon_narrow if gluon_narrow.serves(config) else gluon_rows
-    path.launch(config, operands._replace(means=room))
+    gluon_rows.launch(
+        config,
+        Operands(x, weight, y, bias, sums, beside, extra, extra_bias, emb, norm=norm, means=room),
+    )
     return (y, sums, room) if means else (y, sums)
 
 
@@ -195,7 +198,9 @@ def _fits_sums(partials: Tensor, group: int) -> bool:
     return _LEAST_TILES <= k <= _MOST_TILES and k & (k - 1) == 0 and 8 % group == 0
 
 
-def _tiles(x: Tensor, weight: Tensor, extra: Sequence[Tensor], width: int | None) -> list[Config]:
+def _tiles(
+    x: Tensor, weight: Tensor, extra: Sequence[Tensor], width: int | None = None
+) -> list[Config]:
     if x.shape[2:] != (64, 64):
         return []
     y = x.new_empty((*x.shape[:3], width or weight.shape[0]), device="meta")

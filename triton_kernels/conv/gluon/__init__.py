@@ -5,7 +5,8 @@
                gradients of public `conv2d`   filters stay in shared memory; the stem, too),
                                               rows_wgrad (the weight gradient)
     tiles      the fused network              tiles_kernels (rows of 4 to 64 pixels)
-    narrow     the head of that network       narrow_out (from 64 channels or 128 to 16)
+    narrow     the head of that network       narrow_out (from 64 channels or 128 to 16), head (of
+                                              act(norm(x)), in sampling)
     bare       public `conv2d`                bare_tiles (3x3 filters), bare_tiles_tf32 (in TF32),
                                               bare_points (1x1), bare_once (1x1, few tiles: a
                                               program does one and asks for all it needs at once),

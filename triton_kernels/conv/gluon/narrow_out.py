@@ -12,26 +12,15 @@ second one again. There are two programs on a multiprocessor, which nothing keep
 multiply while others write; or one with as much memory as both, where rows are larger.
 
 Of rows of 32 pixels two images lie side by side, see `rows_wgrad`.
-
-x may be what a norm reads. Then a third warpgroup makes act(norm(x)), see `rows_made`; or each of
-the two makes one row of every pair, see `norm_rows`, and `made` says when both have.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
 from ...dependent_launch import await_inputs_alone, begin_next
 from ...gluon.pairs import round_pairs
 from ...gluon.pipeline import new_barrier_pairs, new_barriers, sync_threads, wait_empty, wait_for
-from .norm_rows import Norm, activate_rows, keep_affine, load_affine, new_affine
-from .resident_loads import Ring, Work
-from .rows_made import make_rows
 from .rows_memory import clear_margins, row_from, row_of_tap, rows_chunks
 
 
@@ -39,7 +28,7 @@ from .rows_memory import clear_margins, row_from, row_of_tap, rows_chunks
 def _load(
     x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, first, last, tiles_h,
     W: gl.constexpr, IMAGES: gl.constexpr, K_BLOCKS: gl.constexpr, PAIRS: gl.constexpr,
-    OVERLAP: gl.constexpr, MAKES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     bar = w_full.index(0)
     mbarrier.expect(bar, K_BLOCKS * 9 * 16 * 128)
@@ -49,8 +38,6 @@ def _load(
             tma.async_copy_global_to_shared(w_desc, [tap, 0, k * 64], bar, buf)
     if OVERLAP:
         await_inputs_alone()  # filters are there before the launch in front
-    if MAKES:  # then that is all
-        last = first
     place = 0
     for tile in range(first, last):
         n = tile // tiles_h
@@ -85,17 +72,11 @@ def _multiply_row(
 
 @gluon.jit
 def _multiply(
-    y_ptr, x_bufs, w_bufs, x_full, x_empty, w_full, made, bias_ptr, norm, first, last, tiles_h,
-    N, H, CO,
+    y_ptr, x_bufs, w_bufs, x_full, x_empty, w_full, bias_ptr, first, last, tiles_h, N, H, CO,
     GROUP: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, K_BLOCKS: gl.constexpr,
-    PAIRS: gl.constexpr, ACT: gl.constexpr, TILES_OF_X: gl.constexpr, CG: gl.constexpr,
-    OVERLAP: gl.constexpr, MAKES: gl.constexpr,
+    PAIRS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Row GROUP of every tile."""
-    NORM: gl.constexpr = ACT is not None and not MAKES
-    if OVERLAP and NORM:
-        await_inputs_alone()
-    image = -1
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
     # 16 bytes a thread, and every warp the pixels whose sums it has
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
@@ -112,27 +93,8 @@ def _multiply(
         place = tile - first + n - first_n
         above = place % PAIRS
         below = (place + 1) % PAIRS
-        if NORM:
-            if n != image:
-                image = n
-                keep_affine(norm, n, H * W, GROUP, TILES_OF_X, CG)
-            slope, offset = load_affine(norm, GROUP)
-            begins = (tile == first) | (h == 0)
-            row = h * 2 - 1 + GROUP
-            if begins:
-                mbarrier.wait(x_full.index(above), place // PAIRS & 1)
-                activate_rows(x_bufs, above * 2 + GROUP, slope, offset, row >= 0, 1, 0, ACT, W)
-            mbarrier.wait(x_full.index(below), (place + 1) // PAIRS & 1)
-            activate_rows(x_bufs, below * 2 + GROUP, slope, offset, row + 2 < H, 1, 0, ACT, W)
-            fence_async_shared()
-            sync_threads()
-            mbarrier.arrive(made.index(above), count=1, pred=begins)
-            mbarrier.arrive(made.index(below), count=1)
-            mbarrier.wait(made.index(above), place // PAIRS & 1)
-            mbarrier.wait(made.index(below), (place + 1) // PAIRS & 1)
-        else:
-            mbarrier.wait(x_full.index(above), place // PAIRS & 1)
-            mbarrier.wait(x_full.index(below), (place + 1) // PAIRS & 1)
+        mbarrier.wait(x_full.index(above), place // PAIRS & 1)
+        mbarrier.wait(x_full.index(below), (place + 1) // PAIRS & 1)
         accs = ()
         for i in gl.static_range(W // 64):
             acc = gl.zeros([64, 16], gl.float32, LAYOUT)
@@ -171,27 +133,15 @@ def conv_narrow_out_kernel(
     w_desc,  # [9, CO, K] in boxes [1, 16, 64]; beyond CO are zeros
     y_ptr,  # [N, H, W, 16]
     bias_ptr,  # float32 [CO]
-    sums_ptr,  # of the norm of x, as `conv_resident_kernel` has it, or None
-    norm_weight_ptr,
-    norm_bias_ptr,
-    scale_ptr,
-    shift_ptr,
-    stride_scale,
-    stride_shift,
-    eps,
-    x_ptr,  # x as well, if a warpgroup of its own makes act(norm(x)); or None
     tiles,  # of all images
     tiles_h,  # of an image: H / 2, rounded up
     N,  # None: IMAGES is 1
     H,
     CO,
     W: gl.constexpr,  # pixels of a row, of all its images
-    IMAGES: gl.constexpr,  # without a norm
+    IMAGES: gl.constexpr,  # side by side in a row
     K_BLOCKS: gl.constexpr,  # of 64 channels of x
     PAIRS: gl.constexpr,  # of rows in shared memory
-    ACT: gl.constexpr,  # behind the norm of x, or None
-    TILES_OF_X: gl.constexpr,
-    CG: gl.constexpr,
     OVERLAP: gl.constexpr,  # the launch in front may still be under way
     num_warps: gl.constexpr,
 ):
@@ -202,51 +152,31 @@ def conv_narrow_out_kernel(
     w_bufs = gl.allocate_shared_memory(dtype, [K_BLOCKS * 9, 1, 16, 64], w_desc.layout)
     x_full, x_empty = new_barrier_pairs(PAIRS, 4)  # two tiles of two warpgroups
     w_full = new_barriers(1)
-    made, kept = w_full, w_full  # without a norm unused
-    MAKES: gl.constexpr = x_ptr is not None
-    MAKERS: gl.constexpr = 1 if MAKES else 0
-    if ACT is not None:
-        gl.static_assert(K_BLOCKS == 1 and IMAGES == 1, "the norm is of 64 channels")
-        kept = new_affine(2 - MAKERS)
-        if not MAKES:
-            made = new_barriers(PAIRS, 2)
-    norm = Norm(
-        sums_ptr, norm_weight_ptr, norm_bias_ptr, scale_ptr, shift_ptr,
-        stride_scale, stride_shift, eps, kept, None, 64,
-    )  # fmt: skip
     clear_margins(x_bufs, K_BLOCKS, 2 * PAIRS, W, num_warps)
 
     part = gl.program_id(0)
     parts = gl.num_programs(0)
     first = (tiles * part) // parts
     last = (tiles * (part + 1)) // parts
-    x = Ring(x_bufs, x_full, x_empty)
-    work = Work(first, last - first, tiles_h, 0)
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
-                    y_ptr, x_bufs, w_bufs, x_full, x_empty, w_full, made, bias_ptr, norm,
-                    first, last, tiles_h, N, H, CO, role, W, IMAGES, K_BLOCKS, PAIRS, ACT,
-                    TILES_OF_X, CG, OVERLAP, MAKES,
+                    y_ptr, x_bufs, w_bufs, x_full, x_empty, w_full, bias_ptr, first, last, tiles_h,
+                    N, H, CO, role, W, IMAGES, K_BLOCKS, PAIRS, OVERLAP,
                 ),
             )
             if role < 2
             else (
-                make_rows,
-                (x_ptr, x, norm, work, H, 0, 2, 2, W, ACT, TILES_OF_X, CG, OVERLAP, False),
-            )
-            if role < 2 + MAKERS
-            else (
                 _load,
                 (
                     x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, first, last, tiles_h,
-                    W, IMAGES, K_BLOCKS, PAIRS, OVERLAP, MAKES,
+                    W, IMAGES, K_BLOCKS, PAIRS, OVERLAP,
                 ),
             )
-            for role in ((0, 1, 2), (0, 1, 2, 3))[MAKERS]
+            for role in (0, 1, 2)
         ],
-        ([4, 1], [4, 4, 1])[MAKERS],
-        ([104 if K_BLOCKS * W == 64 else 224, 40], [56, 120, 24])[MAKERS],
+        [4, 1],
+        [104 if K_BLOCKS * W == 64 else 224, 40],
     )  # fmt: skip

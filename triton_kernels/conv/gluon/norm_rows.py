@@ -48,10 +48,13 @@ def new_affine(GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def keep_affine(norm, n, pixels, GROUP: gl.constexpr, K: gl.constexpr, CG: gl.constexpr):
-    """slope and offset of image n, for a warpgroup."""
+def keep_affine(
+    norm, n, pixels, GROUP: gl.constexpr, K: gl.constexpr, CG: gl.constexpr, weights=None
+):
+    """slope and offset of image n, for a warpgroup. `weights`: those of `load_weights`, if they are
+    there already."""
     if norm.table is None:
-        slope, offset = _of_sums(norm, n, pixels, K, CG)
+        slope, offset = _of_sums(norm, weights, n, pixels, K, CG)
     else:
         offs = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
         mean, rstd, g, b = load_table(norm.table, n, offs, norm.channels)
@@ -68,18 +71,30 @@ def load_affine(norm, GROUP: gl.constexpr):
     return norm.kept.index(2 * GROUP).load(LAYOUT), norm.kept.index(2 * GROUP + 1).load(LAYOUT)
 
 
+@gluon.constexpr_function
+def _sums_layout():
+    """[tiles, 64 channels]: every warp has 16 channels, so that none waits for another."""
+    return gl.BlockedLayout([1, 4], [8, 4], [1, 4], [1, 0])
+
+
 @gluon.jit
-def _of_sums(norm, n, pixels, K: gl.constexpr, CG: gl.constexpr):
-    """Of the sums of K tiles, and of groups of CG channels; every warp has 16 channels, so that
-    none waits for another. The formulas are those of `norm_tables`."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [1, 4], [1, 0])
+def load_weights(norm):
+    """Weight and bias of the norm."""
+    offs = gl.arange(0, 64, layout=gl.SliceLayout(0, _sums_layout()))
+    return gl.load(norm.weight + offs), gl.load(norm.bias + offs)
+
+
+@gluon.jit
+def _of_sums(norm, weights, n, pixels, K: gl.constexpr, CG: gl.constexpr):
+    """Of the sums of K tiles, and of groups of CG channels. The formulas are those of
+    `norm_tables`."""
+    LAYOUT: gl.constexpr = _sums_layout()
     offs = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     offs_k = gl.arange(0, K, layout=gl.SliceLayout(1, LAYOUT))
     ptrs = norm.sums + n.to(gl.int64) * (K * 128) + (offs_k * 128)[:, None] + offs[None, :]
     total = gl.load(ptrs)
     within = gl.load(ptrs + 64)
-    g = gl.load(norm.weight + offs)
-    b = gl.load(norm.bias + offs)
+    g, b = load_weights(norm) if weights is None else weights
     if norm.scale is not None:
         gain = 1.0 + gl.load(norm.scale + n.to(gl.int64) * norm.stride_scale + offs)
         g *= gain
@@ -103,18 +118,17 @@ def _of_sums(norm, n, pixels, K: gl.constexpr, CG: gl.constexpr):
 
 @gluon.jit
 def activate_rows(
-    x_bufs, row, slope, offset, inside,
-    COUNT: gl.constexpr, EDGE: gl.constexpr, ACT: gl.constexpr, W: gl.constexpr,
-):  # fmt: skip
-    """act(x slope + offset) of COUNT rows from `row` on, in their place. The EDGE-th of them is
+    x_bufs, row, slope, offset, inside, EDGE: gl.constexpr, ACT: gl.constexpr, W: gl.constexpr
+):
+    """act(x slope + offset) of two rows from `row` on, in their place. The EDGE-th of them is
     outside of the image unless `inside`: there x is 0, and act(0) is 0."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_bufs.dtype
     raw = ()
-    for j in gl.static_range(COUNT):
+    for j in gl.static_range(2):
         buf = row_from(x_bufs, 0, row + j, W)._reinterpret(dtype, [W, 64], MATRIX)
         raw = raw + (buf.load(pixels_layout()),)
-    for j in gl.static_range(COUNT):
+    for j in gl.static_range(2):
         buf = row_from(x_bufs, 0, row + j, W)._reinterpret(dtype, [W, 64], MATRIX)
         z0 = gl.where(inside, offset, 0.0) if j == EDGE else offset
         a = activate_affine(widen_pairs(raw[j]), slope[None, :], z0[None, :], ACT)

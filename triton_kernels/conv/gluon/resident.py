@@ -166,14 +166,14 @@ def _multiply(
                     # those in front have to be there, or odd rounds would be taken for even ones
                     mbarrier.wait(turns.index(GROUP), phase ^ FIRST)
                 row = wait_full(x.full, place, PAIRS) * 2
-                activate_rows(x.bufs, row, slope, offset, h0 > 0, 2, 0, ACT, W)
+                activate_rows(x.bufs, row, slope, offset, h0 > 0, 0, ACT, W)
             below = h0 + ROWS < tiles_h * ROWS
             for i in gl.static_range(1, HALVES + 1):
                 row = wait_full(x.full, place + i, PAIRS) * 2
                 if i < HALVES:
-                    activate_rows(x.bufs, row, slope, offset, True, 2, -1, ACT, W)
+                    activate_rows(x.bufs, row, slope, offset, True, -1, ACT, W)
                 else:
-                    activate_rows(x.bufs, row, slope, offset, below, 2, 1, ACT, W)
+                    activate_rows(x.bufs, row, slope, offset, below, 1, ACT, W)
             fence_async_shared()
             sync_threads()
         accs = ()
@@ -411,7 +411,7 @@ def conv_resident_kernel(
                 make_rows,
                 (
                     x_ptr, x, norm, work, tiles_h * ROWS,
-                    role - GROUPS, 3 - MAKERS, ROWS, W, ACT, TILES_OF_X, CG, OVERLAP, True,
+                    role - GROUPS, 3 - MAKERS, ROWS, W, ACT, TILES_OF_X, CG, OVERLAP,
                 ),
             )
             if role < GROUPS + MAKERS

@@ -32,7 +32,7 @@ def load_row(x_ptr, n, row, h, wanted, W: gl.constexpr):
 
 
 @gluon.jit
-def _widen(raw, dtype: gl.constexpr):
+def widen_words(raw, dtype: gl.constexpr, LAYOUT: gl.constexpr):
     """[W, 32] of two numbers each as [W, 64] of float32."""
     if dtype == gl.bfloat16:
         WIDEN: gl.constexpr = (
@@ -47,7 +47,7 @@ def _widen(raw, dtype: gl.constexpr):
         WIDEN, "=f,=f,r", [raw], (gl.float32, gl.float32), True, 1
     )
     x = gl.join(low, high).reshape([raw.shape[0], 64])
-    return gl.convert_layout(x, pixels_layout(), assert_trivial=True)
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -58,7 +58,7 @@ def store_row(x_bufs, place, raw, slope, offset, row, h, ACT: gl.constexpr, W: g
     buf = row_from(x_bufs, 0, place, W)._reinterpret(dtype, [W, 64], MATRIX)
     # outside of the image x is 0, and act(0) is 0
     z0 = gl.where((row >= 0) & (row < h), offset, 0.0)
-    a = activate_affine(_widen(raw, dtype), slope[None, :], z0[None, :], ACT)
+    a = activate_affine(widen_words(raw, dtype, pixels_layout()), slope[None, :], z0[None, :], ACT)
     buf.store(round_pairs(a, dtype))
 
 
@@ -91,11 +91,11 @@ def make_rows(
     x_ptr, x, norm, work, h,
     FIRST: gl.constexpr, COUNT: gl.constexpr,
     ROWS: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr, TILES_OF_X: gl.constexpr,
-    CG: gl.constexpr, OVERLAP: gl.constexpr, FILLS: gl.constexpr,
+    CG: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """COUNT rows from the FIRST on of all pairs of rows of the tiles of ROWS rows of a program, in
-    their order, of images of `h`. If it FILLS up, a pair that one tile reads alone counts as
-    returned by the other."""
+    their order, of images of `h`. A pair that one tile reads alone counts as returned by the
+    other."""
     HALVES: gl.constexpr = ROWS // 2
     last = work.tiles_h * HALVES  # pair of an image
     n = work.first // work.tiles_h
@@ -122,7 +122,7 @@ def make_rows(
             keep_affine(norm, n, h * W, FIRST, TILES_OF_X, CG)
             slope, offset = load_affine(norm, FIRST)
         slot = wait_for_room(x, place)
-        if FILLS and FIRST == 0:
+        if FIRST == 0:
             alone = (place == 0) | (place + 1 == total) | (q == 0) | (q == last)
             mbarrier.arrive(x.empty.index(slot), count=1, pred=alone | (q % HALVES != 0))
         store_row(x.bufs, slot * 2 + FIRST, raw0, slope, offset, 2 * q + row, h, ACT, W)
