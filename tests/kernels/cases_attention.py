@@ -12,7 +12,7 @@ def _case(
     backward = kernel != "attention_fwd_kernel"
     return {
         "name": f"attention_{name}",
-        "kernel": f"triton_kernels.attention_kernels:{kernel}",
+        "kernel": f"triton_kernels.attention.kernels:{kernel}",
         "signature": {p: "*fp32" if p in floats else element for p in pointers}
         | _SHAPES
         | (_STRIDES if backward else {}),
@@ -31,7 +31,7 @@ def _boxes(rows: int, d: int) -> str:
 
 
 def _head(name: str, t: int, d: int, rows: int, step: int | None = None, spills: int = 0) -> dict:
-    """Of `attention_gluon`: forward if it has a step."""
+    """Of `attention.head`: forward if it has a step."""
     backward = step is None
     boxes = ("qkv_desc", "do_desc", "dqkv_desc") if backward else ("q_desc", "kv_desc", "o_desc")
     floats = ("lse_ptr", "rows_ptr") if backward else ("lse_ptr",)
@@ -39,7 +39,7 @@ def _head(name: str, t: int, d: int, rows: int, step: int | None = None, spills:
     num_warps = 8 if backward and rows * d > 256 * 32 else 4
     return {
         "name": f"attention_{name}",
-        "kernel": "triton_kernels.attention_gluon_kernels:attention_"
+        "kernel": "triton_kernels.attention.head_kernels:attention_"
         f"{'bwd' if backward else 'fwd'}_head_kernel",
         "signature": {
             **dict.fromkeys(boxes, _boxes(rows, d)),

@@ -5,19 +5,17 @@ import math
 import pytest
 import torch
 
-from triton_kernels import attention_gluon, reference
-from triton_kernels.attention import (
-    _BWD_CONFIGS,
-    _BWD_HEAD_CONFIGS,
-    _FWD_CONFIGS,
-    _FWD_HEAD_CONFIGS,
-    _attention_bwd,
-    _bwd_config,
-    _fwd_config,
-    attention,
-    attention_bwd_rows,
-    attention_fwd,
+from triton_kernels import reference
+from triton_kernels.attention import attention, attention_bwd_rows, attention_fwd, head
+from triton_kernels.attention.configs import (
+    BWD_CONFIGS,
+    BWD_HEAD_CONFIGS,
+    FWD_CONFIGS,
+    FWD_HEAD_CONFIGS,
+    bwd_config,
+    fwd_config,
 )
+from triton_kernels.attention.launch import attention_bwd
 from triton_kernels.dependent_launch import dependent_launches
 
 from .distinct import distinct
@@ -151,7 +149,7 @@ def test_empty(shape, device):
 CONFIG_SHAPES = {"ragged": (1, 70, 1, 24), "whole": (1, 64, 1, 32)}
 
 
-@pytest.mark.parametrize("config", distinct(_FWD_CONFIGS), ids=str)
+@pytest.mark.parametrize("config", distinct(FWD_CONFIGS), ids=str)
 @pytest.mark.parametrize("shape", CONFIG_SHAPES.values(), ids=CONFIG_SHAPES)
 def test_fwd_config(config, shape, device):
     qkv, do = make(*shape, torch.float16, device)
@@ -163,7 +161,7 @@ def test_fwd_config(config, shape, device):
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1) / math.log(2), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("config", distinct(_BWD_CONFIGS), ids=str)
+@pytest.mark.parametrize("config", distinct(BWD_CONFIGS), ids=str)
 @pytest.mark.parametrize("shape", CONFIG_SHAPES.values(), ids=CONFIG_SHAPES)
 def test_bwd_config(config, shape, device):
     if config.one_pass and config.keep < shape[1]:
@@ -171,7 +169,7 @@ def test_bwd_config(config, shape, device):
     qkv, do = make(*shape, torch.float16, device)
     (_, exact), (_, budget) = expected_and_budgets(qkv, do, shape[2])
     arguments = shape[2], "qkv_heads", False
-    dqkv = _attention_bwd(do, qkv, *attention_fwd(qkv, *arguments), *arguments, config)
+    dqkv = attention_bwd(do, qkv, *attention_fwd(qkv, *arguments), *arguments, config)
     assert_close("dqkv", dqkv, exact, budget)
     check_rows(do, qkv, arguments, config)
 
@@ -181,7 +179,7 @@ def check_rows(do, qkv, arguments, config):
     place = lambda *shape: torch.full(shape, torch.nan, device=qkv.device)  # noqa: E731
     o_lse = attention_fwd(qkv, *arguments)
     dqkv, rows = attention_bwd_rows(do, qkv, *o_lse, *arguments, place, config)
-    assert torch.equal(dqkv, _attention_bwd(do, qkv, *o_lse, *arguments, config))
+    assert torch.equal(dqkv, attention_bwd(do, qkv, *o_lse, *arguments, config))
     written = dqkv.double()
     error = (rows.double().sum(0) - written.sum((0, 1))).abs()
     # half a unit in the last place each, and subnormals of 16 bits
@@ -190,7 +188,7 @@ def check_rows(do, qkv, arguments, config):
     assert (error <= bound).all()
 
 
-@pytest.mark.parametrize("config", [_BWD_CONFIGS[0], _BWD_CONFIGS[6]], ids=str)
+@pytest.mark.parametrize("config", [BWD_CONFIGS[0], BWD_CONFIGS[6]], ids=str)
 @pytest.mark.parametrize("shape", [(2, 40, 3, 24), (1, 64, 2, 32)], ids=str)
 def test_rows_of_the_legacy_order(config, shape, device):
     qkv, do = make(*shape, torch.float16, device)
@@ -201,9 +199,9 @@ def test_every_choice_is_in_a_tested_list():
     for t in (1, 64, 65, 256, 4096):
         for block_d in (16, 32, 64, 128):
             for dtype, tf32 in PRECISIONS.values():
-                assert _fwd_config(t, block_d, dtype, tf32) in _FWD_CONFIGS
-                config = _bwd_config(t, block_d, dtype, tf32)
-                assert config in _BWD_CONFIGS and (config.keep >= t or not config.one_pass)
+                assert fwd_config(t, block_d, dtype, tf32) in FWD_CONFIGS
+                config = bwd_config(t, block_d, dtype, tf32)
+                assert config in BWD_CONFIGS and (config.keep >= t or not config.one_pass)
 
 
 def test_gradient_of_any_strides(device):
@@ -335,7 +333,7 @@ GPU_CONFIG_SHAPES = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", _FWD_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", FWD_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", GPU_CONFIG_SHAPES.values(), ids=GPU_CONFIG_SHAPES)
 def test_gpu_fwd_config(config, shape, device):
     qkv, do = make(*shape, torch.bfloat16, device)
@@ -346,7 +344,7 @@ def test_gpu_fwd_config(config, shape, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", _BWD_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", BWD_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", GPU_CONFIG_SHAPES.values(), ids=GPU_CONFIG_SHAPES)
 def test_gpu_bwd_config(config, shape, device):
     if config.one_pass and config.keep < shape[1]:
@@ -356,7 +354,7 @@ def test_gpu_bwd_config(config, shape, device):
     arguments = shape[2], "qkv_heads", False
     o, lse = attention_fwd(qkv, *arguments)
     for _ in range(RUNS_ON_GPU):
-        dqkv = _attention_bwd(do, qkv, o, lse, *arguments, config)
+        dqkv = attention_bwd(do, qkv, o, lse, *arguments, config)
         assert_close("dqkv", dqkv, exact, budget)
     check_rows(do, qkv, arguments, config)
 
@@ -378,19 +376,19 @@ HEAD_KINDS = {"bf16": (torch.bfloat16, "qkv_heads"), "fp16 legacy": (torch.float
 
 
 def skip_unless_head_fits(qkv, d, backward):
-    if not attention_gluon.applies(qkv, d, backward=backward):
+    if not head.applies(qkv, d, backward=backward):
         pytest.skip("not on this GPU, with this version of Triton")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, order", HEAD_KINDS.values(), ids=HEAD_KINDS)
-@pytest.mark.parametrize("config", _FWD_HEAD_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", FWD_HEAD_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", HEAD_SHAPES.values(), ids=HEAD_SHAPES)
 def test_gpu_fwd_head_config(config, shape, order, dtype, device):
     qkv, do = make(*shape, dtype, device)
     skip_unless_head_fits(qkv, shape[3], backward=False)
     (exact, _), (budget, _) = expected_and_budgets(qkv, do, shape[2], order=order)
-    _, expected_lse = attention_fwd(qkv, shape[2], order, False, _FWD_CONFIGS[0])
+    _, expected_lse = attention_fwd(qkv, shape[2], order, False, FWD_CONFIGS[0])
     for _ in range(RUNS_ON_GPU):
         o, lse = attention_fwd(qkv, shape[2], order, False, config)
         assert_close("o", o, exact, budget)
@@ -399,16 +397,16 @@ def test_gpu_fwd_head_config(config, shape, order, dtype, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, order", HEAD_KINDS.values(), ids=HEAD_KINDS)
-@pytest.mark.parametrize("config", _BWD_HEAD_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", BWD_HEAD_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", HEAD_SHAPES.values(), ids=HEAD_SHAPES)
 def test_gpu_bwd_head_config(config, shape, order, dtype, device):
     qkv, do = make(*shape, dtype, device)
     skip_unless_head_fits(qkv, shape[3], backward=True)
     (_, exact), (_, budget) = expected_and_budgets(qkv, do, shape[2], order=order)
     arguments = shape[2], order, False
-    o, lse = attention_fwd(qkv, *arguments, _FWD_CONFIGS[0])
+    o, lse = attention_fwd(qkv, *arguments, FWD_CONFIGS[0])
     for _ in range(RUNS_ON_GPU):
-        dqkv = _attention_bwd(do, qkv, o, lse, *arguments, config)
+        dqkv = attention_bwd(do, qkv, o, lse, *arguments, config)
         assert_close("dqkv", dqkv, exact, budget)
     check_rows(do, qkv, arguments, config)
 
@@ -420,8 +418,8 @@ def test_gpu_head_of_extreme_scores(device):
     skip_unless_head_fits(qkv, 32, backward=True)
     qkv[..., :64] = 200
     qkv[..., 64:128] -= 250
-    o, lse = attention_fwd(qkv, 2, "qkv_heads", False, _FWD_HEAD_CONFIGS[0])
-    dqkv = _attention_bwd(do, qkv, o, lse, 2, "qkv_heads", False, _BWD_HEAD_CONFIGS[0])
+    o, lse = attention_fwd(qkv, 2, "qkv_heads", False, FWD_HEAD_CONFIGS[0])
+    dqkv = attention_bwd(do, qkv, o, lse, 2, "qkv_heads", False, BWD_HEAD_CONFIGS[0])
     exact, _ = run(reference.attention, qkv.double(), do.double(), 2)
     torch.testing.assert_close(o.double(), exact, rtol=2e-3, atol=2e-3)
     assert torch.isfinite(dqkv).all()
@@ -435,9 +433,9 @@ def test_gpu_heads_wait_for_what_they_read(device):
     arguments = 6, "qkv_heads", False
 
     def step():
-        twice = attention_fwd(torch.cat([qkv, qkv]), *arguments, _FWD_HEAD_CONFIGS[2])
-        return _attention_bwd(
-            torch.cat([do, do]), torch.cat([qkv, qkv]), *twice, *arguments, _BWD_HEAD_CONFIGS[0]
+        twice = attention_fwd(torch.cat([qkv, qkv]), *arguments, FWD_HEAD_CONFIGS[2])
+        return attention_bwd(
+            torch.cat([do, do]), torch.cat([qkv, qkv]), *twice, *arguments, BWD_HEAD_CONFIGS[0]
         )
 
     expected = step()

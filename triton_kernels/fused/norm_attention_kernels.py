@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..attention_gluon_kernels import unseen_zero
+from ..attention.head_kernels import unseen_zero
 from ..dependent_launch import await_inputs
 from ..gluon.pairs import round_pairs
 from ..gluon.pipeline import new_barriers, sync_threads

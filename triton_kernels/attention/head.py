@@ -17,13 +17,13 @@ another multiplies. What plain Triton cannot say, and what it gains:
 import triton
 from torch import Tensor
 
-from .dependent_launch import overlapping
-from .gluon.descriptors import SUPPORTED, in_boxes, takes
+from ..dependent_launch import overlapping
+from ..gluon.descriptors import SUPPORTED, in_boxes, takes
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from .attention_gluon_kernels import attention_bwd_head_kernel, attention_fwd_head_kernel
+    from .head_kernels import attention_bwd_head_kernel, attention_fwd_head_kernel
 
 _HEAD_DIMS = (16, 32, 64)
 _MOST_ROWS = 256  # of a box of TMA, and of scores in registers

@@ -1,4 +1,4 @@
-"""The kernels of `attention_gluon`: a warpgroup or two do a head, which stays in shared memory."""
+"""The kernels of `head`: a warpgroup or two do a head, which stays in shared memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,9 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .dependent_launch import await_inputs
-from .gluon.pairs import round_pairs
-from .gluon.pipeline import new_barriers, sync_threads
+from ..dependent_launch import await_inputs
+from ..gluon.pairs import round_pairs
+from ..gluon.pipeline import new_barriers, sync_threads
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 

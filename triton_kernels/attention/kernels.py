@@ -1,9 +1,9 @@
-"""The kernels of `attention`, where the formulas are: one forward and two backward."""
+"""The kernels of attention in plain Triton: one forward and two backward."""
 
 import triton
 import triton.language as tl
 
-from .dependent_launch import await_inputs
+from ..dependent_launch import await_inputs
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -1,0 +1,27 @@
+"""Multi-head self-attention over a packed [N, T, 3C] tensor, forward and backward.
+
+    s = q k^T / sqrt(d)    p = softmax(s)    o = p v             per sample and head
+
+The forward pass is the online softmax of FlashAttention-2 (Dao 2023, algorithm 1): a program keeps
+BLOCK_M queries, walks over the keys in blocks of BLOCK_N, and never writes s. What the backward
+pass (algorithm 2) needs of the softmax is one float32 a row, the logarithm of its denominator:
+
+    lse = log sum_j exp s_j    p = exp(s - lse)    delta = sum_c o_c do_c    dp = do v^T
+    ds = p (dp - delta)    dq = ds k / sqrt(d)    dk = ds^T q / sqrt(d)    dv = p^T do
+
+Exponentials are taken in base 2, the hardware's: log2(e) is folded into the scale, and `lse` is
+kept in base 2 as well. Scores, statistics and accumulators are float32.
+
+Layout: q, k and v are read by strides where the projection put them, and dq, dk and dv are written
+into one packed [N, T, 3C]; nothing is permuted or copied. T and D are compile-time constants (a
+model has two or three of each): a row that fits one tile has no loop, and a T that is a multiple of
+the tile has no masks. There are no atomics: the same input gives the same bits.
+
+`op` is what PyTorch sees, `launch` its passes, `configs` the tiles that they may have, `kernels`
+those of plain Triton. On Hopper `head` keeps a head in shared memory (`head_kernels`).
+"""
+
+from .launch import attention_bwd_rows, attention_fwd
+from .op import attention
+
+__all__ = ["attention", "attention_bwd_rows", "attention_fwd"]

@@ -1,0 +1,134 @@
+"""What one program of attention keeps and walks over, and which of these tiles may be taken."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+import triton
+from torch import Tensor
+
+from ..device import describe
+from . import head
+
+_Config = TypeVar("_Config", bound=tuple)
+
+
+class Tile(NamedTuple):
+    """The positions a program keeps, how many it takes at a time of the others, and its launch.
+
+    Forward and dq keep queries and walk over keys; dk and dv keep keys and walk over queries.
+    """
+
+    keep: int
+    step: int
+    num_warps: int
+    num_stages: int
+
+
+class BwdConfig(NamedTuple):
+    one_pass: bool  # one kernel that keeps all keys (T <= keep; 5 products), or two (7 products)
+    keep: int  # as in `Tile`
+    step: int
+    num_warps: int
+    num_stages: int
+
+
+# What `fwd_config` and `bwd_config` choose, and what may have been measured to be faster; each is
+# tested by itself.
+# In 16 bits and for heads of 64 all of them fit a Hopper SM; the first of each list fits any chip.
+FWD_CONFIGS = (
+    Tile(64, 64, 4, 2),
+    Tile(64, 128, 4, 2),
+    Tile(64, 256, 4, 2),  # T = 256 and d = 32: all keys in one tile
+    Tile(128, 64, 4, 3),
+    Tile(128, 64, 8, 3),
+    Tile(128, 128, 8, 2),
+    Tile(128, 128, 8, 3),
+    Tile(64, 64, 4, 3),
+    Tile(64, 256, 8, 2),
+    Tile(32, 32, 4, 2),
+    Tile(32, 32, 8, 2),
+)
+BWD_CONFIGS = (
+    BwdConfig(False, 64, 32, 4, 2),
+    BwdConfig(False, 64, 64, 4, 2),
+    BwdConfig(False, 128, 32, 4, 3),
+    BwdConfig(False, 128, 64, 8, 2),
+    BwdConfig(False, 32, 32, 4, 2),
+    BwdConfig(False, 32, 32, 8, 2),
+    BwdConfig(True, 64, 64, 4, 1),
+    BwdConfig(True, 128, 64, 8, 2),
+    BwdConfig(True, 256, 32, 8, 2),
+    BwdConfig(True, 256, 64, 8, 1),
+    BwdConfig(True, 256, 32, 8, 1),
+    BwdConfig(True, 64, 64, 8, 1),
+    BwdConfig(True, 64, 32, 4, 1),
+    BwdConfig(True, 64, 32, 4, 2),
+)
+
+
+# Those of `head`, which keep the keys of a head in shared memory: they stage nothing.
+# They are for Hopper, in 16 bits, and only where they were measured to be faster.
+FWD_HEAD_CONFIGS = (
+    Tile(64, 128, 4, 0),
+    Tile(128, 128, 4, 0),
+    Tile(256, 128, 4, 0),
+    Tile(256, 256, 4, 0),
+)
+BWD_HEAD_CONFIGS = (BwdConfig(True, 256, 64, 4, 0),)
+
+
+def fwd_config(t: int, block_d: int, dtype: torch.dtype, allow_tf32: bool) -> Tile:
+    """Choices that fit every chip: compiled for sm_89 and sm_90, d = 16 to 128 and every precision,
+    they spill at most 16 bytes of registers and need at most 81 KiB of shared memory."""
+    row = block_d * dtype.itemsize  # bytes of q, k or v
+    if dtype == torch.float32 and not allow_tf32:  # products are unrolled into FMAs
+        return Tile(32, 32, 4 if block_d <= 64 else 8, 2)
+    if row > 256:
+        return Tile(32, 32, 4, 2)
+    if row > 128 or t <= 64:
+        return Tile(64, 64, 4, 2)
+    return Tile(64, 128, 4, 2)
+
+
+def bwd_config(t: int, block_d: int, dtype: torch.dtype, allow_tf32: bool) -> BwdConfig:
+    row = block_d * dtype.itemsize
+    if dtype == torch.float32 and not allow_tf32:
+        return BwdConfig(False, 32, 32, 4 if block_d <= 64 else 8, 2)
+    if row > 256:
+        return BwdConfig(False, 32, 32, 4, 2)
+    if row > 128:
+        return BwdConfig(False, 64, 32, 4, 2)
+    if t <= 64:
+        return BwdConfig(True, 64, 64, 4, 1)
+    return BwdConfig(False, 64, 64, 4, 2)
+
+
+def keeps_head(config: Tile | BwdConfig) -> bool:
+    """Whether it is one of `head`."""
+    return config.num_stages == 0
+
+
+def fwd_candidates(qkv: Tensor, d: int, block_d: int) -> list[Tile]:
+    found = _candidates(FWD_CONFIGS, qkv, block_d)
+    if head.applies(qkv, d, backward=False):
+        longest = max(128, triton.next_power_of_2(qkv.shape[1]))
+        found += [c for c in FWD_HEAD_CONFIGS if max(c.keep, c.step) <= longest]
+    return found
+
+
+def bwd_candidates(qkv: Tensor, d: int, block_d: int) -> list[BwdConfig]:
+    found = _candidates(BWD_CONFIGS, qkv, block_d)
+    found = [c for c in found if c.keep >= qkv.shape[1] or not c.one_pass]
+    if head.applies(qkv, d, backward=True):
+        found += BWD_HEAD_CONFIGS
+    return found
+
+
+def _candidates(configs: Sequence[_Config], qkv: Tensor, block_d: int) -> list[_Config]:
+    """Those that fit, less tiles far beyond T: all of them only in 16 bits, for heads of at most
+    64, on a GPU with as much shared memory as Hopper's."""
+    if qkv.itemsize > 2 or block_d > 64 or describe(qkv.device).shared_memory < 220_000:
+        return []
+    longest = max(64, triton.next_power_of_2(qkv.shape[1]))
+    return [c for c in configs if max(c.keep, c.step) <= longest]

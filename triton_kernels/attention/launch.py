@@ -1,0 +1,170 @@
+"""The two passes of attention: they choose a tile, allocate, and launch."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+
+from ..dependent_launch import overlapping
+from ..tuning import choose, same
+from . import head
+from .configs import (
+    BwdConfig,
+    Tile,
+    bwd_candidates,
+    bwd_config,
+    fwd_candidates,
+    fwd_config,
+    keeps_head,
+)
+from .kernels import (
+    attention_bwd_dkdv_kernel,
+    attention_bwd_dq_kernel,
+    attention_fwd_kernel,
+)
+
+
+def _constants(qkv: Tensor, num_heads: int, order: str, allow_tf32: bool) -> dict:
+    """The arguments that every kernel has, by name."""
+    d = qkv.shape[2] // 3 // num_heads
+    return dict(
+        num_heads=num_heads,
+        scale=1 / math.sqrt(d),
+        T=qkv.shape[1],
+        D=d,
+        HEADS_QKV=order == "heads_qkv",
+        PRECISION="tf32" if allow_tf32 else "ieee",
+        BLOCK_D=max(16, triton.next_power_of_2(d)),
+    )
+
+
+def attention_fwd(
+    qkv: Tensor,
+    num_heads: int,
+    order: str,
+    allow_tf32: bool,
+    config: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """o [N, T, C] and lse, float32 [N, heads, T] in base 2."""
+    n, t, c3 = qkv.shape
+    assert t * c3 < 2**31, qkv.shape  # offsets within a sample are int32
+    constants = _constants(qkv, num_heads, order, allow_tf32)
+    o = torch.empty((n, t, c3 // 3), dtype=qkv.dtype, device=qkv.device)
+    lse = torch.empty((n, num_heads, t), dtype=torch.float32, device=qkv.device)
+    if o.numel() == 0:
+        return o, lse
+    if config is None:
+        config = choose(
+            "attention",
+            # a head is a head, whichever sample it belongs to; where it can stay in shared memory,
+            # rows of other lengths say something too
+            (n * num_heads, t, constants["D"], qkv.dtype, allow_tf32 and qkv.itemsize == 4),
+            lambda: fwd_candidates(qkv, constants["D"], constants["BLOCK_D"]),
+            lambda: fwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32),
+            lambda c: attention_fwd(qkv, num_heads, order, allow_tf32, c)[0],
+            same if head.applies(qkv, constants["D"], backward=False) else None,
+        )
+        if keeps_head(config) and not head.fetchable(qkv):
+            config = fwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32)
+    if keeps_head(config):
+        head.forward(qkv, o, lse, constants, config.keep, config.step)
+        return o, lse
+    attention_fwd_kernel[(n * num_heads * triton.cdiv(t, config.keep),)](
+        qkv,
+        o,
+        lse,
+        **constants,
+        BLOCK_M=config.keep,
+        BLOCK_N=config.step,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **overlapping(qkv.device, n * t),
+    )
+    return o, lse
+
+
+def attention_bwd(
+    do: Tensor,
+    qkv: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    num_heads: int,
+    order: str,
+    allow_tf32: bool,
+    config: BwdConfig | None = None,
+) -> Tensor:
+    """dqkv [N, T, 3C]; `do` may have any strides."""
+    return attention_bwd_rows(do, qkv, o, lse, num_heads, order, allow_tf32, None, config)[0]
+
+
+def attention_bwd_rows(
+    do: Tensor,
+    qkv: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    num_heads: int,
+    order: str,
+    allow_tf32: bool,
+    place: Callable[[int, int], Tensor] | None,  # (rows, columns) -> where they go, float32
+    config: BwdConfig | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The same, and if they have a place, rows [rows, 3C] whose sum is that of dqkv over samples
+    and positions."""
+    n, t, c3 = qkv.shape
+    # offsets within a sample are int32
+    assert t * max(c3, do.stride(1)) + c3 * do.stride(2) < 2**31, (qkv.shape, do.stride())
+    constants = _constants(qkv, num_heads, order, allow_tf32)
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    if dqkv.numel() == 0:
+        return dqkv, None if place is None else place(0, c3)
+    if config is None:
+        config = choose(
+            "attention_bwd",
+            (n * num_heads, t, constants["D"], qkv.dtype, allow_tf32 and qkv.itemsize == 4),
+            lambda: bwd_candidates(qkv, constants["D"], constants["BLOCK_D"]),
+            lambda: bwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32),
+            lambda c: attention_bwd(do, qkv, o, lse, num_heads, order, allow_tf32, c),
+            same if head.applies(qkv, constants["D"], backward=True) else None,
+        )
+        if keeps_head(config) and not all(map(head.fetchable, (qkv, do))):
+            config = bwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32)
+    if keeps_head(config):
+        rows = None if place is None else place(n, c3)
+        head.backward(do, qkv, o, lse, dqkv, rows, constants)
+        return dqkv, rows
+    _, keep, step, num_warps, num_stages = config
+    grid = (n * num_heads * triton.cdiv(t, keep),)
+    rows = None if place is None else place(n * triton.cdiv(t, keep), c3)
+    shared = dict(
+        **constants,
+        rows_ptr=rows,
+        stride_don=do.stride(0),
+        stride_dot=do.stride(1),
+        stride_doc=do.stride(2),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **overlapping(qkv.device),
+    )
+    if config.one_pass:
+        assert keep >= t, f"one pass over {t} positions with tiles of {keep}"
+        delta = None
+    else:
+        delta = torch.empty((n, num_heads, t), dtype=torch.float32, device=qkv.device)
+        attention_bwd_dq_kernel[grid](
+            do, qkv, o, lse, delta, dqkv, **shared, BLOCK_M=keep, BLOCK_N=step
+        )
+    attention_bwd_dkdv_kernel[grid](
+        do,
+        qkv,
+        o,
+        lse,
+        delta,
+        dqkv,
+        **shared,
+        BLOCK_M=step,
+        BLOCK_N=keep,
+        ONE_PASS=config.one_pass,
+    )
+    return dqkv, rows
