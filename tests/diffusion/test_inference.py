@@ -1,6 +1,7 @@
 """The plan for sampling against the layers, in float64, and in bf16 on the GPU."""
 
 import copy
+import inspect
 from unittest import mock
 
 import pytest
@@ -40,6 +41,14 @@ CALLS = (
 LARGE = ("avg_pool_partials", "norm_conv", "norm_conv_of_two", "norm_of_sums_upsampled")
 
 
+def replace(monkeypatch, name, function):
+    """In the reference and in its files, which call each other."""
+    files = [file for file in vars(fused_reference).values() if inspect.ismodule(file)]
+    for module in (fused_reference, *files):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, function)
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """How often the kernels of inference were asked for."""
@@ -55,7 +64,7 @@ def calls(monkeypatch):
         return counted
 
     for name in counts:
-        monkeypatch.setattr(fused_reference, name, counting(name))
+        replace(monkeypatch, name, counting(name))
     return counts
 
 
@@ -127,7 +136,7 @@ def test_means_in_the_launch_of_a_convolution(name, large, monkeypatch):
     made = {}
     for op in ("conv_means", "avg_pool"):  # the former calls the latter
         made[op] = mock.Mock(side_effect=getattr(fused_reference, op))
-        monkeypatch.setattr(fused_reference, op, made[op])
+        replace(monkeypatch, op, made[op])
     model = make(MODELS[name], (16, 24)).eval()
     twin = copy.deepcopy(model)
     x, t = torch.randn(2, 16, 24, 3).double(), torch.tensor([3, 700])

@@ -1,11 +1,11 @@
-"""The norms of the planned network in plain PyTorch, a part of `fused.reference`: from partial sums
-to tables, the passes over memory, and their gradients."""
+"""The norms of the planned network: from partial sums to tables, the passes over memory, and their
+gradients."""
 
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..reference import ACTIVATION_FUNCTIONS
+from ... import reference
+from ...reference import ACTIVATION_FUNCTIONS
 
 
 def put(out: Tensor, value: Tensor, accumulate: bool) -> None:
@@ -206,3 +206,18 @@ def norm_backward(
     adds = {"add1": add1, "add1_second": add1_second, "upsample1": upsample1, "out": out}
     dx, _, rows = norm_dx(dz, x, None, coeff, sums=sums if rows else None, **adds)
     return dx, rows
+
+
+def grad_partials(dz, xhat):
+    return torch.stack((dz.sum((1, 2)), (dz * xhat).sum((1, 2))), dim=1)[:, None]
+
+
+def activation_grad(da, x, table, activation):
+    """(dz, partials) of z in a = act(z), where z is the norm of x."""
+    mean, rstd, g, b = table.unbind(1)
+    xhat = (x - over_pixels(mean)) * over_pixels(rstd)
+    with torch.enable_grad():
+        z = (xhat * over_pixels(g) + over_pixels(b)).detach().requires_grad_()
+        a = ACTIVATION_FUNCTIONS[activation](z)
+    (dz,) = torch.autograd.grad(a, z, da)
+    return dz, grad_partials(dz, xhat)

@@ -1,0 +1,118 @@
+"""What sampling has in one launch with a convolution: the norm in front of it, the norm behind it,
+or 2x2 means."""
+
+import torch
+
+from ... import reference
+from .conv import conv_forward
+from .norms import apply, norm_table
+from .one_launch_norms import norm_of_sums, norm_whole
+from .resample import avg_pool_partials, upsample
+
+
+def norms_in_conv(x, weight, num_groups, extra=(), second=0):
+    """Whether `conv_norm` may be asked."""
+    return x.shape[1] * x.shape[2] <= 96
+
+
+def meets(x, weight, num_groups, extra=()):
+    """Whether `conv_meeting` may be asked."""
+    return x.shape[1] * x.shape[2] <= 384
+
+
+def conv_meeting(x, weight, bias, norm, *, zeros=None, **terms):
+    """As `conv_norm`."""
+    return conv_norm(x, weight, bias, norm, **terms)
+
+
+def conv_norm(x, weight, bias, norm, *, x2=None, **terms):
+    """(what `conv_forward` returns, or None if it is not kept; its partials if they are wanted;
+    act(norm(.)) of it beside x2)"""
+    y, partials = conv_forward(x, weight, bias, **terms, stats=True)
+    weight, bias, num_groups, eps, activation, keep, stats = norm
+    both = y if x2 is None else torch.cat((y, x2), dim=3)
+    a = reference.group_norm(both, num_groups, weight, bias, eps=eps, activation=activation)
+    return y if keep else None, partials if stats else None, a
+
+
+def serves_conv_means(x, weight, extra=()):
+    """Whether a GPU has the means of the result where it is made; here those of even sizes."""
+    return x.shape[1] % 2 == x.shape[2] % 2 == 0
+
+
+def conv_means(x, weight, bias, **terms):
+    """What `conv_forward` returns with partials, and (its 2x2 means, their partials)."""
+    y, partials = conv_forward(x, weight, bias, **terms, stats=True)
+    return y, partials, avg_pool_partials(y)
+
+
+def serves_norm_conv(x, weight, extra, partials, num_groups, width=None):
+    """Whether a GPU would rather not have act(norm(x)) in memory; here few channels are."""
+    return weight.shape[2:] == (3, 3) and x.shape[3] <= 32
+
+
+def norm_conv(
+    x, partials, num_groups, norm_weight, norm_bias, eps, activation, weight, bias,
+    *, scale=None, shift=None, width=None, means=False, **terms,
+):  # fmt: skip
+    """`conv_forward` of act(norm(x)), with partials unless there is a width, or `conv_means`.
+    Tensors in `extra` may be half as large: then they are upsampled."""
+    pixels = x.shape[1] * x.shape[2]
+    if "extra" in terms:
+        whole = [upsample(t) if t.shape[1] < x.shape[1] else t for t, _ in terms["extra"]]
+        terms["extra"] = [(t, w) for t, (_, w) in zip(whole, terms["extra"], strict=True)]
+    norm = num_groups, norm_weight, norm_bias, eps, scale, shift
+    a = apply(x, None, norm_table((partials,), (pixels,), *norm), activation)
+    if means:
+        return conv_means(a, weight, bias, **terms)
+    return conv_forward(a, weight, bias, stats=width is None, width=width, **terms)
+
+
+def serves_small_terms(small, channels, co):
+    """Whether `norm_conv` would rather upsample what it adds 1x1 convolutions of."""
+    return co <= 32
+
+
+def serves_norm_conv_of_two(x1, x2, weight, partials, num_groups):
+    """The same of two tensors side by side."""
+    return weight.shape[2:] == (3, 3) and x1.shape[3] <= 32
+
+
+def norm_conv_of_two(
+    x1, x2, partials, num_groups, norm_weight, norm_bias, eps, activation, weight, bias,
+    *, emb=None,
+):  # fmt: skip
+    """`conv_forward` of act(norm([x1, x2])), with partials."""
+    pixels = (x1.shape[1] * x1.shape[2],) * 2
+    table = norm_table(partials, pixels, num_groups, norm_weight, norm_bias, eps)
+    return conv_forward(apply(x1, x2, table, activation), weight, bias, emb=emb, stats=True)
+
+
+def serves_norm_linear(x, partials, num_groups):
+    """Whether a norm may be in the launch of the 1x1 convolution behind it."""
+    return True
+
+
+def norm_linear_few(x, partials, pixels, num_groups, norm_weight, norm_bias, eps, weight, bias):
+    """norm(x) weight^T + bias"""
+    sums = (partials,), (pixels,), num_groups, norm_weight, norm_bias, eps
+    return norm_of_sums(x, None, *sums, "identity") @ weight.T + bias
+
+
+def postpones(x, weight):
+    """Whether a norm may be in the launch of a 1x1 convolution; here in images of one size."""
+    return weight.shape[2:] == (1, 1) and x.shape[1] * x.shape[2] == 24
+
+
+def serves_linear_norm(co, channels, num_groups):
+    """Whether such a norm may be."""
+    return True
+
+
+def linear_norm_few(
+    x, weight, bias, residual, x2, num_groups, norm_weight, norm_bias, eps, activation
+):
+    """(act(norm(y beside x2)), y) of a 1x1 convolution y"""
+    y, _ = conv_forward(x, weight, bias, residual=residual)
+    a, _ = norm_whole(y, x2, num_groups, norm_weight, norm_bias, eps, activation)
+    return a, y

@@ -1,0 +1,26 @@
+"""What the network begins with: images, and sinusoids of timesteps."""
+
+import torch
+import torch.nn.functional as F
+
+
+def sinusoids(t, frequencies, width):
+    """cos(t f), then sin(t f), then zeros: [N, width], in the frequencies' precision."""
+    angles = t[:, None].float() * frequencies[None, :]
+    return F.pad(torch.cat([angles.cos(), angles.sin()], 1), (0, width - 2 * len(frequencies)))
+
+
+def pad_channels(x, width, dtype):
+    """x [..., C] with zeros behind its channels, in that dtype."""
+    return F.pad(x, (0, width - x.shape[-1])).to(dtype)
+
+
+def begin_step(x, channels, dtype, table=None, row=None, index=None, cleared=None):
+    """(x with zeros behind its channels up to so many, table[row, index]); `cleared` is zeros."""
+    if cleared is not None:
+        cleared.zero_()
+    image = F.pad(x, [0, channels - x.shape[3]]).to(dtype)
+    if table is None:
+        return image, None
+    rows = table.index_select(0, row)[0]
+    return image, rows if index is None else rows.index_select(0, index)
