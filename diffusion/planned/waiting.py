@@ -248,8 +248,9 @@ class WaitingKernels:
     def norm_apply(
         self, x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, mask=None, **film
     ) -> tuple[Tensor, Table]:
+        assert mask is None  # of dropout, of which there is none
         table = Table(partials, pixels, num_groups, (weight, bias, eps), film)
-        return self.apply(x1, x2, table, activation, mask=mask), table
+        return self.apply(x1, x2, table, activation), table
 
     def serves_upsampled(
         self, small: Tensor | InParts | NormNext, channels: tuple[int, int], co: int, *rest: bool
@@ -279,15 +280,13 @@ class WaitingKernels:
         *,
         corners: bool = False,
         keep: bool = True,
-        **options,
     ) -> Tensor:
-        options = {k: v for k, v in options.items() if v is not None}
         x2 = tensor_of(x2)
         n, h, w, c1 = x1.shape
         c = c1 + (0 if x2 is None else x2.shape[3])
         film = any(v is not None for v in table.film.values())
         if isinstance(x1, NormNext):
-            if not options and not film:
+            if not film:
                 a = x1.normed(x2, table.num_groups, *table.arguments, activation)
                 if a is not None:
                     return a
@@ -295,14 +294,11 @@ class WaitingKernels:
         if unsummed(x1) and h * w > _WHOLE_PARTS:
             x1.tensor()
         waits = unsummed(x1)
-        small_one = isinstance(x1, Upsampled) and x1.large is None and not options
+        small_one = isinstance(x1, Upsampled) and x1.large is None
         unmeasured = any(isinstance(p, Unmeasured) and p.taken() is None for p in table.partials)
         wants_whole = (waits or self._reads_whole(n * h * w * c, h * w)) and unmeasured
-        if (
-            not options
-            and (wants_whole or (self._better_whole(n, h * w) and not small_one))
-            and self.kernels.norm_whole_supported(c, table.num_groups, h * w)
-        ):
+        wants_whole |= self._better_whole(n, h * w) and not small_one
+        if wants_whole and self.kernels.norm_whole_supported(c, table.num_groups, h * w):
             if isinstance(x1, Pooled) and x1.means is None:
                 a, x1.means = self.kernels.norm_whole(
                     x1.source, x2, table.num_groups, *table.arguments, activation, **table.film,
@@ -326,9 +322,6 @@ class WaitingKernels:
             )
             return a
         source = tensor_of(x1)
-        if options:
-            coefficients = self.kernels.norm_table(*sums, **table.film)
-            return self.kernels.apply(source, x2, coefficients, activation, **options)
         if self._sums_pay(n * h * w * c, tiles):
             if activation == "identity" and x2 is None and not film:
                 norm = (table.num_groups, *table.arguments)
