@@ -8,7 +8,7 @@ predecessor writes. Stream capture keeps this as a programmatic edge of the grap
 It is for a chain of kernels, as in sampling and in the forward pass of a training step. In backward
 weight gradients on a side branch fill the gaps as well, and a kernel that waits takes their place:
 with all kernels it lost 3 %, with small ones and Gluon convolutions it gains (see
-docs/performance.md). It is off but within `dependent_launches()`. The later launches of one public
+docs/tried.md). It is off but within `dependent_launches()`. The later launches of one public
 op are another matter (`following`): in a stream of its own nothing else can begin between them.
 The predecessor may be a kernel that does not call `await_inputs`, if it was
 launched in the ordinary way: it ends after all before it, too.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_BUDGET = 384 * 2**20  # bytes; with 64 MiB the main stream waits, see docs/performance.md
+_BUDGET = 384 * 2**20  # bytes; with 64 MiB the main stream waits, see docs/tried.md
 # What may be held, in bytes; measured at batch 32 of unet64, whose pieces are 15 to 96 MiB
 _HELD_BUDGET = 768 * 2**20
 _LARGE = 8 * 2**20  # a tensor that makes a piece worth it

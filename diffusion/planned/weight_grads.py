@@ -9,7 +9,7 @@ from .side_stream import SideStream
 
 _MOST = 4  # that `kernels.conv_weight_grads` can do at once
 # Of the multiprocessors: a launch writes fewer parts of sums, and kernels of the main stream find
-# others free. See docs/performance.md
+# others free. See docs/tried.md
 SHARE = 0.5
 _BUDGET = 192 * 2**20  # bytes that they read together, which stay allocated meanwhile
 

@@ -37,7 +37,7 @@ _APPLY_CONFIG = PassConfig(4096, 2, 4)
 _DX_CONFIG = PassConfig(4096, 2, 4)
 
 
-_MOST_TILES = {"apply": 4, "dx": 8}  # of an image; measured at batch 32, see docs/performance.md
+_MOST_TILES = {"apply": 4, "dx": 8}  # of an image; measured at batch 32, see docs/tried.md
 _MOST_ELEMENTS = 2**23
 
 

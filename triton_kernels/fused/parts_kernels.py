@@ -3,7 +3,7 @@
 Such a kernel is two trips to memory, there and back, if it asks for all that it reads at once. What
 is used first is asked for last. The compiler, which spares registers, may still ask for some, wait,
 and ask for the next. Volatile loads it leaves in their order, but they pass over the cache of the
-multiprocessor and are slower by more than that (docs/kernels.md).
+multiprocessor and are slower by more than that (docs/kernels/sampling.md).
 
 A channel's pixels are successive in a part, since groups have few channels and all pixels.
 """
