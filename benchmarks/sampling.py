@@ -21,6 +21,7 @@ Ours is timed only after its output has been compared with the float32 baseline.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,13 +109,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def choose_tasks(settings: dict) -> list[Task]:
-    """What the settings ask for, the slow ones last. ConfigError: something unknown."""
+    """What the settings ask for, what is compared one after the other, the slow ones last.
+    ConfigError: something unknown."""
     for key, valid in (("providers", PROVIDERS), ("pipelines", PIPELINES)):
         for value in settings[key]:
             check_choice(key, value, valid)
     for chain in settings["chains"]:
         split_chain(chain)
-    tasks = [Task(None, p, batch) for p in settings["providers"] for batch in settings["batch"]]
+    tasks = [Task(None, p, batch) for batch in settings["batch"] for p in settings["providers"]]
     chains = [(p, chain) for p in settings["pipelines"] for chain in settings["chains"]]
     return tasks + [Task(chain, p, settings["images"]) for p, chain in chains]
 
@@ -213,10 +215,11 @@ def evaluation_step(provider: str, model: str, batch: int, device: torch.device,
     return Step(plain, captured, planned=provider.startswith(OURS))
 
 
+@cache
 @torch.no_grad()
 def check_network(model: str, device: torch.device, size: int = _SIZE, batch: int = 4) -> None:
     """Raise WrongResult unless our plan is at most twice as far from the float32 baseline as the
-    reference ops in bf16."""
+    reference ops in bf16. A network that has passed is not asked again."""
     generator = torch.Generator(device).manual_seed(1)
     x = torch.randn(batch, size, size, 3, device=device, generator=generator)
     t = torch.randint(_TIMESTEPS, (batch,), device=device, generator=generator)

@@ -5,6 +5,7 @@
     model=unet64        configs/model
     size=64             pixels
     batch=1,16,64       images
+    only=               kernels by the first word of their entries, e.g. conv_meeting; default all
     processes=12        that compile side by side
     out=                the table; default: the user's cache for this GPU, torch and triton
 
@@ -32,6 +33,7 @@ DEFAULTS = {
     "model": "unet64",
     "size": 64,
     "batch": (1, 16, 64),
+    "only": (),
     "processes": 12,
     "out": "",
     "part": -1,  # the share of a compiling process
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     device = harness.require_cuda()
     part, parts = settings["part"], settings["processes"]
     if part >= 0:
-        with tuning.search(part, parts, timed=False):
+        with tuning.search(part, parts, timed=False, only=settings["only"]):
             _walk(settings, device)
         return 0
     path = Path(settings["out"]) if settings["out"] else tuning.cache_path()
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         tuning.save({}, path)  # before it takes minutes to find out that this cannot be done
     if parts:
         harness.run_shares("benchmarks.tune_sampling", arguments, parts)
-    with tuning.search() as found:
+    with tuning.search(only=settings["only"]) as found:
         _walk(settings, device)
     tuning.save(found.found, path)
     report(found, _SHOWN)
