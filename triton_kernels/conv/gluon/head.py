@@ -24,7 +24,7 @@ from ...dependent_launch import await_inputs_alone, begin_next
 from ...gluon.pairs import round_pairs
 from ...gluon.pipeline import sync_threads, wait_for
 from .norm_rows import Norm, keep_affine, load_weights, new_affine
-from .rows_made import widen_words
+from .rows_made import load_row, widen_words
 
 
 @gluon.constexpr_function
@@ -80,17 +80,6 @@ def _filters_of(w_bufs, r: gl.constexpr):
     w = w_bufs.index(r)
     N: gl.constexpr = w_bufs.shape[2]
     return w._reinterpret(w.dtype, [N, 64], gl.NVMMASharedLayout(128, 16))
-
-
-@gluon.jit
-def _load_row(x_ptr, n, row, H, wanted):
-    """Zeros outside of the image."""
-    LAYOUT: gl.constexpr = _words_layout()
-    pixel = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    offs = pixel * 32 + gl.arange(0, 32, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    words = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (n * H + row).to(gl.int64) * 2048
-    mask = wanted & (row >= 0) & (row < H) & (pixel >= 0)
-    return gl.load(words + offs, mask=mask, other=0, cache_modifier=".cg")
 
 
 @gluon.jit
@@ -178,8 +167,8 @@ def conv_head_kernel(
 
     if OVERLAP:
         await_inputs_alone()  # parameters are there before the launch in front
-    raw0 = _load_row(x_ptr, n, h0 - 1, H, True)
-    raw1 = _load_row(x_ptr, n, h0, H, True)
+    raw0 = load_row(x_ptr, n, h0 - 1, H, True, 64, _words_layout())
+    raw1 = load_row(x_ptr, n, h0, H, True, 64, _words_layout())
     keep_affine(norm, n, H * 64, 0, TILES_OF_X, CG, weights)
     slope = kept.index(0).load(OF_X)[None, :]
     offset = kept.index(1).load(OF_X)[None, :]
@@ -196,7 +185,7 @@ def conv_head_kernel(
         a = _in_order(round_pairs(a, dtype), 64)
         a = gl.convert_layout(a, OPERAND, assert_trivial=True)
         raw0 = raw1
-        raw1 = _load_row(x_ptr, n, row + 2, H, j < ROWS)
+        raw1 = load_row(x_ptr, n, row + 2, H, j < ROWS, 64, _words_layout())
         below = gl.zeros([64, N], gl.float32, ACC)
         below = warpgroup_mma(a, w0, below, use_acc=False, is_async=True)
         same = warpgroup_mma(a, w1, same, is_async=True)

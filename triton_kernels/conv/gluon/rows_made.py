@@ -17,12 +17,13 @@ from ...gluon.pipeline import sync_threads
 from .norm_rows import keep_affine, load_affine, pixels_layout
 from .rows_memory import row_from
 
+_WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+
 
 @gluon.jit
-def load_row(x_ptr, n, row, h, wanted, W: gl.constexpr):
+def load_row(x_ptr, n, row, h, wanted, W: gl.constexpr, LAYOUT: gl.constexpr = _WORDS):
     """A row of image n, zeros outside of it: [W, 32] of two channels each, since what a loop hands
     on would take a register for either."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     pixel = gl.arange(0, W, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     offs = pixel * 32 + gl.arange(0, 32, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     pairs = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
