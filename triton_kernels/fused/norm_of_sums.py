@@ -89,13 +89,7 @@ def norm_of_sums(
     config: SumsConfig | None = None,
 ) -> Tensor:  # [N, H, W, C1 + C2]
     """`apply` of the table that `norm_table` would make of these partials."""
-    check_nhwc("x1", x1)
-    n, h, w, c1 = x1.shape
     norm = (num_groups, weight, bias, eps, activation, scale, shift)
-    c2 = check_second(x2, n, h, w)
-    if config is None and _few(n, h * w, c1 + c2, num_groups, partials):
-        _check(x1, x2, partials, pixels)
-        return norm_few(x1, x2, partials, pixels, *norm)[0]
     return _launch(x1, x2, partials, pixels, *norm, config=config)[0]
 
 
@@ -119,13 +113,7 @@ def norm_of_sums_upsampled(
     """`norm_of_sums` of upsample(x1), where every pixel becomes a 2x2 block, beside x2; and
     upsample(x1), to `keep` it for its other readers. With `corners` only the first pixel of the 2x2
     that are equal need be there, in the first C1 channels."""
-    check_nhwc("x1", x1)
-    n, h, w, c1 = x1.shape
     norm = (num_groups, weight, bias, eps, activation, scale, shift)
-    c2 = check_second(x2, n, 2 * h, 2 * w)
-    if config is None and _few(n, 4 * h * w, c1 + c2, num_groups, partials):
-        _check(x1, x2, partials, pixels)
-        return norm_few(x1, x2, partials, pixels, *norm, up=True)
     options = {"up": True, "corners": corners, "keep": keep, "config": config}
     return _launch(x1, x2, partials, pixels, *norm, **options)
 
@@ -134,14 +122,6 @@ def _few(n: int, pixels: int, c: int, num_groups: int, partials: tuple[Tensor, .
     """Whether `norm_few` does it."""
     tiles = sum(part.shape[1] for part in partials)
     return norm_of_sums_pays(n * pixels * c) and serves_few(n, c // num_groups, tiles)
-
-
-def _check(
-    x1: Tensor, x2: Tensor | None, partials: tuple[Tensor, ...], pixels: tuple[int, ...]
-) -> None:
-    widths = (x1.shape[3],) if x2 is None else (x1.shape[3], x2.shape[3])
-    for part, count, channels in zip(partials, pixels, widths, strict=False):
-        check_partials_of(part, count, x1.shape[0], channels)
 
 
 def _launch(
@@ -163,14 +143,18 @@ def _launch(
     config: SumsConfig | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     check_activation(activation)
-    _check(x1, x2, partials, pixels)
+    check_nhwc("x1", x1)
     n, small_h, small_w, c1 = x1.shape
     h, w = (2 * small_h, 2 * small_w) if up else (small_h, small_w)
-    c2 = 0 if x2 is None else x2.shape[3]
+    c2 = check_second(x2, n, h, w)
+    for part, count, channels in zip(partials, pixels, (c1, c2), strict=False):
+        check_partials_of(part, count, n, channels)
     c, cg = c1 + c2, (c1 + c2) // num_groups
     first, second = partials[0], partials[1] if x2 is not None else None
     ks = first.shape[1], 1 if second is None else second.shape[1]
     norm, film = (partials, pixels, num_groups, weight, bias, eps), (scale, shift)
+    if config is None and _few(n, h * w, c, num_groups, partials):
+        return norm_few(x1, x2, *norm, activation, *film, up=up)
     options = {"corners": corners, "keep": keep}
     border = c1 if c2 else 0
     if config is None:
