@@ -65,8 +65,14 @@ def serves_norm_conv(
 ) -> bool:
     """Whether `norm_conv` can do it, of x [N, H, W, CI], filters [CO, CI, R, S], the tensors of
     which 1x1 convolutions are added, partials of x, and so many channels of y."""
-    fits = _fits_sums(partials, x.shape[3] // num_groups)
-    return x.shape[0] > 0 and fits and bool(_tiles(x, weight, extra, width))
+    if x.shape[0] == 0 or x.shape[2:] != (64, 64):
+        return False
+    if not _fits_sums(partials, x.shape[3] // num_groups):
+        return False
+    if width is None:
+        return bool(_tiles(x, weight, extra))
+    y = x.new_empty((*x.shape[:3], width), device="meta")
+    return not extra and bool(gluon_narrow.tiles(x, y, weight))
 
 
 def norm_conv(
@@ -198,13 +204,7 @@ def _fits_sums(partials: Tensor, group: int) -> bool:
     return _LEAST_TILES <= k <= _MOST_TILES and k & (k - 1) == 0 and 8 % group == 0
 
 
-def _tiles(
-    x: Tensor, weight: Tensor, extra: Sequence[Tensor], width: int | None = None
-) -> list[Config]:
-    if x.shape[2:] != (64, 64):
-        return []
-    y = x.new_empty((*x.shape[:3], width or weight.shape[0]), device="meta")
-    if width is not None:
-        return [] if extra else [Config(*tile) for tile in gluon_narrow.tiles(x, y, weight)]
+def _tiles(x: Tensor, weight: Tensor, extra: Sequence[Tensor]) -> list[Config]:
+    y = x.new_empty((*x.shape[:3], weight.shape[0]), device="meta")
     served = gluon_rows.tiles(x, y, weight, extra=extra)
     return [Config(*tile) for tile in _TILES if tile in served]
