@@ -136,7 +136,7 @@ class Chain:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         pixels = x[..., 0].numel()
-        with torch.cuda.stream(stream), turn(device), dependent_launches(pixels):
+        with torch.cuda.stream(stream), dependent_launches(pixels):
             self._step(sampler, self.x, 0)  # outside of a graph, which compiles the kernels
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
