@@ -59,6 +59,7 @@ class InferenceUNet(FusedUNet):
         self.stem_weight = self._padded(self.stem.weight.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         # of a class, or of the null class
         self.num_labels = model.label_emb.num_embeddings if model.num_classes is not None else 1
+        self._kept: tuple[Tensor, Tensor] | None = None  # timesteps, and the table of all classes
 
     @torch.no_grad()
     def tabulate(
@@ -68,22 +69,33 @@ class InferenceUNet(FusedUNet):
         n: int,
     ) -> tuple[Tensor, ...]:
         """The projections of every block, float32 [K, U, E], and each sample's u, int64 [N]; or, if
-        that were too large, timesteps and labels. ValueError: labels missing, or not wanted."""
-        steps, classes = len(timesteps), self.model.num_classes
+        that were too large, timesteps and labels. A table that serves any labels is kept for the
+        next chain. ValueError: labels missing, or not wanted."""
+        classes = self.model.num_classes
         if (labels is None) != (classes is None):
             given = "missing" if labels is None else "given"
             raise ValueError(f"labels are {given}; the model has num_classes={classes}")
-        if labels is None:
-            return (self.embedding(timesteps, None, None, 0)[:, None],)
         # a row a class, or if that is less, a row a sample
-        rows, index = torch.arange(self.num_labels, device=timesteps.device), labels
-        if self.num_labels > n:
-            rows, index = labels, torch.arange(n, device=timesteps.device)
+        by_class = self.num_labels <= n or labels is None
         width = self.embedding.projection.bias.shape[0]
-        if 4 * steps * len(rows) * width > _TABLE_BYTES:
+        rows = self.num_labels if by_class else n
+        if labels is not None and 4 * len(timesteps) * rows * width > _TABLE_BYTES:
             return timesteps, labels.clone()
-        table = [self.embedding(timesteps, row.expand(steps), None, 0) for row in rows]
-        return torch.stack(table, dim=1), index.clone()
+        if not by_class:
+            return self._table(timesteps, labels), torch.arange(n, device=labels.device)
+        if self._kept is None or self._kept[0] is not timesteps:
+            every = None if labels is None else torch.arange(rows, device=labels.device)
+            self._kept = timesteps, self._table(timesteps, every)
+        table = self._kept[1]
+        return (table,) if labels is None else (table, labels.clone())
+
+    def _table(self, timesteps: Tensor, labels: Tensor | None) -> Tensor:  # [K], [U] -> [K, U, E]
+        """A row for each timestep with each of the labels, all at once."""
+        if labels is None:
+            return self.embedding(timesteps, None, None, 0)[:, None]
+        steps, rows = len(timesteps), len(labels)
+        t, labels = timesteps.repeat_interleave(rows), labels.repeat(steps)
+        return self.embedding(t, labels, None, 0).unflatten(0, (steps, rows))
 
     @torch.no_grad()
     def at_row(self, x: Tensor, row: Tensor, tables: tuple[Tensor, ...]) -> Tensor:

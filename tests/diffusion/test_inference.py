@@ -216,6 +216,23 @@ def test_who_gets_the_plan():
     assert isinstance(sampling_network(model), InferenceUNet)
 
 
+@pytest.mark.parametrize("classes", [None, 3, 9])
+def test_a_table_is_kept_where_it_serves_any_labels(classes):
+    model = make({"channel_mult": (1,), "num_classes": classes})
+    plan, t = InferenceUNet(model, fused_reference), torch.tensor([70, 40, 3])
+    draws = [torch.tensor(labels) if classes else None for labels in ([2, 0, 2, 1], [0, 1, 1, 2])]
+    tables = [plan.tabulate(t, labels, 4) for labels in draws]
+    kept = classes != 9  # of which four samples need fewer rows
+    assert (tables[0][0] is tables[1][0]) == kept
+    for timesteps in (t, t.flip(0)):
+        for labels in draws:
+            table, *index = plan.tabulate(timesteps, labels, 4)
+            for row, step in zip(table, timesteps, strict=True):
+                emb = plan.embedding(step.expand(4), labels, None, 0)
+                mine = row[index[0]] if index else row.expand(4, -1)
+                torch.testing.assert_close(mine, emb)
+
+
 @pytest.mark.parametrize(("classes", "labels"), [(3, None), (None, torch.tensor([0]))])
 def test_labels_that_are_missing_or_not_wanted(classes, labels):
     plan = InferenceUNet(make({"channel_mult": (1,), "num_classes": classes}), fused_reference)
