@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from triton_kernels import reference
+from triton_kernels import reference, tuning
 from triton_kernels.fused import (
     linear_norm_few,
     norm_few,
@@ -263,6 +263,18 @@ def test_norm_of_sums_of_an_upsampled_tensor(c2, few, device, monkeypatch):
         for h, w in ((0, 1), (1, 0), (1, 1)):
             first[:, h::2, w::2, :28] = torch.nan
     torch.testing.assert_close(a, first, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_tiles_are_compared_where_they_write(device, monkeypatch):
+    """Of the pixels that `corners` leaves as they were, memory that nobody cleared differs."""
+    monkeypatch.setattr(norm_few, "_MAX_IMAGES", 0)
+    monkeypatch.setattr(tuning, "_time", lambda run, best: 1.0)
+    small, x2 = randn(1, 2, 2, 28, device=device), randn(1, 4, 4, 20, device=device)
+    norm = (partials_of(small, 1), partials_of(x2, 1)), (4, 16), 4, *torch.randn(2, 48), EPS, "silu"
+    with tuning.search() as found:
+        norm_of_sums.norm_of_sums_upsampled(small, x2, *norm, corners=True)
+    (times,) = found.times.values()
+    assert len(times) > 1 and not found.rejected
 
 
 def check_norm_linear(n, h, w, c, co, groups, k, dtype, device):
