@@ -16,19 +16,18 @@ from tqdm import tqdm
 from .backend import Backend, choose_backend, determinism
 from .build import Process
 from .checkpoint import find_checkpoint, latest_checkpoint, load_into, read_state
-from .data.batches import Batches, Samples
+from .data.batches import Samples
 from .distributed import Processes, choose_device, own_rank
 from .errors import ConfigError, writing
 from .flat import FlatParameters
-from .gradient_sum import GradientSum
 from .image_task import ImageTask
-from .objective import Objective
 from .optimizer import Optimizer, OptimizerSettings
 from .planned.embedding import TOGETHER
-from .planned.unet import FusedUNet, training_network
+from .planned.unet import FusedUNet
 from .policies.task import LOADERS, PolicyTask
 from .run_log import Preview, last_loss, log_file, write_whole
 from .settings import check_keys, construct, shown
+from .step_build import build_step
 from .train_step import TrainStep
 from .trained import load_initial
 from .trainer import Trainer, TrainSettings
@@ -113,7 +112,9 @@ def _train(config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep
         task.check_resumed(stored)
         load_into(resume_from, flat)
         optimizer.skipped.fill_(stored.get("skipped_steps", 0))
-    step = _build_step(model, flat, optimizer, task, process, settings, processes)
+    step = build_step(
+        model, flat, optimizer, task.samples, task.flip, process, settings, processes
+    )
     show = task.preview(model, process, settings, device)
 
     def preview() -> Preview:
@@ -151,51 +152,6 @@ def _train(config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep
         )
         with writing(run_dir):
             return trainer.run(start)
-
-
-def _build_step(
-    model: nn.Module,
-    flat: FlatParameters,
-    optimizer: Optimizer,
-    task: Task,
-    process: Process,
-    settings: TrainSettings,
-    processes: Processes,
-) -> TrainStep:
-    """One step of training, from the batch to the update."""
-    device, backend = flat.param.device, model.backend
-    objective = Objective(
-        process.schedule,
-        backend,
-        prediction=process.prediction,
-        variance=process.variance,
-        device=device,
-        min_snr_gamma=process.min_snr_gamma,
-        sigma_data=process.sigma_data,
-        draws=process.draws(),
-    )
-    gradient_sum = GradientSum(flat, processes, norm=optimizer.norm)
-    network = training_network(
-        model,
-        flat,
-        recompute=settings.recompute,
-        ready=gradient_sum.listener,
-        urgent=gradient_sum.urgent,
-    )
-    share = processes.share_of(settings.batch_size)
-    return TrainStep(
-        network,
-        objective,
-        Batches(task.samples, settings.batch_size, settings.seed, device, *share),
-        flat,
-        optimizer,
-        gradient_sum,
-        seed=settings.seed,
-        steps=settings.steps,
-        accumulate=settings.accumulate,
-        flip=task.flip,
-        capture=settings.cuda_graph,
-    )
 
 
 def _describe(

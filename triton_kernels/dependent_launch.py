@@ -39,7 +39,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .device import describe
+from .device import describe, on_gpu
 
 
 @triton.constexpr_function
@@ -92,7 +92,7 @@ def dependent_launches(pixels: int | None = 0) -> Iterator[None]:
 def overlapping(device: torch.device, pixels: int | None = None) -> dict[str, bool]:
     """The launch option of kernels that begin with `await_inputs`, and go over so many pixels; None
     if they do not know. 0: they should overlap in any case."""
-    hopper = device.type == "cuda" and describe(device).tma
+    hopper = on_gpu(device) and describe(device).tma
     if not hopper or _batch is None or (_batch if pixels is None else pixels) > _MOST_PIXELS:
         return {}
     return {"launch_pdl": True}
@@ -102,5 +102,5 @@ def following(device: torch.device) -> dict[str, bool]:
     """That of a kernel which begins with `await_inputs` and reads what the kernel just before it,
     of the same op, has written. It is always on: that predecessor is short, and its own was waited
     for, so that nothing else is held up."""
-    hopper = device.type == "cuda" and describe(device).tma
+    hopper = on_gpu(device) and describe(device).tma
     return {"launch_pdl": True} if hopper else {}

@@ -1,5 +1,7 @@
 """What a launcher has to know of the GPU to choose a path and a tile."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,11 +17,36 @@ class Device(NamedTuple):
     hopper: bool = False  # compute capability 9, whose wgmma no other has
 
 
-@lru_cache
+_INTERPRETER = Device(tma=True, num_sms=4, shared_memory=232_448)  # stands in for a small Hopper
+
+_stood_for: Device | None = None  # by tensors in the host's memory, in a rehearsal
+
+
 def describe(device: torch.device) -> Device:
-    """The GPU behind `device`; the interpreter stands in for a very small Hopper."""
-    if device.type != "cuda":
-        return Device(tma=True, num_sms=4, shared_memory=232_448)
+    """The GPU behind `device`, or that which it stands for."""
+    if _stood_for is not None:
+        return _stood_for
+    return _describe(device) if device.type == "cuda" else _INTERPRETER
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether kernels over tensors there run on a GPU; in a rehearsal, whether they would."""
+    return device.type == "cuda" or _stood_for is not None
+
+
+@contextmanager
+def standing_for(gpu: Device) -> Iterator[None]:
+    """Within the block launchers take any device for this GPU. See `rehearsal`."""
+    global _stood_for
+    before, _stood_for = _stood_for, gpu
+    try:
+        yield
+    finally:
+        _stood_for = before
+
+
+@lru_cache
+def _describe(device: torch.device) -> Device:
     properties = torch.cuda.get_device_properties(device)
     return Device(
         tma=properties.major >= 9,

@@ -4,13 +4,15 @@ import torch
 import triton
 from torch import Tensor
 
+from .device import on_gpu
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _INTERPRETED = triton.knobs.runtime.interpret  # as it was when the kernels were loaded
 
 
 def has_kernels(x: Tensor) -> bool:
     """Whether kernels can run where `x` is."""
-    return x.device.type != "cpu" or _INTERPRETED
+    return x.device.type != "cpu" or on_gpu(x.device) or _INTERPRETED
 
 
 def check_device(name: str, x: Tensor) -> None:

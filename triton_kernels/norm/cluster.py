@@ -28,7 +28,7 @@ import triton
 from torch import Tensor
 
 from ..activations import rounded_grad
-from ..device import describe
+from ..device import describe, on_gpu
 from ..gluon.descriptors import SUPPORTED, takes
 from ..tuning import choose
 from .stream import Halves, Params, empty_like, extent, row_strides
@@ -126,7 +126,7 @@ def can_cluster(xs: Halves, num_groups: int) -> bool:
     """Whether a cluster can hold whole groups of a sample, which it reads 16 bytes at a time,
     forward and backward."""
     x, x2 = xs
-    if x2 is not None or x.device.type != "cuda" or not takes(x) or x.data_ptr() % 16 > 0:
+    if x2 is not None or not on_gpu(x.device) or not takes(x) or x.data_ptr() % 16 > 0:
         return False
     n, hw, c = extent(xs)
     both = (_candidates(hw, c, num_groups, tensors) for tensors in (1, 2))

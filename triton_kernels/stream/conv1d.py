@@ -29,7 +29,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..device import describe
+from ..device import describe, on_gpu
 from . import whole
 from .conv1d_kernels import (
     conv1d_apply_kernel,
@@ -414,6 +414,6 @@ def _precision(dtype: torch.dtype, allow_tf32: bool) -> str:
 
 
 def _launch_options(device: torch.device) -> dict:
-    if device.type == "cuda" and describe(device).tma:
+    if on_gpu(device) and describe(device).tma:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}

@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..device import Device, describe
+from ..device import Device, describe, on_gpu
 from ..gluon.descriptors import SUPPORTED
 
 if SUPPORTED:
@@ -96,7 +96,7 @@ def takes(
     _, rows, channels = weight.shape
     return (
         SUPPORTED
-        and weight.device.type == "cuda"
+        and on_gpu(weight.device)
         and describe(weight.device).hopper
         and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and stride in (1, 2)
