@@ -11,6 +11,7 @@ import torch
 import triton_kernels
 from triton_kernels import reference
 from triton_kernels.cache_keys import settle_cache_keys
+from triton_kernels.device import on_gpu
 
 from .errors import ConfigError
 
@@ -52,12 +53,12 @@ def choose_backend(
             f"{setting}={precision} is unknown; choose one of {', '.join(PRECISIONS)}"
         )
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if name == "triton" and device.type != "cuda" and not interpreted:
+    if name == "triton" and not on_gpu(device) and not interpreted:
         raise ConfigError(
             f"backend=triton needs a CUDA device, and device is {device}; use backend=auto or torch"
         )
     if name == "auto":
-        name = "triton" if device.type == "cuda" else "torch"
+        name = "triton" if on_gpu(device) else "torch"
     if name == "triton" and interpreted and precision == "bf16":
         raise ConfigError("Triton's interpreter computes bf16 wrongly; use fp32")
     allow_tf32 = precision != "fp32"
@@ -72,7 +73,7 @@ def choose_backend(
 def precision_on(device: torch.device, trained: str) -> str:
     """The precision to draw in if nobody says: as trained, on a CPU fp32, for bf16 gains nothing
     there."""
-    return trained if device.type == "cuda" else "fp32"
+    return trained if on_gpu(device) else "fp32"
 
 
 @contextmanager

@@ -39,8 +39,7 @@ def draw(
     denoiser = guide(network, guidance, null_label, model.backend.dtype)
     training = model.training
     model.eval()
-    parts, batches = [], -(-n // batch_size)
-    count = -(-n // batches)
+    parts, (batches, count) = [], _cut(n, batch_size)
     for batch in range(batches):
         start = batch * count
 
@@ -59,3 +58,27 @@ def draw(
         parts.append(to_uint8(x))
     model.train(training)
     return np.concatenate(parts)[:n]
+
+
+@torch.no_grad()
+def rehearse(
+    model: nn.Module,
+    sampler: Sampler,
+    n: int,
+    image_shape: tuple[int, int, int],  # H, W, C
+    *,
+    labels: Tensor | None,  # int64 [n]
+    guidance: float,
+    batch_size: int,
+    network: Denoiser | TabulatedDenoiser,
+) -> None:
+    """Launch what `draw` launches; see `triton_kernels.rehearsal`."""
+    denoiser = guide(network, guidance, getattr(model, "null_label", None), model.backend.dtype)
+    _, count = _cut(n, batch_size)
+    sampler.rehearse(denoiser, (count, *image_shape), None if labels is None else labels[:count])
+
+
+def _cut(n: int, batch_size: int) -> tuple[int, int]:
+    """(batches, images of each)."""
+    batches = -(-n // batch_size)
+    return batches, -(-n // batches)

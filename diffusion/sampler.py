@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from triton_kernels.dependent_launch import dependent_launches
 from triton_kernels.philox import INITIAL
 
 from .backend import Backend
@@ -271,6 +272,23 @@ class Sampler:
             if progress is not None:
                 progress(k + 1, self.num_steps)
         return x
+
+    @torch.no_grad()
+    def rehearse(
+        self,
+        denoiser: Denoiser | TabulatedDenoiser,
+        shape: tuple[int, int, int, int],  # N, H, W, C
+        labels: Tensor | None = None,  # [N]
+    ) -> None:
+        """Launch what a chain on a GPU launches; see `triton_kernels.rehearsal`."""
+        device = self.rows.device
+        pairs = torch.zeros(1, 2, dtype=torch.int64, device=device)
+        row, first = pairs[0, :1], torch.zeros(1, dtype=torch.int64, device=device)
+        x = self.backend.ops.normal(tuple(shape), pairs[0], stream=INITIAL, first=0)
+        bound, memory = self._bind(denoiser, labels, len(x)), self.new_memory(x)
+        with dependent_launches(x[..., 0].numel()):
+            for _ in range(2):  # the second finds memory that the first has made
+                self.step(bound, x, row, pairs[0], first=first, memory=memory)
 
     def _bind(self, denoiser: Denoiser | TabulatedDenoiser, labels: Tensor | None, n: int) -> Bound:
         denoiser = tabulated(denoiser, self.backend.dtype)

@@ -2,7 +2,7 @@
 
 import atexit
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
+from .ahead import compile_ahead
 from .build import check_sampler
 from .distributed import Processes, choose_device
-from .draw import draw
+from .draw import draw, rehearse
 from .errors import ConfigError, writing
 from .pictures import grid
 from .planned.inference import InferenceUNet, sampling_network
@@ -105,6 +106,8 @@ def draw_all(
         how = "the fused plan" if isinstance(network, InferenceUNet) else "layer by layer"
         how += f", {processes.count} processes" if processes.count > 1 else ""
         print(f"drawing in {backend.dtype} with backend {backend.name}, {how}")
+    if isinstance(network, InferenceUNet):
+        _compile_ahead(settings, trained, sampler, share)
     hidden = None if processes.is_first else True  # None: shown on a terminal only
     with tqdm(unit="step", dynamic_ncols=True, disable=hidden) as bar:
 
@@ -127,6 +130,45 @@ def draw_all(
         )
     gathered = processes.gather(torch.from_numpy(images))
     return None if gathered is None else gathered[:n].numpy()
+
+
+def rehearse_drawing(settings: DrawSettings) -> None:
+    """Launch what `draw_all` launches for these settings, of one process; see
+    `triton_kernels.rehearsal`."""
+    trained, sampler = settings.load_and_choose()
+    rehearse(
+        trained.model,
+        sampler,
+        settings.n,
+        trained.image_shape,
+        labels=choose_labels(None, settings.n, trained),
+        guidance=settings.guidance,
+        batch_size=settings.batch_size,
+        network=sampling_network(trained.model.eval()),
+    )
+
+
+def _compile_ahead(
+    settings: DrawSettings,
+    trained: Trained,
+    sampler: Sampler,
+    share: int,  # images of this process
+) -> None:
+    """So that the first chain does not begin with minutes of compiling."""
+    job = {field.name: getattr(settings, field.name) for field in fields(DrawSettings)}
+    job |= {"n": share, "seed": 0}
+    parameters = list(trained.model.parameters())
+    size = sum(p.numel() for p in parameters)
+    kernels_of = {
+        "model": trained.settings,
+        "image": trained.image_shape,
+        "variance": trained.process.variance,
+        "precision": trained.model.backend.precision,
+        "steps": sampler.num_steps,
+        **{key: job[key] for key in ("n", "batch_size", "sampler", "clip")},
+        "guided": settings.guidance != 1,
+    }
+    compile_ahead("sample", job, kernels_of, parameters[0].device, 12 * size)
 
 
 def _default_out(settings: SampleSettings, trained: Trained) -> Path:

@@ -13,6 +13,7 @@ import yaml
 from torch import nn
 from tqdm import tqdm
 
+from .ahead import compile_ahead
 from .backend import Backend, choose_backend, determinism
 from .build import Process
 from .checkpoint import find_checkpoint, latest_checkpoint, load_into, read_state
@@ -112,9 +113,7 @@ def _train(config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep
         task.check_resumed(stored)
         load_into(resume_from, flat)
         optimizer.skipped.fill_(stored.get("skipped_steps", 0))
-    step = build_step(
-        model, flat, optimizer, task.samples, task.flip, process, settings, processes
-    )
+    step = build_step(model, flat, optimizer, task.samples, task.flip, process, settings, processes)
     show = task.preview(model, process, settings, device)
 
     def preview() -> Preview:
@@ -139,6 +138,8 @@ def _train(config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep
                 else settings.init and f"beginning with the weights of {settings.init}"
             )
             _describe(run_dir, step, task, settings, processes, began)
+        if isinstance(step.network, FusedUNet):
+            _compile_ahead(config, step, task)
         trainer = Trainer(
             step,
             None if show is None else preview,
@@ -152,6 +153,22 @@ def _train(config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep
         )
         with writing(run_dir):
             return trainer.run(start)
+
+
+def _compile_ahead(config: dict[str, Any], step: TrainStep, task: Task) -> None:
+    """So that the first step does not take minutes."""
+    keys = ("accumulate", "precision", "recompute")
+    job = {
+        "model": config["model"],
+        "diffusion": config["diffusion"],
+        "optim": config["optim"],
+        "train": {key: config["train"][key] for key in keys if key in config["train"]}
+        | {"batch_size": step.batches.count},
+        "images": list(task.samples.images.shape),
+        "flip": task.flip,
+    }
+    flat = step.flat
+    compile_ahead("train", job, job, flat.param.device, 24 * flat.param.numel())
 
 
 def _describe(

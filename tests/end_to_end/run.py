@@ -31,9 +31,10 @@ TINY = (
 
 
 def environment() -> dict[str, str]:
-    """As a user has it: no interpreter of Triton, few threads."""
+    """As a user has it: no interpreter of Triton, few threads; and no processes that compile, for
+    other tests run beside."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return env | {"OMP_NUM_THREADS": "1"}
+    return env | {"OMP_NUM_THREADS": "1", "TRITON_DIFFUSION_COMPILERS": "0"}
 
 
 def start(*command: str, cwd: Path | None = None) -> subprocess.Popen:

@@ -1,0 +1,69 @@
+"""Rehearse a training step and a chain on a machine without a GPU, and print what was noted.
+
+python -m tests.diffusion.rehearsed      without TRITON_INTERPRET, which has no compiler
+"""
+
+import json
+
+import torch
+
+import triton_kernels
+from diffusion.ahead_worker import train
+from diffusion.backend import Backend, choose_backend
+from diffusion.build import build_model, make_sampler
+from diffusion.guidance import guide
+from diffusion.planned.inference import InferenceUNet, sampling_network
+from diffusion.schedule import make_schedule
+from triton_kernels.device import Device, describe, on_gpu
+from triton_kernels.rehearsal import rehearsal
+
+MODEL = {
+    "name": "unet",
+    "model_channels": 64,
+    "channel_mult": [1, 2],
+    "num_res_blocks": 1,
+    "attention_resolutions": [2],
+    "num_head_channels": 32,
+    "num_classes": 3,
+    "label_dropout": 0.1,
+}
+TRAIN = {
+    "model": MODEL,
+    "diffusion": {"schedule": "linear"},
+    "optim": {"lr": 1e-4},
+    "train": {"batch_size": 64, "accumulate": 2, "precision": "bf16"},
+    "images": [10**6, 16, 16, 3],  # 768 MB, of which nobody sees a byte
+    "flip": True,
+}
+HOPPER = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True)
+
+
+def draw() -> None:
+    backend = choose_backend("auto", "bf16", torch.device("cpu"))
+    assert backend == Backend("triton", triton_kernels, torch.bfloat16, allow_tf32=True)
+    model = build_model(MODEL, backend, (16, 16), 3, False, torch.device("cpu")).eval()
+    network = sampling_network(model)
+    assert isinstance(network, InferenceUNet)
+    sampler = make_sampler(make_schedule("linear", 1000), backend, "dpmpp_2m", steps=20)
+    labels = torch.tensor([0, 1, 2, 0])
+    sampler.rehearse(guide(network, 3.0, 3), (4, 16, 16, 3), labels)
+
+
+def names(job) -> list[str]:
+    """Of the kernels, in order."""
+    with rehearsal(HOPPER) as launches:
+        job()
+    return [launch.kernel.fn.__name__ for launch in launches]
+
+
+def main() -> None:
+    cpu = torch.device("cpu")
+    before = describe(cpu), on_gpu(cpu)
+    found = {"train": names(lambda: train(TRAIN)), "draw": names(draw)}
+    found["again"] = names(lambda: train(TRAIN))
+    found["left as it was"] = before == (describe(cpu), on_gpu(cpu))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
