@@ -36,6 +36,7 @@ _ROOT = Path(__file__).parents[1]
 _LIMIT, _MOST = "TRITON_DIFFUSION_COMPILERS", 16
 _LEAST = 4  # processes; fewer gain little over one that compiles on its way
 _MEMORY = 3 * 2**29  # bytes of the host that a process takes, beside the network
+_CONTEXT = 600 * 2**20  # bytes of the GPU that it takes by being there
 _GIB = 2**30
 _OF_TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -43,23 +44,23 @@ _OF_TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def compile_ahead(
     job: str,  # of `ahead_worker.JOBS`
     settings: dict[str, Any],  # of that job, as JSON has it
-    shapes: dict[
-        str, Any
-    ],  # what of that kernels depend on; a number such as 0.1 as far as it is 0
+    shapes: dict[str, Any],  # what kernels depend on; of a number such as 0.1 whether it is 0
     device: torch.device,
     memory: int = 0,  # bytes of the host that a rehearsal takes for parameters and the like
 ) -> None:
     """Compile what the job launches, if that has not been done before, and show how far it is.
     Only where Triton compiles for a GPU, and in the first process of a machine."""
-    count = _processes(memory)
-    if os.environ.get("LOCAL_RANK", "0") != "0" or count < _LEAST or not _compiles(device):
+    if os.environ.get("LOCAL_RANK", "0") != "0" or not _compiles(device):
+        return
+    count = min(_processes(memory), _free(device) // 2 // _CONTEXT)
+    if count < _LEAST:
         return
     done = _done_file(job, shapes, device)
     try:
         done.parent.mkdir(parents=True, exist_ok=True)
         with done.open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # the jobs of a sweep may begin together
-            if file.tell() == 0 and _run(job, settings, device, count):
+            if os.fstat(file.fileno()).st_size == 0 and _run(job, settings, device, count):
                 file.write(time.strftime("%F %T\n"))
     except OSError as error:
         log.info("kernels are compiled one by one: %s", error)
@@ -74,11 +75,14 @@ def _processes(memory: int) -> int:
     """How many there may be, and is room for in half of the memory."""
     most = os.environ.get(_LIMIT, str(_MOST))
     if not most.isdecimal():
-        raise ConfigError(
-            f"{_LIMIT}={most} in the environment; expected a whole number, 0 for none"
-        )
+        raise ConfigError(f"{_LIMIT}={most} in the environment; expected a number, 0 for none")
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(int(most), cpus, _free_memory() // 2 // (_MEMORY + memory))
+
+
+def _free(device: torch.device) -> int:
+    """Bytes of the GPU's memory."""
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def _free_memory() -> int:
