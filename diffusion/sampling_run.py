@@ -108,6 +108,7 @@ def draw_all(
         print(f"drawing in {backend.dtype} with backend {backend.name}, {how}")
     if isinstance(network, InferenceUNet):
         _compile_ahead(settings, trained, sampler, share)
+        processes.wait()  # for the first of each machine, which compiles
     hidden = None if processes.is_first else True  # None: shown on a terminal only
     with tqdm(unit="step", dynamic_ncols=True, disable=hidden) as bar:
 

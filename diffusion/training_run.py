@@ -140,6 +140,7 @@ def _train(config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep
             _describe(run_dir, step, task, settings, processes, began)
         if isinstance(step.network, FusedUNet):
             _compile_ahead(config, step, task)
+            processes.wait()  # for the first of each machine, which compiles
         trainer = Trainer(
             step,
             None if show is None else preview,
