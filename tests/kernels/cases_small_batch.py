@@ -43,7 +43,7 @@ _WHOLE_INTS = types("i32", "stride_emb", "stride_scale", "stride_shift") | types
 _EARLY_POINTERS = types("*bf16", "x_ptr", "extra1_ptr", "extra2_ptr")
 _EARLY_INTS = ("stride_emb", "M", "CI", "C1", "C2", "CO", "WIDTH")
 _EARLY = {
-    "kernel": "triton_kernels.fused.conv_early:_conv_early_kernel",
+    "kernel": "triton_kernels.fused.conv_early_kernels:conv_early_kernel",
     "multiples": _EARLY_INTS,
     "expect": {"wgmma": True, "tma": True, "arches": (90, 100)},
 }
