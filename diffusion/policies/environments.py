@@ -32,7 +32,8 @@ def make_environments(name: str, count: int, pictured: int = 0) -> list[Environm
     `pictured` of them render themselves as arrays of pixels.
 
     An id may begin with the module that registers it (MODULE:ID); for NAMESPACE/ID the module of
-    the namespace's name is tried. Raises ConfigError if gymnasium or the environment is missing.
+    the namespace's name is tried. Raises ConfigError if gymnasium or the environment is missing,
+    or if it cannot be made.
     """
     modes = ["rgb_array"] * pictured + [None] * (count - pictured)
     if name in BUILT_IN:
@@ -54,8 +55,9 @@ def make_environments(name: str, count: int, pictured: int = 0) -> list[Environm
                 f" its package, or name the module that registers it: env=MODULE:{name}"
             ) from None
     try:
-        return [gymnasium.make(name, render_mode=mode) for mode in modes]
-    except (gymnasium.error.Error, ImportError, ValueError) as error:
+        # not every environment can be told how to draw itself: what is not drawn is not told
+        return [gymnasium.make(name, **({"render_mode": mode} if mode else {})) for mode in modes]
+    except Exception as error:  # of gymnasium, or whatever the environment's own code raises
         raise ConfigError(f"env={name} cannot be made: {_line(error)}") from error
 
 
@@ -68,6 +70,13 @@ def check_spaces(name: str, environment: Environment, spec: PolicySpec, policy: 
             f"env={name} observes {_shown(sees)} and acts in {_shown(does)}; the policy in {policy}"
             f" observes {spec.observation_dim} numbers and acts in {spec.action_dim}"
         )
+
+
+def into_space(actions: np.ndarray, space: Any) -> np.ndarray:  # [..., A]
+    """The nearest actions that a space of numbers between limits contains, in its dtype."""
+    actions = np.clip(actions, space.low, space.high)
+    whole = np.issubdtype(space.dtype, np.integer)
+    return (np.rint(actions) if whole else actions).astype(space.dtype)
 
 
 def _shape(space: Any) -> tuple[int, ...] | None:

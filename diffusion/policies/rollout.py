@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .environments import Environment
+from ..errors import ConfigError
+from .environments import Environment, into_space
 from .policy import Policy
 
 _WARM_UP = 3  # calls before latency is measured: they compile, and record a graph
@@ -44,11 +45,12 @@ def roll_out(
 
     Environment i starts from reset(seed=seed + i), and what is drawn for it depends on the seed, i
     and the time alone. An episode is a success if `info` has ever said so. The first `pictured`
-    are rendered after each step.
+    are rendered after each step. Raises ConfigError if an environment observes what is no finite
+    number.
     """
     spec = policy.spec
     action_steps = spec.action_steps if action_steps is None else action_steps
-    low, high = environments[0].action_space.low, environments[0].action_space.high
+    space = environments[0].action_space
     episodes = [Episode() for _ in environments]
     seen = []  # of each environment: its last observations, the first one repeated at the start
     for i, environment in enumerate(environments):
@@ -59,9 +61,10 @@ def roll_out(
     call = 0
     while not all(episode.over for episode in episodes):
         observations = torch.from_numpy(np.array(seen, dtype=np.float32))  # [N, steps, O]
+        _check_finite(observations, episodes)
         # all of them are shown, the finished too: so the noise of each is its own
         actions = policy.act(observations, seed=_call_seed(seed, call), action_steps=action_steps)
-        chunks = np.clip(actions.cpu().numpy(), low, high)  # [N, action_steps, A]
+        chunks = into_space(actions.cpu().numpy(), space)  # [N, action_steps, A]
         for i, (environment, episode) in enumerate(zip(environments, episodes, strict=True)):
             for action in chunks[i]:
                 if episode.over:
@@ -71,6 +74,18 @@ def roll_out(
                     episode.frames.append(environment.render())
         call += 1
     return episodes
+
+
+def _check_finite(
+    observations: Tensor,  # [N, steps, O]
+    episodes: list[Episode],
+) -> None:
+    for i in (~observations.isfinite().all(dim=(1, 2))).nonzero().flatten().tolist():
+        if not episodes[i].over:  # what was seen last is of no use, and may be anything
+            raise ConfigError(
+                f"after {episodes[i].steps} steps of episode {i} the environment observes"
+                f" {observations[i, -1].tolist()}; expected finite numbers"
+            )
 
 
 def _act(

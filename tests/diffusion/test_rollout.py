@@ -83,6 +83,32 @@ def test_other_action_steps_and_limits():
     assert [shown[0, -1, 0].item() for shown in policy.shown] == [0, 6]
 
 
+def test_actions_are_of_the_kind_of_the_space():
+    policy = Scripted(lambda o: o + 0.6, o=1, a=1)
+    for dtype, expected in ((np.int64, [1, 1, 1, 1, 5]), (np.float64, [0.6] * 4 + [4.6])):
+        world = Counter(5)
+        world.action_space = Box(0, 5, (1,), dtype)
+        done = []
+        world.step = lambda a, step=world.step, done=done: done.append(a) or step(a)
+        roll_out(policy, [world], seed=0)
+        assert {action.dtype for action in done} == {np.dtype(dtype)}
+        np.testing.assert_allclose(np.concatenate(done), expected, rtol=1e-6)
+
+
+def test_observations_that_are_no_numbers():
+    """Where an episode goes on; the last one of all may be anything."""
+
+    class Lost(Counter):
+        def step(self, action):
+            observation, *rest = super().step(action)
+            return observation * (np.nan if self.count >= 4 else 1), *rest
+
+    policy = Scripted(lambda o: o, o=1, a=1)
+    with pytest.raises(ConfigError, match=r"after 4 steps of episode 1 .* observes \[nan\]"):
+        roll_out(policy, [Counter(9), Lost(9)], seed=0)
+    assert [e.steps for e in roll_out(policy, [Counter(9), Lost(4)], seed=0)] == [9, 4]
+
+
 def test_success_is_remembered():
     policy = Scripted(lambda o: o, o=1, a=1)
     episodes = roll_out(policy, [Counter(9, good=4), Counter(9, good=20)], seed=0)
@@ -163,13 +189,13 @@ class FakeError(Exception):
 def fake_gymnasium(monkeypatch):
     """As much of gymnasium as is used, so that what is said does not hang on its being there."""
 
-    def make(name, render_mode):
+    def make(name, **options):
         if name not in gymnasium.registry:
             raise FakeError(f"Environment `{name}`\ndoesn't exist.")
-        return gymnasium.registry[name](render_mode=render_mode)
+        return gymnasium.registry[name](**options)
 
     gymnasium = SimpleNamespace(
-        registry={"Push-v0": PushDisc, "json/Push-v0": PushDisc},
+        registry={"Push-v0": PushDisc, "json/Push-v0": PushDisc, "Plain-v0": lambda: Counter(3)},
         make=make,
         error=SimpleNamespace(Error=FakeError),
     )
@@ -181,6 +207,12 @@ def test_an_environment_of_gymnasium(fake_gymnasium):
     made = make_environments("Push-v0", 3, pictured=2)
     assert [e.render_mode for e in made] == ["rgb_array", "rgb_array", None]
     assert len(make_environments("json/Push-v0", 1)) == 1
+
+
+def test_an_environment_that_knows_no_render_mode(fake_gymnasium):
+    assert len(make_environments("Plain-v0", 2)) == 2
+    with pytest.raises(ConfigError, match="env=Plain-v0 cannot be made: .*render_mode"):
+        make_environments("Plain-v0", 2, pictured=1)
 
 
 @pytest.mark.parametrize(
