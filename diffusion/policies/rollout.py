@@ -7,6 +7,7 @@ now on, and is shown again what there is to see.
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,6 +41,7 @@ def roll_out(
     action_steps: int | None = None,  # None: as many as the policy was trained for
     max_steps: int | None = None,  # None: until the environment ends the episode
     pictured: int = 0,
+    progress: Callable[[int, int], None] | None = None,  # (episodes over, steps made)
 ) -> list[Episode]:
     """One episode in each environment, all at once: a call of the policy serves all of them.
 
@@ -73,6 +75,9 @@ def roll_out(
                 if i < pictured:
                     episode.frames.append(environment.render())
         call += 1
+        if progress is not None:
+            over = sum(episode.over for episode in episodes)
+            progress(over, max(episode.steps for episode in episodes))
     return episodes
 
 

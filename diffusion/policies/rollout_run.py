@@ -3,13 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from ..build import check_sampler
 from ..data.action_chunks import PolicySpec
-from ..errors import ConfigError
+from ..errors import ConfigError, writing
 from ..settings import construct
 from .animation import save_gif
 from .environments import Environment, check_spaces, make_environments
@@ -75,17 +77,27 @@ def rollout(config: dict) -> list[Episode]:
         observation, _ = environments[0].reset(seed=settings.seed)
         if pictured:
             _check_picture(environments[0], settings)
+            _check_writable(Path(settings.out))
         if settings.latency_calls:
             for timed in timed_policies(policy, settings):
                 print(_latency(timed, observation, settings))
-        episodes = roll_out(
-            policy,
-            environments,
-            seed=settings.seed,
-            action_steps=settings.action_steps,
-            max_steps=settings.max_steps,
-            pictured=pictured,
-        )
+        # None: shown on a terminal only
+        with tqdm(total=settings.n, unit="episode", dynamic_ncols=True, disable=None) as bar:
+
+            def report(over: int, steps: int) -> None:
+                bar.set_postfix_str(f"step {steps}", refresh=False)
+                bar.update(over - bar.n)
+                bar.refresh()
+
+            episodes = roll_out(
+                policy,
+                environments,
+                seed=settings.seed,
+                action_steps=settings.action_steps,
+                max_steps=settings.max_steps,
+                pictured=pictured,
+                progress=report,
+            )
     finally:
         for environment in environments:
             environment.close()
@@ -124,6 +136,14 @@ def _check_picture(environment: Environment, settings: RolloutSettings) -> None:
         ) from error
     if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.shape[2] != 3:
         raise ConfigError(f"env={settings.env} draws no pictures; leave out={settings.out} away")
+
+
+def _check_writable(out: Path) -> None:
+    """So that a wrong path is said before the episodes, which may take long."""
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out.parent):
+            pass
 
 
 def _latency(policy: Policy, observation: np.ndarray, settings: RolloutSettings) -> str:

@@ -109,6 +109,13 @@ def test_observations_that_are_no_numbers():
     assert [e.steps for e in roll_out(policy, [Counter(9), Lost(4)], seed=0)] == [9, 4]
 
 
+def test_progress():
+    told = []
+    worlds = [Counter(9), Counter(3)]
+    roll_out(Scripted(lambda o: o, o=1, a=1), worlds, seed=0, progress=lambda *a: told.append(a))
+    assert told == [(1, 4), (1, 8), (2, 9)]
+
+
 def test_success_is_remembered():
     policy = Scripted(lambda o: o, o=1, a=1)
     episodes = roll_out(policy, [Counter(9, good=4), Counter(9, good=20)], seed=0)
