@@ -285,7 +285,12 @@ def _multiplier(width: int, base: int) -> float:
 def _read_process(path: Path) -> tuple[Process, float | None, str, tuple[str, ...]]:
     """(process, limit of x_0, spacing, remarks) of a scheduler's configuration."""
     config = read_json(path)
-    process, clip = process_of(config, path)
+    return *process_of(config, path), *sampling_of(config, path)
+
+
+def sampling_of(config: dict[str, Any], path: Path) -> tuple[str, tuple[str, ...]]:
+    """(spacing, remarks on what no sampler does here) of the options of a scheduler. ConfigError,
+    which names `path`: there is no such spacing."""
     remarks = tuple(
         f"{option}={shown(config[option])}"
         for option, here in _SAMPLING.items()
@@ -296,7 +301,7 @@ def _read_process(path: Path) -> tuple[Process, float | None, str, tuple[str, ..
         raise ConfigError(
             f"{path} has timestep_spacing={spacing}; choose one of leading, trailing, linspace"
         )
-    return process, clip, spacing, remarks
+    return spacing, remarks
 
 
 def process_of(config: dict[str, Any], path: Path) -> tuple[Process, float | None]:

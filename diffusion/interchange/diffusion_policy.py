@@ -29,10 +29,14 @@ from torch import Tensor
 from ..data.action_chunks import Normaliser, PolicySpec
 from ..errors import ConfigError
 from ..policies.stored import StoredPolicy
-from .diffusers_directory import process_of
+from .diffusers_directory import process_of, sampling_of
 
 SUFFIX = ".ckpt"
 _STEP_LAYER = "diffusion_step_encoder.1.weight"  # [4 E, E]
+_CONVENTIONS = (  # options of its policy, their defaults there, and what is the case here
+    ("oa_step_convention", False, True),
+    ("pred_action_steps_only", False, False),
+)
 _GROUPS = 8  # of the norms, where the configuration does not say
 
 
@@ -178,10 +182,17 @@ def stored_policy(
     state = {name: tensor.float() for name, tensor in network_state(whole).items()}
     groups = workspace["policy.model.n_groups"] or workspace["policy.n_groups"] or _GROUPS
     settings = _network_settings(path, state, groups)
-    if workspace["policy.oa_step_convention"] is False:
+    if any(name.startswith("local_cond_encoder.") for name in state):
         raise ConfigError(
-            f"{path} has policy.oa_step_convention=False: its actions begin a step later than here"
+            f"{path} is told its observations by obs_as_local_cond; expected obs_as_global_cond"
         )
+    for option, default, expected in _CONVENTIONS:
+        value = workspace[f"policy.{option}"]
+        if (default if value is None else value) is not expected:
+            raise ConfigError(
+                f"{path} has policy.{option}={not expected}: its actions begin at another step"
+                " than here"
+            )
     spec = PolicySpec(
         workspace.count("horizon", "policy.horizon"),
         workspace.count("n_obs_steps", "policy.n_obs_steps"),
@@ -198,16 +209,42 @@ def stored_policy(
             f" {spec.action_dim}, an action, and {spec.condition_dim}, {spec.observation_steps}"
             " observations, as of policies with obs_as_global_cond"
         )
+    _check_steps(path, spec, 2 ** (len(settings["down_dims"]) - 1))
     scheduler = workspace["policy.noise_scheduler"]
     if not isinstance(scheduler, dict):
         raise ConfigError(f"{path} has policy.noise_scheduler={scheduler}; expected its options")
-    process, clip = process_of(scheduler, path)
+    name = str(scheduler.get("_target_", "DDPMScheduler")).rpartition(".")[2]
+    process, clip = process_of(scheduler | {"_class_name": name}, path)
+    spacing, remarks = sampling_of(scheduler, path)
     steps = workspace["policy.num_inference_steps"]
     if steps is not None:
         steps = workspace.count("policy.num_inference_steps")
     return StoredPolicy(
-        settings, state, spec, process, clip, steps, spacing="leading", as_diffusers=True
+        settings,
+        state,
+        spec,
+        process,
+        clip,
+        steps,
+        spacing,
+        sampler="ddim" if name.startswith("DDIM") else "ddpm",
+        as_diffusers=True,
+        remarks=remarks,
     )
+
+
+def _check_steps(path: Path, spec: PolicySpec, factor: int) -> None:
+    """ConfigError unless the network can draw such a chunk, and what is acted out is in it."""
+    if spec.horizon % factor:
+        raise ConfigError(
+            f"{path} has horizon={spec.horizon}; its network needs a multiple of {factor}"
+        )
+    longest = spec.horizon - spec.observation_steps + 1
+    if spec.action_steps > longest:
+        raise ConfigError(
+            f"{path} has n_action_steps={spec.action_steps}; a chunk of {spec.horizon} has"
+            f" {longest} from the last of {spec.observation_steps} observations on"
+        )
 
 
 def _network_settings(path: Path, state: dict[str, Tensor], n_groups: int) -> dict[str, Any]:
@@ -236,6 +273,12 @@ def _normaliser(path: Path, state: dict[str, Tensor], key: str) -> Normaliser:
         raise ConfigError(
             f"{path} has no normalizer.params_dict.{key}; expected a policy of low-dimensional"
             " observations"
+        )
+    usable = scale.isfinite().all() and offset.isfinite().all() and (scale != 0).all()
+    if scale.numel() != offset.numel() or not usable:
+        raise ConfigError(
+            f"{path} has normalizer.params_dict.{key} with scale {scale.tolist()} and offset"
+            f" {offset.tolist()}; expected as many finite numbers, and no scale of 0"
         )
     centre, half = -offset.double() / scale.double(), 1 / scale.double()
     return Normaliser((centre - half).float().flatten(), (centre + half).float().flatten())

@@ -1,5 +1,6 @@
 """A trained policy: what was observed in, actions out, in the units of the data."""
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +88,7 @@ def load_policy(
     backend: str = "auto",
     precision: str | None = None,  # bf16 | tf32 | fp32; None: as trained, on a CPU fp32
     ema: bool | float = True,  # the averaged weights; a number: the further average of that decay
-    sampler: str = "ddpm",
+    sampler: str | None = None,  # ddpm | ddim | heun | dpmpp_2m; None: as stored, or ddpm
     steps: int | None = None,  # of the reverse process; None: as stored, or all of them
 ) -> Policy:
     """The policy in a checkpoint of this project or in one of diffusion_policy's. Raises
@@ -105,6 +106,11 @@ def load_policy(
     model = build_policy_model(stored.settings, chosen, spec.action_dim, spec.condition_dim, on)
     check_same_model(str(checkpoint), stored.state, dict(model.named_parameters()))
     model.load_state_dict(stored.state)
+    for remark in stored.remarks:
+        warnings.warn(
+            f"{checkpoint} says {remark} for sampling, which is not done here", stacklevel=2
+        )
+    sampler = sampler or stored.sampler
     steps_as = AS_DIFFUSERS.get(sampler, {}) if stored.as_diffusers else {}
     draws = stored.process.sampler(
         chosen,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..build import check_sampler
+from ..build import SAMPLERS, check_sampler
 from ..data.action_chunks import PolicySpec
 from ..errors import ConfigError, writing
 from ..settings import construct
@@ -31,7 +31,7 @@ class RolloutSettings:
     shown: int = 9
     max_steps: int | None = None
     action_steps: int | None = None
-    sampler: str = "ddpm"
+    sampler: str | None = None
     steps: int | None = None
     ema: bool | float = True
     latency_calls: int = 100
@@ -50,7 +50,8 @@ class RolloutSettings:
             raise ConfigError(f"seed={self.seed}; expected a whole number from 0 to 2^63 - 1 - n")
         if self.out is not None and (Path(self.out).suffix != ".gif" or Path(self.out).is_dir()):
             raise ConfigError(f"out={self.out}; expected a .gif")
-        check_sampler(self.sampler)
+        if self.sampler is not None:
+            check_sampler(self.sampler)
 
     def load(self, backend: str) -> Policy:
         """The policy, by that backend. Raises ConfigError as `load_policy`."""
@@ -151,10 +152,11 @@ def _latency(policy: Policy, observation: np.ndarray, settings: RolloutSettings)
     took = 1e3 * measure_latency(policy, torch.from_numpy(seen), calls=settings.latency_calls)
     backend, device = policy.sampler.backend, next(policy.model.parameters()).device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    sampler = next(name for name, kind in SAMPLERS.items() if type(policy.sampler) is kind)
     p50, p99 = np.percentile(took, (50, 99))
     return (
         f"policy, backend {backend.name}, {backend.precision}, {where}, batch 1,"
-        f" {policy.sampler.num_steps} steps of {settings.sampler}:"
+        f" {policy.sampler.num_steps} steps of {sampler}:"
         f" p50 {p50:.2f} ms, p99 {p99:.2f} ms over {len(took)} calls"
     )
 

@@ -20,4 +20,6 @@ class StoredPolicy:
     clip: float | None = 1.0  # of the normalised actions in sampling
     steps: int | None = None  # of sampling; None: all of the process
     spacing: str | None = None  # of these steps; None: what suits the sampler
-    as_diffusers: bool = False  # whether DDIM is to step as diffusers' does
+    sampler: str = "ddpm"
+    as_diffusers: bool = False  # whether samplers step as diffusers' of that name do
+    remarks: tuple[str, ...] = ()  # on what its scheduler does in sampling and no sampler does here

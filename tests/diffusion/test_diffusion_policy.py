@@ -10,6 +10,7 @@ from diffusion.errors import ConfigError
 from diffusion.interchange.diffusion_policy import is_workspace, read_workspace, stored_policy
 from diffusion.interchange.weights import load_weights
 from diffusion.policies.policy import load_policy
+from diffusion.sampler import DDIM, DDPM
 from diffusion.trained import is_policy, load_trained
 from diffusion.unet1d import UNet1d
 from triton_kernels import reference
@@ -121,7 +122,11 @@ def test_actions_are_those_of_its_policy(
 
     model = network(**options)
     settings = {"n_groups": options.get("n_groups", 2)}
-    scheduler_config = SCHEDULER | {"prediction_type": prediction}
+    name = f"scheduling_{sampler}.{sampler.upper()}Scheduler"
+    scheduler_config = SCHEDULER | {
+        "_target_": f"diffusers.schedulers.{name}",
+        "prediction_type": prediction,
+    }
     config = changed(
         policy={
             "model": settings,
@@ -130,7 +135,7 @@ def test_actions_are_those_of_its_policy(
         }
     )
     path = write(tmp_path / "latest.ckpt", model, config)
-    policy = load_policy(path, device="cpu", sampler=sampler)
+    policy = load_policy(path, device="cpu")
     assert policy.sampler.num_steps == steps
     observations = torch.randn(3, SEEN, OBS)
 
@@ -226,6 +231,10 @@ CYCLE = changed(horizon="${n_obs_steps}", n_obs_steps="${horizon}")
         (CYCLE, "leads back to itself"),
         (changed(n_obs_steps=1), "under a condition of 6; expected 2, an action, and 3"),
         (changed(policy={"oa_step_convention": False}), "oa_step_convention=False"),
+        (changed(policy={"oa_step_convention": None}), "oa_step_convention=False"),  # its default
+        (changed(policy={"pred_action_steps_only": True}), "pred_action_steps_only=True"),
+        (changed(horizon=7), "has horizon=7; its network needs a multiple of 2"),
+        (changed(n_action_steps=8), "n_action_steps=8; a chunk of 8 has 7 from the last of 2"),
         (changed(policy={"noise_scheduler": None}), "noise_scheduler=None"),
         (changed(policy={"noise_scheduler": {"beta_schedule": "odd"}}), "beta_schedule=odd"),
         (changed(policy={"model": {"n_groups": 3}}), "multiples of n_groups=3"),
@@ -235,6 +244,30 @@ def test_what_is_no_policy_here(tmp_path, config, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load_policy(write(tmp_path / "a.ckpt", network(), config), device="cpu")
     assert "\n" not in str(caught.value)
+
+
+def test_samplers(tmp_path):
+    """What its scheduler is, unless another is chosen; what none does here is said."""
+    ddim = SCHEDULER | {"_target_": "diffusers.DDIMScheduler", "steps_offset": 1}
+    path = write(tmp_path / "a.ckpt", network(), changed(policy={"noise_scheduler": ddim}))
+    with pytest.warns(UserWarning, match="says steps_offset=1 for sampling, which is not done"):
+        assert isinstance(load_policy(path, device="cpu").sampler, DDIM)
+        assert isinstance(load_policy(path, device="cpu", sampler="ddpm").sampler, DDPM)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("normalizer.params_dict.obs.scale", torch.zeros(OBS), "no scale of 0"),
+        ("normalizer.params_dict.action.offset", torch.full((ACTION,), torch.nan), "offset .nan"),
+        ("normalizer.params_dict.obs.offset", torch.zeros(5), "as many finite numbers"),
+        ("model.local_cond_encoder.0.blocks.0.block.0.bias", torch.zeros(8), "obs_as_local_cond"),
+    ],
+)
+def test_entries_that_are_wrong(tmp_path, name, value, message):
+    path = write(tmp_path / "a.ckpt", network(), ema_model=state_of(network()) | {name: value})
+    with pytest.raises(ConfigError, match=message):
+        load_policy(path, device="cpu")
 
 
 def test_other_files(tmp_path):
