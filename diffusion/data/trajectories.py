@@ -1,17 +1,13 @@
 """Recorded rollouts, cut into chunks of actions and the observations before them.
 
-The file is an .npz with float32 arrays observation_i [L_i, O] and action_i [L_i, A] for each
-episode i; other arrays in it are not read. As Diffusion Policy (Chi et al. 2023) does, a chunk
-starts at every time s from 1 - observation_steps to L - horizon + action_steps - 1: its actions are
-those of s, ..., s + horizon - 1, its condition is the observations of s, ...,
+In which forms they are read, `rollout_file` says. As Diffusion Policy (Chi et al. 2023) does, a
+chunk starts at every time s from 1 - observation_steps to L - horizon + action_steps - 1: its
+actions are those of s, ..., s + horizon - 1, its condition is the observations of s, ...,
 s + observation_steps - 1, and beyond the ends of the episode the first and the last are repeated.
 The policy acts out the `action_steps` actions from s + observation_steps - 1 on, the time of the
 last observation, and observes again.
 """
 
-import re
-import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +15,9 @@ import torch
 
 from ..errors import ConfigError
 from .action_chunks import ActionChunks, Chunks, Normaliser, PolicySpec
+from .rollout_file import Episode, read_rollouts
 
-_KINDS = ("observation", "action")
 _SPLITS = ("episodes", "tails")
-
-Episode = tuple[np.ndarray, np.ndarray]  # observations [L, O], actions [L, A]
 
 
 def load_trajectories(
@@ -36,7 +30,7 @@ def load_trajectories(
     split: str = "episodes",
     seed: int = 0,
 ) -> ActionChunks:
-    """Read the rollouts in `path` and cut them into chunks.
+    """Read the rollouts in `path`, a file or a folder of them, and cut them into chunks.
 
     `held_out` is the share that is not trained on: of the episodes, whole ones chosen by `seed`, at
     least one and never all (split=episodes); or the last part of each episode (split=tails). Ranges
@@ -45,9 +39,11 @@ def load_trajectories(
     """
     check_options(horizon, observation_steps, action_steps, held_out, split, seed)
     if path is None:
-        raise ConfigError("dataset.path is not set; give the .npz with the rollouts")
+        raise ConfigError(
+            "dataset.path is not set; give the .npz with the rollouts, or a folder of them"
+        )
     return cut_episodes(
-        _read(Path(path)),
+        read_rollouts(Path(path)),
         path,
         horizon=horizon,
         observation_steps=observation_steps,
@@ -86,7 +82,7 @@ def cut_episodes(
                 f"{source}: what is {name} is too short for dataset.horizon={horizon}; use a"
                 f" shorter horizon or another dataset.held_out than {held_out}"
             )
-    return ActionChunks(*parts.values(), spec, Path(source).name, len(episodes))
+    return ActionChunks(*parts.values(), spec, Path(source).absolute().name, len(episodes))
 
 
 def check_options(
@@ -115,64 +111,6 @@ def check_options(
         raise ConfigError(f"dataset.seed={seed}; expected a whole number, at least 0")
 
 
-# --- reading --------------------------------------------------------------------------------------
-
-
-def _read(path: Path) -> list[Episode]:
-    """The episodes of the file, in the order of their numbers."""
-    if not path.is_file():
-        what = "are a folder" if path.is_dir() else "do not exist"
-        raise ConfigError(f"rollouts {path} {what}; expected an .npz file")
-    numbers, arrays = {}, {}
-    try:
-        file = np.load(path, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise ValueError("it holds a single array")
-        with file:
-            for kind in _KINDS:
-                matches = [re.fullmatch(rf"{kind}_(\d+)", name) for name in file.files]
-                names = {int(match[1]): match[0] for match in matches if match}  # 7 may be 007
-                numbers[kind] = sorted(names)
-                arrays[kind] = [file[names[i]] for i in numbers[kind]]
-            found = ", ".join(file.files[:6]) + (", ..." if len(file.files) > 6 else "")
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ConfigError(f"rollouts {path} cannot be read as an .npz: {error}") from error
-    observed, acted = (numbers[kind] for kind in _KINDS)
-    if not observed or observed != acted:
-        raise ConfigError(
-            f"{path} holds observation_i for i in {_few(observed)} and action_i for i in"
-            f" {_few(acted)}; expected both for each episode, and the arrays are {found or 'none'}"
-        )
-    for kind, values in arrays.items():
-        dims = None
-        for place, i in enumerate(numbers[kind]):
-            values[place] = _checked(f"{path}: {kind}_{i}", values[place], dims)
-            dims = values[place].shape[1]
-    episodes = list(zip(*(arrays[kind] for kind in _KINDS), strict=True))
-    for i, (observations, actions) in zip(acted, episodes, strict=True):
-        if len(observations) != len(actions):
-            raise ConfigError(
-                f"{path}: observation_{i} has {len(observations)} steps, action_{i} {len(actions)}"
-            )
-    return episodes
-
-
-def _checked(name: str, array: np.ndarray, dims: int | None) -> np.ndarray:  # float32 [L, dims]
-    if array.ndim != 2 or 0 in array.shape or array.dtype.kind not in "fiu":
-        raise ConfigError(f"{name} is {array.dtype} {array.shape}; expected numbers [steps, dims]")
-    if dims not in (None, array.shape[1]):
-        raise ConfigError(f"{name} has {array.shape[1]} dimensions; earlier episodes have {dims}")
-    with np.errstate(over="ignore"):
-        array = array.astype(np.float32)
-    if not np.isfinite(array).all():
-        raise ConfigError(f"{name} has values that are not finite")
-    return array
-
-
-def _few(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "") or "none"
-
-
 # --- cutting --------------------------------------------------------------------------------------
 
 
@@ -189,7 +127,7 @@ def _split(
     if count == 1:
         raise ConfigError(
             "a single episode cannot be split by episodes; use dataset.split=tails or"
-            " dataset.held_out=0"
+            " dataset.held_out=0 (if there are more, episode_ends says where they end)"
         )
     held = min(max(round(count * share), 1), count - 1)
     chosen = set(np.random.default_rng(seed).choice(count, held, replace=False).tolist())

@@ -146,7 +146,7 @@ OPTIONS = [
     ({"held_out": "a"}, "held_out=a"),
     ({"split": "tail"}, "choose one of episodes, tails"),
     ({"path": None}, "dataset.path is not set"),
-    ({"path": "."}, "are a folder; expected an .npz"),
+    ({"path": "docs"}, "docs are a folder without one; expected an .npz file, or a folder of"),
     ({"seed": -1}, "dataset.seed=-1; expected a whole number, at least 0"),
     ({"horizon": 64}, "to train on is too short"),
     ({"horizon": 12, "split": "tails"}, "held out is too short"),
@@ -169,7 +169,7 @@ def test_a_single_episode_has_to_be_split_by_time(tmp_path):
 X = np.zeros((9, 2), np.float32)
 BAD = {
     "no action": ({"observation_0": X}, "action_i for i in none"),
-    "other names": ({"obs": X, "act": X}, "both for each episode, and the arrays are obs, act$"),
+    "other names": ({"obs": X, "act": X}, "holds the arrays obs, act; expected observation_i and"),
     "a gap": (
         {"observation_0": X, "observation_1": X, "action_0": X, "action_2": X},
         "for i in 0, 1 and action_i for i in 0, 2",
