@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_CONSTANT = 1e-4  # a dimension with a smaller range is not stretched
+CONSTANT = 1e-4  # a dimension with a smaller range is not stretched
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class Normaliser:
         """The inverse of `normalise`."""
         return x * self._half_range + self._centre
 
+    def flattened(self) -> list[int]:
+        """The dimensions that are taken as constant though they are not quite."""
+        spread = self.high - self.low
+        return ((spread > 0) & (spread < CONSTANT)).nonzero().flatten().tolist()
+
     @property
     def _centre(self) -> Tensor:
         return (self.low + self.high) / 2
@@ -50,7 +55,7 @@ class Normaliser:
     @property
     def _half_range(self) -> Tensor:
         spread = self.high - self.low
-        return torch.where(spread < _CONSTANT, 1, spread / 2)
+        return torch.where(spread < CONSTANT, 1, spread / 2)
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,19 @@ The policy acts out the `action_steps` actions from s + observation_steps - 1 on
 last observation, and observes again.
 """
 
+import logging
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from ..errors import ConfigError
-from .action_chunks import ActionChunks, Chunks, Normaliser, PolicySpec
+from .action_chunks import CONSTANT, ActionChunks, Chunks, Normaliser, PolicySpec
 from .rollout_file import Episode, read_rollouts
 
 _SPLITS = ("episodes", "tails")
+
+log = logging.getLogger(__name__)
 
 
 def load_trajectories(
@@ -75,6 +78,8 @@ def cut_episodes(
         Normaliser.of(np.concatenate([observations for observations, _ in train])),
         Normaliser.of(np.concatenate([actions for _, actions in train])),
     )
+    what = "episodes" if split == "episodes" else "heads or tails of episodes"
+    _warn(train + rest, what, spec, Path(source).name)
     parts = {"to train on": _chunks(train, spec), "held out": _chunks(rest, spec)}
     for name, part in parts.items():
         if len(part) == 0 and (name == "to train on" or held_out > 0):
@@ -83,6 +88,20 @@ def cut_episodes(
                 f" shorter horizon or another dataset.held_out than {held_out}"
             )
     return ActionChunks(*parts.values(), spec, Path(source).absolute().name, len(episodes))
+
+
+def _warn(parts: list[Episode], what: str, spec: PolicySpec, source: str) -> None:
+    """Say what of the data is not learned from."""
+    needed = spec.horizon - spec.observation_steps - spec.action_steps + 2
+    short = sum(len(actions) < needed for _, actions in parts)
+    if short:
+        log.warning(f"{source}: {short} {what} have fewer than {needed} steps and give no chunk")
+    for kind, normaliser in (("observations", spec.observations), ("actions", spec.actions)):
+        if flat := normaliser.flattened():
+            log.warning(
+                f"{source}: of the {kind} dimension {', '.join(map(str, flat))} varies by less"
+                f" than {CONSTANT} and is taken as constant; use smaller units if it is not"
+            )
 
 
 def check_options(
