@@ -26,6 +26,7 @@ from typing import IO, Any
 
 import torch
 import triton
+from torch import Tensor
 from tqdm import tqdm
 
 from .errors import ConfigError
@@ -64,6 +65,11 @@ def compile_ahead(
                 file.write(time.strftime("%F %T\n"))
     except OSError as error:
         log.info("kernels are compiled one by one: %s", error)
+
+
+def described(x: Tensor | None) -> dict[str, Any] | None:
+    """Shape and dtype, as settings of a job have them."""
+    return None if x is None else {"shape": list(x.shape), "dtype": str(x.dtype).split(".")[1]}
 
 
 def _compiles(device: torch.device) -> bool:

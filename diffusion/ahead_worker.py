@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from triton_kernels.device import describe
 from triton_kernels.rehearsal import rehearsal
 
-from .backend import choose_backend
-from .build import Process, build_model
+from .backend import Backend, choose_backend
+from .build import POLICY_MODELS, Process, build_model, build_policy_model
 from .data.image_set import ImageSet
 from .distributed import Processes
 from .flat import FlatParameters
@@ -32,27 +33,20 @@ _HOST = torch.device("cpu")
 
 def train(settings: dict[str, Any]) -> None:
     """Two steps, of one process: the groups `model`, `diffusion`, `optim` and `train` of the
-    configuration, with the shape [M, H, W, C] of the images, `flip`, and the process's share as
-    batch_size."""
+    configuration, with the process's share as batch_size; `flip`; and of the samples' images and
+    labels (or null) shape and dtype."""
     train = construct(TrainSettings, settings["train"], "train")
     process = construct(Process, settings["diffusion"], "diffusion")
     optim = construct(OptimizerSettings, settings["optim"], "optim")
-    count, *size, channels = settings["images"]
     backend = choose_backend("triton", train.precision, _HOST)
-    meta = torch.device("meta")
-    with meta:
-        model = build_model(
-            settings["model"], backend, tuple(size), channels, process.learns_variance, meta
-        )
-    model = model.to_empty(device=_HOST).train()
+    samples = ImageSet(*(_unread(settings[key]) for key in ("images", "labels")))
+    model = _network(settings["model"], samples, backend, process).to_empty(device=_HOST).train()
     flat = FlatParameters(model, together=TOGETHER)
-    images = torch.zeros(count, *size, channels, dtype=torch.uint8)  # memory that nobody touches
-    labels = None if model.num_classes is None else torch.zeros(count, dtype=torch.int64)
     step = build_step(
         model,
         flat,
         Optimizer(flat, optim, backend),
-        ImageSet(images, labels),
+        samples,
         settings["flip"],
         process,
         train,
@@ -60,6 +54,23 @@ def train(settings: dict[str, Any]) -> None:
     )
     for k in range(2):  # the second finds memory that the first has made
         step(k)
+
+
+def _unread(what: dict[str, Any] | None) -> Tensor | None:
+    """Zeros of that description, which take no memory before somebody touches them."""
+    return None if what is None else torch.zeros(what["shape"], dtype=getattr(torch, what["dtype"]))
+
+
+def _network(
+    settings: dict[str, Any], samples: ImageSet, backend: Backend, process: Process
+) -> nn.Module:
+    """For these samples, on the device "meta"."""
+    meta, (*size, channels) = torch.device("meta"), samples.images.shape[1:]
+    with meta:
+        if settings["name"] in POLICY_MODELS:
+            conditions = samples.labels.shape[1]
+            return build_policy_model(settings, backend, channels, conditions, meta)
+        return build_model(settings, backend, tuple(size), channels, process.learns_variance, meta)
 
 
 def sample(settings: dict[str, Any]) -> None:

@@ -13,9 +13,9 @@ import yaml
 from torch import nn
 from tqdm import tqdm
 
-from .ahead import compile_ahead
+from .ahead import compile_ahead, described
 from .backend import Backend, choose_backend, determinism
-from .build import Process
+from .build import POLICY_MODELS, Process
 from .checkpoint import find_checkpoint, latest_checkpoint, load_into, read_state
 from .data.batches import Samples
 from .distributed import Processes, choose_device, own_rank
@@ -138,7 +138,8 @@ def _train(config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep
                 else settings.init and f"beginning with the weights of {settings.init}"
             )
             _describe(run_dir, step, task, settings, processes, began)
-        if isinstance(step.network, FusedUNet):
+        # layer by layer PyTorch's ops take part, which are slow in a rehearsal of many pixels
+        if isinstance(step.network, FusedUNet) or config["model"]["name"] in POLICY_MODELS:
             _compile_ahead(config, step, task)
             processes.wait()  # for the first of each machine, which compiles
         trainer = Trainer(
@@ -165,11 +166,13 @@ def _compile_ahead(config: dict[str, Any], step: TrainStep, task: Task) -> None:
         "optim": config["optim"],
         "train": {key: config["train"][key] for key in keys if key in config["train"]}
         | {"batch_size": step.batches.count},
-        "images": list(task.samples.images.shape),
+        "images": described(task.samples.images),
+        "labels": described(task.samples.labels),
         "flip": task.flip,
     }
-    flat = step.flat
-    compile_ahead("train", job, job, flat.param.device, 24 * flat.param.numel())
+    if step.objective.backend.name == "triton":
+        flat = step.flat
+        compile_ahead("train", job, job, flat.param.device, 24 * flat.param.numel())
 
 
 def _describe(

@@ -32,8 +32,19 @@ TRAIN = {
     "diffusion": {"schedule": "linear"},
     "optim": {"lr": 1e-4},
     "train": {"batch_size": 64, "accumulate": 2, "precision": "bf16"},
-    "images": [10**6, 16, 16, 3],  # 768 MB, of which nobody sees a byte
+    # 768 MB, of which nobody sees a byte
+    "images": {"shape": [10**6, 16, 16, 3], "dtype": "uint8"},
+    "labels": {"shape": [10**6], "dtype": "int64"},
     "flip": True,
+}
+POLICY = {
+    "model": {"name": "unet1d", "down_dims": [32, 64], "diffusion_step_embed_dim": 32},
+    "diffusion": {"schedule": "cosine"},
+    "optim": {"lr": 1e-4, "more_ema": [0.99]},
+    "train": {"batch_size": 64, "precision": "tf32"},
+    "images": {"shape": [1000, 1, 16, 2], "dtype": "float32"},
+    "labels": {"shape": [1000, 10], "dtype": "float32"},
+    "flip": False,
 }
 HOPPER = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True)
 
@@ -60,6 +71,7 @@ def main() -> None:
     cpu = torch.device("cpu")
     before = describe(cpu), on_gpu(cpu)
     found = {"train": names(lambda: train(TRAIN)), "draw": names(draw)}
+    found["policy"] = names(lambda: train(POLICY))
     found["again"] = names(lambda: train(TRAIN))
     found["left as it was"] = before == (describe(cpu), on_gpu(cpu))
     print(json.dumps(found))

@@ -27,6 +27,8 @@ def test_a_rehearsal():
     assert kernels["conv_forward_kernel"] + kernels["conv_tiles_kernel"] >= 4  # by shape
     assert {"_q_sample_kernel", "denoise_loss_bwd_kernel", "_adamw_kernel"} <= set(kernels)
     assert {"_normal_kernel", "_begin_step_kernel", "_denoise_step_kernel"} <= set(found["draw"])
+    assert {"_square_sums_kernel", "_adamw_kernel"} <= set(found["policy"])
+    assert len([name for name in found["policy"] if "conv" in name]) >= 12
     assert found["train"] == found["again"] and found["left as it was"]
 
 
@@ -121,19 +123,20 @@ def test_how_many_processes(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_nothing_is_left_to_compile(tmp_path):
+@pytest.mark.parametrize("job", ["TRAIN", "POLICY"])
+def test_nothing_is_left_to_compile(job, tmp_path):
     """In a cache that was empty: a step finds what four processes have compiled."""
     script = """
 import sys, torch
 from pathlib import Path
 from diffusion import ahead, ahead_worker
-from tests.diffusion.rehearsed import TRAIN
-device = torch.device("cuda", 0)
+from tests.diffusion import rehearsed
+device, job = torch.device("cuda", 0), getattr(rehearsed, sys.argv[2])
 if sys.argv[1] == "ahead":
-    ahead.compile_ahead("train", TRAIN, TRAIN, device)
+    ahead.compile_ahead("train", job, job, device)
 else:
     ahead_worker._HOST = device
-    ahead_worker.train(TRAIN)
+    ahead_worker.train(job)
     torch.cuda.synchronize()
 """
     environment = os.environ | {
@@ -142,7 +145,7 @@ else:
     }
 
     def compiled(what: str) -> int:
-        command = [sys.executable, "-c", script, what]
+        command = [sys.executable, "-c", script, what, job]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
         return len(list(tmp_path.rglob("*.cubin")))
 
