@@ -173,10 +173,10 @@ def _follow(lines: IO[str], bar: tqdm, lock: threading.Lock) -> int:
     done = 0
     for line in lines:
         with lock:
-            if line.strip():
-                bar.total += int(line)
-                bar.refresh()
-            else:
+            if not line.strip():
                 bar.update()
                 done += 1
+            elif line.strip().isdecimal():  # or what a library has to say
+                bar.total += int(line)
+                bar.refresh()
     return done

@@ -59,6 +59,7 @@ import json, os, sys
 job, gpu, part, parts = sys.argv[1:]
 assert (job, gpu, parts) == ("train", "0", "4") and json.load(sys.stdin) == {"lr": 0.1}
 assert "RANK" not in os.environ and "WORLD_SIZE" not in os.environ
+print("a library's note")
 print(int(part) + 1)
 for _ in range(int(part) + 1):
     print(flush=True)
