@@ -39,7 +39,7 @@ def draw(
     denoiser = guide(network, guidance, null_label, model.backend.dtype)
     training = model.training
     model.eval()
-    parts, (batches, count) = [], _cut(n, batch_size)
+    parts, (batches, count) = [], cut(n, batch_size)
     for batch in range(batches):
         start = batch * count
 
@@ -74,11 +74,11 @@ def rehearse(
 ) -> None:
     """Launch what `draw` launches; see `triton_kernels.rehearsal`."""
     denoiser = guide(network, guidance, getattr(model, "null_label", None), model.backend.dtype)
-    _, count = _cut(n, batch_size)
+    _, count = cut(n, batch_size)
     sampler.rehearse(denoiser, (count, *image_shape), None if labels is None else labels[:count])
 
 
-def _cut(n: int, batch_size: int) -> tuple[int, int]:
+def cut(n: int, batch_size: int) -> tuple[int, int]:
     """(batches, images of each)."""
     batches = -(-n // batch_size)
     return batches, -(-n // batches)

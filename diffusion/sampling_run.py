@@ -15,7 +15,7 @@ from tqdm import tqdm
 from .ahead import compile_ahead
 from .build import check_sampler
 from .distributed import Processes, choose_device
-from .draw import draw, rehearse
+from .draw import cut, draw, rehearse
 from .errors import ConfigError, writing
 from .pictures import grid
 from .planned.inference import InferenceUNet, sampling_network
@@ -107,7 +107,7 @@ def draw_all(
         how += f", {processes.count} processes" if processes.count > 1 else ""
         print(f"drawing in {backend.dtype} with backend {backend.name}, {how}")
     if isinstance(network, InferenceUNet):
-        _compile_ahead(settings, trained, sampler, share)
+        _compile_ahead(settings, trained, share)
         processes.wait()  # for the first of each machine, which compiles
     hidden = None if processes.is_first else True  # None: shown on a terminal only
     with tqdm(unit="step", dynamic_ncols=True, disable=hidden) as bar:
@@ -152,10 +152,10 @@ def rehearse_drawing(settings: DrawSettings) -> None:
 def _compile_ahead(
     settings: DrawSettings,
     trained: Trained,
-    sampler: Sampler,
     share: int,  # images of this process
 ) -> None:
-    """So that the first chain does not begin with minutes of compiling."""
+    """So that the first chain does not begin with minutes of compiling. The kernel or two that
+    another sampler has, or another number of steps, are not worth a look by many processes."""
     job = {field.name: getattr(settings, field.name) for field in fields(DrawSettings)}
     job |= {"n": share, "seed": 0}
     parameters = list(trained.model.parameters())
@@ -165,8 +165,7 @@ def _compile_ahead(
         "image": trained.image_shape,
         "variance": trained.process.variance,
         "precision": trained.model.backend.precision,
-        "steps": sampler.num_steps,
-        **{key: job[key] for key in ("n", "batch_size", "sampler", "clip")},
+        "images": cut(share, settings.batch_size)[1],
         "guided": settings.guidance != 1,
     }
     compile_ahead("sample", job, kernels_of, parameters[0].device, 12 * size)
