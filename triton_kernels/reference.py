@@ -163,7 +163,7 @@ def normal(
     odd = (words[:, 1::2] >> 8).float() * 2.0**-24
     r, angle = torch.sqrt(-2 * torch.log(even)), odd * (2 * math.pi)
     z = torch.stack((r * torch.cos(angle), r * torch.sin(angle)), dim=-1)
-    return z.flatten(1)[:, :elements].reshape(shape)
+    return z.flatten(1)[:, :elements].reshape(shape).contiguous()
 
 
 def draw_timesteps(rng: Tensor, n: int, num_timesteps: int, *, first: int = 0) -> Tensor:

@@ -6,10 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import triton_kernels
-from diffusion.backend import Backend
+from diffusion.backend import TORCH_FP32, Backend
 from diffusion.errors import ConfigError
 from diffusion.interchange.weights import load_weights
 from diffusion.layers import Conv1d, ConvTranspose1d, set_backend
+from diffusion.sampler import DDPM
+from diffusion.schedule import make_schedule
 from diffusion.unet1d import UNet1d
 from triton_kernels import reference
 
@@ -186,6 +188,17 @@ def test_empty_batch():
     model = tiny()
     y = model(torch.zeros(0, 8, 3), torch.zeros(0, dtype=torch.int64), torch.zeros(0, 5))
     assert y.shape == (0, 8, 3)
+
+
+@pytest.mark.parametrize("length", [2, 6])
+def test_a_chain_of_chunks_whose_numbers_fours_do_not_divide(length):
+    """Random numbers are made by fours."""
+    model = tiny()
+    sampler = DDPM(make_schedule("cosine", 9), TORCH_FP32, steps=2)
+    cond = inputs(model)[2]
+    x = sampler.sample(model.forward_nhwc, (2, 1, length, 3), seed=0, labels=cond)
+    alone = sampler.sample(model.forward_nhwc, (1, 1, length, 3), seed=0, labels=cond[1:], first=1)
+    torch.testing.assert_close(x[1:], alone)
 
 
 def test_one_sample_that_ends_at_one_position():
