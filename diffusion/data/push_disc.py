@@ -27,6 +27,10 @@ def push_disc(
     if not 0 <= disturbance <= 0.1:
         raise ConfigError(f"dataset.disturbance={disturbance}; expected a length from 0 to 0.1")
     check_options(horizon, observation_steps, action_steps, held_out, "episodes", seed)
+    if episodes == 1 and held_out > 0:
+        raise ConfigError(
+            "dataset.episodes=1 of which one is held out; use 2, or dataset.held_out=0"
+        )
     made = [made for made in demonstrations(episodes, seed, disturbance) if made is not None]
     if not made:
         raise ConfigError(

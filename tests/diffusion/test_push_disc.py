@@ -174,7 +174,7 @@ def test_data_set():
         ({"episodes": 0}, "episodes=0"),
         ({"disturbance": -0.1}, "disturbance=-0.1"),
         ({"horizon": 0}, "horizon=0"),
-        ({"episodes": 1}, "a single episode cannot be split"),
+        ({"episodes": 1}, "use 2, or dataset.held_out=0"),
     ],
     ids=str,
 )
