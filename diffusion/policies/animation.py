@@ -12,6 +12,7 @@ from ..errors import writing
 
 _FRAME, _HELD = 4, 12  # pixels of border; frames for which the last picture stands
 _OPEN, _GOOD, _BAD = (205, 205, 205), (46, 160, 67), (207, 34, 46)
+_SHOWN_FPS = 10  # at most
 _COLOURS = 64  # of the palette, one for the whole film
 
 
@@ -21,11 +22,12 @@ def save_gif(
     out: Path,
     *,
     side: int = 128,  # pixels of the longer side of each
-    every: int = 2,  # frames
     fps: float = 20.0,  # of the films themselves
 ) -> None:
     """All films play at once; one that is over keeps its last frame, in a border that is green for
-    a success and red for a failure. Raises ConfigError if `out` cannot be written."""
+    a success and red for a failure. They play at their own speed, about ten frames a second of
+    them. Raises ConfigError if `out` cannot be written."""
+    every = math.ceil(fps / _SHOWN_FPS)
     films = [[_fit(frame, side) for frame in _thinned(film, every)] for film in films]
     length = max(len(film) for film in films) + _HELD
     columns = math.ceil(math.sqrt(len(films)))

@@ -79,6 +79,12 @@ def into_space(actions: np.ndarray, space: Any) -> np.ndarray:  # [..., A]
     return (np.rint(actions) if whole else actions).astype(space.dtype)
 
 
+def frames_a_second(environment: Environment) -> float:
+    """At which its pictures play as fast as what they show; 20 where it does not say."""
+    told = getattr(environment, "metadata", {}).get("render_fps")
+    return float(told) if isinstance(told, int | float) and told > 0 else 20.0
+
+
 def _shape(space: Any) -> tuple[int, ...] | None:
     """Of an array of numbers between limits; None for any other space."""
     return tuple(space.shape) if hasattr(space, "low") and hasattr(space, "high") else None

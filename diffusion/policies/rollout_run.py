@@ -14,7 +14,7 @@ from ..data.action_chunks import PolicySpec
 from ..errors import ConfigError, writing
 from ..settings import construct
 from .animation import save_gif
-from .environments import Environment, check_spaces, make_environments
+from .environments import Environment, check_spaces, frames_a_second, make_environments
 from .policy import Policy, load_policy
 from .rollout import Episode, measure_latency, roll_out
 
@@ -105,7 +105,8 @@ def rollout(config: dict) -> list[Episode]:
     print(_outcome(settings.env, episodes))
     if pictured:
         out, filmed = Path(settings.out), episodes[:pictured]
-        save_gif([e.frames for e in filmed], [e.success for e in filmed], out)
+        fps = frames_a_second(environments[0])
+        save_gif([e.frames for e in filmed], [e.success for e in filmed], out, fps=fps)
         print(f"{out}: the first {pictured} episodes, {out.stat().st_size / 1024:.0f} KiB")
     return episodes
 

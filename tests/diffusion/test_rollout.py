@@ -12,7 +12,11 @@ from diffusion.data.action_chunks import Normaliser, PolicySpec
 from diffusion.errors import ConfigError
 from diffusion.policies import rollout_run
 from diffusion.policies.animation import save_gif
-from diffusion.policies.environments import check_spaces, make_environments
+from diffusion.policies.environments import (
+    check_spaces,
+    frames_a_second,
+    make_environments,
+)
 from diffusion.policies.rollout import measure_latency, roll_out
 from diffusion.policies.rollout_run import RolloutSettings, rollout, timed_policies
 from diffusion.push_disc.env import Box, PushDisc
@@ -169,6 +173,20 @@ def test_film(tmp_path):
     good, bad = last[2, 68], last[2, 136 + 68]
     assert good.argmax() == 1 and bad.argmax() == 0  # green and red borders
     assert [path.name for path in out.parent.iterdir()] == ["a.gif"]
+
+
+@pytest.mark.parametrize(
+    ("fps", "frames", "duration"), [(10, 60, 100), (20, 31, 100), (125, 6, 100), (4, 60, 250)]
+)
+def test_a_film_plays_at_its_own_speed(tmp_path, fps, frames, duration):
+    """No two frames are the same, which would be joined: a dot moves."""
+    film = [np.zeros((8, 8, 3), np.uint8) for _ in range(60)]
+    for i, frame in enumerate(film):
+        frame[i // 8, i % 8] = 255
+    environment = SimpleNamespace(metadata={"render_fps": fps})
+    save_gif([film], [None], tmp_path / "a.gif", side=8, fps=frames_a_second(environment))
+    film = Image.open(tmp_path / "a.gif")
+    assert (film.n_frames, film.info["duration"]) == (frames, duration)
 
 
 def test_a_film_of_other_pictures(tmp_path):
