@@ -24,6 +24,7 @@ POLICY_MODELS: dict[str, Callable[..., torch.nn.Module]] = {"unet1d": UNet1d}  #
 AS_DIFFUSERS: dict[str, dict[str, bool]] = {
     "ddpm": {"noisy_end": True},
     "ddim": {"use_clipped_model_output": False, "joined": False},
+    "heun": {"noise_alone": True},
 }
 
 SAMPLERS: dict[str, type[Sampler]] = {

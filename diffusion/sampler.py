@@ -149,6 +149,7 @@ class Sampler:
     spacing = "guided"
     respacing: Mapping[str, bool] = {}  # options of NoiseSchedule.respace
     remembers = False  # whether a step reads the x_0 of the one before
+    start_deviation = 1.0  # of the noise x_T
 
     def __init__(
         self,
@@ -258,6 +259,7 @@ class Sampler:
         rng = torch.tensor([seed, 0], dtype=torch.int64, device=device)
         if x is None:
             x = self.backend.ops.normal(tuple(shape), rng, stream=INITIAL, first=first)
+            x = x if self.start_deviation == 1 else x * self.start_deviation
         elif x.shape != tuple(shape):
             raise ValueError(f"x has shape {list(x.shape)}; shape says {list(shape)}")
         bound = self._bind(denoiser, labels, len(x))

@@ -14,8 +14,9 @@ with a memory, which it reads for the sum and overwrites, is the whole step in o
 variance is unused.
 
 Against diffusers. Heun is HeunDiscreteScheduler, which keeps x_t / alpha_t and starts linspace and
-trailing from sigma_max epsilon where x_T = epsilon is taken here (a difference of 2e-5 for the
-linear schedule, none for leading). DPMSolverPP2M is DPMSolverMultistepScheduler with its defaults
+trailing from sigma_max epsilon, where x_T = epsilon is taken here unless Heun is made with
+noise_alone=True (a difference of 2e-5 for the linear schedule, of 2e-3 for the scaled-linear one of
+Rombach et al.; none for leading). DPMSolverPP2M is DPMSolverMultistepScheduler with its defaults
 (dpmsolver++, order 2, midpoint, final_sigmas_type zero; lower_order_final changes nothing then),
 and clip its thresholding with sample_max_value=1. It truncates the timesteps of use_karras_sigmas
 with the cosine schedule and rounds them with others; here they are always rounded.
@@ -27,10 +28,13 @@ References:
         2022), https://arxiv.org/abs/2211.01095
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from .backend import Backend
 from .sampler import Sampler, executed
 from .schedule import NoiseSchedule
 
@@ -120,9 +124,27 @@ class DPMSolverPP2M(Solver):
 
 
 class Heun(Solver):
-    """Heun's method, see `heun_table`. Two evaluations of the denoiser a step, one in the last."""
+    """Heun's method, see `heun_table`. Two evaluations of the denoiser a step, one in the last.
+
+    Arguments:
+        noise_alone: Whether x_T / alpha_T is sigma_T epsilon (Karras et al., 2022, algorithm 1), as
+            diffusers has it, for the spacings linspace, trailing and karras; of others, and if
+            False, x_T is epsilon, which has the deviation of training.
+    """
 
     respacing = {"fractional": True}
+
+    def __init__(
+        self,
+        schedule: NoiseSchedule,
+        backend: Backend,
+        *,
+        noise_alone: bool = False,
+        **options: Any,  # of Sampler
+    ) -> None:
+        super().__init__(schedule, backend, **options)
+        if noise_alone and self.spacing in ("linspace", "trailing", "karras"):
+            self.start_deviation = float(np.sqrt(1 - self.schedule.alphas_cumprod[-1]))
 
     def table(self) -> np.ndarray:
         return heun_table(self.schedule, self.prediction)

@@ -6,7 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import DDIMPipeline, DDIMScheduler, DDPMPipeline, DDPMScheduler
+from diffusers import (
+    DDIMPipeline,
+    DDIMScheduler,
+    DDPMPipeline,
+    DDPMScheduler,
+    HeunDiscreteScheduler,
+)
 from diffusers.pipelines.ddim import pipeline_ddim
 from diffusers.pipelines.ddpm import pipeline_ddpm
 from diffusers.schedulers import scheduling_ddpm
@@ -83,6 +89,26 @@ def test_what_is_drawn_is_what_their_pipeline_draws(tmp_path, same_noise, spacin
     settings |= {"spacing": "leading" if spacing == "trailing" else "trailing"}
     other = np.load(sample(settings | {"out": str(tmp_path / "b.npz")}))
     assert not np.array_equal(other["arr_0"], drawn)
+
+
+@torch.no_grad()
+def test_heun_begins_where_their_scheduler_begins(tmp_path):
+    """Of betas whose x_T is not all noise."""
+    betas = {"beta_schedule": "scaled_linear", "beta_start": 1e-4, "beta_end": 2e-3}
+    scheduler = HeunDiscreteScheduler(**betas, clip_sample=True, timestep_spacing="linspace")
+    network = theirs().eval()
+    network.save_pretrained(tmp_path / "unet")
+    scheduler.save_pretrained(tmp_path / "scheduler")
+    trained = load_trained(tmp_path, CPU)
+    sampler = trained.sampler(CPU, sampler="heun", steps=3)
+    ours = sampler.sample(trained.model.forward_nhwc, (2, 8, 8, 3), seed=SEED)
+    scheduler.set_timesteps(3)
+    noise = reference.normal((2, 8, 8, 3), torch.tensor([SEED, 0]), stream=INITIAL)
+    x = noise.permute(0, 3, 1, 2) * scheduler.init_noise_sigma
+    for t in scheduler.timesteps:
+        x = scheduler.step(network(scheduler.scale_model_input(x, t), t).sample, t, x).prev_sample
+    x = x.permute(0, 2, 3, 1)
+    assert (ours - x).norm() < TOLERANCE * x.norm()
 
 
 def test_sample_from_a_directory(tmp_path, monkeypatch):

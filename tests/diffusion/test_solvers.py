@@ -169,6 +169,25 @@ def test_heun_chain_of_diffusers(name, clip, prediction, spacing):
     compare(sampler.sample(denoiser, SHAPE, seed=SEED), x.permute(0, 2, 3, 1))
 
 
+@pytest.mark.parametrize("spacing", SPACINGS)
+@pytest.mark.parametrize("name", ["linear", "scaled_linear"])
+def test_heun_chain_of_diffusers_from_its_own_start(name, spacing):
+    """As its pipelines begin, with the ends of Rombach et al., whose x_T is not all noise."""
+    schedule = make_schedule(name, 1000, beta_start=8.5e-4, beta_end=0.012)
+    scheduler = HeunDiscreteScheduler(1000, beta_schedule=name, **_spacing(spacing))
+    sampler = make_sampler(
+        schedule, TORCH_FP32, "heun", steps=STEPS, spacing=spacing, clip=None, noise_alone=True
+    )
+    sigmas = np.append(np.repeat(sampler.schedule.sigmas[::-1], 2)[1:], 0)
+    exact(scheduler, schedule)
+    _begin(scheduler, sampler, sigmas, 1e-4)
+    denoiser, x = toy("epsilon", False), _noise() * scheduler.init_noise_sigma
+    for t in scheduler.timesteps:
+        output = _ask(denoiser, scheduler.scale_model_input(x, t), t)
+        x = scheduler.step(output, t, x).prev_sample
+    compare(sampler.sample(denoiser, SHAPE, seed=SEED), x.permute(0, 2, 3, 1))
+
+
 @pytest.mark.parametrize("steps", [1, 2, 9])
 @pytest.mark.parametrize("spacing", SPACINGS)
 @pytest.mark.parametrize("name", ["linear", "cosine"])
