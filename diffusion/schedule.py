@@ -256,7 +256,7 @@ class NoiseSchedule:
             fractional: Levels may lie between the chain's: linspace does not round, sigma being
                 interpolated in t; and karras tells the network the t between two steps, found by
                 interpolation in log sigma. Without it, karras has the same levels and tells the
-                nearest step.
+                nearest step, unless the chain itself tells numbers that are not whole (`edm`).
         """
         if steps is None and spacing in SPACINGS and spacing != "karras":
             return self
@@ -269,7 +269,8 @@ class NoiseSchedule:
         if spacing == "karras":
             sigmas = _karras_sigmas(self.sigmas[0], self.sigmas[-1], _count("steps", steps))
             t = np.interp(np.log(sigmas), np.log(self.sigmas), np.arange(self.num_timesteps))
-            t = t if fractional else np.round(t)
+            between = fractional or self.timestep_map.dtype.kind == "f"
+            t = t if between else np.round(t)
         elif spacing == "linspace" and fractional:
             t = np.linspace(0, self.num_timesteps - 1, _count("steps", steps))
             sigmas = np.interp(t, np.arange(self.num_timesteps), self.sigmas)

@@ -121,8 +121,8 @@ def test_chains_of_diffusers(name, kind):
     torch.testing.assert_close(
         scheduler.timesteps.float(),
         sampler.timesteps.float(),
-        rtol=0,
-        atol=0.0014,  # half a level
+        rtol=1e-5,
+        atol=1e-6,
     )
     scheduler.sigmas = torch.tensor(sigmas)
     denoiser = toy("v_prediction", False)
