@@ -38,6 +38,12 @@ def drop_labels(
     return labels.masked_fill(words < round(probability * 2**32), null_label)
 
 
+def check_scale(scale: float) -> None:
+    """ConfigError unless it is a number of at least 0."""
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 <= scale < math.inf:
+        raise ConfigError(f"guidance={scale} is not possible; give a number of at least 0")
+
+
 def guide(
     denoiser: Denoiser | TabulatedDenoiser,
     scale: float,
@@ -49,8 +55,7 @@ def guide(
 
     ConfigError: a scale that is no number >= 0, or other than 1 without a null class.
     """
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 <= scale < math.inf:
-        raise ConfigError(f"guidance={scale} is not possible; give a number of at least 0")
+    check_scale(scale)
     if scale == 1:
         return denoiser
     if null_label is None:
@@ -63,7 +68,8 @@ def guide(
 
 @dataclass(frozen=True)
 class Guided:
-    """What `guide` returns: a plain denoiser, and one with tables (see `TabulatedDenoiser`)."""
+    """What `guide` returns: a plain denoiser, and one with tables (see `TabulatedDenoiser`).
+    ValueError unless there is a label for each sample."""
 
     denoiser: Denoiser | TabulatedDenoiser
     scale: float
@@ -71,18 +77,25 @@ class Guided:
     dtype: torch.dtype | None = None
 
     def __call__(self, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
-        output = self.denoiser(torch.cat((x, x)), torch.cat((t, t)), self._twice(labels))
+        labels = self._twice(labels, len(x))
+        output = self.denoiser(torch.cat((x, x)), torch.cat((t, t)), labels)
         return self._combine(output, x.shape[-1])
 
     def tabulate(self, timesteps: Tensor, labels: Tensor, n: int) -> tuple[Tensor, ...]:
         inner = tabulated(self.denoiser, self.dtype)
-        return inner.tabulate(timesteps, self._twice(labels), 2 * n)
+        return inner.tabulate(timesteps, self._twice(labels, n), 2 * n)
 
     def at_row(self, x: Tensor, row: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
         inner = tabulated(self.denoiser, self.dtype)
         return self._combine(inner.at_row(torch.cat((x, x)), row, tables), x.shape[-1])
 
-    def _twice(self, labels: Tensor) -> Tensor:
+    def _twice(self, labels: Tensor | None, n: int) -> Tensor:
+        if labels is None or labels.shape != (n,):
+            given = "missing" if labels is None else f"of shape {list(labels.shape)}"
+            raise ValueError(
+                f"labels are {given}; guidance={self.scale} goes from the null class to that of"
+                f" each sample: expected [{n}]"
+            )
         return torch.cat((labels, torch.full_like(labels, self.null_label)))
 
     def _combine(self, output: Tensor, channels: int) -> Tensor:

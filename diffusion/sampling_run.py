@@ -17,6 +17,7 @@ from .build import check_sampler
 from .distributed import Processes, choose_device
 from .draw import cut, draw, rehearse
 from .errors import ConfigError, writing
+from .guidance import check_scale
 from .pictures import grid
 from .planned.inference import InferenceUNet, sampling_network
 from .sampler import Sampler
@@ -50,6 +51,7 @@ class DrawSettings(TrainedSettings):
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed}; expected a whole number from 0 to 2^63 - 1")
         check_sampler(self.sampler)
+        check_scale(self.guidance)
 
     def load_and_choose(self) -> tuple[Trained, Sampler]:
         """The network on its device, and what draws with it. Raises ConfigError."""

@@ -185,6 +185,19 @@ def test_wrong_scales(scale):
         guide(_by_label()[0], scale, CLASSES)
 
 
+@pytest.mark.parametrize("labels", [None, [0], [0, 1, 2], [[0, 1]]], ids=str)
+def test_guidance_needs_a_label_for_each_sample(labels):
+    labels = None if labels is None else torch.tensor(labels)
+    guided, x, t = guide(_by_label()[0], 2.0, CLASSES), torch.randn(2, 3, 5, 2), torch.arange(2)
+    sampler = make_sampler(make_schedule("cosine", 100), TORCH_FP32, steps=2)
+    for ask in (
+        lambda: guided(x, t, labels),
+        lambda: sampler.sample(guided, x.shape, seed=0, labels=labels),
+    ):
+        with pytest.raises(ValueError, match=r"labels are (missing|of shape) ?.*expected \[2\]"):
+            ask()
+
+
 def test_guidance_needs_a_null_class():
     with pytest.raises(ConfigError, match="model.label_dropout above 0"):
         guide(_by_label()[0], 2.0, None)
