@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from .settings import construct, shown
 from .trained import Trained, TrainedSettings
 
 _GRID_OF = 100  # images at most in the grid that comes with a folder of images
+_LINE_EVERY = 30.0  # seconds, of progress that no terminal shows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +114,17 @@ def draw_all(
         _compile_ahead(settings, trained, share)
         processes.wait()  # for the first of each machine, which compiles
     hidden = None if processes.is_first else True  # None: shown on a terminal only
+    began = last = time.monotonic()
     with tqdm(unit="step", dynamic_ncols=True, disable=hidden) as bar:
 
         def report(done: int, total: int) -> None:
+            nonlocal last
             bar.total = total
             bar.update(done - bar.n)
+            now = time.monotonic()
+            if processes.is_first and bar.disable and now - last >= _LINE_EVERY:  # into a log
+                last, left = now, (now - began) / done * (total - done)
+                print(f"step {done}/{total}  ETA {tqdm.format_interval(left)}", flush=True)
 
         images = draw(
             trained.model,

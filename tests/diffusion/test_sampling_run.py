@@ -135,6 +135,16 @@ def test_pictures_drawn_otherwise_do_not_replace_each_other(checkpoint):
     assert names[5] == "sample_step_00000001_ema-false_ddim2_0.png"
 
 
+def test_progress_without_a_terminal(checkpoint, monkeypatch, capsys):
+    draw(checkpoint, steps=3, n=4, batch_size=2)
+    assert "\nstep" not in capsys.readouterr().out  # of seconds nobody has to be told
+    monkeypatch.setattr(sampling_run, "_LINE_EVERY", 0.0)
+    draw(checkpoint, steps=3, n=4, batch_size=2)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert [line.split()[1] for line in lines] == [f"{done}/6" for done in range(1, 7)]
+    assert lines[-1] == "step 6/6  ETA 00:00"
+
+
 def test_a_folder_of_images_of_many_channels(tmp_path):
     path, model = tmp_path / "weights.bin", MODEL | {"name": "unet"}
     save_unet_cu(path, build_model(model, TORCH_FP32, (8, 12), 5, False, torch.device("cpu")))
