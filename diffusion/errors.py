@@ -2,6 +2,7 @@
 that memory is."""
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,3 +48,13 @@ def writing(path: Path) -> Iterator[None]:
         if "I/O error" not in str(error):
             raise
         raise ConfigError(f"{path} cannot be written: {error}") from error
+
+
+def check_writable(path: Path) -> None:
+    """ConfigError if what holds `path`, or will when it is made, is no folder or not to be written
+    to: before hours of work whose result would have no place."""
+    place = next(parent for parent in path.absolute().parents if os.path.exists(parent))
+    if not os.path.isdir(place):
+        raise ConfigError(f"{path} cannot be written: {place} is a file, expected a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{path} cannot be written: permission denied for {place}")

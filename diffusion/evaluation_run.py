@@ -12,7 +12,7 @@ from .checkpoint import find_checkpoint, read_state
 from .data import load_dataset
 from .data.image_set import with_channels
 from .distributed import own_rank
-from .errors import ConfigError, writing
+from .errors import ConfigError, check_writable, writing
 from .image_task import image_options
 from .quality import EXTRACTOR, check_extractor, check_metrics, measure, require_fidelity
 from .sampler import Sampler
@@ -133,6 +133,7 @@ def _check_out(out: Path) -> None:
         with open(out, newline="") as file:
             if tuple(next(csv.reader(file), ())) != FIELDS:
                 raise ConfigError(f"out={out} has other columns; give another file")
+    check_writable(out)
 
 
 def _append(out: Path, row: dict[str, Any]) -> None:

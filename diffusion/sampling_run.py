@@ -17,7 +17,7 @@ from .ahead import compile_ahead
 from .build import check_sampler
 from .distributed import Processes, choose_device
 from .draw import cut, draw, rehearse
-from .errors import ConfigError, writing
+from .errors import ConfigError, check_writable, writing
 from .guidance import check_scale
 from .pictures import grid
 from .planned.inference import InferenceUNet, sampling_network
@@ -226,6 +226,9 @@ def _check_out(out: Path, channels: int) -> None:
         raise ConfigError(f"out={out}; expected a .png (grid), a .npz or a folder")
     if out.suffix and out.is_dir():
         raise ConfigError(f"out={out} is a folder; expected a file")
+    if not out.suffix and out.is_file():
+        raise ConfigError(f"out={out} is a file; expected a folder, a .png (grid) or a .npz")
+    check_writable(out if out.suffix else out / "0.png")
 
 
 def _save(images: np.ndarray, out: Path) -> None:

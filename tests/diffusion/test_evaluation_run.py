@@ -142,6 +142,7 @@ def test_images_that_have_no_distance(fidelity):
         ),
         ({"weights": "absent.pth"}, "weights=absent.pth does not exist"),
         ({"out": "numbers.txt"}, "expected a .csv"),
+        ({"out": f"{__file__}/numbers.csv"}, "is a file, expected a folder"),
         ({"n": 0}, "n=0; expected at least 1"),
     ],
     ids=str,

@@ -135,6 +135,21 @@ def test_pictures_drawn_otherwise_do_not_replace_each_other(checkpoint):
     assert names[5] == "sample_step_00000001_ema-false_ddim2_0.png"
 
 
+@pytest.mark.parametrize("out", ["file", "file/a.png", "file/b/a.npz", "file/folder"])
+def test_a_place_for_the_result_is_looked_for_before_drawing(checkpoint, tmp_path, capsys, out):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is a file"):
+        draw(checkpoint, out=str(tmp_path / out))
+    assert "drawing" not in capsys.readouterr().out
+
+
+def test_a_place_that_may_not_be_written_to(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("diffusion.errors.os.access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(ConfigError, match="a.png cannot be written: permission denied for"):
+        draw(checkpoint, out=str(tmp_path / "new" / "a.png"))
+    assert not (tmp_path / "new").exists()
+
+
 def test_progress_without_a_terminal(checkpoint, monkeypatch, capsys):
     draw(checkpoint, steps=3, n=4, batch_size=2)
     assert "\nstep" not in capsys.readouterr().out  # of seconds nobody has to be told
