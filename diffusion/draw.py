@@ -32,8 +32,12 @@ def draw(
     and on i alone, not on the batch size.
 
     Batches are of one size, as one graph serves them all: the last may go beyond n, and what is
-    too much is cut off.
+    too much is cut off. ValueError: n or a batch size below 1, or labels that are not n.
     """
+    if n < 1 or batch_size < 1:
+        raise ValueError(f"n is {n} and batch_size {batch_size}; expected at least 1")
+    if labels is not None and labels.shape != (n,):
+        raise ValueError(f"labels have shape {list(labels.shape)}; expected [{n}]")
     network = model.forward_nhwc if network is None else network
     null_label = getattr(model, "null_label", None)
     denoiser = guide(network, guidance, null_label, model.backend.dtype)

@@ -254,7 +254,11 @@ class Sampler:
         batches does not change it, nor the image, beyond what a network rounds otherwise in a batch
         of another size. `x` replaces the noise x_T that the chain starts from. `progress` is called
         with (steps done, steps in all) after each step is queued, or each graph of several.
+
+        ValueError: a seed that is no whole number of 64 bits, numbers of images that do not fit
+        into 32, x of another shape, or what the denoiser finds wrong with labels.
         """
+        _check_counters(seed, first, len(x) if x is not None else shape[0])
         device = self.rows.device
         rng = torch.tensor([seed, 0], dtype=torch.int64, device=device)
         if x is None:
@@ -366,3 +370,14 @@ class DDIM(Sampler):
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_counters(seed: int, first: int, n: int) -> None:
+    """ValueError unless the counters of the noise hold them: others would draw the noise of some
+    other seed or image."""
+    if not isinstance(seed, int | np.integer) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed is {seed}; expected a whole number from -2^63 to 2^63 - 1")
+    if not isinstance(first, int | np.integer) or not 0 <= first <= 2**32 - n:
+        raise ValueError(
+            f"first is {first}; expected a whole number from 0 to 2^32 - {n}, the images' number"
+        )

@@ -224,6 +224,22 @@ def test_an_image_depends_on_the_seed_and_its_number_alone(name, variance):
     assert (whole != images()).any()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 0}, "n is 0 and batch_size 64; expected at least 1"),
+        ({"batch_size": 0}, "batch_size 0"),
+        ({"labels": torch.tensor([0, 1])}, r"labels have shape \[2\]; expected \[3\]"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_drawn(options, message):
+    sampler = make_sampler(make_schedule("cosine", 100), TORCH_FP32, steps=1)
+    given = {"n": 3, "image_shape": (8, 8, 1), "seed": 0} | options
+    with pytest.raises(ValueError, match=message):
+        draw(tiny(), sampler, **given)
+
+
 # --- as sample.py does it -------------------------------------------------------------------------
 
 

@@ -135,6 +135,33 @@ def test_x_replaces_the_initial_noise_and_is_left_alone():
         sampler.sample(_toy_of(sampler), (3, 3, 4, 1), seed=0, x=x)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": 2**63}, "seed is 9223372036854775808; expected a whole number"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"seed": 0, "first": -1}, "first is -1"),
+        ({"seed": 0, "first": 2**32 - 1}, r"first is 4294967295; expected .* to 2\^32 - 2"),
+    ],
+    ids=str,
+)
+def test_counters_that_would_draw_the_noise_of_others(options, message):
+    sampler = _sampler()
+    with pytest.raises(ValueError, match=message):
+        sampler.sample(_toy_of(sampler), (2, 3, 4, 1), **options)
+
+
+def test_seeds_and_numbers_as_large_as_they_may_be():
+    sampler, toy_ = _sampler(), _toy_of(_sampler())
+    drawn = [
+        sampler.sample(toy_, (1, 3, 4, 1), seed=seed, first=first)
+        for seed in (-(2**63), -1, 2**40, 2**63 - 1)
+        for first in (0, 2**31, 2**32 - 1)
+    ]
+    assert all(torch.isfinite(x).all() for x in drawn)
+    assert len({tuple(x.flatten().tolist()) for x in drawn}) == len(drawn)
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_one_row_tensor_serves_every_step(name):
     """As a captured graph uses it: the row is advanced in place on the device."""
