@@ -70,11 +70,14 @@ class InferenceUNet(FusedUNet):
     ) -> tuple[Tensor, ...]:
         """The projections of every block, float32 [K, U, E], and each sample's u, int64 [N]; or, if
         that were too large, timesteps and labels. A table that serves any labels is kept for the
-        next chain. ValueError: labels missing, or not wanted."""
+        next chain. ValueError: labels missing, not wanted, not N, or no class; which waits for the
+        device, once a chain."""
         classes = self.model.num_classes
         if (labels is None) != (classes is None):
             given = "missing" if labels is None else "given"
             raise ValueError(f"labels are {given}; the model has num_classes={classes}")
+        if labels is not None:
+            self._check_labels(labels, n)
         # a row a class, or if that is less, a row a sample
         by_class = self.num_labels <= n or labels is None
         width = self.embedding.projection.bias.shape[0]
@@ -88,6 +91,16 @@ class InferenceUNet(FusedUNet):
             self._kept = timesteps, self._table(timesteps, every)
         table = self._kept[1]
         return (table,) if labels is None else (table, labels.clone())
+
+    def _check_labels(self, labels: Tensor, n: int) -> None:
+        """The kernels take a row of the table by its number, and read whatever is there."""
+        if labels.shape != (n,) or labels.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"labels are {labels.dtype} of shape {list(labels.shape)}; expected int64 [{n}]"
+            )
+        low, high = map(int, labels.aminmax()) if n else (0, 0)
+        if low < 0 or high >= self.num_labels:
+            raise ValueError(f"labels lie in [{low}, {high}]; expected [0, {self.num_labels - 1}]")
 
     def _table(self, timesteps: Tensor, labels: Tensor | None) -> Tensor:  # [K], [U] -> [K, U, E]
         """A row for each timestep with each of the labels, all at once."""

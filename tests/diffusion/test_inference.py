@@ -240,6 +240,23 @@ def test_labels_that_are_missing_or_not_wanted(classes, labels):
         plan.tabulate(torch.tensor([3, 1]), labels, 1)
 
 
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0, 3], r"labels lie in \[0, 3\]; expected \[0, 2\]"),
+        ([-1, 0], r"labels lie in \[-1, 0\]"),
+        ([0], r"of shape \[1\]; expected int64 \[2\]"),
+        ([0, 1, 2], r"of shape \[3\]; expected int64 \[2\]"),
+        ([0.0, 1.0], "labels are torch.float32"),
+    ],
+    ids=str,
+)
+def test_labels_that_have_no_row_in_the_table(labels, message):
+    plan = InferenceUNet(make({"channel_mult": (1,), "num_classes": 3}), fused_reference)
+    with pytest.raises(ValueError, match=message):
+        plan.tabulate(torch.tensor([3, 1]), torch.tensor(labels), 2)
+
+
 def test_the_model_is_left_alone():
     model = make({"channel_mult": (1,)})
     before = [p.data_ptr() for p in model.parameters()]
