@@ -62,10 +62,12 @@ def read_rollouts(path: Path) -> list[Episode]:
 
 def _read_file(path: Path) -> list[tuple[tuple[str, str], Episode]]:  # the arrays' names, episode
     try:
-        file = np.load(path, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise ValueError("it holds a single array")
-        with file:
+        if not zipfile.is_zipfile(path):  # of which numpy says that it is a pickle
+            single = path.suffix == ".npy"
+            raise ValueError(
+                "it holds a single array" if single else "it is no archive of arrays, or cut off"
+            )
+        with np.load(path, allow_pickle=False) as file:
             numbered = any(re.fullmatch(rf"({'|'.join(_KINDS)})_\d+", name) for name in file.files)
             return list(_numbered(path, file) if numbered else _joined(path, file))
     except ConfigError:
