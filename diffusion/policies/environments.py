@@ -49,16 +49,16 @@ def make_environments(name: str, count: int, pictured: int = 0) -> list[Environm
     if namespace.isidentifier() and name not in gymnasium.registry:
         try:
             importlib.import_module(namespace)
-        except ImportError as error:
+        except Exception as error:  # it is missing, or so is what it needs: anything
             raise ConfigError(
-                f"env={name} is not installed: no module of its namespace ({_line(error)}); install"
-                f" its package, or name the module that registers it: env=MODULE:{name}"
-            ) from None
+                f"env={name}: its package cannot be imported ({reason_of(error)}); install it, or"
+                f" name the module that registers it: env=MODULE:{name}"
+            ) from error
     try:
         # not every environment can be told how to draw itself: what is not drawn is not told
         return [gymnasium.make(name, **({"render_mode": mode} if mode else {})) for mode in modes]
     except Exception as error:  # of gymnasium, or whatever the environment's own code raises
-        raise ConfigError(f"env={name} cannot be made: {_line(error)}") from error
+        raise ConfigError(f"env={name} cannot be made: {reason_of(error)}") from error
 
 
 def check_spaces(name: str, environment: Environment, spec: PolicySpec, policy: str) -> None:
@@ -85,6 +85,11 @@ def frames_a_second(environment: Environment) -> float:
     return float(told) if isinstance(told, int | float) and told > 0 else 20.0
 
 
+def reason_of(error: Exception) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def _shape(space: Any) -> tuple[int, ...] | None:
     """Of an array of numbers between limits; None for any other space."""
     return tuple(space.shape) if hasattr(space, "low") and hasattr(space, "high") else None
@@ -95,7 +100,3 @@ def _shown(space: Any) -> str:
     if shape is None:
         return type(space).__name__
     return f"{shape[0]} numbers" if len(shape) == 1 else f"an array {list(shape)}"
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -14,7 +14,13 @@ from ..data.action_chunks import PolicySpec
 from ..errors import ConfigError, writing
 from ..settings import construct
 from .animation import save_gif
-from .environments import Environment, check_spaces, frames_a_second, make_environments
+from .environments import (
+    Environment,
+    check_spaces,
+    frames_a_second,
+    make_environments,
+    reason_of,
+)
 from .policy import Policy, load_policy
 from .rollout import Episode, measure_latency, roll_out
 
@@ -75,7 +81,7 @@ def rollout(config: dict) -> list[Episode]:
     environments = make_environments(settings.env, settings.n, pictured)
     try:
         check_spaces(settings.env, environments[0], policy.spec, settings.ckpt)
-        observation, _ = environments[0].reset(seed=settings.seed)
+        observation = _first_observation(environments[0], settings)
         if pictured:
             _check_picture(environments[0], settings)
             _check_writable(Path(settings.out))
@@ -128,13 +134,20 @@ def _check_action_steps(action_steps: int | None, spec: PolicySpec) -> None:
         )
 
 
+def _first_observation(environment: Environment, settings: RolloutSettings) -> np.ndarray:
+    try:
+        return environment.reset(seed=settings.seed)[0]
+    except Exception as error:  # a package that it needs is of another version: anything
+        raise ConfigError(f"env={settings.env} cannot be reset: {reason_of(error)}") from error
+
+
 def _check_picture(environment: Environment, settings: RolloutSettings) -> None:
     try:
         frame = environment.render()
     except Exception as error:  # what it draws with is missing, there is no display: anything
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
-            f"env={settings.env} cannot draw itself ({reason}); leave out={settings.out} away"
+            f"env={settings.env} cannot draw itself ({reason_of(error)}); leave out={settings.out}"
+            " away"
         ) from error
     if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.shape[2] != 3:
         raise ConfigError(f"env={settings.env} draws no pictures; leave out={settings.out} away")

@@ -306,6 +306,14 @@ def test_an_environment_that_cannot_be_filmed(drawn, named):
         rollout_run._check_picture(environment, RolloutSettings("a", env="b", out="a.gif"))
 
 
+def test_an_environment_that_cannot_be_reset():
+    def reset(seed):
+        raise AttributeError("no attribute\n'add_collision_handler'")
+
+    with pytest.raises(ConfigError, match="^env=b cannot be reset: no attribute 'add_coll"):
+        rollout_run._first_observation(SimpleNamespace(reset=reset), RolloutSettings("a", env="b"))
+
+
 def test_every_setting_is_in_the_configuration():
     from omegaconf import OmegaConf
 
