@@ -4,7 +4,6 @@ Where it is, `PushDisc` is a gymnasium.Env, and importing this module registers 
 gymnasium.make("diffusion.push_disc.env:PushDisc-v0").
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,7 @@ try:
     from gymnasium.spaces import Box
 except ImportError:
     gymnasium = None
-
-    @dataclass(frozen=True)
-    class Box:
-        """What is used of gymnasium's space of that name: arrays between two limits."""
-
-        low: float
-        high: float
-        shape: tuple[int, ...]
-        dtype: type = np.float32
+    from .box import Box
 
 
 class PushDisc(gymnasium.Env if gymnasium else object):
@@ -89,7 +80,11 @@ class PushDisc(gymnasium.Env if gymnasium else object):
 
     def render(self) -> np.ndarray | None:
         """uint8 [size, size, 3] with render_mode="rgb_array", else None."""
-        return None if self.render_mode is None else draw_state(self._state, self.size)
+        if self.render_mode is None:
+            return None
+        if self._state is None:
+            raise RuntimeError("render before the first reset")
+        return draw_state(self._state, self.size)
 
     def close(self) -> None:
         """There is nothing to close."""

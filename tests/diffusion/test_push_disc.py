@@ -7,6 +7,7 @@ import torch
 from diffusion.data.push_disc import push_disc
 from diffusion.errors import ConfigError
 from diffusion.push_disc import task
+from diffusion.push_disc.box import Box
 from diffusion.push_disc.env import PushDisc
 from diffusion.push_disc.expert import demonstrations, expert_action
 from diffusion.push_disc.picture import draw_state
@@ -232,10 +233,33 @@ def test_misuse():
     environment = PushDisc()
     with pytest.raises(RuntimeError, match="before the first reset"):
         environment.step([0.5, 0.5])
+    with pytest.raises(RuntimeError, match="before the first reset"):
+        PushDisc(render_mode="rgb_array").render()
     environment.reset(seed=0)
     for action in ([0.5], [np.nan, 0.5]):
         with pytest.raises(ValueError, match="two finite numbers"):
             environment.step(action)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int64])
+def test_spaces_without_gymnasium(dtype):
+    """A loop that acts at random, as gymnasium's users begin."""
+    a, b = Box(-2, 3, (2, 3), dtype), Box(-2, 3, (2, 3), dtype)
+    a.seed(1), b.seed(1)
+    points = np.stack([a.sample() for _ in range(200)])
+    assert points.dtype == dtype and all(point in a for point in points)
+    assert points.min() < -1.5 and points.max() > 2.5 and (points[0] == b.sample()).all()
+    assert a.low.shape == (2, 3) and a.contains(a.low) and a.contains(a.high)
+    for wrong in (a.high + 1, points[0, 0], points[0].astype(np.float64) + 0.1):
+        assert wrong not in a
+
+
+def test_random_actions():
+    environment = PushDisc()
+    assert environment.reset(seed=0)[0] in environment.observation_space
+    for _ in range(5):
+        observation, *_ = environment.step(environment.action_space.sample())
+        assert observation in environment.observation_space
 
 
 def test_picture():

@@ -19,7 +19,8 @@ from diffusion.policies.environments import (
 )
 from diffusion.policies.rollout import measure_latency, roll_out
 from diffusion.policies.rollout_run import RolloutSettings, rollout, timed_policies
-from diffusion.push_disc.env import Box, PushDisc
+from diffusion.push_disc.box import Box
+from diffusion.push_disc.env import PushDisc
 from diffusion.push_disc.expert import expert_action
 
 
