@@ -94,14 +94,14 @@ def ddim_table(
 
     guided-diffusion rounds alpha_bar to float32 before it takes 1 - alpha_bar, which costs 3e-4 of
     x_t at t = 1 of 1000. Its form is reproduced with that rounding, so that its images come out;
-    the other form is exact.
+    the other form is exact, and so are both for levels of their own.
 
     `previous` is A_{t-1} of each step, [K]; None: of the next one visited.
     """
     a, b = schedule.x0_from_output(prediction)
     alpha_bar = schedule.alphas_cumprod
+    dtype = np.float32 if use_clipped_model_output and previous is None else np.float64
     previous = schedule.alphas_cumprod_prev if previous is None else previous
-    dtype = np.float32 if use_clipped_model_output else np.float64
     sigma, direction = _ddim_deviations(alpha_bar.astype(dtype), previous.astype(dtype), eta)
 
     # epsilon = p x_0 + q x_t before the clipping of x_0 = a x_t + b output, or after it

@@ -157,6 +157,27 @@ def test_ddim_chain_of_diffusers_whose_levels_do_not_join(
     assert (joined - expected).norm() > 1e-3 * expected.norm()
 
 
+@pytest.mark.parametrize("spacing", SPACINGS)
+@pytest.mark.parametrize("steps", [2, 3, 50])
+def test_ddim_chain_of_diffusers_over_levels_close_to_zero(steps, spacing, monkeypatch):
+    """1 - alpha_bar of 4e-5, of which float32 would keep three digits, with epsilon made again."""
+    schedule = make_schedule("cosine", 1000)
+    scheduler = DDIMScheduler(
+        beta_schedule="squaredcos_cap_v2",
+        prediction_type="v_prediction",
+        timestep_spacing=spacing,
+    )
+    denoiser, options = toy("v_prediction", False), {"eta": 1.0, "use_clipped_model_output": True}
+    expected = chain_of_diffusers(
+        exact(scheduler, schedule), denoiser, SHAPE, steps, monkeypatch, **options
+    )
+    sampler = make_sampler(
+        schedule, TORCH_FP32, "ddim", steps=steps, spacing=spacing, prediction="v_prediction",
+        joined=False, **options,
+    )  # fmt: skip
+    compare(sampler.sample(denoiser, SHAPE, seed=SEED), expected)
+
+
 OTHERS = {
     "diffusion policy": ("cosine", 100, 100, 1.0, "epsilon", "fixed_small"),
     "scaled linear": ("scaled_linear", 100, 16, 0.5, "v_prediction", "fixed_large"),
