@@ -3,6 +3,7 @@
 import atexit
 import os
 import time
+import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -247,3 +248,11 @@ def _save(images: np.ndarray, out: Path) -> None:
             pixels = image[..., 0] if image.shape[2] == 1 else image
             Image.fromarray(pixels).save(out / f"{i:06d}.png")
         grid(images[:_GRID_OF]).save(out / "grid.png")
+        numbers = [path.stem for path in out.glob("[0-9]*.png") if path.stem.isdecimal()]
+        older = sum(int(number) >= len(images) for number in numbers)
+        if older:
+            warnings.warn(
+                f"{out} has {older} images more, of an earlier drawing; these are numbers 0 to"
+                f" {len(images) - 1}",
+                stacklevel=2,
+            )

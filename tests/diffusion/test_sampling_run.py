@@ -150,6 +150,15 @@ def test_a_place_that_may_not_be_written_to(checkpoint, tmp_path, monkeypatch):
     assert not (tmp_path / "new").exists()
 
 
+def test_images_of_an_earlier_drawing_in_the_folder_are_said(checkpoint, tmp_path, recwarn):
+    settings = {"ckpt": str(checkpoint), "steps": 1, "device": "cpu", "out": str(tmp_path / "all")}
+    sample(settings | {"n": 3})
+    sample(settings | {"n": 3, "seed": 1})
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="all has 2 images more, of an earlier drawing"):
+        sample(settings | {"n": 1})
+
+
 def test_progress_without_a_terminal(checkpoint, monkeypatch, capsys):
     draw(checkpoint, steps=3, n=4, batch_size=2)
     assert "\nstep" not in capsys.readouterr().out  # of seconds nobody has to be told
