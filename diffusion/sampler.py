@@ -338,7 +338,8 @@ class DDIM(Sampler):
         eta: The noise, from 0 (none) to 1 (as much as DDPM).
         use_clipped_model_output: Which epsilon to go on with.
         joined: Whether a step leads to the level that the next one starts from. False: to that of
-            timestep t - T // steps, as in diffusers, see above.
+            timestep t - T // steps, as in diffusers, see above; for spacings that diffusers has,
+            whose steps are about so far apart.
     """
 
     def __init__(
@@ -360,7 +361,7 @@ class DDIM(Sampler):
 
     def table(self) -> np.ndarray:
         previous = None
-        if self._all_levels is not None:
+        if self._all_levels is not None and self.spacing in ("leading", "trailing", "linspace"):
             t = self.schedule.timestep_map - len(self._all_levels) // self.schedule.num_timesteps
             previous = np.where(t < 0, 1.0, self._all_levels[np.maximum(t, 0)])
         return ddim_table(

@@ -178,6 +178,19 @@ def test_ddim_chain_of_diffusers_over_levels_close_to_zero(steps, spacing, monke
     compare(sampler.sample(denoiser, SHAPE, seed=SEED), expected)
 
 
+@pytest.mark.parametrize(
+    ("steps", "spacing"), [(20, "karras"), ("5,5,10", "guided"), (7, "guided")], ids=str
+)
+def test_levels_join_in_spacings_that_diffusers_does_not_have(steps, spacing):
+    """Whose steps are not T // steps apart: chains of levels that do not meet end in noise."""
+    options = {"steps": steps, "spacing": spacing, "use_clipped_model_output": False}
+    joined, theirs = (
+        make_sampler(make_schedule("linear", 1000), TORCH_FP32, "ddim", joined=joined, **options)
+        for joined in (True, False)
+    )
+    assert torch.equal(joined.rows, theirs.rows)
+
+
 OTHERS = {
     "diffusion policy": ("cosine", 100, 100, 1.0, "epsilon", "fixed_small"),
     "scaled linear": ("scaled_linear", 100, 16, 0.5, "v_prediction", "fixed_large"),
