@@ -88,7 +88,7 @@ def sample(config: dict[str, Any]) -> Path:
     images = draw_all(settings, trained, sampler, labels)
     if images is not None:
         with writing(out):
-            _save(images, out)
+            _save(images, out, None if labels is None else labels.cpu().numpy())
         print(f"{settings.n} images of {settings.ckpt} in {out}")
     return out
 
@@ -232,13 +232,20 @@ def _check_out(out: Path, channels: int) -> None:
     check_writable(out if out.suffix else out / "0.png")
 
 
-def _save(images: np.ndarray, out: Path) -> None:
-    """uint8 [N, H, W, C] as a grid, as guided-diffusion's .npz, or one PNG an image and a grid."""
+def _save(
+    images: np.ndarray,  # uint8 [N, H, W, C]
+    out: Path,
+    labels: np.ndarray | None = None,  # int64 [N]
+) -> None:
+    """As a grid, as guided-diffusion's .npz, or one PNG an image and a grid."""
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix:
         partial = out.with_name(f".writing_{out.name}")  # on a full disk, what is there stays
         try:
-            grid(images).save(partial) if out.suffix == ".png" else np.savez(partial, arr_0=images)
+            if out.suffix == ".png":
+                grid(images).save(partial)
+            else:
+                np.savez(partial, images, *([] if labels is None else [labels]))  # arr_0, arr_1
             os.replace(partial, out)
         finally:
             partial.unlink(missing_ok=True)

@@ -85,6 +85,16 @@ def test_a_class_by_name_or_number(checkpoint):
             draw(checkpoint, label=label)
 
 
+@pytest.mark.parametrize(("label", "expected"), [(None, [0, 1, 2, 0]), ("curled", [1] * 4)])
+def test_the_classes_of_the_images_are_beside_them(checkpoint, label, expected):
+    """As guided-diffusion writes them."""
+    draw(checkpoint, n=4, label=label, steps=1)
+    with np.load(checkpoint.with_suffix(".npz")) as file:
+        assert sorted(file.files) == ["arr_0", "arr_1"]
+        assert file["arr_0"].shape == (4, 8, 12, 3) and file["arr_0"].dtype == np.uint8
+        assert file["arr_1"].tolist() == expected and file["arr_1"].dtype == np.int64
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
