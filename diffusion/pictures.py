@@ -19,8 +19,11 @@ def to_uint8(x: Tensor) -> np.ndarray:
 
 
 def grid(images: np.ndarray, columns: int | None = None) -> Image.Image:
-    """Arrange uint8 images [N, H, W, C] row by row; gray if C is 1, else the first 3 are RGB."""
+    """Arrange uint8 images [N, H, W, C] row by row; gray if C is 1, over white by their alpha if C
+    is 4, else the first 3 are RGB."""
     n, h, w, c = images.shape
+    if c == 4:
+        images = over_white(images)
     images = images[..., :1].repeat(3, axis=-1) if c < 3 else images[..., :3]
     zoom = max(1, math.ceil(_SMALL / min(h, w)))
     images = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
@@ -32,6 +35,12 @@ def grid(images: np.ndarray, columns: int | None = None) -> Image.Image:
         y, x = _GAP + i // columns * step_y, _GAP + i % columns * step_x
         canvas[y : y + h * zoom, x : x + w * zoom] = image
     return Image.fromarray(canvas)
+
+
+def over_white(images: np.ndarray) -> np.ndarray:
+    """RGBA uint8 [N, H, W, 4] as it looks on white paper, uint8 [N, H, W, 3]."""
+    color, alpha = images[..., :3].astype(np.float32), images[..., 3:].astype(np.float32) / 255
+    return (255 + (color - 255) * alpha).round().astype(np.uint8)
 
 
 def draw_loss_curve(metrics: Path, out: Path) -> None:
