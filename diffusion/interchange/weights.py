@@ -14,6 +14,7 @@ configured model, and the size of the file is checked against it.
 import io
 import pickle
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +28,10 @@ from ..data.packed import UNET_CU_DATA, UNET_CU_HEADER_BYTES, UNET_CU_WEIGHTS
 from ..errors import ConfigError
 from ..settings import shown
 from ..unet import UNet
-from .diffusion_policy import SUFFIX, network_state, read_workspace
+from .diffusion_policy import SUFFIX, read_workspace
 
 _GENERATOR_BYTES = 48  # of curandState_t
 _UNET_CU, _SAFETENSORS, _PICKLED = "unet.cu weights", "safetensors", "state dict"  # kinds of file
-_PREFIXES = ("_orig_mod.", "module.")  # of torch.compile, of DistributedDataParallel
 
 # a layer inside a residual or an attention block: guided-diffusion's name, unet.cu's name
 _NAMES = {
@@ -97,11 +97,9 @@ def load_weights(
     kind = _kind(path)
     if kind == _UNET_CU:
         state = read_unet_cu(path, model).params
-    elif kind == _SAFETENSORS:
-        state = _read_safetensors(path)
     else:
-        state = _read_pickled(path, model, ema)
-    state = _with_our_names(state)
+        content = _read_safetensors(path) if kind == _SAFETENSORS else _read_pickled(path, ema)
+        state = _network_in(content, path, model, ema)
     difference = _difference(state, model)
     if difference:
         raise ConfigError(
@@ -213,44 +211,66 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         raise ConfigError(f"{path} is truncated or no safetensors file: {error}") from error
 
 
-def _read_pickled(path: Path, model: nn.Module, ema: bool) -> dict[str, Tensor]:
-    """The state dict in a file of torch.save; of nested ones the first that fits `model`."""
+def _read_pickled(path: Path, ema: bool) -> object:
+    """What is in a file of torch.save."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         if path.suffix == SUFFIX:
             return read_workspace(path).state(ema)
         raise ConfigError(f"{path} holds more than tensors, which is not unpickled") from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
-        reason = str(error).split(". ")[0]  # of several sentences
+        reason = str(error).split(". ")[0] or "it ends early"  # of several sentences
         raise ConfigError(f"{path} is truncated or no file of torch.save: {reason}") from error
-    if _is_state_dict(content):
-        return content
-    nested = content if isinstance(content, dict) else {}
-    names = sorted(nested, key=lambda name: str(name).startswith("ema") != ema)
-    candidates = [nested[name] for name in names if _is_state_dict(nested[name])]
-    if not candidates:
-        keys = ", ".join(map(str, nested)) or type(content).__name__
+
+
+def _network_in(content: object, path: Path, model: nn.Module, ema: bool) -> dict[str, Tensor]:
+    """The state dict that fits `model`, averaged or not as `ema` says if there are both; if none
+    fits, the largest. ConfigError: there is none."""
+    first = next(iter(model.state_dict()))
+    found = list(_state_dicts(content, first))
+    if not found:
+        names = content if isinstance(content, dict) else ()
+        keys = ", ".join(map(str, names)) or type(content).__name__
         raise ConfigError(f"{path} holds no state dict; found {keys}")
-    fitting = [c for c in candidates if not _difference(_with_our_names(c), model)]
-    return fitting[0] if fitting else max(candidates, key=len)
+    found.sort(key=lambda pair: _is_average(pair[0]) != ema)
+    states = [state for _, state in found]
+    fitting = (state for state in states if not _difference(state, model))
+    return next(fitting, None) or max(states, key=len)
 
 
-def _is_state_dict(content: object) -> bool:
-    return (
-        isinstance(content, dict)
-        and len(content) > 0
-        and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items())
-    )
+def _state_dicts(
+    content: object,
+    first: str,  # parameter of the network that is looked for
+    where: str = "",  # the names that lead to `content`
+) -> Iterator[tuple[str, dict[str, Tensor]]]:  # the names that lead there, by our names
+    """What may be networks, however deep: beside a counter of steps or an optimizer's state, and
+    with the names of what the network was a part of before those of its parameters."""
+    if not isinstance(content, dict):
+        return
+    # averages have a count of their updates beside them; no parameter is without dimensions
+    tensors = {
+        str(name): value
+        for name, value in content.items()
+        if isinstance(value, Tensor) and value.ndim > 0
+    }
+    prefixes = [name.removesuffix(first) for name in tensors if f".{name}".endswith(f".{first}")]
+    for prefix in prefixes or [""] * bool(tensors):
+        yield (
+            where + prefix,
+            {
+                from_unet_cu_name(name.removeprefix(prefix)): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
+            },
+        )
+    for name, value in content.items():
+        yield from _state_dicts(value, first, f"{where}{name}.")
 
 
-def _with_our_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    renamed = {}
-    for name, tensor in network_state(state).items():
-        while name.startswith(_PREFIXES):
-            name = name.split(".", 1)[1]
-        renamed[from_unet_cu_name(name)] = tensor
-    return renamed
+def _is_average(where: str) -> bool:
+    """Whether names such as model_ema. or ema_model.module. lead to averaged weights."""
+    return any(word.startswith("ema") for word in re.split(r"[._]", where.lower()))
 
 
 def _difference(state: dict[str, Tensor], model: nn.Module) -> str | None:

@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_model
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 from diffusion.errors import ConfigError
@@ -183,6 +183,44 @@ def test_pt_of_others(tmp_path, prefix, names, nested):
     torch.save(state, tmp_path / "w.pt")
     assert load_weights(tmp_path / "w.pt", other) == "state dict"
     assert same_parameters(model, other)
+
+
+def prefixed(prefix: str, state: dict) -> dict:
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        lambda trained, average: {"model": trained, "model_ema": average, "epoch": 3},
+        lambda trained, average: {"model": trained, "ema": {"decay": 0.9, "state_dict": average}},
+        lambda trained, average: {
+            "model": prefixed("module.", trained),
+            "ema": prefixed("module.", average) | {"n_averaged": torch.tensor(7)},
+        },
+        lambda trained, average: {
+            "state_dict": prefixed("model.", trained)
+            | prefixed("ema_model.module.", average)
+            | {"betas": torch.ones(3)},
+        },
+        lambda trained, average: prefixed("ema.", average) | prefixed("unet.", trained),
+    ],
+    ids=["model_ema", "deeper", "a count of updates", "as of Lightning", "without a dict"],
+)
+@pytest.mark.parametrize("ema", [True, False])
+def test_the_average_in_a_training_script_s_file(tmp_path, content, ema):
+    trained, average, loaded = small(), small(), small()
+    torch.save(content(trained.state_dict(), average.state_dict()), tmp_path / "w.pt")
+    load_weights(tmp_path / "w.pt", loaded, ema=ema)
+    assert same_parameters(loaded, average if ema else trained)
+
+
+def test_safetensors_of_a_whole_that_the_network_is_part_of(tmp_path):
+    model, loaded = small(), small()
+    weights = {name: x.contiguous() for name, x in model.state_dict().items()}
+    save_file(prefixed("model.", weights), tmp_path / "w.safetensors")
+    load_weights(tmp_path / "w.safetensors", loaded)
+    assert same_parameters(model, loaded)
 
 
 def test_state_dict_of_another_width(tmp_path):
