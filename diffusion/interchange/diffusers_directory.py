@@ -67,12 +67,29 @@ _DEFAULTS = {  # of the options that have to fit each other
     "down_block_types": ("DownBlock2D", *["AttnDownBlock2D"] * 3),
     "up_block_types": (*["AttnUpBlock2D"] * 3, "UpBlock2D"),
 }
-_SCHEDULERS = (  # whose betas are linear from 1e-4 to 0.02 unless their configuration says others
-    *("DDPMScheduler", "DDPMParallelScheduler", "DDIMScheduler", "DDIMParallelScheduler"),
-    *("DDIMInverseScheduler", "PNDMScheduler", "DEISMultistepScheduler", "SASolverScheduler"),
-    *("DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "UniPCMultistepScheduler"),
-    *("EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "LMSDiscreteScheduler"),
-)
+_USUAL = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
+_LEADING, _LINSPACE = {"timestep_spacing": "leading"}, {"timestep_spacing": "linspace"}
+_SCHEDULERS = {  # what they take for what their configuration does not say
+    **dict.fromkeys(
+        (
+            *("DDPMScheduler", "DDPMParallelScheduler", "DDIMScheduler", "DDIMParallelScheduler"),
+            *("DDIMInverseScheduler", "PNDMScheduler"),
+        ),
+        _USUAL | _LEADING,
+    ),
+    **dict.fromkeys(
+        (
+            *("DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler"),
+            *("UniPCMultistepScheduler", "DEISMultistepScheduler", "SASolverScheduler"),
+            *("EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "LMSDiscreteScheduler"),
+        ),
+        _USUAL | _LINSPACE,
+    ),
+    **dict.fromkeys(
+        ("HeunDiscreteScheduler", "KDPM2DiscreteScheduler", "KDPM2AncestralDiscreteScheduler"),
+        _USUAL | _LINSPACE | {"beta_start": 0.00085, "beta_end": 0.012},
+    ),
+}
 _BETWEEN_ENDS = {
     "linear": NoiseSchedule.linear,
     "scaled_linear": NoiseSchedule.scaled_linear,
@@ -291,17 +308,25 @@ def _read_process(path: Path) -> tuple[Process, float | None, str, tuple[str, ..
 def sampling_of(config: dict[str, Any], path: Path) -> tuple[str, tuple[str, ...]]:
     """(spacing, remarks on what no sampler does here) of the options of a scheduler. ConfigError,
     which names `path`: there is no such spacing."""
+    config = _with_defaults(config)
     remarks = tuple(
         f"{option}={shown(config[option])}"
         for option, here in _SAMPLING.items()
         if config.get(option, here) != here
     )
-    spacing = config.get("timestep_spacing", "leading")  # the only one that there was once
+    spacing = config["timestep_spacing"]
     if spacing not in ("leading", "trailing", "linspace"):
         raise ConfigError(
             f"{path} has timestep_spacing={spacing}; choose one of leading, trailing, linspace"
         )
     return spacing, remarks
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """A scheduler's options; those that are not given or null are its class's."""
+    named = config.get("_class_name", "DDPMScheduler")
+    defaults = _SCHEDULERS.get(named, _SCHEDULERS["DDPMScheduler"])
+    return defaults | {name: value for name, value in config.items() if value is not None}
 
 
 def process_of(config: dict[str, Any], path: Path) -> tuple[Process, float | None]:
@@ -310,6 +335,7 @@ def process_of(config: dict[str, Any], path: Path) -> tuple[Process, float | Non
     name = config.get("_class_name", "DDPMScheduler")
     if "beta_schedule" not in config and name not in _SCHEDULERS:
         raise ConfigError(f"{path} is a {name}, which has no betas")
+    config = _with_defaults(config)
     if config.get("rescale_betas_zero_snr"):
         raise ConfigError(f"{path} has rescale_betas_zero_snr=true: its last step has no signal")
     old = "epsilon" if config.get("predict_epsilon", True) else "sample"
@@ -326,14 +352,12 @@ def process_of(config: dict[str, Any], path: Path) -> tuple[Process, float | Non
 
 
 def _read_betas(config: dict[str, Any], path: Path) -> NoiseSchedule:
-    kind = config.get("beta_schedule", "linear")
+    kind, ends = config["beta_schedule"], (config["beta_start"], config["beta_end"])
     total = config.get("num_train_timesteps", 1000)
     if type(total) is not int or total < 1:
         raise ConfigError(
             f"{path} has num_train_timesteps={total}; expected a whole number of at least 1"
         )
-    defaults = {"beta_start": 1e-4, "beta_end": 0.02}
-    ends = [config.get(name) or value for name, value in defaults.items()]
     try:
         start, end = map(float, ends)
         trained = config.get("trained_betas")

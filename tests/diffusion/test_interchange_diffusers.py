@@ -132,6 +132,21 @@ def test_options_that_a_file_leaves_out(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "kind",
+    [DDPMScheduler, PNDMScheduler, DPMSolverMultistepScheduler, HeunDiscreteScheduler],
+    ids=lambda kind: kind.__name__,
+)
+def test_options_that_a_scheduler_s_file_leaves_out(tmp_path, kind):
+    """As those do that older versions wrote: each class has defaults of its own."""
+    DDPMPipeline(theirs(), kind()).save_pretrained(tmp_path)
+    path = tmp_path / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps({"_class_name": kind.__name__}))
+    there, found = kind.from_pretrained(path.parent), read_diffusers(tmp_path)
+    assert found.spacing == there.config.timestep_spacing
+    np.testing.assert_allclose(found.process.schedule.betas, there.betas.double(), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
     ("scheduler", "option"),
     [
         (DDPMScheduler, {"thresholding": True}),
