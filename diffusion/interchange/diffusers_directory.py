@@ -218,6 +218,13 @@ def _settings_of(config: dict[str, Any], where: Path) -> dict[str, Any]:
     down, up = config["down_block_types"], config["up_block_types"]
     attention, resampling = _read_blocks(config, down, up, where)
     head = config.get("attention_head_dim", 8)
+    attending = {width for width, has in zip(widths, attention, strict=True) if has}
+    for width in sorted(attending | {widths[-1]}):
+        if head is not None and (type(head) is not int or head < 1 or width % head):
+            raise ConfigError(
+                f"{where} has attention_head_dim={head}; expected a number that divides the"
+                f" {width} channels of its attention, or null"
+            )
     return {
         "name": "unet",
         "model_channels": widths[0],
@@ -430,9 +437,10 @@ def unet_config(model: UNet) -> dict[str, Any]:
     half = model.model_channels // 2
     shift = half - (half - model.freq_shift) * math.log(_PERIOD) / math.log(model.max_period)
     attention = [2**level in model.attention_resolutions for level in range(len(widths))]
+    resnet = model.resblock_updown and len(widths) > 1  # a single level does not resample
     plain = ("ResnetDownsampleBlock2D", "ResnetUpsampleBlock2D")
-    plain = plain if model.resblock_updown else ("DownBlock2D", "UpBlock2D")
-    resampling = "resnet" if model.resblock_updown else "conv"
+    plain = plain if resnet else ("DownBlock2D", "UpBlock2D")
+    resampling = "resnet" if resnet else "conv"
     rows = None if model.num_classes is None else model.label_emb.num_embeddings
     return {
         "_class_name": "UNet2DModel",
@@ -446,7 +454,7 @@ def unet_config(model: UNet) -> dict[str, Any]:
         "up_block_types": ["AttnUpBlock2D" if has else plain[1] for has in attention[::-1]],
         "block_out_channels": widths,
         "layers_per_block": model.num_res_blocks,
-        "downsample_padding": model.downsample_padding if model.conv_resample else 1,
+        "downsample_padding": 1 if resnet or not model.conv_resample else model.downsample_padding,
         "downsample_type": resampling,
         "upsample_type": resampling,
         "dropout": model.dropout,

@@ -48,6 +48,10 @@ OURS = {  # options of `UNet`; the process
         {"conv_resample": True, "use_new_attention_order": False},
         {"prediction": "v_prediction", "variance": "fixed_large"},
     ),
+    "residual blocks, of which none resamples": (
+        {"channel_mult": [1], "attention_resolutions": [1], "resblock_updown": True},
+        {},
+    ),
     "one head": ({"num_head_channels": -1, "attention_resolutions": [1, 2]}, {"num_timesteps": 50}),
 }
 

@@ -300,6 +300,12 @@ def test_a_policy_is_no_unet2dmodel(tmp_path):
         ("unet/config.json", {"up_block_types": ["UpBlock2D"] * 2}, "attention at"),
         ("unet/config.json", {"downsample_type": "resnet", "up_block_types": 0}, "resamples by"),
         ("unet/config.json", {"_class_name": "UNet2DConditionModel"}, "expected a UNet2DModel"),
+        (
+            "unet/config.json",
+            {"attention_head_dim": 8},
+            "attention_head_dim=8; expected a number that",
+        ),
+        ("unet/config.json", {"attention_head_dim": "x"}, "divides the 12 channels"),
         ("unet/config.json", {"layers_per_block": 2}, "the file lacks"),
         ("unet/config.json", {"block_out_channels": [8, 16]}, "is (12, 8, 3, 3) there"),
         ("unet/config.json", {"num_class_embeds": 2}, "the file lacks label_emb.weight"),
