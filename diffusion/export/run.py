@@ -12,22 +12,25 @@ Each is written aside, read back and compared, and then renamed: what is at `out
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from ..build import build_model
+from ..build import Process, build_model
 from ..checkpoint import check_same_model
 from ..errors import ConfigError, writing
 from ..interchange.diffusers_directory import read_diffusers, save_diffusers
 from ..interchange.diffusers_files import is_model
 from ..interchange.weights import load_weights, save_guided, save_unet_cu
 from ..policies.policy import load_policy
+from ..schedule import NoiseSchedule
 from ..settings import construct, shown
 from ..trained import Trained, TrainedSettings, is_policy
 from .graph import Graph, export_onnx, export_program, image_graph, policy_graph
@@ -57,6 +60,15 @@ _GUIDED_ARGUMENTS = (
     "resblock_updown",
     "use_new_attention_order",
 )
+
+
+# how the programs draw that read weights alone: betas, predictions, variances
+_GUIDED_DRAWS = (
+    (NoiseSchedule.linear, NoiseSchedule.cosine),
+    ("epsilon", "sample"),
+    ("fixed_small", "fixed_large", "learned_range"),
+)
+_UNET_CU_DRAWS = (NoiseSchedule.linear,), ("epsilon",), ("fixed_small", "fixed_large")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,11 +176,13 @@ def _guided_diffusion(path: Path, trained: Trained) -> str:
         json.dumps(guided_arguments(trained.model), indent=2) + "\n"
     )
     save_guided(path, trained.model)
+    _warn_of_process("guided-diffusion", trained.process, *_GUIDED_DRAWS)
     return _same_weights(path, trained)
 
 
 def _unet_cu(path: Path, trained: Trained) -> str:
     save_unet_cu(path, trained.model)
+    _warn_of_process("unet.cu", trained.process, *_UNET_CU_DRAWS)
     return _same_weights(path, trained)
 
 
@@ -194,6 +208,35 @@ def guided_arguments(model: nn.Module) -> dict[str, Any]:
     arguments = {"image_size": height if height == width else [height, width]}
     arguments |= {option: getattr(model, option) for option in _GUIDED_ARGUMENTS}
     return arguments | {"num_classes": classes}
+
+
+def _warn_of_process(
+    program: str,
+    process: Process,
+    schedules: tuple[Callable[[int], NoiseSchedule], ...],
+    predictions: tuple[str, ...],
+    variances: tuple[str, ...],
+) -> None:
+    """Say if the program that the weights are for draws with none such as these: its files do not
+    say what they were trained for."""
+    betas = process.schedule.betas
+    others = [
+        f"{option}={value}"
+        for option, value, valid in (
+            ("prediction", process.prediction, predictions),
+            ("variance", process.variance, variances),
+        )
+        if value not in valid
+    ]
+    if not any(np.array_equal(betas, make(len(betas)).betas) for make in schedules):
+        names = " or ".join(make.__name__ for make in schedules)
+        others.insert(0, f"a schedule that is not {names}")
+    if others:
+        warnings.warn(
+            f"the network was trained with {', '.join(others)}, with which {program} does not draw,"
+            " and its file does not say so: whoever reads it has to know",
+            stacklevel=2,
+        )
 
 
 def _same_weights(path: Path, trained: Trained) -> str:

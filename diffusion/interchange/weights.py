@@ -313,6 +313,10 @@ def save_unet_cu(path: str | Path, model: UNet, batch_size: int = 32) -> None:
                 f"unet.cu's format needs {option}={shown(value)}; the model has"
                 f" {shown(getattr(model, option))}"
             )
+    if model.max_period != int(model.max_period):
+        raise ConfigError(
+            f"unet.cu's format has a whole number for max_period; the model has {model.max_period}"
+        )
     header = np.zeros(256, "<i4")
     header[:8] = [
         UNET_CU_WEIGHTS,

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from diffusion.backend import TORCH_FP32
 from diffusion.build import build_model, build_policy_model
@@ -107,6 +108,31 @@ def test_guided_diffusion(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "diffusion", "words"),
+    [
+        ("guided_diffusion", {"schedule": "cosine", "variance": "learned_range"}, None),
+        ("guided_diffusion", {"prediction": "v_prediction"}, "prediction=v_prediction"),
+        ("guided_diffusion", {"schedule": "sigmoid"}, "a schedule that is not linear or cosine"),
+        ("unet_cu", {"num_timesteps": 500}, None),
+        ("unet_cu", {"variance": "learned_range"}, "variance=learned_range"),
+        ("unet_cu", {"schedule": "edm", "prediction": "v_prediction"}, "schedule that is not lin"),
+    ],
+)
+def test_a_process_that_the_weights_program_has_not_is_said(
+    tmp_path, recwarn, name, diffusion, words
+):
+    """Its file holds weights alone, with which it would draw something else."""
+    weights = tmp_path / "a.safetensors"
+    learned = diffusion.get("variance") == "learned_range"
+    model = build_model(MODEL, TORCH_FP32, (8, 8), 3, learned, CPU)
+    save_file({name: x.contiguous() for name, x in model.state_dict().items()}, weights)
+    settings = {"ckpt": str(weights), "model": MODEL, "size": 8, "diffusion": diffusion}
+    export(settings | {"format": name, "out": str(tmp_path / "b")})
+    said = [str(w.message) for w in recwarn if "was trained with" in str(w.message)]
+    assert len(said) == (words is not None) and all(words in message for message in said)
+
+
 def test_diffusers(run, tmp_path, capsys):
     out = tmp_path / "pipeline"
     export({"ckpt": str(run), "format": "diffusers", "out": str(out)})
@@ -196,9 +222,16 @@ def test_wrong_settings(run, monkeypatch, options, words):
     assert Path("file").read_text() == "kept"
 
 
-def test_what_unet_cu_cannot_be(tmp_path):
-    run = checkpoint(tmp_path / "run", conv_resample=True).parent.parent
-    with pytest.raises(ConfigError, match="unet.cu's format needs conv_resample=false"):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"conv_resample": True}, "unet.cu's format needs conv_resample=false"),
+        ({"max_period": 500.5}, "a whole number for max_period; the model has 500.5"),
+    ],
+)
+def test_what_unet_cu_cannot_be(tmp_path, options, words):
+    run = checkpoint(tmp_path / "run", **options).parent.parent
+    with pytest.raises(ConfigError, match=words):
         export({"ckpt": str(run), "format": "unet_cu", "out": str(tmp_path / "a.bin")})
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
