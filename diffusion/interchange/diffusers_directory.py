@@ -171,7 +171,8 @@ def read_diffusers(
     if not settings["resblock_updown"] and settings["downsample_padding"] == 1:
         settings["conv_resample"] = not resamples_by_constants(theirs)
     state = from_diffusers_state(theirs, settings, config.get("flip_sin_to_cos", True))
-    if index.get("_label_dropout"):  # this project's word: the last class is the null class
+    if index.get("_label_dropout") and settings["num_classes"] is not None:
+        # this project's word: the last class is the null class
         settings |= {
             "num_classes": settings["num_classes"] - 1,
             "label_dropout": index["_label_dropout"],
@@ -190,7 +191,7 @@ def read_diffusers(
         clip,
         spacing,
         remarks,
-        None if names is None else tuple(names),
+        tuple(names) if isinstance(names, list) else None,
         state,
     )
 
@@ -252,6 +253,12 @@ def _settings_of(config: dict[str, Any], where: Path) -> dict[str, Any]:
 
 def _check_types(config: dict[str, Any], path: Path) -> None:
     """ConfigError unless numbers are numbers, and there is a block a level on either way."""
+    _check_texts(config, ("downsample_type", "upsample_type"), path)
+    classes = config.get("num_class_embeds")
+    if classes is not None and type(classes) is not int:
+        raise ConfigError(
+            f"{path} has num_class_embeds={classes}; expected a whole number, or null"
+        )
     for option in ("in_channels", "out_channels", "layers_per_block", "norm_num_groups"):
         if type(config[option]) is not int or config[option] < 1:
             raise ConfigError(
@@ -267,11 +274,22 @@ def _check_types(config: dict[str, Any], path: Path) -> None:
         raise ConfigError(f"{path} has block_out_channels={widths}; expected a list of channels")
     for option in ("down_block_types", "up_block_types"):
         types = config[option]
-        if not isinstance(types, list | tuple) or len(types) != len(widths):
+        if (
+            not isinstance(types, list | tuple)
+            or len(types) != len(widths)
+            or not all(isinstance(name, str) for name in types)
+        ):
             raise ConfigError(
                 f"{path} has {option}={types}; expected {len(widths)} of them, one for each of"
                 f" block_out_channels={list(widths)}"
             )
+
+
+def _check_texts(config: dict[str, Any], options: tuple[str, ...], path: Path) -> None:
+    for option in options:
+        value = config.get(option)
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{path} has {option}={shown(value)}; expected a name")
 
 
 def _read_blocks(
@@ -339,6 +357,7 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 def process_of(config: dict[str, Any], path: Path) -> tuple[Process, float | None]:
     """(process, limit of x_0) of the options of a scheduler, whichever of those over betas.
     ConfigError, which names `path`: there is no such process here."""
+    _check_texts(config, ("_class_name", "beta_schedule", "variance_type"), path)
     name = config.get("_class_name", "DDPMScheduler")
     if "beta_schedule" not in config and name not in _SCHEDULERS:
         raise ConfigError(f"{path} is a {name}, which has no betas")

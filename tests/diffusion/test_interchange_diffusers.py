@@ -315,6 +315,16 @@ def test_a_policy_is_no_unet2dmodel(tmp_path):
         ("unet/config.json", {"block_out_channels": "8"}, "block_out_channels=8; expected a list"),
         ("unet/config.json", {"block_out_channels": [8, 8, 8]}, "expected 3 of them"),
         ("unet/config.json", {"sample_size": "8"}, "size=8 is wrong"),
+        ("unet/config.json", {"num_class_embeds": "2"}, "num_class_embeds=2; expected a whole"),
+        ("unet/config.json", {"down_block_types": [None, None]}, "expected 2 of them"),
+        (
+            "unet/config.json",
+            {"upsample_type": ["conv"]},
+            "upsample_type=['conv']; expected a name",
+        ),
+        ("scheduler/scheduler_config.json", {"_class_name": []}, "_class_name=[]; expected a name"),
+        ("scheduler/scheduler_config.json", {"variance_type": [1]}, "variance_type=[1]; expected"),
+        ("scheduler/scheduler_config.json", {"beta_schedule": {}}, "beta_schedule={}; expected a"),
         ("model_index.json", {"vqvae": ["diffusers", "VQModel"]}, "a pipeline of scheduler, unet"),
         ("scheduler/scheduler_config.json", {"beta_schedule": "laplace"}, "laplace"),
         (
