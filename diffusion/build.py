@@ -12,7 +12,7 @@ from .edm import normal_draws
 from .errors import ConfigError
 from .sampler import DDIM, DDPM, Sampler
 from .schedule import FIXED_VARIANCES, PREDICTIONS, NoiseSchedule, make_schedule
-from .settings import construct
+from .settings import construct, shown
 from .solvers import DPMSolverPP2M, Heun
 from .unet import UNet
 from .unet1d import UNet1d
@@ -83,7 +83,8 @@ def _construct_model(
 ) -> torch.nn.Module:
     settings = dict(settings)
     name = settings.pop("name", None)
-    if name not in models:
+    if not isinstance(name, str) or name not in models:
+        name = shown(name)
         other = name in MODELS or name in POLICY_MODELS
         raise ConfigError(
             f"model.name={name} is {f'not for {data}' if other else 'unknown'}; choose one of"

@@ -200,18 +200,20 @@ def _in_checkpoint(checkpoint: Path, ema: bool | float) -> _Found:
     if "policy" in state:
         raise ConfigError(f"{checkpoint} {_NO_IMAGES}")
     process = construct(Process, config["diffusion"], "diffusion")
-    if "image_shape" not in state:
-        raise ConfigError(f"{checkpoint / 'state.json'} does not say image_shape: it is damaged")
-    class_names = state.get("class_names")
+    shape, class_names = state.get("image_shape"), state.get("class_names")
+    if not isinstance(shape, list) or [type(side) for side in shape] != [int] * 3:
+        raise ConfigError(
+            f"{checkpoint / 'state.json'} does not say image_shape as [H, W, C]: it is damaged"
+        )
     return _Found(
         path=checkpoint,
         settings=config["model"],
         process=process,
-        image_shape=tuple(state["image_shape"]),
+        image_shape=tuple(shape),
         precision=config["train"]["precision"],
         name=checkpoint.name,
         give_weights=lambda network: _load(network, read_weights(checkpoint, ema), checkpoint),
-        class_names=None if class_names is None else tuple(class_names),
+        class_names=tuple(class_names) if isinstance(class_names, list) else None,
         run_dir=checkpoint.parent.parent,
     )
 

@@ -18,6 +18,7 @@ from diffusion.errors import ConfigError
 from diffusion.flat import FlatParameters
 from diffusion.interchange.weights import save_unet_cu
 from diffusion.sampling_run import sample
+from diffusion.trained import load_trained
 
 from .golden_unet import OPTIONS
 
@@ -199,9 +200,17 @@ def test_a_truncated_checkpoint(checkpoint):
     with pytest.raises(ConfigError, match="ema.safetensors cannot be read, it may be truncated"):
         draw(checkpoint)
     file.write_bytes(whole)
-    (checkpoint / "state.json").write_text('{"format": 1, "step": 1}')
-    with pytest.raises(ConfigError, match="state.json does not say image_shape"):
-        draw(checkpoint)
+    for shape in ("", ', "image_shape": null', ', "image_shape": [8, 8]'):
+        (checkpoint / "state.json").write_text(f'{{"format": 1, "step": 1{shape}}}')
+        with pytest.raises(ConfigError, match="state.json does not say image_shape as"):
+            draw(checkpoint)
+
+
+@pytest.mark.parametrize("name", [["unet"], None, "unet1d"])
+def test_a_network_of_no_such_name(tmp_path, name):
+    (tmp_path / "w.pt").write_bytes(b"PK\x03\x04")
+    with pytest.raises(ConfigError, match="model.name=.* choose one of unet"):
+        load_trained(tmp_path / "w.pt", torch.device("cpu"), model={"name": name}, size=8)
 
 
 def test_weights_of_a_run_that_diverged_are_said_to_be(tmp_path):
