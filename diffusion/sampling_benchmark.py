@@ -29,12 +29,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 import triton_kernels
 
 from .backend import Backend
 from .build import check_sampler
-from .chain import TabulatedDenoiser
+from .chain import Progress, TabulatedDenoiser
 from .distributed import choose_device
 from .errors import ConfigError, writing
 from .export.graph import OnnxDenoiser, export_onnx, image_graph, onnx_provider
@@ -280,20 +281,28 @@ def _fill(row: Row, job: _Job) -> Tensor:
     classes = model.num_classes
     labels = None if classes is None else torch.arange(n, device=job.device) % classes
 
-    def draw() -> Tensor:
+    def draw(progress: Progress | None = None) -> Tensor:
         shape = (n, *trained.image_shape)
-        x = sampler.sample(denoiser, shape, seed=s.seed, labels=labels)
+        x = sampler.sample(denoiser, shape, seed=s.seed, labels=labels, progress=progress)
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
         return x
 
-    images = draw().clamp(-1, 1).cpu()
-    row.first_draw_seconds = time.perf_counter() - began
-    times: list[float] = []
-    while len(times) < _MIN_DRAWS or (sum(times) < s.seconds and len(times) < _MAX_DRAWS):
-        start = time.perf_counter()
-        draw()
-        times.append(time.perf_counter() - start)
+    # shown on a terminal only: steps of the first draw, then, beside what is timed, whole draws
+    with tqdm(desc=row.row, unit="step", leave=False, dynamic_ncols=True, disable=None) as bar:
+
+        def report(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        images = draw(report).clamp(-1, 1).cpu()
+        row.first_draw_seconds = time.perf_counter() - began
+        times: list[float] = []
+        while len(times) < _MIN_DRAWS or (sum(times) < s.seconds and len(times) < _MAX_DRAWS):
+            bar.set_postfix_str(f"timed {len(times)} draws")
+            start = time.perf_counter()
+            draw()
+            times.append(time.perf_counter() - start)
     row.draws = len(times)
     row.seconds = statistics.fmean(times)
     row.images_per_second = n / row.seconds

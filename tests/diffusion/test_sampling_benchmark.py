@@ -1,12 +1,14 @@
 """tools/benchmark.py: rows that run are measured and held to the reference, others say why not."""
 
 import csv
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from diffusion import sampling_benchmark
 from diffusion.errors import ConfigError
@@ -64,6 +66,22 @@ def test_rows(run, monkeypatch, capsys):
     # the package's metadata may lack what the module's version says of CUDA
     assert about["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert about["settings"]["guidance"] == 2 and len(about["rows"]) == 6
+
+
+def test_progress_is_shown(run, monkeypatch):
+    """On a terminal: of a CPU's rows a draw can take minutes."""
+    shown = []
+
+    class Bar(tqdm):
+        def __init__(self, **options):
+            super().__init__(**options | {"disable": False, "file": io.StringIO()})
+            assert options["disable"] is None  # nothing goes into a file or pipe
+            shown.append(self)
+
+    monkeypatch.setattr(sampling_benchmark, "tqdm", Bar)
+    measured(run, rows=[], steps=4)
+    assert [(bar.desc, bar.n, bar.total) for bar in shown] == [("torch_fp32", 4, 4)]
+    assert "timed 2 draws" in shown[0].postfix
 
 
 def test_a_row_in_another_precision(run):
