@@ -2,6 +2,7 @@
 
 import csv
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,7 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
     window = max(1, len(loss) // 20)
     figure = Figure(figsize=(7, 4), dpi=110, layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(steps, loss, color="#9ecae1", linewidth=1, label="loss")
+    axes.plot(steps, loss, _style(loss), color="#9ecae1", linewidth=1, label="loss")
     if window > 1:
         mean = np.convolve(loss, np.ones(window) / window, mode="valid")
         axes.plot(steps[window - 1 :], mean, color="#08519c", label=f"mean of {window} rows")
@@ -70,6 +71,11 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
     figure.savefig(out)
 
 
+def _style(values: Sequence[float]) -> str:
+    """Of a line through these: a single one has no length to be seen by."""
+    return "o" if len(values) == 1 else "-"
+
+
 def draw_loss_curves(curves: dict[str, tuple[list[int], list[float]]], out: Path) -> None:
     """Plot the losses of several runs over their steps, by name, each as a running mean, as PNG."""
     from matplotlib.figure import Figure  # slow to import, and needed rarely
@@ -79,7 +85,8 @@ def draw_loss_curves(curves: dict[str, tuple[list[int], list[float]]], out: Path
     for name, (steps, loss) in curves.items():
         window = max(1, len(loss) // 20)
         mean = np.convolve(loss, np.ones(window) / window, mode="valid") if loss else []
-        axes.plot(steps[window - 1 :], mean, linewidth=1, label=name.replace("$", r"\$"))
+        style = {"linewidth": 1, "label": name.replace("$", r"\$")}
+        axes.plot(steps[window - 1 :], mean, _style(mean), **style)
     if all(value > 0 for _, loss in curves.values() for value in loss):
         axes.set_yscale("log")
     axes.set(xlabel="step", ylabel="loss, a mean over a twentieth of the run")

@@ -62,8 +62,10 @@ def report(config: dict[str, Any]) -> list[dict[str, str]]:
         out = Path(settings.out)
         with writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(out, text if out.suffix == ".md" else _as_csv(rows))
-            draw_loss_curves(losses, out.with_suffix(".png"))
+            picture = out.with_suffix(".png")
+            page = f"{text}\n![Losses of the runs over their steps](<{picture.name}>)\n"
+            write_whole(out, page if out.suffix == ".md" else _as_csv(rows))
+            draw_loss_curves(losses, picture)
         print(f"{out} and {out.with_suffix('.png').name}")
     return rows
 

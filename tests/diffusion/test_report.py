@@ -2,11 +2,13 @@
 
 import csv
 
+import numpy as np
 import pytest
 import yaml
 from PIL import Image
 
 from diffusion.errors import ConfigError
+from diffusion.pictures import draw_loss_curve, draw_loss_curves
 from diffusion.report import report
 from diffusion.run_log import FIELDS
 
@@ -63,8 +65,23 @@ def test_sorted_and_written(sweep, tmp_path):
     assert [row["run"] for row in rows] == ["1", "0", "2"]
     with open(tmp_path / "out" / "a.csv") as file:
         assert [row["fid"] for row in csv.DictReader(file)] == ["7.5", "-", "-"]
-    assert (tmp_path / "out" / "a.md").read_text().startswith("| run | optim.lr ")
+    page = (tmp_path / "out" / "a.md").read_text()
+    assert page.startswith("| run | optim.lr ") and page.endswith(
+        "\n\n![Losses of the runs over their steps](<a.png>)\n"
+    )
     assert Image.open(tmp_path / "out" / "a.png").width > 400
+
+
+def test_a_loss_alone_is_seen(tmp_path):
+    """As of a run that is shorter than train.log_every: a dot in the middle, not an empty frame."""
+    (tmp_path / "metrics.csv").write_text("step,loss\n4,0.5\n")
+    draw_loss_curve(tmp_path / "metrics.csv", tmp_path / "a.png")
+    draw_loss_curves({"run": ([4], [0.5])}, tmp_path / "b.png")
+    for name, colour in (("a.png", (158, 202, 225)), ("b.png", (31, 119, 180))):
+        picture = np.asarray(Image.open(tmp_path / name).convert("RGB"))
+        height, width, _ = picture.shape
+        middle = picture[height // 4 : -height // 4, width // 4 : -width // 4]
+        assert (middle == colour).all(axis=2).sum() > 5, name
 
 
 def test_one_run_and_runs_in_several_folders(sweep, tmp_path):
