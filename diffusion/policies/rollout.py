@@ -48,7 +48,7 @@ def roll_out(
     Environment i starts from reset(seed=seed + i), and what is drawn for it depends on the seed, i
     and the time alone. An episode is a success if `info` has ever said so. The first `pictured`
     are rendered after each step. Raises ConfigError if an environment observes what is no finite
-    number.
+    number, or the policy draws such actions.
     """
     spec = policy.spec
     action_steps = spec.action_steps if action_steps is None else action_steps
@@ -57,28 +57,37 @@ def roll_out(
     seen = []  # of each environment: its last observations, the first one repeated at the start
     for i, environment in enumerate(environments):
         observation, _ = environment.reset(seed=seed + i)
-        seen.append(deque([observation] * spec.observation_steps, spec.observation_steps))
+        first = _kept(observation)
+        seen.append(deque([first] * spec.observation_steps, spec.observation_steps))
         if i < pictured:
-            episodes[i].frames.append(environment.render())
+            episodes[i].frames.append(np.array(environment.render()))
     call = 0
     while not all(episode.over for episode in episodes):
-        observations = torch.from_numpy(np.array(seen, dtype=np.float32))  # [N, steps, O]
+        observations = torch.from_numpy(np.array(seen))  # [N, steps, O]
         _check_finite(observations, episodes)
         # all of them are shown, the finished too: so the noise of each is its own
         actions = policy.act(observations, seed=_call_seed(seed, call), action_steps=action_steps)
+        going_on = [not episode.over for episode in episodes]
+        if not actions[going_on].isfinite().all():
+            raise ConfigError("the policy draws actions that are no finite numbers")
         chunks = into_space(actions.cpu().numpy(), space)  # [N, action_steps, A]
         for i, (environment, episode) in enumerate(zip(environments, episodes, strict=True)):
             for action in chunks[i]:
                 if episode.over:
                     break
-                seen[i].append(_act(environment, action, episode, max_steps))
+                seen[i].append(_kept(_act(environment, action, episode, max_steps)))
                 if i < pictured:
-                    episode.frames.append(environment.render())
+                    episode.frames.append(np.array(environment.render()))
         call += 1
         if progress is not None:
             over = sum(episode.over for episode in episodes)
             progress(over, max(episode.steps for episode in episodes))
     return episodes
+
+
+def _kept(observation: np.ndarray) -> np.ndarray:  # float32 [O]
+    """A copy: an environment may write the next one into the same array."""
+    return np.array(observation, dtype=np.float32)
 
 
 def _check_finite(

@@ -114,6 +114,32 @@ def test_observations_that_are_no_numbers():
     assert [e.steps for e in roll_out(policy, [Counter(9), Lost(4)], seed=0)] == [9, 4]
 
 
+def test_an_environment_that_writes_into_what_it_gave():
+    class Same(Counter):
+        def reset(self, *, seed=None):
+            self.state, self.picture = np.zeros(1), np.zeros((8, 8, 3), np.uint8)
+            return self.state, super().reset(seed=seed)[1]
+
+        def step(self, action):
+            self.state[:], *rest = super().step(action)
+            return self.state, *rest
+
+        def render(self):
+            self.picture[:] = self.count
+            return self.picture
+
+    policy = Scripted(lambda o: o, o=1, a=1)
+    (episode,) = roll_out(policy, [Same(5)], seed=0, pictured=1)
+    assert [shown[0, :, 0].tolist() for shown in policy.shown] == [[0, 0], [3, 4]]
+    assert [int(frame[0, 0, 0]) for frame in episode.frames] == list(range(6))
+
+
+def test_actions_that_are_no_numbers():
+    policy = Scripted(lambda o: o * np.nan, o=1, a=1)
+    with pytest.raises(ConfigError, match="draws actions that are no finite numbers"):
+        roll_out(policy, [Counter(9)], seed=0)
+
+
 def test_progress():
     told = []
     worlds = [Counter(9), Counter(3)]
