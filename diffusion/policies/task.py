@@ -93,6 +93,8 @@ class PolicyTask:
     ) -> Callable[[], Preview] | None:
         """The mean squared error of sampled chunks on held-out conditions, normalised
         (action_mse) and in the units of the data (action_mse_original), and a plot of some."""
+        if settings.fid_images:
+            raise ConfigError(f"train.fid_images={settings.fid_images} is for images; use 0")
         held_out = self.data.held_out
         count = min(settings.sample_count, len(held_out))
         if count == 0:

@@ -144,6 +144,7 @@ def test_load_policy_says_what_is_wrong(tmp_path):
     [
         (("dataset.horizon=7",), "dataset.horizon=7 has to be a multiple of 2"),
         (("diffusion=learned",), "is for images"),
+        (("train.fid_images=9",), "train.fid_images=9 is for images"),
         (("dataset.path=nowhere.npz",), "nowhere.npz"),
     ],
 )
