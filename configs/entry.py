@@ -139,7 +139,7 @@ def _one_line(otherwise: Callable[..., str]) -> Callable[..., str]:
 def _readable(arguments: Sequence[str]) -> list[str]:
     """The arguments as Hydra can read them: it takes -m before or behind the settings alone, and no
     ~ at all, which shells replace at the beginning of a word but not behind `dataset.path=`; and no
-    letters beyond ASCII but in quotes."""
+    letters beyond ASCII nor a second = (in ckpt=epoch=0550.ckpt) but in quotes."""
     pairs = (argument.partition("=") for argument in arguments)
     given = [key + equals + _readable_value(value) for key, equals, value in pairs]
     return sorted(given, key=lambda argument: argument not in _MULTIRUN)
@@ -147,7 +147,8 @@ def _readable(arguments: Sequence[str]) -> list[str]:
 
 def _readable_value(value: str) -> str:
     value = os.path.expanduser(value) if value.startswith("~/") else value
-    return value if value.isascii() or set(value) & set(_SYNTAX) else f"'{value}'"
+    needs_quotes = not value.isascii() or "=" in value
+    return f"'{value}'" if needs_quotes and not set(value) & set(_SYNTAX) else value
 
 
 def describe(config_name: str, arguments: Sequence[str] = ()) -> str:
