@@ -27,6 +27,7 @@ from .settings import construct, shown
 from .trained import Trained, TrainedSettings
 
 _GRID_OF = 100  # images at most in the grid that comes with a folder of images
+_FILES = (".png", ".npz")
 _LINE_EVERY = 30.0  # seconds, of progress that no terminal shows
 
 
@@ -220,16 +221,27 @@ def choose_labels(label: Any, n: int, trained: Trained) -> Tensor | None:
     return torch.full((n,), label, device=device)
 
 
+def _is_folder(out: Path) -> bool:
+    """Whether one PNG an image goes there. The name of a folder may have a dot if it exists."""
+    return not out.suffix or (out.suffix not in _FILES and out.is_dir())
+
+
 def _check_out(out: Path, channels: int) -> None:
-    if not out.suffix and channels > 4:
-        raise ConfigError(f"out={out}: a PNG has no {channels} channels; expected a .npz")
-    if out.suffix not in ("", ".png", ".npz"):
-        raise ConfigError(f"out={out}; expected a .png (grid), a .npz or a folder")
-    if out.suffix and out.is_dir():
+    if _is_folder(out):
+        if channels > 4:
+            raise ConfigError(f"out={out}: a PNG has no {channels} channels; expected a .npz")
+        if out.is_file():
+            raise ConfigError(f"out={out} is a file; expected a folder, a .png (grid) or a .npz")
+        check_writable(out / "0.png")
+        return
+    if out.suffix not in _FILES:
+        raise ConfigError(
+            f"out={out}; expected a .png (grid), a .npz or a folder (one whose name has a dot has"
+            " to be there)"
+        )
+    if out.is_dir():
         raise ConfigError(f"out={out} is a folder; expected a file")
-    if not out.suffix and out.is_file():
-        raise ConfigError(f"out={out} is a file; expected a folder, a .png (grid) or a .npz")
-    check_writable(out if out.suffix else out / "0.png")
+    check_writable(out)
 
 
 def _save(
@@ -239,7 +251,7 @@ def _save(
 ) -> None:
     """As a grid, as guided-diffusion's .npz, or one PNG an image and a grid."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix:
+    if not _is_folder(out):
         partial = out.with_name(f".writing_{out.name}")  # on a full disk, what is there stays
         try:
             if out.suffix == ".png":

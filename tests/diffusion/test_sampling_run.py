@@ -170,6 +170,17 @@ def test_images_of_an_earlier_drawing_in_the_folder_are_said(checkpoint, tmp_pat
         sample(settings | {"n": 1})
 
 
+def test_a_folder_whose_name_has_a_dot(checkpoint, tmp_path):
+    settings = {"ckpt": str(checkpoint), "n": 2, "steps": 1, "device": "cpu"}
+    settings |= {"out": str(tmp_path / "eta0.5")}
+    with pytest.raises(ConfigError, match="eta0.5; expected a .png .* has to be there"):
+        sample(settings)
+    (tmp_path / "eta0.5").mkdir()
+    sample(settings)
+    names = sorted(path.name for path in (tmp_path / "eta0.5").iterdir())
+    assert names == ["000000.png", "000001.png", "grid.png"]
+
+
 def test_progress_without_a_terminal(checkpoint, monkeypatch, capsys):
     draw(checkpoint, steps=3, n=4, batch_size=2)
     assert "\nstep" not in capsys.readouterr().out  # of seconds nobody has to be told
