@@ -31,6 +31,7 @@ class ImageTask:
         self.model_settings = model
         _, *self.image_shape = self.samples.images.shape  # H, W, C
         self.num_classes = model.get("num_classes")
+        self.notes: list[str] = []
         self.remarks = [f"not decodable and left out: {name}" for name in self.samples.skipped]
 
     @staticmethod

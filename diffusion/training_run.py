@@ -46,7 +46,8 @@ class Task(Protocol):
     noun: str  # what the data set consists of
     samples: Samples
     flip: bool  # mirror half of the samples
-    remarks: list[str]  # for the log file
+    notes: list[str]  # for the terminal and the log file
+    remarks: list[str]  # for the log file alone
 
     @staticmethod
     def check(
@@ -199,6 +200,8 @@ def _describe(
             f"note: train.batch_size={settings.batch_size} is larger than the data set of"
             f" {size} {task.noun}, so a batch holds some {task.noun} more than once"
         )
+    for note in task.notes:
+        _say(f"note: {note}")
     for remark in task.remarks:
         log.info("%s", remark)
 

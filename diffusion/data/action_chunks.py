@@ -122,3 +122,4 @@ class ActionChunks:
     spec: PolicySpec
     name: str
     episodes: int  # in the file
+    notes: tuple[str, ...] = ()  # on what of them is not learned from

@@ -8,7 +8,6 @@ The policy acts out the `action_steps` actions from s + observation_steps - 1 on
 last observation, and observes again.
 """
 
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +18,6 @@ from .action_chunks import CONSTANT, ActionChunks, Chunks, Normaliser, PolicySpe
 from .rollout_file import Episode, read_rollouts
 
 _SPLITS = ("episodes", "tails")
-
-log = logging.getLogger(__name__)
 
 
 def load_trajectories(
@@ -78,8 +75,6 @@ def cut_episodes(
         Normaliser.of(np.concatenate([observations for observations, _ in train])),
         Normaliser.of(np.concatenate([actions for _, actions in train])),
     )
-    what = "episodes" if split == "episodes" else "heads or tails of episodes"
-    _warn(train + rest, what, spec, Path(source).name)
     parts = {"to train on": _chunks(train, spec), "held out": _chunks(rest, spec)}
     for name, part in parts.items():
         if len(part) == 0 and (name == "to train on" or held_out > 0):
@@ -87,21 +82,8 @@ def cut_episodes(
                 f"{source}: what is {name} is too short for dataset.horizon={horizon}; use a"
                 f" shorter horizon or another dataset.held_out than {held_out}"
             )
-    return ActionChunks(*parts.values(), spec, Path(source).absolute().name, len(episodes))
-
-
-def _warn(parts: list[Episode], what: str, spec: PolicySpec, source: str) -> None:
-    """Say what of the data is not learned from."""
-    needed = spec.horizon - spec.observation_steps - spec.action_steps + 2
-    short = sum(len(actions) < needed for _, actions in parts)
-    if short:
-        log.warning(f"{source}: {short} {what} have fewer than {needed} steps and give no chunk")
-    for kind, normaliser in (("observations", spec.observations), ("actions", spec.actions)):
-        if flat := normaliser.flattened():
-            log.warning(
-                f"{source}: of the {kind} dimension {', '.join(map(str, flat))} varies by less"
-                f" than {CONSTANT} and is taken as constant; use smaller units if it is not"
-            )
+    name, notes = Path(source).absolute().name, _notes(train + rest, spec, split)
+    return ActionChunks(*parts.values(), spec, name, len(episodes), notes)
 
 
 def check_options(
@@ -174,3 +156,19 @@ def _chunks(episodes: list[Episode], spec: PolicySpec) -> Chunks:
         spec.actions.normalise(a).unsqueeze(1).contiguous(),
         spec.observations.normalise(o).flatten(1),
     )
+
+
+def _notes(parts: list[Episode], spec: PolicySpec, split: str) -> tuple[str, ...]:
+    """What of the data is not learned from."""
+    notes = []
+    needed = spec.horizon - spec.observation_steps - spec.action_steps + 2
+    if short := sum(len(actions) < needed for _, actions in parts):
+        what = "episodes" if split == "episodes" else "heads or tails of episodes"
+        notes.append(f"{short} {what} have fewer than {needed} steps and give no chunk")
+    for kind, normaliser in (("observations", spec.observations), ("actions", spec.actions)):
+        if flat := normaliser.flattened():
+            notes.append(
+                f"of the {kind} dimension {', '.join(map(str, flat))} varies by less than"
+                f" {CONSTANT} and is taken as constant; use smaller units if it is not"
+            )
+    return tuple(notes)

@@ -1,6 +1,5 @@
 """Learning to act: chunks of recorded actions, the 1-D UNet, errors on held-out episodes."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +25,6 @@ LOADERS: dict[str, Callable[..., ActionChunks]] = {
 
 _PLOTTED = 4  # chunks in a picture
 
-log = logging.getLogger(__name__)
-
 
 class PolicyTask:
     """See `training_run.Task`."""
@@ -41,8 +38,9 @@ class PolicyTask:
         self.samples, self.spec = self.data.train, self.data.spec
         self.model_settings = model
         self.remarks: list[str] = []
+        self.notes = list(self.data.notes)
         if len(self.data.held_out) == 0:
-            log.warning("dataset.held_out=0: there is nothing to measure the policy on")
+            self.notes.append("dataset.held_out=0: there is nothing to measure the policy on")
 
     @staticmethod
     def check(
