@@ -133,7 +133,7 @@ def benchmark(config: dict[str, Any]) -> Path:
     out = Path(settings.out) if settings.out else (trained.run_dir or Path()) / "benchmark"
     with writing(out):  # now rather than after minutes
         out.mkdir(parents=True, exist_ok=True)
-    stem = f"{device.type}_{settings.sampler}{settings.steps or ''}_n{settings.n}"
+    stem = _stem(settings, device, trained)
     height, width, channels = trained.image_shape
     print(
         f"{settings.ckpt}: {settings.n} images of {height}x{width}x{channels} a draw,"
@@ -156,6 +156,20 @@ def benchmark(config: dict[str, Any]) -> Path:
         _write(out, stem, rows, job)
     print(f"{out / stem}.csv and .json")
     return out / f"{stem}.csv"
+
+
+def _stem(settings: BenchmarkSettings, device: torch.device, trained: Trained) -> str:
+    """Of the files' names: what is drawn otherwise, or by other weights, replaces none."""
+    stem = f"{device.type}_{settings.sampler}{settings.steps or ''}_n{settings.n}"
+    if trained.run_dir is None:  # the folder is not the run's
+        stem = f"{trained.name}_{stem}"
+    if settings.guidance != 1:
+        stem += f"_guidance{settings.guidance:g}"
+    if settings.precision is not None:
+        stem += f"_{settings.precision}"
+    if settings.ema is not True:
+        stem += f"_ema{settings.ema or '-false'}"
+    return stem
 
 
 # --- rows: each makes a network, or raises what its note will say ---------------------------------

@@ -18,7 +18,7 @@ from diffusion.export.tensorrt_engine import TensorRTDenoiser, build_engine
 from diffusion.sampling_benchmark import benchmark
 from diffusion.trained import load_trained
 
-from .test_export import checkpoint
+from .test_export import MODEL, checkpoint
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def test_rows(run, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert all(name in printed for name in rows)
 
-    about = json.loads((run / "benchmark" / "cpu_ddim2_n2.json").read_text())
+    about = json.loads((run / "benchmark" / "cpu_ddim2_n2_guidance2.json").read_text())
     # the package's metadata may lack what the module's version says of CUDA
     assert about["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert about["settings"]["guidance"] == 2 and len(about["rows"]) == 6
@@ -90,6 +90,23 @@ def test_a_row_in_another_precision(run):
     assert list(rows) == ["torch_fp32", "torch"]
     assert rows["torch"]["precision"] == "bf16"
     assert 0 < float(rows["torch"]["mean_difference"]) < 8
+
+
+def test_files_of_what_is_drawn_otherwise_are_others(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for options in ({}, {"guidance": 1.5}, {"precision": "bf16"}, {"ema": False}):
+        measured(run, rows=[], **options)
+    weights = next(run.rglob("ema.safetensors"))
+    model = MODEL | {"num_classes": 3, "label_dropout": 0.1}
+    measured(weights, rows=[], model=model, size=8)
+    names = [path.name for path in (*run.rglob("*.csv"), *Path("benchmark").glob("*.csv"))]
+    assert sorted(names) == [
+        "cpu_ddim2_n2.csv",
+        "cpu_ddim2_n2_bf16.csv",
+        "cpu_ddim2_n2_ema-false.csv",
+        "cpu_ddim2_n2_guidance1.5.csv",
+        "ema_cpu_ddim2_n2.csv",
+    ]
 
 
 def test_what_a_row_raises_is_its_note(run, monkeypatch):
