@@ -144,7 +144,7 @@ def decode_image(
         elif image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, background), image)
-        if image.mode == "CMYK":  # Pillow has no direct way from here to gray
+        if image.mode in ("CMYK", "LAB"):  # Pillow has no direct way from here to gray
             image = image.convert("RGB")
         return _fit(image.convert(mode), size)
 

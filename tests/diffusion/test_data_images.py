@@ -60,6 +60,13 @@ def test_modes(tmp_path, mode, channels):
     assert (out[:4] == 255).all() and (out[4:, :, : min(channels, 3)] == 0).all()
 
 
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_lab(tmp_path, channels):
+    """Which rounds white to 254, as Pillow converts it."""
+    save(tmp_path / "a.tiff", Image.new("RGB", (4, 4), "white").convert("LAB"))
+    assert (only(tmp_path, size=4, channels=channels) >= 254).all()
+
+
 def test_16_bit_gray_keeps_its_levels(tmp_path):
     values = (np.arange(64, dtype=np.uint16) * 1024).reshape(8, 8)
     save(tmp_path / "a.png", Image.fromarray(values))
