@@ -1,6 +1,7 @@
 """A trained network for images, rebuilt from what is on the disk: a run of this project, or weights
 that another program wrote."""
 
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,14 +20,19 @@ from .interchange.diffusers_directory import read_diffusers
 from .interchange.diffusers_files import is_diffusers
 from .interchange.diffusion_policy import is_workspace
 from .interchange.weights import load_weights, stored_image_shape
+from .layers import TimestepEmbedding
 from .sampler import Sampler
 from .settings import construct, shown
+from .unet import UNet
+from .unet_blocks import AttentionBlock
 
 _OTHERS = ", a weights file (.safetensors, .pt, .bin) or a directory of diffusers"
 _NO_IMAGES = (
     "is a policy: it draws actions from observations, not images; use tools/rollout.py, or"
     " diffusion.policies.policy.load_policy"
 )
+# options of `UNet` that no configuration has until it is given one
+_FOR_OTHERS = ("norm_eps", "freq_shift", "downsample_padding")
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -133,16 +139,61 @@ class TrainedSettings:
 def load_initial(source: str | Path, network: nn.Module) -> None:
     """Give a network that is about to be trained the (averaged) weights of a run or checkpoint, a
     weights file or a directory of diffusers. ConfigError if there are none, they are damaged, or
-    are of another network."""
+    are of another network, be it one with parameters of the same shapes, where that is known."""
     path = Path(source)
     if path.is_file():
         load_weights(path, network)
         return
     if is_diffusers(path):
-        weights = read_diffusers(path, ema=True).state
+        found = read_diffusers(path, ema=True)
+        weights, settings = found.state, found.settings
     else:
-        weights = read_weights(find_checkpoint(path, _OTHERS), ema=True)
+        checkpoint = find_checkpoint(path, _OTHERS)
+        weights, settings = read_weights(checkpoint, ema=True), read_state(checkpoint)[1]["model"]
     _load(network, weights, path)
+    if isinstance(network, UNet):
+        _check_same_arithmetic(path, settings, network)
+
+
+def _check_same_arithmetic(path: Path, settings: dict[str, Any], network: UNet) -> None:
+    """ConfigError if the network computes something else with the same parameters than that of the
+    group `model` that they were trained in."""
+    defaults = {name: option.default for name, option in inspect.signature(UNet).parameters.items()}
+    trained = defaults | settings
+    options = ["num_groups", "norm_eps"]
+    frequencies = TimestepEmbedding(
+        network.model_channels, trained["max_period"], trained["freq_shift"]
+    ).frequencies
+    ours = network.timestep_embedding.frequencies.to(frequencies.device)
+    if not torch.allclose(ours, frequencies, rtol=1e-5, atol=0):  # a period may be said as a shift
+        options += ["max_period", "freq_shift"]
+    if network.conv_resample and not network.resblock_updown:
+        options.append("downsample_padding")
+    heads = {name: block.num_heads for name, block in _attention(network)}
+    if any(count > 1 for count in heads.values()):
+        options.append("use_new_attention_order")
+    for option in options:
+        if trained[option] != getattr(network, option):
+            raise ConfigError(
+                f"{path} was trained with {option}={shown(trained[option])}; the model has"
+                f" {shown(getattr(network, option))}: give {'+' * (option in _FOR_OTHERS)}"
+                f"model.{option}={shown(trained[option])}"
+            )
+    for name, block in _attention(network):
+        count = trained["num_heads"]
+        if trained["num_head_channels"] != -1:
+            count = block.channels // trained["num_head_channels"]
+        elif name.startswith("output_blocks") and trained["num_heads_upsample"] != -1:
+            count = trained["num_heads_upsample"]
+        if count != heads[name]:
+            raise ConfigError(
+                f"{path} was trained with {count} heads in {name}; the model has {heads[name]}:"
+                " see num_head_channels and num_heads"
+            )
+
+
+def _attention(network: UNet) -> list[tuple[str, AttentionBlock]]:
+    return [(n, block) for n, block in network.named_modules() if isinstance(block, AttentionBlock)]
 
 
 def is_policy(ckpt: str | Path) -> bool:

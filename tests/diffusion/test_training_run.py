@@ -247,6 +247,21 @@ def test_begin_with_the_weights_of(kind, tmp_path):
     assert latest_checkpoint(tmp_path / "b" / "checkpoints").name == "step_00000002"
 
 
+def test_begin_with_a_directory_that_says_the_network_in_other_words(tmp_path):
+    """diffusers has no period but a shift."""
+    model = ("model.max_period=1000", "model.num_groups=4", "+model.norm_eps=1e-6")
+    run(tmp_path / "a", *TINY, *model)
+    source = tmp_path / "theirs"
+    export({"ckpt": str(tmp_path / "a"), "format": "diffusers", "out": str(source)})
+    run(tmp_path / "b", *TINY, *model, f"train.init={source}")
+    for others, words in (
+        ((*model, "model.max_period=5"), "with max_period=10000; the model has 5"),
+        (model[:2], r"norm_eps=1e-06; the model has 1e-05: give \+model.norm_eps=1e-06"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run(tmp_path / "c", *TINY, *others, f"train.init={source}")
+
+
 def test_averages_of_several_lengths(tmp_path):
     """They go on where a run does, and one of them can be drawn with."""
     averages = (*TINY, "optim.more_ema=[0.9,0.5]", "optim.lr=1e-2")
@@ -274,6 +289,14 @@ def test_what_cannot_be_begun_with(tmp_path):
         ((f"train.init={tmp_path}/no",), "no does not exist"),
         ((init, f"train.resume={tmp_path / 'a'}", "train.steps=2"), "both say what to begin with"),
         ((init, "model.channel_mult=[1,1]"), "is of another model"),
+        # parameters of the same shapes, which would compute something else
+        ((init, "model.num_groups=4"), "trained with num_groups=8; the model has 4"),
+        ((init, "model.max_period=1000"), "trained with max_period=10000; the model has 1000"),
+        ((init, "model.num_head_channels=4"), "heads in .*; the model has"),
+        (
+            (init, "model.num_head_channels=4", "model.use_new_attention_order=false"),
+            "trained with use_new_attention_order=true; the model has false",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             run(tmp_path / "b", *TINY, *overrides)
