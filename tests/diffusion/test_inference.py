@@ -206,6 +206,29 @@ def test_the_kernels_themselves(device, monkeypatch):
     assert (y - exact).norm() <= 2 * (low - exact).norm()
 
 
+def test_labels_by_the_kernels_themselves(device):
+    """A guided chain in float16, with a row of the table for each class, and for each sample."""
+    for classes in (3, 9):
+        options = {"channel_mult": (1,), "num_classes": classes, "label_dropout": 0.1}
+        model = make(options, (8, 8)).float().to(device).eval()
+        labels, chains = torch.tensor([2, 0], device=device), []
+        for backend in (
+            TORCH_FP32,
+            Backend("torch", reference, torch.float16),
+            Backend("triton", triton_kernels, torch.float16),
+        ):
+            set_backend(model, backend)
+            planned = backend.name == "triton"
+            network = InferenceUNet(model, fused) if planned else model.forward_nhwc
+            network = guide(network, 3.0, classes, backend.dtype)
+            sampler = make_sampler(
+                make_schedule("linear", 100), backend, "ddim", steps=2, device=device
+            )
+            chains.append(sampler.sample(network, (2, 8, 8, 3), seed=1, labels=labels))
+        exact, low, ours = chains
+        assert (ours - exact).norm() <= 2 * (low - exact).norm()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, in Triton's interpreter")
 def test_who_gets_the_plan():
     model = make({"model_channels": 64, "channel_mult": (1, 2)}, (16, 16)).float()
