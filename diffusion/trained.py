@@ -275,6 +275,8 @@ def _in_file(
     model: dict[str, Any] | None,
     diffusion: dict[str, Any] | None,
 ) -> _Found:
+    if not isinstance(ema, bool):
+        raise ConfigError(f"ema={ema}, but {path} has one average at most, which is ema=true")
     stored = stored_image_shape(path) or (None, None, None)
     if model is None:
         raise ConfigError(
@@ -288,7 +290,7 @@ def _in_file(
         image_shape=stored,
         precision="bf16",
         name=path.stem,
-        give_weights=lambda network: load_weights(path, network, ema=ema is not False),
+        give_weights=lambda network: load_weights(path, network, ema=ema),
     )
 
 

@@ -163,6 +163,8 @@ def read_diffusers(
                 " expected unet and scheduler alone"
             )
     unet = unet_folder(folder, ema and not index)
+    if not (unet / "config.json").is_file():
+        raise ConfigError(f"{folder} has no network; expected unet/config.json or config.json")
     config = _DEFAULTS | read_json(unet / "config.json")
     if config.get("_class_name", "UNet2DModel") != "UNet2DModel":
         raise ConfigError(f"{unet} is a {config['_class_name']}; expected a UNet2DModel")

@@ -379,3 +379,6 @@ def test_damaged_directories(tmp_path):
     (folder / "unet" / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="config.json cannot be read"):
         load_trained(folder, CPU)
+    (folder / "unet" / "config.json").unlink()
+    with pytest.raises(ConfigError, match="has no network; expected unet/config.json"):
+        load_trained(folder, CPU)

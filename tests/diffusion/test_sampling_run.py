@@ -217,6 +217,12 @@ def test_a_truncated_checkpoint(checkpoint):
             draw(checkpoint)
 
 
+def test_a_file_has_no_averages_by_their_decay(tmp_path):
+    (tmp_path / "w.pt").write_bytes(b"PK\x03\x04")
+    with pytest.raises(ConfigError, match="ema=0.99, but .* has one average at most"):
+        load_trained(tmp_path / "w.pt", torch.device("cpu"), ema=0.99, model={"name": "unet"})
+
+
 @pytest.mark.parametrize("name", [["unet"], None, "unet1d"])
 def test_a_network_of_no_such_name(tmp_path, name):
     (tmp_path / "w.pt").write_bytes(b"PK\x03\x04")
