@@ -106,6 +106,10 @@ def export(config: dict[str, Any]) -> Path:
     for target in [*targets, *([Path(settings.engine)] if settings.engine else [])]:
         _check_target(target, settings)
     write, graph = _prepare(settings)
+    if graph is not None:  # half a minute for a network of 20 M parameters
+        print(
+            f"{settings.ckpt}: tracing the network, then running the {settings.format}", flush=True
+        )
     aside = out.with_name(f".writing_{out.name}")
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)

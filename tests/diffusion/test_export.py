@@ -149,7 +149,9 @@ def test_a_policy_by_torch_export(tmp_path, capsys):
     run = policy_checkpoint(tmp_path / "run")
     out = tmp_path / "model.pt2"
     export({"ckpt": str(run), "format": "torch_export", "out": str(out)})
-    assert "run by torch.export at batch 1 and 3" in capsys.readouterr().out
+    began, ended = capsys.readouterr().out.splitlines()
+    assert began == f"{run}: tracing the network, then running the torch_export"
+    assert "run by torch.export at batch 1 and 3" in ended
     files = {"denoiser.json": ""}
     program = torch.export.load(out, extra_files=files).module()
     policy = load_policy(run, device="cpu")
