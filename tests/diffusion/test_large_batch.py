@@ -1,4 +1,5 @@
-"""A step at a large batch is the sum of its parts: no offset of a kernel overflows."""
+"""A step at a large batch is the sum of its parts: no offset of a kernel overflows. What the last
+images add to it is seen alone, too, where hardly anything hides it."""
 
 import pytest
 import torch
@@ -40,6 +41,54 @@ def test_a_large_batch_is_its_parts(batch, memory):
     whole, some, more = (gradient(batch, part) for part in (batch, 128, 32))
     for name, a, b, c in zip(("loss", "gradient"), whole, some, more, strict=True):
         assert relative_error(a, b) <= 2 * relative_error(b, c) + 1e-5, name
+
+
+class Part:
+    """One process of several, as a step sees them: positions first .. first + count of a batch."""
+
+    count = 1
+    start_sum = Processes.start_sum
+
+    def __init__(self, first, count):
+        self.share_of = lambda batch: (first, count)
+
+
+def gradient_of_last(batch, last, part, *, whole, **network):
+    """Of the first step, summed over the last images of a batch alone: in a pass over all of them
+    with a weight of 0 for the others, or over these, so many at a time."""
+    release_memory()
+    device = torch.device(network.get("device", "cuda"))
+    model = steps.our_model(**{**NETWORK, **network, "device": device})
+    images = Part(0, batch) if whole else Part(batch - last, last)
+    size, accumulate = model.image_size[0], 1 if whole else last // part
+    step = steps.our_step(model, batch, size, device, images, accumulate=accumulate).plain
+    weights = step._share
+    weights.fill_(1 / last)
+    if whole:
+        weights[: batch - last] = 0
+    step(0)
+    return step.flat.grad.clone()
+
+
+NETWORK = {"model": "unet64", "precision": "bf16", "size": 64}
+
+
+def test_the_last_images_alone():
+    small = {"model": "unet_tiny", "precision": "fp32", "size": 16, "backend": "torch"}
+    small |= {"device": "cpu"}
+    seen = gradient_of_last(10, 4, 4, whole=True, **small)
+    alone, other = (gradient_of_last(n, 4, 2, whole=False, **small) for n in (10, 9))
+    assert relative_error(seen, alone) < 1e-5 < 1e-2 < relative_error(other, alone)
+
+
+@pytest.mark.gpu
+def test_the_last_images_of_a_large_batch():
+    free, _ = torch.cuda.mem_get_info()
+    if free < 100 * GIB:
+        pytest.skip(f"needs about 100 GiB of GPU memory, {free / GIB:.0f} are free")
+    seen = gradient_of_last(2816, 128, 128, whole=True)
+    some, more = (gradient_of_last(2816, 128, part, whole=False) for part in (128, 32))
+    assert relative_error(seen, some) <= 2 * relative_error(some, more) + 1e-5
 
 
 @pytest.mark.gpu
