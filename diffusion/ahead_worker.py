@@ -23,6 +23,7 @@ from .distributed import Processes
 from .flat import FlatParameters
 from .optimizer import Optimizer, OptimizerSettings
 from .planned.embedding import TOGETHER
+from .policies.rollout_run import RolloutSettings, rehearse_acting
 from .sampling_run import DrawSettings, rehearse_drawing
 from .settings import construct
 from .step_build import build_step
@@ -78,7 +79,12 @@ def sample(settings: dict[str, Any]) -> None:
     rehearse_drawing(construct(DrawSettings, settings | {"device": str(_HOST)}, ""))
 
 
-JOBS: dict[str, Callable[[dict[str, Any]], None]] = {"train": train, "sample": sample}
+def act(settings: dict[str, Any]) -> None:
+    """A policy's calls, as `RolloutSettings` say."""
+    rehearse_acting(construct(RolloutSettings, settings | {"device": str(_HOST)}, ""))
+
+
+JOBS: dict[str, Callable[[dict[str, Any]], None]] = {"train": train, "sample": sample, "act": act}
 
 
 def main(job: str, gpu: str, part: str, parts: str) -> None:

@@ -12,6 +12,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     hasten()
 
+# tests run side by side, and each of them would start as many processes as there are processors
+os.environ["TRITON_DIFFUSION_COMPILERS"] = "0"
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 

@@ -76,9 +76,18 @@ class Policy:
         first: int = 0,
     ) -> Tensor:  # float32 [N, horizon, A], normalised
         """Whole chunks, in the normalisation that the network knows."""
-        shape = (len(conditions), 1, self.spec.horizon, self.spec.action_dim)
+        shape = self._shape(len(conditions))
         x = self.sampler.sample(self.denoiser, shape, seed=seed, labels=conditions, first=first)
         return x[:, 0]
+
+    def rehearse(self, n: int) -> None:
+        """Launch what a call for n observations launches; see `triton_kernels.rehearsal`."""
+        device = next(self.model.parameters()).device
+        conditions = torch.zeros(n, self.spec.condition_dim, device=device)
+        self.sampler.rehearse(self.denoiser, self._shape(n), conditions)
+
+    def _shape(self, n: int) -> tuple[int, int, int, int]:
+        return n, 1, self.spec.horizon, self.spec.action_dim
 
 
 def load_policy(

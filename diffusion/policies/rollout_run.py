@@ -1,7 +1,7 @@
 """Rollouts from a plain dict: load the policy, act, say how well and how fast."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from ..ahead import compile_ahead
 from ..build import SAMPLERS, check_sampler
 from ..data.action_chunks import PolicySpec
 from ..errors import ConfigError, writing
@@ -85,6 +86,7 @@ def rollout(config: dict) -> list[Episode]:
         if pictured:
             _check_picture(environments[0], settings)
             _check_writable(Path(settings.out))
+        _compile_ahead(settings, policy)
         if settings.latency_calls:
             for timed in timed_policies(policy, settings):
                 print(_latency(timed, observation, settings))
@@ -123,6 +125,30 @@ def timed_policies(policy: Policy, settings: RolloutSettings) -> Iterator[Policy
     yield policy
     if settings.backend == "auto" and policy.sampler.backend.name == "triton":
         yield settings.load("torch")
+
+
+def rehearse_acting(settings: RolloutSettings) -> None:
+    """Launch what a policy on Triton launches for these settings, for one observation and for all
+    episodes; see `triton_kernels.rehearsal`."""
+    policy = settings.load("triton")
+    for n in (1, settings.n):
+        policy.rehearse(n)
+
+
+def _compile_ahead(settings: RolloutSettings, policy: Policy) -> None:
+    """So that the first action does not wait for a compiler."""
+    backend, parameters = policy.sampler.backend, dict(policy.model.named_parameters())
+    if backend.name != "triton":
+        return
+    kernels_of = {
+        "model": {name: list(p.shape) for name, p in parameters.items()},
+        "horizon": policy.spec.horizon,
+        "precision": backend.precision,
+        "episodes": settings.n,
+    }
+    size = sum(p.numel() for p in parameters.values())
+    device = next(iter(parameters.values())).device
+    compile_ahead("act", asdict(settings), kernels_of, device, 12 * size)
 
 
 def _check_action_steps(action_steps: int | None, spec: PolicySpec) -> None:

@@ -1,4 +1,5 @@
-"""Rehearse a training step and a chain on a machine without a GPU, and print what was noted.
+"""Rehearse training steps, a chain and a policy's call on a machine without a GPU, and print what
+was noted.
 
 python -m tests.diffusion.rehearsed      without TRITON_INTERPRET, which has no compiler
 """
@@ -10,9 +11,12 @@ import torch
 import triton_kernels
 from diffusion.ahead_worker import train
 from diffusion.backend import Backend, choose_backend
-from diffusion.build import build_model, make_sampler
+from diffusion.build import build_model, build_policy_model, make_sampler
+from diffusion.data.action_chunks import PolicySpec
 from diffusion.guidance import guide
 from diffusion.planned.inference import InferenceUNet, sampling_network
+from diffusion.planned.inference1d import real_time
+from diffusion.policies.policy import Policy
 from diffusion.schedule import make_schedule
 from triton_kernels.device import Device, describe, on_gpu
 from triton_kernels.rehearsal import rehearsal
@@ -60,6 +64,25 @@ def draw() -> None:
     sampler.rehearse(guide(network, 3.0, 3), (4, 16, 16, 3), labels)
 
 
+def act() -> None:
+    ranges = {"low": [-1.0, -1.0], "high": [1.0, 1.0]}
+    spec = PolicySpec.from_state(
+        {
+            "horizon": 16,
+            "observation_steps": 2,
+            "action_steps": 8,
+            "observations": ranges,
+            "actions": ranges,
+        }
+    )
+    backend = choose_backend("auto", "bf16", torch.device("cpu"))
+    model = build_policy_model(POLICY["model"], backend, 2, 4, torch.device("cpu"))
+    sampler = make_sampler(make_schedule("cosine", 100), backend, "ddpm")
+    streamed = real_time(model, spec.horizon)
+    assert streamed is not None
+    Policy(model, sampler, spec, streamed).rehearse(3)
+
+
 def names(job) -> list[str]:
     """Of the kernels, in order."""
     with rehearsal(HOPPER) as launches:
@@ -70,7 +93,7 @@ def names(job) -> list[str]:
 def main() -> None:
     cpu = torch.device("cpu")
     before = describe(cpu), on_gpu(cpu)
-    found = {"train": names(lambda: train(TRAIN)), "draw": names(draw)}
+    found = {"train": names(lambda: train(TRAIN)), "draw": names(draw), "act": names(act)}
     found["policy"] = names(lambda: train(POLICY))
     found["again"] = names(lambda: train(TRAIN))
     found["left as it was"] = before == (describe(cpu), on_gpu(cpu))

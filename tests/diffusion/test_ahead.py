@@ -27,6 +27,7 @@ def test_a_rehearsal():
     assert kernels["conv_forward_kernel"] + kernels["conv_tiles_kernel"] >= 4  # by shape
     assert {"_q_sample_kernel", "denoise_loss_bwd_kernel", "_adamw_kernel"} <= set(kernels)
     assert {"_normal_kernel", "_begin_step_kernel", "_denoise_step_kernel"} <= set(found["draw"])
+    assert {"conv1d_stage_kernel", "_denoise_step_kernel"} <= set(found["act"])
     assert {"_square_sums_kernel", "_adamw_kernel"} <= set(found["policy"])
     assert len([name for name in found["policy"] if "conv" in name]) >= 12
     assert found["train"] == found["again"] and found["left as it was"]
