@@ -30,6 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .errors import ConfigError
+from .host import free_memory, processors
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,6 @@ _LIMIT, _MOST = "TRITON_DIFFUSION_COMPILERS", 16
 _LEAST = 4  # processes; fewer gain little over one that compiles on its way
 _MEMORY = 3 * 2**29  # bytes of the host that a process takes, beside the network
 _CONTEXT = 600 * 2**20  # bytes of the GPU that it takes by being there
-_GIB = 2**30
 _OF_TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -82,25 +82,12 @@ def _processes(memory: int) -> int:
     most = os.environ.get(_LIMIT, str(_MOST))
     if not most.isdecimal():
         raise ConfigError(f"{_LIMIT}={most} in the environment; expected a number, 0 for none")
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(int(most), cpus, _free_memory() // 2 // (_MEMORY + memory))
+    return min(int(most), processors(), free_memory() // 2 // (_MEMORY + memory))
 
 
 def _free(device: torch.device) -> int:
     """Bytes of the GPU's memory."""
     return torch.cuda.mem_get_info(device)[0]
-
-
-def _free_memory() -> int:
-    """Bytes of the host that may be had."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, value = line.split(":")
-            if name == "MemAvailable":
-                return 1024 * int(value.split()[0])
-    except (OSError, ValueError):
-        pass
-    return 16 * _GIB
 
 
 def _done_file(job: str, shapes: dict[str, Any], device: torch.device) -> Path:

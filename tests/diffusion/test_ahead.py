@@ -111,11 +111,11 @@ def test_where_nothing_is_compiled(worker, monkeypatch, tmp_path, capsys):
 
 
 def test_how_many_processes(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(32), raising=False)
-    monkeypatch.setattr(ahead, "_free_memory", lambda: 2**40)
+    monkeypatch.setattr(ahead, "processors", lambda: 32)
+    monkeypatch.setattr(ahead, "free_memory", lambda: 2**40)
     monkeypatch.delenv("TRITON_DIFFUSION_COMPILERS", raising=False)
     assert ahead._processes(0) == 16
-    monkeypatch.setattr(ahead, "_free_memory", lambda: 18 * 2**30)
+    monkeypatch.setattr(ahead, "free_memory", lambda: 18 * 2**30)
     assert ahead._processes(0) == 6 and ahead._processes(3 * 2**29) == 3
     monkeypatch.setenv("TRITON_DIFFUSION_COMPILERS", "0")
     assert ahead._processes(0) == 0
