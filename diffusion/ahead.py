@@ -61,8 +61,9 @@ def compile_ahead(
         done.parent.mkdir(parents=True, exist_ok=True)
         with done.open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # the jobs of a sweep may begin together
-            if os.fstat(file.fileno()).st_size == 0 and _run(job, settings, device, count):
-                file.write(time.strftime("%F %T\n"))
+            if os.fstat(file.fileno()).st_size == 0:
+                _run(job, settings, device, count)
+                file.write(time.strftime("%F %T\n"))  # once, for a GPU may allow a single process
     except OSError as error:
         log.info("kernels are compiled one by one: %s", error)
 
@@ -111,8 +112,7 @@ def _rough(settings: Any) -> Any:
     return settings != 0 if isinstance(settings, float) else settings
 
 
-def _run(job: str, settings: dict[str, Any], device: torch.device, count: int) -> bool:
-    """Whether all processes have done their share."""
+def _run(job: str, settings: dict[str, Any], device: torch.device, count: int) -> None:
     began = time.monotonic()
     tqdm.write(f"compiling kernels with {count} processes, once for these shapes")
     command = [sys.executable, "-m", "diffusion.ahead_worker", job, str(device.index or 0)]
@@ -135,7 +135,6 @@ def _run(job: str, settings: dict[str, Any], device: torch.device, count: int) -
     tqdm.write(f"{sum(done)} kernels in {time.monotonic() - began:.0f} s")
     if any(codes):
         log.warning("a process that compiles failed; the rest is compiled later: %s", said[-2000:])
-    return not any(codes)
 
 
 def _start(command: list[str], settings: dict[str, Any], errors: IO[str]) -> subprocess.Popen:

@@ -83,15 +83,14 @@ def test_it_is_done_once_for_each_set_of_shapes(worker, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("code", ["raise RuntimeError('no ptxas')", "import sys; sys.exit(3)"])
-def test_a_process_that_fails_does_no_harm(code, worker, caplog, capsys):
+def test_a_process_that_fails_does_no_harm(code, worker, caplog):
     worker.append(code)
     compile_ahead()
     assert "a process that compiles failed" in caplog.text
     assert ("no ptxas" in caplog.text) == ("no ptxas" in code)
-    worker.append(DONE)
-    capsys.readouterr()
-    compile_ahead()  # it is tried again
-    assert "10 kernels in" in capsys.readouterr().out
+    caplog.clear()
+    compile_ahead()  # not again: where a GPU allows a single process, it would fail every time
+    assert caplog.text == ""
 
 
 def test_where_nothing_is_compiled(worker, monkeypatch, tmp_path, capsys):
