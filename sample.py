@@ -6,7 +6,7 @@ See configs/sample.yaml.
 import hydra
 from omegaconf import DictConfig
 
-from configs.entry import exit_codes, plain, run_entry
+from configs.entry import choose_out, exit_codes, plain, run_entry
 
 
 @hydra.main(version_base=None, config_path="configs", config_name="sample")
@@ -15,7 +15,8 @@ def main(config: DictConfig) -> None:
     from diffusion.sampling_run import sample  # after the command line is known to be right
 
     with exit_codes():
-        sample(plain(config))
+        settings = plain(config)
+        sample(settings | {"out": choose_out(settings)})
 
 
 if __name__ == "__main__":

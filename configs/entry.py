@@ -62,6 +62,19 @@ def choose_run_dir(settings: dict[str, Any]) -> Path:
     return Path(str(given)) / (str(hydra.job.num) if sweep else "")
 
 
+def choose_out(settings: dict[str, Any]) -> str | None:
+    """Where this job writes: `out`, but of a sweep that gives all jobs the same one with the number
+    of the job behind its name."""
+    out = settings.get("out")
+    same = {f"out={out}", f"out='{out}'"} & set(
+        sys.argv
+    )  # not out=a.png,b.png or out='${seed}.png'
+    if not in_sweep() or not same:
+        return out
+    path = Path(str(out))
+    return str(path.with_name(f"{path.stem}_{HydraConfig.get().job.num}{path.suffix}"))
+
+
 def in_sweep() -> bool:
     """Whether this is one of several jobs."""
     return HydraConfig.get().mode == RunMode.MULTIRUN

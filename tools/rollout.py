@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from configs.entry import exit_codes, plain, run_entry
+from configs.entry import choose_out, exit_codes, plain, run_entry
 
 
 @hydra.main(version_base=None, config_path="../configs", config_name="rollout")
@@ -21,7 +21,8 @@ def main(config: DictConfig) -> None:
     from diffusion.policies.rollout_run import rollout
 
     with exit_codes():
-        rollout(plain(config))
+        settings = plain(config)
+        rollout(settings | {"out": choose_out(settings)})
 
 
 if __name__ == "__main__":

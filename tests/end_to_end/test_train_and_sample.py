@@ -107,6 +107,21 @@ def test_a_signal_saves_and_exits(tmp_path, number):
     assert (run_dir / "checkpoints" / f"step_{step:08d}" / "state.json").is_file()
 
 
+def test_the_jobs_of_a_sweep_do_not_draw_over_each_other(trained, tmp_path):
+    def drawn(*arguments):
+        command = ("sample.py", f"ckpt={trained}", "n=1", "steps=1", "device=cpu", "-m", "seed=0,1")
+        code, _, err = run(*command, *arguments, cwd=tmp_path)
+        assert code == 0, err
+        found = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.png"))
+        for name in found:
+            (tmp_path / name).unlink()
+        return found
+
+    assert drawn("out=a.png") == ["a_0.png", "a_1.png"]
+    assert drawn("out='b${seed}.png'") == ["b0.png", "b1.png"]
+    assert drawn("out=c.png,d.png") == ["c.png", "d.png"]  # as was asked
+
+
 def test_multirun_gives_each_job_its_folder(tmp_path):
     command = (
         "train.py",
