@@ -6,6 +6,7 @@ On its standard output: how many kernels are its share, and an empty line for ea
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from .settings import construct
 from .step_build import build_step
 from .trainer import TrainSettings
 
+_ENOUGH = 9 * 2**30  # bytes of samples; `Batches` keeps 8 on a device
 _HOST = torch.device("cpu")
 
 
@@ -58,8 +60,13 @@ def train(settings: dict[str, Any]) -> None:
 
 
 def _unread(what: dict[str, Any] | None) -> Tensor | None:
-    """Zeros of that description, which take no memory before somebody touches them."""
-    return None if what is None else torch.zeros(what["shape"], dtype=getattr(torch, what["dtype"]))
+    """Zeros of that description, which take no memory before somebody touches them. Of a set that
+    is larger than the machine's memory there are fewer, but more than a device keeps."""
+    if what is None:
+        return None
+    (count, *shape), dtype = what["shape"], getattr(torch, what["dtype"])
+    most = _ENOUGH // max(math.prod(shape) * dtype.itemsize, 1)
+    return torch.zeros(min(count, most), *shape, dtype=dtype)
 
 
 def _network(

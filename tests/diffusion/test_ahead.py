@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffusion import ahead
+from diffusion import ahead, ahead_worker
 from diffusion.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +31,16 @@ def test_a_rehearsal():
     assert {"_square_sums_kernel", "_adamw_kernel"} <= set(found["policy"])
     assert len([name for name in found["policy"] if "conv" in name]) >= 12
     assert found["train"] == found["again"] and found["left as it was"]
+
+
+def test_a_data_set_that_is_larger_than_memory(monkeypatch):
+    monkeypatch.setattr(ahead_worker, "_ENOUGH", 10_000)
+    for count, expected in ((10**12, 52), (40, 40)):
+        what = {"shape": [count, 8, 8, 3], "dtype": "uint8"}
+        assert ahead_worker._unread(what).shape == (expected, 8, 8, 3)
+    small = torch.zeros(5, 3, dtype=torch.int64)
+    assert torch.equal(ahead_worker._unread(ahead.described(small)), small)
+    assert ahead.described(None) is None is ahead_worker._unread(None)
 
 
 @pytest.fixture
