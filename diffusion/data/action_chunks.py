@@ -77,6 +77,11 @@ class PolicySpec:
         return len(self.observations.low)
 
     @property
+    def most_action_steps(self) -> int:
+        """Actions of a chunk from the last of its observations on."""
+        return self.horizon - self.observation_steps + 1
+
+    @property
     def condition_dim(self) -> int:
         return self.observation_steps * self.observation_dim
 

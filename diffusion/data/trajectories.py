@@ -161,7 +161,7 @@ def _chunks(episodes: list[Episode], spec: PolicySpec) -> Chunks:
 def _notes(parts: list[Episode], spec: PolicySpec, split: str) -> tuple[str, ...]:
     """What of the data is not learned from."""
     notes = []
-    needed = spec.horizon - spec.observation_steps - spec.action_steps + 2
+    needed = spec.most_action_steps - spec.action_steps + 1
     if short := sum(len(actions) < needed for _, actions in parts):
         what = "episodes" if split == "episodes" else "heads or tails of episodes"
         notes.append(f"{short} {what} have fewer than {needed} steps and give no chunk")

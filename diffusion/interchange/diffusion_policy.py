@@ -239,11 +239,10 @@ def _check_steps(path: Path, spec: PolicySpec, factor: int) -> None:
         raise ConfigError(
             f"{path} has horizon={spec.horizon}; its network needs a multiple of {factor}"
         )
-    longest = spec.horizon - spec.observation_steps + 1
-    if spec.action_steps > longest:
+    if spec.action_steps > spec.most_action_steps:
         raise ConfigError(
             f"{path} has n_action_steps={spec.action_steps}; a chunk of {spec.horizon} has"
-            f" {longest} from the last of {spec.observation_steps} observations on"
+            f" {spec.most_action_steps} from the last of {spec.observation_steps} observations on"
         )
 
 

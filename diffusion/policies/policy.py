@@ -59,9 +59,8 @@ class Policy:
             )
         now = spec.observation_steps - 1
         count = spec.action_steps if action_steps is None else action_steps
-        longest = spec.horizon - now
-        if not 1 <= count <= longest:
-            raise ValueError(f"action_steps={count}; expected 1 to {longest}")
+        if not 1 <= count <= spec.most_action_steps:
+            raise ValueError(f"action_steps={count}; expected 1 to {spec.most_action_steps}")
         device = next(self.model.parameters()).device
         observations = observations.to(device, torch.float32)
         conditions = spec.observations.to(device).normalise(observations).flatten(1)

@@ -152,11 +152,10 @@ def _compile_ahead(settings: RolloutSettings, policy: Policy) -> None:
 
 
 def _check_action_steps(action_steps: int | None, spec: PolicySpec) -> None:
-    longest = spec.horizon - spec.observation_steps + 1
-    if action_steps is not None and action_steps > longest:
+    if action_steps is not None and action_steps > spec.most_action_steps:
         raise ConfigError(
-            f"action_steps={action_steps}; a chunk of {spec.horizon} actions has {longest} from the"
-            f" last of {spec.observation_steps} observations on"
+            f"action_steps={action_steps}; a chunk of {spec.horizon} actions has"
+            f" {spec.most_action_steps} from the last of {spec.observation_steps} observations on"
         )
 
 
