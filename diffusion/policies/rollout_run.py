@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from tqdm import tqdm
 from ..ahead import compile_ahead
 from ..build import SAMPLERS, check_sampler
 from ..data.action_chunks import PolicySpec
-from ..errors import ConfigError, writing
+from ..errors import ConfigError, check_writable
 from ..settings import construct
 from .animation import save_gif
 from .environments import (
@@ -85,7 +84,7 @@ def rollout(config: dict) -> list[Episode]:
         observation = _first_observation(environments[0], settings)
         if pictured:
             _check_picture(environments[0], settings)
-            _check_writable(Path(settings.out))
+            check_writable(Path(settings.out))  # before the episodes, which may take long
         _compile_ahead(settings, policy)
         if settings.latency_calls:
             for timed in timed_policies(policy, settings):
@@ -176,14 +175,6 @@ def _check_picture(environment: Environment, settings: RolloutSettings) -> None:
         ) from error
     if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.shape[2] != 3:
         raise ConfigError(f"env={settings.env} draws no pictures; leave out={settings.out} away")
-
-
-def _check_writable(out: Path) -> None:
-    """So that a wrong path is said before the episodes, which may take long."""
-    with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=out.parent):
-            pass
 
 
 def _latency(policy: Policy, observation: np.ndarray, settings: RolloutSettings) -> str:
