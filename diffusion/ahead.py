@@ -38,6 +38,7 @@ _ROOT = Path(__file__).parents[1]
 _LIMIT, _MOST = "TRITON_DIFFUSION_COMPILERS", 16
 _LEAST = 4  # processes; fewer gain little over one that compiles on its way
 _MEMORY = 3 * 2**29  # bytes of the host that a process takes, beside the network
+TRAINED, DRAWN = 24, 12  # bytes that it takes for each parameter, with moments, averages and copies
 _CONTEXT = 600 * 2**20  # bytes of the GPU that it takes by being there
 _OF_TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 

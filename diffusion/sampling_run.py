@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from .ahead import compile_ahead
+from .ahead import DRAWN, compile_ahead
 from .build import check_sampler
 from .distributed import Processes, choose_device
 from .draw import cut, draw, rehearse
@@ -169,18 +169,17 @@ def _compile_ahead(
     """So that the first chain does not begin with minutes of compiling. The kernel or two that
     another sampler has, or another number of steps, are not worth a look by many processes."""
     job = {field.name: getattr(settings, field.name) for field in fields(DrawSettings)}
-    job |= {"n": share, "seed": 0}
-    parameters = list(trained.model.parameters())
-    size = sum(p.numel() for p in parameters)
+    job["n"], model = share, trained.model
     kernels_of = {
         "model": trained.settings,
         "image": trained.image_shape,
         "variance": trained.process.variance,
-        "precision": trained.model.backend.precision,
+        "precision": model.backend.precision,
         "images": cut(share, settings.batch_size)[1],
         "guided": settings.guidance != 1,
     }
-    compile_ahead("sample", job, kernels_of, parameters[0].device, 12 * size)
+    device = next(model.parameters()).device
+    compile_ahead("sample", job, kernels_of, device, DRAWN * model.num_parameters)
 
 
 def _default_out(settings: SampleSettings, trained: Trained) -> Path:

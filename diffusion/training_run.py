@@ -13,7 +13,7 @@ import yaml
 from torch import nn
 from tqdm import tqdm
 
-from .ahead import compile_ahead, described
+from .ahead import TRAINED, compile_ahead, described
 from .backend import Backend, choose_backend, determinism
 from .build import POLICY_MODELS, Process
 from .checkpoint import find_checkpoint, latest_checkpoint, load_into, read_state
@@ -139,10 +139,7 @@ def _train(config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep
                 else settings.init and f"beginning with the weights of {settings.init}"
             )
             _describe(run_dir, step, task, settings, processes, began)
-        # layer by layer PyTorch's ops take part, which are slow in a rehearsal of many pixels
-        if isinstance(step.network, FusedUNet) or config["model"]["name"] in POLICY_MODELS:
-            _compile_ahead(config, step, task)
-            processes.wait()  # for the first of each machine, which compiles
+        _compile_ahead(config, step, task, processes)
         trainer = Trainer(
             step,
             None if show is None else preview,
@@ -158,8 +155,14 @@ def _train(config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep
             return trainer.run(start)
 
 
-def _compile_ahead(config: dict[str, Any], step: TrainStep, task: Task) -> None:
-    """So that the first step does not take minutes."""
+def _compile_ahead(
+    config: dict[str, Any], step: TrainStep, task: Task, processes: Processes
+) -> None:
+    """So that the first step does not take minutes. Not for images layer by layer, where PyTorch's
+    ops take part, which are slow in a rehearsal of many pixels."""
+    quick = isinstance(step.network, FusedUNet) or config["model"]["name"] in POLICY_MODELS
+    if step.objective.backend.name != "triton" or not quick:
+        return
     keys = ("accumulate", "precision", "recompute")
     job = {
         "model": config["model"],
@@ -171,9 +174,9 @@ def _compile_ahead(config: dict[str, Any], step: TrainStep, task: Task) -> None:
         "labels": described(task.samples.labels),
         "flip": task.flip,
     }
-    if step.objective.backend.name == "triton":
-        flat = step.flat
-        compile_ahead("train", job, job, flat.param.device, 24 * flat.param.numel())
+    parameters = step.flat.param
+    compile_ahead("train", job, job, parameters.device, TRAINED * parameters.numel())
+    processes.wait()  # for the first of each machine, which compiles
 
 
 def _describe(

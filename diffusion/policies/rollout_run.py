@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..ahead import compile_ahead
+from ..ahead import DRAWN, compile_ahead
 from ..build import SAMPLERS, check_sampler
 from ..data.action_chunks import PolicySpec
 from ..errors import ConfigError, check_writable
@@ -136,18 +136,17 @@ def rehearse_acting(settings: RolloutSettings) -> None:
 
 def _compile_ahead(settings: RolloutSettings, policy: Policy) -> None:
     """So that the first action does not wait for a compiler."""
-    backend, parameters = policy.sampler.backend, dict(policy.model.named_parameters())
+    backend, model = policy.sampler.backend, policy.model
     if backend.name != "triton":
         return
     kernels_of = {
-        "model": {name: list(p.shape) for name, p in parameters.items()},
+        "model": {name: list(p.shape) for name, p in model.named_parameters()},
         "horizon": policy.spec.horizon,
         "precision": backend.precision,
         "episodes": settings.n,
     }
-    size = sum(p.numel() for p in parameters.values())
-    device = next(iter(parameters.values())).device
-    compile_ahead("act", asdict(settings), kernels_of, device, 12 * size)
+    device = next(model.parameters()).device
+    compile_ahead("act", asdict(settings), kernels_of, device, DRAWN * model.num_parameters)
 
 
 def _check_action_steps(action_steps: int | None, spec: PolicySpec) -> None:
