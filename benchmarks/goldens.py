@@ -1,0 +1,227 @@
+"""What a tree launches and compiles, recorded so that another tree can be held against it.
+
+    python -m benchmarks.goldens launches out=FILE      every launch of training steps, evaluations
+                                                        and a policy's call, without a GPU
+    python -m benchmarks.goldens code out=FILE          a hash of the PTX of every compile case
+    python -m benchmarks.goldens compare a=FILE b=FILE  what differs; exit 1 if anything does
+
+Run it without TRITON_INTERPRET: the interpreter has no compiler. The launches are those of an H200
+with its measured tiles; `gpu=NAME rows=FILE` take another table. A launch is the kernel's name, its
+grid, its constants and what Triton specialises of every other argument, so two equal lists are the
+same work in the same order.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import yaml
+from triton.runtime.jit import JITFunction
+
+import triton_kernels
+from diffusion.ahead_worker import train
+from diffusion.backend import choose_backend
+from diffusion.build import build_model, build_policy_model
+from diffusion.planned.inference import sampling_network
+from diffusion.planned.inference1d import real_time
+from triton_kernels import tuning
+from triton_kernels.device import Device, standing_for
+
+ROOT = Path(__file__).parents[1]
+HOPPER = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True)
+SIZES = {"unet64": 64, "adm64": 64, "unet32": 32}
+TRAINED, DRAWN, ACTED = (1, 8, 32, 64, 128, 512), (1, 4, 5, 16, 64, 256), (1, 2, 8, 64)
+_CPU = torch.device("cpu")
+
+
+def _model(name: str) -> dict[str, Any]:
+    return yaml.safe_load((ROOT / f"configs/model/{name}.yaml").read_text())
+
+
+def _images(name: str, n: int) -> Callable[[], None]:
+    side = SIZES[name]
+    settings = {
+        "model": _model(name),
+        "diffusion": {"schedule": "linear"},
+        "optim": {"lr": 1e-4},
+        "train": {"batch_size": n, "precision": "bf16"},
+        "images": {"shape": [10**5, side, side, 3], "dtype": "uint8"},
+        "labels": None,
+        "flip": True,
+    }
+    return lambda: train(settings)
+
+
+def _actions(n: int) -> Callable[[], None]:
+    settings = {
+        "model": _model("unet1d"),
+        "diffusion": {"schedule": "cosine"},
+        "optim": {"lr": 1e-4},
+        "train": {"batch_size": n, "precision": "bf16"},
+        "images": {"shape": [1000, 1, 16, 2], "dtype": "float32"},
+        "labels": {"shape": [1000, 1028], "dtype": "float32"},
+        "flip": False,
+    }
+    return lambda: train(settings)
+
+
+def _evaluation(name: str, n: int) -> Callable[[], None]:
+    def run() -> None:
+        side = SIZES[name]
+        backend = choose_backend("triton", "bf16", _CPU)
+        with torch.device("meta"):
+            model = build_model(_model(name), backend, (side, side), 3, False, torch.device("meta"))
+        network = sampling_network(model.to_empty(device=_CPU).eval())
+        tables = network.tabulate(torch.arange(10), None, n)
+        network.at_row(torch.empty(n, side, side, 3), torch.zeros(1, dtype=torch.int64), tables)
+
+    return run
+
+
+def _call(precision: str, n: int) -> Callable[[], None]:
+    def run() -> None:
+        backend = choose_backend("triton", precision, _CPU)
+        meta = torch.device("meta")
+        with meta:
+            model = build_policy_model(_model("unet1d"), backend, 2, 1028, meta)
+        model = real_time(model.to_empty(device=_CPU).eval(), 16)
+        tables = model.tabulate(torch.arange(10), torch.empty(n, 1028), n)
+        model.at_row(torch.empty(n, 1, 16, 2), torch.zeros(1, dtype=torch.int64), tables)
+
+    return run
+
+
+def jobs() -> dict[str, Callable[[], None]]:
+    """By name; each of them launches."""
+    found = {}
+    for name in SIZES:
+        found |= {f"train {name} {n}": _images(name, n) for n in TRAINED}
+        found |= {f"draw {name} {n}": _evaluation(name, n) for n in DRAWN}
+    found |= {f"train unet1d {n}": _actions(n) for n in (64, 256)}
+    for precision in ("bf16", "fp32"):
+        found |= {f"act unet1d {precision} {n}": _call(precision, n) for n in ACTED}
+    return found
+
+
+@contextmanager
+def recorded(gpu: Device) -> Iterator[list[str]]:
+    """Within the block nothing is launched; a line for every launch, in order."""
+    lines: list[str] = []
+
+    def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        named = dict(zip(self.arg_names, args, strict=False)) | options
+        constants = {p.name for p in self.params if p.is_constexpr}
+        told = [
+            f"{key}={value!r}" if key in constants or key not in self.arg_names
+            else f"{key}:{_kind(value)}"
+            for key, value in sorted(named.items())
+        ]  # fmt: skip
+        grid = grid(named) if callable(grid) else grid
+        lines.append(f"{self.fn.__name__} {tuple(grid)} " + " ".join(told))
+
+    with patch.object(JITFunction, "run", note), standing_for(gpu):
+        yield lines
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}"
+    if hasattr(value, "block_shape"):
+        return f"{value.base.dtype}{list(value.shape)}{list(value.block_shape)}"
+    return repr(value)
+
+
+def record_launches(gpu: str, rows: str) -> dict[str, list[str]]:
+    """Of every job, with the measured tiles of a GPU."""
+    table: dict[str, dict[int, list[int]]] = {}
+    for full, row in json.loads(Path(rows).read_text()).items():
+        name, n = full.rsplit(" n=", 1)
+        table.setdefault(name, {})[int(n)] = row
+    found = {}
+    with (
+        patch.object(tuning, "_table", lambda: table),
+        patch.object(tuning, "gpu_name", lambda: gpu),
+    ):
+        for name, job in jobs().items():
+            with recorded(HOPPER) as lines:
+                job()
+            found[name] = lines
+            print(name, len(lines), hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12])
+            sys.stdout.flush()
+    return found
+
+
+def record_code(pattern: str) -> dict[str, str]:
+    """A hash of the PTX of every compile case and chip, without names and line numbers."""
+    from tests.kernels import compile_only
+
+    found = {}
+    for key, case in compile_only.load_cases().items():
+        for arch in compile_only.arches_of(case):
+            if pattern in key:
+                ptx = compile_only._compile(case, arch)[0]
+                found[f"{key} sm_{arch}"] = hashlib.sha256(_code(ptx).encode()).hexdigest()[:16]
+    return found
+
+
+def _code(ptx: str) -> str:
+    """What is executed of it."""
+    lines = (re.sub(r"//.*", "", line).strip() for line in ptx.split(".section")[0].splitlines())
+    kept = (line for line in lines if line and not line.startswith((".loc", ".file", "$L__tmp")))
+    return re.sub(r"\b_?\w+_kernel\w*", "KERNEL", "\n".join(kept))
+
+
+def _read(path: str) -> dict[str, Any]:
+    return json.loads(gzip.decompress(Path(path).read_bytes()))
+
+
+def compare(a: dict[str, Any], b: dict[str, Any]) -> int:
+    """How many entries differ; says which, and of a list where first."""
+    differing = 0
+    for key in sorted(set(a) | set(b)):
+        if a.get(key) == b.get(key):
+            continue
+        differing += 1
+        print(
+            f"{key}: differs"
+            if key in a and key in b
+            else f"{key}: only in {'a' if key in a else 'b'}"
+        )
+        if isinstance(a.get(key), list) and isinstance(b.get(key), list):
+            print(f"  {len(a[key])} launches, then {len(b[key])}")
+            pair = next(((x, y) for x, y in zip(a[key], b[key], strict=False) if x != y), None)
+            print(
+                *(f"  {side} {line[:600]}" for side, line in zip("ab", pair or (), strict=False)),
+                sep="\n",
+            )
+    print(f"{differing} of {len(set(a) | set(b))} differ")
+    return differing
+
+
+def main() -> None:
+    what, *given = sys.argv[1:]
+    options = dict(word.split("=", 1) for word in given)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("goldens are of compiled kernels: unset TRITON_INTERPRET")
+    if what == "compare":
+        sys.exit(compare(_read(options["a"]), _read(options["b"])) > 0)
+    if what == "launches":
+        rows = options.get("rows", ROOT / "triton_kernels/tuned/nvidia-h200.json")
+        found = record_launches(options.get("gpu", "nvidia-h200"), rows)
+    else:
+        found = record_code(options.get("only", ""))
+    Path(options["out"]).write_bytes(gzip.compress(json.dumps(found).encode()))
+
+
+if __name__ == "__main__":
+    assert triton_kernels
+    main()
