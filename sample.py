@@ -12,7 +12,7 @@ from configs.entry import choose_out, exit_codes, plain, run_entry
 @hydra.main(version_base=None, config_path="configs", config_name="sample")
 def main(config: DictConfig) -> None:
     """Draw as configured and say where the pictures are."""
-    from diffusion.sampling_run import sample  # after the command line is known to be right
+    from diffusion.runs.sampling import sample  # after the command line is known to be right
 
     with exit_codes():
         settings = plain(config)

@@ -9,7 +9,7 @@ from configs.entry import choose_run_dir, exit_codes, in_sweep, plain, run_entry
 @hydra.main(version_base=None, config_path="configs", config_name="train")
 def main(config: DictConfig) -> float:
     """Train as configured; returns the final loss, which Hydra's sweepers minimise."""
-    from diffusion.training_run import train  # after the command line is known to be right
+    from diffusion.runs.training import train  # after the command line is known to be right
 
     with exit_codes():
         settings = plain(config)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .harness import format_table
+from benchmarks.harness import format_table
 
 
 class Account:

@@ -1,6 +1,6 @@
 """The UNet that the framework is measured against: plain PyTorch, written to be fast.
 
-The architecture and the parameter names of `diffusion.unet.UNet`, over NCHW, which should be
+The architecture and the parameter names of `diffusion.models.unet.UNet`, over NCHW, which should be
 channels_last in memory: q, k and v then come out of one projection as views, attention is
 scaled_dot_product_attention, and nothing permutes data.
 """
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffusion.errors import ConfigError
-from diffusion.layers import TimestepEmbedding
+from diffusion.models.layers import TimestepEmbedding
 
 # what is not built here has to have this value
 _FIXED = {
@@ -97,7 +97,7 @@ class Upsample(nn.Module):
 
 
 class BaselineUNet(nn.Module):
-    """(x [N, C, H, W], t [N]) -> [N, C, H, W]. Arguments as in `diffusion.unet.UNet`."""
+    """(x [N, C, H, W], t [N]) -> [N, C, H, W]. Arguments as in `diffusion.models.unet.UNet`."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The 1-D conditional UNet of Diffusion Policy as a plain PyTorch module, [N, C, T], the other side
 of the benchmark.
 
-It has the names and shapes of `diffusion.unet1d`'s parameters, so their state dicts load.
+It has the names and shapes of `diffusion.models.unet1d`'s parameters, so their state dicts load.
 """
 
 import math

@@ -16,10 +16,10 @@ from unittest import mock
 import torch
 import yaml
 
-from diffusion.backend import Backend
 from diffusion.build import POLICY_MODELS, build_model, build_policy_model
 from diffusion.errors import ConfigError
-from diffusion.unet import UNet
+from diffusion.models.unet import UNet
+from diffusion.runtime.backend import Backend
 from triton_kernels import reference
 
 MODELS = Path(__file__).resolve().parents[1] / "configs" / "model"

@@ -24,9 +24,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from benchmarks import harness
 from diffusion.errors import ConfigError
-
-from . import harness
 
 DEFAULTS = {"files": (), "names": (), "window": 50, "plot": ""}
 

@@ -28,13 +28,13 @@ import yaml
 from triton.runtime.jit import JITFunction
 
 import triton_kernels
-from diffusion.ahead_worker import train
-from diffusion.backend import choose_backend
 from diffusion.build import build_model, build_policy_model
-from diffusion.planned.inference import sampling_network
-from diffusion.planned.inference1d import real_time
-from triton_kernels import tuning
-from triton_kernels.device import Device, standing_for
+from diffusion.plan.inference import sampling_network
+from diffusion.plan.inference1d import real_time
+from diffusion.runs.precompile_worker import train
+from diffusion.runtime.backend import choose_backend
+from triton_kernels.runtime import tuning
+from triton_kernels.runtime.device import Device, standing_for
 
 ROOT = Path(__file__).parents[1]
 HOPPER = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from . import harness
-from .account import Account
-from .experiment import Experiment, Inputs, Outputs, copied, widened
-from .harness import OURS, Provenance, Row, WrongResult
+from benchmarks import harness
+from benchmarks.account import Account
+from benchmarks.experiment import Experiment, Inputs, Outputs, copied, widened
+from benchmarks.harness import OURS, Provenance, Row, WrongResult
 
 # The reference may multiply exactly where it should in TF32, whose operands lose 13 bits: in the
 # mean 2^-11 of each, and twice that of a product.

@@ -25,25 +25,24 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from diffusion.backend import choose_backend
+from benchmarks import harness
+from benchmarks.cases import model_settings
+from benchmarks.curves import compare, draw, write_losses
 from diffusion.build import build_model
 from diffusion.data import load_dataset
 from diffusion.data.batches import Batches
 from diffusion.data.image_set import ImageSet
-from diffusion.distributed import Processes, choose_device
 from diffusion.errors import ConfigError
-from diffusion.flat import FlatParameters
-from diffusion.gradient_sum import GradientSum
-from diffusion.objective import Objective
-from diffusion.optimizer import Optimizer, OptimizerSettings
-from diffusion.planned.embedding import TOGETHER
-from diffusion.planned.unet import training_network
-from diffusion.schedule import NoiseSchedule
-from diffusion.train_step import TrainStep
-
-from . import harness
-from .cases import model_settings
-from .curves import compare, draw, write_losses
+from diffusion.models.flat_parameters import FlatParameters
+from diffusion.plan.embedding import TOGETHER
+from diffusion.plan.unet import training_network
+from diffusion.process.objective import Objective
+from diffusion.process.schedule import NoiseSchedule
+from diffusion.runtime.backend import choose_backend
+from diffusion.runtime.distributed import Processes, choose_device
+from diffusion.training.gradient_sum import GradientSum
+from diffusion.training.optimizer import Optimizer, OptimizerSettings
+from diffusion.training.train_step import TrainStep
 
 DEFAULTS = {
     "dataset": "",

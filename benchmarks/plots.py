@@ -15,11 +15,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks import harness
+from benchmarks.harness import MATRIX_PEAK, ROOT, Row
+from benchmarks.summary import TIMED, write_into
 from diffusion.errors import ConfigError
-
-from . import harness
-from .harness import MATRIX_PEAK, ROOT, Row
-from .summary import TIMED, write_into
 
 DEFAULTS = {"merge": (), "out": ""}
 _ROOFS = ("copy", "matmul", harness.LEAST)

@@ -37,17 +37,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffusion.backend import choose_backend
-from diffusion.chain import Bound
-from diffusion.layers import set_backend
-from diffusion.planned.inference1d import StreamedUNet1d
-from diffusion.sampler import DDPM
-from diffusion.schedule import make_schedule
-from diffusion.unet1d import UNet1d
-
-from . import harness
-from .baseline_unet1d import ConditionalUnet1D, DdpmStep
-from .harness import OURS, Provenance, Row, Timing
+from benchmarks import harness
+from benchmarks.baseline_unet1d import ConditionalUnet1D, DdpmStep
+from benchmarks.harness import OURS, Provenance, Row, Timing
+from diffusion.models.layers import set_backend
+from diffusion.models.unet1d import UNet1d
+from diffusion.plan.inference1d import StreamedUNet1d
+from diffusion.process.schedule import make_schedule
+from diffusion.runtime.backend import choose_backend
+from diffusion.sampling.chain import Bound
+from diffusion.sampling.sampler import DDPM
 
 DEFAULTS = {
     "batch": (1, 8, 64),

@@ -35,12 +35,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity
 
-from . import harness
-from .harness import MATRIX_PEAK, MEMORY_PEAK, check_choice
-from .sampling import PROVIDERS as SAMPLING_PROVIDERS
-from .sampling import evaluation_step
-from .steps import PROVIDERS, Step, build_step
-from .work import Work, by_family, noted_work
+from benchmarks import harness
+from benchmarks.harness import MATRIX_PEAK, MEMORY_PEAK, check_choice
+from benchmarks.sampling import PROVIDERS as SAMPLING_PROVIDERS
+from benchmarks.sampling import evaluation_step
+from benchmarks.steps import PROVIDERS, Step, build_step
+from benchmarks.work import Work, by_family, noted_work
 
 DEFAULTS = {
     "mode": "train",

@@ -34,16 +34,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from benchmarks import harness
+from benchmarks.account import Account
+from benchmarks.cases import LONGER_ATTENTION, OPS, model_cases
+from benchmarks.compilers import Compilers, serve
+from benchmarks.experiment import DTYPES, Experiment
+from benchmarks.harness import Row, check_choice
+from benchmarks.measure import Conditions, compile_only, run_experiment, time_roofs
+from benchmarks.providers import absent, experiments
 from diffusion.errors import ConfigError
-
-from . import harness
-from .account import Account
-from .cases import LONGER_ATTENTION, OPS, model_cases
-from .compilers import Compilers, serve
-from .experiment import DTYPES, Experiment
-from .harness import Row, check_choice
-from .measure import Conditions, compile_only, run_experiment, time_roofs
-from .providers import absent, experiments
 
 DEFAULTS = {
     "op": ("all",),
@@ -133,7 +132,7 @@ def time_all(
     print(f"\n{summary(chosen, rows)}\n\n{account}")
     print(f"\n{len(rows)} rows in {results}, run {conditions.origin.run}")
     if settings["plots"]:
-        from .plots import draw_plots  # which needs matplotlib
+        from benchmarks.plots import draw_plots  # which needs matplotlib
 
         folder = Path(settings["out"]) if settings["out"] else harness.PLOTS
         print("\n".join(map(str, draw_plots(harness.read_rows(results), folder))))

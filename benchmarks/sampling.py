@@ -28,17 +28,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from benchmarks import harness
+from benchmarks.cases import meta_model
+from benchmarks.harness import OURS, Row, Timing, WrongResult, check_choice
+from benchmarks.steps import Step, baseline_model, our_model
 from diffusion.build import make_sampler
-from diffusion.interchange.diffusers_directory import unet_config
-from diffusion.interchange.diffusers_names import to_diffusers_state
-from diffusion.planned.inference import sampling_network
-from diffusion.schedule import NoiseSchedule
-from triton_kernels.dependent_launch import dependent_launches
-
-from . import harness
-from .cases import meta_model
-from .harness import OURS, Row, Timing, WrongResult, check_choice
-from .steps import Step, baseline_model, our_model
+from diffusion.formats.diffusers_directory import unet_config
+from diffusion.formats.diffusers_names import to_diffusers_state
+from diffusion.plan.inference import sampling_network
+from diffusion.process.schedule import NoiseSchedule
+from triton_kernels.runtime.dependent_launch import dependent_launches
 
 PROVIDERS = ("triton-bf16", "eager-bf16", "compile-bf16")
 PIPELINES = (

@@ -7,9 +7,9 @@
     precision=bf16   bf16 | tf32 | fp32
     size=64          pixels
     steps=20         steps timed
-    buckets=16       MiB of gradient that are sent off together, see diffusion/gradient_sum.py
-    ctas=0           at most so many thread blocks a sum; 0: as NCCL chooses
-    out=             a folder for the CSV; default benchmarks/results
+    buckets=16       MiB of gradient that are sent off together, see
+    diffusion/training/gradient_sum.py ctas=0           at most so many thread blocks a sum; 0: as
+    NCCL chooses out=             a folder for the CSV; default benchmarks/results
 
 Every process times the step by itself, all at the same time, and then with the sum of the gradients
 over all; both as one CUDA graph. The efficiency is the first time over the second, each that of the
@@ -22,14 +22,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from diffusion.distributed import Processes, choose_device
+from benchmarks import harness
+from benchmarks.cases import meta_model
+from benchmarks.harness import Provenance, Row, Timing
+from benchmarks.steps import our_model, our_step
 from diffusion.errors import ConfigError
-from diffusion.gradient_sum import BUCKET
-
-from . import harness
-from .cases import meta_model
-from .harness import Provenance, Row, Timing
-from .steps import our_model, our_step
+from diffusion.runtime.distributed import Processes, choose_device
+from diffusion.training.gradient_sum import BUCKET
 
 DEFAULTS = {
     "batch": (128,),

@@ -12,25 +12,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffusion.backend import choose_backend
+from benchmarks.baseline_unet import build_baseline
+from benchmarks.cases import model_settings
+from benchmarks.harness import OURS, WrongResult, relative_error, release_memory, set_precision
 from diffusion.build import build_model
 from diffusion.data.batches import Batches
 from diffusion.data.image_set import ImageSet
-from diffusion.distributed import Processes
 from diffusion.errors import ConfigError
-from diffusion.flat import FlatParameters
-from diffusion.gradient_sum import BUCKET, GradientSum
-from diffusion.objective import Objective
-from diffusion.optimizer import Optimizer, OptimizerSettings
-from diffusion.planned.embedding import TOGETHER
-from diffusion.planned.unet import FusedUNet, training_network
-from diffusion.schedule import NoiseSchedule
-from diffusion.train_step import TrainStep
-from diffusion.unet import UNet
-
-from .baseline_unet import build_baseline
-from .cases import model_settings
-from .harness import OURS, WrongResult, relative_error, release_memory, set_precision
+from diffusion.models.flat_parameters import FlatParameters
+from diffusion.models.unet import UNet
+from diffusion.plan.embedding import TOGETHER
+from diffusion.plan.unet import FusedUNet, training_network
+from diffusion.process.objective import Objective
+from diffusion.process.schedule import NoiseSchedule
+from diffusion.runtime.backend import choose_backend
+from diffusion.runtime.distributed import Processes
+from diffusion.training.gradient_sum import BUCKET, GradientSum
+from diffusion.training.optimizer import Optimizer, OptimizerSettings
+from diffusion.training.train_step import TrainStep
 
 _LR, _TIMESTEPS, _IMAGES, _WARM_UP = 2e-4, 1000, 2048, 4
 _MODES = {"eager": None, "compile": "default", "autotune": "max-autotune-no-cudagraphs"}
@@ -48,7 +47,7 @@ class Step:
     plain: Callable[[int], Any]
     captured: Callable[[], Callable[[int], Any]]
     release: Callable[[], None] = lambda: None
-    planned: bool = False  # by `diffusion.planned.unet`
+    planned: bool = False  # by `diffusion.plan.unet`
 
 
 class DenoisingLoss(nn.Module):

@@ -16,12 +16,11 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+from benchmarks import harness
+from benchmarks.cases import LONGER_ATTENTION, model_cases
+from benchmarks.harness import Row
+from benchmarks.providers import experiments
 from diffusion.errors import ConfigError
-
-from . import harness
-from .cases import LONGER_ATTENTION, model_cases
-from .harness import Row
-from .providers import experiments
 
 DEFAULTS = {"csv": "", "into": ""}
 BEGIN, END = "<!-- ops -->", "<!-- end of ops -->"

@@ -24,12 +24,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diffusion.backend import require_determinism
-
-from . import harness
-from .cases import meta_model
-from .harness import MATRIX_PEAK, OURS, Provenance, Row, WrongResult, check_choice
-from .steps import PROVIDERS, Step, build_step, check_ours
+from benchmarks import harness
+from benchmarks.cases import meta_model
+from benchmarks.harness import MATRIX_PEAK, OURS, Provenance, Row, WrongResult, check_choice
+from benchmarks.steps import PROVIDERS, Step, build_step, check_ours
+from diffusion.runtime.backend import require_determinism
 
 DEFAULTS = {
     "batch": (8, 32, 128, 512),

@@ -25,15 +25,14 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import harness
+from benchmarks.cases import OPS
+from benchmarks.harness import check_choice
+from benchmarks.run import DEFAULTS as RUN_DEFAULTS
+from benchmarks.run import select
+from benchmarks.steps import build_step
 from diffusion.errors import writing
-from triton_kernels import tuning
-
-from . import harness
-from .cases import OPS
-from .harness import check_choice
-from .run import DEFAULTS as RUN_DEFAULTS
-from .run import select
-from .steps import build_step
+from triton_kernels.runtime import tuning
 
 DEFAULTS = {
     "model": "unet64",

@@ -9,9 +9,9 @@
     processes=12        that compile side by side
     out=                the table; default: the user's cache for this GPU, torch and triton
 
-As `benchmarks.tune`, for the forward pass of `diffusion.planned.inference` alone. Convolutions that
+As `benchmarks.tune`, for the forward pass of `diffusion.plan.inference` alone. Convolutions that
 could be cut into parts are measured both ways; most of up to four images have no choice of tiles
-(`triton_kernels.fused.conv_early`).
+(`triton_kernels.conv.plain.small_batch`).
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,14 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import harness
+from benchmarks.steps import our_model
+from benchmarks.tune import report
 from diffusion.errors import writing
-from diffusion.planned.inference import InferenceUNet
-from triton_kernels import tuning
-from triton_kernels.fused import conv_split
-from triton_kernels.fused import ops as fused
-
-from . import harness
-from .steps import our_model
-from .tune import report
+from diffusion.plan.inference import InferenceUNet
+from triton_kernels import fused_ops as fused
+from triton_kernels.conv.plain import split_k as conv_split
+from triton_kernels.runtime import tuning
 
 DEFAULTS = {
     "model": "unet64",

@@ -23,9 +23,9 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from . import harness
-from .harness import ROOT, check_choice
-from .steps import PROVIDERS
+from benchmarks import harness
+from benchmarks.harness import ROOT, check_choice
+from benchmarks.steps import PROVIDERS
 
 DEFAULTS = {
     "batch": (8, 32, 128, 512),

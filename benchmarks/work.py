@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import triton_kernels
-from diffusion import gradient_norm
-from triton_kernels.adamw import LateUpdate
-from triton_kernels.fused import ops as fused
-from triton_kernels.fused.conv_split import SplitConv
+from diffusion.training import gradient_norm
+from triton_kernels import fused_ops as fused
+from triton_kernels.conv.plain.split_k import SplitConv
+from triton_kernels.optimizer.adamw import LateUpdate
 
 _FAMILIES = {
     "conv fwd": (

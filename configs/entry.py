@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from diffusion.errors import ConfigError, lack_of_memory
-from diffusion.interrupt import Interrupted
+from diffusion.runtime.interrupt import Interrupted
 from diffusion.settings import shown
 
 CONFIGS = Path(__file__).resolve().parent

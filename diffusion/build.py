@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from .backend import Backend
-from .edm import normal_draws
 from .errors import ConfigError
-from .sampler import DDIM, DDPM, Sampler
-from .schedule import FIXED_VARIANCES, PREDICTIONS, NoiseSchedule, make_schedule
+from .models.unet import UNet
+from .models.unet1d import UNet1d
+from .process.edm import normal_draws
+from .process.schedule import FIXED_VARIANCES, PREDICTIONS, NoiseSchedule, make_schedule
+from .runtime.backend import Backend
+from .sampling.sampler import DDIM, DDPM, Sampler
+from .sampling.solvers import DPMSolverPP2M, Heun
 from .settings import construct, shown
-from .solvers import DPMSolverPP2M, Heun
-from .unet import UNet
-from .unet1d import UNet1d
 
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {"unet": UNet}  # of images
 POLICY_MODELS: dict[str, Callable[..., torch.nn.Module]] = {"unet1d": UNet1d}  # of actions

@@ -47,7 +47,7 @@ def device():
 @pytest.fixture
 def no_launch(monkeypatch):
     """For what is raised before a kernel runs: its tensors may be on the CPU beside a GPU, too."""
-    from triton_kernels import layout
+    from triton_kernels.runtime import layout
 
     monkeypatch.setattr(layout, "_INTERPRETED", True)
 

@@ -44,7 +44,7 @@ def test_links_lead_somewhere(path):
 
 @documents
 def test_files_that_are_named_exist(path):
-    """`fused/conv.py` is any file whose path ends so; NAME, F, RUN and * stand for others."""
+    """`conv/fused.py` is any file whose path ends so; NAME, F, RUN and * stand for others."""
     named = re.findall(r"`([\w./*-]+\.(?:py|yaml))`", prose(path))
     for name in named:
         if re.search(r"[A-Z*]", name) or name == "config.yaml":  # a run's

@@ -17,7 +17,7 @@ from configs.entry import exit_codes, plain, run_entry
 @hydra.main(version_base=None, config_path="../configs", config_name="average")
 def main(config: DictConfig) -> None:
     """Average as configured."""
-    from diffusion.averaging import average  # after the command line is known to be right
+    from diffusion.training.averaging import average  # after the command line is known to be right
 
     with exit_codes():
         average(plain(config))

@@ -19,7 +19,7 @@ from configs.entry import exit_codes, plain, run_entry
 def main(config: DictConfig) -> None:
     """Measure as configured, print the table and say where it is."""
     # after the command line is known to be right
-    from diffusion.sampling_benchmark import benchmark
+    from diffusion.runs.benchmark import benchmark
 
     with exit_codes():
         benchmark(plain(config))

@@ -18,7 +18,7 @@ from configs.entry import exit_codes, plain, run_entry
 @hydra.main(version_base=None, config_path="../configs", config_name="evaluate")
 def main(config: DictConfig) -> None:
     """Evaluate as configured."""
-    from diffusion.evaluation_run import evaluate  # after the command line is known to be right
+    from diffusion.runs.evaluation import evaluate  # after the command line is known to be right
 
     with exit_codes():
         evaluate(plain(config))

@@ -17,7 +17,7 @@ from configs.entry import exit_codes, plain, run_entry
 @hydra.main(version_base=None, config_path="../configs", config_name="report")
 def main(config: DictConfig) -> None:
     """Report as configured."""
-    from diffusion.report import report  # after the command line is known to be right
+    from diffusion.runs.report import report  # after the command line is known to be right
 
     with exit_codes():
         report(plain(config))

@@ -18,7 +18,7 @@ from configs.entry import choose_out, exit_codes, plain, run_entry
 def main(config: DictConfig) -> None:
     """Roll out as configured."""
     # after the command line is known to be right
-    from diffusion.policies.rollout_run import rollout
+    from diffusion.runs.rollout import rollout
 
     with exit_codes():
         settings = plain(config)

@@ -17,16 +17,16 @@ Every function below is an op of torch.library, torch.ops.triton_kernels.NAME, t
 `library`. `triton_kernels.reference` has it under the same name and signature in plain PyTorch.
 """
 
-from .adamw import adamw_step, grad_norm
 from .attention import attention
 from .conv.conv2d import conv2d
 from .denoise.loss import denoise_loss
 from .denoise.q_sample import gather_images, q_sample
 from .denoise.step import denoise_step
-from .draw import draw_flips, draw_timesteps, normal
-from .dropout import dropout
+from .noise.draw import draw_flips, draw_timesteps, normal
+from .noise.dropout import dropout
 from .norm.group_norm import GroupNorm, group_norm
-from .resample import avg_pool2d, upsample_nearest2d
+from .optimizer.adamw import adamw_step, grad_norm
+from .resample.op import avg_pool2d, upsample_nearest2d
 
 __all__ = [
     "GroupNorm",

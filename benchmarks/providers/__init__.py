@@ -5,9 +5,9 @@ best before the clock starts, and hands its result back in ours after the clock 
 alternatives pay for no conversion that their own networks would not need.
 """
 
-from ..cases import AdamWCase, AttentionCase, Case, ConvCase, DenoiseCase, NormCase
-from ..experiment import Experiment
-from . import adamw, attention, conv, denoise, group_norm
+from benchmarks.cases import AdamWCase, AttentionCase, Case, ConvCase, DenoiseCase, NormCase
+from benchmarks.experiment import Experiment
+from benchmarks.providers import adamw, attention, conv, denoise, group_norm
 
 _BY_CASE = {
     ConvCase: conv,

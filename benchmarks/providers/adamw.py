@@ -6,10 +6,18 @@ from typing import Any
 import torch
 
 import triton_kernels
+from benchmarks.cases import AdamWCase
+from benchmarks.experiment import (
+    DTYPES,
+    Experiment,
+    Inputs,
+    Outputs,
+    Provider,
+    Run,
+    drawing,
+    with_compiler,
+)
 from triton_kernels import reference
-
-from ..cases import AdamWCase
-from ..experiment import DTYPES, Experiment, Inputs, Outputs, Provider, Run, drawing, with_compiler
 
 _LR, _BETAS, _EPS, _DECAY, _EMA, _CLIP, _STEPS_DONE = 2e-4, (0.9, 0.999), 1e-8, 0.01, 0.999, 1.0, 10
 

@@ -10,10 +10,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import triton_kernels
-from triton_kernels import reference
-
-from ..cases import AttentionCase
-from ..experiment import (
+from benchmarks.cases import AttentionCase
+from benchmarks.experiment import (
     DTYPES,
     Experiment,
     Inputs,
@@ -24,6 +22,7 @@ from ..experiment import (
     drawing,
     forward,
 )
+from triton_kernels import reference
 
 
 def experiments(case: AttentionCase, count: int, dtype: str) -> list[Experiment]:

@@ -4,10 +4,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.cases import ConvCase
+from benchmarks.experiment import (
+    DTYPES,
+    Experiment,
+    Inputs,
+    Provider,
+    Run,
+    as_nchw,
+    as_nhwc,
+    drawing,
+)
 from triton_kernels.conv import conv2d as triton_conv
-
-from ..cases import ConvCase
-from ..experiment import DTYPES, Experiment, Inputs, Provider, Run, as_nchw, as_nhwc, drawing
 
 
 def _triton_conv2d(pass_: str, i: Inputs, case: ConvCase, allow_tf32: bool) -> Run:

@@ -7,11 +7,8 @@ import torch
 from torch import Tensor
 
 import triton_kernels
-from triton_kernels import reference
-from triton_kernels.philox import REVERSE
-
-from ..cases import DenoiseCase
-from ..experiment import (
+from benchmarks.cases import DenoiseCase
+from benchmarks.experiment import (
     DTYPES,
     Experiment,
     Inputs,
@@ -22,6 +19,8 @@ from ..experiment import (
     forward,
     with_compiler,
 )
+from triton_kernels import reference
+from triton_kernels.noise.philox import REVERSE
 
 _IMAGES, _TIMESTEPS = 1024, 1000
 

@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import triton_kernels
-from triton_kernels import reference
-
-from ..cases import NormCase
-from ..experiment import (
+from benchmarks.cases import NormCase
+from benchmarks.experiment import (
     DTYPES,
     Copy,
     Experiment,
@@ -27,6 +25,7 @@ from ..experiment import (
     forward,
     with_compiler,
 )
+from triton_kernels import reference
 
 _GNNHWC = importlib.util.find_spec("gnnhwc") is not None  # latentCall145/channels-last-groupnorm
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from triton_kernels.philox import ORDER
+from triton_kernels.noise.philox import ORDER
 from triton_kernels.reference import random_words
 
 

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from triton_kernels import reference
-from triton_kernels.philox import INITIAL
+from triton_kernels.noise.philox import INITIAL
 
-from ..backend import TORCH_FP32
 from ..errors import ConfigError
-from ..layers import set_backend
+from ..formats.trained import Trained
+from ..models.layers import set_backend
 from ..policies.policy import Policy
-from ..schedule import NoiseSchedule
-from ..trained import Trained
+from ..process.schedule import NoiseSchedule
+from ..runtime.backend import TORCH_FP32
 
 _TRACED_BATCH, _CHECKED_BATCHES = 2, (1, 3)
 _TOLERANCE = 1e-4  # of the largest output: both sides sum in float32, in another order

@@ -1,6 +1,6 @@
 """A trained network in somebody else's format: from a plain dict to a file or directory.
 
-    diffusers          directory of a DDPMPipeline: `interchange.diffusers_directory`
+    diffusers          directory of a DDPMPipeline: `formats.diffusers_directory`
     guided_diffusion   .pt, and a .json with the arguments that build its network
     unet_cu            .bin
     onnx               the denoiser, of images or actions, as ONNX's operators: `export.graph`
@@ -24,15 +24,15 @@ import torch
 from torch import nn
 
 from ..build import Process, build_model
-from ..checkpoint import check_same_model
 from ..errors import ConfigError, writing
-from ..interchange.diffusers_directory import read_diffusers, save_diffusers
-from ..interchange.diffusers_files import is_model
-from ..interchange.weights import load_weights, save_guided, save_unet_cu
+from ..formats.checkpoint import check_same_model
+from ..formats.diffusers_directory import read_diffusers, save_diffusers
+from ..formats.diffusers_files import is_model
+from ..formats.trained import Trained, TrainedSettings, is_policy
+from ..formats.weights import load_weights, save_guided, save_unet_cu
 from ..policies.policy import load_policy
-from ..schedule import NoiseSchedule
+from ..process.schedule import NoiseSchedule
 from ..settings import construct, shown
-from ..trained import Trained, TrainedSettings, is_policy
 from .graph import Graph, export_onnx, export_program, image_graph, policy_graph
 from .tensorrt_engine import build_engine, require_tensorrt
 

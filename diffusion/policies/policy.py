@@ -7,19 +7,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..backend import choose_backend, precision_on
 from ..build import AS_DIFFUSERS, Process, build_policy_model
-from ..chain import TabulatedDenoiser
-from ..checkpoint import check_same_model, find_checkpoint, read_state, read_weights
 from ..data.action_chunks import PolicySpec
-from ..distributed import choose_device
 from ..errors import ConfigError
-from ..interchange.diffusion_policy import is_workspace, read_workspace, stored_policy
-from ..objective import Denoiser
-from ..planned.inference1d import real_time
-from ..sampler import Sampler
+from ..formats.checkpoint import check_same_model, find_checkpoint, read_state, read_weights
+from ..formats.diffusion_policy import is_workspace, read_workspace, stored_policy
+from ..formats.stored_policy import StoredPolicy
+from ..plan.inference1d import real_time
+from ..process.objective import Denoiser
+from ..runtime.backend import choose_backend, precision_on
+from ..runtime.distributed import choose_device
+from ..sampling.chain import TabulatedDenoiser
+from ..sampling.sampler import Sampler
 from ..settings import construct
-from .stored import StoredPolicy
 
 _OTHERS = ", or a whole .ckpt of diffusion_policy"
 
@@ -80,7 +80,8 @@ class Policy:
         return x[:, 0]
 
     def rehearse(self, n: int) -> None:
-        """Launch what a call for n observations launches; see `triton_kernels.rehearsal`."""
+        """Launch what a call for n observations launches; see
+        `triton_kernels.runtime.launch_recorder`."""
         device = next(self.model.parameters()).device
         conditions = torch.zeros(n, self.spec.condition_dim, device=device)
         self.sampler.rehearse(self.denoiser, self._shape(n), conditions)

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..backend import Backend
 from ..build import Process, build_policy_model
 from ..data.action_chunks import ActionChunks
 from ..data.push_disc import push_disc
 from ..data.trajectories import load_trajectories
 from ..errors import ConfigError
-from ..pictures import plot_chunks
-from ..run_log import Preview
+from ..runtime.backend import Backend
 from ..settings import construct
-from ..trainer import TrainSettings
+from ..tracking.pictures import plot_chunks
+from ..tracking.run_log import Preview
+from ..training.trainer import TrainSettings
 from .policy import Policy
 
 LOADERS: dict[str, Callable[..., ActionChunks]] = {

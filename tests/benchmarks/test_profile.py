@@ -5,9 +5,9 @@ import torch
 
 import triton_kernels
 from benchmarks import profile, work
-from triton_kernels.adamw import LateUpdate
-from triton_kernels.fused import ops as fused_ops
-from triton_kernels.fused.conv_split import SplitConv
+from triton_kernels import fused_ops
+from triton_kernels.conv.plain.split_k import SplitConv
+from triton_kernels.optimizer.adamw import LateUpdate
 
 RNG = torch.zeros(2, dtype=torch.int64)
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -12,12 +12,12 @@ from benchmarks import harness, policy, scaling, steps, train_step, warm
 from benchmarks.baseline_unet import build_baseline
 from benchmarks.baseline_unet1d import ConditionalUnet1D, DdpmStep
 from benchmarks.cases import model_settings
-from diffusion.backend import TORCH_FP32
-from diffusion.distributed import Processes
 from diffusion.errors import ConfigError
-from diffusion.sampler import DDPM
-from diffusion.schedule import make_schedule
-from diffusion.unet1d import UNet1d
+from diffusion.models.unet1d import UNet1d
+from diffusion.process.schedule import make_schedule
+from diffusion.runtime.backend import TORCH_FP32
+from diffusion.runtime.distributed import Processes
+from diffusion.sampling.sampler import DDPM
 
 from .small import CPU, row, tiny_settings
 

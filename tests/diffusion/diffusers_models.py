@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from diffusers import UNet2DModel
 
-from diffusion.backend import TORCH_FP32
 from diffusion.build import Process, build_model
-from diffusion.interchange.diffusers_directory import save_diffusers
-from diffusion.trained import Trained
+from diffusion.formats.diffusers_directory import save_diffusers
+from diffusion.formats.trained import Trained
+from diffusion.runtime.backend import TORCH_FP32
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5  # of float32: of outputs of about 2; relative, of images after ten steps

@@ -1,7 +1,7 @@
 """guided-diffusion's UNet a second time, as a function of its state dict, over NCHW.
 
-Independent of `diffusion.unet`: the names come from `expected_shapes`, and what a layer computes
-from the names that it has. Slow and plain, for tests only.
+Independent of `diffusion.models.unet`: the names come from `expected_shapes`, and what a layer
+computes from the names that it has. Slow and plain, for tests only.
 """
 
 import math

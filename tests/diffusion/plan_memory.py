@@ -169,11 +169,11 @@ class Shapes:
 
 def activations(batch: int, recompute: bool = False, **options) -> Shapes:
     """A pass forward and backward of the model of the benchmarks, with other options perhaps."""
-    from diffusion.backend import Backend
-    from diffusion.flat import FlatParameters
-    from diffusion.planned.embedding import TOGETHER
-    from diffusion.planned.unet import FusedUNet
-    from diffusion.unet import UNet
+    from diffusion.models.flat_parameters import FlatParameters
+    from diffusion.models.unet import UNet
+    from diffusion.plan.embedding import TOGETHER
+    from diffusion.plan.unet import FusedUNet
+    from diffusion.runtime.backend import Backend
     from triton_kernels import reference
 
     settings = {

@@ -1,7 +1,7 @@
 """Diffusion Policy's ConditionalUnet1D a second time, as a function of its state dict, over NCT.
 
-Independent of `diffusion.unet1d`: what a layer computes is told by the names and shapes that it
-has. Slow and plain, for tests only.
+Independent of `diffusion.models.unet1d`: what a layer computes is told by the names and shapes that
+it has. Slow and plain, for tests only.
 """
 
 import math

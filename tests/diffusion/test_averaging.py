@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.averaging import average, combine, ema_profile, power_profile
-from diffusion.checkpoint import latest_checkpoint, read_weights
 from diffusion.errors import ConfigError
-from diffusion.optimizer import OptimizerSettings
-from diffusion.sampling_run import sample
-from diffusion.training_run import train
+from diffusion.formats.checkpoint import latest_checkpoint, read_weights
+from diffusion.runs.sampling import sample
+from diffusion.runs.training import train
+from diffusion.training.averaging import average, combine, ema_profile, power_profile
+from diffusion.training.optimizer import OptimizerSettings
 
 from ..end_to_end.run import TINY
 from ..test_configs import composed

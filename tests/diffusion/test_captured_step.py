@@ -6,18 +6,18 @@ import pytest
 import torch
 
 import triton_kernels
-from diffusion.backend import TORCH_FP32, Backend, determinism
 from diffusion.data.batches import Batches
 from diffusion.data.image_set import ImageSet
-from diffusion.distributed import Processes
-from diffusion.flat import FlatParameters
-from diffusion.gradient_sum import GradientSum
-from diffusion.objective import Objective
-from diffusion.optimizer import Optimizer, OptimizerSettings
-from diffusion.planned.embedding import TOGETHER
-from diffusion.planned.unet import FusedUNet, training_network
-from diffusion.schedule import make_schedule
-from diffusion.train_step import TrainStep
+from diffusion.models.flat_parameters import FlatParameters
+from diffusion.plan.embedding import TOGETHER
+from diffusion.plan.unet import FusedUNet, training_network
+from diffusion.process.objective import Objective
+from diffusion.process.schedule import make_schedule
+from diffusion.runtime.backend import TORCH_FP32, Backend, determinism
+from diffusion.runtime.distributed import Processes
+from diffusion.training.gradient_sum import GradientSum
+from diffusion.training.optimizer import Optimizer, OptimizerSettings
+from diffusion.training.train_step import TrainStep
 
 from .test_fused_unet_kernels import build
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from diffusion.backend import TORCH_FP32
 from diffusion.build import SAMPLERS, make_sampler
-from diffusion.capture import captured
-from diffusion.chain import TabulatedDenoiser, _largest_divisor
-from diffusion.guidance import guide
-from diffusion.schedule import make_schedule
+from diffusion.process.schedule import make_schedule
+from diffusion.runtime.backend import TORCH_FP32
+from diffusion.runtime.cuda_graph import captured
+from diffusion.sampling.chain import TabulatedDenoiser, _largest_divisor
+from diffusion.sampling.guidance import guide
 
 SHAPE = (4, 3, 5, 2)
 LABELS = [2, 0, 1, 1]

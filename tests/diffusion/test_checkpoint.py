@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from diffusion import checkpoint as ckpt
 from diffusion.errors import ConfigError
-from diffusion.flat import FlatParameters
+from diffusion.formats import checkpoint as ckpt
+from diffusion.models.flat_parameters import FlatParameters
 
 
 def flat_parameters(width: int = 4, seed: int = 0) -> FlatParameters:

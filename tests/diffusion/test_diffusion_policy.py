@@ -7,14 +7,14 @@ import torch
 from omegaconf import OmegaConf
 
 from diffusion.errors import ConfigError
-from diffusion.interchange.diffusion_policy import is_workspace, read_workspace, stored_policy
-from diffusion.interchange.weights import load_weights
+from diffusion.formats.diffusion_policy import is_workspace, read_workspace, stored_policy
+from diffusion.formats.trained import is_policy, load_trained
+from diffusion.formats.weights import load_weights
+from diffusion.models.unet1d import UNet1d
 from diffusion.policies.policy import load_policy
-from diffusion.sampler import DDIM, DDPM
-from diffusion.trained import is_policy, load_trained
-from diffusion.unet1d import UNet1d
+from diffusion.sampling.sampler import DDIM, DDPM
 from triton_kernels import reference
-from triton_kernels.philox import INITIAL, REVERSE
+from triton_kernels.noise.philox import INITIAL, REVERSE
 
 from .policy_oracle import policy_oracle
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from diffusers import EDMDPMSolverMultistepScheduler, EDMEulerScheduler
 
-from diffusion.backend import TORCH_FP32
 from diffusion.build import Process
-from diffusion.edm import DRAWS, normal_draws
 from diffusion.errors import ConfigError
-from diffusion.interchange.diffusers_directory import scheduler_config
-from diffusion.objective import Objective
-from diffusion.schedule import make_schedule
+from diffusion.formats.diffusers_directory import scheduler_config
+from diffusion.process.edm import DRAWS, normal_draws
+from diffusion.process.objective import Objective
+from diffusion.process.schedule import make_schedule
+from diffusion.runtime.backend import TORCH_FP32
 from triton_kernels import reference
-from triton_kernels.philox import INITIAL
+from triton_kernels.noise.philox import INITIAL
 
 from .toy_chains import SEED, SHAPE, toy
 

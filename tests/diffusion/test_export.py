@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from diffusion.backend import TORCH_FP32
 from diffusion.build import build_model, build_policy_model
-from diffusion.checkpoint import save_checkpoint
 from diffusion.data.action_chunks import Normaliser, PolicySpec
 from diffusion.errors import ConfigError
 from diffusion.export.graph import OnnxDenoiser
 from diffusion.export.run import export
-from diffusion.flat import FlatParameters
+from diffusion.formats.checkpoint import save_checkpoint
+from diffusion.formats.trained import load_trained
+from diffusion.models.flat_parameters import FlatParameters
 from diffusion.policies.policy import load_policy
-from diffusion.trained import load_trained
+from diffusion.runtime.backend import TORCH_FP32
 
 CPU = torch.device("cpu")
 MODEL = {

@@ -7,16 +7,17 @@ import pytest
 import torch
 
 import triton_kernels
-from diffusion.backend import Backend
-from diffusion.flat import FlatParameters
-from diffusion.layers import set_backend
-from diffusion.planned import layers, side_stream
-from diffusion.planned.embedding import TOGETHER
-from diffusion.planned.unet import FusedUNet, training_network
-from diffusion.unet import UNet
-from triton_kernels import dependent_launch, reference
-from triton_kernels.fused import ops as fused
-from triton_kernels.fused import reference as fused_reference
+from diffusion.models.flat_parameters import FlatParameters
+from diffusion.models.layers import set_backend
+from diffusion.models.unet import UNet
+from diffusion.plan import layers, side_stream
+from diffusion.plan.embedding import TOGETHER
+from diffusion.plan.unet import FusedUNet, training_network
+from diffusion.runtime.backend import Backend
+from triton_kernels import fused_ops as fused
+from triton_kernels import reference
+from triton_kernels.reference import fused as fused_reference
+from triton_kernels.runtime import dependent_launch
 
 from .plan_memory import activations
 
@@ -315,7 +316,7 @@ def test_late_filters_are_read_late(options, monkeypatch):
     flat = FlatParameters(model, together=TOGETHER)
     plan = FusedUNet(model, flat, fused_reference)
     assert plan.late_filters(2) == ()
-    monkeypatch.setattr("diffusion.planned.unet._LITTLE_MEMORY", 0)
+    monkeypatch.setattr("diffusion.plan.unet._LITTLE_MEMORY", 0)
     late = plan.late_filters(2)
     assert bool(late) == (plan.reduction >= 16)
     assert plan.late_filters(10**6) == ()

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 import triton_kernels
-from diffusion.backend import Backend
-from diffusion.flat import FlatParameters
-from diffusion.planned import layers, unet
-from diffusion.planned.embedding import TOGETHER
-from diffusion.planned.unet import FusedUNet, training_network
-from diffusion.unet import UNet
+from diffusion.models.flat_parameters import FlatParameters
+from diffusion.models.unet import UNet
+from diffusion.plan import layers, unet
+from diffusion.plan.embedding import TOGETHER
+from diffusion.plan.unet import FusedUNet, training_network
+from diffusion.runtime.backend import Backend
 from triton_kernels import reference
-from triton_kernels.device import describe
-from triton_kernels.fused import conv_upsampled
+from triton_kernels.conv import upsampled as conv_upsampled
+from triton_kernels.runtime.device import describe
 
 from .test_fused_unet import MODELS, make
 

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 import triton_kernels
-from diffusion import gradient_norm
-from diffusion.backend import TORCH_FP32, Backend
-from diffusion.flat import FlatParameters
-from diffusion.gradient_norm import GradientNorm
-from triton_kernels import adamw
+from diffusion.models.flat_parameters import FlatParameters
+from diffusion.runtime.backend import TORCH_FP32, Backend
+from diffusion.training import gradient_norm
+from diffusion.training.gradient_norm import GradientNorm
+from triton_kernels.optimizer import adamw
 
 TRITON = Backend("triton", triton_kernels)
 

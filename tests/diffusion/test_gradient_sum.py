@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from diffusion.flat import FlatParameters
-from diffusion.gradient_sum import GradientSum
+from diffusion.models.flat_parameters import FlatParameters
+from diffusion.training.gradient_sum import GradientSum
 
 
 class Recorder:

@@ -8,16 +8,16 @@ import torch
 import yaml
 
 from configs.entry import CONFIGS
-from diffusion.backend import TORCH_FP32
 from diffusion.build import SAMPLERS, make_sampler
-from diffusion.draw import draw
 from diffusion.errors import ConfigError
-from diffusion.guidance import drop_labels, guide
-from diffusion.interchange.weights import load_weights, save_guided
-from diffusion.objective import Objective
-from diffusion.sampling_run import sample
-from diffusion.schedule import make_schedule
-from diffusion.unet import UNet
+from diffusion.formats.weights import load_weights, save_guided
+from diffusion.models.unet import UNet
+from diffusion.process.objective import Objective
+from diffusion.process.schedule import make_schedule
+from diffusion.runs.sampling import sample
+from diffusion.runtime.backend import TORCH_FP32
+from diffusion.sampling.draw import draw
+from diffusion.sampling.guidance import drop_labels, guide
 from triton_kernels import reference
 
 RNG = torch.tensor([3, 5])

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from diffusion import host
+from diffusion.runtime import host
 
 GIB = 2**30
 MEMINFO = "MemTotal:  67108864 kB\nMemFree:  1 kB\nMemAvailable:   33554432 kB\n"  # 32 GiB

@@ -8,19 +8,21 @@ import pytest
 import torch
 
 import triton_kernels
-from diffusion.backend import TORCH_FP32, Backend
 from diffusion.build import make_sampler
-from diffusion.guidance import guide
-from diffusion.layers import set_backend
-from diffusion.planned import waiting, zeros
-from diffusion.planned.inference import InferenceUNet, sampling_network
-from diffusion.schedule import make_schedule
-from diffusion.unet import UNet
+from diffusion.models.layers import set_backend
+from diffusion.models.unet import UNet
+from diffusion.plan import fusion as waiting
+from diffusion.plan import zeroed_workspace as zeros
+from diffusion.plan.inference import InferenceUNet, sampling_network
+from diffusion.process.schedule import make_schedule
+from diffusion.runtime.backend import TORCH_FP32, Backend
+from diffusion.sampling.guidance import guide
+from triton_kernels import fused_ops as fused
 from triton_kernels import reference
-from triton_kernels.device import Device
-from triton_kernels.fused import conv_early, conv_split
-from triton_kernels.fused import ops as fused
-from triton_kernels.fused import reference as fused_reference
+from triton_kernels.conv.plain import small_batch as conv_early
+from triton_kernels.conv.plain import split_k as conv_split
+from triton_kernels.reference import fused as fused_reference
+from triton_kernels.runtime.device import Device
 
 from .test_fused_unet import MODELS, make
 from .test_fused_unet_kernels import ODD, build, unet64
@@ -174,7 +176,7 @@ def test_a_chain(classes, scale, large, monkeypatch):
     if classes is None and scale != 1:
         pytest.skip("guidance needs classes")
     if large:
-        monkeypatch.setattr("diffusion.planned.inference._TABLE_BYTES", 1000)
+        monkeypatch.setattr("diffusion.plan.inference._TABLE_BYTES", 1000)
     options = {"channel_mult": (1,), "num_classes": classes}
     options |= {"label_dropout": 0.1} if classes else {}
     model = make(options).eval()

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 import triton_kernels
-from diffusion.backend import TORCH_FP32, Backend
-from diffusion.interchange.weights import load_weights
-from diffusion.layers import set_backend
-from diffusion.planned import inference1d
-from diffusion.planned.inference1d import StreamedUNet1d, obstacle, real_time
-from diffusion.sampler import DDIM, DDPM
-from diffusion.schedule import make_schedule
-from diffusion.unet1d import UNet1d
+from diffusion.formats.weights import load_weights
+from diffusion.models.layers import set_backend
+from diffusion.models.unet1d import UNet1d
+from diffusion.plan import inference1d
+from diffusion.plan.inference1d import StreamedUNet1d, obstacle, real_time
+from diffusion.process.schedule import make_schedule
+from diffusion.runtime.backend import TORCH_FP32, Backend
+from diffusion.sampling.sampler import DDIM, DDPM
 from triton_kernels import reference
-from triton_kernels.stream import conv1d as stream_conv1d
-from triton_kernels.stream import reference as stream_reference
+from triton_kernels.conv1d import conv1d as stream_conv1d
+from triton_kernels.reference import conv1d as stream_reference
 
 from ..kernels.poison import poison_outputs
 from .golden_unet import relative
@@ -263,7 +263,7 @@ def test_the_published_size(published, precision, n, batched_from=None):
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32", "fp32"])
 def test_the_published_size_a_launch_a_layer(published, precision):
-    """As on GPUs for which there is no `stream.whole`."""
+    """As on GPUs for which there is no `conv1d.batched`."""
     test_the_published_size(published, precision, 1, batched_from=9)
 
 

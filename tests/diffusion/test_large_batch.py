@@ -6,7 +6,7 @@ import torch
 
 from benchmarks import steps
 from benchmarks.harness import relative_error, release_memory
-from diffusion.distributed import Processes
+from diffusion.runtime.distributed import Processes
 
 GIB = 2**30
 

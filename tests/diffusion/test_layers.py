@@ -7,8 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from diffusion.backend import TORCH_FP32, Backend
-from diffusion.layers import Conv1d, Conv2d, GroupNorm, Linear, TimestepEmbedding, set_backend
+from diffusion.models.layers import (
+    Conv1d,
+    Conv2d,
+    GroupNorm,
+    Linear,
+    TimestepEmbedding,
+    set_backend,
+)
+from diffusion.runtime.backend import TORCH_FP32, Backend
 from triton_kernels import reference
 
 PAIRS = {

@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diffusion.backend import TORCH_FP32
 from diffusion.errors import ConfigError
-from diffusion.objective import (
+from diffusion.process.objective import (
     Objective,
     discretized_gaussian_log_likelihood,
     min_snr_weights,
@@ -20,7 +19,8 @@ from diffusion.objective import (
     reverse_table,
     vb_bits,
 )
-from diffusion.schedule import make_schedule
+from diffusion.process.schedule import make_schedule
+from diffusion.runtime.backend import TORCH_FP32
 from triton_kernels import reference
 
 PROCESSES = [

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import triton_kernels
-from diffusion.backend import TORCH_FP32, Backend
 from diffusion.errors import ConfigError
-from diffusion.flat import FlatParameters
-from diffusion.optimizer import Optimizer, OptimizerSettings
-from triton_kernels import adamw
+from diffusion.models.flat_parameters import FlatParameters
+from diffusion.runtime.backend import TORCH_FP32, Backend
+from diffusion.training.optimizer import Optimizer, OptimizerSettings
+from triton_kernels.optimizer import adamw
 
 
 def test_lr_warms_up_linearly_then_stays():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion.pictures import grid, over_white
+from diffusion.tracking.pictures import grid, over_white
 
 GAP, SIDE = 2, 64
 

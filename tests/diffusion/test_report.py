@@ -8,9 +8,9 @@ import yaml
 from PIL import Image
 
 from diffusion.errors import ConfigError
-from diffusion.pictures import draw_loss_curve, draw_loss_curves
-from diffusion.report import report
-from diffusion.run_log import FIELDS
+from diffusion.runs.report import report
+from diffusion.tracking.pictures import draw_loss_curve, draw_loss_curves
+from diffusion.tracking.run_log import FIELDS
 
 
 def a_run(folder, loss, *, extra="", **optim):

@@ -10,18 +10,14 @@ from PIL import Image
 
 from diffusion.data.action_chunks import Normaliser, PolicySpec
 from diffusion.errors import ConfigError
-from diffusion.policies import rollout_run
 from diffusion.policies.animation import save_gif
-from diffusion.policies.environments import (
-    check_spaces,
-    frames_a_second,
-    make_environments,
-)
+from diffusion.policies.environments import check_spaces, frames_a_second, make_environments
 from diffusion.policies.rollout import measure_latency, roll_out
-from diffusion.policies.rollout_run import RolloutSettings, rollout, timed_policies
 from diffusion.push_disc.box import Box
 from diffusion.push_disc.env import PushDisc
 from diffusion.push_disc.expert import expert_action
+from diffusion.runs import rollout as rollout_run
+from diffusion.runs.rollout import RolloutSettings, rollout, timed_policies
 
 
 def spec(horizon=8, observation_steps=2, action_steps=4, o=6, a=2):

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.backend import TORCH_FP32
 from diffusion.build import SAMPLERS, make_sampler
 from diffusion.errors import ConfigError
-from diffusion.sampler import DDPM, ddim_table, ddpm_table
-from diffusion.schedule import make_schedule
+from diffusion.process.schedule import make_schedule
+from diffusion.runtime.backend import TORCH_FP32
+from diffusion.sampling.sampler import DDPM, ddim_table, ddpm_table
 from triton_kernels import reference
-from triton_kernels.philox import INITIAL
+from triton_kernels.noise.philox import INITIAL
 
 from .toy_chains import SEED, toy
 

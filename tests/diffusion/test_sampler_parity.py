@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diffusion.backend import TORCH_FP32
 from diffusion.build import make_sampler
-from diffusion.schedule import make_schedule
+from diffusion.process.schedule import make_schedule
+from diffusion.runtime.backend import TORCH_FP32
 from triton_kernels import reference
-from triton_kernels.philox import REVERSE
+from triton_kernels.noise.philox import REVERSE
 
 from .toy_chains import SEED, SHAPE, chain_of_diffusers, compare, exact, toy
 

@@ -14,7 +14,7 @@ from diffusers import (
 from safetensors.torch import load_file
 
 from diffusion.errors import ConfigError
-from diffusion.schedule import NoiseSchedule, make_schedule, space_timesteps
+from diffusion.process.schedule import NoiseSchedule, make_schedule, space_timesteps
 
 
 def _sections(num_timesteps, section_counts):

@@ -5,8 +5,8 @@ import weakref
 import pytest
 import torch
 
-from diffusion.planned import side_stream
-from diffusion.planned.side_stream import SideStream
+from diffusion.plan import side_stream
+from diffusion.plan.side_stream import SideStream
 
 
 def test_tensors_are_kept_up_to_a_budget_of_bytes(device):

@@ -16,13 +16,13 @@ from diffusers import (
     HeunDiscreteScheduler,
 )
 
-from diffusion.backend import TORCH_FP32
 from diffusion.build import make_sampler
 from diffusion.errors import ConfigError
-from diffusion.schedule import make_schedule
-from diffusion.solvers import dpmpp_2m_table, heun_table
+from diffusion.process.schedule import make_schedule
+from diffusion.runtime.backend import TORCH_FP32
+from diffusion.sampling.solvers import dpmpp_2m_table, heun_table
 from triton_kernels import reference
-from triton_kernels.philox import INITIAL
+from triton_kernels.noise.philox import INITIAL
 
 from .toy_chains import SEED, SHAPE, compare, exact, toy
 

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from diffusion.errors import ConfigError
-from diffusion.training_run import train
+from diffusion.runs.training import train
 
 from ..end_to_end.run import TINY
 from ..test_configs import composed
@@ -53,6 +53,6 @@ def test_a_run_and_what_goes_on_with_it(tracker, tmp_path, monkeypatch):
 def test_it_has_to_be_known_and_installed(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="train.track=wandv is unknown; choose one of wandb"):
         train(composed(*TINY, "train.track=wandv"), tmp_path)
-    monkeypatch.setattr("diffusion.tracker.find_spec", lambda name: None)
+    monkeypatch.setattr("diffusion.tracking.tracker.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="train.track=trackio is not installed: pip install"):
         train(composed(*TINY, "train.track=trackio"), tmp_path)

@@ -5,27 +5,27 @@ import torch
 
 import triton_kernels
 from benchmarks import steps
-from diffusion.backend import Backend
 from diffusion.data.batches import Batches
 from diffusion.data.image_set import ImageSet
-from diffusion.distributed import Processes
-from diffusion.flat import FlatParameters
-from diffusion.gradient_sum import GradientSum
-from diffusion.objective import Objective
-from diffusion.optimizer import Optimizer, OptimizerSettings
-from diffusion.planned.embedding import TOGETHER
-from diffusion.planned.unet import FusedUNet
-from diffusion.schedule import NoiseSchedule
-from diffusion.train_step import TrainStep
+from diffusion.models.flat_parameters import FlatParameters
+from diffusion.plan.embedding import TOGETHER
+from diffusion.plan.unet import FusedUNet
+from diffusion.process.objective import Objective
+from diffusion.process.schedule import NoiseSchedule
+from diffusion.runtime.backend import Backend
+from diffusion.runtime.distributed import Processes
+from diffusion.training.gradient_sum import GradientSum
+from diffusion.training.optimizer import Optimizer, OptimizerSettings
+from diffusion.training.train_step import TrainStep
 from triton_kernels import reference
-from triton_kernels.fused import reference as fused_reference
+from triton_kernels.reference import fused as fused_reference
 
 from .test_fused_unet import make
 
 
 @pytest.fixture(autouse=True)
 def small_batches_have_late_filters(monkeypatch):
-    monkeypatch.setattr("diffusion.planned.unet._LITTLE_MEMORY", 0)
+    monkeypatch.setattr("diffusion.plan.unet._LITTLE_MEMORY", 0)
 
 
 def planned_step(defers: bool) -> TrainStep:

@@ -9,11 +9,11 @@ import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 import triton_kernels
-from diffusion.backend import Backend
 from diffusion.errors import ConfigError
-from diffusion.interchange.weights import load_weights, to_unet_cu_name
-from diffusion.layers import set_backend
-from diffusion.unet import UNet
+from diffusion.formats.weights import load_weights, to_unet_cu_name
+from diffusion.models.layers import set_backend
+from diffusion.models.unet import UNet
+from diffusion.runtime.backend import Backend
 from triton_kernels import reference
 
 from .golden_unet import OPTIONS, check_golden, check_golden_bf16, relative

@@ -6,13 +6,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import triton_kernels
-from diffusion.backend import TORCH_FP32, Backend
 from diffusion.errors import ConfigError
-from diffusion.interchange.weights import load_weights
-from diffusion.layers import Conv1d, ConvTranspose1d, set_backend
-from diffusion.sampler import DDPM
-from diffusion.schedule import make_schedule
-from diffusion.unet1d import UNet1d
+from diffusion.formats.weights import load_weights
+from diffusion.models.layers import Conv1d, ConvTranspose1d, set_backend
+from diffusion.models.unet1d import UNet1d
+from diffusion.process.schedule import make_schedule
+from diffusion.runtime.backend import TORCH_FP32, Backend
+from diffusion.sampling.sampler import DDPM
 from triton_kernels import reference
 
 from .golden_unet import check_golden, relative

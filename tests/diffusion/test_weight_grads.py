@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from diffusion.planned import weight_grads
-from diffusion.planned.side_stream import SideStream
-from diffusion.planned.weight_grads import WeightGrads
-from triton_kernels.fused import reference
+from diffusion.plan import weight_grads
+from diffusion.plan.side_stream import SideStream
+from diffusion.plan.weight_grads import WeightGrads
+from triton_kernels.reference import fused as reference
 
 
 class Plan:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from triton_kernels import reference
-from triton_kernels.philox import INITIAL, REVERSE
+from triton_kernels.noise.philox import INITIAL, REVERSE
 
 if find_spec("diffusers"):  # a machine that runs the tests marked gpu alone may lack it
     from diffusers import DDIMScheduler

@@ -27,9 +27,9 @@ IMPORTED = (
     "torch.fx.experimental.symbolic_shapes",  # which torch.autograd asks for
     "torch.utils.tensorboard",
     "configs.entry",
-    "diffusion.training_run",
-    "diffusion.sampling_run",
-    "diffusion.policies.rollout_run",
+    "diffusion.runs.training",
+    "diffusion.runs.sampling",
+    "diffusion.runs.rollout",
     "diffusion.export.run",
 )
 

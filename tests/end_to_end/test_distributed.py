@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from benchmarks.curves import compare, difference, read_losses
 from diffusion.data.batches import Batches
 from diffusion.data.elephants import elephants
-from diffusion.distributed import Processes
 from diffusion.errors import ConfigError
+from diffusion.runtime.distributed import Processes
 
 from .run import TINY, rows, run, start, start_together
 

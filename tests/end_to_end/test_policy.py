@@ -7,7 +7,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from diffusion.errors import ConfigError
-from diffusion.planned.inference1d import StreamedUNet1d
+from diffusion.plan.inference1d import StreamedUNet1d
 from diffusion.policies.policy import load_policy
 
 from .run import rows, run

@@ -1,4 +1,4 @@
-"""Compile-only cases of triton_kernels.adamw."""
+"""Compile-only cases of triton_kernels.optimizer.adamw."""
 
 from .compile_only import WITHOUT_PRODUCTS
 
@@ -16,7 +16,7 @@ _BUFFERS = {
 COMPILE_CASES = [
     {
         "name": "square_sums",
-        "kernel": "triton_kernels.adamw:_square_sums_kernel",
+        "kernel": "triton_kernels.optimizer.adamw:_square_sums_kernel",
         "signature": {
             "grad_ptr": "*fp32",
             "sums_ptr": "*fp32",
@@ -33,7 +33,7 @@ COMPILE_CASES = [
     },
     {
         "name": "grad_norm",
-        "kernel": "triton_kernels.adamw:_square_sums_kernel",
+        "kernel": "triton_kernels.optimizer.adamw:_square_sums_kernel",
         "signature": {
             "grad_ptr": "*fp32",
             "sums_ptr": "*fp32",
@@ -49,7 +49,7 @@ COMPILE_CASES = [
     },
     {
         "name": "grad_norm_of_one",  # Triton makes a constant of every integer that is 1
-        "kernel": "triton_kernels.adamw:_square_sums_kernel",
+        "kernel": "triton_kernels.optimizer.adamw:_square_sums_kernel",
         "signature": {
             "grad_ptr": "*fp32",
             "sums_ptr": "*fp32",
@@ -66,7 +66,7 @@ COMPILE_CASES = [
     },
     {
         "name": "adamw",
-        "kernel": "triton_kernels.adamw:_adamw_kernel",
+        "kernel": "triton_kernels.optimizer.adamw:_adamw_kernel",
         "signature": {
             **_BUFFERS,
             "ema_ptr": "*fp32",
@@ -81,7 +81,7 @@ COMPILE_CASES = [
     },
     {
         "name": "adamw_without_ema",
-        "kernel": "triton_kernels.adamw:_adamw_kernel",
+        "kernel": "triton_kernels.optimizer.adamw:_adamw_kernel",
         "signature": {
             **_BUFFERS,
             "skipped_ptr": "*i32",
@@ -96,7 +96,7 @@ COMPILE_CASES = [
     },
     {
         "name": "adamw_of_a_part",
-        "kernel": "triton_kernels.adamw:_adamw_part_kernel",
+        "kernel": "triton_kernels.optimizer.adamw:_adamw_part_kernel",
         "signature": {
             **_BUFFERS,
             "ema_ptr": "*fp32",
@@ -109,7 +109,7 @@ COMPILE_CASES = [
     },
     {
         "name": "ema",
-        "kernel": "triton_kernels.adamw:_ema_kernel",
+        "kernel": "triton_kernels.optimizer.adamw:_ema_kernel",
         "signature": {
             "param_ptr": "*fp32",
             "ema_ptr": "*fp32",

@@ -31,7 +31,7 @@ def _boxes(rows: int, d: int) -> str:
 
 
 def _head(name: str, t: int, d: int, rows: int, step: int | None = None, spills: int = 0) -> dict:
-    """Of `attention.head`: forward if it has a step."""
+    """Of `attention.hopper`: forward if it has a step."""
     backward = step is None
     boxes = ("qkv_desc", "do_desc", "dqkv_desc") if backward else ("q_desc", "kv_desc", "o_desc")
     floats = ("lse_ptr", "rows_ptr") if backward else ("lse_ptr",)
@@ -39,7 +39,7 @@ def _head(name: str, t: int, d: int, rows: int, step: int | None = None, spills:
     num_warps = 8 if backward and rows * d > 256 * 32 else 4
     return {
         "name": f"attention_{name}",
-        "kernel": "triton_kernels.attention.head_kernels:attention_"
+        "kernel": "triton_kernels.attention.hopper_kernels:attention_"
         f"{'bwd' if backward else 'fwd'}_head_kernel",
         "signature": {
             **dict.fromkeys(boxes, _boxes(rows, d)),
@@ -57,7 +57,7 @@ def _head(name: str, t: int, d: int, rows: int, step: int | None = None, spills:
 
 
 def _norm_attention(name: str, t: int, c: int, programs: tuple, normed: bool) -> dict:
-    """Of `fused.norm_attention`: `programs` are heads of one, keys at a time, and warps."""
+    """Of `attention.norm_attention`: `programs` are heads of one, keys at a time, and warps."""
     from triton.experimental.gluon import language as gl
 
     def boxes(rows: int) -> str:
@@ -68,7 +68,7 @@ def _norm_attention(name: str, t: int, c: int, programs: tuple, normed: bool) ->
     group = {"CG": c // 32, "BLOCK_C": 256, "BLOCK_G": 32, "BLOCK_J": 8}
     return {
         "name": f"norm_attention_{name}",
-        "kernel": "triton_kernels.fused.norm_attention_kernels:norm_attention_kernel",
+        "kernel": "triton_kernels.attention.norm_attention_kernels:norm_attention_kernel",
         "signature": {
             **{"x_desc": boxes(t), "w_desc": boxes(32), "bias_ptr": "*fp32", "o_ptr": "*bf16"},
             **{"scale": "fp32", "eps": "fp32", "pixels": "i32"},

@@ -1,6 +1,6 @@
 """The convolution's kernels as compile_only.py compiles them: 16 bits, by TMA and gathered."""
 
-from triton_kernels.conv import tma_wgrad
+from triton_kernels.conv.plain import tma_wgrad
 
 TMA_CHIPS = (90, 100, 120)  # elsewhere the launcher takes the gathering kernels
 
@@ -10,7 +10,7 @@ def forward_by_tma(name: str, block_c: int, block_m: int, stages: int, dgrad: bo
     filters = "1,64,{0}" if dgrad else "1,{0},64"
     return {
         "name": name,
-        "kernel": "triton_kernels.conv.tma:_conv2d_tma_kernel",
+        "kernel": "triton_kernels.conv.plain.tma:_conv2d_tma_kernel",
         "signature": {
             "x_desc": f"tensordesc<bf16[1,{block_m // 32},32,64]>",
             "w_desc": f"tensordesc<bf16[{filters.format(block_c)}]>",
@@ -44,7 +44,7 @@ def _wgrad_tma(name: str, block_co: int, num_warps: int, flat: bool, arches) -> 
     tile_h = 2 if flat else 1
     return {
         "name": name,
-        "kernel": "triton_kernels.conv.tma_wgrad:_conv2d_wgrad_tma_kernel",
+        "kernel": "triton_kernels.conv.plain.tma_wgrad:_conv2d_wgrad_tma_kernel",
         "signature": {
             "x_desc": f"tensordesc<bf16[1,{tile_h},32,64]>",
             "dy_desc": f"tensordesc<bf16[{'64' if flat else '1,1,32'},{block_co}]>",
@@ -93,9 +93,10 @@ def stride2(name: str, dgrad: bool, add: bool = False) -> dict:
     small, parities = "tensordesc<bf16[1,4,32,64]>", "tensordesc<bf16[1,4,1,32,64]>"
     names = ("dy_desc", "dx_desc") if dgrad else ("x_desc", "y_desc")
     kinds = (small, parities) if dgrad else (parities, small)
+    kernel = "dgrad" if dgrad else "fwd"
     return {
         "name": name,
-        "kernel": f"triton_kernels.conv.tma_stride:_stride2_{'dgrad' if dgrad else 'fwd'}_kernel",
+        "kernel": f"triton_kernels.conv.plain.tma_stride:_stride2_{kernel}_kernel",
         "signature": {
             **dict(zip(names, kinds, strict=True)),
             "w_desc": "tensordesc<bf16[1,64,64]>",
@@ -125,7 +126,7 @@ def stride2(name: str, dgrad: bool, add: bool = False) -> dict:
 
 _STRIDE2_WGRAD = {
     "name": "weight gradient, stride 2",
-    "kernel": "triton_kernels.conv.tma_stride:_stride2_wgrad_kernel",
+    "kernel": "triton_kernels.conv.plain.tma_stride:_stride2_wgrad_kernel",
     "signature": {
         "x_desc": "tensordesc<bf16[1,2,1,32,64]>",
         "dy_desc": "tensordesc<bf16[64,64]>",
@@ -151,7 +152,7 @@ _STRIDE2_WGRAD = {
 
 _FWD_GATHER = {
     "name": "input gradient, stride 2, gathered",
-    "kernel": "triton_kernels.conv.gather:_conv2d_gather_kernel",
+    "kernel": "triton_kernels.conv.plain.gather:_conv2d_gather_kernel",
     "signature": {
         **dict.fromkeys(("x_ptr", "w_ptr", "add_ptr", "y_ptr"), "*bf16"),
         **dict.fromkeys(("N", "H", "W", "CI", "P", "Q", "CO", "stride_wt", "stride_wi"), "i32"),
@@ -180,7 +181,7 @@ _FWD_GATHER = {
 
 _STEM_WGRAD = {
     "name": "weight gradient of the stem, gathered",
-    "kernel": "triton_kernels.conv.gather:_conv2d_wgrad_gather_kernel",
+    "kernel": "triton_kernels.conv.plain.gather:_conv2d_wgrad_gather_kernel",
     "signature": {
         **dict.fromkeys(("x_ptr", "dy_ptr"), "*bf16"),
         "dw_ptr": "*fp32",

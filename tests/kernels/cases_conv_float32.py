@@ -1,7 +1,15 @@
 """The convolution's kernels in TF32 and float32 as compile_only.py compiles them."""
 
-from triton_kernels.conv import points_wgrad, tf32x3, turned_wgrad
 from triton_kernels.conv.configs import WgradTile
+from triton_kernels.conv.plain import (
+    pointwise_wgrad as points_wgrad,
+)
+from triton_kernels.conv.plain import (
+    tf32x3,
+)
+from triton_kernels.conv.plain import (
+    transposed_wgrad as turned_wgrad,
+)
 
 from .cases_conv import TMA_CHIPS, forward_by_tma, stride2
 
@@ -56,7 +64,7 @@ def _tf32x3(
     assert block_k == 32 and tensor_cores == 1
     return {
         "name": f"float32 {block_c}x{block_m}, {num_warps} warps, {stages} stages",
-        "kernel": "triton_kernels.conv.tf32x3:_conv2d_tf32x3_kernel",
+        "kernel": "triton_kernels.conv.plain.tf32x3:_conv2d_tf32x3_kernel",
         "signature": {
             **dict.fromkeys(("x_desc", "x_small_desc"), f"tensordesc<{box},32]>"),
             **dict.fromkeys(("w_desc", "w_small_desc"), f"tensordesc<fp32[1,{block_c},32]>"),
@@ -118,7 +126,7 @@ def _stem_float32(block_m: int, num_warps: int) -> dict:
     """Forward; products of operands that are split in registers."""
     return {
         "name": f"float32 stem 64x{block_m}, {num_warps} warps, gathered",
-        "kernel": "triton_kernels.conv.gather:_conv2d_gather_kernel",
+        "kernel": "triton_kernels.conv.plain.gather:_conv2d_gather_kernel",
         "signature": {
             **dict.fromkeys(("x_ptr", "w_ptr", "y_ptr"), "*fp32"),
             **dict.fromkeys(("N", "H", "W", "CI", "P", "Q", "CO"), "i32"),
@@ -156,7 +164,7 @@ def _turned_wgrad(
     tile = f"{block_c}x{block_j}, {rows} rows, {num_warps} warps, {stages} stages"
     return {
         "name": f"weight gradient, {'float32' if parts == 2 else 'tf32'} {tile}",
-        "kernel": "triton_kernels.conv.turned_wgrad:_turned_wgrad_kernel",
+        "kernel": "triton_kernels.conv.plain.transposed_wgrad:_turned_wgrad_kernel",
         "signature": {
             "a_desc": a,
             "b_desc": b,
@@ -187,7 +195,7 @@ def _points_wgrad(tile: WgradTile, products: int) -> dict:
     kind = "tf32" if products == 1 else "float32"
     return {
         "name": f"weight gradient of points, {kind}, {'x'.join(map(str, tile))}",
-        "kernel": "triton_kernels.conv.points_wgrad:_points_wgrad_kernel",
+        "kernel": "triton_kernels.conv.plain.pointwise_wgrad:_points_wgrad_kernel",
         "signature": {
             "a_desc": a,
             "b_desc": b,
@@ -210,7 +218,7 @@ def _points_wgrad(tile: WgradTile, products: int) -> dict:
 def _turn(name: str, kernel: str, signature: dict, constexprs: dict) -> dict:
     return {
         "name": name,
-        "kernel": f"triton_kernels.conv.turn:{kernel}",
+        "kernel": f"triton_kernels.conv.plain.transpose_weights:{kernel}",
         "signature": signature,
         "constexprs": constexprs,
         "options": {"num_warps": 4, "num_stages": 3},
@@ -244,7 +252,7 @@ _TURNS = [
 
 _COLUMNS = {
     "name": "what a stem's filter sees, in columns",
-    "kernel": "triton_kernels.conv.columns_wgrad:_columns_kernel",
+    "kernel": "triton_kernels.conv.plain.im2col_wgrad:_columns_kernel",
     "signature": dict.fromkeys(("x_ptr", "out_ptr"), "*fp32")
     | dict.fromkeys(("H", "W", "P", "Q", "num_pixels"), "i32"),
     "constexprs": {"CI": 3, "S": 3, "TAPS": 9, "STRIDE": 1, "PAD_H": 1, "PAD_W": 1, "WIDTH": 28}
@@ -255,7 +263,7 @@ _COLUMNS = {
 
 _LINEAR = {
     "name": "float32 linear layer, chunks of the sum side by side",
-    "kernel": "triton_kernels.conv.linear_tf32x3:_linear_tf32x3_kernel",
+    "kernel": "triton_kernels.conv.plain.linear_tf32x3:_linear_tf32x3_kernel",
     "signature": dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr", "y_ptr"), "*fp32")
     | dict.fromkeys(("M", "K", "C", "stride_wc"), "i32"),
     "constexprs": {"stride_wk": 1, "CHUNKS": 8, "CHUNK": 32, "BLOCK_C": 16, "BLOCK_M": 16},
@@ -266,7 +274,7 @@ _LINEAR = {
 
 _HEAD = {
     "name": "float32 forward of the head, all taps at once",
-    "kernel": "triton_kernels.conv.columns_fwd:_columns_fwd_kernel",
+    "kernel": "triton_kernels.conv.plain.im2col_fwd:_columns_fwd_kernel",
     "signature": {
         "x_desc": "tensordesc<fp32[64,32]>",
         "w_desc": "tensordesc<fp32[32,32]>",
@@ -281,7 +289,7 @@ _HEAD = {
 
 _SUM_TAPS = {
     "name": "float32 forward of the head, the sums of its taps",
-    "kernel": "triton_kernels.conv.columns_fwd:_sum_taps_kernel",
+    "kernel": "triton_kernels.conv.plain.im2col_fwd:_sum_taps_kernel",
     "signature": {
         **dict.fromkeys(("z_ptr", "bias_ptr", "y_ptr"), "*fp32"),
         **dict.fromkeys(("H", "W", "P", "Q", "num_pixels", "plane"), "i32"),
@@ -294,7 +302,7 @@ _SUM_TAPS = {
 
 _LARGEST = {
     "name": "the largest numbers of each channel",
-    "kernel": "triton_kernels.conv.halves:_largest_kernel",
+    "kernel": "triton_kernels.conv.plain.fp16_split:_largest_kernel",
     "signature": {
         **dict.fromkeys(("x_ptr", "dy_ptr"), "*fp32"),
         "out_ptr": "*u8",
@@ -308,7 +316,7 @@ _LARGEST = {
 
 _HALVES = {
     "name": "float32 numbers as two of float16",
-    "kernel": "triton_kernels.conv.halves:_halves_kernel",
+    "kernel": "triton_kernels.conv.plain.fp16_split:_halves_kernel",
     "signature": {
         **dict.fromkeys(("x_ptr", "dy_ptr", "factors_ptr"), "*fp32"),
         **dict.fromkeys(("x_out_ptr", "dy_out_ptr"), "*fp16"),

@@ -5,7 +5,7 @@ from .cases_conv import TMA_CHIPS
 
 _FUSED_FWD = {
     "name": "forward 128x128, every epilogue",
-    "kernel": "triton_kernels.fused.conv_kernels:conv_forward_kernel",
+    "kernel": "triton_kernels.conv.plain.fused_kernels:conv_forward_kernel",
     "signature": {
         "x_desc": "tensordesc<bf16[1,4,32,64]>",
         "w_desc": "tensordesc<bf16[1,128,64]>",
@@ -35,7 +35,7 @@ _FUSED_FWD = {
 
 _FUSED_DGRAD = {
     "name": "input gradient 64x128 of two inputs, two images a tile",
-    "kernel": "triton_kernels.fused.conv_kernels:conv_input_grad_kernel",
+    "kernel": "triton_kernels.conv.plain.fused_kernels:conv_input_grad_kernel",
     "signature": {
         "dy_desc": "tensordesc<bf16[2,8,8,64]>",
         "w_desc": "tensordesc<bf16[1,64,64]>",
@@ -70,7 +70,7 @@ _FUSED_DGRAD = {
 
 _SKIP_DX = {
     "name": "dx of two inputs, one upsampled, with a 1x1 skip",
-    "kernel": "triton_kernels.fused.skip_dx:_skip_dx_kernel",
+    "kernel": "triton_kernels.conv.skip_dx:_skip_dx_kernel",
     "signature": {
         "dy_desc": "tensordesc<bf16[1,2,64,64]>",
         "w_desc": "tensordesc<bf16[64,64]>",

@@ -1,8 +1,8 @@
-"""The kernel of `conv.gluon.one_row` as compile_only.py compiles it."""
+"""The kernel of `conv.hopper.one_row` as compile_only.py compiles it."""
 
-from triton_kernels.conv.gluon import one_row
+from triton_kernels.conv.hopper import one_row
 
-from .cases_conv_gluon import _rows
+from .cases_conv_hopper import _rows
 from .compile_only import SHARED_LIMIT, ints, types
 
 
@@ -32,7 +32,7 @@ def _case(width: int, blocks: tuple[int, int, int], residual: bool, parts: int =
     }
     return {
         "name": f"{width} {blocks} {parts}",
-        "kernel": "triton_kernels.conv.gluon.one_row_kernels:conv_one_row_kernel",
+        "kernel": "triton_kernels.conv.hopper.one_row_kernels:conv_one_row_kernel",
         "signature": {k: v for k, v in signature.items() if k not in absent},
         "constexprs": {
             **dict.fromkeys(absent),

@@ -1,4 +1,4 @@
-"""Compile-only cases of triton_kernels.draw and triton_kernels.denoise: a batch of 64x64x3
+"""Compile-only cases of triton_kernels.noise.draw and triton_kernels.denoise: a batch of 64x64x3
 images."""
 
 from .compile_only import WITHOUT_PRODUCTS
@@ -23,7 +23,7 @@ _STEP = {"first_ptr": None, "memory_ptr": None, "C": 3, "CLIP": True, "BLOCK": 2
 COMPILE_CASES = [
     {
         "name": "normal",
-        "kernel": "triton_kernels.draw:_normal_kernel",
+        "kernel": "triton_kernels.noise.draw:_normal_kernel",
         "signature": {
             "out_ptr": "*fp32",
             "rng_ptr": "*i64",
@@ -37,7 +37,7 @@ COMPILE_CASES = [
     },
     {
         "name": "draw_timesteps",
-        "kernel": "triton_kernels.draw:_draw_timesteps_kernel",
+        "kernel": "triton_kernels.noise.draw:_draw_timesteps_kernel",
         "signature": {
             "out_ptr": "*i64",
             "rng_ptr": "*i64",
@@ -51,7 +51,7 @@ COMPILE_CASES = [
     },
     {
         "name": "draw_flips",
-        "kernel": "triton_kernels.draw:_draw_flips_kernel",
+        "kernel": "triton_kernels.noise.draw:_draw_flips_kernel",
         "signature": {"out_ptr": "*i1", "rng_ptr": "*i64", "first": "i64", "n": "i32"},
         "constexprs": {"STREAM": 1, "BLOCK": 256},
         "options": {"num_warps": 4},

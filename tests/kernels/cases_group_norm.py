@@ -2,7 +2,7 @@
 64 channels in 32 groups at 64x64 by passes, 192 channels in 32 groups at 16x16 in registers. Those
 of "two" are over a concatenation."""
 
-from triton_kernels.gluon.descriptors import SUPPORTED
+from triton_kernels.hopper.descriptors import SUPPORTED
 
 from .compile_only import WITHOUT_PRODUCTS, ints
 
@@ -22,7 +22,7 @@ _STATS = {name: "*fp32" for name in ("mean_ptr", "rstd_ptr")}
 COMPILE_CASES = [
     {
         "name": "group_norm_stats",
-        "kernel": "triton_kernels.norm.stream_kernels:group_norm_stats_kernel",
+        "kernel": "triton_kernels.norm.multi_pass_kernels:group_norm_stats_kernel",
         "signature": {"x1_ptr": "*bf16", "partial_ptr": "*fp32"}
         | ints("HW", "C1", "C", "K", "CB1", "CB"),
         "constexprs": _PASS | _ALONE,
@@ -32,7 +32,7 @@ COMPILE_CASES = [
     },
     {
         "name": "group_norm_bwd_sums",
-        "kernel": "triton_kernels.norm.stream_kernels:group_norm_bwd_sums_kernel",
+        "kernel": "triton_kernels.norm.multi_pass_kernels:group_norm_bwd_sums_kernel",
         "signature": {"x1_ptr": "*bf16", "dy_ptr": "*bf16"}
         | _STATS
         | _PARAMS
@@ -45,7 +45,7 @@ COMPILE_CASES = [
     },
     {
         "name": "group_norm_bwd_dx",
-        "kernel": "triton_kernels.norm.stream_kernels:group_norm_bwd_dx_kernel",
+        "kernel": "triton_kernels.norm.multi_pass_kernels:group_norm_bwd_dx_kernel",
         "signature": {"x1_ptr": "*bf16", "dy_ptr": "*bf16"}
         | _STATS
         | {"m1_ptr": "*fp32", "m2_ptr": "*fp32"}
@@ -59,7 +59,7 @@ COMPILE_CASES = [
     },
     {
         "name": "group_norm_bwd_params",
-        "kernel": "triton_kernels.norm.stream_kernels:group_norm_bwd_params_kernel",
+        "kernel": "triton_kernels.norm.multi_pass_kernels:group_norm_bwd_params_kernel",
         "signature": {"partial_ptr": "*fp32"}
         | {name: "*fp32" for name in ("weight_ptr", "bias_ptr")}
         | {"scale_ptr": "*bf16"}
@@ -73,7 +73,7 @@ COMPILE_CASES = [
     },
     {
         "name": "group_norm_resident_fwd",
-        "kernel": "triton_kernels.norm.resident:_group_norm_resident_fwd_kernel",
+        "kernel": "triton_kernels.norm.single_program:_group_norm_resident_fwd_kernel",
         "signature": {"x1_ptr": "*bf16"}
         | _STATS
         | _PARAMS
@@ -87,7 +87,7 @@ COMPILE_CASES = [
     },
     {
         "name": "group_norm_resident_bwd",
-        "kernel": "triton_kernels.norm.resident:_group_norm_resident_bwd_kernel",
+        "kernel": "triton_kernels.norm.single_program:_group_norm_resident_bwd_kernel",
         "signature": {"x1_ptr": "*bf16", "dy_ptr": "*bf16"}
         | _STATS
         | _PARAMS

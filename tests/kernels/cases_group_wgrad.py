@@ -1,8 +1,8 @@
-"""The kernels of `conv.gluon.group_wgrad` as compile_only.py compiles them."""
+"""The kernels of `conv.hopper.group_wgrad` as compile_only.py compiles them."""
 
-from triton_kernels.gluon.descriptors import SUPPORTED
+from triton_kernels.hopper.descriptors import SUPPORTED
 
-from .cases_conv_gluon import _rows
+from .cases_conv_hopper import _rows
 
 
 def _operands(count: int, x: str, dy: str) -> tuple[dict, dict]:
@@ -16,7 +16,7 @@ def _case(name: str, kernel: str, operands: tuple[dict, dict], numbers: tuple, c
     channels = [f"{c}{i}" for c in ("CI", "CO") for i in range(1, 5)]
     return {
         "name": name,
-        "kernel": f"triton_kernels.conv.gluon.group_wgrad_kernels:{kernel}",
+        "kernel": f"triton_kernels.conv.hopper.group_wgrad_kernels:{kernel}",
         "signature": {
             **operands[0],
             "part_ptr": "*fp32",

@@ -13,7 +13,7 @@ _FOLDED = {"CG": 6, "MASKED": False, "TILES": 2, "BLOCK_P": 64, "BLOCK_C": 64}
 _FOLDED |= {"BLOCK_G": 16, "BLOCK_J": 8}
 
 _APPLY = {
-    "kernel": "triton_kernels.fused.norm_pass_kernels:norm_apply_kernel",
+    "kernel": "triton_kernels.norm.pass_kernels:norm_apply_kernel",
     "signature": types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
     | {"table_ptr": "*fp32"}
     | ints("HW", "W", "C1", "C2", "K", "CB1", "CB", "first", "stream")
@@ -33,7 +33,7 @@ _APPLY_TILE = {
 COMPILE_CASES = [
     {
         "name": "norm_table",
-        "kernel": "triton_kernels.fused.norm_table_kernels:norm_table_kernel",
+        "kernel": "triton_kernels.norm.table_kernels:norm_table_kernel",
         "signature": types("*fp32", "partial1_ptr", "partial2_ptr", "weight_ptr", "bias_ptr")
         | types("*bf16", "scale_ptr", "shift_ptr")
         | types("*fp32", "table_ptr")
@@ -46,7 +46,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_grad_table",
-        "kernel": "triton_kernels.fused.norm_table_kernels:norm_grad_table_kernel",
+        "kernel": "triton_kernels.norm.table_kernels:norm_grad_table_kernel",
         "signature": types("*fp32", "partial_ptr", "input_partial_ptr", "table_ptr")
         | types("*fp32", "weight_ptr", "bias_ptr", "coeff_ptr", "rows_ptr")
         | types("*bf16", "scale_ptr", "d_scale_ptr", "d_shift_ptr", "d_emb_ptr")
@@ -69,7 +69,7 @@ COMPILE_CASES = [
     },
     {
         "name": "avg_pool_partials",
-        "kernel": "triton_kernels.fused.pool_partials:_pool_partials_kernel",
+        "kernel": "triton_kernels.resample.avg_pool_partials:_pool_partials_kernel",
         "signature": types("*bf16", "x_ptr", "y_ptr")
         | {"partial_ptr": "*fp32"}
         | ints("pixels", "H", "W", "C", "K", "CB"),
@@ -79,7 +79,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_dx",
-        "kernel": "triton_kernels.fused.norm_pass_kernels:norm_dx_kernel",
+        "kernel": "triton_kernels.norm.pass_kernels:norm_dx_kernel",
         "signature": types("*bf16", "dz_ptr", "x1_ptr", "x2_ptr")
         | types("*bf16", "add1_ptr", "add1_second_ptr", "add2_ptr", "dx1_ptr", "dx2_ptr")
         | types("*fp32", "coeff_ptr", "sums_ptr")
@@ -91,7 +91,7 @@ COMPILE_CASES = [
     },
     {
         "name": "activation_grad",
-        "kernel": "triton_kernels.fused.activation_grad:_activation_grad_kernel",
+        "kernel": "triton_kernels.norm.activation_grad:_activation_grad_kernel",
         "signature": types("*bf16", "da_ptr", "x_ptr", "dz_ptr")
         | types("*fp32", "table_ptr", "partial_ptr")
         | ints("PIXELS", "C", "K", "CB"),
@@ -101,7 +101,7 @@ COMPILE_CASES = [
     },
     {
         "name": "sinusoids",
-        "kernel": "triton_kernels.fused.sinusoids:_sinusoids_kernel",
+        "kernel": "triton_kernels.embedding.sinusoids:_sinusoids_kernel",
         "signature": {
             "t_ptr": "*i64",
             "frequencies_ptr": "*fp32",
@@ -114,7 +114,7 @@ COMPILE_CASES = [
     },
     {
         "name": "pad_channels",
-        "kernel": "triton_kernels.fused.pad_channels:_pad_channels_kernel",
+        "kernel": "triton_kernels.conv.plain.pad_channels:_pad_channels_kernel",
         "signature": {"x_ptr": "*fp32", "out_ptr": "*bf16", "size": "i32", "C": "i32"},
         "constexprs": {"WIDTH": 16, "BLOCK": 1024},
         "multiples": ("size",),
@@ -122,7 +122,7 @@ COMPILE_CASES = [
     },
     {
         "name": "linear_grads",
-        "kernel": "triton_kernels.fused.linear_grads:_linear_grads_kernel",
+        "kernel": "triton_kernels.embedding.linear_grads:_linear_grads_kernel",
         "signature": types("*fp32", "x_ptr", "dy_ptr", "weight_ptr", "grad_weight_ptr")
         | types("*fp32", "grad_bias_ptr", "part_ptr")
         | ints("N", "CI", "CO"),
@@ -133,7 +133,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_apply_folded",
-        "kernel": "triton_kernels.fused.norm_fold_kernels:norm_apply_folded_kernel",
+        "kernel": "triton_kernels.norm.inline_statistics_kernels:norm_apply_folded_kernel",
         "signature": types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
         | types("*fp32", "partial1_ptr", "partial2_ptr", "weight_ptr", "bias_ptr", "table_ptr")
         | types("*fp32", "scale_ptr", "shift_ptr")
@@ -146,7 +146,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_dx_folded",
-        "kernel": "triton_kernels.fused.norm_fold_kernels:norm_dx_folded_kernel",
+        "kernel": "triton_kernels.norm.inline_statistics_kernels:norm_dx_folded_kernel",
         "signature": types("*bf16", "dz_ptr", "x_ptr", "add_ptr", "add_second_ptr", "dx_ptr")
         | types("*fp32", "sums_ptr", "partial_ptr", "input_partial_ptr", "table_ptr")
         | types("*fp32", "weight_ptr", "bias_ptr", "rows_ptr", "scale_ptr", "d_scale_ptr")

@@ -7,7 +7,7 @@ CHIPS = WITHOUT_PRODUCTS
 
 _CONV_SPLIT = {
     "name": "conv_split, two extras",
-    "kernel": "triton_kernels.fused.conv_split:_conv_split_kernel",
+    "kernel": "triton_kernels.conv.plain.split_k:_conv_split_kernel",
     "signature": types("tensordesc<bf16[1,8,8,64]>", "x_desc", "extra1_desc", "extra2_desc")
     | {"w_desc": "tensordesc<bf16[1,64,64]>"}
     | types("tensordesc<bf16[64,64]>", "extra1_w_desc", "extra2_w_desc")
@@ -32,7 +32,7 @@ _FILM = ("weight_ptr", "bias_ptr", "scale_ptr", "shift_ptr")
 _CONV_TERMS = ("parts_ptr", "conv_bias_ptr", "extra_bias_ptr", "emb_ptr")
 
 _NORM_WHOLE = {
-    "kernel": "triton_kernels.fused.norm_whole_kernels:norm_whole_kernel",
+    "kernel": "triton_kernels.norm.single_cta_kernels:norm_whole_kernel",
     "options": {"num_warps": 4},
     "multiples": ("HW", "C1", "C", "stride_emb", "stride_scale", "stride_shift"),
 }
@@ -43,7 +43,7 @@ _WHOLE_INTS = types("i32", "stride_emb", "stride_scale", "stride_shift") | types
 _EARLY_POINTERS = types("*bf16", "x_ptr", "extra1_ptr", "extra2_ptr")
 _EARLY_INTS = ("stride_emb", "M", "CI", "C1", "C2", "CO", "WIDTH")
 _EARLY = {
-    "kernel": "triton_kernels.fused.conv_early_kernels:conv_early_kernel",
+    "kernel": "triton_kernels.conv.plain.small_batch_kernels:conv_early_kernel",
     "multiples": _EARLY_INTS,
     "expect": {"wgmma": True, "tma": True, "arches": (90, 100)},
 }
@@ -83,7 +83,7 @@ COMPILE_CASES = [
     },
     {
         "name": "resample_parts",
-        "kernel": "triton_kernels.fused.parts_kernels:resample_parts_kernel",
+        "kernel": "triton_kernels.conv.plain.split_k_sum:resample_parts_kernel",
         "signature": types("*fp32", "parts_ptr", "bias_ptr", "extra_bias_ptr", "emb_ptr")
         | types("*fp32", "partial_ptr")
         | types("*bf16", "residual_ptr", "y_ptr", "resampled_ptr")
@@ -119,7 +119,7 @@ COMPILE_CASES = [
     },
     {
         "name": "sum_parts",
-        "kernel": "triton_kernels.fused.parts_kernels:sum_parts_kernel",
+        "kernel": "triton_kernels.conv.plain.split_k_sum:sum_parts_kernel",
         "signature": types("*fp32", "parts_ptr", "bias_ptr", "extra_bias_ptr", "emb_ptr")
         | types("*fp32", "partial_ptr")
         | types("*bf16", "residual_ptr", "y_ptr")
@@ -131,7 +131,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_of_sums of two tensors",
-        "kernel": "triton_kernels.fused.norm_sums_kernels:norm_sums_kernel",
+        "kernel": "triton_kernels.norm.from_partials_kernels:norm_sums_kernel",
         "signature": types("*bf16", "x1_ptr", "x2_ptr", "a_ptr")
         | types("*fp32", "partial1_ptr", "partial2_ptr", *_FILM)
         | types("i32", "stride_scale", "stride_shift", "pixels1", "pixels2")
@@ -147,7 +147,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_of_sums of one tensor",
-        "kernel": "triton_kernels.fused.norm_sums_kernels:norm_sums_kernel",
+        "kernel": "triton_kernels.norm.from_partials_kernels:norm_sums_kernel",
         "signature": types("*bf16", "x1_ptr", "a_ptr")
         | types("*fp32", "partial1_ptr", *_FILM)
         | types("i32", "stride_scale", "stride_shift", "pixels1", "pixels2")
@@ -165,7 +165,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_image_table of two tensors",
-        "kernel": "triton_kernels.fused.norm_image_table:_norm_image_table_kernel",
+        "kernel": "triton_kernels.norm.image_table:_norm_image_table_kernel",
         "signature": types("*fp32", "partial1_ptr", "partial2_ptr", "table_ptr", *_FILM)
         | types("i32", "stride_scale", "stride_shift", "pixels1", "pixels2", "C1", "C2", "GB")
         | {"eps": "fp32"},
@@ -178,7 +178,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_few of two tensors",
-        "kernel": "triton_kernels.fused.norm_few:_norm_few_kernel",
+        "kernel": "triton_kernels.norm.small_batch:_norm_few_kernel",
         "signature": types("*bf16", "x1_ptr", "x2_ptr", "large_ptr", "a_ptr")
         | types("*fp32", "partial1_ptr", "partial2_ptr", *_FILM)
         | types("i32", "stride_scale", "stride_shift", "pixels1", "pixels2")
@@ -193,7 +193,7 @@ COMPILE_CASES = [
     },
     {
         "name": "linear_norm_few beside another tensor",
-        "kernel": "triton_kernels.fused.linear_norm_few:_linear_norm_kernel",
+        "kernel": "triton_kernels.conv.plain.linear_norm:_linear_norm_kernel",
         "signature": types("*bf16", "x_ptr", "residual_ptr", "y_ptr", "x2_ptr", "a_ptr")
         | types("*fp32", "filter_bias_ptr", "weight_ptr", "bias_ptr")
         | types("tensordesc<bf16[16,256]>", "filter_desc")
@@ -208,7 +208,7 @@ COMPILE_CASES = [
     },
     {
         "name": "norm_linear_few",
-        "kernel": "triton_kernels.fused.norm_linear_few:_norm_linear_kernel",
+        "kernel": "triton_kernels.conv.plain.norm_linear:_norm_linear_kernel",
         "signature": types("*bf16", "x_ptr", "y_ptr")
         | types("*fp32", "partial_ptr", "weight_ptr", "bias_ptr", "filter_bias_ptr")
         | types("tensordesc<bf16[64,256]>", "filter_desc")
@@ -224,7 +224,7 @@ COMPILE_CASES = [
     },
     {
         "name": "attention_few",
-        "kernel": "triton_kernels.fused.attention_few:_attention_few_kernel",
+        "kernel": "triton_kernels.attention.small_batch:_attention_few_kernel",
         "signature": types("*bf16", "qkv_ptr", "o_ptr")
         | {"num_heads": "i32", "scale_log2": "fp32"},
         "constexprs": {"T": 256, "D": 32, "HEADS_QKV": False, "BLOCK_D": 32, "BLOCK_M": 64}
@@ -234,7 +234,7 @@ COMPILE_CASES = [
     },
     {
         "name": "qkv_attention",
-        "kernel": "triton_kernels.fused.attention_few:_qkv_attention_kernel",
+        "kernel": "triton_kernels.attention.small_batch:_qkv_attention_kernel",
         "signature": types("*bf16", "x_ptr", "o_ptr")
         | {"weight_desc": "tensordesc<bf16[4,32,256]>", "bias_ptr": "*fp32"}
         | {"num_heads": "i32", "scale_log2": "fp32"},
@@ -245,7 +245,7 @@ COMPILE_CASES = [
     },
     {
         "name": "begin_step",
-        "kernel": "triton_kernels.fused.begin_step:_begin_step_kernel",
+        "kernel": "triton_kernels.embedding.begin_step:_begin_step_kernel",
         "signature": types("*fp32", "x_ptr", "table_ptr", "emb_ptr")
         | {"image_ptr": "*bf16"}
         | types("*i64", "row_ptr", "index_ptr", "cleared_ptr")

@@ -6,11 +6,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from triton_kernels import column_sum, reference
-from triton_kernels.conv import columns_fwd as conv_columns_fwd
+from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
-from triton_kernels.conv import halves as conv_halves
-from triton_kernels.conv import turn as conv_turn
+from triton_kernels.conv.plain import fp16_split as conv_halves
+from triton_kernels.conv.plain import im2col_fwd as conv_columns_fwd
+from triton_kernels.conv.plain import transpose_weights as conv_turn
+from triton_kernels.reductions import column_sum
 
 from .poison import poison_outputs
 

@@ -6,9 +6,9 @@ import torch
 from triton_kernels import reference
 from triton_kernels.norm import cluster as group_norm_cluster
 from triton_kernels.norm import group_norm as group_norm_op
+from triton_kernels.norm import multi_pass as group_norm_stream
 from triton_kernels.norm import pass_grid
-from triton_kernels.norm import resident as group_norm_resident
-from triton_kernels.norm import stream as group_norm_stream
+from triton_kernels.norm import single_program as group_norm_resident
 from triton_kernels.norm.group_norm import group_norm
 
 from .poison import poison_outputs

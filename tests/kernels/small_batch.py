@@ -3,19 +3,35 @@
 import pytest
 import torch
 
-from triton_kernels.fused import (
-    attention_few,
-    begin_step,
-    conv_early,
-    conv_one_row,
-    conv_split,
-    linear_norm_few,
-    norm_few,
-    norm_image_table,
-    norm_linear_few,
-    norm_of_sums,
-    norm_tables,
-    norm_whole,
+from triton_kernels.attention import small_batch as attention_few
+from triton_kernels.conv import one_row as conv_one_row
+from triton_kernels.conv.plain import (
+    linear_norm as linear_norm_few,
+)
+from triton_kernels.conv.plain import (
+    norm_linear as norm_linear_few,
+)
+from triton_kernels.conv.plain import (
+    small_batch as conv_early,
+)
+from triton_kernels.conv.plain import (
+    split_k as conv_split,
+)
+from triton_kernels.embedding import begin_step
+from triton_kernels.norm import (
+    from_partials as norm_of_sums,
+)
+from triton_kernels.norm import (
+    image_table as norm_image_table,
+)
+from triton_kernels.norm import (
+    single_cta as norm_whole,
+)
+from triton_kernels.norm import (
+    small_batch as norm_few,
+)
+from triton_kernels.norm import (
+    tables as norm_tables,
 )
 
 from .poison import poison_outputs

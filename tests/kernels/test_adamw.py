@@ -1,12 +1,13 @@
-"""triton_kernels.adamw against the reference and against torch.optim.AdamW."""
+"""triton_kernels.optimizer.adamw against the reference and against torch.optim.AdamW."""
 
 import math
 
 import pytest
 import torch
 
-from triton_kernels import adamw, reference
-from triton_kernels.device import describe
+from triton_kernels import reference
+from triton_kernels.optimizer import adamw
+from triton_kernels.runtime.device import describe
 
 SIZES = {
     "one": 1,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.attention import attention, attention_bwd_rows, attention_fwd, head
+from triton_kernels.attention import attention, attention_bwd_rows, attention_fwd
+from triton_kernels.attention import hopper as head
 from triton_kernels.attention.configs import (
     BWD_CONFIGS,
     BWD_HEAD_CONFIGS,
@@ -16,7 +17,7 @@ from triton_kernels.attention.configs import (
     fwd_config,
 )
 from triton_kernels.attention.launch import attention_bwd
-from triton_kernels.dependent_launch import dependent_launches
+from triton_kernels.runtime.dependent_launch import dependent_launches
 
 from .distinct import distinct
 

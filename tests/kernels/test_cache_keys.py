@@ -10,7 +10,7 @@ SCRIPT = """
 import importlib, pkgutil, sys
 import triton_kernels
 from triton.runtime.jit import JITCallable
-from triton_kernels.cache_keys import settle_cache_key, settle_cache_keys
+from triton_kernels.runtime.cache_keys import settle_cache_key, settle_cache_keys
 
 functions = {}
 for module in pkgutil.walk_packages(triton_kernels.__path__, "triton_kernels."):

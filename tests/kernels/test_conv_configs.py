@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from triton_kernels.conv import conv2d as conv
-from triton_kernels.conv import gather as conv_gather
-from triton_kernels.conv import tf32x3 as conv_tf32x3
-from triton_kernels.conv import tma as conv_tma
-from triton_kernels.conv import tma_boxes
-from triton_kernels.conv import tma_stride as conv_stride
-from triton_kernels.conv import tma_wgrad as conv_tma_wgrad
-from triton_kernels.conv import turned_wgrad as conv_turned_wgrad
-from triton_kernels.conv.gluon import half_wgrad, mma_wgrad
-from triton_kernels.device import describe
+from triton_kernels.conv.hopper import fp16_split_wgrad as half_wgrad
+from triton_kernels.conv.hopper import mma_wgrad
+from triton_kernels.conv.plain import gather as conv_gather
+from triton_kernels.conv.plain import tf32x3 as conv_tf32x3
+from triton_kernels.conv.plain import tma as conv_tma
+from triton_kernels.conv.plain import tma_boxes
+from triton_kernels.conv.plain import tma_stride as conv_stride
+from triton_kernels.conv.plain import tma_wgrad as conv_tma_wgrad
+from triton_kernels.conv.plain import transposed_wgrad as conv_turned_wgrad
+from triton_kernels.runtime.device import describe
 
 from .conv_cases import (
     DTYPES,

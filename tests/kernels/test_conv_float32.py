@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from triton_kernels import reference
-from triton_kernels.conv import columns_wgrad as conv_columns_wgrad
 from triton_kernels.conv import conv2d as conv
-from triton_kernels.conv import halves as conv_halves
-from triton_kernels.conv import tf32x3 as conv_tf32x3
-from triton_kernels.conv import tma as conv_tma
-from triton_kernels.conv import turned_wgrad as conv_turned_wgrad
+from triton_kernels.conv.plain import fp16_split as conv_halves
+from triton_kernels.conv.plain import im2col_wgrad as conv_columns_wgrad
+from triton_kernels.conv.plain import tf32x3 as conv_tf32x3
+from triton_kernels.conv.plain import tma as conv_tma
+from triton_kernels.conv.plain import transposed_wgrad as conv_turned_wgrad
 
 from .conv_cases import (
     ROUNDING,

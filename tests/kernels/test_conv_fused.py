@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 
 from triton_kernels import reference
-from triton_kernels.conv import tma as conv_tma
-from triton_kernels.conv import tma_wgrad as conv_tma_wgrad
-from triton_kernels.conv import turned_wgrad as conv_turned_wgrad
-from triton_kernels.conv.tma_boxes import boxes_of_image, covering_box, image_box, row_box
-from triton_kernels.device import describe
-from triton_kernels.dropout import Mask
-from triton_kernels.fused import conv as conv_fused
-from triton_kernels.fused import conv_tiles
-from triton_kernels.fused.conv import (
+from triton_kernels.conv import fused as conv_fused
+from triton_kernels.conv.fused import (
     conv_forward,
     conv_fused_supported,
     conv_input_grad,
     conv_plain_input_grad,
     conv_weight_grad,
 )
+from triton_kernels.conv.plain import fused_tiles as conv_tiles
+from triton_kernels.conv.plain import tma as conv_tma
+from triton_kernels.conv.plain import tma_wgrad as conv_tma_wgrad
+from triton_kernels.conv.plain import transposed_wgrad as conv_turned_wgrad
+from triton_kernels.conv.plain.tma_boxes import boxes_of_image, covering_box, image_box, row_box
+from triton_kernels.noise.dropout import Mask
+from triton_kernels.runtime.device import describe
 
 from .conv_cases import MODEL
 from .distinct import distinct

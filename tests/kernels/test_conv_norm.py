@@ -5,16 +5,16 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.conv.gluon import once
-from triton_kernels.conv.gluon import tiles as gluon_tiles
-from triton_kernels.conv.tma import Config
-from triton_kernels.fused import conv_norm as fused_conv_norm
-from triton_kernels.fused.conv import conv_forward
-from triton_kernels.fused.conv_norm import NextNorm, conv_norm, norms_in_conv
+from triton_kernels.conv import conv_norm as fused_conv_norm
+from triton_kernels.conv.conv_norm import NextNorm, conv_norm, norms_in_conv
+from triton_kernels.conv.fused import conv_forward
+from triton_kernels.conv.hopper import single_tile as once
+from triton_kernels.conv.hopper import tile_mma as gluon_tiles
+from triton_kernels.conv.plain.tma import Config
 
 from .poison import poison_outputs
 from .test_conv_fused import ROUNDING, Shape, check_stats, extra_case, forward_case, relative
-from .test_conv_gluon import gpu, repeatedly
+from .test_conv_hopper import gpu, repeatedly
 
 CONFIGS = [Config(*tile) for tile in gluon_tiles.TILES]
 SHAPES = {

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.device import describe
-from triton_kernels.fused import conv as conv_fused
-from triton_kernels.fused import conv_upsampled
-from triton_kernels.fused import reference as fused_reference
+from triton_kernels.conv import fused as conv_fused
+from triton_kernels.conv import upsampled as conv_upsampled
+from triton_kernels.reference import fused as fused_reference
+from triton_kernels.runtime.device import describe
 
 from .compile_only import SHARED_LIMIT
 from .poison import poison_outputs
 from .test_conv_fused import ROUNDING, relative
-from .test_conv_gluon import gpu, repeatedly
+from .test_conv_hopper import gpu, repeatedly
 
 TILES = [conv_upsampled.Tile(pixels) for pixels in conv_upsampled.gluon_upsampled.TILES]
 PIECES = conv_upsampled.Tile(256, 1)

@@ -13,7 +13,7 @@ import torch
 import triton_kernels as ops
 from triton_kernels import reference
 from triton_kernels.denoise import loss as loss_module
-from triton_kernels.philox import REVERSE
+from triton_kernels.noise.philox import REVERSE
 
 from .distinct import distinct
 

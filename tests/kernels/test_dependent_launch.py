@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from triton_kernels import dependent_launch
-from triton_kernels.dependent_launch import dependent_launches, overlapping
-from triton_kernels.device import Device
-from triton_kernels.fused import conv
-from triton_kernels.fused.norm_passes import apply
+from triton_kernels.conv import fused as conv
+from triton_kernels.norm.passes import apply
+from triton_kernels.runtime import dependent_launch
+from triton_kernels.runtime.dependent_launch import dependent_launches, overlapping
+from triton_kernels.runtime.device import Device
 
 CUDA = torch.device("cuda")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.dropout import dropout
+from triton_kernels.noise.dropout import dropout
 
 from .poison import poison_outputs
 
@@ -14,7 +14,8 @@ from .poison import poison_outputs
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Outputs start as NaN, so an element that no program writes cannot pass."""
-    module = import_module("triton_kernels.dropout")  # the package has a function of that name
+    # the package has a function of that name
+    module = import_module("triton_kernels.noise.dropout")
     poison_outputs(monkeypatch, module)
 
 

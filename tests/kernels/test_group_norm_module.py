@@ -5,9 +5,9 @@ import inspect
 import pytest
 import torch
 
-from triton_kernels import layout
 from triton_kernels.norm import group_norm as group_norm_op
 from triton_kernels.norm.group_norm import GroupNorm
+from triton_kernels.runtime import layout
 
 from .group_norm_cases import (  # noqa: F401  a fixture and a mark for every test here
     poison_group_norm,

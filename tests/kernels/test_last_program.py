@@ -9,9 +9,9 @@ import triton
 from torch.autograd import DeviceType
 
 import triton_kernels as ops
-from triton_kernels import last_program
-from triton_kernels.adamw import norm_chunk
 from triton_kernels.denoise import loss as loss_module
+from triton_kernels.optimizer.adamw import norm_chunk
+from triton_kernels.reductions import last_program
 
 N, SHAPE = 5, (40, 37, 3)  # of each sample two programs of the loss
 REPEATS = 20

@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from triton_kernels.dependent_launch import dependent_launches
-from triton_kernels.fused import norm_attention as module
-from triton_kernels.fused import reference as fused_reference
-from triton_kernels.fused.norm_attention import (
+from triton_kernels.attention import norm_attention as module
+from triton_kernels.attention.norm_attention import (
     AttentionConfig,
     norm_attention,
     serves_norm_attention,
 )
+from triton_kernels.reference import fused as fused_reference
+from triton_kernels.runtime.dependent_launch import dependent_launches
 
 from .poison import poison_outputs
-from .test_conv_gluon import gpu, repeatedly
+from .test_conv_hopper import gpu, repeatedly
 
 # N, H, W, heads, groups, tiles of the partials or None: x is not normalized
 SHAPES = {

@@ -4,22 +4,22 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.conv.gluon import rows as gluon_rows
-from triton_kernels.conv.tma import Config
-from triton_kernels.dependent_launch import dependent_launches
-from triton_kernels.fused import norm_conv as norm_conv_module
-from triton_kernels.fused import norm_tables
-from triton_kernels.fused import reference as fused_reference
-from triton_kernels.fused.norm_conv import (
+from triton_kernels.conv import norm_conv as norm_conv_module
+from triton_kernels.conv.hopper import row_mma as gluon_rows
+from triton_kernels.conv.norm_conv import (
     norm_conv,
     norm_conv_of_two,
     serves_norm_conv,
     serves_norm_conv_of_two,
 )
+from triton_kernels.conv.plain.tma import Config
+from triton_kernels.norm import tables as norm_tables
+from triton_kernels.reference import fused as fused_reference
+from triton_kernels.runtime.dependent_launch import dependent_launches
 
 from .poison import poison_outputs
 from .test_conv_fused import Shape, check_stats, extra_case, forward_case, randn, relative
-from .test_conv_gluon import gpu, repeatedly
+from .test_conv_hopper import gpu, repeatedly
 
 EPS = 1e-5
 TWO, FOUR = Config(*gluon_rows.RESIDENT_TILE), Config(*gluon_rows.RESIDENT_TILE_OF_4)

@@ -4,12 +4,16 @@ and the way back through autograd."""
 import pytest
 import torch
 
-from triton_kernels import column_sum, reference, resample, row_sums
+from triton_kernels import reference
 from triton_kernels.activations import ACTIVATIONS
-from triton_kernels.dependent_launch import dependent_launches
-from triton_kernels.dropout import Mask
-from triton_kernels.fused import norm_passes, norm_tables, pool_partials
+from triton_kernels.noise.dropout import Mask
 from triton_kernels.norm import pass_grid
+from triton_kernels.norm import passes as norm_passes
+from triton_kernels.norm import tables as norm_tables
+from triton_kernels.reductions import column_sum, row_sums
+from triton_kernels.resample import avg_pool_partials as pool_partials
+from triton_kernels.resample import op as resample
+from triton_kernels.runtime.dependent_launch import dependent_launches
 
 from .norm_cases import (
     CASES,

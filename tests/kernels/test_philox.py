@@ -1,4 +1,4 @@
-"""Words, normals, timesteps and flips of triton_kernels.philox and .draw."""
+"""Words, normals, timesteps and flips of triton_kernels.noise.philox and .draw."""
 
 import math
 
@@ -7,8 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels import draw, reference
-from triton_kernels.philox import FLIP, INITIAL, NOISE, box_muller, philox_words
+from triton_kernels import reference
+from triton_kernels.noise import draw
+from triton_kernels.noise.philox import FLIP, INITIAL, NOISE, box_muller, philox_words
 
 RNGS = {  # seed, step
     "zero": (0, 0),

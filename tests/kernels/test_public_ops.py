@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import triton_kernels
-from triton_kernels import layout, reference
+from triton_kernels import reference
+from triton_kernels.runtime import layout
 
 OPS = [name for name in triton_kernels.__all__ if name[0].islower()]
 

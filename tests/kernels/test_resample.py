@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels import resample as module
-from triton_kernels.resample import avg_pool2d, upsample_nearest2d
-from triton_kernels.row_sums import RowSums
+from triton_kernels.reductions.row_sums import RowSums
+from triton_kernels.resample import op as module
+from triton_kernels.resample.op import avg_pool2d, upsample_nearest2d
 
 from .poison import poison_outputs
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from triton_kernels.device import describe
-from triton_kernels.fused import norm_fold, norm_tables, skip_dx
-from triton_kernels.fused import reference as fused_reference
-from triton_kernels.row_sums import RowSums
+from triton_kernels.conv import skip_dx
+from triton_kernels.norm import inline_statistics as norm_fold
+from triton_kernels.norm import tables as norm_tables
+from triton_kernels.reductions.row_sums import RowSums
+from triton_kernels.reference import fused as fused_reference
+from triton_kernels.runtime.device import describe
 
 from .poison import poison_outputs
 

@@ -1,11 +1,12 @@
-"""Attention at a small batch, and the begin of a step, against `fused.reference`."""
+"""Attention at a small batch, and the begin of a step, against `reference.fused`."""
 
 import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.fused import attention_few, begin_step
-from triton_kernels.fused import reference as fused_reference
+from triton_kernels.attention import small_batch as attention_few
+from triton_kernels.embedding import begin_step
+from triton_kernels.reference import fused as fused_reference
 
 from .small_batch import (  # noqa: F401  a fixture and a mark for every test here
     as_double,

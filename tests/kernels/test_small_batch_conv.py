@@ -1,15 +1,17 @@
-"""Convolutions at a small batch: in parts, early, by rows; against `fused.reference`."""
+"""Convolutions at a small batch: in parts, early, by rows; against `reference.fused`."""
 
 from functools import partial
 
 import pytest
 import torch
 
-from triton_kernels.conv.gluon import one_row
-from triton_kernels.fused import conv_early, conv_one_row, conv_split
-from triton_kernels.fused import reference as fused_reference
-from triton_kernels.fused.conv_early import EarlyConfig
-from triton_kernels.fused.conv_split import SplitConfig
+from triton_kernels.conv import one_row as conv_one_row
+from triton_kernels.conv.hopper import one_row
+from triton_kernels.conv.plain import small_batch as conv_early
+from triton_kernels.conv.plain import split_k as conv_split
+from triton_kernels.conv.plain.small_batch import EarlyConfig
+from triton_kernels.conv.plain.split_k import SplitConfig
+from triton_kernels.reference import fused as fused_reference
 
 from .small_batch import (  # noqa: F401  a fixture and a mark for every test here
     close,

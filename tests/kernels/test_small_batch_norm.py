@@ -3,18 +3,27 @@
 import pytest
 import torch
 
-from triton_kernels import reference, tuning
-from triton_kernels.fused import (
-    linear_norm_few,
-    norm_few,
-    norm_image_table,
-    norm_linear_few,
-    norm_of_sums,
-    norm_tables,
-    norm_whole,
+from triton_kernels import reference
+from triton_kernels.conv.plain import linear_norm as linear_norm_few
+from triton_kernels.conv.plain import norm_linear as norm_linear_few
+from triton_kernels.conv.plain.split_k import SplitConv
+from triton_kernels.norm import (
+    from_partials as norm_of_sums,
 )
-from triton_kernels.fused import reference as fused_reference
-from triton_kernels.fused.conv_split import SplitConv
+from triton_kernels.norm import (
+    image_table as norm_image_table,
+)
+from triton_kernels.norm import (
+    single_cta as norm_whole,
+)
+from triton_kernels.norm import (
+    small_batch as norm_few,
+)
+from triton_kernels.norm import (
+    tables as norm_tables,
+)
+from triton_kernels.reference import fused as fused_reference
+from triton_kernels.runtime import tuning
 
 from .small_batch import (  # noqa: F401  a fixture and a mark for every test here
     EPS,

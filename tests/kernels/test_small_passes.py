@@ -4,11 +4,15 @@ channels, the convolution of stride 2, sums that end in one launch."""
 import pytest
 import torch
 
-from triton_kernels import column_sum, reference, row_sums
-from triton_kernels.fused import activation_grad, conv_down, linear_grads, pad_channels, sinusoids
-from triton_kernels.fused import conv as conv_fused
-from triton_kernels.fused import ops as fused
-from triton_kernels.fused import reference as fused_reference
+from triton_kernels import fused_ops as fused
+from triton_kernels import reference
+from triton_kernels.conv import fused as conv_fused
+from triton_kernels.conv import stride2 as conv_down
+from triton_kernels.conv.plain import pad_channels
+from triton_kernels.embedding import linear_grads, sinusoids
+from triton_kernels.norm import activation_grad
+from triton_kernels.reductions import column_sum, row_sums
+from triton_kernels.reference import fused as fused_reference
 
 from .poison import poison_outputs
 

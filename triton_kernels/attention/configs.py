@@ -7,8 +7,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ..device import describe
-from . import head
+from ..runtime.device import describe
+from . import hopper as head
 
 _Config = TypeVar("_Config", bound=tuple)
 

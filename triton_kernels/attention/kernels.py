@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..dependent_launch import await_inputs
+from ..runtime.dependent_launch import await_inputs
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

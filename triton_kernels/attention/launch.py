@@ -7,9 +7,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ..dependent_launch import overlapping
-from ..tuning import choose, same
-from . import head
+from ..runtime.dependent_launch import overlapping
+from ..runtime.tuning import choose, same
+from . import hopper as head
 from .configs import (
     BwdConfig,
     Tile,
@@ -19,11 +19,7 @@ from .configs import (
     fwd_config,
     keeps_head,
 )
-from .kernels import (
-    attention_bwd_dkdv_kernel,
-    attention_bwd_dq_kernel,
-    attention_fwd_kernel,
-)
+from .kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 
 
 def _constants(qkv: Tensor, num_heads: int, order: str, allow_tf32: bool) -> dict:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..layout import autocast, check_nhwc
-from ..library import derivative, op
+from ..runtime.layout import autocast, check_nhwc
+from ..runtime.library import derivative, op
 from .launch import attention_bwd, attention_fwd
 
 ORDERS = ("qkv_heads", "heads_qkv")

@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..column_sum import partials, sum_partials
-from ..tuning import choose, same_tile
+from ..reductions.column_sum import partials, sum_partials
+from ..runtime.tuning import choose, same_tile
 
 
 class FwdTile(NamedTuple):

@@ -12,29 +12,30 @@ The GEMM is swapped: the filters are the left operand of tl.dot and the pixels, 
 right one, so an accumulator is [channels, pixels]. On Hopper both operands then stay in shared
 memory. (With pixels on the left Triton moves them through registers first; one such tile raced.)
 
-Paths, chosen by `_launch_fwd` and `_conv2d_wgrad` from shape, dtype and GPU: `conv.tma` with
-`conv.tma_wgrad`, and for stride 2 `conv.tma_stride`, are fast, and need channels in multiples of 16
-bytes; so do `conv.tf32x3` (float32) and `conv.turned_wgrad` with `conv.points_wgrad`,
-`conv.gluon.mma_wgrad` and `conv.gluon.half_wgrad` (float32 and TF32); `conv.columns_fwd` is a
-head's forward, `conv.columns_wgrad` a stem's weight gradient in float32; `conv.gather` serves the
-rest. Sums over pixels that are split among programs are added up in a fixed order.
+Paths, chosen by `_launch_fwd` and `_conv2d_wgrad` from shape, dtype and GPU: `conv.plain.tma` with
+`conv.plain.tma_wgrad`, and for stride 2 `conv.plain.tma_stride`, are fast, and need channels in
+multiples of 16 bytes; so do `conv.plain.tf32x3` (float32) and `conv.plain.transposed_wgrad` with
+`conv.plain.pointwise_wgrad`, `conv.hopper.mma_wgrad` and `conv.hopper.fp16_split_wgrad` (float32
+and TF32); `conv.plain.im2col_fwd` is a head's forward, `conv.plain.im2col_wgrad` a stem's weight
+gradient in float32; `conv.plain.gather` serves the rest. Sums over pixels that are split among
+programs are added up in a fixed order.
 """
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..column_sum import column_sum, partials, sum_partials
-from ..layout import DTYPES, autocast, check_nhwc, check_shape
-from ..library import derivative, op
-from . import columns_fwd as conv_columns_fwd
-from . import columns_wgrad as conv_columns_wgrad
-from . import gather as conv_gather
-from . import tf32x3 as conv_tf32x3
-from . import tma as conv_tma
-from . import tma_stride as conv_stride
-from . import tma_wgrad as conv_tma_wgrad
-from . import turned_wgrad as conv_turned_wgrad
+from ..reductions.column_sum import column_sum, partials, sum_partials
+from ..runtime.layout import DTYPES, autocast, check_nhwc, check_shape
+from ..runtime.library import derivative, op
+from .plain import gather as conv_gather
+from .plain import im2col_fwd as conv_columns_fwd
+from .plain import im2col_wgrad as conv_columns_wgrad
+from .plain import tf32x3 as conv_tf32x3
+from .plain import tma as conv_tma
+from .plain import tma_stride as conv_stride
+from .plain import tma_wgrad as conv_tma_wgrad
+from .plain import transposed_wgrad as conv_turned_wgrad
 
 # Every tile of every path; a launcher takes one as `config` instead of choosing by shape.
 _FWD_PATHS = (conv_gather, conv_tma, conv_stride, conv_tf32x3)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..layout import check_device, check_nhwc, check_shape
-from ..philox import check_rng
+from ..noise.philox import check_rng
+from ..runtime.layout import check_device, check_nhwc, check_shape
 
 
 def check_batch(images: Tensor, index: Tensor | None, flip: Tensor | None) -> int:

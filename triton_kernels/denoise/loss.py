@@ -7,9 +7,9 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..last_program import zero_counters
-from ..library import derivative, op
-from ..tuning import choose
+from ..reductions.last_program import zero_counters
+from ..runtime.library import derivative, op
+from ..runtime.tuning import choose
 from .checks import check_batch, check_output, check_process
 from .chunks import NUM_WARPS
 from .loss_kernels import denoise_loss_bwd_kernel, denoise_loss_fwd_kernel

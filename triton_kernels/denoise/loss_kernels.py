@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..last_program import fetch_slots, hand_in
+from ..reductions.last_program import fetch_slots, hand_in
 from .chunks import first_channels, locate
 from .process import clean, coefficients, noise
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..philox import NOISE, normals
+from ..noise.philox import NOISE, normals
 
 _NOISE = tl.constexpr(NOISE)
 

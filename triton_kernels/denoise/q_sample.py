@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layout import DTYPES
-from ..library import op
+from ..runtime.layout import DTYPES
+from ..runtime.library import op
 from .checks import check_batch, check_process
 from .chunks import BLOCK, NUM_WARPS, locate
 from .process import clean, coefficients, noise

@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dependent_launch import await_inputs, overlapping
-from ..layout import check_nhwc, check_shape
-from ..library import op
-from ..philox import REVERSE, check_rng, normals
+from ..noise.philox import REVERSE, check_rng, normals
+from ..runtime.dependent_launch import await_inputs, overlapping
+from ..runtime.layout import check_nhwc, check_shape
+from ..runtime.library import op
 from .checks import check_channels, check_table
 from .chunks import BLOCK, NUM_WARPS, first_channels, locate
 

@@ -12,5 +12,5 @@ Words in their names say how a kernel cuts its work, and so when it is the one t
     split   a convolution leaves its sum in parts, which the norm behind it adds. Sampling, where
             whole tiles would leave multiprocessors idle (`conv_split.worth_splitting`).
 
-`serves_...`, `..._pays` and `worth_...` beside each of them decide, and `diffusion.planned` asks.
+`serves_...`, `..._pays` and `worth_...` beside each of them decide, and `diffusion.plan` asks.
 """

@@ -8,7 +8,7 @@ A cluster of CTAS thread blocks has whole groups of one sample: PARTS blocks of 
 and each thread block every so many of their pixels. It puts its partial sums into memory, waits for
 the others at the cluster's barrier, and adds up those of all, in the same order everywhere: the
 same input gives the same bits. What the partials are and how they are merged is as in
-`norm.stream`.
+`norm.multi_pass`.
 
 The hardware starts the thread blocks of a cluster together or not at all, so that the barrier is
 safe whatever else the GPU has to do.
@@ -28,10 +28,10 @@ import triton
 from torch import Tensor
 
 from ..activations import rounded_grad
-from ..device import describe, on_gpu
-from ..gluon.descriptors import SUPPORTED, takes
-from ..tuning import choose
-from .stream import Halves, Params, empty_like, extent, row_strides
+from ..hopper.descriptors import SUPPORTED, takes
+from ..runtime.device import describe, on_gpu
+from ..runtime.tuning import choose
+from .multi_pass import Halves, Params, empty_like, extent, row_strides
 
 if SUPPORTED:
     from .cluster_grad_kernels import group_norm_cluster_bwd_kernel

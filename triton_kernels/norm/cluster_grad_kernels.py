@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ..activations import activate_affine_grad, activate_grad
-from ..gluon.pairs import round_pairs, widen_pairs
+from ..hopper.pairs import round_pairs, widen_pairs
 from .cluster_parts import (
     add_pairs,
     affine_of_sample,

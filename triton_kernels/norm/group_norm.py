@@ -16,9 +16,9 @@ With dz = dy act'(z), D = sum over pixels of dz, E = sum over pixels of dz xhat,
 z is recomputed in backward. D and E are kept per (n, c), not per group: a group may lie across the
 border of a skip concat, and the gradients of weight, bias, scale and shift come from the same sums.
 
-Small images are normalised in registers by one launch (`norm.resident`); others take three
-passes over memory forward and five backward (`norm.stream`), in three launches each. On Hopper a
-cluster of thread blocks keeps an image of a large batch in shared memory (`norm.cluster`): two
+Small images are normalised in registers by one launch (`norm.single_program`); others take three
+passes over memory forward and five backward (`norm.multi_pass`), in three launches each. On Hopper
+a cluster of thread blocks keeps an image of a large batch in shared memory (`norm.cluster`): two
 passes forward and three backward, in one launch each. The parameters' gradients are one small
 launch more.
 """
@@ -33,12 +33,11 @@ from torch.autograd.function import once_differentiable
 
 from .. import reference
 from ..activations import check_activation
-from ..layout import DTYPES, check_nhwc, check_second, check_shape, has_kernels
-from ..library import derivative, op
-from ..tuning import choose
+from ..runtime.layout import DTYPES, check_nhwc, check_second, check_shape, has_kernels
+from ..runtime.library import derivative, op
+from ..runtime.tuning import choose
 from .cluster import can_cluster, cluster_bwd, cluster_fwd
-from .resident import has_wide_rows, is_resident, resident_bwd, resident_fwd
-from .stream import (
+from .multi_pass import (
     Halves,
     Params,
     extent,
@@ -48,6 +47,7 @@ from .stream import (
     stream_stats,
     stream_sums,
 )
+from .single_program import has_wide_rows, is_resident, resident_bwd, resident_fwd
 
 # --- three ways -----------------------------------------------------------------------------------
 

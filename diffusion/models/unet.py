@@ -1,0 +1,382 @@
+"""The UNet of guided-diffusion (Dhariwal and Nichol 2021), over NHWC and a backend's ops.
+
+Parameter names are guided-diffusion's, so its state dicts load as they are. unet.cu trains the same
+network with other options: max_period=1000, conv_resample=False, zero_init=False,
+use_new_attention_order=True, num_head_channels=32 (`configs/model/unet_cu.yaml`); its names are
+mapped in `interchange`.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..runtime.backend import TORCH_FP32, Backend
+from ..sampling.guidance import drop_labels
+from .blocks import AttentionBlock, Downsample, ResBlock, Upsample
+from .layers import Conv1d, Conv2d, GroupNorm, Layer, Linear, TimestepEmbedding
+
+
+class UNet(Layer):
+    """Predicts noise (or x_0, or v) from x_t and t, and perhaps a class.
+
+    Raises ConfigError if sizes do not divide: the image by 2^(levels - 1), channels by `num_groups`
+    and by the heads.
+    """
+
+    def __init__(
+        self,
+        image_size: int | Sequence[int],  # pixels: a side, or (H, W)
+        in_channels: int,  # of the images
+        model_channels: int,  # channels at channel_mult 1
+        out_channels: int,  # in_channels, or twice as many with a learned variance
+        num_res_blocks: int,  # residual blocks a level on the way down; one more on the way up
+        attention_resolutions: Sequence[int],  # downsampling factors whose levels have attention
+        dropout: float = 0.0,  # in every residual block, behind the second norm
+        channel_mult: Sequence[float] = (1, 2, 4, 8),  # one a level
+        conv_resample: bool = True,  # convolutions in resampling; False: mean and nearest alone
+        num_classes: int | None = None,  # None: unconditional
+        label_dropout: float = 0.0,  # of training's labels; above 0: a null class, for guidance
+        num_heads: int = 1,  # of attention, if num_head_channels is -1
+        num_head_channels: int = -1,  # channels of a head; -1: channels // num_heads
+        num_heads_upsample: int = -1,  # num_heads on the way up; -1: the same
+        num_groups: int = 32,  # of every GroupNorm
+        use_scale_shift_norm: bool = False,  # the embedding modulates the norm (FiLM)
+        resblock_updown: bool = False,  # residual blocks resample, instead of layers of their own
+        use_new_attention_order: bool = False,  # qkv packed [3, heads, d]; False: [heads, 3, d]
+        max_period: float = 10000,  # of the timestep's sinusoids
+        zero_init: bool = True,  # last convolution of every block starts at zero
+        norm_eps: float = 1e-5,  # of every GroupNorm; this and the next two are for others' weights
+        freq_shift: float = 0,  # of the timestep's sinusoids, see `TimestepEmbedding`
+        downsample_padding: int = 1,  # of convolutions of stride 2; 0: see `Downsample`
+        backend: Backend = TORCH_FP32,  # who computes, and in which precision
+    ) -> None:
+        super().__init__(backend)
+        for option, value in (
+            ("channel_mult", channel_mult),
+            ("attention_resolutions", attention_resolutions),
+        ):
+            if isinstance(value, str) or not isinstance(value, Sequence):
+                raise ConfigError(f"{option}={value} is not a list of numbers")
+        sizes = (image_size,) * 2 if isinstance(image_size, int) else tuple(image_size)
+        if num_heads_upsample == -1:
+            num_heads_upsample = num_heads
+        self.image_size = sizes  # (H, W)
+        self.in_channels, self.model_channels = in_channels, model_channels
+        self.out_channels, self.num_classes = out_channels, num_classes
+        self.label_dropout = label_dropout
+        self.num_res_blocks, self.num_groups, self.dropout = num_res_blocks, num_groups, dropout
+        self.channel_mult, self.max_period = tuple(channel_mult), max_period
+        self.attention_resolutions = tuple(attention_resolutions)
+        self.conv_resample, self.resblock_updown = conv_resample, resblock_updown
+        self.use_scale_shift_norm = use_scale_shift_norm
+        self.use_new_attention_order = use_new_attention_order
+        self.num_heads, self.num_head_channels = num_heads, num_head_channels
+        self.num_heads_upsample = num_heads_upsample
+        self.norm_eps, self.freq_shift = norm_eps, freq_shift
+        self.downsample_padding = downsample_padding
+        self._check_options()
+
+        emb_channels = 4 * model_channels
+        res_blocks = 0  # so far: they number the dropout masks
+
+        def res_block(name: str, channels: int, out: int, resample: str | None = None) -> ResBlock:
+            nonlocal res_blocks
+            self._check_groups(name, channels, out)
+            block = ResBlock(
+                channels,
+                out,
+                emb_channels,
+                num_groups=num_groups,
+                norm_eps=norm_eps,
+                dropout=dropout,
+                dropout_layer=res_blocks,
+                use_scale_shift_norm=use_scale_shift_norm,
+                zero_init=zero_init,
+                resample=resample,
+                backend=backend,
+            )
+            res_blocks += 1
+            return block
+
+        def attention(name: str, channels: int, heads: int) -> AttentionBlock:
+            self._check_groups(name, channels)
+            if num_head_channels != -1:
+                heads = _divide(name, channels, "num_head_channels", num_head_channels)
+            else:
+                _divide(name, channels, "num_heads", heads)
+            return AttentionBlock(
+                channels,
+                heads,
+                num_groups=num_groups,
+                norm_eps=norm_eps,
+                order="qkv_heads" if use_new_attention_order else "heads_qkv",
+                zero_init=zero_init,
+                backend=backend,
+            )
+
+        self.timestep_embedding = TimestepEmbedding(model_channels, max_period, freq_shift)
+        self.time_embed = nn.ModuleDict(
+            {
+                "0": Linear(model_channels, emb_channels, backend=backend),
+                "2": Linear(emb_channels, emb_channels, backend=backend),
+            }
+        )
+        if num_classes is not None:
+            rows = num_classes if self.null_label is None else num_classes + 1
+            self.label_emb = nn.Embedding(rows, emb_channels)
+
+        widths = [int(mult * model_channels) for mult in self.channel_mult]
+        ch = widths[0]
+        stem = Conv2d(in_channels, ch, 3, backend=backend)
+        self.input_blocks = nn.ModuleList([nn.ModuleList([stem])])
+        skips = [ch]
+        for level, width in enumerate(widths):
+            for _ in range(num_res_blocks):
+                name = f"input_blocks.{len(self.input_blocks)}"
+                layers = [res_block(f"{name}.0", ch, width)]
+                ch = width
+                if 2**level in self.attention_resolutions:
+                    layers.append(attention(f"{name}.1", ch, num_heads))
+                self.input_blocks.append(nn.ModuleList(layers))
+                skips.append(ch)
+            if level < len(widths) - 1:
+                name = f"input_blocks.{len(self.input_blocks)}"
+                down = (
+                    res_block(f"{name}.0", ch, ch, "down")
+                    if resblock_updown
+                    else Downsample(ch, conv_resample, downsample_padding, backend)
+                )
+                self.input_blocks.append(nn.ModuleList([down]))
+                skips.append(ch)
+
+        self.middle_block = nn.ModuleList(
+            [
+                res_block("middle_block.0", ch, ch),
+                attention("middle_block.1", ch, num_heads),
+                res_block("middle_block.2", ch, ch),
+            ]
+        )
+
+        self.output_blocks = nn.ModuleList()
+        for level, width in reversed(list(enumerate(widths))):
+            for i in range(num_res_blocks + 1):
+                name = f"output_blocks.{len(self.output_blocks)}"
+                layers = [res_block(f"{name}.0", ch + skips.pop(), width)]
+                ch = width
+                if 2**level in self.attention_resolutions:
+                    layers.append(attention(f"{name}.1", ch, num_heads_upsample))
+                if level > 0 and i == num_res_blocks:
+                    layers.append(
+                        res_block(f"{name}.{len(layers)}", ch, ch, "up")
+                        if resblock_updown
+                        else Upsample(ch, conv_resample, backend)
+                    )
+                self.output_blocks.append(nn.ModuleList(layers))
+
+        self.out = nn.ModuleDict(
+            {
+                "0": GroupNorm(num_groups, ch, activation="silu", eps=norm_eps, backend=backend),
+                "2": Conv2d(ch, out_channels, 3, zero=zero_init, backend=backend),
+            }
+        )
+
+    def forward(
+        self,
+        x: Tensor,  # [N, CI, H, W]
+        t: Tensor,  # [N]
+        labels: Tensor | None = None,  # int64 [N], if the model has classes
+        *,
+        rng: Tensor | None = None,
+        first: int = 0,
+    ) -> Tensor:  # [N, CO, H, W] in channels_last memory, dtype of x
+        """`forward_nhwc` for PyTorch's order of dimensions, called as guided-diffusion's."""
+        if x.ndim != 4:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; expected [N, {self.in_channels}, H, W]"
+            )
+        nhwc = x.permute(0, 2, 3, 1).contiguous()  # no copy if x is channels_last
+        y = self.forward_nhwc(nhwc, t, labels, rng=rng, first=first)
+        return y.permute(0, 3, 1, 2).to(x.dtype)
+
+    def forward_nhwc(
+        self,
+        x: Tensor,  # [N, H, W, CI]
+        t: Tensor,  # int64 or float [N]
+        labels: Tensor | None = None,  # int64 [N], if the model has classes
+        *,
+        rng: Tensor | None = None,  # int64 [2]: seed, step; needed for dropout in training
+        first: int = 0,  # global index of sample 0, which keys its dropout masks and label
+    ) -> Tensor:  # [N, H, W, CO], dtype of the backend
+        """The network. H and W may differ from `image_size`, but have to be divisible alike.
+
+        Raises ValueError for a wrong shape, labels that are missing, not wanted or (on the CPU,
+        where looking costs nothing) out of range, and dropout in training without `rng`.
+        """
+        self._check_inputs(x, t, labels, rng)
+        emb = self.embed(t, labels, rng, first)
+
+        def run(block: nn.ModuleList, h: Tensor) -> Tensor:
+            for layer in block:
+                h = layer(h, emb, rng, first) if isinstance(layer, ResBlock) else layer(h)
+            return h
+
+        h = x.to(self.backend.dtype)
+        skips = []
+        for block in self.input_blocks:
+            h = run(block, h)
+            skips.append(h)
+        h = run(self.middle_block, h)
+        for block in self.output_blocks:
+            h = run(block, torch.cat((h, skips.pop()), dim=3))
+        return self.out["2"](self.out["0"](h))
+
+    def embed(
+        self,
+        t: Tensor,
+        labels: Tensor | None,
+        rng: Tensor | None,
+        first: int,
+        linear: Callable[[Linear, Tensor], Tensor] = Linear.__call__,
+        sinusoids: Callable[[Tensor], Tensor] | None = None,  # in place of timestep_embedding
+    ) -> Tensor:
+        """SiLU of the embedding of t and labels, [N, E], float32 in every precision."""
+        emb = linear(self.time_embed["0"], (sinusoids or self.timestep_embedding)(t))
+        emb = linear(self.time_embed["2"], F.silu(emb))
+        if self.num_classes is not None:
+            if self.training and self.label_dropout > 0:
+                labels = drop_labels(labels, rng, self.label_dropout, self.null_label, first=first)
+            emb = emb + self.label_emb(labels)
+        return F.silu(emb)
+
+    @property
+    def null_label(self) -> int | None:
+        """The label of the null class, which stands for no label: the last row of the embedding."""
+        return self.num_classes if self.label_dropout > 0 else None
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    @property
+    def flops_per_image(self) -> int:
+        """Floating-point operations of one forward pass over one image of `image_size`, counting
+        convolutions, linear layers and attention. A training step takes three times as many."""
+        macs = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
+        pixels = self.image_size[0] * self.image_size[1]
+        for layer in self.layers():
+            # whatever resamples does so before its convolutions
+            resample = getattr(layer, "resample", None)
+            if isinstance(layer, Downsample) or resample == "down":
+                pixels //= 4
+            elif isinstance(layer, Upsample) or resample == "up":
+                pixels *= 4
+            for module in layer.modules():
+                if isinstance(module, Conv2d | Conv1d):
+                    macs += pixels * module.weight.numel()
+                elif isinstance(module, AttentionBlock):
+                    macs += 2 * pixels**2 * module.channels
+        return 2 * macs
+
+    def layers(self) -> Iterator[nn.Module]:
+        """The layers through which an image passes, in order."""
+        for block in (*self.input_blocks, self.middle_block, *self.output_blocks):
+            yield from block
+        yield self.out
+
+    def _check_options(self) -> None:
+        if not self.channel_mult or min(self.channel_mult) <= 0:
+            raise ConfigError(f"channel_mult={self.channel_mult}; expected positive numbers")
+        factor = 2 ** (len(self.channel_mult) - 1)
+        if len(self.image_size) != 2 or any(s <= 0 or s % factor for s in self.image_size):
+            raise ConfigError(
+                f"image_size={self.image_size} does not suit {len(self.channel_mult)} levels; "
+                f"height and width have to be multiples of {factor}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout={self.dropout} is no probability below 1")
+        if not 0 <= self.label_dropout < 1:
+            raise ConfigError(f"label_dropout={self.label_dropout} is no probability below 1")
+        if self.label_dropout > 0 and self.num_classes is None:
+            raise ConfigError(
+                f"label_dropout={self.label_dropout} needs classes: give num_classes, or leave it 0"
+            )
+        for name in ("in_channels", "model_channels", "out_channels", "num_res_blocks"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value} has to be a whole number of at least 1")
+        if self.max_period <= 0:
+            raise ConfigError(f"max_period={self.max_period} has to be positive")
+        if self.norm_eps <= 0:
+            raise ConfigError(f"norm_eps={self.norm_eps} has to be positive")
+        if self.freq_shift and self.freq_shift >= self.model_channels // 2:
+            raise ConfigError(
+                f"freq_shift={self.freq_shift} has to be below model_channels // 2,"
+                f" {self.model_channels // 2}"
+            )
+        if self.downsample_padding not in (0, 1):
+            raise ConfigError(f"downsample_padding={self.downsample_padding}; choose one of 0, 1")
+        for name in ("num_heads", "num_head_channels", "num_heads_upsample"):
+            value = getattr(self, name)
+            if value < 1 and value != -1:
+                raise ConfigError(f"{name}={value}; expected at least 1, or -1")
+        if self.num_classes is not None and self.num_classes < 1:
+            raise ConfigError(f"num_classes={self.num_classes}; expected at least 1, or null")
+        factors = [2**level for level in range(len(self.channel_mult))]
+        for value in self.attention_resolutions:
+            if value not in factors:
+                warnings.warn(
+                    f"attention_resolutions has {value}, which is none of this model's "
+                    f"downsampling factors {factors}: it has no effect",
+                    stacklevel=3,
+                )
+
+    def _check_groups(self, name: str, *channels: int) -> None:
+        for c in channels:
+            _divide(name, c, "num_groups", self.num_groups)
+
+    def _check_inputs(
+        self, x: Tensor, t: Tensor, labels: Tensor | None, rng: Tensor | None
+    ) -> None:
+        if x.ndim != 4 or x.shape[3] != self.in_channels:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; expected [N, H, W, {self.in_channels}]"
+            )
+        if not x.is_contiguous():
+            raise ValueError(f"x has strides {x.stride()}; expected contiguous NHWC")
+        n, h, w, _ = x.shape
+        factor = 2 ** (len(self.channel_mult) - 1)
+        if h % factor or w % factor:
+            raise ValueError(f"x is {h}x{w} pixels; both have to be multiples of {factor}")
+        if t.shape != (n,):
+            raise ValueError(f"t has shape {tuple(t.shape)}; expected ({n},)")
+        if self.num_classes is None:
+            if labels is not None:
+                raise ValueError("labels were given, but the model has no classes (num_classes)")
+        elif labels is None:
+            raise ValueError(f"labels are missing; the model has num_classes={self.num_classes}")
+        elif labels.shape != (n,):
+            raise ValueError(f"labels have shape {tuple(labels.shape)}; expected ({n},)")
+        elif labels.device.type == "cpu" and not torch.compiler.is_compiling() and n > 0:
+            low, high = int(labels.min()), int(labels.max())
+            if low < 0 or high >= self.label_emb.num_embeddings:
+                raise ValueError(
+                    f"labels lie in [{low}, {high}];"
+                    f" expected [0, {self.label_emb.num_embeddings - 1}]"
+                )
+        if self.training and rng is None:
+            for name in ("dropout", "label_dropout"):
+                if getattr(self, name) > 0:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} in training needs rng (seed, step)"
+                    )
+
+
+def _divide(name: str, channels: int, option: str, value: int) -> int:
+    """channels // value, or a ConfigError that names the layer and the option."""
+    if value < 1 or channels % value:
+        raise ConfigError(f"{option}={value} does not divide the {channels} channels of {name}")
+    return channels // value

@@ -1,0 +1,160 @@
+"""The embedding of the planned network: the layers that make it, and what each block takes of it.
+
+Its kernels are small. They run on a stream of their own beside the stem's convolution, and their
+backward pass as soon as the last block has written its part of the gradient.
+"""
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from ..models.blocks import ResBlock
+from ..models.flat_parameters import FlatParameters
+from ..models.layers import Linear
+from ..models.unet import UNet
+
+TOGETHER = ("emb_layers.1.weight", "emb_layers.1.bias")  # for FlatParameters
+
+
+@dataclass
+class Step:
+    """What one pass forward and backward has beside images."""
+
+    rows: Tensor  # [N, E], what `EmbeddingLayers` gives, with its graph
+    d_emb: Tensor  # [N, E], its gradient, to be written
+    rng: Tensor | None  # int64 [2]: seed, step
+    first: int  # global index of sample 0
+    ready: torch.cuda.Event | None = None  # when `rows` are there; None: they are
+    blocks: int = 0  # that have not written their part of d_emb
+    written: torch.cuda.Event | None = None  # when they have; None: it is there
+
+    @property
+    def emb(self) -> Tensor:
+        """`rows`, which the current stream waits for."""
+        if self.ready is not None:
+            torch.cuda.current_stream().wait_event(self.ready)
+            self.ready = None
+        return self.rows.detach()
+
+    def block_done(self) -> None:
+        """One more block has written its part of d_emb."""
+        self.blocks -= 1
+        if self.blocks == 0 and self.d_emb.is_cuda:
+            self.written = torch.cuda.current_stream().record_event()
+
+
+class EmbeddingLayers:
+    """The blocks' projections of the embedding as one matrix product.
+
+    The flat buffer holds their weights, and their biases, side by side (see `TOGETHER`), and one
+    leaf each covers them all. These layers are under autograd, in a graph of their own, but for the
+    gradients of weights and biases, which go straight into the flat buffer.
+    """
+
+    def __init__(self, model: UNet, flat: FlatParameters, kernels: ModuleType) -> None:
+        self.model, self.kernels = model, kernels
+        device = flat.param.device
+        # its kernels are small, and would wait for the programs of the stem's convolution
+        high = {"priority": -1}
+        self._stream = torch.cuda.Stream(device, **high) if device.type == "cuda" else None
+        self._begin: torch.cuda.Event | None = None  # after it the inputs are there
+        names = [name for name, module in model.named_modules() if isinstance(module, ResBlock)]
+        self._columns, start = {}, 0
+        for name in names:
+            width = model.get_submodule(f"{name}.emb_layers.1").weight.shape[0]
+            self._columns[name] = slice(start, start + width)
+            start += width
+        self.blocks = len(names)
+        self._step: Step | None = None  # kept while its backward pass may still run
+        weights = [f"{name}.emb_layers.1.weight" for name in names]
+        biases = [f"{name}.emb_layers.1.bias" for name in names]
+        self.projection = Linear(4 * model.model_channels, start, backend=model.backend)
+        self.projection.weight = _joined(flat, weights, (start, 4 * model.model_channels))
+        self.projection.bias = _joined(flat, biases, (start,))
+
+    def columns(self, name: str) -> slice:
+        """The columns of a block in `__call__`'s result."""
+        return self._columns[name]
+
+    def __call__(self, *inputs) -> Tensor:  # those of UNet.embed -> [N, sum of the widths]
+        return self._linear(
+            self.projection, self.model.embed(*inputs, self._linear, self._sinusoids)
+        )
+
+    def begin(self) -> None:
+        """The inputs of the next call of `beside` are there, as of the current stream. Without this
+        they are when it is called."""
+        if self._stream is not None:
+            self._begin = torch.cuda.current_stream().record_event()
+
+    def beside(self, *inputs) -> tuple[Tensor, torch.cuda.Event | None]:
+        """The same on a stream of its own, and when it is done."""
+        if self._stream is None:
+            return self(*inputs), None
+        if self._begin is None:
+            self.begin()
+        self._stream.wait_event(self._begin)
+        self._begin = None
+        with torch.cuda.stream(self._stream):
+            return self(*inputs), self._stream.record_event()
+
+    def backward(self, step: Step) -> None:
+        """The backward pass of these layers, on the same stream, as soon as `step.d_emb` is there:
+        that is before the first block's last convolution. `join` waits for it."""
+        if not step.rows.requires_grad:
+            return
+        if self._stream is None:
+            torch.autograd.backward(step.rows, step.d_emb)
+            return
+        self._stream.wait_event(step.written)
+        with torch.cuda.stream(self._stream):
+            torch.autograd.backward(step.rows, step.d_emb)
+        self._step = step
+
+    def join(self) -> None:
+        """Let the current stream wait for them."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        self._step = None
+
+    def _sinusoids(self, t: Tensor) -> Tensor:
+        frequencies = self.model.timestep_embedding.frequencies
+        return self.kernels.sinusoids(t, frequencies, self.model.model_channels)
+
+    def _linear(self, layer: Linear, x: Tensor) -> Tensor:
+        return _AccumulatingLinear.apply(x, layer.weight, layer, self.kernels)
+
+
+class _AccumulatingLinear(torch.autograd.Function):
+    """A linear layer that adds to the gradients of its parameters, which spares autograd's adds."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, layer: Linear, kernels: ModuleType) -> Tensor:
+        ctx.save_for_backward(x, weight)  # autograd has to see one parameter, or stops here
+        ctx.layer, ctx.kernels = layer, kernels
+        return layer(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), layer = ctx.saved_tensors, ctx.layer
+        grads = layer.weight.grad, layer.bias.grad
+        need_dx = ctx.needs_input_grad[0]
+        dx = ctx.kernels.linear_grads(x, dy.contiguous(), weight, *grads, need_dx)
+        return dx, None, None, None
+
+
+def _joined(flat: FlatParameters, names: list[str], shape: tuple[int, ...]) -> nn.Parameter:
+    """One parameter over neighbours in the flat buffer."""
+    values = flat.views(flat.param)
+    offset = values[names[0]].storage_offset()
+    end = offset
+    for name in names:
+        if values[name].storage_offset() != end:
+            raise ValueError(f"{name} does not follow its neighbour in the flat buffer")
+        end += values[name].numel()
+    joined = nn.Parameter(flat.param[offset:end].view(shape))
+    joined.grad = flat.grad[offset:end].view(shape)
+    return joined

@@ -1,0 +1,1 @@
+"""The diffusion process: noise schedules, prediction targets, losses."""

@@ -1,0 +1,181 @@
+"""Runs side by side: what was set otherwise, what came of it."""
+
+import csv
+import io
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import ConfigError, writing
+from ..tracking.pictures import draw_loss_curves
+from ..tracking.run_log import write_whole
+from ..settings import construct, shown
+
+_WHERE = ("run_dir", "device")  # it was trained, and not what
+_TAIL = 5  # rows of the metrics whose mean is the loss at the end
+_DRAWN = (".md", ".csv")
+
+
+@dataclass(frozen=True)
+class ReportSettings:
+    """The configuration; see configs/report.yaml."""
+
+    runs: str | list[str]
+    out: str | None = None
+    sort: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.out is not None and Path(self.out).suffix not in _DRAWN:
+            raise ConfigError(f"out={self.out}; expected a {' or a '.join(_DRAWN)}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder, read."""
+
+    folder: Path
+    config: dict[str, Any]  # by dotted key
+    results: dict[str, float]  # by column
+
+
+def report(config: dict[str, Any]) -> list[dict[str, str]]:
+    """Print the runs as a table of Markdown and return its rows; with `out` write it, and the
+    curves of their losses as a PNG beside it. ConfigError: there are no runs, or no such column."""
+    settings = construct(ReportSettings, config, "")
+    given = [settings.runs] if isinstance(settings.runs, str) else settings.runs
+    runs = [read_run(folder) for path in given for folder in find_runs(Path(path))]
+    rows = table(runs)
+    losses = {row["run"]: _losses(run.folder) for row, run in zip(rows, runs, strict=True)}
+    if settings.sort is not None:
+        if settings.sort not in rows[0]:
+            raise ConfigError(
+                f"sort={settings.sort} is no column; choose from {', '.join(rows[0])}"
+            )
+        rows.sort(key=lambda row: _order(row[settings.sort]))
+    text = markdown(rows)
+    print(text, end="")
+    if settings.out is not None:
+        out = Path(settings.out)
+        with writing(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            picture = out.with_suffix(".png")
+            page = f"{text}\n![Losses of the runs over their steps](<{picture.name}>)\n"
+            write_whole(out, page if out.suffix == ".md" else _as_csv(rows))
+            draw_loss_curves(losses, picture)
+        print(f"{out} and {out.with_suffix('.png').name}")
+    return rows
+
+
+def find_runs(path: Path) -> Iterator[Path]:
+    """The folders of runs in a folder, itself among them, in the order of their names. ConfigError:
+    there is none."""
+    if not path.is_dir():
+        raise ConfigError(f"runs={path} is no folder")
+    found = sorted(
+        (
+            file.parent
+            for file in path.rglob("metrics.csv")
+            if (file.parent / "config.yaml").exists()
+        ),
+        key=lambda folder: [(len(part), part) for part in folder.parts],  # 2 before 10
+    )
+    if not found:
+        raise ConfigError(f"runs={path} holds no run, which has a config.yaml and a metrics.csv")
+    yield from found
+
+
+def read_run(folder: Path) -> Run:
+    """What a run was told and what came of it: the last of its metrics and scores, the medians of
+    its speed, the last of its evaluations."""
+    with open(folder / "config.yaml") as file:
+        config = dict(_dotted(yaml.safe_load(file) or {}))
+    metrics = _rows(folder / "metrics.csv")
+    results = {}
+    if metrics:
+        last = metrics[-1]
+        results["step"] = float(last["step"])
+        results["loss"] = statistics.fmean(float(row["loss"]) for row in metrics[-_TAIL:])
+        results["per_s"] = statistics.median(float(row["images_per_s"]) for row in metrics)
+        results["minutes"] = float(last["seconds"]) / 60
+    for name, wanted in (("scores.csv", None), ("evaluations.csv", ("fid", "kid", "n"))):
+        for key, value in (_rows(folder / name) or [{}])[-1].items():
+            if value and key != "step" and (wanted is None or key in wanted):
+                results[f"images of {name[:-4]}" if key == "n" else key] = float(value)
+    return Run(folder, config, results)
+
+
+def table(runs: Sequence[Run]) -> list[dict[str, str]]:
+    """A row a run: its name, the settings in which the runs differ, and the results."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.config))
+    changed = [key for key in keys if _differs(key, runs)]
+    columns = list(dict.fromkeys(key for run in runs for key in run.results))
+    shared = _shared([run.folder for run in runs])
+    return [
+        {"run": "/".join(run.folder.parts[shared:])}
+        | {key: shown(run.config[key]) if key in run.config else "-" for key in changed}
+        | {key: f"{run.results[key]:.6g}" if key in run.results else "-" for key in columns}
+        for run in runs
+    ]
+
+
+def markdown(rows: Sequence[dict[str, str]]) -> str:
+    """The rows as a table whose columns stand in line."""
+    names = list(rows[0])
+    lines = [names, *([row[name] for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+    ruled = [lines[0], ["-" * width for width in widths], *lines[1:]]
+    padded = (
+        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in ruled
+    )
+    return "".join(f"| {' | '.join(line)} |\n" for line in padded)
+
+
+def _as_csv(rows: Sequence[dict[str, str]]) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _differs(key: str, runs: Sequence[Run]) -> bool:
+    return key not in _WHERE and len({shown(run.config.get(key)) for run in runs}) > 1
+
+
+def _shared(folders: Sequence[Path]) -> int:
+    """How many parts at the beginning of the paths are the same, but for the last part."""
+    least = min(len(folder.parts) for folder in folders) - 1
+    same = (len({folder.parts[i] for folder in folders}) == 1 for i in range(least))
+    return next((i for i, equal in enumerate(same) if not equal), least)
+
+
+def _order(cell: str) -> tuple[bool, float | str]:
+    """Numbers as such, what is missing last."""
+    try:
+        return (False, float(cell))
+    except ValueError:
+        return (True, cell)
+
+
+def _dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return [row for row in csv.DictReader(file) if None not in row.values()]
+
+
+def _losses(folder: Path) -> tuple[list[int], list[float]]:
+    rows = _rows(folder / "metrics.csv")
+    return [int(row["step"]) for row in rows], [float(row["loss"]) for row in rows]

@@ -1,0 +1,276 @@
+"""A sampling run from a plain dict: load the network, draw, save."""
+
+import atexit
+import os
+import time
+import warnings
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from ..runtime.precompile import DRAWN, compile_ahead
+from ..build import check_sampler
+from ..runtime.distributed import Processes, choose_device
+from ..sampling.draw import cut, draw, rehearse
+from ..errors import ConfigError, check_writable, writing
+from ..sampling.guidance import check_scale
+from ..tracking.pictures import grid
+from ..plan.inference import InferenceUNet, sampling_network
+from ..sampling.sampler import Sampler
+from ..settings import construct, shown
+from ..formats.trained import Trained, TrainedSettings
+
+_GRID_OF = 100  # images at most in the grid that comes with a folder of images
+_FILES = (".png", ".npz")
+_LINE_EVERY = 30.0  # seconds, of progress that no terminal shows
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawSettings(TrainedSettings):
+    """What the configurations of `sample.py` and `tools/evaluate.py` say of how to draw."""
+
+    n: int = 16
+    sampler: str = "ddim"
+    steps: int | str | list[int] | None = 50
+    spacing: str | None = None
+    eta: float = 0.0
+    clip: float | None = 1.0
+    seed: int = 0
+    guidance: float = 1.0
+    batch_size: int = 64
+    backend: str = "auto"
+    device: str = "auto"
+    precision: str | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("n", "batch_size"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key}={getattr(self, key)}; expected at least 1")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed}; expected a whole number from 0 to 2^63 - 1")
+        check_sampler(self.sampler)
+        check_scale(self.guidance)
+
+    def load_and_choose(self) -> tuple[Trained, Sampler]:
+        """The network on its device, and what draws with it. Raises ConfigError."""
+        device = choose_device(self.device)
+        trained = self.load(device, backend=self.backend, precision=self.precision)
+        return trained, trained.sampler(
+            device,
+            sampler=self.sampler,
+            steps=self.steps,
+            spacing=self.spacing,
+            eta=self.eta,
+            clip=self.clip,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSettings(DrawSettings):
+    """The configuration; see configs/sample.yaml."""
+
+    label: Any = None  # name or number of a class
+    out: str | None = None
+
+
+def sample(config: dict[str, Any]) -> Path:
+    """Draw as configured; returns the path of the picture, file or folder."""
+    settings = construct(SampleSettings, config, "")
+    trained, sampler = settings.load_and_choose()
+    out = Path(settings.out or _default_out(settings, trained))
+    _check_out(out, trained.image_shape[2])
+    labels = choose_labels(settings.label, settings.n, trained)
+    images = draw_all(settings, trained, sampler, labels)
+    if images is not None:
+        with writing(out):
+            _save(images, out, None if labels is None else labels.cpu().numpy())
+        print(f"{settings.n} images of {settings.ckpt} in {out}")
+    return out
+
+
+def draw_all(
+    settings: DrawSettings,
+    trained: Trained,
+    sampler: Sampler,
+    labels: Tensor | None,  # int64 [n]
+) -> np.ndarray | None:
+    """uint8 [n, H, W, C], with progress shown; under torchrun every process draws a share, the
+    first has them all and the others None."""
+    backend, n = trained.model.backend, settings.n
+    processes = Processes(next(trained.model.parameters()).device)
+    atexit.register(processes.close)  # the next job of a sweep draws in this group
+    share = -(-n // processes.count)
+    first = processes.rank * share
+    network = sampling_network(trained.model.eval())
+    if processes.is_first:
+        how = "the fused plan" if isinstance(network, InferenceUNet) else "layer by layer"
+        how += f", {processes.count} processes" if processes.count > 1 else ""
+        print(f"drawing in {backend.dtype} with backend {backend.name}, {how}")
+    if isinstance(network, InferenceUNet):
+        _compile_ahead(settings, trained, share)
+        processes.wait()  # for the first of each machine, which compiles
+    hidden = None if processes.is_first else True  # None: shown on a terminal only
+    began = last = time.monotonic()
+    with tqdm(unit="step", dynamic_ncols=True, disable=hidden) as bar:
+
+        def report(done: int, total: int) -> None:
+            nonlocal last
+            bar.total = total
+            bar.update(done - bar.n)
+            now = time.monotonic()
+            if processes.is_first and bar.disable and now - last >= _LINE_EVERY:  # into a log
+                last, left = now, (now - began) / done * (total - done)
+                print(f"step {done}/{total}  ETA {tqdm.format_interval(left)}", flush=True)
+
+        images = draw(
+            trained.model,
+            sampler,
+            share,
+            trained.image_shape,
+            seed=settings.seed,
+            first=first,
+            labels=None if labels is None else labels[torch.arange(first, first + share) % n],
+            guidance=settings.guidance,
+            batch_size=settings.batch_size,
+            progress=report,
+            network=network,
+        )
+    gathered = processes.gather(torch.from_numpy(images))
+    return None if gathered is None else gathered[:n].numpy()
+
+
+def rehearse_drawing(settings: DrawSettings) -> None:
+    """Launch what `draw_all` launches for these settings, of one process; see
+    `triton_kernels.runtime.launch_recorder`."""
+    trained, sampler = settings.load_and_choose()
+    rehearse(
+        trained.model,
+        sampler,
+        settings.n,
+        trained.image_shape,
+        labels=choose_labels(None, settings.n, trained),
+        guidance=settings.guidance,
+        batch_size=settings.batch_size,
+        network=sampling_network(trained.model.eval()),
+    )
+
+
+def _compile_ahead(
+    settings: DrawSettings,
+    trained: Trained,
+    share: int,  # images of this process
+) -> None:
+    """So that the first chain does not begin with minutes of compiling. The kernel or two that
+    another sampler has, or another number of steps, are not worth a look by many processes."""
+    job = {field.name: getattr(settings, field.name) for field in fields(DrawSettings)}
+    job["n"], model = share, trained.model
+    kernels_of = {
+        "model": trained.settings,
+        "image": trained.image_shape,
+        "variance": trained.process.variance,
+        "precision": model.backend.precision,
+        "images": cut(share, settings.batch_size)[1],
+        "guided": settings.guidance != 1,
+    }
+    device = next(model.parameters()).device
+    compile_ahead("sample", job, kernels_of, device, DRAWN * model.num_parameters)
+
+
+def _default_out(settings: SampleSettings, trained: Trained) -> Path:
+    """Beside the run, named after the weights and how the pictures are drawn with them: what is
+    drawn otherwise does not replace them."""
+    steps = settings.steps or ""
+    steps = "-".join(map(str, steps)) if isinstance(steps, list) else str(steps)
+    ema = "" if settings.ema is True else f"_ema{settings.ema or '-false'}"
+    name = f"{trained.name}{ema}_{settings.sampler}"
+    name += f"-{steps}" if steps[:1].isalpha() else steps
+    for key in ("spacing", "eta", "clip", "label", "guidance"):
+        value = getattr(settings, key)
+        if value != getattr(SampleSettings, key):
+            name += f"_{key}{'' if type(value) in (int, float) else '-'}{shown(value)}"
+    name = f"{name}_{settings.seed}.png".replace("/", "-")  # of a class's name
+    if trained.run_dir is None:
+        return Path(name)
+    return trained.run_dir / "samples" / f"sample_{name}"
+
+
+def choose_labels(label: Any, n: int, trained: Trained) -> Tensor | None:
+    """Of n images the class, by name or number, or all in turn; None if the network has none.
+    ConfigError: there is no such class."""
+    num_classes = trained.model.num_classes
+    device = next(trained.model.parameters()).device
+    if num_classes is None:
+        if label is not None:
+            raise ConfigError(f"label={label}, but the model has no classes; leave it out")
+        return None
+    if label is None:
+        return torch.arange(n, device=device) % num_classes
+    names = trained.class_names or ()
+    if str(label) in names:
+        label = names.index(str(label))
+    if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < num_classes:
+        valid = ", ".join(names) if names else f"0 to {num_classes - 1}"
+        raise ConfigError(f"label={label} is unknown; the model has {num_classes} classes: {valid}")
+    return torch.full((n,), label, device=device)
+
+
+def _is_folder(out: Path) -> bool:
+    """Whether one PNG an image goes there. The name of a folder may have a dot if it exists."""
+    return not out.suffix or (out.suffix not in _FILES and out.is_dir())
+
+
+def _check_out(out: Path, channels: int) -> None:
+    if _is_folder(out):
+        if channels > 4:
+            raise ConfigError(f"out={out}: a PNG has no {channels} channels; expected a .npz")
+        if out.is_file():
+            raise ConfigError(f"out={out} is a file; expected a folder, a .png (grid) or a .npz")
+        check_writable(out / "0.png")
+        return
+    if out.suffix not in _FILES:
+        raise ConfigError(
+            f"out={out}; expected a .png (grid), a .npz or a folder (one whose name has a dot has"
+            " to be there)"
+        )
+    if out.is_dir():
+        raise ConfigError(f"out={out} is a folder; expected a file")
+    check_writable(out)
+
+
+def _save(
+    images: np.ndarray,  # uint8 [N, H, W, C]
+    out: Path,
+    labels: np.ndarray | None = None,  # int64 [N]
+) -> None:
+    """As a grid, as guided-diffusion's .npz, or one PNG an image and a grid."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not _is_folder(out):
+        partial = out.with_name(f".writing_{out.name}")  # on a full disk, what is there stays
+        try:
+            if out.suffix == ".png":
+                grid(images).save(partial)
+            else:
+                np.savez(partial, images, *([] if labels is None else [labels]))  # arr_0, arr_1
+            os.replace(partial, out)
+        finally:
+            partial.unlink(missing_ok=True)
+    else:
+        out.mkdir(exist_ok=True)
+        for i, image in enumerate(images):
+            pixels = image[..., 0] if image.shape[2] == 1 else image
+            Image.fromarray(pixels).save(out / f"{i:06d}.png")
+        grid(images[:_GRID_OF]).save(out / "grid.png")
+        numbers = [path.stem for path in out.glob("[0-9]*.png") if path.stem.isdecimal()]
+        older = sum(int(number) >= len(images) for number in numbers)
+        if older:
+            warnings.warn(
+                f"{out} has {older} images more, of an earlier drawing; these are numbers 0 to"
+                f" {len(images) - 1}",
+                stacklevel=2,
+            )

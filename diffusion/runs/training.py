@@ -1,0 +1,321 @@
+"""A training run from a plain dict: check, build, train."""
+
+import atexit
+import logging
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import yaml
+from torch import nn
+from tqdm import tqdm
+
+from ..runtime.precompile import TRAINED, compile_ahead, described
+from ..runtime.backend import Backend, choose_backend, determinism
+from ..build import POLICY_MODELS, Process
+from ..formats.checkpoint import find_checkpoint, latest_checkpoint, load_into, read_state
+from ..data.batches import Samples
+from ..runtime.distributed import Processes, choose_device, own_rank
+from ..errors import ConfigError, writing
+from ..models.flat_parameters import FlatParameters
+from ..training.image_task import ImageTask
+from ..training.optimizer import Optimizer, OptimizerSettings
+from ..plan.embedding import TOGETHER
+from ..plan.unet import FusedUNet
+from ..policies.task import LOADERS, PolicyTask
+from ..tracking.run_log import Preview, last_loss, log_file, write_whole
+from ..settings import check_keys, construct, shown
+from ..training.build_step import build_step
+from ..training.train_step import TrainStep
+from ..formats.trained import load_initial
+from ..training.trainer import Trainer, TrainSettings
+
+log = logging.getLogger(__name__)
+
+_WHERE = ("backend", "device", "run_dir")  # it is trained, and not what
+_GROUPS = ("dataset", "model", "diffusion", "optim", "train", *_WHERE)
+
+
+class Task(Protocol):
+    """What differs between learning images and learning to act. The constructor takes the groups
+    `dataset` and `model` and loads the data; `str` of a task describes them in a line."""
+
+    noun: str  # what the data set consists of
+    samples: Samples
+    flip: bool  # mirror half of the samples
+    notes: list[str]  # for the terminal and the log file
+    remarks: list[str]  # for the log file alone
+
+    @staticmethod
+    def check(
+        dataset: dict[str, Any], model: dict[str, Any], process: Process, backend: Backend
+    ) -> None:
+        """Raise ConfigError for what is wrong with the settings, as far as that shows before the
+        data are there: loading them can take minutes."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to say about the data."""
+
+    def check_resumed(self, state: dict[str, Any]) -> None:
+        """Raise ConfigError if a checkpoint with this state cannot go on with this data."""
+
+    def build_model(self, process: Process, backend: Backend, device: torch.device) -> nn.Module:
+        """The network for this data. Raises ConfigError if they do not fit."""
+
+    def preview(
+        self, model: nn.Module, process: Process, settings: TrainSettings, device: torch.device
+    ) -> Callable[[], Preview] | None:
+        """What to call for a look at the model; None if there is nothing to see."""
+
+
+_TASKS: dict[str, type[Task]] = dict.fromkeys(LOADERS, PolicyTask)  # all others are images
+
+
+def train(config: dict[str, Any], run_dir: Path, *, sweep: bool = False) -> float:
+    """Run the configuration in `run_dir` and return the final loss (for sweepers). In a `sweep` a
+    job that has been done is passed over, so that one which was interrupted can be begun again."""
+    _check_groups(config)
+    settings = construct(TrainSettings, config["train"], "train")
+    with determinism(settings.deterministic):
+        return _train(config, settings, run_dir, sweep)
+
+
+def _train(config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep: bool) -> float:
+    optim = construct(OptimizerSettings, config["optim"], "optim")
+    process = construct(Process, config["diffusion"], "diffusion")
+    device = choose_device(config["device"])
+    backend = choose_backend(config["backend"], settings.precision, device)
+    make_task = _TASKS.get(config["dataset"]["name"], ImageTask)
+    make_task.check(config["dataset"], config["model"], process, backend)
+    _check_run_dir(run_dir)
+    resume_from = _resume_point(settings.resume, run_dir)
+    if sweep and _is_done(resume_from, config, run_dir):
+        loss = last_loss(run_dir)
+        if own_rank() == 0:
+            _say(f"{run_dir}: its {settings.steps} steps are done already, with a loss of {loss}")
+        return loss
+    processes = Processes(device)
+    _check_share(settings, processes)
+    start = _check_resumed(resume_from, config, settings.steps)
+    _check_init(settings, resume_from)
+    task: Task = make_task(config["dataset"], config["model"])
+    torch.manual_seed(settings.seed)  # the initial parameters; all other noise is counted
+    model = task.build_model(process, backend, device)
+    if settings.init is not None and resume_from is None:
+        load_initial(settings.init, model)
+    model.train()
+    flat = FlatParameters(model, together=TOGETHER)
+    optimizer = Optimizer(flat, optim, backend)
+    if resume_from is not None:
+        stored, _ = read_state(resume_from)
+        task.check_resumed(stored)
+        load_into(resume_from, flat)
+        optimizer.skipped.fill_(stored.get("skipped_steps", 0))
+    step = build_step(model, flat, optimizer, task.samples, task.flip, process, settings, processes)
+    show = task.preview(model, process, settings, device)
+
+    def preview() -> Preview:
+        with flat.averaged():
+            return show()
+
+    size = len(task.samples)
+    with ExitStack() as stack:
+        if sweep:  # the next job goes on in this group: to meet again takes a store of its own
+            atexit.register(processes.close)
+        else:
+            stack.callback(processes.close)
+        stack.callback(step.release)
+        if processes.is_first:
+            with writing(run_dir):
+                run_dir.mkdir(parents=True, exist_ok=True)
+                write_whole(run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+                stack.enter_context(log_file(run_dir / "train.log"))
+            began = (
+                f"resuming from {resume_from} after step {start}"
+                if start
+                else settings.init and f"beginning with the weights of {settings.init}"
+            )
+            _describe(run_dir, step, task, settings, processes, began)
+        _compile_ahead(config, step, task, processes)
+        trainer = Trainer(
+            step,
+            None if show is None else preview,
+            settings,
+            config,
+            {"seed": settings.seed, "dataset_size": size, **task.state()},
+            run_dir,
+            processes,
+            dataset_size=size,
+            noun=task.noun,
+        )
+        with writing(run_dir):
+            return trainer.run(start)
+
+
+def _compile_ahead(
+    config: dict[str, Any], step: TrainStep, task: Task, processes: Processes
+) -> None:
+    """So that the first step does not take minutes. Not for images layer by layer, where PyTorch's
+    ops take part, which are slow in a rehearsal of many pixels."""
+    quick = isinstance(step.network, FusedUNet) or config["model"]["name"] in POLICY_MODELS
+    if step.objective.backend.name != "triton" or not quick:
+        return
+    keys = ("accumulate", "precision", "recompute")
+    job = {
+        "model": config["model"],
+        "diffusion": config["diffusion"],
+        "optim": config["optim"],
+        "train": {key: config["train"][key] for key in keys if key in config["train"]}
+        | {"batch_size": step.batches.count},
+        "images": described(task.samples.images),
+        "labels": described(task.samples.labels),
+        "flip": task.flip,
+    }
+    parameters = step.flat.param
+    compile_ahead("train", job, job, parameters.device, TRAINED * parameters.numel())
+    processes.wait()  # for the first of each machine, which compiles
+
+
+def _describe(
+    run_dir: Path,
+    step: TrainStep,
+    task: Task,
+    settings: TrainSettings,
+    processes: Processes,
+    began: str | None,  # with what, if with anything
+) -> None:
+    """Say what is about to be trained, and how."""
+    flat, backend, size = step.flat, step.objective.backend, len(task.samples)
+    parameters = sum(view.numel() for view in flat.views(flat.param).values())
+    _say(
+        f"{run_dir}: {task}; {parameters:,} parameters;"
+        f" backend {backend.name}, {settings.precision}, {flat.param.device}"
+        + (", fused plan" if isinstance(step.network, FusedUNet) else "")
+        + (f", {processes.count} processes" if processes.count > 1 else "")
+    )
+    if began:
+        _say(began)
+    if settings.batch_size > size:
+        _say(
+            f"note: train.batch_size={settings.batch_size} is larger than the data set of"
+            f" {size} {task.noun}, so a batch holds some {task.noun} more than once"
+        )
+    for note in task.notes:
+        _say(f"note: {note}")
+    for remark in task.remarks:
+        log.info("%s", remark)
+
+
+def _say(line: str) -> None:
+    """On the terminal and in the log."""
+    tqdm.write(line)
+    log.info("%s", line)
+
+
+def _check_groups(config: dict[str, Any]) -> None:
+    check_keys(config, list(_GROUPS), "")
+    for key in _GROUPS:
+        if key not in config:
+            raise ConfigError(f"{key} is missing from the configuration")
+    for group in ("dataset", "model"):
+        _check_named(config[group], group)
+
+
+def _check_named(settings: Any, group: str) -> None:
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{group}={shown(settings)} is wrong; it is a group of settings")
+    if not isinstance(settings.get("name"), str):
+        raise ConfigError(f"{group}.name={shown(settings.get('name'))} is wrong; expected text")
+
+
+def _check_run_dir(run_dir: Path) -> None:
+    nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"run_dir={run_dir}: {nearest} is a file; give a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"run_dir={run_dir}: {nearest} cannot be written to")
+
+
+def _check_share(settings: TrainSettings, processes: Processes) -> None:
+    _, share = processes.share_of(settings.batch_size)
+    if share % settings.accumulate:
+        raise ConfigError(
+            f"train.batch_size={settings.batch_size} over {processes.count} processes is {share}"
+            f" each, which does not divide into train.accumulate={settings.accumulate}"
+        )
+
+
+def _resume_point(resume: str | None, run_dir: Path) -> Path | None:
+    """The checkpoint to go on from, if any. Nothing that exists is ever overwritten."""
+    existing = latest_checkpoint(run_dir / "checkpoints")
+    if resume == "auto":
+        return existing
+    if existing is not None:
+        raise ConfigError(
+            f"{run_dir} already holds {existing.name}; use train.resume=auto to go on with it,"
+            " or another run_dir"
+        )
+    return None if resume in (None, "none") else find_checkpoint(resume)
+
+
+def _is_done(checkpoint: Path | None, config: dict[str, Any], run_dir: Path) -> bool:
+    """Whether the checkpoint is this run's last one, and of the very same settings."""
+    if checkpoint is None or run_dir not in checkpoint.parents:
+        return False
+    state, stored = read_state(checkpoint)
+    same = all(stored.get(group) == config[group] for group in _GROUPS if group not in _WHERE)
+    return same and state["step"] == config["train"]["steps"]
+
+
+def _check_init(settings: TrainSettings, resume_from: Path | None) -> None:
+    if settings.init is None:
+        return
+    if resume_from is None and not Path(settings.init).exists():
+        raise ConfigError(f"train.init={settings.init} does not exist")
+    if resume_from is not None and settings.resume != "auto":
+        raise ConfigError(
+            f"train.init={settings.init} and train.resume={settings.resume} both say what to begin"
+            " with; resume takes the step and the moments along, init the weights alone"
+        )
+
+
+def _check_resumed(checkpoint: Path | None, config: dict[str, Any], steps: int) -> int:
+    """The step to go on from, after holding the stored configuration against the present one."""
+    if checkpoint is None:
+        return 0
+    state, stored = read_state(checkpoint)
+    for group in ("model", "diffusion"):
+        for key in {**stored.get(group, {}), **config[group]}:
+            then, now = stored.get(group, {}).get(key), config[group].get(key)
+            if then != now:
+                raise ConfigError(
+                    f"{checkpoint} is of another model: {group}.{key} is {shown(then)} there,"
+                    f" {shown(now)} here"
+                )
+    if state["step"] >= steps:
+        raise ConfigError(
+            f"{checkpoint} has already done {state['step']} steps and train.steps={steps};"
+            " give a larger train.steps to go on, or another run_dir"
+        )
+    for group, key in _watched(stored, config):
+        then, now = stored.get(group, {}).get(key), config[group].get(key)
+        if then != now:
+            was, now = shown(then), shown(now)
+            tqdm.write(f"note: {group}.{key} was {was} in {checkpoint} and is {now} now")
+    return state["step"]
+
+
+def _watched(stored: dict[str, Any], config: dict[str, Any]) -> list[tuple[str, str]]:
+    """The settings that may change where a run goes on, but not unseen: a run that is resumed with
+    others than it had does not equal one that was never interrupted."""
+    then, now = stored.get("dataset", {}), config["dataset"]
+    same_kind = then.get("name") == now["name"]
+    dataset = {**then, **now} if same_kind else ("name",)
+    return [
+        *(("train", key) for key in ("batch_size", "seed", "precision")),
+        ("optim", "more_ema"),
+        *(("dataset", key) for key in dataset),
+    ]

@@ -1,0 +1,1 @@
+"""What a process runs on: backend, processors, other processes, CUDA graphs, signals."""

@@ -1,0 +1,104 @@
+"""The choice of the backend, made once: who computes the ops, and in which precision."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+import triton_kernels
+from triton_kernels import reference
+from triton_kernels.runtime.cache_keys import settle_cache_keys
+from triton_kernels.runtime.device import on_gpu
+
+from ..errors import ConfigError
+
+PRECISIONS = {"bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`ops` has every public op of `triton_kernels`; activations are kept in `dtype`."""
+
+    name: str  # triton | torch
+    ops: ModuleType
+    dtype: torch.dtype = torch.float32
+    allow_tf32: bool = False
+
+    @property
+    def precision(self) -> str:
+        """As the configuration calls it: bf16, tf32 or fp32."""
+        if self.dtype == torch.float32:
+            return "tf32" if self.allow_tf32 else "fp32"
+        return next(name for name, dtype in PRECISIONS.items() if dtype == self.dtype)
+
+    def __deepcopy__(self, memo: dict) -> "Backend":
+        return self  # so that models can be copied: a module cannot
+
+
+TORCH_FP32 = Backend("torch", reference)
+
+
+def choose_backend(
+    name: str, precision: str, device: torch.device, setting: str = "train.precision"
+) -> Backend:
+    """Resolve `auto` (triton on CUDA, torch elsewhere) and set PyTorch's TF32 switches to match.
+    `setting` is what the user calls the precision."""
+    if name not in ("auto", "triton", "torch"):
+        raise ConfigError(f"backend={name} is unknown; choose one of auto, triton, torch")
+    if precision not in PRECISIONS:
+        raise ConfigError(
+            f"{setting}={precision} is unknown; choose one of {', '.join(PRECISIONS)}"
+        )
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if name == "triton" and not on_gpu(device) and not interpreted:
+        raise ConfigError(
+            f"backend=triton needs a CUDA device, and device is {device}; use backend=auto or torch"
+        )
+    if name == "auto":
+        name = "triton" if on_gpu(device) else "torch"
+    if name == "triton" and interpreted and precision == "bf16":
+        raise ConfigError("Triton's interpreter computes bf16 wrongly; use fp32")
+    allow_tf32 = precision != "fp32"
+    torch.backends.cuda.matmul.allow_tf32 = allow_tf32
+    torch.backends.cudnn.allow_tf32 = allow_tf32
+    if name == "triton":
+        settle_cache_keys()
+    ops = triton_kernels if name == "triton" else reference
+    return Backend(name, ops, PRECISIONS[precision], allow_tf32)
+
+
+def precision_on(device: torch.device, trained: str) -> str:
+    """The precision to draw in if nobody says: as trained, on a CPU fp32, for bf16 gains nothing
+    there."""
+    return trained if on_gpu(device) else "fp32"
+
+
+@contextmanager
+def determinism(required: bool) -> Iterator[None]:
+    """Within the block as `require_determinism` says, if so, and as it was behind it: the next job
+    of a sweep runs in the same process."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.backends.cudnn.benchmark,
+    )
+    if required:
+        require_determinism()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        torch.backends.cudnn.benchmark = before[2]
+
+
+def require_determinism() -> None:
+    """Let PyTorch's own kernels give the same bits every time, or raise. The Triton kernels always
+    do: they have no atomics, and sums have one order."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,1 @@
+"""Drawing samples: samplers, guidance, chains as CUDA graphs."""

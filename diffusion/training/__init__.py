@@ -1,0 +1,1 @@
+"""Training: one captured step, the loop around it, the optimizer, sums over processes."""

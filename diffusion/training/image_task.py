@@ -1,0 +1,140 @@
+"""Learning images: the data set with its labels, the 2-D UNet, grids of samples."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..build import Process, build_model
+from ..data import expected_classes, expected_size, load_dataset
+from ..errors import ConfigError
+from ..runtime.backend import Backend
+from ..runtime.distributed import own_rank
+from ..sampling.draw import draw
+from ..sampling.quality import EXTRACTOR, check_extractor, measure
+from ..settings import shown
+from ..tracking.pictures import grid
+from ..tracking.run_log import Preview
+from .trainer import TrainSettings
+
+
+class ImageTask:
+    """See `training_run.Task`."""
+
+    noun = "images"
+
+    def __init__(self, dataset: dict[str, Any], model: dict[str, Any]) -> None:
+        options, self.flip = image_options(dataset)
+        self.samples = load_dataset(**options)
+        self.model_settings = model
+        _, *self.image_shape = self.samples.images.shape  # H, W, C
+        self.num_classes = model.get("num_classes")
+        self.notes: list[str] = []
+        self.remarks = [f"not decodable and left out: {name}" for name in self.samples.skipped]
+
+    @staticmethod
+    def check(
+        dataset: dict[str, Any], model: dict[str, Any], process: Process, backend: Backend
+    ) -> None:
+        """The network without its memory, and the number of classes, before a picture is drawn or
+        decoded."""
+        options, _ = image_options(dataset)
+        size = expected_size(**options)
+        if size is not None:
+            channels, meta = options.get("channels") or 3, torch.device("meta")
+            with meta:
+                build_model(model, backend, size, channels, process.learns_variance, meta)
+        if model.get("num_classes") is not None:
+            found = expected_classes(**options)
+            if found is not None:
+                _check_classes(model["num_classes"], found, options["name"])
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.image_shape))
+        return f"{self.samples.name}, {len(self.samples)} images {size}"
+
+    def state(self) -> dict[str, Any]:
+        names = self.samples.class_names
+        return {
+            "dataset": self.samples.name,
+            "image_shape": self.image_shape,
+            "class_names": names and list(names),
+        }
+
+    def check_resumed(self, state: dict[str, Any]) -> None:
+        """Nothing but the model has to be the same."""
+
+    def build_model(self, process: Process, backend: Backend, device: torch.device) -> nn.Module:
+        *size, channels = self.image_shape
+        model = build_model(
+            self.model_settings, backend, tuple(size), channels, process.learns_variance, device
+        )
+        self._check_labels()
+        return model
+
+    def preview(
+        self, model: nn.Module, process: Process, settings: TrainSettings, device: torch.device
+    ) -> Callable[[], Preview] | None:
+        """A grid of samples of DDIM, if there are classes of all in turn; and the FID of further
+        ones, if that is wanted."""
+        if settings.sample_count == 0:
+            return None
+        steps = min(settings.sample_steps, process.schedule.num_timesteps)
+        # training's own graph wants the memory that one of the sampler would keep
+        sampler = process.sampler(model.backend, device, sampler="ddim", steps=steps, capture=False)
+        if settings.fid_images and self.image_shape[2] not in (1, 3):
+            raise ConfigError(
+                f"train.fid_images={settings.fid_images}, but images of {self.image_shape[2]}"
+                " channels have no FID; give 0"
+            )
+        if settings.fid_images and own_rank() == 0:  # which draws
+            check_extractor(EXTRACTOR, None, device)
+
+        def drawn(count: int) -> np.ndarray:
+            labels, classes = None, self.num_classes
+            if classes is not None:
+                labels = torch.arange(count, device=device) % classes
+            shape = tuple(self.image_shape)
+            return draw(model, sampler, count, shape, seed=settings.seed, labels=labels)
+
+        def show() -> Preview:
+            picture, scores = grid(drawn(settings.sample_count)), {}
+            if settings.fid_images:
+                images = drawn(settings.fid_images)
+                scores = measure(images, self.samples.images, ["fid"], device)
+            return Preview(picture, scores)
+
+        return show
+
+    def _check_labels(self) -> None:
+        """Leave the data set as the model wants it: with labels in range, or without."""
+        if self.num_classes is None:
+            self.samples.labels = None
+            return
+        labels = self.samples.labels
+        found = 0 if labels is None else int(labels.max()) + 1
+        _check_classes(self.num_classes, found, self.samples.name)
+
+
+def image_options(dataset: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """(options of `load_dataset`, whether half of the images are to be mirrored)."""
+    options = dict(dataset)
+    flip = options.pop("flip", None)
+    if flip not in (None, False, True):
+        raise ConfigError(f"dataset.flip={shown(flip)} is wrong; expected true or false")
+    return options, bool(flip)
+
+
+def _check_classes(num_classes: int, found: int, name: str) -> None:
+    if found == 0:
+        raise ConfigError(
+            f"model.num_classes={num_classes}, but data set {name} has no labels; use"
+            " model.num_classes=null or a folder with one sub-folder a class, at least two of them"
+            " and no image beside them"
+        )
+    if found > num_classes:
+        raise ConfigError(
+            f"model.num_classes={num_classes}, but data set {name} has {found} classes"
+        )

@@ -1,0 +1,79 @@
+"""Flat parameters: views that keep shapes, strides and values."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from diffusion.models.flat_parameters import FlatParameters
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.GroupNorm(1, 5), nn.Flatten(), nn.Linear(45, 2))
+    return model.to(memory_format=torch.channels_last)
+
+
+def test_values_shapes_and_strides_stay():
+    model = small_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    flat = FlatParameters(model)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+        assert p.stride() == before[name].stride()
+        assert p.untyped_storage().data_ptr() == flat.param.untyped_storage().data_ptr()
+    weight = model[0].weight
+    assert weight.permute(0, 2, 3, 1).is_contiguous()
+
+
+def test_every_parameter_is_aligned():
+    flat = FlatParameters(small_model())
+    for view in flat.views(flat.param).values():
+        assert view.storage_offset() % 64 == 0
+
+
+def test_backward_fills_the_flat_gradient():
+    model = small_model()
+    twin = copy.deepcopy(model)
+    flat = FlatParameters(model)
+    x = torch.randn(4, 3, 5, 5)
+    model(x).square().sum().backward()
+    twin(x).square().sum().backward()
+    gradients = flat.views(flat.grad)
+    for name, p in twin.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad)
+
+
+def test_gaps_stay_zero_under_updates():
+    flat = FlatParameters(small_model())
+    used = torch.zeros_like(flat.param, dtype=torch.bool)
+    for view in flat.views(used).values():
+        view.fill_(True)
+    assert not flat.param[~used].any()
+
+
+def test_writing_the_buffer_writes_the_model():
+    model = small_model()
+    flat = FlatParameters(model)
+    flat.param.fill_(0.5)
+    assert all((p == 0.5).all() for p in model.parameters())
+
+
+def test_averaged_swaps_in_place_and_back():
+    model = small_model()
+    flat = FlatParameters(model)
+    trained = flat.param.clone()
+    flat.ema.fill_(2.0)
+    pointers = [p.data_ptr() for p in model.parameters()]
+    with flat.averaged():
+        assert all((p == 2).all() for p in model.parameters())
+    assert torch.equal(flat.param, trained)
+    assert pointers == [p.data_ptr() for p in model.parameters()]
+
+
+def test_a_parameter_with_gaps_is_refused():
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(torch.zeros(4, 8)[:, ::2])
+    with pytest.raises(ValueError, match="gaps"):
+        FlatParameters(model)

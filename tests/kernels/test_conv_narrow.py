@@ -1,0 +1,232 @@
+"""The tiles of `conv.hopper` for 16 channels: where they apply, and their results on Hopper."""
+
+import pytest
+import torch
+
+from triton_kernels.conv.fused import conv_forward, conv_input_grad, conv_weight_grad
+from triton_kernels.conv.hopper import narrow
+from triton_kernels.conv.hopper import row_mma as gluon_rows
+from triton_kernels.conv.hopper import tile_mma as gluon_tiles
+from triton_kernels.conv.plain.tma import Config
+from triton_kernels.conv.plain.tma_wgrad import WgradConfig
+
+from .compile_only import SHARED_LIMIT
+from .test_conv_fused import (
+    ALL_CONFIGS,
+    ROUNDING,
+    Shape,
+    check_forward,
+    check_grad,
+    forward_case,
+    forward_reference,
+    grad_case,
+    grad_reference,
+    poison,  # noqa: F401  a fixture for every test here
+    randn,
+    relative,
+    weight_grad_reference,
+)
+from .test_conv_hopper import gpu, repeatedly
+
+IN = Config(*gluon_rows.NARROW_TILE)
+OUT = Config(*narrow.OUT_TILE)
+WGRAD = WgradConfig(*gluon_rows.NARROW_WGRAD_TILE)
+# One tile, half a tile at the end of an image, fewer tiles than programs and many more, all of the
+# 16 channels and some.
+OUT_SHAPES = {
+    "a tile": Shape(1, 2, 64, 64, 3),
+    "a row": Shape(2, 1, 64, 64, 3),
+    "an odd number of rows": Shape(3, 13, 64, 64, 6),
+    "an image": Shape(1, 64, 64, 64, 3),
+    "many tiles": Shape(37, 64, 64, 64, 3),
+    "many odd images": Shape(61, 27, 64, 64, 16),
+    "128x128": Shape(5, 128, 128, 64, 3),
+    "odd images of 128": Shape(3, 33, 128, 64, 16),
+    "128 channels": Shape(5, 64, 64, 128, 3),
+    "128 channels of odd images": Shape(37, 33, 64, 128, 16),
+    "32x32": Shape(131, 32, 32, 128, 3),
+    "odd images of 32": Shape(3, 33, 32, 64, 16),
+}
+# 16 channels to be multiplied, of x or of dy. A tile, fewer of them than programs and many more,
+# several blocks of 64 channels.
+IN_SHAPES = {
+    "two tiles": Shape(1, 4, 64, 16, 64),
+    "an image": Shape(1, 64, 64, 16, 64),
+    "many tiles": Shape(37, 64, 64, 16, 64),
+    "rows of channels": Shape(5, 12, 64, 16, 192),
+    "two tiles of 32": Shape(1, 8, 32, 16, 64),
+    "many tiles of 32": Shape(131, 32, 32, 16, 128),
+}
+# Either side narrow; rows of any width, several blocks of 64 channels.
+WGRAD_SHAPES = {
+    "of an image": Shape(37, 64, 64, 3, 64),
+    "to an image": Shape(37, 64, 64, 64, 3),
+    "to 16": Shape(2, 12, 64, 192, 16),
+    "of 16": Shape(2, 12, 64, 16, 128),
+    "of 32x32": Shape(5, 32, 32, 3, 128),
+    "to 16x16": Shape(5, 16, 16, 128, 6),
+}
+
+
+def check_out(shape: Shape, dtype, device) -> list[torch.Tensor]:
+    x, weight, bias, emb, residual = forward_case(shape, dtype, device)
+    y, partials = conv_forward(x, weight, bias, width=16, config=OUT)
+    exact = forward_reference(x, weight, bias, emb * 0, residual * 0, torch.float64)
+    assert partials is None and y.dtype == dtype
+    assert relative(y[..., : shape.co], exact) <= ROUNDING[dtype] + 2**-24 * (9 * shape.ci) ** 0.5
+    assert not y[..., shape.co :].any()
+    return [y]
+
+
+def check_in_grad(shape: Shape, co: int, dtype, device) -> list[torch.Tensor]:
+    """The gradient of a convolution to `co` channels, behind which dy has zeros."""
+    dy, weight, x, inputs, table = grad_case(shape, None, dtype, device)
+    dy[..., co:] = 0
+    dz, partials = conv_input_grad(
+        dy, weight[:co], inputs=inputs, table=table, activation="silu", config=IN
+    )
+    exact, xhat = grad_reference(dy, weight, x, table, "silu", torch.float64)
+    exactness = 2**-24 * (9 * 16) ** 0.5
+    assert relative(dz, exact) <= ROUNDING[dtype] + exactness
+    sums = torch.stack([exact.sum((1, 2)), (exact * xhat).sum((1, 2))], 1)
+    assert relative(partials.sum(1), sums) <= 1e-5 + exactness
+    return [dz, partials]
+
+
+def check_wgrad(shape: Shape, dtype, device, accumulate: bool) -> list[torch.Tensor]:
+    """Of a convolution one side of which is padded to 16 channels, with anything."""
+    n, h, w, ci, co, _ = shape
+    x = randn(n, h, w, max(ci, 16), seed=0, device=device, dtype=dtype)
+    dy = randn(n, h, w, max(co, 16), seed=6, device=device, dtype=dtype)
+    out = randn(co, 3, 3, ci, seed=7, device=device).permute(0, 3, 1, 2)
+    exact = weight_grad_reference(x[..., :ci], dy[..., :co], 3)
+    exact += out.double() if accumulate else 0
+    conv_weight_grad(x, dy, out, accumulate=accumulate, config=WGRAD)
+    assert relative(out, exact) <= 2**-24 * (n * h * w) ** 0.5 + 1e-6
+    return [out]
+
+
+class TestGpu:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("name", OUT_SHAPES)
+    def test_few_output_channels(self, name, dtype, device):
+        repeatedly(lambda: check_out(OUT_SHAPES[name], dtype, device))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("name", IN_SHAPES)
+    def test_few_input_channels(self, name, dtype, device):
+        repeatedly(lambda: check_forward(IN_SHAPES[name], dtype, device, IN))
+
+    @pytest.mark.parametrize("co", [3, 6, 16])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("name", IN_SHAPES)
+    def test_input_grad_of_few_output_channels(self, name, dtype, co, device):
+        shape = IN_SHAPES[name]
+        shape = shape._replace(ci=shape.co, co=16)
+        repeatedly(lambda: check_in_grad(shape, co, dtype, device))
+
+    def test_input_grad_of_two_inputs(self, device):
+        shape = IN_SHAPES["rows of channels"]._replace(ci=192, co=16)
+        repeatedly(lambda: check_grad(shape, 64, torch.bfloat16, device, config=IN))
+
+    @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("name", WGRAD_SHAPES)
+    def test_weight_grad(self, name, dtype, accumulate, device):
+        shape = WGRAD_SHAPES[name]
+        repeatedly(lambda: check_wgrad(shape, dtype, device, accumulate))
+
+    def test_where_the_weight_grad_applies(self, device):
+        def tile(*shape: int) -> tuple | None:
+            n, h, w, ci, co = shape
+            x, dy = (
+                torch.empty(n, h, w, max(c, 16), dtype=torch.half, device=device) for c in (ci, co)
+            )
+            weight = torch.empty(co, ci, 3, 3, dtype=torch.half, device=device)
+            return gluon_rows.wgrad_tile(x, dy, weight, (1, 1))
+
+        for shape in WGRAD_SHAPES.values():
+            assert tile(*shape[:5]) == gluon_rows.NARROW_WGRAD_TILE
+        assert tile(2, 64, 64, 64, 64) == gluon_rows.WGRAD_TILE
+        for shape in ((2, 8, 8, 3, 64), (2, 64, 64, 3, 16), (2, 64, 64, 3, 72), (1, 4, 64, 3, 64)):
+            assert tile(*shape) is None
+
+    def test_where_few_channels_are_multiplied(self, device):
+        x, y, other = (
+            torch.empty(2, 8, 64, c, dtype=torch.half, device=device) for c in (16, 64, 8)
+        )
+        stem, head = (
+            torch.empty(*s, 3, 3, dtype=torch.half, device=device) for s in ((64, 16), (3, 64))
+        )
+        assert gluon_rows.tiles(x, y, stem) == [gluon_rows.NARROW_TILE]
+        assert gluon_rows.tiles(x, y, head, inputs=[y]) == [gluon_rows.NARROW_TILE]
+        assert (
+            gluon_rows.tiles(x, y, head) == gluon_rows.tiles(x, other, head, inputs=[other]) == []
+        )
+        assert gluon_rows.tiles(x, y, stem, extra=[y]) == []
+        x, y = (t[:, :, :32].contiguous() for t in (x, y))
+        assert gluon_rows.tiles(x, y, stem) == [gluon_rows.NARROW_TILE]
+
+    def test_what_applies(self, device):
+        for shape in OUT_SHAPES.values():
+            assert applying(shape, torch.bfloat16, device) == [narrow.OUT_TILE]
+        for shape in (
+            Shape(1, 64, 16, 64, 3),
+            Shape(1, 64, 64, 192, 3),
+            Shape(1, 64, 128, 128, 3),
+            Shape(1, 64, 64, 64, 17),
+            Shape(1, 64, 64, 64, 3, 1),
+        ):
+            assert applying(shape, torch.bfloat16, device) == []
+        assert applying(OUT_SHAPES["an image"], torch.float32, device) == []
+
+
+def applying(shape: Shape, dtype, device) -> list[tuple]:
+    """The tiles that apply."""
+    n, h, w, ci, co, kernel = shape
+    x = torch.empty((n, h, w, ci), dtype=dtype, device=device)
+    y = torch.empty((n, h, w, -(-co // 16) * 16), dtype=dtype, device=device)
+    weight = torch.empty((co, ci, kernel, kernel), dtype=dtype, device=device)
+    return narrow.tiles(x, y, weight)
+
+
+def test_nothing_applies_without_a_hopper_gpu():
+    assert applying(OUT_SHAPES["an image"], torch.bfloat16, torch.device("cpu")) == []
+
+
+def test_configurations_are_told_apart():
+    others = [*sum(ALL_CONFIGS, []), *(Config(*tile) for tile in gluon_tiles.TILES)]
+    others += [Config(*gluon_rows.TILE), Config(*gluon_rows.RESIDENT_TILE), IN]
+    others += [Config(*gluon_rows.RESIDENT_TILE_OF_4)]
+    assert narrow.serves(OUT) and gluon_rows.serves(IN)
+    assert not gluon_tiles.serves(IN)
+    assert not any(path.serves(OUT) for path in (gluon_rows, gluon_tiles))
+    assert not any(narrow.serves(c) for c in others if isinstance(c, Config))
+
+
+@pytest.mark.parametrize(("width", "channels"), narrow._ROWS)
+def test_rings_fit(width, channels):
+    """Two pairs of rows are read while another is written."""
+    pairs = narrow.pairs(width, channels, SHARED_LIMIT[90])
+    pixels = channels // 64 * (2 * pairs * (width + 8) + 8 + 9 * 16)
+    used = pixels * 128 + 2 * 64 * 16 * 2 + 256
+    assert pairs >= 3
+    assert narrow.programs(width, channels) * (used + 1024) <= SHARED_LIMIT[90] + 1024
+
+
+@pytest.mark.parametrize(("images", "height", "rows"), [(1, 64, 4), (16, 64, 4), (64, 64, 8)])
+def test_programs_of_a_head_run_at_once(images, height, rows):
+    assert narrow.rows_of_program(images, height, 132) == rows
+    assert narrow.rows_of_program(1000, height, 132) == max(narrow._ROWS_OF_HEAD)
+
+
+def test_a_tuned_configuration_is_ignored_where_it_does_not_apply(monkeypatch, device):
+    """A table made on a Hopper GPU has to be harmless elsewhere."""
+    name = "conv_forward 4 8 64 16 3 3 torch.float16 False 0 False"
+    monkeypatch.setattr("triton_kernels.runtime.tuning._table", lambda: {name: {1: list(OUT)}})
+    x, weight, bias, emb, residual = forward_case(Shape(1, 4, 8, 64, 16), torch.float16, device)
+    y, _ = conv_forward(x, weight, bias)
+    exact = forward_reference(x, weight, bias, emb * 0, residual * 0, torch.float64)
+    assert relative(y, exact) <= ROUNDING[torch.float16] + 1e-6

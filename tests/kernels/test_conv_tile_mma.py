@@ -1,0 +1,153 @@
+"""The tiles of `conv.hopper.tile_mma`: where they apply, and on a Hopper GPU their results."""
+
+import pytest
+import torch
+
+from triton_kernels.conv import fused as conv_fused
+from triton_kernels.conv.hopper import row_mma as gluon_rows
+from triton_kernels.conv.hopper import tile_mma as gluon_tiles
+from triton_kernels.conv.plain.tma import Config
+
+from .compile_only import SHARED_LIMIT
+from .test_conv_fused import (
+    ALL_CONFIGS,
+    ROUNDING,
+    Shape,
+    check_extra,
+    check_forward,
+    check_grad,
+    forward_case,
+    forward_reference,
+    poison,  # noqa: F401  a fixture for every test here
+    relative,
+)
+from .test_conv_hopper import gpu, repeatedly
+
+TILES = list(gluon_tiles.TILES)
+CONFIGS = [Config(*tile) for tile in TILES]
+# One program with one tile, programs with several and an odd number of them, one warpgroup with
+# nothing to do, more blocks of channels than one, tiles that are not whole images.
+SHAPES = {
+    "a tile": Shape(1, 8, 32, 64, 64),
+    "32x32": Shape(21, 32, 32, 128, 192),
+    "rows of 32": Shape(37, 24, 32, 64, 128),
+    "16x16": Shape(37, 16, 16, 192, 320),
+    "a few of 16x16": Shape(3, 16, 16, 320, 64),
+    "64x64": Shape(13, 64, 64, 64, 192),
+    "8x8": Shape(135, 8, 8, 256, 192),
+    "an image of 8x8": Shape(1, 8, 8, 64, 64),
+    "4x4": Shape(135, 4, 4, 256, 192),
+    "3 of 4x4": Shape(3, 4, 4, 64, 128),
+    "3 of 8x16": Shape(3, 8, 16, 64, 128),
+    "3 of 2x64": Shape(3, 2, 64, 64, 64),
+}
+
+
+CASES = [(name, torch.bfloat16) for name in SHAPES]
+CASES += [(name, torch.float16) for name in ("32x32", "8x8")]
+
+
+def skip_one_row(name: str, config: Config) -> None:
+    """Tiles of 64 pixels are not for rows of 64: rows are fetched in pairs."""
+    if SHAPES[name].w == config.block_m:
+        pytest.skip("a tile of one row")
+
+
+class TestGpu:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
+    def test_forward(self, name, dtype, config, device):
+        skip_one_row(name, config)
+        repeatedly(lambda: check_forward(SHAPES[name], dtype, device, config))
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    def test_forward_of_the_product_alone(self, config, device):
+        shape = SHAPES["16x16"]
+        x, weight, bias, emb, residual = forward_case(shape, torch.bfloat16, device)
+        y, partials = conv_fused.conv_forward(x, weight, bias, config=config)
+        exact = forward_reference(x, weight, bias, emb * 0, residual * 0, torch.float64)
+        assert partials is None
+        assert relative(y, exact) <= ROUNDING[torch.bfloat16] + 1e-5
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize(
+        ("name", "count"),
+        [("32x32", 1), ("32x32", 2), ("a few of 16x16", 2), ("64x64", 2), ("8x8", 2), ("4x4", 2)],
+    )
+    def test_extra_pointwise_convolutions(self, name, count, config, device):
+        skip_one_row(name, config)
+        shape, dtype = SHAPES[name], torch.bfloat16
+        repeatedly(lambda: check_extra(shape, 128, 64, dtype, device, config, count))
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
+    def test_input_grad(self, name, dtype, config, device):
+        skip_one_row(name, config)
+        repeatedly(lambda: check_grad(SHAPES[name], None, dtype, device, config=config))
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize("name", ["32x32", "a few of 16x16", "16x16", "8x8", "4x4"])
+    def test_input_grad_of_two_inputs(self, name, config, device):
+        shape = SHAPES[name]._replace(ci=320)
+        repeatedly(lambda: check_grad(shape, 192, torch.bfloat16, device, config=config))
+
+    @pytest.mark.parametrize("activation", ["identity", "gelu"])
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    def test_input_grad_of_other_activations(self, config, activation, device):
+        check_grad(SHAPES["32x32"], None, torch.bfloat16, device, activation, config)
+
+    def test_what_applies(self, device):
+        assert applying(SHAPES["16x16"], torch.bfloat16, device) == TILES
+        assert applying(SHAPES["a tile"], torch.bfloat16, device) == TILES
+        assert applying(Shape(1, 12, 32, 64, 64), torch.bfloat16, device) == TILES[1:]
+        assert applying(SHAPES["an image of 8x8"], torch.bfloat16, device) == TILES
+        assert applying(SHAPES["3 of 4x4"], torch.bfloat16, device) == TILES
+        assert applying(SHAPES["64x64"], torch.bfloat16, device) == TILES[:3]
+        for shape in (
+            Shape(1, 6, 16, 64, 64),
+            Shape(1, 4, 128, 64, 64),
+            Shape(1, 32, 32, 96, 64),
+            Shape(1, 32, 32, 64, 64, 1),
+            Shape(1, 24, 24, 64, 64),
+        ):
+            assert applying(shape, torch.bfloat16, device) == []
+        assert applying(SHAPES["16x16"], torch.float32, device) == []
+
+
+def applying(shape: Shape, dtype, device) -> list[tuple]:
+    """The tiles that apply."""
+    n, h, w, ci, co, kernel = shape
+    x, y = (torch.empty((n, h, w, c), dtype=dtype, device=device) for c in (ci, co))
+    weight = torch.empty((co, ci, kernel, kernel), dtype=dtype, device=device)
+    return gluon_tiles.tiles(x, y, weight)
+
+
+def test_nothing_applies_without_a_hopper_gpu():
+    assert applying(SHAPES["16x16"], torch.bfloat16, torch.device("cpu")) == []
+
+
+def test_configurations_are_told_apart():
+    others = [*sum(ALL_CONFIGS, []), Config(*gluon_rows.TILE)]
+    assert all(map(gluon_tiles.serves, CONFIGS))
+    assert not any(map(gluon_tiles.serves, others))
+    assert not any(map(gluon_rows.serves, CONFIGS))
+
+
+@pytest.mark.parametrize("width", [16, 32, 64])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_rings_fit(tile, width):
+    """A block is read while another is written, and so is a filter."""
+    blocks, steps = gluon_tiles.rings(tile, width, SHARED_LIMIT[90])
+    pixels = blocks * (tile[1] + 2 * width) + (steps or 3 * blocks) * 64 + 2 * tile[1]
+    assert blocks >= 2 and steps != 1 and pixels * 128 + 1024 <= SHARED_LIMIT[90]
+
+
+def test_a_tuned_configuration_is_ignored_where_it_does_not_apply(monkeypatch, device):
+    """A table made on a Hopper GPU has to be harmless elsewhere."""
+    monkeypatch.setattr(gluon_tiles, "takes", lambda x: False)
+    name = "conv_forward 8 32 64 64 3 3 torch.float16 True 0 True"
+    table = {name: {1: list(CONFIGS[0])}}
+    monkeypatch.setattr("triton_kernels.runtime.tuning._table", lambda: table)
+    check_forward(SHAPES["a tile"], torch.float16, device)

@@ -1,0 +1,211 @@
+"""The Gluon path of conv2d: where it applies, and on a Hopper GPU its results."""
+
+import math
+
+import pytest
+import torch
+
+from triton_kernels import reference
+from triton_kernels.conv import conv2d as conv
+from triton_kernels.conv.hopper import unfused as gluon_bare
+from triton_kernels.conv.plain import tma as conv_tma
+from triton_kernels.conv.plain.tma import Config
+from triton_kernels.hopper.descriptors import SUPPORTED
+from triton_kernels.runtime.device import describe
+
+from .conv_cases import (
+    ROUNDING,
+    Shape,
+    make,
+    padding_of,
+    poison,  # noqa: F401  a fixture for the tests here
+    references,
+    relative,
+)
+
+HOPPER = describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")).hopper
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="no Hopper GPU"),
+    pytest.mark.skipif(not SUPPORTED, reason="another version of Triton"),
+]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+ROWS = {
+    "a tile": Shape(1, 4, 64, 64, 64),
+    "rows of channels": Shape(3, 12, 64, 128, 192),
+    "many tiles": Shape(37, 64, 64, 64, 64),
+    "many channels": Shape(21, 64, 64, 192, 64),
+    "a tile of 32": Shape(1, 8, 32, 64, 64),
+    "rows of 32": Shape(29, 32, 32, 128, 192),
+    "rows of 16": Shape(23, 16, 16, 192, 128),
+    "half a tile of 16": Shape(3, 24, 16, 64, 64),
+    "rows of 8": Shape(7, 8, 8, 256, 192),
+    "an image": Shape(1, 8, 8, 64, 128),
+    "images of four rows": Shape(9, 4, 8, 128, 64),
+    "many tiles of images": Shape(139, 8, 8, 64, 128),
+}
+# Less than a tile, tiles that end outside, many an odd number of tiles, channels that are no
+# multiple of 64 and none of what a program does, and more of them than its filters have room for.
+POINTS = {
+    "a pixel": Shape(1, 1, 1, 64, 64, (1, 1)),
+    "odd": Shape(3, 5, 7, 72, 40, (1, 1)),
+    "qkv": Shape(5, 16, 16, 192, 576, (1, 1)),
+    "many tiles": Shape(33, 64, 61, 128, 64, (1, 1)),
+    "many input channels": Shape(9, 16, 15, 768, 256, (1, 1)),
+    "five blocks": Shape(17, 31, 32, 320, 320, (1, 1)),
+    "seven blocks": Shape(3, 16, 15, 448, 448, (1, 1)),
+}
+SHAPES = {f"3x3, {k}": v for k, v in ROWS.items()} | {f"1x1, {k}": v for k, v in POINTS.items()}
+
+
+RUNS = [
+    *((name, "bf16") for name in SHAPES),
+    *((name, "fp16") for name in ("3x3, a tile", "3x3, rows of 8", "1x1, odd")),
+]
+
+
+def applying(shape: Shape, dtype, device, dgrad: bool) -> list[tuple]:
+    """The configurations for a shape."""
+    n, h, w, ci, co = shape[:5]
+    pixels = (1, 1, n * h * w) if shape.kernel == (1, 1) else (n, h, w)
+    x, y = (torch.empty((*pixels, c), dtype=dtype, device=device) for c in (ci, co))
+    weight = torch.empty((co, ci, *shape.kernel), dtype=dtype, device=device)
+    x, y = (y, x) if dgrad else (x, y)
+    return gluon_bare.candidates(x, weight, y, padding_of(shape), dgrad=dgrad)
+
+
+class TestGpu:
+    pytestmark = [*gpu, pytest.mark.usefixtures("poison")]
+
+    @pytest.mark.parametrize(("name", "dtype"), RUNS)
+    def test_every_configuration_repeatedly(self, name, dtype, device):
+        """A race shows as a wrong result, or one that changes."""
+        shape = SHAPES[name]
+        data = x, weight, bias, dy = make(shape, DTYPES[dtype], device)
+        low = weight.to(x.dtype)
+        exact, other = references(shape, *data)
+        floor = ROUNDING[dtype] + 2**-24 * (math.prod(shape.kernel) * max(shape[3:5])) ** 0.5
+        options = (1, padding_of(shape), False)
+        forward = [Config(*c) for c in applying(shape, x.dtype, device, dgrad=False)]
+        backward = [Config(*c) for c in applying(shape, x.dtype, device, dgrad=True)]
+        assert forward and backward
+        runs = [(0, lambda c=c: conv._conv2d_fwd(x, low, bias, *options, c)) for c in forward]
+        runs += [
+            (1, lambda c=c: conv._conv2d_dgrad(dy, low, x.shape[1:3], *options, c))
+            for c in backward
+        ]
+        for i, run in runs:
+            first = run()
+            assert relative(first, exact[i]) <= 2 * relative(other[i], exact[i]) + floor
+            for _ in range(4):
+                assert torch.equal(run(), first)
+
+    @pytest.mark.parametrize("name", ROWS)
+    def test_every_tile_in_tf32_repeatedly(self, name, monkeypatch, device):
+        monkeypatch.setattr(conv_tma, "_TURN_FROM", 0)
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+        shape = ROWS[name]
+        x, weight, bias, dy = data = make(shape, torch.float32, device)
+        exact, other = references(shape, *data)
+        configs = [Config(*c) for c in applying(shape, x.dtype, device, dgrad=False)]
+        assert [c[1] for c in configs] == [
+            c[1] for c in applying(shape, torch.bfloat16, device, dgrad=False)
+        ]
+        for config in configs:
+            options = (1, padding_of(shape), True, config)
+            runs = (
+                lambda o=options: conv._conv2d_fwd(x, weight, bias, *o),
+                lambda o=options: conv._conv2d_dgrad(dy, weight, x.shape[1:3], *o),
+            )
+            for i, run in enumerate(runs):
+                first = run()
+                budget = 2 * relative(other[i], exact[i]) + ROUNDING["tf32"]
+                assert relative(first, exact[i]) <= budget
+                for _ in range(4):
+                    assert torch.equal(run(), first)
+
+    @pytest.mark.parametrize("name", ["3x3, a tile", "1x1, odd"])
+    def test_without_bias(self, name, device):
+        shape = SHAPES[name]
+        x, weight, _, _ = make(shape, torch.bfloat16, device)
+        low = weight.to(x.dtype)
+        exact = reference.conv2d(x.double(), low.double())
+        for c in applying(shape, x.dtype, device, dgrad=False):
+            y = conv._conv2d_fwd(x, low, None, 1, padding_of(shape), False, Config(*c))
+            assert relative(y, exact) <= ROUNDING["bf16"] + 1e-5
+
+    @pytest.mark.parametrize("name", POINTS)
+    def test_input_gradients_that_turn_their_filters(self, name, monkeypatch, device):
+        """In TF32, every configuration several times."""
+        monkeypatch.setattr(conv_tma, "_TURN_FROM", 0)
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+        shape = POINTS[name]
+        x, weight, bias, dy = make(shape, torch.float32, device)
+        exact, other = references(shape, x, weight, bias, dy)
+        budget = 2 * relative(other[1], exact[1]) + ROUNDING["tf32"]
+        configs = gluon_bare.turning_candidates(dy, weight, x, (0, 0))
+        assert configs
+        for c in configs:
+            options = (x.shape[1:3], 1, (0, 0), True, Config(*c))
+            first = conv._conv2d_dgrad(dy, weight, *options)
+            assert relative(first, exact[1]) <= budget
+            for _ in range(4):
+                assert torch.equal(conv._conv2d_dgrad(dy, weight, *options), first)
+
+    def test_what_applies(self, device):
+        bf16 = torch.bfloat16
+        assert [c[1] for c in applying(ROWS["a tile"], bf16, device, dgrad=True)] == [256, 128]
+        assert [c[1] for c in applying(ROWS["half a tile of 16"], bf16, device, True)] == [128, 64]
+        assert [c[1] for c in applying(ROWS["an image"], bf16, device, True)] == [256, 128, 64]
+        channels = {c[0] for c in applying(POINTS["qkv"], bf16, device, dgrad=False)}
+        assert channels == {64, 128, 192}
+        assert {c[0] for c in applying(POINTS["a pixel"], bf16, device, dgrad=False)} == {64}
+        # the filters of 192 channels by 576 do not fit into shared memory, but in a ring, or for a
+        # part of a sum
+        backward = applying(POINTS["qkv"], bf16, device, dgrad=True)
+        assert {c[0] for c in backward if c[2] == 64 and c[3] == 12} == {64, 128}
+        assert {c[0] for c in backward if c[3] == 16} == {192}
+        assert {c[0] for c in backward if c[2] > 64} == {64, 128, 192}
+        # all at once fits beside a second program, or does not, or not even alone
+        once = {k: applying(POINTS[k], bf16, device, False) for k in ("a pixel", "five blocks")}
+        assert [c[4] for c in once["a pixel"] if c[:2] == (64, 64) and c[2] > 64] == [2]
+        assert [c[4] for c in once["five blocks"] if c[:2] == (64, 128) and c[2] > 64] == [1, 2]
+        for shape in (
+            Shape(1, 64, 64, 96, 64),
+            Shape(1, 32, 28, 64, 64),
+            Shape(1, 64, 64, 64, 64, padding=2),
+            Shape(4, 1, 64, 64, 64, (1, 3)),
+            Shape(4, 1, 64, 2048, 64, (1, 1)),
+        ):
+            assert applying(shape, bf16, device, dgrad=False) == []
+        assert applying(POINTS["qkv"], torch.float32, device, dgrad=False) == []
+        # float32 filters of an input gradient are turned first
+        assert applying(ROWS["a tile"], torch.float32, device, dgrad=True) == []
+        tf32 = applying(Shape(1, 64, 64, 96, 64), torch.float32, device, dgrad=False)
+        assert [c[1:3] for c in tf32] == [(256, 32), (128, 32)]
+
+
+def test_nothing_applies_without_a_hopper_gpu():
+    for shape in SHAPES.values():
+        for dtype in (torch.bfloat16, torch.float32):
+            assert applying(shape, dtype, torch.device("cpu"), dgrad=False) == []
+
+
+def test_a_tuned_configuration_is_ignored_where_it_does_not_apply(monkeypatch, device):
+    """A table made on a Hopper GPU has to be harmless elsewhere."""
+    monkeypatch.setattr(gluon_bare, "takes", lambda x: False)
+    known = {
+        "conv2d 1 70 72 1 70 40 1 1 torch.float16": {1: [64, 128, 64, 12, 4, 1]},
+        "conv2d_dgrad 1 70 40 1 70 72 1 1 torch.float16": {1: [64, 128, 64, 12, 4, 1]},
+    }
+    monkeypatch.setattr("triton_kernels.runtime.tuning._table", lambda: known)
+    shape = Shape(2, 5, 7, 72, 40, (1, 1))
+    data = x, weight, bias, dy = make(shape, torch.float16, device)
+    exact, low = references(shape, *data)
+    got = (
+        conv._conv2d_fwd(x, weight.half(), bias, 1, (0, 0), False),
+        conv._conv2d_dgrad(dy, weight.half(), (5, 7), 1, (0, 0), False),
+    )
+    for a, b, c in zip(got, exact[:2], low[:2], strict=True):
+        assert relative(a, b) <= 2 * relative(c, b) + ROUNDING["fp16"]

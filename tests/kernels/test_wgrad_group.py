@@ -1,0 +1,151 @@
+"""Several weight gradients, in one launch or one after the other."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from triton_kernels.conv import wgrad_group as weight_grads
+from triton_kernels.conv.hopper import group_wgrad
+from triton_kernels.conv.hopper.group_wgrad import Gradient, Tile
+from triton_kernels.conv.wgrad_group import _Plan, conv_weight_grads
+
+from .poison import poison_outputs
+from .test_conv_fused import (
+    poison,  # noqa: F401  a fixture for every test here
+    randn,
+    relative,
+    weight_grad_reference,
+)
+from .test_conv_hopper import gpu
+
+
+class Group(NamedTuple):
+    """Convolutions of images [N, H, W] and filters of one size."""
+
+    n: int
+    h: int
+    w: int
+    kernel: int
+    channels: tuple[tuple[int, int], ...]  # CI, CO
+    apart: int = 0  # numbers between the rows of the filters
+
+
+SMALL = {
+    "one": Group(2, 8, 8, 3, ((16, 24),)),
+    "three of 3x3": Group(2, 8, 8, 3, ((16, 24), (24, 8), (8, 8))),
+    "four of 1x1": Group(2, 5, 8, 1, ((16, 24), (24, 8), (8, 16), (8, 8)), apart=8),
+    "empty batch": Group(0, 8, 8, 1, ((16, 24), (24, 8))),
+}
+
+
+def gradients(group: Group, dtype, device) -> list[Gradient]:
+    """Random ones, with random numbers in the gradients."""
+    n, h, w, r = group[:4]
+    made = []
+    for seed, (ci, co) in enumerate(group.channels):
+        x = randn(n, h, w, ci, seed=seed, device=device, dtype=dtype)
+        dy = randn(n, h, w, co, seed=seed + 4, device=device, dtype=dtype)
+        rows = randn(co, ci * r * r + group.apart, seed=seed + 8, device=device)
+        out = rows[:, : ci * r * r].unflatten(1, (r, r, ci)).permute(0, 3, 1, 2)
+        made.append(Gradient(x, dy, out))
+    return made
+
+
+def check(
+    group: Group, dtype, device, accumulate: bool, plan=None, share: float = 1.0
+) -> list[torch.Tensor]:
+    """The gradients, which have to be right."""
+    made = gradients(group, dtype, device)
+    before = [g.out.double() for g in made]
+    if plan is None:
+        conv_weight_grads(*made, accumulate=accumulate, share=share)
+    else:
+        weight_grads._run(made, accumulate, plan, share)
+    floor = 2**-24 * (group.n * group.h * group.w) ** 0.5 + 1e-6
+    for g, old in zip(made, before, strict=True):
+        exact = weight_grad_reference(g.x, g.dy, group.kernel) + accumulate * old
+        assert relative(g.out, exact) <= floor
+    return [g.out for g in made]
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+@pytest.mark.parametrize("name", SMALL)
+def test_some(name, accumulate, device):
+    check(SMALL[name], torch.float16, device, accumulate)
+
+
+SUMS = {
+    # programs, tiles, taps, channels of a tile, channels of the gradients
+    "a program a block": (3, 4, 9, (16, 16), ((16, 32), (16, 16))),
+    "pieces over two blocks": (5, 4, 1, (32, 16), ((24, 40), (16, 32))),
+    "many parts": (23, 13, 1, (16, 16), ((16, 16), (8, 16))),
+    "four": (11, 3, 1, (16, 48), ((48, 16), (16, 16), (40, 8), (56, 16))),
+}
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_parts(name, accumulate, device):
+    """Every part holds the number of its tiles; parts that nobody has written hold NaN."""
+    programs, tiles, taps, (tile_co, tile_ci), channels = SUMS[name]
+    side = round(taps**0.5)
+    outs, blocks = [], []  # of each block: its gradient and its corner
+    for i, (ci, co) in enumerate(channels):
+        rows = randn(co, taps * ci + 8, seed=i, device=device)[:, : taps * ci]
+        outs.append(rows.unflatten(1, (side, side, ci)).permute(0, 3, 1, 2))
+        blocks += [(i, c, k) for c in range(0, co, tile_co) for k in range(0, ci, tile_ci)]
+    parts = torch.full((programs, 2, tile_co, taps, tile_ci), float("nan"), device=device)
+    exact = [accumulate * out.double() for out in outs]
+    total = len(blocks) * tiles
+    for p in range(programs):
+        piece = range(p * total // programs, (p + 1) * total // programs)
+        for b in sorted({tile // tiles for tile in piece}):
+            part = randn(tile_co, taps, tile_ci, seed=100 * p + b, device=device)
+            parts[p, b - piece[0] // tiles] = part
+            i, co, ci = blocks[b]
+            part = part.double().unflatten(1, (side, side)).permute(0, 3, 1, 2)
+            place = exact[i][co : co + tile_co, ci : ci + tile_ci]
+            place += part[: place.shape[0], : place.shape[1]]
+    weight_grads._sum_parts(parts, outs, tiles, accumulate)
+    assert all(relative(out, e) <= 1e-6 for out, e in zip(outs, exact, strict=True))
+
+
+LARGE = {
+    "64x64": Group(3, 64, 64, 3, ((192, 64), (64, 64), (64, 64), (64, 64))),
+    "64x64, two": Group(2, 64, 64, 3, ((64, 64), (64, 64))),
+    "32x32": Group(5, 32, 32, 3, ((128, 128), (64, 128), (192, 128))),
+    "16x16": Group(13, 16, 16, 3, ((64, 128), (128, 192), (192, 64), (64, 64))),
+    "8x8": Group(64, 8, 8, 3, ((256, 192), (64, 128), (256, 256), (128, 256))),
+    "8x8, an odd number": Group(37, 8, 8, 3, ((64, 64), (64, 64), (64, 64))),
+    "1x1 of 64": Group(3, 64, 64, 1, ((64, 64), (64, 64), (128, 64)), apart=64),
+    "1x1 of 128": Group(3, 32, 32, 1, ((64, 128), (128, 128), (192, 128), (128, 128)), apart=128),
+    "1x1 of 192": Group(5, 16, 16, 1, ((192, 576), (192, 192), (256, 192), (192, 192))),
+    "1x1 of 256": Group(9, 8, 8, 1, ((256, 768), (256, 256)), apart=256),
+    "1x1, odd": Group(7, 5, 9, 1, ((64, 128), (192, 64), (128, 64))),
+}
+
+
+class TestGpu:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+    @pytest.mark.parametrize(
+        ("name", "tile"),
+        [
+            pytest.param(name, tile, id=f"{name}-{tuple(tile)}")
+            for name, group in LARGE.items()
+            for tile in (group_wgrad.ROWS if group.kernel == 3 else group_wgrad.POINTS)
+        ],
+    )
+    def test_one_launch(self, name, tile: Tile, accumulate, device, monkeypatch):
+        poison_outputs(monkeypatch, weight_grads)
+        group = LARGE[name]
+        if tile not in group_wgrad.tiles(gradients(group, torch.bfloat16, device)):
+            pytest.skip("a tile of other shapes")
+        plan = _Plan(*tile)
+        first = check(group, torch.bfloat16, device, accumulate, plan)
+        for _ in range(3):
+            again = check(group, torch.bfloat16, device, accumulate, plan)
+            assert all(map(torch.equal, again, first))
+        check(group, torch.bfloat16, device, accumulate, plan, share=0.5)

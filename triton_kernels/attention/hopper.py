@@ -1,0 +1,117 @@
+"""Attention over at most 256 positions for Hopper, in Gluon: a head stays in shared memory.
+
+Where a head is a few tens of KB, a program of one warpgroup takes the whole of it by TMA, and the
+two or three programs of a multiprocessor fill each other's gaps: one takes exponentials while
+another multiplies. What plain Triton cannot say, and what it gains:
+
+- The forward pass needs no running maximum: all scores of 64 queries are in registers.
+- The backward pass makes dq, dk and dv in five products and one set of exponentials, and no program
+  needs another's result. dk and dv of 64 keys, and dq of all queries, are in registers. Scores are
+  transposed, so that p and ds are operands as they lie there; for dq ds goes through shared memory.
+  Where dq is too large for the registers of one warpgroup there are two, with other keys each.
+- delta comes from o and do in the same kernel.
+- Results take the place of q, k and v in shared memory, from where TMA writes them; the rows of the
+  bias gradient are sums of what lies there.
+"""
+
+import triton
+from torch import Tensor
+
+from ..hopper.descriptors import SUPPORTED, in_boxes, takes
+from ..runtime.dependent_launch import overlapping
+
+if SUPPORTED:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .hopper_kernels import attention_bwd_head_kernel, attention_fwd_head_kernel
+
+_HEAD_DIMS = (16, 32, 64)
+_MOST_ROWS = 256  # of a box of TMA, and of scores in registers
+_MOST_DQ = 256 * 32  # numbers of dq in the registers of a warpgroup; two have twice as many
+
+
+def _rows(t: int) -> int:
+    """Positions in shared memory."""
+    return max(64, triton.next_power_of_2(t))
+
+
+def applies(x: Tensor, d: int, *, backward: bool) -> bool:
+    """Whether heads of d channels of x [N, T, ...] can be done here: on Hopper, in 16 bits, where
+    they are few enough."""
+    rows = _rows(x.shape[1])
+    return (
+        takes(x)
+        and d in _HEAD_DIMS
+        and rows <= _MOST_ROWS
+        and (not backward or rows * d <= 2 * _MOST_DQ)
+    )
+
+
+def fetchable(x: Tensor) -> bool:
+    """Whether TMA can read x, which other kernels take with any strides and address."""
+    return x.is_contiguous() and x.data_ptr() % 16 == 0
+
+
+def forward(
+    qkv: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    constants: dict,
+    keep: int,
+    step: int,
+) -> None:
+    """o and lse of qkv: `keep` queries a program, `step` keys at a time; `constants` are those of
+    the other kernels."""
+    n, t, _ = qkv.shape
+    names = ("num_heads", "scale", "T", "D", "HEADS_QKV")
+    d, rows = constants["D"], _rows(t)
+    keep = min(keep, rows)
+    attention_fwd_head_kernel[(n * constants["num_heads"] * triton.cdiv(t, keep),)](
+        _described(qkv, keep, d),
+        _described(qkv, rows, d),
+        _described(o, keep, d),
+        lse,
+        **{name: constants[name] for name in names},
+        ROWS=rows,
+        KEEP=keep,
+        STEP=min(step, rows),
+        num_warps=4,
+        maxnreg=168 if d < 64 else None,  # so that three programs fit a multiprocessor
+        **overlapping(qkv.device, n * t),
+    )
+
+
+def backward(
+    do: Tensor,
+    qkv: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dqkv: Tensor,
+    rows: Tensor | None,
+    constants: dict,
+) -> None:
+    """dqkv, and its sums over positions in `rows` [N, 3C]."""
+    n, t, _ = qkv.shape
+    d, positions = constants["D"], _rows(t)
+    wide = d == 64  # dq, dk and dv leave no registers for k and v
+    num_warps = 4 if positions * d <= _MOST_DQ else 8
+    names = ("num_heads", "scale", "T", "D", "HEADS_QKV")
+    attention_bwd_head_kernel[(n * constants["num_heads"],)](
+        _described(qkv, positions, d),
+        _described(do, positions, d),
+        _described(dqkv, positions, d),
+        o,
+        lse,
+        rows,
+        **{name: constants[name] for name in names},
+        ROWS=positions,
+        BUFFERS=1 if wide else 2,
+        HELD=not wide,
+        num_warps=num_warps,
+        **overlapping(qkv.device),
+    )
+
+
+def _described(x: Tensor, rows: int, d: int) -> "TensorDescriptor":
+    n, t, c = x.shape
+    return in_boxes(x, [n, t, c], [t * c, c, 1], [1, rows, d])

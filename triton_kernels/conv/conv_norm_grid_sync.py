@@ -1,0 +1,122 @@
+"""A convolution and the norm behind it in one launch, where tiles of an image meet, for inference.
+
+    y = conv(x) + bias[co] + emb[n, co] + residual + 1x1 convolutions of other tensors
+    a = act(norm(y))
+
+`conv_norm` does it where a tile has whole images and whole groups of channels. Here an image is
+several tiles, or groups lie across blocks of 64 channels: every tile leaves its sums and waits for
+those of the others (`conv.hopper.epilogue_grid_sync`, where it is shown that they come).
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..activations import check_activation
+from ..runtime.device import describe
+from ..runtime.tuning import choose
+from .conv_norm import NextNorm
+from .hopper import tile_mma as gluon_tiles
+from .hopper.operands import NormOfResult, Operands
+from .plain.tma import Config
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+_TILE_CHANNELS = 64
+_MOST_WORDS = 16  # that a thread waits for at a time
+_MEETING = 96  # pixels of a tile that take as long as the epilogue that nothing hides
+_LEAST_LANES = 4  # of threads, which have a channel's accumulators among them
+
+
+def meets(
+    x: Tensor,  # [N, H, W, CI]
+    weight: Tensor,  # [CO, CI, R, S]
+    num_groups: int,
+    extra: Sequence[tuple[Tensor, Tensor]] = (),
+) -> bool:
+    """Whether `conv_meeting` can do this convolution and the norm of its result."""
+    return bool(_configs(x, weight, num_groups, extra))
+
+
+def conv_meeting(
+    x: Tensor,  # [N, H, W, CI]
+    weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory, dtype of x
+    bias: Tensor,  # float32 [CO]
+    norm: NextNorm,
+    *,
+    emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
+    residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
+    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
+    extra_bias: Tensor | None = None,  # float32 [CO]
+    zeros: Callable[[int, torch.device], Tensor] | None = None,  # so many int64
+    config: Config | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:  # [N, H, W, CO], [N, K, 2, CO], [N, H, W, CO]
+    """y, its partials, and a, as of `conv_norm`."""
+    check_activation(norm.activation)
+    n, h, w, ci = x.shape
+    co = weight.shape[0]
+    assert norm.weight.shape == norm.bias.shape == (co,)
+    assert norm.weight.is_contiguous() and norm.bias.is_contiguous()
+    a = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
+    if config is None:
+        terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
+        configs = _configs(x, weight, norm.num_groups, extra)
+        config = choose(
+            "conv_meeting",
+            (n, h, w, ci, co, x.dtype, residual is not None, len(extra), norm.keep),
+            lambda: configs,
+            lambda: _default(a, configs),
+            lambda c: conv_meeting(x, weight, bias, norm, **terms, config=c)[2],
+        )
+    rows, _ = gluon_tiles.cut(config[1], h, w)
+    tiles = h // rows
+    y = _empty(a.shape, dtype=x.dtype, device=x.device) if norm.keep else None
+    partials = None
+    if norm.stats:
+        partials = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
+    if n == 0:
+        return y, partials, a
+    slots = (zeros or _zeros)(n * co * tiles, x.device).view(n, co, tiles)
+    then = norm.eps, norm.activation, co // norm.num_groups, norm.keep
+    normed = NormOfResult(a, *norm[:2], *then, slots=slots)
+    beside = () if residual is None else (residual,)
+    out = a if y is None else y
+    given = Operands(x, weight, out, bias, partials, beside, extra, extra_bias, emb)
+    gluon_tiles.launch(config, given, normed)
+    return y, partials, a
+
+
+def _zeros(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.int64, device=device)
+
+
+def _configs(
+    x: Tensor, weight: Tensor, num_groups: int, extra: Sequence[tuple[Tensor, Tensor]]
+) -> list[Config]:
+    """Tiles of one image, all of which can be under way at once."""
+    _, h, w, _ = x.shape
+    co = weight.shape[0]
+    if co % num_groups or co // num_groups > _TILE_CHANNELS:
+        return []
+    lanes = max(_LEAST_LANES, 1 << (co // num_groups - 1).bit_length())
+    found = []
+    for tile in gluon_tiles.tiles(x, x, weight, extra=[other for other, _ in extra]):
+        rows, images = gluon_tiles.cut(tile[1], h, w)
+        words = lanes * (h // rows) * _TILE_CHANNELS // 128
+        together = h // rows * (co // _TILE_CHANNELS) <= describe(x.device).num_sms
+        if images == 1 and words <= _MOST_WORDS and together:
+            found.append(Config(*tile))
+    return found
+
+
+def _default(y: Tensor, configs: list[Config]) -> Config:
+    """That with the shortest rounds, whose meeting takes as long as so many pixels, by what was
+    measured at 8 to 64 images; with the filters beside the pixels."""
+    sms = describe(y.device).num_sms
+
+    def time(config: Config) -> int:
+        tiles = y.numel() // (config.block_m * _TILE_CHANNELS)
+        return -(-tiles // sms) * (config.block_m + _MEETING)
+
+    return min(configs, key=lambda c: (time(c), -c.num_stages))

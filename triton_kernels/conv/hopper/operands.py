@@ -1,0 +1,144 @@
+"""What `rows` and `tiles` launch their fused kernels with."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...activations import rounded_grad
+from ...hopper.descriptors import SUPPORTED, in_boxes
+
+if SUPPORTED:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+
+class Norm(NamedTuple):
+    """act(norm(x)) of 64 channels, by the sums of the tiles of x."""
+
+    activation: str
+    sums: Tensor  # float32 [N, K, 2, 64]
+    num_groups: int
+    weight: Tensor  # float32 [64]
+    bias: Tensor  # float32 [64]
+    eps: float
+    scale: Tensor | None = None  # float32 [N, 64], rows any distance apart
+    shift: Tensor | None = None  # float32 [N, 64], rows any distance apart
+    table: Tensor | None = None  # float32 [N, 4, 64], all of this
+    makers: int = 0  # warpgroups that do nothing else; 0: those that multiply do it in between
+
+
+class NormOfResult(NamedTuple):
+    """act(norm(y)) of `Operands`, written by the same launch."""
+
+    a: Tensor  # [N, H, W, C] to be written
+    weight: Tensor  # float32 [C]
+    bias: Tensor  # float32 [C]
+    eps: float
+    activation: str
+    channels: int  # of a group
+    keep: bool  # whether y is to be written
+    x2: Tensor | None = None  # [N, H, W, C2] beside y, so that a has C + C2 channels
+    slots: Tensor | None = None  # zeros, int64 [N, C, tiles of an image], where these meet
+
+    @property
+    def slope(self) -> str:
+        """The activation as `activate_affine` is told, where tiles meet; else as it is called."""
+        name = self.activation
+        return name if self.slots is None else rounded_grad(name, self.a.dtype)
+
+    @property
+    def second(self) -> int:
+        """Channels of x2."""
+        return 0 if self.x2 is None else self.x2.shape[3]
+
+
+class Means(NamedTuple):
+    """Those of y over 2x2 pixels, and their sums by tiles of y, written by the same launch."""
+
+    values: Tensor  # [N, H / 2, W / 2, C] to be written
+    sums: Tensor  # float32 [N, tiles of an image, 2, C] to be written
+
+
+class Operands(NamedTuple):
+    """Those of `conv.fused.conv_forward`, or of `conv_input_grad`, which has an activation."""
+
+    x: Tensor  # [N, H, W, K], what is convolved: x, or dy
+    weight: Tensor  # [CO, CI, 3, 3] in channels_last memory
+    y: Tensor  # [N, H, W, C] to be written: y, or dz
+    vectors: Tensor  # float32: bias [CO], or table [N, 4, CI]: mean, rstd, g, b
+    partials: Tensor | None  # float32 [N, tiles of an image, 2, C] to be written
+    # [N, H, W, .], read in the epilogue where y is written: the residual; or x, or the two tensors
+    # that it concatenates
+    beside: Sequence[Tensor] = ()
+    # up to two: [N, H, W, C], or in `resident` half of H and W, and [CO, C]
+    extra: Sequence[tuple[Tensor, Tensor]] = ()
+    extra_bias: Tensor | None = None  # float32 [CO]
+    emb: Tensor | None = None  # float32 [N, CO]
+    activation: str | None = None
+    norm: Norm | None = None  # of x
+    means: Means | None = None  # of y, beside its partials
+
+    @property
+    def slope(self) -> str | None:
+        """The activation as `activate_affine_grad`, or of a norm `activate_affine`, is told."""
+        name = self.activation or (self.norm and self.norm.activation)
+        return name and rounded_grad(name, self.y.dtype)
+
+    @property
+    def extra_channels(self) -> list[int]:
+        """Channels of the two 1x1 convolutions, 0 of one that is absent."""
+        channels = [other.shape[3] for other, _ in self.extra]
+        return channels + [0] * (2 - len(channels))
+
+    @property
+    def numbers(self) -> list[int]:
+        """Channels of the first of two tensors beside, and the stride of the embedding's rows."""
+        border = self.beside[0].shape[3] if self.beside else 0
+        return [border, 0 if self.emb is None else self.emb.stride(0)]
+
+    def tensors(
+        self,
+        read: Callable[[Tensor], "TensorDescriptor"],  # of pixels that are multiplied
+        written: Callable[[Tensor], "TensorDescriptor"],  # of y and what is beside it
+    ) -> list:
+        """Descriptors and pointers in the order of the kernels' arguments."""
+        beside = [written(other) for other in self.beside]
+        k = min(64, self.x.shape[3])
+        box = (64, k) if self.activation is None else (k, 64)
+        pairs: list = []
+        for other, w1x1 in self.extra:
+            co, c = w1x1.shape
+            strides = [co * w1x1.stride(0), w1x1.stride(0), 1]
+            pairs += [read(other), in_boxes(w1x1, [1, co, c], strides, [1, 64, 64])]
+        return [
+            read(self.x),
+            filters_in_boxes(self.weight, *box),
+            *beside,
+            *[None] * (2 - len(beside)),
+            written(self.y),
+            *pairs,
+            *[None] * (4 - len(pairs)),
+            self.vectors,
+            self.extra_bias,
+            self.emb,
+            self.partials,
+        ]
+
+
+def norm_of(operands: Operands) -> tuple[list, dict[str, int | None]]:
+    """What a kernel is told of the norm of x: arguments, and constants."""
+    norm = operands.norm
+    if norm is None:
+        return [None] * 8, {"TILES_OF_X": None, "CG": None}
+    film = [norm.scale, norm.shift]
+    strides = [None if t is None else t.stride(0) for t in film]
+    if norm.table is not None:
+        return [None] * 8, {"TILES_OF_X": None, "CG": None}
+    given = [norm.sums, norm.weight, norm.bias, *film, *strides, norm.eps]
+    return given, {"TILES_OF_X": norm.sums.shape[1], "CG": 64 // norm.num_groups}
+
+
+def filters_in_boxes(weight: Tensor, rows: int = 64, columns: int = 64) -> "TensorDescriptor":
+    """[CO, CI, 3, 3] in channels_last memory as [9, CO, CI], a box of one tap."""
+    co, ci, _, _ = weight.shape
+    return in_boxes(weight, [9, co, ci], [ci, 9 * ci, 1], [1, rows, columns])

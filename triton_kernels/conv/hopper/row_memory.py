@@ -1,0 +1,56 @@
+"""Rows of pixels in shared memory, with zeros between them, which are the padding of a convolution.
+
+A pixel is 64 channels of 16 bits, 128 bytes, or 16. Rows of W pixels have a chunk of 8 pixels of
+zeros before, between and after them. So a row moved by a pixel is the same row from another
+address; the swizzle allows that because it goes by the address. It is as wide as a pixel.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from ...hopper.pipeline import sync_threads
+
+
+@gluon.constexpr_function
+def rows_chunks(rows, w):
+    """Size of some rows, and of the zeros around them, in chunks of 8 pixels."""
+    return rows * (w // 8 + 1) + 1
+
+
+@gluon.jit
+def clear_margins(
+    x_bufs, BLOCKS: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr, num_warps: gl.constexpr
+):
+    """The chunks of zeros of BLOCKS times ROWS rows, which nothing ever overwrites."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+    K: gl.constexpr = x_bufs.shape[2]
+    zeros = gl.zeros([8, K], x_bufs.dtype, LAYOUT)
+    for i in gl.static_range(BLOCKS):
+        for j in gl.static_range(ROWS + 1):
+            x_bufs.index(i * rows_chunks(ROWS, W) + j * (W // 8 + 1)).store(zeros)
+    fence_async_shared()
+    sync_threads()
+
+
+@gluon.jit
+def row_from(x_bufs, first, row, W: gl.constexpr, IMAGES: gl.constexpr = 1):
+    """Where TMA writes a row of the block that begins at chunk `first`: W / IMAGES pixels of each
+    of some images."""
+    chunk = x_bufs.index(first + row * (W // 8 + 1) + 1)
+    K: gl.constexpr = x_bufs.shape[2]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16, rank=4)
+    if IMAGES == 1:
+        return chunk._reinterpret(chunk.dtype, [1, 1, W, K], LAYOUT)
+    else:
+        return chunk._reinterpret(chunk.dtype, [1, W // IMAGES, IMAGES, K], LAYOUT)
+
+
+@gluon.jit
+def row_of_tap(x_bufs, first, row, s: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr = 1):
+    """That row moved by s - 1 pixels of each of its images, [W, K]."""
+    K: gl.constexpr = x_bufs.shape[2]
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    pixels = x_bufs._reinterpret(x_bufs.dtype, [x_bufs.shape[0] * 8, K], FLAT)
+    start = pixels.index(first * 8 + row * (W + 8) + 8 + (s - 1) * IMAGES)
+    return start._reinterpret(start.dtype, [W, K], gl.NVMMASharedLayout(2 * K, 16))

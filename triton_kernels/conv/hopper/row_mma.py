@@ -1,0 +1,365 @@
+"""The path of `conv.fused` for Hopper: 3x3 convolutions in 16 bits, written in Gluon.
+
+What plain Triton cannot say, and what it gains:
+
+- Pixels are fetched once, not once a tap. A tile is 256 pixels, whole rows of an image, and its box
+  has a row more above and below. In shared memory 8 zeros lie between the rows, so that each tap is
+  the same box from another address: a pixel to the right is 128 bytes further, which the swizzle
+  allows because it goes by the address. The products are of one row of pixels each, with the
+  filters from registers, since two operands from shared memory would be its limit.
+- Nothing waits for an epilogue. Programs stay on their multiprocessor; one warp loads, and two
+  warpgroups multiply, a tile each, so that one finishes a tile while the other multiplies.
+- Where 64 channels are multiplied the filters stay in shared memory, rows of pixels pass through a
+  ring, and three warpgroups take tiles of two rows (RESIDENT_TILE), or two of four rows
+  (RESIDENT_TILE_OF_4). Where there are 16 channels, as of a padded image, the filters even stay in
+  registers (NARROW_TILE).
+- In the weight gradient three warpgroups take a row of the filter each: they share dy and x, and
+  the nine taps need x once. One launch can do two gradients, in half as many parts each.
+
+The tiles are for `tuning`, which takes them only where it has measured that they are faster.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import triton
+from torch import Tensor
+
+from ...hopper.descriptors import SUPPORTED, in_boxes, takes
+from ...runtime.dependent_launch import overlapping
+from ...runtime.device import describe
+from .operands import Operands, filters_in_boxes, norm_of
+
+if SUPPORTED:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .row_mma_kernels import conv_rows_kernel
+    from .row_wgrad import conv_rows_wgrad_kernel
+    from .stationary_weights import conv_resident_kernel
+    from .stationary_weights_concat import conv_resident_two_kernel
+
+_PIXELS = 256  # of a tile
+_WARPS = 12  # two warpgroups that multiply and one of which a warp loads
+_STAGES = 2  # of pixels, and of three filters
+_STAGES_OF_16 = 4  # of pixels of 64 channels and of 16
+
+_RESIDENT_WARPS = 16  # three warpgroups that multiply and one of which one or two warps load
+_MOST_EXTRA = 192  # channels of 1x1 convolutions whose filters have room there too
+
+# `Config`s of `conv.plain.tma` and a `WgradConfig` of `conv.plain.tma_wgrad`. The warps say that
+# they belong here.
+TILE = (64, _PIXELS, 64, _WARPS, _STAGES)
+RESIDENT_TILE = (64, 128, 64, _RESIDENT_WARPS, 3)  # filters stay in shared memory
+RESIDENT_TILE_OF_4 = (64, 256, 64, _RESIDENT_WARPS, 3)  # of four rows
+NARROW_TILE = (64, 128, 16, _RESIDENT_WARPS, 3)  # that of 16 channels
+WGRAD_TILE = (64, 64, _PIXELS, 9, _WARPS, _STAGES)
+NARROW_WGRAD_TILE = (64, 16, _PIXELS, 9, _WARPS, _STAGES_OF_16)
+
+_WIDTHS = (64,)  # pixels of a row
+_NARROW_WIDTHS = (64, 32)  # of NARROW_TILE, of two rows or of four
+_WGRAD_WIDTHS = (64, 32, 16, 8)
+_NARROW_WGRAD_WIDTHS = (64, 32, 16)
+_PART = 6  # tiles that take as long as a part of a sum does to begin, to write and to add up
+
+
+def serves(config: tuple) -> bool:
+    """Whether a `Config` or a `WgradConfig` is one of this path."""
+    return config.num_warps in (_WARPS, _RESIDENT_WARPS)
+
+
+# --- forward and input gradient -------------------------------------------------------------------
+
+
+def tiles(
+    x: Tensor,  # [N, H, W, K], what is convolved: x, or dy
+    y: Tensor,  # [N, H, W, C], the result
+    weight: Tensor,  # [CO, CI, R, S]
+    inputs: Sequence[Tensor] = (),  # [N, H, W, .], of an input gradient
+    extra: Sequence[Tensor] = (),  # [N, H, W, .], of which 1x1 convolutions are added
+) -> list[tuple]:
+    """Those with which `launch` can do it."""
+    channels = [t.shape[3] for t in (y, *inputs, *extra)]
+    if x.shape[3] == 16:
+        few, many = weight.shape[:2] if inputs else (weight.shape[1], weight.shape[0])
+        fits = few <= 16 and not extra and _applies(x, weight, [*channels, many], _NARROW_WIDTHS)
+        return [NARROW_TILE] if fits else []
+    if not _applies(x, weight, [x.shape[3], *channels, *weight.shape[:2]], _WIDTHS):
+        return []
+    resident = x.shape[3] == 64 and sum(t.shape[3] for t in extra) <= _MOST_EXTRA
+    if not resident:
+        return [TILE]
+    return [TILE, RESIDENT_TILE] if extra else [TILE, RESIDENT_TILE, RESIDENT_TILE_OF_4]
+
+
+def launch(config: tuple, operands: Operands) -> None:
+    """The convolution, or its input gradient, with a `Config` of `tiles`."""
+    if config[3] == _RESIDENT_WARPS:
+        _launch_resident(operands, config[1] // operands.x.shape[2])
+    else:
+        _launch_rows(operands)
+
+
+def _launch_rows(operands: Operands) -> None:
+    n, h, w, k = operands.x.shape
+    c = operands.y.shape[3]
+    blocks = c // 64
+    programs = max(1, describe(operands.x.device).num_sms // blocks) * blocks
+    overlap = overlapping(operands.x.device, 0)
+    conv_rows_kernel[(programs,)](
+        *operands.tensors(in_rows, in_rows),
+        *operands.extra_channels,
+        *operands.numbers,
+        n,
+        h,
+        k,
+        c,
+        W=w,
+        DGRAD=operands.activation is not None,
+        ACT=operands.slope,
+        BLOCKS=_STAGES,
+        STEPS=_STAGES,
+        OVERLAP=bool(overlap),
+        num_warps=4,
+        maxnreg=168,
+        **overlap,
+    )
+
+
+def _launch_resident(operands: Operands, rows: int) -> None:
+    n, h, w, k = operands.x.shape
+    c = operands.y.shape[3]
+    blocks = c // 64
+    programs = max(1, min(describe(operands.x.device).num_sms // blocks, n * h // rows)) * blocks
+    groups, pairs, slots = _resident_rings(operands, rows)
+    overlap = overlapping(operands.x.device, 0)
+    norm_arguments, norm_options = norm_of(operands)
+    norm = operands.norm
+    makers = norm.makers if norm else 0
+    made = [operands.x if makers else None, norm and norm.table]
+    conv_resident_kernel[(programs,)](
+        *operands.tensors(partial(_in_rows_of, w), partial(in_rows, rows=2)),
+        *(operands.means or (None, None)),
+        *norm_arguments,
+        *made,
+        *operands.numbers,
+        n * h // rows,
+        h // rows,
+        c,
+        ROWS=rows,
+        W=w,
+        DGRAD=operands.activation is not None,
+        ACT=operands.slope,
+        GROUPS=groups,
+        PAIRS=pairs,
+        SLOTS=slots,
+        MAKERS=makers,
+        EXTRA1=operands.extra_channels[0] // 64,
+        EXTRA2=operands.extra_channels[1] // 64,
+        OVERLAP=bool(overlap),
+        **norm_options,
+        num_warps=4,
+        maxnreg=96 if makers == 2 else 128 if groups == 3 or makers else 168,
+        **overlap,
+    )
+
+
+def takes_small(small: Tensor, channels: int) -> bool:
+    """Whether `launch` takes upsample(small) among 1x1 terms of so many channels beside a norm."""
+    _, h, w, c = small.shape
+    fits = 2 * w in _WIDTHS and h % 2 == 0 and c % 64 == 0 and channels <= _MOST_EXTRA
+    return fits and takes(small)
+
+
+def takes_two(x1: Tensor, x2: Tensor, weight: Tensor) -> bool:
+    """Whether `launch_two` can do it."""
+    fits = x1.shape == x2.shape and tuple(x1.shape[2:]) == (64, 64) and x1.shape[1] % 2 == 0
+    return fits and tuple(weight.shape) == (64, 128, 3, 3) and takes(x1) and takes(x2)
+
+
+def launch_two(
+    x1: Tensor,  # [N, H, 64, 64]
+    x2: Tensor,  # [N, H, 64, 64]
+    norm: Sequence[Tensor | float | None],  # sums of x1 and of x2, weight, bias, eps, or a table
+    groups: int,  # of channels
+    slope: str,  # the activation as `activate_affine` is told
+    weight: Tensor,  # [64, 128, 3, 3] in channels_last memory
+    bias: Tensor,  # float32 [64]
+    emb: Tensor | None,  # float32 [N, 64]
+    y: Tensor,  # [N, H, 64, 64] to be written
+    partials: Tensor,  # float32 [N, H / 2, 2, 64] to be written
+) -> None:
+    """conv(act(norm([x1, x2]))) + bias + emb."""
+    n, h, w, _ = x1.shape
+    tiles = n * h // 2
+    overlap = overlapping(x1.device, 0)
+    conv_resident_two_kernel[(min(describe(x1.device).num_sms, tiles),)](
+        x1,
+        x2,
+        filters_in_boxes(weight),
+        in_rows(y),
+        *norm,
+        bias,
+        emb,
+        partials,
+        0 if emb is None else emb.stride(0),
+        tiles,
+        h // 2,
+        W=w,
+        ACT=slope,
+        PAIRS=3,
+        TILES_OF_X1=None if norm[0] is None else norm[0].shape[1],
+        TILES_OF_X2=None if norm[1] is None else norm[1].shape[1],
+        CG=None if norm[0] is None else 128 // groups,
+        OVERLAP=bool(overlap),
+        num_warps=4,
+        maxnreg=96,
+        **overlap,
+    )
+
+
+def _resident_rings(operands: Operands, rows: int) -> tuple[int, int, int]:
+    """Warpgroups that multiply; pairs of rows of pixels, and pairs of rows of the result, that
+    there is shared memory for."""
+    if operands.x.shape[3] == 16:
+        return 3, 12, 3 * rows // 2
+    if operands.norm and operands.norm.makers and not operands.extra:
+        return (2, 5, 3) if operands.beside else (2, 6, 2)
+    if operands.extra:
+        fourth = operands.norm is not None and sum(operands.extra_channels) < _MOST_EXTRA
+        return 2, 4 if fourth else 3, 2
+    if rows == 4:
+        return (2, 5, 3) if operands.beside else (2, 6, 2)
+    return 3, 5, 3
+
+
+# --- weight gradient ------------------------------------------------------------------------------
+
+
+def wgrad_applies(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int]) -> bool:
+    """Whether `weight_grad` can do it; of `weight` only the shape matters."""
+    fits = wgrad_fits_rows(x, dy, weight) and tuple(padding) == (1, 1)
+    return fits and wgrad_splits(x, weight) > 0
+
+
+def wgrad_fits_rows(x: Tensor, dy: Tensor, weight: Tensor) -> bool:
+    """Whether tiles of rows are there for a weight gradient of padding 1."""
+    channels = (dy.shape[3], x.shape[3])
+    same = tuple(weight.shape[:2]) == channels and dy.shape[:3] == x.shape[:3]
+    return _applies(x, weight, channels, _WGRAD_WIDTHS) and same
+
+
+def wgrad_tile(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int]) -> tuple | None:
+    """The `WgradConfig` of `conv.plain.tma_wgrad` with which `weight_grad` can do one convolution.
+    Of x and dy one may be padded to 16 channels, of which the filters have fewer."""
+    if wgrad_applies(x, dy, weight, padding):
+        return WGRAD_TILE
+    co, ci, _, _ = weight.shape
+    few, many = ((ci, x), (co, dy)) if x.shape[3] == 16 else ((co, dy), (ci, x))
+    fits = few[1].shape[3] == 16 and few[0] <= 16 and many[1].shape[3] == many[0]
+    fits = fits and x.shape[:3] == dy.shape[:3] and tuple(padding) == (1, 1)
+    fits = fits and _applies(x, weight, many[:1], _NARROW_WGRAD_WIDTHS)
+    return NARROW_WGRAD_TILE if fits and wgrad_splits(x, weight) > 1 else None
+
+
+def wgrad_splits(x: Tensor, *weights: Tensor) -> int:
+    """Into how many parts to cut the sum over pixels: the fewest rounds of programs, which have a
+    multiprocessor each, times their length. One part if there are blocks of channels for most
+    multiprocessors; 0 if there are too few tiles to share."""
+    blocks = sum(-(-weight.shape[0] * weight.shape[1] // 64**2) for weight in weights)
+    tiles = math.prod(wgrad_tiles(x))
+    slots = describe(x.device).num_sms
+
+    def time(splits: int) -> int:
+        rounds = triton.cdiv(blocks * splits, slots)
+        return rounds * (triton.cdiv(tiles, splits) + (_PART if splits > 1 else 0))
+
+    fewest = 1 if 2 * blocks > slots else 2
+    most = min(tiles, 4 * slots // max(1, blocks))
+    return min(range(most, fewest - 1, -1), key=time, default=0)
+
+
+def weight_grad(
+    x: Tensor,  # [N, H, W, CI], or 16 channels of which CI count
+    dy: Tensor,  # [N, H, W, CO], or 16
+    parts: Tensor,  # float32 [splits, CO * 9 * CI], or its like, to be written; one may be the sum
+    x2: Tensor | None = None,  # [N, H, W, CI2] of a second convolution
+    dy2: Tensor | None = None,  # [N, H, W, CO2]
+) -> None:
+    """The gradient of the filters, in parts that have to be added up. With a second convolution
+    `parts` is [splits, CO * 9 * CI + CO2 * 9 * CI2], the one behind the other."""
+    swap = dy.shape[3] == 16  # then the kernel takes it for x
+    few, many = (dy, x) if swap else (x, dy)
+    _, _, w, ci = few.shape
+    co = many.shape[3]
+    if ci == 16:
+        ci = parts.shape[1] // (9 * co)
+    narrow = few.shape[3] == 16
+    ci2, co2 = (0, 0) if x2 is None else (x2.shape[3], dy2.shape[3])
+    images = images_of_row(w)
+    groups, tiles_h = wgrad_tiles(x)
+    rows = _PIXELS // (w * images)
+    blocks = co // 64 if narrow else (co * ci + co2 * ci2) // 64**2
+    conv_rows_wgrad_kernel[(blocks * parts.shape[0],)](
+        in_rows(few, 1, images),
+        in_rows(many, rows, images),
+        None if x2 is None else in_rows(x2, 1, images),
+        None if dy2 is None else in_rows(dy2, rows, images),
+        parts,
+        parts.stride(0),
+        ci,
+        co,
+        ci2,
+        co2,
+        groups * tiles_h,
+        tiles_h,
+        W=w * images,
+        IMAGES=images,
+        STAGES=_STAGES_OF_16 if narrow else _STAGES,
+        SWAP=swap,
+        num_warps=4,
+        maxnreg=128,
+    )
+
+
+def images_of_row(w: int) -> int:
+    """Of how many images a row is, so that it has 16 pixels and more."""
+    return 1 if w >= 16 else 64 // w
+
+
+def wgrad_tiles(x: Tensor) -> tuple[int, int]:
+    """Groups of images, and tiles of one."""
+    n, h, w, _ = x.shape
+    images = images_of_row(w)
+    return -(-n // images), h * w * images // _PIXELS
+
+
+# --- what applies where ---------------------------------------------------------------------------
+
+
+def _applies(x: Tensor, weight: Tensor, channels: Sequence[int], widths: Sequence[int]) -> bool:
+    _, h, w, _ = x.shape
+    return (
+        takes(x)
+        and tuple(weight.shape[2:]) == (3, 3)
+        and all(c % 64 == 0 for c in channels)
+        and w in widths
+        and h % (_PIXELS // (w * images_of_row(w))) == 0
+    )
+
+
+def _in_rows_of(width: int, x: Tensor) -> "TensorDescriptor":
+    """x, or upsample(x) if that has this width: TMA reads a pixel twice, 0 further on."""
+    n, h, w, c = x.shape
+    if w == width:
+        return in_rows(x)
+    strides = [h * w * c, w * c, c, 0, 1]
+    return in_boxes(x, [n, h, w, 2, c], strides, [1, 1, w, 2, min(c, 64)])
+
+
+def in_rows(x: Tensor, rows: int = 1, images: int = 1) -> "TensorDescriptor":
+    n, h, w, c = x.shape
+    block = min(c, 64)
+    if images > 1:
+        return in_boxes(x, [h, w, n, c], [w * c, c, h * w * c, 1], [rows, w, images, block])
+    return in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, rows, w, block])

@@ -1,0 +1,220 @@
+"""The weight gradient of `conv.hopper.row_mma`.
+
+A product sums over 16 pixels or more of a row. Where images are narrower, a row is one of several
+images, with the same pixel of each of them side by side: to TMA that is one more order of the
+dimensions, [H, W, N, C], and a tap is that many pixels further.
+
+Of a convolution from or to few channels, one of x and dy has blocks of 16 channels, not 64. The
+kernel calls that one x: the gradient of its convolution is that of the other way round, with dy for
+x, if the filters are turned (SWAP).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...hopper.pipeline import give_back, new_barrier_pairs, sync_threads, wait_empty, wait_full
+from ...runtime.dependent_launch import await_inputs
+from .row_memory import clear_margins, row_from, row_of_tap
+from .row_mma_kernels import block_chunks
+
+
+@gluon.jit
+def _load(
+    x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
+    W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    for tile in range(first, last):
+        load_tile(
+            x_desc, dy_desc, x_bufs, dy_bufs, full, empty, tile, tile - first, co0, ci0, tiles_h,
+            W, IMAGES, STAGES,
+        )  # fmt: skip
+
+
+@gluon.jit
+def load_tile(
+    x_desc, dy_desc, x_bufs, dy_bufs, full, empty, tile, block, co0, ci0, tiles_h,
+    W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """256 pixels of dy, and those of x that they are multiplied by, as the ring's `block`-th."""
+    ROWS: gl.constexpr = 256 // W
+    n = tile // tiles_h * IMAGES
+    h0 = tile % tiles_h * ROWS
+    BYTES: gl.constexpr = (ROWS + 2) * W * 2 * x_bufs.shape[2] + 256 * 128
+    stage, bar = wait_empty(full, empty, block, STAGES, BYTES)
+    at = _place(n, h0, co0, IMAGES)
+    tma.async_copy_global_to_shared(dy_desc, at, bar, dy_bufs.index(stage))
+    for j in gl.static_range(ROWS + 2):
+        row = row_from(x_bufs, stage * block_chunks(W), j, W, IMAGES)
+        at = _place(n, h0 + j - 1, ci0, IMAGES)
+        tma.async_copy_global_to_shared(x_desc, at, bar, row)
+
+
+@gluon.jit
+def _place(n, h, c, IMAGES: gl.constexpr):
+    return [n, h, 0, c] if IMAGES == 1 else [h, 0, n, c]
+
+
+@gluon.jit
+def multiply_tile(
+    acc0, acc1, acc2, x_bufs, dy_bufs, full, empty, block,
+    R: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """What the ring's `block`-th tile adds to the three taps of row R of the filter."""
+    ROWS: gl.constexpr = 256 // W
+    LAYOUT: gl.constexpr = acc0.type.layout
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    rows = dy_bufs._reinterpret(dy_bufs.dtype, [STAGES * ROWS, W, 64], MATRIX)
+    stage = wait_full(full, block, STAGES)
+    for j in gl.static_range(ROWS):
+        dy = rows.index(stage * ROWS + j).permute((1, 0))
+        dy = dy.load(gl.DotOperandLayout(0, LAYOUT, 2))
+        first_chunk = stage * block_chunks(W)
+        x0 = row_of_tap(x_bufs, first_chunk, j + R, 0, W, IMAGES)
+        x1 = row_of_tap(x_bufs, first_chunk, j + R, 1, W, IMAGES)
+        x2 = row_of_tap(x_bufs, first_chunk, j + R, 2, W, IMAGES)
+        acc0 = warpgroup_mma(dy, x0, acc0, is_async=True)
+        acc1 = warpgroup_mma(dy, x1, acc1, is_async=True)
+        acc2 = warpgroup_mma(dy, x2, acc2, is_async=True)
+        if j > 0:
+            acc0, acc1, acc2 = warpgroup_mma_wait(3, deps=(acc0, acc1, acc2))
+    acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2))
+    sync_threads()
+    give_back(empty, block, STAGES)
+    return acc0, acc1, acc2
+
+
+@gluon.jit
+def _accumulate(
+    part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, CO,
+    R: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
+    SWAP: gl.constexpr,
+):  # fmt: skip
+    """The three taps of row R of the filter."""
+    K: gl.constexpr = x_bufs.shape[2]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    acc0 = gl.zeros([64, K], gl.float32, LAYOUT)
+    acc1 = gl.zeros([64, K], gl.float32, LAYOUT)
+    acc2 = gl.zeros([64, K], gl.float32, LAYOUT)
+    for tile in range(first, last):
+        acc0, acc1, acc2 = multiply_tile(
+            acc0, acc1, acc2, x_bufs, dy_bufs, full, empty, tile - first, R, W, IMAGES, STAGES
+        )
+    offs_co = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    offs_ci = gl.arange(0, K, layout=gl.SliceLayout(0, LAYOUT))
+    if K == 64:
+        to = part_ptr + (R * 3 * CI + offs_co * 9 * CI)[:, None] + offs_ci[None, :]
+        gl.store(to, acc0)
+        gl.store(to + CI, acc1)
+        gl.store(to + 2 * CI, acc2)
+    else:
+        mask = (offs_co < 64)[:, None] & (offs_ci < CI)[None, :]
+        if SWAP:
+            to = part_ptr + (8 - R * 3) * CO + offs_co[:, None] + (offs_ci * 9 * CO)[None, :]
+            tap = -CO
+        else:
+            to = part_ptr + R * 3 * CI + (offs_co * 9 * CI)[:, None] + offs_ci[None, :]
+            tap = CI
+        gl.store(to, acc0, mask=mask)
+        gl.store(to + tap, acc1, mask=mask)
+        gl.store(to + 2 * tap, acc2, mask=mask)
+
+
+@gluon.jit
+def _load_one_of_two(
+    x_desc, dy_desc, x2_desc, dy2_desc, x_bufs, dy_bufs, full, empty, second, first, last, co0, ci0,
+    tiles_h, W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    if second:
+        _load(
+            x2_desc, dy2_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
+            W, IMAGES, STAGES,
+        )  # fmt: skip
+    else:
+        _load(
+            x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
+            W, IMAGES, STAGES,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["tiles"])
+def conv_rows_wgrad_kernel(
+    x_desc,  # [N, H, W, CI] in boxes [1, 1, W, 64]; [H, W / IMAGES, N, CI] in boxes of one row;
+    # or in boxes of 16 channels, of which there is one block and CI of them count
+    dy_desc,  # [N, H, W, CO] in boxes of 256 pixels, or in that order too
+    x2_desc,  # of a second convolution of as many pixels, or None
+    dy2_desc,
+    part_ptr,  # float32 [splits, CO, 9, CI], each row followed by [CO2, 9, CI2]
+    stride_split,
+    CI,
+    CO,
+    CI2,
+    CO2,  # 0 if there is no second one
+    tiles,  # of 256 pixels
+    tiles_h,  # of them one below the other
+    W: gl.constexpr,  # pixels of a row, of all its images
+    IMAGES: gl.constexpr,
+    STAGES: gl.constexpr,
+    SWAP: gl.constexpr,  # of 16 channels: parts are [splits, CI, 9, CO], with the taps reversed
+    num_warps: gl.constexpr,
+):
+    K: gl.constexpr = x_desc.block_shape[3]
+    PIXELS: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16)
+    dtype: gl.constexpr = x_desc.dtype
+    x_bufs = gl.allocate_shared_memory(dtype, [STAGES * block_chunks(W), 8, K], PIXELS)
+    dy_bufs = gl.allocate_shared_memory(dtype, [STAGES] + dy_desc.block_shape, dy_desc.layout)
+    full, empty = new_barrier_pairs(STAGES, 3)
+    clear_margins(x_bufs, STAGES, 256 // W + 2, W, num_warps)
+    await_inputs()
+
+    blocks1 = (CI // 64 if K == 64 else 1) * (CO // 64)
+    blocks = blocks1 + CI2 // 64 * (CO2 // 64)
+    block = gl.program_id(0) % blocks
+    split = gl.program_id(0) // blocks
+    splits = gl.num_programs(0) // blocks
+    part_ptr += split.to(gl.int64) * stride_split
+    second = block >= blocks1
+    if x2_desc is not None:
+        part_ptr += gl.where(second, CO * 9 * CI, 0)
+        block = gl.where(second, block - blocks1, block)
+        CI = gl.where(second, CI2, CI)
+    ci_blocks = CI // 64 if K == 64 else 1
+    ci0 = block % ci_blocks * 64
+    co0 = block // ci_blocks * 64
+    first = (tiles * split) // splits
+    last = (tiles * (split + 1)) // splits
+    part_ptr += co0 if SWAP else co0 * 9 * CI + ci0
+    gl.warp_specialize(
+        [
+            (
+                _accumulate,
+                (
+                    part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI,
+                    CO if SWAP else None, row, W, IMAGES, STAGES, SWAP,
+                ),
+            )
+            if row < 3
+            else (
+                _load,
+                (
+                    x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
+                    W, IMAGES, STAGES,
+                ),
+            )
+            if x2_desc is None
+            else (
+                _load_one_of_two,
+                (
+                    x_desc, dy_desc, x2_desc, dy2_desc, x_bufs, dy_bufs, full, empty, second, first,
+                    last, co0, ci0, tiles_h, W, IMAGES, STAGES,
+                ),
+            )
+            for row in (0, 1, 2, 3)
+        ],
+        [4, 4, 1],
+        [160, 160, 24],
+    )  # fmt: skip

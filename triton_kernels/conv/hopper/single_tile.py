@@ -1,0 +1,113 @@
+"""1x1 convolutions of inference for Hopper, written in Gluon: a program has one tile and asks for
+all of it at once.
+
+    y = conv(x) + bias + residual,   and its partial sums, or act(norm(y)) where a tile is an image
+
+Filters are asked for before the program waits for the launch in front, which does not write them;
+behind the wait come all of its pixels and the residual, in one trip to memory. `bare_once` is this
+for the public op.
+"""
+
+import torch
+from torch import Tensor
+
+from ...hopper.descriptors import SUPPORTED, in_boxes, takes
+from ...runtime.dependent_launch import overlapping
+from .operands import Means, NormOfResult
+
+if SUPPORTED:
+    from .single_tile_kernels import conv_once_kernel
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+_MAX_CHANNELS = 512  # of x: 128 KiB of shared memory for a tile of 64 pixels
+PIXELS = 64  # of a tile
+_MOST_TILES = 264  # two for each multiprocessor of an H200
+
+
+def serves_once(x: Tensor, weight: Tensor, most: int = _MOST_TILES) -> bool:
+    """Whether `conv_once` can do it, and should: whole tiles of one image each, of which there are
+    not many."""
+    n, h, w, ci = x.shape
+    co, _, r, s = weight.shape
+    return (
+        takes(x)
+        and r == s == 1
+        and ci % 64 == co % 64 == h * w % PIXELS == 0
+        and ci <= _MAX_CHANNELS
+        and n * h * w // PIXELS * (co // 64) <= most
+    )
+
+
+def conv_once(
+    x: Tensor,  # [N, H, W, CI]
+    weight: Tensor,  # [CO, CI, 1, 1] in channels_last memory, dtype of x
+    bias: Tensor,  # float32 [CO]
+    *,
+    residual: Tensor | None = None,  # [N, H, W, CO]
+    stats: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """As `conv.fused.conv_forward`."""
+    n, h, w, _ = x.shape
+    co = weight.shape[0]
+    y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
+    partials = None
+    if stats:
+        shape = (n, h * w // PIXELS, 2, co)
+        partials = _empty(shape, dtype=torch.float32, device=x.device)
+    if n > 0:
+        launch(x, weight, bias, y, residual, partials, None)
+    return y, partials
+
+
+def launch(
+    x: Tensor,  # [N, H, W, CI]
+    weight: Tensor,  # [CO, CI, 1, 1]
+    bias: Tensor,  # [CO]
+    y: Tensor,  # [N, H, W, CO], to be written
+    residual: Tensor | None,  # [N, H, W, CO]
+    partials: Tensor | None,  # [N, H * W / PIXELS, 2, CO], to be written
+    normed: NormOfResult | None,  # if images are tiles
+    means: Means | None = None,  # to be written, of images of 8 to 32 columns
+) -> None:
+    """The convolution of some images, and the norm of it, or its means."""
+    n, h, w, ci = x.shape
+    co = weight.shape[0]
+    m = n * h * w
+    vectors, then = (None,) * 5, (None, 1, True)
+    tiles, second = m // PIXELS * (co // 64), 0
+    assert weight.permute(0, 2, 3, 1).is_contiguous() and weight.data_ptr() % 16 == 0
+
+    def in_tiles(t: Tensor) -> object:
+        c = t.shape[3]
+        assert t.is_contiguous()
+        return in_boxes(t, [m, c], [c, 1], [PIXELS, 64])
+
+    if normed is not None:
+        assert h * w == PIXELS
+        x2 = None if normed.x2 is None else in_tiles(normed.x2)
+        vectors = in_tiles(normed.a), x2, normed.weight, normed.bias, normed.eps
+        then = normed.activation, normed.channels, normed.keep
+        second = normed.second
+        tiles += m // PIXELS * (second // 64)
+    conv_once_kernel[(tiles,)](
+        in_tiles(x),
+        in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
+        None if residual is None else in_tiles(residual),
+        in_tiles(y),
+        bias,
+        partials,
+        *(means or (None, None)),
+        *vectors,
+        m,
+        co,
+        second,
+        PIXELS=PIXELS,
+        K_BLOCKS=ci // 64,
+        W=w if means else None,
+        ACT=then[0],
+        CG=then[1],
+        KEEP=then[2],
+        num_warps=4,
+        **overlapping(x.device, m),
+    )

@@ -1,0 +1,438 @@
+"""The kernel of `conv.hopper.row_mma` for 3x3 convolutions of 64 channels, or their input
+gradients.
+
+The filters stay in shared memory, which 64 channels in and 64 out leave room for. A program takes
+successive tiles of two or four rows of an image, so every row is fetched once: they pass through a
+ring, in pairs, and the last pair of a tile is the first one of the next.
+
+Three warpgroups take every third tile, or two every second one of four rows. They have the tensor
+cores in turn (`turns`), so that the epilogues of the others fall into the products of one. What
+epilogues read beside their tiles (the residual, or x) passes through another ring, of pairs of rows
+as well: a warp of its own fills it, as far ahead as there is room, and the result leaves from where
+it was. With tiles of four rows filters are loaded to registers half as often.
+
+Where 1x1 convolutions of other tensors are added there are two warpgroups and tiles of two rows,
+since the memory is needed for those: blocks of 64 channels of a tile, which come and go between the
+rows of the filter.
+
+Forward x may be what a norm reads, of which a table is there, or sums. Then a warpgroup makes
+act(norm(x)) of the rows that are new with its tile where they lie, before its turn; or one or two
+others make it of all rows, see `rows_made`, and two multiply. What is outside of the image stays
+zeros, for it is the activation that is padded.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...activations import activate_affine_grad
+from ...hopper.pairs import round_pairs, widen_pairs
+from ...hopper.pipeline import give_back, new_barrier_pairs, new_barriers, sync_threads, wait_full
+from ...runtime.dependent_launch import await_inputs_alone, begin_next
+from .epilogue import load_bias, load_table
+from .epilogue_avg_pool import means_of_two_rows, store_means
+from .norm_producers import make_rows
+from .norm_rows import Norm, activate_rows, keep_affine, load_affine, new_affine
+from .row_memory import clear_margins, row_of_tap, rows_chunks
+from .stationary_loads import FilterDescs, Filters, Ring, Work, load_beside, load_rows
+
+
+class _Vectors(NamedTuple):
+    """Pointers to what an epilogue has for each channel."""
+
+    first: gl.tensor  # bias, or the norm's table
+    extra_bias: gl.tensor
+    emb: gl.tensor
+    stride_emb: gl.tensor
+
+
+# --- products and epilogue ------------------------------------------------------------------------
+
+
+@gluon.jit
+def stage_of_row(stages, slot, j: gl.constexpr, W: gl.constexpr):
+    """[64 channels, W pixels] of a row of the result."""
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    rows = stages.index(slot)._reinterpret(stages.dtype, [2, W, 64], MATRIX)
+    return rows.index(j).permute((1, 0))
+
+
+@gluon.jit
+def _filters(w_bufs, tap: gl.constexpr, DGRAD: gl.constexpr, LAYOUT: gl.constexpr):
+    """Those of a tap, [64 channels of the result, K]."""
+    w = w_bufs.index(tap)
+    ROWS: gl.constexpr = w_bufs.shape[2]
+    COLUMNS: gl.constexpr = w_bufs.shape[3]
+    w = w._reinterpret(w.dtype, [ROWS, COLUMNS], gl.NVMMASharedLayout(2 * COLUMNS, 16))
+    if DGRAD:
+        w = w.permute((1, 0))
+    return w.load(gl.DotOperandLayout(0, LAYOUT, 2))
+
+
+@gluon.jit
+def _multiply_extra(
+    accs, extra, w_bufs, step, BLOCK: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """The products of one block of channels with its 1x1 filters, begun but not waited for."""
+    slot = wait_full(extra.full, step, 2)
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    w = w_bufs.index(9 + BLOCK)._reinterpret(w_bufs.dtype, [64, 64], MATRIX)
+    w = w.load(gl.DotOperandLayout(0, LAYOUT, 2))
+    x0 = extra.bufs.index(slot * 2)._reinterpret(w_bufs.dtype, [W, 64], MATRIX)
+    x1 = extra.bufs.index(slot * 2 + 1)._reinterpret(w_bufs.dtype, [W, 64], MATRIX)
+    acc0 = warpgroup_mma(w, x0.permute((1, 0)), accs[0], is_async=True)
+    acc1 = warpgroup_mma(w, x1.permute((1, 0)), accs[1], is_async=True)
+    return acc0, acc1
+
+
+@gluon.jit
+def sum_of_thread(x):
+    """[64, W] summed over the pixels that a thread has, [64, 4]."""
+    x = x.reshape([64, x.shape[1] // 8, 4, 2]).permute((0, 2, 1, 3))
+    return gl.sum(x.reshape([64, 4, x.shape[2] * 2]), axis=2)
+
+
+@gluon.jit
+def sum_of_threads(x, LAYOUT: gl.constexpr):
+    """And over the four threads that share a row."""
+    return gl.convert_layout(gl.sum(x, axis=1), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _multiply(
+    y_desc, x, filters, extra, beside, turns, vectors, norm, partial_ptr, means_ptr, mean_sums_ptr,
+    work, C, GROUP: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
+    ACT: gl.constexpr, HAS_BESIDE: gl.constexpr, EXTRA: gl.constexpr, OVERLAP: gl.constexpr,
+    TILES_OF_X: gl.constexpr, CG: gl.constexpr, MAKES: gl.constexpr,
+):  # fmt: skip
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
+    VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    GROUPS: gl.constexpr = turns.shape[0]
+    PAIRS: gl.constexpr = x.full.shape[0]
+    SLOTS: gl.constexpr = beside.bufs.shape[0]
+    FIRST: gl.constexpr = 1 if GROUP == 0 else 0
+    STAY: gl.constexpr = x.bufs.shape[2] == 16  # filters in registers: four a tap
+    HALVES: gl.constexpr = ROWS // 2
+    OWN: gl.constexpr = SLOTS // GROUPS
+    AHEAD: gl.constexpr = 4 // ROWS  # taps under way while the filters of the next one are loaded
+    NORM: gl.constexpr = (norm.sums is not None or norm.table is not None) and not MAKES
+    if OVERLAP:
+        await_inputs_alone()
+    first = work.first
+    tiles_h = work.tiles_h
+    c0 = work.c0
+    stages = beside.bufs
+    phase = 0
+    offs = c0 + gl.arange(0, 64, layout=VECTOR)
+    image = -1
+    kept = ()
+    if STAY:
+        for r in gl.static_range(3):
+            mbarrier.wait(filters.full.index(r), 0)
+        for tap in gl.static_range(9):
+            kept = kept + (_filters(filters.bufs, tap, DGRAD, LAYOUT),)
+    for index in range(GROUP, work.count, GROUPS):
+        tile = first + index
+        n = tile // tiles_h
+        h0 = tile % tiles_h * ROWS
+        if DGRAD:
+            mean, rstd, g, b = load_table(vectors.first, n, offs, C)
+        else:
+            bias = load_bias(
+                vectors.first, vectors.extra_bias, vectors.emb, vectors.stride_emb, n, offs
+            )
+
+        place = index * HALVES + n - first // tiles_h
+        if NORM:
+            if n != image:
+                image = n
+                keep_affine(norm, n, tiles_h * (ROWS * W), GROUP, TILES_OF_X, CG)
+            slope, offset = load_affine(norm, GROUP)
+            if (index == 0) | (h0 == 0):
+                if PAIRS < 2 * (HALVES + 1):
+                    # those in front have to be there, or odd rounds would be taken for even ones
+                    mbarrier.wait(turns.index(GROUP), phase ^ FIRST)
+                row = wait_full(x.full, place, PAIRS) * 2
+                activate_rows(x.bufs, row, slope, offset, h0 > 0, 0, ACT, W)
+            below = h0 + ROWS < tiles_h * ROWS
+            for i in gl.static_range(1, HALVES + 1):
+                row = wait_full(x.full, place + i, PAIRS) * 2
+                if i < HALVES:
+                    activate_rows(x.bufs, row, slope, offset, True, -1, ACT, W)
+                else:
+                    activate_rows(x.bufs, row, slope, offset, below, 1, ACT, W)
+            fence_async_shared()
+            sync_threads()
+        accs = ()
+        for _ in gl.static_range(ROWS):
+            accs = accs + (gl.zeros([64, W], gl.float32, LAYOUT),)
+        mbarrier.wait(turns.index(GROUP), phase ^ FIRST)
+        pairs = ()
+        for i in gl.static_range(HALVES + 1):
+            pairs = pairs + (wait_full(x.full, place + i, PAIRS),)
+        step = index * EXTRA
+        for r in gl.static_range(3):
+            if not STAY:
+                mbarrier.wait(filters.full.index(r), 0)
+            if r < EXTRA:
+                accs = _multiply_extra(accs, extra, filters.bufs, step + r, r, W, LAYOUT)
+                if r > 0:
+                    accs = warpgroup_mma_wait(4, deps=accs)
+            for s in gl.static_range(3):
+                if STAY:
+                    w = kept[r * 3 + s]
+                else:
+                    w = _filters(filters.bufs, r * 3 + s, DGRAD, LAYOUT)
+                if r + s == 4:  # AHEAD taps are under way, and the last one is about to be
+                    if HAS_BESIDE and SLOTS < GROUPS * HALVES:
+                        # or the next warpgroup might wait for a slot that this still waits for, and
+                        # barriers tell only odd rounds from even ones
+                        wait_full(beside.full, index * HALVES, SLOTS)
+                    mbarrier.arrive(turns.index((GROUP + 1) % GROUPS), count=1)
+                out = ()
+                for j in gl.static_range(ROWS):
+                    row = row_of_tap(x.bufs, 0, pairs[(j + r) // 2] * 2 + (j + r) % 2, s, W)
+                    out = out + (warpgroup_mma(w, row.permute((1, 0)), accs[j], is_async=True),)
+                accs = out
+                # filters of AHEAD + 1 taps are in registers
+                if not STAY and (r * 3 + s >= AHEAD or r < EXTRA):
+                    accs = warpgroup_mma_wait(4, deps=accs)
+                if r < EXTRA and s == 1:  # that term has been waited for
+                    sync_threads()
+                    give_back(extra.empty, step + r, 2)
+        accs = warpgroup_mma_wait(0, deps=accs)
+        sync_threads()
+        for i in gl.static_range(HALVES + 1):
+            mbarrier.arrive(x.empty.index(pairs[i]), count=1)
+
+        to = partial_ptr
+        if partial_ptr is not None:
+            to += tile.to(gl.int64) * 2 * C + offs
+        if DGRAD:
+            shift = (-mean * rstd)[:, None]
+            rstd = rstd[:, None]
+            g = g[:, None]
+            b = b[:, None]
+        else:
+            bias = bias[:, None]
+        rounded = ()
+        result = index * HALVES
+        for half in gl.static_range(HALVES):
+            if HAS_BESIDE:
+                slot = wait_full(beside.full, result + half, SLOTS)
+            else:
+                slot = GROUP * OWN + half % OWN
+                tma.store_wait(OWN - 1)  # of what this has written there before
+            for j in gl.static_range(2):
+                stage = stage_of_row(stages, slot, j, W)
+                acc = accs[2 * half + j]
+                if DGRAD:
+                    xhat = widen_pairs(stage.load(LAYOUT)) * rstd + shift
+                    y = acc * activate_affine_grad(xhat, g, b, ACT)
+                    first_sum = sum_of_thread(y)
+                    second_sum = sum_of_thread(y * xhat)
+                    if half + j == 0:
+                        total = first_sum
+                        second = second_sum
+                    else:
+                        total += first_sum
+                        second += second_sum
+                    stage.store(round_pairs(y, stages.dtype))
+                else:
+                    y = acc + bias
+                    if HAS_BESIDE:
+                        y += widen_pairs(stage.load(LAYOUT))
+                    y = round_pairs(y, stages.dtype)
+                    rounded = rounded + (y,)
+                    stage.store(y)
+            fence_async_shared()
+            at = [n, h0 + 2 * half, 0, c0]
+            tma.async_copy_shared_to_global(y_desc, at, stages.index(slot))
+        if partial_ptr is not None:
+            if not DGRAD:
+                # about the mean of the tile, since a difference of large sums would cancel
+                total = sum_of_thread(widen_pairs(rounded[0]))
+                for j in gl.static_range(1, ROWS):
+                    total += sum_of_thread(widen_pairs(rounded[j]))
+            total = sum_of_threads(total, VECTOR)
+            if not DGRAD:
+                mean = (total / (ROWS * W))[:, None]
+                for j in gl.static_range(ROWS):
+                    d = widen_pairs(rounded[j]) - mean
+                    second_sum = sum_of_thread(d * d)
+                    if j == 0:
+                        second = second_sum
+                    else:
+                        second += second_sum
+            second = sum_of_threads(second, VECTOR)
+            gl.store(to, total)
+            gl.store(to + C, second)
+        if means_ptr is not None:
+            gl.static_assert(ROWS == 2)
+            means = means_of_two_rows(rounded[0], rounded[1])
+            store_means((means,), means_ptr, mean_sums_ptr, tile, c0, C, 1)
+        if HAS_BESIDE:
+            tma.store_wait(0)
+            sync_threads()
+            for half in gl.static_range(HALVES):
+                give_back(beside.empty, result + half, SLOTS)
+        phase ^= 1
+    if OVERLAP:
+        begin_next()
+    tma.store_wait(0)
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+@gluon.jit(do_not_specialize=["tiles", "tiles_h"])
+def conv_resident_kernel(
+    x_desc,  # [N, H, W, K] in boxes [1, 1, W, K], where K is 64 or 16: x, or dy
+    w_desc,  # [9, CO, CI] in boxes [1, 64, K]; DGRAD: [1, K, 64]
+    beside1_desc,  # [N, H, W, C] in boxes [1, 2, W, 64], or None: the residual; DGRAD: x
+    beside2_desc,  # the second of two tensors that x concatenates, or None
+    y_desc,  # [N, H, W, C] in boxes [1, 2, W, 64]: y, or dz
+    # [N, H, W, 64 EXTRA1] in boxes [1, 1, W, 64], or [N, H / 2, W / 2, 2, 64 EXTRA1] in boxes
+    # [1, 1, W / 2, 2, 64]: every pixel for 2x2; or None
+    extra1_desc,
+    extra1_w_desc,  # [1, C, 64 EXTRA1] in boxes [1, 64, 64]
+    extra2_desc,  # a second such pair, or None
+    extra2_w_desc,
+    vectors_ptr,  # float32: bias [C]; DGRAD: table [N, 4, C]
+    extra_bias_ptr,  # [C] or None
+    emb_ptr,  # [N, C] or None
+    partial_ptr,  # [N, H / ROWS, 2, C] or None
+    means_ptr,  # [N, H / 2, W / 2, C]: of y, over 2x2 pixels, with ROWS = 2; or None
+    mean_sums_ptr,  # [N, H / 2, 2, C] of these
+    sums_ptr,  # float32 [N, TILES_OF_X, 2, 64], of x, if act(norm(x)) is convolved, K = 64; or None
+    norm_weight_ptr,  # [64]
+    norm_bias_ptr,  # [64]
+    scale_ptr,  # [N, 64] or None
+    shift_ptr,  # [N, 64] or None
+    stride_scale,
+    stride_shift,
+    eps,
+    x_ptr,  # x as well, with MAKERS; or None
+    table_ptr,  # float32 [N, 4, 64]: the norm's table, in place of the sums; or None
+    border,  # channels of the first of two tensors
+    stride_emb,
+    tiles,  # N * H / ROWS
+    tiles_h,  # H / ROWS
+    C,
+    ROWS: gl.constexpr,  # of a tile; 2 with extra terms
+    W: gl.constexpr,
+    DGRAD: gl.constexpr,
+    ACT: gl.constexpr,
+    GROUPS: gl.constexpr,  # that multiply
+    PAIRS: gl.constexpr,  # of rows of pixels in shared memory
+    MAKERS: gl.constexpr,  # warpgroups that only make act(norm(x)): up to two, a row of a pair each
+    SLOTS: gl.constexpr,  # for two rows of the result: a ring, or of each group its own
+    EXTRA1: gl.constexpr,
+    EXTRA2: gl.constexpr,
+    OVERLAP: gl.constexpr,  # the launch in front may still be under way
+    TILES_OF_X: gl.constexpr,
+    CG: gl.constexpr,  # channels of a group
+    num_warps: gl.constexpr,
+):
+    EXTRA: gl.constexpr = EXTRA1 + EXTRA2
+    BESIDE: gl.constexpr = 0 if beside1_desc is None else 1
+    MAKES: gl.constexpr = x_ptr is not None
+    gl.static_assert(BESIDE == 1 or SLOTS <= GROUPS * (ROWS // 2))
+    dtype: gl.constexpr = x_desc.dtype
+    K: gl.constexpr = x_desc.block_shape[3]
+    PIXELS: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16)
+    FILTER_ROWS: gl.constexpr = w_desc.block_shape[1]
+    FILTER_COLUMNS: gl.constexpr = w_desc.block_shape[2]
+    x_bufs = gl.allocate_shared_memory(dtype, [rows_chunks(2 * PAIRS, W), 8, K], PIXELS)
+    w_bufs = gl.allocate_shared_memory(
+        dtype, [9 + EXTRA, 1, FILTER_ROWS, FILTER_COLUMNS], w_desc.layout
+    )
+    stages = gl.allocate_shared_memory(dtype, [SLOTS, 1, 2, W, 64], y_desc.layout)
+    if MAKERS == 2:
+        x_full, x_empty = new_barriers(PAIRS, 2), new_barriers(PAIRS, 2)
+    else:
+        x_full, x_empty = new_barrier_pairs(PAIRS, 2)
+    w_full = new_barriers(3)
+    turns = new_barriers(GROUPS)
+    beside_full, beside_empty = turns, turns  # without `beside` unused
+    if BESIDE == 1:
+        beside_full, beside_empty = new_barrier_pairs(SLOTS)
+    extra_bufs, extra_full, extra_empty = stages, turns, turns  # without extra terms unused
+    if EXTRA > 0:
+        extra_bufs = gl.allocate_shared_memory(dtype, [2 * 2, 1, 1, W, 64], y_desc.layout)
+        extra_full, extra_empty = new_barrier_pairs(2)
+    clear_margins(x_bufs, 1, 2 * PAIRS, W, num_warps)
+    x = Ring(x_bufs, x_full, x_empty)
+    filters = Filters(w_bufs, w_full)
+    extra = Ring(extra_bufs, extra_full, extra_empty)
+    beside = Ring(stages, beside_full, beside_empty)
+
+    # programs that are neighbours do the same tiles of other channels
+    blocks_c = C // 64
+    c0 = gl.program_id(0) % blocks_c * 64
+    part = gl.program_id(0) // blocks_c
+    parts = gl.num_programs(0) // blocks_c
+    first = (tiles * part) // parts
+    work = Work(first, (tiles * (part + 1)) // parts - first, tiles_h, c0)
+    filter_descs = FilterDescs(w_desc, extra1_w_desc, extra2_w_desc)
+    vectors = _Vectors(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb)
+    kept = turns  # without a norm unused
+    if sums_ptr is not None or table_ptr is not None:
+        kept = new_affine(MAKERS if MAKES else GROUPS)
+    norm = Norm(
+        sums_ptr, norm_weight_ptr, norm_bias_ptr, scale_ptr, shift_ptr,
+        stride_scale, stride_shift, eps, kept, table_ptr, 64,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    y_desc, x, filters, extra, beside, turns, vectors, norm, partial_ptr,
+                    means_ptr, mean_sums_ptr, work, C,
+                    role, ROWS, W, DGRAD, ACT, BESIDE == 1, EXTRA, OVERLAP, TILES_OF_X, CG, MAKES,
+                ),
+            )
+            if role < GROUPS
+            else (
+                make_rows,
+                (
+                    x_ptr, x, norm, work, tiles_h * ROWS,
+                    role - GROUPS, 3 - MAKERS, ROWS, W, ACT, TILES_OF_X, CG, OVERLAP,
+                ),
+            )
+            if role < GROUPS + MAKERS
+            else (
+                load_rows,
+                (
+                    x_desc, filter_descs, extra1_desc, extra2_desc, x, filters, extra, work,
+                    ROWS, W, DGRAD, EXTRA1, EXTRA2, OVERLAP, MAKES,
+                ),
+            )
+            if role == GROUPS + MAKERS
+            else (
+                load_beside,
+                (beside1_desc, beside2_desc, beside, filters, work, border, ROWS, W, OVERLAP),
+            )
+            for role in ((0, 1, 2), (0, 1, 2, 3), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5))[
+                GROUPS - 2 + MAKERS + BESIDE
+            ]
+        ],
+        (([4, 1], [4, 1, 1]), ([4, 4, 1], [4, 4, 1, 1]), ([4, 4, 4, 1], [4, 4, 4, 1, 1]))[
+            GROUPS - 2 + MAKERS
+        ][BESIDE],
+        (
+            ([240, 24], [240, 24, 24]),
+            ([160, 160, 24], [160, 160, 24, 24]),
+            ([168, 144, 24], [168, 144, 24, 24]),
+            ([144, 80, 80, 24], [144, 80, 80, 24, 24]),
+        )[GROUPS - 2 + (MAKERS + 1 if MAKES else 0)][BESIDE],
+    )  # fmt: skip

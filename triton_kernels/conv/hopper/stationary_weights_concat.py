@@ -1,0 +1,257 @@
+"""`conv.hopper.stationary_weights` for two tensors of 64 channels side by side, of which a norm is
+the first thing: a 3x3 convolution of act(norm([x1, x2])) to 64 channels.
+
+Eighteen filters of 64 x 64 stay in shared memory, and leave room for three pairs of rows. So no
+rows are kept from tile to tile: two warpgroups make the four rows of each half of each tile, see
+`rows_made`, and two others multiply, a tile each in turn. A pair goes back as soon as its rows have
+been multiplied, which of the upper one is two thirds of the way.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...hopper.pairs import round_pairs, widen_pairs
+from ...hopper.pipeline import give_back, new_barriers, sync_threads, wait_full
+from ...runtime.dependent_launch import await_inputs_alone, begin_next
+from .epilogue import load_bias
+from .norm_producers import hand_over, load_row, store_row, wait_for_room
+from .norm_rows import Norm, keep_affine, load_affine, new_affine
+from .row_memory import clear_margins, row_of_tap, rows_chunks
+from .stationary_loads import Ring, Work
+
+
+@gluon.jit
+def _load_filters(w_desc, w_bufs, w_full):
+    for r in gl.static_range(6):
+        bar = w_full.index(r)
+        mbarrier.expect(bar, 3 * 64 * 128)
+        for s in gl.static_range(3):
+            at = [r % 3 * 3 + s, 0, r // 3 * 64]
+            tma.async_copy_global_to_shared(w_desc, at, bar, w_bufs.index(r * 3 + s))
+
+
+@gluon.jit
+def _make_row(
+    x, place, raw, norm, q, h, FIRST: gl.constexpr, HALF: gl.constexpr, ACT: gl.constexpr,
+    W: gl.constexpr,
+):  # fmt: skip
+    slope, offset = load_affine(norm, 2 * HALF + FIRST)
+    slot = wait_for_room(x, place)
+    store_row(x.bufs, slot * 2 + FIRST, raw, slope, offset, 2 * q - 1 + FIRST, h, ACT, W)
+    hand_over(x, slot)
+
+
+@gluon.jit
+def _make(
+    x1_ptr, x2_ptr, x, norm1, norm2, work, h, FIRST: gl.constexpr, TILES_OF_X1: gl.constexpr,
+    TILES_OF_X2: gl.constexpr, CG: gl.constexpr,
+    W: gl.constexpr, ACT: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """The FIRST or second of rows h0 - 1 and h0, h0 + 1 and h0 + 2 of the first tensor, and of the
+    second, for every tile."""
+    row = FIRST - 1
+    if OVERLAP:
+        await_inputs_alone()
+    last = work.first + work.count
+    n = work.first // work.tiles_h
+    q = work.first % work.tiles_h
+    upper = load_row(x1_ptr, n, 2 * q + row, h, True, W)
+    lower = load_row(x1_ptr, n, 2 * q + 2 + row, h, True, W)
+    image = -1
+    place = 0
+    for tile in range(work.first, last):
+        n = tile // work.tiles_h
+        q = tile % work.tiles_h
+        n_next = (tile + 1) // work.tiles_h
+        q_next = (tile + 1) % work.tiles_h
+        more = tile + 1 < last
+        if n != image:
+            image = n
+            keep_affine(norm1, n, h * W, FIRST, TILES_OF_X1, CG)
+            keep_affine(norm2, n, h * W, 2 + FIRST, TILES_OF_X2, CG)
+        _make_row(x, place, upper, norm1, q, h, FIRST, 0, ACT, W)
+        upper = load_row(x2_ptr, n, 2 * q + row, h, True, W)
+        _make_row(x, place + 1, lower, norm1, q + 1, h, FIRST, 0, ACT, W)
+        lower = load_row(x2_ptr, n, 2 * q + 2 + row, h, True, W)
+        _make_row(x, place + 2, upper, norm2, q, h, FIRST, 1, ACT, W)
+        upper = load_row(x1_ptr, n_next, 2 * q_next + row, h, more, W)
+        _make_row(x, place + 3, lower, norm2, q + 1, h, FIRST, 1, ACT, W)
+        lower = load_row(x1_ptr, n_next, 2 * q_next + 2 + row, h, more, W)
+        place += 4
+
+
+@gluon.jit
+def _sum_of_thread(x):
+    """[64, W] summed over the pixels that a thread has, [64, 4]."""
+    x = x.reshape([64, x.shape[1] // 8, 4, 2]).permute((0, 2, 1, 3))
+    return gl.sum(x.reshape([64, 4, x.shape[2] * 2]), axis=2)
+
+
+@gluon.jit
+def _multiply(
+    y_desc, x, w_bufs, w_full, stages, turns, bias_ptr, emb_ptr, stride_emb, partial_ptr, work,
+    GROUP: gl.constexpr, W: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
+    VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    PAIRS: gl.constexpr = x.full.shape[0]
+    FIRST: gl.constexpr = 1 if GROUP == 0 else 0
+    if OVERLAP:
+        await_inputs_alone()
+    offs = gl.arange(0, 64, layout=VECTOR)
+    phase = 0
+    for index in range(GROUP, work.count, 2):
+        tile = work.first + index
+        n = tile // work.tiles_h
+        h0 = tile % work.tiles_h * 2
+        bias = load_bias(bias_ptr, None, emb_ptr, stride_emb, n, offs)
+        accs = (gl.zeros([64, W], gl.float32, LAYOUT), gl.zeros([64, W], gl.float32, LAYOUT))
+        mbarrier.wait(turns.index(GROUP), phase ^ FIRST)
+        place = index * 4
+        for r in gl.static_range(6):
+            mbarrier.wait(w_full.index(r), 0)
+            if r % 3 == 0:
+                upper = wait_full(x.full, place + r // 3 * 2, PAIRS)
+            if r % 3 == 1:
+                lower = wait_full(x.full, place + r // 3 * 2 + 1, PAIRS)
+            for s in gl.static_range(3):
+                w = w_bufs.index(r * 3 + s)._reinterpret(w_bufs.dtype, [64, 64], MATRIX)
+                w = w.load(gl.DotOperandLayout(0, LAYOUT, 2))
+                if r + s == 7:
+                    mbarrier.arrive(turns.index(1 - GROUP), count=1)
+                out = ()
+                for j in gl.static_range(2):
+                    pair = upper if j + r % 3 < 2 else lower
+                    row = row_of_tap(x.bufs, 0, pair * 2 + (j + r % 3) % 2, s, W)
+                    row = row.permute((1, 0))
+                    out = out + (warpgroup_mma(w, row, accs[j], is_async=True),)
+                accs = out
+                if r * 3 + s >= 2:
+                    accs = warpgroup_mma_wait(4, deps=accs)
+                if s == 1 and r == 3:  # the rows of the first tensor are multiplied
+                    sync_threads()
+                    give_back(x.empty, place + 1, PAIRS)
+                if s == 1 and r % 3 == 2:
+                    sync_threads()
+                    give_back(x.empty, place + r // 3 * 2, PAIRS)
+        accs = warpgroup_mma_wait(0, deps=accs)
+        sync_threads()
+        give_back(x.empty, place + 3, PAIRS)
+
+        to = partial_ptr + tile.to(gl.int64) * 128 + offs
+        bias = bias[:, None]
+        rounded = ()
+        for j in gl.static_range(2):
+            tma.store_wait(0)
+            stage = stages.index(GROUP)._reinterpret(stages.dtype, [W, 64], MATRIX)
+            y = round_pairs(accs[j] + bias, stages.dtype)
+            rounded = rounded + (y,)
+            stage.permute((1, 0)).store(y)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(y_desc, [n, h0 + j, 0, 0], stages.index(GROUP))
+        # about the mean of the tile, since a difference of large sums would cancel
+        total = _sum_of_thread(widen_pairs(rounded[0])) + _sum_of_thread(widen_pairs(rounded[1]))
+        total = gl.convert_layout(gl.sum(total, axis=1), VECTOR, assert_trivial=True)
+        mean = (total / (2 * W))[:, None]
+        d0 = widen_pairs(rounded[0]) - mean
+        d1 = widen_pairs(rounded[1]) - mean
+        second = _sum_of_thread(d0 * d0) + _sum_of_thread(d1 * d1)
+        second = gl.convert_layout(gl.sum(second, axis=1), VECTOR, assert_trivial=True)
+        gl.store(to, total)
+        gl.store(to + 64, second)
+        phase ^= 1
+    if OVERLAP:
+        begin_next()
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load(w_desc, w_bufs, w_full):
+    _load_filters(w_desc, w_bufs, w_full)
+
+
+@gluon.jit(do_not_specialize=["tiles", "tiles_h"])
+def conv_resident_two_kernel(
+    x1_ptr,  # [N, H, W, 64]
+    x2_ptr,  # [N, H, W, 64]
+    w_desc,  # [9, 64, 128] in boxes [1, 64, 64]
+    y_desc,  # [N, H, W, 64] in boxes [1, 1, W, 64]
+    sums1_ptr,  # float32 [N, TILES_OF_X1, 2, 64], of x1
+    sums2_ptr,  # float32 [N, TILES_OF_X2, 2, 64], of x2
+    norm_weight_ptr,  # [128]
+    norm_bias_ptr,  # [128]
+    eps,
+    table_ptr,  # float32 [N, 4, 128]: the norm's table, in place of these; or None
+    bias_ptr,  # float32 [64]
+    emb_ptr,  # float32 [N, 64] or None
+    partial_ptr,  # float32 [N, H / 2, 2, 64]
+    stride_emb,
+    tiles,  # N * H / 2
+    tiles_h,  # H / 2
+    W: gl.constexpr,
+    ACT: gl.constexpr,
+    PAIRS: gl.constexpr,  # of rows in shared memory
+    TILES_OF_X1: gl.constexpr,
+    TILES_OF_X2: gl.constexpr,
+    CG: gl.constexpr,  # channels of a group
+    OVERLAP: gl.constexpr,  # the launch in front may still be under way
+    num_warps: gl.constexpr,
+):
+    dtype: gl.constexpr = y_desc.dtype
+    PIXELS: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    x_bufs = gl.allocate_shared_memory(dtype, [rows_chunks(2 * PAIRS, W), 8, 64], PIXELS)
+    w_bufs = gl.allocate_shared_memory(dtype, [18, 1, 64, 64], w_desc.layout)
+    stages = gl.allocate_shared_memory(dtype, [2, 1, 1, W, 64], y_desc.layout)
+    x_full, x_empty = new_barriers(PAIRS, 2), new_barriers(PAIRS)
+    w_full = new_barriers(6)
+    turns = new_barriers(2)
+    clear_margins(x_bufs, 1, 2 * PAIRS, W, num_warps)
+    x = Ring(x_bufs, x_full, x_empty)
+    first = (tiles * gl.program_id(0)) // gl.num_programs(0)
+    last = (tiles * (gl.program_id(0) + 1)) // gl.num_programs(0)
+    work = Work(first, last - first, tiles_h, 0)
+    kept = new_affine(4)
+    weight2_ptr, bias2_ptr, table2_ptr = norm_weight_ptr, norm_bias_ptr, table_ptr
+    if table_ptr is None:
+        weight2_ptr += 64
+        bias2_ptr += 64
+    else:
+        table2_ptr += 64
+    norm1 = Norm(
+        sums1_ptr, norm_weight_ptr, norm_bias_ptr, None, None, None, None, eps, kept, table_ptr, 128
+    )
+    norm2 = Norm(
+        sums2_ptr, weight2_ptr, bias2_ptr, None, None, None, None, eps, kept, table2_ptr, 128
+    )
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    y_desc, x, w_bufs, w_full, stages, turns, bias_ptr, emb_ptr, stride_emb,
+                    partial_ptr, work, role, W, OVERLAP,
+                ),
+            )
+            if role < 2
+            else (
+                _make,
+                (
+                    x1_ptr, x2_ptr, x, norm1, norm2, work, tiles_h * 2, role - 2,
+                    TILES_OF_X1, TILES_OF_X2, CG, W, ACT, OVERLAP,
+                ),
+            )
+            if role < 4
+            else (_load, (w_desc, w_bufs, w_full))
+            for role in (0, 1, 2, 3, 4)
+        ],
+        [4, 4, 4, 1],
+        [144, 80, 80, 24],
+    )  # fmt: skip

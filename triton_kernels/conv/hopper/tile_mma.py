@@ -1,0 +1,185 @@
+"""A second path of `conv.fused` for Hopper, written in Gluon: 3x3 convolutions in 16 bits whose
+products are of 64 channels with a whole tile of pixels, both from shared memory.
+
+A tile is 256 pixels (or 128), whole rows of an image. Its box has a row more above and below, and
+it is fetched three times, moved by a column each time: outside the image TMA writes zeros, which
+are the padding. The three taps of a column of the filter are that box from another row on. So
+pixels are fetched 3.75 times where a box a tap fetches them 9 times (rows of 32, 256 pixels).
+
+Where tiles are small, to wait for each of the filters is what takes the time: there three of them
+lie with the block that they are for, under one barrier.
+
+Of images smaller than that a tile takes several, side by side: to TMA the rows are the outermost
+dimension, so that row 0 of all of them comes before row 1, and a tap is still one address.
+
+Programs stay on their multiprocessor; one warp loads, and two warpgroups multiply, a tile each, so
+that the epilogue of one is beside the products of the other. `rows` does the same with pixels that
+are fetched once, for which its products are of one row: better where rows are long.
+
+Used where `rows` is: with versions it was tried with, where it was measured to be faster.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from ...hopper.descriptors import SUPPORTED, in_boxes, takes
+from ...runtime.dependent_launch import overlapping
+from ...runtime.device import describe
+from .operands import NormOfResult, Operands
+
+if SUPPORTED:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .tile_mma_kernels import conv_tiles_kernel
+
+_WARPS = 9  # two warpgroups that multiply, and a warp that loads
+
+# `Config`s of `conv.plain.tma`. The warps say that they belong here.
+_WITH_FILTERS = 6  # stages of a tile whose filters come with the pixels
+TILES = (
+    (64, 256, 64, _WARPS, 3),
+    (64, 128, 64, _WARPS, 4),
+    (64, 128, 64, _WARPS, _WITH_FILTERS),
+    (64, 64, 64, _WARPS, 4),
+    (64, 64, 64, _WARPS, _WITH_FILTERS),
+)
+
+WIDTHS = (8, 16, 32, 64)  # pixels of a row
+_WIDTHS = (4, *WIDTHS)  # with an epilogue
+WIDTHS_OF_MEANS = (8, 16, 32)
+# Of a thread that multiplies, by the pixels of a tile: multiples of 24. The warps of three
+# warpgroups count, and with 240 they have all registers of a multiprocessor, so that no other
+# kernel has a program beside this one's.
+_REGISTERS = {256: 240, 128: 168, 64: 120}
+_LOADER_REGISTERS = 24
+_RESERVED = 1024  # bytes of shared memory for barriers, and what the compiler wants
+
+
+def serves(config: tuple) -> bool:
+    """Whether a `Config` is one of this path."""
+    return tuple(config[:5]) in TILES
+
+
+def tiles(
+    x: Tensor,  # [N, H, W, K], what is convolved: x, or dy
+    y: Tensor,  # [N, H, W, C], the result
+    weight: Tensor,  # [CO, CI, R, S]
+    inputs: Sequence[Tensor] = (),  # [N, H, W, .], of an input gradient
+    extra: Sequence[Tensor] = (),  # [N, H, W, .], of which 1x1 convolutions are added
+) -> list[tuple]:
+    """Those with which `launch` can do it."""
+    _, h, w, _ = x.shape
+    channels = [*(t.shape[3] for t in (x, y, *inputs, *extra)), *weight.shape[:2]]
+    if (
+        not takes(x)
+        or tuple(weight.shape[2:]) != (3, 3)
+        or any(c % 64 for c in channels)
+        or w not in _WIDTHS
+    ):
+        return []
+    return [tile for tile in TILES if cut(tile[1], h, w) is not None]
+
+
+def makes_means(config: tuple, h: int, w: int) -> bool:
+    """Whether `launch` with one of `tiles` makes `Means`: of whole pairs of rows of one image, of
+    which a piece of the epilogue has one at least."""
+    return h % 2 == 0 and w in WIDTHS_OF_MEANS and cut(config[1], h, w)[1] == 1
+
+
+def launch(config: tuple, operands: Operands, normed: NormOfResult | None = None) -> None:
+    """The convolution, or its input gradient, with a `Config` of `tiles`; or the convolution and
+    the norm of it, if a tile is whole images, or tiles of an image meet (`tile_meeting`)."""
+    n, h, w, k = operands.x.shape
+    c = operands.y.shape[3]
+    device = describe(operands.x.device)
+    rows, images = cut(config[1], h, w)
+    count = -(-n // images) * (h // rows) * (c // 64)
+    blocks, steps = rings(config, images * w, device.shared_memory)
+    overlap = overlapping(operands.x.device, 0)
+    assert operands.partials is None or operands.partials.shape[1] == h // rows
+    means = operands.means
+    assert means is None or (operands.partials is not None and makes_means(config, h, w))
+    read, written = (partial(in_rows, rows=r, images=images) for r in (2, rows))
+    vectors, then, second, of_image = (None,) * 6, (operands.slope, 1, True), 0, 1
+    if normed is not None:
+        second = normed.second
+        x2 = None if normed.x2 is None else written(normed.x2)
+        if normed.slots is None:
+            assert rows == h
+        else:
+            of_image = h // rows
+            assert images == 1 and normed.slots.shape == (n, c, of_image) and x2 is None
+            # or they would wait for one another for ever
+            assert of_image * (c // 64) <= device.num_sms
+        vectors = written(normed.a), x2, normed.weight, normed.bias, normed.slots, normed.eps
+        then = normed.slope, normed.channels, normed.keep
+        count += -(-n // images) * (second // 64)
+    act, group, keep = then
+    conv_tiles_kernel[(min(count, device.num_sms),)](
+        *operands.tensors(read, written),
+        *(means or (None, None)),
+        *vectors,
+        *operands.extra_channels,
+        *operands.numbers,
+        n,
+        h,
+        k,
+        c,
+        second,
+        ROWS=rows,
+        IMAGES=images,
+        W=w,
+        DGRAD=operands.activation is not None,
+        ACT=act,
+        BLOCKS=blocks,
+        STEPS=steps,
+        **registers(config[1], images),
+        OVERLAP=bool(overlap),
+        CG=group,
+        KEEP=keep,
+        TILES=of_image,
+        num_warps=4,
+        **overlap,
+    )
+
+
+def registers(pixels: int, images: int) -> dict[str, int]:
+    """What is launched with so many pixels and images a tile: two warpgroups have these registers a
+    thread, and the one that loads few; all three begin with the mean. An epilogue of many images
+    has the norm's table of each of them."""
+    most = _REGISTERS[pixels] if images <= 2 else max(_REGISTERS.values())
+    return {"REGISTERS": most, "maxnreg": (2 * most + _LOADER_REGISTERS) // 3}
+
+
+def rings(config: tuple, width: int, shared_memory: int) -> tuple[int, int]:
+    """Blocks of pixels, and filters of one tap, that shared memory holds beside two tiles of the
+    result. A block is needed for three filters, and neither ring should wait for the other. 0
+    filters: three with each block, in the same ring."""
+    pixels = config[1]
+    left = shared_memory - _RESERVED - 2 * pixels * 128
+    block, tap = (pixels + 2 * width) * 128, 64 * 128
+
+    if config[4] == _WITH_FILTERS:
+        return min(6, left // (block + 3 * tap)), 0
+
+    def ahead(blocks: int) -> int:
+        return min(3 * (blocks - 1), (left - blocks * block) // tap)
+
+    blocks = max((b for b in range(2, 5) if left - b * block >= 2 * tap), key=ahead)
+    return blocks, min(8, (left - blocks * block) // tap)
+
+
+def cut(pixels: int, h: int, w: int) -> tuple[int, int] | None:
+    """Rows and images of a tile: rows that divide those of an image, or several whole images."""
+    if h * w < pixels:
+        return (h, pixels // (h * w)) if pixels % (h * w) == 0 and h % 2 == 0 else None
+    rows = pixels // w
+    return (rows, 1) if h % rows == 0 and rows % 2 == 0 else None  # rows are fetched in pairs
+
+
+def in_rows(x: Tensor, rows: int, images: int, channels: int = 64) -> "TensorDescriptor":
+    """[N, H, W, C] as [H, N, W, C]."""
+    n, h, w, c = x.shape
+    return in_boxes(x, [h, n, w, c], [w * c, h * w * c, c, 1], [rows, images, w, channels])

@@ -1,0 +1,157 @@
+"""The kernel of `conv.hopper.unfused` for 3x3 filters over rows of 8 to 64 pixels.
+
+A tile is whole rows of an image, or several images, and 64 channels of the result. With the row
+above and the one below it is fetched three times for each block of input channels, moved by a
+column each time: outside of the image TMA writes zeros. The three taps of a column of the filter
+are that block from another row on, so a pixel is fetched three to four times, not nine. Products
+take both operands from shared memory. To TMA rows are the outermost dimension: row 0 of all images
+of a tile comes before row 1.
+
+One warp loads; two warpgroups multiply, a tile each, so that one stores while the other multiplies.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from ...hopper.pairs import round_pairs
+from ...hopper.pipeline import new_barrier_pairs, new_barriers, sync_threads, wait_empty
+from .tile_mma_loop import (
+    block_chunks,
+    finish_products,
+    load_filter_of_tap,
+    multiply_blocks,
+    pixels_from,
+)
+
+
+@gluon.jit
+def _load(
+    x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, K, tiles, tiles_h, blocks_c,
+    ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
+    BLOCKS: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
+    PAIRS: gl.constexpr = ROWS // 2 + 1
+    CHUNKS: gl.constexpr = block_chunks(ROWS * IMAGES * W, IMAGES * W)
+    block = 0
+    step = 0
+    for i in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        c0 = i % blocks_c * 64
+        n = i // blocks_c // tiles_h * IMAGES
+        h0 = i // blocks_c % tiles_h * ROWS
+        for k0 in range(0, K, 64):
+            for s in gl.static_range(3):
+                stage, bar = wait_empty(x_full, x_empty, block, BLOCKS, CHUNKS * 8 * 128)
+                for j in gl.static_range(PAIRS):
+                    chunk = stage * CHUNKS + j * (IMAGES * W // 4)
+                    rows = pixels_from(x_bufs, chunk, [2, IMAGES, W, 64])
+                    at = [h0 + 2 * j - 1, n, s - 1, k0]
+                    tma.async_copy_global_to_shared(x_desc, at, bar, rows)
+                block += 1
+                for r in gl.static_range(3):
+                    load_filter_of_tap(
+                        w_desc, r, s, k0, c0, w_bufs, w_full, w_empty, step, DGRAD, STEPS
+                    )
+                    step += 1
+
+
+@gluon.jit
+def _multiply(
+    y_desc, x_bufs, w_bufs, y_bufs, x_full, x_empty, w_full, w_empty, turns, bias_ptr,
+    K, tiles, tiles_h, blocks_c,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
+    DGRAD: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
+    """Every other tile, beginning with that of GROUP; in turn, as in `bare_points`."""
+    PIXELS: gl.constexpr = ROWS * IMAGES * W
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
+    VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    tile_blocks = K // 64 * 3
+    block = GROUP * tile_blocks
+    step = block * 3
+    y_buf = y_bufs.index(GROUP)
+    programs = gl.num_programs(0)
+    phase = 0
+    for i in range(gl.program_id(0) + GROUP * programs, tiles, 2 * programs):
+        c0 = i % blocks_c * 64
+        n = i // blocks_c // tiles_h * IMAGES
+        h0 = i // blocks_c % tiles_h * ROWS
+        acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
+        mbarrier.wait(turns.index(GROUP), phase ^ (1 - GROUP))
+        acc, block, step = multiply_blocks(
+            acc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, block, step, tile_blocks,
+            PIXELS, IMAGES * W, DGRAD, BLOCKS, STEPS,
+        )  # fmt: skip
+        acc = finish_products(acc, x_empty, w_empty, turns, block, step, GROUP, BLOCKS, STEPS)
+        block += tile_blocks  # those of the other warpgroup
+        step += tile_blocks * 3
+
+        if bias_ptr is not None:
+            bias = gl.load(bias_ptr + c0 + gl.arange(0, 64, layout=VECTOR))
+            acc += bias.to(gl.float32)[:, None]
+        tma.store_wait(0)  # of the last tile, from where this writes to
+        buf = y_buf._reinterpret(y_buf.dtype, [PIXELS, 64], gl.NVMMASharedLayout(128, 16))
+        buf.permute((1, 0)).store(round_pairs(acc, y_buf.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(y_desc, [h0, n, 0, c0], y_buf)
+        phase ^= 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["N", "H"])
+def conv_bare_tiles_kernel(
+    x_desc,  # [H, N, W, K] in boxes [2, IMAGES, W, 64]: x, or dy
+    w_desc,  # [9, CO, CI] in boxes [1, 64, 64]
+    y_desc,  # [H, N, W, C] in boxes [ROWS, IMAGES, W, 64]: y, or dx
+    bias_ptr,  # [C] or None
+    N,
+    H,
+    K,
+    C,
+    ROWS: gl.constexpr,  # of a tile, in
+    IMAGES: gl.constexpr,  # so many images: more than one only if ROWS is H
+    W: gl.constexpr,
+    DGRAD: gl.constexpr,
+    BLOCKS: gl.constexpr,  # of pixels in shared memory
+    STEPS: gl.constexpr,  # of filters there
+    num_warps: gl.constexpr,
+):
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    dtype: gl.constexpr = x_desc.dtype
+    CHUNKS: gl.constexpr = block_chunks(ROWS * IMAGES * W, IMAGES * W)
+    x_bufs = gl.allocate_shared_memory(dtype, [BLOCKS * CHUNKS, 8, 64], MATRIX)
+    w_bufs = gl.allocate_shared_memory(dtype, [STEPS, 1, 64, 64], w_desc.layout)
+    y_bufs = gl.allocate_shared_memory(dtype, [2, ROWS, IMAGES, W, 64], y_desc.layout)
+    x_full, x_empty = new_barrier_pairs(BLOCKS)
+    w_full, w_empty = new_barrier_pairs(STEPS)
+    turns = new_barriers(2)
+    fence_async_shared()
+    sync_threads()
+
+    # programs that are neighbours do the same pixels
+    blocks_c = C // 64
+    tiles_h = H // ROWS
+    tiles = gl.cdiv(N, IMAGES) * tiles_h * blocks_c
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    y_desc, x_bufs, w_bufs, y_bufs, x_full, x_empty, w_full, w_empty, turns,
+                    bias_ptr, K, tiles, tiles_h, blocks_c, role, ROWS, IMAGES, W, DGRAD, BLOCKS,
+                    STEPS,
+                ),
+            )
+            if role < 2
+            else (
+                _load,
+                (
+                    x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, K, tiles,
+                    tiles_h, blocks_c, ROWS, IMAGES, W, DGRAD, BLOCKS, STEPS,
+                ),
+            )
+            for role in (0, 1, 2)
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,144 @@
+"""`bare_tiles` in TF32: blocks of 32 channels, whose pixels have 128 bytes as well.
+
+To shared memory and the tensor cores a product is what it is in 16 bits, of half as many channels.
+The three filters of a block lie with it, under one barrier. A result would be twice as large, so it
+goes from registers to memory: eight neighbouring channels of a pixel, 32 bytes, are in one warp.
+
+In four bytes wgmma takes its operands from shared memory only with the sum's index innermost, so an
+input gradient is the forward convolution of filters that `conv.plain.transpose_weights` has turned.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
+
+from ...hopper.pipeline import new_barrier_pairs, new_barriers, sync_threads, wait_empty
+from ...runtime.dependent_launch import await_inputs
+from .tile_mma_loop import block_chunks, finish_products, multiply_blocks_with_filters, pixels_from
+
+
+@gluon.jit
+def _load(
+    x_desc, w_desc, x_bufs, w_bufs, full, empty, K, tiles, tiles_h, blocks_c,
+    ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    PAIRS: gl.constexpr = ROWS // 2 + 1
+    CHUNKS: gl.constexpr = block_chunks(ROWS * IMAGES * W, IMAGES * W)
+    block = 0
+    for i in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        c0 = i % blocks_c * 64
+        n = i // blocks_c // tiles_h * IMAGES
+        h0 = i // blocks_c % tiles_h * ROWS
+        for k0 in range(0, K, 32):
+            for s in gl.static_range(3):
+                stage, bar = wait_empty(full, empty, block, BLOCKS, (CHUNKS * 8 + 3 * 64) * 128)
+                for j in gl.static_range(PAIRS):
+                    chunk = stage * CHUNKS + j * (IMAGES * W // 4)
+                    rows = pixels_from(x_bufs, chunk, [2, IMAGES, W, 32])
+                    at = [h0 + 2 * j - 1, n, s - 1, k0]
+                    tma.async_copy_global_to_shared(x_desc, at, bar, rows)
+                for r in gl.static_range(3):
+                    buf = w_bufs.index(stage * 3 + r)
+                    tma.async_copy_global_to_shared(w_desc, [3 * r + s, c0, k0], bar, buf)
+                block += 1
+
+
+@gluon.jit
+def _multiply(
+    y_ptr, x_bufs, w_bufs, full, empty, turns, bias_ptr, N, H, K, C, tiles, tiles_h, blocks_c,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
+    BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Every other tile, beginning with that of GROUP; in turn, as in `bare_points`."""
+    PIXELS: gl.constexpr = ROWS * IMAGES * W
+    CHUNKS: gl.constexpr = block_chunks(PIXELS, IMAGES * W)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 8])
+    channels = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    pixels = gl.arange(0, PIXELS, layout=gl.SliceLayout(0, LAYOUT))
+    image = pixels // W % IMAGES
+    place = image * (H * W) + pixels // (W * IMAGES) * W + pixels % W
+    tile_blocks = K // 32 * 3
+    block = GROUP * tile_blocks
+    programs = gl.num_programs(0)
+    phase = 0
+    for i in range(gl.program_id(0) + GROUP * programs, tiles, 2 * programs):
+        c0 = i % blocks_c * 64
+        n = i // blocks_c // tiles_h * IMAGES
+        h0 = i // blocks_c % tiles_h * ROWS
+        acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
+        mbarrier.wait(turns.index(GROUP), phase ^ (1 - GROUP))
+        acc, block = multiply_blocks_with_filters(
+            acc, x_bufs, w_bufs, full, empty, block, tile_blocks, False,
+            3, 3, CHUNKS, PIXELS, IMAGES * W, False, BLOCKS,
+        )  # fmt: skip
+        acc = finish_products(acc, empty, empty, turns, block, 0, GROUP, BLOCKS, 0)
+        block += tile_blocks  # those of the other warpgroup
+
+        if bias_ptr is not None:
+            acc += gl.load(bias_ptr + c0 + channels).to(gl.float32)[:, None]
+        to = y_ptr + n.to(gl.int64) * (H * W * C)
+        # computed here: kept from tile to tile, `place * C` has 64 registers
+        offs = ((place + h0 * W) * C)[None, :] + (c0 + channels)[:, None]
+        if IMAGES == 1:
+            gl.store(to + offs, acc)
+        else:
+            gl.store(to + offs, acc, mask=(n + image < N)[None, :])
+        phase ^= 1
+
+
+@gluon.jit(do_not_specialize=["N", "H"])
+def conv_bare_tiles_tf32_kernel(
+    x_desc,  # float32 [H, N, W, K] in boxes [2, IMAGES, W, 32]
+    w_desc,  # float32 [9, C, K] in boxes [1, 64, 32]
+    y_ptr,  # float32 [N, H, W, C]
+    bias_ptr,  # [C] or None
+    N,
+    H,
+    K,
+    C,
+    ROWS: gl.constexpr,  # of a tile, in
+    IMAGES: gl.constexpr,  # so many images: more than one only if ROWS is H
+    W: gl.constexpr,
+    BLOCKS: gl.constexpr,  # of pixels and filters in shared memory
+    num_warps: gl.constexpr,
+):
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 32)
+    CHUNKS: gl.constexpr = block_chunks(ROWS * IMAGES * W, IMAGES * W)
+    x_bufs = gl.allocate_shared_memory(gl.float32, [BLOCKS * CHUNKS, 8, 32], MATRIX)
+    w_bufs = gl.allocate_shared_memory(gl.float32, [BLOCKS * 3, 1, 64, 32], w_desc.layout)
+    full, empty = new_barrier_pairs(BLOCKS)
+    turns = new_barriers(2)
+    fence_async_shared()
+    sync_threads()
+    await_inputs()
+
+    # programs that are neighbours do the same pixels
+    blocks_c = C // 64
+    tiles_h = H // ROWS
+    tiles = gl.cdiv(N, IMAGES) * tiles_h * blocks_c
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    y_ptr, x_bufs, w_bufs, full, empty, turns, bias_ptr, N, H, K, C, tiles,
+                    tiles_h, blocks_c, role, ROWS, IMAGES, W, BLOCKS,
+                ),
+            )
+            if role < 2
+            else (
+                _load,
+                (
+                    x_desc, w_desc, x_bufs, w_bufs, full, empty, K, tiles, tiles_h, blocks_c,
+                    ROWS, IMAGES, W, BLOCKS,
+                ),
+            )
+            for role in (0, 1, 2)
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip

@@ -1,0 +1,196 @@
+"""3x3 convolutions of images of which the first channels were upsampled, written in Gluon for
+Hopper: of these channels the products are made on the small image.
+
+Of an upsampled image 2x2 pixels are equal, so that a filter of 3x3 taps reads 2x2 different ones.
+Which these are, and how its taps add up, goes by the parity of the row and that of the column:
+
+    row 2 i        w[0] x[i - 1] + (w[1] + w[2]) x[i]
+    row 2 i + 1                    (w[0] + w[1]) x[i] + w[2] x[i + 1]         columns likewise
+
+That is four filters of 2x2 taps with 4/9 of the products, one for each kind of pixel. The input
+gradient is the same sum from the other side: a small pixel is read by 4x4 pixels of the large
+image, with the 16 filters.
+
+A tile is 256 pixels of the small image's size (or 128, or 64): pixels of one kind, or in the input
+gradient small ones. A block of pixels, 64 channels of a tile and of one row more, is moved by a
+column and serves two taps, whose filters lie beside it in the ring; otherwise as in `tiles`. The
+other channels of the large image have their nine taps, in blocks of pixels of one kind as well: the
+rows above and below a pixel are of the other parity and come in one block, its own in another.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...activations import rounded_grad
+from ...hopper.descriptors import SUPPORTED, in_boxes, takes
+from ...runtime.dependent_launch import overlapping
+from ...runtime.device import describe
+from .operands import filters_in_boxes
+from .tile_mma import cut, in_rows, registers
+
+if SUPPORTED:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .upsampled_kernels import conv_parity_kernel
+
+TILES = (256, 128, 64)  # pixels
+
+_WIDTHS = (4, 8, 16, 32)  # pixels of a row of the small image
+_MOST_IMAGES = 8  # of a tile; of 16 the epilogue of an input gradient has too few registers
+_MOST_BLOCKS = 6  # in shared memory
+_RESERVED = 1024  # bytes of shared memory for barriers, and what the compiler wants
+
+
+def tiles(
+    small: Tensor,  # [N, H, W, .], of this shape, type and device
+    channels: Sequence[int],  # all of the two parts and of the result
+) -> list[int]:
+    """Those with which `forward` and `input_grad` can do it."""
+    _, h, w, _ = small.shape
+    if not takes(small) or any(c % 64 for c in channels) or w not in _WIDTHS:
+        return []
+    cuts = {pixels: cut(pixels, h, w) for pixels in TILES}
+    return [pixels for pixels, found in cuts.items() if found and found[1] <= _MOST_IMAGES]
+
+
+def blocks_of(pixels: int, width: int, shared_memory: int, piecewise: bool = False) -> int:
+    """Of a tile with rows of `width`, with two filters each, that shared memory holds beside two
+    tiles of the result, or two pieces of one."""
+    left = shared_memory - _RESERVED - 2 * (max(64, width) if piecewise else pixels) * 128
+    return min(_MOST_BLOCKS, left // ((pixels + width + 2 * 64) * 128))
+
+
+def forward(
+    pixels: int,
+    a: Tensor,  # [N, 2 H, 2 W, K1 + K2], of which the first K1 channels were upsampled
+    summed: Tensor,  # [16, CO, K1]: filters of the parity of rows, of columns, tap of rows, ...
+    others: Tensor | None,  # [CO, K2, 3, 3] in channels_last memory; None: a is [N, H, W, K1]
+    bias: Tensor,  # float32 [CO]
+    emb: Tensor | None,  # float32 [N, CO], rows any distance apart
+    y: Tensor,  # [N, 2 H, 2 W, CO], to be written
+    partials: Tensor,  # float32 [N, 4 H W / `pixels`, 2, CO], or a row an image; to be written
+    piecewise: bool = False,  # y leaves in pieces, so that shared memory has room for more blocks
+) -> None:
+    """y = the convolution + bias + emb, and its sums."""
+    (n, h, w, co), k = y.shape, a.shape[3]
+    k1 = summed.shape[2]
+    rows, images = cut(pixels, h // 2, w // 2)
+    boxes = _of_one_kind if others is None else _by_parity
+    pair = boxes(a, rows, images), boxes(a, 1, images)
+    whole = (None, None, None) if others is None else (*pair, filters_in_boxes(others))
+    _launch(
+        pixels,
+        (n, h // 2, w // 2, co),
+        y.device,
+        *pair,
+        _summed_in_boxes(summed),
+        *whole,
+        None,
+        _by_parity(y, max(64 // (images * (w // 2)), 1) if piecewise else rows, images),
+        bias,
+        emb,
+        partials,
+        k1,
+        k - k1,
+        k1,
+        k,
+        0 if emb is None else emb.stride(0),
+        0,
+        piecewise=piecewise,
+    )
+
+
+def input_grad(
+    pixels: int,
+    dy: Tensor,  # [N, 2 H, 2 W, CO]
+    summed: Tensor,  # [16, CO, C], as above
+    dz: Tensor,  # [N, H, W, C], to be written
+    x: Tensor | None = None,  # [N, H, W, C], before it was upsampled; None: no norm
+    table: Tensor | None = None,  # float32 [N, 4, .], whose first C count: mean, rstd, g, b
+    activation: str = "identity",  # of `activations`
+    partials: Tensor | None = None,  # float32 [N, H W / `pixels`, 2, C], or a row an image
+) -> None:
+    """dz, the sums over 2x2 pixels of the input gradient, times the activation's derivative where
+    there is a norm, and the sums of dz and of dz xhat."""
+    n, h, w, c = dz.shape
+    rows, images = cut(pixels, h, w)
+    tile = partial(in_rows, rows=rows, images=images)
+    co = dy.shape[3]
+    _launch(
+        pixels,
+        (n, h, w, c),
+        dy.device,
+        _by_parity(dy, rows, images),
+        _by_parity(dy, 1, images),
+        _summed_in_boxes(summed),
+        None,
+        None,
+        None,
+        None if x is None else tile(x),
+        tile(dz),
+        table,
+        None,
+        partials,
+        co,
+        0,
+        0,
+        co,
+        0,
+        0 if table is None else table.stride(1),
+        slope=rounded_grad(activation, dy.dtype),
+    )
+
+
+def _launch(
+    pixels: int,
+    shape: tuple[int, int, int, int],  # of the small image, and channels of the result
+    device: torch.device,
+    *arguments,  # of the kernel, up to the shape
+    slope: str | None = None,  # of an input gradient
+    piecewise: bool = False,
+) -> None:
+    n, h, w, c = shape
+    rows, images = cut(pixels, h, w)
+    count = -(-n // images) * (h // rows) * (c // 64) * (4 if slope is None else 1)
+    known = describe(device)
+    overlap = overlapping(device, 0)
+    conv_parity_kernel[(min(count, known.num_sms),)](
+        *arguments,
+        n,
+        h,
+        c,
+        ROWS=rows,
+        IMAGES=images,
+        W=w,
+        DGRAD=slope is not None,
+        ACT=slope,
+        BLOCKS=blocks_of(pixels, images * w, known.shared_memory, piecewise),
+        PIECEWISE=piecewise,
+        **registers(pixels, images),
+        OVERLAP=bool(overlap),
+        num_warps=4,
+        **overlap,
+    )
+
+
+def _summed_in_boxes(summed: Tensor) -> "TensorDescriptor":
+    """[16, CO, K], a box of one tap."""
+    taps, co, k = summed.shape
+    return in_boxes(summed, [taps, co, k], [co * k, k, 1], [1, 64, 64])
+
+
+def _by_parity(x: Tensor, rows: int, images: int) -> "TensorDescriptor":
+    """[N, H, W, C] as [H / 2, 2, N, W / 2, 2 C]."""
+    n, h, w, c = x.shape
+    strides = [2 * w * c, w * c, h * w * c, 2 * c, 1]
+    return in_boxes(x, [h // 2, 2, n, w // 2, 2 * c], strides, [rows, 1, images, w // 2, 64])
+
+
+def _of_one_kind(x: Tensor, rows: int, images: int) -> "TensorDescriptor":
+    """[N, H, W, C] as [H, 1, N, W, C]."""
+    n, h, w, c = x.shape
+    strides = [w * c, w * c, h * w * c, c, 1]
+    return in_boxes(x, [h, 1, n, w, c], strides, [rows, 1, images, w, 64])

@@ -1,0 +1,210 @@
+"""A convolution that makes what it reads, act(norm(x)), where a kernel can do that on the way.
+
+    y = conv(act(z)) + bias + emb + residual + 1x1 convolutions of other tensors
+    z = (x - mean) rstd g + b                                   of partials, as in `norm_tables`
+
+For what wants y alone: act(z) is nowhere in memory afterwards, which spares a pass that reads and
+writes as much as the convolution does, and the launch of its table. The kernels are those that
+fetch each pixel once, `conv.hopper.stationary_weights` and `resident_two`. Warpgroups make act(z)
+of rows of pixels in shared memory while others multiply; or those that multiply do, between two
+tiles, of the rows that are new to them (`_FORMS`). To few channels it is `conv.hopper.norm_head`,
+where a warpgroup multiplies what it has made from registers.
+
+Tensors of which 1x1 convolutions are added may be half as large in both directions: these are
+upsampled on the way.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activations import check_activation, rounded_grad
+from ..norm.image_table import norm_image_table
+from ..norm.tables import check_partials_of
+from ..runtime.tuning import choose, same
+from .conv_avg_pool import empty_means
+from .hopper import narrow as gluon_narrow
+from .hopper import row_mma as gluon_rows
+from .hopper.operands import Means, Norm, Operands
+from .plain.tma import Config
+
+_TILES = (gluon_rows.RESIDENT_TILE, gluon_rows.RESIDENT_TILE_OF_4)
+_LEAST_TILES, _MOST_TILES = 4, 64  # of an image, whose sums a warp loads at once
+
+_FOUR_ROWS = gluon_rows.RESIDENT_TILE_OF_4[1]
+_LARGE = 2**17  # pixels of all images
+
+
+class _Form(NamedTuple):
+    """How act(norm(x)) is made."""
+
+    makers: int  # warpgroups that do nothing else; 0: those that multiply do it
+    table: bool = False  # the norm's table is of a launch in front
+
+
+# By what is added, for few pixels and for many, as was fastest of 16 images of 64x64, and of 64
+_FORMS = {
+    "nothing": (_Form(1), _Form(0, table=True)),
+    "residual": (_Form(1), _Form(2, table=True)),
+    "1x1": (_Form(1), _Form(0, table=True)),
+    "two": (_Form(2), _Form(2, table=True)),
+}
+
+_empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
+
+
+def serves_norm_conv(
+    x: Tensor,
+    weight: Tensor,
+    extra: Sequence[Tensor],
+    partials: Tensor,
+    num_groups: int,
+    width: int | None = None,
+) -> bool:
+    """Whether `norm_conv` can do it, of x [N, H, W, CI], filters [CO, CI, R, S], the tensors of
+    which 1x1 convolutions are added, partials of x, and so many channels of y."""
+    if x.shape[0] == 0 or x.shape[2:] != (64, 64):
+        return False
+    if not _fits_sums(partials, x.shape[3] // num_groups):
+        return False
+    if width is None:
+        return bool(_tiles(x, weight, extra))
+    y = x.new_empty((*x.shape[:3], width), device="meta")
+    return not extra and bool(gluon_narrow.tiles(x, y, weight))
+
+
+def norm_conv(
+    x: Tensor,  # [N, H, W, CI]
+    partials: Tensor,  # float32 [N, K, 2, CI], of x
+    num_groups: int,
+    norm_weight: Tensor,  # float32 [CI]
+    norm_bias: Tensor,  # float32 [CI]
+    eps: float,
+    activation: str,  # of `activations`
+    weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory, dtype of x
+    bias: Tensor,  # float32 [CO]
+    *,
+    scale: Tensor | None = None,  # float32 [N, CI], rows any distance apart
+    shift: Tensor | None = None,  # float32 [N, CI], rows any distance apart
+    emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
+    residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
+    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C] or half of H, W; [CO, C]
+    extra_bias: Tensor | None = None,  # float32 [CO]
+    width: int | None = None,  # channels of y: 16 for few, to which nothing but bias is added
+    means: bool = False,  # whether to return those of y over 2x2 pixels, without `width`
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor, Means]:
+    """y [N, H, W, CO], and its partials float32 [N, K, 2, CO], without `width`, as `conv_forward`
+    leaves them; and its means as of `conv_means`. `serves_norm_conv` has to say that it can be
+    done."""
+    check_activation(activation)
+    n, h, w, ci = x.shape
+    co = weight.shape[0]
+    check_partials_of(partials, h * w, n, ci)
+    assert scale is None or (scale.shape == (n, ci) and scale.stride(1) == 1)
+    assert shift is None or (shift.shape == (n, ci) and shift.stride(1) == 1)
+    assert weight.permute(0, 2, 3, 1).is_contiguous() and weight.dtype == x.dtype
+    assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
+    others = [other for other, _ in extra]
+    assert all(t.is_contiguous() for t in (x, *others))
+    assert residual is None or (residual.shape == (n, h, w, co) and residual.is_contiguous())
+    norm = Norm(activation, partials, num_groups, norm_weight, norm_bias, eps, scale, shift)
+    if width is not None:
+        y = _empty((n, h, w, width), dtype=x.dtype, device=x.device)
+        gluon_narrow.launch_head(Operands(x, weight, y, bias, None, norm=norm))
+        return y, None
+    if means:
+        config = Config(*gluon_rows.RESIDENT_TILE)
+    if config is None:
+        rest = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
+        rest |= {"scale": scale, "shift": shift}
+        of_x = (partials, num_groups, norm_weight, norm_bias, eps, activation)
+        configs = _tiles(x, weight, others)
+        config = choose(
+            "norm_conv",
+            (n, h, w, ci, co, x.dtype, residual is not None, len(others)),
+            lambda: configs,
+            lambda: configs[0],
+            lambda c: norm_conv(x, *of_x, weight, bias, **rest, config=c)[0],
+            same,
+        )
+        config = config if config in configs else configs[0]
+    y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
+    tiles = h * w // config.block_m
+    sums = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
+    beside = () if residual is None else (residual,)
+    added = "1x1" if extra else "nothing" if residual is None else "residual"
+    form = _FORMS[added][n * h * w >= _LARGE]
+    two_rows = config.block_m != _FOUR_ROWS  # four leave no registers to those who only make them
+    norm = norm._replace(makers=form.makers if two_rows else 0)
+    if form.table:
+        terms = num_groups, norm_weight, norm_bias, eps, scale, shift
+        norm = norm._replace(table=norm_image_table((partials,), (h * w,), *terms))
+    room = empty_means(y, tiles, _empty) if means else None
+    gluon_rows.launch(
+        config,
+        Operands(x, weight, y, bias, sums, beside, extra, extra_bias, emb, norm=norm, means=room),
+    )
+    return (y, sums, room) if means else (y, sums)
+
+
+def serves_small_terms(small: Tensor, channels: tuple[int, int], co: int) -> bool:
+    """Whether `norm_conv` of co channels takes a 1x1 convolution of upsample(small) and of another
+    tensor, of so many channels, from `small` itself."""
+    return small.shape[0] > 0 and co == 64 and gluon_rows.takes_small(small, sum(channels))
+
+
+def serves_norm_conv_of_two(
+    x1: Tensor, x2: Tensor, weight: Tensor, partials: tuple[Tensor, Tensor], num_groups: int
+) -> bool:
+    """Whether `norm_conv_of_two` can do it."""
+    fits = all(_fits_sums(part, 128 // num_groups) for part in partials)
+    return x1.shape[0] > 0 and fits and gluon_rows.takes_two(x1, x2, weight)
+
+
+def norm_conv_of_two(
+    x1: Tensor,  # [N, H, 64, 64]
+    x2: Tensor,  # [N, H, 64, 64]
+    partials: tuple[Tensor, Tensor],  # float32 [N, K, 2, 64], of each
+    num_groups: int,
+    norm_weight: Tensor,  # float32 [128]
+    norm_bias: Tensor,  # float32 [128]
+    eps: float,
+    activation: str,  # of `activations`
+    weight: Tensor,  # [64, 128, 3, 3] in channels_last memory, dtype of x1
+    bias: Tensor,  # float32 [64]
+    *,
+    emb: Tensor | None = None,  # float32 [N, 64], rows any distance apart
+) -> tuple[Tensor, Tensor]:  # [N, H, 64, 64]; float32 [N, H / 2, 2, 64]
+    """conv(act(norm([x1, x2]))) + bias + emb of two tensors side by side, and its partials.
+    `serves_norm_conv_of_two` has to say that it can be done."""
+    check_activation(activation)
+    n, h, w, _ = x1.shape
+    assert x1.is_contiguous() and x2.is_contiguous() and x1.dtype == x2.dtype == weight.dtype
+    for part in partials:
+        check_partials_of(part, h * w, n, 64)
+    assert weight.permute(0, 2, 3, 1).is_contiguous()
+    assert emb is None or (emb.shape == (n, 64) and emb.stride(1) == 1)
+    y = _empty(x1.shape, dtype=x1.dtype, device=x1.device)
+    sums = _empty((n, h // 2, 2, 64), dtype=torch.float32, device=x1.device)
+    given = norm_weight, norm_bias, eps
+    norm = *partials, *given, None
+    if _FORMS["two"][n * h * w >= _LARGE].table:
+        norm = *(None,) * 5, norm_image_table(partials, (h * w, h * w), num_groups, *given)
+    slope = rounded_grad(activation, x1.dtype)
+    gluon_rows.launch_two(x1, x2, norm, num_groups, slope, weight, bias, emb, y, sums)
+    return y, sums
+
+
+def _fits_sums(partials: Tensor, group: int) -> bool:
+    """Whether a warpgroup makes slopes and offsets of sums of so many channels a group."""
+    k = partials.shape[1]
+    return _LEAST_TILES <= k <= _MOST_TILES and k & (k - 1) == 0 and 8 % group == 0
+
+
+def _tiles(x: Tensor, weight: Tensor, extra: Sequence[Tensor]) -> list[Config]:
+    y = x.new_empty((*x.shape[:3], weight.shape[0]), device="meta")
+    served = gluon_rows.tiles(x, y, weight, extra=extra)
+    return [Config(*tile) for tile in _TILES if tile in served]

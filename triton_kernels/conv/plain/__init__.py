@@ -1,0 +1,1 @@
+"""Convolutions in plain Triton, for any GPU that it compiles for."""

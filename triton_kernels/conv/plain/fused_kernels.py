@@ -1,0 +1,375 @@
+"""The kernels of `conv.fused`: a tile of a convolution, or several one below the other, and then
+an epilogue for each.
+
+An accumulator is [channels, pixels], so a thread holds whole runs of pixels of a few channels:
+sums over pixels are nearly free, and an image of the tile is a slice [channels, image, pixels].
+"""
+
+import triton
+import triton.language as tl
+
+from ...activations import activate_affine_grad
+from ...noise.dropout import kept
+from ...runtime.dependent_launch import await_inputs
+from .tile_edges import count_tiles, tile_number, zero_outside
+from .tma import multiply, multiply_rows, tile_origin
+
+
+@triton.jit
+def _store_partials(
+    partial_ptr,  # [N, K, 2, C]
+    first,  # [BLOCK_C, TILE_N]
+    second,
+    n0,
+    h0,
+    w0,
+    c0,
+    N,
+    P,
+    Q,
+    C,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Both sums of this tile, as entry k of each of its images."""
+    k = tile_number(h0, w0, Q, TILE_H, TILE_W, RAGGED)
+    tiles = count_tiles(P, TILE_H, RAGGED) * count_tiles(Q, TILE_W, RAGGED)
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    offs_n = n0 + tl.arange(0, TILE_N)
+    mask = (offs_c < C)[:, None] & (offs_n < N)[None, :]
+    row = (offs_n.to(tl.int64) * tiles + k) * 2
+    ptrs = partial_ptr + row[None, :] * C + offs_c[:, None]
+    tl.store(ptrs, first, mask=mask)
+    tl.store(ptrs + C, second, mask=mask)
+
+
+# --- forward --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _multiply_pointwise(
+    acc0,  # float32 [BLOCK_C, BLOCK_M], at row h0
+    acc1,  # at row h0 + 1, if ROWS > 1, ...
+    acc2,
+    acc3,
+    x_desc,  # [N, P, Q, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
+    w_desc,  # [CO, C] in boxes [BLOCK_C, BLOCK_K]
+    n0,
+    h0,
+    w0,
+    c0,
+    C,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The tiles plus a 1x1 convolution."""
+    for k0 in range(0, C, BLOCK_K):
+        w = w_desc.load([c0, k0])
+        x0 = x_desc.load([n0, h0, w0, k0]).reshape(BLOCK_M, BLOCK_K)
+        acc0 = tl.dot(w, tl.trans(x0), acc0, input_precision=PRECISION)
+        if ROWS > 1:
+            x1 = x_desc.load([n0, h0 + 1, w0, k0]).reshape(BLOCK_M, BLOCK_K)
+            acc1 = tl.dot(w, tl.trans(x1), acc1, input_precision=PRECISION)
+        if ROWS > 2:
+            x2 = x_desc.load([n0, h0 + 2, w0, k0]).reshape(BLOCK_M, BLOCK_K)
+            acc2 = tl.dot(w, tl.trans(x2), acc2, input_precision=PRECISION)
+            x3 = x_desc.load([n0, h0 + 3, w0, k0]).reshape(BLOCK_M, BLOCK_K)
+            acc3 = tl.dot(w, tl.trans(x3), acc3, input_precision=PRECISION)
+    return acc0, acc1, acc2, acc3
+
+
+@triton.jit
+def _finish_forward(
+    acc,  # float32 [BLOCK_C, BLOCK_M]
+    bias,  # [BLOCK_C]
+    extra_bias,  # likewise, or None
+    emb,  # [BLOCK_C, TILE_N], or None
+    residual_desc,
+    y_desc,
+    partial_ptr,
+    n0,
+    h0,
+    w0,
+    c0,
+    N,
+    P,
+    Q,
+    CO,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """The epilogue of one tile."""
+    PIXELS: tl.constexpr = TILE_H * TILE_W
+    BLOCK_M: tl.constexpr = TILE_N * PIXELS
+    if extra_bias is not None:
+        acc += extra_bias[:, None]
+    acc += bias[:, None]
+    if emb is not None:
+        acc = acc.reshape(BLOCK_C, TILE_N, PIXELS) + emb[:, :, None]
+        acc = acc.reshape(BLOCK_C, BLOCK_M)
+    if residual_desc is not None:
+        residual = residual_desc.load([n0, h0, w0, c0]).reshape(BLOCK_M, BLOCK_C)
+        acc += tl.trans(residual).to(tl.float32)
+    y = acc.to(y_desc.dtype)
+    y_desc.store([n0, h0, w0, c0], tl.trans(y).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
+    if partial_ptr is not None:
+        # about the mean of the tile, since a difference of large sums would cancel
+        v = y.to(tl.float32).reshape(BLOCK_C, TILE_N, PIXELS)
+        if RAGGED:
+            v = zero_outside(v, h0, w0, P, Q, TILE_H, TILE_W)
+            total = tl.sum(v, axis=2)
+            pixels = tl.minimum(P, TILE_H) * tl.minimum(Q, TILE_W)  # inside of any tile
+            v = zero_outside(v - (total / pixels)[:, :, None], h0, w0, P, Q, TILE_H, TILE_W)
+        else:
+            total = tl.sum(v, axis=2)
+            v -= (total / PIXELS)[:, :, None]
+        m2 = tl.sum(v * v, axis=2)
+        _store_partials(
+            partial_ptr, total, m2, n0, h0, w0, c0, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C,
+            RAGGED,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["N", "P", "Q"])
+def conv_forward_kernel(
+    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]
+    bias_ptr,  # [CO]
+    emb_ptr,  # [N, CO] or None
+    residual_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C], or None
+    y_desc,  # likewise
+    partial_ptr,  # [N, K, 2, CO] or None
+    extra1_desc,  # [N, P, Q, C1] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], or None
+    extra1_w_desc,  # [CO, C1] in boxes [BLOCK_C, BLOCK_K]
+    extra2_desc,  # a second such pair, or None
+    extra2_w_desc,
+    extra_bias_ptr,  # [CO] or None
+    C1,
+    C2,
+    stride_emb,
+    N,
+    CI,
+    P,
+    Q,
+    CO,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,  # tiles one below the other
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    RAGGED: tl.constexpr,  # with sums: tiles as an even `conv.plain.tma_boxes.covering_box`
+):
+    await_inputs()
+    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
+    n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
+    # The epilogue's vectors are asked for here, so that it does not wait for them.
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < CO
+    bias = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0)
+    extra_bias = None
+    if extra_bias_ptr is not None:
+        extra_bias = tl.load(extra_bias_ptr + offs_c, mask=mask_c, other=0.0)
+    emb = None
+    if emb_ptr is not None:
+        offs_n = n0 + tl.arange(0, TILE_N)
+        emb = tl.load(
+            emb_ptr + offs_n.to(tl.int64)[None, :] * stride_emb + offs_c[:, None],
+            mask=mask_c[:, None] & (offs_n < N)[None, :],
+            other=0.0,
+        )
+    if ROWS == 1:
+        acc0 = multiply(
+            x_desc, w_desc, n0, h0, w0, c0, CI, R, S, R // 2, S // 2, False, PRECISION,
+            BLOCK_M, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
+        acc1 = acc0
+        acc2 = acc0
+        acc3 = acc0
+    else:
+        acc0, acc1, acc2, acc3 = multiply_rows(
+            x_desc, w_desc, n0, h0, w0, c0, CI, S, S // 2, False, PRECISION, ROWS,
+            BLOCK_M, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
+    if extra1_desc is not None:
+        acc0, acc1, acc2, acc3 = _multiply_pointwise(
+            acc0, acc1, acc2, acc3, extra1_desc, extra1_w_desc, n0, h0, w0, c0, C1, PRECISION,
+            ROWS, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
+    if extra2_desc is not None:
+        acc0, acc1, acc2, acc3 = _multiply_pointwise(
+            acc0, acc1, acc2, acc3, extra2_desc, extra2_w_desc, n0, h0, w0, c0, C2, PRECISION,
+            ROWS, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
+    for row in tl.static_range(ROWS):
+        acc = acc0 if row == 0 else acc1 if row == 1 else acc2 if row == 2 else acc3
+        _finish_forward(
+            acc, bias, extra_bias, emb, residual_desc, y_desc, partial_ptr,
+            n0, h0 + row, w0, c0, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+        )  # fmt: skip
+
+
+# --- input gradient -------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_table(
+    table_ptr, n0, c0, N, CI, TILE_N: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """mean, rstd, g and b of some images and channels, [BLOCK_C, TILE_N] each."""
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    offs_n = n0 + tl.arange(0, TILE_N)
+    mask = (offs_c < CI)[:, None] & (offs_n < N)[None, :]
+    ptrs = table_ptr + offs_n.to(tl.int64)[None, :] * 4 * CI + offs_c[:, None]
+    mean = tl.load(ptrs, mask=mask, other=0.0)
+    rstd = tl.load(ptrs + CI, mask=mask, other=0.0)
+    g = tl.load(ptrs + 2 * CI, mask=mask, other=0.0)
+    b = tl.load(ptrs + 3 * CI, mask=mask, other=0.0)
+    return mean, rstd, g, b
+
+
+@triton.jit
+def _finish_input_grad(
+    acc,  # float32 [BLOCK_C, BLOCK_M]: da
+    mean,  # [BLOCK_C, TILE_N], and so are rstd, g and b
+    rstd,
+    g,
+    b,
+    x1_desc,
+    x2_desc,
+    dz_desc,
+    partial_ptr,
+    n0,
+    h0,
+    w0,
+    c0,
+    N,
+    P,
+    Q,
+    CI,
+    C1,
+    rng_ptr,
+    first,
+    stream,
+    drop,
+    ACT: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    RAGGED: tl.constexpr,
+    STRADDLING: tl.constexpr,
+):
+    """The epilogue of one tile."""
+    PIXELS: tl.constexpr = TILE_H * TILE_W
+    BLOCK_M: tl.constexpr = TILE_N * PIXELS
+    if x2_desc is None:
+        x = x1_desc.load([n0, h0, w0, c0])
+    elif STRADDLING:  # either is zero where the other is not
+        x = x1_desc.load([n0, h0, w0, c0]) + x2_desc.load([n0, h0, w0, c0 - C1])
+    elif c0 < C1:
+        x = x1_desc.load([n0, h0, w0, c0])
+    else:
+        x = x2_desc.load([n0, h0, w0, c0 - C1])
+    x = tl.trans(x.reshape(BLOCK_M, BLOCK_C)).reshape(BLOCK_C, TILE_N, PIXELS).to(tl.float32)
+    xhat = (x - mean[:, :, None]) * rstd[:, :, None]
+    if rng_ptr is not None:
+        offs_m = tl.arange(0, BLOCK_M)
+        pixel = (h0 + offs_m % PIXELS // TILE_W) * Q + w0 + offs_m % TILE_W
+        quad = (pixel[:, None] * CI + c0) // 4 + tl.arange(0, BLOCK_C // 4)[None, :]
+        sample = first + n0 + offs_m // PIXELS
+        keep = kept(rng_ptr, sample[:, None], quad, stream, drop)
+        acc = tl.where(tl.trans(keep), acc * (1.0 / (1.0 - drop)), 0.0)
+    slope = activate_affine_grad(xhat, g[:, :, None], b[:, :, None], ACT)
+    dz = acc.reshape(BLOCK_C, TILE_N, PIXELS) * slope
+    if RAGGED:
+        dz = zero_outside(dz, h0, w0, P, Q, TILE_H, TILE_W)
+    _store_partials(
+        partial_ptr, tl.sum(dz, axis=2), tl.sum(dz * xhat, axis=2),
+        n0, h0, w0, c0, N, P, Q, CI, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+    )  # fmt: skip
+    dz = dz.reshape(BLOCK_C, BLOCK_M).to(dz_desc.dtype)
+    dz_desc.store([n0, h0, w0, c0], tl.trans(dz).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
+
+
+@triton.jit(do_not_specialize=["N", "P", "Q", "first", "stream"])
+def conv_input_grad_kernel(
+    dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_K, BLOCK_C]; TURNED: [R * S, CI, CO], backwards
+    x1_desc,  # [N, P, Q, C1] in boxes [PIECE_N, PIECE_H, PIECE_W, BLOCK_C]
+    x2_desc,  # [N, P, Q, CI - C1] likewise, or None
+    table_ptr,  # [N, 4, CI]: mean, rstd, g, b
+    dz_desc,  # [N, P, Q, CI] likewise
+    partial_ptr,  # [N, K, 2, CI]
+    N,
+    CO,
+    P,
+    Q,
+    CI,
+    C1,
+    rng_ptr,  # int64 [2] or None: no dropout between act(z) and the convolution
+    first,
+    stream,
+    drop,  # probability
+    R: tl.constexpr,
+    S: tl.constexpr,
+    ACT: tl.constexpr,
+    TURNED: tl.constexpr,  # filters as `conv.plain.transpose_weights.turn_filters` has them
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,  # tiles one below the other
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    PIECE_N: tl.constexpr,  # a tile, or half of one: the epilogue needs twice the registers
+    PIECE_H: tl.constexpr,
+    PIECE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    RAGGED: tl.constexpr,  # tiles as an even `conv.plain.tma_boxes.covering_box`
+    STRADDLING: tl.constexpr,  # some channels of a tile may be x1's and some x2's
+):
+    await_inputs()
+    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
+    n0, h0, w0, c0 = tile_origin(P, Q, CI, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
+    # The epilogue's vectors are asked for here, so that it does not wait for them; those of
+    # the images of a second piece come when it is its turn.
+    mean, rstd, g, b = _load_table(table_ptr, n0, c0, N, CI, PIECE_N, BLOCK_C)
+    if ROWS == 1:
+        acc0 = multiply(
+            dy_desc, w_desc, n0, h0, w0, c0, CO, R, S, R // 2, S // 2, not TURNED, PRECISION,
+            BLOCK_M, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
+        acc1 = acc0
+        acc2 = acc0
+        acc3 = acc0
+    else:
+        acc0, acc1, acc2, acc3 = multiply_rows(
+            dy_desc, w_desc, n0, h0, w0, c0, CO, S, S // 2, not TURNED, PRECISION, ROWS,
+            BLOCK_M, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
+    PIECES: tl.constexpr = ROWS * BLOCK_M // (PIECE_N * PIECE_H * PIECE_W)
+    if PIECES > ROWS:
+        acc0, acc1 = tl.split(acc0.reshape(BLOCK_C, 2, BLOCK_M // 2).permute(0, 2, 1))
+    for i in tl.static_range(PIECES):
+        acc = acc0 if i == 0 else acc1 if i == 1 else acc2 if i == 2 else acc3
+        n = n0 + i * PIECE_N if PIECE_N < TILE_N else n0
+        w = w0 + i * PIECE_W if PIECE_W < TILE_W else w0
+        h = h0 + i * PIECE_H if PIECE_N == TILE_N and PIECE_W == TILE_W else h0
+        if PIECE_N < TILE_N and i > 0:
+            mean, rstd, g, b = _load_table(table_ptr, n, c0, N, CI, PIECE_N, BLOCK_C)
+        _finish_input_grad(
+            acc, mean, rstd, g, b, x1_desc, x2_desc, dz_desc, partial_ptr,
+            n, h, w, c0, N, P, Q, CI, C1, rng_ptr, first, stream, drop,
+            ACT, PIECE_N, PIECE_H, PIECE_W, BLOCK_C, RAGGED, STRADDLING,
+        )  # fmt: skip

@@ -1,0 +1,125 @@
+"""How a fused convolution is cut: which tiles can do it, and which is quickest by a model."""
+
+from collections.abc import Sequence
+
+import triton
+from torch import Tensor
+
+from ...runtime.device import describe
+from .tma import Config
+from .tma_boxes import count_boxes, covering_box, image_box, pixel_box, row_box
+
+
+def serves(
+    config: Config,
+    itemsize: int,
+    r: int,  # rows of the filter
+    pixels: tuple[int, int, int],  # N, H, W
+    even: bool,  # tiles have to have equally many pixels of their images
+    grad: bool,  # an input gradient
+) -> bool:
+    """Whether a tile can do a convolution."""
+    wide = config.block_k * itemsize <= 128  # a row of a box
+    rows = config.rows == 1 or r == 3
+    box = box_of(config, *pixels, even) if wide and rows else None
+    return box is not None and not (grad and _splits_unevenly(config, box, *pixels[1:]))
+
+
+def box_of(config: Config, n: int, h: int, w: int, even: bool) -> tuple[int, int, int] | None:
+    """A tile [images, rows, columns]; `even` ones have equally many pixels of their images, which
+    they divide if any can."""
+    if config.rows > 1:
+        return row_box(config.block_m, config.rows, h, w)
+    if not even:
+        return pixel_box(config.block_m, n, h, w)
+    return image_box(config.block_m, n, h, w) or covering_box(config.block_m, n, h, w, even=True)
+
+
+def piece_of(config: Config, box: tuple[int, int, int]) -> tuple[int, int, int]:
+    """What the epilogue of the input gradient does at a time: a tile, or half of one where a thread
+    has 128 accumulators. The half is of images, else of rows, else of columns."""
+    if config.rows > 1 or config.block_c * config.block_m < 128 * 32 * config.num_warps:
+        return box
+    n, h, w = box
+    return (n // 2, h, w) if n > 1 else (1, h // 2, w) if h > 1 else (1, 1, w // 2)
+
+
+def _splits_unevenly(config: Config, box: tuple[int, int, int], h: int, w: int) -> bool:
+    """Whether the pieces of a tile have more or fewer pixels of an image than one another."""
+    _, rows, columns = piece_of(config, box)
+    return (rows < box[1] and h % box[1] > 0) or (columns < box[2] and w % box[2] > 0)
+
+
+def programs(config: Config, box: tuple[int, int, int], y: Tensor) -> int:
+    """How many there are for a result [N, H, W, C]."""
+    n, h, w, c = y.shape
+    box = (box[0], box[1] * config.rows, box[2])
+    return count_boxes(box, n, h, w) * triton.cdiv(c, config.block_c)
+
+
+def _fetched(config: Config, itemsize: int) -> tuple[int, int]:
+    """Bytes of x and of filters that one step loads."""
+    row = config.block_k * itemsize
+    if config.rows == 1:
+        return config.block_m * row, config.block_c * row
+    return (config.rows + 2) * config.block_m * row, 3 * config.block_c * row
+
+
+def _resident(config: Config, x: Tensor) -> int:
+    """Programs that a multiprocessor holds at a time."""
+    shared = sum(_fetched(config, x.itemsize)) * config.num_stages + 1024
+    return min(describe(x.device).shared_memory // shared, 16 // config.num_warps)
+
+
+def valid(
+    configs: list[Config],
+    x: Tensor,  # what is convolved: x, or dy
+    y: Tensor,  # the result
+    r: int,
+    even: bool,  # tiles have equally many pixels of their images
+    inputs: Sequence[Tensor] = (),  # of an input gradient
+) -> list[Config]:
+    """The tiles that can do it, less those that another serves better anyway."""
+    n, h, w, k = x.shape
+    block_k = 64 if x.itemsize == 2 and k > 32 else 32
+    fit = [
+        c
+        for c in configs
+        if (c.block_k == block_k or c.rows > 1)
+        and serves(c, x.itemsize, r, (n, h, w), even, len(inputs) > 0)
+        and _resident(c, x) > 0
+    ]
+    if len(inputs) < 2:
+        return fit
+    within = [c for c in fit if inputs[0].shape[3] % c.block_c == 0]  # one input a tile
+    return within or fit
+
+
+def pick(
+    configs: list[Config],
+    x: Tensor,
+    y: Tensor,
+    filter_size: tuple[int, int],  # R, S
+    even: bool,
+    inputs: Sequence[Tensor] = (),
+) -> Config:
+    """The tile with the shortest time by a crude model in clocks: a multiprocessor's programs
+    multiply (2048 multiply-adds a clock) or fetch (32 bytes a clock, where filters, which all
+    programs read at about the same time, count half) one after the other; filling the pipeline and
+    the epilogue are hidden by the other programs that fit beside. Tiles of several rows, whose
+    products into one accumulator Triton does not overlap, have to be timed: not taken here."""
+    n, h, w, k = x.shape
+    r, s = filter_size
+
+    def time(c: Config) -> float:
+        count = programs(c, box_of(c, n, h, w, even), y)
+        rounds = max(1, triton.cdiv(count, describe(x.device).num_sms))
+        products = c.block_c * c.block_m * c.block_k
+        of_x, of_w = _fetched(c, x.itemsize)
+        step = max(products / 2048, (of_x + of_w / 2) / 32)
+        steps = r * s * triton.cdiv(k, c.block_k)
+        alone = 1500 + c.block_c * c.block_m / c.num_warps
+        return rounds * (steps * step + alone / min(_resident(c, x), rounds))
+
+    fit = valid(configs, x, y, r, even, inputs)
+    return min((c for c in fit if c.rows == 1), key=time)

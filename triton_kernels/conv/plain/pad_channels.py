@@ -1,0 +1,37 @@
+"""Zeros behind the channels, and another dtype, in one pass. The TMA unit wants the channels of a
+tensor in multiples of 16 bytes, and images have three."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...runtime.dependent_launch import await_inputs, overlapping
+
+_BLOCK = 1024
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+
+@triton.jit
+def _pad_channels_kernel(x_ptr, out_ptr, size, C, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    await_inputs()
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # of out [M, WIDTH]
+    row, c = offs // WIDTH, offs % WIDTH
+    mask = offs < size
+    x = tl.load(x_ptr + row * C + c, mask=mask & (c < C), other=0.0)
+    tl.store(out_ptr + offs, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def pad_channels(
+    x: Tensor,  # [..., C], contiguous
+    width: int,
+    dtype: torch.dtype,
+) -> Tensor:  # [..., width]
+    """x in `dtype`, with zeros behind its channels."""
+    assert x.is_contiguous() and x.shape[-1] <= width
+    out = _empty((*x.shape[:-1], width), dtype=dtype, device=x.device)
+    _pad_channels_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
+        x, out, out.numel(), x.shape[-1], WIDTH=width, BLOCK=_BLOCK, **overlapping(x.device)
+    )
+    return out

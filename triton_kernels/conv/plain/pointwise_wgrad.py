@@ -1,0 +1,127 @@
+"""Weight gradient of a 1x1 filter in float32, by products whose operands pass through registers.
+
+    dweight[co, ci] = sum_m dy[m, co] x[m, ci]
+
+wgmma wants its float32 operands with the pixels innermost, for which `conv.plain.transposed_wgrad`
+copies them. A layer of few pixels has no time for that. The older mma.sync takes its operands from
+registers, in whatever order they come. Triton uses it where a program has no four warps or its tile
+fewer than 64 rows, so the tiles here are small, and several programs share a multiprocessor.
+
+In TF32 that is one product, in float32 three (`triton_kernels.tf32`), added up for each step before
+they get to the sum, since tensor cores round every addition towards zero.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...reductions.column_sum import num_splits
+from ...runtime.dependent_launch import await_inputs, overlapping
+from ...runtime.device import describe
+from ...tf32 import round_to_tf32, split_to_tf32
+from ..configs import WgradTile
+
+TILES = [  # for few, some and many pixels
+    WgradTile(32, 32, 32, 4, 3),
+    WgradTile(32, 32, 128, 4, 2),
+    WgradTile(32, 128, 64, 4, 3),
+]
+
+
+@triton.jit(do_not_specialize=["M", "pixels_per_split"])
+def _points_wgrad_kernel(
+    a_desc,  # float32 [M, A] in boxes [BLOCK_M, BLOCK_A]: dy, or x
+    b_desc,  # float32 [M, B] in boxes [BLOCK_M, BLOCK_B]: x, or dy
+    out_ptr,  # [splits, CO, CI]
+    M,
+    A,
+    B,
+    stride_a,  # in the result: CI, or 1
+    stride_b,
+    pixels_per_split,  # a multiple of BLOCK_M
+    PRODUCTS: tl.constexpr,  # of TF32: 1, or 3
+    BLOCK_A: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    await_inputs()
+    b_blocks = tl.cdiv(B, BLOCK_B)
+    a0 = tl.program_id(0) // b_blocks * BLOCK_A
+    b0 = tl.program_id(0) % b_blocks * BLOCK_B
+    split = tl.program_id(1)
+    offs_a = a0 + tl.arange(0, BLOCK_A)
+    offs_b = b0 + tl.arange(0, BLOCK_B)
+    mask_a = offs_a < A
+    mask_b = offs_b < B
+
+    acc = tl.zeros([BLOCK_A, BLOCK_B], dtype=tl.float32)
+    start = split * pixels_per_split
+    for m in range(start, tl.minimum(start + pixels_per_split, M), BLOCK_M):
+        a = tl.trans(a_desc.load([m, a0]))
+        b = b_desc.load([m, b0])
+        if PRODUCTS == 1:
+            acc = tl.dot(round_to_tf32(a), round_to_tf32(b), acc, input_precision="tf32")
+        else:
+            a, a_small = split_to_tf32(a)
+            b, b_small = split_to_tf32(b)
+            part = tl.dot(a_small, b, input_precision="tf32")
+            part = tl.dot(a, b_small, part, input_precision="tf32")
+            acc += tl.dot(a, b, part, input_precision="tf32")
+
+    out_ptr += split.to(tl.int64) * A * B
+    offs = offs_a.to(tl.int64)[:, None] * stride_a + offs_b.to(tl.int64)[None, :] * stride_b
+    mask = mask_a[:, None] & mask_b[None, :]
+    tl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def points_splits(x: Tensor, weight: Tensor, tile: WgradTile) -> int:
+    """Parts that the sum over pixels is best split into."""
+    steps = triton.cdiv(x.numel() // x.shape[-1], tile.block_m)
+    if steps <= 8:  # what a second launch takes
+        return 1
+    co, ci, _, _ = weight.shape
+    blocks = min(_blocks(co, ci, tile), _blocks(ci, co, tile))
+    return num_splits(blocks, steps, describe(x.device).num_sms)
+
+
+def _blocks(a: int, b: int, tile: WgradTile) -> int:
+    """Tiles of the result, of which one operand has `a` channels, the other `b`."""
+    return triton.cdiv(a, tile.block_co) * triton.cdiv(b, tile.block_ci)
+
+
+def launch_points(
+    x: Tensor,  # float32 [N, H, W, CI]
+    dy: Tensor,  # float32 [N, H, W, CO]
+    weight: Tensor,  # [CO, CI, 1, 1], of which only the shape matters
+    partial: Tensor,  # [splits, CO * CI], or one part alone, to be written
+    precision: str,
+    tile: WgradTile,  # of dy and x, or of x and dy if that is fewer tiles
+    splits: int,
+) -> None:
+    """The gradient of the filters, as `splits` parts that have to be added up."""
+    co, ci, _, _ = weight.shape
+    m = x.numel() // ci
+    steps = triton.cdiv(triton.cdiv(m, tile.block_m), splits)
+    operands, strides = [(dy, co), (x, ci)], (ci, 1)
+    if _blocks(ci, co, tile) < _blocks(co, ci, tile):
+        operands.reverse()
+        strides = (1, ci)
+    (a, num_a), (b, num_b) = operands
+    _points_wgrad_kernel[(_blocks(num_a, num_b, tile), splits)](
+        TensorDescriptor(a, [m, num_a], [num_a, 1], [tile.block_m, tile.block_co]),
+        TensorDescriptor(b, [m, num_b], [num_b, 1], [tile.block_m, tile.block_ci]),
+        partial,
+        m,
+        num_a,
+        num_b,
+        *strides,
+        steps * tile.block_m,
+        PRODUCTS=3 if precision == "ieee" else 1,
+        BLOCK_A=tile.block_co,
+        BLOCK_B=tile.block_ci,
+        BLOCK_M=tile.block_m,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **overlapping(x.device),
+    )

@@ -1,0 +1,229 @@
+"""Convolutions of few images that ask for their filters before the launch in front has ended.
+
+    y = conv(x) + bias[co] + emb[n, co] + residual + 1x1 convolutions of others       `conv_early`
+    parts[s, n, co, p], whose sum over s is conv(x) + those 1x1 convolutions           `split_early`
+
+At batch 1 a convolution is a chain of dependent steps, and a loop that fetches one 64x64 tile of
+filters and of pixels a step, through however many buffers, spends 0.23 us on each. Here a program
+has the filters of up to 512 terms of the sum (channels of taps) on their way to registers before it
+waits for its input, and then asks for all of that at once: one round trip and one long product.
+
+    before the wait   filters [BLOCK_C, BLOCK_K], where they lie and what taps they belong to
+    behind it         x [BLOCK_M, BLOCK_K], a tap's pixels from where they are; product; store
+
+A sum longer than that is cut into parts, or done in several rounds, of which the first two have
+their filters early; of up to three each one's pixels are asked for before the product in front. The
+filters of 1x1 convolutions are early too; where there are parts, one program has them all. Pixels
+are a run of successive ones, of all images.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...runtime.dependent_launch import overlapping
+from ...runtime.device import describe
+from ...runtime.layout import row_stride
+from .small_batch_kernels import conv_early_kernel
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+_DEEPEST = 512  # terms of a product: 64 registers of a thread for filters, 64 for pixels
+_MAX_PARTS = 16
+EARLY_IMAGES, _MAX_PIXELS = 4, 1024  # of 16 images a loop over tiles is faster
+_LARGE = 4096  # pixels of images whose programs take 64 of them, for fewer partial sums,
+_LONG = 1024  # unless their sums are of more terms than this
+
+
+class EarlyConfig(NamedTuple):
+    """What a program does: so many rounds of `block_k` terms of the sum, and one of `tail`."""
+
+    block_c: int  # output channels
+    block_m: int  # pixels
+    block_k: int
+    rounds: int
+    tail: int  # 0: none
+    num_warps: int
+
+
+def split_early(
+    x: Tensor,  # [N, H, W, CI]
+    weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of x
+    *,
+    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
+    config: EarlyConfig | None = None,
+) -> Tensor:  # float32 [parts, N, CO, H * W]
+    """`conv_split` in other parts. No kernel may write the filters while earlier ones of the stream
+    are under way: they are read ahead."""
+    n, h, w, ci = x.shape
+    co, _, r, s = weight.shape
+    config = config or split_config(x.shape, weight, x.device)
+    splits = triton.cdiv(r * s * ci, config.rounds * config.block_k)
+    parts = _empty((splits + bool(extra), n, co, h * w), dtype=torch.float32, device=x.device)
+    if n > 0:
+        _launch(x, weight, extra, config, parts, parts.shape[0], splits=splits)
+    return parts
+
+
+def conv_early(
+    x: Tensor,  # [N, H, W, CI]
+    weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of x
+    bias: Tensor,  # float32 [CO]
+    *,
+    emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
+    residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
+    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
+    extra_bias: Tensor | None = None,  # float32 [CO]
+    stats: bool = False,  # whether to return partials
+    width: int | None = None,  # channels of y; None: CO
+    config: EarlyConfig | None = None,
+) -> tuple[Tensor, Tensor | None]:  # [N, H, W, CO]; float32 [N, K, 2, CO]
+    """`conv_forward`, of tiles that divide the images. Filters and biases are read ahead, as in
+    `split_early`."""
+    n, h, w, _ = x.shape
+    co = weight.shape[0]
+    config = config or whole_config(x.shape, weight)
+    y = _empty((n, h, w, width or co), dtype=x.dtype, device=x.device)
+    partials = None
+    if stats:
+        tiles = h * w // config.block_m
+        assert tiles * config.block_m == h * w and y.shape[3] == co
+        partials = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
+    if residual is not None:
+        assert residual.is_contiguous() and residual.shape == y.shape
+    assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
+    if n > 0:
+        terms = (bias, extra_bias, emb, residual, partials)
+        _launch(x, weight, extra, config, y, 1, *terms)
+    return y, partials
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    extra: Sequence[tuple[Tensor, Tensor]],
+    config: EarlyConfig,
+    out: Tensor,
+    parts: int,
+    bias: Tensor | None = None,
+    extra_bias: Tensor | None = None,
+    emb: Tensor | None = None,
+    residual: Tensor | None = None,
+    partials: Tensor | None = None,
+    splits: int = 0,  # 0: whole sums
+) -> None:
+    n, h, w, ci = x.shape
+    co, _, r, s = weight.shape
+    assert x.is_contiguous() and x.dtype == weight.dtype and len(extra) <= 2
+    assert weight.permute(0, 2, 3, 1).is_contiguous() and r % 2 == s % 2 == 1
+    channels = [other.shape[3] for other, _ in extra]
+    for other, w1x1 in extra:
+        assert other.is_contiguous() and other.shape[:3] == x.shape[:3]
+        assert w1x1.shape == (co, other.shape[3]) and w1x1.stride(1) == 1
+    width = co if splits else out.shape[3]
+    programs = triton.cdiv(n * h * w, config.block_m) * triton.cdiv(width, config.block_c)
+    rows = weight.permute(0, 2, 3, 1).reshape(co, r * s * ci)
+    filters = [
+        TensorDescriptor(rows, list(rows.shape), [r * s * ci, 1], [config.block_c, depth])
+        if depth > 0
+        else None
+        for depth in (config.block_k, config.tail)
+    ]
+    depths = _extra_depths(config, channels)
+    others = []
+    for (other, w1x1), depth in zip(extra, depths, strict=False):
+        strides, block = list(w1x1.stride()), [config.block_c, depth]
+        others += [other, TensorDescriptor(w1x1, list(w1x1.shape), strides, block)]
+    rest = [c > depth for c, depth in zip((*channels, 0, 0), depths, strict=False)]
+    early = _early(config, x, [] if splits else depths[: len(extra)])
+    conv_early_kernel[(programs, parts)](
+        x, *filters, *(others + [None] * 4)[:4], bias, extra_bias, emb, residual, partials, out,
+        row_stride(emb), n * h * w, ci, *(channels + [0, 0])[:2], co, width, splits,
+        h, w, r, s, splits > 0, "tf32", config.block_c, config.block_m, config.block_k,
+        *depths, *rest, config.rounds, early, config.tail, num_warps=config.num_warps, num_stages=1,
+        **overlapping(x.device),
+    )  # fmt: skip
+
+
+def _extra_depths(config: EarlyConfig, channels: Sequence[int]) -> list[int]:
+    """Channels of the two 1x1 convolutions that a program asks for at once."""
+    most = min(config.block_k, _DEEPEST // 2)
+    return [min(max(triton.next_power_of_2(c), 16), most) for c in (*channels, 16, 16)[:2]]
+
+
+def _early(config: EarlyConfig, x: Tensor, extra: Sequence[int]) -> int:
+    """Rounds whose filters find room in shared memory beside the pixels of one, the tail and 1x1
+    convolutions of so many channels."""
+    tile = config.block_k * x.itemsize
+    rest = (config.block_c + config.block_m) * (config.tail + sum(extra)) * x.itemsize
+    room = describe(x.device).shared_memory - config.block_m * tile - rest - 4096
+    return min(config.rounds, max(room // (config.block_c * tile), 1), 2)
+
+
+def split_config(
+    x_shape: Sequence[int],  # N, H, W, CI
+    weight: Tensor,
+    device: torch.device,
+) -> EarlyConfig:
+    """The fewest parts that keep half of the multiprocessors busy, in as many rounds as they
+    become too many otherwise."""
+    n, h, w, ci = x_shape
+    co, _, r, s = weight.shape
+    terms, sms = r * s * ci, describe(device).num_sms
+    for block_m, block_k in ((64, 512), (32, 512), (64, 256), (32, 256)):
+        tiles = triton.cdiv(n * h * w, block_m) * triton.cdiv(co, 64)
+        parts = triton.cdiv(terms, block_k)
+        if 2 * tiles * parts >= 0.95 * sms and parts <= _MAX_PARTS:
+            break
+    rounds = 1
+    while rounds < parts and tiles * triton.cdiv(parts, rounds) > sms:
+        rounds += 1
+    return EarlyConfig(64, block_m, block_k, rounds, 0, 8 if block_k == 512 else 4)
+
+
+def whole_config(
+    x_shape: Sequence[int],  # N, H, W, CI
+    weight: Tensor,
+) -> EarlyConfig:
+    """Deep products, and what is left of the sum in a shallow one."""
+    n, h, w, ci = x_shape
+    co, _, r, s = weight.shape
+    terms = r * s * ci
+    block_k = min(1 << (terms.bit_length() - 1), _DEEPEST)
+    if block_k < _DEEPEST and 4 * terms > 5 * block_k:
+        block_k *= 2
+    rounds, rest = divmod(terms, block_k)
+    tail = max(triton.next_power_of_2(rest), 16) if rest else 0
+    if tail > _DEEPEST // 2 or rounds == 0:
+        rounds, tail = rounds + 1, 0
+    block_c = min(max(triton.next_power_of_2(co), 16), 64)
+    block_m = 64 if h * w >= _LARGE and terms <= _LONG else 32
+    return EarlyConfig(block_c, block_m, block_k, rounds, tail, 8 if block_k == _DEEPEST else 4)
+
+
+def serves_split(x_shape: Sequence[int], weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `split_early` should do it: images are few, and registers hold a tile of numbers of
+    this size."""
+    n, h, w, ci = x_shape
+    few = n <= EARLY_IMAGES and n * h * w <= _MAX_PIXELS
+    return few and dtype.itemsize == 2 and ci % 16 == 0
+
+
+def serves_whole(
+    x_shape: Sequence[int],  # N, H, W, CI
+    weight: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Whether `conv_early` should do it: all programs find a multiprocessor each at once, and
+    their tiles divide the images."""
+    n, h, w, ci = x_shape
+    if n > EARLY_IMAGES or dtype.itemsize != 2 or ci % 16 or not describe(device).tma:
+        return False
+    config = whole_config(x_shape, weight)
+    programs = n * h * w // config.block_m * triton.cdiv(weight.shape[0], config.block_c)
+    return h * w % config.block_m == 0 and programs <= describe(device).num_sms

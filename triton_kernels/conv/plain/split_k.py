@@ -1,0 +1,282 @@
+"""A convolution whose sum over taps and input channels is cut into parts, for small images.
+
+One image of 8x8 pixels and 256 channels is four tiles, each a chain of 36 products, on a GPU with
+room for hundreds. Cut into S parts the chains are S times shorter, and S times as many programs
+work. The parts are not added here: what comes next, a norm, has to read the whole image anyway and
+adds them as it does (`norm_whole`), with the bias, the embedding and the residual.
+
+    parts[s, n, co, p]   float32; their sum over s is conv(x) + the 1x1 convolutions of `extra`
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...runtime.dependent_launch import await_inputs, overlapping
+from ...runtime.device import describe
+from ...runtime.tuning import choose
+from ..hopper import one_row
+from .small_batch import EARLY_IMAGES, serves_split, split_early
+from .tma import tile_origin
+from .tma_boxes import count_boxes, in_boxes, pixel_box, tile_sizes, weight_in_boxes
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+
+class SplitConfig(NamedTuple):
+    """What one program computes, and the number of parts."""
+
+    block_c: int  # output channels
+    block_m: int  # pixels
+    block_k: int  # input channels a step
+    num_warps: int
+    num_stages: int
+    splits: int
+
+
+# Tiles that keep both operands of wgmma in shared memory; few pixels, since the images are small.
+# More stages, and more pixels, were never faster.
+_TILES = [
+    (64, 64, 64, 4, 4),
+    (128, 64, 64, 4, 4),
+    (64, 64, 32, 4, 4),  # few input channels, and TF32: a row of a box is at most 128 bytes
+]
+_MAX_SPLITS = 16
+_MAX_PIXELS = 1024  # of an image: the norm behind it holds a group of all of them
+_STEPS = 4  # at least so many products a part: fewer are not worth the adding
+
+
+@dataclass(frozen=True)
+class SplitConv:
+    """y = sum of parts + bias + extra_bias + emb[n, c] + residual, rounded to dtype."""
+
+    parts: Tensor  # float32 [S, N, CO, H * W]
+    shape: tuple[int, int, int, int]  # of y: N, H, W, CO
+    dtype: torch.dtype
+    bias: Tensor  # float32 [CO]
+    extra_bias: Tensor | None = None  # float32 [CO]
+    emb: Tensor | None = None  # float32 [N, CO], rows any distance apart
+    residual: Tensor | None = None  # [N, H, W, CO]
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts.device
+
+
+@triton.jit
+def _product(
+    acc,
+    x_desc,  # [N, H, W, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
+    w_desc,  # [CO, C] in boxes [BLOCK_C, BLOCK_K]
+    n0,
+    h0,
+    w0,
+    c0,
+    start,
+    end,  # of the steps over C
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """acc plus these steps of a 1x1 convolution."""
+    for step in range(start, end):
+        w = w_desc.load([c0, step * BLOCK_K])
+        x = x_desc.load([n0, h0, w0, step * BLOCK_K]).reshape(BLOCK_M, BLOCK_K)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=["N", "P", "Q"])
+def _conv_split_kernel(
+    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]
+    extra1_desc,  # [N, P, Q, C1] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], or None
+    extra1_w_desc,  # [CO, C1] in boxes [BLOCK_C, BLOCK_K]
+    extra2_desc,  # a second such pair, or None
+    extra2_w_desc,
+    parts_ptr,  # float32 [SPLITS, N, CO, P * Q]
+    N,
+    P,
+    Q,
+    CI,
+    C1,
+    C2,
+    CO,
+    steps,  # of a part
+    R: tl.constexpr,
+    S: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    await_inputs()
+    PIXELS: tl.constexpr = TILE_H * TILE_W
+    BLOCK_M: tl.constexpr = TILE_N * PIXELS
+    n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
+    split = tl.program_id(1)
+    start = split * steps
+    end = start + steps
+    k_blocks = tl.cdiv(CI, BLOCK_K)
+    total = R * S * k_blocks
+    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    for step in range(start, tl.minimum(end, total)):
+        tap = step // k_blocks
+        k0 = (step - tap * k_blocks) * BLOCK_K
+        x = x_desc.load([n0, h0 + tap // S - R // 2, w0 + tap % S - S // 2, k0])
+        w = w_desc.load([tap, c0, k0]).reshape(BLOCK_C, BLOCK_K)
+        x = x.reshape(BLOCK_M, BLOCK_K)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+    if extra1_desc is not None:
+        blocks = tl.cdiv(C1, BLOCK_K)
+        acc = _product(
+            acc, extra1_desc, extra1_w_desc, n0, h0, w0, c0, tl.maximum(start - total, 0),
+            tl.minimum(end - total, blocks), PRECISION, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
+        total += blocks
+    if extra2_desc is not None:
+        acc = _product(
+            acc, extra2_desc, extra2_w_desc, n0, h0, w0, c0, tl.maximum(start - total, 0),
+            tl.minimum(end - total, tl.cdiv(C2, BLOCK_K)), PRECISION, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
+
+    offs_m = tl.arange(0, BLOCK_M)
+    n = n0 + offs_m // PIXELS
+    h = h0 + offs_m % PIXELS // TILE_W
+    w = w0 + offs_m % TILE_W
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    mask = (offs_c < CO)[:, None] & ((n < N) & (h < P) & (w < Q))[None, :]
+    pixel = (split * N + n).to(tl.int64) * (CO * P * Q) + h * Q + w
+    tl.store(parts_ptr + pixel[None, :] + offs_c[:, None] * (P * Q), acc, mask=mask)
+
+
+def conv_split(
+    x: Tensor,  # [N, H, W, CI]
+    weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of x
+    *,
+    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
+    config: SplitConfig | None = None,
+) -> Tensor:  # float32 [S, N, CO, H * W]
+    """The parts of conv(x), of stride 1 and padding R // 2, and 1x1 convolutions of others."""
+    n, h, w, ci = x.shape
+    co, _, r, s = weight.shape
+    assert x.is_contiguous() and x.dtype == weight.dtype and len(extra) <= 2
+    assert weight.permute(0, 2, 3, 1).is_contiguous() and r % 2 == s % 2 == 1
+    channels = [other.shape[3] for other, _ in extra]
+    if config is None and not extra and one_row.serves(x.shape, weight):
+        count = one_row.count_parts(x.shape, weight)
+        parts = _empty((count, n, co, h * w), dtype=torch.float32, device=x.device)
+        one_row.launch_parts(x, weight, parts)
+        return parts
+    if config is None and serves_split(x.shape, weight, x.dtype):
+        return split_early(x, weight, extra=extra)
+    if config is None:
+        config = choose(
+            "conv_split",
+            (n, h, w, ci, co, r, s, x.dtype, *channels),
+            lambda: _candidates(x, weight, channels),
+            lambda: _default(x, weight, channels),
+            lambda c: conv_split(x, weight, extra=extra, config=c).sum(0),
+        )
+    parts = _empty((config.splits, n, co, h * w), dtype=torch.float32, device=x.device)
+    if n == 0:
+        return parts
+    box = pixel_box(config.block_m, n, h, w)
+    pairs = []
+    for other, w1x1 in extra:
+        assert other.is_contiguous() and w1x1.shape == (co, other.shape[3])
+        block = [config.block_c, config.block_k]
+        filters = TensorDescriptor(w1x1, list(w1x1.shape), list(w1x1.stride()), block)
+        pairs += [in_boxes(other, [*box, config.block_k]), filters]
+    steps = triton.cdiv(_steps(config.block_k, weight, channels), config.splits)
+    grid = (count_boxes(box, n, h, w) * triton.cdiv(co, config.block_c), config.splits)
+    _conv_split_kernel[grid](
+        in_boxes(x, [*box, config.block_k]),
+        weight_in_boxes(weight, config.block_c, config.block_k),
+        *pairs,
+        *[None] * (4 - len(pairs)),
+        parts,
+        n,
+        h,
+        w,
+        ci,
+        *channels,
+        *[0] * (2 - len(extra)),
+        co,
+        steps,
+        R=r,
+        S=s,
+        PRECISION="tf32",
+        **tile_sizes(box, config),
+        **overlapping(x.device, n * h * w),
+    )
+    return parts
+
+
+def worth_splitting(
+    x_shape: Sequence[int],  # N, H, W, CI
+    weight: Tensor,
+    device: torch.device,
+    extra: Sequence[int] = (),  # channels of which 1x1 convolutions are added
+) -> bool:
+    """Whether whole tiles would leave multiprocessors idle, each with a long chain of products."""
+    if one_row.serves(x_shape, weight, extra):
+        return one_row.count_parts(x_shape, weight) > 1
+    chip = describe(device)
+    n, h, w, ci = x_shape
+    co, _, r, s = weight.shape
+    block_c, block_m, block_k, *_ = _TILES[0]
+    programs = count_boxes(pixel_box(block_m, n, h, w), n, h, w) * triton.cdiv(co, block_c)
+    steps = r * s * triton.cdiv(ci, block_k)
+    # of Hopper's chains a product takes less than half as long (`conv.hopper.tile_mma`)
+    quick = chip.hopper and n > EARLY_IMAGES
+    few = programs <= chip.num_sms // (4 if quick else 1) and h * w <= _MAX_PIXELS
+    return few and steps >= 2 * _STEPS
+
+
+def _steps(block_k: int, weight: Tensor, extra_channels: Sequence[int]) -> int:
+    _, ci, r, s = weight.shape
+    return r * s * triton.cdiv(ci, block_k) + sum(triton.cdiv(c, block_k) for c in extra_channels)
+
+
+def _tile_fits(tile: tuple[int, ...], x: Tensor) -> bool:
+    block_k = 64 if x.itemsize == 2 and x.shape[3] > 32 else 32
+    block_c, block_m, _, _, stages = tile
+    fetched = stages * (block_c + block_m) * block_k * x.itemsize
+    return tile[2] == block_k and fetched + 1024 <= describe(x.device).shared_memory
+
+
+def _default(x: Tensor, weight: Tensor, extra_channels: Sequence[int]) -> SplitConfig:
+    tile = next(t for t in _TILES if _tile_fits(t, x))
+    n, h, w, _ = x.shape
+    programs = count_boxes(pixel_box(tile[1], n, h, w), n, h, w)
+    programs *= triton.cdiv(weight.shape[0], tile[0])
+    steps = _steps(tile[2], weight, extra_channels)
+    wanted = 2 * describe(x.device).num_sms // max(programs, 1)  # two of a multiprocessor's three
+    wanted = min(wanted, steps // _STEPS, _MAX_SPLITS)
+    return SplitConfig(*tile, _whole(steps, max(wanted, 1)))
+
+
+def _whole(steps: int, splits: int) -> int:
+    """As many parts as have anything to do."""
+    return triton.cdiv(steps, triton.cdiv(steps, splits))
+
+
+def _candidates(x: Tensor, weight: Tensor, extra_channels: Sequence[int]) -> list[SplitConfig]:
+    """Every tile in the default number of parts, the first two in more and in fewer."""
+    default = _default(x, weight, extra_channels)
+    found = []
+    for i, tile in enumerate(t for t in _TILES if _tile_fits(t, x)):
+        steps = _steps(tile[2], weight, extra_channels)
+        for factor in (1, 2, 0.5)[: 3 if i < 2 else 1]:
+            splits = min(max(int(default.splits * factor), 1), _MAX_SPLITS, steps)
+            found.append(SplitConfig(*tile, _whole(steps, splits)))
+    return list(dict.fromkeys(found))

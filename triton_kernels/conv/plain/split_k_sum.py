@@ -1,0 +1,196 @@
+"""What adds up the parts of a convolution (`conv_split`, `conv_early`) over the terms of its sum.
+
+Such a kernel is two trips to memory, there and back, if it asks for all that it reads at once. What
+is used first is asked for last. The compiler, which spares registers, may still ask for some, wait,
+and ask for the next. Volatile loads it leaves in their order, but they pass over the cache of the
+multiprocessor and are slower by more than that (docs/kernels/sampling.md).
+
+A channel's pixels are successive in a part, since groups have few channels and all pixels.
+"""
+
+import triton
+import triton.language as tl
+
+from ...runtime.dependent_launch import await_inputs, begin_next
+
+
+@triton.jit
+def terms_of_parts(
+    bias_ptr,  # float32 [C]
+    extra_bias_ptr,  # float32 [C] or None
+    emb_ptr,  # [N, C] or None
+    stride_emb,
+    n,
+    offs_c,  # [L]
+    mask_c,
+):
+    """What is added to the parts of a convolution in every pixel: [L]. Read past the cache of a
+    multiprocessor, which may know an older tensor in its place if the launch in front has not
+    ended."""
+    terms = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0)
+    if extra_bias_ptr is not None:
+        terms += tl.load(extra_bias_ptr + offs_c, mask=mask_c, other=0.0)
+    if emb_ptr is not None:
+        place = n * stride_emb + offs_c
+        terms += tl.load(emb_ptr + place, mask=mask_c, other=0.0, cache_modifier=".cg")
+    return terms
+
+
+@triton.jit
+def load_parts(
+    parts_ptr,  # float32 [SPLITS, N, C, HW]
+    residual_ptr,  # [N, HW, C] or None
+    N,
+    HW,
+    C,
+    n,
+    offs_c,
+    offs_p,
+    mask_c,
+    mask_p,
+    SPLITS: tl.constexpr,
+):
+    """A tile of every part, float32 [L, P], and of the residual. They are asked for in this
+    order."""
+    mask = mask_c[:, None] & mask_p[None, :]
+    offs = (n * HW + offs_p)[None, :] * C + offs_c[:, None]
+    parts = ()
+    if residual_ptr is not None:
+        parts = parts + (tl.load(residual_ptr + offs, mask=mask, other=0.0),)
+    for split in tl.static_range(SPLITS):
+        ptrs = parts_ptr + split * (N * C).to(tl.int64) * HW
+        ptrs = ptrs + (n * C + offs_c)[:, None] * HW + offs_p[None, :]
+        parts = parts + (tl.load(ptrs, mask=mask, other=0.0),)
+    return parts
+
+
+@triton.jit
+def sum_of_parts(
+    terms,  # of `terms_of_parts`
+    parts,  # of `load_parts`
+):
+    """A tile of a SplitConv, float32 [L, P], not rounded. The last is added first: the compiler,
+    which spares registers, else asks for some of them, waits, and asks for the next."""
+    acc = parts[len(parts) - 1] + terms[:, None]
+    for i in tl.static_range(len(parts) - 1):
+        acc += parts[i].to(tl.float32)
+    return acc
+
+
+@triton.jit
+def _store_sums(
+    partial_ptr,  # float32 [rows, 2, C]
+    ys,  # tiles [L, P], of one row
+    row,
+    C,
+    offs_c,
+    mask_c,
+):
+    """The sum of the tiles over their pixels, which are all there, and of (y - mean)^2."""
+    total = ys[0].to(tl.float32)
+    for i in tl.static_range(1, len(ys)):
+        total += ys[i].to(tl.float32)
+    sums = tl.sum(total, 1)
+    mean = sums / (len(ys) * total.shape[1])
+    within = tl.zeros(total.shape, tl.float32)
+    for i in tl.static_range(len(ys)):
+        delta = ys[i].to(tl.float32) - mean[:, None]
+        within += delta * delta
+    sums_ptr = partial_ptr + row.to(tl.int64) * 2 * C + offs_c
+    tl.store(sums_ptr, sums, mask=mask_c)
+    tl.store(sums_ptr + C, tl.sum(within, 1), mask=mask_c)
+
+
+@triton.jit(do_not_specialize=["N"])
+def sum_parts_kernel(
+    parts_ptr,
+    bias_ptr,
+    extra_bias_ptr,
+    emb_ptr,
+    residual_ptr,
+    y_ptr,
+    partial_ptr,  # float32 [N, PB, 2, C], out, or None: the sums of y over the pixels of a program
+    stride_emb,
+    N,
+    HW,
+    C,
+    CB,  # blocks of channels
+    PB,  # blocks of pixels
+    SPLITS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    begin_next()
+    pid = tl.program_id(0)
+    offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
+    offs_p = pid // CB % PB * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = (pid // CB // PB).to(tl.int64)
+    mask_c, mask_p = offs_c < C, offs_p < HW
+    await_inputs()
+    terms = terms_of_parts(bias_ptr, extra_bias_ptr, emb_ptr, stride_emb, n, offs_c, mask_c)
+    parts = load_parts(parts_ptr, residual_ptr, N, HW, C, n, offs_c, offs_p, mask_c, mask_p, SPLITS)
+    acc = sum_of_parts(terms, parts)
+    offs_y = (n * HW + offs_p)[None, :] * C + offs_c[:, None]
+    y = acc.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + offs_y, y, mask=mask_c[:, None] & mask_p[None, :])
+    if partial_ptr is not None:
+        _store_sums(partial_ptr, (y,), pid // CB, C, offs_c, mask_c)
+
+
+@triton.jit(do_not_specialize=["N"])
+def resample_parts_kernel(
+    parts_ptr,
+    bias_ptr,
+    extra_bias_ptr,
+    emb_ptr,
+    residual_ptr,
+    y_ptr,  # [N, HW, C], out
+    resampled_ptr,  # [N, H / 2, W / 2, C], or [N, 2H, 2W, C] with UP; out
+    partial_ptr,  # float32 [N, PB, 2, C], out, or None: the sums of y over the pixels of a program
+    stride_emb,
+    N,
+    HW,
+    W,
+    C,
+    CB,  # blocks of channels
+    PB,  # blocks of pixels, or of 2x2 pixels
+    SPLITS: tl.constexpr,
+    UP: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The sum of a SplitConv, and its 2x2 means or itself upsampled."""
+    FROM: tl.constexpr = 1 if UP else 4  # pixels of y to a result, or
+    TO: tl.constexpr = 4 if UP else 1  # results to a pixel
+    begin_next()
+    pid = tl.program_id(0)
+    offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
+    offs_p = pid // CB % PB * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = (pid // CB // PB).to(tl.int64)
+    mask_c, mask_p = offs_c < C, offs_p < HW // FROM
+    mask = mask_c[:, None] & mask_p[None, :]
+    width = W if UP else W // 2
+    h, w = offs_p // width, offs_p % width
+    await_inputs()
+    terms = terms_of_parts(bias_ptr, extra_bias_ptr, emb_ptr, stride_emb, n, offs_c, mask_c)
+    parts = ()
+    for i in tl.static_range(FROM):
+        pixel = offs_p if UP else (2 * h + i // 2) * W + 2 * w + i % 2
+        parts = parts + (
+            load_parts(parts_ptr, residual_ptr, N, HW, C, n, offs_c, pixel, mask_c, mask_p, SPLITS),
+        )
+    total = tl.zeros([BLOCK_C, BLOCK_P], tl.float32)
+    ys = ()
+    for i in tl.static_range(FROM):
+        ys = ys + (sum_of_parts(terms, parts[i]).to(y_ptr.dtype.element_ty),)
+        total += ys[i].to(tl.float32)
+    for i in tl.static_range(FROM):
+        pixel = offs_p if UP else (2 * h + i // 2) * W + 2 * w + i % 2
+        tl.store(y_ptr + (n * HW + pixel)[None, :] * C + offs_c[:, None], ys[i], mask=mask)
+    result = (total * (1.0 / FROM)).to(y_ptr.dtype.element_ty)
+    for i in tl.static_range(TO):
+        pixel = (2 * h + i // 2) * (2 * W) + 2 * w + i % 2 if UP else offs_p
+        place = (n * (HW * TO // FROM) + pixel)[None, :] * C + offs_c[:, None]
+        tl.store(resampled_ptr + place, result, mask=mask)
+    if partial_ptr is not None:
+        _store_sums(partial_ptr, ys, pid // CB, C, offs_c, mask_c)

@@ -1,0 +1,159 @@
+"""How a convolution is cut into boxes that the TMA unit fetches, and tensors as it is told of them.
+
+A box is [images, rows, columns] of pixels. A tile of a small image takes several images.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...runtime.device import describe
+
+_MOST_IMAGES = 16  # of a `covering_box`, each with sums of its own
+_WHOLE_ROW = 128  # pixels of a row that some tile of every list takes whole
+
+
+@lru_cache
+def pixel_box(block_m: int, n: int, p: int, q: int) -> tuple[int, int, int]:
+    """[images, rows, columns], powers of two with product `block_m`, of which the fewest cover
+    [n, p, q]; among those the one with the longest rows."""
+    sizes = [2**i for i in range(block_m.bit_length())]
+    boxes = [(block_m // (h * w), h, w) for w in sizes for h in sizes if h * w <= block_m]
+    return min(boxes, key=lambda box: (count_boxes(box, n, p, q), -box[2], -box[1]))
+
+
+@lru_cache
+def image_box(block_m: int, n: int, p: int, q: int) -> tuple[int, int, int] | None:
+    """Such a box whose rows and columns divide those of an image, so that every box takes equally
+    many pixels, 16 or more, of each of its images; None if there is none."""
+    sizes = [2**i for i in range(block_m.bit_length())]
+    boxes = [
+        (block_m // (h * w), h, w)
+        for w in sizes
+        for h in sizes
+        if 16 <= h * w <= block_m and p % h == 0 and q % w == 0
+    ]
+    return min(boxes, key=lambda b: (count_boxes(b, n, p, q), -b[2], -b[1]), default=None)
+
+
+@lru_cache
+def covering_box(
+    block_m: int,
+    n: int,
+    p: int,
+    q: int,
+    even: bool,  # every box has equally many pixels of each of its images
+) -> tuple[int, int, int] | None:
+    """Such a box of any image, which may reach over the edges, for kernels that sum over its pixels
+    of each image. An even box has sides that divide those of an image or reach over all of them;
+    None if there is none but those of a larger `block_m` are.
+
+    What lies outside an image is multiplied for nothing, and an image of a box costs its sums: as
+    much as 8 pixels, which is a guess.
+    """
+    sizes = [2**i for i in range(block_m.bit_length())]
+    # in rows that no tile takes whole, a small tile may have as many images as pixels
+    most = block_m if q > _WHOLE_ROW and block_m <= 64 else _MOST_IMAGES
+    boxes = [
+        (block_m // (h * w), h, w)
+        for w in sizes
+        for h in sizes
+        if h * w <= block_m <= most * h * w
+        and (not even or ((p % h == 0 or h >= p) and (q % w == 0 or w >= q)))
+    ]
+
+    def cost(b: tuple[int, int, int]) -> tuple[int, int, int]:
+        return count_boxes(b, n, p, q) * (block_m + 8 * b[0]), -b[2], -b[1]
+
+    return min(boxes, key=cost, default=None)
+
+
+def is_ragged(box: tuple[int, int, int], p: int, q: int) -> bool:
+    """Whether boxes reach over the edges of images of these rows and columns."""
+    return p % box[1] > 0 or q % box[2] > 0
+
+
+def boxes_of_image(box: tuple[int, int, int], p: int, q: int) -> int:
+    """How many boxes cover an image."""
+    return count_boxes((1, *box[1:]), 1, p, q)
+
+
+def row_box(block_m: int, rows: int, p: int, q: int) -> tuple[int, int, int] | None:
+    """A box of one row that divides those of an image, for programs that take `rows` of them."""
+    width = min(q & -q, block_m)
+    return (block_m // width, 1, width) if width >= 16 and p % rows == 0 else None
+
+
+@lru_cache
+def wgrad_box(block_m: int, n: int, p: int, q: int) -> tuple[tuple[int, int, int], bool]:
+    """Such a box of at most `block_m` pixels, and whether it is a run of successive pixels.
+
+    The left operand of wgmma comes straight from shared memory only if its box is a matrix already.
+    So dy is read as [pixels, CO] where boxes are whole rows or images, and a single row otherwise.
+    """
+    rows = block_m // q
+    if q % block_m == 0 or n * p == 1:
+        return (1, 1, block_m), True
+    if rows * q == block_m and p % rows == 0:
+        return (1, rows, q), True
+    if rows * q == block_m and rows % p == 0:
+        return (rows // p, p, q), True
+    widths = [w for w in (16, 32, 64, 128) if w <= block_m]
+    return (1, 1, min(widths, key=lambda w: triton.cdiv(q, w) * (w + 16))), False
+
+
+def count_boxes(box: tuple[int, int, int], n: int, p: int, q: int) -> int:
+    """How many boxes cover [n, p, q]."""
+    return triton.cdiv(n, box[0]) * triton.cdiv(p, box[1]) * triton.cdiv(q, box[2])
+
+
+def is_pointwise(weight: Tensor, padding: tuple[int, int]) -> bool:
+    """Whether a convolution of stride 1 is a matrix product over pixels."""
+    return weight.shape[2:] == (1, 1) and padding == (0, 0)
+
+
+def as_one_row(x: Tensor) -> Tensor:
+    """[1, 1, N * H * W, C]: to a pointwise convolution all pixels are alike."""
+    return x.view(1, 1, x.numel() // x.shape[3], x.shape[3])
+
+
+def in_boxes(x: Tensor, block_shape: list[int]) -> TensorDescriptor:
+    """A contiguous tensor of any rank, a box of it in its order of dimensions."""
+    # not x.stride(), which may be anything where the size is 1
+    strides = [math.prod(x.shape[i + 1 :]) for i in range(x.ndim)]
+    return TensorDescriptor(x, list(x.shape), strides, block_shape)
+
+
+def weight_in_boxes(weight: Tensor, block_co: int, block_ci: int) -> TensorDescriptor:
+    """Filters [CO, CI, R, S] in channels_last memory, as [R * S, CO, CI]."""
+    co, ci, r, s = weight.shape
+    shape, strides = [r * s, co, ci], [ci, r * s * ci, 1]
+    return TensorDescriptor(weight, shape, strides, [1, block_co, block_ci])
+
+
+def tile_sizes(box: tuple[int, int, int], config: NamedTuple) -> dict[str, int]:
+    """What a kernel of tiles [block_c, box] has to know when it is compiled, and how."""
+    return {
+        "TILE_N": box[0],
+        "TILE_H": box[1],
+        "TILE_W": box[2],
+        "BLOCK_C": config.block_c,
+        "BLOCK_K": config.block_k,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def addressable(x: Tensor, y: Tensor) -> bool:
+    """Whether there is a TMA unit, and it can address these NHWC tensors."""
+    wide = all(t.shape[3] * t.itemsize % 16 == 0 for t in (x, y))
+    return wide and describe(x.device).tma and aligned(x) and aligned(y)
+
+
+def aligned(x: Tensor) -> bool:
+    """Whether x begins at a multiple of 16 bytes, as the TMA unit wants it."""
+    return x.data_ptr() % 16 == 0

@@ -1,0 +1,299 @@
+"""The weight gradient of `conv2d` with tiles that are fetched by TMA, as in `conv.plain.tma`.
+
+A program adds up products of dy and x over pixels, for one tap or for the three of a row of the
+filter, which share dy. The sum is split into parts where there are too few programs otherwise.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...reductions.column_sum import num_splits
+from ...runtime.dependent_launch import await_inputs, overlapping
+from ...runtime.device import describe
+from ..configs import WgradTile, choose_plan, plans_around
+from ..hopper import row_mma as gluon_rows
+from .tma_boxes import addressable, as_one_row, count_boxes, in_boxes, is_pointwise, wgrad_box
+
+
+class WgradConfig(NamedTuple):
+    """What one program of the weight gradient computes."""
+
+    block_co: int
+    block_ci: int
+    block_m: int  # pixels a step
+    taps: int  # neighbours in a row of the filter, which share one load of dy: 1 or 3
+    num_warps: int
+    num_stages: int
+
+
+WGRAD_CONFIGS = [
+    WgradConfig(64, 64, 64, 1, 4, 4),
+    WgradConfig(64, 64, 64, 3, 4, 3),
+    WgradConfig(128, 64, 64, 3, 8, 3),
+    WgradConfig(128, 128, 64, 1, 8, 3),
+    WgradConfig(64, 64, 128, 3, 4, 2),  # from here on only where they were measured to be faster
+    WgradConfig(64, 128, 64, 3, 8, 3),
+    WgradConfig(128, 64, 128, 3, 8, 2),
+    WgradConfig(128, 64, 64, 3, 8, 4),
+    WgradConfig(64, 64, 128, 1, 4, 4),
+    WgradConfig(128, 64, 64, 1, 4, 4),
+    WgradConfig(64, 128, 64, 1, 4, 4),
+    WgradConfig(128, 128, 128, 1, 8, 2),
+    WgradConfig(128, 128, 64, 3, 8, 3),
+    WgradConfig(128, 128, 64, 1, 4, 3),
+    WgradConfig(128, 256, 64, 1, 8, 3),
+    WgradConfig(256, 128, 64, 1, 8, 3),
+    WgradConfig(128, 64, 64, 3, 4, 3),
+    WgradConfig(64, 64, 64, 3, 4, 4),
+    # pipelines of 192 KiB: the more is on its way, the faster, also if a program is alone then
+    WgradConfig(64, 64, 256, 1, 4, 3),
+    WgradConfig(64, 128, 128, 1, 4, 4),
+    WgradConfig(128, 64, 128, 1, 4, 4),
+    WgradConfig(128, 128, 128, 1, 4, 3),
+    WgradConfig(64, 64, 128, 3, 4, 3),
+]
+_MODELLED = 4  # the first so many are what the cost model chooses from
+
+
+@triton.jit(do_not_specialize=["P", "Q", "num_tiles", "tiles_per_split"])
+def _conv2d_wgrad_tma_kernel(
+    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_CI]
+    dy_desc,  # [N, P, Q, CO] in boxes [1, 1, TILE_W, BLOCK_CO]; FLAT: [N * P * Q, CO]
+    dw_ptr,  # [splits, CO, R * S, CI], each split and each CO a row, any distance apart
+    CI,
+    P,
+    Q,
+    CO,
+    stride_split,
+    stride_co,
+    num_tiles,  # of pixels
+    tiles_per_split,
+    S: tl.constexpr,
+    GROUP: tl.constexpr,  # taps of this program: 1 or 3
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    ACCUMULATE: tl.constexpr,  # add to what is there
+    FLAT: tl.constexpr,  # a tile is BLOCK_M successive pixels of the batch: whole rows or images
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_CO: tl.constexpr,
+    BLOCK_CI: tl.constexpr,
+):
+    await_inputs()
+    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
+    ci_blocks = tl.cdiv(CI, BLOCK_CI)
+    co0 = tl.program_id(0) // ci_blocks * BLOCK_CO
+    ci0 = tl.program_id(0) % ci_blocks * BLOCK_CI
+    tap = tl.program_id(1) * GROUP
+    split = tl.program_id(2)
+    r = tap // S - PAD_H
+    s = tap % S - PAD_W
+    tiles_h = tl.cdiv(P, TILE_H)
+    tiles_w = tl.cdiv(Q, TILE_W)
+
+    acc0 = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)
+    acc1 = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)  # these two cost nothing if GROUP == 1
+    acc2 = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)
+    start = split * tiles_per_split
+    for tile in range(start, tl.minimum(start + tiles_per_split, num_tiles)):
+        w0 = tile % tiles_w * TILE_W
+        h0 = tile // tiles_w % tiles_h * TILE_H
+        n0 = tile // (tiles_w * tiles_h) * TILE_N
+        if FLAT:
+            dy = dy_desc.load([tile * BLOCK_M, co0])
+        else:
+            dy = dy_desc.load([n0, h0, w0, co0]).reshape(BLOCK_M, BLOCK_CO)
+        dy = tl.trans(dy)
+        x0 = x_desc.load([n0, h0 + r, w0 + s, ci0]).reshape(BLOCK_M, BLOCK_CI)
+        acc0 = tl.dot(dy, x0, acc0)
+        if GROUP == 3:
+            x1 = x_desc.load([n0, h0 + r, w0 + s + 1, ci0]).reshape(BLOCK_M, BLOCK_CI)
+            acc1 = tl.dot(dy, x1, acc1)
+            x2 = x_desc.load([n0, h0 + r, w0 + s + 2, ci0]).reshape(BLOCK_M, BLOCK_CI)
+            acc2 = tl.dot(dy, x2, acc2)
+
+    offs_co = co0 + tl.arange(0, BLOCK_CO)
+    offs_ci = ci0 + tl.arange(0, BLOCK_CI)
+    mask = (offs_co < CO)[:, None] & (offs_ci < CI)[None, :]
+    row = split.to(tl.int64) * stride_split + offs_co * stride_co + tap * CI
+    dw_ptrs = dw_ptr + row[:, None] + offs_ci[None, :]
+    _store_or_add(dw_ptrs, acc0, mask, ACCUMULATE)
+    if GROUP == 3:
+        _store_or_add(dw_ptrs + CI, acc1, mask, ACCUMULATE)
+        _store_or_add(dw_ptrs + 2 * CI, acc2, mask, ACCUMULATE)
+
+
+@triton.jit
+def _store_or_add(ptrs, value, mask, ADD: tl.constexpr):
+    if ADD:
+        value += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(ptrs, value.to(ptrs.dtype.element_ty), mask=mask)
+
+
+def plan_wgrad(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    stride: int,
+    padding: tuple[int, int],
+    precision: str,
+    config: WgradConfig | None,
+) -> tuple[WgradConfig, int]:
+    """The configuration, and the number of parts that the sum over pixels is split into."""
+    assert stride == 1
+    _, _, r, s = weight.shape
+
+    def splits(c: WgradConfig) -> int:
+        if gluon_rows.serves(c):
+            return gluon_rows.wgrad_splits(x, weight)
+        pixels = as_one_row(dy) if is_pointwise(weight, padding) else dy
+        return num_parts(pixels, c, math.prod(wgrad_blocks(weight, c, c.taps)))
+
+    if config is not None:
+        return config, splits(config)
+
+    def default() -> tuple[WgradConfig, int]:
+        config = _pick_wgrad(x, weight)
+        return config, splits(config)
+
+    def candidates() -> list[tuple[WgradConfig, int]]:
+        plans = plans_around((c for c in WGRAD_CONFIGS if wgrad_fits(c, x, weight)), splits)
+        if gluon is not None:
+            plans += [(gluon, gluon_rows.wgrad_splits(x, weight))]
+        return plans
+
+    def launch(parts: Tensor, config: WgradConfig, splits: int) -> None:
+        launch_wgrad(x, dy, weight, parts, 1, padding, "tf32", config, splits)
+
+    tile = gluon_rows.wgrad_tile(x, dy, weight, padding)
+    rounded = weight.dtype != torch.float32  # a sum in one part is stored as it is
+    if tile is not None and rounded and gluon_rows.wgrad_splits(x, weight) == 1:
+        tile = None
+    gluon = None if tile is None else WgradConfig(*tile)
+    key = (*x.shape, dy.shape[3], r, s, x.dtype)
+    plan = choose_plan("conv_weight_grad", key, WgradConfig, candidates, default, weight, launch)
+    if gluon_rows.serves(plan[0]) and plan[0] != gluon:
+        plan = default()
+    return plan
+
+
+def num_parts(dy: Tensor, config: WgradConfig | WgradTile, programs: int) -> int:
+    """Parts of a sum over the pixels of dy that `programs` such sums are best split into; of stride
+    2 as well."""
+    n, p, q, _ = dy.shape
+    box, _ = wgrad_box(config.block_m, n, p, q)
+    slots = describe(dy.device).num_sms * 8 // config.num_warps
+    return num_splits(programs, count_boxes(box, n, p, q), slots)
+
+
+def launch_wgrad(
+    x: Tensor,  # [N, H, W, CI]
+    dy: Tensor,  # [N, P, Q, CO]
+    weight: Tensor,  # [CO, CI, R, S], of which only the shape matters
+    partial: Tensor,  # [splits, CO * R * S * CI], or one part alone, to be written
+    stride: int,
+    padding: tuple[int, int],
+    precision: str,
+    config: WgradConfig,
+    splits: int,
+    *,
+    stride_co: int | None = None,  # of `partial`, if it is one part alone with its rows apart
+    accumulate: bool = False,  # add to what `partial` holds
+) -> None:
+    """The gradient of the filters, as `splits` parts that have to be added up."""
+    assert stride == 1
+    if gluon_rows.serves(config):
+        assert partial.dtype == torch.float32 and not accumulate
+        gluon_rows.weight_grad(x, dy, partial.view(splits, -1))
+        return
+    co, ci, r, s = weight.shape
+    if is_pointwise(weight, padding):
+        x, dy = as_one_row(x), as_one_row(dy)
+    _, p, q, _ = dy.shape
+    dy_tiles, box, num_tiles, constants = tile_arguments(dy, s, padding, config)
+    _conv2d_wgrad_tma_kernel[(*wgrad_blocks(weight, config, config.taps), splits)](
+        in_boxes(x, [*box, config.block_ci]),
+        dy_tiles,
+        partial,
+        ci,
+        p,
+        q,
+        co,
+        co * r * s * ci,
+        r * s * ci if stride_co is None else stride_co,
+        num_tiles,
+        triton.cdiv(num_tiles, splits),
+        GROUP=config.taps,
+        ACCUMULATE=accumulate,
+        **constants,
+        **overlapping(x.device),
+    )
+
+
+def tile_arguments(
+    dy: Tensor,  # [N, P, Q, CO]
+    s: int,  # columns of the filter
+    padding: tuple[int, int],
+    config: WgradConfig | WgradTile,
+) -> tuple[TensorDescriptor, tuple[int, int, int], int, dict[str, int | bool]]:
+    """dy as the kernel reads it, the box of a tile of pixels, the number of tiles, and what the
+    kernel has to know when it is compiled, and how; of stride 2 as well."""
+    n, p, q, co = dy.shape
+    box, flat = wgrad_box(config.block_m, n, p, q)
+    rows = dy.view(n * p * q, co) if flat else dy
+    constants = {
+        "S": s,
+        "PAD_H": padding[0],
+        "PAD_W": padding[1],
+        "FLAT": flat,
+        "TILE_N": box[0],
+        "TILE_H": box[1],
+        "TILE_W": box[2],
+        "BLOCK_CO": config.block_co,
+        "BLOCK_CI": config.block_ci,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    tiles = in_boxes(rows, [*([math.prod(box)] if flat else box), config.block_co])
+    return tiles, box, count_boxes(box, n, p, q), constants
+
+
+def serves_wgrad(x: Tensor, dy: Tensor, weight: Tensor, stride: int) -> bool:
+    """Whether `launch_wgrad` can do this weight gradient. In float32 wgmma could not take its
+    operands as they lie in memory, with the pixels outermost."""
+    return stride == 1 and x.itemsize == 2 and addressable(x, dy)
+
+
+def _pick_wgrad(x: Tensor, weight: Tensor) -> WgradConfig:
+    """The least work, counting padded channels, and fetching as `conv.plain.tma` does."""
+    co, ci, _, s = weight.shape
+    taps = 3 if s == 3 else 1
+
+    def time(c: WgradConfig) -> float:
+        padded = triton.cdiv(co, c.block_co) * c.block_co * triton.cdiv(ci, c.block_ci) * c.block_ci
+        fetched = (c.block_co + c.taps * c.block_ci) / (c.block_co * c.block_ci * c.taps)
+        return padded * (1 + 32 * fetched)
+
+    modelled = (c for c in WGRAD_CONFIGS[:_MODELLED] if wgrad_fits(c, x, weight))
+    return min((c for c in modelled if c.taps == taps), key=time)
+
+
+def wgrad_fits(c: WgradConfig, x: Tensor, weight: Tensor) -> bool:
+    """Whether the taps divide the filter's rows, and the pipeline fits into shared memory."""
+    fetched = c.num_stages * c.block_m * (c.block_co + c.taps * c.block_ci) * 2
+    return weight.shape[3] % c.taps == 0 and fetched + 1024 <= describe(x.device).shared_memory
+
+
+def wgrad_blocks(weight: Tensor, config: WgradConfig | WgradTile, taps: int = 1) -> tuple[int, int]:
+    """Programs by blocks of channels, and by the taps, of which each does so many."""
+    co, ci, r, s = weight.shape
+    assert s % taps == 0, "taps of one program are neighbours in a row of the filter"
+    blocks = triton.cdiv(co, config.block_co) * triton.cdiv(ci, config.block_ci)
+    return blocks, r * s // taps

@@ -1,0 +1,142 @@
+"""Operands of float32 convolutions in the order and in the parts that tensor cores want.
+
+In four bytes wgmma takes its operands from shared memory only with the index of the sum innermost.
+That of an input gradient is CO, which in the filters is outermost, and that of a weight gradient
+are the pixels, outermost in x and dy. A copy with the two indices changed, made once, costs one
+pass over memory; turning the tiles inside the product costs more, nine times.
+
+A copy of one part is rounded to TF32. One of two parts is for float32 products: `split_to_tf32`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...runtime.dependent_launch import await_inputs, overlapping
+from ...tf32 import round_to_tf32, split_to_tf32
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+
+@triton.jit
+def _store_parts(ptrs, v, mask, part_stride, PARTS: tl.constexpr):
+    if PARTS == 2:
+        big, small = split_to_tf32(v)
+        tl.store(ptrs, big, mask=mask)
+        tl.store(ptrs + part_stride, small, mask=mask)
+    else:
+        tl.store(ptrs, round_to_tf32(v), mask=mask)
+
+
+@triton.jit(do_not_specialize=["H", "W", "rows"])
+def _turn_pixels_kernel(
+    x_ptr,  # [N, H, W, C]
+    out_ptr,  # [PARTS, COPIES, C, num]
+    H,
+    W,
+    C,
+    rows,  # of an image in a copy, H and some of zeros
+    columns,  # of an image in a copy
+    num,  # N * rows * columns
+    part_stride,
+    first,  # how far to the right of a pixel the first copy has its neighbour
+    STEP: tl.constexpr,  # and how much farther the next copy
+    COPIES: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    await_inputs()
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    h = m // columns % rows
+    row = (m // columns // rows).to(tl.int64) * H + h
+    inside = (m < num) & (h < H)
+    x_ptrs = x_ptr + c[None, :]
+    out_ptrs = out_ptr + c.to(tl.int64)[:, None] * num + m[None, :]
+    mask = (c < C)[:, None] & (m < num)[None, :]
+    for copy in tl.static_range(COPIES):
+        w = m % columns + first + copy * STEP
+        pixel = row * W + w
+        mask_x = (inside & (w >= 0) & (w < W))[:, None] & (c < C)[None, :]
+        x = tl.load(x_ptrs + pixel[:, None] * C, mask=mask_x, other=0.0)
+        _store_parts(out_ptrs, tl.trans(x), mask, part_stride, PARTS)
+        out_ptrs += C.to(tl.int64) * num
+
+
+@triton.jit
+def _turn_filters_kernel(
+    w_ptr,  # [CO, TAPS, CI]
+    out_ptr,  # [PARTS, CI, TAPS, CO], the taps counted backwards
+    CO,
+    CI,
+    TAPS,
+    part_stride,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    await_inputs()
+    tap = tl.program_id(2)
+    co = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ci = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (co < CO)[:, None] & (ci < CI)[None, :]
+    w = tl.load(w_ptr + (co[:, None] * TAPS + tap) * CI + ci[None, :], mask=mask, other=0.0)
+    mask = (ci < CI)[:, None] & (co < CO)[None, :]
+    ptrs = out_ptr + (ci[:, None] * TAPS + TAPS - 1 - tap) * CO + co[None, :]
+    _store_parts(ptrs, tl.trans(w), mask, part_stride, PARTS)
+
+
+@triton.jit
+def _split_kernel(x_ptr, out_ptr, num, BLOCK: tl.constexpr):
+    await_inputs()
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < num
+    _store_parts(out_ptr + offs, tl.load(x_ptr + offs, mask=mask, other=0.0), mask, num, 2)
+
+
+def turn_pixels(
+    x: Tensor,  # float32 [N, H, W, C]
+    rows: int,  # at least H
+    columns: int,  # a multiple of 4
+    parts: int,
+    shifts: range = range(1),
+) -> Tensor:  # float32 [parts, copies, C, N * rows * columns]
+    """A copy of x for each shift, which has at column w of an image what x has at column
+    w + shift, or zero where x has none. Rows beyond H are zero as well."""
+    n, h, w, c = x.shape
+    num = n * rows * columns
+    assert columns % 4 == 0, "for TMA a row begins at a multiple of 16 bytes"
+    out = _empty((parts, len(shifts), c, num), dtype=torch.float32, device=x.device)
+    block_m, block_c = 64, 32
+    _turn_pixels_kernel[(triton.cdiv(num, block_m), triton.cdiv(c, block_c))](
+        x, out, h, w, c, rows, columns, num, out[0].numel(), shifts.start, STEP=shifts.step,
+        COPIES=len(shifts), PARTS=parts, BLOCK_M=block_m, BLOCK_C=block_c, **overlapping(x.device),
+    )  # fmt: skip
+    return out
+
+
+def turn_filters(
+    weight: Tensor,  # float32 [CO, CI, R, S] in channels_last memory
+    parts: int,
+) -> Tensor:  # float32 [parts, CI, CO, R, S], each part in channels_last memory
+    """The filters with which a forward convolution is the input gradient, for which its padding
+    has to be R - 1 less that of the forward."""
+    co, ci, r, s = weight.shape
+    out = _empty((parts, ci, r, s, co), dtype=torch.float32, device=weight.device)
+    block = 32
+    _turn_filters_kernel[(triton.cdiv(co, block), triton.cdiv(ci, block), r * s)](
+        weight, out, co, ci, r * s, weight.numel(), PARTS=parts, BLOCK=block,
+        **overlapping(weight.device),
+    )  # fmt: skip
+    return out.permute(0, 1, 4, 2, 3)
+
+
+def split(x: Tensor) -> Tensor:  # float32, dense in memory -> float32 [2, ...]
+    """The two parts of each number, in the order in which x lies in memory."""
+    out = _empty((2, x.numel()), dtype=torch.float32, device=x.device)
+    block = 2048
+    _split_kernel[(triton.cdiv(x.numel(), block),)](
+        x, out, x.numel(), BLOCK=block, **overlapping(x.device)
+    )
+    return out.as_strided((2, *x.shape), (x.numel(), *x.stride()))

@@ -1,0 +1,404 @@
+"""The norm's dx pass of a residual block whose skip is a 1x1 convolution, as that one's epilogue:
+
+    y  = conv(act(norm(x))) + ... + skip(x),     skip(x) = W x
+    dx = p dz + q x + r + W^T dy (+ gradients of other uses of x)
+
+W^T dy alone would be written and read again, as wide as x. dx is [channels, pixels] of a product
+over the few channels of y, and all else is read while it is made. x is one tensor or the
+concatenation of x1 and x2; p, q and r are those of `norm_tables`, per (n, c).
+
+The GEMM and its boxes are those of `conv.fused`; all tensors are NHWC.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..norm.inline_statistics_kernels import folded_coefficients
+from ..norm.tables import check_partials_of, covering_groups, tiles_at_a_time
+from ..reductions.row_sums import RowSums
+from ..runtime.dependent_launch import await_inputs, overlapping
+from ..runtime.tuning import choose
+from .plain.tile_edges import count_tiles, tile_number, zero_outside
+from .plain.tma import Config, tile_origin
+from .plain.tma_boxes import (
+    boxes_of_image,
+    count_boxes,
+    covering_box,
+    image_box,
+    in_boxes,
+    is_ragged,
+    tile_sizes,
+)
+
+_CONFIGS = [
+    Config(64, 64, 64, 4, 2),
+    Config(64, 128, 64, 4, 2),
+    Config(64, 128, 64, 8, 2),
+    Config(64, 256, 64, 8, 2),
+    Config(128, 128, 64, 8, 2),
+    Config(64, 64, 64, 8, 2),
+    Config(64, 128, 64, 4, 1),
+    Config(64, 64, 32, 4, 2),  # few channels of y, and TF32: a row of a box is at most 128 bytes
+]
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+
+@triton.jit
+def _finish(
+    acc,  # float32 [BLOCK_C, BLOCK_M]: W^T dy
+    x_desc,  # this half of x, or what is upsampled to it
+    add_desc,  # or None
+    dz_desc,  # this half of dz, with SUMMED as x_desc; or else the whole
+    p,  # float32 [BLOCK_C, TILE_N]
+    q,
+    r,
+    dx_desc,  # as x_desc
+    sums_ptr,  # float32 [N, K, CH] or None
+    n0,
+    h0,
+    w0,
+    c0,  # of the whole
+    border,  # first channel of this half
+    N,
+    P,
+    Q,
+    C,
+    CH,  # channels of this half
+    UPSAMPLE: tl.constexpr,
+    SUMMED: tl.constexpr,  # dz has been added up over 2x2 pixels
+    HALVES: tl.constexpr,  # dz is two tensors
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    PIXELS: tl.constexpr = TILE_H * TILE_W
+    BLOCK_M: tl.constexpr = TILE_N * PIXELS
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    offs_n = n0 + tl.arange(0, TILE_N)
+    mask = (offs_c < C)[:, None] & (offs_n < N)[None, :]
+    if add_desc is not None:
+        add = add_desc.load([n0, h0, w0, c0 - border]).reshape(BLOCK_M, BLOCK_C)
+        acc += tl.trans(add).to(tl.float32)
+    if SUMMED:
+        dx = acc
+    else:
+        at_dz = [n0, h0, w0, c0 - border] if HALVES else [n0, h0, w0, c0]
+        dz = tl.trans(dz_desc.load(at_dz).reshape(BLOCK_M, BLOCK_C)).to(tl.float32)
+        dz = dz.reshape(BLOCK_C, TILE_N, PIXELS)
+        dx = acc.reshape(BLOCK_C, TILE_N, PIXELS) + p[:, :, None] * dz
+    if UPSAMPLE:  # the gradient of a pixel is the sum of those of its 2x2 copies
+        dx = dx.reshape(BLOCK_C, TILE_N, TILE_H // 2, 2, TILE_W // 2, 2)
+        dx = tl.sum(tl.sum(dx, axis=5), axis=3).reshape(BLOCK_C, TILE_N, PIXELS // 4)
+        q *= 4
+        r *= 4
+        FACTOR: tl.constexpr = 2
+    else:
+        FACTOR: tl.constexpr = 1
+    at = [n0, h0 // FACTOR, w0 // FACTOR, c0 - border]
+    x = x_desc.load(at).reshape(BLOCK_M // FACTOR // FACTOR, BLOCK_C)
+    x = tl.trans(x).to(tl.float32).reshape(BLOCK_C, TILE_N, PIXELS // FACTOR // FACTOR)
+    dx += q[:, :, None] * x + r[:, :, None]
+    if SUMMED:
+        dz = tl.trans(dz_desc.load(at).reshape(BLOCK_M // FACTOR // FACTOR, BLOCK_C))
+        dz = dz.to(tl.float32).reshape(BLOCK_C, TILE_N, PIXELS // FACTOR // FACTOR)
+        dx += p[:, :, None] * dz
+    if sums_ptr is not None:
+        k = tile_number(h0, w0, Q, TILE_H, TILE_W, RAGGED)
+        tiles = count_tiles(P, TILE_H, RAGGED) * count_tiles(Q, TILE_W, RAGGED)
+        row = offs_n.to(tl.int64) * tiles + k
+        inside = dx
+        if RAGGED:
+            inside = zero_outside(
+                dx, at[1], at[2], P // FACTOR, Q // FACTOR, TILE_H // FACTOR, TILE_W // FACTOR
+            )
+        tl.store(sums_ptr + row[None, :] * CH + offs_c[:, None], tl.sum(inside, axis=2), mask=mask)
+    dx = tl.trans(dx.reshape(BLOCK_C, BLOCK_M // FACTOR // FACTOR).to(dx_desc.dtype))
+    dx_desc.store(at, dx.reshape(TILE_N, TILE_H // FACTOR, TILE_W // FACTOR, BLOCK_C))
+
+
+@triton.jit(do_not_specialize=["N", "P", "Q"])
+def _skip_dx_kernel(
+    dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
+    w_desc,  # [CO, C] in boxes [BLOCK_K, BLOCK_C]
+    dz_desc,  # [N, P, Q, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C], or with the next as x1_desc
+    dz2_desc,  # as x2_desc or None
+    x1_desc,  # [N, P, Q, C1] likewise; UPSAMPLE: half as high and wide, and so are its boxes
+    x2_desc,  # [N, P, Q, C - C1] or None
+    add1_desc,  # [N, P, Q, C1] or None
+    coeff_ptr,  # float32 [N, 3, C] of rows of CK; None: made of the next two, as is the third
+    partial_ptr,  # float32 [N, KZ, 2, C] or None
+    table_ptr,  # float32 [N, 4, C] or None
+    rows_ptr,  # float32 [N, 2, C] or None
+    dx1_desc,  # as x1_desc
+    dx2_desc,  # as x2_desc
+    sums_ptr,  # float32 [N, K, C1] or None
+    N,
+    CO,
+    P,
+    Q,
+    C,
+    C1,
+    CK,
+    PRECISION: tl.constexpr,
+    UPSAMPLE: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    KZ: tl.constexpr,
+    CG: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_KZ: tl.constexpr,
+    RAGGED: tl.constexpr,  # tiles reach over the edges of images
+):
+    await_inputs()
+    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
+    n0, h0, w0, c0 = tile_origin(P, Q, C, TILE_N, TILE_H, TILE_W, BLOCK_C)
+    if coeff_ptr is None:  # a tile is of one image
+        p, q, r = folded_coefficients(
+            partial_ptr, None, table_ptr, None, None, None, rows_ptr, None, None, None, 0, 0, 0, 0,
+            n0.to(tl.int64), c0, (h0 == 0) & (w0 == 0), P * Q, C,
+            2, KZ, 1, CG, BLOCK_C, BLOCK_G, BLOCK_J, BLOCK_KZ, 1,
+        )  # fmt: skip
+        p = p[:, None]
+        q = q[:, None]
+        r = r[:, None]
+    else:
+        offs_c = c0 + tl.arange(0, BLOCK_C)
+        offs_n = n0 + tl.arange(0, TILE_N)
+        mask = (offs_c < C)[:, None] & (offs_n < N)[None, :]
+        ptrs = coeff_ptr + offs_n.to(tl.int64)[None, :] * 3 * CK + offs_c[:, None]
+        p = tl.load(ptrs, mask=mask, other=0.0)
+        q = tl.load(ptrs + CK, mask=mask, other=0.0)
+        r = tl.load(ptrs + 2 * CK, mask=mask, other=0.0)
+    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    for k0 in range(0, CO, BLOCK_K):
+        w = tl.trans(w_desc.load([k0, c0]))
+        dy = dy_desc.load([n0, h0, w0, k0]).reshape(BLOCK_M, BLOCK_K)
+        acc = tl.dot(w, tl.trans(dy), acc, input_precision=PRECISION)
+    if c0 < C1:
+        _finish(
+            acc, x1_desc, add1_desc, dz_desc, p, q, r, dx1_desc, sums_ptr, n0, h0, w0, c0, 0,
+            N, P, Q, C, C1, UPSAMPLE, dz2_desc is not None, False,
+            TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+        )  # fmt: skip
+    elif x2_desc is not None:
+        _finish(
+            acc, x2_desc, None, dz2_desc if dz2_desc is not None else dz_desc, p, q, r, dx2_desc,
+            None, n0, h0, w0, c0, C1,
+            N, P, Q, C, C - C1, False, False, dz2_desc is not None,
+            TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+        )  # fmt: skip
+
+
+class NormSums(NamedTuple):
+    """What the coefficients of `norm_grad_table` are made of, in the kernel itself."""
+
+    partials: Tensor  # float32 [N, K, 2, C1 + C2]: of dz
+    table: Tensor  # float32 [N, 4, C1 + C2]
+    num_groups: int
+    rows: Tensor  # float32 [N, 2 (C1 + C2)], out: what `norm_grad_table` has RowSums add up
+
+
+def skip_dx(
+    dy: Tensor,  # [N, H, W, CO]
+    weight: Tensor,  # [CO, C1 + C2, 1, 1], dtype of dy
+    dz: Tensor,  # [N, H, W, C1 + C2]
+    x1: Tensor,  # [N, H, W, C1], or [N, H / 2, W / 2, C1] with upsample1
+    x2: Tensor | None,  # [N, H, W, C2]
+    coeff: Tensor | NormSums,  # float32 [N, 3, C1 + C2], of `norm_grad_table`, or for one image
+    add1: Tensor | None = None,  # [N, H, W, C1]
+    sums: bool | RowSums = False,
+    *,
+    dz2: Tensor | None = None,  # [N, H, W, C2]: then dz is that of x1, added up over 2x2 pixels
+    upsample1: bool = False,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dx1 = p dz + q x1 + r + W^T dy + add1, and dx2 alike but for add1, rounded once.
+
+    `upsample1`, `sums` and the third result are as those of `norm_passes.norm_dx`. NormSums are for
+    tiles of one image and of one half, see `folds`. If no tile of channels divides the halves, each
+    is a launch of its own.
+    """
+    halves = dz2 is not None
+    assert dz.shape[3] == x1.shape[3] + (0 if x2 is None or halves else x2.shape[3])
+    assert not halves or (upsample1 and dz.shape == x1.shape and dz2.shape == x2.shape)
+    if config is None:
+        config = choose_config(dy, weight, x1, x2, add1, upsample1)
+    if halves or not _straddles(config, x1, x2):
+        return _launch(dy, weight, dz, 0, x1, x2, coeff, add1, sums, upsample1, config, dz2)
+    assert isinstance(coeff, Tensor), "coefficients are made in the kernel for both halves at once"
+    c1 = x1.shape[3]
+    first, second = (weight[:, :c1], dz, 0, x1, None), (weight[:, c1:], dz, c1, x2, None)
+    dx1, _, rows = _launch(dy, *first, coeff, add1, sums, upsample1, config)
+    dx2, _, _ = _launch(dy, *second, coeff, None, False, False, config)
+    return dx1, dx2, rows
+
+
+def _launch(
+    dy: Tensor,
+    weight: Tensor,  # these two as in `skip_dx`, of this launch's channels
+    dz: Tensor,  # as are coefficients, of all channels,
+    begin: int,  # of which this launch's are those from here on
+    x1: Tensor,
+    x2: Tensor | None,
+    coeff: Tensor | NormSums,
+    add1: Tensor | None,
+    sums: bool | RowSums,
+    upsample1: bool,
+    config: Config,
+    dz2: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    n, h, w, co = dy.shape
+    c1 = x1.shape[3]
+    c = c1 if x2 is None else c1 + x2.shape[3]
+    factor = 2 if upsample1 else 1
+    assert weight.shape == (co, c, 1, 1) and weight.stride(1) == 1 and weight.dtype == dy.dtype
+    channels = begin + c if dz2 is not None else dz.shape[3]  # that have coefficients
+    assert dz2 is not None or (dz.shape[:3] == (n, h, w) and begin + c <= channels)
+    assert dz2 is None or not _straddles(config, x1, x2), "a tile of two tensors"
+    assert x1.shape == (n, h // factor, w // factor, c1)
+    for x in (dy, dz, dz2, x1, x2, add1):
+        assert x is None or (x.is_contiguous() and x.dtype == dy.dtype)
+    dx1 = _empty(x1.shape, dtype=x1.dtype, device=x1.device)
+    dx2 = None if x2 is None else _empty(x2.shape, dtype=x2.dtype, device=x2.device)
+    row = 16 // dy.itemsize
+    assert c1 % row == c % row == co % row == 0, "channels in multiples of 16 bytes"
+    box = _box(config, n, h, w, upsample1)
+    norm = [None] * 3
+    fold = dict.fromkeys(("KZ", "CG", "BLOCK_G", "BLOCK_J", "BLOCK_KZ"), 1)
+    if isinstance(coeff, NormSums):
+        assert box[0] == 1, "a tile of several images"
+        partials, table, num_groups, place = coeff
+        check_partials_of(partials, h * w, n, c)
+        assert place.shape == (n, 2 * c)
+        assert table.shape == (n, 4, c) and table.is_contiguous() and place.is_contiguous()
+        fold["KZ"], fold["CG"] = partials.shape[1], c // num_groups
+        groups = covering_groups(config.block_c, 0, fold["CG"])
+        fold["BLOCK_G"], fold["BLOCK_J"] = groups
+        (fold["BLOCK_KZ"],) = tiles_at_a_time(groups, fold["KZ"])
+        coeff, norm = None, [partials, table, place]
+    else:
+        assert coeff.shape == (n, 3, channels) and coeff.is_contiguous()
+        coeff = coeff[..., begin:]
+    rows = None
+    count = n * boxes_of_image(box, h, w)
+    if isinstance(sums, RowSums):
+        rows = sums.rows(count, c1)
+    elif sums:
+        rows = _empty((count, c1), dtype=torch.float32, device=dy.device)
+    if n == 0:
+        return dx1, dx2, rows
+    tile = [*box, config.block_c]
+    tile1 = [box[0], box[1] // factor, box[2] // factor, config.block_c]
+    filters = weight.view(co, c)
+    if dz2 is None:
+        columns = TensorDescriptor(  # not dz.stride(), see `in_boxes`
+            dz[..., begin : begin + c], [n, h, w, c], [*_pitches(dz), 1], tile
+        )
+    else:
+        columns = in_boxes(dz, tile1)
+    strides = [filters.stride(0), 1]
+    programs = count_boxes(box, n, h, w) * triton.cdiv(c, config.block_c)
+    _skip_dx_kernel[(programs,)](
+        in_boxes(dy, [*box, config.block_k]),
+        TensorDescriptor(filters, [co, c], strides, [config.block_k, config.block_c]),
+        columns,
+        None if dz2 is None else in_boxes(dz2, tile),
+        in_boxes(x1, tile1),
+        None if x2 is None else in_boxes(x2, tile),
+        None if add1 is None else in_boxes(add1, tile),
+        coeff,
+        *norm,
+        in_boxes(dx1, tile1),
+        None if dx2 is None else in_boxes(dx2, tile),
+        rows,
+        n,
+        co,
+        h,
+        w,
+        c,
+        c1,
+        channels,
+        PRECISION="tf32",
+        UPSAMPLE=upsample1,
+        RAGGED=is_ragged(box, h, w),
+        **tile_sizes(box, config),
+        **fold,
+        **overlapping(dy.device),
+    )
+    return dx1, dx2, rows
+
+
+def choose_config(
+    dy: Tensor,
+    weight: Tensor,
+    x1: Tensor,
+    x2: Tensor | None,
+    add1: Tensor | None,
+    upsample1: bool,
+) -> Config:
+    """The tile of `skip_dx` for these arguments."""
+    n, h, w, co = dy.shape
+    c, c1 = weight.shape[1], x1.shape[3]
+    border = None if x2 is None else c1
+
+    def run(config: Config) -> Tensor:
+        coeff = torch.ones((n, 3, c), device=dy.device)
+        dz = torch.zeros((n, h, w, c), dtype=dy.dtype, device=dy.device)
+        options = {"upsample1": upsample1, "config": config}
+        return skip_dx(dy, weight, dz, x1, x2, coeff, add1, **options)[0]
+
+    return choose(
+        "skip_dx",
+        (n, h, w, co, c, c1, dy.dtype, upsample1, add1 is not None),
+        lambda: _valid(dy, border, upsample1),
+        lambda: _valid(dy, border, upsample1)[0],
+        run,
+    )
+
+
+def folds(config: Config, dy: Tensor, x1: Tensor, x2: Tensor | None, upsample1: bool) -> bool:
+    """Whether the kernel can make the coefficients: no tile has pixels of several images, or
+    channels of both halves."""
+    return _box(config, *dy.shape[:3], upsample1)[0] == 1 and not _straddles(config, x1, x2)
+
+
+def _straddles(config: Config, x1: Tensor, x2: Tensor | None) -> bool:
+    """Whether some tile has channels of both halves."""
+    return x2 is not None and x1.shape[3] % config.block_c > 0
+
+
+def _pitches(x: Tensor) -> list[int]:
+    """Elements from an image, a row and a pixel of contiguous x to the next."""
+    _, h, w, c = x.shape
+    return [h * w * c, w * c, c]
+
+
+def _valid(dy: Tensor, border: int | None, upsample1: bool) -> list[Config]:
+    """The tiles that can do it, less those that another serves better anyway."""
+    n, h, w, co = dy.shape
+    block_k = 64 if dy.itemsize == 2 and co > 32 else 32
+    valid = [c for c in _CONFIGS if c.block_k == block_k]
+    exact = [c for c in valid if not is_ragged(_box(c, n, h, w, upsample1), h, w)]
+    within = [c for c in exact or valid if border is None or border % c.block_c == 0]
+    return within or exact or valid
+
+
+def _box(config: Config, n: int, h: int, w: int, upsample1: bool) -> tuple[int, int, int]:
+    """A tile [images, rows, columns] that divides the images, if any can; of an upsampled one, by
+    2x2."""
+    factor = 2 if upsample1 else 1
+    pixels = config.block_m // factor**2, n, h // factor, w // factor
+    box = image_box(*pixels) or covering_box(*pixels, even=False)
+    return box[0], factor * box[1], factor * box[2]

@@ -1,0 +1,67 @@
+"""The 3x3 convolution of stride 2 that halves an image, without autograd:
+
+    y[n, p, q, co] = bias[co] + sum_{r, s, ci} x[n, 2p + r - padding, 2q + s - padding, ci]
+                     weight[co, r, s, ci]
+
+With padding 1 the window begins a pixel above and left of the 2x2 block that it stands for. With 0
+it begins in the block and reaches a pixel below and right of the image, which counts as zero there.
+Its kernels are those of `conv.plain.tma_stride`, or of `conv.plain.gather` where there is no TMA
+unit or where channels are few; the gradient of its filters is `conv.fused`'s.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .plain import gather as conv_gather
+from .plain import tma_stride as conv_stride
+
+_PRECISION = "tf32"  # of float32
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+
+def conv_down(
+    x: Tensor,  # [N, H, W, CI], H and W even
+    weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory, dtype of x
+    bias: Tensor,  # [CO]
+    padding: int,
+) -> Tensor:  # [N, H / 2, W / 2, CO]
+    """y above."""
+    n, h, w, _ = x.shape
+    _check(weight, x, h, w)
+    y = _empty((n, h // 2, w // 2, weight.shape[0]), dtype=x.dtype, device=x.device)
+    if y.numel():
+        path = _path(x, weight, y, padding, dgrad=False)
+        path.launch_fwd(x, weight, bias, y, 2, (padding,) * 2, _PRECISION, dgrad=False)
+    return y
+
+
+def conv_down_input_grad(
+    dy: Tensor,  # [N, H / 2, W / 2, CO]
+    weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory, dtype of dy
+    padding: int,
+    add: Tensor | None = None,  # [N, H, W, CI]
+) -> Tensor:  # [N, H, W, CI]
+    """The gradient of x, plus `add`, rounded once."""
+    n, p, q, _ = dy.shape
+    _check(weight, dy, 2 * p, 2 * q)
+    dx = _empty((n, 2 * p, 2 * q, weight.shape[1]), dtype=dy.dtype, device=dy.device)
+    assert add is None or (add.shape == dx.shape and add.is_contiguous())
+    if dx.numel():
+        path = _path(dy, weight, dx, padding, dgrad=True)
+        path.launch_fwd(dy, weight, None, dx, 2, (padding,) * 2, _PRECISION, dgrad=True, add=add)
+    return dx
+
+
+def _path(x: Tensor, weight: Tensor, y: Tensor, padding: int, *, dgrad: bool) -> ModuleType:
+    """The file of `conv` that does it."""
+    by_tma = conv_stride.serves_fwd(x, weight, y, 2, (padding,) * 2, _PRECISION, dgrad=dgrad)
+    return conv_stride if by_tma else conv_gather
+
+
+def _check(weight: Tensor, x: Tensor, h: int, w: int) -> None:
+    assert weight.permute(0, 2, 3, 1).is_contiguous() and weight.shape[2:] == (3, 3)
+    assert x.is_contiguous() and x.dtype == weight.dtype
+    assert h % 2 == w % 2 == 0, f"an image of {h}x{w} pixels has no half"

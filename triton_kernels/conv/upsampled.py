@@ -1,0 +1,318 @@
+"""The first convolution behind nearest upsampling: of the upsampled channels of a concatenation the
+products are made on the small image, see `conv.hopper.upsampled`.
+
+    forward          y = conv([up(a1), a2]) + bias + emb, and its partials
+    input gradient   dz1 = (sum over 2x2 pixels of (dy * conv^T)) act'(z1), as large as a1
+                     dz2 = (dy * conv^T) act'(z2), and the partials of both
+
+The filters of 2x2 taps are sums of those of 3x3, in float32, rounded once.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..activations import check_activation
+from ..runtime.device import describe
+from ..runtime.tuning import choose
+from .fused import conv_input_grad
+from .hopper import upsampled as gluon_upsampled
+from .hopper.tile_mma import cut
+
+_BLOCK = 64  # channels of a program
+# Forward alone it is faster at 16 images, and with fewer not measured. A step makes the filters
+# anew: of 32 images it took 4.11 ms in place of 4.15, of 128 12.56 in place of 12.88.
+_FEWEST_IMAGES = {False: 16, True: 32}
+_COST = {256: 1.0, 128: 1.03, 64: 1.3}  # of a pixel, by the pixels of a tile, about
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+
+class UpsampledFilters(NamedTuple):
+    """Filters of a convolution whose first input channels are upsampled."""
+
+    summed: Tensor  # [16, CO, C1]: of 2x2 taps, by parity of rows, of columns, tap of rows, ...
+    others: Tensor  # [CO, C2, 3, 3] in channels_last memory
+
+
+class Tile(NamedTuple):
+    """What may be chosen."""
+
+    pixels: int
+    piecewise: int = 0  # 1: the result leaves in pieces; not in an input gradient
+
+
+# --- filters --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sum_taps_kernel(
+    w_ptr,  # float32 [CO, 9, CI]
+    summed_ptr,  # [16, CO, C1]
+    others_ptr,  # [CO, 9, CI - C1]
+    CO,
+    CI,
+    C1,
+    BLOCK: tl.constexpr,
+):
+    co = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    w_ptr += co * 9 * CI + c
+    others_ptr += co * 9 * (CI - C1) + c - C1
+    w = ()
+    for tap in tl.static_range(9):
+        w = w + (tl.load(w_ptr + tap * CI, mask=c < CI, other=0.0),)
+    for tap in tl.static_range(9):
+        tl.store(others_ptr + tap * (CI - C1), w[tap], mask=(c >= C1) & (c < CI))
+    for p in tl.static_range(2):
+        for q in tl.static_range(2):
+            for a in tl.static_range(2):
+                for b in tl.static_range(2):
+                    total = tl.zeros([BLOCK], tl.float32)
+                    for r in tl.static_range(3):
+                        for s in tl.static_range(3):
+                            # the small row that tap r of a row of parity p reads, likewise columns
+                            if (r + 1 + p) // 2 - p == a and (s + 1 + q) // 2 - q == b:
+                                total += w[3 * r + s]
+                    tap = ((2 * p + q) * 2 + a) * 2 + b
+                    tl.store(summed_ptr + (tap * CO + co) * C1 + c, total, mask=c < C1)
+
+
+def upsampled_filters(
+    weight: Tensor,  # float32 [CO, C1 + C2, 3, 3] in channels_last memory
+    channels: int,  # C1
+    dtype: torch.dtype,
+) -> UpsampledFilters:
+    """Those of a convolution whose first channels are upsampled, rounded to `dtype`."""
+    co, ci, _, _ = weight.shape
+    assert weight.dtype == torch.float32 and weight.permute(0, 2, 3, 1).is_contiguous()
+    summed = _empty((16, co, channels), dtype=dtype, device=weight.device)
+    others = _empty((co, 3, 3, ci - channels), dtype=dtype, device=weight.device)
+    _sum_taps_kernel[(co, triton.cdiv(ci, _BLOCK))](
+        weight, summed, others, co, ci, channels, BLOCK=_BLOCK
+    )
+    return UpsampledFilters(summed, others.permute(0, 3, 1, 2))
+
+
+# --- the two passes -------------------------------------------------------------------------------
+
+
+def serves_upsampled(
+    small: Tensor,  # [N, H / 2, W / 2, .], of this shape, type and device
+    channels: tuple[int, int],  # C1, C2
+    co: int,
+    gradients: bool = False,  # of both, with filters that change
+) -> bool:
+    """Whether the functions below can do it, and are the faster way."""
+    n, h, w, _ = small.shape
+    tiles = 4 * n * h * w // 64 * (co // 64)
+    return (
+        n >= _FEWEST_IMAGES[gradients]
+        and tiles >= describe(small.device).num_sms
+        and len(gluon_upsampled.tiles(small, (*channels, co))) > 0
+    )
+
+
+def conv_upsampled(
+    a: Tensor,  # [N, H, W, C1 + C2], of which the first C1 channels were upsampled
+    filters: UpsampledFilters,
+    bias: Tensor,  # float32 [CO]
+    *,
+    emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
+    config: Tile | None = None,
+) -> tuple[Tensor, Tensor]:  # [N, H, W, CO]; float32 [N, K, 2, CO]
+    """conv(a) + bias + emb, and its partials as `conv_forward` has them: a part is of pixels whose
+    rows have one parity, and their columns."""
+    n, h, w, c = a.shape
+    _, co, c1 = filters.summed.shape
+    assert a.is_contiguous() and filters.others.shape == (co, c - c1, 3, 3)
+    assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
+    if config is None:
+        config = _choose(
+            "conv_upsampled",
+            a[:, ::2, ::2],
+            (c1, c - c1, co),
+            co,
+            True,
+            lambda tile: conv_upsampled(a, filters, bias, emb=emb, config=tile)[0],
+        )
+    rows, _ = cut(config.pixels, h // 2, w // 2)
+    y = _empty((n, h, w, co), dtype=a.dtype, device=a.device)
+    partials = _empty((n, 4 * (h // 2 // rows), 2, co), dtype=torch.float32, device=a.device)
+    piecewise = config.piecewise > 0
+    gluon_upsampled.forward(config.pixels, a, *filters, bias, emb, y, partials, piecewise)
+    return y, partials
+
+
+def conv_upsampled_input_grad(
+    dy: Tensor,  # [N, H, W, CO]
+    filters: UpsampledFilters,
+    *,
+    inputs: tuple[Tensor, Tensor],  # x1 [N, H / 2, W / 2, C1], x2 [N, H, W, C2]
+    tables: tuple[Tensor, Tensor],  # float32 [N, 4, C1 + C2]: mean, rstd, g, b; [N, 4, C2] of x2
+    activation: str,  # of `activations`
+    config: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # as x1; as x2; float32 [N, 1, 2, C1 + C2]
+    """dz1, dz2 and their partials, each as `conv_input_grad` has it, but dz1 is the sum over the
+    2x2 pixels that are one."""
+    check_activation(activation)
+    (x1, x2), (table, table2) = inputs, tables
+    c1 = x1.shape[3]
+    assert dy.is_contiguous() and x1.is_contiguous() and table.is_contiguous()
+    assert table.shape == (len(dy), 4, c1 + x2.shape[3])
+    if config is None:
+        config = _choose(
+            "conv_upsampled_input_grad",
+            x1,
+            (c1, x2.shape[3], dy.shape[3]),
+            c1,
+            False,
+            lambda tile: _small_grad(dy, filters, x1, table, activation, tile)[0],
+        )
+    dz1, partials1 = _small_grad(dy, filters, x1, table, activation, config)
+    rest = {"inputs": x2, "table": table2, "activation": activation}
+    dz2, partials2 = conv_input_grad(dy, filters.others, **rest)
+    return dz1, dz2, _join(partials1, partials2)
+
+
+def conv_of_upsampled(
+    x: Tensor,  # [N, H, W, CI]
+    filters: UpsampledFilters,
+    bias: Tensor,  # float32 [CO]
+    *,
+    config: Tile | None = None,
+) -> tuple[Tensor, Tensor]:  # [N, 2 H, 2 W, CO]; float32 [N, K, 2, CO]
+    """conv(upsample(x)) + bias, and its partials as those of `conv_upsampled`."""
+    n, h, w, ci = x.shape
+    _, co, c1 = filters.summed.shape
+    assert x.is_contiguous() and c1 == ci
+    if config is None:
+        config = _choose(
+            "conv_of_upsampled",
+            x,
+            (ci, 0, co),
+            co,
+            True,
+            lambda tile: conv_of_upsampled(x, filters, bias, config=tile)[0],
+        )
+    rows, _ = cut(config.pixels, h, w)
+    y = _empty((n, 2 * h, 2 * w, co), dtype=x.dtype, device=x.device)
+    partials = _empty((n, 4 * (h // rows), 2, co), dtype=torch.float32, device=x.device)
+    rest = bias, None, y, partials, config.piecewise > 0
+    gluon_upsampled.forward(config.pixels, x, filters.summed, None, *rest)
+    return y, partials
+
+
+def conv_of_upsampled_input_grad(
+    dy: Tensor,  # [N, 2 H, 2 W, CO]
+    filters: UpsampledFilters,
+    *,
+    config: Tile | None = None,
+) -> Tensor:  # [N, H, W, CI]
+    """The gradient of x in conv(upsample(x))."""
+    n, h, w, co = dy.shape
+    ci = filters.summed.shape[2]
+    assert dy.is_contiguous() and filters.summed.shape[1] == co
+    dx = _empty((n, h // 2, w // 2, ci), dtype=dy.dtype, device=dy.device)
+    if config is None:
+        config = _choose(
+            "conv_of_upsampled_input_grad",
+            dx,
+            (ci, 0, co),
+            ci,
+            False,
+            lambda tile: conv_of_upsampled_input_grad(dy, filters, config=tile),
+        )
+    gluon_upsampled.input_grad(config.pixels, dy, filters.summed, dx)
+    return dx
+
+
+def _small_grad(
+    dy: Tensor,
+    filters: UpsampledFilters,
+    x1: Tensor,
+    table: Tensor,
+    activation: str,
+    config: Tile,
+) -> tuple[Tensor, Tensor]:
+    """dz1 and its partials."""
+    n, h, w, c1 = x1.shape
+    rows, _ = cut(config.pixels, h, w)
+    dz = _empty(x1.shape, dtype=dy.dtype, device=dy.device)
+    partials = _empty((n, h // rows, 2, c1), dtype=torch.float32, device=dy.device)
+    norm = x1, table, activation, partials
+    gluon_upsampled.input_grad(config.pixels, dy, filters.summed, dz, *norm)
+    return dz, partials
+
+
+def _choose(
+    op: str,
+    small: Tensor,  # [N, H, W, .], of this shape, type and device
+    channels: tuple[int, int, int],  # C1, C2, CO
+    written: int,  # channels of what a tile is of
+    forward: bool,  # not an input gradient
+    run: Callable[[Tile], Tensor],
+) -> Tile:
+    n, h, w, _ = small.shape
+    tiles = [Tile(pixels) for pixels in gluon_upsampled.tiles(small, channels)]
+    pieces = [Tile(256, 1)] if forward and Tile(256) in tiles else []
+    blocks = (4 if forward else 1) * n * h * w * (written // 64)
+    sms = describe(small.device).num_sms
+
+    def time(tile: Tile) -> float:
+        """Rounds of programs, by what a round takes."""
+        return triton.cdiv(blocks, tile.pixels * sms) * tile.pixels * _COST[tile.pixels]
+
+    return choose(
+        op,
+        (n, h, w, *channels, small.dtype),
+        lambda: tiles + pieces,
+        lambda: min(tiles, key=time),
+        run,
+    )
+
+
+# --- sums of both halves --------------------------------------------------------------------------
+
+
+@triton.jit
+def _join_kernel(
+    first_ptr,  # [N, K1, 2, C1]
+    second_ptr,  # [N, K2, 2, C - C1]
+    out_ptr,  # [N, 2, C]
+    C,
+    C1,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    BLOCK_K1: tl.constexpr,
+    BLOCK_K2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1)
+    c = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    C2 = C - C1
+    k = tl.arange(0, BLOCK_K1)
+    mask = (k < K1)[:, None] & (c < C1)[None, :]
+    at = ((n * K1 + k) * 2 + row)[:, None] * C1 + c[None, :]
+    total = tl.sum(tl.load(first_ptr + at, mask=mask, other=0.0), 0)
+    k = tl.arange(0, BLOCK_K2)
+    mask = (k < K2)[:, None] & ((c >= C1) & (c < C))[None, :]
+    at = ((n * K2 + k) * 2 + row)[:, None] * C2 + (c - C1)[None, :]
+    total += tl.sum(tl.load(second_ptr + at, mask=mask, other=0.0), 0)
+    tl.store(out_ptr + (n * 2 + row) * C + c, total, mask=c < C)
+
+
+def _join(first: Tensor, second: Tensor) -> Tensor:
+    """Partials of a gradient [N, K1, 2, C1], [N, K2, 2, C2] as those of one tile: sums of sums."""
+    (n, k1, _, c1), (_, k2, _, c2) = first.shape, second.shape
+    out = _empty((n, 1, 2, c1 + c2), dtype=torch.float32, device=first.device)
+    blocks = triton.next_power_of_2(k1), triton.next_power_of_2(k2)
+    _join_kernel[(n, 2, triton.cdiv(c1 + c2, _BLOCK))](
+        first, second, out, c1 + c2, c1, k1, k2, *blocks, BLOCK=_BLOCK
+    )
+    return out

@@ -1,0 +1,419 @@
+"""Convolutions over short sequences where reading the weights is the work: a 1-D UNet in real time.
+
+At batch 1 a layer of Diffusion Policy's network multiplies 10 MB of weights by 4 positions. So the
+weights are cut into as many pieces as there are multiprocessors, along output channels and along
+input channels (K-slices), and each program
+
+    asks for its piece of the weights, whole, before the launch in front of it has ended,
+    makes its K-slice of the input: the partial sums of the layer in front, their bias, GroupNorm,
+        Mish, FiLM, residual; a slice is whole groups, so that the statistics are its own,
+    multiplies, and stores partial sums for the next launch.
+
+A layer is one launch: there is no pass for a norm, an activation or a sum. What is computed more
+than once (every program of a slice makes the same activation) is a few thousand numbers. Sums are
+added in one order, so that the same input gives the same bits.
+
+With many samples that no longer holds, and `conv_stage` makes the activation once in a launch of
+its own (`batched`), for `conv1d_multiply_kernel` or, where `whole` takes it, for that.
+
+Launches overlap by programmatic dependent launch, where there is any (compute capability 9.0 and
+later): weights are constants, and everything else is read behind the wait.
+
+Layout: [N, C, T] within the network, float32, in batches as views of [N, T, C]; [N, T, CX] at its
+ends.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..runtime.device import describe, on_gpu
+from . import batched as whole
+from .conv1d_kernels import (
+    conv1d_apply_kernel,
+    conv1d_head_kernel,
+    conv1d_multiply_kernel,
+    conv1d_project_kernel,
+    conv1d_stage_kernel,
+)
+from .taps import tile_widths
+
+_NUM_WARPS = 4
+_REGISTERS = 255  # that a thread may have. Unless told so ptxas has few loads under way at once
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+
+class Sums(NamedTuple):
+    """What a convolution left: its result is the sum over the first dimension, plus the bias."""
+
+    partial: Tensor  # float32 [S, N, C, T]
+    bias: Tensor  # float32 [C]
+
+
+class Stem(NamedTuple):
+    """The network's first convolution, of so few terms that it is made where it is needed."""
+
+    x: Tensor  # float32 [N, T, CX]
+    weight: Tensor  # float32 [CX, taps, C]
+    bias: Tensor  # float32 [C]
+
+
+class Norm(NamedTuple):
+    """GroupNorm and Mish behind it."""
+
+    groups: int
+    weight: Tensor  # float32 [C]
+    bias: Tensor  # float32 [C]
+    eps: float
+
+
+class Film(NamedTuple):
+    """Scale and shift of the channels: table[row], or table[n] without a row, + cond[n].
+
+    None of it may be written by a kernel that lets its successor begin before it ends.
+    """
+
+    table: Tensor  # float32 [rows, F]
+    cond: Tensor | None  # float32 [N, F]
+    offset: int  # of this block's columns: scale [C] and shift [C], or shift [C]
+    scale: bool
+    row: Tensor | None  # int64 [1], on the device
+
+
+class Activation(NamedTuple):
+    """film(mish(norm(source))) + residual, [N, C, T], which no launch has made yet."""
+
+    source: Sums | Stem
+    norm: Norm | None = None  # None: no Mish either
+    film: Film | None = None
+    residual: Sums | Stem | Tensor | None = None  # a tensor is float32 [N, C, T]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:  # N, C, T
+        if isinstance(self.source, Stem):
+            n, t, _ = self.source.x.shape
+            return n, self.source.weight.shape[2], t
+        return tuple(self.source.partial.shape[1:])
+
+
+class Conv(NamedTuple):
+    """A convolution with its weights as `pack_conv` lays them out."""
+
+    weight: Tensor  # [slices, blocks, taps and skip, BM, CG], but taps of a tile side by side
+    taps: int
+    stride: int
+    transposed: bool
+    side: bool  # its last tile is a 1x1 convolution of the same input
+    widest: int  # taps in a tile, at most: a power of two
+    by_tap: Tensor | None = None  # the same as [taps and skip, rows, C], for `whole`
+
+    @property
+    def out_channels(self) -> int:
+        _, blocks, _, bm, _ = self.weight.shape
+        return blocks * bm // (2 if self.transposed else 1)
+
+    def out_length(self, t: int) -> int:
+        return 2 * t if self.transposed else (t - 1) // self.stride + 1
+
+
+class Outcome(NamedTuple):
+    """What `conv_stage` returns."""
+
+    partial: Tensor  # float32 [S, N, CO, TO]
+    side: Tensor | None  # float32 [S, N, CO, T]
+    kept: Tensor | None  # float32 [N, C, T]: the activation
+
+
+def pack_conv(
+    weight: Tensor,  # [CO, CI, S]; transposed [CI, CO, 4]
+    side: Tensor | None,  # [CO, CI, 1]
+    dtype: torch.dtype,
+    *,
+    slice_channels: int,
+    block: int,
+    stride: int = 1,
+    transposed: bool = False,
+    widest: int = 4,
+) -> Conv:
+    """Weights in the order in which the programs read them: each has its own in one piece.
+
+    A transposed convolution of 4 taps and stride 2 is two of 2 taps, for the even positions of its
+    result and for the odd: y[2i] = W_1 x[i] + W_3 x[i - 1], y[2i + 1] = W_2 x[i] + W_0 x[i + 1].
+
+    For many samples there may be a copy of them (`Conv.by_tap`).
+    """
+    if transposed:
+        w = weight.permute(1, 2, 0)  # [CO, 4, CI]
+        tiles = torch.cat((w[:, [1, 3]], w[:, [2, 0]]))  # [2CO, 2, CI]
+    else:
+        tiles = weight.permute(0, 2, 1)  # [CO, S, CI]
+    taps = tiles.shape[1]
+    if side is not None:
+        if stride != 1 or transposed:
+            raise ValueError("a 1x1 skip is beside a convolution that keeps the length")
+        tiles = torch.cat((tiles, side.permute(0, 2, 1)), dim=1)
+    rows, count, ci = tiles.shape
+    if rows % block or ci % slice_channels or (transposed and rows // 2 % block):
+        raise ValueError(f"{rows} x {ci} channels do not divide into {block} x {slice_channels}")
+    by_tap = tiles.to(dtype).transpose(0, 1)
+    by_tap = by_tap.contiguous() if whole.takes(by_tap, stride, transposed) else None
+    tiles = tiles.reshape(rows // block, block, count, ci // slice_channels, slice_channels)
+    tiles = tiles.permute(3, 0, 1, 2, 4).to(dtype)  # [slices, blocks, block, count, channels]
+    widths = tile_widths(taps, count, widest)
+    packed = torch.cat([part.flatten(2) for part in tiles.split(widths, dim=3)], dim=2)
+    shape = (ci // slice_channels, rows // block, count, block, slice_channels)
+    return Conv(packed.view(shape), taps, stride, transposed, side is not None, widest, by_tap)
+
+
+def unpack_conv(conv: Conv) -> Tensor:  # [rows, tiles, C]
+    """The weights as `pack_conv` found them: taps, and behind them the 1x1 skip."""
+    slices, blocks, count, block, channels = conv.weight.shape
+    widths = tile_widths(conv.taps, count, conv.widest)
+    parts = conv.weight.flatten(2).split([w * block * channels for w in widths], dim=2)
+    tiles = [part.unflatten(2, (block, w, channels)) for part, w in zip(parts, widths, strict=True)]
+    return torch.cat(tiles, dim=3).permute(1, 2, 3, 0, 4).flatten(3).flatten(0, 1)
+
+
+def conv_stage(
+    activation: Activation,
+    conv: Conv,
+    *,
+    skip: Tensor | None = None,  # float32 [N, C2, T], channels behind those of the activation
+    keep: bool = False,  # also return the activation
+    batched: bool = False,
+    allow_tf32: bool = False,
+) -> Outcome:
+    """The convolution of an activation, without its bias, as partial sums."""
+    n, c, t = activation.shape
+    device = conv.weight.device
+    slices, blocks, tiles, bm, cg = conv.weight.shape
+    co, to = conv.out_channels, conv.out_length(t)
+    last = _channels_last(activation, skip, batched)
+    kept = _new((n, c, t), device, last) if keep else None
+    pointers, numbers, shape = _input_arguments(activation, kept, skip, cg)
+    shape["LAST"] = last
+    precision = _precision(conv.weight.dtype, allow_tf32)
+    options = _launch_options(device)
+    if not batched:
+        partial = _new((slices, n, co, to), device)
+        side = _new((slices, n, co, t), device) if conv.side else None
+        programs = slices * blocks
+        conv1d_stage_kernel[(programs, n)](
+            *pointers, conv.weight, partial, side, *numbers,
+            TO=to, CO=co, BTO=_positions(t if conv.transposed else to), BM=bm, TAPS=conv.taps,
+            WIDEST=conv.widest,
+            STRIDE=conv.stride, TRANSPOSED=conv.transposed, PRECISION=precision, **shape,
+            **options, num_warps=_NUM_WARPS, maxnreg=_REGISTERS,
+        )  # fmt: skip
+        return Outcome(partial, side, kept)
+    found = _whole(conv, n, t, precision)
+    parts = found[0].parts if found else 1
+    a = _empty((n, t, parts * slices * cg), dtype=conv.weight.dtype, device=device)
+    conv1d_apply_kernel[(slices, n)](
+        *pointers, a, *numbers, SPLIT=parts == 2, PRECISION=precision, **shape, **options,
+        num_warps=_NUM_WARPS, maxnreg=_REGISTERS,
+    )  # fmt: skip
+    if found is not None:
+        splits = whole.splits(*found)
+        partial = _new((splits, n, co, to), device, last=True)
+        side = _new((splits, n, co, t), device, last=True) if conv.side else None
+        whole.launch(
+            a, conv.by_tap, partial.mT, side if side is None else side.mT, *found,
+            overlap=options["PDL"],
+        )  # fmt: skip
+        return Outcome(partial, side, kept)
+    positions = n * (t if conv.transposed else to)
+    tile = _tile(conv, positions, precision, describe(device).num_sms)
+    splits = slices * cg // tile.channels
+    partial = _new((splits, n, co, to), device, last=True)
+    side = _new((splits, n, co, t), device, last=True) if conv.side else None
+    programs = blocks * bm // tile.rows * triton.cdiv(positions, tile.positions)
+    conv1d_multiply_kernel[(programs, splits, 1 + conv.side)](
+        a, conv.weight, partial, side, n, C=slices * cg, T=t, TO=to, CO=co, CG=cg, BM=bm,
+        ROWS=tile.rows, BN=tile.positions, BK=tile.depth, TAPS=conv.taps, WIDEST=conv.widest,
+        STRIDE=conv.stride, TRANSPOSED=conv.transposed, CHANNELS=tile.channels,
+        PRECISION=precision, **options, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return Outcome(partial, side, kept)
+
+
+def _new(shape: tuple[int, ...], device: torch.device, last: bool = False) -> Tensor:
+    """float32 [..., C, T]; `last`: as a view of [..., T, C]."""
+    *outer, c, t = shape
+    size = (*outer, t, c) if last else (*outer, c, t)
+    new = _empty(size, dtype=torch.float32, device=device)
+    return new.mT if last else new
+
+
+def _channels_last(activation: Activation, skip: Tensor | None, batched: bool) -> bool:
+    """How what an activation is made of lies in memory: all of it in one way."""
+    source, _, _, residual = activation
+    parts = (source, residual, skip)
+    tensors = [p.partial if isinstance(p, Sums) else p for p in parts]
+    found = {_is_last(x) for x in tensors if isinstance(x, Tensor)}
+    if len(found) > 1:
+        raise ValueError("sums, residual and skip connection differ in their order of dimensions")
+    return found.pop() if found else batched
+
+
+def _is_last(x: Tensor) -> bool:  # [..., C, T]
+    return not x.is_contiguous() and x.mT.is_contiguous()
+
+
+def _whole(conv: Conv, n: int, t: int, precision: str) -> tuple[whole.Shape, whole.Cut] | None:
+    """How `whole` does a convolution of n samples, if it does."""
+    if conv.by_tap is None:
+        return None
+    _, rows, channels = conv.by_tap.shape
+    shape = whole.Shape(
+        rows, channels, conv.taps, conv.side, 1 if conv.transposed else conv.stride,
+        conv.transposed, conv.by_tap.itemsize, precision == "tf32x3",
+    )  # fmt: skip
+    cut = whole.cut(shape, n, t, describe(conv.by_tap.device))
+    return None if cut is None else (shape, cut)
+
+
+class _Tile(NamedTuple):
+    """What a program of a batched convolution computes."""
+
+    rows: int  # output channels
+    positions: int
+    channels: int  # input channels, in steps of `depth`
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+def _tile(conv: Conv, positions: int, precision: str, num_sms: int) -> _Tile:
+    """Tiles of 64 channels, which is the height of `wgmma`, by up to 128 positions (64 where
+    operands are split in registers); and as many pieces of the input channels as there are
+    multiprocessors for. Of narrow tiles twice as many: most of what they do is read weights."""
+    slices, blocks, _, bm, cg = conv.weight.shape
+    rows, channels = bm, slices * cg
+    while rows < 64 and conv.out_channels % (2 * rows) == 0:
+        rows *= 2
+    widest = 64 if precision == "tf32x3" else 128
+    width = min(widest, max(16, triton.next_power_of_2(positions)))
+    programs = blocks * bm // rows * triton.cdiv(positions, width)
+    deepest = 128 // conv.weight.itemsize  # a row of an operand in shared memory is 128 bytes
+    depth = min(cg, deepest)
+    while depth < deepest and channels % (2 * depth) == 0:
+        depth *= 2
+    each, at_once = channels, num_sms if width == 128 else 2 * num_sms
+    while each % (2 * depth) == 0 and 2 * programs * (channels // each) <= at_once:
+        each //= 2
+    return _Tile(rows, width, each, depth, 4, 4)
+
+
+def head(
+    activation: Activation,  # of sums and a norm
+    weight: Tensor,  # [CX, C]
+    bias: Tensor,  # float32 [CX]
+) -> Tensor:  # float32 [N, T, CX]
+    """A 1x1 convolution of the activation: the end of the network."""
+    n, c, t = activation.shape
+    (partial, conv_bias), norm = activation.source, activation.norm
+    cx = weight.shape[0]
+    out = _empty((n, t, cx), dtype=torch.float32, device=weight.device)
+    conv1d_head_kernel[(n,)](
+        partial, conv_bias, norm.weight, norm.bias, weight, bias, out, norm.eps, C=c, T=t,
+        CPG=c // norm.groups, BT=triton.next_power_of_2(t), SPLITS=partial.shape[0], CX=cx,
+        LAST=_is_last(partial),
+        **_launch_options(weight.device), num_warps=8, maxnreg=_REGISTERS,
+    )  # fmt: skip
+    return out
+
+
+def project(
+    z: Tensor,  # float32 [R, E]
+    weight: Tensor,  # [F, EP], zeros behind the first E columns
+    bias: Tensor | None = None,  # float32 [F]
+    *,
+    allow_tf32: bool = False,
+) -> Tensor:  # float32 [R, F]
+    """mish(z) weight^T + bias: every block's FiLM at once."""
+    (r, e), (f, ep) = z.shape, weight.shape
+    out = _empty((r, f), dtype=torch.float32, device=z.device)
+    bf, br = 64, 16
+    conv1d_project_kernel[(triton.cdiv(f, bf), triton.cdiv(r, br))](
+        z, weight, bias, out, r, e, f, EP=ep, BF=bf, BE=PROJECT_BLOCK, BR=br,
+        PRECISION=_precision(weight.dtype, allow_tf32), num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return out
+
+
+PROJECT_BLOCK = 64  # columns of the weights of `project` are a multiple of it
+
+
+def _input_arguments(
+    activation: Activation, kept: Tensor | None, skip: Tensor | None, cg: int
+) -> tuple[tuple, tuple, dict]:
+    """Arguments of `make_input_slice`: pointers, numbers, constants of the compilation."""
+    n, c, t = activation.shape
+    source, norm, film, residual = activation
+    stem = source if isinstance(source, Stem) else None
+    side = residual if isinstance(residual, Stem) else None
+    given = stem or side
+    sums = None if stem else source.partial
+    residual_tensor = residual.partial if isinstance(residual, Sums) else residual
+    pointers = (
+        source.bias,
+        norm.weight if norm else None,
+        norm.bias if norm else None,
+        film.table[:, film.offset :] if film else None,
+        film.cond[:, film.offset :] if film and film.cond is not None else None,
+        film.row if film else None,
+        residual.bias if isinstance(residual, Sums | Stem) else None,
+        sums,
+        given.x if given else None,
+        stem.weight if stem else None,
+        None if side else residual_tensor,
+        side.weight if side else None,
+        kept,
+        skip,
+    )
+    strides = (0, 0)
+    if film:
+        strides = film.table.stride(0), 0 if film.cond is None else film.cond.stride(0)
+    numbers = (*strides, norm.eps if norm else 0.0)
+    shape = {
+        "C": c,
+        "C2": 0 if skip is None else skip.shape[1],
+        "T": t,
+        "CG": cg,
+        "CPG": c // norm.groups if norm else cg,
+        # a gather of fewer elements than there are threads does not compile
+        "BT": max(triton.next_power_of_2(t), 32 * _NUM_WARPS // cg),
+        "SPLITS": 0 if stem else sums.shape[0],
+        "RES_SPLITS": residual.partial.shape[0] if isinstance(residual, Sums) else 0,
+        "SCALE": film.scale if film else False,
+        "CX": given.x.shape[2] if given else 0,
+        "TAPS_X": stem.weight.shape[1] if stem else 0,
+    }
+    return pointers, numbers, shape
+
+
+def _positions(t: int) -> int:
+    """The tile that holds t positions, wide enough for a product."""
+    return max(8, triton.next_power_of_2(t))
+
+
+def round_to_tf32(weight: Tensor) -> Tensor:  # float32, of any shape
+    """To the nearest number of 10 bits of mantissa: tensor cores ignore those behind them, so that
+    what is multiplied as it is would be too small in the mean. Weights are rounded here, once;
+    activations in the kernels."""
+    bits = weight.view(torch.int32)
+    return torch.where(weight.isnan(), weight, ((bits + 0x1000) & -0x2000).view(torch.float32))
+
+
+def _precision(dtype: torch.dtype, allow_tf32: bool) -> str:
+    return "tf32" if allow_tf32 or dtype != torch.float32 else "tf32x3"
+
+
+def _launch_options(device: torch.device) -> dict:
+    if on_gpu(device) and describe(device).tma:
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}

@@ -1,0 +1,1 @@
+"""What a network computes from its timesteps and labels, and the padded image that it reads."""

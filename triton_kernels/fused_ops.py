@@ -1,0 +1,200 @@
+"""The kernels of the planned network, under the names that `reference.fused` specifies."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .attention import attention_bwd_rows, attention_fwd
+from .attention.norm_attention import norm_attention, serves_norm_attention
+from .attention.small_batch import attention_few as _attention_few
+from .attention.small_batch import qkv_attention, serves_attention, serves_qkv_attention
+from .conv.conv_avg_pool import conv_means, serves_conv_means
+from .conv.conv_norm import NextNorm, conv_norm, norms_in_conv
+from .conv.conv_norm_grid_sync import conv_meeting, meets
+from .conv.fused import (
+    conv_forward,
+    conv_fused_supported,
+    conv_input_grad,
+    conv_plain_input_grad,
+    conv_weight_grad,
+)
+from .conv.hopper.single_tile import conv_once, serves_once
+from .conv.norm_conv import (
+    norm_conv,
+    norm_conv_of_two,
+    serves_norm_conv,
+    serves_norm_conv_of_two,
+    serves_small_terms,
+)
+from .conv.one_row import conv_one_row, serves_one_row
+from .conv.plain.linear_norm import linear_norm_few, postpones, serves_linear_norm
+from .conv.plain.norm_linear import norm_linear_few, serves_norm_linear
+from .conv.plain.pad_channels import pad_channels
+from .conv.plain.small_batch import conv_early, serves_whole
+from .conv.plain.split_k import conv_split, worth_splitting
+from .conv.skip_dx import skip_dx
+from .conv.stride2 import conv_down, conv_down_input_grad
+from .conv.upsampled import (
+    conv_of_upsampled,
+    conv_of_upsampled_input_grad,
+    conv_upsampled,
+    conv_upsampled_input_grad,
+    serves_upsampled,
+    upsampled_filters,
+)
+from .conv.wgrad_group import conv_weight_grads
+from .conv.wgrad_pair import conv_two_weight_grads
+from .embedding.begin_step import begin_step
+from .embedding.linear_grads import linear_grads
+from .embedding.sinusoids import sinusoids
+from .norm.activation_grad import activation_grad
+from .norm.from_partials import norm_of_sums, norm_of_sums_pays, norm_of_sums_upsampled
+from .norm.inline_statistics import norm_apply, norm_apply_upsampled, norm_backward, skip_backward
+from .norm.passes import apply, apply_upsampled, norm_dx
+from .norm.single_cta import norm_whole, norm_whole_supported, resample_parts, sum_parts
+from .norm.tables import bias_grad, norm_grad_table, norm_table, tensor_partials
+from .reductions.column_sum import column_rows
+from .reductions.row_sums import RowSums
+from .resample.avg_pool_partials import avg_pool_partials
+from .resample.op import gather, spread, spread_add
+
+__all__ = [
+    "NextNorm",
+    "RowSums",
+    "activation_grad",
+    "apply",
+    "apply_upsampled",
+    "attention_backward",
+    "attention_few",
+    "attention_forward",
+    "avg_pool",
+    "avg_pool_grad",
+    "avg_pool_partials",
+    "begin_step",
+    "bias_grad",
+    "conv_down",
+    "conv_down_input_grad",
+    "conv_few",
+    "conv_forward",
+    "conv_fused_supported",
+    "conv_input_grad",
+    "conv_means",
+    "conv_meeting",
+    "conv_norm",
+    "conv_of_upsampled",
+    "conv_of_upsampled_input_grad",
+    "conv_plain_input_grad",
+    "conv_split",
+    "conv_two_weight_grads",
+    "conv_upsampled",
+    "conv_upsampled_input_grad",
+    "conv_weight_grad",
+    "conv_weight_grads",
+    "linear_grads",
+    "linear_norm_few",
+    "meets",
+    "norm_apply",
+    "norm_apply_upsampled",
+    "norm_attention",
+    "norm_backward",
+    "norm_conv",
+    "norm_conv_of_two",
+    "norm_dx",
+    "norm_grad_table",
+    "norm_linear_few",
+    "norm_of_sums",
+    "norm_of_sums_pays",
+    "norm_of_sums_upsampled",
+    "norm_table",
+    "norm_whole",
+    "norm_whole_supported",
+    "norms_in_conv",
+    "pad_channels",
+    "postpones",
+    "qkv_attention",
+    "resample_parts",
+    "serves_conv_means",
+    "serves_linear_norm",
+    "serves_norm_attention",
+    "serves_norm_conv",
+    "serves_norm_conv_of_two",
+    "serves_norm_linear",
+    "serves_qkv_attention",
+    "serves_small_terms",
+    "serves_upsampled",
+    "sinusoids",
+    "skip_backward",
+    "skip_dx",
+    "sum_parts",
+    "tensor_partials",
+    "tensor_rows",
+    "upsample",
+    "upsample_grad",
+    "upsampled_filters",
+    "worth_splitting",
+]
+
+
+def conv_few(x: Tensor, weight: Tensor, bias: Tensor, **options) -> tuple[Tensor, Tensor | None]:
+    """`conv_forward` where nothing runs beside it: there are other kernels for few images, and for
+    few tiles of 1x1 filters."""
+    if serves_one_row(x, weight, options.get("extra", ()), options.get("width")):
+        return conv_one_row(x, weight, bias, **{k: v for k, v in options.items() if k != "width"})
+    if serves_whole(x.shape, weight, x.dtype, x.device):
+        return conv_early(x, weight, bias, **options)
+    once = {k: v for k, v in options.items() if k in ("residual", "stats")}
+    others = [v for k, v in options.items() if k not in once and v is not None]
+    if all(isinstance(v, Sequence) and not v for v in others) and serves_once(x, weight):
+        return conv_once(x, weight, bias, **once)
+    return conv_forward(x, weight, bias, **options)
+
+
+def tensor_rows(x: Tensor, sums: RowSums) -> Tensor:
+    """Rows [rows, C] in a place of `sums`, whose sum is that of x [..., C] over all but the
+    channels."""
+    return column_rows(x, sums.rows)
+
+
+def attention_forward(qkv: Tensor, num_heads: int, order: str) -> tuple[Tensor, Tensor]:
+    """(o [N, T, C], logsumexp) of qkv [N, T, 3C]"""
+    return attention_fwd(qkv, num_heads, order, allow_tf32=True)
+
+
+def attention_few(qkv: Tensor, num_heads: int, order: str) -> Tensor:
+    """o alone, where nothing runs beside it: for few images there is another kernel."""
+    if serves_attention(qkv, num_heads):
+        return _attention_few(qkv, num_heads, order)
+    return attention_forward(qkv, num_heads, order)[0]
+
+
+def attention_backward(
+    do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, num_heads: int, order: str, sums: RowSums
+) -> tuple[Tensor, Tensor]:
+    """dqkv [N, T, 3C], and rows [rows, 3C] in a place of `sums`, whose sum is that of it over
+    samples and positions."""
+    return attention_bwd_rows(do, qkv, o, lse, num_heads, order, True, sums.rows)
+
+
+def avg_pool(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, H / 2, W / 2, C]
+    """2x2 means."""
+    return gather(x, 0.25)
+
+
+def avg_pool_grad(
+    dy: Tensor, add: Tensor | None = None, sums: RowSums | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(its input gradient for even sizes, plus `add` [N, H, W, C]; rows [rows, C] in a place of
+    `sums`, whose sum is that of it over samples and pixels, or None)"""
+    n, h, w, c = dy.shape
+    return spread_add(dy, (n, 2 * h, 2 * w, c), 0.25, add, sums)
+
+
+def upsample(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, 2H, 2W, C]
+    """Each pixel becomes a 2x2 block."""
+    n, h, w, c = x.shape
+    return spread(x, (n, 2 * h, 2 * w, c), 1.0)
+
+
+def upsample_grad(dy: Tensor) -> Tensor:  # [N, 2H, 2W, C] -> [N, H, W, C]
+    """Its input gradient: the sum over each 2x2 block."""
+    return gather(dy, 1.0)

@@ -1,0 +1,141 @@
+"""Random draws: normal noise, and the timesteps and mirror flips of a training batch.
+
+Every value is a function of (seed, step, global sample index, stream) alone; see `philox`.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..runtime.layout import check_device
+from ..runtime.library import op
+from .philox import FLIP, NOISE, TIMESTEP, check_rng, normals, philox_words
+
+_BLOCK = 256  # evaluations of Philox in a program, each of which makes 4 elements of a sample
+_NUM_WARPS = 4
+
+
+@triton.jit(do_not_specialize=["first"])
+def _normal_kernel(
+    out_ptr,  # float32 [N, elements]
+    rng_ptr,  # int64 [2]: seed, step
+    first,
+    elements,
+    chunks,
+    STREAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    n = (pid // chunks).to(tl.int64)
+    start = (pid % chunks) * BLOCK
+    z = normals(
+        tl.load(rng_ptr), tl.load(rng_ptr + 1), first + n, start + tl.arange(0, BLOCK), STREAM
+    )  # [4 * BLOCK]
+    offs = 4 * start + tl.arange(0, 4 * BLOCK)
+    tl.store(out_ptr + n * elements + offs, z, mask=offs < elements)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _draw_timesteps_kernel(
+    out_ptr,  # int64 [N]
+    rng_ptr,  # int64 [2]
+    first,
+    n,
+    num_timesteps,
+    STREAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offs, word = _first_words(rng_ptr, first, STREAM, BLOCK)
+    t = tl.umulhi(word, (word * 0 + num_timesteps).to(tl.uint32))  # (word * num_timesteps) >> 32
+    tl.store(out_ptr + offs, t.to(tl.int64), mask=offs < n)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _draw_flips_kernel(
+    out_ptr,  # bool [N]
+    rng_ptr,  # int64 [2]
+    first,
+    n,
+    STREAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offs, word = _first_words(rng_ptr, first, STREAM, BLOCK)
+    tl.store(out_ptr + offs, (word >> 31) == 1, mask=offs < n)
+
+
+@triton.jit
+def _first_words(rng_ptr, first, STREAM: tl.constexpr, BLOCK: tl.constexpr):
+    """Word 0 of each of BLOCK samples, and the samples' places in the batch."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    quad = tl.zeros([BLOCK], tl.int32)
+    word, _, _, _ = philox_words(
+        tl.load(rng_ptr), tl.load(rng_ptr + 1), first + offs.to(tl.int64), quad, STREAM
+    )
+    return offs, word
+
+
+@op("normal", lambda shape, rng, *_: rng.new_empty(shape, dtype=torch.float32))
+def _normal(shape: list[int], rng: Tensor, stream: int, first: int) -> Tensor:
+    out = torch.empty(shape, dtype=torch.float32, device=rng.device)
+    if out.numel() > 0:
+        elements = math.prod(shape[1:])
+        chunks = triton.cdiv(elements, 4 * _BLOCK)
+        grid = (shape[0] * chunks,)
+        _normal_kernel[grid](
+            out, rng, first, elements, chunks, STREAM=stream, BLOCK=_BLOCK, num_warps=_NUM_WARPS
+        )
+    return out
+
+
+@op("draw_timesteps", lambda rng, n, *_: rng.new_empty(n, dtype=torch.int64))
+def _draw_timesteps(rng: Tensor, n: int, num_timesteps: int, first: int) -> Tensor:
+    out = torch.empty(n, dtype=torch.int64, device=rng.device)
+    if n > 0:
+        grid = (triton.cdiv(n, _BLOCK),)
+        _draw_timesteps_kernel[grid](
+            out, rng, first, n, num_timesteps, STREAM=TIMESTEP, BLOCK=_BLOCK
+        )
+    return out
+
+
+@op("draw_flips", lambda rng, n, _: rng.new_empty(n, dtype=torch.bool))
+def _draw_flips(rng: Tensor, n: int, first: int) -> Tensor:
+    out = torch.empty(n, dtype=torch.bool, device=rng.device)
+    if n > 0:
+        grid = (triton.cdiv(n, _BLOCK),)
+        _draw_flips_kernel[grid](out, rng, first, n, STREAM=FLIP, BLOCK=_BLOCK)
+    return out
+
+
+def normal(
+    shape: tuple[int, ...],  # [N, ...]; elements are counted in this order
+    rng: Tensor,  # int64 [2]: seed, step
+    *,
+    stream: int = NOISE,
+    first: int = 0,
+) -> Tensor:  # float32
+    """Standard normal noise; sample n is keyed by (seed, step, first + n, stream) alone."""
+    check_device("rng", rng)
+    check_rng(rng)
+    if not shape or min(shape) < 0:
+        raise ValueError(f"shape is {tuple(shape)}; expected [N, ...], none of them negative")
+    return _normal(shape, rng, stream, first)
+
+
+def draw_timesteps(rng: Tensor, n: int, num_timesteps: int, *, first: int = 0) -> Tensor:
+    """Uniform timesteps in [0, num_timesteps), int64 [N]: (word * num_timesteps) >> 32."""
+    check_device("rng", rng)
+    check_rng(rng)
+    if not 0 < num_timesteps < 2**31:
+        raise ValueError(f"num_timesteps is {num_timesteps}; expected 1 to 2^31 - 1")
+    return _draw_timesteps(rng, n, num_timesteps, first)
+
+
+def draw_flips(rng: Tensor, n: int, *, first: int = 0) -> Tensor:
+    """Fair coins, bool [N]: the top bit of a word."""
+    check_device("rng", rng)
+    check_rng(rng)
+    return _draw_flips(rng, n, first)

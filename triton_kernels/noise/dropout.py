@@ -1,0 +1,136 @@
+"""Dropout (Srivastava et al. 2014) whose mask is never in memory:
+
+    y = x / (1 - p) where a uniform draw u >= p, else 0;     dx = dy / (1 - p) at the same elements
+
+The draw is Philox keyed by (seed, step, first + n, layer) (see `philox`), so backward makes the
+mask again from its counter, and the reference keeps exactly the same elements. A program handles
+4 * BLOCK elements of one sample, four from each evaluation of Philox.
+
+A kernel that has the elements in registers can drop them there: it is told by a `Mask` and asks
+`kept`.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..runtime.layout import check_nhwc
+from ..runtime.library import derivative, op
+from .philox import DROPOUT, check_rng, philox_words
+
+_BLOCK = 256  # evaluations of Philox in a program
+_NUM_WARPS = 4
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+
+class Mask(NamedTuple):
+    """Which elements of a tensor [N, H, W, C] are kept."""
+
+    p: float  # of dropping one
+    rng: Tensor  # int64 [2]: seed, step
+    layer: int
+    first: int = 0  # global index of sample 0
+
+
+def mask_arguments(mask: Mask | None) -> tuple[Tensor | None, int, int, float]:
+    """rng, first, stream and p, as kernels take them; with None for rng nothing is dropped."""
+    if mask is None:
+        return None, 0, 0, 0.0
+    return mask.rng, mask.first, DROPOUT | mask.layer << 8, mask.p
+
+
+@triton.jit
+def kept(rng_ptr, sample, quad, stream, p):
+    """For the quads [..., K] of a sample which of their elements are kept: bool [..., 4 K]."""
+    w0, w1, w2, w3 = philox_words(tl.load(rng_ptr), tl.load(rng_ptr + 1), sample, quad, stream)
+    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # w0 w1 w2 w3 of each quad
+    return (words >> 8).to(tl.float32) * (2.0**-24) >= p
+
+
+@triton.jit(do_not_specialize=["first", "stream"])
+def _dropout_kernel(
+    x_ptr,  # [N, elements]
+    y_ptr,  # [N, elements]
+    rng_ptr,  # int64 [2]: seed, step
+    first,
+    stream,
+    elements,
+    chunks,
+    p,
+    factor,
+    BLOCK: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    n = (pid // chunks).to(tl.int64)
+    start = (pid % chunks) * BLOCK
+    quad = start + tl.arange(0, BLOCK)
+    keep = kept(rng_ptr, first + n, quad, stream, p)
+    offs = 4 * start + tl.arange(0, 4 * BLOCK)
+    mask = offs < elements
+    x = tl.load(x_ptr + n * elements + offs, mask=mask, other=0.0).to(tl.float32)
+    y = tl.where(keep, x * factor, 0.0)
+    tl.store(y_ptr + n * elements + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@op("dropout", lambda x, *_: x.new_empty(x.shape), differentiable=True)
+def _dropout(x: Tensor, p: float, rng: Tensor, layer: int, first: int) -> Tensor:
+    y = _empty(x.shape, dtype=x.dtype, device=x.device)
+    elements = x[0].numel() if x.shape[0] else 0
+    chunks = triton.cdiv(elements, 4 * _BLOCK)
+    _dropout_kernel[(x.shape[0] * chunks,)](
+        x,
+        y,
+        rng,
+        first,
+        DROPOUT | layer << 8,
+        elements,
+        chunks,
+        p,
+        1 / (1 - p),
+        _BLOCK,
+        num_warps=_NUM_WARPS,
+    )
+    return y
+
+
+@derivative(of=_dropout)
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, p, rng, layer, first):
+        ctx.save_for_backward(rng)  # which raises if rng has moved on before backward
+        ctx.args = p, layer, first
+        return _dropout.below_autograd(x, p, rng, layer, first)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        p, layer, first = ctx.args
+        (rng,) = ctx.saved_tensors
+        dx = _dropout(dy.contiguous(), p, rng, layer, first)  # dy may be an expanded gradient
+        return dx, None, None, None, None
+
+
+def dropout(
+    x: Tensor,  # [N, H, W, C]
+    p: float,
+    rng: Tensor,  # int64 [2]: seed, step
+    *,
+    layer: int,
+    first: int = 0,
+) -> Tensor:
+    """x / (1 - p) where a uniform draw is >= p, else 0. Keyed by (seed, step, first + n, layer).
+
+    Raises ValueError unless 0 <= p < 1 and 0 <= layer < 2^23, and for a wrong layout or rng.
+    """
+    check_nhwc("x", x)
+    check_rng(rng)
+    if not 0 <= p < 1:
+        raise ValueError(f"p is {p}; expected 0 <= p < 1")
+    if not 0 <= layer < 1 << 23:
+        raise ValueError(f"layer is {layer}; expected 0 <= layer < 2^23")
+    return _dropout(x, p, rng, layer, first)

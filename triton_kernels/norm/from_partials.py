@@ -1,0 +1,221 @@
+"""GroupNorm and activation in one launch, of statistics that are partial sums:
+
+    z = (x - mean) rstd g + b,   a = act(z),   mean and rstd over a group of channels of an image
+
+`norm_table` and `apply` in one. Every program makes its part of the table anew, so that there
+should be few of them, each of few channels and many pixels. x is one tensor or the concatenation of
+x1 and x2 over channels, which never exists in memory, and x1 may be upsampled on the way. Of few
+images `norm_few` does it; and where sums are many, beside a program's pixels, two launches.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..activations import check_activation, rounded_grad
+from ..runtime.dependent_launch import overlapping
+from ..runtime.layout import check_nhwc, check_second, row_stride
+from ..runtime.tuning import choose
+from .from_partials_kernels import norm_sums_kernel
+from .passes import apply, apply_upsampled
+from .small_batch import norm_few, serves_few
+from .tables import check_partials_of, covering_groups, norm_table
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+_FEW_ELEMENTS = 2**20
+_MANY_SUMS, _MOST_SUMS = 512, 2**13  # of either kind, that a program of 32 channels loads
+_MANY_ELEMENTS = 2**23
+_SMALL_IMAGE = 256  # pixels
+_MIN_PROGRAMS = 264  # below this a program has fewer tiles
+
+
+class SumsConfig(NamedTuple):
+    """What a program does."""
+
+    block_c: int
+    tile: int  # elements
+    tiles: int  # of a large image
+    num_warps: int
+
+
+_CONFIGS = [
+    SumsConfig(32, 4096, 2, 8),
+    SumsConfig(32, 2048, 2, 4),  # small images
+    SumsConfig(64, 4096, 4, 8),  # groups of which 64 channels have as many lanes as 32
+    SumsConfig(32, 4096, 1, 8),
+    SumsConfig(32, 4096, 8, 8),
+    SumsConfig(32, 8192, 4, 8),
+    SumsConfig(64, 2048, 4, 4),
+]
+
+
+def _default(small_image: bool, sums: int, sums_of_64: int) -> SumsConfig:
+    """Of 16 and 64 images of the decoder's shapes, and `sums` as `_sums` has them."""
+    if sums_of_64 <= sums and sums >= _MANY_SUMS:
+        return _CONFIGS[2]
+    return _CONFIGS[1 if small_image else 0]
+
+
+def _most_sums(elements: int) -> int:
+    """That a program of 32 channels should load. What a launch costs is less than more of them, if
+    there are many programs."""
+    if norm_of_sums_pays(elements):
+        return _MOST_SUMS
+    return _MANY_SUMS if elements > _MANY_ELEMENTS else 2 * _MANY_SUMS
+
+
+def _sums(block_c: int, border: int, cg: int, ks: tuple[int, ...]) -> int:
+    """Sums of either kind that a program of so many channels loads, the padding too."""
+    return math.prod(covering_groups(block_c, border, cg)) * triton.next_power_of_2(max(ks))
+
+
+def norm_of_sums(
+    x1: Tensor,  # [N, H, W, C1]
+    x2: Tensor | None,  # [N, H, W, C2]
+    partials: tuple[Tensor, ...],  # of each: float32 [N, K, 2, C1], [N, K2, 2, C2]
+    pixels: tuple[int, ...],  # H W of the image that each describes
+    num_groups: int,
+    weight: Tensor | None,  # [C1 + C2]
+    bias: Tensor | None,  # [C1 + C2]
+    eps: float,
+    activation: str,
+    scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
+    shift: Tensor | None = None,  # [N, C1 + C2]
+    *,
+    config: SumsConfig | None = None,
+) -> Tensor:  # [N, H, W, C1 + C2]
+    """`apply` of the table that `norm_table` would make of these partials."""
+    norm = (num_groups, weight, bias, eps, activation, scale, shift)
+    return _launch(x1, x2, partials, pixels, *norm, config=config)[0]
+
+
+def norm_of_sums_upsampled(
+    x1: Tensor,  # [N, H / 2, W / 2, C1]
+    x2: Tensor | None,  # [N, H, W, C2]
+    partials: tuple[Tensor, ...],  # of each: float32 [N, K, 2, C1], [N, K2, 2, C2]
+    pixels: tuple[int, ...],  # of the image that each describes
+    num_groups: int,
+    weight: Tensor | None,  # [C1 + C2]
+    bias: Tensor | None,  # [C1 + C2]
+    eps: float,
+    activation: str,
+    scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
+    shift: Tensor | None = None,  # [N, C1 + C2]
+    *,
+    corners: bool = False,
+    keep: bool = True,
+    config: SumsConfig | None = None,
+) -> tuple[Tensor, Tensor | None]:  # [N, H, W, C1 + C2]; [N, H, W, C1]
+    """`norm_of_sums` of upsample(x1), where every pixel becomes a 2x2 block, beside x2; and
+    upsample(x1), to `keep` it for its other readers. With `corners` only the first pixel of the 2x2
+    that are equal need be there, in the first C1 channels."""
+    norm = (num_groups, weight, bias, eps, activation, scale, shift)
+    options = {"up": True, "corners": corners, "keep": keep, "config": config}
+    return _launch(x1, x2, partials, pixels, *norm, **options)
+
+
+def _few(n: int, pixels: int, c: int, num_groups: int, partials: tuple[Tensor, ...]) -> bool:
+    """Whether `norm_few` does it."""
+    tiles = sum(part.shape[1] for part in partials)
+    return norm_of_sums_pays(n * pixels * c) and serves_few(n, c // num_groups, tiles)
+
+
+def _launch(
+    x1: Tensor,
+    x2: Tensor | None,
+    partials: tuple[Tensor, ...],
+    pixels: tuple[int, ...],
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    *,
+    up: bool = False,
+    corners: bool = False,
+    keep: bool = False,
+    config: SumsConfig | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    check_activation(activation)
+    check_nhwc("x1", x1)
+    n, small_h, small_w, c1 = x1.shape
+    h, w = (2 * small_h, 2 * small_w) if up else (small_h, small_w)
+    c2 = check_second(x2, n, h, w)
+    for part, count, channels in zip(partials, pixels, (c1, c2), strict=False):
+        check_partials_of(part, count, n, channels)
+    c, cg = c1 + c2, (c1 + c2) // num_groups
+    first, second = partials[0], partials[1] if x2 is not None else None
+    ks = first.shape[1], 1 if second is None else second.shape[1]
+    norm, film = (partials, pixels, num_groups, weight, bias, eps), (scale, shift)
+    if config is None and _few(n, h * w, c, num_groups, partials):
+        return norm_few(x1, x2, *norm, activation, *film, up=up)
+    options = {"corners": corners, "keep": keep}
+    border = c1 if c2 else 0
+    if config is None:
+        sums, sums_of_64 = (_sums(block_c, border, cg, ks) for block_c in (32, 64))
+        if sums > _most_sums(n * h * w * c):
+            table = norm_table(*norm, *film)
+            if not up:
+                return apply(x1, x2, table, activation, early=True), None
+            return apply_upsampled(x1, x2, table, activation, **options, early=True)
+        written = 2 if corners else 1  # every so many pixels all channels are
+        config = choose(
+            "norm_of_sums",
+            (n, h, w, c1, c2, up, corners, keep, *ks, x1.dtype, activation),
+            lambda: _CONFIGS,
+            lambda: _default(h * w <= _SMALL_IMAGE, sums, sums_of_64),
+            lambda config: _launch(
+                x1, x2, *norm, activation, *film, up=up, **options, config=config
+            )[0][:, ::written, ::written],
+        )
+    if n == 0:
+        shape = (0, h, w, c1)
+        return x1.new_empty((0, h, w, c)), x1.new_empty(shape) if keep else None
+    halves = ((small_h * small_w, c1), (h * w if c2 else 0, c2))
+    programs, blocks, masked, tile = _cut(n, halves, config)
+    a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
+    large = _empty((n, h, w, c1), dtype=x1.dtype, device=x1.device) if keep else None
+    norm_sums_kernel[(programs,)](
+        x1, x2, first, second, weight, bias, *film, a, large, *map(row_stride, film),
+        pixels[0], pixels[-1], h * w, c1, c2, *blocks, eps,
+        rounded_grad(activation, x1.dtype), small_w if up else None, corners,
+        *ks, cg, masked, *tile, *covering_groups(tile[-1], border, cg),
+        triton.next_power_of_2(max(ks)),
+        num_warps=config.num_warps, **overlapping(x1.device, 0),  # of any size: they are few
+    )  # fmt: skip
+    return a, large
+
+
+def _cut(
+    n: int, halves: tuple[tuple[int, int], ...], config: SumsConfig
+) -> tuple[int, tuple[int, int, int, int], bool, tuple[int, int, int]]:
+    """How many programs; blocks of pixels and of channels, of both halves; whether some tiles reach
+    over an edge; TILES, BLOCK_P and BLOCK_C. Halves are (pixels, channels)."""
+    present = [half for half in halves if half[1]]
+    block_c = min(config.block_c, triton.next_power_of_2(max(c for _, c in present)))
+    least = min(p for p, _ in present)
+    block_p = min(max(config.tile // block_c, 1), triton.next_power_of_2(least))
+    tiles = config.tiles
+
+    def cut() -> list[tuple[int, int]]:
+        return [(triton.cdiv(p, tiles * block_p), triton.cdiv(c, block_c)) for p, c in halves]
+
+    def programs() -> int:
+        return n * sum(pb * cb for pb, cb in cut())
+
+    while tiles > 1 and programs() < _MIN_PROGRAMS:
+        tiles //= 2
+    masked = any(p % block_p or c % block_c for p, c in present)
+    (pb1, cb1), (pb2, cb2) = cut()
+    return programs(), (pb1, pb2, cb1, cb2), masked, (tiles, block_p, block_c)
+
+
+def norm_of_sums_pays(elements: int) -> bool:
+    """Whether so few programs read the partials of a tensor so large that a launch costs more."""
+    return elements <= _FEW_ELEMENTS

@@ -1,0 +1,174 @@
+"""The kernel of `norm_of_sums`: mean and variance from partial sums, and act(norm(x)) by them.
+
+A program has one block of channels of one image and of one of the two halves, and many pixels of
+it: the sums of an image are read by few programs. It asks for its first tile of pixels and for all
+sums at once, and for each further tile before it works on the one in front.
+"""
+
+import triton
+import triton.language as tl
+
+from ..activations import activate_affine
+from ..runtime.dependent_launch import await_inputs
+from .multi_pass_kernels import modulate
+from .single_cta_kernels import parameters
+from .statistics import group_moments
+
+
+@triton.jit(do_not_specialize=["PB1", "PB2", "CB1", "CB2"])
+def norm_sums_kernel(
+    x1_ptr,  # [N, HW, C1]; with a small W [N, HW / 4, C1], to be upsampled
+    x2_ptr,  # [N, HW, C2] or None
+    partial1_ptr,  # float32 [N, K1, 2, C1]
+    partial2_ptr,  # float32 [N, K2, 2, C2] or None
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    a_ptr,  # [N, HW, C1 + C2], out
+    large_ptr,  # [N, HW, C1], out: x1, upsampled; or None
+    stride_scale,
+    stride_shift,
+    pixels1,  # that the partials describe
+    pixels2,
+    HW,
+    C1,
+    C2,
+    PB1,  # blocks of pixels of the first half
+    PB2,
+    CB1,  # blocks of its channels
+    CB2,
+    eps,
+    ACT: tl.constexpr,
+    SMALL_W: tl.constexpr,  # of x1, if it is upsampled; or None
+    CORNERS: tl.constexpr,  # then only one pixel of 2x2 is written to a
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    CG: tl.constexpr,
+    MASKED: tl.constexpr,  # some tiles reach over an edge
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,  # at least as many groups as BLOCK_C channels belong to
+    BLOCK_J: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # last pixels first: L2 has those of x1 from its maker
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    blocks = PB1 * CB1 + PB2 * CB2
+    n = (pid // blocks).to(tl.int64)
+    pid = pid % blocks
+    second = pid >= PB1 * CB1
+    pid -= tl.where(second, PB1 * CB1, 0)
+    CB = tl.where(second, CB2, CB1)
+    CH = tl.where(second, C2, C1)
+    border = tl.where(second, C1, 0)
+    pixels = tl.where(second, HW, HW // 4 if SMALL_W is not None else HW)
+    x_ptr = x1_ptr
+    if x2_ptr is not None:
+        x_ptr = tl.where(second, x2_ptr, x1_ptr)
+    C = C1 + C2
+    offs_h = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)  # in the half
+    mask_c = offs_h < CH
+    offs_c = border + offs_h
+    p0 = pid // CB * (TILES * BLOCK_P)
+    x_ptrs = x_ptr + n * pixels * CH + offs_h
+    g, b = parameters(weight_ptr, bias_ptr, offs_c, mask_c)
+    await_inputs()
+    x = _load_tile(x_ptrs, p0, pixels, CH, mask_c, MASKED, BLOCK_P)
+    g, b = modulate(g, b, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c)
+    # or ptxas, which spares registers, asks for all this when the sums have come
+    tl.debug_barrier()
+
+    first_group = (border + pid % CB * BLOCK_C) // CG
+    mean, var = group_moments(
+        partial1_ptr, partial2_ptr, pixels1, pixels2, n, first_group, C1, C2,
+        K1, K2, CG, BLOCK_G, BLOCK_J, BLOCK_K,
+    )  # fmt: skip
+    group = offs_c // CG - first_group
+    mean = tl.gather(mean, group, 0)
+    slope = g * tl.gather(1.0 / tl.sqrt(var + eps), group, 0)
+
+    a_ptrs = a_ptr + n * HW * C + offs_c
+    large_ptrs = None
+    if large_ptr is not None:
+        large_ptrs = large_ptr + n * HW * C1 + offs_h
+    if TILES > 1:
+        for _ in range(1, tl.minimum(tl.cdiv(pixels - p0, BLOCK_P), TILES)):
+            following = _load_tile(x_ptrs, p0 + BLOCK_P, pixels, CH, mask_c, MASKED, BLOCK_P)
+            _store_tile(
+                x, a_ptrs, large_ptrs, p0, pixels, C1, C, mean, slope, b, mask_c, second,
+                ACT, SMALL_W, CORNERS, MASKED, BLOCK_P,
+            )  # fmt: skip
+            x = following
+            p0 += BLOCK_P
+    _store_tile(
+        x, a_ptrs, large_ptrs, p0, pixels, C1, C, mean, slope, b, mask_c, second,
+        ACT, SMALL_W, CORNERS, MASKED, BLOCK_P,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_tile(
+    x_ptrs,  # [BLOCK_C]: of the channels in pixel 0
+    p0,
+    pixels,
+    stride,  # of a pixel
+    mask_c,
+    MASKED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The tile of an image that begins with pixel p0, past the cache of the multiprocessor: nobody
+    reads it again."""
+    offs_p = p0 + tl.arange(0, BLOCK_P)
+    mask = (offs_p < pixels)[:, None] & mask_c[None, :] if MASKED else None
+    return tl.load(x_ptrs[None, :] + offs_p[:, None] * stride, mask=mask, cache_modifier=".cg")
+
+
+@triton.jit
+def _store_tile(
+    x,
+    a_ptrs,  # [BLOCK_C]: of the channels in pixel 0
+    large_ptrs,  # likewise, or None
+    p0,
+    pixels,
+    C1,
+    C,
+    mean,
+    slope,
+    b,
+    mask_c,
+    second,
+    ACT: tl.constexpr,
+    SMALL_W: tl.constexpr,
+    CORNERS: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """act(norm(x)) of the tile."""
+    offs_p = p0 + tl.arange(0, BLOCK_P)
+    mask = (offs_p < pixels)[:, None] & mask_c[None, :] if MASKED else None
+    # x - mean first: x slope + (b - mean slope) would cancel when the mean is large
+    a = x.to(tl.float32) - mean[None, :]
+    a = activate_affine(a, slope[None, :], b[None, :], ACT).to(a_ptrs.dtype.element_ty)
+    if SMALL_W is None:
+        tl.store(a_ptrs[None, :] + offs_p[:, None] * C, a, mask=mask)
+    else:
+        corner = offs_p // SMALL_W * (4 * SMALL_W) + offs_p % SMALL_W * 2
+        place = tl.where(second, offs_p, corner)
+        tl.store(a_ptrs[None, :] + place[:, None] * C, a, mask=mask)
+        if not second:
+            if not CORNERS:
+                _store_three(a_ptrs, corner, C, SMALL_W, a, mask)
+            if large_ptrs is not None:
+                tl.store(large_ptrs[None, :] + corner[:, None] * C1, x, mask=mask)
+                _store_three(large_ptrs, corner, C1, SMALL_W, x, mask)
+
+
+@triton.jit
+def _store_three(ptrs, corner, C, SMALL_W: tl.constexpr, value, mask):
+    """To the other three of the 2x2 pixels whose first one is `corner`."""
+    ptrs = ptrs[None, :] + corner[:, None] * C
+    tl.store(ptrs + C, value, mask=mask)
+    tl.store(ptrs + 2 * SMALL_W * C, value, mask=mask)
+    tl.store(ptrs + (2 * SMALL_W + 1) * C, value, mask=mask)

@@ -1,0 +1,231 @@
+"""A GroupNorm of the plan and its statistics as one launch, where the statistics are few.
+
+    norm_apply      x, partials -> a, table              `norm_table` and `apply`
+    norm_backward   dz, x, partials, table -> dx         `norm_grad_table` and `norm_dx`
+    skip_backward   the same                             `norm_grad_table` and `skip_dx`
+
+A launch of a few microseconds and the gap behind it cost more than what it computes: here every
+program of the pass makes the statistics of its own channels anew from the partial sums, and the
+first of an image writes down what backward, or the gradients of the parameters, need of them. Where
+the partial sums of an image are many, or the programs that would read them, two launches are
+faster. The formulas are those of `norm_tables` and `norm_passes`.
+"""
+
+import torch
+from torch import Tensor
+
+from ..activations import check_activation
+from ..conv.skip_dx import NormSums, choose_config, folds, skip_dx
+from ..noise.dropout import Mask
+from ..reductions.row_sums import RowSums
+from ..runtime.dependent_launch import overlapping
+from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
+from .inline_statistics_kernels import norm_apply_folded_kernel, norm_dx_folded_kernel
+from .pass_grid import PassConfig
+from .passes import apply, apply_upsampled, cut, norm_dx
+from .tables import check_partials_of, covering_groups, norm_grad_table, norm_table, tiles_at_a_time
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+_APPLY_CONFIG = PassConfig(4096, 2, 4)
+_DX_CONFIG = PassConfig(4096, 2, 4)
+
+
+_MOST_TILES = {"apply": 4, "dx": 8}  # of an image; measured at batch 32, see docs/tried.md
+_MOST_ELEMENTS = 2**23
+
+
+def _folds(kernel: str, tiles: int, elements: int) -> bool:
+    """Whether to make statistics of so many tiles an image in every program."""
+    return tiles <= _MOST_TILES[kernel] and elements <= _MOST_ELEMENTS
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether a pass over x of any size begins while the launch in front, of its table, runs."""
+    return bool(overlapping(x.device, 0))
+
+
+def norm_apply(
+    x1: Tensor,  # [N, H, W, C1]
+    x2: Tensor | None,  # [N, H, W, C2]
+    partials: tuple[Tensor, ...],  # of each: float32 [N, K, 2, C1], [N, K2, 2, C2]
+    pixels: tuple[int, ...],  # H W of the image that each describes
+    num_groups: int,
+    weight: Tensor | None,  # [C1 + C2]
+    bias: Tensor | None,  # [C1 + C2]
+    eps: float,
+    activation: str,
+    *,
+    scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
+    shift: Tensor | None = None,  # [N, C1 + C2]
+    mask: Mask | None = None,
+    fold: bool | None = None,  # None: where it is faster
+    config: PassConfig = _APPLY_CONFIG,  # of one launch
+) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2], float32 [N, 4, C1 + C2]
+    """`apply` of the table of these partials, and the table."""
+    tiles = sum(part.shape[1] for part in partials)
+    if fold is None:
+        elements = x1.numel() + (0 if x2 is None else x2.numel())
+        fold = mask is None and _folds("apply", tiles, elements)
+    if not fold or x1.shape[0] == 0:
+        film = {"scale": scale, "shift": shift}
+        table = norm_table(partials, pixels, num_groups, weight, bias, eps, **film)
+        early = mask is None and _overlaps(x1)
+        return apply(x1, x2, table, activation, mask=mask, early=early), table
+
+    assert mask is None, "dropout is for two launches"
+    check_activation(activation)
+    check_nhwc("x1", x1)
+    n, h, w, c1 = x1.shape
+    c2 = check_second(x2, n, h, w)
+    for part, count, width in zip(partials, pixels, (c1, c2), strict=False):
+        check_partials_of(part, count, n, width)
+    c = c1 + c2
+    cg = c // num_groups
+    grid = cut(n, h * w, c1, c2, config)
+    groups = covering_groups(grid.block_c, c1 if c2 else 0, cg)
+    first, second = partials[0], partials[1] if x2 is not None else None
+    ks = first.shape[1], 1 if second is None else second.shape[1]
+    table = _empty((n, 4, c), dtype=torch.float32, device=x1.device)
+    a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
+    film = (scale, shift)
+    norm_apply_folded_kernel[(grid.programs,)](
+        x1, x2, first, second, weight, bias, *film, table, a, *map(row_stride, film),
+        pixels[0], pixels[-1], h * w, c1, c2, grid.k, grid.cb1, grid.cb, eps,
+        activation, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
+        num_warps=config.num_warps, **overlapping(x1.device, n * h * w),
+    )  # fmt: skip
+    return a, table
+
+
+def norm_apply_upsampled(
+    x1: Tensor,  # [N, H / 2, W / 2, C1]
+    x2: Tensor,  # [N, H, W, C2]
+    partials: tuple[Tensor, ...],  # of each, as those of `norm_apply`
+    pixels: tuple[int, ...],
+    num_groups: int,
+    weight: Tensor | None,  # [C1 + C2]
+    bias: Tensor | None,  # [C1 + C2]
+    eps: float,
+    activation: str,
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:  # [N, H, W, C1 + C2], tables, [N, H, W, C1]
+    """`norm_apply` of upsample(x1) beside x2, where the tables are float32 [N, 4, C1 + C2] and that
+    of x2 alone [N, 4, C2]; and upsample(x1)."""
+    shape = len(x2), 4, x2.shape[3]
+    second = _empty(shape, dtype=torch.float32, device=x2.device)
+    table = norm_table(partials, pixels, num_groups, weight, bias, eps, second_out=second)
+    a, large = apply_upsampled(x1, x2, table, activation, early=_overlaps(x1))
+    return a, (table, second), large
+
+
+def norm_backward(
+    dz: Tensor,  # [N, H, W, C]
+    x: Tensor,  # [N, H, W, C], or [N, H / 2, W / 2, C] with upsample1
+    partials: Tensor,  # float32 [N, K, 2, C]: of dz
+    table: Tensor,  # float32 [N, 4, C]
+    num_groups: int,
+    grad_weight_out: Tensor | None,  # float32 [C], added to by `sums`
+    grad_bias_out: Tensor | None,  # float32 [C], likewise
+    *,
+    sums: RowSums,
+    add1: Tensor | None = None,  # [N, H, W, C]
+    add1_second: Tensor | None = None,  # [N, H, W, C]
+    rows: bool = True,  # whether the second result is wanted
+    upsample1: bool = False,
+    out: Tensor | None = None,  # as x; may be dz
+    input_partials: Tensor | None = None,  # these as `norm_grad_table` has them
+    emb_grad_out: Tensor | None = None,
+    bias_grad_out: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    grad_scale_out: Tensor | None = None,
+    grad_shift_out: Tensor | None = None,
+    fold: bool | None = None,  # None: where it is faster
+    config: PassConfig = _DX_CONFIG,  # of one launch
+) -> tuple[Tensor, Tensor | None]:  # as x; float32 [rows, C] in a place of `sums`
+    """`norm_dx` of one tensor with the coefficients of `norm_grad_table`."""
+    n, h, w, c = dz.shape
+    if fold is None:
+        fold = not upsample1 and _folds("dx", partials.shape[1], dz.numel())
+    if not fold or n == 0:
+        coeff = norm_grad_table(
+            partials, table, h * w, num_groups, grad_weight_out, grad_bias_out, accumulate=True,
+            input_partials=input_partials, emb_grad_out=emb_grad_out, bias_grad_out=bias_grad_out,
+            weight=weight, bias=bias, scale=scale, grad_scale_out=grad_scale_out,
+            grad_shift_out=grad_shift_out, sums=sums,
+        )  # fmt: skip
+        dx, _, added = norm_dx(
+            dz, x, None, coeff, add1, None, add1_second, sums if rows else False,
+            upsample1=upsample1, out=out,
+        )  # fmt: skip
+        return dx, added
+
+    assert not upsample1
+    check_shape("table", table, n, 4, c)
+    for name, t in (("dz", dz), ("x", x), ("add1", add1), ("second", add1_second), ("out", out)):
+        if t is not None:
+            check_nhwc(name, t)
+            check_shape(name, t, n, h, w, c)
+    sums_dx = emb_grad_out is not None or bias_grad_out is not None
+    assert sums_dx == (input_partials is not None), "input_partials are for sums of dx"
+    for part in (partials, input_partials):
+        if part is not None:
+            check_partials_of(part, h * w, n, c)
+    ks = partials.shape[1], 1 if input_partials is None else input_partials.shape[1]
+    grid = cut(n, h * w, c, 0, config)
+    cg, count = c // num_groups, 3 if sums_dx else 2
+    groups = covering_groups(grid.block_c, 0, cg)
+    dx = _empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    work = sums.rows(n, count * c)
+    added = sums.rows(n * grid.k, c) if rows else None
+    strided = (scale, grad_scale_out, grad_shift_out, emb_grad_out)
+    norm_dx_folded_kernel[(grid.programs,)](
+        dz, x, add1, add1_second, dx, added, partials, input_partials, table, weight, bias, scale,
+        work, *strided[1:], *map(row_stride, strided), h * w, c, grid.k, grid.cb,
+        count, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
+        num_warps=config.num_warps, **overlapping(x.device),
+    )  # fmt: skip
+    for i, grad in enumerate((grad_weight_out, grad_bias_out, bias_grad_out)):
+        if grad is not None:
+            sums.add(work, i * c, grad)
+    return dx, added
+
+
+def skip_backward(
+    dy: Tensor,  # [N, H, W, CO]
+    skip_weight: Tensor,  # [CO, C1 + C2, 1, 1], dtype of dy
+    dz: Tensor,  # [N, H, W, C1 + C2]
+    x1: Tensor,  # [N, H, W, C1], or [N, H / 2, W / 2, C1] with upsample1
+    x2: Tensor | None,  # [N, H, W, C2]
+    partials: Tensor,  # float32 [N, K, 2, C1 + C2]: of dz
+    table: Tensor,  # float32 [N, 4, C1 + C2]
+    num_groups: int,
+    grad_weight_out: Tensor | None,  # float32 [C1 + C2], added to by `sums`
+    grad_bias_out: Tensor | None,  # float32 [C1 + C2], likewise
+    *,
+    sums: RowSums,
+    add1: Tensor | None = None,  # [N, H, W, C1]
+    dz2: Tensor | None = None,  # [N, H, W, C2]: then dz is that of x1, added up over 2x2 pixels
+    upsample1: bool = False,
+    fold: bool | None = None,  # None: where it is faster
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`skip_dx` with the coefficients of `norm_grad_table`: the gradients of x1 and x2, and rows
+    whose sum is that of the first over samples and pixels."""
+    (n, h, w, _), c = dy.shape, skip_weight.shape[1]
+    config = choose_config(dy, skip_weight, x1, x2, add1, upsample1) if n else None
+    if fold is None:
+        fold = n > 0 and _folds("dx", partials.shape[1], n * h * w * c)
+    if fold and n > 0 and folds(config, dy, x1, x2, upsample1):
+        work = sums.rows(n, 2 * c)
+        coeff = NormSums(partials, table, num_groups, work)
+        for i, grad in enumerate((grad_weight_out, grad_bias_out)):
+            if grad is not None:
+                sums.add(work, i * c, grad)
+    else:
+        grads = grad_weight_out, grad_bias_out
+        coeff = norm_grad_table(
+            partials, table, h * w, num_groups, *grads, accumulate=True, sums=sums
+        )
+    options = {"dz2": dz2, "upsample1": upsample1, "config": config}
+    return skip_dx(dy, skip_weight, dz, x1, x2, coeff, add1, sums, **options)

@@ -1,0 +1,491 @@
+"""The kernels of `norm.multi_pass`, where the formulas and the names of the sizes are."""
+
+import triton
+import triton.language as tl
+
+from ..activations import activate, activate_grad
+
+
+@triton.jit
+def modulate(gain, offset, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c):
+    """`affine` of one sample, from gain and offset of all samples."""
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + n * stride_scale + offs_c, mask=mask_c, other=0.0)
+        gain *= 1.0 + scale.to(tl.float32)
+        offset *= 1.0 + scale.to(tl.float32)
+    if shift_ptr is not None:
+        shift = tl.load(shift_ptr + n * stride_shift + offs_c, mask=mask_c, other=0.0)
+        offset += shift.to(tl.float32)
+    return gain, offset
+
+
+@triton.jit
+def affine(
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    stride_scale,
+    stride_shift,
+    n,
+    offs_c,
+    mask_c,
+):
+    """gain and offset of the channels of one sample, float32 (see `group_norm`)."""
+    gain = tl.zeros(offs_c.shape, tl.float32) + 1.0
+    offset = tl.zeros(offs_c.shape, tl.float32)
+    if weight_ptr is not None:
+        gain = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        offset = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    return modulate(
+        gain, offset, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
+    )
+
+
+@triton.jit
+def coefficients(
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    stride_scale,
+    stride_shift,
+    n,
+    offs_c,
+    mask_c,
+    G,
+    CG: tl.constexpr,
+):
+    """mean, rstd, gain and offset of the channels of one sample, float32."""
+    offs_g = n * G + offs_c // CG
+    mean = tl.load(mean_ptr + offs_g, mask=mask_c, other=0.0)
+    rstd = tl.load(rstd_ptr + offs_g, mask=mask_c, other=0.0)
+    gain, offset = affine(
+        weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
+    )
+    return mean, rstd, gain, offset
+
+
+@triton.jit
+def normalised_and_dz(x, dy, mean, rstd, gain, offset, ACT: tl.constexpr):
+    """xhat = (x - mean) rstd and dz = dy act'(xhat gain + offset), [pixels, channels]."""
+    xhat = (x - mean[None, :]) * rstd[None, :]
+    return xhat, dy * activate_grad(xhat * gain[None, :] + offset[None, :], ACT)
+
+
+@triton.jit
+def _half(x1_ptr, x2_ptr, pid_c, C1, C, CB1, BLOCK_C: tl.constexpr):
+    """The tensor that a block of channels is of: where it is, how many channels it has, and the
+    first of the block among them; and where its channel 0 is in the whole."""
+    if x2_ptr is None:
+        return x1_ptr, C, pid_c * BLOCK_C, 0
+    else:
+        second = pid_c >= CB1
+        first_block = tl.where(second, CB1, 0)
+        return (
+            tl.where(second, x2_ptr, x1_ptr),
+            tl.where(second, C - C1, C1),
+            (pid_c - first_block) * BLOCK_C,
+            tl.where(second, C1, 0),
+        )
+
+
+@triton.jit
+def _chunk(pid, x1_ptr, x2_ptr, K, C1, C, CB1, CB, BLOCK_C: tl.constexpr):
+    """Where a program of a pass works: its sample (int64) and chunk of pixels; the tensor that has
+    its channels, the number of channels there, and which its own are in that and in the whole, with
+    their mask."""
+    x_ptr, CH, c0, border = _half(x1_ptr, x2_ptr, pid % CB, C1, C, CB1, BLOCK_C)
+    offs_h = c0 + tl.arange(0, BLOCK_C)
+    n = (pid // CB // K).to(tl.int64)
+    return n, pid // CB % K, x_ptr, CH, offs_h, border + offs_h, offs_h < CH
+
+
+# --- forward -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def moments(
+    x_ptr,  # [pixels, C]
+    pixels,
+    C,
+    offs_p,
+    offs_c,
+    mask_c,
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    MASKED: tl.constexpr = True,
+):
+    """mean and M2 over the first TILES tiles of pixels, those that there are."""
+    UNROLL: tl.constexpr = TILES if TILES < 4 else 4
+    offs = offs_p[:, None] * C + offs_c[None, :]  # within a tile: 32 bits
+    mean = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)  # of this lane's pixels so far
+    m2 = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    for first in range(0, TILES, UNROLL):
+        for j in tl.static_range(UNROLL):
+            i = first + j
+            p0 = i * BLOCK_P
+            weight = 1.0 / (i + 1)
+            if MASKED:
+                # only the last tile of an image has dead lanes, and no live tile follows it
+                mask = (offs_p < pixels - p0)[:, None] & mask_c[None, :]
+                x = tl.load(x_ptr + p0 * C + offs, mask=mask, other=0.0).to(tl.float32)
+                delta = tl.where(mask, x - mean, 0.0)
+            else:
+                delta = tl.load(x_ptr + p0 * C + offs).to(tl.float32) - mean
+            mean += delta * weight  # Welford
+            m2 += delta * (delta * (1.0 - weight))
+
+    # Chan: merge the lanes. The second sum also returns what the first has rounded off the mean.
+    count = tl.minimum(tl.maximum((pixels - offs_p + BLOCK_P - 1) // BLOCK_P, 0), TILES) * 1.0
+    total = tl.minimum(pixels, TILES * BLOCK_P) * 1.0
+    chunk_mean = tl.sum(mean * count[:, None], 0) / total
+    delta = mean - chunk_mean[None, :]
+    weighted = delta * count[:, None]
+    chunk_m2 = tl.sum(m2 + weighted * delta, 0)
+    chunk_mean += tl.sum(weighted, 0) / total
+    return chunk_mean, chunk_m2
+
+
+@triton.jit
+def group_norm_stats_kernel(
+    x1_ptr,  # [N, HW, C1]
+    x2_ptr,  # [N, HW, C - C1] or None
+    partial_ptr,  # float32 [N, K, 2, C]: mean and M2 of a chunk
+    HW,
+    C1,
+    C,
+    K,
+    CB1,
+    CB,
+    MASKED: tl.constexpr,  # some tiles reach over an edge
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    n, k, x_ptr, CH, offs_h, offs_c, mask_c = _chunk(
+        tl.program_id(0), x1_ptr, x2_ptr, K, C1, C, CB1, CB, BLOCK_C
+    )
+    offs_p = tl.arange(0, BLOCK_P)
+    start = k * (TILES * BLOCK_P)
+    chunk_ptr = x_ptr + (n * HW + start) * CH
+    chunk_mean, chunk_m2 = moments(
+        chunk_ptr, HW - start, CH, offs_p, offs_h, mask_c, TILES, BLOCK_P, BLOCK_C, MASKED
+    )
+    out_ptr = partial_ptr + (n * K + k) * 2 * C + offs_c
+    tl.store(out_ptr, chunk_mean, mask=mask_c)
+    tl.store(out_ptr + C, chunk_m2, mask=mask_c)
+
+
+@triton.jit
+def group_norm_finalize_kernel(
+    partial_ptr,  # float32 [N, K, 2, C]: mean and M2 of a chunk
+    mean_ptr,  # float32 [N, G]
+    rstd_ptr,  # float32 [N, G]
+    HW,
+    C,
+    G,
+    GB,  # blocks of groups
+    eps,
+    CHUNK: tl.constexpr,  # pixels of a chunk
+    K: tl.constexpr,
+    CG: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    n = (pid // GB).to(tl.int64)
+    offs_g = pid % GB * BLOCK_G + tl.arange(0, BLOCK_G)
+    total = HW * 1.0 * CG
+
+    acc = tl.zeros([BLOCK_G, BLOCK_E], tl.float32)
+    for e0 in range(0, K * CG, BLOCK_E):
+        e = e0 + tl.arange(0, BLOCK_E)  # (chunk, channel of the group)
+        count = tl.minimum(HW - e // CG * CHUNK, CHUNK) * 1.0
+        mask = (offs_g < G)[:, None] & (e < K * CG)[None, :]
+        offs = (e // CG * 2 * C + e % CG)[None, :] + offs_g[:, None] * CG
+        part = tl.load(partial_ptr + n * K * 2 * C + offs, mask=mask, other=0.0)
+        acc += part * count[None, :]
+    mean = tl.sum(acc, 1) / total
+
+    m2 = tl.zeros([BLOCK_G, BLOCK_E], tl.float32)
+    rest = tl.zeros([BLOCK_G, BLOCK_E], tl.float32)
+    for e0 in range(0, K * CG, BLOCK_E):
+        e = e0 + tl.arange(0, BLOCK_E)
+        count = tl.minimum(HW - e // CG * CHUNK, CHUNK) * 1.0
+        mask = (offs_g < G)[:, None] & (e < K * CG)[None, :]
+        offs = (e // CG * 2 * C + e % CG)[None, :] + offs_g[:, None] * CG
+        part = tl.load(partial_ptr + n * K * 2 * C + offs, mask=mask, other=0.0)
+        part_m2 = tl.load(partial_ptr + n * K * 2 * C + offs + C, mask=mask, other=0.0)
+        delta = tl.where(mask, part - mean[:, None], 0.0)
+        m2 += part_m2 + delta * delta * count[None, :]
+        rest += delta * count[None, :]
+    mean += tl.sum(rest, 1) / total  # what the first sum has rounded off
+    rstd = 1.0 / tl.sqrt(tl.sum(m2, 1) / total + eps)
+    tl.store(mean_ptr + n * G + offs_g, mean, mask=offs_g < G)
+    tl.store(rstd_ptr + n * G + offs_g, rstd, mask=offs_g < G)
+
+
+@triton.jit
+def group_norm_apply_kernel(
+    x1_ptr,  # [N, HW, C1]
+    x2_ptr,  # [N, HW, C - C1] or None
+    mean_ptr,  # float32 [N, G]
+    rstd_ptr,  # float32 [N, G]
+    weight_ptr,  # [C] or None
+    bias_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    shift_ptr,  # [N, C] or None
+    y_ptr,  # [N, HW, C]
+    stride_scale,
+    stride_shift,
+    HW,
+    C1,
+    C,
+    G,
+    K,
+    CB1,
+    CB,
+    CG: tl.constexpr,
+    ACT: tl.constexpr,
+    MASKED: tl.constexpr,  # some tiles reach over an edge
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    # last pixels first: the stats pass has just left them in L2
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    n, k, x_ptr, CH, offs_h, offs_c, mask_c = _chunk(
+        pid, x1_ptr, x2_ptr, K, C1, C, CB1, CB, BLOCK_C
+    )
+    offs_p = tl.arange(0, BLOCK_P)
+    offs_x = offs_p[:, None] * CH + offs_h[None, :]
+    offs_y = offs_p[:, None] * C + offs_c[None, :]
+    mean, rstd, gain, offset = coefficients(
+        mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
+        stride_scale, stride_shift, n, offs_c, mask_c, G, CG,
+    )  # fmt: skip
+    slope = rstd * gain
+    for i in tl.static_range(TILES):
+        p0 = (k * TILES + i) * BLOCK_P
+        mask = (offs_p < HW - p0)[:, None] & mask_c[None, :] if MASKED else None
+        first = n * HW + p0
+        x = tl.load(x_ptr + first * CH + offs_x, mask=mask).to(tl.float32)
+        # x - mean first: x slope + (offset - mean slope) would cancel when the mean is large
+        z = (x - mean[None, :]) * slope[None, :] + offset[None, :]
+        y = activate(z, ACT)
+        tl.store(y_ptr + first * C + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+# --- backward ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def group_norm_bwd_sums_kernel(
+    x1_ptr,  # [N, HW, C1]
+    x2_ptr,  # [N, HW, C - C1] or None
+    dy_ptr,  # [N, HW, C]
+    mean_ptr,  # float32 [N, G]
+    rstd_ptr,  # float32 [N, G]
+    weight_ptr,  # [C] or None
+    bias_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    shift_ptr,  # [N, C] or None
+    partial_ptr,  # float32 [N, K, 2, C]: D and E of a chunk
+    stride_scale,
+    stride_shift,
+    HW,
+    C1,
+    C,
+    G,
+    K,
+    CB1,
+    CB,
+    CG: tl.constexpr,
+    ACT: tl.constexpr,
+    MASKED: tl.constexpr,  # some tiles reach over an edge
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    n, k, x_ptr, CH, offs_h, offs_c, mask_c = _chunk(
+        tl.program_id(0), x1_ptr, x2_ptr, K, C1, C, CB1, CB, BLOCK_C
+    )
+    offs_p = tl.arange(0, BLOCK_P)
+    offs_x = offs_p[:, None] * CH + offs_h[None, :]
+    offs_y = offs_p[:, None] * C + offs_c[None, :]
+    mean, rstd, gain, offset = coefficients(
+        mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
+        stride_scale, stride_shift, n, offs_c, mask_c, G, CG,
+    )  # fmt: skip
+    acc_d = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    acc_e = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    UNROLL: tl.constexpr = TILES if TILES < 4 else 4
+    zero = 0.0 if MASKED else None
+    for i in range(0, TILES, UNROLL):
+        for j in tl.static_range(UNROLL):
+            p0 = (k * TILES + i + j) * BLOCK_P
+            mask = (offs_p < HW - p0)[:, None] & mask_c[None, :] if MASKED else None
+            first = n * HW + p0
+            x = tl.load(x_ptr + first * CH + offs_x, mask=mask, other=zero).to(tl.float32)
+            dy = tl.load(dy_ptr + first * C + offs_y, mask=mask, other=zero).to(tl.float32)
+            xhat, dz = normalised_and_dz(x, dy, mean, rstd, gain, offset, ACT)
+            acc_d += dz
+            acc_e += dz * xhat
+    out_ptr = partial_ptr + (n * K + k) * 2 * C + offs_c
+    tl.store(out_ptr, tl.sum(acc_d, 0), mask=mask_c)
+    tl.store(out_ptr + C, tl.sum(acc_e, 0), mask=mask_c)
+
+
+@triton.jit
+def group_norm_bwd_finalize_kernel(
+    partial_ptr,  # float32 [N, K, 2, C]: D and E of a chunk
+    weight_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    m1_ptr,  # float32 [N, G]
+    m2_ptr,  # float32 [N, G]
+    stride_scale,
+    HW,
+    C,
+    G,
+    GB,
+    K: tl.constexpr,
+    CG: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    n = (pid // GB).to(tl.int64)
+    offs_g = pid % GB * BLOCK_G + tl.arange(0, BLOCK_G)
+    m1 = tl.zeros([BLOCK_G, BLOCK_E], tl.float32)
+    m2 = tl.zeros([BLOCK_G, BLOCK_E], tl.float32)
+    for e0 in range(0, K * CG, BLOCK_E):
+        e = e0 + tl.arange(0, BLOCK_E)  # (chunk, channel of the group)
+        mask = (offs_g < G)[:, None] & (e < K * CG)[None, :]
+        offs_c = offs_g[:, None] * CG + (e % CG)[None, :]
+        offs = n * K * 2 * C + (e // CG * 2 * C)[None, :] + offs_c
+        gain, _ = affine(weight_ptr, None, scale_ptr, None, stride_scale, 0, n, offs_c, mask)
+        m1 += gain * tl.load(partial_ptr + offs, mask=mask, other=0.0)
+        m2 += gain * tl.load(partial_ptr + offs + C, mask=mask, other=0.0)
+    total = HW * 1.0 * CG
+    tl.store(m1_ptr + n * G + offs_g, tl.sum(m1, 1) / total, mask=offs_g < G)
+    tl.store(m2_ptr + n * G + offs_g, tl.sum(m2, 1) / total, mask=offs_g < G)
+
+
+@triton.jit
+def group_norm_bwd_dx_kernel(
+    x1_ptr,  # [N, HW, C1]
+    x2_ptr,  # [N, HW, C - C1] or None
+    dy_ptr,  # [N, HW, C]
+    mean_ptr,  # float32 [N, G]
+    rstd_ptr,  # float32 [N, G]
+    m1_ptr,  # float32 [N, G]
+    m2_ptr,  # float32 [N, G]
+    weight_ptr,  # [C] or None
+    bias_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    shift_ptr,  # [N, C] or None
+    dx1_ptr,  # [N, HW, C1]
+    dx2_ptr,  # [N, HW, C - C1] or None
+    stride_scale,
+    stride_shift,
+    HW,
+    C1,
+    C,
+    G,
+    K,
+    CB1,
+    CB,
+    CG: tl.constexpr,
+    ACT: tl.constexpr,
+    MASKED: tl.constexpr,  # some tiles reach over an edge
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)  # as in apply
+    n, k, x_ptr, CH, offs_h, offs_c, mask_c = _chunk(
+        pid, x1_ptr, x2_ptr, K, C1, C, CB1, CB, BLOCK_C
+    )
+    offs_p = tl.arange(0, BLOCK_P)
+    offs_x = offs_p[:, None] * CH + offs_h[None, :]
+    offs_y = offs_p[:, None] * C + offs_c[None, :]
+    dx_ptr, _, _, _ = _half(dx1_ptr, dx2_ptr, pid % CB, C1, C, CB1, BLOCK_C)
+    mean, rstd, gain, offset = coefficients(
+        mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
+        stride_scale, stride_shift, n, offs_c, mask_c, G, CG,
+    )  # fmt: skip
+    m1 = tl.load(m1_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0) * rstd
+    m2 = tl.load(m2_ptr + n * G + offs_c // CG, mask=mask_c, other=0.0) * rstd
+    slope = rstd * gain
+    for i in tl.static_range(TILES):
+        p0 = (k * TILES + i) * BLOCK_P
+        mask = (offs_p < HW - p0)[:, None] & mask_c[None, :] if MASKED else None
+        first = n * HW + p0
+        x = tl.load(x_ptr + first * CH + offs_x, mask=mask).to(tl.float32)
+        dy = tl.load(dy_ptr + first * C + offs_y, mask=mask).to(tl.float32)
+        xhat, dz = normalised_and_dz(x, dy, mean, rstd, gain, offset, ACT)
+        dx = slope[None, :] * dz - (m1[None, :] + xhat * m2[None, :])
+        tl.store(dx_ptr + first * CH + offs_x, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def group_norm_bwd_params_kernel(
+    partial_ptr,  # float32 [N, K, 2, C]: D and E of a chunk
+    weight_ptr,  # [C] or None
+    bias_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    d_weight_ptr,  # [C] or None
+    d_bias_ptr,  # [C] or None
+    d_scale_ptr,  # [N, C] or None
+    d_shift_ptr,  # [N, C] or None
+    stride_scale,
+    N,
+    C,
+    K,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    d_weight = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    d_bias = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    for n0 in range(0, N, BLOCK_N):
+        offs_n = n0 + tl.arange(0, BLOCK_N)
+        mask = (offs_n < N)[:, None] & mask_c[None, :]
+        acc_d = tl.zeros([BLOCK_N, BLOCK_K, BLOCK_C], tl.float32)
+        acc_e = tl.zeros([BLOCK_N, BLOCK_K, BLOCK_C], tl.float32)
+        for k0 in range(0, K, BLOCK_K):
+            offs_k = k0 + tl.arange(0, BLOCK_K)
+            mask_k = mask[:, None, :] & (offs_k < K)[None, :, None]
+            offs = (offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]) * 2 * C
+            offs = offs[:, :, None] + offs_c[None, None, :]
+            acc_d += tl.load(partial_ptr + offs, mask=mask_k, other=0.0)
+            acc_e += tl.load(partial_ptr + offs + C, mask=mask_k, other=0.0)
+        sum_d = tl.sum(acc_d, 1)
+        sum_e = tl.sum(acc_e, 1)
+        offs_nc = offs_n.to(tl.int64)[:, None] * C + offs_c[None, :]
+        if d_shift_ptr is not None:
+            tl.store(d_shift_ptr + offs_nc, sum_d.to(d_shift_ptr.dtype.element_ty), mask=mask)
+        if d_scale_ptr is not None:
+            weight, bias = affine(weight_ptr, bias_ptr, None, None, 0, 0, 0, offs_c, mask_c)
+            d_scale = weight[None, :] * sum_e + bias[None, :] * sum_d
+            tl.store(d_scale_ptr + offs_nc, d_scale.to(d_scale_ptr.dtype.element_ty), mask=mask)
+        if scale_ptr is not None:
+            offs_s = offs_n.to(tl.int64)[:, None] * stride_scale + offs_c[None, :]
+            one_scale = 1.0 + tl.load(scale_ptr + offs_s, mask=mask, other=0.0).to(tl.float32)
+            sum_d *= one_scale
+            sum_e *= one_scale
+        d_weight += sum_e
+        d_bias += sum_d
+    if d_weight_ptr is not None:
+        total = tl.sum(d_weight, 0)
+        tl.store(d_weight_ptr + offs_c, total.to(d_weight_ptr.dtype.element_ty), mask=mask_c)
+    if d_bias_ptr is not None:
+        total = tl.sum(d_bias, 0)
+        tl.store(d_bias_ptr + offs_c, total.to(d_bias_ptr.dtype.element_ty), mask=mask_c)

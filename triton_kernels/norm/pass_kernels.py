@@ -1,0 +1,378 @@
+"""The kernels of `norm_passes`, where the formulas are.
+
+A program has TILES tiles of BLOCK_P pixels by BLOCK_C channels of one half of the concatenation; K
+programs cover the pixels of an image, CB1 blocks of channels the first half and CB both. MASKED:
+some tiles reach over an edge.
+"""
+
+import triton
+import triton.language as tl
+
+from ..activations import activate
+from ..noise.dropout import kept
+from ..reductions.tile_sum import sum_over_pixels
+from ..runtime.dependent_launch import await_inputs
+
+
+@triton.jit
+def _table_of(row_ptr, C, mask_c):
+    """mean, rstd g and b of the channels whose mean is there."""
+    mean = tl.load(row_ptr, mask=mask_c, other=0.0)
+    rstd = tl.load(row_ptr + C, mask=mask_c, other=0.0)
+    g = tl.load(row_ptr + 2 * C, mask=mask_c, other=0.0)
+    b = tl.load(row_ptr + 3 * C, mask=mask_c, other=0.0)
+    return mean, rstd * g, b
+
+
+@triton.jit
+def _normalized(x, mean, slope, b, ACT: tl.constexpr):
+    # x - mean first: x slope + (b - mean slope) would cancel when the mean is large
+    x = x.to(tl.float32)
+    return activate((x - mean[None, :]) * slope[None, :] + b[None, :], ACT)
+
+
+@triton.jit
+def _norm_apply_half(
+    x_ptr,  # this half: [N, HW, CH]
+    table_ptr,  # float32 [N, 4, C]
+    a_ptr,  # [N, HW, C]
+    n,
+    k,
+    c0,  # first channel of the program, within the half
+    border,  # first channel of the half
+    HW,
+    CH,
+    C,
+    rng_ptr,  # int64 [2] or None: no dropout
+    first,
+    stream,
+    drop,  # probability
+    ACT: tl.constexpr,
+    MASKED: tl.constexpr,
+    EARLY: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    offs_p = tl.arange(0, BLOCK_P)
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < CH
+    if EARLY:
+        p0 = k * TILES * BLOCK_P
+        mask = (offs_p < HW - p0)[:, None] & mask_c[None, :] if MASKED else None
+        offs = (n * HW + p0) * CH + (offs_p[:, None] * CH + offs_c[None, :])
+        x = tl.load(x_ptr + offs, mask=mask, cache_modifier=".cg")
+        await_inputs()
+        mean, slope, b = _table_of(table_ptr + n * 4 * C + border + offs_c, C, mask_c)
+        for i in tl.static_range(TILES):
+            if i > 0:
+                p0 += BLOCK_P
+                mask = (offs_p < HW - p0)[:, None] & mask_c[None, :] if MASKED else None
+                offs = (n * HW + p0) * CH + (offs_p[:, None] * CH + offs_c[None, :])
+                x = tl.load(x_ptr + offs, mask=mask)
+            a = _normalized(x, mean, slope, b, ACT)
+            out_ptr = a_ptr + (n * HW + p0) * C + border
+            offs = offs_p[:, None] * C + offs_c[None, :]
+            tl.store(out_ptr + offs, a.to(a_ptr.dtype.element_ty), mask=mask)
+    else:
+        mean, slope, b = _table_of(table_ptr + n * 4 * C + border + offs_c, C, mask_c)
+        for i in range(TILES):
+            p0 = (k * TILES + i) * BLOCK_P
+            mask = (offs_p < HW - p0)[:, None] & mask_c[None, :] if MASKED else None
+            offs = (n * HW + p0) * CH + (offs_p[:, None] * CH + offs_c[None, :])
+            x = tl.load(x_ptr + offs, mask=mask)
+            a = _normalized(x, mean, slope, b, ACT)
+            if rng_ptr is not None:
+                quad = ((p0 + offs_p)[:, None] * C + border + c0) // 4
+                quad += tl.arange(0, BLOCK_C // 4)[None, :]
+                keep = kept(rng_ptr, first + n, quad, stream, drop)
+                a = tl.where(keep, a * (1.0 / (1.0 - drop)), 0.0)
+            out_ptr = a_ptr + (n * HW + p0) * C + border
+            offs = offs_p[:, None] * C + offs_c[None, :]
+            tl.store(out_ptr + offs, a.to(a_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_four(ptr, corner, W, C, offs_c, value, mask):
+    """To the 2x2 pixels whose first one is `corner`."""
+    offs = corner[:, None] * C + offs_c[None, :]
+    tl.store(ptr + offs, value, mask=mask)
+    tl.store(ptr + offs + C, value, mask=mask)
+    tl.store(ptr + offs + W * C, value, mask=mask)
+    tl.store(ptr + offs + W * C + C, value, mask=mask)
+
+
+@triton.jit
+def _norm_apply_upsampled(
+    x_ptr,  # [N, HW / 4, CH]
+    table_ptr,  # float32 [N, 4, C]
+    a_ptr,  # [N, HW, C]
+    large_ptr,  # [N, HW, CH]: x, upsampled; or None
+    n,
+    k,
+    c0,
+    HW,
+    W,
+    CH,
+    C,
+    ACT: tl.constexpr,
+    MASKED: tl.constexpr,
+    EARLY: tl.constexpr,
+    CORNERS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,  # pixels of x
+    BLOCK_C: tl.constexpr,
+):
+    offs_q = tl.arange(0, BLOCK_Q)
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < CH
+    q0 = k * TILES * BLOCK_Q
+    mask = (offs_q < HW // 4 - q0)[:, None] & mask_c[None, :] if MASKED else None
+    offs = (n * (HW // 4) + q0) * CH + (offs_q[:, None] * CH + offs_c[None, :])
+    x = tl.load(x_ptr + offs, mask=mask, cache_modifier=".cg")
+    if EARLY:
+        await_inputs()
+    mean, slope, b = _table_of(table_ptr + n * 4 * C + offs_c, C, mask_c)
+    for i in tl.static_range(TILES):
+        if i > 0:
+            q0 += BLOCK_Q
+            mask = (offs_q < HW // 4 - q0)[:, None] & mask_c[None, :] if MASKED else None
+            offs = (n * (HW // 4) + q0) * CH + (offs_q[:, None] * CH + offs_c[None, :])
+            x = tl.load(x_ptr + offs, mask=mask)
+        pixel = q0 + offs_q
+        corner = n * HW + pixel // (W // 2) * (2 * W) + pixel % (W // 2) * 2
+        a = _normalized(x, mean, slope, b, ACT).to(a_ptr.dtype.element_ty)
+        if CORNERS:
+            tl.store(a_ptr + corner[:, None] * C + offs_c[None, :], a, mask=mask)
+        else:
+            _store_four(a_ptr, corner, W, C, offs_c, a, mask)
+        if large_ptr is not None:
+            _store_four(large_ptr, corner, W, CH, offs_c, x, mask)
+
+
+@triton.jit(do_not_specialize=["first", "stream"])
+def norm_apply_kernel(
+    x1_ptr,  # [N, HW, C1], or [N, H/2, W/2, C1] to be upsampled
+    x2_ptr,  # [N, HW, C2] or None
+    table_ptr,  # float32 [N, 4, C]
+    a_ptr,  # [N, HW, C]
+    large_ptr,  # [N, HW, C1]: x1, upsampled; or None
+    HW,
+    W,
+    C1,
+    C2,
+    K,
+    CB1,
+    CB,
+    rng_ptr,  # int64 [2] or None: no dropout
+    first,
+    stream,
+    drop,  # probability
+    ACT: tl.constexpr,
+    MASKED: tl.constexpr,
+    EARLY: tl.constexpr,  # x1 and x2 are older than the launch in front, which makes the table:
+    # a program asks for its first tile before it waits
+    UPSAMPLED: tl.constexpr,  # x1 is to be
+    CORNERS: tl.constexpr,  # of a's first half only one pixel of 2x2 is written
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    if not EARLY:
+        await_inputs()
+    # last pixels first: L2 has those of x from its maker, and keeps the first of a for its reader
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    pid_c = pid % CB
+    k = pid // CB % K
+    n = (pid // CB // K).to(tl.int64)
+    C = C1 + C2
+    if pid_c < CB1:
+        c0 = pid_c * BLOCK_C
+        if UPSAMPLED:
+            _norm_apply_upsampled(
+                x1_ptr, table_ptr, a_ptr, large_ptr, n, k, c0, HW, W, C1, C,
+                ACT, MASKED, EARLY, CORNERS, TILES, BLOCK_P // 4, BLOCK_C,
+            )  # fmt: skip
+        else:
+            _norm_apply_half(
+                x1_ptr, table_ptr, a_ptr, n, k, c0, 0, HW, C1, C,
+                rng_ptr, first, stream, drop, ACT, MASKED, EARLY, TILES, BLOCK_P, BLOCK_C,
+            )  # fmt: skip
+    elif x2_ptr is not None:
+        c0 = (pid_c - CB1) * BLOCK_C
+        _norm_apply_half(
+            x2_ptr, table_ptr, a_ptr, n, k, c0, C1, HW, C2, C,
+            rng_ptr, first, stream, drop, ACT, MASKED, EARLY, TILES, BLOCK_P, BLOCK_C,
+        )  # fmt: skip
+
+
+@triton.jit
+def _coefficients(row_ptrs, C, mask_c):
+    """p, q and r of the channels whose p are there."""
+    p = tl.load(row_ptrs, mask=mask_c, other=0.0)
+    q = tl.load(row_ptrs + C, mask=mask_c, other=0.0)
+    r = tl.load(row_ptrs + 2 * C, mask=mask_c, other=0.0)
+    return p, q, r
+
+
+@triton.jit
+def _norm_dx_half(
+    dz_ptr,  # [N, HW, C]
+    x_ptr,  # this half: [N, HW, CH], as the four below
+    coeff_ptr,  # float32 [N, 3, C]
+    add_ptr,  # or None
+    add_second_ptr,  # or None
+    dx_ptr,
+    sums_ptr,  # float32 [N, K, CH] or None
+    n,
+    k,
+    c0,  # first channel of the program, within the half
+    border,  # first channel of the half
+    HW,
+    CH,
+    C,
+    K,
+    MASKED: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    offs_p = tl.arange(0, BLOCK_P)
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < CH
+    p, q, r = _coefficients(coeff_ptr + n * 3 * C + border + offs_c, C, mask_c)
+    acc = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    for i in range(TILES):
+        p0 = (k * TILES + i) * BLOCK_P
+        mask = (offs_p < HW - p0)[:, None] & mask_c[None, :] if MASKED else None
+        first = (n * HW + p0) * CH
+        offs = offs_p[:, None] * CH + offs_c[None, :]
+        offs_z = offs_p[:, None] * C + offs_c[None, :]
+        dz = tl.load(dz_ptr + (n * HW + p0) * C + border + offs_z, mask=mask).to(tl.float32)
+        x = tl.load(x_ptr + first + offs, mask=mask).to(tl.float32)
+        dx = p[None, :] * dz + (q[None, :] * x + r[None, :])
+        if add_ptr is not None:
+            dx += tl.load(add_ptr + first + offs, mask=mask).to(tl.float32)
+        if add_second_ptr is not None:
+            dx += tl.load(add_second_ptr + first + offs, mask=mask).to(tl.float32)
+        tl.store(dx_ptr + first + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if sums_ptr is not None:
+            acc += tl.where(mask, dx, 0.0) if MASKED else dx
+    if sums_ptr is not None:
+        tl.store(
+            sums_ptr + (n * K + k) * CH + offs_c,
+            sum_over_pixels(acc, dz_ptr.dtype.element_ty),
+            mask=mask_c,
+        )
+
+
+@triton.jit
+def _sum_four(ptr, offs, W, C, mask):
+    """The sum of the 2x2 pixels at `offs`, float32; rows are W C elements apart."""
+    upper = tl.load(ptr + offs, mask=mask).to(tl.float32)
+    upper += tl.load(ptr + offs + C, mask=mask).to(tl.float32)
+    lower = tl.load(ptr + offs + W * C, mask=mask).to(tl.float32)
+    return upper + (lower + tl.load(ptr + offs + W * C + C, mask=mask).to(tl.float32))
+
+
+@triton.jit
+def _norm_dx_upsampled(
+    dz_ptr,  # [N, HW, C]
+    x_ptr,  # this half, not upsampled: [N, H/2, W/2, CH]
+    coeff_ptr,  # float32 [N, 3, C]
+    add_ptr,  # [N, HW, CH] or None
+    add_second_ptr,  # [N, HW, CH] or None
+    dx_ptr,  # [N, H/2, W/2, CH]: sums over 2x2 pixels
+    sums_ptr,  # float32 [N, K, CH] or None
+    n,
+    k,
+    c0,
+    HW,
+    W,
+    CH,
+    C,
+    K,
+    MASKED: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,  # pixels of x
+    BLOCK_C: tl.constexpr,
+):
+    offs_q = tl.arange(0, BLOCK_Q)
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < CH
+    p, q, r = _coefficients(coeff_ptr + n * 3 * C + offs_c, C, mask_c)
+    acc = tl.zeros([BLOCK_Q, BLOCK_C], tl.float32)
+    for i in range(TILES):
+        q0 = (k * TILES + i) * BLOCK_Q
+        mask = (offs_q < HW // 4 - q0)[:, None] & mask_c[None, :] if MASKED else None
+        pixel = q0 + offs_q
+        corner = pixel // (W // 2) * (2 * W) + pixel % (W // 2) * 2  # of its 2x2 pixels
+        offs = (n * (HW // 4) + q0) * CH + (offs_q[:, None] * CH + offs_c[None, :])
+        dz = _sum_four(dz_ptr + n * HW * C, corner[:, None] * C + offs_c[None, :], W, C, mask)
+        x = tl.load(x_ptr + offs, mask=mask).to(tl.float32)
+        dx = p[None, :] * dz + 4.0 * (q[None, :] * x + r[None, :])
+        offs_fine = corner[:, None] * CH + offs_c[None, :]
+        if add_ptr is not None:
+            dx += _sum_four(add_ptr + n * HW * CH, offs_fine, W, CH, mask)
+        if add_second_ptr is not None:
+            dx += _sum_four(add_second_ptr + n * HW * CH, offs_fine, W, CH, mask)
+        tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if sums_ptr is not None:
+            acc += tl.where(mask, dx, 0.0) if MASKED else dx
+    if sums_ptr is not None:
+        tl.store(
+            sums_ptr + (n * K + k) * CH + offs_c,
+            sum_over_pixels(acc, dz_ptr.dtype.element_ty),
+            mask=mask_c,
+        )
+
+
+@triton.jit
+def norm_dx_kernel(
+    dz_ptr,  # [N, HW, C]
+    x1_ptr,  # [N, HW, C1], or [N, H/2, W/2, C1] with UPSAMPLE
+    x2_ptr,  # [N, HW, C2] or None
+    coeff_ptr,  # float32 [N, 3, C]
+    add1_ptr,  # [N, HW, C1] or None
+    add1_second_ptr,  # [N, HW, C1] or None
+    add2_ptr,  # [N, HW, C2] or None
+    dx1_ptr,  # as x1
+    dx2_ptr,  # [N, HW, C2] or None
+    sums_ptr,  # float32 [N, K, C1] or None
+    HW,
+    W,
+    C1,
+    C2,
+    K,
+    CB1,
+    CB,
+    UPSAMPLE: tl.constexpr,
+    MASKED: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    await_inputs()
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)  # as in apply
+    pid_c = pid % CB
+    k = pid // CB % K
+    n = (pid // CB // K).to(tl.int64)
+    C = C1 + C2
+    if pid_c < CB1:
+        c0 = pid_c * BLOCK_C
+        if UPSAMPLE:
+            _norm_dx_upsampled(
+                dz_ptr, x1_ptr, coeff_ptr, add1_ptr, add1_second_ptr, dx1_ptr, sums_ptr,
+                n, k, c0, HW, W, C1, C, K, MASKED, TILES, BLOCK_P // 4, BLOCK_C,
+            )  # fmt: skip
+        else:
+            _norm_dx_half(
+                dz_ptr, x1_ptr, coeff_ptr, add1_ptr, add1_second_ptr, dx1_ptr, sums_ptr,
+                n, k, c0, 0, HW, C1, C, K, MASKED, TILES, BLOCK_P, BLOCK_C,
+            )  # fmt: skip
+    elif x2_ptr is not None:
+        c0 = (pid_c - CB1) * BLOCK_C
+        _norm_dx_half(
+            dz_ptr, x2_ptr, coeff_ptr, add2_ptr, None, dx2_ptr, None,
+            n, k, c0, C1, HW, C2, C, K, MASKED, TILES, BLOCK_P, BLOCK_C,
+        )  # fmt: skip

@@ -1,0 +1,175 @@
+"""GroupNorm and activation in one launch, where a second would cost more than it computes.
+
+    norm_whole      x -> a, whole groups of an image in registers; x may be a convolution in parts
+    sum_parts       a convolution in parts -> y and its partials
+    resample_parts  the same, and y upsampled or pooled
+
+    z = (x - mean) rstd g + b,   a = act(z),   mean and rstd over a group of channels of an image
+
+Inference at a small batch is a chain of kernels of a few microseconds, so their number is its time.
+x is one tensor or the concatenation of x1 and x2 over channels, which never exists in memory.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from ..activations import check_activation
+from ..conv.plain.split_k import SplitConv
+from ..conv.plain.split_k_sum import resample_parts_kernel, sum_parts_kernel
+from ..runtime.dependent_launch import overlapping
+from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
+from .single_cta_kernels import norm_whole_kernel
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+_MAX_ELEMENTS = 16384  # of a group: 32 numbers a thread of 16 warps
+_PER_WARP, _MIN_WARPS = 1024, 4  # elements
+_FEW_PROGRAMS = 264  # a group more a program, if there are more than twice an H200's processors
+
+
+def norm_whole_supported(channels: int, num_groups: int, pixels: int) -> bool:
+    """Whether a group of an image fits into registers."""
+    lanes = triton.next_power_of_2(channels // num_groups)
+    return lanes * triton.next_power_of_2(pixels) <= _MAX_ELEMENTS
+
+
+def norm_whole(
+    x1: Tensor | SplitConv,  # [N, H, W, C1]
+    x2: Tensor | None,  # [N, H, W, C2]
+    num_groups: int,
+    weight: Tensor | None,  # [C1 + C2]
+    bias: Tensor | None,  # [C1 + C2]
+    eps: float,
+    activation: str,
+    scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
+    shift: Tensor | None = None,  # [N, C1 + C2]
+    keep: bool = True,
+    pool: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # [N, H, W, C1 + C2]; x1, or the sum of its parts with `keep`
+    """act(norm(x)) of x1 beside x2, with g = weight (1 + scale), b = bias (1 + scale) + shift. With
+    `pool` x1 is [N, 2 H, 2 W, C1] and its 2x2 means stand for it; these are returned beside."""
+    check_activation(activation)
+    n, h, w, c1 = x1.shape
+    assert not pool or (isinstance(x1, Tensor) and h % 2 == w % 2 == 0)
+    h, w = (h // 2, w // 2) if pool else (h, w)
+    split = x1 if isinstance(x1, SplitConv) else None
+    dtype, device = x1.dtype, x1.device
+    if split is not None:
+        x1 = _empty(split.shape, dtype=dtype, device=device) if keep else None
+    if x1 is not None:
+        check_nhwc("x1", x1)
+    c = c1 + check_second(x2, n, h, w)
+    cg = c // num_groups
+    assert norm_whole_supported(c, num_groups, h * w), f"groups of {cg} channels over {h}x{w}"
+    block_j, block_p = triton.next_power_of_2(cg), triton.next_power_of_2(h * w)
+    block_g = 1
+    while n * num_groups > _FEW_PROGRAMS * block_g and block_g * block_j * block_p < 2048:
+        block_g *= 2
+    programs = triton.cdiv(num_groups, block_g)
+    a = _empty((n, h, w, c), dtype=dtype, device=device)
+    pooled = _empty((n, h, w, c1), dtype=dtype, device=device) if pool else None
+    result = a, pooled if pool else x1
+    if n == 0:
+        return result
+    parts, *terms = _terms(split)
+    film = (scale, shift)
+    norm_whole_kernel[(n * programs,)](
+        x1,
+        pooled,
+        parts,
+        *terms,
+        x2,
+        weight,
+        bias,
+        *film,
+        a,
+        row_stride(terms[2]),
+        *map(row_stride, film),
+        n,
+        h * w,
+        c1,
+        c,
+        programs,
+        eps,
+        activation,
+        0 if parts is None else parts.shape[0],
+        cg,
+        block_g,
+        block_j,
+        block_p,
+        w if pool else None,
+        split is not None and split.residual is not None,
+        num_warps=_warps(block_g * block_j * block_p),
+        **overlapping(device, n * h * w),
+    )
+    return result
+
+
+def _warps(elements: int) -> int:
+    """Few, since they meet at a barrier for every sum."""
+    return min(max(elements // _PER_WARP, _MIN_WARPS), 16)
+
+
+def sum_parts(split: SplitConv) -> tuple[Tensor, Tensor | None]:
+    """The convolution that was in parts, [N, H, W, CO]; and its partials, float32 [N, K, 2, CO], if
+    its pixels are whole tiles."""
+    n, h, w, c = split.shape
+    y = _empty(split.shape, dtype=split.dtype, device=split.parts.device)
+    block_c, block_p = 16, min(triton.next_power_of_2(h * w), 64)
+    blocks = triton.cdiv(c, block_c), triton.cdiv(h * w, block_p)
+    partials = None
+    if h * w % block_p == 0:
+        partials = _empty((n, blocks[1], 2, c), dtype=torch.float32, device=y.device)
+    if n == 0:
+        return y, partials
+    parts, *terms = _terms(split)
+    sum_parts_kernel[(n * blocks[0] * blocks[1],)](
+        parts, *terms, y, partials, row_stride(terms[2]), n, h * w, c, *blocks, parts.shape[0],
+        block_c, block_p, num_warps=4, **overlapping(y.device, n * h * w),
+    )  # fmt: skip
+    return y, partials
+
+
+def resample_parts(
+    split: SplitConv,
+    up: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The convolution that was in parts, y [N, H, W, CO]; its nearest upsampling [N, 2H, 2W, CO] or
+    its means over 2x2 pixels [N, H / 2, W / 2, CO], of which there is an even number of rows and
+    columns; and the partials of y, float32 [N, K, 2, CO], if its pixels are whole tiles."""
+    n, h, w, c = split.shape
+    assert up or h % 2 == w % 2 == 0
+    size = (2 * h, 2 * w) if up else (h // 2, w // 2)
+    y = _empty(split.shape, dtype=split.dtype, device=split.parts.device)
+    resampled = _empty((n, *size, c), dtype=split.dtype, device=split.parts.device)
+    block_c, block_p = 16, 64 if up else 16
+    pixels = h * w // (1 if up else 4)
+    blocks = triton.cdiv(c, block_c), triton.cdiv(pixels, block_p)
+    partials = None
+    if pixels % block_p == 0:
+        partials = _empty((n, blocks[1], 2, c), dtype=torch.float32, device=y.device)
+    if n == 0:
+        return y, resampled, partials
+    parts, *terms = _terms(split)
+    resample_parts_kernel[(n * blocks[0] * blocks[1],)](
+        parts, *terms, y, resampled, partials, row_stride(terms[2]), n, h * w, w, c, *blocks,
+        parts.shape[0], up, block_c, block_p, num_warps=4 if up else 2,
+        **overlapping(y.device, n * h * w),
+    )  # fmt: skip
+    return y, resampled, partials
+
+
+def _terms(split: SplitConv | None) -> tuple[Tensor | None, ...]:
+    """parts, bias, extra_bias, emb, residual"""
+    if split is None:
+        return (None,) * 5
+    n, h, w, c = split.shape
+    check_shape("parts", split.parts, split.parts.shape[0], n, c, h * w)
+    assert split.parts.is_contiguous() and split.parts.dtype == torch.float32
+    if split.residual is not None:
+        check_nhwc("residual", split.residual)
+        check_shape("residual", split.residual, n, h, w, c)
+    if split.emb is not None:
+        check_shape("emb", split.emb, n, c)
+    return split.parts, split.bias, split.extra_bias, split.emb, split.residual

@@ -1,0 +1,339 @@
+"""GroupNorm of a small image in one launch: a program keeps whole groups of a sample in registers,
+reads them once and needs no partial sums; see `group_norm` for the formulas.
+
+A program has GROUPS groups of CG channels, GROUPS * CG <= BLOCK_C, and all pixels, HW <= BLOCK_P;
+CB programs make a sample. Mean and variance are taken in two passes over the registers, so that a
+large mean costs nothing.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..activations import activate
+from ..runtime.tuning import choose
+from .multi_pass import Halves, Params, empty_like, extent, row_strides
+from .multi_pass_kernels import affine, coefficients, normalised_and_dz
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+
+class _Config(NamedTuple):
+    groups: int  # of a program
+    num_warps: int
+
+
+_MAX_TILE = 16384  # elements of a program
+_GOOD_TILE = 8192  # twice as large was a fifth slower
+_ROW_CHANNELS = 20  # of a program, if the groups and the image allow
+_ROW_BYTES = 32  # the least that memory delivers
+_ELEMENTS = 64  # of a thread: fewer warps meet sooner at a barrier, and more programs fit
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _group_sum(v, member):
+    """For each channel the sum of v over its group, both [BLOCK_C]. `member` [BLOCK_C, BLOCK_G]
+    says which channel is in which group."""
+    per_group = tl.sum(tl.where(member, v[:, None], 0.0), 0)
+    return tl.sum(tl.where(member, per_group[None, :], 0.0), 1)
+
+
+@triton.jit
+def _group_sums(v, w, member):
+    """That of v and that of w. The warps meet at a barrier many times in a sum: once for both."""
+    both = tl.join(v, w)  # [BLOCK_C, 2]
+    member = member[:, :, None]
+    per_group = tl.sum(tl.where(member, both[:, None, :], 0.0), 0)  # [BLOCK_G, 2]
+    return tl.split(tl.sum(tl.where(member, per_group[None, :, :], 0.0), 1))
+
+
+@triton.jit
+def _locate(
+    CB,
+    HW,
+    CG: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """The sample (int64) of a program, its pixels and channels, the mask of the channels and that
+    of the tile, and the groups' members."""
+    pid = tl.program_id(0)
+    lane = tl.arange(0, BLOCK_C)
+    mask_c = lane < GROUPS * CG
+    offs_c = pid % CB * (GROUPS * CG) + lane
+    offs_p = tl.arange(0, BLOCK_P)
+    mask = (offs_p < HW)[:, None] & mask_c[None, :]
+    member = (lane // CG)[:, None] == tl.arange(0, BLOCK_G)[None, :]
+    return (pid // CB).to(tl.int64), offs_p, offs_c, mask_c, mask, member
+
+
+@triton.jit
+def _pointers(x1_ptr, x2_ptr, n, offs_p, offs_c, HW, C1, C):
+    """Where a tile of x is or, as its groups may lie across the border, of x1 beside x2."""
+    if x2_ptr is None:
+        offs = offs_p[:, None] * C + offs_c[None, :]  # within an image: 32 bits
+        return x1_ptr + n * HW * C + offs
+    else:
+        C2 = C - C1
+        offs1 = offs_p[:, None] * C1 + offs_c[None, :]
+        offs2 = offs_p[:, None] * C2 + (offs_c - C1)[None, :]
+        in_x1 = (offs_c < C1)[None, :]
+        return tl.where(in_x1, x1_ptr + n * HW * C1 + offs1, x2_ptr + n * HW * C2 + offs2)
+
+
+@triton.jit
+def _group_norm_resident_fwd_kernel(
+    x1_ptr,  # [N, HW, C1]
+    x2_ptr,  # [N, HW, C - C1] or None
+    mean_ptr,  # float32 [N, G], out
+    rstd_ptr,  # float32 [N, G], out
+    weight_ptr,  # [C] or None
+    bias_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    shift_ptr,  # [N, C] or None
+    y_ptr,  # [N, HW, C]
+    stride_scale,
+    stride_shift,
+    HW,
+    C1,
+    C,
+    G,
+    CB,
+    eps,
+    CG: tl.constexpr,
+    ACT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    n, offs_p, offs_c, mask_c, mask, member = _locate(CB, HW, CG, GROUPS, BLOCK_P, BLOCK_C, BLOCK_G)
+    total = HW * 1.0 * CG
+
+    x_ptrs = _pointers(x1_ptr, x2_ptr, n, offs_p, offs_c, HW, C1, C)
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.div_rn(_group_sum(tl.sum(x, 0), member), total)  # exact for a constant image
+    delta = tl.where(mask, x - mean[None, :], 0.0)
+    m2, rest = _group_sums(tl.sum(delta * delta, 0), tl.sum(delta, 0), member)
+    rest /= total  # what the first sum has rounded off
+    rstd = 1.0 / tl.sqrt(m2 / total + eps)
+
+    gain, offset = affine(
+        weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
+    )
+    z = (delta - rest[None, :]) * (rstd * gain)[None, :] + offset[None, :]
+    y_ptrs = _pointers(y_ptr, None, n, offs_p, offs_c, HW, C1, C)
+    tl.store(y_ptrs, activate(z, ACT).to(y_ptr.dtype.element_ty), mask=mask)
+    offs_g = n * G + offs_c // CG
+    first = mask_c & (offs_c % CG == 0)  # of its group
+    tl.store(mean_ptr + offs_g, mean + rest, mask=first)
+    tl.store(rstd_ptr + offs_g, rstd, mask=first)
+
+
+@triton.jit
+def _group_norm_resident_bwd_kernel(
+    x1_ptr,  # [N, HW, C1]
+    x2_ptr,  # [N, HW, C - C1] or None
+    dy_ptr,  # [N, HW, C]
+    mean_ptr,  # float32 [N, G]
+    rstd_ptr,  # float32 [N, G]
+    weight_ptr,  # [C] or None
+    bias_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    shift_ptr,  # [N, C] or None
+    dx1_ptr,  # [N, HW, C1]
+    dx2_ptr,  # [N, HW, C - C1] or None
+    sums_ptr,  # float32 [N, 2, C]: D and E, out
+    stride_scale,
+    stride_shift,
+    HW,
+    C1,
+    C,
+    G,
+    CB,
+    CG: tl.constexpr,
+    ACT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    n, offs_p, offs_c, mask_c, mask, member = _locate(CB, HW, CG, GROUPS, BLOCK_P, BLOCK_C, BLOCK_G)
+    total = HW * 1.0 * CG
+
+    x_ptrs = _pointers(x1_ptr, x2_ptr, n, offs_p, offs_c, HW, C1, C)
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    dy_ptrs = _pointers(dy_ptr, None, n, offs_p, offs_c, HW, C1, C)
+    dy = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
+    mean, rstd, gain, offset = coefficients(
+        mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
+        stride_scale, stride_shift, n, offs_c, mask_c, G, CG,
+    )  # fmt: skip
+    xhat, dz = normalised_and_dz(x, dy, mean, rstd, gain, offset, ACT)
+    sum_d = tl.sum(dz, 0)
+    sum_e = tl.sum(dz * xhat, 0)
+    tl.store(sums_ptr + n * 2 * C + offs_c, sum_d, mask=mask_c)
+    tl.store(sums_ptr + n * 2 * C + C + offs_c, sum_e, mask=mask_c)
+
+    m1, m2 = _group_sums(gain * sum_d, gain * sum_e, member)
+    m1 /= total
+    m2 /= total
+    dx = (gain[None, :] * dz - m1[None, :] - xhat * m2[None, :]) * rstd[None, :]
+    dx_ptrs = _pointers(dx1_ptr, dx2_ptr, n, offs_p, offs_c, HW, C1, C)
+    tl.store(dx_ptrs, dx.to(dx1_ptr.dtype.element_ty), mask=mask)
+
+
+# --- launchers ------------------------------------------------------------------------------------
+
+
+@lru_cache
+def _groups_of_a_program(hw: int, c: int, num_groups: int, element_size: int) -> int:
+    """0 if the image is too large for this file.
+
+    As few as give rows of 20 channels, for many small programs: the first whose rows keep to whole
+    16-byte loads, if its tile is not large, else the first. If none does, as many as fit, unless
+    that leaves rows that memory does not deliver by themselves.
+    """
+    cg = c // num_groups
+    fitting = []
+    for groups in range(1, num_groups + 1):
+        tile = triton.next_power_of_2(hw) * triton.next_power_of_2(groups * cg)
+        if num_groups % groups == 0 and tile <= _MAX_TILE:
+            fitting.append((groups, groups * cg, tile))
+    wide = [(g, tile) for g, row, tile in fitting if row >= _ROW_CHANNELS]
+    aligned = [g for g, tile in wide if tile <= _GOOD_TILE and g * cg * element_size % 16 == 0]
+    if wide:
+        return (aligned or [wide[0][0]])[0]
+    if not fitting:
+        return 0
+    groups, row, _ = fitting[-1]
+    return groups if groups == num_groups or row * element_size >= _ROW_BYTES else 0
+
+
+def is_resident(xs: Halves, num_groups: int) -> bool:
+    """Whether the image is small enough for this file, and has a pixel."""
+    _, hw, c = extent(xs)
+    return hw > 0 and _groups_of_a_program(hw, c, num_groups, xs[0].element_size()) > 0
+
+
+def has_wide_rows(xs: Halves, num_groups: int) -> bool:
+    """Whether a program's rows are not so short that the forward pass is better off in three
+    launches. (Backward, those launches are longer.)"""
+    _, hw, c = extent(xs)
+    groups = _groups_of_a_program(hw, c, num_groups, xs[0].element_size())
+    return groups == num_groups or groups * (c // num_groups) >= _ROW_CHANNELS
+
+
+def _blocks(xs: Halves, num_groups: int, groups: int) -> tuple[int, int, int, int]:
+    """GROUPS, BLOCK_P, BLOCK_C, BLOCK_G."""
+    _, hw, c = extent(xs)
+    sizes = (hw, groups * c // num_groups, groups)
+    return groups, *map(triton.next_power_of_2, sizes)
+
+
+def _default(xs: Halves, num_groups: int, large_tile: int = _ELEMENTS) -> _Config:
+    """`large_tile`: elements of a thread if the tile is larger than a good one."""
+    _, hw, c = extent(xs)
+    groups = _groups_of_a_program(hw, c, num_groups, xs[0].element_size())
+    _, block_p, block_c, _ = _blocks(xs, num_groups, groups)
+    tile = block_p * block_c
+    elements = _ELEMENTS if tile <= _GOOD_TILE else large_tile
+    return _Config(groups, max(tile // (32 * elements), 1))
+
+
+def _candidates(xs: Halves, num_groups: int) -> list[_Config]:
+    """Fewer groups make more programs and shorter rows, more warps have fewer elements each."""
+    _, _, c = extent(xs)
+    found = []
+    for groups in range(1, num_groups + 1):
+        _, block_p, block_c, _ = _blocks(xs, num_groups, groups)
+        tile = block_p * block_c
+        row = groups * c // num_groups * xs[0].element_size()
+        whole = num_groups % groups == 0 and (row >= _ROW_BYTES or groups == num_groups)
+        if whole and 1024 <= tile <= _MAX_TILE:
+            warps = [w for w in (1, 2, 4, 8, 16) if 16 <= tile // (32 * w) <= _ELEMENTS]
+            found += [_Config(groups, w) for w in warps]
+    return found
+
+
+def _choose(
+    op: str,
+    xs: Halves,
+    num_groups: int,
+    run: Callable[[_Config], Tensor],
+    large_tile: int = _ELEMENTS,
+) -> _Config:
+    n, hw, c = extent(xs)
+    return choose(
+        op,
+        (n, hw, xs[0].shape[3], c, num_groups, xs[0].dtype),
+        lambda: _candidates(xs, num_groups),
+        lambda: _default(xs, num_groups, large_tile),
+        run,
+    )
+
+
+def resident_fwd(
+    xs: Halves,
+    num_groups: int,
+    eps: float,
+    params: Params,
+    activation: str,
+    config: _Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """y, and mean and rstd as [2, N, G]."""
+    x, (n, hw, c) = xs[0], extent(xs)
+    if config is None:
+
+        def run(c: _Config) -> Tensor:
+            return resident_fwd(xs, num_groups, eps, params, activation, c)[0]
+
+        config = _choose("group_norm_resident", xs, num_groups, run)
+    y = _empty((*x.shape[:3], c), dtype=x.dtype, device=x.device)
+    stats = _empty((2, n, num_groups), dtype=torch.float32, device=x.device)
+    blocks = _blocks(xs, num_groups, config.groups)
+    cb = num_groups // config.groups
+    shape = (*row_strides(params), hw, x.shape[3], c, num_groups, cb, eps, c // num_groups)
+    _group_norm_resident_fwd_kernel[(n * cb,)](
+        *xs, *stats, *params, y, *shape, activation, *blocks, num_warps=config.num_warps
+    )
+    return y, stats
+
+
+def resident_bwd(
+    xs: Halves,
+    dy: Tensor,
+    stats: Tensor,
+    params: Params,
+    activation: str,
+    config: _Config | None = None,
+) -> tuple[Halves, Tensor]:
+    """The gradient of x, and D and E as [N, 1, 2, C]."""
+    n, hw, c = extent(xs)
+    g = stats.shape[2]
+    if config is None:
+
+        def run(c: _Config) -> Tensor:
+            return resident_bwd(xs, dy, stats, params, activation, c)[0][0]
+
+        config = _choose("group_norm_resident_bwd", xs, g, run, large_tile=32)
+    dxs = empty_like(xs)
+    sums = _empty((n, 1, 2, c), dtype=torch.float32, device=dy.device)
+    blocks = _blocks(xs, g, config.groups)
+    cb = g // config.groups
+    shape = (*row_strides(params), hw, xs[0].shape[3], c, g, cb, c // g)
+    _group_norm_resident_bwd_kernel[(n * cb,)](
+        *xs, dy, *stats, *params, *dxs, sums, *shape, activation, *blocks,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    return dxs, sums

@@ -1,0 +1,212 @@
+"""`norm_of_sums` of few images: a norm whose statistics are partial sums, and its activation.
+
+    z = (x - mean) rstd g + b,   a = act(z)
+
+At batch 1 a program of few channels and many pixels has the fewest partial sums to read beside its
+pixels. It has whole groups, whatever their size, so that sums lie as the channels do; it asks for
+all of its pixels and sums at once, which is one trip to memory. Of many images, whose pixels are
+most of what is read, blocks of channels by more pixels are faster (`norm_of_sums`).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..activations import activate
+from ..runtime.dependent_launch import await_inputs, begin_next, overlapping
+from ..runtime.layout import row_stride
+from .multi_pass_kernels import modulate
+from .single_cta_kernels import parameters, sum_of_lanes
+from .statistics import add_pairs
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+_MAX_IMAGES = 4
+_LANES, _LOADED, _NUM_WARPS = 32, 4096, 4  # channels of a program, and their partial sums
+_MAX_LOADED = 4 * _LOADED
+_TILE, _MIN_TILE, _PROGRAMS = 4096, 1024, 64  # its elements; fewer if there are few programs
+
+
+@triton.jit
+def load_sums(
+    partial_ptr,  # float32 [K, 2, C]
+    C,
+    offs_c,  # [L]
+    mask_c,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The two numbers of every tile, [BLOCK_K, L], and which of them there are."""
+    offs_k = tl.arange(0, BLOCK_K)[:, None]
+    mask = (offs_k < K) & mask_c[None, :]
+    ptrs = partial_ptr + offs_k * (2 * C) + offs_c[None, :]
+    within = tl.load(ptrs + C, mask=mask, other=0.0)
+    return tl.load(ptrs, mask=mask, other=0.0), within, mask
+
+
+@triton.jit
+def about(
+    sums,  # of `load_sums`
+    within,
+    mask,
+    mean,  # [L]
+    pixels,
+    K: tl.constexpr,
+):
+    """What the tiles add to the variance of each channel, about this mean of its group, and how
+    far the mean of the channel is from it; both [L]."""
+    per_tile = (pixels // K) * 1.0
+    delta = tl.where(mask, sums * (1.0 / per_tile) - mean[None, :], 0.0)
+    m2 = within * (1.0 / pixels) + delta * delta * (1.0 / K)
+    return tl.reduce((m2, delta * (1.0 / K)), 0, add_pairs)
+
+
+@triton.jit
+def _norm_few_kernel(
+    x1_ptr,  # [N, HW, C1]; with a large_ptr [N, HW / 4, C1]
+    x2_ptr,  # [N, HW, C2] or None
+    large_ptr,  # [N, HW, C1], x1 upsampled, out; or None
+    partial1_ptr,  # float32 [N, K1, 2, C1]
+    partial2_ptr,  # float32 [N, K2, 2, C2] or None
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    a_ptr,  # [N, HW, C1 + C2], out
+    stride_scale,
+    stride_shift,
+    pixels1,  # that the partials describe
+    pixels2,
+    HW,
+    C1,
+    C2,
+    PB,  # blocks of pixels
+    GB,  # blocks of groups
+    eps,
+    ACT: tl.constexpr,
+    W: tl.constexpr,  # with a large_ptr
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    CG: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_K1: tl.constexpr,
+    BLOCK_K2: tl.constexpr,
+):
+    """A program has BLOCK_P pixels of BLOCK_G groups, and asks for these and for all partial sums
+    of the groups at once."""
+    begin_next()
+    pid = tl.program_id(0)
+    n = (pid // GB // PB).to(tl.int64)
+    C = C1 + C2
+    lanes = tl.arange(0, BLOCK_G * BLOCK_J)
+    if CG == BLOCK_J:  # one run of memory
+        offs_c = pid % GB * (BLOCK_G * CG) + lanes
+        mask_c = offs_c < C
+    else:
+        offs_c = (pid % GB * BLOCK_G + lanes // BLOCK_J) * CG + lanes % BLOCK_J
+        mask_c = (lanes % BLOCK_J < CG) & (offs_c < C)
+    offs_p = pid // GB % PB * BLOCK_P + tl.arange(0, BLOCK_P)
+    mask_p = (offs_p < HW)[:, None]
+    first, second = mask_c & (offs_c < C1), mask_c & (offs_c >= C1)
+    g, b = parameters(weight_ptr, bias_ptr, offs_c, mask_c)
+    await_inputs()
+    # in this order: what is needed first is asked for last
+    offs = (n * HW + offs_p)[:, None] * C1 + offs_c[None, :]
+    if large_ptr is None:
+        x = tl.load(x1_ptr + offs, mask=first[None, :] & mask_p, other=0.0)
+    else:
+        place = offs_p // W // 2 * (W // 2) + offs_p % W // 2
+        small = (n * (HW // 4) + place)[:, None] * C1 + offs_c[None, :]
+        x = tl.load(x1_ptr + small, mask=first[None, :] & mask_p, other=0.0)
+    half = x
+    if x2_ptr is not None:
+        offs = (n * HW + offs_p)[:, None] * C2 + (offs_c - C1)[None, :]
+        x2 = tl.load(x2_ptr + offs, mask=second[None, :] & mask_p, other=0.0)
+        half_ptr = partial2_ptr + n * (K2 * 2) * C2
+        sums2, within2, mask2 = load_sums(half_ptr, C2, offs_c - C1, second, K2, BLOCK_K2)
+    half_ptr = partial1_ptr + n * (K1 * 2) * C1
+    sums1, within1, mask1 = load_sums(half_ptr, C1, offs_c, first, K1, BLOCK_K1)
+    if x2_ptr is not None:
+        x = tl.where(second[None, :], x2, x)
+    g, b = modulate(g, b, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c)
+
+    # each channel of a group has as many pixels as the others, so that all weigh the same
+    mean = tl.sum(sums1, 0) * (1.0 / pixels1)
+    if x2_ptr is not None:
+        mean += tl.sum(sums2, 0) * (1.0 / pixels2)
+    mean = sum_of_lanes(mean, BLOCK_G, BLOCK_J) / CG
+    # Chan: about the mean, and what its sum has rounded off
+    var, rest = about(sums1, within1, mask1, mean, pixels1, K1)
+    if x2_ptr is not None:
+        var2, rest2 = about(sums2, within2, mask2, mean, pixels2, K2)
+        var, rest = var + var2, rest + rest2
+    rest = sum_of_lanes(rest, BLOCK_G, BLOCK_J) / CG
+    var = sum_of_lanes(var, BLOCK_G, BLOCK_J) / CG - rest * rest
+    slope = g / tl.sqrt(var + eps)
+    x = x.to(tl.float32) - (mean + rest)[None, :]
+    a = activate(x * slope[None, :] + b[None, :], ACT)
+    ptrs = a_ptr + (n * HW + offs_p)[:, None] * C + offs_c[None, :]
+    tl.store(ptrs, a.to(a_ptr.dtype.element_ty), mask=mask_c[None, :] & mask_p)
+    if large_ptr is not None:
+        ptrs = large_ptr + (n * HW + offs_p)[:, None] * C1 + offs_c[None, :]
+        tl.store(ptrs, half, mask=first[None, :] & mask_p)
+
+
+def serves_few(n: int, cg: int, tiles: int) -> bool:
+    """Whether `norm_few` should do it: images are few, and registers hold a group's sums."""
+    return n <= _MAX_IMAGES and triton.next_power_of_2(cg) * tiles <= _MAX_LOADED
+
+
+def norm_few(
+    x1: Tensor,  # [N, H, W, C1]; with `up` [N, H / 2, W / 2, C1]
+    x2: Tensor | None,  # [N, H, W, C2]
+    partials: tuple[Tensor, ...],  # of each: float32 [N, K, 2, C1], [N, K2, 2, C2]
+    pixels: tuple[int, ...],  # H W of the image that each describes
+    num_groups: int,
+    weight: Tensor | None,  # [C1 + C2]
+    bias: Tensor | None,  # [C1 + C2]
+    eps: float,
+    activation: str,
+    scale: Tensor | None,  # [N, C1 + C2], rows may be strided
+    shift: Tensor | None,  # [N, C1 + C2]
+    up: bool = False,
+) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2]; x1, or with `up` it upsampled
+    """As `norm_of_sums`, or `norm_of_sums_upsampled`, whose arguments these are."""
+    n, h, w, c1 = x1.shape
+    h, w = (2 * h, 2 * w) if up else (h, w)
+    c2 = 0 if x2 is None else x2.shape[3]
+    c, cg = c1 + c2, (c1 + c2) // num_groups
+    a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
+    large = _empty((n, h, w, c1), dtype=x1.dtype, device=x1.device) if up else None
+    result = a, x1 if large is None else large
+    if n == 0:
+        return result
+    first, second = partials[0], partials[1] if x2 is not None else None
+    ks = first.shape[1], 1 if second is None else second.shape[1]
+    block_g, block_j, block_p = _tile(n, h * w, num_groups, cg, sum(ks))
+    blocks = triton.cdiv(h * w, block_p), triton.cdiv(num_groups, block_g)
+    film = (scale, shift)
+    _norm_few_kernel[(n * blocks[0] * blocks[1],)](
+        x1, x2, large, first, second, weight, bias, *film, a, *map(row_stride, film),
+        pixels[0], pixels[-1], h * w, c1, c2, *blocks, eps, activation, w if up else None, *ks, cg,
+        block_p, block_g, block_j, *map(triton.next_power_of_2, ks),
+        num_warps=_NUM_WARPS, **overlapping(x1.device),
+    )  # fmt: skip
+    return result
+
+
+def _tile(n: int, hw: int, groups: int, cg: int, k: int) -> tuple[int, int, int]:
+    """BLOCK_G, BLOCK_J and BLOCK_P, where there are k partial sums a channel: no more channels than
+    have few of them, and as few pixels as keep the multiprocessors busy."""
+    block_j = triton.next_power_of_2(cg)
+    wanted = min(max(_LOADED // triton.next_power_of_2(k), 16), _LANES)
+    block_g = max(min(wanted // block_j, triton.next_power_of_2(groups)), 1)
+    lanes = block_g * block_j
+    block_p = min(max(_TILE // lanes, 1), triton.next_power_of_2(hw))
+    blocks = n * triton.cdiv(groups, block_g)
+    while lanes * block_p > _MIN_TILE and blocks * triton.cdiv(hw, block_p) < _PROGRAMS:
+        block_p //= 2
+    return block_g, block_j, block_p

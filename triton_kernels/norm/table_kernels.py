@@ -1,0 +1,224 @@
+"""The kernels of `norm_tables`, where the formulas are.
+
+A program has BLOCK_G groups of CG = C/G channels in BLOCK_J >= CG lanes each; GB programs make a
+sample. What is kept of a channel is [BLOCK_G, BLOCK_J], so that the sum over a group is a sum over
+rows. These kernels are latency and nothing else: few lanes a program, all loads at its beginning.
+"""
+
+import triton
+import triton.language as tl
+
+from ..runtime.dependent_launch import await_inputs
+from .multi_pass_kernels import affine, moments
+from .statistics import moments_of_partials, store_affine_grads, sum_tiles
+
+
+@triton.jit
+def norm_partials_kernel(
+    x_ptr,  # [N K, pixels, C]
+    partial_ptr,  # float32 [N K, 2, C]
+    pixels,
+    C,
+    CB,
+    TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    await_inputs()
+    pid = tl.program_id(0)
+    tile = (pid // CB).to(tl.int64)
+    offs_p = tl.arange(0, BLOCK_P)
+    offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    mean, m2 = moments(
+        x_ptr + tile * pixels * C, pixels, C, offs_p, offs_c, mask_c, TILES, BLOCK_P, BLOCK_C
+    )
+    out_ptr = partial_ptr + tile * 2 * C + offs_c
+    tl.store(out_ptr, mean * pixels, mask=mask_c)
+    tl.store(out_ptr + C, m2, mask=mask_c)
+
+
+@triton.jit
+def _lanes(pid, C, GB, CG: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_J: tl.constexpr):
+    """The channels of a program and which of them there are, both [BLOCK_G, BLOCK_J]."""
+    offs_j = tl.arange(0, BLOCK_J)[None, :]
+    offs_c = (pid % GB * BLOCK_G + tl.arange(0, BLOCK_G)[:, None]) * CG + offs_j
+    return offs_c, (offs_j < CG) & (offs_c < C)
+
+
+@triton.jit
+def norm_table_kernel(
+    partial1_ptr,  # float32 [N, K1, 2, C1]
+    partial2_ptr,  # float32 [N, K2, 2, C - C1] or None
+    weight_ptr,  # [C] or None
+    bias_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    shift_ptr,  # [N, C] or None
+    table_ptr,  # float32 [N, 4, C]
+    second_ptr,  # float32 [N, 4, C - C1] or None
+    stride_scale,
+    stride_shift,
+    pixels1,
+    pixels2,
+    C1,
+    C,
+    GB,
+    eps,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    CG: tl.constexpr,
+    BLOCK_K1: tl.constexpr,
+    BLOCK_K2: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):
+    await_inputs()
+    pid = tl.program_id(0)
+    n = (pid // GB).to(tl.int64)
+    offs_c, mask_c = _lanes(pid, C, GB, CG, BLOCK_G, BLOCK_J)
+    g, b = affine(
+        weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
+    )
+
+    half_ptr = partial1_ptr + n * (K1 * 2) * C1
+    mask = mask_c & (offs_c < C1)
+    mean, var = moments_of_partials(half_ptr, pixels1, C1, offs_c, mask, K1, BLOCK_K1)
+    if partial2_ptr is not None:
+        second = offs_c >= C1
+        C2 = C - C1
+        half_ptr = partial2_ptr + n * (K2 * 2) * C2
+        mask = mask_c & second
+        mean2, var2 = moments_of_partials(half_ptr, pixels2, C2, offs_c - C1, mask, K2, BLOCK_K2)
+        mean = tl.where(second, mean2, mean)
+        var = tl.where(second, var2, var)
+
+    # each channel of a group has as many pixels as the others, so that all weigh the same
+    group_mean = tl.sum(tl.where(mask_c, mean, 0.0), 1, keep_dims=True) / CG
+    delta = tl.where(mask_c, mean - group_mean, 0.0)
+    group_mean += tl.sum(delta, 1, keep_dims=True) / CG
+    group_var = tl.sum(tl.where(mask_c, var + delta * delta, 0.0), 1, keep_dims=True) / CG
+    rstd = 1.0 / tl.sqrt(group_var + eps)
+
+    out_ptr = table_ptr + n * 4 * C + offs_c
+    tl.store(out_ptr, group_mean + tl.zeros_like(mean), mask=mask_c)
+    tl.store(out_ptr + C, rstd + tl.zeros_like(mean), mask=mask_c)
+    tl.store(out_ptr + 2 * C, g, mask=mask_c)
+    tl.store(out_ptr + 3 * C, b, mask=mask_c)
+    if second_ptr is not None:
+        half = C - C1
+        mask_c &= offs_c >= C1
+        out_ptr = second_ptr + n * 4 * half + offs_c - C1
+        tl.store(out_ptr, group_mean + tl.zeros_like(mean), mask=mask_c)
+        tl.store(out_ptr + half, rstd + tl.zeros_like(mean), mask=mask_c)
+        tl.store(out_ptr + 2 * half, g, mask=mask_c)
+        tl.store(out_ptr + 3 * half, b, mask=mask_c)
+
+
+@triton.jit
+def norm_grad_table_kernel(
+    partial_ptr,  # float32 [N, K, 2, C]: of dz
+    input_partial_ptr,  # float32 [N, KX, 2, C]: of x, or None: no sums of dx
+    table_ptr,  # float32 [N, 4, C]
+    weight_ptr,  # [C] or None
+    bias_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    coeff_ptr,  # float32 [N, 3, C]
+    rows_ptr,  # float32 [N, ROWS, C]: (1 + scale) E, (1 + scale) D and the sum of dx
+    d_scale_ptr,  # [N, C] or None
+    d_shift_ptr,  # [N, C] or None
+    d_emb_ptr,  # [N, C] or None: the sum of dx
+    stride_scale,
+    stride_dscale,
+    stride_dshift,
+    stride_demb,
+    pixels,
+    C,
+    GB,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    KX: tl.constexpr,
+    CG: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_KX: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):
+    await_inputs()
+    pid = tl.program_id(0)
+    n = (pid // GB).to(tl.int64)
+    offs_c, mask_c = _lanes(pid, C, GB, CG, BLOCK_G, BLOCK_J)
+    row_ptr = table_ptr + n * 4 * C + offs_c
+    mean = tl.load(row_ptr, mask=mask_c, other=0.0)
+    rstd = tl.load(row_ptr + C, mask=mask_c, other=0.0)
+    g = tl.load(row_ptr + 2 * C, mask=mask_c, other=0.0)
+    one_scale, _ = affine(None, None, scale_ptr, None, stride_scale, 0, n, offs_c, mask_c)
+
+    d = sum_tiles(partial_ptr + n * (K * 2) * C, C, None, offs_c, mask_c, K, BLOCK_K)
+    e = sum_tiles(partial_ptr + n * (K * 2) * C + C, C, None, offs_c, mask_c, K, BLOCK_K)
+    if input_partial_ptr is not None:
+        # of x - mean: q (sum of x) and r H W would cancel when the mean is large
+        per_tile = (pixels // KX) * 1.0 * mean
+        sum_x = sum_tiles(
+            input_partial_ptr + n * (KX * 2) * C, C, per_tile, offs_c, mask_c, KX, BLOCK_KX
+        )
+
+    total = pixels * 1.0 * CG
+    m1 = tl.sum(g * d, 1, keep_dims=True) / total
+    m2 = tl.sum(g * e, 1, keep_dims=True) / total
+    p = rstd * g
+    q = -rstd * rstd * m2
+    out_ptr = coeff_ptr + n * 3 * C + offs_c
+    tl.store(out_ptr, p, mask=mask_c)
+    tl.store(out_ptr + C, q, mask=mask_c)
+    tl.store(out_ptr + 2 * C, -rstd * m1 - q * mean, mask=mask_c)
+
+    out_ptr = rows_ptr + n * (ROWS * C) + offs_c
+    store_affine_grads(
+        d, e, one_scale, out_ptr, weight_ptr, bias_ptr, d_scale_ptr, d_shift_ptr,
+        stride_dscale, stride_dshift, n, offs_c, mask_c, C,
+    )  # fmt: skip
+    if input_partial_ptr is not None:
+        dx_sum = p * d + q * sum_x - rstd * m1 * pixels
+        tl.store(out_ptr + 2 * C, dx_sum, mask=mask_c)
+        if d_emb_ptr is not None:
+            d_emb = dx_sum.to(d_emb_ptr.dtype.element_ty)
+            tl.store(d_emb_ptr + n * stride_demb + offs_c, d_emb, mask=mask_c)
+
+
+@triton.jit
+def norm_grad_sums_kernel(
+    rows_ptr,  # float32 [N, ROWS, C]
+    out0_ptr,  # float32 [C] or None: where the sum over n of the first row goes
+    out1_ptr,  # ... of the second
+    out2_ptr,  # ... of the third
+    N,
+    C,
+    ROWS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    row = tl.program_id(1)
+    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    acc = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    for n0 in range(0, N, BLOCK_N):
+        offs_n = n0 + tl.arange(0, BLOCK_N)
+        mask = (offs_n < N)[:, None] & mask_c[None, :]
+        offs = (offs_n.to(tl.int64) * ROWS + row)[:, None] * C + offs_c[None, :]
+        acc += tl.load(rows_ptr + offs, mask=mask, other=0.0)
+    total = tl.sum(acc, 0)
+    if row == 0:
+        _put(out0_ptr, total, offs_c, mask_c, ACCUMULATE)
+    elif row == 1:
+        _put(out1_ptr, total, offs_c, mask_c, ACCUMULATE)
+    else:
+        _put(out2_ptr, total, offs_c, mask_c, ACCUMULATE)
+
+
+@triton.jit
+def _put(out_ptr, total, offs_c, mask_c, ACCUMULATE: tl.constexpr):
+    if out_ptr is not None:
+        if ACCUMULATE:
+            total += tl.load(out_ptr + offs_c, mask=mask_c, other=0.0)
+        tl.store(out_ptr + offs_c, total, mask=mask_c)

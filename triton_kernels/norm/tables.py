@@ -1,0 +1,269 @@
+"""Statistics of a GroupNorm, from per-tile sums to one row of coefficients a channel:
+
+    forward    partials of x           -> table (mean, rstd, g, b):  z  = (x - mean) rstd g + b
+    backward   partials of dz, table   -> coeff (p, q, r):           dx = p dz + q x + r
+
+`norm_passes` applies them. A fused convolution writes the partials in its epilogue, so that no pass
+over memory computes a statistic. With partials float32 [N, K, 2, C], tile k of an image has exactly
+H W / K pixels, and for each of its channels
+
+    forward    sum of x,    sum of (x - mean of the tile)^2
+    backward   sum of dz,   sum of dz xhat                       xhat = (x - mean) rstd
+
+x may be the concatenation of two tensors, each with partials of its own; a group may lie across the
+border. Means and squares are merged by Chan's formula (Chan, Golub and LeVeque 1983), so that
+nothing is ever a difference of large numbers:
+
+    M2 = sum M2_i + sum count_i (mean_i - mean)^2
+
+With D, E = sum over pixels of dz, dz xhat, both per (n, c), and
+
+    m1, m2 = sum over the group of g D, g E / (H W C/G)
+
+    p = rstd g,   q = -rstd^2 m2,   r = -rstd m1 + rstd^2 m2 mean
+    d_weight = sum_n (1 + scale) E,             d_scale = weight E + bias D
+    d_bias   = sum_n (1 + scale) D,             d_shift = D
+    sum over pixels of dx = p D + q (sum of x) + r H W
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..reductions.column_sum import sum_partials
+from ..reductions.row_sums import RowSums
+from ..runtime.dependent_launch import overlapping
+from ..runtime.layout import check_nhwc, check_shape, row_stride
+from .pass_grid import channel_block
+from .table_kernels import (
+    norm_grad_sums_kernel,
+    norm_grad_table_kernel,
+    norm_partials_kernel,
+    norm_table_kernel,
+)
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+# Lanes times tiles that a warp loads at once: 32 numbers a thread of each of two statistics. One
+# warp a program, if that will do: warps would meet at a barrier for every sum.
+_WARP_TILE = 1024
+_LOADED = 2048  # partial sums that a program of a pass loads at a time
+_PARTIAL_PIXELS = 256  # of a tile of tensor_partials, about
+_MIN_PARTIAL_PIXELS = 32
+
+
+class _Lanes(NamedTuple):
+    """How the groups of a sample are dealt to programs, and the tiles of an image to rounds."""
+
+    programs: int  # GB
+    cg: int
+    blocks: tuple[int, int, int, int]  # BLOCK_K of two tensors, BLOCK_G, BLOCK_J
+    num_warps: int
+
+
+def _lanes_of(c: int, num_groups: int, *ks: int) -> _Lanes:
+    cg = c // num_groups
+    block_j = triton.next_power_of_2(cg)
+    wanted = max(16, min(_WARP_TILE // 2 // triton.next_power_of_2(max(ks)), 128))
+    block_g = min(max(wanted // block_j, 1), triton.next_power_of_2(num_groups))
+    lanes = block_g * block_j
+    blocks = [min(triton.next_power_of_2(k), max(4 * _WARP_TILE // lanes, 1)) for k in ks]
+    num_warps = max(1, min(4, lanes * max(blocks) // _WARP_TILE))
+    return _Lanes(triton.cdiv(num_groups, block_g), cg, (*blocks, block_g, block_j), num_warps)
+
+
+def covering_groups(block_c: int, border: int, cg: int) -> tuple[int, int]:
+    """BLOCK_G, at least the groups that a block of channels belongs to, and BLOCK_J."""
+    aligned = block_c % cg == 0 and border % cg == 0
+    groups = block_c // cg if aligned else 1 + triton.cdiv(block_c - 1, cg)
+    return triton.next_power_of_2(groups), triton.next_power_of_2(cg)
+
+
+def tiles_at_a_time(groups: tuple[int, int], *ks: int) -> list[int]:
+    """Tiles at a time, for each number of tiles."""
+    most = max(_LOADED // (groups[0] * groups[1]), 1)
+    return [min(triton.next_power_of_2(k), most) for k in ks]
+
+
+def _check_partials(partials: Tensor, pixels: int) -> None:
+    assert partials.dtype == torch.float32 and partials.is_contiguous() and partials.ndim == 4
+    k = partials.shape[1]
+    assert k > 0 and pixels % k == 0, f"{pixels} pixels are not {k} tiles of one size"
+
+
+def check_partials_of(partials: Tensor, pixels: int, n: int, channels: int) -> None:
+    """Raise unless they are those of n images of so many pixels and channels."""
+    _check_partials(partials, pixels)
+    check_shape("partials", partials, n, partials.shape[1], 2, channels)
+
+
+def tensor_partials(
+    x: Tensor,  # [N, H, W, C]
+    programs: int = 1,  # at least so many, if tiles of 32 pixels make them
+) -> Tensor:  # float32 [N, K, 2, C]
+    """The sum of x and of (x - mean)^2 over each of K tiles of H W / K pixels."""
+    check_nhwc("x", x)
+    n, h, w, c = x.shape
+    block_c = channel_block(c)
+    few = triton.cdiv(programs, max(n, 1) * triton.cdiv(c, block_c))
+    wanted = max(triton.cdiv(h * w, _PARTIAL_PIXELS), min(few, h * w // _MIN_PARTIAL_PIXELS))
+    k = max(k for k in range(1, wanted + 1) if h * w % k == 0)  # tiles are all of one size
+    pixels = h * w // k
+    block_p = min(4096 // block_c, triton.next_power_of_2(pixels))
+    partials = _empty((n, k, 2, c), dtype=torch.float32, device=x.device)
+    cb = triton.cdiv(c, block_c)
+    tile = (triton.cdiv(pixels, block_p), block_p, block_c)
+    norm_partials_kernel[(n * k * cb,)](
+        x, partials, pixels, c, cb, *tile, **overlapping(x.device, n * h * w)
+    )
+    return partials
+
+
+def norm_table(
+    partials: tuple[Tensor, ...],  # of one or two tensors: float32 [N, K, 2, C1], [N, K2, 2, C2]
+    pixels: tuple[int, ...],  # H W of the image that each describes
+    num_groups: int,
+    weight: Tensor | None,  # [C1 + C2]
+    bias: Tensor | None,  # [C1 + C2]
+    eps: float,
+    scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
+    shift: Tensor | None = None,  # [N, C1 + C2]
+    second_out: Tensor | None = None,  # float32 [N, 4, C2], the second half once more
+) -> Tensor:  # float32 [N, 4, C1 + C2]
+    """mean, rstd, g = weight (1 + scale) and b = bias (1 + scale) + shift of every channel.
+
+    For a nearest-upsampled tensor pass the partials and the pixels of its source: mean and variance
+    are the same.
+    """
+    for part, count in zip(partials, pixels, strict=True):
+        _check_partials(part, count)
+    first, second = partials[0], partials[1] if len(partials) == 2 else None
+    n, k1, _, c1 = first.shape
+    k2, c = (1, c1) if second is None else (second.shape[1], c1 + second.shape[3])
+    assert c % num_groups == 0 and (second is None or second.shape[0] == n)
+    if second_out is not None:
+        check_shape("second_out", second_out, n, 4, c - c1)
+    lanes = _lanes_of(c, num_groups, k1, k2)
+    table = _empty((n, 4, c), dtype=torch.float32, device=first.device)
+    film = (scale, shift)
+    shape = (pixels[0], pixels[-1], c1, c, lanes.programs, eps, k1, k2, lanes.cg)
+    norm_table_kernel[(n * lanes.programs,)](
+        first,
+        second,
+        weight,
+        bias,
+        *film,
+        table,
+        second_out,
+        *map(row_stride, film),
+        *shape,
+        *lanes.blocks,
+        num_warps=lanes.num_warps,
+        **overlapping(first.device, n * max(pixels)),
+    )
+    return table
+
+
+def norm_grad_table(
+    partials: Tensor,  # float32 [N, K, 2, C]: of dz, over the whole concatenation
+    table: Tensor,  # float32 [N, 4, C], of `norm_table`
+    pixels: int,  # H W of dz
+    num_groups: int,
+    grad_weight_out: Tensor | None,  # float32 [C]
+    grad_bias_out: Tensor | None,  # float32 [C]
+    *,
+    accumulate: bool = False,  # add to the three gradients float32 [C] rather than overwrite them
+    input_partials: Tensor | None = None,  # float32 [N, KX, 2, C]: of x, which is one tensor
+    emb_grad_out: Tensor | None = None,  # [N, C], rows may be strided: the sum of dx over pixels
+    bias_grad_out: Tensor | None = None,  # float32 [C]: the same, summed over n too
+    weight: Tensor | None = None,  # [C], for grad_scale_out
+    bias: Tensor | None = None,  # [C], for grad_scale_out
+    scale: Tensor | None = None,  # [N, C]; the one that `norm_table` had
+    grad_scale_out: Tensor | None = None,  # [N, C], rows may be strided
+    grad_shift_out: Tensor | None = None,  # [N, C], rows may be strided
+    sums: RowSums | None = None,  # adds to the three gradients later, which spares a launch
+) -> Tensor:  # float32 [N, 3, C]
+    """p, q and r of every channel, with dx = p dz + q x + r, and the gradients of the parameters.
+
+    `emb_grad_out` and `bias_grad_out`, which need `input_partials`, are the gradients of what was
+    added to every pixel of x: an embedding per (n, c), and the bias of the convolution before.
+    """
+    _check_partials(partials, pixels)
+    n, k, _, c = partials.shape
+    assert table.shape == (n, 4, c) and table.is_contiguous()
+    sums_dx = emb_grad_out is not None or bias_grad_out is not None
+    assert sums_dx == (input_partials is not None), "input_partials are for sums of dx"
+    kx = 1
+    if input_partials is not None:
+        kx = input_partials.shape[1]
+        check_partials_of(input_partials, pixels, n, c)
+    lanes = _lanes_of(c, num_groups, k, kx)
+    rows = 3 if sums_dx else 2
+    coeff = _empty((n, 3, c), dtype=torch.float32, device=table.device)
+    if sums is None:
+        work = _empty((n, rows * c), dtype=torch.float32, device=table.device)
+    else:
+        work = sums.rows(n, rows * c)
+    strided = (scale, grad_scale_out, grad_shift_out, emb_grad_out)
+    shape = (pixels, c, lanes.programs, rows, k, kx, lanes.cg)
+    norm_grad_table_kernel[(n * lanes.programs,)](
+        partials,
+        input_partials,
+        table,
+        weight,
+        bias,
+        scale,
+        coeff,
+        work,
+        *strided[1:],
+        *map(row_stride, strided),
+        *shape,
+        *lanes.blocks,
+        num_warps=lanes.num_warps,
+        **overlapping(table.device),
+    )
+    outs = (grad_weight_out, grad_bias_out, bias_grad_out)
+    if sums is not None:
+        assert accumulate, "RowSums adds to what is there"
+        for i, out in enumerate(outs):
+            if out is not None:
+                sums.add(work, i * c, out)
+    elif any(out is not None for out in outs):
+        _sum_over_n(work.view(n, rows, c), outs, accumulate)
+    return coeff
+
+
+def _sum_over_n(rows: Tensor, outs: tuple[Tensor | None, ...], accumulate: bool) -> None:
+    """outs[i] = (or +=) the sum over n of rows[n, i]."""
+    n, count, c = rows.shape
+    for out in outs:
+        assert out is None or (out.shape == (c,) and out.is_contiguous())
+    block_n = min(triton.next_power_of_2(max(n, 1)), 128)
+    block_c = min(triton.next_power_of_2(c), 16)
+    norm_grad_sums_kernel[(triton.cdiv(c, block_c), count)](
+        rows, *outs, n, c, count, accumulate, block_n, block_c
+    )
+
+
+def bias_grad(
+    rows: Tensor,  # float32 [rows, C], as `norm_dx` returns them
+    out: Tensor,  # float32 [C]
+    accumulate: bool = False,
+    sums: RowSums | None = None,  # the one that `norm_dx` had
+) -> None:
+    """out = (or +=) the sum of the rows."""
+    if sums is not None:
+        assert accumulate, "RowSums adds to what is there"
+        return sums.add(rows, 0, out)
+    count, c = rows.shape
+    parts = min(count & -count, 64)
+    if count > 256 and parts > 1:  # more than one program should add up
+        part = _empty((parts, c), dtype=torch.float32, device=rows.device)
+        sum_partials(rows.view(count // parts, parts * c), part.view(-1))
+        rows = part
+    if count:
+        sum_partials(rows, out, accumulate=accumulate)
+    elif not accumulate:
+        out.zero_()

@@ -1,0 +1,1 @@
+"""The optimizer's update in one launch."""

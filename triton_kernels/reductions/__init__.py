@@ -1,0 +1,1 @@
+"""Sums over rows, columns and tiles, added up in a fixed order."""

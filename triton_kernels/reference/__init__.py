@@ -1,0 +1,339 @@
+"""Every public op in plain PyTorch, under the same name and signature.
+
+This file is the specification of the Triton kernels and the backend on machines without a GPU. It
+may call whatever PyTorch has; the kernel files may not. Layout and names of dimensions are those of
+`triton_kernels.__init__`: activations are contiguous [N, H, W, C].
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..noise.philox import DROPOUT, FLIP, NOISE, REVERSE, TIMESTEP
+
+ACTIVATION_FUNCTIONS = {
+    "identity": lambda x: x,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "mish": F.mish,
+}
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+def conv2d(
+    x: Tensor,  # [N, H, W, CI]
+    weight: Tensor,  # [CO, CI, R, S], channels_last in memory
+    bias: Tensor | None = None,  # [CO]
+    *,
+    stride: int = 1,
+    padding: int | tuple[int, int] | None = None,  # None: (R // 2, S // 2)
+    allow_tf32: bool = False,  # here a global setting of PyTorch decides
+) -> Tensor:  # [N, P, Q, CO], dtype of x
+    """Cross-correlation in x.dtype with float32 accumulation; gradients come in their tensor's
+    dtype."""
+    if padding is None:
+        padding = (weight.shape[2] // 2, weight.shape[3] // 2)
+    bias = None if bias is None else bias.to(x.dtype)
+    y = F.conv2d(_nchw(x), weight.to(x.dtype), bias, stride, padding)
+    return _nhwc(y)
+
+
+def group_norm(
+    x: Tensor,  # [N, H, W, C], or [N, H, W, C1] with x2
+    num_groups: int,
+    weight: Tensor | None = None,  # [C]
+    bias: Tensor | None = None,  # [C]
+    *,
+    eps: float = 1e-5,
+    activation: str = "identity",
+    scale: Tensor | None = None,  # [N, C]
+    shift: Tensor | None = None,  # [N, C]
+    x2: Tensor | None = None,  # [N, H, W, C2]; C is then C1 + C2
+) -> Tensor:  # [N, H, W, C], dtype of x
+    """act((norm(x) * weight + bias) * (1 + scale) + shift); statistics and arithmetic in float32
+    (float64 for float64 input). With `x2` the norm of torch.cat((x, x2), dim=-1)."""
+    x = x if x2 is None else torch.cat((x, x2), dim=-1)
+    dtype = x.dtype if x.dtype == torch.float64 else torch.float32
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias)  # F.group_norm has no backward for a bias alone
+    params = [None if p is None else p.to(dtype) for p in (weight, bias)]
+    # PyTorch's backward on a CPU crashes (2.13) if weight or bias needs a gradient and a
+    # channels_last x does not: then the affine map is an operation of its own
+    apart = not x.requires_grad and any(p is not None and p.requires_grad for p in params)
+    affine = (None, None) if apart else params
+    # not F.group_norm, which refuses groups of a single number in a batch of one
+    z = _nhwc(torch.group_norm(_nchw(x.to(dtype)), num_groups, *affine, eps))
+    if apart:
+        z = z * params[0] if params[1] is None else z * params[0] + params[1]
+    if scale is not None:
+        z = z * (1 + scale.to(dtype)[:, None, None, :])
+    if shift is not None:
+        z = z + shift.to(dtype)[:, None, None, :]
+    return ACTIVATION_FUNCTIONS[activation](z).to(x.dtype)
+
+
+def attention(
+    qkv: Tensor,  # [N, T, 3C]
+    num_heads: int,
+    *,
+    order: str = "qkv_heads",
+    allow_tf32: bool = False,
+) -> Tensor:  # [N, T, C], heads outermost in C
+    """softmax(q k^T / sqrt(d)) v per head, d = C // num_heads.
+
+    `order` says how the 3C channels are packed: "qkv_heads" is [3, heads, d] (guided-diffusion's
+    new order, unet.cu), "heads_qkv" is [heads, 3, d] (its legacy order).
+    """
+    n, t, c3 = qkv.shape
+    d = c3 // 3 // num_heads
+    if order == "qkv_heads":
+        q, k, v = qkv.view(n, t, 3, num_heads, d).permute(2, 0, 3, 1, 4)
+    else:
+        q, k, v = qkv.view(n, t, num_heads, 3, d).permute(3, 0, 2, 1, 4)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, c3 // 3)
+
+
+def avg_pool2d(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, H // 2, W // 2, C]
+    """Mean over 2x2 windows; an odd last row or column is dropped."""
+    return _nhwc(F.avg_pool2d(_nchw(x), 2))
+
+
+def upsample_nearest2d(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, 2H, 2W, C]
+    """Each pixel becomes a 2x2 block."""
+    return _nhwc(F.interpolate(_nchw(x), scale_factor=2, mode="nearest"))
+
+
+def dropout(
+    x: Tensor,  # [N, H, W, C]
+    p: float,
+    rng: Tensor,  # int64 [2]: seed, step
+    *,
+    layer: int,
+    first: int = 0,
+) -> Tensor:
+    """x / (1 - p) where a uniform draw is >= p, else 0. Keyed by (seed, step, first + n, layer)."""
+    elements = math.prod(x.shape[1:])
+    words = random_words(rng, x.shape[0], elements, DROPOUT | layer << 8, first=first)
+    keep = _uniform(words).view(x.shape) >= p
+    return torch.where(keep, x * (1 / (1 - p)), 0)
+
+
+# --- random draws ---------------------------------------------------------------------------------
+
+
+def random_words(
+    rng: Tensor, samples: int, elements: int, stream: int, *, first: int = 0
+) -> Tensor:
+    """The Philox words of `philox.py` as int64 in [0, 2^32): [samples, elements]."""
+    seed, step = rng.unbind()
+    mask = 0xFFFFFFFF
+    quads = (elements + 3) // 4
+    c0 = torch.arange(quads, device=rng.device).expand(samples, quads)
+    c1 = (torch.arange(samples, device=rng.device) + first)[:, None].expand(samples, quads) & mask
+    c2 = (step & mask).expand(samples, quads)
+    c3 = torch.full_like(c0, stream)
+    k0, k1 = seed & mask, (seed >> 32) & mask
+    for _ in range(10):
+        # int64 products wrap, which leaves both 32-bit halves of the unsigned product in place
+        p0, p2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0 = ((p2 >> 32) & mask) ^ c1 ^ k0
+        c2 = ((p0 >> 32) & mask) ^ c3 ^ k1
+        c1, c3 = p2 & mask, p0 & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return torch.stack((c0, c1, c2, c3), dim=-1).view(samples, quads * 4)[:, :elements]
+
+
+def normal(
+    shape: tuple[int, ...],  # [N, ...]; elements are counted in this order
+    rng: Tensor,  # int64 [2]: seed, step
+    *,
+    stream: int = NOISE,
+    first: int = 0,
+) -> Tensor:  # float32
+    """Standard normal noise; sample n is keyed by (seed, step, first + n, stream) alone."""
+    n, elements = shape[0], math.prod(shape[1:])
+    words = random_words(rng, n, (elements + 3) // 4 * 4, stream, first=first)
+    even = ((words[:, ::2] >> 8) + 1).float() * 2.0**-24
+    odd = (words[:, 1::2] >> 8).float() * 2.0**-24
+    r, angle = torch.sqrt(-2 * torch.log(even)), odd * (2 * math.pi)
+    z = torch.stack((r * torch.cos(angle), r * torch.sin(angle)), dim=-1)
+    return z.flatten(1)[:, :elements].reshape(shape).contiguous()
+
+
+def draw_timesteps(rng: Tensor, n: int, num_timesteps: int, *, first: int = 0) -> Tensor:
+    """Uniform timesteps in [0, num_timesteps), int64 [N]: (word * num_timesteps) >> 32."""
+    return (random_words(rng, n, 1, TIMESTEP, first=first)[:, 0] * num_timesteps) >> 32
+
+
+def draw_flips(rng: Tensor, n: int, *, first: int = 0) -> Tensor:
+    """Fair coins, bool [N]: the top bit of a word."""
+    return random_words(rng, n, 1, FLIP, first=first)[:, 0] >= 2**31
+
+
+# --- diffusion ------------------------------------------------------------------------------------
+
+
+def gather_images(
+    images: Tensor,  # uint8 or float32 [M, H, W, C]
+    index: Tensor | None = None,  # int64 [N]; None: all of them, in order
+    flip: Tensor | None = None,  # bool [N]
+) -> Tensor:  # float32 [N, H, W, C]; uint8 is mapped to x / 127.5 - 1
+    """The clean batch x_0."""
+    x0 = images if index is None else images[index]
+    x0 = x0.float() / 127.5 - 1 if x0.dtype == torch.uint8 else x0
+    return x0 if flip is None else torch.where(flip[:, None, None, None], x0.flip(2), x0)
+
+
+def q_sample(
+    images: Tensor,  # uint8 or float32 [M, H, W, C]
+    t: Tensor,  # int64 [N]
+    table: Tensor,  # float32 [T, 2]: sqrt(alpha_bar), sqrt(1 - alpha_bar)
+    rng: Tensor,  # int64 [2]: seed, step
+    *,
+    first: int = 0,
+    index: Tensor | None = None,  # int64 [N]
+    flip: Tensor | None = None,  # bool [N]
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # [N, H, W, C], dtype
+    """x_t = sqrt(alpha_bar_t) x_0 + sqrt(1 - alpha_bar_t) epsilon (Ho et al. 2020, eq. 4)."""
+    x0 = gather_images(images, index, flip)
+    a, s = table[t].view(-1, 2, 1, 1, 1).unbind(1)
+    return (a * x0 + s * normal(x0.shape, rng, first=first)).to(dtype)
+
+
+def denoise_loss(
+    output: Tensor,  # [N, H, W, C] or, with a learned variance, [N, H, W, 2C]
+    images: Tensor,  # uint8 or float32 [M, H, W, C]
+    t: Tensor,  # int64 [N]
+    table: Tensor,  # float32 [T, 2]: sqrt(alpha_bar), sqrt(1 - alpha_bar)
+    rng: Tensor,  # int64 [2]: seed, step
+    *,
+    first: int = 0,
+    index: Tensor | None = None,  # int64 [N]
+    flip: Tensor | None = None,  # bool [N]
+    prediction: str = "epsilon",
+) -> Tensor:  # float32 [N]
+    """Mean squared error per sample of the first C channels against epsilon, x_0 ("sample") or
+    v = sqrt(alpha_bar) epsilon - sqrt(1 - alpha_bar) x_0 ("v_prediction"; Salimans and Ho 2022),
+    with the noise of `q_sample` drawn again from its counter. The gradient reaches `output`
+    alone."""
+    if prediction not in ("epsilon", "sample", "v_prediction"):
+        raise ValueError(f"prediction is {prediction!r}; expected epsilon, sample, v_prediction")
+    x0 = gather_images(images, index, flip)
+    a, s = table[t].view(-1, 2, 1, 1, 1).unbind(1)
+    if prediction == "sample":
+        target = x0
+    else:
+        noise = normal(x0.shape, rng, first=first)
+        target = noise if prediction == "epsilon" else a * noise - s * x0
+    return (output[..., : x0.shape[-1]].float() - target).square().mean(dim=(1, 2, 3))
+
+
+def denoise_step(
+    x: Tensor,  # [N, H, W, C] x_t
+    output: Tensor,  # [N, H, W, C or 2C] what the network says
+    table: Tensor,  # float32 [K, 8], a row a step of the reverse process; columns below
+    row: Tensor,  # int64 [1], on the device
+    rng: Tensor,  # int64 [2]: seed, step (the noise of row k is keyed by step = rng[1] + k)
+    *,
+    first: int | Tensor = 0,  # the number of sample 0, or int64 [1] on the device
+    clip: float | None = 1.0,
+    memory: Tensor | None = None,  # float32 [N, H, W, C], overwritten with x0
+) -> Tensor:  # float32 [N, H, W, C] x_(t-1)
+    """One step of the reverse process in its general linear form:
+
+        x0     = clip(a x + b output)
+        x_prev = c x0 + d x + e output + sigma z
+
+    The columns of `table` are a, b, c, d, e, sigma, log_min, log_max. If `output` has 2C channels,
+    its second half v sets the deviation (Nichol and Dhariwal 2021, eq. 15):
+    sigma' = sigma exp((f log_max + (1 - f) log_min) / 2), f = (v + 1) / 2.
+    With `memory`, for solvers of second order, e multiplies what it holds instead of `output`: the
+    x0 of the step before. Epsilon, x_0 and v prediction, DDPM and DDIM differ in the constants only
+    (`diffusion.sampling.sampler`).
+    """
+    c = x.shape[-1]
+    a, b, c0, d, e, sigma, log_min, log_max = table.index_select(0, row)[0].unbind()
+    dtype = torch.promote_types(x.dtype, torch.float32)  # float64 is for tests
+    x, output = x.to(dtype), output.to(dtype)
+    out = output[..., :c]
+    x0 = a * x + b * out
+    if clip is not None:
+        x0 = x0.clamp(-clip, clip)
+    if output.shape[-1] == 2 * c:
+        f = (output[..., c:] + 1) / 2
+        sigma = sigma * torch.exp(0.5 * (f * log_max + (1 - f) * log_min))
+    step_rng = torch.stack((rng[0], rng[1] + row[0]))
+    z = normal(x.shape, step_rng, stream=REVERSE, first=first).to(dtype)
+    other = out if memory is None else memory.clone()
+    if memory is not None:
+        memory.copy_(x0)
+    return c0 * x0 + d * x + e * other + sigma * z
+
+
+# --- optimizer ------------------------------------------------------------------------------------
+
+
+def grad_norm(grad: Tensor) -> Tensor:  # float32 [P] -> float32 [1]
+    """Euclidean norm of the flat gradient."""
+    return grad.norm().view(1)
+
+
+def adamw_step(
+    param: Tensor,  # float32 [P], updated in place
+    grad: Tensor,  # float32 [P]
+    exp_avg: Tensor,  # float32 [P], in place
+    exp_avg_sq: Tensor,  # float32 [P], in place
+    ema: Tensor,  # float32 [P], in place
+    norm: Tensor,  # float32 [1], of the whole gradient
+    hyper: Tensor,  # float64 [9]: lr, beta1, beta2, eps, weight_decay, bias_correction1,
+    #                 bias_correction2, ema_decay, max_norm (0: no clipping)
+    skipped: Tensor,  # int32 [1], counts the steps left out, in place
+    shadow: Tensor | None = None,  # bfloat16 or float16 [P], gets the new param
+) -> None:
+    """Clip, AdamW (Loshchilov and Hutter 2019) and EMA over all parameters at once. If `norm` is
+    not finite nothing is touched but the count."""
+    dtype = param.dtype
+    lr, _, beta2, eps, weight_decay = hyper[:5].to(dtype).unbind()
+    correction1, correction2, _, max_norm = hyper[5:].to(dtype).unbind()
+    rises = (1 - hyper).to(dtype)  # 1 - 0.999 in float32 is off by 1e-5 of itself
+    rise1, rise2, ema_rise = rises[1], rises[2], rises[7]
+    finite = torch.isfinite(norm)
+    clip = torch.where(max_norm > 0, (max_norm / (norm + 1e-6)).clamp(max=1), 1)
+    grad = grad * clip
+    new_avg = exp_avg.lerp(grad, rise1)
+    new_avg_sq = exp_avg_sq * beta2 + grad * grad * rise2
+    denominator = new_avg_sq.sqrt() / correction2.sqrt() + eps
+    new_param = param * (1 - lr * weight_decay) - lr / correction1 * (new_avg / denominator)
+    new_ema = ema.lerp(new_param, ema_rise)
+    for old, new in (
+        (exp_avg, new_avg),
+        (exp_avg_sq, new_avg_sq),
+        (param, new_param),
+        (ema, new_ema),
+    ):
+        old.copy_(torch.where(finite, new, old))
+    if shadow is not None:
+        shadow.copy_(torch.where(finite, new_param, shadow))
+    skipped += ~finite
+
+
+# --- layout ---------------------------------------------------------------------------------------
+
+
+def _nchw(x: Tensor) -> Tensor:
+    return x.permute(0, 3, 1, 2)
+
+
+def _nhwc(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1).contiguous()
+
+
+def _uniform(words: Tensor) -> Tensor:
+    return (words >> 8).float() * 2.0**-24

@@ -1,0 +1,160 @@
+"""The kernels of the planned network in plain PyTorch, under the same names and signatures.
+
+This is what `fused` means: a test holds each kernel against it, and on it the plan of
+`diffusion.plan.unet` runs on a machine without a GPU. Any floating-point dtype.
+
+    partials   [N, K, 2, C]  sums over each of the K pixel tiles of image n. Forward: (sum of x,
+               sum of (x - mean of the tile)^2). Backward: (sum of dz, sum of dz xhat)
+    table      [N, 4, C]     (mean, rstd, g, b): xhat = (x - mean) rstd, z = xhat g + b
+    coeff      [N, 3, C]     (p, q, r): dx = p dz + q x + r
+
+`conv`, `upsampled`, `norms`, `skip`, `resample`, `sums`, `inputs` and `attention` are what training
+and sampling are made of; `parts`, `one_launch_norms` and `conv_and_norm` are of sampling alone.
+"""
+
+from ...conv.conv_norm import NextNorm
+from .attention import (
+    attention_backward,
+    attention_few,
+    attention_forward,
+    norm_attention,
+    qkv_attention,
+    serves_norm_attention,
+    serves_qkv_attention,
+)
+from .conv import (
+    conv_down,
+    conv_down_input_grad,
+    conv_few,
+    conv_forward,
+    conv_input_grad,
+    conv_plain_input_grad,
+    conv_two_weight_grads,
+    conv_weight_grad,
+    conv_weight_grads,
+)
+from .conv_and_norm import (
+    conv_means,
+    conv_meeting,
+    conv_norm,
+    linear_norm_few,
+    meets,
+    norm_conv,
+    norm_conv_of_two,
+    norm_linear_few,
+    norms_in_conv,
+    postpones,
+    serves_conv_means,
+    serves_linear_norm,
+    serves_norm_conv,
+    serves_norm_conv_of_two,
+    serves_norm_linear,
+    serves_small_terms,
+)
+from .inputs import begin_step, pad_channels, sinusoids
+from .norms import (
+    activation_grad,
+    apply,
+    apply_upsampled,
+    norm_apply,
+    norm_apply_upsampled,
+    norm_backward,
+    norm_dx,
+    norm_grad_table,
+    norm_table,
+    tensor_partials,
+)
+from .one_launch_norms import (
+    norm_of_sums,
+    norm_of_sums_pays,
+    norm_of_sums_upsampled,
+    norm_whole,
+    norm_whole_supported,
+)
+from .parts import conv_split, resample_parts, sum_parts, worth_splitting
+from .resample import avg_pool, avg_pool_grad, avg_pool_partials, upsample, upsample_grad
+from .skip import skip_backward, skip_dx
+from .sums import RowSums, bias_grad, linear_grads, tensor_rows
+from .upsampled import (
+    conv_of_upsampled,
+    conv_of_upsampled_input_grad,
+    conv_upsampled,
+    conv_upsampled_input_grad,
+    serves_upsampled,
+    upsampled_filters,
+)
+
+__all__ = [
+    "NextNorm",
+    "RowSums",
+    "activation_grad",
+    "apply",
+    "apply_upsampled",
+    "attention_backward",
+    "attention_few",
+    "attention_forward",
+    "avg_pool",
+    "avg_pool_grad",
+    "avg_pool_partials",
+    "begin_step",
+    "bias_grad",
+    "conv_down",
+    "conv_down_input_grad",
+    "conv_few",
+    "conv_forward",
+    "conv_input_grad",
+    "conv_means",
+    "conv_meeting",
+    "conv_norm",
+    "conv_of_upsampled",
+    "conv_of_upsampled_input_grad",
+    "conv_plain_input_grad",
+    "conv_split",
+    "conv_two_weight_grads",
+    "conv_upsampled",
+    "conv_upsampled_input_grad",
+    "conv_weight_grad",
+    "conv_weight_grads",
+    "linear_grads",
+    "linear_norm_few",
+    "meets",
+    "norm_apply",
+    "norm_apply_upsampled",
+    "norm_attention",
+    "norm_backward",
+    "norm_conv",
+    "norm_conv_of_two",
+    "norm_dx",
+    "norm_grad_table",
+    "norm_linear_few",
+    "norm_of_sums",
+    "norm_of_sums_pays",
+    "norm_of_sums_upsampled",
+    "norm_table",
+    "norm_whole",
+    "norm_whole_supported",
+    "norms_in_conv",
+    "pad_channels",
+    "postpones",
+    "qkv_attention",
+    "resample_parts",
+    "serves_conv_means",
+    "serves_linear_norm",
+    "serves_norm_attention",
+    "serves_norm_conv",
+    "serves_norm_conv_of_two",
+    "serves_norm_linear",
+    "serves_qkv_attention",
+    "serves_small_terms",
+    "serves_upsampled",
+    "sinusoids",
+    "skip_backward",
+    "skip_dx",
+    "sum_parts",
+    "tensor_partials",
+    "tensor_rows",
+    "upsample",
+    "upsample_grad",
+    "upsampled_filters",
+    "worth_splitting",
+]

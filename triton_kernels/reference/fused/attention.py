@@ -1,0 +1,50 @@
+"""Attention and its gradient; for sampling with the projection and the norm in front of it."""
+
+import torch
+
+from ... import reference
+from .one_launch_norms import norm_of_sums
+
+
+def attention_forward(qkv, num_heads, order):
+    """(o, what backward needs) of `reference.fused.attention`."""
+    return reference.attention(qkv, num_heads, order=order), None
+
+
+def attention_few(qkv, num_heads, order):
+    """The first of these alone."""
+    return reference.attention(qkv, num_heads, order=order)
+
+
+def attention_backward(do, qkv, o, state, num_heads, order, sums):
+    """(dqkv, rows [rows, 3C] whose sum is that of it over samples and positions)"""
+    with torch.enable_grad():
+        qkv = qkv.detach().requires_grad_()
+        o = reference.attention(qkv, num_heads, order=order)
+    dqkv = torch.autograd.grad(o, qkv, do)[0]
+    return dqkv, dqkv.sum(1)
+
+
+def serves_qkv_attention(x, num_heads):
+    """Whether a GPU would rather have both in one launch; here few positions are."""
+    return x.shape[1] <= 40
+
+
+def qkv_attention(x, weight, bias, num_heads, order):
+    """`attention_few` of x weight^T + bias."""
+    return attention_few(x @ weight.T + bias, num_heads, order)
+
+
+def serves_norm_attention(x, num_heads, norm):
+    """Whether a GPU would rather have all three in one launch; here of an odd number of images."""
+    return len(x) % 2 == 1
+
+
+def norm_attention(x, norm, weight, bias, num_heads, order):
+    """`attention_few` of norm(x) weight^T + bias, by partials, pixels and a norm's arguments; or of
+    x weight^T + bias"""
+    if norm is not None:
+        partials, pixels, *rest = norm
+        sums = (partials,), (pixels,)
+        x = norm_of_sums(x[:, None], None, *sums, *rest, "identity")[:, 0]
+    return qkv_attention(x, weight, bias, num_heads, order)

@@ -1,0 +1,223 @@
+"""The norms of the planned network: from partial sums to tables, the passes over memory, and their
+gradients."""
+
+import torch
+from torch import Tensor
+
+from ... import reference
+from .. import ACTIVATION_FUNCTIONS
+
+
+def put(out: Tensor, value: Tensor, accumulate: bool) -> None:
+    """out = value, or out + value."""
+    out.copy_(out + value if accumulate else value)
+
+
+def over_pixels(v: Tensor) -> Tensor:
+    """[N, C] as [N, 1, 1, C]."""
+    return v[:, None, None, :]
+
+
+def drop(a, mask):
+    """Dropout, if there is a mask."""
+    if mask is None:
+        return a
+    return reference.dropout(a, mask.p, mask.rng, layer=mask.layer, first=mask.first)
+
+
+def tensor_partials(x, programs=1):
+    """Forward partials of a tensor, with one tile an image."""
+    mean = x.mean((1, 2), keepdim=True)
+    return torch.stack((x.sum((1, 2)), (x - mean).square().sum((1, 2))), dim=1)[:, None]
+
+
+def norm_table(partials, pixels, num_groups, weight, bias, eps, scale=None, shift=None):
+    """The table of a GroupNorm over the concatenation of 1 or 2 tensors, each described by its
+    partials over so many pixels: g = weight (1 + scale), b = bias (1 + scale) + shift."""
+    means, variances = [], []
+    for part, count in zip(partials, pixels, strict=True):
+        tile = count / part.shape[1]
+        sums, squares = part.unbind(2)  # [N, K, C]
+        mean = sums.sum(1) / count
+        between = (tile * (sums / tile - mean[:, None]).square()).sum(1)
+        means.append(mean)
+        variances.append((squares.sum(1) + between) / count)
+    mean, variance = torch.cat(means, 1), torch.cat(variances, 1)  # [N, C]
+    n, c = mean.shape
+    mean_g = mean.view(n, num_groups, -1).mean(2, keepdim=True)
+    spread = (mean.view(n, num_groups, -1) - mean_g).square() + variance.view(n, num_groups, -1)
+    rstd_g = torch.rsqrt(spread.mean(2, keepdim=True) + eps)
+    width = c // num_groups
+    columns = [v.expand(n, num_groups, width).reshape(n, c) for v in (mean_g, rstd_g)]
+    gain = 1 if scale is None else 1 + scale
+    columns += [(v * gain).to(mean.dtype).expand(n, c) for v in (weight, bias)]
+    if shift is not None:
+        columns[3] = columns[3] + shift
+    return torch.stack(columns, dim=1)
+
+
+def apply(x1, x2, table, activation, *, mask=None, early=False):
+    """act(z) of the norm of x1, or of the concatenation of x1 and x2; and dropout, if there is a
+    mask."""
+    x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
+    mean, rstd, g, b = table.to(x.dtype).unbind(1)
+    a = ACTIVATION_FUNCTIONS[activation](
+        (x - over_pixels(mean)) * over_pixels(rstd * g) + over_pixels(b)
+    )
+    return drop(a, mask)
+
+
+def apply_upsampled(x1, x2, table, activation, *, corners=False, keep=True, early=False):
+    """`apply` of x1 with 2x2 blocks for its pixels; and these, to `keep`. With `corners` the first
+    of these four pixels counts alone, as far as x1 goes."""
+    large = reference.upsample_nearest2d(x1)
+    a = apply(large, x2, table, activation)
+    if corners:
+        rest = torch.ones(a.shape[1:], dtype=torch.bool, device=a.device)
+        rest[::2, ::2], rest[..., x1.shape[3] :] = False, False
+        a = a.masked_fill(rest, torch.nan)
+    return a, large if keep else None
+
+
+def norm_grad_table(
+    partials,
+    table,
+    pixels,
+    num_groups,
+    grad_weight_out,
+    grad_bias_out,
+    *,
+    accumulate=False,
+    input_partials=None,
+    emb_grad_out=None,
+    bias_grad_out=None,
+    weight=None,
+    bias=None,
+    scale=None,
+    grad_scale_out=None,
+    grad_shift_out=None,
+    sums=None,
+):
+    """coeff of the norm's backward, and the gradients of its weight and bias, and of scale and
+    shift [N, C] if it has them, for which it needs weight and bias. With the partials of
+    its one input it also gives `emb_grad_out` [N, C], the sum of dx over pixels, which is the
+    gradient of what was added to the input per (n, c), and `bias_grad_out` [C], its sum over n."""
+    d, e = partials.sum(1).unbind(1)  # [N, C]
+    mean, rstd, g, _ = table.unbind(1)
+    n, c = d.shape
+    count = pixels * (c // num_groups)
+
+    def group_mean(v):
+        sums = v.view(n, num_groups, -1).sum(2, keepdim=True) / count
+        return sums.expand(n, num_groups, c // num_groups).reshape(n, c)
+
+    m1, m2 = group_mean(g * d), group_mean(g * e)
+    p, q, r = rstd * g, -rstd.square() * m2, rstd.square() * m2 * mean - rstd * m1
+    gain = 1 if scale is None else 1 + scale
+    put(grad_weight_out, (gain * e).sum(0), accumulate)
+    put(grad_bias_out, (gain * d).sum(0), accumulate)
+    if scale is not None:
+        grad_scale_out.copy_(weight * e + bias * d)
+        grad_shift_out.copy_(d)
+    if input_partials is not None:
+        sums = p * d + q * input_partials[:, :, 0].sum(1) + r * pixels
+        if emb_grad_out is not None:
+            emb_grad_out.copy_(sums)
+        if bias_grad_out is not None:
+            put(bias_grad_out, sums.sum(0), accumulate)
+    return torch.stack((p, q, r), dim=1)
+
+
+def norm_dx(
+    dz,
+    x1,
+    x2,
+    coeff,
+    *,
+    add1=None,
+    add1_second=None,
+    add2=None,
+    sums=None,
+    upsample1=False,
+    out=None,
+):
+    """(dx1, dx2 or None, rows whose sum is that of dx1 over samples and pixels, or None). With
+    `upsample1` x1 is what was upsampled to make the first half, and dx1 its gradient. dx1 goes to
+    `out`, which may be dz if there is no x2."""
+    small, x1 = x1, reference.upsample_nearest2d(x1) if upsample1 else x1
+    x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
+    p, q, r = coeff.unbind(1)
+    dx = over_pixels(p) * dz + over_pixels(q) * x + over_pixels(r)
+    dx1, dx2 = dx, None
+    if x2 is not None:
+        dx1, dx2 = (half.contiguous() for half in dx.split([x1.shape[3], x2.shape[3]], dim=3))
+        dx2 = dx2 if add2 is None else dx2 + add2
+    for more in (add1, add1_second):
+        dx1 = dx1 if more is None else dx1 + more
+    if upsample1:
+        dx1 = reference.avg_pool2d(dx1) * 4
+        assert dx1.shape == small.shape
+    dx1 = dx1 if out is None else out.copy_(dx1)
+    return dx1, dx2, None if sums is None else dx1.sum((1, 2))
+
+
+def norm_apply(
+    x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, *, mask=None, **film
+):
+    """(`apply` of the table that `norm_table` makes of the rest, the table), where `film` is scale
+    and shift."""
+    table = norm_table(partials, pixels, num_groups, weight, bias, eps, **film)
+    return apply(x1, x2, table, activation, mask=mask), table
+
+
+def norm_apply_upsampled(
+    x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, **film
+):
+    """`norm_apply` of x1 with 2x2 blocks for its pixels, where the table is followed by that of x2
+    alone; and these."""
+    large = reference.upsample_nearest2d(x1)
+    norm = partials, pixels, num_groups, weight, bias, eps
+    a, table = norm_apply(large, x2, *norm, activation, **film)
+    return a, (table, table[..., x1.shape[3] :].contiguous()), large
+
+
+def norm_backward(
+    dz,
+    x,
+    partials,
+    table,
+    num_groups,
+    grad_weight_out,
+    grad_bias_out,
+    *,
+    sums,
+    add1=None,
+    add1_second=None,
+    rows=True,
+    upsample1=False,
+    out=None,
+    **outputs,
+):
+    """(dx, its rows or None) of `norm_dx` of one tensor, where `outputs` are those of
+    `norm_grad_table`, which makes the coefficients. The gradients are added to."""
+    pixels, grads = dz.shape[1] * dz.shape[2], (grad_weight_out, grad_bias_out)
+    outputs |= {"accumulate": True, "sums": sums}
+    coeff = norm_grad_table(partials, table, pixels, num_groups, *grads, **outputs)
+    adds = {"add1": add1, "add1_second": add1_second, "upsample1": upsample1, "out": out}
+    dx, _, rows = norm_dx(dz, x, None, coeff, sums=sums if rows else None, **adds)
+    return dx, rows
+
+
+def grad_partials(dz, xhat):
+    return torch.stack((dz.sum((1, 2)), (dz * xhat).sum((1, 2))), dim=1)[:, None]
+
+
+def activation_grad(da, x, table, activation):
+    """(dz, partials) of z in a = act(z), where z is the norm of x."""
+    mean, rstd, g, b = table.unbind(1)
+    xhat = (x - over_pixels(mean)) * over_pixels(rstd)
+    with torch.enable_grad():
+        z = (xhat * over_pixels(g) + over_pixels(b)).detach().requires_grad_()
+        a = ACTIVATION_FUNCTIONS[activation](z)
+    (dz,) = torch.autograd.grad(a, z, da)
+    return dz, grad_partials(dz, xhat)

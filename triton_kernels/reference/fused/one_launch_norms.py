@@ -1,0 +1,50 @@
+"""Norms of sampling that are one launch, statistics and all."""
+
+import torch
+
+from ... import reference
+from ...conv.plain.split_k import SplitConv
+from .norms import apply, norm_table
+from .parts import sum_parts
+from .resample import avg_pool, upsample
+
+
+def norm_whole_supported(channels, num_groups, pixels):
+    """Whether `norm_whole` may be asked; a kernel keeps a group in registers."""
+    return pixels * channels // num_groups <= 300
+
+
+def norm_whole(
+    x1, x2, num_groups, weight, bias, eps, activation, scale=None, shift=None, keep=True, pool=False
+):
+    """(act(norm(x)) of x1 beside x2, x1), where x1 may be a convolution in parts, and only kept if
+    somebody else reads it; with `pool` the 2x2 means of x1 stand for it."""
+    keep |= not isinstance(x1, SplitConv)
+    x1 = sum_parts(x1)[0] if isinstance(x1, SplitConv) else x1
+    x1 = avg_pool(x1) if pool else x1
+    x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
+    return (
+        reference.group_norm(
+            x, num_groups, weight, bias, eps=eps, activation=activation, scale=scale, shift=shift
+        ),
+        x1 if keep else None,
+    )
+
+
+def norm_of_sums_pays(elements):
+    """Whether to ask for `norm_of_sums`, or for a table and `apply`."""
+    return elements <= 20000
+
+
+def norm_of_sums(
+    x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, scale=None, shift=None
+):
+    """`apply` of the table of `norm_table`."""
+    table = norm_table(partials, pixels, num_groups, weight, bias, eps, scale, shift)
+    return apply(x1, x2, table, activation)
+
+
+def norm_of_sums_upsampled(x1, x2, *arguments, corners=False, keep=True, **options):
+    """`norm_of_sums` of x1 with 2x2 blocks for its pixels; and these, or None."""
+    large = upsample(x1)
+    return norm_of_sums(large, x2, *arguments, **options), large if keep else None

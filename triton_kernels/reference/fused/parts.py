@@ -1,0 +1,39 @@
+"""Convolutions of sampling that leave their sum in parts, and what adds these."""
+
+import torch
+
+from ... import reference
+from ...conv.plain.split_k import SplitConv
+from .norms import over_pixels, tensor_partials
+from .resample import avg_pool, upsample
+
+
+def conv_split(x, weight, *, extra=()):
+    """Parts [S, N, CO, H W] whose sum over S is conv(x) and the 1x1 convolutions of `extra`."""
+    n, h, w, _ = x.shape
+    main = reference.conv2d(x, weight)
+    parts = [main, *(other @ columns.T for other, columns in extra)]
+    return torch.stack([y.reshape(n, h * w, -1).mT for y in parts])
+
+
+def worth_splitting(x_shape, weight, device, extra=()):
+    """Whether a GPU would rather have the parts; here small images do."""
+    return x_shape[1] * x_shape[2] <= 24
+
+
+def sum_parts(split: SplitConv):
+    """(the convolution that was in parts; its partials, or None)"""
+    n, h, w, c = split.shape
+    y = split.parts.sum(0).mT.reshape(n, h, w, c)
+    for bias in (split.bias, split.extra_bias):
+        y = y if bias is None else y + bias
+    y = y if split.emb is None else y + over_pixels(split.emb)
+    y = y if split.residual is None else y + split.residual
+    y = y.to(split.dtype).contiguous()
+    return y, tensor_partials(y)
+
+
+def resample_parts(split: SplitConv, up: bool):
+    """(the convolution that was in parts; it upsampled or its 2x2 means; its partials, or None)"""
+    y, partials = sum_parts(split)
+    return y, upsample(y) if up else avg_pool(y), partials

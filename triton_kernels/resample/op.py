@@ -1,0 +1,252 @@
+"""Resampling by two over NHWC. F is the fine image, K the coarse one of P rows and Q columns:
+
+    avg_pool2d          K[p, q] = (F[2p, 2q] + F[2p, 2q+1] + F[2p+1, 2q] + F[2p+1, 2q+1]) / 4
+    upsample_nearest2d  F[p, q] = K[p // 2, q // 2]
+
+Up to the factor of 1/4 each is the other's adjoint, so two kernels make both forward and backward:
+
+    gather   coarse = factor * sum of the four     pool forward (1/4), upsample backward (1)
+    spread   fine = factor * the coarse pixel      upsample forward (1), pool backward (1/4)
+
+An odd last row or column of F has no coarse pixel: pooling drops it, and its gradient is zero.
+A program handles BLOCK_Q by BLOCK_C of one coarse row; every element is read and written once.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..reductions.row_sums import RowSums
+from ..runtime.dependent_launch import await_inputs, overlapping
+from ..runtime.layout import check_nhwc
+from ..runtime.library import derivative, op
+
+_TILE = 2048  # coarse elements of a program: with four warps 16 a thread, loads of 16 bytes
+_NUM_WARPS = 4
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+
+@triton.jit
+def _gather_kernel(
+    fine_ptr,  # [N, H, W, C]
+    coarse_ptr,  # [N, H // 2, W // 2, C]
+    factor,
+    H,
+    W,
+    C,
+    P,
+    Q,
+    QB,
+    CB,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    await_inputs()
+    pid = tl.program_id(0)
+    offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
+    offs_q = pid // CB % QB * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    row = (pid // CB // QB).to(tl.int64)  # n * P + p
+    mask = (offs_q < Q)[:, None] & (offs_c < C)[None, :]
+
+    upper_ptr = fine_ptr + (row // P * H + row % P * 2) * W * C
+    lower_ptr = upper_ptr + W * C
+    offs = offs_q[:, None] * (2 * C) + offs_c[None, :]
+    acc = tl.load(upper_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    acc += tl.load(upper_ptr + offs + C, mask=mask, other=0.0).to(tl.float32)
+    acc += tl.load(lower_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    acc += tl.load(lower_ptr + offs + C, mask=mask, other=0.0).to(tl.float32)
+    coarse = (acc * factor).to(coarse_ptr.dtype.element_ty)
+    offs = offs_q[:, None] * C + offs_c[None, :]
+    tl.store(coarse_ptr + row * Q * C + offs, coarse, mask=mask)
+
+
+@triton.jit
+def _store_sum(fine_ptr, add_ptr, offs, value, mask):
+    """fine = value + add; returns that, with zeros outside of the mask."""
+    if add_ptr is not None:
+        value += tl.load(add_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(fine_ptr + offs, value.to(fine_ptr.dtype.element_ty), mask=mask)
+    return tl.where(mask, value, 0.0)
+
+
+@triton.jit
+def _spread_kernel(
+    coarse_ptr,  # [N, P, Q, C]
+    fine_ptr,  # [N, H, W, C]; H is 2P or 2P + 1, W is 2Q or 2Q + 1
+    add_ptr,  # as fine, or None
+    sums_ptr,  # float32 [N rows QB, C] or None: sums over the fine pixels of a program
+    factor,
+    H,
+    W,
+    C,
+    P,
+    Q,
+    QB,
+    CB,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    await_inputs()
+    pid = tl.program_id(0)
+    offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
+    offs_q = pid // CB % QB * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    row = (pid // CB // QB).to(tl.int64)
+    rows = (H + 1) // 2  # with the one beyond P that covers an odd last row
+    n, p = row // rows, row % rows
+    mask_c = (offs_c < C)[None, :]
+
+    coarse = tl.load(
+        coarse_ptr + (n * P + p) * Q * C + offs_q[:, None] * C + offs_c[None, :],
+        mask=(offs_q < Q)[:, None] & mask_c & (p < P),
+        other=0.0,
+    )
+    value = coarse.to(tl.float32) * factor
+    upper = (n * H + p * 2) * W * C
+    lower = upper + W * C
+    offs = offs_q[:, None] * (2 * C) + offs_c[None, :]
+    left = (2 * offs_q < W)[:, None] & mask_c
+    right = (2 * offs_q + 1 < W)[:, None] & mask_c
+    below = p * 2 + 1 < H
+    total = _store_sum(fine_ptr, add_ptr, upper + offs, value, left)
+    total += _store_sum(fine_ptr, add_ptr, upper + offs + C, value, right)
+    total += _store_sum(fine_ptr, add_ptr, lower + offs, value, left & below)
+    total += _store_sum(fine_ptr, add_ptr, lower + offs + C, value, right & below)
+    if sums_ptr is not None:
+        sums_ptr += (pid // CB).to(tl.int64) * C
+        tl.store(sums_ptr + offs_c, tl.sum(total, 0), mask=offs_c < C)
+
+
+class _Grid(NamedTuple):
+    """How many blocks make a coarse row, and their size."""
+
+    qb: int
+    cb: int
+    block_q: int
+    block_c: int
+
+
+def _cut(columns: int, c: int, tile: int = _TILE) -> _Grid:
+    block_c = min(triton.next_power_of_2(max(c, 1)), 256)
+    block_q = min(triton.next_power_of_2(max(columns, 1)), tile // block_c)
+    return _Grid(triton.cdiv(columns, block_q), triton.cdiv(c, block_c), block_q, block_c)
+
+
+def gather(fine: Tensor, factor: float) -> Tensor:  # [N, H, W, C] -> [N, H // 2, W // 2, C]
+    """factor * the sum over each 2x2 block."""
+    n, h, w, c = fine.shape
+    coarse = _empty((n, h // 2, w // 2, c), dtype=fine.dtype, device=fine.device)
+    grid = _cut(w // 2, c)
+    _gather_kernel[(n * (h // 2) * grid.qb * grid.cb,)](
+        fine, coarse, factor, h, w, c, h // 2, w // 2, *grid, num_warps=_NUM_WARPS,
+        **overlapping(fine.device, n * h * w),
+    )  # fmt: skip
+    return coarse
+
+
+def spread(coarse: Tensor, shape: tuple[int, ...], factor: float) -> Tensor:  # of that shape
+    """factor * the coarse pixel that each pixel lies in."""
+    return spread_add(coarse, shape, factor)[0]
+
+
+def spread_add(
+    coarse: Tensor,  # [N, P, Q, C]
+    shape: tuple[int, ...],  # (N, H, W, C)
+    factor: float,
+    add: Tensor | None = None,  # [N, H, W, C]
+    sums: RowSums | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """fine = factor * the coarse pixel + add, rounded once; and float32 [rows, C] in a place of
+    `sums`, whose sum over rows is that of `fine` over samples and pixels, or None."""
+    n, h, w, c = shape
+    fine = _empty(shape, dtype=coarse.dtype, device=coarse.device)
+    rows = (h + 1) // 2
+    grid = _cut((w + 1) // 2, c, _TILE if add is None else _TILE // 2)
+    partial = None
+    if sums is not None:
+        partial = sums.rows(n * rows * grid.qb, c)
+    _spread_kernel[(n * rows * grid.qb * grid.cb,)](
+        coarse, fine, add, partial, factor, h, w, c, h // 2, w // 2, *grid, num_warps=_NUM_WARPS,
+        **overlapping(coarse.device, n * h * w),
+    )  # fmt: skip
+    return fine, partial
+
+
+# --- the ops -------------------------------------------------------------------------------------
+
+
+def _fake_coarse(fine):
+    n, h, w, c = fine.shape
+    return fine.new_empty((n, h // 2, w // 2, c))
+
+
+def _fake_fine(coarse):
+    n, p, q, c = coarse.shape
+    return coarse.new_empty((n, 2 * p, 2 * q, c))
+
+
+@op("avg_pool2d", _fake_coarse, differentiable=True)
+def _avg_pool2d(x: Tensor) -> Tensor:
+    return gather(x, 0.25)
+
+
+@op("avg_pool2d_backward", lambda dy, h, w: dy.new_empty((dy.shape[0], h, w, dy.shape[3])))
+def _avg_pool2d_backward(dy: Tensor, h: int, w: int) -> Tensor:
+    return spread(dy, (dy.shape[0], h, w, dy.shape[3]), 0.25)
+
+
+@op("upsample_nearest2d", _fake_fine, differentiable=True)
+def _upsample_nearest2d(x: Tensor) -> Tensor:
+    n, h, w, c = x.shape
+    return spread(x, (n, 2 * h, 2 * w, c), 1.0)
+
+
+@op("upsample_nearest2d_backward", _fake_coarse)
+def _upsample_nearest2d_backward(dy: Tensor) -> Tensor:
+    return gather(dy, 1.0)
+
+
+@derivative(of=_avg_pool2d)
+class _AvgPool2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.size = x.shape[1:3]
+        return _avg_pool2d.below_autograd(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _avg_pool2d_backward(dy.contiguous(), *ctx.size)  # dy may be an expanded gradient
+
+
+@derivative(of=_upsample_nearest2d)
+class _UpsampleNearest2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return _upsample_nearest2d.below_autograd(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _upsample_nearest2d_backward(dy.contiguous())  # dy may be an expanded gradient
+
+
+def avg_pool2d(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, H // 2, W // 2, C]
+    """Mean over 2x2 windows; an odd last row or column is dropped.
+
+    Raises ValueError for an image of less than two rows or columns, and for a wrong layout.
+    """
+    check_nhwc("x", x)
+    if min(x.shape[1:3]) < 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected at least 2 rows and 2 columns")
+    return _avg_pool2d(x)
+
+
+def upsample_nearest2d(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, 2H, 2W, C]
+    """Each pixel becomes a 2x2 block. Raises ValueError for a wrong layout."""
+    check_nhwc("x", x)
+    return _upsample_nearest2d(x)
