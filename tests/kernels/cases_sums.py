@@ -27,30 +27,30 @@ def _case(
 
 COMPILE_CASES = [
     _case(
-        "column_sum:_column_sum_kernel",
+        "reductions.column_sum:_column_sum_kernel",
         {"x_ptr": "*bf16", "out_ptr": "*fp32"} | ints("M", "C", "rows_per_split"),
         {"BLOCK_M": 128, "BLOCK_C": 64},
     ),
     _case(
-        "column_sum:_sum_partials_kernel",
+        "reductions.column_sum:_sum_partials_kernel",
         types("*fp32", "partial_ptr", "out_ptr") | ints("splits", "numel", "cols", "stride_out"),
         {"ACCUMULATE": True, "BLOCK_S": 16, "BLOCK": 128},
         ("numel", "cols", "stride_out"),
     ),
     _case(
-        "row_sums:_segment_sums_kernel",
+        "reductions.row_sums:_segment_sums_kernel",
         types("*fp32", "workspace_ptr", "grad_ptr") | {"table_ptr": "*i64"},
         {"BLOCK_M": 256, "BLOCK_C": 8},
         (),
     ),
     _case(
-        "fused.two_weight_grads:_sum_two_kernel",
+        "conv.wgrad_pair:_sum_two_kernel",
         types("*fp32", "partial_ptr", "out1_ptr", "out2_ptr") | ints("splits", "numel1", "numel2"),
         {"ACCUMULATE": True, "BLOCK_S": 16, "BLOCK": 128},
         ("numel1", "numel2"),
     ),
     _case(
-        "fused.weight_grads:_sum_group_kernel",
+        "conv.wgrad_group:_sum_group_kernel",
         types("*fp32", "part_ptr", *(f"out{i}_ptr" for i in range(1, 5)))
         | ints(*(f"{name}{i}" for name in ("CI", "CO", "stride") for i in range(1, 5)))
         | ints("programs", "tiles"),
@@ -58,18 +58,18 @@ COMPILE_CASES = [
         tuple(f"{name}{i}" for name in ("CI", "CO", "stride") for i in range(1, 5)),
     ),
     _case(
-        "fused.norm_table_kernels:norm_partials_kernel",
+        "norm.table_kernels:norm_partials_kernel",
         {"x_ptr": "*bf16", "partial_ptr": "*fp32"} | ints("pixels", "C", "CB"),
         {"TILES": 4, "BLOCK_P": 64, "BLOCK_C": 64},
         ("pixels", "C"),
     ),
     _case(
-        "fused.norm_table_kernels:norm_grad_sums_kernel",
+        "norm.table_kernels:norm_grad_sums_kernel",
         types("*fp32", "rows_ptr", "out0_ptr", "out1_ptr", "out2_ptr") | ints("N", "C"),
         {"ROWS": 3, "ACCUMULATE": True, "BLOCK_N": 128, "BLOCK_C": 16},
     ),
     _case(
-        "norm.stream_kernels:group_norm_finalize_kernel",
+        "norm.multi_pass_kernels:group_norm_finalize_kernel",
         types("*fp32", "partial_ptr", "mean_ptr", "rstd_ptr")
         | ints("HW", "C", "G", "GB")
         | {"eps": "fp32"},
@@ -77,7 +77,7 @@ COMPILE_CASES = [
         ("HW", "C", "G"),
     ),
     _case(
-        "norm.stream_kernels:group_norm_apply_kernel",
+        "norm.multi_pass_kernels:group_norm_apply_kernel",
         types("*bf16", "x1_ptr", "x2_ptr", "y_ptr")
         | types("*fp32", "mean_ptr", "rstd_ptr")
         | _PARAMS
@@ -86,7 +86,7 @@ COMPILE_CASES = [
         ("HW", "C1", "C"),
     ),
     _case(
-        "norm.stream_kernels:group_norm_bwd_finalize_kernel",
+        "norm.multi_pass_kernels:group_norm_bwd_finalize_kernel",
         types("*fp32", "partial_ptr", "weight_ptr", "m1_ptr", "m2_ptr")
         | {"scale_ptr": "*bf16"}
         | ints("stride_scale", "HW", "C", "G", "GB"),
@@ -94,21 +94,21 @@ COMPILE_CASES = [
         ("HW", "C", "G"),
     ),
     _case(
-        "resample:_gather_kernel",
+        "resample.op:_gather_kernel",
         types("*bf16", "fine_ptr", "coarse_ptr")
         | {"factor": "fp32"}
         | ints("H", "W", "C", "P", "Q", "QB", "CB"),
         {"BLOCK_Q": 32, "BLOCK_C": 64},
     ),
     _case(
-        "resample:_spread_kernel",
+        "resample.op:_spread_kernel",
         types("*bf16", "coarse_ptr", "fine_ptr", "add_ptr")
         | {"sums_ptr": "*fp32", "factor": "fp32"}
         | ints("H", "W", "C", "P", "Q", "QB", "CB"),
         {"BLOCK_Q": 16, "BLOCK_C": 64},
     ),
     _case(
-        "dropout:_dropout_kernel",
+        "noise.dropout:_dropout_kernel",
         types("*bf16", "x_ptr", "y_ptr")
         | {"rng_ptr": "*i64"}
         | ints("first", "stream", "elements", "chunks")

@@ -21,7 +21,8 @@ def settle_cache_keys() -> None:
     takes a fifth of a second; the interpreter compiles nothing."""
     if triton.knobs.runtime.interpret:
         return
-    modules = [m for name, m in sys.modules.items() if name.split(".")[0] == __package__]
+    ours = __package__.split(".")[0]
+    modules = [m for name, m in sys.modules.items() if name.split(".")[0] == ours]
     for module in modules:
         for function in vars(module).values():
             settle_cache_key(function)
