@@ -63,12 +63,15 @@ def group_norm(
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # F.group_norm has no backward for a bias alone
     params = [None if p is None else p.to(dtype) for p in (weight, bias)]
+    x_nchw = _nchw(_near_zero(x.to(dtype), num_groups))
     # PyTorch's backward on a CPU crashes (2.13) if weight or bias needs a gradient and a
-    # channels_last x does not: then the affine map is an operation of its own
-    apart = not x.requires_grad and any(p is not None and p.requires_grad for p in params)
+    # channels_last x does not, and says NaN for that of weight where there are no pixels: then the
+    # affine map is an operation of its own
+    trained = any(p is not None and p.requires_grad for p in params)
+    apart = trained and (not x.requires_grad or 0 in x.shape[1:3])
     affine = (None, None) if apart else params
     # not F.group_norm, which refuses groups of a single number in a batch of one
-    z = _nhwc(torch.group_norm(_nchw(x.to(dtype)), num_groups, *affine, eps))
+    z = _nhwc(torch.group_norm(x_nchw, num_groups, *affine, eps))
     if apart:
         z = z * params[0] if params[1] is None else z * params[0] + params[1]
     if scale is not None:
@@ -76,6 +79,18 @@ def group_norm(
     if shift is not None:
         z = z + shift.to(dtype)[:, None, None, :]
     return ACTIVATION_FUNCTIONS[activation](z).to(x.dtype)
+
+
+def _near_zero(x: Tensor, num_groups: int) -> Tensor:  # [N, H, W, C]
+    """On a CPU x minus about the mean of its group, a constant that changes neither the norm nor
+    its gradients: PyTorch's kernel for channels_last tensors computes a variance as E[x^2] - E[x]^2
+    and loses as many digits as the mean is larger than the deviation. Its GPU kernels do not."""
+    if x.device.type != "cpu":
+        return x
+    n, _, _, c = x.shape
+    width = c // num_groups
+    mean = x.detach().mean((1, 2)).view(n, num_groups, width).mean(2)
+    return x - mean.repeat_interleave(width, 1)[:, None, None, :]
 
 
 def attention(
