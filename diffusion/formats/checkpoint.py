@@ -1,20 +1,27 @@
 """A checkpoint: a directory from which sampling and training go on. Nothing in it is unpickled.
 
     step_00003000/
-        model.safetensors        parameters, float32, in PyTorch's shapes, by the model's own names
-        ema.safetensors          their exponential moving average
-        ema_0.999.safetensors    further ones by their decays, if the run keeps any
-        optimizer.safetensors    exp_avg.NAME and exp_avg_sq.NAME
-        state.json               format, step, images seen, seed, data set
-        config.yaml              the whole configuration of the run
+        model.safetensors               parameters, float32, in PyTorch's shapes, by the model's
+                                        own names
+        ema.safetensors                 their exponential moving average
+        ema_0.999.safetensors           further ones by their decays, if the run keeps any
+        ema_sigma_rel_0.1.safetensors   one of a power function, if tools/average.py made it
+        optimizer.safetensors           exp_avg.NAME and exp_avg_sq.NAME
+        state.json                      format, step, images seen, seed, data set
+        config.yaml                     the whole configuration of the run
+        SHA256SUMS                      digests of the files above
 
 It is written aside, synced to the disk and renamed, so a directory of this name is always complete.
+Whatever reads a file holds it against its digest first. Format 1 had no digests.
 """
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +34,22 @@ from torch import Tensor
 
 from ..errors import ConfigError, writing
 from ..models.flat_parameters import FlatParameters
+from ..settings import shown
+from .checkpoint_folder import (
+    checkpoint_name,
+    latest_checkpoint,
+    list_checkpoints,
+    remove_checkpoint,
+    set_aside,
+    step_in_name,
+    writing_place,
+)
+from .digests import SUMS, check_files, file_digest, read_sums, sums_text
 
-FORMAT = 1
+Average = bool | float | str  # False: as trained; True: ema; a decay; "sigma_rel_0.1"
+
+FORMAT = 2
+_WITHOUT_SUMS = 1  # the format that had none
 _GROUPS = ("model", "diffusion", "train")  # of its configuration, which are read again
 _FILES = (
     "model.safetensors",
@@ -37,6 +58,8 @@ _FILES = (
     "state.json",
     "config.yaml",
 )
+# whole numbers in state.json and the least they can be
+_COUNTS = {"step": 0, "images": 0, "skipped_steps": 0, "seed": 0, "dataset_size": 1}
 
 
 def save_checkpoint(
@@ -49,22 +72,34 @@ def save_checkpoint(
     """Write folder/step_NNNNNNNN and delete the oldest beyond `keep`. If the disk is full the older
     checkpoints stay, what was begun is removed, and a ConfigError says so."""
     folder.mkdir(parents=True, exist_ok=True)
-    final = folder / f"step_{state['step']:08d}"
-    partial = folder / f".writing_{final.name}"
+    final = folder / checkpoint_name(state["step"])
+    partial = writing_place(final)
     shutil.rmtree(partial, ignore_errors=True)
+    moments = {f"exp_avg.{name}": x for name, x in flat.views(flat.exp_avg).items()}
+    moments |= {f"exp_avg_sq.{name}": x for name, x in flat.views(flat.exp_avg_sq).items()}
+    tensors = {
+        "model.safetensors": flat.views(flat.param),
+        "ema.safetensors": flat.views(flat.ema),
+        **{_weights_file(d): flat.views(average) for d, average in flat.averages.items()},
+        "optimizer.safetensors": moments,
+    }
+    texts = {
+        "state.json": json.dumps({"format": FORMAT, **state}, indent=2),
+        "config.yaml": yaml.safe_dump(config, sort_keys=False),
+    }
     try:
         partial.mkdir()
-        _write_tensors(partial / "model.safetensors", flat.views(flat.param))
-        _write_tensors(partial / "ema.safetensors", flat.views(flat.ema))
-        for decay, average in flat.averages.items():
-            _write_tensors(partial / _weights_file(decay), flat.views(average))
-        moments = {f"exp_avg.{name}": x for name, x in flat.views(flat.exp_avg).items()}
-        moments |= {f"exp_avg_sq.{name}": x for name, x in flat.views(flat.exp_avg_sq).items()}
-        _write_tensors(partial / "optimizer.safetensors", moments)
-        _write_text(partial / "state.json", json.dumps({"format": FORMAT, **state}, indent=2))
-        _write_text(partial / "config.yaml", yaml.safe_dump(config, sort_keys=False))
-        if final.exists():
-            shutil.rmtree(final)
+        with ThreadPoolExecutor(1) as pool:  # a file is hashed while the next one is written
+            digests = {}
+            for name, content in (tensors | texts).items():
+                write = _write_tensors if name in tensors else _write_text
+                write(partial / name, content)
+                digests[name] = pool.submit(file_digest, partial / name)
+            sums = sums_text({name: digest.result() for name, digest in digests.items()})
+        _write_text(partial / SUMS, sums)
+        _sync_folder(partial)
+        if final in list_checkpoints(folder):
+            set_aside(final)
         os.replace(partial, final)
         _sync_folder(folder)
     except (OSError, SafetensorError) as error:
@@ -75,19 +110,8 @@ def save_checkpoint(
         )
         raise ConfigError(f"cannot save {final}: {error}; {kept}") from error
     for old in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        remove_checkpoint(old)
     return final
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints of a folder, oldest first."""
-    return sorted(path for path in folder.glob("step_*") if path.is_dir())
-
-
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a folder, if there is one."""
-    found = list_checkpoints(folder)
-    return found[-1] if found else None
 
 
 def find_checkpoint(path: str | Path, others: str = "") -> Path:
@@ -108,56 +132,96 @@ def find_checkpoint(path: str | Path, others: str = "") -> Path:
 
 
 def read_state(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(state, config) of a checkpoint, all files of which are there and as long as they say."""
-    missing = [name for name in _FILES if not (checkpoint / name).is_file()]
+    """(state, config) of a checkpoint, all files of which are there and as long as they say.
+    ConfigError: they are not, or state and configuration are not as they were written, or do not
+    go with each other or with the name of the folder."""
+    sums = read_sums(checkpoint)
+    names = dict.fromkeys((*_FILES, *(sums or ())))
+    missing = [name for name in names if not (checkpoint / name).is_file()]
     if missing:
         raise ConfigError(f"checkpoint {checkpoint} is incomplete: {', '.join(missing)} is missing")
     for name in _FILES:
         if name.endswith(".safetensors"):
             with _readable(checkpoint / name), safe_open(checkpoint / name, "pt"):
                 pass
+    if sums is not None:
+        check_files(checkpoint, ("state.json", "config.yaml"), sums)
     try:
         state = json.loads((checkpoint / "state.json").read_text())
         config = yaml.safe_load((checkpoint / "config.yaml").read_text())
-        if state["format"] != FORMAT:
-            raise ValueError(f"format {state['format']}; this version reads format {FORMAT}")
-        if not isinstance(state["step"], int):
-            raise ValueError(f"step {state['step']} in state.json; expected a whole number")
+        if not isinstance(state, dict) or not isinstance(config, dict):
+            raise ValueError("state.json and config.yaml; expected a group of values in each")
+        if state["format"] not in (FORMAT, _WITHOUT_SUMS):
+            raise ValueError(
+                f"format {shown(state['format'])}; this version reads format {FORMAT} and before"
+            )
         if not all(isinstance(config[group], dict) for group in _GROUPS):
             raise ValueError(f"config.yaml; expected the groups {', '.join(_GROUPS)}")
+        _check_state(checkpoint, state, config)
     except KeyError as error:
         raise ConfigError(f"checkpoint {checkpoint} does not say {error}: it is damaged") from error
+    except RecursionError as error:
+        raise ConfigError(f"checkpoint {checkpoint} is damaged: it is nested too deeply") from error
     except (ValueError, TypeError, yaml.YAMLError) as error:
-        raise ConfigError(f"checkpoint {checkpoint} cannot be read: {error}") from error
+        said = " ".join(str(error).split())  # YAML's are several lines
+        raise ConfigError(f"checkpoint {checkpoint} cannot be read: {said}") from error
+    if sums is None:
+        if state["format"] != _WITHOUT_SUMS:
+            raise ConfigError(f"checkpoint {checkpoint} is incomplete: {SUMS} is missing")
+        warnings.warn(
+            f"{checkpoint} was written without digests ({SUMS}): damage to its numbers is not seen",
+            stacklevel=2,
+        )
     return state, config
 
 
-def read_weights(checkpoint: Path, ema: bool | float) -> dict[str, Tensor]:
+def verify_checkpoint(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As `read_state`, and every file is held against its digest: all is read once."""
+    found = read_state(checkpoint)
+    sums = read_sums(checkpoint)
+    if sums is not None:
+        check_files(checkpoint, sums, sums)
+    return found
+
+
+def newest_good(folder: Path, before: Path) -> Path | None:
+    """The newest checkpoint of a folder that is older than one of it and not damaged."""
+    for checkpoint in reversed(list_checkpoints(folder)):
+        if step_in_name(checkpoint) < step_in_name(before):
+            try:
+                verify_checkpoint(checkpoint)
+            except ConfigError:
+                continue
+            return checkpoint
+    return None
+
+
+def read_weights(checkpoint: Path, ema: Average) -> dict[str, Tensor]:
     """The trained or averaged parameters by name, on the CPU; for a number the further average of
-    that decay. ConfigError if there is none."""
+    that decay, for sigma_rel_0.1 that of a power function. ConfigError if there is none, or it is
+    not as it was written."""
     path = checkpoint / _weights_file(ema)
     if not isinstance(ema, bool) and not path.is_file():
         known = [file.stem.removeprefix("ema_") for file in checkpoint.glob("ema_*.safetensors")]
         others = f" and those of {', '.join(sorted(known))}" if known else ""
-        raise ConfigError(
-            f"{checkpoint} has no average of decay {ema}; it has that of ema=true{others}"
-        )
+        what = f"of {ema}" if isinstance(ema, str) else f"of decay {ema}"
+        raise ConfigError(f"{checkpoint} has no average {what}; it has that of ema=true{others}")
     return _read_tensors(path)
 
 
-def write_average(checkpoint: Path, value: float, weights: dict[str, Tensor]) -> Path:
+def write_average(checkpoint: Path, value: float | str, weights: dict[str, Tensor]) -> Path:
     """Add an average to a checkpoint, which `read_weights` then has for ema=value; returns its
     file. ConfigError if there is one of that value, or the disk is full."""
     path = checkpoint / _weights_file(value)
-    if path.exists():
+    sums = read_sums(checkpoint)
+    if path.exists() and (sums is None or path.name in sums):  # else it was never finished
         raise ConfigError(f"{path} is there already")
-    partial = path.with_name(f".writing_{path.name}")
     with writing(path):
-        try:
-            _write_tensors(partial, weights)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        _replace(path, lambda partial: _write_tensors(partial, weights))
+        if sums is not None:
+            text = sums_text(sums | {path.name: file_digest(path)})
+            _replace(checkpoint / SUMS, lambda partial: _write_text(partial, text))
+        _sync_folder(checkpoint)
     return path
 
 
@@ -169,10 +233,38 @@ def _average(checkpoint: Path, decay: float) -> dict[str, Tensor]:
         raise ConfigError(f"{error}; optim.more_ema cannot grow where a run goes on") from error
 
 
-def _weights_file(ema: bool | float) -> str:
+def _weights_file(ema: Average) -> str:
     if isinstance(ema, bool):
         return "ema.safetensors" if ema else "model.safetensors"
+    if isinstance(ema, str) and not re.fullmatch(r"sigma_rel_[\d.e-]+", ema):
+        raise ConfigError(
+            f"ema={ema} is wrong; expected true, false, a decay such as 0.999, or sigma_rel_0.1 of"
+            " tools/average.py"
+        )
     return f"ema_{ema}.safetensors"
+
+
+def _check_state(checkpoint: Path, state: dict[str, Any], config: dict[str, Any]) -> None:
+    """ValueError if a number of the state is impossible, or is not that of the folder's name or of
+    the configuration."""
+    for name, least in _COUNTS.items():
+        value = state["step"] if name == "step" else state.get(name, least)
+        if type(value) is not int or not least <= value < 2**63:
+            raise ValueError(
+                f"{name} {shown(value)} in state.json; expected a whole number, at least {least}"
+            )
+    if state.get("skipped_steps", 0) > state["step"]:
+        raise ValueError(f"{state['skipped_steps']} skipped steps of {state['step']} in state.json")
+    named = step_in_name(checkpoint)
+    if named not in (None, state["step"]):
+        raise ValueError(f"step {state['step']} in state.json, which is not that of the folder")
+    if not isinstance(state.get("policy", {}), dict):
+        raise ValueError(
+            f"policy {shown(state['policy'])} in state.json; expected a group of values"
+        )
+    seed = config["train"].get("seed")
+    if seed is not None and seed != state.get("seed", seed):
+        raise ValueError(f"seed {state['seed']} in state.json and {shown(seed)} in config.yaml")
 
 
 def load_into(checkpoint: Path, flat: FlatParameters) -> None:
@@ -229,6 +321,16 @@ def _write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def _replace(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file under another name, and then give it its own."""
+    partial = writing_place(path)
+    try:
+        write(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def _sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -240,6 +342,9 @@ def _sync_folder(folder: Path) -> None:
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise ConfigError(f"{path} does not exist")
+    sums = read_sums(path.parent)
+    if sums is not None:
+        check_files(path.parent, [path.name], sums)
     with _readable(path):
         tensors = load_file(path)
     return {name: x.to(torch.float32) for name, x in tensors.items()}

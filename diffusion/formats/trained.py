@@ -20,7 +20,7 @@ from ..models.unet import UNet
 from ..runtime.backend import choose_backend, precision_on
 from ..sampling.sampler import Sampler
 from ..settings import construct, shown
-from .checkpoint import check_same_model, find_checkpoint, read_state, read_weights
+from .checkpoint import Average, check_same_model, find_checkpoint, read_state, read_weights
 from .diffusers_directory import read_diffusers
 from .diffusers_files import is_diffusers
 from .diffusion_policy import is_workspace
@@ -64,7 +64,7 @@ def load_trained(
     ckpt: str | Path,  # a run's folder, a checkpoint's, a weights file or diffusers' directory
     device: torch.device,
     *,
-    ema: bool | float = True,  # the averaged weights; a number: the further average of that decay
+    ema: Average = True,  # the averaged weights; or others, see `read_weights`
     model: dict[str, Any] | None = None,  # the group `model`; this and the next three are for a
     diffusion: dict[str, Any] | None = None,  # weights file, which does not say them
     size: int | tuple[int, int] | None = None,
@@ -113,7 +113,7 @@ class TrainedSettings:
     network; see `load_trained`."""
 
     ckpt: str
-    ema: bool | float = True
+    ema: Average = True
     model: dict[str, Any] | None = None  # this and the next three: for a weights file alone
     diffusion: dict[str, Any] | None = None
     size: int | tuple[int, int] | None = None
@@ -226,7 +226,7 @@ class _Found:
 
 def _find(
     path: Path,
-    ema: bool | float,
+    ema: Average,
     model: dict[str, Any] | None,
     diffusion: dict[str, Any] | None,
 ) -> _Found:
@@ -246,7 +246,7 @@ def _find(
     return _in_checkpoint(checkpoint, ema)
 
 
-def _in_checkpoint(checkpoint: Path, ema: bool | float) -> _Found:
+def _in_checkpoint(checkpoint: Path, ema: Average) -> _Found:
     state, config = read_state(checkpoint)
     if "policy" in state:
         raise ConfigError(f"{checkpoint} {_NO_IMAGES}")
@@ -261,7 +261,7 @@ def _in_checkpoint(checkpoint: Path, ema: bool | float) -> _Found:
         settings=config["model"],
         process=process,
         image_shape=tuple(shape),
-        precision=config["train"]["precision"],
+        precision=config["train"].get("precision", "bf16"),
         name=checkpoint.name,
         give_weights=lambda network: _load(network, read_weights(checkpoint, ema), checkpoint),
         class_names=tuple(class_names) if isinstance(class_names, list) else None,
@@ -271,7 +271,7 @@ def _in_checkpoint(checkpoint: Path, ema: bool | float) -> _Found:
 
 def _in_file(
     path: Path,
-    ema: bool | float,
+    ema: Average,
     model: dict[str, Any] | None,
     diffusion: dict[str, Any] | None,
 ) -> _Found:
@@ -296,7 +296,7 @@ def _in_file(
 
 def _in_diffusers(
     folder: Path,
-    ema: bool | float,
+    ema: Average,
     model: dict[str, Any] | None,
     diffusion: dict[str, Any] | None,
 ) -> _Found:

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from ..build import AS_DIFFUSERS, Process, build_policy_model
 from ..data.action_chunks import PolicySpec
 from ..errors import ConfigError
-from ..formats.checkpoint import check_same_model, find_checkpoint, read_state, read_weights
+from ..formats.checkpoint import (
+    Average,
+    check_same_model,
+    find_checkpoint,
+    read_state,
+    read_weights,
+)
 from ..formats.diffusion_policy import is_workspace, read_workspace, stored_policy
 from ..formats.stored_policy import StoredPolicy
 from ..plan.inference1d import real_time
@@ -96,7 +102,7 @@ def load_policy(
     device: str = "auto",
     backend: str = "auto",
     precision: str | None = None,  # bf16 | tf32 | fp32; None: as trained, on a CPU fp32
-    ema: bool | float = True,  # the averaged weights; a number: the further average of that decay
+    ema: Average = True,  # the averaged weights; or others, see `read_weights`
     sampler: str | None = None,  # ddpm | ddim | heun | dpmpp_2m; None: as stored, or ddpm
     steps: int | None = None,  # of the reverse process; None: as stored, or all of them
 ) -> Policy:
@@ -133,15 +139,19 @@ def load_policy(
     return Policy(model.eval(), draws, spec, real_time(model, spec.horizon))
 
 
-def _own_policy(checkpoint: Path, ema: bool | float) -> tuple[StoredPolicy, str]:
+def _own_policy(checkpoint: Path, ema: Average) -> tuple[StoredPolicy, str]:
     """(the policy in a checkpoint of this project, the precision that it was trained in)."""
     state, config = read_state(checkpoint)
     if "policy" not in state:
         raise ConfigError(f"{checkpoint} is not a policy: it was trained on {state.get('dataset')}")
+    try:
+        spec = PolicySpec.from_state(state["policy"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{checkpoint / 'state.json'} is damaged: policy: {error}") from error
     stored = StoredPolicy(
         config["model"],
         read_weights(checkpoint, ema),
-        PolicySpec.from_state(state["policy"]),
+        spec,
         construct(Process, config["diffusion"], "diffusion"),
     )
-    return stored, config["train"]["precision"]
+    return stored, config["train"].get("precision", "bf16")

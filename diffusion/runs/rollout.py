@@ -12,6 +12,7 @@ from ..runtime.precompile import DRAWN, compile_ahead
 from ..build import SAMPLERS, check_sampler
 from ..data.action_chunks import PolicySpec
 from ..errors import ConfigError, check_writable
+from ..formats.checkpoint import Average
 from ..settings import construct
 from ..policies.animation import save_gif
 from ..policies.environments import (
@@ -39,7 +40,7 @@ class RolloutSettings:
     action_steps: int | None = None
     sampler: str | None = None
     steps: int | None = None
-    ema: bool | float = True
+    ema: Average = True
     latency_calls: int = 100
     backend: str = "auto"
     device: str = "auto"

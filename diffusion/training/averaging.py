@@ -19,13 +19,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..formats.checkpoint import (
-    find_checkpoint,
-    list_checkpoints,
-    read_state,
-    read_weights,
-    write_average,
-)
+from ..formats.checkpoint import find_checkpoint, read_state, read_weights, write_average
+from ..formats.checkpoint_folder import list_checkpoints
 from ..settings import construct
 from .optimizer import OptimizerSettings
 
@@ -99,10 +94,11 @@ def average(config: dict[str, Any]) -> Path:
     last = find_checkpoint(settings.ckpt)
     state, stored = read_state(last)
     steps, optim = state["step"], _optimizer(stored)
-    value = settings.decay if settings.decay is not None else settings.sigma_rel
     if settings.decay is not None:
+        value = settings.decay
         wanted = ema_profile(optim, settings.decay, steps)
     else:
+        value = f"sigma_rel_{settings.sigma_rel}"  # a number would be taken for a decay
         wanted = power_profile(settings.sigma_rel, steps)
     found, profiles = [], []
     for checkpoint in list_checkpoints(last.parent):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from diffusion.errors import ConfigError
-from diffusion.formats.checkpoint import latest_checkpoint, read_weights
+from diffusion.formats.checkpoint import read_weights, verify_checkpoint
+from diffusion.formats.checkpoint_folder import latest_checkpoint
 from diffusion.runs.sampling import sample
 from diffusion.runs.training import train
 from diffusion.training.averaging import average, combine, ema_profile, power_profile
@@ -84,12 +85,27 @@ def test_it_is_what_training_would_have_kept(runs, capsys):
 def test_of_an_earlier_checkpoint(runs):
     """Nothing that came later has a part in it."""
     folder = runs / "b" / "checkpoints" / "step_00000003"
-    made = read_weights(average({"ckpt": str(folder), "sigma_rel": 0.2}).parent, 0.2)
+    made = read_weights(average({"ckpt": str(folder), "sigma_rel": 0.2}).parent, "sigma_rel_0.2")
     trained = [read_weights(folder.with_name(f"step_{step:08d}"), False) for step in (1, 2, 3)]
     name = next(iter(made))
     parts = zip(power_profile(0.2, 3)[1:], trained, strict=True)
     expected = sum(weight * theta[name] for weight, theta in parts)
     torch.testing.assert_close(made[name], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_decay_and_a_width_have_names_of_their_own(runs):
+    """0.5 is a decay that the run kept; and 0.25 may be both."""
+    for options in ({"decay": 0.25}, {"sigma_rel": 0.25}):
+        average({"ckpt": str(runs / "a" / "checkpoints" / "step_00000005")} | options)
+    folder = runs / "a" / "checkpoints" / "step_00000005"
+    decay, width = read_weights(folder, 0.25), read_weights(folder, "sigma_rel_0.25")
+    assert any((decay[name] != width[name]).any() for name in decay)
+    verify_checkpoint(folder)  # with digests of what was added
+    settings = {"ckpt": str(folder), "n": 1, "steps": 1, "device": "cpu", "ema": "sigma_rel_0.25"}
+    assert "_emasigma_rel_0.25_" in sample(settings).name
+    for wrong in ("maybe", "sigma_rel_../../x", "sigma_rel_0.1/x"):
+        with pytest.raises(ConfigError, match="expected true, false, a decay"):
+            sample(settings | {"ema": wrong})
 
 
 @pytest.mark.parametrize(

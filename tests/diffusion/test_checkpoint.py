@@ -1,6 +1,7 @@
 """Checkpoints: complete or absent, exact, and clear when they do not fit."""
 
 import errno
+import json
 import resource
 import shutil
 
@@ -23,7 +24,7 @@ def flat_parameters(width: int = 4, seed: int = 0) -> FlatParameters:
     return flat
 
 
-CONFIG = {"model": {"name": "x"}, "diffusion": {}, "train": {}}
+CONFIG = {"model": {"name": "x"}, "diffusion": {}, "train": {"seed": 0}}
 
 
 def save(folder, step, flat, keep=3):
@@ -81,7 +82,7 @@ def test_truncated_tensors_are_named(tmp_path):
     path = save(tmp_path, 1, flat_parameters())
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(ConfigError, match="model.safetensors cannot be read"):
+    with pytest.raises(ConfigError, match="model.safetensors is damaged"):
         ckpt.read_weights(path, ema=False)
     with pytest.raises(ConfigError, match="model.safetensors cannot be read"):
         ckpt.read_state(path)  # seen at once, before the data are loaded
@@ -95,24 +96,52 @@ def test_a_missing_file_is_named(tmp_path, name):
         ckpt.read_state(path)
 
 
+DEEP = "[" * 100_000
+
+
+@pytest.mark.filterwarnings("ignore:.* was written without digests")
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
         ("state.json", "{", "cannot be read: Expecting property name"),
         ("state.json", '{"step": 1}', "does not say 'format'"),
-        ("state.json", '{"format": 2, "step": 1}', "format 2; this version reads format 1"),
+        ("state.json", '{"format": 3, "step": 1}', "format 3; this version reads format 2"),
+        ("state.json", '{"format": 2, "step": 1}', "incomplete: SHA256SUMS is missing"),
+        ("state.json", '{"format": [], "step": 1}', r"format \[\]; this version"),
         ("state.json", '{"format": 1, "step": "x"}', "step x in state.json"),
+        ("state.json", '{"format": 1, "step": true}', "step true in state.json"),
+        ("state.json", '{"format": 1, "step": -1}', "step -1 in state.json; .* at least 0"),
+        ("state.json", '{"format": 1, "step": 1e300}', "step 1e.300 in state.json"),
+        ("state.json", f'{{"format": 1, "step": {2**64}}}', "step 1844674407"),
+        ("state.json", f'{{"format": 1, "step": {"9" * 5000}}}', "cannot be read"),
+        ("state.json", '{"format": 1, "step": 1, "skipped_steps": 2}', "2 skipped steps of 1"),
+        ("state.json", '{"format": 1, "step": 1, "skipped_steps": "0"}', "skipped_steps 0 in"),
+        ("state.json", '{"format": 1, "step": 1, "dataset_size": 0}', "dataset_size 0 .* least 1"),
+        ("state.json", '{"format": 1, "step": 1, "seed": null}', "seed null in state.json"),
+        ("state.json", '{"format": 1, "step": 1, "seed": 5}', "seed 5 in .* 0 in config.yaml"),
+        ("state.json", '{"format": 1, "step": 1, "policy": []}', r"policy \[\] in state.json"),
+        ("state.json", "[]", "expected a group of values"),
+        ("state.json", DEEP, "nested too deeply"),
+        ("state.json", '{"format": 1, "step": 1, "x": "\udcff"}', "cannot be read"),
         ("config.yaml", "model: {}\ntrain: {}", "does not say 'diffusion'"),
         ("config.yaml", "model: {}\ntrain: {}\ndiffusion: 1", "expected the groups model, diff"),
         ("config.yaml", "[]", "cannot be read"),
+        ("config.yaml", "a: b: c", "cannot be read"),
+        ("config.yaml", DEEP, "nested too deeply"),
     ],
+    ids=lambda value: value[:40],
 )
 def test_damaged_words_are_named(tmp_path, name, text, words):
+    """Where there is no digest that would have told."""
     path = save(tmp_path, 1, flat_parameters())
-    (path / name).write_text(text)
+    (path / "SHA256SUMS").unlink()
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(state | {"format": 1}))
+    ckpt.read_state(path)
+    (path / name).write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigError, match=words) as caught:
         ckpt.read_state(path)
-    assert str(path) in str(caught.value)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_another_model_is_named_and_nothing_is_loaded(tmp_path):
