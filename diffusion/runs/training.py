@@ -16,7 +16,8 @@ from tqdm import tqdm
 from ..runtime.precompile import TRAINED, compile_ahead, described
 from ..runtime.backend import Backend, choose_backend, determinism
 from ..build import POLICY_MODELS, Process
-from ..formats.checkpoint import find_checkpoint, latest_checkpoint, load_into, read_state
+from ..formats.checkpoint import load_into, read_state
+from ..formats.checkpoint_folder import clean_up
 from ..data.batches import Samples
 from ..runtime.distributed import Processes, choose_device, own_rank
 from ..errors import ConfigError, writing
@@ -32,6 +33,8 @@ from ..training.build_step import build_step
 from ..training.train_step import TrainStep
 from ..formats.trained import load_initial
 from ..training.trainer import Trainer, TrainSettings
+from .lock import RunLock
+from .resume_point import resume_point, set_newer_aside
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +82,17 @@ def train(config: dict[str, Any], run_dir: Path, *, sweep: bool = False) -> floa
     job that has been done is passed over, so that one which was interrupted can be begun again."""
     _check_groups(config)
     settings = construct(TrainSettings, config["train"], "train")
-    with determinism(settings.deterministic):
-        return _train(config, settings, run_dir, sweep)
+    lock = RunLock(run_dir)
+    try:
+        with determinism(settings.deterministic):
+            return _train(config, settings, run_dir, sweep, lock)
+    finally:
+        lock.release()
 
 
-def _train(config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep: bool) -> float:
+def _train(
+    config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep: bool, lock: RunLock
+) -> float:
     optim = construct(OptimizerSettings, config["optim"], "optim")
     process = construct(Process, config["diffusion"], "diffusion")
     device = choose_device(config["device"])
@@ -91,7 +100,9 @@ def _train(config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep
     make_task = _TASKS.get(config["dataset"]["name"], ImageTask)
     make_task.check(config["dataset"], config["model"], process, backend)
     _check_run_dir(run_dir)
-    resume_from = _resume_point(settings.resume, run_dir)
+    if own_rank() == 0 and run_dir.is_dir():
+        _take(lock, run_dir)
+    resume_from = resume_point(settings.resume, run_dir)
     if sweep and _is_done(resume_from, config, run_dir):
         loss = last_loss(run_dir)
         if own_rank() == 0:
@@ -130,7 +141,10 @@ def _train(config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep
         stack.callback(step.release)
         if processes.is_first:
             with writing(run_dir):
-                run_dir.mkdir(parents=True, exist_ok=True)
+                if not lock.held:
+                    run_dir.mkdir(parents=True, exist_ok=True)
+                    _take(lock, run_dir)
+                    _check_untouched(settings.resume, run_dir, resume_from)
                 write_whole(run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
                 stack.enter_context(log_file(run_dir / "train.log"))
             began = (
@@ -139,6 +153,10 @@ def _train(config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep
                 else settings.init and f"beginning with the weights of {settings.init}"
             )
             _describe(run_dir, step, task, settings, processes, began)
+            with writing(run_dir):
+                aside = set_newer_aside(resume_from, run_dir)
+            for path in aside:
+                _say(f"note: a later checkpoint of the run is now {path}")
         _compile_ahead(config, step, task, processes)
         trainer = Trainer(
             step,
@@ -239,6 +257,19 @@ def _check_run_dir(run_dir: Path) -> None:
         raise ConfigError(f"run_dir={run_dir}: {nearest} cannot be written to")
 
 
+def _take(lock: RunLock, run_dir: Path) -> None:
+    """Be the one process that writes to the folder, and delete what killed ones have left there."""
+    with writing(run_dir):
+        lock.take()
+        clean_up(run_dir / "checkpoints")
+
+
+def _check_untouched(resume: str | None, run_dir: Path, resume_from: Path | None) -> None:
+    """ConfigError if another run has been in the folder between looking and locking."""
+    if resume_point(resume, run_dir) != resume_from:
+        raise ConfigError(f"{run_dir} was trained in by another process just now; try again")
+
+
 def _check_share(settings: TrainSettings, processes: Processes) -> None:
     _, share = processes.share_of(settings.batch_size)
     if share % settings.accumulate:
@@ -246,19 +277,6 @@ def _check_share(settings: TrainSettings, processes: Processes) -> None:
             f"train.batch_size={settings.batch_size} over {processes.count} processes is {share}"
             f" each, which does not divide into train.accumulate={settings.accumulate}"
         )
-
-
-def _resume_point(resume: str | None, run_dir: Path) -> Path | None:
-    """The checkpoint to go on from, if any. Nothing that exists is ever overwritten."""
-    existing = latest_checkpoint(run_dir / "checkpoints")
-    if resume == "auto":
-        return existing
-    if existing is not None:
-        raise ConfigError(
-            f"{run_dir} already holds {existing.name}; use train.resume=auto to go on with it,"
-            " or another run_dir"
-        )
-    return None if resume in (None, "none") else find_checkpoint(resume)
 
 
 def _is_done(checkpoint: Path | None, config: dict[str, Any], run_dir: Path) -> bool:

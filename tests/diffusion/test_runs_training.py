@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from diffusion.errors import ConfigError
 from diffusion.export.run import export
-from diffusion.formats.checkpoint import latest_checkpoint
+from diffusion.formats.checkpoint_folder import latest_checkpoint
 from diffusion.runs.sampling import sample
 from diffusion.runs.training import train
 from diffusion.tracking import run_log
