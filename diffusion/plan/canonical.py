@@ -1,0 +1,168 @@
+"""Rewrites after tracing, so that one thing has one form.
+
+- What is computed twice is computed once; what nobody reads is not computed; and what depends on
+  nothing is computed now.
+- A norm and the activation behind it are one node, with scale and shift of the embedding (FiLM).
+- Casts around a norm, whose statistics are in float32 anyway, vanish.
+- Zeros around an image are the convolution's.
+"""
+
+from triton_kernels.reference import fused
+
+from .execute import launch
+from .graph import Graph, Node, Value
+
+
+def canonicalise(graph: Graph) -> None:
+    """Apply all of them, in place."""
+    for rewrite in (_constants, _once, _casts, _norms, _padding):
+        rewrite(graph)
+        graph.prune()
+    graph.sort()
+    graph.check()
+
+
+def _constants(graph: Graph) -> None:
+    """What is made of constants alone is one."""
+    kept = []
+    for node in graph.nodes:
+        fixed = all(value in graph.constants for value in node.inputs.values())
+        if fixed and node.op != "dropout":
+            graph.constants.update(launch(node, graph.constants, fused))
+        else:
+            kept.append(node)
+    graph.nodes = kept
+
+
+def _once(graph: Graph) -> None:
+    """Nodes that compute the same become one."""
+    seen: dict[tuple, Node] = {}
+    same: dict[Value, Value] = {}
+    for node in graph.nodes:
+        node.inputs = {role: same.get(value, value) for role, value in node.inputs.items()}
+        if node.op == "dropout":
+            continue  # each draws anew
+        made = tuple((value.shape, value.dtype) for value in node.outputs.values())
+        key = node.op, tuple(node.inputs.items()), made, repr(sorted(node.attrs.items()))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            same.update(zip(node.outputs.values(), first.outputs.values(), strict=True))
+    graph.substitute(same)
+
+
+def _only_reader(graph: Graph, consumers: dict, value: Value) -> Node | None:
+    readers = consumers.get(value, [])
+    return readers[0] if len(readers) == 1 else None
+
+
+def _casts(graph: Graph) -> None:
+    """A cast there and back, where nothing was lost, is none."""
+    producers, same = graph.producers(), {}
+    for node in graph.nodes:
+        if node.op != "cast":
+            continue
+        before = producers.get(node.inputs["x"])
+        if before is not None and before.op == "cast":
+            start = before.inputs["x"]
+            if start.dtype == node.out.dtype and before.out.dtype.itemsize >= start.dtype.itemsize:
+                same[node.out] = start
+    graph.substitute(same)
+
+
+def _norms(graph: Graph) -> None:
+    for node in [n for n in graph.nodes if n.op == "group_norm"]:
+        _absorb_casts_before(graph, node)
+        while _absorb_reader(graph, node):
+            pass
+
+
+def _absorb_casts_before(graph: Graph, norm: Node) -> None:
+    before = graph.producers().get(norm.inputs["x"])
+    if before is None or before.op != "cast":
+        return
+    x = before.inputs["x"]
+    readers = graph.consumers()[norm.out]
+    # the result is cast back at the end: behind the activation, or at once
+    if x.dtype.is_floating_point and x.dtype.itemsize < norm.out.dtype.itemsize and readers:
+        norm.inputs["x"] = x
+
+
+def _absorb_reader(graph: Graph, norm: Node) -> bool:
+    """Take the one node that reads the norm into it, if it is of its formula."""
+    reader = _only_reader(graph, graph.consumers(), norm.out)
+    if reader is None:
+        return False
+    plain = norm.attrs["activation"] == "identity"
+    if reader.op == "act" and plain:
+        norm.attrs["activation"] = reader.attrs["activation"]
+    elif reader.op == "cast" and norm.inputs["x"].dtype == reader.out.dtype:
+        pass
+    elif reader.op in ("mul", "add") and plain and _is_film(graph, norm, reader):
+        other = reader.inputs["b"]
+        n, c = norm.out.shape[0], norm.out.shape[-1]
+        flat = _flat(graph, other, (n, c), reader)
+        if reader.op == "mul":
+            norm.inputs["scale"] = _less_one(graph, flat, reader)
+        else:
+            norm.inputs["shift"] = flat
+    else:
+        return False
+    graph.nodes.remove(norm)
+    graph.nodes[graph.nodes.index(reader)] = norm  # behind what it now reads
+    norm.outputs = {"y": reader.out}
+    return True
+
+
+def _is_film(graph: Graph, norm: Node, reader: Node) -> bool:
+    if reader.inputs["a"] is not norm.out or reader.inputs["b"] is norm.out:
+        return False
+    if "shift" in norm.inputs or (reader.op == "mul" and "scale" in norm.inputs):
+        return False
+    shape, x = reader.inputs["b"].shape, norm.out.shape
+    return shape == (x[0], *(1 for _ in x[1:-1]), x[-1])
+
+
+def _flat(graph: Graph, value: Value, shape: tuple[int, int], reader: Node) -> Value:
+    before = graph.producers().get(value)
+    if before is not None and before.op == "reshape" and before.inputs["x"].shape == shape:
+        return before.inputs["x"]
+    return _insert(graph, reader, "reshape", value, shape)
+
+
+def _less_one(graph: Graph, gain: Value, reader: Node) -> Value:
+    """scale of gain = 1 + scale, found or computed."""
+    before = graph.producers().get(gain)
+    through = before
+    while through is not None and through.op in ("reshape", "affine", "cast"):
+        if through.op == "affine":
+            if through.attrs == {"scale": 1, "offset": 1}:
+                return _flat_of(graph, through.inputs["x"], gain.shape, reader)
+            break
+        through = graph.producers().get(through.inputs["x"])
+    return _insert(graph, reader, "affine", gain, gain.shape, scale=1, offset=-1)
+
+
+def _flat_of(graph: Graph, value: Value, shape, reader: Node) -> Value:
+    return value if value.shape == tuple(shape) else _flat(graph, value, tuple(shape), reader)
+
+
+def _insert(graph: Graph, before: Node, op: str, x: Value, shape, **attrs) -> Value:
+    y = graph.make(op, {"x": x}, shape, x.dtype, source=before.source, **attrs)
+    node = graph.nodes.pop()
+    graph.nodes.insert(graph.nodes.index(before), node)
+    return y
+
+
+def _padding(graph: Graph) -> None:
+    """Zeros around an image, where a convolution reads it, are the convolution's padding."""
+    producers = graph.producers()
+    for node in graph.nodes:
+        before = producers.get(node.inputs.get("x")) if node.op == "conv" else None
+        if before is None or before.op != "pad":
+            continue
+        (n0, n1), (y0, y1), (x0, x1), (c0, c1) = before.attrs["pads"]
+        if any((n0, n1, c0, c1)):
+            continue
+        own = node.attrs["padding"]
+        node.inputs["x"] = before.inputs["x"]
+        node.attrs["padding"] = tuple(a + b for a, b in zip(own, (y0, y1, x0, x1), strict=True))

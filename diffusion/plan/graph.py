@@ -1,0 +1,268 @@
+"""The graph of a network: values, and the nodes that make them.
+
+A value is a tensor that is not there yet: a shape and a dtype. Its memory is contiguous in the
+order of its shape, and images are [N, H, W, C] everywhere inside. A node makes one or more values
+from others, each of which has a name in it, as an argument of a function has. `OPS` says what each
+node computes; `execute` says by which kernel.
+
+    trace -> differentiate -> fuse -> schedule -> execute
+
+Each of these takes a graph and gives a graph, or a list of its nodes.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# what a traced network is made of
+FORWARD = {
+    "conv": "x [N, H, W, CI] * weight [CO, CI, R, S] + bias; stride, padding (y0, y1, x0, x1)",
+    "linear": "x [..., CI] weight [CO, CI]^T + bias: over images, a convolution with 1x1 filters",
+    "group_norm": "act(((x - mean) rstd weight + bias) (1 + scale) + shift), x [N, ..., C]",
+    "act": "activation(x)",
+    "attention": "softmax(q k^T scale) v a head: of qkv [N, ..., 3C] packed, or of q, k and v",
+    "cat": "x0, x1, ... side by side along an axis",
+    "add": "a + b, where b may have length 1 along axes of a",
+    "mul": "a b, likewise",
+    "affine": "scale x + offset, both numbers",
+    "upsample": "each pixel becomes a block of `factor` pixels",
+    "avg_pool": "means over blocks of `window` pixels",
+    "slice": "start to stop along an axis",
+    "pad": "zeros before and behind, along each axis",
+    "dropout": "x / (1 - p) where a draw says so, else 0; by `rng` and `layer`, or PyTorch's state",
+    "cast": "x in another dtype",
+    "embedding": "rows of weight, by index",
+    "reshape": "the same memory under another shape",
+    "layout": "a copy in another order: `pieces` are (size, stride) in x, from `offset` on",
+    "arith": "one of PyTorch's small functions, as of timesteps and labels: `target`",
+}
+# what a group norm becomes, so that its parts can be joined to what is around it: see `norms`
+NORM = {
+    "moments": "partials [N, K, 2, C] of x: sums, and squares about the mean, of K tiles of pixels",
+    "norm_table": "table [N, 4, C] (mean, rstd, g, b) from the partials of one or two tensors",
+    "norm_apply": "act((x - mean) rstd g + b) of one tensor, or of two side by side",
+}
+# what backward is made of, beside the above
+BACKWARD = {
+    "conv_dx": "the gradient of x in conv",
+    "conv_dw": "the gradient of weight in conv",
+    "linear_dx": "the gradient of x in linear",
+    "linear_dw": "the gradient of weight in linear",
+    "norm_act_grad": "dz = da act'(z), and its partials: sums of dz and of dz xhat",
+    "norm_grad_table": "coeff [N, 3, C] (p, q, r), and the gradients of weight, bias, scale, shift",
+    "norm_dx": "p dz + q x + r, of one tensor or two",
+    "act_grad": "dy act'(x)",
+    "attention_grad": "the gradient of qkv, or of q, k and v",
+    "sum_pool": "sums over blocks of `window` pixels",
+    "sum": "sums over axes, of which each stays with length 1 or not",
+    "embedding_grad": "rows of dy added up by index",
+    "layout_grad": "what layout read, put back where it was",
+    "arith_grad": "the gradient of one argument of arith",
+}
+# what fusing makes of these: see `fuse`
+FUSED = {
+    "conv_fused": "conv or linear + emb [N, C] + residual + other linear terms; and partials of it",
+    "conv_input_grad": "conv_dx, times act'(z), and its partials",
+}
+OPS = FORWARD | NORM | BACKWARD | FUSED
+
+
+class PlanError(ValueError):
+    """A module cannot be planned. The message names what, and the line and module it came from."""
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of the plan."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: str = ""  # of axes, where they have names: NHWC, NC
+    source: str = ""  # the line of the module that asked for it
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"{self.name}{list(self.shape)}"
+
+
+@dataclass(eq=False)
+class Node:
+    """One operation."""
+
+    op: str
+    inputs: dict[str, Value]
+    outputs: dict[str, Value]
+    attrs: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+
+    @property
+    def out(self) -> Value:
+        """The first result, which most nodes have alone."""
+        return next(iter(self.outputs.values()))
+
+    def many(self, role: str) -> list[Value]:
+        """The inputs role0, role1, ... of those that take any number."""
+        return [
+            v for k, v in self.inputs.items() if k.startswith(role) and k[len(role) :].isdigit()
+        ]
+
+    def __repr__(self) -> str:
+        made = ", ".join(map(repr, self.outputs.values()))
+        read = ", ".join(f"{k}={v.name}" for k, v in self.inputs.items())
+        said = ", ".join(f"{k}={v}" for k, v in self.attrs.items())
+        return f"{made} = {self.op}({read}{'; ' if said else ''}{said})"
+
+
+def numbered(role: str, values: Iterable[Value]) -> dict[str, Value]:
+    """Inputs of a node that takes any number."""
+    return {f"{role}{i}": v for i, v in enumerate(values)}
+
+
+class Graph:
+    """Nodes in an order in which they can run, and what they begin and end with."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.inputs: list[Value] = []  # what the caller gives
+        self.parameters: dict[str, Value] = {}  # by their names in the module; buffers, too
+        self.trainable: set[str] = set()  # of these, the ones that a gradient may be asked of
+        self.constants: dict[Value, Tensor] = {}
+        self.outputs: list[Value] = []
+        self._names: dict[str, int] = {}
+
+    def value(self, name: str, shape: Iterable[int], dtype: torch.dtype, **more: str) -> Value:
+        """A new value, whose name gets a number if another has it."""
+        number = self._names.get(name, 0)
+        self._names[name] = number + 1
+        shape = tuple(int(s) for s in shape)
+        return Value(f"{name}.{number}" if number else name, shape, dtype, **more)
+
+    def node(
+        self,
+        op: str,
+        inputs: dict[str, Value | None],
+        outputs: dict[str, tuple],  # role: (shape, dtype)
+        source: str = "",
+        layout: str = "",
+        **attrs: Any,
+    ) -> Node:
+        """Append a node; inputs that are None are left out."""
+        assert op in OPS, op
+        given = {k: v for k, v in inputs.items() if v is not None}
+        several = len(outputs) > 1
+        made = {
+            role: self.value(f"{op}.{role}" if several else op, *spec, layout=layout, source=source)
+            for role, spec in outputs.items()
+        }
+        node = Node(op, given, made, attrs, source)
+        self.nodes.append(node)
+        return node
+
+    def make(
+        self,
+        op: str,
+        inputs: dict[str, Value | None],
+        shape: Iterable[int],
+        dtype: torch.dtype,
+        **more: Any,
+    ) -> Value:
+        """Append a node of one result; the result."""
+        return self.node(op, inputs, {"y": (shape, dtype)}, **more).out
+
+    def constant(self, tensor: Tensor, name: str = "constant") -> Value:
+        value = self.value(name, tensor.shape, tensor.dtype)
+        self.constants[value] = tensor
+        return value
+
+    def producers(self) -> dict[Value, Node]:
+        return {value: node for node in self.nodes for value in node.outputs.values()}
+
+    def consumers(self) -> dict[Value, list[Node]]:
+        """The nodes that read a value, each once; a result of the graph has None among them."""
+        readers: dict[Value, list[Node | None]] = {}
+        for node in self.nodes:
+            for value in dict.fromkeys(node.inputs.values()):
+                readers.setdefault(value, []).append(node)
+        for value in self.outputs:
+            readers.setdefault(value, []).append(None)
+        return readers
+
+    def substitute(self, new: dict[Value, Value]) -> None:
+        """Let everybody who reads a key of `new` read its value; which may be a key, too."""
+
+        def final(value: Value) -> Value:
+            while value in new:
+                value = new[value]
+            return value
+
+        for node in self.nodes:
+            node.inputs = {role: final(value) for role, value in node.inputs.items()}
+        self.outputs = [final(value) for value in self.outputs]
+
+    def prune(self) -> None:
+        """Forget nodes that nobody reads."""
+        wanted, kept = set(self.outputs), []
+        for node in reversed(self.nodes):
+            if any(value in wanted for value in node.outputs.values()):
+                kept.append(node)
+                wanted.update(node.inputs.values())
+        self.nodes = kept[::-1]
+        self.constants = {v: t for v, t in self.constants.items() if v in wanted}
+
+    def sort(self) -> None:
+        """Put nodes behind what they read, and otherwise leave them in their order."""
+        producers, done, order = self.producers(), set(), []
+        for root in self.nodes:
+            stack = [root]
+            while stack:
+                node = stack[-1]
+                waits = [
+                    producers[v]
+                    for v in node.inputs.values()
+                    if v in producers and id(producers[v]) not in done
+                ]
+                if waits and id(node) not in done:
+                    stack.extend(waits)
+                    continue
+                stack.pop()
+                if id(node) not in done:
+                    done.add(id(node))
+                    order.append(node)
+        self.nodes = order
+
+    def check(self) -> None:
+        """Every value is made before it is read, and once."""
+        self.check_with(())
+
+    def check_with(self, given: Iterable[Value]) -> None:
+        """`check`, where these values are there, too."""
+        known = {*self.inputs, *self.parameters.values(), *self.constants, *given}
+        for node in self.nodes:
+            missing = [v for v in node.inputs.values() if v not in known]
+            assert not missing, f"{node} reads {missing} before it is made"
+            again = [v for v in node.outputs.values() if v in known]
+            assert not again, f"{node} makes {again} again"
+            known.update(node.outputs.values())
+        assert all(v in known for v in self.outputs), "a result is never made"
+
+    def count(self) -> dict[str, int]:
+        """How many nodes there are of each op."""
+        counts: dict[str, int] = {}
+        for node in self.nodes:
+            counts[node.op] = counts.get(node.op, 0) + 1
+        return counts
+
+    def __str__(self) -> str:
+        return "\n".join(f"{node}  # {node.source}" for node in self.nodes)

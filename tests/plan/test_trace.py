@@ -1,0 +1,105 @@
+"""Modules become graphs of the plan's ops, which compute what the modules do."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from diffusion.plan.execute import run
+from diffusion.plan.graph import FORWARD, PlanError
+from diffusion.plan.trace import trace
+from tests.plan.networks import NAMES, network
+
+
+def evaluate(module, args, kwargs):
+    traced = trace(module, args, kwargs)
+    graph = traced.graph
+    values = dict(zip(graph.inputs, traced.leaves(args, kwargs), strict=True)) | graph.constants
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    values |= {value: tensors[name].detach() for name, value in graph.parameters.items()}
+    with torch.no_grad():
+        run(graph.nodes, values)
+    return graph, traced.assemble([values[v] for v in graph.outputs])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_networks(name):
+    module, args, kwargs = network(name)
+    graph, result = evaluate(module, args, kwargs)
+    with torch.no_grad():
+        expected = module(*args, **kwargs)
+    assert type(result) is type(expected)
+    y, z = (getattr(r, "sample", r) for r in (result, expected))
+    assert y.shape == z.shape and y.dtype == z.dtype
+    assert (y - z).abs().max() <= 5e-6 * z.abs().max()
+    assert set(graph.count()) <= set(FORWARD)
+    images = [n for n in graph.nodes if n.op == "layout" and n.out.numel >= args[0].numel()]
+    if "policy" not in name:  # whose actions are NHWC already
+        assert len(images) == 2, "one permute at each end"
+    for node in graph.nodes:
+        assert ".py:" in node.source
+
+
+def test_norms_take_activations_and_film():
+    module, args, kwargs = network("diffusers: film, residual blocks resample")
+    graph, _ = evaluate(module, args, kwargs)
+    norms = [node for node in graph.nodes if node.op == "group_norm"]
+    assert sum("scale" in node.inputs and "shift" in node.inputs for node in norms) == 10
+    assert sum(node.attrs["activation"] == "silu" for node in norms) == 21
+    # silu of the embedding, which every block computes, is computed once
+    assert graph.count()["act"] == 2
+
+
+@pytest.mark.parametrize("new_order", [False, True])
+def test_attention_of_packed_heads(new_order):
+    module, args, kwargs = network("ours: unet.cu's")
+    from tests.diffusion.diffusers_models import ours
+
+    module = ours({"use_new_attention_order": new_order}).model
+    graph, _ = evaluate(module, args, kwargs)
+    found = [node for node in graph.nodes if node.op == "attention"]
+    assert len(found) == 4
+    order = "qkv_heads" if new_order else "heads_qkv"
+    assert all(set(n.inputs) == {"qkv"} and n.attrs["order"] == order for n in found)
+
+
+class Net(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.conv = nn.Conv2d(4, 4, 3, padding=1, groups=2)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+REFUSED = {
+    "of a convolution in groups": (lambda net, x: net.conv(x), "groups=2"),
+    "an op that is in no table": (lambda net, x: torch.fft.rfft(x).real, "fft_rfft"),
+    "attention with a mask": (
+        lambda net, x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+        "scaled_dot_product_attention with a mask",
+    ),
+    "pooling with overlap": (lambda net, x: F.avg_pool2d(x, 3, 1), "window=(3, 3)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_the_op_and_its_line(case):
+    function, said = REFUSED[case]
+    with pytest.raises(PlanError) as error:
+        trace(Net(function), (torch.randn(1, 4, 8, 8),))
+    assert said in str(error.value)
+    assert "plan/test_trace.py:" in str(error.value) or "modules/conv.py:" in str(error.value)
+
+
+def test_a_module_that_looks_at_numbers_is_refused():
+    net = Net(lambda net, x: x + 1 if x.sum() > 0 else x)
+    with pytest.raises(PlanError, match="Net cannot be traced"):
+        trace(net, (torch.randn(1, 4, 8, 8),))
+
+
+def test_wrong_arguments_are_the_modules_business():
+    module, args, kwargs = network("ours: unet.cu's")
+    with pytest.raises(ValueError, match="expected"):
+        trace(module, (args[0][:, :2], args[1]))
