@@ -1,0 +1,378 @@
+"""The backward pass, as nodes behind the forward ones.
+
+`GRADIENTS` has a line an op: what it sends to its inputs, given the gradient of its result. Values
+that several nodes read get the sum; slices of a value that cover it are put side by side instead.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .graph import Graph, Node, PlanError, Value
+
+GRADIENTS: dict[str, Callable] = {}
+
+
+def gradient(*ops: str) -> Callable[[Callable], Callable]:
+    def register(function: Callable) -> Callable:
+        GRADIENTS.update(dict.fromkeys(ops, function))
+        return function
+
+    return register
+
+
+@dataclass
+class Backward:
+    """Where backward begins in the graph's nodes, and with what; and what it makes."""
+
+    start: int  # nodes before it are the forward pass
+    seeds: dict[Value, Value] = field(default_factory=dict)  # of each result, its gradient
+    grads: dict[Value, Value] = field(default_factory=dict)  # of each value that was asked for
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The gradient of a slice."""
+
+    grad: Value
+    axis: int
+    start: int
+    stop: int
+
+
+def differentiate(graph: Graph, wanted: list[Value]) -> Backward:
+    """Append the nodes that make the gradients of `wanted` from those of the graph's results.
+    Values that no result depends on get none. PlanError: an op on the way has no gradient."""
+    return _Differentiation(graph, wanted).run()
+
+
+class _Differentiation:
+    def __init__(self, graph: Graph, wanted: list[Value]) -> None:
+        self.graph, self.wanted = graph, wanted
+        self.producers = graph.producers()
+        self.needed = set(wanted)  # values on the way from those to a result
+        for node in graph.nodes:
+            if any(value in self.needed for value in node.inputs.values()):
+                self.needed.update(v for v in node.outputs.values() if v.dtype.is_floating_point)
+        self.sent: dict[Value, list[Value | _Part]] = {}
+        self.node: Node | None = None
+        self.made: dict[tuple, Value] = {}  # sums, each once
+
+    def run(self) -> Backward:
+        graph, forward = self.graph, list(self.graph.nodes)
+        backward = Backward(len(forward))
+        for value in graph.outputs:
+            if value in self.needed and value not in backward.seeds:
+                seed = graph.value(f"d_{value.name}", value.shape, value.dtype, layout=value.layout)
+                backward.seeds[value] = seed
+                self.sent.setdefault(value, []).append(seed)
+        for node in reversed(forward):
+            dy = self.collected(node.out)
+            if dy is None:
+                continue
+            if node.op not in GRADIENTS:
+                raise PlanError(f"{node.op} ({node.source}) has no gradient")
+            self.node = node
+            GRADIENTS[node.op](self, node, dy)
+        for value in self.wanted:
+            grad = self.collected(value)
+            if grad is not None:
+                backward.grads[value] = grad
+        return backward
+
+    def make(self, op: str, inputs: dict, like: Value, shape=None, dtype=None, **attrs) -> Value:
+        """A node of the backward pass, whose result is like this value."""
+        return self.graph.make(
+            op,
+            inputs,
+            like.shape if shape is None else shape,
+            like.dtype if dtype is None else dtype,
+            source=self.node.source,
+            layout=like.layout if shape is None else "",
+            **attrs,
+        )
+
+    def send(self, value: Value | None, grad: Callable[[], Value | _Part]) -> None:
+        """Add to a value's gradient, if anybody wants it."""
+        if value in self.needed:
+            self.sent.setdefault(value, []).append(grad())
+
+    def collected(self, value: Value) -> Value | None:
+        """All that was sent to a value, as one."""
+        sent = self.sent.pop(value, [])
+        if not sent:
+            return None
+        parts = [s for s in sent if isinstance(s, _Part)]
+        whole = [s for s in sent if not isinstance(s, _Part)]
+        self.node = self.producers.get(value) or self.node
+        if parts:
+            whole.append(self._joined(value, parts))
+        total = whole[0]
+        for more in whole[1:]:
+            total = self.make("add", {"a": total, "b": more}, value)
+        return total
+
+    def _joined(self, value: Value, parts: list[_Part]) -> Value:
+        axis = parts[0].axis
+        parts = sorted(parts, key=lambda p: p.start)
+        ends = [0, *(p.stop for p in parts)]
+        tile = all(p.axis == axis and p.start == end for p, end in zip(parts, ends, strict=False))
+        if tile and ends[-1] == value.shape[axis]:
+            inputs = {f"x{i}": p.grad for i, p in enumerate(parts)}
+            return self.make("cat", inputs, value, axis=axis)
+        total = None
+        for p in parts:
+            pads = [(0, 0)] * len(value.shape)
+            pads[p.axis] = (p.start, value.shape[p.axis] - p.stop)
+            grad = self.make("pad", {"x": p.grad}, value, pads=tuple(pads))
+            total = grad if total is None else self.make("add", {"a": total, "b": grad}, value)
+        return total
+
+    def summed(self, dy: Value, shape: tuple[int, ...], dtype) -> Value:
+        """dy added up over the axes along which `shape` has length 1."""
+        if shape == dy.shape:
+            return dy
+        axes = tuple(i for i, (n, m) in enumerate(zip(dy.shape, shape, strict=True)) if n != m)
+        if len(dy.shape) > 2 and dy.shape[-1] == shape[-1] and shape[0] == dy.shape[0]:
+            rows = self.pixel_sums(dy)
+            return self.make("reshape", {"x": rows}, rows, shape)
+        return self.make("sum", {"x": dy}, dy, shape, dtype, axes=axes)
+
+    def pixel_sums(self, dy: Value) -> Value:
+        """dy [N, ..., C] added up over all but images and channels: [N, C]"""
+        if len(dy.shape) <= 2:
+            return dy
+        if ("pixels", dy) not in self.made:
+            axes, shape = tuple(range(1, len(dy.shape) - 1)), (dy.shape[0], dy.shape[-1])
+            self.made["pixels", dy] = self.make("sum", {"x": dy}, dy, shape, axes=axes)
+        return self.made["pixels", dy]
+
+    def channel_sums(self, dy: Value, bias: Value) -> Value:
+        """dy added up over all but channels: [C]"""
+        if len(dy.shape) == 1:
+            return dy
+        rows = self.pixel_sums(dy)
+        return self.make("sum", {"x": rows}, bias, axes=(0,))
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+@gradient("conv")
+def _conv(d, node, dy):
+    x, weight, bias = (node.inputs.get(role) for role in ("x", "weight", "bias"))
+    d.send(bias, lambda: d.channel_sums(dy, bias))
+    d.send(weight, lambda: d.make("conv_dw", {"x": x, "dy": dy}, weight, **node.attrs))
+    d.send(x, lambda: d.make("conv_dx", {"dy": dy, "weight": weight}, x, **node.attrs))
+
+
+@gradient("linear")
+def _linear(d, node, dy):
+    x, weight, bias = (node.inputs.get(role) for role in ("x", "weight", "bias"))
+    d.send(bias, lambda: d.channel_sums(dy, bias))
+    d.send(weight, lambda: d.make("linear_dw", {"x": x, "dy": dy}, weight))
+    d.send(x, lambda: d.make("linear_dx", {"dy": dy, "weight": weight}, x))
+
+
+@gradient("norm_apply")
+def _norm(d, node, dy):
+    """All of a norm: its table and its moments send nothing themselves."""
+    (x,), table = node.many("x"), node.inputs["table"]
+    made = d.producers[table]
+    roles = [role for role in ("weight", "bias", "scale", "shift") if role in made.inputs]
+    if x not in d.needed and not any(made.inputs[role] in d.needed for role in roles):
+        return
+    n, _, c = table.shape
+    first = d.graph.node(
+        "norm_act_grad",
+        {"da": dy, "x0": x, "table": table},
+        {"dz": (x.shape, x.dtype), "partials": ((n, 1, 2, c), table.dtype)},
+        node.source,
+        x.layout,
+        activation=node.attrs["activation"],
+    )
+    dz, partials = first.outputs.values()
+    film = {role: made.inputs[role] for role in roles}
+    specs = {role: (value.shape, value.dtype) for role, value in film.items()}
+    second = d.graph.node(
+        "norm_grad_table",
+        {"partials": partials, "table": table, **film},
+        {"coeff": ((n, 3, c), table.dtype), **specs},
+        node.source,
+        groups=made.attrs["groups"],
+        pixels=made.attrs["pixels"][0],
+    )
+    for role, value in film.items():
+        d.send(value, lambda role=role: second.outputs[role])
+    coeff = second.outputs["coeff"]
+
+    def dx() -> Value:
+        inputs = {"dz": dz, "x0": x, "coeff": coeff}
+        outputs = {"dx1": (x.shape, x.dtype)}
+        return d.graph.node("norm_dx", inputs, outputs, node.source, x.layout).out
+
+    d.send(x, dx)
+
+
+@gradient("norm_table", "moments")
+def _part_of_norm(d, node, dy):
+    raise PlanError(f"{node.op} ({node.source}) is read by something that is no norm")
+
+
+@gradient("act")
+def _act(d, node, dy):
+    x = node.inputs["x"]
+    d.send(x, lambda: d.make("act_grad", {"dy": dy, "x": x}, x, **node.attrs))
+
+
+@gradient("attention")
+def _attention(d, node, dy):
+    roles = [role for role in ("qkv", "q", "k", "v") if role in node.inputs]
+    parts = {role: node.inputs[role] for role in roles}
+    if not any(value in d.needed for value in parts.values()):
+        return
+    grads = d.graph.node(
+        "attention_grad",
+        {"dy": dy, "o": node.out, **parts},
+        {role: (value.shape, value.dtype) for role, value in parts.items()},
+        node.source,
+        node.out.layout,
+        **node.attrs,
+    )
+    for role, value in parts.items():
+        d.send(value, lambda role=role: grads.outputs[role])
+
+
+# --- between layers -------------------------------------------------------------------------------
+
+
+@gradient("cat")
+def _cat(d, node, dy):
+    start, axis = 0, node.attrs["axis"]
+    for x in node.many("x"):
+        stop = start + x.shape[axis]
+        ends = {"axis": axis, "start": start, "stop": stop}
+        d.send(x, lambda x=x, ends=ends: d.make("slice", {"x": dy}, x, **ends))
+        start = stop
+
+
+@gradient("slice")
+def _slice(d, node, dy):
+    d.send(node.inputs["x"], lambda: _Part(dy, **node.attrs))
+
+
+@gradient("add")
+def _add(d, node, dy):
+    for role in ("a", "b"):
+        x = node.inputs[role]
+        d.send(x, lambda x=x: d.summed(dy, x.shape, x.dtype))
+
+
+@gradient("mul")
+def _mul(d, node, dy):
+    for role, other in (("a", "b"), ("b", "a")):
+        x, factor = node.inputs[role], node.inputs[other]
+
+        def product(x=x, factor=factor) -> Value:
+            return d.summed(d.make("mul", {"a": dy, "b": factor}, dy), x.shape, x.dtype)
+
+        d.send(x, product)
+
+
+@gradient("affine")
+def _affine(d, node, dy):
+    x, scale = node.inputs["x"], node.attrs["scale"]
+    d.send(x, lambda: dy if scale == 1 else d.make("affine", {"x": dy}, x, scale=scale, offset=0))
+
+
+@gradient("upsample")
+def _upsample(d, node, dy):
+    x = node.inputs["x"]
+    d.send(x, lambda: d.make("sum_pool", {"x": dy}, x, window=node.attrs["factor"]))
+
+
+@gradient("avg_pool")
+def _avg_pool(d, node, dy):
+    x, (y, z) = node.inputs["x"], node.attrs["window"]
+
+    def grad() -> Value:
+        n, p, q, c = dy.shape
+        shape = n, p * y, q * z, c
+        small = d.make("affine", {"x": dy}, dy, scale=1 / (y * z), offset=0)
+        if shape == x.shape:
+            return d.make("upsample", {"x": small}, x, factor=(y, z))
+        part = d.make("upsample", {"x": small}, x, shape, factor=(y, z))
+        pads = ((0, 0), (0, x.shape[1] - p * y), (0, x.shape[2] - q * z), (0, 0))
+        return d.make("pad", {"x": part}, x, pads=pads)  # what was left over counts nothing
+
+    d.send(x, grad)
+
+
+@gradient("pad")
+def _pad(d, node, dy):
+    x = node.inputs["x"]
+
+    def grad() -> Value:
+        part, shape = dy, list(dy.shape)
+        for axis, (before, behind) in enumerate(node.attrs["pads"]):
+            if before or behind:
+                shape[axis] = x.shape[axis]
+                ends = {"axis": axis, "start": before, "stop": before + x.shape[axis]}
+                part = d.make("slice", {"x": part}, x, tuple(shape), **ends)
+        return part
+
+    d.send(x, grad)
+
+
+@gradient("dropout")
+def _dropout(d, node, dy):
+    """It is linear: what was dropped is dropped again, by the same draws or by the mask."""
+    x, attrs = node.inputs["x"], node.attrs
+    if "rng" in node.inputs:
+        inputs = {"x": dy, "rng": node.inputs["rng"]}
+        d.send(x, lambda: d.make("dropout", inputs, x, **attrs))
+    else:
+        d.send(x, lambda: d.make("mul", {"a": dy, "b": node.outputs["mask"]}, x))
+
+
+@gradient("cast")
+def _cast(d, node, dy):
+    x = node.inputs["x"]
+    d.send(x, lambda: d.make("cast", {"x": dy}, x))
+
+
+@gradient("reshape")
+def _reshape(d, node, dy):
+    x = node.inputs["x"]
+    d.send(x, lambda: d.make("reshape", {"x": dy}, x))
+
+
+@gradient("layout")
+def _layout(d, node, dy):
+    x, pieces = node.inputs["x"], node.attrs["pieces"]
+
+    def grad() -> Value:
+        if x.numel != dy.numel or any(step == 0 for _, step in pieces):
+            return d.make("layout_grad", {"dy": dy}, x, **node.attrs)
+        steps, step = [], 1  # a permutation: the way back is one, too
+        for size, place in reversed(pieces):
+            steps.append((place, size, step))
+            step *= size
+        back = tuple((size, step) for place, size, step in sorted(steps, key=lambda s: -s[0]))
+        return d.make("layout", {"x": dy}, x, pieces=back, offset=0)
+
+    d.send(x, grad)
+
+
+@gradient("embedding")
+def _embedding(d, node, dy):
+    weight, index = node.inputs["weight"], node.inputs["index"]
+    d.send(weight, lambda: d.make("embedding_grad", {"dy": dy, "index": index}, weight))
+
+
+@gradient("arith")
+def _arith(d, node, dy):
+    for i, x in enumerate(node.many("x")):
+        d.send(
+            x,
+            lambda i=i, x=x: d.make("arith_grad", {**node.inputs, "dy": dy}, x, of=i, **node.attrs),
+        )

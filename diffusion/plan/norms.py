@@ -1,0 +1,60 @@
+"""A group norm as its three steps, so that each can be joined to what is around it.
+
+    partials = moments(x)                     sums over pixels: what made x may take them
+    table = norm_table(partials, ...)         mean, rstd, g, b for each image and channel
+    y = norm_apply(x, table)                  one pass over memory: what reads y may make it
+
+Statistics are float32 (float64 of float64), whatever x is.
+"""
+
+import math
+
+import torch
+
+from .graph import Graph, Node
+
+
+def split_norms(graph: Graph) -> None:
+    """Replace every group norm by its three steps, in place."""
+    nodes, graph.nodes = graph.nodes, []
+    replaced = {}
+    for node in nodes:
+        if node.op == "group_norm":
+            replaced[node.out] = _split(graph, node)
+        else:
+            graph.nodes.append(node)
+    graph.substitute(replaced)
+
+
+def _split(graph: Graph, node: Node):
+    x, a = node.inputs["x"], node.attrs
+    n, c = x.shape[0], x.shape[-1]
+    pixels = math.prod(x.shape[1:-1])
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    source = node.source
+    weight, bias = (node.inputs.get(role) for role in ("weight", "bias"))
+    if weight is None:
+        weight = graph.constant(torch.ones(c, dtype=exact), "ones")
+    if bias is None:
+        bias = graph.constant(torch.zeros(c, dtype=exact), "zeros")
+    partials = graph.make("moments", {"x": x}, (n, 1, 2, c), exact, source=source)
+    film = {role: node.inputs.get(role) for role in ("scale", "shift")}
+    table = graph.make(
+        "norm_table",
+        {"partials0": partials, "weight": weight, "bias": bias, **film},
+        (n, 4, c),
+        exact,
+        source=source,
+        groups=a["groups"],
+        eps=a["eps"],
+        pixels=(pixels,),
+    )
+    return graph.make(
+        "norm_apply",
+        {"x0": x, "table": table},
+        node.out.shape,
+        node.out.dtype,
+        source=source,
+        layout=node.out.layout,
+        activation=a["activation"],
+    )

@@ -1,0 +1,104 @@
+"""Small random networks of everything that a plan knows, for hypothesis to draw."""
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+EMB = 6
+LAYERS = (
+    "conv", "pointwise", "down", "down_padded", "pool", "up", "norm", "norm_act", "film", "act",
+    "emb", "residual", "concat", "attention", "packed", "gate", "scale", "tokens", "dropout",
+)  # fmt: skip
+
+
+@st.composite
+def networks(draw):
+    """(module, arguments) in float64."""
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    layers = draw(st.lists(st.sampled_from(LAYERS), min_size=2, max_size=7))
+    h, w = draw(st.sampled_from([(4, 4), (6, 4), (5, 3)]))
+    module = RandomNetwork(layers, draw(st.sampled_from(["silu", "gelu", "relu", "mish"])))
+    args = torch.randn(2, 4, h, w), torch.randn(2, EMB)
+    return module.double(), tuple(a.double() for a in args)
+
+
+class RandomNetwork(nn.Module):
+    """Applies the named layers, one after the other, to an image of 4 channels."""
+
+    def __init__(self, layers: list[str], activation: str) -> None:
+        super().__init__()
+        self.layers, self.activation = layers, getattr(F, activation)
+        self.inside = nn.ModuleList(nn.ModuleDict(self._parts(name)) for name in layers)
+
+    def _parts(self, name: str) -> dict[str, nn.Module]:
+        parts = {
+            "conv": lambda: {"conv": nn.Conv2d(4, 4, 3, padding=1)},
+            "pointwise": lambda: {"conv": nn.Conv2d(4, 4, 1, bias=False)},
+            "down": lambda: {"conv": nn.Conv2d(4, 4, 3, stride=2, padding=1)},
+            "down_padded": lambda: {"conv": nn.Conv2d(4, 4, 3, stride=2)},
+            "norm": lambda: {"norm": nn.GroupNorm(2, 4)},
+            "norm_act": lambda: {"norm": nn.GroupNorm(2, 4, affine=False)},
+            "film": lambda: {"norm": nn.GroupNorm(4, 4), "linear": nn.Linear(EMB, 8)},
+            "emb": lambda: {"linear": nn.Linear(EMB, 4)},
+            "concat": lambda: {"norm": nn.GroupNorm(2, 8), "conv": nn.Conv2d(8, 4, 3, padding=1)},
+            "attention": lambda: {n: nn.Linear(4, 4) for n in ("q", "k", "v")},
+            "packed": lambda: {"conv": nn.Conv2d(4, 12, 1)},
+            "gate": lambda: {"conv": nn.Conv2d(4, 8, 1)},
+            "tokens": lambda: {"linear": nn.Linear(4, 4)},
+        }
+        return parts[name]() if name in parts else {}
+
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+        first = x
+        for name, parts in zip(self.layers, self.inside, strict=True):
+            n, c, h, w = x.shape
+            before = x
+            if name in ("conv", "pointwise", "down"):
+                x = parts["conv"](x)
+            elif name == "down_padded":
+                x = parts["conv"](F.pad(x, (0, 1, 0, 1))) if min(h, w) > 1 else x
+            elif name == "pool":
+                x = F.avg_pool2d(x, 2) if min(h, w) > 1 else x
+            elif name == "up":
+                x = F.interpolate(x, scale_factor=2.0, mode="nearest") if h < 8 else x
+            elif name == "norm":
+                x = parts["norm"](x)
+            elif name == "norm_act":
+                x = self.activation(parts["norm"](x))
+            elif name == "film":
+                scale, shift = parts["linear"](emb)[:, :, None, None].chunk(2, dim=1)
+                x = self.activation(parts["norm"](x) * (1 + scale) + shift)
+            elif name == "act":
+                x = self.activation(x)
+            elif name == "emb":
+                x = x + parts["linear"](self.activation(emb))[:, :, None, None]
+            elif name == "residual":
+                x = x + first if first.shape == x.shape else x * 0.5 + 1
+            elif name == "concat":
+                other = first if first.shape == x.shape else torch.tanh(x)
+                x = parts["conv"](F.silu(parts["norm"](torch.cat((x, other), dim=1))))
+            elif name == "attention":
+                rows = x.flatten(2).transpose(1, 2)
+                q, k, v = (
+                    parts[p](rows).view(n, -1, 2, 2).transpose(1, 2) for p in ("q", "k", "v")
+                )
+                o = F.scaled_dot_product_attention(q, k, v)
+                x = x + o.transpose(1, 2).reshape(n, -1, c).transpose(1, 2).view(x.shape)
+            elif name == "packed":
+                qkv = parts["conv"](x).flatten(2).transpose(1, 2).unflatten(2, (2, 3, 2))
+                q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
+                o = F.scaled_dot_product_attention(q, k, v, scale=0.3)
+                x = o.permute(0, 1, 3, 2).reshape(n, c, h, w)
+            elif name == "gate":
+                a, b = parts["conv"](x).chunk(2, dim=1)
+                x = a * torch.sigmoid(b)
+            elif name == "scale":
+                x = (2 - x) / (1.5 + torch.sigmoid(x)) - 0.1 * x
+            elif name == "tokens":
+                rows = parts["linear"](x.permute(0, 2, 3, 1).reshape(n * h * w, c))
+                x = rows.reshape(n, h, w, c).permute(0, 3, 1, 2)
+            elif name == "dropout":
+                x = F.dropout(x, 0.0, self.training)
+            assert x.shape[:2] == before.shape[:2]
+        return x
