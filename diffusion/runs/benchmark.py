@@ -33,19 +33,19 @@ from tqdm import tqdm
 
 import triton_kernels
 
-from ..runtime.backend import Backend
 from ..build import check_sampler
-from ..sampling.chain import Progress, TabulatedDenoiser
-from ..runtime.distributed import choose_device
 from ..errors import ConfigError, writing
 from ..export.graph import OnnxDenoiser, export_onnx, image_graph, onnx_provider
 from ..export.tensorrt_engine import TensorRTDenoiser, build_engine, require_tensorrt
-from ..sampling.guidance import guide
-from ..models.layers import Conv1d, Conv2d
-from ..process.objective import Denoiser
-from ..plan.inference import sampling_network
-from ..settings import construct
 from ..formats.trained import Trained, TrainedSettings
+from ..models.layers import Conv1d, Conv2d
+from ..plan.inference import sampling_network
+from ..process.objective import Denoiser
+from ..runtime.backend import Backend
+from ..runtime.distributed import choose_device
+from ..sampling.chain import Progress, TabulatedDenoiser
+from ..sampling.guidance import guide
+from ..settings import construct
 
 _REFERENCE = "torch_fp32"
 _MIN_DRAWS, _MAX_DRAWS = 3, 100

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats.checkpoint import find_checkpoint, read_state
 from ..data import load_dataset
 from ..data.image_set import with_channels
-from ..runtime.distributed import own_rank
 from ..errors import ConfigError, check_writable, writing
-from ..training.image_task import image_options
+from ..formats.checkpoint import find_checkpoint, read_state
+from ..formats.trained import Trained
+from ..runtime.distributed import own_rank
 from ..sampling.quality import EXTRACTOR, check_extractor, check_metrics, measure, require_fidelity
 from ..sampling.sampler import Sampler
-from .sampling import DrawSettings, choose_labels, draw_all
 from ..settings import construct, shown
-from ..formats.trained import Trained
+from ..training.image_task import image_options
+from .sampling import DrawSettings, choose_labels, draw_all
 
 # beside the numbers stands what they depend on: FID changes with every one of these
 FIELDS = (

@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from triton_kernels.runtime.device import describe
 from triton_kernels.runtime.launch_recorder import rehearsal
 
-from ..runtime.backend import Backend, choose_backend
 from ..build import POLICY_MODELS, Process, build_model, build_policy_model
 from ..data.image_set import ImageSet
-from ..runtime.distributed import Processes
 from ..models.flat_parameters import FlatParameters
-from ..training.optimizer import Optimizer, OptimizerSettings
 from ..plan.embedding import TOGETHER
-from .rollout import RolloutSettings, rehearse_acting
-from .sampling import DrawSettings, rehearse_drawing
+from ..runtime.backend import Backend, choose_backend
+from ..runtime.distributed import Processes
 from ..settings import construct
 from ..training.build_step import build_step
+from ..training.optimizer import Optimizer, OptimizerSettings
 from ..training.trainer import TrainSettings
+from .rollout import RolloutSettings, rehearse_acting
+from .sampling import DrawSettings, rehearse_drawing
 
 _ENOUGH = 9 * 2**30  # bytes of samples; `Batches` keeps 8 on a device
 _HOST = torch.device("cpu")

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError, writing
+from ..settings import construct, shown
 from ..tracking.pictures import draw_loss_curves
 from ..tracking.run_log import write_whole
-from ..settings import construct, shown
 
 _WHERE = ("run_dir", "device")  # it was trained, and not what
 _TAIL = 5  # rows of the metrics whose mean is the loss at the end

@@ -8,12 +8,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..runtime.precompile import DRAWN, compile_ahead
 from ..build import SAMPLERS, check_sampler
 from ..data.action_chunks import PolicySpec
 from ..errors import ConfigError, check_writable
 from ..formats.checkpoint import Average
-from ..settings import construct
 from ..policies.animation import save_gif
 from ..policies.environments import (
     Environment,
@@ -24,6 +22,8 @@ from ..policies.environments import (
 )
 from ..policies.policy import Policy, load_policy
 from ..policies.rollout import Episode, measure_latency, roll_out
+from ..runtime.precompile import DRAWN, compile_ahead
+from ..settings import construct
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,17 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from ..runtime.precompile import DRAWN, compile_ahead
 from ..build import check_sampler
-from ..runtime.distributed import Processes, choose_device
-from ..sampling.draw import cut, draw, rehearse
 from ..errors import ConfigError, check_writable, writing
-from ..sampling.guidance import check_scale
-from ..tracking.pictures import grid
+from ..formats.trained import Trained, TrainedSettings
 from ..plan.inference import InferenceUNet, sampling_network
+from ..runtime.distributed import Processes, choose_device
+from ..runtime.precompile import DRAWN, compile_ahead
+from ..sampling.draw import cut, draw, rehearse
+from ..sampling.guidance import check_scale
 from ..sampling.sampler import Sampler
 from ..settings import construct, shown
-from ..formats.trained import Trained, TrainedSettings
+from ..tracking.pictures import grid
 
 _GRID_OF = 100  # images at most in the grid that comes with a folder of images
 _FILES = (".png", ".npz")

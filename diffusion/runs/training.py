@@ -13,25 +13,25 @@ import yaml
 from torch import nn
 from tqdm import tqdm
 
-from ..runtime.precompile import TRAINED, compile_ahead, described
-from ..runtime.backend import Backend, choose_backend, determinism
 from ..build import POLICY_MODELS, Process
+from ..data.batches import Samples
+from ..errors import ConfigError, writing
 from ..formats.checkpoint import load_into, read_state
 from ..formats.checkpoint_folder import clean_up
-from ..data.batches import Samples
-from ..runtime.distributed import Processes, choose_device, own_rank
-from ..errors import ConfigError, writing
+from ..formats.trained import load_initial
 from ..models.flat_parameters import FlatParameters
-from ..training.image_task import ImageTask
-from ..training.optimizer import Optimizer, OptimizerSettings
 from ..plan.embedding import TOGETHER
 from ..plan.unet import FusedUNet
 from ..policies.task import LOADERS, PolicyTask
-from ..tracking.run_log import Preview, last_loss, log_file, write_whole
+from ..runtime.backend import Backend, choose_backend, determinism
+from ..runtime.distributed import Processes, choose_device, own_rank
+from ..runtime.precompile import TRAINED, compile_ahead, described
 from ..settings import check_keys, construct, shown
+from ..tracking.run_log import Preview, last_loss, log_file, write_whole
 from ..training.build_step import build_step
+from ..training.image_task import ImageTask
+from ..training.optimizer import Optimizer, OptimizerSettings
 from ..training.train_step import TrainStep
-from ..formats.trained import load_initial
 from ..training.trainer import Trainer, TrainSettings
 from .lock import RunLock
 from .resume_point import resume_point, set_newer_aside

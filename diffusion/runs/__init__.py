@@ -1,0 +1,1 @@
+"""The jobs of the entry points, from their settings to their results."""
