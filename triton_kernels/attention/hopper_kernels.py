@@ -10,8 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..hopper.compat import reinterpret, sync_threads, tma_load, tma_store, view_from
 from ..hopper.pairs import round_pairs
-from ..hopper.pipeline import new_barriers, sync_threads
+from ..hopper.pipeline import new_barriers
 from ..runtime.dependent_launch import await_inputs
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -48,8 +49,8 @@ def _matrix(buf, first, ROWS: gl.constexpr):
     WIDTH: gl.constexpr = buf.type.layout.swizzle_byte_width
     BLOCK: gl.constexpr = gl.NVMMASharedLayout(WIDTH, 16, rank=3)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH, 16, rank=2)
-    blocks = buf._reinterpret(buf.dtype, [buf.shape[1] // 64, 1, 64, D], BLOCK)
-    return blocks.index(first)._reinterpret(buf.dtype, [ROWS, D], LAYOUT)
+    blocks = reinterpret(buf, buf.dtype, [buf.shape[1] // 64, 1, 64, D], BLOCK)
+    return view_from(blocks, first, [ROWS, D], LAYOUT)
 
 
 @gluon.jit
@@ -115,10 +116,10 @@ def attention_fwd_head_kernel(
     n, head = row // num_heads, row % num_heads
     column, part = _head_offset(head, num_heads, D, HEADS_QKV)
     mbarrier.expect(bars.index(0), (ROWS + KEEP) * D * 2)
-    tma.async_copy_global_to_shared(kv_desc, [n, 0, column + part], bars.index(0), k_buf)
-    tma.async_copy_global_to_shared(q_desc, [n, t0, column], bars.index(0), q_buf)
+    tma_load(kv_desc, [n, 0, column + part], bars.index(0), k_buf)
+    tma_load(q_desc, [n, t0, column], bars.index(0), q_buf)
     mbarrier.expect(bars.index(1), ROWS * D * 2)
-    tma.async_copy_global_to_shared(kv_desc, [n, 0, column + 2 * part], bars.index(1), v_buf)
+    tma_load(kv_desc, [n, 0, column + 2 * part], bars.index(1), v_buf)
     scale_log2 = scale * _LOG2_E
     zeros = gl.zeros([64, STEP], gl.float32, SCORES)
 
@@ -164,7 +165,7 @@ def attention_fwd_head_kernel(
         gl.store(lse_ptr + row.to(gl.int64) * T + offs, m + _log2(total), mask=offs < T)
     fence_async_shared()
     sync_threads()
-    tma.async_copy_shared_to_global(o_desc, [n, t0, head * D], q_buf)
+    tma_store(o_desc, [n, t0, head * D], q_buf)
     tma.store_wait(0)
 
 
@@ -258,11 +259,11 @@ def attention_bwd_head_kernel(
     n, head = row // num_heads, row % num_heads
     column, part = _head_offset(head, num_heads, D, HEADS_QKV)
     mbarrier.expect(bars.index(0), ROWS * D * 2)
-    tma.async_copy_global_to_shared(do_desc, [n, 0, head * D], bars.index(0), do_buf)
+    tma_load(do_desc, [n, 0, head * D], bars.index(0), do_buf)
     mbarrier.expect(bars.index(1), 3 * ROWS * D * 2)
-    tma.async_copy_global_to_shared(qkv_desc, [n, 0, column + part], bars.index(1), k_buf)
-    tma.async_copy_global_to_shared(qkv_desc, [n, 0, column], bars.index(1), q_buf)
-    tma.async_copy_global_to_shared(qkv_desc, [n, 0, column + 2 * part], bars.index(1), v_buf)
+    tma_load(qkv_desc, [n, 0, column + part], bars.index(1), k_buf)
+    tma_load(qkv_desc, [n, 0, column], bars.index(1), q_buf)
+    tma_load(qkv_desc, [n, 0, column + 2 * part], bars.index(1), v_buf)
 
     o_ptr += n.to(gl.int64) * (T * num_heads * D) + head * D
     lse_ptr += row.to(gl.int64) * T
@@ -339,9 +340,9 @@ def attention_bwd_head_kernel(
         ds_bufs[0].store(gl.full([KEYS, 64], 1.0, dtype, SCORES))
     fence_async_shared()
     sync_threads()
-    tma.async_copy_shared_to_global(dqkv_desc, [n, 0, column + part], k_buf)
-    tma.async_copy_shared_to_global(dqkv_desc, [n, 0, column + 2 * part], v_buf)
-    tma.async_copy_shared_to_global(dqkv_desc, [n, 0, column], q_buf)
+    tma_store(dqkv_desc, [n, 0, column + part], k_buf)
+    tma_store(dqkv_desc, [n, 0, column + 2 * part], v_buf)
+    tma_store(dqkv_desc, [n, 0, column], q_buf)
     if rows_ptr is not None:
         rows_ptr += n.to(gl.int64) * (3 * num_heads * D) + column
         _store_sums((q_buf, k_buf, v_buf), ds_bufs[0].slice(0, 64), rows_ptr, part, OUT_Q)

@@ -5,13 +5,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from ..hopper.compat import reinterpret, sync_threads, tma_load
 from ..hopper.pairs import round_pairs
-from ..hopper.pipeline import new_barriers, sync_threads
+from ..hopper.pipeline import new_barriers
 from ..runtime.dependent_launch import await_inputs
 from .hopper_kernels import unseen_zero
 
@@ -82,8 +82,8 @@ def _products(
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [M // 16, 1], [16, D, 16])
     TWO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [M // 16, 1], [16, 2 * D, 16])
-    x_rows = x_bufs._reinterpret(dtype, [BLOCKS * ROUNDS, M, 64], MATRIX)
-    kv_filters = w_bufs._reinterpret(dtype, [BLOCKS, 2 * D, 64], MATRIX)
+    x_rows = reinterpret(x_bufs, dtype, [BLOCKS * ROUNDS, M, 64], MATRIX)
+    kv_filters = reinterpret(w_bufs, dtype, [BLOCKS, 2 * D, 64], MATRIX)
     accs = ()
     for _ in gl.static_range(ROUNDS):
         q = gl.zeros([M, D], gl.float32, OUT)
@@ -289,8 +289,8 @@ def norm_attention_kernel(
     await_inputs()
     _fetch_pixels(x_desc, n * T, x_full, x_bufs)
 
-    k_steps = k_bufs._reinterpret(dtype, [STEPS, STEP, D], NARROW)
-    v_steps = v_bufs._reinterpret(dtype, [STEPS, STEP, D], NARROW)
+    k_steps = reinterpret(k_bufs, dtype, [STEPS, STEP, D], NARROW)
+    v_steps = reinterpret(v_bufs, dtype, [STEPS, STEP, D], NARROW)
     if NORM:
         _keep_affine(partial_ptr, g, b, kept, n, pixels, eps, C, K, CG, LANES, BLOCK_G, BLOCK_J)
     accs = _products(
@@ -340,10 +340,10 @@ def _fetch_filters(w_desc, row, part: gl.constexpr, full, wq_bufs, w_bufs):
     bar = full.index(0)
     mbarrier.expect(bar, BLOCKS * 3 * D * 128)
     for i in gl.static_range(BLOCKS):
-        tma.async_copy_global_to_shared(w_desc, [row, i * 64], bar, wq_bufs.index(i))
-        tma.async_copy_global_to_shared(w_desc, [row + part, i * 64], bar, w_bufs.index(2 * i))
+        tma_load(w_desc, [row, i * 64], bar, wq_bufs.index(i))
+        tma_load(w_desc, [row + part, i * 64], bar, w_bufs.index(2 * i))
         v = w_bufs.index(2 * i + 1)
-        tma.async_copy_global_to_shared(w_desc, [row + 2 * part, i * 64], bar, v)
+        tma_load(w_desc, [row + 2 * part, i * 64], bar, v)
 
 
 @gluon.jit
@@ -351,4 +351,4 @@ def _fetch_pixels(x_desc, row, full, x_bufs):
     BLOCKS: gl.constexpr = x_bufs.shape[0]
     for i in gl.static_range(BLOCKS):
         mbarrier.expect(full.index(i), x_bufs.shape[1] * 128)
-        tma.async_copy_global_to_shared(x_desc, [row, i * 64], full.index(i), x_bufs.index(i))
+        tma_load(x_desc, [row, i * 64], full.index(i), x_bufs.index(i))

@@ -19,13 +19,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..hopper.pipeline import new_barriers, sync_threads
+from ..hopper.compat import reinterpret, sync_threads, tma_load, view_from
+from ..hopper.pipeline import new_barriers
 from ..tf32 import split_to_tf32
 
 
@@ -36,7 +36,7 @@ def _load_filters(w_desc, w_bufs, w_full, row_0, block, slot, TILES: gl.constexp
     mbarrier.expect(bar, TILES * 64 * 128)
     for i in gl.static_range(TILES):
         at = [i, row_0, block * WIDTH]
-        tma.async_copy_global_to_shared(w_desc, at, bar, w_bufs.index(slot * TILES + i))
+        tma_load(w_desc, at, bar, w_bufs.index(slot * TILES + i))
 
 
 @triton.constexpr_function
@@ -58,18 +58,17 @@ def _load_samples(
     for part in gl.static_range(PARTS):
         for j in gl.static_range(TIMES // TOGETHER):
             row = (slot * PARTS + part) * TIMES + _row(j * TOGETHER, TIMES, STRIDE)
-            buf = x_bufs.index(row * SAMPLES // 8)
-            buf = buf._reinterpret(buf.dtype, [TOGETHER, SAMPLES, WIDTH], x_desc.layout)
+            chunk = row * SAMPLES // 8
+            buf = view_from(x_bufs, chunk, [TOGETHER, SAMPLES, WIDTH], x_desc.layout)
             at = [t + j * TOGETHER, n, block * WIDTH + part * second]
-            tma.async_copy_global_to_shared(x_desc, at, bar, buf)
+            tma_load(x_desc, at, bar, buf)
 
 
 @gluon.jit
 def _positions(x_bufs, chunk, P: gl.constexpr, WIDTH: gl.constexpr):
     """P rows from a chunk on, as the right operand of a product."""
-    x = x_bufs.index(chunk)
-    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, x.dtype.primitive_bitwidth)
-    return x._reinterpret(x.dtype, [P, WIDTH], MATRIX).permute((1, 0))
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, x_bufs.dtype.primitive_bitwidth)
+    return view_from(x_bufs, chunk, [P, WIDTH], MATRIX).permute((1, 0))
 
 
 @gluon.jit
@@ -81,7 +80,7 @@ def _multiply_tap(
     of float32, as three of TF32, where smaller halves of the positions are `second` chunks on."""
     w = w_bufs.index(tile)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, w.dtype.primitive_bitwidth)
-    w = w._reinterpret(w.dtype, [64, WIDTH], MATRIX)
+    w = reinterpret(w, w.dtype, [64, WIDTH], MATRIX)
     x = _positions(x_bufs, chunk, P, WIDTH)
     if SPLIT:
         big, small = split_to_tf32(w.load(gl.DotOperandLayout(0, LAYOUT, 1)))

@@ -1,21 +1,22 @@
-"""What the Gluon kernels take, and tensors as the TMA unit is told of them.
+"""What the Gluon kernels take, and tensors as the TMA unit is told of them."""
 
-Gluon is an experimental part of Triton: it is used with versions that it was tried with.
-"""
-
-import triton
 from torch import Tensor
 
 from ..runtime.device import describe
 
-SUPPORTED = tuple(map(int, triton.__version__.split(".")[:2])) in ((3, 6), (3, 7))
-if SUPPORTED:
+# Gluon is an experimental part of Triton: a version may come that has moved what the kernels use.
+try:
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .compat import TensorDescriptor
+except (ImportError, AttributeError) as error:
+    SUPPORTED, MISSING = False, f"{type(error).__name__}: {error}"
+else:
+    SUPPORTED, MISSING = True, None
 
 
 def takes(x: Tensor) -> bool:
-    """Whether there is a Hopper GPU, with such a version of Triton, and x has 16 bits a number."""
+    """Whether it is on a Hopper GPU, with a Triton that has Gluon, and has 16 bits a number."""
     return SUPPORTED and describe(x.device).hopper and x.itemsize == 2
 
 

@@ -14,8 +14,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-sync_threads = getattr(gl, "barrier", None) or gl.thread_barrier  # the former from triton 3.7 on
-
 
 @gluon.jit
 def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):

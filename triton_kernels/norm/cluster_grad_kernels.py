@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ..activations import activate_affine_grad, activate_grad
+from ..hopper.compat import cp_async
 from ..hopper.pairs import round_pairs, widen_pairs
 from .cluster_parts import (
     add_pairs,
@@ -127,8 +128,8 @@ def group_norm_cluster_bwd_kernel(
     n, c0, place = place_of_task(tasks - 1 - gl.program_id(0), HW, C, PARTS * BLOCK_C)
     for i in gl.static_range(ALL):
         there = place_of_tile(place, i, TILES, STEP, BLOCK_C)
-        async_copy.async_copy_global_to_shared(xs[i], x_ptr + there + offs)
-        async_copy.async_copy_global_to_shared(dys[i], dy_ptr + there + offs)
+        cp_async(xs[i], x_ptr + there + offs)
+        cp_async(dys[i], dy_ptr + there + offs)
         if i % GROUP == GROUP - 1:
             async_copy.commit_group()
     if LAG > 0:  # the sums of a task are taken while the one before it is written
@@ -218,8 +219,8 @@ def group_norm_cluster_bwd_kernel(
                         part * TILES + k * GROUP, part * TILES + (k + 1) * GROUP
                     ):
                         there = place_of_tile(place_after, i, TILES, STEP, BLOCK_C)
-                        async_copy.async_copy_global_to_shared(xs[i], x_ptr + there + offs)
-                        async_copy.async_copy_global_to_shared(dys[i], dy_ptr + there + offs)
+                        cp_async(xs[i], x_ptr + there + offs)
+                        cp_async(dys[i], dy_ptr + there + offs)
                 async_copy.commit_group()
                 if LAG > 0 and k >= LAG:
                     async_copy.wait_group(LAG)

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ..activations import activate
+from ..hopper.compat import cp_async
 from ..hopper.pairs import round_pairs, widen_pairs
 from .cluster_parts import (
     add_pairs,
@@ -79,7 +80,7 @@ def group_norm_cluster_fwd_kernel(
     _, _, place = place_of_task(gl.program_id(0), HW, C, PARTS * BLOCK_C)
     for i in gl.static_range(ALL):
         there = place_of_tile(place, i, TILES, STEP, BLOCK_C)
-        async_copy.async_copy_global_to_shared(tiles[i], x_ptr + there + offs)
+        cp_async(tiles[i], x_ptr + there + offs)
         if i % GROUP == GROUP - 1:
             async_copy.commit_group()
 
@@ -152,5 +153,5 @@ def group_norm_cluster_fwd_kernel(
                             part * TILES + i - GROUP + 1, part * TILES + i + 1
                         ):
                             ahead = place_of_tile(place_next, j, TILES, STEP, BLOCK_C)
-                            async_copy.async_copy_global_to_shared(tiles[j], x_ptr + ahead + offs)
+                            cp_async(tiles[j], x_ptr + ahead + offs)
                     async_copy.commit_group()

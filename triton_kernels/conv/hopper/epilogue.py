@@ -2,7 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ...hopper.compat import tma_load
 
 
 @gluon.jit
@@ -38,9 +40,9 @@ def load_beside(
     for j in gl.static_range(ROWS):
         buf = stages.index(GROUP * ROWS + j)
         if desc2 is None:
-            tma.async_copy_global_to_shared(desc1, [n, h0 + j, 0, c0], bar, buf)
+            tma_load(desc1, [n, h0 + j, 0, c0], bar, buf)
         else:
             left = c0 < border
             right = c0 >= border
-            tma.async_copy_global_to_shared(desc1, [n, h0 + j, 0, c0], bar, buf, left)
-            tma.async_copy_global_to_shared(desc2, [n, h0 + j, 0, c0 - border], bar, buf, right)
+            tma_load(desc1, [n, h0 + j, 0, c0], bar, buf, left)
+            tma_load(desc2, [n, h0 + j, 0, c0 - border], bar, buf, right)

@@ -10,12 +10,12 @@ While one warpgroup adds, the others multiply.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from ...hopper.pipeline import give_back, new_barrier_pairs, sync_threads, wait_empty, wait_full
+from ...hopper.compat import reinterpret, sync_threads, tma_load, view_from
+from ...hopper.pipeline import give_back, new_barrier_pairs, wait_empty, wait_full
 from ...runtime.dependent_launch import await_inputs
 from .row_memory import clear_margins, row_from, rows_chunks
 
@@ -40,10 +40,10 @@ def _load_part(
 ):  # fmt: skip
     ROWS: gl.constexpr = PIXELS // W
     at = _place(n, h0, co0, IMAGES)
-    tma.async_copy_global_to_shared(dy_desc, at, bar, dy_bufs.index(place))
+    tma_load(dy_desc, at, bar, dy_bufs.index(place))
     for j in gl.static_range(ROWS + 2):
         row = row_from(x_bufs, place * part_chunks(W), j, W, IMAGES)
-        tma.async_copy_global_to_shared(x_desc, _place(n, h0 + j - 1, ci0, IMAGES), bar, row)
+        tma_load(x_desc, _place(n, h0 + j - 1, ci0, IMAGES), bar, row)
 
 
 @gluon.jit
@@ -73,10 +73,10 @@ def _pixels(
 ):  # fmt: skip
     """Of a part of x those that a tap sees at the tile's STEP pixels from `start` on."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    pixels = x_bufs._reinterpret(x_bufs.dtype, [x_bufs.shape[0] * 8, 64], FLAT)
+    pixels = reinterpret(x_bufs, x_bufs.dtype, [x_bufs.shape[0] * 8, 64], FLAT)
     place = part * (part_chunks(W) * 8) + (start // W + R) * (W + 8) + 8 + start % W
-    first = pixels.index(place + (s - 1) * IMAGES)
-    return first._reinterpret(first.dtype, [STEP, 64], gl.NVMMASharedLayout(128, 16))
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    return view_from(pixels, place + (s - 1) * IMAGES, [STEP, 64], MATRIX)
 
 
 @gluon.jit
@@ -116,7 +116,7 @@ def _gradients(dy_bufs, part, k, LAYOUT: gl.constexpr, STEP: gl.constexpr):
     """Of a part of dy 32 pixels, from 32 k on, in registers: [64 channels, STEP] each."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     COUNT: gl.constexpr = dy_bufs.shape[0] * (PIXELS // STEP)
-    pieces = dy_bufs._reinterpret(dy_bufs.dtype, [COUNT, STEP, 64], MATRIX)
+    pieces = reinterpret(dy_bufs, dy_bufs.dtype, [COUNT, STEP, 64], MATRIX)
     found = ()
     for i in gl.static_range(32 // STEP):
         piece = pieces.index(part * (PIXELS // STEP) + k * (32 // STEP) + i).permute((1, 0))

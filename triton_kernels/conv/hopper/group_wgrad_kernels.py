@@ -9,12 +9,12 @@ two parts a program, which `conv.wgrad_group` adds up.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
+from ...hopper.compat import sync_threads, tma_load
 from ...hopper.pipeline import (
     give_back,
     new_barrier_pairs,
-    sync_threads,
     wait_empty,
     wait_for,
     wait_full,
@@ -79,10 +79,10 @@ def _load_block(
                 pixel = ((tile - start) * STEPS + step) * 64
                 for i in gl.static_range(GROUPS):
                     buf = dy_bufs.index(slot * GROUPS + i)
-                    tma.async_copy_global_to_shared(dy_desc, [pixel, co0 + i * 64], bar, buf)
+                    tma_load(dy_desc, [pixel, co0 + i * 64], bar, buf)
                 for i in gl.static_range(BLOCKS):
                     buf = x_bufs.index(slot * BLOCKS + i)
-                    tma.async_copy_global_to_shared(x_desc, [pixel, ci0 + i * 64], bar, buf)
+                    tma_load(x_desc, [pixel, ci0 + i * 64], bar, buf)
     else:
         tiles_h = options[0]
         W: gl.constexpr = options[1]

@@ -10,10 +10,11 @@ pixel at once, which are rows i, i + 8, i + 32 and i + 40, and the four threads 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ...hopper.compat import reinterpret, sync_threads, tma_load
 from ...hopper.pairs import round_pairs
-from ...hopper.pipeline import give_back, new_barrier_pairs, sync_threads, wait_empty
+from ...hopper.pipeline import give_back, new_barrier_pairs, wait_empty
 from ...runtime.dependent_launch import await_inputs
 
 # A pixel is bits p3 p2 p1 p0 of its place in a step, a channel c5 ... c0. Registers of a thread:
@@ -100,10 +101,10 @@ def _read(x_bufs, dy_bufs, slot, K: gl.constexpr, X_BLOCKS: gl.constexpr):
     BOX: gl.constexpr = dy_bufs.shape
     PIXELS: gl.constexpr = BOX[1] * BOX[2] * BOX[3]
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
-    buf = dy_bufs.index(slot)._reinterpret(gl.float32, [PIXELS, 64], MATRIX)
+    buf = reinterpret(dy_bufs.index(slot), gl.float32, [PIXELS, 64], MATRIX)
     values = (buf.slice(K * 16, 16).load(_DY),)
     for j in gl.static_range(X_BLOCKS):
-        buf = x_bufs.index(slot * X_BLOCKS + j)._reinterpret(gl.float32, [PIXELS, 64], MATRIX)
+        buf = reinterpret(x_bufs.index(slot * X_BLOCKS + j), gl.float32, [PIXELS, 64], MATRIX)
         values = values + (buf.slice(K * 16, 16).load(_X),)
     return values
 
@@ -183,11 +184,11 @@ def _load_all(
         blocks = blocks + ((tap // S - PAD_H, tap % S - PAD_W, (j0 + j) % x_blocks * 64),)
     for step in range(steps):
         slot, bar = wait_empty(full, empty, step, STAGES, BYTES)
-        tma.async_copy_global_to_shared(dy_desc, [n, h, w, co0], bar, dy_bufs.index(slot))
+        tma_load(dy_desc, [n, h, w, co0], bar, dy_bufs.index(slot))
         for j in gl.static_range(X_BLOCKS):
             where = [n, h + blocks[j][0], w + blocks[j][1], blocks[j][2]]
             buf = x_bufs.index(slot * X_BLOCKS + j)
-            tma.async_copy_global_to_shared(x_desc, where, bar, buf)
+            tma_load(x_desc, where, bar, buf)
         w += BOX[2]
         h = gl.where(w < Q, h, h + BOX[1])
         w = gl.where(w < Q, w, 0)

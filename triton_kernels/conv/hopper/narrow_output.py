@@ -16,10 +16,11 @@ Of rows of 32 pixels two images lie side by side, see `rows_wgrad`.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
+from ...hopper.compat import reinterpret, sync_threads, tma_load
 from ...hopper.pairs import round_pairs
-from ...hopper.pipeline import new_barrier_pairs, new_barriers, sync_threads, wait_empty, wait_for
+from ...hopper.pipeline import new_barrier_pairs, new_barriers, wait_empty, wait_for
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
 from .row_memory import clear_margins, row_from, row_of_tap, rows_chunks
 
@@ -35,7 +36,7 @@ def _load(
     for k in gl.static_range(K_BLOCKS):
         for tap in range(9):
             buf = w_bufs.index(k * 9 + tap)
-            tma.async_copy_global_to_shared(w_desc, [tap, 0, k * 64], bar, buf)
+            tma_load(w_desc, [tap, 0, k * 64], bar, buf)
     if OVERLAP:
         await_inputs_alone()  # filters are there before the launch in front
     place = 0
@@ -50,7 +51,7 @@ def _load(
                     h = h0 - 1 + 2 * i + j
                     at = [n, h, 0, k * 64] if IMAGES == 1 else [h, 0, n * IMAGES, k * 64]
                     row = row_from(x_bufs, k * rows_chunks(2 * PAIRS, W), slot * 2 + j, W, IMAGES)
-                    tma.async_copy_global_to_shared(x_desc, at, bar, row)
+                    tma_load(x_desc, at, bar, row)
             place += 1
 
 
@@ -65,7 +66,7 @@ def _multiply_row(
             first = k * rows_chunks(2 * PAIRS, W)
             x = row_of_tap(x_bufs, first, row, piece * 64 + s, W, IMAGES).slice(0, 64)
             w = w_bufs.index(k * 9 + r * 3 + s)
-            w = w._reinterpret(w.dtype, [16, 64], gl.NVMMASharedLayout(128, 16)).permute((1, 0))
+            w = reinterpret(w, w.dtype, [16, 64], gl.NVMMASharedLayout(128, 16)).permute((1, 0))
             acc = warpgroup_mma(x, w, acc, use_acc=k + r + s > 0, is_async=True)
     return acc
 

@@ -20,8 +20,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from ...activations import activate_affine
+from ...hopper.compat import reinterpret, sync_threads, view_from
 from ...hopper.pairs import round_pairs
-from ...hopper.pipeline import sync_threads, wait_for
+from ...hopper.pipeline import wait_for
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
 from .norm_producers import load_row, widen_words
 from .norm_rows import Norm, keep_affine, load_weights, new_affine
@@ -79,15 +80,14 @@ def _filters_of(w_bufs, r: gl.constexpr):
     """[4 C, 64]."""
     w = w_bufs.index(r)
     N: gl.constexpr = w_bufs.shape[2]
-    return w._reinterpret(w.dtype, [N, 64], gl.NVMMASharedLayout(128, 16))
+    return reinterpret(w, w.dtype, [N, 64], gl.NVMMASharedLayout(128, 16))
 
 
 @gluon.jit
 def _sums_from(sums_buf, pixel: gl.constexpr, column: gl.constexpr, N: gl.constexpr):
     """[64, N] of the sums [68, N], from there on; a pixel of zeros is in front of the row's."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    start = sums_buf.index((pixel * N + column) // 4)
-    return start._reinterpret(gl.float32, [64, N], FLAT)
+    return view_from(sums_buf, (pixel * N + column) // 4, [64, N], FLAT)
 
 
 @gluon.constexpr_function

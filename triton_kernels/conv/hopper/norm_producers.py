@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...activations import activate_affine
+from ...hopper.compat import reinterpret, sync_threads
 from ...hopper.pairs import round_pairs
-from ...hopper.pipeline import sync_threads
 from ...runtime.dependent_launch import await_inputs_alone
 from .norm_rows import keep_affine, load_affine, pixels_layout
 from .row_memory import row_from
@@ -56,7 +56,7 @@ def store_row(x_bufs, place, raw, slope, offset, row, h, ACT: gl.constexpr, W: g
     """act(x slope + offset) of a row of an image of `h`, to a place in the ring."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_bufs.dtype
-    buf = row_from(x_bufs, 0, place, W)._reinterpret(dtype, [W, 64], MATRIX)
+    buf = reinterpret(row_from(x_bufs, 0, place, W), dtype, [W, 64], MATRIX)
     # outside of the image x is 0, and act(0) is 0
     z0 = gl.where((row >= 0) & (row < h), offset, 0.0)
     a = activate_affine(widen_words(raw, dtype, pixels_layout()), slope[None, :], z0[None, :], ACT)

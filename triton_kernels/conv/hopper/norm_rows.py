@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...activations import activate_affine
+from ...hopper.compat import reinterpret
 from ...hopper.pairs import round_pairs, widen_pairs
 from .epilogue import load_table
 from .row_memory import row_from
@@ -126,10 +127,10 @@ def activate_rows(
     dtype: gl.constexpr = x_bufs.dtype
     raw = ()
     for j in gl.static_range(2):
-        buf = row_from(x_bufs, 0, row + j, W)._reinterpret(dtype, [W, 64], MATRIX)
+        buf = reinterpret(row_from(x_bufs, 0, row + j, W), dtype, [W, 64], MATRIX)
         raw = raw + (buf.load(pixels_layout()),)
     for j in gl.static_range(2):
-        buf = row_from(x_bufs, 0, row + j, W)._reinterpret(dtype, [W, 64], MATRIX)
+        buf = reinterpret(row_from(x_bufs, 0, row + j, W), dtype, [W, 64], MATRIX)
         z0 = gl.where(inside, offset, 0.0) if j == EDGE else offset
         a = activate_affine(widen_pairs(raw[j]), slope[None, :], z0[None, :], ACT)
         buf.store(round_pairs(a, dtype))

@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...hopper.compat import reinterpret, sync_threads, tma_load, tma_store, view_from
 from ...hopper.pairs import round_pairs, widen_pairs
-from ...hopper.pipeline import sync_threads
 from ...runtime.dependent_launch import await_inputs
 
 
@@ -53,15 +53,15 @@ def _load_filters(
         tap = (first + unit) % 3 * 3
         for s in gl.static_range(3):
             buf = w_bufs[slot * 3 + s]
-            tma.async_copy_global_to_shared(w_desc, [tap + s, c0, k0], bar, buf)
+            tma_load(w_desc, [tap + s, c0, k0], bar, buf)
     else:
         buf = w_bufs[slot * 3]
         if unit < MAIN + BLOCKS1:
             at = [0, c0, (unit - MAIN) * 64]
-            tma.async_copy_global_to_shared(extra1_w_desc, at, bar, buf)
+            tma_load(extra1_w_desc, at, bar, buf)
         else:
             at = [0, c0, (unit - MAIN - BLOCKS1) * 64]
-            tma.async_copy_global_to_shared(extra2_w_desc, at, bar, buf)
+            tma_load(extra2_w_desc, at, bar, buf)
 
 
 @gluon.jit
@@ -76,23 +76,22 @@ def _load_pixels(
     bar = x_bars[slot]
     if unit < MAIN:
         at = [n, h + (first + unit) % 3 - 1, w, (first + unit) // 3 * 64]
-        tma.async_copy_global_to_shared(x_desc, at, bar, x_bufs[slot])
+        tma_load(x_desc, at, bar, x_bufs[slot])
     elif unit < MAIN + BLOCKS1:
         at = [n, h, w, (unit - MAIN) * 64]
-        tma.async_copy_global_to_shared(extra1_desc, at, bar, x_bufs[slot])
+        tma_load(extra1_desc, at, bar, x_bufs[slot])
     else:
         at = [n, h, w, (unit - MAIN - BLOCKS1) * 64]
-        tma.async_copy_global_to_shared(extra2_desc, at, bar, x_bufs[slot])
+        tma_load(extra2_desc, at, bar, x_bufs[slot])
 
 
 @gluon.jit
 def _moved(x_buf, s: gl.constexpr, PIXELS: gl.constexpr):
     """The tile moved by s - 1 pixels, [64, PIXELS]"""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    pixels = x_buf._reinterpret(x_buf.dtype, [2 * PIXELS, 64], FLAT)
-    start = pixels.index(PIXELS // 2 + s - 1)
+    pixels = reinterpret(x_buf, x_buf.dtype, [2 * PIXELS, 64], FLAT)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    return start._reinterpret(start.dtype, [PIXELS, 64], MATRIX).permute((1, 0))
+    return view_from(pixels, PIXELS // 2 + s - 1, [PIXELS, 64], MATRIX).permute((1, 0))
 
 
 @gluon.jit
@@ -106,12 +105,12 @@ def _multiply(
     if unit < MAIN:
         for s in gl.static_range(3):
             w_buf = w_bufs[slot * 3 + s]
-            w = w_buf._reinterpret(w_buf.dtype, [64, 64], MATRIX)
+            w = reinterpret(w_buf, w_buf.dtype, [64, 64], MATRIX)
             x = _moved(x_bufs[slot], s, PIXELS)
             acc = warpgroup_mma(w, x, acc, use_acc=unit + s > 0, is_async=True)
     else:
         w_buf = w_bufs[slot * 3]
-        w = w_buf._reinterpret(w_buf.dtype, [64, 64], MATRIX)
+        w = reinterpret(w_buf, w_buf.dtype, [64, 64], MATRIX)
         acc = warpgroup_mma(w, _moved(x_bufs[slot], 1, PIXELS), acc, is_async=True)
     return acc
 
@@ -194,7 +193,7 @@ def conv_one_row_kernel(
         )
     # There is no image N, so that nothing is read; but TMA learns of x before it is there.
     mbarrier.expect(warm_bar, 2 * PIXELS * 128)
-    tma.async_copy_global_to_shared(x_desc, [N, 0, 0, 0], warm_bar, x_bufs[SLOTS - 1])
+    tma_load(x_desc, [N, 0, 0, 0], warm_bar, x_bufs[SLOTS - 1])
     offs = c0 + gl.arange(0, 64, layout=VECTOR)
     if PARTS == 1:
         bias = gl.load(bias_ptr + offs)
@@ -208,7 +207,7 @@ def conv_one_row_kernel(
             BLOCKS1, PIXELS,
         )  # fmt: skip
     if HAS_RESIDUAL:  # to where the result will be
-        tma.async_copy_global_to_shared(residual_desc, [n, h, w0, c0], beside_bar, stage)
+        tma_load(residual_desc, [n, h, w0, c0], beside_bar, stage)
     if emb_ptr is not None:
         bias += gl.load(emb_ptr + n.to(gl.int64) * stride_emb + offs)
 
@@ -237,7 +236,7 @@ def conv_one_row_kernel(
         gl.store(parts_ptr + row[:, None] + pixel[None, :], acc)
     else:
         y = acc + bias[:, None]
-        buf = stage._reinterpret(dtype, [PIXELS, 64], gl.NVMMASharedLayout(128, 16))
+        buf = reinterpret(stage, dtype, [PIXELS, 64], gl.NVMMASharedLayout(128, 16))
         buf = buf.permute((1, 0))
         if HAS_RESIDUAL:
             mbarrier.wait(beside_bar, 0)
@@ -245,7 +244,7 @@ def conv_one_row_kernel(
         y = round_pairs(y, dtype)
         buf.store(y)
         fence_async_shared()
-        tma.async_copy_shared_to_global(y_desc, [n, h, w0, c0], stage)
+        tma_store(y_desc, [n, h, w0, c0], stage)
         if partial_ptr is not None:
             y = widen_pairs(y)
             total = gl.sum(y, axis=1)

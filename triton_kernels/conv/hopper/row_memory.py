@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ...hopper.pipeline import sync_threads
+from ...hopper.compat import reinterpret, sync_threads, view_from
 
 
 @gluon.constexpr_function
@@ -37,13 +37,13 @@ def clear_margins(
 def row_from(x_bufs, first, row, W: gl.constexpr, IMAGES: gl.constexpr = 1):
     """Where TMA writes a row of the block that begins at chunk `first`: W / IMAGES pixels of each
     of some images."""
-    chunk = x_bufs.index(first + row * (W // 8 + 1) + 1)
+    chunk = first + row * (W // 8 + 1) + 1
     K: gl.constexpr = x_bufs.shape[2]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16, rank=4)
     if IMAGES == 1:
-        return chunk._reinterpret(chunk.dtype, [1, 1, W, K], LAYOUT)
+        return view_from(x_bufs, chunk, [1, 1, W, K], LAYOUT)
     else:
-        return chunk._reinterpret(chunk.dtype, [1, W // IMAGES, IMAGES, K], LAYOUT)
+        return view_from(x_bufs, chunk, [1, W // IMAGES, IMAGES, K], LAYOUT)
 
 
 @gluon.jit
@@ -51,6 +51,6 @@ def row_of_tap(x_bufs, first, row, s: gl.constexpr, W: gl.constexpr, IMAGES: gl.
     """That row moved by s - 1 pixels of each of its images, [W, K]."""
     K: gl.constexpr = x_bufs.shape[2]
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    pixels = x_bufs._reinterpret(x_bufs.dtype, [x_bufs.shape[0] * 8, K], FLAT)
-    start = pixels.index(first * 8 + row * (W + 8) + 8 + (s - 1) * IMAGES)
-    return start._reinterpret(start.dtype, [W, K], gl.NVMMASharedLayout(2 * K, 16))
+    pixels = reinterpret(x_bufs, x_bufs.dtype, [x_bufs.shape[0] * 8, K], FLAT)
+    pixel = first * 8 + row * (W + 8) + 8 + (s - 1) * IMAGES
+    return view_from(pixels, pixel, [W, K], gl.NVMMASharedLayout(2 * K, 16))

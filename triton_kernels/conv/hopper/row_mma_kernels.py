@@ -18,12 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate_affine_grad
+from ...hopper.compat import reinterpret, sync_threads, tma_load, tma_store
 from ...hopper.pairs import round_pairs, widen_pairs
 from ...hopper.pipeline import (
     give_back,
     new_barrier_pairs,
     new_barriers,
-    sync_threads,
     wait_empty,
     wait_full,
     wait_full_both,
@@ -51,7 +51,7 @@ def _load_filters(
     slot, bar = wait_empty(w_full, w_empty, step, STEPS, COUNT * 64 * 128)
     for i in gl.static_range(COUNT):
         buf = w_bufs.index(slot * 3 + i)
-        tma.async_copy_global_to_shared(w_desc, [tap + i * direction, row, column], bar, buf)
+        tma_load(w_desc, [tap + i * direction, row, column], bar, buf)
 
 
 @gluon.jit
@@ -64,7 +64,7 @@ def _load_pixels(
     stage, bar = wait_empty(x_full, x_empty, block, BLOCKS, ROWS * W * 128)
     for j in gl.static_range(ROWS):
         row = row_from(x_bufs, stage * block_chunks(W), j + 1 - HALO, W)
-        tma.async_copy_global_to_shared(x_desc, [n, h0 + j - HALO, 0, k0], bar, row)
+        tma_load(x_desc, [n, h0 + j - HALO, 0, k0], bar, row)
 
 
 @gluon.jit
@@ -124,7 +124,7 @@ def _multiply_tap(
     W: gl.constexpr, DGRAD: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The products of one filter with every row of the tile, begun but not waited for."""
-    w = w_buf._reinterpret(w_buf.dtype, [64, 64], gl.NVMMASharedLayout(128, 16))
+    w = reinterpret(w_buf, w_buf.dtype, [64, 64], gl.NVMMASharedLayout(128, 16))
     if DGRAD:
         w = w.permute((1, 0))
     w = w.load(gl.DotOperandLayout(0, LAYOUT, 2))
@@ -232,7 +232,7 @@ def _multiply(
             tma.store_wait(0)
         for j in gl.static_range(ROWS):
             buf = stages.index(GROUP * ROWS + j)
-            buf = buf._reinterpret(buf.dtype, [W, 64], gl.NVMMASharedLayout(128, 16))
+            buf = reinterpret(buf, buf.dtype, [W, 64], gl.NVMMASharedLayout(128, 16))
             buf = buf.permute((1, 0))
             if DGRAD:
                 xhat = widen_pairs(buf.load(LAYOUT)) * rstd + shift
@@ -251,9 +251,7 @@ def _multiply(
                     rounded = rounded + (y,)
         fence_async_shared()
         for j in gl.static_range(ROWS):
-            tma.async_copy_shared_to_global(
-                y_desc, [n, h0 + j, 0, c0], stages.index(GROUP * ROWS + j)
-            )
+            tma_store(y_desc, [n, h0 + j, 0, c0], stages.index(GROUP * ROWS + j))
         if partial_ptr is not None:
             if not DGRAD:
                 # about the mean of the tile, since a difference of large sums would cancel

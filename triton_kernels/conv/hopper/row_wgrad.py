@@ -12,12 +12,12 @@ x, if the filters are turned (SWAP).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from ...hopper.pipeline import give_back, new_barrier_pairs, sync_threads, wait_empty, wait_full
+from ...hopper.compat import reinterpret, sync_threads, tma_load
+from ...hopper.pipeline import give_back, new_barrier_pairs, wait_empty, wait_full
 from ...runtime.dependent_launch import await_inputs
 from .row_memory import clear_margins, row_from, row_of_tap
 from .row_mma_kernels import block_chunks
@@ -47,11 +47,11 @@ def load_tile(
     BYTES: gl.constexpr = (ROWS + 2) * W * 2 * x_bufs.shape[2] + 256 * 128
     stage, bar = wait_empty(full, empty, block, STAGES, BYTES)
     at = _place(n, h0, co0, IMAGES)
-    tma.async_copy_global_to_shared(dy_desc, at, bar, dy_bufs.index(stage))
+    tma_load(dy_desc, at, bar, dy_bufs.index(stage))
     for j in gl.static_range(ROWS + 2):
         row = row_from(x_bufs, stage * block_chunks(W), j, W, IMAGES)
         at = _place(n, h0 + j - 1, ci0, IMAGES)
-        tma.async_copy_global_to_shared(x_desc, at, bar, row)
+        tma_load(x_desc, at, bar, row)
 
 
 @gluon.jit
@@ -68,7 +68,7 @@ def multiply_tile(
     ROWS: gl.constexpr = 256 // W
     LAYOUT: gl.constexpr = acc0.type.layout
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    rows = dy_bufs._reinterpret(dy_bufs.dtype, [STAGES * ROWS, W, 64], MATRIX)
+    rows = reinterpret(dy_bufs, dy_bufs.dtype, [STAGES * ROWS, W, 64], MATRIX)
     stage = wait_full(full, block, STAGES)
     for j in gl.static_range(ROWS):
         dy = rows.index(stage * ROWS + j).permute((1, 0))

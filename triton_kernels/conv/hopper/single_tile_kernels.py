@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate
+from ...hopper.compat import sync_threads, tma_load, tma_store
 from ...hopper.pairs import round_pairs, widen_pairs
-from ...hopper.pipeline import sync_threads
 from ...runtime.dependent_launch import await_inputs
 from .epilogue_avg_pool import means_of_piece, store_means
 from .epilogue_norm import norm_of_tile
@@ -99,7 +99,7 @@ def _convolve(
     m0 = tile * PIXELS
     for k in gl.static_range(K_BLOCKS):
         mbarrier.expect(bars[k], (64 + PIXELS) * 128)
-        tma.async_copy_global_to_shared(w_desc, [c0, k * 64], bars[k], w_bufs[k])
+        tma_load(w_desc, [c0, k * 64], bars[k], w_bufs[k])
     # [64, images, pixels], of one image, as the norm of a tile has it
     acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
     SUMS: gl.constexpr = gl.SliceLayout(2, acc.reshape([64, 1, PIXELS]).type.layout)
@@ -110,10 +110,10 @@ def _convolve(
         norm_bias = gl.load(norm_bias_ptr + offs)
     await_inputs()
     for k in gl.static_range(K_BLOCKS):
-        tma.async_copy_global_to_shared(x_desc, [m0, k * 64], bars[k], x_bufs[k])
+        tma_load(x_desc, [m0, k * 64], bars[k], x_bufs[k])
     if residual_desc is not None:
         mbarrier.expect(beside_bar, PIXELS * 128)
-        tma.async_copy_global_to_shared(residual_desc, [m0, c0], beside_bar, stage)
+        tma_load(residual_desc, [m0, c0], beside_bar, stage)
     for k in gl.static_range(K_BLOCKS):
         mbarrier.wait(bars[k], 0)
         x = x_bufs[k].permute((1, 0))
@@ -129,7 +129,7 @@ def _convolve(
         flat = gl.convert_layout(y.reshape([64, PIXELS]), LAYOUT, assert_trivial=True)
         stage.permute((1, 0)).store(flat)
         fence_async_shared()
-        tma.async_copy_shared_to_global(y_desc, [m0, c0], stage)
+        tma_store(y_desc, [m0, c0], stage)
     total = gl.sum(widen_pairs(y), axis=2)
     if a_desc is not None:
         a_buf = gl.allocate_shared_memory(dtype, [PIXELS, 64], a_desc.layout)
@@ -161,7 +161,7 @@ def _normalize_second(
     norm_bias = gl.load(norm_bias_ptr + offs)
     await_inputs()
     mbarrier.expect(bar, PIXELS * 128)
-    tma.async_copy_global_to_shared(x2_desc, [m0, c0], bar, buf)
+    tma_load(x2_desc, [m0, c0], bar, buf)
     mbarrier.wait(bar, 0)
     x = buf.permute((1, 0)).load(LAYOUT).reshape([64, 1, PIXELS])
     total = gl.sum(widen_pairs(x), axis=2)
@@ -186,4 +186,4 @@ def _store_normed(
         gl.convert_layout(a.reshape([64, PIXELS]), LAYOUT, assert_trivial=True)
     )
     fence_async_shared()
-    tma.async_copy_shared_to_global(a_desc, [m0, c0], buf)
+    tma_store(a_desc, [m0, c0], buf)

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ...hopper.compat import reinterpret, tma_load
 from ...hopper.pipeline import wait_empty
 from ...runtime.dependent_launch import await_inputs_alone
 from .row_memory import row_from
@@ -64,10 +65,10 @@ def _load_extra_row(desc, n, h, c0, bar, buf):
     """A row of 64 channels of the tensor that is described."""
     if _upsamples(desc):
         at = [n, h // 2, 0, 0, c0]
-        buf = buf._reinterpret(buf.dtype, desc.block_shape, desc.layout)
-        tma.async_copy_global_to_shared(desc, at, bar, buf)
+        buf = reinterpret(buf, buf.dtype, desc.block_shape, desc.layout)
+        tma_load(desc, at, bar, buf)
     else:
-        tma.async_copy_global_to_shared(desc, [n, h, 0, c0], bar, buf)
+        tma_load(desc, [n, h, 0, c0], bar, buf)
 
 
 @gluon.jit
@@ -97,12 +98,12 @@ def _load_filters(
     mbarrier.expect(bar, (3 + (1 if r < EXTRA1 + EXTRA2 else 0)) * TAP)
     for tap in gl.static_range(3 * r, 3 * r + 3):
         at = [8 - tap, 0, c0] if DGRAD else [tap, c0, 0]
-        tma.async_copy_global_to_shared(descs.taps, at, bar, bufs.index(tap))
+        tma_load(descs.taps, at, bar, bufs.index(tap))
     if r < EXTRA1:
-        tma.async_copy_global_to_shared(descs.extra1, [0, c0, r * 64], bar, bufs.index(9 + r))
+        tma_load(descs.extra1, [0, c0, r * 64], bar, bufs.index(9 + r))
     elif r < EXTRA1 + EXTRA2:
         at = [0, c0, (r - EXTRA1) * 64]
-        tma.async_copy_global_to_shared(descs.extra2, at, bar, bufs.index(9 + r))
+        tma_load(descs.extra2, at, bar, bufs.index(9 + r))
 
 
 @gluon.jit
@@ -136,7 +137,7 @@ def load_rows(
                 for j in gl.static_range(2):
                     at = [n, h0 - 1 + 2 * i + j, 0, 0]
                     row = row_from(x.bufs, 0, slot * 2 + j, W)
-                    tma.async_copy_global_to_shared(x_desc, at, bar, row)
+                    tma_load(x_desc, at, bar, row)
                 place += 1
             if index == 0:  # the first products need only those of the first row
                 for r in gl.static_range(1, 3):
@@ -167,10 +168,10 @@ def load_beside(
             slot, bar = wait_empty(beside.full, beside.empty, place, SLOTS, 2 * W * 128)
             buf = beside.bufs.index(slot)
             if desc2 is None:
-                tma.async_copy_global_to_shared(desc1, [n, h0, 0, c0], bar, buf)
+                tma_load(desc1, [n, h0, 0, c0], bar, buf)
             else:
                 left = c0 < border
                 right = c0 >= border
-                tma.async_copy_global_to_shared(desc1, [n, h0, 0, c0], bar, buf, left)
-                tma.async_copy_global_to_shared(desc2, [n, h0, 0, c0 - border], bar, buf, right)
+                tma_load(desc1, [n, h0, 0, c0], bar, buf, left)
+                tma_load(desc2, [n, h0, 0, c0 - border], bar, buf, right)
             place += 1

@@ -34,8 +34,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate_affine_grad
+from ...hopper.compat import reinterpret, sync_threads, tma_store
 from ...hopper.pairs import round_pairs, widen_pairs
-from ...hopper.pipeline import give_back, new_barrier_pairs, new_barriers, sync_threads, wait_full
+from ...hopper.pipeline import give_back, new_barrier_pairs, new_barriers, wait_full
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
 from .epilogue import load_bias, load_table
 from .epilogue_avg_pool import means_of_two_rows, store_means
@@ -61,7 +62,7 @@ class _Vectors(NamedTuple):
 def stage_of_row(stages, slot, j: gl.constexpr, W: gl.constexpr):
     """[64 channels, W pixels] of a row of the result."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    rows = stages.index(slot)._reinterpret(stages.dtype, [2, W, 64], MATRIX)
+    rows = reinterpret(stages.index(slot), stages.dtype, [2, W, 64], MATRIX)
     return rows.index(j).permute((1, 0))
 
 
@@ -71,7 +72,7 @@ def _filters(w_bufs, tap: gl.constexpr, DGRAD: gl.constexpr, LAYOUT: gl.constexp
     w = w_bufs.index(tap)
     ROWS: gl.constexpr = w_bufs.shape[2]
     COLUMNS: gl.constexpr = w_bufs.shape[3]
-    w = w._reinterpret(w.dtype, [ROWS, COLUMNS], gl.NVMMASharedLayout(2 * COLUMNS, 16))
+    w = reinterpret(w, w.dtype, [ROWS, COLUMNS], gl.NVMMASharedLayout(2 * COLUMNS, 16))
     if DGRAD:
         w = w.permute((1, 0))
     return w.load(gl.DotOperandLayout(0, LAYOUT, 2))
@@ -84,10 +85,10 @@ def _multiply_extra(
     """The products of one block of channels with its 1x1 filters, begun but not waited for."""
     slot = wait_full(extra.full, step, 2)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    w = w_bufs.index(9 + BLOCK)._reinterpret(w_bufs.dtype, [64, 64], MATRIX)
+    w = reinterpret(w_bufs.index(9 + BLOCK), w_bufs.dtype, [64, 64], MATRIX)
     w = w.load(gl.DotOperandLayout(0, LAYOUT, 2))
-    x0 = extra.bufs.index(slot * 2)._reinterpret(w_bufs.dtype, [W, 64], MATRIX)
-    x1 = extra.bufs.index(slot * 2 + 1)._reinterpret(w_bufs.dtype, [W, 64], MATRIX)
+    x0 = reinterpret(extra.bufs.index(slot * 2), w_bufs.dtype, [W, 64], MATRIX)
+    x1 = reinterpret(extra.bufs.index(slot * 2 + 1), w_bufs.dtype, [W, 64], MATRIX)
     acc0 = warpgroup_mma(w, x0.permute((1, 0)), accs[0], is_async=True)
     acc1 = warpgroup_mma(w, x1.permute((1, 0)), accs[1], is_async=True)
     return acc0, acc1
@@ -255,7 +256,7 @@ def _multiply(
                     stage.store(y)
             fence_async_shared()
             at = [n, h0 + 2 * half, 0, c0]
-            tma.async_copy_shared_to_global(y_desc, at, stages.index(slot))
+            tma_store(y_desc, at, stages.index(slot))
         if partial_ptr is not None:
             if not DGRAD:
                 # about the mean of the tile, since a difference of large sums would cancel

@@ -17,8 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...hopper.compat import reinterpret, sync_threads, tma_load, tma_store
 from ...hopper.pairs import round_pairs, widen_pairs
-from ...hopper.pipeline import give_back, new_barriers, sync_threads, wait_full
+from ...hopper.pipeline import give_back, new_barriers, wait_full
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
 from .epilogue import load_bias
 from .norm_producers import hand_over, load_row, store_row, wait_for_room
@@ -34,7 +35,7 @@ def _load_filters(w_desc, w_bufs, w_full):
         mbarrier.expect(bar, 3 * 64 * 128)
         for s in gl.static_range(3):
             at = [r % 3 * 3 + s, 0, r // 3 * 64]
-            tma.async_copy_global_to_shared(w_desc, at, bar, w_bufs.index(r * 3 + s))
+            tma_load(w_desc, at, bar, w_bufs.index(r * 3 + s))
 
 
 @gluon.jit
@@ -123,7 +124,7 @@ def _multiply(
             if r % 3 == 1:
                 lower = wait_full(x.full, place + r // 3 * 2 + 1, PAIRS)
             for s in gl.static_range(3):
-                w = w_bufs.index(r * 3 + s)._reinterpret(w_bufs.dtype, [64, 64], MATRIX)
+                w = reinterpret(w_bufs.index(r * 3 + s), w_bufs.dtype, [64, 64], MATRIX)
                 w = w.load(gl.DotOperandLayout(0, LAYOUT, 2))
                 if r + s == 7:
                     mbarrier.arrive(turns.index(1 - GROUP), count=1)
@@ -151,12 +152,12 @@ def _multiply(
         rounded = ()
         for j in gl.static_range(2):
             tma.store_wait(0)
-            stage = stages.index(GROUP)._reinterpret(stages.dtype, [W, 64], MATRIX)
+            stage = reinterpret(stages.index(GROUP), stages.dtype, [W, 64], MATRIX)
             y = round_pairs(accs[j] + bias, stages.dtype)
             rounded = rounded + (y,)
             stage.permute((1, 0)).store(y)
             fence_async_shared()
-            tma.async_copy_shared_to_global(y_desc, [n, h0 + j, 0, 0], stages.index(GROUP))
+            tma_store(y_desc, [n, h0 + j, 0, 0], stages.index(GROUP))
         # about the mean of the tile, since a difference of large sums would cancel
         total = _sum_of_thread(widen_pairs(rounded[0])) + _sum_of_thread(widen_pairs(rounded[1]))
         total = gl.convert_layout(gl.sum(total, axis=1), VECTOR, assert_trivial=True)

@@ -18,12 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate_affine, activate_affine_grad
+from ...hopper.compat import reinterpret, sync_threads, tma_load, tma_store
 from ...hopper.pairs import round_pairs, widen_pairs
 from ...hopper.pipeline import (
     give_back,
     new_barrier_pairs,
     new_barriers,
-    sync_threads,
     wait_empty,
     wait_full,
     wait_full_both,
@@ -78,7 +78,7 @@ def _copy_pixels(
     for j in gl.static_range((ROWS + 2 * HALO) // 2):
         chunk = stage * block_chunks(ROWS * WIDTH, WIDTH) + j * (WIDTH // 4)
         to = pixels_from(x_bufs, chunk, [2, IMAGES, W, 64])
-        tma.async_copy_global_to_shared(x_desc, [h0 + 2 * j - HALO, n0, w0, k0], bar, to)
+        tma_load(x_desc, [h0 + 2 * j - HALO, n0, w0, k0], bar, to)
 
 
 @gluon.jit
@@ -98,7 +98,7 @@ def _load_filters(w_desc, w_bufs, stage, bar, s, k0, c0, DGRAD: gl.constexpr):
     """The three of a column, which come with a block of pixels."""
     for r in range(3):
         at = place_of_filter(r, s, k0, c0, DGRAD)
-        tma.async_copy_global_to_shared(w_desc, at, bar, w_bufs.index(stage * 3 + r))
+        tma_load(w_desc, at, bar, w_bufs.index(stage * 3 + r))
 
 
 @gluon.jit
@@ -113,7 +113,7 @@ def _load_pointwise(
             1 if STEPS == 0 else 0,
         )  # fmt: skip
         if STEPS == 0:
-            tma.async_copy_global_to_shared(w_desc, [0, c0, k0], bar, w_bufs.index(stage * 3))
+            tma_load(w_desc, [0, c0, k0], bar, w_bufs.index(stage * 3))
         else:
             load_filter(w_desc, 0, c0, k0, w_bufs, w_full, w_empty, step, STEPS)
         block += 1
@@ -181,12 +181,12 @@ def _load_beside(desc1, desc2, buf, bar, n0, h0, c0, border, PIXELS: gl.constexp
     """What the epilogue reads, to where it will write."""
     mbarrier.expect(bar, PIXELS * 128)
     if desc2 is None:
-        tma.async_copy_global_to_shared(desc1, [h0, n0, 0, c0], bar, buf)
+        tma_load(desc1, [h0, n0, 0, c0], bar, buf)
     else:
         left = c0 < border
         right = c0 >= border
-        tma.async_copy_global_to_shared(desc1, [h0, n0, 0, c0], bar, buf, left)
-        tma.async_copy_global_to_shared(desc2, [h0, n0, 0, c0 - border], bar, buf, right)
+        tma_load(desc1, [h0, n0, 0, c0], bar, buf, left)
+        tma_load(desc2, [h0, n0, 0, c0 - border], bar, buf, right)
 
 
 # --- products and epilogue ------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def _multiply(
     phase = 0
     stage_buf = stages.index(GROUP)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    pieces = stage_buf._reinterpret(stage_buf.dtype, [PIECES, PIECE, 64], MATRIX)
+    pieces = reinterpret(stage_buf, stage_buf.dtype, [PIECES, PIECE, 64], MATRIX)
     programs = gl.num_programs(0)
     if OVERLAP:
         await_inputs_alone()
@@ -321,7 +321,7 @@ def _multiply(
             leave_sums(slots_ptr, n0, tile % tiles_h, offs, C, total, second, TILES)
         if KEEP:
             fence_async_shared()
-            tma.async_copy_shared_to_global(y_desc, [h0, n0, 0, c0], stage_buf)
+            tma_store(y_desc, [h0, n0, 0, c0], stage_buf)
         if a_desc is not None:
             if slots_ptr is None:
                 mean, scale, shift = norm_of_tile(
@@ -405,7 +405,7 @@ def _store_normed(
         a = activate_affine(d, scale[:, :, None], shift[:, :, None], ACT)
         store_piece(pieces.index(i).permute((1, 0)), round_pairs(a, a_desc.dtype), PART, W)
     fence_async_shared()
-    tma.async_copy_shared_to_global(a_desc, [h0, n0, 0, c0], stage_buf)
+    tma_store(a_desc, [h0, n0, 0, c0], stage_buf)
 
 
 # --- the whole ------------------------------------------------------------------------------------

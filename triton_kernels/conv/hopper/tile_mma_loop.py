@@ -12,12 +12,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from ...hopper.pipeline import give_back, sync_threads, wait_empty, wait_full
+from ...hopper.compat import reinterpret, sync_threads, tma_load, view_from
+from ...hopper.pipeline import give_back, wait_empty, wait_full
 
 
 @gluon.constexpr_function
@@ -31,8 +31,7 @@ def pixels_from(x_bufs, chunk, shape: gl.constexpr):
     """Pixels from a chunk on, in a shape whose last size is that of 128 bytes."""
     BITS: gl.constexpr = x_bufs.dtype.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, BITS, rank=len(shape))
-    start = x_bufs.index(chunk)
-    return start._reinterpret(start.dtype, shape, LAYOUT)
+    return view_from(x_bufs, chunk, shape, LAYOUT)
 
 
 @gluon.jit
@@ -48,7 +47,7 @@ def place_of_filter(r, s, k0, c0, DGRAD: gl.constexpr):
 def load_filter(w_desc, tap, row, column, w_bufs, w_full, w_empty, step, STEPS: gl.constexpr):
     """The filter [64, 64] of a tap from (row, column) on, into the ring's next slot."""
     slot, bar = wait_empty(w_full, w_empty, step, STEPS, 64 * 128)
-    tma.async_copy_global_to_shared(w_desc, [tap, row, column], bar, w_bufs.index(slot))
+    tma_load(w_desc, [tap, row, column], bar, w_bufs.index(slot))
 
 
 @gluon.jit
@@ -67,7 +66,7 @@ def multiply_tap(acc, x_bufs, w_bufs, chunk, slot, PIXELS: gl.constexpr, DGRAD: 
     BITS: gl.constexpr = w_bufs.dtype.primitive_bitwidth
     CHANNELS: gl.constexpr = 1024 // BITS
     w = w_bufs.index(slot)
-    w = w._reinterpret(w.dtype, [64, CHANNELS], gl.NVMMASharedLayout(128, BITS))
+    w = reinterpret(w, w.dtype, [64, CHANNELS], gl.NVMMASharedLayout(128, BITS))
     if DGRAD:
         w = w.permute((1, 0))
     x = pixels_from(x_bufs, chunk, [PIXELS, CHANNELS]).permute((1, 0))

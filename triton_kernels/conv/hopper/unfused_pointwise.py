@@ -14,12 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from ...hopper.compat import sync_threads, tma_load, tma_store
 from ...hopper.pairs import round_pairs
 from ...hopper.pipeline import (
     give_back,
     new_barrier_pairs,
     new_barriers,
-    sync_threads,
     wait_empty,
     wait_for,
     wait_full,
@@ -38,16 +38,14 @@ def _load(
             buf = w_bufs.index(k * C_BLOCKS + j)
             c = c0 + j * 64
             if DGRAD:
-                tma.async_copy_global_to_shared(w_desc, [k * 64, c], w_full.index(0), buf)
+                tma_load(w_desc, [k * 64, c], w_full.index(0), buf)
             else:
-                tma.async_copy_global_to_shared(w_desc, [c, k * 64], w_full.index(0), buf)
+                tma_load(w_desc, [c, k * 64], w_full.index(0), buf)
     block = 0
     for tile in range(first, tiles, stride):
         for k in range(K_BLOCKS):
             stage, bar = wait_empty(x_full, x_empty, block, BLOCKS, PIXELS * 128)
-            tma.async_copy_global_to_shared(
-                x_desc, [tile * PIXELS, k * 64], bar, x_bufs.index(stage)
-            )
+            tma_load(x_desc, [tile * PIXELS, k * 64], bar, x_bufs.index(stage))
             block += 1
 
 
@@ -102,7 +100,7 @@ def _multiply(
             tma.store_wait(OUT - 1)  # the one that was there
             y_bufs.index(slot).permute((1, 0)).store(round_pairs(y, y_bufs.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(y_desc, [tile * PIXELS, c], y_bufs.index(slot))
+            tma_store(y_desc, [tile * PIXELS, c], y_bufs.index(slot))
             stored += 1
         phase ^= 1
     tma.store_wait(0)

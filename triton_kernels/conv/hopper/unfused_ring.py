@@ -14,11 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from ...hopper.compat import sync_threads, tma_load, tma_store
 from ...hopper.pairs import round_pairs
 from ...hopper.pipeline import (
     give_back,
     new_barrier_pairs,
-    sync_threads,
     wait_empty,
     wait_for,
     wait_full,
@@ -37,14 +37,14 @@ def _load(
         c0 = tile % groups * (C_BLOCKS * 64)
         for k in range(K_BLOCKS):
             slot, bar = wait_empty(full, empty, block, BLOCKS, (PIXELS + C_BLOCKS * 64) * 128)
-            tma.async_copy_global_to_shared(x_desc, [m, k * 64], bar, x_bufs.index(slot))
+            tma_load(x_desc, [m, k * 64], bar, x_bufs.index(slot))
             for j in gl.static_range(C_BLOCKS):
                 buf = w_bufs.index(slot * C_BLOCKS + j)
                 c = c0 + j * 64
                 if DGRAD:
-                    tma.async_copy_global_to_shared(w_desc, [k * 64, c], bar, buf)
+                    tma_load(w_desc, [k * 64, c], bar, buf)
                 else:
-                    tma.async_copy_global_to_shared(w_desc, [c, k * 64], bar, buf)
+                    tma_load(w_desc, [c, k * 64], bar, buf)
             block += 1
 
 
@@ -85,7 +85,7 @@ def _multiply(
         sync_threads()
         y_bufs.index(GROUP).permute((1, 0)).store(round_pairs(acc, y_bufs.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(y_desc, [tile // groups * PIXELS, c], y_bufs.index(GROUP))
+        tma_store(y_desc, [tile // groups * PIXELS, c], y_bufs.index(GROUP))
     tma.store_wait(0)
 
 

@@ -18,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from ...hopper.compat import sync_threads, tma_load, tma_store
 from ...hopper.pairs import round_pairs
-from ...hopper.pipeline import sync_threads, wait_for
+from ...hopper.pipeline import wait_for
 
 
 @gluon.jit
@@ -36,13 +37,13 @@ def _load(
 ):  # fmt: skip
     """The pixels and the filters of the k-th 64 channels of the sum."""
     bar: gl.constexpr = slot * (1 + C_BLOCKS)
-    tma.async_copy_global_to_shared(x_desc, [m0, k * 64], bars[bar], x_bufs[slot])
+    tma_load(x_desc, [m0, k * 64], bars[bar], x_bufs[slot])
     for j in gl.static_range(C_BLOCKS):
         buf = w_bufs[slot * C_BLOCKS + j]
         if DGRAD:
-            tma.async_copy_global_to_shared(w_desc, [k * 64, c0 + j * 64], bars[bar + 1 + j], buf)
+            tma_load(w_desc, [k * 64, c0 + j * 64], bars[bar + 1 + j], buf)
         else:
-            tma.async_copy_global_to_shared(w_desc, [c0 + j * 64, k * 64], bars[bar + 1 + j], buf)
+            tma_load(w_desc, [c0 + j * 64, k * 64], bars[bar + 1 + j], buf)
 
 
 @gluon.jit
@@ -137,5 +138,5 @@ def conv_bare_once_kernel(
         y_bufs[j].permute((1, 0)).store(round_pairs(y, dtype))
     fence_async_shared()
     for j in gl.static_range(C_BLOCKS):
-        tma.async_copy_shared_to_global(y_desc, [m0, c0 + j * 64], y_bufs[j])
+        tma_store(y_desc, [m0, c0 + j * 64], y_bufs[j])
     tma.store_wait(0)

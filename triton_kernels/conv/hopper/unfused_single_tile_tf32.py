@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...hopper.pipeline import sync_threads
+from ...hopper.compat import sync_threads, tma_load, tma_store
 
 
 @gluon.jit
@@ -24,8 +24,8 @@ def _load(
     dy_desc, w_desc, dy_bufs, w_bufs, bars, m0, c0, k: gl.constexpr, slot: gl.constexpr
 ):  # fmt: skip
     """The pixels and the filters of the k-th 32 channels of the sum."""
-    tma.async_copy_global_to_shared(dy_desc, [m0, k * 32], bars[2 * slot], dy_bufs[slot])
-    tma.async_copy_global_to_shared(w_desc, [k * 32, c0], bars[2 * slot + 1], w_bufs[slot])
+    tma_load(dy_desc, [m0, k * 32], bars[2 * slot], dy_bufs[slot])
+    tma_load(w_desc, [k * 32, c0], bars[2 * slot + 1], w_bufs[slot])
 
 
 @gluon.jit
@@ -92,5 +92,5 @@ def conv_bare_once_tf32_kernel(
     buf = gl.allocate_shared_memory(gl.float32, [PIXELS, 64], dx_desc.layout)
     buf.permute((1, 0)).store(acc)
     fence_async_shared()
-    tma.async_copy_shared_to_global(dx_desc, [m0, c0], buf)
+    tma_store(dx_desc, [m0, c0], buf)
     tma.store_wait(0)

@@ -14,8 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from ...hopper.compat import reinterpret, sync_threads, tma_load, tma_store
 from ...hopper.pairs import round_pairs
-from ...hopper.pipeline import new_barrier_pairs, new_barriers, sync_threads, wait_empty
+from ...hopper.pipeline import new_barrier_pairs, new_barriers, wait_empty
 from .tile_mma_loop import (
     block_chunks,
     finish_products,
@@ -46,7 +47,7 @@ def _load(
                     chunk = stage * CHUNKS + j * (IMAGES * W // 4)
                     rows = pixels_from(x_bufs, chunk, [2, IMAGES, W, 64])
                     at = [h0 + 2 * j - 1, n, s - 1, k0]
-                    tma.async_copy_global_to_shared(x_desc, at, bar, rows)
+                    tma_load(x_desc, at, bar, rows)
                 block += 1
                 for r in gl.static_range(3):
                     load_filter_of_tap(
@@ -90,10 +91,10 @@ def _multiply(
             bias = gl.load(bias_ptr + c0 + gl.arange(0, 64, layout=VECTOR))
             acc += bias.to(gl.float32)[:, None]
         tma.store_wait(0)  # of the last tile, from where this writes to
-        buf = y_buf._reinterpret(y_buf.dtype, [PIXELS, 64], gl.NVMMASharedLayout(128, 16))
+        buf = reinterpret(y_buf, y_buf.dtype, [PIXELS, 64], gl.NVMMASharedLayout(128, 16))
         buf.permute((1, 0)).store(round_pairs(acc, y_buf.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(y_desc, [h0, n, 0, c0], y_buf)
+        tma_store(y_desc, [h0, n, 0, c0], y_buf)
         phase ^= 1
     tma.store_wait(0)
 

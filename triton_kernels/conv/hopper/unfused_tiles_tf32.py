@@ -13,10 +13,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
 )
 
-from ...hopper.pipeline import new_barrier_pairs, new_barriers, sync_threads, wait_empty
+from ...hopper.compat import sync_threads, tma_load
+from ...hopper.pipeline import new_barrier_pairs, new_barriers, wait_empty
 from ...runtime.dependent_launch import await_inputs
 from .tile_mma_loop import block_chunks, finish_products, multiply_blocks_with_filters, pixels_from
 
@@ -40,10 +40,10 @@ def _load(
                     chunk = stage * CHUNKS + j * (IMAGES * W // 4)
                     rows = pixels_from(x_bufs, chunk, [2, IMAGES, W, 32])
                     at = [h0 + 2 * j - 1, n, s - 1, k0]
-                    tma.async_copy_global_to_shared(x_desc, at, bar, rows)
+                    tma_load(x_desc, at, bar, rows)
                 for r in gl.static_range(3):
                     buf = w_bufs.index(stage * 3 + r)
-                    tma.async_copy_global_to_shared(w_desc, [3 * r + s, c0, k0], bar, buf)
+                    tma_load(w_desc, [3 * r + s, c0, k0], bar, buf)
                 block += 1
 
 

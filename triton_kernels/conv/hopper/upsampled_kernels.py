@@ -16,8 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate_affine_grad
+from ...hopper.compat import reinterpret, sync_threads, tma_load, tma_store
 from ...hopper.pairs import round_pairs, widen_pairs
-from ...hopper.pipeline import new_barrier_pairs, new_barriers, sync_threads, wait_empty
+from ...hopper.pipeline import new_barrier_pairs, new_barriers, wait_empty
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
 from .tile_epilogue import (
     by_image,
@@ -49,10 +50,10 @@ def _copy_rows(
     WIDTH: gl.constexpr = IMAGES * W
     chunk = stage * block_chunks(ROWS * WIDTH, WIDTH)
     to = pixels_from(x_bufs, chunk, [ROWS, 1, IMAGES, W, 64])
-    tma.async_copy_global_to_shared(desc, [row, parity, n0, column, k], bar, to)
+    tma_load(desc, [row, parity, n0, column, k], bar, to)
     if MORE:
         to = pixels_from(x_bufs, chunk + ROWS * WIDTH // 8, [1, 1, IMAGES, W, 64])
-        tma.async_copy_global_to_shared(row_desc, [row + ROWS, parity, n0, column, k], bar, to)
+        tma_load(row_desc, [row + ROWS, parity, n0, column, k], bar, to)
 
 
 @gluon.jit
@@ -86,9 +87,7 @@ def _load(
                         )  # fmt: skip
                         for r in gl.static_range(2):  # the opposite filter
                             at = [parity * 4 + (1 - r) * 2 + 1 - t, k0, c0]
-                            tma.async_copy_global_to_shared(
-                                up_w_desc, at, bar, w_bufs.index(stage * 2 + r)
-                            )
+                            tma_load(up_w_desc, at, bar, w_bufs.index(stage * 2 + r))
                         block += 1
         else:
             parity = tile % 4
@@ -102,9 +101,7 @@ def _load(
                     stage, bar = wait_empty(full, empty, block, BLOCKS, TWO)
                     for r in gl.static_range(2):
                         at = [parity * 4 + r * 2 + t, c0, k0]
-                        tma.async_copy_global_to_shared(
-                            up_w_desc, at, bar, w_bufs.index(stage * 2 + r)
-                        )
+                        tma_load(up_w_desc, at, bar, w_bufs.index(stage * 2 + r))
                     if OVERLAP:  # filters are there before the launch in front
                         if (k0 == 0) & (t == 0):
                             await_inputs_alone()
@@ -125,9 +122,7 @@ def _load(
                         )  # fmt: skip
                         for r in gl.static_range(2):
                             at = [6 * r + s, c0, k0]
-                            tma.async_copy_global_to_shared(
-                                x_w_desc, at, bar, w_bufs.index(stage * 2 + r)
-                            )
+                            tma_load(x_w_desc, at, bar, w_bufs.index(stage * 2 + r))
                         block += 1
                 for k0 in range(0, K2, 64):
                     for s in range(3):
@@ -138,9 +133,7 @@ def _load(
                             x_desc, x_row_desc, x_bufs, stage, bar, h0, p, n0, column, k,
                             ROWS, False, IMAGES, W,
                         )  # fmt: skip
-                        tma.async_copy_global_to_shared(
-                            x_w_desc, [3 + s, c0, k0], bar, w_bufs.index(stage * 2)
-                        )
+                        tma_load(x_w_desc, [3 + s, c0, k0], bar, w_bufs.index(stage * 2))
                         block += 1
 
 
@@ -179,10 +172,10 @@ def _multiply(
     stage_buf = stages.index(GROUP)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     STAGED: gl.constexpr = 1 if PIECEWISE else PIECES  # pieces that lie there at a time
-    pieces = stage_buf._reinterpret(stage_buf.dtype, [STAGED, PIECE, 64], MATRIX)
+    pieces = reinterpret(stage_buf, stage_buf.dtype, [STAGED, PIECE, 64], MATRIX)
     if not DGRAD:
         OUT: gl.constexpr = [STAGED * PIECE // WIDTH, 1, IMAGES, W, 64]
-        out = stage_buf._reinterpret(stage_buf.dtype, OUT, y_desc.layout)
+        out = reinterpret(stage_buf, stage_buf.dtype, OUT, y_desc.layout)
     programs = gl.num_programs(0)
     if OVERLAP:
         await_inputs_alone()
@@ -197,7 +190,7 @@ def _multiply(
         if HAS_NORM:
             bar = beside_full.index(GROUP)
             mbarrier.expect(bar, PIXELS * 128)
-            tma.async_copy_global_to_shared(beside_desc, [h0, n0, 0, c0], bar, stage_buf)
+            tma_load(beside_desc, [h0, n0, 0, c0], bar, stage_buf)
         if HAS_VECTORS and EARLY:
             vectors = load_vectors(
                 vectors_ptr, None, emb_ptr, stride_emb, n0, c0, N, CV, IMAGES, DGRAD, SUMS
@@ -257,10 +250,10 @@ def _multiply(
                 fence_async_shared()
                 row = h0 + (j + 1 - STAGED) * (PIECE // WIDTH)
                 at = [row, parity // 2, n0, 0, parity % 2 * C + c0]
-                tma.async_copy_shared_to_global(y_desc, at, out)
+                tma_store(y_desc, at, out)
         if DGRAD:
             fence_async_shared()
-            tma.async_copy_shared_to_global(y_desc, [h0, n0, 0, c0], stage_buf)
+            tma_store(y_desc, [h0, n0, 0, c0], stage_buf)
         else:
             second = squares_about_mean(rounded, total, second, PIECES)
         if partial_ptr is not None:
