@@ -45,6 +45,23 @@ def device():
 
 
 @pytest.fixture
+def no_tma(monkeypatch):
+    """Launchers take the interpreter for a GPU without a TMA unit and with 99 KiB of shared memory;
+    a GPU runs the code of such a chip."""
+    from triton_kernels.runtime import device
+
+    if torch.cuda.is_available():
+        from .kernels.other_chip import other_chip
+
+        with other_chip(89):
+            yield
+    else:
+        small = device.Device(tma=False, num_sms=4, shared_memory=101_376)
+        monkeypatch.setattr(device, "_INTERPRETER", small)
+        yield
+
+
+@pytest.fixture
 def no_launch(monkeypatch):
     """For what is raised before a kernel runs: its tensors may be on the CPU beside a GPU, too."""
     from triton_kernels.runtime import layout

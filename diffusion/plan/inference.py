@@ -19,7 +19,7 @@ from ..sampling.serialize import turn
 from .embedding import TOGETHER, Step
 from .fusion import WaitingKernels
 from .layers import Feature
-from .unet import DTYPES, FusedUNet, missing_tile
+from .unet import DTYPES, FusedUNet
 
 _TABLE_BYTES = 2**29  # of the embedding's table, at most; beyond it is computed in every step
 
@@ -33,7 +33,7 @@ def sampling_network(model: nn.Module) -> "Denoiser | InferenceUNet":
     backend = model.backend
     if backend.name != "triton" or backend.dtype not in DTYPES:
         return model.forward_nhwc
-    refusal = FusedUNet.refusal(model) or missing_tile(model)
+    refusal = FusedUNet.refusal(model)
     if refusal is not None:
         log.warning("the layers run one by one, without the fused plan: %s", refusal)
         return model.forward_nhwc

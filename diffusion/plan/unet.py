@@ -76,21 +76,13 @@ def training_network(
     backend = model.backend
     refusal = "only bf16 on the Triton backend has it"
     if backend.name == "triton" and backend.dtype in DTYPES:
-        refusal = FusedUNet.refusal(model) or missing_tile(model)
+        refusal = FusedUNet.refusal(model)
         if refusal is None:
             return FusedUNet(model, flat, fused, recompute, ready, urgent)
         log.warning("the layers run one by one, without the fused plan: %s", refusal)
     if recompute:
         log.warning("train.recompute has no effect without the fused plan: %s", refusal)
     return model.forward_nhwc
-
-
-def missing_tile(model: UNet) -> str | None:
-    """Why this GPU has no tiles for the convolutions of a model with a plan, or None."""
-    filters = (model.input_blocks[0][0].weight.shape[0], _CHANNELS, 3, 3)
-    if fused.conv_fused_supported(filters, model.backend.dtype):
-        return None
-    return "this GPU has no TMA unit, which fetches the tiles of its convolutions"
 
 
 class _Stages(NamedTuple):

@@ -15,7 +15,6 @@ from diffusion.plan.unet import FusedUNet, training_network
 from diffusion.runtime.backend import Backend
 from triton_kernels import reference
 from triton_kernels.conv import upsampled as conv_upsampled
-from triton_kernels.runtime.device import describe
 
 from .test_fused_unet import MODELS, make
 
@@ -46,8 +45,6 @@ def check(
     device: torch.device,
     recompute: bool = False,
 ) -> None:
-    if not describe(device).tma:
-        pytest.skip("no TMA unit")
     exact = build(Backend("torch", reference, torch.float64), options, size, device).double()
     torch_model = build(Backend("torch", reference, dtype), options, size, device)
     model = build(Backend("triton", triton_kernels, dtype, allow_tf32=True), options, size, device)
@@ -96,6 +93,19 @@ TWO_LEVELS = {"num_res_blocks": 1, "channel_mult": (1, 1), "attention_resolution
 )
 def test_small_models(options, size, device):
     check(options, size, 1, torch.float16, device)
+
+
+def test_small_model_without_a_tma_unit(no_tma, device):
+    options = {"model_channels": 24, "num_groups": 8, "num_head_channels": 24}
+    check(TWO_LEVELS | options, (6, 6), 1, torch.float16, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["", "dropout", "guided_diffusion", "28x28", "24 channels"])
+def test_models_without_a_tma_unit(name, no_tma, device):
+    options, size = ODD.get(name, (MODELS.get(name, {}), (32, 32)))
+    options = {"num_res_blocks": 1, "attention_resolutions": (2,)} | options
+    check(options, size, 5, torch.bfloat16, device)
 
 
 @pytest.mark.gpu

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from triton_kernels.conv import skip_dx
+from triton_kernels.conv.plain import pointer_skip_dx
 from triton_kernels.norm import inline_statistics as norm_fold
 from triton_kernels.norm import tables as norm_tables
 from triton_kernels.reductions.row_sums import RowSums
 from triton_kernels.reference import fused as fused_reference
-from triton_kernels.runtime.device import describe
 
+from .distinct import distinct
 from .poison import poison_outputs
 
 
@@ -64,8 +65,6 @@ DTYPES = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytes
 @pytest.fixture(autouse=True)
 def poison(monkeypatch, device):
     """Memory that a kernel forgets to write holds NaN."""
-    if not describe(device).tma:
-        pytest.skip("no TMA unit")
     poison_outputs(monkeypatch, norm_tables, skip_dx)
 
 
@@ -155,6 +154,28 @@ def test_coefficients_made_in_the_kernel(name, dtype, device):
         if want is not None:
             error = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)
             assert error <= 2 * ROUNDING[dtype]
+
+
+# Channels that are no multiple of 8, as no descriptor of a TMA unit could have them
+ODD = {
+    "odd channels": Case(2, 6, 4, 19, 7, 12, add1=True),
+    "odd channels, upsampled": Case(2, 6, 4, 10, 33, upsample1=True),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SMALL | ODD)
+def test_without_a_tma_unit(name, dtype, device, no_tma):
+    _check((SMALL | ODD)[name], dtype, device)
+
+
+@pytest.mark.parametrize("config", distinct(pointer_skip_dx.TILES), ids=str)
+@pytest.mark.parametrize("name", ["two inputs, two gradients", "14x10, upsampled"])
+def test_every_tile_without_a_tma_unit(name, config, device, no_tma):
+    case = SMALL[name]
+    if case.halves and case.c1 % config.block_c:
+        pytest.skip("a tile of two tensors")
+    _check(case, torch.float16, device, config)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,8 @@ image, and their sums go to `partials` [N, K, 2, C] by plain stores: no atomics,
 every run. All tiles have equally many pixels of their images: they divide an image, or where none
 does they reach over its edges (`covering_box`). A tile of channels may straddle the two halves of a
 concatenation, if none divides them. The GEMM is that of `conv.plain.tma`: stride 1, channels in
-multiples of 16 bytes, a TMA unit.
+multiples of 16 bytes. Without a TMA unit all of it is done by `conv.plain.pointer` and
+`conv.plain.pointer_wgrad`, of any channels.
 """
 
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ from .hopper import row_mma as gluon_rows
 from .hopper import tile_mma as gluon_tiles
 from .hopper.operands import Operands
 from .plain import gather as conv_gather
+from .plain import pointer, pointer_wgrad
 from .plain import tma_stride as conv_stride
 from .plain import tma_wgrad as conv_tma_wgrad
 from .plain import transposed_wgrad as conv_turned_wgrad
@@ -116,6 +118,10 @@ def conv_forward(
     _check(weight, x, residual, *(x for x, _ in extra))
     assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
     assert len(extra) <= 2
+    if pointer.serves(x, config):
+        terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
+        terms |= {"stats": stats, "width": width, "config": config}
+        return pointer.conv_forward(x, weight, bias, **terms)
     width = co if width is None else width
     assert width == co or (co < width <= triton.cdiv(co, 16) * 16 and not stats)
     y = _empty((n, h, w, width), dtype=x.dtype, device=x.device)
@@ -212,6 +218,9 @@ def conv_input_grad(
     _check(weight, dy, *inputs)
     assert sum(x.shape[3] for x in inputs) == ci and len(inputs) <= 2
     assert table.shape == (n, 4, ci) and table.is_contiguous()
+    if pointer.serves(dy, config):
+        rest = {"inputs": inputs, "table": table, "activation": activation, "mask": mask}
+        return pointer.conv_input_grad(dy, weight, **rest, config=config)
     dz = _empty((n, h, w, ci), dtype=dy.dtype, device=dy.device)
     c1 = inputs[0].shape[3]
     if config is None:
@@ -287,6 +296,8 @@ def conv_plain_input_grad(
 ) -> Tensor:  # [N, H, W, CI]
     """The gradient of x of conv(x)."""
     _check(weight, dy)
+    if pointer.serves(dy, config):
+        return pointer.conv_plain_input_grad(dy, weight, config)
     _, ci, r, s = weight.shape
     dx = _empty((*dy.shape[:3], ci), dtype=dy.dtype, device=dy.device)
     if dx.numel():
@@ -320,7 +331,9 @@ def conv_weight_grad(
             out.zero_()
         return
     padding = (r // 2, s // 2) if padding is None else (padding, padding)
-    if x.itemsize == 2 and stride == 1:
+    if pointer_wgrad.serves_wgrad(x, config):
+        path = pointer_wgrad
+    elif x.itemsize == 2 and stride == 1:
         path = conv_tma_wgrad
     elif conv_stride.serves_wgrad(x, dy, out, stride, padding):
         path = conv_stride
@@ -328,7 +341,8 @@ def conv_weight_grad(
         path = conv_turned_wgrad
     else:
         path = conv_gather
-    assert path is conv_tma_wgrad or (x.shape[3], dy.shape[3]) == (ci, co)
+    pads = path in (pointer_wgrad, conv_tma_wgrad)
+    assert pads or (x.shape[3], dy.shape[3]) == (ci, co)
     config, planned = path.plan_wgrad(x, dy, out, stride, padding, "tf32", config)
     splits = planned if splits is None else splits
     if splits == 1 and path is conv_tma_wgrad and not gluon_rows.serves(config):
@@ -357,13 +371,12 @@ def conv_fused_supported(
     """Whether every function of this file can do this convolution, of stride 1 and padding R // 2
     on the current device, with images of any size. In float32 they multiply in TF32."""
     co, ci, r, s = weight_shape
+    if r % 2 == 0 or s % 2 == 0:
+        return False
+    if not describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")).tma:
+        return pointer.takes((r, s))
     row = 16 // dtype.itemsize
-    return (
-        describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")).tma
-        and r % 2 == s % 2 == 1
-        and ci % row == co % row == 0
-        and (c1 is None or c1 % row == 0)
-    )
+    return ci % row == co % row == 0 and (c1 is None or c1 % row == 0)
 
 
 def _gluon(

@@ -7,7 +7,8 @@ W^T dy alone would be written and read again, as wide as x. dx is [channels, pix
 over the few channels of y, and all else is read while it is made. x is one tensor or the
 concatenation of x1 and x2; p, q and r are those of `norm_tables`, per (n, c).
 
-The GEMM and its boxes are those of `conv.fused`; all tensors are NHWC.
+The GEMM and its boxes are those of `conv.fused`; all tensors are NHWC. Without a TMA unit it is
+`conv.plain.pointer_skip_dx`.
 """
 
 from typing import NamedTuple
@@ -22,7 +23,10 @@ from ..norm.inline_statistics_kernels import folded_coefficients
 from ..norm.tables import check_partials_of, covering_groups, tiles_at_a_time
 from ..reductions.row_sums import RowSums
 from ..runtime.dependent_launch import await_inputs, overlapping
+from ..runtime.device import describe
 from ..runtime.tuning import choose
+from .plain import pointer_skip_dx
+from .plain.pointer import PointerTile
 from .plain.tile_edges import count_tiles, tile_number, zero_outside
 from .plain.tma import Config, tile_origin
 from .plain.tma_boxes import (
@@ -222,7 +226,7 @@ def skip_dx(
     *,
     dz2: Tensor | None = None,  # [N, H, W, C2]: then dz is that of x1, added up over 2x2 pixels
     upsample1: bool = False,
-    config: Config | None = None,
+    config: Config | PointerTile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dx1 = p dz + q x1 + r + W^T dy + add1, and dx2 alike but for add1, rounded once.
 
@@ -272,7 +276,8 @@ def _launch(
         assert x is None or (x.is_contiguous() and x.dtype == dy.dtype)
     dx1 = _empty(x1.shape, dtype=x1.dtype, device=x1.device)
     dx2 = None if x2 is None else _empty(x2.shape, dtype=x2.dtype, device=x2.device)
-    row = 16 // dy.itemsize
+    by_pointers = isinstance(config, PointerTile)
+    row = 1 if by_pointers else 16 // dy.itemsize
     assert c1 % row == c % row == co % row == 0, "channels in multiples of 16 bytes"
     box = _box(config, n, h, w, upsample1)
     norm = [None] * 3
@@ -298,6 +303,13 @@ def _launch(
     elif sums:
         rows = _empty((count, c1), dtype=torch.float32, device=dy.device)
     if n == 0:
+        return dx1, dx2, rows
+    if by_pointers:
+        filters, columns = weight.view(co, c), dz if dz2 is not None else dz[..., begin:]
+        pointer_skip_dx.launch(
+            dy, filters, columns, dz2, x1, x2, add1, coeff, dx1, dx2, rows, box, config,
+            upsample1=upsample1,
+        )  # fmt: skip
         return dx1, dx2, rows
     tile = [*box, config.block_c]
     tile1 = [box[0], box[1] // factor, box[2] // factor, config.block_c]
@@ -360,7 +372,7 @@ def choose_config(
         return skip_dx(dy, weight, dz, x1, x2, coeff, add1, **options)[0]
 
     return choose(
-        "skip_dx",
+        "skip_dx" if describe(dy.device).tma else "skip_dx_pointer",
         (n, h, w, co, c, c1, dy.dtype, upsample1, add1 is not None),
         lambda: _valid(dy, border, upsample1),
         lambda: _valid(dy, border, upsample1)[0],
@@ -371,7 +383,8 @@ def choose_config(
 def folds(config: Config, dy: Tensor, x1: Tensor, x2: Tensor | None, upsample1: bool) -> bool:
     """Whether the kernel can make the coefficients: no tile has pixels of several images, or
     channels of both halves."""
-    return _box(config, *dy.shape[:3], upsample1)[0] == 1 and not _straddles(config, x1, x2)
+    within = not isinstance(config, PointerTile) and not _straddles(config, x1, x2)
+    return within and _box(config, *dy.shape[:3], upsample1)[0] == 1
 
 
 def _straddles(config: Config, x1: Tensor, x2: Tensor | None) -> bool:
@@ -388,8 +401,11 @@ def _pitches(x: Tensor) -> list[int]:
 def _valid(dy: Tensor, border: int | None, upsample1: bool) -> list[Config]:
     """The tiles that can do it, less those that another serves better anyway."""
     n, h, w, co = dy.shape
-    block_k = 64 if dy.itemsize == 2 and co > 32 else 32
-    valid = [c for c in _CONFIGS if c.block_k == block_k]
+    if describe(dy.device).tma:
+        block_k = 64 if dy.itemsize == 2 and co > 32 else 32
+        valid = [c for c in _CONFIGS if c.block_k == block_k]
+    else:
+        valid = pointer_skip_dx.candidates(co)
     exact = [c for c in valid if not is_ragged(_box(c, n, h, w, upsample1), h, w)]
     within = [c for c in exact or valid if border is None or border % c.block_c == 0]
     return within or exact or valid

@@ -1,0 +1,180 @@
+"""Convolutions with fused epilogues on GPUs without a TMA unit, against the references of
+`test_conv_fused`."""
+
+import pytest
+import torch
+
+from triton_kernels.conv import fused as conv_fused
+from triton_kernels.conv.fused import conv_forward, conv_plain_input_grad
+from triton_kernels.conv.plain import pointer, pointer_wgrad
+from triton_kernels.conv.plain.pointer import TILES
+
+from .distinct import distinct
+from .poison import poison_outputs
+from .test_conv_fused import (
+    DTYPES,
+    RAGGED,
+    ROUNDING,
+    SMALL,
+    Shape,
+    check_extra,
+    check_forward,
+    check_grad,
+    check_weight_grad,
+    dropped,
+    forward_case,
+    forward_reference,
+    grad_case,
+    grad_reference,
+    randn,
+    relative,
+    weight_grad_reference,
+)
+
+# Channels that are no multiple of 8, as no descriptor of a TMA unit could have them
+ODD = {
+    "odd channels": Shape(2, 5, 7, 19, 33),
+    "multiples of 4": Shape(2, 6, 4, 20, 12),
+    "few": Shape(2, 8, 8, 3, 10),
+}
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch, no_tma):
+    """Memory that a kernel forgets to write holds NaN."""
+    poison_outputs(monkeypatch, conv_fused, pointer)
+
+
+def tile(block_c: int, block_m: int, rows: int = 1) -> pointer.PointerTile:
+    return next(c for c in TILES if (c.block_c, c.block_m, c.rows) == (block_c, block_m, rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SMALL | RAGGED | ODD)
+def test_forward(name, dtype, device):
+    check_forward((SMALL | RAGGED | ODD)[name], dtype, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SMALL | RAGGED | ODD)
+def test_input_grad(name, dtype, device):
+    check_grad((SMALL | RAGGED | ODD)[name], None, dtype, device)
+
+
+@pytest.mark.parametrize("name", SMALL | ODD)
+def test_plain_input_grad(name, device):
+    shape = (SMALL | ODD)[name]
+    dy, weight, x, _, table = grad_case(shape, None, torch.float16, device)
+    table = torch.tensor([0.0, 1, 1, 0], device=device)[None, :, None].expand(table.shape)
+    exact, _ = grad_reference(dy, weight, x, table, "identity", torch.float64)
+    assert relative(conv_plain_input_grad(dy, weight), exact) <= ROUNDING[torch.float16] + 1e-6
+
+
+@pytest.mark.parametrize("config", distinct(TILES), ids=str)
+def test_every_tile(config, device):
+    rows = config.rows
+    check_forward(Shape(3, 8, 16, 72, 136), torch.float16, device, config)
+    check_extra(Shape(3, 8, 16, 40, 24), 40, 72, torch.float16, device, config)
+    check_grad(Shape(3, 8, 16, 136, 40), 48, torch.float16, device, config=config)
+    if rows == 1:
+        check_forward(Shape(3, 7, 6, 40, 24), torch.float16, device, config)
+        check_grad(Shape(3, 7, 6, 72, 24), 48, torch.float16, device, config=config)
+    check_grad(
+        Shape(3, 8, 16, 40, 24), None, torch.float16, device, config=config, mask=dropped(device)
+    )
+
+
+@pytest.mark.parametrize("config", [tile(64, 128), tile(64, 64, 4)], ids=str)
+def test_blocks_that_divide_all_channels(config, device):
+    """Nothing is masked then but pixels."""
+    check_forward(Shape(2, 4, 16, 64, 128), torch.float16, device, config)
+    check_extra(Shape(2, 4, 16, 64, 64), 64, 32, torch.float16, device, config)
+    check_grad(Shape(2, 4, 16, 128, 64), 64, torch.float16, device, config=config)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_extra_pointwise_convolutions(count, dtype, device):
+    check_extra(SMALL["3x3"], 72, 24, dtype, device, count=count)
+    check_extra(ODD["odd channels"], 7, 24, dtype, device, count=count)
+
+
+def test_no_term_but_the_bias(device):
+    shape = Shape(3, 5, 7, 16, 24)
+    x, weight, bias, emb, residual = forward_case(shape, torch.float16, device)
+    y, partials = conv_forward(x, weight, bias)
+    exact = forward_reference(x, weight, bias, emb * 0, residual * 0, torch.float64)
+    assert partials is None
+    assert relative(y, exact) <= ROUNDING[torch.float16] + 1e-6
+
+
+def test_few_channels_of_more(device):
+    """The head: y has zeros behind its channels, and what is behind those of dy does not count."""
+    shape = Shape(2, 8, 6, 24, 3)
+    x, weight, bias, emb, residual = forward_case(shape, torch.float16, device)
+    y, _ = conv_forward(x, weight, bias, width=16)
+    exact = forward_reference(x, weight, bias, emb * 0, residual * 0, torch.float64)
+    assert relative(y[..., :3], exact) <= ROUNDING[torch.float16] + 1e-6
+    assert y.shape[3] == 16 and not y[..., 3:].any()
+
+    dy, weight, x, inputs, table = grad_case(shape, None, torch.float16, device)
+    padded = torch.full((*dy.shape[:3], 16), torch.nan, dtype=dy.dtype, device=device)
+    padded[..., :3] = dy
+    dz, _ = conv_fused.conv_input_grad(
+        padded, weight, inputs=inputs, table=table, activation="silu"
+    )
+    exact, _ = grad_reference(dy, weight, x, table, "silu", torch.float64)
+    assert relative(dz, exact) <= ROUNDING[torch.float16] + 1e-6
+
+
+@pytest.mark.parametrize("c1", [8, 48, 65])
+def test_two_inputs_in_one_tile_of_channels(c1, device):
+    check_grad(Shape(2, 3, 5, c1 + 48, 16), c1, torch.float16, device)
+
+
+# --- weight gradient ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SMALL | RAGGED | ODD)
+def test_weight_grad(name, dtype, accumulate, device):
+    check_weight_grad((SMALL | RAGGED | ODD)[name], dtype, device, accumulate)
+
+
+@pytest.mark.parametrize("config", distinct(pointer_wgrad.TILES), ids=str)
+def test_every_weight_grad_tile(config, device):
+    check_weight_grad(Shape(3, 6, 8, 72, 136), torch.float16, device, config=config)
+    check_weight_grad(Shape(1, 4, 32, 128, 128), torch.float16, device, config=config)
+
+
+@pytest.mark.parametrize("pixels", [2, 16], ids=["one split", "splits"])
+def test_weight_grad_of_some_columns(pixels, device):
+    shape = Shape(1, pixels, pixels, 72, 40, 1)
+    check_weight_grad(shape, torch.float16, device, accumulate=True, beside=8)
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_weight_grad_of_stride_two(padding, device):
+    x = randn(3, 6, 10, 24, seed=0, device=device, dtype=torch.float16)
+    dy = randn(3, 3, 5, 40, seed=6, device=device, dtype=torch.float16)
+    out = torch.full((40, 3, 3, 24), torch.nan, device=device).permute(0, 3, 1, 2)
+    conv_fused.conv_weight_grad(x, dy, out, stride=2, padding=padding)
+    w = torch.zeros(40, 24, 3, 3, dtype=torch.float64, device=device, requires_grad=True)
+    image = torch.nn.functional.pad(x.double().permute(0, 3, 1, 2), [padding, 1] * 2)
+    y = torch.nn.functional.conv2d(image, w, stride=2)[:, :, :3, :5]
+    (exact,) = torch.autograd.grad(y, w, dy.double().permute(0, 3, 1, 2))
+    assert relative(out, exact) <= 2**-24 * 45**0.5 + 1e-6
+
+
+def test_weight_grad_of_padded_channels(device):
+    """What is behind the channels of x and dy does not count."""
+    x, dy = (
+        torch.full((2, 6, 8, 16), torch.nan, dtype=torch.float16, device=device) for _ in range(2)
+    )
+    x[..., :3] = randn(2, 6, 8, 3, seed=0, device=device, dtype=torch.float16)
+    dy[..., :5] = randn(2, 6, 8, 5, seed=6, device=device, dtype=torch.float16)
+    out = torch.full((5, 3, 3, 3), torch.nan, device=device).permute(0, 3, 1, 2)
+    conv_fused.conv_weight_grad(x, dy, out)
+    exact = weight_grad_reference(x[..., :3], dy[..., :5], 3)
+    assert relative(out, exact) <= 2**-24 * 96**0.5 + 1e-6

@@ -1,0 +1,233 @@
+"""`conv.skip_dx` on GPUs without a TMA unit: a norm's dx pass as the epilogue of the product with
+the filters of a 1x1 skip, through pointers (`conv.plain.pointer_kernels`).
+
+The coefficients are those of `norm_grad_table`; they are not made here.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .pointer import PointerTile, count_programs
+from .pointer_kernels import multiply, tile_pixels
+from .tma import tile_origin
+from .tma_boxes import is_ragged, tile_sizes
+
+TILES = [
+    PointerTile(64, 64, 32, 4, 4),
+    PointerTile(64, 128, 32, 4, 4),
+    PointerTile(64, 128, 32, 8, 4),
+    PointerTile(128, 64, 32, 4, 4),
+    PointerTile(128, 128, 32, 8, 4),
+    PointerTile(128, 64, 32, 8, 4),
+    PointerTile(64, 64, 16, 4, 4),  # few channels of y
+]
+_FEW = 16  # channels
+
+
+@triton.jit
+def _finish(
+    acc,  # float32 [BLOCK_M, BLOCK_C]: W^T dy
+    x_ptr,  # [N, P, Q, CH], this half of x; UPSAMPLE: half as high and wide, and so is dx
+    add_ptr,  # [N, P, Q, CH] or None
+    dz_ptr,  # [N, P, Q, CZ] at this tile's first channel; SUMMED: as x
+    dx_ptr,  # as x
+    sums_ptr,  # float32 [N, tiles, CH] or None
+    p,  # float32 [TILE_N, BLOCK_C]
+    q,
+    r,
+    pixels,
+    inside,
+    n0,
+    h0,
+    w0,
+    offs_c,  # of this half
+    N,
+    P,
+    Q,
+    CH,
+    CZ,
+    UPSAMPLE: tl.constexpr,
+    SUMMED: tl.constexpr,  # dz has been added up over 2x2 pixels
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    PIXELS: tl.constexpr = TILE_H * TILE_W
+    at = (n0.to(tl.int64) * P + h0) * Q + w0
+    mask_c = (offs_c < CH)[None, :]
+    mask = inside[:, None] & mask_c
+    if add_ptr is not None:
+        places = add_ptr + at * CH + ((pixels * CH)[:, None] + offs_c[None, :])
+        acc += tl.load(places, mask=mask, other=0.0).to(tl.float32)
+    dx = acc.reshape(TILE_N, PIXELS, BLOCK_C)
+    if not SUMMED:
+        places = dz_ptr + at * CZ + ((pixels * CZ)[:, None] + offs_c[None, :])
+        dz = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+        dx += p[:, None, :] * dz.reshape(TILE_N, PIXELS, BLOCK_C)
+    if UPSAMPLE:  # the gradient of a pixel is the sum of those of its 2x2 copies
+        dx = dx.reshape(TILE_N, TILE_H // 2, 2, TILE_W // 2, 2, BLOCK_C)
+        dx = tl.sum(tl.sum(dx, axis=4), axis=2).reshape(TILE_N, PIXELS // 4, BLOCK_C)
+        q *= 4
+        r *= 4
+        pixels, inside, _ = tile_pixels(
+            n0, h0 // 2, w0 // 2, N, P // 2, Q // 2, 0, 1, 1, TILE_N, TILE_H // 2, TILE_W // 2
+        )
+        at = (n0.to(tl.int64) * (P // 2) + h0 // 2) * (Q // 2) + w0 // 2
+        mask = inside[:, None] & mask_c
+        COUNT: tl.constexpr = PIXELS // 4
+    else:
+        COUNT: tl.constexpr = PIXELS
+    places = (pixels * CH)[:, None] + offs_c[None, :]
+    x = tl.load(x_ptr + at * CH + places, mask=mask, other=0.0).to(tl.float32)
+    dx += q[:, None, :] * x.reshape(TILE_N, COUNT, BLOCK_C) + r[:, None, :]
+    if SUMMED:
+        dz = tl.load(dz_ptr + at * CH + places, mask=mask, other=0.0).to(tl.float32)
+        dx += p[:, None, :] * dz.reshape(TILE_N, COUNT, BLOCK_C)
+    if sums_ptr is not None:
+        tiles_w = tl.cdiv(Q, TILE_W)
+        tiles = tl.cdiv(P, TILE_H) * tiles_w
+        offs_n = n0 + tl.arange(0, TILE_N)
+        row = offs_n.to(tl.int64) * tiles + h0 // TILE_H * tiles_w + w0 // TILE_W
+        total = dx
+        if RAGGED:
+            total = tl.where(inside.reshape(TILE_N, COUNT)[:, :, None], dx, 0.0)
+        ptrs = sums_ptr + row[:, None] * CH + offs_c[None, :]
+        tl.store(ptrs, tl.sum(total, axis=1), mask=(offs_n < N)[:, None] & mask_c)
+    dx = dx.reshape(TILE_N * COUNT, BLOCK_C).to(dx_ptr.dtype.element_ty)
+    tl.store(dx_ptr + at * CH + places, dx, mask=mask)
+
+
+@triton.jit(do_not_specialize=["N", "P", "Q"])
+def _skip_dx_pointer_kernel(
+    dy_ptr,  # [N, P, Q, CO]
+    w_ptr,  # [CO, C] with rows any distance apart
+    dz_ptr,  # [N, P, Q, CZ] at this launch's first channel, or with the next as x1
+    dz2_ptr,  # as x2 or None
+    x1_ptr,  # [N, P, Q, C1]; UPSAMPLE: half as high and wide, and so is dx1
+    x2_ptr,  # [N, P, Q, C - C1] or None
+    add1_ptr,  # [N, P, Q, C1] or None
+    coeff_ptr,  # float32 [N, 3, CK] at this launch's first channel
+    dx1_ptr,
+    dx2_ptr,
+    sums_ptr,  # float32 [N, tiles, C1] or None
+    N,
+    P,
+    Q,
+    CO,
+    C,
+    C1,
+    CZ,
+    CK,
+    stride_w,
+    UPSAMPLE: tl.constexpr,
+    EXACT: tl.constexpr,
+    RAGGED: tl.constexpr,  # tiles reach over the edges of images
+    UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    CO *= UNIT
+    C *= UNIT
+    C1 *= UNIT
+    CZ *= UNIT
+    stride_w *= UNIT
+    n0, h0, w0, c0 = tile_origin(P, Q, C, TILE_N, TILE_H, TILE_W, BLOCK_C)
+    pixels, inside, _ = tile_pixels(n0, h0, w0, N, P, Q, 0, 1, 1, TILE_N, TILE_H, TILE_W)
+    at = (n0.to(tl.int64) * P + h0) * Q + w0
+    acc = tl.zeros([TILE_N * TILE_H * TILE_W, BLOCK_C], dtype=tl.float32)
+    acc, _, _, _ = multiply(
+        acc, acc, acc, acc, dy_ptr + at * CO, w_ptr, pixels, inside.to(tl.int32), c0, CO, CO, C,
+        stride_w, Q, 1, 1, True, 1, EXACT, PRECISION, BLOCK_C, BLOCK_K,
+    )  # fmt: skip
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    offs_n = n0 + tl.arange(0, TILE_N)
+    mask = (offs_n < N)[:, None] & (offs_c < C)[None, :]
+    ptrs = coeff_ptr + offs_n.to(tl.int64)[:, None] * 3 * CK + offs_c[None, :]
+    p = tl.load(ptrs, mask=mask, other=0.0)
+    q = tl.load(ptrs + CK, mask=mask, other=0.0)
+    r = tl.load(ptrs + 2 * CK, mask=mask, other=0.0)
+    if c0 < C1:
+        _finish(
+            acc, x1_ptr, add1_ptr, dz_ptr, dx1_ptr, sums_ptr, p, q, r, pixels, inside,
+            n0, h0, w0, offs_c, N, P, Q, C1, CZ, UPSAMPLE, dz2_ptr is not None,
+            TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+        )  # fmt: skip
+    elif x2_ptr is not None:
+        if dz2_ptr is not None:
+            _finish(
+                acc, x2_ptr, None, dz2_ptr, dx2_ptr, None, p, q, r, pixels, inside,
+                n0, h0, w0, offs_c - C1, N, P, Q, C - C1, C - C1, False, False,
+                TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+            )  # fmt: skip
+        else:
+            _finish(
+                acc, x2_ptr, None, dz_ptr + C1, dx2_ptr, None, p, q, r, pixels, inside,
+                n0, h0, w0, offs_c - C1, N, P, Q, C - C1, CZ, False, False,
+                TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+            )  # fmt: skip
+
+
+def launch(
+    dy: Tensor,  # [N, H, W, CO]
+    weight: Tensor,  # [CO, C] of this launch's channels, with rows any distance apart,
+    dz: Tensor,  # as is [N, H, W, C of C or more]; with dz2: [N, H / 2, W / 2, C1]
+    dz2: Tensor | None,  # [N, H, W, C - C1]
+    x1: Tensor,  # [N, H, W, C1], or [N, H / 2, W / 2, C1] with upsample1
+    x2: Tensor | None,  # [N, H, W, C - C1]
+    add1: Tensor | None,  # [N, H, W, C1]
+    coeff: Tensor,  # float32 [N, 3, C of C or more]
+    dx1: Tensor,  # as x1, to be written
+    dx2: Tensor | None,  # as x2, likewise
+    rows: Tensor | None,  # float32 [N K, C1], likewise
+    box: tuple[int, int, int],
+    config: PointerTile,
+    *,
+    upsample1: bool,
+) -> None:
+    """What `conv.skip_dx` has allocated and checked; no tile has channels of both halves."""
+    n, h, w, co = dy.shape
+    c, c1, cz = weight.shape[1], x1.shape[3], dz.stride(2)
+    unit = math.gcd(8, co, c, c1, cz, weight.stride(0))
+    programs = count_programs(config, box, dy[..., :1].expand(-1, -1, -1, c))
+    _skip_dx_pointer_kernel[(programs,)](
+        dy,
+        weight,
+        dz,
+        dz2,
+        x1,
+        x2,
+        add1,
+        coeff,
+        dx1,
+        dx2,
+        rows,
+        n,
+        h,
+        w,
+        co // unit,
+        c // unit,
+        c1 // unit,
+        cz // unit,
+        coeff.stride(1),
+        weight.stride(0) // unit,
+        UPSAMPLE=upsample1,
+        EXACT=c % config.block_c == 0 and co % config.block_k == 0,
+        RAGGED=is_ragged(box, h, w),
+        UNIT=unit,
+        PRECISION="tf32",
+        **tile_sizes(box, config),
+    )
+
+
+def candidates(co: int) -> list[PointerTile]:
+    """The tiles for products over so many channels."""
+    return [c for c in TILES if (c.block_k <= _FEW) == (co <= _FEW)]

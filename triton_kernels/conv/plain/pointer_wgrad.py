@@ -1,0 +1,265 @@
+"""The weight gradient on GPUs that have no TMA unit: products of dy and x over pixels by mma.sync.
+
+A program has some taps of the filter side by side, which share dy, and part of the pixels. A step
+takes a box of them, whose places are computed once, relative to its first one, as in
+`conv.plain.pointer_kernels`; mma.sync transposes both operands as it reads them. The parts of the
+sum are added up by a second launch.
+"""
+
+import math
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...reductions.column_sum import num_splits
+from ...runtime.device import describe
+from ..configs import choose_plan, plans_around
+from .tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box
+
+
+class PointerWgradTile(NamedTuple):
+    """What one program computes."""
+
+    block_co: int
+    block_ci: int
+    block_m: int  # pixels a step
+    taps: int  # successive ones: 1, a row of the filter, or all
+    num_warps: int
+    num_stages: int  # of which one is no buffer
+
+
+TILES = [
+    PointerWgradTile(64, 64, 64, 1, 4, 3),
+    PointerWgradTile(64, 64, 32, 3, 4, 4),
+    PointerWgradTile(128, 64, 32, 3, 8, 4),
+    PointerWgradTile(64, 128, 32, 3, 8, 4),
+    PointerWgradTile(128, 128, 32, 1, 4, 4),
+    PointerWgradTile(128, 128, 32, 1, 8, 4),
+    PointerWgradTile(128, 128, 32, 3, 8, 3),
+    PointerWgradTile(64, 16, 64, 9, 4, 3),  # few channels of x,
+    PointerWgradTile(16, 64, 64, 3, 4, 3),  # or of y
+]
+_FEW = 16  # channels
+
+
+@triton.jit(do_not_specialize=["N", "H", "W", "P", "Q", "num_tiles", "tiles_per_split"])
+def _conv_pointer_wgrad_kernel(
+    x_ptr,  # [N, H, W, KX]
+    dy_ptr,  # [N, P, Q, KY]
+    dw_ptr,  # [splits, CO, taps, CI]
+    N,
+    H,
+    W,
+    P,
+    Q,
+    CI,  # channels of x that count
+    KX,  # and how many there are
+    CO,
+    KY,
+    num_tiles,  # of pixels
+    tiles_per_split,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    GROUP: tl.constexpr,  # taps of this program
+    STRIDE: tl.constexpr,
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    EXACT: tl.constexpr,  # whether blocks divide CI and CO
+    UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_CO: tl.constexpr,
+    BLOCK_CI: tl.constexpr,
+):
+    CI *= UNIT
+    KX *= UNIT
+    CO *= UNIT
+    KY *= UNIT
+    ci_blocks = tl.cdiv(CI, BLOCK_CI)
+    offs_co = tl.program_id(0) // ci_blocks * BLOCK_CO + tl.arange(0, BLOCK_CO)
+    offs_ci = tl.program_id(0) % ci_blocks * BLOCK_CI + tl.arange(0, BLOCK_CI)
+    tap0 = tl.program_id(1) * GROUP
+    split = tl.program_id(2)
+    tiles_h = tl.cdiv(P, TILE_H)
+    tiles_w = tl.cdiv(Q, TILE_W)
+
+    m = tl.arange(0, TILE_N * TILE_H * TILE_W)
+    n = m // (TILE_H * TILE_W)
+    h = m // TILE_W % TILE_H
+    w = m % TILE_W
+    # loaded as it is multiplied: Triton does not fetch ahead what it has to transpose
+    places_dy = ((n * P + h) * Q + w)[None, :] * KY + offs_co[:, None]
+    places_x = ((n * H + h * STRIDE) * W + w * STRIDE)[:, None] * KX + offs_ci[None, :]
+
+    accs = ()
+    for _ in tl.static_range(GROUP):
+        accs = accs + (tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32),)
+    start = split * tiles_per_split
+    for tile in range(start, tl.minimum(start + tiles_per_split, num_tiles)):
+        w0 = tile % tiles_w * TILE_W
+        h0 = tile // tiles_w % tiles_h * TILE_H
+        n0 = tile // (tiles_w * tiles_h) * TILE_N
+        inside = (n0 + n < N) & (h0 + h < P) & (w0 + w < Q)
+        dy_ptrs = dy_ptr + ((n0.to(tl.int64) * P + h0) * Q + w0) * KY + places_dy
+        mask_dy = inside[None, :] if EXACT else inside[None, :] & (offs_co < CO)[:, None]
+        dy = tl.load(dy_ptrs, mask=mask_dy, other=0.0)
+        at = ((n0.to(tl.int64) * H + h0 * STRIDE) * W + w0 * STRIDE) * KX
+        sums = ()
+        for i in tl.static_range(GROUP):
+            r = (tap0 + i) // S - PAD_H
+            s = (tap0 + i) % S - PAD_W
+            row = (h0 + h) * STRIDE + r
+            column = (w0 + w) * STRIDE + s
+            there = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
+            mask_x = there[:, None] if EXACT else there[:, None] & (offs_ci < CI)[None, :]
+            x = tl.load(x_ptr + (at + (r * W + s) * KX) + places_x, mask=mask_x, other=0.0)
+            sums = sums + (tl.dot(dy, x, accs[i], input_precision=PRECISION),)
+        accs = sums
+
+    mask = (offs_co < CO)[:, None] & (offs_ci < CI)[None, :]
+    row = (split.to(tl.int64) * CO + offs_co) * (R * S) + tap0
+    dw_ptrs = dw_ptr + row[:, None] * CI + offs_ci[None, :]
+    for i in tl.static_range(GROUP):
+        tl.store(dw_ptrs + i * CI, accs[i].to(dw_ptr.dtype.element_ty), mask=mask)
+
+
+def serves_wgrad(x: Tensor, config: tuple | None) -> bool:
+    """Whether a weight gradient belongs here: there is no TMA unit, or the tile says so."""
+    return isinstance(config, PointerWgradTile) or (config is None and not describe(x.device).tma)
+
+
+def plan_wgrad(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    stride: int,
+    padding: tuple[int, int],
+    precision: str,
+    config: PointerWgradTile | None,
+) -> tuple[PointerWgradTile, int]:
+    """The configuration, and the number of parts that the sum over pixels is split into."""
+    pixels = as_one_row(dy) if stride == 1 and is_pointwise(weight, padding) else dy
+
+    def splits(c: PointerWgradTile) -> int:
+        n, p, q, _ = pixels.shape
+        steps = count_boxes(pixel_box(c.block_m, n, p, q), n, p, q)
+        resident = min(describe(x.device).shared_memory // _shared(c, x), 8 // c.num_warps)
+        slots = describe(x.device).num_sms * max(1, resident)
+        return num_splits(math.prod(_blocks(weight, c)), steps, slots)
+
+    if config is not None:
+        return config, splits(config)
+
+    def default() -> tuple[PointerWgradTile, int]:
+        config = _pick(x, weight)
+        return config, splits(config)
+
+    def launch(parts: Tensor, config: PointerWgradTile, splits: int) -> None:
+        launch_wgrad(x, dy, weight, parts, stride, padding, precision, config, splits)
+
+    return choose_plan(
+        "conv_weight_grad_pointer",
+        (*x.shape, *dy.shape[1:], *weight.shape[2:], stride, x.dtype),
+        PointerWgradTile,
+        lambda: plans_around(candidates(x, weight), splits),
+        default,
+        weight,
+        launch,
+    )
+
+
+def launch_wgrad(
+    x: Tensor,  # [N, H, W, CI or more]
+    dy: Tensor,  # [N, P, Q, CO or more]
+    weight: Tensor,  # [CO, CI, R, S], of which only the shape matters
+    partial: Tensor,  # [splits, CO * R * S * CI], or one part alone, to be written
+    stride: int,
+    padding: tuple[int, int],
+    precision: str,
+    config: PointerWgradTile,
+    splits: int,
+) -> None:
+    """The gradient of the filters, as `splits` parts that have to be added up."""
+    co, ci, r, s = weight.shape
+    if stride == 1 and is_pointwise(weight, padding):
+        x, dy = as_one_row(x), as_one_row(dy)
+    _, h, w, kx = x.shape
+    n, p, q, ky = dy.shape
+    box = pixel_box(config.block_m, n, p, q)
+    num_tiles = count_boxes(box, n, p, q)
+    unit = math.gcd(8, ci, kx, co, ky)
+    _conv_pointer_wgrad_kernel[(*_blocks(weight, config), splits)](
+        x,
+        dy,
+        partial,
+        n,
+        h,
+        w,
+        p,
+        q,
+        ci // unit,
+        kx // unit,
+        co // unit,
+        ky // unit,
+        num_tiles,
+        triton.cdiv(num_tiles, splits),
+        R=r,
+        S=s,
+        GROUP=config.taps,
+        STRIDE=stride,
+        PAD_H=padding[0],
+        PAD_W=padding[1],
+        EXACT=ci % config.block_ci == 0 and co % config.block_co == 0,
+        UNIT=unit,
+        PRECISION=precision,
+        TILE_N=box[0],
+        TILE_H=box[1],
+        TILE_W=box[2],
+        BLOCK_CO=config.block_co,
+        BLOCK_CI=config.block_ci,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def candidates(x: Tensor, weight: Tensor) -> list[PointerWgradTile]:
+    """The tiles that can do it, less those that another serves better anyway."""
+    co, ci, r, s = weight.shape
+    return [
+        c
+        for c in TILES
+        if c.taps in (1, s, r * s)
+        and (c.block_ci > _FEW or ci <= _FEW)
+        and (c.block_co > _FEW or co <= _FEW)
+        and _shared(c, x) <= describe(x.device).shared_memory
+    ]
+
+
+def _shared(c: PointerWgradTile, x: Tensor) -> int:
+    """Bytes of a program."""
+    return (c.num_stages - 1) * c.block_m * (c.block_co + c.taps * c.block_ci) * x.itemsize
+
+
+def _pick(x: Tensor, weight: Tensor) -> PointerWgradTile:
+    """The least work of a pixel, counting padded channels: multiplying (1024 multiply-adds a clock)
+    or fetching (24 bytes a clock)."""
+    co, ci, r, s = weight.shape
+
+    def time(c: PointerWgradTile) -> float:
+        programs = math.prod(_blocks(weight, c))
+        products = c.block_co * c.block_ci * c.taps / 1024
+        fetched = (c.block_co + c.taps * c.block_ci) * x.itemsize / 24
+        return programs * (max(products, fetched) + min(products, fetched) / 4)
+
+    return min(candidates(x, weight), key=time)
+
+
+def _blocks(weight: Tensor, config: PointerWgradTile) -> tuple[int, int]:
+    """Programs by blocks of channels, and by groups of taps."""
+    co, ci, r, s = weight.shape
+    blocks = triton.cdiv(co, config.block_co) * triton.cdiv(ci, config.block_ci)
+    return blocks, r * s // config.taps
