@@ -45,10 +45,14 @@ class _Plan(tuple):
         return super().__new__(cls, numbers)
 
 
-def plans_around(configs: Iterable[C], splits: Callable[[C], int]) -> list[tuple[C, int]]:
-    """Each configuration with as many parts as `splits` says, and with more and fewer."""
+def plans_around(
+    configs: Iterable[C], splits: Callable[[C], int], fewest: int
+) -> list[tuple[C, int]]:
+    """Each configuration with as many parts as `splits` says, and with more and fewer, but not with
+    fewer than `fewest` (`long_sums`)."""
     parts = [(c, splits(c)) for c in configs]
-    return [(c, max(1, int(k * f))) for c, k in parts for f in (1, 2, 0.5, 0.25)]
+    around = [(c, k, max(1, int(k * f))) for c, k in parts for f in (1, 2, 0.5, 0.25)]
+    return [(c, j if j >= fewest else k) for c, k, j in around]
 
 
 def choose_plan(

@@ -117,7 +117,7 @@ def _run(
     numel1, numel2 = out1.numel(), out2.numel()
     splits = plan.splits
     if splits >= _MANY_SPLITS:  # with fewer, blocks of channels make most of the programs
-        splits = max(1, round(share * splits))
+        splits = max(gluon_rows.fewest_wgrad_splits(x1), round(share * splits))
     parts = _empty((splits, numel1 + numel2), dtype=torch.float32, device=x1.device)
     gluon_rows.weight_grad(x1, dy1, parts, x2, dy2)
     _sum_two(parts, out1, out2, accumulate)

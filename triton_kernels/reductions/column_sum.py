@@ -76,14 +76,17 @@ def _sum_partials_kernel(
 
 
 @lru_cache
-def num_splits(programs: int, steps: int, slots: int) -> int:
+def num_splits(programs: int, steps: int, slots: int, fewest: int = 1) -> int:
     """Into how many parts to split a sum of `steps` steps so that `programs` such sums keep `slots`
-    places busy: the least number of rounds times their length, where a part costs 8 steps more."""
+    places busy: the least number of rounds times their length, where a part costs 8 steps more.
+    At least `fewest`, see `long_sums`."""
 
     def time(splits: int) -> int:
         return triton.cdiv(programs * splits, slots) * (triton.cdiv(steps, splits) + 8)
 
-    return min(range(1, max(1, min(steps, 2 * slots)) + 1), key=time)
+    fewest = max(1, min(steps, fewest))
+    most = max(2 * slots, fewest + triton.cdiv(slots, programs))
+    return min(range(fewest, max(1, min(steps, most)) + 1), key=time)
 
 
 def partials(out: Tensor, splits: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED
 from ...reductions.column_sum import num_splits
+from ...reductions.long_sums import fewest_parts
 from ...runtime.dependent_launch import following
 from ...runtime.device import describe
 from ..plain.fp16_split import in_halves
@@ -44,10 +45,12 @@ def applies(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int]) -> 
     )
 
 
-def half_splits(x: Tensor, weight: Tensor) -> int:
+def half_splits(x: Tensor, weight: Tensor, precision: str) -> int:
     """Parts that the sum over pixels is best split into."""
     co, ci, _, _ = weight.shape
-    return num_splits(co * ci // 64**2, _num_tiles(x), describe(x.device).num_sms)
+    tiles = _num_tiles(x)
+    fewest = fewest_parts(tiles * _PIXELS, x.dtype, precision)
+    return num_splits(co * ci // 64**2, tiles, describe(x.device).num_sms, fewest)
 
 
 def launch_half(

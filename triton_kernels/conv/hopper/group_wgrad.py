@@ -11,6 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes, takes
+from ...reductions.column_sum import num_splits
+from ...reductions.long_sums import fewest_parts
 from ...runtime.device import describe
 from . import row_mma as gluon_rows
 
@@ -72,14 +74,18 @@ def tiles(gradients: Sequence[Gradient]) -> list[Tile]:
 
 def programs(gradients: Sequence[Gradient], tile: Tile, share: float = 1.0) -> int:
     """As many as fit on the GPU at a time, or on a share of it that has one for each block of
-    channels; each of them has something to do."""
+    channels; each of them has something to do. More if pieces were too long (`long_sums`)."""
     x, _, out = gradients[0]
     slots, blocks = _slots(x, tile), _blocks(gradients, tile)
     if blocks <= int(share * slots):
         slots = int(share * slots)
     if tile.even:
         slots = max(1, slots // blocks // tile.even) * blocks
-    return min(slots, blocks * pixel_tiles(x, out, tile))
+    tiles = pixel_tiles(x, out, tile)
+    fewest = fewest_parts(math.prod(x.shape[:3]), x.dtype)
+    if slots < blocks * fewest:
+        slots = blocks * num_splits(blocks, tiles, _slots(x, tile), fewest)
+    return min(slots, blocks * tiles)
 
 
 def pixel_tiles(x: Tensor, out: Tensor, tile: Tile) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes
 from ...reductions.column_sum import num_splits
+from ...reductions.long_sums import fewest_parts
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import describe
 from ..plain.tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box
@@ -78,13 +79,16 @@ def fits(tile: Tile, x: Tensor, precision: str) -> bool:
     return in_registers and tile.programs * (fetched + 2048) <= describe(x.device).shared_memory
 
 
-def mma_splits(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int], tile: Tile) -> int:
+def mma_splits(
+    x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int], precision: str, tile: Tile
+) -> int:
     """Parts that the sum over pixels is best split into."""
     if is_pointwise(weight, padding):
         dy = as_one_row(dy)
     n, p, q, _ = dy.shape
     slots = describe(x.device).num_sms * tile.programs
-    return num_splits(_blocks(weight, tile), _num_tiles(tile, n, p, q), slots)
+    fewest = fewest_parts(n * p * q, x.dtype, precision)
+    return num_splits(_blocks(weight, tile), _num_tiles(tile, n, p, q), slots, fewest)
 
 
 def launch_mma(

@@ -27,6 +27,7 @@ import triton
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes, takes
+from ...reductions.long_sums import fewest_parts
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import describe
 from .operands import Operands, filters_in_boxes, norm_of
@@ -274,9 +275,14 @@ def wgrad_splits(x: Tensor, *weights: Tensor) -> int:
         rounds = triton.cdiv(blocks * splits, slots)
         return rounds * (triton.cdiv(tiles, splits) + (_PART if splits > 1 else 0))
 
-    fewest = 1 if 2 * blocks > slots else 2
-    most = min(tiles, 4 * slots // max(1, blocks))
+    fewest = max(1 if 2 * blocks > slots else 2, fewest_wgrad_splits(x))
+    most = min(tiles, max(4 * slots // max(1, blocks), fewest + slots // max(1, blocks)))
     return min(range(most, fewest - 1, -1), key=time, default=0)
+
+
+def fewest_wgrad_splits(x: Tensor) -> int:
+    """What `long_sums` says of the sum over pixels."""
+    return fewest_parts(math.prod(wgrad_tiles(x)) * _PIXELS, x.dtype)
 
 
 def weight_grad(

@@ -185,8 +185,8 @@ def conv_rows_wgrad_kernel(
     ci_blocks = CI // 64 if K == 64 else 1
     ci0 = block % ci_blocks * 64
     co0 = block // ci_blocks * 64
-    first = (tiles * split) // splits
-    last = (tiles * (split + 1)) // splits
+    first = (split.to(gl.int64) * tiles // splits).to(gl.int32)
+    last = ((split + 1).to(gl.int64) * tiles // splits).to(gl.int32)
     part_ptr += co0 if SWAP else co0 * 9 * CI + ci0
     gl.warp_specialize(
         [

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reductions.column_sum import num_splits
+from ...reductions.long_sums import fewest_parts
 from ...runtime.device import describe
 from ...runtime.tuning import choose
 from ...tf32 import split_to_tf32
@@ -371,9 +372,12 @@ def plan_wgrad(
     if _swapped(weight, padding, x, dy):
         co, ci, pixels = ci, co, x.numel() // ci
 
+    fewest = fewest_parts(pixels, x.dtype, precision)
+
     def splits(c: WgradConfig) -> int:
         blocks = math.prod(_wgrad_blocks(co, ci, r * s, c))
-        return num_splits(blocks, triton.cdiv(pixels, c.block_m), 2 * describe(x.device).num_sms)
+        slots = 2 * describe(x.device).num_sms
+        return num_splits(blocks, triton.cdiv(pixels, c.block_m), slots, fewest)
 
     if config is not None:
         return config, splits(config)
@@ -388,7 +392,7 @@ def plan_wgrad(
         ):  # products are unrolled into FMAs: a small tile, which is the first
             return []
         alone = [(c, 1) for c in WGRAD_CONFIGS if pixels <= 32 * c.block_m]
-        return plans_around(WGRAD_CONFIGS, splits) + alone
+        return plans_around(WGRAD_CONFIGS, splits, fewest) + alone
 
     def launch(parts: Tensor, config: WgradConfig, splits: int) -> None:
         launch_wgrad(x, dy, weight, parts, stride, padding, precision, config, splits)

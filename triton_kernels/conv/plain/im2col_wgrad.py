@@ -65,7 +65,7 @@ def serves_wgrad(x: Tensor, dy: Tensor, weight: Tensor, precision: str) -> bool:
 def plan_wgrad(x, dy, weight, stride, padding, precision, config) -> tuple[mma_wgrad.Tile, int]:
     """The tile, and the number of parts that the sum over pixels is split into."""
     assert config is None
-    return _TILE, mma_wgrad.mma_splits(dy, dy, _as_pointwise(weight), (0, 0), _TILE)
+    return _TILE, mma_wgrad.mma_splits(dy, dy, _as_pointwise(weight), (0, 0), precision, _TILE)
 
 
 def launch_wgrad(

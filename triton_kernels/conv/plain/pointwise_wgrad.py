@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...reductions.column_sum import num_splits
+from ...reductions.long_sums import fewest_parts
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import describe
 from ...tf32 import round_to_tf32, split_to_tf32
@@ -75,14 +76,16 @@ def _points_wgrad_kernel(
     tl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def points_splits(x: Tensor, weight: Tensor, tile: WgradTile) -> int:
+def points_splits(x: Tensor, weight: Tensor, precision: str, tile: WgradTile) -> int:
     """Parts that the sum over pixels is best split into."""
-    steps = triton.cdiv(x.numel() // x.shape[-1], tile.block_m)
+    pixels = x.numel() // x.shape[-1]
+    steps = triton.cdiv(pixels, tile.block_m)
     if steps <= 8:  # what a second launch takes
         return 1
     co, ci, _, _ = weight.shape
     blocks = min(_blocks(co, ci, tile), _blocks(ci, co, tile))
-    return num_splits(blocks, steps, describe(x.device).num_sms)
+    fewest = fewest_parts(pixels, x.dtype, precision)
+    return num_splits(blocks, steps, describe(x.device).num_sms, fewest)
 
 
 def _blocks(a: int, b: int, tile: WgradTile) -> int:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...reductions.long_sums import fewest_parts
 from ...runtime.device import describe
 from ...runtime.tuning import choose, same
 from ..configs import FwdTile, WgradTile, choose_plan, plans_around
@@ -338,6 +339,7 @@ def plan_wgrad(
 ) -> tuple[WgradConfig, int]:
     """The configuration, and the number of parts that the sum over pixels is split into."""
     assert stride == 2
+    fewest = fewest_parts(dy.numel() // dy.shape[3], dy.dtype)
 
     def splits(c: WgradConfig) -> int:
         return num_parts(dy, c, math.prod(wgrad_blocks(weight, c)))
@@ -356,7 +358,7 @@ def plan_wgrad(
         "conv_weight_grad_stride2",
         (*x.shape, *dy.shape[1:], *weight.shape[2:], x.dtype),
         WgradConfig,
-        lambda: plans_around(WGRAD_CONFIGS, splits),
+        lambda: plans_around(WGRAD_CONFIGS, splits, fewest),
         default,
         weight,
         launch,

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...reductions.column_sum import num_splits
+from ...reductions.long_sums import fewest_parts
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import describe
 from ..configs import WgradTile, choose_plan, plans_around
@@ -164,7 +165,8 @@ def plan_wgrad(
         return config, splits(config)
 
     def candidates() -> list[tuple[WgradConfig, int]]:
-        plans = plans_around((c for c in WGRAD_CONFIGS if wgrad_fits(c, x, weight)), splits)
+        fitting = (c for c in WGRAD_CONFIGS if wgrad_fits(c, x, weight))
+        plans = plans_around(fitting, splits, fewest_parts(dy.numel() // dy.shape[3], dy.dtype))
         if gluon is not None:
             plans += [(gluon, gluon_rows.wgrad_splits(x, weight))]
         return plans
@@ -190,7 +192,8 @@ def num_parts(dy: Tensor, config: WgradConfig | WgradTile, programs: int) -> int
     n, p, q, _ = dy.shape
     box, _ = wgrad_box(config.block_m, n, p, q)
     slots = describe(dy.device).num_sms * 8 // config.num_warps
-    return num_splits(programs, count_boxes(box, n, p, q), slots)
+    fewest = fewest_parts(n * p * q, dy.dtype)
+    return num_splits(programs, count_boxes(box, n, p, q), slots, fewest)
 
 
 def launch_wgrad(

@@ -26,6 +26,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...reductions.column_sum import num_splits
+from ...reductions.long_sums import fewest_parts
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import describe
 from ..configs import WgradTile, choose_plan, plans_around
@@ -161,20 +162,21 @@ def plan_wgrad(
     assert stride == 1
     co, ci, r, s = weight.shape
     pointwise = is_pointwise(weight, padding)
+    fewest = fewest_parts(dy.numel() // co, x.dtype, precision)
 
     def splits(c: WgradConfig) -> int:
         if not c.tensor_cores:
             tile = gather.WGRAD_CONFIGS[0]
             return gather.plan_wgrad(x, dy, weight, 1, padding, precision, tile)[1]
         if c.tensor_cores == 2:
-            return points_wgrad.points_splits(x, weight, _tile(c))
+            return points_wgrad.points_splits(x, weight, precision, _tile(c))
         if c == HALF_CONFIG:
-            return half_wgrad.half_splits(x, weight)
+            return half_wgrad.half_splits(x, weight, precision)
         if c.tensor_cores >= 3:
-            return mma_wgrad.mma_splits(x, dy, weight, padding, _mma_tile(c))
+            return mma_wgrad.mma_splits(x, dy, weight, padding, precision, _mma_tile(c))
         slots = describe(x.device).num_sms * 8 // c.num_warps
         tiles = triton.cdiv(x.shape[0] * math.prod(_image(x, dy, weight, padding)), c.block_m)
-        return num_splits(math.prod(_blocks(weight, c)), tiles, slots)
+        return num_splits(math.prod(_blocks(weight, c)), tiles, slots, fewest)
 
     if config is not None:
         return config, splits(config)
@@ -200,7 +202,7 @@ def plan_wgrad(
             tiles += [c for c in mma if mma_wgrad.fits(_mma_tile(c), x, precision)]
         if half_wgrad.applies(x, dy, weight, padding):
             tiles.append(HALF_CONFIG)
-        return plans_around([*tiles, _GATHER], splits)
+        return plans_around([*tiles, _GATHER], splits, fewest)
 
     def launch(parts: Tensor, config: WgradConfig, splits: int) -> None:
         launch_wgrad(x, dy, weight, parts, 1, padding, precision, config, splits)

@@ -1,0 +1,268 @@
+"""Sums over pixels are cut so that what tensor cores cut off does not grow with the batch."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import triton_kernels
+from triton_kernels.conv import wgrad_group, wgrad_pair
+from triton_kernels.conv.hopper import group_wgrad, row_mma
+from triton_kernels.conv.plain import gather, tma_stride, tma_wgrad, transposed_wgrad
+from triton_kernels.reductions import long_sums
+from triton_kernels.reductions.column_sum import num_splits
+from triton_kernels.reductions.long_sums import MOST_PRODUCTS, fewest_parts
+from triton_kernels.runtime import tuning
+from triton_kernels.runtime.device import Device, standing_for
+
+H100 = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True)
+A100 = Device(tma=False, num_sms=108, shared_memory=166_912)
+BATCHES = (8, 32, 128, 512, 2048, 4096)
+BF16 = torch.bfloat16
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def towards_zero(v):
+    """float64 cut off to the 24 bits of a float32, which a tensor core does to a sum."""
+    return (v.view(np.int64) & ~np.int64(2**29 - 1)).view(np.float64)
+
+
+def in_bfloat16(v):
+    return torch.from_numpy(v).to(torch.bfloat16).double().numpy()
+
+
+def in_tf32(v):
+    bits = (v.astype(np.float32).view(np.int32) + 0x1000) & -0x2000
+    return bits.view(np.float32).astype(np.float64)
+
+
+ROUNDED = {
+    "bfloat16": (in_bfloat16, 16),
+    "float16": (lambda v: v.astype(np.float16).astype(np.float64), 16),
+    "tf32": (in_tf32, 8),
+}
+
+
+@pytest.mark.parametrize("grows", [False, True], ids=["random walk", "growing"])
+@pytest.mark.parametrize("dtype", ROUNDED)
+def test_error_of_a_part(dtype, grows):
+    """Bit for bit what a tensor core does to 64 sums of the longest part: as `long_sums` says."""
+    rounded, pixels = ROUNDED[dtype]
+    draw = np.random.default_rng(0)
+    exact, acc = np.zeros(64), np.zeros(64)
+    for _ in range(MOST_PRODUCTS):
+        a, b = (rounded(draw.standard_normal((pixels, 64))) for _ in range(2))
+        product = (abs(a * b) if grows else a * b).sum(0)
+        exact += product
+        acc = towards_zero(acc + product)
+    error = np.linalg.norm(acc - exact) / np.linalg.norm(exact)
+    model = 0.36 * 2**-23 * MOST_PRODUCTS / (2 if grows else math.sqrt(3))
+    assert 0.7 * model < error < 1.3 * model
+    assert abs(acc).sum() < abs(exact).sum()
+
+
+def relative_error(batch, parts):
+    """Of 16 sums over the pixels of a batch of 64 x 64, in so many parts, which are then added up
+    in float32."""
+    products = batch * 64 * 64 // 16
+    draw = np.random.default_rng(0)
+    exact, acc = np.zeros((parts, 16)), np.zeros((parts, 16))
+    for step in range(-(-products // parts)):
+        product = 4 * draw.standard_normal((parts, 16))
+        product[products - step * parts :] = 0
+        exact += product
+        acc = towards_zero(acc + product)
+    total = acc.astype(np.float32).sum(0)  # pairwise, as blocks of parts are
+    return np.linalg.norm(total - exact.sum(0)) / np.linalg.norm(exact.sum(0))
+
+
+def planned(batch, channels=64):
+    """Into how many parts the fused step on an H100 cuts the sums of a layer of 64 x 64."""
+    x = torch.empty((batch, 64, 64, channels), dtype=BF16, device="meta")
+    weight = torch.empty((channels, channels, 3, 3), device="meta")
+    with standing_for(H100):
+        return row_mma.wgrad_splits(x, weight)
+
+
+def test_error_does_not_grow_with_the_batch(monkeypatch):
+    """Up to where a part has as many products as it may it grows, and then no more; without the
+    limit it does."""
+    bound = 3e-8 * MOST_PRODUCTS
+    errors = {batch: relative_error(batch, planned(batch, 128)) for batch in BATCHES}
+    assert max(errors.values()) < bound
+    assert errors[4096] < 1.5 * errors[512]
+    monkeypatch.setattr(long_sums, "MOST_PRODUCTS", 10**9)
+    unlimited = relative_error(2048, planned(2048, 128))
+    assert unlimited > 4 * bound > 4 * errors[2048]
+
+
+# --- the plans ------------------------------------------------------------------------------------
+
+
+def test_fewest_parts():
+    assert fewest_parts(0, BF16) == fewest_parts(1, BF16) == fewest_parts(16 * MOST_PRODUCTS, BF16)
+    assert fewest_parts(16 * MOST_PRODUCTS + 1, BF16) == 2
+    assert fewest_parts(16 * MOST_PRODUCTS, torch.float32) == 2  # a product is of 8 pixels
+    assert fewest_parts(10**9, torch.float32, "ieee") == 1  # added up, rounded to the nearest
+
+
+def test_splits_fill_the_places_beyond_the_fewest():
+    """Nine sums on 132 places: 14 parts are one round. If 15 are the fewest, two rounds are."""
+    assert num_splits(9, 1024, 132) == 14
+    assert num_splits(9, 1024, 132, 15) == 29
+    assert num_splits(1, 10, 132, 20) == 10
+
+
+def tensors(n, h, w, ci, co, r, dtype, stride=1):
+    x = torch.empty((n, h, w, ci), dtype=dtype, device="meta")
+    dy = torch.empty((n, h // stride, w // stride, co), dtype=dtype, device="meta")
+    return x, dy, torch.empty((co, ci, r, r), device="meta")
+
+
+PATHS = {  # (module, precision, stride, dtype, GPU, layers [H, W, CI, CO, R], configurations)
+    "tma": (
+        tma_wgrad, "tf32", 1, BF16, H100,
+        ((64, 64, 64, 64, 3), (64, 64, 192, 192, 3), (17, 19, 64, 64, 3), (64, 64, 128, 64, 1),
+         (64, 64, 16, 64, 3)),
+        tma_wgrad.WGRAD_CONFIGS,
+    ),
+    "stride 2": (
+        tma_stride, "tf32", 2, BF16, H100, ((64, 64, 64, 64, 3), (32, 32, 256, 256, 3)),
+        tma_stride.WGRAD_CONFIGS,
+    ),
+    "gather": (
+        gather, "tf32", 1, BF16, A100,
+        ((64, 64, 3, 64, 3), (64, 64, 64, 3, 3), (17, 19, 33, 65, 3)),
+        gather.WGRAD_CONFIGS,
+    ),
+    "gather, tf32": (
+        gather, "tf32", 1, torch.float32, A100, ((64, 64, 64, 64, 3), (64, 64, 3, 64, 3)),
+        gather.WGRAD_CONFIGS,
+    ),
+    "tf32": (
+        transposed_wgrad, "tf32", 1, torch.float32, H100,
+        ((64, 64, 64, 64, 3), (64, 64, 64, 128, 1), (17, 19, 64, 64, 3)),
+        [
+            *transposed_wgrad.WGRAD_CONFIGS, *transposed_wgrad.MMA_CONFIGS,
+            *transposed_wgrad.POINTS_CONFIGS, transposed_wgrad._GATHER,
+        ],
+    ),
+    "tf32, in float16": (
+        transposed_wgrad, "tf32", 1, torch.float32, H100,
+        ((64, 64, 64, 64, 3), (8, 8, 256, 256, 3)), [transposed_wgrad.HALF_CONFIG],
+    ),
+}  # fmt: skip
+
+
+def takes(config, r):
+    """Whether the taps of a program, if it has several, divide those of the filter."""
+    return r % getattr(config, "taps", 1) == 0 and r % getattr(config, "rows", 1) == 0
+
+
+def products_of_part(dy, parts, step):
+    """At most: the boxes of pixels of a part may reach over the edges of images, where there are
+    zeros."""
+    pixels = dy.numel() // dy.shape[3] / parts + step
+    return pixels / (8 if dy.dtype == torch.float32 else 16)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_parts_of_every_plan(path):
+    """By the rule of thumb and by each configuration."""
+    module, precision, stride, dtype, gpu, layers, configs = PATHS[path]
+    for batch in BATCHES:
+        for h, w, ci, co, r in layers:
+            x, dy, weight = tensors(batch, h, w, ci, co, r, dtype, stride)
+            for config in (None, *(c for c in configs if takes(c, r))):
+                with standing_for(gpu):
+                    plan = module.plan_wgrad(
+                        x, dy, weight, stride, (r // 2, r // 2), precision, config
+                    )
+                step = plan[0].block_m
+                assert products_of_part(dy, plan[1], step) <= MOST_PRODUCTS + step / 8, plan
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """With the rows of an H200, whose numbers of parts were measured at other batches."""
+    table: dict[str, dict[int, list[int]]] = {}
+    path = Path(triton_kernels.__file__).parent / "tuned" / "nvidia-h200.json"
+    for full, row in json.loads(path.read_text()).items():
+        name, n = full.rsplit(" n=", 1)
+        table.setdefault(name, {})[int(n)] = row
+    monkeypatch.setattr(tuning, "_table", lambda: table)
+
+
+@pytest.mark.parametrize("path", ["tma", "stride 2", "tf32"])
+def test_parts_of_measured_rows(path, measured):
+    module, precision, stride, dtype, gpu, layers, _ = PATHS[path]
+    for batch in BATCHES:
+        for h, w, ci, co, r in layers:
+            x, dy, weight = tensors(batch, h, w, ci, co, r, dtype, stride)
+            with standing_for(gpu):
+                c, parts = module.plan_wgrad(
+                    x, dy, weight, stride, (r // 2, r // 2), precision, None
+                )
+            assert products_of_part(dy, parts, c.block_m) <= MOST_PRODUCTS + c.block_m / 8
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_parts_of_two(batch, share, monkeypatch):
+    """Two gradients in one launch, also on a share of the GPU."""
+    seen = []
+    monkeypatch.setattr(
+        wgrad_pair.gluon_rows, "weight_grad", lambda x, dy, parts, *_: seen.append(len(parts))
+    )
+    monkeypatch.setattr(wgrad_pair, "_sum_two", lambda *_: None)
+    (x1, dy1, out1), (x2, dy2, out2) = (tensors(batch, 64, 64, ci, 64, 3, BF16) for ci in (192, 64))
+    outs = (out.to(memory_format=torch.channels_last) for out in (out1, out2))
+    out1, out2 = outs
+    with standing_for(H100):
+        (plan,) = wgrad_pair._together(x1, dy1, out1, x2, dy2, out2)
+        wgrad_pair._run(x1, dy1, out1, x2, dy2, out2, False, plan, share)
+    assert products_of_part(dy1, seen[0], 256) <= MOST_PRODUCTS + 16
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("size", [1, 3])
+def test_parts_of_several(size, share, monkeypatch):
+    """Pieces of one list are as long as parts may be, and each block has two of a program at
+    most."""
+    seen = []
+    monkeypatch.setattr(group_wgrad, "launch", lambda group, tile, parts: seen.append(len(parts)))
+    monkeypatch.setattr(wgrad_group, "_sum_parts", lambda *_: None)
+    for batch in BATCHES:
+        group = [
+            group_wgrad.Gradient(*tensors(batch, 32, 32, ci, 128, size, BF16))
+            for ci in (256, 128, 192)
+        ]
+        with standing_for(H100):
+            tiles = group_wgrad.tiles(group)
+            for tile in tiles:
+                wgrad_group._run(group, False, wgrad_group._Plan(*tile), share)
+                blocks = group_wgrad._blocks(group, tile)
+                steps = group_wgrad.pixel_tiles(*group[0][::2], tile)
+                pixels = 256 if size == 3 else 64 * tile.steps
+                piece = -(-blocks * steps // seen[-1]) * pixels
+                assert piece / 16 <= MOST_PRODUCTS + pixels / 16
+                assert blocks <= seen[-1] <= blocks * steps
+        assert tiles
+
+
+def test_usual_batches_are_cut_as_before(measured, monkeypatch):
+    """What has no long sums is not cut any further."""
+    plans = []
+    for most in (MOST_PRODUCTS, 10**9):
+        monkeypatch.setattr(long_sums, "MOST_PRODUCTS", most)
+        monkeypatch.setattr(tuning, "_decided", ({}, {}))
+        with standing_for(H100):
+            for batch in (8, 32, 64):
+                x, dy, weight = tensors(batch, 64, 64, 64, 64, 3, BF16)
+                plans.append(tma_wgrad.plan_wgrad(x, dy, weight, 1, (1, 1), "tf32", None))
+    assert plans[:3] == plans[3:]
