@@ -5,8 +5,8 @@
     python -m benchmarks.goldens code out=FILE          a hash of the PTX of every compile case
     python -m benchmarks.goldens compare a=FILE b=FILE  what differs; exit 1 if anything does
 
-Run it without TRITON_INTERPRET: the interpreter has no compiler. The launches are those of an H200
-with its measured tiles; `gpu=NAME rows=FILE` take another table. A launch is the kernel's name, its
+Run it without TRITON_INTERPRET: the interpreter has no compiler. The launches are those of an
+sm_90 with 132 multiprocessors and its measured rows. A launch is the kernel's name, its
 grid, its constants and what Triton specialises of every other argument, so two equal lists are the
 same work in the same order.
 """
@@ -33,11 +33,10 @@ from diffusion.plan.inference import sampling_network
 from diffusion.plan.inference1d import real_time
 from diffusion.runs.precompile_worker import train
 from diffusion.runtime.backend import choose_backend
-from triton_kernels.runtime import tuning
 from triton_kernels.runtime.device import Device, standing_for
 
 ROOT = Path(__file__).parents[1]
-HOPPER = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True)
+HOPPER = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True, arch=90)
 SIZES = {"unet64": 64, "adm64": 64, "unet32": 32}
 TRAINED, DRAWN, ACTED = (1, 8, 32, 64, 128, 512), (1, 4, 5, 16, 64, 256), (1, 2, 8, 64)
 _CPU = torch.device("cpu")
@@ -140,23 +139,15 @@ def _kind(value: Any) -> str:
     return repr(value)
 
 
-def record_launches(gpu: str, rows: str) -> dict[str, list[str]]:
-    """Of every job, with the measured tiles of a GPU."""
-    table: dict[str, dict[int, list[int]]] = {}
-    for full, row in json.loads(Path(rows).read_text()).items():
-        name, n = full.rsplit(" n=", 1)
-        table.setdefault(name, {})[int(n)] = row
+def record_launches() -> dict[str, list[str]]:
+    """Of every job."""
     found = {}
-    with (
-        patch.object(tuning, "_table", lambda: table),
-        patch.object(tuning, "gpu_name", lambda: gpu),
-    ):
-        for name, job in jobs().items():
-            with recorded(HOPPER) as lines:
-                job()
-            found[name] = lines
-            print(name, len(lines), hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12])
-            sys.stdout.flush()
+    for name, job in jobs().items():
+        with recorded(HOPPER) as lines:
+            job()
+        found[name] = lines
+        print(name, len(lines), hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12])
+        sys.stdout.flush()
     return found
 
 
@@ -215,8 +206,7 @@ def main() -> None:
     if what == "compare":
         sys.exit(compare(_read(options["a"]), _read(options["b"])) > 0)
     if what == "launches":
-        rows = options.get("rows", ROOT / "triton_kernels/tuned/nvidia-h200.json")
-        found = record_launches(options.get("gpu", "nvidia-h200"), rows)
+        found = record_launches()
     else:
         found = record_code(options.get("only", ""))
     Path(options["out"]).write_bytes(gzip.compress(json.dumps(found).encode()))

@@ -7,9 +7,9 @@
     precision=bf16   bf16 | tf32 | fp32
     size=64          pixels
     steps=20         steps timed
-    buckets=16       MiB of gradient that are sent off together, see
-    diffusion/training/gradient_sum.py ctas=0           at most so many thread blocks a sum; 0: as
-    NCCL chooses out=             a folder for the CSV; default benchmarks/results
+    buckets=16       MiB of gradient that are sent off together, see training/gradient_sum.py
+    ctas=0           at most so many thread blocks a sum; 0: as NCCL chooses
+    out=             a folder for the CSV; default benchmarks/results
 
 Every process times the step by itself, all at the same time, and then with the sum of the gradients
 over all; both as one CUDA graph. The efficiency is the first time over the second, each that of the

@@ -32,7 +32,9 @@ from benchmarks.run import DEFAULTS as RUN_DEFAULTS
 from benchmarks.run import select
 from benchmarks.steps import build_step
 from diffusion.errors import writing
-from triton_kernels.runtime import tuning
+from triton_kernels.registry import rows
+from triton_kernels.registry.search import Search, search
+from triton_kernels.runtime.device import describe
 
 DEFAULTS = {
     "model": "unet64",
@@ -60,23 +62,23 @@ def main(arguments: Sequence[str]) -> int:
     device = harness.require_cuda()
     part, parts = settings["part"], settings["processes"]
     if part >= 0:
-        with tuning.search(part, parts, timed=False, only=settings["only"]):
+        with search(part, parts, timed=False, only=settings["only"]):
             for _ in _walk(settings, device):
                 pass
         return 0
-    path = Path(settings["out"]) if settings["out"] else tuning.cache_path()
+    path = Path(settings["out"]) if settings["out"] else rows.cache_path(describe(device))
     with writing(path):
-        tuning.save({}, path)  # before it takes minutes to find out that this cannot be done
+        rows.save([], path)  # before it takes minutes to find out that this cannot be done
     if parts:
         harness.run_shares("benchmarks.tune", arguments, parts)
-    with tuning.search(only=settings["only"]) as found:
+    with search(only=settings["only"]) as found:
         try:
             for _ in _walk(settings, device):
-                tuning.save(found.found, path)  # at once: a run may be cut short
+                rows.save(found.rows, path)  # at once: a run may be cut short
         except KeyboardInterrupt:
             print("! interrupted; what was found until now is kept")
     report(found, settings["shown"])
-    print(f"{len(found.found)} shapes in {path}")
+    print(f"{len(found.rows)} shapes in {path}")
     return 0
 
 
@@ -114,19 +116,23 @@ def _run_ops(settings: dict, batch: int, device: torch.device) -> Iterator[None]
     harness.release_memory()
 
 
-def report(found: tuning.Search, shown: int) -> None:
+def report(found: Search, shown: int) -> None:
     """Print the shapes that gained most, and what was wrong."""
+    times = {_text(row): row["us"] for row in found.times}
     gains = []
-    for name, times in found.times.items():
-        if times:
-            best = min(times, key=times.get)
-            before = times.get(found.defaults[name], times[best])
-            gains.append((before - times[best], before, name, best))
-    gains.sort(reverse=True)
-    for gain, before, name, best in gains[:shown]:
-        print(f"{before:7.1f} -> {before - gain:7.1f} us  {name}  {best}")
-    for line in found.rejected:
-        print(f"! wrong result, left out: {line}")
+    for best, default in zip(found.rows, found.defaults, strict=True):
+        before, after = times.get(_text(default)), times[_text(best)]
+        if before is not None:  # else it was wrong
+            gains.append((before - after, before, best))
+    gains.sort(key=lambda gain: gain[0], reverse=True)
+    for gain, before, best in gains[:shown]:
+        print(f"{before:7.1f} -> {before - gain:7.1f} us  {_text(best)}")
+    for row in found.rejected:
+        print(f"! wrong result, left out: {_text(row)}")
+
+
+def _text(row: dict) -> str:
+    return " ".join(f"{key}={value}" for key, value in row.items() if key != "us")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ from diffusion.errors import writing
 from diffusion.plan.inference import InferenceUNet
 from triton_kernels import fused_ops as fused
 from triton_kernels.conv.plain import split_k as conv_split
-from triton_kernels.runtime import tuning
+from triton_kernels.registry import rows
+from triton_kernels.registry.search import search
+from triton_kernels.runtime.device import describe
 
 DEFAULTS = {
     "model": "unet64",
@@ -45,19 +47,19 @@ def main(arguments: Sequence[str]) -> int:
     device = harness.require_cuda()
     part, parts = settings["part"], settings["processes"]
     if part >= 0:
-        with tuning.search(part, parts, timed=False, only=settings["only"]):
+        with search(part, parts, timed=False, only=settings["only"]):
             _walk(settings, device)
         return 0
-    path = Path(settings["out"]) if settings["out"] else tuning.cache_path()
+    path = Path(settings["out"]) if settings["out"] else rows.cache_path(describe(device))
     with writing(path):
-        tuning.save({}, path)  # before it takes minutes to find out that this cannot be done
+        rows.save([], path)  # before it takes minutes to find out that this cannot be done
     if parts:
         harness.run_shares("benchmarks.tune_sampling", arguments, parts)
-    with tuning.search(only=settings["only"]) as found:
+    with search(only=settings["only"]) as found:
         _walk(settings, device)
-    tuning.save(found.found, path)
+    rows.save(found.rows, path)
     report(found, _SHOWN)
-    print(f"{len(found.found)} shapes in {path}")
+    print(f"{len(found.rows)} shapes in {path}")
     return 0
 
 

@@ -58,10 +58,10 @@ def _turned_stride2(block_m: int) -> dict:
 
 
 def _tf32x3(
-    block_c: int, block_m: int, block_k: int, num_warps: int, stages: int, tensor_cores: int
+    block_c: int, block_m: int, block_k: int, num_warps: int, stages: int, in_registers: bool
 ) -> dict:
     box = f"fp32[1,{block_m // 32},32"
-    assert block_k == 32 and tensor_cores == 1
+    assert block_k == 32 and not in_registers
     return {
         "name": f"float32 {block_c}x{block_m}, {num_warps} warps, {stages} stages",
         "kernel": "triton_kernels.conv.plain.tf32x3:_conv2d_tf32x3_kernel",
@@ -92,13 +92,13 @@ def _tf32x3(
 
 
 def _tf32x3_in_registers(
-    block_c: int, block_m: int, block_k: int, num_warps: int, stages: int, tensor_cores: int
+    block_c: int, block_m: int, block_k: int, num_warps: int, stages: int, in_registers: bool
 ) -> dict:
     """A 1x1 convolution, or its input gradient, whose operands nobody has split."""
-    assert block_k == 32 and tensor_cores == 2
+    assert block_k == 32 and in_registers
     dgrad = block_c == 64 and stages == 4
     box = "32,64" if dgrad else f"{block_c},32"
-    case = _tf32x3(block_c, block_m, block_k, num_warps, stages, 1)
+    case = _tf32x3(block_c, block_m, block_k, num_warps, stages, False)
     return {
         **case,
         "name": f"float32 {block_c}x{block_m}, split in registers, {stages} stages",
@@ -340,7 +340,7 @@ COMPILE_CASES = [
     *(_in_parts(*tile) for tile in [(128, 128, 4, 4, 4)]),
     _turned_stride2(128),
     *(_tf32x3(*c) for c in tf32x3.FWD_CONFIGS[:4]),
-    *(_tf32x3_in_registers(*c) for c in tf32x3.FWD_CONFIGS if c.tensor_cores == 2),
+    *(_tf32x3_in_registers(*c) for c in tf32x3.FWD_CONFIGS if c.in_registers),
     _stem_float32(64, 4),
     *(_turned_wgrad(*c[:6], 1) for c in turned_wgrad.WGRAD_CONFIGS[:5]),
     *(_turned_wgrad(*c[:6], 2) for c in turned_wgrad.WGRAD_CONFIGS[:2]),

@@ -20,7 +20,7 @@ def _case(
     meets: int = 0,  # channels of a group, where tiles of an image meet
     means: bool = False,
 ) -> dict:
-    pixels = config[1]
+    pixels = config.block_m
     images = max(1, pixels // width**2)
     rows = pixels // (images * width)
     blocks, steps = gluon_tiles.rings(config, images * width, SHARED_LIMIT[90])

@@ -109,7 +109,7 @@ def choose_in(list_name, config, monkeypatch):
     """Make the launcher that chooses from this list take `config`."""
     tested = getattr(group_norm_stream, list_name)
 
-    def choose(op, key, configs, default, run):
+    def choose(op, n, shape, configs, default, run, gpu):
         return config if configs() is tested else default()
 
     monkeypatch.setattr(group_norm_stream, "choose", choose)

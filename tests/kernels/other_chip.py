@@ -22,7 +22,6 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime.jit import JITFunction
 
-from triton_kernels.runtime import tuning
 from triton_kernels.runtime.device import Device, standing_for
 
 from .compile_only import SHARED_LIMIT
@@ -52,7 +51,6 @@ def other_chip(
             (CudaDriver, "get_current_target", lambda self: target),
             (CUDABackend, "make_cubin", assembled),
             (CUDABackend, "hash", lambda self: f"{make_hash(self)}-on-{host}"),
-            (tuning, "_table", dict),
         ):
             stack.enter_context(patch.object(place, name, value))
         stack.enter_context(standing_for(chip))

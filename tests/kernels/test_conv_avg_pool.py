@@ -11,7 +11,6 @@ from triton_kernels.conv.hopper import row_mma as gluon_rows
 from triton_kernels.conv.hopper import tile_mma as gluon_tiles
 from triton_kernels.conv.hopper.single_tile import conv_once
 from triton_kernels.conv.norm_conv import norm_conv
-from triton_kernels.conv.plain.tma import Config
 from triton_kernels.resample.op import gather
 
 from .poison import poison_outputs
@@ -19,7 +18,7 @@ from .test_conv_fused import Shape, extra_case, forward_case, relative
 from .test_conv_hopper import gpu, repeatedly
 from .test_norm_conv import sums_of, use_form
 
-CONFIGS = [Config(*tile) for tile in gluon_tiles.TILES]
+CONFIGS = list(gluon_tiles.TILES)
 SHAPES = {
     "images of several programs": Shape(3, 32, 32, 64, 128),
     "many tiles": Shape(37, 32, 32, 128, 128),
@@ -126,7 +125,7 @@ class TestGpu:
             extra = extra_case(shape, 64, 64, dtype, device)
             given = {"extra": extra, "extra_bias": torch.randn(shape.co, device=device)}
         norm = *sums_of(x, 32), "silu"
-        config = Config(*gluon_rows.RESIDENT_TILE)
+        config = gluon_rows.RESIDENT_TILE
         exact = norm_conv(x, *norm, weight, bias, **given, config=config)
 
         def check():

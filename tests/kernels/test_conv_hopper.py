@@ -4,14 +4,17 @@ import pytest
 import torch
 
 from triton_kernels.conv import fused as conv_fused
+from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
 from triton_kernels.conv.hopper import row_mma as gluon_rows
 from triton_kernels.conv.plain.tma import Config
-from triton_kernels.conv.plain.tma_wgrad import WgradConfig
 from triton_kernels.hopper.descriptors import SUPPORTED
-from triton_kernels.runtime.device import describe
+from triton_kernels.registry.choose import listed
+from triton_kernels.registry.kernel import Op
+from triton_kernels.registry.spec import ConvSpec, dtype_name
+from triton_kernels.runtime.device import Device, describe
 
+from .chips import HOPPER
 from .test_conv_fused import (
-    ALL_CONFIGS,
     ROUNDING,
     Shape,
     check_extra,
@@ -24,16 +27,16 @@ from .test_conv_fused import (
     relative,
 )
 
-HOPPER = describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")).hopper
+ON_HOPPER = describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")).hopper
 gpu = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="no Hopper GPU"),
+    pytest.mark.skipif(not ON_HOPPER, reason="no Hopper GPU"),
     pytest.mark.skipif(not SUPPORTED, reason="another version of Triton"),
 ]
-CONFIG = Config(*gluon_rows.TILE)
-RESIDENT = Config(*gluon_rows.RESIDENT_TILE)  # of convolutions of 64 channels
-RESIDENT_OF_4 = Config(*gluon_rows.RESIDENT_TILE_OF_4)
-WGRAD_CONFIG = WgradConfig(*gluon_rows.WGRAD_TILE)
+CONFIG = gluon_rows.TILE
+RESIDENT = gluon_rows.RESIDENT_TILE  # of convolutions of 64 channels
+RESIDENT_OF_4 = gluon_rows.RESIDENT_TILE_OF_4
+WGRAD_CONFIG = gluon_rows.WGRAD_TILE
 DTYPES = [torch.bfloat16, torch.float16]
 
 # One program with one tile, programs with several and an odd number of them, more than one block of
@@ -137,19 +140,6 @@ class TestGpu:
             assert applying(shape, torch.bfloat16, device) == (False, False, False)
         assert applying(SHAPES["an image"], torch.float32, device) == (False, False, False)
 
-    def test_filters_stay_where_there_are_few(self, device):
-        n, h, w, ci, co, _ = SHAPES["many channels"]
-        x, y = (torch.empty((n, h, w, c), dtype=torch.half, device=device) for c in (ci, co))
-        weight = torch.empty((co, ci, 3, 3), dtype=torch.half, device=device)
-        assert gluon_rows.tiles(x, y, weight) == [gluon_rows.TILE]
-        resident = [gluon_rows.RESIDENT_TILE, gluon_rows.RESIDENT_TILE_OF_4]
-        assert gluon_rows.tiles(y, x, weight) == [gluon_rows.TILE, *resident]
-        weight = torch.empty((64, 64, 3, 3), dtype=torch.half, device=device)
-        assert gluon_rows.tiles(y, y, weight) == [gluon_rows.TILE, *resident]
-        few = [gluon_rows.TILE, gluon_rows.RESIDENT_TILE]
-        assert gluon_rows.tiles(y, y, weight, extra=[x]) == few
-        assert gluon_rows.tiles(y, y, weight, extra=[x, y]) == [gluon_rows.TILE]
-
 
 def applying(shape: Shape, dtype, device) -> tuple[bool, bool, bool]:
     """Whether the path applies to each of the three passes."""
@@ -157,28 +147,40 @@ def applying(shape: Shape, dtype, device) -> tuple[bool, bool, bool]:
     x, y = (torch.empty((n, h, w, c), dtype=dtype, device=device) for c in (ci, co))
     weight = torch.empty((co, ci, kernel, kernel), dtype=dtype, device=device)
     return (
-        bool(gluon_rows.tiles(x, y, weight)),
-        bool(gluon_rows.tiles(y, x, weight)),
+        gluon_rows.TILE in rows_of(FORWARD, spec_of(shape, dtype)),
+        gluon_rows.TILE in rows_of(INPUT_GRAD, spec_of(shape, dtype, grad=True)),
         gluon_rows.wgrad_applies(x, y, weight, (kernel // 2, kernel // 2)),
     )
 
 
-def test_nothing_applies_without_a_hopper_gpu():
-    shape = SHAPES["an image"]
-    assert applying(shape, torch.bfloat16, torch.device("cpu")) == (False, False, False)
+def spec_of(shape: Shape, dtype, grad: bool = False, **terms) -> ConvSpec:
+    """Of a shape; an input gradient multiplies the channels of dy."""
+    n, h, w, ci, co, kernel = shape
+    k, c = (co, ci) if grad else (ci, co)
+    if grad:
+        terms |= {"activation": "silu", "first": ci}
+    name = dtype_name(dtype, allow_tf32=True)
+    filters = (co, ci)
+    return ConvSpec(n, name, h, w, k, c, kernel, kernel, filters=filters, **terms)
 
 
-def test_configurations_are_told_apart():
-    others = sum(ALL_CONFIGS, [])
-    assert all(map(gluon_rows.serves, CONFIGS))
-    assert gluon_rows.serves(WGRAD_CONFIG)
-    assert not any(map(gluon_rows.serves, others))
+def rows_of(op: Op, spec: ConvSpec, gpu: Device = HOPPER) -> list[tuple]:
+    """The configurations that keep rows of pixels, or filters."""
+    kinds = gluon_rows.RowMma, gluon_rows.StationaryWeights, gluon_rows.NarrowInput
+    return [c for _, c in listed(op, spec, gpu) if isinstance(c, kinds)]
 
 
-def test_a_tuned_gluon_configuration_is_ignored_where_it_does_not_apply(monkeypatch, device):
-    """A table made on a Hopper GPU has to be harmless elsewhere."""
-    monkeypatch.setattr(gluon_rows, "takes", lambda x: False)
-    table = {128: list(CONFIG)}
-    known = {name: table for name in ("conv_forward 4 64 64 64 3 3 torch.float16 True 0 True",)}
-    monkeypatch.setattr("triton_kernels.runtime.tuning._table", lambda: known)
-    check_forward(SHAPES["a tile"], torch.float16, device)
+def test_filters_stay_where_there_are_few():
+    tile, resident = gluon_rows.TILE, [gluon_rows.RESIDENT_TILE, gluon_rows.RESIDENT_TILE_OF_4]
+    many, few = Shape(2, 64, 64, 128, 64), Shape(2, 64, 64, 64, 64)
+    half = torch.half
+    assert rows_of(FORWARD, spec_of(many, half)) == [tile]
+    assert rows_of(INPUT_GRAD, spec_of(many, half, grad=True)) == [tile, *resident]
+    assert rows_of(FORWARD, spec_of(few, half)) == [tile, *resident]
+    assert rows_of(FORWARD, spec_of(few, half, extra=(128,))) == [tile, resident[0]]
+    assert rows_of(FORWARD, spec_of(few, half, extra=(128, 128))) == [tile]
+
+
+def test_nothing_applies_without_wgmma():
+    ampere = Device(tma=True, num_sms=108, shared_memory=166_912, arch=80)
+    assert not rows_of(FORWARD, spec_of(SHAPES["an image"], torch.bfloat16), ampere)

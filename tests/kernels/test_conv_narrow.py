@@ -1,18 +1,24 @@
 """The tiles of `conv.hopper` for 16 channels: where they apply, and their results on Hopper."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from triton_kernels.conv.fused import conv_forward, conv_input_grad, conv_weight_grad
+from triton_kernels.conv.fused import (
+    FORWARD,
+    INPUT_GRAD,
+    conv_forward,
+    conv_input_grad,
+    conv_weight_grad,
+)
 from triton_kernels.conv.hopper import narrow
 from triton_kernels.conv.hopper import row_mma as gluon_rows
-from triton_kernels.conv.hopper import tile_mma as gluon_tiles
-from triton_kernels.conv.plain.tma import Config
-from triton_kernels.conv.plain.tma_wgrad import WgradConfig
+from triton_kernels.registry.choose import listed
 
+from .chips import HOPPER
 from .compile_only import SHARED_LIMIT
 from .test_conv_fused import (
-    ALL_CONFIGS,
     ROUNDING,
     Shape,
     check_forward,
@@ -26,11 +32,11 @@ from .test_conv_fused import (
     relative,
     weight_grad_reference,
 )
-from .test_conv_hopper import gpu, repeatedly
+from .test_conv_hopper import gpu, repeatedly, rows_of, spec_of
 
-IN = Config(*gluon_rows.NARROW_TILE)
-OUT = Config(*narrow.OUT_TILE)
-WGRAD = WgradConfig(*gluon_rows.NARROW_WGRAD_TILE)
+IN = gluon_rows.NARROW_TILE
+OUT = narrow.OUT_TILE
+WGRAD = gluon_rows.NARROW_WGRAD_TILE
 # One tile, half a tile at the end of an image, fewer tiles than programs and many more, all of the
 # 16 channels and some.
 OUT_SHAPES = {
@@ -153,21 +159,17 @@ class TestGpu:
         for shape in ((2, 8, 8, 3, 64), (2, 64, 64, 3, 16), (2, 64, 64, 3, 72), (1, 4, 64, 3, 64)):
             assert tile(*shape) is None
 
-    def test_where_few_channels_are_multiplied(self, device):
-        x, y, other = (
-            torch.empty(2, 8, 64, c, dtype=torch.half, device=device) for c in (16, 64, 8)
-        )
-        stem, head = (
-            torch.empty(*s, 3, 3, dtype=torch.half, device=device) for s in ((64, 16), (3, 64))
-        )
-        assert gluon_rows.tiles(x, y, stem) == [gluon_rows.NARROW_TILE]
-        assert gluon_rows.tiles(x, y, head, inputs=[y]) == [gluon_rows.NARROW_TILE]
-        assert (
-            gluon_rows.tiles(x, y, head) == gluon_rows.tiles(x, other, head, inputs=[other]) == []
-        )
-        assert gluon_rows.tiles(x, y, stem, extra=[y]) == []
-        x, y = (t[:, :, :32].contiguous() for t in (x, y))
-        assert gluon_rows.tiles(x, y, stem) == [gluon_rows.NARROW_TILE]
+    def test_where_few_channels_are_multiplied(self):
+        half = torch.half
+        stem = Shape(2, 8, 64, 16, 64)
+        head = spec_of(Shape(2, 8, 64, 64, 3), half, grad=True)
+        padded = dataclasses.replace(head, k=16)
+        assert rows_of(FORWARD, spec_of(stem, half)) == [gluon_rows.NARROW_TILE]
+        assert rows_of(INPUT_GRAD, padded) == [gluon_rows.NARROW_TILE]
+        assert not rows_of(INPUT_GRAD, dataclasses.replace(padded, c=8, first=8))
+        assert not rows_of(FORWARD, spec_of(stem, half, extra=(64,)))
+        stem = Shape(2, 8, 32, 16, 64)
+        assert rows_of(FORWARD, spec_of(stem, half)) == [gluon_rows.NARROW_TILE]
 
     def test_what_applies(self, device):
         for shape in OUT_SHAPES.values():
@@ -185,25 +187,8 @@ class TestGpu:
 
 def applying(shape: Shape, dtype, device) -> list[tuple]:
     """The tiles that apply."""
-    n, h, w, ci, co, kernel = shape
-    x = torch.empty((n, h, w, ci), dtype=dtype, device=device)
-    y = torch.empty((n, h, w, -(-co // 16) * 16), dtype=dtype, device=device)
-    weight = torch.empty((co, ci, kernel, kernel), dtype=dtype, device=device)
-    return narrow.tiles(x, y, weight)
-
-
-def test_nothing_applies_without_a_hopper_gpu():
-    assert applying(OUT_SHAPES["an image"], torch.bfloat16, torch.device("cpu")) == []
-
-
-def test_configurations_are_told_apart():
-    others = [*sum(ALL_CONFIGS, []), *(Config(*tile) for tile in gluon_tiles.TILES)]
-    others += [Config(*gluon_rows.TILE), Config(*gluon_rows.RESIDENT_TILE), IN]
-    others += [Config(*gluon_rows.RESIDENT_TILE_OF_4)]
-    assert narrow.serves(OUT) and gluon_rows.serves(IN)
-    assert not gluon_tiles.serves(IN)
-    assert not any(path.serves(OUT) for path in (gluon_rows, gluon_tiles))
-    assert not any(narrow.serves(c) for c in others if isinstance(c, Config))
+    spec = dataclasses.replace(spec_of(shape, dtype), c=-(-shape.co // 16) * 16)
+    return [c for _, c in listed(FORWARD, spec, HOPPER) if isinstance(c, narrow.NarrowOutput)]
 
 
 @pytest.mark.parametrize(("width", "channels"), narrow._ROWS)
@@ -220,13 +205,3 @@ def test_rings_fit(width, channels):
 def test_programs_of_a_head_run_at_once(images, height, rows):
     assert narrow.rows_of_program(images, height, 132) == rows
     assert narrow.rows_of_program(1000, height, 132) == max(narrow._ROWS_OF_HEAD)
-
-
-def test_a_tuned_configuration_is_ignored_where_it_does_not_apply(monkeypatch, device):
-    """A table made on a Hopper GPU has to be harmless elsewhere."""
-    name = "conv_forward 4 8 64 16 3 3 torch.float16 False 0 False"
-    monkeypatch.setattr("triton_kernels.runtime.tuning._table", lambda: {name: {1: list(OUT)}})
-    x, weight, bias, emb, residual = forward_case(Shape(1, 4, 8, 64, 16), torch.float16, device)
-    y, _ = conv_forward(x, weight, bias)
-    exact = forward_reference(x, weight, bias, emb * 0, residual * 0, torch.float64)
-    assert relative(y, exact) <= ROUNDING[torch.float16] + 1e-6

@@ -10,13 +10,12 @@ from triton_kernels.conv.conv_norm import NextNorm, conv_norm, norms_in_conv
 from triton_kernels.conv.fused import conv_forward
 from triton_kernels.conv.hopper import single_tile as once
 from triton_kernels.conv.hopper import tile_mma as gluon_tiles
-from triton_kernels.conv.plain.tma import Config
 
 from .poison import poison_outputs
 from .test_conv_fused import ROUNDING, Shape, check_stats, extra_case, forward_case, relative
 from .test_conv_hopper import gpu, repeatedly
 
-CONFIGS = [Config(*tile) for tile in gluon_tiles.TILES]
+CONFIGS = list(gluon_tiles.TILES)
 SHAPES = {
     "a tile": Shape(1, 8, 8, 64, 64),
     "8x8": Shape(135, 8, 8, 256, 192),

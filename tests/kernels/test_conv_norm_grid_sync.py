@@ -13,7 +13,6 @@ from triton_kernels.conv.conv_norm import NextNorm
 from triton_kernels.conv.conv_norm_grid_sync import conv_meeting, meets
 from triton_kernels.conv.fused import conv_forward
 from triton_kernels.conv.hopper import tile_mma as gluon_tiles
-from triton_kernels.conv.plain.tma import Config
 
 from .poison import poison_outputs
 from .test_conv_fused import ROUNDING, Shape, extra_case, forward_case, relative
@@ -127,7 +126,7 @@ def test_the_model_sees_who_would_wait_for_ever(programs, of_image, begun):
 
 # --- on the GPU -----------------------------------------------------------------------------------
 
-CONFIGS = [Config(*tile) for tile in gluon_tiles.TILES]
+CONFIGS = list(gluon_tiles.TILES)
 SHAPES = {  # and channels of a group
     "a tile of two": (Shape(1, 16, 16, 64, 64), 2),
     "groups across blocks": (Shape(37, 16, 16, 128, 192), 6),

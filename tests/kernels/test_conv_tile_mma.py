@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from triton_kernels.conv import fused as conv_fused
-from triton_kernels.conv.hopper import row_mma as gluon_rows
+from triton_kernels.conv.fused import FORWARD
 from triton_kernels.conv.hopper import tile_mma as gluon_tiles
 from triton_kernels.conv.plain.tma import Config
+from triton_kernels.registry.choose import listed
 
+from .chips import HOPPER
 from .compile_only import SHARED_LIMIT
 from .test_conv_fused import (
-    ALL_CONFIGS,
     ROUNDING,
     Shape,
     check_extra,
@@ -21,10 +22,10 @@ from .test_conv_fused import (
     poison,  # noqa: F401  a fixture for every test here
     relative,
 )
-from .test_conv_hopper import gpu, repeatedly
+from .test_conv_hopper import gpu, repeatedly, spec_of
 
 TILES = list(gluon_tiles.TILES)
-CONFIGS = [Config(*tile) for tile in TILES]
+CONFIGS = TILES
 # One program with one tile, programs with several and an odd number of them, one warpgroup with
 # nothing to do, more blocks of channels than one, tiles that are not whole images.
 SHAPES = {
@@ -118,21 +119,8 @@ class TestGpu:
 
 def applying(shape: Shape, dtype, device) -> list[tuple]:
     """The tiles that apply."""
-    n, h, w, ci, co, kernel = shape
-    x, y = (torch.empty((n, h, w, c), dtype=dtype, device=device) for c in (ci, co))
-    weight = torch.empty((co, ci, kernel, kernel), dtype=dtype, device=device)
-    return gluon_tiles.tiles(x, y, weight)
-
-
-def test_nothing_applies_without_a_hopper_gpu():
-    assert applying(SHAPES["16x16"], torch.bfloat16, torch.device("cpu")) == []
-
-
-def test_configurations_are_told_apart():
-    others = [*sum(ALL_CONFIGS, []), Config(*gluon_rows.TILE)]
-    assert all(map(gluon_tiles.serves, CONFIGS))
-    assert not any(map(gluon_tiles.serves, others))
-    assert not any(map(gluon_rows.serves, CONFIGS))
+    spec = spec_of(shape, dtype)
+    return [c for _, c in listed(FORWARD, spec, HOPPER) if isinstance(c, gluon_tiles.TileMma)]
 
 
 @pytest.mark.parametrize("width", [16, 32, 64])
@@ -140,14 +128,5 @@ def test_configurations_are_told_apart():
 def test_rings_fit(tile, width):
     """A block is read while another is written, and so is a filter."""
     blocks, steps = gluon_tiles.rings(tile, width, SHARED_LIMIT[90])
-    pixels = blocks * (tile[1] + 2 * width) + (steps or 3 * blocks) * 64 + 2 * tile[1]
+    pixels = blocks * (tile.block_m + 2 * width) + (steps or 3 * blocks) * 64 + 2 * tile.block_m
     assert blocks >= 2 and steps != 1 and pixels * 128 + 1024 <= SHARED_LIMIT[90]
-
-
-def test_a_tuned_configuration_is_ignored_where_it_does_not_apply(monkeypatch, device):
-    """A table made on a Hopper GPU has to be harmless elsewhere."""
-    monkeypatch.setattr(gluon_tiles, "takes", lambda x: False)
-    name = "conv_forward 8 32 64 64 3 3 torch.float16 True 0 True"
-    table = {name: {1: list(CONFIGS[0])}}
-    monkeypatch.setattr("triton_kernels.runtime.tuning._table", lambda: table)
-    check_forward(SHAPES["a tile"], torch.float16, device)

@@ -9,7 +9,6 @@ from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
 from triton_kernels.conv.hopper import unfused as gluon_bare
 from triton_kernels.conv.plain import tma as conv_tma
-from triton_kernels.conv.plain.tma import Config
 from triton_kernels.hopper.descriptors import SUPPORTED
 from triton_kernels.runtime.device import describe
 
@@ -87,8 +86,8 @@ class TestGpu:
         exact, other = references(shape, *data)
         floor = ROUNDING[dtype] + 2**-24 * (math.prod(shape.kernel) * max(shape[3:5])) ** 0.5
         options = (1, padding_of(shape), False)
-        forward = [Config(*c) for c in applying(shape, x.dtype, device, dgrad=False)]
-        backward = [Config(*c) for c in applying(shape, x.dtype, device, dgrad=True)]
+        forward = applying(shape, x.dtype, device, dgrad=False)
+        backward = applying(shape, x.dtype, device, dgrad=True)
         assert forward and backward
         runs = [(0, lambda c=c: conv._conv2d_fwd(x, low, bias, *options, c)) for c in forward]
         runs += [
@@ -108,9 +107,9 @@ class TestGpu:
         shape = ROWS[name]
         x, weight, bias, dy = data = make(shape, torch.float32, device)
         exact, other = references(shape, *data)
-        configs = [Config(*c) for c in applying(shape, x.dtype, device, dgrad=False)]
-        assert [c[1] for c in configs] == [
-            c[1] for c in applying(shape, torch.bfloat16, device, dgrad=False)
+        configs = applying(shape, x.dtype, device, dgrad=False)
+        assert [c.block_m for c in configs] == [
+            c.block_m for c in applying(shape, torch.bfloat16, device, dgrad=False)
         ]
         for config in configs:
             options = (1, padding_of(shape), True, config)
@@ -132,7 +131,7 @@ class TestGpu:
         low = weight.to(x.dtype)
         exact = reference.conv2d(x.double(), low.double())
         for c in applying(shape, x.dtype, device, dgrad=False):
-            y = conv._conv2d_fwd(x, low, None, 1, padding_of(shape), False, Config(*c))
+            y = conv._conv2d_fwd(x, low, None, 1, padding_of(shape), False, c)
             assert relative(y, exact) <= ROUNDING["bf16"] + 1e-5
 
     @pytest.mark.parametrize("name", POINTS)
@@ -147,7 +146,7 @@ class TestGpu:
         configs = gluon_bare.turning_candidates(dy, weight, x, (0, 0))
         assert configs
         for c in configs:
-            options = (x.shape[1:3], 1, (0, 0), True, Config(*c))
+            options = (x.shape[1:3], 1, (0, 0), True, c)
             first = conv._conv2d_dgrad(dy, weight, *options)
             assert relative(first, exact[1]) <= budget
             for _ in range(4):
@@ -155,22 +154,34 @@ class TestGpu:
 
     def test_what_applies(self, device):
         bf16 = torch.bfloat16
-        assert [c[1] for c in applying(ROWS["a tile"], bf16, device, dgrad=True)] == [256, 128]
-        assert [c[1] for c in applying(ROWS["half a tile of 16"], bf16, device, True)] == [128, 64]
-        assert [c[1] for c in applying(ROWS["an image"], bf16, device, True)] == [256, 128, 64]
-        channels = {c[0] for c in applying(POINTS["qkv"], bf16, device, dgrad=False)}
+        assert [c.block_m for c in applying(ROWS["a tile"], bf16, device, dgrad=True)] == [256, 128]
+        assert [c.block_m for c in applying(ROWS["half a tile of 16"], bf16, device, True)] == [
+            128,
+            64,
+        ]
+        assert [c.block_m for c in applying(ROWS["an image"], bf16, device, True)] == [256, 128, 64]
+        channels = {c.block_c for c in applying(POINTS["qkv"], bf16, device, dgrad=False)}
         assert channels == {64, 128, 192}
-        assert {c[0] for c in applying(POINTS["a pixel"], bf16, device, dgrad=False)} == {64}
+        assert {c.block_c for c in applying(POINTS["a pixel"], bf16, device, dgrad=False)} == {64}
         # the filters of 192 channels by 576 do not fit into shared memory, but in a ring, or for a
         # part of a sum
         backward = applying(POINTS["qkv"], bf16, device, dgrad=True)
-        assert {c[0] for c in backward if c[2] == 64 and c[3] == 12} == {64, 128}
-        assert {c[0] for c in backward if c[3] == 16} == {192}
-        assert {c[0] for c in backward if c[2] > 64} == {64, 128, 192}
+
+        def blocks(kind: type) -> set[int]:
+            return {c.block_c for c in backward if isinstance(c, kind)}
+
+        assert blocks(gluon_bare.UnfusedPointwise) == {64, 128}
+        assert blocks(gluon_bare.UnfusedRing) == {192}
+        assert blocks(gluon_bare.UnfusedSingleTile) == {64, 128, 192}
         # all at once fits beside a second program, or does not, or not even alone
-        once = {k: applying(POINTS[k], bf16, device, False) for k in ("a pixel", "five blocks")}
-        assert [c[4] for c in once["a pixel"] if c[:2] == (64, 64) and c[2] > 64] == [2]
-        assert [c[4] for c in once["five blocks"] if c[:2] == (64, 128) and c[2] > 64] == [1, 2]
+
+        def programs(name: str, *size: int) -> list[int]:
+            found = applying(POINTS[name], bf16, device, False)
+            kind = gluon_bare.UnfusedSingleTile
+            return [c.programs for c in found if isinstance(c, kind) and c[:2] == size]
+
+        assert programs("a pixel", 64, 64) == [2]
+        assert programs("five blocks", 64, 128) == [1, 2]
         for shape in (
             Shape(1, 64, 64, 96, 64),
             Shape(1, 32, 28, 64, 64),
@@ -183,29 +194,10 @@ class TestGpu:
         # float32 filters of an input gradient are turned first
         assert applying(ROWS["a tile"], torch.float32, device, dgrad=True) == []
         tf32 = applying(Shape(1, 64, 64, 96, 64), torch.float32, device, dgrad=False)
-        assert [c[1:3] for c in tf32] == [(256, 32), (128, 32)]
+        assert tf32 == [gluon_bare.UnfusedTilesTf32(256), gluon_bare.UnfusedTilesTf32(128)]
 
 
 def test_nothing_applies_without_a_hopper_gpu():
     for shape in SHAPES.values():
         for dtype in (torch.bfloat16, torch.float32):
             assert applying(shape, dtype, torch.device("cpu"), dgrad=False) == []
-
-
-def test_a_tuned_configuration_is_ignored_where_it_does_not_apply(monkeypatch, device):
-    """A table made on a Hopper GPU has to be harmless elsewhere."""
-    monkeypatch.setattr(gluon_bare, "takes", lambda x: False)
-    known = {
-        "conv2d 1 70 72 1 70 40 1 1 torch.float16": {1: [64, 128, 64, 12, 4, 1]},
-        "conv2d_dgrad 1 70 40 1 70 72 1 1 torch.float16": {1: [64, 128, 64, 12, 4, 1]},
-    }
-    monkeypatch.setattr("triton_kernels.runtime.tuning._table", lambda: known)
-    shape = Shape(2, 5, 7, 72, 40, (1, 1))
-    data = x, weight, bias, dy = make(shape, torch.float16, device)
-    exact, low = references(shape, *data)
-    got = (
-        conv._conv2d_fwd(x, weight.half(), bias, 1, (0, 0), False),
-        conv._conv2d_dgrad(dy, weight.half(), (5, 7), 1, (0, 0), False),
-    )
-    for a, b, c in zip(got, exact[:2], low[:2], strict=True):
-        assert relative(a, b) <= 2 * relative(c, b) + ROUNDING["fp16"]

@@ -117,7 +117,7 @@ def test_every_cluster_config(shape, tensors, device, monkeypatch):
     tested = group_norm_cluster._candidates(shape[1] * shape[2], shape[3], 32, tensors)
     for config in tested:
 
-        def choose(op, key, configs, default, run, config=config):
+        def choose(op, n, shape, configs, default, run, gpu, config=config):
             return config if configs() is tested else default()
 
         monkeypatch.setattr(group_norm_cluster, "choose", choose)
@@ -132,7 +132,7 @@ def test_a_way_that_was_chosen_may_not_be_open(monkeypatch):
     for clusters, can in ((True, False), (False, True)):
         monkeypatch.setattr(group_norm_op, "can_cluster", lambda *_, can=can: can)
         way = group_norm_op._way("group_norm", xs, 32, True, lambda _: xs[0], clusters)
-        assert way == group_norm_op._RESIDENT
+        assert way.kernel == "single_program"
 
 
 @pytest.mark.gpu

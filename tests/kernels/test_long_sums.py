@@ -1,24 +1,22 @@
 """Sums over pixels are cut so that what tensor cores cut off does not grow with the batch."""
 
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import triton_kernels
 from triton_kernels.conv import wgrad_group, wgrad_pair
 from triton_kernels.conv.hopper import group_wgrad, row_mma
 from triton_kernels.conv.plain import gather, tma_stride, tma_wgrad, transposed_wgrad
 from triton_kernels.reductions import long_sums
 from triton_kernels.reductions.column_sum import num_splits
 from triton_kernels.reductions.long_sums import MOST_PRODUCTS, fewest_parts
-from triton_kernels.runtime import tuning
+from triton_kernels.registry import choose
 from triton_kernels.runtime.device import Device, standing_for
 
 H100 = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True)
+MEASURED = H100._replace(arch=90)  # with rows, whose numbers of parts are of other batches
 A100 = Device(tma=False, num_sms=108, shared_memory=166_912)
 BATCHES = (8, 32, 128, 512, 2048, 4096)
 BF16 = torch.bfloat16
@@ -187,24 +185,13 @@ def test_parts_of_every_plan(path):
                 assert products_of_part(dy, plan[1], step) <= MOST_PRODUCTS + step / 8, plan
 
 
-@pytest.fixture
-def measured(monkeypatch):
-    """With the rows of an H200, whose numbers of parts were measured at other batches."""
-    table: dict[str, dict[int, list[int]]] = {}
-    path = Path(triton_kernels.__file__).parent / "tuned" / "nvidia-h200.json"
-    for full, row in json.loads(path.read_text()).items():
-        name, n = full.rsplit(" n=", 1)
-        table.setdefault(name, {})[int(n)] = row
-    monkeypatch.setattr(tuning, "_table", lambda: table)
-
-
 @pytest.mark.parametrize("path", ["tma", "stride 2", "tf32"])
-def test_parts_of_measured_rows(path, measured):
-    module, precision, stride, dtype, gpu, layers, _ = PATHS[path]
+def test_parts_of_measured_rows(path):
+    module, precision, stride, dtype, _, layers, _ = PATHS[path]
     for batch in BATCHES:
         for h, w, ci, co, r in layers:
             x, dy, weight = tensors(batch, h, w, ci, co, r, dtype, stride)
-            with standing_for(gpu):
+            with standing_for(MEASURED):
                 c, parts = module.plan_wgrad(
                     x, dy, weight, stride, (r // 2, r // 2), precision, None
                 )
@@ -245,7 +232,7 @@ def test_parts_of_several(size, share, monkeypatch):
         with standing_for(H100):
             tiles = group_wgrad.tiles(group)
             for tile in tiles:
-                wgrad_group._run(group, False, wgrad_group._Plan(*tile), share)
+                wgrad_group._run(group, False, tile, share)
                 blocks = group_wgrad._blocks(group, tile)
                 steps = group_wgrad.pixel_tiles(*group[0][::2], tile)
                 pixels = 256 if size == 3 else 64 * tile.steps
@@ -255,13 +242,13 @@ def test_parts_of_several(size, share, monkeypatch):
         assert tiles
 
 
-def test_usual_batches_are_cut_as_before(measured, monkeypatch):
+def test_usual_batches_are_cut_as_before(monkeypatch):
     """What has no long sums is not cut any further."""
     plans = []
     for most in (MOST_PRODUCTS, 10**9):
         monkeypatch.setattr(long_sums, "MOST_PRODUCTS", most)
-        monkeypatch.setattr(tuning, "_decided", ({}, {}))
-        with standing_for(H100):
+        monkeypatch.setattr(choose, "_taken", {})
+        with standing_for(MEASURED):
             for batch in (8, 32, 64):
                 x, dy, weight = tensors(batch, 64, 64, 64, 64, 3, BF16)
                 plans.append(tma_wgrad.plan_wgrad(x, dy, weight, 1, (1, 1), "tf32", None))

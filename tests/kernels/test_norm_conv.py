@@ -12,7 +12,6 @@ from triton_kernels.conv.norm_conv import (
     serves_norm_conv,
     serves_norm_conv_of_two,
 )
-from triton_kernels.conv.plain.tma import Config
 from triton_kernels.norm import tables as norm_tables
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.runtime.dependent_launch import dependent_launches
@@ -22,7 +21,7 @@ from .test_conv_fused import Shape, check_stats, extra_case, forward_case, randn
 from .test_conv_hopper import gpu, repeatedly
 
 EPS = 1e-5
-TWO, FOUR = Config(*gluon_rows.RESIDENT_TILE), Config(*gluon_rows.RESIDENT_TILE_OF_4)
+TWO, FOUR = gluon_rows.RESIDENT_TILE, gluon_rows.RESIDENT_TILE_OF_4
 
 # Images of one tile or two, whole and in part, several a program; images of several programs
 SHAPES = {

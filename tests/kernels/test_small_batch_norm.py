@@ -23,7 +23,7 @@ from triton_kernels.norm import (
     tables as norm_tables,
 )
 from triton_kernels.reference import fused as fused_reference
-from triton_kernels.runtime import tuning
+from triton_kernels.registry import search
 
 from .small_batch import (  # noqa: F401  a fixture and a mark for every test here
     EPS,
@@ -277,13 +277,12 @@ def test_norm_of_sums_of_an_upsampled_tensor(c2, few, device, monkeypatch):
 def test_tiles_are_compared_where_they_write(device, monkeypatch):
     """Of the pixels that `corners` leaves as they were, memory that nobody cleared differs."""
     monkeypatch.setattr(norm_few, "_MAX_IMAGES", 0)
-    monkeypatch.setattr(tuning, "_time", lambda run, best: 1.0)
+    monkeypatch.setattr(search, "_time", lambda run, best: 1.0)
     small, x2 = randn(1, 2, 2, 28, device=device), randn(1, 4, 4, 20, device=device)
     norm = (partials_of(small, 1), partials_of(x2, 1)), (4, 16), 4, *torch.randn(2, 48), EPS, "silu"
-    with tuning.search() as found:
+    with search.search() as found:
         norm_of_sums.norm_of_sums_upsampled(small, x2, *norm, corners=True)
-    (times,) = found.times.values()
-    assert len(times) > 1 and not found.rejected
+    assert len(found.times) > 1 and not found.rejected
 
 
 def check_norm_linear(n, h, w, c, co, groups, k, dtype, device):

@@ -23,6 +23,23 @@ class Tile(NamedTuple):
     step: int
     num_warps: int
     num_stages: int
+    kernel = "tiles"
+
+
+class HeadTile(NamedTuple):
+    """Of `hopper`, which keeps the keys of a head in shared memory: it stages nothing."""
+
+    keep: int
+    step: int
+    kernel = "head"
+
+
+class HeadGrad(NamedTuple):
+    """Of its backward pass: keys that are kept, queries at a time."""
+
+    keep: int
+    step: int
+    kernel = "head"
 
 
 class BwdConfig(NamedTuple):
@@ -31,6 +48,7 @@ class BwdConfig(NamedTuple):
     step: int
     num_warps: int
     num_stages: int
+    kernel = "tiles"
 
 
 # What `fwd_config` and `bwd_config` choose, and what may have been measured to be faster; each is
@@ -67,15 +85,14 @@ BWD_CONFIGS = (
 )
 
 
-# Those of `head`, which keep the keys of a head in shared memory: they stage nothing.
-# They are for Hopper, in 16 bits, and only where they were measured to be faster.
+# For Hopper, in 16 bits, and only where they were measured to be faster.
 FWD_HEAD_CONFIGS = (
-    Tile(64, 128, 4, 0),
-    Tile(128, 128, 4, 0),
-    Tile(256, 128, 4, 0),
-    Tile(256, 256, 4, 0),
+    HeadTile(64, 128),
+    HeadTile(128, 128),
+    HeadTile(256, 128),
+    HeadTile(256, 256),
 )
-BWD_HEAD_CONFIGS = (BwdConfig(True, 256, 64, 4, 0),)
+BWD_HEAD_CONFIGS = (HeadGrad(256, 64),)
 
 
 def fwd_config(t: int, block_d: int, dtype: torch.dtype, allow_tf32: bool) -> Tile:
@@ -104,12 +121,7 @@ def bwd_config(t: int, block_d: int, dtype: torch.dtype, allow_tf32: bool) -> Bw
     return BwdConfig(False, 64, 64, 4, 2)
 
 
-def keeps_head(config: Tile | BwdConfig) -> bool:
-    """Whether it is one of `head`."""
-    return config.num_stages == 0
-
-
-def fwd_candidates(qkv: Tensor, d: int, block_d: int) -> list[Tile]:
+def fwd_candidates(qkv: Tensor, d: int, block_d: int) -> list[Tile | HeadTile]:
     found = _candidates(FWD_CONFIGS, qkv, block_d)
     if head.applies(qkv, d, backward=False):
         longest = max(128, triton.next_power_of_2(qkv.shape[1]))
@@ -117,7 +129,7 @@ def fwd_candidates(qkv: Tensor, d: int, block_d: int) -> list[Tile]:
     return found
 
 
-def bwd_candidates(qkv: Tensor, d: int, block_d: int) -> list[BwdConfig]:
+def bwd_candidates(qkv: Tensor, d: int, block_d: int) -> list[BwdConfig | HeadGrad]:
     found = _candidates(BWD_CONFIGS, qkv, block_d)
     found = [c for c in found if c.keep >= qkv.shape[1] or not c.one_pass]
     if head.applies(qkv, d, backward=True):

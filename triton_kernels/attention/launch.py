@@ -2,22 +2,26 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from ..registry.choose import choose
+from ..registry.spec import dtype_name
 from ..runtime.dependent_launch import overlapping
-from ..runtime.tuning import choose, same
+from ..runtime.device import describe
 from . import hopper as head
 from .configs import (
     BwdConfig,
+    HeadGrad,
+    HeadTile,
     Tile,
     bwd_candidates,
     bwd_config,
     fwd_candidates,
     fwd_config,
-    keeps_head,
 )
 from .kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 
@@ -34,6 +38,12 @@ def _constants(qkv: Tensor, num_heads: int, order: str, allow_tf32: bool) -> dic
         PRECISION="tf32" if allow_tf32 else "ieee",
         BLOCK_D=max(16, triton.next_power_of_2(d)),
     )
+
+
+def _shape(qkv: Tensor, num_heads: int, allow_tf32: bool) -> dict[str, Any]:
+    """What a measurement depends on, beside the number of heads of all samples."""
+    _, t, c3 = qkv.shape
+    return {"t": t, "d": c3 // 3 // num_heads, "dtype": dtype_name(qkv.dtype, allow_tf32)}
 
 
 def attention_fwd(
@@ -54,17 +64,18 @@ def attention_fwd(
     if config is None:
         config = choose(
             "attention",
-            # a head is a head, whichever sample it belongs to; where it can stay in shared memory,
-            # rows of other lengths say something too
-            (n * num_heads, t, constants["D"], qkv.dtype, allow_tf32 and qkv.itemsize == 4),
+            n * num_heads,  # a head is a head, whichever sample it belongs to
+            _shape(qkv, num_heads, allow_tf32),
             lambda: fwd_candidates(qkv, constants["D"], constants["BLOCK_D"]),
             lambda: fwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32),
             lambda c: attention_fwd(qkv, num_heads, order, allow_tf32, c)[0],
-            same if head.applies(qkv, constants["D"], backward=False) else None,
+            describe(qkv.device),
+            # where a head can stay in shared memory, rows of other lengths say something too
+            similar=head.applies(qkv, constants["D"], backward=False),
         )
-        if keeps_head(config) and not head.fetchable(qkv):
+        if isinstance(config, HeadTile) and not head.fetchable(qkv):
             config = fwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32)
-    if keeps_head(config):
+    if isinstance(config, HeadTile):
         head.forward(qkv, o, lse, constants, config.keep, config.step)
         return o, lse
     attention_fwd_kernel[(n * num_heads * triton.cdiv(t, config.keep),)](
@@ -118,15 +129,17 @@ def attention_bwd_rows(
     if config is None:
         config = choose(
             "attention_bwd",
-            (n * num_heads, t, constants["D"], qkv.dtype, allow_tf32 and qkv.itemsize == 4),
+            n * num_heads,
+            _shape(qkv, num_heads, allow_tf32),
             lambda: bwd_candidates(qkv, constants["D"], constants["BLOCK_D"]),
             lambda: bwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32),
             lambda c: attention_bwd(do, qkv, o, lse, num_heads, order, allow_tf32, c),
-            same if head.applies(qkv, constants["D"], backward=True) else None,
+            describe(qkv.device),
+            similar=head.applies(qkv, constants["D"], backward=True),
         )
-        if keeps_head(config) and not all(map(head.fetchable, (qkv, do))):
+        if isinstance(config, HeadGrad) and not all(map(head.fetchable, (qkv, do))):
             config = bwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32)
-    if keeps_head(config):
+    if isinstance(config, HeadGrad):
         rows = None if place is None else place(n, c3)
         head.backward(do, qkv, o, lse, dqkv, rows, constants)
         return dqkv, rows

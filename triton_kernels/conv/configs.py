@@ -3,14 +3,17 @@
 Each path has classes of its own made from these, since a configuration says which path it is of.
 """
 
+from collections import namedtuple
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeVar
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..reductions.column_sum import partials, sum_partials
-from ..runtime.tuning import choose, same_tile
+from ..registry.choose import choose, same_tile
+from ..runtime.device import describe
 
 
 class FwdTile(NamedTuple):
@@ -36,13 +39,12 @@ class WgradTile(NamedTuple):
 C = TypeVar("C", bound=tuple)  # a configuration of a weight gradient
 
 
-class _Plan(tuple):
-    """The numbers of a configuration and, behind them, the number of parts: a row of a table."""
-
-    __slots__ = ()
-
-    def __new__(cls, *numbers: int) -> "_Plan":
-        return super().__new__(cls, numbers)
+@lru_cache
+def _plan_of(config: type[C]) -> type:
+    """The fields of a kernel's configuration and, behind them, the number of parts."""
+    plan = namedtuple(f"{config.__name__}Plan", [*config._fields, "splits"])
+    plan.kernel, plan.config = config.kernel, config
+    return plan
 
 
 def plans_around(
@@ -57,30 +59,35 @@ def plans_around(
 
 def choose_plan(
     op: str,
-    key: tuple,  # of the shape, the batch first
-    config: type[C],
+    n: int,
+    shape: dict[str, Any],  # all else on which the choice depends
     candidates: Callable[[], list[tuple[C, int]]],
     default: Callable[[], tuple[C, int]],
     weight: Tensor,  # [CO, CI, R, S], of which shape, dtype and device matter
     launch: Callable[[Tensor, C, int], None],  # into [splits, CO * R * S * CI], or one part alone
 ) -> tuple[C, int]:
-    """`tuning.choose` of a configuration and of the number of parts that a sum over pixels is split
-    into, which are measured together and with the adding up of the parts."""
+    """`registry.choose` of a configuration and of the number of parts that a sum over pixels is
+    split into, which are measured together and with the adding up of the parts."""
 
-    def plans() -> list[_Plan]:
-        return [_Plan(*c, k) for c, k in dict.fromkeys(candidates())]
+    def plan(config: C, splits: int) -> tuple:
+        return _plan_of(type(config))(*config, splits)
 
-    def default_plan() -> _Plan:
-        c, k = default()
-        return _Plan(*c, k)
-
-    def run(plan: _Plan) -> Tensor:
-        *tile, splits = plan
+    def run(plan: tuple) -> Tensor:
         out = torch.empty((weight.numel(),), dtype=weight.dtype, device=weight.device)
-        parts = partials(out, splits)
-        launch(parts, config(*tile), splits)
+        parts = partials(out, plan.splits)
+        launch(parts, plan.config(*plan[:-1]), plan.splits)
         sum_partials(parts, out, follows=True)
         return out
 
-    *tile, splits = choose(op, key, plans, default_plan, run, same_tile)
-    return config(*tile), splits
+    chosen = choose(
+        op,
+        n,
+        shape,
+        lambda: [plan(*c) for c in dict.fromkeys(candidates())],
+        lambda: plan(*default()),
+        run,
+        describe(weight.device),
+        similar=True,
+        match=same_tile,
+    )
+    return chosen.config(*chosen[:-1]), chosen.splits

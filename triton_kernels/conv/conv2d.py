@@ -103,7 +103,7 @@ def _launch_fwd(x, weight, bias, y, stride, padding, allow_tf32, config, dgrad):
         conv_columns_fwd.launch_fwd(x, weight, bias, y, padding, precision)  # of one tile
         return
     if config is not None:
-        path = next(path for path in _FWD_PATHS if isinstance(config, path.Config))
+        path = next(path for path in _FWD_PATHS if isinstance(config, path.FORWARD))
     elif conv_tma.serves_fwd(x, weight, y, stride, precision):
         path = conv_tma
     elif conv_stride.serves_fwd(x, weight, y, stride, padding, precision, dgrad=dgrad):
@@ -129,7 +129,7 @@ def _conv2d_wgrad(
         return dweight.zero_().as_strided(weight.shape, weight.stride())
     precision = _precision(x.dtype, allow_tf32)
     if config is not None:
-        path = next(path for path in _WGRAD_PATHS if isinstance(config, path.WgradConfig))
+        path = next(path for path in _WGRAD_PATHS if isinstance(config, path.WEIGHT_GRAD))
     elif conv_tma_wgrad.serves_wgrad(x, dy, weight, stride):
         path = conv_tma_wgrad
     elif conv_stride.serves_wgrad(x, dy, weight, stride, padding):

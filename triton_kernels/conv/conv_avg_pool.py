@@ -12,11 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..runtime.tuning import choose
+from ..registry.choose import choose
+from ..registry.spec import dtype_name
+from ..runtime.device import describe
+from .fused_spec import tiles_of
 from .hopper import single_tile as once
 from .hopper import tile_mma as gluon_tiles
 from .hopper.operands import Means, Operands
-from .plain.tma import Config
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -47,7 +49,7 @@ def conv_means(
     residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]; likewise
     extra_bias: Tensor | None = None,  # float32 [CO]; likewise
-    config: Config | None = None,
+    config: gluon_tiles.TileMma | None = None,
 ) -> tuple[Tensor, Tensor, Means]:  # [N, H, W, CO]; float32 [N, K, 2, CO]; means, their partials
     """y, its partials, and its means. `serves_conv_means` has to say that it can be done."""
     n, h, w, ci = x.shape
@@ -59,10 +61,20 @@ def conv_means(
         configs = _configs(x, weight, extra)
         config = choose(
             "conv_means",
-            (n, h, w, ci, co, x.dtype, residual is not None, len(extra)),
+            n,
+            {
+                "h": h,
+                "w": w,
+                "k": ci,
+                "c": co,
+                "dtype": dtype_name(x.dtype),
+                "residual": residual is not None,
+                "extras": len(extra),
+            },
             lambda: configs,
             lambda: _default(configs),
             lambda c: conv_means(x, weight, bias, **terms, config=c)[0],
+            describe(x.device),
         )
     tiles = h * w // (once.PIXELS if linear else config.block_m)
     partials = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
@@ -84,15 +96,16 @@ def empty_means(y: Tensor, tiles: int, empty=torch.empty) -> Means:
     return Means(values, empty((n, tiles, 2, c), dtype=torch.float32, device=y.device))
 
 
-def _configs(x: Tensor, weight: Tensor, extra: Sequence[tuple[Tensor, Tensor]]) -> list[Config]:
+def _configs(
+    x: Tensor, weight: Tensor, extra: Sequence[tuple[Tensor, Tensor]]
+) -> list[gluon_tiles.TileMma]:
     _, h, w, _ = x.shape
     others = [other for other, _ in extra]
-    y = x.new_empty((*x.shape[:3], weight.shape[0]), device="meta")
-    found = gluon_tiles.tiles(x, y, weight, extra=others)
-    return [Config(*tile) for tile in found if gluon_tiles.makes_means(tile, h, w)]
+    found = tiles_of(x, weight, others)
+    return [tile for tile in found if gluon_tiles.makes_means(tile, h, w)]
 
 
-def _default(configs: Sequence[Config]) -> Config:
+def _default(configs: Sequence[gluon_tiles.TileMma]) -> gluon_tiles.TileMma:
     """Of 128 pixels, or nearly, with the filters beside the pixels: as was fastest of 16 and of 64
     images of 32x32."""
-    return min(configs, key=lambda c: (abs(c.block_m - _PIXELS), -c.num_stages))
+    return min(configs, key=lambda c: (abs(c.block_m - _PIXELS), not c.filters_with_pixels))

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from ..activations import check_activation
+from ..registry.choose import choose
+from ..registry.spec import dtype_name
 from ..runtime.device import describe
 from ..runtime.layout import check_second
-from ..runtime.tuning import choose
+from .fused_spec import tiles_of
 from .hopper import single_tile as once
 from .hopper import tile_mma as gluon_tiles
 from .hopper.operands import NormOfResult, Operands
-from .plain.tma import Config
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -72,7 +73,7 @@ def conv_norm(
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]; likewise
     extra_bias: Tensor | None = None,  # float32 [CO]; likewise
     x2: Tensor | None = None,  # [N, H, W, C2], dtype of x
-    config: Config | None = None,
+    config: gluon_tiles.TileMma | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """y [N, H, W, CO], or None if it is not kept; its partials [N, 1, 2, CO] if they are wanted;
     a [N, H, W, CO + C2], of y beside x2. The norm is of y as it was rounded."""
@@ -99,10 +100,21 @@ def conv_norm(
         terms["x2"] = x2
         config = choose(
             "conv_norm",
-            (n, h, w, ci, co, x.dtype, residual is not None, len(extra), norm.keep),
+            n,
+            {
+                "h": h,
+                "w": w,
+                "k": ci,
+                "c": co,
+                "dtype": dtype_name(x.dtype),
+                "residual": residual is not None,
+                "extras": len(extra),
+                "keep": norm.keep,
+            },
             lambda: _configs(x, weight, extra),
             lambda: _default(x, weight, extra),
             lambda c: conv_norm(x, weight, bias, norm, **terms, config=c)[2],
+            describe(x.device),
         )
     beside = () if residual is None else (residual,)
     out = a if y is None else y
@@ -111,18 +123,24 @@ def conv_norm(
     return y, sums, a
 
 
-def _configs(x: Tensor, weight: Tensor, extra: Sequence[tuple[Tensor, Tensor]]) -> list[Config]:
+def _configs(
+    x: Tensor, weight: Tensor, extra: Sequence[tuple[Tensor, Tensor]]
+) -> list[gluon_tiles.TileMma]:
     """Tiles of whole images."""
     _, h, w, _ = x.shape
-    found = gluon_tiles.tiles(x, x, weight, extra=[other for other, _ in extra])
-    return [Config(*tile) for tile in found if gluon_tiles.cut(tile[1], h, w)[0] == h]
+    found = tiles_of(x, weight, [other for other, _ in extra])
+    return [tile for tile in found if gluon_tiles.cut(tile.block_m, h, w)[0] == h]
 
 
-def _default(x: Tensor, weight: Tensor, extra: Sequence[tuple[Tensor, Tensor]]) -> Config:
+def _default(
+    x: Tensor, weight: Tensor, extra: Sequence[tuple[Tensor, Tensor]]
+) -> gluon_tiles.TileMma:
     """The smallest, with its filters beside it, or twice that if there are more of them than
     multiprocessors: what was faster without the norm."""
     n, h, w, _ = x.shape
-    configs = sorted(_configs(x, weight, extra), key=lambda c: (c.block_m, -c.num_stages))
+    configs = sorted(
+        _configs(x, weight, extra), key=lambda c: (c.block_m, not c.filters_with_pixels)
+    )
     smallest = configs[0]
     tiles = n * h * w // smallest.block_m * (weight.shape[0] // _TILE_CHANNELS)
     if tiles <= describe(x.device).num_sms:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ..activations import check_activation
+from ..registry.choose import choose
+from ..registry.spec import dtype_name
 from ..runtime.device import describe
-from ..runtime.tuning import choose
 from .conv_norm import NextNorm
+from .fused_spec import tiles_of
 from .hopper import tile_mma as gluon_tiles
 from .hopper.operands import NormOfResult, Operands
-from .plain.tma import Config
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -50,7 +51,7 @@ def conv_meeting(
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
     extra_bias: Tensor | None = None,  # float32 [CO]
     zeros: Callable[[int, torch.device], Tensor] | None = None,  # so many int64
-    config: Config | None = None,
+    config: gluon_tiles.TileMma | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:  # [N, H, W, CO], [N, K, 2, CO], [N, H, W, CO]
     """y, its partials, and a, as of `conv_norm`."""
     check_activation(norm.activation)
@@ -64,12 +65,23 @@ def conv_meeting(
         configs = _configs(x, weight, norm.num_groups, extra)
         config = choose(
             "conv_meeting",
-            (n, h, w, ci, co, x.dtype, residual is not None, len(extra), norm.keep),
+            n,
+            {
+                "h": h,
+                "w": w,
+                "k": ci,
+                "c": co,
+                "dtype": dtype_name(x.dtype),
+                "residual": residual is not None,
+                "extras": len(extra),
+                "keep": norm.keep,
+            },
             lambda: configs,
             lambda: _default(a, configs),
             lambda c: conv_meeting(x, weight, bias, norm, **terms, config=c)[2],
+            describe(x.device),
         )
-    rows, _ = gluon_tiles.cut(config[1], h, w)
+    rows, _ = gluon_tiles.cut(config.block_m, h, w)
     tiles = h // rows
     y = _empty(a.shape, dtype=x.dtype, device=x.device) if norm.keep else None
     partials = None
@@ -93,7 +105,7 @@ def _zeros(count: int, device: torch.device) -> Tensor:
 
 def _configs(
     x: Tensor, weight: Tensor, num_groups: int, extra: Sequence[tuple[Tensor, Tensor]]
-) -> list[Config]:
+) -> list[gluon_tiles.TileMma]:
     """Tiles of one image, all of which can be under way at once."""
     _, h, w, _ = x.shape
     co = weight.shape[0]
@@ -101,22 +113,22 @@ def _configs(
         return []
     lanes = max(_LEAST_LANES, 1 << (co // num_groups - 1).bit_length())
     found = []
-    for tile in gluon_tiles.tiles(x, x, weight, extra=[other for other, _ in extra]):
-        rows, images = gluon_tiles.cut(tile[1], h, w)
+    for tile in tiles_of(x, weight, [other for other, _ in extra]):
+        rows, images = gluon_tiles.cut(tile.block_m, h, w)
         words = lanes * (h // rows) * _TILE_CHANNELS // 128
         together = h // rows * (co // _TILE_CHANNELS) <= describe(x.device).num_sms
         if images == 1 and words <= _MOST_WORDS and together:
-            found.append(Config(*tile))
+            found.append(tile)
     return found
 
 
-def _default(y: Tensor, configs: list[Config]) -> Config:
+def _default(y: Tensor, configs: list[gluon_tiles.TileMma]) -> gluon_tiles.TileMma:
     """That with the shortest rounds, whose meeting takes as long as so many pixels, by what was
     measured at 8 to 64 images; with the filters beside the pixels."""
     sms = describe(y.device).num_sms
 
-    def time(config: Config) -> int:
+    def time(config: gluon_tiles.TileMma) -> int:
         tiles = y.numel() // (config.block_m * _TILE_CHANNELS)
         return -(-tiles // sms) * (config.block_m + _MEETING)
 
-    return min(configs, key=lambda c: (time(c), -c.num_stages))
+    return min(configs, key=lambda c: (time(c), not c.filters_with_pixels))

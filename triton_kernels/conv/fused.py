@@ -19,38 +19,28 @@ multiples of 16 bytes. Without a TMA unit all of it is done by `conv.plain.point
 """
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
-import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..activations import check_activation, rounded_grad
-from ..noise.dropout import Mask, mask_arguments
+from ..activations import check_activation
+from ..noise.dropout import Mask
 from ..reductions.column_sum import sum_partials
-from ..runtime.dependent_launch import overlapping
+from ..registry.choose import select
+from ..registry.kernel import Kernel, Op
+from ..registry.spec import ConvSpec, dtype_name
 from ..runtime.device import describe
-from ..runtime.tuning import choose, same
-from .hopper import narrow as gluon_narrow
-from .hopper import row_mma as gluon_rows
-from .hopper import tile_mma as gluon_tiles
+from .fused_spec import forward_spec
+from .hopper import narrow, row_mma, tile_mma
 from .hopper.operands import Operands
+from .plain import fused_launch, fused_tiles, pointer, pointer_wgrad, tma_wgrad, transposed_wgrad
 from .plain import gather as conv_gather
-from .plain import pointer, pointer_wgrad
 from .plain import tma_stride as conv_stride
-from .plain import tma_wgrad as conv_tma_wgrad
-from .plain import transposed_wgrad as conv_turned_wgrad
-from .plain.fused_kernels import conv_forward_kernel, conv_input_grad_kernel
 from .plain.fused_tiles import box_of as _box
-from .plain.fused_tiles import pick as _pick
 from .plain.fused_tiles import piece_of as _piece
-from .plain.fused_tiles import programs as _programs
-from .plain.fused_tiles import valid as _valid
-from .plain.tma import Config, launch_fwd, worth_turning
-from .plain.tma_boxes import boxes_of_image, in_boxes, is_ragged, weight_in_boxes
+from .plain.tma import Config, launch_fwd
+from .plain.tma_boxes import boxes_of_image
 from .plain.tma_wgrad import WgradConfig
-from .plain.transpose_weights import turn_filters
 
 _FWD_CONFIGS = [
     Config(64, 64, 64, 4, 4),
@@ -87,6 +77,40 @@ _DGRAD_CONFIGS = [
     Config(128, 128, 64, 8, 4),
 ]
 
+FORWARD = Op(
+    "conv_forward",
+    key=("h", "w", "k", "c", "r", "s", "dtype", "residual", "extras", "stats"),
+    kernels=(
+        Kernel(
+            "tma",
+            Config,
+            fused_tiles.refuse,
+            lambda spec, gpu: fused_tiles.fitting(_FWD_CONFIGS, spec, gpu),
+            cost=fused_tiles.cost,
+            launch=fused_launch.forward,
+        ),
+        *row_mma.KERNELS,
+        tile_mma.KERNEL,
+        narrow.KERNEL,
+    ),
+)
+INPUT_GRAD = Op(
+    "conv_input_grad",
+    key=("h", "w", "k", "c", "first", "r", "s", "dtype", "activation"),
+    kernels=(
+        Kernel(
+            "tma",
+            Config,
+            fused_tiles.refuse,
+            lambda spec, gpu: fused_tiles.fitting(_DGRAD_CONFIGS, spec, gpu),
+            cost=fused_tiles.cost,
+            launch=fused_launch.input_grad,
+        ),
+        *row_mma.KERNELS,
+        tile_mma.KERNEL,
+    ),
+)
+
 _empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
 
 
@@ -104,7 +128,7 @@ def conv_forward(
     extra_bias: Tensor | None = None,  # float32 [CO]
     stats: bool = False,  # whether to return partials
     width: int | None = None,  # channels of y, up to the next multiple of 16; None: CO
-    config: Config | None = None,
+    config: tuple | None = None,  # of a kernel of `FORWARD`
 ) -> tuple[Tensor, Tensor | None]:  # [N, H, W, CO]; float32 [N, K, 2, CO]
     """conv(x) + bias + emb + residual, and its partials: of each tile of H W / K pixels, the sum of
     y and that of (y - mean of the tile)^2, with y as it was rounded. Beyond CO, y has zeros.
@@ -122,76 +146,25 @@ def conv_forward(
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
         terms |= {"stats": stats, "width": width, "config": config}
         return pointer.conv_forward(x, weight, bias, **terms)
+    assert all(w1x1.shape == (co, other.shape[3]) for other, w1x1 in extra)
     width = co if width is None else width
-    assert width == co or (co < width <= triton.cdiv(co, 16) * 16 and not stats)
+    assert width == co or (co < width <= -(-co // 16) * 16 and not stats)
     y = _empty((n, h, w, width), dtype=x.dtype, device=x.device)
-    others = [other for other, _ in extra]
     if config is None:
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
         terms["width"] = width
-        gluon = _gluon(x, y, weight, extra=others)
-        if emb is None and residual is None and not extra and not stats:
-            gluon += [Config(*tile) for tile in gluon_narrow.tiles(x, y, weight)]
-        config = choose(
-            "conv_forward",
-            (n, h, w, ci, width, r, s, x.dtype, residual is not None, len(extra), stats),
-            lambda: _valid(_FWD_CONFIGS, x, y, r, stats) + gluon,
-            lambda: _pick(_FWD_CONFIGS, x, y, (r, s), stats),
-            lambda c: conv_forward(x, weight, bias, **terms, stats=stats, config=c)[0],
-            same,
-        )
-        if _gluon_path(config) and config not in gluon:
-            config = _pick(_FWD_CONFIGS, x, y, (r, s), stats)
-    box = _box(config, n, h, w, even=stats)
-    partials = _partials(box, y) if stats else None
-    if n == 0:
-        return y, partials
-    if gluon_path := _gluon_path(config):
+        added = {"emb": emb is not None, "residual": residual is not None, "stats": stats}
+        spec = forward_spec(x, weight, width, extra=[other for other, _ in extra], **added)
+
+        def run(c: tuple) -> Tensor:
+            return conv_forward(x, weight, bias, **terms, stats=stats, config=c)[0]
+
+        config = select(FORWARD, spec, describe(x.device), run).config
+    partials = _partials(_box(config, n, h, w, even=True), y) if stats else None
+    if n:
         beside = () if residual is None else (residual,)
         given = Operands(x, weight, y, bias, partials, beside, extra, extra_bias, emb)
-        gluon_path.launch(config, given)
-        return y, partials
-    tile = [*box, config.block_c]
-    extra_descs, extra_channels = [], []
-    for other, w1x1 in extra:
-        assert w1x1.shape == (co, other.shape[3]) and w1x1.stride(1) == 1
-        block = [config.block_c, config.block_k]
-        filters = TensorDescriptor(w1x1, list(w1x1.shape), list(w1x1.stride()), block)
-        extra_descs += [in_boxes(other, [*box, config.block_k]), filters]
-        extra_channels += [other.shape[3]]
-    conv_forward_kernel[(_programs(config, box, y),)](
-        in_boxes(x, [*box, config.block_k]),
-        weight_in_boxes(weight, config.block_c, config.block_k),
-        bias,
-        emb,
-        None if residual is None else in_boxes(residual, tile),
-        in_boxes(y, tile),
-        partials,
-        *extra_descs,
-        *[None] * (4 - len(extra_descs)),
-        extra_bias,
-        *extra_channels,
-        *[0] * (2 - len(extra)),
-        0 if emb is None else emb.stride(0),
-        n,
-        ci,
-        h,
-        w,
-        co,
-        R=r,
-        S=s,
-        PRECISION="tf32",
-        ROWS=config.rows,
-        TILE_N=box[0],
-        TILE_H=box[1],
-        TILE_W=box[2],
-        BLOCK_C=config.block_c,
-        BLOCK_K=config.block_k,
-        RAGGED=stats and is_ragged(box, h, w),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **overlapping(x.device, n * h * w),
-    )
+        FORWARD.kernel_of(config).launch(config, given)
     return y, partials
 
 
@@ -206,15 +179,15 @@ def conv_input_grad(
     table: Tensor,  # float32 [N, 4, CI]: mean, rstd, g, b
     activation: str,  # of `activations`
     mask: Mask | None = None,
-    config: Config | None = None,
+    config: tuple | None = None,  # of a kernel of `INPUT_GRAD`
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, CI]; float32 [N, K, 2, CI]
     """dz of a = act(z), z = (x - mean) rstd g + b, from the gradient dy of conv(a), or of
     conv(dropout(a)) if there is a mask; and its partials: of each tile, the sums of dz and of
     dz (x - mean) rstd, before dz is rounded."""
     check_activation(activation)
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    n, h, w, co = dy.shape
-    _, ci, r, s = weight.shape
+    n, h, w, k = dy.shape
+    co, ci, r, s = weight.shape
     _check(weight, dy, *inputs)
     assert sum(x.shape[3] for x in inputs) == ci and len(inputs) <= 2
     assert table.shape == (n, 4, ci) and table.is_contiguous()
@@ -222,70 +195,32 @@ def conv_input_grad(
         rest = {"inputs": inputs, "table": table, "activation": activation, "mask": mask}
         return pointer.conv_input_grad(dy, weight, **rest, config=config)
     dz = _empty((n, h, w, ci), dtype=dy.dtype, device=dy.device)
-    c1 = inputs[0].shape[3]
     if config is None:
         rest = {"inputs": inputs, "table": table, "activation": activation, "mask": mask}
-        gluon = _gluon(dy, dz, weight, inputs=inputs) if mask is None else []
-        config = choose(
-            "conv_input_grad",
-            (n, h, w, co, ci, c1, r, s, dy.dtype, activation),
-            lambda: _valid(_DGRAD_CONFIGS, dy, dz, r, True, inputs) + gluon,
-            lambda: _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, inputs),
-            lambda c: conv_input_grad(dy, weight, **rest, config=c)[0],
-            same,
+        spec = ConvSpec(
+            n=n,
+            dtype=dtype_name(dy.dtype, allow_tf32=True),
+            h=h,
+            w=w,
+            k=k,
+            c=ci,
+            r=r,
+            s=s,
+            filters=(co, ci),
+            first=inputs[0].shape[3],
+            activation=activation,
+            mask=mask is not None,
         )
-        if _gluon_path(config) and config not in gluon:
-            config = _pick(_DGRAD_CONFIGS, dy, dz, (r, s), True, inputs)
-    box = _box(config, n, h, w, even=True)
-    piece = _piece(config, box)
+
+        def run(c: tuple) -> Tensor:
+            return conv_input_grad(dy, weight, **rest, config=c)[0]
+
+        config = select(INPUT_GRAD, spec, describe(dy.device), run).config
+    piece = _piece(config, _box(config, n, h, w, even=True))
     partials = _partials(piece, dz)
-    if n == 0:
-        return dz, partials
-    if gluon_path := _gluon_path(config):
-        given = Operands(dy, weight, dz, table, partials, inputs, activation=activation)
-        gluon_path.launch(config, given)
-        return dz, partials
-    tile = [*piece, config.block_c]
-    # of an even number of rows the input gradient has another padding
-    if turned := r % 2 == s % 2 == 1 and weight.shape[0] % 4 == 0 and worth_turning(dz):
-        filters = weight_in_boxes(turn_filters(weight, 1)[0], config.block_c, config.block_k)
-    else:
-        filters = weight_in_boxes(weight, config.block_k, config.block_c)
-    conv_input_grad_kernel[(_programs(config, box, dz),)](
-        in_boxes(dy, [*box, config.block_k]),
-        filters,
-        in_boxes(inputs[0], tile),
-        in_boxes(inputs[1], tile) if len(inputs) == 2 else None,
-        table,
-        in_boxes(dz, tile),
-        partials,
-        n,
-        co,
-        h,
-        w,
-        ci,
-        c1,
-        *mask_arguments(mask),
-        R=r,
-        S=s,
-        ACT=rounded_grad(activation, dy.dtype),
-        TURNED=turned,
-        PRECISION="tf32",
-        ROWS=config.rows,
-        TILE_N=box[0],
-        TILE_H=box[1],
-        TILE_W=box[2],
-        PIECE_N=piece[0],
-        PIECE_H=piece[1],
-        PIECE_W=piece[2],
-        BLOCK_C=config.block_c,
-        BLOCK_K=config.block_k,
-        RAGGED=is_ragged(box, h, w),
-        STRADDLING=len(inputs) == 2 and c1 % config.block_c > 0,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **overlapping(dy.device),
-    )
+    if n:
+        given = Operands(dy, weight, dz, table, partials, inputs, activation=activation, mask=mask)
+        INPUT_GRAD.kernel_of(config).launch(config, given)
     return dz, partials
 
 
@@ -334,20 +269,20 @@ def conv_weight_grad(
     if pointer_wgrad.serves_wgrad(x, config):
         path = pointer_wgrad
     elif x.itemsize == 2 and stride == 1:
-        path = conv_tma_wgrad
+        path = tma_wgrad
     elif conv_stride.serves_wgrad(x, dy, out, stride, padding):
         path = conv_stride
-    elif conv_turned_wgrad.serves_wgrad(x, dy, out, stride, padding, "tf32"):
-        path = conv_turned_wgrad
+    elif transposed_wgrad.serves_wgrad(x, dy, out, stride, padding, "tf32"):
+        path = transposed_wgrad
     else:
         path = conv_gather
-    pads = path in (pointer_wgrad, conv_tma_wgrad)
+    pads = path in (pointer_wgrad, tma_wgrad)
     assert pads or (x.shape[3], dy.shape[3]) == (ci, co)
     config, planned = path.plan_wgrad(x, dy, out, stride, padding, "tf32", config)
     splits = planned if splits is None else splits
-    if splits == 1 and path is conv_tma_wgrad and not gluon_rows.serves(config):
+    if splits == 1 and path is tma_wgrad and not isinstance(config, row_mma.RowWgrad):
         place = {"stride_co": out.stride(0), "accumulate": accumulate}
-        conv_tma_wgrad.launch_wgrad(x, dy, out, out, 1, padding, "tf32", config, 1, **place)
+        tma_wgrad.launch_wgrad(x, dy, out, out, 1, padding, "tf32", config, 1, **place)
         return
     row = r * s * ci
     rows = out.permute(0, 2, 3, 1)
@@ -377,24 +312,6 @@ def conv_fused_supported(
         return pointer.takes((r, s))
     row = 16 // dtype.itemsize
     return ci % row == co % row == 0 and (c1 is None or c1 % row == 0)
-
-
-def _gluon(
-    x: Tensor,
-    y: Tensor,
-    weight: Tensor,
-    inputs: Sequence[Tensor] = (),  # of an input gradient
-    extra: Sequence[Tensor] = (),  # of which 1x1 convolutions are added
-) -> list[Config]:
-    """The tiles of `conv.hopper` that apply: to be measured, not defaults."""
-    tiles = [path.tiles(x, y, weight, inputs, extra) for path in (gluon_rows, gluon_tiles)]
-    return [Config(*tile) for tile in sum(tiles, [])]
-
-
-def _gluon_path(config: Config) -> ModuleType | None:
-    """The file of `conv.hopper` that a config belongs to."""
-    paths = (gluon_rows, gluon_tiles, gluon_narrow)
-    return next((path for path in paths if path.serves(config)), None)
 
 
 def _partials(box: tuple[int, int, int], y: Tensor) -> Tensor:

@@ -23,17 +23,18 @@ from torch import Tensor
 from ..activations import check_activation, rounded_grad
 from ..norm.image_table import norm_image_table
 from ..norm.tables import check_partials_of
-from ..runtime.tuning import choose, same
+from ..registry.choose import choose
+from ..registry.spec import dtype_name
+from ..runtime.device import describe
 from .conv_avg_pool import empty_means
+from .fused_spec import forward_spec
 from .hopper import narrow as gluon_narrow
 from .hopper import row_mma as gluon_rows
 from .hopper.operands import Means, Norm, Operands
-from .plain.tma import Config
 
-_TILES = (gluon_rows.RESIDENT_TILE, gluon_rows.RESIDENT_TILE_OF_4)
 _LEAST_TILES, _MOST_TILES = 4, 64  # of an image, whose sums a warp loads at once
 
-_FOUR_ROWS = gluon_rows.RESIDENT_TILE_OF_4[1]
+_FOUR_ROWS = gluon_rows.RESIDENT_TILE_OF_4.block_m
 _LARGE = 2**17  # pixels of all images
 
 
@@ -71,8 +72,8 @@ def serves_norm_conv(
         return False
     if width is None:
         return bool(_tiles(x, weight, extra))
-    y = x.new_empty((*x.shape[:3], width), device="meta")
-    return not extra and bool(gluon_narrow.tiles(x, y, weight))
+    gpu = describe(x.device)
+    return not extra and gluon_narrow.refuse(forward_spec(x, weight, width), gpu) is None
 
 
 def norm_conv(
@@ -94,7 +95,7 @@ def norm_conv(
     extra_bias: Tensor | None = None,  # float32 [CO]
     width: int | None = None,  # channels of y: 16 for few, to which nothing but bias is added
     means: bool = False,  # whether to return those of y over 2x2 pixels, without `width`
-    config: Config | None = None,
+    config: gluon_rows.StationaryWeights | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor, Means]:
     """y [N, H, W, CO], and its partials float32 [N, K, 2, CO], without `width`, as `conv_forward`
     leaves them; and its means as of `conv_means`. `serves_norm_conv` has to say that it can be
@@ -116,7 +117,7 @@ def norm_conv(
         gluon_narrow.launch_head(Operands(x, weight, y, bias, None, norm=norm))
         return y, None
     if means:
-        config = Config(*gluon_rows.RESIDENT_TILE)
+        config = gluon_rows.RESIDENT_TILE
     if config is None:
         rest = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
         rest |= {"scale": scale, "shift": shift}
@@ -124,11 +125,21 @@ def norm_conv(
         configs = _tiles(x, weight, others)
         config = choose(
             "norm_conv",
-            (n, h, w, ci, co, x.dtype, residual is not None, len(others)),
+            n,
+            {
+                "h": h,
+                "w": w,
+                "k": ci,
+                "c": co,
+                "dtype": dtype_name(x.dtype),
+                "residual": residual is not None,
+                "extras": len(others),
+            },
             lambda: configs,
             lambda: configs[0],
             lambda c: norm_conv(x, *of_x, weight, bias, **rest, config=c)[0],
-            same,
+            describe(x.device),
+            similar=True,
         )
         config = config if config in configs else configs[0]
     y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
@@ -204,7 +215,9 @@ def _fits_sums(partials: Tensor, group: int) -> bool:
     return _LEAST_TILES <= k <= _MOST_TILES and k & (k - 1) == 0 and 8 % group == 0
 
 
-def _tiles(x: Tensor, weight: Tensor, extra: Sequence[Tensor]) -> list[Config]:
-    y = x.new_empty((*x.shape[:3], weight.shape[0]), device="meta")
-    served = gluon_rows.tiles(x, y, weight, extra=extra)
-    return [Config(*tile) for tile in _TILES if tile in served]
+def _tiles(
+    x: Tensor, weight: Tensor, extra: Sequence[Tensor]
+) -> list[gluon_rows.StationaryWeights]:
+    spec, gpu = forward_spec(x, weight, extra=extra), describe(x.device)
+    kernel = gluon_rows.STATIONARY
+    return [] if kernel.refuse(spec, gpu) else list(kernel.configs(spec, gpu))

@@ -22,9 +22,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..norm.inline_statistics_kernels import folded_coefficients
 from ..norm.tables import check_partials_of, covering_groups, tiles_at_a_time
 from ..reductions.row_sums import RowSums
+from ..registry.choose import choose
+from ..registry.spec import dtype_name
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import describe
-from ..runtime.tuning import choose
 from .plain import pointer_skip_dx
 from .plain.pointer import PointerTile
 from .plain.tile_edges import count_tiles, tile_number, zero_outside
@@ -373,10 +374,21 @@ def choose_config(
 
     return choose(
         "skip_dx" if describe(dy.device).tma else "skip_dx_pointer",
-        (n, h, w, co, c, c1, dy.dtype, upsample1, add1 is not None),
+        n,
+        {
+            "h": h,
+            "w": w,
+            "k": co,
+            "c": c,
+            "first": c1,
+            "dtype": dtype_name(dy.dtype, allow_tf32=True),
+            "upsampled": upsample1,
+            "add": add1 is not None,
+        },
         lambda: _valid(dy, border, upsample1),
         lambda: _valid(dy, border, upsample1)[0],
         run,
+        describe(dy.device),
     )
 
 

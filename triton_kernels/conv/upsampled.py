@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..activations import check_activation
+from ..registry.choose import choose
+from ..registry.spec import dtype_name
 from ..runtime.device import describe
-from ..runtime.tuning import choose
 from .fused import conv_input_grad
 from .hopper import upsampled as gluon_upsampled
 from .hopper.tile_mma import cut
@@ -44,6 +45,7 @@ class Tile(NamedTuple):
 
     pixels: int
     piecewise: int = 0  # 1: the result leaves in pieces; not in an input gradient
+    kernel = "upsampled"
 
 
 # --- filters --------------------------------------------------------------------------------------
@@ -269,10 +271,19 @@ def _choose(
 
     return choose(
         op,
-        (n, h, w, *channels, small.dtype),
+        n,
+        {
+            "h": h,
+            "w": w,
+            "c1": channels[0],
+            "c2": channels[1],
+            "co": channels[2],
+            "dtype": dtype_name(small.dtype),
+        },
         lambda: tiles + pieces,
         lambda: min(tiles, key=time),
         run,
+        describe(small.device),
     )
 
 

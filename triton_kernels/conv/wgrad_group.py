@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..registry.choose import choose
+from ..registry.spec import dtype_name
 from ..runtime.dependent_launch import await_inputs, overlapping
-from ..runtime.tuning import choose, same
+from ..runtime.device import describe
 from .fused import conv_weight_grad
 from .hopper import group_wgrad
 from .hopper.group_wgrad import MOST, Gradient, Tile
@@ -24,15 +26,13 @@ from .wgrad_pair import conv_two_weight_grads
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 
-class _Plan(NamedTuple):
-    """A `Tile`, with which all are in one launch, or zeros: one after the other."""
+class _InTurn(NamedTuple):
+    """Two after two, or one after the other."""
 
-    co_blocks: int = 0
-    ci_blocks: int = 0
-    steps: int = 0
-    stages: int = 0
-    programs: int = 0
-    even: int = 0
+    kernel = "in_turn"
+
+
+_Plan = Tile | _InTurn
 
 
 @triton.jit(do_not_specialize=["programs", "tiles"])
@@ -139,26 +139,31 @@ def conv_weight_grads(
         _run_in_turn(group, accumulate, share)
         return
     x, _, out = group[0]
-    channels = (c for g in group for c in (g.x.shape[3], g.dy.shape[3]))
-    together = [_Plan(*tile) for tile in group_wgrad.tiles(group)]
+    channels = [c for g in group for c in (g.x.shape[3], g.dy.shape[3])]
+    together = group_wgrad.tiles(group)
+    shape = {"h": x.shape[1], "w": x.shape[2], "r": out.shape[2], "s": out.shape[3]}
+    names = [f"{kind}{i}" for i in range(1, len(group) + 1) for kind in ("ci", "co")]
+    shape |= dict(zip(names, channels, strict=True)) | {"dtype": dtype_name(x.dtype)}
     plan = choose(
         "conv_weight_grads",
-        (*x.shape[:3], *out.shape[2:], *channels, x.dtype),
-        lambda: [_Plan(), *together],
-        _Plan,
+        x.shape[0],
+        shape,
+        lambda: [_InTurn(), *together],
+        _InTurn,
         run,
-        same,
+        describe(x.device),
+        similar=True,
     )
     if plan not in together:  # decided for tensors that lie in memory in another way
-        plan = _Plan()
+        plan = _InTurn()
     _run(group, accumulate, plan, share)
 
 
 def _run(group: Sequence[Gradient], accumulate: bool, plan: _Plan, share: float = 1.0) -> None:
-    if plan == _Plan():
+    if isinstance(plan, _InTurn):
         _run_in_turn(group, accumulate, share)
         return
-    tile = Tile(*plan)
+    tile = plan
     x, _, out = group[0]
     taps = out.shape[2] * out.shape[3]
     shape = (2, 64 * tile.co_blocks, taps, 64 * tile.ci_blocks)

@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..registry.choose import choose
+from ..registry.spec import dtype_name
 from ..runtime.dependent_launch import await_inputs, overlapping
-from ..runtime.tuning import choose
+from ..runtime.device import describe
 from .fused import conv_weight_grad
 from .hopper import row_mma as gluon_rows
 
@@ -22,8 +24,21 @@ _MANY_SPLITS = 4
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 
-class _Plan(NamedTuple):
-    splits: int  # parts of either sum, in one launch; 0: one after the other
+class _Together(NamedTuple):
+    """Both in one launch."""
+
+    splits: int  # parts of either sum
+    kernel = "row_wgrad_pair"
+
+
+class _OneByOne(NamedTuple):
+    """Each by `conv_weight_grad`."""
+
+    splits: int = 0
+    kernel = "one_by_one"
+
+
+_Plan = _Together | _OneByOne
 
 
 @triton.jit
@@ -77,25 +92,36 @@ def conv_two_weight_grads(
         _run(x1, dy1, places[0], x2, dy2, places[1], False, plan)
         return flat
 
-    shapes = (
-        *x1.shape,
-        dy1.shape[3],
-        *x2.shape[1:],
-        dy2.shape[3],
-        *out1.shape[2:],
-        *out2.shape[2:],
-    )
+    n, h, w, ci1 = x1.shape
+    shape = {
+        "h": h,
+        "w": w,
+        "ci1": ci1,
+        "co1": dy1.shape[3],
+        "h2": x2.shape[1],
+        "w2": x2.shape[2],
+        "ci2": x2.shape[3],
+        "co2": dy2.shape[3],
+        "r": out1.shape[2],
+        "s": out1.shape[3],
+        "r2": out2.shape[2],
+        "s2": out2.shape[3],
+        "dtype": dtype_name(x1.dtype),
+    }
     together = _together(x1, dy1, out1, x2, dy2, out2)
     plan = choose(
         "conv_two_weight_grads",
-        (*shapes, x1.dtype),
-        lambda: [_Plan(0), *together],
-        lambda: _Plan(0),
+        n,
+        shape,
+        lambda: [_OneByOne(), *together],
+        _OneByOne,
         run,
-        lambda row, plans: plans[-1] if row[0] else plans[0],
+        describe(x1.device),
+        similar=True,
+        match=lambda row, plans: plans[0],  # how many parts depends on the shape
     )
     if plan not in together:  # decided for filters that lie in memory in another way
-        plan = _Plan(0)
+        plan = _OneByOne()
     _run(x1, dy1, out1, x2, dy2, out2, accumulate, plan, share)
 
 
@@ -110,7 +136,7 @@ def _run(
     plan: _Plan,
     share: float = 1.0,
 ) -> None:
-    if plan.splits == 0:
+    if isinstance(plan, _OneByOne):
         conv_weight_grad(x1, dy1, out1, accumulate=accumulate)
         conv_weight_grad(x2, dy2, out2, accumulate=accumulate)
         return
@@ -136,7 +162,7 @@ def _sum_two(parts: Tensor, out1: Tensor, out2: Tensor, accumulate: bool) -> Non
 
 def _together(
     x1: Tensor, dy1: Tensor, out1: Tensor, x2: Tensor, dy2: Tensor, out2: Tensor
-) -> list[_Plan]:
+) -> list[_Together]:
     """The plan that does both in one launch, if there is one."""
     padding = (out1.shape[2] // 2, out1.shape[3] // 2)
     applies = x1.shape[:3] == x2.shape[:3] and x1.shape[0] > 0
@@ -144,4 +170,4 @@ def _together(
         applies = applies and gluon_rows.wgrad_applies(x, dy, out, padding)
         applies = applies and out.permute(0, 2, 3, 1).is_contiguous()
     splits = gluon_rows.wgrad_splits(x1, out1, out2) if applies else 0
-    return [_Plan(splits)] if splits > 0 else []
+    return [_Together(splits)] if splits > 0 else []

@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..reductions.last_program import zero_counters
+from ..registry.choose import choose
+from ..registry.spec import dtype_name
+from ..runtime.device import describe
 from ..runtime.library import derivative, op
-from ..runtime.tuning import choose
 from .checks import check_batch, check_output, check_process
 from .chunks import NUM_WARPS
 from .loss_kernels import denoise_loss_bwd_kernel, denoise_loss_fwd_kernel
@@ -23,6 +25,7 @@ class _LossConfig(NamedTuple):
     block: int  # evaluations of Philox at a time, each good for four elements
     blocks: int  # of a program; with all of a sample's there are no partial sums to add
     num_warps: int
+    kernel = "denoise_loss"
 
 
 _LOSS_CONFIGS = [
@@ -72,10 +75,20 @@ def _loss(
     if config is None:
         config = choose(
             "denoise_loss",
-            (n, height, width, c, co, output.dtype, prediction, keep),
+            n,
+            {
+                "h": height,
+                "w": width,
+                "c": c,
+                "co": co,
+                "dtype": dtype_name(output.dtype),
+                "prediction": prediction,
+                "keep": keep,
+            },
             lambda: _LOSS_CONFIGS,
             lambda: _LOSS_CONFIGS[0],
             lambda config: _loss(output, images, *process, keep=keep, config=config)[0],
+            describe(output.device),
         )
     chunks = triton.cdiv(elements, 4 * config.block * config.blocks)
     kept = (n, height, width, c) if keep else (0,)

@@ -29,8 +29,9 @@ from torch import Tensor
 
 from ..activations import rounded_grad
 from ..hopper.descriptors import SUPPORTED, takes
+from ..registry.choose import choose
+from ..registry.spec import dtype_name
 from ..runtime.device import describe, on_gpu
-from ..runtime.tuning import choose
 from .multi_pass import Halves, Params, empty_like, extent, row_strides
 
 if SUPPORTED:
@@ -51,6 +52,7 @@ class ClusterConfig(NamedTuple):
     # Backward, groups of tiles from a request to the sums of what it brings, which are then taken
     # while the task before is written; 0: when that is done
     lag: int = 0
+    kernel = "cluster"
 
 
 _MOST_BYTES = 110 * 1024  # of an image that a thread block keeps: two to a multiprocessor
@@ -145,8 +147,10 @@ def _choose(
 ) -> ClusterConfig:
     n, hw, c = extent(xs)
     configs = _candidates(hw, c, num_groups, tensors)
-    key = (n, hw, c, c, num_groups, xs[0].dtype)
-    return choose(op, key, lambda: configs, lambda: configs[0], run)
+    shape = {"pixels": hw, "c1": c, "c": c, "groups": num_groups}
+    shape["dtype"] = dtype_name(xs[0].dtype)
+    gpu = describe(xs[0].device)
+    return choose(op, n, shape, lambda: configs, lambda: configs[0], run, gpu)
 
 
 def cluster_fwd(

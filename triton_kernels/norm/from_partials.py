@@ -16,9 +16,11 @@ import triton
 from torch import Tensor
 
 from ..activations import check_activation, rounded_grad
+from ..registry.choose import choose
+from ..registry.spec import dtype_name
 from ..runtime.dependent_launch import overlapping
+from ..runtime.device import describe
 from ..runtime.layout import check_nhwc, check_second, row_stride
-from ..runtime.tuning import choose
 from .from_partials_kernels import norm_sums_kernel
 from .passes import apply, apply_upsampled
 from .small_batch import norm_few, serves_few
@@ -40,6 +42,7 @@ class SumsConfig(NamedTuple):
     tile: int  # elements
     tiles: int  # of a large image
     num_warps: int
+    kernel = "from_partials"
 
 
 _CONFIGS = [
@@ -167,12 +170,26 @@ def _launch(
         written = 2 if corners else 1  # every so many pixels all channels are
         config = choose(
             "norm_of_sums",
-            (n, h, w, c1, c2, up, corners, keep, *ks, x1.dtype, activation),
+            n,
+            {
+                "h": h,
+                "w": w,
+                "c1": c1,
+                "c2": c2,
+                "upsampled": up,
+                "corners": corners,
+                "keep": keep,
+                "tiles1": ks[0],
+                "tiles2": ks[1],
+                "dtype": dtype_name(x1.dtype),
+                "activation": activation,
+            },
             lambda: _CONFIGS,
             lambda: _default(h * w <= _SMALL_IMAGE, sums, sums_of_64),
             lambda config: _launch(
                 x1, x2, *norm, activation, *film, up=up, **options, config=config
             )[0][:, ::written, ::written],
+            describe(x1.device),
         )
     if n == 0:
         shape = (0, h, w, c1)

@@ -33,9 +33,11 @@ from torch.autograd.function import once_differentiable
 
 from .. import reference
 from ..activations import check_activation
+from ..registry.choose import choose
+from ..registry.spec import dtype_name
+from ..runtime.device import describe
 from ..runtime.layout import DTYPES, check_nhwc, check_second, check_shape, has_kernels
 from ..runtime.library import derivative, op
-from ..runtime.tuning import choose
 from .cluster import can_cluster, cluster_bwd, cluster_fwd
 from .multi_pass import (
     Halves,
@@ -52,13 +54,26 @@ from .single_program import has_wide_rows, is_resident, resident_bwd, resident_f
 # --- three ways -----------------------------------------------------------------------------------
 
 
-class _Way(NamedTuple):
-    """How an image is normalised."""
+class _MultiPass(NamedTuple):
+    """In passes over memory."""
 
-    number: int
+    kernel = "multi_pass"
 
 
-_STREAM, _RESIDENT, _CLUSTER = map(_Way, range(3))
+class _SingleProgram(NamedTuple):
+    """An image, or groups of one, by one program."""
+
+    kernel = "single_program"
+
+
+class _Cluster(NamedTuple):
+    """By thread blocks that wait for each other."""
+
+    kernel = "cluster"
+
+
+_Way = _MultiPass | _SingleProgram | _Cluster
+_STREAM, _RESIDENT, _CLUSTER = _MultiPass(), _SingleProgram(), _Cluster()
 
 
 _LARGE = 2**24  # elements: from there on clusters were faster than passes at all that was timed
@@ -83,9 +98,13 @@ def _way(
     default = _CLUSTER if cluster and n * hw * c >= _LARGE else _STREAM
     if resident and prefer_resident:
         default = _RESIDENT
-    key = (n, hw, xs[0].shape[3], c, num_groups, xs[0].dtype)
-    way = choose(op, key, lambda: ways, lambda: default, run)
-    return way if way in ways else default  # the first of this shape may have been aligned
+    x = xs[0]
+    shape = {"pixels": hw, "c1": x.shape[3], "c": c, "groups": num_groups}
+    shape["dtype"] = dtype_name(x.dtype)
+    way = choose(op, n, shape, lambda: ways, lambda: default, run, describe(x.device))
+    return (
+        way if type(way) in map(type, ways) else default
+    )  # the first of this shape may have been aligned
 
 
 def _forward(
@@ -105,9 +124,9 @@ def _forward(
 
         prefer_resident = has_wide_rows(xs, num_groups)
         way = _way("group_norm", xs, num_groups, prefer_resident, run, True)
-    if way == _RESIDENT:
+    if isinstance(way, _SingleProgram):
         return resident_fwd(*args)
-    if way == _CLUSTER:
+    if isinstance(way, _Cluster):
         return cluster_fwd(*args)
     stats = stream_stats(xs, num_groups, eps)
     return stream_apply(xs, stats, params, activation), stats
@@ -131,9 +150,9 @@ def _backward(
 
         clusters = needs_x and dy.data_ptr() % 16 == 0
         way = _way("group_norm_bwd", xs, stats.shape[2], True, run, clusters)
-    if way == _RESIDENT:
+    if isinstance(way, _SingleProgram):
         return resident_bwd(*args)
-    if way == _CLUSTER:
+    if isinstance(way, _Cluster):
         return cluster_bwd(*args)
     sums = stream_sums(*args)
     dxs = stream_dx(xs, dy, stats, sums, params, activation) if needs_x else (None, None)

@@ -26,7 +26,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ..runtime.tuning import choose
+from ..registry.choose import choose
+from ..registry.spec import dtype_name
+from ..runtime.device import describe
 from .multi_pass_kernels import (
     group_norm_apply_kernel,
     group_norm_bwd_dx_kernel,
@@ -133,10 +135,12 @@ def _choose(
     run: Callable[[PassConfig], Tensor],
 ) -> PassConfig:
     n, hw, c = extent(xs)
-    key = (n, hw, xs[0].shape[3], c, num_groups, xs[0].dtype)
+    shape = {"pixels": hw, "c1": xs[0].shape[3], "c": c, "groups": num_groups}
+    shape["dtype"] = dtype_name(xs[0].dtype)
     one_warp = n * hw * c >= _LARGE and _ONE_WARP in configs
     default = _ONE_WARP if one_warp else configs[0]
-    return choose(op, key, lambda: configs, lambda: default, run)
+    gpu = describe(xs[0].device)
+    return choose(op, n, shape, lambda: configs, lambda: default, run, gpu)
 
 
 def stream_stats(

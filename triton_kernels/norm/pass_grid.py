@@ -18,6 +18,7 @@ class PassConfig(NamedTuple):
     tile: int  # elements of a tile
     tiles: int  # tiles of a program in a large image
     num_warps: int
+    kernel = "pass"
 
 
 class PassGrid(NamedTuple):

@@ -13,9 +13,11 @@ from torch import Tensor
 from ..activations import check_activation
 from ..noise.dropout import Mask, mask_arguments
 from ..reductions.row_sums import RowSums
+from ..registry.choose import choose
+from ..registry.spec import dtype_name
 from ..runtime.dependent_launch import overlapping
+from ..runtime.device import describe
 from ..runtime.layout import check_nhwc, check_second, check_shape
-from ..runtime.tuning import choose
 from .pass_grid import PassConfig, PassGrid, cut_pass
 from .pass_kernels import norm_apply_kernel, norm_dx_kernel
 
@@ -95,10 +97,19 @@ def apply(
     if config is None:
         config = choose(
             "norm_apply",
-            (n, h, w, c1, c2, False, x1.dtype, activation),
+            n,
+            {
+                "h": h,
+                "w": w,
+                "c1": c1,
+                "c2": c2,
+                "dtype": dtype_name(x1.dtype),
+                "activation": activation,
+            },
             lambda: APPLY_CONFIGS,
             lambda: APPLY_CONFIGS[0],
             lambda c: apply(x1, x2, table, activation, config=c),
+            describe(x1.device),
         )
     a = _empty((n, h, w, c1 + c2), dtype=x1.dtype, device=x1.device)
     _launch_apply(x1, x2, table, a, None, activation, mask, early, config)
@@ -211,10 +222,21 @@ def norm_dx(
         tensors, rest = (dz, x1, x2, coeff, add1, add2, add1_second), {"upsample1": upsample1}
         config = choose(
             "norm_dx",
-            (n, h, w, c1, c2, upsample1, dz.dtype, summed, *(x is not None for x in adds)),
+            n,
+            {
+                "h": h,
+                "w": w,
+                "c1": c1,
+                "c2": c2,
+                "upsampled": upsample1,
+                "dtype": dtype_name(dz.dtype),
+                "sums": summed,
+                "adds": sum(x is not None for x in adds),
+            },
             lambda: configs,
             lambda: configs[0],
             lambda c: norm_dx(*tensors, summed, **rest, config=c)[0],
+            describe(dz.device),
         )
     grid = cut(n, h * w, c1, c2, config)
     dx1 = _empty(x1.shape, dtype=x1.dtype, device=x1.device) if out is None else out

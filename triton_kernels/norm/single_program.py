@@ -16,7 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..activations import activate
-from ..runtime.tuning import choose
+from ..registry.choose import choose
+from ..registry.spec import dtype_name
+from ..runtime.device import describe
 from .multi_pass import Halves, Params, empty_like, extent, row_strides
 from .multi_pass_kernels import affine, coefficients, normalised_and_dz
 
@@ -26,6 +28,7 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 class _Config(NamedTuple):
     groups: int  # of a program
     num_warps: int
+    kernel = "single_program"
 
 
 _MAX_TILE = 16384  # elements of a program
@@ -274,12 +277,15 @@ def _choose(
     large_tile: int = _ELEMENTS,
 ) -> _Config:
     n, hw, c = extent(xs)
+    shape = {"pixels": hw, "c1": xs[0].shape[3], "c": c, "groups": num_groups}
     return choose(
         op,
-        (n, hw, xs[0].shape[3], c, num_groups, xs[0].dtype),
+        n,
+        shape | {"dtype": dtype_name(xs[0].dtype)},
         lambda: _candidates(xs, num_groups),
         lambda: _default(xs, num_groups, large_tile),
         run,
+        describe(xs[0].device),
     )
 
 

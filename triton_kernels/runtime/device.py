@@ -15,6 +15,7 @@ class Device(NamedTuple):
     num_sms: int
     shared_memory: int  # bytes that one program may use
     hopper: bool = False  # compute capability 9, whose wgmma no other has
+    arch: int = 0  # compute capability, ten times: 90; 0 of the interpreter
 
 
 _INTERPRETER = Device(tma=True, num_sms=4, shared_memory=232_448)  # stands in for a small Hopper
@@ -53,4 +54,5 @@ def _describe(device: torch.device) -> Device:
         num_sms=properties.multi_processor_count,
         shared_memory=properties.shared_memory_per_block_optin,
         hopper=properties.major == 9,
+        arch=10 * properties.major + properties.minor,
     )

@@ -45,6 +45,7 @@ class Tile(NamedTuple):
     programs: int  # a multiprocessor
     even: int  # 0: a program wherever there is room; 1: as many for each block, so that none has
     # parts of two; 2: half as many for each, which write half as many parts
+    kernel = "group_wgrad"
 
 
 ROWS = tuple(Tile(1, 1, 4, _STAGES_OF_ROWS, 1, even) for even in (0, 1, 2))

@@ -7,12 +7,15 @@ the tensor cores take where channels of the result are their rows, as in `rows` 
 Used where `rows` is: with versions it was tried with, where it was measured to be faster.
 """
 
-import triton
-from torch import Tensor
+from typing import NamedTuple
 
-from ...hopper.descriptors import SUPPORTED, takes
+import triton
+
+from ...hopper.descriptors import SUPPORTED, missing
+from ...registry.kernel import Kernel
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
-from ...runtime.device import describe
+from ...runtime.device import Device, describe
 from .operands import Operands, filters_in_boxes, norm_of
 from .row_mma import in_rows
 
@@ -23,7 +26,16 @@ if SUPPORTED:
 _WARPS = 9  # two warpgroups that multiply, and a warp that loads
 _RESERVED = 6144  # bytes of shared memory for barriers, 2 KB of y a warpgroup, and the hardware
 
-OUT_TILE = (16, 128, 64, _WARPS, 2)  # a `Config` of `conv.plain.tma`
+
+class NarrowOutput(NamedTuple):
+    """Pairs of rows of 64 or 128 pixels, 16 channels of the result."""
+
+    block_m: int
+    kernel = "narrow_output"
+    rows = 1
+
+
+OUT_TILE = NarrowOutput(128)
 
 _HEADS = 4  # programs of a head on a multiprocessor, or fewer where there are more channels
 _ROWS_OF_HEAD = (4, 8, 16)  # of an image, a program
@@ -32,25 +44,20 @@ _HEAD_REGISTERS = {4: 128, 8: 168, 16: 232}  # of a thread
 _ROWS = ((64, 64), (128, 64), (64, 128))  # pixels and channels of a row, perhaps of two images
 
 
-def serves(config: tuple) -> bool:
-    """Whether a `Config` is one of this path. Elsewhere tiles have 64 channels and more."""
-    return config.block_c == 16
+def refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why `launch` cannot do it, or None."""
+    if reason := missing(gpu, spec.itemsize):
+        return reason
+    if spec.activation is not None or spec.emb or spec.residual or spec.extra or spec.stats:
+        return "there is nothing to its epilogue but a bias"
+    if (spec.r, spec.s) != (3, 3) or spec.c != 16 or (spec.filters or (0, spec.k))[1] != spec.k:
+        return f"it does 3x3 filters to 16 channels, not {spec.r}x{spec.s} to {spec.c}"
+    row = spec.w * _images_of_row(spec.w), spec.k
+    return None if row in _ROWS else f"rows of {spec.w} pixels of {spec.k} channels"
 
 
-def tiles(
-    x: Tensor,  # [N, H, W, CI]
-    y: Tensor,  # [N, H, W, C], the result
-    weight: Tensor,  # [CO, CI, R, S]
-) -> list[tuple]:
-    """Those with which `launch` can do it, if there is nothing to it but a bias."""
-    narrow = x.shape[3] == weight.shape[1] and y.shape[3] == 16
-    width = x.shape[2] * _images_of_row(x.shape[2])
-    fits = (width, x.shape[3]) in _ROWS and tuple(weight.shape[2:]) == (3, 3)
-    return [OUT_TILE] if narrow and fits and takes(x) else []
-
-
-def launch(config: tuple, operands: Operands) -> None:
-    """The convolution, with a `Config` of `tiles`."""
+def launch(config: NarrowOutput, operands: Operands) -> None:
+    """The convolution."""
     n, h, w, c = operands.x.shape
     co = operands.weight.shape[0]
     device = describe(operands.x.device)
@@ -129,3 +136,6 @@ def pairs(width: int, channels: int, shared_memory: int) -> int:
     blocks = channels // 64
     room = shared_memory // programs(width, channels) - _RESERVED - blocks * 9 * 16 * 128
     return (room // blocks - 1024) // (2 * (width + 8) * 128)
+
+
+KERNEL = Kernel("narrow_output", NarrowOutput, refuse, lambda spec, gpu: [OUT_TILE], launch=launch)

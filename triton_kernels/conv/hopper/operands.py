@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...activations import rounded_grad
 from ...hopper.descriptors import SUPPORTED, in_boxes
+from ...noise.dropout import Mask
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -77,6 +78,7 @@ class Operands(NamedTuple):
     activation: str | None = None
     norm: Norm | None = None  # of x
     means: Means | None = None  # of y, beside its partials
+    mask: Mask | None = None  # of dropout, behind the activation
 
     @property
     def slope(self) -> str | None:

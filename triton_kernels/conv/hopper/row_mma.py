@@ -22,15 +22,19 @@ The tiles are for `tuning`, which takes them only where it has measured that the
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import triton
 from torch import Tensor
 
-from ...hopper.descriptors import SUPPORTED, in_boxes, takes
+from ...hopper.descriptors import SUPPORTED, in_boxes, missing, takes
 from ...reductions.long_sums import fewest_parts
+from ...registry.kernel import Kernel
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
-from ...runtime.device import describe
+from ...runtime.device import Device, describe
 from .operands import Operands, filters_in_boxes, norm_of
+from .refusals import refuse_3x3, refuse_rows
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -41,21 +45,47 @@ if SUPPORTED:
     from .stationary_weights_concat import conv_resident_two_kernel
 
 _PIXELS = 256  # of a tile
-_WARPS = 12  # two warpgroups that multiply and one of which a warp loads
 _STAGES = 2  # of pixels, and of three filters
 _STAGES_OF_16 = 4  # of pixels of 64 channels and of 16
 
-_RESIDENT_WARPS = 16  # three warpgroups that multiply and one of which one or two warps load
 _MOST_EXTRA = 192  # channels of 1x1 convolutions whose filters have room there too
 
-# `Config`s of `conv.plain.tma` and a `WgradConfig` of `conv.plain.tma_wgrad`. The warps say that
-# they belong here.
-TILE = (64, _PIXELS, 64, _WARPS, _STAGES)
-RESIDENT_TILE = (64, 128, 64, _RESIDENT_WARPS, 3)  # filters stay in shared memory
-RESIDENT_TILE_OF_4 = (64, 256, 64, _RESIDENT_WARPS, 3)  # of four rows
-NARROW_TILE = (64, 128, 16, _RESIDENT_WARPS, 3)  # that of 16 channels
-WGRAD_TILE = (64, 64, _PIXELS, 9, _WARPS, _STAGES)
-NARROW_WGRAD_TILE = (64, 16, _PIXELS, 9, _WARPS, _STAGES_OF_16)
+
+class RowMma(NamedTuple):
+    """Tiles of rows of 64 pixels."""
+
+    block_m: int  # pixels of a tile
+    kernel = "row_mma"
+    rows = 1  # tiles one below the other
+
+
+class StationaryWeights(NamedTuple):
+    """Tiles of two or four rows of 64 pixels; the filters of 64 channels stay in shared memory."""
+
+    block_m: int
+    kernel = "stationary_weights"
+    rows = 1
+
+
+class NarrowInput(NamedTuple):
+    """The same of 16 channels, whose filters stay in registers."""
+
+    block_m: int
+    kernel = "narrow_input"
+    rows = 1
+
+
+class RowWgrad(NamedTuple):
+    """A block of 64x64 channels and all nine taps a program, or of 64x16."""
+
+    block_ci: int
+    kernel = "row_wgrad"
+
+
+TILE = RowMma(_PIXELS)
+RESIDENT_TILE, RESIDENT_TILE_OF_4 = StationaryWeights(128), StationaryWeights(256)
+NARROW_TILE = NarrowInput(128)
+WGRAD_TILE, NARROW_WGRAD_TILE = RowWgrad(64), RowWgrad(16)
 
 _WIDTHS = (64,)  # pixels of a row
 _NARROW_WIDTHS = (64, 32)  # of NARROW_TILE, of two rows or of four
@@ -64,41 +94,56 @@ _NARROW_WGRAD_WIDTHS = (64, 32, 16)
 _PART = 6  # tiles that take as long as a part of a sum does to begin, to write and to add up
 
 
-def serves(config: tuple) -> bool:
-    """Whether a `Config` or a `WgradConfig` is one of this path."""
-    return config.num_warps in (_WARPS, _RESIDENT_WARPS)
-
-
 # --- forward and input gradient -------------------------------------------------------------------
 
 
-def tiles(
-    x: Tensor,  # [N, H, W, K], what is convolved: x, or dy
-    y: Tensor,  # [N, H, W, C], the result
-    weight: Tensor,  # [CO, CI, R, S]
-    inputs: Sequence[Tensor] = (),  # [N, H, W, .], of an input gradient
-    extra: Sequence[Tensor] = (),  # [N, H, W, .], of which 1x1 convolutions are added
-) -> list[tuple]:
-    """Those with which `launch` can do it."""
-    channels = [t.shape[3] for t in (y, *inputs, *extra)]
-    if x.shape[3] == 16:
-        few, many = weight.shape[:2] if inputs else (weight.shape[1], weight.shape[0])
-        fits = few <= 16 and not extra and _applies(x, weight, [*channels, many], _NARROW_WIDTHS)
-        return [NARROW_TILE] if fits else []
-    if not _applies(x, weight, [x.shape[3], *channels, *weight.shape[:2]], _WIDTHS):
-        return []
-    resident = x.shape[3] == 64 and sum(t.shape[3] for t in extra) <= _MOST_EXTRA
-    if not resident:
-        return [TILE]
-    return [TILE, RESIDENT_TILE] if extra else [TILE, RESIDENT_TILE, RESIDENT_TILE_OF_4]
+def _refuse_rows(spec: ConvSpec, gpu: Device) -> str | None:
+    return refuse_3x3(spec, gpu, _WIDTHS) or refuse_rows(spec, _PIXELS)
 
 
-def launch(config: tuple, operands: Operands) -> None:
-    """The convolution, or its input gradient, with a `Config` of `tiles`."""
-    if config[3] == _RESIDENT_WARPS:
-        _launch_resident(operands, config[1] // operands.x.shape[2])
-    else:
-        _launch_rows(operands)
+def _refuse_stationary(spec: ConvSpec, gpu: Device) -> str | None:
+    if reason := _refuse_rows(spec, gpu):
+        return reason
+    if spec.k != 64:
+        return f"filters of {spec.k} channels do not fit into shared memory; those of 64 do"
+    if sum(spec.extra) > _MOST_EXTRA:
+        return f"nor do those of 1x1 convolutions of more than {_MOST_EXTRA} channels"
+    return None
+
+
+def _refuse_narrow(spec: ConvSpec, gpu: Device) -> str | None:
+    if reason := missing(gpu, spec.itemsize):
+        return reason
+    if spec.k != 16 or min(spec.filters or (spec.k,)) > 16:
+        return f"it multiplies 16 channels, not {spec.k}"
+    if spec.extra:
+        return "it adds no 1x1 convolutions"
+    return refuse_3x3(spec, gpu, _NARROW_WIDTHS, narrow=True) or refuse_rows(spec, _PIXELS)
+
+
+def _stationary(spec: ConvSpec, gpu: Device) -> list[StationaryWeights]:
+    return [RESIDENT_TILE] if spec.extra else [RESIDENT_TILE, RESIDENT_TILE_OF_4]
+
+
+def launch(config: StationaryWeights | NarrowInput, operands: Operands) -> None:
+    """The convolution, or its input gradient, with filters that stay where they are."""
+    _launch_resident(operands, config.block_m // operands.x.shape[2])
+
+
+def _launch_tiles(config: RowMma, operands: Operands) -> None:
+    _launch_rows(operands)
+
+
+STATIONARY = Kernel(
+    "stationary_weights", StationaryWeights, _refuse_stationary, _stationary, launch=launch
+)
+KERNELS = (
+    Kernel("row_mma", RowMma, _refuse_rows, lambda spec, gpu: [TILE], launch=_launch_tiles),
+    STATIONARY,
+    Kernel(
+        "narrow_input", NarrowInput, _refuse_narrow, lambda spec, gpu: [NARROW_TILE], launch=launch
+    ),
+)
 
 
 def _launch_rows(operands: Operands) -> None:
@@ -250,9 +295,9 @@ def wgrad_fits_rows(x: Tensor, dy: Tensor, weight: Tensor) -> bool:
     return _applies(x, weight, channels, _WGRAD_WIDTHS) and same
 
 
-def wgrad_tile(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int]) -> tuple | None:
-    """The `WgradConfig` of `conv.plain.tma_wgrad` with which `weight_grad` can do one convolution.
-    Of x and dy one may be padded to 16 channels, of which the filters have fewer."""
+def wgrad_tile(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int]) -> RowWgrad | None:
+    """The configuration with which `weight_grad` can do one convolution, if it can. Of x and dy one
+    may be padded to 16 channels, of which the filters have fewer."""
     if wgrad_applies(x, dy, weight, padding):
         return WGRAD_TILE
     co, ci, _, _ = weight.shape

@@ -19,31 +19,40 @@ are fetched once, for which its products are of one row: better where rows are l
 Used where `rows` is: with versions it was tried with, where it was measured to be faster.
 """
 
-from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ...hopper.descriptors import SUPPORTED, in_boxes, takes
+from ...hopper.descriptors import SUPPORTED, in_boxes
+from ...registry.kernel import Kernel
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
-from ...runtime.device import describe
+from ...runtime.device import Device, describe
 from .operands import NormOfResult, Operands
+from .refusals import refuse_3x3
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .tile_mma_kernels import conv_tiles_kernel
 
-_WARPS = 9  # two warpgroups that multiply, and a warp that loads
 
-# `Config`s of `conv.plain.tma`. The warps say that they belong here.
-_WITH_FILTERS = 6  # stages of a tile whose filters come with the pixels
+class TileMma(NamedTuple):
+    """What a program of this kernel takes at a time."""
+
+    block_m: int  # pixels of a tile
+    filters_with_pixels: bool  # three of them, under the barrier of their block of pixels
+    kernel = "tile_mma"
+    rows = 1  # tiles one below the other
+
+
 TILES = (
-    (64, 256, 64, _WARPS, 3),
-    (64, 128, 64, _WARPS, 4),
-    (64, 128, 64, _WARPS, _WITH_FILTERS),
-    (64, 64, 64, _WARPS, 4),
-    (64, 64, 64, _WARPS, _WITH_FILTERS),
+    TileMma(256, False),
+    TileMma(128, False),
+    TileMma(128, True),
+    TileMma(64, False),
+    TileMma(64, True),
 )
 
 WIDTHS = (8, 16, 32, 64)  # pixels of a row
@@ -57,44 +66,33 @@ _LOADER_REGISTERS = 24
 _RESERVED = 1024  # bytes of shared memory for barriers, and what the compiler wants
 
 
-def serves(config: tuple) -> bool:
-    """Whether a `Config` is one of this path."""
-    return tuple(config[:5]) in TILES
+def refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why no tile can do it, or None."""
+    if reason := refuse_3x3(spec, gpu, _WIDTHS):
+        return reason
+    if any(cut(tile.block_m, spec.h, spec.w) for tile in TILES):
+        return None
+    return f"images of {spec.h}x{spec.w} are not cut into tiles of 64, 128 or 256 pixels"
 
 
-def tiles(
-    x: Tensor,  # [N, H, W, K], what is convolved: x, or dy
-    y: Tensor,  # [N, H, W, C], the result
-    weight: Tensor,  # [CO, CI, R, S]
-    inputs: Sequence[Tensor] = (),  # [N, H, W, .], of an input gradient
-    extra: Sequence[Tensor] = (),  # [N, H, W, .], of which 1x1 convolutions are added
-) -> list[tuple]:
+def configs(spec: ConvSpec, gpu: Device) -> list[TileMma]:
     """Those with which `launch` can do it."""
-    _, h, w, _ = x.shape
-    channels = [*(t.shape[3] for t in (x, y, *inputs, *extra)), *weight.shape[:2]]
-    if (
-        not takes(x)
-        or tuple(weight.shape[2:]) != (3, 3)
-        or any(c % 64 for c in channels)
-        or w not in _WIDTHS
-    ):
-        return []
-    return [tile for tile in TILES if cut(tile[1], h, w) is not None]
+    return [tile for tile in TILES if cut(tile.block_m, spec.h, spec.w) is not None]
 
 
-def makes_means(config: tuple, h: int, w: int) -> bool:
-    """Whether `launch` with one of `tiles` makes `Means`: of whole pairs of rows of one image, of
+def makes_means(config: TileMma, h: int, w: int) -> bool:
+    """Whether `launch` with one of `configs` makes `Means`: of whole pairs of rows of one image, of
     which a piece of the epilogue has one at least."""
-    return h % 2 == 0 and w in WIDTHS_OF_MEANS and cut(config[1], h, w)[1] == 1
+    return h % 2 == 0 and w in WIDTHS_OF_MEANS and cut(config.block_m, h, w)[1] == 1
 
 
-def launch(config: tuple, operands: Operands, normed: NormOfResult | None = None) -> None:
-    """The convolution, or its input gradient, with a `Config` of `tiles`; or the convolution and
+def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = None) -> None:
+    """The convolution, or its input gradient, with one of `configs`; or the convolution and
     the norm of it, if a tile is whole images, or tiles of an image meet (`tile_meeting`)."""
     n, h, w, k = operands.x.shape
     c = operands.y.shape[3]
     device = describe(operands.x.device)
-    rows, images = cut(config[1], h, w)
+    rows, images = cut(config.block_m, h, w)
     count = -(-n // images) * (h // rows) * (c // 64)
     blocks, steps = rings(config, images * w, device.shared_memory)
     overlap = overlapping(operands.x.device, 0)
@@ -135,7 +133,7 @@ def launch(config: tuple, operands: Operands, normed: NormOfResult | None = None
         ACT=act,
         BLOCKS=blocks,
         STEPS=steps,
-        **registers(config[1], images),
+        **registers(config.block_m, images),
         OVERLAP=bool(overlap),
         CG=group,
         KEEP=keep,
@@ -153,15 +151,15 @@ def registers(pixels: int, images: int) -> dict[str, int]:
     return {"REGISTERS": most, "maxnreg": (2 * most + _LOADER_REGISTERS) // 3}
 
 
-def rings(config: tuple, width: int, shared_memory: int) -> tuple[int, int]:
+def rings(config: TileMma, width: int, shared_memory: int) -> tuple[int, int]:
     """Blocks of pixels, and filters of one tap, that shared memory holds beside two tiles of the
     result. A block is needed for three filters, and neither ring should wait for the other. 0
     filters: three with each block, in the same ring."""
-    pixels = config[1]
+    pixels = config.block_m
     left = shared_memory - _RESERVED - 2 * pixels * 128
     block, tap = (pixels + 2 * width) * 128, 64 * 128
 
-    if config[4] == _WITH_FILTERS:
+    if config.filters_with_pixels:
         return min(6, left // (block + 3 * tap)), 0
 
     def ahead(blocks: int) -> int:
@@ -183,3 +181,6 @@ def in_rows(x: Tensor, rows: int, images: int, channels: int = 64) -> "TensorDes
     """[N, H, W, C] as [H, N, W, C]."""
     n, h, w, c = x.shape
     return in_boxes(x, [h, n, w, c], [w * c, h * w * c, c, 1], [rows, images, w, channels])
+
+
+KERNEL = Kernel("tile_mma", TileMma, refuse, configs, launch=launch)

@@ -6,6 +6,8 @@ pixels and all at once; so they are in the input gradient in TF32. All are confi
 `choose` like any other of `conv.plain.tma`, taken only where they were measured to be faster.
 """
 
+from typing import NamedTuple
+
 import triton
 from torch import Tensor
 
@@ -23,7 +25,57 @@ if SUPPORTED:
     from .unfused_tiles import conv_bare_tiles_kernel
     from .unfused_tiles_tf32 import conv_bare_tiles_tf32_kernel
 
-_WARPS = 12  # two warpgroups that multiply and one of which a warp loads
+
+class UnfusedTiles(NamedTuple):
+    """3x3 filters: pixels of a tile."""
+
+    block_m: int
+    kernel = "unfused_tiles"
+
+
+class UnfusedTilesTf32(NamedTuple):
+    """The same in TF32."""
+
+    block_m: int
+    kernel = "unfused_tiles_tf32"
+
+
+class UnfusedPointwise(NamedTuple):
+    """1x1 filters that stay in shared memory."""
+
+    block_c: int
+    block_m: int
+    kernel = "unfused_pointwise"
+
+
+class UnfusedSingleTile(NamedTuple):
+    """A tile of 1x1 filters a program, for which it asks all at once."""
+
+    block_c: int
+    block_m: int
+    num_warps: int
+    programs: int  # that may share a multiprocessor
+    kernel = "unfused_single_tile"
+
+
+class UnfusedSingleTileTf32(NamedTuple):
+    """The same of an input gradient in TF32."""
+
+    block_c: int
+    block_m: int
+    num_warps: int
+    programs: int
+    kernel = "unfused_single_tile_tf32"
+
+
+class UnfusedRing(NamedTuple):
+    """1x1 filters in a ring beside the pixels: long sums over many tiles."""
+
+    block_c: int
+    block_m: int
+    kernel = "unfused_ring"
+
+
 # (channels, pixels) of a program that does 1x1 filters; the last one spills a little
 _POINTS = [(64, 128), (64, 256), (128, 128), (192, 128)]
 # (channels, pixels, warps) of one that does a single tile of them
@@ -37,17 +89,10 @@ _ONCE = [
     (192, 256, 8),  # spills a little
 ]
 _RING = [(192, 128)]  # (channels, pixels) of a tile in a ring
-_RING_WARPS = 16
 _ONCE_TF32 = [(64, 64, 4), (64, 128, 4)]  # the same of an input gradient in TF32
-_AT_ONCE = 1024  # channels a step in the `Config` of such programs: all there are
 _TILES_A_PROCESSOR = 64  # with more, a program for each of them is not tried
 _TILES = (256, 128, 64)  # pixels of a tile of 3x3 filters whose products are of whole tiles
 _MOST_K = 1024  # channels of x, whose loop is unrolled
-
-
-def serves(config: tuple) -> bool:
-    """Whether a `Config` of `conv.plain.tma` is one of this path."""
-    return config.num_warps in (_WARPS, _RING_WARPS) or config.block_k == _AT_ONCE
 
 
 def candidates(
@@ -69,25 +114,25 @@ def candidates(
         if tuple(padding) != (1, 1) or k % 64 or y.shape[3] % 64 or w not in WIDTHS:
             return []
         cuts = ((pixels, cut(pixels, h, w)) for pixels in _TILES)
-        return [(64, p, 64, _WARPS, _rings(x, p, c[1])[0]) for p, c in cuts if c is not None]
+        return [UnfusedTiles(p) for p, c in cuts if c is not None]
     if not is_pointwise(weight, padding) or x.shape[3] > _MOST_K:
         return []
     wide = y.shape[3]
     points = [
-        (channels, pixels, 64, _WARPS, _blocks(x, channels, pixels)[0])
+        UnfusedPointwise(channels, pixels)
         for channels, pixels in _POINTS
         if (channels < wide + 64) and _blocks(x, channels, pixels)[0] > 1
     ]
     most = _TILES_A_PROCESSOR * describe(x.device).num_sms
     once = [
-        (channels, pixels, _AT_ONCE, warps, programs)
+        UnfusedSingleTile(channels, pixels, warps, programs)
         for channels, pixels, warps in _ONCE
         if channels < wide + 64
         and triton.cdiv(y.shape[2], pixels) * triton.cdiv(wide, channels) <= most
         for programs in _programs(x, channels, pixels)
     ]
     ring = [
-        (channels, pixels, 64, _RING_WARPS, _blocks_in_ring(x, channels, pixels))
+        UnfusedRing(channels, pixels)
         for channels, pixels in _RING
         if channels < wide + 64 and x.shape[3] > 256
     ]
@@ -100,7 +145,7 @@ def _tf32_candidates(x: Tensor, weight: Tensor, y: Tensor, padding: tuple[int, i
     if not (SUPPORTED and describe(x.device).hopper and fits) or k % 32 or y.shape[3] % 64:
         return []
     cuts = ((pixels, cut(pixels, h, w)) for pixels in _TILES)
-    return [(64, p, 32, _WARPS, _ring_tf32(x, p, c[1])) for p, c in cuts if c is not None]
+    return [UnfusedTilesTf32(p) for p, c in cuts if c is not None]
 
 
 def turning_candidates(
@@ -115,7 +160,7 @@ def turning_candidates(
         return []
     most = _TILES_A_PROCESSOR * describe(dy.device).num_sms
     return [
-        (channels, pixels, _AT_ONCE, warps, programs)
+        UnfusedSingleTileTf32(channels, pixels, warps, programs)
         for channels, pixels, warps in _ONCE_TF32
         if triton.cdiv(dx.numel() // ci, pixels) * triton.cdiv(ci, channels) <= most
         and co <= _MOST_K
@@ -127,7 +172,7 @@ def launch_turning(dy: Tensor, weight: Tensor, dx: Tensor, config: tuple) -> Non
     """The input gradient of 1x1 filters in TF32, with one of `turning_candidates`."""
     k, c, _, _ = weight.shape
     m = dy.numel() // k
-    channels, pixels, _, warps, programs = config[:5]
+    channels, pixels, warps, programs = config
     conv_bare_once_tf32_kernel[(triton.cdiv(m, pixels) * triton.cdiv(c, channels),)](
         in_boxes(dy, [m, k], [k, 1], [pixels, 32]),
         in_boxes(weight, [k, c], [c, 1], [32, channels]),
@@ -151,16 +196,16 @@ def launch(
     following: dict[str, bool],  # the launch option behind a launch that has turned the filters
 ) -> None:
     """y = conv(x) + bias, or the input gradient."""
-    if x.itemsize == 4:
+    if isinstance(config, UnfusedTilesTf32):
         _launch_tiles_tf32(x, weight, bias, y, config, following)
-    elif tuple(weight.shape[2:]) == (3, 3):
-        _launch_tiles(x, weight, bias, y, config, dgrad)
-    elif config[2] == _AT_ONCE:
-        _launch_once(x, weight, bias, y, config, dgrad)
-    elif config[3] == _RING_WARPS:
-        _launch_ring(x, weight, bias, y, config, dgrad)
-    else:
-        _launch_points(x, weight, bias, y, config, dgrad)
+        return
+    launchers = {
+        UnfusedTiles: _launch_tiles,
+        UnfusedSingleTile: _launch_once,
+        UnfusedRing: _launch_ring,
+        UnfusedPointwise: _launch_points,
+    }
+    launchers[type(config)](x, weight, bias, y, config, dgrad)
 
 
 def _launch_tiles(
@@ -168,8 +213,8 @@ def _launch_tiles(
 ) -> None:
     n, h, w, k = x.shape
     c = y.shape[3]
-    rows, images = cut(config[1], h, w)
-    blocks, steps = _rings(x, config[1], images)
+    rows, images = cut(config.block_m, h, w)
+    blocks, steps = _rings(x, config.block_m, images)
     tiles = triton.cdiv(n, images) * (h // rows) * (c // 64)
     conv_bare_tiles_kernel[(min(tiles, describe(x.device).num_sms),)](
         in_rows(x, 2, images),
@@ -214,7 +259,7 @@ def _launch_tiles_tf32(
 ) -> None:
     n, h, w, k = x.shape
     c = y.shape[3]
-    rows, images = cut(config[1], h, w)
+    rows, images = cut(config.block_m, h, w)
     tiles = triton.cdiv(n, images) * (h // rows) * (c // 64)
     conv_bare_tiles_tf32_kernel[(min(tiles, describe(x.device).num_sms),)](
         in_rows(x, 2, images, 32),
@@ -228,7 +273,7 @@ def _launch_tiles_tf32(
         ROWS=rows,
         IMAGES=images,
         W=w,
-        BLOCKS=config[4],
+        BLOCKS=_ring_tf32(x, config.block_m, images),
         num_warps=4,
         maxnreg=168,
         **following,
@@ -256,7 +301,7 @@ def _launch_points(
 ) -> None:
     _, _, m, k = x.shape
     c = y.shape[3]
-    channels, pixels = config[:2]
+    channels, pixels = config
     blocks, out = _blocks(x, channels, pixels)
     groups = triton.cdiv(c, channels)
     rounds = min(triton.cdiv(m, pixels), max(1, describe(x.device).num_sms // groups))
@@ -294,7 +339,8 @@ def _launch_ring(
 ) -> None:
     _, _, m, k = x.shape
     c = y.shape[3]
-    channels, pixels, _, _, blocks = config[:5]
+    channels, pixels = config
+    blocks = _blocks_in_ring(x, channels, pixels)
     tiles = triton.cdiv(m, pixels) * triton.cdiv(c, channels)
     conv_bare_ring_kernel[(min(tiles, describe(x.device).num_sms),)](
         *_matrices(x, weight, y, pixels),
@@ -322,7 +368,7 @@ def _launch_once(
 ) -> None:
     _, _, m, k = x.shape
     c = y.shape[3]
-    channels, pixels, _, warps, programs = config[:5]
+    channels, pixels, warps, programs = config
     tiles = triton.cdiv(m, pixels) * triton.cdiv(c, channels)
     conv_bare_once_kernel[(tiles,)](
         *_matrices(x, weight, y, pixels),

@@ -1,11 +1,12 @@
 """How a fused convolution is cut: which tiles can do it, and which is quickest by a model."""
 
-from collections.abc import Sequence
+import math
 
 import triton
 from torch import Tensor
 
-from ...runtime.device import describe
+from ...registry.spec import ConvSpec
+from ...runtime.device import Device
 from .tma import Config
 from .tma_boxes import count_boxes, covering_box, image_box, pixel_box, row_box
 
@@ -38,7 +39,9 @@ def box_of(config: Config, n: int, h: int, w: int, even: bool) -> tuple[int, int
 def piece_of(config: Config, box: tuple[int, int, int]) -> tuple[int, int, int]:
     """What the epilogue of the input gradient does at a time: a tile, or half of one where a thread
     has 128 accumulators. The half is of images, else of rows, else of columns."""
-    if config.rows > 1 or config.block_c * config.block_m < 128 * 32 * config.num_warps:
+    if not isinstance(config, Config) or config.rows > 1:  # those of Hopper do it as they can
+        return box
+    if config.block_c * config.block_m < 128 * 32 * config.num_warps:
         return box
     n, h, w = box
     return (n // 2, h, w) if n > 1 else (1, h // 2, w) if h > 1 else (1, 1, w // 2)
@@ -65,61 +68,61 @@ def _fetched(config: Config, itemsize: int) -> tuple[int, int]:
     return (config.rows + 2) * config.block_m * row, 3 * config.block_c * row
 
 
-def _resident(config: Config, x: Tensor) -> int:
+def _resident(config: Config, spec: ConvSpec, gpu: Device) -> int:
     """Programs that a multiprocessor holds at a time."""
-    shared = sum(_fetched(config, x.itemsize)) * config.num_stages + 1024
-    return min(describe(x.device).shared_memory // shared, 16 // config.num_warps)
+    shared = sum(_fetched(config, spec.itemsize)) * config.num_stages + 1024
+    return min(gpu.shared_memory // shared, 16 // config.num_warps)
 
 
-def valid(
-    configs: list[Config],
-    x: Tensor,  # what is convolved: x, or dy
-    y: Tensor,  # the result
-    r: int,
-    even: bool,  # tiles have equally many pixels of their images
-    inputs: Sequence[Tensor] = (),  # of an input gradient
-) -> list[Config]:
+def is_even(spec: ConvSpec) -> bool:
+    """Whether tiles have to have equally many pixels of their images: they leave sums of them."""
+    return spec.stats or spec.activation is not None
+
+
+def refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why no tile can do it, or None."""
+    if not gpu.tma:
+        return "the GPU has no TMA unit, which fetches its tiles"
+    if spec.stride != 1 or spec.r % 2 == 0 or spec.s % 2 == 0:
+        return f"it does filters of odd sides and stride 1, not {spec.r}x{spec.s}, {spec.stride}"
+    row = 16 // spec.itemsize
+    if odd := [c for c in (spec.k, spec.c, *spec.extra) if c % row]:
+        return f"{odd[0]} channels are no multiple of {row}, which is 16 bytes"
+    return None
+
+
+def fitting(configs: list[Config], spec: ConvSpec, gpu: Device) -> list[Config]:
     """The tiles that can do it, less those that another serves better anyway."""
-    n, h, w, k = x.shape
-    block_k = 64 if x.itemsize == 2 and k > 32 else 32
+    block_k = 64 if spec.itemsize == 2 and spec.k > 32 else 32
+    pixels, even = (spec.n, spec.h, spec.w), is_even(spec)
+    grad = spec.activation is not None
     fit = [
         c
         for c in configs
         if (c.block_k == block_k or c.rows > 1)
-        and serves(c, x.itemsize, r, (n, h, w), even, len(inputs) > 0)
-        and _resident(c, x) > 0
+        and serves(c, spec.itemsize, spec.r, pixels, even, grad)
+        and _resident(c, spec, gpu) > 0
     ]
-    if len(inputs) < 2:
+    if spec.first is None or spec.first == spec.c:
         return fit
-    within = [c for c in fit if inputs[0].shape[3] % c.block_c == 0]  # one input a tile
+    within = [c for c in fit if spec.first % c.block_c == 0]  # one input a tile
     return within or fit
 
 
-def pick(
-    configs: list[Config],
-    x: Tensor,
-    y: Tensor,
-    filter_size: tuple[int, int],  # R, S
-    even: bool,
-    inputs: Sequence[Tensor] = (),
-) -> Config:
-    """The tile with the shortest time by a crude model in clocks: a multiprocessor's programs
-    multiply (2048 multiply-adds a clock) or fetch (32 bytes a clock, where filters, which all
-    programs read at about the same time, count half) one after the other; filling the pipeline and
-    the epilogue are hidden by the other programs that fit beside. Tiles of several rows, whose
-    products into one accumulator Triton does not overlap, have to be timed: not taken here."""
-    n, h, w, k = x.shape
-    r, s = filter_size
-
-    def time(c: Config) -> float:
-        count = programs(c, box_of(c, n, h, w, even), y)
-        rounds = max(1, triton.cdiv(count, describe(x.device).num_sms))
-        products = c.block_c * c.block_m * c.block_k
-        of_x, of_w = _fetched(c, x.itemsize)
-        step = max(products / 2048, (of_x + of_w / 2) / 32)
-        steps = r * s * triton.cdiv(k, c.block_k)
-        alone = 1500 + c.block_c * c.block_m / c.num_warps
-        return rounds * (steps * step + alone / min(_resident(c, x), rounds))
-
-    fit = valid(configs, x, y, r, even, inputs)
-    return min((c for c in fit if c.rows == 1), key=time)
+def cost(spec: ConvSpec, gpu: Device, c: Config) -> float:
+    """Time by a crude model in clocks: a multiprocessor's programs multiply (2048 multiply-adds a
+    clock) or fetch (32 bytes a clock, where filters, which all programs read at about the same
+    time, count half) one after the other; filling the pipeline and the epilogue are hidden by the
+    other programs that fit beside. Tiles of several rows, whose products into one accumulator
+    Triton does not overlap, have to be timed: infinite."""
+    if c.rows > 1:
+        return math.inf
+    box = box_of(c, spec.n, spec.h, spec.w, is_even(spec))
+    count = count_boxes(box, spec.n, spec.h, spec.w) * triton.cdiv(spec.c, c.block_c)
+    rounds = max(1, triton.cdiv(count, gpu.num_sms))
+    products = c.block_c * c.block_m * c.block_k
+    of_x, of_w = _fetched(c, spec.itemsize)
+    step = max(products / 2048, (of_x + of_w / 2) / 32)
+    steps = spec.taps * triton.cdiv(spec.k, c.block_k)
+    alone = 1500 + c.block_c * c.block_m / c.num_warps
+    return rounds * (steps * step + alone / min(_resident(c, spec, gpu), rounds))

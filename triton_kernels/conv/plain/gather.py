@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ...reductions.column_sum import num_splits
 from ...reductions.long_sums import fewest_parts
+from ...registry.choose import choose
+from ...registry.spec import dtype_name
 from ...runtime.device import describe
-from ...runtime.tuning import choose
 from ...tf32 import split_to_tf32
 from ..configs import FwdTile, WgradTile, choose_plan, plans_around
 
@@ -22,14 +23,17 @@ class Config(FwdTile):
     """What one program of the forward or of the input gradient computes."""
 
     __slots__ = ()
+    kernel = "gather"
 
 
 class WgradConfig(WgradTile):
     """What one program of the weight gradient computes."""
 
     __slots__ = ()
+    kernel = "gather_wgrad"
 
 
+FORWARD = (Config,)
 FWD_CONFIGS = [
     Config(64, 64, 32, 4, 3),
     Config(64, 128, 32, 4, 3),
@@ -44,6 +48,7 @@ FWD_CONFIGS = [
     Config(64, 64, 32, 4, 1),  # a stem's products are one step: a second stage is for nothing
 ]
 _ONE_STEP = FWD_CONFIGS[-1]
+WEIGHT_GRAD = (WgradConfig,)
 WGRAD_CONFIGS = [
     WgradConfig(64, 64, 32, 4, 3),
     WgradConfig(64, 32, 64, 4, 3),  # stem and head: nine taps of three channels
@@ -208,10 +213,23 @@ def launch_fwd(
 
         config = choose(
             "conv2d_gather_dgrad" if dgrad else "conv2d_gather",
-            (*x.shape, *y.shape[1:], r, s, stride, x.dtype, precision),
+            n,
+            {
+                "h": h,
+                "w": w,
+                "k": ci,
+                "p": p,
+                "q": q,
+                "c": co,
+                "r": r,
+                "s": s,
+                "stride": stride,
+                "dtype": dtype_name(x.dtype, precision != "ieee"),
+            },
             lambda: [c for c in FWD_CONFIGS if _fits_fwd(c, x, wide_loads)],
             lambda: _pick_fwd(pixels, co, wide_loads, x),
             run,
+            describe(x.device),
         )
     stride_wo, stride_wi = (1, r * s * weight_ci) if dgrad else (r * s * weight_ci, 1)
     tiles = triton.cdiv(pixels, config.block_m) * triton.cdiv(co, config.block_c)
@@ -397,9 +415,11 @@ def plan_wgrad(
     def launch(parts: Tensor, config: WgradConfig, splits: int) -> None:
         launch_wgrad(x, dy, weight, parts, stride, padding, precision, config, splits)
 
-    key = (*x.shape, *weight.shape, p, q, stride, x.dtype, precision)
+    n, h, w, _ = x.shape
+    shape = {"h": h, "w": w, "k": x.shape[3], "co": co, "ci": ci, "r": r, "s": s, "p": p, "q": q}
+    shape |= {"stride": stride, "dtype": dtype_name(x.dtype, precision != "ieee")}
     op = "conv_weight_grad_gather"
-    return choose_plan(op, key, WgradConfig, candidates, default, weight, launch)
+    return choose_plan(op, n, shape, candidates, default, weight, launch)
 
 
 def launch_wgrad(

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ...activations import check_activation, rounded_grad
 from ...noise.dropout import Mask, mask_arguments
+from ...registry.choose import choose
+from ...registry.spec import dtype_name
 from ...runtime.device import describe
-from ...runtime.tuning import choose, same
 from .pointer_kernels import conv_pointer_forward_kernel, conv_pointer_input_grad_kernel
 from .tma_boxes import (
     boxes_of_image,
@@ -39,6 +40,7 @@ class PointerTile(NamedTuple):
     num_warps: int
     num_stages: int  # of which one is no buffer
     rows: int = 1  # tiles one below the other, which share loads
+    kernel = "pointer"
 
 
 TILES = [
@@ -104,11 +106,24 @@ def conv_forward(
         case = x, width, (r, s), stats, len(extra)
         config = choose(
             "conv_forward_pointer",
-            (n, h, w, ci, width, r, s, x.dtype, residual is not None, len(extra), stats),
+            n,
+            {
+                "h": h,
+                "w": w,
+                "k": ci,
+                "c": width,
+                "r": r,
+                "s": s,
+                "dtype": dtype_name(x.dtype, allow_tf32=True),
+                "residual": residual is not None,
+                "extras": len(extra),
+                "stats": stats,
+            },
             lambda: candidates(*case),
             lambda: pick(*case),
             lambda c: conv_forward(x, weight, bias, **terms, config=c)[0],
-            same,
+            describe(weight.device),
+            similar=True,
         )
     y = _empty((n, h, w, width), dtype=x.dtype, device=x.device)
     channels = (ci, ci), (co, width)
@@ -129,11 +144,21 @@ def conv_plain_input_grad(
         case = dy, ci, (r, s), False, 0
         config = choose(
             "conv_plain_input_grad_pointer",
-            (n, h, w, co, ci, r, s, dy.dtype),
+            n,
+            {
+                "h": h,
+                "w": w,
+                "k": co,
+                "c": ci,
+                "r": r,
+                "s": s,
+                "dtype": dtype_name(dy.dtype, allow_tf32=True),
+            },
             lambda: candidates(*case),
             lambda: pick(*case),
             lambda c: conv_plain_input_grad(dy, weight, config=c),
-            same,
+            describe(weight.device),
+            similar=True,
         )
     dx = _empty((n, h, w, ci), dtype=dy.dtype, device=dy.device)
     channels = (co, kx), (ci, ci)
@@ -229,11 +254,23 @@ def conv_input_grad(
         rest = {"inputs": inputs, "table": table, "activation": activation, "mask": mask}
         config = choose(
             "conv_input_grad_pointer",
-            (n, h, w, co, ci, c1, r, s, dy.dtype, activation),
+            n,
+            {
+                "h": h,
+                "w": w,
+                "k": co,
+                "c": ci,
+                "first": c1,
+                "r": r,
+                "s": s,
+                "dtype": dtype_name(dy.dtype, allow_tf32=True),
+                "activation": activation,
+            },
             lambda: candidates(*case),
             lambda: pick(*case),
             lambda c: conv_input_grad(dy, weight, **rest, config=c)[0],
-            same,
+            describe(weight.device),
+            similar=True,
         )
     dz = _empty((n, h, w, ci), dtype=dy.dtype, device=dy.device)
     box = box_of(config, n, h, w, even=True)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reductions.column_sum import num_splits
+from ...registry.spec import dtype_name
 from ...runtime.device import describe
 from ..configs import choose_plan, plans_around
 from .tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box
@@ -28,6 +29,7 @@ class PointerWgradTile(NamedTuple):
     taps: int  # successive ones: 1, a row of the filter, or all
     num_warps: int
     num_stages: int  # of which one is no buffer
+    kernel = "pointer_wgrad"
 
 
 TILES = [
@@ -163,8 +165,19 @@ def plan_wgrad(
 
     return choose_plan(
         "conv_weight_grad_pointer",
-        (*x.shape, *dy.shape[1:], *weight.shape[2:], stride, x.dtype),
-        PointerWgradTile,
+        x.shape[0],
+        {
+            "h": x.shape[1],
+            "w": x.shape[2],
+            "k": x.shape[3],
+            "p": dy.shape[1],
+            "q": dy.shape[2],
+            "c": dy.shape[3],
+            "r": weight.shape[2],
+            "s": weight.shape[3],
+            "stride": stride,
+            "dtype": dtype_name(x.dtype, allow_tf32=True),
+        },
         lambda: plans_around(candidates(x, weight), splits),
         default,
         weight,

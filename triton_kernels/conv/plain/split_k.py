@@ -18,9 +18,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...registry.choose import choose
+from ...registry.spec import dtype_name
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import describe
-from ...runtime.tuning import choose
 from ..hopper import one_row
 from .small_batch import EARLY_IMAGES, serves_split, split_early
 from .tma import tile_origin
@@ -38,6 +39,7 @@ class SplitConfig(NamedTuple):
     num_warps: int
     num_stages: int
     splits: int
+    kernel = "split_k"
 
 
 # Tiles that keep both operands of wgmma in shared memory; few pixels, since the images are small.
@@ -181,10 +183,21 @@ def conv_split(
     if config is None:
         config = choose(
             "conv_split",
-            (n, h, w, ci, co, r, s, x.dtype, *channels),
+            n,
+            {
+                "h": h,
+                "w": w,
+                "k": ci,
+                "c": co,
+                "r": r,
+                "s": s,
+                "dtype": dtype_name(x.dtype),
+                "extra": tuple(channels),
+            },
             lambda: _candidates(x, weight, channels),
             lambda: _default(x, weight, channels),
             lambda c: conv_split(x, weight, extra=extra, config=c).sum(0),
+            describe(x.device),
         )
     parts = _empty((config.splits, n, co, h * w), dtype=torch.float32, device=x.device)
     if n == 0:

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...registry.choose import choose
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import describe
-from ...runtime.tuning import choose, same
 from ...tf32 import split_to_tf32
 from . import gather
 from .linear_tf32x3 import launch_linear
@@ -49,15 +49,23 @@ class Config(NamedTuple):
     block_k: int  # input channels a step
     num_warps: int
     num_stages: int
-    # 0: a tile of `conv.plain.gather`, whose products are FMAs; 2: without copies, split in
-    # registers; 3: so, and in chunks of the sum side by side (`linear_tf32x3`)
-    tensor_cores: int = 1
+    in_registers: bool = False  # numbers are split there, without copies
+    kernel = "tf32x3"
 
 
-_IN_REGISTERS, _IN_CHUNKS = 2, 3  # `tensor_cores` of such tiles
-_GATHER = Config(64, 64, 32, 4, 3, 0)
-_GATHER_FEW = Config(16, 16, 64, 4, 3, 0)  # the linear layer over some samples: more programs
-_INSIDE = Config(64, 64, 32, 4, 4, _IN_REGISTERS)
+class LinearConfig(NamedTuple):
+    """Of `linear_tf32x3`: split in registers, in chunks of the sum side by side."""
+
+    block_c: int
+    block_m: int
+    num_warps: int
+    kernel = "linear_tf32x3"
+
+
+_GATHER = gather.Config(64, 64, 32, 4, 3)  # whose products are FMAs
+_GATHER_FEW = gather.Config(16, 16, 64, 4, 3)  # the linear layer over some samples: more programs
+_INSIDE = Config(64, 64, 32, 4, 4, True)
+FORWARD = (Config, LinearConfig)
 FWD_CONFIGS = [
     Config(64, 128, 32, 4, 2),
     Config(64, 64, 32, 4, 3),
@@ -65,9 +73,9 @@ FWD_CONFIGS = [
     Config(64, 128, 32, 4, 4),
     Config(128, 128, 32, 8, 3),
     _INSIDE,
-    Config(16, 32, 32, 4, 8, _IN_REGISTERS),
+    Config(16, 32, 32, 4, 8, True),
 ]
-LINEAR_CONFIGS = [Config(16, 16, 256, 4, 1, _IN_CHUNKS)]
+LINEAR_CONFIGS = [LinearConfig(16, 16, 4)]
 _MANY_PIXELS = 1024  # of a 1x1 convolution, whose copies would take longer than its products
 _WORTH = 2**27  # multiplications that pay for the copies; fewer are left to `conv.plain.gather`,
 _MOST_MEMORY = 2**32  # and so are copies of more bytes
@@ -150,7 +158,7 @@ def launch_fwd(
     precision: str,
     *,
     dgrad: bool,
-    config: Config | None = None,
+    config: Config | LinearConfig | gather.Config | None = None,
 ) -> None:
     """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output, y of the input."""
     assert stride == 1 and precision == "ieee"
@@ -164,7 +172,17 @@ def launch_fwd(
 
         config = choose(
             "conv2d_fp32_dgrad" if dgrad else "conv2d_fp32",
-            (*x.shape, *y.shape[1:], r, s),
+            x.shape[0],
+            {
+                "h": x.shape[1],
+                "w": x.shape[2],
+                "k": x.shape[3],
+                "p": y.shape[1],
+                "q": y.shape[2],
+                "c": y.shape[3],
+                "r": r,
+                "s": s,
+            },
             lambda: [
                 *(c for c in FWD_CONFIGS if _fits(c, x, r * s)),
                 *(LINEAR_CONFIGS if _is_linear(x, weight, padding) else ()),
@@ -173,19 +191,21 @@ def launch_fwd(
             ],
             lambda: _pick(x, weight, y),
             run,
-            same,
+            describe(x.device),
+            similar=True,
         )
-    if not config.tensor_cores:
-        tile = gather.Config(*config[:5])
-        gather.launch_fwd(x, weight, bias, y, stride, padding, precision, dgrad=dgrad, config=tile)
+    if isinstance(config, gather.Config):
+        gather.launch_fwd(
+            x, weight, bias, y, stride, padding, precision, dgrad=dgrad, config=config
+        )
         return
-    if config.tensor_cores == _IN_CHUNKS:
+    if isinstance(config, LinearConfig):
         launch_linear(
             x, weight, bias, y, dgrad=dgrad, block_c=config.block_c, block_m=config.block_m,
             num_warps=config.num_warps,
         )  # fmt: skip
         return
-    if config.tensor_cores == _IN_REGISTERS:
+    if config.in_registers:
         parts, filters = (x, None), (weight, None)
     elif dgrad:
         parts, filters, dgrad = split(x), turn_filters(weight, 2), False
@@ -226,7 +246,7 @@ def serves_fwd(x: Tensor, weight: Tensor, y: Tensor, stride: int, precision: str
     return served and addressable(x, y) and aligned(weight)
 
 
-def _pick(x: Tensor, weight: Tensor, y: Tensor) -> Config:
+def _pick(x: Tensor, weight: Tensor, y: Tensor) -> Config | gather.Config:
     n, p, q, co = y.shape
     if weight.shape[2:].numel() == 1 and n * p * q >= _MANY_PIXELS:
         return _INSIDE
@@ -245,7 +265,7 @@ def _is_linear(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> bool:
 
 
 def _fits(c: Config, x: Tensor, taps: int) -> bool:
-    if c.tensor_cores == _IN_REGISTERS and taps > 1:
+    if c.in_registers and taps > 1:
         return False  # a copy costs less than to split a number once for every tap
     fetched = 2 * c.num_stages * (c.block_c + c.block_m) * c.block_k * 4
     return fetched + 1024 <= describe(x.device).shared_memory

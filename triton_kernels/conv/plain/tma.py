@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reductions.column_sum import partials, sum_partials
+from ...registry.choose import choose
+from ...registry.spec import dtype_name
 from ...runtime.dependent_launch import await_inputs, following, overlapping
 from ...runtime.device import describe
-from ...runtime.tuning import choose, same
 from ..configs import FwdTile
 from ..hopper import unfused as gluon_bare
 from .tma_boxes import (
@@ -46,6 +47,14 @@ class Config(NamedTuple):
     num_stages: int
     rows: int = 1  # pixel tiles one below the other, which share loads; see `multiply_rows`
     parts: int = 1  # of the sum, each of a program, added up by a second launch
+    kernel = "tma"
+
+
+class TransposeFirst(NamedTuple):
+    """Of an input gradient: filters are transposed before, by `conv.plain.transpose_weights`."""
+
+    launches: int = 2
+    kernel = "transpose_first"
 
 
 # Tiles that keep both operands of wgmma in shared memory and spill no register.
@@ -80,9 +89,18 @@ FWD_CONFIGS = [
     Config(16, 32, 32, 4, 8),
     Config(128, 128, 32, 4, 4, parts=4),
 ]
+# whatever `launch_fwd` may be given
+FORWARD = (
+    Config,
+    TransposeFirst,
+    gluon_bare.UnfusedTiles,
+    gluon_bare.UnfusedTilesTf32,
+    gluon_bare.UnfusedPointwise,
+    gluon_bare.UnfusedSingleTile,
+    gluon_bare.UnfusedSingleTileTf32,
+    gluon_bare.UnfusedRing,
+)
 _MODELLED = 8  # the first so many are what the cost model chooses from
-# of an input gradient: filters are transposed before, by `conv.plain.transpose_weights`
-_BEFORE = Config(0, 0, 0, 0, 0)
 _TURN_FROM = 1024  # pixels of a float32 input gradient, which pay for a copy of the filters
 
 
@@ -273,7 +291,7 @@ def launch_fwd(
     precision: str,
     *,
     dgrad: bool,
-    config: Config | None = None,
+    config: tuple | None = None,  # one of `FORWARD`
 ) -> None:
     """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output, y of the input."""
     assert stride == 1
@@ -282,10 +300,10 @@ def launch_fwd(
     if dgrad and worth_turning(y):
         if turning := gluon_bare.turning_candidates(x, weight, y, padding):
             config = config or _choose_turning(x, weight, y, turning)
-            if gluon_bare.serves(config):
+            if isinstance(config, gluon_bare.UnfusedSingleTileTf32):
                 gluon_bare.launch_turning(x, weight, y, config)
                 return
-            config = None if config == _BEFORE else config
+            config = None if isinstance(config, TransposeFirst) else config
         padding = (r - 1 - padding[0], s - 1 - padding[1])
         weight, dgrad = turn_filters(weight, 1)[0], False
         launch_option = following(x.device)
@@ -302,16 +320,28 @@ def launch_fwd(
 
         config = choose(
             "conv2d_dgrad" if dgrad else "conv2d",
-            (*x.shape, *y.shape[1:], *weight.shape[2:], x.dtype),
+            x.shape[0],
+            {
+                "h": x.shape[1],
+                "w": x.shape[2],
+                "k": ci,
+                "p": p,
+                "q": q,
+                "c": co,
+                "r": weight.shape[2],
+                "s": weight.shape[3],
+                "dtype": dtype_name(x.dtype, allow_tf32=True),
+            },
             lambda: (
                 [c for c in FWD_CONFIGS if _fits_fwd(c, x) and _pays(c, x, y, weight)]
-                + [Config(*c) for c in gluon_bare.candidates(x, weight, y, padding, dgrad=dgrad)]
+                + gluon_bare.candidates(x, weight, y, padding, dgrad=dgrad)
             ),
             lambda: _pick_fwd(x, y),
             run,
-            same,
+            describe(x.device),
+            similar=True,
         )
-    if gluon_bare.serves(config):
+    if not isinstance(config, Config):
         gluon_bare.launch(x, weight, bias, y, config, dgrad=dgrad, following=launch_option)
         return
     box = pixel_box(config.block_m, n, p, q)
@@ -338,8 +368,8 @@ def launch_fwd(
     sum_partials(out, y, follows=True)
 
 
-def _choose_turning(dy: Tensor, weight: Tensor, dx: Tensor, turning: list[tuple]) -> Config:
-    """One of `turning`, or `_BEFORE`."""
+def _choose_turning(dy: Tensor, weight: Tensor, dx: Tensor, turning: list[tuple]) -> tuple:
+    """One of `turning`, or `TransposeFirst`."""
 
     def run(c: Config) -> Tensor:
         out = torch.empty_like(dx)
@@ -348,11 +378,13 @@ def _choose_turning(dy: Tensor, weight: Tensor, dx: Tensor, turning: list[tuple]
 
     return choose(
         "conv2d_turning",
-        (dx.numel() // dx.shape[3], dy.shape[3], dx.shape[3]),
-        lambda: [_BEFORE, *(Config(*c) for c in turning)],
-        lambda: _BEFORE,
+        dx.numel() // dx.shape[3],
+        {"k": dy.shape[3], "c": dx.shape[3]},
+        lambda: [TransposeFirst(), *turning],
+        TransposeFirst,
         run,
-        same,
+        describe(dy.device),
+        similar=True,
     )
 
 

@@ -9,6 +9,7 @@ the taps of one parity: four products of a quarter of the pixels, and of nine ta
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -16,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reductions.long_sums import fewest_parts
+from ...registry.choose import choose
+from ...registry.spec import dtype_name
 from ...runtime.device import describe
-from ...runtime.tuning import choose, same
 from ..configs import FwdTile, WgradTile, choose_plan, plans_around
 from .tma import tile_constants, tile_origin, worth_turning
 from .tma_boxes import addressable, aligned, count_boxes, in_boxes, pixel_box, weight_in_boxes
@@ -29,15 +31,18 @@ class Config(FwdTile):
     """What one program of the forward or of the input gradient computes."""
 
     __slots__ = ()
+    kernel = "tma_stride2"
 
 
 class WgradConfig(WgradTile):
     """What one program of the weight gradient computes, of one tap."""
 
     __slots__ = ()
+    kernel = "tma_stride2_wgrad"
 
 
 # Of those of `conv.plain.tma` the ones that win most often there.
+FORWARD = (Config,)
 FWD_CONFIGS = [
     Config(64, 128, 64, 4, 3),
     Config(64, 64, 64, 4, 4),
@@ -48,6 +53,7 @@ FWD_CONFIGS = [
     Config(64, 128, 64, 4, 4),
     Config(64, 128, 32, 4, 4),
 ]
+WEIGHT_GRAD = (WgradConfig,)
 WGRAD_CONFIGS = [
     WgradConfig(64, 64, 64, 4, 4),
     WgradConfig(64, 32, 64, 4, 4),
@@ -183,11 +189,13 @@ def launch_fwd(
 
         config = choose(
             "conv2d_stride2_dgrad" if dgrad else "conv2d_stride2",
-            (*x.shape, *y.shape[1:], r, s, x.dtype),
+            x.shape[0],
+            _shape(x, y, r, s),
             lambda: [c for c in FWD_CONFIGS if _fits_fwd(c, x, y, dgrad)],
             lambda: next(c for c in FWD_CONFIGS if _fits_fwd(c, x, y, dgrad)),
             run,
-            same,
+            describe(x.device),
+            similar=True,
         )
     if dgrad:
         _launch_dgrad(x, weight, y, padding, precision, config, add)
@@ -207,6 +215,13 @@ def launch_fwd(
         co,
         **tile_constants((r, s), padding, precision, box, config),
     )
+
+
+def _shape(x: Tensor, y: Tensor, r: int, s: int) -> dict[str, Any]:
+    """What a measurement depends on, beside the batch."""
+    (_, h, w, k), (_, p, q, c) = x.shape, y.shape
+    sizes = {"h": h, "w": w, "k": k, "p": p, "q": q, "c": c, "r": r, "s": s}
+    return sizes | {"dtype": dtype_name(x.dtype, allow_tf32=True)}
 
 
 def _launch_dgrad(
@@ -356,8 +371,8 @@ def plan_wgrad(
 
     return choose_plan(
         "conv_weight_grad_stride2",
-        (*x.shape, *dy.shape[1:], *weight.shape[2:], x.dtype),
-        WgradConfig,
+        x.shape[0],
+        _shape(x, dy, *weight.shape[2:]),
         lambda: plans_around(WGRAD_CONFIGS, splits, fewest),
         default,
         weight,

@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...reductions.column_sum import num_splits
 from ...reductions.long_sums import fewest_parts
+from ...registry.spec import dtype_name
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import describe
 from ..configs import WgradTile, choose_plan, plans_around
@@ -31,8 +32,10 @@ class WgradConfig(NamedTuple):
     taps: int  # neighbours in a row of the filter, which share one load of dy: 1 or 3
     num_warps: int
     num_stages: int
+    kernel = "tma_wgrad"
 
 
+WEIGHT_GRAD = (WgradConfig, gluon_rows.RowWgrad)
 WGRAD_CONFIGS = [
     WgradConfig(64, 64, 64, 1, 4, 4),
     WgradConfig(64, 64, 64, 3, 4, 3),
@@ -152,7 +155,7 @@ def plan_wgrad(
     _, _, r, s = weight.shape
 
     def splits(c: WgradConfig) -> int:
-        if gluon_rows.serves(c):
+        if isinstance(c, gluon_rows.RowWgrad):
             return gluon_rows.wgrad_splits(x, weight)
         pixels = as_one_row(dy) if is_pointwise(weight, padding) else dy
         return num_parts(pixels, c, math.prod(wgrad_blocks(weight, c, c.taps)))
@@ -178,10 +181,11 @@ def plan_wgrad(
     rounded = weight.dtype != torch.float32  # a sum in one part is stored as it is
     if tile is not None and rounded and gluon_rows.wgrad_splits(x, weight) == 1:
         tile = None
-    gluon = None if tile is None else WgradConfig(*tile)
-    key = (*x.shape, dy.shape[3], r, s, x.dtype)
-    plan = choose_plan("conv_weight_grad", key, WgradConfig, candidates, default, weight, launch)
-    if gluon_rows.serves(plan[0]) and plan[0] != gluon:
+    gluon = tile
+    n, h, w, k = x.shape
+    shape = {"h": h, "w": w, "k": k, "c": dy.shape[3], "r": r, "s": s, "dtype": dtype_name(x.dtype)}
+    plan = choose_plan("conv_weight_grad", n, shape, candidates, default, weight, launch)
+    if isinstance(plan[0], gluon_rows.RowWgrad) and plan[0] != gluon:
         plan = default()
     return plan
 
@@ -212,7 +216,7 @@ def launch_wgrad(
 ) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
     assert stride == 1
-    if gluon_rows.serves(config):
+    if isinstance(config, gluon_rows.RowWgrad):
         assert partial.dtype == torch.float32 and not accumulate
         gluon_rows.weight_grad(x, dy, partial.view(splits, -1))
         return

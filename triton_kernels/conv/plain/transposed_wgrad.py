@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...reductions.column_sum import num_splits
 from ...reductions.long_sums import fewest_parts
+from ...registry.spec import dtype_name
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import describe
 from ..configs import WgradTile, choose_plan, plans_around
@@ -52,6 +53,7 @@ class WgradConfig(NamedTuple):
     # is then; 4: the same, in float32 with the small products in bfloat16;
     # 5: `conv.hopper.fp16_split_wgrad`
     tensor_cores: int = 1
+    kernel = "transposed_wgrad"
 
 
 POINTS_CONFIGS = [
@@ -64,6 +66,7 @@ MMA_CONFIGS = [
 ]
 HALF_CONFIG = WgradConfig(64, 64, 128, 3, 13, 2, 5)
 _GATHER = WgradConfig(64, 64, 32, 1, 4, 3, 0)
+WEIGHT_GRAD = (WgradConfig,)
 WGRAD_CONFIGS = [
     WgradConfig(64, 64, 32, 1, 4, 4),
     WgradConfig(64, 64, 32, 3, 4, 3),
@@ -207,9 +210,11 @@ def plan_wgrad(
     def launch(parts: Tensor, config: WgradConfig, splits: int) -> None:
         launch_wgrad(x, dy, weight, parts, 1, padding, precision, config, splits)
 
-    key = (*x.shape, co, r, s, x.dtype, precision)
+    n, h, w, k = x.shape
+    dtype = dtype_name(x.dtype, precision != "ieee")
+    shape = {"h": h, "w": w, "k": k, "c": co, "r": r, "s": s, "dtype": dtype}
     op = "conv_weight_grad_turned"
-    return choose_plan(op, key, WgradConfig, candidates, default, weight, launch)
+    return choose_plan(op, n, shape, candidates, default, weight, launch)
 
 
 def launch_wgrad(

@@ -1,0 +1,278 @@
+"""The choice of kernels: rows are well formed, and a row can only name what can run."""
+
+import dataclasses
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
+from triton_kernels.registry import choose as registry
+from triton_kernels.registry import rows, search
+from triton_kernels.registry.kernel import Kernel, Op
+from triton_kernels.registry.spec import ConvSpec
+from triton_kernels.runtime.device import Device
+
+from .chips import HOPPER
+
+SHIPPED = sorted((Path(rows.__file__).parents[1] / "measured").glob("*.jsonl"))
+AMPERE = Device(tma=False, num_sms=108, shared_memory=166_912, arch=80)
+
+
+class Tile(NamedTuple):
+    size: int
+    warps: int
+    kernel = "tile"
+
+
+class Other(NamedTuple):
+    size: int
+    warps: int
+    kernel = "other"
+
+
+TILES = [Tile(64, 4), Tile(128, 4), Tile(256, 8), Other(128, 4)]
+
+
+def choose(n=8, run=None, size=16, similar=False, filters=3, dtype="bf16", match=None) -> tuple:
+    shape = {"size": size, "channels": 16, "filters": filters, "dtype": dtype}
+    options = {"similar": similar, "match": match}
+    return registry.choose("op", n, shape, lambda: TILES, lambda: TILES[0], run, HOPPER, **options)
+
+
+def row(n, size=128, warps=4, *, kernel="tile", of=16, filters=3) -> dict:
+    shape = {"size": of, "channels": 16, "filters": filters, "dtype": "bf16"}
+    config = {"size": size, "warps": warps}
+    return {"op": "op", "n": n, **shape, "kernel": kernel, "config": config}
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """A function that installs rows, and no others."""
+
+    def install(*found: dict) -> None:
+        folder = tmp_path / "measured"
+        rows.save(list(found), folder / rows.file_name(HOPPER))
+        monkeypatch.setattr(rows, "_SHIPPED", folder)
+        monkeypatch.setenv("TRITON_DIFFUSION_CACHE", str(tmp_path / "cache"))
+        rows.table.cache_clear()
+
+    install()
+    yield install
+    rows.table.cache_clear()
+
+
+@pytest.mark.usefixtures("measured")
+def test_without_a_measurement_the_default():
+    assert choose() == TILES[0]
+
+
+def test_the_nearest_batch_is_taken(measured):
+    measured(row(8), row(128, 256, 8))
+    assert [choose(n) for n in (1, 8, 31, 33, 512)] == [*[TILES[1]] * 3, *[TILES[2]] * 2]
+
+
+def test_a_kernel_is_known_by_its_name(measured):
+    """Two kernels may have configurations of equal numbers."""
+    measured(row(8, kernel="other"))
+    assert type(choose()) is Other
+    measured(row(8, kernel="gone"))
+    assert choose() == TILES[0]
+
+
+def test_a_configuration_that_is_not_listed_any_more_is_not_used(measured):
+    measured(row(8, 512, 8))
+    assert choose() == TILES[0]
+    fields = row(8) | {"config": {"size": 128, "warps": 4, "more": 1}}
+    measured(fields)
+    assert choose() == TILES[0]
+
+
+class TestOtherShapes:
+    """What has been measured for a shape says something of those that are like it."""
+
+    @pytest.fixture(autouse=True)
+    def some(self, measured):
+        measured(row(8), row(8, 256, 8, of=256), row(8, 512, of=64), row(8, 64, filters=1))
+
+    @pytest.mark.parametrize(
+        ("size", "n", "tile"),
+        [(32, 8, TILES[1]), (20, 8, TILES[1]), (128, 8, TILES[2]), (32, 64, TILES[2])],
+    )
+    def test_the_most_similar_is_taken(self, size, n, tile):
+        assert choose(n, size=size, similar=True) == tile
+
+    def test_both_types_of_16_bits_are_as_fast(self):
+        assert choose(dtype="fp16", similar=True) == TILES[1]
+        assert choose(dtype="fp32", similar=True) == TILES[0]
+
+    def test_only_if_it_is_asked_for(self):
+        assert choose(size=32) == TILES[0]
+
+    def test_a_measurement_of_the_shape_comes_first(self):
+        assert choose(4096, size=16, similar=True) == TILES[1]
+
+    def test_not_of_other_filters(self):
+        assert choose(size=32, filters=5, similar=True) == TILES[0]
+
+    def test_not_from_afar(self):
+        assert choose(size=16 << 10, similar=True) == TILES[0]
+
+    def test_not_between_small_sizes(self):
+        """They may be anything: a stride, a number of terms."""
+        assert choose(size=8, similar=True) == TILES[0]
+
+
+def test_the_same_tile_has_about_as_many_parts():
+    plans = [(64, 4, 7), (64, 4, 14), (64, 4, 3), (128, 4, 30)]
+    assert registry.same_tile((64, 4, 30), plans) == (64, 4, 14)
+    assert registry.same_tile((128, 4, 1), plans) == (128, 4, 30)
+    assert registry.same_tile((256, 4, 1), plans) is None
+
+
+@pytest.mark.usefixtures("measured")
+class TestSearch:
+    def test_each_share_is_compiled_once(self):
+        ran = []
+        for part in range(2):
+            with search.search(part, 2, timed=False):
+                for n in (1, 2, 2, 3):
+                    choose(n, lambda tile, n=n: ran.append((n, tile)))
+        assert sorted(ran) == sorted((n, tile) for n in (1, 2, 3) for tile in TILES)
+
+    def test_wrong_tiles_are_left_out(self, monkeypatch):
+        """The fastest one is wrong here, and must not win."""
+        times = {64: 3.0, 128: 2.0, 256: 1.0}
+        results = {64: 1.0, 128: 1.0, 256: 1.1}
+
+        def run(tile):
+            value = torch.tensor([results[tile.size]])
+            value.tile = tile.size
+            return value
+
+        monkeypatch.setattr(search, "_time", lambda run, best: times[run().tile])
+        with search.search() as found:
+            choose(8, run)
+        assert found.rows == [row(8)]
+        assert [r["config"]["size"] for r in found.rejected] == [256]
+        assert len(found.times) == 3 and found.defaults == [row(8, 64)]
+
+
+def test_saved_measurements_add_up(tmp_path):
+    path = tmp_path / "a" / "rows.jsonl"
+    rows.save([row(2)], path)
+    rows.save([row(3, 256, 8)], path)
+    rows.save([row(2, 64)], path)
+    assert rows.read(path) == [row(2, 64), row(3, 256, 8)]
+
+
+def test_several_may_save_side_by_side(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with ThreadPoolExecutor(4) as threads:  # the lock is of a file, and as good for processes
+        list(threads.map(lambda n: rows.save([row(n)], path), range(1, 41)))
+    assert len(rows.read(path)) == 40 and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '{"op', "[1]", '{"op": "op"}', json.dumps(row(8) | {"n": -1}), "\udcff"]
+)
+def test_damaged_rows_are_not_used(text, measured, caplog):
+    """Kernels run with what was shipped, and the next measurement replaces them."""
+    path = rows.cache_path(HOPPER)
+    path.parent.mkdir(parents=True)
+    path.write_text(text, errors="surrogateescape")
+    rows.table.cache_clear()
+    assert choose() == TILES[0] and str(path) in caplog.text
+    rows.save([row(8, 256, 8)], path)
+    assert choose() == TILES[2]
+
+
+def test_rows_belong_to_a_chip_and_not_to_a_product(measured):
+    """An H100 and an H200 have the same multiprocessors, as many of them."""
+    measured(row(8))
+    twin = HOPPER._replace(tma=True)
+    assert rows.table(twin) is not None and choose() == TILES[1]
+    assert rows.file_name(HOPPER) == "sm_90-132.jsonl"
+    assert not rows.table(HOPPER._replace(num_sms=114)) and not rows.table(AMPERE)
+    assert not rows.table(HOPPER._replace(arch=0))  # the interpreter
+
+
+def test_a_user_s_rows_come_first_and_are_of_one_version(measured, monkeypatch):
+    measured(row(8))
+    rows.save([row(8, 256, 8)], rows.cache_path(HOPPER))
+    assert choose() == TILES[2]
+    for module in (rows.triton, torch):
+        with monkeypatch.context() as other:
+            other.setattr(module, "__version__", "9.9.9")
+            rows.table.cache_clear()
+            assert choose() == TILES[1]
+
+
+def test_shipped_rows_are_of_known_kernels():
+    """Every row of a fused convolution names a kernel, with its fields, that can do it."""
+    (path,) = SHIPPED
+    found = rows.read(path)
+    assert len(found) > 1000
+    for op in (FORWARD, INPUT_GRAD):
+        mine = [r for r in found if r["op"] == op.name]
+        assert mine
+        for r in mine:
+            spec = _spec(op, r)
+            kernel = op.kernel(r["kernel"])
+            assert kernel is not None and kernel.refuse(spec, HOPPER) is None, r
+            configs = kernel.configs(spec, HOPPER)
+            assert kernel.meant(r["config"], configs) is not None, r
+
+
+def _spec(op: Op, r: dict) -> ConvSpec:
+    """A spec of that key."""
+    given = {key: r[key] for key in op.key if key != "extras"}
+    filters = (r["c"], r["k"]) if op is FORWARD else (r["k"], r["c"])
+    few = tuple(3 if c == 16 else c for c in filters)
+    return ConvSpec(n=r["n"], filters=few, extra=(64,) * r.get("extras", 0), **given)
+
+
+class TestSelect:
+    def spec(self, **changes) -> ConvSpec:
+        given = {"n": 32, "dtype": "bf16", "h": 64, "w": 64, "k": 64, "c": 64, "stats": True}
+        return ConvSpec(**given | changes)
+
+    @pytest.mark.usefixtures("measured")
+    def test_what_nobody_has_measured_is_predicted(self):
+        choice = registry.select(FORWARD, self.spec(), HOPPER)
+        assert (choice.kernel.name, choice.why) == ("tma", "predicted")
+
+    def test_a_row_decides(self):
+        choice = registry.select(FORWARD, self.spec(), HOPPER)
+        assert choice.kernel.name == "stationary_weights" and choice.why == "measured"
+        choice = registry.select(FORWARD, self.spec(n=20), HOPPER)
+        assert choice.why == "measured at n=16" or choice.why == "measured at n=32"
+
+    def test_every_kernel_has_a_reason(self):
+        """Of what is refused the value that is wrong is named, and what would be right."""
+        spec = self.spec(h=24, w=24, k=96, c=96)
+        considered = {c.kernel: c for c in registry.explain(FORWARD, spec, HOPPER)}
+        assert set(considered) == {kernel.name for kernel in FORWARD.kernels}
+        taken = [c for c in considered.values() if c.chosen]
+        assert [c.kernel for c in taken] == ["tma"] and taken[0].predicted > 0
+        assert "96 channels" in considered["tile_mma"].refused
+        assert "nothing to its epilogue but a bias" in considered["narrow_output"].refused
+
+    def test_no_wgmma_no_hopper_kernel(self):
+        reasons = [k.refuse(self.spec(), AMPERE) for k in FORWARD.kernels if k.name != "tma"]
+        assert all("wgmma" in reason for reason in reasons)
+
+    def test_masks_are_told_apart(self):
+        """A cache of decisions must not hand a layer with dropout what one without it takes."""
+        grad = self.spec(h=16, w=16, k=256, c=256, first=256, activation="silu", stats=False)
+        plain = registry.select(INPUT_GRAD, grad, HOPPER)
+        masked = registry.select(INPUT_GRAD, dataclasses.replace(grad, mask=True), HOPPER)
+        assert plain.kernel.name == "tile_mma" and masked.kernel.name == "tma"
+
+    def test_nothing_that_can_do_it(self):
+        never = Kernel("never", Tile, lambda spec, gpu: "it never does", lambda spec, gpu: TILES)
+        with pytest.raises(ValueError, match="never: it never does"):
+            registry.select(Op("nothing", ("h",), (never,)), self.spec(), HOPPER)

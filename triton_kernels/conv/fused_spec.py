@@ -1,0 +1,46 @@
+"""What a fused convolution of given tensors computes, as a spec."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..registry.spec import ConvSpec, dtype_name
+from ..runtime.device import describe
+from .hopper import tile_mma
+
+
+def forward_spec(
+    x: Tensor,  # [N, H, W, CI]
+    weight: Tensor,  # [CO, CI, R, S]
+    width: int | None = None,  # channels of y, None: CO
+    *,
+    emb: bool = False,
+    residual: bool = False,
+    extra: Sequence[Tensor] = (),  # of which 1x1 convolutions are added
+    stats: bool = False,
+) -> ConvSpec:
+    """What `conv_forward` computes of such tensors."""
+    n, h, w, k = x.shape
+    co, ci, r, s = weight.shape
+    return ConvSpec(
+        n=n,
+        dtype=dtype_name(x.dtype, allow_tf32=True),
+        h=h,
+        w=w,
+        k=k,
+        c=co if width is None else width,
+        r=r,
+        s=s,
+        filters=(co, ci),
+        emb=emb,
+        residual=residual,
+        extra=tuple(other.shape[3] for other in extra),
+        stats=stats,
+    )
+
+
+def tiles_of(x: Tensor, weight: Tensor, extra: Sequence[Tensor]) -> list[tile_mma.TileMma]:
+    """The tiles of `tile_mma` that can do the forward pass."""
+    spec, gpu = forward_spec(x, weight, extra=extra), describe(x.device)
+    kernel = tile_mma.KERNEL
+    return [] if x.shape[0] == 0 or kernel.refuse(spec, gpu) else list(kernel.configs(spec, gpu))

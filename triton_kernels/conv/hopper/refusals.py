@@ -1,0 +1,36 @@
+"""Why the Hopper kernels of 3x3 convolutions cannot do one."""
+
+from collections.abc import Sequence
+
+from ...hopper.descriptors import missing
+from ...registry.spec import ConvSpec
+from ...runtime.device import Device
+
+
+def refuse_3x3(
+    spec: ConvSpec, gpu: Device, widths: Sequence[int], narrow: bool = False
+) -> str | None:
+    """Of stride 1 and padding 1 in 16 bits, whose channels come in blocks of 64; of those that are
+    multiplied not, if they are `narrow`."""
+    if reason := missing(gpu, spec.itemsize):
+        return reason
+    if (spec.r, spec.s) != (3, 3) or spec.stride != 1 or spec.pads != (1, 1):
+        return f"it does 3x3 filters of stride 1 and padding 1, not {spec.r}x{spec.s}"
+    channels = [spec.c, *spec.extra]
+    if spec.first is not None:
+        channels += [spec.first, spec.c - spec.first]
+    filters = spec.filters or (spec.k, spec.c)
+    channels += [max(filters)] if narrow else [spec.k, *filters]
+    if odd := [c for c in channels if c % 64]:
+        return f"{odd[0]} channels are no multiple of 64"
+    if spec.w not in widths:
+        return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}"
+    if spec.mask:
+        return "it does not draw dropout masks"
+    return None
+
+
+def refuse_rows(spec: ConvSpec, pixels: int) -> str | None:
+    """Tiles are so many pixels, whole rows of one image."""
+    rows = pixels // spec.w
+    return f"{spec.h} rows are no multiple of {rows}" if spec.h % rows else None

@@ -1,0 +1,228 @@
+"""`select`: the only place that decides which kernel runs.
+
+In this order: what has been measured for the shape (at the nearest batch), what has been measured
+for the shape most like it, what the kernels' cost models predict.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..runtime.device import Device
+from . import rows, search
+from .kernel import Choice, Kernel, Op
+from .rows import Found, Shape, Table
+from .spec import Spec
+
+_SIMILAR = 6.0  # powers of two between shapes, at most, if one is to say something of the other
+_SMALLEST_SIZE = 16  # of what shapes may differ in; smaller are sides of filters, and small images
+_ALIKE = {"fp16": "bf16"}  # as fast
+
+_taken: dict[tuple, tuple[Table, tuple]] = {}
+_decided: dict[tuple[Op, Spec, Device], tuple[Table, Choice]] = {}
+
+
+def select(
+    op: Op,
+    spec: Spec,
+    gpu: Device,
+    run: Callable[[tuple], Tensor] | None = None,  # does it with a configuration, for `search`
+) -> Choice:
+    """The kernel and the configuration to compute `spec` on this GPU with.
+
+    Raises ValueError, with every kernel's reason, if none of them can.
+    """
+    table = rows.table(gpu)
+    key = (op, spec, gpu)
+    known = _decided.get(key)
+    searching = search.current()
+    if known is not None and known[0] is table and searching is None:
+        return known[1]
+    if searching is not None and run is not None:
+        searching.meet(
+            op, spec, lambda: listed(op, spec, gpu), lambda: _predicted(op, spec, gpu), run
+        )
+    choice = _measured(op, spec, gpu) or _predicted(op, spec, gpu)
+    _decided[key] = table, choice
+    return choice
+
+
+def listed(op: Op, spec: Spec, gpu: Device) -> list[tuple[Kernel, tuple]]:
+    """Every kernel that can do it, with every configuration."""
+    return [
+        (kernel, config)
+        for kernel in op.kernels
+        if kernel.refuse(spec, gpu) is None
+        for config in kernel.configs(spec, gpu)
+    ]
+
+
+def _measured(op: Op, spec: Spec, gpu: Device) -> Choice | None:
+    for row, why in _rows(op, spec, gpu):
+        kernel = op.kernel(row["kernel"])
+        if kernel is None or kernel.refuse(spec, gpu) is not None:
+            continue
+        config = kernel.meant(row["config"], kernel.configs(spec, gpu))
+        if config is not None:
+            return Choice(kernel, config, why)
+    return None
+
+
+def _predicted(op: Op, spec: Spec, gpu: Device) -> Choice:
+    best: tuple[float, Kernel, tuple] | None = None
+    for kernel in op.kernels:
+        if kernel.cost is None or kernel.refuse(spec, gpu) is not None:
+            continue
+        for config in kernel.configs(spec, gpu):
+            cost = kernel.cost(spec, gpu, config)
+            if math.isfinite(cost) and (best is None or cost < best[0]):
+                best = cost, kernel, config
+    if best is None:
+        for kernel in op.kernels:
+            if kernel.default is not None and kernel.refuse(spec, gpu) is None:
+                return Choice(kernel, kernel.default(spec, gpu), "rule of thumb")
+        reasons = "; ".join(f"{k.name}: {k.refuse(spec, gpu)}" for k in op.kernels)
+        raise ValueError(f"no kernel computes {op.name} of {spec}: {reasons}")
+    return Choice(best[1], best[2], "predicted")
+
+
+def _rows(op: Op, spec: Spec, gpu: Device) -> Iterator[tuple[Found, str]]:
+    names = [kernel.name for kernel in op.kernels]
+    return _rows_of(op.name, spec.n, op.shape(spec), gpu, op.similar, names)
+
+
+def _rows_of(
+    op: str, n: int, shape: Shape, gpu: Device, similar: bool, names: Sequence[str] = ()
+) -> Iterator[tuple[Found, str]]:
+    """That of the batch nearest to n or, if the shape has none and others count, those of others,
+    the most similar first."""
+    measured = rows.table(gpu).get(op, {})
+    if by_batch := measured.get(shape):
+        nearest = min(by_batch, key=lambda m: abs(math.log(max(m, 1) / max(n, 1))))
+        yield by_batch[nearest], "measured" if nearest == n else f"measured at n={nearest}"
+        return
+    found = []
+    for other, by_batch in measured.items() if similar else ():
+        ratios = _ratios(shape, other)
+        for known, row in by_batch.items() if ratios is not None else ():
+            powers = [*ratios, math.log2(max(known, 1) / max(n, 1))]
+            # how many times as much work it is, and how differently cut
+            distance = abs(sum(powers)) + sum(map(abs, powers)) / 2
+            found.append((distance, _order(row, names), row, other, known))
+    for distance, _, row, other, known in sorted(found, key=lambda f: f[:2]):
+        if distance <= _SIMILAR:
+            differing = [f"n={known}", *(f"{k}={v}" for k, v in other if (k, v) not in shape)]
+            yield row, "like " + " ".join(differing)
+
+
+def _order(row: Found, names: Sequence[str]) -> list[int]:
+    """Between rows that are equally similar: the kernel that is listed first, the smaller tile."""
+    listed = names.index(row["kernel"]) if row["kernel"] in names else len(names)
+    return [listed, *(int(v) for v in row["config"].values())]
+
+
+def _ratios(a: Shape, b: Shape) -> list[float] | None:
+    """The logarithms of what the sizes in two shapes differ by; None if more differs than sizes."""
+    if len(a) != len(b):
+        return None
+    ratios = []
+    for (name, x), (other, y) in zip(a, b, strict=True):
+        x, y = _ALIKE.get(x, x), _ALIKE.get(y, y)
+        if name != other or (x != y and not _are_sizes(x, y)):
+            return None
+        if x != y:
+            ratios.append(math.log2(y / x))
+    return ratios
+
+
+def _are_sizes(x: Any, y: Any) -> bool:
+    return type(x) is int and type(y) is int and min(x, y) >= _SMALLEST_SIZE
+
+
+class Considered(NamedTuple):
+    """What `explain` says of one kernel."""
+
+    kernel: str
+    refused: str | None  # why it cannot do it
+    config: tuple | None  # its best one, by its cost model; the chosen one of the chosen kernel
+    predicted: float | None  # microseconds
+    chosen: str | None  # why it is taken, if it is
+
+
+def explain(op: Op, spec: Spec, gpu: Device) -> list[Considered]:
+    """Every kernel of an operation: why it cannot compute `spec`, or what it would take."""
+    choice = select(op, spec, gpu)
+    found = []
+    for kernel in op.kernels:
+        refused = kernel.refuse(spec, gpu)
+        configs: Sequence[tuple] = () if refused else kernel.configs(spec, gpu)
+        chosen = choice.why if kernel is choice.kernel else None
+        best = None
+        if kernel.cost is not None and configs:
+            best = min(configs, key=lambda c, kernel=kernel: kernel.cost(spec, gpu, c))
+        config = choice.config if chosen else best
+        priced = kernel.cost is not None and config is not None
+        predicted = kernel.cost(spec, gpu, config) if priced else None
+        if refused is None and not configs:
+            refused = "none of its configurations fits"
+        found.append(Considered(kernel.name, refused, config, predicted, chosen))
+    return found
+
+
+def choose(
+    op: str,
+    n: int,
+    shape: dict[str, Any],  # all else on which a measurement depends, by name
+    configs: Callable[[], Sequence[tuple]],  # that can do it; `kernel` of their class is its name
+    default: Callable[[], tuple],
+    run: Callable[[tuple], Tensor],  # does it with a configuration; returns the result
+    gpu: Device,
+    *,
+    similar: bool = False,  # whether rows of other shapes count
+    match: Callable[[tuple, Sequence[tuple]], tuple | None] | None = None,
+) -> tuple:
+    """`select` of an operation whose kernels depend on more than a spec says: on tensors. What
+    `configs` and `default` return depends on the shape alone: they are asked once."""
+    given = tuple(shape.items())
+    key = (op, n, given, gpu)
+    table = rows.table(gpu)
+    known = _taken.get(key)
+    searching = search.current()
+    if known is not None and known[0] is table and searching is None:
+        return known[1]
+    if searching is not None:
+        searching.measure(op, n, shape, configs, default, run)
+    config = None
+    listed: Sequence[tuple] | None = None
+    for row, _ in _rows_of(op, n, given, gpu, similar):
+        listed = configs() if listed is None else listed
+        config = _meant(row, listed, match)
+        if config is not None:
+            break
+    config = default() if config is None else config
+    _taken[key] = table, config
+    return config
+
+
+def _meant(
+    row: Found,
+    listed: Sequence[tuple],
+    match: Callable[[tuple, Sequence[tuple]], tuple | None] | None,
+) -> tuple | None:
+    for kind in dict.fromkeys(type(c) for c in listed):
+        if kind.kernel == row["kernel"] and set(kind._fields) == set(row["config"]):
+            config = kind(**row["config"])
+            of_kind = [c for c in listed if type(c) is kind]
+            return (
+                match(config, of_kind) if match else next((c for c in of_kind if c == config), None)
+            )
+    return None
+
+
+def same_tile(config: tuple, listed: Sequence[tuple]) -> tuple | None:
+    """The one with the same numbers but for the last: in how many parts a sum is taken, which
+    depends on the shape. Of several that which is nearest in it."""
+    tiles = [c for c in listed if tuple(c[:-1]) == tuple(config[:-1])]
+    return min(tiles, key=lambda c: abs(math.log(c[-1] / config[-1])), default=None)

@@ -1,0 +1,77 @@
+"""A row of the registry, and the operations that its rows compute."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from ..runtime.device import Device
+from .spec import Spec
+
+C = TypeVar("C", bound=tuple)  # a configuration: a NamedTuple, whose fields a measured row names
+
+
+@dataclass(frozen=True)
+class Kernel(Generic[C]):
+    """One way to compute an operation."""
+
+    name: str
+    config: type[C]  # of which every configuration is one
+    refuse: Callable[[Spec, Device], str | None]  # why it cannot compute this on this GPU, or None
+    configs: Callable[[Spec, Device], Sequence[C]]  # those that can; asked only if not refused
+    # microseconds that a configuration is predicted to take; None: taken only where measured
+    cost: Callable[[Spec, Device, C], float] | None = None
+    # the configuration that a rule of thumb takes where there is no cost model; only that of the
+    # first kernel that can do it counts
+    default: Callable[[Spec, Device], C] | None = None
+    launch: Callable[..., None] | None = None  # of a configuration and the op's operands
+    # which of `configs` a row of another shape means, if not the one with equal fields
+    match: Callable[[C, Sequence[C]], C | None] | None = None
+
+    def meant(self, row: dict[str, Any], listed: Sequence[C]) -> C | None:
+        """The configuration that a measured row names, if it is listed."""
+        if set(row) != set(self.config._fields):
+            return None  # as another version of this package had it
+        config = self.config(**row)
+        if self.match is not None:
+            return self.match(config, listed)
+        return config if config in listed else None
+
+
+@dataclass(frozen=True)
+class Op:
+    """Kernels that compute the same thing, the strongest safe choice of which is a matter of
+    measurement."""
+
+    name: str
+    key: tuple[str, ...]  # attributes of a spec on which a measurement depends, beside its `n`
+    kernels: tuple[Kernel, ...]
+    similar: bool = True  # whether rows of other shapes say something about a shape
+    aliases: dict[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        names = [kernel.name for kernel in self.kernels]
+        assert len(set(names)) == len(names), f"{self.name}: two kernels have one name: {names}"
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def kernel(self, name: str) -> Kernel | None:
+        """The one of this name."""
+        return next((kernel for kernel in self.kernels if kernel.name == name), None)
+
+    def kernel_of(self, config: tuple) -> Kernel:
+        """The one that a configuration belongs to."""
+        return next(kernel for kernel in self.kernels if type(config) is kernel.config)
+
+    def shape(self, spec: Spec) -> tuple[tuple[str, Any], ...]:
+        """What a measurement depends on, by name."""
+        return tuple((name, getattr(spec, name)) for name in self.key)
+
+
+@dataclass(frozen=True)
+class Choice(Generic[C]):
+    """What `select` took."""
+
+    kernel: Kernel[C]
+    config: C
+    why: str  # "measured", "measured at n=32", "like ...", "predicted"

@@ -1,0 +1,204 @@
+"""How measured rows come about: every configuration of every kernel, compared and timed.
+
+    with search() as found:
+        step(0)                       # whatever is to be measured
+    rows.save(found.rows, path)
+
+A configuration only becomes a row if its result agreed with that of the one that would be taken
+without measurements, on fresh memory, in each of several runs: some tiles are miscompiled, and they
+look fast. Nothing is measured while a network runs, outside of `search()`.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .kernel import Choice, Kernel, Op
+from .spec import Spec
+
+_RUNS = 3  # of a candidate, compared with the default
+_TOLERANCE = 1e-2  # relative, in the norm: between two orders of summation, rounded to 16 bits
+_CALLS = 10  # in a graph that is timed
+_MICROSECONDS = 3000.0  # of replays of a candidate
+_HOPELESS = 1.25  # times the best one so far: replayed once
+
+_search: "Search | None" = None
+
+
+class Search:
+    """The measurements of a `search()`: the fastest configuration of each shape met in it."""
+
+    def __init__(self, part: int, parts: int, timed: bool, only: Sequence[str]) -> None:
+        self.part, self.parts, self.timed, self.only = part, parts, timed, only
+        self.rows: list[dict[str, Any]] = []  # as `rows` has them
+        self.times: list[dict[str, Any]] = []  # likewise, with "us", of every configuration
+        self.defaults: list[dict[str, Any]] = []  # likewise, of what is taken without rows
+        self.rejected: list[dict[str, Any]] = []  # likewise, of those whose result was wrong
+        self._met: set[tuple] = set()
+
+    def meet(
+        self,
+        op: Op,
+        spec: Spec,
+        listed: Callable[[], list[tuple[Kernel, tuple]]],
+        default: Callable[[], Choice],
+        run: Callable[[tuple], torch.Tensor],
+    ) -> None:
+        """`measure` of a spec."""
+        named = {}
+
+        def candidates() -> list[tuple]:
+            named.update({(type(c), c): kernel.name for kernel, c in listed()})
+            return [c for _, c in named]
+
+        def first() -> tuple:
+            choice = default()
+            named[type(choice.config), choice.config] = choice.kernel.name
+            return choice.config
+
+        shape = dict(op.shape(spec))
+        self.measure(op.name, spec.n, shape, candidates, first, run, lambda c: named[type(c), c])
+
+    def measure(
+        self,
+        op: str,
+        n: int,
+        shape: dict[str, Any],
+        configs: Callable[[], Sequence[tuple]],
+        default: Callable[[], tuple],
+        run: Callable[[tuple], torch.Tensor],
+        name: Callable[[tuple], str] = lambda config: config.kernel,
+    ) -> None:
+        """Compile every configuration and, unless that was all, time those that are right."""
+        key = op, n, tuple(shape.items())
+        if key in self._met or op not in (self.only or (op,)):
+            return
+        self._met.add(key)
+        if len(self._met) % self.parts != self.part:
+            return
+        first = default()
+        unique = {(type(c), c): c for c in (first, *configs())}  # tuples of two kinds may be equal
+
+        def row(config: tuple) -> dict[str, Any]:
+            fields = dict(zip(config._fields, config, strict=True))
+            return {"op": op, "n": n, **shape, "kernel": name(config), "config": fields}
+
+        if not self.timed:
+            for config in unique.values():
+                run(config)
+            return
+        result = run(first)
+        expected = result.clone()
+        result.fill_(math.nan)  # see `_agree`
+        times: list[tuple[float, dict[str, Any]]] = []
+        for config in unique.values():
+            if not all(_agree(run(config), expected) for _ in range(_RUNS)):
+                self.rejected.append(row(config))
+                continue
+            best = min((t for t, _ in times), default=math.inf)
+            times.append((_time(lambda config=config: run(config), best), row(config)))
+        self.times += [row | {"us": round(t, 3)} for t, row in times]
+        self.defaults.append(row(first))
+        if times:
+            self.rows.append(min(times, key=lambda t: t[0])[1])
+
+
+def current() -> Search | None:
+    """That of the block around, if there is one."""
+    return _search
+
+
+@contextmanager
+def search(
+    part: int = 0, parts: int = 1, timed: bool = True, only: Sequence[str] = ()
+) -> Iterator[Search]:
+    """Within the block every shape that is met for the first time is measured. With several parts
+    only every so many shapes are; with `timed=False` they are compiled only, which processes can
+    do side by side. `only` names the ops that count, if not all do."""
+    global _search
+    _search = Search(part, parts, timed, only)
+    try:
+        yield _search
+    finally:
+        _search = None
+
+
+def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether they are about equal. Afterwards `actual` holds NaN, so that the next candidate,
+    which is likely to get the same memory, cannot look right without writing there."""
+    expected = expected.float()
+    difference = (actual.float() - expected).norm()
+    agree = bool(difference <= _TOLERANCE * expected.norm())
+    actual.fill_(math.nan)
+    return agree
+
+
+class _Stopwatch:
+    """Times calls by replays of a CUDA graph, since the host is slower than the smaller kernels,
+    and with inputs that are not in the L2 cache."""
+
+    def __init__(self) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+        self.buffer = torch.zeros(size // 4, device=device)
+        self.stream = torch.cuda.Stream()
+        self.pool = None
+        self.graph = self._capture(self._evict)  # kept, since it owns the memory of the others
+        self.pool = self.graph.pool()
+        self.alone = self._replay(self.graph, math.inf)
+
+    def time(self, run: Callable[[], torch.Tensor], best: float) -> float:
+        """Microseconds of a call. One that is much worse than `best` is replayed just once."""
+
+        def call() -> None:
+            self._evict()
+            run()
+
+        return self._replay(self._capture(call), best + self.alone) - self.alone
+
+    def _evict(self) -> None:
+        """Read until nothing else is in the cache; so nothing there waits to be written either."""
+        self.buffer.amax()
+
+    def _capture(self, call: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream):
+            call()
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                for _ in range(_CALLS):
+                    call()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def _replay(self, graph: torch.cuda.CUDAGraph, best: float) -> float:
+        """Microseconds of one of the graph's calls, the median over replays."""
+        times: list[float] = []
+        count = 1
+        with torch.cuda.stream(self.stream):
+            while len(times) < count:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times.append(1000 * start.elapsed_time(end) / _CALLS)
+                if len(times) == 1 and times[0] < _HOPELESS * best:
+                    count = max(4, min(20, round(_MICROSECONDS / times[0] / _CALLS)))
+        return statistics.median(times[1:] or times)
+
+
+@lru_cache(maxsize=1)
+def _stopwatch() -> _Stopwatch:
+    return _Stopwatch()
+
+
+def _time(run: Callable[[], torch.Tensor], best: float) -> float:
+    return _stopwatch().time(run, best)

@@ -1,0 +1,133 @@
+"""What is to be computed, and nothing of how: shapes, types and terms, without tensors.
+
+`n` is the batch (of attention, the heads of all samples) in every spec. Channels are named by what
+a product does with them: `k` are multiplied and summed up, `c` are those of the result; so the
+input gradient of a convolution from CI to CO channels has k = CO and c = CI.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4}
+
+
+def dtype_name(dtype: torch.dtype, allow_tf32: bool = False) -> str:
+    """bf16, fp16, fp32, or tf32 for float32 whose products may be rounded to TF32."""
+    return "tf32" if dtype == torch.float32 and allow_tf32 else _NAMES[dtype]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Of any operation."""
+
+    n: int
+    dtype: str  # bf16 | fp16 | tf32 | fp32
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in memory."""
+        return _BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class ConvSpec(Spec):
+    """y [n, p, q, c] = conv(x [n, h, w, k]), or one of its gradients, and what its epilogue adds.
+
+    An input gradient reads dy [n, h, w, k] and writes dx [n, p, q, c]; a weight gradient reads x
+    [n, h, w, k] and dy [n, p, q, c].
+    """
+
+    h: int
+    w: int
+    k: int
+    c: int
+    r: int = 3  # rows and columns of the filter
+    s: int = 3
+    p: int | None = None  # rows and columns of the result; None: h and w
+    q: int | None = None
+    stride: int = 1
+    padding: tuple[int, int] | None = None  # None: (r // 2, s // 2)
+    filters: tuple[int, int] | None = None  # CO, CI, where k or c have been padded
+    first: int | None = None  # of c, channels of the first of two tensors that x concatenates
+    emb: bool = False  # + embedding[n, c]
+    residual: bool = False  # + a tensor like y
+    extra: tuple[int, ...] = ()  # + 1x1 convolutions of other tensors, of so many channels
+    stats: bool = False  # also sums of y by tiles, for the next norm
+    activation: str | None = None  # of an input gradient: dz = dx act'(z), and sums
+    mask: bool = False  # likewise: dropout
+
+    @property
+    def extras(self) -> int:
+        """1x1 convolutions that are added."""
+        return len(self.extra)
+
+    @property
+    def taps(self) -> int:
+        """Of the filter."""
+        return self.r * self.s
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of the result."""
+        return (self.h if self.p is None else self.p), (self.w if self.q is None else self.q)
+
+    @property
+    def pads(self) -> tuple[int, int]:
+        """Zeros above and left of an image."""
+        return (self.r // 2, self.s // 2) if self.padding is None else self.padding
+
+    @property
+    def flops(self) -> int:
+        """Of its products, without those of padded tiles."""
+        rows, columns = self.size
+        # an input gradient of stride 2 multiplies as much as the forward pass
+        pixels = self.n * min(rows * columns, self.h * self.w)
+        return 2 * pixels * self.c * (self.taps * self.k + sum(self.extra))
+
+    @property
+    def bytes(self) -> int:
+        """Read and written at least once."""
+        rows, columns = self.size
+        result = self.n * rows * columns * self.c
+        beside = self.residual + (self.activation is not None)
+        read = self.n * self.h * self.w * (self.k + sum(self.extra)) + beside * result
+        return (read + result + self.taps * self.k * self.c) * self.itemsize
+
+
+@dataclass(frozen=True)
+class NormSpec(Spec):
+    """act(norm(x)) of x [n, pixels, c], or of [x1, x2], or its gradient."""
+
+    pixels: int
+    c: int
+    c1: int  # channels of the first of two tensors; c if there is one
+    groups: int
+    activation: str = "identity"
+    backward: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Read and written at least once, of a pass that keeps nothing on the chip."""
+        passes = 5 if self.backward else 3
+        return passes * self.n * self.pixels * self.c * self.itemsize
+
+
+@dataclass(frozen=True)
+class AttentionSpec(Spec):
+    """Attention of n heads (of all samples) over t positions with d channels each."""
+
+    t: int
+    d: int
+    backward: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Two products forward, five backward."""
+        return (5 if self.backward else 2) * 2 * self.n * self.t**2 * self.d
+
+    @property
+    def bytes(self) -> int:
+        """Queries, keys, values and the result; backward their gradients as well."""
+        return (8 if self.backward else 4) * self.n * self.t * self.d * self.itemsize
