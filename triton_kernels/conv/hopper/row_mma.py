@@ -80,6 +80,7 @@ class RowWgrad(NamedTuple):
 
     block_ci: int
     kernel = "row_wgrad"
+    block_m = _PIXELS  # a step
 
 
 TILE = RowMma(_PIXELS)
