@@ -94,7 +94,7 @@ def exit_codes() -> Iterator[None]:
         sys.exit(128 + signal.SIGINT)
     except Interrupted as stop:
         again = _again(stop.checkpoint, sys.argv[1:])
-        print(f"stopped; saved {stop.checkpoint}; go on with {again}", file=sys.stderr)
+        print(f"stopped; {stop}; go on with {again}", file=sys.stderr)
         sys.exit(128 + stop.signal)
     except (MemoryError, RuntimeError) as error:
         lack = lack_of_memory(error)
@@ -107,10 +107,10 @@ def exit_codes() -> Iterator[None]:
         )
 
 
-def _again(checkpoint: Path, arguments: Sequence[str]) -> str:
+def _again(checkpoint: Path | None, arguments: Sequence[str]) -> str:
     """What goes on with a run that was interrupted: a folder named after the time is not found
     again by the command alone."""
-    if any(argument.startswith("run_dir=") for argument in arguments):
+    if checkpoint is None or any(argument.startswith("run_dir=") for argument in arguments):
         return "the same command"
     run_dir = checkpoint.parents[1]
     sweep = any(argument in _MULTIRUN for argument in arguments)

@@ -138,6 +138,15 @@ def test_a_run_that_was_stopped_says_how_to_go_on(monkeypatch, capsys, arguments
     assert capsys.readouterr().err.endswith(words)
 
 
+@pytest.mark.parametrize("kept", [None, Path("runs/a/checkpoints/step_00000006")])
+def test_a_run_that_was_stopped_while_it_diverged_says_so(capsys, kept):
+    with pytest.raises(SystemExit), exit_codes():
+        raise Interrupted(signal.SIGTERM, kept, saved=False)
+    said = capsys.readouterr().err
+    assert said.startswith("stopped; not saved, since") and "go on with the same" in said
+    assert (f"last good checkpoint is {kept}" if kept else "there is no checkpoint") in said
+
+
 def test_other_errors_stay_as_they_are():
     with pytest.raises(RuntimeError, match="a bug"), exit_codes():
         raise RuntimeError("a bug")

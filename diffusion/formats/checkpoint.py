@@ -58,6 +58,7 @@ _FILES = (
     "state.json",
     "config.yaml",
 )
+_INTERVAL = {"start": int, "skipped": int, "loss": float, "seconds": float}  # of the log
 # whole numbers in state.json and the least they can be
 _COUNTS = {"step": 0, "images": 0, "skipped_steps": 0, "seed": 0, "dataset_size": 1}
 
@@ -258,6 +259,14 @@ def _check_state(checkpoint: Path, state: dict[str, Any], config: dict[str, Any]
     named = step_in_name(checkpoint)
     if named not in (None, state["step"]):
         raise ValueError(f"step {state['step']} in state.json, which is not that of the folder")
+    interval = state.get("interval", {"start": 0, "skipped": 0, "loss": 0.0, "seconds": 0.0})
+    if (
+        not isinstance(interval, dict)
+        or {name: type(value) for name, value in interval.items()} != _INTERVAL
+        or not 0 <= interval["start"] <= state["step"]
+        or not 0 <= interval["skipped"] <= state["step"]
+    ):
+        raise ValueError(f"interval {shown(interval)} in state.json; expected that of a log")
     if not isinstance(state.get("policy", {}), dict):
         raise ValueError(
             f"policy {shown(state['policy'])} in state.json; expected a group of values"

@@ -20,6 +20,7 @@ from ..models.unet import UNet
 from ..runtime.backend import choose_backend, precision_on
 from ..sampling.sampler import Sampler
 from ..settings import construct, shown
+from ..tracking.run_log import diverged_at
 from .checkpoint import Average, check_same_model, find_checkpoint, read_state, read_weights
 from .diffusers_directory import read_diffusers
 from .diffusers_files import is_diffusers
@@ -246,8 +247,26 @@ def _find(
     return _in_checkpoint(checkpoint, ema)
 
 
+def warn_of_divergence(checkpoint: Path, state: dict[str, Any]) -> None:
+    """If the run's losses stopped being finite, then or later, or many updates were left out."""
+    at, skipped = diverged_at(checkpoint.parent.parent), state.get("skipped_steps", 0)
+    if at is not None:
+        warnings.warn(
+            f"the run of {checkpoint} diverged: its loss is not finite at step {at}; what is drawn"
+            " with its weights may be no good",
+            stacklevel=4,
+        )
+    elif skipped > state["step"] / 100:
+        warnings.warn(
+            f"{skipped} of the {state['step']} updates of {checkpoint} were left out, since their"
+            " gradients were not finite: the run may have diverged",
+            stacklevel=4,
+        )
+
+
 def _in_checkpoint(checkpoint: Path, ema: Average) -> _Found:
     state, config = read_state(checkpoint)
+    warn_of_divergence(checkpoint, state)
     if "policy" in state:
         raise ConfigError(f"{checkpoint} {_NO_IMAGES}")
     process = construct(Process, config["diffusion"], "diffusion")

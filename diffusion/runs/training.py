@@ -120,6 +120,7 @@ def _train(
     model.train()
     flat = FlatParameters(model, together=TOGETHER)
     optimizer = Optimizer(flat, optim, backend)
+    stored: dict[str, Any] = {}
     if resume_from is not None:
         stored, _ = read_state(resume_from)
         task.check_resumed(stored)
@@ -170,7 +171,7 @@ def _train(
             noun=task.noun,
         )
         with writing(run_dir):
-            return trainer.run(start)
+            return trainer.run(start, stored.get("interval"))
 
 
 def _compile_ahead(

@@ -12,10 +12,20 @@ from tqdm import tqdm
 
 @dataclass
 class Interrupted(Exception):
-    """The run was stopped by a signal, after saving."""
+    """The run was stopped by a signal, after saving unless training was diverging."""
 
     signal: int
-    checkpoint: Path
+    checkpoint: Path | None  # the newest one, if there is one
+    saved: bool = True  # just now
+
+    def __str__(self) -> str:
+        """What became of the run."""
+        if self.saved:
+            return f"saved {self.checkpoint}"
+        kept = "there is no checkpoint"
+        if self.checkpoint is not None:
+            kept = f"the last good checkpoint is {self.checkpoint}"
+        return f"not saved, since the gradient or the model was not finite; {kept}"
 
 
 @contextmanager

@@ -4,6 +4,7 @@ what it tells a tracker."""
 import csv
 import io
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,10 +25,11 @@ FIELDS = (
     "loss",  # mean since the row before
     "lr",
     "grad_norm",  # of the last step, before clipping
-    "images_per_s",  # since the row before
+    "images_per_s",  # since the row before, in the process that wrote this one
     "skipped_steps",  # updates left out because of a non-finite gradient, in all
-    "seconds",  # since the process started training
+    "seconds",  # of training, over all processes that the run was resumed in
 )
+WALL_CLOCK = ("images_per_s", "seconds")  # all others are the same in a run that was resumed
 _SHOWN = ("loss", "lr", "grad_norm", "images_per_s")  # by TensorBoard and trackers
 
 
@@ -51,6 +53,22 @@ def last_loss(run_dir: Path) -> float:
     except OSError:
         rows = []
     return float(rows[-1]["loss"]) if rows else float("nan")
+
+
+def diverged_at(run_dir: Path) -> int | None:
+    """The first of the last rows of the metrics that have no finite loss; None if the last has one,
+    or there are no rows."""
+    try:
+        with open(run_dir / "metrics.csv") as file:
+            rows = [row for row in csv.DictReader(file) if _is_whole(row, FIELDS)]
+    except (OSError, ValueError):
+        return None
+    found = None
+    for row in reversed(rows):
+        if math.isfinite(float(row["loss"])):
+            break
+        found = int(row["step"])
+    return found
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -89,17 +107,22 @@ class RunLog:
     """Opens the logs of a run; on a resume at `step` what was logged after it is dropped."""
 
     def __init__(
-        self, run_dir: Path, step: int, tensorboard: bool = True, tracker: Tracker | None = None
+        self,
+        run_dir: Path,
+        step: int,
+        row_before: int,  # the step whose row the next one follows; those behind it are dropped
+        tensorboard: bool = True,
+        tracker: Tracker | None = None,
     ) -> None:
         self.run_dir, self.step, self._tracker = run_dir, step, tracker
         self.metrics = run_dir / "metrics.csv"
-        self._metrics = _Table(self.metrics, FIELDS, step)
+        self._metrics = _Table(self.metrics, FIELDS, row_before)
         self._scores: _Table | None = None
         self._board = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=row_before + 1)
 
     def row(self, values: dict[str, float]) -> None:
         """Append one row of FIELDS."""

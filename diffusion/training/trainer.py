@@ -14,10 +14,12 @@ from tqdm import tqdm
 
 from ..errors import ConfigError
 from ..formats.checkpoint import save_checkpoint
+from ..formats.checkpoint_folder import checkpoint_name, latest_checkpoint
 from ..runtime.distributed import Processes
 from ..runtime.interrupt import Interrupted, signals_received
 from ..tracking.run_log import Preview, RunLog
 from ..tracking.tracker import Tracker, check_tracker
+from .progress import Interval, duration, is_finite, progress_line
 from .train_step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -89,9 +91,13 @@ class Trainer:
         self.processes, self.dataset_size, self.noun = processes, dataset_size, noun
         self._saved = -1
 
-    def run(self, start: int) -> float:
-        """Run the updates start, start + 1, ..., settings.steps - 1."""
+    def run(self, start: int, interval: dict[str, Any] | None = None) -> float:
+        """Run the updates start, start + 1, ..., settings.steps - 1; `interval` is the one in
+        the state of the checkpoint that the run goes on from. ConfigError: training has diverged,
+        or the disk is full."""
         settings, first = self.settings, self.processes.is_first
+        skipped, device = int(self.step.optimizer.skipped.item()), self.step.flat.param.device
+        self._interval = Interval(start, skipped, device, interval)
         run_log = self._open_log(start) if first else None
         bar = tqdm(
             total=settings.steps,
@@ -103,6 +109,8 @@ class Trainer:
         try:
             with signals_received() as received:
                 loss = self._loop(start, run_log, bar, received)
+            if not self._is_good():
+                raise ConfigError(self._diverged(f"at step {settings.steps}, the last one"))
             self._save(settings.steps)
             return loss
         finally:
@@ -116,16 +124,14 @@ class Trainer:
         s, tracker = self.settings, None
         if s.track is not None:
             tracker = Tracker(s.track, self.run_dir, start, self.config)
-        return RunLog(self.run_dir, start, s.tensorboard, tracker)
+        return RunLog(self.run_dir, start, self._interval.start, s.tensorboard, tracker)
 
     def _loop(self, start: int, run_log: RunLog | None, bar: tqdm, received: list[int]) -> float:
-        s = self.settings
-        summed = torch.zeros(1, device=self.step.flat.param.device)
-        interval = _Interval(start, int(self.step.optimizer.skipped.item()))
-        loss = float("nan")
+        s, interval = self.settings, self._interval
+        loss, due, good = float("nan"), False, True
         for step in range(start, s.steps):
             step_loss, norm = self.step(step)
-            summed += step_loss
+            interval.loss_sum += step_loss
             done, last = step + 1, step + 1 == s.steps
             bar.update()
             if done == start + _MEASURED_FROM:
@@ -133,20 +139,18 @@ class Trainer:
             if done == start + _MEASURED_TO:
                 self._announce(done, (self._now() - measured) / (_MEASURED_TO - _MEASURED_FROM))
             if done % s.log_every == 0 or last:
-                loss = summed.item() / (done - interval.start)
-                summed.zero_()
-                row = self._row(done, loss, norm.item(), interval)
-                interval = interval.next(done, row["skipped_steps"])
+                loss = interval.mean_loss(done)
+                row = self._row(done, loss, norm.item())
                 if run_log is not None:
                     run_log.row(row)
+                if done % s.log_every == 0:  # or it is the last one, and a longer run has none here
+                    interval.restart(done, row["skipped_steps"])
                 bar.set_postfix_str(f"loss {loss:.4f}, {row['images_per_s']:.0f} {self.noun}/s")
                 if bar.disable and self.processes.is_first:
-                    print(_line(row, s.steps, self.noun), flush=True)
+                    print(progress_line(row, s.steps, self.noun), flush=True)
                 if interval.bad_steps >= _PATIENCE:
                     raise ConfigError(
-                        f"the gradient was not finite in the {interval.bad_steps} steps before"
-                        f" {done}: training has diverged; try a smaller optim.lr, and resume from"
-                        " an earlier checkpoint"
+                        self._diverged(f"in the {interval.bad_steps} steps before {done}")
                     )
             pause = time.perf_counter()
             shown = s.sample_every and (done % s.sample_every == 0 or last)
@@ -155,16 +159,24 @@ class Trainer:
                 preview = self.preview()
                 path = run_log.preview(preview, done)
                 tqdm.write(f"step {done}: {preview}samples in {path}")
-            if s.save_every and done % s.save_every == 0 and not last:
-                self._save(done)
+            due = due or bool(s.save_every) and done % s.save_every == 0
+            if due and not last:  # once the gradient is finite again, if it is not
+                before, good = good, self._is_good()
+                if good:
+                    self._save(done)
+                elif before and self.processes.is_first:
+                    log.warning("not saved at step %d: %s", done, self._kept())
+                due = not good
             interval.paused += time.perf_counter() - pause
             if self.processes.vote(bool(received)):
-                checkpoint = self._save(done)
-                raise Interrupted(received[0] if received else signal.SIGTERM, checkpoint)
+                number = received[0] if received else signal.SIGTERM
+                if self._is_good():
+                    raise Interrupted(number, self._save(done))
+                raise Interrupted(number, self._last_good(), saved=False)
         return loss
 
-    def _row(self, done: int, loss: float, norm: float, interval: "_Interval") -> dict[str, Any]:
-        s = self.settings
+    def _row(self, done: int, loss: float, norm: float) -> dict[str, Any]:
+        s, interval = self.settings, self._interval
         skipped = int(self.step.optimizer.skipped.item())
         new = skipped - interval.skipped
         if new:
@@ -176,10 +188,34 @@ class Trainer:
             "loss": loss,
             "lr": self.step.optimizer.settings.lr_at(done - 1, s.steps),
             "grad_norm": norm,
-            "images_per_s": (done - interval.start) * s.batch_size / interval.seconds,
+            "images_per_s": interval.steps_a_second(done) * s.batch_size,
             "skipped_steps": skipped,
-            "seconds": time.perf_counter() - interval.run_began,
+            "seconds": interval.run_seconds,
         }
+
+    def _is_good(self) -> bool:
+        """Whether the last update was made and all that a checkpoint holds is finite, so that it
+        may take the place of an older one."""
+        if not (is_finite(self.step.loss) and is_finite(self.step.norm)):
+            return False
+        self.step.settle()
+        flat = self.step.flat
+        held = (flat.param, flat.ema, flat.exp_avg, flat.exp_avg_sq, *flat.averages.values())
+        return all(is_finite(buffer) for buffer in held)
+
+    def _diverged(self, when: str) -> str:
+        return (
+            f"the gradient or the model was not finite {when}: training has diverged, and nothing"
+            f" was saved since; {self._kept()}; try a smaller optim.lr, and go on from that one or,"
+            " with train.resume=PATH, from an earlier one"
+        )
+
+    def _kept(self) -> str:
+        good = self._last_good()
+        return "there is no checkpoint" if good is None else f"the last good checkpoint is {good}"
+
+    def _last_good(self) -> Path | None:
+        return latest_checkpoint(self.run_dir / "checkpoints")
 
     def _announce(self, done: int, seconds_a_step: float) -> None:
         if self.processes.is_first:
@@ -187,7 +223,7 @@ class Trainer:
             tqdm.write(
                 f"{self.settings.batch_size / seconds_a_step:.0f} {self.noun}/s,"
                 f" {seconds_a_step * 1000:.1f} ms a step:"
-                f" about {_duration(left * seconds_a_step)} for the remaining {left} steps"
+                f" about {duration(left * seconds_a_step)} for the remaining {left} steps"
             )
 
     def _now(self) -> float:
@@ -196,7 +232,7 @@ class Trainer:
         return time.perf_counter()
 
     def _save(self, done: int) -> Path:
-        checkpoint = self.run_dir / "checkpoints" / f"step_{done:08d}"
+        checkpoint = self.run_dir / "checkpoints" / checkpoint_name(done)
         self.step.settle()
         if self.processes.is_first and self._saved != done:
             state = {
@@ -204,6 +240,7 @@ class Trainer:
                 "step": done,
                 "images": done * self.settings.batch_size,
                 "skipped_steps": int(self.step.optimizer.skipped.item()),
+                "interval": self._interval.state(),
             }
             checkpoint = save_checkpoint(
                 checkpoint.parent, self.step.flat, state, self.config, self.settings.keep
@@ -212,41 +249,3 @@ class Trainer:
         self._saved = done
         self.processes.wait()
         return checkpoint
-
-
-class _Interval:
-    """The steps between two rows of the log, and the time they took."""
-
-    def __init__(self, start: int, skipped: int, run_began: float | None = None) -> None:
-        self.start, self.skipped = start, skipped  # steps done, and updates left out, before it
-        self.began = time.perf_counter()
-        self.run_began = self.began if run_began is None else run_began
-        self.paused = 0.0  # seconds of drawing and saving
-        self.bad_steps = 0  # how many updates in a row were left out, up to its start
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.began - self.paused
-
-    def next(self, done: int, skipped: int) -> "_Interval":
-        following = _Interval(done, skipped, self.run_began)
-        if skipped - self.skipped == done - self.start:
-            following.bad_steps = self.bad_steps + done - self.start
-        return following
-
-
-def _line(row: dict[str, Any], steps: int, noun: str) -> str:
-    batch_size = row["images"] / row["step"]
-    left = (steps - row["step"]) * batch_size / row["images_per_s"]
-    return (
-        f"step {row['step']}/{steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}"
-        f"  {row['images_per_s']:.0f} {noun}/s  ETA {_duration(left)}"
-    )
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"

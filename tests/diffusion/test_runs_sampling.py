@@ -101,7 +101,7 @@ def test_the_classes_of_the_images_are_beside_them(checkpoint, label, expected):
     [
         ({"n": 0}, "n=0"),
         ({"n": "x"}, "n=x is wrong; expected a whole number"),
-        ({"ema": "maybe"}, "ema=maybe is wrong; expected true or false"),
+        ({"ema": "maybe"}, "ema=maybe is wrong; expected true, false, a decay"),
         ({"seed": -1}, "seed=-1"),
         ({"sampler": "dpm"}, "sampler=dpm is unknown; choose one of ddpm, ddim"),
         ({"steps": 2000}, "steps=2000"),
