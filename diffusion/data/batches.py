@@ -46,7 +46,9 @@ class Batches:
         self._index = torch.zeros(self.count, dtype=torch.int64, device=device)
         self._labels = None if data.labels is None else data.labels.to(device)
         self.resident = data.images.nbytes <= resident_bytes
+        self._check = getattr(data, "check", lambda index=None: None)  # before images are read
         if self.resident:
+            self._check()
             self._images = data.images.to(device)
             return
         self._images = torch.empty(
@@ -85,6 +87,7 @@ class Batches:
         return sample_index(self.seed, step * self.batch_size + positions, len(self.data))
 
     def _gather(self, index: np.ndarray) -> Tensor:
+        self._check(index)
         return _staged(self.data.images[torch.from_numpy(index)], self.device)
 
 

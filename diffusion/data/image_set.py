@@ -10,6 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..errors import ConfigError
+from .image_digests import ImageDigests
 
 
 @dataclass
@@ -21,6 +22,12 @@ class ImageSet:
     class_names: tuple[str, ...] | None = None
     name: str = ""
     skipped: tuple[str, ...] = ()  # files that could not be decoded
+    digests: ImageDigests | None = None  # of a file's images; whoever reads those calls `check`
+
+    def check(self, index: np.ndarray | None = None) -> None:
+        """ConfigError if one of these images (int64 [B]; None: of all) is not as it was written."""
+        if self.digests is not None:
+            self.digests.check(index)
 
     def __len__(self) -> int:
         return len(self.images)

@@ -2,22 +2,29 @@
 
 .packed, little endian:
 
-    0       8 bytes  b"TDPACKED"          8   uint32 version = 1     12  uint32 zero
+    0       8 bytes  b"TDPACKED"          8   uint32 version = 2     12  uint32 zero
     16      uint64   N, H, W, C, L (labels: N or 0), K (bytes of the class names)
+    64      32 bytes SHA-256 of the rest of the first 4096 bytes and of all behind the images
     4096    uint8    [N, H, W, C]
     then    int64    [L], then K bytes of JSON: a list of class names
+    then    8 bytes  [N], the first of the SHA-256 of each image
+
+What is not an image is checked when the file is opened, an image when it is first read: opening
+takes no longer for it. Version 1 had no digests, neither at 64 nor at the end.
 
 .bin (clu0/unet.cu): 256 int32, of which the first five are 20240620, N, C, H, W; then float32
 [N, C, H, W], x / 127.5 - 1. Neither labels nor class names.
 
 Both writers take one image at a time and rename a finished, synced file into place: a file under
-its name is whole.
+its name is whole. One that a killed process has begun is deleted by the next that writes there.
 """
 
+import hashlib
 import json
 import logging
 import os
 import struct
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,12 +34,16 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, writing
+from ..runtime.file_lock import delete_abandoned, open_locked
+from .image_digests import DIGEST_BYTES, ImageDigests, image_digest
 from .image_set import ImageSet, parse_size
 
-MAGIC, VERSION, DATA_OFFSET = b"TDPACKED", 1, 4096
+MAGIC, VERSION, DATA_OFFSET = b"TDPACKED", 2, 4096
+_WITHOUT_DIGESTS = 1  # the version that had none
 UNET_CU_DATA, UNET_CU_WEIGHTS = 20240620, 12345678  # the first int32 of unet.cu's files
 UNET_CU_HEADER_BYTES = 256 * 4
 _HEADER = struct.Struct("<8sII6Q")
+_WRITING = ".writing_"  # before the name of a file that is not finished
 
 log = logging.getLogger(__name__)
 
@@ -56,17 +67,32 @@ class _Writer:
 class _PackedWriter(_Writer):
     offset = DATA_OFFSET
 
+    def __init__(self, file: BinaryIO, size: tuple[int, int], channels: int):
+        super().__init__(file, size, channels)
+        self._digests = bytearray()
+
     def _encode(self, image: np.ndarray) -> bytes:
-        return image.tobytes()
+        content = image.tobytes()
+        self._digests += image_digest(content)
+        return content
 
     def finish(self, class_names: tuple[str, ...] | None) -> None:
         labels = [label for label in self._labels if label is not None]
         assert len(labels) in (0, len(self._labels))
         names = json.dumps(list(class_names)).encode() if class_names else b""
-        self._file.write(np.array(labels, dtype="<i8").tobytes() + names)
+        tail = np.array(labels, dtype="<i8").tobytes() + names + self._digests
+        self._file.write(tail)
         self._file.seek(0)
         counts = (len(self._labels), *self._shape, len(labels), len(names))
-        self._file.write(_HEADER.pack(MAGIC, VERSION, 0, *counts))
+        header = _HEADER.pack(MAGIC, VERSION, 0, *counts).ljust(DATA_OFFSET, b"\0")
+        digest = _digest_of_rest(header, tail)
+        self._file.write(header[: _HEADER.size] + digest + header[_HEADER.size + len(digest) :])
+
+
+def _digest_of_rest(header: bytes, tail: bytes) -> bytes:
+    """SHA-256 of the first DATA_OFFSET bytes but its own place, and of what follows the images."""
+    own_end = _HEADER.size + hashlib.sha256().digest_size
+    return hashlib.sha256(header[: _HEADER.size] + header[own_end:] + tail).digest()
 
 
 class _BinWriter(_Writer):
@@ -103,26 +129,36 @@ def packed_writer(
     class_names: tuple[str, ...] | None = None,
 ) -> Iterator[_Writer]:
     """A writer whose file appears under `path` when the block ends without an error."""
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    partial = path.with_name(f"{_WRITING}{path.name}")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(partial, "wb")
-    try:
-        with writing(path), file:
-            writer = _WRITERS[path.suffix](file, size, channels)
-            yield writer
-            writer.finish(class_names)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+        for suffix in _WRITERS:
+            for left in path.parent.glob(f"{_WRITING}*{suffix}"):
+                delete_abandoned(left)
+        try:
+            file = os.fdopen(open_locked(partial), "r+b")
+        except BlockingIOError:
+            raise ConfigError(f"out={path} is being written by another process") from None
+    with file:
+        try:
+            with writing(path):
+                file.truncate(0)
+                writer = _WRITERS[path.suffix](file, size, channels)
+                yield writer
+                writer.finish(class_names)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 def write_packed(path: str | Path, data: ImageSet) -> None:
     """Write a whole set to `path` (.packed or .bin), replacing what is there."""
     path = Path(path)
     check_output(path, overwrite=True)
+    data.check()
     labels = [None] * len(data) if data.labels is None else data.labels.tolist()
     with packed_writer(path, data.size, data.channels, data.class_names) as writer:
         for image, label in zip(data.images.numpy(), labels, strict=True):
@@ -183,16 +219,33 @@ def _read_packed(path: Path, head: bytes) -> ImageSet:
             f"{path} should have {DATA_OFFSET} bytes or more, and has {len(head)}: truncated"
         )
     _, version, _, n, height, width, channels, num_labels, name_bytes = _HEADER.unpack_from(head)
-    if version != VERSION:
-        raise ConfigError(f"{path} has version {version}; this one reads {VERSION}")
+    if version not in (VERSION, _WITHOUT_DIGESTS):
+        raise ConfigError(f"{path} has version {version}; this one reads {VERSION} and before")
     shape = (n, height, width, channels)
     end = DATA_OFFSET + n * height * width * channels
-    _check_bytes(path, end + 8 * num_labels + name_bytes, n, height, width, channels)
+    digest_bytes = DIGEST_BYTES * n if version == VERSION else 0
+    _check_bytes(path, end + 8 * num_labels + name_bytes + digest_bytes, n, height, width, channels)
     images = np.memmap(path, np.uint8, mode="c", offset=DATA_OFFSET, shape=shape)
     with open(path, "rb") as file:
+        header = file.read(DATA_OFFSET)
         file.seek(end)
-        labels = np.frombuffer(file.read(8 * num_labels), dtype="<i8").astype(np.int64)
-        names = file.read(name_bytes)
+        tail = file.read()
+    labels = np.frombuffer(tail[: 8 * num_labels], dtype="<i8").astype(np.int64)
+    names = tail[8 * num_labels : 8 * num_labels + name_bytes]
+    digests = None
+    if version == VERSION:
+        if header[_HEADER.size :][:32] != _digest_of_rest(header, tail):
+            raise ConfigError(
+                f"{path} is damaged: its header, labels, class names or digests are not as they"
+                " were written"
+            )
+        digests = ImageDigests(path, images, tail[len(tail) - digest_bytes :])
+    else:
+        warnings.warn(
+            f"{path} was written without digests: damage to its images is not seen; write it anew"
+            " with tools/prepare.py",
+            stacklevel=2,
+        )
     try:
         class_names = tuple(json.loads(names)) if names else None
     except ValueError:
@@ -205,6 +258,7 @@ def _read_packed(path: Path, head: bytes) -> ImageSet:
         torch.from_numpy(labels) if num_labels else None,
         class_names,
         name=path.stem,
+        digests=digests,
     )
 
 

@@ -96,6 +96,7 @@ def _reference(settings: EvaluateSettings, trained: Trained) -> tuple[str, Tenso
         _, config = read_state(find_checkpoint(settings.ckpt))
         options, _ = image_options(config["dataset"])
         data = load_dataset(**options)
+        data.check()
         return data.name, data.images
     path = Path(settings.reference)
     if path.suffix in (".packed", ".bin"):
@@ -103,6 +104,7 @@ def _reference(settings: EvaluateSettings, trained: Trained) -> tuple[str, Tenso
     else:
         options = {"path": str(path), "size": [height, width], "classes": False}
         data = load_dataset("folder", **options, channels=channels)
+    data.check()
     return str(path), with_channels(data.images, channels)
 
 

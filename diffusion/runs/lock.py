@@ -6,8 +6,6 @@ file also says who holds it, and a number in it grows every few seconds; another
 the file watches whether the number still grows, which takes no clocks that agree.
 """
 
-import errno
-import fcntl
 import json
 import os
 import socket
@@ -19,11 +17,11 @@ from typing import Any
 from tqdm import tqdm
 
 from ..errors import ConfigError
+from ..runtime.file_lock import is_at, open_locked
 
 LOCK = "lock"
 BEAT = 10.0  # seconds between two signs of life
 PATIENCE = 45.0  # seconds without one after which another host's process is taken for dead
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # of the file system
 
 
 class RunLock:
@@ -43,11 +41,13 @@ class RunLock:
         """Take the lock of a folder that exists; nothing if it is held already. ConfigError names
         the process that holds it."""
         while not self.held:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                self._lock(file)
+                file = open_locked(self.path)
+            except BlockingIOError:
+                raise ConfigError(self._refusal(_read(self.path))) from None
+            try:
                 self._outlive(file)
-                if _is_at(file, self.path):  # else its holder has deleted it meanwhile
+                if is_at(file, self.path):  # else its holder has deleted it meanwhile
                     self._file, file = file, None
             finally:
                 if file is not None:
@@ -67,19 +67,10 @@ class RunLock:
         os.close(self._file)
         self._file = None
 
-    def _lock(self, file: int) -> None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(self._refusal(_read(file))) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise  # and else the note alone has to do
-
     def _outlive(self, file: int) -> None:
         """Wait until the process that left a note from another host is known to be dead.
-        ConfigError if it is not."""
-        note, began = _read(file), time.monotonic()
+        ConfigError: it lives."""
+        note, began = _read(self.path), time.monotonic()
         if not note or note.get("boot") == _boot():  # a lock of this host says all
             return
         tqdm.write(
@@ -88,10 +79,9 @@ class RunLock:
         )
         while time.monotonic() - began < PATIENCE:
             time.sleep(min(1.0, PATIENCE / 10))
-            if not _is_at(file, self.path):
+            if not is_at(file, self.path):
                 return
-            with open(self.path, "rb") as fresh:  # a newly opened file is what the server has
-                now = _read(fresh.fileno())
+            now = _read(self.path)
             if now and now.get("beat") != note.get("beat"):
                 raise ConfigError(self._refusal(now))
 
@@ -123,20 +113,14 @@ class RunLock:
             pass  # a full disk: the kernel's lock still holds
 
 
-def _read(file: int) -> dict[str, Any]:
-    """What the holder wrote; nothing if it has not come to that."""
+def _read(path: Path) -> dict[str, Any]:
+    """What the holder wrote; nothing if it has not come to that. Opened anew, or a server of files
+    might answer from memory."""
     try:
-        note = json.loads(os.pread(file, 4096, 0))
-    except ValueError:
+        note = json.loads(path.read_bytes())
+    except (OSError, ValueError):
         return {}
     return note if isinstance(note, dict) else {}
-
-
-def _is_at(file: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def _boot() -> str:

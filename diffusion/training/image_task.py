@@ -102,6 +102,7 @@ class ImageTask:
         def show() -> Preview:
             picture, scores = grid(drawn(settings.sample_count)), {}
             if settings.fid_images:
+                self.samples.check()
                 images = drawn(settings.fid_images)
                 scores = measure(images, self.samples.images, ["fid"], device)
             return Preview(picture, scores)

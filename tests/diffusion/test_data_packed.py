@@ -1,15 +1,21 @@
 """One-file data sets: written whole or not at all, read back bit for bit, refused when damaged."""
 
+import random
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
-from diffusion.data import load_dataset
+from diffusion.data import image_digests, load_dataset
+from diffusion.data.batches import Batches
 from diffusion.data.image_set import ImageSet
 from diffusion.data.packed import load_packed, packed_writer, write_packed
 from diffusion.errors import ConfigError
+
+from ..end_to_end.run import environment
 
 
 def random_set(n=5, h=4, w=6, c=3, labelled=True):
@@ -97,7 +103,7 @@ def test_damaged_length_names_both_sizes(tmp_path, suffix, cut):
         (b"\x89PNG" + bytes(2000), "no image data"),
         (struct.pack("<i", 12345678) + bytes(2000), "unet.cu weights"),
         (b"TDPACKED", "truncated"),
-        (b"TDPACKED" + struct.pack("<II6Q", 9, 0, 1, 1, 1, 1, 0, 0) + bytes(5000), "version 9"),
+        (b"TDPACKED" + struct.pack("<II6Q", 9, 0, 1, 1, 1, 1, 0, 0) + bytes(5000), "version 9; th"),
         (b"TDPACKED" + struct.pack("<II6Q", 1, 0, 0, 8, 8, 3, 0, 0) + bytes(4032), "no image"),
         (struct.pack("<5i", 20240620, 1, 3, 4, 4), "truncated"),
         (struct.pack("<5i", 20240620, -1, -3, 4, 4) + bytes(1196), "no image"),
@@ -147,3 +153,113 @@ def test_where_nothing_can_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         write_packed(tmp_path / "file/a.packed", random_set())
+
+
+def version_1(data: ImageSet) -> bytes:
+    """As versions before this one wrote it: without digests."""
+    n, h, w, c = data.images.shape
+    names = b'["cat", "Schildkr\\u00f6te"]'
+    header = b"TDPACKED" + struct.pack("<II6Q", 1, 0, n, h, w, c, n, len(names))
+    labels = data.labels.numpy().astype("<i8").tobytes()
+    return header.ljust(4096, b"\0") + data.images.numpy().tobytes() + labels + names
+
+
+def test_a_file_without_digests_is_read_with_a_note(tmp_path):
+    data = random_set()
+    (tmp_path / "a.packed").write_bytes(version_1(data))
+    with pytest.warns(UserWarning, match="a.packed was written without digests"):
+        back = load_packed(tmp_path / "a.packed")
+    back.check()
+    assert torch.equal(back.images, data.images) and back.class_names == data.class_names
+    write_packed(tmp_path / "b.packed", back)
+    write_packed(tmp_path / "c.packed", data)
+    assert (tmp_path / "b.packed").read_bytes() == (tmp_path / "c.packed").read_bytes()
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    damaged = bytearray(content)
+    damaged[bit // 8] ^= 1 << bit % 8
+    return bytes(damaged)
+
+
+def test_every_flipped_bit_is_seen(tmp_path):
+    """Of images when they are read, of all else when the file is opened."""
+    path = tmp_path / "a.packed"
+    write_packed(path, random_set(n=40))
+    content, images = path.read_bytes(), range(4096, 4096 + 40 * 72)
+    whole = load_packed(path)
+    bits = random.Random(0).sample(range(8 * len(content)), 150)
+    bits += [8 * byte for byte in (9, 16, 63, 64, 95, 96, 4095, len(content) - 1)]
+    for bit in bits:
+        path.write_bytes(flipped(content, bit))
+        if bit // 8 in images:
+            data, damaged = load_packed(path), (bit // 8 - 4096) // 72
+            data.check(np.array([i for i in range(40) if i != damaged]))
+            with pytest.raises(ConfigError, match=f"a.packed is damaged: image {damaged} is not"):
+                data.check(np.array([0, damaged, damaged, 39]))
+        else:
+            with pytest.raises(ConfigError, match="a.packed"):
+                load_packed(path)
+    path.write_bytes(content)
+    assert torch.equal(load_packed(path).images, whole.images)
+
+
+@pytest.mark.parametrize("resident_bytes", [0, 2**30], ids=["gathered", "resident"])
+def test_who_trains_on_an_image_checks_it(tmp_path, resident_bytes):
+    path = tmp_path / "a.packed"
+    write_packed(path, random_set(n=40))
+    path.write_bytes(flipped(path.read_bytes(), 8 * (4096 + 25 * 72)))
+    device = torch.device("cpu")
+    with pytest.raises(ConfigError, match="image 25 is not as it was written"):
+        batches = Batches(load_packed(path), 4, 0, device, resident_bytes=resident_bytes)
+        for step in range(10):
+            batches.load(step)
+    with pytest.raises(ConfigError, match="image 25"):
+        write_packed(tmp_path / "b.packed", load_packed(path))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.packed"]
+
+
+def test_images_are_compared_once(tmp_path, monkeypatch):
+    write_packed(tmp_path / "a.packed", random_set(n=10))
+    data, compared = load_packed(tmp_path / "a.packed"), []
+
+    def digest(content, wrapped=image_digests.image_digest):
+        compared.append(len(content))
+        return wrapped(content)
+
+    monkeypatch.setattr(image_digests, "image_digest", digest)
+    for index in ([3, 3, 4], [4, 5], None, None, []):
+        data.check(None if index is None else np.array(index, dtype=np.int64))
+    assert compared == [72] * 10
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+from pathlib import Path
+from diffusion.data.packed import packed_writer
+with packed_writer(Path(sys.argv[1]), (2, 2), 1) as writer:
+    writer.append(np.zeros((2, 2, 1), np.uint8))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_has_begun_is_deleted_by_the_next(tmp_path):
+    for name in ("a.packed", "b.bin"):
+        subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / name)], env=environment())
+        assert [path.name for path in tmp_path.iterdir()] == [f".writing_{name}"]
+    write_packed(tmp_path / "c.packed", random_set())
+    assert [path.name for path in tmp_path.iterdir()] == ["c.packed"]
+
+
+def test_two_that_write_the_same_file(tmp_path):
+    """The second is refused and takes nothing from the first."""
+    path, image = tmp_path / "a.packed", np.ones((2, 2, 1), np.uint8)
+    with packed_writer(path, (2, 2), 1) as writer:
+        writer.append(image)
+        with pytest.raises(ConfigError, match="a.packed is being written by another process"):
+            write_packed(path, random_set())
+        write_packed(tmp_path / "b.packed", random_set())
+        writer.append(image)
+    assert len(load_packed(path)) == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.packed", "b.packed"]

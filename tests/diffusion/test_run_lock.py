@@ -15,6 +15,7 @@ from diffusion.formats.checkpoint_folder import latest_checkpoint, step_in_name
 from diffusion.runs import lock as run_lock
 from diffusion.runs.lock import RunLock
 from diffusion.runs.training import train
+from diffusion.runtime import file_lock
 
 from ..end_to_end.run import TINY, environment, rows, run, start, start_together
 from ..test_configs import composed
@@ -92,7 +93,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", flock)
+    monkeypatch.setattr(file_lock.fcntl, "flock", flock)
     lock = RunLock(tmp_path)
     lock.take()
     assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
