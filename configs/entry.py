@@ -28,6 +28,9 @@ from diffusion.errors import ConfigError, lack_of_memory
 from diffusion.runtime.interrupt import Interrupted
 from diffusion.settings import shown
 
+from . import sweep
+from .resume import own_settings
+
 CONFIGS = Path(__file__).resolve().parent
 _MULTIRUN = ("-m", "--multirun")
 _HELP = ("-h", "--help")
@@ -53,13 +56,13 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 def choose_run_dir(settings: dict[str, Any]) -> Path:
     """The folder of this run: as given or runs/DATASET-TIME, and within it one a job of a sweep."""
-    hydra, given, sweep = HydraConfig.get(), settings.get("run_dir"), in_sweep()
+    hydra, given, several = HydraConfig.get(), settings.get("run_dir"), in_sweep()
     if given in (None, ""):
         name = (settings.get("dataset") or {}).get("name", "run")
-        given = hydra.sweep.dir if sweep else f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        given = hydra.sweep.dir if several else f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if isinstance(given, list | dict | bool):
         raise ConfigError(f"run_dir={shown(given)} is wrong; expected text or null")
-    return Path(str(given)) / (str(hydra.job.num) if sweep else "")
+    return Path(str(given)) / (hydra.sweep.subdir if several else "")
 
 
 def choose_out(settings: dict[str, Any]) -> str | None:
@@ -84,18 +87,20 @@ def in_sweep() -> bool:
 def exit_codes() -> Iterator[None]:
     """Exit with 2 after one line on what the user gave wrong (more than the memory holds is that
     too), 128 + the signal's number where a run was interrupted and saved. Goes around the body of a
-    `hydra.main` function, since Hydra prints lines of its own for an exception that reaches it."""
+    `hydra.main` function, since Hydra prints lines of its own for an exception that reaches it.
+
+    In a job of a sweep the line is an exception, which `sweep.Jobs` writes down, and the next job
+    runs; not under torchrun, where the processes could then be at different jobs."""
     try:
+        sweep.check_not_stopped()
         yield
     except ConfigError as error:
-        _fail(str(error))
+        _fail(str(error), of_job=True)
     except KeyboardInterrupt:  # before or after the steps, which save first
-        print("stopped; what was begun since then is not saved", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+        _stop("stopped; what was begun since then is not saved", signal.SIGINT)
     except Interrupted as stop:
         again = _again(stop.checkpoint, sys.argv[1:])
-        print(f"stopped; {stop}; go on with {again}", file=sys.stderr)
-        sys.exit(128 + stop.signal)
+        _stop(f"stopped; {stop}; go on with {again}", stop.signal)
     except (MemoryError, RuntimeError) as error:
         lack = lack_of_memory(error)
         if lack is None:
@@ -103,7 +108,8 @@ def exit_codes() -> Iterator[None]:
         reason = next(iter(str(lack).splitlines()), type(lack).__name__)
         _fail(
             f"memory does not suffice ({reason}); take a smaller batch or model, or in training"
-            " train.accumulate or train.recompute=true"
+            " train.accumulate or train.recompute=true",
+            of_job=True,
         )
 
 
@@ -127,14 +133,38 @@ def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
             with exit_codes():
                 print(describe(config_name, sys.argv[1:]))
             sys.exit(0)
+        if config_name == "train":
+            with exit_codes():
+                sys.argv[1:1] = own_settings(sys.argv[1:], [CONFIGS])
         main()
+    except KeyboardInterrupt as stop:  # while the configuration is composed, or between jobs
+        _stop("stopped", next(iter(stop.args), signal.SIGINT))
     except (HydraException, OmegaConfBaseException) as error:
         _fail(explain(error, config_name, sys.argv[1:]))
     except ValueError as error:
+        if "No trials are completed" in str(error) and sweep.current() is not None:
+            _end_sweep()  # all of Optuna's failed
         if "Config group override" not in str(error):  # Hydra's own, without a type of its own
             raise
         groups = ", ".join(sorted(_groups(config_name)))
         _fail(f"null is no choice of a group of the configuration, which are {groups}")
+    except Exception as error:
+        if type(error).__name__ not in sweep.DIED:
+            raise
+        _end_sweep(f"a process of the launcher died ({type(error).__name__})")
+    _end_sweep()
+
+
+def _end_sweep(died: str | None = None) -> NoReturn:
+    """Say which jobs failed, if this was a sweep, and exit with 2 if one did or a process died."""
+    jobs = sweep.current()
+    failed = [] if jobs is None else list(jobs.failures())
+    for folder, reason in failed:
+        print(f"failed: {folder}: {reason}", file=sys.stderr)
+    said = [died] if died else []
+    said += [f"{len(failed)} of the sweep's jobs failed"] if failed else []
+    if said:
+        _fail(f"{'; '.join(said)}; tools/report.py runs={jobs.folder} shows all")
     sys.exit(0)
 
 
@@ -306,7 +336,15 @@ def _dotted(tree: dict[str, Any], prefix: str) -> Iterator[str]:
             yield from _dotted(value, f"{prefix}{key}.")
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, of_job: bool = False) -> NoReturn:
     line = " ".join(message.split())  # what a library said may be several
+    if of_job and sweep.goes_on_without_this_job():
+        raise sweep.JobFailed(line)
     print(f"error: {line}", file=sys.stderr)
     sys.exit(2)
+
+
+def _stop(message: str, number: int) -> NoReturn:
+    print(message, file=sys.stderr)
+    sweep.stop_job(message)
+    sys.exit(128 + number)

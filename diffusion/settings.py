@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -11,6 +11,16 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from .errors import ConfigError
 
 T = TypeVar("T")
+
+# of a training run: where, how long and with what display it trains, not what it learns. The same
+# settings with other values of these are the same run
+NEUTRAL = frozenset({"run_dir", "device", "backend"}) | {
+    f"train.{name}"
+    for name in (
+        *("steps", "log_every", "sample_every", "save_every", "keep", "resume", "cuda_graph"),
+        *("sample_count", "sample_steps", "fid_images", "tensorboard", "track"),
+    )
+}
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _KINDS |= {NoneType: "null"}
@@ -60,6 +70,15 @@ def shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
+
+
+def flattened(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of a tree of groups."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _dotted(group: str, key: str) -> str:

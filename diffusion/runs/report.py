@@ -1,7 +1,9 @@
-"""Runs side by side: what was set otherwise, what came of it."""
+"""Runs side by side: what was set otherwise, what came of it; which jobs of a sweep failed, why."""
 
 import csv
 import io
+import json
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,10 +13,11 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError, writing
-from ..settings import construct, shown
+from ..settings import construct, flattened, shown
 from ..tracking.pictures import draw_loss_curves
 from ..tracking.run_log import write_whole
 
+_JOB = "job.json"  # what a sweep writes of each job
 _WHERE = ("run_dir", "device")  # it was trained, and not what
 _TAIL = 5  # rows of the metrics whose mean is the loss at the end
 _DRAWN = (".md", ".csv")
@@ -40,12 +43,15 @@ class Run:
     folder: Path
     config: dict[str, Any]  # by dotted key
     results: dict[str, float]  # by column
+    state: str = ""  # of a job of a sweep: done, or why not
 
 
 def report(config: dict[str, Any]) -> list[dict[str, str]]:
     """Print the runs as a table of Markdown and return its rows; with `out` write it, and the
     curves of their losses as a PNG beside it. ConfigError: there are no runs, or no such column."""
     settings = construct(ReportSettings, config, "")
+    if not settings.runs:
+        raise ConfigError(f"runs={shown(settings.runs)} is wrong; expected a folder or several")
     given = [settings.runs] if isinstance(settings.runs, str) else settings.runs
     runs = [read_run(folder) for path in given for folder in find_runs(Path(path))]
     rows = table(runs)
@@ -71,18 +77,13 @@ def report(config: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def find_runs(path: Path) -> Iterator[Path]:
-    """The folders of runs in a folder, itself among them, in the order of their names. ConfigError:
-    there is none."""
+    """The folders of runs in a folder, itself among them, and of the jobs of a sweep that failed
+    before they were any, in the order of their names. ConfigError: there is none."""
     if not path.is_dir():
         raise ConfigError(f"runs={path} is no folder")
-    found = sorted(
-        (
-            file.parent
-            for file in path.rglob("metrics.csv")
-            if (file.parent / "config.yaml").exists()
-        ),
-        key=lambda folder: [(len(part), part) for part in folder.parts],  # 2 before 10
-    )
+    runs = {file.parent for file in path.rglob("metrics.csv") if _is_file(file, "config.yaml")}
+    jobs = {file.parent for file in path.rglob(_JOB) if "settings" in _job(file.parent)}
+    found = sorted(runs | jobs, key=_natural)
     if not found:
         raise ConfigError(f"runs={path} holds no run, which has a config.yaml and a metrics.csv")
     yield from found
@@ -90,9 +91,15 @@ def find_runs(path: Path) -> Iterator[Path]:
 
 def read_run(folder: Path) -> Run:
     """What a run was told and what came of it: the last of its metrics and scores, the medians of
-    its speed, the last of its evaluations."""
-    with open(folder / "config.yaml") as file:
-        config = dict(_dotted(yaml.safe_load(file) or {}))
+    its speed, the last of its evaluations; of a job of a sweep its state."""
+    job, path = _job(folder), folder / "config.yaml"
+    try:
+        told = yaml.safe_load(path.read_text()) if path.is_file() else job.get("settings")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if told is not None and not isinstance(told, dict):
+        raise ConfigError(f"{path} cannot be read: expected groups of settings")
+    config = dict(flattened(told or {}))
     metrics = _rows(folder / "metrics.csv")
     results = {}
     if metrics:
@@ -105,19 +112,22 @@ def read_run(folder: Path) -> Run:
         for key, value in (_rows(folder / name) or [{}])[-1].items():
             if value and key != "step" and (wanted is None or key in wanted):
                 results[f"images of {name[:-4]}" if key == "n" else key] = float(value)
-    return Run(folder, config, results)
+    return Run(folder, config, results, _state(job))
 
 
 def table(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """A row a run: its name, the settings in which the runs differ, and the results."""
+    """A row a run: its name, the settings in which the runs differ, and the results; if a job of a
+    sweep failed or has not ended, what became of each."""
     keys = list(dict.fromkeys(key for run in runs for key in run.config))
     changed = [key for key in keys if _differs(key, runs)]
     columns = list(dict.fromkeys(key for run in runs for key in run.results))
     shared = _shared([run.folder for run in runs])
+    stated = any(run.state not in ("", "done") for run in runs)
     return [
         {"run": "/".join(run.folder.parts[shared:])}
         | {key: shown(run.config[key]) if key in run.config else "-" for key in changed}
         | {key: f"{run.results[key]:.6g}" if key in run.results else "-" for key in columns}
+        | ({"state": run.state or "-"} if stated else {})
         for run in runs
     ]
 
@@ -125,7 +135,7 @@ def table(runs: Sequence[Run]) -> list[dict[str, str]]:
 def markdown(rows: Sequence[dict[str, str]]) -> str:
     """The rows as a table whose columns stand in line."""
     names = list(rows[0])
-    lines = [names, *([row[name] for name in names] for row in rows)]
+    lines = [names, *([row[name].replace("|", "\\|") for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
     ruled = [lines[0], ["-" * width for width in widths], *lines[1:]]
     padded = (
@@ -140,6 +150,32 @@ def _as_csv(rows: Sequence[dict[str, str]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def _job(folder: Path) -> dict[str, Any]:
+    """What a sweep wrote of the job; {} if it was none, or it cannot be read."""
+    try:
+        job = json.loads((folder / _JOB).read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return job if isinstance(job, dict) else {}
+
+
+def _state(job: dict[str, Any]) -> str:
+    state = str(job.get("state", ""))
+    if state == "failed":
+        return f"failed: {job.get('error')}"
+    return "not finished" if state in ("running", "stopped") else state
+
+
+def _is_file(sibling: Path, name: str) -> bool:
+    return (sibling.parent / name).is_file()
+
+
+def _natural(folder: Path) -> list[list[tuple[bool, int, str]]]:
+    """The order of names in which 2 stands before 10 and 0.1 before a letter."""
+    parts = (re.split(r"(\d+)", part) for part in folder.parts)
+    return [[(not s.isdigit(), int(s) if s.isdigit() else 0, s) for s in part] for part in parts]
 
 
 def _differs(key: str, runs: Sequence[Run]) -> bool:
@@ -159,14 +195,6 @@ def _order(cell: str) -> tuple[bool, float | str]:
         return (False, float(cell))
     except ValueError:
         return (True, cell)
-
-
-def _dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _rows(path: Path) -> list[dict[str, str]]:

@@ -26,7 +26,7 @@ from ..policies.task import LOADERS, PolicyTask
 from ..runtime.backend import Backend, choose_backend, determinism
 from ..runtime.distributed import Processes, choose_device, own_rank
 from ..runtime.precompile import TRAINED, compile_ahead, described
-from ..settings import check_keys, construct, shown
+from ..settings import NEUTRAL, check_keys, construct, flattened, shown
 from ..tracking.run_log import Preview, last_loss, log_file, write_whole
 from ..training.build_step import build_step
 from ..training.image_task import ImageTask
@@ -38,8 +38,8 @@ from .resume_point import resume_point, set_newer_aside
 
 log = logging.getLogger(__name__)
 
-_WHERE = ("backend", "device", "run_dir")  # it is trained, and not what
-_GROUPS = ("dataset", "model", "diffusion", "optim", "train", *_WHERE)
+_GROUPS = ("dataset", "model", "diffusion", "optim", "train", "backend", "device", "run_dir")
+_PLACE = ("run_dir", "train.resume")  # where a run goes on, which is said anyway
 
 
 class Task(Protocol):
@@ -78,8 +78,9 @@ _TASKS: dict[str, type[Task]] = dict.fromkeys(LOADERS, PolicyTask)  # all others
 
 
 def train(config: dict[str, Any], run_dir: Path, *, sweep: bool = False) -> float:
-    """Run the configuration in `run_dir` and return the final loss (for sweepers). In a `sweep` a
-    job that has been done is passed over, so that one which was interrupted can be begun again."""
+    """Run the configuration in `run_dir` and return the final loss (for sweepers). A run that is
+    finished is left as it is: a sweep that was interrupted can be begun again. In a `sweep` the
+    processes stay together for the next job."""
     _check_groups(config)
     settings = construct(TrainSettings, config["train"], "train")
     lock = RunLock(run_dir)
@@ -103,14 +104,14 @@ def _train(
     if own_rank() == 0 and run_dir.is_dir():
         _take(lock, run_dir)
     resume_from = resume_point(settings.resume, run_dir)
-    if sweep and _is_done(resume_from, config, run_dir):
+    start, changes = _held_against(resume_from, config)
+    if _is_finished(resume_from, run_dir, start, settings, changes):
         loss = last_loss(run_dir)
         if own_rank() == 0:
             _say(f"{run_dir}: its {settings.steps} steps are done already, with a loss of {loss}")
         return loss
     processes = Processes(device)
     _check_share(settings, processes)
-    start = _check_resumed(resume_from, config, settings.steps)
     _check_init(settings, resume_from)
     task: Task = make_task(config["dataset"], config["model"])
     torch.manual_seed(settings.seed)  # the initial parameters; all other noise is counted
@@ -146,14 +147,14 @@ def _train(
                     run_dir.mkdir(parents=True, exist_ok=True)
                     _take(lock, run_dir)
                     _check_untouched(settings.resume, run_dir, resume_from)
-                write_whole(run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+                _write_config(run_dir / "config.yaml", config, start)
                 stack.enter_context(log_file(run_dir / "train.log"))
             began = (
                 f"resuming from {resume_from} after step {start}"
                 if start
                 else settings.init and f"beginning with the weights of {settings.init}"
             )
-            _describe(run_dir, step, task, settings, processes, began)
+            _describe(run_dir, step, task, settings, processes, began, changes)
             with writing(run_dir):
                 aside = set_newer_aside(resume_from, run_dir)
             for path in aside:
@@ -205,6 +206,7 @@ def _describe(
     settings: TrainSettings,
     processes: Processes,
     began: str | None,  # with what, if with anything
+    changes: dict[str, tuple[Any, Any]],  # of the settings, where it goes on
 ) -> None:
     """Say what is about to be trained, and how."""
     flat, backend, size = step.flat, step.objective.backend, len(task.samples)
@@ -217,6 +219,8 @@ def _describe(
     )
     if began:
         _say(began)
+    for key, (then, now) in changes.items():
+        _say(f"note: {key}: {shown(then)} -> {shown(now)}")
     if settings.batch_size > size:
         _say(
             f"note: train.batch_size={settings.batch_size} is larger than the data set of"
@@ -280,13 +284,66 @@ def _check_share(settings: TrainSettings, processes: Processes) -> None:
         )
 
 
-def _is_done(checkpoint: Path | None, config: dict[str, Any], run_dir: Path) -> bool:
-    """Whether the checkpoint is this run's last one, and of the very same settings."""
-    if checkpoint is None or run_dir not in checkpoint.parents:
-        return False
+def _held_against(
+    checkpoint: Path | None, config: dict[str, Any]
+) -> tuple[int, dict[str, tuple[Any, Any]]]:
+    """The step to go on from, and every setting that the checkpoint was not trained with, as (then,
+    now) by its dotted key. ConfigError if it is of another model."""
+    if checkpoint is None:
+        return 0, {}
     state, stored = read_state(checkpoint)
-    same = all(stored.get(group) == config[group] for group in _GROUPS if group not in _WHERE)
-    return same and state["step"] == config["train"]["steps"]
+    changes = _changes(stored, config)
+    for key, (then, now) in changes.items():
+        if key.startswith(("model.", "diffusion.")):
+            raise ConfigError(
+                f"{checkpoint} is of another model: {key} is {shown(then)} there, {shown(now)} here"
+            )
+    return state["step"], changes
+
+
+def _changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    before, after = dict(flattened(then)), dict(flattened(now))
+    return {
+        key: (before.get(key), after.get(key))
+        for key in {**before, **after}
+        if before.get(key) != after.get(key) and key not in _PLACE
+    }
+
+
+def _is_finished(
+    checkpoint: Path | None,
+    run_dir: Path,
+    start: int,
+    settings: TrainSettings,
+    changes: dict[str, tuple[Any, Any]],
+) -> bool:
+    """Whether the run has nothing left to do. ConfigError if it has done as many steps as are asked
+    for, but with other settings."""
+    if checkpoint is None or start < settings.steps:
+        return False
+    others = [key for key in changes if key not in NEUTRAL]
+    if start == settings.steps and not others and run_dir in checkpoint.parents:
+        return True
+    key = next(iter(others), None)
+    with_others = (
+        f", with {key}={shown(changes[key][0])} and not {shown(changes[key][1])}" if key else ""
+    )
+    raise ConfigError(
+        f"{checkpoint} has already done {start} steps{with_others}, and"
+        f" train.steps={settings.steps}; give a larger train.steps to go on, or another run_dir"
+    )
+
+
+def _write_config(path: Path, config: dict[str, Any], start: int) -> None:
+    """Write a run's settings; those that it was trained with up to here, if they were others, stay
+    beside them."""
+    text = yaml.safe_dump(config, sort_keys=False)
+    if path.is_file():
+        before = path.read_text()
+        kept = path.with_name(f"config_until_step_{start:08d}.yaml")
+        if before != text and not kept.exists():
+            write_whole(kept, before)
+    write_whole(path, text)
 
 
 def _check_init(settings: TrainSettings, resume_from: Path | None) -> None:
@@ -299,42 +356,3 @@ def _check_init(settings: TrainSettings, resume_from: Path | None) -> None:
             f"train.init={settings.init} and train.resume={settings.resume} both say what to begin"
             " with; resume takes the step and the moments along, init the weights alone"
         )
-
-
-def _check_resumed(checkpoint: Path | None, config: dict[str, Any], steps: int) -> int:
-    """The step to go on from, after holding the stored configuration against the present one."""
-    if checkpoint is None:
-        return 0
-    state, stored = read_state(checkpoint)
-    for group in ("model", "diffusion"):
-        for key in {**stored.get(group, {}), **config[group]}:
-            then, now = stored.get(group, {}).get(key), config[group].get(key)
-            if then != now:
-                raise ConfigError(
-                    f"{checkpoint} is of another model: {group}.{key} is {shown(then)} there,"
-                    f" {shown(now)} here"
-                )
-    if state["step"] >= steps:
-        raise ConfigError(
-            f"{checkpoint} has already done {state['step']} steps and train.steps={steps};"
-            " give a larger train.steps to go on, or another run_dir"
-        )
-    for group, key in _watched(stored, config):
-        then, now = stored.get(group, {}).get(key), config[group].get(key)
-        if then != now:
-            was, now = shown(then), shown(now)
-            tqdm.write(f"note: {group}.{key} was {was} in {checkpoint} and is {now} now")
-    return state["step"]
-
-
-def _watched(stored: dict[str, Any], config: dict[str, Any]) -> list[tuple[str, str]]:
-    """The settings that may change where a run goes on, but not unseen: a run that is resumed with
-    others than it had does not equal one that was never interrupted."""
-    then, now = stored.get("dataset", {}), config["dataset"]
-    same_kind = then.get("name") == now["name"]
-    dataset = {**then, **now} if same_kind else ("name",)
-    return [
-        *(("train", key) for key in ("batch_size", "seed", "precision")),
-        ("optim", "more_ema"),
-        *(("dataset", key) for key in dataset),
-    ]

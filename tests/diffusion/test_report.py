@@ -1,6 +1,7 @@
 """tools/report.py: which settings and results of runs stand in its table."""
 
 import csv
+import json
 
 import numpy as np
 import pytest
@@ -109,3 +110,27 @@ def test_wrong_settings(sweep, tmp_path, monkeypatch, options, words):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=words):
         report({"runs": str(sweep)} | options)
+
+
+def test_jobs_of_a_sweep_that_failed_stand_in_it(sweep, capsys):
+    """Also those that failed before they were a run."""
+    for name, job in (
+        ("0", {"state": "done"}),
+        ("1", {"state": "running", "settings": {}}),
+        ("3", {"state": "failed", "error": "a | b", "settings": {"optim": {"lr": -1}}}),
+    ):
+        (sweep / name).mkdir(exist_ok=True)
+        (sweep / name / "job.json").write_text(json.dumps(job))
+    rows = report({"runs": str(sweep)})
+    assert {row["run"]: row["state"] for row in rows} == {
+        **{"0": "done", "1": "not finished", "2": "-"},
+        "3": "failed: a | b",
+    }
+    assert rows[3]["optim.lr"] == "-1" and rows[3]["loss"] == "-"
+    assert "failed: a \\| b |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "[]", "7", "{", "[" * 100_000])
+def test_a_record_that_cannot_be_read_is_none(sweep, text):
+    (sweep / "0" / "job.json").write_text(text)
+    assert "state" not in report({"runs": str(sweep)})[0]

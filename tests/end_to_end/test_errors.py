@@ -87,7 +87,10 @@ def test_a_run_is_not_overwritten(tmp_path):
     code, _, err = run("train.py", *command)
     assert code == 0, err
     assert "already holds" in fails("train.py", *command, "train.resume=none")
-    assert "already done 1 steps" in fails("train.py", *command)
+    code, out, _ = run("train.py", *command)  # it is done, which is no error
+    assert code == 0 and "its 1 steps are done already, with a loss of" in out
+    line = fails("train.py", *command, "optim.lr=1e-5")
+    assert "already done 1 steps, with optim.lr=0.002 and not 1e-05, and train.steps=1" in line
     other = (*command, "train.steps=2", "model.num_res_blocks=2")
     assert "model.num_res_blocks is 1 there, 2 here" in fails("train.py", *other)
 

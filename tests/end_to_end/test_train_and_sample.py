@@ -1,6 +1,5 @@
 """The main job as a user runs it, at the smallest size."""
 
-import shutil
 import signal
 import time
 
@@ -120,29 +119,3 @@ def test_the_jobs_of_a_sweep_do_not_draw_over_each_other(trained, tmp_path):
     assert drawn("out=a.png") == ["a_0.png", "a_1.png"]
     assert drawn("out='b${seed}.png'") == ["b0.png", "b1.png"]
     assert drawn("out=c.png,d.png") == ["c.png", "d.png"]  # as was asked
-
-
-def test_multirun_gives_each_job_its_folder(tmp_path):
-    command = (
-        "train.py",
-        *TINY,
-        "-m",  # anywhere, as in most programs
-        *("train.steps=1", f"run_dir={tmp_path}/sweep"),
-    )
-    code, _, err = run(*command, "optim.lr=1e-4,2e-4", cwd=tmp_path)
-    assert code == 0, err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["sweep"]  # Hydra's file in it
-    assert sorted(p.name for p in (tmp_path / "sweep").iterdir()) == ["0", "1", "multirun.yaml"]
-    for job, lr in ((0, "0.0001"), (1, "0.0002")):
-        assert f"lr: {lr}" in (tmp_path / "sweep" / str(job) / "config.yaml").read_text()
-        assert len(rows(tmp_path / "sweep" / str(job))) == 1
-
-    # the second job was interrupted, say: the same command passes over the first one
-    shutil.rmtree(tmp_path / "sweep" / "1")
-    code, out, err = run(*command, "optim.lr=1e-4,2e-4")
-    assert code == 0, err
-    assert "sweep/0: its 1 steps are done already, with a loss of 0." in out
-    assert len(rows(tmp_path / "sweep" / "1")) == 1
-    # but not over a job of other settings
-    code, _, err = run(*command, "optim.lr=3e-4,2e-4")
-    assert code == 2 and "has already done 1 steps" in err

@@ -1,0 +1,143 @@
+"""Sweeps: a job that fails is a row that failed, a job is its settings, a search goes on."""
+
+import json
+import signal
+import time
+
+import pytest
+
+from diffusion.runs.report import report
+
+from .run import TINY, rows, run, start
+
+ONE_STEP = (*TINY, "train.steps=1", "train.sample_every=0", "-m")
+LAUNCHERS = {
+    "basic": (),
+    "joblib": ("hydra/launcher=joblib",),
+    "submitit": ("hydra/launcher=submitit_local",),
+}
+
+
+def jobs(sweep) -> dict[str, dict]:
+    """What is written of each job, by the name of its folder."""
+    return {path.parent.name: json.loads(path.read_text()) for path in sweep.glob("*/job.json")}
+
+
+def states(sweep) -> dict[str, str]:
+    return {name.rpartition("-")[0]: job["state"] for name, job in jobs(sweep).items()}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_job_that_fails_is_one_row(tmp_path, monkeypatch, launcher):
+    """Whatever runs the jobs: the others are done, the exit code and the report say which failed.
+    Of joblib's processes each has a GPU of its own, here by their names only."""
+    if launcher != "basic":
+        pytest.importorskip(f"hydra_plugins.hydra_{launcher}_launcher")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,9" if launcher == "joblib" else "")
+    sweep = tmp_path / "sweep"
+    command = ("train.py", *ONE_STEP, *LAUNCHERS[launcher], f"run_dir={sweep}", "device=auto")
+    fresh = launcher != "basic"  # processes of joblib and submitit start from the real script
+    seeds = ("0",) if launcher == "submitit" else ("0", "1")
+    code, _, err = run(*command, f"train.seed=-1,{','.join(seeds)}", fresh=fresh)
+    assert code == 2, err
+    done = {f"train.seed={seed}": "done" for seed in seeds}
+    assert states(sweep) == {"train.seed=-1": "failed", **done}
+    last = err.splitlines()[-1]
+    assert last.startswith("error: 1 of the sweep's jobs failed; tools/report.py runs=")
+    assert "train.seed=-1; expected a whole number" in err
+    told = {row["train.seed"]: row["state"] for row in report({"runs": str(sweep)})}
+    assert told.pop("-1").startswith("failed: train.seed=-1; expected")
+    assert set(told.values()) == {"done"}
+    if launcher == "joblib":
+        taken = {(job["pid"], job["gpu"]) for job in jobs(sweep).values()}
+        processes, gpus = (set(column) for column in zip(*taken, strict=True))
+        assert len(processes) == len(gpus) == len(taken) and gpus <= {"7", "9"}
+
+
+def test_what_diverges_fails_as_well(tmp_path):
+    command = ("train.py", *ONE_STEP, f"run_dir={tmp_path}/sweep", "train.steps=3")
+    code, _, err = run(*command, "optim.lr=1e-4,1e38")
+    assert code == 2, err
+    assert sorted(states(tmp_path / "sweep").values()) == ["done", "failed"]
+    assert "training has diverged" in err
+
+
+def test_a_job_is_its_settings_and_not_its_number(tmp_path):
+    command = ("train.py", *ONE_STEP, f"run_dir={tmp_path}/sweep")
+    code, _, err = run(*command, "optim.lr=1e-4,2e-4", cwd=tmp_path)
+    assert code == 0, err
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep"]  # Hydra's file in it
+    first = jobs(tmp_path / "sweep")
+    losses = {name: rows(tmp_path / "sweep" / name) for name in first}
+    # in another order, with another value, written in another way, of more steps
+    code, out, err = run(*command, "optim.lr=3e-4,0.0002,1e-4")
+    assert code == 0, err
+    assert out.count("its 1 steps are done already") == 2
+    after = jobs(tmp_path / "sweep")
+    assert len(after) == 3 and set(first) < set(after)
+    for name, told in losses.items():
+        assert rows(tmp_path / "sweep" / name) == told
+    code, out, err = run(*command, "optim.lr=1e-4", "train.steps=2")
+    assert code == 0, err
+    assert len(jobs(tmp_path / "sweep")) == 4  # nothing is swept, so it is a job of its own
+    # another setting of all jobs: none goes on with the weights of another
+    code, out, err = run(*command, "optim.lr=1e-4,2e-4", "train.seed=5")
+    assert code == 0 and "resuming" not in out and "done already" not in out, err
+    assert len(jobs(tmp_path / "sweep")) == 6
+
+
+def test_more_steps_are_the_same_jobs(tmp_path):
+    command = ("train.py", *ONE_STEP, f"run_dir={tmp_path}/sweep", "train.seed=0,1")
+    assert run(*command)[0] == 0
+    code, out, err = run(*command, "train.steps=2")
+    assert code == 0, err
+    assert out.count("after step 1") == 2 and len(jobs(tmp_path / "sweep")) == 2
+
+
+def test_a_search_goes_on(tmp_path):
+    """Optuna's: what is done is not done again, and what failed does not end it."""
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    sweep = tmp_path / "sweep"
+    search = (
+        *("train.py", *ONE_STEP, f"run_dir={sweep}", "hydra/sweeper=optuna"),
+        *("hydra.sweeper.n_jobs=1", "hydra.sweeper.sampler.seed=1"),
+        *("optim.lr=interval(-1e-4,1e-3)", "dataset.flip=choice(true,false)"),
+    )
+    code, _, err = run(*search, "hydra.sweeper.n_trials=3")
+    first = jobs(sweep)
+    failed = [name for name, job in first.items() if job["state"] == "failed"]
+    assert len(first) == 3 and len(failed) < 3
+    assert all("optim.lr=-" in name for name in failed)
+    assert code == (2 if failed else 0), err
+    code, out, err = run(*search, "hydra.sweeper.n_trials=5")
+    assert out.count("its 1 steps are done already") == 3 - len(failed), err
+    assert len(jobs(sweep)) == 5 and set(first) < set(jobs(sweep))
+    best = (sweep / "optimization_results.yaml").read_text()
+    losses = [job["loss"] for job in jobs(sweep).values() if job["state"] == "done"]
+    assert f"best_value: {min(losses)}" in best
+
+
+def test_a_search_of_which_all_fails(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    search = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "optim.lr=interval(-2,-1)")
+    code, _, err = run("train.py", *ONE_STEP, f"run_dir={tmp_path}/sweep", *search)
+    assert code == 2 and "error: 2 of the sweep's jobs failed" in err.splitlines()[-1], err
+
+
+def test_jobs_of_joblib_save_before_they_stop(tmp_path):
+    """And the same command goes on with them."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    sweep = tmp_path / "sweep"
+    command = ("train.py", *ONE_STEP, *LAUNCHERS["joblib"], "hydra.launcher.n_jobs=2")
+    command += (f"run_dir={sweep}", "train.seed=0,1,2")
+    process = start(*command, "train.steps=100000")
+    waiting = time.monotonic() + 120
+    while len(list(sweep.glob("*/metrics.csv"))) < 2:
+        assert process.poll() is None and time.monotonic() < waiting
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    stopped = {name: job for name, job in jobs(sweep).items() if "pid" in job}
+    assert set(states(sweep).values()) == {"stopped"}
+    assert len(list(sweep.glob("*/checkpoints/step_*"))) == 2 <= len(stopped)
