@@ -13,7 +13,6 @@ from .conv.conv_norm import NextNorm, conv_norm, norms_in_conv
 from .conv.conv_norm_grid_sync import conv_meeting, meets
 from .conv.fused import (
     conv_forward,
-    conv_fused_supported,
     conv_input_grad,
     conv_plain_input_grad,
     conv_weight_grad,
@@ -76,7 +75,6 @@ __all__ = [
     "conv_down_input_grad",
     "conv_few",
     "conv_forward",
-    "conv_fused_supported",
     "conv_input_grad",
     "conv_means",
     "conv_meeting",

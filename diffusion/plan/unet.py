@@ -32,7 +32,6 @@ from triton_kernels.runtime.dependent_launch import dependent_launches
 
 from ..models.blocks import AttentionBlock, Downsample, ResBlock, Upsample
 from ..models.flat_parameters import FlatParameters
-from ..models.layers import GroupNorm
 from ..models.unet import UNet
 from .embedding import EmbeddingLayers, Step
 from .layers import (
@@ -53,7 +52,7 @@ _MUCH_LARGER = 16  # images, by pixels
 _LITTLE_MEMORY = 8 * 2**20  # bytes of an activation
 _MUCH_MEMORY = 32 * 2**20
 _CHANNELS = 16  # the stem's and the head's few channels are padded to a multiple of this
-_ROW = 8  # channels: what TMA addresses has rows of a multiple of 16 bytes
+_DRAW = 4  # channels that one evaluation of the generator draws for
 _LAYERS = {
     ResBlock: FusedResBlock,
     AttentionBlock: FusedAttention,
@@ -152,8 +151,10 @@ class FusedUNet:
         if not isinstance(model, UNet):
             return f"{type(model).__name__} has none"
         for name, module in model.named_modules():
-            if isinstance(module, GroupNorm) and len(module.weight) % _ROW:
-                return f"{name} has {len(module.weight)} channels, no multiple of {_ROW}"
+            if isinstance(module, ResBlock) and module.dropout:
+                channels = len(module.out_layers["0"].weight)
+                if channels % _DRAW:
+                    return f"{name} has dropout of {channels} channels, no multiple of {_DRAW}"
         return None
 
     def __call__(

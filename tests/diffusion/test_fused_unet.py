@@ -14,7 +14,6 @@ from diffusion.plan import layers, side_stream
 from diffusion.plan.embedding import TOGETHER
 from diffusion.plan.unet import FusedUNet, training_network
 from diffusion.runtime.backend import Backend
-from triton_kernels import fused_ops as fused
 from triton_kernels import reference
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.runtime import dependent_launch
@@ -260,9 +259,10 @@ def test_dropout_without_a_seed_is_an_error():
 
 def test_says_why_not():
     model = make(
-        {"channel_mult": (1, 2), "model_channels": 20, "num_groups": 4, "num_head_channels": 4}
+        {"channel_mult": (1, 2), "model_channels": 18, "num_groups": 6, "num_head_channels": 6}
+        | {"dropout": 0.1}
     )
-    assert "20 channels" in FusedUNet.refusal(model)
+    assert "18 channels" in FusedUNet.refusal(model)
     assert FusedUNet.refusal(torch.nn.Linear(2, 2)) is not None
 
 
@@ -279,25 +279,31 @@ def test_covers_the_models_it_is_for(options):
         ({"model_channels": 64, "channel_mult": (1, 2, 2), "in_channels": 1}, (28, 28), True),
         ({"model_channels": 32, "channel_mult": (1, 2)}, (30, 330), True),
         ({"model_channels": 24, "channel_mult": (1, 2)}, (32, 32), True),
-        ({"model_channels": 20, "channel_mult": (1,), "num_groups": 4}, (32, 32), False),
+        ({"model_channels": 20, "channel_mult": (1,), "num_groups": 4}, (32, 32), True),
+        (
+            {"model_channels": 18, "channel_mult": (1,), "num_groups": 6, "dropout": 0.1},
+            (32, 32),
+            False,
+        ),
     ],
-    ids=["unet64", "7x7", "one channel", "halves of 32", "24 channels", "20 channels"],
+    ids=[
+        "unet64",
+        "7x7",
+        "one channel",
+        "halves of 32",
+        "24 channels",
+        "20 channels",
+        "dropout of 18",
+    ],
 )
 def test_where_the_layers_run_one_by_one(options, size, planned):
     backend = Backend("triton", triton_kernels, torch.float16, allow_tf32=True)
-    model = make(options | {"num_head_channels": 4}, size).float()
+    heads = {"num_head_channels": options["model_channels"] // 2}
+    model = make(options | heads, size).float()
     set_backend(model, backend)
     network = training_network(model, FlatParameters(model, together=TOGETHER))
     assert isinstance(network, FusedUNet) == planned
     assert planned or network == model.forward_nhwc
-
-
-def test_without_tma_the_layers_run_one_by_one(monkeypatch):
-    monkeypatch.setattr(fused, "conv_fused_supported", lambda *_: False)
-    model = make({"model_channels": 64, "channel_mult": (1,)}).float()
-    set_backend(model, Backend("triton", triton_kernels, torch.float16))
-    network = training_network(model, FlatParameters(model, together=TOGETHER))
-    assert network == model.forward_nhwc
 
 
 def test_says_that_there_is_nothing_to_recompute(caplog):

@@ -88,8 +88,9 @@ TWO_LEVELS = {"num_res_blocks": 1, "channel_mult": (1, 1), "attention_resolution
         (ONE_LEVEL | {"use_scale_shift_norm": True, "dropout": 0.2}, (4, 4)),
         (TWO_LEVELS | {"conv_resample": True}, (8, 8)),
         (TWO_LEVELS | {"model_channels": 24, "num_groups": 8, "num_head_channels": 24}, (6, 6)),
+        (ONE_LEVEL | {"model_channels": 18, "num_groups": 6, "num_head_channels": 9}, (4, 6)),
     ],
-    ids=["film, dropout, attention", "strided", "3x3 and halves of 24 channels"],
+    ids=["film, dropout, attention", "strided", "3x3 and halves of 24 channels", "18 channels"],
 )
 def test_small_models(options, size, device):
     check(options, size, 1, torch.float16, device)
@@ -163,6 +164,11 @@ ODD = {  # no tile divides their images, or the halves of their concatenations
     ),
     "24 channels": (
         {"channel_mult": (1, 2), "model_channels": 24, "num_groups": 8, "num_head_channels": 24}
+        | {"attention_resolutions": (2,), "conv_resample": True},
+        (14, 14),
+    ),
+    "18 channels": (
+        {"channel_mult": (1, 2), "model_channels": 18, "num_groups": 6, "num_head_channels": 9}
         | {"attention_resolutions": (2,), "conv_resample": True},
         (14, 14),
     ),

@@ -208,6 +208,28 @@ def test_the_kernels_themselves(device, monkeypatch):
     assert (y - exact).norm() <= 2 * (low - exact).norm()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"model_channels": 18, "num_groups": 6, "num_head_channels": 9}],
+    ids=["", "18 channels"],
+)
+@pytest.mark.parametrize("tma", [True, False], ids=["", "no TMA unit"])
+def test_other_kernels_themselves(options, tma, device, request):
+    """In float16, of any number of channels, with and without a TMA unit."""
+    if not tma:
+        request.getfixturevalue("no_tma")
+    options = {"channel_mult": (1, 2), "attention_resolutions": (2,)} | options
+    model = make(options, (4, 6)).to(device).eval()
+    x, t = torch.randn(1, 4, 6, 3, device=device), torch.tensor([300], device=device)
+    with torch.no_grad():
+        exact = model.forward_nhwc(x.double(), t)
+        set_backend(model.float(), Backend("torch", reference, torch.float16))
+        low = model.forward_nhwc(x.half(), t)
+    set_backend(model, Backend("triton", triton_kernels, torch.float16))
+    y = InferenceUNet(model, fused)(x, t)
+    assert (y - exact).norm() <= 2 * (low - exact).norm()
+
+
 def test_labels_by_the_kernels_themselves(device):
     """A guided chain in float16, with a row of the table for each class, and for each sample."""
     for classes in (3, 9):

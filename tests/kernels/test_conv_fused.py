@@ -10,7 +10,6 @@ from triton_kernels import reference
 from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv.fused import (
     conv_forward,
-    conv_fused_supported,
     conv_input_grad,
     conv_plain_input_grad,
     conv_weight_grad,
@@ -407,7 +406,7 @@ def test_weight_grad_config(config, device):
 FUSED = {
     name: Shape(0, h, w, ci, co, kernel[0])
     for name, (h, w, ci, co, kernel) in MODEL.items()
-    if kernel[0] == kernel[1] and conv_fused_supported((co, ci, *kernel), torch.half)
+    if kernel[0] == kernel[1]
 }
 
 
@@ -496,22 +495,3 @@ def test_every_ragged_config_repeatedly(name, index, device):
             ]
         )
         assert all(map(torch.equal, results[-1], results[0]))
-
-
-# --- where it applies -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("supported", "weight", "c1"),
-    [
-        (True, (64, 64, 3, 3), None),
-        (True, (256, 512, 3, 3), 256),
-        (True, (64, 96, 3, 3), 32),
-        (False, (64, 96, 3, 3), 36),
-        (False, (64, 3, 3, 3), None),
-        (False, (3, 64, 3, 3), None),
-        (False, (64, 64, 4, 4), None),
-    ],
-)
-def test_supported(supported, weight, c1):
-    assert conv_fused_supported(weight, torch.float16, c1) == supported

@@ -14,8 +14,8 @@ image, and their sums go to `partials` [N, K, 2, C] by plain stores: no atomics,
 every run. All tiles have equally many pixels of their images: they divide an image, or where none
 does they reach over its edges (`covering_box`). A tile of channels may straddle the two halves of a
 concatenation, if none divides them. The GEMM is that of `conv.plain.tma`: stride 1, channels in
-multiples of 16 bytes. Without a TMA unit all of it is done by `conv.plain.pointer` and
-`conv.plain.pointer_wgrad`, of any channels.
+multiples of 16 bytes. Without a TMA unit, or of other channels, all of it is done by
+`conv.plain.pointer` and `conv.plain.pointer_wgrad`.
 """
 
 from collections.abc import Sequence
@@ -142,7 +142,7 @@ def conv_forward(
     _check(weight, x, residual, *(x for x, _ in extra))
     assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
     assert len(extra) <= 2
-    if pointer.serves(x, config):
+    if pointer.serves(config, x, ci, width or co, *(other.shape[3] for other, _ in extra)):
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
         terms |= {"stats": stats, "width": width, "config": config}
         return pointer.conv_forward(x, weight, bias, **terms)
@@ -191,7 +191,7 @@ def conv_input_grad(
     _check(weight, dy, *inputs)
     assert sum(x.shape[3] for x in inputs) == ci and len(inputs) <= 2
     assert table.shape == (n, 4, ci) and table.is_contiguous()
-    if pointer.serves(dy, config):
+    if pointer.serves(config, dy, co, ci, inputs[0].shape[3]):
         rest = {"inputs": inputs, "table": table, "activation": activation, "mask": mask}
         return pointer.conv_input_grad(dy, weight, **rest, config=config)
     dz = _empty((n, h, w, ci), dtype=dy.dtype, device=dy.device)
@@ -231,7 +231,7 @@ def conv_plain_input_grad(
 ) -> Tensor:  # [N, H, W, CI]
     """The gradient of x of conv(x)."""
     _check(weight, dy)
-    if pointer.serves(dy, config):
+    if pointer.serves(config, dy, dy.shape[3], weight.shape[1]):
         return pointer.conv_plain_input_grad(dy, weight, config)
     _, ci, r, s = weight.shape
     dx = _empty((*dy.shape[:3], ci), dtype=dy.dtype, device=dy.device)
@@ -266,7 +266,7 @@ def conv_weight_grad(
             out.zero_()
         return
     padding = (r // 2, s // 2) if padding is None else (padding, padding)
-    if pointer_wgrad.serves_wgrad(x, config):
+    if pointer_wgrad.serves_wgrad(x, dy, stride, config):
         path = pointer_wgrad
     elif x.itemsize == 2 and stride == 1:
         path = tma_wgrad
@@ -298,20 +298,6 @@ def conv_weight_grad(
 # --- what applies where ---------------------------------------------------------------------------
 
 
-def conv_fused_supported(
-    weight_shape: Sequence[int],  # CO, CI, R, S
-    dtype: torch.dtype,
-    c1: int | None = None,  # channels of the first of two inputs, if x is a concatenation
-) -> bool:
-    """Whether every function of this file can do this convolution, of stride 1 and padding R // 2
-    on the current device, with images of any size. In float32 they multiply in TF32."""
-    co, ci, r, s = weight_shape
-    if r % 2 == 0 or s % 2 == 0:
-        return False
-    if not describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")).tma:
-        return pointer.takes((r, s))
-    row = 16 // dtype.itemsize
-    return ci % row == co % row == 0 and (c1 is None or c1 % row == 0)
 
 
 def _partials(box: tuple[int, int, int], y: Tensor) -> Tensor:

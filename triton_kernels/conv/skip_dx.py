@@ -26,7 +26,7 @@ from ..registry.choose import choose
 from ..registry.spec import dtype_name
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import describe
-from .plain import pointer_skip_dx
+from .plain import pointer, pointer_skip_dx
 from .plain.pointer import PointerTile
 from .plain.tile_edges import count_tiles, tile_number, zero_outside
 from .plain.tma import Config, tile_origin
@@ -373,7 +373,7 @@ def choose_config(
         return skip_dx(dy, weight, dz, x1, x2, coeff, add1, **options)[0]
 
     return choose(
-        "skip_dx" if describe(dy.device).tma else "skip_dx_pointer",
+        "skip_dx_pointer" if _by_pointers(dy, c, c1) else "skip_dx",
         n,
         {
             "h": h,
@@ -385,8 +385,8 @@ def choose_config(
             "upsampled": upsample1,
             "add": add1 is not None,
         },
-        lambda: _valid(dy, border, upsample1),
-        lambda: _valid(dy, border, upsample1)[0],
+        lambda: _valid(dy, c, border, upsample1),
+        lambda: _valid(dy, c, border, upsample1)[0],
         run,
         describe(dy.device),
     )
@@ -410,14 +410,19 @@ def _pitches(x: Tensor) -> list[int]:
     return [h * w * c, w * c, c]
 
 
-def _valid(dy: Tensor, border: int | None, upsample1: bool) -> list[Config]:
+def _by_pointers(dy: Tensor, *channels: int) -> bool:
+    """Whether there is no TMA unit, or none that could address so many channels."""
+    return pointer.serves(None, dy, dy.shape[3], *channels)
+
+
+def _valid(dy: Tensor, channels: int, border: int | None, upsample1: bool) -> list[Config]:
     """The tiles that can do it, less those that another serves better anyway."""
     n, h, w, co = dy.shape
-    if describe(dy.device).tma:
+    if _by_pointers(dy, channels, border or 0):
+        valid = pointer_skip_dx.candidates(co)
+    else:
         block_k = 64 if dy.itemsize == 2 and co > 32 else 32
         valid = [c for c in _CONFIGS if c.block_k == block_k]
-    else:
-        valid = pointer_skip_dx.candidates(co)
     exact = [c for c in valid if not is_ragged(_box(c, n, h, w, upsample1), h, w)]
     within = [c for c in exact or valid if border is None or border % c.block_c == 0]
     return within or exact or valid

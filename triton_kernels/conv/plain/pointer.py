@@ -1,4 +1,4 @@
-"""The functions of `conv.fused` on GPUs that have no TMA unit: the same sums by mma.sync.
+"""The functions of `conv.fused` without a TMA unit, or where it cannot address the tensors.
 
 Tiles are fetched by cp.async through pointers, see `conv.plain.pointer_kernels`. Any number of
 channels will do, and any image; what is no multiple of 8 channels is fetched number by number.
@@ -27,8 +27,6 @@ from .tma_boxes import (
     pixel_box,
     row_box,
 )
-
-_MOST_TAPS = 31  # bits of a word
 
 
 class PointerTile(NamedTuple):
@@ -70,14 +68,12 @@ _OF_SINGLE_NUMBERS = [PointerTile(c, 64, k, 4, 4) for c in (16, 64) for k in (16
 _empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
 
 
-def serves(x: Tensor, config: tuple | None) -> bool:
-    """Whether a convolution of x belongs here: there is no TMA unit, or the tile says so."""
-    return isinstance(config, PointerTile) or (config is None and not describe(x.device).tma)
-
-
-def takes(filter_size: tuple[int, int]) -> bool:
-    """Whether there are kernels for filters of this size."""
-    return math.prod(filter_size) <= _MOST_TAPS
+def serves(config: tuple | None, x: Tensor, *channels: int) -> bool:
+    """Whether a convolution of x belongs here: the tile says so, or there is no TMA unit, or none
+    that could address tensors of so many channels."""
+    if config is not None:
+        return isinstance(config, PointerTile)
+    return not describe(x.device).tma or any(c * x.itemsize % 16 for c in channels)
 
 
 # --- forward --------------------------------------------------------------------------------------

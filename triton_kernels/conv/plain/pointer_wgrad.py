@@ -129,9 +129,13 @@ def _conv_pointer_wgrad_kernel(
         tl.store(dw_ptrs + i * CI, accs[i].to(dw_ptr.dtype.element_ty), mask=mask)
 
 
-def serves_wgrad(x: Tensor, config: tuple | None) -> bool:
-    """Whether a weight gradient belongs here: there is no TMA unit, or the tile says so."""
-    return isinstance(config, PointerWgradTile) or (config is None and not describe(x.device).tma)
+def serves_wgrad(x: Tensor, dy: Tensor, stride: int, config: tuple | None) -> bool:
+    """Whether a weight gradient belongs here: the tile says so, or there is no TMA unit, or none
+    that could address these tensors of 16-bit numbers."""
+    if config is not None:
+        return isinstance(config, PointerWgradTile)
+    odd = x.itemsize == 2 and stride == 1 and (x.shape[3] % 8 or dy.shape[3] % 8)
+    return bool(odd) or not describe(x.device).tma
 
 
 def plan_wgrad(

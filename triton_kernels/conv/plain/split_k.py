@@ -252,7 +252,8 @@ def worth_splitting(
     # of Hopper's chains a product takes less than half as long (`conv.hopper.tile_mma`)
     quick = chip.hopper and n > EARLY_IMAGES
     few = programs <= chip.num_sms // (4 if quick else 1) and h * w <= _MAX_PIXELS
-    return chip.tma and few and steps >= 2 * _STEPS
+    addressable = chip.tma and not any(c % 8 for c in (ci, co, *extra))
+    return addressable and few and steps >= 2 * _STEPS
 
 
 def _steps(block_k: int, weight: Tensor, extra_channels: Sequence[int]) -> int:
