@@ -33,8 +33,7 @@ def other_chip(
     host: int | None = None,  # that of the GPU that is there; None: asked of it
     num_sms: int | None = None,  # likewise
 ) -> Iterator[None]:
-    """Within the block kernels are those of another chip, and nothing is known of measured
-    tiles."""
+    """Within the block kernels are those of another chip."""
     if host is None:
         host = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
     if num_sms is None:
@@ -44,7 +43,7 @@ def other_chip(
     def assembled(self, source, metadata, options, capability):
         return make_cubin(self, source, metadata, options, host)
 
-    chip = Device(False, num_sms, SHARED_LIMIT[arch], False)
+    chip = Device(False, num_sms, SHARED_LIMIT[arch], arch=arch)
     with ExitStack() as stack:
         target = GPUTarget("cuda", arch, 32)
         for place, name, value in (

@@ -144,7 +144,9 @@ def test_weight_grad(name, dtype, accumulate, device):
 
 @pytest.mark.parametrize("config", distinct(pointer_wgrad.TILES), ids=str)
 def test_every_weight_grad_tile(config, device):
-    check_weight_grad(Shape(3, 6, 8, 72, 136), torch.float16, device, config=config)
+    if config.rows == 1:
+        check_weight_grad(Shape(3, 6, 8, 72, 136), torch.float16, device, config=config)
+    check_weight_grad(Shape(3, 4, 16, 72, 136), torch.float16, device, config=config)
     check_weight_grad(Shape(1, 4, 32, 128, 128), torch.float16, device, config=config)
 
 

@@ -295,11 +295,6 @@ def conv_weight_grad(
         sum_partials(parts, out, accumulate=accumulate)
 
 
-# --- what applies where ---------------------------------------------------------------------------
-
-
-
-
 def _partials(box: tuple[int, int, int], y: Tensor) -> Tensor:
     n, h, w, c = y.shape
     k = boxes_of_image(box, h, w)

@@ -2,8 +2,9 @@
 
 A program has some taps of the filter side by side, which share dy, and part of the pixels. A step
 takes a box of them, whose places are computed once, relative to its first one, as in
-`conv.plain.pointer_kernels`; mma.sync transposes both operands as it reads them. The parts of the
-sum are added up by a second launch.
+`conv.plain.pointer_kernels`; mma.sync transposes both operands as it reads them. Or it has taps one
+below the other, and a step takes several rows of pixels: each row of x is multiplied by up to three
+of dy. The parts of the sum are added up by a second launch.
 """
 
 import math
@@ -17,7 +18,7 @@ from ...reductions.column_sum import num_splits
 from ...registry.spec import dtype_name
 from ...runtime.device import describe
 from ..configs import choose_plan, plans_around
-from .tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box
+from .tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box, row_box
 
 
 class PointerWgradTile(NamedTuple):
@@ -29,6 +30,7 @@ class PointerWgradTile(NamedTuple):
     taps: int  # successive ones: 1, a row of the filter, or all
     num_warps: int
     num_stages: int  # of which one is no buffer
+    rows: int = 1  # of pixels one below the other a step, of 3x3 filters: taps are a column of them
     kernel = "pointer_wgrad"
 
 
@@ -40,6 +42,10 @@ TILES = [
     PointerWgradTile(128, 128, 32, 1, 4, 4),
     PointerWgradTile(128, 128, 32, 1, 8, 4),
     PointerWgradTile(128, 128, 32, 3, 8, 3),
+    PointerWgradTile(64, 64, 32, 3, 4, 4, 2),
+    PointerWgradTile(64, 64, 32, 3, 4, 3, 4),
+    PointerWgradTile(128, 64, 32, 3, 8, 3, 2),
+    PointerWgradTile(128, 64, 16, 3, 8, 4, 4),
     PointerWgradTile(64, 16, 64, 9, 4, 3),  # few channels of x,
     PointerWgradTile(16, 64, 64, 3, 4, 3),  # or of y
 ]
@@ -65,6 +71,7 @@ def _conv_pointer_wgrad_kernel(
     R: tl.constexpr,
     S: tl.constexpr,
     GROUP: tl.constexpr,  # taps of this program
+    ROWS: tl.constexpr,  # if several: taps are one below the other, of a 3x3 filter
     STRIDE: tl.constexpr,
     PAD_H: tl.constexpr,
     PAD_W: tl.constexpr,
@@ -84,9 +91,10 @@ def _conv_pointer_wgrad_kernel(
     ci_blocks = tl.cdiv(CI, BLOCK_CI)
     offs_co = tl.program_id(0) // ci_blocks * BLOCK_CO + tl.arange(0, BLOCK_CO)
     offs_ci = tl.program_id(0) % ci_blocks * BLOCK_CI + tl.arange(0, BLOCK_CI)
-    tap0 = tl.program_id(1) * GROUP
+    tap0 = tl.program_id(1) * (GROUP if ROWS == 1 else 1)
+    TO_NEXT: tl.constexpr = 1 if ROWS == 1 else 3  # tap
     split = tl.program_id(2)
-    tiles_h = tl.cdiv(P, TILE_H)
+    tiles_h = tl.cdiv(P, TILE_H * ROWS)
     tiles_w = tl.cdiv(Q, TILE_W)
 
     m = tl.arange(0, TILE_N * TILE_H * TILE_W)
@@ -103,30 +111,51 @@ def _conv_pointer_wgrad_kernel(
     start = split * tiles_per_split
     for tile in range(start, tl.minimum(start + tiles_per_split, num_tiles)):
         w0 = tile % tiles_w * TILE_W
-        h0 = tile // tiles_w % tiles_h * TILE_H
+        h0 = tile // tiles_w % tiles_h * (TILE_H * ROWS)
         n0 = tile // (tiles_w * tiles_h) * TILE_N
         inside = (n0 + n < N) & (h0 + h < P) & (w0 + w < Q)
         dy_ptrs = dy_ptr + ((n0.to(tl.int64) * P + h0) * Q + w0) * KY + places_dy
         mask_dy = inside[None, :] if EXACT else inside[None, :] & (offs_co < CO)[:, None]
-        dy = tl.load(dy_ptrs, mask=mask_dy, other=0.0)
         at = ((n0.to(tl.int64) * H + h0 * STRIDE) * W + w0 * STRIDE) * KX
         sums = ()
-        for i in tl.static_range(GROUP):
-            r = (tap0 + i) // S - PAD_H
-            s = (tap0 + i) % S - PAD_W
-            row = (h0 + h) * STRIDE + r
-            column = (w0 + w) * STRIDE + s
-            there = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
-            mask_x = there[:, None] if EXACT else there[:, None] & (offs_ci < CI)[None, :]
-            x = tl.load(x_ptr + (at + (r * W + s) * KX) + places_x, mask=mask_x, other=0.0)
-            sums = sums + (tl.dot(dy, x, accs[i], input_precision=PRECISION),)
+        if ROWS == 1:
+            dy = tl.load(dy_ptrs, mask=mask_dy, other=0.0)
+            for i in tl.static_range(GROUP):
+                r = (tap0 + i) // S - PAD_H
+                s = (tap0 + i) % S - PAD_W
+                row = (h0 + h) * STRIDE + r
+                column = (w0 + w) * STRIDE + s
+                there = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
+                mask_x = there[:, None] if EXACT else there[:, None] & (offs_ci < CI)[None, :]
+                x = tl.load(x_ptr + (at + (r * W + s) * KX) + places_x, mask=mask_x, other=0.0)
+                sums = sums + (tl.dot(dy, x, accs[i], input_precision=PRECISION),)
+        else:
+            dys = ()
+            for j in tl.static_range(ROWS):
+                dys = dys + (tl.load(dy_ptrs + j * Q * KY, mask=mask_dy, other=0.0),)
+            column = w0 + w + tap0 - 1
+            there = inside & (column >= 0) & (column < W)
+            sums = accs
+            for i in tl.static_range(ROWS + 2):
+                row = there & (h0 + i >= 1) & (h0 + i <= H)
+                mask_x = row[:, None] if EXACT else row[:, None] & (offs_ci < CI)[None, :]
+                shift = ((i - 1) * W + tap0 - 1) * KX
+                x = tl.load(x_ptr + (at + shift) + places_x, mask=mask_x, other=0.0)
+                before = sums
+                sums = ()
+                for r in tl.static_range(3):
+                    if i - r >= 0 and i - r < ROWS:
+                        acc = tl.dot(dys[i - r], x, before[r], input_precision=PRECISION)
+                        sums = sums + (acc,)
+                    else:
+                        sums = sums + (before[r],)
         accs = sums
 
     mask = (offs_co < CO)[:, None] & (offs_ci < CI)[None, :]
     row = (split.to(tl.int64) * CO + offs_co) * (R * S) + tap0
     dw_ptrs = dw_ptr + row[:, None] * CI + offs_ci[None, :]
     for i in tl.static_range(GROUP):
-        tl.store(dw_ptrs + i * CI, accs[i].to(dw_ptr.dtype.element_ty), mask=mask)
+        tl.store(dw_ptrs + i * TO_NEXT * CI, accs[i].to(dw_ptr.dtype.element_ty), mask=mask)
 
 
 def serves_wgrad(x: Tensor, dy: Tensor, stride: int, config: tuple | None) -> bool:
@@ -151,8 +180,7 @@ def plan_wgrad(
     pixels = as_one_row(dy) if stride == 1 and is_pointwise(weight, padding) else dy
 
     def splits(c: PointerWgradTile) -> int:
-        n, p, q, _ = pixels.shape
-        steps = count_boxes(pixel_box(c.block_m, n, p, q), n, p, q)
+        steps = _steps(c, pixels)
         resident = min(describe(x.device).shared_memory // _shared(c, x), 8 // c.num_warps)
         slots = describe(x.device).num_sms * max(1, resident)
         return num_splits(math.prod(_blocks(weight, c)), steps, slots)
@@ -161,7 +189,7 @@ def plan_wgrad(
         return config, splits(config)
 
     def default() -> tuple[PointerWgradTile, int]:
-        config = _pick(x, weight)
+        config = _pick(x, weight, dy)
         return config, splits(config)
 
     def launch(parts: Tensor, config: PointerWgradTile, splits: int) -> None:
@@ -182,7 +210,7 @@ def plan_wgrad(
             "stride": stride,
             "dtype": dtype_name(x.dtype, allow_tf32=True),
         },
-        lambda: plans_around(candidates(x, weight), splits),
+        lambda: plans_around(candidates(x, weight, dy), splits),
         default,
         weight,
         launch,
@@ -206,8 +234,7 @@ def launch_wgrad(
         x, dy = as_one_row(x), as_one_row(dy)
     _, h, w, kx = x.shape
     n, p, q, ky = dy.shape
-    box = pixel_box(config.block_m, n, p, q)
-    num_tiles = count_boxes(box, n, p, q)
+    box, num_tiles = _box(config, dy), _steps(config, dy)
     unit = math.gcd(8, ci, kx, co, ky)
     _conv_pointer_wgrad_kernel[(*_blocks(weight, config), splits)](
         x,
@@ -227,6 +254,7 @@ def launch_wgrad(
         R=r,
         S=s,
         GROUP=config.taps,
+        ROWS=config.rows,
         STRIDE=stride,
         PAD_H=padding[0],
         PAD_W=padding[1],
@@ -243,13 +271,15 @@ def launch_wgrad(
     )
 
 
-def candidates(x: Tensor, weight: Tensor) -> list[PointerWgradTile]:
+def candidates(x: Tensor, weight: Tensor, dy: Tensor) -> list[PointerWgradTile]:
     """The tiles that can do it, less those that another serves better anyway."""
     co, ci, r, s = weight.shape
     return [
         c
         for c in TILES
         if c.taps in (1, s, r * s)
+        and (c.rows == 1 or (3, 3) == (r, s) and dy.shape == (*x.shape[:3], dy.shape[3]))
+        and _box(c, dy) is not None
         and (c.block_ci > _FEW or ci <= _FEW)
         and (c.block_co > _FEW or co <= _FEW)
         and _shared(c, x) <= describe(x.device).shared_memory
@@ -258,10 +288,30 @@ def candidates(x: Tensor, weight: Tensor) -> list[PointerWgradTile]:
 
 def _shared(c: PointerWgradTile, x: Tensor) -> int:
     """Bytes of a program."""
-    return (c.num_stages - 1) * c.block_m * (c.block_co + c.taps * c.block_ci) * x.itemsize
+    return (c.num_stages - 1) * c.block_m * _fetched(c) * x.itemsize
 
 
-def _pick(x: Tensor, weight: Tensor) -> PointerWgradTile:
+def _fetched(c: PointerWgradTile) -> int:
+    """Numbers of a step, for a pixel of a row."""
+    if c.rows == 1:
+        return c.block_co + c.taps * c.block_ci
+    return c.rows * c.block_co + (c.rows + 2) * c.block_ci
+
+
+def _box(c: PointerWgradTile, dy: Tensor) -> tuple[int, int, int] | None:
+    n, p, q, _ = dy.shape
+    if c.rows > 1:
+        return row_box(c.block_m, c.rows, p, q)
+    return pixel_box(c.block_m, n, p, q)
+
+
+def _steps(c: PointerWgradTile, dy: Tensor) -> int:
+    n, p, q, _ = dy.shape
+    images, rows, columns = _box(c, dy)
+    return count_boxes((images, rows * c.rows, columns), n, p, q)
+
+
+def _pick(x: Tensor, weight: Tensor, dy: Tensor) -> PointerWgradTile:
     """The least work of a pixel, counting padded channels: multiplying (1024 multiply-adds a clock)
     or fetching (24 bytes a clock)."""
     co, ci, r, s = weight.shape
@@ -269,10 +319,10 @@ def _pick(x: Tensor, weight: Tensor) -> PointerWgradTile:
     def time(c: PointerWgradTile) -> float:
         programs = math.prod(_blocks(weight, c))
         products = c.block_co * c.block_ci * c.taps / 1024
-        fetched = (c.block_co + c.taps * c.block_ci) * x.itemsize / 24
+        fetched = _fetched(c) * x.itemsize / c.rows / 24
         return programs * (max(products, fetched) + min(products, fetched) / 4)
 
-    return min(candidates(x, weight), key=time)
+    return min(candidates(x, weight, dy), key=time)
 
 
 def _blocks(weight: Tensor, config: PointerWgradTile) -> tuple[int, int]:
