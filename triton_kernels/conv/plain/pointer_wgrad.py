@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reductions.column_sum import num_splits
+from ...reductions.long_sums import fewest_parts
 from ...registry.spec import dtype_name
 from ...runtime.device import describe
 from ..configs import choose_plan, plans_around
@@ -179,11 +180,13 @@ def plan_wgrad(
     """The configuration, and the number of parts that the sum over pixels is split into."""
     pixels = as_one_row(dy) if stride == 1 and is_pointwise(weight, padding) else dy
 
+    fewest = fewest_parts(dy.numel() // dy.shape[3], dy.dtype)
+
     def splits(c: PointerWgradTile) -> int:
         steps = _steps(c, pixels)
         resident = min(describe(x.device).shared_memory // _shared(c, x), 8 // c.num_warps)
         slots = describe(x.device).num_sms * max(1, resident)
-        return num_splits(math.prod(_blocks(weight, c)), steps, slots)
+        return num_splits(math.prod(_blocks(weight, c)), steps, slots, fewest)
 
     if config is not None:
         return config, splits(config)
@@ -210,7 +213,7 @@ def plan_wgrad(
             "stride": stride,
             "dtype": dtype_name(x.dtype, allow_tf32=True),
         },
-        lambda: plans_around(candidates(x, weight, dy), splits),
+        lambda: plans_around(candidates(x, weight, dy), splits, fewest),
         default,
         weight,
         launch,
