@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..hopper.compat import reinterpret, sync_threads, tma_load, view_from
+from ..hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_load, view_from
 from ..hopper.pipeline import new_barriers
 from ..tf32 import split_to_tf32
 
@@ -141,7 +141,7 @@ def conv1d_whole_kernel(
     SECOND: gl.constexpr = TIMES * ROW
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P, 256 // BITS])
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, BITS)
-    x_bufs = gl.allocate_shared_memory(dtype, [SLOTS * PARTS * SECOND, 8, WIDTH], MATRIX)
+    x_bufs = allocate_for_views(dtype, [SLOTS * PARTS * SECOND, 8, WIDTH], MATRIX)
     w_bufs = gl.allocate_shared_memory(dtype, [SLOTS * TILES, 1, 64, WIDTH], w_desc.layout)
     x_full = new_barriers(SLOTS)
     w_full = new_barriers(SLOTS)

@@ -6,6 +6,8 @@ there are no Gluon kernels (`descriptors.SUPPORTED`). Whether a compiler gets th
 question of its version: `runtime.canary` runs some of them.
 """
 
+from math import prod
+
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import ampere, hopper
@@ -27,12 +29,54 @@ _copy = ampere.async_copy
 cp_async = getattr(_copy, "async_load", None) or _copy.async_copy_global_to_shared
 
 
+# Views of shared memory that overlap, as what the taps of a filter see does. A view is as large as
+# many items of its buffer and begins at any of them, and to the compiler is an item, reinterpreted.
+# From 3.8 on it wants to be shown that this is no larger than the item. A layout can say so: with
+# bases that are zero an item is laid out over as much memory as the view, though the step from one
+# to the next stays its size. 3.8 wants the sizes of whole buffers to be equal as well, so there the
+# buffer too says more than it takes. The code that comes out is that of 3.7. (What Triton calls a
+# builtin is no part of a kernel's hash: whoever changes what these two do renames them.)
+_CHECKED = hasattr(hopper.tma, "async_load")  # from 3.8 on
+_EXACT = _CHECKED and not hasattr(_Buffer, "reinterpret")  # 3.8 alone
+_REPEATS = 256  # items that a view has at most, if the whole buffer is declared so
+
+
+@builtin
+def allocate_for_views(dtype, shape, layout, _semantic=None):
+    """Shared memory of shape[0] items of which `view_from` takes views; its shape may say more."""
+    items, *item = _numbers(shape)
+    if not _EXACT:
+        return gl.allocate_shared_memory(dtype, [items, *item], layout, _semantic=_semantic)
+    declared = _spread(prod(item), _REPEATS)
+    buffer = gl.allocate_shared_memory(dtype, [items, prod(item)], declared, _semantic=_semantic)
+    return reinterpret(buffer, dtype, [items * _REPEATS, *item], layout, _semantic=_semantic)
+
+
 @builtin
 def view_from(buffer, item, shape, layout, _semantic=None):
-    """The memory from a buffer's `item`-th item on, seen with another shape and layout. It may be
-    larger than an item."""
+    """The memory from a buffer's `item`-th item on, seen with another shape and layout."""
+    count, *inner = _numbers(buffer.shape)
+    size = prod(inner)
+    shape = _numbers(shape)
+    items = prod(shape) // size
+    if _CHECKED and items > 1:
+        spread = _spread(size, items)
+        buffer = reinterpret(
+            buffer, buffer.dtype, [count // items, size], spread, _semantic=_semantic
+        )
     start = buffer.index(item, _semantic=_semantic)
     return reinterpret(start, buffer.dtype, shape, layout, _semantic=_semantic)
+
+
+def _numbers(shape):
+    """As Python's own, of constants."""
+    return [getattr(size, "value", size) for size in getattr(shape, "value", shape)]
+
+
+def _spread(size, items):
+    """The layout of so many numbers in a row, laid out over the memory of so many items."""
+    bases = [[1 << i] for i in range(size.bit_length() - 1)]
+    return gl.SharedLinearLayout(bases + [[0]] * (items.bit_length() - 1), [], 1024)
 
 
 # What the kernels take from Triton themselves, besides the language.

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...hopper.compat import reinterpret, sync_threads, tma_load, view_from
+from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_load, view_from
 from ...hopper.pipeline import give_back, new_barrier_pairs, wait_empty, wait_full
 from ...runtime.dependent_launch import await_inputs
 from .row_memory import clear_margins, row_from, rows_chunks
@@ -186,7 +186,7 @@ def conv_half_wgrad_kernel(
     dtype: gl.constexpr = x_desc.dtype
     PARTS: gl.constexpr = 1 if x_small_desc is None else 2
     PLACES: gl.constexpr = STAGES * PARTS
-    x_bufs = gl.allocate_shared_memory(dtype, [PLACES * part_chunks(W), 8, 64], MATRIX)
+    x_bufs = allocate_for_views(dtype, [PLACES * part_chunks(W), 8, 64], MATRIX)
     dy_bufs = gl.allocate_shared_memory(dtype, [PLACES] + dy_desc.block_shape, dy_desc.layout)
     full, empty = new_barrier_pairs(STAGES, 3)
     clear_margins(x_bufs, PLACES, PIXELS // W + 2, W, num_warps)

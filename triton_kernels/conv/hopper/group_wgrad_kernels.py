@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from ...hopper.compat import sync_threads, tma_load
+from ...hopper.compat import allocate_for_views, sync_threads, tma_load
 from ...hopper.pipeline import (
     give_back,
     new_barrier_pairs,
@@ -193,7 +193,7 @@ def conv_rows_group_wgrad_kernel(
 ):
     PIXELS: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x1_desc.dtype
-    x_bufs = gl.allocate_shared_memory(dtype, [STAGES * block_chunks(W), 8, 64], PIXELS)
+    x_bufs = allocate_for_views(dtype, [STAGES * block_chunks(W), 8, 64], PIXELS)
     dy_bufs = gl.allocate_shared_memory(dtype, [STAGES] + dy1_desc.block_shape, dy1_desc.layout)
     full, empty = new_barrier_pairs(STAGES, 3)
     clear_margins(x_bufs, STAGES, 256 // W + 2, W, num_warps)

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from ...hopper.compat import reinterpret, sync_threads, tma_load
+from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_load
 from ...hopper.pairs import round_pairs
 from ...hopper.pipeline import new_barrier_pairs, new_barriers, wait_empty, wait_for
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
@@ -149,7 +149,7 @@ def conv_narrow_out_kernel(
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_desc.dtype
     CHUNKS: gl.constexpr = rows_chunks(2 * PAIRS, W)
-    x_bufs = gl.allocate_shared_memory(dtype, [K_BLOCKS * CHUNKS, 8, 64], MATRIX)
+    x_bufs = allocate_for_views(dtype, [K_BLOCKS * CHUNKS, 8, 64], MATRIX)
     w_bufs = gl.allocate_shared_memory(dtype, [K_BLOCKS * 9, 1, 16, 64], w_desc.layout)
     x_full, x_empty = new_barrier_pairs(PAIRS, 4)  # two tiles of two warpgroups
     w_full = new_barriers(1)

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from ...activations import activate_affine
-from ...hopper.compat import reinterpret, sync_threads, view_from
+from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, view_from
 from ...hopper.pairs import round_pairs
 from ...hopper.pipeline import wait_for
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
@@ -143,7 +143,7 @@ def conv_head_kernel(
     OF_X: gl.constexpr = gl.SliceLayout(0, _channels_layout())
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     w_bufs = gl.allocate_shared_memory(dtype, [3, 1, N, 64], MATRIX)
-    sums_buf = gl.allocate_shared_memory(gl.float32, [17 * N, 4], FLAT)
+    sums_buf = allocate_for_views(gl.float32, [17 * N, 4], FLAT)
     kept = new_affine(1)
     norm = Norm(
         sums_ptr, norm_weight_ptr, norm_bias_ptr, scale_ptr, shift_ptr,

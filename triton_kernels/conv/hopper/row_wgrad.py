@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...hopper.compat import reinterpret, sync_threads, tma_load
+from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_load
 from ...hopper.pipeline import give_back, new_barrier_pairs, wait_empty, wait_full
 from ...runtime.dependent_launch import await_inputs
 from .row_memory import clear_margins, row_from, row_of_tap
@@ -165,7 +165,7 @@ def conv_rows_wgrad_kernel(
     K: gl.constexpr = x_desc.block_shape[3]
     PIXELS: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16)
     dtype: gl.constexpr = x_desc.dtype
-    x_bufs = gl.allocate_shared_memory(dtype, [STAGES * block_chunks(W), 8, K], PIXELS)
+    x_bufs = allocate_for_views(dtype, [STAGES * block_chunks(W), 8, K], PIXELS)
     dy_bufs = gl.allocate_shared_memory(dtype, [STAGES] + dy_desc.block_shape, dy_desc.layout)
     full, empty = new_barrier_pairs(STAGES, 3)
     clear_margins(x_bufs, STAGES, 256 // W + 2, W, num_warps)

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate_affine_grad
-from ...hopper.compat import reinterpret, sync_threads, tma_store
+from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_store
 from ...hopper.pairs import round_pairs, widen_pairs
 from ...hopper.pipeline import give_back, new_barrier_pairs, new_barriers, wait_full
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
@@ -352,7 +352,7 @@ def conv_resident_kernel(
     PIXELS: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16)
     FILTER_ROWS: gl.constexpr = w_desc.block_shape[1]
     FILTER_COLUMNS: gl.constexpr = w_desc.block_shape[2]
-    x_bufs = gl.allocate_shared_memory(dtype, [rows_chunks(2 * PAIRS, W), 8, K], PIXELS)
+    x_bufs = allocate_for_views(dtype, [rows_chunks(2 * PAIRS, W), 8, K], PIXELS)
     w_bufs = gl.allocate_shared_memory(
         dtype, [9 + EXTRA, 1, FILTER_ROWS, FILTER_COLUMNS], w_desc.layout
     )

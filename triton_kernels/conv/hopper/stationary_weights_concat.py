@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...hopper.compat import reinterpret, sync_threads, tma_load, tma_store
+from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_load, tma_store
 from ...hopper.pairs import round_pairs, widen_pairs
 from ...hopper.pipeline import give_back, new_barriers, wait_full
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
@@ -208,7 +208,7 @@ def conv_resident_two_kernel(
 ):
     dtype: gl.constexpr = y_desc.dtype
     PIXELS: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    x_bufs = gl.allocate_shared_memory(dtype, [rows_chunks(2 * PAIRS, W), 8, 64], PIXELS)
+    x_bufs = allocate_for_views(dtype, [rows_chunks(2 * PAIRS, W), 8, 64], PIXELS)
     w_bufs = gl.allocate_shared_memory(dtype, [18, 1, 64, 64], w_desc.layout)
     stages = gl.allocate_shared_memory(dtype, [2, 1, 1, W, 64], y_desc.layout)
     x_full, x_empty = new_barriers(PAIRS, 2), new_barriers(PAIRS)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate_affine, activate_affine_grad
-from ...hopper.compat import reinterpret, sync_threads, tma_load, tma_store
+from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_load, tma_store
 from ...hopper.pairs import round_pairs, widen_pairs
 from ...hopper.pipeline import (
     give_back,
@@ -462,7 +462,7 @@ def conv_tiles_kernel(
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_desc.dtype
     CHUNKS: gl.constexpr = block_chunks(ROWS * IMAGES * W, IMAGES * W)
-    x_bufs = gl.allocate_shared_memory(dtype, [BLOCKS * CHUNKS, 8, 64], MATRIX)
+    x_bufs = allocate_for_views(dtype, [BLOCKS * CHUNKS, 8, 64], MATRIX)
     w_bufs = gl.allocate_shared_memory(dtype, [STEPS or 3 * BLOCKS, 1, 64, 64], w_desc.layout)
     stages = gl.allocate_shared_memory(dtype, [2, ROWS, IMAGES, W, 64], y_desc.layout)
     x_full, x_empty = new_barrier_pairs(BLOCKS)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from ...hopper.compat import sync_threads, tma_load
+from ...hopper.compat import allocate_for_views, sync_threads, tma_load
 from ...hopper.pipeline import new_barrier_pairs, new_barriers, wait_empty
 from ...runtime.dependent_launch import await_inputs
 from .tile_mma_loop import block_chunks, finish_products, multiply_blocks_with_filters, pixels_from
@@ -108,7 +108,7 @@ def conv_bare_tiles_tf32_kernel(
 ):
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 32)
     CHUNKS: gl.constexpr = block_chunks(ROWS * IMAGES * W, IMAGES * W)
-    x_bufs = gl.allocate_shared_memory(gl.float32, [BLOCKS * CHUNKS, 8, 32], MATRIX)
+    x_bufs = allocate_for_views(gl.float32, [BLOCKS * CHUNKS, 8, 32], MATRIX)
     w_bufs = gl.allocate_shared_memory(gl.float32, [BLOCKS * 3, 1, 64, 32], w_desc.layout)
     full, empty = new_barrier_pairs(BLOCKS)
     turns = new_barriers(2)

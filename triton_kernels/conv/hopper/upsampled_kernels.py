@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...activations import activate_affine_grad
-from ...hopper.compat import reinterpret, sync_threads, tma_load, tma_store
+from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_load, tma_store
 from ...hopper.pairs import round_pairs, widen_pairs
 from ...hopper.pipeline import new_barrier_pairs, new_barriers, wait_empty
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
@@ -305,7 +305,7 @@ def conv_parity_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     dtype: gl.constexpr = up_desc.dtype
     CHUNKS: gl.constexpr = block_chunks(ROWS * IMAGES * W, IMAGES * W)
-    x_bufs = gl.allocate_shared_memory(dtype, [BLOCKS * CHUNKS, 8, 64], MATRIX)
+    x_bufs = allocate_for_views(dtype, [BLOCKS * CHUNKS, 8, 64], MATRIX)
     w_bufs = gl.allocate_shared_memory(dtype, [2 * BLOCKS, 1, 64, 64], up_w_desc.layout)
     STAGED: gl.constexpr = max(64, IMAGES * W) // (IMAGES * W) if PIECEWISE else ROWS  # rows
     stages = gl.allocate_shared_memory(dtype, [2, STAGED, IMAGES, W, 64], TILE)
