@@ -1,5 +1,6 @@
 """The choice of the backend, made once: who computes the ops, and in which precision."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +11,13 @@ import torch
 
 import triton_kernels
 from triton_kernels import reference
+from triton_kernels.canary import kernels_off
 from triton_kernels.runtime.cache_keys import settle_cache_keys
 from triton_kernels.runtime.device import on_gpu
 
 from ..errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 PRECISIONS = {"bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
 
@@ -45,7 +49,8 @@ def choose_backend(
     name: str, precision: str, device: torch.device, setting: str = "train.precision"
 ) -> Backend:
     """Resolve `auto` (triton on CUDA, torch elsewhere) and set PyTorch's TF32 switches to match.
-    `setting` is what the user calls the precision."""
+    `setting` is what the user calls the precision. On a GPU the kernels are tried first, and a line
+    of the log names those that are off; where none is right, `auto` is torch."""
     if name not in ("auto", "triton", "torch"):
         raise ConfigError(f"backend={name} is unknown; choose one of auto, triton, torch")
     if precision not in PRECISIONS:
@@ -58,7 +63,9 @@ def choose_backend(
             f"backend=triton needs a CUDA device, and device is {device}; use backend=auto or torch"
         )
     if name == "auto":
-        name = "triton" if on_gpu(device) else "torch"
+        name = "triton" if on_gpu(device) and _tried(device, required=False) else "torch"
+    elif name == "triton":
+        _tried(device, required=True)
     if name == "triton" and interpreted and precision == "bf16":
         raise ConfigError("Triton's interpreter computes bf16 wrongly; use fp32")
     allow_tf32 = precision != "fp32"
@@ -68,6 +75,24 @@ def choose_backend(
         settle_cache_keys()
     ops = triton_kernels if name == "triton" else reference
     return Backend(name, ops, PRECISIONS[precision], allow_tf32)
+
+
+def _tried(device: torch.device, required: bool) -> bool:
+    """Whether there are kernels that compute on this device what they should."""
+    if device.type != "cuda":  # the interpreter, or a rehearsal
+        return True
+    try:
+        off = kernels_off(device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    except RuntimeError as error:
+        if required:
+            raise ConfigError(f"backend=triton cannot be used here: {error}") from None
+        log.warning("backend=torch is used, which is slower: %s", error)
+        return False
+    for line in off:
+        log.warning("%s", line)
+    return True
 
 
 def precision_on(device: torch.device, trained: str) -> str:

@@ -3,7 +3,7 @@
 The kernels are written for the newest of them; what an older one has under another name is found
 here. Importing this module fails if Triton has something under no name that is known, and then
 there are no Gluon kernels (`descriptors.SUPPORTED`). Whether a compiler gets them right is not a
-question of its version: `runtime.canary` runs some of them.
+question of its version: `canary` runs some of them.
 """
 
 from math import prod

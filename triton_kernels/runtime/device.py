@@ -1,5 +1,7 @@
-"""What a launcher has to know of the GPU to choose a path and a tile."""
+"""What a launcher has to know of the GPU to choose a path and a tile, and which families of kernels
+are switched off."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -20,14 +22,41 @@ class Device(NamedTuple):
 
 _INTERPRETER = Device(tma=True, num_sms=4, shared_memory=232_448)  # stands in for a small Hopper
 
+FAMILIES = ("hopper", "tma")  # of kernels, after what of a `Device` they need
+_VARIABLE = "TRITON_KERNELS_OFF"  # families, with commas between, that are off from the start
+_off: dict[str, str] | None = None  # family -> why; None: not looked at yet
+
 _stood_for: Device | None = None  # by tensors in the host's memory, in a rehearsal
 
 
 def describe(device: torch.device) -> Device:
-    """The GPU behind `device`, or that which it stands for."""
+    """The GPU behind `device`, without what is switched off, or that which it stands for."""
     if _stood_for is not None:
         return _stood_for
-    return _describe(device) if device.type == "cuda" else _INTERPRETER
+    found = _describe(device) if device.type == "cuda" else _INTERPRETER
+    off = switched_off()
+    return found._replace(**dict.fromkeys(off, False)) if off else found
+
+
+def switched_off() -> dict[str, str]:
+    """The families of kernels that are not used, and why.
+
+    Raises ValueError if TRITON_KERNELS_OFF names one that there is not."""
+    global _off
+    if _off is None:
+        named = [name for name in os.environ.get(_VARIABLE, "").split(",") if name]
+        if unknown := [name for name in named if name not in FAMILIES]:
+            raise ValueError(f"{_VARIABLE} has {unknown[0]}; there are {', '.join(FAMILIES)}")
+        _off = dict.fromkeys(named, f"{_VARIABLE} names them")
+    return _off
+
+
+def switch_off(family: str, why: str) -> None:
+    """Use no kernel of this family from now on, in this process and in those that it starts. What
+    has been planned or captured goes on as it is."""
+    off = switched_off()
+    off.setdefault(family, why)
+    os.environ[_VARIABLE] = ",".join(off)
 
 
 def on_gpu(device: torch.device) -> bool:

@@ -1,0 +1,147 @@
+"""Kernels that compute something else than they should are found and switched off."""
+
+import logging
+import os
+
+import pytest
+import torch
+
+from diffusion.errors import ConfigError
+from diffusion.runtime import backend
+from triton_kernels import canary
+from triton_kernels.runtime import device as device_module
+from triton_kernels.runtime.device import describe, switch_off, switched_off
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """As in a process that has tried nothing yet; afterwards as before."""
+    monkeypatch.setattr(device_module, "_off", None)
+    monkeypatch.setenv("TRITON_KERNELS_OFF", "")
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(canary, "_SHAPE", (1, 8, 8, 16, 16))  # quick in the interpreter
+    canary._try.cache_clear()
+    yield
+    canary._try.cache_clear()
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Let one of the canary's launchers do something else if it is asked for this family."""
+
+    def planted(name: str, family: str, wrong) -> None:
+        right = getattr(canary, name)
+        kind = type(canary.CONFIGS[family][name == "conv_weight_grad"])
+
+        def launch(*args, config, **rest):
+            result = right(*args, config=config, **rest)
+            return wrong(args, result) if type(config) is kind else result
+
+        monkeypatch.setattr(canary, name, launch)
+
+    return planted
+
+
+def test_right_kernels_stay_on(device):
+    assert canary.kernels_off(device) == []
+    assert switched_off() == {}
+
+
+def test_a_wrong_gradient_switches_its_family_off(plant):
+    plant("conv_weight_grad", "tma", lambda args, _: args[2].mul_(1.05))
+    (line,) = canary.kernels_off(CPU)
+    assert line.startswith("kernels that copy by the TMA unit are off: the weight gradient of a")
+    assert "wrong by 5.0% of its size" in line and "slower without them" in line
+    assert not describe(CPU).tma
+    assert os.environ["TRITON_KERNELS_OFF"] == "tma"  # processes that this one starts know it
+
+
+def test_one_wrong_number_in_many_is_seen(plant):
+    def spoil(args, result):
+        result[0][0, 0, 0, 0] = float("nan")
+        return result
+
+    plant("conv_forward", "tma", spoil)
+    assert "the result of a small convolution is wrong" in canary.kernels_off(CPU)[0]
+
+
+def test_a_compiler_that_raises_switches_its_family_off(plant):
+    def refuse(args, result):
+        raise RuntimeError("PassManager::run failed\nand much more")
+
+    plant("conv_input_grad", "tma", refuse)
+    (line,) = canary.kernels_off(CPU)
+    assert "are off: RuntimeError: PassManager::run failed;" in line
+
+
+def test_kernels_of_hopper_fall_back_to_those_with_tma(monkeypatch):
+    tried = []
+
+    def wrong(device, conv, wgrad):
+        tried.append(type(conv).__name__)
+        return "the result is wrong" if len(tried) == 1 else None
+
+    hopper = device_module.Device(True, 132, 232_448, hopper=True, arch=90)
+    monkeypatch.setattr(device_module, "_INTERPRETER", hopper)
+    monkeypatch.setattr(canary, "wrong", wrong)
+    (line,) = canary.kernels_off(CPU)
+    assert tried == ["TileMma", "Config"]
+    assert (describe(CPU).hopper, describe(CPU).tma) == (False, True)
+    assert line.startswith("kernels for Hopper GPUs are off: the result is wrong; a training step")
+    assert canary.kernels_off(CPU) == [line] and len(tried) == 2  # once a process
+
+
+def test_a_triton_without_gluon_says_so(monkeypatch):
+    hopper = device_module.Device(True, 132, 232_448, hopper=True, arch=90)
+    monkeypatch.setattr(device_module, "_INTERPRETER", hopper)
+    monkeypatch.setattr(canary, "MISSING", "ImportError: no tma")
+    monkeypatch.setattr(canary, "wrong", lambda *_: None)
+    (line,) = canary.kernels_off(CPU)
+    assert "are off: Triton lacks what they use (ImportError: no tma); a training step" in line
+
+
+def test_nothing_right(monkeypatch):
+    monkeypatch.setattr(canary, "wrong", lambda *_: "all is wrong")
+    with pytest.raises(RuntimeError, match="no kernel computes a small convolution: all is wrong"):
+        canary.kernels_off(CPU)
+
+
+def test_families_named_in_the_environment_are_off(monkeypatch):
+    monkeypatch.setenv("TRITON_KERNELS_OFF", "tma")
+    assert not describe(CPU).tma
+    switch_off("hopper", "a test says so")
+    assert switched_off() == {
+        "tma": "TRITON_KERNELS_OFF names them",
+        "hopper": "a test says so",
+    }
+    assert os.environ["TRITON_KERNELS_OFF"] == "tma,hopper"
+
+
+def test_an_unknown_family_in_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv("TRITON_KERNELS_OFF", "gluon")
+    with pytest.raises(ValueError, match="TRITON_KERNELS_OFF has gluon; there are hopper, tma"):
+        describe(CPU)
+
+
+class TestBackend:
+    def test_what_is_off_is_logged_once_a_choice(self, monkeypatch, caplog):
+        monkeypatch.setattr(backend, "kernels_off", lambda device: ["these are off: why; cost"])
+        with caplog.at_level(logging.WARNING):
+            assert backend.choose_backend("auto", "tf32", GPU).name == "triton"
+        assert caplog.messages == ["these are off: why; cost"]
+
+    def test_without_a_right_kernel_auto_is_torch(self, monkeypatch, caplog):
+        def none(device):
+            raise RuntimeError("no kernel computes a small convolution: why")
+
+        monkeypatch.setattr(backend, "kernels_off", none)
+        assert backend.choose_backend("auto", "tf32", GPU).name == "torch"
+        assert "backend=torch is used, which is slower: no kernel" in caplog.messages[0]
+        with pytest.raises(ConfigError, match="backend=triton cannot be used here: no kernel"):
+            backend.choose_backend("triton", "tf32", GPU)
+
+    def test_a_cpu_is_not_tried(self, monkeypatch):
+        monkeypatch.setattr(backend, "kernels_off", lambda device: pytest.fail("tried"))
+        assert backend.choose_backend("auto", "fp32", CPU).name == "torch"

@@ -1,0 +1,104 @@
+"""A small convolution and its gradients, held against the reference before kernels are relied on.
+
+A compiler may miscompile, or refuse, what its predecessors compiled. No list of versions knows
+that of the next one. So the kernels that the GPU would use multiply known numbers first: some
+milliseconds, once they are compiled. A family of kernels that is wrong is switched off, and the
+next that the GPU can run is tried.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .conv.fused import conv_forward, conv_input_grad, conv_weight_grad
+from .conv.hopper.row_mma import WGRAD_TILE
+from .conv.hopper.tile_mma import TileMma
+from .conv.plain import tma, tma_wgrad
+from .hopper.descriptors import MISSING
+from .runtime.device import describe, switch_off, switched_off
+
+# (forward and input gradient, weight gradient) of a family; None: what the rest would take
+CONFIGS = {
+    "hopper": (TileMma(64, False), WGRAD_TILE),
+    "tma": (tma.FWD_CONFIGS[1], tma_wgrad.WGRAD_CONFIGS[0]),
+    "plain": (None, None),
+}
+KERNELS = {"hopper": "kernels for Hopper GPUs", "tma": "kernels that copy by the TMA unit"}
+# The step of unet64 with a family off, in times of that with it, where it was measured.
+SLOWER = {"hopper": "a training step of unet64 took 1.4 times as long without them on an H100"}
+
+_SHAPE = (1, 16, 16, 64, 64)  # N, H, W, CI, CO
+_MOST_WRONG = 2**-6  # of a norm: results are rounded to 16 bits, miscompiled ones are far off
+
+
+def kernels_off(device: torch.device) -> list[str]:
+    """Try the kernels that this GPU would use, once a process, and switch off those that are wrong.
+    Returns a line for each family that is off: which it is, why, and what that costs.
+
+    Raises RuntimeError if no kernel computes the convolution."""
+    _try(device)
+    return [
+        f"{KERNELS[family]} are off: {why}"
+        + (f"; {SLOWER[family]}" if family in SLOWER else "; it is slower without them")
+        for family, why in switched_off().items()
+    ]
+
+
+@lru_cache
+def _try(device: torch.device) -> None:
+    if describe(device).hopper and MISSING is not None:
+        switch_off("hopper", f"Triton lacks what they use ({MISSING})")
+    why = None
+    for family in CONFIGS:
+        if not getattr(describe(device), family, family == "plain"):
+            continue
+        why = wrong(device, *CONFIGS[family])
+        if why is None:
+            return
+        if family in KERNELS:
+            switch_off(family, why)
+    raise RuntimeError(f"no kernel computes a small convolution: {why}")
+
+
+def wrong(device: torch.device, conv: tuple | None, wgrad: tuple | None) -> str | None:
+    """What is wrong with a convolution or its gradients by kernels of these configurations, if
+    anything is."""
+    n, h, w, ci, co = _SHAPE
+    made = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn((n, h, w, c), generator=made) for c in (ci, co))
+    weight = torch.randn((co, 3, 3, ci), generator=made).permute(0, 3, 1, 2) / 24
+    bias = torch.randn((co,), generator=made)
+    # in 16 bits; Triton's interpreter, which a CPU stands for, computes bfloat16 wrongly
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    x, dy, weight = (t.to(dtype) for t in (x, dy, weight))
+    exact = _reference(x.float(), dy.float(), weight.float(), bias)
+    given = [t.to(device) for t in (x, dy, weight, bias)]
+    try:
+        found = {name: t.float().cpu() for name, t in _results(*given, conv, wgrad).items()}
+    except Exception as error:  # whatever a compiler or a launch may raise
+        return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+    for name, result in found.items():
+        off = ((result - exact[name]).norm() / exact[name].norm()).item()
+        if not off <= _MOST_WRONG:
+            return f"the {name} of a small convolution is wrong by {off:.1%} of its size"
+    return None
+
+
+def _results(x, dy, weight, bias, conv, wgrad) -> dict[str, Tensor]:
+    table = torch.zeros((x.shape[0], 4, x.shape[3]), device=x.device)  # of a norm that does nothing
+    table[:, 1:3] = 1
+    dweight = torch.empty_like(weight, dtype=torch.float32)
+    y, _ = conv_forward(x, weight, bias, config=conv)
+    dx, _ = conv_input_grad(dy, weight, inputs=x, table=table, activation="identity", config=conv)
+    conv_weight_grad(x, dy, dweight, config=wgrad)
+    return {"result": y, "input gradient": dx, "weight gradient": dweight}
+
+
+def _reference(x, dy, weight, bias) -> dict[str, Tensor]:
+    x.requires_grad_()
+    weight.requires_grad_()
+    y = reference.conv2d(x, weight, bias)
+    dx, dweight = torch.autograd.grad(y, (x, weight), dy)
+    return {"result": y.detach(), "input gradient": dx, "weight gradient": dweight}
