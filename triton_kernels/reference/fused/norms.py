@@ -26,7 +26,8 @@ def drop(a, mask):
 
 
 def tensor_partials(x, programs=1):
-    """Forward partials of a tensor, with one tile an image."""
+    """Forward partials of a tensor, with one tile an image; float32 of 16-bit numbers."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = x.mean((1, 2), keepdim=True)
     return torch.stack((x.sum((1, 2)), (x - mean).square().sum((1, 2))), dim=1)[:, None]
 
@@ -60,11 +61,11 @@ def apply(x1, x2, table, activation, *, mask=None, early=False):
     """act(z) of the norm of x1, or of the concatenation of x1 and x2; and dropout, if there is a
     mask."""
     x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
-    mean, rstd, g, b = table.to(x.dtype).unbind(1)
+    mean, rstd, g, b = table.to(torch.promote_types(x.dtype, table.dtype)).unbind(1)
     a = ACTIVATION_FUNCTIONS[activation](
         (x - over_pixels(mean)) * over_pixels(rstd * g) + over_pixels(b)
     )
-    return drop(a, mask)
+    return drop(a.to(x.dtype), mask)
 
 
 def apply_upsampled(x1, x2, table, activation, *, corners=False, keep=True, early=False):

@@ -13,7 +13,7 @@ def upsampled_filters(weight, channels, dtype):
     """(filters [16, CO, C1] of 2x2 taps, by parity of rows, of columns, tap of rows, of columns,
     with which the first channels of [CO, C1 + C2, 3, 3] are a convolution of what was upsampled to
     them; the others [CO, C2, 3, 3])"""
-    first = weight[:, :channels].to(dtype)
+    first = weight[:, :channels]
     summed = [
         sum(first[:, :, r, s] for r in rows for s in columns)
         for p in _TAPS
@@ -21,7 +21,7 @@ def upsampled_filters(weight, channels, dtype):
         for rows in p
         for columns in q
     ]
-    return torch.stack(summed), weight[:, channels:].to(dtype)
+    return torch.stack(summed).to(dtype), weight[:, channels:].to(dtype)
 
 
 def serves_upsampled(small, channels, co, gradients=False):
