@@ -156,7 +156,8 @@ class Trainer:
             shown = s.sample_every and (done % s.sample_every == 0 or last)
             if run_log is not None and self.preview is not None and shown:
                 self.step.settle()
-                preview = self.preview()
+                with self.processes.alone():
+                    preview = self.preview()
                 path = run_log.preview(preview, done)
                 tqdm.write(f"step {done}: {preview}samples in {path}")
             due = due or bool(s.save_every) and done % s.save_every == 0
@@ -242,9 +243,10 @@ class Trainer:
                 "skipped_steps": int(self.step.optimizer.skipped.item()),
                 "interval": self._interval.state(),
             }
-            checkpoint = save_checkpoint(
-                checkpoint.parent, self.step.flat, state, self.config, self.settings.keep
-            )
+            with self.processes.alone():
+                checkpoint = save_checkpoint(
+                    checkpoint.parent, self.step.flat, state, self.config, self.settings.keep
+                )
             log.info("saved %s", checkpoint)
         self._saved = done
         self.processes.wait()
