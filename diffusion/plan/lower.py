@@ -67,6 +67,10 @@ class Lowering:
             return value
         return self.make("cast", {"x": value}, value.shape, dtype, layout=value.layout)
 
+    def cast_all(self, inputs: dict[str, Value | None], dtype: torch.dtype) -> dict:
+        """In the dtype of the result, which under autocast is not that of the inputs."""
+        return {role: self.cast(value, dtype) for role, value in inputs.items()}
+
 
 # --- views ----------------------------------------------------------------------------------------
 
@@ -216,16 +220,16 @@ def _conv(low, x, weight, bias=None, stride=1, padding=0, dilation=1, *rest):
     else:
         py, px = _pair(padding, one_row, 0)
     dtype = low.meta.dtype
-    bias = low.gather(bias)
     if (r, s, sy, sx, py, px) == (1, 1, 1, 1, 0, 0):
         columns = low.gather(weight, (co, ci))
-        y = _linear_of(low, x.permute((0, 2, 3, 1)), columns, bias)
+        y = _linear_of(low, x.permute((0, 2, 3, 1)), columns, low.gather(bias))
     else:
         image = low.gather(x.permute((0, 2, 3, 1)), layout="NHWC")
+        inputs = {"x": image, "weight": low.gather(weight), "bias": low.gather(bias)}
         p, q = (h + 2 * py - r) // sy + 1, (w + 2 * px - s) // sx + 1
         value = low.make(
             "conv",
-            {"x": image, "weight": low.gather(weight), "bias": bias},
+            low.cast_all(inputs, dtype),
             (n, p, q, co),
             dtype,
             layout="NHWC",
@@ -250,7 +254,7 @@ def _linear_of(low: Lowering, x: View, weight: Value, bias: Value | None) -> Vie
     co = weight.shape[0]
     y = low.make(
         "linear",
-        {"x": value, "weight": weight, "bias": bias},
+        low.cast_all({"x": value, "weight": weight, "bias": bias}, low.meta.dtype),
         (*value.shape[:-1], co),
         low.meta.dtype,
         layout=value.layout,
@@ -333,6 +337,7 @@ def _attention(low, q, k, v, mask=None, p=0.0, causal=False, *, scale=None, enab
         parts = [p if p.shape == shape else low.gather(whole(p), shape) for p in parts]
         inputs, value = dict(zip("qkv", parts, strict=True)), parts[0]
     shape = (*value.shape[:-1], c)
+    inputs = low.cast_all(inputs, low.meta.dtype)
     y = low.make("attention", inputs, shape, low.meta.dtype, layout=value.layout, **attrs)
     return whole(y, (n, t, heads, d)).permute((0, 2, 1, 3))
 

@@ -64,7 +64,7 @@ def trace(module: nn.Module, args: tuple = (), kwargs: dict[str, Any] | None = N
 def exported(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> ExportedProgram:
     """What the module calls. PlanError: it depends on numbers that are not known before."""
     try:
-        with _plain_layers(module), torch.autocast("cpu", enabled=False):
+        with _plain_layers(module):
             return torch.export.export(module, args, kwargs, strict=False)
     except (ValueError, TypeError) as error:  # of the module itself: wrong arguments
         raise error

@@ -1,0 +1,144 @@
+"""A module whose forward and backward are run by plan."""
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .build import Plan, plan
+from .execute import run
+from .graph import PlanError, Value
+
+
+class Accelerated(nn.Module):
+    """`module`, run by its plan. It has the same parameters (`self.module`'s), arguments, results
+    and attributes.
+
+    There is a plan for every combination of shapes, dtypes, modes and arguments that are no
+    tensors; the first call of each makes it. PlanError, with the reason: the module has none.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._plans: dict[tuple, tuple[Plan, bool]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        made, args, kwargs = self.plan_of(args, kwargs)
+        inputs = made.traced.leaves(args, kwargs)
+        tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        parameters = [tensors[name] for name in made.graph.parameters]
+        if made.backward is None:
+            with torch.no_grad():
+                outputs = _Evaluation(made, inputs, parameters).outputs
+        else:
+            outputs = _Planned.apply(made, len(inputs), *inputs, *parameters)
+        return made.traced.assemble(list(outputs))
+
+    def plan_of(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Plan, tuple, dict]:
+        """The plan of a call, and its arguments as the plan takes them: a number, such as a
+        timestep, is a tensor to it, so that another number needs no other plan."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        device = next((x.device for x in leaves if isinstance(x, Tensor)), torch.device("cpu"))
+        numbers = [torch.tensor(x, device=device) if type(x) in (int, float) else x for x in leaves]
+        as_tensors = pytree.tree_unflatten(numbers, spec)
+        has_numbers = any(a is not b for a, b in zip(leaves, numbers, strict=True))
+        for given, fixed in ((numbers, False), (leaves, True)):
+            key = self._key(given, spec)
+            if key in self._plans:
+                return self._plans[key], *pytree.tree_unflatten(given, spec)
+            if not fixed and has_numbers and self._key(leaves, spec) in self._plans:
+                continue
+            try:
+                self._plans[key] = self._made(*(as_tensors if not fixed else (args, kwargs)))
+            except (PlanError, ValueError, TypeError):
+                if fixed or not has_numbers:
+                    raise
+                continue
+            return self._plans[key], *pytree.tree_unflatten(given, spec)
+        raise AssertionError("unreachable")
+
+    def _made(self, args: tuple, kwargs: dict[str, Any]) -> Plan:
+        gradients = torch.is_grad_enabled()
+        trains = gradients and any(p.requires_grad for p in self.module.parameters())
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        of_inputs = tuple(i for i, x in enumerate(tensors) if gradients and x.requires_grad)
+        return plan(self.module, args, kwargs, trains=trains, of_inputs=of_inputs)
+
+    def _key(self, leaves: list, spec: pytree.TreeSpec) -> tuple:
+        """Everything that a plan depends on."""
+        gradients = torch.is_grad_enabled()
+        described = tuple(
+            (x.shape, x.dtype, x.device, gradients and x.requires_grad)
+            if isinstance(x, Tensor)
+            else (type(x), x)
+            for x in leaves
+        )
+        modules = tuple(m.training for m in self.module.modules())
+        parameters = tuple(
+            (p.dtype, p.device, gradients and p.requires_grad) for p in self.module.parameters()
+        )
+        kinds = {x.device.type for x in leaves if isinstance(x, Tensor)} or {"cpu"}
+        autocast = tuple(
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in sorted(kinds)
+            if torch.is_autocast_enabled(kind)
+        )
+        return described, str(spec), modules, parameters, autocast
+
+
+class _Evaluation:
+    """The forward pass of a plan; what its backward pass reads stays in `values`."""
+
+    def __init__(self, made: Plan, inputs: list[Tensor], parameters: list[Tensor]) -> None:
+        graph = made.graph
+        given = [x.detach() for x in (*inputs, *parameters)]
+        starts = [*graph.inputs, *graph.parameters.values()]
+        self.values: dict[Value, Tensor] = dict(zip(starts, given, strict=True))
+        device = next((x.device for x in given), torch.device("cpu"))
+        self.values.update({v: x.to(device) for v, x in graph.constants.items()})
+        with torch.autocast(device.type, enabled=False):
+            run(made.schedule.forward, self.values, made.schedule.last)
+        self.outputs = tuple(self.values[v] for v in graph.outputs)
+
+
+class _Planned(torch.autograd.Function):
+    """One node of autograd for the whole network."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Plan, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        evaluation = _Evaluation(made, list(tensors[:count]), list(tensors[count:]))
+        ctx.made, ctx.values, ctx.count = made, evaluation.values, count
+        ctx.save_for_backward(*tensors)  # which notices if somebody has written to one
+        integers = [y for y in evaluation.outputs if not y.is_floating_point()]
+        ctx.mark_non_differentiable(*integers)
+        ctx.set_materialize_grads(False)
+        return evaluation.outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        made: Plan = ctx.made
+        backward, graph = made.backward, made.graph
+        tensors = ctx.saved_tensors  # raises if one has changed
+        if ctx.values is None:
+            raise RuntimeError("backward through a plan a second time: its values are gone")
+        values, ctx.values = ctx.values, None
+        for value, dy in zip(graph.outputs, dys, strict=True):
+            seed = backward.seeds.get(value)
+            if seed is not None:
+                zeros = torch.zeros(value.shape, dtype=value.dtype, device=tensors[0].device)
+                values[seed] = zeros if dy is None else dy.to(value.dtype).contiguous()
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            run(made.schedule.backward, values, made.schedule.last)
+        starts = [*graph.inputs, *graph.parameters.values()]
+        grads = [backward.grads.get(value) for value in starts]
+        return None, None, *(None if grad is None else values[grad] for grad in grads)

@@ -1,0 +1,54 @@
+"""From a module and an example of its arguments to its plan: the passes, one after the other."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .differentiate import Backward, differentiate
+from .fuse import fuse
+from .graph import Graph, Value
+from .norms import split_norms
+from .schedule import Schedule, schedule
+from .trace import Traced, trace
+
+
+@dataclass
+class Plan:
+    """What runs in the place of a module, for arguments of certain shapes."""
+
+    traced: Traced
+    schedule: Schedule
+    backward: Backward | None  # None: it only evaluates
+    wanted: dict[str, Value]  # what has a gradient: parameters by name, inputs by "input 0"
+    why: dict[str, str]  # what was fused, and the figure that earns it, by value
+
+    @property
+    def graph(self) -> Graph:
+        return self.traced.graph
+
+
+def plan(
+    module: nn.Module,
+    args: tuple = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    trains: bool = False,  # with gradients of the parameters that require one
+    of_inputs: tuple[int, ...] = (),  # and of these inputs, counted among the tensors
+    fuses: bool = True,  # False: every node as it was traced
+) -> Plan:
+    """The plan of module(*args, **kwargs). PlanError: it has none, and why."""
+    traced = trace(module, args, kwargs)
+    graph = traced.graph
+    wanted = {}
+    if trains:
+        wanted = {k: v for k, v in graph.parameters.items() if k in graph.trainable}
+    wanted |= {f"input {i}": graph.inputs[i] for i in of_inputs}
+    split_norms(graph)
+    backward = differentiate(graph, list(wanted.values())) if wanted else None
+    why = fuse(graph, backward) if fuses else {}
+    start = None if backward is None else backward.start
+    grads = () if backward is None else tuple(backward.grads.values())
+    given = () if backward is None else backward.seeds.values()
+    graph.check_with(given)
+    return Plan(traced, schedule(graph, start, grads), backward, wanted, why)

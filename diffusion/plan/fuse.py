@@ -1,0 +1,5 @@
+"""stub"""
+
+
+def fuse(graph, backward):
+    return {}

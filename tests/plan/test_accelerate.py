@@ -1,0 +1,235 @@
+"""An accelerated module stands in for the module: results, gradients, chains, autocast, DDP."""
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from diffusers import DDIMScheduler, DDPMPipeline, DDPMScheduler
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from diffusion import accelerate
+from diffusion.plan.graph import PlanError
+from tests.diffusion.diffusers_models import theirs
+from tests.plan.networks import NAMES, network
+
+BUDGET = 1e-4  # of float32, relative
+
+
+def sample(result):
+    return getattr(result, "sample", result)
+
+
+def close(a, b, budget=BUDGET):
+    return bool((a - b).abs().max() <= budget * b.abs().max())
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "ours" not in n or "film" in n])
+def test_results_and_gradients(name):
+    module, args, kwargs = network(name)
+    fast = accelerate(module)
+    y, z = fast(*args, **kwargs), module(*args, **kwargs)
+    assert type(y) is type(z)
+    y, z = sample(y), sample(z)
+    assert y.requires_grad and close(y, z)
+    dy = torch.randn_like(z)
+    parameters = {k: p for k, p in module.named_parameters() if p.requires_grad}
+    ours, theirs_ = (
+        torch.autograd.grad(out, list(parameters.values()), dy, allow_unused=True) for out in (y, z)
+    )
+    largest = max(float(g.abs().max()) for g in theirs_ if g is not None)
+    for name_, a, b in zip(parameters, ours, theirs_, strict=True):
+        assert (a is None) == (b is None), name_
+        if b is not None:
+            error = float((a - b).abs().max())
+            assert error <= BUDGET * max(float(b.abs().max()), 1e-2 * largest), name_
+
+
+def test_shares_parameters_and_attributes():
+    module, args, kwargs = network("diffusers: as diffusers trains")
+    fast = accelerate(module)
+    assert {id(p) for p in fast.parameters()} == {id(p) for p in module.parameters()}
+    assert fast.config is module.config and fast.dtype == module.dtype
+    before = sample(fast(*args)).detach()
+    with torch.no_grad():
+        module.conv_out.bias.add_(1)
+    assert torch.allclose(sample(fast(*args)), before + 1, atol=1e-5)
+    assert fast.eval() is fast and not module.training
+
+
+def test_no_grad_and_other_batches():
+    module, (x, t), _ = network("diffusers: as diffusers trains")
+    fast = accelerate(module)
+    with torch.no_grad():
+        y = fast(x, t, return_dict=False)
+    assert isinstance(y, tuple) and not y[0].requires_grad
+    for n in (1, 3):
+        x = torch.randn(n, 3, 8, 8)
+        with torch.no_grad():
+            assert close(fast(x, 7).sample, module(x, 7).sample)
+    assert len(fast._plans) == 3
+
+
+def test_another_timestep_needs_no_other_plan():
+    module, (x, _), _ = network("diffusers: as diffusers trains")
+    fast = accelerate(module)
+    with torch.no_grad():
+        for t in (0, 5, 999):
+            assert close(fast(x, t).sample, module(x, t).sample)
+    assert len(fast._plans) == 1
+
+
+def test_gradients_of_inputs_and_frozen_parameters():
+    module, (x, t), _ = network("diffusers: as diffusers trains")
+    for p in module.parameters():
+        p.requires_grad_(False)
+    module.conv_in.weight.requires_grad_()
+    fast, grads = accelerate(module), []
+    for net in (fast, module):
+        x = x.detach().requires_grad_()
+        module.conv_in.weight.grad = None
+        sample(net(x, t)).square().sum().backward()
+        grads.append((x.grad, module.conv_in.weight.grad))
+    assert close(grads[0][0], grads[1][0]) and close(grads[0][1], grads[1][1])
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "dtype", "gain", "budget"),
+    [
+        (DDPMScheduler, torch.float32, 1, BUDGET),
+        # a rounding error of DDIM grows by a third in every step of these untrained networks: by
+        # 1e7 in all, so that float32 says nothing of what the network itself draws
+        (DDIMScheduler, torch.float64, 1, 1e-6),
+        (DDIMScheduler, torch.float32, 0.02, BUDGET),
+    ],
+)
+def test_a_chain_of_50_steps(scheduler, dtype, gain, budget):
+    module = theirs().to(dtype)
+    module.conv_out.weight.data.mul_(gain)
+    images = []
+    for net in (module, accelerate(module)):
+        steps = scheduler(num_train_timesteps=1000)
+        steps.set_timesteps(50)
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+        generator = torch.Generator().manual_seed(1)
+        for t in steps.timesteps:
+            with torch.no_grad():
+                x = steps.step(net(x, t).sample, t, x, generator=generator).prev_sample
+        images.append(x)
+    assert close(images[1], images[0], budget)
+
+
+def test_in_a_pipeline_of_diffusers():
+    drawn = []
+    for fast in (False, True):
+        pipeline = DDPMPipeline(theirs(), DDPMScheduler())
+        if fast:
+            pipeline.unet = accelerate(pipeline.unet)
+        generator = torch.Generator().manual_seed(0)
+        options = {"num_inference_steps": 3, "output_type": "np", "generator": generator}
+        drawn.append(torch.from_numpy(pipeline(batch_size=1, **options).images))
+    assert close(drawn[1], drawn[0])
+
+
+def test_training_takes_the_same_steps():
+    losses = []
+    for fast in (False, True):
+        module, (x, t), _ = network("diffusers: as google/ddpm")
+        net = accelerate(module.train()) if fast else module.train()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = F.mse_loss(sample(net(x, t)), torch.ones_like(x))
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+    ours, theirs_ = torch.tensor(losses[5:]), torch.tensor(losses[:5])
+    assert close(ours, theirs_) and theirs_[-1] < theirs_[0]
+
+
+def test_autocast():
+    module, (x, t), _ = network("diffusers: as diffusers trains")
+    fast = accelerate(module)
+    exact = sample(module(x, t)).detach()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, z = sample(fast(x, t)), sample(module(x, t))
+    assert y.dtype == z.dtype == torch.bfloat16
+    budget = 2 * (z - exact).abs().max()
+    assert 0 < (y - exact).abs().max() <= budget
+    y.float().square().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in module.parameters() if p.grad is not None)
+
+
+def test_a_module_in_bfloat16():
+    module, (x, t), _ = network("diffusers: film, residual blocks resample")
+    exact = sample(module(x, t)).detach()
+    module = module.bfloat16()
+    y, z = sample(accelerate(module)(x.bfloat16(), t)), sample(module(x.bfloat16(), t))
+    assert y.dtype == z.dtype == torch.bfloat16
+    assert 0 < (y - exact).abs().max() <= 2 * (z - exact).abs().max()
+
+
+def test_dropout_of_pytorch():
+    """Its gradient drops what its result dropped."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.5))
+    fast, x = accelerate(net.train()), torch.ones(4, 3, 16, 16, requires_grad=True)
+    y = fast(x)
+    (grad,) = torch.autograd.grad(y.sum(), net[0].bias)
+    kept = y != 0
+    assert 0.4 < kept.float().mean() < 0.6
+    assert torch.allclose(grad, 2.0 * kept.sum((0, 2, 3)))
+    assert not torch.equal(fast(x), y)  # drawn anew
+    assert torch.equal(fast.eval()(x), net(x))
+
+
+def test_refusals_say_why():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(2), nn.LSTM(36, 4))
+    with pytest.raises(PlanError, match="lstm"):
+        accelerate(net)(torch.randn(1, 3, 8, 8))
+    module, (x, t), _ = network("ours: unet.cu's")
+    with pytest.raises(ValueError, match="multiples of 2"):
+        accelerate(module)(x[:, :, :7], t)
+
+
+def test_a_second_backward_and_changed_parameters_raise():
+    net = nn.Conv2d(3, 4, 3)
+    y = accelerate(net)(torch.randn(1, 3, 8, 8)).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+    y = accelerate(net)(torch.randn(1, 3, 8, 8)).sum()
+    with torch.no_grad():
+        net.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def small() -> nn.Module:
+    torch.manual_seed(1)
+    layers = nn.Conv2d(3, 8, 3), nn.GroupNorm(4, 8), nn.SiLU(), nn.Conv2d(8, 3, 3)
+    return nn.Sequential(*layers)
+
+
+def _process(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    net = DistributedDataParallel(accelerate(small()))
+    x = torch.randn(4, 3, 8, 8)[2 * rank : 2 * rank + 2]
+    net(x).square().mean().backward()
+    grads = {k.removeprefix("module.module."): p.grad for k, p in net.named_parameters()}
+    torch.save(grads, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_of_two_processes(tmp_path):
+    # copies of this process, which has imported everything
+    mp.start_processes(_process, (str(tmp_path),), nprocs=2, start_method="fork")
+    grads = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    torch.manual_seed(0)
+    net = small()
+    net(torch.randn(4, 3, 8, 8)).square().mean().backward()
+    for name, p in net.named_parameters():
+        assert torch.equal(grads[0][name], grads[1][name])
+        assert close(grads[0][name], p.grad), name
