@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from .differentiate import Backward, differentiate
-from .fuse import fuse
+from .fuse import fuse, prepare
 from .graph import Graph, Value
 from .norms import split_norms
 from .schedule import Schedule, schedule
@@ -21,7 +21,7 @@ class Plan:
     schedule: Schedule
     backward: Backward | None  # None: it only evaluates
     wanted: dict[str, Value]  # what has a gradient: parameters by name, inputs by "input 0"
-    why: dict[str, str]  # what was fused, and the figure that earns it, by value
+    why: dict[Value, list[str]]  # rows of `fuse` that made a value what it is, and their figures
 
     @property
     def graph(self) -> Graph:
@@ -45,10 +45,15 @@ def plan(
         wanted = {k: v for k, v in graph.parameters.items() if k in graph.trainable}
     wanted |= {f"input {i}": graph.inputs[i] for i in of_inputs}
     split_norms(graph)
+    why = prepare(graph, "train" if wanted else "sample") if fuses else {}
     backward = differentiate(graph, list(wanted.values())) if wanted else None
-    why = fuse(graph, backward) if fuses else {}
+    for value, reasons in (fuse(graph, backward) if fuses else {}).items():
+        why[value] = why.get(value, []) + reasons
     start = None if backward is None else backward.start
     grads = () if backward is None else tuple(backward.grads.values())
     given = () if backward is None else backward.seeds.values()
     graph.check_with(given)
-    return Plan(traced, schedule(graph, start, grads), backward, wanted, why)
+    made = schedule(graph, start, grads)
+    graph.nodes = made.nodes
+    graph.rename()
+    return Plan(traced, made, backward, wanted, why)

@@ -176,41 +176,44 @@ def _linear(d, node, dy):
 @gradient("norm_apply")
 def _norm(d, node, dy):
     """All of a norm: its table and its moments send nothing themselves."""
-    (x,), table = node.many("x"), node.inputs["table"]
+    xs, table = node.many("x"), node.inputs["table"]
     made = d.producers[table]
-    roles = [role for role in ("weight", "bias", "scale", "shift") if role in made.inputs]
-    if x not in d.needed and not any(made.inputs[role] in d.needed for role in roles):
+    film = {r: made.inputs[r] for r in ("weight", "bias", "scale", "shift") if r in made.inputs}
+    if not any(value in d.needed for value in (*xs, *film.values())):
         return
-    n, _, c = table.shape
+    (n, _, c), several = table.shape, {f"x{i}": x for i, x in enumerate(xs)}
     first = d.graph.node(
         "norm_act_grad",
-        {"da": dy, "x0": x, "table": table},
-        {"dz": (x.shape, x.dtype), "partials": ((n, 1, 2, c), table.dtype)},
+        {"da": dy, **several, "table": table},
+        {"dz": (dy.shape, dy.dtype), "partials": ((n, 1, 2, c), table.dtype)},
         node.source,
-        x.layout,
+        dy.layout,
         activation=node.attrs["activation"],
     )
     dz, partials = first.outputs.values()
-    film = {role: made.inputs[role] for role in roles}
-    specs = {role: (value.shape, value.dtype) for role, value in film.items()}
     second = d.graph.node(
         "norm_grad_table",
         {"partials": partials, "table": table, **film},
-        {"coeff": ((n, 3, c), table.dtype), **specs},
+        {
+            "coeff": ((n, 3, c), table.dtype),
+            **{role: (value.shape, value.dtype) for role, value in film.items()},
+        },
         node.source,
         groups=made.attrs["groups"],
         pixels=made.attrs["pixels"][0],
     )
     for role, value in film.items():
         d.send(value, lambda role=role: second.outputs[role])
-    coeff = second.outputs["coeff"]
-
-    def dx() -> Value:
-        inputs = {"dz": dz, "x0": x, "coeff": coeff}
-        outputs = {"dx1": (x.shape, x.dtype)}
-        return d.graph.node("norm_dx", inputs, outputs, node.source, x.layout).out
-
-    d.send(x, dx)
+    if any(x in d.needed for x in xs):
+        last = d.graph.node(
+            "norm_dx",
+            {"dz": dz, **several, "coeff": second.outputs["coeff"]},
+            {f"dx{i}": (x.shape, x.dtype) for i, x in enumerate(xs, 1)},
+            node.source,
+            xs[0].layout,
+        )
+        for x, dx in zip(xs, last.outputs.values(), strict=True):
+            d.send(x, lambda dx=dx: dx)
 
 
 @gradient("norm_table", "moments")

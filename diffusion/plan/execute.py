@@ -329,11 +329,78 @@ def _norm_grad_table(k, node, given):
 def _norm_dx(k, node, given):
     x1, x2 = _two(given)
     adds = {name: image(given.get(name)) for name in ("add1", "add1_second", "add2")}
-    dx1, dx2, _ = k.norm_dx(image(given["dz"]), x1, x2, given["coeff"], **adds)
-    made = {"dx1": dx1, "dx2": dx2}
-    return {
-        role: made[role].view(value.shape) for role, value in node.outputs.items() if role in made
-    }
+    sums = k.RowSums(None) if "rows" in node.outputs else None
+    made = k.norm_dx(image(given["dz"]), x1, x2, given["coeff"], **adds, sums=sums)
+    return _shaped(node, dict(zip(("dx1", "dx2", "rows"), made, strict=True)))
+
+
+@launches("skip_dx")
+def _skip_dx(k, node, given):
+    x1, x2 = _two(given)
+    sums = k.RowSums(None) if "rows" in node.outputs else None
+    tensors = given["dy"], as_filters(given["weight"]), given["dz"], x1, x2, given["coeff"]
+    made = k.skip_dx(*tensors, add1=given.get("add1"), sums=sums)
+    return _shaped(node, dict(zip(("dx1", "dx2", "rows"), made, strict=True)))
+
+
+def _shaped(node: Node, made: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """What the node gives, under the shapes of its values."""
+    return {role: made[role].view(value.shape) for role, value in node.outputs.items()}
+
+
+@launches("norm")
+def _norm(k, node, given):
+    x1, x2 = _two(given)
+    a = node.attrs
+    film = {name: given[name] for name in ("scale", "shift") if name in given}
+    y, table = k.norm_apply(
+        x1,
+        x2,
+        tuple(many(given, "partials")),
+        a["pixels"],
+        a["groups"],
+        given["weight"],
+        given["bias"],
+        a["eps"],
+        a["activation"],
+        mask=mask_of(node, given),
+        **film,
+    )
+    return {"y": y.view(node.out.shape), "table": table}
+
+
+@launches("conv_fused")
+def _conv_fused(k, node, given):
+    extra = tuple(zip(many(given, "extra"), many(given, "columns"), strict=True))
+    y, partials = k.conv_forward(
+        given["x"],
+        as_filters(given["weight"]),
+        given.get("bias"),
+        emb=given.get("emb"),
+        residual=given.get("residual"),
+        extra=extra,
+        extra_bias=given.get("extra_bias"),
+        stats="partials" in node.outputs,
+    )
+    return {"y": y, "partials": partials}
+
+
+def as_filters(weight: Tensor) -> Tensor:
+    """[CO, CI] as [CO, CI, 1, 1]"""
+    return weight if weight.ndim == 4 else weight[:, :, None, None]
+
+
+@launches("conv_input_grad")
+def _conv_input_grad(k, node, given):
+    dz, partials = k.conv_input_grad(
+        given["dy"],
+        as_filters(given["weight"]),
+        inputs=tuple(many(given, "x")),
+        table=given["table"],
+        activation=node.attrs["activation"],
+        mask=mask_of(node, given),
+    )
+    return {"dz": dz, "partials": partials}
 
 
 # --- backward -------------------------------------------------------------------------------------

@@ -65,8 +65,10 @@ BACKWARD = {
 }
 # what fusing makes of these: see `fuse`
 FUSED = {
-    "conv_fused": "conv or linear + emb [N, C] + residual + other linear terms; and partials of it",
-    "conv_input_grad": "conv_dx, times act'(z), and its partials",
+    "conv_fused": "conv or linear + emb [N, C] + residual + extra columns^T; and partials of it",
+    "norm": "norm_table and norm_apply, and dropout if there is an rng; and the table",
+    "conv_input_grad": "conv_dx times act'(z), and its partials",
+    "skip_dx": "norm_dx + dy weight, the input gradient of a 1x1 convolution beside the norm",
 }
 OPS = FORWARD | NORM | BACKWARD | FUSED
 
@@ -256,6 +258,14 @@ class Graph:
             assert not again, f"{node} makes {again} again"
             known.update(node.outputs.values())
         assert all(v in known for v in self.outputs), "a result is never made"
+
+    def rename(self) -> None:
+        """Call what nodes make by their ops and numbers, in the order in which they run."""
+        numbers: dict[str, int] = {}
+        for node in self.nodes:
+            numbers[node.op] = number = numbers.get(node.op, 0) + 1
+            for role, value in node.outputs.items():
+                value.name = f"{node.op}{number}" + ("" if role == "y" else f".{role}")
 
     def count(self) -> dict[str, int]:
         """How many nodes there are of each op."""

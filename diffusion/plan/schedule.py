@@ -7,11 +7,14 @@ The rules, all of them here:
   through the network, but for gradients of weights: nobody waits for those. They go to a second
   stream, behind what they read, in groups of `GROUP` at most.
 - A value dies with its last reader; what backward reads lives until then, unless it is made again.
-- Memory is one arena a pass: each value gets the lowest place that is free during its life.
+- Memory is one arena: each value, the largest first, gets the lowest place that is free during its
+  life.
 """
 
+from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from .graph import Graph, Node, Value
 
@@ -31,7 +34,8 @@ class Schedule:
     stream: dict[Node, int] = field(default_factory=dict)  # 0: the chain; 1: gradients of weights
     last: dict[Node, tuple[Value, ...]] = field(default_factory=dict)  # that die with a node
     place: dict[Value, int] = field(default_factory=dict)  # in the arena
-    arena: int = 0  # bytes
+    arena: int = 0  # bytes of it
+    peak: int = 0  # bytes of what is alive at once, at most; the rest of the arena are holes
     buckets: list[tuple[int, list[Value]]] = field(default_factory=list)  # complete at node i
 
     @property
@@ -56,6 +60,7 @@ def schedule(graph: Graph, start: int | None = None, grads: Sequence[Value] = ()
     kept = {*graph.outputs, *grads}
     made.last = last_readers(nodes, kept)
     made.place, made.arena = arena(nodes, made.last)
+    made.peak = peak(nodes, made.last)
     made.buckets = _buckets(nodes, grads)
     return made
 
@@ -89,9 +94,7 @@ def _grouped(nodes: list[Node]) -> list[Node]:
 
 
 def last_readers(nodes: Iterable[Node], kept: set[Value]) -> dict[Node, tuple[Value, ...]]:
-    """The values that die with each node. What a reshape gives is the memory of what it was given,
-    and dies as a value of its own."""
-    nodes = list(nodes)
+    """The values that die with each node."""
     last: dict[Value, Node] = {}
     for node in nodes:
         for value in (*node.inputs.values(), *node.outputs.values()):
@@ -106,65 +109,58 @@ def last_readers(nodes: Iterable[Node], kept: set[Value]) -> dict[Node, tuple[Va
 def arena(
     nodes: Sequence[Node], last: dict[Node, tuple[Value, ...]]
 ) -> tuple[dict[Value, int], int]:
-    """The place of each value that a node makes, and the bytes of all. A value that nobody lets go
-    of (a result) keeps its place to the end."""
-    owner: dict[Value, Value] = {}  # of memory that several values share
-    users: dict[Value, int] = {}
-    free: list[tuple[int, int]] = []  # (place, bytes), by place
+    """The place of each value that a node makes, and the bytes of all: the largest first, each at
+    the lowest place that nothing has during its life. A value that nobody lets go of (a result)
+    lives to the end."""
+    lives = lifetimes(nodes, last)
     place: dict[Value, int] = {}
-    end = 0
+    taken: list[tuple[int, int, int, int]] = []  # (place, end, born, dies), by place
+    for value in sorted(lives, key=lambda v: (-v.bytes, lives[v])):
+        born, dies = lives[value]
+        size, at = rounded(value.bytes), 0
+        for low, high, other_born, other_dies in taken:
+            if other_dies < born or dies < other_born:
+                continue
+            if low - at >= size:
+                break
+            at = max(at, high)
+        place[value] = at
+        insort(taken, (at, at + size, born, dies))
+    return place, max((high for _, high, _, _ in taken), default=0)
 
-    def root(value: Value) -> Value:
-        return owner.get(value, value)
 
-    for node in nodes:
+def peak(nodes: Sequence[Node], last: dict[Node, tuple[Value, ...]]) -> int:
+    """The most bytes that are alive during a node."""
+    change = [0] * (len(nodes) + 2)
+    for value, (born, dies) in lifetimes(nodes, last).items():
+        change[born] += rounded(value.bytes)
+        change[dies + 1] -= rounded(value.bytes)
+    return max(accumulate(change))
+
+
+def lifetimes(
+    nodes: Sequence[Node], last: dict[Node, tuple[Value, ...]]
+) -> dict[Value, tuple[int, int]]:
+    """The first and the last node of each memory, by the value that it is made for: what only gives
+    it another shape lengthens its life."""
+    owner: dict[Value, Value] = {}
+    born: dict[Value, int] = {}
+    dies: dict[Value, int] = {}
+    for i, node in enumerate(nodes):
+        source = node.inputs.get("x")
         for value in node.outputs.values():
-            source = node.inputs.get("x")
-            if node.op in FREE and (source in place or source in owner):
-                owner[value] = root(source)
-                users[root(source)] += 1
-                continue
-            if node.op in FREE:
-                owner[value] = value  # of a parameter or an input, which have a place elsewhere
-                continue
-            size = rounded(value.bytes)
-            place[value], end = _take(free, size, end)
-            users[value] = 1
-        for value in last.get(node, ()):
-            memory = root(value)
-            if memory in users:
-                users[memory] -= 1
-                if users[memory] == 0:
-                    _give(free, place[memory], rounded(memory.bytes))
-    return place, end
+            if node.op not in FREE:
+                owner[value], born[value] = value, i
+            elif source in owner:
+                owner[value] = owner[source]
+    end_of = {value: i for i, node in enumerate(nodes) for value in last.get(node, ())}
+    for value, memory in owner.items():
+        dies[memory] = max(dies.get(memory, 0), end_of.get(value, len(nodes)))
+    return {value: (born[value], dies[value]) for value in born}
 
 
 def rounded(size: int) -> int:
     return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
-
-
-def _take(free: list[tuple[int, int]], size: int, end: int) -> tuple[int, int]:
-    """The lowest place of that many bytes, and where the arena ends then."""
-    for i, (place, length) in enumerate(free):
-        if length >= size:
-            free[i : i + 1] = [(place + size, length - size)] if length > size else []
-            return place, end
-    if free and free[-1][0] + free[-1][1] == end:  # the end is free, and not long enough
-        place = free.pop()[0]
-        return place, place + size
-    return end, end + size
-
-
-def _give(free: list[tuple[int, int]], place: int, size: int) -> None:
-    free.append((place, size))
-    free.sort()
-    joined: list[tuple[int, int]] = []
-    for start, length in free:
-        if joined and joined[-1][0] + joined[-1][1] == start:
-            joined[-1] = joined[-1][0], joined[-1][1] + length
-        else:
-            joined.append((start, length))
-    free[:] = joined
 
 
 def _buckets(nodes: Sequence[Node], grads: Sequence[Value]) -> list[tuple[int, list[Value]]]:

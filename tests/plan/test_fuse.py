@@ -1,0 +1,187 @@
+"""What is fused computes the same; and a block's launches can be predicted."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+from diffusion import accelerate
+from diffusion.models.blocks import AttentionBlock, ResBlock
+from diffusion.plan.build import plan
+from diffusion.plan.fuse import BACKWARD_ROWS, FORWARD_ROWS, PREPARING
+from diffusion.runtime.backend import TORCH_FP32
+from tests.diffusion.diffusers_models import ours
+from tests.plan.compare import in_float64
+from tests.plan.networks import NAMES, network
+from tests.plan.random_networks import networks
+
+BUDGET = 1e-9
+OPTIONS = {
+    "num_groups": 4,
+    "norm_eps": 1e-5,
+    "dropout": 0.5,
+    "dropout_layer": 0,
+    "use_scale_shift_norm": False,
+    "zero_init": False,
+    "backend": TORCH_FP32,
+}
+
+
+def agree(module, args, kwargs=None):
+    """The largest difference of a result or a gradient from the module's own, relative."""
+    kwargs = kwargs or {}
+    args = tuple(a.detach().requires_grad_(a.is_floating_point()) for a in args)
+    sources = [*(p for p in module.parameters() if p.requires_grad), *args]
+    sources = [s for s in sources if s.requires_grad]
+    y, z = (
+        getattr(r, "sample", r) for r in (f(*args, **kwargs) for f in (accelerate(module), module))
+    )
+    dy = torch.randn(z.shape, generator=torch.Generator().manual_seed(0), dtype=z.dtype)
+    mine, theirs = (torch.autograd.grad(r, sources, dy, allow_unused=True) for r in (y, z))
+    assert [g is None for g in mine] == [g is None for g in theirs]
+    pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if b is not None]
+    scale = max(float(b.abs().max()) for _, b in pairs)
+    errors = [
+        float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3 * scale) for a, b in pairs
+    ]
+    return max(float((y - z).abs().max() / z.abs().max()), *errors)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_networks(name):
+    module, args, kwargs = network(name)
+    args = tuple(a.double() if a.is_floating_point() else a for a in args)
+    assert agree(in_float64(module), args, kwargs) < BUDGET
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(networks())
+def test_random_networks(drawn):
+    assert agree(*drawn) < BUDGET
+
+
+class Decoder(nn.Module):
+    """A residual block that reads a concat, as in the decoder."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.block = ResBlock(8, 16, 6, **OPTIONS | options)
+
+    def forward(self, x, skip, emb, rng):
+        return self.block(torch.cat((x, skip), dim=3), emb, rng)
+
+
+def block_args():
+    torch.manual_seed(0)
+    images = torch.randn(2, 4, 4, 3), torch.randn(2, 4, 4, 5)
+    return *images, torch.randn(2, 6), torch.tensor([1, 2])
+
+
+def launches(made, which):
+    """Ops of a plan, without those that move nothing, and the inputs of each."""
+    nodes = getattr(made.schedule, which)
+    return [(n.op, set(n.inputs)) for n in nodes if n.op not in ("reshape", "slice", "sum", "cat")]
+
+
+def test_launches_of_a_residual_block_drawing():
+    made = plan(Decoder().eval(), block_args())
+    norm = {"weight", "bias"}
+    assert launches(made, "forward") == [
+        ("moments", {"x"}),
+        ("moments", {"x"}),
+        ("norm", {"x0", "x1", "partials0", "partials1"} | norm),
+        ("linear", {"x", "weight", "bias"}),
+        ("conv_fused", {"x", "weight", "bias", "emb"}),
+        ("norm", {"x0", "partials0"} | norm),
+        (
+            "conv_fused",
+            {"x", "weight", "bias", "extra0", "columns0", "extra1", "columns1", "extra_bias"},
+        ),
+    ]
+    assert made.schedule.backward == []
+
+
+def test_launches_of_a_residual_block_training():
+    made = plan(Decoder(), block_args(), trains=True, of_inputs=(0, 1, 2))
+    forward = launches(made, "forward")
+    assert ("norm", {"x0", "partials0", "weight", "bias", "rng"}) in forward, (
+        "drops while it passes"
+    )
+    backward = launches(made, "backward")
+    grad = {"dy", "weight", "x0", "table"}
+    assert sorted(op for op, _ in backward) == sorted(
+        ["conv_input_grad", "norm_grad_table"] * 2
+        + ["norm_dx", "skip_dx", "linear_dx"]
+        + ["conv_dw"] * 2
+        + ["linear_dw"] * 3  # the skip's two halves, and the embedding's
+    )
+    assert [i for op, i in backward if op == "conv_input_grad"] == [
+        grad | {"rng"},  # of the dropped activation
+        grad | {"x1"},
+    ]
+    tables = [n for n in made.schedule.backward if n.op == "norm_grad_table"]
+    assert "emb" in tables[0].outputs, "the embedding's gradient comes from the norm's sums"
+    # nothing of either pass is a concat, an addition or a pass for a bias
+    assert not {"add", "norm_act_grad", "conv_dx"} & {op for op, _ in backward}
+
+
+def test_launches_of_an_attention_block():
+    block = AttentionBlock(
+        8, 2, num_groups=4, norm_eps=1e-5, order="qkv_heads", zero_init=False, backend=TORCH_FP32
+    )
+    made = plan(block, (torch.randn(2, 4, 4, 8),), trains=True, of_inputs=(0,))
+    assert [op for op, _ in launches(made, "forward")] == [
+        "moments",
+        "norm",
+        "linear",
+        "attention",
+        "conv_fused",
+    ]
+    dx = next(n for n in made.schedule.backward if n.op == "norm_dx")
+    assert "add1" in dx.inputs, "the residual's gradient is added while dx is written"
+
+
+def test_separate_projections_are_one_product():
+    module, args, _ = network("diffusers: as diffusers trains")
+    made = plan(module, args)
+    attentions = [n for n in made.graph.nodes if n.op == "attention"]
+    assert len(attentions) == 4 and all(set(n.inputs) == {"qkv"} for n in attentions)
+    assert all(n.attrs["order"] == "qkv_heads" for n in attentions)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_every_row_is_used_by_the_networks(trains):
+    module = ours({"dropout": 0.3}).model.train(trains)
+    x, t = torch.randn(2, 3, 8, 8), torch.tensor([3, 4])
+    kwargs = {"rng": torch.tensor([1, 2])} if trains else {}
+    theirs, args, _ = network("diffusers: as diffusers trains")
+    plans = plan(module, (x, t), kwargs, trains=trains), plan(theirs, args, trains=trains)
+    why = [reason for p in plans for reasons in p.why.values() for reason in reasons]
+    mode = "train" if trains else "sample"
+    rows = PREPARING + FORWARD_ROWS + (BACKWARD_ROWS if trains else ())
+    for row in rows:
+        used = any(reason.startswith(row.name) for reason in why)
+        assert used == (mode in row.when), row.name
+
+
+def test_a_result_that_backward_or_the_caller_reads_is_not_hidden():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+        def forward(self, x):
+            y = self.conv(x)
+            return y + x, y
+
+    torch.manual_seed(0)
+    module, x = Both(), torch.randn(2, 4, 5, 5)
+    a, b = accelerate(module)(x)
+    assert torch.allclose(a, module(x)[0], atol=1e-6)
+    assert torch.allclose(b, module(x)[1], atol=1e-6)
+
+
+def test_a_convolution_of_stride_2_has_no_epilogue():
+    net = nn.Sequential(nn.Conv2d(4, 4, 3, stride=2, padding=1), nn.GroupNorm(2, 4))
+    counts = plan(net, (torch.randn(2, 4, 6, 6),)).graph.count()
+    assert counts["conv"] == 1 and counts["moments"] == 1 and "conv_fused" not in counts

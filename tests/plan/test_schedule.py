@@ -1,0 +1,107 @@
+"""Order, lifetimes and memory: what is said beforehand is what happens."""
+
+import pytest
+import torch
+
+from diffusion.plan.build import plan
+from diffusion.plan.execute import launch
+from diffusion.plan.schedule import (
+    BUCKET,
+    GROUP,
+    WEIGHT_GRADS,
+    arena,
+    last_readers,
+    lifetimes,
+    rounded,
+)
+from tests.plan.networks import network
+from triton_kernels.reference import fused
+
+NETWORKS = [
+    "diffusers: film, residual blocks resample",
+    "ours: unet.cu's",
+    "policy: film",
+]
+
+
+@pytest.fixture(params=NETWORKS, scope="module")
+def made(request):
+    module, args, kwargs = network(request.param)
+    return module, args, plan(module, args, kwargs, trains=True)
+
+
+def test_nodes_follow_what_they_read(made):
+    _, _, p = made
+    p.graph.check_with(p.backward.seeds.values())
+    assert len(p.schedule.forward) + len(p.schedule.backward) == len(p.graph.nodes)
+    assert all(n.op not in WEIGHT_GRADS for n in p.schedule.forward)
+
+
+def test_weight_gradients_are_in_groups_on_the_second_stream(made):
+    _, _, p = made
+    run = 0
+    for node in p.schedule.backward:
+        own = node.op in WEIGHT_GRADS
+        assert p.schedule.stream[node] == int(own)
+        run = run + 1 if own else 0
+        assert run <= GROUP
+
+
+def test_values_live_as_long_as_they_are_read_and_peak_is_what_was_said(made):
+    """Runs it, and adds up what is alive: no value is missing, none is left but results, and at no
+    time there is more than the arena holds."""
+    module, args, p = made
+    graph, schedule = p.graph, p.schedule
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    values = dict(zip(graph.inputs, p.traced.leaves(args, {}), strict=True)) | graph.constants
+    values |= {v: tensors[name].detach() for name, v in graph.parameters.items()}
+    values |= {s: torch.ones(s.shape) for s in p.backward.seeds.values()}
+    given = {tensor.untyped_storage().data_ptr() for tensor in values.values()}
+    peak = 0
+    for node in schedule.nodes:
+        with torch.no_grad():
+            values.update(launch(node, values, fused))
+        for value in node.outputs.values():
+            assert values[value].shape == value.shape
+        alive = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in values.values()}
+        peak = max(peak, sum(rounded(m.nbytes()) for at, m in alive.items() if at not in given))
+        for value in schedule.last.get(node, ()):
+            values.pop(value, None)
+    assert {v for v in values if v in schedule.place} <= {
+        *graph.outputs,
+        *p.backward.grads.values(),
+    }
+    assert abs(peak - schedule.peak) <= 0.02 * peak
+    assert schedule.peak <= schedule.arena <= 1.1 * schedule.peak  # a tenth of holes, at most
+
+
+def test_places_of_values_that_live_together_do_not_overlap(made):
+    _, _, p = made
+    lives = lifetimes(p.schedule.nodes, p.schedule.last)
+    assert set(lives) == set(p.schedule.place)
+    values = list(lives)
+    for i, value in enumerate(values):
+        (born, dies), low = lives[value], p.schedule.place[value]
+        for other in values[:i]:
+            together = lives[other][0] <= dies and born <= lives[other][1]
+            start = p.schedule.place[other]
+            assert not together or low + value.bytes <= start or start + other.bytes <= low
+
+
+def test_memory_is_used_again():
+    module, args, kwargs = network("diffusers: as diffusers trains")
+    sampling = plan(module, args, kwargs).schedule
+    every = sum(rounded(v.bytes) for n in sampling.nodes for v in n.outputs.values())
+    assert sampling.arena < 0.4 * every
+    place, end = arena(sampling.nodes, last_readers(sampling.nodes, set()))
+    assert end <= sampling.arena and min(place.values()) == 0
+
+
+def test_buckets_have_every_gradient_once_and_in_order(made):
+    _, _, p = made
+    grads = [v for _, bucket in p.schedule.buckets for v in bucket]
+    assert sorted(map(id, grads)) == sorted(map(id, set(p.backward.grads.values())))
+    made_at = {v: i for i, n in enumerate(p.schedule.nodes) for v in n.outputs.values()}
+    for at, bucket in p.schedule.buckets:
+        assert max(made_at[v] for v in bucket) == at
+        assert sum(v.bytes for v in bucket[:-1]) < BUCKET
