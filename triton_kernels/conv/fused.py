@@ -191,7 +191,7 @@ def conv_input_grad(
     _check(weight, dy, *inputs)
     assert sum(x.shape[3] for x in inputs) == ci and len(inputs) <= 2
     assert table.shape == (n, 4, ci) and table.is_contiguous()
-    if pointer.serves(config, dy, co, ci, inputs[0].shape[3]):
+    if pointer.serves(config, dy, dy.shape[3], ci, inputs[0].shape[3]):
         rest = {"inputs": inputs, "table": table, "activation": activation, "mask": mask}
         return pointer.conv_input_grad(dy, weight, **rest, config=config)
     dz = _empty((n, h, w, ci), dtype=dy.dtype, device=dy.device)

@@ -191,7 +191,7 @@ def _launch_forward(
     rows = [filters.stride(0) for _, filters in extra]
     for other, filters in extra:
         assert filters.shape == (c, other.shape[3]) and filters.stride(1) == 1
-    unit = math.gcd(8, k, kx, c, cy, stride_w, *beside, *rows)
+    unit = math.gcd(8, kx, cy, stride_w, *beside, *rows)
     conv_pointer_forward_kernel[(count_programs(config, box, y),)](
         x,
         weight,
@@ -205,9 +205,9 @@ def _launch_forward(
         n,
         h,
         w,
-        k // unit,
+        k,
         kx // unit,
-        c // unit,
+        c,
         cy // unit,
         *[v // unit for v in beside],
         *[0] * (2 - len(extra)),
@@ -218,7 +218,7 @@ def _launch_forward(
         R=r,
         S=s,
         TRANSPOSED=transposed,
-        EXACT=c % config.block_c == 0 and all(v % config.block_k == 0 for v in (k, *beside)),
+        EXACT=(k, c) == (kx, cy) and _divide(config, cy, kx, *beside),
         RAGGED=stats and is_ragged(box, h, w),
         UNIT=unit,
         **_constants(config, box),
@@ -273,7 +273,7 @@ def conv_input_grad(
     partials = _partials(box, dz)
     if dz.numel() == 0:
         return dz, partials
-    unit = math.gcd(8, co, kx, ci, c1)
+    unit = math.gcd(8, kx, ci, c1)
     conv_pointer_input_grad_kernel[(count_programs(config, box, dz),)](
         dy,
         weight,
@@ -285,7 +285,7 @@ def conv_input_grad(
         n,
         h,
         w,
-        co // unit,
+        co,
         kx // unit,
         ci // unit,
         c1 // unit,
@@ -293,7 +293,7 @@ def conv_input_grad(
         R=r,
         S=s,
         ACT=rounded_grad(activation, dy.dtype),
-        EXACT=ci % config.block_c == 0 and co % config.block_k == 0,
+        EXACT=co == kx and _divide(config, ci, kx),
         RAGGED=is_ragged(box, h, w),
         STRADDLING=len(inputs) == 2 and c1 % config.block_c > 0,
         UNIT=unit,
@@ -389,6 +389,11 @@ def pick(
         return rounds * (steps * step + alone / min(resident, rounds))
 
     return min(candidates(x, channels, filter_size, even, extra, border), key=time)
+
+
+def _divide(config: PointerTile, c: int, *k: int) -> bool:
+    """Whether blocks divide the channels of the result and of what is convolved."""
+    return c % config.block_c == 0 and all(v % config.block_k == 0 for v in k)
 
 
 def _partials(box: tuple[int, int, int], y: Tensor) -> Tensor:

@@ -78,16 +78,17 @@ def multiply(
     pixels,  # as `tile_pixels` has them, with R + ROWS - 1 rows of taps,
     bits,
     c0,
-    K,  # channels of x that count
+    K,  # channels of x that have filters
     KX,  # and how many there are
-    C,  # channels of the result
+    C,  # channels of the result that have filters
+    CY,  # and how many there are
     stride_w,  # from one CO to the next
     Q,
     R: tl.constexpr,
     S: tl.constexpr,
     TRANSPOSED: tl.constexpr,  # an input gradient: x's channels are CO, and taps count backwards
     ROWS: tl.constexpr,
-    EXACT: tl.constexpr,  # whether blocks divide K and C
+    EXACT: tl.constexpr,  # whether blocks divide K and C, and no channel is without filters
     PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -100,28 +101,30 @@ def multiply(
     if TRANSPOSED:
         offs_w = (offs_k * stride_w)[:, None] + offs_c[None, :]
         mask_w = (offs_c < C)[None, :]
-        to_tap = C
+        to_tap = CY
         to_k = stride_w
     else:
         offs_w = (offs_c * stride_w)[:, None] + offs_k[None, :]
         mask_w = (offs_c < C)[:, None]
-        to_tap = K
+        to_tap = KX
         to_k = 1
     if ROWS == 1:
-        for step in range(TAPS * tl.cdiv(K, BLOCK_K)):
+        for step in range(TAPS * tl.cdiv(KX, BLOCK_K)):
             tap = step % TAPS
             k0 = step // TAPS * BLOCK_K
-            mask_k = k0 + offs_k < K
+            mask_k = k0 + offs_k < KX
+            mask_f = k0 + offs_k < (K if TRANSPOSED else KX)
             place = ((tap // S - R // 2) * Q + tap % S - S // 2) * KX + k0
             x = _load_x(x_ptr + place + offs_x, bits, tap, mask_k, EXACT)
             w_tap = TAPS - 1 - tap if TRANSPOSED else tap
             w_ptrs = w_ptr + (w_tap * to_tap + k0 * to_k) + offs_w
-            w = _load_w(w_ptrs, mask_w, mask_k, TRANSPOSED, EXACT)
+            w = _load_w(w_ptrs, mask_w, mask_f, TRANSPOSED, EXACT)
             acc = tl.dot(x, w, acc, input_precision=PRECISION)
     elif TAPS == 1:  # beside one of three rows of taps
-        for k0 in range(0, K, BLOCK_K):
-            mask_k = k0 + offs_k < K
-            w = _load_w(w_ptr + k0 * to_k + offs_w, mask_w, mask_k, TRANSPOSED, EXACT)
+        for k0 in range(0, KX, BLOCK_K):
+            mask_k = k0 + offs_k < KX
+            mask_f = k0 + offs_k < (K if TRANSPOSED else KX)
+            w = _load_w(w_ptr + k0 * to_k + offs_w, mask_w, mask_f, TRANSPOSED, EXACT)
             x_ptrs = x_ptr + k0 + offs_x
             x = _load_x(x_ptrs, bits, 4, mask_k, EXACT)
             acc = tl.dot(x, w, acc, input_precision=PRECISION)
@@ -134,15 +137,16 @@ def multiply(
                 acc3 = tl.dot(x3, w, acc3, input_precision=PRECISION)
     else:
         tl.static_assert(R == 3 and S == 3)
-        for step in range(3 * tl.cdiv(K, BLOCK_K)):
+        for step in range(3 * tl.cdiv(KX, BLOCK_K)):
             s = step % 3
             k0 = step // 3 * BLOCK_K
-            mask_k = k0 + offs_k < K
+            mask_k = k0 + offs_k < KX
+            mask_f = k0 + offs_k < (K if TRANSPOSED else KX)
             w_ptrs = w_ptr + ((8 - s if TRANSPOSED else s) * to_tap + k0 * to_k) + offs_w
             down = (-3 if TRANSPOSED else 3) * to_tap  # the next row of the filter
-            wa = _load_w(w_ptrs, mask_w, mask_k, TRANSPOSED, EXACT)
-            wb = _load_w(w_ptrs + down, mask_w, mask_k, TRANSPOSED, EXACT)
-            wc = _load_w(w_ptrs + 2 * down, mask_w, mask_k, TRANSPOSED, EXACT)
+            wa = _load_w(w_ptrs, mask_w, mask_f, TRANSPOSED, EXACT)
+            wb = _load_w(w_ptrs + down, mask_w, mask_f, TRANSPOSED, EXACT)
+            wc = _load_w(w_ptrs + 2 * down, mask_w, mask_f, TRANSPOSED, EXACT)
             x_ptrs = x_ptr + (s - 1 - Q) * KX + k0 + offs_x
             x = _load_x(x_ptrs, bits, s, mask_k, EXACT)
             acc = tl.dot(x, wa, acc, input_precision=PRECISION)
@@ -274,10 +278,10 @@ def conv_pointer_forward_kernel(
     N,
     P,
     Q,
-    K,  # channels: of x that count, CI, or CO if TRANSPOSED
-    KX,
-    C,  # of the result that count
-    CY,
+    K,  # channels of x that have filters: CI, or CO if TRANSPOSED,
+    KX,  # and how many there are, in units
+    C,  # of the result,
+    CY,  # likewise
     C1,
     C2,
     stride_w,
@@ -298,9 +302,7 @@ def conv_pointer_forward_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    K *= UNIT
     KX *= UNIT
-    C *= UNIT
     CY *= UNIT
     stride_w *= UNIT
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
@@ -311,8 +313,8 @@ def conv_pointer_forward_kernel(
     at = (n0.to(tl.int64) * P + h0) * Q + w0
     acc0 = tl.zeros([BLOCK_M, BLOCK_C], dtype=tl.float32)
     acc0, acc1, acc2, acc3 = multiply(
-        acc0, acc0, acc0, acc0, x_ptr + at * KX, w_ptr, pixels, bits, c0, K, KX, C, stride_w, Q,
-        R, S, TRANSPOSED, ROWS, EXACT, PRECISION, BLOCK_C, BLOCK_K,
+        acc0, acc0, acc0, acc0, x_ptr + at * KX, w_ptr, pixels, bits, c0, K, KX, C, CY, stride_w,
+        Q,        R, S, TRANSPOSED, ROWS, EXACT, PRECISION, BLOCK_C, BLOCK_K,
     )  # fmt: skip
     own = bits if ROWS > 1 else inside.to(tl.int32)
     if extra1_ptr is not None:
@@ -320,14 +322,14 @@ def conv_pointer_forward_kernel(
         stride_w1 *= UNIT
         acc0, acc1, acc2, acc3 = multiply(
             acc0, acc1, acc2, acc3, extra1_ptr + at * C1, extra1_w_ptr, pixels, own, c0, C1, C1, C,
-            stride_w1, Q, 1, 1, False, ROWS, EXACT, PRECISION, BLOCK_C, BLOCK_K,
+            CY, stride_w1, Q, 1, 1, False, ROWS, EXACT, PRECISION, BLOCK_C, BLOCK_K,
         )  # fmt: skip
     if extra2_ptr is not None:
         C2 *= UNIT
         stride_w2 *= UNIT
         acc0, acc1, acc2, acc3 = multiply(
             acc0, acc1, acc2, acc3, extra2_ptr + at * C2, extra2_w_ptr, pixels, own, c0, C2, C2, C,
-            stride_w2, Q, 1, 1, False, ROWS, EXACT, PRECISION, BLOCK_C, BLOCK_K,
+            CY, stride_w2, Q, 1, 1, False, ROWS, EXACT, PRECISION, BLOCK_C, BLOCK_K,
         )  # fmt: skip
     offs_c = c0 + tl.arange(0, BLOCK_C)
     bias = tl.zeros([BLOCK_C], dtype=tl.float32)
@@ -401,8 +403,8 @@ def conv_pointer_input_grad_kernel(
     N,
     P,
     Q,
-    CO,
-    KX,
+    CO,  # channels of dy that have filters,
+    KX,  # and how many there are, in units; as the next
     CI,
     C1,
     rng_ptr,  # int64 [2] or None: no dropout between act(z) and the convolution
@@ -424,7 +426,6 @@ def conv_pointer_input_grad_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    CO *= UNIT
     KX *= UNIT
     CI *= UNIT
     C1 *= UNIT
@@ -437,8 +438,8 @@ def conv_pointer_input_grad_kernel(
     at = (n0.to(tl.int64) * P + h0) * Q + w0
     acc0 = tl.zeros([BLOCK_M, BLOCK_C], dtype=tl.float32)
     acc0, acc1, acc2, acc3 = multiply(
-        acc0, acc0, acc0, acc0, dy_ptr + at * KX, w_ptr, pixels, bits, c0, CO, KX, CI, R * S * CI,
-        Q, R, S, True, ROWS, EXACT, PRECISION, BLOCK_C, BLOCK_K,
+        acc0, acc0, acc0, acc0, dy_ptr + at * KX, w_ptr, pixels, bits, c0, CO, KX, CI, CI,
+        R * S * CI, Q, R, S, True, ROWS, EXACT, PRECISION, BLOCK_C, BLOCK_K,
     )  # fmt: skip
     offs_c = c0 + tl.arange(0, BLOCK_C)
     offs_n = n0 + tl.arange(0, TILE_N)

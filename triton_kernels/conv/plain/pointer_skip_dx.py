@@ -146,7 +146,7 @@ def _skip_dx_pointer_kernel(
     acc = tl.zeros([TILE_N * TILE_H * TILE_W, BLOCK_C], dtype=tl.float32)
     acc, _, _, _ = multiply(
         acc, acc, acc, acc, dy_ptr + at * CO, w_ptr, pixels, inside.to(tl.int32), c0, CO, CO, C,
-        stride_w, Q, 1, 1, True, 1, EXACT, PRECISION, BLOCK_C, BLOCK_K,
+        C, stride_w, Q, 1, 1, True, 1, EXACT, PRECISION, BLOCK_C, BLOCK_K,
     )  # fmt: skip
     offs_c = c0 + tl.arange(0, BLOCK_C)
     offs_n = n0 + tl.arange(0, TILE_N)

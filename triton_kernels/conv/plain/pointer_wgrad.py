@@ -64,7 +64,7 @@ def _conv_pointer_wgrad_kernel(
     P,
     Q,
     CI,  # channels of x that count
-    KX,  # and how many there are
+    KX,  # and how many there are, in units
     CO,
     KY,
     num_tiles,  # of pixels
@@ -76,7 +76,7 @@ def _conv_pointer_wgrad_kernel(
     STRIDE: tl.constexpr,
     PAD_H: tl.constexpr,
     PAD_W: tl.constexpr,
-    EXACT: tl.constexpr,  # whether blocks divide CI and CO
+    EXACT: tl.constexpr,  # whether blocks divide KX and KY
     UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -85,9 +85,7 @@ def _conv_pointer_wgrad_kernel(
     BLOCK_CO: tl.constexpr,
     BLOCK_CI: tl.constexpr,
 ):
-    CI *= UNIT
     KX *= UNIT
-    CO *= UNIT
     KY *= UNIT
     ci_blocks = tl.cdiv(CI, BLOCK_CI)
     offs_co = tl.program_id(0) // ci_blocks * BLOCK_CO + tl.arange(0, BLOCK_CO)
@@ -116,7 +114,7 @@ def _conv_pointer_wgrad_kernel(
         n0 = tile // (tiles_w * tiles_h) * TILE_N
         inside = (n0 + n < N) & (h0 + h < P) & (w0 + w < Q)
         dy_ptrs = dy_ptr + ((n0.to(tl.int64) * P + h0) * Q + w0) * KY + places_dy
-        mask_dy = inside[None, :] if EXACT else inside[None, :] & (offs_co < CO)[:, None]
+        mask_dy = inside[None, :] if EXACT else inside[None, :] & (offs_co < KY)[:, None]
         at = ((n0.to(tl.int64) * H + h0 * STRIDE) * W + w0 * STRIDE) * KX
         sums = ()
         if ROWS == 1:
@@ -127,7 +125,7 @@ def _conv_pointer_wgrad_kernel(
                 row = (h0 + h) * STRIDE + r
                 column = (w0 + w) * STRIDE + s
                 there = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
-                mask_x = there[:, None] if EXACT else there[:, None] & (offs_ci < CI)[None, :]
+                mask_x = there[:, None] if EXACT else there[:, None] & (offs_ci < KX)[None, :]
                 x = tl.load(x_ptr + (at + (r * W + s) * KX) + places_x, mask=mask_x, other=0.0)
                 sums = sums + (tl.dot(dy, x, accs[i], input_precision=PRECISION),)
         else:
@@ -139,7 +137,7 @@ def _conv_pointer_wgrad_kernel(
             sums = accs
             for i in tl.static_range(ROWS + 2):
                 row = there & (h0 + i >= 1) & (h0 + i <= H)
-                mask_x = row[:, None] if EXACT else row[:, None] & (offs_ci < CI)[None, :]
+                mask_x = row[:, None] if EXACT else row[:, None] & (offs_ci < KX)[None, :]
                 shift = ((i - 1) * W + tap0 - 1) * KX
                 x = tl.load(x_ptr + (at + shift) + places_x, mask=mask_x, other=0.0)
                 before = sums
@@ -238,7 +236,7 @@ def launch_wgrad(
     _, h, w, kx = x.shape
     n, p, q, ky = dy.shape
     box, num_tiles = _box(config, dy), _steps(config, dy)
-    unit = math.gcd(8, ci, kx, co, ky)
+    unit = math.gcd(8, kx, ky)
     _conv_pointer_wgrad_kernel[(*_blocks(weight, config), splits)](
         x,
         dy,
@@ -248,9 +246,9 @@ def launch_wgrad(
         w,
         p,
         q,
-        ci // unit,
+        ci,
         kx // unit,
-        co // unit,
+        co,
         ky // unit,
         num_tiles,
         triton.cdiv(num_tiles, splits),
@@ -261,7 +259,7 @@ def launch_wgrad(
         STRIDE=stride,
         PAD_H=padding[0],
         PAD_W=padding[1],
-        EXACT=ci % config.block_ci == 0 and co % config.block_co == 0,
+        EXACT=kx % config.block_ci == 0 and ky % config.block_co == 0,
         UNIT=unit,
         PRECISION=precision,
         TILE_N=box[0],
