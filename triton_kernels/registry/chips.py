@@ -1,0 +1,51 @@
+"""GPUs by name, for those who ask what would run on one that is not here.
+
+Nothing is chosen by a name: a kernel is told capabilities and sizes (`runtime.device.Device`), and
+these are those of some products. Rates are for floors of time: of the H100 and the H200 they were
+measured (copies through memory, products of 8192 x 8192 matrices), of the others they are the
+vendor's.
+"""
+
+from typing import NamedTuple
+
+from ..runtime.device import Device
+
+
+class Chip(NamedTuple):
+    """A product."""
+
+    gpu: Device
+    copies: float  # bytes a second, read and written
+    products: float  # multiply-adds of 16 bits a second, times two
+    measured: bool = False  # the two rates; else they are from its data sheet
+
+
+def _gpu(arch: int, num_sms: int, kilobytes: int) -> Device:
+    return Device(
+        tma=arch >= 90, num_sms=num_sms, shared_memory=kilobytes << 10, hopper=arch == 90, arch=arch
+    )
+
+
+CHIPS = {
+    "h100": Chip(_gpu(90, 132, 227), 3.0e12, 798e12, measured=True),
+    "h200": Chip(_gpu(90, 132, 227), 4.25e12, 788e12, measured=True),
+    "gh200": Chip(_gpu(90, 132, 227), 4.0e12, 790e12),
+    "a100": Chip(_gpu(80, 108, 163), 2.0e12, 312e12),
+    "rtx3090": Chip(_gpu(86, 82, 99), 0.94e12, 71e12),
+    "rtx4090": Chip(_gpu(89, 128, 99), 1.0e12, 165e12),
+    "l40s": Chip(_gpu(89, 142, 99), 0.86e12, 362e12),
+    "rtx5090": Chip(_gpu(120, 170, 99), 1.8e12, 209e12),
+    "b200": Chip(_gpu(100, 148, 227), 8.0e12, 2250e12),
+}
+
+
+def chip(name: str) -> Chip:
+    """The product of this name. ValueError: there is none."""
+    if name not in CHIPS:
+        raise ValueError(f"gpu={name} is unknown; choose one of {', '.join(CHIPS)}")
+    return CHIPS[name]
+
+
+def floor(chip: Chip, flops: float, size: float) -> float:
+    """Microseconds that no kernel can beat: the longer of products and copies."""
+    return 1e6 * max(flops / chip.products, size / chip.copies)
