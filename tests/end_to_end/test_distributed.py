@@ -22,7 +22,7 @@ SETTINGS = (
 )
 
 
-JOBS = ("train.keep=3,4",)  # a sweep of two that train the same
+JOBS = ("train.sample_steps=2,3",)  # a sweep of two that train the same
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def runs(tmp_path_factory):
 
 def job(sweep, number):
     """The folder of one of the JOBS."""
-    (folder,) = sweep.glob(f"train.keep={number + 3}-*")
+    (folder,) = sweep.glob(f"train.sample_steps={number + 2}-*")
     return folder
 
 
