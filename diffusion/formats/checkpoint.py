@@ -171,7 +171,7 @@ def read_state(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ConfigError(f"checkpoint {checkpoint} is incomplete: {SUMS} is missing")
         warnings.warn(
             f"{checkpoint} was written without digests ({SUMS}): damage to its numbers is not seen",
-            stacklevel=2,
+            stacklevel=1,
         )
     return state, config
 

@@ -19,6 +19,7 @@ from ..formats.checkpoint import (
 )
 from ..formats.diffusion_policy import is_workspace, read_workspace, stored_policy
 from ..formats.stored_policy import StoredPolicy
+from ..formats.trained import warn_of_divergence
 from ..plan.inference1d import real_time
 from ..process.objective import Denoiser
 from ..runtime.backend import choose_backend, precision_on
@@ -144,6 +145,7 @@ def _own_policy(checkpoint: Path, ema: Average) -> tuple[StoredPolicy, str]:
     state, config = read_state(checkpoint)
     if "policy" not in state:
         raise ConfigError(f"{checkpoint} is not a policy: it was trained on {state.get('dataset')}")
+    warn_of_divergence(checkpoint, state)
     try:
         spec = PolicySpec.from_state(state["policy"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -135,6 +135,11 @@ def _train(
             return show()
 
     size = len(task.samples)
+    if stored.get("dataset_size", size) != size:
+        task.notes.append(
+            f"the data set has {size} {task.noun}, and had {stored['dataset_size']} when the"
+            " checkpoint was written"
+        )
     with ExitStack() as stack:
         if sweep:  # the next job goes on in this group: to meet again takes a store of its own
             atexit.register(processes.close)

@@ -261,3 +261,8 @@ def test_what_a_killed_run_left_is_deleted_at_the_start(trained):
 
 def test_config_of_the_checkpoint_is_that_of_the_run(trained):
     assert yaml.safe_load((at(trained, 4) / "config.yaml").read_text()) == composed(*FOUR)
+
+
+def test_data_of_another_size_are_said(trained, capsys):
+    go_on(trained, "dataset.count=13")
+    assert "note: the data set has 13 images, and had 12 when the check" in capsys.readouterr().out

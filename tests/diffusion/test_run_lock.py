@@ -147,5 +147,6 @@ def test_a_second_run_is_refused_while_the_first_lives(tmp_path, began):
 def test_a_run_that_ends_with_an_error_gives_it_back(tmp_path):
     train(composed(*TINY, "train.steps=1"), tmp_path / "run")
     for _ in range(2):
-        with pytest.raises(ConfigError, match="already done 1 steps"):
-            train(composed(*TINY, "train.steps=1"), tmp_path / "run")
+        with pytest.raises(ConfigError, match="already holds step_00000001"):
+            train(composed(*TINY, "train.resume=none"), tmp_path / "run")
+        assert not (tmp_path / "run" / "lock").exists()

@@ -1,0 +1,404 @@
+"""Break runs in the ways that machines and people break them, and count what is lost:
+python -m tests.faults [kills=16] [flips=200] [tries=3] [seed=0] [out=FILE].
+
+A run of eight steps at the smallest size is made once, unbroken. Then others are broken and gone on
+with, and have to end with the same parameters, averages, moments and rows of metrics.csv, bit for
+bit. The table of docs/reliability.md is what this prints; it ends with 1 if anything was lost or
+went unnoticed. It takes a minute or two on two cores and no GPU.
+"""
+
+import contextlib
+import itertools
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from diffusion.data.packed import load_packed, packed_writer
+from diffusion.errors import ConfigError
+from diffusion.formats.checkpoint import verify_checkpoint
+from diffusion.formats.checkpoint_folder import latest_checkpoint, list_checkpoints
+from diffusion.formats.digests import read_sums
+from diffusion.runs.training import train
+from diffusion.tracking.run_log import FIELDS, WALL_CLOCK
+
+from .end_to_end.run import TINY, rows
+from .test_configs import composed
+
+STEPS = 8
+SETTINGS = (
+    *TINY,
+    *(f"train.steps={STEPS}", "train.save_every=1", "train.keep=3", "train.log_every=3"),
+    *("train.sample_count=0", "optim.more_ema=[0.1]"),
+)
+LONG = 120.0  # seconds after which a process that should have ended is an error
+IMAGES, SIDE = 300, 8  # of the packed file
+
+
+@dataclass
+class Row:
+    """A kind of fault, how often it was tried, and what came of it."""
+
+    fault: str
+    tried: int = 0
+    expected: str = ""  # what should happen
+    wrong: list[str] = field(default_factory=list)  # what happened otherwise
+
+    def check(self, right: bool, otherwise: str) -> None:
+        self.tried += 1
+        if not right:
+            self.wrong.append(otherwise)
+
+
+class Faults:
+    """The unbroken run, and processes that train."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.random, self._count = folder, random.Random(seed), itertools.count()
+        self.config = composed(*SETTINGS)
+        self.whole = folder / "whole"
+        began = time.monotonic()
+        code, said = self.train(self.whole)
+        self.seconds = time.monotonic() - began
+        if code != 0:
+            raise SystemExit(f"the unbroken run ended with {code}: {said}")
+        self.checkpoint = latest_checkpoint(self.whole / "checkpoints")
+
+    def start(self, run_dir: Path, *overrides: str, before: Callable[[], object] | None = None):
+        """Train in a copy of this process; returns its number and the file of what it says."""
+        said = self.folder / f"said_{next(self._count)}"
+        config = composed(*SETTINGS, *overrides) if overrides else self.config
+        copy = os.fork()
+        if copy == 0:
+            code = 1
+            try:
+                out = os.open(said, os.O_WRONLY | os.O_CREAT)
+                os.dup2(out, 1)
+                os.dup2(out, 2)
+                if before is not None:
+                    before()
+                train(config, run_dir)
+                code = 0
+            except ConfigError as error:
+                print(f"error: {error}", flush=True)
+                code = 2
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        return copy, said
+
+    def train(self, run_dir: Path, *overrides: str, **options) -> tuple[int, str]:
+        """(exit code, what was said) of a run to its end."""
+        copy, said = self.start(run_dir, *overrides, **options)
+        until = time.monotonic() + LONG
+        while time.monotonic() < until:
+            found, status = os.waitpid(copy, os.WNOHANG)
+            if found:
+                return os.waitstatus_to_exitcode(status), said.read_text(errors="replace")
+            time.sleep(0.01)
+        end(copy)
+        return -1, f"ran for more than {LONG} s"
+
+    def copy(self) -> Path:
+        """Of the unbroken run, to be broken."""
+        run_dir = self.folder / f"run_{next(self._count)}"
+        shutil.copytree(self.whole, run_dir)
+        return run_dir
+
+    def new(self) -> Path:
+        return self.folder / f"run_{next(self._count)}"
+
+    def is_whole(self, run_dir: Path) -> bool:
+        """Whether a run ended as the unbroken one did, bit for bit."""
+        last = latest_checkpoint(run_dir / "checkpoints")
+        if last is None or last.name != self.checkpoint.name:
+            return False
+        verify_checkpoint(last)
+        one, two = (tensors(path) for path in (last, self.checkpoint))
+        return one == two and logged(run_dir) == logged(self.whole)
+
+    def goes_on(self, run_dir: Path, said: str) -> bool:
+        """Whether what the error says to do brings the run to the end of the unbroken one."""
+        way_out = re.search(r"train\.resume=(\S+)", said)
+        return (
+            way_out is not None
+            and self.train(run_dir, way_out[0])[0] == 0
+            and self.is_whole(run_dir)
+        )
+
+
+def tensors(checkpoint: Path) -> dict[str, str]:
+    sums = read_sums(checkpoint)
+    return {name: digest for name, digest in sums.items() if name.endswith(".safetensors")}
+
+
+def logged(run_dir: Path) -> list[list[str]]:
+    return [[row[f] for f in FIELDS if f not in WALL_CLOCK] for row in rows(run_dir)]
+
+
+def end(copy: int) -> None:
+    os.kill(copy, signal.SIGKILL)
+    os.waitpid(copy, 0)
+
+
+def flip(path: Path, bit: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def killed(faults: Faults, count: int) -> Row:
+    row = Row("killed (SIGKILL) at a random time", expected="goes on, ends with the same bits")
+    while row.tried < count:
+        run_dir = faults.new()
+        for _ in range(min(4, count - row.tried)):
+            copy, _ = faults.start(run_dir)
+            time.sleep(faults.random.uniform(0, 1.1 * faults.seconds))
+            end(copy)
+            row.tried += 1
+            with contextlib.suppress(FileNotFoundError):
+                for checkpoint in list_checkpoints(run_dir / "checkpoints"):
+                    verify_checkpoint(checkpoint)  # a named folder is complete
+        code, said = faults.train(run_dir)
+        litter = [path.name for path in run_dir.rglob(".*")]
+        if code != 0 or not faults.is_whole(run_dir) or litter:
+            row.wrong.append(f"{run_dir}: {code} {said[-300:]} {litter}")
+    return row
+
+
+def flipped(faults: Faults, count: int) -> Row:
+    row = Row("a bit of a checkpoint flipped", expected="refused, the file named")
+    run_dir = faults.copy()
+    last = latest_checkpoint(run_dir / "checkpoints")
+    files = sorted(last.iterdir())
+    for _ in range(count):
+        file = faults.random.choice(files)
+        bit = faults.random.randrange(8 * file.stat().st_size)
+        flip(file, bit)
+        said = ""
+        try:
+            verify_checkpoint(last)
+        except ConfigError as error:
+            said = str(error)
+        row.check(file.name in said, f"bit {bit} of {file.name}: {said}")
+        flip(file, bit)
+    return row
+
+
+def damaged(faults: Faults, count: int) -> Row:
+    row = Row(
+        "the newest checkpoint damaged (swapped, another step's, cut, missing, edited)",
+        expected="refused; what the error says to do ends with the same bits",
+    )
+
+    def swap(last: Path, one: str, two: str) -> None:
+        (last / one).rename(last / "x")
+        (last / two).rename(last / one)
+        (last / "x").rename(last / two)
+
+    def foreign(last: Path, name: str) -> None:
+        shutil.copy(list_checkpoints(last.parent)[-2] / name, last / name)
+
+    def edit(last: Path, name: str, old: str, new: str) -> None:
+        text = (last / name).read_text()
+        assert old in text, (name, old)
+        (last / name).write_text(text.replace(old, new))
+
+    def cut(last: Path, name: str) -> None:
+        os.truncate(last / name, faults.random.randrange((last / name).stat().st_size))
+
+    names = ("model", "ema", "optimizer", "ema_0.1")
+    files = [f"{name}.safetensors" for name in names] + ["state.json", "config.yaml"]
+    cases: list[Callable[[Path], object]] = [
+        lambda last: swap(last, "model.safetensors", "ema.safetensors"),
+        lambda last: swap(last, "ema.safetensors", "ema_0.1.safetensors"),
+        lambda last: edit(last, "config.yaml", "name: unet", "name: unit"),
+        lambda last: edit(last, "state.json", f'"step": {STEPS}', '"step": 3'),
+        lambda last: edit(last, "state.json", '"seed": 0', '"seed": 1'),
+        lambda last: edit(last, "state.json", '"dataset_size": 12', '"dataset_size": 13'),
+        lambda last: (last / "SHA256SUMS").unlink(),
+        *(lambda last, name=name: foreign(last, name) for name in files[:-1]),
+        *(lambda last, name=name: cut(last, name) for name in files),
+        *(lambda last, name=name: (last / name).unlink() for name in files),
+    ]
+    for i, case in enumerate(cases):
+        run_dir = faults.copy()
+        case(latest_checkpoint(run_dir / "checkpoints"))
+        if i % max(1, len(cases) // count) == 0:  # the whole way round for some of them
+            code, said = faults.train(run_dir)
+            right = code == 2 and faults.goes_on(run_dir, said)
+        else:
+            said, right = "", False
+            try:
+                verify_checkpoint(latest_checkpoint(run_dir / "checkpoints"))
+            except ConfigError:
+                right = True
+        row.check(right, f"case {i}: {said[-300:]}")
+        shutil.rmtree(run_dir)
+    return row
+
+
+def full_disk(faults: Faults, count: int) -> Row:
+    row = Row("no room for a checkpoint (a limit on files)", expected="refused, then goes on")
+    largest = max(path.stat().st_size for path in faults.checkpoint.iterdir())
+    for _ in range(count):
+        run_dir, limit = faults.new(), faults.random.randrange(3000, largest)
+        copy, _ = faults.start(run_dir)
+        while latest_checkpoint(run_dir / "checkpoints") is None:
+            time.sleep(0.01)
+        end(copy)
+        before = list_checkpoints(run_dir / "checkpoints")
+        code, said = faults.train(
+            run_dir,
+            before=lambda limit=limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        )
+        kept = list_checkpoints(run_dir / "checkpoints") == before
+        refused = code == 2 and "error: cannot save" in said
+        goes_on = faults.train(run_dir)[0] == 0 and faults.is_whole(run_dir)
+        row.check(kept and refused and goes_on, f"{code} {said[-300:]}")
+    return row
+
+
+def second_process(faults: Faults, count: int) -> Row:
+    row = Row(
+        "a second process in the same run_dir", expected="refused, the first ends undisturbed"
+    )
+    run_dir = faults.new()
+    first, said = faults.start(run_dir)
+    while not (run_dir / "lock").exists():
+        time.sleep(0.005)
+    os.kill(first, signal.SIGSTOP)  # so that it does not end meanwhile
+    for _ in range(count):
+        code, error = faults.train(run_dir)
+        row.check(code == 2 and f"process {first}" in error, f"{code} {error[-300:]}")
+    os.kill(first, signal.SIGCONT)
+    _, status = os.waitpid(first, 0)
+    if os.waitstatus_to_exitcode(status) != 0 or not faults.is_whole(run_dir):
+        row.wrong.append(said.read_text()[-300:])
+    return row
+
+
+def diverging(faults: Faults, count: int) -> Row:
+    row = Row(
+        "a run that diverges", expected="stops, names the last good checkpoint, overwrites none"
+    )
+    for _ in range(count):
+        run_dir, lr = faults.new(), faults.random.choice(("1e39", "1e60", "1e300"))
+        copy, _ = faults.start(run_dir)
+        while latest_checkpoint(run_dir / "checkpoints") is None:
+            time.sleep(0.01)
+        end(copy)
+        before = list_checkpoints(run_dir / "checkpoints")
+        code, said = faults.train(run_dir, f"optim.lr={lr}")
+        done = before[-1].name == faults.checkpoint.name
+        named = f"last good checkpoint is {before[-1]}" in said or done
+        kept = list_checkpoints(run_dir / "checkpoints") == before
+        goes_on = done or faults.train(run_dir)[0] == 0
+        row.check(
+            code == 2 and named and kept and goes_on and faults.is_whole(run_dir),
+            f"{code} {said[-300:]}",
+        )
+    return row
+
+
+def write_images(path: Path) -> None:
+    generator = np.random.default_rng(0)
+    with packed_writer(path, (SIDE, SIDE), 3) as writer:
+        for _ in range(IMAGES):
+            writer.append(generator.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8), 0)
+
+
+def flipped_images(faults: Faults, count: int) -> Row:
+    row = Row("a bit of a .packed file flipped", expected="refused when opened or first read")
+    path = faults.folder / "a.packed"
+    write_images(path)
+    for _ in range(count):
+        bit = faults.random.randrange(8 * path.stat().st_size)
+        flip(path, bit)
+        seen = False
+        try:
+            load_packed(path).check()
+        except ConfigError as error:
+            seen = path.name in str(error)
+        row.check(seen, f"bit {bit}")
+        flip(path, bit)
+    load_packed(path).check()
+    return row
+
+
+def killed_prepare(faults: Faults, count: int) -> Row:
+    row = Row(
+        "prepare killed while it writes", expected="the old file stays, the next one cleans up"
+    )
+    folder = faults.folder / "prepare"
+    folder.mkdir()
+    path = folder / "a.packed"
+    write_images(path)
+    before = path.read_bytes()
+    for _ in range(count):
+        copy = os.fork()
+        if copy == 0:
+            while True:
+                write_images(path)
+        time.sleep(faults.random.uniform(0, 0.2))
+        end(copy)
+        same = path.read_bytes() == before
+        write_images(folder / "b.packed")
+        left = sorted(p.name for p in folder.iterdir())
+        row.check(same and left == ["a.packed", "b.packed"], f"{left}")
+    return row
+
+
+def all_faults(kills: int = 16, flips: int = 200, tries: int = 3, seed: int = 0) -> Iterator[Row]:
+    """Every kind of fault, one after the other."""
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        faults = Faults(Path(folder), seed)
+        for break_it, count in (
+            (killed, kills),
+            (flipped, flips),
+            (damaged, tries),
+            (full_disk, tries),
+            (second_process, tries),
+            (diverging, tries),
+            (flipped_images, flips),
+            (killed_prepare, 4 * tries),
+        ):
+            if count:
+                yield break_it(faults, count)
+
+
+def main(arguments: list[str]) -> int:
+    given = dict(argument.split("=", 1) for argument in arguments)
+    out = given.pop("out", None)
+    lines = ["| fault | tried | what has to happen | otherwise |", "|---|---:|---|---:|"]
+    wrong = []
+    print("\n".join(lines), flush=True)
+    for row in all_faults(**{name: int(value) for name, value in given.items()}):
+        lines.append(f"| {row.fault} | {row.tried} | {row.expected} | {len(row.wrong)} |")
+        print(lines[-1], flush=True)
+        wrong += row.wrong
+    if out is not None:
+        Path(out).write_text("\n".join(lines) + "\n")
+    for what in wrong:
+        print(what, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # threads that wait for each other do not outlive a fork
+    sys.exit(main(sys.argv[1:]))
