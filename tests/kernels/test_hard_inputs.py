@@ -20,13 +20,6 @@ PRODUCTS = 1e-3 if torch.cuda.is_available() else 2 * ROUNDINGS
 HARD = pytest.mark.parametrize(("mean", "deviation"), [(1e3, 1), (1, 1e-4), (0, 1e-4)], ids=str)
 
 
-@pytest.fixture(autouse=True)
-def on_the_gpu(device):
-    """Tensors are made where kernels run."""
-    with torch.device(device):
-        yield
-
-
 @HARD
 @pytest.mark.parametrize(
     ("shape", "second", "groups"),
@@ -36,9 +29,10 @@ def on_the_gpu(device):
         pytest.param((1, 4, 8, 16), 16, 32, id="one-channel-a-group-of-one-sample"),
     ],
 )
-def test_a_norm_and_a_convolution(shape, second, groups, mean, deviation):
+def test_a_norm_and_a_convolution(shape, second, groups, mean, deviation, device):
     """Partial sums, tables, applied norms, gradients: every pass of a step."""
-    check_block(fused_ops, shape, second, 16, groups, mean, deviation, floor=PRODUCTS)
+    case = shape, second, 16, groups, mean, deviation
+    check_block(fused_ops, *case, floor=PRODUCTS, device=device)
 
 
 @HARD
@@ -50,24 +44,24 @@ def test_a_norm_and_a_convolution(shape, second, groups, mean, deviation):
         pytest.param((2, 1, 1, 32), 2, id="one-pixel"),
     ],
 )
-def test_group_norm(shape, groups, mean, deviation, path):
+def test_group_norm(shape, groups, mean, deviation, path, device):
     """The public op, by each way. Its mean is a float32, 2^-24 of itself off, and xhat as far as
     that is of a deviation, or of sqrt(eps); the gradient of weight is a sum of xhat."""
     off = 4 * 2**-24 * mean
     floors = dict.fromkeys(NAMES, off / (deviation**2 + EPS) ** 0.5)
     floors["d_weight"] = off / deviation
-    case = norm_case(shape, mean, deviation)
+    case = [t.to(device) for t in norm_case(shape, mean, deviation)]
     check_norm(case, groups, "silu", function=group_norm, floors=floors)
 
 
 @pytest.mark.parametrize("stats", ["conv_forward", "avg_pool_partials", "tensor_partials"])
-def test_partials_of_a_large_mean(stats):
+def test_partials_of_a_large_mean(stats, device):
     """A result about 1e3 with a deviation of 1, whose partial sums are those of what is stored."""
-    draw = draws()
+    draw = draws(device=device)
     x = draw(2, 8, 8, 32)
     if stats == "conv_forward":
         filters = draw(16, 3, 3, 32).permute(0, 3, 1, 2) / 288**0.5
-        bias = torch.full((16,), 1e3)
+        bias = torch.full((16,), 1e3, device=device)
         y, partials = fused_ops.conv_forward(x, filters, bias, stats=True)
         exact = reference.conv2d(x.double(), filters.double(), bias.double())
         assert relative_error(y - 1e3, exact - 1e3) < PRODUCTS + 4 * 2**-24 * 1e3
@@ -76,7 +70,8 @@ def test_partials_of_a_large_mean(stats):
     else:
         y = x + 1e3
         partials = fused_ops.tensor_partials(y)
-    norm = y.shape[1] * y.shape[2], 2, torch.ones(y.shape[3]), torch.zeros(y.shape[3]), EPS
+    weight, bias = torch.ones(y.shape[3], device=device), torch.zeros(y.shape[3], device=device)
+    norm = y.shape[1] * y.shape[2], 2, weight, bias, EPS
     got = fused.norm_table((partials,), norm[:1], *norm[1:])
     want = fused.norm_table((fused.tensor_partials(y.double()),), norm[:1], *norm[1:])
     assert relative_error(got[:, 0], want[:, 0]) < 2**-23

@@ -16,9 +16,9 @@ from .test_reference_exact import DTYPES, ROUNDINGS, relative_error
 EPS = 1e-5
 
 
-def draws(seed=0):
+def draws(seed=0, device="cpu"):
     generator = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.randn(shape, generator=generator)
+    return lambda *shape: torch.randn(shape, generator=generator).to(device)
 
 
 def block(fused, x1, x2, weight, bias, scale, shift, filters, dy, groups, activation):
@@ -74,9 +74,9 @@ def block(fused, x1, x2, weight, bias, scale, shift, filters, dy, groups, activa
     return found if x2 is None else found | {"dx2": (dx2, terms.norm())}
 
 
-def check_block(ops, shape, second, co, groups, mean, deviation, floor=ROUNDINGS):
+def check_block(ops, shape, second, co, groups, mean, deviation, *, floor=ROUNDINGS, device="cpu"):
     """`block` of these ops, which may be kernels, against that of the reference in float64."""
-    draw = draws()
+    draw = draws(device=device)
     n, h, w, c = shape
     channels = c + second
     x1 = draw(*shape) * deviation + mean
