@@ -62,14 +62,17 @@ def _input_grad(name: str, box: tuple, c: int, k: int, warps: int, stages: int, 
 def _tile(box: tuple, c: int, k: int) -> dict:
     return {
         **{"R": 3, "S": 3, "ROWS": 1, "UNIT": 8, "PRECISION": "tf32"},
+        "PADDED": False,
         **dict(zip(("TILE_N", "TILE_H", "TILE_W"), box, strict=True)),
         **{"BLOCK_C": c, "BLOCK_K": k},
     }
 
 
-def _weight_grad(co: int, ci: int, m: int, taps: int, warps: int, stages: int) -> dict:
+def _weight_grad(
+    co: int, ci: int, m: int, taps: int, warps: int, stages: int, rows: int = 1
+) -> dict:
     return {
-        "name": f"weight gradient {co}x{ci}, {taps} taps, {warps} warps",
+        "name": f"weight gradient {co}x{ci}, {taps} taps, {rows} rows",
         "kernel": f"{_KERNELS}_wgrad:_conv_pointer_wgrad_kernel",
         "signature": {
             **types("*bf16", "x_ptr", "dy_ptr"),
@@ -77,8 +80,8 @@ def _weight_grad(co: int, ci: int, m: int, taps: int, warps: int, stages: int) -
             **ints("N", "H", "W", "P", "Q", "CI", "KX", "CO", "KY", "num_tiles", "tiles_per_split"),
         },
         "constexprs": {
-            **{"R": 3, "S": 3, "GROUP": taps, "STRIDE": 1, "PAD_H": 1, "PAD_W": 1},
-            **{"EXACT": True, "UNIT": 8, "PRECISION": "tf32"},
+            **{"R": 3, "S": 3, "GROUP": taps, "ROWS": rows, "STRIDE": 1, "PAD_H": 1, "PAD_W": 1},
+            **{"EXACT": True, "PADDED": False, "UNIT": 8, "PRECISION": "tf32"},
             **{"TILE_N": 1, "TILE_H": 1, "TILE_W": m, "BLOCK_CO": co, "BLOCK_CI": ci},
         },
         "options": {"num_warps": warps, "num_stages": stages},
@@ -134,6 +137,7 @@ COMPILE_CASES = [
     _weight_grad(128, 128, 32, 1, 4, 4),
     _weight_grad(64, 64, 32, 3, 4, 4),
     _weight_grad(128, 64, 32, 3, 8, 4),
+    _weight_grad(128, 64, 16, 3, 8, 4, 4),
     _SKIP_DX,
 ]
 for _case in COMPILE_CASES:  # an argument is in one of the two

@@ -294,6 +294,7 @@ def conv_pointer_forward_kernel(
     ROWS: tl.constexpr,  # tiles one below the other
     EXACT: tl.constexpr,
     RAGGED: tl.constexpr,
+    PADDED: tl.constexpr,  # some channels have no filters
     UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -304,6 +305,9 @@ def conv_pointer_forward_kernel(
 ):
     KX *= UNIT
     CY *= UNIT
+    if not PADDED:  # and the compiler knows what divides them
+        K = KX
+        C = CY
     stride_w *= UNIT
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
     n0, h0, w0, c0 = tile_origin(P, Q, CY, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
@@ -418,6 +422,7 @@ def conv_pointer_input_grad_kernel(
     EXACT: tl.constexpr,
     RAGGED: tl.constexpr,
     STRADDLING: tl.constexpr,  # some channels of a tile may be x1's and some x2's
+    PADDED: tl.constexpr,  # some channels have no filters
     UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -429,6 +434,8 @@ def conv_pointer_input_grad_kernel(
     KX *= UNIT
     CI *= UNIT
     C1 *= UNIT
+    if not PADDED:
+        CO = KX
     PIXELS: tl.constexpr = TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
     n0, h0, w0, c0 = tile_origin(P, Q, CI, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)

@@ -77,6 +77,7 @@ def _conv_pointer_wgrad_kernel(
     PAD_H: tl.constexpr,
     PAD_W: tl.constexpr,
     EXACT: tl.constexpr,  # whether blocks divide KX and KY
+    PADDED: tl.constexpr,  # some channels do not count
     UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -87,6 +88,9 @@ def _conv_pointer_wgrad_kernel(
 ):
     KX *= UNIT
     KY *= UNIT
+    if not PADDED:  # and the compiler knows what divides them
+        CI = KX
+        CO = KY
     ci_blocks = tl.cdiv(CI, BLOCK_CI)
     offs_co = tl.program_id(0) // ci_blocks * BLOCK_CO + tl.arange(0, BLOCK_CO)
     offs_ci = tl.program_id(0) % ci_blocks * BLOCK_CI + tl.arange(0, BLOCK_CI)
@@ -259,6 +263,7 @@ def launch_wgrad(
         STRIDE=stride,
         PAD_H=padding[0],
         PAD_W=padding[1],
+        PADDED=(ci, co) != (kx, ky),
         EXACT=kx % config.block_ci == 0 and ky % config.block_co == 0,
         UNIT=unit,
         PRECISION=precision,
