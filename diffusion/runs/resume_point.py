@@ -88,8 +88,8 @@ def _holds(existing: Path, run_dir: Path) -> str:
 def _way_out(damaged: Path, run_dir: Path) -> str:
     good = newest_good(damaged.parent, before=damaged)
     if good is None:
-        return f"there is no good checkpoint before it in {damaged.parent}"
+        return f"there is no good checkpoint before it in {damaged.parent}: begin anew elsewhere"
     return (
-        f"the newest good one is {good}: go on from it with the same command and"
-        f" run_dir={run_dir} train.resume={good}"
+        f"the newest good one is {good}: go on from it with"
+        f" python train.py run_dir={run_dir} train.resume={good}"
     )

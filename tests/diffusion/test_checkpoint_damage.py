@@ -157,7 +157,9 @@ def test_the_newest_good_one_is_named_and_gone_on_from(trained):
     said = str(caught.value)
     assert f"{at(trained, 4)}/optimizer.safetensors is damaged" in said
     assert f"the newest good one is {at(trained, 2)}" in said
-    assert said.endswith(command := f"run_dir={trained} train.resume={at(trained, 2)}")
+    assert said.endswith(
+        command := f"with python train.py run_dir={trained} train.resume={at(trained, 2)}"
+    )
     damaged = (at(trained, 4) / "optimizer.safetensors").read_bytes()
     go_on(trained, command.split()[-1])
     names = {path.name for path in (trained / "checkpoints").iterdir()}
