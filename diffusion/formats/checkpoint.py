@@ -187,14 +187,31 @@ def verify_checkpoint(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]
 
 def newest_good(folder: Path, before: Path) -> Path | None:
     """The newest checkpoint of a folder that is older than one of it and not damaged."""
+    newest = step_in_name(before)
     for checkpoint in reversed(list_checkpoints(folder)):
-        if step_in_name(checkpoint) < step_in_name(before):
+        if newest is not None and step_in_name(checkpoint) < newest:
             try:
                 verify_checkpoint(checkpoint)
             except ConfigError:
                 continue
             return checkpoint
     return None
+
+
+@contextmanager
+def naming_good_one(checkpoint: Path) -> Iterator[None]:
+    """Within the block an error that comes of a damaged checkpoint also names the newest good one
+    of the same run."""
+    try:
+        yield
+    except ConfigError as error:
+        try:
+            verify_checkpoint(checkpoint)
+        except ConfigError:
+            good = newest_good(checkpoint.parent, before=checkpoint)
+            if good is not None:
+                raise ConfigError(f"{error}; the newest good one is {good}") from error
+        raise
 
 
 def read_weights(checkpoint: Path, ema: Average) -> dict[str, Tensor]:

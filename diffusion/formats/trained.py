@@ -21,7 +21,14 @@ from ..runtime.backend import choose_backend, precision_on
 from ..sampling.sampler import Sampler
 from ..settings import construct, shown
 from ..tracking.run_log import diverged_at
-from .checkpoint import Average, check_same_model, find_checkpoint, read_state, read_weights
+from .checkpoint import (
+    Average,
+    check_same_model,
+    find_checkpoint,
+    naming_good_one,
+    read_state,
+    read_weights,
+)
 from .diffusers_directory import read_diffusers
 from .diffusers_files import is_diffusers
 from .diffusion_policy import is_workspace
@@ -265,7 +272,8 @@ def warn_of_divergence(checkpoint: Path, state: dict[str, Any]) -> None:
 
 
 def _in_checkpoint(checkpoint: Path, ema: Average) -> _Found:
-    state, config = read_state(checkpoint)
+    with naming_good_one(checkpoint):
+        state, config = read_state(checkpoint)
     warn_of_divergence(checkpoint, state)
     if "policy" in state:
         raise ConfigError(f"{checkpoint} {_NO_IMAGES}")
@@ -275,6 +283,12 @@ def _in_checkpoint(checkpoint: Path, ema: Average) -> _Found:
         raise ConfigError(
             f"{checkpoint / 'state.json'} does not say image_shape as [H, W, C]: it is damaged"
         )
+
+    def give_weights(network: nn.Module) -> None:
+        with naming_good_one(checkpoint):
+            weights = read_weights(checkpoint, ema)
+        _load(network, weights, checkpoint)
+
     return _Found(
         path=checkpoint,
         settings=config["model"],
@@ -282,7 +296,7 @@ def _in_checkpoint(checkpoint: Path, ema: Average) -> _Found:
         image_shape=tuple(shape),
         precision=config["train"].get("precision", "bf16"),
         name=checkpoint.name,
-        give_weights=lambda network: _load(network, read_weights(checkpoint, ema), checkpoint),
+        give_weights=give_weights,
         class_names=tuple(class_names) if isinstance(class_names, list) else None,
         run_dir=checkpoint.parent.parent,
     )

@@ -14,6 +14,7 @@ from ..formats.checkpoint import (
     Average,
     check_same_model,
     find_checkpoint,
+    naming_good_one,
     read_state,
     read_weights,
 )
@@ -142,7 +143,8 @@ def load_policy(
 
 def _own_policy(checkpoint: Path, ema: Average) -> tuple[StoredPolicy, str]:
     """(the policy in a checkpoint of this project, the precision that it was trained in)."""
-    state, config = read_state(checkpoint)
+    with naming_good_one(checkpoint):
+        state, config = read_state(checkpoint)
     if "policy" not in state:
         raise ConfigError(f"{checkpoint} is not a policy: it was trained on {state.get('dataset')}")
     warn_of_divergence(checkpoint, state)
@@ -150,9 +152,11 @@ def _own_policy(checkpoint: Path, ema: Average) -> tuple[StoredPolicy, str]:
         spec = PolicySpec.from_state(state["policy"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{checkpoint / 'state.json'} is damaged: policy: {error}") from error
+    with naming_good_one(checkpoint):
+        weights = read_weights(checkpoint, ema)
     stored = StoredPolicy(
         config["model"],
-        read_weights(checkpoint, ema),
+        weights,
         spec,
         construct(Process, config["diffusion"], "diffusion"),
     )

@@ -102,8 +102,13 @@ def test_files_in_others_places_are_seen(trained, tmp_path):
     shutil.copy(at(trained, 2) / "model.safetensors", at(trained, 3))
     with pytest.raises(ConfigError, match="step_00000003/model.safetensors is damaged"):
         go_on(trained, f"train.resume={at(trained, 3)}")
-    with pytest.raises(ConfigError, match="step_00000004/ema.safetensors is damaged"):
-        sample({"ckpt": str(trained), "n": 1, "steps": 1, "device": "cpu"})
+    settings = {"ckpt": str(trained), "n": 1, "steps": 1, "device": "cpu"}
+    with pytest.raises(
+        ConfigError, match="4/ema.safetensors is damaged.* good one is .*_00000002$"
+    ):
+        sample(settings)  # the one of step 3 is damaged, too
+    with pytest.raises(ConfigError, match="of ema=true and those of|of ema=true$"):
+        sample(settings | {"ckpt": str(at(trained, 2)), "ema": 0.5})  # is no damage
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,7 @@ def test_a_changed_word_is_seen(trained, name, change):
     assert file.read_text() != before
     with pytest.raises(ConfigError, match=f"step_00000004/{name} is damaged"):
         go_on(trained)
-    with pytest.raises(ConfigError, match=f"step_00000004/{name} is damaged"):
+    with pytest.raises(ConfigError, match=f"step_00000004/{name} is damaged.* good one is .*003$"):
         sample({"ckpt": str(trained), "n": 1, "steps": 1, "device": "cpu"})
 
 

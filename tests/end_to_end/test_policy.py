@@ -1,5 +1,8 @@
 """A policy from rollouts to actions, as a user trains it, at the smallest size."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -137,6 +140,28 @@ def test_sample_says_that_it_draws_images(trained):
 def test_load_policy_says_what_is_wrong(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         load_policy(tmp_path / "nowhere")
+
+
+def test_damage_and_divergence_are_said(trained, tmp_path):
+    run_dir = shutil.copytree(trained, tmp_path / "run")
+    checkpoints = run_dir / "checkpoints"
+    metrics = run_dir / "metrics.csv"
+    last = rows(run_dir)[-1]["loss"]
+    metrics.write_text(metrics.read_text().replace(f",{last},", ",nan,"))
+    with pytest.warns(UserWarning, match="diverged: its loss is not finite at step 60"):
+        load_policy(run_dir, device="cpu", steps=1)
+    shutil.copy(checkpoints / "step_00000040" / "ema.safetensors", checkpoints / "step_00000060")
+    metrics.unlink()
+    with pytest.raises(ConfigError, match="60/ema.safetensors is damaged.* one is .*_00000040$"):
+        load_policy(run_dir, device="cpu", steps=1)
+    older = checkpoints / "step_00000040"
+    state = json.loads((older / "state.json").read_text())
+    (older / "SHA256SUMS").unlink()  # as versions before this one wrote it
+    for policy in ({}, {"observations": 1}, state["policy"] | {"actions": {"low": "x"}}):
+        (older / "state.json").write_text(json.dumps(state | {"format": 1, "policy": policy}))
+        with pytest.raises(ConfigError, match="state.json is damaged: policy"):
+            with pytest.warns(UserWarning, match="without digests"):
+                load_policy(older, device="cpu", steps=1)
 
 
 @pytest.mark.parametrize(
