@@ -1,5 +1,6 @@
 """A module whose forward and backward are run by plan."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .build import Plan, plan
-from .execute import run
+from .execute import launch_reference, run
 from .graph import PlanError, Value
+from .on_gpu import launch_kernels
 
 
 class Accelerated(nn.Module):
@@ -95,6 +97,11 @@ class Accelerated(nn.Module):
         return described, str(spec), modules, parameters, autocast
 
 
+def launcher(device: torch.device) -> Callable:
+    """What launches a node there."""
+    return launch_kernels if device.type == "cuda" else launch_reference
+
+
 class _Evaluation:
     """The forward pass of a plan; what its backward pass reads stays in `values`."""
 
@@ -106,7 +113,7 @@ class _Evaluation:
         device = next((x.device for x in given), torch.device("cpu"))
         self.values.update({v: x.to(device) for v, x in graph.constants.items()})
         with torch.autocast(device.type, enabled=False):
-            run(made.schedule.forward, self.values, made.schedule.last)
+            run(made.schedule.forward, self.values, made.schedule.last, launcher(device))
         self.outputs = tuple(self.values[v] for v in graph.outputs)
 
 
@@ -138,7 +145,7 @@ class _Planned(torch.autograd.Function):
                 zeros = torch.zeros(value.shape, dtype=value.dtype, device=tensors[0].device)
                 values[seed] = zeros if dy is None else dy.to(value.dtype).contiguous()
         with torch.autocast(tensors[0].device.type, enabled=False):
-            run(made.schedule.backward, values, made.schedule.last)
+            run(made.schedule.backward, values, made.schedule.last, launcher(tensors[0].device))
         starts = [*graph.inputs, *graph.parameters.values()]
         grads = [backward.grads.get(value) for value in starts]
         return None, None, *(None if grad is None else values[grad] for grad in grads)

@@ -7,9 +7,7 @@
 - Zeros around an image are the convolution's.
 """
 
-from triton_kernels.reference import fused
-
-from .execute import launch
+from .execute import launch_reference
 from .graph import Graph, Node, Value
 
 
@@ -28,7 +26,7 @@ def _constants(graph: Graph) -> None:
     for node in graph.nodes:
         fixed = all(value in graph.constants for value in node.inputs.values())
         if fixed and node.op != "dropout":
-            graph.constants.update(launch(node, graph.constants, fused))
+            graph.constants.update(launch_reference(node, graph.constants))
         else:
             kept.append(node)
     graph.nodes = kept

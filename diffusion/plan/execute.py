@@ -36,30 +36,28 @@ def run(
     nodes: Iterable[Node],
     values: dict[Value, Tensor],
     last: Mapping[Node, tuple[Value, ...]] | None = None,  # what each node is the last to read
-    kernels: ModuleType = fused,
+    launch: Callable[[Node, Mapping], dict] | None = None,  # None: on the reference kernels
 ) -> dict[Value, Tensor]:
     """Launch the nodes in their order. `values` has what they begin with, and gets what they make,
     but for what `last` says nobody reads any more."""
+    launch = launch or launch_reference
     for node in nodes:
-        values.update(launch(node, values, kernels))
+        values.update(launch(node, values))
         for value in last.get(node, ()) if last is not None else ():
             values.pop(value, None)
     return values
 
 
-def launch(node: Node, values: Mapping[Value, Tensor], kernels: ModuleType) -> dict[Value, Tensor]:
-    inputs = {role: values[value] for role, value in node.inputs.items()}
-    if kernels is fused:  # the reference keeps to the dtype of what it is given
-        inputs = {role: _widened(x) for role, x in inputs.items()}
-    made = LAUNCHES[node.op](kernels, node, inputs)
+def launch_reference(node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
+    """On the reference kernels, which keep to the dtype of what they are given: at least float32."""
+    inputs = {role: _widened(values[value]) for role, value in node.inputs.items()}
+    return results(node, LAUNCHES[node.op](fused, node, inputs))
+
+
+def results(node: Node, made: Any) -> dict[Value, Tensor]:
+    """What a launch gave, by the node's values and in their dtypes."""
     made = made if isinstance(made, dict) else {next(iter(node.outputs)): made}
-    results = {}
-    for role, value in node.outputs.items():
-        tensor = made[role]
-        if tensor.dtype != value.dtype:
-            tensor = tensor.to(value.dtype)
-        results[value] = tensor
-    return results
+    return {value: made[role].to(value.dtype) for role, value in node.outputs.items()}
 
 
 def _widened(x: Tensor) -> Tensor:
@@ -329,7 +327,7 @@ def _norm_grad_table(k, node, given):
 def _norm_dx(k, node, given):
     x1, x2 = _two(given)
     adds = {name: image(given.get(name)) for name in ("add1", "add1_second", "add2")}
-    sums = k.RowSums(None) if "rows" in node.outputs else None
+    sums = "rows" in node.outputs or None
     made = k.norm_dx(image(given["dz"]), x1, x2, given["coeff"], **adds, sums=sums)
     return _shaped(node, dict(zip(("dx1", "dx2", "rows"), made, strict=True)))
 
@@ -337,15 +335,19 @@ def _norm_dx(k, node, given):
 @launches("skip_dx")
 def _skip_dx(k, node, given):
     x1, x2 = _two(given)
-    sums = k.RowSums(None) if "rows" in node.outputs else None
+    sums = "rows" in node.outputs or None
     tensors = given["dy"], as_filters(given["weight"]), given["dz"], x1, x2, given["coeff"]
     made = k.skip_dx(*tensors, add1=given.get("add1"), sums=sums)
     return _shaped(node, dict(zip(("dx1", "dx2", "rows"), made, strict=True)))
 
 
 def _shaped(node: Node, made: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """What the node gives, under the shapes of its values."""
-    return {role: made[role].view(value.shape) for role, value in node.outputs.items()}
+    """What the node gives, under the shapes of its values; but rows, whose number is the kernel's
+    affair: it is their sum that counts."""
+    return {
+        role: made[role] if role == "rows" else made[role].view(value.shape)
+        for role, value in node.outputs.items()
+    }
 
 
 @launches("norm")

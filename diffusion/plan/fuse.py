@@ -309,7 +309,7 @@ def _dropped_pass(f: Fusing, node: Node) -> Value | None:
     norm = f.maker(node.inputs["x"], "norm_apply")
     if norm is None or "rng" not in node.inputs or f.reader(norm.out, "dropout") is not node:
         return None
-    if "rng" in norm.inputs:
+    if "rng" in norm.inputs or node.out.shape[-1] % 4:  # a draw is of four channels
         return None
     f.give(norm, "rng", node.inputs["rng"])
     norm.attrs |= node.attrs
@@ -341,7 +341,8 @@ def _input_grad(f: Fusing, node: Node) -> Value | None:
     """act'(z) and the sums for the norm, in the epilogue of the input gradient before it"""
     before, mask = f.maker(node.inputs["da"], "dropout"), {}
     da = node.inputs["da"]
-    if before is not None and "rng" in before.inputs and f.reader(da, "norm_act_grad"):
+    drops = before is not None and "rng" in before.inputs and da.shape[-1] % 4 == 0
+    if drops and f.reader(da, "norm_act_grad"):
         mask, da = {"rng": before.inputs["rng"]}, before.inputs["x"]
     else:
         before = None
@@ -425,6 +426,9 @@ def _rows_of_dx(f: Fusing, node: Node) -> Value | None:
     norm = f.maker(node.inputs["x"], "norm_dx", "skip_dx")
     if norm is None or "rows" in norm.outputs or norm.outputs["dx1"] is not node.inputs["x"]:
         return None
+    readers = f.consumers.get(node.out, [])
+    if any(r is None or r.op != "sum" or r.attrs["axes"] != (0,) for r in readers):
+        return None  # rows are sums over any pixels: they say nothing of one image
     norm.outputs["rows"] = node.out
     f.take(norm, node)
     return node.out

@@ -1,0 +1,192 @@
+"""What each op calls on a GPU: `triton_kernels.fused_ops`, and for strides and rows the public ops.
+
+What is not here is called as on a CPU (`execute`): kernels of `fused_ops` that have the reference's
+signatures, and PyTorch for what moves or adds a few numbers.
+"""
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import triton_kernels
+from triton_kernels import fused_ops
+from triton_kernels.attention import attention_bwd_rows
+
+from .execute import LAUNCHES, Inputs, as_filters, image, results
+from .graph import Node, Value
+
+ON_GPU: dict[str, Callable[[ModuleType, Node, Inputs], Any]] = {}
+_SUM_PROGRAMS = 128  # that take the sums of a tensor, at least
+
+
+def on_gpu(op: str) -> Callable[[Callable], Callable]:
+    def register(function: Callable) -> Callable:
+        ON_GPU[op] = function
+        return function
+
+    return register
+
+
+def launch_kernels(node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
+    """On the Triton kernels."""
+    inputs = {role: values[value] for role, value in node.inputs.items()}
+    call = ON_GPU.get(node.op) or LAUNCHES[node.op]
+    return results(node, call(fused_ops, node, inputs))
+
+
+def filters(weight: Tensor) -> Tensor:
+    """[CO, CI, R, S], or [CO, CI], as kernels see them: in [CO, R, S, CI] memory."""
+    weight = as_filters(weight)
+    inner = weight.permute(0, 2, 3, 1)
+    return inner.contiguous().permute(0, 3, 1, 2)
+
+
+def _conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride=(1, 1), padding=(0,) * 4):
+    """The public op, of any shape."""
+    y0, y1, x0, x1 = padding
+    if (y0, x0) != (y1, x1):
+        x, y0, x0 = torch.nn.functional.pad(x, (0, 0, x0, x1, y0, y1)), 0, 0
+    weight, bias = filters(weight), None if bias is None else bias.contiguous()
+    options = {"stride": stride[0], "padding": (y0, x0), "allow_tf32": True}
+    return triton_kernels.conv2d(x.contiguous(), weight, bias, **options)
+
+
+@on_gpu("conv")
+def _conv(k, node, given):
+    return _conv2d(given["x"], given["weight"], given.get("bias"), **node.attrs)
+
+
+@on_gpu("linear")
+def _linear(k, node, given):
+    x, weight = given["x"], given["weight"]
+    if x.ndim == 4:
+        return k.conv_forward(x, filters(weight), _bias(given, weight))[0]
+    rows = x.reshape(1, 1, -1, x.shape[-1])
+    return _conv2d(rows, weight, given.get("bias")).view(node.out.shape)
+
+
+def _bias(given: Inputs, weight: Tensor) -> Tensor:
+    bias = given.get("bias")
+    zeros = {"dtype": torch.float32, "device": weight.device}
+    return torch.zeros(weight.shape[0], **zeros) if bias is None else bias
+
+
+@on_gpu("conv_fused")
+def _conv_fused(k, node, given):
+    prepared = {"weight": filters(given["weight"]), "bias": _bias(given, given["weight"])}
+    return LAUNCHES["conv_fused"](k, node, given | prepared)
+
+
+@on_gpu("dropout")
+def _dropout(k, node, given):
+    if "rng" not in given:
+        return LAUNCHES["dropout"](k, node, given)
+    a = node.attrs
+    x = image(given["x"])
+    y = triton_kernels.dropout(x, a["p"], given["rng"], layer=a["layer"], first=a["first"])
+    return y.view(node.out.shape)
+
+
+@on_gpu("moments")
+def _moments(k, node, given):
+    return k.tensor_partials(image(given["x"]).contiguous(), _SUM_PROGRAMS)
+
+
+@on_gpu("attention")
+def _attention(k, node, given):
+    qkv, order = _packed(given), node.attrs.get("order", "qkv_heads")
+    if not _plain_scale(node, qkv):
+        return LAUNCHES["attention"](k, node, given)
+    return k.attention_forward(qkv, node.attrs["heads"], order)[0].view(node.out.shape)
+
+
+def _packed(given: Inputs) -> Tensor:  # [N, T, 3C]
+    if "qkv" in given:
+        qkv = given["qkv"]
+    else:
+        qkv = torch.cat([given[role] for role in "qkv"], -1)
+    return qkv.reshape(qkv.shape[0], -1, qkv.shape[-1])
+
+
+def _plain_scale(node: Node, qkv: Tensor) -> bool:
+    d = qkv.shape[-1] // 3 // node.attrs["heads"]
+    return abs(node.attrs["scale"] * d**0.5 - 1) < 1e-6
+
+
+@on_gpu("attention_grad")
+def _attention_grad(k, node, given):
+    qkv, order = _packed(given), node.attrs.get("order", "qkv_heads")
+    if not _plain_scale(node, qkv):
+        return LAUNCHES["attention_grad"](k, node, given)
+    heads = node.attrs["heads"]
+    o, lse = k.attention_forward(qkv, heads, order)  # again, for what it sums up to
+    dy = given["dy"].reshape(o.shape)
+    dqkv, _ = attention_bwd_rows(dy, qkv, o, lse, heads, order, True, None)
+    if "qkv" in given:
+        return {"qkv": dqkv.view(given["qkv"].shape)}
+    parts = zip("qkv", dqkv.chunk(3, -1), strict=True)
+    return {role: part.reshape(given["q"].shape) for role, part in parts}
+
+
+# --- backward -------------------------------------------------------------------------------------
+
+
+def _same(node: Node) -> bool:
+    return node.attrs.get("stride", (1, 1)) == (1, 1)
+
+
+def _by_autograd(node: Node, x: Tensor, weight: Tensor, dy: Tensor, of_weight: bool) -> Tensor:
+    """A gradient of the public op, of any shape."""
+    with torch.enable_grad():
+        leaf = (filters(weight) if of_weight else x).detach().requires_grad_()
+        y = _conv2d(*((x, leaf) if of_weight else (leaf, weight)), None, **node.attrs)
+    return torch.autograd.grad(y, leaf, dy.contiguous())[0]
+
+
+@on_gpu("conv_dx")
+def _conv_dx(k, node, given):
+    dy, weight = given["dy"], given["weight"]
+    if _same(node):
+        return k.conv_plain_input_grad(dy, filters(weight))
+    x = torch.empty(node.out.shape, dtype=dy.dtype, device=dy.device)
+    return _by_autograd(node, x, weight, dy, of_weight=False)
+
+
+@on_gpu("linear_dx")
+def _linear_dx(k, node, given):
+    dy, weight = given["dy"], given["weight"]
+    if dy.ndim == 4:
+        return k.conv_plain_input_grad(dy, filters(weight))
+    rows = dy.reshape(1, 1, -1, dy.shape[-1])
+    return _conv2d(rows, weight.T, None).view(node.out.shape)
+
+
+def _weight_grad(k, node: Node, x: Tensor, dy: Tensor, shape: tuple[int, ...]) -> Tensor:
+    co, ci, r, s = shape
+    out = torch.empty((co, r, s, ci), dtype=torch.float32, device=x.device).permute(0, 3, 1, 2)
+    if _same(node):
+        k.conv_weight_grad(x, dy, out)
+        return out
+    return _by_autograd(node, x, torch.zeros_like(out, dtype=x.dtype), dy, of_weight=True)
+
+
+@on_gpu("conv_dw")
+def _conv_dw(k, node, given):
+    return _weight_grad(k, node, given["x"], given["dy"], node.out.shape)
+
+
+@on_gpu("linear_dw")
+def _linear_dw(k, node, given):
+    x, dy = given["x"], given["dy"]
+    if x.ndim != 4:
+        x, dy = (v.reshape(1, 1, -1, v.shape[-1]) for v in (x, dy))
+    shape = (*node.out.shape, 1, 1)
+    return _weight_grad(k, node, x.contiguous(), dy.contiguous(), shape).reshape(node.out.shape)
+
+
+@on_gpu("conv_input_grad")
+def _conv_input_grad(k, node, given):
+    return LAUNCHES["conv_input_grad"](k, node, given | {"weight": filters(given["weight"])})

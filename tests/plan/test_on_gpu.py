@@ -1,0 +1,54 @@
+"""A plan on the Triton kernels gives what it gives on the reference kernels."""
+
+import pytest
+import torch
+from torch import nn
+
+from diffusion.models.blocks import AttentionBlock, ResBlock
+from diffusion.plan import accelerate
+from diffusion.plan.accelerate import Accelerated
+from diffusion.plan.on_gpu import launch_kernels
+from diffusion.runtime.backend import TORCH_FP32
+from tests.plan.test_fuse import OPTIONS
+
+GROUPS = OPTIONS | {"num_groups": 2}
+
+
+class Block(nn.Module):
+    """What a level of a decoder has: a concat, a 1x1 skip, attention; and channels that no fused
+    kernel takes."""
+
+    def __init__(self, channels):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, channels, 3, padding=1)
+        self.block = ResBlock(2 * channels, 2 * channels, 8, **GROUPS)
+        options = {"num_groups": 4, "norm_eps": 1e-5, "order": "qkv_heads", "zero_init": False}
+        self.attention = AttentionBlock(2 * channels, 1, **options, backend=TORCH_FP32)
+        self.wide = ResBlock(2 * channels, channels, 8, **GROUPS)
+        self.down = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+
+    def forward(self, x, emb, rng):
+        x = self.stem(x)
+        h = torch.cat((x, 2 * x), dim=1).permute(0, 2, 3, 1)
+        h = self.attention(self.block(h, emb, rng))
+        return self.down(self.wide(h, emb, rng).permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("channels", [16, 6])
+def test_same_results_and_gradients(channels, device, monkeypatch):
+    module = Block(channels).to(device)
+    x = torch.randn(1, 3, 4, 8, device=device)
+    emb, rng = torch.randn(1, 8, device=device), torch.tensor([3, 4], device=device)
+    parameters = list(module.parameters())
+    found = []
+    for kernels in (False, True):
+        if kernels:
+            monkeypatch.setattr(accelerate, "launcher", lambda device: launch_kernels)
+        else:
+            monkeypatch.setattr(accelerate, "launcher", lambda device: None)
+        y = Accelerated(module)(x, emb, rng)
+        dy = torch.ones_like(y) + y.detach()
+        found.append((y.detach(), *torch.autograd.grad(y, parameters, dy)))
+    for a, b in zip(*reversed(found), strict=True):
+        assert (a - b).abs().max() <= 2e-3 * b.abs().max().clamp(min=1)  # on a GPU TF32
