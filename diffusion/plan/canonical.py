@@ -4,6 +4,7 @@
   nothing is computed now.
 - A norm and the activation behind it are one node, with scale and shift of the embedding (FiLM).
 - Casts around a norm, whose statistics are in float32 anyway, vanish.
+- Biases are added in float32, as they are, before a result is rounded.
 - Zeros around an image are the convolution's.
 """
 
@@ -13,7 +14,7 @@ from .graph import Graph, Node, Value
 
 def canonicalise(graph: Graph) -> None:
     """Apply all of them, in place."""
-    for rewrite in (_constants, _once, _casts, _norms, _padding):
+    for rewrite in (_constants, once, _casts, _biases, _norms, _padding):
         rewrite(graph)
         graph.prune()
     graph.sort()
@@ -32,7 +33,7 @@ def _constants(graph: Graph) -> None:
     graph.nodes = kept
 
 
-def _once(graph: Graph) -> None:
+def once(graph: Graph) -> None:
     """Nodes that compute the same become one."""
     seen: dict[tuple, Node] = {}
     same: dict[Value, Value] = {}
@@ -65,6 +66,14 @@ def _casts(graph: Graph) -> None:
             if start.dtype == node.out.dtype and before.out.dtype.itemsize >= start.dtype.itemsize:
                 same[node.out] = start
     graph.substitute(same)
+
+
+def _biases(graph: Graph) -> None:
+    producers = graph.producers()
+    for node in graph.nodes:
+        before = producers.get(node.inputs.get("bias"))
+        if node.op in ("conv", "linear") and before is not None and before.op == "cast":
+            node.inputs["bias"] = before.inputs["x"]
 
 
 def _norms(graph: Graph) -> None:

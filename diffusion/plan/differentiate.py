@@ -4,6 +4,7 @@
 that several nodes read get the sum; slices of a value that cover it are put side by side instead.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -200,7 +201,7 @@ def _norm(d, node, dy):
         },
         node.source,
         groups=made.attrs["groups"],
-        pixels=made.attrs["pixels"][0],
+        pixels=math.prod(dy.shape[1:-1]),
     )
     for role, value in film.items():
         d.send(value, lambda role=role: second.outputs[role])

@@ -49,7 +49,8 @@ def run(
 
 
 def launch_reference(node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
-    """On the reference kernels, which keep to the dtype of what they are given: at least float32."""
+    """On the reference kernels, which compute in the dtype of what they are given: in float32 or
+    more."""
     inputs = {role: _widened(values[value]) for role, value in node.inputs.items()}
     return results(node, LAUNCHES[node.op](fused, node, inputs))
 

@@ -10,6 +10,7 @@ gives None.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .canonical import once
 from .differentiate import Backward
 from .graph import Graph, Node, Value, numbered
 
@@ -179,10 +180,27 @@ def _pointwise_of_concat(f: Fusing, node: Node) -> Value | None:
     return y
 
 
+def _moments_of_upsampled(f: Fusing, node: Node) -> Value | None:
+    """What is upsampled has the mean and the variance of what it was made of"""
+    up = f.maker(node.inputs["x"], "upsample")
+    table = f.reader(node.out, "norm_table")
+    if up is None or table is None:
+        return None
+    small = up.inputs["x"]
+    at = table.many("partials").index(node.out)
+    pixels = list(table.attrs["pixels"])
+    pixels[at] = small.shape[1] * small.shape[2]
+    table.attrs["pixels"] = tuple(pixels)
+    f.forget(node, "x")
+    f.give(node, "x", small)
+    return node.out
+
+
 PREPARING = (
     Row("q, k and v are one product", ("attention",), _packed_qkv, "unmeasured"),
     Row("a norm reads the halves of a concat", ("norm_apply",), _norm_of_concat, "unmeasured"),
     Row("1x1 filters read the halves of a concat", ("linear",), _pointwise_of_concat, "unmeasured"),
+    Row("sums before upsampling", ("moments",), _moments_of_upsampled, "unmeasured"),
 )  # fmt: skip
 
 
@@ -264,9 +282,10 @@ def _embedding_of(f: Fusing, node: Node, value: Value) -> Value | None:
     """emb [N, C] of a summand [N, 1, 1, C], or None."""
     n, c = node.out.shape[0], node.out.shape[-1]
     reshape = f.maker(value, "reshape")
-    if reshape is None or value.shape != (n, 1, 1, c):
+    if reshape is None or value.shape != (n, 1, 1, c) or reshape.inputs["x"].shape != (n, c):
         return None
-    return reshape.inputs["x"] if reshape.inputs["x"].shape == (n, c) else None
+    cast = f.maker(reshape.inputs["x"], "cast")  # which the epilogue spares: it adds in float32
+    return reshape.inputs["x"] if cast is None else cast.inputs["x"]
 
 
 def _terms_together(f: Fusing, node: Node) -> Value | None:
@@ -477,6 +496,17 @@ def _whole_weight(f: Fusing, columns: list[Value]) -> Value | None:
     return whole if end == whole.shape[1] else None
 
 
+def _exact_weight_grad(f: Fusing, node: Node) -> Value | None:
+    """The gradient of a weight in 16 bits, in the parameter's own dtype"""
+    grad = f.maker(node.inputs["x"], "conv_dw", "linear_dw")
+    if grad is None or f.reader(grad.out, "cast") is not node:
+        return None
+    f.producers.pop(grad.out)
+    grad.outputs = {"y": node.out}
+    f.take(grad, node)
+    return node.out
+
+
 FORWARD_ROWS = (
     Row("1x1 terms one after the other", ("add",), _terms_together, "see the next"),
     Row(
@@ -499,12 +529,16 @@ BACKWARD_ROWS = (
         "17.5 -> 17.2 ms a step of 128 images",
     ),
     Row("sums of dx while it is written", ("sum",), _rows_of_dx, "unmeasured"),
+    Row("gradients of weights in float32", ("cast",), _exact_weight_grad, "not rounded twice"),
 )  # fmt: skip
 
 
 def prepare(graph: Graph, mode: str) -> dict[Value, list[str]]:
     """Apply the rows of `PREPARING`, in place; why each value is made as it is."""
-    return _apply(graph, PREPARING, mode)
+    why = _apply(graph, PREPARING, mode)
+    once(graph)  # the sums of a tensor serve every norm that reads it
+    graph.prune()
+    return why
 
 
 def fuse(graph: Graph, backward: Backward | None) -> dict[Value, list[str]]:

@@ -95,6 +95,29 @@ def _moments(k, node, given):
     return k.tensor_partials(image(given["x"]).contiguous(), _SUM_PROGRAMS)
 
 
+@on_gpu("upsample")
+def _upsample(k, node, given):
+    return _halved(node, "factor", k.upsample, given)
+
+
+@on_gpu("avg_pool")
+def _avg_pool(k, node, given):
+    even = not (given["x"].shape[1] % 2 or given["x"].shape[2] % 2)
+    return _halved(node, "window", k.avg_pool if even else None, given)
+
+
+@on_gpu("sum_pool")
+def _sum_pool(k, node, given):
+    return _halved(node, "window", k.upsample_grad, given)
+
+
+def _halved(node: Node, role: str, kernel: Callable | None, given: Inputs) -> Tensor:
+    """2x2 pixels by the kernel, other blocks by PyTorch."""
+    if node.attrs[role] != (2, 2) or kernel is None:
+        return LAUNCHES[node.op](fused_ops, node, given)
+    return kernel(given["x"])
+
+
 @on_gpu("attention")
 def _attention(k, node, given):
     qkv, order = _packed(given), node.attrs.get("order", "qkv_heads")

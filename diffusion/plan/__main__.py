@@ -1,0 +1,111 @@
+"""Print what runs, without a GPU:
+
+    python -m diffusion.plan model=unet64 batch=16 mode=sample gpu=h100
+    python -m diffusion.plan model=unet64 batch=128 mode=train gpu=h200 out=plan.png
+
+model      a file of configs/model
+batch      images, or chunks of actions
+mode       train: with gradients; sample: without
+gpu        one of `printed.GPUS`
+size       pixels of a side; of a policy, steps of a chunk
+precision  bf16 or fp32
+out        where to draw the timeline; nothing: nowhere
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+from torch import nn
+
+from triton_kernels import reference
+
+from ..build import POLICY_MODELS, build_model, build_policy_model
+from ..errors import ConfigError, check_writable, writing
+from ..runtime.backend import PRECISIONS, Backend
+from .build import plan
+from .graph import PlanError
+from .printed import GPUS, draw, lines, table
+
+_MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
+_DEFAULTS = {
+    "model": "unet64",
+    "batch": "16",
+    "mode": "sample",
+    "gpu": "h200",
+    "size": "",
+    "precision": "bf16",
+    "out": "",
+}
+_ACTION, _CONDITION = 2, 20  # numbers of an action and of a condition, as of the built-in task
+
+
+def settings(arguments: list[str]) -> dict[str, str]:
+    """Of the command line. ConfigError: an unknown one, or a wrong value."""
+    given = dict(_DEFAULTS)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not equals or name not in given:
+            raise ConfigError(f"{argument} is unknown; give {'=..., '.join(given)}=...")
+        given[name] = value
+    models = sorted(path.stem for path in _MODELS.glob("*.yaml"))
+    for name, choices in (
+        ("model", models),
+        ("mode", ("train", "sample")),
+        ("gpu", tuple(GPUS)),
+        ("precision", tuple(p for p in PRECISIONS if p != "tf32")),
+    ):
+        if given[name] not in choices:
+            raise ConfigError(
+                f"{name}={given[name]} is unknown; choose one of {', '.join(choices)}"
+            )
+    for name in ("batch", "size"):
+        if given[name] and not (given[name].isdecimal() and int(given[name]) > 0):
+            raise ConfigError(f"{name}={given[name]} is no whole number of at least 1")
+    return given
+
+
+def example(model: str, batch: int, size: str, dtype: torch.dtype) -> tuple[nn.Module, tuple, dict]:
+    """A network of the configuration, and arguments of its `forward`."""
+    chosen = yaml.safe_load((_MODELS / f"{model}.yaml").read_text())
+    backend, cpu = Backend("torch", reference, dtype), torch.device("cpu")
+    t = torch.zeros(batch, dtype=torch.int64)
+    if chosen["name"] in POLICY_MODELS:
+        network = build_policy_model(chosen, backend, _ACTION, _CONDITION, cpu)
+        x, cond = torch.zeros(batch, int(size or 16), _ACTION), torch.zeros(batch, _CONDITION)
+        return network, (x, t, cond), {}
+    side = int(size or 64)
+    network = build_model(chosen, backend, (side, side), 3, False, cpu)
+    labels = () if network.num_classes is None else (t,)
+    return network, (torch.zeros(batch, 3, side, side), t, *labels), {"rng": torch.zeros(2).long()}
+
+
+def main(arguments: list[str]) -> None:
+    given = settings(arguments)
+    out = Path(given["out"]) if given["out"] else None
+    if out is not None:
+        check_writable(out)
+    dtype, gpu = PRECISIONS[given["precision"]], GPUS[given["gpu"]]
+    network, args, kwargs = example(given["model"], int(given["batch"]), given["size"], dtype)
+    trains = given["mode"] == "train"
+    kwargs = kwargs if trains else {}
+    try:
+        made = plan(network.train(trains), args, kwargs, trains=trains)
+    except PlanError as error:
+        raise ConfigError(str(error)) from error
+    found = lines(made, gpu)
+    print(table(found, made))
+    if out is not None:
+        with writing(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            draw(found, out)
+        print(f"timeline: {out}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ConfigError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

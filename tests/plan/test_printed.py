@@ -1,0 +1,83 @@
+"""The page says what would run, without a GPU; wrong settings are named."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffusion.errors import ConfigError
+from diffusion.plan.__main__ import example, main, settings
+from diffusion.plan.build import plan
+from diffusion.plan.printed import GPUS, flops_of, lines
+from diffusion.runtime.backend import PRECISIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def page(*arguments: str) -> subprocess.CompletedProcess:
+    """What the command prints. In a process without the interpreter, which has no kernels."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "diffusion.plan", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_kernels_of_a_training_step(tmp_path):
+    picture = tmp_path / "plan.png"
+    done = page("model=unet_tiny", "batch=4", "size=16", "mode=train", "gpu=h100", f"out={picture}")
+    assert done.returncode == 0, done.stderr
+    rows = done.stdout.splitlines()
+    blocks = [row for row in rows if row.split()[1:2] and row.split()[1].startswith("conv_fused")]
+    assert blocks and all("_kernel" in row and "models/layers.py:" in row for row in blocks)
+    assert any("residual" in row for row in blocks)
+    weights = [row for row in rows if " conv_dw" in row]
+    assert weights and all("wgrad" in row for row in weights)
+    for said in ("forward: ", "backward: ", "parameters (once", "memory: ", "timeline: "):
+        assert any(row.startswith(said) for row in rows), said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_gpu_without_tma_has_other_kernels():
+    done = page("model=unet_tiny", "batch=2", "size=16", "gpu=a100")
+    assert "conv_pointer_forward_kernel" in done.stdout and "tma" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("gpu=h999", "gpu=h999 is unknown; choose one of h200"),
+        ("model=unet65", "model=unet65 is unknown; choose one of adm64"),
+        ("batch=0", "batch=0 is no whole number"),
+        ("mode=", "mode= is unknown; choose one of train, sample"),
+        ("colour=red", "colour=red is unknown; give model=..."),
+        (f"out={__file__}/plan.png", "test_printed.py is a file, expected a folder"),
+    ],
+)
+def test_wrong_settings(argument, said):
+    with pytest.raises(ConfigError) as error:
+        main([argument])
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_flops_are_those_that_the_model_counts():
+    network, args, _ = example("unet_tiny", 3, "16", PRECISIONS["bf16"])
+    made = plan(network.eval(), args)
+    counted = sum(map(flops_of, made.schedule.nodes))
+    assert counted == 3 * network.flops_per_image
+
+
+def test_a_policy_has_a_page(capsys):
+    main(["model=unet1d_small", "batch=2", "mode=train"])
+    assert "backward: " in capsys.readouterr().out
+
+
+def test_time_is_at_least_that_of_memory_and_of_products():
+    network, args, _ = example("unet_tiny", 2, "16", PRECISIONS["bf16"])
+    for line in lines(plan(network.eval(), args), GPUS["h200"]):
+        assert line.floor_us >= 1e6 * line.bytes / 4.23e12 * 0.999
+        assert line.floor_us >= 1e6 * line.flops / 790e12 * 0.999
+
+
+def test_defaults():
+    assert settings([])["model"] == "unet64"
