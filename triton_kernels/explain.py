@@ -1,6 +1,7 @@
-"""Which kernel would run, and why the others would not.
+r"""Which kernel would run, and why the others would not.
 
-    python -m triton_kernels.explain "conv forward 128x64x64 64->64 3x3 bf16 residual stats" gpu=h100
+    python -m triton_kernels.explain \
+        "conv forward 128x64x64 64->64 3x3 bf16 residual stats" gpu=h100
 
 Needs no GPU. The words are the pass (forward, or input_grad), the batch and the rows and columns of
 an image, channels multiplied and of the result, the filter, the type, and what the epilogue adds:
