@@ -69,8 +69,9 @@ def view_from(buffer, item, shape, layout, _semantic=None):
 
 
 def _numbers(shape):
-    """As Python's own, of constants."""
-    return [getattr(size, "value", size) for size in getattr(shape, "value", shape)]
+    """As Python's own, of constants. (A tuple of 3.6 takes any attribute for a name of an item.)"""
+    sizes = shape.value if isinstance(shape, gl.constexpr) else shape
+    return [size.value if isinstance(size, gl.constexpr) else size for size in sizes]
 
 
 def _spread(size, items):
