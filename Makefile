@@ -2,9 +2,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
+# of test-pair; Triton 3.6's interpreter fails with numpy 2.4
+TORCH ?= 2.15.0
+TRITON ?= 3.9.0
+NUMPY ?= $(if $(filter 3.6.%,$(TRITON)),2.3.5,2.4.6)
+PAIR := .venv-torch$(TORCH)-triton$(TRITON)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test demo test lint format clean
+.PHONY: help install install-test demo test test-pair lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -31,6 +36,13 @@ demo: $(VENV)/.installed ## train on drawn elephants at a small size and draw sa
 test: $(VENV)/.installed-test ## run the test-suite
 	$(BIN)/python -m pytest -n $(JOBS)
 
+test-pair: ## the same with other versions: make test-pair TORCH=2.11.0 TRITON=3.6.0
+	$(PYTHON) -m venv $(PAIR)
+	sed -e 's/^torch==.*/torch==$(TORCH)/' -e 's/^triton==.*/triton==$(TRITON)/' \
+		-e 's/^numpy==.*/numpy==$(NUMPY)/' constraints.txt > $(PAIR)/constraints.txt
+	$(PAIR)/bin/pip install --quiet --disable-pip-version-check -c $(PAIR)/constraints.txt -e '.[test,export]'
+	$(PAIR)/bin/python -m pytest -n $(JOBS)
+
 lint: $(VENV)/.installed-test ## check style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,4 +52,4 @@ format: $(VENV)/.installed-test ## rewrite to style
 	$(BIN)/ruff format .
 
 clean: ## remove what was built, not the runs
-	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch* *.egg-info .pytest_cache .ruff_cache

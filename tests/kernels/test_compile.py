@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import triton
 
 from .compile_only import (
     SHARED_LIMIT,
@@ -23,6 +24,12 @@ from .compile_only import (
 )
 
 CASES = load_cases()
+# Registers are counted, and products overlap, with the compiler that the project is tested with.
+# With another a kernel has to compile and to be safe.
+PINNED = (
+    f"triton=={triton.__version__}"
+    in (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+)
 PARAMS = [
     pytest.param((key, arch), id=f"{key}-sm_{arch}")
     for key, case in CASES.items()
@@ -105,11 +112,13 @@ def test_compiles(compiled, wanted):
     assert result["ok"], result["error"]
     expect = CASES[key].get("expect", {})
     spilled = result["spills"]
-    assert spilled <= expect.get("spills", 0), f"{spilled} bytes of registers spilled: {result}"
+    if PINNED:
+        assert spilled <= expect.get("spills", 0), f"{spilled} bytes of registers spilled: {result}"
     assert result["shared"] <= SHARED_LIMIT[arch], f"too much shared memory for sm_{arch}: {result}"
     if arch != 90:
         return
-    assert not result["serial"], f"products do not overlap: {result}"
+    if PINNED:
+        assert not result["serial"], f"products do not overlap: {result}"
     assert result["overwritten"] == [], "memory of a barrier is given away, see gluon/pipeline.py"
     assert result["torn"] == [], "written where TMA still reads: tma.store_wait, then sync_threads"
     if "wgmma" in expect:

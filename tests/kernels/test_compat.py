@@ -1,0 +1,35 @@
+"""Kernels in Gluon depend on the version of Triton in one file, and on having it at all in none."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import triton_kernels
+
+ROOT = Path(triton_kernels.__file__).parent
+# What some version of 3.6 to 3.9 has under another name.
+RENAMED = re.compile(
+    r"\b(_reinterpret\(|\.reinterpret\(|async_copy_\w+_to_\w+|tma\.async_(load|store)|thread_barrier"
+    r"|async_copy\.async_load|gl\.barrier)"
+)
+
+
+def test_what_was_renamed_is_found_in_one_file():
+    using = {p.name for p in ROOT.rglob("*.py") if RENAMED.search(p.read_text())}
+    assert using == {"compat.py"}
+
+
+def test_without_what_the_kernels_use_there_are_no_hopper_kernels():
+    """As a Triton would be that has moved something; everything else works."""
+    code = (
+        "from triton.experimental.gluon.language.nvidia import hopper; del hopper.warpgroup_mma\n"
+        "import triton_kernels\n"
+        "from triton_kernels.hopper.descriptors import MISSING, SUPPORTED\n"
+        "print(SUPPORTED, MISSING)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent
+    )
+    assert done.stdout.startswith("False AttributeError: "), done.stderr
+    assert "warpgroup_mma" in done.stdout
