@@ -24,9 +24,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from diffusion.errors import ConfigError, lack_of_memory
+from diffusion.errors import ConfigError, check_readable, lack_of_memory
 from diffusion.runtime.interrupt import Interrupted
-from diffusion.settings import shown
+from diffusion.settings import flattened, shown
 
 from . import sweep
 from .resume import own_settings
@@ -35,6 +35,8 @@ CONFIGS = Path(__file__).resolve().parent
 _MULTIRUN = ("-m", "--multirun")
 _HELP = ("-h", "--help")
 _SYNTAX = "()[]{},'\"\\$"  # of lists, quotes, sweeps and interpolations in Hydra's language
+# settings that may name a file or folder to read or to write
+_PATHS = ("path", "ckpt", "src", "out", "init", "resume", "reference", "weights", "runs", "run_dir")
 _LISTED = 20  # keys or choices at most in a message
 
 # ${first_given:A,B} in a configuration: A, or B if that is null
@@ -49,9 +51,18 @@ def plain(config: DictConfig) -> dict[str, Any]:
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
             raise ConfigError(f"{missing[0]} is not set; give it as {missing[0]}=VALUE")
-        return OmegaConf.to_container(config, resolve=True)
+        settings = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
         raise ConfigError(" ".join(str(error).split())) from error
+    check_paths(settings)
+    return settings
+
+
+def check_paths(settings: dict[str, Any]) -> None:
+    """ConfigError for a setting that names what is no file and no folder."""
+    for key, value in flattened(settings):
+        if key.rpartition(".")[2] in _PATHS and isinstance(value, str):
+            check_readable(key, value)
 
 
 def choose_run_dir(settings: dict[str, Any]) -> Path:
@@ -131,12 +142,15 @@ def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
     try:
         if set(_HELP) & set(sys.argv[1:]):
             with exit_codes():
-                print(describe(config_name, sys.argv[1:]))
+                print(describe(config_name, sys.argv[1:]), flush=True)
             sys.exit(0)
         if config_name == "train":
             with exit_codes():
                 sys.argv[1:1] = own_settings(sys.argv[1:], [CONFIGS])
         main()
+    except BrokenPipeError:  # whoever read has read enough, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes
+        sys.exit(0 if set(_HELP) & set(sys.argv[1:]) else 128 + signal.SIGPIPE)
     except KeyboardInterrupt as stop:  # while the configuration is composed, or between jobs
         _stop("stopped", next(iter(stop.args), signal.SIGINT))
     except (HydraException, OmegaConfBaseException) as error:

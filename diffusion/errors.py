@@ -3,6 +3,7 @@ that memory is."""
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ _REFUSED = (  # what a disk or a path has against being written to
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
 )
 
+_SYSTEM = ("/proc", "/sys", "/dev")
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "Storage size calculation overflowed")
 
 
@@ -48,6 +50,30 @@ def writing(path: Path) -> Iterator[None]:
         if "I/O error" not in str(error):
             raise
         raise ConfigError(f"{path} cannot be written: {error}") from error
+
+
+def check_readable(key: str, path: str) -> None:
+    """ConfigError if the setting names a pipe, a socket or a device, from which reading may never
+    end; or what holds a null byte, which no name of a file does."""
+    if "\0" in path:
+        raise ConfigError(f"{key}={path!r} holds a null byte")
+    try:
+        mode = os.stat(os.path.expanduser(path)).st_mode
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ConfigError(f"{key}={path[:40]}... is too long for the name of a file") from None
+        return  # there is none: whoever wants it says so
+    if is_of_system(path):
+        raise ConfigError(f"{key}={path} is of the system, and no file or folder with data")
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ConfigError(f"{key}={path} is a pipe, a socket or a device, and no file or folder")
+
+
+def is_of_system(path: str | Path) -> bool:
+    """Whether a path leads to where the system shows itself as files, endless or not to be read."""
+    real = os.path.realpath(os.path.expanduser(path))
+    inside = any(real == place or real.startswith(f"{place}/") for place in _SYSTEM)
+    return inside and not real.startswith("/dev/shm/")  # which is memory, as good as a disk
 
 
 def check_writable(path: Path) -> None:

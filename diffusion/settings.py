@@ -2,7 +2,9 @@
 
 import difflib
 import inspect
+import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import NoneType, UnionType
@@ -59,8 +61,10 @@ def typed(make: Callable[..., Any], settings: dict[str, Any], group: str) -> dic
         try:
             values[key] = _as(value, hint)
         except TypeError:
+            finite = "finite " if any(_is_endless(item) for item in _items(value)) else ""
+            kind = _kind(hint).replace("number", f"{finite}number")
             raise ConfigError(
-                f"{_dotted(group, key)}={shown(value)} is wrong; expected {_kind(hint)}"
+                f"{_dotted(group, key)}={shown(value)} is wrong; expected {kind}"
             ) from None
     return values
 
@@ -111,16 +115,29 @@ def _as_exactly(kind: type, value: Any) -> Any:
 
 
 def _as_number(value: Any) -> int | float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    """No NaN, which passes every comparison that asks for what is wrong, no infinity, and nothing
+    that a float does not hold."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or _is_endless(value):
         raise TypeError
-    return value
+    return float(value) if abs(value) > 2**53 else value  # no int that a tensor cannot hold
+
+
+def _is_endless(value: Any) -> bool:
+    if isinstance(value, int):
+        return abs(value) > sys.float_info.max
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
 
 
 def _as_whole_number(value: Any) -> int:
-    number = _as_number(value)
-    if isinstance(number, float) and not (number.is_integer() and abs(number) < 2**53):
+    _as_number(value)
+    most = 2**53 if isinstance(value, float) else 2**63  # that a tensor's int64 holds
+    if not (float(value).is_integer() and abs(value) < most):
         raise TypeError
-    return int(number)
+    return int(value)
 
 
 def _as_text(value: Any) -> str:

@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 from tqdm import tqdm
 
 from ..errors import ConfigError
-from .image_set import ImageSet, parse_size
+from .image_set import ImageSet, check_memory, parse_size
 
 TRUNKS = ("trunk_down", "trunk_curled", "trunk_raised")
 
@@ -263,9 +263,12 @@ def _draw(seed: int, index: int, height: int, width: int) -> tuple[np.ndarray, i
 
 def elephants(count: int = 4096, size: int | tuple[int, int] = 64, seed: int = 0) -> ImageSet:
     """`count` pictures as uint8 [count, H, W, 3], labelled by what the trunk does."""
+    if seed < 0:
+        raise ConfigError(f"dataset.seed={seed} is wrong; expected a whole number, at least 0")
     if count < 1:
         raise ConfigError(f"count={count} is wrong; the number of pictures is 1 or more")
     height, width = parse_size(size)
+    check_memory(f"dataset.count={count}", (count, height, width, 3))
     images = np.empty((count, height, width, 3), dtype=np.uint8)
     labels = np.empty(count, dtype=np.int64)
     for index in tqdm(range(count), desc="elephants", unit="img", disable=None, leave=False):

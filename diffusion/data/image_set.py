@@ -1,6 +1,7 @@
 """What every data set is once it is loaded: uint8 images, in memory or mapped, and labels."""
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..runtime.host import free_memory
 from .image_digests import ImageDigests
 
 
@@ -48,6 +50,17 @@ def nearest(value: str, valid: Sequence[str], most: int = 12) -> str:
     close = difflib.get_close_matches(value.lower(), lower, n=1, cutoff=0.0)
     choices = ", ".join(valid[:most]) + (", ..." if len(valid) > most else "")
     return f"did you mean {lower[close[0]]}? (one of {choices})" if close else f"one of {choices}"
+
+
+def check_memory(what: str, shape: tuple[int, ...]) -> None:
+    """ConfigError if images (uint8) of this shape do not fit into the memory that is free: the
+    system would grant it, and end the process later."""
+    wanted, free = math.prod(shape), free_memory()
+    if wanted > free:
+        raise ConfigError(
+            f"{what} needs {wanted / 2**30:.1f} GiB for {shape[0]} images, and {free / 2**30:.1f}"
+            " GiB are free; tools/prepare.py makes a file of any size for dataset=packed"
+        )
 
 
 def parse_size(size: int | Sequence[int]) -> tuple[int, int]:

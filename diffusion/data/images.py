@@ -20,8 +20,8 @@ import torch
 from PIL import Image, ImageColor, ImageOps
 from tqdm import tqdm
 
-from ..errors import ConfigError
-from .image_set import ImageSet, parse_size
+from ..errors import ConfigError, is_of_system
+from .image_set import ImageSet, check_memory, parse_size
 
 _EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif"),
@@ -29,6 +29,7 @@ _EXTENSIONS = (
 )
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _MAX_SKIPPED = 0.01  # more corrupt files, if not a single one, are no accident
+_MOST_PIXELS = 150_000_000  # of one image; decoded, that is 0.45 GB in each of up to 16 threads
 _CHUNK = 1024  # files in flight; the decoded ones wait in memory for their turn
 
 log = logging.getLogger(__name__)
@@ -55,8 +56,12 @@ def list_images(path: str | Path, classes: bool = True) -> ImageFiles:
     path = Path(path).expanduser()
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give a folder of images, or a .zip")
+    if is_of_system(path):
+        raise ConfigError(f"{path} is a folder of the system; give a folder of images, or a .zip")
     if path.is_dir():
         every, opener = _walk(path), lambda name: open(path / name, "rb")
+    elif not path.is_file():
+        raise ConfigError(f"{path} is no file and no folder; give a folder of images, or a .zip")
     elif zipfile.is_zipfile(path):
         archive = zipfile.ZipFile(path)
         every, opener = archive.namelist(), archive.open
@@ -92,15 +97,20 @@ def _common_folder(names: list[str]) -> str:
 
 
 def _walk(root: Path) -> list[str]:
+    """Every file; not pipes, sockets and devices, which wait for somebody to write."""
     names, seen = [], set()
     for folder, folders, files in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
-        if real in seen:  # a link back up
+        if real in seen or is_of_system(real):  # a link back up, or out
             folders.clear()
             continue
         seen.add(real)
         relative = Path(folder).relative_to(root)
-        names += [(relative / file).as_posix() for file in files]
+        names += [
+            (relative / file).as_posix()
+            for file in files
+            if os.path.isfile(os.path.join(folder, file))
+        ]
     return names
 
 
@@ -118,9 +128,9 @@ def _json_labels(file: BinaryIO, path: Path, names: list[str]) -> list[int] | No
             return None
         number = dict(table)
         labels = [number[name] for name in names]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{where} does not give every image a label ({error!r})") from None
-    if not all(type(label) is int and label >= 0 for label in labels):
+    if not all(type(label) is int and 0 <= label < 2**31 for label in labels):
         raise ConfigError(f"{where} has labels that are no class numbers (0, 1, 2, ...)")
     return labels
 
@@ -134,6 +144,10 @@ def decode_image(
     """Read one image. Alpha is kept for 4 channels, else laid over `background`."""
     mode = _MODES[channels]
     with Image.open(file) as image:
+        if image.width * image.height > _MOST_PIXELS:
+            raise ValueError(
+                f"it has {image.width} x {image.height} pixels; the most is {_MOST_PIXELS:,}"
+            )
         # a JPEG can be decoded at 1/2, 1/4 or 1/8; keep twice the wanted size for the filter below
         image.draft(None, (2 * max(size), 2 * max(size)))
         image = ImageOps.exif_transpose(image)
@@ -242,6 +256,7 @@ def load_folder(
     if path is None:
         raise ConfigError("dataset.path is not set; give a folder of images, or a .zip")
     files, (height, width) = list_images(path, classes), parse_size(size)
+    check_memory(f"dataset.size={size}", (len(files.names), height, width, channels))
     images, labels, skipped = None, [], []
     for image, label in decode_all(files, (height, width), channels, background, skipped):
         if images is None:

@@ -42,7 +42,7 @@ def read_rollouts(path: Path) -> list[Episode]:
     """The episodes of a file in its order, float32; or those of every .npz in a folder, by name.
     ConfigError: there is none, a file is damaged or of another kind, or episodes do not fit each
     other."""
-    files = sorted(path.glob("*.npz")) if path.is_dir() else [path]
+    files = sorted(filter(Path.is_file, path.glob("*.npz"))) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         what = "are a folder without one" if path.is_dir() else "do not exist"
         raise ConfigError(f"rollouts {path} {what}; expected an .npz file, or a folder of them")

@@ -112,7 +112,7 @@ class Workspace:
 def is_workspace(path: str | Path) -> bool:
     """Whether a file is such a checkpoint, as far as its name and what it names tell."""
     path = Path(path)
-    if path.suffix != SUFFIX or not zipfile.is_zipfile(path):
+    if path.suffix != SUFFIX or not path.is_file() or not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
         pickled = [name for name in archive.namelist() if name.endswith("/data.pkl")]

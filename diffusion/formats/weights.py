@@ -133,6 +133,8 @@ def _kind(path: Path) -> str:
     if start[8:9] == b"{":
         return _SAFETENSORS
     if start[:4] == b"PK\x03\x04" or start[:1] == b"\x80":
+        if path.suffix == ".safetensors":
+            raise ConfigError(f"{path} is no safetensors file: it begins like one of torch.save")
         return _PICKLED
     raise ConfigError(
         f"{path} is no weights file: it begins with {start[:8]!r}; expected a unet.cu .bin "
@@ -197,6 +199,8 @@ def read_unet_cu(path: str | Path, model: UNet) -> UnetCuState:
 
 
 def _first_bytes(path: Path) -> bytes:
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ConfigError(f"weights {path} are no file")
     try:
         with open(path, "rb") as file:
             return file.read(16)

@@ -19,6 +19,8 @@ from ..sampling.guidance import drop_labels
 from .blocks import AttentionBlock, Downsample, ResBlock, Upsample
 from .layers import Conv1d, Conv2d, GroupNorm, Layer, Linear, TimestepEmbedding
 
+_MOST_BLOCKS = 2000  # more would take minutes to build, and nobody has trained half of them
+
 
 class UNet(Layer):
     """Predicts noise (or x_0, or v) from x_t and t, and perhaps a class.
@@ -308,6 +310,12 @@ class UNet(Layer):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value} has to be a whole number of at least 1")
+        blocks = 2 * len(self.channel_mult) * self.num_res_blocks
+        if blocks > _MOST_BLOCKS:
+            raise ConfigError(
+                f"num_res_blocks={self.num_res_blocks} at {len(self.channel_mult)} levels makes"
+                f" {blocks} blocks; expected at most {_MOST_BLOCKS}"
+            )
         if self.max_period <= 0:
             raise ConfigError(f"max_period={self.max_period} has to be positive")
         if self.norm_eps <= 0:

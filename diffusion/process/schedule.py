@@ -35,6 +35,7 @@ from ..errors import ConfigError
 PREDICTIONS = ("epsilon", "sample", "v_prediction")
 FIXED_VARIANCES = ("fixed_small", "fixed_large")
 LEARNED_VARIANCES = ("learned_range", "learned")
+_MOST_STEPS = 1_000_000  # of which every number is held in memory, several times
 SPACINGS = ("guided", "leading", "trailing", "linspace", "karras")
 
 
@@ -442,4 +443,6 @@ def _count(key: str, value: int | str, *, least: int = 1, name: str | None = Non
     whole = text.isdecimal() if isinstance(text, str) else isinstance(text, int | np.integer)
     if not whole or isinstance(text, bool) or int(text) < least:
         raise ConfigError(f"{key}={name} is not possible; give a whole number of at least {least}")
+    if int(text) > _MOST_STEPS:
+        raise ConfigError(f"{key}={name} is not possible; give at most {_MOST_STEPS:,}")
     return int(text)

@@ -198,7 +198,7 @@ def _order(cell: str) -> tuple[bool, float | str]:
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    if not path.exists():
+    if not path.is_file():
         return []
     with open(path, newline="") as file:
         return [row for row in csv.DictReader(file) if None not in row.values()]

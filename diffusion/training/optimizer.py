@@ -43,8 +43,8 @@ class OptimizerSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"optim.{name}={value} is not a number")
-            if not (low <= value <= high and value < math.inf):
-                end = "inf)" if high == math.inf else f"{high}]"
+            if not low <= value < high:  # an average that decays by 1 stays what was drawn
+                end = f"{high})"
                 raise ConfigError(f"optim.{name}={value} is outside [{low}, {end}")
         if self.eps == 0:  # a parameter that has had no gradient yet would become 0 / 0
             raise ConfigError("optim.eps=0; expected a number above 0, such as 1e-8")
@@ -52,6 +52,8 @@ class OptimizerSettings:
             raise ConfigError(f"optim.betas={list(self.betas)}; expected two numbers in [0, 1)")
         if not all(0 < decay < 1 for decay in self.more_ema):
             raise ConfigError(f"optim.more_ema={list(self.more_ema)}; expected decays in (0, 1)")
+        if len(set(self.more_ema)) < len(self.more_ema):
+            raise ConfigError(f"optim.more_ema={list(self.more_ema)} has the same decay twice")
         if self.decay not in ("none", "cosine", "linear"):
             raise ConfigError(f"optim.decay={self.decay} is unknown; choose none, cosine or linear")
 
