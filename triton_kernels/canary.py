@@ -18,6 +18,7 @@ from .conv.hopper.tile_mma import TileMma
 from .conv.plain import tma, tma_wgrad
 from .hopper.descriptors import MISSING
 from .runtime.device import describe, switch_off, switched_off
+from .runtime.ptxas import prefer_older_ptxas
 
 # (forward and input gradient, weight gradient) of a family; None: what the rest would take
 CONFIGS = {
@@ -48,6 +49,8 @@ def kernels_off(device: torch.device) -> list[str]:
 
 @lru_cache
 def _try(device: torch.device) -> None:
+    if describe(device).arch == 90:
+        prefer_older_ptxas()
     if describe(device).hopper and MISSING is not None:
         switch_off("hopper", f"Triton lacks what they use ({MISSING})")
     why = None

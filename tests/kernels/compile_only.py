@@ -209,6 +209,10 @@ def _compile(case: dict, arch: int) -> tuple[str, int, str, str]:
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.cache import get_cache_manager
 
+    from triton_kernels.runtime.ptxas import prefer_older_ptxas
+
+    if arch == 90:
+        prefer_older_ptxas()
     module, name = case["kernel"].split(":")
     kernel = getattr(importlib.import_module(module), name)
     while not isinstance(kernel, triton.JITFunction):

@@ -1,11 +1,17 @@
 """Kernels in Gluon depend on the version of Triton in one file, and on having it at all in none."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from triton.backends.nvidia import compiler
 
 import triton_kernels
+from triton_kernels.runtime.ptxas import prefer_older_ptxas
 
 ROOT = Path(triton_kernels.__file__).parent
 # What some version of 3.6 to 3.9 has under another name.
@@ -33,3 +39,32 @@ def test_without_what_the_kernels_use_there_are_no_hopper_kernels():
     )
     assert done.stdout.startswith("False AttributeError: "), done.stderr
     assert "warpgroup_mma" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("taken", "there", "found"),
+    [
+        ("ptxas-blackwell", True, "ptxas"),
+        ("ptxas-blackwell", False, None),  # a wheel without the older one
+        ("ptxas", True, None),
+    ],
+)
+def test_the_older_assembler_is_for_hopper(taken, there, found, tmp_path, monkeypatch):
+    variable = "TRITON_PTXAS_BLACKWELL_PATH"
+    monkeypatch.setenv(variable, "")
+    monkeypatch.delenv(variable)
+    if there:
+        (tmp_path / "ptxas").touch()
+    tool = SimpleNamespace(path=str(tmp_path / taken))
+    monkeypatch.setattr(compiler, "get_ptxas", lambda arch: tool)
+    prefer_older_ptxas()
+    assert os.environ.get(variable) == (None if found is None else str(tmp_path / found))
+
+
+def test_an_assembler_that_somebody_chose_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", "/usr/bin/ptxas")
+    (tmp_path / "ptxas").touch()
+    tool = SimpleNamespace(path=str(tmp_path / "ptxas-blackwell"))
+    monkeypatch.setattr(compiler, "get_ptxas", lambda arch: tool)
+    prefer_older_ptxas()
+    assert os.environ["TRITON_PTXAS_BLACKWELL_PATH"] == "/usr/bin/ptxas"
