@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +34,7 @@ from .resume import own_settings
 
 CONFIGS = Path(__file__).resolve().parent
 _MULTIRUN = ("-m", "--multirun")
+_CONFIG_DIR = ("--config-dir", "-cd")
 _HELP = ("-h", "--help")
 _SYNTAX = "()[]{},'\"\\$"  # of lists, quotes, sweeps and interpolations in Hydra's language
 # settings that may name a file or folder to read or to write
@@ -146,7 +148,7 @@ def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
             sys.exit(0)
         if config_name == "train":
             with exit_codes():
-                sys.argv[1:1] = own_settings(sys.argv[1:], [CONFIGS])
+                sys.argv[1:1] = own_settings(sys.argv[1:], config_folders(sys.argv[1:]))
         main()
     except BrokenPipeError:  # whoever read has read enough, such as head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes
@@ -211,25 +213,40 @@ def _readable_value(value: str) -> str:
 def describe(config_name: str, arguments: Sequence[str] = ()) -> str:
     """The settings as the files of the configuration have them, with what these say of each; of the
     groups what the `arguments` choose, or the experiment or data set among them."""
+    folders = config_folders(arguments)
     lines = _settings(CONFIGS / f"{config_name}.yaml")
     groups = _defaults(config_name)
     given = dict(argument.partition("=")[::2] for argument in arguments)
-    changed = _overridden("experiment", given.get("experiment"))
-    changed = _overridden("dataset", given.get("dataset", changed.get("dataset"))) | changed
+    changed = _overridden("experiment", given.get("experiment"), folders)
+    dataset = given.get("dataset", changed.get("dataset"))
+    changed = _overridden("dataset", dataset, folders) | changed
     for group, default in sorted(groups.items(), key=lambda item: item[0] != "dataset"):
         chosen = given.get(group, changed.get(group, default))
-        choices = sorted(_choices(group))
+        choices = sorted({choice for folder in folders for choice in _choices(group, folder)})
         lines += ["", f"{group}={chosen or 'null'}  # one of {', '.join(choices)}"]
         if chosen in choices:
-            lines += [f"  {line}" for line in _settings(CONFIGS / group / f"{chosen}.yaml")]
+            lines += [f"  {line}" for line in _settings(_found(group, chosen, folders))]
         elif chosen not in (None, "null"):
             raise ConfigError(_unknown(f"{group}={chosen}", chosen, choices))
     return "\n".join(lines)
 
 
-def _overridden(group: str, choice: str | None) -> dict[str, str | None]:
+def config_folders(arguments: Sequence[str]) -> list[Path]:
+    """Where the files of the configuration are: the user's own --config-dir before ours."""
+    own = [folder for name, folder in pairwise(arguments) if name in _CONFIG_DIR]
+    joined = (argument.partition("=") for argument in arguments)
+    own += [folder for name, _, folder in joined if name in _CONFIG_DIR and folder]
+    return [*(Path(folder) for folder in own), CONFIGS]
+
+
+def _found(group: str, choice: str | None, folders: Sequence[Path]) -> Path:
+    files = (folder / group / f"{choice}.yaml" for folder in folders)
+    return next((file for file in files if file.is_file()), CONFIGS / group / f"{choice}.yaml")
+
+
+def _overridden(group: str, choice: str | None, folders: Sequence[Path]) -> dict[str, str | None]:
     """What a choice of a group takes of other groups."""
-    path = CONFIGS / group / f"{choice}.yaml"
+    path = _found(group, choice, folders)
     listed = _listed(path) if path.is_file() else {}
     return {re.sub(r"override /|@.*", "", name): value for name, value in listed.items()}
 
@@ -309,8 +326,8 @@ def _near(value: str, names: list[str]) -> list[str]:
     return difflib.get_close_matches(value, names, n=1, cutoff=0.4)
 
 
-def _choices(group: str) -> Iterator[str]:
-    return (path.stem for path in (CONFIGS / group).glob("*.yaml"))
+def _choices(group: str, folder: Path = CONFIGS) -> Iterator[str]:
+    return (path.stem for path in (folder / group).glob("*.yaml"))
 
 
 def _keys(config_name: str, arguments: Sequence[str]) -> Iterator[str]:

@@ -201,3 +201,16 @@ def test_defaults_in_yaml_are_those_in_the_code():
     # of a process each choice lists what goes with it
     lists = [composed(f"diffusion={choice}")["diffusion"] for choice in choices("diffusion")]
     assert set().union(*lists) == set(inspect.signature(Process).parameters)
+
+
+@pytest.mark.parametrize("given", [("--config-dir", "{}"), ("--config-dir={}",), ("-cd", "{}")])
+def test_help_knows_the_users_own_files(tmp_path, given):
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults:\n  - override /model: unet32\ntrain:\n  steps: 7\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    folder = [argument.format(tmp_path) for argument in given]
+    shown = describe("train", [*folder, "experiment=mine"])
+    assert "experiment=mine  # one of demo, mine" in shown and "  steps: 7" in shown
+    assert "\nmodel=unet32 " in shown
+    with pytest.raises(ConfigError, match="valid: demo, mine, policy"):
+        describe("train", [*folder, "experiment=mein"])

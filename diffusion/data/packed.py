@@ -58,8 +58,12 @@ class _Writer:
         file.seek(self.offset)
 
     def append(self, image: np.ndarray, label: int | None = None) -> None:
-        """`image`: uint8 [H, W, C]; a label for every image, or for none."""
-        assert image.shape == self._shape and image.dtype == np.uint8
+        """`image`: uint8 [H, W, C]; a label for every image, or for none. ValueError: another shape
+        or type."""
+        if image.shape != self._shape or image.dtype != np.uint8:
+            raise ValueError(
+                f"an image is {image.dtype} {list(image.shape)}; expected uint8 {list(self._shape)}"
+            )
         self._file.write(self._encode(image))
         self._labels.append(label)
 

@@ -10,13 +10,14 @@ against the network on images that it was not traced with, and not written if th
 """
 
 import copy
+import functools
 import io
 import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from ..runtime.backend import TORCH_FP32
 
 _TRACED_BATCH, _CHECKED_BATCHES = 2, (1, 3)
 _TOLERANCE = 1e-4  # of the largest output: both sides sum in float32, in another order
+_DRAWN = 0.05  # deviation of weights that stand for zeros while a graph is compared
 _MAX_BYTES = 2**31 - 2**20  # of the protocol buffers that ONNX's files are
 
 
@@ -80,6 +82,9 @@ class Graph:
     names: tuple[str, ...]  # of its inputs
     inputs: Callable[[int, int], tuple[Tensor, ...]]  # examples, of a batch and a seed
     about: dict[str, Any]  # what to do with the output
+
+
+_Write = Callable[[Path, Graph], str]
 
 
 def image_graph(trained: Trained) -> Graph:
@@ -151,6 +156,28 @@ def _portable(module: nn.Module) -> nn.Module:
     return module
 
 
+def _with_weights_that_tell(write: _Write) -> _Write:
+    """A fresh network begins with layers of zeros and gives zeros, which any graph does: its graph
+    is first written and compared with weights drawn in their place."""
+
+    @functools.wraps(write)
+    def written(path: Path, graph: Graph) -> str:
+        zeros = [n for n, p in graph.module.named_parameters() if p.ndim > 1 and not p.any()]
+        if not zeros:
+            return write(path, graph)
+        module, generator = copy.deepcopy(graph.module), torch.Generator().manual_seed(0)
+        for name in zeros:
+            module.get_parameter(name).data.normal_(0, _DRAWN, generator=generator)
+        drawn = path.with_name(f"drawn_{path.name}")
+        said = write(drawn, replace(graph, module=module))
+        drawn.unlink()
+        write(path, graph)
+        return f"{said}, with weights drawn for {len(zeros)} that are zero"
+
+    return written
+
+
+@_with_weights_that_tell
 def export_program(path: Path, graph: Graph) -> str:
     """Write the file of torch.export and say by how much its outputs differ."""
     inputs = graph.inputs(_TRACED_BATCH, 0)
@@ -162,6 +189,7 @@ def export_program(path: Path, graph: Graph) -> str:
     return _compare(torch.export.load(path).module(), graph, "torch.export")
 
 
+@_with_weights_that_tell
 def export_onnx(path: Path, graph: Graph) -> str:
     """Write the ONNX file and say by how much the outputs of ONNX Runtime differ.
 

@@ -196,7 +196,7 @@ class UNet(Layer):
         first: int = 0,
     ) -> Tensor:  # [N, CO, H, W] in channels_last memory, dtype of x
         """`forward_nhwc` for PyTorch's order of dimensions, called as guided-diffusion's."""
-        if x.ndim != 4:
+        if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}; expected [N, {self.in_channels}, H, W]"
             )

@@ -99,6 +99,8 @@ def _train(
     device = choose_device(config["device"])
     backend = choose_backend(config["backend"], settings.precision, device)
     make_task = _TASKS.get(config["dataset"]["name"], ImageTask)
+    if make_task is ImageTask:
+        config = config | {"model": ImageTask.settled(config["dataset"], config["model"])}
     make_task.check(config["dataset"], config["model"], process, backend)
     _check_run_dir(run_dir)
     if own_rank() == 0 and run_dir.is_dir():

@@ -48,7 +48,9 @@ TORCH_FP32 = Backend("torch", reference)
 def choose_backend(
     name: str, precision: str, device: torch.device, setting: str = "train.precision"
 ) -> Backend:
-    """Resolve `auto` (triton on CUDA, torch elsewhere) and set PyTorch's TF32 switches to match.
+    """Resolve `auto` (triton on CUDA, torch elsewhere). Sets, for the whole process, PyTorch's TF32
+    switches to match the precision and, for the kernels, what Triton's cache keys depend on
+    (`settle_cache_keys`); `determinism` puts the switches back.
     `setting` is what the user calls the precision. On a GPU the kernels are tried first, and a line
     of the log names those that are off; where none is right, `auto` is torch."""
     if name not in ("auto", "triton", "torch"):
@@ -103,8 +105,9 @@ def precision_on(device: torch.device, trained: str) -> str:
 
 @contextmanager
 def determinism(required: bool) -> Iterator[None]:
-    """Within the block as `require_determinism` says, if so, and as it was behind it: the next job
-    of a sweep runs in the same process."""
+    """Within the block as `require_determinism` says, if so; behind it these switches and those of
+    TF32 are as they were: the next job of a sweep, or the caller's own work, is in this process."""
+    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,
@@ -118,6 +121,7 @@ def determinism(required: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
         torch.backends.cudnn.benchmark = before[2]
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
 
 
 def require_determinism() -> None:

@@ -6,7 +6,9 @@ import io
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,6 +124,8 @@ class RunLog:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
+            self._hook = threading.excepthook
+            threading.excepthook = _quiet_board(self._hook)
             self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=row_before + 1)
 
     def row(self, values: dict[str, float]) -> None:
@@ -169,8 +173,23 @@ class RunLog:
             self._scores.close()
         if self._board is not None:
             self._board.close()
+            threading.excepthook = self._hook
         if self._tracker is not None:
             self._tracker.close()
+
+
+def _quiet_board(otherwise: Callable[[Any], object]) -> Callable[[Any], None]:
+    """What is shown of an exception in a thread: of TensorBoard's writer, whose disk is full, one
+    line. The run notices by itself when it writes something."""
+
+    def shown(raised: Any) -> None:
+        board = "_AsyncWriterThread" in type(raised.thread).__name__
+        if board and isinstance(raised.exc_value, OSError):
+            warnings.warn(f"TensorBoard's events are not written: {raised.exc_value}", stacklevel=1)
+        else:
+            otherwise(raised)
+
+    return shown
 
 
 def _is_whole(row: dict[str, str | None], fields: Sequence[str]) -> bool:

@@ -32,7 +32,27 @@ class ImageTask:
         _, *self.image_shape = self.samples.images.shape  # H, W, C
         self.num_classes = model.get("num_classes")
         self.notes: list[str] = []
+        names = self.samples.class_names
+        if self.num_classes is None and self.samples.labels is not None and names is not None:
+            if options["name"] != "elephants":
+                self.notes.append(
+                    f"{len(names)} classes ({', '.join(names[:3])}{', ...' * (len(names) > 3)}) are"
+                    " not learned; model.num_classes=auto learns them"
+                )
         self.remarks = [f"not decodable and left out: {name}" for name in self.samples.skipped]
+
+    @staticmethod
+    def settled(dataset: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+        """The group `model` with the number of classes that `auto` stands for, null if there are
+        none."""
+        if model.get("num_classes") != "auto":
+            return model
+        options, _ = image_options(dataset)
+        found = expected_classes(**options)
+        if found is None:  # a file or set that has to be opened to know
+            labels = load_dataset(**options).labels
+            found = 0 if labels is None else int(labels.max()) + 1
+        return model | {"num_classes": found or None}
 
     @staticmethod
     def check(

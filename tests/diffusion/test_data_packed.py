@@ -263,3 +263,10 @@ def test_two_that_write_the_same_file(tmp_path):
         writer.append(image)
     assert len(load_packed(path)) == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.packed", "b.packed"]
+
+
+def test_an_image_of_floats_is_refused(tmp_path):
+    with packed_writer(tmp_path / "a.packed", (2, 2), 3) as writer:
+        with pytest.raises(ValueError, match=r"float64 \[2, 2, 3\]; expected uint8 \[2, 2, 3\]"):
+            writer.append(np.zeros((2, 2, 3)))
+        writer.append(np.zeros((2, 2, 3), dtype=np.uint8))

@@ -40,12 +40,13 @@ needs_onnx = pytest.mark.skipif(
 
 
 def checkpoint(folder: Path, size=(8, 8), **options) -> Path:
-    """Of a run whose average differs from what was trained."""
+    """Of a run whose average differs from what was trained, or with `fresh` has not begun."""
     torch.manual_seed(0)
+    fresh = options.pop("fresh", False)
     settings = MODEL | options
     model = build_model(settings, TORCH_FP32, size, 3, False, CPU)
     flat = FlatParameters(model)
-    flat.param.add_(torch.randn_like(flat.param) * 0.02)
+    flat.param.add_(torch.randn_like(flat.param) * (0 if fresh else 0.02))
     flat.ema.copy_(flat.param * 0.99)
     state = {"step": 1, "image_shape": [*size, 3]}
     config = {"model": settings, "diffusion": {"schedule": "cosine"}}
@@ -254,3 +255,24 @@ def test_a_full_disk_is_one_line(tmp_path, name):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_fresh_network_is_compared_with_weights_that_tell(tmp_path, monkeypatch, capsys):
+    """Its last layer is zero, and so is what any graph of it gives."""
+    run = checkpoint(tmp_path / "run", (4, 8), fresh=True, **ONE_LEVEL).parent.parent
+    out = tmp_path / "model.pt2"
+    settings = {"ckpt": str(run), "format": "torch_export", "out": str(out)}
+    export(settings)
+    assert "with weights drawn for" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.pt2"]
+    x = torch.ones(1, 3, 4, 8)
+    module = torch.export.load(out).module()
+    assert not module(x, torch.zeros(1, dtype=torch.int64)).any()  # the network itself is written
+
+    class Wrong:
+        def module(self):
+            return lambda x, *_: torch.zeros_like(x)
+
+    monkeypatch.setattr(torch.export, "load", lambda _: Wrong())
+    with pytest.raises(RuntimeError, match="differs from the torch backend"):
+        export(settings | {"out": str(tmp_path / "b.pt2")})

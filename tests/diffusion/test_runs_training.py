@@ -2,6 +2,7 @@
 
 import errno
 import io
+import threading
 
 import numpy as np
 import pytest
@@ -302,3 +303,57 @@ def test_what_cannot_be_begun_with(tmp_path):
         with pytest.raises(ConfigError, match=words):
             run(tmp_path / "b", *TINY, *overrides)
         assert not (tmp_path / "b").exists()
+
+
+def test_classes_that_are_not_learned_are_said(tmp_path, capsys):
+    """And `auto` learns them; a folder without any has none."""
+    for name in "ab":
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(2):
+            Image.new("RGB", (8, 8)).save(tmp_path / "images" / name / f"{i}.png")
+    options = (*NO_DATASET, "dataset=folder", f"dataset.path={tmp_path}/images", "dataset.size=8")
+    run(tmp_path / "a", *options)
+    assert (
+        "note: 2 classes (a, b) are not learned; model.num_classes=auto" in capsys.readouterr().out
+    )
+    run(tmp_path / "b", *options, "model.num_classes=auto")
+    assert "not learned" not in capsys.readouterr().out
+    told = yaml.safe_load((tmp_path / "b" / "config.yaml").read_text())
+    assert told["model"]["num_classes"] == 2
+    run(tmp_path / "c", *options, "model.num_classes=auto", f"dataset.path={tmp_path}/images/a")
+    told = yaml.safe_load((tmp_path / "c" / "config.yaml").read_text())
+    assert told["model"]["num_classes"] is None
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_tf32_is_behind_a_run_as_it_was(tmp_path, monkeypatch, before):
+    was, matmul = torch.backends.cuda.matmul.allow_tf32, torch.backends.cuda.matmul
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", before)
+    matmul.allow_tf32 = before
+    try:
+        run(tmp_path / "a", *TINY, f"train.precision={'fp32' if before else 'tf32'}")
+        assert (matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (before, before)
+    finally:
+        matmul.allow_tf32 = was
+
+
+def test_a_full_disk_under_tensorboard_is_one_line(tmp_path, capsys, recwarn):
+    """Its thread would print a traceback of its own."""
+    log = run_log.RunLog(tmp_path, 0, 0)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (writer,) = log._board.all_writers.values()
+    events = writer.event_writer._async_writer
+    events._worker._record_writer.write = full
+    events._worker._record_writer.flush = full
+    values = dict.fromkeys(run_log.FIELDS, 1)
+    with pytest.raises(OSError):
+        for _ in range(100):
+            log.row(values)
+            log._board.flush()
+    events._worker.join()
+    assert "Traceback" not in capsys.readouterr().err
+    assert [str(w.message) for w in recwarn if "TensorBoard's events" in str(w.message)]
+    threading.excepthook = log._hook

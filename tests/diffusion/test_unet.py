@@ -310,3 +310,12 @@ def test_wrong_inputs(options, shape, t, labels, words):
 def test_strided_input_is_refused():
     with pytest.raises(ValueError, match="contiguous NHWC"):
         tiny().forward_nhwc(torch.randn(2, 2, 8, 8).permute(0, 2, 3, 1), T)
+
+
+def test_a_wrong_shape_is_said_in_the_order_that_was_given():
+    model = UNet(**TINY)
+    t = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"x has shape \(1, 3, 8, 8\); expected \[N, 2, H, W\]"):
+        model(torch.zeros(1, 3, 8, 8), t)
+    with pytest.raises(ValueError, match=r"x has shape \(1, 2, 8, 8\); expected \[N, H, W, 2\]"):
+        model.forward_nhwc(torch.zeros(1, 2, 8, 8), t)
