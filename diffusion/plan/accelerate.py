@@ -25,7 +25,10 @@ class Accelerated(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self._plans: dict[tuple, tuple[Plan, bool]] = {}
+        self._plans: dict[tuple, Plan] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_plans": {}}  # plans are made again
 
     def __getattr__(self, name: str) -> Any:
         try:

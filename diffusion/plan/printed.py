@@ -63,7 +63,6 @@ class Line:
 def lines(plan: Plan, gpu: Gpu) -> list[Line]:
     """The page of a plan, in the order in which it runs."""
     kernels = launched(plan, gpu)
-    fixed = of_parameters(plan)
     found = []
     for i, node in enumerate(plan.schedule.nodes):
         moved, flops = bytes_of(node), flops_of(node)
@@ -74,7 +73,7 @@ def lines(plan: Plan, gpu: Gpu) -> list[Line]:
         found.append(
             Line(
                 node,
-                "parameters" if node in fixed else pass_,
+                "parameters" if node in plan.schedule.fixed else pass_,
                 names,
                 config,
                 plan.schedule.stream[node],
@@ -84,18 +83,6 @@ def lines(plan: Plan, gpu: Gpu) -> list[Line]:
                 "; ".join(reasons),
             )
         )
-    return found
-
-
-def of_parameters(plan: Plan) -> set[Node]:
-    """Nodes that depend on parameters and constants alone: casts to 16 bits, filters side by
-    side."""
-    fixed = {*plan.graph.parameters.values(), *plan.graph.constants}
-    found = set()
-    for node in plan.schedule.forward:
-        if all(value in fixed for value in node.inputs.values()):
-            fixed.update(node.outputs.values())
-            found.add(node)
     return found
 
 

@@ -6,6 +6,9 @@ The rules, all of them here:
 - Backward nodes run in the order in which `differentiate` made them, which is that of the chain
   through the network, but for gradients of weights: nobody waits for those. They go to a second
   stream, behind what they read, in groups of `GROUP` at most.
+- What depends on parameters and constants alone (casts to 16 bits, filters side by side) is named
+  `fixed`: it would have to be made once for each update of them. `accelerate` makes it in every
+  call, for nobody is told when a parameter changes (through `.data`, say).
 - A value dies with its last reader; what backward reads lives until then, unless it is made again.
 - Memory is one arena: each value, the largest first, gets the lowest place that is free during its
   life.
@@ -37,6 +40,7 @@ class Schedule:
     arena: int = 0  # bytes of it
     peak: int = 0  # bytes of what is alive at once, at most; the rest of the arena are holes
     buckets: list[tuple[int, list[Value]]] = field(default_factory=list)  # complete at node i
+    fixed: set[Node] = field(default_factory=set)  # forward nodes of parameters alone
 
     @property
     def forward(self) -> list[Node]:
@@ -62,6 +66,7 @@ def schedule(graph: Graph, start: int | None = None, grads: Sequence[Value] = ()
     made.place, made.arena = arena(nodes, made.last)
     made.peak = peak(nodes, made.last)
     made.buckets = _buckets(nodes, grads)
+    made.fixed = _fixed(graph, forward)
     return made
 
 
@@ -161,6 +166,16 @@ def lifetimes(
 
 def rounded(size: int) -> int:
     return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
+
+
+def _fixed(graph: Graph, forward: Sequence[Node]) -> set[Node]:
+    known = {*graph.parameters.values(), *graph.constants}
+    found = set()
+    for node in forward:
+        if all(value in known for value in node.inputs.values()):
+            known.update(node.outputs.values())
+            found.add(node)
+    return found
 
 
 def _buckets(nodes: Sequence[Node], grads: Sequence[Value]) -> list[tuple[int, list[Value]]]:

@@ -121,7 +121,11 @@ def test_every_op_of_the_table_has_a_gradient_or_is_part_of_a_norm():
     assert set(NORM) <= set(GRADIENTS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+FEW = [n for n in NAMES if any(s in n for s in ("padding 0", "google", "bias alone"))]
+# others, fused: test_fuse.py
+
+
+@pytest.mark.parametrize("name", FEW)
 def test_networks(name):
     module, args, kwargs = network(name)
     args = tuple(a.double() if a.is_floating_point() else a for a in args)
@@ -134,7 +138,7 @@ def test_networks(name):
     assert not unused
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(networks())
 def test_random_networks(drawn):
     module, args = drawn

@@ -47,14 +47,17 @@ def agree(module, args, kwargs=None):
     return max(float((y - z).abs().max() / z.abs().max()), *errors)
 
 
-@pytest.mark.parametrize("name", NAMES)
+FEW = [n for n in NAMES if any(s in n for s in ("film", "classes", "dropout", "size", "unet.cu"))]
+
+
+@pytest.mark.parametrize("name", FEW)
 def test_networks(name):
     module, args, kwargs = network(name)
     args = tuple(a.double() if a.is_floating_point() else a for a in args)
     assert agree(in_float64(module), args, kwargs) < BUDGET
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(networks())
 def test_random_networks(drawn):
     assert agree(*drawn) < BUDGET

@@ -16,18 +16,26 @@ from diffusion.runtime.backend import PRECISIONS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def page(*arguments: str) -> subprocess.CompletedProcess:
+def pages(*calls: list[str]) -> list[str]:
     """What the command prints. In a process without the interpreter, which has no kernels."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "diffusion.plan", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
-def test_kernels_of_a_training_step(tmp_path):
-    picture = tmp_path / "plan.png"
-    done = page("model=unet_tiny", "batch=4", "size=16", "mode=train", "gpu=h100", f"out={picture}")
+    code = (
+        f"from diffusion.plan.__main__ import main\nfor call in {calls!r}: main(call), print('=')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    rows = done.stdout.splitlines()
+    return done.stdout.split("=\n")
+
+
+def test_kernels_of_a_training_step_and_of_a_gpu_without_tma(tmp_path):
+    picture = tmp_path / "new" / "plan.png"
+    tiny = ["model=unet_tiny", "batch=2", "size=16"]
+    train, other, _ = pages(
+        [*tiny, "mode=train", "gpu=h100", f"out={picture}"], [*tiny, "gpu=a100"]
+    )
+    rows = train.splitlines()
     blocks = [row for row in rows if row.split()[1:2] and row.split()[1].startswith("conv_fused")]
     assert blocks and all("_kernel" in row and "models/layers.py:" in row for row in blocks)
     assert any("residual" in row for row in blocks)
@@ -36,11 +44,7 @@ def test_kernels_of_a_training_step(tmp_path):
     for said in ("forward: ", "backward: ", "parameters (once", "memory: ", "timeline: "):
         assert any(row.startswith(said) for row in rows), said
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_gpu_without_tma_has_other_kernels():
-    done = page("model=unet_tiny", "batch=2", "size=16", "gpu=a100")
-    assert "conv_pointer_forward_kernel" in done.stdout and "tma" not in done.stdout
+    assert "conv_pointer_forward_kernel" in other and "tma" not in other and "tma" in train
 
 
 @pytest.mark.parametrize(
@@ -60,23 +64,20 @@ def test_wrong_settings(argument, said):
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_flops_are_those_that_the_model_counts():
+def test_floors():
+    """Products are those that the model counts; time is at least that of memory and of products."""
     network, args, _ = example("unet_tiny", 3, "16", PRECISIONS["bf16"])
     made = plan(network.eval(), args)
     counted = sum(map(flops_of, made.schedule.nodes))
     assert counted == 3 * network.flops_per_image
+    for line in lines(made, GPUS["h200"]):
+        assert line.floor_us >= 1e6 * line.bytes / 4.23e12 * 0.999
+        assert line.floor_us >= 1e6 * line.flops / 790e12 * 0.999
 
 
 def test_a_policy_has_a_page(capsys):
-    main(["model=unet1d_small", "batch=2", "mode=train"])
-    assert "backward: " in capsys.readouterr().out
-
-
-def test_time_is_at_least_that_of_memory_and_of_products():
-    network, args, _ = example("unet_tiny", 2, "16", PRECISIONS["bf16"])
-    for line in lines(plan(network.eval(), args), GPUS["h200"]):
-        assert line.floor_us >= 1e6 * line.bytes / 4.23e12 * 0.999
-        assert line.floor_us >= 1e6 * line.flops / 790e12 * 0.999
+    main(["model=unet1d_small", "batch=2"])
+    assert "forward: " in capsys.readouterr().out
 
 
 def test_defaults():
