@@ -63,7 +63,7 @@ def other_chip(
 def _forget_kernels() -> None:
     """What is compiled is looked up by the device, which stays the same."""
     for kernel in gc.get_objects():
-        if isinstance(kernel, JITFunction):
+        if issubclass(type(kernel), JITFunction):  # some objects warn when asked for their class
             kernel.device_caches.clear()
 
 
