@@ -9,10 +9,14 @@ import torch
 from diffusion.errors import ConfigError
 from diffusion.runtime import backend
 from triton_kernels import canary
+from triton_kernels.conv.hopper import row_mma
 from triton_kernels.runtime import device as device_module
 from triton_kernels.runtime.device import describe, switch_off, switched_off
 
+from .chips import HOPPER
+
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SHAPE = canary._SHAPE
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +54,15 @@ def plant(monkeypatch):
 def test_right_kernels_stay_on(device):
     assert canary.kernels_off(device) == []
     assert switched_off() == {}
+
+
+def test_a_hopper_gpu_has_parts_for_the_weight_gradient():
+    """Where there are too few tiles to share, the kernel that it tries has none."""
+    n, h, w, ci, co = SHAPE
+    x, weight = torch.empty((n, h, w, ci), dtype=torch.bfloat16), torch.empty((co, ci, 3, 3))
+    with device_module.standing_for(HOPPER):
+        assert canary.WGRAD_TILE == row_mma.wgrad_tile(x, x, weight, (1, 1))
+        assert row_mma.wgrad_splits(x, weight) >= 2
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
+from triton_kernels.conv.hopper import row_mma
 from triton_kernels.registry import choose as registry
 from triton_kernels.registry import rows, search
 from triton_kernels.registry.kernel import Kernel, Op
@@ -81,6 +82,13 @@ def test_a_kernel_is_known_by_its_name(measured):
     assert type(choose()) is Other
     measured(row(8, kernel="gone"))
     assert choose() == TILES[0]
+
+
+def test_configurations_of_two_kernels_are_never_equal():
+    """Though they are tuples, of numbers that may be the same."""
+    assert row_mma.RowMma(256) == row_mma.RowMma(256) != row_mma.StationaryWeights(256)
+    assert row_mma.StationaryWeights(256) not in (row_mma.RowMma(256), (256,))
+    assert len({row_mma.RowMma(256), row_mma.StationaryWeights(256), row_mma.RowMma(256)}) == 2
 
 
 def test_a_configuration_that_is_not_listed_any_more_is_not_used(measured):

@@ -7,12 +7,14 @@ import torch
 import triton
 from torch import Tensor
 
+from ..registry.kernel import of_kernel
 from ..runtime.device import describe
 from . import hopper as head
 
 _Config = TypeVar("_Config", bound=tuple)
 
 
+@of_kernel("tiles")
 class Tile(NamedTuple):
     """The positions a program keeps, how many it takes at a time of the others, and its launch.
 
@@ -23,32 +25,31 @@ class Tile(NamedTuple):
     step: int
     num_warps: int
     num_stages: int
-    kernel = "tiles"
 
 
+@of_kernel("head")
 class HeadTile(NamedTuple):
     """Of `hopper`, which keeps the keys of a head in shared memory: it stages nothing."""
 
     keep: int
     step: int
-    kernel = "head"
 
 
+@of_kernel("head")
 class HeadGrad(NamedTuple):
     """Of its backward pass: keys that are kept, queries at a time."""
 
     keep: int
     step: int
-    kernel = "head"
 
 
+@of_kernel("tiles")
 class BwdConfig(NamedTuple):
     one_pass: bool  # one kernel that keeps all keys (T <= keep; 5 products), or two (7 products)
     keep: int  # as in `Tile`
     step: int
     num_warps: int
     num_stages: int
-    kernel = "tiles"
 
 
 # What `fwd_config` and `bwd_config` choose, and what may have been measured to be faster; each is

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..activations import check_activation
 from ..registry.choose import choose
+from ..registry.kernel import of_kernel
 from ..registry.spec import dtype_name
 from ..runtime.device import describe
 from .fused import conv_input_grad
@@ -40,12 +41,12 @@ class UpsampledFilters(NamedTuple):
     others: Tensor  # [CO, C2, 3, 3] in channels_last memory
 
 
+@of_kernel("upsampled")
 class Tile(NamedTuple):
     """What may be chosen."""
 
     pixels: int
     piecewise: int = 0  # 1: the result leaves in pieces; not in an input gradient
-    kernel = "upsampled"
 
 
 # --- filters --------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from torch import Tensor
 from ..activations import rounded_grad
 from ..hopper.descriptors import SUPPORTED, takes
 from ..registry.choose import choose
+from ..registry.kernel import of_kernel
 from ..registry.spec import dtype_name
 from ..runtime.device import describe, on_gpu
 from .multi_pass import Halves, Params, empty_like, extent, row_strides
@@ -41,6 +42,7 @@ if SUPPORTED:
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 
+@of_kernel("cluster")
 class ClusterConfig(NamedTuple):
     """How a sample's channels are cut into clusters, and their pixels into thread blocks."""
 
@@ -52,7 +54,6 @@ class ClusterConfig(NamedTuple):
     # Backward, groups of tiles from a request to the sums of what it brings, which are then taken
     # while the task before is written; 0: when that is done
     lag: int = 0
-    kernel = "cluster"
 
 
 _MOST_BYTES = 110 * 1024  # of an image that a thread block keeps: two to a multiprocessor

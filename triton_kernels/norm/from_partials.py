@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..activations import check_activation, rounded_grad
 from ..registry.choose import choose
+from ..registry.kernel import of_kernel
 from ..registry.spec import dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import describe
@@ -35,6 +36,7 @@ _SMALL_IMAGE = 256  # pixels
 _MIN_PROGRAMS = 264  # below this a program has fewer tiles
 
 
+@of_kernel("from_partials")
 class SumsConfig(NamedTuple):
     """What a program does."""
 
@@ -42,7 +44,6 @@ class SumsConfig(NamedTuple):
     tile: int  # elements
     tiles: int  # of a large image
     num_warps: int
-    kernel = "from_partials"
 
 
 _CONFIGS = [

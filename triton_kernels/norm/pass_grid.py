@@ -9,16 +9,18 @@ from typing import NamedTuple
 
 import triton
 
+from ..registry.kernel import of_kernel
+
 _MIN_PROGRAMS = 1024  # below this the chunk of a program is cut down to fill the chip
 
 
+@of_kernel("pass")
 class PassConfig(NamedTuple):
     """What a program of a pass does."""
 
     tile: int  # elements of a tile
     tiles: int  # tiles of a program in a large image
     num_warps: int
-    kernel = "pass"
 
 
 class PassGrid(NamedTuple):

@@ -7,6 +7,21 @@ from typing import Any, Generic, TypeVar
 from ..runtime.device import Device
 from .spec import Spec
 
+
+def of_kernel(name: str) -> Callable[[type], type]:
+    """A configuration's class, a NamedTuple, is that of the kernel of this name: its members equal
+    no tuple of another kind, whatever their numbers."""
+
+    def named(kind: type) -> type:
+        kind.kernel = name
+        kind.__eq__ = lambda self, other: type(other) is kind and tuple.__eq__(self, other)
+        kind.__ne__ = lambda self, other: not self == other
+        kind.__hash__ = lambda self: hash((name, *self))
+        return kind
+
+    return named
+
+
 C = TypeVar("C", bound=tuple)  # a configuration: a NamedTuple, whose fields a measured row names
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...hopper.descriptors import SUPPORTED, in_boxes, takes
 from ...reductions.column_sum import num_splits
 from ...reductions.long_sums import fewest_parts
+from ...registry.kernel import of_kernel
 from ...runtime.device import describe
 from . import row_mma as gluon_rows
 
@@ -34,6 +35,7 @@ class Gradient(NamedTuple):
     out: Tensor  # [CO, CI, R, S]
 
 
+@of_kernel("group_wgrad")
 class Tile(NamedTuple):
     """What one program adds up: channels of dy and of x, in blocks of 64, and pixels a step, too.
     Of 3x3 filters a block each and 256 pixels."""
@@ -45,7 +47,6 @@ class Tile(NamedTuple):
     programs: int  # a multiprocessor
     even: int  # 0: a program wherever there is room; 1: as many for each block, so that none has
     # parts of two; 2: half as many for each, which write half as many parts
-    kernel = "group_wgrad"
 
 
 ROWS = tuple(Tile(1, 1, 4, _STAGES_OF_ROWS, 1, even) for even in (0, 1, 2))

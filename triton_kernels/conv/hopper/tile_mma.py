@@ -25,7 +25,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes
-from ...registry.kernel import Kernel
+from ...registry.kernel import Kernel, of_kernel
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
@@ -38,12 +38,12 @@ if SUPPORTED:
     from .tile_mma_kernels import conv_tiles_kernel
 
 
+@of_kernel("tile_mma")
 class TileMma(NamedTuple):
     """What a program of this kernel takes at a time."""
 
     block_m: int  # pixels of a tile
     filters_with_pixels: bool  # three of them, under the barrier of their block of pixels
-    kernel = "tile_mma"
     rows = 1  # tiles one below the other
 
 

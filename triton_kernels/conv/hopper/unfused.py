@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes, takes
+from ...registry.kernel import of_kernel
 from ...runtime.device import describe
 from ..plain.tma_boxes import is_pointwise
 from .operands import filters_in_boxes
@@ -26,28 +27,29 @@ if SUPPORTED:
     from .unfused_tiles_tf32 import conv_bare_tiles_tf32_kernel
 
 
+@of_kernel("unfused_tiles")
 class UnfusedTiles(NamedTuple):
     """3x3 filters: pixels of a tile."""
 
     block_m: int
-    kernel = "unfused_tiles"
 
 
+@of_kernel("unfused_tiles_tf32")
 class UnfusedTilesTf32(NamedTuple):
     """The same in TF32."""
 
     block_m: int
-    kernel = "unfused_tiles_tf32"
 
 
+@of_kernel("unfused_pointwise")
 class UnfusedPointwise(NamedTuple):
     """1x1 filters that stay in shared memory."""
 
     block_c: int
     block_m: int
-    kernel = "unfused_pointwise"
 
 
+@of_kernel("unfused_single_tile")
 class UnfusedSingleTile(NamedTuple):
     """A tile of 1x1 filters a program, for which it asks all at once."""
 
@@ -55,9 +57,9 @@ class UnfusedSingleTile(NamedTuple):
     block_m: int
     num_warps: int
     programs: int  # that may share a multiprocessor
-    kernel = "unfused_single_tile"
 
 
+@of_kernel("unfused_single_tile_tf32")
 class UnfusedSingleTileTf32(NamedTuple):
     """The same of an input gradient in TF32."""
 
@@ -65,15 +67,14 @@ class UnfusedSingleTileTf32(NamedTuple):
     block_m: int
     num_warps: int
     programs: int
-    kernel = "unfused_single_tile_tf32"
 
 
+@of_kernel("unfused_ring")
 class UnfusedRing(NamedTuple):
     """1x1 filters in a ring beside the pixels: long sums over many tiles."""
 
     block_c: int
     block_m: int
-    kernel = "unfused_ring"
 
 
 # (channels, pixels) of a program that does 1x1 filters; the last one spills a little

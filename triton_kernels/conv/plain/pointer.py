@@ -15,6 +15,7 @@ from torch import Tensor
 from ...activations import check_activation, rounded_grad
 from ...noise.dropout import Mask, mask_arguments
 from ...registry.choose import choose
+from ...registry.kernel import of_kernel
 from ...registry.spec import dtype_name
 from ...runtime.device import describe
 from .pointer_kernels import conv_pointer_forward_kernel, conv_pointer_input_grad_kernel
@@ -29,6 +30,7 @@ from .tma_boxes import (
 )
 
 
+@of_kernel("pointer")
 class PointerTile(NamedTuple):
     """What one program computes."""
 
@@ -38,7 +40,6 @@ class PointerTile(NamedTuple):
     num_warps: int
     num_stages: int  # of which one is no buffer
     rows: int = 1  # tiles one below the other, which share loads
-    kernel = "pointer"
 
 
 TILES = [

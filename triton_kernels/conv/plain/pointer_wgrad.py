@@ -16,12 +16,14 @@ from torch import Tensor
 
 from ...reductions.column_sum import num_splits
 from ...reductions.long_sums import fewest_parts
+from ...registry.kernel import of_kernel
 from ...registry.spec import dtype_name
 from ...runtime.device import describe
 from ..configs import choose_plan, plans_around
 from .tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box, row_box
 
 
+@of_kernel("pointer_wgrad")
 class PointerWgradTile(NamedTuple):
     """What one program computes."""
 
@@ -32,7 +34,6 @@ class PointerWgradTile(NamedTuple):
     num_warps: int
     num_stages: int  # of which one is no buffer
     rows: int = 1  # of pixels one below the other a step, of 3x3 filters: taps are a column of them
-    kernel = "pointer_wgrad"
 
 
 TILES = [

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...registry.choose import choose
+from ...registry.kernel import of_kernel
 from ...registry.spec import dtype_name
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import describe
@@ -30,6 +31,7 @@ from .tma_boxes import count_boxes, in_boxes, pixel_box, tile_sizes, weight_in_b
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 
+@of_kernel("split_k")
 class SplitConfig(NamedTuple):
     """What one program computes, and the number of parts."""
 
@@ -39,7 +41,6 @@ class SplitConfig(NamedTuple):
     num_warps: int
     num_stages: int
     splits: int
-    kernel = "split_k"
 
 
 # Tiles that keep both operands of wgmma in shared memory; few pixels, since the images are small.

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...registry.choose import choose
+from ...registry.kernel import of_kernel
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import describe
 from ...tf32 import split_to_tf32
@@ -41,6 +42,7 @@ from .tma_boxes import (
 from .transpose_weights import split, turn_filters
 
 
+@of_kernel("tf32x3")
 class Config(NamedTuple):
     """What one program of the forward or of the input gradient computes."""
 
@@ -50,16 +52,15 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     in_registers: bool = False  # numbers are split there, without copies
-    kernel = "tf32x3"
 
 
+@of_kernel("linear_tf32x3")
 class LinearConfig(NamedTuple):
     """Of `linear_tf32x3`: split in registers, in chunks of the sum side by side."""
 
     block_c: int
     block_m: int
     num_warps: int
-    kernel = "linear_tf32x3"
 
 
 _GATHER = gather.Config(64, 64, 32, 4, 3)  # whose products are FMAs

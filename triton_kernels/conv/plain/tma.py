@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...reductions.column_sum import partials, sum_partials
 from ...registry.choose import choose
+from ...registry.kernel import of_kernel
 from ...registry.spec import dtype_name
 from ...runtime.dependent_launch import await_inputs, following, overlapping
 from ...runtime.device import describe
@@ -37,6 +38,7 @@ from .tma_boxes import (
 from .transpose_weights import turn_filters
 
 
+@of_kernel("tma")
 class Config(NamedTuple):
     """What one program of the forward or of the input gradient computes."""
 
@@ -47,14 +49,13 @@ class Config(NamedTuple):
     num_stages: int
     rows: int = 1  # pixel tiles one below the other, which share loads; see `multiply_rows`
     parts: int = 1  # of the sum, each of a program, added up by a second launch
-    kernel = "tma"
 
 
+@of_kernel("transpose_first")
 class TransposeFirst(NamedTuple):
     """Of an input gradient: filters are transposed before, by `conv.plain.transpose_weights`."""
 
     launches: int = 2
-    kernel = "transpose_first"
 
 
 # Tiles that keep both operands of wgmma in shared memory and spill no register.

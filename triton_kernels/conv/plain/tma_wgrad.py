@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...reductions.column_sum import num_splits
 from ...reductions.long_sums import fewest_parts
+from ...registry.kernel import of_kernel
 from ...registry.spec import dtype_name
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import describe
@@ -23,6 +24,7 @@ from ..hopper import row_mma as gluon_rows
 from .tma_boxes import addressable, as_one_row, count_boxes, in_boxes, is_pointwise, wgrad_box
 
 
+@of_kernel("tma_wgrad")
 class WgradConfig(NamedTuple):
     """What one program of the weight gradient computes."""
 
@@ -32,7 +34,6 @@ class WgradConfig(NamedTuple):
     taps: int  # neighbours in a row of the filter, which share one load of dy: 1 or 3
     num_warps: int
     num_stages: int
-    kernel = "tma_wgrad"
 
 
 WEIGHT_GRAD = (WgradConfig, gluon_rows.RowWgrad)

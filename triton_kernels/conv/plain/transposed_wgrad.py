@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...reductions.column_sum import num_splits
 from ...reductions.long_sums import fewest_parts
+from ...registry.kernel import of_kernel
 from ...registry.spec import dtype_name
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import describe
@@ -39,6 +40,7 @@ from .tma_boxes import addressable, is_pointwise
 from .transpose_weights import turn_pixels
 
 
+@of_kernel("transposed_wgrad")
 class WgradConfig(NamedTuple):
     """What one program of the weight gradient computes."""
 
@@ -53,7 +55,6 @@ class WgradConfig(NamedTuple):
     # is then; 4: the same, in float32 with the small products in bfloat16;
     # 5: `conv.hopper.fp16_split_wgrad`
     tensor_cores: int = 1
-    kernel = "transposed_wgrad"
 
 
 POINTS_CONFIGS = [
