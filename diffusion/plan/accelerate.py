@@ -76,7 +76,11 @@ class Accelerated(nn.Module):
         trains = gradients and any(p.requires_grad for p in self.module.parameters())
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         of_inputs = tuple(i for i, x in enumerate(tensors) if gradients and x.requires_grad)
-        return plan(self.module, args, kwargs, trains=trains, of_inputs=of_inputs)
+        made = plan(self.module, args, kwargs, trains=trains, of_inputs=of_inputs)
+        device = next((x.device for x in (*tensors, *self.module.parameters())), None)
+        constants = made.graph.constants
+        made.graph.constants = {value: x.to(device) for value, x in constants.items()}
+        return made
 
     def _key(self, leaves: list, spec: pytree.TreeSpec) -> tuple:
         """Everything that a plan depends on."""
@@ -113,8 +117,8 @@ class _Evaluation:
         given = [x.detach() for x in (*inputs, *parameters)]
         starts = [*graph.inputs, *graph.parameters.values()]
         self.values: dict[Value, Tensor] = dict(zip(starts, given, strict=True))
+        self.values.update(graph.constants)
         device = next((x.device for x in given), torch.device("cpu"))
-        self.values.update({v: x.to(device) for v, x in graph.constants.items()})
         with torch.autocast(device.type, enabled=False):
             run(made.schedule.forward, self.values, made.schedule.last, launcher(device))
         self.outputs = tuple(self.values[v] for v in graph.outputs)
