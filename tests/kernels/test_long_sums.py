@@ -95,8 +95,8 @@ def test_error_does_not_grow_with_the_batch(monkeypatch):
     assert max(errors.values()) < bound
     assert errors[4096] < 1.5 * errors[512]
     monkeypatch.setattr(long_sums, "MOST_PRODUCTS", 10**9)
-    unlimited = relative_error(2048, planned(2048, 128))
-    assert unlimited > 4 * bound > 4 * errors[2048]
+    unlimited = relative_error(4096, planned(4096, 128))
+    assert unlimited > 4 * bound > 4 * errors[4096]
 
 
 # --- the plans ------------------------------------------------------------------------------------
