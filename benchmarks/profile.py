@@ -64,8 +64,8 @@ _BY_KERNEL = (
         r"q_sample|denoise|^_draw_|^_normal_kernel|mse_loss|randn|randint",
     ),
     ("conv wgrad", r"wgrad|column_sum|^_sum_(partials|two|group)|^_linear_grads"),
-    ("conv dgrad", r"dgrad|conv_input_grad"),
-    ("conv fwd", r"fprop|conv_forward|stride2_fwd|^_linear_norm|^_norm_linear"),
+    ("conv dgrad", r"dgrad|conv_(pointer_)?input_grad"),
+    ("conv fwd", r"fprop|conv_(pointer_)?forward|stride2_fwd|^_linear_norm|^_norm_linear"),
     (
         "norm",
         r"group_?norm|^norm_|^_segment_sums|^_activation_grad|^_skip_dx"
