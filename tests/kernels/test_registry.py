@@ -13,6 +13,7 @@ from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
 from triton_kernels.conv.hopper import row_mma
 from triton_kernels.registry import choose as registry
 from triton_kernels.registry import rows, search
+from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.kernel import Kernel, Op
 from triton_kernels.registry.spec import ConvSpec
 from triton_kernels.runtime.device import Device
@@ -270,8 +271,21 @@ class TestSelect:
         assert "nothing to its epilogue but a bias" in considered["narrow_output"].refused
 
     def test_no_wgmma_no_hopper_kernel(self):
-        reasons = [k.refuse(self.spec(), AMPERE) for k in FORWARD.kernels if k.name != "tma"]
-        assert all("wgmma" in reason for reason in reasons)
+        reasons = {k.name: k.refuse(self.spec(), AMPERE) for k in FORWARD.kernels}
+        assert reasons.pop("pointer") is None and "TMA unit" in reasons.pop("tma")
+        assert reasons and all("wgmma" in reason for reason in reasons.values())
+
+    @pytest.mark.parametrize("channels", [64, 96, 320, 20, 3])
+    @pytest.mark.parametrize("gpu", CHIPS)
+    def test_every_chip_has_a_kernel(self, gpu, channels):
+        """Of any number of channels, and both passes; what is predicted is some microseconds."""
+        forward = self.spec(k=channels, c=channels, h=24, w=20)
+        grad = dataclasses.replace(forward, stats=False, activation="silu", first=channels)
+        for op, spec in ((FORWARD, forward), (INPUT_GRAD, grad)):
+            choice = registry.select(op, spec, CHIPS[gpu].gpu)
+            assert choice.config in choice.kernel.configs(spec, CHIPS[gpu].gpu)
+            if choice.kernel.cost is not None:
+                assert 1 < choice.kernel.cost(spec, CHIPS[gpu].gpu, choice.config) < 10_000
 
     def test_masks_are_told_apart(self):
         """A cache of decisions must not hand a layer with dropout what one without it takes."""

@@ -89,6 +89,7 @@ FORWARD = Op(
             cost=fused_tiles.cost,
             launch=fused_launch.forward,
         ),
+        pointer.FORWARD,
         *row_mma.KERNELS,
         tile_mma.KERNEL,
         narrow.KERNEL,
@@ -106,6 +107,7 @@ INPUT_GRAD = Op(
             cost=fused_tiles.cost,
             launch=fused_launch.input_grad,
         ),
+        pointer.INPUT_GRAD,
         *row_mma.KERNELS,
         tile_mma.KERNEL,
     ),
@@ -142,10 +144,6 @@ def conv_forward(
     _check(weight, x, residual, *(x for x, _ in extra))
     assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
     assert len(extra) <= 2
-    if pointer.serves(config, x, ci, width or co, *(other.shape[3] for other, _ in extra)):
-        terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
-        terms |= {"stats": stats, "width": width, "config": config}
-        return pointer.conv_forward(x, weight, bias, **terms)
     assert all(w1x1.shape == (co, other.shape[3]) for other, w1x1 in extra)
     width = co if width is None else width
     assert width == co or (co < width <= -(-co // 16) * 16 and not stats)
@@ -191,9 +189,6 @@ def conv_input_grad(
     _check(weight, dy, *inputs)
     assert sum(x.shape[3] for x in inputs) == ci and len(inputs) <= 2
     assert table.shape == (n, 4, ci) and table.is_contiguous()
-    if pointer.serves(config, dy, dy.shape[3], ci, inputs[0].shape[3]):
-        rest = {"inputs": inputs, "table": table, "activation": activation, "mask": mask}
-        return pointer.conv_input_grad(dy, weight, **rest, config=config)
     dz = _empty((n, h, w, ci), dtype=dy.dtype, device=dy.device)
     if config is None:
         rest = {"inputs": inputs, "table": table, "activation": activation, "mask": mask}

@@ -27,7 +27,7 @@ from ..registry.spec import dtype_name
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import describe
 from .plain import pointer, pointer_skip_dx
-from .plain.pointer import PointerTile
+from .plain.pointer_tiles import PointerTile
 from .plain.tile_edges import count_tiles, tile_number, zero_outside
 from .plain.tma import Config, tile_origin
 from .plain.tma_boxes import (

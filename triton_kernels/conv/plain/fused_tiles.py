@@ -5,6 +5,7 @@ import math
 import triton
 from torch import Tensor
 
+from ...registry.kernel import CLOCKS
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from .tma import Config
@@ -86,7 +87,8 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     if spec.stride != 1 or spec.r % 2 == 0 or spec.s % 2 == 0:
         return f"it does filters of odd sides and stride 1, not {spec.r}x{spec.s}, {spec.stride}"
     row = 16 // spec.itemsize
-    if odd := [c for c in (spec.k, spec.c, *spec.extra) if c % row]:
+    channels = (spec.k, spec.c, spec.first or 0, *spec.extra)
+    if odd := [c for c in channels if c % row]:
         return f"{odd[0]} channels are no multiple of {row}, which is 16 bytes"
     return None
 
@@ -110,11 +112,11 @@ def fitting(configs: list[Config], spec: ConvSpec, gpu: Device) -> list[Config]:
 
 
 def cost(spec: ConvSpec, gpu: Device, c: Config) -> float:
-    """Time by a crude model in clocks: a multiprocessor's programs multiply (2048 multiply-adds a
-    clock) or fetch (32 bytes a clock, where filters, which all programs read at about the same
-    time, count half) one after the other; filling the pipeline and the epilogue are hidden by the
-    other programs that fit beside. Tiles of several rows, whose products into one accumulator
-    Triton does not overlap, have to be timed: infinite."""
+    """Microseconds by a crude model in clocks: a multiprocessor's programs multiply (2048
+    multiply-adds a clock) or fetch (32 bytes a clock, where filters, which all programs read at
+    about the same time, count half) one after the other; filling the pipeline and the epilogue are
+    hidden by the other programs that fit beside. Tiles of several rows, whose products into one
+    accumulator Triton does not overlap, have to be timed: infinite."""
     if c.rows > 1:
         return math.inf
     box = box_of(c, spec.n, spec.h, spec.w, is_even(spec))
@@ -125,4 +127,4 @@ def cost(spec: ConvSpec, gpu: Device, c: Config) -> float:
     step = max(products / 2048, (of_x + of_w / 2) / 32)
     steps = spec.taps * triton.cdiv(spec.k, c.block_k)
     alone = 1500 + c.block_c * c.block_m / c.num_warps
-    return rounds * (steps * step + alone / min(_resident(c, spec, gpu), rounds))
+    return rounds * (steps * step + alone / min(_resident(c, spec, gpu), rounds)) / CLOCKS

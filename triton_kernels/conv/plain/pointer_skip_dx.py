@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .pointer import PointerTile, count_programs
 from .pointer_kernels import multiply, tile_pixels
+from .pointer_tiles import PointerTile, count_programs
 from .tma import tile_origin
 from .tma_boxes import is_ragged, tile_sizes
 

@@ -1,0 +1,47 @@
+"""What `python -m triton_kernels.explain` says."""
+
+import pytest
+
+from triton_kernels.explain import main, parse
+from triton_kernels.registry.chips import CHIPS
+from triton_kernels.registry.spec import ConvSpec
+
+LINE = "conv forward 128x64x64 64->64 3x3 bf16 residual stats"
+
+
+def test_words_become_a_spec():
+    op, spec = parse("conv2d input_grad 8x16x20 192->320 1x1 fp16 first=128 extra=64 extra=32 mask")
+    assert op.name == "conv_input_grad"
+    given = {"k": 192, "c": 320, "r": 1, "s": 1, "extra": (64, 32), "mask": True}
+    assert spec == ConvSpec(8, "fp16", 16, 20, first=128, activation="silu", **given)
+
+
+@pytest.mark.parametrize("gpu", CHIPS)
+def test_every_kernel_is_there_and_one_is_taken(gpu, capsys):
+    assert main([LINE, f"gpu={gpu}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    kernels = "tma", "pointer", "row_mma", "stationary_weights", "tile_mma", "narrow_output"
+    assert all(any(name in line for line in lines) for name in kernels)
+    assert sum("->" in line[:6] for line in lines) == 1
+    assert all("no: " in line or "can" in line or "taken" in line for line in lines[3:])
+
+
+def test_a_measured_row_is_named(capsys):
+    main([LINE, "gpu=h200"])
+    (taken,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  ->"))
+    assert "stationary_weights" in taken and "measured" in taken
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["conv forward 128x64x64 64->64 3x3 bf16 residue"], "'residue' means nothing"),
+        (["conv forward 64->64 3x3 bf16"], "128x64x64 is missing"),
+        (["conv 8x8x8 64->64 bf16"], "the pass is missing"),
+        ([LINE, "gpu=gtx1080"], "gpu=gtx1080 is unknown; choose one of h100"),
+        ([], "usage"),
+    ],
+)
+def test_what_is_not_understood_ends_with_2(words, message, capsys):
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
