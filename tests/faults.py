@@ -202,7 +202,7 @@ def flipped(faults: Faults, count: int) -> Row:
 def damaged(faults: Faults, count: int) -> Row:
     row = Row(
         "the newest checkpoint damaged (swapped, another step's, cut, missing, edited)",
-        expected="refused; what the error says to do ends with the same bits",
+        expected=f"refused; of {count}, what the error says to do ends with the same bits",
     )
 
     def swap(last: Path, one: str, two: str) -> None:

@@ -80,9 +80,6 @@ def _predicted(op: Op, spec: Spec, gpu: Device) -> Choice:
             if math.isfinite(cost) and (best is None or cost < best[0]):
                 best = cost, kernel, config
     if best is None:
-        for kernel in op.kernels:
-            if kernel.default is not None and kernel.refuse(spec, gpu) is None:
-                return Choice(kernel, kernel.default(spec, gpu), "rule of thumb")
         reasons = "; ".join(f"{k.name}: {k.refuse(spec, gpu)}" for k in op.kernels)
         raise ValueError(f"no kernel computes {op.name} of {spec}: {reasons}")
     return Choice(best[1], best[2], "predicted")

@@ -1,7 +1,7 @@
 """A row of the registry, and the operations that its rows compute."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ..runtime.device import Device
@@ -37,20 +37,13 @@ class Kernel(Generic[C]):
     configs: Callable[[Spec, Device], Sequence[C]]  # those that can; asked only if not refused
     # microseconds that a configuration is predicted to take; None: taken only where measured
     cost: Callable[[Spec, Device, C], float] | None = None
-    # the configuration that a rule of thumb takes where there is no cost model; only that of the
-    # first kernel that can do it counts
-    default: Callable[[Spec, Device], C] | None = None
     launch: Callable[..., None] | None = None  # of a configuration and the op's operands
-    # which of `configs` a row of another shape means, if not the one with equal fields
-    match: Callable[[C, Sequence[C]], C | None] | None = None
 
     def meant(self, row: dict[str, Any], listed: Sequence[C]) -> C | None:
         """The configuration that a measured row names, if it is listed."""
         if set(row) != set(self.config._fields):
             return None  # as another version of this package had it
         config = self.config(**row)
-        if self.match is not None:
-            return self.match(config, listed)
         return config if config in listed else None
 
 
@@ -63,7 +56,6 @@ class Op:
     key: tuple[str, ...]  # attributes of a spec on which a measurement depends, beside its `n`
     kernels: tuple[Kernel, ...]
     similar: bool = True  # whether rows of other shapes say something about a shape
-    aliases: dict[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         names = [kernel.name for kernel in self.kernels]

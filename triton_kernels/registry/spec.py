@@ -1,8 +1,8 @@
 """What is to be computed, and nothing of how: shapes, types and terms, without tensors.
 
-`n` is the batch (of attention, the heads of all samples) in every spec. Channels are named by what
-a product does with them: `k` are multiplied and summed up, `c` are those of the result; so the
-input gradient of a convolution from CI to CO channels has k = CO and c = CI.
+`n` is the batch in every spec. Channels are named by what a product does with them: `k` are
+multiplied and summed up, `c` are those of the result; so the input gradient of a convolution from
+CI to CO channels has k = CO and c = CI.
 """
 
 from dataclasses import dataclass
@@ -94,40 +94,3 @@ class ConvSpec(Spec):
         beside = self.residual + (self.activation is not None)
         read = self.n * self.h * self.w * (self.k + sum(self.extra)) + beside * result
         return (read + result + self.taps * self.k * self.c) * self.itemsize
-
-
-@dataclass(frozen=True)
-class NormSpec(Spec):
-    """act(norm(x)) of x [n, pixels, c], or of [x1, x2], or its gradient."""
-
-    pixels: int
-    c: int
-    c1: int  # channels of the first of two tensors; c if there is one
-    groups: int
-    activation: str = "identity"
-    backward: bool = False
-
-    @property
-    def bytes(self) -> int:
-        """Read and written at least once, of a pass that keeps nothing on the chip."""
-        passes = 5 if self.backward else 3
-        return passes * self.n * self.pixels * self.c * self.itemsize
-
-
-@dataclass(frozen=True)
-class AttentionSpec(Spec):
-    """Attention of n heads (of all samples) over t positions with d channels each."""
-
-    t: int
-    d: int
-    backward: bool = False
-
-    @property
-    def flops(self) -> int:
-        """Two products forward, five backward."""
-        return (5 if self.backward else 2) * 2 * self.n * self.t**2 * self.d
-
-    @property
-    def bytes(self) -> int:
-        """Queries, keys, values and the result; backward their gradients as well."""
-        return (8 if self.backward else 4) * self.n * self.t * self.d * self.itemsize
