@@ -212,7 +212,7 @@ def test_float32_on_tensor_cores_keeps_infinities(split, device):
     x = torch.ones(1, 3, 4, ci, device=device)
     tiles = {
         "before": None,
-        "in registers": next(c for c in conv_tf32x3.FWD_CONFIGS if c.tensor_cores == 2),
+        "in registers": next(c for c in conv_tf32x3.FWD_CONFIGS if c.in_registers),
         "in chunks": conv_tf32x3.LINEAR_CONFIGS[0],
         "gathered": None,  # where there are few channels of x,
         "all taps": None,  # and of y

@@ -7,14 +7,14 @@ import torch
 import triton
 from torch import Tensor
 
-from ..registry.kernel import of_kernel
+from ..registry.kernel import configures
 from ..runtime.device import describe
 from . import hopper as head
 
 _Config = TypeVar("_Config", bound=tuple)
 
 
-@of_kernel("tiles")
+@configures("tiles")
 class Tile(NamedTuple):
     """The positions a program keeps, how many it takes at a time of the others, and its launch.
 
@@ -27,7 +27,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-@of_kernel("head")
+@configures("head")
 class HeadTile(NamedTuple):
     """Of `hopper`, which keeps the keys of a head in shared memory: it stages nothing."""
 
@@ -35,7 +35,7 @@ class HeadTile(NamedTuple):
     step: int
 
 
-@of_kernel("head")
+@configures("head")
 class HeadGrad(NamedTuple):
     """Of its backward pass: keys that are kept, queries at a time."""
 
@@ -43,7 +43,7 @@ class HeadGrad(NamedTuple):
     step: int
 
 
-@of_kernel("tiles")
+@configures("tiles")
 class BwdConfig(NamedTuple):
     one_pass: bool  # one kernel that keeps all keys (T <= keep; 5 products), or two (7 products)
     keep: int  # as in `Tile`

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..reductions.column_sum import partials, sum_partials
 from ..registry.choose import choose, same_tile
-from ..registry.kernel import of_kernel
+from ..registry.kernel import configures
 from ..runtime.device import describe
 
 
@@ -45,7 +45,7 @@ def _plan_of(config: type[C]) -> type:
     """The fields of a kernel's configuration and, behind them, the number of parts."""
     plan = namedtuple(f"{config.__name__}Plan", [*config._fields, "splits"])
     plan.config = config
-    return of_kernel(config.kernel)(plan)
+    return configures(config.kernel)(plan)
 
 
 def plans_around(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..activations import check_activation
 from ..registry.choose import choose
-from ..registry.kernel import of_kernel
+from ..registry.kernel import configures
 from ..registry.spec import dtype_name
 from ..runtime.device import describe
 from .fused import conv_input_grad
@@ -41,7 +41,7 @@ class UpsampledFilters(NamedTuple):
     others: Tensor  # [CO, C2, 3, 3] in channels_last memory
 
 
-@of_kernel("upsampled")
+@configures("upsampled")
 class Tile(NamedTuple):
     """What may be chosen."""
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..registry.choose import choose
-from ..registry.kernel import of_kernel
+from ..registry.kernel import configures
 from ..registry.spec import dtype_name
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import describe
@@ -27,7 +27,7 @@ from .wgrad_pair import conv_two_weight_grads
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 
-@of_kernel("in_turn")
+@configures("in_turn")
 class _InTurn(NamedTuple):
     """Two after two, or one after the other."""
 

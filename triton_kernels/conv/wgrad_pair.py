@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..registry.choose import choose
-from ..registry.kernel import of_kernel
+from ..registry.kernel import configures
 from ..registry.spec import dtype_name
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import describe
@@ -25,14 +25,14 @@ _MANY_SPLITS = 4
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 
-@of_kernel("row_wgrad_pair")
+@configures("row_wgrad_pair")
 class _Together(NamedTuple):
     """Both in one launch."""
 
     splits: int  # parts of either sum
 
 
-@of_kernel("one_by_one")
+@configures("one_by_one")
 class _OneByOne(NamedTuple):
     """Each by `conv_weight_grad`."""
 

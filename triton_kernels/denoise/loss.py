@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from ..reductions.last_program import zero_counters
 from ..registry.choose import choose
-from ..registry.kernel import of_kernel
+from ..registry.kernel import configures
 from ..registry.spec import dtype_name
 from ..runtime.device import describe
 from ..runtime.library import derivative, op
@@ -22,7 +22,7 @@ PREDICTIONS = ("epsilon", "sample", "v_prediction")
 _GRAD_BLOCK = 2048  # elements of a program of its gradient
 
 
-@of_kernel("denoise_loss")
+@configures("denoise_loss")
 class _LossConfig(NamedTuple):
     block: int  # evaluations of Philox at a time, each good for four elements
     blocks: int  # of a program; with all of a sample's there are no partial sums to add

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..activations import rounded_grad
 from ..hopper.descriptors import SUPPORTED, takes
 from ..registry.choose import choose
-from ..registry.kernel import of_kernel
+from ..registry.kernel import configures
 from ..registry.spec import dtype_name
 from ..runtime.device import describe, on_gpu
 from .multi_pass import Halves, Params, empty_like, extent, row_strides
@@ -42,7 +42,7 @@ if SUPPORTED:
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 
-@of_kernel("cluster")
+@configures("cluster")
 class ClusterConfig(NamedTuple):
     """How a sample's channels are cut into clusters, and their pixels into thread blocks."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..activations import check_activation, rounded_grad
 from ..registry.choose import choose
-from ..registry.kernel import of_kernel
+from ..registry.kernel import configures
 from ..registry.spec import dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import describe
@@ -36,7 +36,7 @@ _SMALL_IMAGE = 256  # pixels
 _MIN_PROGRAMS = 264  # below this a program has fewer tiles
 
 
-@of_kernel("from_partials")
+@configures("from_partials")
 class SumsConfig(NamedTuple):
     """What a program does."""
 

@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from .. import reference
 from ..activations import check_activation
 from ..registry.choose import choose
-from ..registry.kernel import of_kernel
+from ..registry.kernel import configures
 from ..registry.spec import dtype_name
 from ..runtime.device import describe
 from ..runtime.layout import DTYPES, check_nhwc, check_second, check_shape, has_kernels
@@ -55,17 +55,17 @@ from .single_program import has_wide_rows, is_resident, resident_bwd, resident_f
 # --- three ways -----------------------------------------------------------------------------------
 
 
-@of_kernel("multi_pass")
+@configures("multi_pass")
 class _MultiPass(NamedTuple):
     """In passes over memory."""
 
 
-@of_kernel("single_program")
+@configures("single_program")
 class _SingleProgram(NamedTuple):
     """An image, or groups of one, by one program."""
 
 
-@of_kernel("cluster")
+@configures("cluster")
 class _Cluster(NamedTuple):
     """By thread blocks that wait for each other."""
 

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import triton
 
-from ..registry.kernel import of_kernel
+from ..registry.kernel import configures
 
 _MIN_PROGRAMS = 1024  # below this the chunk of a program is cut down to fill the chip
 
 
-@of_kernel("pass")
+@configures("pass")
 class PassConfig(NamedTuple):
     """What a program of a pass does."""
 

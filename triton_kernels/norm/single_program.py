@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..activations import activate
 from ..registry.choose import choose
-from ..registry.kernel import of_kernel
+from ..registry.kernel import configures
 from ..registry.spec import dtype_name
 from ..runtime.device import describe
 from .multi_pass import Halves, Params, empty_like, extent, row_strides
@@ -26,7 +26,7 @@ from .multi_pass_kernels import affine, coefficients, normalised_and_dz
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 
-@of_kernel("single_program")
+@configures("single_program")
 class _Config(NamedTuple):
     groups: int  # of a program
     num_warps: int

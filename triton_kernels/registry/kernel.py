@@ -10,7 +10,7 @@ from .spec import Spec
 CLOCKS = 1755.0  # a microsecond, of an H100: only ratios of costs decide
 
 
-def of_kernel(name: str) -> Callable[[type], type]:
+def configures(name: str) -> Callable[[type], type]:
     """A configuration's class, a NamedTuple, is that of the kernel of this name: its members equal
     no tuple of another kind, whatever their numbers."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...hopper.descriptors import SUPPORTED, in_boxes, takes
 from ...reductions.column_sum import num_splits
 from ...reductions.long_sums import fewest_parts
-from ...registry.kernel import of_kernel
+from ...registry.kernel import configures
 from ...runtime.device import describe
 from . import row_mma as gluon_rows
 
@@ -35,7 +35,7 @@ class Gradient(NamedTuple):
     out: Tensor  # [CO, CI, R, S]
 
 
-@of_kernel("group_wgrad")
+@configures("group_wgrad")
 class Tile(NamedTuple):
     """What one program adds up: channels of dy and of x, in blocks of 64, and pixels a step, too.
     Of 3x3 filters a block each and 256 pixels."""

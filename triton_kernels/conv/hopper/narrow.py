@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 
 from ...hopper.descriptors import SUPPORTED, missing
-from ...registry.kernel import Kernel, of_kernel
+from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
@@ -27,7 +27,7 @@ _WARPS = 9  # two warpgroups that multiply, and a warp that loads
 _RESERVED = 6144  # bytes of shared memory for barriers, 2 KB of y a warpgroup, and the hardware
 
 
-@of_kernel("narrow_output")
+@configures("narrow_output")
 class NarrowOutput(NamedTuple):
     """Pairs of rows of 64 or 128 pixels, 16 channels of the result."""
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes, missing, takes
 from ...reductions.long_sums import fewest_parts
-from ...registry.kernel import Kernel, of_kernel
+from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
@@ -51,7 +51,7 @@ _STAGES_OF_16 = 4  # of pixels of 64 channels and of 16
 _MOST_EXTRA = 192  # channels of 1x1 convolutions whose filters have room there too
 
 
-@of_kernel("row_mma")
+@configures("row_mma")
 class RowMma(NamedTuple):
     """Tiles of rows of 64 pixels."""
 
@@ -59,7 +59,7 @@ class RowMma(NamedTuple):
     rows = 1  # tiles one below the other
 
 
-@of_kernel("stationary_weights")
+@configures("stationary_weights")
 class StationaryWeights(NamedTuple):
     """Tiles of two or four rows of 64 pixels; the filters of 64 channels stay in shared memory."""
 
@@ -67,7 +67,7 @@ class StationaryWeights(NamedTuple):
     rows = 1
 
 
-@of_kernel("narrow_input")
+@configures("narrow_input")
 class NarrowInput(NamedTuple):
     """The same of 16 channels, whose filters stay in registers."""
 
@@ -75,7 +75,7 @@ class NarrowInput(NamedTuple):
     rows = 1
 
 
-@of_kernel("row_wgrad")
+@configures("row_wgrad")
 class RowWgrad(NamedTuple):
     """A block of 64x64 channels and all nine taps a program, or of 64x16."""
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes
-from ...registry.kernel import Kernel, of_kernel
+from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
@@ -38,7 +38,7 @@ if SUPPORTED:
     from .tile_mma_kernels import conv_tiles_kernel
 
 
-@of_kernel("tile_mma")
+@configures("tile_mma")
 class TileMma(NamedTuple):
     """What a program of this kernel takes at a time."""
 

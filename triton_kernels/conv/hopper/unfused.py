@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes, takes
-from ...registry.kernel import of_kernel
+from ...registry.kernel import configures
 from ...runtime.device import describe
 from ..plain.tma_boxes import is_pointwise
 from .operands import filters_in_boxes
@@ -27,21 +27,21 @@ if SUPPORTED:
     from .unfused_tiles_tf32 import conv_bare_tiles_tf32_kernel
 
 
-@of_kernel("unfused_tiles")
+@configures("unfused_tiles")
 class UnfusedTiles(NamedTuple):
     """3x3 filters: pixels of a tile."""
 
     block_m: int
 
 
-@of_kernel("unfused_tiles_tf32")
+@configures("unfused_tiles_tf32")
 class UnfusedTilesTf32(NamedTuple):
     """The same in TF32."""
 
     block_m: int
 
 
-@of_kernel("unfused_pointwise")
+@configures("unfused_pointwise")
 class UnfusedPointwise(NamedTuple):
     """1x1 filters that stay in shared memory."""
 
@@ -49,7 +49,7 @@ class UnfusedPointwise(NamedTuple):
     block_m: int
 
 
-@of_kernel("unfused_single_tile")
+@configures("unfused_single_tile")
 class UnfusedSingleTile(NamedTuple):
     """A tile of 1x1 filters a program, for which it asks all at once."""
 
@@ -59,7 +59,7 @@ class UnfusedSingleTile(NamedTuple):
     programs: int  # that may share a multiprocessor
 
 
-@of_kernel("unfused_single_tile_tf32")
+@configures("unfused_single_tile_tf32")
 class UnfusedSingleTileTf32(NamedTuple):
     """The same of an input gradient in TF32."""
 
@@ -69,7 +69,7 @@ class UnfusedSingleTileTf32(NamedTuple):
     programs: int
 
 
-@of_kernel("unfused_ring")
+@configures("unfused_ring")
 class UnfusedRing(NamedTuple):
     """1x1 filters in a ring beside the pixels: long sums over many tiles."""
 

@@ -13,21 +13,21 @@ from torch import Tensor
 from ...reductions.column_sum import num_splits
 from ...reductions.long_sums import fewest_parts
 from ...registry.choose import choose
-from ...registry.kernel import of_kernel
+from ...registry.kernel import configures
 from ...registry.spec import dtype_name
 from ...runtime.device import describe
 from ...tf32 import split_to_tf32
 from ..configs import FwdTile, WgradTile, choose_plan, plans_around
 
 
-@of_kernel("gather")
+@configures("gather")
 class Config(FwdTile):
     """What one program of the forward or of the input gradient computes."""
 
     __slots__ = ()
 
 
-@of_kernel("gather_wgrad")
+@configures("gather_wgrad")
 class WgradConfig(WgradTile):
     """What one program of the weight gradient computes."""
 

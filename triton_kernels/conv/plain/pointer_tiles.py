@@ -6,14 +6,14 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from ...registry.kernel import CLOCKS, of_kernel
+from ...registry.kernel import CLOCKS, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from .fused_tiles import box_of, is_even
 from .tma_boxes import count_boxes
 
 
-@of_kernel("pointer")
+@configures("pointer")
 class PointerTile(NamedTuple):
     """What one program computes."""
 

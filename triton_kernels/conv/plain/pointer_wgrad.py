@@ -16,14 +16,14 @@ from torch import Tensor
 
 from ...reductions.column_sum import num_splits
 from ...reductions.long_sums import fewest_parts
-from ...registry.kernel import of_kernel
+from ...registry.kernel import configures
 from ...registry.spec import dtype_name
 from ...runtime.device import describe
 from ..configs import choose_plan, plans_around
 from .tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box, row_box
 
 
-@of_kernel("pointer_wgrad")
+@configures("pointer_wgrad")
 class PointerWgradTile(NamedTuple):
     """What one program computes."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...registry.choose import choose
-from ...registry.kernel import of_kernel
+from ...registry.kernel import configures
 from ...registry.spec import dtype_name
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import describe
@@ -31,7 +31,7 @@ from .tma_boxes import count_boxes, in_boxes, pixel_box, tile_sizes, weight_in_b
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 
-@of_kernel("split_k")
+@configures("split_k")
 class SplitConfig(NamedTuple):
     """What one program computes, and the number of parts."""
 

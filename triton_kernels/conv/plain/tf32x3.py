@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...registry.choose import choose
-from ...registry.kernel import of_kernel
+from ...registry.kernel import configures
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import describe
 from ...tf32 import split_to_tf32
@@ -42,7 +42,7 @@ from .tma_boxes import (
 from .transpose_weights import split, turn_filters
 
 
-@of_kernel("tf32x3")
+@configures("tf32x3")
 class Config(NamedTuple):
     """What one program of the forward or of the input gradient computes."""
 
@@ -54,7 +54,7 @@ class Config(NamedTuple):
     in_registers: bool = False  # numbers are split there, without copies
 
 
-@of_kernel("linear_tf32x3")
+@configures("linear_tf32x3")
 class LinearConfig(NamedTuple):
     """Of `linear_tf32x3`: split in registers, in chunks of the sum side by side."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...reductions.column_sum import partials, sum_partials
 from ...registry.choose import choose
-from ...registry.kernel import of_kernel
+from ...registry.kernel import configures
 from ...registry.spec import dtype_name
 from ...runtime.dependent_launch import await_inputs, following, overlapping
 from ...runtime.device import describe
@@ -38,7 +38,7 @@ from .tma_boxes import (
 from .transpose_weights import turn_filters
 
 
-@of_kernel("tma")
+@configures("tma")
 class Config(NamedTuple):
     """What one program of the forward or of the input gradient computes."""
 
@@ -51,7 +51,7 @@ class Config(NamedTuple):
     parts: int = 1  # of the sum, each of a program, added up by a second launch
 
 
-@of_kernel("transpose_first")
+@configures("transpose_first")
 class TransposeFirst(NamedTuple):
     """Of an input gradient: filters are transposed before, by `conv.plain.transpose_weights`."""
 

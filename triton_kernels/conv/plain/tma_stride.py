@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...reductions.long_sums import fewest_parts
 from ...registry.choose import choose
-from ...registry.kernel import of_kernel
+from ...registry.kernel import configures
 from ...registry.spec import dtype_name
 from ...runtime.device import describe
 from ..configs import FwdTile, WgradTile, choose_plan, plans_around
@@ -28,14 +28,14 @@ from .tma_wgrad import num_parts, tile_arguments, wgrad_blocks
 from .transpose_weights import turn_filters
 
 
-@of_kernel("tma_stride2")
+@configures("tma_stride2")
 class Config(FwdTile):
     """What one program of the forward or of the input gradient computes."""
 
     __slots__ = ()
 
 
-@of_kernel("tma_stride2_wgrad")
+@configures("tma_stride2_wgrad")
 class WgradConfig(WgradTile):
     """What one program of the weight gradient computes, of one tap."""
 

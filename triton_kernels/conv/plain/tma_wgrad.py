@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...reductions.column_sum import num_splits
 from ...reductions.long_sums import fewest_parts
-from ...registry.kernel import of_kernel
+from ...registry.kernel import configures
 from ...registry.spec import dtype_name
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import describe
@@ -24,7 +24,7 @@ from ..hopper import row_mma as gluon_rows
 from .tma_boxes import addressable, as_one_row, count_boxes, in_boxes, is_pointwise, wgrad_box
 
 
-@of_kernel("tma_wgrad")
+@configures("tma_wgrad")
 class WgradConfig(NamedTuple):
     """What one program of the weight gradient computes."""
 

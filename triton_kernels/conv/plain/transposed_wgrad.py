@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...reductions.column_sum import num_splits
 from ...reductions.long_sums import fewest_parts
-from ...registry.kernel import of_kernel
+from ...registry.kernel import configures
 from ...registry.spec import dtype_name
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import describe
@@ -40,7 +40,7 @@ from .tma_boxes import addressable, is_pointwise
 from .transpose_weights import turn_pixels
 
 
-@of_kernel("transposed_wgrad")
+@configures("transposed_wgrad")
 class WgradConfig(NamedTuple):
     """What one program of the weight gradient computes."""
 
