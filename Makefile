@@ -9,7 +9,7 @@ NUMPY ?= $(if $(filter 3.6.%,$(TRITON)),2.3.5,2.4.6)
 PAIR := .venv-torch$(TORCH)-triton$(TRITON)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test demo test test-pair lint format clean
+.PHONY: help install install-test demo test test-slow test-pair lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ demo: $(VENV)/.installed ## train on drawn elephants at a small size and draw sa
 
 test: $(VENV)/.installed-test ## run the test-suite
 	$(BIN)/python -m pytest -n $(JOBS)
+
+test-slow: $(VENV)/.installed-test ## run the tests that take long: sweeps by every launcher, restarts, faults
+	$(BIN)/python -m pytest -n $(JOBS) -m slow
 
 test-pair: ## the same with other versions: make test-pair TORCH=2.11.0 TRITON=3.6.0
 	$(PYTHON) -m venv $(PAIR)

@@ -20,6 +20,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "slow: takes long; make test-slow runs it")
     torch.set_num_threads(1 if os.environ.get("PYTEST_XDIST_WORKER") else torch.get_num_threads())
 
 

@@ -103,6 +103,7 @@ def changed(config: dict, changes: dict) -> dict:
     return config
 
 
+@pytest.mark.slow
 def test_any_settings(entries, monkeypatch, capsys):
     folder, entries = entries
     monkeypatch.chdir(folder)

@@ -1,5 +1,7 @@
 """The script behind docs/reliability.md, with few of each kind."""
 
+import pytest
+
 from .end_to_end.run import ROOT, run
 
 
@@ -8,6 +10,7 @@ def table(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][2:]
 
 
+@pytest.mark.slow
 def test_faults_cost_nothing():
     code, out, err = run("-m", "tests.faults", "kills=2", "flips=20", "tries=0", "seed=1")
     assert code == 0, err

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import pytest
 import torch.distributed as dist
 
 from diffusion.runtime import distributed
@@ -37,6 +38,7 @@ def wait_for(condition, *processes):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_two_nodes_go_on_after_a_process_is_killed(tmp_path):
     """Two agents of torchrun on this host, as on two nodes. The one whose process is killed counts
     a restart, the other one only sees that the members have changed."""
@@ -60,6 +62,7 @@ def test_two_nodes_go_on_after_a_process_is_killed(tmp_path):
     assert len(rows(run_dir)) == 40
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_ends_the_others(tmp_path):
     """Suspended in the middle of training."""
     port, processes = free_port(), []

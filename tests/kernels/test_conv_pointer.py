@@ -70,6 +70,7 @@ def test_plain_input_grad(name, device):
     assert relative(conv_plain_input_grad(dy, weight), exact) <= ROUNDING[torch.float16] + 1e-6
 
 
+@pytest.mark.slow  # in the interpreter
 @pytest.mark.parametrize("config", distinct(TILES), ids=str)
 def test_every_tile(config, device):
     rows = config.rows
@@ -142,6 +143,7 @@ def test_weight_grad(name, dtype, accumulate, device):
     check_weight_grad((SMALL | RAGGED | ODD)[name], dtype, device, accumulate)
 
 
+@pytest.mark.slow  # in the interpreter
 @pytest.mark.parametrize("config", distinct(pointer_wgrad.TILES), ids=str)
 def test_every_weight_grad_tile(config, device):
     if config.rows == 1:
