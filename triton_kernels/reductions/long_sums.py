@@ -15,7 +15,7 @@ TF32. Parts are added up in float32, rounded to the nearest, where errors do ave
 
 More parts are more programs, whose kernels know nothing of it. What a part costs, to be written and
 read once, is 2.5 % of the time of MOST_PRODUCTS at the peak rates of an H100, at most; of 3,072 the
-parts of unet64 and unet32 are what they were without this, up to 128 images.
+launches of unet64 are what they were without this, up to 128 images.
 """
 
 import math
