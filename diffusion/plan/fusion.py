@@ -67,8 +67,8 @@ def _of_sum(terms: dict) -> dict:
 
 
 class WaitingKernels:
-    """Stands for a module like `triton_kernels.fused` below the layers of the plan, and passes on
-    what they ask for as soon as it is known in which launch to do it."""
+    """Stands for a module like `triton_kernels.fused_ops` below the layers of the plan, and passes
+    on what they ask for as soon as it is known in which launch to do it."""
 
     def __init__(self, kernels: ModuleType) -> None:
         self.kernels = kernels

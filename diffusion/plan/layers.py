@@ -48,7 +48,7 @@ class Gradient:
 class Plan(Protocol):
     """What layers share."""
 
-    kernels: ModuleType  # `triton_kernels.fused` or its reference
+    kernels: ModuleType  # `triton_kernels.fused_ops` or its reference
     recompute: bool
     trains: bool  # or parameters stay what they are
     aside: SideStream  # for the gradients of weights and biases

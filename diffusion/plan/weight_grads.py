@@ -17,7 +17,7 @@ _BUDGET = 192 * 2**20  # bytes that they read together, which stay allocated mea
 class Plan(Protocol):
     """What they are made with."""
 
-    kernels: ModuleType  # `triton_kernels.fused` or its reference
+    kernels: ModuleType  # `triton_kernels.fused_ops` or its reference
     aside: SideStream
     accumulates: bool  # whether gradients of filters are added to what is there
 

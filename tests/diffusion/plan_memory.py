@@ -17,7 +17,7 @@ _TILE = 256  # pixels that a row of partial sums describes, about
 
 
 class Shapes:
-    """In place of `triton_kernels.fused`."""
+    """In place of `triton_kernels.fused_ops`."""
 
     def __init__(self) -> None:
         self.live: Counter[tuple[str, tuple[int, ...]]] = Counter()

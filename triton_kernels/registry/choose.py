@@ -1,4 +1,4 @@
-"""`select`: the only place that decides which kernel runs.
+"""`select` and `choose`: which of the kernels that can do it runs.
 
 In this order: what has been measured for the shape (at the nearest batch), what has been measured
 for the shape most like it, what the kernels' cost models predict.

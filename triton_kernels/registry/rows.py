@@ -3,7 +3,7 @@
 A row is a line of JSON:
 
     {"op": "conv_forward", "n": 32, "h": 64, "w": 64, "k": 64, ..., "dtype": "bf16",
-     "kernel": "tile_mma", "config": {"pixels": 256, "filters_with_pixels": false}}
+     "kernel": "tile_mma", "config": {"block_m": 256, "filters_with_pixels": false}}
 
 Rows belong to an architecture and a number of multiprocessors (`sm_90-132.jsonl`), which an H100
 and an H200 share. Those that come with the package are in `measured/`; a user's own, of `search`,
