@@ -39,6 +39,10 @@ PROVIDERS = tuple(
 )
 
 
+# what goes around the module of the loss before it is compiled, such as DistributedDataParallel
+Wrap = Callable[[nn.Module], nn.Module] | None
+
+
 @dataclass
 class Step:
     """`plain(k)` does update number k; `captured()` does one, captures it and returns its like.
@@ -95,7 +99,14 @@ def baseline_model(model: str, device: torch.device, size: int) -> nn.Module:
     return baseline.to(device, memory_format=torch.channels_last).train()
 
 
-def build_step(provider: str, model: str, batch: int, device: torch.device, size: int = 64) -> Step:
+def build_step(
+    provider: str,
+    model: str,
+    batch: int,
+    device: torch.device,
+    size: int = 64,
+    wrap: Wrap = None,  # of the providers of PyTorch
+) -> Step:
     """The step of a provider such as triton-bf16 or compile-tf32."""
     kind, _, precision = provider.partition("-")
     if provider not in PROVIDERS:
@@ -105,7 +116,7 @@ def build_step(provider: str, model: str, batch: int, device: torch.device, size
         return our_step(network, batch, size, device, Processes(None))
     baseline = baseline_model(model, device, size)
     set_precision(precision)
-    return _torch_step(baseline, batch, size, device, precision, _MODES[kind])
+    return _torch_step(baseline, batch, size, device, precision, _MODES[kind], wrap)
 
 
 def our_step(
@@ -153,6 +164,7 @@ def _torch_step(
     device: torch.device,
     precision: str,
     mode: str | None,
+    wrap: Wrap = None,
 ) -> Step:
     images = random_images((_IMAGES, size, size, 3), device).permute(0, 3, 1, 2)
     index = torch.randint(_IMAGES, (batch,), device=device)
@@ -162,6 +174,8 @@ def _torch_step(
     adamw = torch.optim.AdamW(
         model.parameters(), lr=_LR, fused=True, capturable=device.type == "cuda"
     )
+    if wrap is not None:
+        loss_of = wrap(loss_of)
     if mode is not None:
         loss_of = torch.compile(
             loss_of, dynamic=False, **({} if mode == "default" else {"mode": mode})
