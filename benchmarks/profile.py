@@ -56,7 +56,7 @@ DEFAULTS = {
 
 # The first that matches the kernel's name, then the first that matches the op that launched it.
 _BY_KERNEL = (
-    ("optimizer", r"adamw|fused_?adam|^_ema_kernel|square_sum|multi_tensor|lpnorm"),
+    ("optimizer", r"adamw|fused_?adam|square_sum|multi_tensor|lpnorm"),
     ("layout", r"nchwToNhwc|nhwcToNchw|nchw_?to|nhwc_?to"),
     ("attention", r"attention|flash|fmha|sdpa"),
     (

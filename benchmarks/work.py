@@ -19,7 +19,6 @@ import triton_kernels
 from diffusion.training import gradient_norm
 from triton_kernels import fused_ops as fused
 from triton_kernels.conv.plain.split_k import SplitConv
-from triton_kernels.optimizer.adamw import LateUpdate
 
 _FAMILIES = {
     "conv fwd": (
@@ -70,14 +69,11 @@ _FAMILIES = {
     ),
     "elementwise": ("pad_channels", "sinusoids", "begin_step", "upsampled_filters"),
     "denoise": ("draw_timesteps", "draw_flips", "q_sample", "denoise_loss", "gather_images"),
-    "optimizer": ("grad_norm", "adamw_step", "square_sums", "early", "late_part", "late_ema"),
+    "optimizer": ("grad_norm", "adamw_step", "square_sums"),
 }
 _FAMILY_OF = {op: family for family, ops in _FAMILIES.items() for op in ops}
 _REWRITTEN = {  # arguments that are read and written
     "adamw_step": (0, 2, 3, 4),
-    "early": (1, 3, 4),  # these three of a LateUpdate
-    "late_part": (1, 3, 4, 5),
-    "late_ema": (2,),
     "conv_weight_grad": (2,),
     "conv_two_weight_grads": (2, 5),
     "linear_grads": (3, 4),
@@ -123,9 +119,8 @@ def noted_work() -> Iterator[list[Work]]:
                 op = getattr(module, name)
                 if not isinstance(op, type):
                     stack.enter_context(mock.patch.object(module, name, noted(name, op)))
-        parts = [(LateUpdate, name) for name in ("early", "late_part", "late_ema")]
-        for owner, name in [*parts, (gradient_norm, "square_sums")]:
-            stack.enter_context(mock.patch.object(owner, name, noted(name, getattr(owner, name))))
+        sums = noted("square_sums", gradient_norm.square_sums)
+        stack.enter_context(mock.patch.object(gradient_norm, "square_sums", sums))
         yield calls
 
 
@@ -157,11 +152,6 @@ def _share(name: str, args: tuple) -> float:
     if name == "square_sums":
         _, sums, _, count = args
         return count / len(sums)
-    if args and isinstance(args[0], LateUpdate):
-        late, param = args[:2]
-        if name == "late_part":
-            return (late.bounds[args[9] + 1] - late.bounds[args[9]]) / len(param)
-        return 1 - late.gap / len(param)
     return 1.0
 
 

@@ -22,7 +22,6 @@ import logging
 import re
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,15 +83,6 @@ def training_network(
     return model.forward_nhwc
 
 
-class _Stages(NamedTuple):
-    """Blocks of the encoder behind the last two halvings of images, and of the decoder behind the
-    first doubling."""
-
-    medium: int
-    small: int
-    large: int
-
-
 class FusedUNet:
     """Runs a `UNet` by the plan above. `refusal` says whether it can."""
 
@@ -116,9 +106,6 @@ class FusedUNet:
                 block = re.match(r"middle_block|\w+\.\d+", name)[0]
                 start = self.filter_starts.get(block, grad.storage_offset())
                 self.filter_starts[block] = min(start, grad.storage_offset())
-        self.late_update_begins: Callable[[], None] = lambda: None
-        self.late_part_reached: Callable[[int], None] = lambda part: None
-        self.stages = self._stages()
         self.low = flat.views(flat.low(self.dtype))
         self.aside = SideStream(flat.param.device, behind=1)
         self.weight_grads = WeightGrads(self)
@@ -245,35 +232,6 @@ class FusedUNet:
         self._join_after_backward()
         self.step, self.image = None, None
 
-    def late_filters(self, samples: int) -> tuple[int, ...]:
-        """Most filters are read late in a step: those of the smallest images and, behind them,
-        those of the decoder's others. Where either begin in the flat buffer. Convolutions of small
-        images leave multiprocessors idle, where these filters may be brought up to date meanwhile:
-        the forward pass says when it comes to small images, `late_update_begins`, and when it
-        reads either, `late_part_reached`. Nothing in large batches, which leave little idle, nor in
-        small ones, where an update beside 8x8 images made the step longer (8 of 64x64)."""
-        height, width = self.model.image_size
-        activation = samples * height * width * self.model.model_channels * self.dtype.itemsize
-        if self.stages is None or not _LITTLE_MEMORY <= activation < _MUCH_MEMORY:
-            return ()
-        blocks = f"input_blocks.{self.stages.small}", f"output_blocks.{self.stages.large}"
-        return tuple(self.filter_starts[block] for block in blocks)
-
-    def _stages(self) -> "_Stages | None":
-        """Where sizes of images change, if there are three at least."""
-
-        def with_a(kind: type, resample: str, blocks: nn.ModuleList) -> list[int]:
-            return [
-                i
-                for i, block in enumerate(blocks)
-                for m in block
-                if isinstance(m, kind) or getattr(m, "resample", None) == resample
-            ]
-
-        down = with_a(Downsample, "down", self.model.input_blocks)
-        up = with_a(Upsample, "up", self.model.output_blocks)
-        return _Stages(down[-2] + 1, down[-1] + 1, up[0] + 1) if len(down) > 1 and up else None
-
     def _join_after_backward(self) -> None:
         """Let the current stream wait for the others when autograd has done all that is left."""
         stream = torch.cuda.current_stream() if self.image.is_cuda else None
@@ -294,17 +252,11 @@ class FusedUNet:
     def _features(self, h: Feature) -> Feature:
         """What the head is given, of what the stem gives."""
         skips = [h]
-        for i, block in enumerate(self.encoder, 1):
-            if self.stages is not None and i == self.stages.medium:
-                self.late_update_begins()
-            if self.stages is not None and i == self.stages.small:
-                self.late_part_reached(0)
+        for block in self.encoder:
             h = self._run(block, h, None)
             skips.append(h)
         h = self._run(self.middle, h, None)
-        for i, block in enumerate(self.decoder):
-            if self.stages is not None and i == self.stages.large:
-                self.late_part_reached(1)
+        for block in self.decoder:
             h = self._run(block, h, skips.pop())
         return h
 

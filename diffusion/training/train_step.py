@@ -28,8 +28,8 @@ class TrainStep:
 
     def __init__(
         self,
-        # called as UNet.forward_nhwc; it may say how to `forget_gradients`, want to know of
-        # `timesteps_known`, and read its `late_filters` late, see FusedUNet
+        # called as UNet.forward_nhwc; it may say how to `forget_gradients` and want to know of
+        # `timesteps_known`, see FusedUNet
         network: Callable[..., Tensor],
         objective: Objective,
         batches: Batches,
@@ -54,18 +54,12 @@ class TrainStep:
         # the gradient of the batch's loss by that of a sample
         shape = (batches.count // accumulate,)
         self._share = torch.full(shape, 1 / batches.batch_size, device=device)
-        late = getattr(network, "late_filters", lambda samples: ())(len(self._share))
-        if late:
-            optimizer.defer(*late, flat.filters_end)
-            network.late_update_begins = optimizer.start_late
-            network.late_part_reached = optimizer.reached
         self._capture = capture and device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._eager_steps = 0
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Returns (loss, gradient norm), float32 [1] each, overwritten by the next step. Parameters
-        are as the next step needs them; anybody else calls `settle` first."""
+        """Returns (loss, gradient norm), float32 [1] each, overwritten by the next step."""
         self._load(step)
         if self._graph is None and self._capture and self._eager_steps == _EAGER_STEPS:
             torch.cuda.empty_cache()  # the graph has a memory pool of its own
@@ -79,11 +73,6 @@ class TrainStep:
             self._compute()
             self._eager_steps += 1
         return self.loss, self.norm
-
-    def settle(self) -> None:
-        """Bring parameters, moments and EMA up to date, which steps leave to the next one in part,
-        see `Optimizer`. Before anybody reads them."""
-        self.optimizer.settle()
 
     def release(self) -> None:
         """Let go of the captured step; another call captures anew. Before processes part, since
@@ -100,7 +89,6 @@ class TrainStep:
         self._rng.copy_(rng.pin_memory() if self._rng.is_cuda else rng, non_blocking=True)
 
     def _compute(self) -> None:
-        self.optimizer.begin()
         self._aside.run(self._forget)  # beside the forward pass
         size = self.batches.count // self.accumulate
         for start in range(0, self.batches.count, size):

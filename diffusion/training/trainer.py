@@ -155,7 +155,6 @@ class Trainer:
             pause = time.perf_counter()
             shown = s.sample_every and (done % s.sample_every == 0 or last)
             if run_log is not None and self.preview is not None and shown:
-                self.step.settle()
                 with self.processes.alone():
                     preview = self.preview()
                 path = run_log.preview(preview, done)
@@ -199,7 +198,6 @@ class Trainer:
         may take the place of an older one."""
         if not (is_finite(self.step.loss) and is_finite(self.step.norm)):
             return False
-        self.step.settle()
         flat = self.step.flat
         held = (flat.param, flat.ema, flat.exp_avg, flat.exp_avg_sq, *flat.averages.values())
         return all(is_finite(buffer) for buffer in held)
@@ -234,7 +232,6 @@ class Trainer:
 
     def _save(self, done: int) -> Path:
         checkpoint = self.run_dir / "checkpoints" / checkpoint_name(done)
-        self.step.settle()
         if self.processes.is_first and self._saved != done:
             state = {
                 **self.state,

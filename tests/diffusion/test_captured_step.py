@@ -98,7 +98,6 @@ def make_step(
 def results(step: TrainStep) -> list[torch.Tensor]:
     """Loss and norm of every step, and what is left at the end."""
     found = [x.clone() for k in range(STEPS) for x in step(k)]
-    step.settle()
     flat = step.flat
     buffers = (flat.param, flat.ema, flat.exp_avg, flat.exp_avg_sq, *flat.averages.values())
     found += [x.clone() for x in buffers]

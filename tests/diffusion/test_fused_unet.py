@@ -312,35 +312,3 @@ def test_says_that_there_is_nothing_to_recompute(caplog):
     assert training_network(model, flat) == model.forward_nhwc and not caplog.records
     assert training_network(model, flat, recompute=True) == model.forward_nhwc
     assert "train.recompute has no effect" in caplog.text
-
-
-@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
-def test_late_filters_are_read_late(options, monkeypatch):
-    """Those of each part come behind all that is read before it. Tiny batches and large ones have
-    none."""
-    model = make({"channel_mult": (1, 1, 1)} | options, (16, 16))
-    flat = FlatParameters(model, together=TOGETHER)
-    plan = FusedUNet(model, flat, fused_reference)
-    assert plan.late_filters(2) == ()
-    monkeypatch.setattr("diffusion.plan.unet._LITTLE_MEMORY", 0)
-    late = plan.late_filters(2)
-    assert bool(late) == (plan.reduction >= 16)
-    assert plan.late_filters(10**6) == ()
-    if not late:
-        pytest.skip("fewer than three sizes")
-    bounds, reached = (*late, flat.filters_end), ["begin"]
-    assert list(bounds) == sorted(set(bounds))
-    with torch.no_grad():
-        kept = flat.param.clone()
-        flat.param[bounds[0] : bounds[-1]] = torch.nan
-
-        def arrive(part: int) -> None:
-            reached.append(part)
-            place = slice(bounds[part], bounds[part + 1])
-            flat.param[place] = kept[place]
-
-        monkeypatch.setattr(plan, "late_part_reached", arrive)
-        x, t = torch.randn(2, 16, 16, 3).double(), torch.tensor([3, 700])
-        labels = torch.tensor([2, 0]) if model.num_classes else None
-        assert plan(x, t, labels, rng=torch.tensor([5, 11])).isfinite().all()
-    assert reached == ["begin", 0, 1]

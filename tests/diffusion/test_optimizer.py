@@ -12,7 +12,6 @@ from diffusion.errors import ConfigError
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.runtime.backend import TORCH_FP32, Backend
 from diffusion.training.optimizer import Optimizer, OptimizerSettings
-from triton_kernels.optimizer import adamw
 
 
 def test_lr_warms_up_linearly_then_stays():
@@ -105,13 +104,11 @@ def test_further_averages(device):
     settings = OptimizerSettings(lr=1e-2, warmup=0, more_ema=[0.5, 0.9])
     flat = FlatParameters(nn.Linear(5, 3).to(device))
     optimizer = Optimizer(flat, settings, Backend("triton", triton_kernels))
-    optimizer.defer(0, flat.param.numel())  # is declined
     expected = {decay: flat.param.double() for decay in settings.more_ema}
     for step in range(6):
         flat.grad.copy_(torch.randn(flat.grad.shape))
         flat.grad[0] = math.inf if step == 3 else 1.0
         optimizer.load(step, 6)
-        optimizer.begin()
         optimizer.update()
         for decay, average in expected.items() if step != 3 else ():
             average.lerp_(flat.param.double(), 1 - min(decay, (1 + step) / (10 + step)))
@@ -119,55 +116,3 @@ def test_further_averages(device):
     for decay, average in flat.averages.items():
         torch.testing.assert_close(average.double(), expected[decay], rtol=1e-5, atol=1e-6)
         assert not torch.equal(average, flat.ema)
-
-
-def test_what_is_deferred_is_made_up_for(device, monkeypatch):
-    """The same bits as without; also with a step that is left out, and where somebody looks."""
-    monkeypatch.setattr(adamw, "LATE_CHUNK", 2048)
-    triton = Backend("triton", triton_kernels)
-
-    def train(defers: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        convs = [nn.Conv2d(16, 32, 3) for _ in range(2)]  # 4608 elements each
-        flat = FlatParameters(nn.Sequential(*convs, nn.Linear(7, 5)).to(device))
-        flat.low(torch.float16)
-        optimizer = Optimizer(flat, OptimizerSettings(lr=1e-2, warmup=0, weight_decay=0.1), triton)
-        if defers:
-            optimizer.defer(1500, 5000, flat.filters_end)
-        seen = []
-        for step in range(5):
-            optimizer.load(step, 5)
-            optimizer.begin()
-            optimizer.start_late()
-            optimizer.reached(0)
-            flat.grad.copy_(torch.randn(flat.grad.shape))
-            if step == 1:
-                flat.grad[7] = torch.nan
-            optimizer.update()
-            if step in (2, 4):
-                optimizer.settle()
-                optimizer.settle()  # nothing is left
-                buffers = flat.param, flat.exp_avg, flat.exp_avg_sq, flat.ema, flat.shadow
-                seen += [x.clone() for x in (*buffers, optimizer.skipped)]
-        return seen
-
-    for x, expected in zip(train(True), train(False), strict=True):
-        assert torch.equal(x, expected)
-
-
-def test_a_step_that_never_says_when_is_made_up_for_at_its_end(device):
-    triton, results = Backend("triton", triton_kernels), []
-    for defers in (True, False):
-        torch.manual_seed(0)
-        flat = FlatParameters(nn.Conv2d(16, 32, 3).to(device))
-        optimizer = Optimizer(flat, OptimizerSettings(warmup=0), triton)
-        if defers:
-            optimizer.defer(2048, flat.filters_end)
-        for step in range(2):
-            optimizer.load(step, 2)
-            optimizer.begin()
-            flat.grad.fill_(1.0)
-            optimizer.update()
-        optimizer.settle()
-        results.append((flat.param, flat.ema))
-    assert all(map(torch.equal, *results))

@@ -4,15 +4,6 @@ from .compile_only import WITHOUT_PRODUCTS
 
 CHIPS = WITHOUT_PRODUCTS
 
-_BUFFERS = {
-    "param_ptr": "*fp32",
-    "grad_ptr": "*fp32",
-    "exp_avg_ptr": "*fp32",
-    "exp_avg_sq_ptr": "*fp32",
-    "shadow_ptr": "*bf16",
-    "norm_ptr": "*fp32",
-    "hyper_ptr": "*fp64",
-}
 COMPILE_CASES = [
     {
         "name": "square_sums",
@@ -68,58 +59,17 @@ COMPILE_CASES = [
         "name": "adamw",
         "kernel": "triton_kernels.optimizer.adamw:_adamw_kernel",
         "signature": {
-            **_BUFFERS,
-            "ema_ptr": "*fp32",
-            "skipped_ptr": "*i32",
-            "size": "i32",
-            "gap_start": "i32",
-            "gap": "i32",
-        },
-        "multiples": ["gap"],
-        "constexprs": {"BLOCK": 1024},
-        "options": {"num_warps": 8},
-    },
-    {
-        "name": "adamw_without_ema",
-        "kernel": "triton_kernels.optimizer.adamw:_adamw_kernel",
-        "signature": {
-            **_BUFFERS,
-            "skipped_ptr": "*i32",
-            "size": "i32",
-            "gap_start": "i32",
-            "gap": "i32",
-        },
-        "multiples": ["gap_start", "gap"],
-        "constexprs": {"ema_ptr": None, "BLOCK": 1024},
-        "options": {"num_warps": 8},
-        "expect": {"arches": [90]},
-    },
-    {
-        "name": "adamw_of_a_part",
-        "kernel": "triton_kernels.optimizer.adamw:_adamw_part_kernel",
-        "signature": {
-            **_BUFFERS,
-            "ema_ptr": "*fp32",
-            "start": "i32",
-            "stop": "i32",
-        },
-        "multiples": ["start", "stop"],
-        "constexprs": {"BLOCK": 1024},
-        "options": {"num_warps": 8},
-    },
-    {
-        "name": "ema",
-        "kernel": "triton_kernels.optimizer.adamw:_ema_kernel",
-        "signature": {
             "param_ptr": "*fp32",
+            "grad_ptr": "*fp32",
+            "exp_avg_ptr": "*fp32",
+            "exp_avg_sq_ptr": "*fp32",
             "ema_ptr": "*fp32",
+            "shadow_ptr": "*bf16",
             "norm_ptr": "*fp32",
             "hyper_ptr": "*fp64",
+            "skipped_ptr": "*i32",
             "size": "i32",
-            "gap_start": "i32",
-            "gap": "i32",
         },
-        "multiples": ["gap_start", "gap"],
         "constexprs": {"BLOCK": 1024},
         "options": {"num_warps": 8},
     },

@@ -163,40 +163,6 @@ def test_grad_norm(size, chunks, device, monkeypatch):
     assert torch.equal(adamw.grad_norm(grad), norm)
 
 
-@pytest.mark.parametrize(
-    "bounds",
-    [(1500, 3000, 8200), (0, 2048), (3000, 5 * 2048 + 17)],
-    ids=["middle", "beginning", "to the rest"],
-)
-@pytest.mark.parametrize("shadow", [torch.float16, None], ids=["shadow", "no shadow"])
-def test_an_update_in_two_halves(bounds, shadow, device):
-    """The same bits as at once, also of an update that is left out."""
-    size = 5 * 2048 + 17
-    whole, halves = (State(size, device, shadow_dtype=shadow) for _ in range(2))
-    late = adamw.late_update(*bounds)
-    for step, factor in enumerate((1.0, math.inf, 0.5), 1):
-        grad = torch.randn(size, generator=torch.Generator().manual_seed(step)).to(device)
-        norm, hyper = adamw.grad_norm(grad) * factor, make_hyper(step, device)
-        whole.step(adamw, grad, norm, hyper)
-        h, before = halves, halves.param.clone()
-        moments = h.exp_avg, h.exp_avg_sq
-        late.early(h.param, grad, *moments, norm, hyper, h.skipped, h.shadow)
-        gap = slice(late.bounds[0], late.bounds[-1])
-        assert torch.equal(h.param[gap], before[gap])
-        for part in range(len(bounds) - 1):
-            late.late_part(h.param, grad, *moments, h.ema, norm, hyper, h.shadow, part)
-        late.late_ema(h.param, h.ema, norm, hyper)
-        for x, expected in zip(halves.tensors(), whole.tensors(), strict=True):
-            assert torch.equal(x, expected)
-    assert whole.skipped.item() == 1
-
-
-def test_too_few_elements_are_not_left_for_later():
-    assert adamw.late_update(5, 4000) is None
-    assert adamw.late_update(2000, 2040, 9000) is None
-    assert adamw.late_update(2000, 5000, 9000).bounds == (2048, 6144, 8192)
-
-
 @pytest.mark.parametrize("size", [4095, 3 * 8192, 5 * 4096 + 17])
 def test_sums_of_squares_by_parts(size, device, monkeypatch):
     """Whatever the parts, the norm has the same bits, and no other sum is touched."""

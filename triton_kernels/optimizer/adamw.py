@@ -18,8 +18,6 @@ is not finite leaves everything as it was but the count of skipped steps.
     P       parameters
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -34,11 +32,6 @@ from ..runtime.library import op
 _NUM_WARPS = 8
 _BLOCK = 4 * 32 * _NUM_WARPS  # 4 a thread: beyond, the layouts of 32 and 16 bits would differ
 _NORM_BLOCK = 4096  # gradients in one turn of a program of square_sums
-# A late update: programs a multiprocessor, their warps, and elements a launch. Some convolutions
-# want a multiprocessor for themselves, and have to wait for the launch that they meet.
-LATE_PROGRAMS, LATE_WARPS, LATE_CHUNK = 2.0, 8, 2**20
-_ALIGNMENT = 2048  # of what it begins and ends with: blocks of either kernel
-
 _NORM_CHUNKS = 2048  # at most so many: one program adds up their sums
 _NORM_PROGRAMS = 4  # a multiprocessor has room for
 
@@ -84,14 +77,12 @@ def _adamw_kernel(
     grad_ptr,  # float32 [P]
     exp_avg_ptr,  # float32 [P], in place
     exp_avg_sq_ptr,  # float32 [P], in place
-    ema_ptr,  # float32 [P], in place, or None
+    ema_ptr,  # float32 [P], in place
     shadow_ptr,  # bfloat16 or float16 [P], out, or None
     norm_ptr,  # float32 [1]
     hyper_ptr,  # float64 [9]
     skipped_ptr,  # int32 [1], in place
     size,
-    gap_start,  # so many elements from here on are left out: multiples of BLOCK
-    gap,
     BLOCK: tl.constexpr,
 ):
     await_inputs()
@@ -101,80 +92,17 @@ def _adamw_kernel(
     if pid == 0 and not finite:
         tl.store(skipped_ptr, tl.load(skipped_ptr) + 1)
     start = pid.to(tl.int64) * BLOCK
-    start = tl.multiple_of(start + tl.where(start < gap_start, 0, gap), BLOCK)
     # Two copies of the code: under a mask the accesses are only as wide as the divisors of P allow.
     if start + BLOCK <= size:
         _update(
             param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, ema_ptr, shadow_ptr, hyper_ptr,
-            norm, finite, start, size, MASKED=False, EVICT="", BLOCK=BLOCK,
+            norm, finite, start, size, MASKED=False, BLOCK=BLOCK,
         )  # fmt: skip
     else:
         _update(
             param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, ema_ptr, shadow_ptr, hyper_ptr,
-            norm, finite, start, size, MASKED=True, EVICT="", BLOCK=BLOCK,
+            norm, finite, start, size, MASKED=True, BLOCK=BLOCK,
         )  # fmt: skip
-
-
-@triton.jit
-def _adamw_part_kernel(
-    param_ptr,  # as of _adamw_kernel
-    grad_ptr,
-    exp_avg_ptr,
-    exp_avg_sq_ptr,
-    ema_ptr,
-    shadow_ptr,
-    norm_ptr,
-    hyper_ptr,
-    start,  # multiples of BLOCK
-    stop,
-    BLOCK: tl.constexpr,
-):
-    """Elements start .. stop, in few programs that leave room for others, and most of the cache."""
-    norm = tl.load(norm_ptr)
-    finite = norm < float("inf")
-    pid = tl.program_id(0).to(tl.int64)
-    for block in range(pid, (stop - start) // BLOCK, tl.num_programs(0)):
-        first = tl.multiple_of(start + block * BLOCK, BLOCK)
-        _update(
-            param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, ema_ptr, shadow_ptr, hyper_ptr,
-            norm, finite, first, stop, MASKED=False, EVICT="evict_first", BLOCK=BLOCK,
-        )  # fmt: skip
-
-
-@triton.jit
-def _ema_kernel(
-    param_ptr,  # float32 [P]
-    ema_ptr,  # float32 [P], in place
-    norm_ptr,  # float32 [1]
-    hyper_ptr,  # float64 [9]
-    size,
-    gap_start,  # as of _adamw_kernel
-    gap,
-    BLOCK: tl.constexpr,
-):
-    """What _adamw_kernel does to the EMA, in few programs."""
-    finite = tl.load(norm_ptr) < float("inf")
-    rise = (1.0 - tl.load(hyper_ptr + 7)).to(tl.float32)
-    if finite:
-        full = (size - gap) // BLOCK
-        pid = tl.program_id(0).to(tl.int64)
-        for block in range(pid, full + 1, tl.num_programs(0)):
-            start = block * BLOCK
-            start = tl.multiple_of(start + tl.where(start < gap_start, 0, gap), BLOCK)
-            if block < full:
-                _average(param_ptr, ema_ptr, rise, start, size, False, BLOCK)
-            else:
-                _average(param_ptr, ema_ptr, rise, start, size, True, BLOCK)
-
-
-@triton.jit
-def _average(param_ptr, ema_ptr, rise, start, size, MASKED: tl.constexpr, BLOCK: tl.constexpr):
-    offs = start + tl.arange(0, BLOCK)
-    mask = offs < size if MASKED else None
-    param = tl.load(param_ptr + offs, mask=mask, eviction_policy="evict_first")
-    ema = tl.load(ema_ptr + offs, mask=mask, eviction_policy="evict_first")
-    ema += rise * (param - ema)
-    tl.store(ema_ptr + offs, ema, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -191,17 +119,15 @@ def _update(
     start,
     size,
     MASKED: tl.constexpr,
-    EVICT: tl.constexpr,  # policy of the cache
     BLOCK: tl.constexpr,
 ):
     offs = start + tl.arange(0, BLOCK)
     mask = offs < size if MASKED else None
-    param = tl.load(param_ptr + offs, mask=mask, eviction_policy=EVICT)
-    grad = tl.load(grad_ptr + offs, mask=mask, eviction_policy=EVICT)
-    exp_avg = tl.load(exp_avg_ptr + offs, mask=mask, eviction_policy=EVICT)
-    exp_avg_sq = tl.load(exp_avg_sq_ptr + offs, mask=mask, eviction_policy=EVICT)
-    if ema_ptr is not None:
-        ema = tl.load(ema_ptr + offs, mask=mask, eviction_policy=EVICT)
+    param = tl.load(param_ptr + offs, mask=mask)
+    grad = tl.load(grad_ptr + offs, mask=mask)
+    exp_avg = tl.load(exp_avg_ptr + offs, mask=mask)
+    exp_avg_sq = tl.load(exp_avg_sq_ptr + offs, mask=mask)
+    ema = tl.load(ema_ptr + offs, mask=mask)
 
     beta1, beta2 = tl.load(hyper_ptr + 1), tl.load(hyper_ptr + 2)
     # 1 - 0.999 in float32 is off by 1e-5 of itself, so the differences are taken in float64
@@ -220,15 +146,13 @@ def _update(
     exp_avg_sq = beta2 * exp_avg_sq + rise2 * grad * grad
     denominator = tl.sqrt(exp_avg_sq) * (1.0 / tl.sqrt(correction2)) + eps
     param -= (lr / correction1) * (exp_avg / denominator)
-    if ema_ptr is not None:
-        ema += ema_rise * (param - ema)
+    ema += ema_rise * (param - ema)
 
     if finite:
-        tl.store(param_ptr + offs, param, mask=mask, eviction_policy=EVICT)
-        tl.store(exp_avg_ptr + offs, exp_avg, mask=mask, eviction_policy=EVICT)
-        tl.store(exp_avg_sq_ptr + offs, exp_avg_sq, mask=mask, eviction_policy=EVICT)
-        if ema_ptr is not None:
-            tl.store(ema_ptr + offs, ema, mask=mask, eviction_policy=EVICT)
+        tl.store(param_ptr + offs, param, mask=mask)
+        tl.store(exp_avg_ptr + offs, exp_avg, mask=mask)
+        tl.store(exp_avg_sq_ptr + offs, exp_avg_sq, mask=mask)
+        tl.store(ema_ptr + offs, ema, mask=mask)
         if shadow_ptr is not None:
             tl.store(shadow_ptr + offs, param.to(shadow_ptr.dtype.element_ty), mask=mask)
 
@@ -285,7 +209,7 @@ def _adamw_step(
 ) -> None:
     size = param.numel()
     _adamw_kernel[(max(1, triton.cdiv(size, _BLOCK)),)](
-        param, grad, exp_avg, exp_avg_sq, ema, shadow, norm, hyper, skipped, size, size, 0,
+        param, grad, exp_avg, exp_avg_sq, ema, shadow, norm, hyper, skipped, size,
         BLOCK=_BLOCK, num_warps=_NUM_WARPS, **overlapping(param.device),
     )  # fmt: skip
     changed = (param, exp_avg, exp_avg_sq, ema, skipped, shadow)
@@ -296,74 +220,6 @@ def grad_norm(grad: Tensor) -> Tensor:  # float32 [P] -> float32 [1]
     """Euclidean norm of the flat gradient, the same to the bit in every run."""
     _check_flat("grad", grad, grad.numel())
     return _grad_norm(grad)
-
-
-class LateUpdate(NamedTuple):
-    """An update in two halves: `early` leaves out elements bounds[0] .. bounds[-1], and all of the
-    EMA, for `late_part` of each part and `late_ema`, which run beside other kernels: few programs
-    and short launches. Together they do what `adamw_step` does, to the bit. All take the same
-    buffers."""
-
-    bounds: tuple[int, ...]  # of the parts, multiples of 2048
-
-    @property
-    def gap(self) -> int:
-        return self.bounds[-1] - self.bounds[0]
-
-    def early(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        norm: Tensor,
-        hyper: Tensor,
-        skipped: Tensor,
-        shadow: Tensor | None,
-    ) -> None:
-        size = param.numel()
-        _adamw_kernel[(max(1, triton.cdiv(size - self.gap, _BLOCK)),)](
-            param, grad, exp_avg, exp_avg_sq, None, shadow, norm, hyper, skipped, size,
-            self.bounds[0], self.gap, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
-        )  # fmt: skip
-
-    def late_part(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        ema: Tensor,
-        norm: Tensor,
-        hyper: Tensor,
-        shadow: Tensor | None,
-        part: int,
-    ) -> None:
-        first, stop = self.bounds[part : part + 2]
-        for start in range(first, stop, LATE_CHUNK):
-            _adamw_part_kernel[(_late_programs(param),)](
-                param, grad, exp_avg, exp_avg_sq, ema, shadow, norm, hyper,
-                start, min(start + LATE_CHUNK, stop),
-                BLOCK=4 * 32 * LATE_WARPS, num_warps=LATE_WARPS,
-            )  # fmt: skip
-
-    def late_ema(self, param: Tensor, ema: Tensor, norm: Tensor, hyper: Tensor) -> None:
-        _ema_kernel[(_late_programs(param),)](
-            param, ema, norm, hyper, param.numel(), self.bounds[0], self.gap,
-            BLOCK=4 * 32 * LATE_WARPS, num_warps=LATE_WARPS,
-        )  # fmt: skip
-
-
-def late_update(*bounds: int) -> LateUpdate | None:
-    """Of elements bounds[0] .. bounds[-1], or nearly, in parts; None if these are too few."""
-    *starts, stop = bounds
-    aligned = [triton.cdiv(start, _ALIGNMENT) * _ALIGNMENT for start in starts]
-    aligned.append(stop // _ALIGNMENT * _ALIGNMENT)
-    return LateUpdate(tuple(aligned)) if aligned == sorted(set(aligned)) else None
-
-
-def _late_programs(param: Tensor) -> int:
-    return max(1, int(describe(param.device).num_sms * LATE_PROGRAMS))
 
 
 def square_sums(
