@@ -71,11 +71,21 @@ def test_the_table_of_scaling(tmp_path):
     origin = harness.Provenance("gpu", "2.11", "3.6", "abc")
     table = scaling.Table({**scaling.DEFAULTS, "out": str(tmp_path)}, origin)
     alone, together = harness.Timing(10e3, 10e3, 10e3), harness.Timing(12.5e3, 12e3, 13e3)
-    table.add(128, 1, "-", alone, alone, True)
-    table.add(128, 2, "16 MiB", together, alone, True)
-    table.add(128, 2, "16 MiB", together, alone, False)  # another process
+    table.add("triton", 128, 1, "-", alone, alone, True)
+    table.add("triton", 128, 2, "16 MiB", together, alone, True)
+    table.add("triton", 128, 2, "16 MiB", together, alone, False)  # another process
     cells = [cell.strip() for cell in str(table).splitlines()[3].split("|")]
-    assert cells[1:-1] == ["128", "2", "16 MiB", "12.500", "12.000", "13.000", "20480", "80.0"]
+    assert cells[1:-1] == [
+        "triton",
+        "128",
+        "2",
+        "16 MiB",
+        "12.500",
+        "12.000",
+        "13.000",
+        "20480",
+        "80.0",
+    ]
     one, two = harness.read_rows(tmp_path / "gpu.csv")
     assert (one.provider, two.provider) == ("triton-bf16 x1", "triton-bf16 x2 (16 MiB)")
 
