@@ -2,6 +2,8 @@
 
     python -m benchmarks.goldens launches out=FILE      every launch of training steps, evaluations
                                                         and a policy's call, without a GPU
+    python -m benchmarks.goldens ops out=FILE           every launch of the public ops over the
+                                                        shapes of a model, pass by pass
     python -m benchmarks.goldens code out=FILE          a hash of the PTX of every compile case
     python -m benchmarks.goldens compare a=FILE b=FILE  what differs; exit 1 if anything does
 
@@ -18,7 +20,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +30,7 @@ import yaml
 from triton.runtime.jit import JITFunction
 
 import triton_kernels
+from benchmarks import cases, providers
 from diffusion.build import build_model, build_policy_model
 from diffusion.plan.inference import sampling_network
 from diffusion.plan.inference1d import real_time
@@ -151,6 +154,27 @@ def record_launches() -> dict[str, list[str]]:
     return found
 
 
+def record_ops() -> dict[str, list[str]]:
+    """Of our convolution, norm and attention, for each row that `benchmarks.run` has of them."""
+    found = {}
+    with ExitStack() as stack:
+        for op in (providers.conv, providers.group_norm, providers.attention):
+            stack.enter_context(patch.object(op, "drawing", lambda device: _unwritten))
+        for name, n in (("unet64", 32), ("unet64", 128), ("unet32", 128)):
+            for op in ("conv2d", "group_norm", "attention"):
+                for case, _ in cases.model_cases(name, n, op, SIZES[name]):
+                    for dtype in ("bf16", "tf32", "fp32"):
+                        for row in providers.experiments(case, 1, dtype):
+                            with recorded(HOPPER) as lines:
+                                row.providers["triton"].prepare(row.inputs(_CPU))()
+                            found[f"{op} {row.shape} {row.dtype} {row.pass_}"] = lines
+    return found
+
+
+def _unwritten(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
 def record_code(pattern: str) -> dict[str, str]:
     """A hash of the PTX of every compile case and chip, without names and line numbers."""
     from tests.kernels import compile_only
@@ -207,6 +231,8 @@ def main() -> None:
         sys.exit(compare(_read(options["a"]), _read(options["b"])) > 0)
     if what == "launches":
         found = record_launches()
+    elif what == "ops":
+        found = record_ops()
     else:
         found = record_code(options.get("only", ""))
     Path(options["out"]).write_bytes(gzip.compress(json.dumps(found).encode()))
