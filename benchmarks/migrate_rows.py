@@ -213,7 +213,7 @@ def _config(op: str, v: list[int], shape: Row) -> Row:
         "conv_weight_grad": _weight_grad,
         "conv_weight_grad_gather": _named("gather_wgrad", _WGRAD),
         "conv_weight_grad_stride2": _named("tma_stride2_wgrad", _WGRAD),
-        "conv_weight_grad_turned": _named("transposed_wgrad", (*turned, "splits")),
+        "conv_weight_grad_turned": _named("float32_wgrad", (*turned, "splits")),
         "conv_weight_grads": _group,
         "denoise_loss": loss,
         "group_norm": _way,

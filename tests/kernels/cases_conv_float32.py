@@ -1,15 +1,8 @@
 """The convolution's kernels in TF32 and float32 as compile_only.py compiles them."""
 
 from triton_kernels.conv.configs import WgradTile
-from triton_kernels.conv.plain import (
-    pointwise_wgrad as points_wgrad,
-)
-from triton_kernels.conv.plain import (
-    tf32x3,
-)
-from triton_kernels.conv.plain import (
-    transposed_wgrad as turned_wgrad,
-)
+from triton_kernels.conv.plain import pointwise_wgrad as points_wgrad
+from triton_kernels.conv.plain import tf32x3
 
 from .cases_conv import TMA_CHIPS, forward_by_tma, stride2
 
@@ -156,39 +149,6 @@ def _stem_float32(block_m: int, num_warps: int) -> dict:
     }
 
 
-def _turned_wgrad(
-    block_c: int, block_j: int, block_m: int, rows: int, num_warps: int, stages: int, parts: int
-) -> dict:
-    a, b = (f"tensordesc<fp32[{block},{block_m}]>" for block in (block_c, block_j))
-    small = {"a_small_desc": a, "b_small_desc": b}
-    tile = f"{block_c}x{block_j}, {rows} rows, {num_warps} warps, {stages} stages"
-    return {
-        "name": f"weight gradient, {'float32' if parts == 2 else 'tf32'} {tile}",
-        "kernel": "triton_kernels.conv.plain.transposed_wgrad:_turned_wgrad_kernel",
-        "signature": {
-            "a_desc": a,
-            "b_desc": b,
-            **(small if parts == 2 else {}),
-            "dw_ptr": "*fp32",
-            **dict.fromkeys(("C", "D", "step", "num_tiles", "tiles_per_split"), "i32"),
-        },
-        "constexprs": {
-            **({} if parts == 2 else dict.fromkeys(small)),
-            "R": 3,
-            "S": 3,
-            "GROUP": rows,
-            "PAD_H": 1,
-            "A_IS_DY": False,
-            "BLOCK_C": block_c,
-            "BLOCK_J": block_j,
-            "BLOCK_M": block_m,
-        },
-        "options": {"num_warps": num_warps, "num_stages": stages},
-        "multiples": ("C", "D", "step"),
-        "expect": {"wgmma": True, "tma": True, "arches": (90,)},
-    }
-
-
 def _points_wgrad(tile: WgradTile, products: int) -> dict:
     block_co, block_ci, block_m, num_warps, stages = tile
     a, b = (f"tensordesc<fp32[{block_m},{block}]>" for block in (block_co, block_ci))
@@ -228,13 +188,6 @@ def _turn(name: str, kernel: str, signature: dict, constexprs: dict) -> dict:
 
 
 _TURNS = [
-    _turn(
-        "pixels turned, in two parts",
-        "_turn_pixels_kernel",
-        dict.fromkeys(("x_ptr", "out_ptr"), "*fp32")
-        | dict.fromkeys(("H", "W", "C", "rows", "columns", "num", "part_stride", "first"), "i32"),
-        {"STEP": -1, "COPIES": 3, "PARTS": 2, "BLOCK_M": 64, "BLOCK_C": 32},
-    ),
     _turn(
         "filters turned",
         "_turn_filters_kernel",
@@ -342,8 +295,6 @@ COMPILE_CASES = [
     *(_tf32x3(*c) for c in tf32x3.FWD_CONFIGS[:4]),
     *(_tf32x3_in_registers(*c) for c in tf32x3.FWD_CONFIGS if c.in_registers),
     _stem_float32(64, 4),
-    *(_turned_wgrad(*c[:6], 1) for c in turned_wgrad.WGRAD_CONFIGS[:5]),
-    *(_turned_wgrad(*c[:6], 2) for c in turned_wgrad.WGRAD_CONFIGS[:2]),
     *(_points_wgrad(t, 1) for t in points_wgrad.TILES),
     _points_wgrad(points_wgrad.TILES[0], 3),
     *_TURNS,

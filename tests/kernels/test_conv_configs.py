@@ -10,13 +10,13 @@ import torch
 from triton_kernels.conv import conv2d as conv
 from triton_kernels.conv.hopper import fp16_split_wgrad as half_wgrad
 from triton_kernels.conv.hopper import mma_wgrad
+from triton_kernels.conv.plain import float32_wgrad as conv_float32_wgrad
 from triton_kernels.conv.plain import gather as conv_gather
 from triton_kernels.conv.plain import tf32x3 as conv_tf32x3
 from triton_kernels.conv.plain import tma as conv_tma
 from triton_kernels.conv.plain import tma_boxes
 from triton_kernels.conv.plain import tma_stride as conv_stride
 from triton_kernels.conv.plain import tma_wgrad as conv_tma_wgrad
-from triton_kernels.conv.plain import transposed_wgrad as conv_turned_wgrad
 from triton_kernels.runtime.device import describe
 
 from .conv_cases import (
@@ -61,11 +61,7 @@ def is_tma(config) -> bool:
 
 def is_wide(config) -> bool:
     """For float32 alone: forward and input gradient not in TF32."""
-    return isinstance(config, conv_tf32x3.Config) or is_turned(config)
-
-
-def is_turned(config) -> bool:
-    return isinstance(config, conv_turned_wgrad.WgradConfig)
+    return isinstance(config, conv_tf32x3.Config | conv_float32_wgrad.WgradConfig)
 
 
 def is_strided(config) -> bool:
@@ -82,11 +78,9 @@ def test_every_config(which, config, device, monkeypatch):
         shape = Shape(2, 3, 6, 72, 40)
     precision = "fp32" if is_wide(config) else "fp16"
     data = make(shape, DTYPES[precision][0], device)
-    tf32 = is_turned(config) and not fits_float32(config, device)
-    precision = "tf32" if tf32 else precision  # float32's three parts may need too much memory
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     exact, low = references(shape, *data)
-    got = one_pass(which, shape, *data, tf32, config)
+    got = one_pass(which, shape, *data, False, config)
     index = PASSES[which]
     floor = ROUNDING[precision]
     assert relative(got, exact[index]) <= 2 * relative(low[index], exact[index]) + floor
@@ -160,13 +154,6 @@ def race_case(name: str):
     return data, *references(shape, *data)
 
 
-def fits_float32(config, device: torch.device) -> bool:
-    if isinstance(config, conv_tf32x3.Config):
-        return True
-    x, weight = torch.empty(1, device=device), torch.empty(1, 1, 3, 3)
-    return conv_turned_wgrad._fits(config, x, weight, "ieee")
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(("which", "config"), CONFIGS)
@@ -182,10 +169,8 @@ def test_every_config_repeatedly(name, which, config, monkeypatch, device):
         if not describe(device).tma:
             pytest.skip("no TMA unit")
         if is_wide(config):
-            if not wide or (precision == "tf32" and which != "weight gradient"):
+            if precision != "fp32":
                 pytest.skip("of another dtype")
-            if precision == "fp32" and not fits_float32(config, device):
-                pytest.skip("two parts of a tile do not fit")
         elif precision == "fp32" or (wide and which == "weight gradient"):
             pytest.skip("another path serves it")
         elif wide and config.block_k > 32:
@@ -207,14 +192,14 @@ POINTWISE = {
     "few pixels": Shape(33, 1, 1, 72, 256, (1, 1)),
 }
 POINTWISE_CONFIGS = [
-    *((c, precision) for precision in ("tf32", "fp32") for c in conv_turned_wgrad.POINTS_CONFIGS),
+    *((c, precision) for precision in ("tf32", "fp32") for c in conv_float32_wgrad.POINTS_CONFIGS),
     *((c, "bf16") for c in conv_tma_wgrad.WGRAD_CONFIGS if c.taps == 1),
 ]
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
-@pytest.mark.parametrize("config", distinct(conv_turned_wgrad.POINTS_CONFIGS), ids=str)
+@pytest.mark.parametrize("config", distinct(conv_float32_wgrad.POINTS_CONFIGS), ids=str)
 def test_every_config_of_points(config, precision, monkeypatch, device):
     if is_tma(config) and not describe(device).tma:
         pytest.skip("no TMA unit")
@@ -245,10 +230,10 @@ MMA = {
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("precision", ["tf32", "fp32"])
-@pytest.mark.parametrize("config", conv_turned_wgrad.MMA_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", conv_float32_wgrad.MMA_CONFIGS, ids=str)
 @pytest.mark.parametrize("name", MMA)
 def test_every_config_of_mma_repeatedly(name, config, precision, monkeypatch, device):
-    x, tile = torch.empty(1, device=device), conv_turned_wgrad._mma_tile(config)
+    x, tile = torch.empty(1, device=device), conv_float32_wgrad._mma_tile(config)
     if not mma_wgrad.serves(x):
         pytest.skip("another GPU, or a Triton that it was not tried with")
     if precision == "tf32" and config.tensor_cores == 4:
@@ -279,7 +264,7 @@ def test_halves_repeatedly(name, precision, monkeypatch, device):
         pytest.skip("another GPU, or a Triton that it was not tried with")
     tf32 = precision == "tf32"
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
-    config = conv_turned_wgrad.HALF_CONFIG
+    config = conv_float32_wgrad.HALF_CONFIG
     check_weight_grad(shape, precision, config, device, times=10)
     exact = conv._conv2d_wgrad(x, dy, weight, 1, (1, 1), tf32, config)
     for one, other in ((2.0**-70, 2.0**60), (2.0**90, 2.0**-100)):  # the same bits times 2^-10
@@ -313,7 +298,7 @@ def test_halves_of_channels_that_are_not_finite(precision, device):
         pytest.skip("another GPU, or a Triton that it was not tried with")
 
     def gradient(x, dy):
-        return conv._conv2d_wgrad(x, dy, weight, 1, (1, 1), tf32, conv_turned_wgrad.HALF_CONFIG)
+        return conv._conv2d_wgrad(x, dy, weight, 1, (1, 1), tf32, conv_float32_wgrad.HALF_CONFIG)
 
     finite = gradient(x, dy)
     x[..., 7], x[..., 70], x[3, 2, 1, 130], dy[..., 9] = 0, float("inf"), float("nan"), 0
@@ -331,9 +316,8 @@ def test_halves_of_channels_that_are_not_finite(precision, device):
 
 
 BY_CHANNEL = [
-    *(("weight gradient", c) for c in distinct(conv_turned_wgrad.WGRAD_CONFIGS)),
-    *(("weight gradient", c) for c in conv_turned_wgrad.MMA_CONFIGS),
-    ("weight gradient", conv_turned_wgrad.HALF_CONFIG),
+    *(("weight gradient", c) for c in conv_float32_wgrad.MMA_CONFIGS),
+    ("weight gradient", conv_float32_wgrad.HALF_CONFIG),
     *(("forward", c) for c in conv_tf32x3.FWD_CONFIGS),
     *(("input gradient", c) for c in conv_tf32x3.FWD_CONFIGS),
 ]
@@ -351,19 +335,17 @@ def test_a_scale_a_channel_by_every_config(which, config, precision, device):
     if which != "weight gradient":
         if tf32:
             pytest.skip("float32 alone")
-    elif config == conv_turned_wgrad.HALF_CONFIG:
+    elif config == conv_float32_wgrad.HALF_CONFIG:
         if not half_wgrad.applies(x, dy, weight, (1, 1)):
             pytest.skip("another GPU, or a Triton that it was not tried with")
-    elif config.tensor_cores >= 3:
+    else:
         if not mma_wgrad.serves(x):
             pytest.skip("another GPU, or a Triton that it was not tried with")
         if tf32 and config.tensor_cores == 4:
             pytest.skip("one product")
-        tile = conv_turned_wgrad._mma_tile(config)
+        tile = conv_float32_wgrad._mma_tile(config)
         if not mma_wgrad.fits(tile, x, "tf32" if tf32 else "ieee"):
             pytest.skip("three products find no room")
-    elif not tf32 and not fits_float32(config, device):
-        pytest.skip("three products find no room")
     got = one_pass(which, shape, *data, tf32, config)
     name = {"forward": "y", "input gradient": "dx", "weight gradient": "dweight"}[which]
     print(f"{config} {check_each(name, got, shape, data, precision):.3f} of the budget")

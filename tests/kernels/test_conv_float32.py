@@ -6,11 +6,11 @@ import torch.nn.functional as F
 
 from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
+from triton_kernels.conv.plain import float32_wgrad as conv_float32_wgrad
 from triton_kernels.conv.plain import fp16_split as conv_halves
 from triton_kernels.conv.plain import im2col_wgrad as conv_columns_wgrad
 from triton_kernels.conv.plain import tf32x3 as conv_tf32x3
 from triton_kernels.conv.plain import tma as conv_tma
-from triton_kernels.conv.plain import transposed_wgrad as conv_turned_wgrad
 
 from .conv_cases import (
     ROUNDING,
@@ -56,7 +56,7 @@ def tensor_cores(monkeypatch):
     """Small products in float32 take the paths of large ones."""
     monkeypatch.setattr(conv_tma, "_TURN_FROM", 0)
     monkeypatch.setattr(conv_tf32x3, "_WORTH", 0)
-    monkeypatch.setattr(conv_turned_wgrad, "_WORTH", 0)
+    monkeypatch.setattr(conv_float32_wgrad, "_WORTH", 0)
 
 
 @pytest.mark.usefixtures("poison", "tensor_cores")

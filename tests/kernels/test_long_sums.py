@@ -8,7 +8,7 @@ import torch
 
 from triton_kernels.conv import wgrad_group, wgrad_pair
 from triton_kernels.conv.hopper import group_wgrad, row_mma
-from triton_kernels.conv.plain import gather, tma_stride, tma_wgrad, transposed_wgrad
+from triton_kernels.conv.plain import float32_wgrad, gather, tma_stride, tma_wgrad
 from triton_kernels.reductions import long_sums
 from triton_kernels.reductions.column_sum import num_splits
 from triton_kernels.reductions.long_sums import MOST_PRODUCTS, fewest_parts
@@ -143,16 +143,15 @@ PATHS = {  # (module, precision, stride, dtype, GPU, layers [H, W, CI, CO, R], c
         gather.WGRAD_CONFIGS,
     ),
     "tf32": (
-        transposed_wgrad, "tf32", 1, torch.float32, H100,
+        float32_wgrad, "tf32", 1, torch.float32, H100,
         ((64, 64, 64, 64, 3), (64, 64, 64, 128, 1), (17, 19, 64, 64, 3)),
         [
-            *transposed_wgrad.WGRAD_CONFIGS, *transposed_wgrad.MMA_CONFIGS,
-            *transposed_wgrad.POINTS_CONFIGS, transposed_wgrad._GATHER,
+            *float32_wgrad.MMA_CONFIGS, *float32_wgrad.POINTS_CONFIGS, float32_wgrad._GATHER,
         ],
     ),
     "tf32, in float16": (
-        transposed_wgrad, "tf32", 1, torch.float32, H100,
-        ((64, 64, 64, 64, 3), (8, 8, 256, 256, 3)), [transposed_wgrad.HALF_CONFIG],
+        float32_wgrad, "tf32", 1, torch.float32, H100,
+        ((64, 64, 64, 64, 3), (8, 8, 256, 256, 3)), [float32_wgrad.HALF_CONFIG],
     ),
 }  # fmt: skip
 

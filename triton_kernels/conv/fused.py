@@ -33,7 +33,7 @@ from ..runtime.device import describe
 from .fused_spec import forward_spec
 from .hopper import narrow, row_mma, tile_mma
 from .hopper.operands import Operands
-from .plain import fused_launch, fused_tiles, pointer, pointer_wgrad, tma_wgrad, transposed_wgrad
+from .plain import float32_wgrad, fused_launch, fused_tiles, pointer, pointer_wgrad, tma_wgrad
 from .plain import gather as conv_gather
 from .plain import tma_stride as conv_stride
 from .plain.fused_tiles import box_of as _box
@@ -267,8 +267,8 @@ def conv_weight_grad(
         path = tma_wgrad
     elif conv_stride.serves_wgrad(x, dy, out, stride, padding):
         path = conv_stride
-    elif transposed_wgrad.serves_wgrad(x, dy, out, stride, padding, "tf32"):
-        path = transposed_wgrad
+    elif float32_wgrad.serves_wgrad(x, dy, out, stride, padding, "tf32"):
+        path = float32_wgrad
     else:
         path = conv_gather
     pads = path in (pointer_wgrad, tma_wgrad)

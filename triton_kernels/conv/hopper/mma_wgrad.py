@@ -3,7 +3,7 @@
     dweight[co, r, s, ci] = sum_{n, h, w} dy[n, h, w, co] x[n, h + r - pad, w + s - pad, ci]
 
 wgmma takes its float32 operands from shared memory only with the pixels innermost, for which
-`conv.plain.transposed_wgrad` copies them. Here both go through registers to the older mma.sync,
+`conv.plain.float32_wgrad` copies them. Here both go through registers to the older mma.sync,
 which takes them in any order. Its rate is half of wgmma's, but there are no copies to be made.
 
 TMA fetches boxes of pixels, of 64 channels each: of x those of a tap, which begin elsewhere, with

@@ -2,7 +2,7 @@
 
     dweight[co, ci] = sum_m dy[m, co] x[m, ci]
 
-wgmma wants its float32 operands with the pixels innermost, for which `conv.plain.transposed_wgrad`
+wgmma wants its float32 operands with the pixels innermost, for which `conv.plain.float32_wgrad`
 copies them. A layer of few pixels has no time for that. The older mma.sync takes its operands from
 registers, in whatever order they come. Triton uses it where a program has no four warps or its tile
 fewer than 64 rows, so the tiles here are small, and several programs share a multiprocessor.

@@ -1,9 +1,9 @@
 """Operands of float32 convolutions in the order and in the parts that tensor cores want.
 
 In four bytes wgmma takes its operands from shared memory only with the index of the sum innermost.
-That of an input gradient is CO, which in the filters is outermost, and that of a weight gradient
-are the pixels, outermost in x and dy. A copy with the two indices changed, made once, costs one
-pass over memory; turning the tiles inside the product costs more, nine times.
+That of an input gradient is CO, which in the filters is outermost. A copy with the two indices
+changed, made once, costs one pass over memory; turning the tiles inside the product costs more,
+nine times.
 
 A copy of one part is rounded to TF32. One of two parts is for float32 products: `split_to_tf32`.
 """
@@ -27,42 +27,6 @@ def _store_parts(ptrs, v, mask, part_stride, PARTS: tl.constexpr):
         tl.store(ptrs + part_stride, small, mask=mask)
     else:
         tl.store(ptrs, round_to_tf32(v), mask=mask)
-
-
-@triton.jit(do_not_specialize=["H", "W", "rows"])
-def _turn_pixels_kernel(
-    x_ptr,  # [N, H, W, C]
-    out_ptr,  # [PARTS, COPIES, C, num]
-    H,
-    W,
-    C,
-    rows,  # of an image in a copy, H and some of zeros
-    columns,  # of an image in a copy
-    num,  # N * rows * columns
-    part_stride,
-    first,  # how far to the right of a pixel the first copy has its neighbour
-    STEP: tl.constexpr,  # and how much farther the next copy
-    COPIES: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    await_inputs()
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    h = m // columns % rows
-    row = (m // columns // rows).to(tl.int64) * H + h
-    inside = (m < num) & (h < H)
-    x_ptrs = x_ptr + c[None, :]
-    out_ptrs = out_ptr + c.to(tl.int64)[:, None] * num + m[None, :]
-    mask = (c < C)[:, None] & (m < num)[None, :]
-    for copy in tl.static_range(COPIES):
-        w = m % columns + first + copy * STEP
-        pixel = row * W + w
-        mask_x = (inside & (w >= 0) & (w < W))[:, None] & (c < C)[None, :]
-        x = tl.load(x_ptrs + pixel[:, None] * C, mask=mask_x, other=0.0)
-        _store_parts(out_ptrs, tl.trans(x), mask, part_stride, PARTS)
-        out_ptrs += C.to(tl.int64) * num
 
 
 @triton.jit
@@ -93,27 +57,6 @@ def _split_kernel(x_ptr, out_ptr, num, BLOCK: tl.constexpr):
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < num
     _store_parts(out_ptr + offs, tl.load(x_ptr + offs, mask=mask, other=0.0), mask, num, 2)
-
-
-def turn_pixels(
-    x: Tensor,  # float32 [N, H, W, C]
-    rows: int,  # at least H
-    columns: int,  # a multiple of 4
-    parts: int,
-    shifts: range = range(1),
-) -> Tensor:  # float32 [parts, copies, C, N * rows * columns]
-    """A copy of x for each shift, which has at column w of an image what x has at column
-    w + shift, or zero where x has none. Rows beyond H are zero as well."""
-    n, h, w, c = x.shape
-    num = n * rows * columns
-    assert columns % 4 == 0, "for TMA a row begins at a multiple of 16 bytes"
-    out = _empty((parts, len(shifts), c, num), dtype=torch.float32, device=x.device)
-    block_m, block_c = 64, 32
-    _turn_pixels_kernel[(triton.cdiv(num, block_m), triton.cdiv(c, block_c))](
-        x, out, h, w, c, rows, columns, num, out[0].numel(), shifts.start, STEP=shifts.step,
-        COPIES=len(shifts), PARTS=parts, BLOCK_M=block_m, BLOCK_C=block_c, **overlapping(x.device),
-    )  # fmt: skip
-    return out
 
 
 def turn_filters(
