@@ -16,8 +16,8 @@ from unittest import mock
 import torch
 import yaml
 
-from diffusion.build import POLICY_MODELS, build_model, build_policy_model
 from diffusion.errors import ConfigError
+from diffusion.factory import POLICY_MODELS, build_model, build_policy_model
 from diffusion.models.unet import UNet
 from diffusion.runtime.backend import Backend
 from triton_kernels import reference

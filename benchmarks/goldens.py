@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 
 import triton_kernels
 from benchmarks import cases, providers
-from diffusion.build import build_model, build_policy_model
+from diffusion.factory import build_model, build_policy_model
 from diffusion.plan.inference import sampling_network
 from diffusion.plan.inference1d import real_time
 from diffusion.runs.precompile_worker import train

@@ -28,11 +28,11 @@ import torch
 from benchmarks import harness
 from benchmarks.cases import model_settings
 from benchmarks.curves import compare, draw, write_losses
-from diffusion.build import build_model
 from diffusion.data import load_dataset
 from diffusion.data.batches import Batches
 from diffusion.data.image_set import ImageSet
 from diffusion.errors import ConfigError
+from diffusion.factory import build_model
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.plan.embedding import TOGETHER
 from diffusion.plan.unet import training_network

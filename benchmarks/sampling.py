@@ -32,7 +32,7 @@ from benchmarks import harness
 from benchmarks.cases import meta_model
 from benchmarks.harness import OURS, Row, Timing, WrongResult, check_choice
 from benchmarks.steps import Step, baseline_model, our_model
-from diffusion.build import make_sampler
+from diffusion.factory import make_sampler
 from diffusion.formats.diffusers_directory import unet_config
 from diffusion.formats.diffusers_names import to_diffusers_state
 from diffusion.plan.inference import sampling_network

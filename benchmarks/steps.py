@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from benchmarks.baseline_unet import build_baseline
 from benchmarks.cases import model_settings
 from benchmarks.harness import OURS, WrongResult, relative_error, release_memory, set_precision
-from diffusion.build import build_model
 from diffusion.data.batches import Batches
 from diffusion.data.image_set import ImageSet
 from diffusion.errors import ConfigError
+from diffusion.factory import build_model
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.models.unet import UNet
 from diffusion.plan.embedding import TOGETHER

@@ -16,17 +16,17 @@ from hydra.core.global_hydra import GlobalHydra
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from configs.entry import CONFIGS, check_paths, exit_codes, plain
 from diffusion.export.run import export
 from diffusion.runs.benchmark import benchmark
 from diffusion.runs.evaluation import evaluate
+from diffusion.runs.prepare import prepare
 from diffusion.runs.report import report
 from diffusion.runs.rollout import rollout
 from diffusion.runs.sampling import sample
 from diffusion.runs.training import train
 from diffusion.settings import construct, flattened
 from diffusion.training.averaging import average
-from tools.prepare import prepare
+from triton_diffusion.entry import CONFIGS, check_paths, exit_codes, plain
 
 from .end_to_end.run import TINY
 

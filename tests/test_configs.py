@@ -11,15 +11,15 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import InstantiationException
 
-from configs.entry import CONFIGS, describe, exit_codes, explain, plain, run_entry
-from diffusion.build import Process, build_model, build_policy_model
 from diffusion.errors import ConfigError
+from diffusion.factory import Process, build_model, build_policy_model
 from diffusion.policies.task import LOADERS
 from diffusion.runtime.backend import TORCH_FP32
 from diffusion.runtime.interrupt import Interrupted
 from diffusion.settings import construct
 from diffusion.training.optimizer import OptimizerSettings
 from diffusion.training.trainer import TrainSettings
+from triton_diffusion.entry import CONFIGS, describe, exit_codes, explain, plain, run_entry
 
 
 def choices(group: str) -> list[str]:

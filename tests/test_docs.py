@@ -12,7 +12,16 @@ from hydra.core.global_hydra import GlobalHydra
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FOLDERS = ("triton_kernels", "diffusion", "configs", "benchmarks", "tools", "tests", "docs")
+FOLDERS = (
+    "triton_kernels",
+    "diffusion",
+    "triton_diffusion",
+    "configs",
+    "benchmarks",
+    "tools",
+    "tests",
+    "docs",
+)
 FILES = [f"/{path.relative_to(ROOT)}" for name in FOLDERS for path in (ROOT / name).rglob("*")]
 FILES += [f"/{path.name}" for path in ROOT.iterdir()]
 

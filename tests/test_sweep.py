@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from configs.sweep import job_folder
+from triton_diffusion.sweep import job_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,7 +35,10 @@ def test_any_value_makes_a_name_of_its_own():
     assert all("/" not in name and " " not in name and len(name) < 200 for name in names)
 
 
-CLAIM = "from configs.sweep import _claim_gpu; print(_claim_gpu(['x0', 'x1']), flush=True); input()"
+CLAIM = (
+    "from triton_diffusion.sweep import _claim_gpu;"
+    " print(_claim_gpu(['x0', 'x1']), flush=True); input()"
+)
 
 
 def test_a_process_takes_a_gpu_that_is_free(tmp_path):

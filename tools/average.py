@@ -6,22 +6,9 @@ Of the averages in the checkpoints that a run has kept. See configs/average.yaml
 import sys
 from pathlib import Path
 
-import hydra
-from omegaconf import DictConfig
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from configs.entry import exit_codes, plain, run_entry
-
-
-@hydra.main(version_base=None, config_path="../configs", config_name="average")
-def main(config: DictConfig) -> None:
-    """Average as configured."""
-    from diffusion.training.averaging import average  # after the command line is known to be right
-
-    with exit_codes():
-        average(plain(config))
-
+from triton_diffusion.commands import run
 
 if __name__ == "__main__":
-    run_entry(main, "average")
+    run("average")

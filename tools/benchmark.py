@@ -7,23 +7,9 @@ See configs/benchmark.yaml and docs/interchange.md.
 import sys
 from pathlib import Path
 
-import hydra
-from omegaconf import DictConfig
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from configs.entry import exit_codes, plain, run_entry
-
-
-@hydra.main(version_base=None, config_path="../configs", config_name="benchmark")
-def main(config: DictConfig) -> None:
-    """Measure as configured, print the table and say where it is."""
-    # after the command line is known to be right
-    from diffusion.runs.benchmark import benchmark
-
-    with exit_codes():
-        benchmark(plain(config))
-
+from triton_diffusion.commands import run
 
 if __name__ == "__main__":
-    run_entry(main, "benchmark")
+    run("benchmark")

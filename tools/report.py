@@ -6,22 +6,9 @@ Prints the settings in which they differ, and what came of them. See configs/rep
 import sys
 from pathlib import Path
 
-import hydra
-from omegaconf import DictConfig
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from configs.entry import exit_codes, plain, run_entry
-
-
-@hydra.main(version_base=None, config_path="../configs", config_name="report")
-def main(config: DictConfig) -> None:
-    """Report as configured."""
-    from diffusion.runs.report import report  # after the command line is known to be right
-
-    with exit_codes():
-        report(plain(config))
-
+from triton_diffusion.commands import run
 
 if __name__ == "__main__":
-    run_entry(main, "report")
+    run("report")

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import ConfigError
 from ..settings import typed
@@ -13,7 +13,16 @@ from .images import list_images, load_folder
 from .order import sample_index
 from .packed import load_packed
 
-__all__ = ["ImageSet", "expected_classes", "expected_size", "load_dataset", "sample_index"]
+__all__ = [
+    "ImageSet",
+    "expected_classes",
+    "expected_size",
+    "load_dataset",
+    "register_dataset",
+    "sample_index",
+]
+
+L = TypeVar("L", bound=Callable[..., ImageSet])
 
 _LOADERS: dict[str, Callable[..., ImageSet]] = {
     "elephants": elephants,
@@ -23,6 +32,24 @@ _LOADERS: dict[str, Callable[..., ImageSet]] = {
     "fashion_mnist": fashion_mnist,
     "cifar10": cifar10,
 }
+
+
+def register_dataset(name: str) -> Callable[[L], L]:
+    """As `diffusion.register_dataset`, which says what the function has to be."""
+
+    def register(loader: L) -> L:
+        if "size" not in inspect.signature(loader).parameters:
+            raise ValueError(f"data set {name}: its function has no argument size")
+        known = _LOADERS.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (
+            loader.__module__,
+            loader.__qualname__,
+        ):
+            raise ValueError(f"there is a data set {name} already: {known.__module__}")
+        _LOADERS[name] = loader
+        return loader
+
+    return register
 
 
 def load_dataset(name: str, **options: Any) -> ImageSet:
@@ -63,7 +90,10 @@ def _checked(
 ) -> tuple[Callable[..., ImageSet], dict[str, Any], int | None]:
     """The loader, its options, and the channels to convert to behind it."""
     if name not in _LOADERS:
-        raise ConfigError(f"dataset={name} is unknown; {nearest(str(name), tuple(_LOADERS))}")
+        raise ConfigError(
+            f"dataset={name} is unknown; {nearest(str(name), tuple(_LOADERS))}, or register it by"
+            " plugin=FILE"
+        )
     loader = _LOADERS[name]
     known = tuple(inspect.signature(loader).parameters)
     valid = tuple(dict.fromkeys((*known, "channels")))

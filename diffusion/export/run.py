@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..build import Process, build_model
 from ..errors import ConfigError, writing
+from ..factory import Process, build_model
 from ..formats.checkpoint import check_same_model
 from ..formats.diffusers_directory import read_diffusers, save_diffusers
 from ..formats.diffusers_files import is_model

@@ -27,9 +27,9 @@ import numpy as np
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..build import Process
 from ..data.image_set import parse_size
 from ..errors import ConfigError
+from ..factory import Process
 from ..models.blocks import AttentionBlock
 from ..models.unet import UNet
 from ..process.schedule import NoiseSchedule

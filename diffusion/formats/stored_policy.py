@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..build import Process
 from ..data.action_chunks import PolicySpec
+from ..factory import Process
 
 
 @dataclass(frozen=True)

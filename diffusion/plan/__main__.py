@@ -16,19 +16,19 @@ import sys
 from pathlib import Path
 
 import torch
-import yaml
 from torch import nn
 
 from triton_kernels import reference
 
-from ..build import POLICY_MODELS, build_model, build_policy_model
 from ..errors import ConfigError, check_writable, writing
+from ..factory import POLICY_MODELS, build_model, build_policy_model
+from ..presets import CONFIGS, preset
 from ..runtime.backend import PRECISIONS, Backend
 from .build import plan
 from .graph import PlanError
 from .printed import GPUS, draw, lines, table
 
-_MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
+_MODELS = CONFIGS / "model"
 _DEFAULTS = {
     "model": "unet64",
     "batch": "16",
@@ -68,7 +68,7 @@ def settings(arguments: list[str]) -> dict[str, str]:
 
 def example(model: str, batch: int, size: str, dtype: torch.dtype) -> tuple[nn.Module, tuple, dict]:
     """A network of the configuration, and arguments of its `forward`."""
-    chosen = yaml.safe_load((_MODELS / f"{model}.yaml").read_text())
+    chosen = preset("model", model)
     backend, cpu = Backend("torch", reference, dtype), torch.device("cpu")
     t = torch.zeros(batch, dtype=torch.int64)
     if chosen["name"] in POLICY_MODELS:

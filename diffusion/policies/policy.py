@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..build import AS_DIFFUSERS, Process, build_policy_model
 from ..data.action_chunks import PolicySpec
 from ..errors import ConfigError
+from ..factory import AS_DIFFUSERS, Process, build_policy_model
 from ..formats.checkpoint import (
     Average,
     check_same_model,

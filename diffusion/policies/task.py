@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..build import Process, build_policy_model
 from ..data.action_chunks import ActionChunks
 from ..data.push_disc import push_disc
 from ..data.trajectories import load_trajectories
 from ..errors import ConfigError
+from ..factory import Process, build_policy_model
 from ..runtime.backend import Backend
 from ..settings import construct
 from ..tracking.pictures import plot_chunks

@@ -33,10 +33,10 @@ from tqdm import tqdm
 
 import triton_kernels
 
-from ..build import check_sampler
 from ..errors import ConfigError, writing
 from ..export.graph import OnnxDenoiser, export_onnx, image_graph, onnx_provider
 from ..export.tensorrt_engine import TensorRTDenoiser, build_engine, require_tensorrt
+from ..factory import check_sampler
 from ..formats.trained import Trained, TrainedSettings
 from ..models.layers import Conv1d, Conv2d
 from ..plan.inference import sampling_network

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from triton_kernels.runtime.device import describe
 from triton_kernels.runtime.launch_recorder import rehearsal
 
-from ..build import POLICY_MODELS, Process, build_model, build_policy_model
 from ..data.image_set import ImageSet
+from ..factory import POLICY_MODELS, Process, build_model, build_policy_model
 from ..models.flat_parameters import FlatParameters
 from ..plan.embedding import TOGETHER
 from ..runtime.backend import Backend, choose_backend

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..build import SAMPLERS, check_sampler
 from ..data.action_chunks import PolicySpec
 from ..errors import ConfigError, check_writable
+from ..factory import SAMPLERS, check_sampler
 from ..formats.checkpoint import Average
 from ..policies.animation import save_gif
 from ..policies.environments import (

@@ -14,8 +14,8 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from ..build import check_sampler
 from ..errors import ConfigError, check_writable, writing
+from ..factory import check_sampler
 from ..formats.trained import Trained, TrainedSettings
 from ..plan.inference import InferenceUNet, sampling_network
 from ..runtime.distributed import Processes, choose_device

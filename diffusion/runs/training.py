@@ -13,9 +13,9 @@ import yaml
 from torch import nn
 from tqdm import tqdm
 
-from ..build import POLICY_MODELS, Process
 from ..data.batches import Samples
 from ..errors import ConfigError, writing
+from ..factory import POLICY_MODELS, Process
 from ..formats.checkpoint import load_into, read_state
 from ..formats.checkpoint_folder import clean_up
 from ..formats.trained import load_initial

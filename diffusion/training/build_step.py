@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from ..build import Process
 from ..data.batches import Batches, Samples
+from ..factory import Process
 from ..models.flat_parameters import FlatParameters
 from ..plan.unet import training_network
 from ..process.objective import Objective

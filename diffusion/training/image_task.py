@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..build import Process, build_model
 from ..data import expected_classes, expected_size, load_dataset
 from ..errors import ConfigError
+from ..factory import Process, build_model
 from ..runtime.backend import Backend
 from ..runtime.distributed import own_rank
 from ..sampling.draw import draw

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from diffusers import UNet2DModel
 
-from diffusion.build import Process, build_model
+from diffusion.factory import Process, build_model
 from diffusion.formats.diffusers_directory import save_diffusers
 from diffusion.formats.trained import Trained
 from diffusion.runtime.backend import TORCH_FP32

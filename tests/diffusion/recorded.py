@@ -9,8 +9,8 @@ import json
 import torch
 
 import triton_kernels
-from diffusion.build import build_model, build_policy_model, make_sampler
 from diffusion.data.action_chunks import PolicySpec
+from diffusion.factory import build_model, build_policy_model, make_sampler
 from diffusion.plan.inference import InferenceUNet, sampling_network
 from diffusion.plan.inference1d import real_time
 from diffusion.policies.policy import Policy

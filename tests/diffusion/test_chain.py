@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from diffusion.build import SAMPLERS, make_sampler
+from diffusion.factory import SAMPLERS, make_sampler
 from diffusion.process.schedule import make_schedule
 from diffusion.runtime.backend import TORCH_FP32
 from diffusion.runtime.cuda_graph import captured

@@ -8,8 +8,8 @@ import pytest
 import torch
 from diffusers import EDMDPMSolverMultistepScheduler, EDMEulerScheduler
 
-from diffusion.build import Process
 from diffusion.errors import ConfigError
+from diffusion.factory import Process
 from diffusion.formats.diffusers_directory import scheduler_config
 from diffusion.process.edm import DRAWS, normal_draws
 from diffusion.process.objective import Objective

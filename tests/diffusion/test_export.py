@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from diffusion.build import build_model, build_policy_model
 from diffusion.data.action_chunks import Normaliser, PolicySpec
 from diffusion.errors import ConfigError
 from diffusion.export.graph import OnnxDenoiser
 from diffusion.export.run import export
+from diffusion.factory import build_model, build_policy_model
 from diffusion.formats.checkpoint import save_checkpoint
 from diffusion.formats.trained import load_trained
 from diffusion.models.flat_parameters import FlatParameters

@@ -17,8 +17,8 @@ from diffusers import (
 )
 from safetensors.torch import load_file, save_file
 
-from diffusion.build import Process
 from diffusion.errors import ConfigError
+from diffusion.factory import Process
 from diffusion.formats.diffusers_directory import read_diffusers, save_diffusers, scheduler_config
 from diffusion.formats.trained import load_trained
 from diffusion.models.unet1d import UNet1d

@@ -7,9 +7,8 @@ import pytest
 import torch
 import yaml
 
-from configs.entry import CONFIGS
-from diffusion.build import SAMPLERS, make_sampler
 from diffusion.errors import ConfigError
+from diffusion.factory import SAMPLERS, make_sampler
 from diffusion.formats.weights import load_weights, save_guided
 from diffusion.models.unet import UNet
 from diffusion.process.objective import Objective
@@ -18,6 +17,7 @@ from diffusion.runs.sampling import sample
 from diffusion.runtime.backend import TORCH_FP32
 from diffusion.sampling.draw import draw
 from diffusion.sampling.guidance import drop_labels, guide
+from triton_diffusion.entry import CONFIGS
 from triton_kernels import reference
 
 RNG = torch.tensor([3, 5])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import triton_kernels
-from diffusion.build import make_sampler
+from diffusion.factory import make_sampler
 from diffusion.models.layers import set_backend
 from diffusion.models.unet import UNet
 from diffusion.plan import fusion as waiting

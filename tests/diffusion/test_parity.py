@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler
 
-from diffusion.build import make_sampler
+from diffusion.factory import make_sampler
 from diffusion.process.schedule import make_schedule
 from diffusion.runtime.backend import TORCH_FP32
 from triton_kernels import reference

@@ -340,7 +340,7 @@ def test_an_environment_that_cannot_be_reset():
 def test_every_setting_is_in_the_configuration():
     from omegaconf import OmegaConf
 
-    from configs.entry import CONFIGS
+    from triton_diffusion.entry import CONFIGS
 
     listed = OmegaConf.load(CONFIGS / "rollout.yaml")
     fields = RolloutSettings.__dataclass_fields__

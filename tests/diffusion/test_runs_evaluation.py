@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.build import build_model
 from diffusion.data.image_set import ImageSet
 from diffusion.data.packed import write_packed
 from diffusion.errors import ConfigError
+from diffusion.factory import build_model
 from diffusion.formats.checkpoint import save_checkpoint
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.runs.evaluation import FIELDS, evaluate

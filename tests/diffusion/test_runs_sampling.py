@@ -7,11 +7,10 @@ import pytest
 import torch
 import yaml
 
-from configs.entry import CONFIGS
-from diffusion.build import build_model
 from diffusion.data import ImageSet
 from diffusion.data.packed import write_packed
 from diffusion.errors import ConfigError
+from diffusion.factory import build_model
 from diffusion.formats.checkpoint import save_checkpoint
 from diffusion.formats.trained import load_trained
 from diffusion.formats.weights import save_unet_cu
@@ -19,6 +18,7 @@ from diffusion.models.flat_parameters import FlatParameters
 from diffusion.runs import sampling as sampling_run
 from diffusion.runs.sampling import sample
 from diffusion.runtime.backend import TORCH_FP32
+from triton_diffusion.entry import CONFIGS
 
 from .golden_unet import OPTIONS
 

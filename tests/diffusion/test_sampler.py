@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.build import SAMPLERS, make_sampler
 from diffusion.errors import ConfigError
+from diffusion.factory import SAMPLERS, make_sampler
 from diffusion.process.schedule import make_schedule
 from diffusion.runtime.backend import TORCH_FP32
 from diffusion.sampling.sampler import DDPM, ddim_table, ddpm_table

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from diffusion.build import make_sampler
+from diffusion.factory import make_sampler
 from diffusion.plan.inference import sampling_network
 from diffusion.process.schedule import make_schedule
 from diffusion.sampling.serialize import turn

@@ -16,8 +16,8 @@ from diffusers import (
     HeunDiscreteScheduler,
 )
 
-from diffusion.build import make_sampler
 from diffusion.errors import ConfigError
+from diffusion.factory import make_sampler
 from diffusion.process.schedule import make_schedule
 from diffusion.runtime.backend import TORCH_FP32
 from diffusion.sampling.solvers import dpmpp_2m_table, heun_table

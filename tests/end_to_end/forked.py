@@ -26,7 +26,7 @@ IMPORTED = (
     "matplotlib.figure",
     "torch.fx.experimental.symbolic_shapes",  # which torch.autograd asks for
     "torch.utils.tensorboard",
-    "configs.entry",
+    "triton_diffusion.entry",
     "diffusion.runs.training",
     "diffusion.runs.sampling",
     "diffusion.runs.rollout",

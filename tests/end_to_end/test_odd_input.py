@@ -17,7 +17,6 @@ import pytest
 import torch
 from PIL import Image
 
-from configs.entry import check_paths
 from diffusion.data import image_set
 from diffusion.data.images import list_images, load_folder
 from diffusion.data.rollout_file import read_rollouts
@@ -25,6 +24,7 @@ from diffusion.errors import ConfigError
 from diffusion.formats.diffusers_files import read_json
 from diffusion.formats.weights import load_weights
 from diffusion.runs.report import report
+from triton_diffusion.entry import check_paths
 
 from .run import ROOT, TINY, environment, run
 from .test_errors import fails

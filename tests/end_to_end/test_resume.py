@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from configs.entry import CONFIGS
-from configs.resume import own_settings
+from triton_diffusion.entry import CONFIGS
+from triton_diffusion.resume import own_settings
 
 from ..test_configs import composed
 from .run import TINY, rows, run

@@ -25,14 +25,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import diffusion
 from diffusion.errors import ConfigError, check_readable, lack_of_memory
+from diffusion.presets import CONFIGS
 from diffusion.runtime.interrupt import Interrupted
 from diffusion.settings import flattened, shown
 
 from . import sweep
 from .resume import own_settings
 
-CONFIGS = Path(__file__).resolve().parent
+_OURS = Path(diffusion.__file__).resolve().parent
 _MULTIRUN = ("-m", "--multirun")
 _CONFIG_DIR = ("--config-dir", "-cd")
 _HELP = ("-h", "--help")
@@ -144,7 +146,7 @@ def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
     try:
         if set(_HELP) & set(sys.argv[1:]):
             with exit_codes():
-                print(describe(config_name, sys.argv[1:]), flush=True)
+                print(as_called(describe(config_name, sys.argv[1:])), flush=True)
             sys.exit(0)
         if config_name == "train":
             with exit_codes():
@@ -184,13 +186,24 @@ def _end_sweep(died: str | None = None) -> NoReturn:
     sys.exit(0)
 
 
+def as_called(text: str) -> str:
+    """With the names of scripts as the user has them: a wheel brings no scripts, only the console
+    command."""
+    program, _, command = sys.argv[0].partition(" ")
+    if not command:
+        return text
+    return re.sub(r"(?:python )?(?:tools/(\w+)|\b(train|sample))\.py\b", rf"{program} \1\2", text)
+
+
 def _one_line(otherwise: Callable[..., str]) -> Callable[..., str]:
     """How a warning is shown: the project's own are for the user, who does not want to know in
     which line of which file they are given; those of libraries as before."""
 
     def shown_as(message: Warning, category: type, filename: str, *rest: Any) -> str:
-        ours = Path(filename).resolve().is_relative_to(CONFIGS.parent / "diffusion")
-        return f"warning: {message}\n" if ours else otherwise(message, category, filename, *rest)
+        ours = Path(filename).resolve().is_relative_to(_OURS)
+        if not ours:
+            return otherwise(message, category, filename, *rest)
+        return as_called(f"warning: {message}\n")
 
     return shown_as
 
@@ -368,7 +381,7 @@ def _dotted(tree: dict[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _fail(message: str, of_job: bool = False) -> NoReturn:
-    line = " ".join(message.split())  # what a library said may be several
+    line = as_called(" ".join(message.split()))  # what a library said may be several
     if of_job and sweep.goes_on_without_this_job():
         raise sweep.JobFailed(line)
     print(f"error: {line}", file=sys.stderr)
@@ -376,6 +389,6 @@ def _fail(message: str, of_job: bool = False) -> NoReturn:
 
 
 def _stop(message: str, number: int) -> NoReturn:
-    print(message, file=sys.stderr)
+    print(as_called(message), file=sys.stderr)
     sweep.stop_job(message)
     sys.exit(128 + number)

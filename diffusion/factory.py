@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from .runtime.backend import Backend
 from .sampling.sampler import DDIM, DDPM, Sampler
 from .sampling.solvers import DPMSolverPP2M, Heun
 from .settings import construct, shown
+
+M = TypeVar("M", bound=Callable[..., torch.nn.Module])
 
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {"unet": UNet}  # of images
 POLICY_MODELS: dict[str, Callable[..., torch.nn.Module]] = {"unet1d": UNet1d}  # of actions
@@ -33,6 +35,22 @@ SAMPLERS: dict[str, type[Sampler]] = {
     "heun": Heun,
     "dpmpp_2m": DPMSolverPP2M,
 }
+
+
+def register_model(name: str) -> Callable[[M], M]:
+    """As `diffusion.register_model`, which says what the class has to be."""
+
+    def register(model: M) -> M:
+        known = (MODELS | POLICY_MODELS).get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (
+            model.__module__,
+            model.__qualname__,
+        ):
+            raise ValueError(f"there is a model {name} already: {known.__module__}")
+        MODELS[name] = model
+        return model
+
+    return register
 
 
 def build_model(
@@ -88,7 +106,7 @@ def _construct_model(
         other = name in MODELS or name in POLICY_MODELS
         raise ConfigError(
             f"model.name={name} is {f'not for {data}' if other else 'unknown'}; choose one of"
-            f" {', '.join(models)}"
+            f" {', '.join(models)}, or register it by plugin=FILE"
         )
     return construct(models[name], settings, "model", **given)
 

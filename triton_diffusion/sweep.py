@@ -181,7 +181,7 @@ class Jobs(Callback):
                 sweeper.sampler.seed = seed + sum(1 for _ in _records(self.folder))
             sweeper.study_name = sweeper.study_name or "search"
             sweeper.storage = {
-                "_target_": "configs.sweep.search_so_far",
+                "_target_": "triton_diffusion.sweep.search_so_far",
                 "folder": str(self.folder),
                 "given": given,
                 "study_name": sweeper.study_name,

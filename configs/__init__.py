@@ -1,1 +1,0 @@
-"""The YAML configuration, and the door between Hydra and the project."""
