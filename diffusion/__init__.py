@@ -1,13 +1,208 @@
-"""Diffusion models over `triton_kernels`: the UNet, the processes, the data, the trainer.
+"""Diffusion models over `triton_kernels`: the networks, the processes, the data, the trainer.
 
-Nothing here imports hydra or omegaconf: the entry scripts turn the configuration into keyword
-arguments.
+The names below are the public ones; docs/api.md lists them with their arguments. The command
+`triton-diffusion`, train.py and sample.py do the same. Nothing here imports hydra or omegaconf.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .name_clash import check_name
+
+__version__ = "0.2.0"
+
+__all__ = [
+    "accelerate",
+    "build",
+    "load",
+    "preset",
+    "register_dataset",
+    "register_model",
+    "sample",
+    "train",
+]
+
+check_name()
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import nn
+
+    from .formats.trained import Trained
+    from .models.layers import Network
+
+
+def build(
+    model: "str | dict[str, Any]" = "unet64",
+    *,
+    size: "int | tuple[int, int]" = 64,
+    channels: int = 3,
+    learned_variance: bool = False,
+    device: str = "cpu",
+    precision: str | None = None,
+    **changes: Any,
+) -> "Network":
+    """A network of images with freshly drawn parameters.
+
+    model: the name of a file of configs/model, or its settings as a dict with `name`; `changes` are
+    further settings, such as `num_classes=10`. size: the side of the images in pixels, or (H, W).
+    channels: of the images; out of the network come as many, or twice as many with
+    `learned_variance`. precision: bf16, tf32 or fp32; None: bf16 on a GPU and fp32 on a CPU.
+
+    `network(x, t)` takes x [N, C, H, W] and t [N]. Where the network moves (`to`, `cuda`, `cpu`),
+    what computes it follows: the Triton kernels on a GPU, PyTorch on a CPU. It also sets PyTorch's
+    TF32 switches for the process, as the precision says. ConfigError: settings that are wrong.
+    """
+    from dataclasses import replace
+
+    from .data.image_set import parse_size
+    from .factory import build_model
+    from .runtime.backend import choose_backend, precision_on
+    from .runtime.distributed import choose_device
+
+    settings = preset("model", model, **changes) if isinstance(model, str) else model | changes
+    on = choose_device(device)
+    follows = (precision or "bf16", precision or "fp32")
+    chosen = choose_backend("auto", precision or precision_on(on, "bf16"), on, "precision")
+    chosen = replace(chosen, follows=follows)
+    return build_model(settings, chosen, parse_size(size), channels, learned_variance, on)
+
+
+def train(
+    run_dir: str | Path,
+    *,
+    dataset: "str | dict[str, Any]" = "elephants",
+    model: "str | dict[str, Any] | None" = None,
+    diffusion: "str | dict[str, Any] | None" = None,
+    optim: "str | dict[str, Any]" = "adamw",
+    device: str = "auto",
+    backend: str = "auto",
+    **settings: Any,
+) -> float:
+    """Train in the folder `run_dir`, or go on there, and return the last loss.
+
+    dataset, model, diffusion, optim: the name of a file in that folder of configs/, or settings as
+    a dict; that of `dataset` and `optim` may leave out what its file says. None: what goes with the
+    data. settings: of the group `train` of configs/train.yaml, such as `steps=1000, batch_size=32`.
+
+    It is what train.py does, with the same files in `run_dir`. ConfigError: wrong settings.
+    """
+    from .presets import chosen_with, defaults_of_training, filled
+    from .runs.training import train as run
+
+    dataset = filled("dataset", dataset)
+    others = chosen_with(dataset.get("name"))
+    groups = {"model": model or others["model"], "diffusion": diffusion or others["diffusion"]}
+    config = {
+        "dataset": dataset,
+        **{k: preset(k, v) if isinstance(v, str) else v for k, v in groups.items()},
+        "optim": filled("optim", optim, otherwise="adamw"),
+        "backend": backend,
+        "device": device,
+        "run_dir": str(run_dir),
+        "train": defaults_of_training() | settings,
+    }
+    return run(config, Path(run_dir))
+
+
+def load(
+    ckpt: str | Path,
+    *,
+    device: str = "auto",
+    ema: "bool | float | str" = True,
+    precision: str | None = None,
+    **origin: Any,
+) -> "Trained":
+    """A trained network of images: its `model`, `process`, `image_shape` and `class_names`.
+
+    ckpt: a run, a checkpoint, a directory of diffusers, or a weights file; for the last, `origin`
+    says what it does not: `model` and `diffusion` (settings as dicts), `size`, `channels`. ema: the
+    averaged weights; False: those that were trained; a number: one of `optim.more_ema`.
+    precision: bf16, tf32 or fp32; None: as trained on a GPU, fp32 on a CPU. ConfigError: there is
+    none, it is damaged, or the settings are wrong.
+
+    `load(...).model` follows the device that it is moved to, as the network of `build` does.
+    """
+    from .formats.trained import load_trained
+    from .runtime.distributed import choose_device
+
+    return load_trained(ckpt, choose_device(device), ema=ema, precision=precision, **origin)
+
+
+def sample(
+    source: "str | Path | Trained",
+    n: int = 16,
+    *,
+    sampler: str = "ddim",
+    steps: "int | str | list[int] | None" = 50,
+    seed: int = 0,
+    label: "int | str | None" = None,
+    guidance: float = 1.0,
+    batch_size: int = 64,
+    device: str = "auto",
+    **options: Any,
+) -> "np.ndarray":
+    """Draw n images, uint8 [n, H, W, C], with a run, a checkpoint, or what `load` returns.
+
+    sampler: ddpm, ddim, heun or dpmpp_2m, with so many steps (None: all). Image i depends on `seed`
+    and i alone. label: the class, by number or name; None: all in turn. guidance: classifier-free;
+    1: none. options: eta, clip and spacing, as configs/sample.yaml says. device: where `source` is
+    loaded, if it is a path. ConfigError: settings that are wrong.
+    """
+    from .formats.trained import Trained
+    from .plan.inference import sampling_network
+    from .runs.sampling import choose_labels
+    from .sampling.draw import draw
+
+    trained = source if isinstance(source, Trained) else load(source, device=device)
+    model = trained.model.eval()
+    on = next(model.parameters()).device
+    return draw(
+        model,
+        trained.sampler(on, sampler=sampler, steps=steps, **options),
+        n,
+        trained.image_shape,
+        seed=seed,
+        labels=choose_labels(label, n, trained),
+        guidance=guidance,
+        batch_size=batch_size,
+        network=sampling_network(model),
+    )
+
+
+def preset(group: str, name: str, **changes: Any) -> dict[str, Any]:
+    """The settings of configs/GROUP/NAME.yaml with these changes, as a dict.
+
+    group: model, dataset, diffusion or optim. ConfigError: there is no such file.
+    """
+    from .presets import preset as read
+
+    return read(group, name, **changes)
+
+
+def register_model(name: str) -> "Callable[[type[nn.Module]], type[nn.Module]]":
+    """Decorate the class of a network of images: `model.name=NAME` in a configuration is it.
+
+    Its constructor takes image_size (H, W), in_channels, out_channels and backend, and the settings
+    of the group `model` as further arguments by name. It is a `diffusion.models.layers.Network`
+    with `forward_nhwc`. ValueError: there is another one of this name. See docs/extending.md.
+    """
+    from .factory import register_model as register
+
+    return register(name)
+
+
+def register_dataset(name: str) -> "Callable[[Callable], Callable]":
+    """Decorate a function that loads images: `dataset.name=NAME` in a configuration calls it.
+
+    Its arguments are the settings of the group `dataset` but `name` and `flip`, with defaults; one
+    is `size`, a side or [H, W]. It returns a `diffusion.data.ImageSet`. ValueError: it has no
+    `size`, or there is another function of this name. See docs/extending.md.
+    """
+    from .data import register_dataset as register
+
+    return register(name)
 
 
 def accelerate(module: "nn.Module") -> "nn.Module":

@@ -4,16 +4,16 @@ that another program wrote."""
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..build import AS_DIFFUSERS, Process, build_model
 from ..data.image_set import parse_size
 from ..errors import ConfigError
+from ..factory import AS_DIFFUSERS, Process, build_model
 from ..models.blocks import AttentionBlock
 from ..models.layers import TimestepEmbedding
 from ..models.unet import UNet
@@ -34,6 +34,7 @@ from .diffusers_files import is_diffusers
 from .diffusion_policy import is_workspace
 from .weights import load_weights, stored_image_shape
 
+_CPU = torch.device("cpu")
 _OTHERS = ", a weights file (.safetensors, .pt, .bin) or a directory of diffusers"
 _NO_IMAGES = (
     "is a policy: it draws actions from observations, not images; use tools/rollout.py, or"
@@ -84,8 +85,11 @@ def load_trained(
     damaged, or not what the settings say."""
     found = _find(Path(ckpt), ema, model, diffusion)
     height, width, channels = _image_shape(found.path, found.image_shape, size, channels)
+    follows = (precision or found.precision, precision or precision_on(_CPU, found.precision))
     precision = precision or precision_on(device, found.precision)
     chosen = choose_backend(backend, precision, device, setting="precision")
+    if backend == "auto":
+        chosen = replace(chosen, follows=follows)
     network = build_model(
         found.settings, chosen, (height, width), channels, found.process.learns_variance, device
     )

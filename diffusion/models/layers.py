@@ -5,6 +5,7 @@ nn.Linear and nn.GroupNorm, drawing the same numbers from the same seed.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,56 @@ class Layer(nn.Module):
     def __init__(self, backend: Backend = TORCH_FP32) -> None:
         super().__init__()
         self.backend = backend
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Layer":
+        """What `to`, `cuda` and `cpu` call: a backend that follows is that of the new device."""
+        super()._apply(fn, recurse)
+        parameter = next(self.parameters(), None)
+        if parameter is not None:
+            self.backend = self.backend.on(parameter.device)
+        return self
+
+
+class Network(Layer):
+    """A network of images, as training and sampling want it. One of your own (docs/extending.md)
+    subclasses this and has `forward_nhwc`."""
+
+    num_classes: int | None = None  # None: it takes no labels
+    null_label: int | None = None  # the label that stands for none, for classifier-free guidance
+
+    def forward_nhwc(
+        self,
+        x: Tensor,  # [N, H, W, CI], contiguous
+        t: Tensor,  # int64 or float [N]
+        labels: Tensor | None = None,  # int64 [N], if there are classes
+        *,
+        rng: Tensor | None = None,  # int64 [2]: seed, step; what randomness in training depends on
+        first: int = 0,  # global index of sample 0
+    ) -> Tensor:  # [N, H, W, CO], in any dtype
+        """Predicts noise (or x_0, or v) from x_t and t."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x: Tensor,  # [N, CI, H, W]
+        t: Tensor,  # [N]
+        labels: Tensor | None = None,  # int64 [N], if the model has classes
+        *,
+        rng: Tensor | None = None,
+        first: int = 0,
+    ) -> Tensor:  # [N, CO, H, W] in channels_last memory, dtype of x
+        """`forward_nhwc` for PyTorch's order of dimensions, called as guided-diffusion's."""
+        if x.ndim != 4 or x.shape[1] != self.in_channels:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; expected [N, {self.in_channels}, H, W]"
+            )
+        nhwc = x.permute(0, 2, 3, 1).contiguous()  # no copy if x is channels_last
+        y = self.forward_nhwc(nhwc, t, labels, rng=rng, first=first)
+        return y.permute(0, 3, 1, 2).to(x.dtype)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
 
 
 def set_backend(model: nn.Module, backend: Backend) -> None:

@@ -17,12 +17,12 @@ from ..errors import ConfigError
 from ..runtime.backend import TORCH_FP32, Backend
 from ..sampling.guidance import drop_labels
 from .blocks import AttentionBlock, Downsample, ResBlock, Upsample
-from .layers import Conv1d, Conv2d, GroupNorm, Layer, Linear, TimestepEmbedding
+from .layers import Conv1d, Conv2d, GroupNorm, Linear, Network, TimestepEmbedding
 
 _MOST_BLOCKS = 2000  # more would take minutes to build, and nobody has trained half of them
 
 
-class UNet(Layer):
+class UNet(Network):
     """Predicts noise (or x_0, or v) from x_t and t, and perhaps a class.
 
     Raises ConfigError if sizes do not divide: the image by 2^(levels - 1), channels by `num_groups`
@@ -186,24 +186,6 @@ class UNet(Layer):
             }
         )
 
-    def forward(
-        self,
-        x: Tensor,  # [N, CI, H, W]
-        t: Tensor,  # [N]
-        labels: Tensor | None = None,  # int64 [N], if the model has classes
-        *,
-        rng: Tensor | None = None,
-        first: int = 0,
-    ) -> Tensor:  # [N, CO, H, W] in channels_last memory, dtype of x
-        """`forward_nhwc` for PyTorch's order of dimensions, called as guided-diffusion's."""
-        if x.ndim != 4 or x.shape[1] != self.in_channels:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}; expected [N, {self.in_channels}, H, W]"
-            )
-        nhwc = x.permute(0, 2, 3, 1).contiguous()  # no copy if x is channels_last
-        y = self.forward_nhwc(nhwc, t, labels, rng=rng, first=first)
-        return y.permute(0, 3, 1, 2).to(x.dtype)
-
     def forward_nhwc(
         self,
         x: Tensor,  # [N, H, W, CI]
@@ -258,10 +240,6 @@ class UNet(Layer):
     def null_label(self) -> int | None:
         """The label of the null class, which stands for no label: the last row of the embedding."""
         return self.num_classes if self.label_dropout > 0 else None
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.parameters())
 
     @property
     def flops_per_image(self) -> int:

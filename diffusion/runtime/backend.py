@@ -4,7 +4,8 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import ModuleType
 
 import torch
@@ -30,6 +31,13 @@ class Backend:
     ops: ModuleType
     dtype: torch.dtype = torch.float32
     allow_tf32: bool = False
+    # (precision on a GPU, precision elsewhere) of a network that takes the backend of the device
+    # that it is moved to; None: this one everywhere
+    follows: tuple[str, str] | None = field(default=None, compare=False)
+
+    def on(self, device: torch.device) -> "Backend":
+        """The backend of a layer whose parameters are there now."""
+        return self if self.follows is None else following(device, *self.follows)
 
     @property
     def precision(self) -> str:
@@ -77,6 +85,13 @@ def choose_backend(
         settle_cache_keys()
     ops = triton_kernels if name == "triton" else reference
     return Backend(name, ops, PRECISIONS[precision], allow_tf32)
+
+
+@lru_cache  # every layer asks
+def following(device: torch.device, on_a_gpu: str, elsewhere: str) -> Backend:
+    """What `auto` is there, in one of two precisions; it follows a network that moves."""
+    precision = on_a_gpu if on_gpu(device) else elsewhere
+    return replace(choose_backend("auto", precision, device), follows=(on_a_gpu, elsewhere))
 
 
 def _tried(device: torch.device, required: bool) -> bool:
