@@ -5,6 +5,9 @@ _STRIDES = {"stride_don": "i32", "stride_dot": "i32"}
 _MODEL = {"D": 32, "HEADS_QKV": False, "PRECISION": "ieee", "BLOCK_D": 32}
 
 
+_WIDE = {"D": 256, "BLOCK_D": 256, "T": 256, "BLOCK_M": 32, "BLOCK_N": 32}
+
+
 def _case(
     name, kernel, pointers, constexprs, num_warps, num_stages, element="*bf16", wgmma="registers"
 ):
@@ -123,6 +126,17 @@ COMPILE_CASES = [
         dict(T=256, BLOCK_M=64, BLOCK_N=64, ONE_PASS=False),
         4,
         2,
+    ),
+    _case("fwd_widest", "attention_fwd_kernel", _FWD, _WIDE, 4, 2, wgmma=False),
+    _case("bwd_dq_widest", "attention_bwd_dq_kernel", _TWO_PASS, _WIDE, 8, 2, wgmma=False),
+    _case(
+        "bwd_dkdv_widest",
+        "attention_bwd_dkdv_kernel",
+        _TWO_PASS,
+        _WIDE | {"ONE_PASS": False},
+        8,
+        2,
+        wgmma=False,
     ),
     # for three programs on a multiprocessor the forward pass lets go of a few loop constants
     _head("fwd_head", 256, 32, 256, step=128, spills=64),

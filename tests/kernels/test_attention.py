@@ -128,7 +128,9 @@ SHAPES = {  # n, t, heads, d
     "tile_multiple": (1, 128, 1, 16),
     "ragged_head": (1, 35, 2, 48),
     "narrow_head": (1, 33, 3, 5),
-    "widest_head": (1, 34, 1, 128),
+    "wide_head": (1, 34, 1, 128),
+    "ragged_wide_head": (1, 19, 1, 192),
+    "widest_head": (1, 34, 1, 256),
 }
 
 
@@ -280,7 +282,7 @@ def test_same_bits_twice(device):
         ((2, 4, 64), 2, "qkv_heads", "qkv has 64 channels; expected a positive multiple of 3"),
         ((2, 4, 96), 5, "qkv_heads", "num_heads=5 does not divide C=32"),
         ((2, 4, 96), 0, "qkv_heads", "num_heads=0 does not divide C=32"),
-        ((2, 4, 432), 1, "qkv_heads", "a head has 144 channels; at most 128"),
+        ((2, 4, 816), 1, "qkv_heads", "a head has 272 channels; at most 256"),
         ((2, 4, 96), 2, "legacy", "'legacy' is unknown; choose one of qkv_heads, heads_qkv"),
     ],
 )

@@ -97,9 +97,11 @@ BWD_HEAD_CONFIGS = (HeadGrad(256, 64),)
 
 
 def fwd_config(t: int, block_d: int, dtype: torch.dtype, allow_tf32: bool) -> Tile:
-    """Choices that fit every chip: compiled for sm_89 and sm_90, d = 16 to 128 and every precision,
+    """Choices that fit every chip: compiled for sm_89 and sm_90, d = 16 to 256 and every precision,
     they spill at most 16 bytes of registers and need at most 81 KiB of shared memory."""
     row = block_d * dtype.itemsize  # bytes of q, k or v
+    if row > 512:
+        return Tile(16, 16, 4, 2)
     if dtype == torch.float32 and not allow_tf32:  # products are unrolled into FMAs
         return Tile(32, 32, 4 if block_d <= 64 else 8, 2)
     if row > 256:
@@ -111,10 +113,12 @@ def fwd_config(t: int, block_d: int, dtype: torch.dtype, allow_tf32: bool) -> Ti
 
 def bwd_config(t: int, block_d: int, dtype: torch.dtype, allow_tf32: bool) -> BwdConfig:
     row = block_d * dtype.itemsize
+    if row > 512:
+        return BwdConfig(False, 16, 16, 4, 2)
     if dtype == torch.float32 and not allow_tf32:
         return BwdConfig(False, 32, 32, 4 if block_d <= 64 else 8, 2)
-    if row > 256:
-        return BwdConfig(False, 32, 32, 4, 2)
+    if row > 256:  # float32 of d = 128, or 16 bits of d = 256
+        return BwdConfig(False, 32, 32, 4 if dtype == torch.float32 else 8, 2)
     if row > 128:
         return BwdConfig(False, 64, 32, 4, 2)
     if t <= 64:

@@ -9,7 +9,7 @@ from ..runtime.library import derivative, op
 from .launch import attention_bwd, attention_fwd
 
 ORDERS = ("qkv_heads", "heads_qkv")
-MAX_HEAD_DIM = 128
+MAX_HEAD_DIM = 256
 
 
 def _fake_attention(qkv, num_heads, order, allow_tf32):
@@ -54,7 +54,7 @@ def attention(
     order: str = "qkv_heads",
     allow_tf32: bool = False,
 ) -> Tensor:  # [N, T, C], heads outermost in C
-    """softmax(q k^T / sqrt(d)) v per head, d = C // num_heads, at most 128.
+    """softmax(q k^T / sqrt(d)) v per head, d = C // num_heads, at most 256.
 
     `order` says how the 3C channels are packed: "qkv_heads" is [3, heads, d] (guided-diffusion's
     new order, unet.cu), "heads_qkv" is [heads, 3, d] (its legacy order). `allow_tf32` concerns
