@@ -5,7 +5,7 @@ channels_last in memory: q, k and v then come out of one projection as views, at
 scaled_dot_product_attention, and nothing permutes data.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,54 +15,79 @@ from torch import Tensor, nn
 from diffusion.errors import ConfigError
 from diffusion.models.layers import TimestepEmbedding
 
-# what is not built here has to have this value
-_FIXED = {
-    "dropout": 0.0,
-    "num_classes": None,
-    "use_scale_shift_norm": False,
-    "resblock_updown": False,
-    "label_dropout": 0.0,
-    "use_new_attention_order": True,
-}
-_IGNORED = ("name", "zero_init", "num_heads_upsample")  # parameters are loaded, not drawn
+_FIXED = {"label_dropout": 0.0}  # what is not built here has to have this value
+_IGNORED = ("name", "zero_init")  # parameters are loaded, not drawn
 
 
-def build_baseline(settings: dict[str, Any], channels: int) -> "BaselineUNet":
+def build_baseline(
+    settings: dict[str, Any], channels: int, learned_variance: bool = False
+) -> "BaselineUNet":
     """The baseline of a group `model` of the configuration. ConfigError if an option has a value
     that the baseline does not have."""
     settings = {k: v for k, v in settings.items() if k not in _IGNORED}
     for key, value in _FIXED.items():
         if settings.pop(key, value) != value:
             raise ConfigError(f"model.{key}: the baseline has {value} alone; try model=unet64")
-    return BaselineUNet(channels=channels, **settings)
+    return BaselineUNet(
+        channels=channels, out_channels=channels * (1 + learned_variance), **settings
+    )
 
 
 class ResBlock(nn.Module):
-    """skip(x) + conv(silu(norm(conv(silu(norm(x))) + linear(emb)))); emb has its SiLU behind it."""
+    """skip(x) + conv(dropout(silu(norm(conv(silu(norm(x))) + linear(emb))))); emb has its SiLU
+    behind it. With `film` the embedding scales and shifts the second norm's result instead.
+    `resize` is of x and of what the first convolution reads."""
 
-    def __init__(self, channels: int, out: int, emb_channels: int, groups: int) -> None:
+    def __init__(
+        self,
+        channels: int,
+        out: int,
+        emb_channels: int,
+        norm: Callable[[int], nn.GroupNorm],
+        dropout: float,
+        film: bool,
+        resize: nn.Module | None = None,
+        projected: bool = False,  # a 1x1 convolution behind what resizes x
+    ) -> None:
         super().__init__()
+        self.film, self.resize = film, resize
         self.in_layers = nn.Sequential(
-            nn.GroupNorm(groups, channels), nn.SiLU(), nn.Conv2d(channels, out, 3, padding=1)
+            norm(channels), nn.SiLU(), nn.Conv2d(channels, out, 3, padding=1)
         )
-        self.emb_layers = nn.Sequential(nn.Identity(), nn.Linear(emb_channels, out))
+        width = 2 * out if film else out
+        self.emb_layers = nn.Sequential(nn.Identity(), nn.Linear(emb_channels, width))
         self.out_layers = nn.Sequential(
-            nn.GroupNorm(groups, out), nn.SiLU(), nn.Identity(), nn.Conv2d(out, out, 3, padding=1)
+            norm(out), nn.SiLU(), nn.Dropout(dropout), nn.Conv2d(out, out, 3, padding=1)
         )
-        self.skip_connection = nn.Identity() if out == channels else nn.Conv2d(channels, out, 1)
+        same = out == channels and not (resize is not None and projected)
+        self.skip_connection = nn.Identity() if same else nn.Conv2d(channels, out, 1)
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
-        h = self.in_layers(x) + self.emb_layers(emb)[:, :, None, None]
-        return self.skip_connection(x) + self.out_layers(h)
+        norm1, silu, conv1 = self.in_layers
+        h = silu(norm1(x))
+        if self.resize is not None:
+            h, x = self.resize(h), self.resize(x)
+        h, emb = conv1(h), self.emb_layers(emb)[:, :, None, None]
+        if self.film:
+            norm2, *rest = self.out_layers
+            scale, shift = emb.chunk(2, dim=1)
+            h = norm2(h) * (1 + scale) + shift
+            for layer in rest:
+                h = layer(h)
+        else:
+            h = self.out_layers(h + emb)
+        return self.skip_connection(x) + h
 
 
 class AttentionBlock(nn.Module):
     """x + proj(attention(qkv(norm(x))))."""
 
-    def __init__(self, channels: int, heads: int, groups: int) -> None:
+    def __init__(
+        self, channels: int, heads: int, norm: Callable[[int], nn.GroupNorm], legacy: bool
+    ) -> None:
         super().__init__()
-        self.heads = heads
-        self.norm = nn.GroupNorm(groups, channels)
+        self.heads, self.legacy = heads, legacy  # the order of the packed channels
+        self.norm = norm(channels)
         self.qkv = nn.Conv1d(channels, 3 * channels, 1)
         self.proj_out = nn.Conv1d(channels, channels, 1)
 
@@ -70,21 +95,28 @@ class AttentionBlock(nn.Module):
         n, c, height, width = x.shape
         tokens = self.norm(x).permute(0, 2, 3, 1).reshape(n, height * width, c)  # a view
         qkv = F.linear(tokens, self.qkv.weight.squeeze(2), self.qkv.bias)
-        q, k, v = qkv.view(n, -1, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        if self.legacy:
+            qkv = qkv.view(n, -1, self.heads, 3, c // self.heads).permute(3, 0, 2, 1, 4)
+        else:
+            qkv = qkv.view(n, -1, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
         h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, -1, c)
         h = F.linear(h, self.proj_out.weight.squeeze(2), self.proj_out.bias)
         return x + h.view(n, height, width, c).permute(0, 3, 1, 2)
 
 
 class Downsample(nn.Module):
-    def __init__(self, channels: int, use_conv: bool) -> None:
+    def __init__(self, channels: int, use_conv: bool, padding: int) -> None:
         super().__init__()
+        self.behind = use_conv and padding == 0  # the image is padded below and to the right
         self.op = (
-            nn.Conv2d(channels, channels, 3, stride=2, padding=1) if use_conv else nn.AvgPool2d(2)
+            nn.Conv2d(channels, channels, 3, stride=2, padding=padding)
+            if use_conv
+            else nn.AvgPool2d(2)
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.op(x)
+        return self.op(F.pad(x, (0, 1, 0, 1)) if self.behind else x)
 
 
 class Upsample(nn.Module):
@@ -96,12 +128,21 @@ class Upsample(nn.Module):
         return self.conv(F.interpolate(x, scale_factor=2, mode="nearest"))
 
 
+class Double(nn.Module):
+    """Nearest neighbour."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(x, scale_factor=2, mode="nearest")
+
+
 class BaselineUNet(nn.Module):
-    """(x [N, C, H, W], t [N]) -> [N, C, H, W]. Arguments as in `diffusion.models.unet.UNet`."""
+    """(x [N, C, H, W], t [N], labels [N]) -> [N, CO, H, W]. Arguments as in
+    `diffusion.models.unet.UNet`."""
 
     def __init__(
         self,
         channels: int,  # of the images
+        out_channels: int,
         model_channels: int,
         channel_mult: Sequence[float],
         num_res_blocks: int,
@@ -109,27 +150,54 @@ class BaselineUNet(nn.Module):
         num_groups: int = 32,
         num_heads: int = 1,
         num_head_channels: int = -1,
+        num_heads_upsample: int = -1,
         conv_resample: bool = True,
         max_period: float = 10000,
+        dropout: float = 0.0,
+        num_classes: int | None = None,
+        use_scale_shift_norm: bool = False,
+        resblock_updown: bool = False,
+        use_new_attention_order: bool = True,
+        norm_eps: float = 1e-5,
+        freq_shift: float = 0,
+        downsample_padding: int = 1,
+        stem_channels: int = -1,
+        decoder_attention: str = "all",
+        resample_projection: bool = False,
     ) -> None:
         super().__init__()
         emb_channels = 4 * model_channels
         widths = [int(mult * model_channels) for mult in channel_mult]
 
-        def block(c: int, out: int) -> ResBlock:
-            return ResBlock(c, out, emb_channels, num_groups)
+        def norm(c: int) -> nn.GroupNorm:
+            return nn.GroupNorm(num_groups, c, eps=norm_eps)
 
-        def attention(c: int) -> AttentionBlock:
-            heads = num_heads if num_head_channels == -1 else c // num_head_channels
-            return AttentionBlock(c, heads, num_groups)
+        def block(c: int, out: int, resize: nn.Module | None = None) -> ResBlock:
+            options = dropout, use_scale_shift_norm, resize, resample_projection
+            return ResBlock(c, out, emb_channels, norm, *options)
 
-        self.timestep_embedding = TimestepEmbedding(model_channels, max_period)
+        def attention(c: int, heads: int) -> AttentionBlock:
+            heads = heads if num_head_channels == -1 else c // num_head_channels
+            return AttentionBlock(c, heads, norm, not use_new_attention_order)
+
+        def down(c: int) -> nn.Module:
+            if resblock_updown:
+                return block(c, c, nn.AvgPool2d(2))
+            return Downsample(c, conv_resample, downsample_padding)
+
+        def up(c: int) -> nn.Module:
+            return block(c, c, Double()) if resblock_updown else Upsample(c, conv_resample)
+
+        heads_up = num_heads if num_heads_upsample == -1 else num_heads_upsample
+        self.timestep_embedding = TimestepEmbedding(model_channels, max_period, freq_shift)
         self.time_embed = nn.Sequential(
             nn.Linear(model_channels, emb_channels),
             nn.SiLU(),
             nn.Linear(emb_channels, emb_channels),
         )
-        ch = widths[0]
+        if num_classes is not None:
+            self.label_emb = nn.Embedding(num_classes, emb_channels)
+        ch = widths[0] if stem_channels == -1 else stem_channels
         self.input_blocks = nn.ModuleList([nn.ModuleList([nn.Conv2d(channels, ch, 3, padding=1)])])
         skips = [ch]
         for level, width in enumerate(widths):
@@ -137,29 +205,31 @@ class BaselineUNet(nn.Module):
                 layers: list[nn.Module] = [block(ch, width)]
                 ch = width
                 if 2**level in attention_resolutions:
-                    layers.append(attention(ch))
+                    layers.append(attention(ch, num_heads))
                 self.input_blocks.append(nn.ModuleList(layers))
                 skips.append(ch)
             if level < len(widths) - 1:
-                self.input_blocks.append(nn.ModuleList([Downsample(ch, conv_resample)]))
+                self.input_blocks.append(nn.ModuleList([down(ch)]))
                 skips.append(ch)
-        self.middle_block = nn.ModuleList([block(ch, ch), attention(ch), block(ch, ch)])
+        self.middle_block = nn.ModuleList([block(ch, ch), attention(ch, num_heads), block(ch, ch)])
         self.output_blocks = nn.ModuleList()
         for level, width in reversed(list(enumerate(widths))):
             for i in range(num_res_blocks + 1):
                 layers = [block(ch + skips.pop(), width)]
                 ch = width
-                if 2**level in attention_resolutions:
-                    layers.append(attention(ch))
+                attends = decoder_attention == "all" or i == num_res_blocks
+                if 2**level in attention_resolutions and attends:
+                    layers.append(attention(ch, heads_up))
                 if level > 0 and i == num_res_blocks:
-                    layers.append(Upsample(ch, conv_resample))
+                    layers.append(up(ch))
                 self.output_blocks.append(nn.ModuleList(layers))
-        self.out = nn.Sequential(
-            nn.GroupNorm(num_groups, ch), nn.SiLU(), nn.Conv2d(ch, channels, 3, padding=1)
-        )
+        self.out = nn.Sequential(norm(ch), nn.SiLU(), nn.Conv2d(ch, out_channels, 3, padding=1))
 
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        emb = F.silu(self.time_embed(self.timestep_embedding(t)))
+    def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+        emb = self.time_embed(self.timestep_embedding(t))
+        if labels is not None:
+            emb = emb + self.label_emb(labels)
+        emb = F.silu(emb)
 
         def run(layers: nn.ModuleList, h: Tensor) -> Tensor:
             for layer in layers:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -127,6 +127,25 @@ class DenoiseCase:
         return f"{self.n}x{self.h}x{self.w}x{self.c}"
 
 
+class Images(NamedTuple):
+    """What a model learns: images of so many pixels a side and channels, and whether its output has
+    twice as many, for a learned variance."""
+
+    size: int = 64
+    channels: int = 3
+    learned_variance: bool = False
+
+
+# of the models that papers train, as they train them; of all others the default
+IMAGES = {
+    "ddpm_cifar10": Images(32),
+    "edm_ddpmpp_cifar10": Images(32),
+    "adm_imagenet64": Images(64, learned_variance=True),
+    "adm_imagenet128": Images(128, learned_variance=True),
+    "ldm_churches": Images(32, 4),
+    "ldm_320": Images(32, 4),
+}
+
 Case = ConvCase | NormCase | AttentionCase | AdamWCase | DenoiseCase
 # rows that no model here has: heads of 64 over an image of 32x32 and of 64x64
 LONGER_ATTENTION = (
@@ -145,6 +164,12 @@ def model_settings(name: str) -> dict[str, Any]:
         known = ", ".join(sorted(p.stem for p in MODELS.glob("*.yaml")))
         raise ConfigError(f"model={name} is unknown; choose one of {known}")
     return yaml.safe_load(path.read_text())
+
+
+def images_of(model: str, size: int | None = None) -> Images:
+    """What the model of that name learns, or the same of another size."""
+    images = IMAGES.get(model, Images())
+    return images if size is None else images._replace(size=size)
 
 
 def model_cases(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.baseline_unet import build_baseline
-from benchmarks.cases import model_settings
+from benchmarks.cases import Images, images_of, model_settings
 from benchmarks.harness import OURS, WrongResult, relative_error, release_memory, set_precision
 from diffusion.data.batches import Batches
 from diffusion.data.image_set import ImageSet
@@ -23,9 +23,9 @@ from diffusion.models.flat_parameters import FlatParameters
 from diffusion.models.unet import UNet
 from diffusion.plan.embedding import TOGETHER
 from diffusion.plan.unet import FusedUNet, training_network
-from diffusion.process.objective import Objective
+from diffusion.process.objective import Objective, vb_bits
 from diffusion.process.schedule import NoiseSchedule
-from diffusion.runtime.backend import choose_backend
+from diffusion.runtime.backend import TORCH_FP32, Backend, choose_backend
 from diffusion.runtime.distributed import Processes
 from diffusion.training.gradient_sum import BUCKET, GradientSum
 from diffusion.training.optimizer import Optimizer, OptimizerSettings
@@ -55,20 +55,35 @@ class Step:
 
 
 class DenoisingLoss(nn.Module):
-    """From uint8 images to the mean squared error of the noise: all of it in one compiled graph."""
+    """From uint8 images to the mean squared error of the noise, and the variational bound if the
+    variance is learned: all of it in one compiled graph."""
 
-    def __init__(self, model: nn.Module, table: Tensor) -> None:
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__()
-        self.model = model
-        self.register_buffer("table", table)
+        self.model, self.learned = model, objective.learned
+        self.vb_weight = objective.vb_weight
+        self.register_buffer("table", objective.table)
+        self.register_buffer("reverse_table", objective.reverse_table)
 
-    def forward(self, images: Tensor) -> Tensor:  # uint8 [N, C, H, W], channels_last
+    def forward(
+        self,
+        images: Tensor,  # uint8 [N, C, H, W], channels_last
+        labels: Tensor | None,  # int64 [N]
+    ) -> Tensor:
         x0 = images.float() / 127.5 - 1
         t = torch.randint(_TIMESTEPS, (images.shape[0],), device=images.device)
         noise = torch.randn_like(x0)
         a, s = self.table[t].view(-1, 2, 1, 1, 1).unbind(1)
-        output = self.model(a * x0 + s * noise, t)
-        return F.mse_loss(output.float(), noise)
+        x_t = a * x0 + s * noise
+        output = self.model(x_t, t, labels).float()
+        if not self.learned:
+            return F.mse_loss(output, noise)
+        mean, v = output.chunk(2, dim=1)
+        frozen, x0, x_t = (
+            y.permute(0, 2, 3, 1) for y in (torch.cat((mean.detach(), v), dim=1), x0, x_t)
+        )
+        bound = vb_bits(frozen, x0, x_t, t, self.reverse_table)
+        return F.mse_loss(mean, noise) + self.vb_weight * bound.mean()
 
 
 def settings_of(model: str) -> dict[str, Any]:
@@ -81,20 +96,30 @@ def random_images(shape: tuple[int, ...], device: torch.device) -> Tensor:  # ui
     return torch.randint(256, shape, dtype=torch.uint8, device=device, generator=generator)
 
 
+def random_labels(model: UNet, count: int, device: torch.device) -> Tensor | None:
+    """A class of each of so many images, int64 [count], if the model has classes."""
+    if model.num_classes is None:
+        return None
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randint(model.num_classes, (count,), device=device, generator=generator)
+
+
 def our_model(
-    model: str, precision: str, device: torch.device, size: int, backend: str = OURS
+    model: str, precision: str, device: torch.device, size: int | None = None, backend: str = OURS
 ) -> UNet:
     """The framework's network with the parameters of seed 0."""
     torch.manual_seed(0)
     chosen = choose_backend(backend, precision, device, "precision")
-    network = build_model(settings_of(model), chosen, (size, size), 3, False, device)
-    return network.train()
+    images = images_of(model, size)
+    shape = (images.size, images.size), images.channels, images.learned_variance
+    return build_model(settings_of(model), chosen, *shape, device).train()
 
 
-def baseline_model(model: str, device: torch.device, size: int) -> nn.Module:
+def baseline_model(model: str, device: torch.device, size: int | None = None) -> nn.Module:
     """The baseline with the same parameters."""
+    images = images_of(model, size)
     parameters = our_model(model, "fp32", torch.device("cpu"), size, "torch").state_dict()
-    baseline = build_baseline(settings_of(model), 3)
+    baseline = build_baseline(settings_of(model), images.channels, images.learned_variance)
     baseline.load_state_dict(parameters)
     return baseline.to(device, memory_format=torch.channels_last).train()
 
@@ -104,7 +129,7 @@ def build_step(
     model: str,
     batch: int,
     device: torch.device,
-    size: int = 64,
+    size: int | None = None,
     wrap: Wrap = None,  # of the providers of PyTorch
 ) -> Step:
     """The step of a provider such as triton-bf16 or compile-tf32."""
@@ -113,10 +138,19 @@ def build_step(
         raise ConfigError(f"provider {provider} is unknown; choose from {', '.join(PROVIDERS)}")
     if kind == OURS:
         network = our_model(model, precision, device, size)
-        return our_step(network, batch, size, device, Processes(None))
+        return our_step(network, batch, network.image_size[0], device, Processes(None))
     baseline = baseline_model(model, device, size)
     set_precision(precision)
-    return _torch_step(baseline, batch, size, device, precision, _MODES[kind], wrap)
+    return _torch_step(
+        baseline, batch, images_of(model, size), device, precision, _MODES[kind], wrap
+    )
+
+
+def objective_of(images: Images, backend: Backend, device: torch.device) -> Objective:
+    """Epsilon of the linear schedule, and the variance if it is learned."""
+    variance = "learned_range" if images.learned_variance else "fixed_small"
+    schedule = NoiseSchedule.linear(_TIMESTEPS)
+    return Objective(schedule, backend, variance=variance, device=device)
 
 
 def our_step(
@@ -130,7 +164,10 @@ def our_step(
 ) -> Step:
     """A step of the framework, with this process's share of the batch."""
     first, share = processes.share_of(batch)
-    data = ImageSet(random_images((_IMAGES, size, size, 3), torch.device("cpu")), name="random")
+    host = torch.device("cpu")
+    images = Images(size, model.in_channels, model.out_channels > model.in_channels)
+    pixels = random_images((_IMAGES, images.size, images.size, images.channels), host)
+    data = ImageSet(pixels, random_labels(model, _IMAGES, host), name="random")
     flat = FlatParameters(model, together=TOGETHER)
     backend = model.backend
     optimizer = Optimizer(flat, OptimizerSettings(lr=_LR, warmup=0), backend)
@@ -138,7 +175,7 @@ def our_step(
     listening = {"ready": gradient_sum.listener, "urgent": gradient_sum.urgent}
     parts = (
         training_network(model, flat, **listening),
-        Objective(NoiseSchedule.linear(_TIMESTEPS), backend, device=device),
+        objective_of(images, backend, device),
         Batches(data, batch, 0, device, first, share),
         flat,
         optimizer,
@@ -160,17 +197,20 @@ def our_step(
 def _torch_step(
     model: nn.Module,
     batch: int,
-    size: int,
+    shape: Images,
     device: torch.device,
     precision: str,
     mode: str | None,
     wrap: Wrap = None,
 ) -> Step:
-    images = random_images((_IMAGES, size, size, 3), device).permute(0, 3, 1, 2)
+    pixels = random_images((_IMAGES, shape.size, shape.size, shape.channels), device)
+    images = pixels.permute(0, 3, 1, 2)
     index = torch.randint(_IMAGES, (batch,), device=device)
-    loss_of: nn.Module = DenoisingLoss(
-        model, NoiseSchedule.linear(_TIMESTEPS).training_table(device)
-    )
+    labels = None
+    if hasattr(model, "label_emb"):
+        labels = torch.randint(model.label_emb.num_embeddings, (batch,), device=device)
+    objective = objective_of(shape, TORCH_FP32, device)
+    loss_of: nn.Module = DenoisingLoss(model, objective)
     adamw = torch.optim.AdamW(
         model.parameters(), lr=_LR, fused=True, capturable=device.type == "cuda"
     )
@@ -184,7 +224,7 @@ def _torch_step(
     def run(_: int) -> Tensor:
         adamw.zero_grad(set_to_none=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            loss = loss_of(images[index])
+            loss = loss_of(images[index], labels)
         loss.backward()
         adamw.step()
         return loss.detach()
@@ -208,25 +248,41 @@ def _torch_step(
 
 
 def check_ours(
-    model: str, precision: str, device: torch.device, batch: int = 8, size: int = 64
+    model: str, precision: str, device: torch.device, batch: int = 8, size: int | None = None
 ) -> tuple[float, float]:
-    """Raise WrongResult unless our output and gradient are at most twice as far from the float32
-    baseline as the reference ops in that precision are. Returns the two errors of the
-    gradient, all parameters as one vector."""
+    """Raise WrongResult unless the output and the gradient of what we train with are at most twice
+    as far from the float32 baseline as the reference ops in that precision are; without dropout,
+    whose masks are others. Returns the two errors of the gradient, all parameters as one vector."""
+    images = images_of(model, size)
     generator = torch.Generator(device).manual_seed(1)
-    x, dy = torch.randn(2, batch, 3, size, size, device=device, generator=generator)
-    x = x.to(memory_format=torch.channels_last)
+    shape = batch, images.size, images.size
+    x = torch.randn(*shape, images.channels, device=device, generator=generator)
+    out = images.channels * (1 + images.learned_variance)
+    dy = torch.randn(*shape, out, device=device, generator=generator)
     t = torch.randint(_TIMESTEPS, (batch,), device=device, generator=generator)
 
-    def outcome(network: nn.Module) -> tuple[Tensor, Tensor]:
-        y = network(x, t)
+    def of_baseline(network: nn.Module) -> tuple[Tensor, Tensor]:
+        labels = random_labels(reference, batch, device)
+        y = network.eval()(x.permute(0, 3, 1, 2), t, labels).permute(0, 2, 3, 1)  # NHWC
         (y.float() * dy).sum().backward()
         return y.detach().float(), torch.cat([p.grad.flatten() for p in network.parameters()])
 
+    def of(network: UNet) -> tuple[Tensor, Tensor]:
+        flat = FlatParameters(network.eval(), together=TOGETHER)
+        labels = random_labels(network, batch, device)
+        # the plan takes images in any precision, the layers one by one in their own
+        y = training_network(network, flat)(x.to(network.backend.dtype), t, labels)
+        (y.float() * dy).sum().backward()
+        grads = flat.views(flat.grad)
+        return y.detach().float(), torch.cat(
+            [grads[name].flatten() for name, _ in network.named_parameters()]
+        )
+
     set_precision("fp32")
-    exact = outcome(baseline_model(model, device, size))
-    low = outcome(our_model(model, precision, device, size, "torch"))
-    got = outcome(our_model(model, precision, device, size))
+    reference = our_model(model, precision, device, size, "torch")
+    exact = of_baseline(baseline_model(model, device, size))
+    low = of(reference)
+    got = of(our_model(model, precision, device, size))
     for name, a, b, c in zip(("output", "gradient"), got, low, exact, strict=True):
         error, theirs = relative_error(a, c), relative_error(b, c)
         if error > 2 * theirs + 1e-5:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import InstantiationException
 
 from diffusion.errors import ConfigError
 from diffusion.factory import Process, build_model, build_policy_model
+from diffusion.models.blocks import AttentionBlock
 from diffusion.policies.task import LOADERS
 from diffusion.runtime.backend import TORCH_FP32
 from diffusion.runtime.interrupt import Interrupted
@@ -68,6 +70,53 @@ def test_choice_composes_and_builds(group, choice):
         overrides.append("model=unet1d_small")
     config = composed(*overrides)
     assert sum(p.numel() for p in build(config).parameters()) > 0
+
+
+# by the papers, in millions; size and channels of an image, whether the variance is learned
+PAPERS = {
+    "ddpm_cifar10": (35.7, 32, 3, False),  # Ho et al. 2020, appendix B
+    "edm_ddpmpp_cifar10": (55.7, 32, 3, False),  # Karras et al. 2022, table 7
+    "adm_imagenet64": (296, 64, 3, True),  # Dhariwal and Nichol 2021, table 4
+    "adm_imagenet128": (422, 128, 3, True),
+    "ldm_churches": (295, 32, 4, False),  # Rombach et al. 2022, table 12
+}
+
+
+def paper_model(name: str, size: int, channels: int, learned: bool) -> torch.nn.Module:
+    settings = yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text())
+    meta = torch.device("meta")
+    with meta:
+        return build_model(settings, TORCH_FP32, (size, size), channels, learned, meta)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_models_of_papers_have_as_many_parameters(name):
+    millions, *images = PAPERS[name]
+    found = paper_model(name, *images).num_parameters
+    digits = 1 if millions < 100 else 0
+    assert round(found / 1e6, digits) == millions
+    assert f"{found:,} parameters" in " ".join(
+        (CONFIGS / "model" / f"{name}.yaml").read_text().replace("\n#", "").split()
+    )
+
+
+def test_ddpmpp_has_every_parameter_but_those_of_the_augmentation():
+    """EDM's network for CIFAR-10 has 55,733,891, of which a map from 9 labels of the augmentation
+    to 128 channels has no bias."""
+    found = paper_model("edm_ddpmpp_cifar10", 32, 3, False).num_parameters
+    assert found + 9 * 128 == 55_733_891
+
+
+def test_the_latent_unet_lacks_stable_diffusions_transformers_alone():
+    """Stable Diffusion 1 has 859,520,964. Where this network has attention, of 4 c^2 + 6 c
+    parameters, it has a transformer over a context of 768: two 1x1 convolutions, self-attention and
+    cross-attention without biases in front, a gated layer of 8 c, three layer norms."""
+    model = paper_model("ldm_320", 32, 4, False)
+    widths = [m.channels for m in model.modules() if isinstance(m, AttentionBlock)]
+    assert widths == [320] * 2 + [640] * 2 + [1280] * 6 + [640] * 3 + [320] * 3
+    transformer = sum(20 * c**2 + 2 * 768 * c + 21 * c for c in widths)
+    attention = sum(4 * c**2 + 6 * c for c in widths)
+    assert model.num_parameters - attention + transformer == 859_520_964
 
 
 @pytest.mark.parametrize("model", POLICY_MODELS)

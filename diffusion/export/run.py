@@ -43,6 +43,9 @@ _GUIDED_OPTIONS = {
     "norm_eps": 1e-5,
     "freq_shift": 0,
     "downsample_padding": 1,
+    "stem_channels": -1,
+    "decoder_attention": "all",
+    "resample_projection": False,
 }
 _GUIDED_ARGUMENTS = (
     "in_channels",

@@ -437,6 +437,13 @@ def unet_config(model: UNet) -> dict[str, Any]:
             f"format=diffusers is for images; the model is a {type(model).__name__}, which"
             " UNet2DModel cannot be"
         )
+    for option, only in (
+        ("stem_channels", -1),
+        ("decoder_attention", "all"),
+        ("resample_projection", False),
+    ):
+        if getattr(model, option) != only:
+            raise ConfigError(f"{option}={getattr(model, option)}; UNet2DModel has {only} alone")
     widths = [int(mult * model.model_channels) for mult in model.channel_mult]
     if widths[0] != model.model_channels:
         raise ConfigError(

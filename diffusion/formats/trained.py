@@ -41,7 +41,14 @@ _NO_IMAGES = (
     " diffusion.policies.policy.load_policy"
 )
 # options of `UNet` that no configuration has until it is given one
-_FOR_OTHERS = ("norm_eps", "freq_shift", "downsample_padding")
+_FOR_OTHERS = (
+    "norm_eps",
+    "freq_shift",
+    "downsample_padding",
+    "stem_channels",
+    "decoder_attention",
+    "resample_projection",
+)
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 

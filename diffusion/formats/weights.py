@@ -56,6 +56,9 @@ _UNET_CU_OPTIONS = {
     "num_classes": None,
     "norm_eps": 1e-5,
     "freq_shift": 0,
+    "stem_channels": -1,
+    "decoder_attention": "all",
+    "resample_projection": False,
 }
 
 

@@ -71,6 +71,7 @@ class ResBlock(Layer):
         use_scale_shift_norm: bool,
         zero_init: bool,
         resample: str | None = None,
+        resample_projection: bool = False,  # of x, if it is resampled: a 1x1 convolution behind
         backend: Backend,
     ) -> None:
         super().__init__(backend)
@@ -94,7 +95,7 @@ class ResBlock(Layer):
         )
         self.skip_connection = (
             nn.Identity()
-            if out_channels == channels
+            if out_channels == channels and not (resample and resample_projection)
             else Conv2d(channels, out_channels, 1, backend=backend)
         )
 

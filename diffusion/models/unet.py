@@ -54,6 +54,9 @@ class UNet(Network):
         norm_eps: float = 1e-5,  # of every GroupNorm; this and the next two are for others' weights
         freq_shift: float = 0,  # of the timestep's sinusoids, see `TimestepEmbedding`
         downsample_padding: int = 1,  # of convolutions of stride 2; 0: see `Downsample`
+        stem_channels: int = -1,  # of the first convolution; -1: those of the first level
+        decoder_attention: str = "all",  # blocks that have it on the way up: all | last of a level
+        resample_projection: bool = False,  # 1x1 convolution beside blocks that resample
         backend: Backend = TORCH_FP32,  # who computes, and in which precision
     ) -> None:
         super().__init__(backend)
@@ -80,6 +83,8 @@ class UNet(Network):
         self.num_heads_upsample = num_heads_upsample
         self.norm_eps, self.freq_shift = norm_eps, freq_shift
         self.downsample_padding = downsample_padding
+        self.stem_channels, self.decoder_attention = stem_channels, decoder_attention
+        self.resample_projection = resample_projection
         self._check_options()
 
         emb_channels = 4 * model_channels
@@ -99,6 +104,7 @@ class UNet(Network):
                 use_scale_shift_norm=use_scale_shift_norm,
                 zero_init=zero_init,
                 resample=resample,
+                resample_projection=resample_projection,
                 backend=backend,
             )
             res_blocks += 1
@@ -132,7 +138,7 @@ class UNet(Network):
             self.label_emb = nn.Embedding(rows, emb_channels)
 
         widths = [int(mult * model_channels) for mult in self.channel_mult]
-        ch = widths[0]
+        ch = widths[0] if stem_channels == -1 else stem_channels
         stem = Conv2d(in_channels, ch, 3, backend=backend)
         self.input_blocks = nn.ModuleList([nn.ModuleList([stem])])
         skips = [ch]
@@ -169,7 +175,8 @@ class UNet(Network):
                 name = f"output_blocks.{len(self.output_blocks)}"
                 layers = [res_block(f"{name}.0", ch + skips.pop(), width)]
                 ch = width
-                if 2**level in self.attention_resolutions:
+                attends = decoder_attention == "all" or i == num_res_blocks
+                if 2**level in self.attention_resolutions and attends:
                     layers.append(attention(f"{name}.1", ch, num_heads_upsample))
                 if level > 0 and i == num_res_blocks:
                     layers.append(
@@ -305,7 +312,11 @@ class UNet(Network):
             )
         if self.downsample_padding not in (0, 1):
             raise ConfigError(f"downsample_padding={self.downsample_padding}; choose one of 0, 1")
-        for name in ("num_heads", "num_head_channels", "num_heads_upsample"):
+        if self.decoder_attention not in ("all", "last"):
+            raise ConfigError(
+                f"decoder_attention={self.decoder_attention} is unknown; choose one of all, last"
+            )
+        for name in ("num_heads", "num_head_channels", "num_heads_upsample", "stem_channels"):
             value = getattr(self, name)
             if value < 1 and value != -1:
                 raise ConfigError(f"{name}={value}; expected at least 1, or -1")

@@ -182,7 +182,6 @@ class FusedResBlock:
         self.conv2 = Parameters(plan, f"{name}.out_layers.3", module.out_layers["3"])
         self.skip = None
         if isinstance(module.skip_connection, Conv2d):
-            assert module.resample is None, "a block that resamples keeps its channels"
             self.skip = Parameters(plan, f"{name}.skip_connection", module.skip_connection)
         self.columns = plan.embedding.columns(name)  # of this block in the embedding's rows
         if module.use_scale_shift_norm:
@@ -216,9 +215,10 @@ class FusedResBlock:
         if self.skip is None:
             shortcut = {"residual": self._resample(x.x)}
         else:  # more terms of the same sum
-            weights = self._split(self.skip.weight[:, :, 0, 0], xs)
+            inputs = self._shortcut_inputs(xs)
+            weights = self._split(self.skip.weight[:, :, 0, 0], inputs)
             shortcut = {
-                "extra": tuple(zip(xs, weights, strict=True)),
+                "extra": tuple(zip(inputs, weights, strict=True)),
                 "extra_bias": self.skip.bias,
             }
         y, partials = k.conv_forward(a2, self.conv2.weight, self.conv2.bias, stats=True, **shortcut)
@@ -244,7 +244,7 @@ class FusedResBlock:
         self.conv2.bias_grad(dy.rows)
         if self.skip is not None:
             self.skip.bias_grad(dy.rows)
-            self._skip_weight_grads(xs, source, dy.dx)
+            self._skip_weight_grads(self._shortcut_inputs(xs), source, dy.dx)
         dz, partials = k.conv_input_grad(
             dy.dx, self.conv2.weight, inputs=(h.x,), table=table2, activation="silu", mask=mask
         )
@@ -269,7 +269,7 @@ class FusedResBlock:
         del dh
         x1 = xs[0] if source is None else source
         upsample1 = source is not None
-        if self.skip is not None:
+        if self.skip is not None and self.module.resample is None:
             x2 = xs[1] if len(xs) == 2 else None
             norm = x1, x2, partials, table1
             dx1, dx2, rows = self.norm1.skip_backward(
@@ -278,7 +278,9 @@ class FusedResBlock:
             return Gradient(dx1, rows), dx2
         add1 = dy.dx
         if self.module.resample is not None:
-            add1, more = self._resample_grad(dy.dx, more), None
+            if self.skip is not None:
+                add1 = k.conv_plain_input_grad(add1, self.skip.weight)
+            add1, more = self._resample_grad(add1, more), None
         place = dz if more is None else more  # a summand that nobody else reads
         adds = {"add1": add1, "add1_second": more, "out": place, "upsample1": upsample1}
         return Gradient(*self.norm1.backward(dz, x1, partials, table1, **adds)), None
@@ -331,6 +333,10 @@ class FusedResBlock:
             return k.conv_input_grad(dh, weight, inputs=xs, table=table, activation="silu")
         da = self._resample_grad(k.conv_plain_input_grad(dh, weight))
         return k.activation_grad(da, xs[0], table, "silu")
+
+    def _shortcut_inputs(self, xs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """What the 1x1 filters multiply: x, resampled if the block does that."""
+        return xs if self.module.resample is None else tuple(map(self._resample, xs))
 
     def _resample(self, x: Tensor) -> Tensor:
         if self.module.resample == "down":

@@ -11,27 +11,42 @@ import torch
 from benchmarks import harness, policy, scaling, steps, train_step, warm
 from benchmarks.baseline_unet import build_baseline
 from benchmarks.baseline_unet1d import ConditionalUnet1D, DdpmStep
-from benchmarks.cases import model_settings
+from benchmarks.cases import images_of, model_settings
 from diffusion.errors import ConfigError
+from diffusion.models.blocks import ResBlock
 from diffusion.models.unet1d import UNet1d
 from diffusion.process.schedule import make_schedule
 from diffusion.runtime.backend import TORCH_FP32
 from diffusion.runtime.distributed import Processes
 from diffusion.sampling.sampler import DDPM
+from triton_kernels import reference
 
 from .small import CPU, row, tiny_settings
 
 RNG = torch.zeros(2, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_the_baseline_is_the_same_network(layout, monkeypatch):
-    tiny_settings(monkeypatch)
-    ours = steps.our_model("tiny", "fp32", CPU, 16, "torch")
-    baseline = steps.baseline_model("tiny", CPU, 16).to(memory_format=layout)
+SMALL = {"model_channels": 8, "num_groups": 4, "num_res_blocks": 1, "zero_init": False}
+PAPERS = {  # the models that papers train, with their options and few channels
+    "ddpm_cifar10": {},
+    "edm_ddpmpp_cifar10": {"stem_channels": 4, "num_res_blocks": 2},
+    "adm_imagenet64": {"num_head_channels": 4, "num_classes": 5},
+    "adm_imagenet128": {"num_heads": 2, "num_classes": 5},
+    "ldm_churches": {"num_heads": 2},
+    "ldm_320": {"num_head_channels": 4},
+}
+
+
+def small_settings(monkeypatch, name):
+    """The model of that name, with few channels, in every module that looks it up."""
+    small = model_settings(name) | SMALL | PAPERS[name]
+    monkeypatch.setattr(steps, "model_settings", lambda _: small)
+
+
+def assert_same(ours, baseline, x, t, labels, layout=torch.channels_last):
+    """Output, and every gradient, of two networks with the same parameters."""
     assert [n for n, _ in baseline.named_parameters()] == [n for n, _ in ours.named_parameters()]
-    x, t = torch.randn(2, 3, 16, 16), torch.tensor([3, 700])
-    want, got = ours(x, t), baseline(x.to(memory_format=layout), t)
+    want, got = ours(x, t, labels), baseline(x.to(memory_format=layout), t, labels)
     assert want.norm() > 1
     assert harness.relative_error(got, want) < 5e-6
     want.square().sum().backward()
@@ -40,9 +55,83 @@ def test_the_baseline_is_the_same_network(layout, monkeypatch):
         assert harness.relative_error(a.grad, b.grad) < 1e-4
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_the_baseline_is_the_same_network(layout, monkeypatch):
+    tiny_settings(monkeypatch)
+    ours = steps.our_model("tiny", "fp32", CPU, 16, "torch")
+    baseline = steps.baseline_model("tiny", CPU, 16).to(memory_format=layout)
+    assert_same(ours, baseline, torch.randn(2, 3, 16, 16), torch.tensor([3, 700]), None, layout)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_baseline_is_the_same_network_as_papers_train(name, monkeypatch):
+    small_settings(monkeypatch, name)
+    ours = steps.our_model(name, "fp32", CPU, 16, "torch").eval()
+    baseline = steps.baseline_model(name, CPU, 16).eval()
+    images = images_of(name)
+    x = torch.randn(2, images.channels, 16, 16)
+    labels = None if ours.num_classes is None else torch.tensor([4, 0])
+    assert ours.out_channels == images.channels * (1 + images.learned_variance)
+    assert_same(ours, baseline, x, torch.tensor([3, 700]), labels)
+
+
+def test_the_baseline_drops_out_as_often(monkeypatch):
+    """Another mask than ours, of the same probability, in training alone."""
+    small_settings(monkeypatch, "adm_imagenet64")
+    baseline = steps.baseline_model("adm_imagenet64", CPU, 16)
+    ours = steps.our_model("adm_imagenet64", "fp32", CPU, 16, "torch")
+    rates = [m.p for m in baseline.modules() if isinstance(m, torch.nn.Dropout)]
+    blocks = [m.dropout for m in ours.modules() if isinstance(m, ResBlock)]
+    assert rates == blocks and set(rates) == {0.1}
+    x, t, labels = torch.randn(1, 3, 16, 16), torch.tensor([5]), torch.tensor([1])
+    assert not torch.equal(baseline(x, t, labels), baseline(x, t, labels))
+
+
+def test_the_loss_of_a_learned_variance_is_ours(monkeypatch):
+    """With the timesteps and the noise that ours draws."""
+    small_settings(monkeypatch, "adm_imagenet64")
+    model = steps.our_model("adm_imagenet64", "fp32", CPU, 16, "torch").eval()
+    baseline = steps.baseline_model("adm_imagenet64", CPU, 16).eval()
+    images = images_of("adm_imagenet64", 16)
+    objective = steps.objective_of(images, TORCH_FP32, CPU)
+    pixels, labels = steps.random_images((3, 16, 16, 3), CPU), torch.tensor([1, 2, 0])
+    t, rng = torch.tensor([0, 400, 999]), torch.tensor([0, 3])
+    want, _ = objective.loss(
+        model.forward_nhwc,
+        pixels,
+        rng,
+        labels=labels,
+        t=t,
+    )
+    zero = torch.tensor([[0.0, 1.0]]).repeat(1000, 1)  # x_t is the noise
+    noise = reference.q_sample(pixels, t, zero, rng, dtype=torch.float32).permute(0, 3, 1, 2)
+    monkeypatch.setattr(torch, "randint", lambda *_, **__: t)
+    monkeypatch.setattr(torch, "randn_like", lambda _: noise)
+    got = steps.DenoisingLoss(baseline, objective)(pixels.permute(0, 3, 1, 2), labels)
+    torch.testing.assert_close(got, want.mean(), rtol=1e-5, atol=0)
+
+
+def test_ours_is_checked_as_it_is_trained(monkeypatch):
+    """By what a training step calls; a result that is wrong is refused."""
+    small_settings(monkeypatch, "adm_imagenet64")
+    made = steps.our_model  # by PyTorch, for the interpreter would take a minute
+    monkeypatch.setattr(steps, "our_model", lambda *given: made(*given[:4], "torch"))
+    error, theirs = steps.check_ours("adm_imagenet64", "fp32", CPU, batch=2, size=16)
+    assert error < 1e-4 and theirs < 1e-4
+    network = steps.training_network
+
+    def wrong(model, flat):
+        return lambda *given: 1.1 * network(model, flat)(*given)
+
+    twice = iter([network, wrong])  # the reference is right, ours is not
+    monkeypatch.setattr(steps, "training_network", lambda m, f: next(twice)(m, f))
+    with pytest.raises(harness.WrongResult, match="output is off by 1.0e-01"):
+        steps.check_ours("adm_imagenet64", "fp32", CPU, batch=2, size=16)
+
+
 def test_the_baseline_refuses_other_networks():
-    with pytest.raises(ConfigError, match="model.use_scale_shift_norm|model.dropout"):
-        build_baseline(model_settings("adm64"), 3)
+    with pytest.raises(ConfigError, match="model.label_dropout: the baseline has 0.0 alone"):
+        build_baseline(model_settings("adm64") | {"num_classes": 3, "label_dropout": 0.1}, 3)
 
 
 def test_steps_train(monkeypatch):

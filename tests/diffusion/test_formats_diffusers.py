@@ -270,6 +270,8 @@ def test_betas_without_a_name_are_written_out():
     "options, words",
     [
         ({"channel_mult": [2, 3]}, "channel_mult=[2, 3] begins with 2"),
+        ({"stem_channels": 8}, "stem_channels=8; UNet2DModel has -1 alone"),
+        ({"decoder_attention": "last"}, "decoder_attention=last; UNet2DModel has all alone"),
         ({"num_head_channels": -1, "num_heads": 2, "attention_resolutions": [1]}, "num_heads=2"),
         ({"max_period": 1}, "max_period=1"),
     ],

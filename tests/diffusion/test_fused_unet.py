@@ -38,6 +38,16 @@ MODELS = {
     "strided": {"channel_mult": (1, 2, 2), "conv_resample": True},
     "padding_behind": {"channel_mult": (1, 2), "conv_resample": True, "downsample_padding": 0},
     "resampling_blocks": {"channel_mult": (1, 2, 2), "resblock_updown": True},
+    "ddpmpp": {  # of EDM
+        "channel_mult": (2, 2),
+        "num_res_blocks": 2,
+        "attention_resolutions": (2,),
+        "stem_channels": 32,
+        "decoder_attention": "last",
+        "resblock_updown": True,
+        "resample_projection": True,
+        "dropout": 0.1,
+    },
     "guided_diffusion": {  # all of them, as in its models for 64x64 images
         "channel_mult": (1, 2),
         "attention_resolutions": (1, 2),

@@ -270,6 +270,11 @@ def test_dropout_sleeps_in_evaluation():
         ({"num_classes": 0}, "num_classes=0"),
         ({"norm_eps": 0.0}, "norm_eps=0.0 has to be positive"),
         ({"freq_shift": 4}, "freq_shift=4 has to be below model_channels // 2, 4"),
+        (
+            {"decoder_attention": "first"},
+            "decoder_attention=first is unknown; choose one of all, last",
+        ),
+        ({"stem_channels": 0}, "stem_channels=0; expected at least 1, or -1"),
         ({"downsample_padding": 2}, "downsample_padding=2; choose one of 0, 1"),
     ],
 )
