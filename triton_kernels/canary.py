@@ -68,6 +68,11 @@ def _try(device: torch.device) -> None:
 def wrong(device: torch.device, conv: tuple | None, wgrad: tuple | None) -> str | None:
     """What is wrong with a convolution or its gradients by kernels of these configurations, if
     anything is."""
+    with torch.inference_mode(False):
+        return _wrong(device, conv, wgrad)
+
+
+def _wrong(device: torch.device, conv: tuple | None, wgrad: tuple | None) -> str | None:
     n, h, w, ci, co = _SHAPE
     made = torch.Generator().manual_seed(0)
     x, dy = (torch.randn((n, h, w, c), generator=made) for c in (ci, co))
@@ -100,8 +105,9 @@ def _results(x, dy, weight, bias, conv, wgrad) -> dict[str, Tensor]:
 
 
 def _reference(x, dy, weight, bias) -> dict[str, Tensor]:
-    x.requires_grad_()
-    weight.requires_grad_()
-    y = reference.conv2d(x, weight, bias)
-    dx, dweight = torch.autograd.grad(y, (x, weight), dy)
+    with torch.enable_grad():  # whoever asks first may be within torch.no_grad
+        x.requires_grad_()
+        weight.requires_grad_()
+        y = reference.conv2d(x, weight, bias)
+        dx, dweight = torch.autograd.grad(y, (x, weight), dy)
     return {"result": y.detach(), "input gradient": dx, "weight gradient": dweight}

@@ -56,6 +56,13 @@ def test_right_kernels_stay_on(device):
     assert switched_off() == {}
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_nobody_needs_gradients_where_it_is_asked(device, mode):
+    """As in sampling."""
+    with mode():
+        assert canary.kernels_off(device) == []
+
+
 def test_a_hopper_gpu_has_parts_for_the_weight_gradient():
     """Where there are too few tiles to share, the kernel that it tries has none."""
     n, h, w, ci, co = SHAPE
