@@ -10,46 +10,6 @@ def _rows(*shape: int) -> str:
     return f"tensordesc<bf16{list(shape)},{layout!r}>"
 
 
-def _fwd(name: str, dgrad: bool, beside: int, extra: int) -> dict:
-    row, filters = _rows(1, 1, 64, 64), _rows(1, 64, 64)
-    absent = ["beside1_desc", "beside2_desc"][beside:]
-    absent += ["extra1_desc", "extra1_w_desc", "extra2_desc", "extra2_w_desc"][2 * extra :]
-    absent += ["extra_bias_ptr"] if extra == 0 else []
-    absent += ["emb_ptr"] if dgrad or extra else []
-    signature = {
-        "x_desc": row,
-        "w_desc": filters,
-        "beside1_desc": row,
-        "beside2_desc": row,
-        "y_desc": row,
-        "extra1_desc": row,
-        "extra1_w_desc": filters,
-        "extra2_desc": row,
-        "extra2_w_desc": filters,
-        **dict.fromkeys(("vectors_ptr", "extra_bias_ptr", "emb_ptr", "partial_ptr"), "*fp32"),
-        **dict.fromkeys(("C1", "C2", "border", "stride_emb", "N", "H", "K", "C"), "i32"),
-    }
-    return {
-        "name": name,
-        "kernel": "triton_kernels.conv.hopper.row_mma_kernels:conv_rows_kernel",
-        "signature": {k: v for k, v in signature.items() if k not in absent},
-        "constexprs": {
-            **dict.fromkeys(absent),
-            "W": 64,
-            "DGRAD": dgrad,
-            "ACT": "silu_tanh" if dgrad else None,
-            "BLOCKS": 2,
-            "STEPS": 2,
-            "OVERLAP": not dgrad,
-            "num_warps": 4,
-        },
-        "options": {"num_warps": 4, "maxnreg": 168},
-        "multiples": ("C1", "C2", "border", "K", "C"),
-        # a few numbers that are needed once a tile go to memory, no accumulators
-        "expect": {"wgmma": "registers", "tma": True, "arches": (90,), "spills": 128},
-    }
-
-
 def _resident(
     name: str,
     dgrad: bool,
@@ -200,9 +160,6 @@ def _wgrad(width: int, images: int = 1, count: int = 1, k: int = 64, swap: bool 
 
 COMPILE_CASES = (
     [
-        _fwd("forward", dgrad=False, beside=0, extra=0),
-        _fwd("forward_extra", dgrad=False, beside=0, extra=2),
-        _fwd("input_grad_of_two", dgrad=True, beside=2, extra=0),
         _resident("forward", dgrad=False, beside=0),
         _resident("forward_residual", dgrad=False, beside=1),
         _resident("forward_extra", dgrad=False, beside=0, extra=(2, 1), rings=(3, 2)),

@@ -6,7 +6,6 @@ import torch
 from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
 from triton_kernels.conv.hopper import row_mma as gluon_rows
-from triton_kernels.conv.plain.tma import Config
 from triton_kernels.hopper.descriptors import SUPPORTED
 from triton_kernels.registry.choose import listed
 from triton_kernels.registry.kernel import Op
@@ -33,7 +32,6 @@ gpu = [
     pytest.mark.skipif(not ON_HOPPER, reason="no Hopper GPU"),
     pytest.mark.skipif(not SUPPORTED, reason="another version of Triton"),
 ]
-CONFIG = gluon_rows.TILE
 RESIDENT = gluon_rows.RESIDENT_TILE  # of convolutions of 64 channels
 RESIDENT_OF_4 = gluon_rows.RESIDENT_TILE_OF_4
 WGRAD_CONFIG = gluon_rows.WGRAD_TILE
@@ -59,15 +57,13 @@ WGRAD_SHAPES = {name: shape for name, shape in SHAPES.items() if name != "a tile
 }
 
 
-CONFIGS = [CONFIG, RESIDENT, RESIDENT_OF_4]
-VARIANTS = [(config, torch.bfloat16) for config in CONFIGS] + [(CONFIG, torch.float16)]
+CONFIGS = [RESIDENT, RESIDENT_OF_4]
+VARIANTS = [(config, torch.bfloat16) for config in CONFIGS] + [(RESIDENT, torch.float16)]
 
 
-def served(shape: Shape, config: Config, direction: int) -> Shape:
-    """The shape; with 64 channels to be multiplied, of x (1) or of dy (2), if `config` wants it."""
-    if config != CONFIG:
-        return shape._replace(ci=64) if direction == 1 else shape._replace(co=64)
-    return shape
+def served(shape: Shape, direction: int) -> Shape:
+    """The shape with 64 channels to be multiplied, of x (1) or of dy (2)."""
+    return shape._replace(ci=64) if direction == 1 else shape._replace(co=64)
 
 
 def repeatedly(check, times: int = 4):
@@ -83,12 +79,12 @@ class TestGpu:
     @pytest.mark.parametrize(("config", "dtype"), VARIANTS, ids=str)
     @pytest.mark.parametrize("name", SHAPES)
     def test_forward(self, name, config, dtype, device):
-        shape = served(SHAPES[name], config, 1)
+        shape = served(SHAPES[name], 1)
         repeatedly(lambda: check_forward(shape, dtype, device, config))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     def test_forward_of_the_product_alone(self, config, device):
-        shape = served(SHAPES["rows of channels"], config, 1)
+        shape = served(SHAPES["rows of channels"], 1)
         x, weight, bias, emb, residual = forward_case(shape, torch.bfloat16, device)
         y, partials = conv_fused.conv_forward(x, weight, bias, config=config)
         exact = forward_reference(x, weight, bias, emb * 0, residual * 0, torch.float64)
@@ -96,22 +92,21 @@ class TestGpu:
         assert relative(y, exact) <= ROUNDING[torch.bfloat16] + 1e-5
 
     @pytest.mark.parametrize("count", [1, 2])
-    @pytest.mark.parametrize("config", [CONFIG, RESIDENT], ids=str)
     @pytest.mark.parametrize("name", ["a tile", "rows of channels", "many tiles"])
-    def test_extra_pointwise_convolutions(self, name, config, count, device):
-        shape, dtype = served(SHAPES[name], config, 1), torch.bfloat16
-        repeatedly(lambda: check_extra(shape, 128, 64, dtype, device, config, count))
+    def test_extra_pointwise_convolutions(self, name, count, device):
+        shape, dtype = served(SHAPES[name], 1), torch.bfloat16
+        repeatedly(lambda: check_extra(shape, 128, 64, dtype, device, RESIDENT, count))
 
     @pytest.mark.parametrize(("config", "dtype"), VARIANTS, ids=str)
     @pytest.mark.parametrize("name", SHAPES)
     def test_input_grad(self, name, config, dtype, device):
-        shape = served(SHAPES[name], config, 2)
+        shape = served(SHAPES[name], 2)
         repeatedly(lambda: check_grad(shape, None, dtype, device, config=config))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize("name", ["rows of channels", "many channels"])
     def test_input_grad_of_two_inputs(self, name, config, device):
-        shape, dtype = served(SHAPES[name], config, 2), torch.bfloat16
+        shape, dtype = served(SHAPES[name], 2), torch.bfloat16
         repeatedly(lambda: check_grad(shape, 64, dtype, device, config=config))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -147,8 +142,8 @@ def applying(shape: Shape, dtype, device) -> tuple[bool, bool, bool]:
     x, y = (torch.empty((n, h, w, c), dtype=dtype, device=device) for c in (ci, co))
     weight = torch.empty((co, ci, kernel, kernel), dtype=dtype, device=device)
     return (
-        gluon_rows.TILE in rows_of(FORWARD, spec_of(shape, dtype)),
-        gluon_rows.TILE in rows_of(INPUT_GRAD, spec_of(shape, dtype, grad=True)),
+        RESIDENT in rows_of(FORWARD, spec_of(shape, dtype)),
+        RESIDENT in rows_of(INPUT_GRAD, spec_of(shape, dtype, grad=True)),
         gluon_rows.wgrad_applies(x, y, weight, (kernel // 2, kernel // 2)),
     )
 
@@ -166,19 +161,19 @@ def spec_of(shape: Shape, dtype, grad: bool = False, **terms) -> ConvSpec:
 
 def rows_of(op: Op, spec: ConvSpec, gpu: Device = HOPPER) -> list[tuple]:
     """The configurations that keep rows of pixels, or filters."""
-    kinds = gluon_rows.RowMma, gluon_rows.StationaryWeights, gluon_rows.NarrowInput
+    kinds = gluon_rows.StationaryWeights, gluon_rows.NarrowInput
     return [c for _, c in listed(op, spec, gpu) if isinstance(c, kinds)]
 
 
 def test_filters_stay_where_there_are_few():
-    tile, resident = gluon_rows.TILE, [gluon_rows.RESIDENT_TILE, gluon_rows.RESIDENT_TILE_OF_4]
+    resident = [RESIDENT, RESIDENT_OF_4]
     many, few = Shape(2, 64, 64, 128, 64), Shape(2, 64, 64, 64, 64)
     half = torch.half
-    assert rows_of(FORWARD, spec_of(many, half)) == [tile]
-    assert rows_of(INPUT_GRAD, spec_of(many, half, grad=True)) == [tile, *resident]
-    assert rows_of(FORWARD, spec_of(few, half)) == [tile, *resident]
-    assert rows_of(FORWARD, spec_of(few, half, extra=(128,))) == [tile, resident[0]]
-    assert rows_of(FORWARD, spec_of(few, half, extra=(128, 128))) == [tile]
+    assert rows_of(FORWARD, spec_of(many, half)) == []
+    assert rows_of(INPUT_GRAD, spec_of(many, half, grad=True)) == resident
+    assert rows_of(FORWARD, spec_of(few, half)) == resident
+    assert rows_of(FORWARD, spec_of(few, half, extra=(128,))) == [RESIDENT]
+    assert rows_of(FORWARD, spec_of(few, half, extra=(128, 128))) == []
 
 
 def test_nothing_applies_without_wgmma():

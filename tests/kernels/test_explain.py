@@ -20,7 +20,7 @@ def test_words_become_a_spec():
 def test_every_kernel_is_there_and_one_is_taken(gpu, capsys):
     assert main([LINE, f"gpu={gpu}"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    kernels = "tma", "pointer", "row_mma", "stationary_weights", "tile_mma", "narrow_output"
+    kernels = "tma", "pointer", "stationary_weights", "tile_mma", "narrow_output"
     assert all(any(name in line for line in lines) for name in kernels)
     assert sum("->" in line[:6] for line in lines) == 1
     assert all("no: " in line or "can" in line or "taken" in line for line in lines[3:])

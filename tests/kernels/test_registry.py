@@ -87,9 +87,10 @@ def test_a_kernel_is_known_by_its_name(measured):
 
 def test_configurations_of_two_kernels_are_never_equal():
     """Though they are tuples, of numbers that may be the same."""
-    assert row_mma.RowMma(256) == row_mma.RowMma(256) != row_mma.StationaryWeights(256)
-    assert row_mma.StationaryWeights(256) not in (row_mma.RowMma(256), (256,))
-    assert len({row_mma.RowMma(256), row_mma.StationaryWeights(256), row_mma.RowMma(256)}) == 2
+    narrow, stationary = row_mma.NarrowInput(256), row_mma.StationaryWeights(256)
+    assert narrow == row_mma.NarrowInput(256) != stationary
+    assert stationary not in (narrow, (256,))
+    assert len({narrow, stationary, row_mma.NarrowInput(256)}) == 2
 
 
 def test_a_configuration_that_is_not_listed_any_more_is_not_used(measured):

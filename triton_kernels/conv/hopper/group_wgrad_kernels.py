@@ -19,8 +19,7 @@ from ...hopper.pipeline import (
     wait_for,
     wait_full,
 )
-from .row_memory import clear_margins
-from .row_mma_kernels import block_chunks
+from .row_memory import block_chunks, clear_margins
 from .row_wgrad import load_tile, multiply_tile
 
 

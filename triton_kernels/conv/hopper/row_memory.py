@@ -18,6 +18,12 @@ def rows_chunks(rows, w):
     return rows * (w // 8 + 1) + 1
 
 
+@gluon.constexpr_function
+def block_chunks(w):
+    """Size of a block in chunks of 8 pixels: 256 of a tile, and the rows above and below it."""
+    return rows_chunks(256 // w + 2, w)
+
+
 @gluon.jit
 def clear_margins(
     x_bufs, BLOCKS: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr, num_warps: gl.constexpr

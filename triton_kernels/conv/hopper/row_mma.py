@@ -2,17 +2,16 @@
 
 What plain Triton cannot say, and what it gains:
 
-- Pixels are fetched once, not once a tap. A tile is 256 pixels, whole rows of an image, and its box
-  has a row more above and below. In shared memory 8 zeros lie between the rows, so that each tap is
-  the same box from another address: a pixel to the right is 128 bytes further, which the swizzle
-  allows because it goes by the address. The products are of one row of pixels each, with the
-  filters from registers, since two operands from shared memory would be its limit.
-- Nothing waits for an epilogue. Programs stay on their multiprocessor; one warp loads, and two
-  warpgroups multiply, a tile each, so that one finishes a tile while the other multiplies.
-- Where 64 channels are multiplied the filters stay in shared memory, rows of pixels pass through a
+- Pixels are fetched once, not once a tap. In shared memory 8 zeros lie between the rows, so that
+  each tap is the same rows from another address: a pixel to the right is 128 bytes further, which
+  the swizzle allows because it goes by the address. The products are of one row of pixels each,
+  with the filters from registers, since two operands from shared memory would be its limit.
+- Epilogues overlap the other warpgroups' products. Programs stay on their multiprocessor; one warp
+  loads, and warpgroups multiply, a tile each.
+- 64 channels are multiplied, whose filters stay in shared memory. Rows of pixels pass through a
   ring, and three warpgroups take tiles of two rows (RESIDENT_TILE), or two of four rows
   (RESIDENT_TILE_OF_4). Where there are 16 channels, as of a padded image, the filters even stay in
-  registers (NARROW_TILE).
+  registers (NARROW_TILE). Of more channels tiles are those of `tile_mma`.
 - In the weight gradient three warpgroups take a row of the filter each: they share dy and x, and
   the nine taps need x once. One launch can do two gradients, in half as many parts each.
 
@@ -39,7 +38,6 @@ from .refusals import refuse_3x3, refuse_rows
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from .row_mma_kernels import conv_rows_kernel
     from .row_wgrad import conv_rows_wgrad_kernel
     from .stationary_weights import conv_resident_kernel
     from .stationary_weights_concat import conv_resident_two_kernel
@@ -51,20 +49,12 @@ _STAGES_OF_16 = 4  # of pixels of 64 channels and of 16
 _MOST_EXTRA = 192  # channels of 1x1 convolutions whose filters have room there too
 
 
-@configures("row_mma")
-class RowMma(NamedTuple):
-    """Tiles of rows of 64 pixels."""
-
-    block_m: int  # pixels of a tile
-    rows = 1  # tiles one below the other
-
-
 @configures("stationary_weights")
 class StationaryWeights(NamedTuple):
     """Tiles of two or four rows of 64 pixels; the filters of 64 channels stay in shared memory."""
 
-    block_m: int
-    rows = 1
+    block_m: int  # pixels of a tile
+    rows = 1  # tiles one below the other
 
 
 @configures("narrow_input")
@@ -83,7 +73,6 @@ class RowWgrad(NamedTuple):
     block_m = _PIXELS  # a step
 
 
-TILE = RowMma(_PIXELS)
 RESIDENT_TILE, RESIDENT_TILE_OF_4 = StationaryWeights(128), StationaryWeights(256)
 NARROW_TILE = NarrowInput(128)
 WGRAD_TILE, NARROW_WGRAD_TILE = RowWgrad(64), RowWgrad(16)
@@ -98,12 +87,8 @@ _PART = 6  # tiles that take as long as a part of a sum does to begin, to write 
 # --- forward and input gradient -------------------------------------------------------------------
 
 
-def _refuse_rows(spec: ConvSpec, gpu: Device) -> str | None:
-    return refuse_3x3(spec, gpu, _WIDTHS) or refuse_rows(spec, _PIXELS)
-
-
 def _refuse_stationary(spec: ConvSpec, gpu: Device) -> str | None:
-    if reason := _refuse_rows(spec, gpu):
+    if reason := refuse_3x3(spec, gpu, _WIDTHS) or refuse_rows(spec, _PIXELS):
         return reason
     if spec.k != 64:
         return f"filters of {spec.k} channels do not fit into shared memory; those of 64 do"
@@ -131,46 +116,15 @@ def launch(config: StationaryWeights | NarrowInput, operands: Operands) -> None:
     _launch_resident(operands, config.block_m // operands.x.shape[2])
 
 
-def _launch_tiles(config: RowMma, operands: Operands) -> None:
-    _launch_rows(operands)
-
-
 STATIONARY = Kernel(
     "stationary_weights", StationaryWeights, _refuse_stationary, _stationary, launch=launch
 )
 KERNELS = (
-    Kernel("row_mma", RowMma, _refuse_rows, lambda spec, gpu: [TILE], launch=_launch_tiles),
     STATIONARY,
     Kernel(
         "narrow_input", NarrowInput, _refuse_narrow, lambda spec, gpu: [NARROW_TILE], launch=launch
     ),
 )
-
-
-def _launch_rows(operands: Operands) -> None:
-    n, h, w, k = operands.x.shape
-    c = operands.y.shape[3]
-    blocks = c // 64
-    programs = max(1, describe(operands.x.device).num_sms // blocks) * blocks
-    overlap = overlapping(operands.x.device, 0)
-    conv_rows_kernel[(programs,)](
-        *operands.tensors(in_rows, in_rows),
-        *operands.extra_channels,
-        *operands.numbers,
-        n,
-        h,
-        k,
-        c,
-        W=w,
-        DGRAD=operands.activation is not None,
-        ACT=operands.slope,
-        BLOCKS=_STAGES,
-        STEPS=_STAGES,
-        OVERLAP=bool(overlap),
-        num_warps=4,
-        maxnreg=168,
-        **overlap,
-    )
 
 
 def _launch_resident(operands: Operands, rows: int) -> None:

@@ -19,8 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_load
 from ...hopper.pipeline import give_back, new_barrier_pairs, wait_empty, wait_full
 from ...runtime.dependent_launch import await_inputs
-from .row_memory import clear_margins, row_from, row_of_tap
-from .row_mma_kernels import block_chunks
+from .row_memory import block_chunks, clear_margins, row_from, row_of_tap
 
 
 @gluon.jit
