@@ -105,3 +105,8 @@ def test_what_samples_of_code_import_exists(path):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 module = modules.get(node.value.id)
                 assert module is None or hasattr(module, node.attr), ast.unparse(node)
+
+
+def test_the_page_of_the_interface_is_made_from_the_docstrings():
+    make_api = importlib.import_module("docs.make_api")
+    assert make_api.page() == make_api.PAGE.read_text(), "run python docs/make_api.py"

@@ -21,11 +21,12 @@ class Layer(nn.Module):
         self.backend = backend
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Layer":
-        """What `to`, `cuda` and `cpu` call: a backend that follows is that of the new device."""
+        """What `to`, `cuda` and `cpu` call: a backend that follows is that of the new device. A
+        layer without parameters, such as a mean, has that of the layer around it."""
         super()._apply(fn, recurse)
         parameter = next(self.parameters(), None)
-        if parameter is not None:
-            self.backend = self.backend.on(parameter.device)
+        if parameter is not None and self.backend.follows is not None:
+            set_backend(self, self.backend.on(parameter.device))
         return self
 
 

@@ -1,0 +1,207 @@
+"""The public names of `diffusion`, the examples, and what a clash of names says."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import diffusion
+from diffusion import name_clash
+from diffusion.errors import ConfigError
+from diffusion.runtime import backend
+
+from .end_to_end.run import TINY, environment, run
+
+ROOT = Path(__file__).resolve().parents[1]
+OWN = ("--config-dir", str(ROOT / "examples" / "configs"))
+QUICK = TINY[1:2] + tuple(s for s in TINY if s.startswith(("train.", "optim.")))
+
+
+def test_every_public_name_is_typed_and_says_what_it_is():
+    for name in diffusion.__all__:
+        function = getattr(diffusion, name)
+        assert inspect.getdoc(function), name
+        signature = inspect.signature(function)
+        assert signature.return_annotation is not inspect.Signature.empty, name
+        for parameter in signature.parameters.values():
+            assert parameter.annotation is not inspect.Parameter.empty, (name, parameter)
+
+
+def test_import_does_not_take_pytorch_along():
+    code = "import sys, diffusion; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True)
+
+
+def test_train_load_and_sample(tmp_path):
+    """And the settings are those of the command line."""
+    data = {"name": "elephants", "size": 16, "count": 12}
+    loss = diffusion.train(
+        tmp_path / "run",
+        dataset=data,
+        model=diffusion.preset("model", "unet_tiny", num_classes="auto"),
+        optim={"lr": 1e-4},
+        device="cpu",
+        steps=1,
+        batch_size=4,
+        sample_count=0,
+        tensorboard=False,
+        precision="fp32",
+    )
+    assert np.isfinite(loss)
+    trained = diffusion.load(tmp_path / "run", device="cpu")
+    assert trained.image_shape == (16, 16, 3)
+    images = diffusion.sample(trained, n=3, steps=2, label=1)
+    assert images.shape == (3, 16, 16, 3) and images.dtype == np.uint8
+    again = diffusion.sample(tmp_path / "run", n=2, steps=2, label=1, device="cpu")
+    assert np.array_equal(images[:2], again)
+    code, out, err = run("train.py", f"run_dir={tmp_path}/run")  # goes on, or is done
+    assert code == 0 and "done already" in out + err
+
+
+def test_what_goes_with_rollouts_is_taken_for_them(tmp_path):
+    loss = diffusion.train(
+        tmp_path / "run",
+        dataset={"name": "push_disc", "episodes": 3},
+        device="cpu",
+        steps=1,
+        batch_size=2,
+        sample_count=0,
+        tensorboard=False,
+        precision="fp32",
+    )
+    assert np.isfinite(loss)
+    with pytest.raises(ConfigError, match="is a policy"):
+        diffusion.load(tmp_path / "run", device="cpu")
+
+
+def test_numbers_of_a_preset_are_numbers():
+    assert diffusion.preset("optim", "adamw")["lr"] == 2e-4
+    with pytest.raises(ConfigError, match="model=unet46 is unknown; choose one of adm64"):
+        diffusion.preset("model", "unet46")
+
+
+def test_a_network_that_moves_takes_the_backend_of_the_device(monkeypatch):
+    """Here "meta" stands for a GPU."""
+    network = diffusion.build("unet_tiny", size=8)
+    assert {m.backend.name for m in network.modules() if hasattr(m, "backend")} == {"torch"}
+    monkeypatch.setattr(backend, "on_gpu", lambda device: device.type == "meta")
+    monkeypatch.setattr(backend, "settle_cache_keys", lambda: None)
+    backend.following.cache_clear()
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    moved = network.to("meta")
+    backends = {m.backend for m in moved.modules() if hasattr(m, "backend")}
+    assert {(b.name, b.precision) for b in backends} == {("triton", "bf16")}
+    home = moved.to_empty(device="cpu")
+    assert {m.backend.precision for m in home.modules() if hasattr(m, "backend")} == {"fp32"}
+    backend.following.cache_clear()
+
+
+def test_a_backend_that_was_asked_for_stays():
+    from diffusion.factory import build_model
+    from diffusion.runtime.backend import TORCH_FP32
+
+    settings = diffusion.preset("model", "unet_tiny")
+    network = build_model(settings, TORCH_FP32, (8, 8), 3, False, torch.device("cpu"))
+    assert network.to("meta").backend is TORCH_FP32
+
+
+@pytest.mark.gpu
+def test_a_network_that_moves_to_a_gpu_computes_with_its_kernels():
+    from torch.profiler import ProfilerActivity, profile
+
+    network = diffusion.build("unet64", size=64, precision="tf32").eval()
+    x, t = torch.randn(1, 3, 64, 64), torch.tensor([10])
+    with torch.no_grad():
+        expected = network(x, t)
+        network = network.cuda()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            got = network(x.cuda(), t.cuda())
+    launched = {event.key for event in profiled.key_averages()}
+    assert any("conv" in name for name in launched), launched
+    assert not any("cudnn" in name or "implicit_gemm" in name for name in launched), launched
+    assert (got.cpu() - expected).norm() <= 2e-2 * expected.norm().clamp_min(1e-6)
+    assert network.cpu().backend.name == "torch"
+
+
+OTHER = '"""Kernels of another project."""\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (OTHER, "is of another project; triton-diffusion needs"),
+        (None, "not there, or incomplete"),
+    ],
+)
+def test_another_package_of_the_name_is_one_line(tmp_path, text, words):
+    """As it is after `pip install triton_kernels`, and after uninstalling that again."""
+    (tmp_path / "triton_kernels").mkdir()
+    if text is not None:
+        (tmp_path / "triton_kernels" / "__init__.py").write_text(text)
+    for name in ("diffusion", "triton_diffusion"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    env = environment() | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", "import diffusion"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and words in last and "pip uninstall triton_kernels" in last
+
+
+def test_this_package_is_ours():
+    name_clash.check_name()
+
+
+def test_own_model_and_own_data(tmp_path):
+    (tmp_path / "plugin.py").write_text("import own_model, own_data\n")
+    env_free = [*QUICK, "train.steps=1", f"run_dir={tmp_path}/run", "dataset.size=8"]
+    plugin = f"plugin={tmp_path}/plugin.py"
+    for name in ("own_model", "own_data"):
+        (tmp_path / f"{name}.py").symlink_to(ROOT / "examples" / f"{name}.py")
+    chosen = ("model=conv_stack", "model.width=8", "model.depth=1", "dataset=rings")
+    chosen += ("dataset.count=8", "train.precision=fp32")
+    code, out, err = run("train.py", *OWN, plugin, *chosen, *env_free)
+    assert code == 0 and "rings, 8 images 8x8x1" in out + err, err
+    code, _, err = run("sample.py", f"ckpt={tmp_path}/run", "n=2", "steps=2", "device=cpu")
+    assert code == 2 and "model.name=conv_stack is unknown" in err and "plugin=FILE" in err
+    drawn = (f"ckpt={tmp_path}/run", "n=2", "steps=2", "device=cpu", f"out={tmp_path}/a.png")
+    code, _, err = run("sample.py", *drawn, plugin)
+    assert code == 0 and (tmp_path / "a.png").is_file(), err
+
+
+def test_a_plugin_that_fails_is_one_line(tmp_path):
+    (tmp_path / "bad.py").write_text("raise KeyError('x')\n")
+    for plugin, words in (
+        (f"{tmp_path}/bad.py", "KeyError: 'x'"),
+        (f"{tmp_path}/none.py", "does not exist"),
+        ("no_such_module", "No module named"),
+        ("3", "expected a .py file or a module"),
+    ):
+        code, _, err = run("train.py", f"plugin={plugin}", f"run_dir={tmp_path}/run")
+        assert code == 2 and err.count("\n") == 1 and words in err, err
+
+
+def test_names_are_taken_once():
+    from diffusion.data import ImageSet
+
+    with pytest.raises(ValueError, match="there is a model unet already"):
+        diffusion.register_model("unet")(torch.nn.Module)
+    with pytest.raises(ValueError, match="there is a data set mnist already"):
+        diffusion.register_dataset("mnist")(lambda size=1: ImageSet(torch.zeros(0)))
+    with pytest.raises(ValueError, match="no argument size"):
+        diffusion.register_dataset("mine")(lambda: None)
+
+
+def test_the_example_in_python(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "in_python.py", tmp_path / "run"],
+        cwd=tmp_path,
+        env=environment() | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 images of (16, 16, 3)" in done.stdout and "(2, 3, 16, 16), by torch" in done.stdout
