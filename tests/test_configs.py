@@ -29,9 +29,12 @@ def choices(group: str) -> list[str]:
 
 
 def composed(*overrides: str) -> dict:
+    """What `train` is called with: the command has taken `plugin` by then."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIGS), version_base=None):
-        return plain(compose("train", overrides=list(overrides)))
+        settings = plain(compose("train", overrides=list(overrides)))
+    settings.pop("plugin")
+    return settings
 
 
 def build(config: dict) -> torch.nn.Module:
