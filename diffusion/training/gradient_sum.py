@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ..models.flat_parameters import FlatParameters
 from ..runtime.distributed import Processes
 from .gradient_norm import GradientNorm
 
-BUCKET = 16 * 2**20  # bytes; fewer would be latency, more would wait for the last layer
+BUCKET = 16 * 2**20  # bytes; fewer would be latency
+_LEAST = 2**20  # bytes; a sum of less takes no shorter
 
 
 class GradientSum:
@@ -16,8 +18,11 @@ class GradientSum:
 
     Backward completes filters from the last layer to the first, and the flat buffer has them in the
     order of the model, so what is complete is always the end of their region: `ready` says how much
-    of it, and sends it off once a bucket is full. `finish` sends the rest and waits. Of what is the
-    sum of all processes, `norm` is told; alone, that is so at once.
+    of it, and sends it off once a bucket is full. The last buckets are smaller, each as large as
+    what is left: nothing but the last one's sum comes after backward. `finish` sends the rest and
+    waits. Of what is the sum of all processes, `norm` is told; alone, that is so at once. On a GPU
+    a stream of its own waits for the sums and adds up the norm, so that this, too, goes on beside
+    backward.
     """
 
     def __init__(
@@ -32,6 +37,8 @@ class GradientSum:
         self._norm = norm
         self._waits: list[tuple[Callable[[], object], int | None]] = []  # filters from where
         self._sent: int | None = None  # filters from here on are on their way
+        beside = norm is not None and processes.count > 1 and flat.grad.is_cuda
+        self._beside = torch.cuda.Stream(flat.grad.device) if beside else None
 
     @property
     def listener(self) -> Callable[[int], None] | None:
@@ -59,21 +66,36 @@ class GradientSum:
             return
         if self._norm is not None and not self.urgent:
             self._norm.ready(start)
-        elif (self._sent - start) * self._grad.itemsize >= self._bucket:
+        elif (self._sent - start) * self._grad.itemsize >= self._full(start):
             self._send(self._grad[start : self._sent], start)
             self._sent = start
+
+    def _full(self, left: int) -> int:
+        """How many bytes are sent off where `left` filter elements are still to come."""
+        return min(self._bucket, max(left * self._grad.itemsize, _LEAST))
 
     def finish(self) -> None:
         """Let the current stream wait for the sum of the whole gradient, which is complete."""
         end = self._filters_end if self._sent is None else self._sent
         self._send(self._grad[:end])
         self._send(self._grad[self._filters_end :])
+        if self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
         for wait, start in self._waits:
-            wait()
-            if start is not None and self._norm is not None:
-                self._norm.ready(start)
+            self._meet(wait, start)
         self._waits, self._sent = [], None
 
     def _send(self, part: Tensor, start: int | None = None) -> None:
-        if part.numel():
-            self._waits.append((self._processes.start_sum(part), start))
+        if not part.numel():
+            return
+        wait = self._processes.start_sum(part)
+        if self._beside is None or start is None:
+            self._waits.append((wait, start))
+        else:
+            with torch.cuda.stream(self._beside):  # whose wait keeps nobody else waiting
+                self._meet(wait, start)
+
+    def _meet(self, wait: Callable[[], object], start: int | None) -> None:
+        wait()
+        if start is not None and self._norm is not None:
+            self._norm.ready(start)

@@ -5,6 +5,9 @@ import torch
 from torch import nn
 
 from diffusion.models.flat_parameters import FlatParameters
+from diffusion.runtime.backend import choose_backend
+from diffusion.training import gradient_sum
+from diffusion.training.gradient_norm import GradientNorm
 from diffusion.training.gradient_sum import GradientSum
 
 
@@ -64,6 +67,17 @@ def test_nothing_is_sent_before_the_last_micro_batch(flat):
     assert recorder.sizes == [192]
 
 
+def test_the_last_buckets_are_smaller(flat, monkeypatch):
+    """Each as what is left, so that little is left for the end."""
+    monkeypatch.setattr(gradient_sum, "_LEAST", 32 * 4)
+    recorder = Recorder()
+    total = GradientSum(flat, recorder, bucket=128 * 4)
+    total.begin()
+    for start in range(240, -1, -16):
+        total.ready(start)
+    assert recorder.sizes == [128, 64, 32, 32]
+
+
 def test_what_is_complete_is_sent_at_once(flat):
     recorder, loss = Recorder(), torch.ones(1)
     total = GradientSum(flat, recorder)
@@ -110,3 +124,34 @@ def test_nobody_listens(flat):
     alone = Recorder()
     alone.count = 1
     assert GradientSum(flat, alone).listener is None
+
+
+@pytest.mark.gpu
+def test_the_norm_is_added_up_beside_backward():
+    """On a stream that waits for the sums; captured as a step is."""
+    device = torch.device("cuda")
+    network = nn.Sequential(*(nn.Conv2d(256, 256, 3, bias=False) for _ in range(8))).to(device)
+    flat = FlatParameters(network)
+    norm = GradientNorm(flat, choose_backend("triton", "bf16", device))
+    total = GradientSum(flat, Recorder(), bucket=2**22, norm=norm)
+    given = torch.randn_like(flat.grad)
+
+    def step():
+        flat.grad.copy_(given)
+        total.begin()
+        for start in range(flat.filters_end, -1, -(256 * 256 * 9)):
+            total.ready(start)
+        total.finish()
+        return norm.finish()
+
+    expected = 2 * given.double().norm()
+    for _ in range(3):
+        torch.testing.assert_close(step().double().squeeze(), expected, rtol=1e-6, atol=0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for factor in (3.0, 0.5):
+        given.mul_(factor)
+        graph.replay()
+        expected *= factor
+        torch.testing.assert_close(found.double().squeeze(), expected, rtol=1e-6, atol=0)
