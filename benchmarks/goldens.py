@@ -7,6 +7,8 @@
     python -m benchmarks.goldens code out=FILE          a hash of the PTX of every compile case
     python -m benchmarks.goldens compare a=FILE b=FILE  what differs; exit 1 if anything does
 
+With only=WORDS, those of launches and code whose names have these words in them.
+
 Run it without TRITON_INTERPRET: the interpreter has no compiler. The launches are those of an
 sm_90 with 132 multiprocessors and its measured rows. A launch is the kernel's name, its
 grid, its constants and what Triton specialises of every other argument, so two equal lists are the
@@ -142,10 +144,12 @@ def _kind(value: Any) -> str:
     return repr(value)
 
 
-def record_launches() -> dict[str, list[str]]:
-    """Of every job."""
+def record_launches(pattern: str) -> dict[str, list[str]]:
+    """Of every job whose name has the pattern in it."""
     found = {}
     for name, job in jobs().items():
+        if pattern not in name:
+            continue
         with recorded(HOPPER) as lines:
             job()
         found[name] = lines
@@ -230,7 +234,7 @@ def main() -> None:
     if what == "compare":
         sys.exit(compare(_read(options["a"]), _read(options["b"])) > 0)
     if what == "launches":
-        found = record_launches()
+        found = record_launches(options.get("only", ""))
     elif what == "ops":
         found = record_ops()
     else:

@@ -54,7 +54,6 @@ _FAMILIES = {
     ),
     "attention": (
         "attention_forward",
-        "attention_few",
         "qkv_attention",
         "norm_attention",
         "attention_backward",
@@ -78,7 +77,7 @@ _REWRITTEN = {  # arguments that are read and written
     "conv_two_weight_grads": (2, 5),
     "linear_grads": (3, 4),
 }
-_PRODUCTS = {"attention_forward": 2, "attention_few": 2, "attention_backward": 5}  # T x T x d
+_PRODUCTS = {"attention_forward": 2, "attention_backward": 5}  # T x T x d
 
 
 class Work(NamedTuple):

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from .attention import attention_bwd_rows, attention_fwd
 from .attention.norm_attention import norm_attention, serves_norm_attention
-from .attention.small_batch import attention_few as _attention_few
-from .attention.small_batch import qkv_attention, serves_attention, serves_qkv_attention
+from .attention.small_batch import qkv_attention, serves_qkv_attention
 from .conv.conv_avg_pool import conv_means, serves_conv_means
 from .conv.conv_norm import NextNorm, conv_norm, norms_in_conv
 from .conv.conv_norm_grid_sync import conv_meeting, meets
@@ -79,7 +78,6 @@ __all__ = [
     "apply",
     "apply_upsampled",
     "attention_backward",
-    "attention_few",
     "attention_forward",
     "avg_pool",
     "avg_pool_grad",
@@ -171,13 +169,6 @@ def tensor_rows(x: Tensor, sums: RowSums) -> Tensor:
 def attention_forward(qkv: Tensor, num_heads: int, order: str) -> tuple[Tensor, Tensor]:
     """(o [N, T, C], logsumexp) of qkv [N, T, 3C]"""
     return attention_fwd(qkv, num_heads, order, allow_tf32=True)
-
-
-def attention_few(qkv: Tensor, num_heads: int, order: str) -> Tensor:
-    """o alone, where nothing runs beside it: for few images there is another kernel."""
-    if serves_attention(qkv, num_heads):
-        return _attention_few(qkv, num_heads, order)
-    return attention_forward(qkv, num_heads, order)[0]
 
 
 def attention_backward(

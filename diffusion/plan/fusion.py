@@ -208,7 +208,7 @@ class WaitingKernels:
             return self.kernels.qkv_attention(x, rows, qkv.bias, num_heads, order), None
         o = qkv.attention(num_heads, order)
         if o is None:
-            o = self.kernels.attention_few(qkv.tensor(), num_heads, order)
+            o, _ = self.kernels.attention_forward(qkv.tensor(), num_heads, order)
         return o, None
 
     def avg_pool(self, x: Tensor | InParts | NormNext) -> Tensor | Pooled:

@@ -223,16 +223,6 @@ COMPILE_CASES = [
         "expect": {"wgmma": True, "tma": True, "arches": (90,)},
     },
     {
-        "name": "attention_few",
-        "kernel": "triton_kernels.attention.small_batch:_attention_few_kernel",
-        "signature": types("*bf16", "qkv_ptr", "o_ptr")
-        | {"num_heads": "i32", "scale_log2": "fp32"},
-        "constexprs": {"T": 256, "D": 32, "HEADS_QKV": False, "BLOCK_D": 32, "BLOCK_M": 64}
-        | {"BLOCK_T": 256},
-        "options": {"num_warps": 4},
-        "expect": {"arches": (90,)},
-    },
-    {
         "name": "qkv_attention",
         "kernel": "triton_kernels.attention.small_batch:_qkv_attention_kernel",
         "signature": types("*bf16", "x_ptr", "o_ptr")

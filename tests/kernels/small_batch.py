@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from triton_kernels.attention import small_batch as attention_few
+from triton_kernels.attention import small_batch as qkv_attention
 from triton_kernels.conv import one_row as conv_one_row
 from triton_kernels.conv.plain import (
     linear_norm as linear_norm_few,
@@ -44,7 +44,6 @@ EPS = 1e-5
 
 
 MODULES = (
-    attention_few,
     begin_step,
     conv_early,
     conv_one_row,
@@ -56,6 +55,7 @@ MODULES = (
     norm_of_sums,
     norm_tables,
     norm_whole,
+    qkv_attention,
 )
 
 

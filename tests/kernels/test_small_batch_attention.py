@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.attention import small_batch as attention_few
+from triton_kernels.attention import small_batch
 from triton_kernels.embedding import begin_step
 from triton_kernels.reference import fused as fused_reference
 
@@ -17,19 +17,6 @@ from .small_batch import (  # noqa: F401  a fixture and a mark for every test he
 )
 
 
-@pytest.mark.parametrize("order", ["qkv_heads", "heads_qkv"])
-@pytest.mark.parametrize(("t", "heads", "d"), [(64, 2, 32), (100, 3, 16), (7, 1, 24), (1, 2, 64)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_attention_few(t, heads, d, order, dtype, device):
-    if device.type == "cuda" and dtype == torch.float32:
-        pytest.skip("float32 is multiplied in TF32 on a GPU")
-    torch.manual_seed(0)
-    qkv = randn(2, t, 3 * heads * d, dtype=dtype, device=device)
-    o = attention_few.attention_few(qkv, heads, order)
-    exact = reference.attention(qkv.double(), heads, order=order)
-    close(o, exact, reference.attention(qkv, heads, order=order))
-
-
 def qkv_inputs(n, t, c, dtype, device):
     torch.manual_seed(0)
     weight = randn(3 * c, c, dtype=dtype, device=device) / c**0.5
@@ -37,10 +24,10 @@ def qkv_inputs(n, t, c, dtype, device):
 
 
 def check_qkv_attention(x, weight, bias, heads, order):
-    o = attention_few.qkv_attention(x, weight, bias, heads, order)
+    o = small_batch.qkv_attention(x, weight, bias, heads, order)
     exact = fused_reference.qkv_attention(x.double(), *as_double(weight, bias), heads, order)
     qkv = (x @ weight.T + bias).to(x.dtype)
-    close(o, exact, fused_reference.attention_few(qkv, heads, order))
+    close(o, exact, reference.attention(qkv, heads, order=order))
 
 
 @pytest.mark.parametrize("order", ["qkv_heads", "heads_qkv"])
@@ -79,13 +66,3 @@ def test_qkv_attention_of_the_model_s_shapes(n, t, c, heads, device):
     for _ in range(3):
         inputs = qkv_inputs(n, t, c, torch.bfloat16, device)
         check_qkv_attention(*inputs, heads, "qkv_heads")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("n", "t", "c", "heads"), [(1, 256, 192, 6), (4, 64, 256, 8)])
-def test_attention_of_the_model_s_shapes(n, t, c, heads, device):
-    qkv = randn(n, t, 3 * c, dtype=torch.bfloat16, device=device)
-    exact = reference.attention(qkv.double(), heads, order="qkv_heads")
-    low = reference.attention(qkv, heads, order="qkv_heads")
-    for _ in range(3):
-        close(attention_few.attention_few(qkv, heads, "qkv_heads"), exact, low)

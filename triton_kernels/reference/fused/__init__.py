@@ -15,7 +15,6 @@ and sampling are made of; `parts`, `one_launch_norms` and `conv_and_norm` are of
 from ...conv.conv_norm import NextNorm
 from .attention import (
     attention_backward,
-    attention_few,
     attention_forward,
     norm_attention,
     qkv_attention,
@@ -91,7 +90,6 @@ __all__ = [
     "apply",
     "apply_upsampled",
     "attention_backward",
-    "attention_few",
     "attention_forward",
     "avg_pool",
     "avg_pool_grad",

@@ -11,11 +11,6 @@ def attention_forward(qkv, num_heads, order):
     return reference.attention(qkv, num_heads, order=order), None
 
 
-def attention_few(qkv, num_heads, order):
-    """The first of these alone."""
-    return reference.attention(qkv, num_heads, order=order)
-
-
 def attention_backward(do, qkv, o, state, num_heads, order, sums):
     """(dqkv, rows [rows, 3C] whose sum is that of it over samples and positions)"""
     with torch.enable_grad():
@@ -31,8 +26,8 @@ def serves_qkv_attention(x, num_heads):
 
 
 def qkv_attention(x, weight, bias, num_heads, order):
-    """`attention_few` of x weight^T + bias."""
-    return attention_few(x @ weight.T + bias, num_heads, order)
+    """`attention` of x weight^T + bias."""
+    return reference.attention(x @ weight.T + bias, num_heads, order=order)
 
 
 def serves_norm_attention(x, num_heads, norm):
@@ -41,7 +36,7 @@ def serves_norm_attention(x, num_heads, norm):
 
 
 def norm_attention(x, norm, weight, bias, num_heads, order):
-    """`attention_few` of norm(x) weight^T + bias, by partials, pixels and a norm's arguments; or of
+    """`attention` of norm(x) weight^T + bias, by partials, pixels and a norm's arguments; or of
     x weight^T + bias"""
     if norm is not None:
         partials, pixels, *rest = norm
