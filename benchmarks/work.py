@@ -27,7 +27,6 @@ _FAMILIES = {
         "conv_means",
         "conv_meeting",
         "conv_norm",
-        "linear_norm_few",
         "norm_conv",
         "norm_conv_of_two",
         "norm_linear_few",

@@ -40,7 +40,6 @@ from .conv.norm_conv import (
     serves_small_terms,
 )
 from .conv.one_row import conv_one_row, serves_one_row
-from .conv.plain.linear_norm import linear_norm_few, postpones, serves_linear_norm
 from .conv.plain.norm_linear import norm_linear_few, serves_norm_linear
 from .conv.plain.pad_channels import pad_channels
 from .conv.plain.small_batch import conv_early, serves_whole
@@ -102,7 +101,6 @@ __all__ = [
     "conv_weight_grad",
     "conv_weight_grads",
     "linear_grads",
-    "linear_norm_few",
     "meets",
     "norm_apply",
     "norm_apply_upsampled",
@@ -121,11 +119,9 @@ __all__ = [
     "norm_whole_supported",
     "norms_in_conv",
     "pad_channels",
-    "postpones",
     "qkv_attention",
     "resample_parts",
     "serves_conv_means",
-    "serves_linear_norm",
     "serves_norm_attention",
     "serves_norm_conv",
     "serves_norm_conv_of_two",

@@ -7,7 +7,6 @@ one before, so time goes with their number and with how many multiprocessors eac
     table, apply                  -> one launch, `norm_whole` or `norm_of_sums`
     conv of few tiles             -> its sum in parts on all multiprocessors, `conv_split`;
                                      the norm that reads it adds them: still one launch each
-    1x1 conv, norm of few pixels  -> one launch, `linear_norm_few`
     conv, norm of few pixels      -> of more images one launch, `conv_norm`
     conv to q, k, v; attention    -> of few positions one launch, `qkv_attention`
     norm, conv to q, k, v         -> of more positions one launch, `norm_linear_few`
@@ -145,24 +144,11 @@ class WaitingKernels:
     ) -> Callable | None:
         """What makes a convolution and the norm behind it in one launch, if anything may."""
         given, pixels = (x, weight, bias), x.shape[1] * x.shape[2]
-        alone = terms["emb"] is None and not terms["extra"]
-        if alone and self.kernels.postpones(x, weight):
-            return partial(self._linear_norm, given, terms["residual"])
         if not splits and pixels <= _NORM_NEXT_PIXELS:
             return partial(self._conv_norm, given, terms)
         if not splits and x.shape[0] >= _MEETING_IMAGES and pixels <= _MEETING_PIXELS:
             return partial(self._conv_meeting, given, terms)
         return None
-
-    def _linear_norm(
-        self, given: tuple, residual: Tensor | None, x2: Tensor | None, num_groups: int, *norm
-    ) -> tuple[Tensor, None, Tensor] | None:
-        co = given[1].shape[0]
-        channels = co + (0 if x2 is None else x2.shape[3])
-        if not self.kernels.serves_linear_norm(co, channels, num_groups):
-            return None
-        a, y = self.kernels.linear_norm_few(*given, residual, x2, num_groups, *norm)
-        return y, None, a
 
     def _conv_norm(
         self, given: tuple, terms: dict, x2: Tensor | None, num_groups: int, *norm

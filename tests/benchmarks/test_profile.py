@@ -53,7 +53,6 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         ("_stride2_fwd_kernel", "_Planned", "conv fwd"),
         ("conv_early_kernel", "", "conv fwd"),
         ("conv_one_row_kernel", "", "conv fwd"),
-        ("_linear_norm_kernel", "", "conv fwd"),
         ("_qkv_attention_kernel", "", "attention"),
         ("_conv_split_kernel", "", "conv fwd"),
         ("conv_once_kernel", "", "conv fwd"),

@@ -30,7 +30,6 @@ from .test_fused_unet_kernels import ODD, build, unet64
 CALLS = (
     "conv_few",
     "conv_split",
-    "linear_norm_few",
     "norm_attention",
     "norm_linear_few",
     "norm_of_sums",
@@ -131,7 +130,6 @@ def test_means_in_the_launch_of_a_convolution(name, large, monkeypatch):
     """Of what is not cut into parts, with their partials where the norm behind them wants any."""
     monkeypatch.setattr(waiting, "_MEANS_IMAGES", 2)
     monkeypatch.setattr(fused_reference, "worth_splitting", lambda *_: False)
-    monkeypatch.setattr(fused_reference, "postpones", lambda *_: False)
     if large:
         for limit in ("_WHOLE_PIXELS", "_SMALL_ELEMENTS", "_FEW_TILES", "_VERY_FEW_TILES"):
             monkeypatch.setattr(waiting, limit, 0)
@@ -157,7 +155,6 @@ def test_as_in_a_large_batch(name, calls, monkeypatch):
     monkeypatch.setattr(fused_reference, "worth_splitting", lambda *_: False)
     monkeypatch.setattr(fused_reference, "serves_qkv_attention", lambda *_: False)
     monkeypatch.setattr(fused_reference, "serves_norm_attention", lambda *_: False)
-    monkeypatch.setattr(fused_reference, "postpones", lambda *_: False)
     model = make(MODELS[name], (16, 24)).eval()
     twin = copy.deepcopy(model)
     x, t = torch.randn(2, 16, 24, 3).double(), torch.tensor([3, 700])

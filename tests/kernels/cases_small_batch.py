@@ -192,21 +192,6 @@ COMPILE_CASES = [
         "options": {"num_warps": 8},
     },
     {
-        "name": "linear_norm_few beside another tensor",
-        "kernel": "triton_kernels.conv.plain.linear_norm:_linear_norm_kernel",
-        "signature": types("*bf16", "x_ptr", "residual_ptr", "y_ptr", "x2_ptr", "a_ptr")
-        | types("*fp32", "filter_bias_ptr", "weight_ptr", "bias_ptr")
-        | types("tensordesc<bf16[16,256]>", "filter_desc")
-        | types("i32", "CI", "CO", "C")
-        | {"eps": "fp32"},
-        "constexprs": {
-            "ACT": "silu", "HW": 64, "CG": 16, "LANES": 16, "BLOCK_P": 64, "BLOCK_K": 256,
-        },
-        "multiples": ("CI", "CO", "C"),
-        "options": {"num_warps": 4, "num_stages": 1},
-        "expect": {"wgmma": True, "tma": True, "arches": (90,)},
-    },
-    {
         "name": "norm_linear_few",
         "kernel": "triton_kernels.conv.plain.norm_linear:_norm_linear_kernel",
         "signature": types("*bf16", "x_ptr", "y_ptr")

@@ -6,9 +6,6 @@ import torch
 from triton_kernels.attention import small_batch as qkv_attention
 from triton_kernels.conv import one_row as conv_one_row
 from triton_kernels.conv.plain import (
-    linear_norm as linear_norm_few,
-)
-from triton_kernels.conv.plain import (
     norm_linear as norm_linear_few,
 )
 from triton_kernels.conv.plain import (
@@ -48,7 +45,6 @@ MODULES = (
     conv_early,
     conv_one_row,
     conv_split,
-    linear_norm_few,
     norm_few,
     norm_image_table,
     norm_linear_few,

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.conv.plain import linear_norm as linear_norm_few
 from triton_kernels.conv.plain import norm_linear as norm_linear_few
 from triton_kernels.conv.plain.split_k import SplitConv
 from triton_kernels.norm import (
@@ -303,35 +302,6 @@ def test_norm_linear_few(case, device):
     check_norm_linear(*case, torch.float16, device)
 
 
-NORMED = {  # N, H, W, CI, CO, channels beside, groups, whether there is a residual
-    "one tensor": (1, 4, 4, 32, 32, 0, 4, False),
-    "beside another": (2, 3, 5, 48, 32, 32, 4, True),
-    "one group": (1, 8, 8, 16, 16, 0, 1, True),
-}
-
-
-def check_linear_norm(n, h, w, ci, co, c2, groups, residual, dtype, device):
-    x, weight, *_ = conv_inputs((n, h, w, ci, co, 1, 1, (), 1), dtype, device)
-    add, x2 = (randn(n, h, w, c, dtype=dtype, device=device) for c in (co, c2))
-    add, x2 = add if residual else None, x2 if c2 else None
-    bias, norm = torch.randn(co, device=device), torch.randn(2, co + c2, device=device)
-    rest = (EPS, "silu")
-    assert linear_norm_few.serves_linear_norm(co, co + c2, groups)
-    a, y = linear_norm_few.linear_norm_few(x, weight, bias, add, x2, groups, *norm, *rest)
-    given = x, weight, bias, add, x2, *norm
-    exact, low = (
-        fused_reference.linear_norm_few(*tensors[:5], groups, *tensors[5:], *rest)
-        for tensors in (as_double(*given), given)
-    )
-    close(y, exact[1], low[1])
-    close(a, exact[0], low[0].to(dtype))
-
-
-@pytest.mark.parametrize("case", NORMED.values(), ids=NORMED)
-def test_linear_norm_few(case, device):
-    check_linear_norm(*case, torch.float16, device)
-
-
 @pytest.mark.parametrize(("shape", "k"), [((1, 16, 16, 32), 8), ((2, 12, 12, 16), 4)], ids=str)
 def test_partials_of_few_tensors_are_taken_by_many_programs(shape, k, device):
     x = randn(*shape, device=device)
@@ -459,11 +429,3 @@ def test_image_tables_of_the_model_s_shapes(c1, c2, ks, device):
 def test_norms_before_linear_layers_of_the_model_s_shapes(case, device):
     for _ in range(3):
         check_norm_linear(*case, torch.bfloat16, device)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("c2", [0, 256])
-@pytest.mark.parametrize(("n", "h", "w"), [(1, 8, 8), (2, 7, 5)])
-def test_norms_behind_linear_layers_of_the_model_s_shapes(n, h, w, c2, device):
-    for _ in range(3):
-        check_linear_norm(n, h, w, 256, 256, c2, 32, True, torch.bfloat16, device)

@@ -6,7 +6,7 @@ import torch
 from ... import reference
 from .conv import conv_forward
 from .norms import apply, norm_table
-from .one_launch_norms import norm_of_sums, norm_whole
+from .one_launch_norms import norm_of_sums
 from .resample import avg_pool_partials, upsample
 
 
@@ -97,22 +97,3 @@ def norm_linear_few(x, partials, pixels, num_groups, norm_weight, norm_bias, eps
     """norm(x) weight^T + bias"""
     sums = (partials,), (pixels,), num_groups, norm_weight, norm_bias, eps
     return norm_of_sums(x, None, *sums, "identity") @ weight.T + bias
-
-
-def postpones(x, weight):
-    """Whether a norm may be in the launch of a 1x1 convolution; here in images of one size."""
-    return weight.shape[2:] == (1, 1) and x.shape[1] * x.shape[2] == 24
-
-
-def serves_linear_norm(co, channels, num_groups):
-    """Whether such a norm may be."""
-    return True
-
-
-def linear_norm_few(
-    x, weight, bias, residual, x2, num_groups, norm_weight, norm_bias, eps, activation
-):
-    """(act(norm(y beside x2)), y) of a 1x1 convolution y"""
-    y, _ = conv_forward(x, weight, bias, residual=residual)
-    a, _ = norm_whole(y, x2, num_groups, norm_weight, norm_bias, eps, activation)
-    return a, y
