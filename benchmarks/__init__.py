@@ -4,7 +4,7 @@
     python -m benchmarks.train_step batch=32,128     a whole training step
     python -m benchmarks.profile batch=128           where a step's time goes, kernel by kernel
     python -m benchmarks.profile mode=sample         and an evaluation's, for sampling
-    python -m benchmarks.plots                       pictures and README's table, from the CSV
+    python -m benchmarks.plots                       pictures and docs/ops.md, from the CSV
     python -m benchmarks.summary                     that table alone
 
 Nothing is timed before its result has been compared with the reference in the same process, and

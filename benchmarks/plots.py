@@ -4,7 +4,7 @@
 
 `merge` first adds the rows of other CSV files (of a run on another machine) to
 benchmarks/results/<gpu>.csv. Without `out` the pictures go to docs/benchmarks, and the table of the
-ops in README.md is written anew, too (`benchmarks.summary`).
+ops in docs/ops.md is written anew, too (`benchmarks.summary`).
 """
 
 from collections.abc import Sequence
@@ -54,8 +54,9 @@ def main(arguments: Sequence[str]) -> int:
         for drawn in draw_plots(harness.read_rows(path), Path(settings["out"] or harness.PLOTS)):
             print(drawn)
     if not settings["out"] and len(files) == 1:  # which has the figures of one GPU
-        write_into(ROOT / "README.md", harness.read_rows(files[0]))
-        print(ROOT / "README.md")
+        page = ROOT / "docs" / "ops.md"
+        write_into(page, harness.read_rows(files[0]))
+        print(page)
     return 0
 
 

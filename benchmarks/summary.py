@@ -1,6 +1,6 @@
 """The ops beside the fastest alternative, from rows of the CSV.
 
-    python -m benchmarks.summary [csv=FILE] [into=README.md]
+    python -m benchmarks.summary [csv=FILE] [into=docs/ops.md]
 
     csv=   default benchmarks/results/<gpu>.csv, of which there must be one
     into=  a Markdown file with a line <!-- ops --> and a line <!-- end of ops -->: what is between

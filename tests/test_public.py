@@ -205,3 +205,16 @@ def test_the_example_in_python(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "4 images of (16, 16, 3)" in done.stdout and "(2, 3, 16, 16), by torch" in done.stdout
+
+
+def test_the_reference_has_the_signatures_of_the_ops():
+    import triton_kernels
+    from triton_kernels import reference
+
+    def signature(module, name):
+        parameters = inspect.signature(getattr(module, name)).parameters.values()
+        return [(p.name, p.kind, p.default) for p in parameters]
+
+    for name in triton_kernels.__all__:
+        if name != "GroupNorm":  # a module, over either
+            assert signature(triton_kernels, name) == signature(reference, name), name
