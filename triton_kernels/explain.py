@@ -3,10 +3,11 @@ r"""Which kernel would run, and why the others would not.
     python -m triton_kernels.explain \
         "conv forward 128x64x64 64->64 3x3 bf16 residual stats" gpu=h100
 
-Needs no GPU. The words are the pass (forward, or input_grad), the batch and the rows and columns of
-an image, channels multiplied and of the result, the filter, the type, and what the epilogue adds:
-`emb`, `residual`, `stats`, `mask`, `extra=64` (a 1x1 convolution of so many channels; may be given
-twice), `first=192` (of an input gradient: channels of the first of two tensors), `activation=silu`.
+Needs no GPU. The words are the pass (forward, input_grad or weight_grad), the batch and the rows
+and columns of an image, channels multiplied and of the result, the filter, the type, and what the
+epilogue adds: `emb`, `residual`, `stats`, `mask`, `extra=64` (a 1x1 convolution of so many
+channels; may be given twice), `first=192` (of an input gradient: channels of the first of two
+tensors), `activation=silu`. A weight gradient reads x of the channels that are multiplied.
 """
 
 import re
@@ -14,13 +15,14 @@ import sys
 from collections.abc import Sequence
 
 from .conv.fused import FORWARD, INPUT_GRAD
+from .conv.weight_grad import WEIGHT_GRAD
 from .registry.chips import CHIPS, chip, floor
 from .registry.choose import Considered, explain
 from .registry.kernel import Op
 from .registry.spec import ConvSpec
 
-_OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD}
-_DTYPES = ("bf16", "fp16", "tf32")
+_OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
+_DTYPES = ("bf16", "fp16", "tf32", "fp32")
 _FLAGS = ("emb", "residual", "stats", "mask")
 _EXAMPLE = "conv forward 128x64x64 64->64 3x3 bf16 residual stats"
 

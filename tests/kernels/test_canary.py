@@ -10,6 +10,7 @@ from diffusion.errors import ConfigError
 from diffusion.runtime import backend
 from triton_kernels import canary
 from triton_kernels.conv.hopper import row_mma
+from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.runtime import device as device_module
 from triton_kernels.runtime.device import describe, switch_off, switched_off
 
@@ -67,9 +68,10 @@ def test_a_hopper_gpu_has_parts_for_the_weight_gradient():
     """Where there are too few tiles to share, the kernel that it tries has none."""
     n, h, w, ci, co = SHAPE
     x, weight = torch.empty((n, h, w, ci), dtype=torch.bfloat16), torch.empty((co, ci, 3, 3))
-    with device_module.standing_for(HOPPER):
-        assert canary.WGRAD_TILE == row_mma.wgrad_tile(x, x, weight, (1, 1))
-        assert row_mma.wgrad_splits(x, weight) >= 2
+    spec = weight_grad_spec(x, x, weight, 1, (1, 1), "tf32")
+    assert row_mma.WEIGHT_GRAD.refuse(spec, HOPPER) is None
+    (config,) = row_mma.WEIGHT_GRAD.configs(spec, HOPPER)
+    assert config.tile == canary.WGRAD_TILE and config.splits >= 2
 
 
 @pytest.mark.gpu

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from triton_kernels.conv import conv2d as conv
+from triton_kernels.conv.configs import WgradOperands
 from triton_kernels.conv.hopper import fp16_split_wgrad as half_wgrad
 from triton_kernels.conv.hopper import mma_wgrad
-from triton_kernels.conv.plain import float32_wgrad as conv_float32_wgrad
 from triton_kernels.conv.plain import gather as conv_gather
+from triton_kernels.conv.plain import pointwise_wgrad, tma_boxes
 from triton_kernels.conv.plain import tf32x3 as conv_tf32x3
 from triton_kernels.conv.plain import tma as conv_tma
-from triton_kernels.conv.plain import tma_boxes
 from triton_kernels.conv.plain import tma_stride as conv_stride
 from triton_kernels.conv.plain import tma_wgrad as conv_tma_wgrad
+from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.runtime.device import describe
 
 from .conv_cases import (
@@ -46,12 +47,17 @@ def one_pass(which: str, shape: Shape, x, weight, bias, dy, tf32: bool, config):
 
 
 PASSES = {"forward": 0, "input gradient": 1, "weight gradient": 2}
+WGRAD_CONFIGS = [
+    *conv_gather.WGRAD_CONFIGS,
+    *conv_tma_wgrad.WGRAD_CONFIGS,
+    *conv_stride.WGRAD_CONFIGS,
+]
 CONFIGS = [
     pytest.param(
         which, config, id=f"{which}-{type(config).__module__[20:]}-{'x'.join(map(str, config))}"
     )
     for which in PASSES
-    for config in distinct(conv._WGRAD_CONFIGS if which == "weight gradient" else conv._FWD_CONFIGS)
+    for config in distinct(WGRAD_CONFIGS if which == "weight gradient" else conv._FWD_CONFIGS)
 ]
 
 
@@ -61,7 +67,7 @@ def is_tma(config) -> bool:
 
 def is_wide(config) -> bool:
     """For float32 alone: forward and input gradient not in TF32."""
-    return isinstance(config, conv_tf32x3.Config | conv_float32_wgrad.WgradConfig)
+    return isinstance(config, conv_tf32x3.Config)
 
 
 def is_strided(config) -> bool:
@@ -192,14 +198,14 @@ POINTWISE = {
     "few pixels": Shape(33, 1, 1, 72, 256, (1, 1)),
 }
 POINTWISE_CONFIGS = [
-    *((c, precision) for precision in ("tf32", "fp32") for c in conv_float32_wgrad.POINTS_CONFIGS),
+    *((c, precision) for precision in ("tf32", "fp32") for c in pointwise_wgrad.TILES),
     *((c, "bf16") for c in conv_tma_wgrad.WGRAD_CONFIGS if c.taps == 1),
 ]
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
-@pytest.mark.parametrize("config", distinct(conv_float32_wgrad.POINTS_CONFIGS), ids=str)
+@pytest.mark.parametrize("config", distinct(pointwise_wgrad.TILES), ids=str)
 def test_every_config_of_points(config, precision, monkeypatch, device):
     if is_tma(config) and not describe(device).tma:
         pytest.skip("no TMA unit")
@@ -230,16 +236,10 @@ MMA = {
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("precision", ["tf32", "fp32"])
-@pytest.mark.parametrize("config", conv_float32_wgrad.MMA_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", mma_wgrad.TILES, ids=str)
 @pytest.mark.parametrize("name", MMA)
 def test_every_config_of_mma_repeatedly(name, config, precision, monkeypatch, device):
-    x, tile = torch.empty(1, device=device), conv_float32_wgrad._mma_tile(config)
-    if not mma_wgrad.serves(x):
-        pytest.skip("another GPU, or a Triton that it was not tried with")
-    if precision == "tf32" and config.tensor_cores == 4:
-        pytest.skip("one product")
-    if not mma_wgrad.fits(tile, x, "ieee" if precision == "fp32" else "tf32"):
-        pytest.skip("three products find no room")
+    skip_unless_mma_takes(config, MMA[name], precision, device)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
     check_weight_grad(MMA[name], precision, config, device, times=10)
 
@@ -260,11 +260,11 @@ HALVES = {
 def test_halves_repeatedly(name, precision, monkeypatch, device):
     shape = HALVES[name]
     x, weight, _, dy = make(shape, torch.float32, device)
-    if not half_wgrad.applies(x, dy, weight, padding_of(shape)):
-        pytest.skip("another GPU, or a Triton that it was not tried with")
+    if reason := refused(half_wgrad, shape, precision, device):
+        pytest.skip(reason)
     tf32 = precision == "tf32"
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
-    config = conv_float32_wgrad.HALF_CONFIG
+    config = half_wgrad.TILE
     check_weight_grad(shape, precision, config, device, times=10)
     exact = conv._conv2d_wgrad(x, dy, weight, 1, (1, 1), tf32, config)
     for one, other in ((2.0**-70, 2.0**60), (2.0**90, 2.0**-100)):  # the same bits times 2^-10
@@ -281,7 +281,8 @@ def test_halves_repeatedly(name, precision, monkeypatch, device):
     budget = 2.0**-23 * pixels / 16 if tf32 else 2.0**-24 * pixels**0.5
     for splits in (1, 2, 5):  # tiles may be fewer
         parts = x.new_full((splits, weight.numel()), float("nan"))
-        half_wgrad.launch_half(x, dy, weight, parts, 1 if tf32 else 3, splits)
+        operands = WgradOperands(x, dy, weight, parts, 1, (1, 1), "tf32" if tf32 else "ieee")
+        half_wgrad.launch_half(half_wgrad.TILE, splits, operands)
         got = parts.sum(0).as_strided(weight.shape, weight.stride())
         assert relative(got, exact.double()) < budget
 
@@ -294,11 +295,11 @@ def test_halves_of_channels_that_are_not_finite(precision, device):
     """A channel of zeros, of infinities, of NaNs: all others have the bits that they would have."""
     shape, tf32 = HALVES["16x16"], precision == "tf32"
     x, weight, _, dy = make(shape, torch.float32, device)
-    if not half_wgrad.applies(x, dy, weight, padding_of(shape)):
-        pytest.skip("another GPU, or a Triton that it was not tried with")
+    if reason := refused(half_wgrad, shape, precision, device):
+        pytest.skip(reason)
 
     def gradient(x, dy):
-        return conv._conv2d_wgrad(x, dy, weight, 1, (1, 1), tf32, conv_float32_wgrad.HALF_CONFIG)
+        return conv._conv2d_wgrad(x, dy, weight, 1, (1, 1), tf32, half_wgrad.TILE)
 
     finite = gradient(x, dy)
     x[..., 7], x[..., 70], x[3, 2, 1, 130], dy[..., 9] = 0, float("inf"), float("nan"), 0
@@ -316,8 +317,8 @@ def test_halves_of_channels_that_are_not_finite(precision, device):
 
 
 BY_CHANNEL = [
-    *(("weight gradient", c) for c in conv_float32_wgrad.MMA_CONFIGS),
-    ("weight gradient", conv_float32_wgrad.HALF_CONFIG),
+    *(("weight gradient", c) for c in mma_wgrad.TILES),
+    ("weight gradient", half_wgrad.TILE),
     *(("forward", c) for c in conv_tf32x3.FWD_CONFIGS),
     *(("input gradient", c) for c in conv_tf32x3.FWD_CONFIGS),
 ]
@@ -335,17 +336,11 @@ def test_a_scale_a_channel_by_every_config(which, config, precision, device):
     if which != "weight gradient":
         if tf32:
             pytest.skip("float32 alone")
-    elif config == conv_float32_wgrad.HALF_CONFIG:
-        if not half_wgrad.applies(x, dy, weight, (1, 1)):
-            pytest.skip("another GPU, or a Triton that it was not tried with")
+    elif config == half_wgrad.TILE:
+        if reason := refused(half_wgrad, shape, precision, device):
+            pytest.skip(reason)
     else:
-        if not mma_wgrad.serves(x):
-            pytest.skip("another GPU, or a Triton that it was not tried with")
-        if tf32 and config.tensor_cores == 4:
-            pytest.skip("one product")
-        tile = conv_float32_wgrad._mma_tile(config)
-        if not mma_wgrad.fits(tile, x, "tf32" if tf32 else "ieee"):
-            pytest.skip("three products find no room")
+        skip_unless_mma_takes(config, shape, precision, device)
     got = one_pass(which, shape, *data, tf32, config)
     name = {"forward": "y", "input gradient": "dx", "weight gradient": "dweight"}[which]
     print(f"{config} {check_each(name, got, shape, data, precision):.3f} of the budget")
@@ -353,8 +348,25 @@ def test_a_scale_a_channel_by_every_config(which, config, precision, device):
 
 def test_halves_need_a_hopper_gpu():
     for shape in HALVES.values():
-        x, weight, _, dy = make(shape, torch.float32, torch.device("cpu"))
-        assert not half_wgrad.applies(x, dy, weight, padding_of(shape))
+        assert refused(half_wgrad, shape, "fp32", torch.device("cpu"))
+
+
+def spec_of(shape: Shape, precision: str, device):
+    x, weight, _, dy = make(shape, torch.float32, device)
+    of_products = "ieee" if precision == "fp32" else "tf32"
+    return weight_grad_spec(x, dy, weight, 1, padding_of(shape), of_products)
+
+
+def refused(module, shape: Shape, precision: str, device) -> str | None:
+    """Why a kernel does not take it, if it does not."""
+    return module.WEIGHT_GRAD.refuse(spec_of(shape, precision, device), describe(device))
+
+
+def skip_unless_mma_takes(config, shape: Shape, precision: str, device) -> None:
+    if reason := refused(mma_wgrad, shape, precision, device):
+        pytest.skip(reason)
+    if config not in mma_wgrad.tiles(spec_of(shape, precision, device), describe(device)):
+        pytest.skip("three products find no room, or there is one")
 
 
 def check_weight_grad(shape: Shape, precision: str, config, device, times: int = 0):

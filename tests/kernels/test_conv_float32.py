@@ -6,11 +6,13 @@ import torch.nn.functional as F
 
 from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
-from triton_kernels.conv.plain import float32_wgrad as conv_float32_wgrad
 from triton_kernels.conv.plain import fp16_split as conv_halves
+from triton_kernels.conv.plain import gather as conv_gather
 from triton_kernels.conv.plain import im2col_wgrad as conv_columns_wgrad
 from triton_kernels.conv.plain import tf32x3 as conv_tf32x3
 from triton_kernels.conv.plain import tma as conv_tma
+from triton_kernels.conv.weight_grad import weight_grad_spec
+from triton_kernels.runtime.device import describe
 
 from .conv_cases import (
     ROUNDING,
@@ -56,7 +58,7 @@ def tensor_cores(monkeypatch):
     """Small products in float32 take the paths of large ones."""
     monkeypatch.setattr(conv_tma, "_TURN_FROM", 0)
     monkeypatch.setattr(conv_tf32x3, "_WORTH", 0)
-    monkeypatch.setattr(conv_float32_wgrad, "_WORTH", 0)
+    monkeypatch.setattr(conv_gather, "_RATE", 1e-9)
 
 
 @pytest.mark.usefixtures("poison", "tensor_cores")
@@ -190,8 +192,9 @@ def test_weight_gradient_of_columns(name, device, monkeypatch):
     monkeypatch.setattr(conv_columns_wgrad, "_FEWEST_PIXELS", 0)
     data = make(shape, torch.float32, device)
     x, weight, _, dy = data
-    if not conv_columns_wgrad.serves_wgrad(x, dy, weight, "ieee"):
-        pytest.skip("another GPU, or a Triton that it was not tried with")
+    spec = weight_grad_spec(x, dy, weight, shape.stride, padding_of(shape), "ieee")
+    if reason := conv_columns_wgrad.refuse(spec, describe(device)):
+        pytest.skip(reason)
     exact, low = (results[2] for results in references(shape, *data))
     first = conv._conv2d_wgrad(x, dy, weight, shape.stride, padding_of(shape), False)
     budget = 2 * relative(low, exact) + ROUNDING["fp32"] + 2**-24 * (dy[..., 0].numel()) ** 0.5

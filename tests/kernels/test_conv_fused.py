@@ -14,8 +14,8 @@ from triton_kernels.conv.fused import (
     conv_plain_input_grad,
     conv_weight_grad,
 )
-from triton_kernels.conv.plain import float32_wgrad as conv_float32_wgrad
 from triton_kernels.conv.plain import fused_tiles as conv_tiles
+from triton_kernels.conv.plain import gather as conv_gather
 from triton_kernels.conv.plain import tma as conv_tma
 from triton_kernels.conv.plain import tma_wgrad as conv_tma_wgrad
 from triton_kernels.conv.plain.tma_boxes import boxes_of_image, covering_box, image_box, row_box
@@ -278,7 +278,7 @@ def test_input_grad(name, dtype, device):
 def tensor_cores(monkeypatch):
     """Small products in float32 take the paths of large ones."""
     monkeypatch.setattr(conv_tma, "_TURN_FROM", 0)
-    monkeypatch.setattr(conv_float32_wgrad, "_WORTH", 0)
+    monkeypatch.setattr(conv_gather, "_RATE", 1e-9)
 
 
 @pytest.mark.usefixtures("tensor_cores")

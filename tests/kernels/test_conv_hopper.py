@@ -6,6 +6,7 @@ import torch
 from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
 from triton_kernels.conv.hopper import row_mma as gluon_rows
+from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.hopper.descriptors import SUPPORTED
 from triton_kernels.registry.choose import listed
 from triton_kernels.registry.kernel import Op
@@ -144,7 +145,11 @@ def applying(shape: Shape, dtype, device) -> tuple[bool, bool, bool]:
     return (
         RESIDENT in rows_of(FORWARD, spec_of(shape, dtype)),
         RESIDENT in rows_of(INPUT_GRAD, spec_of(shape, dtype, grad=True)),
-        gluon_rows.wgrad_applies(x, y, weight, (kernel // 2, kernel // 2)),
+        gluon_rows.WEIGHT_GRAD.refuse(
+            weight_grad_spec(x, y, weight.float(), 1, (kernel // 2, kernel // 2), "tf32"),
+            describe(device),
+        )
+        is None,
     )
 
 

@@ -14,7 +14,9 @@ from triton_kernels.conv.fused import (
 )
 from triton_kernels.conv.hopper import narrow
 from triton_kernels.conv.hopper import row_mma as gluon_rows
+from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.registry.choose import listed
+from triton_kernels.runtime.device import describe
 
 from .chips import HOPPER
 from .compile_only import SHARED_LIMIT
@@ -151,7 +153,9 @@ class TestGpu:
                 torch.empty(n, h, w, max(c, 16), dtype=torch.half, device=device) for c in (ci, co)
             )
             weight = torch.empty(co, ci, 3, 3, dtype=torch.half, device=device)
-            return gluon_rows.wgrad_tile(x, dy, weight, (1, 1))
+            spec, gpu = weight_grad_spec(x, dy, weight.float(), 1, (1, 1), "tf32"), describe(device)
+            kernel = gluon_rows.WEIGHT_GRAD
+            return None if kernel.refuse(spec, gpu) else kernel.configs(spec, gpu)[0].tile
 
         for shape in WGRAD_SHAPES.values():
             assert tile(*shape[:5]) == gluon_rows.NARROW_WGRAD_TILE

@@ -16,6 +16,14 @@ def test_words_become_a_spec():
     assert spec == ConvSpec(8, "fp16", 16, 20, first=128, activation="silu", **given)
 
 
+def test_a_weight_gradient_has_its_own_kernels(capsys):
+    assert main(["conv weight_grad 32x64x64 64->64 3x3 bf16", "gpu=h100"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (taken,) = (line for line in lines if line.startswith("  ->"))
+    assert "measured" in taken and "splits=" in taken
+    assert any("pointwise_wgrad" in line and "1x1 filters" in line for line in lines)
+
+
 @pytest.mark.parametrize("gpu", CHIPS)
 def test_every_kernel_is_there_and_one_is_taken(gpu, capsys):
     assert main([LINE, f"gpu={gpu}"]) == 0

@@ -1,5 +1,6 @@
 """Sums over pixels are cut so that what tensor cores cut off does not grow with the batch."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -7,12 +8,12 @@ import pytest
 import torch
 
 from triton_kernels.conv import wgrad_group, wgrad_pair
-from triton_kernels.conv.hopper import group_wgrad, row_mma
-from triton_kernels.conv.plain import float32_wgrad, gather, tma_stride, tma_wgrad
+from triton_kernels.conv.hopper import fp16_split_wgrad, group_wgrad, mma_wgrad, row_mma
+from triton_kernels.conv.plain import gather, pointwise_wgrad, tma_stride, tma_wgrad
+from triton_kernels.conv.weight_grad import plan, weight_grad_spec
 from triton_kernels.reductions import long_sums
 from triton_kernels.reductions.column_sum import num_splits
 from triton_kernels.reductions.long_sums import MOST_PRODUCTS, fewest_parts
-from triton_kernels.registry import choose
 from triton_kernels.runtime.device import Device, standing_for
 
 H100 = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True)
@@ -81,10 +82,8 @@ def relative_error(batch, parts):
 
 def planned(batch, channels=64):
     """Into how many parts the fused step on an H100 cuts the sums of a layer of 64 x 64."""
-    x = torch.empty((batch, 64, 64, channels), dtype=BF16, device="meta")
-    weight = torch.empty((channels, channels, 3, 3), device="meta")
-    with standing_for(H100):
-        return row_mma.wgrad_splits(x, weight)
+    x, dy, weight = tensors(batch, 64, 64, channels, channels, 3, BF16)
+    return row_mma.wgrad_splits(weight_grad_spec(x, dy, weight, 1, (1, 1), "tf32"), H100)
 
 
 def test_error_does_not_grow_with_the_batch(monkeypatch):
@@ -122,42 +121,44 @@ def tensors(n, h, w, ci, co, r, dtype, stride=1):
     return x, dy, torch.empty((co, ci, r, r), device="meta")
 
 
-PATHS = {  # (module, precision, stride, dtype, GPU, layers [H, W, CI, CO, R], configurations)
+PATHS = {  # (precision, stride, dtype, GPU, layers [H, W, CI, CO, R], configurations)
     "tma": (
-        tma_wgrad, "tf32", 1, BF16, H100,
+        "tf32", 1, BF16, H100,
         ((64, 64, 64, 64, 3), (64, 64, 192, 192, 3), (17, 19, 64, 64, 3), (64, 64, 128, 64, 1),
          (64, 64, 16, 64, 3)),
         tma_wgrad.WGRAD_CONFIGS,
     ),
     "stride 2": (
-        tma_stride, "tf32", 2, BF16, H100, ((64, 64, 64, 64, 3), (32, 32, 256, 256, 3)),
+        "tf32", 2, BF16, H100, ((64, 64, 64, 64, 3), (32, 32, 256, 256, 3)),
         tma_stride.WGRAD_CONFIGS,
     ),
     "gather": (
-        gather, "tf32", 1, BF16, A100,
+        "tf32", 1, BF16, A100,
         ((64, 64, 3, 64, 3), (64, 64, 64, 3, 3), (17, 19, 33, 65, 3)),
         gather.WGRAD_CONFIGS,
     ),
     "gather, tf32": (
-        gather, "tf32", 1, torch.float32, A100, ((64, 64, 64, 64, 3), (64, 64, 3, 64, 3)),
+        "tf32", 1, torch.float32, A100, ((64, 64, 64, 64, 3), (64, 64, 3, 64, 3)),
         gather.WGRAD_CONFIGS,
     ),
     "tf32": (
-        float32_wgrad, "tf32", 1, torch.float32, H100,
+        "tf32", 1, torch.float32, H100,
         ((64, 64, 64, 64, 3), (64, 64, 64, 128, 1), (17, 19, 64, 64, 3)),
         [
-            *float32_wgrad.MMA_CONFIGS, *float32_wgrad.POINTS_CONFIGS, float32_wgrad._GATHER,
+            *mma_wgrad.TILES, *pointwise_wgrad.TILES, gather.WGRAD_CONFIGS[0],
         ],
     ),
     "tf32, in float16": (
-        float32_wgrad, "tf32", 1, torch.float32, H100,
-        ((64, 64, 64, 64, 3), (8, 8, 256, 256, 3)), [float32_wgrad.HALF_CONFIG],
+        "tf32", 1, torch.float32, H100,
+        ((64, 64, 64, 64, 3), (8, 8, 256, 256, 3)), [fp16_split_wgrad.TILE],
     ),
 }  # fmt: skip
 
 
 def takes(config, r):
     """Whether the taps of a program, if it has several, divide those of the filter."""
+    if isinstance(config, pointwise_wgrad.PointwiseWgrad) and r > 1:
+        return False
     return r % getattr(config, "taps", 1) == 0 and r % getattr(config, "rows", 1) == 0
 
 
@@ -171,30 +172,27 @@ def products_of_part(dy, parts, step):
 @pytest.mark.parametrize("path", PATHS)
 def test_parts_of_every_plan(path):
     """By the rule of thumb and by each configuration."""
-    module, precision, stride, dtype, gpu, layers, configs = PATHS[path]
+    precision, stride, dtype, gpu, layers, configs = PATHS[path]
     for batch in BATCHES:
         for h, w, ci, co, r in layers:
             x, dy, weight = tensors(batch, h, w, ci, co, r, dtype, stride)
             for config in (None, *(c for c in configs if takes(c, r))):
                 with standing_for(gpu):
-                    plan = module.plan_wgrad(
-                        x, dy, weight, stride, (r // 2, r // 2), precision, config
-                    )
-                step = plan[0].block_m
-                assert products_of_part(dy, plan[1], step) <= MOST_PRODUCTS + step / 8, plan
+                    _, taken = plan(x, dy, weight, stride, (r // 2, r // 2), precision, config)
+                step = taken.tile.block_m
+                assert products_of_part(dy, taken.splits, step) <= MOST_PRODUCTS + step / 8, taken
 
 
 @pytest.mark.parametrize("path", ["tma", "stride 2", "tf32"])
 def test_parts_of_measured_rows(path):
-    module, precision, stride, dtype, _, layers, _ = PATHS[path]
+    precision, stride, dtype, _, layers, _ = PATHS[path]
     for batch in BATCHES:
         for h, w, ci, co, r in layers:
             x, dy, weight = tensors(batch, h, w, ci, co, r, dtype, stride)
             with standing_for(MEASURED):
-                c, parts = module.plan_wgrad(
-                    x, dy, weight, stride, (r // 2, r // 2), precision, None
-                )
-            assert products_of_part(dy, parts, c.block_m) <= MOST_PRODUCTS + c.block_m / 8
+                _, taken = plan(x, dy, weight, stride, (r // 2, r // 2), precision)
+            step = taken.tile.block_m
+            assert products_of_part(dy, taken.splits, step) <= MOST_PRODUCTS + step / 8
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
@@ -203,15 +201,17 @@ def test_parts_of_two(batch, share, monkeypatch):
     """Two gradients in one launch, also on a share of the GPU."""
     seen = []
     monkeypatch.setattr(
-        wgrad_pair.gluon_rows, "weight_grad", lambda x, dy, parts, *_: seen.append(len(parts))
+        wgrad_pair.row_mma, "weight_grad", lambda x, dy, parts, *_: seen.append(len(parts))
     )
     monkeypatch.setattr(wgrad_pair, "_sum_two", lambda *_: None)
     (x1, dy1, out1), (x2, dy2, out2) = (tensors(batch, 64, 64, ci, 64, 3, BF16) for ci in (192, 64))
     outs = (out.to(memory_format=torch.channels_last) for out in (out1, out2))
     out1, out2 = outs
     with standing_for(H100):
-        (plan,) = wgrad_pair._together(x1, dy1, out1, x2, dy2, out2)
-        wgrad_pair._run(x1, dy1, out1, x2, dy2, out2, False, plan, share)
+        spec = wgrad_pair._spec(x1, dy1, out1, x2, dy2, out2)
+        assert wgrad_pair._refuse(spec, H100) is None
+        (together,) = wgrad_pair._together(spec, H100)
+        wgrad_pair._run(x1, dy1, out1, x2, dy2, out2, False, together, share)
     assert products_of_part(dy1, seen[0], 256) <= MOST_PRODUCTS + 16
 
 
@@ -221,7 +221,9 @@ def test_parts_of_several(size, share, monkeypatch):
     """Pieces of one list are as long as parts may be, and each block has two of a program at
     most."""
     seen = []
-    monkeypatch.setattr(group_wgrad, "launch", lambda group, tile, parts: seen.append(len(parts)))
+    monkeypatch.setattr(
+        group_wgrad, "launch", lambda group, tile, steps, parts: seen.append(len(parts))
+    )
     monkeypatch.setattr(wgrad_group, "_sum_parts", lambda *_: None)
     for batch in BATCHES:
         group = [
@@ -229,11 +231,13 @@ def test_parts_of_several(size, share, monkeypatch):
             for ci in (256, 128, 192)
         ]
         with standing_for(H100):
-            tiles = group_wgrad.tiles(group)
+            spec = wgrad_group.grads_spec(group)
+            assert group_wgrad.refuse(spec, H100) is None
+            tiles = group_wgrad.tiles(spec, H100)
             for tile in tiles:
                 wgrad_group._run(group, False, tile, share)
-                blocks = group_wgrad._blocks(group, tile)
-                steps = group_wgrad.pixel_tiles(*group[0][::2], tile)
+                blocks = group_wgrad._blocks(spec, tile)
+                steps = group_wgrad.pixel_tiles(spec.convs[0], tile)
                 pixels = 256 if size == 3 else 64 * tile.steps
                 piece = -(-blocks * steps // seen[-1]) * pixels
                 assert piece / 16 <= MOST_PRODUCTS + pixels / 16
@@ -244,11 +248,10 @@ def test_parts_of_several(size, share, monkeypatch):
 def test_usual_batches_are_cut_as_before(monkeypatch):
     """What has no long sums is not cut any further."""
     plans = []
+    spec = weight_grad_spec(*tensors(8, 64, 64, 64, 64, 3, BF16), 1, (1, 1), "tf32")
     for most in (MOST_PRODUCTS, 10**9):
         monkeypatch.setattr(long_sums, "MOST_PRODUCTS", most)
-        monkeypatch.setattr(choose, "_taken", {})
-        with standing_for(MEASURED):
-            for batch in (8, 32, 64):
-                x, dy, weight = tensors(batch, 64, 64, 64, 64, 3, BF16)
-                plans.append(tma_wgrad.plan_wgrad(x, dy, weight, 1, (1, 1), "tf32", None))
+        for batch in (8, 32, 64):
+            tile = tma_wgrad.WGRAD_CONFIGS[0]
+            plans.append(tma_wgrad.num_parts(dataclasses.replace(spec, n=batch), H100, tile))
     assert plans[:3] == plans[3:]

@@ -11,6 +11,7 @@ import torch
 
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
 from triton_kernels.conv.hopper import row_mma
+from triton_kernels.conv.weight_grad import WEIGHT_GRAD
 from triton_kernels.registry import choose as registry
 from triton_kernels.registry import rows, search
 from triton_kernels.registry.chips import CHIPS
@@ -136,11 +137,19 @@ class TestOtherShapes:
         assert choose(size=8, similar=True) == TILES[0]
 
 
+class Split(NamedTuple):
+    size: int
+    splits: int
+
+
 def test_the_same_tile_has_about_as_many_parts():
-    plans = [(64, 4, 7), (64, 4, 14), (64, 4, 3), (128, 4, 30)]
-    assert registry.same_tile((64, 4, 30), plans) == (64, 4, 14)
-    assert registry.same_tile((128, 4, 1), plans) == (128, 4, 30)
-    assert registry.same_tile((256, 4, 1), plans) is None
+    """How many depends on the shape: of a row of another one the nearest number is meant."""
+    kernel = Kernel("split", Split, lambda spec, gpu: None, lambda spec, gpu: ())
+    listed = [Split(64, 7), Split(64, 14), Split(64, 3), Split(128, 30)]
+    assert kernel.meant({"size": 64, "splits": 30}, listed) == Split(64, 14)
+    assert kernel.meant({"size": 128, "splits": 1}, listed) == Split(128, 30)
+    assert kernel.meant({"size": 256, "splits": 1}, listed) is None
+    assert kernel.meant({"size": 64}, listed) is None
 
 
 @pytest.mark.usefixtures("measured")
@@ -163,7 +172,7 @@ class TestSearch:
             value.tile = tile.size
             return value
 
-        monkeypatch.setattr(search, "_time", lambda run, best: times[run().tile])
+        monkeypatch.setattr(search, "time_call", lambda run, best: times[run().tile])
         with search.search() as found:
             choose(8, run)
         assert found.rows == [row(8)]
@@ -226,7 +235,7 @@ def test_shipped_rows_are_of_known_kernels():
     (path,) = SHIPPED
     found = rows.read(path)
     assert len(found) > 1000
-    for op in (FORWARD, INPUT_GRAD):
+    for op in (FORWARD, INPUT_GRAD, WEIGHT_GRAD):
         mine = [r for r in found if r["op"] == op.name]
         assert mine
         for r in mine:
@@ -240,9 +249,35 @@ def test_shipped_rows_are_of_known_kernels():
 def _spec(op: Op, r: dict) -> ConvSpec:
     """A spec of that key."""
     given = {key: r[key] for key in op.key if key != "extras"}
-    filters = (r["c"], r["k"]) if op is FORWARD else (r["k"], r["c"])
+    filters = (r["k"], r["c"]) if op is INPUT_GRAD else (r["c"], r["k"])
+    if r.get("stride") == 2:
+        given |= {"p": r["h"] // 2, "q": r["w"] // 2}
     few = tuple(3 if c == 16 else c for c in filters)
     return ConvSpec(n=r["n"], filters=few, extra=(64,) * r.get("extras", 0), **given)
+
+
+@pytest.mark.parametrize("splits", [1, 7])
+def test_a_weight_gradient_says_how_its_sum_is_cut(splits):
+    """The number of parts is a field of the configuration, whichever kernel it is of."""
+    spec = ConvSpec(8, "fp32", 16, 16, 64, 128, padding=(1, 1))
+    for kernel in WEIGHT_GRAD.kernels:
+        assert kernel.config._fields[-1] == "splits"
+        if kernel.refuse(spec, HOPPER) is None:
+            config = kernel.configs(spec, HOPPER)[0]._replace(splits=splits)
+            assert (*config.tile, splits) == tuple(config) and type(config.tile) is kernel.tile
+
+
+def test_float32_weight_gradients_are_told_by_their_kernel():
+    """Six kernels were one, with a number that said which."""
+    wide = ConvSpec(8, "fp32", 16, 16, 64, 128, padding=(1, 1))
+    can = {k.name for k in WEIGHT_GRAD.kernels if k.refuse(wide, HOPPER) is None}
+    assert can == {"mma_wgrad", "fp16_split_wgrad", "gather_wgrad"}
+    pointwise = dataclasses.replace(wide, r=1, s=1, padding=(0, 0))
+    can = {k.name for k in WEIGHT_GRAD.kernels if k.refuse(pointwise, HOPPER) is None}
+    assert can == {"mma_wgrad", "pointwise_wgrad", "gather_wgrad"}
+    stem = dataclasses.replace(wide, n=128, k=3, filters=(128, 3))
+    can = {k.name for k in WEIGHT_GRAD.kernels if k.refuse(stem, HOPPER) is None}
+    assert can == {"im2col_wgrad", "gather_wgrad"}
 
 
 class TestSelect:
@@ -282,10 +317,11 @@ class TestSelect:
         """Of any number of channels, and both passes; what is predicted is some microseconds."""
         forward = self.spec(k=channels, c=channels, h=24, w=20)
         grad = dataclasses.replace(forward, stats=False, activation="silu", first=channels)
-        for op, spec in ((FORWARD, forward), (INPUT_GRAD, grad)):
+        weight = dataclasses.replace(forward, stats=False, p=24, q=20)
+        for op, spec in ((FORWARD, forward), (INPUT_GRAD, grad), (WEIGHT_GRAD, weight)):
             choice = registry.select(op, spec, CHIPS[gpu].gpu)
             assert choice.config in choice.kernel.configs(spec, CHIPS[gpu].gpu)
-            if choice.kernel.cost is not None:
+            if choice.why == "predicted":
                 assert 1 < choice.kernel.cost(spec, CHIPS[gpu].gpu, choice.config) < 10_000
 
     def test_masks_are_told_apart(self):

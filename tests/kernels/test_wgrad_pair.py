@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from triton_kernels.conv import wgrad_pair as two_weight_grads
-from triton_kernels.conv.hopper import row_mma as gluon_rows
-from triton_kernels.conv.wgrad_pair import _Plan, conv_two_weight_grads
+from triton_kernels.conv.hopper import row_mma
+from triton_kernels.conv.wgrad_pair import _Together, conv_two_weight_grads
+from triton_kernels.registry.spec import ConvSpec
+from triton_kernels.runtime.device import describe
 
 from .poison import poison_outputs
 from .test_conv_fused import (
@@ -83,9 +85,9 @@ class TestGpu:
     @pytest.mark.parametrize("name", LARGE)
     def test_one_launch(self, name, accumulate, device, monkeypatch):
         poison_outputs(monkeypatch, two_weight_grads)
-        x = torch.empty(LARGE[name][0][:4], dtype=torch.bfloat16, device=device)
-        filters = (torch.empty((s.co, s.ci, 3, 3), device=device) for s in LARGE[name])
-        plan = _Plan(gluon_rows.wgrad_splits(x, *filters))
+        gpu = describe(device)
+        convs = [ConvSpec(s.n, "bf16", s.h, s.w, s.ci, s.co) for s in LARGE[name]]
+        plan = _Together(row_mma.wgrad_splits(convs[0], gpu, convs[1]))
         first = check(LARGE[name], torch.bfloat16, device, accumulate, plan)
         for _ in range(3):
             again = check(LARGE[name], torch.bfloat16, device, accumulate, plan)

@@ -1,20 +1,22 @@
-"""What one program of a convolution computes, and the choice of it for a weight gradient.
+"""What one program of a convolution computes, and kernels whose sums over pixels are split.
 
-Each path has classes of its own made from these, since a configuration says which path it is of.
+Each kernel has classes of its own made from these, since a configuration says which kernel it is
+of.
 """
 
 from collections import namedtuple
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..reductions.column_sum import partials, sum_partials
-from ..registry.choose import choose, same_tile
-from ..registry.kernel import configures
-from ..runtime.device import describe
+from ..reductions.long_sums import fewest_parts
+from ..registry.kernel import Kernel, configures
+from ..registry.spec import ConvSpec
+from ..runtime.device import Device
 
 
 class FwdTile(NamedTuple):
@@ -37,58 +39,100 @@ class WgradTile(NamedTuple):
     num_stages: int
 
 
-C = TypeVar("C", bound=tuple)  # a configuration of a weight gradient
+class WgradOperands(NamedTuple):
+    """Of a weight gradient, as a kernel is launched with them."""
+
+    x: Tensor  # [N, H, W, CI or more]
+    dy: Tensor  # [N, P, Q, CO or more]
+    weight: Tensor  # [CO, CI, R, S], of which only the shape matters
+    parts: Tensor  # [splits, CO * R * S * CI], or one part alone, to be written
+    stride: int
+    padding: tuple[int, int]
+    precision: str  # "ieee" | "tf32"
+    stride_co: int | None = None  # of one part alone, if its rows are apart
+    accumulate: bool = False  # add to what is in one part alone
+
+
+C = TypeVar("C", bound=tuple)  # a tile of a weight gradient
+
+
+@dataclass(frozen=True)
+class SplitKernel(Kernel):
+    """A weight gradient, whose sum over pixels is cut into parts: a configuration is a tile and,
+    behind its fields, the number of parts."""
+
+    tile: type | None = None
+    splits: Callable[[ConvSpec, Device, tuple], int] | None = None  # the best number for a tile
+    pads: bool = False  # x and dy may have more channels than the filters
+    in_place: bool = False  # one part alone may have its rows apart, and be added to what is there
+
+    def planned(self, spec: ConvSpec, gpu: Device, tile: tuple) -> tuple:
+        """The configuration of a tile with the best number of parts."""
+        return self.config(*tile, self.splits(spec, gpu, tile))
+
+
+def split_kernel(
+    tile: type[C],
+    refuse: Callable[[ConvSpec, Device], str | None],
+    tiles: Callable[[ConvSpec, Device], Iterable[C]],  # that can do it
+    splits: Callable[[ConvSpec, Device, C], int],
+    launch: Callable[[C, int, WgradOperands], None],  # of a tile and so many parts
+    cost: Callable[[ConvSpec, Device, C], float] | None = None,  # microseconds
+    alone: Callable[[ConvSpec, C], bool] = lambda spec, tile: False,  # whether one part may do
+    around: bool = True,  # whether more and fewer parts than the best number are worth measuring
+    pads: bool = False,
+    in_place: bool = False,
+) -> SplitKernel:
+    """The kernel of such tiles. Its cost is that of a tile with the best number of parts."""
+    config = with_splits(tile)
+    splits = lru_cache(maxsize=4096)(splits)
+
+    def configs(spec: ConvSpec, gpu: Device) -> list[tuple]:
+        fewest = fewest_of(spec)
+        found = []
+        for t in tiles(spec, gpu):
+            best = splits(spec, gpu, t)
+            near = [max(1, int(best * f)) for f in (1, 2, 0.5, 0.25)] if around else [best]
+            found += [config(*t, k if k >= fewest else best) for k in near]
+            if alone(spec, t):
+                found.append(config(*t, 1))
+        return list(dict.fromkeys(found))
+
+    def total(spec: ConvSpec, gpu: Device, c: tuple) -> float:
+        best = c.splits == splits(spec, gpu, c.tile)
+        return cost(spec, gpu, c.tile) if best else float("inf")
+
+    return SplitKernel(
+        tile.kernel,
+        config,
+        refuse,
+        configs,
+        cost and total,
+        lambda c, operands: launch(c.tile, c.splits, operands),
+        tile=tile,
+        splits=splits,
+        pads=pads,
+        in_place=in_place,
+    )
 
 
 @lru_cache
-def _plan_of(config: type[C]) -> type:
-    """The fields of a kernel's configuration and, behind them, the number of parts."""
-    plan = namedtuple(f"{config.__name__}Plan", [*config._fields, "splits"])
-    plan.config = config
-    return configures(config.kernel)(plan)
+def with_splits(tile: type[C]) -> type:
+    """The fields of a tile and, behind them, the number of parts."""
+    config = namedtuple(f"{tile.__name__}Split", [*tile._fields, "splits"])
+    config.tile = property(lambda self: tile(*self[:-1]))
+    return configures(tile.kernel)(config)
 
 
-def plans_around(
-    configs: Iterable[C], splits: Callable[[C], int], fewest: int
-) -> list[tuple[C, int]]:
-    """Each configuration with as many parts as `splits` says, and with more and fewer, but not with
-    fewer than `fewest` (`long_sums`)."""
-    parts = [(c, splits(c)) for c in configs]
-    around = [(c, k, max(1, int(k * f))) for c, k in parts for f in (1, 2, 0.5, 0.25)]
-    return [(c, j if j >= fewest else k) for c, k, j in around]
-
-
-def choose_plan(
-    op: str,
-    n: int,
-    shape: dict[str, Any],  # all else on which the choice depends
-    candidates: Callable[[], list[tuple[C, int]]],
-    default: Callable[[], tuple[C, int]],
-    weight: Tensor,  # [CO, CI, R, S], of which shape, dtype and device matter
-    launch: Callable[[Tensor, C, int], None],  # into [splits, CO * R * S * CI], or one part alone
-) -> tuple[C, int]:
-    """`registry.choose` of a configuration and of the number of parts that a sum over pixels is
-    split into, which are measured together and with the adding up of the parts."""
-
-    def plan(config: C, splits: int) -> tuple:
-        return _plan_of(type(config))(*config, splits)
-
-    def run(plan: tuple) -> Tensor:
-        out = torch.empty((weight.numel(),), dtype=weight.dtype, device=weight.device)
-        parts = partials(out, plan.splits)
-        launch(parts, plan.config(*plan[:-1]), plan.splits)
-        sum_partials(parts, out, follows=True)
-        return out
-
-    chosen = choose(
-        op,
-        n,
-        shape,
-        lambda: [plan(*c) for c in dict.fromkeys(candidates())],
-        lambda: plan(*default()),
-        run,
-        describe(weight.device),
-        similar=True,
-        match=same_tile,
+def fewest_of(spec: ConvSpec, pixels: int | None = None) -> int:
+    """What `long_sums` says of a weight gradient's sum over pixels; None: those of its result."""
+    rows, columns = spec.size
+    dtype = torch.float32 if spec.itemsize == 4 else torch.bfloat16
+    return fewest_parts(
+        spec.n * rows * columns if pixels is None else pixels, dtype, spec.precision
     )
-    return chosen.config(*chosen[:-1]), chosen.splits
+
+
+def kernel_of_tile(kernels: Sequence[SplitKernel], tile: tuple) -> SplitKernel:
+    """The one that a tile is of."""
+    return next(kernel for kernel in kernels if isinstance(tile, kernel.tile))

@@ -12,13 +12,10 @@ The GEMM is swapped: the filters are the left operand of tl.dot and the pixels, 
 right one, so an accumulator is [channels, pixels]. On Hopper both operands then stay in shared
 memory. (With pixels on the left Triton moves them through registers first; one such tile raced.)
 
-Paths, chosen by `_launch_fwd` and `_conv2d_wgrad` from shape, dtype and GPU: `conv.plain.tma` with
-`conv.plain.tma_wgrad`, and for stride 2 `conv.plain.tma_stride`, are fast, and need channels in
-multiples of 16 bytes; so do `conv.plain.tf32x3` (float32) and `conv.plain.float32_wgrad` with
-`conv.plain.pointwise_wgrad`, `conv.hopper.mma_wgrad` and `conv.hopper.fp16_split_wgrad` (float32
-and TF32); `conv.plain.im2col_fwd` is a head's forward, `conv.plain.im2col_wgrad` a stem's weight
-gradient in float32; `conv.plain.gather` serves the rest. Sums over pixels that are split among
-programs are added up in a fixed order.
+Paths, chosen by `_launch_fwd` from shape, dtype and GPU: `conv.plain.tma`, and for stride 2
+`conv.plain.tma_stride`, are fast, and need channels in multiples of 16 bytes; so does
+`conv.plain.tf32x3` (float32); `conv.plain.im2col_fwd` is a head's forward; `conv.plain.gather`
+serves the rest. The kernels of the weight gradient are in `conv.weight_grad`.
 """
 
 import torch
@@ -28,27 +25,18 @@ from torch.autograd.function import once_differentiable
 from ..reductions.column_sum import column_sum, partials, sum_partials
 from ..runtime.layout import DTYPES, autocast, check_nhwc, check_shape
 from ..runtime.library import derivative, op
-from .plain import float32_wgrad as conv_float32_wgrad
+from . import weight_grad
+from .configs import WgradOperands
 from .plain import gather as conv_gather
 from .plain import im2col_fwd as conv_columns_fwd
-from .plain import im2col_wgrad as conv_columns_wgrad
 from .plain import tf32x3 as conv_tf32x3
 from .plain import tma as conv_tma
 from .plain import tma_stride as conv_stride
-from .plain import tma_wgrad as conv_tma_wgrad
 
 # Tiles of the paths; a launcher takes one as `config` instead of choosing by shape.
 _FWD_PATHS = (conv_gather, conv_tma, conv_stride, conv_tf32x3)
-_WGRAD_PATHS = (conv_gather, conv_tma_wgrad, conv_stride, conv_float32_wgrad)
 _FWD_CONFIGS = [c for path in _FWD_PATHS for c in path.FWD_CONFIGS]
-_WGRAD_CONFIGS = [c for path in _WGRAD_PATHS[:3] for c in path.WGRAD_CONFIGS]
 _FwdConfig = conv_gather.Config | conv_tma.Config | conv_stride.Config | conv_tf32x3.Config
-_WgradConfig = (
-    conv_gather.WgradConfig
-    | conv_tma_wgrad.WgradConfig
-    | conv_stride.WgradConfig
-    | conv_float32_wgrad.WgradConfig
-)
 
 _empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
 
@@ -122,28 +110,16 @@ def _conv2d_wgrad(
     stride: int,
     padding: tuple[int, int],
     allow_tf32: bool,
-    config: _WgradConfig | None = None,
+    config: tuple | None = None,  # a tile of a kernel of `weight_grad.WEIGHT_GRAD`
 ) -> Tensor:  # like weight
     dweight = _empty((weight.numel(),), dtype=weight.dtype, device=x.device)
     if dy.numel() == 0:
         return dweight.zero_().as_strided(weight.shape, weight.stride())
     precision = _precision(x.dtype, allow_tf32)
-    if config is not None:
-        path = next(path for path in _WGRAD_PATHS if isinstance(config, path.WEIGHT_GRAD))
-    elif conv_tma_wgrad.serves_wgrad(x, dy, weight, stride):
-        path = conv_tma_wgrad
-    elif conv_stride.serves_wgrad(x, dy, weight, stride, padding):
-        path = conv_stride
-    elif conv_float32_wgrad.serves_wgrad(x, dy, weight, stride, padding, precision):
-        path = conv_float32_wgrad
-    elif conv_columns_wgrad.serves_wgrad(x, dy, weight, precision):
-        path = conv_columns_wgrad
-    else:
-        path = conv_gather
-    config, splits = path.plan_wgrad(x, dy, weight, stride, padding, precision, config)
-    partial = partials(dweight, splits)
-    path.launch_wgrad(x, dy, weight, partial, stride, padding, precision, config, splits)
-    sum_partials(partial, dweight, follows=True)
+    kernel, planned = weight_grad.plan(x, dy, weight, stride, padding, precision, config)
+    parts = partials(dweight, planned.splits)
+    kernel.launch(planned, WgradOperands(x, dy, weight, parts, stride, padding, precision))
+    sum_partials(parts, dweight, follows=True)
     return dweight.as_strided(weight.shape, weight.stride())
 
 

@@ -30,17 +30,16 @@ from ..registry.choose import select
 from ..registry.kernel import Kernel, Op
 from ..registry.spec import ConvSpec, dtype_name
 from ..runtime.device import describe
+from . import weight_grad
+from .configs import WgradOperands
 from .fused_spec import forward_spec
 from .hopper import narrow, row_mma, tile_mma
 from .hopper.operands import Operands
-from .plain import float32_wgrad, fused_launch, fused_tiles, pointer, pointer_wgrad, tma_wgrad
-from .plain import gather as conv_gather
-from .plain import tma_stride as conv_stride
+from .plain import fused_launch, fused_tiles, pointer
 from .plain.fused_tiles import box_of as _box
 from .plain.fused_tiles import piece_of as _piece
 from .plain.tma import Config, launch_fwd
 from .plain.tma_boxes import boxes_of_image
-from .plain.tma_wgrad import WgradConfig
 
 _FWD_CONFIGS = [
     Config(64, 64, 64, 4, 4),
@@ -247,7 +246,7 @@ def conv_weight_grad(
     accumulate: bool = False,  # add to `out`
     stride: int = 1,
     padding: int | None = None,  # None: R // 2; the image is padded below as far as dy needs it
-    config: WgradConfig | None = None,
+    config: tuple | None = None,  # a tile of a kernel of `weight_grad.WEIGHT_GRAD`
     splits: int | None = None,  # parts that the sum over pixels is split into
 ) -> None:
     """out = or += the gradient of the filters. The rows of `out` may be any distance apart, as in
@@ -261,23 +260,13 @@ def conv_weight_grad(
             out.zero_()
         return
     padding = (r // 2, s // 2) if padding is None else (padding, padding)
-    if pointer_wgrad.serves_wgrad(x, dy, stride, config):
-        path = pointer_wgrad
-    elif x.itemsize == 2 and stride == 1:
-        path = tma_wgrad
-    elif conv_stride.serves_wgrad(x, dy, out, stride, padding):
-        path = conv_stride
-    elif float32_wgrad.serves_wgrad(x, dy, out, stride, padding, "tf32"):
-        path = float32_wgrad
-    else:
-        path = conv_gather
-    pads = path in (pointer_wgrad, tma_wgrad)
-    assert pads or (x.shape[3], dy.shape[3]) == (ci, co)
-    config, planned = path.plan_wgrad(x, dy, out, stride, padding, "tf32", config)
-    splits = planned if splits is None else splits
-    if splits == 1 and path is tma_wgrad and not isinstance(config, row_mma.RowWgrad):
-        place = {"stride_co": out.stride(0), "accumulate": accumulate}
-        tma_wgrad.launch_wgrad(x, dy, out, out, 1, padding, "tf32", config, 1, **place)
+    kernel, planned = weight_grad.plan(x, dy, out, stride, padding, "tf32", config)
+    splits = planned.splits if splits is None else splits
+    planned = planned._replace(splits=splits)
+    assert kernel.pads or (x.shape[3], dy.shape[3]) == (ci, co)
+    operands = WgradOperands(x, dy, out, out, stride, padding, "tf32")
+    if splits == 1 and kernel.in_place:
+        kernel.launch(planned, operands._replace(stride_co=out.stride(0), accumulate=accumulate))
         return
     row = r * s * ci
     rows = out.permute(0, 2, 3, 1)
@@ -285,7 +274,7 @@ def conv_weight_grad(
         parts = rows.view(1, co * row)
     else:
         parts = _empty((splits, co * row), dtype=torch.float32, device=x.device)
-    path.launch_wgrad(x, dy, out, parts, stride, padding, "tf32", config, splits)
+    kernel.launch(planned, operands._replace(parts=parts))
     if not alone:
         sum_partials(parts, out, accumulate=accumulate)
 

@@ -7,21 +7,22 @@ launches, into writing the parts and adding them up. Several gradients share all
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..registry.choose import choose
-from ..registry.kernel import configures
-from ..registry.spec import dtype_name
+from ..registry.choose import select
+from ..registry.kernel import Kernel, Op, configures
+from ..registry.spec import WeightGradsSpec
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import describe
 from .fused import conv_weight_grad
 from .hopper import group_wgrad
 from .hopper.group_wgrad import MOST, Gradient, Tile
+from .weight_grad import weight_grad_spec
 from .wgrad_pair import conv_two_weight_grads
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -138,25 +139,36 @@ def conv_weight_grads(
     if len(group) == 1:
         _run_in_turn(group, accumulate, share)
         return
-    x, _, out = group[0]
-    channels = [c for g in group for c in (g.x.shape[3], g.dy.shape[3])]
-    together = group_wgrad.tiles(group)
-    shape = {"h": x.shape[1], "w": x.shape[2], "r": out.shape[2], "s": out.shape[3]}
-    names = [f"{kind}{i}" for i in range(1, len(group) + 1) for kind in ("ci", "co")]
-    shape |= dict(zip(names, channels, strict=True)) | {"dtype": dtype_name(x.dtype)}
-    plan = choose(
-        "conv_weight_grads",
-        x.shape[0],
-        shape,
-        lambda: [_InTurn(), *together],
-        _InTurn,
-        run,
-        describe(x.device),
-        similar=True,
-    )
-    if plan not in together:  # decided for tensors that lie in memory in another way
-        plan = _InTurn()
-    _run(group, accumulate, plan, share)
+    spec, gpu = grads_spec(group), describe(group[0].x.device)
+    _run(group, accumulate, select(WEIGHT_GRADS, spec, gpu, run).config, share)
+
+
+def grads_spec(gradients: Sequence[Gradient]) -> WeightGradsSpec:
+    """What is computed of such tensors, each with padding R // 2."""
+    convs = []
+    for x, dy, out in gradients:
+        padding = (out.shape[2] // 2, out.shape[3] // 2)
+        convs.append(weight_grad_spec(x, dy, out, 1, padding, "tf32"))
+    contiguous = all(g.out.permute(0, 2, 3, 1).is_contiguous() for g in gradients)
+    return WeightGradsSpec(convs[0].n, convs[0].dtype, tuple(convs), contiguous)
+
+
+def _key(spec: WeightGradsSpec) -> dict[str, Any]:
+    first = spec.convs[0]
+    sizes = {"h": first.h, "w": first.w, "r": first.r, "s": first.s}
+    for i, conv in enumerate(spec.convs, 1):
+        sizes |= {f"ci{i}": conv.k, f"co{i}": conv.c}
+    return sizes | {"dtype": spec.dtype}
+
+
+WEIGHT_GRADS = Op(
+    "conv_weight_grads",
+    key=_key,
+    kernels=(
+        Kernel("in_turn", _InTurn, lambda spec, gpu: None, lambda spec, gpu: [_InTurn()]),
+        group_wgrad.KERNEL,
+    ),
+)
 
 
 def _run(group: Sequence[Gradient], accumulate: bool, plan: _Plan, share: float = 1.0) -> None:
@@ -167,11 +179,12 @@ def _run(group: Sequence[Gradient], accumulate: bool, plan: _Plan, share: float 
     x, _, out = group[0]
     taps = out.shape[2] * out.shape[3]
     shape = (2, 64 * tile.co_blocks, taps, 64 * tile.ci_blocks)
-    programs = group_wgrad.programs(group, tile, share)
+    spec = grads_spec(group)
+    programs = group_wgrad.programs(spec, describe(x.device), tile, share)
     parts = _empty((programs, *shape), dtype=torch.float32, device=x.device)
-    group_wgrad.launch(group, tile, parts)
-    outs = [g.out for g in group]
-    _sum_parts(parts, outs, group_wgrad.pixel_tiles(x, out, tile), accumulate)
+    steps = group_wgrad.pixel_tiles(spec.convs[0], tile)
+    group_wgrad.launch(group, tile, steps, parts)
+    _sum_parts(parts, [g.out for g in group], steps, accumulate)
 
 
 def _run_in_turn(group: Sequence[Gradient], accumulate: bool, share: float) -> None:

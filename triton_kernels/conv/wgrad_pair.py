@@ -5,20 +5,21 @@ which holds the gradient of 64 x 64 channels: at small batches a good deal of th
 writing the parts and adding them up. Two gradients fill the GPU with half as many parts of each.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..registry.choose import choose
-from ..registry.kernel import configures
-from ..registry.spec import dtype_name
+from ..registry.choose import select
+from ..registry.kernel import Kernel, Op, configures
+from ..registry.spec import WeightGradsSpec
 from ..runtime.dependent_launch import await_inputs, overlapping
-from ..runtime.device import describe
+from ..runtime.device import Device, describe
 from .fused import conv_weight_grad
-from .hopper import row_mma as gluon_rows
+from .hopper import row_mma
+from .weight_grad import weight_grad_spec
 
 _MANY_SPLITS = 4
 
@@ -35,8 +36,6 @@ class _Together(NamedTuple):
 @configures("one_by_one")
 class _OneByOne(NamedTuple):
     """Each by `conv_weight_grad`."""
-
-    splits: int = 0
 
 
 _Plan = _Together | _OneByOne
@@ -93,37 +92,67 @@ def conv_two_weight_grads(
         _run(x1, dy1, places[0], x2, dy2, places[1], False, plan)
         return flat
 
-    n, h, w, ci1 = x1.shape
-    shape = {
-        "h": h,
-        "w": w,
-        "ci1": ci1,
-        "co1": dy1.shape[3],
-        "h2": x2.shape[1],
-        "w2": x2.shape[2],
-        "ci2": x2.shape[3],
-        "co2": dy2.shape[3],
-        "r": out1.shape[2],
-        "s": out1.shape[3],
-        "r2": out2.shape[2],
-        "s2": out2.shape[3],
-        "dtype": dtype_name(x1.dtype),
-    }
-    together = _together(x1, dy1, out1, x2, dy2, out2)
-    plan = choose(
-        "conv_two_weight_grads",
-        n,
-        shape,
-        lambda: [_OneByOne(), *together],
-        _OneByOne,
-        run,
-        describe(x1.device),
-        similar=True,
-        match=lambda row, plans: plans[0],  # how many parts depends on the shape
-    )
-    if plan not in together:  # decided for filters that lie in memory in another way
-        plan = _OneByOne()
+    spec, gpu = _spec(x1, dy1, out1, x2, dy2, out2), describe(x1.device)
+    plan = select(TWO_WEIGHT_GRADS, spec, gpu, run).config
     _run(x1, dy1, out1, x2, dy2, out2, accumulate, plan, share)
+
+
+def _spec(
+    x1: Tensor, dy1: Tensor, out1: Tensor, x2: Tensor, dy2: Tensor, out2: Tensor
+) -> WeightGradsSpec:
+    convs = []
+    for x, dy, out in ((x1, dy1, out1), (x2, dy2, out2)):
+        padding = (out.shape[2] // 2, out.shape[3] // 2)
+        convs.append(weight_grad_spec(x, dy, out, 1, padding, "tf32"))
+    contiguous = all(out.permute(0, 2, 3, 1).is_contiguous() for out in (out1, out2))
+    return WeightGradsSpec(convs[0].n, convs[0].dtype, tuple(convs), contiguous)
+
+
+def _key(spec: WeightGradsSpec) -> dict[str, Any]:
+    one, two = spec.convs
+    return {
+        "h": one.h,
+        "w": one.w,
+        "ci1": one.k,
+        "co1": one.c,
+        "h2": two.h,
+        "w2": two.w,
+        "ci2": two.k,
+        "co2": two.c,
+        "r": one.r,
+        "s": one.s,
+        "r2": two.r,
+        "s2": two.s,
+        "dtype": spec.dtype,
+    }
+
+
+def _refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
+    one, two = spec.convs
+    if (one.n, one.h, one.w) != (two.n, two.h, two.w):
+        return "images are not of one size"
+    if not spec.contiguous:
+        return "rows of a result are apart"
+    for conv in spec.convs:
+        if conv.of_filters != (conv.c, conv.k):
+            return "x or dy have more channels than the filters"
+        if reason := row_mma.refuse_wgrad(conv, gpu):
+            return reason
+    return None if row_mma.wgrad_splits(one, gpu, two) else "there are too few tiles to share"
+
+
+def _together(spec: WeightGradsSpec, gpu: Device) -> list[_Together]:
+    return [_Together(row_mma.wgrad_splits(spec.convs[0], gpu, spec.convs[1]))]
+
+
+TWO_WEIGHT_GRADS = Op(
+    "conv_two_weight_grads",
+    key=_key,
+    kernels=(
+        Kernel("one_by_one", _OneByOne, lambda spec, gpu: None, lambda spec, gpu: [_OneByOne()]),
+        Kernel("row_wgrad_pair", _Together, _refuse, _together),
+    ),
+)
 
 
 def _run(
@@ -144,9 +173,12 @@ def _run(
     numel1, numel2 = out1.numel(), out2.numel()
     splits = plan.splits
     if splits >= _MANY_SPLITS:  # with fewer, blocks of channels make most of the programs
-        splits = max(gluon_rows.fewest_wgrad_splits(x1), round(share * splits))
+        splits = max(
+            row_mma.fewest_wgrad_splits(_spec(x1, dy1, out1, x2, dy2, out2).convs[0]),
+            round(share * splits),
+        )
     parts = _empty((splits, numel1 + numel2), dtype=torch.float32, device=x1.device)
-    gluon_rows.weight_grad(x1, dy1, parts, x2, dy2)
+    row_mma.weight_grad(x1, dy1, parts, x2, dy2)
     _sum_two(parts, out1, out2, accumulate)
 
 
@@ -159,16 +191,3 @@ def _sum_two(parts: Tensor, out1: Tensor, out2: Tensor, accumulate: bool) -> Non
         parts, out1, out2, splits, numel1, numel2, accumulate, BLOCK_S=block_s, BLOCK=block,
         **overlapping(parts.device),
     )  # fmt: skip
-
-
-def _together(
-    x1: Tensor, dy1: Tensor, out1: Tensor, x2: Tensor, dy2: Tensor, out2: Tensor
-) -> list[_Together]:
-    """The plan that does both in one launch, if there is one."""
-    padding = (out1.shape[2] // 2, out1.shape[3] // 2)
-    applies = x1.shape[:3] == x2.shape[:3] and x1.shape[0] > 0
-    for x, dy, out in ((x1, dy1, out1), (x2, dy2, out2)):
-        applies = applies and gluon_rows.wgrad_applies(x, dy, out, padding)
-        applies = applies and out.permute(0, 2, 3, 1).is_contiguous()
-    splits = gluon_rows.wgrad_splits(x1, out1, out2) if applies else 0
-    return [_Together(splits)] if splits > 0 else []

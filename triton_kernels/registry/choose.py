@@ -79,7 +79,9 @@ def _predicted(op: Op, spec: Spec, gpu: Device) -> Choice:
             cost = kernel.cost(spec, gpu, config)
             if math.isfinite(cost) and (best is None or cost < best[0]):
                 best = cost, kernel, config
-    if best is None:
+    if best is None:  # the first that can is the safe one
+        for kernel, config in listed(op, spec, gpu)[:1]:
+            return Choice(kernel, config, "default")
         reasons = "; ".join(f"{k.name}: {k.refuse(spec, gpu)}" for k in op.kernels)
         raise ValueError(f"no kernel computes {op.name} of {spec}: {reasons}")
     return Choice(best[1], best[2], "predicted")
@@ -161,10 +163,11 @@ def explain(op: Op, spec: Spec, gpu: Device) -> list[Considered]:
             best = min(configs, key=lambda c, kernel=kernel: kernel.cost(spec, gpu, c))
         config = choice.config if chosen else best
         priced = kernel.cost is not None and config is not None
-        predicted = kernel.cost(spec, gpu, config) if priced else None
+        predicted = kernel.cost(spec, gpu, config) if priced else math.inf
         if refused is None and not configs:
             refused = "none of its configurations fits"
-        found.append(Considered(kernel.name, refused, config, predicted, chosen))
+        known = predicted if math.isfinite(predicted) else None
+        found.append(Considered(kernel.name, refused, config, known, chosen))
     return found
 
 
@@ -216,10 +219,3 @@ def _meant(
                 match(config, of_kind) if match else next((c for c in of_kind if c == config), None)
             )
     return None
-
-
-def same_tile(config: tuple, listed: Sequence[tuple]) -> tuple | None:
-    """The one with the same numbers but for the last: in how many parts a sum is taken, which
-    depends on the shape. Of several that which is nearest in it."""
-    tiles = [c for c in listed if tuple(c[:-1]) == tuple(config[:-1])]
-    return min(tiles, key=lambda c: abs(math.log(c[-1] / config[-1])), default=None)

@@ -1,5 +1,6 @@
 """A row of the registry, and the operations that its rows compute."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -44,7 +45,13 @@ class Kernel(Generic[C]):
         if set(row) != set(self.config._fields):
             return None  # as another version of this package had it
         config = self.config(**row)
-        return config if config in listed else None
+        if config in listed:
+            return config
+        if self.config._fields[-1:] != ("splits",):
+            return None
+        # into how many parts a sum is cut depends on the shape: the nearest number of that tile
+        tile = [c for c in listed if c[:-1] == config[:-1]]
+        return min(tile, key=lambda c: abs(math.log(c.splits / config.splits)), default=None)
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,8 @@ class Op:
     measurement."""
 
     name: str
-    key: tuple[str, ...]  # attributes of a spec on which a measurement depends, beside its `n`
+    # attributes of a spec on which a measurement depends, beside its `n`; or names and values of it
+    key: tuple[str, ...] | Callable[[Spec], dict[str, Any]]
     kernels: tuple[Kernel, ...]
     similar: bool = True  # whether rows of other shapes say something about a shape
 
@@ -74,6 +82,8 @@ class Op:
 
     def shape(self, spec: Spec) -> tuple[tuple[str, Any], ...]:
         """What a measurement depends on, by name."""
+        if callable(self.key):
+            return tuple(self.key(spec).items())
         return tuple((name, getattr(spec, name)) for name in self.key)
 
 
@@ -83,4 +93,4 @@ class Choice(Generic[C]):
 
     kernel: Kernel[C]
     config: C
-    why: str  # "measured", "measured at n=32", "like ...", "predicted"
+    why: str  # "measured", "measured at n=32", "like ...", "predicted", "default"

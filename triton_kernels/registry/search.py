@@ -94,14 +94,14 @@ class Search:
             return
         result = run(first)
         expected = result.clone()
-        result.fill_(math.nan)  # see `_agree`
+        result.fill_(math.nan)  # see `agree`
         times: list[tuple[float, dict[str, Any]]] = []
         for config in unique.values():
-            if not all(_agree(run(config), expected) for _ in range(_RUNS)):
+            if not all(agree(run(config), expected) for _ in range(_RUNS)):
                 self.rejected.append(row(config))
                 continue
             best = min((t for t, _ in times), default=math.inf)
-            times.append((_time(lambda config=config: run(config), best), row(config)))
+            times.append((time_call(lambda config=config: run(config), best), row(config)))
         self.times += [row | {"us": round(t, 3)} for t, row in times]
         self.defaults.append(row(first))
         if times:
@@ -128,7 +128,7 @@ def search(
         _search = None
 
 
-def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+def agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether they are about equal. Afterwards `actual` holds NaN, so that the next candidate,
     which is likely to get the same memory, cannot look right without writing there."""
     expected = expected.float()
@@ -200,5 +200,6 @@ def _stopwatch() -> _Stopwatch:
     return _Stopwatch()
 
 
-def _time(run: Callable[[], torch.Tensor], best: float) -> float:
+def time_call(run: Callable[[], torch.Tensor], best: float = math.inf) -> float:
+    """Microseconds of a call on this GPU; roughly, if that is much more than `best`."""
     return _stopwatch().time(run, best)

@@ -57,6 +57,13 @@ class ConvSpec(Spec):
     stats: bool = False  # also sums of y by tiles, for the next norm
     activation: str | None = None  # of an input gradient: dz = dx act'(z), and sums
     mask: bool = False  # likewise: dropout
+    aligned: bool = True  # whether tensors begin at multiples of 16 bytes
+    rounded: bool = False  # whether a weight gradient is stored in 16 bits
+
+    @property
+    def of_filters(self) -> tuple[int, int]:
+        """CO, CI of a weight gradient."""
+        return self.filters or (self.c, self.k)
 
     @property
     def extras(self) -> int:
@@ -79,6 +86,22 @@ class ConvSpec(Spec):
         return (self.r // 2, self.s // 2) if self.padding is None else self.padding
 
     @property
+    def pointwise(self) -> bool:
+        """Whether it is a matrix product over pixels."""
+        return self.taps == 1 and self.stride == 1 and self.pads == (0, 0)
+
+    @property
+    def pixels(self) -> tuple[int, int, int]:
+        """Images, rows and columns of the result; one row, if to the product all are alike."""
+        rows, columns = self.size
+        return (1, 1, self.n * rows * columns) if self.pointwise else (self.n, rows, columns)
+
+    @property
+    def precision(self) -> str:
+        """Of products, as Triton names it."""
+        return "ieee" if self.dtype == "fp32" else "tf32"
+
+    @property
     def flops(self) -> int:
         """Of its products, without those of padded tiles."""
         rows, columns = self.size
@@ -94,3 +117,21 @@ class ConvSpec(Spec):
         beside = self.residual + (self.activation is not None)
         read = self.n * self.h * self.w * (self.k + sum(self.extra)) + beside * result
         return (read + result + self.taps * self.k * self.c) * self.itemsize
+
+
+@dataclass(frozen=True)
+class WeightGradsSpec(Spec):
+    """Weight gradients of several convolutions of stride 1 over images of one size."""
+
+    convs: tuple[ConvSpec, ...]
+    contiguous: bool = True  # whether rows of each result follow one another in memory
+
+    @property
+    def flops(self) -> int:
+        """Of all."""
+        return sum(conv.flops for conv in self.convs)
+
+    @property
+    def bytes(self) -> int:
+        """Of all, each read and written at least once."""
+        return sum(conv.bytes for conv in self.convs)

@@ -10,15 +10,20 @@ small x big + big x small + big x big.
 3x3 filters over rows of 8, 16, 32 or 64 pixels, on Hopper.
 """
 
+from typing import NamedTuple
+
 import triton
-from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED
 from ...reductions.column_sum import num_splits
-from ...reductions.long_sums import fewest_parts
+from ...registry.kernel import configures
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import following
-from ...runtime.device import describe
+from ...runtime.device import Device
+from ..configs import WgradOperands, fewest_of, split_kernel
 from ..plain.fp16_split import in_halves
+from ..plain.tma_boxes import refuse_wide_float32
+from .mma_wgrad import supports
 from .row_mma import images_of_row, in_rows
 
 if SUPPORTED:
@@ -29,42 +34,52 @@ _WIDTHS = (8, 16, 32, 64)
 _MOST_NUMBERS = 2**31 - 2**22  # offsets are of 32 bits, one step of `halves` further too
 
 
-def applies(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int]) -> bool:
-    """Whether `launch_half` can do this weight gradient."""
-    _, h, w, _ = x.shape
-    return (
-        SUPPORTED
-        and describe(x.device).hopper
-        and x.itemsize == 4
-        and tuple(weight.shape[2:]) == (3, 3)
-        and tuple(padding) == (1, 1)
-        and all(c % 64 == 0 for c in weight.shape[:2])
-        and w in _WIDTHS
-        and h % _rows(w) == 0
-        and max(x.numel(), dy.numel()) < _MOST_NUMBERS
-    )
+@configures("fp16_split_wgrad")
+class Fp16SplitWgrad(NamedTuple):
+    """There is one tile, of 64x64 channels and three taps."""
+
+    block_m = _PIXELS  # a step
 
 
-def half_splits(x: Tensor, weight: Tensor, precision: str) -> int:
-    """Parts that the sum over pixels is best split into."""
-    co, ci, _, _ = weight.shape
-    tiles = _num_tiles(x)
-    fewest = fewest_parts(tiles * _PIXELS, x.dtype, precision)
-    return num_splits(co * ci // 64**2, tiles, describe(x.device).num_sms, fewest)
+TILE = Fp16SplitWgrad()
 
 
-def launch_half(
-    x: Tensor,  # float32 [N, H, W, CI]
-    dy: Tensor,  # float32 [N, H, W, CO]
-    weight: Tensor,  # [CO, CI, 3, 3], of which only the shape matters
-    partial: Tensor,  # [splits, CO * 9 * CI], or one part alone, to be written
-    products: int,  # TF32: 1; float32: 3
-    splits: int,
-) -> None:
+def refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why it cannot do a weight gradient, or None."""
+    if reason := supports(gpu) or refuse_wide_float32(spec, gpu):
+        return reason
+    if (spec.r, spec.s) != (3, 3) or spec.pads != (1, 1):
+        return f"it does 3x3 filters of padding 1, not {spec.r}x{spec.s}"
+    filters = spec.of_filters
+    if odd := [c for c in filters if c % 64]:
+        return f"{odd[0]} channels are no multiple of 64"
+    if spec.w not in _WIDTHS:
+        return f"rows of {spec.w} pixels; it takes {', '.join(map(str, _WIDTHS))}"
+    if spec.h % _rows(spec.w):
+        return f"{spec.h} rows are no multiple of {_rows(spec.w)}"
+    if spec.n * spec.h * spec.w * max(spec.k, spec.c) >= _MOST_NUMBERS:
+        return "offsets would need more than 32 bits"
+    return None
+
+
+def _splits(spec: ConvSpec, gpu: Device, tile: Fp16SplitWgrad) -> int:
+    co, ci = spec.of_filters
+    steps = _num_tiles(spec.n, spec.h, spec.w)
+    fewest = fewest_of(spec, steps * _PIXELS)
+    return num_splits(co * ci // 64**2, steps, gpu.num_sms, fewest)
+
+
+def _cost(spec: ConvSpec, gpu: Device, tile: Fp16SplitWgrad) -> float:
+    """A rule of thumb: splitting numbers pays from 2^27 multiplications on an H100 on."""
+    return 13.6 + spec.flops / (1.2e6 * gpu.num_sms)
+
+
+def launch_half(tile: Fp16SplitWgrad, splits: int, operands: WgradOperands) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
+    x, dy, weight, partial, _, _, precision, *_ = operands
     co, ci, _, _ = weight.shape
-    _, h, w, _ = x.shape
-    parts = 1 if products == 1 else 2
+    n, h, w, _ = x.shape
+    parts = 1 if precision == "tf32" else 2
     x_parts, dy_parts, factors = in_halves(x, dy, parts)
     images, rows = images_of_row(w), _rows(w)
     absent = [None] * (2 - parts)
@@ -77,7 +92,7 @@ def launch_half(
         factors,
         ci,
         co,
-        _num_tiles(x),
+        _num_tiles(n, h, w),
         h // rows,
         W=w * images,
         IMAGES=images,
@@ -93,6 +108,10 @@ def _rows(w: int) -> int:
     return _PIXELS // (w * images_of_row(w))
 
 
-def _num_tiles(x: Tensor) -> int:
-    n, h, w, _ = x.shape
+def _num_tiles(n: int, h: int, w: int) -> int:
     return triton.cdiv(n, images_of_row(w)) * (h // _rows(w))
+
+
+WEIGHT_GRAD = split_kernel(
+    Fp16SplitWgrad, refuse, lambda spec, gpu: [TILE], _splits, launch_half, _cost
+)

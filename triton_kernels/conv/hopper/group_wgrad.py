@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...hopper.descriptors import SUPPORTED, in_boxes, takes
+from ...hopper.descriptors import SUPPORTED, in_boxes, missing
 from ...reductions.column_sum import num_splits
-from ...reductions.long_sums import fewest_parts
-from ...registry.kernel import configures
-from ...runtime.device import describe
+from ...registry.kernel import Kernel, configures
+from ...registry.spec import ConvSpec, WeightGradsSpec
+from ...runtime.device import Device
+from ..configs import fewest_of
 from . import row_mma as gluon_rows
 
 if SUPPORTED:
@@ -57,48 +58,63 @@ POINTS = tuple(
 )
 
 
-def tiles(gradients: Sequence[Gradient]) -> list[Tile]:
+def refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
+    """Why `launch` cannot do all of them, or None."""
+    first = spec.convs[0]
+    if not 1 < len(spec.convs) <= MOST:
+        return f"{len(spec.convs)} gradients; it does 2 to {MOST}"
+    if (first.r, first.s) not in ((1, 1), (3, 3)):
+        return f"it does 1x1 and 3x3 filters, not {first.r}x{first.s}"
+    if first.n == 0:
+        return "there are no images"
+    for conv in spec.convs:
+        if reason := missing(gpu, conv.itemsize):
+            return reason
+        if (conv.n, conv.h, conv.w, conv.r, conv.s) != (
+            first.n, first.h, first.w, first.r, first.s,
+        ):  # fmt: skip
+            return "images or filters are not of one size"
+        if conv.of_filters != (conv.c, conv.k):
+            return "x or dy have more channels than the filters"
+        if odd := [c for c in (conv.c, conv.k) if c % 64]:
+            return f"{odd[0]} channels are no multiple of 64"
+        if first.r == 3 and (reason := gluon_rows.refuse_wgrad_rows(conv, gpu)):
+            return reason
+    return None
+
+
+def tiles(spec: WeightGradsSpec, gpu: Device) -> list[Tile]:
     """Those with which `launch` can do all of them."""
-    x, _, out = gradients[0]
-    size = tuple(out.shape[2:])
-    applies = 1 < len(gradients) <= MOST and x.shape[0] > 0 and size in ((1, 1), (3, 3))
-    for g in gradients:
-        applies = applies and g.x.shape[:3] == g.dy.shape[:3] == x.shape[:3] and takes(g.x)
-        applies = applies and g.out.shape == (g.dy.shape[3], g.x.shape[3], *size)
-        applies = applies and g.dy.shape[3] % 64 == g.x.shape[3] % 64 == 0
-        if size == (3, 3):
-            applies = applies and gluon_rows.wgrad_fits_rows(g.x, g.dy, g.out)
-    if not applies:
-        return []
-    found = ROWS if size == (3, 3) else POINTS
-    return [t for t in found if _blocks(gradients, t) <= _slots(x, t) and _filled(gradients, t)]
+    found = ROWS if spec.convs[0].r == 3 else POINTS
+    return [t for t in found if _blocks(spec, t) <= _slots(gpu, t) and _filled(spec, t)]
 
 
-def programs(gradients: Sequence[Gradient], tile: Tile, share: float = 1.0) -> int:
+def programs(spec: WeightGradsSpec, gpu: Device, tile: Tile, share: float = 1.0) -> int:
     """As many as fit on the GPU at a time, or on a share of it that has one for each block of
     channels; each of them has something to do. More if pieces were too long (`long_sums`)."""
-    x, _, out = gradients[0]
-    slots, blocks = _slots(x, tile), _blocks(gradients, tile)
+    first = spec.convs[0]
+    slots, blocks = _slots(gpu, tile), _blocks(spec, tile)
     if blocks <= int(share * slots):
         slots = int(share * slots)
     if tile.even:
         slots = max(1, slots // blocks // tile.even) * blocks
-    tiles = pixel_tiles(x, out, tile)
-    fewest = fewest_parts(math.prod(x.shape[:3]), x.dtype)
+    steps = pixel_tiles(first, tile)
+    fewest = fewest_of(first)
     if slots < blocks * fewest:
-        slots = blocks * num_splits(blocks, tiles, _slots(x, tile), fewest)
-    return min(slots, blocks * tiles)
+        slots = blocks * num_splits(blocks, steps, _slots(gpu, tile), fewest)
+    return min(slots, blocks * steps)
 
 
-def pixel_tiles(x: Tensor, out: Tensor, tile: Tile) -> int:
+def pixel_tiles(conv: ConvSpec, tile: Tile) -> int:
     """Steps in the sum of one block of channels."""
-    if out.shape[2] == 3:
-        return math.prod(gluon_rows.wgrad_tiles(x))
-    return -(-math.prod(x.shape[:3]) // (64 * tile.steps))
+    if conv.r == 3:
+        return math.prod(gluon_rows.wgrad_tiles(conv.n, conv.h, conv.w))
+    return -(-conv.n * conv.h * conv.w // (64 * tile.steps))
 
 
-def launch(gradients: Sequence[Gradient], tile: Tile, parts: Tensor) -> None:
-    """All of them, in `parts` float32 [programs, 2, CO, R * S, CI] of a tile's channels."""
+def launch(gradients: Sequence[Gradient], tile: Tile, steps: int, parts: Tensor) -> None:
+    """All of them, with so many `pixel_tiles`, in `parts` float32 [programs, 2, CO, R * S, CI] of a
+    tile's channels."""
     x, _, out = gradients[0]
     rows = out.shape[2] == 3
     n, h, w, _ = x.shape
@@ -114,14 +130,13 @@ def launch(gradients: Sequence[Gradient], tile: Tile, parts: Tensor) -> None:
     operands += [None] * (2 * absent)
     channels = [g.x.shape[3] for g in gradients] + [0] * absent
     channels += [g.dy.shape[3] for g in gradients] + [0] * absent
-    steps = pixel_tiles(x, out, tile)
     if rows:
         conv_rows_group_wgrad_kernel[(parts.shape[0],)](
             *operands,
             parts,
             *channels,
             steps,
-            gluon_rows.wgrad_tiles(x)[1],
+            gluon_rows.wgrad_tiles(n, h, w)[1],
             COUNT=len(gradients),
             W=w * images,
             IMAGES=images,
@@ -145,22 +160,25 @@ def launch(gradients: Sequence[Gradient], tile: Tile, parts: Tensor) -> None:
     )
 
 
-def _slots(x: Tensor, tile: Tile) -> int:
-    return describe(x.device).num_sms * tile.programs
+def _slots(gpu: Device, tile: Tile) -> int:
+    return gpu.num_sms * tile.programs
 
 
-def _blocks(gradients: Sequence[Gradient], tile: Tile) -> int:
+def _blocks(spec: WeightGradsSpec, tile: Tile) -> int:
     """Of as many channels as a program has."""
     co, ci = 64 * tile.co_blocks, 64 * tile.ci_blocks
-    return sum(-(-g.out.shape[0] // co) * -(-g.out.shape[1] // ci) for g in gradients)
+    return sum(-(-conv.c // co) * -(-conv.k // ci) for conv in spec.convs)
 
 
-def _filled(gradients: Sequence[Gradient], tile: Tile) -> bool:
+def _filled(spec: WeightGradsSpec, tile: Tile) -> bool:
     """Whether at least half of the channels of these blocks are there."""
-    used = sum(g.out.shape[0] * g.out.shape[1] for g in gradients) // 64**2
-    return 2 * used >= _blocks(gradients, tile) * tile.co_blocks * tile.ci_blocks
+    used = sum(conv.c * conv.k for conv in spec.convs) // 64**2
+    return 2 * used >= _blocks(spec, tile) * tile.co_blocks * tile.ci_blocks
 
 
 def _in_points(x: Tensor) -> "TensorDescriptor":
     n, h, w, c = x.shape
     return in_boxes(x, [n * h * w, c], [c, 1], [64, 64])
+
+
+KERNEL = Kernel("group_wgrad", Tile, refuse, tiles)

@@ -2,9 +2,9 @@
 
     dweight[co, r, s, ci] = sum_{n, h, w} dy[n, h, w, co] x[n, h + r - pad, w + s - pad, ci]
 
-wgmma takes its float32 operands from shared memory only with the pixels innermost, for which
-`conv.plain.float32_wgrad` copies them. Here both go through registers to the older mma.sync,
-which takes them in any order. Its rate is half of wgmma's, but there are no copies to be made.
+wgmma takes its float32 operands from shared memory only with the pixels innermost. Here both go
+through registers to the older mma.sync, which takes them in any order. Its rate is half of wgmma's,
+but there are no copies to be made.
 
 TMA fetches boxes of pixels, of 64 channels each: of x those of a tap, which begin elsewhere, with
 zeros outside of the image. A program has one such block of dy and one to three of x, four warps
@@ -21,12 +21,20 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...hopper.descriptors import SUPPORTED, in_boxes
+from ...hopper.descriptors import MISSING, SUPPORTED, in_boxes
 from ...reductions.column_sum import num_splits
-from ...reductions.long_sums import fewest_parts
+from ...registry.kernel import configures
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
-from ...runtime.device import describe
-from ..plain.tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box
+from ...runtime.device import Device
+from ..configs import WgradOperands, fewest_of, split_kernel
+from ..plain.tma_boxes import (
+    as_one_row,
+    count_boxes,
+    is_pointwise,
+    pixel_box,
+    refuse_wide_float32,
+)
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -34,80 +42,92 @@ if SUPPORTED:
     from .mma_wgrad_kernel import conv_mma_wgrad_kernel
 
 _BLOCK = 64  # channels
+_MANY_PIXELS = 256  # of a 1x1 layer
 _REGISTERS = {2: 128, 3: 80, 4: 64}  # of a thread at first, by the programs of a multiprocessor
 
 
-class Tile(NamedTuple):
-    """What one program of the weight gradient computes."""
+@configures("mma_wgrad")
+class MmaWgrad(NamedTuple):
+    """What one program of the weight gradient computes: 64 output channels."""
 
-    block_co: int  # 64
     block_x: int  # of taps and input channels
     block_m: int  # pixels a step
     programs: int  # that share a multiprocessor
-    num_warps: int  # 5: four multiply, one loads; 6: so, and pixels are read a step ahead
     num_stages: int
+    read_ahead: bool  # pixels are read from shared memory a step ahead
+    small_in_bf16: bool = False  # in float32, the products with a small number
 
 
+_FIRST = [
+    MmaWgrad(64, 32, 2, 6, False),
+    MmaWgrad(64, 64, 2, 3, False),
+    MmaWgrad(64, 32, 2, 6, True),
+    MmaWgrad(128, 32, 2, 4, True),
+]
 TILES = [
-    Tile(64, 64, 32, 2, 5, 6),
-    Tile(64, 64, 64, 2, 5, 3),
-    Tile(64, 64, 32, 2, 6, 6),
-    Tile(64, 128, 32, 2, 6, 4),
-    Tile(64, 64, 32, 3, 5, 4),
-    Tile(64, 64, 32, 4, 5, 3),
-    Tile(64, 128, 64, 2, 5, 2),
-    Tile(64, 192, 32, 2, 5, 3),
+    *_FIRST,
+    MmaWgrad(64, 32, 3, 4, False),
+    MmaWgrad(64, 32, 4, 3, False),
+    MmaWgrad(128, 64, 2, 2, False),
+    MmaWgrad(192, 32, 2, 3, False),
+    *(tile._replace(small_in_bf16=True) for tile in _FIRST),
 ]
 
 
-def serves(x: Tensor) -> bool:
-    """Whether there is a Hopper GPU, with a version of Triton that this was tried with."""
-    return SUPPORTED and describe(x.device).hopper and x.itemsize == 4
+def supports(gpu: Device) -> str | None:
+    """Why it cannot run on a GPU, or None."""
+    if not SUPPORTED:
+        return f"there are no Gluon kernels with this Triton: {MISSING}"
+    return None if gpu.hopper else "its Gluon kernel is for compute capability 9"
 
 
-def fits(tile: Tile, x: Tensor, precision: str) -> bool:
-    """Whether the pipelines fit into shared memory, and the sums find registers: those of three
+def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    return supports(gpu) or refuse_wide_float32(spec, gpu)
+
+
+def tiles(spec: ConvSpec, gpu: Device) -> list[MmaWgrad]:
+    """Those whose pipelines fit into shared memory, and whose sums find registers: those of three
     products beside numbers in two parts."""
-    fetched = tile.num_stages * (tile.block_co + tile.block_x) * tile.block_m * 4
-    sums = tile.block_co * tile.block_x // 128
+    return [t for t in TILES if _fits(t, spec.precision, gpu)]
+
+
+def _fits(tile: MmaWgrad, precision: str, gpu: Device) -> bool:
+    fetched = tile.num_stages * (_BLOCK + tile.block_x) * tile.block_m * 4
+    sums = _BLOCK * tile.block_x // 128
     if precision == "tf32":
-        in_registers = True
+        in_registers = not tile.small_in_bf16  # there is one product, of no small number
     elif tile.programs > 2 or tile.block_m > 32:
         in_registers = sums <= 32 and tile.programs <= 3
     else:
         in_registers = sums <= 96
-    return in_registers and tile.programs * (fetched + 2048) <= describe(x.device).shared_memory
+    return in_registers and tile.programs * (fetched + 2048) <= gpu.shared_memory
 
 
-def mma_splits(
-    x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int], precision: str, tile: Tile
-) -> int:
+def splits_of(spec: ConvSpec, gpu: Device, tile: MmaWgrad) -> int:
     """Parts that the sum over pixels is best split into."""
-    if is_pointwise(weight, padding):
-        dy = as_one_row(dy)
-    n, p, q, _ = dy.shape
-    slots = describe(x.device).num_sms * tile.programs
-    fewest = fewest_parts(n * p * q, x.dtype, precision)
-    return num_splits(_blocks(weight, tile), _num_tiles(tile, n, p, q), slots, fewest)
+    co, ci = spec.of_filters
+    blocks = _blocks(co, ci, spec.taps, tile)
+    steps = count_boxes(pixel_box(tile.block_m, *spec.pixels), *spec.pixels)
+    return num_splits(blocks, steps, gpu.num_sms * tile.programs, fewest_of(spec))
 
 
-def launch_mma(
-    x: Tensor,  # float32 [N, H, W, CI]
-    dy: Tensor,  # float32 [N, P, Q, CO]
-    weight: Tensor,  # [CO, CI, R, S], of which only the shape matters
-    partial: Tensor,  # [splits, CO * R * S * CI], or one part alone, to be written
-    padding: tuple[int, int],
-    products: int,  # TF32: 1; float32: 3, or 2 of which the small ones are in bfloat16
-    tile: Tile,
-    splits: int,
-) -> None:
+def _cost(spec: ConvSpec, gpu: Device, tile: MmaWgrad) -> float:
+    """A rule of thumb for the first tile: it pays from 2^27 multiplications on an H100 on, and for
+    1x1 filters over many pixels always."""
+    *_, pixels = spec.pixels
+    overhead = 1.9 if spec.pointwise and pixels > _MANY_PIXELS else 12
+    return overhead + spec.flops / (0.6e6 * gpu.num_sms) if tile == TILES[0] else math.inf
+
+
+def launch_mma(tile: MmaWgrad, splits: int, operands: WgradOperands) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
+    x, dy, weight, partial, _, padding, precision, *_ = operands
     co, ci, r, s = weight.shape
     if is_pointwise(weight, padding):
         x, dy = as_one_row(x), as_one_row(dy)
     n, p, q, _ = dy.shape
     box = pixel_box(tile.block_m, n, p, q)
-    conv_mma_wgrad_kernel[(_blocks(weight, tile), splits)](
+    conv_mma_wgrad_kernel[(_blocks(co, ci, r * s, tile), splits)](
         _in_boxes(x, box),
         _in_boxes(dy, box),
         partial,
@@ -115,15 +135,15 @@ def launch_mma(
         p,
         q,
         co,
-        _num_tiles(tile, n, p, q),
-        PRODUCTS=products,
+        count_boxes(box, n, p, q),
+        PRODUCTS=1 if precision == "tf32" else 2 if tile.small_in_bf16 else 3,
         TAPS=r * s,
         S=s,
         PAD_H=padding[0],
         PAD_W=padding[1],
         X_BLOCKS=tile.block_x // _BLOCK,
         STAGES=tile.num_stages,
-        AHEAD=tile.num_warps == 6,
+        AHEAD=tile.read_ahead,
         num_warps=4,
         maxnreg=_REGISTERS[tile.programs],
         **overlapping(x.device),
@@ -135,12 +155,10 @@ def _in_boxes(x: Tensor, box: tuple[int, int, int]) -> "TensorDescriptor":
     return in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], [*box, _BLOCK])
 
 
-def _num_tiles(tile: Tile, n: int, p: int, q: int) -> int:
-    return count_boxes(pixel_box(tile.block_m, n, p, q), n, p, q)
-
-
-def _blocks(weight: Tensor, tile: Tile) -> int:
+def _blocks(co: int, ci: int, taps: int, tile: MmaWgrad) -> int:
     """Programs that a part takes."""
-    co, ci, r, s = weight.shape
-    columns = r * s * math.ceil(ci / _BLOCK)  # of blocks
-    return math.ceil(co / tile.block_co) * math.ceil(columns * _BLOCK / tile.block_x)
+    columns = taps * math.ceil(ci / _BLOCK)  # of blocks
+    return math.ceil(co / _BLOCK) * math.ceil(columns * _BLOCK / tile.block_x)
+
+
+WEIGHT_GRAD = split_kernel(MmaWgrad, _refuse, tiles, splits_of, launch_mma, _cost)

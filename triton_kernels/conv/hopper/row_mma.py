@@ -23,15 +23,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes, missing, takes
-from ...reductions.long_sums import fewest_parts
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
+from ..configs import WgradOperands, fewest_of, split_kernel
 from .operands import Operands, filters_in_boxes, norm_of
 from .refusals import refuse_3x3, refuse_rows
 
@@ -237,52 +238,91 @@ def _resident_rings(operands: Operands, rows: int) -> tuple[int, int, int]:
 # --- weight gradient ------------------------------------------------------------------------------
 
 
-def wgrad_applies(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int]) -> bool:
-    """Whether `weight_grad` can do it; of `weight` only the shape matters."""
-    fits = wgrad_fits_rows(x, dy, weight) and tuple(padding) == (1, 1)
-    return fits and wgrad_splits(x, weight) > 0
+def refuse_wgrad(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why `weight_grad` cannot do one convolution, or None."""
+    co, ci = spec.of_filters
+    narrow = _is_narrow(spec)
+    if not narrow and (co, ci) != (spec.c, spec.k):
+        return f"x and dy have {spec.k} and {spec.c} channels, the filters {ci} and {co}"
+    if reason := refuse_wgrad_rows(spec, gpu, narrow):
+        return reason
+    splits = wgrad_splits(spec, gpu)
+    if splits < 1 + narrow:
+        return "there are too few tiles to share"
+    if spec.rounded and splits == 1:
+        return "a sum in one part is stored as it is, not rounded"
+    return None
 
 
-def wgrad_fits_rows(x: Tensor, dy: Tensor, weight: Tensor) -> bool:
-    """Whether tiles of rows are there for a weight gradient of padding 1."""
-    channels = (dy.shape[3], x.shape[3])
-    same = tuple(weight.shape[:2]) == channels and dy.shape[:3] == x.shape[:3]
-    return _applies(x, weight, channels, _WGRAD_WIDTHS) and same
+def refuse_wgrad_rows(spec: ConvSpec, gpu: Device, narrow: bool = False) -> str | None:
+    """Why there are no tiles of rows for a weight gradient, or None."""
+    if reason := missing(gpu, spec.itemsize):
+        return reason
+    if (spec.r, spec.s) != (3, 3) or spec.stride != 1 or spec.pads != (1, 1):
+        return f"it does 3x3 filters of stride 1 and padding 1, not {spec.r}x{spec.s}"
+    if spec.size != (spec.h, spec.w):
+        return f"{spec.size} pixels of the result, and {spec.h} x {spec.w} of x"
+    channels = [spec.c, spec.k]
+    if narrow:
+        channels.remove(16)
+    if odd := [c for c in channels if c % 64]:
+        return f"{odd[0]} channels are no multiple of 64"
+    widths = _NARROW_WGRAD_WIDTHS if narrow else _WGRAD_WIDTHS
+    if spec.w not in widths:
+        return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}"
+    rows = _PIXELS // (spec.w * images_of_row(spec.w))
+    return f"{spec.h} rows are no multiple of {rows}" if spec.h % rows else None
 
 
-def wgrad_tile(x: Tensor, dy: Tensor, weight: Tensor, padding: tuple[int, int]) -> RowWgrad | None:
-    """The configuration with which `weight_grad` can do one convolution, if it can. Of x and dy one
-    may be padded to 16 channels, of which the filters have fewer."""
-    if wgrad_applies(x, dy, weight, padding):
-        return WGRAD_TILE
-    co, ci, _, _ = weight.shape
-    few, many = ((ci, x), (co, dy)) if x.shape[3] == 16 else ((co, dy), (ci, x))
-    fits = few[1].shape[3] == 16 and few[0] <= 16 and many[1].shape[3] == many[0]
-    fits = fits and x.shape[:3] == dy.shape[:3] and tuple(padding) == (1, 1)
-    fits = fits and _applies(x, weight, many[:1], _NARROW_WGRAD_WIDTHS)
-    return NARROW_WGRAD_TILE if fits and wgrad_splits(x, weight) > 1 else None
+def _is_narrow(spec: ConvSpec) -> bool:
+    """Whether one of x and dy has 16 channels, of which the filters may have fewer, and the other
+    those of the filters."""
+    co, ci = spec.of_filters
+    of_x, of_dy = (ci, spec.k), (co, spec.c)
+    few, many = (of_x, of_dy) if spec.k == 16 else (of_dy, of_x)
+    return few[0] <= 16 == few[1] and many[0] == many[1]
 
 
-def wgrad_splits(x: Tensor, *weights: Tensor) -> int:
+def wgrad_splits(spec: ConvSpec, gpu: Device, *others: ConvSpec) -> int:
     """Into how many parts to cut the sum over pixels: the fewest rounds of programs, which have a
     multiprocessor each, times their length. One part if there are blocks of channels for most
     multiprocessors; 0 if there are too few tiles to share."""
-    blocks = sum(-(-weight.shape[0] * weight.shape[1] // 64**2) for weight in weights)
-    tiles = math.prod(wgrad_tiles(x))
-    slots = describe(x.device).num_sms
+    filters = (conv.of_filters for conv in (spec, *others))
+    blocks = max(1, sum(-(-co * ci // 64**2) for co, ci in filters))
+    tiles = math.prod(wgrad_tiles(spec.n, spec.h, spec.w))
 
     def time(splits: int) -> int:
-        rounds = triton.cdiv(blocks * splits, slots)
+        rounds = triton.cdiv(blocks * splits, gpu.num_sms)
         return rounds * (triton.cdiv(tiles, splits) + (_PART if splits > 1 else 0))
 
-    fewest = max(1 if 2 * blocks > slots else 2, fewest_wgrad_splits(x))
-    most = min(tiles, max(4 * slots // max(1, blocks), fewest + slots // max(1, blocks)))
+    fewest = max(1 if 2 * blocks > gpu.num_sms else 2, fewest_wgrad_splits(spec))
+    most = min(tiles, max(4 * gpu.num_sms // blocks, fewest + gpu.num_sms // blocks))
     return min(range(most, fewest - 1, -1), key=time, default=0)
 
 
-def fewest_wgrad_splits(x: Tensor) -> int:
+def fewest_wgrad_splits(spec: ConvSpec) -> int:
     """What `long_sums` says of the sum over pixels."""
-    return fewest_parts(math.prod(wgrad_tiles(x)) * _PIXELS, x.dtype)
+    return fewest_of(spec, math.prod(wgrad_tiles(spec.n, spec.h, spec.w)) * _PIXELS)
+
+
+def _wgrad_tile(spec: ConvSpec, gpu: Device) -> list[RowWgrad]:
+    return [NARROW_WGRAD_TILE if _is_narrow(spec) else WGRAD_TILE]
+
+
+def _launch_wgrad(tile: RowWgrad, splits: int, operands: WgradOperands) -> None:
+    assert operands.parts.dtype == torch.float32
+    weight_grad(operands.x, operands.dy, operands.parts.view(splits, -1))
+
+
+WEIGHT_GRAD = split_kernel(
+    RowWgrad,
+    refuse_wgrad,
+    _wgrad_tile,
+    lambda spec, gpu, tile: wgrad_splits(spec, gpu),
+    _launch_wgrad,
+    around=False,
+    pads=True,
+)
 
 
 def weight_grad(
@@ -296,14 +336,14 @@ def weight_grad(
     `parts` is [splits, CO * 9 * CI + CO2 * 9 * CI2], the one behind the other."""
     swap = dy.shape[3] == 16  # then the kernel takes it for x
     few, many = (dy, x) if swap else (x, dy)
-    _, _, w, ci = few.shape
+    n, h, w, ci = few.shape
     co = many.shape[3]
     if ci == 16:
         ci = parts.shape[1] // (9 * co)
     narrow = few.shape[3] == 16
     ci2, co2 = (0, 0) if x2 is None else (x2.shape[3], dy2.shape[3])
     images = images_of_row(w)
-    groups, tiles_h = wgrad_tiles(x)
+    groups, tiles_h = wgrad_tiles(n, h, w)
     rows = _PIXELS // (w * images)
     blocks = co // 64 if narrow else (co * ci + co2 * ci2) // 64**2
     conv_rows_wgrad_kernel[(blocks * parts.shape[0],)](
@@ -333,25 +373,13 @@ def images_of_row(w: int) -> int:
     return 1 if w >= 16 else 64 // w
 
 
-def wgrad_tiles(x: Tensor) -> tuple[int, int]:
+def wgrad_tiles(n: int, h: int, w: int) -> tuple[int, int]:
     """Groups of images, and tiles of one."""
-    n, h, w, _ = x.shape
     images = images_of_row(w)
     return -(-n // images), h * w * images // _PIXELS
 
 
-# --- what applies where ---------------------------------------------------------------------------
-
-
-def _applies(x: Tensor, weight: Tensor, channels: Sequence[int], widths: Sequence[int]) -> bool:
-    _, h, w, _ = x.shape
-    return (
-        takes(x)
-        and tuple(weight.shape[2:]) == (3, 3)
-        and all(c % 64 == 0 for c in channels)
-        and w in widths
-        and h % (_PIXELS // (w * images_of_row(w))) == 0
-    )
+# --- tensors as the TMA unit is told of them ----------------------------------------------------
 
 
 def _in_rows_of(width: int, x: Tensor) -> "TensorDescriptor":

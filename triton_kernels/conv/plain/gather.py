@@ -11,13 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reductions.column_sum import num_splits
-from ...reductions.long_sums import fewest_parts
 from ...registry.choose import choose
 from ...registry.kernel import configures
-from ...registry.spec import dtype_name
-from ...runtime.device import describe
+from ...registry.spec import ConvSpec, dtype_name
+from ...runtime.device import Device, describe
 from ...tf32 import split_to_tf32
-from ..configs import FwdTile, WgradTile, choose_plan, plans_around
+from ..configs import FwdTile, WgradOperands, WgradTile, fewest_of, split_kernel
 
 
 @configures("gather")
@@ -48,8 +47,8 @@ FWD_CONFIGS = [
     Config(16, 16, 64, 4, 3),
     Config(64, 64, 32, 4, 1),  # a stem's products are one step: a second stage is for nothing
 ]
+_RATE = 0.15e6  # of a weight gradient: operations a microsecond and multiprocessor
 _ONE_STEP = FWD_CONFIGS[-1]
-WEIGHT_GRAD = (WgradConfig,)
 WGRAD_CONFIGS = [
     WgradConfig(64, 64, 32, 4, 3),
     WgradConfig(64, 32, 64, 4, 3),  # stem and head: nine taps of three channels
@@ -375,66 +374,9 @@ def _conv2d_wgrad_gather_kernel(
     )
 
 
-def plan_wgrad(
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor,
-    stride: int,
-    padding: tuple[int, int],
-    precision: str,
-    config: WgradConfig | None,
-) -> tuple[WgradConfig, int]:
-    """The configuration, and the number of parts that the sum over pixels is split into."""
-    co, ci, r, s = weight.shape
-    n, p, q, _ = dy.shape
-    pixels = n * p * q
-    if _swapped(weight, padding, x, dy):
-        co, ci, pixels = ci, co, x.numel() // ci
-
-    fewest = fewest_parts(pixels, x.dtype, precision)
-
-    def splits(c: WgradConfig) -> int:
-        blocks = math.prod(_wgrad_blocks(co, ci, r * s, c))
-        slots = 2 * describe(x.device).num_sms
-        return num_splits(blocks, triton.cdiv(pixels, c.block_m), slots, fewest)
-
-    if config is not None:
-        return config, splits(config)
-
-    def default() -> tuple[WgradConfig, int]:
-        config = _pick_wgrad(co, r * s * ci if ci < 16 else ci)
-        return config, splits(config)
-
-    def candidates() -> list[tuple[WgradConfig, int]]:
-        if (
-            precision == "ieee" and min(co, ci) >= 16
-        ):  # products are unrolled into FMAs: a small tile, which is the first
-            return []
-        alone = [(c, 1) for c in WGRAD_CONFIGS if pixels <= 32 * c.block_m]
-        return plans_around(WGRAD_CONFIGS, splits, fewest) + alone
-
-    def launch(parts: Tensor, config: WgradConfig, splits: int) -> None:
-        launch_wgrad(x, dy, weight, parts, stride, padding, precision, config, splits)
-
-    n, h, w, _ = x.shape
-    shape = {"h": h, "w": w, "k": x.shape[3], "co": co, "ci": ci, "r": r, "s": s, "p": p, "q": q}
-    shape |= {"stride": stride, "dtype": dtype_name(x.dtype, precision != "ieee")}
-    op = "conv_weight_grad_gather"
-    return choose_plan(op, n, shape, candidates, default, weight, launch)
-
-
-def launch_wgrad(
-    x: Tensor,  # [N, H, W, CI]
-    dy: Tensor,  # [N, P, Q, CO]
-    weight: Tensor,  # [CO, CI, R, S], of which only the shape matters
-    partial: Tensor,  # [splits, CO * R * S * CI], or one part alone, to be written
-    stride: int,
-    padding: tuple[int, int],
-    precision: str,
-    config: WgradConfig,
-    splits: int,
-) -> None:
+def launch_wgrad(config: WgradConfig, splits: int, operands: WgradOperands) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
+    x, dy, weight, partial, stride, padding, precision, *_ = operands
     _, _, r, s = weight.shape
     if swapped := _swapped(weight, padding, x, dy):
         x, dy, stride = dy, x, 1
@@ -471,17 +413,30 @@ def launch_wgrad(
 
 
 def _swapped(weight: Tensor, padding: tuple[int, int], x: Tensor, dy: Tensor) -> bool:
+    (p, q), (r, s) = dy.shape[1:3], weight.shape[2:]
+    same = (p, q) == (x.shape[1] + 2 * padding[0] - r + 1, x.shape[2] + 2 * padding[1] - s + 1)
+    return same and _few_of_result(*weight.shape[:2])
+
+
+def _few_of_result(co: int, ci: int) -> bool:
     """Whether to gather dy instead of x: where the output channels are the few, as in the head.
 
         dweight[co, r, s, ci] = sum_{n, h, w} x[n, h, w, ci] dy[n, h + pad - r, w + pad - s, co]
 
     is a weight gradient again, whose taps count backwards. Then x, the large one, is read once and
-    not once a tap.
+    not once a tap. With a stride most of the pixels of x would see no dy at all.
     """
-    co, ci, r, s = weight.shape
-    # with a stride most of the pixels of x would see no dy at all
-    same = all(dy.shape[1 + i] == x.shape[1 + i] + 2 * padding[i] - (r, s)[i] + 1 for i in range(2))
-    return co < 16 <= ci and same
+    return co < 16 <= ci
+
+
+def _of_wgrad(spec: ConvSpec) -> tuple[int, int, int]:
+    """Channels of the operand that is read once and of the one that is gathered, and pixels."""
+    co, ci = spec.of_filters
+    (p, q), (pad_h, pad_w) = spec.size, spec.pads
+    same = (p, q) == (spec.h + 2 * pad_h - spec.r + 1, spec.w + 2 * pad_w - spec.s + 1)
+    if same and _few_of_result(co, ci):
+        return ci, co, spec.n * spec.h * spec.w
+    return co, ci, spec.n * p * q
 
 
 def _wgrad_blocks(co: int, ci: int, taps: int, config: WgradConfig) -> tuple[int, int]:
@@ -492,8 +447,44 @@ def _wgrad_blocks(co: int, ci: int, taps: int, config: WgradConfig) -> tuple[int
     return triton.cdiv(co, config.block_co), columns
 
 
-def _pick_wgrad(co: int, columns: int) -> WgradConfig:
+def _wgrad_splits(spec: ConvSpec, gpu: Device, c: WgradConfig) -> int:
+    co, ci, pixels = _of_wgrad(spec)
+    blocks = math.prod(_wgrad_blocks(co, ci, spec.taps, c))
+    fewest = fewest_of(spec, pixels)
+    return num_splits(blocks, triton.cdiv(pixels, c.block_m), 2 * gpu.num_sms, fewest)
+
+
+def _wgrad_tiles(spec: ConvSpec, gpu: Device) -> list[WgradConfig]:
+    """In float32 products of wide layers are unrolled into FMAs: a small tile, which is the
+    first."""
+    co, ci, _ = _of_wgrad(spec)
+    unrolled = spec.precision == "ieee" and min(co, ci) >= 16
+    return [_pick_wgrad(spec)] if unrolled else WGRAD_CONFIGS
+
+
+def _pick_wgrad(spec: ConvSpec) -> WgradConfig:
+    co, ci, _ = _of_wgrad(spec)
     safe, few_columns, few_channels = WGRAD_CONFIGS[:3]
     if co <= 16:
         return few_channels
-    return few_columns if columns <= 32 else safe
+    return few_columns if (spec.taps * ci if ci < 16 else ci) <= 32 else safe
+
+
+def _cost_wgrad(spec: ConvSpec, gpu: Device, c: WgradConfig) -> float:
+    """Of the tile for so many channels: FMAs in float32, else products of what was fetched number
+    by number."""
+    if c != _pick_wgrad(spec):
+        return math.inf
+    co, ci, pixels = _of_wgrad(spec)
+    return 2 + 2 * pixels * co * ci * spec.taps / (_RATE * gpu.num_sms)
+
+
+WEIGHT_GRAD = split_kernel(
+    WgradConfig,
+    lambda spec, gpu: None,
+    _wgrad_tiles,
+    _wgrad_splits,
+    launch_wgrad,
+    _cost_wgrad,
+    alone=lambda spec, c: _of_wgrad(spec)[2] <= 32 * c.block_m,
+)

@@ -8,12 +8,17 @@ in TF32. A copy of x in columns, 28 numbers a pixel, is half as large as dy, and
 `conv.hopper.mma_wgrad` it is the x of a 1x1 filter.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...registry.kernel import configures
+from ...registry.spec import ConvSpec
+from ...runtime.device import Device
+from ..configs import WgradOperands, split_kernel
 from ..hopper import mma_wgrad
-from .tma_boxes import aligned
 
 _MOST_COLUMNS = 64  # a block of `mma_wgrad`
 _FEWEST_PIXELS = 2**14  # which pay for a copy
@@ -53,35 +58,45 @@ def _columns_kernel(
     tl.store(out_ptrs, x, mask=(offs_m < num_pixels)[:, None] & (column < WIDTH)[None, :])
 
 
-def serves_wgrad(x: Tensor, dy: Tensor, weight: Tensor, precision: str) -> bool:
-    """Whether `launch_wgrad` can do this weight gradient, and a copy pays."""
+@configures("im2col_wgrad")
+class Im2colWgrad(NamedTuple):
+    """There is one tile, of `mma_wgrad`."""
+
+
+def refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why it cannot do a weight gradient, or a copy does not pay, or None."""
+    if reason := mma_wgrad.supports(gpu):
+        return reason
+    if spec.dtype != "fp32":
+        return "it does float32 that is not rounded to TF32"
+    co, ci = spec.of_filters
+    if ci >= 16 or spec.taps * ci > _MOST_COLUMNS:
+        return f"{spec.r}x{spec.s} of {ci} channels are more than {_MOST_COLUMNS} columns"
+    if co % 4 or co < 32 or not spec.aligned:
+        return f"{co} channels of the result; it takes multiples of 4 from 32 on"
+    rows, columns = spec.size
+    if not _FEWEST_PIXELS <= spec.n * rows * columns < 2**31 // _MOST_COLUMNS:
+        return f"a copy pays for {_FEWEST_PIXELS} pixels and more"
+    return None
+
+
+def _splits(spec: ConvSpec, gpu: Device, tile: Im2colWgrad) -> int:
+    co, ci = spec.of_filters
+    rows, columns = spec.size
+    of_columns = ConvSpec(
+        spec.n, spec.dtype, rows, columns, spec.taps * ci, co, 1, 1, filters=(co, spec.taps * ci)
+    )
+    return mma_wgrad.splits_of(of_columns, gpu, _TILE)
+
+
+def _launch(tile: Im2colWgrad, splits: int, operands: WgradOperands) -> None:
+    x, dy, weight, _, stride, padding, *_ = operands
     co, ci, r, s = weight.shape
-    few = ci < 16 and r * s * ci <= _MOST_COLUMNS
-    fits = co % 4 == 0 and co >= 32 and aligned(dy)
-    many = _FEWEST_PIXELS <= dy.numel() // co < 2**31 // _MOST_COLUMNS
-    return precision == "ieee" and few and fits and many and mma_wgrad.serves(x)
-
-
-def plan_wgrad(x, dy, weight, stride, padding, precision, config) -> tuple[mma_wgrad.Tile, int]:
-    """The tile, and the number of parts that the sum over pixels is split into."""
-    assert config is None
-    return _TILE, mma_wgrad.mma_splits(dy, dy, _as_pointwise(weight), (0, 0), precision, _TILE)
-
-
-def launch_wgrad(
-    x: Tensor,  # float32 [N, H, W, CI]
-    dy: Tensor,  # float32 [N, P, Q, CO]
-    weight: Tensor,  # [CO, CI, R, S], of which only the shape matters
-    partial: Tensor,  # [splits, CO * R * S * CI], or one part alone, to be written
-    stride: int,
-    padding: tuple[int, int],
-    precision: str,
-    tile: mma_wgrad.Tile,
-    splits: int,
-) -> None:
-    """The gradient of the filters, as `splits` parts that have to be added up."""
     columns = to_columns(x, dy, weight, stride, padding)
-    mma_wgrad.launch_mma(columns, dy, _as_pointwise(weight), partial, (0, 0), 3, tile, splits)
+    # filters of as many numbers, of which the sum has the shape
+    as_pointwise = weight.new_empty((1,)).expand(co, r * s * ci, 1, 1)
+    given = operands._replace(x=columns, weight=as_pointwise, padding=(0, 0), precision="ieee")
+    mma_wgrad.launch_mma(_TILE, splits, given)
 
 
 def to_columns(
@@ -103,7 +118,8 @@ def to_columns(
     return columns
 
 
-def _as_pointwise(weight: Tensor) -> Tensor:
-    """Filters of as many numbers, of which the sum has the shape."""
-    co, ci, r, s = weight.shape
-    return weight.new_empty((1,)).expand(co, r * s * ci, 1, 1)
+# no other that takes so few channels has tensor cores: its cost need not be right
+WEIGHT_GRAD = split_kernel(
+    Im2colWgrad, refuse, lambda spec, gpu: [Im2colWgrad()], _splits, _launch,
+    lambda spec, gpu, tile: 1.0, around=False,
+)  # fmt: skip

@@ -12,14 +12,12 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ...reductions.column_sum import num_splits
-from ...reductions.long_sums import fewest_parts
-from ...registry.kernel import configures
-from ...registry.spec import dtype_name
-from ...runtime.device import describe
-from ..configs import choose_plan, plans_around
+from ...registry.kernel import CLOCKS, configures
+from ...registry.spec import ConvSpec
+from ...runtime.device import Device
+from ..configs import WgradOperands, fewest_of, split_kernel
 from .tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box, row_box
 
 
@@ -162,87 +160,30 @@ def _conv_pointer_wgrad_kernel(
         tl.store(dw_ptrs + i * TO_NEXT * CI, accs[i].to(dw_ptr.dtype.element_ty), mask=mask)
 
 
-def serves_wgrad(x: Tensor, dy: Tensor, stride: int, config: tuple | None) -> bool:
-    """Whether a weight gradient belongs here: the tile says so, or there is no TMA unit, or none
-    that could address these tensors of 16-bit numbers."""
-    if config is not None:
-        return isinstance(config, PointerWgradTile)
-    odd = x.itemsize == 2 and stride == 1 and (x.shape[3] % 8 or dy.shape[3] % 8)
-    return bool(odd) or not describe(x.device).tma
+def refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why it cannot do a weight gradient, or why that is left to others, or None."""
+    if spec.precision == "ieee":
+        return "in float32 its products are rounded to TF32"
+    if not gpu.tma:
+        return None
+    if spec.itemsize == 4 or spec.stride > 1 or min(spec.k, spec.c) < _FEW:
+        return "of what a TMA unit could fetch it takes 16 bits, stride 1, 16 channels and more"
+    if spec.k % 8 == spec.c % 8 == 0:
+        return "the TMA unit of this GPU fetches such tensors"
+    return None
 
 
-def plan_wgrad(
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor,
-    stride: int,
-    padding: tuple[int, int],
-    precision: str,
-    config: PointerWgradTile | None,
-) -> tuple[PointerWgradTile, int]:
-    """The configuration, and the number of parts that the sum over pixels is split into."""
-    pixels = as_one_row(dy) if stride == 1 and is_pointwise(weight, padding) else dy
-
-    fewest = fewest_parts(dy.numel() // dy.shape[3], dy.dtype)
-
-    def splits(c: PointerWgradTile) -> int:
-        steps = _steps(c, pixels)
-        resident = min(describe(x.device).shared_memory // _shared(c, x), 8 // c.num_warps)
-        slots = describe(x.device).num_sms * max(1, resident)
-        return num_splits(math.prod(_blocks(weight, c)), steps, slots, fewest)
-
-    if config is not None:
-        return config, splits(config)
-
-    def default() -> tuple[PointerWgradTile, int]:
-        config = _pick(x, weight, dy)
-        return config, splits(config)
-
-    def launch(parts: Tensor, config: PointerWgradTile, splits: int) -> None:
-        launch_wgrad(x, dy, weight, parts, stride, padding, precision, config, splits)
-
-    return choose_plan(
-        "conv_weight_grad_pointer",
-        x.shape[0],
-        {
-            "h": x.shape[1],
-            "w": x.shape[2],
-            "k": x.shape[3],
-            "p": dy.shape[1],
-            "q": dy.shape[2],
-            "c": dy.shape[3],
-            "r": weight.shape[2],
-            "s": weight.shape[3],
-            "stride": stride,
-            "dtype": dtype_name(x.dtype, allow_tf32=True),
-        },
-        lambda: plans_around(candidates(x, weight, dy), splits, fewest),
-        default,
-        weight,
-        launch,
-    )
-
-
-def launch_wgrad(
-    x: Tensor,  # [N, H, W, CI or more]
-    dy: Tensor,  # [N, P, Q, CO or more]
-    weight: Tensor,  # [CO, CI, R, S], of which only the shape matters
-    partial: Tensor,  # [splits, CO * R * S * CI], or one part alone, to be written
-    stride: int,
-    padding: tuple[int, int],
-    precision: str,
-    config: PointerWgradTile,
-    splits: int,
-) -> None:
+def launch_wgrad(config: PointerWgradTile, splits: int, operands: WgradOperands) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
+    x, dy, weight, partial, stride, padding, precision, *_ = operands
     co, ci, r, s = weight.shape
     if stride == 1 and is_pointwise(weight, padding):
         x, dy = as_one_row(x), as_one_row(dy)
     _, h, w, kx = x.shape
     n, p, q, ky = dy.shape
-    box, num_tiles = _box(config, dy), _steps(config, dy)
+    box, num_tiles = _box(config, n, p, q), _steps(config, n, p, q)
     unit = math.gcd(8, kx, ky)
-    _conv_pointer_wgrad_kernel[(*_blocks(weight, config), splits)](
+    _conv_pointer_wgrad_kernel[(*_blocks(co, ci, r * s, config), splits)](
         x,
         dy,
         partial,
@@ -278,24 +219,25 @@ def launch_wgrad(
     )
 
 
-def candidates(x: Tensor, weight: Tensor, dy: Tensor) -> list[PointerWgradTile]:
-    """The tiles that can do it, less those that another serves better anyway."""
-    co, ci, r, s = weight.shape
+def tiles(spec: ConvSpec, gpu: Device) -> list[PointerWgradTile]:
+    """Those that can do it, less those that another serves better anyway."""
+    co, ci = spec.of_filters
+    same = spec.size == (spec.h, spec.w)
     return [
         c
         for c in TILES
-        if c.taps in (1, s, r * s)
-        and (c.rows == 1 or (3, 3) == (r, s) and dy.shape == (*x.shape[:3], dy.shape[3]))
-        and _box(c, dy) is not None
+        if c.taps in (1, spec.s, spec.taps)
+        and (c.rows == 1 or ((3, 3) == (spec.r, spec.s) and same))
+        and _box(c, spec.n, *spec.size) is not None
         and (c.block_ci > _FEW or ci <= _FEW)
         and (c.block_co > _FEW or co <= _FEW)
-        and _shared(c, x) <= describe(x.device).shared_memory
+        and _shared(c, spec) <= gpu.shared_memory
     ]
 
 
-def _shared(c: PointerWgradTile, x: Tensor) -> int:
+def _shared(c: PointerWgradTile, spec: ConvSpec) -> int:
     """Bytes of a program."""
-    return (c.num_stages - 1) * c.block_m * _fetched(c) * x.itemsize
+    return (c.num_stages - 1) * c.block_m * _fetched(c) * spec.itemsize
 
 
 def _fetched(c: PointerWgradTile) -> int:
@@ -305,35 +247,40 @@ def _fetched(c: PointerWgradTile) -> int:
     return c.rows * c.block_co + (c.rows + 2) * c.block_ci
 
 
-def _box(c: PointerWgradTile, dy: Tensor) -> tuple[int, int, int] | None:
-    n, p, q, _ = dy.shape
+def _box(c: PointerWgradTile, n: int, p: int, q: int) -> tuple[int, int, int] | None:
     if c.rows > 1:
         return row_box(c.block_m, c.rows, p, q)
     return pixel_box(c.block_m, n, p, q)
 
 
-def _steps(c: PointerWgradTile, dy: Tensor) -> int:
-    n, p, q, _ = dy.shape
-    images, rows, columns = _box(c, dy)
+def _steps(c: PointerWgradTile, n: int, p: int, q: int) -> int:
+    images, rows, columns = _box(c, n, p, q)
     return count_boxes((images, rows * c.rows, columns), n, p, q)
 
 
-def _pick(x: Tensor, weight: Tensor, dy: Tensor) -> PointerWgradTile:
+def _splits(spec: ConvSpec, gpu: Device, c: PointerWgradTile) -> int:
+    co, ci = spec.of_filters
+    resident = min(gpu.shared_memory // _shared(c, spec), 8 // c.num_warps)
+    slots = gpu.num_sms * max(1, resident)
+    programs = math.prod(_blocks(co, ci, spec.taps, c))
+    return num_splits(programs, _steps(c, *spec.pixels), slots, fewest_of(spec))
+
+
+def _cost(spec: ConvSpec, gpu: Device, c: PointerWgradTile) -> float:
     """The least work of a pixel, counting padded channels: multiplying (1024 multiply-adds a clock)
     or fetching (24 bytes a clock)."""
-    co, ci, r, s = weight.shape
-
-    def time(c: PointerWgradTile) -> float:
-        programs = math.prod(_blocks(weight, c))
-        products = c.block_co * c.block_ci * c.taps / 1024
-        fetched = _fetched(c) * x.itemsize / c.rows / 24
-        return programs * (max(products, fetched) + min(products, fetched) / 4)
-
-    return min(candidates(x, weight, dy), key=time)
+    co, ci = spec.of_filters
+    programs = math.prod(_blocks(co, ci, spec.taps, c))
+    products = c.block_co * c.block_ci * c.taps / 1024
+    fetched = _fetched(c) * spec.itemsize / c.rows / 24
+    clocks = programs * (max(products, fetched) + min(products, fetched) / 4)
+    return math.prod(spec.pixels) * clocks / gpu.num_sms / CLOCKS
 
 
-def _blocks(weight: Tensor, config: PointerWgradTile) -> tuple[int, int]:
+def _blocks(co: int, ci: int, taps: int, config: PointerWgradTile) -> tuple[int, int]:
     """Programs by blocks of channels, and by groups of taps."""
-    co, ci, r, s = weight.shape
     blocks = triton.cdiv(co, config.block_co) * triton.cdiv(ci, config.block_ci)
-    return blocks, r * s // config.taps
+    return blocks, taps // config.taps
+
+
+WEIGHT_GRAD = split_kernel(PointerWgradTile, refuse, tiles, _splits, launch_wgrad, _cost, pads=True)

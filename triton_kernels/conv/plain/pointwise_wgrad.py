@@ -2,8 +2,8 @@
 
     dweight[co, ci] = sum_m dy[m, co] x[m, ci]
 
-wgmma wants its float32 operands with the pixels innermost, for which `conv.plain.float32_wgrad`
-copies them. A layer of few pixels has no time for that. The older mma.sync takes its operands from
+wgmma wants its float32 operands with the pixels innermost, and a layer of few pixels has no time
+to copy them. The older mma.sync takes its operands from
 registers, in whatever order they come. Triton uses it where a program has no four warps or its tile
 fewer than 64 rows, so the tiles here are small, and several programs share a multiprocessor.
 
@@ -11,22 +11,35 @@ In TF32 that is one product, in float32 three (`triton_kernels.tf32`), added up 
 they get to the sum, since tensor cores round every addition towards zero.
 """
 
+import math
+
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...reductions.column_sum import num_splits
-from ...reductions.long_sums import fewest_parts
+from ...registry.kernel import configures
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
-from ...runtime.device import describe
+from ...runtime.device import Device
 from ...tf32 import round_to_tf32, split_to_tf32
-from ..configs import WgradTile
+from ..configs import WgradOperands, WgradTile, fewest_of, split_kernel
+from .tma_boxes import refuse_wide_float32
+
+_FEW, _SOME = 64, 256  # pixels
+
+
+@configures("pointwise_wgrad")
+class PointwiseWgrad(WgradTile):
+    """What one program computes."""
+
+    __slots__ = ()
+
 
 TILES = [  # for few, some and many pixels
-    WgradTile(32, 32, 32, 4, 3),
-    WgradTile(32, 32, 128, 4, 2),
-    WgradTile(32, 128, 64, 4, 3),
+    PointwiseWgrad(32, 32, 32, 4, 3),
+    PointwiseWgrad(32, 32, 128, 4, 2),
+    PointwiseWgrad(32, 128, 64, 4, 3),
 ]
 
 
@@ -76,33 +89,25 @@ def _points_wgrad_kernel(
     tl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def points_splits(x: Tensor, weight: Tensor, precision: str, tile: WgradTile) -> int:
-    """Parts that the sum over pixels is best split into."""
-    pixels = x.numel() // x.shape[-1]
+def _splits(spec: ConvSpec, gpu: Device, tile: PointwiseWgrad) -> int:
+    *_, pixels = spec.pixels
     steps = triton.cdiv(pixels, tile.block_m)
     if steps <= 8:  # what a second launch takes
         return 1
-    co, ci, _, _ = weight.shape
+    co, ci = spec.of_filters
     blocks = min(_blocks(co, ci, tile), _blocks(ci, co, tile))
-    fewest = fewest_parts(pixels, x.dtype, precision)
-    return num_splits(blocks, steps, describe(x.device).num_sms, fewest)
+    return num_splits(blocks, steps, gpu.num_sms, fewest_of(spec))
 
 
-def _blocks(a: int, b: int, tile: WgradTile) -> int:
+def _blocks(a: int, b: int, tile: PointwiseWgrad) -> int:
     """Tiles of the result, of which one operand has `a` channels, the other `b`."""
     return triton.cdiv(a, tile.block_co) * triton.cdiv(b, tile.block_ci)
 
 
-def launch_points(
-    x: Tensor,  # float32 [N, H, W, CI]
-    dy: Tensor,  # float32 [N, H, W, CO]
-    weight: Tensor,  # [CO, CI, 1, 1], of which only the shape matters
-    partial: Tensor,  # [splits, CO * CI], or one part alone, to be written
-    precision: str,
-    tile: WgradTile,  # of dy and x, or of x and dy if that is fewer tiles
-    splits: int,
-) -> None:
-    """The gradient of the filters, as `splits` parts that have to be added up."""
+def launch_points(tile: PointwiseWgrad, splits: int, operands: WgradOperands) -> None:
+    """The gradient of the filters, as `splits` parts that have to be added up; of tiles of dy and
+    x, or of x and dy if that is fewer tiles."""
+    x, dy, weight, partial, _, _, precision, *_ = operands
     co, ci, _, _ = weight.shape
     m = x.numel() // ci
     steps = triton.cdiv(triton.cdiv(m, tile.block_m), splits)
@@ -128,3 +133,29 @@ def launch_points(
         num_stages=tile.num_stages,
         **overlapping(x.device),
     )
+
+
+def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    if not spec.pointwise:
+        return f"it does 1x1 filters without padding, not {spec.r}x{spec.s}"
+    return refuse_wide_float32(spec, gpu)
+
+
+def _cost(spec: ConvSpec, gpu: Device, tile: PointwiseWgrad) -> float:
+    """Rules of thumb: of many pixels `conv.hopper.mma_wgrad` is faster in TF32, and in float32 its
+    or `conv.plain.gather`."""
+    *_, pixels = spec.pixels
+    few, some, many = TILES
+    if pixels <= _SOME:
+        best = few if pixels <= _FEW or spec.precision == "ieee" else some
+        overhead, rate = 1.5, 1e6
+    elif spec.precision == "ieee":
+        return math.inf
+    else:
+        best, overhead, rate = many, 1.95, 0.25e6
+    return overhead + spec.flops / (rate * gpu.num_sms) if tile == best else math.inf
+
+
+WEIGHT_GRAD = split_kernel(
+    PointwiseWgrad, _refuse, lambda spec, gpu: TILES, _splits, launch_points, _cost
+)

@@ -11,7 +11,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...runtime.device import describe
+from ...registry.spec import ConvSpec
+from ...runtime.device import Device, describe
 
 _MOST_IMAGES = 16  # of a `covering_box`, each with sums of its own
 _WHOLE_ROW = 128  # pixels of a row that some tile of every list takes whole
@@ -152,6 +153,26 @@ def addressable(x: Tensor, y: Tensor) -> bool:
     """Whether there is a TMA unit, and it can address these NHWC tensors."""
     wide = all(t.shape[3] * t.itemsize % 16 == 0 for t in (x, y))
     return wide and describe(x.device).tma and aligned(x) and aligned(y)
+
+
+def unaddressable(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why the TMA unit cannot fetch what a convolution reads and writes, or None."""
+    if not gpu.tma:
+        return "the GPU has no TMA unit"
+    if odd := [c for c in (spec.k, spec.c) if c * spec.itemsize % 16]:
+        return f"{odd[0]} channels are no multiple of 16 bytes, which the TMA unit wants"
+    return None if spec.aligned else "tensors do not begin at multiples of 16 bytes"
+
+
+def refuse_wide_float32(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why a weight gradient is not for the kernels of float32 and wide layers, or None."""
+    if spec.stride != 1:
+        return f"it does stride 1, not {spec.stride}"
+    if spec.itemsize != 4:
+        return "numbers have 16 bits; it multiplies 32"
+    if (few := min(spec.filters or (spec.k, spec.c))) < 32:
+        return f"{few} channels would leave most of a tile to nothing"
+    return unaddressable(spec, gpu)
 
 
 def aligned(x: Tensor) -> bool:

@@ -16,15 +16,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...reductions.long_sums import fewest_parts
 from ...registry.choose import choose
-from ...registry.kernel import configures
-from ...registry.spec import dtype_name
-from ...runtime.device import describe
-from ..configs import FwdTile, WgradTile, choose_plan, plans_around
+from ...registry.kernel import CLOCKS, configures
+from ...registry.spec import ConvSpec, dtype_name
+from ...runtime.device import Device, describe
+from ..configs import FwdTile, WgradOperands, WgradTile, split_kernel
 from .tma import tile_constants, tile_origin, worth_turning
-from .tma_boxes import addressable, aligned, count_boxes, in_boxes, pixel_box, weight_in_boxes
-from .tma_wgrad import num_parts, tile_arguments, wgrad_blocks
+from .tma_boxes import (
+    addressable,
+    aligned,
+    count_boxes,
+    in_boxes,
+    pixel_box,
+    unaddressable,
+    weight_in_boxes,
+)
+from .tma_wgrad import num_parts, tile_arguments
 from .transpose_weights import turn_filters
 
 
@@ -54,7 +61,6 @@ FWD_CONFIGS = [
     Config(64, 128, 64, 4, 4),
     Config(64, 128, 32, 4, 4),
 ]
-WEIGHT_GRAD = (WgradConfig,)
 WGRAD_CONFIGS = [
     WgradConfig(64, 64, 64, 4, 4),
     WgradConfig(64, 32, 64, 4, 4),
@@ -344,60 +350,14 @@ def _stride2_wgrad_kernel(
     tl.store(dw_ptr + rows[:, None] + offs_ci[None, :], acc.to(dw_ptr.dtype.element_ty), mask=mask)
 
 
-def plan_wgrad(
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor,
-    stride: int,
-    padding: tuple[int, int],
-    precision: str,
-    config: WgradConfig | None,
-) -> tuple[WgradConfig, int]:
-    """The configuration, and the number of parts that the sum over pixels is split into."""
-    assert stride == 2
-    fewest = fewest_parts(dy.numel() // dy.shape[3], dy.dtype)
-
-    def splits(c: WgradConfig) -> int:
-        return num_parts(dy, c, math.prod(wgrad_blocks(weight, c)))
-
-    if config is not None:
-        return config, splits(config)
-
-    def default() -> tuple[WgradConfig, int]:
-        safe = WGRAD_CONFIGS[0] if weight.shape[1] % 64 == 0 else WGRAD_CONFIGS[1]
-        return safe, splits(safe)
-
-    def launch(parts: Tensor, config: WgradConfig, splits: int) -> None:
-        launch_wgrad(x, dy, weight, parts, 2, padding, "tf32", config, splits)
-
-    return choose_plan(
-        "conv_weight_grad_stride2",
-        x.shape[0],
-        _shape(x, dy, *weight.shape[2:]),
-        lambda: plans_around(WGRAD_CONFIGS, splits, fewest),
-        default,
-        weight,
-        launch,
-    )
-
-
-def launch_wgrad(
-    x: Tensor,  # [N, H, W, CI]
-    dy: Tensor,  # [N, P, Q, CO]
-    weight: Tensor,  # [CO, CI, R, S], of which only the shape matters
-    partial: Tensor,  # [splits, CO * R * S * CI], or one part alone, to be written
-    stride: int,
-    padding: tuple[int, int],
-    precision: str,
-    config: WgradConfig,
-    splits: int,
-) -> None:
+def launch_wgrad(config: WgradConfig, splits: int, operands: WgradOperands) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
-    assert stride == 2
+    x, dy, weight, partial, _, padding, *_ = operands
     co, ci, r, s = weight.shape
     _, p, q, _ = dy.shape
     dy_tiles, box, num_tiles, constants = tile_arguments(dy, s, padding, config)
-    _stride2_wgrad_kernel[(*wgrad_blocks(weight, config), splits)](
+    blocks = triton.cdiv(co, config.block_co) * triton.cdiv(ci, config.block_ci)
+    _stride2_wgrad_kernel[(blocks, r * s, splits)](
         in_boxes(_by_parity(x), [*box[:2], 1, box[2], config.block_ci]),
         dy_tiles,
         partial,
@@ -412,12 +372,28 @@ def launch_wgrad(
     )
 
 
-def serves_wgrad(
-    x: Tensor, dy: Tensor, weight: Tensor, stride: int, padding: tuple[int, int]
-) -> bool:
-    """Whether `launch_wgrad` can do this weight gradient."""
-    fits = stride == 2 and x.itemsize == 2 and _has_parities(x, weight, padding)
-    return fits and addressable(x, dy)
+def refuse_wgrad(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why it cannot do a weight gradient."""
+    if spec.stride != 2:
+        return f"it does stride 2, not {spec.stride}"
+    if spec.itemsize != 2:
+        return "numbers have 32 bits; it multiplies 16"
+    a_row = spec.h == spec.r == 1 and spec.pads[0] == 0
+    if spec.w % 2 or (spec.h % 2 and not a_row):
+        return f"{spec.h} x {spec.w} pixels are not even"
+    return unaddressable(spec, gpu)
+
+
+def cost_wgrad(spec: ConvSpec, gpu: Device, c: WgradConfig) -> float:
+    """The first tile, or the one for few channels."""
+    ci = spec.of_filters[1]
+    taken = c == WGRAD_CONFIGS[0 if ci % 64 == 0 else 1]
+    return spec.flops / (2048 * gpu.num_sms) / CLOCKS if taken else math.inf
+
+
+WEIGHT_GRAD = split_kernel(
+    WgradConfig, refuse_wgrad, lambda spec, gpu: WGRAD_CONFIGS, num_parts, launch_wgrad, cost_wgrad
+)
 
 
 # --- rows and columns by their parity -------------------------------------------------------------

@@ -7,21 +7,25 @@ filter, which share dy. The sum is split into parts where there are too few prog
 import math
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...reductions.column_sum import num_splits
-from ...reductions.long_sums import fewest_parts
-from ...registry.kernel import configures
-from ...registry.spec import dtype_name
+from ...registry.kernel import CLOCKS, configures
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
-from ...runtime.device import describe
-from ..configs import WgradTile, choose_plan, plans_around
-from ..hopper import row_mma as gluon_rows
-from .tma_boxes import addressable, as_one_row, count_boxes, in_boxes, is_pointwise, wgrad_box
+from ...runtime.device import Device
+from ..configs import WgradOperands, WgradTile, fewest_of, split_kernel
+from .tma_boxes import (
+    as_one_row,
+    count_boxes,
+    in_boxes,
+    is_pointwise,
+    unaddressable,
+    wgrad_box,
+)
 
 
 @configures("tma_wgrad")
@@ -36,7 +40,6 @@ class WgradConfig(NamedTuple):
     num_stages: int
 
 
-WEIGHT_GRAD = (WgradConfig, gluon_rows.RowWgrad)
 WGRAD_CONFIGS = [
     WgradConfig(64, 64, 64, 1, 4, 4),
     WgradConfig(64, 64, 64, 3, 4, 3),
@@ -142,91 +145,25 @@ def _store_or_add(ptrs, value, mask, ADD: tl.constexpr):
     tl.store(ptrs, value.to(ptrs.dtype.element_ty), mask=mask)
 
 
-def plan_wgrad(
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor,
-    stride: int,
-    padding: tuple[int, int],
-    precision: str,
-    config: WgradConfig | None,
-) -> tuple[WgradConfig, int]:
-    """The configuration, and the number of parts that the sum over pixels is split into."""
-    assert stride == 1
-    _, _, r, s = weight.shape
-
-    def splits(c: WgradConfig) -> int:
-        if isinstance(c, gluon_rows.RowWgrad):
-            return gluon_rows.wgrad_splits(x, weight)
-        pixels = as_one_row(dy) if is_pointwise(weight, padding) else dy
-        return num_parts(pixels, c, math.prod(wgrad_blocks(weight, c, c.taps)))
-
-    if config is not None:
-        return config, splits(config)
-
-    def default() -> tuple[WgradConfig, int]:
-        config = _pick_wgrad(x, weight)
-        return config, splits(config)
-
-    def candidates() -> list[tuple[WgradConfig, int]]:
-        fitting = (c for c in WGRAD_CONFIGS if wgrad_fits(c, x, weight))
-        plans = plans_around(fitting, splits, fewest_parts(dy.numel() // dy.shape[3], dy.dtype))
-        if gluon is not None:
-            plans += [(gluon, gluon_rows.wgrad_splits(x, weight))]
-        return plans
-
-    def launch(parts: Tensor, config: WgradConfig, splits: int) -> None:
-        launch_wgrad(x, dy, weight, parts, 1, padding, "tf32", config, splits)
-
-    tile = gluon_rows.wgrad_tile(x, dy, weight, padding)
-    rounded = weight.dtype != torch.float32  # a sum in one part is stored as it is
-    if tile is not None and rounded and gluon_rows.wgrad_splits(x, weight) == 1:
-        tile = None
-    gluon = tile
-    n, h, w, k = x.shape
-    shape = {"h": h, "w": w, "k": k, "c": dy.shape[3], "r": r, "s": s, "dtype": dtype_name(x.dtype)}
-    plan = choose_plan("conv_weight_grad", n, shape, candidates, default, weight, launch)
-    if isinstance(plan[0], gluon_rows.RowWgrad) and plan[0] != gluon:
-        plan = default()
-    return plan
+def num_parts(spec: ConvSpec, gpu: Device, config: WgradConfig | WgradTile, taps: int = 1) -> int:
+    """Parts that the sum over pixels is best split into, by programs of so many taps; of stride 2
+    as well."""
+    box, _ = wgrad_box(config.block_m, *spec.pixels)
+    slots = gpu.num_sms * 8 // config.num_warps
+    programs = math.prod(wgrad_blocks(spec, config, taps))
+    return num_splits(programs, count_boxes(box, *spec.pixels), slots, fewest_of(spec))
 
 
-def num_parts(dy: Tensor, config: WgradConfig | WgradTile, programs: int) -> int:
-    """Parts of a sum over the pixels of dy that `programs` such sums are best split into; of stride
-    2 as well."""
-    n, p, q, _ = dy.shape
-    box, _ = wgrad_box(config.block_m, n, p, q)
-    slots = describe(dy.device).num_sms * 8 // config.num_warps
-    fewest = fewest_parts(n * p * q, dy.dtype)
-    return num_splits(programs, count_boxes(box, n, p, q), slots, fewest)
-
-
-def launch_wgrad(
-    x: Tensor,  # [N, H, W, CI]
-    dy: Tensor,  # [N, P, Q, CO]
-    weight: Tensor,  # [CO, CI, R, S], of which only the shape matters
-    partial: Tensor,  # [splits, CO * R * S * CI], or one part alone, to be written
-    stride: int,
-    padding: tuple[int, int],
-    precision: str,
-    config: WgradConfig,
-    splits: int,
-    *,
-    stride_co: int | None = None,  # of `partial`, if it is one part alone with its rows apart
-    accumulate: bool = False,  # add to what `partial` holds
-) -> None:
+def launch_wgrad(config: WgradConfig, splits: int, operands: WgradOperands) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
-    assert stride == 1
-    if isinstance(config, gluon_rows.RowWgrad):
-        assert partial.dtype == torch.float32 and not accumulate
-        gluon_rows.weight_grad(x, dy, partial.view(splits, -1))
-        return
+    x, dy, weight, partial, _, padding, _, stride_co, accumulate = operands
     co, ci, r, s = weight.shape
     if is_pointwise(weight, padding):
         x, dy = as_one_row(x), as_one_row(dy)
     _, p, q, _ = dy.shape
     dy_tiles, box, num_tiles, constants = tile_arguments(dy, s, padding, config)
-    _conv2d_wgrad_tma_kernel[(*wgrad_blocks(weight, config, config.taps), splits)](
+    blocks = _count_blocks(co, ci, r * s, config, config.taps)
+    _conv2d_wgrad_tma_kernel[(*blocks, splits)](
         in_boxes(x, [*box, config.block_ci]),
         dy_tiles,
         partial,
@@ -273,35 +210,57 @@ def tile_arguments(
     return tiles, box, count_boxes(box, n, p, q), constants
 
 
-def serves_wgrad(x: Tensor, dy: Tensor, weight: Tensor, stride: int) -> bool:
-    """Whether `launch_wgrad` can do this weight gradient. In float32 wgmma could not take its
-    operands as they lie in memory, with the pixels outermost."""
-    return stride == 1 and x.itemsize == 2 and addressable(x, dy)
+def refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why it cannot do a weight gradient. In float32 wgmma could not take its operands as they lie
+    in memory, with the pixels outermost."""
+    if spec.stride != 1:
+        return f"it does stride 1, not {spec.stride}"
+    if spec.itemsize != 2:
+        return "numbers have 32 bits; it multiplies 16"
+    return unaddressable(spec, gpu)
 
 
-def _pick_wgrad(x: Tensor, weight: Tensor) -> WgradConfig:
+def tiles(spec: ConvSpec, gpu: Device) -> list[WgradConfig]:
+    """Those whose taps divide the filter's rows, and whose pipeline fits into shared memory."""
+    return [
+        c
+        for c in WGRAD_CONFIGS
+        if spec.s % c.taps == 0
+        and c.num_stages * c.block_m * (c.block_co + c.taps * c.block_ci) * 2 + 1024
+        <= gpu.shared_memory
+    ]
+
+
+def cost(spec: ConvSpec, gpu: Device, c: WgradConfig) -> float:
     """The least work, counting padded channels, and fetching as `conv.plain.tma` does."""
-    co, ci, _, s = weight.shape
-    taps = 3 if s == 3 else 1
-
-    def time(c: WgradConfig) -> float:
-        padded = triton.cdiv(co, c.block_co) * c.block_co * triton.cdiv(ci, c.block_ci) * c.block_ci
-        fetched = (c.block_co + c.taps * c.block_ci) / (c.block_co * c.block_ci * c.taps)
-        return padded * (1 + 32 * fetched)
-
-    modelled = (c for c in WGRAD_CONFIGS[:_MODELLED] if wgrad_fits(c, x, weight))
-    return min((c for c in modelled if c.taps == taps), key=time)
+    if c not in WGRAD_CONFIGS[:_MODELLED] or c.taps != (3 if spec.s == 3 else 1):
+        return math.inf
+    co, ci = spec.of_filters
+    padded = triton.cdiv(co, c.block_co) * c.block_co * triton.cdiv(ci, c.block_ci) * c.block_ci
+    fetched = (c.block_co + c.taps * c.block_ci) / (c.block_co * c.block_ci * c.taps)
+    products = math.prod(spec.pixels) * spec.taps * padded * (1 + 32 * fetched)
+    return products / (4096 * gpu.num_sms) / CLOCKS
 
 
-def wgrad_fits(c: WgradConfig, x: Tensor, weight: Tensor) -> bool:
-    """Whether the taps divide the filter's rows, and the pipeline fits into shared memory."""
-    fetched = c.num_stages * c.block_m * (c.block_co + c.taps * c.block_ci) * 2
-    return weight.shape[3] % c.taps == 0 and fetched + 1024 <= describe(x.device).shared_memory
-
-
-def wgrad_blocks(weight: Tensor, config: WgradConfig | WgradTile, taps: int = 1) -> tuple[int, int]:
+def wgrad_blocks(spec: ConvSpec, config: WgradConfig | WgradTile, taps: int = 1) -> tuple[int, int]:
     """Programs by blocks of channels, and by the taps, of which each does so many."""
-    co, ci, r, s = weight.shape
-    assert s % taps == 0, "taps of one program are neighbours in a row of the filter"
+    co, ci = spec.of_filters
+    return _count_blocks(co, ci, spec.taps, config, taps)
+
+
+def _count_blocks(co: int, ci: int, all_taps: int, config: tuple, taps: int) -> tuple[int, int]:
+    assert all_taps % taps == 0, "taps of one program are neighbours in a row of the filter"
     blocks = triton.cdiv(co, config.block_co) * triton.cdiv(ci, config.block_ci)
-    return blocks, r * s // taps
+    return blocks, all_taps // taps
+
+
+WEIGHT_GRAD = split_kernel(
+    WgradConfig,
+    refuse,
+    tiles,
+    lambda spec, gpu, tile: num_parts(spec, gpu, tile, tile.taps),
+    launch_wgrad,
+    cost,
+    pads=True,
+    in_place=True,
+)

@@ -1,0 +1,212 @@
+"""Times of every configuration of the fused convolutions, over layers of models that people train.
+
+    python -m benchmarks.sweep_configs [key=value ...]
+
+    out=sweep.jsonl     a line for each: op, spec, kernel, config, microseconds
+    processes=16        that compile side by side, first
+    compiling=100       seconds that they have
+    timing=60           seconds after that
+    shapes=0            so many of the layers and batches; 0: all
+    passes=forward,input_grad,weight_grad
+
+It is what the cost models are fitted to (`benchmarks.fit_costs`). Layers come in random order, each
+with all of its configurations, and lines are written as they are found: a run that its time cuts
+short leaves whole layers. A configuration whose result differs from the first one's has no time.
+"""
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from benchmarks import harness
+from triton_kernels.conv.fused import (
+    FORWARD,
+    INPUT_GRAD,
+    conv_forward,
+    conv_input_grad,
+    conv_weight_grad,
+)
+from triton_kernels.conv.weight_grad import WEIGHT_GRAD
+from triton_kernels.registry.choose import listed
+from triton_kernels.registry.kernel import Op
+from triton_kernels.registry.search import agree, time_call
+from triton_kernels.registry.spec import ConvSpec
+from triton_kernels.runtime.device import Device, describe
+
+DEFAULTS = {
+    "out": "sweep.jsonl",
+    "processes": 16,
+    "compiling": 100,
+    "timing": 60,
+    "shapes": 0,
+    "passes": ("forward", "input_grad", "weight_grad"),
+    "part": -1,  # the share of a compiling process
+}
+OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
+
+# (rows and columns, channels of x and of y, side of the filter, batches)
+LAYERS = (
+    (64, 64, 64, 3, (8, 32, 128)),  # unet64
+    (32, 128, 128, 3, (8, 32, 128)),
+    (32, 256, 128, 3, (32,)),
+    (16, 192, 192, 3, (8, 64)),
+    (8, 256, 256, 3, (16, 128)),
+    (8, 512, 256, 3, (64,)),
+    (16, 192, 576, 1, (32,)),
+    (64, 192, 192, 3, (4, 16)),  # ADM of ImageNet 64
+    (32, 384, 384, 3, (16, 64)),
+    (16, 576, 576, 3, (8, 32)),
+    (8, 768, 768, 3, (32,)),
+    (32, 384, 1152, 1, (16,)),
+    (16, 1152, 576, 1, (32,)),
+    (32, 256, 256, 3, (32, 128)),  # DDPM++ of CIFAR-10
+    (16, 256, 256, 3, (16, 128)),
+    (8, 512, 512, 3, (8, 256)),
+    (16, 256, 768, 1, (64,)),
+    (64, 320, 320, 3, (4, 16)),  # latents
+    (32, 640, 640, 3, (8,)),
+    (16, 1280, 1280, 3, (8,)),
+    (64, 640, 320, 1, (4,)),
+    (48, 96, 96, 3, (16,)),  # channels and images that are no powers of two
+    (24, 448, 224, 3, (16,)),
+    (12, 320, 640, 3, (32,)),
+)
+
+
+def specs(passes: Sequence[str]) -> list[tuple[str, ConvSpec]]:
+    """What is timed, in an order that is random and always the same."""
+    found = []
+    for side, ci, co, r, batches in LAYERS:
+        for n in batches:
+            given = {"n": n, "dtype": "bf16", "h": side, "w": side, "r": r, "s": r}
+            of_filters = {"filters": (co, ci)}
+            forward = ConvSpec(k=ci, c=co, stats=True, **given, **of_filters)
+            grad = ConvSpec(k=co, c=ci, first=ci, activation="silu", **given, **of_filters)
+            sizes = {"p": side, "q": side, "padding": (r // 2, r // 2)}
+            weight = ConvSpec(k=ci, c=co, **given, **of_filters, **sizes)
+            named = {"forward": forward, "input_grad": grad, "weight_grad": weight}
+            found += [(name, named[name]) for name in passes]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def candidates(op: Op, spec: ConvSpec, gpu: Device) -> list[tuple[str, tuple]]:
+    """Every configuration; of weight gradients each tile in its best number of parts, and some in
+    others."""
+    found = [(kernel.name, config) for kernel, config in listed(op, spec, gpu)]
+    if op is not WEIGHT_GRAD:
+        return found
+    best = [(kernel, c) for kernel, c in found if c == op.kernel(kernel).planned(spec, gpu, c.tile)]
+    others = [c for c in found if c not in best]
+    return best + random.Random(spec.n * spec.k).sample(others, min(6, len(others)))
+
+
+def runner(op: Op, spec: ConvSpec, device: torch.device) -> Callable[[tuple], Tensor]:
+    """What computes it with a configuration, on random numbers."""
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(torch.bfloat16)
+
+    n, h, w, (co, ci) = spec.n, spec.h, spec.w, spec.of_filters
+    x, dy = drawn(n, h, w, ci), drawn(n, h, w, co)
+    weight = drawn(co, spec.r, spec.s, ci).permute(0, 3, 1, 2) / math.sqrt(spec.taps * ci)
+    if op is FORWARD:
+        bias = torch.zeros(co, device=device)
+        return lambda c: conv_forward(x, weight, bias, stats=True, config=c)[0]
+    if op is INPUT_GRAD:
+        table = torch.ones((n, 4, ci), device=device)
+        given = {"inputs": x, "table": table, "activation": spec.activation}
+        return lambda c: conv_input_grad(dy, weight, **given, config=c)[0]
+    out = torch.empty((co, spec.r, spec.s, ci), device=device).permute(0, 3, 1, 2)
+
+    def weight_grad(c: tuple) -> Tensor:
+        conv_weight_grad(x, dy, out, config=c.tile, splits=c.splits)
+        return out.permute(0, 2, 3, 1)
+
+    return weight_grad
+
+
+def main(arguments: Sequence[str]) -> int:
+    settings = harness.parse_settings(arguments, DEFAULTS)
+    for name in settings["passes"]:
+        harness.check_choice("passes", name, tuple(OPS))
+    device = harness.require_cuda()
+    jobs = specs(settings["passes"])
+    jobs = jobs[: settings["shapes"] or len(jobs)]
+    if settings["part"] >= 0:
+        _compile(jobs, device, settings)
+        return 0
+    if settings["processes"]:
+        harness.run_shares("benchmarks.sweep_configs", arguments, settings["processes"])
+    _time_all(jobs, device, settings)
+    return 0
+
+
+def _compile(jobs: list[tuple[str, ConvSpec]], device: torch.device, settings: dict) -> None:
+    """A process's share: what is compiled alike falls to the same process."""
+    end = time.monotonic() + settings["compiling"]
+    gpu, part, parts = describe(device), settings["part"], settings["processes"]
+    for name, spec in jobs:
+        mine = [
+            config
+            for kernel, config in candidates(OPS[name], spec, gpu)
+            if crc32(f"{name} {kernel} {_compiled(config)} {spec.h} {spec.r}".encode()) % parts
+            == part
+        ]
+        run = runner(OPS[name], spec, device) if mine else None
+        for config in mine:
+            if time.monotonic() > end:
+                return
+            try:
+                run(config)
+            except Exception as error:  # whatever a compiler raises; it is said when it is timed
+                print(f"! {config}: {type(error).__name__}")
+        del run
+        harness.release_memory()
+
+
+def _compiled(config: tuple) -> tuple:
+    """What a kernel is compiled for: the number of parts of a sum is no part of it."""
+    return getattr(config, "tile", config)
+
+
+def _time_all(jobs: list[tuple[str, ConvSpec]], device: torch.device, settings: dict) -> None:
+    start, gpu, lines = time.monotonic(), describe(device), 0
+    with Path(settings["out"]).open("w") as out:
+        for done, (name, spec) in enumerate(jobs):
+            op, run = OPS[name], runner(OPS[name], spec, device)
+            expected = None
+            for kernel, config in candidates(op, spec, gpu):
+                if time.monotonic() - start > settings["timing"]:
+                    print(f"{lines} times of {done} of {len(jobs)} layers and passes")
+                    return
+                row = {"op": op.name, "spec": asdict(spec), "kernel": kernel}
+                row["config"] = dict(zip(config._fields, config, strict=True))
+                try:
+                    result = run(config)
+                    expected = result.clone() if expected is None else expected
+                    right = agree(result, expected)
+                    row["us"] = round(time_call(lambda c=config, run=run: run(c)), 2)
+                except Exception as error:  # one configuration less
+                    print(f"! {kernel} {config} of {spec}: {type(error).__name__}: {error}")
+                    continue
+                if not right:
+                    print(f"! {kernel} {config} of {spec} is wrong")
+                    continue
+                print(json.dumps(row), file=out, flush=True)
+                lines += 1
+            del run
+            harness.release_memory()
+    print(f"{lines} times of all {len(jobs)} layers and passes")
+
+
+if __name__ == "__main__":
+    harness.run_entry(main)
