@@ -239,7 +239,7 @@ def cost(spec: ConvSpec, gpu: Device, c: WgradConfig) -> float:
     padded = triton.cdiv(co, c.block_co) * c.block_co * triton.cdiv(ci, c.block_ci) * c.block_ci
     fetched = (c.block_co + c.taps * c.block_ci) / (c.block_co * c.block_ci * c.taps)
     products = math.prod(spec.pixels) * spec.taps * padded * (1 + 32 * fetched)
-    return products / (4096 * gpu.num_sms) / CLOCKS
+    return 3 + products / (1024 * gpu.num_sms) / CLOCKS
 
 
 def wgrad_blocks(spec: ConvSpec, config: WgradConfig | WgradTile, taps: int = 1) -> tuple[int, int]:
