@@ -80,7 +80,8 @@ def train(
     backend: str = "auto",
     **settings: Any,
 ) -> float:
-    """Train in the folder `run_dir`, or go on there, and return the last loss.
+    """Train in the folder `run_dir`, or go on there, and return what `train.metric` names: the loss
+    on what is held out, where something is, otherwise that of training.
 
     dataset, model, diffusion, optim: the name of a file in that folder of configs/, or settings as
     a dict; that of `dataset` and `optim` may leave out what its file says. None: what goes with the

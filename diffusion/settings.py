@@ -21,6 +21,7 @@ NEUTRAL = frozenset({"run_dir", "device", "backend"}) | {
     for name in (
         *("steps", "log_every", "sample_every", "save_every", "keep", "resume", "cuda_graph"),
         *("sample_count", "sample_steps", "fid_images", "tensorboard", "track"),
+        *("eval_every", "eval_images", "metric"),
     )
 }
 

@@ -97,7 +97,7 @@ def run(name: str) -> NoReturn:
 
 
 def call(command: Command, settings: dict[str, Any]) -> Any:
-    """Run the command with these settings; of training the final loss, which sweepers minimise."""
+    """Run the command with these settings; of training what `train.metric` names, for sweepers."""
     from .entry import choose_out, choose_run_dir, in_sweep
 
     module, _, attribute = command.function.partition(":")

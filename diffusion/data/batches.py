@@ -23,7 +23,8 @@ class Batches:
     """This process's share of every batch, in tensors that stay where they are.
 
     Position i of step k is sample k * batch_size + i of an endless sequence of shuffled epochs,
-    whatever the number of processes and wherever the run was resumed.
+    whatever the number of processes and wherever the run was resumed. Of a part of a set
+    (`held_out.Rows`) its `rows` say which images these are.
 
     `load` fills the tensors for a step, `part` hands them out; a captured step replays `part` and
     finds there what `load` has written. A set of at most `resident_bytes` lives on the device as it
@@ -45,6 +46,7 @@ class Batches:
         self.first, self.count = first, batch_size if count is None else count
         self._index = torch.zeros(self.count, dtype=torch.int64, device=device)
         self._labels = None if data.labels is None else data.labels.to(device)
+        self._rows: np.ndarray | None = getattr(data, "rows", None)  # int64 [len(data)]
         self.resident = data.images.nbytes <= resident_bytes
         self._check = getattr(data, "check", lambda index=None: None)  # before images are read
         if self.resident:
@@ -84,7 +86,8 @@ class Batches:
 
     def _indices(self, step: int) -> np.ndarray:
         positions = np.arange(self.first, self.first + self.count, dtype=np.int64)
-        return sample_index(self.seed, step * self.batch_size + positions, len(self.data))
+        index = sample_index(self.seed, step * self.batch_size + positions, len(self.data))
+        return index if self._rows is None else self._rows[index]
 
     def _gather(self, index: np.ndarray) -> Tensor:
         self._check(index)

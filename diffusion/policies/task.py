@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ..data.action_chunks import ActionChunks
+from ..data.held_out import spread
 from ..data.push_disc import push_disc
 from ..data.trajectories import load_trajectories
 from ..errors import ConfigError
@@ -36,6 +37,7 @@ class PolicyTask:
         options = {key: value for key, value in dataset.items() if key != "name"}
         self.data = construct(LOADERS[dataset["name"]], options, "dataset")
         self.samples, self.spec = self.data.train, self.data.spec
+        self.held_out = spread(self.data.held_out) if len(self.data.held_out) else None
         self.model_settings = model
         self.remarks: list[str] = []
         self.notes = list(self.data.notes)
@@ -118,3 +120,9 @@ class PolicyTask:
             return Preview(picture, scores)
 
         return show
+
+    def score(self, *_: Any) -> None:
+        """The scores come with the look."""
+
+    def score_names(self, settings: TrainSettings) -> list[str]:
+        return ["action_mse", "action_mse_original"] if settings.sample_count else []

@@ -5,8 +5,9 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import yaml
@@ -14,6 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ..data.batches import Samples
+from ..data.held_out import Rows
 from ..errors import ConfigError, writing
 from ..factory import POLICY_MODELS, Process
 from ..formats.checkpoint import load_into, read_state
@@ -27,8 +29,9 @@ from ..runtime.backend import Backend, choose_backend, determinism
 from ..runtime.distributed import Processes, choose_device, own_rank
 from ..runtime.precompile import TRAINED, compile_ahead, described
 from ..settings import NEUTRAL, check_keys, construct, flattened, shown
-from ..tracking.run_log import Preview, last_loss, log_file, write_whole
+from ..tracking.run_log import Preview, last_result, log_file, write_whole
 from ..training.build_step import build_step
+from ..training.held_out_loss import HeldOutLoss
 from ..training.image_task import ImageTask
 from ..training.optimizer import Optimizer, OptimizerSettings
 from ..training.train_step import TrainStep
@@ -36,9 +39,12 @@ from ..training.trainer import Trainer, TrainSettings
 from .lock import RunLock
 from .resume_point import resume_point, set_newer_aside
 
+R = TypeVar("R")
+
 log = logging.getLogger(__name__)
 
 _GROUPS = ("dataset", "model", "diffusion", "optim", "train", "backend", "device", "run_dir")
+_EVALUATED_AT_ONCE = 64  # held-out samples, unless a micro-batch of training is smaller
 _PLACE = ("run_dir", "train.resume")  # where a run goes on, which is said anyway
 
 
@@ -48,6 +54,7 @@ class Task(Protocol):
 
     noun: str  # what the data set consists of
     samples: Samples
+    held_out: Rows | None  # samples that are not trained on
     flip: bool  # mirror half of the samples
     notes: list[str]  # for the terminal and the log file
     remarks: list[str]  # for the log file alone
@@ -73,14 +80,28 @@ class Task(Protocol):
     ) -> Callable[[], Preview] | None:
         """What to call for a look at the model; None if there is nothing to see."""
 
+    def score(
+        self,
+        model: nn.Module,
+        process: Process,
+        settings: TrainSettings,
+        device: torch.device,
+        processes: Processes,
+    ) -> Callable[[], dict[str, float]] | None:
+        """What all processes call for scores beside the look; None if there are none."""
+
+    def score_names(self, settings: TrainSettings) -> list[str]:
+        """The scores of looks with these settings."""
+
 
 _TASKS: dict[str, type[Task]] = dict.fromkeys(LOADERS, PolicyTask)  # all others are images
 
 
 def train(config: dict[str, Any], run_dir: Path, *, sweep: bool = False) -> float:
-    """Run the configuration in `run_dir` and return the final loss (for sweepers). A run that is
-    finished is left as it is: a sweep that was interrupted can be begun again. In a `sweep` the
-    processes stay together for the next job."""
+    """Run the configuration in `run_dir` and return what `train.metric` names at its end (for
+    sweepers, which minimise it): by default the loss on what is held out, where something is, and
+    otherwise that of training. A run that is finished is left as it is: a sweep that was
+    interrupted can be begun again. In a `sweep` the processes stay together for the next job."""
     _check_groups(config)
     settings = construct(TrainSettings, config["train"], "train")
     lock = RunLock(run_dir)
@@ -108,10 +129,13 @@ def _train(
     resume_from = resume_point(settings.resume, run_dir)
     start, changes = _held_against(resume_from, config)
     if _is_finished(resume_from, run_dir, start, settings, changes):
-        loss = last_loss(run_dir)
+        metric = settings.metric or _default_metric(run_dir)
+        value = last_result(run_dir, metric)
         if own_rank() == 0:
-            _say(f"{run_dir}: its {settings.steps} steps are done already, with a loss of {loss}")
-        return loss
+            named = "a loss" if metric == "loss" else f"{metric}"
+            said = f"with {named} of {value}"
+            _say(f"{run_dir}: its {settings.steps} steps are done already, {said}")
+        return value
     processes = Processes(device)
     _check_share(settings, processes)
     _check_init(settings, resume_from)
@@ -130,11 +154,20 @@ def _train(
         load_into(resume_from, flat)
         optimizer.skipped.fill_(stored.get("skipped_steps", 0))
     step = build_step(model, flat, optimizer, task.samples, task.flip, process, settings, processes)
-    show = task.preview(model, process, settings, device)
-
-    def preview() -> Preview:
-        with flat.averaged():
-            return show()
+    show = _averaged(flat, task.preview(model, process, settings, device))
+    score = _averaged(flat, task.score(model, process, settings, device, processes))
+    held_out = None
+    if task.held_out is not None and settings.eval_every:
+        held_out = HeldOutLoss(
+            task.held_out,
+            process,
+            backend,
+            device,
+            processes,
+            most=settings.eval_images,
+            batch_size=min(_EVALUATED_AT_ONCE, step.batches.count // settings.accumulate),
+        )
+    metric = _metric(settings, held_out is not None, task)
 
     size = len(task.samples)
     if stored.get("dataset_size", size) != size:
@@ -169,7 +202,9 @@ def _train(
         _compile_ahead(config, step, task, processes)
         trainer = Trainer(
             step,
-            None if show is None else preview,
+            show,
+            score,
+            None if held_out is None else _averaged(flat, partial(held_out, model)),
             settings,
             config,
             {"seed": settings.seed, "dataset_size": size, **task.state()},
@@ -179,7 +214,41 @@ def _train(
             noun=task.noun,
         )
         with writing(run_dir):
-            return trainer.run(start, stored.get("interval"))
+            results = trainer.run(start, stored.get("interval"))
+        return results.get(metric, float("nan"))
+
+
+def _averaged(flat: FlatParameters, look: Callable[[], R] | None) -> Callable[[], R] | None:
+    """The same look at the model, at its averaged weights."""
+    if look is None:
+        return None
+
+    def at_average() -> R:
+        with flat.averaged():
+            return look()
+
+    return at_average
+
+
+def _metric(settings: TrainSettings, evaluated: bool, task: Task) -> str:
+    """The name of the result that training returns. ConfigError: there will be none of it."""
+    results = ["loss"] + ["held_out"] * evaluated
+    if settings.sample_every:
+        results += task.score_names(settings)
+    if settings.metric is None:
+        return "held_out" if evaluated else "loss"
+    if settings.metric not in results:
+        hint = "" if evaluated else "; held_out needs dataset.held_out and train.eval_every"
+        raise ConfigError(
+            f"train.metric={settings.metric} is no result of this run; choose one of"
+            f" {', '.join(results)}{hint}"
+        )
+    return settings.metric
+
+
+def _default_metric(run_dir: Path) -> str:
+    """As `_metric` has it, of a run that is finished."""
+    return "held_out" if (run_dir / "held_out.csv").is_file() else "loss"
 
 
 def _compile_ahead(

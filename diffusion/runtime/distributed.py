@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ _MEET = timedelta(minutes=5)
 _COLLECTIVE = timedelta(hours=4)
 _LOOK = 0.05  # seconds between looks for the others
 _HANGS_AFTER = "TRITON_DIFFUSION_HANG_SECONDS"  # in the environment, instead of watch.SECONDS
+
+T = TypeVar("T")
 
 _watch: watch.Watch | None = None  # of this process, while it is in a group
 
@@ -76,6 +79,15 @@ class Processes:
         with self.alone():
             dist.gather(x, parts)
         return None if parts is None else torch.cat(parts)
+
+    def of_first(self, value: T) -> T:
+        """What the first process gives, in every process; it has to be plain data."""
+        if self.count == 1:
+            return value
+        held = [value]
+        with self.alone():
+            dist.broadcast_object_list(held, src=0, device=torch.device("cpu"))
+        return held[0]
 
     def vote(self, flag: bool) -> bool:
         """Whether the flag was set in at least one process at the vote before this one: the answer

@@ -2,15 +2,18 @@
 
 import csv
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 _GAP = 2  # pixels between the images of a grid
 _PLOTTED_DIMS = 6  # dimensions of an action in a plot
+_ROWS = "rows"  # the key under which a grid's PNG has their number
 _SMALL = 64  # images are enlarged by a whole factor until a side has at least so many pixels
 
 
@@ -36,6 +39,50 @@ def grid(images: np.ndarray, columns: int | None = None) -> Image.Image:
         y, x = _GAP + i // columns * step_y, _GAP + i % columns * step_x
         canvas[y : y + h * zoom, x : x + w * zoom] = image
     return Image.fromarray(canvas)
+
+
+def save_grid(picture: Image.Image, rows: int, path: Path) -> None:
+    """As PNG, which says how many rows the grid has; 0: it is none."""
+    about = PngInfo()
+    if rows:
+        about.add_text(_ROWS, str(rows))
+    picture.save(path, pnginfo=about)
+
+
+def grid_rows(images: int) -> int:
+    """How many rows `grid` arranges so many images in."""
+    return math.ceil(images / math.ceil(math.sqrt(images)))
+
+
+def draw_film(folder: Path, out: Path, frames: int) -> None:
+    """The first rows of the grids in `folder` (step_NUMBER.png, by `save_grid`), which are of the
+    same seeds, one below the other with their steps: how the pictures came about. Of more than
+    `frames` some, among them the first and the last."""
+    found = sorted(folder.glob("step_*.png"))
+    chosen = np.unique(np.linspace(0, len(found) - 1, min(frames, len(found))).round().astype(int))
+    strips = []
+    for path in (found[i] for i in chosen):
+        with Image.open(path) as picture:
+            rows = int(getattr(picture, "text", {}).get(_ROWS, 0))
+            if rows:
+                height = (picture.height - _GAP) // rows
+                first = picture.convert("RGB").crop((0, 0, picture.width, height))
+                strips.append((int(path.stem.removeprefix("step_")), first))
+    if not strips:
+        return
+    ink = ImageDraw.Draw(Image.new("RGB", (1, 1)))
+    names = [f"step {step:,}" for step, _ in strips]
+    margin = 12 + round(max(ink.textlength(name) for name in names))
+    width = margin + max(strip.width for _, strip in strips)
+    film = Image.new("RGB", (width, sum(strip.height for _, strip in strips) + _GAP), "white")
+    ink, y = ImageDraw.Draw(film), 0
+    for name, (_, strip) in zip(names, strips, strict=True):
+        film.paste(strip, (margin, y))
+        ink.text((margin - 6, y + strip.height // 2), name, fill="black", anchor="rm")
+        y += strip.height
+    partial = out.with_name(f".writing_{out.name}")
+    film.save(partial)
+    os.replace(partial, out)
 
 
 def over_white(images: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from .pictures import draw_loss_curve
+from .pictures import draw_film, draw_loss_curve, save_grid
 from .tracker import Tracker
 
 FIELDS = (
@@ -30,9 +30,13 @@ FIELDS = (
     "images_per_s",  # since the row before, in the process that wrote this one
     "skipped_steps",  # updates left out because of a non-finite gradient, in all
     "seconds",  # of training, over all processes that the run was resumed in
+    "gpu_gib",  # the most memory that this process had taken; 0: there is no GPU
 )
-WALL_CLOCK = ("images_per_s", "seconds")  # all others are the same in a run that was resumed
-_SHOWN = ("loss", "lr", "grad_norm", "images_per_s")  # by TensorBoard and trackers
+# all others are the same in a run that was resumed
+WALL_CLOCK = ("images_per_s", "seconds", "gpu_gib")
+# by TensorBoard and trackers
+_SHOWN = ("loss", "lr", "grad_norm", "images_per_s", "skipped_steps", "gpu_gib")
+_FRAMES = 12  # pictures in the film strip
 
 
 @dataclass(frozen=True)
@@ -41,29 +45,36 @@ class Preview:
 
     picture: Image.Image
     scores: dict[str, float] = field(default_factory=dict)  # columns of scores.csv
+    rows: int = 0  # of images, of the same seeds each time, in the picture; 0: it is no grid
 
     def __str__(self) -> str:
         """The scores, if there are any, as the begin of a message."""
         return "".join(f"{name} {value:.4g}, " for name, value in self.scores.items())
 
 
-def last_loss(run_dir: Path) -> float:
-    """The loss in the last row of the metrics; nan if there is none."""
+def last_result(run_dir: Path, name: str) -> float:
+    """The last `loss`, `held_out` or score of that name that a run has written down; nan if there
+    is none."""
+    files = {"loss": "metrics.csv", "held_out": "held_out.csv"}
+    rows = [row for row in read_rows(run_dir / files.get(name, "scores.csv")) if row.get(name)]
+    return float(rows[-1][name]) if rows else float("nan")
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The whole rows of a table of a run; [] if there is none."""
     try:
-        with open(run_dir / "metrics.csv") as file:
-            rows = [row for row in csv.DictReader(file) if _is_whole(row, FIELDS)]
+        with open(path, newline="") as file:
+            return [row for row in csv.DictReader(file) if _is_whole(row)]
     except OSError:
-        rows = []
-    return float(rows[-1]["loss"]) if rows else float("nan")
+        return []
 
 
 def diverged_at(run_dir: Path) -> int | None:
     """The first of the last rows of the metrics that have no finite loss; None if the last has one,
     or there are no rows."""
     try:
-        with open(run_dir / "metrics.csv") as file:
-            rows = [row for row in csv.DictReader(file) if _is_whole(row, FIELDS)]
-    except (OSError, ValueError):
+        rows = read_rows(run_dir / "metrics.csv")
+    except ValueError:
         return None
     found = None
     for row in reversed(rows):
@@ -115,11 +126,14 @@ class RunLog:
         row_before: int,  # the step whose row the next one follows; those behind it are dropped
         tensorboard: bool = True,
         tracker: Tracker | None = None,
+        evaluated_before: int | None = None,  # as row_before, of held_out.csv; None: `step`
     ) -> None:
         self.run_dir, self.step, self._tracker = run_dir, step, tracker
         self.metrics = run_dir / "metrics.csv"
         self._metrics = _Table(self.metrics, FIELDS, row_before)
         self._scores: _Table | None = None
+        self._held_out: _Table | None = None
+        self._evaluated_before = step if evaluated_before is None else evaluated_before
         self._board = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -138,13 +152,28 @@ class RunLog:
         if self._tracker is not None:
             self._tracker.log(shown, values["step"])
 
+    def held_out(self, values: dict[str, Any], step: int) -> None:
+        """Append a row to held_out.csv; the numbers with a fraction are shown."""
+        if self._held_out is None:
+            path, fields = self.run_dir / "held_out.csv", ("step", *values)
+            self._held_out = _Table(path, fields, self._evaluated_before)
+        self._held_out.append({"step": step, **values})
+        shown = {f"held_out/{k}": v for k, v in values.items() if isinstance(v, float)}
+        if self._board is not None:
+            for name, value in shown.items():
+                self._board.add_scalar(name, value, step)
+        if self._tracker is not None:
+            self._tracker.log(shown, step)
+
     def preview(self, preview: Preview, step: int) -> Path:
-        """Save picture and scores, and bring the loss curve up to date; returns the picture's
-        path."""
+        """Save picture and scores, and bring film strip and loss curve up to date; returns the
+        picture's path."""
         folder = self.run_dir / "samples"
         folder.mkdir(exist_ok=True)
         path = folder / f"step_{step:08d}.png"
-        preview.picture.save(path)
+        save_grid(preview.picture, preview.rows, path)
+        if preview.rows:
+            draw_film(folder, self.run_dir / "film.png", _FRAMES)
         if preview.scores:
             if self._scores is None:
                 fields = ("step", *preview.scores)
@@ -169,8 +198,9 @@ class RunLog:
     def close(self) -> None:
         """Flush and close everything."""
         self._metrics.close()
-        if self._scores is not None:
-            self._scores.close()
+        for table in (self._scores, self._held_out):
+            if table is not None:
+                table.close()
         if self._board is not None:
             self._board.close()
             threading.excepthook = self._hook
@@ -192,20 +222,18 @@ def _quiet_board(otherwise: Callable[[Any], object]) -> Callable[[Any], None]:
     return shown
 
 
-def _is_whole(row: dict[str, str | None], fields: Sequence[str]) -> bool:
+def _is_whole(row: dict[str | None, Any]) -> bool:
     """Whether a row has all its values: a machine that fails leaves half a one."""
-    return set(row) == set(fields) and None not in row.values() and row["step"].isdecimal()
+    return None not in row and None not in row.values() and row.get("step", "").isdecimal()
 
 
 class _Table:
-    """A CSV file that is continued behind `step`."""
+    """A CSV file that is continued behind `step`. Columns that it has from a version with others
+    stay."""
 
     def __init__(self, path: Path, fields: Sequence[str], step: int) -> None:
-        kept = []
-        if path.exists():
-            with open(path) as file:
-                rows = (row for row in csv.DictReader(file) if _is_whole(row, fields))
-                kept = [row for row in rows if int(row["step"]) <= step]
+        kept = [row for row in read_rows(path) if int(row["step"]) <= step]
+        fields = tuple(dict.fromkeys((*fields, *(kept[0] if kept else ()))))
         text = io.StringIO(newline="")
         table = csv.DictWriter(text, fields)
         table.writeheader()

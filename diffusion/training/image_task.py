@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..data import expected_classes, expected_size, load_dataset
+from ..data.held_out import held_out_setting, split
 from ..errors import ConfigError
 from ..factory import Process, build_model
 from ..runtime.backend import Backend
@@ -15,7 +16,7 @@ from ..runtime.distributed import own_rank
 from ..sampling.draw import draw
 from ..sampling.quality import EXTRACTOR, check_extractor, measure
 from ..settings import shown
-from ..tracking.pictures import grid
+from ..tracking.pictures import grid, grid_rows
 from ..tracking.run_log import Preview
 from .trainer import TrainSettings
 
@@ -27,19 +28,20 @@ class ImageTask:
 
     def __init__(self, dataset: dict[str, Any], model: dict[str, Any]) -> None:
         options, self.flip = image_options(dataset)
-        self.samples = load_dataset(**options)
+        self.data = load_dataset(**options)
+        self.samples, self.held_out = split(self.data, held_out_setting(dataset))
         self.model_settings = model
-        _, *self.image_shape = self.samples.images.shape  # H, W, C
+        _, *self.image_shape = self.data.images.shape  # H, W, C
         self.num_classes = model.get("num_classes")
         self.notes: list[str] = []
-        names = self.samples.class_names
-        if self.num_classes is None and self.samples.labels is not None and names is not None:
+        names = self.data.class_names
+        if self.num_classes is None and self.data.labels is not None and names is not None:
             if options["name"] != "elephants":
                 self.notes.append(
                     f"{len(names)} classes ({', '.join(names[:3])}{', ...' * (len(names) > 3)}) are"
                     " not learned; model.num_classes=auto learns them"
                 )
-        self.remarks = [f"not decodable and left out: {name}" for name in self.samples.skipped]
+        self.remarks = [f"not decodable and left out: {name}" for name in self.data.skipped]
 
     @staticmethod
     def settled(dataset: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
@@ -61,6 +63,7 @@ class ImageTask:
         """The network without its memory, and the number of classes, before a picture is drawn or
         decoded."""
         options, _ = image_options(dataset)
+        held_out_setting(dataset)
         size = expected_size(**options)
         if size is not None:
             channels, meta = options.get("channels") or 3, torch.device("meta")
@@ -73,12 +76,13 @@ class ImageTask:
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.image_shape))
-        return f"{self.samples.name}, {len(self.samples)} images {size}"
+        held_out = f", {len(self.held_out)} held out" if self.held_out else ""
+        return f"{self.data.name}, {len(self.samples)} images {size}{held_out}"
 
     def state(self) -> dict[str, Any]:
-        names = self.samples.class_names
+        names = self.data.class_names
         return {
-            "dataset": self.samples.name,
+            "dataset": self.data.name,
             "image_shape": self.image_shape,
             "class_names": names and list(names),
         }
@@ -122,26 +126,32 @@ class ImageTask:
         def show() -> Preview:
             picture, scores = grid(drawn(settings.sample_count)), {}
             if settings.fid_images:
-                self.samples.check()
+                self.data.check()
                 images = drawn(settings.fid_images)
-                scores = measure(images, self.samples.images, ["fid"], device)
-            return Preview(picture, scores)
+                scores = measure(images, self.data.images, ["fid"], device)
+            return Preview(picture, scores, grid_rows(settings.sample_count))
 
         return show
+
+    def score(self, *_: Any) -> None:
+        """The scores come with the look."""
+
+    def score_names(self, settings: TrainSettings) -> list[str]:
+        return ["fid"] if settings.fid_images and settings.sample_count else []
 
     def _check_labels(self) -> None:
         """Leave the data set as the model wants it: with labels in range, or without."""
         if self.num_classes is None:
-            self.samples.labels = None
+            self.data.labels = None
             return
-        labels = self.samples.labels
+        labels = self.data.labels
         found = 0 if labels is None else int(labels.max()) + 1
-        _check_classes(self.num_classes, found, self.samples.name)
+        _check_classes(self.num_classes, found, self.data.name)
 
 
 def image_options(dataset: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """(options of `load_dataset`, whether half of the images are to be mirrored)."""
-    options = dict(dataset)
+    options = {key: value for key, value in dataset.items() if key != "held_out"}
     flip = options.pop("flip", None)
     if flip not in (None, False, True):
         raise ConfigError(f"dataset.flip={shown(flip)} is wrong; expected true or false")

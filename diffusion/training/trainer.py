@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..runtime.distributed import Processes
 from ..runtime.interrupt import Interrupted, signals_received
 from ..tracking.run_log import Preview, RunLog
 from ..tracking.tracker import Tracker, check_tracker
+from .held_out_loss import Losses
 from .progress import Interval, duration, is_finite, progress_line
 from .train_step import TrainStep
 
@@ -39,6 +40,9 @@ class TrainSettings:
     seed: int = 0
     log_every: int = 50
     sample_every: int = 5000
+    eval_every: int = 5000  # the loss on what is held out, where something is
+    eval_images: int = 256  # of them, at most
+    metric: str | None = None  # what `train` returns; None: held_out, or else loss
     save_every: int = 5000
     keep: int = 3  # checkpoints
     deterministic: bool = False  # PyTorch's kernels too; the Triton kernels always are
@@ -54,7 +58,8 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         positive = ("steps", "batch_size", "accumulate", "log_every", "keep", "sample_steps")
-        others = ("sample_count", "sample_every", "save_every", "seed", "fid_images")
+        positive += ("eval_images",)
+        others = ("sample_count", "sample_every", "eval_every", "save_every", "seed", "fid_images")
         for name in (*positive, *others):
             value, low = getattr(self, name), 1 if name in positive else 0
             if value < low:
@@ -72,12 +77,15 @@ class TrainSettings:
 
 
 class Trainer:
-    """Trains and returns the mean loss of the last logged interval."""
+    """Trains and returns the results by name: the mean `loss` of the last logged interval, and what
+    was last measured of the averaged weights."""
 
     def __init__(
         self,
         step: TrainStep,
         preview: Callable[[], Preview] | None,  # from the EMA weights; None: nothing to show
+        score: Callable[[], dict[str, float]] | None,  # of further pictures, by all processes
+        held_out: Callable[[], Losses] | None,  # of the EMA weights, by all processes
         settings: TrainSettings,
         config: dict[str, Any],  # goes into every checkpoint
         state: dict[str, Any],  # goes into every checkpoint beside the step
@@ -87,11 +95,12 @@ class Trainer:
         noun: str = "images",  # what the data set consists of
     ) -> None:
         self.step, self.preview, self.settings = step, preview, settings
+        self.score, self.held_out = score, held_out
         self.config, self.state, self.run_dir = config, state, run_dir
         self.processes, self.dataset_size, self.noun = processes, dataset_size, noun
         self._saved = -1
 
-    def run(self, start: int, interval: dict[str, Any] | None = None) -> float:
+    def run(self, start: int, interval: dict[str, Any] | None = None) -> dict[str, float]:
         """Run the updates start, start + 1, ..., settings.steps - 1; `interval` is the one in
         the state of the checkpoint that the run goes on from. ConfigError: training has diverged,
         or the disk is full."""
@@ -108,11 +117,11 @@ class Trainer:
         )
         try:
             with signals_received() as received:
-                loss = self._loop(start, run_log, bar, received)
+                results = self._loop(start, run_log, bar, received)
             if not self._is_good():
                 raise ConfigError(self._diverged(f"at step {settings.steps}, the last one"))
             self._save(settings.steps)
-            return loss
+            return self.processes.of_first(results)
         finally:
             bar.close()
             if run_log is not None:
@@ -124,11 +133,21 @@ class Trainer:
         s, tracker = self.settings, None
         if s.track is not None:
             tracker = Tracker(s.track, self.run_dir, start, self.config)
-        return RunLog(self.run_dir, start, self._interval.start, s.tensorboard, tracker)
+        return RunLog(
+            self.run_dir,
+            start,
+            self._interval.start,
+            s.tensorboard,
+            tracker,
+            # a row between two of them was the last of a shorter run
+            evaluated_before=start - bool(s.eval_every and start % s.eval_every),
+        )
 
-    def _loop(self, start: int, run_log: RunLog | None, bar: tqdm, received: list[int]) -> float:
+    def _loop(
+        self, start: int, run_log: RunLog | None, bar: tqdm, received: list[int]
+    ) -> dict[str, float]:
         s, interval = self.settings, self._interval
-        loss, due, good = float("nan"), False, True
+        loss, due, good, results = float("nan"), False, True, {}
         for step in range(start, s.steps):
             step_loss, norm = self.step(step)
             interval.loss_sum += step_loss
@@ -153,12 +172,10 @@ class Trainer:
                         self._diverged(f"in the {interval.bad_steps} steps before {done}")
                     )
             pause = time.perf_counter()
-            shown = s.sample_every and (done % s.sample_every == 0 or last)
-            if run_log is not None and self.preview is not None and shown:
-                with self.processes.alone():
-                    preview = self.preview()
-                path = run_log.preview(preview, done)
-                tqdm.write(f"step {done}: {preview}samples in {path}")
+            if s.eval_every and (done % s.eval_every == 0 or last) and self.held_out is not None:
+                results |= self._evaluate(done, run_log)
+            if s.sample_every and (done % s.sample_every == 0 or last):
+                results |= self._show(done, run_log)
             due = due or bool(s.save_every) and done % s.save_every == 0
             if due and not last:  # once the gradient is finite again, if it is not
                 before, good = good, self._is_good()
@@ -173,7 +190,30 @@ class Trainer:
                 if self._is_good():
                     raise Interrupted(number, self._save(done))
                 raise Interrupted(number, self._last_good(), saved=False)
-        return loss
+        return results | {"loss": loss}
+
+    def _evaluate(self, done: int, run_log: RunLog | None) -> dict[str, float]:
+        with self.processes.alone():
+            losses = self.held_out()
+        if run_log is not None:
+            run_log.held_out(losses.row(), done)
+            tqdm.write(f"step {done}: held-out loss {losses.total:.5g}")
+        return {"held_out": losses.total}
+
+    def _show(self, done: int, run_log: RunLog | None) -> dict[str, float]:
+        """Pictures and scores, which the first process alone may know."""
+        scores: dict[str, float] = {}
+        if self.score is not None:
+            with self.processes.alone():
+                scores = self.score()
+        if run_log is not None and self.preview is not None:
+            with self.processes.alone():
+                preview = self.preview()
+            preview = replace(preview, scores=preview.scores | scores)
+            path = run_log.preview(preview, done)
+            tqdm.write(f"step {done}: {preview}samples in {path}")
+            scores = preview.scores
+        return scores
 
     def _row(self, done: int, loss: float, norm: float) -> dict[str, Any]:
         s, interval = self.settings, self._interval
@@ -191,7 +231,12 @@ class Trainer:
             "images_per_s": interval.steps_a_second(done) * s.batch_size,
             "skipped_steps": skipped,
             "seconds": interval.run_seconds,
+            "gpu_gib": self._gpu_gib(),
         }
+
+    def _gpu_gib(self) -> float:
+        device = self.step.flat.param.device
+        return torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else 0.0
 
     def _is_good(self) -> bool:
         """Whether the last update was made and all that a checkpoint holds is finite, so that it

@@ -36,7 +36,8 @@ def test_a_run_and_what_goes_on_with_it(tracker, tmp_path, monkeypatch):
     train(composed(*settings, "train.steps=2"), run_dir)
     assert [step for step, _ in tracker.logged] == [1, 2, 2] and tracker.finished == 1
     numbers, pictures = tracker.logged[1][1], tracker.logged[2][1]
-    assert {"train/loss", "train/lr", "train/grad_norm", "train/images_per_s"} == set(numbers)
+    names = ("loss", "lr", "grad_norm", "images_per_s", "skipped_steps", "gpu_gib")
+    assert {f"train/{name}" for name in names} == set(numbers)
     assert pictures["samples"][0] > 8
     begun = tracker.begun[0]
     assert begun["project"] == "triton-diffusion" and "-a-run-20" in begun["name"]
