@@ -26,6 +26,7 @@ from .denoise.q_sample import gather_images, q_sample
 from .denoise.step import denoise_step
 from .noise.draw import draw_flips, draw_timesteps, normal
 from .noise.dropout import dropout
+from .noise.loss_aware import draw_weighted_timesteps, record_losses
 from .norm.group_norm import GroupNorm, group_norm
 from .optimizer.adamw import adamw_step, grad_norm
 from .resample.op import avg_pool2d, upsample_nearest2d
@@ -44,11 +45,13 @@ __all__ = [
     "denoise_step",
     "draw_flips",
     "draw_timesteps",
+    "draw_weighted_timesteps",
     "dropout",
     "gather_images",
     "grad_norm",
     "group_norm",
     "normal",
     "q_sample",
+    "record_losses",
     "upsample_nearest2d",
 ]

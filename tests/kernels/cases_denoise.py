@@ -1,5 +1,5 @@
-"""Compile-only cases of triton_kernels.noise.draw and triton_kernels.denoise: a batch of 64x64x3
-images."""
+"""Compile-only cases of triton_kernels.noise.draw and loss_aware and of triton_kernels.denoise: a
+batch of 64x64x3 images."""
 
 from .compile_only import WITHOUT_PRODUCTS
 
@@ -48,6 +48,36 @@ COMPILE_CASES = [
         "constexprs": {"STREAM": 0, "BLOCK": 256},
         "options": {"num_warps": 4},
         "expect": {"arches": [90]},
+    },
+    {
+        "name": "draw_weighted_timesteps",
+        "kernel": "triton_kernels.noise.loss_aware:_draw_weighted_kernel",
+        "signature": {
+            "out_ptr": "*i64",
+            "rng_ptr": "*i64",
+            "ends_ptr": "*i64",
+            "first": "i32",
+            "n": "i32",
+            "T": "i32",
+        },
+        "constexprs": {"STREAM": 0, "BITS": 10, "BLOCK": 256},
+        "options": {"num_warps": 4},
+    },
+    {
+        "name": "record_losses",
+        "kernel": "triton_kernels.noise.loss_aware:_record_losses_kernel",
+        "signature": {
+            "losses_ptr": "*fp32",
+            "t_ptr": "*i64",
+            "history_ptr": "*fp32",
+            "counts_ptr": "*i32",
+            "ends_ptr": "*i64",
+            "uniform": "fp32",
+            "n": "i32",
+            "T": "i32",
+        },
+        "constexprs": {"H": 10, "BLOCK": 1024},
+        "options": {"num_warps": 8},
     },
     {
         "name": "draw_flips",

@@ -106,6 +106,11 @@ CASES = {
     "dropout": lambda: (_randn(2, 3, 3, 4), 0.3, torch.tensor([1, 2]), 3, 0),
     "normal": lambda: ([2, 3, 5], torch.tensor([1, 2]), 2, 0),
     "draw_timesteps": lambda: (torch.tensor([1, 2]), 7, 1000, 0),
+    "draw_weighted_timesteps": lambda: (torch.tensor([1, 2]), 7, torch.tensor([3, 5, 9]), 0),
+    "record_losses": lambda: (
+        *(torch.rand(4), torch.tensor([1, 0, 1, 2]), torch.rand(2, 3)),
+        *(torch.ones(3, dtype=torch.int32), 0.01),
+    ),
     "draw_flips": lambda: (torch.tensor([1, 2]), 7, 0),
     "gather_images": lambda: _images(),
     "gather_images, all": lambda: (_images()[0], None, None),

@@ -45,12 +45,17 @@ def _arguments(device: str) -> dict[str, tuple[tuple, dict]]:
         "denoise_step": ((x, x, torch.zeros(5, 8, device=device), row, rng), {}),
         "draw_flips": ((rng, 3), {}),
         "draw_timesteps": ((rng, 3, 5), {}),
+        "draw_weighted_timesteps": ((rng, 3, torch.arange(1, 6, device=device)), {}),
         "dropout": ((x, 0.5, rng), {"layer": 1}),
         "gather_images": ((x,), {}),
         "grad_norm": ((flat[0],), {}),
         "group_norm": ((x, 2), {}),
         "normal": (((2, 3), rng), {}),
         "q_sample": ((x, t, table, rng), {}),
+        "record_losses": (
+            (flat[0][:2], t, torch.zeros(2, 5, device=device), skipped.expand(5).contiguous()),
+            {},
+        ),
         "upsample_nearest2d": ((x,), {}),
     }
 

@@ -48,7 +48,7 @@ def _draw_timesteps_kernel(
     STREAM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    offs, word = _first_words(rng_ptr, first, STREAM, BLOCK)
+    offs, word = first_words(rng_ptr, first, STREAM, BLOCK)
     t = tl.umulhi(word, (word * 0 + num_timesteps).to(tl.uint32))  # (word * num_timesteps) >> 32
     tl.store(out_ptr + offs, t.to(tl.int64), mask=offs < n)
 
@@ -62,12 +62,12 @@ def _draw_flips_kernel(
     STREAM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    offs, word = _first_words(rng_ptr, first, STREAM, BLOCK)
+    offs, word = first_words(rng_ptr, first, STREAM, BLOCK)
     tl.store(out_ptr + offs, (word >> 31) == 1, mask=offs < n)
 
 
 @triton.jit
-def _first_words(rng_ptr, first, STREAM: tl.constexpr, BLOCK: tl.constexpr):
+def first_words(rng_ptr, first, STREAM: tl.constexpr, BLOCK: tl.constexpr):
     """Word 0 of each of BLOCK samples, and the samples' places in the batch."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     quad = tl.zeros([BLOCK], tl.int32)

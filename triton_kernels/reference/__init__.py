@@ -188,6 +188,45 @@ def draw_timesteps(rng: Tensor, n: int, num_timesteps: int, *, first: int = 0) -
     return (random_words(rng, n, 1, TIMESTEP, first=first)[:, 0] * num_timesteps) >> 32
 
 
+def draw_weighted_timesteps(
+    rng: Tensor,  # int64 [2]: seed, step
+    n: int,
+    ends: Tensor,  # int64 [T], of `record_losses`
+    *,
+    first: int = 0,
+) -> Tensor:  # int64 [N]
+    """Timesteps in [0, T): how many ends are at most (word * ends[T - 1]) >> 32."""
+    words = random_words(rng, n, 1, TIMESTEP, first=first)[:, 0]
+    return torch.searchsorted(ends, (words * ends[-1]) >> 32, right=True)
+
+
+def record_losses(
+    losses: Tensor,  # float32 [N]
+    t: Tensor,  # int64 [N], in [0, T)
+    history: Tensor,  # float32 [H, T], in place: loss number k of a timestep is in row k % H
+    counts: Tensor,  # int32 [T], in place: losses so far
+    *,
+    uniform: float = 0.001,  # u
+) -> Tensor:  # int64 [T]
+    """The running sum of q_t, after the losses of this batch were taken in, one after the other;
+    losses that are not finite are left out."""
+    rows, total = history.shape
+    finite = torch.isfinite(losses)
+    same = (t[:, None] == t) & finite[:, None] & finite  # [N, N]
+    row = (counts[t] + same.tril(-1).sum(dim=1)) % rows
+    kept = finite & (same.triu(1).sum(dim=1) < rows)  # else it is overwritten in this batch
+    # to a place behind the history goes what is not kept
+    place = torch.where(kept, row * total + t, rows * total)
+    flat = torch.cat((history.flatten(), history.new_zeros(1)))
+    history.copy_(flat.index_put((place,), losses)[:-1].view_as(history))
+    counts.index_add_(0, t, finite.to(counts.dtype))
+    weight = history.square().mean(dim=0).sqrt()
+    known = (counts.min() >= rows) & (weight.sum() > 0)
+    share = torch.where(known, weight / torch.where(known, weight.sum(), 1), 1 / total)
+    share = share * (1 - uniform) + uniform / total
+    return torch.cumsum((share * 2**30).long() + 1, dim=0)
+
+
 def draw_flips(rng: Tensor, n: int, *, first: int = 0) -> Tensor:
     """Fair coins, bool [N]: the top bit of a word."""
     return random_words(rng, n, 1, FLIP, first=first)[:, 0] >= 2**31
