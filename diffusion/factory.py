@@ -10,11 +10,15 @@ import torch
 from .errors import ConfigError
 from .models.unet import UNet
 from .models.unet1d import UNet1d
+from .process import flow
 from .process.edm import normal_draws
+from .process.flow import FlowSchedule
 from .process.schedule import FIXED_VARIANCES, PREDICTIONS, NoiseSchedule, make_schedule
+from .process.timesteps import LossAwareTimesteps, check_timesteps
+from .process.weights import Weighting
 from .runtime.backend import Backend
 from .sampling.sampler import DDIM, DDPM, Sampler
-from .sampling.solvers import DPMSolverPP2M, Heun
+from .sampling.solvers import DPMSolverPP2M, Euler, Heun
 from .settings import construct, shown
 
 M = TypeVar("M", bound=Callable[..., torch.nn.Module])
@@ -32,6 +36,7 @@ AS_DIFFUSERS: dict[str, dict[str, bool]] = {
 SAMPLERS: dict[str, type[Sampler]] = {
     "ddpm": DDPM,
     "ddim": DDIM,
+    "euler": Euler,
     "heun": Heun,
     "dpmpp_2m": DPMSolverPP2M,
 }
@@ -118,7 +123,7 @@ def check_sampler(name: str) -> None:
 
 
 def make_sampler(
-    schedule: NoiseSchedule,
+    schedule: NoiseSchedule | FlowSchedule,
     backend: Backend,
     sampler: str = "ddpm",
     *,
@@ -135,47 +140,62 @@ def make_sampler(
     return SAMPLERS[sampler](schedule, backend, **options)
 
 
+TIMESTEP_SAMPLERS = ("uniform", "loss_second_moment")
+_OF_OTHERS = (*PREDICTIONS, *flow.PREDICTIONS, "learned_range")  # values that some schedule has
+
+
 class Process:
     """The group `diffusion` of the configuration."""
 
     def __init__(
         self,
-        schedule: str = "linear",  # linear | scaled_linear | sigmoid | cosine | edm
+        schedule: str = "linear",  # linear | scaled_linear | sigmoid | cosine | edm | flow
         num_timesteps: int = 1000,
-        prediction: str = "epsilon",  # epsilon | sample | v_prediction
+        prediction: str = "epsilon",  # epsilon | sample | v_prediction; of a flow: velocity
         variance: str = "fixed_small",  # fixed_small | fixed_large | learned_range
         beta_start: float | None = None,  # of all but cosine, edm; None: 0.1 / num_timesteps
         beta_end: float | None = None,  # of all but cosine, edm; None: 20 / num_timesteps
-        min_snr_gamma: float | None = None,  # of the loss; None: every timestep has one weight
+        min_snr_gamma: float | None = None,  # of the loss; this and the next three: see `weights`
+        soft_min_snr_gamma: float | None = None,
+        p2_gamma: float | None = None,
+        p2_k: float | None = None,  # None: 1
+        timestep_sampler: str | None = None,  # uniform | loss_second_moment; None: uniform
         sigma_data: float = 1.0,  # what x_0 is divided by: with schedule edm, its deviation
         sigma_min: float | None = None,  # of edm; None: 0.002
         sigma_max: float | None = None,  # of edm; None: 80
         p_mean: float | None = None,  # of ln(sigma) in training; None: timesteps are equally likely
         p_std: float | None = None,
+        shift: float | None = None,  # of a flow's times, towards noise; None: 1
     ) -> None:
+        predictions = flow.PREDICTIONS if schedule == "flow" else PREDICTIONS
+        variances = (*FIXED_VARIANCES, *(() if schedule == "flow" else ("learned_range",)))
         for key, value, valid in (
-            ("prediction", prediction, PREDICTIONS),
-            ("variance", variance, (*FIXED_VARIANCES, "learned_range")),
+            ("prediction", prediction, predictions),
+            ("variance", variance, variances),
+            ("timestep_sampler", timestep_sampler, (None, *TIMESTEP_SAMPLERS)),
         ):
             if value not in valid:
+                what = f" with diffusion.schedule={schedule}" if value in _OF_OTHERS else ""
                 raise ConfigError(
-                    f"diffusion.{key}={value} is unknown; choose one of {', '.join(valid)}"
+                    f"diffusion.{key}={value} is {'wrong' if what else 'unknown'}{what}; choose one"
+                    f" of {', '.join(map(shown, valid))}"
                 )
-        if min_snr_gamma is not None and not 0 < min_snr_gamma < math.inf:
-            raise ConfigError(
-                f"diffusion.min_snr_gamma={min_snr_gamma}; expected a number above 0, such as 5,"
-                " or null"
-            )
+        self.weighting = Weighting(min_snr_gamma, soft_min_snr_gamma, p2_gamma, p2_k)
         self._check_edm(sigma_data, p_mean, p_std, prediction, variance)
-        options = {"beta_start": beta_start, "beta_end": beta_end}
+        options = {"beta_start": beta_start, "beta_end": beta_end, "shift": shift}
         options |= {"sigma_min": sigma_min, "sigma_max": sigma_max}
         if schedule == "edm":
             options["sigma_data"] = sigma_data
-        self.schedule: NoiseSchedule = make_schedule(schedule, num_timesteps, **options)
+        elif schedule == "flow" and sigma_data != 1:
+            raise ConfigError(f"diffusion.sigma_data={sigma_data} is not for a flow; leave it at 1")
+        self.schedule = make_schedule(schedule, num_timesteps, **options)
         self.prediction, self.variance = prediction, variance
-        self.min_snr_gamma, self.sigma_data = min_snr_gamma, sigma_data
-        self.p_mean, self.p_std = p_mean, p_std
-        self._spacing = "karras" if schedule == "edm" else None  # of samplers, if nobody says one
+        self.sigma_data, self.p_mean, self.p_std = sigma_data, p_mean, p_std
+        self.loss_aware = timestep_sampler == "loss_second_moment"
+        if self.loss_aware:
+            self._check_loss_aware()
+        # of samplers, if nobody says one
+        self._spacing = {"edm": "karras", "flow": "linspace"}.get(schedule)
 
     @property
     def learns_variance(self) -> bool:
@@ -200,12 +220,43 @@ class Process:
                 f"diffusion.p_mean={p_mean} and p_std={p_std}; expected numbers, p_std above 0"
             )
 
+    def _check_loss_aware(self) -> None:
+        if self.p_mean is not None:
+            raise ConfigError(
+                f"diffusion.timestep_sampler=loss_second_moment and diffusion.p_mean={self.p_mean}"
+                " both say how timesteps are drawn; set p_mean and p_std to null"
+            )
+        check_timesteps(self.schedule.num_timesteps)
+
+    @property
+    def is_flow(self) -> bool:
+        """Whether paths are straight, so that samplers that draw noise are none for it."""
+        return isinstance(self.schedule, FlowSchedule)
+
+    @property
+    def default_sampler(self) -> str:
+        """Of actions, if nobody says one."""
+        return "euler" if self.is_flow else "ddpm"
+
+    def weights(self) -> np.ndarray | None:  # float64 [T]
+        """What the loss of each timestep is multiplied by; None: nothing."""
+        return self.weighting.of(self.schedule, self.prediction)
+
+    def timesteps(
+        self, batch_size: int, backend: Backend, device: torch.device
+    ) -> LossAwareTimesteps | None:
+        """Who draws the timesteps of training by their losses, if that is wanted."""
+        if not self.loss_aware:
+            return None
+        return LossAwareTimesteps(self.schedule.num_timesteps, batch_size, backend, device)
+
     def draws(self) -> np.ndarray | None:  # int64 [Q]
         """The timestep that each of equally likely draws stands for in training; None: they are
         equally likely themselves."""
         if self.p_mean is None:
             return None
-        return normal_draws(self.schedule.sigmas * self.sigma_data, self.p_mean, self.p_std)
+        sigmas = self.schedule.drawn_sigmas * self.sigma_data
+        return normal_draws(sigmas, self.p_mean, self.p_std)
 
     def sampler(self, backend: Backend, device: torch.device, **settings: Any) -> Sampler:
         """A sampler of this process; settings: sampler, steps, eta, clip, spacing."""

@@ -33,6 +33,7 @@ from ..errors import ConfigError
 from ..formats.trained import Trained
 from ..models.layers import set_backend
 from ..policies.policy import Policy
+from ..process.flow import FlowSchedule
 from ..process.schedule import NoiseSchedule
 from ..runtime.backend import TORCH_FP32
 
@@ -129,16 +130,20 @@ def policy_graph(policy: Policy) -> Graph:
     return Graph(_portable(ChunkDenoiser(policy.model)), ("x", "t", "condition"), inputs, about)
 
 
-def _chain(schedule: NoiseSchedule, sigma_data: float) -> dict[str, Any]:
+def _chain(schedule: NoiseSchedule | FlowSchedule, sigma_data: float) -> dict[str, Any]:
     """The noise of every level, what the network is told there, and the unit of x_0."""
+    flow = isinstance(schedule, FlowSchedule)
+    levels = {"flow_times": schedule.times} if flow else {"betas": schedule.betas}
     return {
-        "betas": schedule.betas.tolist(),
+        **{name: values.tolist() for name, values in levels.items()},
         "timesteps": schedule.timestep_map.tolist(),
         "sigma_data": sigma_data,
     }
 
 
-def _told(schedule: NoiseSchedule, rng: Tensor, n: int) -> Tensor:  # int64 or float32 [N]
+def _told(
+    schedule: NoiseSchedule | FlowSchedule, rng: Tensor, n: int
+) -> Tensor:  # int64 or float32 [N]
     """What the network is told of n levels."""
     told = torch.tensor(schedule.timestep_map)[
         reference.draw_timesteps(rng, n, schedule.num_timesteps)

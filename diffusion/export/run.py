@@ -226,7 +226,7 @@ def _warn_of_process(
 ) -> None:
     """Say if the program that the weights are for draws with none such as these: its files do not
     say what they were trained for."""
-    betas = process.schedule.betas
+    betas = [] if process.is_flow else process.schedule.betas
     others = [
         f"{option}={value}"
         for option, value, valid in (
@@ -235,7 +235,8 @@ def _warn_of_process(
         )
         if value not in valid
     ]
-    if not any(np.array_equal(betas, make(len(betas)).betas) for make in schedules):
+    total = process.schedule.num_timesteps
+    if not any(np.array_equal(betas, make(total).betas) for make in schedules):
         names = " or ".join(make.__name__ for make in schedules)
         others.insert(0, f"a schedule that is not {names}")
     if others:

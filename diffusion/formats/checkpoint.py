@@ -7,6 +7,7 @@
         ema_0.999.safetensors           further ones by their decays, if the run keeps any
         ema_sigma_rel_0.1.safetensors   one of a power function, if tools/average.py made it
         optimizer.safetensors           exp_avg.NAME and exp_avg_sq.NAME
+        timesteps.safetensors           losses of each timestep, if they say which are drawn
         state.json                      format, step, images seen, seed, data set
         config.yaml                     the whole configuration of the run
         SHA256SUMS                      digests of the files above
@@ -58,6 +59,7 @@ _FILES = (
     "state.json",
     "config.yaml",
 )
+_TIMESTEPS = "timesteps.safetensors"
 _INTERVAL = {"start": int, "skipped": int, "loss": float, "seconds": float}  # of the log
 # whole numbers in state.json and the least they can be
 _COUNTS = {"step": 0, "images": 0, "skipped_steps": 0, "seed": 0, "dataset_size": 1}
@@ -69,6 +71,7 @@ def save_checkpoint(
     state: dict[str, Any],  # holds at least `step`, the number of updates done
     config: dict[str, Any],
     keep: int,  # how many of the newest stay
+    timesteps: dict[str, Tensor] | None = None,  # of `LossAwareTimesteps`
 ) -> Path:
     """Write folder/step_NNNNNNNN and delete the oldest beyond `keep`. If the disk is full the older
     checkpoints stay, what was begun is removed, and a ConfigError says so."""
@@ -83,6 +86,7 @@ def save_checkpoint(
         "ema.safetensors": flat.views(flat.ema),
         **{_weights_file(d): flat.views(average) for d, average in flat.averages.items()},
         "optimizer.safetensors": moments,
+        **({} if timesteps is None else {_TIMESTEPS: timesteps}),
     }
     texts = {
         "state.json": json.dumps({"format": FORMAT, **state}, indent=2),
@@ -321,6 +325,11 @@ def load_into(checkpoint: Path, flat: FlatParameters) -> None:
             view.copy_(stored[name])
 
 
+def read_timesteps(checkpoint: Path) -> dict[str, Tensor]:
+    """What `LossAwareTimesteps.load` wants, on the CPU. ConfigError: there is none."""
+    return _read_tensors(checkpoint / _TIMESTEPS, torch.float32, torch.int32)
+
+
 def check_same_model(where: str, stored: dict[str, Tensor], model: dict[str, Tensor]) -> None:
     """Raise ConfigError naming the first parameter in which the two differ."""
     for name in [*model, *stored]:
@@ -365,7 +374,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _read_tensors(path: Path, *dtypes: torch.dtype) -> dict[str, Tensor]:
+    """As float32, but those of one of the dtypes, if any are given, as they are."""
     if not path.is_file():
         raise ConfigError(f"{path} does not exist")
     sums = read_sums(path.parent)
@@ -373,7 +383,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         check_files(path.parent, [path.name], sums)
     with _readable(path):
         tensors = load_file(path)
-    return {name: x.to(torch.float32) for name, x in tensors.items()}
+    return {name: x if x.dtype in dtypes else x.float() for name, x in tensors.items()}
 
 
 @contextmanager

@@ -59,6 +59,7 @@ _DEFAULTS = {  # of the options that have to fit each other
 }
 _USUAL = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
 _LEADING, _LINSPACE = {"timestep_spacing": "leading"}, {"timestep_spacing": "linspace"}
+_FLOWS = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
 _SCHEDULERS = {  # what they take for what their configuration does not say
     **dict.fromkeys(
         (
@@ -79,6 +80,7 @@ _SCHEDULERS = {  # what they take for what their configuration does not say
         ("HeunDiscreteScheduler", "KDPM2DiscreteScheduler", "KDPM2AncestralDiscreteScheduler"),
         _USUAL | _LINSPACE | {"beta_start": 0.00085, "beta_end": 0.012},
     ),
+    **dict.fromkeys(_FLOWS, _LINSPACE),
 }
 _BETWEEN_ENDS = {
     "linear": NoiseSchedule.linear,
@@ -100,6 +102,7 @@ _SAMPLING = {  # options of schedulers, with the value that every sampler here h
     "use_beta_sigmas": False,
     "use_lu_lambdas": False,
     "use_flow_sigmas": False,
+    "stochastic_sampling": False,
 }
 _VARIANCES = {  # by diffusers' names; None is of schedulers that draw no noise
     **{name: name for name in ("fixed_small", "fixed_large", "learned_range")},
@@ -351,6 +354,8 @@ def process_of(config: dict[str, Any], path: Path) -> tuple[Process, float | Non
     ConfigError, which names `path`: there is no such process here."""
     _check_texts(config, ("_class_name", "beta_schedule", "variance_type"), path)
     name = config.get("_class_name", "DDPMScheduler")
+    if name in _FLOWS:
+        return _flow_of(config, path), None  # which clips nothing
     if "beta_schedule" not in config and name not in _SCHEDULERS:
         raise ConfigError(f"{path} is a {name}, which has no betas")
     config = _with_defaults(config)
@@ -367,6 +372,22 @@ def process_of(config: dict[str, Any], path: Path) -> tuple[Process, float | Non
     process.schedule = _read_betas(config, path)
     clips = config.get("clip_sample", name in _CLIPPING)  # others do not clip by themselves
     return process, config.get("clip_sample_range", 1.0) if clips else None
+
+
+def _flow_of(config: dict[str, Any], path: Path) -> Process:
+    for option in ("use_dynamic_shifting", "shift_terminal", "invert_sigmas"):
+        if config.get(option):
+            raise ConfigError(
+                f"{path} has {option}={shown(config[option])}, which no flow here has; expected a"
+                " shift alone"
+            )
+    total, shift = config.get("num_train_timesteps", 1000), config.get("shift", 1.0)
+    if type(total) is not int or total < 2 or type(shift) not in (int, float):
+        raise ConfigError(
+            f"{path} has num_train_timesteps={total} and shift={shown(shift)}; expected a whole"
+            " number of at least 2, and a number"
+        )
+    return Process(schedule="flow", prediction="velocity", num_timesteps=total, shift=shift)
 
 
 def _read_betas(config: dict[str, Any], path: Path) -> NoiseSchedule:
@@ -413,7 +434,7 @@ def save_diffusers(
     config, scheduler = unet_config(model), scheduler_config(process)
     index = {
         "_class_name": "DDPMPipeline",
-        "scheduler": ["diffusers", "DDPMScheduler"],
+        "scheduler": ["diffusers", scheduler["_class_name"]],
         "unet": ["diffusers", "UNet2DModel"],
     }
     if model.label_dropout > 0:
@@ -501,8 +522,15 @@ def _head_channels(model: UNet) -> int | None:
 
 
 def scheduler_config(process: Process) -> dict[str, Any]:
-    """The options of the DDPMScheduler that is this process. Betas that have no name there are
-    written out. ConfigError: it has none."""
+    """The options of the DDPMScheduler that is this process, or of a flow those of the
+    FlowMatchEulerDiscreteScheduler. Betas that have no name there are written out. ConfigError:
+    there is none."""
+    if process.is_flow:
+        return {
+            "_class_name": "FlowMatchEulerDiscreteScheduler",
+            "num_train_timesteps": process.schedule.num_train_timesteps,
+            "shift": process.schedule.shift,
+        }
     schedule, total = process.schedule, process.schedule.num_timesteps
     if process.sigma_data != 1 or not np.array_equal(schedule.timestep_map, np.arange(total)):
         raise ConfigError(

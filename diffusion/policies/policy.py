@@ -105,7 +105,7 @@ def load_policy(
     backend: str = "auto",
     precision: str | None = None,  # bf16 | tf32 | fp32; None: as trained, on a CPU fp32
     ema: Average = True,  # the averaged weights; or others, see `read_weights`
-    sampler: str | None = None,  # ddpm | ddim | heun | dpmpp_2m; None: as stored, or ddpm
+    sampler: str | None = None,  # see SAMPLERS; None: as stored, or ddpm, of a flow euler
     steps: int | None = None,  # of the reverse process; None: as stored, or all of them
 ) -> Policy:
     """The policy in a checkpoint of this project or in one of diffusion_policy's. Raises
@@ -154,10 +154,12 @@ def _own_policy(checkpoint: Path, ema: Average) -> tuple[StoredPolicy, str]:
         raise ConfigError(f"{checkpoint / 'state.json'} is damaged: policy: {error}") from error
     with naming_good_one(checkpoint):
         weights = read_weights(checkpoint, ema)
+    process = construct(Process, config["diffusion"], "diffusion")
     stored = StoredPolicy(
         config["model"],
         weights,
         spec,
-        construct(Process, config["diffusion"], "diffusion"),
+        process,
+        sampler=process.default_sampler,
     )
     return stored, config["train"].get("precision", "bf16")

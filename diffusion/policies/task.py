@@ -103,7 +103,8 @@ class PolicyTask:
         conditions = held_out.conditions[index].to(device)
         truth = held_out.actions[index, 0].to(device)  # [N, horizon, A]
         steps = min(settings.sample_steps, process.schedule.num_timesteps)
-        sampler = process.sampler(model.backend, device, sampler="ddpm", steps=steps, capture=False)
+        kind = process.default_sampler
+        sampler = process.sampler(model.backend, device, sampler=kind, steps=steps, capture=False)
         policy = Policy(model, sampler, self.spec)
         restore = self.spec.actions.to(device).restore
         plotted = torch.linspace(0, count - 1, min(_PLOTTED, count)).round().long()

@@ -8,8 +8,6 @@ References:
     Denoising Diffusion Probabilistic Models (Ho et al., 2020), https://arxiv.org/abs/2006.11239
     Improved Denoising Diffusion Probabilistic Models (Nichol and Dhariwal, 2021),
         https://arxiv.org/abs/2102.09672
-    Efficient Diffusion Training via Min-SNR Weighting Strategy (Hang et al., 2023),
-        https://arxiv.org/abs/2303.09556
 """
 
 import math
@@ -21,7 +19,9 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..runtime.backend import Backend
+from .flow import FlowSchedule
 from .schedule import LEARNED_VARIANCES, NoiseSchedule
+from .timesteps import LossAwareTimesteps
 
 # (x_t [N, H, W, C], timesteps int64 [N], labels) -> [N, H, W, C], or 2C if the variance is learned
 Denoiser = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -33,30 +33,33 @@ class Objective:
     Arguments:
         schedule: The chain to train on.
         backend: Whose ops draw, noise and compare.
-        prediction: What the output is compared with: epsilon, sample (x_0) or v_prediction.
+        prediction: What the output is compared with: epsilon, sample (x_0) or v_prediction; of a
+            flow velocity.
         variance: fixed_small, fixed_large (both train the mean alone), learned_range or learned.
         device: Where the images are.
         vb_weight: The factor of the variational bound, in bits per dimension. None: T / 1000, which
             is guided-diffusion's RESCALED_MSE; 1 is its plain MSE.
-        min_snr_gamma: Clamps the weight of the steps with little noise; None: w_t = 1. See
-            `min_snr_weights`.
+        weights: w_t, float64 [T], see `weights`; None: 1.
         sigma_data: What x_0 is divided by, see `edm`; other than 1 for epsilon and v alone.
         draws: The timestep that each of equally likely draws stands for, int64 [Q]; None: all
             timesteps are equally likely.
+        timesteps: Who draws them by how large their losses have been; None: they do not count. The
+            loss is then divided by how much likelier than 1 / T the timestep is.
     """
 
     def __init__(
         self,
-        schedule: NoiseSchedule,
+        schedule: NoiseSchedule | FlowSchedule,
         backend: Backend,
         prediction: str = "epsilon",
         variance: str = "fixed_small",
         device: torch.device | str = "cpu",
         *,
         vb_weight: float | None = None,
-        min_snr_gamma: float | None = None,
+        weights: np.ndarray | None = None,
         sigma_data: float = 1.0,
         draws: np.ndarray | None = None,
+        timesteps: LossAwareTimesteps | None = None,
     ) -> None:
         self.schedule = schedule
         self.backend = backend
@@ -65,23 +68,28 @@ class Objective:
         self.learned = variance in LEARNED_VARIANCES
         self.vb_weight = schedule.num_timesteps / 1000 if vb_weight is None else vb_weight
         self.table = schedule.training_table(device)  # [T, 2]: of x_t
-        self.target_table = self.table  # [T, 2]: of v
+        self.target_table = schedule.target_table(device)  # [T, 2]: of v
+        # the velocity of a flow is v by another table
+        self._compared_with = "v_prediction" if prediction == "velocity" else prediction
         if sigma_data != 1:
             if self.learned or prediction == "sample":
                 raise ValueError("sigma_data is for epsilon or v and a fixed variance")
             scale = torch.tensor([1 / sigma_data, 1], device=device)
             self.table, self.target_table = self.table * scale, self.table * scale.flip(0)
         self.draws = None if draws is None else torch.tensor(draws, device=device)  # int64 [Q]
-        self.reverse_table = reverse_table(schedule, prediction, variance, device)  # [T, 7]
+        schedule.x0_from_output(prediction), schedule.log_variance_range(variance)  # are known
+        self.reverse_table = None  # [T, 7]
+        if self.learned:
+            self.reverse_table = reverse_table(schedule, prediction, variance, device)
         # [T], int64 but for levels that are no numbers; None: every one is its own
         self.timestep_map: Tensor | None = None
         if list(schedule.timestep_map) != list(range(schedule.num_timesteps)):
             told = torch.tensor(schedule.timestep_map, device=device)
             self.timestep_map = told.float() if told.is_floating_point() else told
         self.weights = None  # [T]
-        if min_snr_gamma is not None:
-            weights = min_snr_weights(schedule, prediction, min_snr_gamma)
+        if weights is not None:
             self.weights = torch.tensor(weights, dtype=torch.float32, device=device)
+        self.timesteps = timesteps
 
     def loss(
         self,
@@ -99,7 +107,11 @@ class Objective:
         """The loss of each sample, float32 [N], and its detached parts: "mse" (unweighted) and,
         with a learned variance, "vb" (weighted, in bits per dimension). No host synchronisation."""
         ops, dtype = self.backend.ops, self.backend.dtype
-        if t is None:
+        importance = None
+        if t is None and self.timesteps is not None:
+            n = images.shape[0] if index is None else index.shape[0]
+            t, importance = self.timesteps.draw(rng, n, first)
+        elif t is None:
             n = images.shape[0] if index is None else index.shape[0]
             count = self.schedule.num_timesteps if self.draws is None else len(self.draws)
             t = ops.draw_timesteps(rng, n, count, first=first)
@@ -116,7 +128,7 @@ class Objective:
         check_output(output, x_t, self.variance)
 
         mse = ops.denoise_loss(
-            output, images, t, self.target_table, rng, prediction=self.prediction, **batch
+            output, images, t, self.target_table, rng, prediction=self._compared_with, **batch
         )
         loss = mse if self.weights is None else mse * self.weights[t]
         parts = {"mse": mse.detach()}
@@ -128,6 +140,9 @@ class Objective:
             vb = self.vb_weight * vb_bits(frozen, x_0, x_t, t, self.reverse_table)
             loss = loss + vb
             parts["vb"] = vb.detach()
+        if importance is not None:
+            self.timesteps.note(loss.detach(), first)
+            loss = loss * importance
         return loss, parts
 
 
@@ -139,18 +154,6 @@ def check_output(output: Tensor, x: Tensor, variance: str) -> None:
             f"variance={variance} needs a model output of shape {[*x.shape[:-1], wanted]}, and this"
             f" one is {list(output.shape)}; a learned variance takes twice the image's channels"
         )
-
-
-def min_snr_weights(schedule: NoiseSchedule, prediction: str, gamma: float) -> np.ndarray:  # [T]
-    r"""min(SNR_t, gamma) for x_0, divided by SNR_t for epsilon and by SNR_t + 1 for v: the same
-    weight on the error of x_0 each time (Hang et al., 2023, section 3.4)."""
-    if gamma <= 0:
-        raise ConfigError(
-            f"min_snr_gamma={gamma} is not possible; give a number above 0, such as 5"
-        )
-    snr = schedule.snr
-    divisor = {"epsilon": snr, "sample": 1.0, "v_prediction": snr + 1}[prediction]
-    return np.minimum(snr, gamma) / divisor
 
 
 # --- the variational bound ------------------------------------------------------------------------

@@ -31,11 +31,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from .flow import FlowSchedule
+from .levels import count_of, karras_sigmas
 
 PREDICTIONS = ("epsilon", "sample", "v_prediction")
 FIXED_VARIANCES = ("fixed_small", "fixed_large")
 LEARNED_VARIANCES = ("learned_range", "learned")
-_MOST_STEPS = 1_000_000  # of which every number is held in memory, several times
 SPACINGS = ("guided", "leading", "trailing", "linspace", "karras")
 
 
@@ -117,7 +118,7 @@ class NoiseSchedule:
         alpha_bar(t) = cos((t / T + 0.008) / 1.008 * pi / 2)^2
         beta_t       = min(1 - alpha_bar(t + 1) / alpha_bar(t), max_beta)
         """
-        total = _count("num_timesteps", num_timesteps)
+        total = count_of("num_timesteps", num_timesteps)
         # math.cos, number by number: numpy's vectorised cosine may differ in the last bit
         alpha_bar = [
             math.cos((t / total + 0.008) / 1.008 * math.pi / 2) ** 2 for t in range(total + 1)
@@ -142,7 +143,9 @@ class NoiseSchedule:
                 f"sigma_min={sigma_min} and sigma_max={sigma_max} are not possible; give numbers"
                 " above 0, sigma_max the larger"
             )
-        sigmas = np.geomspace(sigma_min, sigma_max, _count("num_timesteps", num_timesteps, least=2))
+        sigmas = np.geomspace(
+            sigma_min, sigma_max, count_of("num_timesteps", num_timesteps, least=2)
+        )
         alpha_bar = 1 / (1 + (sigmas / sigma_data) ** 2)
         return cls(1 - alpha_bar / np.append(1.0, alpha_bar[:-1]), np.log(sigmas) / 4)
 
@@ -170,6 +173,21 @@ class NoiseSchedule:
     def sigmas(self) -> np.ndarray:  # [T]
         """The noise beside an x_0 of scale 1: x_t / sqrt(alpha_bar_t) = x_0 + sigma_t epsilon."""
         return np.sqrt(1 / self.snr)
+
+    @property
+    def drawn_sigmas(self) -> np.ndarray:  # [T]
+        """The noise of each timestep that training may draw."""
+        return self.sigmas
+
+    @property
+    def signal_and_noise(self) -> tuple[np.ndarray, np.ndarray]:  # [T], [T]
+        """x_t = signal x_0 + noise epsilon."""
+        return np.sqrt(self.alphas_cumprod), np.sqrt(1 - self.alphas_cumprod)
+
+    @property
+    def ode_levels(self) -> tuple[np.ndarray, np.ndarray]:  # scale [T], sigma [T]
+        """The probability flow ODE is d(x / scale) / dsigma = (x / scale - x_0) / sigma."""
+        return np.sqrt(self.alphas_cumprod), self.sigmas
 
     @property
     def posterior_variance(self) -> np.ndarray:  # [T]
@@ -268,12 +286,12 @@ class NoiseSchedule:
                 " number of at least 1"
             )
         if spacing == "karras":
-            sigmas = _karras_sigmas(self.sigmas[0], self.sigmas[-1], _count("steps", steps))
+            sigmas = karras_sigmas(self.sigmas[0], self.sigmas[-1], count_of("steps", steps))
             t = np.interp(np.log(sigmas), np.log(self.sigmas), np.arange(self.num_timesteps))
             between = fractional or self.timestep_map.dtype.kind == "f"
             t = t if between else np.round(t)
         elif spacing == "linspace" and fractional:
-            t = np.linspace(0, self.num_timesteps - 1, _count("steps", steps))
+            t = np.linspace(0, self.num_timesteps - 1, count_of("steps", steps))
             sigmas = np.interp(t, np.arange(self.num_timesteps), self.sigmas)
         else:
             t = space_timesteps(self.num_timesteps, steps, spacing, above_zero=above_zero)
@@ -286,9 +304,13 @@ class NoiseSchedule:
         return NoiseSchedule(betas, told)
 
     def training_table(self, device: torch.device | str = "cpu") -> Tensor:  # float32 [T, 2]
-        """sqrt(alpha_bar), sqrt(1 - alpha_bar): the table of `q_sample` and `denoise_loss`."""
-        columns = np.sqrt(self.alphas_cumprod), np.sqrt(1 - self.alphas_cumprod)
-        return torch.tensor(np.stack(columns, axis=1), dtype=torch.float32, device=device)
+        """sqrt(alpha_bar), sqrt(1 - alpha_bar): the table of `q_sample`."""
+        columns = np.stack(self.signal_and_noise, axis=1)
+        return torch.tensor(columns, dtype=torch.float32, device=device)
+
+    def target_table(self, device: torch.device | str = "cpu") -> Tensor:  # float32 [T, 2]
+        """The same: the table of `denoise_loss`, of whose v these are the factors."""
+        return self.training_table(device)
 
 
 _SCHEDULES = {
@@ -297,12 +319,15 @@ _SCHEDULES = {
     "sigmoid": NoiseSchedule.sigmoid,
     "cosine": NoiseSchedule.cosine,
     "edm": NoiseSchedule.edm,
+    "flow": FlowSchedule.of,
 }
 
 
-def make_schedule(name: str, num_timesteps: int = 1000, **options: float | None) -> NoiseSchedule:
+def make_schedule(
+    name: str, num_timesteps: int = 1000, **options: float | None
+) -> NoiseSchedule | FlowSchedule:
     """The schedule of that name: linear, scaled_linear or sigmoid (beta_start, beta_end), cosine
-    (max_beta) or edm (sigma_min, sigma_max, sigma_data).
+    (max_beta), edm (sigma_min, sigma_max, sigma_data) or flow (shift).
 
     An option that is None keeps its default. ConfigError: unknown name or option, impossible value.
     """
@@ -349,9 +374,9 @@ def space_timesteps(
         raise ValueError("spacing=karras has levels between the timesteps: see NoiseSchedule")
     if spacing == "guided":
         if isinstance(steps, str) and steps.startswith("ddim"):
-            return _ddim_stride(num_timesteps, _count("steps", steps[len("ddim") :], name=steps))
+            return _ddim_stride(num_timesteps, count_of("steps", steps[len("ddim") :], name=steps))
         return _sections(num_timesteps, _section_counts(steps))
-    count = _count("steps", steps)
+    count = count_of("steps", steps)
     above_zero = above_zero and spacing != "trailing"
     if count > num_timesteps - above_zero:
         raise ConfigError(
@@ -372,19 +397,10 @@ def space_timesteps(
 def _ends(
     num_timesteps: int, beta_start: float | None, beta_end: float | None
 ) -> tuple[float, float]:
-    scale = 1000 / _count("num_timesteps", num_timesteps)
+    scale = 1000 / count_of("num_timesteps", num_timesteps)
     beta_start = scale * 1e-4 if beta_start is None else beta_start
     beta_end = scale * 0.02 if beta_end is None else beta_end
     return beta_start, beta_end
-
-
-def _karras_sigmas(
-    sigma_min: float, sigma_max: float, count: int, rho: float = 7.0
-) -> np.ndarray:  # float64 [count], ascending
-    ends = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
-    sigmas = np.linspace(*ends, count)[::-1] ** rho
-    sigmas[0], sigmas[-1] = sigma_min, sigma_max  # without rounding; of a single step: sigma_max
-    return sigmas
 
 
 def _ddim_stride(num_timesteps: int, count: int) -> np.ndarray:
@@ -422,9 +438,9 @@ def _section_counts(steps: int | str | Sequence[int]) -> list[int]:
         steps = [steps]
     name = ",".join(map(str, steps))
     if len(steps) == 1:
-        return [_count("steps", steps[0])]
+        return [count_of("steps", steps[0])]
     # a section may be left out, not all of them
-    counts = [_count("steps", s, least=0, name=name) for s in steps]
+    counts = [count_of("steps", s, least=0, name=name) for s in steps]
     if not sum(counts):
         raise ConfigError(f"steps={name} takes no step at all; give at least 1")
     return counts
@@ -434,15 +450,3 @@ def _in_sections(steps: int | str | Sequence[int]) -> bool:
     """Whether these are guided-diffusion's strings, or a list."""
     text = isinstance(steps, str)
     return ("," in steps or steps.startswith("ddim")) if text else isinstance(steps, Sequence)
-
-
-def _count(key: str, value: int | str, *, least: int = 1, name: str | None = None) -> int:
-    """`value` as an integer >= least; text of digits is accepted, since settings arrive as text."""
-    name = value if name is None else name
-    text = value.strip() if isinstance(value, str) else value
-    whole = text.isdecimal() if isinstance(text, str) else isinstance(text, int | np.integer)
-    if not whole or isinstance(text, bool) or int(text) < least:
-        raise ConfigError(f"{key}={name} is not possible; give a whole number of at least {least}")
-    if int(text) > _MOST_STEPS:
-        raise ConfigError(f"{key}={name} is not possible; give at most {_MOST_STEPS:,}")
-    return int(text)

@@ -18,13 +18,14 @@ from ..data.batches import Samples
 from ..data.held_out import Rows
 from ..errors import ConfigError, writing
 from ..factory import POLICY_MODELS, Process
-from ..formats.checkpoint import load_into, read_state
+from ..formats.checkpoint import load_into, read_state, read_timesteps
 from ..formats.checkpoint_folder import clean_up
 from ..formats.trained import load_initial
 from ..models.flat_parameters import FlatParameters
 from ..plan.embedding import TOGETHER
 from ..plan.unet import FusedUNet
 from ..policies.task import LOADERS, PolicyTask
+from ..process.timesteps import LossAwareTimesteps
 from ..runtime.backend import Backend, choose_backend, determinism
 from ..runtime.distributed import Processes, choose_device, own_rank
 from ..runtime.precompile import TRAINED, compile_ahead, described
@@ -154,6 +155,8 @@ def _train(
         load_into(resume_from, flat)
         optimizer.skipped.fill_(stored.get("skipped_steps", 0))
     step = build_step(model, flat, optimizer, task.samples, task.flip, process, settings, processes)
+    if resume_from is not None and step.objective.timesteps is not None:
+        _load_timesteps(resume_from, step.objective.timesteps)
     show = _averaged(flat, task.preview(model, process, settings, device))
     score = _averaged(flat, task.score(model, process, settings, device, processes))
     held_out = None
@@ -249,6 +252,14 @@ def _metric(settings: TrainSettings, evaluated: bool, task: Task) -> str:
 def _default_metric(run_dir: Path) -> str:
     """As `_metric` has it, of a run that is finished."""
     return "held_out" if (run_dir / "held_out.csv").is_file() else "loss"
+
+
+def _load_timesteps(checkpoint: Path, timesteps: LossAwareTimesteps) -> None:
+    stored = read_timesteps(checkpoint)
+    try:
+        timesteps.load(stored)
+    except ValueError as error:
+        raise ConfigError(f"{checkpoint / 'timesteps.safetensors'}: {error}") from error
 
 
 def _compile_ahead(

@@ -37,6 +37,7 @@ from triton_kernels.runtime.dependent_launch import dependent_launches
 
 from ..errors import ConfigError
 from ..process.edm import in_units
+from ..process.flow import FlowSchedule
 from ..process.objective import Denoiser, check_output
 from ..process.schedule import LEARNED_VARIANCES, NoiseSchedule
 from ..runtime.backend import Backend
@@ -114,6 +115,23 @@ def ddim_table(
     return executed(a, b, c, d, e, sigma, zero, zero)
 
 
+def euler_table(
+    schedule: NoiseSchedule | FlowSchedule, prediction: str = "epsilon"
+) -> np.ndarray:  # float64 [K, 8], rows in the order of execution
+    r"""Euler's method on y = x / scale, from the level s to the next, t:
+
+        y_t = y_s + (sigma_t - sigma_s) y'_s,   y' = (y - x_0) / sigma
+
+    DDIM without noise is the same step; of a flow it is x + (t - s) v."""
+    a, b = schedule.x0_from_output(prediction)
+    scale, sigma = schedule.ode_levels
+    scale_next, sigma_next = np.append(1.0, scale[:-1]), np.append(0.0, sigma[:-1])
+    c = scale_next * (1 - sigma_next / sigma)
+    d = scale_next * sigma_next / (scale * sigma)
+    zero = np.zeros_like(a)
+    return executed(a, b, c, d, zero, zero, zero, zero)
+
+
 def _ddim_deviations(
     alpha_bar: np.ndarray, previous: np.ndarray, eta: float
 ) -> tuple[np.ndarray, np.ndarray]:  # sigma [T], sqrt(1 - previous - sigma^2) [T]
@@ -136,9 +154,9 @@ class Sampler:
         steps: How many steps of the chain to take, or guided-diffusion's strings ("ddim50",
             "10,15,20"); None: all of them. See `schedule.space_timesteps`.
         spacing: Which steps: guided, leading, trailing, linspace or karras; None: what suits the
-            sampler, guided for DDPM and DDIM, leading for the solvers.
+            sampler, guided for DDPM and DDIM, leading for the solvers; linspace for a flow.
         clip: x_0 is clamped to [-clip, clip] in every step; None: it is not.
-        prediction: What the denoiser predicts: epsilon, sample or v_prediction.
+        prediction: What the denoiser predicts: epsilon, sample or v_prediction; of a flow velocity.
         variance: fixed_small, fixed_large, learned_range or learned.
         sigma_data: What x_0 is divided by in the chain that the denoiser knows, see `edm`.
         device: Where to sample.
@@ -153,7 +171,7 @@ class Sampler:
 
     def __init__(
         self,
-        schedule: NoiseSchedule,
+        schedule: NoiseSchedule | FlowSchedule,
         backend: Backend,
         *,
         steps: int | str | Sequence[int] | None = None,
@@ -167,6 +185,9 @@ class Sampler:
     ) -> None:
         if clip is not None and not (_is_number(clip) and clip > 0):
             raise ConfigError(f"clip={clip} is not possible; give a number above 0, or null")
+        if isinstance(schedule, FlowSchedule):
+            self._check_flow()
+            spacing = "linspace" if spacing is None else spacing
         self.backend = backend
         self.spacing = self.spacing if spacing is None else spacing
         self.schedule = schedule.respace(steps, self.spacing, **self.respacing)
@@ -185,6 +206,9 @@ class Sampler:
         self.timesteps = timesteps.float() if timesteps.is_floating_point() else timesteps
         self.capture = self.rows.is_cuda if capture is None else capture
         self._captured: tuple[Any, Chain] | None = None  # what it is of, and the chain
+
+    def _check_flow(self) -> None:
+        """ConfigError unless this can follow a flow."""
 
     @property
     def num_steps(self) -> int:
@@ -318,7 +342,7 @@ class DDPM(Sampler):
 
     def __init__(
         self,
-        schedule: NoiseSchedule,
+        schedule: NoiseSchedule | FlowSchedule,
         backend: Backend,
         *,
         noisy_end: bool = False,
@@ -326,6 +350,12 @@ class DDPM(Sampler):
     ) -> None:
         self.noisy_end = noisy_end
         super().__init__(schedule, backend, **options)
+
+    def _check_flow(self) -> None:
+        raise ConfigError(
+            "sampler=ddpm draws noise in every step, which a flow has not; choose one of euler,"
+            " heun, dpmpp_2m"
+        )
 
     def table(self) -> np.ndarray:
         return ddpm_table(self.schedule, self.prediction, self.variance, self.noisy_end)
@@ -344,7 +374,7 @@ class DDIM(Sampler):
 
     def __init__(
         self,
-        schedule: NoiseSchedule,
+        schedule: NoiseSchedule | FlowSchedule,
         backend: Backend,
         *,
         eta: float = 0.0,
@@ -356,10 +386,17 @@ class DDIM(Sampler):
             raise ConfigError(f"eta={eta} is not possible; give a number from 0 to 1")
         self.eta = eta
         self.use_clipped_model_output = use_clipped_model_output
+        joined = joined or isinstance(schedule, FlowSchedule)
         self._all_levels = None if joined else schedule.alphas_cumprod  # [T]
         super().__init__(schedule, backend, **options)
 
+    def _check_flow(self) -> None:
+        if self.eta:
+            raise ConfigError(f"eta={self.eta} has no meaning with a flow; leave it at 0")
+
     def table(self) -> np.ndarray:
+        if isinstance(self.schedule, FlowSchedule):
+            return euler_table(self.schedule, self.prediction)  # which DDIM without noise is
         previous = None
         if self._all_levels is not None and self.spacing in ("leading", "trailing", "linspace"):
             t = self.schedule.timestep_map - len(self._all_levels) // self.schedule.num_timesteps

@@ -1,8 +1,9 @@
-r"""Deterministic solvers of second order: Heun and DPM-Solver++(2M).
+r"""Deterministic solvers: Euler, Heun and DPM-Solver++(2M).
 
-Both follow the probability-flow ODE, with alpha_t = sqrt(alpha_bar_t) and the noise level
+All follow the probability-flow ODE, with alpha_t = sqrt(alpha_bar_t) and the noise level
 sigma_t = sqrt(1 / alpha_bar_t - 1) of x_t / alpha_t, from one level to the next and at the end to
-sigma = 0. Written with x_0 instead of the derivative or epsilon, a step of either is
+sigma = 0. Euler and Heun follow that of a flow in x and t, where it is straight (`ode_levels`).
+Written with x_0 instead of the derivative or epsilon, a step of any is
 
     x_0   = clip(a x_t + b output)
     x     = c x_0 + d x_t + e x_0'         x_0' as it was one row before
@@ -19,7 +20,8 @@ noise_alone=True (a difference of 2e-5 for the linear schedule, of 2e-3 for the 
 Rombach et al.; none for leading). DPMSolverPP2M is DPMSolverMultistepScheduler with its defaults
 (dpmsolver++, order 2, midpoint, final_sigmas_type zero; lower_order_final changes nothing then),
 and clip its thresholding with sample_max_value=1. It truncates the timesteps of use_karras_sigmas
-with the cosine schedule and rounds them with others; here they are always rounded.
+with the cosine schedule and rounds them with others; here they are always rounded. Of a flow Euler
+is FlowMatchEulerDiscreteScheduler and Heun FlowMatchHeunDiscreteScheduler, neither of which clips.
 
 References:
     Elucidating the Design Space of Diffusion-Based Generative Models (Karras et al., 2022),
@@ -34,13 +36,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..process.flow import FlowSchedule
 from ..process.schedule import NoiseSchedule
 from ..runtime.backend import Backend
-from .sampler import Sampler, executed
+from .sampler import Sampler, euler_table, executed
 
 
 def dpmpp_2m_table(
-    schedule: NoiseSchedule, prediction: str = "epsilon"
+    schedule: NoiseSchedule | FlowSchedule, prediction: str = "epsilon"
 ) -> np.ndarray:  # float64 [K, 8], rows in the order of execution
     r"""DPM-Solver++(2M) (Lu et al., 2022, algorithm 2), from the level s to the next, t:
 
@@ -51,21 +54,21 @@ def dpmpp_2m_table(
     no finite h: they are of first order, D = x_0.
     """
     a, b = schedule.x0_from_output(prediction)
-    alpha, sigma = _levels(schedule)
+    (alpha, noise), sigma = schedule.signal_and_noise, schedule.sigmas
     alpha_next, sigma_next = np.append(1.0, alpha[:-1]), np.append(0.0, sigma[:-1])
     h = -np.diff(np.log(sigma[::-1]))  # [K - 1], in the order of execution
     half = np.zeros_like(sigma)  # h / 2h'
-    half[1:-1] = (h[1:] / (2 * h[:-1]))[::-1]
+    half[1:-1] = (h[1:] / (2 * h[:-1]))[::-1]  # 0 behind the infinite h of a flow's first step
     gain = alpha_next * (1 - sigma_next / sigma)  # -alpha_t (exp(-h) - 1)
-    d = alpha_next * sigma_next / (alpha * sigma)
+    d = np.append(0.0, noise[:-1]) / noise
     zero = np.zeros_like(a)
     return executed(a, b, gain * (1 + half), d, -gain * half, zero, zero, zero)
 
 
 def heun_table(
-    schedule: NoiseSchedule, prediction: str = "epsilon"
+    schedule: NoiseSchedule | FlowSchedule, prediction: str = "epsilon"
 ) -> np.ndarray:  # float64 [2K - 1, 8], rows in the order of execution
-    r"""Heun's method (Karras et al., 2022, algorithm 1 without its churn) on y = x / alpha, from
+    r"""Heun's method (Karras et al., 2022, algorithm 1 without its churn) on y = x / scale, from
     the level s to the next, t, in two rows. With y' = (y - x_0) / sigma:
 
         y_t = y_s + (sigma_t - sigma_s) y'_s            a step of Euler's, which is DDIM's
@@ -79,15 +82,11 @@ def heun_table(
     The last step, to sigma = 0, is Euler's alone.
     """
     a, b = schedule.x0_from_output(prediction)
-    alpha, sigma = _levels(schedule)
-    alpha_next, sigma_next = np.append(1.0, alpha[:-1]), np.append(0.0, sigma[:-1])
-    c = alpha_next * (1 - sigma_next / sigma)
-    d = alpha_next * sigma_next / (alpha * sigma)
-    zero, one = np.zeros_like(a), np.ones_like(a)
-    euler = executed(a, b, c, d, zero, zero, zero, zero)
+    scale, sigma = schedule.ode_levels
+    euler = euler_table(schedule, prediction)
 
-    change = alpha[:-1] * (sigma[1:] - sigma[:-1]) / (2 * sigma[:-1])
-    zero, one = zero[1:], one[1:]
+    change = scale[:-1] * (sigma[1:] - sigma[:-1]) / (2 * sigma[:-1])
+    zero, one = np.zeros_like(change), np.ones_like(change)
     correction = executed(a[:-1], b[:-1], change, one, -change, zero, zero, zero)
 
     table = np.empty((len(euler) + len(correction), 8))
@@ -95,8 +94,13 @@ def heun_table(
     return table
 
 
-def _levels(schedule: NoiseSchedule) -> tuple[np.ndarray, np.ndarray]:  # alpha [K], sigma [K]
-    return np.sqrt(schedule.alphas_cumprod), schedule.sigmas
+class Euler(Sampler):
+    """Euler's method, see `euler_table`. One evaluation of the denoiser a step."""
+
+    spacing = "leading"
+
+    def table(self) -> np.ndarray:
+        return euler_table(self.schedule, self.prediction)
 
 
 class Solver(Sampler):
@@ -136,7 +140,7 @@ class Heun(Solver):
 
     def __init__(
         self,
-        schedule: NoiseSchedule,
+        schedule: NoiseSchedule | FlowSchedule,
         backend: Backend,
         *,
         noise_alone: bool = False,
@@ -144,7 +148,7 @@ class Heun(Solver):
     ) -> None:
         super().__init__(schedule, backend, **options)
         if noise_alone and self.spacing in ("linspace", "trailing", "karras"):
-            self.start_deviation = float(np.sqrt(1 - self.schedule.alphas_cumprod[-1]))
+            self.start_deviation = float(self.schedule.signal_and_noise[1][-1])
 
     def table(self) -> np.ndarray:
         return heun_table(self.schedule, self.prediction)

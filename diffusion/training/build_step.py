@@ -32,9 +32,10 @@ def build_step(
         prediction=process.prediction,
         variance=process.variance,
         device=device,
-        min_snr_gamma=process.min_snr_gamma,
+        weights=process.weights(),
         sigma_data=process.sigma_data,
         draws=process.draws(),
+        timesteps=process.timesteps(settings.batch_size, backend, device),
     )
     gradient_sum = GradientSum(flat, processes, norm=optimizer.norm)
     network = training_network(

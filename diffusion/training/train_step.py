@@ -99,6 +99,8 @@ class TrainStep:
             losses.backward(self._share.to(losses.dtype))
         self._aside.join()
         self.gradient_sum.finish()
+        if self.objective.timesteps is not None:
+            self.objective.timesteps.finish(self._rng)
         self.optimizer.update()
 
     def _forget(self) -> None:
@@ -108,7 +110,9 @@ class TrainStep:
     def _add_loss(self, last: bool, losses: Tensor) -> None:
         self.loss += losses.sum() / self.batches.batch_size
         if last:
-            self.gradient_sum.begin(self.loss)
+            timesteps = self.objective.timesteps
+            losses_of_all = () if timesteps is None else (timesteps.losses,)
+            self.gradient_sum.begin(self.loss, *losses_of_all)
 
     def _losses(self, start: int, count: int) -> Tensor:
         """The loss of each of positions start .. start + count of this process's share."""

@@ -285,9 +285,15 @@ class Trainer:
                 "skipped_steps": int(self.step.optimizer.skipped.item()),
                 "interval": self._interval.state(),
             }
+            timesteps = self.step.objective.timesteps
             with self.processes.alone():
                 checkpoint = save_checkpoint(
-                    checkpoint.parent, self.step.flat, state, self.config, self.settings.keep
+                    checkpoint.parent,
+                    self.step.flat,
+                    state,
+                    self.config,
+                    self.settings.keep,
+                    None if timesteps is None else timesteps.state(),
                 )
             log.info("saved %s", checkpoint)
         self._saved = done

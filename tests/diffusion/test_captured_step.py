@@ -2,6 +2,7 @@
 it: on the GPU the plan for bf16; on a CPU the same steps on PyTorch's layers, which nothing
 captures, so that what is written here is known to run."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from diffusion.plan.embedding import TOGETHER
 from diffusion.plan.unet import FusedUNet, training_network
 from diffusion.process.objective import Objective
 from diffusion.process.schedule import make_schedule
+from diffusion.process.timesteps import LossAwareTimesteps
 from diffusion.runtime.backend import TORCH_FP32, Backend, determinism
 from diffusion.runtime.distributed import Processes
 from diffusion.training.gradient_sum import GradientSum
@@ -29,7 +31,10 @@ CASES = {  # of the model, the objective, and the step
     "micro-batches": ({}, {}, {"accumulate": 2}),
     "mirrored": ({}, {}, {"flip": True}),
     "further averages": ({}, {}, {"more_ema": (0.5, 0.9)}),
-    "weighted": ({}, {"prediction": "v_prediction", "min_snr_gamma": 5.0}, {}),
+    "flow": ({}, {"schedule": "flow", "prediction": "velocity"}, {}),
+    "timesteps by losses": ({}, {"schedule": "short"}, {}),
+    "timesteps by losses, micro-batches": ({}, {"schedule": "short"}, {"accumulate": 2}),
+    "weighted": ({}, {"prediction": "v_prediction", "weights": np.linspace(0.1, 2, 1000)}, {}),
     "learned variance": ({"out_channels": 6}, {"variance": "learned_range"}, {}),
     "learned variance, micro-batches": (
         {"out_channels": 6},
@@ -80,9 +85,14 @@ def make_step(
     assert isinstance(network, FusedUNet) or not on_gpu
     images = torch.randint(256, (20, *size, 3), dtype=torch.uint8)
     labels = torch.arange(20) % 3 if unet.num_classes else None
+    objective = dict(objective)
+    kind, count = objective.pop("schedule", "cosine"), 1000
+    if kind == "short":  # so that losses say what is drawn before the steps are over
+        kind, count = "cosine", 2
+        objective["timesteps"] = LossAwareTimesteps(count, 8, backend, device)
     return TrainStep(
         network,
-        Objective(make_schedule("cosine", 1000), backend, device=device, **objective),
+        Objective(make_schedule(kind, count), backend, device=device, **objective),
         Batches(ImageSet(images, labels), 8, 0, device),
         flat,
         optimizer,
@@ -101,6 +111,8 @@ def results(step: TrainStep) -> list[torch.Tensor]:
     flat = step.flat
     buffers = (flat.param, flat.ema, flat.exp_avg, flat.exp_avg_sq, *flat.averages.values())
     found += [x.clone() for x in buffers]
+    if step.objective.timesteps is not None:
+        found += [x.clone() for x in step.objective.timesteps.state().values()]
     step.release()
     return found
 
@@ -125,14 +137,22 @@ def test_captured(case, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ["plain", "learned variance, micro-batches", "classes"])
+@pytest.mark.parametrize(
+    "case", ["plain", "learned variance, micro-batches", "classes", "timesteps by losses"]
+)
 def test_captured_deterministic(case, device, deterministic):
     """PyTorch raises for a kernel of its own that would not give the same bits."""
     check(case, device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has captured steps")
-@pytest.mark.parametrize("case", ["learned variance, micro-batches", "classes", "further averages"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("learned variance, micro-batches", "classes", "further averages", "flow"),
+        "timesteps by losses, micro-batches",
+    ],
+)
 def test_not_captured(case, device):
     check(case, device)
 

@@ -43,25 +43,27 @@ def checkpoint(folder: Path, size=(8, 8), **options) -> Path:
     """Of a run whose average differs from what was trained, or with `fresh` has not begun."""
     torch.manual_seed(0)
     fresh = options.pop("fresh", False)
+    diffusion = options.pop("diffusion", {"schedule": "cosine"})
     settings = MODEL | options
     model = build_model(settings, TORCH_FP32, size, 3, False, CPU)
     flat = FlatParameters(model)
     flat.param.add_(torch.randn_like(flat.param) * (0 if fresh else 0.02))
     flat.ema.copy_(flat.param * 0.99)
     state = {"step": 1, "image_shape": [*size, 3]}
-    config = {"model": settings, "diffusion": {"schedule": "cosine"}}
+    config = {"model": settings, "diffusion": diffusion}
     config |= {"train": {"precision": "fp32"}}
     return save_checkpoint(folder / "checkpoints", flat, state, config, keep=1)
 
 
-def policy_checkpoint(folder: Path) -> Path:
+def policy_checkpoint(folder: Path, diffusion: dict | None = None) -> Path:
     """Of chunks of 4 actions of 2 numbers, from 2 observations of 3."""
     torch.manual_seed(0)
     settings = {"name": "unet1d", "diffusion_step_embed_dim": 8, "down_dims": [8], "kernel_size": 3}
     ranges = [Normaliser(torch.zeros(d) - 1, torch.ones(d)) for d in (3, 2)]
     spec = PolicySpec(4, 2, 1, *ranges)
     model = build_policy_model(settings, TORCH_FP32, 2, 6, CPU)
-    config = {"model": settings, "diffusion": {"schedule": "cosine", "num_timesteps": 10}}
+    diffusion = diffusion or {"schedule": "cosine", "num_timesteps": 10}
+    config = {"model": settings, "diffusion": diffusion}
     config |= {"train": {"precision": "fp32"}}
     state = {"step": 1, "policy": spec.state()}
     return save_checkpoint(folder / "checkpoints", FlatParameters(model), state, config, keep=1)

@@ -12,7 +12,6 @@ from diffusion.errors import ConfigError
 from diffusion.process.objective import (
     Objective,
     discretized_gaussian_log_likelihood,
-    min_snr_weights,
     normal_kl,
     p_mean_variance,
     q_posterior,
@@ -20,6 +19,7 @@ from diffusion.process.objective import (
     vb_bits,
 )
 from diffusion.process.schedule import make_schedule
+from diffusion.process.weights import Weighting
 from diffusion.runtime.backend import TORCH_FP32
 from triton_kernels import reference
 
@@ -265,12 +265,12 @@ def test_timesteps_reach_the_network_in_the_original_count():
 @pytest.mark.parametrize("prediction", ["epsilon", "sample", "v_prediction"])
 def test_min_snr_is_one_weight_on_the_error_of_x0(prediction):
     schedule = make_schedule("cosine", 100)
-    weights = min_snr_weights(schedule, prediction, 5.0)
+    weights = Weighting(min_snr_gamma=5.0).of(schedule, prediction)
     # an error of 1 in the output is an error of b in x_0
     _, b = schedule.x0_from_output(prediction)
     np.testing.assert_allclose(weights / b**2, np.minimum(schedule.snr, 5.0), rtol=1e-9)
 
-    objective = Objective(schedule, TORCH_FP32, prediction, min_snr_gamma=5.0)
+    objective = Objective(schedule, TORCH_FP32, prediction, weights=weights)
     t = torch.tensor([0, 1, 50, 60, 98, 99])
     loss, parts = objective.loss(lambda x, t, y: x, _images(), RNG, t=t)
     torch.testing.assert_close(loss, parts["mse"] * torch.tensor(weights[t.numpy()]).float())
@@ -288,7 +288,6 @@ def test_wrong_number_of_output_channels(variance, outputs):
     [
         ({"prediction": "eps"}, "prediction=eps is unknown; choose one of epsilon, sample"),
         ({"variance": "small"}, "variance=small is unknown; choose one of fixed_small"),
-        ({"min_snr_gamma": 0}, "min_snr_gamma=0"),
     ],
 )
 def test_errors_name_the_value(options, message):

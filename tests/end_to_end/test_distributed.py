@@ -14,11 +14,13 @@ from diffusion.runtime.distributed import Processes
 from .run import TINY, rows, run, start, start_together
 
 # everything that is keyed by the position in the global batch: noise, timesteps, flips, dropped
-# labels, dropout; and 11 images, so that epochs end within batches
+# labels, dropout; 11 images, so that epochs end within batches; and the losses of all, which say
+# what timesteps are drawn
 SETTINGS = (
     *TINY,
     *("dataset.count=11", "model.dropout=0.1", "model.num_classes=3", "model.label_dropout=0.3"),
     *("train.steps=3", "train.batch_size=8", "train.accumulate=2", "train.save_every=2"),
+    "diffusion.timestep_sampler=loss_second_moment",
 )
 
 
@@ -46,7 +48,7 @@ def job(sweep, number):
 
 def test_the_parameters_are_the_same(runs):
     """Up to the order in which float32 gradients are summed; Adam's moments are compared too."""
-    for name in ("model", "ema", "optimizer"):
+    for name in ("model", "ema", "optimizer", "timesteps"):
         one, two = (
             load_file(run_dir / "checkpoints" / "step_00000003" / f"{name}.safetensors")
             for run_dir in runs
