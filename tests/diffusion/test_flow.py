@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import DDPMPipeline, FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler
 
-from diffusion.build import Process
+from diffusion.factory import Process
 from diffusion.errors import ConfigError
 from diffusion.export.run import export
 from diffusion.formats.diffusers_directory import read_diffusers
