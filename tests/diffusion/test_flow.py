@@ -8,9 +8,9 @@ import pytest
 import torch
 from diffusers import DDPMPipeline, FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler
 
-from diffusion.factory import Process
 from diffusion.errors import ConfigError
 from diffusion.export.run import export
+from diffusion.factory import Process
 from diffusion.formats.diffusers_directory import read_diffusers
 from diffusion.formats.trained import load_trained
 from diffusion.policies.policy import load_policy
