@@ -19,7 +19,7 @@ from ..sampling.serialize import turn
 from .embedding import TOGETHER, Step
 from .fusion import WaitingKernels
 from .layers import Feature
-from .unet import DTYPES, FusedUNet
+from .unet import FusedUNet, has_plan
 
 _TABLE_BYTES = 2**29  # of the embedding's table, at most; beyond it is computed in every step
 
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 def sampling_network(model: nn.Module) -> "Denoiser | InferenceUNet":
     """What a sampler should ask in the place of `model.forward_nhwc`: the plan if there is one for
     this model, backend and GPU, else that; the log says why not. The plan has a copy of the
-    parameters in 16 bits: it does not follow what happens to them afterwards."""
+    parameters in the backend's type: it does not follow what happens to them afterwards."""
     backend = model.backend
-    if backend.name != "triton" or backend.dtype not in DTYPES:
+    if not has_plan(backend):
         return model.forward_nhwc
     refusal = FusedUNet.refusal(model)
     if refusal is not None:

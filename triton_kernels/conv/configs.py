@@ -87,6 +87,11 @@ def split_kernel(
     config = with_splits(tile)
     splits = lru_cache(maxsize=4096)(splits)
 
+    def why_not(spec: ConvSpec, gpu: Device) -> str | None:
+        if spec.padded and not pads:
+            return "channels that pad the tensors would become part of its result"
+        return refuse(spec, gpu)
+
     def configs(spec: ConvSpec, gpu: Device) -> list[tuple]:
         fewest = fewest_of(spec)
         found = []
@@ -105,7 +110,7 @@ def split_kernel(
     return SplitKernel(
         tile.kernel,
         config,
-        refuse,
+        why_not,
         configs,
         cost and total,
         lambda c, operands: launch(c.tile, c.splits, operands),

@@ -66,6 +66,11 @@ class ConvSpec(Spec):
         return self.filters or (self.c, self.k)
 
     @property
+    def padded(self) -> bool:
+        """Whether the tensors of a weight gradient have channels that the filters lack."""
+        return self.of_filters != (self.c, self.k)
+
+    @property
     def extras(self) -> int:
         """1x1 convolutions that are added."""
         return len(self.extra)

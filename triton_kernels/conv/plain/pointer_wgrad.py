@@ -164,7 +164,7 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why it cannot do a weight gradient, or why that is left to others, or None."""
     if spec.precision == "ieee":
         return "in float32 its products are rounded to TF32"
-    if not gpu.tma:
+    if not gpu.tma or (spec.padded and spec.itemsize == 4):  # which nobody else can do
         return None
     if spec.itemsize == 4 or spec.stride > 1 or min(spec.k, spec.c) < _FEW:
         return "of what a TMA unit could fetch it takes 16 bits, stride 1, 16 channels and more"
