@@ -142,18 +142,21 @@ def sample(
     guidance: float = 1.0,
     batch_size: int = 64,
     device: str = "auto",
+    decoder: str | None = None,
     **options: Any,
 ) -> "np.ndarray":
-    """Draw n images, uint8 [n, H, W, C], with a run, a checkpoint, or what `load` returns.
+    """Draw n images, uint8 [n, H, W, C], with a run, a checkpoint, or what `load` returns. Of a run
+    on arrays: in the data's units, with the axes of its file.
 
     sampler: ddpm, ddim, heun or dpmpp_2m, with so many steps (None: all). Image i depends on `seed`
     and i alone. label: the class, by number or name; None: all in turn. guidance: classifier-free;
     1: none. options: eta, clip and spacing, as configs/sample.yaml says. device: where `source` is
-    loaded, if it is a path. ConfigError: settings that are wrong.
+    loaded, if it is a path. decoder: of a run on latents the folder of the autoencoder, None: the
+    one that encoded; "none": the latents themselves. ConfigError: settings that are wrong.
     """
     from .formats.trained import Trained
     from .plan.inference import sampling_network
-    from .runs.sampling import choose_labels
+    from .runs.sampling import choose_labels, choose_values
     from .sampling.draw import draw
 
     trained = source if isinstance(source, Trained) else load(source, device=device)
@@ -169,6 +172,7 @@ def sample(
         guidance=guidance,
         batch_size=batch_size,
         network=sampling_network(model),
+        finish=choose_values(decoder, trained).finish,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError
 from ..settings import typed
+from .array import load_array
 from .elephants import TRUNKS, elephants
 from .hub import cifar10, fashion_mnist, mnist
 from .image_set import ImageSet, nearest, parse_size, with_channels
@@ -25,6 +26,7 @@ __all__ = [
 L = TypeVar("L", bound=Callable[..., ImageSet])
 
 _LOADERS: dict[str, Callable[..., ImageSet]] = {
+    "array": load_array,
     "elephants": elephants,
     "folder": load_folder,
     "packed": load_packed,

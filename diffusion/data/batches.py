@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from .order import sample_index
+from .stored_images import StoredImages
+from .values import Latents
 
 
 class Samples(Protocol):
     """What can be trained on: an `ImageSet`, or chunks of actions."""
 
-    images: Tensor  # uint8 or float32 [M, H, W, C]
+    images: Tensor | StoredImages  # uint8 or float32 [M, H, W, C]
     labels: Tensor | None  # [M, ...], what the network is conditioned on
 
     def __len__(self) -> int: ...
@@ -47,6 +49,8 @@ class Batches:
         self._index = torch.zeros(self.count, dtype=torch.int64, device=device)
         self._labels = None if data.labels is None else data.labels.to(device)
         self._rows: np.ndarray | None = getattr(data, "rows", None)  # int64 [len(data)]
+        # of latents mean and log variance are stored, from which a step draws
+        self.are_moments = isinstance(getattr(data, "values", None), Latents)
         self.resident = data.images.nbytes <= resident_bytes
         self._check = getattr(data, "check", lambda index=None: None)  # before images are read
         if self.resident:

@@ -17,6 +17,8 @@ from torch import Tensor
 from ..errors import ConfigError
 from .batches import Samples
 from .order import epoch_permutation
+from .stored_images import StoredImages
+from .values import Values
 
 _KEY = 0x48454C44  # of the order; far from the seeds that people choose
 
@@ -32,8 +34,13 @@ class Rows:
         return len(self.rows)
 
     @property
-    def images(self) -> Tensor:  # [M, ...], of the whole set
+    def images(self) -> Tensor | StoredImages:  # [M, ...], of the whole set
         return self.data.images
+
+    @property
+    def values(self) -> Values | None:
+        """What the numbers of images mean."""
+        return getattr(self.data, "values", None)
 
     @property
     def labels(self) -> Tensor | None:  # [M, ...], of the whole set

@@ -24,10 +24,10 @@ class ImageDigests:
     def __init__(
         self,
         path: Path,
-        images: np.ndarray,  # uint8 [N, H, W, C], as they are read, contiguous
+        images: np.ndarray,  # [N, H, W, C], as they are read, contiguous
         digests: bytes,  # DIGEST_BYTES an image
     ) -> None:
-        self._path, self._images = path, images.reshape(len(images), -1)
+        self._path, self._images = path, images.reshape(len(images), -1).view(np.uint8)
         self._digests = digests
         self._seen = np.zeros(len(images), dtype=bool)
 

@@ -1,4 +1,4 @@
-"""What every data set is once it is loaded: uint8 images, in memory or mapped, and labels."""
+"""What every data set is once it is loaded: images, in memory or on disk, and labels."""
 
 import difflib
 import math
@@ -13,18 +13,24 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..runtime.host import free_memory
 from .image_digests import ImageDigests
+from .stored_images import StoredImages
+from .values import Latents, Pixels, Values
 
 
 @dataclass
 class ImageSet:
     """Images as they lie on disk; normalising and mirroring happen in the training kernels."""
 
-    images: Tensor  # uint8 [M, H, W, C]; may be backed by a memory-mapped file
+    # uint8 or float32 [M, H, W, C], as the training kernels take them; of latents mean and log
+    # variance, [M, H, W, 2 C]
+    images: Tensor | StoredImages
     labels: Tensor | None = None  # int64 [M]
     class_names: tuple[str, ...] | None = None
     name: str = ""
     skipped: tuple[str, ...] = ()  # files that could not be decoded
     digests: ImageDigests | None = None  # of a file's images; whoever reads those calls `check`
+    values: Values = Pixels()
+    notes: tuple[str, ...] = ()  # on what was done to the images, for who trains on them
 
     def check(self, index: np.ndarray | None = None) -> None:
         """ConfigError if one of these images (int64 [B]; None: of all) is not as it was written."""
@@ -41,7 +47,14 @@ class ImageSet:
 
     @property
     def channels(self) -> int:
-        return self.images.shape[3]
+        """Of what is learned."""
+        stored = self.images.shape[3]
+        return stored // 2 if isinstance(self.values, Latents) else stored
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(H, W, C) of what is learned."""
+        return (*self.size, self.channels)
 
 
 def nearest(value: str, valid: Sequence[str], most: int = 12) -> str:
@@ -52,10 +65,10 @@ def nearest(value: str, valid: Sequence[str], most: int = 12) -> str:
     return f"did you mean {lower[close[0]]}? (one of {choices})" if close else f"one of {choices}"
 
 
-def check_memory(what: str, shape: tuple[int, ...]) -> None:
-    """ConfigError if images (uint8) of this shape do not fit into the memory that is free: the
-    system would grant it, and end the process later."""
-    wanted, free = math.prod(shape), free_memory()
+def check_memory(what: str, shape: tuple[int, ...], itemsize: int = 1) -> None:
+    """ConfigError if images of this shape, uint8 or of so many bytes a number, do not fit into the
+    memory that is free: the system would grant it, and end the process later."""
+    wanted, free = math.prod(shape) * itemsize, free_memory()
     if wanted > free:
         raise ConfigError(
             f"{what} needs {wanted / 2**30:.1f} GiB for {shape[0]} images, and {free / 2**30:.1f}"

@@ -1,29 +1,13 @@
-"""Data sets in one file: the project's own .packed, mapped into memory, and unet.cu's .bin.
+"""Data sets in one file: the project's own .packed, mapped into memory, and unet.cu's .bin. What
+their bytes are, `packed_format` says.
 
-.packed, little endian:
-
-    0       8 bytes  b"TDPACKED"          8   uint32 version = 2     12  uint32 zero
-    16      uint64   N, H, W, C, L (labels: N or 0), K (bytes of the class names)
-    64      32 bytes SHA-256 of the rest of the first 4096 bytes and of all behind the images
-    4096    uint8    [N, H, W, C]
-    then    int64    [L], then K bytes of JSON: a list of class names
-    then    8 bytes  [N], the first of the SHA-256 of each image
-
-What is not an image is checked when the file is opened, an image when it is first read: opening
-takes no longer for it. Version 1 had no digests, neither at 64 nor at the end.
-
-.bin (clu0/unet.cu): 256 int32, of which the first five are 20240620, N, C, H, W; then float32
-[N, C, H, W], x / 127.5 - 1. Neither labels nor class names.
-
-Both writers take one image at a time and rename a finished, synced file into place: a file under
+The writer takes one image at a time and renames a finished, synced file into place: a file under
 its name is whole. One that a killed process has begun is deleted by the next that writes there.
 """
 
-import hashlib
 import json
 import logging
 import os
-import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,14 +19,27 @@ import torch
 
 from ..errors import ConfigError, writing
 from ..runtime.file_lock import delete_abandoned, open_locked
-from .image_digests import DIGEST_BYTES, ImageDigests, image_digest
+from .image_digests import DIGEST_BYTES, ImageDigests
 from .image_set import ImageSet, parse_size
+from .packed_format import (
+    DATA_OFFSET,
+    FLOAT32,
+    FORMATS,
+    HEADER,
+    MAGIC,
+    OF_BYTES,
+    OF_VALUES,
+    UINT8,
+    UNET_CU_DATA,
+    UNET_CU_HEADER_BYTES,
+    UNET_CU_WEIGHTS,
+    WITHOUT_DIGESTS,
+    Format,
+    digest_of_rest,
+)
+from .stored_images import StoredImages
+from .values import Pixels, Values, values_from_state
 
-MAGIC, VERSION, DATA_OFFSET = b"TDPACKED", 2, 4096
-_WITHOUT_DIGESTS = 1  # the version that had none
-UNET_CU_DATA, UNET_CU_WEIGHTS = 20240620, 12345678  # the first int32 of unet.cu's files
-UNET_CU_HEADER_BYTES = 256 * 4
-_HEADER = struct.Struct("<8sII6Q")
 _WRITING = ".writing_"  # before the name of a file that is not finished
 
 log = logging.getLogger(__name__)
@@ -51,75 +48,29 @@ log = logging.getLogger(__name__)
 class _Writer:
     """Appends images behind a header that is written last, when their number is known."""
 
-    offset: int
-
-    def __init__(self, file: BinaryIO, size: tuple[int, int], channels: int):
-        self._file, self._shape, self._labels = file, (*size, channels), []
-        file.seek(self.offset)
+    def __init__(self, file: BinaryIO, form: Format) -> None:
+        self._file, self._format, self._labels = file, form, []
+        self._digests = bytearray()
+        file.seek(form.offset)
 
     def append(self, image: np.ndarray, label: int | None = None) -> None:
-        """`image`: uint8 [H, W, C]; a label for every image, or for none. ValueError: another shape
-        or type."""
-        if image.shape != self._shape or image.dtype != np.uint8:
-            raise ValueError(
-                f"an image is {image.dtype} {list(image.shape)}; expected uint8 {list(self._shape)}"
-            )
-        self._file.write(self._encode(image))
+        """`image`: [H, W, C]; a label for every image, or for none. ValueError: another shape or
+        type."""
+        content = self._format.encode(image)
+        self._file.write(content)
+        self._digests += self._format.digest(content)
         self._labels.append(label)
-
-
-class _PackedWriter(_Writer):
-    offset = DATA_OFFSET
-
-    def __init__(self, file: BinaryIO, size: tuple[int, int], channels: int):
-        super().__init__(file, size, channels)
-        self._digests = bytearray()
-
-    def _encode(self, image: np.ndarray) -> bytes:
-        content = image.tobytes()
-        self._digests += image_digest(content)
-        return content
 
     def finish(self, class_names: tuple[str, ...] | None) -> None:
         labels = [label for label in self._labels if label is not None]
         assert len(labels) in (0, len(self._labels))
-        names = json.dumps(list(class_names)).encode() if class_names else b""
-        tail = np.array(labels, dtype="<i8").tobytes() + names + self._digests
-        self._file.write(tail)
-        self._file.seek(0)
-        counts = (len(self._labels), *self._shape, len(labels), len(names))
-        header = _HEADER.pack(MAGIC, VERSION, 0, *counts).ljust(DATA_OFFSET, b"\0")
-        digest = _digest_of_rest(header, tail)
-        self._file.write(header[: _HEADER.size] + digest + header[_HEADER.size + len(digest) :])
-
-
-def _digest_of_rest(header: bytes, tail: bytes) -> bytes:
-    """SHA-256 of the first DATA_OFFSET bytes but its own place, and of what follows the images."""
-    own_end = _HEADER.size + hashlib.sha256().digest_size
-    return hashlib.sha256(header[: _HEADER.size] + header[own_end:] + tail).digest()
-
-
-class _BinWriter(_Writer):
-    offset = UNET_CU_HEADER_BYTES
-
-    def _encode(self, image: np.ndarray) -> bytes:
-        x = image.transpose(2, 0, 1).astype("<f4") / np.float32(127.5) - np.float32(1)
-        return x.tobytes()
-
-    def finish(self, class_names: tuple[str, ...] | None) -> None:
-        header = np.zeros(256, dtype="<i4")
-        height, width, channels = self._shape
-        header[:5] = (UNET_CU_DATA, len(self._labels), channels, height, width)
-        self._file.seek(0)
-        self._file.write(header.tobytes())
-
-
-_WRITERS = {".packed": _PackedWriter, ".bin": _BinWriter}
+        count = len(self._labels)
+        self._format.finish(self._file, count, labels, class_names, bytes(self._digests))
 
 
 def check_output(path: Path, overwrite: bool) -> None:
     """ConfigError unless a file may be written there and its suffix names a format."""
-    if path.suffix not in _WRITERS:
+    if path.suffix not in FORMATS:
         raise ConfigError(f"out={path} must end in .packed (own format) or .bin (unet.cu's)")
     if path.exists() and not overwrite:
         raise ConfigError(f"out={path} exists; set overwrite=true to replace it")
@@ -131,12 +82,14 @@ def packed_writer(
     size: tuple[int, int],  # (H, W)
     channels: int,
     class_names: tuple[str, ...] | None = None,
+    values: Values = Pixels(),  # noqa: B008
 ) -> Iterator[_Writer]:
     """A writer whose file appears under `path` when the block ends without an error."""
+    form = FORMATS[path.suffix]((*size, channels), values)
     partial = path.with_name(f"{_WRITING}{path.name}")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        for suffix in _WRITERS:
+        for suffix in FORMATS:
             for left in path.parent.glob(f"{_WRITING}*{suffix}"):
                 delete_abandoned(left)
         try:
@@ -147,7 +100,7 @@ def packed_writer(
         try:
             with writing(path):
                 file.truncate(0)
-                writer = _WRITERS[path.suffix](file, size, channels)
+                writer = _Writer(file, form)
                 yield writer
                 writer.finish(class_names)
                 file.flush()
@@ -164,9 +117,15 @@ def write_packed(path: str | Path, data: ImageSet) -> None:
     check_output(path, overwrite=True)
     data.check()
     labels = [None] * len(data) if data.labels is None else data.labels.tolist()
-    with packed_writer(path, data.size, data.channels, data.class_names) as writer:
-        for image, label in zip(data.images.numpy(), labels, strict=True):
-            writer.append(image, label)
+    channels, stored = data.images.shape[3], data.images
+    parts = stored.parts() if isinstance(stored, StoredImages) else torch.arange(len(data)).split(1)
+    with packed_writer(path, data.size, channels, data.class_names, data.values) as writer:
+        for index in parts:
+            rows = stored.raw(index) if isinstance(stored, StoredImages) else stored[index].numpy()
+            if not isinstance(data.values, Pixels):
+                rows = rows.astype(np.float32)
+            for i, image in zip(index.tolist(), rows, strict=True):
+                writer.append(image, labels[i])
 
 
 def load_packed(
@@ -181,7 +140,7 @@ def load_packed(
     if not path.is_file():
         raise ConfigError(f"{path} is no file; give one written by tools/prepare.py")
     with open(path, "rb") as file:
-        head = file.read(max(_HEADER.size, UNET_CU_HEADER_BYTES))
+        head = file.read(max(HEADER.size, UNET_CU_HEADER_BYTES))
     magic = int.from_bytes(head[:4], "little")
     if head.startswith(MAGIC):
         data = _read_packed(path, head)
@@ -218,18 +177,21 @@ def _check_bytes(path: Path, expected: int, n: int, height: int, width: int, cha
 
 
 def _read_packed(path: Path, head: bytes) -> ImageSet:
-    if len(head) < _HEADER.size:
+    if len(head) < HEADER.size:
         raise ConfigError(
             f"{path} should have {DATA_OFFSET} bytes or more, and has {len(head)}: truncated"
         )
-    _, version, _, n, height, width, channels, num_labels, name_bytes = _HEADER.unpack_from(head)
-    if version not in (VERSION, _WITHOUT_DIGESTS):
-        raise ConfigError(f"{path} has version {version}; this one reads {VERSION} and before")
+    _, version, kind, n, height, width, channels, num_labels, name_bytes = HEADER.unpack_from(head)
+    if version not in (WITHOUT_DIGESTS, OF_BYTES, OF_VALUES):
+        raise ConfigError(f"{path} has version {version}; this one reads {OF_VALUES} and before")
+    if kind not in (UINT8, FLOAT32):
+        raise ConfigError(f"{path} is damaged: there is no kind of number {kind}")
+    dtype = np.dtype("<f4" if version == OF_VALUES and kind == FLOAT32 else "u1")
     shape = (n, height, width, channels)
-    end = DATA_OFFSET + n * height * width * channels
-    digest_bytes = DIGEST_BYTES * n if version == VERSION else 0
+    end = DATA_OFFSET + n * height * width * channels * dtype.itemsize
+    digest_bytes = 0 if version == WITHOUT_DIGESTS else DIGEST_BYTES * n
     _check_bytes(path, end + 8 * num_labels + name_bytes + digest_bytes, n, height, width, channels)
-    images = np.memmap(path, np.uint8, mode="c", offset=DATA_OFFSET, shape=shape)
+    images = np.memmap(path, dtype, mode="c", offset=DATA_OFFSET, shape=shape)
     with open(path, "rb") as file:
         header = file.read(DATA_OFFSET)
         file.seek(end)
@@ -237,8 +199,8 @@ def _read_packed(path: Path, head: bytes) -> ImageSet:
     labels = np.frombuffer(tail[: 8 * num_labels], dtype="<i8").astype(np.int64)
     names = tail[8 * num_labels : 8 * num_labels + name_bytes]
     digests = None
-    if version == VERSION:
-        if header[_HEADER.size :][:32] != _digest_of_rest(header, tail):
+    if version != WITHOUT_DIGESTS:
+        if header[HEADER.size :][:32] != digest_of_rest(header, tail):
             raise ConfigError(
                 f"{path} is damaged: its header, labels, class names or digests are not as they"
                 " were written"
@@ -250,19 +212,25 @@ def _read_packed(path: Path, head: bytes) -> ImageSet:
             " with tools/prepare.py",
             stacklevel=2,
         )
+    values: Values = Pixels()
     try:
-        class_names = tuple(json.loads(names)) if names else None
-    except ValueError:
+        about = json.loads(names) if names else None
+        if version == OF_VALUES:
+            values, about = values_from_state(about["values"]), about["class_names"]
+        class_names = tuple(about) if about else None
+    except (ValueError, TypeError, KeyError):
         raise ConfigError(f"{path} is damaged: its class names are no JSON") from None
     most = len(class_names) if class_names else np.iinfo(np.int64).max
     if num_labels not in (0, n) or (num_labels and not 0 <= labels.min() <= labels.max() < most):
         raise ConfigError(f"{path} is damaged: its labels do not fit its images")
+    is_plain = values == Pixels()
     return ImageSet(
-        torch.from_numpy(images),
+        torch.from_numpy(images) if is_plain else StoredImages(images, "nhwc", path).scaled(values),
         torch.from_numpy(labels) if num_labels else None,
         class_names,
         name=path.stem,
         digests=digests,
+        values=values,
     )
 
 

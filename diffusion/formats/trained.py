@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.image_set import parse_size
+from ..data.values import Pixels, Values, values_from_state
 from ..errors import ConfigError
 from ..factory import AS_DIFFUSERS, Process, build_model
 from ..models.blocks import AttentionBlock
@@ -65,12 +66,16 @@ class Trained:
     name: str  # of the checkpoint or file
     spacing: str | None = None  # of the timesteps in sampling, if its origin says one
     as_diffusers: bool = False  # whether samplers step as diffusers' of that name do
+    values: Values = Pixels()  # what the numbers that it was trained on mean
 
     def sampler(self, device: torch.device, **settings: Any) -> Sampler:
         """A sampler for the network, of its origin's kind where that makes a difference; settings:
-        sampler, steps, eta, clip, spacing."""
+        sampler, steps, eta, clip, spacing. clip is what suits the data if it is auto or left
+        out."""
         if settings.get("spacing") is None:
             settings["spacing"] = self.spacing
+        if settings.get("clip", "auto") == "auto":
+            settings["clip"] = self.values.clip
         if self.as_diffusers:
             settings |= AS_DIFFUSERS.get(settings.get("sampler", "ddpm"), {})
         return self.process.sampler(self.model.backend, device, **settings)
@@ -112,6 +117,7 @@ def load_trained(
         found.name,
         found.spacing,
         found.as_diffusers,
+        found.values,
     )
 
 
@@ -241,6 +247,7 @@ class _Found:
     run_dir: Path | None = None
     spacing: str | None = None
     as_diffusers: bool = False
+    values: Values = Pixels()
 
 
 def _find(
@@ -295,6 +302,11 @@ def _in_checkpoint(checkpoint: Path, ema: Average) -> _Found:
             f"{checkpoint / 'state.json'} does not say image_shape as [H, W, C]: it is damaged"
         )
 
+    try:
+        values = values_from_state(state.get("values"))
+    except ValueError as error:
+        raise ConfigError(f"{checkpoint / 'state.json'} is damaged: {error}") from None
+
     def give_weights(network: nn.Module) -> None:
         with naming_good_one(checkpoint):
             weights = read_weights(checkpoint, ema)
@@ -310,6 +322,7 @@ def _in_checkpoint(checkpoint: Path, ema: Average) -> _Found:
         give_weights=give_weights,
         class_names=tuple(class_names) if isinstance(class_names, list) else None,
         run_dir=checkpoint.parent.parent,
+        values=values,
     )
 
 

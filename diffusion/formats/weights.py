@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..data.packed import UNET_CU_DATA, UNET_CU_HEADER_BYTES, UNET_CU_WEIGHTS
+from ..data.packed_format import UNET_CU_DATA, UNET_CU_HEADER_BYTES, UNET_CU_WEIGHTS
 from ..errors import ConfigError
 from ..models.unet import UNet
 from ..settings import shown

@@ -114,7 +114,8 @@ def _about(settings: EvaluateSettings, trained: Trained, sampler: Sampler) -> di
         "checkpoint": trained.name,
         **{"n": settings.n, "height": height, "width": width, "features": settings.features},
         **{"sampler": settings.sampler, "steps": sampler.num_steps, "spacing": sampler.spacing},
-        **{key: shown(getattr(settings, key)) for key in ("eta", "clip", "guidance", "seed")},
+        **{key: shown(getattr(settings, key)) for key in ("eta", "guidance", "seed")},
+        "clip": shown(sampler.clip),
         "ema": _ema(settings, trained),
         **{"backend": backend.name, "compute": backend.precision, "torch": torch.__version__},
     }

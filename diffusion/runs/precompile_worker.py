@@ -18,6 +18,7 @@ from triton_kernels.runtime.device import describe
 from triton_kernels.runtime.launch_recorder import rehearsal
 
 from ..data.image_set import ImageSet
+from ..data.values import values_from_state
 from ..factory import POLICY_MODELS, Process, build_model, build_policy_model
 from ..models.flat_parameters import FlatParameters
 from ..plan.embedding import TOGETHER
@@ -36,13 +37,14 @@ _HOST = torch.device("cpu")
 
 def train(settings: dict[str, Any]) -> None:
     """Two steps, of one process: the groups `model`, `diffusion`, `optim` and `train` of the
-    configuration, with the process's share as batch_size; `flip`; and of the samples' images and
-    labels (or null) shape and dtype."""
+    configuration, with the process's share as batch_size; `flip`; of the samples' images and labels
+    (or null) shape and dtype; and what their values mean."""
     train = construct(TrainSettings, settings["train"], "train")
     process = construct(Process, settings["diffusion"], "diffusion")
     optim = construct(OptimizerSettings, settings["optim"], "optim")
     backend = choose_backend("triton", train.precision, _HOST)
     samples = ImageSet(*(_unread(settings[key]) for key in ("images", "labels")))
+    samples.values = values_from_state(settings.get("values"))
     model = _network(settings["model"], samples, backend, process).to_empty(device=_HOST).train()
     flat = FlatParameters(model, together=TOGETHER)
     step = build_step(
@@ -73,7 +75,7 @@ def _network(
     settings: dict[str, Any], samples: ImageSet, backend: Backend, process: Process
 ) -> nn.Module:
     """For these samples, on the device "meta"."""
-    meta, (*size, channels) = torch.device("meta"), samples.images.shape[1:]
+    meta, (*size, channels) = torch.device("meta"), samples.image_shape
     with meta:
         if settings["name"] in POLICY_MODELS:
             conditions = samples.labels.shape[1]

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from ..data.array import is_array, load_array
 from ..data.image_set import parse_size
 from ..data.images import decode_all, list_images
 from ..data.packed import check_output, load_packed, packed_writer, write_packed
@@ -27,8 +28,9 @@ def prepare(
     src, out = Path(src).expanduser(), Path(out).expanduser()
     check_output(out, overwrite)
     skipped: list[str] = []
-    if src.suffix in (".packed", ".bin"):
-        data = load_packed(src, size, channels)
+    if src.suffix in (".packed", ".bin") or is_array(src):
+        load = load_array if is_array(src) else load_packed
+        data = load(str(src), size=size, channels=channels)
         write_packed(out, data)
         count, labelled = len(data), data.labels is not None
     else:

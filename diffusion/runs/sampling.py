@@ -4,7 +4,8 @@ import atexit
 import os
 import time
 import warnings
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
+from ..data.autoencoder import autoencoder_digest, missing_autoencoder
+from ..data.values import Latents, Values
 from ..errors import ConfigError, check_writable, writing
 from ..factory import check_sampler
 from ..formats.trained import Trained, TrainedSettings
@@ -27,7 +30,7 @@ from ..settings import construct, shown
 from ..tracking.pictures import grid
 
 _GRID_OF = 100  # images at most in the grid that comes with a folder of images
-_FILES = (".png", ".npz")
+_FILES = (".png", ".npz", ".npy")
 _LINE_EVERY = 30.0  # seconds, of progress that no terminal shows
 
 
@@ -40,7 +43,7 @@ class DrawSettings(TrainedSettings):
     steps: int | str | list[int] | None = 50
     spacing: str | None = None
     eta: float = 0.0
-    clip: float | None = 1.0
+    clip: float | str | None = "auto"
     seed: int = 0
     guidance: float = 1.0
     batch_size: int = 64
@@ -76,6 +79,7 @@ class SampleSettings(DrawSettings):
     """The configuration; see configs/sample.yaml."""
 
     label: Any = None  # name or number of a class
+    decoder: str | None = None  # folder of an autoencoder, or none
     out: str | None = None
 
 
@@ -83,10 +87,12 @@ def sample(config: dict[str, Any]) -> Path:
     """Draw as configured; returns the path of the picture, file or folder."""
     settings = construct(SampleSettings, config, "")
     trained, sampler = settings.load_and_choose()
-    out = Path(settings.out or _default_out(settings, trained))
-    _check_out(out, trained.image_shape[2])
+    values = choose_values(settings.decoder, trained)
+    out = Path(settings.out or _default_out(settings, trained, values))
+    _check_out(out, values, trained.image_shape[2])
     labels = choose_labels(settings.label, settings.n, trained)
-    images = draw_all(settings, trained, sampler, labels)
+    finish = values.picture if out.suffix == ".png" else values.finish
+    images = draw_all(settings, trained, sampler, labels, finish)
     if images is not None:
         with writing(out):
             _save(images, out, None if labels is None else labels.cpu().numpy())
@@ -99,9 +105,10 @@ def draw_all(
     trained: Trained,
     sampler: Sampler,
     labels: Tensor | None,  # int64 [n]
+    finish: Callable[[Tensor], np.ndarray] | None = None,  # of a batch; None: what the data want
 ) -> np.ndarray | None:
-    """uint8 [n, H, W, C], with progress shown; under torchrun every process draws a share, the
-    first has them all and the others None."""
+    """[n, H, W, C] as `finish` makes them, with progress shown; under torchrun every process draws
+    a share, the first has them all and the others None."""
     backend, n = trained.model.backend, settings.n
     processes = Processes(next(trained.model.parameters()).device)
     atexit.register(processes.close)  # the next job of a sweep draws in this group
@@ -140,6 +147,7 @@ def draw_all(
             batch_size=settings.batch_size,
             progress=report,
             network=network,
+            finish=finish or trained.values.finish,
         )
     gathered = processes.gather(torch.from_numpy(images))
     return None if gathered is None else gathered[:n].numpy()
@@ -182,7 +190,36 @@ def _compile_ahead(
     compile_ahead("sample", job, kernels_of, device, DRAWN * model.num_parameters)
 
 
-def _default_out(settings: SampleSettings, trained: Trained) -> Path:
+def choose_values(decoder: str | None, trained: Trained) -> Values:
+    """What drawn numbers become: what the data were, or those of latents by another autoencoder;
+    none: the latents themselves. ConfigError: there is no such autoencoder, or nothing to decode.
+    """
+    values = trained.values
+    if not isinstance(values, Latents):
+        if decoder is not None:
+            raise ConfigError(
+                f"decoder={decoder}, but the model was not trained on latents; leave it out"
+            )
+        return values
+    if decoder == "none":
+        return values.codes
+    if decoder is not None:
+        values = replace(values, autoencoder=decoder)
+    missing = missing_autoencoder(values.autoencoder)
+    if missing:
+        raise ConfigError(
+            f"{missing}; give decoder=FOLDER, or decoder=none for the latents themselves"
+        )
+    if autoencoder_digest(values.autoencoder) != values.digest:
+        warnings.warn(
+            f"{values.autoencoder} is not the autoencoder that encoded the data"
+            f" ({values.digest[:8]}), unless only its decoder was trained on",
+            stacklevel=2,
+        )
+    return values
+
+
+def _default_out(settings: SampleSettings, trained: Trained, values: Values) -> Path:
     """Beside the run, named after the weights and how the pictures are drawn with them: what is
     drawn otherwise does not replace them."""
     steps = settings.steps or ""
@@ -194,7 +231,8 @@ def _default_out(settings: SampleSettings, trained: Trained) -> Path:
         value = getattr(settings, key)
         if value != getattr(SampleSettings, key):
             name += f"_{key}{'' if type(value) in (int, float) else '-'}{shown(value)}"
-    name = f"{name}_{settings.seed}.png".replace("/", "-")  # of a class's name
+    suffix = ".png" if values.is_image else ".npz"
+    name = f"{name}_{settings.seed}{suffix}".replace("/", "-")  # of a class's name
     if trained.run_dir is None:
         return Path(name)
     return trained.run_dir / "samples" / f"sample_{name}"
@@ -225,9 +263,14 @@ def _is_folder(out: Path) -> bool:
     return not out.suffix or (out.suffix not in _FILES and out.is_dir())
 
 
-def _check_out(out: Path, channels: int) -> None:
+def _check_out(out: Path, values: Values, channels: int) -> None:
     if _is_folder(out):
-        if channels > 4:
+        if not values.is_image:
+            raise ConfigError(
+                f"out={out}: a PNG does not hold measured numbers; expected a .npy, a .npz or, to"
+                " look at them, a .png"
+            )
+        if channels > 4 and not isinstance(values, Latents):
             raise ConfigError(f"out={out}: a PNG has no {channels} channels; expected a .npz")
         if out.is_file():
             raise ConfigError(f"out={out} is a file; expected a folder, a .png (grid) or a .npz")
@@ -235,8 +278,8 @@ def _check_out(out: Path, channels: int) -> None:
         return
     if out.suffix not in _FILES:
         raise ConfigError(
-            f"out={out}; expected a .png (grid), a .npz or a folder (one whose name has a dot has"
-            " to be there)"
+            f"out={out}; expected a .png (grid), a .npz, a .npy or a folder (one whose name has a"
+            " dot has to be there)"
         )
     if out.is_dir():
         raise ConfigError(f"out={out} is a folder; expected a file")
@@ -244,17 +287,19 @@ def _check_out(out: Path, channels: int) -> None:
 
 
 def _save(
-    images: np.ndarray,  # uint8 [N, H, W, C]
+    images: np.ndarray,  # uint8 [N, H, W, C]; for .npy and .npz anything
     out: Path,
     labels: np.ndarray | None = None,  # int64 [N]
 ) -> None:
-    """As a grid, as guided-diffusion's .npz, or one PNG an image and a grid."""
+    """As a grid, a .npy, guided-diffusion's .npz, or one PNG an image and a grid."""
     out.parent.mkdir(parents=True, exist_ok=True)
     if not _is_folder(out):
         partial = out.with_name(f".writing_{out.name}")  # on a full disk, what is there stays
         try:
             if out.suffix == ".png":
                 grid(images).save(partial)
+            elif out.suffix == ".npy":
+                np.save(partial, images)
             else:
                 np.savez(partial, images, *([] if labels is None else [labels]))  # arr_0, arr_1
             os.replace(partial, out)

@@ -271,6 +271,7 @@ def _compile_ahead(
     if step.objective.backend.name != "triton" or not quick:
         return
     keys = ("accumulate", "precision", "recompute")
+    values = getattr(task.samples, "values", None)  # actions have none
     job = {
         "model": config["model"],
         "diffusion": config["diffusion"],
@@ -279,6 +280,7 @@ def _compile_ahead(
         | {"batch_size": step.batches.count},
         "images": described(task.samples.images),
         "labels": described(task.samples.labels),
+        "values": None if values is None else values.state(),
         "flip": task.flip,
     }
     parameters = step.flat.param

@@ -27,9 +27,10 @@ def draw(
     batch_size: int = 64,
     progress: Callable[[int, int], None] | None = None,  # (steps done, steps in all)
     network: Denoiser | TabulatedDenoiser | None = None,  # None: model.forward_nhwc
+    finish: Callable[[Tensor], np.ndarray] = to_uint8,  # of a batch: float32 [N, H, W, C]
 ) -> np.ndarray:
-    """uint8 [n, H, W, C], images first .. first + n - 1 of this seed. Image i depends on the seed
-    and on i alone, not on the batch size.
+    """[n, H, W, C] as `finish` makes them, uint8 if nobody says another; images first ..
+    first + n - 1 of this seed. Image i depends on the seed and on i alone, not on the batch size.
 
     Batches are of one size, as one graph serves them all: the last may go beyond n, and what is
     too much is cut off. ValueError: n or a batch size below 1, or labels that are not n.
@@ -59,7 +60,7 @@ def draw(
             first=first + start,
             progress=report,
         )
-        parts.append(to_uint8(x))
+        parts.append(finish(x))
     model.train(training)
     return np.concatenate(parts)[:n]
 

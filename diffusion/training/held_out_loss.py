@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.held_out import Rows
+from ..data.values import Latents
 from ..factory import Process
 from ..runtime.backend import Backend
 from ..runtime.distributed import Processes
@@ -141,6 +142,8 @@ class HeldOutLoss:
         """The mean squared error of each sample from `start` on at each level."""
         ops, dtype = self.backend.ops, self.backend.dtype
         images, labels = self.samples.take(start, start + self.batch_size)
+        if isinstance(self.samples.values, Latents):
+            images = images.chunk(2, dim=-1)[0].contiguous()  # the mean of each code
         images = images.to(self.device)
         labels = None if labels is None else labels.to(self.device)
         true, channels = ops.gather_images(images, None, None), images.shape[-1]

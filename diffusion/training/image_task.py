@@ -1,6 +1,7 @@
 """Learning images: the data set with its labels, the 2-D UNet, grids of samples."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,10 @@ import torch
 from torch import nn
 
 from ..data import expected_classes, expected_size, load_dataset
+from ..data.autoencoder import missing_autoencoder
 from ..data.held_out import held_out_setting, split
+from ..data.stored_images import StoredImages
+from ..data.values import Latents, Pixels, Units, Values, strips, values_from_state
 from ..errors import ConfigError
 from ..factory import Process, build_model
 from ..runtime.backend import Backend
@@ -31,9 +35,14 @@ class ImageTask:
         self.data = load_dataset(**options)
         self.samples, self.held_out = split(self.data, held_out_setting(dataset))
         self.model_settings = model
-        _, *self.image_shape = self.data.images.shape  # H, W, C
+        self.image_shape = self.data.image_shape
         self.num_classes = model.get("num_classes")
-        self.notes: list[str] = []
+        self.notes: list[str] = list(self.data.notes)
+        if self.flip and not self.data.values.mirrors:
+            raise ConfigError(
+                "dataset.flip=true, but the code of a mirrored image is not the mirrored code; set"
+                " dataset.flip=false"
+            )
         names = self.data.class_names
         if self.num_classes is None and self.data.labels is not None and names is not None:
             if options["name"] != "elephants":
@@ -80,15 +89,29 @@ class ImageTask:
         return f"{self.data.name}, {len(self.samples)} images {size}{held_out}"
 
     def state(self) -> dict[str, Any]:
-        names = self.data.class_names
+        names, values = self.data.class_names, self.data.values
         return {
             "dataset": self.data.name,
-            "image_shape": self.image_shape,
+            "image_shape": list(self.image_shape),
             "class_names": names and list(names),
+            **({} if values == Pixels() else {"values": values.state()}),
         }
 
     def check_resumed(self, state: dict[str, Any]) -> None:
-        """Nothing but the model has to be the same."""
+        """The network goes on with the numbers that it knows: a set that has grown has another mean
+        and deviation. ConfigError: the checkpoint's are of another kind."""
+        samples, known = self.data, values_from_state(state.get("values"))
+        if known == samples.values:
+            return
+        if type(known) is not type(samples.values) or isinstance(known, Latents):
+            raise ConfigError(
+                f"the run was trained on {_said(known)}, and data set {samples.name} holds"
+                f" {_said(samples.values)}"
+            )
+        self.notes.append(f"{_said(known)} of the run, and not {_said(samples.values)}, go on")
+        samples.values = replace(known, layout=samples.values.layout)
+        if isinstance(samples.images, StoredImages):
+            samples.images = samples.images.scaled(samples.values)
 
     def build_model(self, process: Process, backend: Backend, device: torch.device) -> nn.Module:
         *size, channels = self.image_shape
@@ -107,12 +130,21 @@ class ImageTask:
             return None
         steps = min(settings.sample_steps, process.schedule.num_timesteps)
         # training's own graph wants the memory that one of the sampler would keep
-        sampler = process.sampler(model.backend, device, sampler="ddim", steps=steps, capture=False)
-        if settings.fid_images and self.image_shape[2] not in (1, 3):
+        values = self.data.values
+        sampler = process.sampler(
+            model.backend, device, sampler="ddim", steps=steps, clip=values.clip, capture=False
+        )
+        if settings.fid_images and (self.image_shape[2] not in (1, 3) or values != Pixels()):
             raise ConfigError(
-                f"train.fid_images={settings.fid_images}, but images of {self.image_shape[2]}"
-                " channels have no FID; give 0"
+                f"train.fid_images={settings.fid_images}, but {_said(values)} of"
+                f" {self.image_shape[2]} channels have no FID; give 0"
             )
+        picture = values.picture
+        if isinstance(values, Latents):
+            missing = missing_autoencoder(values.autoencoder)
+            if missing:
+                self.notes.append(f"the grids show latents, for {missing}")
+                picture = strips
         if settings.fid_images and own_rank() == 0:  # which draws
             check_extractor(EXTRACTOR, None, device)
 
@@ -120,8 +152,8 @@ class ImageTask:
             labels, classes = None, self.num_classes
             if classes is not None:
                 labels = torch.arange(count, device=device) % classes
-            shape = tuple(self.image_shape)
-            return draw(model, sampler, count, shape, seed=settings.seed, labels=labels)
+            shape, seed = self.image_shape, settings.seed
+            return draw(model, sampler, count, shape, seed=seed, labels=labels, finish=picture)
 
         def show() -> Preview:
             picture, scores = grid(drawn(settings.sample_count)), {}
@@ -156,6 +188,17 @@ def image_options(dataset: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     if flip not in (None, False, True):
         raise ConfigError(f"dataset.flip={shown(flip)} is wrong; expected true or false")
     return options, bool(flip)
+
+
+def _said(values: Values) -> str:
+    """For a message."""
+    if isinstance(values, Units):
+        pairs = zip(values.mean[:4], values.deviation[:4], strict=True)
+        shown_pairs = ", ".join(f"{mean:.6g} and {deviation:.6g}" for mean, deviation in pairs)
+        return f"mean and deviation {shown_pairs}" + ", ..." * (len(values.mean) > 4)
+    if isinstance(values, Latents):
+        return f"latents of the autoencoder {values.autoencoder} ({values.digest[:8]})"
+    return "images of 8 bits"
 
 
 def _check_classes(num_classes: int, found: int, name: str) -> None:

@@ -6,6 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from triton_kernels.noise.philox import LATENT
+
+from ..data.autoencoder import draw_codes
 from ..data.batches import Batches
 from ..models.flat_parameters import FlatParameters
 from ..plan.side_stream import SideStream
@@ -114,10 +117,21 @@ class TrainStep:
             losses_of_all = () if timesteps is None else (timesteps.losses,)
             self.gradient_sum.begin(self.loss, *losses_of_all)
 
+    def _codes(self, moments: Tensor, index: Tensor | None, first: int) -> Tensor:
+        """Latents of the part, drawn from their moments [M, H, W, 2 C]: float32 [N, H, W, C]."""
+        moments = moments if index is None else moments.index_select(0, index)
+        *shape, channels = moments.shape
+        noise = self.objective.backend.ops.normal(
+            (*shape, channels // 2), self._rng, stream=LATENT, first=first
+        )
+        return draw_codes(moments, noise)
+
     def _losses(self, start: int, count: int) -> Tensor:
         """The loss of each of positions start .. start + count of this process's share."""
         images, index, labels = self.batches.part(start, count)
         first = self.batches.first + start
+        if self.batches.are_moments:
+            images, index = self._codes(images, index, first), None
         flip = None
         if self.flip:
             flip = self.objective.backend.ops.draw_flips(self._rng, count, first=first)
