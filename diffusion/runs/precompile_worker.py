@@ -1,21 +1,27 @@
-"""A process of `ahead`: rehearse a job, compile a share of its kernels.
+"""The worker of `diffusion.runtime.precompile`: rehearse a job, and compile its kernels.
 
-    python -m diffusion.runs.precompile_worker JOB GPU PART PARTS < SETTINGS
+    python -m diffusion.runs.precompile_worker < ORDER
 
-On its standard output: how many kernels are its share, and an empty line for each that is compiled.
+The order is JSON: the name of a job, its settings, the GPU as `describe` has it, how many processes
+may compile, and Triton's variables of the environment. On standard output: how many kernels there
+are and how many of them are needed at once, and then a line with the number of each that is
+compiled; those needed at once have the first numbers. CUDA is not used, see `compile_launches`.
 """
 
 import json
 import math
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from triton.runtime.jit import JITFunction
 
-from triton_kernels.runtime.device import describe
-from triton_kernels.runtime.launch_recorder import rehearsal
+from triton_kernels.runtime.compile_launches import compile_launches
+from triton_kernels.runtime.device import Device
+from triton_kernels.runtime.launch_recorder import Launch, rehearsal
 
 from ..data.image_set import ImageSet
 from ..data.values import values_from_state
@@ -24,6 +30,7 @@ from ..models.flat_parameters import FlatParameters
 from ..plan.embedding import TOGETHER
 from ..runtime.backend import Backend, choose_backend
 from ..runtime.distributed import Processes
+from ..sampling.draw import BATCH, rehearse
 from ..settings import construct
 from ..training.build_step import build_step
 from ..training.optimizer import Optimizer, OptimizerSettings
@@ -93,22 +100,58 @@ def act(settings: dict[str, Any]) -> None:
     rehearse_acting(construct(RolloutSettings, settings | {"device": str(_HOST)}, ""))
 
 
-JOBS: dict[str, Callable[[dict[str, Any]], None]] = {"train": train, "sample": sample, "act": act}
+def preview(settings: dict[str, Any]) -> None:
+    """The samples that training shows: `preview` of the settings of `train` has `count` of them and
+    the `steps` of DDIM; null: there are none, or they are not of images."""
+    shown = settings.get("preview")
+    if shown is None:
+        return
+    process = construct(Process, settings["diffusion"], "diffusion")
+    backend = choose_backend("triton", settings["train"]["precision"], _HOST)
+    samples = ImageSet(*(_unread(settings[key]) for key in ("images", "labels")))
+    model = _network(settings["model"], samples, backend, process).to_empty(device=_HOST).eval()
+    sampler = process.sampler(backend, _HOST, sampler="ddim", steps=shown["steps"], capture=False)
+    labels = None if model.num_classes is None else torch.zeros(shown["count"], dtype=torch.int64)
+    shape = tuple(samples.images.shape[1:])
+    options = {"labels": labels, "guidance": 1.0, "batch_size": BATCH}
+    rehearse(model, sampler, shown["count"], shape, **options, network=model.forward_nhwc)
 
 
-def main(job: str, gpu: str, part: str, parts: str) -> None:
+Job = Callable[[dict[str, Any]], None]
+# what is needed at once, and what later
+JOBS: dict[str, tuple[Job, ...]] = {"train": (train, preview), "sample": (sample,), "act": (act,)}
+
+
+def rehearsed(jobs: Sequence[Job], settings: dict[str, Any], gpu: Device) -> tuple[list, int]:
+    """The launches of the jobs, and how many of them are the first one's. Within each those come
+    first that take long to compile, which are Gluon's."""
+    with rehearsal(gpu) as launches:
+        jobs[0](settings)
+        needed = len(launches)
+        for job in jobs[1:]:
+            job(settings)
+    parts = launches[:needed], launches[needed:]
+    return [launch for part in parts for launch in sorted(part, key=_is_quick)], needed
+
+
+def _is_quick(launch: Launch) -> bool:
+    return type(launch.kernel) is JITFunction  # Gluon's are of a class of their own
+
+
+def main() -> None:
     """See above."""
+    text = sys.stdin.read()
+    if not text:  # nobody wants anything
+        return
     torch.set_num_threads(1)
-    if gpu != "0":  # which the process has anyway, and without memory on it
-        torch.cuda.set_device(int(gpu))
-    with rehearsal(describe(torch.device("cuda", int(gpu)))) as launches:
-        JOBS[job](json.load(sys.stdin))
-    mine = launches[int(part) :: int(parts)]
-    print(len(mine), flush=True)
-    for launch in mine:
-        launch.compile()
-        print(flush=True)
+    order = json.loads(text)
+    os.environ.update(order["environment"])
+    gpu = Device(*order["gpu"])
+    launches, needed = rehearsed(JOBS[order["job"]], order["settings"], gpu)
+    print(len(launches), needed, flush=True)
+    for number in compile_launches(launches, gpu.arch, order["processes"]):
+        print(number, flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -28,7 +28,8 @@ from ..policies.task import LOADERS, PolicyTask
 from ..process.timesteps import LossAwareTimesteps
 from ..runtime.backend import Backend, choose_backend, determinism
 from ..runtime.distributed import Processes, choose_device, own_rank
-from ..runtime.precompile import TRAINED, compile_ahead, described
+from ..runtime.precompile import TRAINED, compile_ahead, described, prepare
+from ..runtime.startup import START_UP
 from ..settings import NEUTRAL, check_keys, construct, flattened, shown
 from ..tracking.run_log import Preview, last_result, log_file, write_whole
 from ..training.build_step import build_step
@@ -118,8 +119,13 @@ def _train(
 ) -> float:
     optim = construct(OptimizerSettings, config["optim"], "optim")
     process = construct(Process, config["diffusion"], "diffusion")
+    START_UP.reached("imports")
     device = choose_device(config["device"])
+    if config["backend"] != "torch":
+        prepare(device)
+    START_UP.reached("device")
     backend = choose_backend(config["backend"], settings.precision, device)
+    START_UP.reached("trying the kernels" if backend.name == "triton" else "backend")
     make_task = _TASKS.get(config["dataset"]["name"], ImageTask)
     if make_task is ImageTask:
         config = config | {"model": ImageTask.settled(config["dataset"], config["model"])}
@@ -141,6 +147,7 @@ def _train(
     _check_share(settings, processes)
     _check_init(settings, resume_from)
     task: Task = make_task(config["dataset"], config["model"])
+    START_UP.reached("data")
     torch.manual_seed(settings.seed)  # the initial parameters; all other noise is counted
     model = task.build_model(process, backend, device)
     if settings.init is not None and resume_from is None:
@@ -202,7 +209,9 @@ def _train(
                 aside = set_newer_aside(resume_from, run_dir)
             for path in aside:
                 _say(f"note: a later checkpoint of the run is now {path}")
-        _compile_ahead(config, step, task, processes)
+        START_UP.reached("network")
+        _compile_ahead(config, settings, step, task, processes)
+        START_UP.reached("compiling kernels")
         trainer = Trainer(
             step,
             show,
@@ -263,7 +272,11 @@ def _load_timesteps(checkpoint: Path, timesteps: LossAwareTimesteps) -> None:
 
 
 def _compile_ahead(
-    config: dict[str, Any], step: TrainStep, task: Task, processes: Processes
+    config: dict[str, Any],
+    settings: TrainSettings,
+    step: TrainStep,
+    task: Task,
+    processes: Processes,
 ) -> None:
     """So that the first step does not take minutes. Not for images layer by layer, where PyTorch's
     ops take part, which are slow in a rehearsal of many pixels."""
@@ -282,7 +295,10 @@ def _compile_ahead(
         "labels": described(task.samples.labels),
         "values": None if values is None else values.state(),
         "flip": task.flip,
+        "preview": None,
     }
+    if isinstance(task, ImageTask) and settings.sample_count:
+        job["preview"] = {"count": settings.sample_count, "steps": settings.sample_steps}
     parameters = step.flat.param
     compile_ahead("train", job, job, parameters.device, TRAINED * parameters.numel())
     processes.wait()  # for the first of each machine, which compiles

@@ -1,14 +1,16 @@
 """Kernels compiled by many processes, before one process needs them all.
 
 Triton compiles a kernel when it is first launched: minutes, for the hundred and fifty of a network,
-one after the other. Each of the processes here rehearses what is about to be run
-(`triton_kernels.runtime.launch_recorder`, `ahead_worker`) and compiles a share into Triton's cache
-on disk, once for each set of shapes, GPU and version: a file in that cache says that it has been
-done. Nothing depends on it, for what has not been compiled here is compiled later.
+one after the other. A worker (`diffusion.runs.precompile_worker`) rehearses what is about to be run
+and compiles it into Triton's cache on disk by copies of itself, as many as there are processors:
+once for each set of shapes, GPU and version, which a file in that cache says. This process waits
+for what it needs at once, and shows how far it is; the worker goes on with what is needed later.
+Nothing depends on it, for what has not been compiled here is compiled when it is launched.
 
 The environment's TRITON_DIFFUSION_COMPILERS is how many processes there may be; 0: none.
 """
 
+import atexit
 import fcntl
 import hashlib
 import json
@@ -17,10 +19,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +29,8 @@ import torch
 import triton
 from torch import Tensor
 from tqdm import tqdm
+
+from triton_kernels.runtime.device import describe
 
 from ..errors import ConfigError
 from .host import free_memory, processors
@@ -37,14 +40,28 @@ log = logging.getLogger(__name__)
 _ROOT = Path(__file__).parents[2]
 _LIMIT, _MOST = "TRITON_DIFFUSION_COMPILERS", 16
 _LEAST = 4  # processes; fewer gain little over one that compiles on its way
-_MEMORY = 3 * 2**29  # bytes of the host that a process takes, beside the network
-TRAINED, DRAWN = 24, 12  # bytes that it takes for each parameter, with moments, averages and copies
-_CONTEXT = 600 * 2**20  # bytes of the GPU that it takes by being there
+_MEMORY = 2**30  # bytes of the host that a process takes to compile
+# bytes that the worker takes for each parameter, with moments, averages and copies
+TRAINED, DRAWN = 24, 12
+_SILENT = 10.0  # seconds between two lines, where no bar is shown
 _OF_TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
+_waiting: "_Worker | None" = None  # for its order
+
+
+def prepare(device: torch.device) -> None:
+    """Start the worker, which imports for seconds what it needs, where nothing has been compiled
+    for this GPU and these versions: `compile_ahead` will then want it."""
+    global _waiting
+    if _waiting is None and _may_compile(device) and _processes(0) >= _LEAST:
+        folder, versions = _folder(), _versions(device)
+        if not any(folder.glob(f"{versions}-*")):
+            _waiting = _Worker()
+
+
 def compile_ahead(
-    job: str,  # of `ahead_worker.JOBS`
+    job: str,  # of `precompile_worker.JOBS`
     settings: dict[str, Any],  # of that job, as JSON has it
     shapes: dict[str, Any],  # what kernels depend on; of a number such as 0.1 whether it is 0
     device: torch.device,
@@ -52,9 +69,9 @@ def compile_ahead(
 ) -> None:
     """Compile what the job launches, if that has not been done before, and show how far it is.
     Only where Triton compiles for a GPU, and in the first process of a machine."""
-    if os.environ.get("LOCAL_RANK", "0") != "0" or not _compiles(device):
+    if not _may_compile(device):
         return
-    count = min(_processes(memory), _free(device) // 2 // _CONTEXT)
+    count = _processes(memory)
     if count < _LEAST:
         return
     done = _done_file(job, shapes, device)
@@ -64,7 +81,7 @@ def compile_ahead(
             fcntl.flock(file, fcntl.LOCK_EX)  # the jobs of a sweep may begin together
             if os.fstat(file.fileno()).st_size == 0:
                 _run(job, settings, device, count)
-                file.write(time.strftime("%F %T\n"))  # once, for a GPU may allow a single process
+                file.write(time.strftime("%F %T\n"))  # once, whatever came of it
     except OSError as error:
         log.info("kernels are compiled one by one: %s", error)
 
@@ -74,9 +91,10 @@ def described(x: Tensor | None) -> dict[str, Any] | None:
     return None if x is None else {"shape": list(x.shape), "dtype": str(x.dtype).split(".")[1]}
 
 
-def _compiles(device: torch.device) -> bool:
-    """Whether Triton makes machine code for it."""
-    return device.type == "cuda" and not triton.knobs.runtime.interpret
+def _may_compile(device: torch.device) -> bool:
+    """Whether Triton makes machine code for it, and this process is the machine's first."""
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    return first and device.type == "cuda" and not triton.knobs.runtime.interpret
 
 
 def _processes(memory: int) -> int:
@@ -84,24 +102,32 @@ def _processes(memory: int) -> int:
     most = os.environ.get(_LIMIT, str(_MOST))
     if not most.isdecimal():
         raise ConfigError(f"{_LIMIT}={most} in the environment; expected a number, 0 for none")
-    return min(int(most), processors(), free_memory() // 2 // (_MEMORY + memory))
+    return min(int(most), processors(), (free_memory() // 2 - memory) // _MEMORY)
 
 
-def _free(device: torch.device) -> int:
-    """Bytes of the GPU's memory."""
-    return torch.cuda.mem_get_info(device)[0]
+def _folder() -> Path:
+    """Of the files that say what is done: in Triton's cache, with which they go."""
+    return Path(triton.knobs.cache.dir) / "compiled_ahead"
 
 
-def _done_file(job: str, shapes: dict[str, Any], device: torch.device) -> Path:
-    """The file that says that it is done, in Triton's cache, with which it goes."""
+@cache
+def _versions(device: torch.device) -> str:
+    """A hash of all that kernels depend on, whatever their shapes are."""
     sources = hashlib.sha256()
     for folder in ("triton_kernels", "diffusion"):
         for path in sorted((_ROOT / folder).rglob("*.py")):
             sources.update(path.read_bytes())
     gpu = torch.cuda.get_device_name(device)
-    what = [job, _rough(shapes), gpu, torch.__version__, triton.__version__, sources.hexdigest()]
-    name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
-    return Path(triton.knobs.cache.dir) / "compiled_ahead" / name
+    return _hashed([gpu, torch.__version__, triton.__version__, sources.hexdigest()])
+
+
+def _done_file(job: str, shapes: dict[str, Any], device: torch.device) -> Path:
+    """The file that says that it is done."""
+    return _folder() / f"{_versions(device)}-{_hashed([job, _rough(shapes)])}"
+
+
+def _hashed(what: Any) -> str:
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _rough(settings: Any) -> Any:
@@ -114,57 +140,90 @@ def _rough(settings: Any) -> Any:
 
 
 def _run(job: str, settings: dict[str, Any], device: torch.device, count: int) -> None:
+    global _waiting
     began = time.monotonic()
     tqdm.write(f"compiling kernels with {count} processes, once for these shapes")
-    worker = "diffusion.runs.precompile_worker"
-    command = [sys.executable, "-m", worker, job, str(device.index or 0)]
-    processes = []
+    worker, _waiting = _waiting or _Worker(), None
+    # it may have begun before the canary chose an assembler, or switched a family of kernels off
+    variables = {key: value for key, value in os.environ.items() if key.startswith("TRITON_")}
+    worker.order(
+        {
+            "job": job,
+            "settings": settings,
+            "gpu": tuple(describe(device)),
+            "processes": count,
+            "environment": variables,
+        }
+    )
     # None: shown on a terminal only
-    bar = tqdm(total=0, unit="kernel", dynamic_ncols=True, disable=None, leave=False)
-    with tempfile.TemporaryFile("w+") as errors, bar:
-        try:
-            for part in range(count):
-                processes.append(_start([*command, str(part), str(count)], settings, errors))
-            lock = threading.Lock()
-            with ThreadPoolExecutor(count) as threads:
-                done = threads.map(lambda process: _follow(process.stdout, bar, lock), processes)
-            codes = [process.wait() for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        errors.seek(0)
-        said = errors.read().strip()
-    tqdm.write(f"{sum(done)} kernels in {time.monotonic() - began:.0f} s")
-    if any(codes):
-        log.warning("a process that compiles failed; the rest is compiled later: %s", said[-2000:])
+    with tqdm(total=0, unit="kernel", dynamic_ncols=True, disable=None, leave=False) as bar:
+        done, needed = _follow(worker.process.stdout, bar, began)
+    seconds = time.monotonic() - began
+    if done < needed or needed == 0:
+        said = worker.end()
+        log.warning("compiling failed; the rest is compiled later: %s", said[-2000:])
+    tqdm.write(f"{done} kernels in {seconds:.0f} s")
 
 
-def _start(command: list[str], settings: dict[str, Any], errors: IO[str]) -> subprocess.Popen:
-    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-    alone = {key: value for key, value in os.environ.items() if key not in _OF_TORCHRUN}
-    process = subprocess.Popen(
-        command,
+class _Worker:
+    """A process of `diffusion.runs.precompile_worker`. It ends with this one at the latest."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+        alone = {key: value for key, value in os.environ.items() if key not in _OF_TORCHRUN}
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115: as long as the process
+        self.process = _start(alone | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, self._errors)
+        atexit.register(self.end)
+
+    def order(self, what: dict[str, Any]) -> None:
+        """Tell it what to do."""
+        with suppress(BrokenPipeError), self.process.stdin as stdin:  # it has failed, and says why
+            json.dump(what, stdin)
+
+    def end(self) -> str:
+        """Kill it; returns what it said on standard error."""
+        atexit.unregister(self.end)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(0.5)  # it may be about to say why it failed
+        self.process.kill()
+        self.process.wait()
+        with self._errors as errors:
+            errors.seek(0)
+            return errors.read().strip()
+
+
+def _start(environment: dict[str, str], errors: IO[str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "diffusion.runs.precompile_worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
         text=True,
-        env=alone | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env=environment,
     )
-    with suppress(BrokenPipeError), process.stdin as stdin:  # it has failed, and says why
-        json.dump(settings, stdin)
-    return process
 
 
-def _follow(lines: IO[str], bar: tqdm, lock: threading.Lock) -> int:
-    """A process says how many kernels it has to compile, and a line for each that it has; returns
-    the latter's number."""
-    done = 0
+def _follow(lines: IO[str], bar: tqdm, began: float) -> tuple[int, int]:
+    """The worker says in a line how many kernels there are in all, and how many of them are needed
+    at once, and then the number of each that is compiled, from 0. Returns how many of the needed
+    are, and how many there are of these, as soon as they are all compiled or nothing more comes."""
+    done = needed = 0
+    shown = began
     for line in lines:
-        with lock:
-            if not line.strip():
-                bar.update()
-                done += 1
-            elif line.strip().isdecimal():  # or what a library has to say
-                bar.total += int(line)
-                bar.refresh()
-    return done
+        words = line.split()
+        if not all(word.isdecimal() for word in words):  # what a library has to say
+            continue
+        if len(words) == 2:
+            needed = bar.total = int(words[1])
+            bar.refresh()
+        elif len(words) == 1 and int(words[0]) < needed:
+            done += 1
+            bar.update()
+            now = time.monotonic()
+            if bar.disable and now - shown > _SILENT:
+                left = (now - began) / done * (needed - done)
+                tqdm.write(f"{done} of {needed} kernels compiled, about {left:.0f} s left")
+                shown = now
+        if done == needed > 0:
+            break
+    return done, needed

@@ -12,6 +12,8 @@ from .chain import TabulatedDenoiser
 from .guidance import guide
 from .sampler import Sampler
 
+BATCH = 64  # images at a time, if nobody says
+
 
 @torch.no_grad()
 def draw(
@@ -24,7 +26,7 @@ def draw(
     first: int = 0,  # the number of the first image
     labels: Tensor | None = None,  # int64 [n]
     guidance: float = 1.0,  # scale; 1: none
-    batch_size: int = 64,
+    batch_size: int = BATCH,
     progress: Callable[[int, int], None] | None = None,  # (steps done, steps in all)
     network: Denoiser | TabulatedDenoiser | None = None,  # None: model.forward_nhwc
     finish: Callable[[Tensor], np.ndarray] = to_uint8,  # of a batch: float32 [N, H, W, C]

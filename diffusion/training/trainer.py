@@ -17,6 +17,7 @@ from ..formats.checkpoint import save_checkpoint
 from ..formats.checkpoint_folder import checkpoint_name, latest_checkpoint
 from ..runtime.distributed import Processes
 from ..runtime.interrupt import Interrupted, signals_received
+from ..runtime.startup import START_UP
 from ..tracking.run_log import Preview, RunLog
 from ..tracking.tracker import Tracker, check_tracker
 from .held_out_loss import Losses
@@ -153,6 +154,8 @@ class Trainer:
             interval.loss_sum += step_loss
             done, last = step + 1, step + 1 == s.steps
             bar.update()
+            if done == start + 1:
+                self._say_first()
             if done == start + _MEASURED_FROM:
                 measured = self._now()
             if done == start + _MEASURED_TO:
@@ -260,6 +263,15 @@ class Trainer:
 
     def _last_good(self) -> Path | None:
         return latest_checkpoint(self.run_dir / "checkpoints")
+
+    def _say_first(self) -> None:
+        """What the time to the first step went into, if this is the process's first run."""
+        self._now()
+        START_UP.reached("first step")
+        line = START_UP.finish()
+        if line is not None and self.processes.is_first:
+            tqdm.write(line)
+            log.info("%s", line)
 
     def _announce(self, done: int, seconds_a_step: float) -> None:
         if self.processes.is_first:

@@ -13,9 +13,11 @@ import torch
 from diffusion.errors import ConfigError
 from diffusion.runs import precompile_worker as ahead_worker
 from diffusion.runtime import precompile as ahead
+from triton_kernels.runtime.device import Device
 
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda", 0)
+HOPPER = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True, arch=90)
 
 
 def test_a_rehearsal():
@@ -31,6 +33,7 @@ def test_a_rehearsal():
     assert {"conv1d_stage_kernel", "_denoise_step_kernel"} <= set(found["act"])
     assert {"_square_sums_kernel", "_adamw_kernel"} <= set(found["policy"])
     assert len([name for name in found["policy"] if "conv" in name]) >= 12
+    assert "_adamw_kernel" in found["looked up"]
     assert found["train"] == found["again"] and found["left as it was"]
 
 
@@ -44,19 +47,75 @@ def test_a_data_set_that_is_larger_than_memory(monkeypatch):
     assert ahead.described(None) is None is ahead_worker._unread(None)
 
 
+COMPILED = """
+import sys
+import torch
+from pathlib import Path
+import triton_kernels
+from diffusion.runs.precompile_worker import rehearsed
+from tests.diffusion.recorded import HOPPER
+from triton_kernels.attention.hopper_kernels import attention_fwd_head_kernel as gluon
+from triton_kernels.runtime.compile_launches import compile_launches
+from triton_kernels.runtime.launch_recorder import Launch
+
+rng = torch.zeros(2, dtype=torch.int64)
+
+def at_once(_):
+    triton_kernels.draw_timesteps(rng, 5, 1000)
+    triton_kernels.draw_flips(rng, 5)
+
+def later(settings):
+    gluon[(1,)](*settings)
+    triton_kernels.normal((5, 8), rng, stream=0)
+    gluon[(2,)](settings[0])
+
+jobs = (at_once, later)
+launches, needed = rehearsed(jobs, [1], HOPPER)
+names = [launch.kernel.fn.__name__ for launch in launches]
+assert names[needed] == gluon.fn.__name__ and names[-1] == "_normal_kernel", names  # Gluon's first
+launches = [launch for launch in launches if launch.kernel is not gluon]
+assert needed == 2
+if sys.argv[1:] == ["broken"]:
+    launches.insert(0, Launch(launches[0].kernel, ("no tensor",), {}))
+try:
+    print(sorted(compile_launches(launches, 90, 2)))
+except RuntimeError as error:
+    print(error)
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_copies_compile_without_a_gpu(tmp_path):
+    """Each launch once; what is compiled already is found, and what fails stops no other."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    def run(*arguments):
+        command = [sys.executable, "-c", COMPILED, *arguments]
+        said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+        return said.stdout.strip(), said.stderr, sorted(tmp_path.rglob("*.cubin"))
+
+    said, _, first = run("broken")
+    assert said == "1 kernels did not compile; 0 copies died" and len(first) == 3
+    said, errors, again = run()
+    assert said == "[0, 1, 2]" and again == first and errors == ""
+
+
 @pytest.fixture
 def worker(monkeypatch, tmp_path):
-    """Python code in the place of the processes that compile; on a machine with a GPU."""
+    """Python code in the place of the worker; on a machine with a GPU."""
     code = []
 
-    def start(command, settings, errors, start=ahead._start):
-        arguments = command[command.index("diffusion.runs.precompile_worker") + 1 :]
-        return start([sys.executable, "-c", code[-1], *arguments], settings, errors)
+    def start(environment, errors):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        command = [sys.executable, "-c", code[-1]]
+        code.append(code[-1])
+        return subprocess.Popen(command, **pipes, text=True, env=environment)
 
     monkeypatch.setattr(ahead, "_start", start)
-    monkeypatch.setattr(ahead, "_compiles", lambda device: device.type == "cuda")
+    monkeypatch.setattr(ahead, "_may_compile", lambda device: device.type == "cuda")
     monkeypatch.setattr(ahead, "_processes", lambda memory: 4)
-    monkeypatch.setattr(ahead, "_free", lambda device: 2**33)
+    monkeypatch.setattr(ahead, "describe", lambda device: HOPPER)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     return code
@@ -67,14 +126,18 @@ def compile_ahead(shapes=None, device=CUDA):
 
 
 DONE = """
-import json, os, sys
-job, gpu, part, parts = sys.argv[1:]
-assert (job, gpu, parts) == ("train", "0", "4") and json.load(sys.stdin) == {"lr": 0.1}
+import json, os, sys, time
+order = json.load(sys.stdin)
+assert order["environment"]["TRITON_CACHE_DIR"] == os.environ["TRITON_CACHE_DIR"]
+assert (order["job"], order["processes"]) == ("train", 4) and order["settings"] == {"lr": 0.1}
 assert "RANK" not in os.environ and "WORLD_SIZE" not in os.environ
 print("a library's note")
-print(int(part) + 1)
-for _ in range(int(part) + 1):
-    print(flush=True)
+print(12, 10)
+for number in (3, 11, 1, 0, 2, 4, 5, 6, 7, 8):
+    print(number, flush=True)
+time.sleep(0.3)
+print(9, flush=True)
+time.sleep(60)  # of what is needed later nobody waits
 """
 
 
@@ -93,14 +156,38 @@ def test_it_is_done_once_for_each_set_of_shapes(worker, capsys, monkeypatch):
         assert "10 kernels in" in capsys.readouterr().out
 
 
+def test_without_a_terminal_lines_say_how_far_it_is(worker, capsys, monkeypatch):
+    monkeypatch.setattr(ahead, "_SILENT", 0.1)
+    worker.append(DONE)
+    compile_ahead()
+    assert "10 of 10 kernels compiled, about 0 s left" in capsys.readouterr().out
+
+
+def test_the_worker_starts_early_where_nothing_is_compiled(worker, monkeypatch):
+    started = []
+    make = ahead._Worker
+    monkeypatch.setattr(ahead, "_Worker", lambda: started.append(make()) or started[-1])
+    monkeypatch.setattr(ahead, "_waiting", None)
+    worker.append(DONE)
+    ahead.prepare(CUDA)
+    ahead.prepare(CUDA)
+    assert len(started) == 1
+    compile_ahead()  # by the same one
+    assert len(started) == 1 and ahead._waiting is None
+    ahead.prepare(CUDA)  # for this GPU and these versions something is compiled
+    ahead.prepare(torch.device("cpu"))
+    assert len(started) == 1
+    started[0].end()
+
+
 @pytest.mark.parametrize("code", ["raise RuntimeError('no ptxas')", "import sys; sys.exit(3)"])
-def test_a_process_that_fails_does_no_harm(code, worker, caplog):
+def test_a_worker_that_fails_does_no_harm(code, worker, caplog):
     worker.append(code)
     compile_ahead()
-    assert "a process that compiles failed" in caplog.text
+    assert "compiling failed; the rest is compiled later" in caplog.text
     assert ("no ptxas" in caplog.text) == ("no ptxas" in code)
     caplog.clear()
-    compile_ahead()  # not again: where a GPU allows a single process, it would fail every time
+    compile_ahead()  # not again: it would fail every time
     assert caplog.text == ""
 
 
@@ -108,16 +195,22 @@ def test_where_nothing_is_compiled(worker, monkeypatch, tmp_path, capsys):
     worker.append("raise AssertionError")
     compile_ahead(device=torch.device("cpu"))
     with monkeypatch.context() as other:
-        other.setenv("LOCAL_RANK", "1")
+        other.setattr(ahead, "_processes", lambda _: 3)  # no room for four
         compile_ahead()
-    for what, value in (("_processes", 3), ("_free", 2**31)):  # no room for four
-        with monkeypatch.context() as other:
-            other.setattr(ahead, what, lambda _, value=value: value)
-            compile_ahead()
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))  # nothing can be written there
     compile_ahead()
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(None, True), ("0", True), ("1", False)])
+def test_the_first_process_of_a_machine_compiles(rank, expected, monkeypatch):
+    monkeypatch.setattr(ahead.triton.knobs.runtime, "interpret", False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    assert ahead._may_compile(CUDA) is expected
+    assert not ahead._may_compile(torch.device("cpu"))
 
 
 def test_how_many_processes(monkeypatch):
@@ -126,7 +219,7 @@ def test_how_many_processes(monkeypatch):
     monkeypatch.delenv("TRITON_DIFFUSION_COMPILERS", raising=False)
     assert ahead._processes(0) == 16
     monkeypatch.setattr(ahead, "free_memory", lambda: 18 * 2**30)
-    assert ahead._processes(0) == 6 and ahead._processes(3 * 2**29) == 3
+    assert ahead._processes(0) == 9 and ahead._processes(3 * 2**30) == 6
     monkeypatch.setenv("TRITON_DIFFUSION_COMPILERS", "0")
     assert ahead._processes(0) == 0
     monkeypatch.setenv("TRITON_DIFFUSION_COMPILERS", "few")
@@ -137,18 +230,18 @@ def test_how_many_processes(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("job", ["TRAIN", "POLICY"])
 def test_nothing_is_left_to_compile(job, tmp_path):
-    """In a cache that was empty: a step finds what four processes have compiled."""
+    """In a cache that was empty: a step finds what the worker has compiled."""
     script = """
 import sys, torch
-from pathlib import Path
-from diffusion import ahead, ahead_worker
-from tests.diffusion import rehearsed
-device, job = torch.device("cuda", 0), getattr(rehearsed, sys.argv[2])
+from diffusion.runs import precompile_worker
+from diffusion.runtime import precompile
+from tests.diffusion import recorded
+device, job = torch.device("cuda", 0), getattr(recorded, sys.argv[2])
 if sys.argv[1] == "ahead":
-    ahead.compile_ahead("train", job, job, device)
+    precompile.compile_ahead("train", job, job, device)
 else:
-    ahead_worker._HOST = device
-    ahead_worker.train(job)
+    precompile_worker._HOST = device
+    precompile_worker.train(job)
     torch.cuda.synchronize()
 """
     environment = os.environ | {

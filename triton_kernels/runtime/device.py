@@ -64,6 +64,11 @@ def on_gpu(device: torch.device) -> bool:
     return device.type == "cuda" or _stood_for is not None
 
 
+def is_rehearsal() -> bool:
+    """Whether tensors in the host's memory stand for a GPU's, and no kernel writes to them."""
+    return _stood_for is not None
+
+
 @contextmanager
 def standing_for(gpu: Device) -> Iterator[None]:
     """Within the block launchers take any device for this GPU. See `rehearsal`."""
