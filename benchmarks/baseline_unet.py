@@ -195,6 +195,7 @@ class BaselineUNet(nn.Module):
             nn.SiLU(),
             nn.Linear(emb_channels, emb_channels),
         )
+        self.num_classes = num_classes
         if num_classes is not None:
             self.label_emb = nn.Embedding(num_classes, emb_channels)
         ch = widths[0] if stem_channels == -1 else stem_channels

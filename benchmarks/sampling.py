@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import harness
-from benchmarks.cases import meta_model
+from benchmarks.cases import Images, images_of, meta_model
 from benchmarks.harness import OURS, Row, Timing, WrongResult, check_choice
-from benchmarks.steps import Step, baseline_model, our_model
+from benchmarks.steps import Step, baseline_model, our_model, random_labels, settings_of
 from diffusion.factory import make_sampler
 from diffusion.formats.diffusers_directory import unet_config
 from diffusion.formats.diffusers_names import to_diffusers_state
@@ -60,7 +60,6 @@ DEFAULTS = {
     "out": "",
     "part": -1,  # the share of a compiling process
 }
-_SIZE = 64  # pixels
 _TIMESTEPS = 1000
 
 
@@ -76,7 +75,8 @@ def main(arguments: Sequence[str]) -> int:
     settings = harness.parse_settings(arguments, DEFAULTS)
     tasks = choose_tasks(settings)
     model, part, parts = settings["model"], settings["part"], settings["processes"]
-    flops = meta_model(model, _SIZE).flops_per_image
+    images = images_of(model)
+    flops = meta_model(model, images.size, images.channels).flops_per_image
     device = harness.require_cuda()
     if part >= 0:
         for task in tasks[part::parts]:
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"! {task}: {harness.reason(error)}", flush=True)
             continue
         sampler, steps = split_chain(task.chain) if task.chain else ("", 1)
-        shape = f"{task.images}x{_SIZE}x{_SIZE}x3 {model}"
+        shape = f"{shape_of(task.images, images)} {model}"
         op, shape = ("sampling", f"{shape} {task.chain}") if sampler else ("unet_forward", shape)
         work = steps * task.images * flops
         row = Row(op, shape, "any", "fwd", task.provider, *timing, 0, work, *origin)
@@ -105,6 +105,11 @@ def main(arguments: Sequence[str]) -> int:
         times = " / ".join(f"{t / 1000:.3f}" for t in timing)
         print(f"{op} {shape} {task.provider}: {times} ms (median, p20, p80)", flush=True)
     return wrong
+
+
+def shape_of(batch: int, images: Images) -> str:
+    """As rows of the CSV have it."""
+    return f"{batch}x{images.size}x{images.size}x{images.channels}"
 
 
 def choose_tasks(settings: dict) -> list[Task]:
@@ -136,7 +141,7 @@ def run_task(
     harness.set_precision("bf16")
     if task.chain is None:
         evaluate = evaluation(task.provider, model, task.images, device)
-        with torch.no_grad(), dependent_launches(task.images * _SIZE**2):
+        with torch.no_grad(), dependent_launches(task.images * images_of(model).size ** 2):
             if compile_only:
                 evaluate()
                 return None
@@ -164,7 +169,7 @@ class _LowEmbedding(nn.Module):
         return self.embedding[0](t).bfloat16()
 
 
-def low_baseline(model: str, device: torch.device, size: int) -> nn.Module:
+def low_baseline(model: str, device: torch.device, size: int | None = None) -> nn.Module:
     """The baseline for inference in bf16."""
     network = baseline_model(model, device, size).eval()
     network.timestep_embedding = _LowEmbedding(network.timestep_embedding)
@@ -172,33 +177,42 @@ def low_baseline(model: str, device: torch.device, size: int) -> nn.Module:
 
 
 def evaluation(
-    provider: str, model: str, batch: int, device: torch.device, size: int = _SIZE
+    provider: str, model: str, batch: int, device: torch.device, size: int | None = None
 ) -> Callable[[], Tensor]:
     """A forward pass. WrongResult: ours is further from the float32 baseline than twice the
     reference ops in bf16."""
-    generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(batch, size, size, 3, device=device, generator=generator)
+    x = _noise(images_of(model, size), batch, device, 0)
+    labels = random_labels(settings_of(model)["num_classes"], batch, device)
     if provider.startswith(OURS):
         check_network(model, device, size)
         network = sampling_network(our_model(model, "bf16", device, size).eval())
         row = torch.zeros(1, dtype=torch.int64, device=device)
-        tables = network.tabulate(torch.tensor([500], device=device), None, batch)
+        tables = network.tabulate(torch.tensor([500], device=device), labels, batch)
         return lambda: network.at_row(x, row, tables)
     network = low_baseline(model, device, size)
     if provider.startswith("compile"):
         network = torch.compile(network, dynamic=False)
     image = x.bfloat16().permute(0, 3, 1, 2)  # channels_last
     t = torch.full((batch,), 500, device=device)
-    return lambda: network(image, t)
+    return lambda: network(image, t, labels)
 
 
-def evaluation_step(provider: str, model: str, batch: int, device: torch.device, size: int) -> Step:
+def _noise(images: Images, batch: int, device: torch.device, seed: int) -> Tensor:  # NHWC
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = batch, images.size, images.size, images.channels
+    return torch.randn(shape, device=device, generator=generator)
+
+
+def evaluation_step(
+    provider: str, model: str, batch: int, device: torch.device, size: int | None = None
+) -> Step:
     """An evaluation to be profiled, as training steps are."""
+    pixels = batch * images_of(model, size).size ** 2
     evaluate = evaluation(provider, model, batch, device, size)
 
     @torch.no_grad()
     def plain(_: int) -> Tensor:
-        with dependent_launches(batch * size**2):
+        with dependent_launches(pixels):
             return evaluate()
 
     def captured() -> Callable[[int], None]:
@@ -216,18 +230,21 @@ def evaluation_step(provider: str, model: str, batch: int, device: torch.device,
 
 @cache
 @torch.no_grad()
-def check_network(model: str, device: torch.device, size: int = _SIZE, batch: int = 4) -> None:
+def check_network(
+    model: str, device: torch.device, size: int | None = None, batch: int = 4
+) -> None:
     """Raise WrongResult unless our plan is at most twice as far from the float32 baseline as the
     reference ops in bf16. A network that has passed is not asked again."""
-    generator = torch.Generator(device).manual_seed(1)
-    x = torch.randn(batch, size, size, 3, device=device, generator=generator)
-    t = torch.randint(_TIMESTEPS, (batch,), device=device, generator=generator)
+    x = _noise(images_of(model, size), batch, device, 1)
+    t = torch.arange(batch, device=device) * (_TIMESTEPS // batch)
+    labels = random_labels(settings_of(model)["num_classes"], batch, device)
     harness.set_precision("fp32")
-    nchw = baseline_model(model, device, size)(x.permute(0, 3, 1, 2), t)
+    nchw = baseline_model(model, device, size).eval()(x.permute(0, 3, 1, 2), t, labels)
     exact = nchw.permute(0, 2, 3, 1)
     harness.set_precision("bf16")
-    low = our_model(model, "bf16", device, size, "torch").eval().forward_nhwc(x.bfloat16(), t)
-    got = sampling_network(our_model(model, "bf16", device, size).eval())(x, t)
+    low = our_model(model, "bf16", device, size, "torch").eval()
+    low = low.forward_nhwc(x.bfloat16(), t, labels)
+    got = sampling_network(our_model(model, "bf16", device, size).eval())(x, t, labels)
     harness.check([got], [exact], harness.budgets([low], [exact]))
 
 
@@ -251,7 +268,8 @@ def time_chain(run: Callable[[int], object], steps: int, captures: bool, seconds
 def _our_chain(
     pipeline: str, model: str, sampler: str, images: int, device: torch.device
 ) -> Callable[[int], Tensor]:
-    network = sampling_network(our_model(model, "bf16", device, _SIZE).eval())
+    network = sampling_network(our_model(model, "bf16", device).eval())
+    shape = images_of(model)
     made = {}
 
     def run(steps: int) -> Tensor:
@@ -260,7 +278,7 @@ def _our_chain(
             made[steps] = make_sampler(
                 schedule, network.model.backend, sampler, steps=steps, device=device
             )
-        return made[steps].sample(network, (images, _SIZE, _SIZE, 3), seed=0)
+        return made[steps].sample(network, (images, shape.size, shape.size, shape.channels), seed=0)
 
     return run
 
@@ -276,7 +294,7 @@ def _chain_of_diffusers(
         UNet2DModel,
     )
 
-    ours = our_model(model, "fp32", torch.device("cpu"), _SIZE, "torch")
+    ours = our_model(model, "fp32", torch.device("cpu"), backend="torch")
     unet = UNet2DModel.from_config(unet_config(ours))
     unet.load_state_dict(to_diffusers_state(ours))
     dtype = torch.bfloat16 if pipeline.endswith("bf16") else torch.float16

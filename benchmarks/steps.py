@@ -4,8 +4,11 @@ A PyTorch step is noise, forward, loss, backward and fused AdamW. Ours does more
 keeps an EMA, draws every number from its own counter and takes another batch from the data set.
 """
 
+import copy
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -96,32 +99,53 @@ def random_images(shape: tuple[int, ...], device: torch.device) -> Tensor:  # ui
     return torch.randint(256, shape, dtype=torch.uint8, device=device, generator=generator)
 
 
-def random_labels(model: UNet, count: int, device: torch.device) -> Tensor | None:
-    """A class of each of so many images, int64 [count], if the model has classes."""
-    if model.num_classes is None:
+def random_labels(classes: int | None, count: int, device: torch.device) -> Tensor | None:
+    """A class of each of so many images, int64 [count], if there are classes."""
+    if classes is None:
         return None
     generator = torch.Generator(device).manual_seed(0)
-    return torch.randint(model.num_classes, (count,), device=device, generator=generator)
+    return torch.randint(classes, (count,), device=device, generator=generator)
 
 
 def our_model(
     model: str, precision: str, device: torch.device, size: int | None = None, backend: str = OURS
 ) -> UNet:
-    """The framework's network with the parameters of seed 0."""
-    torch.manual_seed(0)
+    """The framework's network with the parameters of seed 0; without any on the device "meta"."""
     chosen = choose_backend(backend, precision, device, "precision")
     images = images_of(model, size)
     shape = (images.size, images.size), images.channels, images.learned_variance
-    return build_model(settings_of(model), chosen, *shape, device).train()
+    meta = torch.device("meta")
+    with meta:
+        network = build_model(settings_of(model), chosen, *shape, meta)
+    return _filled(network, json.dumps(settings_of(model)), images, device).train()
 
 
 def baseline_model(model: str, device: torch.device, size: int | None = None) -> nn.Module:
     """The baseline with the same parameters."""
     images = images_of(model, size)
-    parameters = our_model(model, "fp32", torch.device("cpu"), size, "torch").state_dict()
-    baseline = build_baseline(settings_of(model), images.channels, images.learned_variance)
-    baseline.load_state_dict(parameters)
-    return baseline.to(device, memory_format=torch.channels_last).train()
+    with torch.device("meta"):
+        baseline = build_baseline(settings_of(model), images.channels, images.learned_variance)
+    baseline = _filled(baseline, json.dumps(settings_of(model)), images, device)
+    return baseline.to(memory_format=torch.channels_last).train()
+
+
+def _filled(network: nn.Module, settings: str, images: Images, device: torch.device) -> nn.Module:
+    """A network that was built on "meta", on the device with the parameters of seed 0."""
+    if device.type == "meta":
+        return network
+    made = _made(settings, images)
+    state = {name: value.to(device, copy=True) for name, value in made.state_dict().items()}
+    network.load_state_dict(state, assign=True)
+    network.timestep_embedding = copy.deepcopy(made.timestep_embedding)  # of a buffer alone
+    return network.to(device)
+
+
+@lru_cache(maxsize=1)  # hundreds of millions of draws take seconds
+def _made(settings: str, images: Images) -> UNet:
+    """Our network with these settings, of seed 0, on the host."""
+    torch.manual_seed(0)
+    shape = (images.size, images.size), images.channels, images.learned_variance
+    return build_model(json.loads(settings), TORCH_FP32, *shape, torch.device("cpu"))
 
 
 def build_step(
@@ -167,7 +191,7 @@ def our_step(
     host = torch.device("cpu")
     images = Images(size, model.in_channels, model.out_channels > model.in_channels)
     pixels = random_images((_IMAGES, images.size, images.size, images.channels), host)
-    data = ImageSet(pixels, random_labels(model, _IMAGES, host), name="random")
+    data = ImageSet(pixels, random_labels(model.num_classes, _IMAGES, host), name="random")
     flat = FlatParameters(model, together=TOGETHER)
     backend = model.backend
     optimizer = Optimizer(flat, OptimizerSettings(lr=_LR, warmup=0), backend)
@@ -206,9 +230,7 @@ def _torch_step(
     pixels = random_images((_IMAGES, shape.size, shape.size, shape.channels), device)
     images = pixels.permute(0, 3, 1, 2)
     index = torch.randint(_IMAGES, (batch,), device=device)
-    labels = None
-    if hasattr(model, "label_emb"):
-        labels = torch.randint(model.label_emb.num_embeddings, (batch,), device=device)
+    labels = random_labels(model.num_classes, batch, device)
     objective = objective_of(shape, TORCH_FP32, device)
     loss_of: nn.Module = DenoisingLoss(model, objective)
     adamw = torch.optim.AdamW(
@@ -262,14 +284,14 @@ def check_ours(
     t = torch.randint(_TIMESTEPS, (batch,), device=device, generator=generator)
 
     def of_baseline(network: nn.Module) -> tuple[Tensor, Tensor]:
-        labels = random_labels(reference, batch, device)
+        labels = random_labels(reference.num_classes, batch, device)
         y = network.eval()(x.permute(0, 3, 1, 2), t, labels).permute(0, 2, 3, 1)  # NHWC
         (y.float() * dy).sum().backward()
         return y.detach().float(), torch.cat([p.grad.flatten() for p in network.parameters()])
 
     def of(network: UNet) -> tuple[Tensor, Tensor]:
         flat = FlatParameters(network.eval(), together=TOGETHER)
-        labels = random_labels(network, batch, device)
+        labels = random_labels(network.num_classes, batch, device)
         # the plan takes images in any precision, the layers one by one in their own
         y = training_network(network, flat)(x.to(network.backend.dtype), t, labels)
         (y.float() * dy).sum().backward()

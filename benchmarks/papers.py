@@ -1,0 +1,319 @@
+"""Time the models that papers train beside torch.compile: training steps, and evaluations.
+
+    python -m benchmarks.papers [key=value ...]
+
+    models=...       any of configs/model; default: those that papers train
+    batch=           images of a training step, one number a model or one for all; default: as a
+                     GPU has them in the paper's training, or as it has room for
+    evaluate=1,16,64 images of an evaluation; train: none
+    what=train,evaluate
+    minutes=10       after which what has not begun to be timed is left out
+    processes=12     that compile our kernels
+    out=             a folder for the CSV; default benchmarks/results
+
+Each training step and each evaluation has a process of its own. All of them compile PyTorch's side
+by side, while others compile our kernels; then one after the other checks ours against the float32
+baseline and times both in turns, each as one CUDA graph, bf16. A row is written as soon as it is
+known. As `benchmarks.train_step`, ours also clips, keeps an EMA and draws a new batch.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from benchmarks import harness
+from benchmarks.cases import IMAGES, images_of, meta_model
+from benchmarks.harness import OURS, ROOT, Row, Timing, WrongResult, check_choice
+from benchmarks.sampling import check_network, evaluation_step, shape_of
+from benchmarks.steps import (
+    Step,
+    build_step,
+    check_ours,
+    our_model,
+    our_step,
+    random_labels,
+)
+from diffusion.errors import ConfigError
+from diffusion.plan.inference import sampling_network
+from diffusion.runtime.distributed import Processes
+from triton_kernels.runtime.compile_launches import compile_launches
+from triton_kernels.runtime.device import Device, describe
+from triton_kernels.runtime.launch_recorder import rehearsal
+
+_OURS, _THEIRS = f"{OURS}-bf16", "compile-bf16"
+# images that one GPU has in a step
+_BATCHES = {
+    "ddpm_cifar10": 128,
+    "edm_ddpmpp_cifar10": 64,  # of 512, on eight GPUs
+    "adm_imagenet64": 32,
+    "adm_imagenet128": 8,  # of 256, on 32
+    "ldm_churches": 96,
+    "ldm_320": 32,
+}
+_KINDS = {"train": "train_step", "evaluate": "unet_forward"}  # the op of a row
+DEFAULTS = {
+    "models": tuple(IMAGES),
+    "batch": (0,),
+    "what": tuple(_KINDS),
+    "evaluate": (1, 16, 64),
+    "minutes": 10.0,
+    "processes": 12,
+    "out": "",
+    "gpu": "",  # of the process that compiles our kernels, as `describe` has it
+    "case": -1,  # the number of the case that a process times
+}
+_TURNS, _CALLS = 5, 6  # of each: turns, and calls in a row
+_LAST = 20.0  # seconds before the end in which nothing is begun
+_READY = "ready"
+
+
+class Case(NamedTuple):
+    """What one process times."""
+
+    kind: str  # of _KINDS
+    model: str
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {shape_of(self.batch, images_of(self.model))} {self.model}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    settings = harness.parse_settings(arguments, DEFAULTS)
+    cases = choose_cases(settings)
+    if settings["gpu"]:
+        compile_kernels(cases, Device(*json.loads(settings["gpu"])), settings["processes"])
+        return 0
+    device = harness.require_cuda()
+    folder = Path(settings["out"] or harness.RESULTS)
+    if settings["case"] >= 0:
+        return time_case(cases[settings["case"]], device, folder)
+    return run_all(cases, arguments, settings)
+
+
+def choose_cases(settings: dict) -> list[Case]:
+    """What the settings ask for, training first. ConfigError: something unknown."""
+    models, batches = settings["models"], settings["batch"]
+    for kind in settings["what"]:
+        check_choice("what", kind, tuple(_KINDS))
+    if len(batches) not in (1, len(models)):
+        raise ConfigError(
+            f"batch has {len(batches)} numbers for {len(models)} models; expected one or as many"
+        )
+    found = []
+    if "train" in settings["what"]:
+        for model, batch in zip(models, batches * (len(models) // len(batches)), strict=True):
+            found.append(Case("train", model, batch or _BATCHES.get(model, 32)))
+    if "evaluate" in settings["what"]:
+        found += [Case("evaluate", m, n) for n in settings["evaluate"] for m in models]
+    for case in found:
+        meta_model(case.model, images_of(case.model).size)  # one that is unknown ends here
+        if case.batch < 1:
+            raise ConfigError(f"{case.kind}={case.batch}; expected at least 1 image")
+    return found
+
+
+# --- the process that starts the others -----------------------------------------------------------
+
+
+class _Child:
+    """The process of a case, what it has said, and whether it waits to be told to go."""
+
+    def __init__(self, number: int, case: Case, arguments: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "benchmarks.papers", *arguments, f"case={number}"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.case = case
+        self.process = subprocess.Popen(command, cwd=ROOT, **pipes)
+        self.ready = threading.Event()  # or it has ended
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            if line.strip() == _READY:
+                self.ready.set()
+            else:
+                print(line, end="", flush=True)
+        self.ready.set()
+
+    def go(self, seconds: float) -> bool:
+        """Let it time, and end it if that takes longer. Whether it went well."""
+        try:
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+            return self.process.wait(max(seconds, 1)) == 0
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            return False
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(5)
+
+
+def run_all(cases: Sequence[Case], arguments: Sequence[str], settings: dict) -> int:
+    """Start everything, wait until it is compiled, let one after the other be timed. 1 if a case
+    has no row."""
+    began = time.monotonic()
+    end = began + 60 * settings["minutes"]
+    os.environ.setdefault("BENCHMARK_RUN", harness.provenance().run)
+    gpu = json.dumps(describe(torch.device("cuda", 0)))
+    command = [sys.executable, "-m", "benchmarks.papers", *arguments, f"gpu={gpu}"]
+    compiling = subprocess.Popen(command, cwd=ROOT)
+    children = [_Child(i, case, arguments) for i, case in enumerate(cases)]
+    missing = 0
+    try:
+        for wait in (compiling.wait, *(child.ready.wait for child in children)):
+            try:
+                wait(timeout=max(0.1, end - 2 * _LAST - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pass
+        print(f"compiled, or given up, after {time.monotonic() - began:.0f} s", flush=True)
+        compiling.kill()  # nothing else runs while something is timed
+        for child in children:
+            if not child.ready.is_set():
+                child.end()
+        for child in children:
+            left = end - time.monotonic()
+            if not child.ready.is_set() or child.process.poll() not in (None, 0):
+                print(f"! {child.case}: not ready", flush=True)
+                missing += 1
+            elif left < _LAST or not child.go(left):
+                print(f"! {child.case}: no time, or failed", flush=True)
+                missing += 1
+    finally:
+        for process in (compiling, *(child.process for child in children)):
+            process.kill()
+    return int(missing > 0)
+
+
+# --- a process that compiles our kernels ----------------------------------------------------------
+
+
+def compile_kernels(cases: Sequence[Case], gpu: Device, processes: int) -> None:
+    """Rehearse every case, and compile what it launches. This process does not use CUDA."""
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    with rehearsal(gpu) as launches:
+        for case in cases:
+            rehearse(case)
+    launches.sort(key=lambda launch: type(launch.kernel) is JITFunction)  # Gluon's take long
+    print(f"{len(launches)} kernels, known after {time.monotonic() - began:.0f} s", flush=True)
+    done = 0
+    try:
+        for _ in compile_launches(launches, gpu.arch, processes):
+            done += 1
+    except RuntimeError as error:  # the case that needs it will say so
+        print(f"! {error}", flush=True)
+    print(f"{done} kernels compiled after {time.monotonic() - began:.0f} s", flush=True)
+
+
+def rehearse(case: Case) -> None:
+    """Ask for all that a case launches, with parameters that nobody draws."""
+    images, host = images_of(case.model), torch.device("cpu")
+    network = our_model(case.model, "bf16", torch.device("meta")).to_empty(device=host)
+    if case.kind == "train":
+        step = our_step(network, case.batch, images.size, host, Processes(None)).plain
+        for k in range(2):  # the second finds memory that the first has made
+            step(k)
+        return
+    plan = sampling_network(network.eval())
+    labels = random_labels(network.num_classes, case.batch, host)
+    tables = plan.tabulate(torch.tensor([500]), labels, case.batch)
+    x = torch.empty(case.batch, images.size, images.size, images.channels)
+    plan.at_row(x, torch.zeros(1, dtype=torch.int64), tables)
+
+
+# --- a process that times a case ------------------------------------------------------------------
+
+
+def time_case(case: Case, device: torch.device, folder: Path) -> int:
+    """Compile PyTorch's, wait, check ours, time both in turns and write the rows."""
+    runs: dict[str, Callable[[int], object]] = {}
+    kept: list[Step] = []  # what the graphs need
+    began = time.monotonic()
+
+    def capture(provider: str) -> None:
+        if case.kind == "train":
+            kept.append(build_step(provider, case.model, case.batch, device))
+        else:
+            kept.append(evaluation_step(provider, case.model, case.batch, device))
+        runs[provider] = kept[-1].captured()
+        torch.cuda.synchronize()
+
+    try:
+        harness.set_precision("bf16")
+        capture(_THEIRS)
+        print(f"{case}: {_THEIRS} compiled in {time.monotonic() - began:.0f} s", flush=True)
+    except Exception as error:  # a library says what it likes of what it cannot do
+        print(f"! {case}: {_THEIRS} failed: {harness.reason(error)}", flush=True)
+    print(_READY, flush=True)
+    if not sys.stdin.readline():
+        return 1
+    try:
+        _check(case, device)
+        harness.release_memory()
+        capture(_OURS)
+    except WrongResult as error:
+        print(f"! {case}: ours is wrong and not timed: {error}", flush=True)
+    except Exception as error:
+        print(f"! {case}: ours failed: {harness.reason(error)}", flush=True)
+    images = images_of(case.model)
+    flops = meta_model(case.model, images.size, images.channels).flops_per_image * case.batch
+    shape, origin = f"{shape_of(case.batch, images)} {case.model}", harness.provenance()
+    train = case.kind == "train"
+    for timings in in_turns(runs):
+        rows = [
+            Row(
+                _KINDS[case.kind],
+                shape,
+                "any",
+                "step" if train else "fwd",
+                f"{provider} graph" if train else provider,
+                *timing,
+                0,
+                flops * (3 if train else 1),
+                *origin,
+            )
+            for provider, timing in timings.items()
+        ]
+        harness.add_rows(folder / f"{origin.gpu}.csv", rows)
+    said = ", ".join(f"{name} {timing.median / 1000:.3f} ms" for name, timing in timings.items())
+    ratio = ""
+    if len(timings) == 2:
+        ratio = f": {timings[_THEIRS].median / timings[_OURS].median:.2f}"
+    print(f"{case}: {said}{ratio}", flush=True)
+    return int(len(timings) < 2)
+
+
+def _check(case: Case, device: torch.device) -> None:
+    """Against the float32 baseline, of fewer images."""
+    if case.kind == "train":
+        errors = check_ours(case.model, "bf16", device, batch=4)
+        print("{}: gradient off by {:.1e}, reference {:.1e}".format(case, *errors), flush=True)
+    else:
+        check_network(case.model, device)
+
+
+def in_turns(runs: dict[str, Callable[[int], object]]) -> Iterator[dict[str, Timing]]:
+    """The timing of each, after every turn that all have had."""
+    times: dict[str, list[Timing]] = {name: [] for name in runs}
+    for _ in range(_TURNS):
+        for name, run in runs.items():
+            times[name].append(harness.time_steps(run, _CALLS, warm_up=1))
+        yield {name: harness.quantiles([t.median for t in found]) for name, found in times.items()}
+
+
+if __name__ == "__main__":
+    harness.run_entry(main)

@@ -1,0 +1,106 @@
+"""The models that papers train, beside torch.compile."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from benchmarks import harness, papers
+from benchmarks.cases import IMAGES
+from diffusion.errors import ConfigError
+
+
+def chosen(*arguments):
+    return papers.choose_cases(harness.parse_settings(arguments, papers.DEFAULTS))
+
+
+def test_what_is_timed():
+    every = chosen()
+    assert [case for case in every if case.kind == "train"][1] == (
+        "train",
+        "edm_ddpmpp_cifar10",
+        64,
+    )
+    assert len(every) == len(IMAGES) * 4 and str(every[2]) == "train 32x64x64x3 adm_imagenet64"
+    some = chosen("models=unet64,ldm_320", "batch=8", "what=evaluate,train", "evaluate=16")
+    assert some == [
+        ("train", "unet64", 8),
+        ("train", "ldm_320", 8),
+        ("evaluate", "unet64", 16),
+        ("evaluate", "ldm_320", 16),
+    ]
+    for wrong, words in (
+        ("models=unet65", "model=unet65 is unknown"),
+        ("batch=1,2", "batch has 2 numbers for 6 models"),
+        ("what=draw", "what=draw is unknown; choose from train, evaluate"),
+        ("evaluate=0", "evaluate=0; expected at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            chosen(wrong)
+
+
+CHILD = """
+import sys, time
+number = int(sys.argv[1])
+time.sleep(30 if number == 2 else 0)
+print("compiled", number, flush=True)
+if number == 1:
+    sys.exit(1)
+print("ready", flush=True)
+assert sys.stdin.readline() == "go\\n"
+print("timed", number, time.time(), flush=True)
+time.sleep(0.3)
+print("ended", number, time.time(), flush=True)
+"""
+
+
+def test_one_is_timed_after_the_other_and_what_is_late_is_left_out(monkeypatch, capfd):
+    """Of four cases the second fails and the third is not compiled in time."""
+    start = subprocess.Popen
+
+    def child(command, **options):
+        number = command[-1].partition("=")
+        code = CHILD if number[0] == "case" else "pass"
+        return start([sys.executable, "-c", code, number[2]], **options)
+
+    monkeypatch.setattr(papers.subprocess, "Popen", child)
+    monkeypatch.setattr(papers, "_LAST", 0.5)
+    monkeypatch.setattr(papers, "describe", lambda device: ())
+    began = time.monotonic()
+    settings = papers.DEFAULTS | {"minutes": 5 / 60}
+    assert papers.run_all(chosen("what=train")[:4], [], settings) == 1
+    assert time.monotonic() - began < 15
+    said = capfd.readouterr().out
+    assert "! train 64x32x32x3 edm_ddpmpp_cifar10: no" in said
+    assert "! train 32x64x64x3 adm_imagenet64: not ready" in said
+    lines = [line.split() for line in said.splitlines() if line.startswith(("timed", "ended"))]
+    assert [line[:2] for line in lines] == [
+        ["timed", "0"],
+        ["ended", "0"],
+        ["timed", "3"],
+        ["ended", "3"],
+    ]
+    times = [float(line[2]) for line in lines]
+    assert times == sorted(times)
+
+
+def test_both_are_timed_in_turns(monkeypatch):
+    order = []
+
+    def time_steps(run, steps, warm_up):
+        order.append(run)
+        return harness.Timing(float(len(order)), 0.0, 0.0)
+
+    monkeypatch.setattr(harness, "time_steps", time_steps)
+    found = list(papers.in_turns({"a": "first", "b": "second"}))
+    assert order == ["first", "second"] * papers._TURNS
+    assert found[0] == {"a": (1, 1, 1), "b": (2, 2, 2)}
+    assert (found[-1]["a"].median, found[-1]["b"].median) == (5, 6)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_timing_needs_a_gpu():
+    with pytest.raises(ConfigError, match="need a CUDA device"):
+        papers.main([])
