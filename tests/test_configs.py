@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import InstantiationException
 
+import diffusion
 from diffusion.errors import ConfigError
 from diffusion.factory import Process, build_model, build_policy_model
 from diffusion.models.blocks import AttentionBlock
@@ -223,6 +224,26 @@ def test_an_interpolation_that_leads_nowhere_is_one_line():
 
 
 TOOLS = ("prepare", "export", "benchmark", "rollout", "evaluate", "report", "average")
+
+
+def test_options_may_stand_between_settings(monkeypatch):
+    from triton_diffusion import entry
+
+    given = ["a=1", "-m", "b=~/x", "--config-dir", "d", "c=é", "--cfg", "job"]
+    monkeypatch.setenv("HOME", "/home/u")
+    assert entry.readable(given) == [
+        *("-m", "--config-dir", "d", "--cfg", "job"),
+        *("a=1", "b=/home/u/x", "c='é'"),
+    ]
+    assert entry.with_own(["o=1"], ["--cfg", "job", "a=2"]) == ["--cfg", "job", "o=1", "a=2"]
+
+
+def test_version(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--version"])
+    with pytest.raises(SystemExit) as stopped:
+        run_entry(lambda: None, "train")
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"triton-diffusion {diffusion.__version__}\n"
 
 
 @pytest.mark.parametrize("script", ["train", "sample", *TOOLS])

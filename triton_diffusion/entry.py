@@ -38,6 +38,8 @@ _OURS = Path(diffusion.__file__).resolve().parent
 _MULTIRUN = ("-m", "--multirun")
 _CONFIG_DIR = ("--config-dir", "-cd")
 _HELP = ("-h", "--help")
+_WITH_VALUE = (*_CONFIG_DIR, "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c")
+_WITH_VALUE += ("--package", "-p")
 _SYNTAX = "()[]{},'\"\\$"  # of lists, quotes, sweeps and interpolations in Hydra's language
 # settings that may name a file or folder to read or to write
 _PATHS = ("path", "ckpt", "src", "out", "init", "resume", "reference", "weights", "runs", "run_dir")
@@ -142,15 +144,19 @@ def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
     """Run a `hydra.main` function; what Hydra finds wrong becomes one line and exit code 2."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here
     warnings.formatwarning = _one_line(warnings.formatwarning)
-    sys.argv[1:] = _readable(sys.argv[1:])
+    sys.argv[1:] = readable(sys.argv[1:])
     try:
         if set(_HELP) & set(sys.argv[1:]):
             with exit_codes():
                 print(as_called(describe(config_name, sys.argv[1:])), flush=True)
             sys.exit(0)
+        if "--version" in sys.argv[1:]:
+            print(f"triton-diffusion {diffusion.__version__}", flush=True)
+            sys.exit(0)
         if config_name == "train":
             with exit_codes():
-                sys.argv[1:1] = own_settings(sys.argv[1:], config_folders(sys.argv[1:]))
+                own = own_settings(sys.argv[1:], config_folders(sys.argv[1:]))
+                sys.argv[1:] = with_own(own, sys.argv[1:])
         main()
     except BrokenPipeError:  # whoever read has read enough, such as head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes
@@ -208,13 +214,31 @@ def _one_line(otherwise: Callable[..., str]) -> Callable[..., str]:
     return shown_as
 
 
-def _readable(arguments: Sequence[str]) -> list[str]:
-    """The arguments as Hydra can read them: it takes -m before or behind the settings alone, and no
-    ~ at all, which shells replace at the beginning of a word but not behind `dataset.path=`; and no
-    letters beyond ASCII nor a second = (in ckpt=epoch=0550.ckpt) but in quotes."""
-    pairs = (argument.partition("=") for argument in arguments)
+def readable(arguments: Sequence[str]) -> list[str]:
+    """The arguments as Hydra can read them: it takes options before or behind the settings alone,
+    and no ~ at all, which shells replace at the beginning of a word but not behind `dataset.path=`;
+    and no letters beyond ASCII nor a second = (in ckpt=epoch=0550.ckpt) but in quotes."""
+    options, settings = _parted(arguments)
+    pairs = (argument.partition("=") for argument in settings)
     given = [key + equals + _readable_value(value) for key, equals, value in pairs]
-    return sorted(given, key=lambda argument: argument not in _MULTIRUN)
+    return [*options, *given]
+
+
+def with_own(own: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """The arguments with the settings of the run in front of those that the user gave."""
+    options, settings = _parted(arguments)
+    return [*options, *own, *settings]
+
+
+def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(options with their values, settings)."""
+    options, settings = [], []
+    rest = iter(arguments)
+    for argument in rest:
+        (options if argument.startswith("-") else settings).append(argument)
+        if argument in _WITH_VALUE:
+            options += [value for value in [next(rest, None)] if value is not None]
+    return options, settings
 
 
 def _readable_value(value: str) -> str:
