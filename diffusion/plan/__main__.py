@@ -18,15 +18,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from triton_kernels import reference
+from triton_kernels import fused_ops, reference
 
 from ..errors import ConfigError, check_writable, writing
 from ..factory import POLICY_MODELS, build_model, build_policy_model
+from ..models.unet import UNet
 from ..presets import CONFIGS, preset
 from ..runtime.backend import PRECISIONS, Backend
-from .build import plan
+from .build import Plan, plan
 from .graph import PlanError
-from .printed import GPUS, draw, lines, table
+from .inference import sampling_plan
+from .printed import GPUS, Gpu, draw, lines, table
 
 _MODELS = CONFIGS / "model"
 _DEFAULTS = {
@@ -81,6 +83,15 @@ def example(model: str, batch: int, size: str, dtype: torch.dtype) -> tuple[nn.M
     return network, (torch.zeros(batch, 3, side, side), t, *labels), {"rng": torch.zeros(2).long()}
 
 
+def _plan(network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Gpu) -> Plan:
+    """What runs: a sampler asks the framework's UNet in its own way."""
+    if trains or not isinstance(network, UNet) or network.backend.dtype == torch.float32:
+        return plan(network, args, kwargs, trains=trains)
+    n, c, h, w = args[0].shape
+    device = args[0].device
+    return sampling_plan(network, torch.Size((n, h, w, c)), device, fused_ops, gpu.device).plan
+
+
 def main(arguments: list[str]) -> None:
     given = settings(arguments)
     out = Path(given["out"]) if given["out"] else None
@@ -91,7 +102,7 @@ def main(arguments: list[str]) -> None:
     trains = given["mode"] == "train"
     kwargs = kwargs if trains else {}
     try:
-        made = plan(network.train(trains), args, kwargs, trains=trains)
+        made = _plan(network.train(trains), args, kwargs, trains, gpu)
     except PlanError as error:
         raise ConfigError(str(error)) from error
     found = lines(made, gpu)

@@ -350,6 +350,25 @@ def _reshape(d, node, dy):
     d.send(x, lambda: d.make("reshape", {"x": dy}, x))
 
 
+@gradient("columns")
+def _columns(d, node, dy):
+    x, start = node.inputs["x"], node.attrs["start"]
+    pads = [(0, 0)] * (len(x.shape) - 1) + [(start, x.shape[-1] - node.attrs["stop"])]
+    d.send(x, lambda: d.make("pad", {"x": dy}, x, pads=tuple(pads)))
+
+
+@gradient("pad_channels")
+def _pad_channels(d, node, dy):
+    x = node.inputs["x"]
+    axis, stop = len(x.shape) - 1, x.shape[-1]
+
+    def grad() -> Value:
+        part = d.make("slice", {"x": dy}, x, dtype=dy.dtype, axis=axis, start=0, stop=stop)
+        return part if part.dtype == x.dtype else d.make("cast", {"x": part}, x)
+
+    d.send(x, grad)
+
+
 @gradient("layout")
 def _layout(d, node, dy):
     x, pieces = node.inputs["x"], node.attrs["pieces"]

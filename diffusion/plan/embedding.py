@@ -60,12 +60,9 @@ class EmbeddingLayers:
         high = {"priority": -1}
         self._stream = torch.cuda.Stream(device, **high) if device.type == "cuda" else None
         self._begin: torch.cuda.Event | None = None  # after it the inputs are there
-        names = [name for name, module in model.named_modules() if isinstance(module, ResBlock)]
-        self._columns, start = {}, 0
-        for name in names:
-            width = model.get_submodule(f"{name}.emb_layers.1").weight.shape[0]
-            self._columns[name] = slice(start, start + width)
-            start += width
+        self._columns = projection_columns(model)
+        names = list(self._columns)
+        start = self._columns[names[-1]].stop
         self.blocks = len(names)
         self._step: Step | None = None  # kept while its backward pass may still run
         weights = [f"{name}.emb_layers.1.weight" for name in names]
@@ -125,6 +122,17 @@ class EmbeddingLayers:
 
     def _linear(self, layer: Linear, x: Tensor) -> Tensor:
         return _AccumulatingLinear.apply(x, layer.weight, layer, self.kernels)
+
+
+def projection_columns(model: UNet) -> dict[str, slice]:
+    """Of every block, by its name, its columns in the projections side by side."""
+    columns, start = {}, 0
+    for name, module in model.named_modules():
+        if isinstance(module, ResBlock):
+            width = module.emb_layers["1"].weight.shape[0]
+            columns[name] = slice(start, start + width)
+            start += width
+    return columns
 
 
 class _AccumulatingLinear(torch.autograd.Function):

@@ -48,17 +48,20 @@ def run(
     return values
 
 
-def launch_reference(node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
+def launch_reference(
+    node: Node, values: Mapping[Value, Tensor], kernels: ModuleType = fused
+) -> dict[Value, Tensor]:
     """On the reference kernels, which compute in the dtype of what they are given: in float32 or
     more."""
     inputs = {role: _widened(values[value]) for role, value in node.inputs.items()}
-    return results(node, LAUNCHES[node.op](fused, node, inputs))
+    return results(node, LAUNCHES[node.op](kernels, node, inputs))
 
 
 def results(node: Node, made: Any) -> dict[Value, Tensor]:
-    """What a launch gave, by the node's values and in their dtypes."""
+    """What a launch gave, by the node's values and in their dtypes; nothing where it gave none."""
     made = made if isinstance(made, dict) else {next(iter(node.outputs)): made}
-    return {value: made[role].to(value.dtype) for role, value in node.outputs.items()}
+    given = {value: made[role] for role, value in node.outputs.items()}
+    return {value: x.to(value.dtype) for value, x in given.items() if x is not None}
 
 
 def _widened(x: Tensor) -> Tensor:
@@ -242,6 +245,16 @@ def _reshape(k, node, given):
     return given["x"].reshape(node.out.shape)
 
 
+@launches("columns")
+def _columns(k, node, given):
+    return given["x"][..., node.attrs["start"] : node.attrs["stop"]]
+
+
+@launches("pad_channels")
+def _pad_channels(k, node, given):
+    return k.pad_channels(given["x"], node.out.shape[-1], node.out.dtype)
+
+
 @launches("layout")
 def _layout(k, node, given):
     return _pieces(given["x"].contiguous(), node).reshape(node.out.shape).contiguous()
@@ -384,6 +397,7 @@ def _conv_fused(k, node, given):
         extra=extra,
         extra_bias=given.get("extra_bias"),
         stats="partials" in node.outputs,
+        width=node.attrs.get("width"),
     )
     return {"y": y, "partials": partials}
 
@@ -391,6 +405,12 @@ def _conv_fused(k, node, given):
 def as_filters(weight: Tensor) -> Tensor:
     """[CO, CI] as [CO, CI, 1, 1]"""
     return weight if weight.ndim == 4 else weight[:, :, None, None]
+
+
+def filters(weight: Tensor) -> Tensor:
+    """[CO, CI, R, S], or [CO, CI], as kernels see them: in [CO, R, S, CI] memory."""
+    inner = as_filters(weight).permute(0, 2, 3, 1)
+    return inner.contiguous().permute(0, 3, 1, 2)
 
 
 @launches("conv_input_grad")

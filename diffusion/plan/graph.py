@@ -37,6 +37,8 @@ FORWARD = {
     "cast": "x in another dtype",
     "embedding": "rows of weight, by index",
     "reshape": "the same memory under another shape",
+    "columns": "channels start to stop, where they lie: rows are further apart",
+    "pad_channels": "zeros behind the channels, up to `width`, in another dtype",
     "layout": "a copy in another order: `pieces` are (size, stride) in x, from `offset` on",
     "arith": "one of PyTorch's small functions, as of timesteps and labels: `target`",
 }
@@ -70,7 +72,30 @@ FUSED = {
     "conv_input_grad": "conv_dx times act'(z), and its partials",
     "skip_dx": "norm_dx + dy weight, the input gradient of a 1x1 convolution beside the norm",
 }
-OPS = FORWARD | NORM | BACKWARD | FUSED
+# what a forward pass becomes where nothing runs beside it: see `join`
+JOINED = {
+    "conv_few": "conv_fused, by whichever kernel is quickest alone",
+    "conv_split": "parts of conv and the 1x1 terms, that have to be added up",
+    "sum_parts": "these + bias + emb + residual, and partials of it",
+    "resample_parts": "the same, and it upsampled or its 2x2 means",
+    "norm_whole": "norm without partials, of x, of parts, or of 2x2 means",
+    "norm_of_sums": "norm without a table",
+    "norm_upsampled": "the same of upsample(x0) beside x1, and perhaps upsample(x0)",
+    "conv_norm": "conv_fused, and the norm of it, beside another tensor perhaps",
+    "conv_meeting": "the same of larger images, by programs that wait for one another",
+    "conv_means": "conv_fused, its 2x2 means, and their partials",
+    "avg_pool_partials": "2x2 means and their partials",
+    "norm_conv": "conv_fused of norm(x), and perhaps as conv_means",
+    "norm_conv_of_two": "conv_fused of norm([x0, x1])",
+    "upsampled_filters": "sums of taps that multiply a small image, and filters of the others",
+    "conv_of_upsampled": "conv(upsample(x)), on x",
+    "conv_upsampled": "conv(a), of which the first channels were upsampled",
+    "qkv_attention": "attention of x [Wq, Wk, Wv]",
+    "norm_attention": "attention of norm(x) [Wq, Wk, Wv]",
+    "norm_linear": "norm(x) weight^T + bias",
+}
+FREE = ("reshape", "columns")  # which make no memory
+OPS = FORWARD | NORM | BACKWARD | FUSED | JOINED
 
 
 class PlanError(ValueError):

@@ -1,29 +1,40 @@
-"""The UNet for sampling: the forward half of its plan, over kernels that wait (`plan.fusion`).
+"""The UNet for sampling: its forward pass, planned for launches one after the other (`join`).
 
 What depends on timesteps and labels alone is computed once for a chain: the embedding and every
-block's projection of it, as a table [K, U, E] that a step reads one row of.
+block's projection of it, as a table [K, U, E] that a step reads one row of. What depends on
+parameters alone is computed once.
 """
 
 import logging
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
 from triton_kernels import fused_ops as fused
+from triton_kernels.runtime.device import Device, describe
 
 from ..models.flat_parameters import FlatParameters
 from ..models.unet import UNet
 from ..process.objective import Denoiser
 from ..sampling.serialize import turn
-from .embedding import TOGETHER, Step
-from .fusion import WaitingKernels
-from .layers import Feature
+from .build import Plan
+from .embedding import TOGETHER, EmbeddingLayers, projection_columns
+from .execute import filters, run
+from .fuse import fuse, prepare
+from .graph import Graph, Node, Value
+from .join.rules import join
+from .norms import split_norms
+from .on_gpu import launcher_of
+from .schedule import schedule
+from .trace import trace
 from .unet import FusedUNet, has_plan
 
 _TABLE_BYTES = 2**29  # of the embedding's table, at most; beyond it is computed in every step
 
 log = logging.getLogger(__name__)
+_empty = torch.empty  # tests put a function here that returns other numbers
 
 
 def sampling_network(model: nn.Module) -> "Denoiser | InferenceUNet":
@@ -41,9 +52,9 @@ def sampling_network(model: nn.Module) -> "Denoiser | InferenceUNet":
     return InferenceUNet(model, fused)
 
 
-class InferenceUNet(FusedUNet):
-    """A `UNet` as a TabulatedDenoiser (see `chain`), for images of its `image_size`, without
-    gradients.
+class InferenceUNet:
+    """A `UNet` as a TabulatedDenoiser (see `chain`), without gradients. The first evaluation of
+    images of a shape traces and plans it.
 
     From eight images on there are launches whose programs wait for one another, of which two may
     not be under way at once: evaluations, and replays of chains, take turns (`turns`). Whoever
@@ -51,15 +62,16 @@ class InferenceUNet(FusedUNet):
     matter.
     """
 
-    trains = False
-
     def __init__(self, model: UNet, kernels: ModuleType) -> None:
+        self.model, self.kernels = model, kernels
         flat = FlatParameters(model, together=TOGETHER, trains=False)
-        super().__init__(model, flat, WaitingKernels(kernels))
-        self.stem_weight = self._padded(self.stem.weight.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        self.parameters = flat.views(flat.param)
+        self.embedding = EmbeddingLayers(model, flat, kernels)
         # of a class, or of the null class
         self.num_labels = model.label_emb.num_embeddings if model.num_classes is not None else 1
         self._kept: tuple[Tensor, Tensor] | None = None  # timesteps, and the table of all classes
+        self._evaluations: dict[tuple[int, ...], _Evaluation] = {}  # by the images' shape
+        self._fixed: dict[str, Tensor] = {}  # what parameters alone make, by what it is
 
     @torch.no_grad()
     def tabulate(
@@ -115,31 +127,194 @@ class InferenceUNet(FusedUNet):
         """[N, H, W, CO] at this row; the pixels of the result are some channels apart."""
         first, *labels = tables
         table = (first, row, *labels) if first.ndim == 3 else ()
-        with turn(x.device), self.kernels.zeros.evaluation(x) as cleared:
-            image, emb = self._begin(x, *table, cleared=cleared)
+        evaluation = self._evaluation(x)
+        with turn(x.device):
+            image, emb, cleared = self._begin(x, evaluation, *table)
             if not table:
                 emb = self.embedding(first[row.expand(len(x))], *labels, None, 0)
-            return self.run(image, emb.expand(len(x), -1))
+            return evaluation(image, emb.expand(len(x), -1), cleared)
 
     @torch.no_grad()
     def __call__(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         """As `UNet.forward_nhwc`."""
-        with turn(x.device), self.kernels.zeros.evaluation(x) as cleared:
-            image, _ = self._begin(x, cleared=cleared)
-            return self.run(image, self.embedding(t, labels, None, 0))
+        evaluation = self._evaluation(x)
+        with turn(x.device):
+            image, _, cleared = self._begin(x, evaluation)
+            return evaluation(image, self.embedding(t, labels, None, 0), cleared)
 
-    def _begin(self, x: Tensor, *table: Tensor, cleared: Tensor | None) -> tuple:
-        return self.kernels.begin_step(
-            x, self.stem_weight.shape[1], self.dtype, *table, cleared=cleared
-        )
+    def _begin(self, x: Tensor, evaluation: "_Evaluation", *table: Tensor) -> tuple:
+        """The image as the plan takes it, a row of the table, and words that are zero: one launch,
+        before anything that waits for one of those words."""
+        image, words = evaluation.image, evaluation.words
+        cleared = _empty(words, dtype=torch.int64, device=x.device) if words else None
+        made = self.kernels.begin_step(x, image.shape[3], image.dtype, *table, cleared=cleared)
+        return *made, cleared
 
-    def run(self, image: Tensor, emb: Tensor) -> Tensor:  # [N, H, W, 16], [N, E]
-        self.step = Step(emb, None, None, 0)
-        h = self._features(self._first_feature(image, self.stem_weight))
-        return self._output(self.head_norm.apply((h,), "silu")[0])
+    def _evaluation(self, x: Tensor) -> "_Evaluation":
+        shape = tuple(x.shape)
+        if shape not in self._evaluations:
+            self._evaluations[shape] = self._made(x)
+        return self._evaluations[shape]
 
-    def _run(self, block: list, h: Feature, other: Feature | None) -> Feature:
-        h = super()._run(block, h, other)
-        for layer in block:
-            layer.tape = None  # there is no way back
-        return h
+    def _made(self, x: Tensor) -> "_Evaluation":
+        planned = sampling_plan(self.model, x.shape, x.device, self.kernels)
+        graph, made = planned.plan.graph, planned.plan.schedule
+        launch = launcher_of(self.kernels)
+        known = self.parameters  # but for buffers, which only the embedding reads
+        values = {value: known[name] for name, value in graph.parameters.items() if name in known}
+        values |= {value: tensor.to(x.device) for value, tensor in graph.constants.items()}
+        keys = {value: name for name, value in graph.parameters.items()}
+        keys |= {value: f"constant {i} of {shape_of(x)}" for i, value in enumerate(graph.constants)}
+        for node in made.nodes:
+            if node not in made.fixed:
+                continue
+            inputs = ", ".join(f"{role}={keys[value]}" for role, value in node.inputs.items())
+            key = f"{node.op}({inputs}; {sorted(node.attrs.items())})"
+            keys |= {value: f"{key}.{role}" for role, value in node.outputs.items()}
+            if not all(keys[value] in self._fixed for value in node.outputs.values()):
+                for value, tensor in launch(node, values).items():
+                    self._fixed[keys[value]] = filters(tensor) if tensor.ndim == 4 else tensor
+            values |= {value: self._fixed[keys[value]] for value in node.outputs.values()}
+        return _Evaluation(planned, values, launch)
+
+
+def shape_of(x: Tensor) -> str:
+    return "x".join(map(str, x.shape))
+
+
+class _Evaluation:
+    """The plan for images of one shape, with what is computed once."""
+
+    def __init__(self, planned: "SamplingPlan", values: dict[Value, Tensor], launch) -> None:
+        made = planned.plan.schedule
+        self.image, self.emb, self.zeros = planned.image, planned.emb, planned.zeros
+        self.words = 0 if self.zeros is None else self.zeros.shape[0]
+        self.nodes = [node for node in made.nodes if node not in made.fixed]
+        read = {value for node in self.nodes for value in node.inputs.values()}
+        self.values = {value: x for value, x in values.items() if value in read}
+        self.last = {
+            node: tuple(v for v in dying if v not in self.values)
+            for node, dying in made.last.items()
+        }
+        self.result, self.launch = planned.plan.graph.outputs[0], launch
+
+    def __call__(self, image: Tensor, emb: Tensor, cleared: Tensor | None) -> Tensor:
+        values = self.values | {self.image: image, self.emb: emb}
+        if self.zeros is not None:
+            values[self.zeros] = cleared
+        return run(self.nodes, values, self.last, self.launch)[self.result]
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+
+@dataclass
+class SamplingPlan:
+    """The plan of an evaluation, and what it begins with."""
+
+    plan: Plan
+    image: Value  # [N, H, W, C], in the backend's precision, with zeros behind its channels
+    emb: Value  # float32 [N, E]: every block's projection of the embedding
+    zeros: Value | None  # int64 words, where programs meet
+
+
+class _Nhwc(nn.Module):
+    """What is traced."""
+
+    def __init__(self, model: UNet) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.model.forward_nhwc(x, t, labels)
+
+
+def sampling_plan(
+    model: UNet,
+    shape: torch.Size,  # N, H, W, CI
+    device: torch.device,
+    kernels: ModuleType,  # `triton_kernels.fused_ops` or its reference
+    gpu: Device | None = None,  # None: what is there
+) -> SamplingPlan:
+    """The plan of `model.forward_nhwc` for images of this shape."""
+    x, t = (
+        torch.empty(shape, device=device),
+        torch.zeros(shape[0], dtype=torch.int64, device=device),
+    )
+    labels = () if model.num_classes is None else (t,)
+    traced = trace(_Nhwc(model), (x, t, *labels))
+    graph = traced.graph
+    names = {f"model.{name}": name for name in dict(model.named_parameters())}
+    names |= {f"model.{name}": name for name in dict(model.named_buffers())}
+    graph.parameters = {names[name]: value for name, value in graph.parameters.items()}
+    split_norms(graph)
+    why = prepare(graph, "sample")
+    for value, reasons in fuse(graph, None).items():
+        why[value] = why.get(value, []) + reasons
+    image = _cut_image(graph)
+    emb = _cut_embedding(graph, projection_columns(model), shape[0])
+    graph.inputs = [image, emb]
+    graph.prune()
+    gpu = describe(device) if gpu is None else gpu
+    parameters = dict(model.named_parameters()) | dict(model.named_buffers())
+    for value, reasons in join(graph, parameters, kernels, gpu).items():
+        why[value] = why.get(value, []) + reasons
+    zeros = _zeros(graph)
+    graph.check()
+    made = schedule(graph)
+    graph.nodes = made.nodes
+    graph.rename()
+    return SamplingPlan(Plan(traced, made, None, {}, why), image, emb, zeros)
+
+
+def _cut_image(graph: Graph) -> Value:
+    """What the stem reads, which `begin_step` makes of x."""
+    value = graph.inputs[0]
+    for op in ("cast", "pad_channels"):
+        reader = next((n for n in graph.nodes if n.op == op and n.inputs["x"] is value), None)
+        if reader is not None:
+            graph.nodes.remove(reader)
+            value = reader.out
+    return value
+
+
+def _cut_embedding(graph: Graph, columns: dict[str, slice], n: int) -> Value:
+    """Every block's projection of the embedding, which come as one matrix."""
+    width = max(part.stop for part in columns.values())
+    emb = graph.value("emb", (n, width), torch.float32)
+    parameters = {value: name for name, value in graph.parameters.items()}
+    producers = graph.producers()
+    for node in [n for n in graph.nodes if n.op == "linear"]:
+        weight = node.inputs["weight"]
+        while weight not in parameters and weight in producers:
+            weight = producers[weight].inputs.get("x")
+        name = parameters.get(weight, "")
+        if name.endswith(TOGETHER[0]):
+            _as_columns(node, emb, columns[name.removesuffix(f".{TOGETHER[0]}")])
+    for node in graph.nodes:  # scale and shift are halves of a block's
+        before = producers.get(node.inputs.get("x"))
+        if node.op == "slice" and before is not None and before.inputs.get("x") is emb:
+            start = before.attrs["start"] + node.attrs["start"]
+            _as_columns(node, emb, slice(start, start + node.out.shape[1]))
+    return emb
+
+
+def _as_columns(node: Node, emb: Value, part: slice) -> None:
+    node.op, node.inputs = "columns", {"x": emb}
+    node.attrs = {"start": part.start, "stop": part.stop}
+
+
+def _zeros(graph: Graph) -> Value | None:
+    """Words for every launch whose programs meet, side by side."""
+    taken, nodes = 0, [node for node in graph.nodes if "count" in node.attrs]
+    for node in nodes:
+        count = node.attrs.pop("count")
+        node.attrs["words"] = (taken, taken + count)
+        taken += count
+    if not taken:
+        return None
+    zeros = graph.value("zeros", (taken,), torch.int64)
+    graph.inputs.append(zeros)
+    for node in nodes:
+        node.inputs["zeros"] = zeros
+    return zeros

@@ -50,7 +50,6 @@ class Plan(Protocol):
 
     kernels: ModuleType  # `triton_kernels.fused_ops` or its reference
     recompute: bool
-    trains: bool  # or parameters stay what they are
     aside: SideStream  # for the gradients of weights and biases
     weight_grads: WeightGrads  # those of residual and attention blocks, in groups
     sums: RowSums
@@ -73,20 +72,14 @@ class Parameters:
             self.weight, self.grad_weight = self.weight[..., None], self.grad_weight[..., None]
         self.bias = plan.params[f"{name}.bias"]
         self.grad_bias = plan.grads[f"{name}.bias"]
-        self._upsampled = None  # filters, where parameters stay what they are
 
     def upsampled_filters(self, small: Tensor, channels: tuple[int, int]) -> tuple | None:
         """The filters of the kernels that convolve on the small image what was upsampled from it,
         the first so many channels; None: they do not pay."""
         plan = self.plan
-        if not plan.kernels.serves_upsampled(small, channels, len(self.bias), plan.trains):
+        if not plan.kernels.serves_upsampled(small, channels, len(self.bias), True):
             return None
-        if plan.trains:
-            return plan.kernels.upsampled_filters(self.master, channels[0], self.weight.dtype)
-        if self._upsampled is None:
-            make = plan.kernels.upsampled_filters
-            self._upsampled = make(self.master, channels[0], self.weight.dtype)
-        return self._upsampled
+        return plan.kernels.upsampled_filters(self.master, channels[0], self.weight.dtype)
 
     def weight_grad(self, x: Tensor, dy: Tensor, **options) -> None:
         """Add or write the gradient of the weight, where x [N, H, W, CI] is convolved."""
@@ -194,8 +187,7 @@ class FusedResBlock:
         filters = None
         if x.x is None:
             filters = self._upsampled_filters(features)
-            few = self._few_writes(features) if filters is not None else {}
-            a1, (table1, second), large = self.norm1.apply_upsampled(features, "silu", **few)
+            a1, (table1, second), large = self.norm1.apply_upsampled(features, "silu")
             x = replace(x, x=large)
         else:
             a1, table1 = self.norm1.apply(features, "silu")
@@ -309,15 +301,6 @@ class FusedResBlock:
         if self.skip is None:
             return None
         return self.conv1.upsampled_filters(small, (small.shape[3], other.shape[3]))
-
-    def _few_writes(self, features: tuple[Feature, ...]) -> dict[str, bool]:
-        """What of the upsampled tensor its norm need not write, where no gradient wants it."""
-        if self.plan.trains:
-            return {}
-        small, other = features[0].source, features[1].x
-        channels = small.shape[3], other.shape[3]
-        late = self.kernels.serves_small_terms(small, channels, len(self.conv2.bias))
-        return {"corners": True, "keep": not late}
 
     def _first(self, xs: tuple[Tensor, ...], table: Tensor) -> Tensor:
         """What the first convolution reads."""
@@ -468,11 +451,9 @@ class FusedUpsample:
         if filters is None:
             large = k.upsample(x.x)
             y, partials = k.conv_forward(large, conv.weight, conv.bias, stats=True)
-        elif self.plan.trains:  # filters are of the launch in front, and asked for before any wait
+        else:  # filters are of the launch in front, and asked for before any wait
             with dependent_launches(None):
                 y, partials = k.conv_of_upsampled(x.x, filters, conv.bias)
-        else:
-            y, partials = k.conv_of_upsampled(x.x, filters, conv.bias)
         self.tape = x.x, filters  # what is upsampled is four times as much, and made in a pass
         return Feature(y, partials, y.shape[1] * y.shape[2])
 

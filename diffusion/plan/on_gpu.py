@@ -5,6 +5,7 @@ signatures, and PyTorch for what moves or adds a few numbers.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +16,7 @@ import triton_kernels
 from triton_kernels import fused_ops
 from triton_kernels.attention import attention_bwd_rows
 
-from .execute import LAUNCHES, Inputs, as_filters, image, results
+from .execute import LAUNCHES, Inputs, filters, image, launch_reference, results
 from .graph import Node, Value
 
 ON_GPU: dict[str, Callable[[ModuleType, Node, Inputs], Any]] = {}
@@ -37,11 +38,9 @@ def launch_kernels(node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Te
     return results(node, call(fused_ops, node, inputs))
 
 
-def filters(weight: Tensor) -> Tensor:
-    """[CO, CI, R, S], or [CO, CI], as kernels see them: in [CO, R, S, CI] memory."""
-    weight = as_filters(weight)
-    inner = weight.permute(0, 2, 3, 1)
-    return inner.contiguous().permute(0, 3, 1, 2)
+def launcher_of(kernels: ModuleType) -> Callable:
+    """What launches a node on this module of kernels, as `execute.run` takes it."""
+    return launch_kernels if kernels is fused_ops else partial(launch_reference, kernels=kernels)
 
 
 def _conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride=(1, 1), padding=(0,) * 4):

@@ -18,13 +18,12 @@ from triton.runtime.jit import JITFunction
 from triton_kernels.runtime.device import Device, standing_for
 
 from .build import Plan
-from .graph import Node, Value
+from .graph import FREE, JOINED, Node, Value
 from .on_gpu import ON_GPU, launch_kernels
 
 # of the others that the fused kernels have under the reference's names
 _KERNELS = {"norm_table", "norm_apply", "norm", "norm_act_grad", "norm_grad_table", "norm_dx"}
-_KERNELS |= {"skip_dx", *ON_GPU}
-_FREE = ("reshape",)
+_KERNELS |= {"skip_dx", *ON_GPU, *JOINED}
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def lines(plan: Plan, gpu: Gpu) -> list[Line]:
 
 def bytes_of(node: Node) -> int:
     """Read and written at least once."""
-    if node.op in _FREE:
+    if node.op in FREE:
         return 0
     return sum(v.bytes for v in {*node.inputs.values(), *node.outputs.values()})
 
@@ -107,10 +106,29 @@ def flops_of(node: Node) -> int:
         dy = inputs["dy"]
         return 2 * dy.numel // dy.shape[-1] * node.out.numel
     if node.op in ("attention", "attention_grad"):
-        o = node.out if node.op == "attention" else inputs["dy"]
-        positions = math.prod(o.shape[1:-1])
-        return (4 if node.op == "attention" else 10) * positions * o.numel
-    return 0
+        backward = node.op == "attention_grad"
+        o = inputs["dy"] if backward else node.out
+        return (10 if backward else 4) * math.prod(o.shape[1:-1]) * o.numel
+    return _flops_of_joined(node) if node.op in JOINED else 0
+
+
+def _flops_of_joined(node: Node) -> int:
+    """Of what `join` makes: its convolutions are of stride 1."""
+    inputs = node.inputs
+    x = inputs.get("x", inputs.get("x0", inputs.get("a")))
+    if x is None or node.op == "upsampled_filters":
+        return 0
+    pixels = x.numel // x.shape[-1]
+    if "taps" in inputs:  # 4 of 16 taps are of a pixel in each of 4 places of a block
+        small = pixels // 4 if node.op == "conv_upsampled" else pixels
+        return 2 * small * inputs["taps"].numel + 2 * pixels * inputs["rest"].numel
+    if "weight" not in inputs or len(inputs["weight"].shape) < 2:
+        return 0  # of a norm
+    columns = sum(value.numel for value in node.many("columns"))
+    products = 2 * pixels * (inputs["weight"].numel + columns)
+    if node.op in ("qkv_attention", "norm_attention"):
+        products += 4 * math.prod(node.out.shape[1:-1]) * node.out.numel
+    return products
 
 
 # --- which kernels --------------------------------------------------------------------------------
@@ -135,7 +153,7 @@ def launched(plan: Plan, gpu: Gpu) -> dict[Node, tuple[tuple[str, ...], str]]:
                 found[node] = names, notes[0][1] if notes else ""
             else:
                 values.update({value: _blank(value) for value in node.outputs.values()})
-                found[node] = ("" if node.op in _FREE else "PyTorch",), ""
+                found[node] = ("" if node.op in FREE else "PyTorch",), ""
             for value in plan.schedule.last.get(node, ()):
                 values.pop(value, None)
     return found
@@ -172,7 +190,7 @@ def table(found: list[Line], plan: Plan) -> str:
     """The page, without what is done for parameters alone, and sums under it."""
     rows = [("#", "node", "kernel", "configuration", "stream", "MB", "floor us", "from", "why")]
     for i, line in enumerate(found):
-        if line.node.op in _FREE or line.pass_ == "parameters":
+        if line.node.op in FREE or line.pass_ == "parameters":
             continue
         shape = "x".join(map(str, line.node.out.shape))
         name = line.node.out.name.split(".")[0]
@@ -201,7 +219,7 @@ def table(found: list[Line], plan: Plan) -> str:
 def summary(found: list[Line], plan: Plan) -> list[str]:
     said = []
     for pass_ in ("parameters", "forward", "backward"):
-        of = [line for line in found if line.pass_ == pass_ and line.node.op not in _FREE]
+        of = [line for line in found if line.pass_ == pass_ and line.node.op not in FREE]
         if of:
             time = sum(line.floor_us for line in of)
             moved = sum(line.bytes for line in of) / 1e9

@@ -19,13 +19,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from .graph import Graph, Node, Value
+from .graph import FREE, Graph, Node, Value
 
 WEIGHT_GRADS = ("conv_dw", "linear_dw")
 GROUP = 4  # gradients of weights that go to the second stream together
 ALIGNMENT = 256  # bytes
 BUCKET = 16 * 2**20  # bytes of gradients that are summed over processes at a time
-FREE = ("reshape",)  # nodes that make no memory
 
 
 @dataclass
@@ -66,7 +65,7 @@ def schedule(graph: Graph, start: int | None = None, grads: Sequence[Value] = ()
     made.place, made.arena = arena(nodes, made.last)
     made.peak = peak(nodes, made.last)
     made.buckets = _buckets(nodes, grads)
-    made.fixed = _fixed(graph, forward)
+    made.fixed = set(fixed_nodes(graph, forward))
     return made
 
 
@@ -168,13 +167,14 @@ def rounded(size: int) -> int:
     return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
 
 
-def _fixed(graph: Graph, forward: Sequence[Node]) -> set[Node]:
+def fixed_nodes(graph: Graph, forward: Sequence[Node]) -> dict[Node, None]:
+    """Those of parameters and constants alone, in their order."""
     known = {*graph.parameters.values(), *graph.constants}
-    found = set()
+    found = {}
     for node in forward:
         if all(value in known for value in node.inputs.values()):
             known.update(node.outputs.values())
-            found.add(node)
+            found[node] = None
     return found
 
 

@@ -91,8 +91,6 @@ def training_network(
 class FusedUNet:
     """Runs a `UNet` by the plan above. `refusal` says whether it can."""
 
-    trains = True  # or parameters stay what they are
-
     def __init__(
         self,
         model: UNet,

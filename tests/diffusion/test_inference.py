@@ -11,9 +11,9 @@ import triton_kernels
 from diffusion.factory import make_sampler
 from diffusion.models.layers import set_backend
 from diffusion.models.unet import UNet
-from diffusion.plan import fusion as waiting
-from diffusion.plan import zeroed_workspace as zeros
+from diffusion.plan import inference
 from diffusion.plan.inference import InferenceUNet, sampling_network
+from diffusion.plan.join import conv, norm, resample, state
 from diffusion.process.schedule import make_schedule
 from diffusion.runtime.backend import TORCH_FP32, Backend
 from diffusion.sampling.guidance import guide
@@ -48,6 +48,12 @@ def replace(monkeypatch, name, function):
     for module in (fused_reference, *files):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, function)
+
+
+def limited(monkeypatch, name, value):
+    """What the rules of `join` compare sizes with."""
+    (module,) = (module for module in (conv, norm, resample, state) if name in vars(module))
+    monkeypatch.setattr(module, name, value)
 
 
 @pytest.fixture
@@ -104,15 +110,17 @@ def test_norms_in_the_launch_of_a_convolution(name, op, monkeypatch):
         beside.append(kwargs.get("x2") is not None)
         if op == "conv_meeting":
             words = kwargs["zeros"](24, args[0].device)
-            assert not words.any()
+            assert words.is_meta or not words.any()  # the plan asks how many there are
             words.fill_(1)
         return original(*args, **kwargs)
 
     monkeypatch.setattr(fused_reference, op, once)
-    monkeypatch.setattr(zeros, "_empty", lambda *size, **options: torch.full(size, 2, **options))
+    monkeypatch.setattr(
+        inference, "_empty", lambda *size, **options: torch.full(size, 2, **options)
+    )
     limit = "_NORM_NEXT_PIXELS" if op == "conv_norm" else "_MEETING_PIXELS"
     for name_, value in {"_NORM_NEXT_PIXELS": 0, "_MEETING_IMAGES": 2, limit: 96}.items():
-        monkeypatch.setattr(waiting, name_, value)
+        limited(monkeypatch, name_, value)
     model = make(MODELS[name], (8, 12)).eval()
     twin = copy.deepcopy(model)
     x, t = torch.randn(2, 8, 12, 3).double(), torch.tensor([3, 700])
@@ -128,11 +136,11 @@ def test_norms_in_the_launch_of_a_convolution(name, op, monkeypatch):
 @pytest.mark.parametrize("name", ["two_blocks", "three_levels", "film", "strided"])
 def test_means_in_the_launch_of_a_convolution(name, large, monkeypatch):
     """Of what is not cut into parts, with their partials where the norm behind them wants any."""
-    monkeypatch.setattr(waiting, "_MEANS_IMAGES", 2)
+    limited(monkeypatch, "_MEANS_IMAGES", 2)
     monkeypatch.setattr(fused_reference, "worth_splitting", lambda *_: False)
     if large:
-        for limit in ("_WHOLE_PIXELS", "_SMALL_ELEMENTS", "_FEW_TILES", "_VERY_FEW_TILES"):
-            monkeypatch.setattr(waiting, limit, 0)
+        for limit in ("WHOLE_PIXELS", "_SMALL_ELEMENTS", "_FEW_TILES", "_VERY_FEW_TILES"):
+            limited(monkeypatch, limit, 0)
     made = {}
     for op in ("conv_means", "avg_pool"):  # the former calls the latter
         made[op] = mock.Mock(side_effect=getattr(fused_reference, op))
@@ -140,8 +148,11 @@ def test_means_in_the_launch_of_a_convolution(name, large, monkeypatch):
     model = make(MODELS[name], (16, 24)).eval()
     twin = copy.deepcopy(model)
     x, t = torch.randn(2, 16, 24, 3).double(), torch.tensor([3, 700])
-    y = InferenceUNet(model, fused_reference)(x, t)
-    torch.testing.assert_close(y, twin.forward_nhwc(x, t), rtol=1e-10, atol=1e-10)
+    plan = InferenceUNet(model, fused_reference)
+    plan(x, t)  # which plans, too
+    for op in made.values():
+        op.reset_mock()
+    torch.testing.assert_close(plan(x, t), twin.forward_nhwc(x, t), rtol=1e-10, atol=1e-10)
     means = {"two_blocks": 1, "three_levels": 2, "film": 1, "strided": 0}[name]
     assert [op.call_count for op in made.values()] == [means, means]
 
@@ -150,8 +161,8 @@ def test_means_in_the_launch_of_a_convolution(name, large, monkeypatch):
 def test_as_in_a_large_batch(name, calls, monkeypatch):
     """Norms that upsample on their way, or within a convolution; means with their partials; whole
     tiles."""
-    for limit in ("_WHOLE_PIXELS", "_SMALL_ELEMENTS", "_FEW_TILES", "_VERY_FEW_TILES"):
-        monkeypatch.setattr(waiting, limit, 0)
+    for limit in ("WHOLE_PIXELS", "_SMALL_ELEMENTS", "_FEW_TILES", "_VERY_FEW_TILES"):
+        limited(monkeypatch, limit, 0)
     monkeypatch.setattr(fused_reference, "worth_splitting", lambda *_: False)
     monkeypatch.setattr(fused_reference, "serves_qkv_attention", lambda *_: False)
     monkeypatch.setattr(fused_reference, "serves_norm_attention", lambda *_: False)
@@ -413,4 +424,4 @@ def test_guided_labels_on_the_gpu():
 
 @pytest.mark.gpu
 def test_the_kernels_are_those_of_fused():
-    assert sampling_network(unet64(triton_backend())).kernels.kernels is fused
+    assert sampling_network(unet64(triton_backend())).kernels is fused

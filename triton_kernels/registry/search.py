@@ -128,6 +128,17 @@ def search(
         _search = None
 
 
+@contextmanager
+def paused() -> Iterator[None]:
+    """Within the block nothing is measured: launchers are asked what they would do."""
+    global _search
+    before, _search = _search, None
+    try:
+        yield
+    finally:
+        _search = before
+
+
 def agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether they are about equal. Afterwards `actual` holds NaN, so that the next candidate,
     which is likely to get the same memory, cannot look right without writing there."""

@@ -1,0 +1,1 @@
+"""Several neighbours in one launch, where nothing runs beside them: see `rules`."""

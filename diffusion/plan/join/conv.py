@@ -1,0 +1,182 @@
+"""Convolutions: in parts, and with the norm in front of or behind them in one launch."""
+
+from ..graph import Node
+from .attention import waits_for_projection
+from .resample import means, of_upsampled
+from .state import TERMS, Joining, exact, norm_inputs, plain
+
+_NORM_NEXT_PIXELS = 64  # of an image at most, whose norm may be in the launch of its convolution
+_MEETING_PIXELS = 1024  # the same, of at least so many images
+_MEETING_IMAGES = 8
+_MEANS_IMAGES = 8  # at least, of which the means may be in the launch of their convolution
+
+
+def linear(j: Joining, node: Node) -> None:
+    """Of images, a convolution; to q, k and v, it waits for the attention."""
+    if len(node.out.shape) != 4:
+        return j.other(node)
+    reader = j.first_reader(node.out)
+    alone = reader is not None and not j.others_read(node.out, reader)
+    if alone and reader.op == "attention" and waits_for_projection(reader):
+        return None
+    return conv(j, node)
+
+
+def conv(j: Joining, node: Node) -> None:
+    if not plain(node):
+        return j.other(node)
+    y, x = node.out, node.inputs["x"]
+    if x in j.norm_of and _norm_conv(j, node, j.norm_of[x]):
+        return None
+    if x in j.small and of_upsampled(j, node):
+        return None
+    j.need(x)
+    terms = {role: node.inputs[role] for role in TERMS if role in node.inputs}
+    j.need(*terms.values())
+    reader = j.first_reader(y)
+    if reader is not None and reader.op in ("upsample", "avg_pool"):
+        _take_sums(j, node)
+    stats, width = "partials" in node.outputs, node.attrs.get("width")
+    usual = stats and width is None
+    beside = [value.shape[3] for value in node.many("extra")]
+    given = j.dry[x], j.filters(node)
+    splits = usual and j.k.worth_splitting(given[0].shape, given[1], given[0].device, beside)
+    if reader is not None and usual:
+        if reader.op == "norm" and _conv_then_norm(j, node, reader, splits, given):
+            return None
+        if reader.op == "avg_pool" and not splits and _conv_then_means(j, node, reader, given):
+            return None
+    if splits:
+        parts = j.graph.value(f"{y.name}.parts", y.shape, exact(y))
+        extra = {r: v for r, v in node.inputs.items() if r[:-1] in ("extra", "columns")}
+        inputs = {"x": x, "weight": node.inputs["weight"], **extra}
+        split = j.emit("conv_split", inputs, {"parts": parts}, node)
+        j.parts[y] = node
+        node.inputs["parts"] = split.out
+        j.measured[node.outputs["partials"]] = y
+        return None
+    j.emit("conv_few", node.inputs, node.outputs, node, **node.attrs)
+    return None
+
+
+def _take_sums(j: Joining, node: Node) -> None:
+    """Kernels are measured with their sums."""
+    if node.op == "conv_fused" and "partials" not in node.outputs:
+        n, _, _, c = node.out.shape
+        sums = j.graph.value(f"{node.out.name}.sums", (n, 1, 2, c), exact(node.out))
+        node.outputs["partials"] = sums
+
+
+def _conv_then_norm(j: Joining, node: Node, norm: Node, splits: bool, given: tuple) -> bool:
+    """conv and the norm that reads it first in one launch."""
+    y, x = node.out, given[0]
+    n, h, w, co = y.shape
+    if norm.inputs["x0"] is not y or "scale" in norm.inputs or "shift" in norm.inputs:
+        return False
+    if not j.ready(norm, "x1", "weight", "bias"):
+        return False
+    x2, groups = norm.inputs.get("x1"), norm.attrs["groups"]
+    second = 0 if x2 is None else x2.shape[3]
+    k, weight, pixels = j.k, given[1], h * w
+    keep = j.others_read(y, norm)
+    if not splits and pixels <= _NORM_NEXT_PIXELS:
+        op, stats = "conv_norm", keep and not j.reads_whole(2 * n * pixels * co, pixels)
+        fits = k.norms_in_conv(x, weight, groups, j.extra(node), second)
+    elif not splits and n >= _MEETING_IMAGES and pixels <= _MEETING_PIXELS:
+        op, stats = "conv_meeting", keep
+        fits = x2 is None and k.meets(x, weight, groups, j.extra(node))
+    else:
+        return False
+    if not fits:
+        return False
+    j.need(x2)
+    affine = {f"norm_{role}": norm.inputs[role] for role in ("weight", "bias")}
+    outputs = {"a": norm.out}
+    if keep:
+        outputs["y"] = y
+    if stats:
+        outputs["partials"] = node.outputs["partials"]
+    elif keep:
+        j.measured[node.outputs["partials"]] = y
+    attrs = {key: norm.attrs[key] for key in ("groups", "eps", "activation")}
+    j.emit(op, {**node.inputs, **affine, "x2": x2}, outputs, node, **attrs)
+    j.reason(norm.out, f"a norm in the launch of its convolution ({op})")
+    j.done.add(norm)
+    return True
+
+
+def _conv_then_means(j: Joining, node: Node, pool: Node, given: tuple) -> bool:
+    if node.out.shape[0] < _MEANS_IMAGES or not _may_pool(j, node, pool):
+        return False
+    if not j.k.serves_conv_means(*given, j.extra(node)):
+        return False
+    outputs = node.outputs | means(j, pool)
+    j.emit("conv_means", node.inputs, outputs, node)
+    j.reason(pool.out, "2x2 means in the launch of their convolution")
+    j.done.add(pool)
+    return True
+
+
+def _may_pool(j: Joining, node: Node, pool: Node) -> bool:
+    even = node.out.shape[1] % 2 == node.out.shape[2] % 2 == 0
+    return even and pool.attrs["window"] == (2, 2) and "emb" not in node.inputs
+
+
+def _norm_conv(j: Joining, node: Node, norm: Node) -> bool:
+    """act(norm(x)) made on the way by the convolution that reads it."""
+    h, w = norm.out.shape[1:3]
+    if any(pixels != h * w for pixels in norm.attrs["pixels"]) or j.others_read(norm.out, node):
+        return False
+    two = "x1" in norm.inputs
+    return _norm_conv_of_two(j, node, norm) if two else _norm_conv_of_one(j, node, norm)
+
+
+def _norm_conv_of_one(j: Joining, node: Node, norm: Node) -> bool:
+    stats, width = "partials" in node.outputs, node.attrs.get("width")
+    if stats == (width is not None):
+        return False
+    inputs = dict(node.inputs)
+    for role in ("extra0", "extra1"):  # what is added may be upsampled there, too
+        if inputs.get(role) in j.small:
+            inputs[role] = j.small[inputs[role]]
+    j.need(*(v for role, v in inputs.items() if role in TERMS))
+    x, partials = norm.inputs["x0"], norm.inputs["partials0"]
+    others = [j.dry[v] for role, v in inputs.items() if role.startswith("extra") and
+              role[-1].isdigit()]  # fmt: skip
+    options = {} if width is None else {"width": width}
+    groups = norm.attrs["groups"]
+    dry = j.dry[x], j.filters(node), others, j.dry[partials], groups
+    if not j.k.serves_norm_conv(*dry, **options):
+        return False
+    pool = j.first_reader(node.out)
+    pools = stats and pool is not None and pool.op == "avg_pool" and _may_pool(j, node, pool)
+    del inputs["x"]
+    inputs |= {"x": x, "partials0": partials} | norm_inputs(norm)
+    outputs = node.outputs | (means(j, pool) if pools else {})
+    attrs = {key: norm.attrs[key] for key in ("groups", "eps", "activation")} | options
+    j.emit("norm_conv", inputs, outputs, node, **attrs)
+    j.reason(node.out, "a norm made by the convolution that reads it")
+    if pools:
+        j.done.add(pool)
+    j.forget(norm.out)
+    return True
+
+
+def _norm_conv_of_two(j: Joining, node: Node, norm: Node) -> bool:
+    others = any(role in node.inputs for role in ("residual", "extra0"))
+    film = any(role in norm.inputs for role in ("scale", "shift"))
+    if "partials" not in node.outputs or "width" in node.attrs or others or film:
+        return False
+    xs = [norm.inputs[role] for role in ("x0", "x1")]
+    sums = tuple(j.dry[norm.inputs[role]] for role in ("partials0", "partials1"))
+    dry = *(j.dry[x] for x in xs), j.filters(node), sums, norm.attrs["groups"]
+    if not j.k.serves_norm_conv_of_two(*dry):
+        return False
+    j.need(node.inputs.get("emb"))
+    inputs = {k: v for k, v in node.inputs.items() if k != "x"} | norm_inputs(norm)
+    inputs |= {role: norm.inputs[role] for role in ("x0", "x1", "partials0", "partials1")}
+    attrs = {key: norm.attrs[key] for key in ("groups", "eps", "activation")}
+    j.emit("norm_conv_of_two", inputs, node.outputs, node, **attrs)
+    j.reason(node.out, "a norm made by the convolution that reads it")
+    j.forget(norm.out)
+    return True

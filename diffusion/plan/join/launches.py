@@ -1,0 +1,221 @@
+"""How the nodes that `join` makes are launched: one call of a module of kernels each."""
+
+import torch
+from torch import Tensor
+
+from triton_kernels.conv.conv_norm import NextNorm
+from triton_kernels.conv.plain.split_k import SplitConv
+from triton_kernels.conv.upsampled import UpsampledFilters
+
+from ..execute import Inputs, filters, launches, many
+
+
+def _bias(given: Inputs) -> Tensor:
+    bias = given.get("bias")
+    return given["weight"].new_zeros(given["weight"].shape[0]).float() if bias is None else bias
+
+
+def _terms(given: Inputs) -> dict:
+    """What is added in an epilogue, beside the bias."""
+    terms = {role: given.get(role) for role in ("emb", "residual", "extra_bias")}
+    return terms | {"extra": _extra(given)}
+
+
+def _extra(given: Inputs) -> tuple[tuple[Tensor, Tensor], ...]:
+    return tuple(zip(many(given, "extra"), many(given, "columns"), strict=True))
+
+
+def _conv(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    return given["x"], filters(given["weight"]), _bias(given)
+
+
+def _affine(node, given: Inputs) -> tuple:
+    """The arguments of the norm that is in the launch."""
+    a = node.attrs
+    return a["groups"], given["norm_weight"], given["norm_bias"], a["eps"]
+
+
+def _film(given: Inputs) -> dict[str, Tensor]:
+    return {name: given[name] for name in ("scale", "shift") if name in given}
+
+
+def _rows(given: Inputs) -> Tensor:  # [CO, CI]
+    return filters(given["weight"])[:, :, 0, 0]
+
+
+@launches("conv_few")
+def _conv_few(k, node, given):
+    terms = {key: value for key, value in _terms(given).items() if value is not None}
+    options = {"width": node.attrs["width"]} if "width" in node.attrs else {}
+    stats = "partials" in node.outputs
+    y, partials = k.conv_few(*_conv(given), **terms, stats=stats, **options)
+    return {next(iter(node.outputs)): y.view(node.out.shape), "partials": partials}
+
+
+@launches("conv_split")
+def _conv_split(k, node, given):
+    return k.conv_split(given["x"], filters(given["weight"]), extra=_extra(given))
+
+
+def _split(node, given: Inputs, prefix: str = "", shape=None) -> SplitConv:
+    y = node.outputs.get("y")
+    roles = ("bias", "extra_bias", "emb", "residual")
+    terms = {role: given.get(f"{prefix}{role}") for role in roles}
+    parts = given["parts"]
+    if terms["bias"] is None:
+        terms["bias"] = torch.zeros(parts.shape[2], device=parts.device)
+    dtype = node.out.dtype if y is None else y.dtype
+    return SplitConv(parts, node.attrs.get("shape") or y.shape, dtype, **terms)
+
+
+@launches("sum_parts")
+def _sum_parts(k, node, given):
+    y, partials = k.sum_parts(_split(node, given))
+    return {"y": y, "partials": partials}
+
+
+@launches("resample_parts")
+def _resample_parts(k, node, given):
+    y, resampled, partials = k.resample_parts(_split(node, given), node.attrs["up"])
+    return {"y": y, "resampled": resampled, "partials": partials}
+
+
+@launches("norm_whole")
+def _norm_whole(k, node, given):
+    a, pool = node.attrs, node.attrs.get("pool", False)
+    source = _split(node, given, "sum_") if "parts" in given else given["x0"]
+    norm = a["groups"], given["weight"], given["bias"], a["eps"], a["activation"]
+    options = {"pool": True} if pool else {"keep": "x" in node.outputs or "parts" not in given}
+    y, x = k.norm_whole(source, given.get("x1"), *norm, **_film(given), **options)
+    return {"y": y, "x": x}
+
+
+def _sums(node, given: Inputs) -> tuple:
+    a = node.attrs
+    norm = a["groups"], given["weight"], given["bias"], a["eps"], a["activation"]
+    return given["x0"], given.get("x1"), tuple(many(given, "partials")), a["pixels"], *norm
+
+
+@launches("norm_of_sums")
+def _norm_of_sums(k, node, given):
+    return k.norm_of_sums(*_sums(node, given), **_film(given))
+
+
+@launches("norm_upsampled")
+def _norm_upsampled(k, node, given):
+    corners, keep = node.attrs.get("corners", False), "large" in node.outputs
+    made = k.norm_of_sums_upsampled(*_sums(node, given), **_film(given), corners=corners, keep=keep)
+    return dict(zip(("y", "large"), made, strict=True))
+
+
+def _next_norm(node, given: Inputs) -> NextNorm:
+    groups, weight, bias, eps = _affine(node, given)
+    keep, stats = "y" in node.outputs, "partials" in node.outputs
+    return NextNorm(weight, bias, groups, eps, node.attrs["activation"], keep, stats)
+
+
+@launches("conv_norm")
+def _conv_norm(k, node, given):
+    then = _next_norm(node, given)
+    y, partials, a = k.conv_norm(*_conv(given), then, **_terms(given), x2=given.get("x2"))
+    return {"a": a, "y": y, "partials": partials}
+
+
+@launches("conv_meeting")
+def _conv_meeting(k, node, given):
+    """Its programs meet in words that are zero: of `zeros`. How many it wants is known from a dry
+    run, where there are none yet."""
+    taken = []
+
+    def take(count: int, device: torch.device) -> Tensor:
+        taken.append(count)
+        if "words" not in node.attrs:
+            return torch.zeros(count, dtype=torch.int64, device=device)
+        start, stop = node.attrs["words"]
+        assert len(taken) == 1 and stop - start == count
+        return given["zeros"][start:stop]
+
+    then = _next_norm(node, given)
+    options = {"x2": given["x2"]} if "x2" in given else {}
+    y, partials, a = k.conv_meeting(*_conv(given), then, **_terms(given), **options, zeros=take)
+    if "words" not in node.attrs:
+        node.attrs["count"] = sum(taken)
+    return {"a": a, "y": y, "partials": partials}
+
+
+@launches("conv_means")
+def _conv_means(k, node, given):
+    y, partials, (means, sums) = k.conv_means(*_conv(given), **_terms(given))
+    return {"y": y, "partials": partials, "means": means, "sums": sums}
+
+
+@launches("avg_pool_partials")
+def _avg_pool_partials(k, node, given):
+    return dict(zip(("means", "sums"), k.avg_pool_partials(given["x"]), strict=True))
+
+
+@launches("norm_conv")
+def _norm_conv(k, node, given):
+    x, weight, bias = _conv(given)
+    norm = *_affine(node, given), node.attrs["activation"]
+    options = {"width": node.attrs["width"]} if "width" in node.attrs else {}
+    means = {"means": True} if "means" in node.outputs else {}
+    made = k.norm_conv(
+        x, given["partials0"], *norm, weight, bias, **_film(given), **_terms(given), **options,
+        **means,
+    )  # fmt: skip
+    found = {next(iter(node.outputs)): made[0], "partials": made[1]}
+    return found | (dict(zip(("means", "sums"), made[2], strict=True)) if means else {})
+
+
+@launches("norm_conv_of_two")
+def _norm_conv_of_two(k, node, given):
+    norm = *_affine(node, given), node.attrs["activation"]
+    xs, sums = many(given, "x"), tuple(many(given, "partials"))
+    weight = filters(given["weight"]), _bias(given)
+    y, partials = k.norm_conv_of_two(*xs, sums, *norm, *weight, emb=given.get("emb"))
+    return {"y": y, "partials": partials}
+
+
+@launches("upsampled_filters")
+def _upsampled_filters(k, node, given):
+    a = node.attrs
+    made = k.upsampled_filters(filters(given["weight"]), a["channels"], a["dtype"])
+    return dict(zip(("taps", "rest"), made, strict=True))
+
+
+@launches("conv_of_upsampled")
+def _conv_of_upsampled(k, node, given):
+    taps = UpsampledFilters(given["taps"], given["rest"])
+    y, partials = k.conv_of_upsampled(given["x"], taps, given["bias"])
+    return {"y": y, "partials": partials}
+
+
+@launches("conv_upsampled")
+def _conv_upsampled(k, node, given):
+    taps = UpsampledFilters(given["taps"], given["rest"])
+    y, partials = k.conv_upsampled(given["a"], taps, given["bias"], emb=given.get("emb"))
+    return {"y": y, "partials": partials}
+
+
+@launches("qkv_attention")
+def _qkv_attention(k, node, given):
+    a, x = node.attrs, given["x"].flatten(1, 2)
+    o = k.qkv_attention(x, _rows(given), _bias(given), a["heads"], a["order"])
+    return o.view(node.out.shape)
+
+
+@launches("norm_attention")
+def _norm_attention(k, node, given):
+    a, x, norm = node.attrs, given["x"].flatten(1, 2), None
+    if "partials0" in given:
+        norm = given["partials0"], a["pixels"], *_affine(node, given)
+    o = k.norm_attention(x, norm, _rows(given), _bias(given), a["heads"], a["order"])
+    return o.view(node.out.shape)
+
+
+@launches("norm_linear")
+def _norm_linear(k, node, given):
+    norm = node.attrs["pixels"], *_affine(node, given)
+    y = k.norm_linear_few(given["x"], given["partials0"], *norm, _rows(given), _bias(given))
+    return y.view(node.out.shape)

@@ -1,0 +1,138 @@
+"""Norms: one launch each, or put off until it is known who reads them."""
+
+from ..graph import Node, Value
+from .resample import upsampled_filters
+from .state import NORM, TERMS, Joining, norm_inputs, plain
+
+_WHOLE_PARTS = 256  # the same, where somebody has to: of larger ones in a launch of its own
+_MEASURED_WHOLE = 1024  # of one that a program reads whole though its partials are there,
+_MEASURED_BATCHES = range(5, 9)  # if there are so many
+_FEW_TILES = 128  # whose sums every program may add up again
+_VERY_FEW_TILES = 2  # likewise, of a tensor of any size
+
+
+def norm(j: Joining, node: Node) -> None:
+    x1, x2 = node.inputs["x0"], node.inputs.get("x1")
+    if len(node.out.shape) != 4 or "rng" in node.inputs or len(node.many("x")) > 2:
+        for value in list(j.measured):
+            if value in node.inputs.values():
+                j.measure(value, node)
+        return j.other(node)
+    j.need(x2, *(node.inputs.get(role) for role in NORM))
+    n, h, w, c = node.out.shape
+    elements, pixels = node.out.numel, h * w
+    if x1 in j.parts and pixels > _WHOLE_PARTS:
+        j.need(x1)
+    if x1 not in j.small and x1 not in j.large and x1 not in j.parts:
+        j.need(x1)
+    waits = x1 in j.parts
+    unmeasured = any(value in j.measured for value in node.many("partials"))
+    whole = (waits or j.reads_whole(elements, pixels)) and unmeasured
+    better = pixels == _MEASURED_WHOLE and n in _MEASURED_BATCHES
+    whole |= better and x1 not in j.small
+    if whole and j.k.norm_whole_supported(c, node.attrs["groups"], pixels):
+        return _norm_whole(j, node)
+    for value in node.many("partials"):
+        j.measure(value, node)
+    if x1 in j.small:
+        return _norm_upsampled(j, node)
+    j.need(x1)
+    tiles = sum(j.dry[value].shape[1] for value in node.many("partials"))
+    few = _FEW_TILES if j.k.norm_of_sums_pays(elements) else _VERY_FEW_TILES
+    if tiles <= few:  # every program of a projection may add them up
+        film = any(role in node.inputs for role in ("scale", "shift"))
+        if node.attrs["activation"] != "identity" or x2 is not None or film:
+            return _norm_of_sums(j, node)
+        j.cheap.add(node.out)
+    # whoever reads it may make it on the way
+    j.norm_of[node.out] = node
+    j.later[node.out] = lambda: _norm_of_sums(j, node)
+    return None
+
+
+def _norm_of_sums(j: Joining, node: Node) -> None:
+    j.norm_of.pop(node.out, None)
+    j.emit("norm_of_sums", node.inputs, {"y": node.out}, node, **node.attrs)
+
+
+def _norm_whole(j: Joining, node: Node) -> None:
+    x1, inputs = node.inputs["x0"], norm_inputs(node, "")
+    inputs["x1"], outputs = node.inputs.get("x1"), {"y": node.out}
+    attrs = {key: node.attrs[key] for key in ("groups", "eps", "activation")}
+    if x1 in j.parts:
+        conv = j.parts.pop(x1)
+        inputs |= {
+            role if role == "parts" else f"sum_{role}": value
+            for role, value in j.sum_inputs(conv).items()
+        }
+        if j.others_read(x1, node):
+            outputs["x"] = x1
+        attrs["shape"] = x1.shape
+        j.reason(node.out, "a norm that adds the parts of its convolution")
+    elif x1 in j.large:
+        inputs["x0"], outputs["x"] = j.large.pop(x1), x1
+        j.later.pop(x1)
+        attrs["pool"] = True
+    else:
+        inputs["x0"] = x1
+    j.emit("norm_whole", inputs, outputs, node, **attrs)
+
+
+def _norm_upsampled(j: Joining, node: Node) -> None:
+    """norm(cat(upsample(x1), x2)), and perhaps the convolution behind it."""
+    large, x2 = node.inputs["x0"], node.inputs.get("x1")
+    small = j.small.pop(large)
+    del j.later[large]
+    conv = j.first_reader(node.out)
+    attrs = dict(node.attrs)
+    outputs = {"y": node.out, "large": large}
+    if x2 is not None and conv is not None and _serves_upsampled(j, node, conv, small, x2):
+        attrs["corners"] = True  # of each block of pixels the convolution reads one
+        last = _adds_small(j, large, small, x2)
+        if last is not None:
+            del outputs["large"]
+            j.small[large] = small
+            j.later[large] = lambda: _late_upsample(j, large, small, node)
+    else:
+        conv = None
+    inputs = {k: v for k, v in node.inputs.items() if k != "x0"} | {"x0": small}
+    j.emit("norm_upsampled", inputs, outputs, node, **attrs)
+    if conv is None:
+        return
+    j.done.add(conv)
+    j.need(conv.inputs.get("emb"))
+    given = {role: conv.inputs[role] for role in ("bias", "emb") if role in conv.inputs}
+    given |= {"a": node.out} | upsampled_filters(j, conv, small.shape[3])
+    j.emit("conv_upsampled", given, conv.outputs, conv)
+    j.reason(conv.out, "multiplied on the small image")
+
+
+def _late_upsample(j: Joining, large: Value, small: Value, like: Node) -> None:
+    j.small.pop(large, None)
+    j.emit("upsample", {"x": small}, {"y": large}, like, factor=(2, 2))
+
+
+def _serves_upsampled(j: Joining, norm: Node, conv: Node, small: Value, x2: Value) -> bool:
+    """Whether the convolution of a norm of something upsampled multiplies on the small image."""
+    if conv.op != "conv_fused" or j.others_read(norm.out, conv) or not plain(conv):
+        return False
+    terms = [role for role in TERMS if role in conv.inputs and role != "emb"]
+    if not j.ready(conv, "emb"):
+        return False
+    if terms or conv.inputs["x"] is not norm.out or "partials" not in conv.outputs:
+        return False
+    co, _, *size = j.filters(conv).shape
+    # with a 1x1 skip, that is: a block that keeps its channels reads all of them upsampled
+    skips = any(large_reader.op == "conv_fused" for large_reader in j.readers(norm.inputs["x0"]))
+    channels = small.shape[3], x2.shape[3]
+    return size == [3, 3] and skips and j.k.serves_upsampled(j.dry[small], channels, co, False)
+
+
+def _adds_small(j: Joining, large: Value, small: Value, x2: Value) -> Node | None:
+    """The convolution that adds a 1x1 term of an upsampled tensor and upsamples it itj."""
+    conv = next((r for r in j.readers(large) if r.op == "conv_fused"), None)
+    if conv is None or j.first_reader(large) is None:
+        return None
+    channels = small.shape[3], x2.shape[3]
+    serves = j.k.serves_small_terms(j.dry[small], channels, conv.out.shape[3])
+    return conv if serves else None

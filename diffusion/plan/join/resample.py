@@ -1,0 +1,102 @@
+"""Upsampling and 2x2 means, which others make on their way."""
+
+from ..graph import Node, Value
+from .state import TERMS, Joining, exact
+
+_POOLED_IMAGES = 4  # at most, of which a norm makes the means that it reads
+_SMALL_ELEMENTS = 2**18  # of means that do not leave their sums: those have few programs
+
+
+def moments(j: Joining, node: Node) -> None:
+    """Sums that somebody may have taken on the way, or that nobody may want."""
+    if node.out not in j.made:
+        j.measured[node.out] = node.inputs["x"]
+
+
+def _resample_parts(j: Joining, node: Node) -> None:
+    x = node.inputs["x"]
+    conv = j.parts.pop(x)
+    outputs = conv.outputs | {"resampled": node.out}
+    j.emit("resample_parts", j.sum_inputs(conv), outputs, conv, up=node.op == "upsample")
+
+
+def upsample(j: Joining, node: Node) -> None:
+    x, y = node.inputs["x"], node.out
+    if node.attrs["factor"] != (2, 2):
+        return j.other(node)
+    if x in j.parts:
+        return _resample_parts(j, node)
+    j.need(x)
+
+    def make() -> None:
+        j.small.pop(y, None)
+        j.keep(node)
+
+    j.small[y], j.later[y] = x, make
+    return None
+
+
+def of_upsampled(j: Joining, node: Node) -> bool:
+    """conv(upsample(x)), multiplied on the small image."""
+    small = j.small[node.inputs["x"]]
+    terms = [role for role in TERMS if role in node.inputs]
+    if terms or "partials" not in node.outputs or j.others_read(node.inputs["x"], node):
+        return False
+    co, c, *size = j.filters(node).shape
+    if size != [3, 3] or not j.k.serves_upsampled(j.dry[small], (c, 0), co, False):
+        return False
+    inputs = {"x": small, "bias": node.inputs["bias"]} | upsampled_filters(j, node, c)
+    j.emit("conv_of_upsampled", inputs, node.outputs, node)
+    j.reason(node.out, "multiplied on the small image")
+    del j.small[node.inputs["x"]], j.later[node.inputs["x"]]
+    return True
+
+
+def upsampled_filters(j: Joining, node: Node, channels: int) -> dict[str, Value]:
+    """Sums of taps, of the float32 filters."""
+    weight = node.inputs["weight"]
+    maker = next((n for n in j.nodes if weight in n.outputs.values()), None)
+    exact = maker.inputs["x"] if maker is not None and maker.op == "cast" else weight
+    outputs = {
+        "taps": j.graph.value(f"{weight.name}.taps", (16,), weight.dtype),
+        "rest": j.graph.value(f"{weight.name}.rest", (0,), weight.dtype),
+    }
+    attrs = {"channels": channels, "dtype": weight.dtype}
+    j.emit("upsampled_filters", {"weight": exact}, outputs, node, **attrs)
+    return outputs
+
+
+def avg_pool(j: Joining, node: Node) -> None:
+    x, y = node.inputs["x"], node.out
+    n, h, w, c = y.shape
+    if node.attrs["window"] != (2, 2):
+        return j.other(node)
+    if x in j.parts:
+        return _resample_parts(j, node)
+    j.need(x)
+    even = x.shape[1] % 2 == x.shape[2] % 2 == 0
+    whole = j.reads_whole(n * h * w * c, h * w)
+
+    if even and n <= _POOLED_IMAGES and whole:
+
+        def make() -> None:
+            j.large.pop(y, None)
+            j.keep(node)
+
+        j.large[y], j.later[y] = x, make
+        return None
+    summed = any(reader.op == "moments" for reader in j.readers(y))
+    if whole or not summed or not even or n * h * w * c <= _SMALL_ELEMENTS:
+        j.keep(node)
+        return None
+    j.emit("avg_pool_partials", {"x": x}, means(j, node), node)
+    return None
+
+
+def means(j: Joining, pool: Node) -> dict[str, Value]:
+    """Values of a launch that makes means: these, and their sums."""
+    n, h, w, c = pool.out.shape
+    sums = next((r.out for r in j.readers(pool.out) if r.op == "moments"), None)
+    if sums is None or j.reads_whole(n * h * w * c, h * w):
+        sums = j.graph.value(f"{pool.out.name}.sums", (n, 1, 2, c), exact(pool.out))
+    return {"means": pool.out, "sums": sums}

@@ -1,0 +1,142 @@
+"""What `join` has made so far, and what it has put off until it is known who reads it."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..dry_run import DryRun
+from ..execute import as_filters
+from ..graph import Graph, Node, Value
+from ..on_gpu import launcher_of
+
+WHOLE_PIXELS = 256  # of an image that a norm reads whole, where nobody has to add parts
+TERMS = ("emb", "residual", "extra0", "extra1", "columns0", "columns1", "extra_bias")
+NORM = ("weight", "bias", "scale", "shift")
+
+
+class Joining:
+    """The nodes so far, and what has been put off until it is known who reads it."""
+
+    def __init__(self, graph: Graph, parameters: dict[str, Tensor], kernels: ModuleType) -> None:
+        self.graph, self.k = graph, kernels
+        self.consumers = graph.consumers()
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.dry = DryRun(graph, parameters, launcher_of(kernels))
+        self.made = {*graph.inputs, *graph.parameters.values(), *graph.constants}
+        self.nodes: list[Node] = []
+        self.done: set[Node] = set()  # of the old ones: launched with another
+        self.parts: dict[Value, Node] = {}  # convolutions in parts, by their result
+        self.later: dict[Value, Callable[[], None]] = {}  # makes a value that was put off
+        self.norm_of: dict[Value, Node] = {}  # norms that were put off, by their result
+        self.cheap: set[Value] = set()  # of these, which a projection to q, k, v may make
+        self.small: dict[Value, Value] = {}  # what an upsampled value that was put off is made of
+        self.large: dict[Value, Value] = {}  # what means that were put off are made of
+        self.measured: dict[Value, Value] = {}  # what sums were taken of, if nobody has taken them
+        self.why: dict[Value, list[str]] = {}
+
+    def emit(self, op: str, inputs: dict, outputs: dict[str, Value], like: Node, **attrs) -> Node:
+        """A new node, which makes values of the old graph."""
+        inputs = {role: value for role, value in inputs.items() if value is not None}
+        missing = [value for value in inputs.values() if value not in self.made]
+        assert not missing, f"{op} reads {missing} too early"
+        return self.keep(Node(op, inputs, outputs, attrs, like.source))
+
+    def keep(self, node: Node) -> Node:
+        self.nodes.append(node)
+        self.dry(node)
+        for role in [r for r, value in node.outputs.items() if value not in self.dry]:
+            self.measured[node.outputs.pop(role)] = node.outputs["y"]  # sums, not taken there
+        self.made.update(node.outputs.values())
+        for value in node.outputs.values():
+            self.later.pop(value, None)
+            self.measured.pop(value, None)
+        return node
+
+    def need(self, *values: Value | None) -> None:
+        """Make what was put off."""
+        for value in values:
+            if value in self.parts:
+                self.sum_parts(value)
+            elif value in self.later:
+                self.later[value]()
+
+    def readers(self, value: Value) -> list[Node]:
+        """Who still reads it, in their order."""
+        readers = [r for r in self.consumers.get(value, ()) if r is not None and r not in self.done]
+        return sorted(readers, key=self.order.__getitem__)
+
+    def first_reader(self, value: Value) -> Node | None:
+        return next(iter(self.readers(value)), None)
+
+    def others_read(self, value: Value, *nodes: Node) -> bool:
+        is_result = None in self.consumers.get(value, ())
+        return is_result or any(reader not in nodes for reader in self.readers(value))
+
+    def ready(self, node: Node, *roles: str) -> bool:
+        """Whether these inputs of a node are there, or can be at once."""
+        there = {*self.made, *self.later, *self.parts}
+        return all(node.inputs[role] in there for role in roles if role in node.inputs)
+
+    def other(self, node: Node) -> None:
+        self.need(*node.inputs.values())
+        self.keep(node)
+
+    def measure(self, value: Value, like: Node) -> None:
+        x = self.measured.get(value)
+        if x is None:
+            return
+        self.need(x)
+        if value in self.measured:
+            self.emit("moments", {"x": x}, {"y": value}, like)
+
+    def filters(self, node: Node) -> Tensor:
+        return as_filters(self.dry[node.inputs["weight"]])
+
+    def forget(self, value: Value) -> None:
+        self.later.pop(value, None)
+        self.norm_of.pop(value, None)
+
+    def reads_whole(self, elements: int, pixels: int) -> bool:
+        """Whether a norm does not want the partials of a tensor so small."""
+        return self.k.norm_of_sums_pays(elements) and pixels <= WHOLE_PIXELS
+
+    def reason(self, value: Value, why: str) -> None:
+        self.why.setdefault(value, []).append(why)
+
+    def extra(self, node: Node) -> list[tuple[Tensor, Tensor]]:
+        pairs = zip(node.many("extra"), node.many("columns"), strict=True)
+        return [(self.dry[x], self.dry[w]) for x, w in pairs]
+
+    def sum_inputs(self, conv: Node) -> dict[str, Value]:
+        """Of what adds the parts of a convolution up."""
+        roles = ("parts", "bias", "emb", "residual", "extra_bias")
+        return {role: conv.inputs[role] for role in roles if role in conv.inputs}
+
+    def sum_parts(self, y: Value) -> None:
+        conv = self.parts.pop(y)
+        self.emit("sum_parts", self.sum_inputs(conv), dict(conv.outputs), conv)
+
+
+def plain(node: Node) -> bool:
+    """Whether a convolution is one of the fused kernels': of stride 1, and with zeros around."""
+    if node.op == "linear":
+        return True
+    r, s = node.inputs["weight"].shape[2:] if len(node.inputs["weight"].shape) == 4 else (1, 1)
+    same = (r // 2, r // 2, s // 2, s // 2)
+    stride, padding = node.attrs.get("stride", (1, 1)), node.attrs.get("padding", same)
+    return tuple(stride) == (1, 1) and tuple(padding) == same and r % 2 == s % 2 == 1
+
+
+def exact(value: Value) -> torch.dtype:
+    """What sums are kept in."""
+    return torch.float64 if value.dtype == torch.float64 else torch.float32
+
+
+def norm_inputs(norm: Node, prefix: str = "norm_") -> dict[str, Value]:
+    return {
+        (f"{prefix}{role}" if role in ("weight", "bias") else role): norm.inputs[role]
+        for role in NORM
+        if role in norm.inputs
+    }

@@ -1,0 +1,90 @@
+"""Which launches an evaluation of unet64 is, as predicted without a GPU. In a process without the
+interpreter, which has no kernels of Hopper."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = """
+import json, torch
+from diffusion.plan.__main__ import example
+from diffusion.plan.inference import sampling_plan
+from diffusion.plan.printed import GPUS, flops_of, launched
+from triton_kernels import fused_ops
+
+found = {}
+for batch in (1, 16):
+    network, args, _ = example("unet64", batch, "", torch.bfloat16)
+    shape, cpu, gpu = torch.Size((batch, 64, 64, 3)), torch.device("cpu"), GPUS["h200"]
+    made = sampling_plan(network.eval(), shape, cpu, fused_ops, gpu.device).plan
+    nodes = [n for n in made.schedule.nodes if n not in made.schedule.fixed and n.op != "columns"]
+    kernels = launched(made, gpu)
+    found[batch] = {
+        "ops": made.graph.count(),
+        "launches": sum(len(names) for n in nodes for names in [kernels[n][0]]),
+        "blocks": [[n.op, n.source.split(" of model.")[-1], *kernels[n][0]] for n in nodes],
+        "flops": sum(map(flops_of, nodes)) / batch / network.flops_per_image,
+    }
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("batch", "launches"), [("1", 123), ("16", 85)])
+def test_number_of_launches(found, batch, launches):
+    """Without what depends on parameters or timesteps alone, and the first: it makes the image."""
+    assert found[batch]["launches"] == launches
+
+
+def test_ops_of_an_evaluation_of_sixteen_images(found):
+    expected = {
+        "conv_few": 10,
+        "conv_means": 2,
+        "conv_meeting": 14,
+        "conv_norm": 18,
+        "conv_upsampled": 3,
+        "moments": 1,
+        "norm_attention": 11,
+        "norm_conv": 8,
+        "norm_conv_of_two": 2,
+        "norm_of_sums": 8,
+        "norm_upsampled": 3,
+        "norm_whole": 3,
+    }
+    ops = found["16"]["ops"]
+    assert {op: count for op, count in ops.items() if op in expected} == expected
+    assert set(ops) - set(expected) == {"cast", "columns", "pad", "reshape", "slice",
+                                        "upsampled_filters"}  # fmt: skip
+
+
+def test_a_residual_block(found):
+    """Of large images the norms are made by the convolutions that read them, of small ones by those
+    that write what they read; of one image they add the parts of a convolution."""
+
+    def block(batch, name):
+        return [row for row in found[batch]["blocks"] if row[1].startswith(name)]
+
+    assert [row[0] for row in block("16", "input_blocks.1.0")] == ["norm_conv", "norm_conv"]
+    assert [row[0] for row in block("16", "input_blocks.11.0")] == ["conv_norm", "conv_norm"]
+    ops = [row[0] for row in block("1", "input_blocks.10.0")]
+    assert ops == ["norm_whole", "conv_split", "norm_whole", "conv_split"]
+
+
+def test_products(found):
+    """As many as the model counts, or fewer: what is upsampled is multiplied on the small image."""
+    assert found["1"]["flops"] == pytest.approx(1.0046, abs=1e-4)  # the stem has 16 channels
+    assert 0.8 < found["16"]["flops"] < 0.95
