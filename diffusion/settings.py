@@ -20,7 +20,8 @@ NEUTRAL = frozenset({"run_dir", "device", "backend"}) | {
     f"train.{name}"
     for name in (
         *("steps", "log_every", "sample_every", "save_every", "keep", "resume", "cuda_graph"),
-        *("sample_count", "sample_steps", "fid_images", "tensorboard", "track"),
+        *("sample_count", "sample_steps", "tensorboard", "track"),
+        *("fid_images", "fid_metrics", "fid_weights"),
         *("eval_every", "eval_images", "metric"),
     )
 }

@@ -1,31 +1,38 @@
 """An evaluation from a plain dict: load the network, draw, compare with the data, write it down."""
 
+import atexit
 import csv
+import io
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..data import load_dataset
-from ..data.image_set import with_channels
+from ..data.held_out import Rows, held_out_setting, split, spread
+from ..data.image_set import ImageSet, with_channels
 from ..errors import ConfigError, check_writable, writing
 from ..formats.checkpoint import find_checkpoint, read_state
 from ..formats.trained import Trained
-from ..runtime.distributed import own_rank
-from ..sampling.quality import EXTRACTOR, check_extractor, check_metrics, measure, require_fidelity
+from ..runtime.distributed import Processes
+from ..sampling.features import EXTRACTOR
+from ..sampling.quality import METRICS, Quality, check_metrics, digest_of
 from ..sampling.sampler import Sampler
 from ..settings import construct, shown
+from ..tracking.run_log import write_whole
+from ..training.held_out_loss import BANDS, HeldOutLoss
 from ..training.image_task import image_options
-from .sampling import DrawSettings, choose_labels, draw_all
+from .sampling import DrawSettings, choose_labels, draw_share
 
+LOSS = "loss"  # the metric that draws nothing
 # beside the numbers stands what they depend on: FID changes with every one of these
 FIELDS = (
     *("checkpoint", "fid", "kid", "kid_std", "isc", "isc_std", "precision", "recall"),
-    *("n", "reference", "n_reference", "height", "width", "features", "torch_fidelity"),
-    *("sampler", "steps", "spacing", "eta", "clip", "guidance", "seed", "ema"),
+    *("n", "reference", "reference_data", "n_reference", "height", "width", "features"),
+    *("torch_fidelity", "sampler", "steps", "spacing", "eta", "clip", "guidance", "seed", "ema"),
     *("backend", "compute", "torch"),
+    *("held_out", *BANDS, "images", "levels", "data"),
 )
 
 
@@ -35,6 +42,7 @@ class EvaluateSettings(DrawSettings):
 
     n: int = 10_000
     metrics: list[str] = field(default_factory=lambda: ["fid", "kid"])
+    images: int | None = None
     reference: str | None = None
     features: str = EXTRACTOR
     weights: str | None = None
@@ -42,50 +50,98 @@ class EvaluateSettings(DrawSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_metrics(self.metrics)
+        check_metrics(self.metrics, (LOSS, *METRICS))
         if self.weights is not None and not Path(self.weights).is_file():
             raise ConfigError(f"weights={self.weights} does not exist")
+        if self.images is not None and self.images < 1:
+            raise ConfigError(f"images={self.images}; expected at least 1")
+
+    @property
+    def drawn(self) -> list[str]:
+        """The metrics of drawn images."""
+        return [name for name in self.metrics if name != LOSS]
 
 
 def evaluate(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Draw and compare as configured, print the numbers, append them to a CSV file and return its
-    row; under torchrun the first process does, the others return None."""
+    """Evaluate as configured, print the numbers, append them to a CSV file and return its row;
+    under torchrun the first process does, the others return None."""
     settings = construct(EvaluateSettings, config, "")
-    fidelity = require_fidelity(settings.features)
     trained, sampler = settings.load_and_choose()
     device = next(trained.model.parameters()).device
     out = Path(settings.out or (trained.run_dir or Path()) / "evaluations.csv")
     _check_out(out)
-    name, real = _reference(settings, trained)
-    if own_rank() == 0:  # before the drawing
-        check_extractor(settings.features, settings.weights, device)
-    images = draw_all(settings, trained, sampler, choose_labels(None, settings.n, trained))
-    if images is None:
+    name, real, held_out = _reference(settings, trained)
+    processes = Processes(device)
+    atexit.register(processes.close)  # the next job of a sweep is in this group
+    row, said = _about(settings, trained), []
+    quality = None
+    if settings.drawn:  # before the minutes of drawing: whether the extractor is there
+        quality = Quality(
+            real.images,
+            settings.drawn,
+            settings.n,
+            device,
+            processes,
+            features=settings.features,
+            weights=settings.weights,
+        )
+    if LOSS in settings.metrics:
+        row |= _loss(settings, trained, held_out, processes, device)
+        said.append(f"held_out {row['held_out']:.5g} of {row['images']} images")
+    if quality is not None:
+        values = _quality(settings, trained, sampler, quality)
+        row |= values | _about_drawn(settings, sampler, trained)
+        row |= {"reference": name, "reference_data": digest_of(real.images)}
+        row |= {"n_reference": len(real), "torch_fidelity": quality.network.version}
+        numbers = ", ".join(f"{key} {value:.5g}" for key, value in values.items())
+        said.append(f"{numbers}; {settings.n} images against {len(real)} of {name}")
+    if not processes.is_first:
         return None
-    values = measure(
-        images,
-        real,
-        settings.metrics,
-        device,
-        features=settings.features,
-        weights=settings.weights,
-    )
-    row = values | {
-        **_about(settings, trained, sampler),
-        "reference": name,
-        "n_reference": len(real),
-        "torch_fidelity": fidelity,
-    }
     with writing(out):
         _append(out, row)
-    numbers = ", ".join(f"{key} {value:.5g}" for key, value in values.items())
-    print(f"{settings.ckpt}: {numbers}; {settings.n} images against {len(real)} of {name}; {out}")
+    print(f"{settings.ckpt}: {'; '.join(said)}; {out}")
     return row
 
 
-def _reference(settings: EvaluateSettings, trained: Trained) -> tuple[str, Tensor]:
-    """(name, uint8 [M, H, W, C]) of the images to compare with: those that the network was trained
-    on, or a file's or folder's, as large as the drawn ones."""
+def _loss(
+    settings: EvaluateSettings,
+    trained: Trained,
+    held_out: Rows | None,
+    processes: Processes,
+    device: torch.device,
+) -> dict[str, Any]:
+    if held_out is None:
+        raise ConfigError(
+            f"{settings.ckpt} has trained on all of its images (dataset.held_out=0): give"
+            " reference=FOLDER, or a .zip, .packed or .bin, of others for the loss"
+        )
+    if trained.model.num_classes is not None and held_out.labels is None:
+        raise ConfigError(
+            f"the model has {trained.model.num_classes} classes, and the images for the loss have"
+            " none; give a reference with a sub-folder a class"
+        )
+    losses = HeldOutLoss(
+        held_out,
+        trained.process,
+        trained.model.backend,
+        device,
+        processes,
+        most=settings.images or _as_in_training(settings, trained),
+        batch_size=settings.batch_size,
+    )(trained.model)
+    return losses.row()
+
+
+def _quality(
+    settings: EvaluateSettings, trained: Trained, sampler: Sampler, quality: Quality
+) -> dict[str, float]:
+    labels = choose_labels(None, settings.n, trained)
+    return quality(draw_share(settings, trained, sampler, labels))
+
+
+def _reference(settings: EvaluateSettings, trained: Trained) -> tuple[str, ImageSet, Rows | None]:
+    """(name, images to compare with, what of them the loss is of): the set that the network was
+    trained on and what it held out, or a file or folder, all of it, as large as the drawn ones."""
     height, width, channels = trained.image_shape
     if settings.reference is None:
         if trained.run_dir is None:
@@ -97,27 +153,56 @@ def _reference(settings: EvaluateSettings, trained: Trained) -> tuple[str, Tenso
         options, _ = image_options(config["dataset"])
         data = load_dataset(**options)
         data.check()
-        return data.name, data.images
+        _, held_out = split(_with_labels(data, trained), held_out_setting(config["dataset"]))
+        return data.name, data, held_out
     path = Path(settings.reference)
     if path.suffix in (".packed", ".bin"):
         data = load_dataset("packed", path=str(path), size=[height, width])
     else:
-        options = {"path": str(path), "size": [height, width], "classes": False}
+        classes = LOSS in settings.metrics and trained.model.num_classes is not None
+        options = {"path": str(path), "size": [height, width], "classes": classes}
         data = load_dataset("folder", **options, channels=channels)
     data.check()
-    return str(path), with_channels(data.images, channels)
+    data.images = with_channels(data.images, channels)
+    return str(path), data, spread(_with_labels(data, trained))
 
 
-def _about(settings: EvaluateSettings, trained: Trained, sampler: Sampler) -> dict[str, Any]:
+def _with_labels(data: ImageSet, trained: Trained) -> ImageSet:
+    """Labels as the model wants them. ConfigError: it has classes, and there are none."""
+    classes = trained.model.num_classes
+    if classes is None:
+        data.labels = None
+    elif data.labels is not None and int(data.labels.max()) >= classes:
+        raise ConfigError(
+            f"{data.name} has {int(data.labels.max()) + 1} classes, and the model {classes}"
+        )
+    return data
+
+
+def _as_in_training(settings: EvaluateSettings, trained: Trained) -> int:
+    """How many held-out images the run evaluates: the figure is then that of its held_out.csv."""
+    usual = 256
+    if trained.run_dir is None:
+        return usual
+    _, config = read_state(find_checkpoint(settings.ckpt))
+    return config["train"].get("eval_images", usual)
+
+
+def _about(settings: EvaluateSettings, trained: Trained) -> dict[str, Any]:
     backend, (height, width, _) = trained.model.backend, trained.image_shape
     return {
         "checkpoint": trained.name,
-        **{"n": settings.n, "height": height, "width": width, "features": settings.features},
+        **{"height": height, "width": width, "ema": _ema(settings, trained)},
+        **{"backend": backend.name, "compute": backend.precision, "torch": torch.__version__},
+    }
+
+
+def _about_drawn(settings: EvaluateSettings, sampler: Sampler, trained: Trained) -> dict[str, Any]:
+    return {
+        **{"n": settings.n, "features": settings.features},
         **{"sampler": settings.sampler, "steps": sampler.num_steps, "spacing": sampler.spacing},
         **{key: shown(getattr(settings, key)) for key in ("eta", "guidance", "seed")},
         "clip": shown(sampler.clip),
-        "ema": _ema(settings, trained),
-        **{"backend": backend.name, "compute": backend.precision, "torch": torch.__version__},
     }
 
 
@@ -132,18 +217,27 @@ def _ema(settings: EvaluateSettings, trained: Trained) -> str:
 def _check_out(out: Path) -> None:
     if out.suffix != ".csv":
         raise ConfigError(f"out={out}; expected a .csv, which is appended to")
-    if out.is_file():
-        with open(out, newline="") as file:
-            if tuple(next(csv.reader(file), ())) != FIELDS:
-                raise ConfigError(f"out={out} has other columns; give another file")
+    if not set(_columns(out)) <= set(FIELDS):
+        raise ConfigError(f"out={out} has other columns; give another file")
     check_writable(out)
 
 
+def _columns(out: Path) -> tuple[str, ...]:
+    if not out.is_file():
+        return ()
+    with open(out, newline="") as file:
+        return tuple(next(csv.reader(file), ()))
+
+
 def _append(out: Path, row: dict[str, Any]) -> None:
+    """A file with fewer columns, as earlier versions wrote it, gets the others."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    new = not out.exists()
-    with open(out, "a", newline="") as file:
-        table = csv.DictWriter(file, FIELDS)
-        if new:
-            table.writeheader()
-        table.writerow(row)
+    before: list[dict[str, Any]] = []
+    if out.is_file():
+        with open(out, newline="") as file:
+            before = list(csv.DictReader(file))
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, FIELDS)
+    table.writeheader()
+    table.writerows([*before, row])
+    write_whole(out, text.getvalue())

@@ -6,7 +6,7 @@ import json
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,13 @@ from ..errors import ConfigError, writing
 from ..settings import construct, flattened, shown
 from ..tracking.pictures import draw_loss_curves
 from ..tracking.run_log import write_whole
+from .records import Record, check_comparable, differences, record_of
 
 _JOB = "job.json"  # what a sweep writes of each job
 _WHERE = ("run_dir", "device")  # it was trained, and not what
+# of an evaluation: beside kid and isc their deviations are not shown
+EVALUATED = ("fid", "kid", "isc", "precision", "recall", "held_out")
+_OF_SCORES = ("train.fid_images", "train.sample_steps", "train.sample_count", "dataset.name")
 _TAIL = 5  # rows of the metrics whose mean is the loss at the end
 _DRAWN = (".md", ".csv")
 
@@ -30,6 +34,7 @@ class ReportSettings:
     runs: str | list[str]
     out: str | None = None
     sort: str | None = None
+    across: list[str] = field(default_factory=list)  # settings of figures that may differ
 
     def __post_init__(self) -> None:
         if self.out is not None and Path(self.out).suffix not in _DRAWN:
@@ -44,6 +49,7 @@ class Run:
     config: dict[str, Any]  # by dotted key
     results: dict[str, float]  # by column
     state: str = ""  # of a job of a sweep: done, or why not
+    records: dict[str, Record] = field(default_factory=dict)  # what results depend on, by column
 
 
 def report(config: dict[str, Any]) -> list[dict[str, str]]:
@@ -61,9 +67,13 @@ def report(config: dict[str, Any]) -> list[dict[str, str]]:
             raise ConfigError(
                 f"sort={settings.sort} is no column; choose from {', '.join(rows[0])}"
             )
-        rows.sort(key=lambda row: _order(row[settings.sort]))
-    text = markdown(rows)
+        check_comparable(settings.sort, _records(settings.sort, rows, runs), settings.across)
+        order = sorted(range(len(rows)), key=lambda i: _order(rows[i][settings.sort]))
+        rows, runs = [rows[i] for i in order], [runs[i] for i in order]
+    text, notes = markdown(rows), incomparable(rows, runs, settings.across)
     print(text, end="")
+    for note in notes:
+        print(f"note: {note}")
     if settings.out is not None:
         out = Path(settings.out)
         with writing(out):
@@ -101,18 +111,42 @@ def read_run(folder: Path) -> Run:
         raise ConfigError(f"{path} cannot be read: expected groups of settings")
     config = dict(flattened(told or {}))
     metrics = _rows(folder / "metrics.csv")
-    results = {}
+    results, records = {}, {}
     if metrics:
         last = metrics[-1]
         results["step"] = float(last["step"])
         results["loss"] = statistics.fmean(float(row["loss"]) for row in metrics[-_TAIL:])
         results["per_s"] = statistics.median(float(row["images_per_s"]) for row in metrics)
         results["minutes"] = float(last["seconds"]) / 60
-    for name, wanted in (("scores.csv", None), ("evaluations.csv", ("fid", "kid", "n"))):
-        for key, value in (_rows(folder / name) or [{}])[-1].items():
-            if value and key != "step" and (wanted is None or key in wanted):
-                results[f"images of {name[:-4]}" if key == "n" else key] = float(value)
-    return Run(folder, config, results, _state(job))
+        records["loss"] = {k: shown(v) for k, v in config.items() if k.startswith("diffusion.")}
+    for row in _rows(folder / "held_out.csv")[-1:]:
+        results["held_out"] = float(row["held_out"])
+        records["held_out"] = record_of("held_out", row)
+    for key, value in (_rows(folder / "scores.csv") or [{}])[-1].items():
+        if value and key != "step":
+            results[key] = float(value)
+            records[key] = {k: shown(config[k]) for k in _OF_SCORES if k in config}
+    for row in _rows(folder / "evaluations.csv"):  # of each figure the last
+        for key in EVALUATED:
+            if row.get(key):
+                results[key], records[key] = float(row[key]), record_of(key, row)
+                if key != "held_out" and row.get("n"):
+                    results["images of evaluations"] = float(row["n"])
+    return Run(folder, config, results, _state(job), records)
+
+
+def incomparable(
+    rows: Sequence[dict[str, str]], runs: Sequence[Run], across: Sequence[str] = ()
+) -> list[str]:
+    """Of each column of results whose figures do not compare, why."""
+    columns = dict.fromkeys(key for run in runs for key in run.records)
+    found = ((column, differences(_records(column, rows, runs), across)) for column in columns)
+    return [f"{column} does not compare: {'; '.join(why)}" for column, why in found if why]
+
+
+def _records(column: str, rows: Sequence[dict[str, str]], runs: Sequence[Run]) -> dict[str, Record]:
+    pairs = zip(rows, runs, strict=True)
+    return {row["run"]: run.records[column] for row, run in pairs if column in run.records}
 
 
 def table(runs: Sequence[Run]) -> list[dict[str, str]]:

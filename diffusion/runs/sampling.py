@@ -109,6 +109,21 @@ def draw_all(
 ) -> np.ndarray | None:
     """[n, H, W, C] as `finish` makes them, with progress shown; under torchrun every process draws
     a share, the first has them all and the others None."""
+    images = draw_share(settings, trained, sampler, labels, finish)
+    processes = Processes(next(trained.model.parameters()).device)
+    gathered = processes.gather(torch.from_numpy(images))
+    return None if gathered is None else gathered[: settings.n].numpy()
+
+
+def draw_share(
+    settings: DrawSettings,
+    trained: Trained,
+    sampler: Sampler,
+    labels: Tensor | None,  # int64 [n]
+    finish: Callable[[Tensor], np.ndarray] | None = None,  # of a batch; None: what the data want
+) -> np.ndarray:
+    """This process's share of the images, [share, H, W, C] as `finish` makes them; those of all
+    processes, one behind the other, are n or some more."""
     backend, n = trained.model.backend, settings.n
     processes = Processes(next(trained.model.parameters()).device)
     atexit.register(processes.close)  # the next job of a sweep draws in this group
@@ -135,7 +150,7 @@ def draw_all(
                 last, left = now, (now - began) / done * (total - done)
                 print(f"step {done}/{total}  ETA {tqdm.format_interval(left)}", flush=True)
 
-        images = draw(
+        return draw(
             trained.model,
             sampler,
             share,
@@ -149,8 +164,6 @@ def draw_all(
             network=network,
             finish=finish or trained.values.finish,
         )
-    gathered = processes.gather(torch.from_numpy(images))
-    return None if gathered is None else gathered[:n].numpy()
 
 
 def rehearse_drawing(settings: DrawSettings) -> None:

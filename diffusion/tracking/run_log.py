@@ -47,10 +47,6 @@ class Preview:
     scores: dict[str, float] = field(default_factory=dict)  # columns of scores.csv
     rows: int = 0  # of images, of the same seeds each time, in the picture; 0: it is no grid
 
-    def __str__(self) -> str:
-        """The scores, if there are any, as the begin of a message."""
-        return "".join(f"{name} {value:.4g}, " for name, value in self.scores.items())
-
 
 def last_result(run_dir: Path, name: str) -> float:
     """The last `loss`, `held_out` or score of that name that a run has written down; nan if there
@@ -166,30 +162,31 @@ class RunLog:
             self._tracker.log(shown, step)
 
     def preview(self, preview: Preview, step: int) -> Path:
-        """Save picture and scores, and bring film strip and loss curve up to date; returns the
-        picture's path."""
+        """Save the picture, and bring film strip and loss curve up to date; returns its path."""
         folder = self.run_dir / "samples"
         folder.mkdir(exist_ok=True)
         path = folder / f"step_{step:08d}.png"
         save_grid(preview.picture, preview.rows, path)
         if preview.rows:
             draw_film(folder, self.run_dir / "film.png", _FRAMES)
-        if preview.scores:
-            if self._scores is None:
-                fields = ("step", *preview.scores)
-                self._scores = _Table(self.run_dir / "scores.csv", fields, self.step)
-            self._scores.append({"step": step, **preview.scores})
         if self._board is not None:
             pixels = np.asarray(preview.picture)
             self._board.add_image("samples", pixels, step, dataformats="HWC")
-            for name, value in preview.scores.items():
-                self._board.add_scalar(f"scores/{name}", value, step)
         if self._tracker is not None:
             self._tracker.show(preview.picture, step)
-            if preview.scores:
-                self._tracker.log({f"scores/{k}": v for k, v in preview.scores.items()}, step)
         self.curve()
         return path
+
+    def scores(self, scores: dict[str, float], step: int) -> None:
+        """Append a row to scores.csv."""
+        if self._scores is None:
+            self._scores = _Table(self.run_dir / "scores.csv", ("step", *scores), self.step)
+        self._scores.append({"step": step, **scores})
+        if self._board is not None:
+            for name, value in scores.items():
+                self._board.add_scalar(f"scores/{name}", value, step)
+        if self._tracker is not None:
+            self._tracker.log({f"scores/{k}": v for k, v in scores.items()}, step)
 
     def curve(self) -> None:
         """Draw loss.png."""

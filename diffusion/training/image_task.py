@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..data import expected_classes, expected_size, load_dataset
 from ..data.autoencoder import missing_autoencoder
@@ -16,11 +16,12 @@ from ..data.values import Latents, Pixels, Units, Values, strips, values_from_st
 from ..errors import ConfigError
 from ..factory import Process, build_model
 from ..runtime.backend import Backend
-from ..runtime.distributed import own_rank
+from ..runtime.distributed import Processes
 from ..sampling.draw import draw
-from ..sampling.quality import EXTRACTOR, check_extractor, measure
+from ..sampling.quality import COLUMNS, Quality
+from ..sampling.sampler import Sampler
 from ..settings import shown
-from ..tracking.pictures import grid, grid_rows
+from ..tracking.pictures import grid, grid_rows, to_uint8
 from ..tracking.run_log import Preview
 from .trainer import TrainSettings
 
@@ -124,52 +125,87 @@ class ImageTask:
     def preview(
         self, model: nn.Module, process: Process, settings: TrainSettings, device: torch.device
     ) -> Callable[[], Preview] | None:
-        """A grid of samples of DDIM, if there are classes of all in turn; and the FID of further
-        ones, if that is wanted."""
+        """A grid of samples of DDIM, if there are classes of all in turn."""
         if settings.sample_count == 0:
             return None
-        steps = min(settings.sample_steps, process.schedule.num_timesteps)
-        # training's own graph wants the memory that one of the sampler would keep
-        values = self.data.values
-        sampler = process.sampler(
-            model.backend, device, sampler="ddim", steps=steps, clip=values.clip, capture=False
-        )
-        if settings.fid_images and (self.image_shape[2] not in (1, 3) or values != Pixels()):
-            raise ConfigError(
-                f"train.fid_images={settings.fid_images}, but {_said(values)} of"
-                f" {self.image_shape[2]} channels have no FID; give 0"
-            )
-        picture = values.picture
+        values, picture = self.data.values, self.data.values.picture
         if isinstance(values, Latents):
             missing = missing_autoencoder(values.autoencoder)
             if missing:
                 self.notes.append(f"the grids show latents, for {missing}")
                 picture = strips
-        if settings.fid_images and own_rank() == 0:  # which draws
-            check_extractor(EXTRACTOR, None, device)
-
-        def drawn(count: int) -> np.ndarray:
-            labels, classes = None, self.num_classes
-            if classes is not None:
-                labels = torch.arange(count, device=device) % classes
-            shape, seed = self.image_shape, settings.seed
-            return draw(model, sampler, count, shape, seed=seed, labels=labels, finish=picture)
+        sampler = self._sampler(model, process, settings, device)
 
         def show() -> Preview:
-            picture, scores = grid(drawn(settings.sample_count)), {}
-            if settings.fid_images:
-                self.data.check()
-                images = drawn(settings.fid_images)
-                scores = measure(images, self.data.images, ["fid"], device)
-            return Preview(picture, scores, grid_rows(settings.sample_count))
+            count = settings.sample_count
+            images = self._drawn(model, sampler, settings.seed, 0, count, picture)
+            return Preview(grid(images), rows=grid_rows(count))
 
         return show
 
-    def score(self, *_: Any) -> None:
-        """The scores come with the look."""
+    def score(
+        self,
+        model: nn.Module,
+        process: Process,
+        settings: TrainSettings,
+        device: torch.device,
+        processes: Processes,
+    ) -> Callable[[], dict[str, float]] | None:
+        """FID and its relatives of train.fid_images images, of which each process draws a share,
+        against the whole data set, if that is wanted."""
+        n = settings.fid_images
+        if not (n and settings.sample_every):
+            return None
+        values = self.data.values
+        if self.image_shape[2] not in (1, 3) or values != Pixels():
+            raise ConfigError(
+                f"train.fid_images={n}, but {_said(values)} of {self.image_shape[2]} channels have"
+                " no FID; give 0"
+            )
+        self.data.check()
+        weights = settings.fid_weights
+        quality = Quality(
+            self.data.images, settings.fid_metrics, n, device, processes, weights=weights
+        )
+        sampler = self._sampler(model, process, settings, device)
+        share = -(-n // processes.count)
+
+        def measured() -> dict[str, float]:
+            first = processes.rank * share
+            return quality(self._drawn(model, sampler, settings.seed, first, share))
+
+        return measured
 
     def score_names(self, settings: TrainSettings) -> list[str]:
-        return ["fid"] if settings.fid_images and settings.sample_count else []
+        wanted = settings.fid_metrics if settings.fid_images else []
+        return [name for metric in wanted for name in COLUMNS.get(metric, ())]
+
+    def _sampler(
+        self, model: nn.Module, process: Process, settings: TrainSettings, device: torch.device
+    ) -> Sampler:
+        """Training's own graph wants the memory that one of the sampler would keep."""
+        clip = self.data.values.clip
+        steps = min(settings.sample_steps, process.schedule.num_timesteps)
+        return process.sampler(
+            model.backend, device, sampler="ddim", steps=steps, clip=clip, capture=False
+        )
+
+    def _drawn(
+        self,
+        model: nn.Module,
+        sampler: Sampler,
+        seed: int,
+        first: int,
+        count: int,
+        finish: Callable[[Tensor], np.ndarray] = to_uint8,
+    ) -> np.ndarray:  # uint8 [count, H, W, C]
+        """Images first .. first + count - 1 of the seed, if there are classes of all in turn."""
+        labels, classes = None, self.num_classes
+        if classes is not None:
+            device = next(model.parameters()).device
+            labels = torch.arange(first, first + count, device=device) % classes
+        options = {"seed": seed, "first": first, "labels": labels, "finish": finish}
+        return draw(model, sampler, count, self.image_shape, **options)
 
     def _check_labels(self) -> None:
         """Leave the data set as the model wants it: with labels in range, or without."""

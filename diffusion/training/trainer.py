@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,9 @@ class TrainSettings:
     init: str | None = None  # PATH of the weights to begin with, see `trained.load_initial`
     sample_count: int = 36
     sample_steps: int = 50
-    fid_images: int = 0  # drawn for a FID beside each grid, which needs torch-fidelity
+    fid_images: int = 0  # drawn for `fid_metrics` at each look, which needs torch-fidelity
+    fid_metrics: list[str] = field(default_factory=lambda: ["fid"])  # fid | kid | isc | prc
+    fid_weights: str | None = None  # file of the features' network; None: torch-fidelity's own
     tensorboard: bool = True
     track: str | None = None  # wandb | trackio
 
@@ -209,13 +211,19 @@ class Trainer:
         if self.score is not None:
             with self.processes.alone():
                 scores = self.score()
-        if run_log is not None and self.preview is not None:
+        if run_log is None:
+            return scores
+        places = []
+        if self.preview is not None:
             with self.processes.alone():
                 preview = self.preview()
-            preview = replace(preview, scores=preview.scores | scores)
-            path = run_log.preview(preview, done)
-            tqdm.write(f"step {done}: {preview}samples in {path}")
-            scores = preview.scores
+            scores = preview.scores | scores
+            places = [f"samples in {run_log.preview(preview, done)}"]
+        if scores:
+            run_log.scores(scores, done)
+        said = [f"{name} {value:.4g}" for name, value in scores.items()] + places
+        if said:
+            tqdm.write(f"step {done}: {', '.join(said)}")
         return scores
 
     def _row(self, done: int, loss: float, norm: float) -> dict[str, Any]:

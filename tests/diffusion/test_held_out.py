@@ -91,6 +91,7 @@ PROCESSES = {
     "v": Process("cosine", prediction="v_prediction"),
     "x_0": Process("cosine", prediction="sample", num_timesteps=400),
     "learned variance": Process("cosine", variance="learned_range"),
+    "flow": Process("flow", prediction="velocity"),
     "edm": Process("edm", prediction="v_prediction", sigma_data=0.5, p_mean=-1.2, p_std=1.2),
 }
 
@@ -104,16 +105,18 @@ class Known(torch.nn.Module):
 
     def forward_nhwc(self, x, t, labels=None):
         assert not self.training
-        schedule, scale = self.process.schedule, self.process.sigma_data
-        sigma = np.exp(np.interp(t.numpy(), schedule.timestep_map, np.log(schedule.sigmas)))
-        signal = torch.from_numpy(1 / np.sqrt(1 + sigma**2)).float().view(-1, 1, 1, 1)
+        schedule = self.process.schedule
+        known = np.log(np.minimum(schedule.sigmas, 1e9))  # of a flow the last is infinite
+        sigma = np.exp(np.interp(t.numpy(), schedule.timestep_map, known))
+        straight = 1 + sigma if self.process.prediction == "velocity" else np.sqrt(1 + sigma**2)
+        signal = torch.from_numpy(1 / straight).float().view(-1, 1, 1, 1)
         noise = torch.from_numpy(sigma).float().view(-1, 1, 1, 1) * signal
         x_0 = 0.25 * x / signal  # of x_0 / scale
         epsilon = (x - signal * x_0) / noise
         kind = self.process.prediction
-        output = {"epsilon": epsilon, "sample": x_0, "v_prediction": signal * epsilon - noise * x_0}
+        output = {"epsilon": epsilon, "sample": x_0, "velocity": epsilon - x_0}
+        output["v_prediction"] = signal * epsilon - noise * x_0
         output = output[kind]
-        assert scale > 0
         return torch.cat((output, x), -1) if self.process.learns_variance else output
 
 

@@ -134,3 +134,48 @@ def test_jobs_of_a_sweep_that_failed_stand_in_it(sweep, capsys):
 def test_a_record_that_cannot_be_read_is_none(sweep, text):
     (sweep / "0" / "job.json").write_text(text)
     assert "state" not in report({"runs": str(sweep)})[0]
+
+
+def evaluated(run, **row):
+    """As tools/evaluate.py leaves it."""
+    with open(run / "evaluations.csv", "w", newline="") as file:
+        table = csv.DictWriter(file, list(row))
+        table.writeheader()
+        table.writerow(row)
+
+
+def test_figures_whose_settings_differ_are_not_put_in_an_order(sweep, capsys):
+    for job, fid in enumerate((3.0, 2.0, 1.0)):
+        row = {"fid": fid, "n": 100, "reference": f"/{job}/data", "reference_data": "abc"}
+        evaluated(sweep / str(job), **row, sampler="ddim", steps=50 if job else 20, seed=job)
+    with pytest.raises(ConfigError, match=r"^fid does not compare: steps is 20 in 0 and 50 in 1; "):
+        report({"runs": str(sweep), "sort": "fid"})
+    rows = report({"runs": str(sweep), "sort": "fid", "across": ["steps"]})
+    assert [row["run"] for row in rows] == ["2", "1", "0"]
+    capsys.readouterr()
+    report({"runs": str(sweep)})
+    assert "note: fid does not compare: steps is 20 in 0 and 50 in 1\n" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="n is 100 in 0 and 7 in 2.*across=.n,steps. if"):
+        evaluated(sweep / "2", **row | {"n": 7, "sampler": "ddim", "steps": 50})
+        report({"runs": str(sweep), "sort": "fid"})
+
+
+def test_of_other_data_or_predictions(tmp_path):
+    """Held-out losses compare between predictions, and not between data; losses of training are
+    the other way round."""
+    for name, prediction, data in (("a", "epsilon", "11"), ("b", "v_prediction", "11")):
+        run = a_run(tmp_path / name, 1.0)
+        config = {"diffusion": {"prediction": prediction}}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        loss = 0.5 if name == "a" else 0.25
+        (run / "held_out.csv").write_text(
+            f"step,held_out,images,levels,data\n40,{loss},9,10,{data}\n"
+        )
+    rows = report({"runs": str(tmp_path), "sort": "held_out"})
+    assert [(row["run"], row["held_out"]) for row in rows] == [("b", "0.25"), ("a", "0.5")]
+    with pytest.raises(ConfigError, match="diffusion.prediction is epsilon in a and v_prediction"):
+        report({"runs": str(tmp_path), "sort": "loss"})
+    text = (tmp_path / "b" / "held_out.csv").read_text()
+    (tmp_path / "b" / "held_out.csv").write_text(text.replace(",11\n", ",22\n"))
+    with pytest.raises(ConfigError, match="held_out does not compare: data is 11 in a and 22 in b"):
+        report({"runs": str(tmp_path), "sort": "held_out"})
