@@ -49,6 +49,10 @@ COMMANDS: dict[str, Command] = {
     "benchmark": Command(
         "time drawing images, beside PyTorch and others", "diffusion.runs.benchmark:benchmark"
     ),
+    "tune": Command("measure which tiles are fastest on this GPU", "diffusion.runs.tune:tune"),
+    "doctor": Command(
+        "say what this machine has and which kernels are on", "diffusion.runs.doctor:doctor"
+    ),
 }
 
 

@@ -13,14 +13,17 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from triton.runtime.jit import JITFunction
 
+from triton_kernels.registry.rows import unmeasured
+from triton_kernels.registry.search import search
 from triton_kernels.runtime.compile_launches import compile_launches
-from triton_kernels.runtime.device import Device
+from triton_kernels.runtime.device import Device, describe, is_rehearsal
 from triton_kernels.runtime.launch_recorder import Launch, rehearsal
 
 from ..data.image_set import ImageSet
@@ -34,6 +37,7 @@ from ..sampling.draw import BATCH, rehearse
 from ..settings import construct
 from ..training.build_step import build_step
 from ..training.optimizer import Optimizer, OptimizerSettings
+from ..training.train_step import TrainStep
 from ..training.trainer import TrainSettings
 from .rollout import RolloutSettings, rehearse_acting
 from .sampling import DrawSettings, rehearse_drawing
@@ -43,29 +47,37 @@ _HOST = torch.device("cpu")
 
 
 def train(settings: dict[str, Any]) -> None:
-    """Two steps, of one process: the groups `model`, `diffusion`, `optim` and `train` of the
+    """Two steps, of one process."""
+    step = training_step(settings, _HOST)
+    for k in range(2):  # the second finds memory that the first has made
+        step(k)
+
+
+def training_step(
+    settings: dict[str, Any], device: torch.device, backend: str = "triton"
+) -> TrainStep:
+    """The step of these settings: the groups `model`, `diffusion`, `optim` and `train` of the
     configuration, with the process's share as batch_size; `flip`; of the samples' images and labels
-    (or null) shape and dtype; and what their values mean."""
+    (or null) shape and dtype; and what their values mean. Images are zeros. On the host it is one
+    to rehearse, and nobody draws its parameters."""
     train = construct(TrainSettings, settings["train"], "train")
     process = construct(Process, settings["diffusion"], "diffusion")
     optim = construct(OptimizerSettings, settings["optim"], "optim")
-    backend = choose_backend("triton", train.precision, _HOST)
+    chosen = choose_backend(backend, train.precision, device)
     samples = ImageSet(*(_unread(settings[key]) for key in ("images", "labels")))
     samples.values = values_from_state(settings.get("values"))
-    model = _network(settings["model"], samples, backend, process).to_empty(device=_HOST).train()
+    model = _network(settings["model"], samples, chosen, process, device).train()
     flat = FlatParameters(model, together=TOGETHER)
-    step = build_step(
+    return build_step(
         model,
         flat,
-        Optimizer(flat, optim, backend),
+        Optimizer(flat, optim, chosen),
         samples,
         settings["flip"],
         process,
         train,
         Processes(None),
     )
-    for k in range(2):  # the second finds memory that the first has made
-        step(k)
 
 
 def _unread(what: dict[str, Any] | None) -> Tensor | None:
@@ -79,15 +91,23 @@ def _unread(what: dict[str, Any] | None) -> Tensor | None:
 
 
 def _network(
-    settings: dict[str, Any], samples: ImageSet, backend: Backend, process: Process
+    settings: dict[str, Any],
+    samples: ImageSet,
+    backend: Backend,
+    process: Process,
+    device: torch.device,
 ) -> nn.Module:
-    """For these samples, on the device "meta"."""
-    meta, (*size, channels) = torch.device("meta"), samples.image_shape
-    with meta:
+    """For these samples; on the host without parameters, in memory that nobody has touched."""
+    *size, channels = samples.image_shape
+    where = torch.device("meta") if device == _HOST and is_rehearsal() else device
+    with where:
         if settings["name"] in POLICY_MODELS:
             conditions = samples.labels.shape[1]
-            return build_policy_model(settings, backend, channels, conditions, meta)
-        return build_model(settings, backend, tuple(size), channels, process.learns_variance, meta)
+            model = build_policy_model(settings, backend, channels, conditions, where)
+        else:
+            images = tuple(size), channels, process.learns_variance
+            model = build_model(settings, backend, *images, where)
+    return model.to_empty(device=device) if where.type == "meta" else model
 
 
 def sample(settings: dict[str, Any]) -> None:
@@ -109,17 +129,31 @@ def preview(settings: dict[str, Any]) -> None:
     process = construct(Process, settings["diffusion"], "diffusion")
     backend = choose_backend("triton", settings["train"]["precision"], _HOST)
     samples = ImageSet(*(_unread(settings[key]) for key in ("images", "labels")))
-    model = _network(settings["model"], samples, backend, process).to_empty(device=_HOST).eval()
+    samples.values = values_from_state(settings.get("values"))
+    model = _network(settings["model"], samples, backend, process, _HOST).eval()
     sampler = process.sampler(backend, _HOST, sampler="ddim", steps=shown["steps"], capture=False)
     labels = None if model.num_classes is None else torch.zeros(shown["count"], dtype=torch.int64)
-    shape = tuple(samples.images.shape[1:])
+    shape = tuple(samples.image_shape)
     options = {"labels": labels, "guidance": 1.0, "batch_size": BATCH}
     rehearse(model, sampler, shown["count"], shape, **options, network=model.forward_nhwc)
 
 
+def tune(settings: dict[str, Any]) -> None:
+    """Every configuration that could be measured for the step of `train`, for shapes that have no
+    rows; with `again` for all shapes."""
+    gpu = describe(_HOST)
+    with search(timed=False, wanted=None if settings["again"] else partial(unmeasured, gpu)):
+        train(settings)
+
+
 Job = Callable[[dict[str, Any]], None]
 # what is needed at once, and what later
-JOBS: dict[str, tuple[Job, ...]] = {"train": (train, preview), "sample": (sample,), "act": (act,)}
+JOBS: dict[str, tuple[Job, ...]] = {
+    "train": (train, preview),
+    "sample": (sample,),
+    "act": (act,),
+    "tune": (tune,),
+}
 
 
 def rehearsed(jobs: Sequence[Job], settings: dict[str, Any], gpu: Device) -> tuple[list, int]:

@@ -3,7 +3,7 @@
 import atexit
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,9 @@ import torch
 import yaml
 from torch import nn
 from tqdm import tqdm
+
+from triton_kernels.registry.rows import table
+from triton_kernels.runtime.device import describe
 
 from ..data.batches import Samples
 from ..data.held_out import Rows
@@ -331,10 +334,22 @@ def _describe(
             f"note: train.batch_size={settings.batch_size} is larger than the data set of"
             f" {size} {task.noun}, so a batch holds some {task.noun} more than once"
         )
-    for note in task.notes:
+    for note in (*task.notes, *_untuned(flat.param.device, backend)):
         _say(f"note: {note}")
     for remark in task.remarks:
         log.info("%s", remark)
+
+
+def _untuned(device: torch.device, backend: Backend) -> Iterator[str]:
+    """What the user can do where nobody has timed a kernel on such a GPU."""
+    if device.type == "cuda" and backend.name == "triton":
+        gpu = describe(device)
+        if not table(gpu):
+            yield (
+                f"no kernel has been timed on an sm_{gpu.arch} with {gpu.num_sms} multiprocessors,"
+                " and tiles are predicted; tools/tune.py with this model and train.batch_size as"
+                " batch measures them, once, in about 5 minutes"
+            )
 
 
 def _say(line: str) -> None:

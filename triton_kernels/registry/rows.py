@@ -62,6 +62,12 @@ def table(gpu: Device) -> Table:
     return found
 
 
+def unmeasured(gpu: Device, op: str, n: int, shape: dict[str, Any]) -> bool:
+    """Whether nobody has measured this shape at this batch on a GPU with such a chip."""
+    given = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in shape.items())
+    return n not in table(gpu).get(op, {}).get(given, {})
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a file; none if there is no such file. One that cannot be read counts as none as
     well: kernels run without it."""

@@ -33,8 +33,18 @@ _search: "Search | None" = None
 class Search:
     """The measurements of a `search()`: the fastest configuration of each shape met in it."""
 
-    def __init__(self, part: int, parts: int, timed: bool, only: Sequence[str]) -> None:
+    def __init__(
+        self,
+        part: int,
+        parts: int,
+        timed: bool,
+        only: Sequence[str],
+        wanted: Callable[[str, int, dict[str, Any]], bool] | None = None,
+        done: "Callable[[Search], None] | None" = None,
+    ) -> None:
         self.part, self.parts, self.timed, self.only = part, parts, timed, only
+        self.wanted, self.done = wanted, done
+        self.shapes = self.passed = 0  # that were measured (or compiled), and were not wanted
         self.rows: list[dict[str, Any]] = []  # as `rows` has them
         self.times: list[dict[str, Any]] = []  # likewise, with "us", of every configuration
         self.defaults: list[dict[str, Any]] = []  # likewise, of what is taken without rows
@@ -81,6 +91,10 @@ class Search:
         self._met.add(key)
         if len(self._met) % self.parts != self.part:
             return
+        if self.wanted is not None and not self.wanted(op, n, shape):
+            self.passed += 1
+            return
+        self.shapes += 1
         first = default()
         unique = {(type(c), c): c for c in (first, *configs())}  # tuples of two kinds may be equal
 
@@ -106,6 +120,8 @@ class Search:
         self.defaults.append(row(first))
         if times:
             self.rows.append(min(times, key=lambda t: t[0])[1])
+        if self.done is not None:
+            self.done(self)
 
 
 def current() -> Search | None:
@@ -115,13 +131,20 @@ def current() -> Search | None:
 
 @contextmanager
 def search(
-    part: int = 0, parts: int = 1, timed: bool = True, only: Sequence[str] = ()
+    part: int = 0,
+    parts: int = 1,
+    timed: bool = True,
+    only: Sequence[str] = (),
+    *,
+    wanted: Callable[[str, int, dict[str, Any]], bool] | None = None,
+    done: Callable[[Search], None] | None = None,
 ) -> Iterator[Search]:
     """Within the block every shape that is met for the first time is measured. With several parts
     only every so many shapes are; with `timed=False` they are compiled only, which processes can
-    do side by side. `only` names the ops that count, if not all do."""
+    do side by side. `only` names the ops that count, if not all do; `wanted` is asked of each
+    (op, n, shape), and `done` is called when a shape has been timed."""
     global _search
-    _search = Search(part, parts, timed, only)
+    _search = Search(part, parts, timed, only, wanted, done)
     try:
         yield _search
     finally:
