@@ -22,7 +22,7 @@ from PIL import Image
 
 from ..errors import ConfigError
 from .image_set import ImageSet, parse_size
-from .images import load_folder
+from .images import enlarged_note, load_folder
 
 log = logging.getLogger(__name__)
 
@@ -65,32 +65,34 @@ _CIFAR10 = _Source(
 
 
 def mnist(
-    path: str | None = None, size: int | tuple[int, int] = 32, split: str | None = None
+    path: str | None = None, size: int | tuple[int, int] | None = None, split: str | None = None
 ) -> ImageSet:
-    """Handwritten digits, 1 channel. 28x28 is padded with black to 32x32, which halves five times;
-    size=28 gives the original, any other size is resampled. `split`: train or test; None takes
+    """Handwritten digits, 1 channel, 28x28. With size=32 they are padded with black to 32x32, which
+    halves five times; to any other size they are resampled. `split`: train or test; None takes
     train, or what there is."""
     return _load(_MNIST, path, size, split)
 
 
 def fashion_mnist(
-    path: str | None = None, size: int | tuple[int, int] = 32, split: str | None = None
+    path: str | None = None, size: int | tuple[int, int] | None = None, split: str | None = None
 ) -> ImageSet:
     """Articles of clothing, 1 channel; sizes and splits as for `mnist`."""
     return _load(_FASHION_MNIST, path, size, split)
 
 
 def cifar10(
-    path: str | None = None, size: int | tuple[int, int] = 32, split: str | None = None
+    path: str | None = None, size: int | tuple[int, int] | None = None, split: str | None = None
 ) -> ImageSet:
     """Ten kinds of object, 32x32, 3 channels; splits as for `mnist`."""
     return _load(_CIFAR10, path, size, split)
 
 
 def _load(
-    source: _Source, path: str | None, size: int | tuple[int, int], split: str | None
+    source: _Source,
+    path: str | None,
+    size: int | tuple[int, int] | None,  # None: as it is
+    split: str | None,
 ) -> ImageSet:
-    wanted = parse_size(size)
     if split not in (None, "train", "test"):
         raise ConfigError(f"split={split} is unknown; choose train or test")
     if path is None:
@@ -106,17 +108,24 @@ def _load(
             other = {"train": "test", "test": "train"}.get(split)
             if other and not (root / split).is_dir() and read(source, root, other):
                 raise ConfigError(f"{root} has no split={split} but {other}; use split={other}")
-            return _from_folders(source, root, wanted, splits)
+            return _from_folders(source, root, size, splits)
         images, labels = found
     if len(images) != len(labels) or len(images) == 0 or labels.max() >= len(source.class_names):
         raise ConfigError(
             f"{source.name}: {len(images)} images and {len(labels)} labels do not go together"
         )
+    had = images.shape[1:3]
+    wanted = had if size is None else parse_size(size)
+    padded = (had, wanted) == ((28, 28), (32, 32))
+    notes = ()
+    if (had[0] < wanted[0] or had[1] < wanted[1]) and not padded:
+        notes = (enlarged_note([had] * len(images), len(images), wanted),)
     return ImageSet(
         torch.from_numpy(_resize(images, wanted)),
         torch.from_numpy(labels.astype(np.int64)),
         source.class_names,
         name=source.name,
+        notes=notes,
     )
 
 
@@ -129,7 +138,10 @@ def _both_ways(source: _Source) -> str:
 
 
 def _from_folders(
-    source: _Source, root: Path, size: tuple[int, int], splits: tuple[str, ...]
+    source: _Source,
+    root: Path,
+    size: int | tuple[int, int] | None,
+    splits: tuple[str, ...],
 ) -> ImageSet:
     """A folder per class, directly or under train/ and test/."""
     folder = next((root / split for split in splits if (root / split).is_dir()), root)

@@ -3,13 +3,16 @@
 Any depth of sub-folders, any size, JPEG, PNG, WebP, BMP, GIF (first frame), TIFF or PNM; gray,
 palette, CMYK, 16 bits, alpha, EXIF orientation. An image is cropped at its centre to the wanted
 aspect ratio, then resized with an antialiasing filter; one of the wanted size is taken bit for bit.
+Without a size the images are taken as they are, and have to be of one.
 """
 
 import json
 import logging
+import math
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +33,7 @@ _EXTENSIONS = (
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _MAX_SKIPPED = 0.01  # more corrupt files, if not a single one, are no accident
 _MOST_PIXELS = 150_000_000  # of one image; decoded, that is 0.45 GB in each of up to 16 threads
+_ORIENTATION = 0x0112  # of EXIF: from 5 on height and width are exchanged
 _CHUNK = 1024  # files in flight; the decoded ones wait in memory for their turn
 
 log = logging.getLogger(__name__)
@@ -140,14 +144,11 @@ def decode_image(
     size: tuple[int, int],  # (H, W)
     channels: int,
     background: str = "white",
-) -> np.ndarray:  # uint8 [H, W, C]
+) -> tuple[np.ndarray, tuple[int, int]]:  # uint8 [H, W, C], and (H, W) that it had
     """Read one image. Alpha is kept for 4 channels, else laid over `background`."""
     mode = _MODES[channels]
     with Image.open(file) as image:
-        if image.width * image.height > _MOST_PIXELS:
-            raise ValueError(
-                f"it has {image.width} x {image.height} pixels; the most is {_MOST_PIXELS:,}"
-            )
+        _check_pixels(image)
         # a JPEG can be decoded at 1/2, 1/4 or 1/8; keep twice the wanted size for the filter below
         image.draft(None, (2 * max(size), 2 * max(size)))
         image = ImageOps.exif_transpose(image)
@@ -160,7 +161,14 @@ def decode_image(
             image = Image.alpha_composite(Image.new("RGBA", image.size, background), image)
         if image.mode in ("CMYK", "LAB"):  # Pillow has no direct way from here to gray
             image = image.convert("RGB")
-        return _fit(image.convert(mode), size)
+        return _fit(image.convert(mode), size), (image.height, image.width)
+
+
+def _check_pixels(image: Image.Image) -> None:
+    if image.width * image.height > _MOST_PIXELS:
+        raise ValueError(
+            f"it has {image.width} x {image.height} pixels; the most is {_MOST_PIXELS:,}"
+        )
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
@@ -186,68 +194,117 @@ def _fit(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
     return np.asarray(image).reshape(height, width, -1)
 
 
-def decode_all(
-    files: ImageFiles,
-    size: tuple[int, int],  # (H, W)
-    channels: int,
-    background: str,
-    skipped: list[str],  # gets the names of the files that could not be decoded
-    show: bool | None = None,  # a progress bar; None: on a terminal
-) -> Iterator[tuple[np.ndarray, int | None]]:
-    """Images (uint8 [H, W, C]) and labels in the order of the names, decoded by threads.
+class Decoder:
+    """Decodes the images of a list, by threads; notes which could not be, and which were smaller
+    than they are wanted."""
 
-    ConfigError as soon as more than 1% of the files, and more than one, are corrupt; or all are.
-    """
-    if channels not in _MODES:
-        raise ConfigError(f"channels={channels} is wrong; 1 (gray), 3 (RGB) or 4 (RGBA)")
-    try:
-        ImageColor.getrgb(background)
-    except (ValueError, AttributeError):
-        raise ConfigError(
-            f"background={background} is no colour; give a name such as white, or #rrggbb"
-        ) from None
-
-    def decode(name: str) -> np.ndarray | Exception:
+    def __init__(
+        self,
+        files: ImageFiles,
+        size: int | tuple[int, int] | None,  # None: that of all images
+        channels: int,
+        background: str,
+    ) -> None:
+        if channels not in _MODES:
+            raise ConfigError(f"channels={channels} is wrong; 1 (gray), 3 (RGB) or 4 (RGBA)")
         try:
-            with files.open(name) as file:
-                return decode_image(file, size, channels, background)
+            ImageColor.getrgb(background)
+        except (ValueError, AttributeError):
+            raise ConfigError(
+                f"background={background} is no colour; give a name such as white, or #rrggbb"
+            ) from None
+        self.files, self.channels, self.background = files, channels, background
+        self.size = _common_size(files) if size is None else parse_size(size)
+        self.skipped: list[str] = []  # names of those that could not be decoded
+        self.smaller: list[tuple[int, int]] = []  # (H, W) of those that were enlarged
+
+    def __len__(self) -> int:
+        return len(self.files.names)
+
+    def read(self, start: int, stop: int) -> Iterator[np.ndarray | Exception]:
+        """Images start .. stop - 1, uint8 [H, W, C], or why one cannot be decoded. ConfigError as
+        soon as more than 1% of all files, and more than one, are corrupt; or all are."""
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+            for first in range(start, stop, _CHUNK):
+                names = self.files.names[first : min(first + _CHUNK, stop)]
+                for name, found in zip(names, pool.map(self._decode, names), strict=True):
+                    if isinstance(found, Exception):
+                        self.skipped.append(name)
+                        self.check_skipped(len(self.skipped), name, found)
+                        yield found
+                        continue
+                    image, had = found
+                    if had[0] < self.size[0] or had[1] < self.size[1]:
+                        self.smaller.append(had)
+                    yield image
+
+    def check_skipped(self, skipped: int, last: str, error: Exception | str) -> None:
+        """ConfigError if so many that cannot be decoded are no accident."""
+        total = len(self)
+        if skipped > max(1, _MAX_SKIPPED * total) or skipped == total:
+            raise ConfigError(_too_many(self.files, skipped, last, error))
+
+    def _decode(self, name: str) -> tuple[np.ndarray, tuple[int, int]] | Exception:
+        try:
+            with self.files.open(name) as file:
+                return decode_image(file, self.size, self.channels, self.background)
         except Exception as error:  # a broken file makes Pillow raise nearly anything
             return error
 
-    total = len(files.names)
-    disable = None if show is None else not show
-    workers = min(16, os.cpu_count() or 1)
-    with (
-        ThreadPoolExecutor(workers) as pool,
-        tqdm(total=total, unit="img", desc=files.path.name, disable=disable, leave=False) as bar,
-    ):
-        for start in range(0, total, _CHUNK):
-            names = files.names[start : start + _CHUNK]
-            for i, image in enumerate(pool.map(decode, names), start):
-                bar.update()
-                if isinstance(image, Exception):
-                    skipped.append(files.names[i])
-                    bar.set_postfix(skipped=len(skipped))
-                    if len(skipped) > max(1, _MAX_SKIPPED * total) or len(skipped) == total:
-                        raise ConfigError(_too_many(files, skipped, image))
-                    continue
-                yield image, None if files.labels is None else files.labels[i]
-    if skipped:
-        some = ", ".join(skipped[:20]) + (", ..." if len(skipped) > 20 else "")
-        log.warning("%s: skipped %d corrupt of %d: %s", files.path, len(skipped), total, some)
+
+def enlarged_note(smaller: Sequence[tuple[int, int]], total: int, size: tuple[int, int]) -> str:
+    """A line on images that were smaller than they are wanted."""
+    height, width = min(smaller, key=math.prod)
+    return (
+        f"{len(smaller)} of {total} images are smaller than {size[0]}x{size[1]} and were enlarged,"
+        f" the smallest from {height}x{width}, which makes them soft; give a smaller size, or leave"
+        " them out"
+    )
 
 
-def _too_many(files: ImageFiles, skipped: list[str], error: Exception) -> str:
+def skipped_note(files: ImageFiles, skipped: Sequence[str]) -> str:
+    """A line on images that could not be decoded."""
+    some = ", ".join(skipped[:20]) + (", ..." if len(skipped) > 20 else "")
+    return f"{files.path}: skipped {len(skipped)} corrupt of {len(files.names)}: {some}"
+
+
+def _common_size(files: ImageFiles) -> tuple[int, int]:
+    """(H, W) of all images, from their headers. ConfigError: they are of several sizes."""
+
+    def size_of(name: str) -> tuple[int, int] | None:
+        try:
+            with files.open(name) as file, Image.open(file) as image:
+                _check_pixels(image)
+                sides = (image.height, image.width)
+                return sides[::-1] if image.getexif().get(_ORIENTATION, 1) >= 5 else sides
+        except Exception:  # which is said when it is decoded
+            return None
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        found = Counter(pool.map(size_of, files.names))
+    del found[None]
+    if not found:
+        raise ConfigError(f"{files.path}: no image can be decoded")
+    if len(found) > 1:
+        few = ", ".join(f"{n} of {h}x{w}" for (h, w), n in found.most_common(3))
+        raise ConfigError(
+            f"{files.path} holds images of {len(found)} sizes ({few}{', ...' * (len(found) > 3)});"
+            " give size=SIDE or [height, width], to which they are cropped and resized"
+        )
+    return next(iter(found))
+
+
+def _too_many(files: ImageFiles, skipped: int, last: str, error: Exception | str) -> str:
     reason = " ".join(str(error).split()) or type(error).__name__
     return (
-        f"{files.path}: {len(skipped)} of {len(files.names)} images cannot be decoded, too many"
-        f" for an accident (1%); the last is {skipped[-1]} ({reason})"
+        f"{files.path}: {skipped} of {len(files.names)} images cannot be decoded, too many"
+        f" for an accident (1%); the last is {last} ({reason})"
     )
 
 
 def load_folder(
     path: str | None = None,
-    size: int | tuple[int, int] = 64,
+    size: int | tuple[int, int] | None = None,  # None: that of all images
     channels: int = 3,
     classes: bool = True,  # sub-folders (or dataset.json) give labels
     background: str = "white",  # behind alpha
@@ -255,19 +312,32 @@ def load_folder(
     """Every image under `path`, a folder or a zip, in memory."""
     if path is None:
         raise ConfigError("dataset.path is not set; give a folder of images, or a .zip")
-    files, (height, width) = list_images(path, classes), parse_size(size)
-    check_memory(f"dataset.size={size}", (len(files.names), height, width, channels))
-    images, labels, skipped = None, [], []
-    for image, label in decode_all(files, (height, width), channels, background, skipped):
-        if images is None:
-            images = np.empty((len(files.names), height, width, channels), dtype=np.uint8)
-        images[len(labels)] = image
-        labels.append(label)
-    assert images is not None, "all were skipped"
+    return decoded(list_images(path, classes), size, channels, background)
+
+
+def decoded(
+    files: ImageFiles, size: int | tuple[int, int] | None, channels: int, background: str
+) -> ImageSet:
+    """All images of a list, in memory."""
+    decoder = Decoder(files, size, channels, background)
+    shape = (len(decoder), *decoder.size, channels)
+    check_memory(f"dataset.size={size}", shape)
+    images, labels = np.empty(shape, dtype=np.uint8), []
+    found = decoder.read(0, len(decoder))
+    for i, image in enumerate(
+        tqdm(found, desc=files.path.name, total=len(decoder), unit="img", disable=None, leave=False)
+    ):
+        if isinstance(image, np.ndarray):
+            images[len(labels)] = image
+            labels.append(None if files.labels is None else files.labels[i])
+    if decoder.skipped:
+        log.warning("%s", skipped_note(files, decoder.skipped))
+    small = decoder.smaller
     return ImageSet(
         torch.from_numpy(images[: len(labels)]),
         None if files.labels is None else torch.tensor(labels),
         files.class_names,
         name=files.path.name,
-        skipped=tuple(skipped),
+        skipped=tuple(decoder.skipped),
+        notes=(enlarged_note(small, len(decoder), decoder.size),) if small else (),
     )

@@ -1,13 +1,27 @@
-"""A folder of images into one file, from a plain dict."""
+"""Images, arrays or latents into one file, from a plain dict."""
 
+import hashlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from ..data.array import is_array, load_array
-from ..data.image_set import parse_size
-from ..data.images import decode_all, list_images
-from ..data.packed import check_output, load_packed, packed_writer, write_packed
+from ..data.images import Decoder, ImageFiles, enlarged_note, list_images, skipped_note
+from ..data.packed import check_output, load_packed
+from ..data.parts import unfinished, write_parts
+from ..data.preparing import DecodedImages, EncodedImages, StoredSamples
+from ..errors import ConfigError
+from ..runtime.distributed import choose_device
 from ..settings import construct
+
+_MOST_WORKERS = 256
 
 
 def prepare_as_configured(config: dict[str, Any]) -> None:
@@ -22,25 +36,130 @@ def prepare(
     channels: int | None = None,
     classes: bool = True,
     background: str = "white",
+    encode: str | None = None,
+    device: str = "auto",
+    workers: int = 1,
     overwrite: bool = False,
 ) -> None:
-    """Write `out` from `src`; see configs/prepare.yaml."""
-    src, out = Path(src).expanduser(), Path(out).expanduser()
-    check_output(out, overwrite)
-    skipped: list[str] = []
-    if src.suffix in (".packed", ".bin") or is_array(src):
-        load = load_array if is_array(src) else load_packed
-        data = load(str(src), size=size, channels=channels)
-        write_packed(out, data)
-        count, labelled = len(data), data.labels is not None
-    else:
-        size = parse_size(64 if size is None else size)
-        channels = 3 if channels is None else channels
-        files = list_images(src, classes)
-        labelled = files.labels is not None
-        with packed_writer(out, size, channels, files.class_names) as writer:
-            for image, label in decode_all(files, size, channels, background, skipped, show=True):
-                writer.append(image, label)
-        count = len(files.names) - len(skipped)
-    note = "; the labels are left out: .bin has none" if labelled and out.suffix == ".bin" else ""
-    print(f"{out}: {count} images, {out.stat().st_size} bytes, {len(skipped)} skipped{note}")
+    """Write `out` from `src`; see configs/prepare.yaml. Killed at any time and called again, it
+    goes on with what was written."""
+    source_path, path = Path(src).expanduser(), Path(out).expanduser()
+    check_output(path, overwrite)
+    if not 1 <= workers <= _MOST_WORKERS:
+        raise ConfigError(f"workers={workers}; expected 1 to {_MOST_WORKERS} processes")
+    settings = {
+        "src": str(source_path),
+        "size": size,
+        "channels": channels,
+        "classes": classes,
+        "background": background,
+        "encode": encode,
+        "device": device,
+    }
+    source, files = _source(**settings)
+    plan = _plan(settings, source, files)
+    begun = unfinished(path)
+    with _helpers(workers - 1, str(path), settings):
+        try:
+            with tqdm(total=len(source), unit="img", desc=source_path.name, leave=False) as bar:
+
+                def progress(done: int) -> None:
+                    bar.update(done - bar.n)
+
+                remarks = write_parts(path, source, plan, progress)
+        except KeyboardInterrupt:
+            left = unfinished(path)
+            if left is not None:
+                print(
+                    f"{path}: {left[0]} of {left[1]} parts are written; the same command goes on",
+                    file=sys.stderr,
+                )
+            raise
+    skipped = [name for found in remarks for name in found.get("skipped", [])]
+    smaller = [tuple(had) for found in remarks for had in found.get("smaller", [])]
+    if skipped and files is not None:
+        print(f"note: {skipped_note(files, skipped)}", file=sys.stderr)
+    if smaller:
+        print(f"note: {enlarged_note(smaller, len(source), source.image_size)}", file=sys.stderr)
+    labelled = source.labels is not None and path.suffix == ".bin"
+    note = "; the labels are left out: .bin has none" if labelled else ""
+    if begun and begun[0]:
+        note = f"; {begun[0]} of {begun[1]} parts were there already{note}"
+    count, size = len(source) - len(skipped), path.stat().st_size
+    print(f"{path}: {count} images, {size} bytes, {len(skipped)} skipped{note}")
+
+
+def _source(
+    src: str,
+    size: int | tuple[int, int] | None,
+    channels: int | None,
+    classes: bool,
+    background: str,
+    encode: str | None,
+    device: str,
+) -> tuple[DecodedImages | EncodedImages | StoredSamples, ImageFiles | None]:
+    """What is written, and the files that are decoded for it."""
+    path = Path(src)
+    if path.suffix in (".packed", ".bin") or is_array(path):
+        if encode is not None:
+            raise ConfigError(f"encode={encode} is for images; {src} is no folder of them, no .zip")
+        load = load_array if is_array(path) else load_packed
+        return StoredSamples(load(src, size=size, channels=channels)), None
+    files = list_images(src, classes)
+    images = DecodedImages(Decoder(files, size, 3 if channels is None else channels, background))
+    if encode is None:
+        return images, files
+    return EncodedImages(images, encode, choose_device(device)), files
+
+
+def _plan(settings: dict[str, Any], source: Any, files: ImageFiles | None) -> dict[str, Any]:
+    """All that decides about the samples: who goes on with a file has the same."""
+    content = hashlib.sha256()
+    if files is not None:
+        for name in files.names:
+            content.update(f"{name}\0".encode(errors="surrogateescape"))
+    content.update(f"{source.labels}".encode())
+    path = Path(settings["src"])
+    stat = path.stat() if path.is_file() else None
+    return {
+        **{key: value for key, value in settings.items() if key != "device"},
+        "src": os.path.realpath(path),
+        "bytes": stat and [stat.st_size, stat.st_mtime_ns],
+        "content": content.hexdigest(),
+        "shape": list(source.shape),
+        "values": source.values.state(),
+    }
+
+
+# --- further processes ----------------------------------------------------------------------------
+
+
+@contextmanager
+def _helpers(count: int, out: str, settings: dict[str, Any]) -> Iterator[None]:
+    """Processes that write parts as well, as long as this block lasts."""
+    spawn = multiprocessing.get_context("spawn")  # a fork does not take PyTorch's threads along
+    helpers = [spawn.Process(target=_help, args=(out, settings), daemon=True) for _ in range(count)]
+    for helper in helpers:
+        helper.start()
+    try:
+        yield
+    finally:
+        for helper in helpers:
+            helper.terminate()
+            helper.join()
+
+
+def _help(out: str, settings: dict[str, Any]) -> None:
+    """What is wrong with the data the process that was called finds as well, and says."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+
+    def progress(done: int) -> None:
+        if parent is not None and not parent.is_alive():  # it was killed
+            os._exit(1)
+
+    try:
+        source, files = _source(**settings)
+        write_parts(Path(out), source, _plan(settings, source, files), progress)
+    except (ConfigError, OSError):
+        pass

@@ -26,7 +26,7 @@ def digits(n=6):
 
 
 def test_real_mnist(real_data):
-    train = load_dataset("mnist", path=real_data / "mnist")
+    train = load_dataset("mnist", path=real_data / "mnist", size=32)
     test = load_dataset("mnist", path=real_data / "mnist", split="test", size=28)
     assert train.images.shape == (60000, 32, 32, 1) and test.images.shape == (10000, 28, 28, 1)
     assert train.labels.bincount().tolist()[:3] == [5923, 6742, 5958]
@@ -37,7 +37,7 @@ def test_real_mnist(real_data):
 
 def test_real_fashion_mnist(real_data):
     """Only the test split is there: it is taken unless train is asked for."""
-    data = load_dataset("fashion_mnist", path=real_data / "fashion_mnist")
+    data = load_dataset("fashion_mnist", path=real_data / "fashion_mnist", size=32)
     assert data.images.shape == (10000, 32, 32, 1)
     assert data.class_names[data.labels[0]] == "ankle_boot"
     with pytest.raises(ConfigError, match="use split=test"):
@@ -57,9 +57,9 @@ def test_idx_files(tmp_path, compress, folder):
     end = ".gz" if compress else ""
     write_idx(tmp_path / folder / f"train-images-idx3-ubyte{end}", images, compress)
     write_idx(tmp_path / folder / f"train-labels-idx1-ubyte{end}", labels, compress)
-    data = load_dataset("mnist", path=tmp_path, size=28)
+    data = load_dataset("mnist", path=tmp_path)
     assert np.array_equal(data.images[..., 0], images) and np.array_equal(data.labels, labels)
-    padded = load_dataset("mnist", path=tmp_path)
+    padded = load_dataset("mnist", path=tmp_path, size=32)
     assert np.array_equal(padded.images[:, 2:-2, 2:-2, 0], images)
     assert load_dataset("mnist", path=tmp_path, size=[14, 20], channels=3).images.shape == (
         *(6, 14, 20),
