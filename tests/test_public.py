@@ -1,6 +1,7 @@
 """The public names of `diffusion`, the examples, and what a clash of names says."""
 
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import diffusion
 from diffusion import name_clash
@@ -218,3 +220,34 @@ def test_the_reference_has_the_signatures_of_the_ops():
     for name in triton_kernels.__all__:
         if name != "GroupNorm":  # a module, over either
             assert signature(triton_kernels, name) == signature(reference, name), name
+
+
+def blocks(page: str) -> list[str]:
+    text = (ROOT / page).read_text()
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/extending.md"])
+def test_samples_of_code_run(page, tmp_path, monkeypatch):
+    """With a small network and few steps."""
+    (tmp_path / "PHOTOS").mkdir()
+    for i in range(4):
+        Image.fromarray(np.full((20, 24, 3), 40 * i, np.uint8)).save(tmp_path / f"PHOTOS/{i}.png")
+    monkeypatch.chdir(tmp_path)
+    train, sample = diffusion.train, diffusion.sample
+    quick = {"steps": 1, "batch_size": 2, "sample_count": 0, "tensorboard": False}
+    quick |= {"model": diffusion.preset("model", "unet_tiny"), "precision": "fp32", "device": "cpu"}
+
+    def small_train(run_dir, *, dataset, steps):
+        return train(run_dir, dataset=dataset | {"size": 16}, **quick)
+
+    monkeypatch.setattr(diffusion, "train", small_train)
+    monkeypatch.setattr(diffusion, "sample", lambda source, n: sample(source, n, steps=2))
+    for code in blocks(page):
+        exec(compile(code, page, "exec"), {})
+
+
+@pytest.mark.gpu
+def test_the_sample_of_one_op_alone_runs():
+    (code,) = (block for block in blocks("docs/kernels.md") if "import torch" in block)
+    exec(compile(code, "docs/kernels.md", "exec"), {})
