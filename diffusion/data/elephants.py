@@ -10,7 +10,12 @@ tail (+0.6), y from the ground (0) to the back (about 1). One similarity transfo
 picture. The label is what the trunk does.
 """
 
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,10 +23,12 @@ from PIL import Image, ImageDraw
 from tqdm import tqdm
 
 from ..errors import ConfigError
+from ..runtime.host import processors
 from .image_set import ImageSet, check_memory, parse_size
 
 TRUNKS = ("trunk_down", "trunk_curled", "trunk_raised")
 
+_PART = 250  # pictures that a process draws at a time
 _DRAWS = 32  # uniforms used by one picture, at most
 _TURN = np.linspace(0, 2 * np.pi, 24, endpoint=False)
 _CIRCLE = np.stack((np.cos(_TURN), np.sin(_TURN)), axis=1)
@@ -261,6 +268,23 @@ def _draw(seed: int, index: int, height: int, width: int) -> tuple[np.ndarray, i
     return np.asarray(canvas.reduce(finer)), kind
 
 
+def _draw_part(seed: int, height: int, width: int, part: range) -> tuple[np.ndarray, list[int]]:
+    drawn = [_draw(seed, index, height, width) for index in part]
+    return np.stack([picture for picture, _ in drawn]), [kind for _, kind in drawn]
+
+
+@contextmanager
+def _mapping(parts: int) -> Iterator[Callable]:
+    """`map`, by as many processes as there are processors if there are many parts. They are copies
+    of this one, which start at once, and leave a GPU alone."""
+    count = min(processors(), parts // 2)
+    if count < 2 or multiprocessing.current_process().daemon:  # which may have no children
+        yield map
+    else:
+        with ProcessPoolExecutor(count, multiprocessing.get_context("fork")) as pool:
+            yield pool.map
+
+
 def elephants(count: int = 4096, size: int | tuple[int, int] = 64, seed: int = 0) -> ImageSet:
     """`count` pictures as uint8 [count, H, W, 3], labelled by what the trunk does."""
     if seed < 0:
@@ -271,6 +295,11 @@ def elephants(count: int = 4096, size: int | tuple[int, int] = 64, seed: int = 0
     check_memory(f"dataset.count={count}", (count, height, width, 3))
     images = np.empty((count, height, width, 3), dtype=np.uint8)
     labels = np.empty(count, dtype=np.int64)
-    for index in tqdm(range(count), desc="elephants", unit="img", disable=None, leave=False):
-        images[index], labels[index] = _draw(seed, index, height, width)
+    parts = [range(start, min(start + _PART, count)) for start in range(0, count, _PART)]
+    draw = partial(_draw_part, seed, height, width)
+    bar = tqdm(total=count, desc="elephants", unit="img", disable=None, leave=False)
+    with bar, _mapping(len(parts)) as over:
+        for part, (pictures, kinds) in zip(parts, over(draw, parts), strict=True):
+            images[part.start : part.stop], labels[part.start : part.stop] = pictures, kinds
+            bar.update(len(part))
     return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), TRUNKS, name="elephants")

@@ -1,5 +1,7 @@
 """The drawn elephants: reproducible, of any size, and no two alike."""
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,18 @@ def test_a_picture_depends_on_seed_and_index_alone():
     assert torch.equal(few.images, many.images[:3]) and torch.equal(few.labels, many.labels[:3])
     assert np.array_equal(draw_elephant(7, 2, 32), few.images[2].numpy())
     assert not np.array_equal(draw_elephant(8, 2, 32), few.images[2].numpy())
+
+
+def test_processes_draw_the_same(monkeypatch):
+    module = importlib.import_module("diffusion.data.elephants")  # a function has its name
+    monkeypatch.setattr(module, "_PART", 5)
+    used = []
+    monkeypatch.setattr(module, "processors", lambda: used.append(1) or 2)
+    by_two = elephants(count=23, size=8)
+    monkeypatch.setattr(module, "processors", lambda: 1)
+    alone = elephants(count=23, size=8)
+    assert used and torch.equal(by_two.images, alone.images)
+    assert torch.equal(by_two.labels, alone.labels)
 
 
 def test_no_two_alike():
