@@ -8,6 +8,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..models.layers import Layer
 from .build import Plan, plan
 from .execute import launch_reference, run
 from .graph import PlanError, Value
@@ -76,7 +77,9 @@ class Accelerated(nn.Module):
         trains = gradients and any(p.requires_grad for p in self.module.parameters())
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         of_inputs = tuple(i for i, x in enumerate(tensors) if gradients and x.requires_grad)
-        made = plan(self.module, args, kwargs, trains=trains, of_inputs=of_inputs)
+        made = plan(
+            self.module, args, kwargs, trains=trains, of_inputs=of_inputs, tf32=self._tf32()
+        )
         device = next((x.device for x in (*tensors, *self.module.parameters())), None)
         constants = made.graph.constants
         made.graph.constants = {value: x.to(device) for value, x in constants.items()}
@@ -101,7 +104,15 @@ class Accelerated(nn.Module):
             for kind in sorted(kinds)
             if torch.is_autocast_enabled(kind)
         )
-        return described, str(spec), modules, parameters, autocast
+        return described, str(spec), modules, parameters, autocast, self._tf32()
+
+    def _tf32(self) -> tuple[bool, bool]:
+        """Whether convolutions, and other products, may be in TF32: as PyTorch has been told, and
+        the framework's layers."""
+        layers = all(m.backend.allow_tf32 for m in self.module.modules() if isinstance(m, Layer))
+        flags = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+        is_ours = any(isinstance(m, Layer) for m in self.module.modules())
+        return (layers, layers) if is_ours else flags
 
 
 def launcher(device: torch.device) -> Callable:

@@ -36,6 +36,7 @@ def plan(
     trains: bool = False,  # with gradients of the parameters that require one
     of_inputs: tuple[int, ...] = (),  # and of these inputs, counted among the tensors
     fuses: bool = True,  # False: every node as it was traced
+    tf32: tuple[bool, bool] = (True, True),  # may convolutions, may other products be in TF32
 ) -> Plan:
     """The plan of module(*args, **kwargs). PlanError: it has none, and why."""
     traced = trace(module, args, kwargs)
@@ -47,12 +48,15 @@ def plan(
     split_norms(graph)
     why = prepare(graph, "train" if wanted else "sample") if fuses else {}
     backward = differentiate(graph, list(wanted.values())) if wanted else None
-    for value, reasons in (fuse(graph, backward) if fuses else {}).items():
+    for value, reasons in (fuse(graph, backward, tf32[0]) if fuses else {}).items():
         why[value] = why.get(value, []) + reasons
     start = None if backward is None else backward.start
     grads = () if backward is None else tuple(backward.grads.values())
     given = () if backward is None else backward.seeds.values()
     graph.check_with(given)
+    for node in graph.nodes:
+        is_image = node.op.startswith("conv") or len(node.out.shape) == 4
+        node.tf32 = tf32[0] if is_image and not node.op.startswith("attention") else tf32[1]
     made = schedule(graph, start, grads)
     graph.nodes = made.nodes
     graph.rename()

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from .graph import Graph, Node, PlanError, Value
 
 GRADIENTS: dict[str, Callable] = {}
@@ -234,9 +236,14 @@ def _attention(d, node, dy):
     parts = {role: node.inputs[role] for role in roles}
     if not any(value in d.needed for value in parts.values()):
         return
+    first, heads = next(iter(parts.values())), node.attrs["heads"]
+    positions = math.prod(first.shape[1:-1])
+    exact = torch.float64 if first.dtype == torch.float64 else torch.float32
+    state = d.graph.value("attention.state", (first.shape[0], heads, positions), exact)
+    node.outputs["state"] = state
     grads = d.graph.node(
         "attention_grad",
-        {"dy": dy, "o": node.out, **parts},
+        {"dy": dy, "o": node.out, "state": state, **parts},
         {role: (value.shape, value.dtype) for role, value in parts.items()},
         node.source,
         node.out.layout,

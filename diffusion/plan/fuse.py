@@ -10,6 +10,8 @@ gives None.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from .canonical import once
 from .differentiate import Backward
 from .graph import Graph, Node, Value, numbered
@@ -28,12 +30,16 @@ class Fusing:
     """A graph that is being rewritten, and who makes and reads each value of it. Where a node is in
     the order does not matter: it is sorted afterwards."""
 
-    def __init__(self, graph: Graph, mode: str) -> None:
-        self.graph, self.mode = graph, mode
+    def __init__(self, graph: Graph, mode: str, tf32: bool = True) -> None:
+        self.graph, self.mode, self.tf32 = graph, mode, tf32
         self.producers = graph.producers()
         self.consumers = graph.consumers()
         self.gone: set[Node] = set()
         self.new: dict[Node, list[Node]] = {}  # by the node that they stand in front of
+
+    def is_exact(self, y: Value) -> bool:
+        """Whether the products of y are in float32, which the fused kernels do not have."""
+        return y.dtype == torch.float32 and not self.tf32
 
     def maker(self, value: Value | None, *ops: str) -> Node | None:
         """The node that makes a value, if it is one of these ops."""
@@ -211,6 +217,8 @@ def _fused_conv(f: Fusing, node: Node) -> Node | None:
     """The node, as a convolution with an epilogue, if its kernels have one."""
     if node.op == "conv_fused":
         return node
+    if f.is_exact(node.out):
+        return None
     if node.op == "conv":
         r, s = node.inputs["weight"].shape[2:]
         same = (r // 2, r // 2, s // 2, s // 2)
@@ -414,6 +422,8 @@ def _input_grad(f: Fusing, node: Node) -> Value | None:
     else:
         before = None
     grad = f.maker(da, "conv_dx", "linear_dx")
+    if f.is_exact(da):
+        return None
     alone = grad is not None and f.reader(da, "dropout" if before else "norm_act_grad")
     if not alone or len(da.shape) != 4 or grad.attrs.get("stride", (1, 1)) != (1, 1):
         return None
@@ -510,7 +520,7 @@ def _skip_dx(f: Fusing, node: Node) -> Value | None:
             linear = f.maker(node.inputs.get(role), "linear_dx")
             if place not in found and linear and f.reader(linear.out, "norm_dx") is node:
                 found[place] = role, linear
-    if len(found) < len(places) or "dy" in node.inputs:
+    if len(found) < len(places) or "dy" in node.inputs or f.is_exact(node.inputs["dz"]):
         return None
     linears = [linear for _, linear in found.values()]
     weight = _whole_weight(f, [linear.inputs["weight"] for linear in linears])
@@ -591,20 +601,21 @@ def prepare(graph: Graph, mode: str) -> dict[Value, list[str]]:
     return why
 
 
-def fuse(graph: Graph, backward: Backward | None) -> dict[Value, list[str]]:
-    """Apply the other rows, in place; why each value is made as it is."""
+def fuse(graph: Graph, backward: Backward | None, tf32: bool = True) -> dict[Value, list[str]]:
+    """Apply the other rows, in place; why each value is made as it is. Without `tf32` convolutions
+    of float32 are left to kernels that multiply in float32."""
     if backward is None:
-        return _apply(graph, FORWARD_ROWS, "sample")
+        return _apply(graph, FORWARD_ROWS, "sample", tf32)
     mode = "train"
     # each pass for itself: nothing of backward moves into forward
     nodes, outputs, constants = graph.nodes, graph.outputs, graph.constants
     forward, behind = nodes[: backward.start], nodes[backward.start :]
     read = {v for node in behind for v in node.inputs.values()}
     graph.nodes, graph.outputs = forward, [*outputs, *read]
-    why = _apply(graph, FORWARD_ROWS, mode)
+    why = _apply(graph, FORWARD_ROWS, mode, tf32)
     forward = graph.nodes
     graph.nodes, graph.outputs = behind, list(backward.grads.values())
-    why |= _apply(graph, BACKWARD_ROWS, mode, forward)
+    why |= _apply(graph, BACKWARD_ROWS, mode, tf32, forward)
     behind = graph.nodes
     graph.nodes, graph.outputs, graph.constants = [*forward, *behind], outputs, constants
     backward.start = len(forward)
@@ -612,13 +623,17 @@ def fuse(graph: Graph, backward: Backward | None) -> dict[Value, list[str]]:
 
 
 def _apply(
-    graph: Graph, rows: tuple[Row, ...], mode: str, before: list[Node] | None = None
+    graph: Graph,
+    rows: tuple[Row, ...],
+    mode: str,
+    tf32: bool = True,
+    before: list[Node] | None = None,
 ) -> dict[Value, list[str]]:
     why: dict[Value, list[str]] = {}
     for row in rows:
         if mode not in row.when:
             continue
-        f = Fusing(graph, mode)
+        f = Fusing(graph, mode, tf32)
         for node in before or ():
             for value in node.outputs.values():
                 f.producers.setdefault(value, node)

@@ -24,7 +24,7 @@ FORWARD = {
     "linear": "x [..., CI] weight [CO, CI]^T + bias: over images, a convolution with 1x1 filters",
     "group_norm": "act(((x - mean) rstd weight + bias) (1 + scale) + shift), x [N, ..., C]",
     "act": "activation(x)",
-    "attention": "softmax(q k^T scale) v a head: of qkv [N, ..., 3C] packed, or of q, k and v",
+    "attention": "softmax(q k^T scale) v of each head, of qkv [N, ..., 3C] or q, k, v; its state",
     "cat": "x0, x1, ... side by side along an axis",
     "add": "a + b, where b may have length 1 along axes of a",
     "mul": "a b, likewise",
@@ -133,6 +133,7 @@ class Node:
     outputs: dict[str, Value]
     attrs: dict[str, Any] = field(default_factory=dict)
     source: str = ""
+    tf32: bool = True  # whether it may multiply float32 in TF32
 
     @property
     def out(self) -> Value:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import triton_kernels
 from triton_kernels import fused_ops
-from triton_kernels.attention import attention_bwd_rows
+from triton_kernels.attention import attention_bwd_rows, attention_fwd
 
 from .execute import LAUNCHES, Inputs, filters, image, launch_reference, results
 from .graph import Node, Value
@@ -32,7 +32,9 @@ def on_gpu(op: str) -> Callable[[Callable], Callable]:
 
 
 def launch_kernels(node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
-    """On the Triton kernels."""
+    """On the Triton kernels; of float64 on PyTorch's."""
+    if any(value.dtype == torch.float64 for value in node.outputs.values()):
+        return launch_reference(node, values)
     inputs = {role: values[value] for role, value in node.inputs.items()}
     call = ON_GPU.get(node.op) or LAUNCHES[node.op]
     return results(node, call(fused_ops, node, inputs))
@@ -43,28 +45,31 @@ def launcher_of(kernels: ModuleType) -> Callable:
     return launch_kernels if kernels is fused_ops else partial(launch_reference, kernels=kernels)
 
 
-def _conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride=(1, 1), padding=(0,) * 4):
+def _conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride=(1, 1), padding=(0,) * 4, tf32=True
+) -> Tensor:
     """The public op, of any shape."""
     y0, y1, x0, x1 = padding
     if (y0, x0) != (y1, x1):
         x, y0, x0 = torch.nn.functional.pad(x, (0, 0, x0, x1, y0, y1)), 0, 0
     weight, bias = filters(weight), None if bias is None else bias.contiguous()
-    options = {"stride": stride[0], "padding": (y0, x0), "allow_tf32": True}
+    options = {"stride": stride[0], "padding": (y0, x0), "allow_tf32": tf32}
     return triton_kernels.conv2d(x.contiguous(), weight, bias, **options)
 
 
 @on_gpu("conv")
 def _conv(k, node, given):
-    return _conv2d(given["x"], given["weight"], given.get("bias"), **node.attrs)
+    bias = given.get("bias")
+    return _conv2d(given["x"], given["weight"], bias, **node.attrs, tf32=node.tf32)
 
 
 @on_gpu("linear")
 def _linear(k, node, given):
     x, weight = given["x"], given["weight"]
-    if x.ndim == 4:
+    if x.ndim == 4 and node.tf32:
         return k.conv_forward(x, filters(weight), _bias(given, weight))[0]
-    rows = x.reshape(1, 1, -1, x.shape[-1])
-    return _conv2d(rows, weight, given.get("bias")).view(node.out.shape)
+    rows = x if x.ndim == 4 else x.reshape(1, 1, -1, x.shape[-1])
+    return _conv2d(rows, weight, given.get("bias"), tf32=node.tf32).view(node.out.shape)
 
 
 def _bias(given: Inputs, weight: Tensor) -> Tensor:
@@ -122,7 +127,8 @@ def _attention(k, node, given):
     qkv, order = _packed(given), node.attrs.get("order", "qkv_heads")
     if not _plain_scale(node, qkv):
         return LAUNCHES["attention"](k, node, given)
-    return k.attention_forward(qkv, node.attrs["heads"], order)[0].view(node.out.shape)
+    o, lse = attention_fwd(qkv, node.attrs["heads"], order, allow_tf32=node.tf32)
+    return {"y": o.view(node.out.shape), "state": lse}
 
 
 def _packed(given: Inputs) -> Tensor:  # [N, T, 3C]
@@ -144,9 +150,9 @@ def _attention_grad(k, node, given):
     if not _plain_scale(node, qkv):
         return LAUNCHES["attention_grad"](k, node, given)
     heads = node.attrs["heads"]
-    o, lse = k.attention_forward(qkv, heads, order)  # again, for what it sums up to
-    dy = given["dy"].reshape(o.shape)
-    dqkv, _ = attention_bwd_rows(dy, qkv, o, lse, heads, order, True, None)
+    o = given["o"].reshape(*qkv.shape[:-1], -1)
+    dy, lse = given["dy"].reshape(o.shape), given["state"]
+    dqkv, _ = attention_bwd_rows(dy, qkv, o, lse, heads, order, node.tf32, None)
     if "qkv" in given:
         return {"qkv": dqkv.view(given["qkv"].shape)}
     parts = zip("qkv", dqkv.chunk(3, -1), strict=True)
@@ -156,22 +162,24 @@ def _attention_grad(k, node, given):
 # --- backward -------------------------------------------------------------------------------------
 
 
-def _same(node: Node) -> bool:
-    return node.attrs.get("stride", (1, 1)) == (1, 1)
+def _fused(node: Node) -> bool:
+    """Whether a gradient is one of the fused kernels', which have stride 1 and TF32."""
+    return node.attrs.get("stride", (1, 1)) == (1, 1) and node.tf32
 
 
 def _by_autograd(node: Node, x: Tensor, weight: Tensor, dy: Tensor, of_weight: bool) -> Tensor:
     """A gradient of the public op, of any shape."""
     with torch.enable_grad():
         leaf = (filters(weight) if of_weight else x).detach().requires_grad_()
-        y = _conv2d(*((x, leaf) if of_weight else (leaf, weight)), None, **node.attrs)
+        operands = (x, leaf) if of_weight else (leaf, weight)
+        y = _conv2d(*operands, None, **node.attrs, tf32=node.tf32)
     return torch.autograd.grad(y, leaf, dy.contiguous())[0]
 
 
 @on_gpu("conv_dx")
 def _conv_dx(k, node, given):
     dy, weight = given["dy"], given["weight"]
-    if _same(node):
+    if _fused(node):
         return k.conv_plain_input_grad(dy, filters(weight))
     x = torch.empty(node.out.shape, dtype=dy.dtype, device=dy.device)
     return _by_autograd(node, x, weight, dy, of_weight=False)
@@ -180,16 +188,16 @@ def _conv_dx(k, node, given):
 @on_gpu("linear_dx")
 def _linear_dx(k, node, given):
     dy, weight = given["dy"], given["weight"]
-    if dy.ndim == 4:
+    if dy.ndim == 4 and node.tf32:
         return k.conv_plain_input_grad(dy, filters(weight))
-    rows = dy.reshape(1, 1, -1, dy.shape[-1])
-    return _conv2d(rows, weight.T, None).view(node.out.shape)
+    rows = dy if dy.ndim == 4 else dy.reshape(1, 1, -1, dy.shape[-1])
+    return _conv2d(rows, weight.T, None, tf32=node.tf32).view(node.out.shape)
 
 
 def _weight_grad(k, node: Node, x: Tensor, dy: Tensor, shape: tuple[int, ...]) -> Tensor:
     co, ci, r, s = shape
     out = torch.empty((co, r, s, ci), dtype=torch.float32, device=x.device).permute(0, 3, 1, 2)
-    if _same(node):
+    if _fused(node):
         k.conv_weight_grad(x, dy, out)
         return out
     return _by_autograd(node, x, torch.zeros_like(out, dtype=x.dtype), dy, of_weight=True)

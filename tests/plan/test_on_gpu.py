@@ -35,8 +35,11 @@ class Block(nn.Module):
         return self.down(self.wide(h, emb, rng).permute(0, 3, 1, 2))
 
 
+@pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("channels", [16, 6])
-def test_same_results_and_gradients(channels, device, monkeypatch):
+def test_same_results_and_gradients(channels, tf32, device, monkeypatch):
+    """In TF32 by the fused kernels, in float32 by those that multiply in it."""
+    monkeypatch.setattr(Accelerated, "_tf32", lambda self: (tf32, tf32))
     module = Block(channels).to(device)
     x = torch.randn(1, 3, 4, 8, device=device)
     emb, rng = torch.randn(1, 8, device=device), torch.tensor([3, 4], device=device)
@@ -51,4 +54,21 @@ def test_same_results_and_gradients(channels, device, monkeypatch):
         dy = torch.ones_like(y) + y.detach()
         found.append((y.detach(), *torch.autograd.grad(y, parameters, dy)))
     for a, b in zip(*reversed(found), strict=True):
-        assert (a - b).abs().max() <= 2e-3 * b.abs().max().clamp(min=1)  # on a GPU TF32
+        assert (a - b).abs().max() <= (2e-3 if tf32 else 2e-5) * b.abs().max().clamp(min=1)
+
+
+def test_float32_is_multiplied_as_pytorch_is_told(monkeypatch):
+    """A module of PyTorch's: convolutions in TF32 by its default, linear layers in float32. Layers
+    of the framework say themselves."""
+    module, x = (
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8)),
+        torch.ones(1, 3, 4, 4),
+    )
+    fast, ops = Accelerated(module), []
+    for allowed in (True, False):
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+        made, *_ = fast.plan_of((x,), {})
+        ops.append([node.op for node in made.graph.nodes if node.op.startswith("conv")][0])
+        assert all(node.tf32 == allowed for node in made.graph.nodes if len(node.out.shape) == 4)
+    assert ops == ["conv_fused", "conv"]
+    assert Accelerated(Block(16))._tf32() == (False, False)
