@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from .differentiate import Backward, differentiate
-from .fuse import fuse, prepare
+from .fuse.rows import fuse, prepare
 from .graph import Graph, Value
 from .norms import split_norms
 from .schedule import Schedule, schedule

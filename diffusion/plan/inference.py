@@ -20,9 +20,10 @@ from ..models.unet import UNet
 from ..process.objective import Denoiser
 from ..sampling.serialize import turn
 from .build import Plan
+from .calls.table import filters
 from .embedding import TOGETHER, EmbeddingLayers, projection_columns
-from .execute import filters, run
-from .fuse import fuse, prepare
+from .execute import run
+from .fuse.rows import fuse, prepare
 from .graph import Graph, Node, Value
 from .join.rules import join
 from .norms import split_norms

@@ -16,7 +16,8 @@ import triton_kernels
 from triton_kernels import fused_ops
 from triton_kernels.attention import attention_bwd_rows, attention_fwd
 
-from .execute import LAUNCHES, Inputs, filters, image, launch_reference, results
+from .calls.table import LAUNCHES, Inputs, filters, image
+from .execute import launch_reference, results
 from .graph import Node, Value
 
 ON_GPU: dict[str, Callable[[ModuleType, Node, Inputs], Any]] = {}

@@ -22,7 +22,9 @@ from triton_kernels import reference
 from ..models.layers import Layer
 from .canonical import canonicalise
 from .graph import Graph, PlanError
-from .lower import ARITHMETIC, LOWERINGS, Lowering, arithmetic
+from .lower import layers, shapes  # noqa: F401  they fill the table
+from .lower.arithmetic import ARITHMETIC, arithmetic
+from .lower.table import LOWERINGS, Lowering
 from .views import whole
 
 
@@ -79,14 +81,14 @@ def _plain_layers(module: nn.Module) -> Iterator[None]:
     ops = SimpleNamespace(**{k: v for k, v in vars(reference).items() if callable(v)})
     # draws of dropout are an op of their own
     ops.group_norm, ops.dropout = _group_norm, _dropout
-    layers = [layer for layer in module.modules() if isinstance(layer, Layer)]
-    backends = [layer.backend for layer in layers]
-    for layer, backend in zip(layers, backends, strict=True):
+    ours = [layer for layer in module.modules() if isinstance(layer, Layer)]
+    backends = [layer.backend for layer in ours]
+    for layer, backend in zip(ours, backends, strict=True):
         layer.backend = replace(backend, name="torch", ops=ops)
     try:
         yield
     finally:
-        for layer, backend in zip(layers, backends, strict=True):
+        for layer, backend in zip(ours, backends, strict=True):
             layer.backend = backend
 
 

@@ -8,7 +8,9 @@ from torch import nn
 from diffusion import accelerate
 from diffusion.models.blocks import AttentionBlock, ResBlock
 from diffusion.plan.build import plan
-from diffusion.plan.fuse import BACKWARD_ROWS, FORWARD_ROWS, PREPARING
+from diffusion.plan.fuse.backward import BACKWARD_ROWS
+from diffusion.plan.fuse.forward import FORWARD_ROWS
+from diffusion.plan.fuse.preparing import PREPARING
 from diffusion.runtime.backend import TORCH_FP32
 from tests.diffusion.diffusers_models import ours
 from tests.plan.compare import in_float64

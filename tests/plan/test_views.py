@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from diffusion.plan.execute import run
 from diffusion.plan.graph import Graph
-from diffusion.plan.lower import LOWERINGS, Lowering
+from diffusion.plan.lower.table import LOWERINGS, Lowering
 from diffusion.plan.views import whole
 
 SIZES = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4)

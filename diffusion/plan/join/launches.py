@@ -7,7 +7,7 @@ from triton_kernels.conv.conv_norm import NextNorm
 from triton_kernels.conv.plain.split_k import SplitConv
 from triton_kernels.conv.upsampled import UpsampledFilters
 
-from ..execute import Inputs, filters, launches, many
+from ..calls.table import Inputs, filters, launches, many
 
 
 def _bias(given: Inputs) -> Tensor:

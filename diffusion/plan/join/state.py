@@ -6,8 +6,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from ..calls.table import as_filters
 from ..dry_run import DryRun
-from ..execute import as_filters
 from ..graph import Graph, Node, Value
 from ..on_gpu import launcher_of
 

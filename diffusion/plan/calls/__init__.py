@@ -1,0 +1,1 @@
+"""What each node calls of a module of kernels: see `table`."""

@@ -1,0 +1,98 @@
+"""Calls of the backward pass."""
+
+import torch
+from torch import Tensor
+
+from triton_kernels.reference import ACTIVATION_FUNCTIONS
+
+from ..lower.table import call_arguments
+from .forward import attend, convolve
+from .table import launches, many
+
+
+def _grads(outputs: Tensor, inputs: list[Tensor], dy: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(outputs, inputs, dy)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()
+
+
+@launches("conv_dx")
+def _conv_dx(k, node, given):
+    dy, weight = given["dy"], given["weight"]
+    with torch.enable_grad():
+        x = dy.new_zeros(node.out.shape).requires_grad_()
+        y = convolve(x, weight.detach(), None, **node.attrs)
+    return _grads(y, [x], dy)[0].contiguous()
+
+
+@launches("conv_dw")
+def _conv_dw(k, node, given):
+    with torch.enable_grad():
+        weight = given["x"].new_zeros(node.out.shape).requires_grad_()
+        y = convolve(given["x"].detach(), weight, None, **node.attrs)
+    return _grads(y, [weight], given["dy"])[0]
+
+
+@launches("linear_dx")
+def _linear_dx(k, node, given):
+    return given["dy"] @ given["weight"]
+
+
+@launches("linear_dw")
+def _linear_dw(k, node, given):
+    x, dy = given["x"], given["dy"]
+    return dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+
+
+@launches("act_grad")
+def _act_grad(k, node, given):
+    with torch.enable_grad():
+        x = _leaf(given["x"])
+        y = ACTIVATION_FUNCTIONS[node.attrs["activation"]](x)
+    return _grads(y, [x], given["dy"])[0]
+
+
+@launches("attention_grad")
+def _attention_grad(k, node, given):
+    roles = ["qkv"] if "qkv" in given else ["q", "k", "v"]
+    with torch.enable_grad():
+        leaves = {role: _leaf(given[role]) for role in roles}
+        o = attend(leaves, **node.attrs)
+    grads = _grads(o, list(leaves.values()), given["dy"])
+    return dict(zip(roles, grads, strict=True))
+
+
+@launches("sum")
+def _sum(k, node, given):
+    return given["x"].sum(node.attrs["axes"]).reshape(node.out.shape)
+
+
+@launches("embedding_grad")
+def _embedding_grad(k, node, given):
+    dy, index = given["dy"], given["index"]
+    out = dy.new_zeros(node.out.shape)
+    return out.index_add_(0, index.reshape(-1), dy.reshape(-1, dy.shape[-1]))
+
+
+@launches("layout_grad")
+def _layout_grad(k, node, given):
+    pieces = node.attrs["pieces"]
+    dy = given["dy"].reshape([n for n, _ in pieces])
+    repeated = [i for i, (_, step) in enumerate(pieces) if step == 0]
+    dy = dy.sum(repeated, keepdim=True) if repeated else dy
+    out = dy.new_zeros(node.out.shape)
+    sizes = [n if step else 1 for n, step in pieces]
+    out.as_strided(sizes, [s for _, s in pieces], node.attrs["offset"]).copy_(dy)
+    return out
+
+
+@launches("arith_grad")
+def _arith_grad(k, node, given):
+    a = node.attrs
+    tensors = many(given, "x")
+    with torch.enable_grad():
+        tensors[a["of"]] = x = _leaf(tensors[a["of"]])
+        y = a["target"](*call_arguments(a["arguments"], tensors), **a["options"])
+    return _grads(y, [x], given["dy"])[0]

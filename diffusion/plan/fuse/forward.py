@@ -1,0 +1,217 @@
+"""Rows of the forward pass: epilogues of convolutions, and norms."""
+
+from ..graph import Node, Value
+from .rewrite import Fusing, Row
+
+
+def _fused_conv(f: Fusing, node: Node) -> Node | None:
+    """The node, as a convolution with an epilogue, if its kernels have one."""
+    if node.op == "conv_fused":
+        return node
+    if f.is_exact(node.out):
+        return None
+    if node.op == "conv":
+        r, s = node.inputs["weight"].shape[2:]
+        same = (r // 2, r // 2, s // 2, s // 2)
+        if node.attrs["stride"] != (1, 1) or node.attrs["padding"] != same or not r % 2 * s % 2:
+            return None
+    elif node.op != "linear" or len(node.out.shape) != 4:
+        return None
+    return node
+
+
+def _becomes_fused(node: Node) -> None:
+    if node.op == "conv_fused":
+        return
+    attrs = dict(node.attrs) if node.op == "conv" else {"stride": (1, 1), "padding": (0,) * 4}
+    node.op, node.attrs = "conv_fused", attrs
+
+
+def _epilogue_add(f: Fusing, node: Node) -> Value | None:
+    """conv + b, where b is of the embedding, another tensor, or a 1x1 convolution of one"""
+    a, b = node.inputs["a"], node.inputs["b"]
+    if a is b or a.dtype != b.dtype or node.out.dtype != a.dtype:
+        return None
+    for y, other in ((a, b), (b, a)):
+        conv = f.maker(y, "conv", "linear", "conv_fused")
+        if conv is None or f.reader(y, "add") is None or _fused_conv(f, conv) is None:
+            continue
+        if y.shape != node.out.shape or "partials" in conv.outputs:
+            continue
+        small = conv.op == "linear"
+        partner = f.maker(other, "conv", "conv_fused")
+        if small and partner is not None and _fused_conv(f, partner) and f.reader(other, "add"):
+            continue  # the larger one takes the smaller
+        if other.shape == node.out.shape:
+            if not _take_term(f, node, conv, other):
+                continue
+        elif (emb := _embedding_of(f, node, other)) is not None and "emb" not in conv.inputs:
+            f.give(conv, "emb", emb)
+        else:
+            continue
+        _becomes_fused(conv)
+        f.producers.pop(y)
+        conv.outputs["y"] = node.out
+        f.take(conv, node)
+        return node.out
+    return None
+
+
+def _take_term(f: Fusing, node: Node, conv: Node, other: Value) -> bool:
+    """Add `other` in the epilogue: as 1x1 terms where it is that, or as it is."""
+    linear = f.maker(other, "linear")
+    alone = linear is not None and f.reader(other, "add") is node
+    if alone and len(linear.out.shape) == 4 and len(conv.many("extra")) < 2:
+        if "bias" in linear.inputs and "extra_bias" in conv.inputs:
+            return False
+        number = len(conv.many("extra"))
+        if "bias" in linear.inputs:
+            f.give(conv, "extra_bias", linear.inputs["bias"])
+        f.give(conv, f"extra{number}", linear.inputs["x"])
+        f.give(conv, f"columns{number}", linear.inputs["weight"])
+        f.take(conv, linear)
+        return True
+    if "residual" in conv.inputs:
+        return False
+    f.give(conv, "residual", other)
+    return True
+
+
+def _embedding_of(f: Fusing, node: Node, value: Value) -> Value | None:
+    """emb [N, C] of a summand [N, 1, 1, C], or None."""
+    n, c = node.out.shape[0], node.out.shape[-1]
+    reshape = f.maker(value, "reshape")
+    if reshape is None or value.shape != (n, 1, 1, c) or reshape.inputs["x"].shape != (n, c):
+        return None
+    cast = f.maker(reshape.inputs["x"], "cast")  # which the epilogue spares: it adds in float32
+    return reshape.inputs["x"] if cast is None else cast.inputs["x"]
+
+
+_FEW = 16  # channels; fewer of them, whose pixels TMA cannot address, are padded
+
+
+def _few_inputs(f: Fusing, node: Node) -> Value | None:
+    """A convolution of an image with three channels reads one with 16"""
+    x, weight = node.inputs["x"], node.inputs["weight"]
+    if not _is_few(x, x.shape[3]) or _fused_conv(f, node) is None:
+        return None
+    cast = f.maker(x, "cast")
+    source = x if cast is None else cast.inputs["x"]
+    spec = {"y": ((*x.shape[:3], _FEW), x.dtype)}
+    wide = f.insert(node, "pad_channels", {"x": source}, spec, layout=x.layout, width=_FEW)
+    pads = ((0, 0), (0, _FEW - x.shape[3]), (0, 0), (0, 0))
+    spec = {"y": ((weight.shape[0], _FEW, *weight.shape[2:]), weight.dtype)}
+    filters = f.insert(node, "pad", {"x": weight}, spec, pads=pads)
+    for role, value in (("x", wide.out), ("weight", filters.out)):
+        f.forget(node, role)
+        f.give(node, role, value)
+    return node.out
+
+
+def _few_outputs(f: Fusing, node: Node) -> Value | None:
+    """A convolution to three channels writes 16, of which the others are zeros"""
+    y = node.out
+    if not _is_few(y, y.shape[3]) or _fused_conv(f, node) is None:
+        return None
+    readers = [r for r in f.consumers.get(y, ()) if r is not None]
+    if any(r.op not in ("cast", "layout") for r in readers):
+        return None  # others want pixels side by side
+    wide = f.graph.value(f"{y.name}.wide", (*y.shape[:3], _FEW), y.dtype, layout=y.layout)
+    columns = f.graph.node(
+        "columns", {"x": wide}, {"y": (y.shape, y.dtype)}, node.source, start=0, stop=y.shape[3]
+    )
+    columns.outputs = {"y": y}
+    f.new.setdefault(node, []).append(f.graph.nodes.pop())
+    node.outputs = {"y": wide}
+    _becomes_fused(node)
+    node.attrs["width"] = _FEW
+    f.take(node)
+    f.take(columns)
+    return wide
+
+
+def _is_few(value: Value, channels: int) -> bool:
+    size = value.dtype.itemsize
+    return size <= 4 and channels < _FEW and channels * size % 16 != 0
+
+
+def _terms_together(f: Fusing, node: Node) -> Value | None:
+    """(x1 W1 + x2 W2) + conv -> conv + (x1 W1 + x2 W2), one term after the other"""
+    a, b = node.inputs["a"], node.inputs["b"]
+    for sum_, other in ((a, b), (b, a)):
+        inner = f.maker(sum_, "add")
+        if inner is None or f.reader(sum_, "add") is not node or sum_.shape != other.shape:
+            continue
+        terms = [f.maker(v, "linear") for v in inner.inputs.values()]
+        conv = f.maker(other, "conv", "conv_fused")
+        if None in terms or conv is None or _fused_conv(f, conv) is None:
+            continue
+        left, right = inner.inputs["a"], inner.inputs["b"]
+        for each in (inner, node):
+            for role in ("a", "b"):
+                f.forget(each, role)
+        for each, role, value in (
+            *((inner, "a", other), (inner, "b", left)),
+            *((node, "a", sum_), (node, "b", right)),
+        ):
+            f.give(each, role, value)
+        return node.out
+    return None
+
+
+def _partials(f: Fusing, node: Node) -> Value | None:
+    """The sums of a convolution's result, taken while it is written"""
+    conv = f.maker(node.inputs["x"], "conv", "linear", "conv_fused")
+    if conv is None or _fused_conv(f, conv) is None or "partials" in conv.outputs:
+        return None
+    _becomes_fused(conv)
+    conv.outputs["partials"] = node.out
+    f.take(conv, node)
+    return conv.out
+
+
+def _dropped_pass(f: Fusing, node: Node) -> Value | None:
+    """dropout in the pass of the norm before it"""
+    norm = f.maker(node.inputs["x"], "norm_apply")
+    if norm is None or "rng" not in node.inputs or f.reader(norm.out, "dropout") is not node:
+        return None
+    if "rng" in norm.inputs or node.out.shape[-1] % 4:  # a draw is of four channels
+        return None
+    f.give(norm, "rng", node.inputs["rng"])
+    norm.attrs |= node.attrs
+    f.producers.pop(norm.out)
+    norm.outputs = {"y": node.out}
+    f.take(norm, node)
+    return node.out
+
+
+def _table_and_pass(f: Fusing, node: Node) -> Value | None:
+    """The table of a norm is made by the launch that applies it"""
+    table = f.maker(node.inputs["table"], "norm_table")
+    if table is None or table.out.shape[0] != node.out.shape[0]:
+        return None
+    f.forget(node, "table")
+    for role, value in table.inputs.items():
+        f.give(node, role, value)
+    node.op = "norm"
+    node.attrs |= table.attrs
+    node.outputs["table"] = table.out
+    f.take(node, table)
+    return node.out
+
+
+FORWARD_ROWS = (
+    Row("few channels of an image padded", ("conv",), _few_inputs, "unmeasured", ("sample",)),
+    Row("few channels of a result padded", ("conv",), _few_outputs, "unmeasured", ("sample",)),
+    Row("1x1 terms one after the other", ("add",), _terms_together, "see the next"),
+    Row(
+        "embedding, residual and 1x1 skip in the epilogue", ("add",), _epilogue_add,
+        "unmeasured alone",
+    ),
+    Row("sums in the epilogue", ("moments",), _partials, "unmeasured"),
+    Row("dropout in the norm's pass", ("dropout",), _dropped_pass, "unmeasured", ("train",)),
+    Row(
+        "table and pass of a norm in one launch", ("norm_apply",), _table_and_pass,
+        "2.0 % of a step of 32 images, none of 128",
+    ),
+)  # fmt: skip

@@ -1,0 +1,115 @@
+"""Rows that change what the network is made of, before it is differentiated."""
+
+from ..graph import Node, Value, numbered
+from .rewrite import Fusing, Row
+
+
+def _packed_qkv(f: Fusing, node: Node) -> Value | None:
+    """attention(x Wq, x Wk, x Wv) -> attention(x [Wq, Wk, Wv])"""
+    if "qkv" in node.inputs:
+        return None
+    makers = [f.maker(node.inputs[role], "linear") for role in "qkv"]
+    if None in makers or len({m.inputs["x"] for m in makers}) > 1:
+        return None
+    if any(f.reader(m.out, "attention") is None for m in makers):
+        return None
+    if len({"bias" in m.inputs for m in makers}) > 1:
+        return None
+    x, first = makers[0].inputs["x"], makers[0]
+    weights = [m.inputs["weight"] for m in makers]
+    c3, ci = sum(w.shape[0] for w in weights), weights[0].shape[1]
+    inputs = {"x": x, "weight": _stacked(f, first, weights, (c3, ci))}
+    if "bias" in first.inputs:
+        inputs["bias"] = _stacked(f, first, [m.inputs["bias"] for m in makers], (c3,))
+    out = node.inputs["q"]
+    shape = *out.shape[:-1], c3
+    outputs = {"y": (shape, out.dtype)}
+    qkv = f.insert(first, "linear", inputs, outputs, layout=out.layout).out
+    for role in "qkv":
+        f.forget(node, role)
+    f.take(node, *makers)
+    f.give(node, "qkv", qkv)
+    node.attrs["order"] = "qkv_heads"
+    return node.out
+
+
+def _stacked(f: Fusing, before: Node, parts: list[Value], shape: tuple[int, ...]) -> Value:
+    inputs, outputs = numbered("x", parts), {"y": (shape, parts[0].dtype)}
+    return f.insert(before, "cat", inputs, outputs, axis=0).out
+
+
+def _halves(f: Fusing, value: Value) -> list[Value] | None:
+    """The two tensors of which a value is the concatenation along its channels, or None."""
+    cat = f.maker(value, "cat")
+    if cat is None or len(value.shape) != 4 or cat.attrs["axis"] != 3:
+        return None
+    parts = cat.many("x")
+    return parts if len(parts) == 2 else None
+
+
+def _norm_of_concat(f: Fusing, node: Node) -> Value | None:
+    """norm(cat(x1, x2)): the table from the sums of both, the pass over both"""
+    if len(node.many("x")) > 1 or (parts := _halves(f, node.inputs["x0"])) is None:
+        return None
+    table = f.maker(node.inputs["table"], "norm_table")
+    moments = f.maker(table.inputs["partials0"], "moments")
+    n, k, two, _ = moments.out.shape
+    for i, part in enumerate(parts):
+        spec = {"y": ((n, k, two, part.shape[3]), moments.out.dtype)}
+        made = f.insert(moments, "moments", {"x": part}, spec)
+        if i == 0:
+            f.forget(table, "partials0")
+        f.give(table, f"partials{i}", made.out)
+    table.attrs["pixels"] *= 2
+    f.forget(node, "x0")
+    for i, part in enumerate(parts):
+        f.give(node, f"x{i}", part)
+    return node.out
+
+
+def _pointwise_of_concat(f: Fusing, node: Node) -> Value | None:
+    """cat(x1, x2) W -> x1 W1 + x2 W2"""
+    parts = _halves(f, node.inputs["x"])
+    if parts is None:
+        return None
+    weight, y, start, terms = node.inputs["weight"], node.out, 0, []
+    for part in parts:
+        stop = start + part.shape[3]
+        spec = {"y": ((weight.shape[0], stop - start), weight.dtype)}
+        ends = {"axis": 1, "start": start, "stop": stop}
+        columns = f.insert(node, "slice", {"x": weight}, spec, **ends).out
+        inputs = {"x": part, "weight": columns}
+        if start == 0 and "bias" in node.inputs:
+            inputs["bias"] = node.inputs["bias"]
+        made = f.insert(node, "linear", inputs, {"y": (y.shape, y.dtype)}, layout=y.layout)
+        terms.append(made.out)
+        start = stop
+    total = f.insert(node, "add", {"a": terms[0], "b": terms[1]}, {"y": (y.shape, y.dtype)})
+    f.producers.pop(total.out)
+    total.outputs = {"y": y}
+    f.take(total, node)
+    return y
+
+
+def _moments_of_upsampled(f: Fusing, node: Node) -> Value | None:
+    """What is upsampled has the mean and the variance of what it was made of"""
+    up = f.maker(node.inputs["x"], "upsample")
+    table = f.reader(node.out, "norm_table")
+    if up is None or table is None:
+        return None
+    small = up.inputs["x"]
+    at = table.many("partials").index(node.out)
+    pixels = list(table.attrs["pixels"])
+    pixels[at] = small.shape[1] * small.shape[2]
+    table.attrs["pixels"] = tuple(pixels)
+    f.forget(node, "x")
+    f.give(node, "x", small)
+    return node.out
+
+
+PREPARING = (
+    Row("q, k and v are one product", ("attention",), _packed_qkv, "unmeasured"),
+    Row("a norm reads the halves of a concat", ("norm_apply",), _norm_of_concat, "unmeasured"),
+    Row("1x1 filters read the halves of a concat", ("linear",), _pointwise_of_concat, "unmeasured"),
+    Row("sums before upsampling", ("moments",), _moments_of_upsampled, "unmeasured"),
+)  # fmt: skip

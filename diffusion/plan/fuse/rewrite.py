@@ -1,0 +1,87 @@
+"""A row of the table, and the graph that it rewrites."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..graph import Graph, Node, Value
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    root: tuple[str, ...]  # ops where the pattern begins
+    rewrite: Callable[["Fusing", Node], Value | None]
+    earns: str  # the figure, measured on an H200 in bf16, or "unmeasured"
+    when: tuple[str, ...] = ("train", "sample")
+
+
+class Fusing:
+    """A graph that is being rewritten, and who makes and reads each value of it. Where a node is in
+    the order does not matter: it is sorted afterwards."""
+
+    def __init__(self, graph: Graph, mode: str, tf32: bool = True) -> None:
+        self.graph, self.mode, self.tf32 = graph, mode, tf32
+        self.producers = graph.producers()
+        self.consumers = graph.consumers()
+        self.gone: set[Node] = set()
+        self.new: dict[Node, list[Node]] = {}  # by the node that they stand in front of
+
+    def is_exact(self, y: Value) -> bool:
+        """Whether the products of y are in float32, which the fused kernels do not have."""
+        return y.dtype == torch.float32 and not self.tf32
+
+    def maker(self, value: Value | None, *ops: str) -> Node | None:
+        """The node that makes a value, if it is one of these ops."""
+        node = self.producers.get(value)
+        return node if node is not None and node.op in ops else None
+
+    def reader(self, value: Value, *ops: str) -> Node | None:
+        """The only node that reads a value, if it is one of these ops."""
+        readers = [r for r in self.consumers.get(value, []) if r not in self.gone]
+        alone = len(readers) == 1 and readers[0] is not None
+        return readers[0] if alone and readers[0].op in ops else None
+
+    def take(self, node: Node, *ended: Node) -> None:
+        """Forget nodes whose work `node` does now."""
+        for other in ended:
+            self.gone.add(other)
+            for value in set(other.inputs.values()):
+                if other in self.consumers[value]:
+                    self.consumers[value].remove(other)
+        for value in node.outputs.values():
+            self.producers[value] = node
+        self.connect(node)
+
+    def connect(self, node: Node) -> None:
+        for value in set(node.inputs.values()):
+            readers = self.consumers.setdefault(value, [])
+            if node not in readers:
+                readers.append(node)
+
+    def give(self, node: Node, role: str, value: Value) -> None:
+        """Another input of a node."""
+        node.inputs[role] = value
+        self.connect(node)
+
+    def forget(self, node: Node, role: str) -> None:
+        value = node.inputs.pop(role)
+        if value not in node.inputs.values():
+            self.consumers[value].remove(node)
+
+    def insert(self, before: Node, op: str, inputs: dict, outputs: dict, **attrs) -> Node:
+        """A new node in front of another."""
+        layout = attrs.pop("layout", "")
+        node = self.graph.node(op, inputs, outputs, before.source, layout, **attrs)
+        self.graph.nodes.pop()
+        self.new.setdefault(before, []).append(node)
+        self.take(node)
+        return node
+
+    def done(self) -> None:
+        nodes = []
+        for node in self.graph.nodes:
+            nodes += [n for n in self.new.get(node, []) if n not in self.gone]
+            nodes += [] if node in self.gone else [node]
+        self.graph.nodes = nodes

@@ -1,0 +1,72 @@
+"""What is computed in one launch, as a table of rewrites, decided before anything runs.
+
+A row has a root op, a guard, a rewrite and the figure that earns it. `prepare` applies the rows
+that change what the network is made of, before it is differentiated, so that backward follows from
+them; `fuse` those that join a node to its neighbours. A rewrite looks at its root and either
+changes the graph and names the value that is made in another way now, or leaves everything and
+gives None.
+"""
+
+from ..canonical import once
+from ..differentiate import Backward
+from ..graph import Graph, Node, Value
+from .backward import BACKWARD_ROWS
+from .forward import FORWARD_ROWS
+from .preparing import PREPARING
+from .rewrite import Fusing, Row
+
+
+def prepare(graph: Graph, mode: str) -> dict[Value, list[str]]:
+    """Apply the rows of `PREPARING`, in place; why each value is made as it is."""
+    why = _apply(graph, PREPARING, mode)
+    once(graph)  # the sums of a tensor serve every norm that reads it
+    graph.prune()
+    return why
+
+
+def fuse(graph: Graph, backward: Backward | None, tf32: bool = True) -> dict[Value, list[str]]:
+    """Apply the other rows, in place; why each value is made as it is. Without `tf32` convolutions
+    of float32 are left to kernels that multiply in float32."""
+    if backward is None:
+        return _apply(graph, FORWARD_ROWS, "sample", tf32)
+    mode = "train"
+    # each pass for itself: nothing of backward moves into forward
+    nodes, outputs, constants = graph.nodes, graph.outputs, graph.constants
+    forward, behind = nodes[: backward.start], nodes[backward.start :]
+    read = {v for node in behind for v in node.inputs.values()}
+    graph.nodes, graph.outputs = forward, [*outputs, *read]
+    why = _apply(graph, FORWARD_ROWS, mode, tf32)
+    forward = graph.nodes
+    graph.nodes, graph.outputs = behind, list(backward.grads.values())
+    why |= _apply(graph, BACKWARD_ROWS, mode, tf32, forward)
+    behind = graph.nodes
+    graph.nodes, graph.outputs, graph.constants = [*forward, *behind], outputs, constants
+    backward.start = len(forward)
+    return why
+
+
+def _apply(
+    graph: Graph,
+    rows: tuple[Row, ...],
+    mode: str,
+    tf32: bool = True,
+    before: list[Node] | None = None,
+) -> dict[Value, list[str]]:
+    why: dict[Value, list[str]] = {}
+    for row in rows:
+        if mode not in row.when:
+            continue
+        f = Fusing(graph, mode, tf32)
+        for node in before or ():
+            for value in node.outputs.values():
+                f.producers.setdefault(value, node)
+        for node in list(graph.nodes):
+            if node in f.gone or node.op not in row.root:
+                continue
+            value = row.rewrite(f, node)
+            if value is not None:
+                why.setdefault(value, []).append(f"{row.name} ({row.earns})")
+        f.done()
+        graph.sort()
+        graph.prune()
+    return why

@@ -1,0 +1,1 @@
+"""What PyTorch's ops are in the graph: see `table`."""

@@ -1,0 +1,137 @@
+"""Sums and products of tensors, and the small functions that a plan leaves to PyTorch."""
+
+from typing import Any
+
+import torch
+
+from ..graph import Value, numbered
+from ..views import View, whole
+from .shapes import to
+from .table import Lowering, call_arguments, each, lowers
+
+# Small functions that a plan leaves to PyTorch: what is computed of timesteps and labels
+ARITHMETIC = frozenset(
+    """
+    abs arange bitwise_and bitwise_or bitwise_xor bitwise_not __and__ __or__ __xor__ __lshift__
+    __rshift__ ceil clamp cos cumsum div eq exp floor floor_divide full full_like gather ge gt
+    index index_select le log logical_and logical_not logical_or lt masked_fill maximum minimum mul
+    add sub rsub ne neg new_zeros new_ones new_full ones ones_like one_hot pow reciprocal remainder
+    rsqrt scalar_tensor sigmoid sign sin sqrt tanh where zeros zeros_like bitwise_left_shift
+    bitwise_right_shift outer
+    """.split()
+)
+
+
+@lowers("add", "sub", "rsub", "mul", "div", "neg")
+def _arithmetic(low, a, b=-1, *, alpha=1, rounding_mode=None):
+    name = low.name.split(".")[-1]
+    dtype = low.meta.dtype
+    tensors = [v.value for v in (a, b) if isinstance(v, View)]
+    fixed = all(value in low.graph.constants for value in tensors)
+    if fixed or not dtype.is_floating_point or rounding_mode is not None:
+        options = {"alpha": alpha} if name in ("add", "sub", "rsub") and alpha != 1 else {}
+        options |= {} if rounding_mode is None else {"rounding_mode": rounding_mode}
+        return arithmetic(low, a, *(() if name == "neg" else (b,)), **options)
+    name = "mul" if name == "neg" else name
+    if name == "rsub":
+        a, b, name = b, a, "sub"
+    if not isinstance(a, View) and name in ("add", "mul"):
+        a, b = b, a
+    if isinstance(a, View) and isinstance(b, View):
+        if name == "div":
+            b, name = _power(low, b, -1), "mul"
+        if name == "sub":
+            b, alpha = b, -alpha
+        if alpha != 1:
+            b = _affine(low, b, alpha, 0)
+        return _two(low, "mul" if name == "mul" else "add", a, b, dtype)
+    if isinstance(a, View):
+        b = b * alpha if name in ("add", "sub") else b
+        scale, offset = {
+            "add": (1, b),
+            "sub": (1, -b),
+            "mul": (b, 0),
+            "div": (1 / b if b else 0, 0),
+        }[name]
+        return _affine(low, a, scale, offset)
+    if name == "sub":  # a number less a tensor
+        return _affine(low, b, -alpha, a)
+    return _affine(low, _power(low, b, -1), a, 0)
+
+
+def _affine(low: Lowering, x: View, scale: float, offset: float) -> View:
+    x = to(low, x)
+    if (scale, offset) == (1, 0):
+        return x
+    return each(low, "affine", x, scale=scale, offset=offset)
+
+
+def _power(low: Lowering, x: View, exponent: float) -> View:
+    x = to(low, x)
+    y = low.make(
+        "arith",
+        {"x0": x.value},
+        x.value.shape,
+        x.value.dtype,
+        target=torch.ops.aten.pow.Tensor_Scalar,
+        arguments=(0, ("number", exponent)),
+        options={},
+    )
+    return View(y, x.dims, x.offset)
+
+
+def _two(low: Lowering, op: str, a: View, b: View, dtype: torch.dtype) -> View:
+    shape = tuple(low.meta.shape)
+    a, b = ((_pointless(v, shape)) for v in (a, b))
+    if a.shape != shape or any(step == 0 for _, step in a.pieces):
+        if b.shape == shape and all(step for _, step in b.pieces):
+            a, b = b, a
+        else:
+            a = whole(low.gather(a.expand(shape)))
+    a, other = low.views.together(a, b, low.source)
+    inputs = {"a": low.cast(a.value, dtype), "b": low.cast(other, dtype)}
+    y = low.make(op, inputs, a.value.shape, dtype, layout=a.value.layout)
+    return View(y, a.dims)
+
+
+def _pointless(x: View, shape: tuple[int, ...]) -> View:
+    """With as many dimensions as the result, and no steps of zero."""
+    dims = ((),) * (len(shape) - len(x.dims)) + x.dims
+    dims = tuple(() if all(step == 0 for _, step in dim) else dim for dim in dims)
+    return View(x.value, dims, x.offset)
+
+
+def arithmetic(low: Lowering, *args: Any, **options: Any) -> Any:
+    """A call that stays PyTorch's. Of constants alone it is made now."""
+    inputs: list[Value] = []
+
+    def placed(arg: Any) -> Any:  # tensors by their number among the inputs
+        if isinstance(arg, View):
+            inputs.append(low.gather(arg))
+            return len(inputs) - 1
+        if isinstance(arg, list | tuple) and any(isinstance(a, View) for a in arg):
+            return ("list", tuple(map(placed, arg)))
+        return ("number", arg)
+
+    arguments = tuple(map(placed, args))
+    options = {k: v for k, v in options.items() if k not in ("pin_memory", "layout")}
+    shape, dtype = low.meta.shape, low.meta.dtype
+    if low.name.split(".")[-1].endswith("_like"):  # of the shape alone
+        inputs, arguments = [], ()
+        fill = {"zeros_like": 0, "ones_like": 1}.get(low.name.split(".")[-1], args[-1])
+        options = {}
+        return whole(low.graph.constant(torch.full(tuple(shape), fill, dtype=dtype)))
+    if all(value in low.graph.constants for value in inputs):
+        given = [low.graph.constants[value] for value in inputs]
+        result = low.target(*call_arguments(arguments, given), **options)
+        return whole(low.graph.constant(result))
+    y = low.make(
+        "arith",
+        numbered("x", inputs),
+        shape,
+        dtype,
+        target=low.target,
+        arguments=arguments,
+        options=options,
+    )
+    return whole(y)

@@ -1,0 +1,233 @@
+"""Layers: convolutions, products, norms, activations, attention, resampling, dropout."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..graph import Value
+from ..views import View, in_order, whole
+from .table import Lowering, each, lowers
+
+ACTIVATIONS = ("relu", "silu", "gelu", "mish")
+
+
+@lowers("conv2d", "conv1d", "convolution")
+def _conv(low, x, weight, bias=None, stride=1, padding=0, dilation=1, *rest):
+    transposed, groups = (rest[0], rest[2]) if low.name.endswith("convolution") else (False, 1)
+    groups = rest[0] if rest and not low.name.endswith("convolution") else groups
+    if transposed:
+        raise low.refuse("that is transposed")
+    if groups != 1:
+        raise low.refuse(f"with groups={groups}")
+    if len(x.dims) == 3:  # one row of pixels
+        x, weight = x.insert(2), weight.insert(2)
+        one_row = True
+    else:
+        one_row = False
+    (sy, sx), (dy, dx) = _pair(stride, one_row, 1), _pair(dilation, one_row, 1)
+    if (dy, dx) != (1, 1):
+        raise low.refuse(f"with dilation={dilation}")
+    co, ci, r, s = weight.shape
+    n, _, h, w = x.shape
+    if isinstance(padding, str):
+        if padding == "same" and not (r % 2 and s % 2):
+            raise low.refuse("with padding=same and an even number of taps")
+        py, px = (r // 2, s // 2) if padding == "same" else (0, 0)
+    else:
+        py, px = _pair(padding, one_row, 0)
+    dtype = low.meta.dtype
+    if (r, s, sy, sx, py, px) == (1, 1, 1, 1, 0, 0):
+        columns = low.gather(weight, (co, ci))
+        y = _linear_of(low, x.permute((0, 2, 3, 1)), columns, low.gather(bias))
+    else:
+        image = low.gather(x.permute((0, 2, 3, 1)), layout="NHWC")
+        inputs = {"x": image, "weight": low.gather(weight), "bias": low.gather(bias)}
+        p, q = (h + 2 * py - r) // sy + 1, (w + 2 * px - s) // sx + 1
+        value = low.make(
+            "conv",
+            low.cast_all(inputs, dtype),
+            (n, p, q, co),
+            dtype,
+            layout="NHWC",
+            stride=(sy, sx),
+            padding=(py, py, px, px),
+        )
+        y = whole(value)
+    y = y.permute((0, 3, 1, 2))
+    return y.drop(2) if one_row else y
+
+
+def _pair(given: int | Sequence[int], one_row: bool, of_rows: int) -> tuple[int, int]:
+    pair = (given,) if isinstance(given, int) else tuple(given)
+    if one_row:
+        return of_rows, pair[-1]
+    return pair if len(pair) == 2 else pair * 2
+
+
+def _linear_of(low: Lowering, x: View, weight: Value, bias: Value | None) -> View:
+    """x [..., CI] weight [CO, CI]^T + bias."""
+    value = low.views.rows(x, low.source)
+    co = weight.shape[0]
+    y = low.make(
+        "linear",
+        low.cast_all({"x": value, "weight": weight, "bias": bias}, low.meta.dtype),
+        (*value.shape[:-1], co),
+        low.meta.dtype,
+        layout=value.layout,
+    )
+    return whole(y, (*x.shape[:-1], co))
+
+
+@lowers("linear")
+def _linear(low, x, weight, bias=None):
+    return _linear_of(low, x, low.gather(weight), low.gather(bias))
+
+
+@lowers("addmm")
+def _addmm(low, bias, x, weight, *, beta=1, alpha=1):
+    if (beta, alpha) != (1, 1):
+        raise low.refuse(f"with beta={beta}, alpha={alpha}")
+    return _linear_of(low, x, low.gather(weight.permute((1, 0))), low.gather(bias))
+
+
+@lowers("mm", "matmul")
+def _matmul(low, x, weight):
+    if len(weight.dims) != 2:
+        raise low.refuse(f"of {list(x.shape)} and {list(weight.shape)}")
+    return _linear_of(low, x, low.gather(weight.permute((1, 0))), None)
+
+
+@lowers("group_norm")
+def _group_norm(low, x, groups, weight=None, bias=None, eps=1e-5, *_):
+    order = (0, *range(2, len(x.dims)), 1)
+    x = x.permute(order)
+    value = low.views.rows(x, low.source)
+    y = low.make(
+        "group_norm",
+        {"x": value, "weight": low.gather(weight), "bias": low.gather(bias)},
+        value.shape,
+        low.meta.dtype,
+        layout=value.layout,
+        groups=groups,
+        eps=eps,
+        activation="identity",
+    )
+    return in_order(y, x.shape, order)
+
+
+@lowers(*ACTIVATIONS)
+def _activation(low, x, *_, approximate="none"):
+    name = low.name.split(".")[-1]
+    name = "gelu_tanh" if approximate == "tanh" else name
+    return each(low, "act", x, activation=name)
+
+
+@lowers("scaled_dot_product_attention")
+def _attention(low, q, k, v, mask=None, p=0.0, causal=False, *, scale=None, enable_gqa=False):
+    if mask is not None or p or causal or enable_gqa:
+        raise low.refuse("with a mask, dropout or shared heads")
+    if len(q.dims) != 4 or q.shape != k.shape or k.shape != v.shape:
+        raise low.refuse(f"of {list(q.shape)}, {list(k.shape)} and {list(v.shape)}")
+    n, heads, t, d = q.shape
+    c = heads * d
+    scale = d**-0.5 if scale is None else scale
+    attrs = {"heads": heads, "scale": scale}
+    order = _packed(q, k, v)
+    if order is not None:
+        value = q.value
+        inputs = {"qkv": value}
+        attrs["order"] = order
+    else:
+        parts = [low.views.rows(_joined(view), low.source) for view in (q, k, v)]
+        shape = parts[0].shape
+        parts = [p if p.shape == shape else low.gather(whole(p), shape) for p in parts]
+        inputs, value = dict(zip("qkv", parts, strict=True)), parts[0]
+    shape = (*value.shape[:-1], c)
+    inputs = low.cast_all(inputs, low.meta.dtype)
+    y = low.make("attention", inputs, shape, low.meta.dtype, layout=value.layout, **attrs)
+    return whole(y, (n, t, heads, d)).permute((0, 2, 1, 3))
+
+
+def _joined(view: View) -> View:
+    """[N, heads, T, d] as [N, T, C]"""
+    n, heads, t, d = view.shape
+    joined = view.permute((0, 2, 1, 3)).reshape((n, t, heads * d))
+    assert joined is not None
+    return joined
+
+
+def _packed(q: View, k: View, v: View) -> str | None:
+    """How q, k and v lie side by side in one value [N, ..., 3C], or None if they do not."""
+    n, heads, t, d = q.shape
+    value, c = q.value, heads * d
+    if not (value is k.value is v.value) or q.dims != k.dims or k.dims != v.dims:
+        return None
+    if value.shape[-1] != 3 * c or value.shape[0] != n or value.numel != n * t * 3 * c:
+        return None
+    apart = {"qkv_heads": (c, d), "heads_qkv": (d, 3 * d)}  # q from k, head from head
+    for order, (next_part, next_head) in apart.items():
+        sizes, steps = (n, heads, t, d), (t * 3 * c, next_head, 3 * c, 1)
+        dims = tuple(((m, s),) if m > 1 else () for m, s in zip(sizes, steps, strict=True))
+        offsets = tuple(view.offset for view in (q, k, v))
+        if q.dims == dims and offsets == (0, next_part, 2 * next_part):
+            return order
+    return None
+
+
+@lowers("upsample_nearest2d", "_upsample_nearest_exact2d")
+def _upsample(low, x, *_):
+    x = x.permute((0, 2, 3, 1))
+    value = low.gather(x, layout="NHWC")
+    n, h, w, c = value.shape
+    *_, p, q = low.meta.shape
+    if p % h or q % w:
+        raise low.refuse(f"from {h}x{w} to {p}x{q} pixels")
+    factor = (p // h, q // w)
+    y = low.make("upsample", {"x": value}, (n, p, q, c), value.dtype, layout="NHWC", factor=factor)
+    return whole(y).permute((0, 3, 1, 2))
+
+
+@lowers("avg_pool2d")
+def _avg_pool(low, x, window, stride=None, padding=0, ceil=False, *rest):
+    window = _pair(window, False, 1)
+    if (stride and _pair(stride, False, 1) != window) or any(_pair(padding, False, 0)) or ceil:
+        raise low.refuse(f"with window={window}, stride={stride}, padding={padding}")
+    value = low.gather(x.permute((0, 2, 3, 1)), layout="NHWC")
+    n, c, p, q = low.meta.shape
+    y = low.make("avg_pool", {"x": value}, (n, p, q, c), value.dtype, layout="NHWC", window=window)
+    return whole(y).permute((0, 3, 1, 2))
+
+
+@lowers("embedding")
+def _embedding(low, weight, index, *_):
+    inputs = {"weight": low.gather(weight), "index": low.gather(index)}
+    return whole(low.make("embedding", inputs, low.meta.shape, low.meta.dtype))
+
+
+@lowers("dropout")
+def _dropout(low, x, p, train):
+    if not train or p == 0:
+        return x
+    return _dropped(low, x, p, {}, mask=True)
+
+
+@lowers("triton_kernels.dropout")
+def _keyed_dropout(low, x, p, rng, layer, first):
+    if not x.is_all or whole(x.value, x.shape) != x:
+        raise low.refuse("of a tensor in another order")  # elements are counted in memory
+    return _dropped(low, x, p, {"rng": low.gather(rng)}, layer=layer, first=first)
+
+
+def _dropped(low: Lowering, x: View, p: float, more: dict[str, Value], **attrs: Any) -> View:
+    x = low.views.owned(x, low.source)
+    value = x.value
+    mask = {"mask": (value.shape, value.dtype)} if attrs.pop("mask", False) else {}
+    node = low.graph.node(
+        "dropout",
+        {"x": value, **more},
+        {"y": (value.shape, value.dtype), **mask},
+        low.source,
+        value.layout,
+        p=p,
+        **attrs,
+    )
+    return View(node.out, x.dims)

@@ -1,0 +1,166 @@
+"""Ops that change a view, or put tensors side by side."""
+
+from typing import Any
+
+from ..graph import numbered
+from ..views import View, in_order, whole
+from .table import Lowering, lowers
+
+
+@lowers("contiguous", "clone", "alias", "detach", "detach_", "lift_fresh_copy", "lift_fresh")
+def _same(low: Lowering, x: View, *_: Any, **__: Any) -> View:
+    return x
+
+
+@lowers("permute")
+def _permute(low, x, order):
+    return x.permute([i % len(x.dims) for i in order])
+
+
+@lowers("transpose", "swapaxes")
+def _transpose(low, x, a, b):
+    order = list(range(len(x.dims)))
+    order[a], order[b] = order[b], order[a]
+    return x.permute(order)
+
+
+@lowers("t")
+def _t(low, x):
+    return x.permute(range(len(x.dims))[::-1])
+
+
+@lowers("movedim")
+def _movedim(low, x, source, to):
+    if not isinstance(source, int):
+        raise low.refuse("of several dimensions")
+    order = [i for i in range(len(x.dims)) if i != source % len(x.dims)]
+    order.insert(to % len(x.dims), source % len(x.dims))
+    return x.permute(order)
+
+
+@lowers("unsqueeze")
+def _unsqueeze(low, x, at):
+    return x.insert(at % (len(x.dims) + 1))
+
+
+@lowers("squeeze")
+def _squeeze(low, x, at=None):
+    every = range(len(x.dims)) if at is None else [at] if isinstance(at, int) else at
+    for i in sorted((i % len(x.dims) for i in every), reverse=True):
+        x = x.drop(i) if x.shape[i] == 1 else x
+    return x
+
+
+@lowers("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as")
+def _reshape(low, x, *_):
+    shape = tuple(low.meta.shape)
+    view = x.reshape(shape)
+    return whole(low.gather(x), shape) if view is None else view
+
+
+@lowers("expand", "expand_as")
+def _expand(low, x, *_, **__):
+    return x.expand(tuple(low.meta.shape))
+
+
+@lowers("repeat")
+def _repeat(low, x, counts):
+    dims = len(counts)
+    x = x.expand((1,) * (dims - len(x.dims)) + x.shape)
+    for i in range(dims):  # [n, ...] as [count, n, ...]
+        x = x.insert(2 * i)
+    shape = [n for count, size in zip(counts, x.shape[1::2], strict=True) for n in (count, size)]
+    return _reshape(low, x.expand(shape))
+
+
+@lowers("slice")
+def _slice(low, x, at=0, start=None, stop=None, step=1):
+    n = x.shape[at]
+    start, stop, step = slice(start, stop, step).indices(n)
+    return x if (start, stop, step) == (0, n, 1) else _part(low, x, at, start, stop, step)
+
+
+def _part(low: Lowering, x: View, at: int, start: int, stop: int, step: int = 1) -> View:
+    at %= len(x.dims)
+    view = x.narrow(at, start, stop, step)
+    return view if view is not None else whole(low.gather(x)).narrow(at, start, stop, step)
+
+
+@lowers("narrow")
+def _narrow(low, x, at, start, count):
+    return _part(low, x, at, start, start + count)
+
+
+@lowers("select")
+def _select(low, x, at, index):
+    index %= x.shape[at]
+    return _part(low, x, at, index, index + 1).drop(at % len(x.dims))
+
+
+@lowers("unbind")
+def _unbind(low, x, at=0):
+    return [_select(low, x, at, i) for i in range(x.shape[at])]
+
+
+@lowers("chunk", "split", "split_with_sizes", "tensor_split")
+def _chunk(low, x, how, at=0):
+    parts, start = [], 0
+    for meta in low.meta:  # the trace knows how long each is
+        parts.append(_part(low, x, at, start, start + meta.shape[at]))
+        start += meta.shape[at]
+    return parts
+
+
+@lowers("to", "_to_copy", "type_as", "to_copy", "float", "double", "half", "bfloat16")
+def to(low, x, *_, **__):
+    if low.meta.dtype == x.value.dtype:
+        return x
+    x = low.views.owned(x, low.source)
+    return View(low.cast(x.value, low.meta.dtype), x.dims)
+
+
+@lowers("_assert_tensor_metadata", "_assert_async", "sym_constrain_range", "_assert_scalar")
+def _nothing(low, *_, **__):
+    return None
+
+
+@lowers("pad", "constant_pad_nd")
+def _pad(low, x, amounts, *rest):
+    mode = rest[0] if rest and isinstance(rest[0], str) else "constant"
+    if mode != "constant" or any(v not in (None, 0, mode) for v in rest) or min(amounts) < 0:
+        raise low.refuse(f"with {amounts}, {rest}")
+    pads = [(0, 0)] * len(x.dims)
+    for i in range(len(amounts) // 2):
+        pads[-1 - i] = tuple(amounts[2 * i : 2 * i + 2])
+    order = _memory_order(low.views.owned(x, low.source))
+    value = low.gather(x.permute(order))
+    pads = tuple(pads[i] for i in order)
+    shape = [n + sum(pad) for n, pad in zip(value.shape, pads, strict=True)]
+    y = low.make("pad", {"x": value}, shape, value.dtype, layout=value.layout, pads=pads)
+    return in_order(y, shape, order)
+
+
+def _memory_order(x: View) -> list[int]:
+    """Dimensions by their steps in memory, the largest first; those of length 1 stay in place."""
+    long = [i for i, dim in enumerate(x.dims) if dim]
+    ranked = iter(sorted(long, key=lambda i: -max(step for _, step in x.dims[i])))
+    return [next(ranked) if x.dims[i] else i for i in range(len(x.dims))]
+
+
+@lowers("cat", "concat", "concatenate")
+def _cat(low, views, at=0):
+    dtype = low.meta.dtype
+    at %= len(low.meta.shape)
+    views = [x for x in views if x.shape != (0,)]
+    order = _memory_order(low.views.owned(views[0], low.source))
+    parts = [low.cast(low.gather(x.permute(order)), dtype) for x in views]
+    shape = [low.meta.shape[i] for i in order]
+    layout = parts[0].layout
+    inputs, axis = numbered("x", parts), order.index(at)
+    return in_order(low.make("cat", inputs, shape, dtype, layout=layout, axis=axis), shape, order)
+
+
+@lowers("stack")
+def _stack(low, views, at=0):
+    at %= len(low.meta.shape)
+    return _cat(low, [x.insert(at) for x in views], at)
