@@ -2,8 +2,8 @@
 
     python -m benchmarks.migrate_rows OLD.jsonl NEW.jsonl
 
-Weight gradients were four operations, by the kernels that could do them, and in float32 a number
-said which kernel a row was of.
+Convolutions without an epilogue were four operations a pass, by the kernels that could do them, and
+of weight gradients in float32 a number said which kernel a row was of.
 """
 
 import sys
@@ -14,6 +14,7 @@ from triton_kernels.registry import rows
 
 Row = dict[str, Any]
 _KEY = ("h", "w", "k", "c", "r", "s", "stride", "dtype")  # of a weight gradient
+_CONV2D_KEY = ("h", "w", "k", "p", "q", "c", "r", "s", "stride", "dtype")  # without an epilogue
 _TILE = ("block_co", "block_ci", "block_m", "num_warps", "num_stages")
 
 
@@ -42,7 +43,13 @@ def migrate(row: Row) -> Row | None:
     row = dict(row)
     if row["op"] == "conv_two_weight_grads" and row["kernel"] == "one_by_one":
         return row | {"config": {}}
-    if not row["op"].startswith("conv_weight_grad") or row["op"] == "conv_weight_grads":
+    if row["op"] == "conv2d_turning":
+        row |= dict.fromkeys(("h", "w", "p", "q", "r", "s"), 1) | {"dtype": "tf32"}
+        row["op"] = "conv2d_dgrad"
+        if row["kernel"] == "transpose_first":
+            row["config"] = {}
+    grads = row["op"].startswith("conv_weight_grad") and row["op"] != "conv_weight_grads"
+    if not grads and not row["op"].startswith("conv2d"):
         return row
     if row["op"] == "conv_weight_grad_turned":
         meant = _float32(row["config"])
@@ -51,10 +58,16 @@ def migrate(row: Row) -> Row | None:
         row["kernel"], row["config"] = meant
     if row["op"] == "conv_weight_grad_gather":
         row["c"] = row["co"]
-    row.setdefault("stride", 2 if row["op"] == "conv_weight_grad_stride2" else 1)
-    kept = {key: row[key] for key in _KEY}
+    if (row["op"], row["r"]) == ("conv2d_gather", 3) and row["c"] <= 7 and row["k"] >= 16:
+        return None  # `im2col_fwd` was not among the candidates
+    row.setdefault("stride", 2 if "stride2" in row["op"] else 1)
+    if row["op"].startswith("conv2d_fp32"):
+        row["dtype"] = "fp32"
+    op = "conv_weight_grad" if grads else "conv2d"
+    op = "conv2d_dgrad" if row["op"].endswith("dgrad") else op
+    kept = {key: row[key] for key in (_KEY if grads else _CONV2D_KEY)}
     return {
-        "op": "conv_weight_grad",
+        "op": op,
         "n": row["n"],
         **kept,
         "kernel": row["kernel"],

@@ -47,6 +47,12 @@ def one_pass(which: str, shape: Shape, x, weight, bias, dy, tf32: bool, config):
 
 
 PASSES = {"forward": 0, "input gradient": 1, "weight gradient": 2}
+FWD_CONFIGS = [
+    *conv_gather.FWD_CONFIGS,
+    *conv_tma.FWD_CONFIGS,
+    *conv_stride.FWD_CONFIGS,
+    *conv_tf32x3.FWD_CONFIGS,
+]
 WGRAD_CONFIGS = [
     *conv_gather.WGRAD_CONFIGS,
     *conv_tma_wgrad.WGRAD_CONFIGS,
@@ -57,7 +63,7 @@ CONFIGS = [
         which, config, id=f"{which}-{type(config).__module__[20:]}-{'x'.join(map(str, config))}"
     )
     for which in PASSES
-    for config in distinct(WGRAD_CONFIGS if which == "weight gradient" else conv._FWD_CONFIGS)
+    for config in distinct(WGRAD_CONFIGS if which == "weight gradient" else FWD_CONFIGS)
 ]
 
 

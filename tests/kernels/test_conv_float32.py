@@ -57,7 +57,6 @@ TENSOR_CORES = {
 def tensor_cores(monkeypatch):
     """Small products in float32 take the paths of large ones."""
     monkeypatch.setattr(conv_tma, "_TURN_FROM", 0)
-    monkeypatch.setattr(conv_tf32x3, "_WORTH", 0)
     monkeypatch.setattr(conv_gather, "_RATE", 1e-9)
 
 

@@ -42,7 +42,7 @@ ODD = {
 @pytest.fixture(autouse=True)
 def poison(monkeypatch, no_tma):
     """Memory that a kernel forgets to write holds NaN."""
-    poison_outputs(monkeypatch, conv_fused, pointer)
+    poison_outputs(monkeypatch, conv_fused)
 
 
 def tile(block_c: int, block_m: int, rows: int = 1) -> pointer.PointerTile:

@@ -7,9 +7,12 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
+from triton_kernels.conv.configs import ConvOperands
+from triton_kernels.conv.forward import FORWARD, INPUT_GRAD, spec_of
 from triton_kernels.conv.hopper import unfused as gluon_bare
 from triton_kernels.conv.plain import tma as conv_tma
 from triton_kernels.hopper.descriptors import SUPPORTED
+from triton_kernels.registry.choose import listed
 from triton_kernels.runtime.device import describe
 
 from .conv_cases import (
@@ -71,7 +74,14 @@ def applying(shape: Shape, dtype, device, dgrad: bool) -> list[tuple]:
     x, y = (torch.empty((*pixels, c), dtype=dtype, device=device) for c in (ci, co))
     weight = torch.empty((co, ci, *shape.kernel), dtype=dtype, device=device)
     x, y = (y, x) if dgrad else (x, y)
-    return gluon_bare.candidates(x, weight, y, padding_of(shape), dgrad=dgrad)
+    return unfused_configs(x, weight, y, padding_of(shape), dgrad)
+
+
+def unfused_configs(x, weight, y, padding, dgrad: bool) -> list[tuple]:
+    """Of the kernels of `conv.hopper.unfused`; float32 is in TF32."""
+    operands = ConvOperands(x, weight, None, y, 1, padding, "tf32", dgrad)
+    found = listed(INPUT_GRAD if dgrad else FORWARD, spec_of(operands), describe(x.device))
+    return [config for kernel, config in found if kernel.name.startswith("unfused")]
 
 
 class TestGpu:
@@ -143,7 +153,7 @@ class TestGpu:
         x, weight, bias, dy = make(shape, torch.float32, device)
         exact, other = references(shape, x, weight, bias, dy)
         budget = 2 * relative(other[1], exact[1]) + ROUNDING["tf32"]
-        configs = gluon_bare.turning_candidates(dy, weight, x, (0, 0))
+        configs = unfused_configs(dy, weight, x, (0, 0), dgrad=True)
         assert configs
         for c in configs:
             options = (x.shape[1:3], 1, (0, 0), True, c)

@@ -39,6 +39,21 @@ class WgradTile(NamedTuple):
     num_stages: int
 
 
+class ConvOperands(NamedTuple):
+    """Of a forward pass, or of an input gradient, as a kernel is launched with them."""
+
+    x: Tensor  # [N, H, W, CI], or dy [N, P, Q, CO]
+    weight: Tensor  # [CO, CI, R, S] in channels_last memory
+    bias: Tensor | None  # [CO]
+    y: Tensor  # [N, P, Q, CO] to be written, or dx [N, H, W, CI]
+    stride: int
+    padding: tuple[int, int]  # of the forward pass
+    precision: str  # "ieee" | "tf32"
+    dgrad: bool  # whether it is an input gradient
+    add: Tensor | None = None  # as y
+    follows: bool = False  # a launch that has prepared the filters
+
+
 class WgradOperands(NamedTuple):
     """Of a weight gradient, as a kernel is launched with them."""
 

@@ -12,10 +12,8 @@ The GEMM is swapped: the filters are the left operand of tl.dot and the pixels, 
 right one, so an accumulator is [channels, pixels]. On Hopper both operands then stay in shared
 memory. (With pixels on the left Triton moves them through registers first; one such tile raced.)
 
-Paths, chosen by `_launch_fwd` from shape, dtype and GPU: `conv.plain.tma`, and for stride 2
-`conv.plain.tma_stride`, are fast, and need channels in multiples of 16 bytes; so does
-`conv.plain.tf32x3` (float32); `conv.plain.im2col_fwd` is a head's forward; `conv.plain.gather`
-serves the rest. The kernels of the weight gradient are in `conv.weight_grad`.
+The kernels of the forward pass and of the input gradient are in `conv.forward`, those of the weight
+gradient in `conv.weight_grad`.
 """
 
 import torch
@@ -25,18 +23,8 @@ from torch.autograd.function import once_differentiable
 from ..reductions.column_sum import column_sum, partials, sum_partials
 from ..runtime.layout import DTYPES, autocast, check_nhwc, check_shape
 from ..runtime.library import derivative, op
-from . import weight_grad
-from .configs import WgradOperands
-from .plain import gather as conv_gather
-from .plain import im2col_fwd as conv_columns_fwd
-from .plain import tf32x3 as conv_tf32x3
-from .plain import tma as conv_tma
-from .plain import tma_stride as conv_stride
-
-# Tiles of the paths; a launcher takes one as `config` instead of choosing by shape.
-_FWD_PATHS = (conv_gather, conv_tma, conv_stride, conv_tf32x3)
-_FWD_CONFIGS = [c for path in _FWD_PATHS for c in path.FWD_CONFIGS]
-_FwdConfig = conv_gather.Config | conv_tma.Config | conv_stride.Config | conv_tf32x3.Config
+from . import forward, weight_grad
+from .configs import ConvOperands, WgradOperands
 
 _empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
 
@@ -59,13 +47,16 @@ def _conv2d_fwd(
     stride: int,
     padding: tuple[int, int],
     allow_tf32: bool,
-    config: _FwdConfig | None = None,
+    config: tuple | None = None,  # of a kernel of `forward`
 ) -> Tensor:  # [N, P, Q, CO]
     n, h, w, _ = x.shape
     co, _, r, s = weight.shape
     p, q = _out_size(h, r, stride, padding[0]), _out_size(w, s, stride, padding[1])
     y = _empty((n, p, q, co), dtype=x.dtype, device=x.device)
-    _launch_fwd(x, weight, bias, y, stride, padding, allow_tf32, config, dgrad=False)
+    if y.numel():
+        precision = _precision(x.dtype, allow_tf32)
+        operands = ConvOperands(x, weight, bias, y, stride, padding, precision, False)
+        forward.launch(operands, config)
     return y
 
 
@@ -76,31 +67,14 @@ def _conv2d_dgrad(
     stride: int,
     padding: tuple[int, int],
     allow_tf32: bool,
-    config: _FwdConfig | None = None,
+    config: tuple | None = None,  # of a kernel of `forward`
 ) -> Tensor:  # [N, H, W, CI]
     dx = _empty((dy.shape[0], *size, weight.shape[1]), dtype=dy.dtype, device=dy.device)
-    _launch_fwd(dy, weight, None, dx, stride, padding, allow_tf32, config, dgrad=True)
+    if dx.numel():
+        precision = _precision(dy.dtype, allow_tf32)
+        operands = ConvOperands(dy, weight, None, dx, stride, padding, precision, True)
+        forward.launch(operands, config)
     return dx
-
-
-def _launch_fwd(x, weight, bias, y, stride, padding, allow_tf32, config, dgrad):
-    if y.numel() == 0:
-        return
-    precision = _precision(x.dtype, allow_tf32)
-    if config is None and not dgrad and conv_columns_fwd.serves_fwd(x, weight, y, stride):
-        conv_columns_fwd.launch_fwd(x, weight, bias, y, padding, precision)  # of one tile
-        return
-    if config is not None:
-        path = next(path for path in _FWD_PATHS if isinstance(config, path.FORWARD))
-    elif conv_tma.serves_fwd(x, weight, y, stride, precision):
-        path = conv_tma
-    elif conv_stride.serves_fwd(x, weight, y, stride, padding, precision, dgrad=dgrad):
-        path = conv_stride
-    elif conv_tf32x3.serves_fwd(x, weight, y, stride, precision):
-        path = conv_tf32x3
-    else:
-        path = conv_gather
-    path.launch_fwd(x, weight, bias, y, stride, padding, precision, dgrad=dgrad, config=config)
 
 
 def _conv2d_wgrad(

@@ -30,15 +30,15 @@ from ..registry.choose import select
 from ..registry.kernel import Kernel, Op
 from ..registry.spec import ConvSpec, dtype_name
 from ..runtime.device import describe
-from . import weight_grad
-from .configs import WgradOperands
+from . import forward, weight_grad
+from .configs import ConvOperands, WgradOperands
 from .fused_spec import forward_spec
 from .hopper import narrow, row_mma, tile_mma
 from .hopper.operands import Operands
 from .plain import fused_launch, fused_tiles, pointer
 from .plain.fused_tiles import box_of as _box
 from .plain.fused_tiles import piece_of as _piece
-from .plain.tma import Config, launch_fwd
+from .plain.tma import Config
 from .plain.tma_boxes import boxes_of_image
 
 _FWD_CONFIGS = [
@@ -221,17 +221,15 @@ def conv_input_grad(
 def conv_plain_input_grad(
     dy: Tensor,  # [N, H, W, CO]
     weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of dy
-    config: Config | None = None,  # of `conv.plain.tma`
+    config: tuple | None = None,  # of a kernel of `forward.INPUT_GRAD`
 ) -> Tensor:  # [N, H, W, CI]
     """The gradient of x of conv(x)."""
     _check(weight, dy)
-    if pointer.serves(config, dy, dy.shape[3], weight.shape[1]):
-        return pointer.conv_plain_input_grad(dy, weight, config)
     _, ci, r, s = weight.shape
     dx = _empty((*dy.shape[:3], ci), dtype=dy.dtype, device=dy.device)
     if dx.numel():
         padding = (r // 2, s // 2)
-        launch_fwd(dy, weight, None, dx, 1, padding, "tf32", dgrad=True, config=config)
+        forward.launch(ConvOperands(dy, weight, None, dx, 1, padding, "tf32", True), config)
     return dx
 
 

@@ -11,7 +11,7 @@ The GEMM and its boxes are those of `conv.fused`; all tensors are NHWC. Without 
 `conv.plain.pointer_skip_dx`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,11 +22,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..norm.inline_statistics_kernels import folded_coefficients
 from ..norm.tables import check_partials_of, covering_groups, tiles_at_a_time
 from ..reductions.row_sums import RowSums
-from ..registry.choose import choose
-from ..registry.spec import dtype_name
+from ..registry.choose import select
+from ..registry.kernel import Kernel, Op
+from ..registry.spec import ConvSpec, dtype_name
 from ..runtime.dependent_launch import await_inputs, overlapping
-from ..runtime.device import describe
-from .plain import pointer, pointer_skip_dx
+from ..runtime.device import Device, describe
+from .plain import pointer_skip_dx
 from .plain.pointer_tiles import PointerTile
 from .plain.tile_edges import count_tiles, tile_number, zero_outside
 from .plain.tma import Config, tile_origin
@@ -360,11 +361,23 @@ def choose_config(
     x2: Tensor | None,
     add1: Tensor | None,
     upsample1: bool,
-) -> Config:
+) -> Config | PointerTile:
     """The tile of `skip_dx` for these arguments."""
     n, h, w, co = dy.shape
-    c, c1 = weight.shape[1], x1.shape[3]
-    border = None if x2 is None else c1
+    c = weight.shape[1]
+    spec = ConvSpec(
+        n=n,
+        dtype=dtype_name(dy.dtype, allow_tf32=True),
+        h=h,
+        w=w,
+        k=co,
+        c=c,
+        r=1,
+        s=1,
+        first=x1.shape[3],
+        residual=add1 is not None,
+        upsampled=upsample1,
+    )
 
     def run(config: Config) -> Tensor:
         coeff = torch.ones((n, 3, c), device=dy.device)
@@ -372,24 +385,45 @@ def choose_config(
         options = {"upsample1": upsample1, "config": config}
         return skip_dx(dy, weight, dz, x1, x2, coeff, add1, **options)[0]
 
-    return choose(
-        "skip_dx_pointer" if _by_pointers(dy, c, c1) else "skip_dx",
-        n,
-        {
-            "h": h,
-            "w": w,
-            "k": co,
-            "c": c,
-            "first": c1,
-            "dtype": dtype_name(dy.dtype, allow_tf32=True),
-            "upsampled": upsample1,
-            "add": add1 is not None,
-        },
-        lambda: _valid(dy, c, border, upsample1),
-        lambda: _valid(dy, c, border, upsample1)[0],
-        run,
-        describe(dy.device),
-    )
+    return select(SKIP_DX, spec, describe(dy.device), run).config
+
+
+def _refuse_tma(spec: ConvSpec, gpu: Device) -> str | None:
+    if not gpu.tma:
+        return "the GPU has no TMA unit, which fetches its tiles"
+    row = 16 // spec.itemsize
+    if odd := [c for c in (spec.k, spec.c, spec.first) if c % row]:
+        return f"{odd[0]} channels are no multiple of {row}, which is 16 bytes"
+    return None
+
+
+def _refuse_pointer(spec: ConvSpec, gpu: Device) -> str | None:
+    return None if _refuse_tma(spec, gpu) else "the TMA unit of this GPU fetches such tensors"
+
+
+def _of_tma(spec: ConvSpec, gpu: Device) -> list[Config]:
+    block_k = 64 if spec.itemsize == 2 and spec.k > 32 else 32
+    return _fitting([c for c in _CONFIGS if c.block_k == block_k], spec)
+
+
+def _of_pointer(spec: ConvSpec, gpu: Device) -> list[PointerTile]:
+    return _fitting(pointer_skip_dx.candidates(spec.k), spec)
+
+
+def _key(spec: ConvSpec) -> dict[str, Any]:
+    names = ("h", "w", "k", "c", "first", "dtype", "upsampled")
+    return {name: getattr(spec, name) for name in names} | {"add": spec.residual}
+
+
+SKIP_DX = Op(
+    "skip_dx",
+    key=_key,
+    kernels=(
+        Kernel("tma", Config, _refuse_tma, _of_tma),
+        Kernel("pointer", PointerTile, _refuse_pointer, _of_pointer),
+    ),
+    similar=False,
+)
 
 
 def folds(config: Config, dy: Tensor, x1: Tensor, x2: Tensor | None, upsample1: bool) -> bool:
@@ -410,22 +444,13 @@ def _pitches(x: Tensor) -> list[int]:
     return [h * w * c, w * c, c]
 
 
-def _by_pointers(dy: Tensor, *channels: int) -> bool:
-    """Whether there is no TMA unit, or none that could address so many channels."""
-    return pointer.serves(None, dy, dy.shape[3], *channels)
-
-
-def _valid(dy: Tensor, channels: int, border: int | None, upsample1: bool) -> list[Config]:
-    """The tiles that can do it, less those that another serves better anyway."""
-    n, h, w, co = dy.shape
-    if _by_pointers(dy, channels, border or 0):
-        valid = pointer_skip_dx.candidates(co)
-    else:
-        block_k = 64 if dy.itemsize == 2 and co > 32 else 32
-        valid = [c for c in _CONFIGS if c.block_k == block_k]
-    exact = [c for c in valid if not is_ragged(_box(c, n, h, w, upsample1), h, w)]
-    within = [c for c in exact or valid if border is None or border % c.block_c == 0]
-    return within or exact or valid
+def _fitting(configs: list, spec: ConvSpec) -> list:
+    """Of the tiles that can do it those that no other serves better anyway."""
+    border = None if spec.first == spec.c else spec.first
+    pixels = spec.n, spec.h, spec.w, spec.upsampled
+    exact = [c for c in configs if not is_ragged(_box(c, *pixels), spec.h, spec.w)]
+    within = [c for c in exact or configs if border is None or border % c.block_c == 0]
+    return within or exact or configs
 
 
 def _box(config: Config, n: int, h: int, w: int, upsample1: bool) -> tuple[int, int, int]:

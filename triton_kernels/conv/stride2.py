@@ -5,17 +5,14 @@
 
 With padding 1 the window begins a pixel above and left of the 2x2 block that it stands for. With 0
 it begins in the block and reaches a pixel below and right of the image, which counts as zero there.
-Its kernels are those of `conv.plain.tma_stride`, or of `conv.plain.gather` where there is no TMA
-unit or where channels are few; the gradient of its filters is `conv.fused`'s.
+Its kernels are those of `conv.forward`; the gradient of its filters is `conv.fused`'s.
 """
-
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from .plain import gather as conv_gather
-from .plain import tma_stride as conv_stride
+from .configs import ConvOperands
+from .forward import launch
 
 _PRECISION = "tf32"  # of float32
 
@@ -33,8 +30,7 @@ def conv_down(
     _check(weight, x, h, w)
     y = _empty((n, h // 2, w // 2, weight.shape[0]), dtype=x.dtype, device=x.device)
     if y.numel():
-        path = _path(x, weight, y, padding, dgrad=False)
-        path.launch_fwd(x, weight, bias, y, 2, (padding,) * 2, _PRECISION, dgrad=False)
+        launch(ConvOperands(x, weight, bias, y, 2, (padding,) * 2, _PRECISION, False))
     return y
 
 
@@ -50,15 +46,8 @@ def conv_down_input_grad(
     dx = _empty((n, 2 * p, 2 * q, weight.shape[1]), dtype=dy.dtype, device=dy.device)
     assert add is None or (add.shape == dx.shape and add.is_contiguous())
     if dx.numel():
-        path = _path(dy, weight, dx, padding, dgrad=True)
-        path.launch_fwd(dy, weight, None, dx, 2, (padding,) * 2, _PRECISION, dgrad=True, add=add)
+        launch(ConvOperands(dy, weight, None, dx, 2, (padding,) * 2, _PRECISION, True, add))
     return dx
-
-
-def _path(x: Tensor, weight: Tensor, y: Tensor, padding: int, *, dgrad: bool) -> ModuleType:
-    """The file of `conv` that does it."""
-    by_tma = conv_stride.serves_fwd(x, weight, y, 2, (padding,) * 2, _PRECISION, dgrad=dgrad)
-    return conv_stride if by_tma else conv_gather
 
 
 def _check(weight: Tensor, x: Tensor, h: int, w: int) -> None:

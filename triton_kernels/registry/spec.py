@@ -57,6 +57,7 @@ class ConvSpec(Spec):
     stats: bool = False  # also sums of y by tiles, for the next norm
     activation: str | None = None  # of an input gradient: dz = dx act'(z), and sums
     mask: bool = False  # likewise: dropout
+    upsampled: bool = False  # what is read beside the product is half as high and wide
     aligned: bool = True  # whether tensors begin at multiples of 16 bytes
     rounded: bool = False  # whether a weight gradient is stored in 16 bits
 

@@ -11,10 +11,14 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from ...hopper.descriptors import SUPPORTED, in_boxes, takes
-from ...registry.kernel import configures
-from ...runtime.device import describe
-from ..plain.tma_boxes import is_pointwise
+from ...hopper.descriptors import SUPPORTED, in_boxes, missing
+from ...registry.kernel import Kernel, configures
+from ...registry.spec import ConvSpec
+from ...runtime.dependent_launch import following, overlapping
+from ...runtime.device import Device, describe
+from ..configs import ConvOperands
+from ..plain.tma import turns
+from ..plain.tma_boxes import as_one_row, unaddressable
 from .operands import filters_in_boxes
 from .tile_mma import WIDTHS, cut, in_rows
 
@@ -96,81 +100,98 @@ _TILES = (256, 128, 64)  # pixels of a tile of 3x3 filters whose products are of
 _MOST_K = 1024  # channels of x, whose loop is unrolled
 
 
-def candidates(
-    x: Tensor,  # what is convolved: x, or dy
-    weight: Tensor,  # [CO, CI, R, S]
-    y: Tensor,  # the result
-    padding: tuple[int, int],
-    *,
-    dgrad: bool,
-) -> list[tuple]:
-    """Configurations of `conv.plain.tma` that this path can do. 1x1 filters: x and y are one row of
-    pixels. float32 is in TF32, and of an input gradient the filters have been turned."""
-    if x.itemsize == 4:
-        return [] if dgrad else _tf32_candidates(x, weight, y, padding)
-    if not takes(x):
-        return []
-    if tuple(weight.shape[2:]) == (3, 3):
-        _, h, w, k = x.shape
-        if tuple(padding) != (1, 1) or k % 64 or y.shape[3] % 64 or w not in WIDTHS:
-            return []
-        cuts = ((pixels, cut(pixels, h, w)) for pixels in _TILES)
-        return [UnfusedTiles(p) for p, c in cuts if c is not None]
-    if not is_pointwise(weight, padding) or x.shape[3] > _MOST_K:
-        return []
-    wide = y.shape[3]
-    points = [
+def _refuse_tiles(spec: ConvSpec, gpu: Device) -> str | None:
+    if reason := missing(gpu, spec.itemsize):
+        return reason
+    return _refuse_3x3(spec, 64)
+
+
+def _refuse_tiles_tf32(spec: ConvSpec, gpu: Device) -> str | None:
+    if reason := missing(gpu, 2):
+        return reason
+    if spec.dtype != "tf32":
+        return f"it does TF32, not {spec.dtype}"
+    return _refuse_3x3(spec, 32)
+
+
+def _refuse_3x3(spec: ConvSpec, block: int) -> str | None:
+    if (spec.r, spec.s) != (3, 3) or spec.stride != 1 or spec.pads != (1, 1):
+        return f"it does 3x3 filters of stride 1 and padding 1, not {spec.r}x{spec.s}"
+    if not spec.aligned:
+        return "tensors do not begin at multiples of 16 bytes"
+    if spec.k % block or spec.c % 64:
+        return f"{spec.k} and {spec.c} channels are no multiples of {block} and 64"
+    if spec.w not in WIDTHS:
+        return f"rows of {spec.w} pixels; it takes {', '.join(map(str, WIDTHS))}"
+    return None if _cuts(spec) else f"images of {spec.h}x{spec.w} are not cut into tiles"
+
+
+def _cuts(spec: ConvSpec) -> list[int]:
+    return [pixels for pixels in _TILES if cut(pixels, spec.h, spec.w) is not None]
+
+
+def _refuse_pointwise(spec: ConvSpec, gpu: Device) -> str | None:
+    if reason := missing(gpu, spec.itemsize) or unaddressable(spec, gpu):
+        return reason
+    if not spec.pointwise:
+        return f"it does 1x1 filters without padding, not {spec.r}x{spec.s}"
+    if spec.k > _MOST_K:
+        return f"{spec.k} channels of x; its loop is unrolled for {_MOST_K}"
+    return None
+
+
+def _pointwise(spec: ConvSpec, gpu: Device) -> list[UnfusedPointwise]:
+    return [
         UnfusedPointwise(channels, pixels)
         for channels, pixels in _POINTS
-        if (channels < wide + 64) and _blocks(x, channels, pixels)[0] > 1
+        if channels < spec.c + 64 and _blocks(spec.k, gpu, channels, pixels)[0] > 1
     ]
-    most = _TILES_A_PROCESSOR * describe(x.device).num_sms
-    once = [
+
+
+def _single_tile(spec: ConvSpec, gpu: Device) -> list[UnfusedSingleTile]:
+    return [
         UnfusedSingleTile(channels, pixels, warps, programs)
         for channels, pixels, warps in _ONCE
-        if channels < wide + 64
-        and triton.cdiv(y.shape[2], pixels) * triton.cdiv(wide, channels) <= most
-        for programs in _programs(x, channels, pixels)
+        if channels < spec.c + 64 and _tiles(spec, channels, pixels) <= _most_tiles(gpu)
+        for programs in _programs(spec, gpu, channels, pixels)
     ]
-    ring = [
-        UnfusedRing(channels, pixels)
-        for channels, pixels in _RING
-        if channels < wide + 64 and x.shape[3] > 256
-    ]
-    return points + once + ring
 
 
-def _tf32_candidates(x: Tensor, weight: Tensor, y: Tensor, padding: tuple[int, int]) -> list[tuple]:
-    _, h, w, k = x.shape
-    fits = tuple(weight.shape[2:]) == (3, 3) and tuple(padding) == (1, 1) and w in WIDTHS
-    if not (SUPPORTED and describe(x.device).hopper and fits) or k % 32 or y.shape[3] % 64:
-        return []
-    cuts = ((pixels, cut(pixels, h, w)) for pixels in _TILES)
-    return [UnfusedTilesTf32(p) for p, c in cuts if c is not None]
+def _ring(spec: ConvSpec, gpu: Device) -> list[UnfusedRing]:
+    return [UnfusedRing(c, p) for c, p in _RING if c < spec.c + 64 and spec.k > 256]
 
 
-def turning_candidates(
-    dy: Tensor,  # float32 [N, P, Q, CO]
-    weight: Tensor,  # [CO, CI, R, S]
-    dx: Tensor,  # [N, H, W, CI]
-    padding: tuple[int, int],
-) -> list[tuple]:
-    """Configurations with which an input gradient in TF32 turns its filters by itself."""
-    co, ci, _, _ = weight.shape
-    if not (SUPPORTED and describe(dy.device).hopper) or not is_pointwise(weight, padding):
-        return []
-    most = _TILES_A_PROCESSOR * describe(dy.device).num_sms
+def _refuse_single_tile_tf32(spec: ConvSpec, gpu: Device) -> str | None:
+    if reason := missing(gpu, 2) or unaddressable(spec, gpu):
+        return reason
+    if not turns(spec) or not spec.pointwise:
+        return "it does input gradients of 1x1 filters over many pixels in TF32"
+    if spec.k > _MOST_K:
+        return f"{spec.k} channels of dy; its loop is unrolled for {_MOST_K}"
+    return None
+
+
+def _single_tile_tf32(spec: ConvSpec, gpu: Device) -> list[UnfusedSingleTileTf32]:
     return [
         UnfusedSingleTileTf32(channels, pixels, warps, programs)
         for channels, pixels, warps in _ONCE_TF32
-        if triton.cdiv(dx.numel() // ci, pixels) * triton.cdiv(ci, channels) <= most
-        and co <= _MOST_K
-        for programs in _programs(dy, channels, pixels)
+        if _tiles(spec, channels, pixels) <= _most_tiles(gpu)
+        for programs in _programs(spec, gpu, channels, pixels)
     ]
 
 
-def launch_turning(dy: Tensor, weight: Tensor, dx: Tensor, config: tuple) -> None:
-    """The input gradient of 1x1 filters in TF32, with one of `turning_candidates`."""
+def _tiles(spec: ConvSpec, channels: int, pixels: int) -> int:
+    *_, m = spec.pixels
+    return triton.cdiv(m, pixels) * triton.cdiv(spec.c, channels)
+
+
+def _most_tiles(gpu: Device) -> int:
+    return _TILES_A_PROCESSOR * gpu.num_sms
+
+
+def _launch_once_tf32(config: UnfusedSingleTileTf32, operands: ConvOperands) -> None:
+    """The input gradient of 1x1 filters in TF32, which the kernel transposes by itself."""
+    dy, weight, _, dx, *_ = operands
     k, c, _, _ = weight.shape
     m = dy.numel() // k
     channels, pixels, warps, programs = config
@@ -181,37 +202,13 @@ def launch_turning(dy: Tensor, weight: Tensor, dx: Tensor, config: tuple) -> Non
         c,
         PIXELS=pixels,
         K_BLOCKS=triton.cdiv(k, 32),
-        BLOCKS=_blocks_at_once(dy, channels, pixels, programs),
+        BLOCKS=_blocks_at_once(4 * k, describe(dy.device), channels, pixels, programs),
         num_warps=warps,
     )
 
 
-def launch(
-    x: Tensor,  # [N, H, W, K], what is convolved: x, or dy; 1x1 filters: [1, 1, M, K]
-    weight: Tensor,  # [CO, CI, R, S] in channels_last memory
-    bias: Tensor | None,  # [C]
-    y: Tensor,  # [N, H, W, C] to be written
-    config: tuple,  # of `candidates`
-    *,
-    dgrad: bool,
-    following: dict[str, bool],  # the launch option behind a launch that has turned the filters
-) -> None:
-    """y = conv(x) + bias, or the input gradient."""
-    if isinstance(config, UnfusedTilesTf32):
-        _launch_tiles_tf32(x, weight, bias, y, config, following)
-        return
-    launchers = {
-        UnfusedTiles: _launch_tiles,
-        UnfusedSingleTile: _launch_once,
-        UnfusedRing: _launch_ring,
-        UnfusedPointwise: _launch_points,
-    }
-    launchers[type(config)](x, weight, bias, y, config, dgrad)
-
-
-def _launch_tiles(
-    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, config: tuple, dgrad: bool
-) -> None:
+def _launch_tiles(config: UnfusedTiles, operands: ConvOperands) -> None:
+    x, weight, bias, y, _, _, _, dgrad, *_ = operands
     n, h, w, k = x.shape
     c = y.shape[3]
     rows, images = cut(config.block_m, h, w)
@@ -250,14 +247,9 @@ def _rings(x: Tensor, pixels: int, images: int) -> tuple[int, int]:
     return blocks, min(9, (room - blocks * block) // tap)
 
 
-def _launch_tiles_tf32(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    y: Tensor,
-    config: tuple,
-    following: dict[str, bool],
-) -> None:
+def _launch_tiles_tf32(config: UnfusedTilesTf32, operands: ConvOperands) -> None:
+    x, weight, bias, y, *_ = operands
+    options = following(x.device) if operands.follows else overlapping(x.device)
     n, h, w, k = x.shape
     c = y.shape[3]
     rows, images = cut(config.block_m, h, w)
@@ -277,7 +269,7 @@ def _launch_tiles_tf32(
         BLOCKS=_ring_tf32(x, config.block_m, images),
         num_warps=4,
         maxnreg=168,
-        **following,
+        **options,
     )
 
 
@@ -285,6 +277,11 @@ def _ring_tf32(x: Tensor, pixels: int, images: int) -> int:
     """Blocks of pixels, each with three filters, that shared memory has room for."""
     room = describe(x.device).shared_memory - 2048
     return min(6, room // ((pixels + 2 * images * x.shape[2] + 3 * 64) * 128))
+
+
+def _of_rows(operands: ConvOperands) -> ConvOperands:
+    """To a pointwise convolution all pixels are alike."""
+    return operands._replace(x=as_one_row(operands.x), y=as_one_row(operands.y))
 
 
 def _matrices(x: Tensor, weight: Tensor, y: Tensor, pixels: int) -> list:
@@ -297,13 +294,12 @@ def _matrices(x: Tensor, weight: Tensor, y: Tensor, pixels: int) -> list:
     ]
 
 
-def _launch_points(
-    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, config: tuple, dgrad: bool
-) -> None:
+def _launch_points(config: UnfusedPointwise, operands: ConvOperands) -> None:
+    x, weight, bias, y, _, _, _, dgrad, *_ = _of_rows(operands)
     _, _, m, k = x.shape
     c = y.shape[3]
     channels, pixels = config
-    blocks, out = _blocks(x, channels, pixels)
+    blocks, out = _blocks(k, describe(x.device), channels, pixels)
     groups = triton.cdiv(c, channels)
     rounds = min(triton.cdiv(m, pixels), max(1, describe(x.device).num_sms // groups))
     conv_bare_points_kernel[(groups * rounds,)](
@@ -322,12 +318,12 @@ def _launch_points(
     )
 
 
-def _blocks(x: Tensor, channels: int, pixels: int) -> tuple[int, int]:
+def _blocks(k: int, gpu: Device, channels: int, pixels: int) -> tuple[int, int]:
     """Blocks of pixels that fit into shared memory beside the filters, and results of each of two
     warpgroups: two if that leaves room for four blocks."""
-    row = 64 * x.itemsize
-    filters = triton.cdiv(x.shape[3], 64) * channels * row
-    room = describe(x.device).shared_memory - 2048 - filters
+    row = 64 * 2
+    filters = triton.cdiv(k, 64) * channels * row
+    room = gpu.shared_memory - 2048 - filters
     for out in (2, 1):
         blocks = min(8, room // (pixels * row) - 2 * out)
         if blocks >= 4 or out == 1:
@@ -335,9 +331,8 @@ def _blocks(x: Tensor, channels: int, pixels: int) -> tuple[int, int]:
     return blocks, out
 
 
-def _launch_ring(
-    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, config: tuple, dgrad: bool
-) -> None:
+def _launch_ring(config: UnfusedRing, operands: ConvOperands) -> None:
+    x, weight, bias, y, _, _, _, dgrad, *_ = _of_rows(operands)
     _, _, m, k = x.shape
     c = y.shape[3]
     channels, pixels = config
@@ -364,9 +359,8 @@ def _blocks_in_ring(x: Tensor, channels: int, pixels: int) -> int:
     return room // ((channels + pixels) * 64 * x.itemsize)
 
 
-def _launch_once(
-    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, config: tuple, dgrad: bool
-) -> None:
+def _launch_once(config: UnfusedSingleTile, operands: ConvOperands) -> None:
+    x, weight, bias, y, _, _, _, dgrad, *_ = _of_rows(operands)
     _, _, m, k = x.shape
     c = y.shape[3]
     channels, pixels, warps, programs = config
@@ -379,21 +373,48 @@ def _launch_once(
         K_BLOCKS=triton.cdiv(k, 64),
         C_BLOCKS=channels // 64,
         DGRAD=dgrad,
-        BLOCKS=_blocks_at_once(x, channels, pixels, programs),
+        BLOCKS=_blocks_at_once(2 * k, describe(x.device), channels, pixels, programs),
         num_warps=warps,
     )
 
 
-def _blocks_at_once(x: Tensor, channels: int, pixels: int, programs: int) -> int:
-    """Of pixels and filters, as many as fit where so many programs share a multiprocessor. A row of
-    a block has 128 bytes."""
-    room = describe(x.device).shared_memory // programs - 2048
-    wanted = triton.cdiv(x.shape[3] * x.itemsize, 128)
-    return min(wanted, room // ((channels + pixels) * 128))
+def _blocks_at_once(row: int, gpu: Device, channels: int, pixels: int, programs: int) -> int:
+    """Of pixels, whose rows have so many bytes, and filters, as many as fit where so many programs
+    share a multiprocessor. A row of a block has 128 bytes."""
+    room = gpu.shared_memory // programs - 2048
+    return min(triton.cdiv(row, 128), room // ((channels + pixels) * 128))
 
 
-def _programs(x: Tensor, channels: int, pixels: int) -> list[int]:
+def _programs(spec: ConvSpec, gpu: Device, channels: int, pixels: int) -> list[int]:
     """How many may share a multiprocessor: two, or one if that gives it more blocks."""
-    alone, beside = (_blocks_at_once(x, channels, pixels, programs) for programs in (1, 2))
-    few = min(2, triton.cdiv(x.shape[3] * x.itemsize, 128))
+    row = spec.k * spec.itemsize
+    alone, beside = (_blocks_at_once(row, gpu, channels, pixels, count) for count in (1, 2))
+    few = min(2, triton.cdiv(row, 128))
     return [1] * (alone > beside and alone >= few) + [2] * (beside >= few)
+
+
+KERNELS = (  # of a forward pass and, but for that in TF32, of an input gradient
+    Kernel(
+        "unfused_tiles", UnfusedTiles, _refuse_tiles,
+        lambda spec, gpu: [UnfusedTiles(pixels) for pixels in _cuts(spec)], launch=_launch_tiles,
+    ),
+    Kernel("unfused_pointwise", UnfusedPointwise, _refuse_pointwise, _pointwise,
+           launch=_launch_points),
+    Kernel("unfused_single_tile", UnfusedSingleTile, _refuse_pointwise, _single_tile,
+           launch=_launch_once),
+    Kernel("unfused_ring", UnfusedRing, _refuse_pointwise, _ring, launch=_launch_ring),
+)  # fmt: skip
+TILES_TF32 = Kernel(
+    "unfused_tiles_tf32",
+    UnfusedTilesTf32,
+    _refuse_tiles_tf32,
+    lambda spec, gpu: [UnfusedTilesTf32(pixels) for pixels in _cuts(spec)],
+    launch=_launch_tiles_tf32,
+)
+SINGLE_TILE_TF32 = Kernel(
+    "unfused_single_tile_tf32",
+    UnfusedSingleTileTf32,
+    _refuse_single_tile_tf32,
+    _single_tile_tf32,
+    launch=_launch_once_tf32,
+)

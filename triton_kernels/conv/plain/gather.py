@@ -4,19 +4,18 @@ Serves any stride, padding and number of channels on any GPU; `conv.plain.tma` i
 """
 
 import math
+from functools import partial
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...reductions.column_sum import num_splits
-from ...registry.choose import choose
-from ...registry.kernel import configures
-from ...registry.spec import ConvSpec, dtype_name
-from ...runtime.device import Device, describe
+from ...registry.kernel import Kernel, configures
+from ...registry.spec import ConvSpec
+from ...runtime.device import Device
 from ...tf32 import split_to_tf32
-from ..configs import FwdTile, WgradOperands, WgradTile, fewest_of, split_kernel
+from ..configs import ConvOperands, FwdTile, WgradOperands, WgradTile, fewest_of, split_kernel
 
 
 @configures("gather")
@@ -33,7 +32,6 @@ class WgradConfig(WgradTile):
     __slots__ = ()
 
 
-FORWARD = (Config,)
 FWD_CONFIGS = [
     Config(64, 64, 32, 4, 3),
     Config(64, 128, 32, 4, 3),
@@ -47,8 +45,10 @@ FWD_CONFIGS = [
     Config(16, 16, 64, 4, 3),
     Config(64, 64, 32, 4, 1),  # a stem's products are one step: a second stage is for nothing
 ]
-_RATE = 0.15e6  # of a weight gradient: operations a microsecond and multiprocessor
+_RATE = 0.15e6  # operations a microsecond and multiprocessor
+_LAST = 50.0  # microseconds: in 16 bits and in TF32 other kernels come first, if they can do it
 _ONE_STEP = FWD_CONFIGS[-1]
+_OF_FMAS, _OF_FEW_FMAS = FWD_CONFIGS[0], FWD_CONFIGS[-2]  # of wide layers in float32
 WGRAD_CONFIGS = [
     WgradConfig(64, 64, 32, 4, 3),
     WgradConfig(64, 32, 64, 4, 3),  # stem and head: nine taps of three channels
@@ -182,55 +182,16 @@ def _conv2d_gather_kernel(
     tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask_y)
 
 
-def launch_fwd(
-    x: Tensor,  # [N, H, W, CI], or dy
-    weight: Tensor,  # [CO, CI, R, S] in channels_last memory
-    bias: Tensor | None,  # [CO]
-    y: Tensor,  # [N, P, Q, CO] to be written, or dx
-    stride: int,
-    padding: tuple[int, int],
-    precision: str,
-    *,
-    dgrad: bool,
-    add: Tensor | None = None,  # as y
-    config: Config | None = None,
-) -> None:
+def launch(config: Config, operands: ConvOperands) -> None:
     """y = conv(x, weight) + bias + add; with `dgrad` x is the gradient of the output, y of the
     input."""
+    x, weight, bias, y, stride, padding, precision, dgrad, add, _ = operands
     n, h, w, ci = x.shape
     _, p, q, co = y.shape
     _, weight_ci, r, s = weight.shape
     # a program of the input gradient sees the pixels of one remainder modulo the stride
     step = stride if dgrad else 1
     pixels = n * triton.cdiv(p, step) * triton.cdiv(q, step)
-    wide_loads = ci % 8 == 0 and precision != "ieee"
-    if config is None:
-
-        def run(c: Config) -> Tensor:
-            out = torch.empty_like(y)
-            launch_fwd(x, weight, bias, out, stride, padding, precision, dgrad=dgrad, config=c)
-            return out
-
-        config = choose(
-            "conv2d_gather_dgrad" if dgrad else "conv2d_gather",
-            n,
-            {
-                "h": h,
-                "w": w,
-                "k": ci,
-                "p": p,
-                "q": q,
-                "c": co,
-                "r": r,
-                "s": s,
-                "stride": stride,
-                "dtype": dtype_name(x.dtype, precision != "ieee"),
-            },
-            lambda: [c for c in FWD_CONFIGS if _fits_fwd(c, x, wide_loads)],
-            lambda: _pick_fwd(pixels, co, wide_loads, x),
-            run,
-            describe(x.device),
-        )
     stride_wo, stride_wi = (1, r * s * weight_ci) if dgrad else (r * s * weight_ci, 1)
     tiles = triton.cdiv(pixels, config.block_m) * triton.cdiv(co, config.block_c)
     _conv2d_gather_kernel[(tiles, step * step)](
@@ -268,24 +229,68 @@ def launch_fwd(
     )
 
 
-def _fits_fwd(c: Config, x: Tensor, wide_loads: bool) -> bool:
-    """In float32 that for few channels alone. Loads of single elements keep a pointer for each;
-    with more than 64x64 registers spill."""
-    if x.itemsize == 4:
-        return x.shape[3] < 16 and c == _ONE_STEP
-    return wide_loads or c.block_m <= 64
+def _fitting(spec: ConvSpec, gpu: Device, grad: bool) -> list[Config]:
+    """In float32 that for few channels, those whose products are FMAs, and the one that is picked.
+    Loads of single elements keep a pointer for each; with more than 64x64 registers spill."""
+    picked = _pick(spec, gpu, grad)
+    if spec.itemsize == 2:
+        wide_loads = spec.k % 8 == 0
+        found = [c for c in FWD_CONFIGS if wide_loads or c.block_m <= 64]
+    elif spec.k < 16:
+        found = [_ONE_STEP]
+    else:
+        found = [_OF_FMAS, _OF_FEW_FMAS] if spec.dtype == "fp32" else []
+    return found if picked in found else [*found, picked]
 
 
-def _pick_fwd(pixels: int, channels: int, wide_loads: bool, x: Tensor) -> Config:
+def _pixels(spec: ConvSpec, grad: bool) -> int:
+    """That a program of some kind sees: of the input gradient those of one remainder modulo the
+    stride."""
+    step = spec.stride if grad else 1
+    rows, columns = spec.size
+    return spec.n * triton.cdiv(rows, step) * triton.cdiv(columns, step)
+
+
+def _pick(spec: ConvSpec, gpu: Device, grad: bool) -> Config:
+    pixels, channels = _pixels(spec, grad), spec.c
+    if spec.dtype == "fp32" and spec.stride == 1 and min(spec.of_filters) >= 32 and gpu.tma:
+        few = 8 * spec.n * math.prod(spec.size) * channels <= 64 * 64 * gpu.num_sms
+        return _OF_FEW_FMAS if few else _OF_FMAS
     safe, large, few_pixels, few_channels = FWD_CONFIGS[:4]
     if channels <= 16:
         return few_channels
     if pixels <= 16:
         return few_pixels
-    if x.itemsize == 4 and x.shape[3] < 16:
+    if spec.itemsize == 4 and spec.k < 16:
         return _ONE_STEP
+    wide_loads = spec.k % 8 == 0 and spec.dtype != "fp32"
     programs = triton.cdiv(pixels, large.block_m) * triton.cdiv(channels, large.block_c)
-    return large if wide_loads and programs >= 2 * describe(x.device).num_sms else safe
+    return large if wide_loads and programs >= 2 * gpu.num_sms else safe
+
+
+def _cost(spec: ConvSpec, gpu: Device, c: Config, grad: bool) -> float:
+    """Of the tile for so many channels and pixels: FMAs in float32, else products of what was
+    fetched number by number."""
+    if c != _pick(spec, gpu, grad):
+        return math.inf
+    co, ci = spec.of_filters
+    rows, columns = spec.size
+    flops = 2 * spec.n * rows * columns * co * ci * spec.taps
+    return (2 if spec.dtype == "fp32" else _LAST) + flops / (_RATE * gpu.num_sms)
+
+
+_FORWARD, _GRAD = {"grad": False}, {"grad": True}
+FORWARD, INPUT_GRAD = (
+    Kernel(
+        "gather",
+        Config,
+        lambda spec, gpu: None,
+        partial(_fitting, **which),
+        partial(_cost, **which),
+        launch,
+    )
+    for which in (_FORWARD, _GRAD)
+)
 
 
 # --- weight gradient -----------------------------------------------------------------------------
@@ -476,7 +481,8 @@ def _cost_wgrad(spec: ConvSpec, gpu: Device, c: WgradConfig) -> float:
     if c != _pick_wgrad(spec):
         return math.inf
     co, ci, pixels = _of_wgrad(spec)
-    return 2 + 2 * pixels * co * ci * spec.taps / (_RATE * gpu.num_sms)
+    flops = 2 * pixels * co * ci * spec.taps
+    return (2 if spec.itemsize == 4 else _LAST) + flops / (_RATE * gpu.num_sms)
 
 
 WEIGHT_GRAD = split_kernel(

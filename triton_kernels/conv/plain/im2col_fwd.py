@@ -9,20 +9,23 @@ matrix [27, CI] as they are. z is small, 27 numbers for 64, and a second launch 
 that meet in a pixel; z has a plane of pixels for each row, so that these lie side by side.
 """
 
+import math
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from ...registry.kernel import Kernel, configures
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, following, overlapping
-from ...runtime.device import describe
+from ...runtime.device import Device
 from ...tf32 import round_to_tf32, split_to_tf32
-from .tma_boxes import aligned, as_one_row, in_boxes
+from ..configs import ConvOperands
+from .tma_boxes import as_one_row, in_boxes
 
 _MOST_COLUMNS = 64
 _FEWEST_CHANNELS = 16  # of x; with fewer z would be larger than x
-# Pixels, channels of x a step, warps, stages, by the products of TF32 (0: of 16 bits).
-_TILES = {3: (64, 32, 2, 3), 1: (64, 32, 4, 3), 0: (128, 64, 4, 1)}
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -100,33 +103,49 @@ def _sum_taps_kernel(
         tl.store(y_ptrs + co, acc.to(y_ptr.dtype.element_ty), mask=m < num_pixels)
 
 
-def serves_fwd(x: Tensor, weight: Tensor, y: Tensor, stride: int) -> bool:
-    """Whether `launch_fwd` can do this convolution, and it pays."""
-    co, ci, r, s = weight.shape
-    columns = co * r * s
-    few = r * s > 1 and columns <= _MOST_COLUMNS
-    fits = ci >= _FEWEST_CHANNELS and ci * x.itemsize % 16 == 0 and aligned(x) and aligned(weight)
-    # offsets in z and y are of 32 bits
-    small = max(x.numel() // max(ci, 1), y.numel() // max(co, 1)) * _MOST_COLUMNS < 2**31
-    return stride == 1 and few and fits and small and describe(x.device).tma
+@configures("im2col_fwd")
+class Im2colFwd(NamedTuple):
+    """What one program of the product computes."""
+
+    block_m: int  # pixels
+    block_k: int  # channels of x a step
+    num_warps: int
+    num_stages: int
 
 
-def launch_fwd(
-    x: Tensor,  # [N, H, W, CI]
-    weight: Tensor,  # [CO, CI, R, S] in channels_last memory
-    bias: Tensor | None,  # [CO]
-    y: Tensor,  # [N, P, Q, CO] to be written
-    padding: tuple[int, int],
-    precision: str,
-    tile: tuple[int, int, int, int] | None = None,
-) -> None:
+# By the products of TF32; 0: of 16 bits.
+_TILES = {3: Im2colFwd(64, 32, 2, 3), 1: Im2colFwd(64, 32, 4, 3), 0: Im2colFwd(128, 64, 4, 1)}
+
+
+def refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why it cannot do a convolution, or does not pay, or None."""
+    if not gpu.tma:
+        return "the GPU has no TMA unit"
+    if spec.stride != 1:
+        return f"it does stride 1, not {spec.stride}"
+    co, ci = spec.of_filters
+    if spec.taps == 1 or co * spec.taps > _MOST_COLUMNS:
+        return f"{spec.taps} taps of {co} channels; it takes 2 to {_MOST_COLUMNS} in all"
+    if ci < _FEWEST_CHANNELS or ci * spec.itemsize % 16 or not spec.aligned:
+        return f"{ci} channels; it takes {_FEWEST_CHANNELS} and more, in multiples of 16 bytes"
+    pixels = max(math.prod(spec.size), spec.h * spec.w) * spec.n
+    return None if pixels * _MOST_COLUMNS < 2**31 else "offsets would need more than 32 bits"
+
+
+def configs(spec: ConvSpec, gpu: Device) -> list[Im2colFwd]:
+    """One, by the products."""
+    return [_TILES[0 if spec.itemsize == 2 else 3 if spec.precision == "ieee" else 1]]
+
+
+def launch(tile: Im2colFwd, operands: ConvOperands) -> None:
     """y = conv(x, weight) + bias with stride 1."""
+    x, weight, bias, y, _, padding, precision, *_ = operands
     _, h, w, ci = x.shape
     n, p, q, _ = y.shape
     co, _, r, s = weight.shape
     pixels = n * h * w
     products = 0 if x.itemsize == 2 else 3 if precision == "ieee" else 1
-    block_m, block_k, num_warps, num_stages = tile or _TILES[products]
+    block_m, block_k, num_warps, num_stages = tile
     columns = co * r * s
     block_c = max(16, triton.next_power_of_2(columns))
     plane = triton.cdiv(pixels, 4) * 4
@@ -150,3 +169,7 @@ def launch_fwd(
         z, bias, y, h, w, p, q, n * p * q, plane, CO=co, R=r, S=s, PAD_H=padding[0],
         PAD_W=padding[1], BLOCK_M=block, num_warps=4, **following(x.device),
     )  # fmt: skip
+
+
+# what else takes so few channels reads x once a tap: its cost need not be right
+FORWARD = Kernel("im2col_fwd", Im2colFwd, refuse, configs, lambda spec, gpu, c: 0.5, launch)

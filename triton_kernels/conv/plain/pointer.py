@@ -7,30 +7,19 @@ channels will do, and any image; what is no multiple of 8 channels is fetched nu
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ...activations import rounded_grad
 from ...noise.dropout import mask_arguments
-from ...registry.choose import select
-from ...registry.kernel import Kernel, Op
-from ...registry.spec import ConvSpec, dtype_name
-from ...runtime.device import describe
+from ...registry.kernel import Kernel
+from ...registry.spec import ConvSpec
+from ...runtime.device import Device
+from ..configs import ConvOperands
 from ..hopper.operands import Operands
 from .fused_tiles import box_of
 from .pointer_kernels import conv_pointer_forward_kernel, conv_pointer_input_grad_kernel
-from .pointer_tiles import PointerTile, addressable, cost, count_programs, divide, fitting, refuse
+from .pointer_tiles import PointerTile, cost, count_programs, divide, fitting, refuse
 from .tma_boxes import is_ragged
-
-_empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
-
-
-def serves(config: tuple | None, x: Tensor, *channels: int) -> bool:
-    """Whether a convolution of x belongs here: the tile says so, or TMA cannot address it."""
-    if config is not None:
-        return isinstance(config, PointerTile)
-    return not addressable(describe(x.device), x.itemsize, *channels)
-
 
 # --- forward --------------------------------------------------------------------------------------
 
@@ -56,27 +45,25 @@ def forward(config: PointerTile, operands: Operands) -> None:
     )
 
 
-def conv_plain_input_grad(
-    dy: Tensor,  # [N, H, W, CO]
-    weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of dy
-    config: PointerTile | None = None,
-) -> Tensor:  # [N, H, W, CI]
-    """As `conv.fused.conv_plain_input_grad`."""
-    n, h, w, kx = dy.shape
-    co, ci, r, s = weight.shape
-    if config is None:
-        dtype = dtype_name(dy.dtype, allow_tf32=True)
-        spec = ConvSpec(n, dtype, h, w, kx, ci, r, s, filters=(co, ci))
+def _plain(config: PointerTile, operands: ConvOperands) -> None:
+    """A forward pass with a bias at most, or its input gradient."""
+    x, weight, bias, y, _, _, precision, dgrad, *_ = operands
+    ci, r, s = weight.shape[1:]
+    assert precision == "tf32"
+    channels = (x.shape[3],) * 2, (y.shape[3],) * 2
+    _launch_forward(
+        x, weight, y, channels, config, bias=bias, transposed=dgrad, stride_w=r * s * ci
+    )
 
-        def run(c: PointerTile) -> Tensor:
-            return conv_plain_input_grad(dy, weight, config=c)
 
-        config = select(PLAIN_INPUT_GRAD, spec, describe(dy.device), run).config
-    dx = _empty((n, h, w, ci), dtype=dy.dtype, device=dy.device)
-    channels = (co, kx), (ci, ci)
-    if dx.numel():
-        _launch_forward(dy, weight, dx, channels, config, transposed=True, stride_w=r * s * ci)
-    return dx
+def _refuse_plain(spec: ConvSpec, gpu: Device) -> str | None:
+    if spec.dtype == "fp32":
+        return "in float32 its products are rounded to TF32"
+    if spec.pads != (spec.r // 2, spec.s // 2):
+        return f"it pads {spec.r // 2, spec.s // 2} pixels, not {spec.pads}"
+    if gpu.tma and (spec.itemsize == 4 or min(spec.k, spec.c) < 16):
+        return "of what a TMA unit could fetch it takes 16 bits, 16 channels and more"
+    return refuse(spec, gpu)
 
 
 def _launch_forward(
@@ -198,8 +185,6 @@ def _constants(config: PointerTile, box: tuple[int, int, int]) -> dict[str, int 
 
 FORWARD = Kernel("pointer", PointerTile, refuse, fitting, cost, launch=forward)
 INPUT_GRAD = Kernel("pointer", PointerTile, refuse, fitting, cost, launch=input_grad)
-PLAIN_INPUT_GRAD = Op(
-    "conv_plain_input_grad",
-    key=("h", "w", "k", "c", "r", "s", "dtype"),
-    kernels=(Kernel("pointer", PointerTile, refuse, fitting, cost),),
+PLAIN_FORWARD = PLAIN_INPUT_GRAD = Kernel(
+    "pointer", PointerTile, _refuse_plain, fitting, cost, launch=_plain
 )

@@ -14,29 +14,27 @@ filter whose second part is zero, is not in the float32 product.
 1x1 filters see a number once, so that there it is split in registers, without a copy.
 """
 
+import math
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ...registry.choose import choose
-from ...registry.kernel import configures
+from ...registry.kernel import Kernel, configures
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
-from ...runtime.device import describe
+from ...runtime.device import Device
 from ...tf32 import split_to_tf32
-from . import gather
+from ..configs import ConvOperands
 from .linear_tf32x3 import launch_linear
 from .tma import tile_constants, tile_origin
 from .tma_boxes import (
-    addressable,
-    aligned,
     as_one_row,
     count_boxes,
     in_boxes,
     is_pointwise,
     pixel_box,
+    unaddressable,
     weight_in_boxes,
 )
 from .transpose_weights import split, turn_filters
@@ -63,10 +61,7 @@ class LinearConfig(NamedTuple):
     num_warps: int
 
 
-_GATHER = gather.Config(64, 64, 32, 4, 3)  # whose products are FMAs
-_GATHER_FEW = gather.Config(16, 16, 64, 4, 3)  # the linear layer over some samples: more programs
 _INSIDE = Config(64, 64, 32, 4, 4, True)
-FORWARD = (Config, LinearConfig)
 FWD_CONFIGS = [
     Config(64, 128, 32, 4, 2),
     Config(64, 64, 32, 4, 3),
@@ -78,8 +73,8 @@ FWD_CONFIGS = [
 ]
 LINEAR_CONFIGS = [LinearConfig(16, 16, 4)]
 _MANY_PIXELS = 1024  # of a 1x1 convolution, whose copies would take longer than its products
-_WORTH = 2**27  # multiplications that pay for the copies; fewer are left to `conv.plain.gather`,
-_MOST_MEMORY = 2**32  # and so are copies of more bytes
+_OVERHEAD = 12.0  # microseconds of the copies and of launches
+_MOST_MEMORY = 2**32  # bytes of the copies
 
 
 @triton.jit(do_not_specialize=["P", "Q"])
@@ -149,63 +144,10 @@ def _conv2d_tf32x3_kernel(
     y_desc.store([n0, h0, w0, c0], tl.trans(acc).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
 
 
-def launch_fwd(
-    x: Tensor,  # float32 [N, H, W, CI], or dy
-    weight: Tensor,  # float32 [CO, CI, R, S] in channels_last memory
-    bias: Tensor | None,  # [CO]
-    y: Tensor,  # float32 [N, P, Q, CO] to be written, or dx
-    stride: int,
-    padding: tuple[int, int],
-    precision: str,
-    *,
-    dgrad: bool,
-    config: Config | LinearConfig | gather.Config | None = None,
-) -> None:
+def launch(config: Config, operands: ConvOperands) -> None:
     """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output, y of the input."""
-    assert stride == 1 and precision == "ieee"
+    x, weight, bias, y, _, padding, _, dgrad, *_ = operands
     _, _, r, s = weight.shape
-    if config is None:
-
-        def run(c: Config) -> Tensor:
-            out = torch.empty_like(y)
-            launch_fwd(x, weight, bias, out, stride, padding, precision, dgrad=dgrad, config=c)
-            return out
-
-        config = choose(
-            "conv2d_fp32_dgrad" if dgrad else "conv2d_fp32",
-            x.shape[0],
-            {
-                "h": x.shape[1],
-                "w": x.shape[2],
-                "k": x.shape[3],
-                "p": y.shape[1],
-                "q": y.shape[2],
-                "c": y.shape[3],
-                "r": r,
-                "s": s,
-            },
-            lambda: [
-                *(c for c in FWD_CONFIGS if _fits(c, x, r * s)),
-                *(LINEAR_CONFIGS if _is_linear(x, weight, padding) else ()),
-                _GATHER,
-                _GATHER_FEW,
-            ],
-            lambda: _pick(x, weight, y),
-            run,
-            describe(x.device),
-            similar=True,
-        )
-    if isinstance(config, gather.Config):
-        gather.launch_fwd(
-            x, weight, bias, y, stride, padding, precision, dgrad=dgrad, config=config
-        )
-        return
-    if isinstance(config, LinearConfig):
-        launch_linear(
-            x, weight, bias, y, dgrad=dgrad, block_c=config.block_c, block_m=config.block_m,
-            num_warps=config.num_warps,
-        )  # fmt: skip
-        return
     if config.in_registers:
         parts, filters = (x, None), (weight, None)
     elif dgrad:
@@ -239,34 +181,64 @@ def launch_fwd(
     )
 
 
-def serves_fwd(x: Tensor, weight: Tensor, y: Tensor, stride: int, precision: str) -> bool:
-    """Whether `launch_fwd` can do this convolution, or this input gradient."""
-    wide = min(weight.shape[:2]) >= 32  # few channels would leave most of a tile to nothing
-    fits = 2 * x.nbytes <= _MOST_MEMORY
-    served = stride == 1 and precision == "ieee" and wide and fits
-    return served and addressable(x, y) and aligned(weight)
+def refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why it cannot do a convolution, or an input gradient, or None."""
+    if spec.stride != 1:
+        return f"it does stride 1, not {spec.stride}"
+    if spec.dtype != "fp32":
+        return "it does float32 that is not rounded to TF32"
+    if (few := min(spec.of_filters)) < 32:
+        return f"{few} channels would leave most of a tile to nothing"
+    if 2 * spec.n * spec.h * spec.w * spec.k * 4 > _MOST_MEMORY:
+        return "copies would take too much memory"
+    return unaddressable(spec, gpu)
 
 
-def _pick(x: Tensor, weight: Tensor, y: Tensor) -> Config | gather.Config:
-    n, p, q, co = y.shape
-    if weight.shape[2:].numel() == 1 and n * p * q >= _MANY_PIXELS:
-        return _INSIDE
-    if n * p * q * weight.numel() < _WORTH:
-        return (
-            _GATHER_FEW if 8 * n * p * q * co <= 64 * 64 * describe(x.device).num_sms else _GATHER
-        )
+def configs(spec: ConvSpec, gpu: Device) -> list[Config]:
+    """Those that fit into shared memory. Of several taps a copy costs less than to split a number
+    once for each of them."""
+    return [
+        c
+        for c in FWD_CONFIGS
+        if not (c.in_registers and spec.taps > 1)
+        and 2 * c.num_stages * (c.block_c + c.block_m) * c.block_k * 4 + 1024 <= gpu.shared_memory
+    ]
+
+
+def _cost(spec: ConvSpec, gpu: Device, c: Config) -> float:
+    """A rule of thumb. It pays from 2^27 multiplications on an H100 on, and for 1x1 filters over
+    many pixels always."""
+    n, p, q = spec.n, *spec.size
     safe, small = FWD_CONFIGS[:2]
-    programs = count_boxes(pixel_box(safe.block_m, n, p, q), n, p, q) * triton.cdiv(co, 64)
-    return safe if programs >= 2 * describe(x.device).num_sms else small
+    if spec.taps == 1 and n * p * q >= _MANY_PIXELS:
+        best, overhead = _INSIDE, 1.0
+    else:
+        programs = count_boxes(pixel_box(safe.block_m, n, p, q), n, p, q) * triton.cdiv(spec.c, 64)
+        best, overhead = (safe if programs >= 2 * gpu.num_sms else small), _OVERHEAD
+    return overhead + _flops(spec) / (0.6e6 * gpu.num_sms) if c == best else math.inf
 
 
-def _is_linear(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> bool:
-    """Whether it is a product over few pixels."""
-    return is_pointwise(weight, padding) and x.numel() // x.shape[3] <= _MANY_PIXELS
+def _flops(spec: ConvSpec) -> int:
+    co, ci = spec.of_filters
+    return 2 * math.prod(spec.size) * spec.n * co * ci * spec.taps
 
 
-def _fits(c: Config, x: Tensor, taps: int) -> bool:
-    if c.in_registers and taps > 1:
-        return False  # a copy costs less than to split a number once for every tap
-    fetched = 2 * c.num_stages * (c.block_c + c.block_m) * c.block_k * 4
-    return fetched + 1024 <= describe(x.device).shared_memory
+FORWARD = INPUT_GRAD = Kernel("tf32x3", Config, refuse, configs, _cost, launch)
+
+
+def _refuse_linear(spec: ConvSpec, gpu: Device) -> str | None:
+    if reason := refuse(spec, gpu):
+        return reason
+    if spec.taps > 1 or spec.pads != (0, 0):
+        return f"it does 1x1 filters without padding, not {spec.r}x{spec.s}"
+    pixels = spec.n * spec.h * spec.w
+    return f"{pixels} pixels; it takes up to {_MANY_PIXELS}" if pixels > _MANY_PIXELS else None
+
+
+LINEAR = Kernel(
+    "linear_tf32x3",
+    LinearConfig,
+    _refuse_linear,
+    lambda spec, gpu: LINEAR_CONFIGS,
+    launch=lambda c, o: launch_linear(o.x, o.weight, o.bias, o.y, dgrad=o.dgrad, **c._asdict()),
+)

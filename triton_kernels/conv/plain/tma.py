@@ -9,30 +9,27 @@ Needs stride 1 and channels that are multiples of 16 bytes; `conv.plain.gather` 
 weight gradient is in `conv.plain.tma_wgrad`.
 """
 
+import math
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...reductions.column_sum import partials, sum_partials
-from ...registry.choose import choose
-from ...registry.kernel import configures
-from ...registry.spec import dtype_name
+from ...registry.kernel import CLOCKS, Kernel, configures
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, following, overlapping
-from ...runtime.device import describe
-from ..configs import FwdTile
-from ..hopper import unfused as gluon_bare
+from ...runtime.device import Device
+from ..configs import ConvOperands, FwdTile
 from .tma_boxes import (
-    addressable,
-    aligned,
     as_one_row,
     count_boxes,
     in_boxes,
     is_pointwise,
     pixel_box,
     tile_sizes,
+    unaddressable,
     weight_in_boxes,
 )
 from .transpose_weights import turn_filters
@@ -49,13 +46,6 @@ class Config(NamedTuple):
     num_stages: int
     rows: int = 1  # pixel tiles one below the other, which share loads; see `multiply_rows`
     parts: int = 1  # of the sum, each of a program, added up by a second launch
-
-
-@configures("transpose_first")
-class TransposeFirst(NamedTuple):
-    """Of an input gradient: filters are transposed before, by `conv.plain.transpose_weights`."""
-
-    launches: int = 2
 
 
 # Tiles that keep both operands of wgmma in shared memory and spill no register.
@@ -90,17 +80,6 @@ FWD_CONFIGS = [
     Config(16, 32, 32, 4, 8),
     Config(128, 128, 32, 4, 4, parts=4),
 ]
-# whatever `launch_fwd` may be given
-FORWARD = (
-    Config,
-    TransposeFirst,
-    gluon_bare.UnfusedTiles,
-    gluon_bare.UnfusedTilesTf32,
-    gluon_bare.UnfusedPointwise,
-    gluon_bare.UnfusedSingleTile,
-    gluon_bare.UnfusedSingleTileTf32,
-    gluon_bare.UnfusedRing,
-)
 _MODELLED = 8  # the first so many are what the cost model chooses from
 _TURN_FROM = 1024  # pixels of a float32 input gradient, which pay for a copy of the filters
 
@@ -282,29 +261,12 @@ def _conv2d_tma_kernel(
         y_desc.store([n0, h0, w0, c0], y.reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
 
 
-def launch_fwd(
-    x: Tensor,  # [N, H, W, CI], or dy
-    weight: Tensor,  # [CO, CI, R, S] in channels_last memory
-    bias: Tensor | None,  # [CO]
-    y: Tensor,  # [N, P, Q, CO] to be written, or dx
-    stride: int,
-    padding: tuple[int, int],
-    precision: str,
-    *,
-    dgrad: bool,
-    config: tuple | None = None,  # one of `FORWARD`
-) -> None:
+def launch(config: Config, operands: ConvOperands) -> None:
     """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output, y of the input."""
-    assert stride == 1
+    x, weight, bias, y, _, padding, precision, dgrad, _, follows = operands
     _, _, r, s = weight.shape
-    launch_option = overlapping(x.device)
+    launch_option = following(x.device) if follows else overlapping(x.device)
     if dgrad and worth_turning(y):
-        if turning := gluon_bare.turning_candidates(x, weight, y, padding):
-            config = config or _choose_turning(x, weight, y, turning)
-            if isinstance(config, gluon_bare.UnfusedSingleTileTf32):
-                gluon_bare.launch_turning(x, weight, y, config)
-                return
-            config = None if isinstance(config, TransposeFirst) else config
         padding = (r - 1 - padding[0], s - 1 - padding[1])
         weight, dgrad = turn_filters(weight, 1)[0], False
         launch_option = following(x.device)
@@ -312,39 +274,6 @@ def launch_fwd(
         x, y = as_one_row(x), as_one_row(y)
     ci = x.shape[3]
     n, p, q, co = y.shape
-    if config is None:
-
-        def run(c: Config) -> Tensor:
-            out = torch.empty_like(y)
-            launch_fwd(x, weight, bias, out, stride, padding, precision, dgrad=dgrad, config=c)
-            return out
-
-        config = choose(
-            "conv2d_dgrad" if dgrad else "conv2d",
-            x.shape[0],
-            {
-                "h": x.shape[1],
-                "w": x.shape[2],
-                "k": ci,
-                "p": p,
-                "q": q,
-                "c": co,
-                "r": weight.shape[2],
-                "s": weight.shape[3],
-                "dtype": dtype_name(x.dtype, allow_tf32=True),
-            },
-            lambda: (
-                [c for c in FWD_CONFIGS if _fits_fwd(c, x) and _pays(c, x, y, weight)]
-                + gluon_bare.candidates(x, weight, y, padding, dgrad=dgrad)
-            ),
-            lambda: _pick_fwd(x, y),
-            run,
-            describe(x.device),
-            similar=True,
-        )
-    if not isinstance(config, Config):
-        gluon_bare.launch(x, weight, bias, y, config, dgrad=dgrad, following=launch_option)
-        return
     box = pixel_box(config.block_m, n, p, q)
     block_co, block_ci = config.block_c, config.block_k
     if dgrad:
@@ -367,26 +296,6 @@ def launch_fwd(
         **launch_option,
     )
     sum_partials(out, y, follows=True)
-
-
-def _choose_turning(dy: Tensor, weight: Tensor, dx: Tensor, turning: list[tuple]) -> tuple:
-    """One of `turning`, or `TransposeFirst`."""
-
-    def run(c: Config) -> Tensor:
-        out = torch.empty_like(dx)
-        launch_fwd(dy, weight, None, out, 1, (0, 0), "tf32", dgrad=True, config=c)
-        return out
-
-    return choose(
-        "conv2d_turning",
-        dx.numel() // dx.shape[3],
-        {"k": dy.shape[3], "c": dx.shape[3]},
-        lambda: [TransposeFirst(), *turning],
-        TransposeFirst,
-        run,
-        describe(dy.device),
-        similar=True,
-    )
 
 
 def worth_turning(dx: Tensor) -> bool:
@@ -412,38 +321,66 @@ def tile_constants(
     }
 
 
-def serves_fwd(x: Tensor, weight: Tensor, y: Tensor, stride: int, precision: str) -> bool:
-    """Whether `launch_fwd` can do this convolution, or this input gradient."""
-    return stride == 1 and precision != "ieee" and addressable(x, y) and aligned(weight)
+def refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why it cannot do a forward pass, or None."""
+    if spec.stride != 1:
+        return f"it does stride 1, not {spec.stride}"
+    if spec.dtype == "fp32":
+        return "float32 that is not rounded to TF32"
+    return unaddressable(spec, gpu)
 
 
-def _pick_fwd(x: Tensor, y: Tensor) -> Config:
-    """The tile with the shortest time by a crude model: rounds of programs on the multiprocessors,
-    times the work of one, which is multiplying plus fetching (32: a guess, until tiles are timed).
-    """
-    n, p, q, co = y.shape
-    gpu = describe(x.device)
-
-    def time(c: Config) -> int:
-        boxes = count_boxes(pixel_box(c.block_m, n, p, q), n, p, q)
-        rounds = triton.cdiv(boxes * triton.cdiv(co, c.block_c), gpu.num_sms)
-        return rounds * (c.block_c * c.block_m + 32 * (c.block_c + c.block_m))
-
-    return min((c for c in FWD_CONFIGS[:_MODELLED] if _fits_fwd(c, x)), key=time)
+def refuse_grad(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why it cannot do an input gradient, or None."""
+    if reason := refuse(spec, gpu):
+        return reason
+    return "filters are transposed first" if turns(spec) else None
 
 
-def _pays(c: Config, x: Tensor, y: Tensor, weight: Tensor) -> bool:
+def turns(spec: ConvSpec) -> bool:
+    """Whether the filters of an input gradient of stride 1 are transposed first."""
+    rows, columns = spec.size
+    return spec.dtype == "tf32" and spec.n * rows * columns >= _TURN_FROM
+
+
+def configs(spec: ConvSpec, gpu: Device) -> list[Config]:
+    """The tiles that fit, and whose parts may pay."""
+    return [c for c in FWD_CONFIGS if _fits(c, spec, gpu) and _pays(c, spec, gpu)]
+
+
+def cost(spec: ConvSpec, gpu: Device, c: Config) -> float:
+    """Microseconds by a crude model: rounds of programs on the multiprocessors, times the work of
+    one, which is multiplying plus fetching."""
+    if c not in FWD_CONFIGS[:_MODELLED]:
+        return math.inf
+    work = c.block_c * c.block_m + 32 * (c.block_c + c.block_m)
+    clocks = triton.cdiv(_programs(c, spec), gpu.num_sms) * work * spec.k * spec.taps / 1024
+    return 3 + clocks / CLOCKS
+
+
+def best_cost(spec: ConvSpec, gpu: Device) -> float:
+    """Of the best tile."""
+    return min(cost(spec, gpu, c) for c in configs(spec, gpu))
+
+
+def _pays(c: Config, spec: ConvSpec, gpu: Device) -> bool:
     """Whether the parts of the sum may be worth another launch: they are long, and all programs run
     at once."""
-    if c.parts == 1:
-        return True
-    n, p, q, co = y.shape
-    programs = count_boxes(pixel_box(c.block_m, n, p, q), n, p, q) * triton.cdiv(co, c.block_c)
-    steps = weight.shape[2:].numel() * triton.cdiv(x.shape[3], c.block_k)
-    return c.parts * programs <= 2 * describe(x.device).num_sms and steps >= 8 * c.parts
+    steps = spec.taps * triton.cdiv(spec.k, c.block_k)
+    many = c.parts * _programs(c, spec) > 2 * gpu.num_sms or steps < 8 * c.parts
+    return c.parts == 1 or not many
 
 
-def _fits_fwd(c: Config, x: Tensor) -> bool:
-    block_k = 64 if x.itemsize == 2 and x.shape[3] > 32 else 32
-    fetched = c.num_stages * (c.block_c + c.block_m) * c.block_k * x.itemsize
-    return c.block_k == block_k and fetched + 1024 <= describe(x.device).shared_memory
+def _programs(c: Config, spec: ConvSpec) -> int:
+    boxes = count_boxes(pixel_box(c.block_m, *spec.pixels), *spec.pixels)
+    return boxes * triton.cdiv(spec.c, c.block_c)
+
+
+def _fits(c: Config, spec: ConvSpec, gpu: Device) -> bool:
+    block_k = 64 if spec.itemsize == 2 and spec.k > 32 else 32
+    fetched = c.num_stages * (c.block_c + c.block_m) * c.block_k * spec.itemsize
+    return c.block_k == block_k and fetched + 1024 <= gpu.shared_memory
+
+
+FORWARD = Kernel("tma", Config, refuse, configs, cost, launch)
+INPUT_GRAD = Kernel("tma", Config, refuse_grad, configs, cost, launch)

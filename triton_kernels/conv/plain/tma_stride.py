@@ -9,22 +9,18 @@ the taps of one parity: four products of a quarter of the pixels, and of nine ta
 """
 
 import math
-from typing import Any
+from functools import partial
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...registry.choose import choose
-from ...registry.kernel import CLOCKS, configures
-from ...registry.spec import ConvSpec, dtype_name
-from ...runtime.device import Device, describe
-from ..configs import FwdTile, WgradOperands, WgradTile, split_kernel
+from ...registry.kernel import CLOCKS, Kernel, configures
+from ...registry.spec import ConvSpec
+from ...runtime.device import Device
+from ..configs import ConvOperands, FwdTile, WgradOperands, WgradTile, split_kernel
 from .tma import tile_constants, tile_origin, worth_turning
 from .tma_boxes import (
-    addressable,
-    aligned,
     count_boxes,
     in_boxes,
     pixel_box,
@@ -50,7 +46,6 @@ class WgradConfig(WgradTile):
 
 
 # Of those of `conv.plain.tma` the ones that win most often there.
-FORWARD = (Config,)
 FWD_CONFIGS = [
     Config(64, 128, 64, 4, 3),
     Config(64, 64, 64, 4, 4),
@@ -169,41 +164,12 @@ def _stride2_dgrad_kernel(
     dx_desc.store([n0, h0, odd_row, w0, channel], dx)
 
 
-def launch_fwd(
-    x: Tensor,  # [N, H, W, CI], or dy [N, P, Q, CO]
-    weight: Tensor,  # [CO, CI, R, S] in channels_last memory
-    bias: Tensor | None,  # [CO]
-    y: Tensor,  # [N, P, Q, CO] to be written, or dx [N, H, W, CI]
-    stride: int,
-    padding: tuple[int, int],
-    precision: str,
-    *,
-    dgrad: bool,
-    config: Config | None = None,
-    add: Tensor | None = None,  # [N, H, W, CI]
-) -> None:
+def launch(config: Config, operands: ConvOperands) -> None:
     """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output and y that of the
     input, plus `add`."""
-    assert stride == 2 and (add is None or dgrad)
+    x, weight, bias, y, _, padding, precision, dgrad, add, _ = operands
     _, _, r, s = weight.shape
-    if config is None:
-
-        def run(c: Config) -> Tensor:
-            out = torch.empty_like(y)
-            rest = {"dgrad": dgrad, "config": c, "add": add}
-            launch_fwd(x, weight, bias, out, stride, padding, precision, **rest)
-            return out
-
-        config = choose(
-            "conv2d_stride2_dgrad" if dgrad else "conv2d_stride2",
-            x.shape[0],
-            _shape(x, y, r, s),
-            lambda: [c for c in FWD_CONFIGS if _fits_fwd(c, x, y, dgrad)],
-            lambda: next(c for c in FWD_CONFIGS if _fits_fwd(c, x, y, dgrad)),
-            run,
-            describe(x.device),
-            similar=True,
-        )
+    assert add is None or dgrad
     if dgrad:
         _launch_dgrad(x, weight, y, padding, precision, config, add)
         return
@@ -222,13 +188,6 @@ def launch_fwd(
         co,
         **tile_constants((r, s), padding, precision, box, config),
     )
-
-
-def _shape(x: Tensor, y: Tensor, r: int, s: int) -> dict[str, Any]:
-    """What a measurement depends on, beside the batch."""
-    (_, h, w, k), (_, p, q, c) = x.shape, y.shape
-    sizes = {"h": h, "w": w, "k": k, "p": p, "q": q, "c": c, "r": r, "s": s}
-    return sizes | {"dtype": dtype_name(x.dtype, allow_tf32=True)}
 
 
 def _launch_dgrad(
@@ -265,35 +224,59 @@ def _launch_dgrad(
     )
 
 
-def _fits_fwd(c: Config, x: Tensor, y: Tensor, dgrad: bool) -> bool:
-    """Whether blocks of channels stay within a parity, and the pipeline in shared memory."""
-    k = x.shape[3]
-    whole = y.shape[3] % c.block_c == 0 if dgrad else k % c.block_k == 0
-    wide = c.block_k * x.itemsize <= 128
-    fetched = c.num_stages * (c.block_c + c.block_m) * c.block_k * x.itemsize
-    return whole and wide and fetched + 1024 <= describe(x.device).shared_memory
+def refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why it cannot do a forward pass, or None."""
+    return _refuse(spec, gpu, spec.h, spec.w, spec.k)
 
 
-def serves_fwd(
-    x: Tensor,
-    weight: Tensor,
-    y: Tensor,
-    stride: int,
-    padding: tuple[int, int],
-    precision: str,
-    *,
-    dgrad: bool,
-) -> bool:
-    """Whether `launch_fwd` can do this convolution, or this input gradient."""
-    image = y if dgrad else x
-    return (
-        stride == 2
-        and precision != "ieee"
-        and _has_parities(image, weight, padding)
-        and image.shape[3] % 32 == 0
-        and addressable(x, y)
-        and aligned(weight)
-    )
+def refuse_grad(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why it cannot do an input gradient, or None."""
+    return _refuse(spec, gpu, *spec.size, spec.c)
+
+
+def _refuse(spec: ConvSpec, gpu: Device, h: int, w: int, channels: int) -> str | None:
+    if spec.stride != 2:
+        return f"it does stride 2, not {spec.stride}"
+    if spec.dtype == "fp32":
+        return "float32 that is not rounded to TF32"
+    if reason := _refuse_parities(spec, h, w):
+        return reason
+    if channels % 32:
+        return f"{channels} channels of the image are no multiple of 32"
+    return unaddressable(spec, gpu)
+
+
+def _refuse_parities(spec: ConvSpec, h: int, w: int) -> str | None:
+    a_row = h == spec.r == 1 and spec.pads[0] == 0
+    even = w % 2 == 0 and (h % 2 == 0 or a_row)
+    return None if even else f"{h} x {w} pixels are not even"
+
+
+def _fitting(spec: ConvSpec, gpu: Device, grad: bool) -> list[Config]:
+    """Those whose blocks of channels stay within a parity, and whose pipeline in shared memory."""
+    return [
+        c
+        for c in FWD_CONFIGS
+        if (spec.c % c.block_c == 0 if grad else spec.k % c.block_k == 0)
+        and c.block_k * spec.itemsize <= 128
+        and c.num_stages * (c.block_c + c.block_m) * c.block_k * spec.itemsize + 1024
+        <= gpu.shared_memory
+    ]
+
+
+def _cost(spec: ConvSpec, gpu: Device, c: Config, grad: bool) -> float:
+    """The first that fits."""
+    first = c == _fitting(spec, gpu, grad)[0]
+    return 3 + spec.flops / (2048 * gpu.num_sms) / CLOCKS if first else math.inf
+
+
+FORWARD = Kernel(
+    "tma_stride2", Config, refuse, partial(_fitting, grad=False), partial(_cost, grad=False), launch
+)
+INPUT_GRAD = Kernel(
+    "tma_stride2", Config, refuse_grad, partial(_fitting, grad=True), partial(_cost, grad=True),
+    launch,
+)  # fmt: skip
 
 
 # --- weight gradient ------------------------------------------------------------------------------
@@ -378,10 +361,7 @@ def refuse_wgrad(spec: ConvSpec, gpu: Device) -> str | None:
         return f"it does stride 2, not {spec.stride}"
     if spec.itemsize != 2:
         return "numbers have 32 bits; it multiplies 16"
-    a_row = spec.h == spec.r == 1 and spec.pads[0] == 0
-    if spec.w % 2 or (spec.h % 2 and not a_row):
-        return f"{spec.h} x {spec.w} pixels are not even"
-    return unaddressable(spec, gpu)
+    return _refuse_parities(spec, spec.h, spec.w) or unaddressable(spec, gpu)
 
 
 def cost_wgrad(spec: ConvSpec, gpu: Device, c: WgradConfig) -> float:
@@ -397,12 +377,6 @@ WEIGHT_GRAD = split_kernel(
 
 
 # --- rows and columns by their parity -------------------------------------------------------------
-
-
-def _has_parities(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> bool:
-    _, h, w, _ = x.shape
-    a_row = h == 1 and weight.shape[2] == 1 and padding[0] == 0
-    return w % 2 == 0 and (h % 2 == 0 or a_row)
 
 
 def _by_parity(x: Tensor) -> Tensor:

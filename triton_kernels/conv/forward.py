@@ -1,0 +1,128 @@
+"""The forward pass and the input gradient of one convolution, with a bias or a sum at most: their
+kernels, and which of them runs.
+
+    y[n, p, q, co] = b[co] + sum_{r, s, ci} x[n, p d + r - pad, q d + s - pad, ci] w[co, ci, r, s]
+
+with stride d, and dx of dy, to which another tensor may be added. What has an epilogue of its own
+is in `conv.fused`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..registry.choose import select
+from ..registry.kernel import Kernel, Op, configures
+from ..registry.spec import ConvSpec, dtype_name
+from ..runtime.device import Device, describe
+from .configs import ConvOperands
+from .hopper import unfused
+from .plain import gather, im2col_fwd, pointer, tf32x3, tma, tma_stride
+from .plain.tma_boxes import aligned, unaddressable
+from .plain.transpose_weights import turn_filters
+
+_KEY = ("h", "w", "k", "p", "q", "c", "r", "s", "stride", "dtype")
+
+FORWARD = Op(
+    "conv2d",
+    key=_KEY,
+    kernels=(
+        tma.FORWARD,
+        *unfused.KERNELS,
+        unfused.TILES_TF32,
+        tma_stride.FORWARD,
+        pointer.PLAIN_FORWARD,
+        tf32x3.FORWARD,
+        tf32x3.LINEAR,
+        im2col_fwd.FORWARD,
+        gather.FORWARD,
+    ),
+)
+
+
+@configures("transpose_first")
+class TransposeFirst(NamedTuple):
+    """Filters are transposed, and then it is a forward pass."""
+
+
+def _refuse_transposing(spec: ConvSpec, gpu: Device) -> str | None:
+    if spec.stride != 1 or not tma.turns(spec):
+        return "filters of 32 bits, for many pixels, are worth it"
+    return unaddressable(spec, gpu)
+
+
+def _transpose_first(config: TransposeFirst, operands: ConvOperands) -> None:
+    r, s = operands.weight.shape[2:]
+    padding = (r - 1 - operands.padding[0], s - 1 - operands.padding[1])
+    filters = turn_filters(operands.weight, 1)[0]
+    launch(operands._replace(weight=filters, padding=padding, dgrad=False, follows=True))
+
+
+INPUT_GRAD = Op(
+    "conv2d_dgrad",
+    key=_KEY,
+    kernels=(
+        tma.INPUT_GRAD,
+        *unfused.KERNELS,
+        unfused.SINGLE_TILE_TF32,
+        Kernel(
+            "transpose_first",
+            TransposeFirst,
+            _refuse_transposing,
+            lambda spec, gpu: [TransposeFirst()],
+            lambda spec, gpu, config: tma.best_cost(spec, gpu),
+            _transpose_first,
+        ),
+        tma_stride.INPUT_GRAD,
+        pointer.PLAIN_INPUT_GRAD,
+        tf32x3.INPUT_GRAD,
+        tf32x3.LINEAR,
+        gather.INPUT_GRAD,
+    ),
+)
+
+
+def launch(operands: ConvOperands, config: tuple | None = None) -> None:
+    """Compute `y` of the operands, with a configuration of a kernel of `FORWARD` or `INPUT_GRAD`,
+    or with the fastest."""
+    op = INPUT_GRAD if operands.dgrad else FORWARD
+    if config is None:
+
+        def run(c: tuple) -> Tensor:
+            out = torch.empty_like(operands.y)
+            op.kernel_of(c).launch(c, operands._replace(y=out))
+            return out
+
+        config = select(op, spec_of(operands), describe(operands.x.device), run).config
+    op.kernel_of(config).launch(config, operands)
+
+
+def spec_of(operands: ConvOperands) -> ConvSpec:
+    """What is computed. A matrix product over pixels is of one row of them; of an input gradient in
+    TF32, whose filters have to be transposed, each pixel is an image, so that rows of other numbers
+    of pixels count first. In float32 images stay what they are."""
+    x, weight, _, y, stride, padding, precision, *_ = operands
+    (n, h, w, k), (_, p, q, c) = x.shape, y.shape
+    co, ci, r, s = weight.shape
+    dtype = dtype_name(x.dtype, precision != "ieee")
+    if (r, s, stride, *padding) == (1, 1, 1, 0, 0) and dtype != "fp32":
+        m = n * h * w
+        n, h, w = (m, 1, 1) if operands.dgrad and tma.worth_turning(y) else (1, 1, m)
+        p, q = h, w
+    return ConvSpec(
+        n=n,
+        dtype=dtype,
+        h=h,
+        w=w,
+        k=k,
+        c=c,
+        r=r,
+        s=s,
+        p=p,
+        q=q,
+        stride=stride,
+        padding=tuple(padding),
+        filters=(co, ci),
+        aligned=aligned(x) and aligned(y) and aligned(weight),
+    )
