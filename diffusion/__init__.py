@@ -140,6 +140,10 @@ def sample(
     seed: int = 0,
     label: "int | str | None" = None,
     guidance: float = 1.0,
+    guidance_interval: tuple[float, float] | None = None,
+    guidance_rescale: float = 0.0,
+    negative: "int | str | None" = None,
+    guide: "str | Path | Trained | None" = None,
     batch_size: int = 64,
     device: str = "auto",
     decoder: str | None = None,
@@ -148,20 +152,24 @@ def sample(
     """Draw n images, uint8 [n, H, W, C], with a run, a checkpoint, or what `load` returns. Of a run
     on arrays: in the data's units, with the axes of its file.
 
-    sampler: ddpm, ddim, heun or dpmpp_2m, with so many steps (None: all). Image i depends on `seed`
-    and i alone. label: the class, by number or name; None: all in turn. guidance: classifier-free;
-    1: none. options: eta, clip and spacing, as configs/sample.yaml says. device: where `source` is
-    loaded, if it is a path. decoder: of a run on latents the folder of the autoencoder, None: the
-    one that encoded; "none": the latents themselves. ConfigError: settings that are wrong.
+    sampler: ddpm, ddim, euler, heun or dpmpp_2m, with so many steps (None: all). Image i depends on
+    `seed` and i alone. label: the class, by number or name; None: all in turn. guidance: how far to
+    go away from the null class, from the class `negative`, or from what a weaker network says of
+    the same (`guide`); 1: not at all. guidance_interval: the levels of noise where; None: all.
+    guidance_rescale: how far the deviation goes back, from 0 to 1. options: eta, clip and spacing,
+    as configs/sample.yaml says. device: where `source` is loaded, if it is a path. decoder: of a run
+    on latents the folder of the autoencoder, None: the one that encoded; "none": the latents
+    themselves. ConfigError: settings that are wrong.
     """
     from .formats.trained import Trained
     from .plan.inference import sampling_network
-    from .runs.sampling import choose_labels, choose_values
+    from .runs.sampling import choose_labels, choose_values, load_guide
     from .sampling.draw import draw
 
     trained = source if isinstance(source, Trained) else load(source, device=device)
     model = trained.model.eval()
     on = next(model.parameters()).device
+    guided = load_guide(trained, guidance, guidance_interval, guidance_rescale, negative, guide)
     return draw(
         model,
         trained.sampler(on, sampler=sampler, steps=steps, **options),
@@ -169,7 +177,8 @@ def sample(
         trained.image_shape,
         seed=seed,
         labels=choose_labels(label, n, trained),
-        guidance=guidance,
+        guidance=guided.guidance,
+        weaker=guided.network(),
         batch_size=batch_size,
         network=sampling_network(model),
         finish=choose_values(decoder, trained).finish,

@@ -233,9 +233,17 @@ class Process:
         """Whether paths are straight, so that samplers that draw noise are none for it."""
         return isinstance(self.schedule, FlowSchedule)
 
+    def same_levels(self, other: "Process") -> bool:
+        """Whether both have the same noise at each timestep, and tell the network the same."""
+        mine, theirs = (
+            (*process.schedule.signal_and_noise, process.schedule.timestep_map)
+            for process in (self, other)
+        )
+        return all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
     @property
     def default_sampler(self) -> str:
-        """Of actions, if nobody says one."""
+        """If nobody says one."""
         return "euler" if self.is_flow else "ddpm"
 
     def weights(self) -> np.ndarray | None:  # float64 [T]
@@ -259,7 +267,9 @@ class Process:
         return normal_draws(sigmas, self.p_mean, self.p_std)
 
     def sampler(self, backend: Backend, device: torch.device, **settings: Any) -> Sampler:
-        """A sampler of this process; settings: sampler, steps, eta, clip, spacing."""
+        """A sampler of this process; settings: sampler (None: `default_sampler`), steps, eta, clip,
+        spacing."""
+        settings["sampler"] = settings.get("sampler") or self.default_sampler
         if settings.get("spacing") is None:
             settings["spacing"] = self._spacing
         return make_sampler(

@@ -23,7 +23,7 @@ from ..settings import construct, shown
 from ..tracking.run_log import write_whole
 from ..training.held_out_loss import BANDS, HeldOutLoss
 from ..training.image_task import image_options
-from .sampling import DrawSettings, choose_labels, draw_share
+from .sampling import DrawSettings, choose_labels, draw_share, guidance_shown
 
 LOSS = "loss"  # the metric that draws nothing
 # beside the numbers stands what they depend on: FID changes with every one of these
@@ -201,7 +201,8 @@ def _about_drawn(settings: EvaluateSettings, sampler: Sampler, trained: Trained)
     return {
         **{"n": settings.n, "features": settings.features},
         **{"sampler": settings.sampler, "steps": sampler.num_steps, "spacing": sampler.spacing},
-        **{key: shown(getattr(settings, key)) for key in ("eta", "guidance", "seed")},
+        **{key: shown(getattr(settings, key)) for key in ("eta", "seed")},
+        "guidance": guidance_shown(settings),
         "clip": shown(sampler.clip),
     }
 

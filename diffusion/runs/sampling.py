@@ -19,12 +19,15 @@ from ..data.autoencoder import autoencoder_digest, missing_autoencoder
 from ..data.values import Latents, Values
 from ..errors import ConfigError, check_writable, writing
 from ..factory import check_sampler
-from ..formats.trained import Trained, TrainedSettings
+from ..formats.checkpoint import Average
+from ..formats.trained import Trained, TrainedSettings, load_trained
 from ..plan.inference import InferenceUNet, sampling_network
+from ..process.objective import Denoiser
 from ..runtime.distributed import Processes, choose_device
 from ..runtime.precompile import DRAWN, compile_ahead
+from ..sampling.chain import TabulatedDenoiser
 from ..sampling.draw import cut, draw, rehearse
-from ..sampling.guidance import check_scale
+from ..sampling.guidance import Guidance
 from ..sampling.sampler import Sampler
 from ..settings import construct, shown
 from ..tracking.pictures import grid
@@ -32,6 +35,20 @@ from ..tracking.pictures import grid
 _GRID_OF = 100  # images at most in the grid that comes with a folder of images
 _FILES = (".png", ".npz", ".npy")
 _LINE_EVERY = 30.0  # seconds, of progress that no terminal shows
+# settings of `load_guide`
+GUIDED = ("guidance", "guidance_interval", "guidance_rescale", "negative", "guide", "guide_ema")
+
+
+@dataclass(frozen=True)
+class Guide:
+    """How a drawing is guided, see `guide`."""
+
+    guidance: Guidance
+    weaker: Trained | None = None
+
+    def network(self) -> Denoiser | TabulatedDenoiser | None:
+        """What the weaker network's outputs come from."""
+        return None if self.weaker is None else sampling_network(self.weaker.model.eval())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +63,11 @@ class DrawSettings(TrainedSettings):
     clip: float | str | None = "auto"
     seed: int = 0
     guidance: float = 1.0
+    guidance_interval: tuple[float, float] | None = None
+    guidance_rescale: float = 0.0
+    negative: Any = None  # name or number of a class
+    guide: str | None = None
+    guide_ema: Average = True
     batch_size: int = 64
     backend: str = "auto"
     device: str = "auto"
@@ -58,7 +80,12 @@ class DrawSettings(TrainedSettings):
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed}; expected a whole number from 0 to 2^63 - 1")
         check_sampler(self.sampler)
-        check_scale(self.guidance)
+        if self.guide is None:  # before anything is loaded
+            Guidance(self.guidance, self.guidance_interval, self.guidance_rescale, self.negative)
+
+    def guide_of(self, trained: Trained) -> Guide:
+        """How these settings guide it. Raises ConfigError."""
+        return load_guide(trained, **{key: getattr(self, key) for key in GUIDED})
 
     def load_and_choose(self) -> tuple[Trained, Sampler]:
         """The network on its device, and what draws with it. Raises ConfigError."""
@@ -81,6 +108,58 @@ class SampleSettings(DrawSettings):
     label: Any = None  # name or number of a class
     decoder: str | None = None  # folder of an autoencoder, or none
     out: str | None = None
+
+
+def guidance_shown(settings: DrawSettings) -> str:
+    """All that is said of guidance, in one text: the scale, and what is not as it usually is."""
+    others = {key: getattr(settings, key) for key in GUIDED[1:]}
+    given = [f"{k}={shown(v)}" for k, v in others.items() if v != getattr(DrawSettings, k)]
+    return " ".join((shown(settings.guidance), *given))
+
+
+def load_guide(
+    trained: Trained,
+    guidance: float = 1.0,
+    guidance_interval: tuple[float, float] | None = None,
+    guidance_rescale: float = 0.0,
+    negative: Any = None,  # name or number of a class
+    guide: str | Path | Trained | None = None,
+    guide_ema: Average = True,
+) -> Guide:
+    """With the second network, if there is one, on the device of the first. ConfigError: there is
+    no such class, or the two say different things."""
+    if guide is not None and (guidance == 1 or negative is not None):
+        why = "has no effect with guidance=1" if guidance == 1 else "goes without negative"
+        raise ConfigError(f"guide={guide} {why}; give guidance=2 to 5, and no negative")
+    if negative is not None:
+        negative = class_number("negative", negative, trained)
+    how, model = Guidance(guidance, guidance_interval, guidance_rescale, negative), trained.model
+    if guide is None:
+        return Guide(how)
+    weaker = guide
+    if not isinstance(weaker, Trained):
+        device, backend = next(model.parameters()).device, model.backend
+        weaker = load_trained(
+            guide, device, ema=guide_ema, backend=backend.name, precision=backend.precision
+        )
+    name = guide if weaker is not guide else weaker.name
+    for what, theirs, ours in (
+        ("images of shape", list(weaker.image_shape), list(trained.image_shape)),
+        ("a number of classes of", weaker.model.num_classes, model.num_classes),
+        ("prediction", weaker.process.prediction, trained.process.prediction),
+        ("sigma_data", weaker.process.sigma_data, trained.process.sigma_data),
+    ):
+        if theirs != ours:
+            raise ConfigError(
+                f"guide={name} has {what} {shown(theirs)}; {trained.name} has {shown(ours)}, and"
+                " both have to say the same"
+            )
+    if not weaker.process.same_levels(trained.process):
+        raise ConfigError(
+            f"guide={name} was trained on other levels of noise than {trained.name}; expected the"
+            " same diffusion.schedule and num_timesteps"
+        )
+    return Guide(how, weaker)
 
 
 def sample(config: dict[str, Any]) -> Path:
@@ -129,13 +208,14 @@ def draw_share(
     atexit.register(processes.close)  # the next job of a sweep draws in this group
     share = -(-n // processes.count)
     first = processes.rank * share
-    network = sampling_network(trained.model.eval())
+    guide = settings.guide_of(trained)
+    network, weaker = sampling_network(trained.model.eval()), guide.network()
     if processes.is_first:
         how = "the fused plan" if isinstance(network, InferenceUNet) else "layer by layer"
         how += f", {processes.count} processes" if processes.count > 1 else ""
         print(f"drawing in {backend.dtype} with backend {backend.name}, {how}")
     if isinstance(network, InferenceUNet):
-        _compile_ahead(settings, trained, share)
+        _compile_ahead(settings, trained, guide, share)
         processes.wait()  # for the first of each machine, which compiles
     hidden = None if processes.is_first else True  # None: shown on a terminal only
     began = last = time.monotonic()
@@ -158,7 +238,8 @@ def draw_share(
             seed=settings.seed,
             first=first,
             labels=None if labels is None else labels[torch.arange(first, first + share) % n],
-            guidance=settings.guidance,
+            guidance=guide.guidance,
+            weaker=weaker,
             batch_size=settings.batch_size,
             progress=report,
             network=network,
@@ -170,21 +251,24 @@ def rehearse_drawing(settings: DrawSettings) -> None:
     """Launch what `draw_all` launches for these settings, of one process; see
     `triton_kernels.runtime.launch_recorder`."""
     trained, sampler = settings.load_and_choose()
+    guide = settings.guide_of(trained)
     rehearse(
         trained.model,
         sampler,
         settings.n,
         trained.image_shape,
         labels=choose_labels(None, settings.n, trained),
-        guidance=settings.guidance,
+        guidance=guide.guidance,
         batch_size=settings.batch_size,
         network=sampling_network(trained.model.eval()),
+        weaker=guide.network(),
     )
 
 
 def _compile_ahead(
     settings: DrawSettings,
     trained: Trained,
+    guide: Guide,
     share: int,  # images of this process
 ) -> None:
     """So that the first chain does not begin with minutes of compiling. The kernel or two that
@@ -198,6 +282,7 @@ def _compile_ahead(
         "precision": model.backend.precision,
         "images": cut(share, settings.batch_size)[1],
         "guided": settings.guidance != 1,
+        "guide": None if guide.weaker is None else guide.weaker.settings,
     }
     device = next(model.parameters()).device
     compile_ahead("sample", job, kernels_of, device, DRAWN * model.num_parameters)
@@ -240,7 +325,7 @@ def _default_out(settings: SampleSettings, trained: Trained, values: Values) -> 
     ema = "" if settings.ema is True else f"_ema{settings.ema or '-false'}"
     name = f"{trained.name}{ema}_{settings.sampler}"
     name += f"-{steps}" if steps[:1].isalpha() else steps
-    for key in ("spacing", "eta", "clip", "label", "guidance"):
+    for key in ("spacing", "eta", "clip", "label", *GUIDED):
         value = getattr(settings, key)
         if value != getattr(SampleSettings, key):
             name += f"_{key}{'' if type(value) in (int, float) else '-'}{shown(value)}"
@@ -262,13 +347,21 @@ def choose_labels(label: Any, n: int, trained: Trained) -> Tensor | None:
         return None
     if label is None:
         return torch.arange(n, device=device) % num_classes
+    return torch.full((n,), class_number("label", label, trained), device=device)
+
+
+def class_number(key: str, label: Any, trained: Trained) -> int:
+    """Of a class by its name or number. ConfigError: there is none."""
+    num_classes = trained.model.num_classes
+    if num_classes is None:
+        raise ConfigError(f"{key}={label}, but the model has no classes; leave it out")
     names = trained.class_names or ()
     if str(label) in names:
         label = names.index(str(label))
     if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < num_classes:
         valid = ", ".join(names) if names else f"0 to {num_classes - 1}"
-        raise ConfigError(f"label={label} is unknown; the model has {num_classes} classes: {valid}")
-    return torch.full((n,), label, device=device)
+        raise ConfigError(f"{key}={label} is unknown; the model has {num_classes} classes: {valid}")
+    return label
 
 
 def _is_folder(out: Path) -> bool:

@@ -7,7 +7,7 @@ chain: one of up to `SHARED` steps is a single graph, a longer one the same grap
 """
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,15 @@ from .serialize import turn
 
 SHARED = 50  # steps that a graph has at most
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
+
+
+class GuidedOutput(NamedTuple):
+    """What a denoiser says under guidance, which `denoise_step` puts together."""
+
+    output: Tensor  # [N, H, W, C or 2C]
+    negative: Tensor  # [N, H, W, C or 2C], of which the first C count
+    scales: Tensor  # float32 [K], of each row
+    rescale: float
 
 
 @runtime_checkable
@@ -50,7 +59,7 @@ class TabulatedDenoiser(Protocol):
         x: Tensor,  # float32 [N, H, W, C]
         row: Tensor,  # int64 [1] on the device: k, of timesteps[k]
         tables: tuple[Tensor, ...],  # of `tabulate`
-    ) -> Tensor:  # [N, H, W, C or 2C], of any floating-point dtype
+    ) -> Tensor | GuidedOutput:  # [N, H, W, C or 2C], of any floating-point dtype
         """What the network says of x at this timestep."""
         ...
 
@@ -84,7 +93,7 @@ class Bound:
     def __init__(self, denoiser: TabulatedDenoiser, tables: tuple[Tensor, ...]) -> None:
         self.denoiser, self.tables = denoiser, tables
 
-    def __call__(self, x: Tensor, row: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, row: Tensor) -> Tensor | GuidedOutput:
         return self.denoiser.at_row(x, row, self.tables)
 
 

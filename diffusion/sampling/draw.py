@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..process.objective import Denoiser
 from ..tracking.pictures import to_uint8
 from .chain import TabulatedDenoiser
-from .guidance import guide
+from .guidance import Guidance, guide
 from .sampler import Sampler
 
 BATCH = 64  # images at a time, if nobody says
@@ -25,7 +25,8 @@ def draw(
     seed: int,
     first: int = 0,  # the number of the first image
     labels: Tensor | None = None,  # int64 [n]
-    guidance: float = 1.0,  # scale; 1: none
+    guidance: float | Guidance = 1.0,  # scale; 1: none
+    weaker: Denoiser | TabulatedDenoiser | None = None,  # what to go away from, see `guide`
     batch_size: int = BATCH,
     progress: Callable[[int, int], None] | None = None,  # (steps done, steps in all)
     network: Denoiser | TabulatedDenoiser | None = None,  # None: model.forward_nhwc
@@ -43,7 +44,10 @@ def draw(
         raise ValueError(f"labels have shape {list(labels.shape)}; expected [{n}]")
     network = model.forward_nhwc if network is None else network
     null_label = getattr(model, "null_label", None)
-    denoiser = guide(network, guidance, null_label, model.backend.dtype)
+    denoiser = guide(
+        network, guidance, null_label, model.backend.dtype, sigmas=sampler.row_sigmas(),
+        weaker=weaker,
+    )  # fmt: skip
     training = model.training
     model.eval()
     parts, (batches, count) = [], cut(n, batch_size)
@@ -75,12 +79,16 @@ def rehearse(
     image_shape: tuple[int, int, int],  # H, W, C
     *,
     labels: Tensor | None,  # int64 [n]
-    guidance: float,
+    guidance: float | Guidance,
     batch_size: int,
     network: Denoiser | TabulatedDenoiser,
+    weaker: Denoiser | TabulatedDenoiser | None = None,
 ) -> None:
     """Launch what `draw` launches; see `triton_kernels.runtime.launch_recorder`."""
-    denoiser = guide(network, guidance, getattr(model, "null_label", None), model.backend.dtype)
+    denoiser = guide(
+        network, guidance, getattr(model, "null_label", None), model.backend.dtype,
+        sigmas=sampler.row_sigmas(), weaker=weaker,
+    )  # fmt: skip
     _, count = cut(n, batch_size)
     sampler.rehearse(denoiser, (count, *image_shape), None if labels is None else labels[:count])
 

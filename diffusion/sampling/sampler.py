@@ -41,7 +41,7 @@ from ..process.flow import FlowSchedule
 from ..process.objective import Denoiser, check_output
 from ..process.schedule import LEARNED_VARIANCES, NoiseSchedule
 from ..runtime.backend import Backend
-from .chain import Bound, Chain, Progress, TabulatedDenoiser, tabulated
+from .chain import Bound, Chain, GuidedOutput, Progress, TabulatedDenoiser, tabulated
 
 
 def ddpm_table(
@@ -224,6 +224,10 @@ class Sampler:
         """What the denoiser is told in each row of the table."""
         return self.schedule.timestep_map[::-1].copy()
 
+    def row_sigmas(self) -> np.ndarray:  # [K]
+        """The noise in each row beside x_0, in the units of the data."""
+        return self.schedule.sigmas[::-1] * self.sigma_data
+
     def new_memory(self, x: Tensor) -> Tensor | None:
         """What `step` is to carry from one step to the next, if anything: x_0 is written there."""
         return None
@@ -242,9 +246,11 @@ class Sampler:
         """x_t -> x_{t-1}. Depends on no host value that changes from step to step, so that one
         captured graph serves all of them."""
         output = self.evaluate(denoiser, x, row, labels)
-        return self.backend.ops.denoise_step(
-            x, output, self.rows, row, rng, first=first, clip=self.clip, memory=memory
-        )
+        options: dict[str, Any] = {"first": first, "clip": self.clip, "memory": memory}
+        if isinstance(output, GuidedOutput):
+            output, *guidance = output
+            options |= zip(("negative", "scales", "rescale"), guidance, strict=True)
+        return self.backend.ops.denoise_step(x, output, self.rows, row, rng, **options)
 
     def evaluate(
         self,
@@ -252,12 +258,14 @@ class Sampler:
         x: Tensor,
         row: Tensor,
         labels: Tensor | None,
-    ) -> Tensor:  # [N, H, W, C or 2C]
+    ) -> Tensor | GuidedOutput:  # [N, H, W, C or 2C]
         """What the denoiser says at the timestep of this row."""
         if not isinstance(denoiser, Bound):
             denoiser = self._bind(denoiser, labels, len(x))
         output = denoiser(x, row)
-        check_output(output, x, self.variance)
+        check_output(
+            output.output if isinstance(output, GuidedOutput) else output, x, self.variance
+        )
         return output
 
     @torch.no_grad()

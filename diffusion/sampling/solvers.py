@@ -155,3 +155,6 @@ class Heun(Solver):
 
     def row_timesteps(self) -> np.ndarray:
         return np.repeat(super().row_timesteps(), 2)[1:]
+
+    def row_sigmas(self) -> np.ndarray:
+        return np.repeat(super().row_sigmas(), 2)[1:]

@@ -8,18 +8,22 @@ import torch
 import yaml
 
 from diffusion.errors import ConfigError
-from diffusion.factory import SAMPLERS, make_sampler
+from diffusion.factory import SAMPLERS, Process, make_sampler
+from diffusion.formats.checkpoint import save_checkpoint
 from diffusion.formats.weights import load_weights, save_guided
+from diffusion.models.flat_parameters import FlatParameters
 from diffusion.models.unet import UNet
 from diffusion.process.objective import Objective
 from diffusion.process.schedule import make_schedule
 from diffusion.runs.sampling import sample
 from diffusion.runtime.backend import TORCH_FP32
 from diffusion.sampling.draw import draw
-from diffusion.sampling.guidance import drop_labels, guide
+from diffusion.sampling.guidance import Guidance, drop_labels, guide
 from triton_diffusion.entry import CONFIGS
 from triton_kernels import reference
+from triton_kernels.noise.philox import INITIAL
 
+CPU = torch.device("cpu")
 RNG = torch.tensor([3, 5])
 CLASSES = 3
 TINY = {
@@ -161,6 +165,113 @@ def test_the_guided_output(scale, learned):
     assert torch.equal(output[..., 2:], conditional[..., 2:])
 
 
+SHAPE = (4, 3, 5, 2)
+
+
+def formula(positive, negative, scale, rescale):
+    """Ho and Salimans, 2022; Lin et al., 2023, algorithm 2; in PyTorch."""
+    cfg = negative + scale * (positive - negative)
+    if scale == 1:
+        cfg = positive
+    std = [y.std(dim=(1, 2, 3), keepdim=True) for y in (positive, cfg)]
+    return rescale * cfg * std[0] / std[1] + (1 - rescale) * cfg
+
+
+def by_hand(sampler, positive, negative, guidance, labels):
+    """The chain, each row of which is guided as the formula says. The sampler's own step then has
+    nothing to do with guidance."""
+    sigmas, x, step = sampler.row_sigmas(), None, torch.arange(sampler.num_steps)
+    rng = torch.tensor([SEED, 0])
+    x = reference.normal(SHAPE, rng, stream=INITIAL)
+    memory = sampler.new_memory(x)
+    low, high = guidance.interval or (-1, np.inf)
+    for k in range(sampler.num_steps):
+        t = sampler.timesteps[k].expand(len(x))
+        scale = guidance.scale if low < sigmas[k] <= high else 1
+
+        def guided(x, _t, _labels, t=t, scale=scale):
+            outputs = positive(x, t, labels), negative(x, t, labels)
+            return formula(*outputs, scale, guidance.rescale)
+
+        x = sampler.step(guided, x, step[k : k + 1], rng, labels=labels, first=0, memory=memory)
+    return x
+
+
+SEED = 2
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("schedule", ["cosine", "edm", "flow"])
+@pytest.mark.parametrize(
+    ("interval", "rescale"), [(None, 0.0), ((0.3, 3.0), 0.0), (None, 0.7), ((0.3, 3.0), 0.7)]
+)
+@pytest.mark.parametrize("kind", ["null class", "negative class", "weaker"])
+def test_guided_chains(kind, interval, rescale, schedule, name):
+    """Of every sampler, in an interval of sigma, rescaled, and away from each kind of worse output,
+    step by step as the formula in PyTorch says."""
+    settings = {"schedule": schedule, "num_timesteps": 200}
+    settings |= {"cosine": {}, "edm": {"prediction": "v_prediction", "sigma_data": 0.5}}.get(
+        schedule, {"prediction": "velocity"}
+    )
+    if schedule == "flow" and name == "ddpm":
+        pytest.skip("there is no ddpm of a flow")
+    sampler = Process(**settings).sampler(TORCH_FP32, CPU, sampler=name, steps=5)
+    positive, _ = _by_label()
+    guidance = Guidance(2.5, interval, rescale, 1 if kind == "negative class" else None)
+    labels = torch.tensor([0, 1, 2, 0])
+
+    def weaker(x, t, labels):
+        return 0.5 * positive(x, t, labels)
+
+    def negative(x, t, labels):
+        if kind == "weaker":
+            return weaker(x, t, labels)
+        return positive(x, t, torch.full_like(labels, CLASSES if kind == "null class" else 1))
+
+    denoiser = guide(
+        positive, guidance, CLASSES, sigmas=sampler.row_sigmas(),
+        weaker=weaker if kind == "weaker" else None,
+    )  # fmt: skip
+    chain = sampler.sample(denoiser, SHAPE, seed=SEED, labels=labels)
+    expected = by_hand(sampler, positive, negative, guidance, labels)
+    torch.testing.assert_close(chain, expected, rtol=1e-4, atol=1e-4)
+    if interval is not None:  # which leaves out some rows, and not all
+        scales = guidance.scales(sampler.row_sigmas())
+        assert set(scales) == {1.0, 2.5}
+        plain = sampler.sample(positive, SHAPE, seed=SEED, labels=labels)
+        assert not torch.equal(chain, plain)
+
+
+def test_an_interval_is_of_the_noise_in_units_of_the_data():
+    """Above its lower end and up to its upper one."""
+    process = Process(schedule="edm", prediction="v_prediction", sigma_data=0.5)
+    sigmas = process.sampler(TORCH_FP32, CPU, sampler="ddim", steps=4).row_sigmas()
+    np.testing.assert_allclose(sigmas[[0, -1]], (80, 0.002))
+    scales = Guidance(3.0, (sigmas[2], sigmas[1])).scales(sigmas)
+    assert scales == (1.0, 3.0, 1.0, 1.0)
+    heun = process.sampler(TORCH_FP32, CPU, sampler="heun", steps=4)
+    assert len(heun.row_sigmas()) == heun.num_steps == 7
+    flow = Process(schedule="flow", prediction="velocity").sampler(TORCH_FP32, CPU, steps=4)
+    assert np.isinf(flow.row_sigmas()[0])
+
+
+@pytest.mark.parametrize("rescale", [0.0, 0.7])
+def test_a_guided_denoiser_called_by_itself(rescale):
+    """By a timestep, as other programs call it."""
+    denoiser, _ = _by_label()
+    x, t, labels = torch.randn(SHAPE), torch.arange(4), torch.tensor([0, 1, 2, 0])
+    weaker = guide(denoiser, Guidance(2.0, rescale=rescale), None, weaker=lambda x, *_: 0.3 * x)
+    expected = formula(denoiser(x, t, labels), 0.3 * x, 2.0, rescale)
+    torch.testing.assert_close(weaker(x, t, labels), expected)
+    guided = guide(denoiser, Guidance(2.0, (0, 1)), CLASSES, sigmas=[0.5])
+    with pytest.raises(ValueError, match="for chains: hand it to a sampler"):
+        guided(x, t, labels)
+    with pytest.raises(ValueError, match="an interval .0, 1. needs the sigmas"):
+        guide(denoiser, Guidance(2.0, (0, 1)), CLASSES)
+    with pytest.raises(ValueError, match="1 scales of guidance; the chain has 3 rows"):
+        guided.tabulate(torch.arange(3), labels, 4)
+
+
 def test_no_guidance_costs_nothing():
     denoiser, _ = _by_label()
     assert guide(denoiser, 1, None) is denoiser
@@ -245,7 +356,7 @@ def test_what_cannot_be_drawn(options, message):
 
 def _config(**given):
     config = yaml.safe_load((CONFIGS / "sample.yaml").read_text())
-    for key in ("defaults", "hydra"):
+    for key in ("defaults", "hydra", "plugin"):
         del config[key]
     return config | {"device": "cpu", "n": 4, "steps": 3} | given
 
@@ -272,14 +383,72 @@ def test_sample_with_guidance(weights, name):
     assert (plain != guided).any()
 
 
+def test_sample_with_every_kind_of_guidance(weights, tmp_path):
+    """Each changes the images; of a smaller network as well."""
+    smaller = tmp_path / "run"
+    options = {"name": "unet", **TINY, "label_dropout": 0.1, "channel_mult": [1]}
+    state = {"step": 1, "image_shape": [8, 8, 3]}
+    config = {"model": options, "diffusion": {}, "train": {"precision": "fp32"}}
+    network = tiny(label_dropout=0.1, in_channels=3, out_channels=3, channel_mult=[1])
+    save_checkpoint(smaller / "checkpoints", FlatParameters(network), state, config, keep=1)
+    given = (
+        {},
+        {"guidance": 3},
+        {"guidance": 3, "guidance_interval": [0.2, 5]},
+        {"guidance": 3, "guidance_rescale": 0.7},
+        {"guidance": 3, "negative": 1},
+        {"guidance": 3, "guide": str(smaller)},
+    )
+    drawn = [_drawn(weights, sampler="euler", **options) for options in given]
+    for i, a in enumerate(drawn):
+        assert all((a != b).any() for b in drawn[:i]), given[i]
+
+
+def test_what_a_weaker_network_has_to_share(weights, tmp_path):
+    for name, options, diffusion, words in (
+        ("size", {"image_size": 16}, {}, "has images of shape .16, 16, 3.; weights has .8, 8, 3."),
+        ("classes", {"num_classes": 4}, {}, "a number of classes of 4; weights has 3"),
+        ("v", {}, {"prediction": "v_prediction"}, "has prediction v_prediction; weights has eps"),
+        ("cosine", {}, {"schedule": "cosine"}, "was trained on other levels of noise than weights"),
+    ):
+        model = {"name": "unet", **TINY, "label_dropout": 0.1, **options}
+        size = model.pop("image_size", 8)
+        network = tiny(label_dropout=0.1, in_channels=3, out_channels=3, **options)
+        state = {"step": 1, "image_shape": [size, size, 3]}
+        config = {"model": model, "diffusion": diffusion, "train": {"precision": "fp32"}}
+        folder = tmp_path / name
+        save_checkpoint(folder / "checkpoints", FlatParameters(network), state, config, keep=1)
+        with pytest.raises(ConfigError, match=words):
+            _drawn(weights, guidance=2, guide=str(folder))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"sampler": "euler"}, "sampler=euler is unknown; choose one of ddpm, ddim, heun, dpmpp"),
+        (
+            {"sampler": "rk4"},
+            "sampler=rk4 is unknown; choose one of ddpm, ddim, euler, heun, dpmpp",
+        ),
         ({"spacing": "even"}, "spacing=even is unknown; choose one of guided, leading, trailing"),
         ({"sampler": "heun", "eta": 0.5}, "eta=0.5 has no meaning with sampler=heun"),
         ({"eta": "some"}, "eta=some"),
         ({"guidance": -2}, "guidance=-2"),
+        ({"guidance_interval": [0.2, 5]}, r"interval=\(0.2, 5\) has no effect with guidance=1"),
+        (
+            {"guidance": 2, "guidance_interval": [5, 1]},
+            r"guidance_interval=\[5, 1\] is not possible",
+        ),
+        ({"guidance": 2, "guidance_interval": [1]}, "expected a list of 2 numbers"),
+        (
+            {"guidance": 2, "guidance_rescale": 1.5},
+            "guidance_rescale=1.5 is not possible; give a nu",
+        ),
+        ({"guidance_rescale": 0.5}, "guidance_rescale=0.5 has no effect with guidance=1"),
+        ({"negative": 1}, "negative=1 has no effect with guidance=1"),
+        ({"guidance": 2, "negative": 3}, "negative=3 is unknown; the model has 3 classes: 0 to 2"),
+        ({"guide": "nowhere"}, "guide=nowhere has no effect with guidance=1"),
+        ({"guide": "nowhere", "guidance": 2, "negative": 1}, "guide=nowhere goes without negative"),
+        ({"guide": "nowhere", "guidance": 2}, "checkpoint nowhere does not exist"),
         ({"model": {"name": "unet", **TINY}, "guidance": 2}, "in the file"),
     ],
 )

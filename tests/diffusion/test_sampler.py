@@ -198,7 +198,7 @@ def test_a_sampler_can_override_table_and_step():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"sampler": "ddmp"}, "sampler=ddmp is unknown; choose one of ddpm, ddim, heun, dpmpp_2m"),
+        ({"sampler": "ddmp"}, "sampler=ddmp is unknown; choose one of ddpm, ddim, euler, heun"),
         ({"sampler": "ddim", "eta": 1.5}, "eta=1.5"),
         ({"eta": 0.5}, "eta=0.5 has no meaning with sampler=ddpm"),
         ({"clip": 0.0}, "clip=0.0"),

@@ -18,6 +18,9 @@ _BATCH = {
 }
 _SIZES = {"W": 64, "C": 3}
 _LOSS = {**_SIZES, "CO": 3, "PREDICTION": "v_prediction"}
+_GUIDANCE = ("negative_ptr", "scales_ptr", "gain_ptr")
+_KNOWN = ("known_ptr", "mask_ptr", "levels_ptr")
+_NEITHER = dict.fromkeys((*_GUIDANCE, *_KNOWN)) | {"NEGATIVE": 0}
 _STEP = {"first_ptr": None, "memory_ptr": None, "C": 3, "CLIP": True, "BLOCK": 256}
 
 COMPILE_CASES = [
@@ -183,7 +186,7 @@ COMPILE_CASES = [
             "elements": "i32",
             "chunks": "i32",
         },
-        "constexprs": {**_STEP, "CO": 6, "PITCH": 16},
+        "constexprs": {**_STEP, **_NEITHER, "CO": 6, "PITCH": 16},
         "options": {"num_warps": 4},
         "multiples": ["elements"],
     },
@@ -204,9 +207,50 @@ COMPILE_CASES = [
             "elements": "i32",
             "chunks": "i32",
         },
-        "constexprs": {"C": 3, "CO": 3, "PITCH": 3, "CLIP": True, "BLOCK": 256},
+        "constexprs": {**_NEITHER, "C": 3, "CO": 3, "PITCH": 3, "CLIP": True, "BLOCK": 256},
         "options": {"num_warps": 4},
         "multiples": ["elements"],
         "expect": {"arches": [90]},
+    },
+    {
+        "name": "denoise_step_guided_and_partly_known",
+        "kernel": "triton_kernels.denoise.step:_denoise_step_kernel",
+        "signature": {
+            "x_ptr": "*fp32",
+            "output_ptr": "*bf16",
+            "table_ptr": "*fp32",
+            "row_ptr": "*i64",
+            "rng_ptr": "*i64",
+            "negative_ptr": "*bf16",
+            "scales_ptr": "*fp32",
+            "gain_ptr": "*fp32",
+            "known_ptr": "*fp32",
+            "mask_ptr": "*fp32",
+            "levels_ptr": "*fp32",
+            "x_prev_ptr": "*fp32",
+            "first": "i32",
+            "clip": "fp32",
+            "elements": "i32",
+            "chunks": "i32",
+        },
+        "constexprs": {**_STEP, "CO": 3, "PITCH": 16, "NEGATIVE": 16},
+        "options": {"num_warps": 4},
+        "multiples": ["elements"],
+    },
+    {
+        "name": "guidance_gain",
+        "kernel": "triton_kernels.denoise.step:_guidance_gain_kernel",
+        "signature": {
+            "output_ptr": "*bf16",
+            "negative_ptr": "*bf16",
+            "scales_ptr": "*fp32",
+            "row_ptr": "*i64",
+            "gain_ptr": "*fp32",
+            "rescale": "fp32",
+            "elements": "i32",
+        },
+        "constexprs": {"C": 3, "PITCH": 16, "NEGATIVE": 16, "BLOCK": 2048},
+        "options": {"num_warps": 8},
+        "multiples": ["elements"],
     },
 ]

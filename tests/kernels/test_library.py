@@ -129,6 +129,12 @@ CASES = {
         *(torch.tensor([1]), torch.tensor([5, 6]), 0, torch.tensor([3]), None),
         torch.randn(2, 2, 3, 3),
     ),
+    "denoise_step of a guided output, partly known": lambda: (
+        *(torch.randn(2, 2, 3, 3), torch.randn(2, 2, 3, 6), torch.rand(4, 8)),
+        *(torch.tensor([1]), torch.tensor([5, 6]), 0, None, 1.0, None),
+        *(torch.randn(2, 2, 3, 8)[..., :3], torch.rand(4) * 3, 0.7),
+        *(torch.randn(2, 2, 3, 3), torch.rand(2, 2, 3), torch.rand(4, 2)),
+    ),
     "grad_norm": lambda: (torch.randn(10),),
     "adamw_step": _adamw,
     "adamw_step without shadow": lambda: (*_adamw()[:-1], None),

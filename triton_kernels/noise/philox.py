@@ -30,6 +30,7 @@ DROPOUT = 5  # with the layer's number in the upper bits
 ORDER = 6  # the order of the data in an epoch (c1 = 0, c2 = epoch)
 LABEL_DROP = 7  # whether a training sample loses its label
 LATENT = 8  # the code of a training sample, from its moments
+KNOWN = 9  # of what is known of an image in the reverse process
 
 _2_POW_MINUS_24 = tl.constexpr(2.0**-24)
 _TWO_PI_2_POW_MINUS_24 = tl.constexpr(6.283185307179586 * 2.0**-24)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..noise.philox import DROPOUT, FLIP, NOISE, REVERSE, TIMESTEP
+from ..noise.philox import DROPOUT, FLIP, KNOWN, NOISE, REVERSE, TIMESTEP
 
 ACTIVATION_FUNCTIONS = {
     "identity": lambda x: x,
@@ -301,6 +301,12 @@ def denoise_step(
     first: int | Tensor = 0,  # the number of sample 0, or int64 [1] on the device
     clip: float | None = 1.0,
     memory: Tensor | None = None,  # float32 [N, H, W, C], overwritten with x0
+    negative: Tensor | None = None,  # as output: what the network says of what is not wanted
+    scales: Tensor | None = None,  # float32 [K], of guidance, with `negative`
+    rescale: float = 0.0,  # of its deviation, from 0 to 1
+    known: Tensor | None = None,  # float32 [N, H, W, C] x_0 where it is known
+    mask: Tensor | None = None,  # float32 [N, H, W]: 1 where it is known, 0 where not; with `known`
+    levels: Tensor | None = None,  # float32 [K, 2]: signal and noise behind each step
 ) -> Tensor:  # float32 [N, H, W, C] x_(t-1)
     """One step of the reverse process in its general linear form:
 
@@ -312,13 +318,25 @@ def denoise_step(
     sigma' = sigma exp((f log_max + (1 - f) log_min) / 2), f = (v + 1) / 2.
     With `memory`, for solvers of second order, e multiplies what it holds instead of `output`: the
     x0 of the step before. Epsilon, x_0 and v prediction, DDPM and DDIM differ in the constants only
-    (`diffusion.sampling.sampler`).
+    (`diffusion.sampling.sampler`). With `negative` the first C channels of the output are first
+
+        g = negative + scale (output - negative)
+        output = g (rescale std(output) / std(g) + 1 - rescale)
+
+    (Ho and Salimans 2022; Lin et al. 2023, section 3.4, std over a sample), and as they are where
+    the scale is 1. With `known` the result is, behind the rest,
+
+        mask (signal known + noise epsilon) + (1 - mask) x_prev
+
+    (Lugmayr et al. 2022, eq. 8), epsilon being drawn.
     """
     c = x.shape[-1]
     a, b, c0, d, e, sigma, log_min, log_max = table.index_select(0, row)[0].unbind()
     dtype = torch.promote_types(x.dtype, torch.float32)  # float64 is for tests
     x, output = x.to(dtype), output.to(dtype)
     out = output[..., :c]
+    if negative is not None:
+        out = _guided(out, negative[..., :c].to(dtype), scales.index_select(0, row), rescale)
     x0 = a * x + b * out
     if clip is not None:
         x0 = x0.clamp(-clip, clip)
@@ -330,7 +348,25 @@ def denoise_step(
     other = out if memory is None else memory.clone()
     if memory is not None:
         memory.copy_(x0)
-    return c0 * x0 + d * x + e * other + sigma * z
+    x_prev = c0 * x0 + d * x + e * other + sigma * z
+    if known is None:
+        return x_prev
+    signal, noise = levels.index_select(0, row)[0].unbind()
+    there = signal * known + noise * normal(x.shape, step_rng, stream=KNOWN, first=first)
+    return mask[..., None] * there + (1 - mask[..., None]) * x_prev
+
+
+def _guided(out: Tensor, negative: Tensor, scale: Tensor, rescale: float) -> Tensor:
+    """Of [N, H, W, C] by a scale [1]."""
+    guided = torch.where(scale == 1, out, negative + scale * (out - negative))
+    if rescale == 0:
+        return guided
+    wanted, found = (
+        (y - y.mean((1, 2, 3), keepdim=True)).square().sum((1, 2, 3), keepdim=True)
+        for y in (out, guided)
+    )
+    ratio = torch.where(found > 0, wanted / torch.where(found > 0, found, 1), 1).sqrt()
+    return guided * (rescale * ratio + 1 - rescale)
 
 
 # --- optimizer ------------------------------------------------------------------------------------
