@@ -157,8 +157,8 @@ def sample(
     go away from the null class, from the class `negative`, or from what a weaker network says of
     the same (`guide`); 1: not at all. guidance_interval: the levels of noise where; None: all.
     guidance_rescale: how far the deviation goes back, from 0 to 1. options: eta, clip and spacing,
-    as configs/sample.yaml says. device: where `source` is loaded, if it is a path. decoder: of a run
-    on latents the folder of the autoencoder, None: the one that encoded; "none": the latents
+    as configs/sample.yaml says. device: where `source` is loaded, if it is a path. decoder: of a
+    run on latents the folder of the autoencoder, None: the one that encoded; "none": the latents
     themselves. ConfigError: settings that are wrong.
     """
     from .formats.trained import Trained
