@@ -45,6 +45,7 @@ ELSEWHERE = {
     r"(python|torchrun .*) tools/evaluate.py": "diffusion/test_runs_evaluation.py::",
     r"python tools/average.py": "diffusion/test_averaging.py::",
     r"python tools/export.py .*onnx": "diffusion/test_export.py::",
+    r"python tools/tune.py": "diffusion/test_tune.py::",
     r"python tools/benchmark.py": "diffusion/test_runs_benchmark.py::",
     r"python tools/rollout.py ckpt=latest.ckpt": "diffusion/test_diffusion_policy.py::",
     r"python docs/make_api.py": "test_docs.py::"
@@ -92,10 +93,9 @@ def how(command: str) -> str:
         (r"make ", "make"),
         (r"pip install -e '\.\[", "extra"),
         (r"(python|torchrun .*) -m benchmarks\.", "benchmark"),
-        (r"python (train|sample|tools/(prepare|report|export|rollout))\.py", "script"),
+        (r"python (train|sample|tools/(prepare|report|export|rollout|doctor))\.py", "script"),
         (r"torchrun --nproc-per-node=\d+ (train|sample|tools/\w+)\.py", "script"),
         (r"python -m (diffusion\.plan|triton_kernels\.explain|tests\.diffusion\.plan_memory)", "m"),
-        (r"python tools/(tune|doctor)\.py|triton-diffusion (tune|doctor)", "tool"),
     ):
         if re.match(pattern, command):
             return way
@@ -173,6 +173,8 @@ def small(script: str, words: list[str]) -> list[str]:
         return more + [*ADM, "out=guided.png"] if "model" in given else more
     if script == "tools/rollout.py":
         return ["n=2", "max_steps=3", "device=cpu", "latency_calls=1"]
+    if script == "tools/doctor.py":
+        return ["step=false", "out=null"]
     if script != "train.py":
         return ["overwrite=true"] if script in ("tools/prepare.py", "tools/export.py") else []
     if given.get("dataset") in ("trajectories", "push_disc") or "experiment" in given:

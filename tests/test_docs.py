@@ -110,3 +110,14 @@ def test_what_samples_of_code_import_exists(path):
 def test_the_page_of_the_interface_is_made_from_the_docstrings():
     make_api = importlib.import_module("docs.make_api")
     assert make_api.page() == make_api.PAGE.read_text(), "run python docs/make_api.py"
+
+
+def test_what_is_read_first_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "docs" / "design.md").read_text().split()) <= 2000
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages == set(re.findall(r"\]\(([\w.]+\.md)\)", index))
