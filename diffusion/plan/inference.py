@@ -30,7 +30,7 @@ from .norms import split_norms
 from .on_gpu import launcher_of
 from .schedule import schedule
 from .trace import trace
-from .unet import FusedUNet, has_plan
+from .unet import DTYPES, FusedUNet
 
 _TABLE_BYTES = 2**29  # of the embedding's table, at most; beyond it is computed in every step
 
@@ -41,9 +41,9 @@ _empty = torch.empty  # tests put a function here that returns other numbers
 def sampling_network(model: nn.Module) -> "Denoiser | InferenceUNet":
     """What a sampler should ask in the place of `model.forward_nhwc`: the plan if there is one for
     this model, backend and GPU, else that; the log says why not. The plan has a copy of the
-    parameters in the backend's type: it does not follow what happens to them afterwards."""
+    parameters in 16 bits: it does not follow what happens to them afterwards."""
     backend = model.backend
-    if not has_plan(backend):
+    if backend.name != "triton" or backend.dtype not in DTYPES:
         return model.forward_nhwc
     refusal = FusedUNet.refusal(model)
     if refusal is not None:

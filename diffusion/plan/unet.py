@@ -32,7 +32,6 @@ from triton_kernels.runtime.dependent_launch import dependent_launches
 from ..models.blocks import AttentionBlock, Downsample, ResBlock, Upsample
 from ..models.flat_parameters import FlatParameters
 from ..models.unet import UNet
-from ..runtime.backend import Backend
 from .embedding import EmbeddingLayers, Step
 from .layers import (
     Feature,
@@ -47,6 +46,7 @@ from .layers import (
 from .side_stream import SideStream
 from .weight_grads import WeightGrads
 
+DTYPES = (torch.bfloat16, torch.float16)
 _MUCH_LARGER = 16  # images, by pixels
 _LITTLE_MEMORY = 8 * 2**20  # bytes of an activation
 _MUCH_MEMORY = 32 * 2**20
@@ -62,11 +62,6 @@ _LAYERS = {
 log = logging.getLogger(__name__)
 
 
-def has_plan(backend: Backend) -> bool:
-    """Whether the plan's kernels compute as this backend does: they multiply float32 in TF32."""
-    return backend.name == "triton" and (backend.dtype != torch.float32 or backend.allow_tf32)
-
-
 def training_network(
     model: nn.Module,
     flat: FlatParameters,
@@ -77,8 +72,8 @@ def training_network(
     """What a training step calls as `forward_nhwc`: the plan if there is one for this model and
     backend, else the model itself, and the log says why."""
     backend = model.backend
-    refusal = "only bf16 and TF32 on the Triton backend have it"
-    if has_plan(backend):
+    refusal = "only bf16 on the Triton backend has it"
+    if backend.name == "triton" and backend.dtype in DTYPES:
         refusal = FusedUNet.refusal(model)
         if refusal is None:
             return FusedUNet(model, flat, fused, recompute, ready, urgent)

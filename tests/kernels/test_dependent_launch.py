@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from triton_kernels.conv import fused as conv
+from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.norm.passes import apply
 from triton_kernels.runtime import dependent_launch
 from triton_kernels.runtime.dependent_launch import dependent_launches, overlapping
-from triton_kernels.runtime.device import Device
+from triton_kernels.runtime.device import Device, describe
 
 CUDA = torch.device("cuda")
 
@@ -52,9 +53,13 @@ def test_gpu_convolutions_wait_for_what_they_read(size, device):
     weight = weight.contiguous(memory_format=torch.channels_last)
     bias = torch.randn(64, device=device)
     table = torch.randn(16, 4, 64, device=device)
-    configs = conv._gluon(x, torch.empty_like(x), weight)
-    if not configs:
-        pytest.skip("no Gluon kernels for this GPU or this Triton")
+    spec, gpu = forward_spec(x, weight), describe(device)
+    kernels = [k for k in conv.FORWARD.kernels if k.name != "tma"]  # those for Hopper GPUs
+    kernels = [k for k in kernels if k.refuse(spec, gpu) is None]
+    configs = [config for kernel in kernels for config in kernel.configs(spec, gpu)]
+    if not gpu.hopper:
+        pytest.skip("no Hopper GPU")
+    assert configs
 
     def run(config):
         y, _ = conv.conv_forward(apply(x, None, table, "silu"), weight, bias, config=config)

@@ -60,6 +60,9 @@ def conv_meeting(
     assert norm.weight.shape == norm.bias.shape == (co,)
     assert norm.weight.is_contiguous() and norm.bias.is_contiguous()
     a = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
+    if n == 0:
+        y = a.clone() if norm.keep else None
+        return y, bias.new_empty((0, 1, 2, co)) if norm.stats else None, a
     if config is None:
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
         configs = _configs(x, weight, norm.num_groups, extra)
@@ -87,8 +90,6 @@ def conv_meeting(
     partials = None
     if norm.stats:
         partials = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
-    if n == 0:
-        return y, partials, a
     slots = (zeros or _zeros)(n * co * tiles, x.device).view(n, co, tiles)
     then = norm.eps, norm.activation, co // norm.num_groups, norm.keep
     normed = NormOfResult(a, *norm[:2], *then, slots=slots)
