@@ -13,6 +13,7 @@ from .image_set import ImageSet, nearest, parse_size, with_channels
 from .images import list_images, load_folder
 from .order import sample_index
 from .packed import load_packed
+from .shards import huggingface, parquet, webdataset
 
 __all__ = [
     "ImageSet",
@@ -33,6 +34,9 @@ _LOADERS: dict[str, Callable[..., ImageSet]] = {
     "mnist": mnist,
     "fashion_mnist": fashion_mnist,
     "cifar10": cifar10,
+    "webdataset": webdataset,
+    "parquet": parquet,
+    "huggingface": huggingface,
 }
 
 

@@ -15,6 +15,7 @@ import zlib
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -211,12 +212,8 @@ def _read_cifar(source: _Source, root: Path, split: str) -> tuple[np.ndarray, np
 
 def _from_hub(source: _Source, split: str) -> tuple[np.ndarray, np.ndarray]:
     """Through Hugging Face `datasets`, from the network or its cache."""
-    if not _hub_answers():  # straight to the cache, instead of half a minute of retries
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        import datasets
-
-        table = datasets.load_dataset(source.repository, split=split)
+        table = _table(source.repository, None, split)
         columns = table.column_names
         pictures = table["image" if "image" in columns else "img"]
         mode = "L" if source.channels == 1 else "RGB"
@@ -229,6 +226,29 @@ def _from_hub(source: _Source, split: str) -> tuple[np.ndarray, np.ndarray]:
             f"{source.name} is not available from Hugging Face ({reason}); {_both_ways(source)}"
         ) from None
     return images.reshape(*images.shape[:3], source.channels), labels
+
+
+def load_from_hub(repository: str, subset: str | None, split: str) -> Any:
+    """A table of `datasets`, from the network or its cache. ConfigError: there is none."""
+    try:
+        return _table(repository, subset, split)
+    except Exception as error:
+        # no package, no network, no cache, no such split: the library has an error for each
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"{repository} is not available from Hugging Face: {reason} (it takes pip install"
+            " datasets, and a network or its cache)"
+        ) from None
+
+
+def _table(repository: str, subset: str | None, split: str) -> Any:
+    if not Path(repository).is_dir() and not _hub_answers():
+        # straight to the cache, instead of half a minute of retries
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import datasets
+
+    options = {} if subset is None else {"name": subset}
+    return datasets.load_dataset(repository, split=split, **options)
 
 
 def _hub_answers() -> bool:

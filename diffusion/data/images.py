@@ -26,7 +26,7 @@ from tqdm import tqdm
 from ..errors import ConfigError, is_of_system
 from .image_set import ImageSet, check_memory, parse_size
 
-_EXTENSIONS = (
+EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif"),
     *(".tif", ".tiff", ".pgm", ".ppm"),
 )
@@ -75,7 +75,7 @@ def list_images(path: str | Path, classes: bool = True) -> ImageFiles:
         raise ConfigError(f"{path} is a file; give a folder of images, or a .zip")
     names = sorted(name for name in every if _is_image(name))
     if not names:
-        kinds = ", ".join(_EXTENSIONS)
+        kinds = ", ".join(EXTENSIONS)
         raise ConfigError(f"{path} holds no image; looked for files in {kinds}")
     files = ImageFiles(path, names, None, None, opener)
     root = "" if path.is_dir() else _common_folder(names)
@@ -120,7 +120,7 @@ def _walk(root: Path) -> list[str]:
 
 def _is_image(name: str) -> bool:
     hidden = any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
-    return name.lower().endswith(_EXTENSIONS) and not hidden
+    return name.lower().endswith(EXTENSIONS) and not hidden
 
 
 def _json_labels(file: BinaryIO, path: Path, names: list[str]) -> list[int] | None:
@@ -271,20 +271,20 @@ def skipped_note(files: ImageFiles, skipped: Sequence[str]) -> str:
 def _common_size(files: ImageFiles) -> tuple[int, int]:
     """(H, W) of all images, from their headers. ConfigError: they are of several sizes."""
 
-    def size_of(name: str) -> tuple[int, int] | None:
+    def size_of(name: str) -> tuple[int, int] | Exception:
         try:
             with files.open(name) as file, Image.open(file) as image:
                 _check_pixels(image)
                 sides = (image.height, image.width)
                 return sides[::-1] if image.getexif().get(_ORIENTATION, 1) >= 5 else sides
-        except Exception:  # which is said when it is decoded
-            return None
+        except Exception as error:  # which is said when it is decoded
+            return error
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        found = Counter(pool.map(size_of, files.names))
-    del found[None]
+        sizes = list(pool.map(size_of, files.names))
+    found = Counter(size for size in sizes if isinstance(size, tuple))
     if not found:
-        raise ConfigError(f"{files.path}: no image can be decoded")
+        raise ConfigError(_too_many(files, len(sizes), files.names[-1], sizes[-1]))
     if len(found) > 1:
         few = ", ".join(f"{n} of {h}x{w}" for (h, w), n in found.most_common(3))
         raise ConfigError(

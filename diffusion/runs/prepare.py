@@ -17,6 +17,7 @@ from ..data.images import Decoder, ImageFiles, enlarged_note, list_images, skipp
 from ..data.packed import check_output, load_packed
 from ..data.parts import unfinished, write_parts
 from ..data.preparing import DecodedImages, EncodedImages, StoredSamples
+from ..data.shards import list_shards
 from ..errors import ConfigError
 from ..runtime.distributed import choose_device
 from ..settings import construct
@@ -36,6 +37,10 @@ def prepare(
     channels: int | None = None,
     classes: bool = True,
     background: str = "white",
+    column: str = "image",
+    label: str | None = None,
+    split: str = "train",
+    subset: str | None = None,
     encode: str | None = None,
     device: str = "auto",
     workers: int = 1,
@@ -48,11 +53,15 @@ def prepare(
     if not 1 <= workers <= _MOST_WORKERS:
         raise ConfigError(f"workers={workers}; expected 1 to {_MOST_WORKERS} processes")
     settings = {
-        "src": str(source_path),
+        "src": os.path.expanduser(src),
         "size": size,
         "channels": channels,
         "classes": classes,
         "background": background,
+        "column": column,
+        "label": label,
+        "split": split,
+        "subset": subset,
         "encode": encode,
         "device": device,
     }
@@ -95,6 +104,10 @@ def _source(
     channels: int | None,
     classes: bool,
     background: str,
+    column: str,
+    label: str | None,
+    split: str,
+    subset: str | None,
     encode: str | None,
     device: str,
 ) -> tuple[DecodedImages | EncodedImages | StoredSamples, ImageFiles | None]:
@@ -105,7 +118,8 @@ def _source(
             raise ConfigError(f"encode={encode} is for images; {src} is no folder of them, no .zip")
         load = load_array if is_array(path) else load_packed
         return StoredSamples(load(src, size=size, channels=channels)), None
-    files = list_images(src, classes)
+    columns = {"column": column, "label": label, "split": split, "subset": subset}
+    files = list_shards(src, classes=classes, **columns) or list_images(src, classes)
     images = DecodedImages(Decoder(files, size, 3 if channels is None else channels, background))
     if encode is None:
         return images, files
@@ -123,7 +137,7 @@ def _plan(settings: dict[str, Any], source: Any, files: ImageFiles | None) -> di
     stat = path.stat() if path.is_file() else None
     return {
         **{key: value for key, value in settings.items() if key != "device"},
-        "src": os.path.realpath(path),
+        "src": os.path.realpath(path) if path.exists() else settings["src"],
         "bytes": stat and [stat.st_size, stat.st_mtime_ns],
         "content": content.hexdigest(),
         "shape": list(source.shape),
