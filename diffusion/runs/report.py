@@ -17,6 +17,7 @@ from ..settings import construct, flattened, shown
 from ..tracking.pictures import draw_loss_curves
 from ..tracking.run_log import write_whole
 from .records import Record, check_comparable, differences, record_of
+from .report_page import page
 
 _JOB = "job.json"  # what a sweep writes of each job
 _WHERE = ("run_dir", "device")  # it was trained, and not what
@@ -24,7 +25,7 @@ _WHERE = ("run_dir", "device")  # it was trained, and not what
 EVALUATED = ("fid", "kid", "isc", "precision", "recall", "held_out")
 _OF_SCORES = ("train.fid_images", "train.sample_steps", "train.sample_count", "dataset.name")
 _TAIL = 5  # rows of the metrics whose mean is the loss at the end
-_DRAWN = (".md", ".csv")
+_WRITTEN = (".html", ".md", ".csv")
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class ReportSettings:
     across: list[str] = field(default_factory=list)  # settings of figures that may differ
 
     def __post_init__(self) -> None:
-        if self.out is not None and Path(self.out).suffix not in _DRAWN:
-            raise ConfigError(f"out={self.out}; expected a {' or a '.join(_DRAWN)}")
+        if self.out is not None and Path(self.out).suffix not in _WRITTEN:
+            raise ConfigError(f"out={self.out}; expected a {' or a '.join(_WRITTEN)}")
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,15 @@ class Run:
 
 
 def report(config: dict[str, Any]) -> list[dict[str, str]]:
-    """Print the runs as a table of Markdown and return its rows; with `out` write it, and the
-    curves of their losses as a PNG beside it. ConfigError: there are no runs, or no such column."""
+    """Print the runs as a table of Markdown and return its rows; with `out` write a page of HTML,
+    or the table and the curves of their losses as a PNG beside it. ConfigError: there are no runs,
+    no such column, or figures to sort by that do not compare."""
     settings = construct(ReportSettings, config, "")
     if not settings.runs:
         raise ConfigError(f"runs={shown(settings.runs)} is wrong; expected a folder or several")
     given = [settings.runs] if isinstance(settings.runs, str) else settings.runs
     runs = [read_run(folder) for path in given for folder in find_runs(Path(path))]
     rows = table(runs)
-    losses = {row["run"]: _losses(run.folder) for row, run in zip(rows, runs, strict=True)}
     if settings.sort is not None:
         if settings.sort not in rows[0]:
             raise ConfigError(
@@ -75,15 +76,30 @@ def report(config: dict[str, Any]) -> list[dict[str, str]]:
     for note in notes:
         print(f"note: {note}")
     if settings.out is not None:
-        out = Path(settings.out)
-        with writing(out):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            picture = out.with_suffix(".png")
-            page = f"{text}\n![Losses of the runs over their steps](<{picture.name}>)\n"
-            write_whole(out, page if out.suffix == ".md" else _as_csv(rows))
-            draw_loss_curves(losses, picture)
-        print(f"{out} and {out.with_suffix('.png').name}")
+        with writing(Path(settings.out)):
+            _write(Path(settings.out), text, rows, runs, notes)
     return rows
+
+
+def _write(
+    out: Path,
+    text: str,  # the table, in Markdown
+    rows: list[dict[str, str]],
+    runs: Sequence[Run],
+    notes: Sequence[str],
+) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".html":
+        write_whole(out, page(rows, changed_settings(runs), runs, notes))
+        print(out)
+        return
+    picture = out.with_suffix(".png")
+    said = "".join(f"\n{note}\n" for note in notes)
+    md = f"{text}{said}\n![Losses of the runs over their steps](<{picture.name}>)\n"
+    write_whole(out, md if out.suffix == ".md" else _as_csv(rows))
+    pairs = zip(rows, runs, strict=True)
+    draw_loss_curves({row["run"]: _losses(run.folder) for row, run in pairs}, picture)
+    print(f"{out} and {picture.name}")
 
 
 def find_runs(path: Path) -> Iterator[Path]:
@@ -152,8 +168,7 @@ def _records(column: str, rows: Sequence[dict[str, str]], runs: Sequence[Run]) -
 def table(runs: Sequence[Run]) -> list[dict[str, str]]:
     """A row a run: its name, the settings in which the runs differ, and the results; if a job of a
     sweep failed or has not ended, what became of each."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.config))
-    changed = [key for key in keys if _differs(key, runs)]
+    changed = changed_settings(runs)
     columns = list(dict.fromkeys(key for run in runs for key in run.results))
     shared = _shared([run.folder for run in runs])
     stated = any(run.state not in ("", "done") for run in runs)
@@ -164,6 +179,12 @@ def table(runs: Sequence[Run]) -> list[dict[str, str]]:
         | ({"state": run.state or "-"} if stated else {})
         for run in runs
     ]
+
+
+def changed_settings(runs: Sequence[Run]) -> list[str]:
+    """The settings in which the runs differ, but for where they were trained."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    return [key for key in keys if _differs(key, runs)]
 
 
 def markdown(rows: Sequence[dict[str, str]]) -> str:

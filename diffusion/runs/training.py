@@ -34,6 +34,7 @@ from ..runtime.distributed import Processes, choose_device, own_rank
 from ..runtime.precompile import TRAINED, compile_ahead, described, prepare
 from ..runtime.startup import START_UP
 from ..settings import NEUTRAL, check_keys, construct, flattened, shown
+from ..tracking.environment import environment, note_environment
 from ..tracking.run_log import Preview, last_result, log_file, write_whole
 from ..training.build_step import build_step
 from ..training.held_out_loss import HeldOutLoss
@@ -209,6 +210,9 @@ def _train(
             )
             _describe(run_dir, step, task, settings, processes, began, changes)
             with writing(run_dir):
+                found = environment(device, processes.count)
+                for key, (then, now) in note_environment(run_dir, start, found).items():
+                    log.info("%s: %s -> %s", key, then, now)
                 aside = set_newer_aside(resume_from, run_dir)
             for path in aside:
                 _say(f"note: a later checkpoint of the run is now {path}")
