@@ -38,12 +38,14 @@ svg text { fill: var(--soft); font-size: 12px; }
   border: 1px solid var(--rule); border-radius: 4px; padding: .35rem .6rem; font-size: 13px;
   box-shadow: 0 2px 8px #0003; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .tip b { display: block; font-weight: 600; }
-.cards { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(240px, 1fr)); }
+.cards { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); }
 figure { margin: 0; }
 figcaption { overflow-wrap: anywhere; margin-bottom: .2rem; }
-figcaption span { color: var(--soft); }
-figure img { width: 100%; image-rendering: pixelated; border: 1px solid var(--rule); }
-input[type=range] { width: min(24rem, 60vw); }
+figcaption span { color: var(--soft); display: block; }
+figure { display: flex; flex-direction: column; justify-content: space-between; }
+figure img { width: 100%; max-width: 480px; image-rendering: pixelated;
+  border: 1px solid var(--rule); }
+input[type=range] { width: min(14rem, 50vw); vertical-align: middle; }
 pre { background: var(--set); padding: .7rem; overflow-x: auto; font-size: 12.5px; }
 summary { cursor: pointer; padding: .2rem 0; overflow-wrap: anywhere; }
 """
@@ -221,10 +223,12 @@ function curves(place) {
     [['step', 'steps'], ['images', 'images seen'], ['hours', 'hours of training']], redraw);
   const smooth = make('input', { type: 'range', min: 0, max: 20, value: 5 });
   smooth.oninput = redraw;
+  const share = make('span');
   const box = make('div', { class: 'chart' });
   place.append(make('div', { class: 'bar' }, metricLabel, axisLabel,
-    make('label', {}, 'mean over ', smooth)), legend(), box);
+    make('label', {}, 'mean over ', smooth, ' ', share)), legend(), box);
   redraws.push(() => {
+    share.textContent = `${smooth.value} % of the rows`;
     const lines = visible().filter(run => run.curves[metric.value]).map(run => {
       const { x, y } = run.curves[metric.value];
       const size = Math.max(1, Math.round(y.length * smooth.value / 100));

@@ -25,6 +25,7 @@ _WHERE = ("run_dir", "device")  # it was trained, and not what
 EVALUATED = ("fid", "kid", "isc", "precision", "recall", "held_out")
 _OF_SCORES = ("train.fid_images", "train.sample_steps", "train.sample_count", "dataset.name")
 _TAIL = 5  # rows of the metrics whose mean is the loss at the end
+_DIGITS = {"per_s": 4, "minutes": 4}  # shown of results that vary from call to call; others: 6
 _WRITTEN = (".html", ".md", ".csv")
 
 
@@ -175,10 +176,14 @@ def table(runs: Sequence[Run]) -> list[dict[str, str]]:
     return [
         {"run": "/".join(run.folder.parts[shared:])}
         | {key: shown(run.config[key]) if key in run.config else "-" for key in changed}
-        | {key: f"{run.results[key]:.6g}" if key in run.results else "-" for key in columns}
+        | {key: _rounded(key, run.results[key]) if key in run.results else "-" for key in columns}
         | ({"state": run.state or "-"} if stated else {})
         for run in runs
     ]
+
+
+def _rounded(column: str, value: float) -> str:
+    return f"{value:.{_DIGITS.get(column, 6)}g}"
 
 
 def changed_settings(runs: Sequence[Run]) -> list[str]:

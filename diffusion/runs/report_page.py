@@ -106,11 +106,7 @@ def _run(name: str, colour: str, run: Any) -> dict[str, Any]:
         "name": name,
         "colour": colour,
         "curves": {key: curve for key, curve in curves.items() if curve["x"]},
-        # how far a step is in images and seconds, for the other axes
-        "clock": {
-            key: _curve(metrics, key)["y"] if key != "step" else _curve(metrics, "images")["x"]
-            for key in ("step", "images", "seconds")
-        },
+        "clock": _clock(metrics),
         "frames": _frames(run.folder / "samples"),
     }
 
@@ -125,6 +121,15 @@ def _curve(rows: Sequence[dict[str, str]], key: str) -> dict[str, list[float]]:
     return {
         "x": [part[-1][0] for part in parts],
         "y": [float(f"{sum(v for _, v in part) / len(part):.6g}") for part in parts],
+    }
+
+
+def _clock(rows: Sequence[dict[str, str]]) -> dict[str, list[float]]:
+    """How far some steps are in images and seconds, for the other axes."""
+    size = max(1, len(rows) // _POINTS)
+    chosen = [*rows[size - 1 : -1 : size], *rows[-1:]]
+    return {
+        key: [_number(row[key]) or 0 for row in chosen] for key in ("step", "images", "seconds")
     }
 
 

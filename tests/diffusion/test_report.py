@@ -1,7 +1,12 @@
 """tools/report.py: which settings and results of runs stand in its table."""
 
+import base64
 import csv
+import io
 import json
+import re
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -9,8 +14,9 @@ import yaml
 from PIL import Image
 
 from diffusion.errors import ConfigError
+from diffusion.runs.page_script import SCRIPT
 from diffusion.runs.report import report
-from diffusion.tracking.pictures import draw_loss_curve, draw_loss_curves
+from diffusion.tracking.pictures import draw_loss_curve, draw_loss_curves, grid, save_grid
 from diffusion.tracking.run_log import FIELDS
 
 
@@ -101,7 +107,7 @@ def test_one_run_and_runs_in_several_folders(sweep, tmp_path):
         ({"runs": "nowhere"}, "runs=nowhere is no folder"),
         ({"runs": "empty"}, "holds no run"),
         ({"sort": "los"}, "sort=los is no column; choose from run, optim.lr"),
-        ({"out": "a.txt"}, "expected a .md or a .csv"),
+        ({"out": "a.txt"}, "expected a .html or a .md or a .csv"),
     ],
     ids=str,
 )
@@ -179,3 +185,88 @@ def test_of_other_data_or_predictions(tmp_path):
     (tmp_path / "b" / "held_out.csv").write_text(text.replace(",11\n", ",22\n"))
     with pytest.raises(ConfigError, match="held_out does not compare: data is 11 in a and 22 in b"):
         report({"runs": str(tmp_path), "sort": "held_out"})
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def data_of(text):
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)
+    return json.loads(found.replace("<\\/", "</"))
+
+
+@pytest.fixture
+def looked_at(tmp_path):
+    """Two runs with everything that a page shows; the second with fewer rows, and another seed."""
+    for number, name in enumerate(("a", "</script><b>")):
+        run = a_run(tmp_path / "runs" / str(number), 1.0 + number)
+        config = {"train": {"seed": number, "steps": 40}, "note": name}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        band = "held_out,sigma_0.05_0.15,sigma_0.15_0.4"
+        lines = [f"step,{band},images,levels,data", "20,0.5,1,0.25,9,10,x", "40,0.4,nan,0.2,9,10,x"]
+        (run / "held_out.csv").write_text("\n".join(lines) + "\n")
+        (run / "scores.csv").write_text("step,fid\n40,12.5\n")
+        (run / "samples").mkdir()
+        for step in range(2, 41, 2 + number):
+            picture = grid(np.full((4, 8, 8, 3), step, np.uint8))
+            save_grid(picture, 2, run / "samples" / f"step_{step:08d}.png")
+        (run / "environment.json").write_text('[{"from_step": 0, "gpu": "H100 <x>"}]')
+    (run / "samples" / "step_00000099.png").write_bytes(b"half a picture")
+    return tmp_path / "runs"
+
+
+def test_the_page_has_what_differs_first_then_curves_and_samples(looked_at, tmp_path, capsys):
+    out = tmp_path / "new" / "report.html"
+    report({"runs": str(looked_at), "out": str(out)})
+    text = out.read_text()
+    headings = re.findall("<h2>(.*?)</h2>", text)
+    assert headings == [
+        *("What differs, and what came of it", "Curves", "Held-out loss by noise, at the end"),
+        *("Samples", "Settings and machines"),
+    ]
+    assert "Not the same noise or way of drawing in all runs: train.seed differ." in text
+    one, two = data_of(text)
+    assert one["curves"]["loss"]["x"] == [10, 20, 30, 40] and one["colour"] != two["colour"]
+    assert one["curves"]["sigma_0.05_0.15"] == {"x": [20], "y": [1.0]}  # nan is no point
+    assert one["curves"]["fid"]["y"] == [12.5] and "data" not in one["curves"]
+    assert one["clock"]["seconds"] == [30, 60, 90, 120] and one["clock"]["step"] == [10, 20, 30, 40]
+    steps = [frame["step"] for frame in one["frames"]]
+    assert len(steps) == 8 and steps[0] == 2 and steps[-1] == 40
+    kind, _, content = one["frames"][-1]["source"].partition(";base64,")
+    picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(content))))
+    assert kind in ("data:image/png", "data:image/jpeg") and abs(int(picture[9, 9, 0]) - 40) < 3
+    assert two["frames"][-1]["step"] < 99
+
+
+def test_the_page_needs_nothing_else_and_says_names_as_they_are(looked_at, tmp_path):
+    report({"runs": str(looked_at), "out": str(tmp_path / "a.html")})
+    text = (tmp_path / "a.html").read_text()
+    assert "</script><b>" not in text and "&lt;/script&gt;&lt;b&gt;" in text
+    assert "H100 &lt;x&gt;" in text
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!data:)|@import|url\(|fetch\(|import\(""", text)
+    assert set(re.findall(r"https?://[^'\"\s]+", text)) <= {"http://www.w3.org/2000/svg"}
+
+
+def test_a_long_run_is_thinned_and_a_short_one_shown(tmp_path):
+    run = a_run(tmp_path / "run", 1.0)
+    rows = [dict.fromkeys(FIELDS, 1) | {"step": i + 1, "loss": 1 + i % 2} for i in range(5000)]
+    with open(run / "metrics.csv", "w", newline="") as file:
+        table = csv.DictWriter(file, FIELDS)
+        table.writeheader()
+        table.writerows(rows)
+    report({"runs": str(run), "out": str(tmp_path / "a.html")})
+    (data,) = data_of((tmp_path / "a.html").read_text())
+    curve = data["curves"]["loss"]
+    assert 400 < len(curve["x"]) <= 600 and curve["x"][-1] == data["clock"]["step"][-1] == 5000
+    assert 400 < len(data["clock"]["images"]) < 700
+    assert all(1.3 < value < 1.7 for value in curve["y"])
+    (run / "metrics.csv").write_text(",".join(FIELDS) + "\n")
+    report({"runs": str(run), "out": str(tmp_path / "b.html")})
+    assert data_of((tmp_path / "b.html").read_text())[0]["curves"] == {}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_script_is_javascript(tmp_path):
+    (tmp_path / "a.js").write_text(SCRIPT)
+    done = subprocess.run(["node", "--check", tmp_path / "a.js"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
