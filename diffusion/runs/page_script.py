@@ -18,13 +18,14 @@ th, td { text-align: right; padding: .3rem .7rem; border-bottom: 1px solid var(-
   white-space: nowrap; }
 th { font-weight: 600; color: var(--soft); }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
-  background: var(--back); }
+  background: var(--back); max-width: 17rem; overflow: hidden; text-overflow: ellipsis; }
 .set { background: var(--set); text-align: left; }
 i { display: inline-block; width: .7rem; height: .7rem; border-radius: 50%; margin-right: .45rem; }
 .note { background: var(--note); padding: .4rem .7rem; border-radius: 4px; }
 .bar { display: flex; flex-wrap: wrap; gap: .5rem 1.2rem; align-items: center; margin: .4rem 0; }
 .bar label { color: var(--soft); }
 select, input, button { font: inherit; color: inherit; }
+.legend { gap: .1rem .8rem; }
 .legend button { border: 0; background: none; padding: .1rem .3rem; cursor: pointer; }
 .legend button.off { opacity: .35; text-decoration: line-through; }
 .chart { position: relative; }
@@ -37,6 +38,7 @@ svg text { fill: var(--soft); font-size: 12px; }
 .tip { position: absolute; pointer-events: none; background: var(--back);
   border: 1px solid var(--rule); border-radius: 4px; padding: .35rem .6rem; font-size: 13px;
   box-shadow: 0 2px 8px #0003; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.legend svg, .tip svg { display: inline-block; width: 1.5rem; height: .7rem; margin-right: .4rem; }
 .tip b { display: block; font-weight: 600; }
 .cards { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); }
 figure { margin: 0; }
@@ -64,6 +66,10 @@ const short = v => v === 0 ? '0' : Math.abs(v) >= 1e5 || Math.abs(v) < 1e-3
 const tick = v => Math.abs(v) >= 1e6 ? v / 1e6 + 'M' : Math.abs(v) >= 1e4 ? v / 1e3 + 'k'
   : Math.abs(v) < 1e-3 && v ? v.toExponential(0) : String(+v.toPrecision(6));
 
+// the beginning and the end of a long name, which is whole in the table and where one points
+const brief = name => name.length > 36 ? `${name.slice(0, 21)}\u2026${name.slice(-14)}` : name;
+const dashes = run => run.dash ? { 'stroke-dasharray': `${9 - 2 * run.dash} 4` } : {};
+
 function make(tag, attributes = {}, ...children) {
   const drawn = ['svg', 'path', 'line', 'text', 'circle', 'rect'].includes(tag);
   const node = drawn ? document.createElementNS('http://www.w3.org/2000/svg', tag)
@@ -86,6 +92,10 @@ function along(run, steps, axis) {
     return (to[i - 1] + part * (to[i] - to[i - 1])) / scale;
   });
 }
+
+// how the lines of a run look
+const sample = run => make('svg', { viewBox: '0 0 30 14' }, make('line', { x1: 0, x2: 30, y1: 7,
+  y2: 7, stroke: run.colour, 'stroke-width': 4, ...dashes(run) }));
 
 function mean(values, size) {
   const sums = [0];
@@ -118,12 +128,12 @@ function ticks(low, high, log, most) {
   return found;
 }
 
-// lines: [{name, colour, x, y, raw}]; shown: how an x is said
+// lines: [{run, x, y, raw}]; shown: how an x is said
 function chart(place, lines, { logX = false, label, shown, at }) {
   place.replaceChildren();
   lines = lines.filter(line => line.x.length);
   if (!lines.length) { place.append(make('p', {}, 'nothing to show')); return; }
-  const W = 1000, H = 340, L = 62, R = 14, T = 12, B = 38;
+  const W = 1000, H = 340, L = 62, R = 14, T = 12, B = 44;
   const all = lines.flatMap(line => line.y), xs = lines.flatMap(line => line.x);
   const logY = Math.min(...all) > 0 && Math.max(...all) > 1.5 * Math.min(...all);
   const fx = logX ? Math.log : v => v, fy = logY ? Math.log : v => v;
@@ -143,15 +153,16 @@ function chart(place, lines, { logX = false, label, shown, at }) {
     svg.append(make('line', { class: 'grid', x1: X(v), x2: X(v), y1: H - B, y2: H - B + 5 }));
     svg.append(make('text', { x: X(v), y: H - B + 19, 'text-anchor': 'middle' }, tick(v)));
   }
-  svg.append(make('text', { x: (L + W - R) / 2, y: H - 3, 'text-anchor': 'middle' }, label));
+  svg.append(make('text', { x: (L + W - R) / 2, y: H - 7, 'text-anchor': 'middle' }, label));
   const path = (x, y) => x.map((v, i) =>
     `${i ? 'L' : 'M'}${X(v).toFixed(1)},${Y(y[i]).toFixed(1)}`).join('');
   for (const line of lines) {
-    if (line.raw) svg.append(make('path', { class: 'raw', stroke: line.colour,
+    if (line.raw) svg.append(make('path', { class: 'raw', stroke: line.run.colour,
       d: path(line.x, line.raw.map(v => Math.min(y1, Math.max(y0, v)))) }));
-    svg.append(make('path', { class: 'line', stroke: line.colour, d: path(line.x, line.y) }));
+    svg.append(make('path', { class: 'line', stroke: line.run.colour, d: path(line.x, line.y),
+      ...dashes(line.run) }));
     if (line.x.length < 30) line.x.forEach((v, i) => svg.append(
-      make('circle', { cx: X(v), cy: Y(line.y[i]), r: 3, fill: line.colour })));
+      make('circle', { cx: X(v), cy: Y(line.y[i]), r: 3, fill: line.run.colour })));
   }
   const cross = make('line', { class: 'cross', y1: T, y2: H - B, visibility: 'hidden' });
   const tip = make('div', { class: 'tip', hidden: '' });
@@ -172,8 +183,7 @@ function chart(place, lines, { logX = false, label, shown, at }) {
     points.sort((a, b) => b.line.y[b.i] - a.line.y[a.i]);
     for (const { line, i } of points) {
       if (px < X(line.x[0]) - 20 || px > X(line.x[line.x.length - 1]) + 20) continue;
-      tip.append(make('div', {}, make('i', { style: `background:${line.colour}` }),
-        `${line.name}: ${short(line.y[i])}`));
+      tip.append(make('div', {}, sample(line.run), `${brief(line.run.name)}: ${short(line.y[i])}`));
     }
     tip.hidden = false;
     const left = cx / W * box.width;
@@ -190,8 +200,8 @@ const redraw = () => redraws.forEach(draw => draw());
 function legend() {
   const bar = make('div', { class: 'bar legend' });
   for (const run of runs) {
-    const button = make('button', { type: 'button', title: 'show or hide', 'data-run': run.name },
-      make('i', { style: `background:${run.colour}` }), run.name);
+    const button = make('button', { type: 'button', title: `show or hide ${run.name}`,
+      'data-run': run.name }, sample(run), brief(run.name));
     button.onclick = () => {
       if (!hidden.delete(run.name)) hidden.add(run.name);
       for (const b of document.querySelectorAll('.legend button'))
@@ -232,7 +242,7 @@ function curves(place) {
     const lines = visible().filter(run => run.curves[metric.value]).map(run => {
       const { x, y } = run.curves[metric.value];
       const size = Math.max(1, Math.round(y.length * smooth.value / 100));
-      return { name: run.name, colour: run.colour, x: along(run, x, axis.value),
+      return { run, x: along(run, x, axis.value),
         y: mean(y, size), raw: size > 1 ? y : null };
     });
     const unit = { step: 'step', images: 'images', hours: 'hours' }[axis.value];
@@ -245,12 +255,12 @@ function curves(place) {
 function bands(place) {
   const box = make('div', { class: 'chart' });
   place.append(make('p', {}, 'The unit is the same for every run: 1 is a network that has learned '
-    + 'nothing. Small sigma is about details, large sigma about composition.'), legend(), box);
+    + 'nothing. Small sigma is about details, large sigma about composition.'), box);
   const edges = name => name.slice(6).split('_').map(Number);
   redraws.push(() => {
     const names = {};
     const lines = visible().map(run => {
-      const line = { name: run.name, colour: run.colour, x: [], y: [] };
+      const line = { run, x: [], y: [] };
       for (const [name, curve] of Object.entries(run.curves)) {
         if (!name.startsWith('sigma_')) continue;
         const [low, high] = edges(name), x = Math.sqrt(low * high);
@@ -280,8 +290,7 @@ function samples(place) {
     for (const run of visible()) {
       const frame = run.frames.filter(f => f.step <= step).pop();
       if (!frame) continue;
-      cards.append(make('figure', {}, make('figcaption', {},
-        make('i', { style: `background:${run.colour}` }), run.name + ' ',
+      cards.append(make('figure', {}, make('figcaption', {}, sample(run), brief(run.name),
         make('span', {}, `step ${frame.step.toLocaleString('en')}`)),
         make('img', { src: frame.source, alt: `samples of ${run.name} at step ${frame.step}` })));
     }

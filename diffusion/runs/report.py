@@ -232,10 +232,15 @@ def _is_file(sibling: Path, name: str) -> bool:
     return (sibling.parent / name).is_file()
 
 
-def _natural(folder: Path) -> list[list[tuple[bool, int, str]]]:
-    """The order of names in which 2 stands before 10 and 0.1 before a letter."""
-    parts = (re.split(r"(\d+)", part) for part in folder.parts)
-    return [[(not s.isdigit(), int(s) if s.isdigit() else 0, s) for s in part] for part in parts]
+def _natural(folder: Path) -> list[list[tuple[bool, float, str]]]:
+    """The order of names in which 2 stands before 10, 0.0002 before 0.001, and these before a
+    letter."""
+    number = r"\d+(?:\.\d+)?(?:e[-+]?\d+)?"
+    parts = (re.split(f"({number})", part) for part in folder.parts)
+    return [
+        [(False, float(s), s) if re.fullmatch(number, s) else (True, 0.0, s) for s in part]
+        for part in parts
+    ]
 
 
 def _differs(key: str, runs: Sequence[Run]) -> bool:

@@ -41,10 +41,7 @@ def page(
     notes: Sequence[str],  # on figures that do not compare
 ) -> str:
     """The whole page."""
-    data = [
-        _run(row["run"], COLOURS[i % len(COLOURS)], run)
-        for i, (row, run) in enumerate(zip(rows, runs, strict=True))
-    ]
+    data = [_run(row["run"], i, run) for i, (row, run) in enumerate(zip(rows, runs, strict=True))]
     title = f"{len(runs)} runs" if len(runs) > 1 else rows[0]["run"]
     other = [k for k in _OF_PICTURES if len({shown(run.config.get(k)) for run in runs}) > 1]
     parts = [
@@ -78,22 +75,20 @@ def _table(
 ) -> str:
     """The settings that differ stand left of the results."""
     names = list(rows[0])
-    head = "".join(
-        f'<th class="{"set" if name in changed else ""}">{html.escape(name)}</th>' for name in names
-    )
+    kinds = {name: ' class="set"' if name in changed else "" for name in names}
+    head = "".join(f"<th{kinds[name]}>{html.escape(name)}</th>" for name in names)
     lines = []
     for row, run in zip(rows, data, strict=True):
-        dot = f'<i style="background:{run["colour"]}"></i>'
-        cells = "".join(
-            f'<td class="{"set" if name in changed else ""}">{dot if name == "run" else ""}'
-            f"{html.escape(row[name])}</td>"
-            for name in names
-        )
-        lines.append(f"<tr>{cells}</tr>")
+        cells = []
+        for name in names:
+            text = html.escape(row[name])
+            dot = f'<i style="background:{run["colour"]}"></i>' if name == "run" else ""
+            cells.append(f'<td{kinds[name]} title="{text}">{dot}{text}</td>')
+        lines.append(f"<tr>{''.join(cells)}</tr>")
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
 
 
-def _run(name: str, colour: str, run: Any) -> dict[str, Any]:
+def _run(name: str, number: int, run: Any) -> dict[str, Any]:
     """What the script draws of a run."""
     metrics = read_rows(run.folder / "metrics.csv")
     curves = {key: _curve(metrics, key) for key in _CURVES}
@@ -104,7 +99,8 @@ def _run(name: str, colour: str, run: Any) -> dict[str, Any]:
                 curves[key] = _curve(found, key)
     return {
         "name": name,
-        "colour": colour,
+        "colour": COLOURS[number % len(COLOURS)],
+        "dash": number // len(COLOURS),  # of more runs than colours
         "curves": {key: curve for key, curve in curves.items() if curve["x"]},
         "clock": _clock(metrics),
         "frames": _frames(run.folder / "samples"),
@@ -175,7 +171,7 @@ def _embedded(path: Path) -> str:
 
 def _details(name: str, run: Any) -> str:
     """All settings, and what the run was trained with."""
-    settings = yaml.safe_dump({k: shown(v) for k, v in run.config.items()}, sort_keys=False)
+    settings = "\n".join(f"{key}: {shown(value)}" for key, value in run.config.items())
     machines = yaml.safe_dump(read_environments(run.folder) or ["not written down"], width=100)
     return (
         f"<details><summary>{html.escape(name)}</summary><pre>{html.escape(settings)}</pre>"

@@ -91,6 +91,13 @@ def test_a_loss_alone_is_seen(tmp_path):
         assert (middle == colour).all(axis=2).sum() > 5, name
 
 
+def test_folders_are_in_the_order_of_their_numbers(tmp_path):
+    names = ["lr=1e-05", "lr=0.0002", "lr=0.001", "lr=2", "lr=10", "lr=x"]
+    for name in reversed(names):
+        a_run(tmp_path / name, 1.0)
+    assert [row["run"] for row in report({"runs": str(tmp_path)})] == names
+
+
 def test_one_run_and_runs_in_several_folders(sweep, tmp_path):
     (row,) = report({"runs": str(sweep / "1")})
     assert row["run"] == "1" and "optim.lr" not in row
