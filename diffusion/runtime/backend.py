@@ -72,6 +72,8 @@ def choose_backend(
         raise ConfigError(
             f"backend=triton needs a CUDA device, and device is {device}; use backend=auto or torch"
         )
+    if name == "triton" or (name == "auto" and on_gpu(device)):
+        settle_cache_keys()  # before the first kernel, which trying them launches
     if name == "auto":
         name = "triton" if on_gpu(device) and _tried(device, required=False) else "torch"
     elif name == "triton":
@@ -81,8 +83,6 @@ def choose_backend(
     allow_tf32 = precision != "fp32"
     torch.backends.cuda.matmul.allow_tf32 = allow_tf32
     torch.backends.cudnn.allow_tf32 = allow_tf32
-    if name == "triton":
-        settle_cache_keys()
     ops = triton_kernels if name == "triton" else reference
     return Backend(name, ops, PRECISIONS[precision], allow_tf32)
 
