@@ -159,7 +159,8 @@ class Run:
             return score_error(self.model.eval().forward_nhwc, self.process)
 
     def draw(self, n: int) -> np.ndarray:  # [n, 2]
-        sampler = self.process.sampler(TORCH_FP32, _CPU, sampler="ddim", steps=50, clip=None)
+        # of epsilon x_0 has to be limited: at the end of the cosine schedule it is divided by 4e-5
+        sampler = self.process.sampler(TORCH_FP32, _CPU, sampler="ddim", steps=50, clip=1.2)
         with self.flat.averaged():
             x = sampler.sample(self.model.eval().forward_nhwc, (n, 1, 1, 2), seed=0)
         return x.view(n, 2).numpy()

@@ -144,6 +144,10 @@ def sample(
     guidance_rescale: float = 0.0,
     negative: "int | str | None" = None,
     guide: "str | Path | Trained | None" = None,
+    init: "str | Path | np.ndarray | None" = None,
+    mask: "str | Path | np.ndarray | None" = None,
+    strength: float | None = None,
+    resample: int = 1,
     batch_size: int = 64,
     device: str = "auto",
     decoder: str | None = None,
@@ -156,13 +160,16 @@ def sample(
     `seed` and i alone. label: the class, by number or name; None: all in turn. guidance: how far to
     go away from the null class, from the class `negative`, or from what a weaker network says of
     the same (`guide`); 1: not at all. guidance_interval: the levels of noise where; None: all.
-    guidance_rescale: how far the deviation goes back, from 0 to 1. options: eta, clip and spacing,
-    as configs/sample.yaml says. device: where `source` is loaded, if it is a path. decoder: of a
-    run on latents the folder of the autoencoder, None: the one that encoded; "none": the latents
-    themselves. ConfigError: settings that are wrong.
+    guidance_rescale: how far the deviation goes back, from 0 to 1. init: images to begin from, a
+    file, a folder or uint8 [M, H, W, C], of whose noise `strength` is the share; mask: what of them
+    is drawn (white) and what stays, for which each level is gone to `resample` times. options: eta,
+    clip and spacing, as configs/sample.yaml says. device: where `source` is loaded, if it is a
+    path. decoder: of a run on latents the folder of the autoencoder, None: the one that encoded;
+    "none": the latents themselves. ConfigError: settings that are wrong.
     """
     from .formats.trained import Trained
     from .plan.inference import sampling_network
+    from .runs.editing import edited_options, load_edit
     from .runs.sampling import choose_labels, choose_values, load_guide
     from .sampling.draw import draw
 
@@ -170,9 +177,10 @@ def sample(
     model = trained.model.eval()
     on = next(model.parameters()).device
     guided = load_guide(trained, guidance, guidance_interval, guidance_rescale, negative, guide)
+    edited = edited_options(init, mask, strength, resample)
     return draw(
         model,
-        trained.sampler(on, sampler=sampler, steps=steps, **options),
+        trained.sampler(on, sampler=sampler, steps=steps, **options, **edited),
         n,
         trained.image_shape,
         seed=seed,
@@ -182,6 +190,7 @@ def sample(
         batch_size=batch_size,
         network=sampling_network(model),
         finish=choose_values(decoder, trained).finish,
+        edit=load_edit(init, mask, trained),
     )
 
 

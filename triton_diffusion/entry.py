@@ -42,19 +42,8 @@ _WITH_VALUE = (*_CONFIG_DIR, "--config-path", "-cp", "--config-name", "-cn", "--
 _WITH_VALUE += ("--package", "-p")
 _SYNTAX = "()[]{},'\"\\$"  # of lists, quotes, sweeps and interpolations in Hydra's language
 # settings that may name a file or folder to read or to write
-_PATHS = (
-    "path",
-    "ckpt",
-    "src",
-    "out",
-    "init",
-    "resume",
-    "reference",
-    "weights",
-    "runs",
-    "run_dir",
-    "guide",
-)
+_PATHS = ("path", "ckpt", "src", "out", "init", "mask", "resume", "reference", "weights", "runs")
+_PATHS += ("run_dir", "guide")
 _LISTED = 20  # keys or choices at most in a message
 
 # ${first_given:A,B} in a configuration: A, or B if that is null

@@ -24,7 +24,7 @@ References:
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -149,6 +149,10 @@ class FlowSchedule:
         if spacing == "karras":
             times = karras_sigmas(_shifted(self.least, self.shift), 1.0, count)
         return FlowSchedule(times, self.num_train_timesteps, self.shift, self.least)
+
+    def first(self, count: int) -> "FlowSchedule":
+        """The chain's so many least noisy levels."""
+        return replace(self, times=self.times[:count])
 
     def training_table(self, device: torch.device | str = "cpu") -> Tensor:  # float32 [K, 2]
         """1 - t, t: the table of `q_sample`."""

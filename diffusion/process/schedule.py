@@ -298,6 +298,10 @@ class NoiseSchedule:
             return self._visiting(self.alphas_cumprod[t], t)
         return self._visiting(1 / (1 + sigmas**2), t)
 
+    def first(self, count: int) -> "NoiseSchedule":
+        """The chain's so many least noisy steps."""
+        return NoiseSchedule(self.betas[:count], self.timestep_map[:count])
+
     def _visiting(self, alpha_bar: np.ndarray, t: np.ndarray) -> "NoiseSchedule":  # [K], [K]
         betas = 1 - alpha_bar / np.append(1.0, alpha_bar[:-1])
         told = np.interp(t, np.arange(self.num_timesteps), self.timestep_map)

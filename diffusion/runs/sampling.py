@@ -27,10 +27,12 @@ from ..runtime.distributed import Processes, choose_device
 from ..runtime.precompile import DRAWN, compile_ahead
 from ..sampling.chain import TabulatedDenoiser
 from ..sampling.draw import cut, draw, rehearse
+from ..sampling.edit import Edit
 from ..sampling.guidance import Guidance
 from ..sampling.sampler import Sampler
 from ..settings import construct, shown
 from ..tracking.pictures import grid
+from .editing import edited_options, load_edit
 
 _GRID_OF = 100  # images at most in the grid that comes with a folder of images
 _FILES = (".png", ".npz", ".npy")
@@ -98,7 +100,16 @@ class DrawSettings(TrainedSettings):
             spacing=self.spacing,
             eta=self.eta,
             clip=self.clip,
+            **self.edited(),
         )
+
+    def edited(self) -> dict[str, Any]:
+        """Further settings of the sampler."""
+        return {}
+
+    def edit_of(self, trained: Trained) -> Edit | None:
+        """Images to begin from, or to keep in part. Raises ConfigError."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +118,17 @@ class SampleSettings(DrawSettings):
 
     label: Any = None  # name or number of a class
     decoder: str | None = None  # folder of an autoencoder, or none
+    init: str | None = None  # file or folder of images
+    mask: str | None = None  # the same
+    strength: float | None = None
+    resample: int = 1
     out: str | None = None
+
+    def edited(self) -> dict[str, Any]:
+        return edited_options(self.init, self.mask, self.strength, self.resample)
+
+    def edit_of(self, trained: Trained) -> Edit | None:
+        return load_edit(self.init, self.mask, trained)
 
 
 def guidance_shown(settings: DrawSettings) -> str:
@@ -208,7 +229,7 @@ def draw_share(
     atexit.register(processes.close)  # the next job of a sweep draws in this group
     share = -(-n // processes.count)
     first = processes.rank * share
-    guide = settings.guide_of(trained)
+    guide, edit = settings.guide_of(trained), settings.edit_of(trained)
     network, weaker = sampling_network(trained.model.eval()), guide.network()
     if processes.is_first:
         how = "the fused plan" if isinstance(network, InferenceUNet) else "layer by layer"
@@ -244,6 +265,7 @@ def draw_share(
             progress=report,
             network=network,
             finish=finish or trained.values.finish,
+            edit=edit,
         )
 
 
@@ -325,7 +347,8 @@ def _default_out(settings: SampleSettings, trained: Trained, values: Values) -> 
     ema = "" if settings.ema is True else f"_ema{settings.ema or '-false'}"
     name = f"{trained.name}{ema}_{settings.sampler}"
     name += f"-{steps}" if steps[:1].isalpha() else steps
-    for key in ("spacing", "eta", "clip", "label", *GUIDED):
+    edited = ("init", "mask", "strength", "resample")
+    for key in ("spacing", "eta", "clip", "label", *GUIDED, *edited):
         value = getattr(settings, key)
         if value != getattr(SampleSettings, key):
             name += f"_{key}{'' if type(value) in (int, float) else '-'}{shown(value)}"

@@ -113,6 +113,7 @@ class Steps(Protocol):
         *,
         first: Tensor,
         memory: Tensor | None,
+        known: tuple[Tensor, Tensor] | None,
     ) -> Tensor: ...
 
 
@@ -128,12 +129,14 @@ class Chain:
         denoiser: TabulatedDenoiser,
         x: Tensor,  # float32 [N, H, W, C], of which the shape counts
         tables: tuple[Tensor, ...],  # of which the shapes count
+        known: tuple[Tensor, Tensor] | None = None,  # of an `Edit`: as well
     ) -> None:
         # The sampler knows the chain, not the other way round, or only the garbage collector would
         # see that nobody wants them any more; until then the graph keeps its memory.
         self.num_steps = sampler.num_steps
         device = x.device
         self.x, self.memory = torch.zeros_like(x), sampler.new_memory(x)
+        self.known = None if known is None else tuple(part.clone() for part in known)
         self.rng = torch.zeros(2, dtype=torch.int64, device=device)
         self.first = torch.zeros(1, dtype=torch.int64, device=device)
         self.bound = Bound(denoiser, tuple(table.clone() for table in tables))
@@ -164,6 +167,7 @@ class Chain:
         first: int,
         tables: tuple[Tensor, ...],
         progress: Progress | None,
+        known: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """See `Sampler.sample`."""
         self.x.copy_(x)
@@ -173,6 +177,8 @@ class Chain:
         if self.memory is not None:
             self.memory.zero_()
         for old, new in zip(self.bound.tables, tables, strict=True):
+            old.copy_(new)
+        for old, new in zip(self.known or (), known or (), strict=True):
             old.copy_(new)
         shared = len(self.rows)
         for done in range(shared, self.num_steps + 1, shared):
@@ -184,7 +190,9 @@ class Chain:
 
     def _step(self, sampler: Steps, x: Tensor, k: int) -> Tensor:
         row = self.rows[k, :1]
-        return sampler.step(self.bound, x, row, self.rng, first=self.first, memory=self.memory)
+        return sampler.step(
+            self.bound, x, row, self.rng, first=self.first, memory=self.memory, known=self.known
+        )
 
 
 def _largest_divisor(n: int, limit: int) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..process.objective import Denoiser
 from ..tracking.pictures import to_uint8
 from .chain import TabulatedDenoiser
+from .edit import Edit
 from .guidance import Guidance, guide
 from .sampler import Sampler
 
@@ -31,6 +32,7 @@ def draw(
     progress: Callable[[int, int], None] | None = None,  # (steps done, steps in all)
     network: Denoiser | TabulatedDenoiser | None = None,  # None: model.forward_nhwc
     finish: Callable[[Tensor], np.ndarray] = to_uint8,  # of a batch: float32 [N, H, W, C]
+    edit: Edit | None = None,  # images to begin from, or to keep in part
 ) -> np.ndarray:
     """[n, H, W, C] as `finish` makes them, uint8 if nobody says another; images first ..
     first + n - 1 of this seed. Image i depends on the seed and on i alone, not on the batch size.
@@ -65,6 +67,7 @@ def draw(
             labels=None if labels is None else labels[torch.arange(start, start + count) % n],
             first=first + start,
             progress=report,
+            edit=edit,
         )
         parts.append(finish(x))
     model.train(training)

@@ -42,6 +42,7 @@ from ..process.objective import Denoiser, check_output
 from ..process.schedule import LEARNED_VARIANCES, NoiseSchedule
 from ..runtime.backend import Backend
 from .chain import Bound, Chain, GuidedOutput, Progress, TabulatedDenoiser, tabulated
+from .edit import Edit, check_visits, kept_steps, revisited
 
 
 def ddpm_table(
@@ -159,6 +160,8 @@ class Sampler:
         prediction: What the denoiser predicts: epsilon, sample or v_prediction; of a flow velocity.
         variance: fixed_small, fixed_large, learned_range or learned.
         sigma_data: What x_0 is divided by in the chain that the denoiser knows, see `edm`.
+        strength: The share of the steps that are taken, the last ones; see `edit`.
+        resample: How often each level is gone to, see `edit`.
         device: Where to sample.
         capture: Whether a CUDA graph runs the chain, which asks that the denoiser never waits for
             the device; None: on a GPU. The graph of the batch drawn last is kept, with its memory.
@@ -180,6 +183,8 @@ class Sampler:
         prediction: str = "epsilon",
         variance: str = "fixed_small",
         sigma_data: float = 1.0,
+        strength: float = 1.0,
+        resample: int = 1,
         device: torch.device | str = "cpu",
         capture: bool | None = None,
     ) -> None:
@@ -190,18 +195,37 @@ class Sampler:
             spacing = "linspace" if spacing is None else spacing
         self.backend = backend
         self.spacing = self.spacing if spacing is None else spacing
-        self.schedule = schedule.respace(steps, self.spacing, **self.respacing)
+        check_visits(resample)
+        if resample > 1 and self.remembers:
+            raise ConfigError(
+                f"resample={resample} is for samplers that remember no step; choose one of ddpm,"
+                " ddim, euler"
+            )
+        whole = schedule.respace(steps, self.spacing, **self.respacing)
+        self.strength, self.all_steps = strength, whole.num_timesteps
+        kept = kept_steps(strength, self.all_steps)
+        self.schedule = whole if kept == self.all_steps else whole.first(kept)
         self.clip = clip
         self.prediction = prediction
         self.variance = variance
         self.schedule.log_variance_range(variance)  # an unknown name fails, used or not
 
         self.sigma_data = sigma_data
-        table = self.table()
+        table, levels, timesteps = self.table(), self._levels(), self.row_timesteps()
+        behind = self._behind(np.append(levels[1:], [[1.0, 0.0]], axis=0))
+        self._visited: np.ndarray | None = None  # rows of the table, if they are not all, in turn
+        if resample > 1:
+            table, behind, self._visited = revisited(table, levels, behind, resample)
+            timesteps = timesteps[self._visited]
         if sigma_data != 1:
             table = in_units(table, sigma_data, self.remembers)
+            levels, behind = levels / (sigma_data, 1), behind / (sigma_data, 1)
+            behind[-1] = 1, 0
         self.rows = torch.tensor(table, dtype=torch.float32, device=device)  # [K, 8]
-        timesteps = torch.tensor(self.row_timesteps(), device=device)  # [K]
+        # signal and noise that the chain begins with, and behind each row
+        self.start_level = torch.tensor(levels[:1], dtype=torch.float32, device=device)  # [1, 2]
+        self.levels = torch.tensor(behind, dtype=torch.float32, device=device)  # [K, 2]
+        timesteps = torch.tensor(timesteps, device=device)  # [K]
         # int64, but for levels between the timesteps
         self.timesteps = timesteps.float() if timesteps.is_floating_point() else timesteps
         self.capture = self.rows.is_cuda if capture is None else capture
@@ -226,7 +250,16 @@ class Sampler:
 
     def row_sigmas(self) -> np.ndarray:  # [K]
         """The noise in each row beside x_0, in the units of the data."""
-        return self.schedule.sigmas[::-1] * self.sigma_data
+        sigmas = self.schedule.sigmas[::-1] * self.sigma_data
+        return sigmas if self._visited is None else sigmas[self._visited]
+
+    def _levels(self) -> np.ndarray:  # float64 [L, 2]
+        """Signal and noise of each level, in the order of execution."""
+        return np.stack(self.schedule.signal_and_noise, axis=1)[::-1].copy()
+
+    def _behind(self, levels: np.ndarray) -> np.ndarray:  # [L, 2] -> [K, 2]
+        """Signal and noise that each row of the table leads to, of those that each level does."""
+        return levels
 
     def new_memory(self, x: Tensor) -> Tensor | None:
         """What `step` is to carry from one step to the next, if anything: x_0 is written there."""
@@ -242,6 +275,7 @@ class Sampler:
         labels: Tensor | None = None,  # [N], but for a Bound, which has them
         first: int | Tensor = 0,  # the number of sample 0, or int64 [1] on the device
         memory: Tensor | None = None,  # of new_memory
+        known: tuple[Tensor, Tensor] | None = None,  # of an `Edit`
     ) -> Tensor:  # float32 [N, H, W, C]
         """x_t -> x_{t-1}. Depends on no host value that changes from step to step, so that one
         captured graph serves all of them."""
@@ -250,6 +284,8 @@ class Sampler:
         if isinstance(output, GuidedOutput):
             output, *guidance = output
             options |= zip(("negative", "scales", "rescale"), guidance, strict=True)
+        if known is not None:
+            options |= {"known": known[0], "mask": known[1], "levels": self.levels}
         return self.backend.ops.denoise_step(x, output, self.rows, row, rng, **options)
 
     def evaluate(
@@ -279,12 +315,14 @@ class Sampler:
         first: int = 0,
         progress: Progress | None = None,
         x: Tensor | None = None,  # float32 [N, H, W, C]
+        edit: Edit | None = None,
     ) -> Tensor:  # float32 [N, H, W, C]
         """N images, numbers first .. first + N - 1 of this seed.
 
         The noise of image i is a function of (seed, i) alone: the way a set of images is cut into
         batches does not change it, nor the image, beyond what a network rounds otherwise in a batch
-        of another size. `x` replaces the noise x_T that the chain starts from. `progress` is called
+        of another size. `x` replaces the noise x_T that the chain starts from, and so do, with a
+        strength below 1, the images of an `edit`, with noise. `progress` is called
         with (steps done, steps in all) after each step is queued, or each graph of several.
 
         ValueError: a seed that is no whole number of 64 bits, numbers of images that do not fit
@@ -293,20 +331,29 @@ class Sampler:
         _check_counters(seed, first, len(x) if x is not None else shape[0])
         device = self.rows.device
         rng = torch.tensor([seed, 0], dtype=torch.int64, device=device)
-        if x is None:
+        known = None
+        if edit is not None:
+            index = edit.of(first, len(x) if x is not None else shape[0])
+            known = edit.known(index)
+        if x is None and edit is not None and self.strength < 1:
+            t = torch.zeros_like(index)
+            x = self.backend.ops.q_sample(
+                edit.images, t, self.start_level, rng, first=first, index=index
+            )
+        elif x is None:
             x = self.backend.ops.normal(tuple(shape), rng, stream=INITIAL, first=first)
             x = x if self.start_deviation == 1 else x * self.start_deviation
         elif x.shape != tuple(shape):
             raise ValueError(f"x has shape {list(x.shape)}; shape says {list(shape)}")
         bound = self._bind(denoiser, labels, len(x))
         if self.capture and x.numel():
-            chain = self._chain(denoiser, bound, x)
-            return chain.run(x, seed, first, bound.tables, progress)
+            chain = self._chain(denoiser, bound, x, known)
+            return chain.run(x, seed, first, bound.tables, progress, known)
         steps = torch.arange(self.num_steps, device=device)
         memory = self.new_memory(x)
         for k in range(self.num_steps):
             row = steps[k : k + 1]
-            x = self.step(bound, x, row, rng, first=first, memory=memory)
+            x = self.step(bound, x, row, rng, first=first, memory=memory, known=known)
             if progress is not None:
                 progress(k + 1, self.num_steps)
         return x
@@ -332,12 +379,19 @@ class Sampler:
         denoiser = tabulated(denoiser, self.backend.dtype)
         return Bound(denoiser, denoiser.tabulate(self.timesteps, labels, n))
 
-    def _chain(self, denoiser: Denoiser | TabulatedDenoiser, bound: Bound, x: Tensor) -> Chain:
+    def _chain(
+        self,
+        denoiser: Denoiser | TabulatedDenoiser,
+        bound: Bound,
+        x: Tensor,
+        known: tuple[Tensor, Tensor] | None,
+    ) -> Chain:
         """The captured chain for this denoiser and these shapes."""
-        what = (denoiser, x.shape, [(table.shape, table.dtype) for table in bound.tables])
+        tables = [(table.shape, table.dtype) for table in bound.tables]
+        what = (denoiser, x.shape, tables, known is None)
         if self._captured is None or self._captured[0] != what:
             self._captured = None  # first, so that its memory serves the next
-            self._captured = what, Chain(self, bound.denoiser, x, bound.tables)
+            self._captured = what, Chain(self, bound.denoiser, x, bound.tables, known)
         return self._captured[1]
 
 
@@ -407,7 +461,7 @@ class DDIM(Sampler):
             return euler_table(self.schedule, self.prediction)  # which DDIM without noise is
         previous = None
         if self._all_levels is not None and self.spacing in ("leading", "trailing", "linspace"):
-            t = self.schedule.timestep_map - len(self._all_levels) // self.schedule.num_timesteps
+            t = self.schedule.timestep_map - len(self._all_levels) // self.all_steps
             previous = np.where(t < 0, 1.0, self._all_levels[np.maximum(t, 0)])
         return ddim_table(
             self.schedule, self.prediction, self.eta, self.use_clipped_model_output, previous

@@ -156,5 +156,8 @@ class Heun(Solver):
     def row_timesteps(self) -> np.ndarray:
         return np.repeat(super().row_timesteps(), 2)[1:]
 
+    def _behind(self, levels: np.ndarray) -> np.ndarray:
+        return np.repeat(levels, 2, axis=0)[:-1]
+
     def row_sigmas(self) -> np.ndarray:
         return np.repeat(super().row_sigmas(), 2)[1:]
