@@ -3,7 +3,7 @@
 import difflib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..runtime.host import free_memory
 from .image_digests import ImageDigests
 from .stored_images import StoredImages
-from .values import Latents, Pixels, Values
+from .values import Latents, Pixels, Units, Values
 
 
 @dataclass
@@ -55,6 +55,24 @@ class ImageSet:
     def image_shape(self) -> tuple[int, int, int]:
         """(H, W, C) of what is learned."""
         return (*self.size, self.channels)
+
+
+def rescale(data: ImageSet, known: Values) -> bool:
+    """Give the numbers of a set the scale that a network knows; returns whether it was another: a
+    set that has grown has another mean and deviation. ConfigError: they are of another kind."""
+    has = data.values
+    same = has == known
+    if isinstance(has, Latents) and isinstance(known, Latents):
+        # the same autoencoder may lie somewhere else
+        same = replace(known, autoencoder=has.autoencoder) == has
+    if same:
+        return False
+    if type(known) is not type(has) or isinstance(known, Latents):
+        raise ConfigError(f"the network was trained on {known}, and data set {data.name} has {has}")
+    data.values = replace(known, layout=has.layout)
+    if isinstance(data.images, StoredImages):
+        data.images = data.images.scaled(data.values)
+    return isinstance(known, Units) and replace(has, layout=known.layout) != known
 
 
 def nearest(value: str, valid: Sequence[str], most: int = 12) -> str:

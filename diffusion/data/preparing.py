@@ -70,6 +70,7 @@ class EncodedImages:
             autoencoder_digest(folder),
             tuple(encoder.mean),
             tuple(encoder.deviation),
+            encoder.factor,
         )
         self.labels, self.class_names = images.labels, images.class_names
         self.remarks, self.check = images.remarks, images.check

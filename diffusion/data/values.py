@@ -70,6 +70,9 @@ class Pixels:
     def state(self) -> dict[str, Any]:
         return {"kind": "pixels", **asdict(self)}
 
+    def __str__(self) -> str:
+        return "images of 8 bits"
+
 
 @dataclass(frozen=True)
 class Units:
@@ -105,6 +108,11 @@ class Units:
     def state(self) -> dict[str, Any]:
         return {"kind": "units", **asdict(self)}
 
+    def __str__(self) -> str:
+        pairs = zip(self.mean[:4], self.deviation[:4], strict=True)
+        shown = ", ".join(f"{mean:.6g} and {deviation:.6g}" for mean, deviation in pairs)
+        return f"mean and deviation {shown}" + ", ..." * (len(self.mean) > 4)
+
 
 def strips(x: Tensor) -> np.ndarray:
     """[N, H, W, C] of about one unit as uint8 [N, H, W * channels, 1]: the channels side by side,
@@ -124,6 +132,7 @@ class Latents:
     digest: str  # of its files, when it encoded
     mean: tuple[float, ...]  # [C]
     deviation: tuple[float, ...]  # [C], above 0
+    factor: int = 8  # pixels of an image's side for each of a code's
 
     clip: ClassVar[float | None] = None
     is_image: ClassVar[bool] = True
@@ -143,6 +152,9 @@ class Latents:
 
     def state(self) -> dict[str, Any]:
         return {"kind": "latents", **asdict(self)}
+
+    def __str__(self) -> str:
+        return f"latents of the autoencoder {self.autoencoder} ({self.digest[:8]})"
 
 
 _KINDS = {"pixels": Pixels, "units": Units, "latents": Latents}

@@ -104,6 +104,7 @@ def image_graph(trained: Trained) -> Graph:
         "variance": trained.process.variance,
         **_chain(schedule, trained.process.sigma_data),
         "image_shape": trained.image_shape,
+        "values": trained.values.state(),
         "num_classes": classes,
         "null_label": trained.model.null_label,
     }

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..data.values import Pixels
 from ..errors import ConfigError, writing
 from ..factory import Process, build_model
 from ..formats.checkpoint import check_same_model
@@ -150,6 +151,12 @@ def _prepare(settings: ExportSettings) -> tuple[Callable[[Path], str], Graph | N
         return partial(write_graph, graph=graph), graph
     trained = settings.load(torch.device("cpu"), backend="torch", precision="fp32")
     if write_graph is None:
+        if trained.values != Pixels():
+            warnings.warn(
+                f"files of format={settings.format} do not say that what is drawn has to be brought"
+                f" back from {trained.values}",
+                stacklevel=2,
+            )
         return partial(_WEIGHTS[settings.format], trained=trained), None
     graph = image_graph(trained)
     return partial(write_graph, graph=graph), graph

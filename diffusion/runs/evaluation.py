@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from ..data import load_dataset
+from ..data.array import is_array
 from ..data.held_out import Rows, held_out_setting, split, spread
-from ..data.image_set import ImageSet, with_channels
+from ..data.image_set import ImageSet, rescale, with_channels
+from ..data.values import Latents, Pixels
 from ..errors import ConfigError, check_writable, writing
 from ..formats.checkpoint import find_checkpoint, read_state
 from ..formats.trained import Trained
@@ -142,6 +144,7 @@ def _quality(
 def _reference(settings: EvaluateSettings, trained: Trained) -> tuple[str, ImageSet, Rows | None]:
     """(name, images to compare with, what of them the loss is of): the set that the network was
     trained on and what it held out, or a file or folder, all of it, as large as the drawn ones."""
+    _check_kind(settings, trained)
     height, width, channels = trained.image_shape
     if settings.reference is None:
         if trained.run_dir is None:
@@ -153,18 +156,44 @@ def _reference(settings: EvaluateSettings, trained: Trained) -> tuple[str, Image
         options, _ = image_options(config["dataset"])
         data = load_dataset(**options)
         data.check()
+        rescale(data, trained.values)
         _, held_out = split(_with_labels(data, trained), held_out_setting(config["dataset"]))
         return data.name, data, held_out
     path = Path(settings.reference)
+    if isinstance(trained.values, Latents) and settings.drawn:  # which are compared decoded
+        factor, channels = trained.values.factor, 3
+        height, width = height * factor, width * factor
     if path.suffix in (".packed", ".bin"):
         data = load_dataset("packed", path=str(path), size=[height, width])
+    elif is_array(path):
+        data = load_dataset("array", path=str(path), size=[height, width], channels=channels)
     else:
         classes = LOSS in settings.metrics and trained.model.num_classes is not None
         options = {"path": str(path), "size": [height, width], "classes": classes}
         data = load_dataset("folder", **options, channels=channels)
     data.check()
-    data.images = with_channels(data.images, channels)
+    if not settings.drawn or not isinstance(trained.values, Latents):
+        rescale(data, trained.values)
+    if data.values == Pixels():
+        data.images = with_channels(data.images, channels)
     return str(path), data, spread(_with_labels(data, trained))
+
+
+def _check_kind(settings: EvaluateSettings, trained: Trained) -> None:
+    """ConfigError for metrics that what the network draws does not have."""
+    values = trained.values
+    if not settings.drawn or values == Pixels():
+        return
+    if not isinstance(values, Latents):
+        raise ConfigError(
+            f"metrics={','.join(settings.drawn)} are of images of 8 bits; the network was trained"
+            f" on {values}: give metrics=[{LOSS}]"
+        )
+    if settings.reference is None or LOSS in settings.metrics:
+        raise ConfigError(
+            f"metrics={','.join(settings.drawn)} of latents compare what is decoded: give"
+            f" reference=FOLDER of the images, and {LOSS} in another call"
+        )
 
 
 def _with_labels(data: ImageSet, trained: Trained) -> ImageSet:

@@ -1,7 +1,6 @@
 """Learning images: the data set with its labels, the 2-D UNet, grids of samples."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 from ..data import expected_classes, expected_size, load_dataset
 from ..data.autoencoder import missing_autoencoder
 from ..data.held_out import held_out_setting, split
-from ..data.stored_images import StoredImages
-from ..data.values import Latents, Pixels, Units, Values, strips, values_from_state
+from ..data.image_set import rescale
+from ..data.values import Latents, Pixels, strips, values_from_state
 from ..errors import ConfigError
 from ..factory import Process, build_model
 from ..runtime.backend import Backend
@@ -101,18 +100,9 @@ class ImageTask:
     def check_resumed(self, state: dict[str, Any]) -> None:
         """The network goes on with the numbers that it knows: a set that has grown has another mean
         and deviation. ConfigError: the checkpoint's are of another kind."""
-        samples, known = self.data, values_from_state(state.get("values"))
-        if known == samples.values:
-            return
-        if type(known) is not type(samples.values) or isinstance(known, Latents):
-            raise ConfigError(
-                f"the run was trained on {_said(known)}, and data set {samples.name} holds"
-                f" {_said(samples.values)}"
-            )
-        self.notes.append(f"{_said(known)} of the run, and not {_said(samples.values)}, go on")
-        samples.values = replace(known, layout=samples.values.layout)
-        if isinstance(samples.images, StoredImages):
-            samples.images = samples.images.scaled(samples.values)
+        known, has = values_from_state(state.get("values")), self.data.values
+        if rescale(self.data, known):
+            self.notes.append(f"{known} of the run, and not {has}, go on")
 
     def build_model(self, process: Process, backend: Backend, device: torch.device) -> nn.Module:
         *size, channels = self.image_shape
@@ -159,7 +149,7 @@ class ImageTask:
         values = self.data.values
         if self.image_shape[2] not in (1, 3) or values != Pixels():
             raise ConfigError(
-                f"train.fid_images={n}, but {_said(values)} of {self.image_shape[2]} channels have"
+                f"train.fid_images={n}, but {values} of {self.image_shape[2]} channels have"
                 " no FID; give 0"
             )
         self.data.check()
@@ -224,17 +214,6 @@ def image_options(dataset: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     if flip not in (None, False, True):
         raise ConfigError(f"dataset.flip={shown(flip)} is wrong; expected true or false")
     return options, bool(flip)
-
-
-def _said(values: Values) -> str:
-    """For a message."""
-    if isinstance(values, Units):
-        pairs = zip(values.mean[:4], values.deviation[:4], strict=True)
-        shown_pairs = ", ".join(f"{mean:.6g} and {deviation:.6g}" for mean, deviation in pairs)
-        return f"mean and deviation {shown_pairs}" + ", ..." * (len(values.mean) > 4)
-    if isinstance(values, Latents):
-        return f"latents of the autoencoder {values.autoencoder} ({values.digest[:8]})"
-    return "images of 8 bits"
 
 
 def _check_classes(num_classes: int, found: int, name: str) -> None:

@@ -14,8 +14,14 @@ from diffusion.data.packed import load_packed, write_packed
 from diffusion.data.stored_images import StoredImages
 from diffusion.data.values import Pixels, Units
 from diffusion.errors import ConfigError
+from diffusion.export.run import export
+from diffusion.runs import evaluation
+from diffusion.runs.evaluation import EvaluateSettings, evaluate
 from diffusion.runs.prepare import prepare
 from diffusion.runs.sampling import sample
+
+from ..end_to_end.run import TINY as SETTINGS
+from ..end_to_end.run import run
 
 CPU = torch.device("cpu")
 OFFSETS, SCALES = np.array([0.0, 101_325.0, -3e-6]), np.array([2.0, 5.0, 1e-6])
@@ -270,6 +276,47 @@ def test_a_run_goes_on_with_the_mean_that_its_network_knows(trained, tmp_path, c
     np.savez(tmp_path / "b.npz", x=np.zeros((9, 8, 8, 3), np.uint8), classes=np.arange(9) % 2)
     with pytest.raises(ConfigError, match="was trained on mean and deviation .* images of 8 bits"):
         diffusion.train(tmp_path / "c", dataset=dataset, model=settings["model"], **train)
+
+
+def test_evaluated_with_the_mean_that_the_network_knows(tmp_path):
+    """The held-out loss, also of a file that has another mean; no FID."""
+    np.save(tmp_path / "a.npy", weather())
+    dataset = {"name": "array", "path": str(tmp_path / "a.npy"), "held_out": 4}
+    settings = QUICK | {"steps": 1, "sample_count": 0}
+    diffusion.train(tmp_path / "run", dataset=dataset, model=TINY, device="cpu", **settings)
+    ckpt = {"ckpt": str(tmp_path / "run"), "device": "cpu", "precision": "fp32", "batch_size": 4}
+    known = evaluate(ckpt | {"metrics": ["loss"]})
+    assert known["images"] == 4 and np.isfinite(known["held_out"])
+    np.save(tmp_path / "b.npy", weather() * 3)
+    settings = EvaluateSettings(**ckpt, metrics=["loss"], reference=str(tmp_path / "b.npy"))
+    found = settings.load(CPU)
+    _, data, _ = evaluation._reference(settings, found)
+    seen = data.images[torch.arange(10)].double().numpy()
+    units = seen * np.array(found.values.deviation) + np.array(found.values.mean)
+    np.testing.assert_allclose(units, weather() * 3, rtol=1e-6)
+    with pytest.raises(ConfigError, match="metrics=fid are of images of 8 bits; .* metrics=.loss"):
+        evaluate(ckpt | {"metrics": ["fid"]})
+
+
+def test_what_is_exported_names_the_units(trained):
+    out = trained / "diffusers"
+    with pytest.warns(UserWarning, match="has to be brought back from mean and deviation"):
+        export({"ckpt": str(trained / "run"), "format": "diffusers", "out": str(out)})
+
+
+def test_from_the_command_line(tmp_path):
+    np.save(tmp_path / "a.npy", weather().transpose(0, 3, 1, 2))
+    tiny = [setting for setting in SETTINGS if not setting.startswith(("dataset", "experiment"))]
+    command = ["train.py", *tiny, "dataset=array", "dataset.path=a.npy", "train.steps=1"]
+    command += ["model=unet_tiny", "run_dir=run"]
+    code, out, err = run(*command, cwd=tmp_path)
+    assert code == 0 and "10 images 8x8x3" in out, err
+    command = ["sample.py", "ckpt=run", "n=2", "steps=2", "device=cpu"]
+    assert run(*command, "out=x.npy", cwd=tmp_path)[0] == 0
+    drawn = np.load(tmp_path / "x.npy")
+    assert drawn.shape == (2, 3, 8, 8) and np.abs(drawn[:, 1] - 101_325).max() < 50
+    code, _, err = run(*command, "out=folder", cwd=tmp_path)
+    assert code == 2 and "expected a .npy" in err and "Traceback" not in err
 
 
 def test_packed_keeps_numbers_units_and_digests(tmp_path):

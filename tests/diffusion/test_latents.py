@@ -16,6 +16,7 @@ from diffusion.data.packed import load_packed
 from diffusion.data.parts import _Parts
 from diffusion.data.values import Latents
 from diffusion.errors import ConfigError
+from diffusion.runs.evaluation import evaluate
 from diffusion.runs.prepare import prepare
 from diffusion.runs.sampling import sample
 from triton_kernels import reference
@@ -188,6 +189,36 @@ def test_a_run_that_goes_on_ends_with_the_same_bits(trained, tmp_path):
     diffusion.train(run, dataset=dataset, model=model, device="cpu", **settings)
     name = "checkpoints/step_00000004/model.safetensors"
     assert (run / name).read_bytes() == (folder / "run" / name).read_bytes()
+
+
+def test_the_autoencoder_may_move_but_not_change(trained, tmp_path):
+    folder, _ = trained
+    shutil.copytree(folder / "vae", tmp_path / "moved")
+    autoencoder(tmp_path / "other", scaling_factor=0.5)
+    settings = QUICK | {"steps": 5, "sample_count": 0, "resume": str(folder / "run")}
+    model = TINY | {"num_classes": 2}
+    for name in ("moved", "other"):
+        written(folder, f"{name}.packed", encode=str(tmp_path / name))
+        dataset = diffusion.preset("dataset", "latents", path=str(folder / f"{name}.packed"))
+        if name == "moved":
+            diffusion.train(tmp_path / "a", dataset=dataset, model=model, device="cpu", **settings)
+            values = diffusion.load(tmp_path / "a", device="cpu").values
+            assert values.autoencoder == str(tmp_path / "moved")
+            continue
+        with pytest.raises(
+            ConfigError, match="was trained on latents of .*moved|vae.* has latents"
+        ):
+            diffusion.train(tmp_path / "b", dataset=dataset, model=model, device="cpu", **settings)
+
+
+def test_the_held_out_loss_is_of_codes(trained):
+    folder, _ = trained
+    ckpt = {"ckpt": str(folder / "run"), "device": "cpu", "precision": "fp32"}
+    row = evaluate(ckpt | {"metrics": ["loss"]})
+    assert row["images"] == 2 and np.isfinite(row["held_out"])
+    for settings in ({}, {"reference": str(folder / "photos"), "metrics": ["fid", "loss"]}):
+        with pytest.raises(ConfigError, match="give reference=FOLDER of the images, and loss in"):
+            evaluate(ckpt | settings)
 
 
 def test_without_the_autoencoder(trained, tmp_path):
