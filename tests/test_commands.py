@@ -8,6 +8,7 @@ those of the other pages in `make test-slow`.
 import importlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -47,6 +48,9 @@ ELSEWHERE = {
     r"python tools/report.py .* sort=(held_out|fid)": "diffusion/test_report.py::",
     r"python tools/average.py": "diffusion/test_averaging.py::",
     r"python tools/export.py .*onnx": "diffusion/test_export.py::",
+    r"python tools/report.py .*sort=(fid|held_out)": "diffusion/test_report.py::",
+    r".* train.fid_images=": "diffusion/test_runs_evaluation.py::",
+    r".*latents": "diffusion/test_latents.py::",
     r"python tools/tune.py": "diffusion/test_tune.py::",
     r"python tools/benchmark.py": "diffusion/test_runs_benchmark.py::",
     r"python tools/rollout.py ckpt=latest.ckpt": "diffusion/test_diffusion_policy.py::",
@@ -145,6 +149,8 @@ def folder(tmp_path_factory) -> Path:
     ):
         code, _, err = run(*command, cwd=at)
         assert code == 0, err
+    for name in ("one", "two"):
+        shutil.copytree(at / "runs" / "first", at / "compared" / name)
     return at
 
 
@@ -155,6 +161,8 @@ def whole_folder(folder) -> Path:
     rollouts = {f"observation_{i}": episode[:, :3] for i, episode in enumerate(episodes)}
     rollouts |= {f"action_{i}": episode[:, 3:] for i, episode in enumerate(episodes)}
     np.savez(folder / "FILE.npz", **rollouts)
+    fields = np.random.default_rng(0).normal(size=(6, 2, 16, 16)).astype(np.float32)
+    np.savez(folder / "weather.npz", fields=fields)
     own = ("--config-dir", "examples/configs", "plugin=examples/own_model.py", "model=conv_stack")
     for command in (
         (*SMALL, "dataset=push_disc", "dataset.episodes=4", *CHUNKS, "run_dir=runs/push_disc"),
@@ -189,7 +197,9 @@ def small(script: str, words: list[str]) -> list[str]:
         more.append("dataset.size=16")
     if "train.init" in given:
         return [*more, "dataset.size=16", "model.num_classes=3", *TRAINED_AS[:-2], TRAINED_AS[-1]]
-    return [*more, "model.width=8"] if "model" in given else [*more, "model=unet_tiny", *IMAGES]
+    if given.get("model") == "conv_stack":
+        return [*more, "model.width=8"]
+    return [*more, *IMAGES] if "model" in given else [*more, "model=unet_tiny", *IMAGES]
 
 
 def check_script(command: str, folder: Path) -> None:
@@ -213,8 +223,11 @@ def check_script(command: str, folder: Path) -> None:
     if script == "train.py" and "run_dir=runs/first" in settings and len(settings) > 1:
         settings = [word.replace("runs/first", "runs/one") for word in settings]
     if script == "tools/report.py":
-        settings = [word.replace("SWEEP", "runs") for word in settings]
-    if {"run_dir=runs/first", "run_dir=RUN"} & set(settings):  # goes on, by a step
+        settings = ["runs=compared" if word.startswith("runs=") else word for word in settings]
+    kept = {word.partition("=")[0] for word in settings} <= {"run_dir", "train.steps"}
+    if not kept:
+        settings = [word.replace("run_dir=RUN", "run_dir=another") for word in settings]
+    if kept and {"run_dir=runs/first", "run_dir=RUN"} & set(settings):  # goes on, by a step
         done = max((folder / "RUN" / "checkpoints").iterdir()).name
         settings.append(f"train.steps={int(done[-8:]) + 1}")
         code, _, err = run(script, *settings, cwd=folder)
