@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import diffusion
+from diffusion.runtime.host import busy_seconds, choose_threads
 
 PROGRAM = "triton-diffusion"
 
@@ -82,6 +83,7 @@ def usage() -> str:
 
 def run(name: str) -> NoReturn:
     """The command as its script runs it, with the arguments of this process."""
+    busy = busy_seconds()
     import hydra
     from omegaconf import DictConfig
 
@@ -94,6 +96,7 @@ def run(name: str) -> NoReturn:
     def configured(config: DictConfig) -> Any:
         with exit_codes():
             settings = plain(config)
+            choose_threads(busy)  # before anything imports PyTorch
             import_plugin(settings.pop("plugin", None))
             return call(COMMANDS[name], settings)
 

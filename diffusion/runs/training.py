@@ -31,6 +31,7 @@ from ..policies.task import LOADERS, PolicyTask
 from ..process.timesteps import LossAwareTimesteps
 from ..runtime.backend import Backend, choose_backend, determinism
 from ..runtime.distributed import Processes, choose_device, own_rank
+from ..runtime.host import threads_are_ours, threads_chosen
 from ..runtime.precompile import TRAINED, compile_ahead, described, prepare
 from ..runtime.startup import START_UP
 from ..settings import NEUTRAL, check_keys, construct, flattened, shown
@@ -42,6 +43,7 @@ from ..training.image_task import ImageTask
 from ..training.optimizer import Optimizer, OptimizerSettings
 from ..training.train_step import TrainStep
 from ..training.trainer import Trainer, TrainSettings
+from .estimate import long_run
 from .lock import RunLock
 from .resume_point import resume_point, set_newer_aside
 
@@ -134,6 +136,10 @@ def _train(
     if make_task is ImageTask:
         config = config | {"model": ImageTask.settled(config["dataset"], config["model"])}
     make_task.check(config["dataset"], config["model"], process, backend)
+    if device.type == "cpu" and own_rank() == 0:
+        for line in (threads_chosen(), long_run(config, settings, process.learns_variance)):
+            if line is not None:
+                tqdm.write(f"note: {line}")
     _check_run_dir(run_dir)
     if own_rank() == 0 and run_dir.is_dir():
         _take(lock, run_dir)
@@ -164,6 +170,8 @@ def _train(
         stored, _ = read_state(resume_from)
         task.check_resumed(stored)
         load_into(resume_from, flat)
+        if device.type == "cpu" and "threads" in stored and threads_are_ours():
+            torch.set_num_threads(stored["threads"])  # of which sums on a CPU depend
         optimizer.skipped.fill_(stored.get("skipped_steps", 0))
     step = build_step(model, flat, optimizer, task.samples, task.flip, process, settings, processes)
     if resume_from is not None and step.objective.timesteps is not None:
@@ -226,7 +234,7 @@ def _train(
             None if held_out is None else _averaged(flat, partial(held_out, model)),
             settings,
             config,
-            {"seed": settings.seed, "dataset_size": size, **task.state()},
+            {"seed": settings.seed, "dataset_size": size, **task.state(), **_threads(device)},
             run_dir,
             processes,
             dataset_size=size,
@@ -342,6 +350,11 @@ def _describe(
         _say(f"note: {note}")
     for remark in task.remarks:
         log.info("%s", remark)
+
+
+def _threads(device: torch.device) -> dict[str, int]:
+    """How many there are on a CPU, so that a run that goes on adds in the same order."""
+    return {"threads": torch.get_num_threads()} if device.type == "cpu" else {}
 
 
 def _untuned(device: torch.device, backend: Backend) -> Iterator[str]:

@@ -6,6 +6,8 @@ and 2), of which the numbers of processors and of free bytes know nothing.
 
 import math
 import os
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +17,7 @@ _UNKNOWN = 8 * 2**30  # bytes of memory, where the system does not say
 
 def processors() -> int:
     """How many this process may keep busy."""
-    known = hasattr(os, "sched_getaffinity")
-    count = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+    count = len(_allowed()) or os.cpu_count() or 1
     for group, version in _control_groups("cpu"):
         if version == 2:
             quota, period = [*_words(group / "cpu.max"), "max", "max"][:2]
@@ -67,3 +68,67 @@ def _text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+# The user's own word on threads: then nothing is chosen here.
+_OF_OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+# Turns of the loop in which a thread of GNU OpenMP waits for another before it sleeps: about half
+# a millisecond, longer than most pauses between ops and shorter than a turn of the scheduler. Its
+# own 300,000 are many milliseconds, which are lost whenever the other one has been descheduled.
+_SPINS = 10_000
+_SHORTEST = 0.2  # seconds over which it is worth asking how busy others are
+
+_chosen: str | None = None  # what was chosen, for the log
+
+
+def busy_seconds() -> tuple[float, float]:
+    """(seconds that processes other than this one have run on the processors that it may use, the
+    time), from which two calls tell how busy others are between. Those of low priority, which give
+    way, do not count."""
+    allowed, ticks = _allowed(), 0
+    for line in _text(_PROC / "stat").splitlines():
+        name, *numbers = line.split()
+        if name.removeprefix("cpu").isdecimal() and int(name[3:]) in allowed:
+            user, _, system = map(int, numbers[:3])
+            ticks += user + system
+    own = sum(os.times()[:4])
+    return ticks / os.sysconf("SC_CLK_TCK") - own, time.monotonic()
+
+
+def choose_threads(before: tuple[float, float]) -> None:
+    """Before PyTorch is imported: as many threads as other processes leave processors, as they were
+    since `before` (of `busy_seconds`), which wait for one another for a short time only. What the
+    environment says of OpenMP stands."""
+    global _chosen
+    if set(_OF_OPENMP) & set(os.environ) or "torch" in sys.modules:
+        return
+    os.environ["GOMP_SPINCOUNT"] = str(_SPINS)
+    now, count = busy_seconds(), processors()
+    seconds = now[1] - before[1]
+    if seconds < _SHORTEST or count < len(_allowed()):
+        return  # too soon to say, or a share of more processors than others are seen on
+    others = max(0.0, now[0] - before[0]) / seconds
+    threads = max(1, min(count, round(count - others)))
+    if threads < count:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        _chosen = (
+            f"other processes keep {others:.1f} of {count} processors busy, so there are {threads}"
+            " threads (OMP_NUM_THREADS in the environment decides otherwise)"
+        )
+
+
+def _allowed() -> set[int]:
+    """The numbers of the processors that this process may use; none where nobody says."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def threads_are_ours() -> bool:
+    """Whether their number is not what the user's environment says."""
+    return "OMP_NUM_THREADS" not in os.environ or _chosen is not None
+
+
+def threads_chosen() -> str | None:
+    """What `choose_threads` found, if it left processors to others."""
+    return _chosen

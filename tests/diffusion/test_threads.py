@@ -1,0 +1,124 @@
+"""How many threads a run on a CPU has, and what it says of how long it will take."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffusion.runs import estimate
+from diffusion.runtime import host
+from diffusion.training.trainer import TrainSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+UNET64 = {"name": "unet", "model_channels": 64, "num_res_blocks": 2, "attention_resolutions": []}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Of four processors, where PyTorch is not imported, and others are as busy as one says."""
+    environment, clock = {}, {"busy": 100.0, "now": 50.0}
+    monkeypatch.setattr(host, "os", type("os", (), {"environ": environment}))
+    monkeypatch.setattr(host, "sys", type("sys", (), {"modules": {}}))
+    monkeypatch.setattr(host, "_chosen", None)
+    monkeypatch.setattr(host, "_allowed", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr(host, "processors", lambda: 4)
+    monkeypatch.setattr(host, "busy_seconds", lambda: (clock["busy"], clock["now"]))
+    before = host.busy_seconds()
+
+    def choose(others: float, seconds: float = 2.0):
+        clock["busy"], clock["now"] = before[0] + others * seconds, before[1] + seconds
+        host.choose_threads(before)
+        return environment
+
+    return choose, environment
+
+
+@pytest.mark.parametrize(("others", "threads"), [(1.0, "3"), (0.6, "3"), (3.2, "1"), (9.0, "1")])
+def test_others_are_left_their_processors(machine, others, threads):
+    choose, environment = machine
+    choose(others)
+    assert environment["OMP_NUM_THREADS"] == threads and "GOMP_SPINCOUNT" in environment
+    assert f"so there are {threads} threads" in host.threads_chosen() and host.threads_are_ours()
+
+
+@pytest.mark.parametrize(("others", "seconds"), [(0.0, 2.0), (0.3, 2.0), (-1.0, 2.0), (4.0, 0.1)])
+def test_alone_there_is_one_for_each_processor(machine, others, seconds):
+    choose, environment = machine
+    choose(others, seconds)
+    assert list(environment) == ["GOMP_SPINCOUNT"] and host.threads_chosen() is None
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_what_the_user_says_stands(machine, name):
+    choose, environment = machine
+    environment[name] = "2"
+    choose(3.0)
+    assert environment == {name: "2"}
+    assert host.threads_are_ours() == (name != "OMP_NUM_THREADS")
+
+
+def test_others_are_seen_and_this_process_is_not():
+    """A process that is busy beside this one, which is busy as well."""
+    code = "import time; print(flush=True)\nwhile True: pass"
+    before = host.busy_seconds()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        start, began = host.busy_seconds(), time.monotonic()
+        while time.monotonic() - began < 1.0:
+            pass
+        end = host.busy_seconds()
+        other.kill()
+    assert end[1] - start[1] == pytest.approx(1.0, abs=0.3) and start[1] > before[1]
+    assert end[0] - start[0] > 0.2  # what it got, on a machine that may be full
+
+
+def test_a_run_takes_the_threads_before_pytorch_is_imported():
+    """PyTorch's library reads the environment once, when it is loaded."""
+    code = """
+import os, sys
+from triton_diffusion import commands
+spins = lambda: os.environ["GOMP_SPINCOUNT"]
+commands.call = lambda command, settings: print("torch" in sys.modules, spins())
+commands.run("train")
+"""
+    alone = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=alone, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == f"False {host._SPINS}", done.stderr
+
+
+# --- what it will take ----------------------------------------------------------------------------
+
+
+def said(monkeypatch, model=UNET64, size=64, steps=1000, **train):
+    monkeypatch.setattr(estimate, "rate", lambda: 2e11)  # of two cores
+    config = {"dataset": {"name": "elephants", "size": size}, "model": model}
+    return estimate.long_run(config, TrainSettings(steps=steps, **train), False)
+
+
+def test_a_run_that_takes_days_is_said_to(monkeypatch):
+    line = said(monkeypatch, steps=100_000)
+    assert "a step will take about" in line and " days; experiment=demo takes minutes" in line
+    seconds = said(monkeypatch, steps=100_000, batch_size=64)
+    assert float(line.split(" days")[0].split()[-1]) == pytest.approx(
+        2 * float(seconds.split(" days")[0].split()[-1]), rel=0.02
+    )
+
+
+def test_a_short_one_and_an_unknown_one_are_not(monkeypatch):
+    assert said(monkeypatch, steps=10) is None
+    assert said(monkeypatch, size=None) is None  # as in a folder of images
+    assert said(monkeypatch, model={"name": "unet1d"}) is None
+    assert said(monkeypatch, model=UNET64 | {"num_head_channels": 7}) is None  # said elsewhere
+
+
+def test_a_rate_is_measured_in_a_moment():
+    began = time.perf_counter()
+    assert 1e8 < estimate.rate() < 1e14
+    assert time.perf_counter() - began < 5
+    assert torch.is_grad_enabled()
