@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ..models.layers import Layer
 from .build import Plan, plan
-from .execute import launch_reference, run
+from .execute import launch_reference, run, run_beside
 from .graph import PlanError, Value
 from .on_gpu import launch_kernels
 
@@ -163,7 +163,10 @@ class _Planned(torch.autograd.Function):
                 zeros = torch.zeros(value.shape, dtype=value.dtype, device=tensors[0].device)
                 values[seed] = zeros if dy is None else dy.to(value.dtype).contiguous()
         with torch.autocast(tensors[0].device.type, enabled=False):
-            run(made.schedule.backward, values, made.schedule.last, launcher(tensors[0].device))
+            if tensors[0].is_cuda:
+                run_beside(made.schedule.backward, values, made.schedule, launch_kernels)
+            else:
+                run(made.schedule.backward, values, made.schedule.last, launcher(tensors[0].device))
         starts = [*graph.inputs, *graph.parameters.values()]
         grads = [backward.grads.get(value) for value in starts]
         return None, None, *(None if grad is None else values[grad] for grad in grads)

@@ -2,6 +2,7 @@
 reader."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,7 @@ from triton_kernels.reference import fused
 from .calls import backward, forward, norms  # noqa: F401  they fill the table
 from .calls.table import LAUNCHES
 from .graph import Node, Value
+from .schedule import Schedule
 
 
 def run(
@@ -29,6 +31,42 @@ def run(
         for value in last.get(node, ()) if last is not None else ():
             values.pop(value, None)
     return values
+
+
+def run_beside(
+    nodes: Iterable[Node],
+    values: dict[Value, Tensor],
+    made: Schedule,
+    launch: Callable[[Node, Mapping], dict],
+) -> dict[Value, Tensor]:
+    """`run` on a GPU: what is beside the chain on a stream of its own, which the current one has
+    waited for at the end."""
+    chain = torch.cuda.current_stream()
+    beside = _beside(chain.device)
+    done: dict[Node, torch.cuda.Event] = {}
+    awaited, before = set(made.waits.values()), None
+    for node in nodes:
+        if made.stream[node]:
+            if before is None or not made.stream[before]:
+                beside.wait_stream(chain)  # for what a group reads
+            with torch.cuda.stream(beside):
+                values.update(launch(node, values))
+                if node in awaited:
+                    done[node] = beside.record_event()
+        else:
+            values.update(launch(node, values))
+        if node in made.waits:
+            chain.wait_event(done[made.waits[node]])
+        for value in made.last.get(node, ()):
+            values.pop(value, None)
+        before = node
+    chain.wait_stream(beside)
+    return values
+
+
+@lru_cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def launch_reference(

@@ -153,11 +153,16 @@ def _attention_grad(k, node, given):
     heads = node.attrs["heads"]
     o = given["o"].reshape(*qkv.shape[:-1], -1)
     dy, lse = given["dy"].reshape(o.shape), given["state"]
-    dqkv, _ = attention_bwd_rows(dy, qkv, o, lse, heads, order, node.tf32, None)
+    place = partial(_rows, qkv.device) if "rows" in node.outputs else None
+    dqkv, rows = attention_bwd_rows(dy, qkv, o, lse, heads, order, node.tf32, place)
     if "qkv" in given:
-        return {"qkv": dqkv.view(given["qkv"].shape)}
+        return {"qkv": dqkv.view(given["qkv"].shape), "rows": rows}
     parts = zip("qkv", dqkv.chunk(3, -1), strict=True)
     return {role: part.reshape(given["q"].shape) for role, part in parts}
+
+
+def _rows(device: torch.device, rows: int, columns: int) -> Tensor:
+    return torch.empty((rows, columns), dtype=torch.float32, device=device)
 
 
 # --- backward -------------------------------------------------------------------------------------

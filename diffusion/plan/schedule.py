@@ -4,8 +4,11 @@ The rules, all of them here:
 
 - Forward nodes run in the order in which the module called them.
 - Backward nodes run in the order in which `differentiate` made them, which is that of the chain
-  through the network, but for gradients of weights: nobody waits for those. They go to a second
-  stream, behind what they read, in groups of `GROUP` at most.
+  through the network, but for what only gradients of parameters follow from: gradients of weights,
+  and small sums and casts. Nobody waits for those. They go to a second stream, behind what they
+  read, with `GROUP` gradients of weights at a time.
+- What the second stream reads is kept until the chain has waited for it, which it does for a group
+  before the group after the next begins.
 - What depends on parameters and constants alone (casts to 16 bits, filters side by side) is named
   `fixed`: it would have to be made once for each update of them. `accelerate` makes it in every
   call, for nobody is told when a parameter changes (through `.data`, say).
@@ -23,6 +26,10 @@ from .graph import FREE, Graph, Node, Value
 
 WEIGHT_GRADS = ("conv_dw", "linear_dw")
 GROUP = 4  # gradients of weights that go to the second stream together
+SMALL = (  # what makes of gradients of weights those of parameters
+    "sum", "cast", "reshape", "slice", "add", "mul", "affine", "cat", "pad", "layout",
+    "layout_grad", "embedding_grad", "arith_grad",
+)  # fmt: skip
 ALIGNMENT = 256  # bytes
 BUCKET = 16 * 2**20  # bytes of gradients that are summed over processes at a time
 
@@ -34,6 +41,7 @@ class Schedule:
     nodes: list[Node]
     start: int  # of backward, in nodes
     stream: dict[Node, int] = field(default_factory=dict)  # 0: the chain; 1: gradients of weights
+    waits: dict[Node, Node] = field(default_factory=dict)  # behind a node, the chain for another
     last: dict[Node, tuple[Value, ...]] = field(default_factory=dict)  # that die with a node
     place: dict[Value, int] = field(default_factory=dict)  # in the arena
     arena: int = 0  # bytes of it
@@ -54,14 +62,14 @@ def schedule(graph: Graph, start: int | None = None, grads: Sequence[Value] = ()
     """The schedule of a graph whose nodes from `start` on are the backward pass, which makes
     `grads`."""
     start = len(graph.nodes) if start is None else start
-    forward, backward = graph.nodes[:start], _grouped(graph.nodes[start:])
-    nodes = [*forward, *backward]
+    forward, backward = graph.nodes[:start], graph.nodes[start:]
+    beside = _beside(backward)
+    nodes = [*forward, *_grouped(backward, beside)]
     made = Schedule(nodes, start)
-    made.stream = {
-        node: int(i >= start and node.op in WEIGHT_GRADS) for i, node in enumerate(nodes)
-    }
+    made.stream = {node: int(node in beside) for node in nodes}
     kept = {*graph.outputs, *grads}
     made.last = last_readers(nodes, kept)
+    made.waits = _waits(nodes, beside, made.last)
     made.place, made.arena = arena(nodes, made.last)
     made.peak = peak(nodes, made.last)
     made.buckets = _buckets(nodes, grads)
@@ -69,32 +77,62 @@ def schedule(graph: Graph, start: int | None = None, grads: Sequence[Value] = ()
     return made
 
 
-def _grouped(nodes: list[Node]) -> list[Node]:
-    """Gradients of weights in groups, each behind the last node that one of them waits for. What
-    reads one (a cast, or another summand) is behind its group."""
-    order, waiting, blocked = [], [], set()
-    held: list[Node] = []
-
-    def release() -> None:
-        order.extend(waiting)
-        order.extend(held)
-        waiting.clear(), held.clear(), blocked.clear()
-
+def _beside(nodes: Sequence[Node]) -> set[Node]:
+    """The nodes of backward that nobody on the chain waits for."""
+    readers: dict[Value, list[Node]] = {}
     for node in nodes:
-        if node.op in WEIGHT_GRADS:
-            if any(value in blocked for value in node.inputs.values()):
-                release()
-            waiting.append(node)
-            blocked.update(node.outputs.values())
-        elif any(value in blocked for value in node.inputs.values()):
-            held.append(node)
-            blocked.update(node.outputs.values())
-        else:
-            order.append(node)
-        if len(waiting) == GROUP:
-            release()
-    release()
-    return order
+        for value in node.inputs.values():
+            readers.setdefault(value, []).append(node)
+    beside: set[Node] = set()
+    for node in reversed(nodes):
+        behind = [r for value in node.outputs.values() for r in readers.get(value, ())]
+        if node.op in WEIGHT_GRADS + SMALL and all(reader in beside for reader in behind):
+            beside.add(node)
+    return beside
+
+
+def _grouped(nodes: Sequence[Node], beside: set[Node]) -> list[Node]:
+    """With the nodes beside the chain in groups, each behind the last that one of them reads."""
+    order, waiting = [], []
+    for node in nodes:
+        (waiting if node in beside else order).append(node)
+        if sum(n.op in WEIGHT_GRADS for n in waiting) == GROUP:
+            order += waiting
+            waiting = []
+    return order + waiting
+
+
+def _waits(
+    nodes: Sequence[Node], beside: set[Node], last: dict[Node, tuple[Value, ...]]
+) -> dict[Node, Node]:
+    """Of the nodes behind which the chain waits for a group, its last node. In `last`, what groups
+    read of the chain dies there."""
+    groups: list[list[int]] = []
+    for i, node in enumerate(nodes):
+        if node in beside:
+            follows = groups and groups[-1][-1] == i - 1
+            groups[-1].append(i) if follows else groups.append([i])
+    own = set()  # memory of the second stream, which it may use again at once
+    for node in nodes:
+        if node in beside and (node.op not in FREE or node.inputs["x"] in own):
+            own.update(node.outputs.values())
+    end_of = {value: i for i, node in enumerate(nodes) for value in last.get(node, ())}
+    waits: dict[Node, Node] = {}
+    for group, later in zip(groups, [*groups[2:], None, None], strict=False):
+        free = len(nodes) - 1 if later is None else later[0] - 1
+        for value in {v for i in group for v in _touched(nodes[i])} - own:
+            if value in end_of:
+                end_of[value] = max(end_of[value], free)
+        if later is not None:
+            waits[nodes[free]] = nodes[group[-1]]
+    last.clear()
+    for value, i in end_of.items():
+        last[nodes[i]] = (*last.get(nodes[i], ()), value)
+    return waits
+
+
+def _touched(node: Node) -> tuple[Value, ...]:
+    return (*node.inputs.values(), *node.outputs.values())
 
 
 def last_readers(nodes: Iterable[Node], kept: set[Value]) -> dict[Node, tuple[Value, ...]]:

@@ -8,6 +8,7 @@ from diffusion.plan.execute import launch_reference
 from diffusion.plan.schedule import (
     BUCKET,
     GROUP,
+    SMALL,
     WEIGHT_GRADS,
     arena,
     last_readers,
@@ -37,13 +38,38 @@ def test_nodes_follow_what_they_read(made):
 
 
 def test_weight_gradients_are_in_groups_on_the_second_stream(made):
+    """With the sums and casts behind them; nothing of the chain reads what is made there."""
     _, _, p = made
-    run = 0
+    run, beside = 0, set()
     for node in p.schedule.backward:
-        own = node.op in WEIGHT_GRADS
-        assert p.schedule.stream[node] == int(own)
-        run = run + 1 if own else 0
+        own = p.schedule.stream[node] == 1
+        assert own == (node.op in WEIGHT_GRADS) or (own and node.op in SMALL)
+        assert own or beside.isdisjoint(node.inputs.values())
+        beside.update(node.outputs.values() if own else ())
+        run = run + (node.op in WEIGHT_GRADS) if own else 0
         assert run <= GROUP
+    assert all(p.schedule.stream[node] == 0 for node in p.schedule.forward)
+
+
+def test_what_the_second_stream_reads_is_there_until_the_chain_has_waited(made):
+    """The chain waits for a group before the group after the next, and lets go of nothing before
+    that; no memory that the second stream may be reading is written by the chain."""
+    _, _, p = made
+    s = p.schedule
+    at = {node: i for i, node in enumerate(s.nodes)}
+    awaited = {at[ended]: at[behind] for behind, ended in s.waits.items()}
+    end_of = {value: at[node] for node, values in s.last.items() for value in values}
+    made_beside = {v for n in s.nodes if s.stream[n] for v in n.outputs.values()}
+    ends = sorted(awaited)
+    assert len(ends) >= 1
+    for node in s.backward:
+        if not s.stream[node]:
+            continue
+        group = next((end for end in ends if end >= at[node]), None)
+        free = len(s.nodes) - 1 if group is None else awaited[group]
+        for value in node.inputs.values():
+            if value in s.place and value not in made_beside:
+                assert end_of.get(value, free) >= free
 
 
 def test_values_live_as_long_as_they_are_read_and_peak_is_what_was_said(made):

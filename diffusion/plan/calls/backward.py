@@ -61,7 +61,10 @@ def _attention_grad(k, node, given):
         leaves = {role: _leaf(given[role]) for role in roles}
         o = attend(leaves, **node.attrs)
     grads = _grads(o, list(leaves.values()), given["dy"])
-    return dict(zip(roles, grads, strict=True))
+    made = dict(zip(roles, grads, strict=True))
+    if "rows" in node.outputs:
+        made["rows"] = made["qkv"].flatten(1, -2).sum(1)
+    return made
 
 
 @launches("sum")

@@ -54,7 +54,7 @@ def _norm_grad_table(k, node, given):
     sums of dx over pixels, `emb`."""
     a, table = node.attrs, given["table"]
     n, _, c = table.shape
-    made = {role: torch.zeros_like(table[0, 0]) for role in ("weight", "bias")}
+    made = dict(zip(("weight", "bias"), table.new_zeros(2, c), strict=True))
     options = {}
     if "scale" in given or "shift" in given:
         options["scale"] = given.get("scale", torch.zeros_like(table[:, 0]))

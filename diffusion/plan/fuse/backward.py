@@ -92,8 +92,10 @@ def _rows_of_dx(f: Fusing, node: Node) -> Value | None:
     """The sums of dx over pixels, taken while it is written"""
     if node.attrs["axes"] != (1, 2) or len(node.out.shape) != 2:
         return None
-    norm = f.maker(node.inputs["x"], "norm_dx", "skip_dx")
-    if norm is None or "rows" in norm.outputs or norm.outputs["dx1"] is not node.inputs["x"]:
+    norm = f.maker(node.inputs["x"], "norm_dx", "skip_dx", "attention_grad")
+    if norm is None or "rows" in norm.outputs or norm.out is not node.inputs["x"]:
+        return None
+    if norm.op == "attention_grad" and "qkv" not in norm.outputs:
         return None
     readers = f.consumers.get(node.out, [])
     if any(r is None or r.op != "sum" or r.attrs["axes"] != (0,) for r in readers):
