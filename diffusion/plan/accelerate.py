@@ -8,6 +8,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from triton_kernels import fused_ops
+from triton_kernels.runtime.device import describe
+
 from ..models.layers import Layer
 from .build import Plan, plan
 from .execute import launch_reference, run, run_beside
@@ -77,10 +80,13 @@ class Accelerated(nn.Module):
         trains = gradients and any(p.requires_grad for p in self.module.parameters())
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         of_inputs = tuple(i for i, x in enumerate(tensors) if gradients and x.requires_grad)
-        made = plan(
-            self.module, args, kwargs, trains=trains, of_inputs=of_inputs, tf32=self._tf32()
-        )
         device = next((x.device for x in (*tensors, *self.module.parameters())), None)
+        tf32, joins = self._tf32(), None
+        exact = any(p.dtype == torch.float64 for p in self.module.parameters())
+        if device is not None and device.type == "cuda" and not exact:
+            joins = fused_ops, describe(device)
+        options = {"trains": trains, "of_inputs": of_inputs, "tf32": tf32, "joins": joins}
+        made = plan(self.module, args, kwargs, **options)
         constants = made.graph.constants
         made.graph.constants = {value: x.to(device) for value, x in constants.items()}
         return made

@@ -1,13 +1,19 @@
 """From a module and an example of its arguments to its plan: the passes, one after the other."""
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
+from triton_kernels.runtime.device import Device
+
+from .canonical import casts_together
 from .differentiate import Backward, differentiate
 from .fuse.rows import fuse, prepare
 from .graph import Graph, Value
+from .join.rules import join
 from .norms import split_norms
 from .schedule import Schedule, schedule
 from .trace import Traced, trace
@@ -28,6 +34,18 @@ class Plan:
         return self.traced.graph
 
 
+def _multiplies_low(graph: Graph, tf32: tuple[bool, bool]) -> bool:
+    """Whether no product of images has to be in float32, which the joined kernels do not have."""
+    dtypes = {
+        node.out.dtype
+        for node in graph.nodes
+        if node.op.startswith(("conv", "attention"))
+        or node.op == "linear"
+        and len(node.out.shape) == 4
+    }
+    return torch.float32 not in dtypes or all(tf32)
+
+
 def plan(
     module: nn.Module,
     args: tuple = (),
@@ -36,6 +54,7 @@ def plan(
     trains: bool = False,  # with gradients of the parameters that require one
     of_inputs: tuple[int, ...] = (),  # and of these inputs, counted among the tensors
     fuses: bool = True,  # False: every node as it was traced
+    joins: tuple[ModuleType, Device] | None = None,  # kernels and a GPU for `join`; None: not
     tf32: tuple[bool, bool] = (True, True),  # may convolutions, may other products be in TF32
 ) -> Plan:
     """The plan of module(*args, **kwargs). PlanError: it has none, and why."""
@@ -54,6 +73,12 @@ def plan(
     grads = () if backward is None else tuple(backward.grads.values())
     given = () if backward is None else backward.seeds.values()
     graph.check_with(given)
+    parameters = dict(module.named_parameters()) | dict(module.named_buffers())
+    if joins is not None and backward is None and _multiplies_low(graph, tf32):
+        for value, reasons in join(graph, parameters, *joins, meets=False).items():
+            why[value] = why.get(value, []) + reasons
+    fewer = casts_together(graph)
+    start = None if start is None else start - fewer
     for node in graph.nodes:
         is_image = node.op.startswith("conv") or len(node.out.shape) == 4
         node.tf32 = tf32[0] if is_image and not node.op.startswith("attention") else tf32[1]

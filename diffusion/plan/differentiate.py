@@ -224,6 +224,11 @@ def _part_of_norm(d, node, dy):
     raise PlanError(f"{node.op} ({node.source}) is read by something that is no norm")
 
 
+@gradient("casts")
+def _casts(d, node, dy):
+    raise PlanError("casts are put together behind backward")
+
+
 @gradient("act")
 def _act(d, node, dy):
     x = node.inputs["x"]

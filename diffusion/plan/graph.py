@@ -35,6 +35,7 @@ FORWARD = {
     "pad": "zeros before and behind, along each axis",
     "dropout": "x / (1 - p) where a draw says so, else 0; by `rng` and `layer`, or PyTorch's state",
     "cast": "x in another dtype",
+    "casts": "x0, x1, ... in another dtype, as y0, y1, ...: parameters, once in a call",
     "embedding": "rows of weight, by index",
     "reshape": "the same memory under another shape",
     "columns": "channels start to stop, where they lie: rows are further apart",

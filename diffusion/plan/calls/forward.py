@@ -164,6 +164,13 @@ def _cast(k, node, given):
     return given["x"].to(node.out.dtype)
 
 
+@launches("casts")
+def _casts(k, node, given):
+    made = [torch.empty_like(x, dtype=node.out.dtype) for x in given.values()]
+    torch._foreach_copy_(made, list(given.values()))
+    return dict(zip(node.outputs, made, strict=True))
+
+
 @launches("embedding")
 def _embedding(k, node, given):
     return F.embedding(given["index"], given["weight"])

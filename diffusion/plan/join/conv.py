@@ -23,7 +23,8 @@ def linear(j: Joining, node: Node) -> None:
 
 
 def conv(j: Joining, node: Node) -> None:
-    if not plain(node):
+    r, s = j.filters(node).shape[2:]
+    if not plain(node) or r != s:  # the kernels that join anything have square filters
         return j.other(node)
     y, x = node.out, node.inputs["x"]
     if x in j.norm_of and _norm_conv(j, node, j.norm_of[x]):
@@ -84,7 +85,7 @@ def _conv_then_norm(j: Joining, node: Node, norm: Node, splits: bool, given: tup
         fits = k.norms_in_conv(x, weight, groups, j.extra(node), second)
     elif not splits and n >= _MEETING_IMAGES and pixels <= _MEETING_PIXELS:
         op, stats = "conv_meeting", keep
-        fits = x2 is None and k.meets(x, weight, groups, j.extra(node))
+        fits = j.meets and x2 is None and k.meets(x, weight, groups, j.extra(node))
     else:
         return False
     if not fits:

@@ -19,8 +19,10 @@ NORM = ("weight", "bias", "scale", "shift")
 class Joining:
     """The nodes so far, and what has been put off until it is known who reads it."""
 
-    def __init__(self, graph: Graph, parameters: dict[str, Tensor], kernels: ModuleType) -> None:
-        self.graph, self.k = graph, kernels
+    def __init__(
+        self, graph: Graph, parameters: dict[str, Tensor], kernels: ModuleType, meets: bool
+    ) -> None:
+        self.graph, self.k, self.meets = graph, kernels, meets
         self.consumers = graph.consumers()
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.dry = DryRun(graph, parameters, launcher_of(kernels))
