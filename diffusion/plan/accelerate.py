@@ -1,6 +1,6 @@
 """A module whose forward and backward are run by plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ class Accelerated(nn.Module):
     tensors; the first call of each makes it. PlanError, with the reason: the module has none.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, without: Collection[str] = ()) -> None:
         super().__init__()
-        self.module = module
+        self.module, self._without = module, without  # names of rows that do not apply
         self._plans: dict[tuple, Plan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,6 +86,7 @@ class Accelerated(nn.Module):
         if device is not None and device.type == "cuda" and not exact:
             joins = fused_ops, describe(device)
         options = {"trains": trains, "of_inputs": of_inputs, "tf32": tf32, "joins": joins}
+        options["without"] = self._without
         made = plan(self.module, args, kwargs, **options)
         constants = made.graph.constants
         made.graph.constants = {value: x.to(device) for value, x in constants.items()}

@@ -213,3 +213,18 @@ def test_a_convolution_of_stride_2_has_no_epilogue():
     net = nn.Sequential(nn.Conv2d(4, 4, 3, stride=2, padding=1), nn.GroupNorm(2, 4))
     counts = plan(net, (torch.randn(2, 4, 6, 6),)).graph.count()
     assert counts["conv"] == 1 and counts["moments"] == 1 and "conv_fused" not in counts
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_row_that_is_left_out_changes_nothing_else(trains):
+    """As `benchmarks.plan_rows` compares: no value is made by it."""
+    module = ours({}).model.train(trains)
+    x, t = torch.randn(2, 3, 8, 8), torch.tensor([3, 4])
+    kwargs = {"rng": torch.tensor([1, 2])} if trains else {}
+    whole = plan(module, (x, t), kwargs, trains=trains)
+    names = {reason.split(" (")[0] for reasons in whole.why.values() for reason in reasons}
+    for name in sorted(names)[:: 3 if trains else 2]:
+        part = plan(module, (x, t), kwargs, trains=trains, without=(name,))
+        rest = [reason for reasons in part.why.values() for reason in reasons]
+        assert not any(reason.startswith(f"{name} (") for reason in rest)
+        assert part.graph.count() != whole.graph.count()

@@ -7,6 +7,8 @@ changes the graph and names the value that is made in another way now, or leaves
 gives None.
 """
 
+from collections.abc import Collection
+
 from ..canonical import once
 from ..differentiate import Backward
 from ..graph import Graph, Node, Value
@@ -16,29 +18,34 @@ from .preparing import PREPARING
 from .rewrite import Fusing, Row
 
 
-def prepare(graph: Graph, mode: str) -> dict[Value, list[str]]:
+def prepare(graph: Graph, mode: str, without: Collection[str] = ()) -> dict[Value, list[str]]:
     """Apply the rows of `PREPARING`, in place; why each value is made as it is."""
-    why = _apply(graph, PREPARING, mode)
+    why = _apply(graph, PREPARING, mode, without=without)
     once(graph)  # the sums of a tensor serve every norm that reads it
     graph.prune()
     return why
 
 
-def fuse(graph: Graph, backward: Backward | None, tf32: bool = True) -> dict[Value, list[str]]:
+def fuse(
+    graph: Graph,
+    backward: Backward | None,
+    tf32: bool = True,
+    without: Collection[str] = (),  # names of rows
+) -> dict[Value, list[str]]:
     """Apply the other rows, in place; why each value is made as it is. Without `tf32` convolutions
     of float32 are left to kernels that multiply in float32."""
     if backward is None:
-        return _apply(graph, FORWARD_ROWS, "sample", tf32)
+        return _apply(graph, FORWARD_ROWS, "sample", tf32, without=without)
     mode = "train"
     # each pass for itself: nothing of backward moves into forward
     nodes, outputs, constants = graph.nodes, graph.outputs, graph.constants
     forward, behind = nodes[: backward.start], nodes[backward.start :]
     read = {v for node in behind for v in node.inputs.values()}
     graph.nodes, graph.outputs = forward, [*outputs, *read]
-    why = _apply(graph, FORWARD_ROWS, mode, tf32)
+    why = _apply(graph, FORWARD_ROWS, mode, tf32, without=without)
     forward = graph.nodes
     graph.nodes, graph.outputs = behind, list(backward.grads.values())
-    why |= _apply(graph, BACKWARD_ROWS, mode, tf32, forward)
+    why |= _apply(graph, BACKWARD_ROWS, mode, tf32, forward, without)
     behind = graph.nodes
     graph.nodes, graph.outputs, graph.constants = [*forward, *behind], outputs, constants
     backward.start = len(forward)
@@ -51,10 +58,11 @@ def _apply(
     mode: str,
     tf32: bool = True,
     before: list[Node] | None = None,
+    without: Collection[str] = (),
 ) -> dict[Value, list[str]]:
     why: dict[Value, list[str]] = {}
     for row in rows:
-        if mode not in row.when:
+        if mode not in row.when or row.name in without:
             continue
         f = Fusing(graph, mode, tf32)
         for node in before or ():

@@ -1,0 +1,114 @@
+"""What each row of the fuse table is worth: the plan with it, in turns with the plan without it.
+
+    python -m benchmarks.plan_rows [key=value ...]
+
+    model=unet64        configs/model
+    size=64             pixels
+    batch=16,128        images
+    mode=train,sample   forward and backward, or the forward pass without gradients
+    rows=               names of rows, or parts of them; default: all that change the plan
+    rounds=5            of turns
+
+Both plans are of `diffusion.accelerate`, bf16, each captured in one CUDA graph. A line has the time
+of the whole plan, that of the plan without the row, and their ratio.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import harness
+from benchmarks.harness import check_choice, format_table
+from diffusion.factory import build_model
+from diffusion.plan.accelerate import Accelerated
+from diffusion.plan.fuse.backward import BACKWARD_ROWS
+from diffusion.plan.fuse.forward import FORWARD_ROWS
+from diffusion.plan.fuse.preparing import PREPARING
+from diffusion.plan.fuse.rewrite import Row
+from diffusion.presets import preset
+from diffusion.runtime.backend import Backend
+from triton_kernels import reference
+
+DEFAULTS = {
+    "model": "unet64",
+    "size": 64,
+    "batch": (16, 128),
+    "mode": ("train", "sample"),
+    "rows": (),
+    "rounds": 5,
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    settings = harness.parse_settings(arguments, DEFAULTS)
+    for mode in settings["mode"]:
+        check_choice("mode", mode, ("train", "sample"))
+    device = harness.require_cuda()
+    harness.set_precision("bf16")
+    torch.manual_seed(0)
+    size = settings["size"]
+    backend = Backend("torch", reference, torch.bfloat16, allow_tf32=True)
+    chosen = preset("model", settings["model"])
+    module = build_model(chosen, backend, (size, size), 3, False, device)
+    for mode in settings["mode"]:
+        module.train(mode == "train")
+        for batch in settings["batch"]:
+            x = torch.randn(batch, 3, size, size, device=device)
+            t = torch.randint(0, 1000, (batch,), device=device)
+            lines = [
+                [row.name, f"{with_row:.1f}", f"{without:.1f}", f"{without / with_row:.4f}"]
+                for row in asked(settings["rows"], mode)
+                if (times := turns(module, (x, t), mode, row, settings["rounds"])) is not None
+                for with_row, without in [times]
+            ]
+            print(f"\n{settings['model']} {size}px, {batch} images, {mode}, microseconds\n")
+            print(format_table(("row", "with", "without", "ratio"), lines), flush=True)
+    return 0
+
+
+def asked(names: Sequence[str], mode: str) -> list[Row]:
+    """The rows whose names have one of these parts, and that apply."""
+    rows = PREPARING + FORWARD_ROWS + (BACKWARD_ROWS if mode == "train" else ())
+    rows = [row for row in rows if mode in row.when]
+    return [row for row in rows if not names or any(name in row.name for name in names)]
+
+
+def turns(
+    module: nn.Module, args: tuple[Tensor, ...], mode: str, row: Row, rounds: int
+) -> tuple[float, float] | None:
+    """Microseconds with and without the row, the best of so many turns; None: the plan is the same
+    without it."""
+    plans = [Accelerated(module), Accelerated(module, without=(row.name,))]
+    with torch.set_grad_enabled(mode == "train"):
+        counts = [p.plan_of(args, {})[0].graph.count() for p in plans]
+    if counts[0] == counts[1]:
+        return None
+    calls = [call(p, args, mode) for p in plans]
+    best = [float("inf")] * 2
+    for _ in range(rounds):
+        for i, run in enumerate(calls):
+            timing, _ = harness.time_graph([run])
+            best[i] = min(best[i], timing.median)
+    return best[0], best[1]
+
+
+def call(fast: Accelerated, args: tuple[Tensor, ...], mode: str) -> Callable[[], object]:
+    if mode == "sample":
+
+        def evaluate() -> Tensor:
+            with torch.no_grad():
+                return fast(*args)
+
+        return evaluate
+    parameters = [p for p in fast.module.parameters() if p.requires_grad]
+
+    def step() -> tuple[Tensor | None, ...]:
+        y = fast(*args)
+        return torch.autograd.grad(y, parameters, torch.ones_like(y), allow_unused=True)
+
+    return step
+
+
+if __name__ == "__main__":
+    harness.run_entry(main)
