@@ -1,5 +1,7 @@
 """Two processes under torchrun train as one does: same batches, same noise, one set of files."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -10,15 +12,17 @@ from diffusion.data.batches import Batches
 from diffusion.data.elephants import elephants
 from diffusion.errors import ConfigError
 from diffusion.runtime.distributed import Processes
+from diffusion.training.held_out_loss import BANDS
 
 from .run import TINY, rows, run, start, start_together
 
 # everything that is keyed by the position in the global batch: noise, timesteps, flips, dropped
-# labels, dropout; 11 images, so that epochs end within batches; and the losses of all, which say
-# what timesteps are drawn
+# labels, dropout; 11 images beside those held out, so that epochs end within batches; and the
+# losses of all, which say what timesteps are drawn
 SETTINGS = (
     *TINY,
-    *("dataset.count=11", "model.dropout=0.1", "model.num_classes=3", "model.label_dropout=0.3"),
+    *("dataset.count=16", "dataset.held_out=5", "train.eval_every=2"),
+    *("model.dropout=0.1", "model.num_classes=3", "model.label_dropout=0.3"),
     *("train.steps=3", "train.batch_size=8", "train.accumulate=2", "train.save_every=2"),
     "diffusion.timestep_sampler=loss_second_moment",
 )
@@ -67,6 +71,18 @@ def test_the_losses_are_the_same(runs):
     for name in ("loss", "grad_norm"):
         a, b = (torch.tensor([float(row[name]) for row in table]) for table in (one, two))
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+
+
+def test_the_losses_on_what_is_held_out_are_the_same(runs):
+    """Of five images in batches of four, one batch a process; up to what the parameters differ."""
+    one, two = (rows(run_dir / "held_out.csv") for run_dir in runs)
+    assert [row["step"] for row in two] == ["2", "3"] and two[0]["images"] == "5"
+    for a, b in zip(one, two, strict=True):
+        assert (a["data"], a["levels"]) == (b["data"], b["levels"])
+        for name in ("held_out", *BANDS):
+            assert float(b[name]) == pytest.approx(float(a[name]), rel=1e-4)
+    recorded = [json.loads((job(runs[1].parent, i) / "job.json").read_text()) for i in (0, 1)]
+    assert [j["loss"] for j in recorded] == pytest.approx([float(two[-1]["held_out"])] * 2)
 
 
 def test_the_next_job_of_a_sweep_begins_anew(runs):
