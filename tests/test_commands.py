@@ -133,6 +133,9 @@ def folder(tmp_path_factory) -> Path:
         place = at / "PHOTOS" / ("cats" if i < 3 else "dogs")
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.full((20, 24, 3), 40 * i, np.uint8)).save(place / f"{i}.png")
+    Image.fromarray(np.full((16, 16, 3), 90, np.uint8)).save(at / "PICTURE.png")
+    Image.fromarray(np.eye(16, dtype=np.uint8) * 255).save(at / "HOLE.png")
+    (at / "FOLDER").symlink_to(at / "PHOTOS" / "cats")
     (at / "examples").symlink_to(ROOT / "examples")
     settings = diffusion.preset(
         "model", "adm64", **{s.split("=")[0][6:]: eval(s.split("=")[1]) for s in ADM}
