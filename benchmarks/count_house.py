@@ -9,7 +9,7 @@
     files, lines of Python
 
 in `triton_kernels` without `reference`, whose lines are counted apart, and the lines of the plan,
-of the kernels' tests, and of these what says how kernels are compiled (`cases_*.py`).
+of the kernels' tests, and of these what says by hand which kernels are compiled and how.
 """
 
 import ast
@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+_CASES = ("cases_", "record_cases", "expected")
 _PRIVATE = re.compile(r"_[A-Z][A-Z0-9_]*")
 
 
@@ -43,7 +44,7 @@ def count(files: Iterator[tuple[str, str]]) -> dict[str, int]:
         lines = text.count("\n")
         if path.startswith("tests/kernels/"):
             found["tests"] += lines
-            found["cases"] += lines if Path(path).name.startswith("cases_") else 0
+            found["cases"] += lines if Path(path).name.startswith(_CASES) else 0
         elif path.startswith(("diffusion/plan/", "diffusion/planned/")):
             found["plan"] += lines
         elif path.startswith("triton_kernels/") and "/reference/" in path:

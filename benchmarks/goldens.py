@@ -21,7 +21,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -161,18 +161,27 @@ def record_launches(pattern: str) -> dict[str, list[str]]:
 def record_ops() -> dict[str, list[str]]:
     """Of our convolution, norm and attention, for each row that `benchmarks.run` has of them."""
     found = {}
+    for name, run in ops():
+        with recorded(HOPPER) as lines:
+            run()
+        found[name] = lines
+    return found
+
+
+def ops(
+    dtypes: Sequence[str] = ("bf16", "tf32", "fp32"),
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Those rows, and what each of them runs."""
     with ExitStack() as stack:
         for op in (providers.conv, providers.group_norm, providers.attention):
             stack.enter_context(patch.object(op, "drawing", lambda device: _unwritten))
         for name, n in (("unet64", 32), ("unet64", 128), ("unet32", 128)):
             for op in ("conv2d", "group_norm", "attention"):
                 for case, _ in cases.model_cases(name, n, op, SIZES[name]):
-                    for dtype in ("bf16", "tf32", "fp32"):
+                    for dtype in dtypes:
                         for row in providers.experiments(case, 1, dtype):
-                            with recorded(HOPPER) as lines:
-                                row.providers["triton"].prepare(row.inputs(_CPU))()
-                            found[f"{op} {row.shape} {row.dtype} {row.pass_}"] = lines
-    return found
+                            run = row.providers["triton"].prepare(row.inputs(_CPU))
+                            yield f"{op} {row.shape} {row.dtype} {row.pass_}", run
 
 
 def _unwritten(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
@@ -185,10 +194,9 @@ def record_code(pattern: str) -> dict[str, str]:
 
     found = {}
     for key, case in compile_only.load_cases().items():
-        for arch in compile_only.arches_of(case):
-            if pattern in key:
-                ptx = compile_only._compile(case, arch)[0]
-                found[f"{key} sm_{arch}"] = hashlib.sha256(_code(ptx).encode()).hexdigest()[:16]
+        if pattern in key:
+            ptx = compile_only._compile(case)[0]
+            found[key] = hashlib.sha256(_code(ptx).encode()).hexdigest()[:16]
     return found
 
 

@@ -2,26 +2,17 @@
 
     python -m tests.kernels.compile_only [--arch 90 ...] [PATTERN]    a JSON line a kernel and chip
 
-Triton and the ptxas in its wheel need no GPU to compile. The kernels are listed in `cases_*.py`
-beside this file, each of which has COMPILE_CASES, a list of dicts:
+Triton and the ptxas in its wheel need no GPU to compile. What is compiled are launches that were
+recorded (`record_cases`, which writes `recorded_cases.jsonl`). Each line there is a case:
 
-    name       unique in its file; the case is known as "file/name"
+    arch       the chip that it was recorded for
     kernel     "package.module:_kernel"
     signature  {argument: type}, as in Triton: "*bf16", "i32", "tensordesc<bf16[1,4,32,64]>"
     constexprs {argument: value}; None for an absent pointer. Every argument is in one of the two.
+    multiples  integer arguments that are multiples of 16 (pointers always are)
     options    {"num_warps": 4, "num_stages": 3}
-    multiples  optional: integer arguments that are multiples of 16 (pointers always are)
-    expect     optional, checked by test_compile.py
-                 wgmma  on sm_90. True: wgmma with both operands in shared memory; "registers": A
-                        may come from registers, as P in attention; False: no wgmma
-                 narrow on sm_90. False: no load of a single number of 16 bits, which is what comes
-                        of a tile whose alignment the compiler does not see
-                 tma    on sm_90. True: tiles are loaded by TMA; False: no TMA load
-                 spills bytes of registers that may be spilled, if not 0
-                 arches chips that it may be compiled for, if not all of the file's CHIPS, or ARCHES
 
-What a further case of a kernel shows hardly depends on the chip, so it is compiled for those of
-FURTHER and those that no case of the kernel before it was.
+What is expected of a kernel is in `expected.py`.
 """
 
 import argparse
@@ -36,57 +27,47 @@ import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 ARCHES = (80, 89, 90, 100, 120)
-# Kernels that multiply no tiles differ little from chip to chip.
-WITHOUT_PRODUCTS = (80, 90, 120)
-FURTHER = (80, 90)  # without a TMA unit, and with
-
 # Shared memory that one block may have, bytes (CUDA programming guide, compute capabilities).
 SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
 
-def types(kind: str, *names: str) -> dict[str, str]:
-    """Part of a signature: so many arguments of one type."""
-    return dict.fromkeys(names, kind)
+RECORDED = Path(__file__).with_name("recorded_cases.jsonl")
 
 
-def ints(*names: str) -> dict[str, str]:
-    """The same of numbers."""
-    return types("i32", *names)
+def box_layout(dtype: str, shape: list[int]) -> Any:
+    """How a box that TMA fetches lies in the shared memory of a Gluon kernel."""
+    from triton.experimental.gluon import language as gl
+
+    bits = 32 if dtype == "fp32" else 16
+    return gl.NVMMASharedLayout(min(128, shape[-1] * bits // 8), bits, rank=len(shape))
 
 
 def load_cases() -> dict[str, dict]:
-    """All cases of all files, by "file/name"."""
-    cases, seen = {}, defaultdict(set)
-    for path in sorted(Path(__file__).parent.glob("cases_*.py")):
-        module = importlib.import_module(f"{__package__}.{path.stem}")
-        for case in module.COMPILE_CASES:
-            key = f"{path.stem.removeprefix('cases_')}/{case['name']}"
-            assert key not in cases, f"two compile cases are named {key}"
-            chips = case.get("expect", {}).get("arches", getattr(module, "CHIPS", ARCHES))
-            before = seen[case["kernel"]]
-            wanted = tuple(chip for chip in chips if chip in FURTHER or chip not in before)
-            cases[key] = case | {"arches": wanted}
-            before.update(wanted)
+    """All cases, by "module/kernel, number, sm_arch"."""
+    cases: dict[str, dict] = {}
+    counts: dict[tuple, int] = defaultdict(int)
+    for line in RECORDED.read_text().splitlines():
+        case = json.loads(line)
+        module, name = case["kernel"].removeprefix("triton_kernels.").split(":")
+        counts[name, case["arch"]] += 1
+        number = counts[name, case["arch"]]
+        cases[f"{module.replace('.', '/')}:{name} {number} sm_{case['arch']}"] = case
     return cases
 
 
-def arches_of(case: dict) -> tuple[int, ...]:
-    """The chips that a case of `load_cases` is compiled for."""
-    return case["arches"]
-
-
-def compile_case(case: dict, arch: int) -> dict:
-    """Compile one case for one chip. The result has `ok` and, if not ok, `error`; otherwise
+def compile_case(case: dict) -> dict:
+    """Compile one case. The result has `ok` and, if not ok, `error`; otherwise
     `registers` and `spills` (bytes) of a thread, `stack` (bytes), `serial`: whether each wgmma is
     waited for before the next one begins, `shared` (bytes), the numbers of instructions
     `wgmma_shared`, `wgmma_registers` (where A comes from) and `tma_loads`, and on sm_90
     `overwritten`, as `overwritten_barriers`, and `torn`, as `torn_stores`."""
     try:
-        ptx, shared, log, tiled = _compile(case, arch)
+        ptx, shared, log, tiled = _compile(case)
         memory = {}
-        if arch == 90:
+        if case["arch"] == 90:
             allotted = _allocated(tiled)
             memory = {"overwritten": overwritten_barriers(allotted), "torn": torn_stores(allotted)}
     except Exception as error:  # whatever the compiler raises is the result
@@ -201,7 +182,7 @@ def _allocated(tiled: str) -> str:
     return str(module)
 
 
-def _compile(case: dict, arch: int) -> tuple[str, int, str, str]:
+def _compile(case: dict) -> tuple[str, int, str, str]:
     """PTX, bytes of shared memory, what `ptxas -v` said, and the compiler's own language."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -211,6 +192,7 @@ def _compile(case: dict, arch: int) -> tuple[str, int, str, str]:
 
     from triton_kernels.runtime.ptxas import prefer_older_ptxas
 
+    arch = case["arch"]
     if arch == 90:
         prefer_older_ptxas()
     module, name = case["kernel"].split(":")
@@ -227,10 +209,12 @@ def _compile(case: dict, arch: int) -> tuple[str, int, str, str]:
     if unknown:
         raise KeyError(f"{name} has no argument {', '.join(sorted(unknown))}")
     signature = {argument: signature[argument] for argument in kernel.arg_names}
+    if kernel.is_gluon():
+        signature = {argument: _with_layout(kind) for argument, kind in signature.items()}
     attrs = {
         (i,): [["tt.divisibility", 16]]
         for i, argument in enumerate(kernel.arg_names)
-        if signature[argument].startswith("*") or argument in case.get("multiples", ())
+        if signature[argument].startswith("*") or argument in case["multiples"]
     }
 
     def build():
@@ -257,18 +241,22 @@ def _compile(case: dict, arch: int) -> tuple[str, int, str, str]:
     return compiled.asm["ptx"], compiled.metadata.shared, log, compiled.asm["ttgir"]
 
 
+def _with_layout(kind: str) -> str:
+    """The type of a box, which Gluon wants to know the layout of."""
+    box = re.fullmatch(r"tensordesc<(\w+)\[([\d,]+)\]>", kind)
+    if box is None:
+        return kind
+    shape = [int(size) for size in box[2].split(",")]
+    return f"tensordesc<{box[1]}{shape},{box_layout(box[1], shape)!r}>"
+
+
 def _serve() -> None:
-    """Answer each line {"case": ..., "arch": ...} of stdin by a line of JSON."""
+    """Answer each line of stdin, the name of a case, by a line of JSON."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the compiler prints is not an answer
     cases = load_cases()
     for line in sys.stdin:
-        request = json.loads(line)
-        print(
-            json.dumps(compile_case(cases[request["case"]], request["arch"])),
-            file=answers,
-            flush=True,
-        )
+        print(json.dumps(compile_case(cases[line.rstrip("\n")])), file=answers, flush=True)
 
 
 def main() -> None:
@@ -281,10 +269,8 @@ def main() -> None:
     if arguments.serve:
         return _serve()
     for key, case in load_cases().items():
-        for arch in arches_of(case):
-            if arguments.pattern in key and arch in arguments.arch:
-                result = compile_case(case, arch)
-                print(json.dumps({"case": key, "arch": arch, **result}), flush=True)
+        if arguments.pattern in key and case["arch"] in arguments.arch:
+            print(json.dumps({"case": key, **compile_case(case)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Every kernel compiles for every chip, without register spills and within shared memory; on sm_90
-with the instructions it was designed for. No GPU is needed; see compile_only.py for the cases."""
+"""What was recorded of every kernel compiles, without register spills and within shared memory; on
+sm_90 with the instructions it was designed for. No GPU is needed; see compile_only.py."""
 
 import json
 import os
@@ -16,25 +16,21 @@ import triton
 
 from .compile_only import (
     SHARED_LIMIT,
-    arches_of,
     count_instructions,
     load_cases,
     read_resources,
     torn_stores,
 )
+from .expected import EXPECTED, expected
 
 CASES = load_cases()
+JIT = r"@(?:triton|gluon)\.jit.*\n(?:@.*\n)*"  # above a kernel
 # Registers are counted, and products overlap, with the compiler that the project is tested with.
 # With another a kernel has to compile and to be safe.
 PINNED = (
     f"triton=={triton.__version__}"
     in (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
 )
-PARAMS = [
-    pytest.param((key, arch), id=f"{key}-sm_{arch}")
-    for key, case in CASES.items()
-    for arch in arches_of(case)
-]
 
 
 class _Compiler:
@@ -44,7 +40,7 @@ class _Compiler:
     def __init__(self):
         self.process = None
 
-    def __call__(self, request: tuple[str, int]) -> dict:
+    def __call__(self, case: str) -> dict:
         if self.process is None:
             self.stderr = tempfile.TemporaryFile("w+")
             self.process = subprocess.Popen(
@@ -56,8 +52,7 @@ class _Compiler:
                 env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
                 text=True,
             )
-        case, arch = request
-        self.process.stdin.write(json.dumps({"case": case, "arch": arch}) + "\n")
+        self.process.stdin.write(case + "\n")
         self.process.stdin.flush()
         if answer := self.process.stdout.readline():
             return json.loads(answer)
@@ -74,17 +69,17 @@ class _Compiler:
 
 @pytest.fixture(scope="session")
 def compiled(request):
-    """Results by (case, arch). Two processes work ahead through the tests that were selected; under
+    """Results by case. Two processes work ahead through the tests that were selected; under
     pytest-xdist each worker has one and compiles what it is about to test."""
     alone = "PYTEST_XDIST_WORKER" not in os.environ
     here = threading.local()
     compilers = []
 
-    def compile_one(case_and_arch):
+    def compile_one(case):
         if not hasattr(here, "compiler"):
             here.compiler = _Compiler()
             compilers.append(here.compiler)
-        return here.compiler(case_and_arch)
+        return here.compiler(case)
 
     pool = ThreadPoolExecutor(2 if alone else 1)
     ahead = [i.callspec.params["wanted"] for i in request.session.items if _compiles(i) and alone]
@@ -105,15 +100,14 @@ def _compiles(item: pytest.Item) -> bool:
     return "wanted" in getattr(getattr(item, "callspec", None), "params", ())
 
 
-@pytest.mark.parametrize("wanted", PARAMS)
+@pytest.mark.parametrize("wanted", CASES)
 def test_compiles(compiled, wanted):
-    key, arch = wanted
-    result = compiled(wanted)
+    case, result = CASES[wanted], compiled(wanted)
     assert result["ok"], result["error"]
-    expect = CASES[key].get("expect", {})
+    arch, expect = case["arch"], expected(case)
     spilled = result["spills"]
     if PINNED:
-        assert spilled <= expect.get("spills", 0), f"{spilled} bytes of registers spilled: {result}"
+        assert spilled <= expect.spills, f"{spilled} bytes of registers spilled: {result}"
     assert result["shared"] <= SHARED_LIMIT[arch], f"too much shared memory for sm_{arch}: {result}"
     if arch != 90:
         return
@@ -121,27 +115,27 @@ def test_compiles(compiled, wanted):
         assert not result["serial"], f"products do not overlap: {result}"
     assert result["overwritten"] == [], "memory of a barrier is given away, see gluon/pipeline.py"
     assert result["torn"] == [], "written where TMA still reads: tma.store_wait, then sync_threads"
-    if "wgmma" in expect:
-        assert (result["wgmma_shared"] + result["wgmma_registers"] > 0) == bool(expect["wgmma"]), (
-            result
-        )
-    if expect.get("wgmma") is True:
+    if expect.wgmma is not None:
+        there = result["wgmma_shared"] + result["wgmma_registers"] > 0
+        assert there == bool(expect.wgmma), result
+    if expect.wgmma is True:
         assert result["wgmma_registers"] == 0, f"A passes through registers: {result}"
-    if expect.get("narrow") is False:
+    if expect.narrow is False:
         assert result["narrow_loads"] == 0, f"loads number by number: {result}"
-    if "tma" in expect:
-        assert (result["tma_loads"] > 0) == expect["tma"], result
+    if expect.tma is not None:
+        assert (result["tma_loads"] > 0) == expect.tma, result
 
 
-def test_every_kernel_has_a_case():
+def test_every_kernel_was_recorded():
     root = Path(__file__).parents[2] / "triton_kernels"
     written = {
         f"{path.relative_to(root).with_suffix('')}:{name}".replace("/", ".")
         for path in root.rglob("*.py")
-        for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
+        for name in re.findall(JIT + r"def (\w+_kernel)\(", path.read_text())
     }
     compiled = {case["kernel"].removeprefix("triton_kernels.") for case in CASES.values()}
     assert written and sorted(written - compiled) == []
+    assert sorted(EXPECTED.keys() - {kernel.split(":")[1] for kernel in compiled}) == []
 
 
 def test_reading_of_the_compiler_s_output():
@@ -191,7 +185,7 @@ def test_what_lies_where_tma_still_reads():
 def test_a_compilation_that_fails_is_reported():
     compiler = _Compiler()
     try:
-        answer = compiler(("no such case", 90))
+        answer = compiler("no such case")
         assert not answer["ok"]
         assert "no such case" in answer["error"]
     finally:

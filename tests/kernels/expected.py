@@ -1,0 +1,131 @@
+"""What the code of each kernel is to be, as `test_compile` checks it of what was recorded.
+
+A kernel that is not listed spills no registers and may have any instructions. Of a list the first
+entry counts whose conditions a case fulfils: values of constants, `arch`, or `float32`, if no
+tensor has 16 bits. wgmma and TMA are looked for in the code for sm_90 alone.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Expect(NamedTuple):
+    """Of the code of a case."""
+
+    # True: both operands in shared memory; "registers": A may come from registers, as P in
+    # attention; False: none
+    wgmma: bool | str | None = None
+    tma: bool | None = None  # whether tiles are loaded by it
+    spills: int = 0  # bytes of registers that may be spilled
+    # False: no load of a single number of 16 bits, which is what comes of a tile whose alignment
+    # the compiler does not see
+    narrow: bool | None = None
+
+
+_SHARED, _REGISTERS = Expect(wgmma=True, tma=True), Expect(wgmma="registers", tma=True)
+_NONE = Expect(wgmma=False, tma=True)  # fewer rows than the 64 of a wgmma
+_EXACT = {"PRECISION": "ieee"}  # products are FMAs
+
+EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
+    "attention_bwd_dkdv_kernel": [(_EXACT, Expect(wgmma=False)), ({}, Expect("registers"))],
+    "attention_bwd_dq_kernel": [
+        (_EXACT, Expect(wgmma=False, spills=104)),
+        ({}, Expect(wgmma="registers")),
+    ],
+    "attention_bwd_head_kernel": [
+        ({"num_warps": 8}, _REGISTERS._replace(spills=244)),  # with 64 when it leaves rows
+        ({}, _REGISTERS),
+    ],
+    "attention_fwd_head_kernel": [({"T": 256}, _REGISTERS._replace(spills=64)), ({}, _REGISTERS)],
+    "attention_fwd_kernel": [(_EXACT, Expect(wgmma=False)), ({}, Expect(wgmma="registers"))],
+    "_columns_fwd_kernel": _NONE,
+    "conv1d_apply_kernel": Expect(tma=False),
+    "conv1d_head_kernel": Expect(tma=False),
+    "conv1d_multiply_kernel": [
+        ({"arch": 120}, Expect(spills=4)),
+        ({}, Expect(wgmma=True, tma=False, narrow=False, spills=8)),
+    ],
+    "conv1d_project_kernel": Expect(tma=False),
+    "conv1d_stage_kernel": Expect(wgmma=True, tma=False),
+    "conv1d_whole_kernel": [({"float32": True}, _REGISTERS), ({}, _SHARED)],
+    "_conv2d_gather_kernel": [
+        (_EXACT | {"SPLIT": False}, Expect(wgmma=False, tma=False)),
+        ({"SPLIT": True}, Expect(wgmma="registers", tma=False, spills=8)),
+        ({}, Expect(wgmma=True, tma=False)),
+    ],
+    "_conv2d_tf32x3_kernel": [({"float32": True, "R": 1}, _REGISTERS), ({}, _SHARED)],
+    "_conv2d_tma_kernel": [({"BLOCK_C": 16}, _NONE), ({}, _SHARED)],
+    "_conv2d_wgrad_gather_kernel": [
+        ({"SPLIT": True}, Expect(wgmma="registers", tma=False)),
+        (_EXACT, Expect(wgmma=False, tma=False)),
+        ({}, Expect(wgmma=True, tma=False)),
+    ],
+    "_conv2d_wgrad_tma_kernel": _SHARED,
+    "conv_bare_once_kernel": _SHARED,
+    "conv_bare_once_tf32_kernel": _REGISTERS,
+    "conv_bare_points_kernel": _SHARED,
+    "conv_bare_ring_kernel": _SHARED,
+    "conv_bare_tiles_kernel": _SHARED,
+    "conv_bare_tiles_tf32_kernel": _SHARED,
+    "conv_early_kernel": [  # a head has 16 channels
+        ({"BLOCK_C": 16, "ROUNDS": 2}, _NONE._replace(spills=484)),
+        ({"BLOCK_C": 16}, _NONE),
+        ({}, _SHARED),
+    ],
+    "conv_forward_kernel": _SHARED,
+    "conv_half_wgrad_kernel": _REGISTERS,
+    "conv_head_kernel": Expect(wgmma="registers", tma=False, narrow=False),
+    "conv_input_grad_kernel": _SHARED,
+    "conv_mma_wgrad_kernel": Expect(wgmma=False, tma=True),
+    "conv_narrow_out_kernel": _SHARED,
+    "conv_once_kernel": _SHARED,
+    "conv_one_row_kernel": _SHARED,
+    "conv_parity_kernel": _SHARED,
+    "conv_points_group_wgrad_kernel": _REGISTERS,
+    "_conv_pointer_wgrad_kernel": [
+        ({"ROWS": 4, "arch": 80}, Expect(spills=48)),
+        ({"ROWS": 4, "arch": 89}, Expect(spills=48)),
+        ({"ROWS": 4, "arch": 120}, Expect(spills=88)),
+        ({}, Expect()),
+    ],
+    "conv_resident_kernel": [
+        ({"MAKERS": 2}, _REGISTERS._replace(spills=24)),
+        ({"MAKERS": 1, "EXTRA1": 1}, _REGISTERS._replace(spills=4)),
+        ({}, _REGISTERS),
+    ],
+    "conv_resident_two_kernel": _REGISTERS._replace(spills=192),
+    "conv_rows_group_wgrad_kernel": _REGISTERS,
+    "conv_rows_wgrad_kernel": [
+        ({"W": 32, "SWAP": False}, _REGISTERS._replace(spills=4)),
+        ({}, _REGISTERS),
+    ],
+    "_conv_split_kernel": _SHARED,
+    "conv_tiles_kernel": [
+        ({"ROWS": 16, "W": 16, "DGRAD": True}, _SHARED._replace(spills=4)),
+        ({}, _SHARED),
+    ],
+    "group_norm_bwd_params_kernel": [({"arch": 120}, Expect(spills=8)), ({}, Expect())],
+    "_halves_kernel": Expect(tma=False),
+    "_largest_kernel": Expect(tma=False),
+    "norm_attention_kernel": _REGISTERS,
+    "norm_dx_kernel": [({"TILES": 4, "BLOCK_P": 16}, Expect(spills=4)), ({}, Expect())],
+    "_norm_linear_kernel": _SHARED,
+    "norm_sums_kernel": Expect(narrow=False),
+    "_points_wgrad_kernel": _NONE,
+    "_qkv_attention_kernel": [({"BLOCK_T": 16}, _NONE), ({}, _REGISTERS)],
+    "_skip_dx_kernel": _SHARED,
+    "_split_kernel": Expect(wgmma=False, tma=False),
+    "_stride2_dgrad_kernel": [({"BLOCK_C": 32}, _NONE), ({}, _SHARED)],
+    "_stride2_fwd_kernel": _SHARED,
+    "_stride2_wgrad_kernel": _SHARED,
+    "_turn_filters_kernel": Expect(wgmma=False, tma=False),
+}
+
+
+def expected(case: dict[str, Any]) -> Expect:
+    """Of a recorded case."""
+    entry = EXPECTED.get(case["kernel"].split(":")[1], Expect())
+    if isinstance(entry, Expect):
+        return entry
+    float32 = not any("16" in kind for kind in case["signature"].values())
+    facts = case["constexprs"] | {"arch": case["arch"], "float32": float32}
+    return next(e for when, e in entry if all(facts.get(k) == v for k, v in when.items()))

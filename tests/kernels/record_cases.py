@@ -1,0 +1,183 @@
+"""Write `recorded_cases.jsonl`: what launchers launch, so that it can be compiled without them.
+
+    python -m tests.kernels.record_cases
+
+Jobs are rehearsed for a GPU of each kind (`triton_kernels.runtime.launch_recorder`): training
+steps, evaluations and calls of a policy as `benchmarks.goldens` has them, the public ops over the
+shapes of a model, and a few calls of what none of these uses. Of the launches of each kernel so
+many are kept as show most of what launchers vary, more on a Hopper GPU than on others. It takes
+some minutes, and no GPU. Run it when a launcher, a kernel's arguments or measured rows have changed
+what is launched; `test_compile.py` says so if a kernel is missing or has other arguments.
+"""
+
+import inspect
+import json
+import os
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import yaml
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+import triton_kernels
+from benchmarks import goldens
+from diffusion.runs.precompile_worker import train
+from triton_kernels.noise.loss_aware import draw_weighted_timesteps, record_losses
+from triton_kernels.registry.chips import CHIPS
+from triton_kernels.runtime.device import Device
+from triton_kernels.runtime.launch_recorder import Launch, rehearsal
+
+from .compile_only import RECORDED, box_layout
+from .recorded_choice import covering
+
+# By chip: what is recorded there, and the most cases of a kernel that multiplies and of another
+_CHIPS = {90: "h100", 80: "a100", 120: "rtx5090", 89: "rtx4090", 100: "b200"}
+_MOST = {90: (5, 2), 80: (1, 1), 120: (1, 1), 89: (1, 0), 100: (1, 0)}
+_FEW = (
+    "train unet64 8",
+    "draw unet64 1",
+    "draw unet64 16",
+    "act unet1d bf16 1",
+    "act unet1d bf16 8",
+)
+
+
+def main() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    kept: list[dict[str, Any]] = []
+    for arch, name in _CHIPS.items():
+        found = defaultdict(list)
+        for launch in _launches(CHIPS[name].gpu, arch):
+            case = as_case(launch, arch)
+            if case not in found[case["kernel"]]:
+                found[case["kernel"]].append(case)
+        for kernel in sorted(found):
+            kept += covering(found[kernel], _MOST[arch][not _multiplies(kernel)])
+        print(
+            arch, len(found), "kernels", sum(c["arch"] == arch for c in kept), "cases", flush=True
+        )
+    lines = (json.dumps(case, separators=(",", ":")) for case in kept)
+    RECORDED.write_text("".join(f"{line}\n" for line in lines))
+
+
+def _launches(gpu: Device, arch: int) -> Iterator[Launch]:
+    jobs = {k: job for k, job in goldens.jobs().items() if arch == 90 or k in _FEW}
+    for job in (*jobs.values(), _ops, *_others()):
+        yield from _rehearsed(gpu, job)
+
+
+def _rehearsed(gpu: Device, job: Callable[[], Any]) -> list[Launch]:
+    with rehearsal(gpu) as launches:
+        job()
+    return launches
+
+
+def _ops() -> None:
+    for _, run in goldens.ops(("bf16", "tf32", "fp32", "fp16")):
+        run()
+
+
+def _others() -> Iterator[Callable[[], None]]:
+    """What no configuration of a model here has."""
+    yield _small_ops
+    network = {"model_channels": 32, "channel_mult": [1, 2], "num_res_blocks": 1}
+    network |= {"attention_resolutions": [2], "num_head_channels": 16}
+    for options in (
+        {"dropout": 0.1},
+        {"dropout": 0.1, "use_scale_shift_norm": True, "conv_resample": True},
+        {"model_channels": 36, "num_head_channels": 36, "num_groups": 4},  # no multiple of 8
+        {"num_head_channels": 128, "model_channels": 128},
+    ):
+        yield lambda o=options: _train(network | o)
+
+
+def _train(options: dict[str, Any]) -> None:
+    model = yaml.safe_load((goldens.ROOT / "configs/model/unet64.yaml").read_text()) | options
+    images = {"shape": [10**5, 32, 32, 3], "dtype": "uint8"}
+    settings = {
+        "model": model,
+        "diffusion": {"schedule": "linear"},
+        "optim": {"lr": 1e-4},
+        "train": {"batch_size": 8, "precision": "bf16"},
+        "images": images,
+        "labels": None,
+        "flip": True,
+    }
+    train(settings)
+
+
+def _small_ops() -> None:
+    x, rng = torch.empty(4, 32, 32, 3), torch.zeros(2, dtype=torch.int64)
+    triton_kernels.normal(tuple(x.shape), rng, stream=0)
+    triton_kernels.dropout(torch.empty(4, 8, 8, 64), 0.1, rng, layer=1)
+    table, row = torch.empty(10, 8), torch.zeros(1, dtype=torch.int64)
+    for channels, options in ((3, {}), (6, {"memory": torch.empty_like(x), "clip": None})):
+        output = torch.empty(4, 32, 32, channels)
+        triton_kernels.denoise_step(x, output, table, row, rng, **options)
+    low, scales = torch.empty(4, 32, 32, 16, dtype=torch.bfloat16)[..., :3], torch.empty(10)
+    guided = {"negative": low, "scales": scales, "rescale": 0.7}
+    known = {"known": x, "mask": torch.empty(4, 32, 32), "levels": torch.empty(10, 2)}
+    triton_kernels.denoise_step(x, low, table, row, rng, **guided, **known)
+    losses, t, counts = torch.empty(4), torch.zeros(4, dtype=torch.int64), torch.empty(1000)
+    ends = record_losses(losses, t, torch.empty(10, 1000), counts.to(torch.int32))
+    draw_weighted_timesteps(rng, 4, ends)
+    partials, sums = torch.empty(4, 2, 2, 64), torch.empty(64)
+    triton_kernels.fused_ops.norm_grad_table(partials, torch.empty(4, 4, 64), 64, 32, sums, None)
+
+
+def as_case(launch: Launch, arch: int) -> dict[str, Any]:
+    """As `compile_only` wants it."""
+    kernel = launch.kernel
+    backend = make_backend(GPUTarget("cuda", arch, 32))
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    # the number of warps is an option also where a kernel has it as an argument
+    arguments = set(kernel.arg_names) - {"num_warps"}
+    options = {k: v for k, v in launch.options.items() if k not in arguments}
+    bound, special, rest = binder(*launch.arguments, **launch.options)
+    _, signature, constants, attrs = kernel._pack_args(
+        backend, dict(launch.options), bound, special, dict(rest)
+    )
+    names = kernel.arg_names
+    return {
+        "arch": arch,
+        "kernel": f"{kernel.fn.__module__}:{kernel.fn.__name__}",
+        "signature": {n: _short(kind) for n, kind in signature.items() if kind != "constexpr"},
+        "constexprs": {names[place[0]]: _plain(value) for place, value in constants.items()},
+        "multiples": [
+            names[place[0]]
+            for place, attributes in attrs.items()
+            if attributes and not signature[names[place[0]]].startswith("*")
+        ],
+        "options": options,
+    }
+
+
+def _plain(value: Any) -> Any:
+    value = getattr(value, "value", value)
+    assert value is None or isinstance(value, bool | int | float | str), value
+    return value
+
+
+def _short(kind: str) -> str:
+    """A type without the layout of a box, which is the one that `compile_only` gives it."""
+    if not (box := re.fullmatch(r"tensordesc<(\w+)\[([\d, ]+)\],(NVMMASharedLayout\(.*\))>", kind)):
+        return kind.replace(" ", "")
+    shape = [int(size) for size in box[2].split(",")]
+    assert box[3] == repr(box_layout(box[1], shape)), box[3]
+    return f"tensordesc<{box[1]}{shape}>".replace(" ", "")
+
+
+def _multiplies(kernel: str) -> bool:
+    """Whether there are products in its file."""
+    text = inspect.getsource(sys.modules[kernel.split(":")[0]])
+    return "tl.dot(" in text or "warpgroup_mma" in text or "mma_v2" in text
+
+
+if __name__ == "__main__":
+    main()
