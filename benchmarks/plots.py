@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks import harness
 from benchmarks.harness import MATRIX_PEAK, ROOT, Row
-from benchmarks.summary import TIMED, write_into
+from benchmarks.summary import TIMED, files_of_ops, write_into
 from diffusion.errors import ConfigError
 
 DEFAULTS = {"merge": (), "out": ""}
@@ -49,8 +49,8 @@ def main(arguments: Sequence[str]) -> int:
             new = [row for row in rows if row.gpu == gpu]
             harness.write_rows(path, merged(harness.read_rows(path), new))
             print(f"{name} -> {path}")
-    files = sorted(harness.RESULTS.glob("*.csv"))
-    for path in files:
+    files = files_of_ops()
+    for path in sorted(harness.RESULTS.glob("*.csv")):
         for drawn in draw_plots(harness.read_rows(path), Path(settings["out"] or harness.PLOTS)):
             print(drawn)
     if not settings["out"] and len(files) == 1:  # which has the figures of one GPU

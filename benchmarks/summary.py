@@ -133,10 +133,16 @@ def _csv(given: str) -> Path:
         if not Path(given).is_file():
             raise ConfigError(f"csv={given}: there is no such file")
         return Path(given)
-    found = sorted(harness.RESULTS.glob("*.csv"))
+    found = files_of_ops()
     if len(found) != 1:
-        raise ConfigError(f"csv= is needed: {harness.RESULTS} has {len(found)} files")
+        raise ConfigError(f"csv= is needed: {harness.RESULTS} has {len(found)} files with ops")
     return found[0]
+
+
+def files_of_ops() -> list[Path]:
+    """The files of results that have rows of ops, and not of whole models alone."""
+    files = sorted(harness.RESULTS.glob("*.csv"))
+    return [path for path in files if any(row.op in TIMED for row in harness.read_rows(path))]
 
 
 def _label(row: Row) -> str:

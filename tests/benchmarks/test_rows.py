@@ -107,6 +107,6 @@ def test_the_table_of_the_ops_says_what_is_lost(tmp_path):
 
 def test_the_page_of_the_ops_has_the_table_of_the_csv():
     """`python -m benchmarks.plots` writes it anew."""
-    [path] = harness.RESULTS.glob("*.csv")
+    [path] = summary.files_of_ops()
     text = (harness.ROOT / "docs" / "ops.md").read_text()
     assert f"{summary.BEGIN}\n{summary.format_ops(harness.read_rows(path))}" in text

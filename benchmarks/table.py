@@ -1,0 +1,153 @@
+"""One table of models, GPUs and precisions beside torch.compile, from the rows of all CSV files.
+
+    python -m benchmarks.table [into=README.md] [csv=FILE] [results=FOLDER]
+
+    into=     a Markdown file with a line <!-- models --> and a line <!-- end of models -->: what
+              is between them is replaced. Default: it is printed
+    csv=      also writes the lines there, with commit, versions and run of both sides
+    results=  where the CSV files are; default benchmarks/results
+
+Lines are training steps (`benchmarks.train_step`, `benchmarks.papers`) and evaluations
+(`benchmarks.sampling`), each as one CUDA graph; those that we lose are among them. Code of another
+chip that ran on this one has rows whose GPU is called sm_80-on-NAME: they are not of that chip.
+"""
+
+import csv
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import harness
+from benchmarks.harness import OURS, Row
+from diffusion.errors import ConfigError
+
+DEFAULTS = {"into": "", "csv": "", "results": ""}
+BEGIN, END = "<!-- models -->", "<!-- end of models -->"
+_OPS = {"train_step": "step", "unet_forward": "evaluation"}
+_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+) (\w+)")  # images, height, width, channels, model
+_PROVIDER = re.compile(r"(\w+)-(bf16|tf32|fp32|fp16)( graph)?")
+_OTHER_CHIP = re.compile(r"(sm_\d+)-on-(.+)")
+
+
+class Line(NamedTuple):
+    """One model, number of images, GPU and precision; times in microseconds."""
+
+    op: str
+    model: str
+    size: int
+    images: int
+    gpu: str
+    precision: str
+    theirs: Row  # torch.compile's
+    ours: Row
+
+    @property
+    def ratio(self) -> float:
+        return self.theirs.median_us / self.ours.median_us
+
+    @property
+    def measured(self) -> str:
+        """How far the numbers are of this GPU, and of one process."""
+        other = _OTHER_CHIP.fullmatch(self.gpu)
+        if other:
+            return f"no: code of {other[1]} on {_name(other[2])}"
+        if not (self.theirs.run and self.ours.run):  # of before runs had names
+            return "yes, perhaps in two runs"
+        return "yes" if self.theirs.run == self.ours.run else "yes, in two runs"
+
+
+def main(arguments: Sequence[str]) -> int:
+    settings = harness.parse_settings(arguments, DEFAULTS)
+    folder = Path(settings["results"] or harness.RESULTS)
+    rows = [row for path in sorted(folder.glob("*.csv")) for row in harness.read_rows(path)]
+    lines = find_lines(rows)
+    if not lines:
+        raise ConfigError(f"{folder} has no rows of ours beside torch.compile")
+    if settings["csv"]:
+        write_csv(Path(settings["csv"]), lines)
+    if settings["into"]:
+        write_into(Path(settings["into"]), lines)
+    elif not settings["csv"]:
+        print(format_lines(lines))
+    return 0
+
+
+def find_lines(rows: Sequence[Row]) -> list[Line]:
+    """Those that both sides have."""
+    sides: dict[tuple, dict[str, Row]] = {}
+    for row in rows:
+        shape, provider = _SHAPE.fullmatch(row.shape), _PROVIDER.fullmatch(row.provider)
+        if row.op not in _OPS or shape is None or provider is None:
+            continue  # of another benchmark, or launched from Python
+        if row.op == "train_step" and provider[3] is None:
+            continue
+        images, height, _, _, model = shape.groups()
+        key = row.op, model, int(height), int(images), row.gpu, provider[2]
+        sides.setdefault(key, {})[provider[1]] = row
+    both = ((key, s) for key, s in sides.items() if OURS in s and "compile" in s)
+    lines = [Line(*key, side["compile"], side[OURS]) for key, side in both]
+    return sorted(lines, key=lambda line: (list(_OPS).index(line.op), *line[1:6]))
+
+
+def format_lines(lines: Sequence[Line]) -> str:
+    """Markdown: the table, and of what commits and versions it is."""
+    header = ["", "model", "images", "GPU", "precision", "torch.compile, ms", "ours, ms", "ratio"]
+    header.append("measured on it")
+    cells = [
+        [
+            _OPS[line.op],
+            f"`{line.model}`",
+            f"{line.images} of {line.size}x{line.size}",
+            _gpu(line.gpu),
+            line.precision,
+            f"{line.theirs.median_us / 1000:.3g}",
+            f"{line.ours.median_us / 1000:.3g}",
+            f"{line.ratio:.2f}",
+            line.measured,
+        ]
+        for line in lines
+    ]
+    sides = [row for line in lines for row in (line.theirs, line.ours)]
+    versions = sorted({(row.torch.split("+")[0], row.triton) for row in sides})
+    said = ", ".join(f"torch {torch} with triton {triton}" for torch, triton in versions)
+    commits = ", ".join(sorted({row.commit for row in sides}))
+    return f"{harness.format_table(header, cells)}\n\nOf commits {commits}; {said}."
+
+
+def write_into(path: Path, lines: Sequence[Line]) -> None:
+    """Replace what is between the two marks. ConfigError if they are not there."""
+    text = path.read_text()
+    begin, end = text.find(BEGIN), text.find(END)
+    if not 0 <= begin < end:
+        raise ConfigError(f"{path} has no line {BEGIN} before a line {END}")
+    path.write_text(f"{text[:begin]}{BEGIN}\n{format_lines(lines)}\n{text[end:]}")
+
+
+def write_csv(path: Path, lines: Sequence[Line]) -> None:
+    """The same with where it comes from; the folder of the results would be read again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        sides = [f"{side}_{what}" for side in ("compile", "ours") for what in _OF_A_SIDE]
+        writer.writerow([*Line._fields[:6], "ratio", "measured", *sides])
+        for line in lines:
+            side = (getattr(row, what) for row in (line.theirs, line.ours) for what in _OF_A_SIDE)
+            writer.writerow([*line[:6], f"{line.ratio:.3f}", line.measured, *side])
+
+
+_OF_A_SIDE = ("median_us", "p20_us", "p80_us", "torch", "triton", "commit", "run")
+
+
+def _gpu(slug: str) -> str:
+    other = _OTHER_CHIP.fullmatch(slug)
+    return other[1] if other else _name(slug)
+
+
+def _name(slug: str) -> str:
+    """ "nvidia-h100-80gb-hbm3" -> "H100"."""
+    return slug.removeprefix("nvidia-").removeprefix("geforce-").split("-80gb")[0].upper()
+
+
+if __name__ == "__main__":
+    harness.run_entry(main)

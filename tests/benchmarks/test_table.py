@@ -1,0 +1,75 @@
+"""The table of models, GPUs and precisions."""
+
+import csv
+
+import pytest
+
+from benchmarks import harness, table
+from diffusion.errors import ConfigError
+
+from .small import row
+
+STEP = {"op": "train_step", "shape": "128x64x64x3 unet64", "dtype": "any", "pass_": "step"}
+
+
+def pair(theirs=30e3, ours=10e3, **changes):
+    given = STEP | changes
+    return [
+        row(provider="compile-bf16 graph", median_us=theirs, **given),
+        row(provider="triton-bf16 graph", median_us=ours, **given),
+    ]
+
+
+ROWS = [
+    *pair(),
+    *pair(12e3, 14e3, shape="32x32x32x4 ldm_320"),  # lost
+    *pair(40e3, 25e3, gpu="sm_80-on-nvidia-h100-80gb-hbm3"),
+    row(provider="triton-bf16 plain", median_us=1.0, **STEP),  # launched from Python
+    row(provider="eager-bf16 graph", median_us=1.0, **STEP),
+    row(provider="triton-tf32 graph", median_us=1.0, **STEP),  # nothing beside it
+    row(provider="triton-bf16 graph deterministic", median_us=1.0, **STEP),
+    row(op="unet_forward", shape="1x64x64x3 unet64", provider="compile-bf16", median_us=1000.0),
+    row(op="unet_forward", shape="1x64x64x3 unet64", provider="triton-bf16", run="another"),
+    row(op="sampling", shape="16x64x64x3 unet64 ddim50", provider="triton-bf16"),
+]
+
+
+def test_a_line_for_whatever_both_sides_have():
+    lines = table.find_lines(ROWS)
+    found = [(line.op, line.model, line.images, line.size, round(line.ratio, 2)) for line in lines]
+    assert found == [
+        ("train_step", "ldm_320", 32, 32, 0.86),
+        ("train_step", "unet64", 128, 64, 3.0),
+        ("train_step", "unet64", 128, 64, 1.6),
+        ("unet_forward", "unet64", 1, 64, 35.09),
+    ]
+    assert [line.measured for line in lines] == [
+        "yes",
+        "yes",
+        "no: code of sm_80 on H100",
+        "yes, in two runs",
+    ]
+    text = table.format_lines(lines)
+    assert "`ldm_320`" in text and " 0.86 |" in text and " H200 " in text and " sm_80 " in text
+    assert text.endswith("Of commits abc1234; torch 2.11.0 with triton 3.6.0.")
+
+
+def test_files(tmp_path):
+    results = tmp_path / "results"
+    harness.write_rows(results / "nvidia-h200.csv", ROWS)
+    page, out = tmp_path / "page.md", tmp_path / "models.csv"
+    page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    given = [f"results={results}", f"csv={out}"]
+    assert table.main([*given, f"into={page}"]) == 0
+    text = page.read_text()
+    assert text.startswith(f"before\n{table.BEGIN}\n|") and text.endswith(f"{table.END}\nafter\n")
+    assert "old" not in text and table.main([*given, f"into={page}"]) == 0
+    assert page.read_text() == text
+    with out.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 4 and lines[0]["ratio"] == "0.857" and lines[0]["ours_commit"] == "abc1234"
+    page.write_text("no marks")
+    with pytest.raises(ConfigError, match="has no line <!-- models -->"):
+        table.main([*given, f"into={page}"])
+    with pytest.raises(ConfigError, match="has no rows of ours beside torch.compile"):
+        table.main([f"results={tmp_path / 'nowhere'}"])
