@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from .. import __version__
 from ..runtime.host import free_memory, processors
 from .run_log import write_whole
 
 FILE = "environment.json"
-_PACKAGES = ("torch", "triton", "numpy", "safetensors", "triton-diffusion")
+_PACKAGES = ("torch", "triton", "numpy", "safetensors")
 _SOURCE = Path(__file__).resolve().parents[2]
 _NOT_COMPARED = ("time", "from_step", "host")  # where and when, and not what with
 
@@ -27,7 +28,8 @@ def environment(device: torch.device, processes: int) -> dict[str, Any]:
     changes, the device, the host."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {name: found for name in _PACKAGES if (found := _version(name))}
+        | {"triton-diffusion": __version__},  # of the code that runs, not of what is installed
         **_commit(),
         "device": str(device.type),
         "processes": processes,
@@ -78,7 +80,7 @@ def read_environments(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _version(package: str) -> str | None:
-    module = sys.modules.get(package.replace("-", "_"))
+    module = sys.modules.get(package)
     found = getattr(module, "__version__", None)  # says +cpu, +cu128 or git's commit where it is
     try:
         return str(found or version(package))

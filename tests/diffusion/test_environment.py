@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+import diffusion
 from diffusion.runs.training import train
 from diffusion.tracking import environment as module
 from diffusion.tracking.environment import environment, note_environment, read_environments
@@ -24,6 +25,7 @@ def test_a_run_says_what_it_was_trained_with(tmp_path, monkeypatch):
     train(composed(*settings, "train.steps=2"), tmp_path)
     (first,) = read_environments(tmp_path)
     assert first["packages"]["torch"] == torch.__version__ and first["device"] == "cpu"
+    assert first["packages"]["triton-diffusion"] == diffusion.__version__
     assert first["from_step"] == 0 and first["processes"] == 1 and first["memory_gib"] > 0
     if (module._SOURCE / ".git").exists():
         assert len(first["commit"]) == 40 and first["changed"] in (True, False)
