@@ -36,6 +36,7 @@ from .editing import edited_options, load_edit
 
 _GRID_OF = 100  # images at most in the grid that comes with a folder of images
 _FILES = (".png", ".npz", ".npy")
+_NAMED = 40  # letters of a setting, at most, in the name of a picture
 _LINE_EVERY = 30.0  # seconds, of progress that no terminal shows
 # settings of `load_guide`
 GUIDED = ("guidance", "guidance_interval", "guidance_rescale", "negative", "guide", "guide_ema")
@@ -351,7 +352,8 @@ def _default_out(settings: SampleSettings, trained: Trained, values: Values) -> 
     for key in ("spacing", "eta", "clip", "label", *GUIDED, *edited):
         value = getattr(settings, key)
         if value != getattr(SampleSettings, key):
-            name += f"_{key}{'' if type(value) in (int, float) else '-'}{shown(value)}"
+            text = shown(value)[-_NAMED:]  # of a path its end
+            name += f"_{key}{'' if type(value) in (int, float) else '-'}{text}"
     suffix = ".png" if values.is_image else ".npz"
     name = f"{name}_{settings.seed}{suffix}".replace("/", "-")  # of a class's name
     if trained.run_dir is None:
