@@ -298,7 +298,7 @@ def test_spaces_that_do_not_match():
         ({"latency_calls": -1}, "latency_calls=-1"),
         ({"seed": -1}, "seed=-1"),
         ({"out": "a.mp4"}, "out=a.mp4; expected a .gif"),
-        ({"sampler": "euler"}, "sampler=euler is unknown"),
+        ({"sampler": "rk4"}, "sampler=rk4 is unknown"),
         ({"nn": 3}, "nn is unknown; did you mean n?"),
         ({"n": "many"}, "n=many is wrong; expected a whole number"),
     ],
