@@ -63,7 +63,9 @@ ENDLESS |= {
 def composed(name: str, *overrides: str) -> dict:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIGS), version_base=None):
-        return plain(compose(name, overrides=list(overrides)))
+        settings = plain(compose(name, overrides=list(overrides)))
+        settings.pop("plugin", None)  # which the command line takes out
+        return settings
 
 
 @pytest.fixture(scope="module")
