@@ -43,7 +43,7 @@ _WITH_VALUE += ("--package", "-p")
 _SYNTAX = "()[]{},'\"\\$"  # of lists, quotes, sweeps and interpolations in Hydra's language
 # settings that may name a file or folder to read or to write
 _PATHS = ("path", "ckpt", "src", "out", "init", "mask", "resume", "reference", "weights", "runs")
-_PATHS += ("run_dir", "guide")
+_PATHS += ("run_dir", "guide", "labels", "encode", "decoder")
 _LISTED = 20  # keys or choices at most in a message
 
 # ${first_given:A,B} in a configuration: A, or B if that is null

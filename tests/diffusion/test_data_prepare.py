@@ -58,6 +58,11 @@ def test_nothing_is_overwritten_unasked(photos):
     assert load_dataset("packed", path=photos / "a.packed").size == (10, 12)
 
 
+def test_a_name_that_no_file_can_have(photos):
+    code, _, err = prepare(photos, "src=photos", "out=a.packed", f"encode={'x' * 300}")
+    assert code == 2 and "too long for the name of a file" in err and "Traceback" not in err
+
+
 def test_the_script_is_short():
     assert len((ROOT / "tools/prepare.py").read_text().splitlines()) <= 80
 
