@@ -8,12 +8,15 @@ and columns of an image, channels multiplied and of the result, the filter, the 
 epilogue adds: `emb`, `residual`, `stats`, `mask`, `extra=64` (a 1x1 convolution of so many
 channels; may be given twice), `first=192` (of an input gradient: channels of the first of two
 tensors), `activation=silu`. A weight gradient reads x of the channels that are multiplied.
+`unfused` asks for the kernels of the public `conv2d`, which have no epilogue.
 """
 
+import dataclasses
 import re
 import sys
 from collections.abc import Sequence
 
+from .conv import forward
 from .conv.fused import FORWARD, INPUT_GRAD
 from .conv.weight_grad import WEIGHT_GRAD
 from .registry.chips import CHIPS, chip, floor
@@ -22,6 +25,7 @@ from .registry.kernel import Op
 from .registry.spec import ConvSpec
 
 _OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
+_UNFUSED = {"forward": forward.FORWARD, "input_grad": forward.INPUT_GRAD}
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
 _FLAGS = ("emb", "residual", "stats", "mask")
 _EXAMPLE = "conv forward 128x64x64 64->64 3x3 bf16 residual stats"
@@ -29,13 +33,15 @@ _EXAMPLE = "conv forward 128x64x64 64->64 3x3 bf16 residual stats"
 
 def parse(text: str) -> tuple[Op, ConvSpec]:
     """An operation and a spec. ValueError: a word that means nothing, or one that is missing."""
-    op, given = None, {}
+    which, unfused, given = None, False, {}
     extra: tuple[int, ...] = ()
     for word in text.split():
         if word in ("conv", "conv2d"):
             continue
         if word in _OPS:
-            op = _OPS[word]
+            which = word
+        elif word == "unfused":
+            unfused = True
         elif word in _DTYPES:
             given["dtype"] = word
         elif word in _FLAGS:
@@ -57,11 +63,21 @@ def parse(text: str) -> tuple[Op, ConvSpec]:
     missing = {"n": "128x64x64", "k": "64->64", "dtype": "bf16"}
     if absent := [example for key, example in missing.items() if key not in given]:
         raise ValueError(f"something like {absent[0]} is missing; an example: {_EXAMPLE!r}")
-    if op is None:
+    if which is None:
         raise ValueError(f"the pass is missing; choose one of {', '.join(_OPS)}")
+    if unfused and which in _UNFUSED:
+        return _UNFUSED[which], _of_one(ConvSpec(**given))
+    op = _OPS[which]
     if op is INPUT_GRAD:
         given = {"activation": "silu", "first": given["c"]} | given
     return op, ConvSpec(extra=extra, **given)
+
+
+def _of_one(spec: ConvSpec) -> ConvSpec:
+    """As `conv.forward.spec_of` has it: of a matrix product all pixels are one row."""
+    if spec.taps == 1 and spec.dtype != "fp32":
+        spec = dataclasses.replace(spec, n=1, h=1, w=spec.n * spec.h * spec.w)
+    return dataclasses.replace(spec, p=spec.h, q=spec.w, padding=spec.pads)
 
 
 def report(op: Op, spec: ConvSpec, name: str) -> str:

@@ -24,6 +24,21 @@ def test_a_weight_gradient_has_its_own_kernels(capsys):
     assert any("pointwise_wgrad" in line and "1x1 filters" in line for line in lines)
 
 
+def test_public_convolutions_have_kernels_of_their_own(capsys):
+    for line, kernel in (
+        ("conv unfused forward 32x8x8 512->256 3x3 bf16", "unfused_tiles"),
+        ("conv unfused forward 32x16x16 192->576 1x1 bf16", "unfused_"),
+        ("conv unfused input_grad 32x8x8 768->256 3x3 fp32", "tf32x3"),
+    ):
+        assert main([line, "gpu=h200"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        (taken,) = (text for text in lines if text.startswith("  ->"))
+        assert kernel in taken and "taken: " in taken
+        assert any("tma_stride2" in text and "stride 2" in text for text in lines)
+    assert main(["conv unfused forward 32x8x8 64->64 3x3 bf16", "gpu=a100"]) == 0
+    assert "-> pointer" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("gpu", CHIPS)
 def test_every_kernel_is_there_and_one_is_taken(gpu, capsys):
     assert main([LINE, f"gpu={gpu}"]) == 0

@@ -13,8 +13,9 @@ from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
 from triton_kernels.conv.hopper import row_mma
 from triton_kernels.conv.weight_grad import WEIGHT_GRAD
 from triton_kernels.registry import choose as registry
-from triton_kernels.registry import rows, search
+from triton_kernels.registry import cost, rows, search
 from triton_kernels.registry.chips import CHIPS
+from triton_kernels.registry.cost import Work
 from triton_kernels.registry.kernel import Kernel, Op
 from triton_kernels.registry.spec import ConvSpec
 from triton_kernels.runtime.device import Device
@@ -280,6 +281,43 @@ def test_float32_weight_gradients_are_told_by_their_kernel():
     assert can == {"im2col_wgrad", "gather_wgrad"}
 
 
+class TestFittedCosts:
+    def test_parameters_are_of_known_kernels(self):
+        """Each name is that of a kernel and of the fields that its parameters depend on."""
+        known = {k.name: k for op in (FORWARD, INPUT_GRAD, WEIGHT_GRAD) for k in op.kernels}
+        fitted = cost.parameters(90)
+        assert len(fitted) >= 10 and not cost.parameters(80)
+        for name, values in fitted.items():
+            kernel, *fields = name.split()
+            assert known[kernel].work is not None
+            assert [field.split("=")[0] for field in fields] == list(known[kernel].fitted_by)
+            assert len(values) == len(cost.terms(Work(1, 1, 1, 1, 1, 1, 1), HOPPER))
+            assert all(value >= 0 for value in values) and any(values)
+
+    @pytest.mark.parametrize("op", [FORWARD, INPUT_GRAD, WEIGHT_GRAD], ids=lambda op: op.name)
+    def test_more_work_takes_longer(self, op):
+        """16 times the images take 4 to 16 times as long, by every kernel that has a model."""
+        spec = ConvSpec(32, "bf16", 32, 32, 128, 128, padding=(1, 1))
+        if op is INPUT_GRAD:
+            spec = dataclasses.replace(spec, first=128, activation="silu")
+        more = dataclasses.replace(spec, n=16 * 32)
+        models = 0
+        for kernel, config in registry.listed(op, spec, HOPPER):
+            if (us := kernel.model(spec, HOPPER, config)) is not None:
+                models += 1
+                assert 5 < us < 1000
+                assert 4 < kernel.model(more, HOPPER, config) / us < 17
+        assert models >= 5
+
+    def test_fewer_multiprocessors_take_longer(self):
+        """The parameters are of an architecture, in waves of the chip at hand."""
+        spec = ConvSpec(32, "bf16", 32, 32, 128, 128)
+        kernel = FORWARD.kernel("tile_mma")
+        for config in kernel.configs(spec, HOPPER):
+            half = HOPPER._replace(num_sms=66)
+            assert kernel.model(spec, half, config) > 1.5 * kernel.model(spec, HOPPER, config)
+
+
 class TestSelect:
     def spec(self, **changes) -> ConvSpec:
         given = {"n": 32, "dtype": "bf16", "h": 64, "w": 64, "k": 64, "c": 64, "stats": True}
@@ -288,7 +326,7 @@ class TestSelect:
     @pytest.mark.usefixtures("measured")
     def test_what_nobody_has_measured_is_predicted(self):
         choice = registry.select(FORWARD, self.spec(), HOPPER)
-        assert (choice.kernel.name, choice.why) == ("tma", "predicted")
+        assert (choice.kernel.name, choice.why) == ("tile_mma", "predicted")
 
     def test_a_row_decides(self):
         choice = registry.select(FORWARD, self.spec(), HOPPER)
@@ -322,7 +360,7 @@ class TestSelect:
             choice = registry.select(op, spec, CHIPS[gpu].gpu)
             assert choice.config in choice.kernel.configs(spec, CHIPS[gpu].gpu)
             if choice.why == "predicted":
-                assert 1 < choice.kernel.cost(spec, CHIPS[gpu].gpu, choice.config) < 10_000
+                assert 1 < choice.kernel.predict(spec, CHIPS[gpu].gpu, choice.config) < 10_000
 
     def test_masks_are_told_apart(self):
         """A cache of decisions must not hand a layer with dropout what one without it takes."""
@@ -330,6 +368,21 @@ class TestSelect:
         plain = registry.select(INPUT_GRAD, grad, HOPPER)
         masked = registry.select(INPUT_GRAD, dataclasses.replace(grad, mask=True), HOPPER)
         assert plain.kernel.name == "tile_mma" and masked.kernel.name == "tma"
+
+    def test_a_row_of_another_shape_is_passed_over_if_it_is_slow(self, measured):
+        """Where models were fitted to times they say so; elsewhere the row is all that is known."""
+        spec = self.spec(n=8, h=16, w=16, k=1280, c=1280, stats=False)
+        small = {"block_c": 64, "block_m": 64, "block_k": 64, "num_warps": 4, "num_stages": 4}
+        shape = {"h": 16, "w": 16, "k": 640, "c": 640, "r": 3, "s": 3, "dtype": "bf16"}
+        shape |= {"residual": False, "extras": 0, "stats": False}
+        named = {"kernel": "tma", "config": small | {"rows": 1, "parts": 1}}
+        measured({"op": "conv_forward", "n": 8, **shape, **named})
+        choice = registry.select(FORWARD, spec, HOPPER)
+        assert (choice.kernel.name, choice.why) == ("tile_mma", "predicted")
+        named["config"]["block_k"] = 32
+        measured({"op": "conv_forward", "n": 8, **shape, **named} | {"dtype": "tf32"})
+        choice = registry.select(FORWARD, dataclasses.replace(spec, dtype="tf32"), HOPPER)
+        assert choice.config.block_k == 32 and choice.why == "like n=8 k=640 c=640"
 
     def test_nothing_that_can_do_it(self):
         never = Kernel("never", Tile, lambda spec, gpu: "it never does", lambda spec, gpu: TILES)

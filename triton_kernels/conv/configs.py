@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..reductions.long_sums import fewest_parts
+from ..registry.cost import Work
 from ..registry.kernel import Kernel, configures
 from ..registry.spec import ConvSpec
 from ..runtime.device import Device
@@ -97,6 +98,8 @@ def split_kernel(
     around: bool = True,  # whether more and fewer parts than the best number are worth measuring
     pads: bool = False,
     in_place: bool = False,
+    work: Callable[[ConvSpec, Device, tuple], Work] | None = None,  # of a configuration
+    fitted_by: tuple[str, ...] = (),
 ) -> SplitKernel:
     """The kernel of such tiles. Its cost is that of a tile with the best number of parts."""
     config = with_splits(tile)
@@ -129,6 +132,8 @@ def split_kernel(
         configs,
         cost and total,
         lambda c, operands: launch(c.tile, c.splits, operands),
+        work,
+        fitted_by,
         tile=tile,
         splits=splits,
         pads=pads,

@@ -1,11 +1,12 @@
 """`select` and `choose`: which of the kernels that can do it runs.
 
 In this order: what has been measured for the shape (at the nearest batch), what has been measured
-for the shape most like it, what the kernels' cost models predict.
+for the shape most like it unless fitted models say that it is slow, what the cost models predict.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,7 +18,9 @@ from .rows import Found, Shape, Table
 from .spec import Spec
 
 _SIMILAR = 6.0  # powers of two between shapes, at most, if one is to say something of the other
+_SLOWER = 1.05  # than predicted: another shape's row is passed over
 _SMALLEST_SIZE = 16  # of what shapes may differ in; smaller are sides of filters, and small images
+_NONE = (math.inf, None)
 _ALIKE = {"fp16": "bf16"}  # as fast
 
 _taken: dict[tuple, tuple[Table, tuple]] = {}
@@ -45,6 +48,8 @@ def select(
             op, spec, lambda: listed(op, spec, gpu), lambda: _predicted(op, spec, gpu), run
         )
     choice = _measured(op, spec, gpu) or _predicted(op, spec, gpu)
+    if choice.why.startswith("like"):
+        choice = _unless_slow(choice, op, spec, gpu)
     _decided[key] = table, choice
     return choice
 
@@ -70,13 +75,23 @@ def _measured(op: Op, spec: Spec, gpu: Device) -> Choice | None:
     return None
 
 
+def _unless_slow(choice: Choice, op: Op, spec: Spec, gpu: Device) -> Choice:
+    """What another shape's row says, unless models that were fitted to times know better."""
+    us = choice.kernel.model(spec, gpu, choice.config)
+    if us is None:
+        return choice
+    other = _predicted(op, spec, gpu)
+    known = other.kernel.model(spec, gpu, other.config)
+    return other if known is not None and us > _SLOWER * known else choice
+
+
 def _predicted(op: Op, spec: Spec, gpu: Device) -> Choice:
     best: tuple[float, Kernel, tuple] | None = None
     for kernel in op.kernels:
-        if kernel.cost is None or kernel.refuse(spec, gpu) is not None:
+        if kernel.refuse(spec, gpu) is not None:
             continue
         for config in kernel.configs(spec, gpu):
-            cost = kernel.cost(spec, gpu, config)
+            cost = kernel.predict(spec, gpu, config)
             if math.isfinite(cost) and (best is None or cost < best[0]):
                 best = cost, kernel, config
     if best is None:  # the first that can is the safe one
@@ -158,12 +173,12 @@ def explain(op: Op, spec: Spec, gpu: Device) -> list[Considered]:
         refused = kernel.refuse(spec, gpu)
         configs: Sequence[tuple] = () if refused else kernel.configs(spec, gpu)
         chosen = choice.why if kernel is choice.kernel else None
-        best = None
-        if kernel.cost is not None and configs:
-            best = min(configs, key=lambda c, kernel=kernel: kernel.cost(spec, gpu, c))
-        config = choice.config if chosen else best
-        priced = kernel.cost is not None and config is not None
-        predicted = kernel.cost(spec, gpu, config) if priced else math.inf
+        costs = [kernel.predict(spec, gpu, config) for config in configs]
+        predicted, best = min(zip(costs, configs, strict=True), key=itemgetter(0), default=_NONE)
+        config = best if math.isfinite(predicted) else None
+        if chosen:
+            config = choice.config
+            predicted = kernel.predict(spec, gpu, config)
         if refused is None and not configs:
             refused = "none of its configurations fits"
         known = predicted if math.isfinite(predicted) else None

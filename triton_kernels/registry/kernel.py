@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ..runtime.device import Device
+from .cost import Work, microseconds, name, parameters
 from .spec import Spec
 
 CLOCKS = 1755.0  # a microsecond, of an H100: only ratios of costs decide
@@ -39,6 +40,23 @@ class Kernel(Generic[C]):
     # microseconds that a configuration is predicted to take; None: taken only where measured
     cost: Callable[[Spec, Device, C], float] | None = None
     launch: Callable[..., None] | None = None  # of a configuration and the op's operands
+    # what the programs of a configuration do, where times were fitted to it (`registry.cost`), and
+    # the fields of a configuration that have parameters of their own
+    work: Callable[[Spec, Device, C], Work] | None = None
+    fitted_by: tuple[str, ...] = ()
+
+    def model(self, spec: Spec, gpu: Device, config: C) -> float | None:
+        """Microseconds by parameters that were fitted to times; None: there are none."""
+        if self.work is None or spec.itemsize != 2:
+            return None
+        fitted = parameters(gpu.arch).get(name(self.name, self.fitted_by, config))
+        return fitted and microseconds(fitted, self.work(spec, gpu, config), gpu)
+
+    def predict(self, spec: Spec, gpu: Device, config: C) -> float:
+        """Microseconds; infinite if it is to be taken only where it was measured."""
+        if (fitted := self.model(spec, gpu, config)) is not None:
+            return fitted
+        return math.inf if self.cost is None else self.cost(spec, gpu, config)
 
     def meant(self, row: dict[str, Any], listed: Sequence[C]) -> C | None:
         """The configuration that a measured row names, if it is listed."""

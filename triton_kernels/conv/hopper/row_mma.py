@@ -28,6 +28,7 @@ import triton
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes, missing, takes
+from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
@@ -314,6 +315,23 @@ def _launch_wgrad(tile: RowWgrad, splits: int, operands: WgradOperands) -> None:
     weight_grad(operands.x, operands.dy, operands.parts.view(splits, -1))
 
 
+def _wgrad_work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
+    co, ci = spec.of_filters
+    width = spec.w * images_of_row(spec.w)
+    steps = math.prod(wgrad_tiles(spec.n, spec.h, spec.w)) / c.splits
+    return Work(
+        tiles=-(-co * ci // (64 * c.block_ci)) * c.splits,
+        resident=1,
+        products=64 * c.block_ci * 9 * _PIXELS * steps,
+        fetched=((_PIXELS // width + 2) * width * 2 * c.block_ci + _PIXELS * 128) * steps,
+        steps=steps,
+        written=0,
+        memory=spec.n * spec.h * spec.w * (spec.k + spec.c) * 2,
+        parts=c.splits * co * ci * 9 * 4,
+        splits=c.splits,
+    )
+
+
 WEIGHT_GRAD = split_kernel(
     RowWgrad,
     refuse_wgrad,
@@ -322,6 +340,8 @@ WEIGHT_GRAD = split_kernel(
     _launch_wgrad,
     around=False,
     pads=True,
+    work=_wgrad_work,
+    fitted_by=("block_ci",),
 )
 
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes
+from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
@@ -183,4 +184,30 @@ def in_rows(x: Tensor, rows: int, images: int, channels: int = 64) -> "TensorDes
     return in_boxes(x, [h, n, w, c], [w * c, h * w * c, c, 1], [rows, images, w, channels])
 
 
-KERNEL = Kernel("tile_mma", TileMma, refuse, configs, launch=launch)
+def work(spec: ConvSpec, gpu: Device, c: TileMma) -> Work:
+    """What its programs do; two warpgroups have a tile each."""
+    rows, images = cut(c.block_m, spec.h, spec.w)
+    blocks = -(-spec.k // 64)
+    extra = sum(-(-k // 64) for k in spec.extra)
+    return Work(
+        tiles=-(-spec.n // images) * (spec.h // rows) * (spec.c // 64),
+        resident=2,
+        products=64 * c.block_m * 64 * (9 * blocks + extra),
+        fetched=3 * blocks * ((c.block_m + 2 * images * spec.w) * 128 + 3 * 64 * 128)
+        + extra * (c.block_m + 64) * 128,
+        steps=3 * blocks + extra,
+        written=64 * c.block_m,
+        memory=spec.bytes,
+        grad=spec.activation is not None,
+    )
+
+
+KERNEL = Kernel(
+    "tile_mma",
+    TileMma,
+    refuse,
+    configs,
+    launch=launch,
+    work=work,
+    fitted_by=("block_m", "filters_with_pixels"),
+)

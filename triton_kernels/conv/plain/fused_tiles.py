@@ -5,6 +5,7 @@ import math
 import triton
 from torch import Tensor
 
+from ...registry.cost import Work
 from ...registry.kernel import CLOCKS
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
@@ -67,6 +68,26 @@ def _fetched(config: Config, itemsize: int) -> tuple[int, int]:
     if config.rows == 1:
         return config.block_m * row, config.block_c * row
     return (config.rows + 2) * config.block_m * row, 3 * config.block_c * row
+
+
+def work(spec: ConvSpec, gpu: Device, c: Config) -> Work:
+    """What its programs do."""
+    box = box_of(c, spec.n, spec.h, spec.w, is_even(spec))
+    tall = box[0], box[1] * c.rows, box[2]
+    taps = spec.taps // (3 if c.rows > 1 else 1)
+    steps = taps * triton.cdiv(spec.k, c.block_k)
+    steps += sum(triton.cdiv(k, c.block_k) for k in spec.extra)
+    products = c.block_c * c.block_m * c.block_k * (3 * c.rows if c.rows > 1 else 1)
+    return Work(
+        tiles=count_boxes(tall, spec.n, spec.h, spec.w) * triton.cdiv(spec.c, c.block_c),
+        resident=max(1, _resident(c, spec, gpu)),
+        products=products * steps,
+        fetched=sum(_fetched(c, spec.itemsize)) * steps,
+        steps=steps,
+        written=c.block_c * c.block_m * c.rows,
+        memory=spec.bytes,
+        grad=spec.activation is not None,
+    )
 
 
 def _resident(config: Config, spec: ConvSpec, gpu: Device) -> int:

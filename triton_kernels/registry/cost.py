@@ -1,0 +1,88 @@
+"""What a kernel is predicted to cost: the work of its programs, and parameters fitted to times.
+
+A kernel says what its programs do (`Work`); what follows from that and from the chip is here:
+
+    us = launch
+       + waves of tiles over the multiprocessors x (products + bytes fetched + numbers written)
+       + waves of resident tiles x (steps + a tile's beginning and end)
+       + memory read and written + parts of split sums, written and read again
+
+Every term has a parameter, and none is negative (`benchmarks.fit_costs`). They are in
+`measured/costs_sm_*.json`, of 16-bit numbers, for a kernel and the fields of its configuration that
+change its code most, and belong to an architecture: a chip with more or fewer multiprocessors has
+the same, in other waves.
+"""
+
+import json
+import logging
+from functools import lru_cache
+from math import ceil
+from pathlib import Path
+from typing import NamedTuple
+
+from ..runtime.device import Device
+
+_MEASURED = Path(__file__).parents[1] / "measured"
+_log = logging.getLogger(__name__)
+
+
+class Work(NamedTuple):
+    """Of one launch."""
+
+    tiles: int  # programs, or what persistent ones take one after the other
+    resident: int  # tiles that a multiprocessor has under way at a time
+    products: float  # multiply-adds of a tile
+    fetched: float  # bytes that a tile loads
+    steps: float  # rounds of loading and multiplying, one after the other
+    written: int  # numbers of a tile's result
+    memory: int  # bytes read and written at least once, of all
+    parts: int = 0  # bytes of the parts of a split sum
+    splits: int = 1
+    grad: bool = False  # whether the epilogue is an input gradient's
+
+
+def terms(work: Work, gpu: Device) -> tuple[float, ...]:
+    """What the parameters are multiplied by, each about as large as microseconds."""
+    waves = ceil(work.tiles / gpu.num_sms)
+    resident = ceil(work.tiles / (gpu.num_sms * work.resident))
+    return (
+        1.0,
+        waves * work.products / 1e6,
+        waves * work.fetched / 1e5,
+        waves * work.written / 1e4,
+        resident * work.steps,
+        float(resident),
+        work.memory / 1e7,
+        work.parts / 1e7,
+        float(work.splits > 1),
+        float(work.grad),
+        work.grad * waves * work.written / 1e4,
+    )
+
+
+def file_name(gpu: Device) -> str:
+    """Of the parameters that hold for a GPU."""
+    return f"costs_sm_{gpu.arch}.json"
+
+
+@lru_cache
+def parameters(arch: int) -> dict[str, tuple[float, ...]]:
+    """By kernel and fields; none for an architecture that nobody has fitted."""
+    path = _MEASURED / f"costs_sm_{arch}.json"
+    try:
+        return {key: tuple(values) for key, values in json.loads(path.read_text()).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        _log.warning("%s has no parameters of costs and is not used: %r", path, error)
+        return {}
+
+
+def name(kernel: str, fields: tuple[str, ...], config: tuple) -> str:
+    """Under which the parameters of a configuration are kept."""
+    return " ".join([kernel, *(f"{field}={getattr(config, field)}" for field in fields)])
+
+
+def microseconds(fitted: tuple[float, ...], work: Work, gpu: Device) -> float:
+    """With the parameters of a kernel."""
+    return sum(p * term for p, term in zip(fitted, terms(work, gpu), strict=True))
