@@ -7,6 +7,7 @@ from torch import nn
 
 from diffusion import accelerate
 from diffusion.models.blocks import AttentionBlock, ResBlock
+from diffusion.plan.__main__ import example
 from diffusion.plan.build import plan
 from diffusion.plan.fuse.backward import BACKWARD_ROWS
 from diffusion.plan.fuse.forward import FORWARD_ROWS
@@ -228,3 +229,15 @@ def test_a_row_that_is_left_out_changes_nothing_else(trains):
         rest = [reason for reasons in part.why.values() for reason in reasons]
         assert not any(reason.startswith(f"{name} (") for reason in rest)
         assert part.graph.count() != whole.graph.count()
+
+
+def test_gradients_of_weights_are_rounded_once():
+    """Of filters in 16 bits, and of those that are rows of another shape in the module; but for the
+    1x1 filters of the halves of a concat."""
+    module, args, kwargs = example("unet_tiny", 2, "16", torch.bfloat16)
+    made = plan(module.train(), args, kwargs, trains=True)
+    readers = made.graph.consumers()
+    grads = [node for node in made.graph.nodes if node.op in ("conv_dw", "linear_dw")]
+    whole = [n for n in grads if all(r is None or r.op != "cat" for r in readers.get(n.out, ()))]
+    assert len(whole) > 50 and all(node.out.dtype == torch.float32 for node in whole)
+    assert all(made.backward.grads[v].shape == v.shape for v in made.wanted.values())

@@ -150,13 +150,29 @@ def _whole_weight(f: Fusing, columns: list[Value]) -> Value | None:
 
 def _exact_weight_grad(f: Fusing, node: Node) -> Value | None:
     """The gradient of a weight in 16 bits, in the parameter's own dtype"""
-    grad = f.maker(node.inputs["x"], "conv_dw", "linear_dw")
-    if grad is None or f.reader(grad.out, "cast") is not node:
+    x = node.inputs["x"]
+    reshape = f.maker(x, "reshape")  # of a weight that has had another shape
+    before = x if reshape is None else reshape.inputs["x"]
+    grad = f.maker(before, "conv_dw", "linear_dw")
+    if grad is None or f.reader(x, "cast") is not node:
         return None
-    f.producers.pop(grad.out)
-    grad.outputs = {"y": node.out}
-    f.take(grad, node)
-    return node.out
+    if reshape is None:
+        f.producers.pop(grad.out)
+        grad.outputs = {"y": node.out}
+        f.take(grad, node)
+        return node.out
+    if f.reader(before, "reshape") is not reshape:
+        return None
+    wide = f.graph.value(before.name, before.shape, node.out.dtype)
+    f.producers.pop(before)
+    grad.outputs = {"y": wide}
+    f.take(grad)
+    f.forget(reshape, "x")
+    f.give(reshape, "x", wide)
+    f.producers.pop(x)
+    reshape.outputs = {"y": node.out}
+    f.take(reshape, node)
+    return wide
 
 
 BACKWARD_ROWS = (
