@@ -48,7 +48,7 @@ def train(process, steps=STEPS):
     )  # fmt: skip
     optimizer = torch.optim.Adam(network.parameters(), lr=4e-3)
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
-    data = draw_data(STEPS * BATCH)
+    data = draw_data(steps * BATCH)
     for step in range(steps):
         rng = torch.tensor([1, step])
         points = data[step * BATCH : (step + 1) * BATCH]
@@ -60,11 +60,11 @@ def train(process, steps=STEPS):
     return network, score_error(network, process)
 
 
-# The best guess that is linear in x_t has an error of 0.39, and 0 as x_0 one of 0.5. An error of
-# epsilon is one of v that is up to 12 times as large, and a shift of 3 leaves little noise to few
-# steps: these take longer.
-LARGER = {"epsilon": 0.3, "loss-aware": 0.3, "learned variance": 0.3, "P2": 0.38}
-LARGER |= {"flow, shift 3": 0.38}
+# The best guess that is linear in x_t has an error of 0.36. An error of epsilon is one of v that is
+# up to 12 times as large, and a shift of 3 leaves little noise to few draws: these take longer.
+LARGER = {"epsilon": 0.3, "loss-aware": 0.3, "learned variance": 0.3, "P2": 0.35}
+LARGER |= {"flow, shift 3": 0.33}
+LONGER = {"flow, shift 3": 1000}  # steps
 QUICK = ("v", "EDM", "soft min-SNR", "P2", "loss-aware", "flow, logit-normal")
 
 
@@ -73,5 +73,5 @@ QUICK = ("v", "EDM", "soft min-SNR", "P2", "loss-aware", "flow, logit-normal")
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in OBJECTIVES],
 )
 def test_the_score_is_found(name):
-    _, error = train(Process(**OBJECTIVES[name]))
+    _, error = train(Process(**OBJECTIVES[name]), LONGER.get(name, STEPS))
     assert error < LARGER.get(name, 0.2)
