@@ -86,13 +86,13 @@ _chosen: str | None = None  # what was chosen, for the log
 def busy_seconds() -> tuple[float, float]:
     """(seconds that processes other than this one have run on the processors that it may use, the
     time), from which two calls tell how busy others are between. Those of low priority, which give
-    way, do not count."""
+    way, do not count, unless this one has a low one too."""
     allowed, ticks = _allowed(), 0
     for line in _text(_PROC / "stat").splitlines():
         name, *numbers = line.split()
         if name.removeprefix("cpu").isdecimal() and int(name[3:]) in allowed:
-            user, _, system = map(int, numbers[:3])
-            ticks += user + system
+            user, low, system = map(int, numbers[:3])
+            ticks += user + system + (low if os.nice(0) > 0 else 0)
     own = sum(os.times()[:4])
     return ticks / os.sysconf("SC_CLK_TCK") - own, time.monotonic()
 
