@@ -94,7 +94,7 @@ def test_a_shift_moves_levels_and_not_what_is_drawn():
         ({"p2_gamma": 1.0}, lambda snr: snr / (1 + snr)),
         ({"p2_gamma": 0.5, "p2_k": 3.0}, lambda snr: snr / np.sqrt(3 + snr)),
     ],
-    ids=str,
+    ids=["min-SNR", "soft min-SNR", "P2", "P2 of k=3"],
 )
 @pytest.mark.parametrize("prediction", ["epsilon", "sample", "v_prediction", "velocity"])
 def test_weights_are_on_the_error_of_x0(weights, of_snr, prediction):

@@ -33,9 +33,10 @@ class Launch(NamedTuple):
     arguments: tuple
     options: dict[str, Any]  # arguments by name, and Triton's own such as num_warps
 
-    def compile(self) -> None:
-        """Into Triton's cache. Needs a GPU of the kind that it was rehearsed for."""
-        self.kernel.warmup(*self.arguments, grid=(1,), **self.options)
+    def compile(self) -> Any:
+        """Into Triton's cache. Needs a GPU of the kind that it was rehearsed for. Returns Triton's
+        CompiledKernel."""
+        return self.kernel.warmup(*self.arguments, grid=(1,), **self.options)
 
 
 @contextmanager
