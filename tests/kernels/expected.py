@@ -15,7 +15,7 @@ class Expect(NamedTuple):
     # attention; False: none
     wgmma: bool | str | None = None
     tma: bool | None = None  # whether tiles are loaded by it
-    spills: int = 0  # bytes of registers that may be spilled
+    spills: int = 0  # bytes of registers, as found when it was recorded: what is large is a defect
     # False: no load of a single number of 16 bits, which is what comes of a tile whose alignment
     # the compiler does not see
     narrow: bool | None = None
