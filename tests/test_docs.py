@@ -83,6 +83,8 @@ def test_settings_of_commands_exist(path):
         words = shlex.split(line[script.end() :], comments=True)
         settings = [word for word in words if word not in ("-m", "...") and word[-3:] != "..."]
         settings = [re.sub("=([^[]+),.*", r"=\1", word) for word in settings]
+        if "hydra/sweeper=optuna" in settings:
+            pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
         GlobalHydra.instance().clear()
         with initialize_config_dir(str(ROOT / "configs"), version_base=None):
             compose(script[1], overrides=settings)

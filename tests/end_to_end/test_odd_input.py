@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import zlib
-from pathlib import Path
+from contextlib import suppress
 
 import pytest
 import torch
@@ -188,6 +188,15 @@ def test_help_into_a_pipe_that_is_closed():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def opened_by(process: subprocess.Popen) -> list[str]:
+    """The files that it has open; it may close one while they are listed."""
+    names = []
+    for fd in os.listdir(f"/proc/{process.pid}/fd"):
+        with suppress(FileNotFoundError):
+            names.append(os.readlink(f"/proc/{process.pid}/fd/{fd}"))
+    return names
+
+
 def test_a_signal_while_the_configuration_is_composed(tmp_path):
     """One of the user's own, so long that it takes a while to read."""
     (tmp_path / "experiment").mkdir()
@@ -199,8 +208,7 @@ def test_a_signal_while_the_configuration_is_composed(tmp_path):
         text=True,
         env=environment(),
     )
-    opened = Path(f"/proc/{process.pid}/fd")
-    while not any(str(os.path.realpath(fd)).endswith("mine.yaml") for fd in opened.iterdir()):
+    while not any(name.endswith("mine.yaml") for name in opened_by(process)):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)

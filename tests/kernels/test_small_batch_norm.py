@@ -276,7 +276,7 @@ def test_norm_of_sums_of_an_upsampled_tensor(c2, few, device, monkeypatch):
 def test_tiles_are_compared_where_they_write(device, monkeypatch):
     """Of the pixels that `corners` leaves as they were, memory that nobody cleared differs."""
     monkeypatch.setattr(norm_few, "_MAX_IMAGES", 0)
-    monkeypatch.setattr(search, "_time", lambda run, best: 1.0)
+    monkeypatch.setattr(search, "time_call", lambda run, best: 1.0)
     small, x2 = randn(1, 2, 2, 28, device=device), randn(1, 4, 4, 20, device=device)
     norm = (partials_of(small, 1), partials_of(x2, 1)), (4, 16), 4, *torch.randn(2, 48), EPS, "silu"
     with search.search() as found:
