@@ -190,6 +190,15 @@ def provenance() -> Provenance:
     return Provenance(slug(name), torch.__version__, triton.__version__, _commit(), run)
 
 
+def replace_between(path: Path, begin: str, end: str, lines: str) -> None:
+    """Put `lines` between the two marks of a page. ConfigError if they are not there."""
+    text = path.read_text()
+    first, last = text.find(begin), text.find(end)
+    if not 0 <= first < last:
+        raise ConfigError(f"{path} has no line {begin} before a line {end}")
+    path.write_text(f"{text[:first]}{begin}\n{lines}\n{text[last:]}")
+
+
 def slug(gpu_name: str) -> str:
     """ "NVIDIA H200" -> "nvidia-h200"."""
     return "-".join(gpu_name.lower().replace("/", " ").split())

@@ -55,11 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def write_into(path: Path, rows: Sequence[Row]) -> None:
     """Replace what is between the two marks. ConfigError if they are not there."""
-    text = path.read_text()
-    begin, end = text.find(BEGIN), text.find(END)
-    if not 0 <= begin < end:
-        raise ConfigError(f"{path} has no line {BEGIN} before a line {END}")
-    path.write_text(f"{text[:begin]}{BEGIN}\n{format_ops(rows)}\n{text[end:]}")
+    harness.replace_between(path, BEGIN, END, format_ops(rows))
 
 
 def format_ops(rows: Sequence[Row]) -> str:

@@ -117,11 +117,7 @@ def format_lines(lines: Sequence[Line]) -> str:
 
 def write_into(path: Path, lines: Sequence[Line]) -> None:
     """Replace what is between the two marks. ConfigError if they are not there."""
-    text = path.read_text()
-    begin, end = text.find(BEGIN), text.find(END)
-    if not 0 <= begin < end:
-        raise ConfigError(f"{path} has no line {BEGIN} before a line {END}")
-    path.write_text(f"{text[:begin]}{BEGIN}\n{format_lines(lines)}\n{text[end:]}")
+    harness.replace_between(path, BEGIN, END, format_lines(lines))
 
 
 def write_csv(path: Path, lines: Sequence[Line]) -> None:

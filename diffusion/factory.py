@@ -16,6 +16,7 @@ from .process.flow import FlowSchedule
 from .process.schedule import FIXED_VARIANCES, PREDICTIONS, NoiseSchedule, make_schedule
 from .process.timesteps import LossAwareTimesteps, check_timesteps
 from .process.weights import Weighting
+from .registration import check_name
 from .runtime.backend import Backend
 from .sampling.sampler import DDIM, DDPM, Sampler
 from .sampling.solvers import DPMSolverPP2M, Euler, Heun
@@ -46,12 +47,7 @@ def register_model(name: str) -> Callable[[M], M]:
     """As `diffusion.register_model`, which says what the class has to be."""
 
     def register(model: M) -> M:
-        known = (MODELS | POLICY_MODELS).get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (
-            model.__module__,
-            model.__qualname__,
-        ):
-            raise ValueError(f"there is a model {name} already: {known.__module__}")
+        check_name("model", name, model, MODELS | POLICY_MODELS)
         MODELS[name] = model
         return model
 

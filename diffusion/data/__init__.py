@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import ConfigError
+from ..registration import check_name
 from ..settings import typed
 from .array import load_array
 from .elephants import TRUNKS, elephants
@@ -46,12 +47,7 @@ def register_dataset(name: str) -> Callable[[L], L]:
     def register(loader: L) -> L:
         if "size" not in inspect.signature(loader).parameters:
             raise ValueError(f"data set {name}: its function has no argument size")
-        known = _LOADERS.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (
-            loader.__module__,
-            loader.__qualname__,
-        ):
-            raise ValueError(f"there is a data set {name} already: {known.__module__}")
+        check_name("data set", name, loader, _LOADERS)
         _LOADERS[name] = loader
         return loader
 

@@ -25,6 +25,7 @@ from triton_kernels.runtime.device import describe, switched_off
 
 from .. import __version__
 from ..errors import ConfigError, writing
+from ..presets import preset
 from ..runtime.distributed import choose_device
 from ..runtime.host import free_memory, processors
 from ..runtime.precompile import TRAINED, compile_ahead
@@ -34,27 +35,6 @@ from .precompile_worker import training_step
 
 _PACKAGES = ("triton-diffusion", "numpy", "hydra-core", "safetensors", "diffusers")
 _VARIABLES = ("TRITON_", "CUDA_", "TORCH_", "OMP_", "PYTORCH_", "NVIDIA_")  # that matter
-_MODEL = {  # of the step on a GPU; see configs/model/unet64.yaml
-    "name": "unet",
-    "model_channels": 64,
-    "channel_mult": [1, 2, 3, 4],
-    "num_res_blocks": 2,
-    "attention_resolutions": [4, 8],
-    "num_head_channels": 32,
-    "conv_resample": False,
-    "use_new_attention_order": True,
-}
-_SMALL = {  # and on a CPU; see configs/model/unet_tiny.yaml
-    "name": "unet",
-    "model_channels": 16,
-    "channel_mult": [1, 2, 4, 4],
-    "num_res_blocks": 1,
-    "attention_resolutions": [4],
-    "num_head_channels": 32,
-    "num_groups": 8,
-    "conv_resample": False,
-    "use_new_attention_order": True,
-}
 _WARM_UP, _STEPS = 5, 10  # the first steps compile and capture
 
 
@@ -186,9 +166,10 @@ def _kernels(device: torch.device) -> dict[str, Any] | str:
 def _step(settings: DoctorSettings, device: torch.device) -> dict[str, Any]:
     """A training step in milliseconds, of unet64 on a GPU."""
     on_gpu = device.type == "cuda"
+    name = "unet64" if on_gpu else "unet_tiny"
     side, batch = (64, settings.batch) if on_gpu else (32, min(settings.batch, 8))
     job = {
-        "model": _MODEL if on_gpu else _SMALL,
+        "model": preset("model", name),
         "diffusion": {},
         "optim": {},
         "train": {"batch_size": batch, "precision": "bf16" if on_gpu else "fp32"},
@@ -196,7 +177,6 @@ def _step(settings: DoctorSettings, device: torch.device) -> dict[str, Any]:
         "labels": None,
         "flip": True,
     }
-    name = "unet64" if on_gpu else "unet_tiny"
     found: dict[str, Any] = {"of": f"{name}, {batch} images of {side}x{side}"}
     if on_gpu:
         step = training_step(job, device)

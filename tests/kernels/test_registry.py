@@ -41,10 +41,10 @@ class Other(NamedTuple):
 TILES = [Tile(64, 4), Tile(128, 4), Tile(256, 8), Other(128, 4)]
 
 
-def choose(n=8, run=None, size=16, similar=False, filters=3, dtype="bf16", match=None) -> tuple:
+def choose(n=8, run=None, size=16, similar=False, filters=3, dtype="bf16") -> tuple:
     shape = {"size": size, "channels": 16, "filters": filters, "dtype": dtype}
-    options = {"similar": similar, "match": match}
-    return registry.choose("op", n, shape, lambda: TILES, lambda: TILES[0], run, HOPPER, **options)
+    tiles = (lambda: TILES), (lambda: TILES[0])
+    return registry.choose("op", n, shape, *tiles, run, HOPPER, similar=similar)
 
 
 def row(n, size=128, warps=4, *, kernel="tile", of=16, filters=3) -> dict:

@@ -196,7 +196,6 @@ def choose(
     gpu: Device,
     *,
     similar: bool = False,  # whether rows of other shapes count
-    match: Callable[[tuple, Sequence[tuple]], tuple | None] | None = None,
 ) -> tuple:
     """`select` of an operation whose kernels depend on more than a spec says: on tensors. What
     `configs` and `default` return depends on the shape alone: they are asked once."""
@@ -213,7 +212,7 @@ def choose(
     listed: Sequence[tuple] | None = None
     for row, _ in _rows_of(op, n, given, gpu, similar):
         listed = configs() if listed is None else listed
-        config = _meant(row, listed, match)
+        config = _meant(row, listed)
         if config is not None:
             break
     config = default() if config is None else config
@@ -221,16 +220,7 @@ def choose(
     return config
 
 
-def _meant(
-    row: Found,
-    listed: Sequence[tuple],
-    match: Callable[[tuple, Sequence[tuple]], tuple | None] | None,
-) -> tuple | None:
-    for kind in dict.fromkeys(type(c) for c in listed):
-        if kind.kernel == row["kernel"] and set(kind._fields) == set(row["config"]):
-            config = kind(**row["config"])
-            of_kind = [c for c in listed if type(c) is kind]
-            return (
-                match(config, of_kind) if match else next((c for c in of_kind if c == config), None)
-            )
-    return None
+def _meant(row: Found, listed: Sequence[tuple]) -> tuple | None:
+    """That of the row's kernel and fields, if it is one of those listed."""
+    of_kernel = (c for c in listed if c.kernel == row["kernel"])
+    return next((c for c in of_kernel if c._asdict() == row["config"]), None)

@@ -60,11 +60,6 @@ def terms(work: Work, gpu: Device) -> tuple[float, ...]:
     )
 
 
-def file_name(gpu: Device) -> str:
-    """Of the parameters that hold for a GPU."""
-    return f"costs_sm_{gpu.arch}.json"
-
-
 @lru_cache
 def parameters(arch: int) -> dict[str, tuple[float, ...]]:
     """By kernel and fields; none for an architecture that nobody has fitted."""

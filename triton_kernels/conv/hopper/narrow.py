@@ -23,7 +23,6 @@ if SUPPORTED:
     from .narrow_output import conv_narrow_out_kernel
     from .norm_head import conv_head_kernel
 
-_WARPS = 9  # two warpgroups that multiply, and a warp that loads
 _RESERVED = 6144  # bytes of shared memory for barriers, 2 KB of y a warpgroup, and the hardware
 
 

@@ -29,7 +29,7 @@ def forward(config: Config, operands: Operands) -> None:
         extra_descs += [in_boxes(other, [*box, config.block_k]), filters]
         extra_channels += [other.shape[3]]
     residual = operands.beside[0] if operands.beside else None
-    conv_forward_kernel[(programs(config, box, y),)](
+    conv_forward_kernel[(programs(config, box, *y.shape),)](
         in_boxes(x, [*box, config.block_k]),
         weight_in_boxes(weight, config.block_c, config.block_k),
         operands.vectors,
@@ -78,7 +78,7 @@ def input_grad(config: Config, operands: Operands) -> None:
         filters = weight_in_boxes(turn_filters(weight, 1)[0], config.block_c, config.block_k)
     else:
         filters = weight_in_boxes(weight, config.block_k, config.block_c)
-    conv_input_grad_kernel[(programs(config, box, dz),)](
+    conv_input_grad_kernel[(programs(config, box, *dz.shape),)](
         in_boxes(dy, [*box, config.block_k]),
         filters,
         in_boxes(inputs[0], tile),

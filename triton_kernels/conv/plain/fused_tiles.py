@@ -3,7 +3,6 @@
 import math
 
 import triton
-from torch import Tensor
 
 from ...registry.cost import Work
 from ...registry.kernel import CLOCKS
@@ -55,15 +54,14 @@ def _splits_unevenly(config: Config, box: tuple[int, int, int], h: int, w: int) 
     return (rows < box[1] and h % box[1] > 0) or (columns < box[2] and w % box[2] > 0)
 
 
-def programs(config: Config, box: tuple[int, int, int], y: Tensor) -> int:
-    """How many there are for a result [N, H, W, C]."""
-    n, h, w, c = y.shape
-    box = (box[0], box[1] * config.rows, box[2])
-    return count_boxes(box, n, h, w) * triton.cdiv(c, config.block_c)
+def programs(config: Config, box: tuple[int, int, int], n: int, h: int, w: int, c: int) -> int:
+    """How many there are for a result [N, H, W, C]; of a `PointerTile` as well."""
+    tall = box[0], box[1] * config.rows, box[2]
+    return count_boxes(tall, n, h, w) * triton.cdiv(c, config.block_c)
 
 
-def _fetched(config: Config, itemsize: int) -> tuple[int, int]:
-    """Bytes of x and of filters that one step loads."""
+def fetched(config: Config, itemsize: int) -> tuple[int, int]:
+    """Bytes of x and of filters that one step loads; of a `PointerTile` as well."""
     row = config.block_k * itemsize
     if config.rows == 1:
         return config.block_m * row, config.block_c * row
@@ -73,16 +71,15 @@ def _fetched(config: Config, itemsize: int) -> tuple[int, int]:
 def work(spec: ConvSpec, gpu: Device, c: Config) -> Work:
     """What its programs do."""
     box = box_of(c, spec.n, spec.h, spec.w, is_even(spec))
-    tall = box[0], box[1] * c.rows, box[2]
     taps = spec.taps // (3 if c.rows > 1 else 1)
     steps = taps * triton.cdiv(spec.k, c.block_k)
     steps += sum(triton.cdiv(k, c.block_k) for k in spec.extra)
     products = c.block_c * c.block_m * c.block_k * (3 * c.rows if c.rows > 1 else 1)
     return Work(
-        tiles=count_boxes(tall, spec.n, spec.h, spec.w) * triton.cdiv(spec.c, c.block_c),
+        tiles=programs(c, box, spec.n, spec.h, spec.w, spec.c),
         resident=max(1, _resident(c, spec, gpu)),
         products=products * steps,
-        fetched=sum(_fetched(c, spec.itemsize)) * steps,
+        fetched=sum(fetched(c, spec.itemsize)) * steps,
         steps=steps,
         written=c.block_c * c.block_m * c.rows,
         memory=spec.bytes,
@@ -92,7 +89,7 @@ def work(spec: ConvSpec, gpu: Device, c: Config) -> Work:
 
 def _resident(config: Config, spec: ConvSpec, gpu: Device) -> int:
     """Programs that a multiprocessor holds at a time."""
-    shared = sum(_fetched(config, spec.itemsize)) * config.num_stages + 1024
+    shared = sum(fetched(config, spec.itemsize)) * config.num_stages + 1024
     return min(gpu.shared_memory // shared, 16 // config.num_warps)
 
 
@@ -141,10 +138,9 @@ def cost(spec: ConvSpec, gpu: Device, c: Config) -> float:
     if c.rows > 1:
         return math.inf
     box = box_of(c, spec.n, spec.h, spec.w, is_even(spec))
-    count = count_boxes(box, spec.n, spec.h, spec.w) * triton.cdiv(spec.c, c.block_c)
-    rounds = max(1, triton.cdiv(count, gpu.num_sms))
+    rounds = max(1, triton.cdiv(programs(c, box, spec.n, spec.h, spec.w, spec.c), gpu.num_sms))
     products = c.block_c * c.block_m * c.block_k
-    of_x, of_w = _fetched(c, spec.itemsize)
+    of_x, of_w = fetched(c, spec.itemsize)
     step = max(products / 2048, (of_x + of_w / 2) / 32)
     steps = spec.taps * triton.cdiv(spec.k, c.block_k)
     alone = 1500 + c.block_c * c.block_m / c.num_warps

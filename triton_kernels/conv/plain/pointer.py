@@ -16,9 +16,9 @@ from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from ..configs import ConvOperands
 from ..hopper.operands import Operands
-from .fused_tiles import box_of
+from .fused_tiles import box_of, programs
 from .pointer_kernels import conv_pointer_forward_kernel, conv_pointer_input_grad_kernel
-from .pointer_tiles import PointerTile, cost, count_programs, divide, fitting, refuse
+from .pointer_tiles import PointerTile, cost, divide, fitting, refuse
 from .tma_boxes import is_ragged
 
 # --- forward --------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def _launch_forward(
     for other, filters in extra:
         assert filters.shape == (c, other.shape[3]) and filters.stride(1) == 1
     unit = math.gcd(8, kx, cy, stride_w, *beside, *rows)
-    conv_pointer_forward_kernel[(count_programs(config, box, y),)](
+    conv_pointer_forward_kernel[(programs(config, box, *y.shape),)](
         x,
         weight,
         y,
@@ -138,7 +138,7 @@ def input_grad(config: PointerTile, operands: Operands) -> None:
     c1 = inputs[0].shape[3]
     box = box_of(config, n, h, w, even=True)
     unit = math.gcd(8, kx, ci, c1)
-    conv_pointer_input_grad_kernel[(count_programs(config, box, dz),)](
+    conv_pointer_input_grad_kernel[(programs(config, box, *dz.shape),)](
         dy,
         weight,
         dz,

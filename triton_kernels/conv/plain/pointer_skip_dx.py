@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fused_tiles import programs
 from .pointer_kernels import multiply, tile_pixels
-from .pointer_tiles import PointerTile, count_programs
+from .pointer_tiles import PointerTile
 from .tma import tile_origin
 from .tma_boxes import is_ragged, tile_sizes
 
@@ -197,8 +198,7 @@ def launch(
     n, h, w, co = dy.shape
     c, c1, cz = weight.shape[1], x1.shape[3], dz.stride(2)
     unit = math.gcd(8, co, c, c1, cz, weight.stride(0))
-    programs = count_programs(config, box, dy[..., :1].expand(-1, -1, -1, c))
-    _skip_dx_pointer_kernel[(programs,)](
+    _skip_dx_pointer_kernel[(programs(config, box, n, h, w, c),)](
         dy,
         weight,
         dz,

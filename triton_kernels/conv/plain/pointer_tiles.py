@@ -4,13 +4,11 @@ model."""
 from typing import NamedTuple
 
 import triton
-from torch import Tensor
 
 from ...registry.kernel import CLOCKS, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
-from .fused_tiles import box_of, is_even
-from .tma_boxes import count_boxes
+from .fused_tiles import box_of, fetched, is_even, programs
 
 
 @configures("pointer")
@@ -90,22 +88,12 @@ def fitting(spec: ConvSpec, gpu: Device) -> list[PointerTile]:
     return within or found
 
 
-def fetched(c: PointerTile, itemsize: int) -> tuple[int, int]:
-    """Bytes of x and of filters that one step loads."""
-    row = c.block_k * itemsize
-    if c.rows == 1:
-        return c.block_m * row, c.block_c * row
-    return (c.rows + 2) * c.block_m * row, 3 * c.block_c * row
-
-
 def cost(spec: ConvSpec, gpu: Device, c: PointerTile) -> float:
     """Microseconds by a crude model in clocks: a multiprocessor's programs multiply (1024
     multiply-adds a clock) or fetch (24 bytes a clock) one after the other; filling the pipeline and
     the epilogue are hidden by the programs that fit beside."""
     box = box_of(c, spec.n, spec.h, spec.w, is_even(spec))
-    tall = box[0], box[1] * c.rows, box[2]
-    count = count_boxes(tall, spec.n, spec.h, spec.w) * triton.cdiv(spec.c, c.block_c)
-    rounds = max(1, triton.cdiv(count, gpu.num_sms))
+    rounds = max(1, triton.cdiv(programs(c, box, spec.n, spec.h, spec.w, spec.c), gpu.num_sms))
     step = max(
         c.block_c * c.block_m * c.block_k * (3 * c.rows if c.rows > 1 else 1) / 1024,
         sum(fetched(c, spec.itemsize)) / 24,
@@ -116,13 +104,6 @@ def cost(spec: ConvSpec, gpu: Device, c: PointerTile) -> float:
     resident = max(1, min(gpu.shared_memory // shared, 8 // c.num_warps))
     alone = 1500 + c.block_c * c.block_m * c.rows / c.num_warps
     return rounds * (steps * step + alone / min(resident, rounds)) / CLOCKS
-
-
-def count_programs(config: PointerTile, box: tuple[int, int, int], y: Tensor) -> int:
-    """How many there are for a result [N, H, W, C]."""
-    n, h, w, c = y.shape
-    tall = box[0], box[1] * config.rows, box[2]
-    return count_boxes(tall, n, h, w) * triton.cdiv(c, config.block_c)
 
 
 def divide(config: PointerTile, c: int, *k: int) -> bool:
