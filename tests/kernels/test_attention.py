@@ -17,7 +17,9 @@ from triton_kernels.attention.configs import (
     fwd_config,
 )
 from triton_kernels.attention.launch import attention_bwd
+from triton_kernels.registry.spec import AttentionSpec, dtype_name
 from triton_kernels.runtime.dependent_launch import dependent_launches
+from triton_kernels.runtime.device import describe
 
 from .distinct import distinct
 
@@ -200,10 +202,11 @@ def test_rows_of_the_legacy_order(config, shape, device):
 
 def test_every_choice_is_in_a_tested_list():
     for t in (1, 64, 65, 256, 4096):
-        for block_d in (16, 32, 64, 128):
-            for dtype, tf32 in PRECISIONS.values():
-                assert fwd_config(t, block_d, dtype, tf32) in FWD_CONFIGS
-                config = bwd_config(t, block_d, dtype, tf32)
+        for d in (16, 32, 64, 128):
+            for dtype in PRECISIONS:
+                spec = AttentionSpec(8, dtype, t, d)
+                assert fwd_config(spec) in FWD_CONFIGS
+                config = bwd_config(spec)
                 assert config in BWD_CONFIGS and (config.keep >= t or not config.one_pass)
 
 
@@ -379,8 +382,9 @@ HEAD_KINDS = {"bf16": (torch.bfloat16, "qkv_heads"), "fp16 legacy": (torch.float
 
 
 def skip_unless_head_fits(qkv, d, backward):
-    if not head.applies(qkv, d, backward=backward):
-        pytest.skip("not on this GPU, with this version of Triton")
+    spec = AttentionSpec(1, dtype_name(qkv.dtype), qkv.shape[1], d, backward)
+    if reason := head.refuse(spec, describe(qkv.device)):
+        pytest.skip(reason)
 
 
 @pytest.mark.gpu

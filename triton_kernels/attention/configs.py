@@ -1,14 +1,14 @@
-"""What one program of attention keeps and walks over, and which of these tiles may be taken."""
+"""What one program of attention keeps and walks over, which of these tiles may be taken, and the
+kernels that have them (`ATTENTION`, `ATTENTION_GRAD`)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
-import torch
 import triton
-from torch import Tensor
 
-from ..registry.kernel import configures
-from ..runtime.device import describe
+from ..registry.kernel import Kernel, Op, configures
+from ..registry.spec import AttentionSpec
+from ..runtime.device import Device
 from . import hopper as head
 
 _Config = TypeVar("_Config", bound=tuple)
@@ -96,56 +96,78 @@ FWD_HEAD_CONFIGS = (
 BWD_HEAD_CONFIGS = (HeadGrad(256, 64),)
 
 
-def fwd_config(t: int, block_d: int, dtype: torch.dtype, allow_tf32: bool) -> Tile:
+def fwd_config(spec: AttentionSpec) -> Tile:
     """Choices that fit every chip: compiled for sm_89 and sm_90, d = 16 to 256 and every precision,
     they spill at most 16 bytes of registers and need at most 81 KiB of shared memory."""
-    row = block_d * dtype.itemsize  # bytes of q, k or v
+    row = block_d(spec.d) * spec.itemsize  # bytes of q, k or v
     if row > 512:
         return Tile(16, 16, 4, 2)
-    if dtype == torch.float32 and not allow_tf32:  # products are unrolled into FMAs
-        return Tile(32, 32, 4 if block_d <= 64 else 8, 2)
+    if spec.dtype == "fp32":  # products are unrolled into FMAs
+        return Tile(32, 32, 4 if row <= 256 else 8, 2)
     if row > 256:
         return Tile(32, 32, 4, 2)
-    if row > 128 or t <= 64:
+    if row > 128 or spec.t <= 64:
         return Tile(64, 64, 4, 2)
     return Tile(64, 128, 4, 2)
 
 
-def bwd_config(t: int, block_d: int, dtype: torch.dtype, allow_tf32: bool) -> BwdConfig:
-    row = block_d * dtype.itemsize
+def bwd_config(spec: AttentionSpec) -> BwdConfig:
+    row = block_d(spec.d) * spec.itemsize
     if row > 512:
         return BwdConfig(False, 16, 16, 4, 2)
-    if dtype == torch.float32 and not allow_tf32:
-        return BwdConfig(False, 32, 32, 4 if block_d <= 64 else 8, 2)
+    if spec.dtype == "fp32":
+        return BwdConfig(False, 32, 32, 4 if row <= 256 else 8, 2)
     if row > 256:  # float32 of d = 128, or 16 bits of d = 256
-        return BwdConfig(False, 32, 32, 4 if dtype == torch.float32 else 8, 2)
+        return BwdConfig(False, 32, 32, 8 if spec.itemsize == 2 else 4, 2)
     if row > 128:
         return BwdConfig(False, 64, 32, 4, 2)
-    if t <= 64:
+    if spec.t <= 64:
         return BwdConfig(True, 64, 64, 4, 1)
     return BwdConfig(False, 64, 64, 4, 2)
 
 
-def fwd_candidates(qkv: Tensor, d: int, block_d: int) -> list[Tile | HeadTile]:
-    found = _candidates(FWD_CONFIGS, qkv, block_d)
-    if head.applies(qkv, d, backward=False):
-        longest = max(128, triton.next_power_of_2(qkv.shape[1]))
-        found += [c for c in FWD_HEAD_CONFIGS if max(c.keep, c.step) <= longest]
-    return found
+def block_d(d: int) -> int:
+    """Channels of a tile that has those of a head."""
+    return max(16, triton.next_power_of_2(d))
 
 
-def bwd_candidates(qkv: Tensor, d: int, block_d: int) -> list[BwdConfig | HeadGrad]:
-    found = _candidates(BWD_CONFIGS, qkv, block_d)
-    found = [c for c in found if c.keep >= qkv.shape[1] or not c.one_pass]
-    if head.applies(qkv, d, backward=True):
-        found += BWD_HEAD_CONFIGS
-    return found
+def fwd_tiles(spec: AttentionSpec, gpu: Device) -> list[Tile]:
+    """The safe one first."""
+    return [fwd_config(spec), *_fitting(FWD_CONFIGS, spec, gpu)]
 
 
-def _candidates(configs: Sequence[_Config], qkv: Tensor, block_d: int) -> list[_Config]:
+def bwd_tiles(spec: AttentionSpec, gpu: Device) -> list[BwdConfig]:
+    """The safe one first."""
+    found = _fitting(BWD_CONFIGS, spec, gpu)
+    return [bwd_config(spec), *(c for c in found if c.keep >= spec.t or not c.one_pass)]
+
+
+def head_tiles(spec: AttentionSpec, gpu: Device) -> list[HeadTile]:
+    """Less those far beyond T."""
+    longest = max(128, triton.next_power_of_2(spec.t))
+    return [c for c in FWD_HEAD_CONFIGS if max(c.keep, c.step) <= longest]
+
+
+def _fitting(configs: Sequence[_Config], spec: AttentionSpec, gpu: Device) -> list[_Config]:
     """Those that fit, less tiles far beyond T: all of them only in 16 bits, for heads of at most
     64, on a GPU with as much shared memory as Hopper's."""
-    if qkv.itemsize > 2 or block_d > 64 or describe(qkv.device).shared_memory < 220_000:
+    if spec.itemsize > 2 or block_d(spec.d) > 64 or gpu.shared_memory < 220_000:
         return []
-    longest = max(64, triton.next_power_of_2(qkv.shape[1]))
+    longest = max(64, triton.next_power_of_2(spec.t))
     return [c for c in configs if max(c.keep, c.step) <= longest]
+
+
+TILES = Kernel("tiles", Tile, lambda *_: None, fwd_tiles)
+HEAD = Kernel("head", HeadTile, head.refuse, head_tiles)
+TILES_GRAD = Kernel("tiles", BwdConfig, lambda *_: None, bwd_tiles)
+HEAD_GRAD = Kernel("head", HeadGrad, head.refuse, lambda *_: BWD_HEAD_CONFIGS)
+
+
+def _similar(spec: AttentionSpec, gpu: Device) -> bool:
+    """Where a head can stay in shared memory, rows of other lengths say something too."""
+    return head.refuse(spec, gpu) is None
+
+
+_KEY = ("t", "d", "dtype")
+ATTENTION = Op("attention", _KEY, (TILES, HEAD), _similar)
+ATTENTION_GRAD = Op("attention_bwd", _KEY, (TILES_GRAD, HEAD_GRAD), _similar)

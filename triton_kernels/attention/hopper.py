@@ -17,8 +17,10 @@ another multiplies. What plain Triton cannot say, and what it gains:
 import triton
 from torch import Tensor
 
-from ..hopper.descriptors import SUPPORTED, in_boxes, takes
+from ..hopper.descriptors import SUPPORTED, in_boxes, missing
+from ..registry.spec import AttentionSpec
 from ..runtime.dependent_launch import overlapping
+from ..runtime.device import Device
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -35,16 +37,16 @@ def _rows(t: int) -> int:
     return max(64, triton.next_power_of_2(t))
 
 
-def applies(x: Tensor, d: int, *, backward: bool) -> bool:
-    """Whether heads of d channels of x [N, T, ...] can be done here: on Hopper, in 16 bits, where
-    they are few enough."""
-    rows = _rows(x.shape[1])
-    return (
-        takes(x)
-        and d in _HEAD_DIMS
-        and rows <= _MOST_ROWS
-        and (not backward or rows * d <= 2 * _MOST_DQ)
-    )
+def refuse(spec: AttentionSpec, gpu: Device) -> str | None:
+    """Why heads cannot stay in shared memory: not on Hopper, not in 16 bits, or too large."""
+    rows = _rows(spec.t)
+    if reason := missing(gpu, spec.itemsize):
+        return reason
+    if spec.d not in _HEAD_DIMS:
+        return f"heads of {spec.d} channels; it has {', '.join(map(str, _HEAD_DIMS))}"
+    if rows > _MOST_ROWS or (spec.grad and rows * spec.d > 2 * _MOST_DQ):
+        return f"{spec.t} positions of a head of {spec.d} are too many for shared memory"
+    return None if spec.fetchable else "an address or stride that TMA cannot read"
 
 
 def fetchable(x: Tensor) -> bool:

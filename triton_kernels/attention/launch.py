@@ -2,27 +2,17 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from ..registry.choose import choose
-from ..registry.spec import dtype_name
+from ..registry.choose import select
+from ..registry.spec import AttentionSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import describe
 from . import hopper as head
-from .configs import (
-    BwdConfig,
-    HeadGrad,
-    HeadTile,
-    Tile,
-    bwd_candidates,
-    bwd_config,
-    fwd_candidates,
-    fwd_config,
-)
+from .configs import ATTENTION, ATTENTION_GRAD, BwdConfig, HeadGrad, HeadTile, Tile, block_d
 from .kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 
 
@@ -36,14 +26,21 @@ def _constants(qkv: Tensor, num_heads: int, order: str, allow_tf32: bool) -> dic
         D=d,
         HEADS_QKV=order == "heads_qkv",
         PRECISION="tf32" if allow_tf32 else "ieee",
-        BLOCK_D=max(16, triton.next_power_of_2(d)),
+        BLOCK_D=block_d(d),
     )
 
 
-def _shape(qkv: Tensor, num_heads: int, allow_tf32: bool) -> dict[str, Any]:
-    """What a measurement depends on, beside the number of heads of all samples."""
-    _, t, c3 = qkv.shape
-    return {"t": t, "d": c3 // 3 // num_heads, "dtype": dtype_name(qkv.dtype, allow_tf32)}
+def _spec(qkv: Tensor, num_heads: int, allow_tf32: bool, do: Tensor | None = None) -> AttentionSpec:
+    """Of the forward pass or, with `do`, of the backward pass."""
+    n, t, c3 = qkv.shape
+    return AttentionSpec(
+        n=n * num_heads,  # a head is a head, whichever sample it belongs to
+        dtype=dtype_name(qkv.dtype, allow_tf32),
+        t=t,
+        d=c3 // 3 // num_heads,
+        grad=do is not None,
+        fetchable=all(head.fetchable(x) for x in (qkv, do) if x is not None),
+    )
 
 
 def attention_fwd(
@@ -62,19 +59,12 @@ def attention_fwd(
     if o.numel() == 0:
         return o, lse
     if config is None:
-        config = choose(
-            "attention",
-            n * num_heads,  # a head is a head, whichever sample it belongs to
-            _shape(qkv, num_heads, allow_tf32),
-            lambda: fwd_candidates(qkv, constants["D"], constants["BLOCK_D"]),
-            lambda: fwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32),
-            lambda c: attention_fwd(qkv, num_heads, order, allow_tf32, c)[0],
-            describe(qkv.device),
-            # where a head can stay in shared memory, rows of other lengths say something too
-            similar=head.applies(qkv, constants["D"], backward=False),
-        )
-        if isinstance(config, HeadTile) and not head.fetchable(qkv):
-            config = fwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32)
+
+        def run(c: tuple) -> Tensor:
+            return attention_fwd(qkv, num_heads, order, allow_tf32, c)[0]
+
+        spec = _spec(qkv, num_heads, allow_tf32)
+        config = select(ATTENTION, spec, describe(qkv.device), run).config
     if isinstance(config, HeadTile):
         head.forward(qkv, o, lse, constants, config.keep, config.step)
         return o, lse
@@ -127,18 +117,12 @@ def attention_bwd_rows(
     if dqkv.numel() == 0:
         return dqkv, None if place is None else place(0, c3)
     if config is None:
-        config = choose(
-            "attention_bwd",
-            n * num_heads,
-            _shape(qkv, num_heads, allow_tf32),
-            lambda: bwd_candidates(qkv, constants["D"], constants["BLOCK_D"]),
-            lambda: bwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32),
-            lambda c: attention_bwd(do, qkv, o, lse, num_heads, order, allow_tf32, c),
-            describe(qkv.device),
-            similar=head.applies(qkv, constants["D"], backward=True),
-        )
-        if isinstance(config, HeadGrad) and not all(map(head.fetchable, (qkv, do))):
-            config = bwd_config(t, constants["BLOCK_D"], qkv.dtype, allow_tf32)
+
+        def run(c: tuple) -> Tensor:
+            return attention_bwd(do, qkv, o, lse, num_heads, order, allow_tf32, c)
+
+        spec = _spec(qkv, num_heads, allow_tf32, do)
+        config = select(ATTENTION_GRAD, spec, describe(qkv.device), run).config
     if isinstance(config, HeadGrad):
         rows = None if place is None else place(n, c3)
         head.backward(do, qkv, o, lse, dqkv, rows, constants)

@@ -97,14 +97,14 @@ def _predicted(op: Op, spec: Spec, gpu: Device) -> Choice:
     if best is None:  # the first that can is the safe one
         for kernel, config in listed(op, spec, gpu)[:1]:
             return Choice(kernel, config, "default")
-        reasons = "; ".join(f"{k.name}: {k.refuse(spec, gpu)}" for k in op.kernels)
-        raise ValueError(f"no kernel computes {op.name} of {spec}: {reasons}")
+        raise ValueError(f"no kernel computes {op.name} of {spec}: {op.refuse(spec, gpu)}")
     return Choice(best[1], best[2], "predicted")
 
 
 def _rows(op: Op, spec: Spec, gpu: Device) -> Iterator[tuple[Found, str]]:
     names = [kernel.name for kernel in op.kernels]
-    return _rows_of(op.name, spec.n, op.shape(spec), gpu, op.similar, names)
+    similar = op.counts_similar(spec, gpu)
+    return _rows_of(op.name, spec.n, op.shape(spec), gpu, similar, names)
 
 
 def _rows_of(

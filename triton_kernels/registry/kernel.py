@@ -81,7 +81,8 @@ class Op:
     # attributes of a spec on which a measurement depends, beside its `n`; or names and values of it
     key: tuple[str, ...] | Callable[[Spec], dict[str, Any]]
     kernels: tuple[Kernel, ...]
-    similar: bool = True  # whether rows of other shapes say something about a shape
+    # whether rows of other shapes say something about a shape
+    similar: bool | Callable[[Spec, Device], bool] = True
 
     def __post_init__(self) -> None:
         names = [kernel.name for kernel in self.kernels]
@@ -89,6 +90,17 @@ class Op:
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+    def refuse(self, spec: Spec, gpu: Device) -> str | None:
+        """Why none of the kernels can compute this on this GPU, or None."""
+        reasons = [(kernel.name, kernel.refuse(spec, gpu)) for kernel in self.kernels]
+        if any(reason is None for _, reason in reasons):
+            return None
+        return "; ".join(f"{name}: {reason}" for name, reason in reasons)
+
+    def counts_similar(self, spec: Spec, gpu: Device) -> bool:
+        """Whether rows of other shapes count for this one."""
+        return self.similar(spec, gpu) if callable(self.similar) else self.similar
 
     def kernel(self, name: str) -> Kernel | None:
         """The one of this name."""

@@ -141,3 +141,23 @@ class WeightGradsSpec(Spec):
     def bytes(self) -> int:
         """Of all, each read and written at least once."""
         return sum(conv.bytes for conv in self.convs)
+
+
+@dataclass(frozen=True)
+class AttentionSpec(Spec):
+    """o = softmax(q k^T / sqrt(d)) v of n heads of whatever samples, or the gradient of q, k, v."""
+
+    t: int  # positions
+    d: int  # channels of a head
+    grad: bool = False
+    fetchable: bool = True  # whether TMA can read what is read: contiguous, and 16 bytes
+
+    @property
+    def flops(self) -> int:
+        """Of its products: two, or five."""
+        return (10 if self.grad else 4) * self.n * self.t**2 * self.d
+
+    @property
+    def bytes(self) -> int:
+        """q, k, v and o; backward also their gradients."""
+        return (8 if self.grad else 4) * self.n * self.t * self.d * self.itemsize
