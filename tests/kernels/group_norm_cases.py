@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.norm import cluster as group_norm_cluster
-from triton_kernels.norm import group_norm as group_norm_op
-from triton_kernels.norm import multi_pass as group_norm_stream
-from triton_kernels.norm import pass_grid
-from triton_kernels.norm import single_program as group_norm_resident
+from triton_kernels.norm import cluster, multi_pass, pass_grid, single_program
 from triton_kernels.norm.group_norm import group_norm
+from triton_kernels.registry.spec import NormSpec
 
+from .chips import HOPPER
 from .poison import poison_outputs
+from .taken import take
 
 # exp of the interpreter's NumPy warns where infinity is the right value
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
@@ -22,23 +21,16 @@ NAMES = ("y", "dx", "d_weight", "d_bias", "d_scale", "d_shift")
 @pytest.fixture(autouse=True, name="poisoned")
 def poison_group_norm(monkeypatch):
     """Outputs and workspaces start as NaN, so an element that no program writes cannot pass."""
-    poison_outputs(monkeypatch, group_norm_stream, group_norm_resident, group_norm_cluster)
+    poison_outputs(monkeypatch, multi_pass, single_program, cluster)
 
 
-def force(path, monkeypatch):
-    """Take small images through "stream", or make sure that they are "resident" or a "cluster"."""
+_KERNELS = {"stream": "multi_pass", "resident": "single_program", "cluster": "cluster"}
 
-    def is_resident(xs, num_groups):
-        assert path != "resident" or group_norm_resident.is_resident(xs, num_groups)
-        return path == "resident"
 
-    def can_cluster(xs, num_groups):
-        assert path != "cluster" or group_norm_cluster.can_cluster(xs, num_groups)
-        return path == "cluster"
-
-    monkeypatch.setattr(group_norm_op, "is_resident", is_resident)
-    monkeypatch.setattr(group_norm_op, "can_cluster", can_cluster)
-    monkeypatch.setattr(group_norm_op, "_LARGE", 0)
+def force(path, monkeypatch, **passes):
+    """Take images through "stream", "resident" or "cluster"; `passes` as of `take`."""
+    both = dict.fromkeys(("group_norm", "group_norm_bwd"), _KERNELS[path])
+    take(monkeypatch, **both, **passes)
 
 
 @pytest.fixture(params=["stream", "resident"], name="path")
@@ -102,21 +94,18 @@ def check(x, params, dy, groups, act, floor=2e-6, c1=None):
         assert error <= budget, f"{name}: error {error:.2e}, budget {budget:.2e}"
 
 
-CONFIG_LISTS = ("_STATS_CONFIGS", "_APPLY_CONFIGS", "_SUMS_CONFIGS", "_DX_CONFIGS")
+PASSES = {
+    op.name: op for op in (multi_pass.STATS, multi_pass.APPLY, multi_pass.SUMS, multi_pass.DX)
+}
 
 
-def choose_in(list_name, config, monkeypatch):
-    """Make the launcher that chooses from this list take `config`."""
-    tested = getattr(group_norm_stream, list_name)
-
-    def choose(op, n, shape, configs, default, run, gpu):
-        return config if configs() is tested else default()
-
-    monkeypatch.setattr(group_norm_stream, "choose", choose)
+def configs_of(name):
+    """All of a pass."""
+    (kernel,) = PASSES[name].kernels
+    return kernel.configs(NormSpec(1, "bf16", 1, 1, 32), HOPPER)
 
 
 def several_tiles(monkeypatch):
-    force("stream", monkeypatch)
     monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
     several = pass_grid.PassConfig(256, 4, 4)
-    monkeypatch.setattr(group_norm_stream, "choose", lambda *_: several)
+    force("stream", monkeypatch, **dict.fromkeys(PASSES, several))

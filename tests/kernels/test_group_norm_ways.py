@@ -1,20 +1,25 @@
 """group_norm's ways and their configurations, at the shapes of a model; most of it on a GPU."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from triton_kernels.activations import ACTIVATIONS
 from triton_kernels.norm import cluster as group_norm_cluster
-from triton_kernels.norm import group_norm as group_norm_op
-from triton_kernels.norm import multi_pass as group_norm_stream
 from triton_kernels.norm import pass_grid
-from triton_kernels.norm import single_program as group_norm_resident
-from triton_kernels.norm.group_norm import group_norm
+from triton_kernels.norm.cluster import CLUSTER
+from triton_kernels.norm.group_norm import GROUP_NORM, GROUP_NORM_GRAD, group_norm
+from triton_kernels.norm.multi_pass import spec_of
+from triton_kernels.norm.single_program import SINGLE_PROGRAM
+from triton_kernels.registry.choose import select
+from triton_kernels.registry.spec import NormSpec
 
+from .chips import HOPPER
 from .group_norm_cases import (  # noqa: F401  fixtures, and a mark for every test here
-    CONFIG_LISTS,
+    PASSES,
     check,
-    choose_in,
+    configs_of,
     each_way,
     force,
     make_case,
@@ -24,6 +29,7 @@ from .group_norm_cases import (  # noqa: F401  fixtures, and a mark for every te
     relative_error,
     run,
 )
+from .taken import take
 
 # --- on the GPU: bf16, the model's shapes, every entry of the config lists -----------------------
 
@@ -59,13 +65,12 @@ def test_activations_in_bf16(act, path, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8, 64, 64, 64), (3, 33, 31, 192)], ids=str)
-@pytest.mark.parametrize("list_name", CONFIG_LISTS)
-def test_every_config(list_name, shape, device, monkeypatch):
-    force("stream", monkeypatch)
+@pytest.mark.parametrize("name", PASSES)
+def test_every_config(name, shape, device, monkeypatch):
     monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
     case = make_case(shape, dtype=torch.bfloat16, device=device)
-    for config in getattr(group_norm_stream, list_name):
-        choose_in(list_name, config, monkeypatch)
+    for config in configs_of(name):
+        force("stream", monkeypatch, **{name: config})
         for _ in range(3):
             check(*case, 32, "silu")
 
@@ -73,12 +78,11 @@ def test_every_config(list_name, shape, device, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8, 16, 16, 192), (3, 7, 9, 320)], ids=str)
 def test_every_resident_config(shape, device, monkeypatch):
-    force("resident", monkeypatch)
     case = make_case(shape, dtype=torch.bfloat16, device=device)
-    configs = group_norm_resident._candidates((case[0], None), 32)
+    configs = SINGLE_PROGRAM.configs(spec_of((case[0], None), 32), HOPPER)
     assert len(configs) >= 5
     for config in configs:
-        monkeypatch.setattr(group_norm_resident, "choose", lambda *_, config=config: config)
+        take(monkeypatch, group_norm=config, group_norm_bwd=config)
         for _ in range(3):
             check(*case, 32, "silu")
 
@@ -98,7 +102,12 @@ def test_what_no_cluster_can_hold(device):
     assert not group_norm_cluster._candidates(256 * 256, 64, 32, 1)  # 8 MiB
     assert not group_norm_cluster._candidates(4096, 65, 5, 1)  # tiles are of 32 channels or more
     assert not group_norm_cluster._candidates(37 * 41, 64, 32, 1)  # odd pixels
-    assert not group_norm_cluster.can_cluster((torch.ones(2, 64, 64, 64, device=device), None), 32)
+    spec = spec_of((torch.ones(2, 64, 64, 64, device=device), None), 32)
+    assert "32 bits" in CLUSTER.refuse(spec, HOPPER)
+    spec = dataclasses.replace(spec, dtype="bf16")
+    assert CLUSTER.refuse(spec, HOPPER) is None
+    for other in ({"aligned": False}, {"c2": 64}, {"grad": True, "dx": False}):
+        assert CLUSTER.refuse(dataclasses.replace(spec, **other), HOPPER)
 
 
 _CLUSTER_SHAPES = [(5, 64, 64, 64), (3, 64, 64, 192), (5, 16, 32, 128), (5, 16, 16, 320)]
@@ -109,30 +118,42 @@ _CLUSTER_SHAPES = [(5, 64, 64, 64), (3, 64, 64, 192), (5, 16, 32, 128), (5, 16, 
 @pytest.mark.parametrize("shape", _CLUSTER_SHAPES, ids=str)
 def test_every_cluster_config(shape, tensors, device, monkeypatch):
     """Also with so many rounds, which batches as small as this one do not get."""
-    force("cluster", monkeypatch)
     monkeypatch.setattr(
         group_norm_cluster, "_clusters", lambda tasks, config, _: -(-tasks // config.rounds)
     )
     case = make_case(shape, dtype=torch.bfloat16, device=device)
-    tested = group_norm_cluster._candidates(shape[1] * shape[2], shape[3], 32, tensors)
-    for config in tested:
-
-        def choose(op, n, shape, configs, default, run, gpu, config=config):
-            return config if configs() is tested else default()
-
-        monkeypatch.setattr(group_norm_cluster, "choose", choose)
+    for config in group_norm_cluster._candidates(shape[1] * shape[2], shape[3], 32, tensors):
+        force("cluster", monkeypatch)
+        take(monkeypatch, **{"group_norm_bwd" if tensors == 2 else "group_norm": config})
         for _ in range(2):
             check(*case, 32, "silu")
 
 
-def test_a_way_that_was_chosen_may_not_be_open(monkeypatch):
+def test_a_measured_kernel_may_refuse():
     """What was measured for a shape is no way for a tensor of it that is not aligned."""
-    monkeypatch.setattr(group_norm_op, "choose", lambda *_: group_norm_op._CLUSTER)
-    xs = (torch.ones(1, 8, 8, 64, dtype=torch.bfloat16), None)
-    for clusters, can in ((True, False), (False, True)):
-        monkeypatch.setattr(group_norm_op, "can_cluster", lambda *_, can=can: can)
-        way = group_norm_op._way("group_norm", xs, 32, True, lambda _: xs[0], clusters)
-        assert way.kernel == "single_program"
+    spec = NormSpec(32, "bf16", 64, 64, 64)
+    for op in (GROUP_NORM, GROUP_NORM_GRAD):
+        grad = dataclasses.replace(spec, grad=op is GROUP_NORM_GRAD)
+        choice = select(op, grad, HOPPER)
+        assert (choice.kernel.name, choice.why) == ("cluster", "measured")
+        other = select(op, dataclasses.replace(grad, aligned=False), HOPPER)
+        assert other.kernel.name == "multi_pass"
+
+
+def test_without_rows_large_images_are_for_clusters():
+    """And images that fit registers for them; others for passes."""
+    chip = HOPPER._replace(num_sms=114)
+    for n, side, c, kernel in (
+        (128, 64, 64, "cluster"),
+        (8, 64, 64, "multi_pass"),
+        (8, 16, 256, "single_program"),
+        (512, 16, 256, "single_program"),
+        (8, 30, 100, "multi_pass"),
+    ):
+        for op, grad in ((GROUP_NORM, False), (GROUP_NORM_GRAD, True)):
+            groups = 32 if c % 32 == 0 else 5
+            spec = NormSpec(n, "bf16", side, side, c, groups=groups, grad=grad)
+            assert select(op, spec, chip).kernel.name == kernel, spec
 
 
 @pytest.mark.gpu
@@ -151,7 +172,8 @@ def test_statistics_of_a_large_mean_in_a_cluster(device):
     x, _, _ = make_case((2, 64, 64, 64), offset=1e3, dtype=torch.float16, device=device)
     x[:, 0, 0] = 0
     params = (None,) * 4
-    _, stats = group_norm_cluster.cluster_fwd((x, None), 32, 1e-5, params, "identity")
+    config = CLUSTER.configs(spec_of((x, None), 32), HOPPER)[0]
+    _, stats = CLUSTER.launch(config, (x, None), 32, 1e-5, params, "identity")
     groups = x.double().view(2, 4096, 32, 2)
     var, mean = torch.var_mean(groups, (1, 3), correction=0)
     assert (
@@ -236,12 +258,11 @@ def test_two_are_never_one_in_memory(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("list_name", CONFIG_LISTS)
-def test_every_config_of_two(list_name, device, monkeypatch):
-    force("stream", monkeypatch)
+@pytest.mark.parametrize("name", PASSES)
+def test_every_config_of_two(name, device, monkeypatch):
     monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
     case = make_case((3, 33, 31, 320), dtype=torch.bfloat16, device=device)
-    for config in getattr(group_norm_stream, list_name):
-        choose_in(list_name, config, monkeypatch)
+    for config in configs_of(name):
+        force("stream", monkeypatch, **{name: config})
         for _ in range(3):
             check(*case, 32, "silu", c1=192)

@@ -19,7 +19,6 @@ come, while it still writes: all thread blocks write at about the same time, and
 them waiting.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,11 +27,11 @@ import triton
 from torch import Tensor
 
 from ..activations import rounded_grad
-from ..hopper.descriptors import SUPPORTED, takes
-from ..registry.choose import choose
-from ..registry.kernel import configures
-from ..registry.spec import dtype_name
-from ..runtime.device import describe, on_gpu
+from ..hopper.descriptors import SUPPORTED, missing
+from ..registry.cost import of_passes
+from ..registry.kernel import Kernel, configures
+from ..registry.spec import NormSpec
+from ..runtime.device import Device, describe
 from .multi_pass import Halves, Params, empty_like, extent, row_strides
 
 if SUPPORTED:
@@ -69,6 +68,7 @@ _LAG = 2
 _LAG_ROUNDS = (3, 6)
 _SUMS_REGISTERS = 128  # of a thread, for the sums of one task beside the writing of another
 _MOST_CHANNELS = 16  # of a group; their sums are in one warp
+_MEETING = 3  # launches
 
 
 def _tiles(config: ClusterConfig, hw: int) -> int:
@@ -125,15 +125,27 @@ def _candidates(hw: int, c: int, num_groups: int, tensors: int) -> tuple[Cluster
     return tuple(c._replace(rounds=r) for rounds, configs in ways for r in rounds for c in configs)
 
 
-def can_cluster(xs: Halves, num_groups: int) -> bool:
-    """Whether a cluster can hold whole groups of a sample, which it reads 16 bytes at a time,
-    forward and backward."""
-    x, x2 = xs
-    if x2 is not None or not on_gpu(x.device) or not takes(x) or x.data_ptr() % 16 > 0:
-        return False
-    n, hw, c = extent(xs)
-    both = (_candidates(hw, c, num_groups, tensors) for tensors in (1, 2))
-    return n > 0 and hw > 0 and all(both)
+def _refuse(spec: NormSpec, gpu: Device) -> str | None:
+    """A cluster holds whole groups of a sample, which it reads 16 bytes at a time, forward and
+    backward."""
+    if reason := missing(gpu, spec.itemsize):
+        return reason
+    if spec.c2 or not spec.aligned:
+        return "two tensors, or one that begins at no multiple of 16 bytes"
+    if spec.grad and not spec.dx:
+        return "nobody wants the gradient of x"
+    both = (_candidates(spec.pixels, spec.c, spec.groups, tensors) for tensors in (1, 2))
+    size = f"{spec.n} images of {spec.pixels} pixels of {spec.c} channels in {spec.groups} groups"
+    return None if spec.n and spec.pixels and all(both) else f"{size} fit no cluster"
+
+
+def _configs(spec: NormSpec, gpu: Device) -> tuple[ClusterConfig, ...]:
+    return _candidates(spec.pixels, spec.c, spec.groups, 2 if spec.grad else 1)
+
+
+def _cost(spec: NormSpec, gpu: Device, config: ClusterConfig) -> float:
+    """Thread blocks meet, which takes as long as some launches."""
+    return of_passes(spec.bytes, 1 + _MEETING)
 
 
 def _clusters(tasks: int, config: ClusterConfig, device: torch.device) -> int:
@@ -143,33 +155,16 @@ def _clusters(tasks: int, config: ClusterConfig, device: torch.device) -> int:
     return triton.cdiv(tasks, min(config.rounds, max(most_rounds, 1)))
 
 
-def _choose(
-    op: str, xs: Halves, num_groups: int, tensors: int, run: Callable[[ClusterConfig], Tensor]
-) -> ClusterConfig:
-    n, hw, c = extent(xs)
-    configs = _candidates(hw, c, num_groups, tensors)
-    shape = {"pixels": hw, "c1": c, "c": c, "groups": num_groups}
-    shape["dtype"] = dtype_name(xs[0].dtype)
-    gpu = describe(xs[0].device)
-    return choose(op, n, shape, lambda: configs, lambda: configs[0], run, gpu)
-
-
-def cluster_fwd(
+def _forward(
+    config: ClusterConfig,
     xs: Halves,
     num_groups: int,
     eps: float,
     params: Params,
     activation: str,
-    config: ClusterConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y, and mean and rstd as [2, N, G]."""
     x, (n, hw, c) = xs[0], extent(xs)
-    if config is None:
-
-        def run(f: ClusterConfig) -> Tensor:
-            return cluster_fwd(xs, num_groups, eps, params, activation, f)[0]
-
-        config = _choose("group_norm_cluster", xs, num_groups, 1, run)
     ctas, _, parts, block_c, *_ = config
     tasks = n * (c // (parts * block_c))
     y = _empty(x.shape, dtype=x.dtype, device=x.device)
@@ -183,23 +178,18 @@ def cluster_fwd(
     return y, stats
 
 
-def cluster_bwd(
+def _backward(
+    config: ClusterConfig,
     xs: Halves,
     dy: Tensor,
     stats: Tensor,
     params: Params,
     activation: str,
-    config: ClusterConfig | None = None,
+    dx: bool,  # always
 ) -> tuple[Halves, Tensor]:
     """The gradient of x, and D and E as float32 [N, 1, 2, C]."""
     x, (n, hw, c) = xs[0], extent(xs)
     g = stats.shape[2]
-    if config is None:
-
-        def run(f: ClusterConfig) -> Tensor:
-            return cluster_bwd(xs, dy, stats, params, activation, f)[0][0]
-
-        config = _choose("group_norm_cluster_bwd", xs, g, 2, run)
     ctas, _, parts, block_c, *_ = config
     tasks = n * (c // (parts * block_c))
     dxs = empty_like(xs)
@@ -213,3 +203,7 @@ def cluster_bwd(
         activation, rounded_grad(activation, x.dtype), *tile, **_launch(config, hw, 2),
     )  # fmt: skip
     return dxs, sums
+
+
+CLUSTER = Kernel("cluster", ClusterConfig, _refuse, _configs, _cost, _forward)
+CLUSTER_GRAD = Kernel("cluster", ClusterConfig, _refuse, _configs, _cost, _backward)

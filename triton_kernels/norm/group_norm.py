@@ -24,8 +24,6 @@ launch more.
 """
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,128 +31,48 @@ from torch.autograd.function import once_differentiable
 
 from .. import reference
 from ..activations import check_activation
-from ..registry.choose import choose
-from ..registry.kernel import configures
-from ..registry.spec import dtype_name
+from ..registry.choose import select
+from ..registry.kernel import Op
 from ..runtime.device import describe
 from ..runtime.layout import DTYPES, check_nhwc, check_second, check_shape, has_kernels
 from ..runtime.library import derivative, op
-from .cluster import can_cluster, cluster_bwd, cluster_fwd
-from .multi_pass import (
-    Halves,
-    Params,
-    extent,
-    params_grad,
-    stream_apply,
-    stream_dx,
-    stream_stats,
-    stream_sums,
+from .cluster import CLUSTER, CLUSTER_GRAD
+from .multi_pass import KEY, MULTI_PASS, MULTI_PASS_GRAD, Halves, Params, params_grad, spec_of
+from .single_program import SINGLE_PROGRAM, SINGLE_PROGRAM_GRAD
+
+GROUP_NORM = Op("group_norm", KEY, (SINGLE_PROGRAM, CLUSTER, MULTI_PASS), similar=False)
+GROUP_NORM_GRAD = Op(
+    "group_norm_bwd", KEY, (SINGLE_PROGRAM_GRAD, CLUSTER_GRAD, MULTI_PASS_GRAD), similar=False
 )
-from .single_program import has_wide_rows, is_resident, resident_bwd, resident_fwd
-
-# --- three ways -----------------------------------------------------------------------------------
-
-
-@configures("multi_pass")
-class _MultiPass(NamedTuple):
-    """In passes over memory."""
-
-
-@configures("single_program")
-class _SingleProgram(NamedTuple):
-    """An image, or groups of one, by one program."""
-
-
-@configures("cluster")
-class _Cluster(NamedTuple):
-    """By thread blocks that wait for each other."""
-
-
-_Way = _MultiPass | _SingleProgram | _Cluster
-_STREAM, _RESIDENT, _CLUSTER = _MultiPass(), _SingleProgram(), _Cluster()
-
-
-_LARGE = 2**24  # elements: from there on clusters were faster than passes at all that was timed
-
-
-def _way(
-    op: str,
-    xs: Halves,
-    num_groups: int,
-    prefer_resident: bool,
-    run: Callable[[_Way], Tensor],
-    clusters: bool,  # whether they may be asked for
-) -> _Way:
-    """The way that was measured to be the fastest; else the first of resident, if that is to be
-    preferred, cluster, if x is large, and stream that can be gone."""
-    n, hw, c = extent(xs)
-    resident = is_resident(xs, num_groups)
-    cluster = clusters and can_cluster(xs, num_groups)
-    if not resident and not cluster:
-        return _STREAM
-    ways = [_STREAM] + [_RESIDENT] * resident + [_CLUSTER] * cluster
-    default = _CLUSTER if cluster and n * hw * c >= _LARGE else _STREAM
-    if resident and prefer_resident:
-        default = _RESIDENT
-    x = xs[0]
-    shape = {"pixels": hw, "c1": x.shape[3], "c": c, "groups": num_groups}
-    shape["dtype"] = dtype_name(x.dtype)
-    way = choose(op, n, shape, lambda: ways, lambda: default, run, describe(x.device))
-    return (
-        way if type(way) in map(type, ways) else default
-    )  # the first of this shape may have been aligned
 
 
 def _forward(
-    xs: Halves,
-    num_groups: int,
-    eps: float,
-    params: Params,
-    activation: str,
-    way: _Way | None = None,
+    xs: Halves, num_groups: int, eps: float, params: Params, activation: str
 ) -> tuple[Tensor, Tensor]:
     """y, and mean and rstd as float32 [2, N, G]."""
     args = (xs, num_groups, eps, params, activation)
-    if way is None:
 
-        def run(w: _Way) -> Tensor:
-            return _forward(*args, w)[0]
+    def run(config: tuple) -> Tensor:
+        return GROUP_NORM.kernel_of(config).launch(config, *args)[0]
 
-        prefer_resident = has_wide_rows(xs, num_groups)
-        way = _way("group_norm", xs, num_groups, prefer_resident, run, True)
-    if isinstance(way, _SingleProgram):
-        return resident_fwd(*args)
-    if isinstance(way, _Cluster):
-        return cluster_fwd(*args)
-    stats = stream_stats(xs, num_groups, eps)
-    return stream_apply(xs, stats, params, activation), stats
+    spec = spec_of(xs, num_groups, aligned=xs[0].data_ptr() % 16 == 0)
+    choice = select(GROUP_NORM, spec, describe(xs[0].device), run)
+    return choice.kernel.launch(choice.config, *args)
 
 
 def _backward(
-    xs: Halves,
-    dy: Tensor,
-    stats: Tensor,
-    params: Params,
-    activation: str,
-    needs_x: bool,
-    way: _Way | None = None,
+    xs: Halves, dy: Tensor, stats: Tensor, params: Params, activation: str, needs_x: bool
 ) -> tuple[Halves, Tensor]:
     """The gradient of x, if that is needed, and D and E of every chunk: float32 [N, K, 2, C]."""
     args = (xs, dy, stats, params, activation)
-    if way is None:
 
-        def run(w: _Way) -> Tensor:
-            return _backward(*args, True, w)[0][0]
+    def run(config: tuple) -> Tensor:
+        return GROUP_NORM_GRAD.kernel_of(config).launch(config, *args, True)[0][0]
 
-        clusters = needs_x and dy.data_ptr() % 16 == 0
-        way = _way("group_norm_bwd", xs, stats.shape[2], True, run, clusters)
-    if isinstance(way, _SingleProgram):
-        return resident_bwd(*args)
-    if isinstance(way, _Cluster):
-        return cluster_bwd(*args)
-    sums = stream_sums(*args)
-    dxs = stream_dx(xs, dy, stats, sums, params, activation) if needs_x else (None, None)
-    return dxs, sums
+    aligned = xs[0].data_ptr() % 16 == dy.data_ptr() % 16 == 0
+    spec = spec_of(xs, stats.shape[2], grad=True, dx=needs_x, aligned=aligned)
+    choice = select(GROUP_NORM_GRAD, spec, describe(xs[0].device), run)
+    return choice.kernel.launch(choice.config, *args, needs_x)
 
 
 # --- the op --------------------------------------------------------------------------------------

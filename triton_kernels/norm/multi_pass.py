@@ -21,14 +21,17 @@ others, it keeps at the channel's place in the whole.
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from ..registry.choose import choose
-from ..registry.spec import dtype_name
-from ..runtime.device import describe
+from ..registry.choose import select
+from ..registry.cost import CACHE, of_passes
+from ..registry.kernel import Kernel, Op, configures
+from ..registry.spec import NormSpec, dtype_name
+from ..runtime.device import Device, describe
 from .multi_pass_kernels import (
     group_norm_apply_kernel,
     group_norm_bwd_dx_kernel,
@@ -127,20 +130,36 @@ def row_strides(params: Params) -> tuple[int, int]:
     return tuple(0 if p is None else p.stride(0) for p in params[2:])
 
 
-def _choose(
-    op: str,
-    configs: list[PassConfig],
-    xs: Halves,
-    num_groups: int,
-    run: Callable[[PassConfig], Tensor],
-) -> PassConfig:
-    n, hw, c = extent(xs)
-    shape = {"pixels": hw, "c1": xs[0].shape[3], "c": c, "groups": num_groups}
-    shape["dtype"] = dtype_name(xs[0].dtype)
-    one_warp = n * hw * c >= _LARGE and _ONE_WARP in configs
-    default = _ONE_WARP if one_warp else configs[0]
-    gpu = describe(xs[0].device)
-    return choose(op, n, shape, lambda: configs, lambda: default, run, gpu)
+def spec_of(xs: Halves, num_groups: int, **rest: Any) -> NormSpec:
+    """What a GroupNorm of these tensors computes."""
+    x, x2 = xs
+    n, h, w, c1 = x.shape
+    c2 = 0 if x2 is None else x2.shape[3]
+    return NormSpec(n, dtype_name(x.dtype), h, w, c1, c2, num_groups, **rest)
+
+
+KEY = ("pixels", "c1", "c", "groups", "dtype")  # on which a measurement of the ops depends
+
+
+def _pass(name: str, listed: list[PassConfig]) -> Op:
+    """A pass, whose configurations are these."""
+
+    def configs(spec: NormSpec, gpu: Device) -> list[PassConfig]:
+        one_warp = spec.elements >= _LARGE and _ONE_WARP in listed
+        return [_ONE_WARP, *listed] if one_warp else listed
+
+    return Op(name, KEY, (Kernel("pass", PassConfig, lambda *_: None, configs),), similar=False)
+
+
+STATS = _pass("group_norm_stats", _STATS_CONFIGS)
+APPLY = _pass("group_norm_apply", _APPLY_CONFIGS)
+SUMS = _pass("group_norm_sums", _SUMS_CONFIGS)
+DX = _pass("group_norm_dx", _DX_CONFIGS)
+
+
+def _chosen(op: Op, xs: Halves, num_groups: int, run: Callable[[PassConfig], Tensor]) -> PassConfig:
+    spec = spec_of(xs, num_groups, grad=op in (SUMS, DX))
+    return select(op, spec, describe(xs[0].device), run).config
 
 
 def stream_stats(
@@ -154,7 +173,7 @@ def stream_stats(
         def run(c: PassConfig) -> Tensor:
             return stream_stats(xs, num_groups, eps, c)[1]
 
-        config = _choose("group_norm_stats", _STATS_CONFIGS, xs, num_groups, run)
+        config = _chosen(STATS, xs, num_groups, run)
     grid = _cut(xs, config)
     partial = _empty((n, grid.k, 2, c), dtype=torch.float32, device=x.device)
     shape = (hw, x.shape[3], c, grid.k, grid.cb1, grid.cb)
@@ -187,7 +206,7 @@ def stream_apply(
         def run(c: PassConfig) -> Tensor:
             return stream_apply(xs, stats, params, activation, c)
 
-        config = _choose("group_norm_apply", _APPLY_CONFIGS, xs, stats.shape[2], run)
+        config = _chosen(APPLY, xs, stats.shape[2], run)
     grid = _cut(xs, config)
     y = _empty((*x.shape[:3], extent(xs)[2]), dtype=x.dtype, device=x.device)
     shape = _shape(xs, stats, params, grid)
@@ -212,7 +231,7 @@ def stream_sums(
             sums = stream_sums(xs, dy, stats, params, activation, c)
             return sums if sums.shape[1] == 1 else sums.sum(1)
 
-        config = _choose("group_norm_sums", _SUMS_CONFIGS, xs, stats.shape[2], run)
+        config = _chosen(SUMS, xs, stats.shape[2], run)
     grid = _cut(xs, config)
     n, _, c = extent(xs)
     sums = _empty((n, grid.k, 2, c), dtype=torch.float32, device=dy.device)
@@ -245,7 +264,7 @@ def stream_dx(
         def run(c: PassConfig) -> Tensor:
             return stream_dx(xs, dy, stats, sums, params, activation, c)[0]
 
-        config = _choose("group_norm_dx", _DX_CONFIGS, xs, g, run)
+        config = _chosen(DX, xs, g, run)
     weight, _, scale, _ = params
     m1_m2 = _empty((2, n, g), dtype=torch.float32, device=dy.device)
     block_g, block_e = _group_blocks(g, k * (c // g))
@@ -284,3 +303,38 @@ def params_grad(
         sums, weight, bias, scale, *grads, *shape, block_n, block_k, block_c
     )
     return grads
+
+
+# --- the kernels of group_norm ------------------------------------------------------------------
+
+
+@configures("multi_pass")
+class MultiPass(NamedTuple):
+    """Each pass has a configuration of its own."""
+
+
+def _forward(_: MultiPass, xs: Halves, num_groups: int, eps: float, params: Params, act: str):
+    stats = stream_stats(xs, num_groups, eps)
+    return stream_apply(xs, stats, params, act), stats
+
+
+def _backward(
+    _: MultiPass, xs: Halves, dy: Tensor, stats: Tensor, params: Params, act: str, dx: bool
+):
+    sums = stream_sums(xs, dy, stats, params, act)
+    return stream_dx(xs, dy, stats, sums, params, act) if dx else (None, None), sums
+
+
+def _cost(spec: NormSpec, gpu: Device, config: MultiPass) -> float:
+    """What is read twice comes from the L2 cache, if it is small."""
+    x = spec.elements * spec.itemsize
+    read = spec.bytes - x  # by each of the two passes
+    return of_passes(spec.bytes + (read if x >= CACHE else 0), 3)
+
+
+def _configs(*_: Any) -> list[MultiPass]:
+    return [MultiPass()]
+
+
+MULTI_PASS = Kernel("multi_pass", MultiPass, lambda *_: None, _configs, _cost, _forward)
+MULTI_PASS_GRAD = Kernel("multi_pass", MultiPass, lambda *_: None, _configs, _cost, _backward)

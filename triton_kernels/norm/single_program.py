@@ -6,7 +6,7 @@ CB programs make a sample. Mean and variance are taken in two passes over the re
 large mean costs nothing.
 """
 
-from collections.abc import Callable
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,19 +16,21 @@ import triton.language as tl
 from torch import Tensor
 
 from ..activations import activate
-from ..registry.choose import choose
-from ..registry.kernel import configures
-from ..registry.spec import dtype_name
-from ..runtime.device import describe
-from .multi_pass import Halves, Params, empty_like, extent, row_strides
+from ..registry.cost import of_passes
+from ..registry.kernel import Kernel, configures
+from ..registry.spec import NormSpec
+from ..runtime.device import Device
+from .multi_pass import Halves, Params, empty_like, row_strides, spec_of
 from .multi_pass_kernels import affine, coefficients, normalised_and_dz
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 
 @configures("single_program")
-class _Config(NamedTuple):
-    groups: int  # of a program
+class SingleProgram(NamedTuple):
+    """What a program has."""
+
+    groups: int
     num_warps: int
 
 
@@ -37,6 +39,7 @@ _GOOD_TILE = 8192  # twice as large was a fifth slower
 _ROW_CHANNELS = 20  # of a program, if the groups and the image allow
 _ROW_BYTES = 32  # the least that memory delivers
 _ELEMENTS = 64  # of a thread: fewer warps meet sooner at a barrier, and more programs fit
+_LARGE_GRAD = 32  # backward, if the tile is larger than a good one
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -224,123 +227,98 @@ def _groups_of_a_program(hw: int, c: int, num_groups: int, element_size: int) ->
     return groups if groups == num_groups or row * element_size >= _ROW_BYTES else 0
 
 
-def is_resident(xs: Halves, num_groups: int) -> bool:
-    """Whether the image is small enough for this file, and has a pixel."""
-    _, hw, c = extent(xs)
-    return hw > 0 and _groups_of_a_program(hw, c, num_groups, xs[0].element_size()) > 0
+def _groups(spec: NormSpec) -> int:
+    return _groups_of_a_program(spec.pixels, spec.c, spec.groups, spec.itemsize)
 
 
-def has_wide_rows(xs: Halves, num_groups: int) -> bool:
-    """Whether a program's rows are not so short that the forward pass is better off in three
-    launches. (Backward, those launches are longer.)"""
-    _, hw, c = extent(xs)
-    groups = _groups_of_a_program(hw, c, num_groups, xs[0].element_size())
-    return groups == num_groups or groups * (c // num_groups) >= _ROW_CHANNELS
+def _refuse(spec: NormSpec, gpu: Device) -> str | None:
+    if spec.pixels == 0:
+        return "images without pixels"
+    size = f"{spec.pixels} pixels of {spec.c // spec.groups} channels a group"
+    return None if _groups(spec) else f"{size} are too many for registers"
 
 
-def _blocks(xs: Halves, num_groups: int, groups: int) -> tuple[int, int, int, int]:
+def _blocks(spec: NormSpec, groups: int) -> tuple[int, int, int, int]:
     """GROUPS, BLOCK_P, BLOCK_C, BLOCK_G."""
-    _, hw, c = extent(xs)
-    sizes = (hw, groups * c // num_groups, groups)
+    sizes = (spec.pixels, groups * spec.c // spec.groups, groups)
     return groups, *map(triton.next_power_of_2, sizes)
 
 
-def _default(xs: Halves, num_groups: int, large_tile: int = _ELEMENTS) -> _Config:
-    """`large_tile`: elements of a thread if the tile is larger than a good one."""
-    _, hw, c = extent(xs)
-    groups = _groups_of_a_program(hw, c, num_groups, xs[0].element_size())
-    _, block_p, block_c, _ = _blocks(xs, num_groups, groups)
+def _default(spec: NormSpec) -> SingleProgram:
+    groups = _groups(spec)
+    _, block_p, block_c, _ = _blocks(spec, groups)
     tile = block_p * block_c
-    elements = _ELEMENTS if tile <= _GOOD_TILE else large_tile
-    return _Config(groups, max(tile // (32 * elements), 1))
+    elements = _LARGE_GRAD if spec.grad and tile > _GOOD_TILE else _ELEMENTS
+    return SingleProgram(groups, max(tile // (32 * elements), 1))
 
 
-def _candidates(xs: Halves, num_groups: int) -> list[_Config]:
-    """Fewer groups make more programs and shorter rows, more warps have fewer elements each."""
-    _, _, c = extent(xs)
-    found = []
-    for groups in range(1, num_groups + 1):
-        _, block_p, block_c, _ = _blocks(xs, num_groups, groups)
+def _configs(spec: NormSpec, gpu: Device) -> list[SingleProgram]:
+    """The default first. Fewer groups make more programs and shorter rows, more warps have fewer
+    elements each."""
+    found = [_default(spec)]
+    for groups in range(1, spec.groups + 1):
+        _, block_p, block_c, _ = _blocks(spec, groups)
         tile = block_p * block_c
-        row = groups * c // num_groups * xs[0].element_size()
-        whole = num_groups % groups == 0 and (row >= _ROW_BYTES or groups == num_groups)
+        row = groups * spec.c // spec.groups * spec.itemsize
+        whole = spec.groups % groups == 0 and (row >= _ROW_BYTES or groups == spec.groups)
         if whole and 1024 <= tile <= _MAX_TILE:
             warps = [w for w in (1, 2, 4, 8, 16) if 16 <= tile // (32 * w) <= _ELEMENTS]
-            found += [_Config(groups, w) for w in warps]
+            found += [SingleProgram(groups, w) for w in warps]
     return found
 
 
-def _choose(
-    op: str,
-    xs: Halves,
-    num_groups: int,
-    run: Callable[[_Config], Tensor],
-    large_tile: int = _ELEMENTS,
-) -> _Config:
-    n, hw, c = extent(xs)
-    shape = {"pixels": hw, "c1": xs[0].shape[3], "c": c, "groups": num_groups}
-    return choose(
-        op,
-        n,
-        shape | {"dtype": dtype_name(xs[0].dtype)},
-        lambda: _candidates(xs, num_groups),
-        lambda: _default(xs, num_groups, large_tile),
-        run,
-        describe(xs[0].device),
-    )
+def _cost(spec: NormSpec, gpu: Device, config: SingleProgram) -> float:
+    """Forward, rows of few channels are to be measured: three launches may be the faster."""
+    groups = _groups(spec)
+    wide = groups == spec.groups or groups * (spec.c // spec.groups) >= _ROW_CHANNELS
+    return of_passes(spec.bytes, 1) if wide or spec.grad else math.inf
 
 
-def resident_fwd(
+def _forward(
+    config: SingleProgram,
     xs: Halves,
     num_groups: int,
     eps: float,
     params: Params,
     activation: str,
-    config: _Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y, and mean and rstd as [2, N, G]."""
-    x, (n, hw, c) = xs[0], extent(xs)
-    if config is None:
-
-        def run(c: _Config) -> Tensor:
-            return resident_fwd(xs, num_groups, eps, params, activation, c)[0]
-
-        config = _choose("group_norm_resident", xs, num_groups, run)
+    x, spec = xs[0], spec_of(xs, num_groups)
+    n, hw, c = spec.n, spec.pixels, spec.c
     y = _empty((*x.shape[:3], c), dtype=x.dtype, device=x.device)
     stats = _empty((2, n, num_groups), dtype=torch.float32, device=x.device)
-    blocks = _blocks(xs, num_groups, config.groups)
     cb = num_groups // config.groups
     shape = (*row_strides(params), hw, x.shape[3], c, num_groups, cb, eps, c // num_groups)
     _group_norm_resident_fwd_kernel[(n * cb,)](
-        *xs, *stats, *params, y, *shape, activation, *blocks, num_warps=config.num_warps
-    )
+        *xs, *stats, *params, y, *shape, activation, *_blocks(spec, config.groups),
+        num_warps=config.num_warps,
+    )  # fmt: skip
     return y, stats
 
 
-def resident_bwd(
+def _backward(
+    config: SingleProgram,
     xs: Halves,
     dy: Tensor,
     stats: Tensor,
     params: Params,
     activation: str,
-    config: _Config | None = None,
+    dx: bool,  # written in any case
 ) -> tuple[Halves, Tensor]:
     """The gradient of x, and D and E as [N, 1, 2, C]."""
-    n, hw, c = extent(xs)
     g = stats.shape[2]
-    if config is None:
-
-        def run(c: _Config) -> Tensor:
-            return resident_bwd(xs, dy, stats, params, activation, c)[0][0]
-
-        config = _choose("group_norm_resident_bwd", xs, g, run, large_tile=32)
+    spec = spec_of(xs, g)
+    n, hw, c = spec.n, spec.pixels, spec.c
     dxs = empty_like(xs)
     sums = _empty((n, 1, 2, c), dtype=torch.float32, device=dy.device)
-    blocks = _blocks(xs, g, config.groups)
     cb = g // config.groups
     shape = (*row_strides(params), hw, xs[0].shape[3], c, g, cb, c // g)
     _group_norm_resident_bwd_kernel[(n * cb,)](
-        *xs, dy, *stats, *params, *dxs, sums, *shape, activation, *blocks,
+        *xs, dy, *stats, *params, *dxs, sums, *shape, activation, *_blocks(spec, config.groups),
         num_warps=config.num_warps,
     )  # fmt: skip
     return dxs, sums
+
+
+SINGLE_PROGRAM = Kernel("single_program", SingleProgram, _refuse, _configs, _cost, _forward)
+SINGLE_PROGRAM_GRAD = Kernel("single_program", SingleProgram, _refuse, _configs, _cost, _backward)

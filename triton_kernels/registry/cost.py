@@ -81,3 +81,13 @@ def name(kernel: str, fields: tuple[str, ...], config: tuple) -> str:
 def microseconds(fitted: tuple[float, ...], work: Work, gpu: Device) -> float:
     """With the parameters of a kernel."""
     return sum(p * term for p, term in zip(fitted, terms(work, gpu), strict=True))
+
+
+_LAUNCH = 2.0  # microseconds
+_BYTES = 3e6  # that memory moves in one
+CACHE = 2**25  # bytes of a tensor that the L2 cache still has when it is read again
+
+
+def of_passes(moved: int, launches: int) -> float:
+    """Microseconds of passes over memory, a rule of thumb."""
+    return launches * _LAUNCH + moved / _BYTES

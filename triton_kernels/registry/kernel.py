@@ -39,7 +39,7 @@ class Kernel(Generic[C]):
     configs: Callable[[Spec, Device], Sequence[C]]  # those that can; asked only if not refused
     # microseconds that a configuration is predicted to take; None: taken only where measured
     cost: Callable[[Spec, Device, C], float] | None = None
-    launch: Callable[..., None] | None = None  # of a configuration and the op's operands
+    launch: Callable[..., Any] | None = None  # of a configuration and the op's operands
     # what the programs of a configuration do, where times were fitted to it (`registry.cost`), and
     # the fields of a configuration that have parameters of their own
     work: Callable[[Spec, Device, C], Work] | None = None

@@ -161,3 +161,52 @@ class AttentionSpec(Spec):
     def bytes(self) -> int:
         """q, k, v and o; backward also their gradients."""
         return (8 if self.grad else 4) * self.n * self.t * self.d * self.itemsize
+
+
+@dataclass(frozen=True)
+class NormSpec(Spec):
+    """act(norm(x) g + b) of images [n, h, w, c1 + c2], or one of its passes, or its gradient.
+
+    x may be a concatenation of two tensors, and the first of them upsampled on the way.
+    """
+
+    h: int
+    w: int
+    c1: int  # channels of x, or of the first of two
+    c2: int = 0
+    groups: int = 32
+    activation: str = "identity"
+    grad: bool = False
+    dx: bool = True  # of a gradient: whether that of x is wanted, not of parameters alone
+    upsampled: bool = False  # x1 is half as high and wide
+    tiles: tuple[int, ...] = ()  # an image is in its partial sums, if there are any; of each half
+    sums: bool = False  # also sums of the gradient over pixels
+    adds: int = 0  # tensors that are added to the gradient
+    keep: bool = False  # x1 upsampled is returned as well
+    corners: bool = False  # only one pixel of four that are equal is written
+    aligned: bool = True  # whether tensors begin at multiples of 16 bytes
+
+    @property
+    def c(self) -> int:
+        """Channels of both."""
+        return self.c1 + self.c2
+
+    @property
+    def pixels(self) -> int:
+        """Of an image."""
+        return self.h * self.w
+
+    @property
+    def elements(self) -> int:
+        """Of x."""
+        return self.n * self.pixels * self.c
+
+    @property
+    def flops(self) -> int:
+        """None are products."""
+        return 0
+
+    @property
+    def bytes(self) -> int:
+        """x and the result; backward also the gradient that comes."""
+        return (3 if self.grad else 2) * self.elements * self.itemsize
