@@ -16,6 +16,7 @@ from triton_kernels.denoise import loss as loss_module
 from triton_kernels.noise.philox import REVERSE
 
 from .distinct import distinct
+from .taken import take
 
 SHAPES = {
     "odd": (5, 7, 3),
@@ -149,7 +150,7 @@ def check_loss(batch, learned, prediction, dtype):
 def test_every_config_of_the_loss(config, device, monkeypatch):
     """Of which some take all of a sample in one program; several times, with the memory of the last
     time full of NaN."""
-    monkeypatch.setattr(loss_module, "choose", lambda *_: config)
+    take(monkeypatch, denoise_loss=config)
     batch = Batch((64, 43, 3) if device.type == "cuda" else (33, 43, 3), device)
     output = batch.randn(3)
     expected = batch.loss(reference, output, prediction="v_prediction")

@@ -1,5 +1,6 @@
 """The mean squared error of a network that denoises, per sample, and its gradient."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -8,9 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..reductions.last_program import zero_counters
-from ..registry.choose import choose
-from ..registry.kernel import configures
-from ..registry.spec import dtype_name
+from ..registry.choose import select
+from ..registry.kernel import Kernel, Op, configures
+from ..registry.spec import Spec, dtype_name
 from ..runtime.device import describe
 from ..runtime.library import derivative, op
 from .checks import check_batch, check_output, check_process
@@ -37,6 +38,26 @@ _LOSS_CONFIGS = [
     _LossConfig(512, 3, 16),
     _LossConfig(1024, 3, 16),  # all of an image of 64x64
 ]
+
+
+@dataclass(frozen=True)
+class LossSpec(Spec):
+    """The loss of n samples of c channels, of an output that has co."""
+
+    h: int
+    w: int
+    c: int
+    co: int
+    prediction: str
+    keep: bool  # also output - target
+
+
+LOSS = Op(
+    "denoise_loss",
+    ("h", "w", "c", "co", "dtype", "prediction", "keep"),
+    (Kernel("denoise_loss", _LossConfig, lambda *_: None, lambda *_: _LOSS_CONFIGS),),
+    similar=False,
+)
 
 
 def _fake_loss(output, images, *rest):
@@ -74,23 +95,12 @@ def _loss(
     c = images.shape[3]
     elements = height * width * c
     if config is None:
-        config = choose(
-            "denoise_loss",
-            n,
-            {
-                "h": height,
-                "w": width,
-                "c": c,
-                "co": co,
-                "dtype": dtype_name(output.dtype),
-                "prediction": prediction,
-                "keep": keep,
-            },
-            lambda: _LOSS_CONFIGS,
-            lambda: _LOSS_CONFIGS[0],
-            lambda config: _loss(output, images, *process, keep=keep, config=config)[0],
-            describe(output.device),
-        )
+        spec = LossSpec(n, dtype_name(output.dtype), height, width, c, co, prediction, keep)
+
+        def run(config: _LossConfig) -> Tensor:
+            return _loss(output, images, *process, keep=keep, config=config)[0]
+
+        config = select(LOSS, spec, describe(output.device), run).config
     chunks = triton.cdiv(elements, 4 * config.block * config.blocks)
     kept = (n, height, width, c) if keep else (0,)
     difference = torch.empty(kept, dtype=torch.float32, device=output.device)
