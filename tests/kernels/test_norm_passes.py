@@ -29,6 +29,7 @@ from .norm_cases import (
     second_half,
 )
 from .poison import poison_outputs
+from .taken import take
 
 # exp of the interpreter's NumPy warns where infinity is the right value
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
@@ -459,7 +460,7 @@ def test_every_config(list_name, shape, channels, ks, device, monkeypatch):
     monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
     case = make_case(shape, channels, 32, dtype=torch.bfloat16, device=device)
     for config in getattr(norm_passes, list_name):
-        monkeypatch.setattr(norm_passes, "choose", lambda *_, config=config: config)
+        take(monkeypatch, norm_apply=config, norm_dx=config)
         _tables_and_passes(case, ks)
         _check_dx_without_sums(case)
 
@@ -469,7 +470,7 @@ def test_every_config(list_name, shape, channels, ks, device, monkeypatch):
 @pytest.mark.parametrize("shape", [(8, 32, 32, 192, 128), (3, 7, 5, 40, 20)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_upsampled_half_on_the_gpu(config, shape, dtype, device, monkeypatch):
-    monkeypatch.setattr(norm_passes, "choose", lambda *_: config)
+    take(monkeypatch, norm_apply=config, norm_dx=config)
     _check_upsampled(*shape, dtype, device)
 
 

@@ -1,5 +1,7 @@
 """Norms at a small batch, in one launch, and linear layers beside them, against the reference."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -16,14 +18,14 @@ from triton_kernels.norm import (
     single_cta as norm_whole,
 )
 from triton_kernels.norm import (
-    small_batch as norm_few,
-)
-from triton_kernels.norm import (
     tables as norm_tables,
 )
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry import search
+from triton_kernels.registry.choose import select
+from triton_kernels.registry.spec import NormSpec
 
+from .chips import HOPPER
 from .small_batch import (  # noqa: F401  a fixture and a mark for every test here
     EPS,
     as_double,
@@ -35,6 +37,7 @@ from .small_batch import (  # noqa: F401  a fixture and a mark for every test he
     pytestmark,
     randn,
 )
+from .taken import take
 
 NORMS = {  # N, H, W, C1, C2, groups
     "one tensor": (2, 4, 4, 32, 0, 8),
@@ -177,13 +180,20 @@ SUMS = {  # and the tiles of each half
 }
 
 
+def _not_few(spec):
+    """What would be taken of more images."""
+    (few, one_launch, table) = norm_of_sums.NORM_OF_SUMS.kernels
+    kernel = table if one_launch.refuse(spec, HOPPER) else one_launch
+    return kernel.configs(spec, HOPPER)[0]
+
+
 @pytest.mark.parametrize("few", [False, True], ids=["many images", "few images"])
 @pytest.mark.parametrize(
     ("dtype", "film"), [(torch.float16, True), (torch.float32, False)], ids=["fp16, film", "fp32"]
 )
 @pytest.mark.parametrize(("case", "ks"), SUMS.values(), ids=SUMS)
 def test_norm_of_sums(case, ks, dtype, film, few, device, monkeypatch):
-    monkeypatch.setattr(norm_few, "_MAX_IMAGES", 4 if few else 0)
+    take(monkeypatch, norm_of_sums="small_batch" if few else _not_few)
     x1, x2, groups, weight, bias, rows = norm_inputs(case, dtype, device)
     rows = rows if film else {}
     halves = [x1] if x2 is None else [x1, x2]
@@ -216,8 +226,11 @@ def test_programs_of_several_tiles(case, ks, config, device, monkeypatch):
 
 
 def test_too_many_sums_for_one_launch(device, monkeypatch):
-    monkeypatch.setattr(norm_of_sums, "_MOST_SUMS", 16)
-    monkeypatch.setattr(norm_few, "_MAX_IMAGES", 0)
+    spec = NormSpec(8, "fp32", 4, 4, 24, 8, 8, tiles=(4, 2))
+    assert select(norm_of_sums.NORM_OF_SUMS, spec, HOPPER).kernel.name == "from_partials"
+    many = dataclasses.replace(spec, tiles=(2**10, 2))
+    assert select(norm_of_sums.NORM_OF_SUMS, many, HOPPER).kernel.name == "table_and_apply"
+    take(monkeypatch, norm_of_sums="table_and_apply")
     x1, x2, groups, weight, bias, _ = norm_inputs((2, 4, 4, 24, 8, 8), torch.float32, device)
     norm = (partials_of(x1, 4), partials_of(x2, 2)), (16, 16), groups, weight, bias, EPS, "silu"
     expected = fused_reference.norm_of_sums(x1, x2, *norm)
@@ -248,7 +261,7 @@ def test_norm_image_table(case, ks, film, parts, device, monkeypatch):
 @pytest.mark.parametrize("c2", [0, 20])
 def test_norm_of_sums_of_an_upsampled_tensor(c2, few, device, monkeypatch):
     """The statistics of that half are of the image before, which has fewer pixels."""
-    monkeypatch.setattr(norm_few, "_MAX_IMAGES", 4 if few else 0)
+    take(monkeypatch, norm_of_sums="small_batch" if few else _not_few)
     small = randn(2, 3, 5, 28, device=device, offset=1.0)
     x2 = randn(2, 6, 10, c2, device=device) if c2 else None
     halves = [small] if x2 is None else [small, x2]
@@ -275,7 +288,6 @@ def test_norm_of_sums_of_an_upsampled_tensor(c2, few, device, monkeypatch):
 
 def test_tiles_are_compared_where_they_write(device, monkeypatch):
     """Of the pixels that `corners` leaves as they were, memory that nobody cleared differs."""
-    monkeypatch.setattr(norm_few, "_MAX_IMAGES", 0)
     monkeypatch.setattr(search, "time_call", lambda run, best: 1.0)
     small, x2 = randn(1, 2, 2, 28, device=device), randn(1, 4, 4, 20, device=device)
     norm = (partials_of(small, 1), partials_of(x2, 1)), (4, 16), 4, *torch.randn(2, 48), EPS, "silu"

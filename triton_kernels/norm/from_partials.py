@@ -9,22 +9,22 @@ images `norm_few` does it; and where sums are many, beside a program's pixels, t
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from ..activations import check_activation, rounded_grad
-from ..registry.choose import choose
-from ..registry.kernel import configures
-from ..registry.spec import dtype_name
+from ..registry.choose import select
+from ..registry.kernel import Kernel, Op, configures
+from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
-from ..runtime.device import describe
+from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second, row_stride
 from .from_partials_kernels import norm_sums_kernel
 from .passes import apply, apply_upsampled
-from .small_batch import norm_few, serves_few
+from .small_batch import SMALL_BATCH, SmallBatch, norm_few
 from .tables import check_partials_of, covering_groups, norm_table
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -57,24 +57,53 @@ _CONFIGS = [
 ]
 
 
-def _default(small_image: bool, sums: int, sums_of_64: int) -> SumsConfig:
-    """Of 16 and 64 images of the decoder's shapes, and `sums` as `_sums` has them."""
-    if sums_of_64 <= sums and sums >= _MANY_SUMS:
-        return _CONFIGS[2]
-    return _CONFIGS[1 if small_image else 0]
+@configures("table_and_apply")
+class TableAndApply(NamedTuple):
+    """Two launches, of `norm_table` and of `apply`."""
 
 
-def _most_sums(elements: int) -> int:
-    """That a program of 32 channels should load. What a launch costs is less than more of them, if
-    there are many programs."""
-    if norm_of_sums_pays(elements):
-        return _MOST_SUMS
-    return _MANY_SUMS if elements > _MANY_ELEMENTS else 2 * _MANY_SUMS
+def _refuse(spec: NormSpec, gpu: Device) -> str | None:
+    """Of a launch less is the price that programs of 32 channels load more sums; what it costs is
+    less than that, if there are many programs."""
+    most = _MANY_SUMS if spec.elements > _MANY_ELEMENTS else 2 * _MANY_SUMS
+    if norm_of_sums_pays(spec.elements):
+        most = _MOST_SUMS
+    sums = _sums(32, spec)
+    return f"{sums} sums of either kind a program; at most {most}" if sums > most else None
 
 
-def _sums(block_c: int, border: int, cg: int, ks: tuple[int, ...]) -> int:
+def _configs(spec: NormSpec, gpu: Device) -> list[SumsConfig]:
+    """The first as of 16 and 64 images of the decoder's shapes."""
+    first = _CONFIGS[1 if spec.pixels <= _SMALL_IMAGE else 0]
+    if _sums(64, spec) <= _sums(32, spec) >= _MANY_SUMS:
+        first = _CONFIGS[2]
+    return [first, *_CONFIGS]
+
+
+def _sums(block_c: int, spec: NormSpec) -> int:
     """Sums of either kind that a program of so many channels loads, the padding too."""
-    return math.prod(covering_groups(block_c, border, cg)) * triton.next_power_of_2(max(ks))
+    border = spec.c1 if spec.c2 else 0
+    groups = covering_groups(block_c, border, spec.c // spec.groups)
+    return math.prod(groups) * triton.next_power_of_2(max(spec.tiles))
+
+
+def _key(spec: NormSpec) -> dict[str, Any]:
+    names = ("h", "w", "c1", "c2", "upsampled", "corners", "keep")
+    tiles = dict(zip(("tiles1", "tiles2"), (*spec.tiles, 1), strict=False))
+    shape = {name: getattr(spec, name) for name in names} | tiles
+    return shape | {"dtype": spec.dtype, "activation": spec.activation}
+
+
+NORM_OF_SUMS = Op(
+    "norm_of_sums",
+    _key,
+    (
+        SMALL_BATCH,
+        Kernel("from_partials", SumsConfig, _refuse, _configs),
+        Kernel("table_and_apply", TableAndApply, lambda *_: None, lambda *_: [TableAndApply()]),
+    ),
+    similar=False,
+)
 
 
 def norm_of_sums(
@@ -90,7 +119,7 @@ def norm_of_sums(
     scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
     shift: Tensor | None = None,  # [N, C1 + C2]
     *,
-    config: SumsConfig | None = None,
+    config: tuple | None = None,  # of a kernel of `NORM_OF_SUMS`
 ) -> Tensor:  # [N, H, W, C1 + C2]
     """`apply` of the table that `norm_table` would make of these partials."""
     norm = (num_groups, weight, bias, eps, activation, scale, shift)
@@ -112,7 +141,7 @@ def norm_of_sums_upsampled(
     *,
     corners: bool = False,
     keep: bool = True,
-    config: SumsConfig | None = None,
+    config: tuple | None = None,  # of a kernel of `NORM_OF_SUMS`
 ) -> tuple[Tensor, Tensor | None]:  # [N, H, W, C1 + C2]; [N, H, W, C1]
     """`norm_of_sums` of upsample(x1), where every pixel becomes a 2x2 block, beside x2; and
     upsample(x1), to `keep` it for its other readers. With `corners` only the first pixel of the 2x2
@@ -120,12 +149,6 @@ def norm_of_sums_upsampled(
     norm = (num_groups, weight, bias, eps, activation, scale, shift)
     options = {"up": True, "corners": corners, "keep": keep, "config": config}
     return _launch(x1, x2, partials, pixels, *norm, **options)
-
-
-def _few(n: int, pixels: int, c: int, num_groups: int, partials: tuple[Tensor, ...]) -> bool:
-    """Whether `norm_few` does it."""
-    tiles = sum(part.shape[1] for part in partials)
-    return norm_of_sums_pays(n * pixels * c) and serves_few(n, c // num_groups, tiles)
 
 
 def _launch(
@@ -144,7 +167,7 @@ def _launch(
     up: bool = False,
     corners: bool = False,
     keep: bool = False,
-    config: SumsConfig | None = None,
+    config: tuple | None = None,  # of a kernel of `NORM_OF_SUMS`
 ) -> tuple[Tensor, Tensor | None]:
     check_activation(activation)
     check_nhwc("x1", x1)
@@ -157,41 +180,35 @@ def _launch(
     first, second = partials[0], partials[1] if x2 is not None else None
     ks = first.shape[1], 1 if second is None else second.shape[1]
     norm, film = (partials, pixels, num_groups, weight, bias, eps), (scale, shift)
-    if config is None and _few(n, h * w, c, num_groups, partials):
-        return norm_few(x1, x2, *norm, activation, *film, up=up)
     options = {"corners": corners, "keep": keep}
-    border = c1 if c2 else 0
     if config is None:
-        sums, sums_of_64 = (_sums(block_c, border, cg, ks) for block_c in (32, 64))
-        if sums > _most_sums(n * h * w * c):
-            table = norm_table(*norm, *film)
-            if not up:
-                return apply(x1, x2, table, activation, early=True), None
-            return apply_upsampled(x1, x2, table, activation, **options, early=True)
         written = 2 if corners else 1  # every so many pixels all channels are
-        config = choose(
-            "norm_of_sums",
+
+        def run(config: tuple) -> Tensor:
+            given = {"up": up, **options, "config": config}
+            return _launch(x1, x2, *norm, activation, *film, **given)[0][:, ::written, ::written]
+
+        spec = NormSpec(
             n,
-            {
-                "h": h,
-                "w": w,
-                "c1": c1,
-                "c2": c2,
-                "upsampled": up,
-                "corners": corners,
-                "keep": keep,
-                "tiles1": ks[0],
-                "tiles2": ks[1],
-                "dtype": dtype_name(x1.dtype),
-                "activation": activation,
-            },
-            lambda: _CONFIGS,
-            lambda: _default(h * w <= _SMALL_IMAGE, sums, sums_of_64),
-            lambda config: _launch(
-                x1, x2, *norm, activation, *film, up=up, **options, config=config
-            )[0][:, ::written, ::written],
-            describe(x1.device),
+            dtype_name(x1.dtype),
+            h,
+            w,
+            c1,
+            c2,
+            num_groups,
+            activation,
+            upsampled=up,
+            tiles=ks if c2 else ks[:1],
+            **options,
         )
+        config = select(NORM_OF_SUMS, spec, describe(x1.device), run).config
+    if isinstance(config, SmallBatch):
+        return norm_few(x1, x2, *norm, activation, *film, up=up)
+    if isinstance(config, TableAndApply):
+        table = norm_table(*norm, *film)
+        if not up:
+            return apply(x1, x2, table, activation, early=True), None
+        return apply_upsampled(x1, x2, table, activation, **options, early=True)
     if n == 0:
         shape = (0, h, w, c1)
         return x1.new_empty((0, h, w, c)), x1.new_empty(shape) if keep else None
@@ -203,7 +220,7 @@ def _launch(
         x1, x2, first, second, weight, bias, *film, a, large, *map(row_stride, film),
         pixels[0], pixels[-1], h * w, c1, c2, *blocks, eps,
         rounded_grad(activation, x1.dtype), small_w if up else None, corners,
-        *ks, cg, masked, *tile, *covering_groups(tile[-1], border, cg),
+        *ks, cg, masked, *tile, *covering_groups(tile[-1], c1 if c2 else 0, cg),
         triton.next_power_of_2(max(ks)),
         num_warps=config.num_warps, **overlapping(x1.device, 0),  # of any size: they are few
     )  # fmt: skip

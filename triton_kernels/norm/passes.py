@@ -13,10 +13,11 @@ from torch import Tensor
 from ..activations import check_activation
 from ..noise.dropout import Mask, mask_arguments
 from ..reductions.row_sums import RowSums
-from ..registry.choose import choose
-from ..registry.spec import dtype_name
+from ..registry.choose import select
+from ..registry.kernel import Kernel, Op
+from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
-from ..runtime.device import describe
+from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second, check_shape
 from .pass_grid import PassConfig, PassGrid, cut_pass
 from .pass_kernels import norm_apply_kernel, norm_dx_kernel
@@ -66,6 +67,20 @@ _MIN_PIXELS = 4  # what norm_dx makes one of with upsample1
 _MIN_TILE = 1024  # eight elements a thread
 
 
+def _dx_configs(spec: NormSpec, gpu: Device) -> list[PassConfig]:
+    if spec.upsampled:
+        return _UPSAMPLED_DX_CONFIGS
+    return _SUMS_DX_CONFIGS if spec.sums else _DX_CONFIGS
+
+
+_APPLY = Kernel("pass", PassConfig, lambda *_: None, lambda *_: APPLY_CONFIGS)
+_DX = Kernel("pass", PassConfig, lambda *_: None, _dx_configs)
+APPLY = Op("norm_apply", ("h", "w", "c1", "c2", "dtype", "activation"), (_APPLY,), similar=False)
+DX = Op(
+    "norm_dx", ("h", "w", "c1", "c2", "upsampled", "dtype", "sums", "adds"), (_DX,), similar=False
+)
+
+
 def cut(n: int, hw: int, c1: int, c2: int, config: PassConfig) -> PassGrid:
     """How a pass over [N, HW, C1 + C2] is cut into programs: where there are few, into smaller
     tiles as well."""
@@ -95,22 +110,12 @@ def apply(
     if config is None and early:
         config = _EARLY_CONFIG
     if config is None:
-        config = choose(
-            "norm_apply",
-            n,
-            {
-                "h": h,
-                "w": w,
-                "c1": c1,
-                "c2": c2,
-                "dtype": dtype_name(x1.dtype),
-                "activation": activation,
-            },
-            lambda: APPLY_CONFIGS,
-            lambda: APPLY_CONFIGS[0],
-            lambda c: apply(x1, x2, table, activation, config=c),
-            describe(x1.device),
-        )
+        spec = NormSpec(n, dtype_name(x1.dtype), h, w, c1, c2, activation=activation)
+
+        def run(c: PassConfig) -> Tensor:
+            return apply(x1, x2, table, activation, config=c)
+
+        config = select(APPLY, spec, describe(x1.device), run).config
     a = _empty((n, h, w, c1 + c2), dtype=x1.dtype, device=x1.device)
     _launch_apply(x1, x2, table, a, None, activation, mask, early, config)
     return a
@@ -215,29 +220,27 @@ def norm_dx(
         if x is not None:
             check_nhwc(name, x)
             check_shape(name, x, n, *shape)
-    configs = _UPSAMPLED_DX_CONFIGS if upsample1 else _SUMS_DX_CONFIGS if sums else _DX_CONFIGS
     adds = (add1, add1_second, add2)
     if config is None:
         summed = sums is not False
-        tensors, rest = (dz, x1, x2, coeff, add1, add2, add1_second), {"upsample1": upsample1}
-        config = choose(
-            "norm_dx",
+        spec = NormSpec(
             n,
-            {
-                "h": h,
-                "w": w,
-                "c1": c1,
-                "c2": c2,
-                "upsampled": upsample1,
-                "dtype": dtype_name(dz.dtype),
-                "sums": summed,
-                "adds": sum(x is not None for x in adds),
-            },
-            lambda: configs,
-            lambda: configs[0],
-            lambda c: norm_dx(*tensors, summed, **rest, config=c)[0],
-            describe(dz.device),
+            dtype_name(dz.dtype),
+            h,
+            w,
+            c1,
+            c2,
+            grad=True,
+            upsampled=upsample1,
+            sums=summed,
+            adds=sum(x is not None for x in adds),
         )
+        tensors, rest = (dz, x1, x2, coeff, add1, add2, add1_second), {"upsample1": upsample1}
+
+        def run(c: PassConfig) -> Tensor:
+            return norm_dx(*tensors, summed, **rest, config=c)[0]
+
+        config = select(DX, spec, describe(dz.device), run).config
     grid = cut(n, h * w, c1, c2, config)
     dx1 = _empty(x1.shape, dtype=x1.dtype, device=x1.device) if out is None else out
     dx2 = None if x2 is None else _empty(x2.shape, dtype=x2.dtype, device=x2.device)

@@ -8,13 +8,18 @@ all of its pixels and sums at once, which is one trip to memory. Of many images,
 most of what is read, blocks of channels by more pixels are faster (`norm_of_sums`).
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..activations import activate
+from ..registry.kernel import Kernel, configures
+from ..registry.spec import NormSpec
 from ..runtime.dependent_launch import await_inputs, begin_next, overlapping
+from ..runtime.device import Device
 from ..runtime.layout import row_stride
 from .multi_pass_kernels import modulate
 from .single_cta_kernels import parameters, sum_of_lanes
@@ -22,7 +27,7 @@ from .statistics import add_pairs
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-_MAX_IMAGES = 4
+_MAX_IMAGES, _MAX_ELEMENTS = 4, 2**20
 _LANES, _LOADED, _NUM_WARPS = 32, 4096, 4  # channels of a program, and their partial sums
 _MAX_LOADED = 4 * _LOADED
 _TILE, _MIN_TILE, _PROGRAMS = 4096, 1024, 64  # its elements; fewer if there are few programs
@@ -155,9 +160,17 @@ def _norm_few_kernel(
         tl.store(ptrs, half, mask=first[None, :] & mask_p)
 
 
-def serves_few(n: int, cg: int, tiles: int) -> bool:
-    """Whether `norm_few` should do it: images are few, and registers hold a group's sums."""
-    return n <= _MAX_IMAGES and triton.next_power_of_2(cg) * tiles <= _MAX_LOADED
+@configures("small_batch")
+class SmallBatch(NamedTuple):
+    """Its tile follows from the shape."""
+
+
+def _refuse(spec: NormSpec, gpu: Device) -> str | None:
+    if spec.n > _MAX_IMAGES or spec.elements > _MAX_ELEMENTS:
+        return f"more than {_MAX_IMAGES} images, or {_MAX_ELEMENTS} elements"
+    if triton.next_power_of_2(spec.c // spec.groups) * sum(spec.tiles) > _MAX_LOADED:
+        return f"registers do not hold the sums of {sum(spec.tiles)} tiles of a group"
+    return None
 
 
 def norm_few(
@@ -210,3 +223,6 @@ def _tile(n: int, hw: int, groups: int, cg: int, k: int) -> tuple[int, int, int]
     while lanes * block_p > _MIN_TILE and blocks * triton.cdiv(hw, block_p) < _PROGRAMS:
         block_p //= 2
     return block_g, block_j, block_p
+
+
+SMALL_BATCH = Kernel("small_batch", SmallBatch, _refuse, lambda *_: [SmallBatch()])
