@@ -208,7 +208,17 @@ class UNet(Network):
         where looking costs nothing) out of range, and dropout in training without `rng`.
         """
         self._check_inputs(x, t, labels, rng)
-        emb = self.embed(t, labels, rng, first)
+        return self.forward_embedded(x, self.embed(t, labels, rng, first), rng=rng, first=first)
+
+    def forward_embedded(
+        self,
+        x: Tensor,  # [N, H, W, CI]
+        emb: Tensor,  # [N, E], as `embed` gives it
+        *,
+        rng: Tensor | None = None,
+        first: int = 0,
+    ) -> Tensor:  # [N, H, W, CO], dtype of the backend
+        """The network behind the embedding."""
 
         def run(block: nn.ModuleList, h: Tensor) -> Tensor:
             for layer in block:

@@ -73,6 +73,20 @@ FUSED = {
     "conv_input_grad": "conv_dx times act'(z), and its partials",
     "skip_dx": "norm_dx + dy weight, the input gradient of a 1x1 convolution beside the norm",
 }
+# what a training step makes of it, whose gradients go into one flat buffer: see `step`
+STEP = {
+    "norm_of_upsampled": "norm of upsample(x0) beside x1, the table of x1, and upsample(x0)",
+    "conv_down": "a 3x3 conv of stride 2",
+    "conv_down_dx": "the gradient of its x, + add",
+    "avg_pool_grad": "a quarter of dy for each of 2x2 pixels, + add; and rows of it",
+    "norm_backward": "norm_grad_table and norm_dx",
+    "skip_backward": "norm_grad_table and skip_dx",
+    "conv_upsampled_dx": "conv_input_grad of conv_upsampled: of the small image, and of x1",
+    "conv_of_upsampled_dx": "the gradient of x in conv_of_upsampled",
+    "row_sums": "sums of x over pixels, of any number of images",
+    "bias_grad": "sums of rows",
+    "accumulate": "x, added to what is there",
+}
 # what a forward pass becomes where nothing runs beside it: see `join`
 JOINED = {
     "conv_few": "conv_fused, by whichever kernel is quickest alone",
@@ -96,7 +110,7 @@ JOINED = {
     "norm_linear": "norm(x) weight^T + bias",
 }
 FREE = ("reshape", "columns")  # which make no memory
-OPS = FORWARD | NORM | BACKWARD | FUSED | JOINED
+OPS = FORWARD | NORM | BACKWARD | FUSED | STEP | JOINED
 
 
 class PlanError(ValueError):

@@ -49,4 +49,5 @@ def mask_of(node: Node, given: Inputs) -> Mask | None:
     if "rng" not in given:
         return None
     a = node.attrs
-    return Mask(a["p"], given["rng"], a["layer"], a["first"])
+    first = given.get("first", a["first"])  # of the call, where it changes from call to call
+    return Mask(a["p"], given["rng"], a["layer"], first)

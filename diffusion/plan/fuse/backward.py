@@ -2,6 +2,7 @@
 
 from ..graph import Node, Value
 from .rewrite import Fusing, Row
+from .step import BEFORE_ROWS, STEP_BACKWARD
 
 
 def _input_grad(f: Fusing, node: Node) -> Value | None:
@@ -57,6 +58,24 @@ def _added_dx(f: Fusing, node: Node) -> Value | None:
     return None
 
 
+def _two_summands(f: Fusing, node: Node) -> Value | None:
+    """Of a sum that dx gets, each summand is added by itself"""
+    total = f.maker(node.inputs.get("add1"), "add")
+    if total is None or "add1_second" in node.inputs or "rows" in node.outputs:
+        return None
+    a, b = total.inputs["a"], total.inputs["b"]
+    if (
+        f.reader(total.out, node.op) is not node
+        or a is b
+        or not a.shape == b.shape == total.out.shape
+    ):
+        return None
+    f.swap(node, "add1", a)
+    f.give(node, "add1_second", b)
+    f.take(node, total)
+    return node.out
+
+
 def _reaches(f: Fusing, value: Value, node: Node) -> bool:
     """Whether a value depends on another result of a node."""
     others, stack, seen = set(node.outputs.values()), [value], set()
@@ -71,6 +90,12 @@ def _reaches(f: Fusing, value: Value, node: Node) -> bool:
     return False
 
 
+def _for_biases(f: Fusing, node: Node) -> bool:
+    """Whether sums [N, C] are only added up further, over images."""
+    readers = f.consumers.get(node.out, [])
+    return not any(r is None or r.op != "sum" or r.attrs["axes"] != (0,) for r in readers)
+
+
 def _embedding_sums(f: Fusing, node: Node) -> Value | None:
     """The sums of dx over pixels follow from the norm's sums, where nothing is added to it"""
     if node.attrs["axes"] != (1, 2) or len(node.out.shape) != 2:
@@ -78,8 +103,11 @@ def _embedding_sums(f: Fusing, node: Node) -> Value | None:
     norm = f.maker(node.inputs["x"], "norm_dx")
     if norm is None or len(norm.many("x")) > 1 or "add1" in norm.inputs:
         return None
+    if f.mode == "step" and _for_biases(f, node) and len(f.consumers[node.out]) > 1:
+        return None  # the norm's launch adds to one bias alone
     table = f.maker(norm.inputs["coeff"], "norm_grad_table")
-    conv = f.maker(norm.inputs["x0"], "conv_fused")
+    convs = ("conv_fused", "conv_upsampled", "conv_of_upsampled")
+    conv = f.maker(norm.inputs["x0"], *convs)
     if table is None or "emb" in table.outputs or conv is None or "partials" not in conv.outputs:
         return None
     f.give(table, "input_partials", conv.outputs["partials"])
@@ -92,13 +120,13 @@ def _rows_of_dx(f: Fusing, node: Node) -> Value | None:
     """The sums of dx over pixels, taken while it is written"""
     if node.attrs["axes"] != (1, 2) or len(node.out.shape) != 2:
         return None
-    norm = f.maker(node.inputs["x"], "norm_dx", "skip_dx", "attention_grad")
+    ops = ("norm_dx", "skip_dx", "attention_grad", "avg_pool_grad")
+    norm = f.maker(node.inputs["x"], *ops)
     if norm is None or "rows" in norm.outputs or norm.out is not node.inputs["x"]:
         return None
     if norm.op == "attention_grad" and "qkv" not in norm.outputs:
         return None
-    readers = f.consumers.get(node.out, [])
-    if any(r is None or r.op != "sum" or r.attrs["axes"] != (0,) for r in readers):
+    if not _for_biases(f, node):
         return None  # rows are sums over any pixels: they say nothing of one image
     norm.outputs["rows"] = node.out
     f.take(norm, node)
@@ -179,10 +207,13 @@ BACKWARD_ROWS = (
     Row("act' and sums in the input gradient", ("norm_act_grad",), _input_grad, "unmeasured"),
     Row("sums of dx from the norm's", ("sum",), _embedding_sums, "unmeasured"),
     Row("other gradients added in dx", ("add",), _added_dx, "unmeasured"),
+    Row("both of two other gradients", ("norm_dx",), _two_summands, "unmeasured"),
     Row(
         "gradient of 1x1 skips in dx", ("norm_dx",), _skip_dx,
         "17.5 -> 17.2 ms a step of 128 images",
     ),
+    *BEFORE_ROWS,
     Row("sums of dx while it is written", ("sum",), _rows_of_dx, "unmeasured"),
     Row("gradients of weights in float32", ("cast",), _exact_weight_grad, "not rounded twice"),
+    *STEP_BACKWARD,
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from ..graph import Node, Value
 from .rewrite import Fusing, Row
+from .step import STEP_FORWARD
 
 
 def _fused_conv(f: Fusing, node: Node) -> Node | None:
@@ -87,20 +88,17 @@ def _embedding_of(f: Fusing, node: Node, value: Value) -> Value | None:
     return reshape.inputs["x"] if cast is None else cast.inputs["x"]
 
 
-_FEW = 16  # channels; fewer of them, whose pixels TMA cannot address, are padded
-
-
 def _few_inputs(f: Fusing, node: Node) -> Value | None:
     """A convolution of an image with three channels reads one with 16"""
     x, weight = node.inputs["x"], node.inputs["weight"]
-    if not _is_few(x, x.shape[3]) or _fused_conv(f, node) is None:
+    if not f.is_few(x, x.shape[3]) or _fused_conv(f, node) is None:
         return None
     cast = f.maker(x, "cast")
     source = x if cast is None else cast.inputs["x"]
-    spec = {"y": ((*x.shape[:3], _FEW), x.dtype)}
-    wide = f.insert(node, "pad_channels", {"x": source}, spec, layout=x.layout, width=_FEW)
-    pads = ((0, 0), (0, _FEW - x.shape[3]), (0, 0), (0, 0))
-    spec = {"y": ((weight.shape[0], _FEW, *weight.shape[2:]), weight.dtype)}
+    spec = {"y": ((*x.shape[:3], f.few), x.dtype)}
+    wide = f.insert(node, "pad_channels", {"x": source}, spec, layout=x.layout, width=f.few)
+    pads = ((0, 0), (0, f.few - x.shape[3]), (0, 0), (0, 0))
+    spec = {"y": ((weight.shape[0], f.few, *weight.shape[2:]), weight.dtype)}
     filters = f.insert(node, "pad", {"x": weight}, spec, pads=pads)
     for role, value in (("x", wide.out), ("weight", filters.out)):
         f.forget(node, role)
@@ -111,12 +109,12 @@ def _few_inputs(f: Fusing, node: Node) -> Value | None:
 def _few_outputs(f: Fusing, node: Node) -> Value | None:
     """A convolution to three channels writes 16, of which the others are zeros"""
     y = node.out
-    if not _is_few(y, y.shape[3]) or _fused_conv(f, node) is None:
+    if not f.is_few(y, y.shape[3]) or _fused_conv(f, node) is None:
         return None
     readers = [r for r in f.consumers.get(y, ()) if r is not None]
     if any(r.op not in ("cast", "layout") for r in readers):
         return None  # others want pixels side by side
-    wide = f.graph.value(f"{y.name}.wide", (*y.shape[:3], _FEW), y.dtype, layout=y.layout)
+    wide = f.graph.value(f"{y.name}.wide", (*y.shape[:3], f.few), y.dtype, layout=y.layout)
     columns = f.graph.node(
         "columns", {"x": wide}, {"y": (y.shape, y.dtype)}, node.source, start=0, stop=y.shape[3]
     )
@@ -124,15 +122,10 @@ def _few_outputs(f: Fusing, node: Node) -> Value | None:
     f.new.setdefault(node, []).append(f.graph.nodes.pop())
     node.outputs = {"y": wide}
     _becomes_fused(node)
-    node.attrs["width"] = _FEW
+    node.attrs["width"] = f.few
     f.take(node)
     f.take(columns)
     return wide
-
-
-def _is_few(value: Value, channels: int) -> bool:
-    size = value.dtype.itemsize
-    return size <= 4 and channels < _FEW and channels * size % 16 != 0
 
 
 def _terms_together(f: Fusing, node: Node) -> Value | None:
@@ -201,8 +194,14 @@ def _table_and_pass(f: Fusing, node: Node) -> Value | None:
 
 
 FORWARD_ROWS = (
-    Row("few channels of an image padded", ("conv",), _few_inputs, "unmeasured", ("sample",)),
-    Row("few channels of a result padded", ("conv",), _few_outputs, "unmeasured", ("sample",)),
+    Row(
+        "few channels of an image padded", ("conv",), _few_inputs, "unmeasured",
+        ("sample", "step"),
+    ),
+    Row(
+        "few channels of a result padded", ("conv",), _few_outputs, "unmeasured",
+        ("sample", "step"),
+    ),
     Row("1x1 terms one after the other", ("add",), _terms_together, "see the next"),
     Row(
         "embedding, residual and 1x1 skip in the epilogue", ("add",), _epilogue_add,
@@ -214,4 +213,5 @@ FORWARD_ROWS = (
         "table and pass of a norm in one launch", ("norm_apply",), _table_and_pass,
         "2.0 % of a step of 32 images, none of 128",
     ),
+    *STEP_FORWARD,
 )  # fmt: skip

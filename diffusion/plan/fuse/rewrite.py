@@ -14,15 +14,31 @@ class Row:
     root: tuple[str, ...]  # ops where the pattern begins
     rewrite: Callable[["Fusing", Node], Value | None]
     earns: str  # the figure, measured on an H200 in bf16, or "unmeasured"
-    when: tuple[str, ...] = ("train", "sample")
+    when: tuple[str, ...] = ("train", "sample")  # and "step": rows of "train" apply there, too
+
+    def applies(self, mode: str) -> bool:
+        """Whether it is for such plans."""
+        return mode in self.when or mode == "step" and "train" in self.when
+
+
+Serves = Callable[[Value, tuple[int, int], int], bool]
 
 
 class Fusing:
     """A graph that is being rewritten, and who makes and reads each value of it. Where a node is in
     the order does not matter: it is sorted afterwards."""
 
-    def __init__(self, graph: Graph, mode: str, tf32: bool = True) -> None:
+    few = 16  # channels; fewer of them, whose pixels TMA cannot address, are padded
+
+    def __init__(
+        self,
+        graph: Graph,
+        mode: str,
+        tf32: bool = True,
+        serves_upsampled: Serves | None = None,  # of a small image, channels of two tensors, CO
+    ) -> None:
         self.graph, self.mode, self.tf32 = graph, mode, tf32
+        self._serves_upsampled = serves_upsampled
         self.producers = graph.producers()
         self.consumers = graph.consumers()
         self.gone: set[Node] = set()
@@ -31,6 +47,20 @@ class Fusing:
     def is_exact(self, y: Value) -> bool:
         """Whether the products of y are in float32, which the fused kernels do not have."""
         return y.dtype == torch.float32 and not self.tf32
+
+    def is_few(self, value: Value, channels: int) -> bool:
+        """Whether so many channels of such numbers have to be padded."""
+        size = value.dtype.itemsize
+        return size <= 4 and channels < self.few and channels * size % 16 != 0
+
+    def serves_upsampled(self, small: Value, channels: tuple[int, int], co: int) -> bool:
+        """Whether there are kernels for a convolution of upsampled channels, and they pay."""
+        ask = self._serves_upsampled
+        return ask is not None and ask(small, channels, co)
+
+    def made_by(self, op: str) -> list[Node]:
+        """The nodes of an op, of the other pass too."""
+        return [node for node in dict.fromkeys(self.producers.values()) if node.op == op]
 
     def maker(self, value: Value | None, *ops: str) -> Node | None:
         """The node that makes a value, if it is one of these ops."""
@@ -69,6 +99,13 @@ class Fusing:
         value = node.inputs.pop(role)
         if value not in node.inputs.values():
             self.consumers[value].remove(node)
+
+    def swap(self, node: Node, role: str, value: Value) -> None:
+        """Another value for an input, which keeps its place among the others."""
+        before, node.inputs[role] = node.inputs[role], value
+        if before not in node.inputs.values():
+            self.consumers[before].remove(node)
+        self.connect(node)
 
     def insert(self, before: Node, op: str, inputs: dict, outputs: dict, **attrs) -> Node:
         """A new node in front of another."""

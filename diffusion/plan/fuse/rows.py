@@ -15,7 +15,7 @@ from ..graph import Graph, Node, Value
 from .backward import BACKWARD_ROWS
 from .forward import FORWARD_ROWS
 from .preparing import PREPARING
-from .rewrite import Fusing, Row
+from .rewrite import Fusing, Row, Serves
 
 
 def prepare(graph: Graph, mode: str, without: Collection[str] = ()) -> dict[Value, list[str]]:
@@ -31,18 +31,19 @@ def fuse(
     backward: Backward | None,
     tf32: bool = True,
     without: Collection[str] = (),  # names of rows
+    step: Serves | None = None,  # it is of a training step, and what has kernels: see `Fusing`
 ) -> dict[Value, list[str]]:
     """Apply the other rows, in place; why each value is made as it is. Without `tf32` convolutions
     of float32 are left to kernels that multiply in float32."""
     if backward is None:
         return _apply(graph, FORWARD_ROWS, "sample", tf32, without=without)
-    mode = "train"
+    mode = "train" if step is None else "step"
     # each pass for itself: nothing of backward moves into forward
     nodes, outputs, constants = graph.nodes, graph.outputs, graph.constants
     forward, behind = nodes[: backward.start], nodes[backward.start :]
     read = {v for node in behind for v in node.inputs.values()}
     graph.nodes, graph.outputs = forward, [*outputs, *read]
-    why = _apply(graph, FORWARD_ROWS, mode, tf32, without=without)
+    why = _apply(graph, FORWARD_ROWS, mode, tf32, without=without, serves=step)
     forward = graph.nodes
     graph.nodes, graph.outputs = behind, list(backward.grads.values())
     why |= _apply(graph, BACKWARD_ROWS, mode, tf32, forward, without)
@@ -59,12 +60,13 @@ def _apply(
     tf32: bool = True,
     before: list[Node] | None = None,
     without: Collection[str] = (),
+    serves: Serves | None = None,
 ) -> dict[Value, list[str]]:
     why: dict[Value, list[str]] = {}
     for row in rows:
-        if mode not in row.when or row.name in without:
+        if not row.applies(mode) or row.name in without:
             continue
-        f = Fusing(graph, mode, tf32)
+        f = Fusing(graph, mode, tf32, serves)
         for node in before or ():
             for value in node.outputs.values():
                 f.producers.setdefault(value, node)

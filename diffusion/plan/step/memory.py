@@ -1,0 +1,127 @@
+"""What a step keeps from its forward pass, and what it makes again, or writes over.
+
+- What was upsampled is four times its source: beyond `MUCH` bytes, or where only the gradient of a
+  weight reads it, it is made again. Where weights of 1x1 taps alone read it, they read its source,
+  and the gradient summed over 2x2 pixels.
+- With `recompute` what norms write is made again, of their inputs and tables.
+- dx is written over dz, or over a summand that nobody else reads.
+"""
+
+from collections.abc import Sequence
+
+from ..graph import Graph, Node, Value
+
+MUCH = 32 * 2**20  # bytes
+_NORMS = ("norm", "norm_of_upsampled")
+_AGAIN = ("upsample", "avg_pool")
+_SUMMANDS = ("add1_second", "add1", "dz")  # whose memory dx may take
+
+
+def keep_less(graph: Graph, first: set[Node], recompute: bool) -> None:
+    """Put what is made again into the backward pass, whose nodes are not of `first`, in place."""
+    forward = [node for node in graph.nodes if node in first]
+    backward = [node for node in graph.nodes if node not in first]
+    producers = {v: node for node in forward for v in node.outputs.values()}
+    backward = _small_weight_grads(graph, backward, producers, recompute)
+    again: dict[Value, Value] = {}
+    nodes: list[Node] = []
+
+    def remade(value: Value, alone: bool) -> Value:
+        """The value, or what takes its place in backward."""
+        if value in again:
+            return again[value]
+        node = producers.get(value)
+        if node is None or not _is_made_again(node, value, alone, recompute):
+            return value
+        if node.op in _NORMS and value is node.out:
+            made = _pass_again(graph, node, lambda v: remade(v, alone))
+        else:
+            x = node.inputs["x0" if node.op in _NORMS else "x"]
+            op = "upsample" if node.op in _NORMS else node.op
+            attrs = node.attrs if node.op not in _NORMS else {"factor": (2, 2)}
+            source = x if node.op in _NORMS else remade(x, alone)
+            made = _node(graph, op, {"x": source}, value, node.source, attrs)
+        nodes.append(made)
+        again[value] = made.out
+        return made.out
+
+    for node in backward:
+        alone = node.op in ("conv_dw", "linear_dw")
+        for role, value in list(node.inputs.items()):
+            only = alone and role == "x" and _only_reader(backward, value, node)
+            node.inputs[role] = remade(value, only)
+        nodes.append(node)
+    graph.nodes = [*forward, *nodes]
+
+
+def _is_made_again(node: Node, value: Value, alone: bool, recompute: bool) -> bool:
+    if node.op in _NORMS and value is node.out:
+        return recompute
+    upsampled = node.op == "upsample" or node.outputs.get("large") is value
+    if not upsampled and node.op != "avg_pool":
+        return False
+    if node.op == "avg_pool":
+        return recompute and alone
+    of_conv = node.op == "upsample" and alone
+    return recompute or value.bytes > MUCH or of_conv
+
+
+def _only_reader(nodes: Sequence[Node], value: Value, node: Node) -> bool:
+    return all(other is node or value not in other.inputs.values() for other in nodes)
+
+
+def _node(graph: Graph, op: str, inputs: dict, like: Value, source: str, attrs: dict) -> Node:
+    made = graph.node(op, inputs, {"y": (like.shape, like.dtype)}, source, like.layout, **attrs)
+    graph.nodes.pop()
+    return made
+
+
+def _pass_again(graph: Graph, norm: Node, remade) -> Node:
+    """The pass of a norm, by the table that it has written."""
+    if norm.op == "norm":
+        xs = {role: v for role, v in norm.inputs.items() if role in ("x0", "x1")}
+    else:
+        xs = {"x0": remade(norm.outputs["large"]), "x1": norm.inputs["x1"]}
+    rng = {"rng": norm.inputs["rng"]} if "rng" in norm.inputs else {}
+    inputs = {**xs, "table": norm.outputs["table"], **rng}
+    attrs = {k: v for k, v in norm.attrs.items() if k in ("activation", "p", "layer", "first")}
+    return _node(graph, "norm_apply", inputs, norm.out, norm.source, attrs)
+
+
+def _small_weight_grads(
+    graph: Graph, backward: list[Node], producers: dict[Value, Node], recompute: bool
+) -> list[Node]:
+    """Of large images that only gradients of 1x1 weights read, gradients of their sources."""
+    nodes: list[Node] = []
+    for node in backward:
+        x = node.inputs.get("x")
+        maker = producers.get(x) if node.op == "linear_dw" else None
+        is_large = maker is not None and maker.outputs.get("large") is x
+        if is_large and (recompute or x.bytes > MUCH) and _only_reader(backward, x, node):
+            dy, small = node.inputs["dy"], maker.inputs["x0"]
+            shape = (*small.shape[:3], dy.shape[3])
+            like = Value(dy.name, shape, dy.dtype, dy.layout)
+            summed = _node(graph, "sum_pool", {"x": dy}, like, node.source, {"window": (2, 2)})
+            nodes.append(summed)
+            node.inputs = {"x": small, "dy": summed.out}
+        nodes.append(node)
+    return nodes
+
+
+def write_over(backward: Sequence[Node], kept: set[Value]) -> None:
+    """Say of each launch that writes dx over what, in place."""
+    readers: dict[Value, int] = {}
+    for node in backward:
+        for value in node.inputs.values():
+            readers[value] = readers.get(value, 0) + 1
+    made = {value for node in backward for value in node.outputs.values()}
+    for node in backward:
+        if node.op != "norm_backward":
+            continue
+        dx = node.outputs["dx1"]
+        for role in _SUMMANDS:
+            value = node.inputs.get(role)
+            alike = value is not None and (value.shape, value.dtype) == (dx.shape, dx.dtype)
+            if alike and readers[value] == 1 and value in made and value not in kept:
+                node.attrs["over"] = role
+                break

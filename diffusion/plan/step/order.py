@@ -1,0 +1,276 @@
+"""In which order a step's launches are given to which stream.
+
+The forward pass, and the chain of backward, are the current stream's, in their order. Nobody waits
+for gradients of weights, which are `SideStream`'s; the rules are
+
+- Those of one size of filters, over images of one size, go together: up to `MOST`, or in pairs once
+  they read `GROUP_BYTES`. With activations of fewer than `LITTLE` bytes two are enough.
+- What has no kernel in a group goes alone: other strides, padded channels, and what reads something
+  that is made again for it alone, which would be kept meanwhile.
+- A group has half of the multiprocessors, but those of the last block, beside which nothing runs.
+- While images are `LARGER` times the smallest, on their way down to it, gradients of weights are
+  held, to be made beside the smallest images; not if others wait for them, or they hold too much.
+- Where images are that large again, or before the last block, the streams wait for each other; from
+  there on groups end with a block, and `ready` is told how much is complete.
+- Sums for norms and biases are added up before the last block, and at the end.
+
+A launch may begin while its predecessor ends, as `dependent_launch` says, but not before the
+network's first convolution is done, or in backward its last norm, nor where its filters are of the
+launch in front.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..graph import FREE, Node, Value
+from ..schedule import WEIGHT_GRADS
+from .places import EMB, Place
+
+MOST = 4  # gradients of weights in a launch
+SHARE = 0.5  # of the multiprocessors: see docs/tried.md
+GROUP_BYTES = 192 * 2**20
+LITTLE = 8 * 2**20  # bytes of an activation
+MUCH = 32 * 2**20
+LARGER = 16  # times as many pixels
+_BLOCK = re.compile(r"(\w+?\.)?\w+")  # the first two parts of a parameter's name
+
+
+@dataclass
+class Move:
+    """One thing that the runner does."""
+
+    what: str  # launch, weights, weight, hold, keep, meet, sums, ready, release, finish
+    nodes: tuple[Node, ...] = ()
+    pixels: int | None = None  # of images whose launches may overlap
+    share: float = 1.0
+    start: int = 0  # filters from here on have their gradients
+    dying: tuple[Value, ...] = ()  # that nobody reads behind it
+    before: tuple[Node, ...] = field(default=())  # what belongs to a piece of work
+
+
+def forward_moves(nodes: Sequence[Node], pixels: int) -> list[Move]:
+    """The forward pass, of so many pixels."""
+    moves, begun, front = [], False, None
+    for node in nodes:
+        behind = front is not None and bool(set(front.outputs.values()) & set(node.inputs.values()))
+        own = begun and not (behind and front.op in ("upsampled_filters", "pad"))
+        moves.append(Move("launch", (node,), pixels if own else None))
+        if node.op not in FREE:
+            begun, front = begun or node.op.startswith("conv"), node
+    return moves
+
+
+def backward_moves(
+    nodes: Sequence[Node],
+    names: dict[Value, str],  # of parameters, in either precision
+    placed: dict[Value, Place],
+    ends: Mapping[str, int],  # where the gradient of each filter ends in the flat buffer
+    urgent: bool,
+) -> list[Move]:
+    """The backward pass."""
+    return _Order(nodes, names, placed, ends, urgent).run()
+
+
+def let_go(moves: Sequence[Move], kept: set[Value]) -> None:
+    """Say behind which move each value is read no more."""
+    last: dict[Value, Move] = {}
+    for move in moves:
+        for node in (*move.before, *move.nodes):
+            for value in (*node.inputs.values(), *node.outputs.values()):
+                last[value] = move
+    for value, move in last.items():
+        if value not in kept:
+            move.dying = (*move.dying, value)
+
+
+class _Order:
+    def __init__(self, nodes, names, placed, ends, urgent) -> None:
+        self.nodes, self.names, self.placed, self.urgent = nodes, names, placed, urgent
+        self.ends = dict(ends)  # of filters whose gradients nobody has been given yet
+        self.left: dict[str, int] = {}  # launches that write a filter's gradient
+        self.readers: dict[Value, list[Node]] = {}
+        for node in nodes:
+            for value in node.inputs.values():
+                self.readers.setdefault(value, []).append(node)
+            if node.op in WEIGHT_GRADS:
+                name = placed[node.out].name
+                self.left[name] = self.left.get(name, 0) + 1
+        self.made = {value: node for node in nodes for value in node.outputs.values()}
+        self.blocks = self._blocks()
+        images = [[dy for dy in map(_chain_gradient, block) if dy] for block in self.blocks]
+        self.smallest = min(dy.shape[1] * dy.shape[2] for block in images for dy in block)
+        # before it there are chains of blocks; behind it, gradients of weights alone
+        self.last = max(i for i, block in enumerate(images) if block)
+        self.moves: list[Move] = []
+        self.groups: dict[tuple, list[Node]] = {}
+        self.pixels: int | None = None
+        self.is_met = self.reached = self.alone = False
+        self.told: int | None = None
+        first = next((n for n in nodes if n.op in WEIGHT_GRADS), None)  # the network's last
+        self.waits = first is not None and first.inputs["x"].bytes >= LITTLE
+
+    def run(self) -> list[Move]:
+        feeding: list[Node] = []
+        begun = False
+        for block, nodes in enumerate(self.blocks):
+            self._begin(nodes, block == self.last)
+            for node in nodes:
+                if node.op in WEIGHT_GRADS:
+                    self._weight(node, feeding)
+                    feeding = []
+                elif self._is_chain(node):
+                    dy = _gradient(node)
+                    self.pixels = self.pixels if dy is None else _pixels(dy)
+                    self.moves.append(Move("launch", (node,), self.pixels if begun else None))
+                    begun = begun or node.op in ("norm_backward", "skip_backward", "norm_dx")
+                else:
+                    feeding.append(node)
+            self._end_of_block(block == len(self.blocks) - 1)
+        assert not feeding, "a piece of work without a gradient of a weight"
+        # beside the last gradients of weights
+        self._insert_behind("finish", lambda move: move.what == "launch")
+        self._insert_behind("embedding", self._is_of_embedding)
+        return self.moves
+
+    def _insert_behind(self, what: str, is_one: Callable[[Move], bool]) -> None:
+        """A move behind the last that is one of these."""
+        found = [i for i, move in enumerate(self.moves) if is_one(move)]
+        if found:
+            self.moves.insert(found[-1] + 1, Move(what))
+
+    def _is_of_embedding(self, move: Move) -> bool:
+        """Whether it writes a part of the embedding's gradient."""
+        written = [
+            self.placed[v] for n in move.nodes for v in n.outputs.values() if v in self.placed
+        ]
+        return any(at.name == EMB for at in written)
+
+    # --- what is of the chain, and in which block -------------------------------------------------
+
+    def _is_chain(self, node: Node) -> bool:
+        if node.op in WEIGHT_GRADS:
+            return False
+        readers = [r for v in node.outputs.values() for r in self.readers.get(v, ())]
+        if node.op == "sum_pool":
+            return not readers or any(r.op not in WEIGHT_GRADS for r in readers)
+        if node.op in ("row_sums", "bias_grad"):
+            x = node.inputs.get("x", node.inputs.get("rows"))
+            maker = self.made.get(x)
+            if maker is not None and maker.op == "row_sums":
+                return self._is_chain(maker)
+            return maker is not None and maker.op != "pad_channels"
+        return True
+
+    def _blocks(self) -> list[list[Node]]:
+        """The nodes in order, in blocks: those that begin with one name are one."""
+        blocks: list[list[Node]] = [[]]
+        current = None
+        for node in self.nodes:
+            name = next((self.names[v] for v in node.inputs.values() if v in self.names), None)
+            for value in node.outputs.values():
+                if name is None and value in self.placed and self.placed[value].name != EMB:
+                    name = self.placed[value].name
+            block = current if name is None else _BLOCK.match(name).group()
+            if block != current and blocks[-1]:
+                blocks.append([])
+            current = block
+            blocks[-1].append(node)
+        return blocks
+
+    # --- the rules --------------------------------------------------------------------------------
+
+    def _begin(self, nodes: list[Node], is_last: bool) -> None:
+        dy = next((dy for dy in map(_gradient, nodes) if dy is not None), None)
+        self.pixels = None
+        if dy is None:
+            return
+        pixels = dy.shape[1] * dy.shape[2]
+        large = pixels >= LARGER * self.smallest
+        if not self.reached:
+            holds = large and not self.urgent and dy.bytes < MUCH
+            self.reached = pixels <= self.smallest
+            self.moves.append(Move("release" if self.reached else "hold" if holds else "keep"))
+        if self.reached and not self.is_met and (large and pixels > self.smallest or is_last):
+            self.moves.append(Move("meet"))
+            self.is_met = True
+        if is_last:
+            self.moves.append(Move("sums"))
+            self._flush()
+            self.alone = True
+        self.pixels = _pixels(dy)
+
+    def _end_of_block(self, is_end: bool) -> None:
+        self.pixels = None
+        if not (self.urgent or self.is_met):
+            return
+        self._flush()
+        if is_end:  # of the pass, which is known anyway
+            return
+        start = max(self.ends.values(), default=0)
+        if self.told is None or start < self.told:
+            self.told = start
+            self.moves.append(Move("ready", start=start))
+
+    def _weight(self, node: Node, feeding: list[Node]) -> None:
+        x, out = node.inputs["x"], node.out
+        if feeding or not self._goes_with_others(node):
+            self._given(node)
+            self.moves.append(Move("weight", (node,), self.pixels, before=tuple(feeding)))
+            return
+        images, taps = x.shape[:3], tuple(out.shape[2:4]) or (1, 1)
+        if any(key[0] != images for key in self.groups):
+            self._flush()
+        key = images, taps
+        group = self.groups.setdefault(key, [])
+        group.append(node)
+        read = {v for n in group for v in (n.inputs["x"], n.inputs["dy"])}
+        enough = MOST if self.waits else 2
+        large = len(group) % 2 == 0 and sum(v.bytes for v in read) >= GROUP_BYTES
+        if len(group) == enough or large:
+            self._start(key)
+
+    def _goes_with_others(self, node: Node) -> bool:
+        x, dy, shape = node.inputs["x"], node.inputs["dy"], node.out.shape
+        if node.attrs.get("stride", (1, 1)) != (1, 1) or len(x.shape) != 4:
+            return False
+        if (shape[1], shape[0]) != (x.shape[3], dy.shape[3]):
+            return False
+        if node.op == "conv_dw":
+            r, s = shape[2:]
+            if node.attrs["padding"] != (r // 2, r // 2, s // 2, s // 2):
+                return False
+        again = self.made.get(x)
+        return again is None or again.op != "upsample"
+
+    def _start(self, key: tuple) -> None:
+        group = self.groups.pop(key)
+        for node in group:
+            self._given(node)
+        share = 1.0 if self.alone else SHARE
+        self.moves.append(Move("weights", tuple(group), self.pixels, share))
+
+    def _flush(self) -> None:
+        while self.groups:
+            self._start(next(iter(self.groups)))
+
+    def _given(self, node: Node) -> None:
+        name = self.placed[node.out].name
+        self.left[name] -= 1
+        if not self.left[name]:
+            self.ends.pop(name, None)
+
+
+def _gradient(node: Node) -> Value | None:
+    """The image's gradient that a node begins with."""
+    values = (node.inputs.get(role) for role in ("dy", "dz", "da"))
+    return next((v for v in values if v is not None and len(v.shape) == 4), None)
+
+
+def _chain_gradient(node: Node) -> Value | None:
+    return None if node.op in WEIGHT_GRADS else _gradient(node)
+
+
+def _pixels(dy: Value) -> int:
+    """Of all images."""
+    return dy.shape[0] * dy.shape[1] * dy.shape[2]

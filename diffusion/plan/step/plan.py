@@ -1,0 +1,164 @@
+"""From a UNet to the moves of a training step: the passes, one after the other.
+
+The embedding is not in the graph: its layers are `EmbeddingLayers`, whose kernels run beside the
+stem. The graph begins with the image and each block's part of the embedding's projections, and ends
+with gradients in their places: of parameters in the flat buffer, of these parts side by side.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from triton_kernels.runtime.device import describe, standing_for
+
+from ..differentiate import differentiate
+from ..embedding import TOGETHER, projection_columns
+from ..fuse.rows import fuse, prepare
+from ..graph import Graph, Node, Value
+from ..norms import split_norms
+from ..trace import trace
+from .memory import keep_less, write_over
+from .order import Move, backward_moves, forward_moves, let_go
+from .places import EMB, Place, place
+
+
+@dataclass
+class StepPlan:
+    """What runs in a training step, and what it begins with."""
+
+    graph: Graph
+    image: Value  # [N, H, W, CI]
+    emb: dict[Value, slice]  # columns of the projections
+    rng: Value | None
+    low: dict[Value, str]  # parameters in the precision of the arithmetic
+    seed: Value  # the gradient of the result
+    placed: dict[Value, Place]
+    forward: list[Move]
+    backward: list[Move]
+    why: dict[Value, list[str]]
+
+
+class _Body(nn.Module):
+    """What is traced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, emb: Tensor, rng: Tensor) -> Tensor:
+        return self.model.forward_embedded(x, emb, rng=rng)
+
+
+def step_plan(
+    model: nn.Module,
+    x: Tensor,  # [N, H, W, CI], for its shape, dtype and device
+    emb_channels: int,
+    kernels: ModuleType,
+    ends: Mapping[str, int],  # where filters end in the flat buffer, by name
+    recompute: bool = False,
+    urgent: bool = False,  # others wait for gradients of filters
+) -> StepPlan:
+    """The plan of a step of `model` over such images. PlanError: it has none, and why."""
+    dtype = torch.float64 if model.backend.dtype == torch.float64 else torch.float32
+    example = {"dtype": dtype, "device": x.device}
+    rng = torch.zeros(2, dtype=torch.int64, device=x.device)
+    arguments = torch.empty_like(x), torch.empty(len(x), emb_channels, **example), rng
+    graph = trace(_Body(model), arguments).graph
+    graph.parameters = {n.removeprefix("model."): v for n, v in graph.parameters.items()}
+    trainable = {name.removeprefix("model.") for name in graph.trainable}
+    split_norms(graph)
+    why = prepare(graph, "step")
+    image, _, draws = graph.inputs
+    parts = _cut_embedding(graph, projection_columns(model))
+    graph.inputs = [image, draws, *parts]
+    graph.prune()
+
+    wanted = {name: v for name, v in graph.parameters.items() if name in trainable}
+    backward = differentiate(graph, [*wanted.values(), *parts])
+    (seed,) = backward.seeds.values()
+
+    def serves(small: Value, channels: tuple[int, int], co: int) -> bool:
+        meta = torch.empty(small.shape, dtype=small.dtype, device="meta")
+        with standing_for(describe(x.device)):
+            return kernels.serves_upsampled(meta, channels, co, True)
+
+    for value, reasons in fuse(graph, backward, step=serves).items():
+        why[value] = why.get(value, []) + reasons
+    result, forward = graph.outputs, set(graph.nodes[: backward.start])
+    places = {
+        backward.grads[v]: Place(name, v.shape) for name, v in wanted.items() if v in backward.grads
+    }
+    for value, part in parts.items():
+        at = Place(EMB, value.shape, ((1, part.start, part.stop),))
+        places[backward.grads[value]] = at
+    placed = place(graph, places)
+    graph.outputs = [*result, *placed]
+    keep_less(graph, forward, recompute)
+    graph.prune()
+    low = _low_parameters(graph, forward)
+    names = {value: name for name, value in graph.parameters.items()} | low
+    names |= _of_parameters(graph, names)
+    graph.check_with([seed, *low])
+    ahead = [node for node in graph.nodes if node in forward]
+    behind = [node for node in graph.nodes if node not in forward]
+    write_over(behind, set(placed))
+    moves = forward_moves(ahead, x[..., 0].numel())
+    back = backward_moves(behind, names, placed, ends, urgent)
+    let_go([*moves, *back], {*placed, *result, *names, *graph.constants, *graph.inputs})
+    graph.rename()
+    return StepPlan(graph, image, parts, draws, low, seed, placed, moves, back, why)
+
+
+def _cut_embedding(graph: Graph, columns: dict[str, slice]) -> dict[Value, slice]:
+    """The blocks' parts of the embedding's projections, which become inputs: of each its columns in
+    the projections side by side."""
+    names = {v: name for name, v in graph.parameters.items()}
+    readers, parts, gone = graph.consumers(), {}, set()
+    for node in graph.nodes:
+        name = names.get(node.inputs.get("weight"), "")
+        if node.op != "linear" or not name.endswith(TOGETHER[0]):
+            continue
+        part = columns[name.removesuffix(f".{TOGETHER[0]}")]
+        halves = readers[node.out]
+        if any(half is None or half.op != "slice" for half in halves):
+            parts[node.out] = part
+            gone.add(node)
+            continue
+        for half in halves:  # scale and shift
+            start = part.start + half.attrs["start"]
+            parts[half.out] = slice(start, start + half.out.shape[1])
+            gone |= {node, half}
+    graph.nodes = [node for node in graph.nodes if node not in gone]
+    return parts
+
+
+def _low_parameters(graph: Graph, forward: set[Node]) -> dict[Value, str]:
+    """Casts of parameters, which the optimizer makes once for each update; by name. Columns of
+    their matrices are read where they are."""
+    names = {v: name for name, v in graph.parameters.items()}
+    low, fixed, nodes = {}, set(names), []
+    for node in graph.nodes:
+        if node.op == "cast" and node.inputs["x"] in names:
+            low[node.out] = names[node.inputs["x"]]
+            fixed.add(node.out)
+            continue
+        if node in forward and all(v in fixed for v in node.inputs.values()):
+            fixed.update(node.outputs.values())
+            if node.op == "slice" and node.attrs["axis"] == len(node.out.shape) - 1:
+                node.op, node.attrs = "columns", {k: node.attrs[k] for k in ("start", "stop")}
+        nodes.append(node)
+    graph.nodes = nodes
+    return low
+
+
+def _of_parameters(graph: Graph, names: dict[Value, str]) -> dict[Value, str]:
+    """What is made of one parameter alone, and its name."""
+    found: dict[Value, str] = {}
+    for node in graph.nodes:
+        of = {names.get(v, found.get(v)) for v in node.inputs.values()}
+        if len(of) == 1 and None not in of:
+            found.update(dict.fromkeys(node.outputs.values(), *of))
+    return found

@@ -1,0 +1,212 @@
+"""Running the plan of a training step: forward and backward of a UNet, planned together, whose
+gradients are added to a flat buffer, or written there."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from triton_kernels.runtime.dependent_launch import dependent_launches
+
+from ...models.blocks import ResBlock
+from ...models.flat_parameters import FlatParameters
+from ...models.unet import UNet
+from ..embedding import EmbeddingLayers, Step
+from ..graph import Value
+from ..side_stream import SideStream
+from .calls import Launcher
+from .order import Move
+from .places import EMB
+from .plan import StepPlan, step_plan
+
+
+class TrainingUNet:
+    """Runs a `UNet` by its plan. The first call for images of a shape traces and plans it."""
+
+    def __init__(
+        self,
+        model: UNet,
+        flat: FlatParameters,
+        kernels: ModuleType,
+        recompute: bool = False,
+        ready: Callable[[int], None] | None = None,
+        urgent: bool = False,
+    ) -> None:
+        self.model, self.kernels = model, kernels
+        self.recompute, self.ready, self.urgent = recompute, ready, urgent
+        self.params, self.grads = flat.views(flat.param), flat.views(flat.grad)
+        self.low = flat.views(flat.low(model.backend.dtype))
+        self.aside = SideStream(flat.param.device, behind=1)
+        self.sums = kernels.RowSums(flat.grad)
+        self.launcher = Launcher(kernels, self.sums)
+        self.embedding = EmbeddingLayers(model, flat, kernels)
+        self._rest_of_grad = flat.grad[flat.filters_end :]
+        self._ends = {
+            name: grad.storage_offset() + grad.numel()
+            for name, grad in self.grads.items()
+            if grad.ndim > 2
+        }
+        self._plans: dict[tuple, StepPlan] = {}
+
+    def plan_of(self, x: Tensor) -> StepPlan:
+        """The plan of a call with such images."""
+        training = tuple(module.training for module in self.model.modules())
+        key = tuple(x.shape), x.dtype, training
+        if key not in self._plans:
+            width = 4 * self.model.model_channels
+            options = self.recompute, self.urgent
+            self._plans[key] = step_plan(self.model, x, width, self.kernels, self._ends, *options)
+        return self._plans[key]
+
+    def __call__(
+        self,
+        x: Tensor,
+        t: Tensor,
+        labels: Tensor | None = None,
+        *,
+        rng: Tensor | None = None,
+        first: int = 0,
+    ) -> Tensor:
+        """As `UNet.forward_nhwc`; backward adds to the flat gradient."""
+        made = self.plan_of(x)
+        drops = [m.dropout for m in self.model.modules() if isinstance(m, ResBlock) and m.training]
+        if rng is None and any(drops):
+            raise ValueError(f"dropout={max(drops)} in training needs rng (seed, step)")
+        emb, ready = self.embedding.beside(t, labels, rng, first)
+        step = Step(emb, torch.empty_like(emb), rng, first, ready, blocks=1)
+        # the embedding's layers go back on their own, as soon as `step.d_emb` is complete
+        start = emb.detach().requires_grad_(emb.requires_grad)
+        return _Planned.apply(start, x, _Call(self, made, step))
+
+    def timesteps_known(self) -> None:
+        """The timesteps and labels of the next call are there, as of the current stream; x need not
+        be."""
+        self.embedding.begin()
+
+    def forget_gradients(self) -> None:
+        """Zero the flat gradient but for the filters', which the next backward pass will write."""
+        self._rest_of_grad.zero_()
+        self.launcher.accumulates = False
+
+
+class _Call:
+    """A pass forward and backward."""
+
+    def __init__(self, network: TrainingUNet, made: StepPlan, step: Step) -> None:
+        self.network, self.made, self.step = network, made, step
+        self.values: dict[Value, Tensor] | None = None
+        self.stream = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        network, made, step = self.network, self.made, self.step
+        graph = made.graph
+        parameters, low = network.params, network.low
+        values = {v: parameters[n] for n, v in graph.parameters.items() if n in parameters}
+        values |= {v: low[name] for v, name in made.low.items()}
+        values |= {v: c.to(x.device) for v, c in graph.constants.items()}
+        values[made.image] = x
+        if step.rng is not None:
+            values[made.rng] = step.rng
+        self.values = values
+        self._emb = False
+        network.launcher.first = step.first
+        for move in made.forward:
+            self._take_embedding(move)
+            self._launch(move)
+        (result, *_) = graph.outputs
+        return values.pop(result).contiguous()
+
+    def _take_embedding(self, move: Move) -> None:
+        """Wait for the embedding before the first launch that reads it."""
+        if not self._emb and any(v in self.made.emb for n in move.nodes for v in n.inputs.values()):
+            rows, self._emb = self.step.emb, True
+            self.values |= {v: rows[:, part] for v, part in self.made.emb.items()}
+
+    def _launch(self, move: Move) -> None:
+        with dependent_launches(move.pixels):
+            for node in move.nodes:
+                self.values.update(self.network.launcher(node, self.values))
+        self._let_go(move)
+
+    def _let_go(self, move: Move) -> None:
+        for value in move.dying:
+            self.values.pop(value, None)
+
+    def backward(self, dy: Tensor) -> None:
+        network, made, step = self.network, self.made, self.step
+        aside, launcher, values = network.aside, network.launcher, self.values
+        launcher.first = step.first
+        values[made.seed] = dy
+        places = network.grads | {EMB: step.d_emb}
+        values |= {value: at.of(places[at.name]) for value, at in made.placed.items()}
+        for move in made.backward:
+            match move.what:
+                case "launch":
+                    self._launch(move)
+                case "weights" | "weight":
+                    self._beside(move)
+                case "hold" | "keep":
+                    aside.holding = move.what == "hold"
+                case "release":
+                    aside.release()
+                case "meet":
+                    aside.meet()
+                case "sums":
+                    aside.apart(lambda *rows: network.sums.flush(False), *network.sums.kept)
+                case "ready":
+                    if network.ready is not None:
+                        aside.run(lambda start=move.start: network.ready(start))
+                case "embedding":
+                    step.block_done()
+                case "finish":
+                    network.embedding.backward(step)
+                    aside.apart(lambda *rows: network.sums.flush(), *network.sums.kept)
+        self.values = None
+        self._join(dy)
+
+    def _beside(self, move: Move) -> None:
+        """Gradients of weights, which see what has been done so far."""
+        launcher, made = self.network.launcher, {}
+        nodes = (*move.before, *move.nodes)
+        own = {v for node in move.before for v in node.outputs.values()} - set(self.values)
+        touched = {v for n in nodes for v in (*n.inputs.values(), *n.outputs.values())} - own
+        values = {v: self.values[v] for v in touched if v in self.values}
+        read = {v for n in nodes for v in n.inputs.values()} - own
+
+        def work(*reads: Tensor) -> None:
+            for node in move.before:
+                made.update(launcher(node, values | made))
+            if move.what == "weights":
+                launcher.weights(list(move.nodes), values | made, move.share)
+            else:
+                launcher.weight(*move.nodes, values | made)
+
+        with dependent_launches(move.pixels):
+            self.network.aside.run(work, *(values[v] for v in read))
+        self._let_go(move)
+
+    def _join(self, dy: Tensor) -> None:
+        """Let the current stream wait for the others when autograd has done all that is left."""
+        stream, network = torch.cuda.current_stream() if dy.is_cuda else None, self.network
+
+        def join() -> None:
+            with torch.cuda.stream(stream):  # callbacks come on a thread of autograd's
+                network.aside.join()
+                network.embedding.join()
+            network.launcher.accumulates = True
+
+        torch.autograd.Variable._execution_engine.queue_callback(join)
+
+
+class _Planned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, emb: Tensor, x: Tensor, call: _Call) -> Tensor:
+        ctx.call = call
+        return call.forward(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[None, ...]:
+        ctx.call.backward(dy.contiguous())
+        return None, None, None
