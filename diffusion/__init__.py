@@ -139,6 +139,7 @@ def sample(
     steps: "int | str | list[int] | None" = 50,
     seed: int = 0,
     label: "int | str | None" = None,
+    condition: "str | Path | np.ndarray | None" = None,
     guidance: float = 1.0,
     guidance_interval: tuple[float, float] | None = None,
     guidance_rescale: float = 0.0,
@@ -157,7 +158,9 @@ def sample(
     on arrays: in the data's units, with the axes of its file.
 
     sampler: ddpm, ddim, euler, heun or dpmpp_2m, with so many steps (None: all). Image i depends on
-    `seed` and i alone. label: the class, by number or name; None: all in turn. guidance: how far to
+    `seed` and i alone. label: the class, by number or name; None: all in turn. condition: of a
+    network trained with one a file, a folder or an array [M, H, W, K], of which image i has number
+    i % M. guidance: how far to
     go away from the null class, from the class `negative`, or from what a weaker network says of
     the same (`guide`); 1: not at all. guidance_interval: the levels of noise where; None: all.
     guidance_rescale: how far the deviation goes back, from 0 to 1. init: images to begin from, a
@@ -169,6 +172,7 @@ def sample(
     """
     from .formats.trained import Trained
     from .plan.inference import sampling_network
+    from .runs.conditioning import load_conditions
     from .runs.editing import edited_options, load_edit
     from .runs.sampling import choose_labels, choose_values, load_guide
     from .sampling.draw import draw
@@ -184,7 +188,7 @@ def sample(
         n,
         trained.image_shape,
         seed=seed,
-        labels=choose_labels(label, n, trained),
+        labels=load_conditions(condition, choose_labels(label, n, trained), n, trained),
         guidance=guided.guidance,
         weaker=guided.network(),
         batch_size=batch_size,

@@ -75,6 +75,20 @@ def build_model(
     return model.to(device)
 
 
+def with_condition(
+    settings: dict[str, Any],  # the group `model`
+    channels: int,  # that x_t comes with behind its own
+) -> dict[str, Any]:
+    """The settings of a network of x_t with these channels. ConfigError: they say others."""
+    said = settings.get("condition_channels")
+    if said is not None and said != channels:
+        raise ConfigError(
+            f"model.condition_channels={shown(said)}, but the data set gives {channels}; leave it"
+            " out"
+        )
+    return settings | {"condition_channels": channels} if channels else settings
+
+
 def build_policy_model(
     settings: dict[str, Any],  # the group `model`
     backend: Backend,

@@ -135,6 +135,7 @@ def folder(tmp_path_factory) -> Path:
         Image.fromarray(np.full((20, 24, 3), 40 * i, np.uint8)).save(place / f"{i}.png")
     Image.fromarray(np.full((16, 16, 3), 90, np.uint8)).save(at / "PICTURE.png")
     Image.fromarray(np.eye(16, dtype=np.uint8) * 255).save(at / "HOLE.png")
+    shutil.copytree(at / "PHOTOS", at / "SKETCHES")
     (at / "FOLDER").symlink_to(at / "PHOTOS" / "cats")
     (at / "examples").symlink_to(ROOT / "examples")
     settings = diffusion.preset(
@@ -144,6 +145,7 @@ def folder(tmp_path_factory) -> Path:
     torch.save(network.state_dict(), at / "model.pt")
     (at / "runs").mkdir()
     (at / "RUN").symlink_to(at / "runs" / "first")
+    (at / "PAIRED").symlink_to(at / "runs" / "paired")
     (at / "OWN").symlink_to(at / "runs" / "own")
     for command in (
         ("train.py", *SMALL, *DRAWN, *TRAINED_AS, "run_dir=runs/first"),
@@ -166,10 +168,13 @@ def whole_folder(folder) -> Path:
     np.savez(folder / "FILE.npz", **rollouts)
     fields = np.random.default_rng(0).normal(size=(6, 2, 16, 16)).astype(np.float32)
     np.savez(folder / "weather.npz", fields=fields)
+    pairs = ("dataset=pairs", "dataset.path=PHOTOS", "dataset.condition=SKETCHES")
+    pairs += ("dataset.size=16",)
     own = ("--config-dir", "examples/configs", "plugin=examples/own_model.py", "model=conv_stack")
     for command in (
         (*SMALL, "dataset=push_disc", "dataset.episodes=4", *CHUNKS, "run_dir=runs/push_disc"),
         (*SMALL, *DRAWN, *own, "model.width=8", "run_dir=runs/own"),
+        (*SMALL, *pairs, *TRAINED_AS, "model.condition_dropout=0.1", "run_dir=runs/paired"),
     ):
         code, _, err = run("train.py", *command, cwd=folder)
         assert code == 0, err
@@ -196,7 +201,7 @@ def small(script: str, words: list[str]) -> list[str]:
     more = [*SMALL]
     if given.get("dataset", "elephants") in ("elephants", "rings"):
         more += DRAWN
-    elif given["dataset"] == "folder":
+    elif given["dataset"] in ("folder", "pairs"):
         more.append("dataset.size=16")
     if "train.init" in given:
         return [*more, "dataset.size=16", "model.num_classes=3", *TRAINED_AS[:-2], TRAINED_AS[-1]]

@@ -14,11 +14,13 @@ from .image_set import ImageSet, nearest, parse_size, with_channels
 from .images import list_images, load_folder
 from .order import sample_index
 from .packed import load_packed
+from .pairs import load_pairs
 from .shards import huggingface, parquet, webdataset
 
 __all__ = [
     "ImageSet",
     "expected_classes",
+    "expected_condition",
     "expected_size",
     "load_dataset",
     "register_dataset",
@@ -32,6 +34,7 @@ _LOADERS: dict[str, Callable[..., ImageSet]] = {
     "elephants": elephants,
     "folder": load_folder,
     "packed": load_packed,
+    "pairs": load_pairs,
     "mnist": mnist,
     "fashion_mnist": fashion_mnist,
     "cifar10": cifar10,
@@ -76,12 +79,20 @@ def expected_size(name: str, **options: Any) -> tuple[int, int] | None:
     return None if size is None else parse_size(size)
 
 
+def expected_condition(name: str, **options: Any) -> int:
+    """The number of channels that are given, as far as the options say so."""
+    _, given, _ = _checked(name, options)
+    if name == "pairs":
+        return given.get("condition_channels", 3)
+    return len(given.get("condition", ())) if name == "array" else 0
+
+
 def expected_classes(name: str, **options: Any) -> int | None:
     """The number of classes, 0 without labels, if no picture has to be drawn or decoded to know."""
     _, given, _ = _checked(name, options)
     if name == "elephants":
         return len(TRUNKS)
-    if name != "folder" or "path" not in given:
+    if name not in ("folder", "pairs") or "path" not in given:
         return None
     labels = list_images(given["path"], given.get("classes", True)).labels
     return 0 if labels is None else max(labels) + 1

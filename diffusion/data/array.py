@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError
+from .given import GivenChannels, side_by_side
 from .image_set import ImageSet, check_memory, nearest, parse_size
 from .stored_images import StoredImages, measured
 from .values import LAYOUTS, Pixels, Units, Values
@@ -40,6 +41,7 @@ def load_array(
     standardise: bool | None = None,  # None: all but uint8
     mean: list[float] | None = None,  # of each channel, in the data's units; None: measured
     deviation: list[float] | None = None,
+    condition: list[int] | None = None,  # numbers of the channels that are given; None: none
 ) -> ImageSet:
     """Open an array [M, H, W, C], [M, C, H, W] or [M, H, W] as a data set. ConfigError: it is not
     there, damaged, of another kind or shape, or not what the options say."""
@@ -63,13 +65,43 @@ def load_array(
             f"dataset.channels={channels} differs from the {depth} of {path}; give"
             " dataset.channels=null"
         )
-    values = _values(images, standardise, mean, deviation)
+    _check_scale("mean", mean, images), _check_scale("deviation", deviation, images)
+    learned = _learned_channels(images, condition)
+    groups = [learned] if condition is None else [learned, condition]
+    values, *given = [
+        _values(images.taking(group), standardise, _some(mean, group), _some(deviation, group))
+        for group in groups
+    ]
+    of_all = side_by_side(values, *given) if given else values
     return ImageSet(
-        images.scaled(values),
+        (images.taking([*learned, *condition]) if given else images).scaled(of_all),
         None if labels is None else _labels(path, arrays, labels, len(images)),
         name=path.stem,
         values=values,
+        condition=GivenChannels(len(condition), given[0]) if given else None,
     )
+
+
+def _learned_channels(images: StoredImages, condition: list[int] | None) -> list[int]:
+    """Those that are not given. ConfigError: a number that is none, or twice, or all."""
+    depth, path = images.shape[3], images.path
+    given = condition or []
+    if condition is not None and (not given or len(set(given)) < len(given)):
+        raise ConfigError(
+            f"dataset.condition={condition}; expected numbers of channels, each once, or null"
+        )
+    wrong = [channel for channel in given if not 0 <= channel < depth]
+    if wrong or len(given) == depth:
+        why = f"{wrong[0]} is none" if wrong else "nothing is left to learn"
+        raise ConfigError(
+            f"dataset.condition={condition}: of the channels of {path} {why}; they are 0 to"
+            f" {depth - 1}"
+        )
+    return [channel for channel in range(depth) if channel not in given]
+
+
+def _some(values: list[float] | None, channels: list[int]) -> list[float] | None:
+    return None if values is None else [values[channel] for channel in channels]
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -223,6 +255,14 @@ def _layout(path: Path, shape: tuple[int, ...], layout: str | None) -> str:
     return layout
 
 
+def _check_scale(name: str, given: list[float] | None, images: StoredImages) -> None:
+    depth = images.shape[3]
+    if given is not None and len(given) != depth:
+        raise ConfigError(
+            f"dataset.{name} has {len(given)} numbers; {images.path} has {depth} channels"
+        )
+
+
 def _values(
     images: StoredImages,
     standardise: bool | None,
@@ -235,10 +275,6 @@ def _values(
     for name, given in (("mean", mean), ("deviation", deviation)):
         if given is not None and not standardise:
             raise ConfigError(f"dataset.{name} is given, and dataset.standardise=false; leave one")
-        if given is not None and len(given) != depth:
-            raise ConfigError(
-                f"dataset.{name} has {len(given)} numbers; {images.path} has {depth} channels"
-            )
     if deviation is not None and min(deviation) <= 0:
         raise ConfigError(f"dataset.deviation={deviation}; expected numbers above 0")
     dtype = "uint8" if is_bytes else "float32"

@@ -51,6 +51,8 @@ class Batches:
         self._rows: np.ndarray | None = getattr(data, "rows", None)  # int64 [len(data)]
         # of latents mean and log variance are stored, from which a step draws
         self.are_moments = isinstance(getattr(data, "values", None), Latents)
+        condition = getattr(data, "condition", None)
+        self.given_channels = 0 if condition is None else condition.channels  # the images' last
         self.resident = data.images.nbytes <= resident_bytes
         self._check = getattr(data, "check", lambda index=None: None)  # before images are read
         if self.resident:

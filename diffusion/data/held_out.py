@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from .batches import Samples
+from .given import GivenChannels
 from .order import epoch_permutation
 from .stored_images import StoredImages
 from .values import Values
@@ -41,6 +42,11 @@ class Rows:
     def values(self) -> Values | None:
         """What the numbers of images mean."""
         return getattr(self.data, "values", None)
+
+    @property
+    def condition(self) -> GivenChannels | None:
+        """What the last channels of images are, if they are given."""
+        return getattr(self.data, "condition", None)
 
     @property
     def labels(self) -> Tensor | None:  # [M, ...], of the whole set

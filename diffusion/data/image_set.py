@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..runtime.host import free_memory
+from .given import GivenChannels, side_by_side
 from .image_digests import ImageDigests
 from .stored_images import StoredImages
 from .values import Latents, Pixels, Units, Values
@@ -22,7 +23,7 @@ class ImageSet:
     """Images as they lie on disk; normalising and mirroring happen in the training kernels."""
 
     # uint8 or float32 [M, H, W, C], as the training kernels take them; of latents mean and log
-    # variance, [M, H, W, 2 C]
+    # variance, [M, H, W, 2 C]; with a condition C + K, of which the last K are given
     images: Tensor | StoredImages
     labels: Tensor | None = None  # int64 [M]
     class_names: tuple[str, ...] | None = None
@@ -31,6 +32,7 @@ class ImageSet:
     digests: ImageDigests | None = None  # of a file's images; whoever reads those calls `check`
     values: Values = Pixels()
     notes: tuple[str, ...] = ()  # on what was done to the images, for who trains on them
+    condition: GivenChannels | None = None  # the last channels of `images`, if they are given
 
     def check(self, index: np.ndarray | None = None) -> None:
         """ConfigError if one of these images (int64 [B]; None: of all) is not as it was written."""
@@ -48,8 +50,17 @@ class ImageSet:
     @property
     def channels(self) -> int:
         """Of what is learned."""
-        stored = self.images.shape[3]
+        stored = self.images.shape[3] - (self.condition.channels if self.condition else 0)
         return stored // 2 if isinstance(self.values, Latents) else stored
+
+    @property
+    def learned(self) -> Tensor | StoredImages:
+        """`images` [M, H, W, C] without the channels that are given."""
+        if self.condition is None:
+            return self.images
+        if isinstance(self.images, StoredImages):
+            return self.images.first_channels(self.channels)
+        return self.images[..., : self.channels]
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -57,11 +68,19 @@ class ImageSet:
         return (*self.size, self.channels)
 
 
-def rescale(data: ImageSet, known: Values) -> bool:
-    """Give the numbers of a set the scale that a network knows; returns whether it was another: a
-    set that has grown has another mean and deviation. ConfigError: they are of another kind."""
-    has = data.values
-    same = has == known
+def rescale(data: ImageSet, known: Values, given: GivenChannels | None = None) -> bool:
+    """Give the numbers of a set the scale that a network knows, and those of its condition theirs;
+    returns whether it was another: a set that has grown has another mean and deviation.
+    ConfigError: they are of another kind."""
+    has, condition = data.values, data.condition
+    if (condition and (condition.channels, condition.size)) != (
+        given and (given.channels, given.size)
+    ):
+        raise ConfigError(
+            f"the network was trained with {given or 'no condition'}, and data set {data.name} has"
+            f" {condition or 'none'}"
+        )
+    same = has == known and condition == given
     if isinstance(has, Latents) and isinstance(known, Latents):
         # the same autoencoder may lie somewhere else
         same = replace(known, autoencoder=has.autoencoder) == has
@@ -69,9 +88,10 @@ def rescale(data: ImageSet, known: Values) -> bool:
         return False
     if type(known) is not type(has) or isinstance(known, Latents):
         raise ConfigError(f"the network was trained on {known}, and data set {data.name} has {has}")
-    data.values = replace(known, layout=has.layout)
+    data.values, data.condition = replace(known, layout=has.layout), given
     if isinstance(data.images, StoredImages):
-        data.images = data.images.scaled(data.values)
+        of_all = side_by_side(data.values, given.values) if given else data.values
+        data.images = data.images.scaled(of_all)
     return isinstance(known, Units) and replace(has, layout=known.layout) != known
 
 

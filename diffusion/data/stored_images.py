@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,15 @@ class StoredImages:
         rows: Any,  # numpy's array, in memory or mapped, or zarr's
         layout: str,
         path: Path,  # for messages
-        units: Units | None = None,  # None: numbers as they are
+        units: Units | None = None,  # of the channels taken; None: numbers as they are
+        channels: Sequence[int] | None = None,  # those that are taken, in this order; None: all
     ) -> None:
         self._rows, self.layout, self.path, self._units = rows, layout, path, units
+        self.channels = None if channels is None else list(channels)
         count, *axes = rows.shape
-        seen = (*axes, 1) if layout == "nhw" else [axes[i - 1] for i in _SEEN[layout][1:]]
+        seen = [*axes, 1] if layout == "nhw" else [axes[i - 1] for i in _SEEN[layout][1:]]
+        if channels is not None:
+            seen[2] = len(channels)
         self.shape = torch.Size((count, *seen))
         self.stored_dtype = np.dtype(rows.dtype)
         is_bytes = self.stored_dtype == np.uint8 and units is None
@@ -42,7 +46,18 @@ class StoredImages:
     def scaled(self, values: Values) -> "StoredImages":
         """The same images as the network is to see them."""
         units = values if isinstance(values, Units) else None
-        return StoredImages(self._rows, self.layout, self.path, units)
+        return StoredImages(self._rows, self.layout, self.path, units, self.channels)
+
+    def taking(self, channels: Sequence[int]) -> "StoredImages":
+        """Some of the stored channels, in this order, with their numbers as they are stored."""
+        return StoredImages(self._rows, self.layout, self.path, None, channels)
+
+    def first_channels(self, count: int) -> "StoredImages":
+        """The first of those that are taken, as the network is to see them."""
+        units, taken = self._units, range(self.shape[3]) if self.channels is None else self.channels
+        if units is not None:
+            units = replace(units, mean=units.mean[:count], deviation=units.deviation[:count])
+        return StoredImages(self._rows, self.layout, self.path, units, taken[:count])
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -79,7 +94,8 @@ class StoredImages:
                 f"{self.path} has numbers that are not finite, first in image {number}; replace"
                 " them, or leave such images out"
             )
-        return rows[..., None] if self.layout == "nhw" else rows.transpose(_SEEN[self.layout])
+        rows = rows[..., None] if self.layout == "nhw" else rows.transpose(_SEEN[self.layout])
+        return rows if self.channels is None else rows[..., self.channels]
 
     def parts(self, step: int = 1) -> Iterator[Tensor]:
         """The numbers of all images, or of every `step`-th, in parts that fit into memory: int64

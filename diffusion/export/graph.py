@@ -1,6 +1,7 @@
 """The denoiser as a graph that runs without this project: ONNX, and PyTorch's exported program.
 
-    of images   x [N, C, H, W], t int64 [N], labels int64 [N] (of a model with classes)
+    of images   x [N, C, H, W], t int64 [N], labels int64 [N] (of a model with classes),
+                condition [N, K, H, W] (of a model with channels that are given)
                     -> output [N, C or 2C, H, W]
     of actions  x [N, T, A], t int64 [N], condition [N, G], normalised observations -> [N, T, A]
 
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from triton_kernels import reference
-from triton_kernels.noise.philox import INITIAL
+from triton_kernels.noise.philox import INITIAL, NOISE
 
 from ..errors import ConfigError
 from ..formats.trained import Trained
@@ -44,19 +45,24 @@ _MAX_BYTES = 2**31 - 2**20  # of the protocol buffers that ONNX's files are
 
 
 class ImageDenoiser(nn.Module):
-    """`UNet` in PyTorch's order of dimensions, with contiguous output."""
+    """`UNet` in PyTorch's order of dimensions, with contiguous output; `names` says what its inputs
+    are behind x and t."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, names: tuple[str, ...] = ("labels",)) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.names = model, names
 
     def forward(
         self,
         x: Tensor,  # [N, C, H, W]
         t: Tensor,  # int64 [N]
-        labels: Tensor | None = None,  # int64 [N]
+        first: Tensor | None = None,  # labels int64 [N], or the condition [N, K, H, W]
+        second: Tensor | None = None,  # the condition behind labels
     ) -> Tensor:  # [N, C or 2C, H, W]
-        return self.model(x, t, labels).contiguous()
+        parts = dict(zip(self.names, (first, second), strict=False))
+        if "condition" in parts:
+            x = torch.cat((x, parts["condition"]), dim=1)
+        return self.model(x, t, parts.get("labels")).contiguous()
 
 
 class ChunkDenoiser(nn.Module):
@@ -92,12 +98,20 @@ def image_graph(trained: Trained) -> Graph:
     """The denoiser of images."""
     height, width, channels = trained.image_shape
     classes, schedule = trained.model.num_classes, trained.process.schedule
+    given = trained.condition
+
+    def pictures(n: int, channels: int, rng: Tensor, stream: int) -> Tensor:
+        shape = (n, height, width, channels)
+        return reference.normal(shape, rng, stream=stream).permute(0, 3, 1, 2).contiguous()
 
     def inputs(n: int, seed: int) -> tuple[Tensor, ...]:
         rng = torch.tensor([seed, n])
-        x = reference.normal((n, height, width, channels), rng).permute(0, 3, 1, 2).contiguous()
-        t = _told(schedule, rng, n)
-        return (x, t) if classes is None else (x, t, torch.arange(n) % classes)
+        found = {"x": pictures(n, channels, rng, NOISE), "t": _told(schedule, rng, n)}
+        if classes is not None:
+            found["labels"] = torch.arange(n) % classes
+        if given is not None:
+            found["condition"] = pictures(n, given.channels, rng, INITIAL).clamp(-1, 1)
+        return tuple(found.values())
 
     about = {
         "prediction": trained.process.prediction,
@@ -107,9 +121,11 @@ def image_graph(trained: Trained) -> Graph:
         "values": trained.values.state(),
         "num_classes": classes,
         "null_label": trained.model.null_label,
+        **({} if given is None else {"condition": given.state()}),
     }
-    names = ("x", "t") if classes is None else ("x", "t", "labels")
-    return Graph(_portable(ImageDenoiser(trained.model)), names, inputs, about)
+    names = () if classes is None else ("labels",)
+    names = names if given is None else (*names, "condition")
+    return Graph(_portable(ImageDenoiser(trained.model, names)), ("x", "t", *names), inputs, about)
 
 
 def policy_graph(policy: Policy) -> Graph:

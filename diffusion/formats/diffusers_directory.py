@@ -458,6 +458,11 @@ def unet_config(model: UNet) -> dict[str, Any]:
             f"format=diffusers is for images; the model is a {type(model).__name__}, which"
             " UNet2DModel cannot be"
         )
+    if model.condition_channels:
+        raise ConfigError(
+            f"the network is given {model.condition_channels} channels beside x_t, and a"
+            " DDPMPipeline hands nothing on; choose format=onnx, torch_export or guided_diffusion"
+        )
     for option, only in (
         ("stem_channels", -1),
         ("decoder_attention", "all"),

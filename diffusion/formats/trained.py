@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.given import GivenChannels, given_from_state
 from ..data.image_set import parse_size
 from ..data.values import Pixels, Values, values_from_state
 from ..errors import ConfigError
-from ..factory import AS_DIFFUSERS, Process, build_model
+from ..factory import AS_DIFFUSERS, Process, build_model, with_condition
 from ..models.blocks import AttentionBlock
 from ..models.layers import TimestepEmbedding
 from ..models.unet import UNet
@@ -67,6 +68,7 @@ class Trained:
     spacing: str | None = None  # of the timesteps in sampling, if its origin says one
     as_diffusers: bool = False  # whether samplers step as diffusers' of that name do
     values: Values = Pixels()  # what the numbers that it was trained on mean
+    condition: GivenChannels | None = None  # what it is given beside x_t
 
     def sampler(self, device: torch.device, **settings: Any) -> Sampler:
         """A sampler for the network, of its origin's kind where that makes a difference; settings:
@@ -105,6 +107,8 @@ def load_trained(
     network = build_model(
         found.settings, chosen, (height, width), channels, found.process.learns_variance, device
     )
+    channels_given = getattr(network, "condition_channels", 0)
+    condition = found.condition or (GivenChannels(channels_given) if channels_given else None)
     found.give_weights(network)
     _warn_of_bad_numbers(network, ckpt)
     return Trained(
@@ -118,6 +122,7 @@ def load_trained(
         found.spacing,
         found.as_diffusers,
         found.values,
+        condition,
     )
 
 
@@ -248,6 +253,7 @@ class _Found:
     spacing: str | None = None
     as_diffusers: bool = False
     values: Values = Pixels()
+    condition: GivenChannels | None = None
 
 
 def _find(
@@ -304,6 +310,7 @@ def _in_checkpoint(checkpoint: Path, ema: Average) -> _Found:
 
     try:
         values = values_from_state(state.get("values"))
+        condition = given_from_state(state.get("condition"))
     except ValueError as error:
         raise ConfigError(f"{checkpoint / 'state.json'} is damaged: {error}") from None
 
@@ -314,7 +321,7 @@ def _in_checkpoint(checkpoint: Path, ema: Average) -> _Found:
 
     return _Found(
         path=checkpoint,
-        settings=config["model"],
+        settings=with_condition(config["model"], condition.channels if condition else 0),
         process=process,
         image_shape=tuple(shape),
         precision=config["train"].get("precision", "bf16"),
@@ -323,6 +330,7 @@ def _in_checkpoint(checkpoint: Path, ema: Average) -> _Found:
         class_names=tuple(class_names) if isinstance(class_names, list) else None,
         run_dir=checkpoint.parent.parent,
         values=values,
+        condition=condition,
     )
 
 

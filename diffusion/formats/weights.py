@@ -59,6 +59,7 @@ _UNET_CU_OPTIONS = {
     "stem_channels": -1,
     "decoder_attention": "all",
     "resample_projection": False,
+    "condition_channels": 0,
 }
 
 

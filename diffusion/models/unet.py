@@ -57,6 +57,8 @@ class UNet(Network):
         stem_channels: int = -1,  # of the first convolution; -1: those of the first level
         decoder_attention: str = "all",  # blocks that have it on the way up: all | last of a level
         resample_projection: bool = False,  # 1x1 convolution beside blocks that resample
+        condition_channels: int = 0,  # that x_t comes with behind its own; none comes out
+        condition_dropout: float | None = None,  # of training's conditions; None: 0
         backend: Backend = TORCH_FP32,  # who computes, and in which precision
     ) -> None:
         super().__init__(backend)
@@ -70,6 +72,7 @@ class UNet(Network):
         if num_heads_upsample == -1:
             num_heads_upsample = num_heads
         self.image_size = sizes  # (H, W)
+        self.condition_channels, self.condition_dropout = condition_channels, condition_dropout or 0
         self.in_channels, self.model_channels = in_channels, model_channels
         self.out_channels, self.num_classes = out_channels, num_classes
         self.label_dropout = label_dropout
@@ -86,6 +89,7 @@ class UNet(Network):
         self.stem_channels, self.decoder_attention = stem_channels, decoder_attention
         self.resample_projection = resample_projection
         self._check_options()
+        self.in_channels += condition_channels  # of the stem
 
         emb_channels = 4 * model_channels
         res_blocks = 0  # so far: they number the dropout masks
@@ -139,7 +143,7 @@ class UNet(Network):
 
         widths = [int(mult * model_channels) for mult in self.channel_mult]
         ch = widths[0] if stem_channels == -1 else stem_channels
-        stem = Conv2d(in_channels, ch, 3, backend=backend)
+        stem = Conv2d(self.in_channels, ch, 3, backend=backend)
         self.input_blocks = nn.ModuleList([nn.ModuleList([stem])])
         skips = [ch]
         for level, width in enumerate(widths):
@@ -195,7 +199,7 @@ class UNet(Network):
 
     def forward_nhwc(
         self,
-        x: Tensor,  # [N, H, W, CI]
+        x: Tensor,  # [N, H, W, CI], CI with the condition's channels
         t: Tensor,  # int64 or float [N]
         labels: Tensor | None = None,  # int64 [N], if the model has classes
         *,
@@ -297,6 +301,12 @@ class UNet(Network):
             raise ConfigError(f"dropout={self.dropout} is no probability below 1")
         if not 0 <= self.label_dropout < 1:
             raise ConfigError(f"label_dropout={self.label_dropout} is no probability below 1")
+        if not 0 <= self.condition_dropout < 1:
+            raise ConfigError(
+                f"condition_dropout={self.condition_dropout} is no probability below 1"
+            )
+        if self.condition_channels < 0:
+            raise ConfigError(f"condition_channels={self.condition_channels}; expected at least 0")
         if self.label_dropout > 0 and self.num_classes is None:
             raise ConfigError(
                 f"label_dropout={self.label_dropout} needs classes: give num_classes, or leave it 0"

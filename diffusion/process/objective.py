@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..models.conditions import Given
 from ..runtime.backend import Backend
 from .flow import FlowSchedule
 from .schedule import LEARNED_VARIANCES, NoiseSchedule
 from .timesteps import LossAwareTimesteps
 
-# (x_t [N, H, W, C], timesteps int64 [N], labels) -> [N, H, W, C], or 2C if the variance is learned
-Denoiser = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# (x_t [N, H, W, C], timesteps int64 [N], labels or more) -> [N, H, W, C], or 2C if the variance is
+# learned
+Denoiser = Callable[[Tensor, Tensor, Given], Tensor]
 
 
 class Objective:
@@ -99,7 +101,7 @@ class Objective:
         *,
         index: Tensor | None = None,  # int64 [N]; None: all images, in order
         flip: Tensor | None = None,  # bool [N]
-        labels: Tensor | None = None,  # [N], handed to the denoiser
+        labels: Given = None,  # [N], or more than labels, handed to the denoiser
         t: Tensor | None = None,  # int64 [N], indices into the chain; None: drawn
         first: int = 0,  # the global index of sample 0, which keys the draws
         timesteps_known: Callable[[], None] | None = None,  # called before x_t is made

@@ -129,6 +129,11 @@ def benchmark(config: dict[str, Any]) -> Path:
     trained = job.load("torch", settings.precision)
     if settings.precision is None:
         job.precision = trained.model.backend.precision
+    if trained.condition is not None:
+        raise ConfigError(
+            f"{settings.ckpt} was trained with {trained.condition}, which no row here hands to it;"
+            " give a network without"
+        )
     guide(trained.model.forward_nhwc, settings.guidance, trained.model.null_label)
     out = Path(settings.out) if settings.out else (trained.run_dir or Path()) / "benchmark"
     with writing(out):  # now rather than after minutes

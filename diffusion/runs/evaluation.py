@@ -18,6 +18,7 @@ from ..errors import ConfigError, check_writable, writing
 from ..formats.checkpoint import find_checkpoint, read_state
 from ..formats.trained import Trained
 from ..runtime.distributed import Processes
+from ..sampling.conditioning import conditions_of
 from ..sampling.features import EXTRACTOR
 from ..sampling.quality import METRICS, Quality, check_metrics, digest_of
 from ..sampling.sampler import Sampler
@@ -79,7 +80,7 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any] | None:
     quality = None
     if settings.drawn:  # before the minutes of drawing: whether the extractor is there
         quality = Quality(
-            real.images,
+            real.learned,
             settings.drawn,
             settings.n,
             device,
@@ -91,9 +92,9 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any] | None:
         row |= _loss(settings, trained, held_out, processes, device)
         said.append(f"held_out {row['held_out']:.5g} of {row['images']} images")
     if quality is not None:
-        values = _quality(settings, trained, sampler, quality)
+        values = _quality(settings, trained, sampler, quality, held_out or spread(real))
         row |= values | _about_drawn(settings, sampler, trained)
-        row |= {"reference": name, "reference_data": digest_of(real.images)}
+        row |= {"reference": name, "reference_data": digest_of(real.learned)}
         row |= {"n_reference": len(real), "torch_fidelity": quality.network.version}
         numbers = ", ".join(f"{key} {value:.5g}" for key, value in values.items())
         said.append(f"{numbers}; {settings.n} images against {len(real)} of {name}")
@@ -135,9 +136,15 @@ def _loss(
 
 
 def _quality(
-    settings: EvaluateSettings, trained: Trained, sampler: Sampler, quality: Quality
+    settings: EvaluateSettings,
+    trained: Trained,
+    sampler: Sampler,
+    quality: Quality,
+    samples: Rows,  # whose conditions are given
 ) -> dict[str, float]:
     labels = choose_labels(None, settings.n, trained)
+    if trained.condition is not None:
+        labels = conditions_of(samples, 0, settings.n, labels, trained.condition)
     return quality(draw_share(settings, trained, sampler, labels))
 
 
@@ -156,9 +163,14 @@ def _reference(settings: EvaluateSettings, trained: Trained) -> tuple[str, Image
         options, _ = image_options(config["dataset"])
         data = load_dataset(**options)
         data.check()
-        rescale(data, trained.values)
+        rescale(data, trained.values, trained.condition)
         _, held_out = split(_with_labels(data, trained), held_out_setting(config["dataset"]))
         return data.name, data, held_out
+    if trained.condition is not None:
+        raise ConfigError(
+            f"reference={settings.reference} says nothing of the condition that {trained.name} was"
+            " trained with; leave it out, for the data of the run"
+        )
     path = Path(settings.reference)
     if isinstance(trained.values, Latents) and settings.drawn:  # which are compared decoded
         factor, channels = trained.values.factor, 3

@@ -26,9 +26,11 @@ from triton_kernels.runtime.compile_launches import compile_launches
 from triton_kernels.runtime.device import Device, describe, is_rehearsal
 from triton_kernels.runtime.launch_recorder import Launch, rehearsal
 
+from ..data.given import given_from_state
 from ..data.image_set import ImageSet
 from ..data.values import values_from_state
 from ..factory import POLICY_MODELS, Process, build_model, build_policy_model
+from ..models.conditions import Conditions
 from ..models.flat_parameters import FlatParameters
 from ..plan.embedding import TOGETHER
 from ..runtime.backend import Backend, choose_backend
@@ -58,14 +60,13 @@ def training_step(
 ) -> TrainStep:
     """The step of these settings: the groups `model`, `diffusion`, `optim` and `train` of the
     configuration, with the process's share as batch_size; `flip`; of the samples' images and labels
-    (or null) shape and dtype; and what their values mean. Images are zeros. On the host it is one
-    to rehearse, and nobody draws its parameters."""
+    (or null) shape and dtype; what their values mean, and which of them are given. Images are
+    zeros. On the host it is one to rehearse, and nobody draws its parameters."""
     train = construct(TrainSettings, settings["train"], "train")
     process = construct(Process, settings["diffusion"], "diffusion")
     optim = construct(OptimizerSettings, settings["optim"], "optim")
     chosen = choose_backend(backend, train.precision, device)
-    samples = ImageSet(*(_unread(settings[key]) for key in ("images", "labels")))
-    samples.values = values_from_state(settings.get("values"))
+    samples = _samples(settings)
     model = _network(settings["model"], samples, chosen, process, device).train()
     flat = FlatParameters(model, together=TOGETHER)
     return build_step(
@@ -78,6 +79,13 @@ def training_step(
         train,
         Processes(None),
     )
+
+
+def _samples(settings: dict[str, Any]) -> ImageSet:
+    samples = ImageSet(*(_unread(settings[key]) for key in ("images", "labels")))
+    samples.values = values_from_state(settings.get("values"))
+    samples.condition = given_from_state(settings.get("condition"))
+    return samples
 
 
 def _unread(what: dict[str, Any] | None) -> Tensor | None:
@@ -128,12 +136,14 @@ def preview(settings: dict[str, Any]) -> None:
         return
     process = construct(Process, settings["diffusion"], "diffusion")
     backend = choose_backend("triton", settings["train"]["precision"], _HOST)
-    samples = ImageSet(*(_unread(settings[key]) for key in ("images", "labels")))
-    samples.values = values_from_state(settings.get("values"))
+    samples = _samples(settings)
     model = _network(settings["model"], samples, backend, process, _HOST).eval()
     sampler = process.sampler(backend, _HOST, sampler="ddim", steps=shown["steps"], capture=False)
     labels = None if model.num_classes is None else torch.zeros(shown["count"], dtype=torch.int64)
     shape = tuple(samples.image_shape)
+    if samples.condition is not None:
+        image = torch.zeros(shown["count"], *samples.size, samples.condition.channels)
+        labels = Conditions(labels, image)
     options = {"labels": labels, "guidance": 1.0, "batch_size": BATCH}
     rehearse(model, sampler, shown["count"], shape, **options, network=model.forward_nhwc)
 

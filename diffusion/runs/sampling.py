@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,20 @@ from ..errors import ConfigError, check_writable, writing
 from ..factory import check_sampler
 from ..formats.checkpoint import Average
 from ..formats.trained import Trained, TrainedSettings, load_trained
+from ..models.conditions import Conditions, Given
 from ..plan.inference import InferenceUNet, sampling_network
 from ..process.objective import Denoiser
 from ..runtime.distributed import Processes, choose_device
 from ..runtime.precompile import DRAWN, compile_ahead
 from ..sampling.chain import TabulatedDenoiser
+from ..sampling.conditioning import beside_condition
 from ..sampling.draw import cut, draw, rehearse
 from ..sampling.edit import Edit
 from ..sampling.guidance import Guidance
 from ..sampling.sampler import Sampler
 from ..settings import construct, shown
 from ..tracking.pictures import grid
+from .conditioning import load_conditions
 from .editing import edited_options, load_edit
 
 _GRID_OF = 100  # images at most in the grid that comes with a folder of images
@@ -118,6 +122,7 @@ class SampleSettings(DrawSettings):
     """The configuration; see configs/sample.yaml."""
 
     label: Any = None  # name or number of a class
+    condition: str | None = None  # file or folder
     decoder: str | None = None  # folder of an autoencoder, or none
     init: str | None = None  # file or folder of images
     mask: str | None = None  # the same
@@ -170,6 +175,7 @@ def load_guide(
         ("a number of classes of", weaker.model.num_classes, model.num_classes),
         ("prediction", weaker.process.prediction, trained.process.prediction),
         ("sigma_data", weaker.process.sigma_data, trained.process.sigma_data),
+        ("given", str(weaker.condition), str(trained.condition)),
     ):
         if theirs != ours:
             raise ConfigError(
@@ -192,11 +198,13 @@ def sample(config: dict[str, Any]) -> Path:
     out = Path(settings.out or _default_out(settings, trained, values))
     _check_out(out, values, trained.image_shape[2])
     labels = choose_labels(settings.label, settings.n, trained)
+    given = load_conditions(settings.condition, labels, settings.n, trained)
     finish = values.picture if out.suffix == ".png" else values.finish
-    images = draw_all(settings, trained, sampler, labels, finish)
+    images = draw_all(settings, trained, sampler, given, finish)
     if images is not None:
         with writing(out):
-            _save(images, out, None if labels is None else labels.cpu().numpy())
+            shown = partial(beside_condition, conditions=given, given=trained.condition)
+            _save(images, out, None if labels is None else labels.cpu().numpy(), shown)
         print(f"{settings.n} images of {settings.ckpt} in {out}")
     return out
 
@@ -205,7 +213,7 @@ def draw_all(
     settings: DrawSettings,
     trained: Trained,
     sampler: Sampler,
-    labels: Tensor | None,  # int64 [n]
+    labels: Given,  # int64 [n], or more that is given
     finish: Callable[[Tensor], np.ndarray] | None = None,  # of a batch; None: what the data want
 ) -> np.ndarray | None:
     """[n, H, W, C] as `finish` makes them, with progress shown; under torchrun every process draws
@@ -220,7 +228,7 @@ def draw_share(
     settings: DrawSettings,
     trained: Trained,
     sampler: Sampler,
-    labels: Tensor | None,  # int64 [n]
+    labels: Given,  # int64 [n], or more that is given
     finish: Callable[[Tensor], np.ndarray] | None = None,  # of a batch; None: what the data want
 ) -> np.ndarray:
     """This process's share of the images, [share, H, W, C] as `finish` makes them; those of all
@@ -274,13 +282,17 @@ def rehearse_drawing(settings: DrawSettings) -> None:
     """Launch what `draw_all` launches for these settings, of one process; see
     `triton_kernels.runtime.launch_recorder`."""
     trained, sampler = settings.load_and_choose()
-    guide = settings.guide_of(trained)
+    guide, given = settings.guide_of(trained), choose_labels(None, settings.n, trained)
+    if trained.condition is not None:
+        height, width, _ = trained.image_shape
+        image = torch.zeros(settings.n, height, width, trained.condition.channels)
+        given = Conditions(given, image)
     rehearse(
         trained.model,
         sampler,
         settings.n,
         trained.image_shape,
-        labels=choose_labels(None, settings.n, trained),
+        labels=given,
         guidance=guide.guidance,
         batch_size=settings.batch_size,
         network=sampling_network(trained.model.eval()),
@@ -348,7 +360,7 @@ def _default_out(settings: SampleSettings, trained: Trained, values: Values) -> 
     ema = "" if settings.ema is True else f"_ema{settings.ema or '-false'}"
     name = f"{trained.name}{ema}_{settings.sampler}"
     name += f"-{steps}" if steps[:1].isalpha() else steps
-    edited = ("init", "mask", "strength", "resample")
+    edited = ("condition", "init", "mask", "strength", "resample")
     for key in ("spacing", "eta", "clip", "label", *GUIDED, *edited):
         value = getattr(settings, key)
         if value != getattr(SampleSettings, key):
@@ -421,27 +433,28 @@ def _save(
     images: np.ndarray,  # uint8 [N, H, W, C]; for .npy and .npz anything
     out: Path,
     labels: np.ndarray | None = None,  # int64 [N]
+    shown: Callable[[np.ndarray], np.ndarray] = lambda images: images,  # of those in a grid
 ) -> None:
     """As a grid, a .npy, guided-diffusion's .npz, or one PNG an image and a grid."""
     out.parent.mkdir(parents=True, exist_ok=True)
     if not _is_folder(out):
-        partial = out.with_name(f".writing_{out.name}")  # on a full disk, what is there stays
+        aside = out.with_name(f".writing_{out.name}")  # on a full disk, what is there stays
         try:
             if out.suffix == ".png":
-                grid(images).save(partial)
+                grid(shown(images)).save(aside)
             elif out.suffix == ".npy":
-                np.save(partial, images)
+                np.save(aside, images)
             else:
-                np.savez(partial, images, *([] if labels is None else [labels]))  # arr_0, arr_1
-            os.replace(partial, out)
+                np.savez(aside, images, *([] if labels is None else [labels]))  # arr_0, arr_1
+            os.replace(aside, out)
         finally:
-            partial.unlink(missing_ok=True)
+            aside.unlink(missing_ok=True)
     else:
         out.mkdir(exist_ok=True)
         for i, image in enumerate(images):
             pixels = image[..., 0] if image.shape[2] == 1 else image
             Image.fromarray(pixels).save(out / f"{i:06d}.png")
-        grid(images[:_GRID_OF]).save(out / "grid.png")
+        grid(shown(images[:_GRID_OF])).save(out / "grid.png")
         numbers = [path.stem for path in out.glob("[0-9]*.png") if path.stem.isdecimal()]
         older = sum(int(number) >= len(images) for number in numbers)
         if older:

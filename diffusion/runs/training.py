@@ -300,8 +300,9 @@ def _compile_ahead(
         return
     keys = ("accumulate", "precision", "recompute")
     values = getattr(task.samples, "values", None)  # actions have none
+    given = getattr(task.samples, "condition", None)
     job = {
-        "model": config["model"],
+        "model": getattr(task, "model_settings", config["model"]),
         "diffusion": config["diffusion"],
         "optim": config["optim"],
         "train": {key: config["train"][key] for key in keys if key in config["train"]}
@@ -309,6 +310,7 @@ def _compile_ahead(
         "images": described(task.samples.images),
         "labels": described(task.samples.labels),
         "values": None if values is None else values.state(),
+        "condition": None if given is None else given.state(),
         "flip": task.flip,
         "preview": None,
     }

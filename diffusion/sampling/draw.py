@@ -6,8 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..models.conditions import Conditions, Given
 from ..process.objective import Denoiser
 from ..tracking.pictures import to_uint8
+from .beside import Beside
 from .chain import TabulatedDenoiser
 from .edit import Edit
 from .guidance import Guidance, guide
@@ -25,7 +27,7 @@ def draw(
     *,
     seed: int,
     first: int = 0,  # the number of the first image
-    labels: Tensor | None = None,  # int64 [n]
+    labels: Given = None,  # int64 [n], or more that is given
     guidance: float | Guidance = 1.0,  # scale; 1: none
     weaker: Denoiser | TabulatedDenoiser | None = None,  # what to go away from, see `guide`
     batch_size: int = BATCH,
@@ -42,14 +44,13 @@ def draw(
     """
     if n < 1 or batch_size < 1:
         raise ValueError(f"n is {n} and batch_size {batch_size}; expected at least 1")
-    if labels is not None and labels.shape != (n,):
+    if isinstance(labels, Tensor) and labels.shape != (n,):
         raise ValueError(f"labels have shape {list(labels.shape)}; expected [{n}]")
+    if isinstance(labels, Conditions) and len(labels) != n:
+        raise ValueError(f"conditions are of {len(labels)} images; expected {n}")
     network = model.forward_nhwc if network is None else network
-    null_label = getattr(model, "null_label", None)
-    denoiser = guide(
-        network, guidance, null_label, model.backend.dtype, sigmas=sampler.row_sigmas(),
-        weaker=weaker,
-    )  # fmt: skip
+    denoiser = _guided(model, sampler, guidance, network, weaker)
+    device = sampler.rows.device
     training = model.training
     model.eval()
     parts, (batches, count) = [], cut(n, batch_size)
@@ -64,7 +65,7 @@ def draw(
             denoiser,
             (count, *image_shape),
             seed=seed,
-            labels=None if labels is None else labels[torch.arange(start, start + count) % n],
+            labels=_rows(labels, torch.arange(start, start + count) % n, device),
             first=first + start,
             progress=report,
             edit=edit,
@@ -81,19 +82,40 @@ def rehearse(
     n: int,
     image_shape: tuple[int, int, int],  # H, W, C
     *,
-    labels: Tensor | None,  # int64 [n]
+    labels: Given,  # int64 [n], or more that is given
     guidance: float | Guidance,
     batch_size: int,
     network: Denoiser | TabulatedDenoiser,
     weaker: Denoiser | TabulatedDenoiser | None = None,
 ) -> None:
     """Launch what `draw` launches; see `triton_kernels.runtime.launch_recorder`."""
-    denoiser = guide(
-        network, guidance, getattr(model, "null_label", None), model.backend.dtype,
-        sigmas=sampler.row_sigmas(), weaker=weaker,
-    )  # fmt: skip
+    denoiser = _guided(model, sampler, guidance, network, weaker)
     _, count = cut(n, batch_size)
-    sampler.rehearse(denoiser, (count, *image_shape), None if labels is None else labels[:count])
+    given = _rows(labels, torch.arange(count), sampler.rows.device)
+    sampler.rehearse(denoiser, (count, *image_shape), given)
+
+
+def _guided(
+    model: nn.Module,
+    sampler: Sampler,
+    guidance: float | Guidance,
+    network: Denoiser | TabulatedDenoiser,
+    weaker: Denoiser | TabulatedDenoiser | None,
+) -> Denoiser | TabulatedDenoiser:
+    """What a sampler asks, of images without their conditions."""
+    dtype = model.backend.dtype
+    if getattr(model, "condition_channels", 0):
+        network = Beside(network, dtype)
+        weaker = None if weaker is None else Beside(weaker, dtype)
+    return guide(
+        network, guidance, getattr(model, "null_label", None), dtype, sigmas=sampler.row_sigmas(),
+        weaker=weaker, drops=getattr(model, "condition_dropout", 0) > 0,
+    )  # fmt: skip
+
+
+def _rows(given: Given, index: Tensor, device: torch.device) -> Given:
+    """Of these samples, on the device."""
+    return None if given is None else given[index].to(device)
 
 
 def cut(n: int, batch_size: int) -> tuple[int, int]:

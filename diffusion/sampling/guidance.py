@@ -27,7 +27,7 @@ References:
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from triton_kernels import reference
 from triton_kernels.noise.philox import LABEL_DROP
 
 from ..errors import ConfigError
+from ..models.conditions import Conditions, Given, joined
 from ..process.objective import Denoiser
 from .chain import GuidedOutput, TabulatedDenoiser, tabulated
 
@@ -114,6 +115,7 @@ def guide(
     *,
     sigmas: Sequence[float] | None = None,  # of a chain's rows, which an interval needs
     weaker: Denoiser | TabulatedDenoiser | None = None,  # to go away from, instead of a class
+    drops: bool = False,  # whether training dropped conditions, which is gone away from as well
 ) -> Denoiser | TabulatedDenoiser:
     """The denoiser with guidance. Both halves are one batch, twice as large, or with a `weaker`
     denoiser a batch of each. Of a learned variance the conditional half is taken.
@@ -125,11 +127,12 @@ def guide(
     if guidance.scale == 1:
         return denoiser
     negative = null_label if guidance.negative is None else guidance.negative
-    if weaker is None and negative is None:
+    drops = drops and guidance.negative is None and weaker is None
+    if weaker is None and negative is None and not drops:
         raise ConfigError(
             f"guidance={guidance.scale} needs a network with classes that was trained with"
-            " model.label_dropout above 0, or guide=CHECKPOINT of a weaker one, or negative=CLASS;"
-            " leave it at 1"
+            " model.label_dropout above 0, or one with conditions and model.condition_dropout, or"
+            " guide=CHECKPOINT of a weaker one, or negative=CLASS; leave it at 1"
         )
     scales = None
     if guidance.interval is not None:
@@ -140,7 +143,7 @@ def guide(
         scales = guidance.scales(sigmas)
     return Guided(
         denoiser, guidance.scale, negative if weaker is None else None, dtype, scales,
-        guidance.rescale, weaker,
+        guidance.rescale, weaker, drops,
     )  # fmt: skip
 
 
@@ -151,13 +154,14 @@ class Guided:
 
     denoiser: Denoiser | TabulatedDenoiser
     scale: float
-    negative: int | None  # label; None: `weaker` has the same labels
+    negative: int | None  # label; None: `weaker` has the same labels, or there are none
     dtype: torch.dtype | None = None
     scales: tuple[float, ...] | None = None  # of each row; None: the same
     rescale: float = 0.0
     weaker: Denoiser | TabulatedDenoiser | None = None
+    drops: bool = False  # whether the negative half has no conditions but the label
 
-    def __call__(self, x: Tensor, t: Tensor, labels: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, t: Tensor, labels: Given) -> Tensor:
         """As `denoise_step` has it, in plain PyTorch. ValueError: with an interval, for which a
         timestep does not say enough."""
         if self.scales is not None:
@@ -176,7 +180,7 @@ class Guided:
             guided = guided * (self.rescale * wanted / found + 1 - self.rescale)
         return torch.cat((guided, output[..., channels:]), dim=-1)
 
-    def tabulate(self, timesteps: Tensor, labels: Tensor | None, n: int) -> tuple[Tensor, ...]:
+    def tabulate(self, timesteps: Tensor, labels: Given, n: int) -> tuple[Tensor, ...]:
         """The scales, the tables of the denoiser, and those of the weaker one; between them a
         tensor whose length says where."""
         rows = len(timesteps)
@@ -205,11 +209,17 @@ class Guided:
             negative = tabulated(self.weaker, self.dtype).at_row(x, row, others)
         return GuidedOutput(output, negative, scales, self.rescale)
 
-    def _twice(self, labels: Tensor | None, n: int) -> Tensor:
-        if labels is None or labels.shape != (n,):
-            given = "missing" if labels is None else f"of shape {list(labels.shape)}"
-            raise ValueError(
-                f"labels are {given}; guidance={self.scale} goes from one class to that of"
-                f" each sample: expected [{n}]"
-            )
-        return torch.cat((labels, torch.full_like(labels, self.negative)))
+    def _twice(self, given: Given, n: int) -> Given:
+        labels = given.labels if isinstance(given, Conditions) else given
+        negative = labels
+        if self.negative is not None:
+            if labels is None or labels.shape != (n,):
+                found = "missing" if labels is None else f"of shape {list(labels.shape)}"
+                raise ValueError(
+                    f"labels are {found}; guidance={self.scale} goes from one class to that of"
+                    f" each sample: expected [{n}]"
+                )
+            negative = torch.full_like(labels, self.negative)
+        if not isinstance(given, Conditions):
+            return joined(labels, negative)
+        return joined(given, replace(given.none() if self.drops else given, labels=negative))

@@ -57,5 +57,6 @@ def build_step(
         steps=settings.steps,
         accumulate=settings.accumulate,
         flip=flip,
+        condition_dropout=getattr(model, "condition_dropout", 0.0),
         capture=settings.cuda_graph,
     )

@@ -31,8 +31,10 @@ from torch import Tensor, nn
 from ..data.held_out import Rows
 from ..data.values import Latents
 from ..factory import Process
+from ..models.conditions import Conditions, Given, learned_and_given
 from ..runtime.backend import Backend
 from ..runtime.distributed import Processes
+from ..sampling.beside import Beside
 
 EDGES = (0.05, 0.15, 0.4, 1.2, 3.5, 10.0)  # of the bands, in units of the data, [-1, 1] for images
 BANDS = tuple(f"sigma_{low:g}_{high:g}" for low, high in zip(EDGES, EDGES[1:], strict=False))
@@ -110,7 +112,7 @@ class HeldOutLoss:
     def __call__(
         self,
         model: nn.Module,
-        network: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None,
+        network: Callable[[Tensor, Tensor, Given], Tensor] | None = None,
     ) -> Losses:
         """The losses of the model, in evaluation mode, by `model.forward_nhwc` unless another
         `network` is given. Every process has to call it, and has the same answer."""
@@ -146,13 +148,19 @@ class HeldOutLoss:
             images = images.chunk(2, dim=-1)[0].contiguous()  # the mean of each code
         images = images.to(self.device)
         labels = None if labels is None else labels.to(self.device)
-        true, channels = ops.gather_images(images, None, None), images.shape[-1]
+        true, given = ops.gather_images(images, None, None), labels
+        condition = self.samples.condition
+        if condition is not None:
+            images, image = learned_and_given(true, condition.channels)
+            true, given = images, Conditions(labels, image)
+            network = Beside(network)
+        channels = true.shape[-1]
         found = []
         for k in range(len(self._weight)):
             rng = torch.tensor([_KEY, k], device=self.device)
             t = torch.full((len(images),), k, device=self.device)
             x = ops.q_sample(images, t, self._table, rng, dtype=torch.float32, first=start)
-            output = network(x.to(dtype), self._told[t], labels)[..., :channels].float()
+            output = network(x.to(dtype), self._told[t], given)[..., :channels].float()
             a, b = (float(column[k]) for column in self._restore)
             error = self.scale * (a * x + b * output) - true
             found.append(error.square().mean(dim=(1, 2, 3)))

@@ -7,15 +7,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data import expected_classes, expected_size, load_dataset
+from ..data import expected_classes, expected_condition, expected_size, load_dataset
 from ..data.autoencoder import missing_autoencoder
-from ..data.held_out import held_out_setting, split
+from ..data.given import given_from_state
+from ..data.held_out import held_out_setting, split, spread
 from ..data.image_set import rescale
 from ..data.values import Latents, Pixels, strips, values_from_state
 from ..errors import ConfigError
-from ..factory import Process, build_model
+from ..factory import Process, build_model, with_condition
+from ..models.conditions import Given
 from ..runtime.backend import Backend
 from ..runtime.distributed import Processes
+from ..sampling.conditioning import beside_condition, conditions_of
 from ..sampling.draw import draw
 from ..sampling.quality import COLUMNS, Quality
 from ..sampling.sampler import Sampler
@@ -34,7 +37,13 @@ class ImageTask:
         options, self.flip = image_options(dataset)
         self.data = load_dataset(**options)
         self.samples, self.held_out = split(self.data, held_out_setting(dataset))
-        self.model_settings = model
+        given = self.data.condition
+        self.model_settings = with_condition(model, given.channels if given else 0)
+        if given is None and model.get("condition_dropout"):
+            raise ConfigError(
+                f"model.condition_dropout={model['condition_dropout']}, but data set"
+                f" {self.data.name} gives no condition; set it to null, or use dataset=pairs"
+            )
         self.image_shape = self.data.image_shape
         self.num_classes = model.get("num_classes")
         self.notes: list[str] = list(self.data.notes)
@@ -76,8 +85,10 @@ class ImageTask:
         size = expected_size(**options)
         if size is not None:
             channels, meta = options.get("channels") or 3, torch.device("meta")
+            given = expected_condition(**options)
             with meta:
-                build_model(model, backend, size, channels, process.learns_variance, meta)
+                model_of = with_condition(model, given) if given else model
+                build_model(model_of, backend, size, channels, process.learns_variance, meta)
         if model.get("num_classes") is not None:
             found = expected_classes(**options)
             if found is not None:
@@ -86,7 +97,8 @@ class ImageTask:
     def __str__(self) -> str:
         size = "x".join(map(str, self.image_shape))
         held_out = f", {len(self.held_out)} held out" if self.held_out else ""
-        return f"{self.data.name}, {len(self.samples)} images {size}{held_out}"
+        given = f", {self.data.condition}" if self.data.condition else ""
+        return f"{self.data.name}, {len(self.samples)} images {size}{given}{held_out}"
 
     def state(self) -> dict[str, Any]:
         names, values = self.data.class_names, self.data.values
@@ -95,13 +107,14 @@ class ImageTask:
             "image_shape": list(self.image_shape),
             "class_names": names and list(names),
             **({} if values == Pixels() else {"values": values.state()}),
+            **({"condition": self.data.condition.state()} if self.data.condition else {}),
         }
 
     def check_resumed(self, state: dict[str, Any]) -> None:
         """The network goes on with the numbers that it knows: a set that has grown has another mean
         and deviation. ConfigError: the checkpoint's are of another kind."""
         known, has = values_from_state(state.get("values")), self.data.values
-        if rescale(self.data, known):
+        if rescale(self.data, known, given_from_state(state.get("condition"))):
             self.notes.append(f"{known} of the run, and not {has}, go on")
 
     def build_model(self, process: Process, backend: Backend, device: torch.device) -> nn.Module:
@@ -128,7 +141,8 @@ class ImageTask:
 
         def show() -> Preview:
             count = settings.sample_count
-            images = self._drawn(model, sampler, settings.seed, 0, count, picture)
+            images, given = self._drawn(model, sampler, settings.seed, 0, count, picture)
+            images = beside_condition(images, given, self.data.condition)
             return Preview(grid(images), rows=grid_rows(count))
 
         return show
@@ -155,14 +169,14 @@ class ImageTask:
         self.data.check()
         weights = settings.fid_weights
         quality = Quality(
-            self.data.images, settings.fid_metrics, n, device, processes, weights=weights
+            self.data.learned, settings.fid_metrics, n, device, processes, weights=weights
         )
         sampler = self._sampler(model, process, settings, device)
         share = -(-n // processes.count)
 
         def measured() -> dict[str, float]:
             first = processes.rank * share
-            return quality(self._drawn(model, sampler, settings.seed, first, share))
+            return quality(self._drawn(model, sampler, settings.seed, first, share)[0])
 
         return measured
 
@@ -188,14 +202,19 @@ class ImageTask:
         first: int,
         count: int,
         finish: Callable[[Tensor], np.ndarray] = to_uint8,
-    ) -> np.ndarray:  # uint8 [count, H, W, C]
-        """Images first .. first + count - 1 of the seed, if there are classes of all in turn."""
+    ) -> tuple[np.ndarray, Given]:  # uint8 [count, H, W, C], and what they were drawn for
+        """Images first .. first + count - 1 of the seed, if there are classes of all in turn; those
+        of a condition and its class, of what is held out where something is."""
         labels, classes = None, self.num_classes
+        given: Given = None
         if classes is not None:
             device = next(model.parameters()).device
-            labels = torch.arange(first, first + count, device=device) % classes
-        options = {"seed": seed, "first": first, "labels": labels, "finish": finish}
-        return draw(model, sampler, count, self.image_shape, **options)
+            given = labels = torch.arange(first, first + count, device=device) % classes
+        if self.data.condition is not None:
+            samples = self.held_out or spread(self.data)
+            given = conditions_of(samples, first, count, labels, self.data.condition)
+        options = {"seed": seed, "first": first, "labels": given, "finish": finish}
+        return draw(model, sampler, count, self.image_shape, **options), given
 
     def _check_labels(self) -> None:
         """Leave the data set as the model wants it: with labels in range, or without."""

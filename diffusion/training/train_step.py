@@ -10,6 +10,7 @@ from triton_kernels.noise.philox import LATENT
 
 from ..data.autoencoder import draw_codes
 from ..data.batches import Batches
+from ..models.conditions import Conditions, Given, learned_and_given
 from ..models.flat_parameters import FlatParameters
 from ..plan.side_stream import SideStream
 from ..process.objective import Objective
@@ -44,11 +45,13 @@ class TrainStep:
         steps: int,
         accumulate: int = 1,  # micro-batches a step
         flip: bool = False,  # mirror half of the images
+        condition_dropout: float = 0.0,  # how often no condition is given
         capture: bool = True,  # in a CUDA graph, on a GPU
     ) -> None:
         self.network, self.objective, self.batches = network, objective, batches
         self.flat, self.optimizer, self.gradient_sum = flat, optimizer, gradient_sum
         self.seed, self.steps, self.accumulate, self.flip = seed, steps, accumulate, flip
+        self.condition_dropout = condition_dropout
         device = flat.param.device
         self.loss = torch.zeros(1, device=device)  # mean over the global batch
         self.norm = optimizer.norm.norm  # float32 [1], of the gradient, before clipping
@@ -135,9 +138,19 @@ class TrainStep:
         flip = None
         if self.flip:
             flip = self.objective.backend.ops.draw_flips(self._rng, count, first=first)
+        given: Given = labels
+        if self.batches.given_channels:
+            both = self.objective.backend.ops.gather_images(images, index, flip)
+            images, image = learned_and_given(both, self.batches.given_channels)
+            index, flip = None, None
+            given = Conditions(labels, image).dropped(
+                self._rng, self.condition_dropout, first=first
+            )
 
-        def denoiser(x: Tensor, t: Tensor, labels: Tensor | None) -> Tensor:
-            return self.network(x, t, labels, rng=self._rng, first=first)
+        def denoiser(x: Tensor, t: Tensor, given: Given) -> Tensor:
+            if isinstance(given, Conditions):
+                x, given = given.beside(x)
+            return self.network(x, t, given, rng=self._rng, first=first)
 
         losses, _ = self.objective.loss(
             denoiser,
@@ -145,7 +158,7 @@ class TrainStep:
             self._rng,
             index=index,
             flip=flip,
-            labels=labels,
+            labels=given,
             first=first,
             timesteps_known=getattr(self.network, "timesteps_known", None),
         )

@@ -48,6 +48,7 @@ MODELS = {
         "resample_projection": True,
         "dropout": 0.1,
     },
+    "condition": {"channel_mult": (1, 2), "in_channels": 1, "condition_channels": 2},
     "guided_diffusion": {  # all of them, as in its models for 64x64 images
         "channel_mult": (1, 2),
         "attention_resolutions": (1, 2),

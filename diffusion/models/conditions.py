@@ -1,0 +1,92 @@
+"""What a network is told of a sample beside its timestep, where that is more than a class.
+
+All of it but the class is 0 where it is not given: training drops it with a probability
+(`model.condition_dropout`), as it drops labels, and guidance goes away from what the network says
+then (Ho and Salimans, 2022, algorithm 1).
+
+References:
+    Classifier-Free Diffusion Guidance (Ho and Salimans, 2022), https://arxiv.org/abs/2207.12598
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from triton_kernels import reference
+from triton_kernels.noise.philox import LABEL_DROP
+
+
+@dataclass(frozen=True, eq=False)
+class Conditions:
+    """Of N samples; what is None is not there."""
+
+    labels: Tensor | None = None  # int64 [N]
+    image: Tensor | None = None  # float32 [N, H, W, K]: channels behind those of x_t
+
+    def __len__(self) -> int:
+        return next(len(part) for part in self._parts().values())
+
+    def __getitem__(self, index: Tensor) -> "Conditions":  # int64 [M]
+        """Those of some samples."""
+        return self.each(lambda part: part[index.to(part.device)])
+
+    def to(self, device: torch.device) -> "Conditions":
+        return self.each(lambda part: part.to(device))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Conditions":
+        """The same with every part changed."""
+        return replace(self, **{name: change(part) for name, part in self._parts().items()})
+
+    def none(self) -> "Conditions":
+        """As many with nothing given but labels."""
+        return replace(self.each(torch.zeros_like), labels=self.labels)
+
+    def dropped(self, rng: Tensor, probability: float, *, first: int = 0) -> "Conditions":
+        """All but the labels of a sample is not given with this probability. Which samples is a
+        function of (seed, step, first + n); they are those whose labels are dropped as well, if the
+        probability is the same. No host synchronisation."""
+        if probability == 0:
+            return self
+        words = reference.random_words(rng, len(self), 1, LABEL_DROP, first=first)[:, 0]
+        keeps = words >= round(probability * 2**32)
+        kept = self.each(lambda part: part * keeps.view(-1, *[1] * (part.ndim - 1)).to(part.dtype))
+        return replace(kept, labels=self.labels)
+
+    def beside(self, x: Tensor) -> tuple[Tensor, "Tensor | Conditions | None"]:
+        """(x [N, H, W, C] with the channels of `image` behind its own, what else there is)."""
+        if self.image is not None:
+            x = torch.cat((x, self.image.to(x.dtype)), dim=-1)
+        return x, replace(self, image=None).shortest()
+
+    def shortest(self) -> "Tensor | Conditions | None":
+        """As networks take them that know of labels alone, if there is nothing else."""
+        return self.labels if set(self._parts()) <= {"labels"} else self
+
+    def _parts(self) -> dict[str, Tensor]:
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: part for name, part in parts.items() if part is not None}
+
+
+Given = Tensor | Conditions | None  # labels int64 [N], or more
+
+
+def joined(first: Given, second: Given) -> Given:
+    """Two batches as one."""
+    if first is None:
+        return None
+    if isinstance(first, Tensor):
+        return torch.cat((first, second))
+    parts = {
+        field.name: torch.cat((getattr(first, field.name), getattr(second, field.name)))
+        for field in fields(first)
+        if getattr(first, field.name) is not None
+    }
+    return Conditions(**parts)
+
+
+def learned_and_given(images: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    """Images [N, H, W, C + K], of which the last K are given: [N, H, W, C], [N, H, W, K]."""
+    learned = images.shape[-1] - channels
+    return images[..., :learned].contiguous(), images[..., learned:].contiguous()

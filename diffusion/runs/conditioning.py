@@ -1,0 +1,90 @@
+"""What a drawing is conditioned on beside a class, from files."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..data.array import is_array, load_array
+from ..data.given import GivenChannels, enlarged
+from ..data.images import decode_image, load_folder
+from ..data.stored_images import StoredImages
+from ..data.values import Pixels, Units
+from ..errors import ConfigError
+from ..formats.trained import Trained
+from ..models.conditions import Conditions, Given
+from ..sampling.conditioning import as_seen
+from ..settings import shown
+
+Source = str | Path | np.ndarray  # a file, a folder, a .zip, or an array [M, H, W, K]
+
+
+def load_conditions(
+    condition: Source | None, labels: Tensor | None, n: int, trained: Trained
+) -> Given:
+    """What n images are given: labels, and the channels of the condition, image i those of its
+    picture i % M. ConfigError: there is none, it is not for this network, or it does not fit."""
+    given = trained.condition
+    if given is None:
+        if condition is not None:
+            raise ConfigError(
+                f"condition={_named(condition)}, but {trained.name} was trained without one; leave"
+                " it out"
+            )
+        return labels
+    if condition is None:
+        kind = "images" if isinstance(given.values, Pixels) else "numbers (.npy, .npz, zarr)"
+        raise ConfigError(
+            f"{trained.name} was trained with {given}: give condition=FILE or FOLDER of {kind}"
+        )
+    height, width, _ = trained.image_shape
+    images = _load(condition, (height, width), given)
+    return Conditions(labels, images[torch.arange(n) % len(images)])
+
+
+def _load(source: Source, size: tuple[int, int], given: GivenChannels) -> Tensor:
+    """float32 [M, H, W, K], as the network is to see it."""
+    if isinstance(source, np.ndarray) or is_array(Path(source)):
+        return _of_numbers(source, size, given)
+    path = Path(source)
+    if not path.exists():
+        raise ConfigError(f"condition={path} does not exist; give an image, a folder or a .zip")
+    if isinstance(given.values, Units):
+        raise ConfigError(
+            f"condition={path} is no array, and the network was trained with {given} in units of"
+            " their own; give a .npy, .npz or zarr"
+        )
+    reduced = given.size or size
+    if path.is_dir() or path.suffix == ".zip":
+        pictures = load_folder(str(path), reduced, given.channels, classes=False).images.numpy()
+    else:
+        try:
+            with open(path, "rb") as file:
+                pictures = decode_image(file, reduced, given.channels)[0][None]
+        except (OSError, ValueError, SyntaxError) as error:
+            raise ConfigError(
+                f"condition={path} is no image that can be decoded: {error}"
+            ) from error
+    return as_seen(torch.from_numpy(np.stack([enlarged(p, size) for p in pictures])))
+
+
+def _of_numbers(source: Source, size: tuple[int, int], given: GivenChannels) -> Tensor:
+    where = f"condition={_named(source)}"
+    if isinstance(source, np.ndarray):
+        rows = StoredImages(source, "nhwc", Path("condition")) if source.ndim == 4 else None
+    else:
+        rows = load_array(str(source), layout=given.values.layout, standardise=False).images
+    dtype = "uint8" if isinstance(given.values, Pixels) else "float32"
+    expected = [*size, given.channels]
+    found = list(source.shape) if isinstance(source, np.ndarray) else list(rows.shape)
+    wrong_kind = rows is not None and (dtype == "uint8") != (rows.stored_dtype == np.uint8)
+    if rows is None or found[1:] != expected or wrong_kind or found[0] == 0:
+        kind = "" if rows is None else f"{rows.stored_dtype} "
+        wanted = ", ".join(map(str, expected))
+        raise ConfigError(f"{where} is {kind}of shape {found}; expected {dtype} [M, {wanted}]")
+    return as_seen(rows.scaled(given.values)[torch.arange(len(rows))])
+
+
+def _named(source: Source) -> str:
+    return f"an array {list(source.shape)}" if isinstance(source, np.ndarray) else shown(source)
