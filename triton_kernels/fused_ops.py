@@ -31,7 +31,9 @@ from .conv.fused import (
     conv_plain_input_grad,
     conv_weight_grad,
 )
-from .conv.hopper.single_tile import conv_once, serves_once
+from .conv.fused_spec import forward_spec
+from .conv.hopper import single_tile
+from .conv.hopper.single_tile import conv_once
 from .conv.norm_conv import (
     norm_conv,
     norm_conv_of_two,
@@ -69,6 +71,7 @@ from .reductions.column_sum import column_rows
 from .reductions.row_sums import RowSums
 from .resample.avg_pool_partials import avg_pool_partials
 from .resample.op import gather, spread, spread_add
+from .runtime.device import describe
 
 __all__ = [
     "NextNorm",
@@ -151,7 +154,8 @@ def conv_few(x: Tensor, weight: Tensor, bias: Tensor, **options) -> tuple[Tensor
         return conv_early(x, weight, bias, **options)
     once = {k: v for k, v in options.items() if k in ("residual", "stats")}
     others = [v for k, v in options.items() if k not in once and v is not None]
-    if all(isinstance(v, Sequence) and not v for v in others) and serves_once(x, weight):
+    empty = all(isinstance(v, Sequence) and not v for v in others)
+    if empty and single_tile.refuse(forward_spec(x, weight), describe(x.device)) is None:
         return conv_once(x, weight, bias, **once)
     return conv_forward(x, weight, bias, **options)
 

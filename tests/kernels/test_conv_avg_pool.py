@@ -5,13 +5,15 @@ import torch
 
 from triton_kernels.conv import conv_avg_pool as fused_conv_means
 from triton_kernels.conv import norm_conv as fused_norm_conv
-from triton_kernels.conv.conv_avg_pool import conv_means, serves_conv_means
+from triton_kernels.conv.conv_avg_pool import CONV_MEANS, conv_means, serves_conv_means
 from triton_kernels.conv.fused import conv_forward
+from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import row_mma as gluon_rows
 from triton_kernels.conv.hopper import tile_mma as gluon_tiles
 from triton_kernels.conv.hopper.single_tile import conv_once
 from triton_kernels.conv.norm_conv import norm_conv
 from triton_kernels.resample.op import gather
+from triton_kernels.runtime.device import describe
 
 from .poison import poison_outputs
 from .test_conv_fused import Shape, extra_case, forward_case, relative
@@ -69,8 +71,8 @@ class TestGpu:
             pytest.skip("a tile of several images")
         assert serves_conv_means(x, weight, terms.get("extra", ()))
 
-        configs = fused_conv_means._configs(x, weight, terms.get("extra", ()))
-        tile = config or fused_conv_means._default(configs)
+        spec = forward_spec(x, weight, extra=[other for other, _ in terms.get("extra", ())])
+        tile = config or CONV_MEANS.kernels[0].configs(spec, describe(device))[0]
 
         def check():
             y, sums, means = conv_means(x, weight, bias + offset, **terms, config=config)

@@ -6,10 +6,12 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.conv import conv_norm as fused_conv_norm
-from triton_kernels.conv.conv_norm import NextNorm, conv_norm, norms_in_conv
+from triton_kernels.conv.conv_norm import CONV_NORM, NextNorm, conv_norm, norms_in_conv
 from triton_kernels.conv.fused import conv_forward
+from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import single_tile as once
 from triton_kernels.conv.hopper import tile_mma as gluon_tiles
+from triton_kernels.runtime.device import describe
 
 from .poison import poison_outputs
 from .test_conv_fused import ROUNDING, Shape, check_stats, extra_case, forward_case, relative
@@ -69,6 +71,12 @@ def check_norm(
     repeatedly(check)
 
 
+def first_tile(x, weight, extra):
+    """What is taken without measurements."""
+    spec = forward_spec(x, weight, extra=[other for other, _ in extra], groups=1)
+    return CONV_NORM.kernels[0].configs(spec, describe(x.device))[0]
+
+
 class TestGpu:
     pytestmark = gpu
 
@@ -92,7 +100,7 @@ class TestGpu:
         for offset in (0.0, 1000.0) if count == 0 else (0.0,):
             given = shape, channels, dtype, device
             x, weight, *_ = forward_case(shape, dtype, device)
-            tile = config or fused_conv_norm._default(x, weight, terms.get("extra", ()))
+            tile = config or first_tile(x, weight, terms.get("extra", ()))
             plain = lambda *args: conv_forward(*args, **terms, config=tile)[0]  # noqa: E731, B023
             check_norm(*given, plain, terms, keep, config, offset)
 
@@ -114,7 +122,7 @@ class TestGpu:
         shape, dtype = SHAPES[name], torch.bfloat16
         x, weight, _, _, residual = forward_case(shape, dtype, device)
         terms = {"residual": residual} if with_residual else {}
-        tile = config or fused_conv_norm._default(x, weight, ())
+        tile = config or first_tile(x, weight, ())
         plain = lambda *args: conv_forward(*args, **terms, config=tile)[0]  # noqa: E731
         given = shape, channels, dtype, device
         check_norm(*given, plain, terms, True, config, offset, second)
@@ -144,7 +152,7 @@ class TestGpu:
     @pytest.mark.parametrize("name", POINTS)
     def test_1x1_and_its_sums(self, name, with_residual, dtype, device):
         x, weight, bias, _, residual = forward_case(POINTS[name], dtype, device)
-        assert once.serves_once(x, weight)
+        assert once.refuse(forward_spec(x, weight), describe(device)) is None
         exact = reference.conv2d(x.double(), weight.double(), bias.double())
         exact = exact + residual.double() if with_residual else exact
         residual = residual if with_residual else None

@@ -10,9 +10,11 @@ import torch
 from triton_kernels import reference
 from triton_kernels.conv import conv_norm_grid_sync as fused_conv_meeting
 from triton_kernels.conv.conv_norm import NextNorm
-from triton_kernels.conv.conv_norm_grid_sync import conv_meeting, meets
+from triton_kernels.conv.conv_norm_grid_sync import CONV_MEETING, conv_meeting, meets
 from triton_kernels.conv.fused import conv_forward
+from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import tile_mma as gluon_tiles
+from triton_kernels.runtime.device import describe
 
 from .poison import poison_outputs
 from .test_conv_fused import ROUNDING, Shape, extra_case, forward_case, relative
@@ -165,10 +167,12 @@ class TestGpu:
         if count:
             extra = extra_case(shape, 128, 64, dtype, device)[:count]
             terms = {"extra": extra, "extra_bias": torch.randn(shape.co, device=device)}
-        configs = fused_conv_meeting._configs(x, weight, groups, terms.get("extra", ()))
+        others = [other for other, _ in terms.get("extra", ())]
+        spec = forward_spec(x, weight, extra=others, groups=groups)
+        configs = CONV_MEETING.kernels[0].configs(spec, describe(device))
         if config is not None and config not in configs:
             pytest.skip("not a tile of one image, or too many of them")
-        tile = config or fused_conv_meeting._default(residual, configs)
+        tile = config or configs[0]
         exact_y, exact_sums = conv_forward(x, weight, bias, **terms, stats=True, config=tile)
         g, b = torch.randn(2, shape.co, device=device)
         activation = "silu" if offset == 0 else "identity"

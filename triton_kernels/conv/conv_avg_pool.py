@@ -8,14 +8,16 @@ that `avg_pool` of y has (`conv.hopper.epilogue_avg_pool`).
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..registry.choose import choose
-from ..registry.spec import dtype_name
-from ..runtime.device import describe
-from .fused_spec import tiles_of
+from ..registry.choose import select
+from ..registry.kernel import Kernel, Op, configures
+from ..registry.spec import ConvSpec
+from ..runtime.device import Device, describe
+from .fused_spec import forward_spec
 from .hopper import single_tile as once
 from .hopper import tile_mma as gluon_tiles
 from .hopper.operands import Means, Operands
@@ -26,18 +28,55 @@ _MOST_TILES = 1024  # of 1x1 filters
 _PIXELS = 128  # of a tile of others
 
 
+@configures("single_tile")
+class SingleTile(NamedTuple):
+    """Tiles of `single_tile.PIXELS`."""
+
+
+def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    if spec.n == 0:
+        return "there are no images"
+    if reason := gluon_tiles.refuse(spec, gpu):
+        return reason
+    return None if _tiles(spec, gpu) else f"no tile of {spec.h}x{spec.w} has whole pairs of rows"
+
+
+def _tiles(spec: ConvSpec, gpu: Device) -> list[gluon_tiles.TileMma]:
+    """First those of 128 pixels, or nearly, with the filters beside the pixels: as was fastest of
+    16 and of 64 images of 32x32."""
+    found = [
+        tile
+        for tile in gluon_tiles.configs(spec, gpu)
+        if gluon_tiles.makes_means(tile, spec.h, spec.w)
+    ]
+    return sorted(found, key=lambda c: (abs(c.block_m - _PIXELS), not c.filters_with_pixels))
+
+
+def _refuse_1x1(spec: ConvSpec, gpu: Device) -> str | None:
+    if spec.n == 0 or spec.w not in gluon_tiles.WIDTHS_OF_MEANS:
+        return f"{spec.n} images whose rows have {spec.w} pixels"
+    return once.refuse(spec, gpu, _MOST_TILES)
+
+
+CONV_MEANS = Op(
+    "conv_means",
+    ("h", "w", "k", "c", "dtype", "residual", "extras"),
+    (
+        Kernel("tile_mma", gluon_tiles.TileMma, _refuse, _tiles),
+        Kernel("single_tile", SingleTile, _refuse_1x1, lambda *_: [SingleTile()]),
+    ),
+    similar=False,
+)
+
+
 def serves_conv_means(
     x: Tensor,  # [N, H, W, CI]
     weight: Tensor,  # [CO, CI, R, S]
     extra: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> bool:
     """Whether `conv_means` can do it."""
-    if x.shape[0] == 0:
-        return False
-    if tuple(weight.shape[2:]) == (1, 1):
-        even = x.shape[2] in gluon_tiles.WIDTHS_OF_MEANS
-        return even and not extra and once.serves_once(x, weight, _MOST_TILES)
-    return bool(_configs(x, weight, extra))
+    spec = forward_spec(x, weight, extra=[other for other, _ in extra])
+    return CONV_MEANS.refuse(spec, describe(x.device)) is None
 
 
 def conv_means(
@@ -49,33 +88,22 @@ def conv_means(
     residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]; likewise
     extra_bias: Tensor | None = None,  # float32 [CO]; likewise
-    config: gluon_tiles.TileMma | None = None,
+    config: gluon_tiles.TileMma | SingleTile | None = None,
 ) -> tuple[Tensor, Tensor, Means]:  # [N, H, W, CO]; float32 [N, K, 2, CO]; means, their partials
     """y, its partials, and its means. `serves_conv_means` has to say that it can be done."""
     n, h, w, ci = x.shape
     co = weight.shape[0]
     y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
-    linear = tuple(weight.shape[2:]) == (1, 1)
-    if config is None and not linear:
+    if config is None:
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
-        configs = _configs(x, weight, extra)
-        config = choose(
-            "conv_means",
-            n,
-            {
-                "h": h,
-                "w": w,
-                "k": ci,
-                "c": co,
-                "dtype": dtype_name(x.dtype),
-                "residual": residual is not None,
-                "extras": len(extra),
-            },
-            lambda: configs,
-            lambda: _default(configs),
-            lambda c: conv_means(x, weight, bias, **terms, config=c)[0],
-            describe(x.device),
-        )
+
+        def run(c: tuple) -> Tensor:
+            return conv_means(x, weight, bias, **terms, config=c)[0]
+
+        added = {"emb": emb is not None, "residual": residual is not None}
+        spec = forward_spec(x, weight, extra=[other for other, _ in extra], **added)
+        config = select(CONV_MEANS, spec, describe(x.device), run).config
+    linear = isinstance(config, SingleTile)
     tiles = h * w // (once.PIXELS if linear else config.block_m)
     partials = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
     means = empty_means(y, tiles, _empty)
@@ -94,18 +122,3 @@ def empty_means(y: Tensor, tiles: int, empty=torch.empty) -> Means:
     n, h, w, c = y.shape
     values = empty((n, h // 2, w // 2, c), dtype=y.dtype, device=y.device)
     return Means(values, empty((n, tiles, 2, c), dtype=torch.float32, device=y.device))
-
-
-def _configs(
-    x: Tensor, weight: Tensor, extra: Sequence[tuple[Tensor, Tensor]]
-) -> list[gluon_tiles.TileMma]:
-    _, h, w, _ = x.shape
-    others = [other for other, _ in extra]
-    found = tiles_of(x, weight, others)
-    return [tile for tile in found if gluon_tiles.makes_means(tile, h, w)]
-
-
-def _default(configs: Sequence[gluon_tiles.TileMma]) -> gluon_tiles.TileMma:
-    """Of 128 pixels, or nearly, with the filters beside the pixels: as was fastest of 16 and of 64
-    images of 32x32."""
-    return min(configs, key=lambda c: (abs(c.block_m - _PIXELS), not c.filters_with_pixels))

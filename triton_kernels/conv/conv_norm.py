@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from ..activations import check_activation
-from ..registry.choose import choose
-from ..registry.spec import dtype_name
-from ..runtime.device import describe
+from ..registry.choose import select
+from ..registry.kernel import Kernel, Op
+from ..registry.spec import ConvSpec
+from ..runtime.device import Device, describe
 from ..runtime.layout import check_second
-from .fused_spec import tiles_of
+from .conv_avg_pool import SingleTile
+from .fused_spec import forward_spec
 from .hopper import single_tile as once
 from .hopper import tile_mma as gluon_tiles
 from .hopper.operands import NormOfResult, Operands
@@ -43,6 +45,58 @@ class NextNorm(NamedTuple):
     stats: bool = False  # and whether they want its partials
 
 
+def _refuse_norm(spec: ConvSpec) -> str | None:
+    """Why tiles do not have whole groups, or whole images."""
+    c, pixels = spec.c + spec.beside, spec.h * spec.w
+    if c % spec.groups or c // spec.groups not in _GROUPS or spec.beside % _TILE_CHANNELS:
+        return f"{c} channels in {spec.groups} groups; a group has {', '.join(map(str, _GROUPS))}"
+    if spec.n == 0 or pixels < _MIN_PIXELS or once.PIXELS % pixels:
+        return f"{spec.n} images of {pixels} pixels; tiles have {once.PIXELS}"
+    return None
+
+
+def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    if reason := _refuse_norm(spec) or gluon_tiles.refuse(spec, gpu):
+        return reason
+    return None if _whole_images(spec, gpu) else f"no tile has whole images of {spec.h}x{spec.w}"
+
+
+def _refuse_1x1(spec: ConvSpec, gpu: Device) -> str | None:
+    if spec.h * spec.w != once.PIXELS:
+        return f"images have {spec.h * spec.w} pixels, not {once.PIXELS}"
+    return _refuse_norm(spec) or once.refuse(spec, gpu)
+
+
+def _whole_images(spec: ConvSpec, gpu: Device) -> list[gluon_tiles.TileMma]:
+    """Tiles of them, the smallest first, with its filters beside it."""
+    found = gluon_tiles.configs(spec, gpu)
+    whole = [tile for tile in found if gluon_tiles.cut(tile.block_m, spec.h, spec.w)[0] == spec.h]
+    return sorted(whole, key=lambda c: (c.block_m, not c.filters_with_pixels))
+
+
+def _configs(spec: ConvSpec, gpu: Device) -> list[gluon_tiles.TileMma]:
+    """The smallest first, or twice that if there are more of them than multiprocessors: what was
+    faster without the norm."""
+    configs = _whole_images(spec, gpu)
+    smallest = configs[0]
+    tiles = spec.n * spec.h * spec.w // smallest.block_m * (spec.c // _TILE_CHANNELS)
+    if tiles <= gpu.num_sms:
+        return configs
+    larger = [c for c in configs if c.block_m > smallest.block_m]
+    return [*larger[:1], *configs]
+
+
+CONV_NORM = Op(
+    "conv_norm",
+    ("h", "w", "k", "c", "dtype", "residual", "extras", "keep"),
+    (
+        Kernel("tile_mma", gluon_tiles.TileMma, _refuse, _configs),
+        Kernel("single_tile", SingleTile, _refuse_1x1, lambda *_: [SingleTile()]),
+    ),
+    similar=False,
+)
+
+
 def norms_in_conv(
     x: Tensor,  # [N, H, W, CI]
     weight: Tensor,  # [CO, CI, R, S]
@@ -51,15 +105,9 @@ def norms_in_conv(
     second: int = 0,  # channels beside those of the result
 ) -> bool:
     """Whether `conv_norm` can do this convolution and the norm of its result."""
-    _, h, w, _ = x.shape
-    channels = weight.shape[0] + second
-    groups = channels % num_groups == 0 and channels // num_groups in _GROUPS
-    whole = _MIN_PIXELS <= h * w <= once.PIXELS and once.PIXELS % (h * w) == 0
-    if not groups or not whole or second % _TILE_CHANNELS:
-        return False
-    if weight.shape[2:] == (1, 1):
-        return h * w == once.PIXELS and not extra and once.serves_once(x, weight)
-    return bool(_configs(x, weight, extra))
+    others = [other for other, _ in extra]
+    spec = forward_spec(x, weight, extra=others, groups=num_groups, beside=second)
+    return CONV_NORM.refuse(spec, describe(x.device)) is None
 
 
 def conv_norm(
@@ -73,7 +121,7 @@ def conv_norm(
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]; likewise
     extra_bias: Tensor | None = None,  # float32 [CO]; likewise
     x2: Tensor | None = None,  # [N, H, W, C2], dtype of x
-    config: gluon_tiles.TileMma | None = None,
+    config: gluon_tiles.TileMma | SingleTile | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """y [N, H, W, CO], or None if it is not kept; its partials [N, 1, 2, CO] if they are wanted;
     a [N, H, W, CO + C2], of y beside x2. The norm is of y as it was rounded."""
@@ -91,59 +139,23 @@ def conv_norm(
     )
     if n == 0:
         return y, sums, a
-    if weight.shape[2:] == (1, 1):
-        assert emb is None and not extra and extra_bias is None
-        once.launch(x, weight, bias, a if y is None else y, residual, sums, normed)
-        return y, sums, a
     if config is None:
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
         terms["x2"] = x2
-        config = choose(
-            "conv_norm",
-            n,
-            {
-                "h": h,
-                "w": w,
-                "k": ci,
-                "c": co,
-                "dtype": dtype_name(x.dtype),
-                "residual": residual is not None,
-                "extras": len(extra),
-                "keep": norm.keep,
-            },
-            lambda: _configs(x, weight, extra),
-            lambda: _default(x, weight, extra),
-            lambda c: conv_norm(x, weight, bias, norm, **terms, config=c)[2],
-            describe(x.device),
-        )
+
+        def run(c: tuple) -> Tensor:
+            return conv_norm(x, weight, bias, norm, **terms, config=c)[2]
+
+        added = {"emb": emb is not None, "residual": residual is not None, "keep": norm.keep}
+        added |= {"groups": norm.num_groups, "beside": c - co}
+        spec = forward_spec(x, weight, extra=[other for other, _ in extra], **added)
+        config = select(CONV_NORM, spec, describe(x.device), run).config
+    if isinstance(config, SingleTile):
+        assert emb is None and not extra and extra_bias is None
+        once.launch(x, weight, bias, a if y is None else y, residual, sums, normed)
+        return y, sums, a
     beside = () if residual is None else (residual,)
     out = a if y is None else y
     given = Operands(x, weight, out, bias, sums, beside, extra, extra_bias, emb)
     gluon_tiles.launch(config, given, normed)
     return y, sums, a
-
-
-def _configs(
-    x: Tensor, weight: Tensor, extra: Sequence[tuple[Tensor, Tensor]]
-) -> list[gluon_tiles.TileMma]:
-    """Tiles of whole images."""
-    _, h, w, _ = x.shape
-    found = tiles_of(x, weight, [other for other, _ in extra])
-    return [tile for tile in found if gluon_tiles.cut(tile.block_m, h, w)[0] == h]
-
-
-def _default(
-    x: Tensor, weight: Tensor, extra: Sequence[tuple[Tensor, Tensor]]
-) -> gluon_tiles.TileMma:
-    """The smallest, with its filters beside it, or twice that if there are more of them than
-    multiprocessors: what was faster without the norm."""
-    n, h, w, _ = x.shape
-    configs = sorted(
-        _configs(x, weight, extra), key=lambda c: (c.block_m, not c.filters_with_pixels)
-    )
-    smallest = configs[0]
-    tiles = n * h * w // smallest.block_m * (weight.shape[0] // _TILE_CHANNELS)
-    if tiles <= describe(x.device).num_sms:
-        return smallest
-    larger = [c for c in configs if c.block_m > smallest.block_m]
-    return larger[0] if larger else smallest

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ..activations import check_activation
-from ..registry.choose import choose
-from ..registry.spec import dtype_name
-from ..runtime.device import describe
+from ..registry.choose import select
+from ..registry.kernel import Kernel, Op
+from ..registry.spec import ConvSpec
+from ..runtime.device import Device, describe
 from .conv_norm import NextNorm
-from .fused_spec import tiles_of
+from .fused_spec import forward_spec
 from .hopper import tile_mma as gluon_tiles
 from .hopper.operands import NormOfResult, Operands
 
@@ -30,6 +31,43 @@ _MEETING = 96  # pixels of a tile that take as long as the epilogue that nothing
 _LEAST_LANES = 4  # of threads, which have a channel's accumulators among them
 
 
+def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    if spec.n == 0 or spec.c % spec.groups or spec.c // spec.groups > _TILE_CHANNELS:
+        return f"{spec.n} images of {spec.c} channels in {spec.groups} groups"
+    if reason := gluon_tiles.refuse(spec, gpu):
+        return reason
+    return None if _configs(spec, gpu) else "tiles of an image are too many to be under way at once"
+
+
+def _configs(spec: ConvSpec, gpu: Device) -> list[gluon_tiles.TileMma]:
+    """Tiles of one image, all of which can be under way at once. First that with the shortest
+    rounds, whose meeting takes as long as so many pixels, by what was measured at 8 to 64 images;
+    with the filters beside the pixels."""
+    blocks, group = spec.c // _TILE_CHANNELS, spec.c // spec.groups
+    lanes = max(_LEAST_LANES, 1 << (group - 1).bit_length())
+    found = []
+    for tile in gluon_tiles.configs(spec, gpu):
+        rows, images = gluon_tiles.cut(tile.block_m, spec.h, spec.w)
+        words = lanes * (spec.h // rows) * _TILE_CHANNELS // 128
+        together = spec.h // rows * blocks <= gpu.num_sms
+        if images == 1 and words <= _MOST_WORDS and together:
+            found.append(tile)
+
+    def time(config: gluon_tiles.TileMma) -> int:
+        tiles = spec.n * spec.h * spec.w * spec.c // (config.block_m * _TILE_CHANNELS)
+        return -(-tiles // gpu.num_sms) * (config.block_m + _MEETING)
+
+    return sorted(found, key=lambda c: (time(c), not c.filters_with_pixels))
+
+
+CONV_MEETING = Op(
+    "conv_meeting",
+    ("h", "w", "k", "c", "dtype", "residual", "extras", "keep"),
+    (Kernel("tile_mma", gluon_tiles.TileMma, _refuse, _configs),),
+    similar=False,
+)
+
+
 def meets(
     x: Tensor,  # [N, H, W, CI]
     weight: Tensor,  # [CO, CI, R, S]
@@ -37,7 +75,8 @@ def meets(
     extra: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> bool:
     """Whether `conv_meeting` can do this convolution and the norm of its result."""
-    return bool(_configs(x, weight, num_groups, extra))
+    spec = forward_spec(x, weight, extra=[other for other, _ in extra], groups=num_groups)
+    return CONV_MEETING.refuse(spec, describe(x.device)) is None
 
 
 def conv_meeting(
@@ -65,25 +104,14 @@ def conv_meeting(
         return y, bias.new_empty((0, 1, 2, co)) if norm.stats else None, a
     if config is None:
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
-        configs = _configs(x, weight, norm.num_groups, extra)
-        config = choose(
-            "conv_meeting",
-            n,
-            {
-                "h": h,
-                "w": w,
-                "k": ci,
-                "c": co,
-                "dtype": dtype_name(x.dtype),
-                "residual": residual is not None,
-                "extras": len(extra),
-                "keep": norm.keep,
-            },
-            lambda: configs,
-            lambda: _default(a, configs),
-            lambda c: conv_meeting(x, weight, bias, norm, **terms, config=c)[2],
-            describe(x.device),
-        )
+
+        def run(c: gluon_tiles.TileMma) -> Tensor:
+            return conv_meeting(x, weight, bias, norm, **terms, config=c)[2]
+
+        added = {"emb": emb is not None, "residual": residual is not None, "keep": norm.keep}
+        others = [other for other, _ in extra]
+        spec = forward_spec(x, weight, extra=others, groups=norm.num_groups, **added)
+        config = select(CONV_MEETING, spec, describe(x.device), run).config
     rows, _ = gluon_tiles.cut(config.block_m, h, w)
     tiles = h // rows
     y = _empty(a.shape, dtype=x.dtype, device=x.device) if norm.keep else None
@@ -102,34 +130,3 @@ def conv_meeting(
 
 def _zeros(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=torch.int64, device=device)
-
-
-def _configs(
-    x: Tensor, weight: Tensor, num_groups: int, extra: Sequence[tuple[Tensor, Tensor]]
-) -> list[gluon_tiles.TileMma]:
-    """Tiles of one image, all of which can be under way at once."""
-    _, h, w, _ = x.shape
-    co = weight.shape[0]
-    if co % num_groups or co // num_groups > _TILE_CHANNELS:
-        return []
-    lanes = max(_LEAST_LANES, 1 << (co // num_groups - 1).bit_length())
-    found = []
-    for tile in tiles_of(x, weight, [other for other, _ in extra]):
-        rows, images = gluon_tiles.cut(tile.block_m, h, w)
-        words = lanes * (h // rows) * _TILE_CHANNELS // 128
-        together = h // rows * (co // _TILE_CHANNELS) <= describe(x.device).num_sms
-        if images == 1 and words <= _MOST_WORDS and together:
-            found.append(tile)
-    return found
-
-
-def _default(y: Tensor, configs: list[gluon_tiles.TileMma]) -> gluon_tiles.TileMma:
-    """That with the shortest rounds, whose meeting takes as long as so many pixels, by what was
-    measured at 8 to 64 images; with the filters beside the pixels."""
-    sms = describe(y.device).num_sms
-
-    def time(config: gluon_tiles.TileMma) -> int:
-        tiles = y.numel() // (config.block_m * _TILE_CHANNELS)
-        return -(-tiles // sms) * (config.block_m + _MEETING)
-
-    return min(configs, key=lambda c: (time(c), not c.filters_with_pixels))

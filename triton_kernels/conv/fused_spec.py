@@ -1,12 +1,11 @@
 """What a fused convolution of given tensors computes, as a spec."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from ..registry.spec import ConvSpec, dtype_name
-from ..runtime.device import describe
-from .hopper import tile_mma
 
 
 def forward_spec(
@@ -18,6 +17,7 @@ def forward_spec(
     residual: bool = False,
     extra: Sequence[Tensor] = (),  # of which 1x1 convolutions are added
     stats: bool = False,
+    **rest: Any,  # fields of the spec
 ) -> ConvSpec:
     """What `conv_forward` computes of such tensors."""
     n, h, w, k = x.shape
@@ -36,11 +36,5 @@ def forward_spec(
         residual=residual,
         extra=tuple(other.shape[3] for other in extra),
         stats=stats,
+        **rest,
     )
-
-
-def tiles_of(x: Tensor, weight: Tensor, extra: Sequence[Tensor]) -> list[tile_mma.TileMma]:
-    """The tiles of `tile_mma` that can do the forward pass."""
-    spec, gpu = forward_spec(x, weight, extra=extra), describe(x.device)
-    kernel = tile_mma.KERNEL
-    return [] if x.shape[0] == 0 or kernel.refuse(spec, gpu) else list(kernel.configs(spec, gpu))

@@ -23,8 +23,8 @@ from torch import Tensor
 from ..activations import check_activation, rounded_grad
 from ..norm.image_table import norm_image_table
 from ..norm.tables import check_partials_of
-from ..registry.choose import choose
-from ..registry.spec import dtype_name
+from ..registry.choose import select
+from ..registry.kernel import Kernel, Op
 from ..runtime.device import describe
 from .conv_avg_pool import empty_means
 from .fused_spec import forward_spec
@@ -53,6 +53,19 @@ _FORMS = {
     "two": (_Form(2), _Form(2, table=True)),
 }
 
+NORM_CONV = Op(
+    "norm_conv",
+    ("h", "w", "k", "c", "dtype", "residual", "extras"),
+    (
+        Kernel(
+            "stationary_weights",
+            gluon_rows.StationaryWeights,
+            gluon_rows.STATIONARY.refuse,
+            gluon_rows.STATIONARY.configs,
+        ),
+    ),
+)
+
 _empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
 
 
@@ -70,9 +83,9 @@ def serves_norm_conv(
         return False
     if not _fits_sums(partials, x.shape[3] // num_groups):
         return False
-    if width is None:
-        return bool(_tiles(x, weight, extra))
     gpu = describe(x.device)
+    if width is None:
+        return NORM_CONV.refuse(forward_spec(x, weight, extra=extra), gpu) is None
     return not extra and gluon_narrow.refuse(forward_spec(x, weight, width), gpu) is None
 
 
@@ -122,26 +135,12 @@ def norm_conv(
         rest = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
         rest |= {"scale": scale, "shift": shift}
         of_x = (partials, num_groups, norm_weight, norm_bias, eps, activation)
-        configs = _tiles(x, weight, others)
-        config = choose(
-            "norm_conv",
-            n,
-            {
-                "h": h,
-                "w": w,
-                "k": ci,
-                "c": co,
-                "dtype": dtype_name(x.dtype),
-                "residual": residual is not None,
-                "extras": len(others),
-            },
-            lambda: configs,
-            lambda: configs[0],
-            lambda c: norm_conv(x, *of_x, weight, bias, **rest, config=c)[0],
-            describe(x.device),
-            similar=True,
-        )
-        config = config if config in configs else configs[0]
+
+        def run(c: gluon_rows.StationaryWeights) -> Tensor:
+            return norm_conv(x, *of_x, weight, bias, **rest, config=c)[0]
+
+        spec = forward_spec(x, weight, extra=others, residual=residual is not None)
+        config = select(NORM_CONV, spec, describe(x.device), run).config
     y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
     tiles = h * w // config.block_m
     sums = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
@@ -213,11 +212,3 @@ def _fits_sums(partials: Tensor, group: int) -> bool:
     """Whether a warpgroup makes slopes and offsets of sums of so many channels a group."""
     k = partials.shape[1]
     return _LEAST_TILES <= k <= _MOST_TILES and k & (k - 1) == 0 and 8 % group == 0
-
-
-def _tiles(
-    x: Tensor, weight: Tensor, extra: Sequence[Tensor]
-) -> list[gluon_rows.StationaryWeights]:
-    spec, gpu = forward_spec(x, weight, extra=extra), describe(x.device)
-    kernel = gluon_rows.STATIONARY
-    return [] if kernel.refuse(spec, gpu) else list(kernel.configs(spec, gpu))

@@ -60,6 +60,9 @@ class ConvSpec(Spec):
     upsampled: bool = False  # what is read beside the product is half as high and wide
     aligned: bool = True  # whether tensors begin at multiples of 16 bytes
     rounded: bool = False  # whether a weight gradient is stored in 16 bits
+    groups: int | None = None  # of a norm, of x on the way or of the result in the same launch
+    beside: int = 0  # channels of another tensor in the norm of the result
+    keep: bool = True  # whether the result itself is wanted as well
 
     @property
     def of_filters(self) -> tuple[int, int]:

@@ -11,8 +11,10 @@ for the public op.
 import torch
 from torch import Tensor
 
-from ...hopper.descriptors import SUPPORTED, in_boxes, takes
+from ...hopper.descriptors import SUPPORTED, in_boxes, missing
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
+from ...runtime.device import Device
 from .operands import Means, NormOfResult
 
 if SUPPORTED:
@@ -25,18 +27,18 @@ PIXELS = 64  # of a tile
 _MOST_TILES = 264  # two for each multiprocessor of an H200
 
 
-def serves_once(x: Tensor, weight: Tensor, most: int = _MOST_TILES) -> bool:
-    """Whether `conv_once` can do it, and should: whole tiles of one image each, of which there are
-    not many."""
-    n, h, w, ci = x.shape
-    co, _, r, s = weight.shape
-    return (
-        takes(x)
-        and r == s == 1
-        and ci % 64 == co % 64 == h * w % PIXELS == 0
-        and ci <= _MAX_CHANNELS
-        and n * h * w // PIXELS * (co // 64) <= most
-    )
+def refuse(spec: ConvSpec, gpu: Device, most: int = _MOST_TILES) -> str | None:
+    """Why `conv_once` cannot do it, or should not: it has whole tiles of one image each, of which
+    there are not many."""
+    if reason := missing(gpu, spec.itemsize):
+        return reason
+    if spec.taps > 1 or spec.extra or spec.emb or spec.k > _MAX_CHANNELS:
+        return f"it does 1x1 convolutions of at most {_MAX_CHANNELS} channels, without other terms"
+    co, _ = spec.of_filters
+    if spec.k % 64 or co % 64 or spec.h * spec.w % PIXELS or spec.c != co:
+        return f"channels are no multiples of 64, or pixels of {PIXELS}"
+    tiles = spec.n * spec.h * spec.w // PIXELS * (co // 64)
+    return f"{tiles} tiles are more than {most}" if tiles > most else None
 
 
 def conv_once(
