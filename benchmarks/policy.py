@@ -42,7 +42,7 @@ from benchmarks.baseline_unet1d import ConditionalUnet1D, DdpmStep
 from benchmarks.harness import OURS, Provenance, Row, Timing
 from diffusion.models.layers import set_backend
 from diffusion.models.unet1d import UNet1d
-from diffusion.plan.inference1d import StreamedUNet1d
+from diffusion.plan.inference1d import InferenceUNet1d
 from diffusion.process.schedule import make_schedule
 from diffusion.runtime.backend import choose_backend
 from diffusion.sampling.chain import Bound
@@ -212,7 +212,7 @@ def _ours(provider: str, dtype: str, batch: int, steps: int, device: torch.devic
     backend = choose_backend(OURS, dtype, device, "dtype")
     model = network().to(device)
     set_backend(model, backend)
-    streamed = StreamedUNet1d(model)
+    streamed = InferenceUNet1d(model)
     sampler = DDPM(make_schedule("cosine", 100), backend, steps=steps, device=device)
     x, t, cond = inputs(batch, device)
     x = x[:, None].contiguous()

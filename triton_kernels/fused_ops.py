@@ -58,6 +58,7 @@ from .conv.upsampled import (
 )
 from .conv.wgrad_group import conv_weight_grads
 from .conv.wgrad_pair import conv_two_weight_grads
+from .conv1d.conv1d import conv_stage, head, project
 from .embedding.begin_step import begin_step
 from .embedding.linear_grads import linear_grads
 from .embedding.sinusoids import sinusoids
@@ -98,11 +99,13 @@ __all__ = [
     "conv_of_upsampled_input_grad",
     "conv_plain_input_grad",
     "conv_split",
+    "conv_stage",
     "conv_two_weight_grads",
     "conv_upsampled",
     "conv_upsampled_input_grad",
     "conv_weight_grad",
     "conv_weight_grads",
+    "head",
     "linear_grads",
     "meets",
     "norm_apply",
@@ -122,6 +125,7 @@ __all__ = [
     "norm_whole_supported",
     "norms_in_conv",
     "pad_channels",
+    "project",
     "qkv_attention",
     "resample_parts",
     "serves_conv_means",

@@ -130,7 +130,7 @@ class UNet1d(Layer):
         self._check_options(diffusion_step_embed_dim, down_dims, kernel_size, n_groups)
         self.factor = 2 ** (len(down_dims) - 1)  # T has to be a multiple of it
 
-        embed = diffusion_step_embed_dim
+        embed = self.embedding_dim = diffusion_step_embed_dim
         cond_channels = embed + (global_cond_dim or 0)
 
         def res_block(channels: int, out_channels: int) -> ResBlock:
@@ -200,8 +200,20 @@ class UNet1d(Layer):
         """The network. Raises ValueError for a wrong shape, and for a condition that is missing or
         not wanted."""
         self.check_inputs(x, t, cond)
+        return self.from_embedding(x, self.embed(t), cond)
+
+    def embed(self, t: Tensor) -> Tensor:  # [N] -> float32 [N, E], in every precision
+        """The embedding of the diffusion step."""
         encoder = self.diffusion_step_encoder
-        emb = encoder["3"](F.mish(encoder["1"](encoder["0"](t))))  # float32 in every precision
+        return encoder["3"](F.mish(encoder["1"](encoder["0"](t))))
+
+    def from_embedding(
+        self,
+        x: Tensor,  # [N, 1, T, C]
+        emb: Tensor,  # [N, E] of `embed`
+        cond: Tensor | None = None,  # float [N, G]
+    ) -> Tensor:  # [N, 1, T, C], dtype of the backend
+        """What `forward_nhwc` does behind that, of inputs that have been checked."""
         if cond is not None:
             emb = torch.cat((emb, cond.to(emb.dtype)), dim=1)
         emb = F.mish(emb)

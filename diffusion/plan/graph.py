@@ -109,8 +109,18 @@ JOINED = {
     "norm_attention": "attention of norm(x) [Wq, Wk, Wv]",
     "norm_linear": "norm(x) weight^T + bias",
 }
+# what it becomes where images are rows of a few positions, see `join.stages`; sums are in parts,
+# and an activation is what no launch has made: film(mish(norm(sums))) + residual
+STAGED = {
+    "film_weights": "linear layers of one tensor, side by side, cut by the parts of its concat",
+    "project": "mish(z) weight^T + bias",
+    "stem_weights": "filters [CO, CI, 1, S] as [CI, S, CO]",
+    "stage_weights": "filters, and 1x1 ones beside them, in the order in which programs read them",
+    "stage": "sums of the convolution of an activation, and of a 1x1 one; and the activation",
+    "head": "a 1x1 convolution of an activation",
+}
 FREE = ("reshape", "columns")  # which make no memory
-OPS = FORWARD | NORM | BACKWARD | FUSED | STEP | JOINED
+OPS = FORWARD | NORM | BACKWARD | FUSED | STEP | JOINED | STAGED
 
 
 class PlanError(ValueError):

@@ -53,20 +53,27 @@ class _Output:
     at: int
 
 
-def trace(module: nn.Module, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Traced:
+def trace(
+    module: nn.Module,
+    args: tuple = (),
+    kwargs: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,  # of the framework's layers; None: their backends'
+) -> Traced:
     """The graph of module(*args, **kwargs) for arguments of these shapes and dtypes. PlanError:
     something in it has no place in a plan, or it does not let itself be traced."""
-    program = exported(module, args, kwargs or {})
+    program = exported(module, args, kwargs or {}, dtype)
     traced = _Tracer(program).run((args, kwargs or {}))
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     traced.graph.trainable &= trained
     return traced
 
 
-def exported(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> ExportedProgram:
+def exported(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype | None = None
+) -> ExportedProgram:
     """What the module calls. PlanError: it depends on numbers that are not known before."""
     try:
-        with _plain_layers(module):
+        with _plain_layers(module, dtype):
             return torch.export.export(module, args, kwargs, strict=False)
     except (ValueError, TypeError) as error:  # of the module itself: wrong arguments
         raise error
@@ -76,7 +83,7 @@ def exported(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Exported
 
 
 @contextmanager
-def _plain_layers(module: nn.Module) -> Iterator[None]:
+def _plain_layers(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """The framework's layers call PyTorch's ops, which a trace can read, whatever their backend."""
     ops = SimpleNamespace(**{k: v for k, v in vars(reference).items() if callable(v)})
     # draws of dropout are an op of their own
@@ -84,7 +91,7 @@ def _plain_layers(module: nn.Module) -> Iterator[None]:
     ours = [layer for layer in module.modules() if isinstance(layer, Layer)]
     backends = [layer.backend for layer in ours]
     for layer, backend in zip(ours, backends, strict=True):
-        layer.backend = replace(backend, name="torch", ops=ops)
+        layer.backend = replace(backend, name="torch", ops=ops, dtype=dtype or backend.dtype)
     try:
         yield
     finally:

@@ -9,14 +9,16 @@ import triton_kernels
 from diffusion.formats.weights import load_weights
 from diffusion.models.layers import set_backend
 from diffusion.models.unet1d import UNet1d
-from diffusion.plan import inference1d
-from diffusion.plan.inference1d import StreamedUNet1d, obstacle, real_time
+from diffusion.plan.graph import PlanError
+from diffusion.plan.inference1d import InferenceUNet1d, real_time, real_time_plan
+from diffusion.plan.join import stages
 from diffusion.process.schedule import make_schedule
 from diffusion.runtime.backend import TORCH_FP32, Backend
 from diffusion.sampling.sampler import DDIM, DDPM
-from triton_kernels import reference
+from triton_kernels import fused_ops, reference
 from triton_kernels.conv1d import conv1d as stream_conv1d
-from triton_kernels.reference import conv1d as stream_reference
+from triton_kernels.reference import fused
+from triton_kernels.runtime.device import Device
 
 from ..kernels.poison import poison_outputs
 from .golden_unet import relative
@@ -31,6 +33,8 @@ TINY = {
     "n_groups": 4,
 }
 TRITON = Backend("triton", triton_kernels)
+EIGHT = Device(tma=True, num_sms=8, shared_memory=232_448)  # multiprocessors
+HOPPER = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True, arch=90)
 PUBLISHED = {"input_dim": 2, "global_cond_dim": 1028}
 
 
@@ -80,7 +84,7 @@ def test_the_plan_in_float64(options):
     x, t, cond = moved(inputs(model), torch.float64)
     with torch.no_grad():
         expected = model.forward_nhwc(x, t, cond)
-    assert relative(StreamedUNet1d(model, stream_reference)(x, t, cond), expected) < 1e-12
+    assert relative(InferenceUNet1d(model, fused)(x, t, cond), expected) < 1e-12
 
 
 KERNEL_CASES = [
@@ -101,7 +105,7 @@ def test_the_kernels(device, case, n, batched_from, monkeypatch):
     with torch.no_grad():
         expected = model.forward_nhwc(x, t, cond)
     set_backend(model, TRITON)
-    y = StreamedUNet1d(model, batched_from=batched_from, programs=8)(x, t, cond)
+    y = InferenceUNet1d(model, batched_from=batched_from, gpu=EIGHT)(x, t, cond)
     assert y.dtype == torch.float32
     assert relative(y, expected) < 1e-5
 
@@ -115,12 +119,21 @@ def test_the_kernels_compiled(case, n, batched_from, monkeypatch):
 
 def test_where_two_launches_a_layer_begin(monkeypatch):
     """With four samples, or with one if layers are large and the GPU has the kernel for them."""
-    assert StreamedUNet1d(tiny()).batched_from == 4
+    model = tiny(down_dims=(64,), n_groups=8)
+    set_backend(model, TRITON)
+
+    def begins(given=None) -> int:
+        graph = real_time_plan(model, 1, 8, fused_ops, HOPPER, given).plan.graph
+        (found,) = {n.attrs["batched_from"] for n in graph.nodes if n.op == "stage"}
+        return found
+
+    assert begins() == 4
+    monkeypatch.setattr(stages, "_LARGE", 1)
     monkeypatch.setattr(stream_conv1d.whole, "takes", lambda *_: True)
-    assert StreamedUNet1d(tiny()).batched_from == 4
-    monkeypatch.setattr(inference1d, "_LARGE", 1)
-    assert StreamedUNet1d(tiny()).batched_from == 1
-    assert StreamedUNet1d(tiny(), batched_from=2).batched_from == 2
+    assert begins() == 1
+    assert begins(2) == 2
+    monkeypatch.setattr(stream_conv1d.whole, "takes", lambda *_: False)
+    assert begins() == 4
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -132,13 +145,13 @@ def test_golden(golden, device, n):
     set_backend(model.to(device), TRITON)
     io = load_file(golden / "unet1d_small.io.safetensors")
     x, t, cond, y = (io[k][:n].to(device) for k in ("x", "t", "global_cond", "y"))
-    streamed = StreamedUNet1d(model, batched_from=2)
+    streamed = InferenceUNet1d(model, batched_from=2)
     assert relative(streamed(x[:, None].contiguous(), t, cond)[:, 0], y) < 1e-4
 
 
 def test_samples_are_independent_and_an_empty_batch_is_empty():
     model = tiny()
-    streamed = StreamedUNet1d(model, stream_reference)
+    streamed = InferenceUNet1d(model, fused)
     x, t, cond = inputs(model, 3)
     alone = torch.cat([streamed(x[i : i + 1], t[i : i + 1], cond[i : i + 1]) for i in range(3)])
     torch.testing.assert_close(streamed(x, t, cond), alone)
@@ -154,13 +167,13 @@ def test_a_chain_is_that_of_the_modules(sampler):
     shape, draw = (2, 1, 8, 3), {"seed": 3, "labels": cond}
     with torch.no_grad():
         expected = chain.sample(model.forward_nhwc, shape, **draw)
-    ours = chain.sample(StreamedUNet1d(model, stream_reference), shape, **draw)
+    ours = chain.sample(InferenceUNet1d(model, fused), shape, **draw)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_table_of_the_steps_is_made_once():
     model = tiny(global_cond_dim=None)
-    streamed, timesteps = StreamedUNet1d(model, stream_reference), torch.arange(4)
+    streamed, timesteps = InferenceUNet1d(model, fused), torch.arange(4)
     (table,) = streamed.tabulate(timesteps, None, 2)
     assert streamed.tabulate(timesteps, None, 3)[0] is table
     assert streamed.tabulate(timesteps.flip(0), None, 2)[0] is not table
@@ -173,19 +186,21 @@ def test_the_table_of_the_steps_is_made_once():
         ({"n_groups": 3, "down_dims": (48, 48)}, "48 channels in 3 groups"),
         ({"down_dims": (8, 16)}, "8 channels"),
         ({"n_groups": 1, "down_dims": (16, 256)}, "256 channels a group"),
-        ({"input_dim": 33}, "input_dim=33 times"),
-        ({"input_dim": 16}, "input_dim=16 is the first"),
+        ({"input_dim": 33}, "a first convolution of 99 terms; at most 96"),
+        ({"input_dim": 16}, "the residual of a block is the input"),
         ({"down_dims": (32, 16)}, "a concatenation"),
         ({"down_dims": (64, 32, 64)}, "a concatenation"),
-        ({"down_dims": (1024,), "n_groups": 8}, "begins with 1024"),
+        (
+            {"down_dims": (1024,), "n_groups": 8},
+            "1024 channels in front of the last convolution; at most 512",
+        ),
     ],
 )
 def test_what_does_not_fit_runs_layer_by_layer(options, named, caplog):
     model = tiny(**options)
     set_backend(model, TRITON)
-    assert named in obstacle(model)
-    with pytest.raises(ValueError, match=named):
-        StreamedUNet1d(model)
+    with pytest.raises(PlanError, match=named + r".*models/\w+\.py:"):
+        InferenceUNet1d(model)
     with caplog.at_level(logging.INFO):
         assert real_time(model, 8) is None
     assert named in caplog.text
@@ -196,19 +211,19 @@ def test_long_chunks_run_layer_by_layer(caplog):
     set_backend(model, TRITON)
     with caplog.at_level(logging.INFO):
         assert real_time(model, 128) is None
-    assert "chunks of 128; at most 64" in caplog.text
+    assert "chunks of 128 time steps; at most 64" in caplog.text
 
 
 def test_only_for_the_triton_backend():
     model = tiny()
     assert real_time(model, 8) is None
     set_backend(model, TRITON)
-    assert isinstance(real_time(model, 8), StreamedUNet1d)
+    assert isinstance(real_time(model, 8), InferenceUNet1d)
 
 
 def test_wrong_inputs():
     model = tiny()
-    streamed = StreamedUNet1d(model, stream_reference)
+    streamed = InferenceUNet1d(model, fused)
     x, t, cond = inputs(model)
     with pytest.raises(ValueError, match="condition is missing"):
         streamed(x, t)
@@ -254,7 +269,7 @@ def test_the_published_size(published, precision, n, batched_from=None):
         set_backend(model.float(), Backend("torch", reference, dtype, tf32))
         theirs = relative(model.forward_nhwc(x, t, cond).double(), exact)
     set_backend(model, Backend("triton", triton_kernels, dtype, tf32))
-    streamed = StreamedUNet1d(model, batched_from=batched_from)
+    streamed = InferenceUNet1d(model, batched_from=batched_from)
     results = [streamed(x, t, cond) for _ in range(4)]
     assert relative(results[0].double(), exact) < 2 * theirs + 1e-5
     assert all(torch.equal(results[0], other) for other in results[1:])
@@ -274,7 +289,7 @@ def test_a_captured_chain_has_the_bits_of_an_eager_one(published, n):
     PyTorch's in float32 than twice what PyTorch's in bf16 is."""
     backend = Backend("triton", triton_kernels, torch.bfloat16, True)
     set_backend(published, backend)
-    streamed = StreamedUNet1d(published)
+    streamed = InferenceUNet1d(published)
     _, _, cond = inputs(published, n, 16)
     schedule = make_schedule("cosine", 100)
     captured, eager = (

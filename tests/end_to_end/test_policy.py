@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from diffusion.errors import ConfigError
-from diffusion.plan.inference1d import StreamedUNet1d
+from diffusion.plan.inference1d import InferenceUNet1d
 from diffusion.policies.policy import load_policy
 
 from .run import rows, run
@@ -101,7 +101,7 @@ def test_triton_acts_as_pytorch_does(trained):
         load_policy(trained, device="auto", backend=backend, steps=2)
         for backend in ("torch", "triton")
     )
-    assert isinstance(ours.denoiser, StreamedUNet1d)
+    assert isinstance(ours.denoiser, InferenceUNet1d)
     seen = torch.tensor([[[0.0, 1.0], [0.3, 0.95]]])
     torch.testing.assert_close(ours.act(seen, seed=3), theirs.act(seen, seed=3), atol=1e-3, rtol=0)
 

@@ -13,6 +13,7 @@ and sampling are made of; `parts`, `one_launch_norms` and `conv_and_norm` are of
 """
 
 from ...conv.conv_norm import NextNorm
+from ..conv1d import conv_stage, head, project
 from .attention import (
     attention_backward,
     attention_forward,
@@ -105,11 +106,13 @@ __all__ = [
     "conv_of_upsampled_input_grad",
     "conv_plain_input_grad",
     "conv_split",
+    "conv_stage",
     "conv_two_weight_grads",
     "conv_upsampled",
     "conv_upsampled_input_grad",
     "conv_weight_grad",
     "conv_weight_grads",
+    "head",
     "linear_grads",
     "meets",
     "norm_apply",
@@ -129,6 +132,7 @@ __all__ = [
     "norm_whole_supported",
     "norms_in_conv",
     "pad_channels",
+    "project",
     "qkv_attention",
     "resample_parts",
     "serves_conv_means",
