@@ -217,8 +217,10 @@ def skip_where_it_does_not_fit(name: str, tile, device) -> None:
         pytest.skip("no Hopper GPU")
     n, h, w, c1, co, c2 = SHAPES[name]
     small = torch.empty(n, h // 2, w // 2, c1, dtype=torch.bfloat16, device=device)
-    if tile.pixels not in conv_upsampled.gluon_upsampled.tiles(small, (c1, c2, co)):
-        pytest.skip("no such tile")
+    spec = conv_upsampled._spec(small, c1, c2, co)
+    reason = conv_upsampled.UPSAMPLED.refuse(spec, describe(device))
+    if reason or tile not in conv_upsampled.UPSAMPLED.kernels[0].configs(spec, describe(device)):
+        pytest.skip(reason or "no such tile")
 
 
 def test_nothing_applies_without_a_hopper_gpu():

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from triton_kernels.conv import one_row as conv_one_row
+from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import one_row
 from triton_kernels.conv.plain import small_batch as conv_early
 from triton_kernels.conv.plain import split_k as conv_split
 from triton_kernels.conv.plain.small_batch import EarlyConfig
-from triton_kernels.conv.plain.split_k import SplitConfig
+from triton_kernels.conv.plain.split_k import CONV_SPLIT, SplitConfig
 from triton_kernels.reference import fused as fused_reference
+from triton_kernels.runtime.device import describe
 
 from .small_batch import (  # noqa: F401  a fixture and a mark for every test here
     close,
@@ -60,11 +62,11 @@ def test_parts_of_an_empty_batch(device):
 @pytest.mark.parametrize("case", CONVS.values(), ids=CONVS)
 def test_every_candidate_has_work_for_each_part(case, device):
     x, weight, extra, _ = conv_inputs(case, torch.float16, device)
-    channels = [other.shape[3] for other, _ in extra]
-    for config in conv_split._candidates(x, weight, channels):
-        steps = conv_split._steps(config.block_k, weight, channels)
-        each = -(-steps // config.splits)
-        assert (config.splits - 1) * each < steps <= config.splits * each
+    spec = forward_spec(x, weight, extra=[other for other, _ in extra])
+    for config in CONV_SPLIT.kernels[0].configs(spec, describe(device)):
+        steps = conv_split._steps(config.block_k, spec)
+        each = -(-steps // config.parts)
+        assert (config.parts - 1) * each < steps <= config.parts * each
 
 
 EARLY = {  # a case of CONVS, and what a program does of parts and of whole sums
@@ -163,10 +165,11 @@ def test_every_configuration(case, device):
     x, weight, extra, _ = conv_inputs((*case, 1), torch.bfloat16, device)
     exact = fused_reference.conv_split(x.double(), weight.double(), extra=double(extra)).sum(0)
     low = fused_reference.conv_split(x, weight, extra=extra).double().sum(0)
-    for config in conv_split._candidates(x, weight, [other.shape[3] for other, _ in extra]):
+    spec = forward_spec(x, weight, extra=[other for other, _ in extra])
+    for config in CONV_SPLIT.kernels[0].configs(spec, describe(device)):
         for _ in range(3):
             parts = conv_split.conv_split(x, weight, extra=extra, config=config)
-            assert parts.shape[0] == config.splits
+            assert parts.shape[0] == config.parts
             close(parts.sum(0), exact, low)
 
 

@@ -8,8 +8,7 @@ products are made on the small image, see `conv.hopper.upsampled`.
 The filters of 2x2 taps are sums of those of 3x3, in float32, rounded once.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..activations import check_activation
-from ..registry.choose import choose
-from ..registry.kernel import configures
-from ..registry.spec import dtype_name
-from ..runtime.device import describe
+from ..registry.choose import select
+from ..registry.kernel import Kernel, Op, configures
+from ..registry.spec import ConvSpec, dtype_name
+from ..runtime.device import Device, describe
 from .fused import conv_input_grad
 from .hopper import upsampled as gluon_upsampled
 from .hopper.tile_mma import cut
@@ -104,6 +103,56 @@ def upsampled_filters(
 # --- the two passes -------------------------------------------------------------------------------
 
 
+def _configs(spec: ConvSpec, gpu: Device, forward: bool = False) -> list[Tile]:
+    """First that with the shortest rounds of programs, by what a round takes. A tile is of pixels
+    of one kind, in an input gradient of small ones."""
+    tiles = [Tile(pixels) for pixels in gluon_upsampled.tiles(spec)]
+    pieces = [Tile(256, 1)] if forward and Tile(256) in tiles else []
+    written = spec.c if forward or spec.first is None else spec.first
+    small = spec.n * (spec.h // 2) * (spec.w // 2)
+    blocks = (4 if forward else 1) * small * (written // 64)
+
+    def time(tile: Tile) -> float:
+        rounds = triton.cdiv(blocks, tile.pixels * gpu.num_sms)
+        return rounds * tile.pixels * _COST[tile.pixels]
+
+    return [min(tiles, key=time), *tiles, *pieces]
+
+
+def _forward_configs(spec: ConvSpec, gpu: Device) -> list[Tile]:
+    return _configs(spec, gpu, forward=True)
+
+
+def _key(spec: ConvSpec) -> dict[str, Any]:
+    """Of the small image; channels of both halves, and CO."""
+    co, ci = spec.of_filters
+    first = ci if spec.first is None else spec.first
+    size = {"h": spec.h // 2, "w": spec.w // 2}
+    return size | {"c1": first, "c2": ci - first, "co": co, "dtype": spec.dtype}
+
+
+_FORWARD = Kernel("upsampled", Tile, gluon_upsampled.refuse, _forward_configs)
+_GRAD = Kernel("upsampled", Tile, gluon_upsampled.refuse, _configs)
+UPSAMPLED = Op("conv_upsampled", _key, (_FORWARD,), similar=False)
+UPSAMPLED_GRAD = Op("conv_upsampled_input_grad", _key, (_GRAD,), similar=False)
+OF_UPSAMPLED = Op("conv_of_upsampled", _key, (_FORWARD,), similar=False)
+OF_UPSAMPLED_GRAD = Op("conv_of_upsampled_input_grad", _key, (_GRAD,), similar=False)
+
+
+def _spec(
+    small: Tensor,  # [N, H, W, .], of this shape, type and device
+    c1: int,
+    c2: int,
+    co: int,
+    *,
+    grad: bool = False,
+) -> ConvSpec:
+    n, h, w, _ = small.shape
+    k, c = (co, c1 + c2) if grad else (c1 + c2, co)
+    size = n, dtype_name(small.dtype), 2 * h, 2 * w, k, c
+    return ConvSpec(*size, filters=(co, c1 + c2), first=c1)
+
+
 def serves_upsampled(
     small: Tensor,  # [N, H / 2, W / 2, .], of this shape, type and device
     channels: tuple[int, int],  # C1, C2
@@ -112,12 +161,10 @@ def serves_upsampled(
 ) -> bool:
     """Whether the functions below can do it, and are the faster way."""
     n, h, w, _ = small.shape
+    gpu = describe(small.device)
     tiles = 4 * n * h * w // 64 * (co // 64)
-    return (
-        n >= _FEWEST_IMAGES[gradients]
-        and tiles >= describe(small.device).num_sms
-        and len(gluon_upsampled.tiles(small, (*channels, co))) > 0
-    )
+    many = n >= _FEWEST_IMAGES[gradients] and tiles >= gpu.num_sms
+    return many and UPSAMPLED.refuse(_spec(small, *channels, co), gpu) is None
 
 
 def conv_upsampled(
@@ -135,14 +182,12 @@ def conv_upsampled(
     assert a.is_contiguous() and filters.others.shape == (co, c - c1, 3, 3)
     assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
     if config is None:
-        config = _choose(
-            "conv_upsampled",
-            a[:, ::2, ::2],
-            (c1, c - c1, co),
-            co,
-            True,
-            lambda tile: conv_upsampled(a, filters, bias, emb=emb, config=tile)[0],
-        )
+
+        def run(tile: Tile) -> Tensor:
+            return conv_upsampled(a, filters, bias, emb=emb, config=tile)[0]
+
+        spec = _spec(a[:, ::2, ::2], c1, c - c1, co)
+        config = select(UPSAMPLED, spec, describe(a.device), run).config
     rows, _ = cut(config.pixels, h // 2, w // 2)
     y = _empty((n, h, w, co), dtype=a.dtype, device=a.device)
     partials = _empty((n, 4 * (h // 2 // rows), 2, co), dtype=torch.float32, device=a.device)
@@ -168,14 +213,12 @@ def conv_upsampled_input_grad(
     assert dy.is_contiguous() and x1.is_contiguous() and table.is_contiguous()
     assert table.shape == (len(dy), 4, c1 + x2.shape[3])
     if config is None:
-        config = _choose(
-            "conv_upsampled_input_grad",
-            x1,
-            (c1, x2.shape[3], dy.shape[3]),
-            c1,
-            False,
-            lambda tile: _small_grad(dy, filters, x1, table, activation, tile)[0],
-        )
+
+        def run(tile: Tile) -> Tensor:
+            return _small_grad(dy, filters, x1, table, activation, tile)[0]
+
+        spec = _spec(x1, c1, x2.shape[3], dy.shape[3], grad=True)
+        config = select(UPSAMPLED_GRAD, spec, describe(x1.device), run).config
     dz1, partials1 = _small_grad(dy, filters, x1, table, activation, config)
     rest = {"inputs": x2, "table": table2, "activation": activation}
     dz2, partials2 = conv_input_grad(dy, filters.others, **rest)
@@ -194,14 +237,12 @@ def conv_of_upsampled(
     _, co, c1 = filters.summed.shape
     assert x.is_contiguous() and c1 == ci
     if config is None:
-        config = _choose(
-            "conv_of_upsampled",
-            x,
-            (ci, 0, co),
-            co,
-            True,
-            lambda tile: conv_of_upsampled(x, filters, bias, config=tile)[0],
-        )
+
+        def run(tile: Tile) -> Tensor:
+            return conv_of_upsampled(x, filters, bias, config=tile)[0]
+
+        spec = _spec(x, ci, 0, co)
+        config = select(OF_UPSAMPLED, spec, describe(x.device), run).config
     rows, _ = cut(config.pixels, h, w)
     y = _empty((n, 2 * h, 2 * w, co), dtype=x.dtype, device=x.device)
     partials = _empty((n, 4 * (h // rows), 2, co), dtype=torch.float32, device=x.device)
@@ -222,14 +263,12 @@ def conv_of_upsampled_input_grad(
     assert dy.is_contiguous() and filters.summed.shape[1] == co
     dx = _empty((n, h // 2, w // 2, ci), dtype=dy.dtype, device=dy.device)
     if config is None:
-        config = _choose(
-            "conv_of_upsampled_input_grad",
-            dx,
-            (ci, 0, co),
-            ci,
-            False,
-            lambda tile: conv_of_upsampled_input_grad(dy, filters, config=tile),
-        )
+
+        def run(tile: Tile) -> Tensor:
+            return conv_of_upsampled_input_grad(dy, filters, config=tile)
+
+        spec = _spec(dx, ci, 0, co, grad=True)
+        config = select(OF_UPSAMPLED_GRAD, spec, describe(dx.device), run).config
     gluon_upsampled.input_grad(config.pixels, dy, filters.summed, dx)
     return dx
 
@@ -250,42 +289,6 @@ def _small_grad(
     norm = x1, table, activation, partials
     gluon_upsampled.input_grad(config.pixels, dy, filters.summed, dz, *norm)
     return dz, partials
-
-
-def _choose(
-    op: str,
-    small: Tensor,  # [N, H, W, .], of this shape, type and device
-    channels: tuple[int, int, int],  # C1, C2, CO
-    written: int,  # channels of what a tile is of
-    forward: bool,  # not an input gradient
-    run: Callable[[Tile], Tensor],
-) -> Tile:
-    n, h, w, _ = small.shape
-    tiles = [Tile(pixels) for pixels in gluon_upsampled.tiles(small, channels)]
-    pieces = [Tile(256, 1)] if forward and Tile(256) in tiles else []
-    blocks = (4 if forward else 1) * n * h * w * (written // 64)
-    sms = describe(small.device).num_sms
-
-    def time(tile: Tile) -> float:
-        """Rounds of programs, by what a round takes."""
-        return triton.cdiv(blocks, tile.pixels * sms) * tile.pixels * _COST[tile.pixels]
-
-    return choose(
-        op,
-        n,
-        {
-            "h": h,
-            "w": w,
-            "c1": channels[0],
-            "c2": channels[1],
-            "co": channels[2],
-            "dtype": dtype_name(small.dtype),
-        },
-        lambda: tiles + pieces,
-        lambda: min(tiles, key=time),
-        run,
-        describe(small.device),
-    )
 
 
 # --- sums of both halves --------------------------------------------------------------------------

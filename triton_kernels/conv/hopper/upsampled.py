@@ -18,16 +18,16 @@ other channels of the large image have their nine taps, in blocks of pixels of o
 rows above and below a pixel are of the other parity and come in one block, its own in another.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...activations import rounded_grad
-from ...hopper.descriptors import SUPPORTED, in_boxes, takes
+from ...hopper.descriptors import SUPPORTED, in_boxes, missing
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
-from ...runtime.device import describe
+from ...runtime.device import Device, describe
 from .operands import filters_in_boxes
 from .tile_mma import cut, in_rows, registers
 
@@ -44,15 +44,21 @@ _MOST_BLOCKS = 6  # in shared memory
 _RESERVED = 1024  # bytes of shared memory for barriers, and what the compiler wants
 
 
-def tiles(
-    small: Tensor,  # [N, H, W, .], of this shape, type and device
-    channels: Sequence[int],  # all of the two parts and of the result
-) -> list[int]:
-    """Those with which `forward` and `input_grad` can do it."""
-    _, h, w, _ = small.shape
-    if not takes(small) or any(c % 64 for c in channels) or w not in _WIDTHS:
-        return []
-    cuts = {pixels: cut(pixels, h, w) for pixels in TILES}
+def refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why it cannot be done; `spec` is of the large image."""
+    if reason := missing(gpu, spec.itemsize):
+        return reason
+    if odd := [c for c in (spec.k, spec.c, spec.first or 0) if c % 64]:
+        return f"{odd[0]} channels are no multiple of 64"
+    if spec.w // 2 not in _WIDTHS:
+        return f"rows of {spec.w // 2} pixels; it takes {', '.join(map(str, _WIDTHS))}"
+    size = f"images of {spec.h // 2}x{spec.w // 2}"
+    return None if tiles(spec) else f"{size} are not cut into tiles of few images"
+
+
+def tiles(spec: ConvSpec) -> list[int]:
+    """Pixels of those with which `forward` and `input_grad` can do it."""
+    cuts = {pixels: cut(pixels, spec.h // 2, spec.w // 2) for pixels in TILES}
     return [pixels for pixels, found in cuts.items() if found and found[1] <= _MOST_IMAGES]
 
 

@@ -18,11 +18,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...registry.choose import choose
-from ...registry.kernel import configures
-from ...registry.spec import dtype_name
+from ...registry.choose import select
+from ...registry.kernel import Kernel, Op, configures
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
-from ...runtime.device import describe
+from ...runtime.device import Device, describe
+from ..fused_spec import forward_spec
 from ..hopper import one_row
 from .small_batch import EARLY_IMAGES, serves_split, split_early
 from .tma import tile_origin
@@ -40,7 +41,7 @@ class SplitConfig(NamedTuple):
     block_k: int  # input channels a step
     num_warps: int
     num_stages: int
-    splits: int
+    parts: int
 
 
 # Tiles that keep both operands of wgmma in shared memory; few pixels, since the images are small.
@@ -179,28 +180,16 @@ def conv_split(
         parts = _empty((count, n, co, h * w), dtype=torch.float32, device=x.device)
         one_row.launch_parts(x, weight, parts)
         return parts
+    spec = forward_spec(x, weight, extra=[other for other, _ in extra])
     if config is None and serves_split(x.shape, weight, x.dtype):
         return split_early(x, weight, extra=extra)
     if config is None:
-        config = choose(
-            "conv_split",
-            n,
-            {
-                "h": h,
-                "w": w,
-                "k": ci,
-                "c": co,
-                "r": r,
-                "s": s,
-                "dtype": dtype_name(x.dtype),
-                "extra": tuple(channels),
-            },
-            lambda: _candidates(x, weight, channels),
-            lambda: _default(x, weight, channels),
-            lambda c: conv_split(x, weight, extra=extra, config=c).sum(0),
-            describe(x.device),
-        )
-    parts = _empty((config.splits, n, co, h * w), dtype=torch.float32, device=x.device)
+
+        def run(c: SplitConfig) -> Tensor:
+            return conv_split(x, weight, extra=extra, config=c).sum(0)
+
+        config = select(CONV_SPLIT, spec, describe(x.device), run).config
+    parts = _empty((config.parts, n, co, h * w), dtype=torch.float32, device=x.device)
     if n == 0:
         return parts
     box = pixel_box(config.block_m, n, h, w)
@@ -210,8 +199,8 @@ def conv_split(
         block = [config.block_c, config.block_k]
         filters = TensorDescriptor(w1x1, list(w1x1.shape), list(w1x1.stride()), block)
         pairs += [in_boxes(other, [*box, config.block_k]), filters]
-    steps = triton.cdiv(_steps(config.block_k, weight, channels), config.splits)
-    grid = (count_boxes(box, n, h, w) * triton.cdiv(co, config.block_c), config.splits)
+    steps = triton.cdiv(_steps(config.block_k, spec), config.parts)
+    grid = (count_boxes(box, n, h, w) * triton.cdiv(co, config.block_c), config.parts)
     _conv_split_kernel[grid](
         in_boxes(x, [*box, config.block_k]),
         weight_in_boxes(weight, config.block_c, config.block_k),
@@ -257,27 +246,20 @@ def worth_splitting(
     return addressable and few and steps >= 2 * _STEPS
 
 
-def _steps(block_k: int, weight: Tensor, extra_channels: Sequence[int]) -> int:
-    _, ci, r, s = weight.shape
-    return r * s * triton.cdiv(ci, block_k) + sum(triton.cdiv(c, block_k) for c in extra_channels)
+def _steps(block_k: int, spec: ConvSpec) -> int:
+    main, *extra = (triton.cdiv(c, block_k) for c in (spec.k, *spec.extra))
+    return spec.taps * main + sum(extra)
 
 
-def _tile_fits(tile: tuple[int, ...], x: Tensor) -> bool:
-    block_k = 64 if x.itemsize == 2 and x.shape[3] > 32 else 32
-    block_c, block_m, _, _, stages = tile
-    fetched = stages * (block_c + block_m) * block_k * x.itemsize
-    return tile[2] == block_k and fetched + 1024 <= describe(x.device).shared_memory
+def _tiles(spec: ConvSpec, gpu: Device) -> list[tuple[int, ...]]:
+    """Of those that fit, whose rows of a box are the widest."""
+    depth = 64 if spec.itemsize == 2 and spec.k > 32 else 32
 
+    def fits(block_c: int, block_m: int, block_k: int, _: int, stages: int) -> bool:
+        fetched = stages * (block_c + block_m) * block_k * spec.itemsize
+        return block_k == depth and fetched + 1024 <= gpu.shared_memory
 
-def _default(x: Tensor, weight: Tensor, extra_channels: Sequence[int]) -> SplitConfig:
-    tile = next(t for t in _TILES if _tile_fits(t, x))
-    n, h, w, _ = x.shape
-    programs = count_boxes(pixel_box(tile[1], n, h, w), n, h, w)
-    programs *= triton.cdiv(weight.shape[0], tile[0])
-    steps = _steps(tile[2], weight, extra_channels)
-    wanted = 2 * describe(x.device).num_sms // max(programs, 1)  # two of a multiprocessor's three
-    wanted = min(wanted, steps // _STEPS, _MAX_SPLITS)
-    return SplitConfig(*tile, _whole(steps, max(wanted, 1)))
+    return [tile for tile in _TILES if fits(*tile)]
 
 
 def _whole(steps: int, splits: int) -> int:
@@ -285,13 +267,31 @@ def _whole(steps: int, splits: int) -> int:
     return triton.cdiv(steps, triton.cdiv(steps, splits))
 
 
-def _candidates(x: Tensor, weight: Tensor, extra_channels: Sequence[int]) -> list[SplitConfig]:
-    """Every tile in the default number of parts, the first two in more and in fewer."""
-    default = _default(x, weight, extra_channels)
-    found = []
-    for i, tile in enumerate(t for t in _TILES if _tile_fits(t, x)):
-        steps = _steps(tile[2], weight, extra_channels)
+def _configs(spec: ConvSpec, gpu: Device) -> list[SplitConfig]:
+    """Every tile in as many parts as keep two of a multiprocessor's three programs busy, the first
+    two tiles in more and in fewer."""
+    tiles, found = _tiles(spec, gpu), []
+    block_c, block_m, block_k, *_ = tiles[0]
+    images = spec.n, spec.h, spec.w
+    programs = count_boxes(pixel_box(block_m, *images), *images) * triton.cdiv(spec.c, block_c)
+    steps = _steps(block_k, spec)
+    wanted = min(2 * gpu.num_sms // max(programs, 1), steps // _STEPS, _MAX_SPLITS)
+    wanted = _whole(steps, max(wanted, 1))
+    for i, tile in enumerate(tiles):
+        steps = _steps(tile[2], spec)
         for factor in (1, 2, 0.5)[: 3 if i < 2 else 1]:
-            splits = min(max(int(default.splits * factor), 1), _MAX_SPLITS, steps)
+            splits = min(max(int(wanted * factor), 1), _MAX_SPLITS, steps)
             found.append(SplitConfig(*tile, _whole(steps, splits)))
     return list(dict.fromkeys(found))
+
+
+def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    return None if _tiles(spec, gpu) else "no tile fits into shared memory"
+
+
+CONV_SPLIT = Op(
+    "conv_split",
+    ("h", "w", "k", "c", "r", "s", "dtype", "extra"),
+    (Kernel("split_k", SplitConfig, _refuse, _configs),),
+    similar=False,
+)
