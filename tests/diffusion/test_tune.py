@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ import torch
 from diffusion.errors import ConfigError
 from diffusion.runs import doctor, training, tune
 from diffusion.runtime.backend import Backend
-from triton_kernels.registry import rows
+from triton_kernels.registry import choose, rows
+from triton_kernels.registry.kernel import Kernel, Op
 from triton_kernels.registry.search import search
+from triton_kernels.registry.spec import Spec
 from triton_kernels.runtime.device import Device
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,21 +56,22 @@ def shipped(tmp_path, monkeypatch):
     rows.table.cache_clear()
 
 
-class Config(tuple):
-    kernel, _fields = "k", ("tile",)
+class Tile(NamedTuple):
+    tile: int
 
 
-def measure(found, n):
+@dataclass(frozen=True)
+class Channels(Spec):
+    c: int
+
+
+TILES = [Tile(64), Tile(128)]
+OP = Op("op", ("c",), (Kernel("k", Tile, lambda *_: None, lambda *_: TILES),))
+
+
+def measure(n):
     """A shape of which nothing is known, with two candidates."""
-    configs = [Config((64,)), Config((128,))]
-    found.measure(
-        "op",
-        n,
-        {"c": 8},
-        lambda: configs,
-        lambda: configs[0],
-        lambda c: torch.ones(4),
-    )
+    choose.select(OP, Channels(n, "bf16", 8), HOPPER, lambda c: torch.ones(4))
 
 
 def test_measuring_goes_on_where_it_was_stopped(shipped, monkeypatch, capsys):
@@ -78,11 +83,8 @@ def test_measuring_goes_on_where_it_was_stopped(shipped, monkeypatch, capsys):
     monkeypatch.setattr(tune.time, "monotonic", lambda: clock[0])
 
     def step(k):
-        from triton_kernels.registry.search import current
-
-        found = current()
         for n in (1, 2, 3):
-            measure(found, n)
+            measure(n)
             clock[0] += 25
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -104,7 +106,7 @@ def test_again_measures_everything(shipped):
     settings = tune.TuneSettings(model=TINY, diffusion={}, again=True)
     assert tune._wanted(settings, HOPPER) is None
     with search(timed=False, wanted=lambda *_: False) as found:
-        measure(found, 1)
+        measure(1)
     assert (found.shapes, found.passed) == (0, 1)
 
 

@@ -17,7 +17,7 @@ from triton_kernels.registry import cost, rows, search
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.cost import Work
 from triton_kernels.registry.kernel import Kernel, Op
-from triton_kernels.registry.spec import ConvSpec
+from triton_kernels.registry.spec import ConvSpec, Spec
 from triton_kernels.runtime.device import Device
 
 from .chips import HOPPER
@@ -29,22 +29,30 @@ AMPERE = Device(tma=False, num_sms=108, shared_memory=166_912, arch=80)
 class Tile(NamedTuple):
     size: int
     warps: int
-    kernel = "tile"
 
 
 class Other(NamedTuple):
     size: int
     warps: int
-    kernel = "other"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sized(Spec):
+    size: int
+    channels: int
+    filters: int
 
 
 TILES = [Tile(64, 4), Tile(128, 4), Tile(256, 8), Other(128, 4)]
+KERNELS = (
+    Kernel("tile", Tile, lambda *_: None, lambda *_: TILES[:3]),
+    Kernel("other", Other, lambda *_: None, lambda *_: TILES[3:]),
+)
 
 
 def choose(n=8, run=None, size=16, similar=False, filters=3, dtype="bf16") -> tuple:
-    shape = {"size": size, "channels": 16, "filters": filters, "dtype": dtype}
-    tiles = (lambda: TILES), (lambda: TILES[0])
-    return registry.choose("op", n, shape, *tiles, run, HOPPER, similar=similar)
+    op = Op("op", ("size", "channels", "filters", "dtype"), KERNELS, similar)
+    return registry.select(op, Sized(n, dtype, size, 16, filters), HOPPER, run).config
 
 
 def row(n, size=128, warps=4, *, kernel="tile", of=16, filters=3) -> dict:

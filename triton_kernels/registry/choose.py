@@ -1,4 +1,4 @@
-"""`select` and `choose`: which of the kernels that can do it runs.
+"""`select`: which of the kernels that can do it runs, and `explain`: why not the others.
 
 In this order: what has been measured for the shape (at the nearest batch), what has been measured
 for the shape most like it unless fitted models say that it is slow, what the cost models predict.
@@ -23,7 +23,6 @@ _SMALLEST_SIZE = 16  # of what shapes may differ in; smaller are sides of filter
 _NONE = (math.inf, None)
 _ALIKE = {"fp16": "bf16"}  # as fast
 
-_taken: dict[tuple, tuple[Table, tuple]] = {}
 _decided: dict[tuple[Op, Spec, Device], tuple[Table, Choice]] = {}
 
 
@@ -44,7 +43,7 @@ def select(
     if known is not None and known[0] is table and searching is None:
         return known[1]
     if searching is not None and run is not None:
-        searching.meet(
+        searching.measure(
             op, spec, lambda: listed(op, spec, gpu), lambda: _predicted(op, spec, gpu), run
         )
     choice = _measured(op, spec, gpu) or _predicted(op, spec, gpu)
@@ -102,23 +101,19 @@ def _predicted(op: Op, spec: Spec, gpu: Device) -> Choice:
 
 
 def _rows(op: Op, spec: Spec, gpu: Device) -> Iterator[tuple[Found, str]]:
-    names = [kernel.name for kernel in op.kernels]
-    similar = op.counts_similar(spec, gpu)
-    return _rows_of(op.name, spec.n, op.shape(spec), gpu, similar, names)
-
-
-def _rows_of(
-    op: str, n: int, shape: Shape, gpu: Device, similar: bool, names: Sequence[str] = ()
-) -> Iterator[tuple[Found, str]]:
     """That of the batch nearest to n or, if the shape has none and others count, those of others,
     the most similar first."""
-    measured = rows.table(gpu).get(op, {})
+    n, shape = spec.n, op.shape(spec)
+    measured = rows.table(gpu).get(op.name, {})
     if by_batch := measured.get(shape):
         nearest = min(by_batch, key=lambda m: abs(math.log(max(m, 1) / max(n, 1))))
         yield by_batch[nearest], "measured" if nearest == n else f"measured at n={nearest}"
         return
+    if not op.counts_similar(spec, gpu):
+        return
+    names = [kernel.name for kernel in op.kernels]
     found = []
-    for other, by_batch in measured.items() if similar else ():
+    for other, by_batch in measured.items():
         ratios = _ratios(shape, other)
         for known, row in by_batch.items() if ratios is not None else ():
             powers = [*ratios, math.log2(max(known, 1) / max(n, 1))]
@@ -184,43 +179,3 @@ def explain(op: Op, spec: Spec, gpu: Device) -> list[Considered]:
         known = predicted if math.isfinite(predicted) else None
         found.append(Considered(kernel.name, refused, config, known, chosen))
     return found
-
-
-def choose(
-    op: str,
-    n: int,
-    shape: dict[str, Any],  # all else on which a measurement depends, by name
-    configs: Callable[[], Sequence[tuple]],  # that can do it; `kernel` of their class is its name
-    default: Callable[[], tuple],
-    run: Callable[[tuple], Tensor],  # does it with a configuration; returns the result
-    gpu: Device,
-    *,
-    similar: bool = False,  # whether rows of other shapes count
-) -> tuple:
-    """`select` of an operation whose kernels depend on more than a spec says: on tensors. What
-    `configs` and `default` return depends on the shape alone: they are asked once."""
-    given = tuple(shape.items())
-    key = (op, n, given, gpu)
-    table = rows.table(gpu)
-    known = _taken.get(key)
-    searching = search.current()
-    if known is not None and known[0] is table and searching is None:
-        return known[1]
-    if searching is not None:
-        searching.measure(op, n, shape, configs, default, run)
-    config = None
-    listed: Sequence[tuple] | None = None
-    for row, _ in _rows_of(op, n, given, gpu, similar):
-        listed = configs() if listed is None else listed
-        config = _meant(row, listed)
-        if config is not None:
-            break
-    config = default() if config is None else config
-    _taken[key] = table, config
-    return config
-
-
-def _meant(row: Found, listed: Sequence[tuple]) -> tuple | None:
-    """That of the row's kernel and fields, if it is one of those listed."""
-    of_kernel = (c for c in listed if c.kernel == row["kernel"])
-    return next((c for c in of_kernel if c._asdict() == row["config"]), None)

@@ -51,66 +51,46 @@ class Search:
         self.rejected: list[dict[str, Any]] = []  # likewise, of those whose result was wrong
         self._met: set[tuple] = set()
 
-    def meet(
+    def measure(
         self,
         op: Op,
         spec: Spec,
-        listed: Callable[[], list[tuple[Kernel, tuple]]],
+        listed: Callable[[], list[tuple[Kernel, tuple]]],  # every kernel with its configurations
         default: Callable[[], Choice],
         run: Callable[[tuple], torch.Tensor],
     ) -> None:
-        """`measure` of a spec."""
-        named = {}
-
-        def candidates() -> list[tuple]:
-            named.update({(type(c), c): kernel.name for kernel, c in listed()})
-            return [c for _, c in named]
-
-        def first() -> tuple:
-            choice = default()
-            named[type(choice.config), choice.config] = choice.kernel.name
-            return choice.config
-
-        shape = dict(op.shape(spec))
-        self.measure(op.name, spec.n, shape, candidates, first, run, lambda c: named[type(c), c])
-
-    def measure(
-        self,
-        op: str,
-        n: int,
-        shape: dict[str, Any],
-        configs: Callable[[], Sequence[tuple]],
-        default: Callable[[], tuple],
-        run: Callable[[tuple], torch.Tensor],
-        name: Callable[[tuple], str] = lambda config: config.kernel,
-    ) -> None:
         """Compile every configuration and, unless that was all, time those that are right."""
-        key = op, n, tuple(shape.items())
-        if key in self._met or op not in (self.only or (op,)):
+        n, shape = spec.n, dict(op.shape(spec))
+        key = op.name, n, tuple(shape.items())
+        if key in self._met or op.name not in (self.only or (op.name,)):
             return
         self._met.add(key)
         if len(self._met) % self.parts != self.part:
             return
-        if self.wanted is not None and not self.wanted(op, n, shape):
+        if self.wanted is not None and not self.wanted(op.name, n, shape):
             self.passed += 1
             return
         self.shapes += 1
-        first = default()
-        unique = {(type(c), c): c for c in (first, *configs())}  # tuples of two kinds may be equal
+        choice = default()
+        first = choice.config
+        # tuples of two kinds may be equal
+        candidates = [(choice.kernel, first), *listed()]
+        unique = {(type(config), config): kernel.name for kernel, config in candidates}
 
         def row(config: tuple) -> dict[str, Any]:
             fields = dict(zip(config._fields, config, strict=True))
-            return {"op": op, "n": n, **shape, "kernel": name(config), "config": fields}
+            kernel = unique[type(config), config]
+            return {"op": op.name, "n": n, **shape, "kernel": kernel, "config": fields}
 
         if not self.timed:
-            for config in unique.values():
+            for _, config in unique:
                 run(config)
             return
         result = run(first)
         expected = result.clone()
         result.fill_(math.nan)  # see `agree`
         times: list[tuple[float, dict[str, Any]]] = []
-        for config in unique.values():
+        for _, config in unique:
             if not all(agree(run(config), expected) for _ in range(_RUNS)):
                 self.rejected.append(row(config))
                 continue

@@ -3,7 +3,7 @@
 3x3 filters over rows of 8 to 64 pixels fetch pixels three times, not nine, in TF32 too. 1x1 filters
 stay in shared memory while the pixels pass by or, where there are few tiles, are fetched with the
 pixels and all at once; so they are in the input gradient in TF32. All are configurations for
-`choose` like any other of `conv.plain.tma`, taken only where they were measured to be faster.
+`select` like any other of `conv.plain.tma`, taken only where they were measured to be faster.
 """
 
 from typing import NamedTuple
