@@ -10,6 +10,7 @@ from diffusion.plan.execute import launch_reference, run
 from diffusion.plan.graph import JOINED
 from tests.plan.compare import in_float64
 from tests.plan.networks import NAMES, network
+from triton_kernels import fused_ops
 from triton_kernels.reference import fused
 from triton_kernels.runtime.device import Device
 
@@ -46,3 +47,33 @@ def test_casts_of_parameters_are_one_node():
     assert len(casts.inputs) == 3 and made.schedule.nodes[0] is casts
     assert made.schedule.start == len(made.schedule.forward)
     assert all(node.op != "conv_dw" for node in made.schedule.forward)
+
+
+class Norms(torch.nn.Module):
+    """A norm of 32 groups, whose launch nobody shares."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(8, channels, 3, padding=1)
+        self.norm = torch.nn.GroupNorm(32, channels)
+
+    def forward(self, x):
+        return torch.nn.functional.silu(self.norm(self.conv(x)))
+
+
+@pytest.mark.parametrize(
+    ("images", "channels", "multiprocessors", "op"),
+    [
+        (5, 64, 132, "norm_whole"),  # 160 programs
+        (8, 64, 132, "norm_whole"),
+        (4, 64, 132, "norm_of_sums"),  # not for each multiprocessor
+        (9, 64, 132, "norm_of_sums"),  # one after the other
+        (4, 64, 108, "norm_whole"),
+        (5, 512, 132, "norm_of_sums"),  # so large that two do not fit
+    ],
+)
+def test_norms_of_whole_groups_where_they_are_one_wave(images, channels, multiprocessors, op):
+    module = Norms(channels).to(torch.bfloat16).eval()
+    x = torch.randn(images, 8, 32, 32, dtype=torch.bfloat16)
+    made = plan(module, (x,), joins=(fused_ops, GPU._replace(num_sms=multiprocessors)))
+    assert [n.op for n in made.graph.nodes if n.op.startswith("norm")] == [op]

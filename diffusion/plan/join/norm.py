@@ -1,14 +1,17 @@
 """Norms: one launch each, or put off until it is known who reads them."""
 
+from triton import next_power_of_2
+
 from ..graph import Node, Value
 from .resample import upsampled_filters
 from .state import NORM, TERMS, Joining, norm_inputs, plain
 
 _WHOLE_PARTS = 256  # the same, where somebody has to: of larger ones in a launch of its own
-_MEASURED_WHOLE = 1024  # of one that a program reads whole though its partials are there,
-_MEASURED_BATCHES = range(5, 9)  # if there are so many
 _FEW_TILES = 128  # whose sums every program may add up again
 _VERY_FEW_TILES = 2  # likewise, of a tensor of any size
+_MANY_TILES = 8  # from which on these are as many bytes as the pixels that a program reads
+_HELD = 12  # bytes of registers for each number of a group: it, the result, and where they lie
+_REGISTERS = 2**18  # bytes of them in a multiprocessor
 
 
 def norm(j: Joining, node: Node) -> None:
@@ -28,8 +31,6 @@ def norm(j: Joining, node: Node) -> None:
     waits = x1 in j.parts
     unmeasured = any(value in j.measured for value in node.many("partials"))
     whole = (waits or j.reads_whole(elements, pixels)) and unmeasured
-    better = pixels == _MEASURED_WHOLE and n in _MEASURED_BATCHES
-    whole |= better and x1 not in j.small
     if whole and j.k.norm_whole_supported(c, node.attrs["groups"], pixels):
         return _norm_whole(j, node)
     for value in node.many("partials"):
@@ -51,8 +52,28 @@ def norm(j: Joining, node: Node) -> None:
 
 
 def _norm_of_sums(j: Joining, node: Node) -> None:
+    """In a launch of its own: nobody makes it on the way."""
     j.norm_of.pop(node.out, None)
+    if _better_whole(j, node):
+        return _norm_whole(j, node)
     j.emit("norm_of_sums", node.inputs, {"y": node.out}, node, **node.attrs)
+    return None
+
+
+def _better_whole(j: Joining, node: Node) -> bool:
+    """Whether programs that read a group of an image each are better than others that add up its
+    sums again: where these are many, and those keep every multiprocessor busy and are there at
+    once, for two of them fit."""
+    n, h, w, c = node.out.shape
+    groups, sums = node.attrs["groups"], node.many("partials")
+    waves = n * groups / j.gpu.num_sms
+    tiles = max(j.dry[value].shape[1] for value in sums)
+    return (
+        1 <= waves <= 2
+        and tiles >= _MANY_TILES
+        and 2 * next_power_of_2(c // groups) * next_power_of_2(h * w) * _HELD <= _REGISTERS
+        and j.k.norm_whole_supported(c, groups, h * w)
+    )
 
 
 def _norm_whole(j: Joining, node: Node) -> None:

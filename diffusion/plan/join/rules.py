@@ -66,7 +66,7 @@ def join(
             first[node] = None
     graph.nodes = [*first, *(node for node in graph.nodes if node not in first)]
     with nothing_launched(gpu):
-        joining = Joining(graph, parameters, kernels, meets)
+        joining = Joining(graph, parameters, kernels, gpu, meets)
         for node in graph.nodes:
             if node not in joining.done:
                 RULES.get(node.op, Joining.other)(joining, node)

@@ -6,6 +6,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from triton_kernels.runtime.device import Device
+
 from ..calls.table import as_filters
 from ..dry_run import DryRun
 from ..graph import Graph, Node, Value
@@ -20,9 +22,14 @@ class Joining:
     """The nodes so far, and what has been put off until it is known who reads it."""
 
     def __init__(
-        self, graph: Graph, parameters: dict[str, Tensor], kernels: ModuleType, meets: bool
+        self,
+        graph: Graph,
+        parameters: dict[str, Tensor],
+        kernels: ModuleType,
+        gpu: Device,
+        meets: bool,
     ) -> None:
-        self.graph, self.k, self.meets = graph, kernels, meets
+        self.graph, self.k, self.gpu, self.meets = graph, kernels, gpu, meets
         self.consumers = graph.consumers()
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.dry = DryRun(graph, parameters, launcher_of(kernels))
