@@ -6,7 +6,8 @@ import torch
 from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv.fused import FORWARD
 from triton_kernels.conv.hopper import tile_mma as gluon_tiles
-from triton_kernels.conv.plain.tma import Config
+from triton_kernels.conv.plain.fused_tiles import box_of
+from triton_kernels.conv.plain.tma_boxes import boxes_of_image
 from triton_kernels.registry.choose import listed
 
 from .chips import HOPPER
@@ -27,7 +28,8 @@ from .test_conv_hopper import gpu, repeatedly, spec_of
 TILES = list(gluon_tiles.TILES)
 CONFIGS = TILES
 # One program with one tile, programs with several and an odd number of them, one warpgroup with
-# nothing to do, more blocks of channels than one, tiles that are not whole images.
+# nothing to do, more blocks of channels than one, tiles that are not whole images, and tiles that
+# are not whole rows.
 SHAPES = {
     "a tile": Shape(1, 8, 32, 64, 64),
     "32x32": Shape(21, 32, 32, 128, 192),
@@ -41,6 +43,9 @@ SHAPES = {
     "3 of 4x4": Shape(3, 4, 4, 64, 128),
     "3 of 8x16": Shape(3, 8, 16, 64, 128),
     "3 of 2x64": Shape(3, 2, 64, 64, 64),
+    "rows of 128": Shape(5, 16, 128, 64, 192),
+    "48x48": Shape(7, 48, 48, 128, 64),
+    "24x40": Shape(7, 24, 40, 64, 128),
 }
 
 
@@ -48,10 +53,10 @@ CASES = [(name, torch.bfloat16) for name in SHAPES]
 CASES += [(name, torch.float16) for name in ("32x32", "8x8")]
 
 
-def skip_one_row(name: str, config: Config) -> None:
-    """Tiles of 64 pixels are not for rows of 64: rows are fetched in pairs."""
-    if SHAPES[name].w == config.block_m:
-        pytest.skip("a tile of one row")
+def skip_uncut(name: str, config: gluon_tiles.TileMma) -> None:
+    """Rows are fetched in pairs, and tiles divide images."""
+    if gluon_tiles.box_of(config, SHAPES[name].h, SHAPES[name].w) is None:
+        pytest.skip("images are not cut into such tiles")
 
 
 class TestGpu:
@@ -60,7 +65,7 @@ class TestGpu:
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
     def test_forward(self, name, dtype, config, device):
-        skip_one_row(name, config)
+        skip_uncut(name, config)
         repeatedly(lambda: check_forward(SHAPES[name], dtype, device, config))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -75,21 +80,29 @@ class TestGpu:
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize(
         ("name", "count"),
-        [("32x32", 1), ("32x32", 2), ("a few of 16x16", 2), ("64x64", 2), ("8x8", 2), ("4x4", 2)],
+        [
+            ("32x32", 1),
+            ("32x32", 2),
+            ("a few of 16x16", 2),
+            ("64x64", 2),
+            ("8x8", 2),
+            ("4x4", 2),
+            ("48x48", 2),
+        ],
     )
     def test_extra_pointwise_convolutions(self, name, count, config, device):
-        skip_one_row(name, config)
+        skip_uncut(name, config)
         shape, dtype = SHAPES[name], torch.bfloat16
         repeatedly(lambda: check_extra(shape, 128, 64, dtype, device, config, count))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
     def test_input_grad(self, name, dtype, config, device):
-        skip_one_row(name, config)
+        skip_uncut(name, config)
         repeatedly(lambda: check_grad(SHAPES[name], None, dtype, device, config=config))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
-    @pytest.mark.parametrize("name", ["32x32", "a few of 16x16", "16x16", "8x8", "4x4"])
+    @pytest.mark.parametrize("name", ["32x32", "a few of 16x16", "16x16", "8x8", "4x4", "48x48"])
     def test_input_grad_of_two_inputs(self, name, config, device):
         shape = SHAPES[name]._replace(ci=320)
         repeatedly(lambda: check_grad(shape, 192, torch.bfloat16, device, config=config))
@@ -106,12 +119,14 @@ class TestGpu:
         assert applying(SHAPES["an image of 8x8"], torch.bfloat16, device) == TILES
         assert applying(SHAPES["3 of 4x4"], torch.bfloat16, device) == TILES
         assert applying(SHAPES["64x64"], torch.bfloat16, device) == TILES[:3]
+        assert applying(SHAPES["48x48"], torch.bfloat16, device) == TILES
+        assert applying(Shape(1, 4, 128, 64, 64), torch.bfloat16, device) == TILES[1:]
+        assert applying(Shape(1, 24, 24, 64, 64), torch.bfloat16, device) == TILES[3:]
         for shape in (
             Shape(1, 6, 16, 64, 64),
-            Shape(1, 4, 128, 64, 64),
+            Shape(1, 16, 20, 64, 64),
             Shape(1, 32, 32, 96, 64),
             Shape(1, 32, 32, 64, 64, 1),
-            Shape(1, 24, 24, 64, 64),
         ):
             assert applying(shape, torch.bfloat16, device) == []
         assert applying(SHAPES["16x16"], torch.float32, device) == []
@@ -130,3 +145,17 @@ def test_rings_fit(tile, width):
     blocks, steps = gluon_tiles.rings(tile, width, SHARED_LIMIT[90])
     pixels = blocks * (tile.block_m + 2 * width) + (steps or 3 * blocks) * 64 + 2 * tile.block_m
     assert blocks >= 2 and steps != 1 and pixels * 128 + 1024 <= SHARED_LIMIT[90]
+
+
+@pytest.mark.parametrize(
+    "size", [(48, 48), (16, 128), (96, 96), (24, 40), (8, 8), (32, 32), (8, 16)]
+)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_as_many_tiles_as_partials(tile, size):
+    """What allocates the sums of tiles counts them as the kernel does."""
+    n, (h, w) = 64, size
+    if box := gluon_tiles.box_of(tile, h, w):
+        images, rows, columns = box
+        counted = boxes_of_image(box_of(tile, n, h, w, even=True), h, w)
+        assert images * rows * columns == tile.block_m
+        assert counted == (h // rows) * (w // columns)

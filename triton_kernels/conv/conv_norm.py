@@ -69,8 +69,8 @@ def _refuse_1x1(spec: ConvSpec, gpu: Device) -> str | None:
 
 def _whole_images(spec: ConvSpec, gpu: Device) -> list[gluon_tiles.TileMma]:
     """Tiles of them, the smallest first, with its filters beside it."""
-    found = gluon_tiles.configs(spec, gpu)
-    whole = [tile for tile in found if gluon_tiles.cut(tile.block_m, spec.h, spec.w)[0] == spec.h]
+    size, found = (spec.h, spec.w), gluon_tiles.configs(spec, gpu)
+    whole = [tile for tile in found if gluon_tiles.box_of(tile, *size)[1:] == size]
     return sorted(whole, key=lambda c: (c.block_m, not c.filters_with_pixels))
 
 

@@ -47,10 +47,10 @@ def _configs(spec: ConvSpec, gpu: Device) -> list[gluon_tiles.TileMma]:
     lanes = max(_LEAST_LANES, 1 << (group - 1).bit_length())
     found = []
     for tile in gluon_tiles.configs(spec, gpu):
-        rows, images = gluon_tiles.cut(tile.block_m, spec.h, spec.w)
+        images, rows, width = gluon_tiles.box_of(tile, spec.h, spec.w)
         words = lanes * (spec.h // rows) * _TILE_CHANNELS // 128
         together = spec.h // rows * blocks <= gpu.num_sms
-        if images == 1 and words <= _MOST_WORDS and together:
+        if images == 1 and width == spec.w and words <= _MOST_WORDS and together:
             found.append(tile)
 
     def time(config: gluon_tiles.TileMma) -> int:

@@ -8,10 +8,10 @@ from ...runtime.device import Device
 
 
 def refuse_3x3(
-    spec: ConvSpec, gpu: Device, widths: Sequence[int], narrow: bool = False
+    spec: ConvSpec, gpu: Device, widths: Sequence[int] = (), narrow: bool = False
 ) -> str | None:
     """Of stride 1 and padding 1 in 16 bits, whose channels come in blocks of 64; of those that are
-    multiplied not, if they are `narrow`."""
+    multiplied not, if they are `narrow`. Without `widths` rows have any number of pixels."""
     if reason := missing(gpu, spec.itemsize):
         return reason
     if (spec.r, spec.s) != (3, 3) or spec.stride != 1 or spec.pads != (1, 1):
@@ -23,7 +23,7 @@ def refuse_3x3(
     channels += [max(filters)] if narrow else [spec.k, *filters]
     if odd := [c for c in channels if c % 64]:
         return f"{odd[0]} channels are no multiple of 64"
-    if spec.w not in widths:
+    if widths and spec.w not in widths:
         return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}"
     if spec.mask:
         return "it does not draw dropout masks"

@@ -1,10 +1,11 @@
 """A second path of `conv.fused` for Hopper, written in Gluon: 3x3 convolutions in 16 bits whose
 products are of 64 channels with a whole tile of pixels, both from shared memory.
 
-A tile is 256 pixels (or 128), whole rows of an image. Its box has a row more above and below, and
-it is fetched three times, moved by a column each time: outside the image TMA writes zeros, which
-are the padding. The three taps of a column of the filter are that box from another row on. So
-pixels are fetched 3.75 times where a box a tap fetches them 9 times (rows of 32, 256 pixels).
+A tile is 256 pixels (or 128, or 64): whole rows of an image, or a rectangle of one whose rows are
+not 4, 8, 16, 32 or 64 pixels. Its box has a row more above and below, and it is fetched three
+times, moved by a column each time: outside the image TMA writes zeros, which are the padding. The
+three taps of a column of the filter are that box from another row on. So pixels are fetched 3.75
+times where a box a tap fetches them 9 times (rows of 32, 256 pixels).
 
 Where tiles are small, to wait for each of the filters is what takes the time: there three of them
 lie with the block that they are for, under one barrier.
@@ -57,7 +58,8 @@ TILES = (
 )
 
 WIDTHS = (8, 16, 32, 64)  # pixels of a row
-_WIDTHS = (4, *WIDTHS)  # with an epilogue
+_WHOLE = (4, *WIDTHS)  # of those that are whole, with an epilogue
+_COLUMNS = (32, 16, 8)  # of a tile in other images: the longest that divides their rows
 WIDTHS_OF_MEANS = (8, 16, 32)
 # Of a thread that multiplies, by the pixels of a tile: multiples of 24. The warps of three
 # warpgroups count, and with 240 they have all registers of a multiprocessor, so that no other
@@ -69,16 +71,16 @@ _RESERVED = 1024  # bytes of shared memory for barriers, and what the compiler w
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why no tile can do it, or None."""
-    if reason := refuse_3x3(spec, gpu, _WIDTHS):
+    if reason := refuse_3x3(spec, gpu):
         return reason
-    if any(cut(tile.block_m, spec.h, spec.w) for tile in TILES):
+    if any(box_of(tile, spec.h, spec.w) for tile in TILES):
         return None
     return f"images of {spec.h}x{spec.w} are not cut into tiles of 64, 128 or 256 pixels"
 
 
 def configs(spec: ConvSpec, gpu: Device) -> list[TileMma]:
     """Those with which `launch` can do it."""
-    return [tile for tile in TILES if cut(tile.block_m, spec.h, spec.w) is not None]
+    return [tile for tile in TILES if box_of(tile, spec.h, spec.w) is not None]
 
 
 def makes_means(config: TileMma, h: int, w: int) -> bool:
@@ -93,16 +95,18 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
     n, h, w, k = operands.x.shape
     c = operands.y.shape[3]
     device = describe(operands.x.device)
-    rows, images = cut(config.block_m, h, w)
-    count = -(-n // images) * (h // rows) * (c // 64)
-    blocks, steps = rings(config, images * w, device.shared_memory)
+    images, rows, width = box_of(config, h, w)
+    count = -(-n // images) * (h // rows) * (w // width) * (c // 64)
+    blocks, steps = rings(config, images * width, device.shared_memory)
     overlap = overlapping(operands.x.device, 0)
-    assert operands.partials is None or operands.partials.shape[1] == h // rows
+    tiles = (h // rows) * (w // width)
+    assert operands.partials is None or operands.partials.shape[1] == tiles
     means = operands.means
     assert means is None or (operands.partials is not None and makes_means(config, h, w))
-    read, written = (partial(in_rows, rows=r, images=images) for r in (2, rows))
+    read, written = (partial(in_rows, rows=r, images=images, width=width) for r in (2, rows))
     vectors, then, second, of_image = (None,) * 6, (operands.slope, 1, True), 0, 1
     if normed is not None:
+        assert width == w
         second = normed.second
         x2 = None if normed.x2 is None else written(normed.x2)
         if normed.slots is None:
@@ -129,7 +133,8 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
         second,
         ROWS=rows,
         IMAGES=images,
-        W=w,
+        W=width,
+        COLUMNS=w // width,
         DGRAD=operands.activation is not None,
         ACT=act,
         BLOCKS=blocks,
@@ -178,22 +183,35 @@ def cut(pixels: int, h: int, w: int) -> tuple[int, int] | None:
     return (rows, 1) if h % rows == 0 and rows % 2 == 0 else None  # rows are fetched in pairs
 
 
-def in_rows(x: Tensor, rows: int, images: int, channels: int = 64) -> "TensorDescriptor":
-    """[N, H, W, C] as [H, N, W, C]."""
+def box_of(config: TileMma, h: int, w: int) -> tuple[int, int, int] | None:
+    """Images, rows and columns of a tile, or None."""
+    if w in _WHOLE:
+        whole = cut(config.block_m, h, w)
+        return whole and (whole[1], whole[0], w)
+    width = next((c for c in _COLUMNS if w % c == 0), None)
+    rows = width and config.block_m // width
+    return (1, rows, width) if rows and h % rows == 0 else None
+
+
+def in_rows(
+    x: Tensor, rows: int, images: int, channels: int = 64, width: int | None = None
+) -> "TensorDescriptor":
+    """[N, H, W, C] as [H, N, W, C], in boxes of whole rows or of so many of their pixels."""
     n, h, w, c = x.shape
-    return in_boxes(x, [h, n, w, c], [w * c, h * w * c, c, 1], [rows, images, w, channels])
+    box = [rows, images, width or w, channels]
+    return in_boxes(x, [h, n, w, c], [w * c, h * w * c, c, 1], box)
 
 
 def work(spec: ConvSpec, gpu: Device, c: TileMma) -> Work:
     """What its programs do; two warpgroups have a tile each."""
-    rows, images = cut(c.block_m, spec.h, spec.w)
+    images, rows, width = box_of(c, spec.h, spec.w)
     blocks = -(-spec.k // 64)
     extra = sum(-(-k // 64) for k in spec.extra)
     return Work(
-        tiles=-(-spec.n // images) * (spec.h // rows) * (spec.c // 64),
+        tiles=-(-spec.n // images) * (spec.h // rows) * (spec.w // width) * (spec.c // 64),
         resident=2,
         products=64 * c.block_m * 64 * (9 * blocks + extra),
-        fetched=3 * blocks * ((c.block_m + 2 * images * spec.w) * 128 + 3 * 64 * 128)
+        fetched=3 * blocks * ((c.block_m + 2 * images * width) * 128 + 3 * 64 * 128)
         + extra * (c.block_m + 64) * 128,
         steps=3 * blocks + extra,
         written=64 * c.block_m,

@@ -57,6 +57,19 @@ from .tile_mma_loop import (
 
 
 @gluon.jit
+def _place_of_tile(
+    tile, tiles_h, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr, COLUMNS: gl.constexpr
+):  # fmt: skip
+    """Image, row and column where a tile begins, and its number within the image."""
+    if COLUMNS == 1:
+        return tile // tiles_h * IMAGES, tile % tiles_h * ROWS, 0, tile % tiles_h
+    else:
+        of_image = tile % (tiles_h * COLUMNS)
+        n0 = tile // (tiles_h * COLUMNS)
+        return n0, of_image // COLUMNS * ROWS, of_image % COLUMNS * W, of_image
+
+
+@gluon.jit
 def _wait_for_slot(
     x_full, x_empty, block,
     HALO: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
@@ -103,13 +116,14 @@ def _load_filters(w_desc, w_bufs, stage, bar, s, k0, c0, DGRAD: gl.constexpr):
 
 @gluon.jit
 def _load_pointwise(
-    x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, block, step, n0, h0, c0, C,
+    x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, block, step,
+    n0, h0, w0, c0, C,
     ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
     BLOCKS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     for k0 in range(0, C, 64):
         stage, bar = _load_pixels(
-            x_desc, x_bufs, x_full, x_empty, block, n0, h0, 0, k0, 0, ROWS, IMAGES, W, BLOCKS,
+            x_desc, x_bufs, x_full, x_empty, block, n0, h0, w0, k0, 0, ROWS, IMAGES, W, BLOCKS,
             1 if STEPS == 0 else 0,
         )  # fmt: skip
         if STEPS == 0:
@@ -126,8 +140,8 @@ def _load(
     x_desc, w_desc, extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc,
     x_bufs, w_bufs, x_full, x_empty, w_full, w_empty,
     K, C1, C2, tiles, tiles_h, blocks_c,
-    ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
-    BLOCKS: gl.constexpr, STEPS: gl.constexpr, OVERLAP: gl.constexpr,
+    ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr, COLUMNS: gl.constexpr,
+    DGRAD: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     EARLY: gl.constexpr = OVERLAP and STEPS == 0  # filters are there before the launch in front
     if OVERLAP and not EARLY:
@@ -136,9 +150,7 @@ def _load(
     step = 0
     for i in range(gl.program_id(0), tiles, gl.num_programs(0)):
         c0 = i % blocks_c * 64
-        tile = i // blocks_c
-        n0 = tile // tiles_h * IMAGES
-        h0 = tile % tiles_h * ROWS
+        n0, h0, w0, _ = _place_of_tile(i // blocks_c, tiles_h, ROWS, IMAGES, W, COLUMNS)
         for k0 in range(0, K, 64):
             for s in range(3):
                 if EARLY:
@@ -148,11 +160,13 @@ def _load(
                     _load_filters(w_desc, w_bufs, stage, bar, s, k0, c0, DGRAD)
                     if (k0 == 0) & (s == 0):
                         await_inputs_alone()
-                    _copy_pixels(x_desc, x_bufs, stage, bar, n0, h0, s - 1, k0, 1, ROWS, IMAGES, W)
+                    _copy_pixels(
+                        x_desc, x_bufs, stage, bar, n0, h0, w0 + s - 1, k0, 1, ROWS, IMAGES, W
+                    )  # fmt: skip
                     block += 1
                 else:
                     stage, bar = _load_pixels(
-                        x_desc, x_bufs, x_full, x_empty, block, n0, h0, s - 1, k0,
+                        x_desc, x_bufs, x_full, x_empty, block, n0, h0, w0 + s - 1, k0,
                         1, ROWS, IMAGES, W, BLOCKS, 3 if STEPS == 0 else 0,
                     )  # fmt: skip
                     block += 1
@@ -167,26 +181,26 @@ def _load(
         if extra1_desc is not None:
             block, step = _load_pointwise(
                 extra1_desc, extra1_w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty,
-                block, step, n0, h0, c0, C1, ROWS, IMAGES, W, BLOCKS, STEPS,
+                block, step, n0, h0, w0, c0, C1, ROWS, IMAGES, W, BLOCKS, STEPS,
             )  # fmt: skip
         if extra2_desc is not None:
             block, step = _load_pointwise(
                 extra2_desc, extra2_w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty,
-                block, step, n0, h0, c0, C2, ROWS, IMAGES, W, BLOCKS, STEPS,
+                block, step, n0, h0, w0, c0, C2, ROWS, IMAGES, W, BLOCKS, STEPS,
             )  # fmt: skip
 
 
 @gluon.jit
-def _load_beside(desc1, desc2, buf, bar, n0, h0, c0, border, PIXELS: gl.constexpr):
+def _load_beside(desc1, desc2, buf, bar, n0, h0, w0, c0, border, PIXELS: gl.constexpr):
     """What the epilogue reads, to where it will write."""
     mbarrier.expect(bar, PIXELS * 128)
     if desc2 is None:
-        tma_load(desc1, [h0, n0, 0, c0], bar, buf)
+        tma_load(desc1, [h0, n0, w0, c0], bar, buf)
     else:
         left = c0 < border
         right = c0 >= border
-        tma_load(desc1, [h0, n0, 0, c0], bar, buf, left)
-        tma_load(desc2, [h0, n0, 0, c0 - border], bar, buf, right)
+        tma_load(desc1, [h0, n0, w0, c0], bar, buf, left)
+        tma_load(desc2, [h0, n0, w0, c0 - border], bar, buf, right)
 
 
 # --- products and epilogue ------------------------------------------------------------------------
@@ -199,7 +213,7 @@ def _multiply(
     a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, slots_ptr, eps,
     K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C, CX2,
     GROUP: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
-    DGRAD: gl.constexpr, HAS_EXTRA: gl.constexpr, ACT: gl.constexpr,
+    COLUMNS: gl.constexpr, DGRAD: gl.constexpr, HAS_EXTRA: gl.constexpr, ACT: gl.constexpr,
     BLOCKS: gl.constexpr, STEPS: gl.constexpr, OVERLAP: gl.constexpr,
     CG: gl.constexpr, KEEP: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
@@ -231,12 +245,11 @@ def _multiply(
     for i in range(gl.program_id(0) + GROUP * programs, tiles, 2 * programs):
         c0 = i % blocks_c * 64
         tile = i // blocks_c
-        n0 = tile // tiles_h * IMAGES
-        h0 = tile % tiles_h * ROWS
+        n0, h0, w0, of_image = _place_of_tile(tile, tiles_h, ROWS, IMAGES, W, COLUMNS)
         tma.store_wait(0)  # of the last tile, from where this writes to
         if HAS_BESIDE:
             bar = beside_full.index(GROUP)
-            _load_beside(beside1_desc, beside2_desc, stage_buf, bar, n0, h0, c0, border, PIXELS)
+            _load_beside(beside1_desc, beside2_desc, stage_buf, bar, n0, h0, w0, c0, border, PIXELS)
         if EARLY:
             vectors = load_vectors(
                 vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, n0, c0, N, C, IMAGES, DGRAD, SUMS
@@ -318,10 +331,10 @@ def _multiply(
                 store_piece(buf, y, PART, W)
         if slots_ptr is not None:
             second = squares_about_mean(rounded, total, second, PIECES)
-            leave_sums(slots_ptr, n0, tile % tiles_h, offs, C, total, second, TILES)
+            leave_sums(slots_ptr, n0, of_image, offs, C, total, second, TILES)
         if KEEP:
             fence_async_shared()
-            tma_store(y_desc, [h0, n0, 0, c0], stage_buf)
+            tma_store(y_desc, [h0, n0, w0, c0], stage_buf)
         if a_desc is not None:
             if slots_ptr is None:
                 mean, scale, shift = norm_of_tile(
@@ -340,7 +353,7 @@ def _multiply(
         if partial_ptr is not None:
             if not DGRAD and slots_ptr is None:
                 second = squares_about_mean(rounded, total, second, PIECES)
-            row = image * tiles_h + tile % tiles_h
+            row = image * (tiles_h * COLUMNS) + of_image
             store_sums(partial_ptr, row, C, offs, valid, total, second)
         if means_ptr is not None:
             means = ()
@@ -374,7 +387,7 @@ def _normalize_second(
 ):  # fmt: skip
     """A tile of act(norm(x2)), which lies in a behind the channels of y."""
     tma.store_wait(0)  # of the last tile, from where this writes to
-    _load_beside(x2_desc, None, stage_buf, bar, n0, 0, c0, 0, ROWS * IMAGES * W)
+    _load_beside(x2_desc, None, stage_buf, bar, n0, 0, 0, c0, 0, ROWS * IMAGES * W)
     channels = C + places_of(n0, c0, N, CX2, IMAGES, SUMS)[0]
     norm_weight = gl.load(norm_weight_ptr + channels)
     norm_bias = gl.load(norm_bias_ptr + channels)
@@ -447,7 +460,8 @@ def conv_tiles_kernel(
     CX2,
     ROWS: gl.constexpr,  # of a tile
     IMAGES: gl.constexpr,  # of a tile, which they share unless it is one
-    W: gl.constexpr,
+    W: gl.constexpr,  # pixels of a tile's rows
+    COLUMNS: gl.constexpr,  # of tiles in an image; 1: their rows are whole
     DGRAD: gl.constexpr,
     ACT: gl.constexpr,  # as `activate_affine_grad` is told it, or behind the norm `activate_affine`
     BLOCKS: gl.constexpr,  # of pixels in shared memory
@@ -479,7 +493,7 @@ def conv_tiles_kernel(
     # tiles of the same pixels are neighbours, so pixels come from memory once and then from L2
     blocks_c = C // 64
     tiles_h = H // ROWS
-    tiles = gl.cdiv(N, IMAGES) * tiles_h * blocks_c
+    tiles = gl.cdiv(N, IMAGES) * tiles_h * COLUMNS * blocks_c
     HAS_EXTRA: gl.constexpr = extra1_desc is not None
     extra_blocks = (C1 + C2) // 64
     gl.warp_specialize(
@@ -492,8 +506,8 @@ def conv_tiles_kernel(
                     partial_ptr, means_ptr, mean_sums_ptr,
                     a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, slots_ptr, eps,
                     K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C, CX2,
-                    role, ROWS, IMAGES, W, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS, OVERLAP, CG, KEEP,
-                    TILES,
+                    role, ROWS, IMAGES, W, COLUMNS, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS, OVERLAP,
+                    CG, KEEP, TILES,
                 ),
             )
             if role < 2
@@ -502,7 +516,7 @@ def conv_tiles_kernel(
                 (
                     x_desc, w_desc, extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc,
                     x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, K, C1, C2, tiles, tiles_h,
-                    blocks_c, ROWS, IMAGES, W, DGRAD, BLOCKS, STEPS, OVERLAP,
+                    blocks_c, ROWS, IMAGES, W, COLUMNS, DGRAD, BLOCKS, STEPS, OVERLAP,
                 ),
             )
             for role in (0, 1, 2)
