@@ -18,6 +18,7 @@ from .test_conv_fused import (
     check_extra,
     check_forward,
     check_grad,
+    dropped,
     forward_case,
     forward_reference,
     poison,  # noqa: F401  a fixture for every test here
@@ -106,6 +107,15 @@ class TestGpu:
     def test_input_grad_of_two_inputs(self, name, config, device):
         shape = SHAPES[name]._replace(ci=320)
         repeatedly(lambda: check_grad(shape, 192, torch.bfloat16, device, config=config))
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize("name", ["32x32", "3 of 8x16", "8x8", "3 of 4x4", "64x64", "48x48"])
+    def test_input_grad_behind_dropout(self, name, config, device):
+        skip_uncut(name, config)
+        mask = dropped(device)
+        repeatedly(
+            lambda: check_grad(SHAPES[name], None, torch.bfloat16, device, "silu", config, mask)
+        )
 
     @pytest.mark.parametrize("activation", ["identity", "gelu"])
     @pytest.mark.parametrize("config", CONFIGS, ids=str)

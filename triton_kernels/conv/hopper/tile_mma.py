@@ -26,6 +26,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes
+from ...noise.mask_words import mask_words
 from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
@@ -71,7 +72,7 @@ _RESERVED = 1024  # bytes of shared memory for barriers, and what the compiler w
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why no tile can do it, or None."""
-    if reason := refuse_3x3(spec, gpu):
+    if reason := refuse_3x3(spec, gpu, masks=True):
         return reason
     if any(box_of(tile, spec.h, spec.w) for tile in TILES):
         return None
@@ -105,6 +106,9 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
     assert means is None or (operands.partials is not None and makes_means(config, h, w))
     read, written = (partial(in_rows, rows=r, images=images, width=width) for r in (2, rows))
     vectors, then, second, of_image = (None,) * 6, (operands.slope, 1, True), 0, 1
+    kept, factor = None, 1.0
+    if operands.mask is not None:
+        kept, factor = mask_words(operands.mask, operands.y.shape), 1 / (1 - operands.mask.p)
     if normed is not None:
         assert width == w
         second = normed.second
@@ -124,6 +128,8 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
         *operands.tensors(read, written),
         *(means or (None, None)),
         *vectors,
+        kept,
+        factor,
         *operands.extra_channels,
         *operands.numbers,
         n,

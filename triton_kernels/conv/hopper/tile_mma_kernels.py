@@ -210,7 +210,7 @@ def _load_beside(desc1, desc2, buf, bar, n0, h0, w0, c0, border, PIXELS: gl.cons
 def _multiply(
     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty, w_full, w_empty,
     beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr, partial_ptr, means_ptr, mean_sums_ptr,
-    a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, slots_ptr, eps,
+    a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, slots_ptr, eps, kept_ptr, factor,
     K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C, CX2,
     GROUP: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
     COLUMNS: gl.constexpr, DGRAD: gl.constexpr, HAS_EXTRA: gl.constexpr, ACT: gl.constexpr,
@@ -314,6 +314,12 @@ def _multiply(
             buf = pieces.index(i).permute((1, 0))
             if HAS_BESIDE:
                 beside = by_image(widen_pairs(buf.load(PART)), IMAGES, W)
+            if kept_ptr is not None:
+                pixel = _pixels_of_piece(
+                    i * PIECE, n0, h0, w0, tiles_h * ROWS, PART, PIECE, IMAGES, W, COLUMNS
+                )
+                keep = _kept(kept_ptr, pixel, N * tiles_h * ROWS * W * COLUMNS, c0, C, PART)
+                y *= by_image(gl.where(keep, factor, 0.0), IMAGES, W)
             if DGRAD:
                 xhat = beside * rstd + shift
                 y *= activate_affine_grad(xhat, g, b, ACT)
@@ -377,6 +383,26 @@ def _multiply(
     if OVERLAP:
         begin_next()
     tma.store_wait(0)
+
+
+@gluon.jit
+def _pixels_of_piece(
+    first, n0, h0, w0, H, PART: gl.constexpr, PIECE: gl.constexpr, IMAGES: gl.constexpr,
+    W: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Where in [N H W] the pixels of a tile are, from its `first` on."""
+    p = first + gl.arange(0, PIECE, layout=gl.SliceLayout(0, PART))
+    image = n0 + p // W % IMAGES
+    return (image * H + h0 + p // (W * IMAGES)) * (W * COLUMNS) + w0 + p % W
+
+
+@gluon.jit
+def _kept(kept_ptr, pixel, pixels, c0, C, PART: gl.constexpr):
+    """Which of 64 channels of these pixels dropout has kept: bool [64, pixels]."""
+    to = kept_ptr + pixel.to(gl.int64) * (C // 64) + c0 // 64
+    words = gl.load(to, mask=pixel < pixels, other=0)
+    channel = gl.arange(0, 64, layout=gl.SliceLayout(1, PART)).to(gl.int64)
+    return ((words[None, :] >> channel[:, None]) & 1) != 0
 
 
 @gluon.jit
@@ -449,6 +475,8 @@ def conv_tiles_kernel(
     norm_bias_ptr,
     slots_ptr,  # zeros, int64 [N, C, TILES], or None: tiles are whole images and groups
     eps,
+    kept_ptr,  # int64 [N, H, W, C / 64]: which elements of dz dropout has kept; or None
+    factor,  # of what is kept
     C1,
     C2,
     border,  # channels of the first of two tensors
@@ -504,10 +532,10 @@ def conv_tiles_kernel(
                     beside1_desc, beside2_desc, y_desc, x_bufs, w_bufs, stages, x_full, x_empty,
                     w_full, w_empty, beside_full, turns, vectors_ptr, extra_bias_ptr, emb_ptr,
                     partial_ptr, means_ptr, mean_sums_ptr,
-                    a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, slots_ptr, eps,
-                    K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C, CX2,
-                    role, ROWS, IMAGES, W, COLUMNS, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS, OVERLAP,
-                    CG, KEEP, TILES,
+                    a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, slots_ptr, eps, kept_ptr,
+                    factor, K, extra_blocks, border, stride_emb, tiles, tiles_h, blocks_c, N, C,
+                    CX2, role, ROWS, IMAGES, W, COLUMNS, DGRAD, HAS_EXTRA, ACT, BLOCKS, STEPS,
+                    OVERLAP, CG, KEEP, TILES,
                 ),
             )
             if role < 2

@@ -1,0 +1,62 @@
+"""The mask of dropout as bits, for kernels whose threads do not hold four neighbouring channels:
+those would evaluate Philox four times for what one evaluation gives.
+
+Bit i of word j of a sample says whether its element 64 j + i, in [H, W, C] order, is kept. The
+draws are those of `dropout`. A sixteenth of a tensor in 16 bits is written, and read once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .dropout import Mask, mask_arguments
+from .philox import philox_words
+
+_BLOCK = 32  # words of a program
+_CHANNELS = 64  # elements of a word
+_NUM_WARPS = 4
+
+_empty = torch.empty  # tests put a function here that returns -1 everywhere
+
+
+def mask_words(mask: Mask, shape: tuple[int, ...]) -> Tensor:  # int64 [N, H, W, C / 64]
+    """Which elements of a tensor of this shape, [N, H, W, C], are kept. C is a multiple of 64."""
+    n, h, w, c = shape
+    assert c % _CHANNELS == 0
+    bits = _empty((n, h, w, c // _CHANNELS), dtype=torch.int64, device=mask.rng.device)
+    words = h * w * (c // _CHANNELS)
+    chunks = triton.cdiv(words, _BLOCK)
+    _mask_words_kernel[(n * chunks,)](
+        bits, *mask_arguments(mask), words, chunks, BLOCK=_BLOCK, num_warps=_NUM_WARPS
+    )
+    return bits
+
+
+@triton.jit
+def _bits_of(draw, quad, j, p):
+    """Whether element j of each of 16 quads is kept, at the places of these elements in a word."""
+    keep = (draw >> 8).to(tl.float32) * (2.0**-24) >= p
+    return tl.sum(keep.to(tl.int64) << (4 * quad + j).to(tl.int64), axis=1)
+
+
+@triton.jit(do_not_specialize=["first", "stream"])
+def _mask_words_kernel(
+    bits_ptr,  # int64 [N, words]
+    rng_ptr,  # int64 [2]: seed, step
+    first,
+    stream,
+    p,
+    words,
+    chunks,
+    BLOCK: tl.constexpr,
+):
+    n = (tl.program_id(0) // chunks).to(tl.int64)
+    word = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
+    quad = tl.arange(0, 16)[None, :]
+    quads = word[:, None] * 16 + quad
+    seed, step = tl.load(rng_ptr), tl.load(rng_ptr + 1)
+    w0, w1, w2, w3 = philox_words(seed, step, first + n, quads, stream)
+    bits = _bits_of(w0, quad, 0, p) | _bits_of(w1, quad, 1, p)
+    bits |= _bits_of(w2, quad, 2, p) | _bits_of(w3, quad, 3, p)
+    tl.store(bits_ptr + n * words + word, bits, mask=word < words)
