@@ -55,6 +55,9 @@ WGRAD_SHAPES = {name: shape for name, shape in SHAPES.items() if name != "a tile
     "fewer tiles than programs": Shape(2, 16, 16, 64, 64),
     "a part for each block of channels": Shape(13, 8, 8, 512, 576),
     "more blocks of channels than programs": Shape(21, 8, 8, 768, 960),
+    "rows of two pieces": Shape(5, 16, 128, 64, 128),
+    "rows of three pieces": Shape(7, 48, 48, 128, 64),
+    "96x96": Shape(2, 96, 96, 64, 64),
 }
 
 
@@ -127,11 +130,12 @@ class TestGpu:
         assert applying(SHAPES["an image"], torch.bfloat16, device) == (True, True, True)
         assert applying(WGRAD_SHAPES["32x32"], torch.bfloat16, device) == (False, False, True)
         assert applying(SHAPES["a tile"], torch.bfloat16, device) == (True, True, False)
+        assert applying(Shape(1, 128, 128, 64, 64), torch.bfloat16, device) == (False, False, True)
         for shape in (
             Shape(1, 6, 64, 64, 64),
             Shape(1, 64, 64, 96, 64),
             Shape(1, 64, 64, 64, 64, 1),
-            Shape(1, 128, 128, 64, 64),
+            Shape(1, 40, 40, 64, 64),
         ):
             assert applying(shape, torch.bfloat16, device) == (False, False, False)
         assert applying(SHAPES["an image"], torch.float32, device) == (False, False, False)

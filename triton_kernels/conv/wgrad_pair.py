@@ -136,7 +136,7 @@ def _refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
     for conv in spec.convs:
         if conv.of_filters != (conv.c, conv.k):
             return "x or dy have more channels than the filters"
-        if reason := row_mma.refuse_wgrad(conv, gpu):
+        if reason := row_mma.refuse_wgrad(conv, gpu) or row_mma.refuse_wgrad_rows(conv, gpu):
             return reason
     return None if row_mma.wgrad_splits(one, gpu, two) else "there are too few tiles to share"
 

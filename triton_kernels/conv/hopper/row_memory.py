@@ -3,6 +3,9 @@
 A pixel is 64 channels of 16 bits, 128 bytes, or 16. Rows of W pixels have a chunk of 8 pixels of
 zeros before, between and after them. So a row moved by a pixel is the same row from another
 address; the swizzle allows that because it goes by the address. It is as wide as a pixel.
+
+Of a piece of a row the chunks around it are the pixels beside it, so that each piece has two of its
+own (MARGINS).
 """
 
 from triton.experimental import gluon
@@ -13,15 +16,15 @@ from ...hopper.compat import reinterpret, sync_threads, view_from
 
 
 @gluon.constexpr_function
-def rows_chunks(rows, w):
-    """Size of some rows, and of the zeros around them, in chunks of 8 pixels."""
-    return rows * (w // 8 + 1) + 1
+def rows_chunks(rows, w, margins=1):
+    """Size of some rows, and of what is around them, in chunks of 8 pixels."""
+    return rows * (w // 8 + margins) + (2 - margins)
 
 
 @gluon.constexpr_function
-def block_chunks(w):
+def block_chunks(w, margins=1):
     """Size of a block in chunks of 8 pixels: 256 of a tile, and the rows above and below it."""
-    return rows_chunks(256 // w + 2, w)
+    return rows_chunks(256 // w + 2, w, margins)
 
 
 @gluon.jit
@@ -40,10 +43,20 @@ def clear_margins(
 
 
 @gluon.jit
-def row_from(x_bufs, first, row, W: gl.constexpr, IMAGES: gl.constexpr = 1):
+def side_from(x_bufs, first, row, right: gl.constexpr, W: gl.constexpr):
+    """Where TMA writes 8 pixels to the left or right of a piece of a row, which has two margins."""
+    chunk = first + row * (W // 8 + 2) + right * (W // 8 + 1)
+    K: gl.constexpr = x_bufs.shape[2]
+    return view_from(x_bufs, chunk, [1, 1, 8, K], gl.NVMMASharedLayout(2 * K, 16, rank=4))
+
+
+@gluon.jit
+def row_from(
+    x_bufs, first, row, W: gl.constexpr, IMAGES: gl.constexpr = 1, MARGINS: gl.constexpr = 1
+):  # fmt: skip
     """Where TMA writes a row of the block that begins at chunk `first`: W / IMAGES pixels of each
     of some images."""
-    chunk = first + row * (W // 8 + 1) + 1
+    chunk = first + row * (W // 8 + MARGINS) + 1
     K: gl.constexpr = x_bufs.shape[2]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16, rank=4)
     if IMAGES == 1:
@@ -53,10 +66,13 @@ def row_from(x_bufs, first, row, W: gl.constexpr, IMAGES: gl.constexpr = 1):
 
 
 @gluon.jit
-def row_of_tap(x_bufs, first, row, s: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr = 1):
+def row_of_tap(
+    x_bufs, first, row, s: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr = 1,
+    MARGINS: gl.constexpr = 1,
+):  # fmt: skip
     """That row moved by s - 1 pixels of each of its images, [W, K]."""
     K: gl.constexpr = x_bufs.shape[2]
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     pixels = reinterpret(x_bufs, x_bufs.dtype, [x_bufs.shape[0] * 8, K], FLAT)
-    pixel = first * 8 + row * (W + 8) + 8 + (s - 1) * IMAGES
+    pixel = first * 8 + row * (W + 8 * MARGINS) + 8 + (s - 1) * IMAGES
     return view_from(pixels, pixel, [W, K], gl.NVMMASharedLayout(2 * K, 16))

@@ -81,7 +81,12 @@ WGRAD_TILE, NARROW_WGRAD_TILE = RowWgrad(64), RowWgrad(16)
 
 _WIDTHS = (64,)  # pixels of a row
 _NARROW_WIDTHS = (64, 32)  # of NARROW_TILE, of two rows or of four
-_WGRAD_WIDTHS = (64, 32, 16, 8)
+_WGRAD_WIDTHS = (64, 32, 16, 8)  # of whole rows
+_PIECES = (
+    64,
+    32,
+    16,
+)  # pixels of other rows that are multiplied together, the most that divide them
 _NARROW_WGRAD_WIDTHS = (64, 32, 16)
 _PART = 6  # tiles that take as long as a part of a sum does to begin, to write and to add up
 
@@ -245,7 +250,7 @@ def refuse_wgrad(spec: ConvSpec, gpu: Device) -> str | None:
     narrow = _is_narrow(spec)
     if not narrow and (co, ci) != (spec.c, spec.k):
         return f"x and dy have {spec.k} and {spec.c} channels, the filters {ci} and {co}"
-    if reason := refuse_wgrad_rows(spec, gpu, narrow):
+    if reason := refuse_wgrad_rows(spec, gpu, narrow, whole=narrow):
         return reason
     splits = wgrad_splits(spec, gpu)
     if splits < 1 + narrow:
@@ -255,8 +260,11 @@ def refuse_wgrad(spec: ConvSpec, gpu: Device) -> str | None:
     return None
 
 
-def refuse_wgrad_rows(spec: ConvSpec, gpu: Device, narrow: bool = False) -> str | None:
-    """Why there are no tiles of rows for a weight gradient, or None."""
+def refuse_wgrad_rows(
+    spec: ConvSpec, gpu: Device, narrow: bool = False, whole: bool = True
+) -> str | None:
+    """Why there are no tiles of rows for a weight gradient, or None; of pieces of rows, if they
+    need not be `whole`."""
     if reason := missing(gpu, spec.itemsize):
         return reason
     if (spec.r, spec.s) != (3, 3) or spec.stride != 1 or spec.pads != (1, 1):
@@ -269,9 +277,10 @@ def refuse_wgrad_rows(spec: ConvSpec, gpu: Device, narrow: bool = False) -> str 
     if odd := [c for c in channels if c % 64]:
         return f"{odd[0]} channels are no multiple of 64"
     widths = _NARROW_WGRAD_WIDTHS if narrow else _WGRAD_WIDTHS
-    if spec.w not in widths:
-        return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}"
-    rows = _PIXELS // (spec.w * images_of_row(spec.w))
+    if spec.w not in widths and (whole or piece_of_row(spec.w) is None):
+        others = "" if whole else ", and multiples of 16"
+        return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}{others}"
+    rows = _PIXELS // (piece_of_row(spec.w) * images_of_row(spec.w))
     return f"{spec.h} rows are no multiple of {rows}" if spec.h % rows else None
 
 
@@ -317,13 +326,15 @@ def _launch_wgrad(tile: RowWgrad, splits: int, operands: WgradOperands) -> None:
 
 def _wgrad_work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
     co, ci = spec.of_filters
-    width = spec.w * images_of_row(spec.w)
+    width = piece_of_row(spec.w) * images_of_row(spec.w)
+    beside = 16 if spec.w not in _WGRAD_WIDTHS else 0
     steps = math.prod(wgrad_tiles(spec.n, spec.h, spec.w)) / c.splits
     return Work(
         tiles=-(-co * ci // (64 * c.block_ci)) * c.splits,
         resident=1,
         products=64 * c.block_ci * 9 * _PIXELS * steps,
-        fetched=((_PIXELS // width + 2) * width * 2 * c.block_ci + _PIXELS * 128) * steps,
+        fetched=((_PIXELS // width + 2) * (width + beside) * 2 * c.block_ci + _PIXELS * 128)
+        * steps,
         steps=steps,
         written=0,
         memory=spec.n * spec.h * spec.w * (spec.k + spec.c) * 2,
@@ -362,15 +373,17 @@ def weight_grad(
         ci = parts.shape[1] // (9 * co)
     narrow = few.shape[3] == 16
     ci2, co2 = (0, 0) if x2 is None else (x2.shape[3], dy2.shape[3])
-    images = images_of_row(w)
+    images, width = images_of_row(w), piece_of_row(w)
     groups, tiles_h = wgrad_tiles(n, h, w)
-    rows = _PIXELS // (w * images)
+    rows = _PIXELS // (width * images)
+    assert width == w or (x2 is None and not narrow)
     blocks = co // 64 if narrow else (co * ci + co2 * ci2) // 64**2
     conv_rows_wgrad_kernel[(blocks * parts.shape[0],)](
-        in_rows(few, 1, images),
-        in_rows(many, rows, images),
+        in_rows(few, 1, images, width),
+        in_rows(many, rows, images, width),
         None if x2 is None else in_rows(x2, 1, images),
         None if dy2 is None else in_rows(dy2, rows, images),
+        None if width == w else in_rows(few, 1, 1, 8),
         parts,
         parts.stride(0),
         ci,
@@ -379,8 +392,9 @@ def weight_grad(
         co2,
         groups * tiles_h,
         tiles_h,
-        W=w * images,
+        W=width * images,
         IMAGES=images,
+        COLUMNS=w // width,
         STAGES=_STAGES_OF_16 if narrow else _STAGES,
         SWAP=swap,
         num_warps=4,
@@ -391,6 +405,12 @@ def weight_grad(
 def images_of_row(w: int) -> int:
     """Of how many images a row is, so that it has 16 pixels and more."""
     return 1 if w >= 16 else 64 // w
+
+
+def piece_of_row(w: int) -> int | None:
+    """Pixels of a row that a weight gradient multiplies together: a whole row, or a piece of one
+    that is not 8, 16, 32 or 64 pixels; or None."""
+    return w if w in _WGRAD_WIDTHS else next((p for p in _PIECES if w % p == 0), None)
 
 
 def wgrad_tiles(n: int, h: int, w: int) -> tuple[int, int]:
@@ -411,9 +431,13 @@ def _in_rows_of(width: int, x: Tensor) -> "TensorDescriptor":
     return in_boxes(x, [n, h, w, 2, c], strides, [1, 1, w, 2, min(c, 64)])
 
 
-def in_rows(x: Tensor, rows: int = 1, images: int = 1) -> "TensorDescriptor":
+def in_rows(
+    x: Tensor, rows: int = 1, images: int = 1, width: int | None = None
+) -> "TensorDescriptor":
+    """[N, H, W, C], or [H, W, N, C] of several images, in boxes of whole rows, or of so many of
+    their pixels."""
     n, h, w, c = x.shape
     block = min(c, 64)
     if images > 1:
         return in_boxes(x, [h, w, n, c], [w * c, c, h * w * c, 1], [rows, w, images, block])
-    return in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, rows, w, block])
+    return in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, rows, width or w, block])

@@ -2,7 +2,8 @@
 
 A product sums over 16 pixels or more of a row. Where images are narrower, a row is one of several
 images, with the same pixel of each of them side by side: to TMA that is one more order of the
-dimensions, [H, W, N, C], and a tap is that many pixels further.
+dimensions, [H, W, N, C], and a tap is that many pixels further. Rows that are not 8, 16, 32 or 64
+pixels are multiplied in COLUMNS pieces, and the pixels beside a piece are fetched with it.
 
 Of a convolution from or to few channels, one of x and dy has blocks of 16 channels, not 64. The
 kernel calls that one x: the gradient of its convolution is that of the other way round, with dy for
@@ -12,6 +13,7 @@ x, if the filters are turned (SWAP).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -19,18 +21,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_load
 from ...hopper.pipeline import give_back, new_barrier_pairs, wait_empty, wait_full
 from ...runtime.dependent_launch import await_inputs
-from .row_memory import block_chunks, clear_margins, row_from, row_of_tap
+from .row_memory import block_chunks, clear_margins, row_from, row_of_tap, side_from
 
 
 @gluon.jit
 def _load(
     x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
     W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
+    sides_desc=None, COLUMNS: gl.constexpr = 1,
 ):  # fmt: skip
     for tile in range(first, last):
         load_tile(
             x_desc, dy_desc, x_bufs, dy_bufs, full, empty, tile, tile - first, co0, ci0, tiles_h,
-            W, IMAGES, STAGES,
+            W, IMAGES, STAGES, sides_desc, COLUMNS,
         )  # fmt: skip
 
 
@@ -38,30 +41,46 @@ def _load(
 def load_tile(
     x_desc, dy_desc, x_bufs, dy_bufs, full, empty, tile, block, co0, ci0, tiles_h,
     W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
+    sides_desc=None, COLUMNS: gl.constexpr = 1,
 ):  # fmt: skip
     """256 pixels of dy, and those of x that they are multiplied by, as the ring's `block`-th."""
     ROWS: gl.constexpr = 256 // W
+    MARGINS: gl.constexpr = 1 if COLUMNS == 1 else 2
+    w0 = 0
     n = tile // tiles_h * IMAGES
     h0 = tile % tiles_h * ROWS
-    BYTES: gl.constexpr = (ROWS + 2) * W * 2 * x_bufs.shape[2] + 256 * 128
+    if COLUMNS > 1:
+        w0 = tile % tiles_h % COLUMNS * W
+        h0 = tile % tiles_h // COLUMNS * ROWS
+    BESIDE: gl.constexpr = 0 if COLUMNS == 1 else 16
+    BYTES: gl.constexpr = (ROWS + 2) * (W + BESIDE) * 2 * x_bufs.shape[2] + 256 * 128
     stage, bar = wait_empty(full, empty, block, STAGES, BYTES)
-    at = _place(n, h0, co0, IMAGES)
+    at = _place(n, h0, w0, co0, IMAGES)
     tma_load(dy_desc, at, bar, dy_bufs.index(stage))
+    first_chunk = stage * block_chunks(W, MARGINS)
     for j in gl.static_range(ROWS + 2):
-        row = row_from(x_bufs, stage * block_chunks(W), j, W, IMAGES)
-        at = _place(n, h0 + j - 1, ci0, IMAGES)
+        row = row_from(x_bufs, first_chunk, j, W, IMAGES, MARGINS)
+        at = _place(n, h0 + j - 1, w0, ci0, IMAGES)
         tma_load(x_desc, at, bar, row)
+        if COLUMNS > 1:
+            left, right = (
+                side_from(x_bufs, first_chunk, j, 0, W),
+                side_from(x_bufs, first_chunk, j, 1, W),
+            )
+            tma_load(sides_desc, [n, h0 + j - 1, w0 - 8, ci0], bar, left)
+            tma_load(sides_desc, [n, h0 + j - 1, w0 + W, ci0], bar, right)
 
 
 @gluon.jit
-def _place(n, h, c, IMAGES: gl.constexpr):
-    return [n, h, 0, c] if IMAGES == 1 else [h, 0, n, c]
+def _place(n, h, w, c, IMAGES: gl.constexpr):
+    return [n, h, w, c] if IMAGES == 1 else [h, w, n, c]
 
 
 @gluon.jit
 def multiply_tile(
     acc0, acc1, acc2, x_bufs, dy_bufs, full, empty, block,
     R: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
+    MARGINS: gl.constexpr = 1,
 ):  # fmt: skip
     """What the ring's `block`-th tile adds to the three taps of row R of the filter."""
     ROWS: gl.constexpr = 256 // W
@@ -72,10 +91,10 @@ def multiply_tile(
     for j in gl.static_range(ROWS):
         dy = rows.index(stage * ROWS + j).permute((1, 0))
         dy = dy.load(gl.DotOperandLayout(0, LAYOUT, 2))
-        first_chunk = stage * block_chunks(W)
-        x0 = row_of_tap(x_bufs, first_chunk, j + R, 0, W, IMAGES)
-        x1 = row_of_tap(x_bufs, first_chunk, j + R, 1, W, IMAGES)
-        x2 = row_of_tap(x_bufs, first_chunk, j + R, 2, W, IMAGES)
+        first_chunk = stage * block_chunks(W, MARGINS)
+        x0 = row_of_tap(x_bufs, first_chunk, j + R, 0, W, IMAGES, MARGINS)
+        x1 = row_of_tap(x_bufs, first_chunk, j + R, 1, W, IMAGES, MARGINS)
+        x2 = row_of_tap(x_bufs, first_chunk, j + R, 2, W, IMAGES, MARGINS)
         acc0 = warpgroup_mma(dy, x0, acc0, is_async=True)
         acc1 = warpgroup_mma(dy, x1, acc1, is_async=True)
         acc2 = warpgroup_mma(dy, x2, acc2, is_async=True)
@@ -91,7 +110,7 @@ def multiply_tile(
 def _accumulate(
     part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, CO,
     R: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
-    SWAP: gl.constexpr,
+    SWAP: gl.constexpr, MARGINS: gl.constexpr,
 ):  # fmt: skip
     """The three taps of row R of the filter."""
     K: gl.constexpr = x_bufs.shape[2]
@@ -101,8 +120,9 @@ def _accumulate(
     acc2 = gl.zeros([64, K], gl.float32, LAYOUT)
     for tile in range(first, last):
         acc0, acc1, acc2 = multiply_tile(
-            acc0, acc1, acc2, x_bufs, dy_bufs, full, empty, tile - first, R, W, IMAGES, STAGES
-        )
+            acc0, acc1, acc2, x_bufs, dy_bufs, full, empty, tile - first,
+            R, W, IMAGES, STAGES, MARGINS,
+        )  # fmt: skip
     offs_co = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     offs_ci = gl.arange(0, K, layout=gl.SliceLayout(0, LAYOUT))
     if K == 64:
@@ -147,6 +167,7 @@ def conv_rows_wgrad_kernel(
     dy_desc,  # [N, H, W, CO] in boxes of 256 pixels, or in that order too
     x2_desc,  # of a second convolution of as many pixels, or None
     dy2_desc,
+    sides_desc,  # x in boxes of 8 pixels beside a piece of a row, or None: rows are whole
     part_ptr,  # float32 [splits, CO, 9, CI], each row followed by [CO2, 9, CI2]
     stride_split,
     CI,
@@ -154,20 +175,26 @@ def conv_rows_wgrad_kernel(
     CI2,
     CO2,  # 0 if there is no second one
     tiles,  # of 256 pixels
-    tiles_h,  # of them one below the other
-    W: gl.constexpr,  # pixels of a row, of all its images
+    tiles_h,  # of them in an image, or in a group of images
+    W: gl.constexpr,  # pixels of a row, of all its images, or of a piece of one
     IMAGES: gl.constexpr,
     STAGES: gl.constexpr,
+    COLUMNS: gl.constexpr,  # pieces of a row
     SWAP: gl.constexpr,  # of 16 channels: parts are [splits, CI, 9, CO], with the taps reversed
     num_warps: gl.constexpr,
 ):
     K: gl.constexpr = x_desc.block_shape[3]
     PIXELS: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16)
     dtype: gl.constexpr = x_desc.dtype
-    x_bufs = allocate_for_views(dtype, [STAGES * block_chunks(W), 8, K], PIXELS)
+    MARGINS: gl.constexpr = 1 if COLUMNS == 1 else 2
+    x_bufs = allocate_for_views(dtype, [STAGES * block_chunks(W, MARGINS), 8, K], PIXELS)
     dy_bufs = gl.allocate_shared_memory(dtype, [STAGES] + dy_desc.block_shape, dy_desc.layout)
     full, empty = new_barrier_pairs(STAGES, 3)
-    clear_margins(x_bufs, STAGES, 256 // W + 2, W, num_warps)
+    if COLUMNS == 1:
+        clear_margins(x_bufs, STAGES, 256 // W + 2, W, num_warps)
+    else:
+        fence_async_shared()
+        sync_threads()
     await_inputs()
 
     blocks1 = (CI // 64 if K == 64 else 1) * (CO // 64)
@@ -193,7 +220,7 @@ def conv_rows_wgrad_kernel(
                 _accumulate,
                 (
                     part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI,
-                    CO if SWAP else None, row, W, IMAGES, STAGES, SWAP,
+                    CO if SWAP else None, row, W, IMAGES, STAGES, SWAP, MARGINS,
                 ),
             )
             if row < 3
@@ -201,7 +228,7 @@ def conv_rows_wgrad_kernel(
                 _load,
                 (
                     x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
-                    W, IMAGES, STAGES,
+                    W, IMAGES, STAGES, sides_desc, COLUMNS,
                 ),
             )
             if x2_desc is None
