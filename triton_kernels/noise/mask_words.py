@@ -13,7 +13,7 @@ from torch import Tensor
 from .dropout import Mask, mask_arguments
 from .philox import philox_words
 
-_BLOCK = 32  # words of a program
+_BLOCK = 128  # halves of words of a program
 _CHANNELS = 64  # elements of a word
 _NUM_WARPS = 4
 
@@ -25,38 +25,40 @@ def mask_words(mask: Mask, shape: tuple[int, ...]) -> Tensor:  # int64 [N, H, W,
     n, h, w, c = shape
     assert c % _CHANNELS == 0
     bits = _empty((n, h, w, c // _CHANNELS), dtype=torch.int64, device=mask.rng.device)
-    words = h * w * (c // _CHANNELS)
-    chunks = triton.cdiv(words, _BLOCK)
+    halves = 2 * h * w * (c // _CHANNELS)
+    chunks = triton.cdiv(halves, _BLOCK)
     _mask_words_kernel[(n * chunks,)](
-        bits, *mask_arguments(mask), words, chunks, BLOCK=_BLOCK, num_warps=_NUM_WARPS
+        bits.view(torch.int32),
+        *mask_arguments(mask),
+        halves,
+        chunks,
+        BLOCK=_BLOCK,
+        num_warps=_NUM_WARPS,
     )
     return bits
 
 
 @triton.jit
-def _bits_of(draw, quad, j, p):
-    """Whether element j of each of 16 quads is kept, at the places of these elements in a word."""
-    keep = (draw >> 8).to(tl.float32) * (2.0**-24) >= p
-    return tl.sum(keep.to(tl.int64) << (4 * quad + j).to(tl.int64), axis=1)
+def _kept_of(draw, p):
+    return ((draw >> 8).to(tl.float32) * (2.0**-24) >= p).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["first", "stream"])
 def _mask_words_kernel(
-    bits_ptr,  # int64 [N, words]
+    bits_ptr,  # int32 [N, halves of words]
     rng_ptr,  # int64 [2]: seed, step
     first,
     stream,
     p,
-    words,
+    halves,
     chunks,
     BLOCK: tl.constexpr,
 ):
     n = (tl.program_id(0) // chunks).to(tl.int64)
-    word = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
-    quad = tl.arange(0, 16)[None, :]
-    quads = word[:, None] * 16 + quad
+    half = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
+    quad = tl.arange(0, 8)[None, :]
     seed, step = tl.load(rng_ptr), tl.load(rng_ptr + 1)
-    w0, w1, w2, w3 = philox_words(seed, step, first + n, quads, stream)
-    bits = _bits_of(w0, quad, 0, p) | _bits_of(w1, quad, 1, p)
-    bits |= _bits_of(w2, quad, 2, p) | _bits_of(w3, quad, 3, p)
-    tl.store(bits_ptr + n * words + word, bits, mask=word < words)
+    w0, w1, w2, w3 = philox_words(seed, step, first + n, half[:, None] * 8 + quad, stream)
+    four = _kept_of(w0, p) | _kept_of(w1, p) << 1 | _kept_of(w2, p) << 2 | _kept_of(w3, p) << 3
+    bits = tl.sum(four << (4 * quad), axis=1)  # of distinct bits: no carry
+    tl.store(bits_ptr + n * halves + half, bits, mask=half < halves)
