@@ -137,7 +137,8 @@ def check_stats(y: Tensor, partials: Tensor):
     boxes = [image_box(m, n, h, w) for m in sizes]
     boxes = [box for box in boxes + [covering_box(m, n, h, w, True) for m in sizes] if box]
     boxes += [box for m in (64, 128) if (box := row_box(m, 2, h, w))]
-    boxes += [(1, m // c, c) for m in sizes for c in (8, 16, 32) if w % c == 0 and h * c % m == 0]
+    wide = [(1, m // c, c) for m in sizes for c in (8, 16, 32) if w % c == 0 and m >= c]
+    boxes += [box for box in wide if h % box[1] == 0]
     boxes = [box for box in boxes if boxes_of_image(box, h, w) == k]
     values = min(
         (tiles(y.double(), box) for box in boxes),
