@@ -23,11 +23,13 @@ from triton_kernels import fused_ops, reference
 from ..errors import ConfigError, check_writable, writing
 from ..factory import POLICY_MODELS, build_model, build_policy_model
 from ..models.unet import UNet
+from ..models.unet1d import UNet1d
 from ..presets import CONFIGS, preset
 from ..runtime.backend import PRECISIONS, Backend
 from .build import Plan, plan
 from .graph import PlanError
 from .inference import sampling_plan
+from .inference1d import real_time_plan
 from .printed import GPUS, Gpu, draw, lines, table
 
 _MODELS = CONFIGS / "model"
@@ -84,7 +86,10 @@ def example(model: str, batch: int, size: str, dtype: torch.dtype) -> tuple[nn.M
 
 
 def _plan(network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Gpu) -> Plan:
-    """What runs: a sampler asks the framework's UNet in its own way."""
+    """What runs: samplers and policies ask the framework's networks in their own ways."""
+    if isinstance(network, UNet1d) and not trains:
+        n, length, _ = args[0].shape
+        return real_time_plan(network, n, length, fused_ops, gpu.device).plan
     if trains or not isinstance(network, UNet) or network.backend.dtype == torch.float32:
         return plan(network, args, kwargs, trains=trains)
     n, c, h, w = args[0].shape

@@ -102,9 +102,20 @@ def real_time_plan(
     )
     made = schedule(graph)
     graph.rename()
-    return RealTimePlan(
-        Plan(traced, made, None, {}, {}), image, emb, cond[0] if cond else None, row
-    )
+    why = {node.out: _why(node, emb) for node in graph.nodes}
+    planned = Plan(traced, made, None, {}, why)
+    return RealTimePlan(planned, image, emb, cond[0] if cond else None, row)
+
+
+def _why(node: Node, emb: Value) -> list[str]:
+    if node.op == "project":
+        once = "steps, for all chains" if node.inputs["z"] is emb else "observations, in a call"
+        return [f"every block's FiLM, once for the {once}"]
+    parts = {"groups": "norm", "columns": "FiLM"}
+    joined = [name for attr, name in parts.items() if attr in node.attrs]
+    joined += ["residual"] if any(role.startswith("residual") for role in node.inputs) else []
+    joined += ["skip connection"] if "skip" in node.inputs else []
+    return [f"with the {', '.join(joined)} in front of it"] if joined else []
 
 
 class InferenceUNet1d:

@@ -18,12 +18,12 @@ from triton.runtime.jit import JITFunction
 from triton_kernels.runtime.device import Device, standing_for
 
 from .build import Plan
-from .graph import FREE, JOINED, Node, Value
+from .graph import FREE, JOINED, STAGED, Node, Value
 from .on_gpu import ON_GPU, launch_kernels
 
 # of the others that the fused kernels have under the reference's names
 _KERNELS = {"norm_table", "norm_apply", "norm", "norm_act_grad", "norm_grad_table", "norm_dx"}
-_KERNELS |= {"skip_dx", *ON_GPU, *JOINED}
+_KERNELS |= {"skip_dx", *ON_GPU, *JOINED, *STAGED}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ def bytes_of(node: Node) -> int:
     """Read and written at least once."""
     if node.op in FREE:
         return 0
-    return sum(v.bytes for v in {*node.inputs.values(), *node.outputs.values()})
+    read = [v for role, v in node.inputs.items() if role != "by_tap"]  # `weight` in another order
+    return sum(v.bytes for v in {*read, *node.outputs.values()})
 
 
 def flops_of(node: Node) -> int:
@@ -109,6 +110,8 @@ def flops_of(node: Node) -> int:
         backward = node.op == "attention_grad"
         o = inputs["dy"] if backward else node.out
         return (10 if backward else 4) * math.prod(o.shape[1:-1]) * o.numel
+    if node.op in STAGED:
+        return _flops_of_staged(node)
     return _flops_of_joined(node) if node.op in JOINED else 0
 
 
@@ -129,6 +132,18 @@ def _flops_of_joined(node: Node) -> int:
     if node.op in ("qkv_attention", "norm_attention"):
         products += 4 * math.prod(node.out.shape[1:-1]) * node.out.numel
     return products
+
+
+def _flops_of_staged(node: Node) -> int:
+    """Of sums [..., N, C, T], [N, 1, T, C] of the head, or [N, F] of a projection."""
+    if node.op not in ("stage", "head", "project"):
+        return 0
+    if node.op == "stage":
+        _, n, _, t = node.out.shape
+        positions = n * t // 2 if node.attrs["transposed"] else n * t
+    else:
+        positions = node.out.numel // node.out.shape[-1]
+    return 2 * positions * node.inputs["weight"].numel
 
 
 # --- which kernels --------------------------------------------------------------------------------

@@ -78,8 +78,12 @@ def test_floors():
 
 
 def test_a_policy_has_a_page(capsys):
+    """Of what it runs in real time."""
     main(["model=unet1d_small", "batch=2"])
-    assert "forward: " in capsys.readouterr().out
+    page = capsys.readouterr().out
+    assert "forward: " in page and " stage18 " in page and " head1 " in page
+    assert "every block's FiLM, once for the observations" in page
+    assert "with the norm, residual, skip connection in front of it" in page
 
 
 def test_defaults():

@@ -24,7 +24,7 @@ class Films:
 
 def films(
     graph: Graph,
-    tabulated: Value,  # the input of the graph whose product has the biases
+    inputs: list[Value],  # what they may read: of the first the product has the biases
     dtype: torch.dtype,  # of what is multiplied
     tf32: bool,
 ) -> Films | None:
@@ -44,8 +44,8 @@ def films(
     cat = producers.get(act.inputs["x"])
     parts = [act.inputs["x"]] if cat is None else cat.many("x")
     wrong = cat is not None and (cat.op != "cat" or cat.attrs["axis"] != 1)
-    known = all(part in graph.inputs for part in parts)
-    if wrong or not known or len(parts) > 2 or parts.count(tabulated) != 1:
+    tabulated = inputs[0] if inputs else None
+    if wrong or not {*parts} <= {*inputs} or len(parts) > 2 or parts.count(tabulated) != 1:
         raise PlanError(f"the embedding is more than two inputs side by side ({act.source})")
     columns, rows = {}, 0
     for layer in layers:
