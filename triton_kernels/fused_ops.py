@@ -183,26 +183,26 @@ def attention_backward(
     return attention_bwd_rows(do, qkv, o, lse, num_heads, order, True, sums.rows)
 
 
-def avg_pool(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, H / 2, W / 2, C]
+def avg_pool(x: Tensor, tf32: bool = False) -> Tensor:  # [N, H, W, C] -> [N, H / 2, W / 2, C]
     """2x2 means."""
-    return gather(x, 0.25)
+    return gather(x, 0.25, tf32)
 
 
 def avg_pool_grad(
-    dy: Tensor, add: Tensor | None = None, sums: RowSums | None = None
+    dy: Tensor, add: Tensor | None = None, sums: RowSums | None = None, tf32: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """(its input gradient for even sizes, plus `add` [N, H, W, C]; rows [rows, C] in a place of
     `sums`, whose sum is that of it over samples and pixels, or None)"""
     n, h, w, c = dy.shape
-    return spread_add(dy, (n, 2 * h, 2 * w, c), 0.25, add, sums)
+    return spread_add(dy, (n, 2 * h, 2 * w, c), 0.25, add, sums, tf32)
 
 
-def upsample(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, 2H, 2W, C]
+def upsample(x: Tensor, tf32: bool = False) -> Tensor:  # [N, H, W, C] -> [N, 2H, 2W, C]
     """Each pixel becomes a 2x2 block."""
     n, h, w, c = x.shape
-    return spread(x, (n, 2 * h, 2 * w, c), 1.0)
+    return spread(x, (n, 2 * h, 2 * w, c), 1.0, tf32)
 
 
-def upsample_grad(dy: Tensor) -> Tensor:  # [N, 2H, 2W, C] -> [N, H, W, C]
+def upsample_grad(dy: Tensor, tf32: bool = False) -> Tensor:  # [N, 2H, 2W, C] -> [N, H, W, C]
     """Its input gradient: the sum over each 2x2 block."""
-    return gather(dy, 1.0)
+    return gather(dy, 1.0, tf32)

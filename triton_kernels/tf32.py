@@ -4,11 +4,19 @@ A float32 number is the sum of two TF32 numbers but for its last bit, and three 
 halves, big * small + small * big + big * big, are a float32 product up to 2^-22 of it.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _TRUNCATED = tl.constexpr(-0x2000)  # the mask of the bits that TF32 has
 _LARGE = tl.constexpr(3.4e38)  # from about here on rounding up would give infinity
+
+
+def rounded_to_tf32(x: Tensor) -> Tensor:  # float32, of any shape
+    """`round_to_tf32` of a tensor, by PyTorch: of parameters, or in a reference."""
+    bits = x.view(torch.int32)
+    return torch.where(x.isnan(), x, ((bits + 0x1000) & -0x2000).view(torch.float32))
 
 
 @triton.jit
@@ -27,3 +35,14 @@ def split_to_tf32(v):
     big = tl.where((tl.abs(v) > _LARGE) & (v == v), cut, round_to_tf32(v))
     small = tl.where(tl.abs(v) < float("inf"), v - big, 0.0)
     return big, round_to_tf32(small)
+
+
+@triton.jit
+def as_operand(v, dtype: tl.constexpr, TF32: tl.constexpr):
+    """v in `dtype`, and if that is float32 rounded to TF32 where products are in that: then tensor
+    cores ignore nothing. It is for results that products read, and for what a product reads that
+    nobody has rounded."""
+    if TF32 and dtype == tl.float32:
+        return round_to_tf32(v.to(tl.float32))
+    else:
+        return v.to(dtype)

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from triton_kernels.tf32 import rounded_to_tf32
+
 _ALIGNMENT = 64  # elements: every parameter starts at a multiple of 256 bytes (float32), 128 (bf16)
 
 _FILTERS, _OTHERS = -2, -1  # the groups before those of `together`
@@ -55,13 +57,17 @@ class FlatParameters:
                 parameter.grad = gradients[name]
         self.ema = self.param.clone() if trains else self.param
         self.averages: dict[float, Tensor] = {}  # further ones than `ema`, by decay
-        self.shadow: Tensor | None = None  # a copy in another dtype, which the optimizer keeps up
+        self.shadow: Tensor | None = None  # what `low` has made, which the optimizer keeps up
 
-    def low(self, dtype: torch.dtype) -> Tensor:
-        """The buffer that layers compute with: `param`, or its shadow in another dtype."""
-        if dtype == self.param.dtype:
+    def low(self, dtype: torch.dtype, tf32: bool = False) -> Tensor:
+        """The buffer that layers compute with: `param`, or its shadow in another dtype, or rounded
+        to TF32 for products of float32."""
+        if dtype != self.param.dtype:
+            self.shadow = self.param.to(dtype)
+        elif tf32:
+            self.shadow = rounded_to_tf32(self.param)
+        else:
             return self.param
-        self.shadow = self.param.to(dtype)
         return self.shadow
 
     def keep_averages(self, decays: Sequence[float]) -> None:

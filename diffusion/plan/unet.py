@@ -104,7 +104,7 @@ class FusedUNet:
                 block = re.match(r"middle_block|\w+\.\d+", name)[0]
                 start = self.filter_starts.get(block, grad.storage_offset())
                 self.filter_starts[block] = min(start, grad.storage_offset())
-        self.low = flat.views(flat.low(self.dtype))
+        self.low = flat.views(flat.low(self.dtype, tf32=self.dtype == torch.float32))
         self.aside = SideStream(flat.param.device, behind=1)
         self.weight_grads = WeightGrads(self)
         self.sums = kernels.RowSums(flat.grad)
@@ -314,7 +314,7 @@ class FusedUNet:
     def _padded(self, x: Tensor) -> Tensor:
         """x in the plan's precision, with zeros behind its few channels."""
         width = _padded_width(x.shape[-1])
-        if x.shape[-1] == width and x.dtype == self.dtype:
+        if x.shape[-1] == width and x.dtype == self.dtype != torch.float32:
             return x
         return self.kernels.pad_channels(x, width, self.dtype)
 

@@ -8,6 +8,7 @@ import torch
 from triton_kernels import reference
 from triton_kernels.optimizer import adamw
 from triton_kernels.runtime.device import describe
+from triton_kernels.tf32 import rounded_to_tf32
 
 SIZES = {
     "one": 1,
@@ -117,6 +118,17 @@ def test_a_step_equals_the_reference(size, max_norm, device):
 
 
 @OPS
+def test_a_shadow_in_float32_is_rounded_to_tf32(ops, device):
+    size = SIZES["blocks and a rest"]
+    state = State(size, device)
+    state.shadow = torch.empty_like(state.param)
+    grad = torch.randn(size, device=device)
+    state.step(ops, grad, ops.grad_norm(grad), make_hyper(1, device))
+    assert torch.equal(state.shadow, rounded_to_tf32(state.param))
+    assert not torch.equal(state.shadow, state.param)
+
+
+@OPS
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter's NumPy
 @pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
 def test_a_step_without_a_finite_norm_is_left_out(ops, bad, device):
@@ -197,7 +209,10 @@ def test_no_parameters(device):
         ({"hyper": torch.zeros(8).double()}, r"hyper has shape \(8,\); expected \(9,\)"),
         ({"norm": torch.zeros(())}, r"norm has shape \(\); expected \(1,\)"),
         ({"skipped": torch.zeros(1)}, "skipped is torch.float32"),
-        ({"shadow": torch.zeros(4)}, "expected contiguous torch.bfloat16 or torch.float16"),
+        (
+            {"shadow": torch.zeros(4).double()},
+            "expected contiguous torch.bfloat16 or torch.float16 or torch.float32",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -10,6 +10,7 @@ from triton_kernels.conv1d.conv1d import Activation, Film, Norm, Stem, Sums, pac
 from triton_kernels.hopper.descriptors import SUPPORTED
 from triton_kernels.reference import conv1d as stream_reference
 from triton_kernels.runtime.device import Device, describe
+from triton_kernels.tf32 import rounded_to_tf32
 
 from .poison import poison_outputs
 
@@ -218,11 +219,11 @@ def test_rounding_to_tf32():
     ulp = 2.0**-10  # of TF32 at 1
     x = torch.tensor([1.0, 1 + 0.49 * ulp, 1 + ulp / 2, -1 - ulp / 2, 0.0, torch.inf])
     expected = torch.tensor([1.0, 1.0, 1 + ulp, -1 - ulp, 0.0, torch.inf])
-    assert torch.equal(stream_conv1d.round_to_tf32(x), expected)
+    assert torch.equal(rounded_to_tf32(x), expected)
     nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
-    assert stream_conv1d.round_to_tf32(nan).isnan().all()
+    assert rounded_to_tf32(nan).isnan().all()
     x = torch.randn(1000)
-    error = (stream_conv1d.round_to_tf32(x) - x) / x
+    error = (rounded_to_tf32(x) - x) / x
     assert error.abs().max() <= ulp / 2 and abs(error.mean()) < ulp / 20
 
 
@@ -230,7 +231,7 @@ def test_rounding_to_tf32():
 def test_tf32_multiplies_rounded_operands(device, batched):
     """So that products of the tensor cores, which cut operands off, are exact."""
     torch.manual_seed(0)
-    rounded = stream_conv1d.round_to_tf32
+    rounded = rounded_to_tf32
     activation = make(device, 2, 7, 32, norm=4, film="scale")
     weight = rounded(torch.randn(16, 32, 3, device=device))
     conv = pack_conv(weight, None, torch.float32, slice_channels=16, block=16)
@@ -246,7 +247,7 @@ def test_tf32_multiplies_rounded_operands(device, batched):
 
 def test_tf32_projects_rounded_operands(device):
     torch.manual_seed(0)
-    rounded = stream_conv1d.round_to_tf32
+    rounded = rounded_to_tf32
     z, weight = torch.randn(3, 64, device=device), rounded(torch.randn(70, 64, device=device))
     expected = rounded(torch.nn.functional.mish(z)).double() @ weight.double().T
     assert relative(stream_conv1d.project(z, weight, allow_tf32=True), expected) < 1e-4
@@ -294,7 +295,7 @@ def whole_case(monkeypatch, device, precision, case):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
 
     def rounded(x):
-        return stream_conv1d.round_to_tf32(x) if precision == "tf32" else x.to(dtype).float()
+        return rounded_to_tf32(x) if precision == "tf32" else x.to(dtype).float()
 
     activation = make(device, n, t, c, splits=1)  # its sum is the same float32 for everybody
     weight = rounded(torch.randn((c, co, taps) if transposed else (co, c, taps), device=device))

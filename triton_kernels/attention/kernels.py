@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.dependent_launch import await_inputs
+from ..tf32 import as_operand
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -40,13 +41,15 @@ def _load_tile(
     D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """[BLOCK_T, BLOCK_D] of one head; zeros outside of it."""
+    """[BLOCK_T, BLOCK_D] of one head, as products take it; zeros outside of it."""
     ptrs = ptr + offs_t[:, None] * stride_t + offs_d[None, :] * stride_d
     if T % BLOCK_T == 0 and D == BLOCK_D:
-        return tl.load(ptrs)
+        value = tl.load(ptrs)
     else:
-        return tl.load(ptrs, mask=(offs_t < T)[:, None] & (offs_d < D)[None, :], other=0.0)
+        value = tl.load(ptrs, mask=(offs_t < T)[:, None] & (offs_d < D)[None, :], other=0.0)
+    return as_operand(value, value.dtype, PRECISION == "tf32")
 
 
 @triton.jit
@@ -60,9 +63,10 @@ def _store_tile(
     D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     ptrs = ptr + offs_t[:, None] * stride_t + offs_d[None, :]
-    value = value.to(ptr.dtype.element_ty)
+    value = as_operand(value, ptr.dtype.element_ty, PRECISION == "tf32")
     if T % BLOCK_T == 0 and D == BLOCK_D:
         tl.store(ptrs, value)
     else:
@@ -109,7 +113,7 @@ def attention_fwd_kernel(
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    q = _load_tile(q_ptr, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
+    q = _load_tile(q_ptr, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D, PRECISION)
     scale_log2 = scale * _LOG2_E
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum
@@ -117,7 +121,7 @@ def attention_fwd_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start_n in range(0, T, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = _load_tile(k_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+        k = _load_tile(k_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D, PRECISION)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         if T % BLOCK_N != 0:
             s = tl.where((offs_n < T)[None, :], s, float("-inf"))
@@ -125,12 +129,16 @@ def attention_fwd_kernel(
         p = tl.exp2(s * scale_log2 - m_new[:, None])
         alpha = tl.exp2(m - m_new)
         l = l * alpha + tl.sum(p, 1)  # noqa: E741
-        v = _load_tile(v_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
-        acc = _add_product(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
+        v = _load_tile(v_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D, PRECISION)
+        acc = _add_product(
+            as_operand(p, v.dtype, PRECISION == "tf32"), v, acc * alpha[:, None], PRECISION
+        )
         m = m_new
 
     o_ptr += n.to(tl.int64) * T * channels + head * D
-    _store_tile(o_ptr, acc / l[:, None], offs_m, offs_d, channels, T, D, BLOCK_M, BLOCK_D)
+    _store_tile(
+        o_ptr, acc / l[:, None], offs_m, offs_d, channels, T, D, BLOCK_M, BLOCK_D, PRECISION
+    )
     tl.store(lse_ptr + row.to(tl.int64) * T + offs_m, m + tl.log2(l), mask=offs_m < T)
 
 
@@ -171,9 +179,13 @@ def attention_bwd_dq_kernel(
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    q = _load_tile(qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
-    do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D)
-    o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D)
+    q = _load_tile(
+        qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D, PRECISION
+    )
+    do = _load_tile(
+        do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D, PRECISION
+    )
+    o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D, PRECISION)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     offs_row = row.to(tl.int64) * T + offs_m
     tl.store(delta_ptr + offs_row, delta, mask=offs_m < T)
@@ -183,17 +195,19 @@ def attention_bwd_dq_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start_n in range(0, T, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = _load_tile(k_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
-        v = _load_tile(v_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+        k = _load_tile(k_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D, PRECISION)
+        v = _load_tile(v_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D, PRECISION)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         p = tl.exp2(s * scale_log2 - lse[:, None])
         if T % BLOCK_N != 0:
             p = tl.where((offs_n < T)[None, :], p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
-        ds = (p * (dp - delta[:, None])).to(k.dtype)
+        ds = as_operand(p * (dp - delta[:, None]), k.dtype, PRECISION == "tf32")
         dq = _add_product(ds, k, dq, PRECISION)
     dq *= scale
-    _store_tile(dqkv_ptr + q_offset, dq, offs_m, offs_d, 3 * channels, T, D, BLOCK_M, BLOCK_D)
+    _store_tile(
+        dqkv_ptr + q_offset, dq, offs_m, offs_d, 3 * channels, T, D, BLOCK_M, BLOCK_D, PRECISION
+    )
     if rows_ptr is not None:  # beyond T dq is zero, since lse is infinite
         rows_ptr += (n * tl.cdiv(T, BLOCK_M) + pid_m).to(tl.int64) * (3 * channels) + offset
         tl.store(rows_ptr + offs_d, tl.sum(dq, 0), mask=offs_d < D)
@@ -237,8 +251,12 @@ def attention_bwd_dkdv_kernel(
 
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    k = _load_tile(qkv_ptr + k_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
-    v = _load_tile(qkv_ptr + v_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+    k = _load_tile(
+        qkv_ptr + k_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D, PRECISION
+    )
+    v = _load_tile(
+        qkv_ptr + v_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D, PRECISION
+    )
     scale_log2 = scale * _LOG2_E
 
     # Scores are transposed, [keys, queries]: p and ds are the left operands of dv and dk as they
@@ -248,10 +266,14 @@ def attention_bwd_dkdv_kernel(
     dq_sum = tl.zeros([BLOCK_D], tl.float32)
     for start_m in range(0, T, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
-        q = _load_tile(qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
-        do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D)
+        q = _load_tile(
+            qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D, PRECISION
+        )
+        do = _load_tile(
+            do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D, PRECISION
+        )
         if ONE_PASS:
-            o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D)
+            o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D, PRECISION)
             delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
         else:
             delta = tl.load(delta_ptr + offs_m, mask=offs_m < T, other=0.0)
@@ -260,20 +282,33 @@ def attention_bwd_dkdv_kernel(
         p = tl.exp2(s * scale_log2 - lse[None, :])
         if T % BLOCK_N != 0:
             p = tl.where((offs_n < T)[:, None], p, 0.0)
-        dv = _add_product(p.to(do.dtype), do, dv, PRECISION)
+        dv = _add_product(as_operand(p, do.dtype, PRECISION == "tf32"), do, dv, PRECISION)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BN, BM]
-        ds = (p * (dp - delta[None, :])).to(q.dtype)
+        ds = as_operand(p * (dp - delta[None, :]), q.dtype, PRECISION == "tf32")
         dk = _add_product(ds, q, dk, PRECISION)
         if ONE_PASS:
             dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * scale
             _store_tile(
-                dqkv_ptr + q_offset, dq, offs_m, offs_d, 3 * channels, T, D, BLOCK_M, BLOCK_D
+                dqkv_ptr + q_offset,
+                dq,
+                offs_m,
+                offs_d,
+                3 * channels,
+                T,
+                D,
+                BLOCK_M,
+                BLOCK_D,
+                PRECISION,
             )
             if rows_ptr is not None:
                 dq_sum += tl.sum(dq, 0)
     dk *= scale
-    _store_tile(dqkv_ptr + k_offset, dk, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D)
-    _store_tile(dqkv_ptr + v_offset, dv, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D)
+    _store_tile(
+        dqkv_ptr + k_offset, dk, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D, PRECISION
+    )
+    _store_tile(
+        dqkv_ptr + v_offset, dv, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D, PRECISION
+    )
     if rows_ptr is not None:
         rows_ptr += (n * tl.cdiv(T, BLOCK_N) + pid_n).to(tl.int64) * (3 * channels) + offset
         mask_d = offs_d < D

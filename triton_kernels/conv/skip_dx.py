@@ -27,6 +27,7 @@ from ..registry.kernel import Kernel, Op
 from ..registry.spec import ConvSpec, dtype_name
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import Device, describe
+from ..tf32 import as_operand
 from .plain import pointer_skip_dx
 from .plain.pointer_tiles import PointerTile
 from .plain.tile_edges import count_tiles, tile_number, zero_outside
@@ -126,7 +127,8 @@ def _finish(
                 dx, at[1], at[2], P // FACTOR, Q // FACTOR, TILE_H // FACTOR, TILE_W // FACTOR
             )
         tl.store(sums_ptr + row[None, :] * CH + offs_c[:, None], tl.sum(inside, axis=2), mask=mask)
-    dx = tl.trans(dx.reshape(BLOCK_C, BLOCK_M // FACTOR // FACTOR).to(dx_desc.dtype))
+    dx = as_operand(dx.reshape(BLOCK_C, BLOCK_M // FACTOR // FACTOR), dx_desc.dtype, True)
+    dx = tl.trans(dx)
     dx_desc.store(at, dx.reshape(TILE_N, TILE_H // FACTOR, TILE_W // FACTOR, BLOCK_C))
 
 

@@ -401,14 +401,6 @@ def _positions(t: int) -> int:
     return max(8, triton.next_power_of_2(t))
 
 
-def round_to_tf32(weight: Tensor) -> Tensor:  # float32, of any shape
-    """To the nearest number of 10 bits of mantissa: tensor cores ignore those behind them, so that
-    what is multiplied as it is would be too small in the mean. Weights are rounded here, once;
-    activations in the kernels."""
-    bits = weight.view(torch.int32)
-    return torch.where(weight.isnan(), weight, ((bits + 0x1000) & -0x2000).view(torch.float32))
-
-
 def _precision(dtype: torch.dtype, allow_tf32: bool) -> str:
     return "tf32" if allow_tf32 or dtype != torch.float32 else "tf32x3"
 

@@ -59,6 +59,7 @@ def norm_apply(
     scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
     shift: Tensor | None = None,  # [N, C1 + C2]
     mask: Mask | None = None,
+    tf32: bool = False,  # here and below: float32 results are rounded to TF32, as products are
     fold: bool | None = None,  # None: where it is faster
     config: PassConfig = _APPLY_CONFIG,  # of one launch
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2], float32 [N, 4, C1 + C2]
@@ -71,7 +72,7 @@ def norm_apply(
         film = {"scale": scale, "shift": shift}
         table = norm_table(partials, pixels, num_groups, weight, bias, eps, **film)
         early = mask is None and _overlaps(x1)
-        return apply(x1, x2, table, activation, mask=mask, early=early), table
+        return apply(x1, x2, table, activation, mask=mask, early=early, tf32=tf32), table
 
     assert mask is None, "dropout is for two launches"
     check_activation(activation)
@@ -93,7 +94,7 @@ def norm_apply(
         x1, x2, first, second, weight, bias, *film, table, a, *map(row_stride, film),
         pixels[0], pixels[-1], h * w, c1, c2, grid.k, grid.cb1, grid.cb, eps,
         activation, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
-        num_warps=config.num_warps, **overlapping(x1.device, n * h * w),
+        tf32, num_warps=config.num_warps, **overlapping(x1.device, n * h * w),
     )  # fmt: skip
     return a, table
 
@@ -108,13 +109,15 @@ def norm_apply_upsampled(
     bias: Tensor | None,  # [C1 + C2]
     eps: float,
     activation: str,
+    *,
+    tf32: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:  # [N, H, W, C1 + C2], tables, [N, H, W, C1]
     """`norm_apply` of upsample(x1) beside x2, where the tables are float32 [N, 4, C1 + C2] and that
     of x2 alone [N, 4, C2]; and upsample(x1)."""
     shape = len(x2), 4, x2.shape[3]
     second = _empty(shape, dtype=torch.float32, device=x2.device)
     table = norm_table(partials, pixels, num_groups, weight, bias, eps, second_out=second)
-    a, large = apply_upsampled(x1, x2, table, activation, early=_overlaps(x1))
+    a, large = apply_upsampled(x1, x2, table, activation, early=_overlaps(x1), tf32=tf32)
     return a, (table, second), large
 
 
@@ -141,6 +144,7 @@ def norm_backward(
     scale: Tensor | None = None,
     grad_scale_out: Tensor | None = None,
     grad_shift_out: Tensor | None = None,
+    tf32: bool = False,
     fold: bool | None = None,  # None: where it is faster
     config: PassConfig = _DX_CONFIG,  # of one launch
 ) -> tuple[Tensor, Tensor | None]:  # as x; float32 [rows, C] in a place of `sums`
@@ -157,7 +161,7 @@ def norm_backward(
         )  # fmt: skip
         dx, _, added = norm_dx(
             dz, x, None, coeff, add1, None, add1_second, sums if rows else False,
-            upsample1=upsample1, out=out,
+            upsample1=upsample1, tf32=tf32, out=out,
         )  # fmt: skip
         return dx, added
 
@@ -184,7 +188,7 @@ def norm_backward(
         dz, x, add1, add1_second, dx, added, partials, input_partials, table, weight, bias, scale,
         work, *strided[1:], *map(row_stride, strided), h * w, c, grid.k, grid.cb,
         count, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
-        num_warps=config.num_warps, **overlapping(x.device),
+        tf32, num_warps=config.num_warps, **overlapping(x.device),
     )  # fmt: skip
     for i, grad in enumerate((grad_weight_out, grad_bias_out, bias_grad_out)):
         if grad is not None:

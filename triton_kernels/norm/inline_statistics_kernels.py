@@ -11,6 +11,7 @@ import triton.language as tl
 from ..activations import activate
 from ..reductions.tile_sum import sum_over_pixels
 from ..runtime.dependent_launch import await_inputs
+from ..tf32 import as_operand
 from .multi_pass_kernels import affine
 from .statistics import (
     covering_lanes,
@@ -86,6 +87,7 @@ def _apply_folded_half(
     BLOCK_J: tl.constexpr,
     BLOCK_K1: tl.constexpr,
     BLOCK_K2: tl.constexpr,
+    TF32: tl.constexpr,
 ):
     C = C1 + C2
     offs_p = tl.arange(0, BLOCK_P)
@@ -127,7 +129,7 @@ def _apply_folded_half(
             x = tl.load(x_ptr + p0 * CH + offs, mask=mask)
         # x - mean first: x slope + (b - mean slope) would cancel when the mean is large
         a = activate((x.to(tl.float32) - mean[None, :]) * slope[None, :] + b[None, :], ACT)
-        tl.store(a_ptr + p0 * C + offs_a, a.to(a_ptr.dtype.element_ty), mask=mask)
+        tl.store(a_ptr + p0 * C + offs_a, as_operand(a, a_ptr.dtype.element_ty, TF32), mask=mask)
 
 
 @triton.jit
@@ -165,6 +167,7 @@ def norm_apply_folded_kernel(
     BLOCK_J: tl.constexpr,
     BLOCK_K1: tl.constexpr,
     BLOCK_K2: tl.constexpr,
+    TF32: tl.constexpr,  # products in TF32 read what is written
 ):
     await_inputs()
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # as in apply
@@ -177,6 +180,7 @@ def norm_apply_folded_kernel(
             table_ptr, a_ptr, stride_scale, stride_shift, pixels1, pixels2,
             n, k, pid_c * BLOCK_C, 0, HW, C1, C1, C2, eps,
             ACT, K1, K2, CG, MASKED, TILES, BLOCK_P, BLOCK_C, BLOCK_G, BLOCK_J, BLOCK_K1, BLOCK_K2,
+            TF32,
         )  # fmt: skip
     elif x2_ptr is not None:
         _apply_folded_half(
@@ -184,6 +188,7 @@ def norm_apply_folded_kernel(
             table_ptr, a_ptr, stride_scale, stride_shift, pixels1, pixels2,
             n, k, (pid_c - CB1) * BLOCK_C, C1, HW, C2, C1, C2, eps,
             ACT, K1, K2, CG, MASKED, TILES, BLOCK_P, BLOCK_C, BLOCK_G, BLOCK_J, BLOCK_K1, BLOCK_K2,
+            TF32,
         )  # fmt: skip
 
 
@@ -303,6 +308,7 @@ def norm_dx_folded_kernel(
     BLOCK_J: tl.constexpr,
     BLOCK_KZ: tl.constexpr,
     BLOCK_KX: tl.constexpr,
+    TF32: tl.constexpr,  # products in TF32 read what is written
 ):
     await_inputs()
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # as in apply
@@ -337,7 +343,7 @@ def norm_dx_folded_kernel(
             dx += tl.load(add_ptr + here + offs, mask=mask).to(tl.float32)
         if add_second_ptr is not None:
             dx += tl.load(add_second_ptr + here + offs, mask=mask).to(tl.float32)
-        tl.store(dx_ptr + here + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dx_ptr + here + offs, as_operand(dx, dx_ptr.dtype.element_ty, TF32), mask=mask)
         if sums_ptr is not None:
             acc += tl.where(mask, dx, 0.0) if MASKED else dx
     if sums_ptr is not None:

@@ -12,6 +12,7 @@ from ..activations import activate
 from ..noise.dropout import kept
 from ..reductions.tile_sum import sum_over_pixels
 from ..runtime.dependent_launch import await_inputs
+from ..tf32 import as_operand
 
 
 @triton.jit
@@ -53,6 +54,7 @@ def _norm_apply_half(
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    TF32: tl.constexpr,
 ):
     offs_p = tl.arange(0, BLOCK_P)
     offs_c = c0 + tl.arange(0, BLOCK_C)
@@ -73,7 +75,7 @@ def _norm_apply_half(
             a = _normalized(x, mean, slope, b, ACT)
             out_ptr = a_ptr + (n * HW + p0) * C + border
             offs = offs_p[:, None] * C + offs_c[None, :]
-            tl.store(out_ptr + offs, a.to(a_ptr.dtype.element_ty), mask=mask)
+            tl.store(out_ptr + offs, as_operand(a, a_ptr.dtype.element_ty, TF32), mask=mask)
     else:
         mean, slope, b = _table_of(table_ptr + n * 4 * C + border + offs_c, C, mask_c)
         for i in range(TILES):
@@ -89,7 +91,7 @@ def _norm_apply_half(
                 a = tl.where(keep, a * (1.0 / (1.0 - drop)), 0.0)
             out_ptr = a_ptr + (n * HW + p0) * C + border
             offs = offs_p[:, None] * C + offs_c[None, :]
-            tl.store(out_ptr + offs, a.to(a_ptr.dtype.element_ty), mask=mask)
+            tl.store(out_ptr + offs, as_operand(a, a_ptr.dtype.element_ty, TF32), mask=mask)
 
 
 @triton.jit
@@ -122,6 +124,7 @@ def _norm_apply_upsampled(
     TILES: tl.constexpr,
     BLOCK_Q: tl.constexpr,  # pixels of x
     BLOCK_C: tl.constexpr,
+    TF32: tl.constexpr,
 ):
     offs_q = tl.arange(0, BLOCK_Q)
     offs_c = c0 + tl.arange(0, BLOCK_C)
@@ -141,7 +144,7 @@ def _norm_apply_upsampled(
             x = tl.load(x_ptr + offs, mask=mask)
         pixel = q0 + offs_q
         corner = n * HW + pixel // (W // 2) * (2 * W) + pixel % (W // 2) * 2
-        a = _normalized(x, mean, slope, b, ACT).to(a_ptr.dtype.element_ty)
+        a = as_operand(_normalized(x, mean, slope, b, ACT), a_ptr.dtype.element_ty, TF32)
         if CORNERS:
             tl.store(a_ptr + corner[:, None] * C + offs_c[None, :], a, mask=mask)
         else:
@@ -177,6 +180,7 @@ def norm_apply_kernel(
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    TF32: tl.constexpr,  # products in TF32 read what is written
 ):
     if not EARLY:
         await_inputs()
@@ -191,18 +195,18 @@ def norm_apply_kernel(
         if UPSAMPLED:
             _norm_apply_upsampled(
                 x1_ptr, table_ptr, a_ptr, large_ptr, n, k, c0, HW, W, C1, C,
-                ACT, MASKED, EARLY, CORNERS, TILES, BLOCK_P // 4, BLOCK_C,
+                ACT, MASKED, EARLY, CORNERS, TILES, BLOCK_P // 4, BLOCK_C, TF32,
             )  # fmt: skip
         else:
             _norm_apply_half(
                 x1_ptr, table_ptr, a_ptr, n, k, c0, 0, HW, C1, C,
-                rng_ptr, first, stream, drop, ACT, MASKED, EARLY, TILES, BLOCK_P, BLOCK_C,
+                rng_ptr, first, stream, drop, ACT, MASKED, EARLY, TILES, BLOCK_P, BLOCK_C, TF32,
             )  # fmt: skip
     elif x2_ptr is not None:
         c0 = (pid_c - CB1) * BLOCK_C
         _norm_apply_half(
             x2_ptr, table_ptr, a_ptr, n, k, c0, C1, HW, C2, C,
-            rng_ptr, first, stream, drop, ACT, MASKED, EARLY, TILES, BLOCK_P, BLOCK_C,
+            rng_ptr, first, stream, drop, ACT, MASKED, EARLY, TILES, BLOCK_P, BLOCK_C, TF32,
         )  # fmt: skip
 
 
@@ -236,6 +240,7 @@ def _norm_dx_half(
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    TF32: tl.constexpr,
 ):
     offs_p = tl.arange(0, BLOCK_P)
     offs_c = c0 + tl.arange(0, BLOCK_C)
@@ -255,7 +260,7 @@ def _norm_dx_half(
             dx += tl.load(add_ptr + first + offs, mask=mask).to(tl.float32)
         if add_second_ptr is not None:
             dx += tl.load(add_second_ptr + first + offs, mask=mask).to(tl.float32)
-        tl.store(dx_ptr + first + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dx_ptr + first + offs, as_operand(dx, dx_ptr.dtype.element_ty, TF32), mask=mask)
         if sums_ptr is not None:
             acc += tl.where(mask, dx, 0.0) if MASKED else dx
     if sums_ptr is not None:
@@ -296,6 +301,7 @@ def _norm_dx_upsampled(
     TILES: tl.constexpr,
     BLOCK_Q: tl.constexpr,  # pixels of x
     BLOCK_C: tl.constexpr,
+    TF32: tl.constexpr,
 ):
     offs_q = tl.arange(0, BLOCK_Q)
     offs_c = c0 + tl.arange(0, BLOCK_C)
@@ -316,7 +322,7 @@ def _norm_dx_upsampled(
             dx += _sum_four(add_ptr + n * HW * CH, offs_fine, W, CH, mask)
         if add_second_ptr is not None:
             dx += _sum_four(add_second_ptr + n * HW * CH, offs_fine, W, CH, mask)
-        tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dx_ptr + offs, as_operand(dx, dx_ptr.dtype.element_ty, TF32), mask=mask)
         if sums_ptr is not None:
             acc += tl.where(mask, dx, 0.0) if MASKED else dx
     if sums_ptr is not None:
@@ -351,6 +357,7 @@ def norm_dx_kernel(
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    TF32: tl.constexpr,  # products in TF32 read what is written
 ):
     await_inputs()
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # as in apply
@@ -363,16 +370,16 @@ def norm_dx_kernel(
         if UPSAMPLE:
             _norm_dx_upsampled(
                 dz_ptr, x1_ptr, coeff_ptr, add1_ptr, add1_second_ptr, dx1_ptr, sums_ptr,
-                n, k, c0, HW, W, C1, C, K, MASKED, TILES, BLOCK_P // 4, BLOCK_C,
+                n, k, c0, HW, W, C1, C, K, MASKED, TILES, BLOCK_P // 4, BLOCK_C, TF32,
             )  # fmt: skip
         else:
             _norm_dx_half(
                 dz_ptr, x1_ptr, coeff_ptr, add1_ptr, add1_second_ptr, dx1_ptr, sums_ptr,
-                n, k, c0, 0, HW, C1, C, K, MASKED, TILES, BLOCK_P, BLOCK_C,
+                n, k, c0, 0, HW, C1, C, K, MASKED, TILES, BLOCK_P, BLOCK_C, TF32,
             )  # fmt: skip
     elif x2_ptr is not None:
         c0 = (pid_c - CB1) * BLOCK_C
         _norm_dx_half(
             dz_ptr, x2_ptr, coeff_ptr, add2_ptr, None, dx2_ptr, None,
-            n, k, c0, C1, HW, C2, C, K, MASKED, TILES, BLOCK_P, BLOCK_C,
+            n, k, c0, C1, HW, C2, C, K, MASKED, TILES, BLOCK_P, BLOCK_C, TF32,
         )  # fmt: skip

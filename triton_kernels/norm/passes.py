@@ -95,12 +95,14 @@ def apply(
     *,
     mask: Mask | None = None,
     early: bool = False,
+    tf32: bool = False,
     config: PassConfig | None = None,
 ) -> Tensor:  # [N, H, W, C1 + C2], dtype of x1
     """act(norm(x)) of x = x1 beside x2, and dropout of it if there is a mask.
 
     `early` says that the launch in front makes the table, and that x1 and x2 are older: then they
-    are read while that launch is still under way, where kernels overlap (`dependent_launch`).
+    are read while that launch is still under way, where kernels overlap (`dependent_launch`). With
+    `tf32`, here and below, float32 results are rounded to TF32: products in that read them.
     """
     check_activation(activation)
     check_nhwc("x1", x1)
@@ -113,11 +115,11 @@ def apply(
         spec = NormSpec(n, dtype_name(x1.dtype), h, w, c1, c2, activation=activation)
 
         def run(c: PassConfig) -> Tensor:
-            return apply(x1, x2, table, activation, config=c)
+            return apply(x1, x2, table, activation, tf32=tf32, config=c)
 
         config = select(APPLY, spec, describe(x1.device), run).config
     a = _empty((n, h, w, c1 + c2), dtype=x1.dtype, device=x1.device)
-    _launch_apply(x1, x2, table, a, None, activation, mask, early, config)
+    _launch_apply(x1, x2, table, a, None, activation, mask, early, tf32, config)
     return a
 
 
@@ -130,6 +132,7 @@ def apply_upsampled(
     corners: bool = False,
     keep: bool = True,
     early: bool = False,
+    tf32: bool = False,
     config: PassConfig | None = None,  # None: _EARLY_CONFIG
 ) -> tuple[Tensor, Tensor | None]:  # [N, H, W, C1 + C2]; [N, H, W, C1], both in the dtype of x1
     """act(norm(x)) of x = upsample(x1) beside x2, where every pixel of x1 becomes a 2x2 block; and
@@ -145,7 +148,7 @@ def apply_upsampled(
     a = _empty((n, h, w, c1 + c2), dtype=x1.dtype, device=x1.device)
     large = _empty((n, h, w, c1), dtype=x1.dtype, device=x1.device) if keep else None
     config = _EARLY_CONFIG if config is None else config
-    _launch_apply(x1, x2, table, a, large, activation, None, early, config, corners)
+    _launch_apply(x1, x2, table, a, large, activation, None, early, tf32, config, corners)
     return a, large
 
 
@@ -158,6 +161,7 @@ def _launch_apply(
     activation: str,
     mask: Mask | None,
     early: bool,
+    tf32: bool,
     config: PassConfig,
     corners: bool = False,
 ) -> None:
@@ -177,7 +181,7 @@ def _launch_apply(
         *tile,
     )
     norm_apply_kernel[(grid.programs,)](
-        x1, x2, table, a, large, *shape, *options, num_warps=config.num_warps, **overlap
+        x1, x2, table, a, large, *shape, *options, tf32, num_warps=config.num_warps, **overlap
     )
 
 
@@ -192,6 +196,7 @@ def norm_dx(
     sums: bool | RowSums = False,
     *,
     upsample1: bool = False,
+    tf32: bool = False,
     out: Tensor | None = None,  # as x1; may be dz if there is no x2
     config: PassConfig | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -252,6 +257,6 @@ def norm_dx(
     shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb)
     norm_dx_kernel[(grid.programs,)](
         dz, x1, x2, coeff, *adds, dx1, dx2, rows, *shape, upsample1, *grid.tile,
-        num_warps=config.num_warps, **overlapping(x1.device),
+        tf32, num_warps=config.num_warps, **overlapping(x1.device),
     )  # fmt: skip
     return dx1, dx2, rows

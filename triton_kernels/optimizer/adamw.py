@@ -6,7 +6,7 @@
     v       <- beta2 v + (1 - beta2) g^2
     w       <- w - lr / correction1  m / (sqrt(v / correction2) + eps)
     ema     <- decay ema + (1 - decay) w
-    shadow  <- w, rounded: the copy that the layers compute with
+    shadow  <- w, rounded to 16 bits or to TF32: the copy that the layers compute with
 
 `grad_norm` and `adamw_step` are a launch each. The first may be taken apart: `square_sums` sums the
 squares of a part of the gradient as soon as that part is complete, and with the last part adds up.
@@ -28,6 +28,7 @@ from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import describe
 from ..runtime.layout import check_device, check_shape
 from ..runtime.library import op
+from ..tf32 import as_operand
 
 _NUM_WARPS = 8
 _BLOCK = 4 * 32 * _NUM_WARPS  # 4 a thread: beyond, the layouts of 32 and 16 bits would differ
@@ -78,7 +79,7 @@ def _adamw_kernel(
     exp_avg_ptr,  # float32 [P], in place
     exp_avg_sq_ptr,  # float32 [P], in place
     ema_ptr,  # float32 [P], in place
-    shadow_ptr,  # bfloat16 or float16 [P], out, or None
+    shadow_ptr,  # bfloat16, float16 or float32 for TF32 [P], out, or None
     norm_ptr,  # float32 [1]
     hyper_ptr,  # float64 [9]
     skipped_ptr,  # int32 [1], in place
@@ -154,7 +155,9 @@ def _update(
         tl.store(exp_avg_sq_ptr + offs, exp_avg_sq, mask=mask)
         tl.store(ema_ptr + offs, ema, mask=mask)
         if shadow_ptr is not None:
-            tl.store(shadow_ptr + offs, param.to(shadow_ptr.dtype.element_ty), mask=mask)
+            tl.store(
+                shadow_ptr + offs, as_operand(param, shadow_ptr.dtype.element_ty, True), mask=mask
+            )
 
 
 def norm_chunk(size: int) -> int:
@@ -257,7 +260,7 @@ def adamw_step(
     hyper: Tensor,  # float64 [9]: lr, beta1, beta2, eps, weight_decay, bias_correction1,
     #                 bias_correction2, ema_decay, max_norm (0: no clipping)
     skipped: Tensor,  # int32 [1], counts the steps left out, in place
-    shadow: Tensor | None = None,  # bfloat16 or float16 [P], gets the new param
+    shadow: Tensor | None = None,  # [P], gets the new param in 16 bits, or float32 rounded to TF32
 ) -> None:
     """Clip, AdamW (Loshchilov and Hutter 2019) and EMA over all parameters at once. If `norm` is
     not finite nothing is touched but the count."""
@@ -274,7 +277,7 @@ def adamw_step(
     _check_flat("hyper", hyper, 9, torch.float64)
     _check_flat("skipped", skipped, 1, torch.int32)
     if shadow is not None:
-        _check_flat("shadow", shadow, size, torch.bfloat16, torch.float16)
+        _check_flat("shadow", shadow, size, torch.bfloat16, torch.float16, torch.float32)
     _adamw_step(param, grad, exp_avg, exp_avg_sq, ema, norm, hyper, skipped, shadow)
 
 

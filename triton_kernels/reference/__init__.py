@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..noise.philox import DROPOUT, FLIP, KNOWN, NOISE, REVERSE, TIMESTEP
+from ..tf32 import rounded_to_tf32
 
 ACTIVATION_FUNCTIONS = {
     "identity": lambda x: x,
@@ -388,7 +389,7 @@ def adamw_step(
     hyper: Tensor,  # float64 [9]: lr, beta1, beta2, eps, weight_decay, bias_correction1,
     #                 bias_correction2, ema_decay, max_norm (0: no clipping)
     skipped: Tensor,  # int32 [1], counts the steps left out, in place
-    shadow: Tensor | None = None,  # bfloat16 or float16 [P], gets the new param
+    shadow: Tensor | None = None,  # [P], gets the new param in 16 bits, or float32 rounded to TF32
 ) -> None:
     """Clip, AdamW (Loshchilov and Hutter 2019) and EMA over all parameters at once. If `norm` is
     not finite nothing is touched but the count."""
@@ -413,7 +414,8 @@ def adamw_step(
     ):
         old.copy_(torch.where(finite, new, old))
     if shadow is not None:
-        shadow.copy_(torch.where(finite, new_param, shadow))
+        low = rounded_to_tf32(new_param.float()) if shadow.dtype == torch.float32 else new_param
+        shadow.copy_(torch.where(finite, low, shadow))
     skipped += ~finite
 
 

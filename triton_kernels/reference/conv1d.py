@@ -17,11 +17,10 @@ from ..conv1d.conv1d import (
     Stem,
     Sums,
     pack_conv,
-    round_to_tf32,
     unpack_conv,
 )
 
-__all__ = ["PROJECT_BLOCK", "conv_stage", "head", "pack_conv", "project", "round_to_tf32"]
+__all__ = ["PROJECT_BLOCK", "conv_stage", "head", "pack_conv", "project"]
 
 
 def conv_stage(

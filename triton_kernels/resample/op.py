@@ -24,6 +24,7 @@ from ..reductions.row_sums import RowSums
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.layout import check_nhwc
 from ..runtime.library import derivative, op
+from ..tf32 import as_operand
 
 _TILE = 2048  # coarse elements of a program: with four warps 16 a thread, loads of 16 bytes
 _NUM_WARPS = 4
@@ -45,6 +46,7 @@ def _gather_kernel(
     CB,
     BLOCK_Q: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    TF32: tl.constexpr,  # products in TF32 read what is written
 ):
     await_inputs()
     pid = tl.program_id(0)
@@ -60,17 +62,17 @@ def _gather_kernel(
     acc += tl.load(upper_ptr + offs + C, mask=mask, other=0.0).to(tl.float32)
     acc += tl.load(lower_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     acc += tl.load(lower_ptr + offs + C, mask=mask, other=0.0).to(tl.float32)
-    coarse = (acc * factor).to(coarse_ptr.dtype.element_ty)
+    coarse = as_operand(acc * factor, coarse_ptr.dtype.element_ty, TF32)
     offs = offs_q[:, None] * C + offs_c[None, :]
     tl.store(coarse_ptr + row * Q * C + offs, coarse, mask=mask)
 
 
 @triton.jit
-def _store_sum(fine_ptr, add_ptr, offs, value, mask):
+def _store_sum(fine_ptr, add_ptr, offs, value, mask, TF32: tl.constexpr):
     """fine = value + add; returns that, with zeros outside of the mask."""
     if add_ptr is not None:
         value += tl.load(add_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(fine_ptr + offs, value.to(fine_ptr.dtype.element_ty), mask=mask)
+    tl.store(fine_ptr + offs, as_operand(value, fine_ptr.dtype.element_ty, TF32), mask=mask)
     return tl.where(mask, value, 0.0)
 
 
@@ -90,6 +92,7 @@ def _spread_kernel(
     CB,
     BLOCK_Q: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    TF32: tl.constexpr,  # products in TF32 read what is written
 ):
     await_inputs()
     pid = tl.program_id(0)
@@ -112,10 +115,10 @@ def _spread_kernel(
     left = (2 * offs_q < W)[:, None] & mask_c
     right = (2 * offs_q + 1 < W)[:, None] & mask_c
     below = p * 2 + 1 < H
-    total = _store_sum(fine_ptr, add_ptr, upper + offs, value, left)
-    total += _store_sum(fine_ptr, add_ptr, upper + offs + C, value, right)
-    total += _store_sum(fine_ptr, add_ptr, lower + offs, value, left & below)
-    total += _store_sum(fine_ptr, add_ptr, lower + offs + C, value, right & below)
+    total = _store_sum(fine_ptr, add_ptr, upper + offs, value, left, TF32)
+    total += _store_sum(fine_ptr, add_ptr, upper + offs + C, value, right, TF32)
+    total += _store_sum(fine_ptr, add_ptr, lower + offs, value, left & below, TF32)
+    total += _store_sum(fine_ptr, add_ptr, lower + offs + C, value, right & below, TF32)
     if sums_ptr is not None:
         sums_ptr += (pid // CB).to(tl.int64) * C
         tl.store(sums_ptr + offs_c, tl.sum(total, 0), mask=offs_c < C)
@@ -136,21 +139,30 @@ def _cut(columns: int, c: int, tile: int = _TILE) -> _Grid:
     return _Grid(triton.cdiv(columns, block_q), triton.cdiv(c, block_c), block_q, block_c)
 
 
-def gather(fine: Tensor, factor: float) -> Tensor:  # [N, H, W, C] -> [N, H // 2, W // 2, C]
-    """factor * the sum over each 2x2 block."""
+def gather(
+    fine: Tensor,  # [N, H, W, C]
+    factor: float,
+    tf32: bool = False,
+) -> Tensor:  # [N, H // 2, W // 2, C]
+    """factor * the sum over each 2x2 block; float32 of `tf32` is rounded to TF32."""
     n, h, w, c = fine.shape
     coarse = _empty((n, h // 2, w // 2, c), dtype=fine.dtype, device=fine.device)
     grid = _cut(w // 2, c)
     _gather_kernel[(n * (h // 2) * grid.qb * grid.cb,)](
-        fine, coarse, factor, h, w, c, h // 2, w // 2, *grid, num_warps=_NUM_WARPS,
+        fine, coarse, factor, h, w, c, h // 2, w // 2, *grid, tf32, num_warps=_NUM_WARPS,
         **overlapping(fine.device, n * h * w),
     )  # fmt: skip
     return coarse
 
 
-def spread(coarse: Tensor, shape: tuple[int, ...], factor: float) -> Tensor:  # of that shape
-    """factor * the coarse pixel that each pixel lies in."""
-    return spread_add(coarse, shape, factor)[0]
+def spread(
+    coarse: Tensor,  # [N, P, Q, C]
+    shape: tuple[int, ...],  # (N, H, W, C)
+    factor: float,
+    tf32: bool = False,
+) -> Tensor:  # of that shape
+    """factor * the coarse pixel that each pixel lies in; float32 of `tf32` is rounded to TF32."""
+    return spread_add(coarse, shape, factor, tf32=tf32)[0]
 
 
 def spread_add(
@@ -159,6 +171,7 @@ def spread_add(
     factor: float,
     add: Tensor | None = None,  # [N, H, W, C]
     sums: RowSums | None = None,
+    tf32: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """fine = factor * the coarse pixel + add, rounded once; and float32 [rows, C] in a place of
     `sums`, whose sum over rows is that of `fine` over samples and pixels, or None."""
@@ -170,8 +183,8 @@ def spread_add(
     if sums is not None:
         partial = sums.rows(n * rows * grid.qb, c)
     _spread_kernel[(n * rows * grid.qb * grid.cb,)](
-        coarse, fine, add, partial, factor, h, w, c, h // 2, w // 2, *grid, num_warps=_NUM_WARPS,
-        **overlapping(coarse.device, n * h * w),
+        coarse, fine, add, partial, factor, h, w, c, h // 2, w // 2, *grid, tf32,
+        num_warps=_NUM_WARPS, **overlapping(coarse.device, n * h * w),
     )  # fmt: skip
     return fine, partial
 

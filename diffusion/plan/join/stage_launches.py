@@ -13,8 +13,8 @@ from triton_kernels.conv1d.conv1d import (
     Stem,
     Sums,
     pack_conv,
-    round_to_tf32,
 )
+from triton_kernels.tf32 import rounded_to_tf32
 
 from ..calls.table import Inputs, launches, many
 from ..graph import Node
@@ -23,7 +23,7 @@ from ..graph import Node
 def _multiplied(node: Node, weight: Tensor) -> Tensor:
     """Weights in the precision in which they are multiplied."""
     weight = weight.to(node.attrs["dtype"])
-    return round_to_tf32(weight) if weight.dtype == torch.float32 and node.tf32 else weight
+    return rounded_to_tf32(weight) if weight.dtype == torch.float32 and node.tf32 else weight
 
 
 @launches("film_weights")

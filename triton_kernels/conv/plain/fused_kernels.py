@@ -11,6 +11,7 @@ import triton.language as tl
 from ...activations import activate_affine_grad
 from ...noise.dropout import kept
 from ...runtime.dependent_launch import await_inputs
+from ...tf32 import as_operand
 from .tile_edges import count_tiles, tile_number, zero_outside
 from .tma import multiply, multiply_rows, tile_origin
 
@@ -71,15 +72,21 @@ def _multiply_pointwise(
     for k0 in range(0, C, BLOCK_K):
         w = w_desc.load([c0, k0])
         x0 = x_desc.load([n0, h0, w0, k0]).reshape(BLOCK_M, BLOCK_K)
-        acc0 = tl.dot(w, tl.trans(x0), acc0, input_precision=PRECISION)
+        acc0 = tl.dot(w, tl.trans(as_operand(x0, x0.dtype, True)), acc0, input_precision=PRECISION)
         if ROWS > 1:
             x1 = x_desc.load([n0, h0 + 1, w0, k0]).reshape(BLOCK_M, BLOCK_K)
-            acc1 = tl.dot(w, tl.trans(x1), acc1, input_precision=PRECISION)
+            acc1 = tl.dot(
+                w, tl.trans(as_operand(x1, x1.dtype, True)), acc1, input_precision=PRECISION
+            )
         if ROWS > 2:
             x2 = x_desc.load([n0, h0 + 2, w0, k0]).reshape(BLOCK_M, BLOCK_K)
-            acc2 = tl.dot(w, tl.trans(x2), acc2, input_precision=PRECISION)
+            acc2 = tl.dot(
+                w, tl.trans(as_operand(x2, x2.dtype, True)), acc2, input_precision=PRECISION
+            )
             x3 = x_desc.load([n0, h0 + 3, w0, k0]).reshape(BLOCK_M, BLOCK_K)
-            acc3 = tl.dot(w, tl.trans(x3), acc3, input_precision=PRECISION)
+            acc3 = tl.dot(
+                w, tl.trans(as_operand(x3, x3.dtype, True)), acc3, input_precision=PRECISION
+            )
     return acc0, acc1, acc2, acc3
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ...activations import activate_affine_grad
 from ...noise.dropout import kept
+from ...tf32 import as_operand
 from .tma import tile_origin
 
 
@@ -51,9 +52,10 @@ def tile_pixels(
 
 
 @triton.jit
-def _load_x(x_ptrs, bits, tap, mask_k, EXACT: tl.constexpr):
+def _load_x(x_ptrs, bits, tap, mask_k, EXACT: tl.constexpr, ROUND: tl.constexpr):
     inside = (((bits >> tap) & 1) != 0)[:, None]
-    return tl.load(x_ptrs, mask=inside if EXACT else inside & mask_k[None, :], other=0.0)
+    x = tl.load(x_ptrs, mask=inside if EXACT else inside & mask_k[None, :], other=0.0)
+    return as_operand(x, x.dtype, ROUND)
 
 
 @triton.jit
@@ -89,6 +91,7 @@ def multiply(
     TRANSPOSED: tl.constexpr,  # an input gradient: x's channels are CO, and taps count backwards
     ROWS: tl.constexpr,
     EXACT: tl.constexpr,  # whether blocks divide K and C, and no channel is without filters
+    ROUND: tl.constexpr,  # x is not rounded to TF32 yet
     PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -115,7 +118,7 @@ def multiply(
             mask_k = k0 + offs_k < KX
             mask_f = k0 + offs_k < (K if TRANSPOSED else KX)
             place = ((tap // S - R // 2) * Q + tap % S - S // 2) * KX + k0
-            x = _load_x(x_ptr + place + offs_x, bits, tap, mask_k, EXACT)
+            x = _load_x(x_ptr + place + offs_x, bits, tap, mask_k, EXACT, ROUND)
             w_tap = TAPS - 1 - tap if TRANSPOSED else tap
             w_ptrs = w_ptr + (w_tap * to_tap + k0 * to_k) + offs_w
             w = _load_w(w_ptrs, mask_w, mask_f, TRANSPOSED, EXACT)
@@ -126,14 +129,14 @@ def multiply(
             mask_f = k0 + offs_k < (K if TRANSPOSED else KX)
             w = _load_w(w_ptr + k0 * to_k + offs_w, mask_w, mask_f, TRANSPOSED, EXACT)
             x_ptrs = x_ptr + k0 + offs_x
-            x = _load_x(x_ptrs, bits, 4, mask_k, EXACT)
+            x = _load_x(x_ptrs, bits, 4, mask_k, EXACT, ROUND)
             acc = tl.dot(x, w, acc, input_precision=PRECISION)
-            x1 = _load_x(x_ptrs + Q * KX, bits, 7, mask_k, EXACT)
+            x1 = _load_x(x_ptrs + Q * KX, bits, 7, mask_k, EXACT, ROUND)
             acc1 = tl.dot(x1, w, acc1, input_precision=PRECISION)
             if ROWS == 4:
-                x2 = _load_x(x_ptrs + 2 * Q * KX, bits, 10, mask_k, EXACT)
+                x2 = _load_x(x_ptrs + 2 * Q * KX, bits, 10, mask_k, EXACT, ROUND)
                 acc2 = tl.dot(x2, w, acc2, input_precision=PRECISION)
-                x3 = _load_x(x_ptrs + 3 * Q * KX, bits, 13, mask_k, EXACT)
+                x3 = _load_x(x_ptrs + 3 * Q * KX, bits, 13, mask_k, EXACT, ROUND)
                 acc3 = tl.dot(x3, w, acc3, input_precision=PRECISION)
     else:
         tl.static_assert(R == 3 and S == 3)
@@ -148,25 +151,25 @@ def multiply(
             wb = _load_w(w_ptrs + down, mask_w, mask_f, TRANSPOSED, EXACT)
             wc = _load_w(w_ptrs + 2 * down, mask_w, mask_f, TRANSPOSED, EXACT)
             x_ptrs = x_ptr + (s - 1 - Q) * KX + k0 + offs_x
-            x = _load_x(x_ptrs, bits, s, mask_k, EXACT)
+            x = _load_x(x_ptrs, bits, s, mask_k, EXACT, ROUND)
             acc = tl.dot(x, wa, acc, input_precision=PRECISION)
-            x = _load_x(x_ptrs + Q * KX, bits, s + 3, mask_k, EXACT)
+            x = _load_x(x_ptrs + Q * KX, bits, s + 3, mask_k, EXACT, ROUND)
             acc = tl.dot(x, wb, acc, input_precision=PRECISION)
             acc1 = tl.dot(x, wa, acc1, input_precision=PRECISION)
-            x = _load_x(x_ptrs + 2 * Q * KX, bits, s + 6, mask_k, EXACT)
+            x = _load_x(x_ptrs + 2 * Q * KX, bits, s + 6, mask_k, EXACT, ROUND)
             acc = tl.dot(x, wc, acc, input_precision=PRECISION)
             acc1 = tl.dot(x, wb, acc1, input_precision=PRECISION)
             if ROWS == 4:
                 acc2 = tl.dot(x, wa, acc2, input_precision=PRECISION)
-            x = _load_x(x_ptrs + 3 * Q * KX, bits, s + 9, mask_k, EXACT)
+            x = _load_x(x_ptrs + 3 * Q * KX, bits, s + 9, mask_k, EXACT, ROUND)
             acc1 = tl.dot(x, wc, acc1, input_precision=PRECISION)
             if ROWS == 4:
                 acc2 = tl.dot(x, wb, acc2, input_precision=PRECISION)
                 acc3 = tl.dot(x, wa, acc3, input_precision=PRECISION)
-                x = _load_x(x_ptrs + 4 * Q * KX, bits, s + 12, mask_k, EXACT)
+                x = _load_x(x_ptrs + 4 * Q * KX, bits, s + 12, mask_k, EXACT, ROUND)
                 acc2 = tl.dot(x, wc, acc2, input_precision=PRECISION)
                 acc3 = tl.dot(x, wb, acc3, input_precision=PRECISION)
-                x = _load_x(x_ptrs + 5 * Q * KX, bits, s + 15, mask_k, EXACT)
+                x = _load_x(x_ptrs + 5 * Q * KX, bits, s + 15, mask_k, EXACT, ROUND)
                 acc3 = tl.dot(x, wc, acc3, input_precision=PRECISION)
     return acc, acc1, acc2, acc3
 
@@ -318,7 +321,7 @@ def conv_pointer_forward_kernel(
     acc0 = tl.zeros([BLOCK_M, BLOCK_C], dtype=tl.float32)
     acc0, acc1, acc2, acc3 = multiply(
         acc0, acc0, acc0, acc0, x_ptr + at * KX, w_ptr, pixels, bits, c0, K, KX, C, CY, stride_w,
-        Q,        R, S, TRANSPOSED, ROWS, EXACT, PRECISION, BLOCK_C, BLOCK_K,
+        Q,        R, S, TRANSPOSED, ROWS, EXACT, False, PRECISION, BLOCK_C, BLOCK_K,
     )  # fmt: skip
     own = bits if ROWS > 1 else inside.to(tl.int32)
     if extra1_ptr is not None:
@@ -326,14 +329,14 @@ def conv_pointer_forward_kernel(
         stride_w1 *= UNIT
         acc0, acc1, acc2, acc3 = multiply(
             acc0, acc1, acc2, acc3, extra1_ptr + at * C1, extra1_w_ptr, pixels, own, c0, C1, C1, C,
-            CY, stride_w1, Q, 1, 1, False, ROWS, EXACT, PRECISION, BLOCK_C, BLOCK_K,
+            CY, stride_w1, Q, 1, 1, False, ROWS, EXACT, True, PRECISION, BLOCK_C, BLOCK_K,
         )  # fmt: skip
     if extra2_ptr is not None:
         C2 *= UNIT
         stride_w2 *= UNIT
         acc0, acc1, acc2, acc3 = multiply(
             acc0, acc1, acc2, acc3, extra2_ptr + at * C2, extra2_w_ptr, pixels, own, c0, C2, C2, C,
-            CY, stride_w2, Q, 1, 1, False, ROWS, EXACT, PRECISION, BLOCK_C, BLOCK_K,
+            CY, stride_w2, Q, 1, 1, False, ROWS, EXACT, True, PRECISION, BLOCK_C, BLOCK_K,
         )  # fmt: skip
     offs_c = c0 + tl.arange(0, BLOCK_C)
     bias = tl.zeros([BLOCK_C], dtype=tl.float32)
@@ -446,7 +449,7 @@ def conv_pointer_input_grad_kernel(
     acc0 = tl.zeros([BLOCK_M, BLOCK_C], dtype=tl.float32)
     acc0, acc1, acc2, acc3 = multiply(
         acc0, acc0, acc0, acc0, dy_ptr + at * KX, w_ptr, pixels, bits, c0, CO, KX, CI, CI,
-        R * S * CI, Q, R, S, True, ROWS, EXACT, PRECISION, BLOCK_C, BLOCK_K,
+        R * S * CI, Q, R, S, True, ROWS, EXACT, False, PRECISION, BLOCK_C, BLOCK_K,
     )  # fmt: skip
     offs_c = c0 + tl.arange(0, BLOCK_C)
     offs_n = n0 + tl.arange(0, TILE_N)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...tf32 import as_operand
 from .fused_tiles import programs
 from .pointer_kernels import multiply, tile_pixels
 from .pointer_tiles import PointerTile
@@ -99,7 +100,7 @@ def _finish(
             total = tl.where(inside.reshape(TILE_N, COUNT)[:, :, None], dx, 0.0)
         ptrs = sums_ptr + row[:, None] * CH + offs_c[None, :]
         tl.store(ptrs, tl.sum(total, axis=1), mask=(offs_n < N)[:, None] & mask_c)
-    dx = dx.reshape(TILE_N * COUNT, BLOCK_C).to(dx_ptr.dtype.element_ty)
+    dx = as_operand(dx.reshape(TILE_N * COUNT, BLOCK_C), dx_ptr.dtype.element_ty, True)
     tl.store(dx_ptr + at * CH + places, dx, mask=mask)
 
 
@@ -147,7 +148,7 @@ def _skip_dx_pointer_kernel(
     acc = tl.zeros([TILE_N * TILE_H * TILE_W, BLOCK_C], dtype=tl.float32)
     acc, _, _, _ = multiply(
         acc, acc, acc, acc, dy_ptr + at * CO, w_ptr, pixels, inside.to(tl.int32), c0, CO, CO, C,
-        C, stride_w, Q, 1, 1, True, 1, EXACT, PRECISION, BLOCK_C, BLOCK_K,
+        C, stride_w, Q, 1, 1, True, 1, EXACT, False, PRECISION, BLOCK_C, BLOCK_K,
     )  # fmt: skip
     offs_c = c0 + tl.arange(0, BLOCK_C)
     offs_n = n0 + tl.arange(0, TILE_N)

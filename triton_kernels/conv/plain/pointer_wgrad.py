@@ -17,6 +17,7 @@ from ...reductions.column_sum import num_splits
 from ...registry.kernel import CLOCKS, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
+from ...tf32 import as_operand
 from ..configs import WgradOperands, fewest_of, split_kernel
 from .tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box, row_box
 
@@ -122,6 +123,7 @@ def _conv_pointer_wgrad_kernel(
         sums = ()
         if ROWS == 1:
             dy = tl.load(dy_ptrs, mask=mask_dy, other=0.0)
+            dy = as_operand(dy, dy.dtype, True)
             for i in tl.static_range(GROUP):
                 r = (tap0 + i) // S - PAD_H
                 s = (tap0 + i) % S - PAD_W
@@ -130,11 +132,13 @@ def _conv_pointer_wgrad_kernel(
                 there = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
                 mask_x = there[:, None] if EXACT else there[:, None] & (offs_ci < KX)[None, :]
                 x = tl.load(x_ptr + (at + (r * W + s) * KX) + places_x, mask=mask_x, other=0.0)
+                x = as_operand(x, x.dtype, True)
                 sums = sums + (tl.dot(dy, x, accs[i], input_precision=PRECISION),)
         else:
             dys = ()
             for j in tl.static_range(ROWS):
-                dys = dys + (tl.load(dy_ptrs + j * Q * KY, mask=mask_dy, other=0.0),)
+                dy = tl.load(dy_ptrs + j * Q * KY, mask=mask_dy, other=0.0)
+                dys = dys + (as_operand(dy, dy.dtype, True),)
             column = w0 + w + tap0 - 1
             there = inside & (column >= 0) & (column < W)
             sums = accs
@@ -143,6 +147,7 @@ def _conv_pointer_wgrad_kernel(
                 mask_x = row[:, None] if EXACT else row[:, None] & (offs_ci < KX)[None, :]
                 shift = ((i - 1) * W + tap0 - 1) * KX
                 x = tl.load(x_ptr + (at + shift) + places_x, mask=mask_x, other=0.0)
+                x = as_operand(x, x.dtype, True)
                 before = sums
                 sums = ()
                 for r in tl.static_range(3):

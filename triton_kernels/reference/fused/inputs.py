@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from .norms import operand
+
 
 def sinusoids(t, frequencies, width):
     """cos(t f), then sin(t f), then zeros: [N, width], in the frequencies' precision."""
@@ -10,9 +12,9 @@ def sinusoids(t, frequencies, width):
     return F.pad(torch.cat([angles.cos(), angles.sin()], 1), (0, width - 2 * len(frequencies)))
 
 
-def pad_channels(x, width, dtype):
-    """x [..., C] with zeros behind its channels, in that dtype."""
-    return F.pad(x, (0, width - x.shape[-1])).to(dtype)
+def pad_channels(x, width, dtype, *, tf32=False):
+    """x [..., C] with zeros behind its channels, in that dtype, or in TF32."""
+    return operand(F.pad(x, (0, width - x.shape[-1])).to(dtype), tf32)
 
 
 def begin_step(x, channels, dtype, table=None, row=None, index=None, cleared=None):

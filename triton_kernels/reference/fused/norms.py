@@ -5,12 +5,18 @@ import torch
 from torch import Tensor
 
 from ... import reference
+from ...tf32 import rounded_to_tf32
 from .. import ACTIVATION_FUNCTIONS
 
 
 def put(out: Tensor, value: Tensor, accumulate: bool) -> None:
     """out = value, or out + value."""
     out.copy_(out + value if accumulate else value)
+
+
+def operand(x, tf32):
+    """What a product in TF32 reads of x, if there is one."""
+    return rounded_to_tf32(x.float()).to(x.dtype) if tf32 else x
 
 
 def over_pixels(v: Tensor) -> Tensor:
@@ -57,22 +63,24 @@ def norm_table(partials, pixels, num_groups, weight, bias, eps, scale=None, shif
     return torch.stack(columns, dim=1)
 
 
-def apply(x1, x2, table, activation, *, mask=None, early=False):
+def apply(x1, x2, table, activation, *, mask=None, early=False, tf32=False):
     """act(z) of the norm of x1, or of the concatenation of x1 and x2; and dropout, if there is a
-    mask."""
+    mask. With `tf32`, here and below, the first results are rounded to TF32."""
     x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
     mean, rstd, g, b = table.to(torch.promote_types(x.dtype, table.dtype)).unbind(1)
     a = ACTIVATION_FUNCTIONS[activation](
         (x - over_pixels(mean)) * over_pixels(rstd * g) + over_pixels(b)
     )
-    return drop(a.to(x.dtype), mask)
+    return operand(drop(a.to(x.dtype), mask), tf32)
 
 
-def apply_upsampled(x1, x2, table, activation, *, corners=False, keep=True, early=False):
+def apply_upsampled(
+    x1, x2, table, activation, *, corners=False, keep=True, early=False, tf32=False
+):
     """`apply` of x1 with 2x2 blocks for its pixels; and these, to `keep`. With `corners` the first
     of these four pixels counts alone, as far as x1 goes."""
     large = reference.upsample_nearest2d(x1)
-    a = apply(large, x2, table, activation)
+    a = apply(large, x2, table, activation, tf32=tf32)
     if corners:
         rest = torch.ones(a.shape[1:], dtype=torch.bool, device=a.device)
         rest[::2, ::2], rest[..., x1.shape[3] :] = False, False
@@ -140,6 +148,7 @@ def norm_dx(
     add2=None,
     sums=None,
     upsample1=False,
+    tf32=False,
     out=None,
 ):
     """(dx1, dx2 or None, rows whose sum is that of dx1 over samples and pixels, or None). With
@@ -158,17 +167,30 @@ def norm_dx(
     if upsample1:
         dx1 = reference.avg_pool2d(dx1) * 4
         assert dx1.shape == small.shape
-    dx1 = dx1 if out is None else out.copy_(dx1)
-    return dx1, dx2, None if sums is None else dx1.sum((1, 2))
+    rows = None if sums is None else dx1.sum((1, 2))
+    dx1, dx2 = operand(dx1, tf32), None if dx2 is None else operand(dx2, tf32)
+    return dx1 if out is None else out.copy_(dx1), dx2, rows
 
 
 def norm_apply(
-    x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, *, mask=None, **film
+    x1,
+    x2,
+    partials,
+    pixels,
+    num_groups,
+    weight,
+    bias,
+    eps,
+    activation,
+    *,
+    mask=None,
+    tf32=False,
+    **film,
 ):
     """(`apply` of the table that `norm_table` makes of the rest, the table), where `film` is scale
     and shift."""
     table = norm_table(partials, pixels, num_groups, weight, bias, eps, **film)
-    return apply(x1, x2, table, activation, mask=mask), table
+    return apply(x1, x2, table, activation, mask=mask, tf32=tf32), table
 
 
 def norm_apply_upsampled(
@@ -196,6 +218,7 @@ def norm_backward(
     add1_second=None,
     rows=True,
     upsample1=False,
+    tf32=False,
     out=None,
     **outputs,
 ):
@@ -205,6 +228,7 @@ def norm_backward(
     outputs |= {"accumulate": True, "sums": sums}
     coeff = norm_grad_table(partials, table, pixels, num_groups, *grads, **outputs)
     adds = {"add1": add1, "add1_second": add1_second, "upsample1": upsample1, "out": out}
+    adds["tf32"] = tf32
     dx, _, rows = norm_dx(dz, x, None, coeff, sums=sums if rows else None, **adds)
     return dx, rows
 

@@ -1,12 +1,12 @@
 """2x2 means and 2x2 blocks, and their gradients."""
 
 from ... import reference
-from .norms import tensor_partials
+from .norms import operand, tensor_partials
 
 
-def avg_pool(x):
+def avg_pool(x, tf32=False):
     """2x2 means."""
-    return reference.avg_pool2d(x)
+    return operand(reference.avg_pool2d(x), tf32)
 
 
 def avg_pool_partials(x):
@@ -15,19 +15,19 @@ def avg_pool_partials(x):
     return y, tensor_partials(y)
 
 
-def avg_pool_grad(dy, add=None, sums=None):
+def avg_pool_grad(dy, add=None, sums=None, tf32=False):
     """(its input gradient for even sizes, plus `add`; rows whose sum is its sum over pixels, or
     None)"""
     dx = reference.upsample_nearest2d(dy) / 4
     dx = dx if add is None else dx + add
-    return dx, None if sums is None else dx.sum((1, 2))
+    return operand(dx, tf32), None if sums is None else dx.sum((1, 2))
 
 
-def upsample(x):
+def upsample(x, tf32=False):
     """Each pixel becomes a 2x2 block."""
-    return reference.upsample_nearest2d(x)
+    return operand(reference.upsample_nearest2d(x), tf32)
 
 
-def upsample_grad(dy):
+def upsample_grad(dy, tf32=False):
     """Its input gradient."""
-    return reference.avg_pool2d(dy) * 4
+    return operand(reference.avg_pool2d(dy) * 4, tf32)

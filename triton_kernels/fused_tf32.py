@@ -1,0 +1,56 @@
+"""The kernels of the planned network where products of float32 are in TF32.
+
+A tensor core ignores the 13 bits of a float32 number that TF32 lacks: every product comes out too
+small, and errors of one sign add up. So whatever products read is rounded to nearest where it is
+written, once. Which results these are is said here and nowhere else. Two kinds of operands have
+other readers, for which they stay float32: the residual stream that 1x1 skips read, and q, k and v.
+Their products round them. Parameters are rounded by the update (`FlatParameters.low`).
+"""
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
+from torch import Tensor
+
+# Of these the first results are activations that convolutions read, or gradients that their input
+# and weight gradients read. Kernels with products, such as `skip_backward` or attention, know that
+# by themselves.
+OPERANDS = (
+    "apply",
+    "apply_upsampled",
+    "norm_apply",
+    "norm_apply_upsampled",
+    "norm_dx",
+    "norm_backward",
+    "avg_pool",
+    "avg_pool_grad",
+    "upsample",
+    "upsample_grad",
+    "pad_channels",
+)
+
+
+def in_tf32(kernels: ModuleType) -> SimpleNamespace:
+    """`fused_ops`, or its reference, with results rounded that products in TF32 read."""
+    named = {name: getattr(kernels, name) for name in kernels.__all__}
+    named |= {name: _rounding(named[name]) for name in OPERANDS}
+
+    def rounded(x: Tensor) -> Tensor:
+        return named["pad_channels"](x, x.shape[-1], x.dtype)
+
+    def conv_down(x: Tensor, *args) -> Tensor:
+        return kernels.conv_down(rounded(x), *args)
+
+    def conv_down_input_grad(*args, **options) -> Tensor:
+        return rounded(kernels.conv_down_input_grad(*args, **options))
+
+    return SimpleNamespace(
+        **named | {"conv_down": conv_down, "conv_down_input_grad": conv_down_input_grad}
+    )
+
+
+def _rounding(kernel: Callable) -> Callable:
+    def launch(*args, **options):
+        return kernel(*args, **options, tf32=True)
+
+    return launch
