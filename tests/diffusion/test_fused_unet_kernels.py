@@ -46,7 +46,7 @@ def check(
     recompute: bool = False,
 ) -> None:
     exact = build(Backend("torch", reference, torch.float64), options, size, device).double()
-    torch_model = build(Backend("torch", reference, dtype), options, size, device)
+    torch_model = build(Backend("torch", reference, dtype, allow_tf32=True), options, size, device)
     model = build(Backend("triton", triton_kernels, dtype, allow_tf32=True), options, size, device)
     flat = FlatParameters(model, together=TOGETHER)
     plan = training_network(model, flat, recompute)
@@ -94,6 +94,29 @@ TWO_LEVELS = {"num_res_blocks": 1, "channel_mult": (1, 1), "attention_resolution
 )
 def test_small_models(options, size, device):
     check(options, size, 1, torch.float16, device)
+
+
+@pytest.fixture
+def tf32(monkeypatch):
+    """PyTorch's products are in TF32 as well."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True  # no attribute that monkeypatch could restore
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["", "dropout", "guided_diffusion", "28x28", "24 channels"])
+def test_models_in_tf32(name, tf32, device):
+    options, size = ODD.get(name, (MODELS.get(name, {}), (32, 32)))
+    options = {"num_res_blocks": 1, "attention_resolutions": (2,)} | options
+    check(options, size, 5, torch.float32, device)
+
+
+@pytest.mark.gpu
+def test_unet64_in_tf32(tf32, device):
+    check({}, (64, 64), 8, torch.float32, device)
 
 
 def test_small_model_without_a_tma_unit(no_tma, device):
