@@ -79,7 +79,7 @@ _BY_KERNEL = (
     ("elementwise", r"^triton_(poi|per|red)_"),
 )
 _MATRIX = (
-    r"conv2d|conv_(rows|one_row|tiles|resident|bare|once|split|early|narrow|head|parity)|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet"
+    r"conv2d|conv_(rows|one_row|tiles|resident|bare|once|split|early|narrow|parity)|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet"
     r"|splitK|cublas|^triton_tem_"
 )
 _BUILDERS = {

@@ -48,7 +48,6 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         ("conv_tiles_kernel", "_Planned", "conv fwd"),
         ("conv_bare_points_kernel", "_PlannedBackward", "conv dgrad"),
         ("conv_narrow_out_kernel", "_Planned", "conv fwd"),
-        ("conv_head_kernel", "", "conv fwd"),
         ("_sum_two_kernel", "_PlannedBackward", "conv wgrad"),
         ("_stride2_fwd_kernel", "_Planned", "conv fwd"),
         ("conv_early_kernel", "", "conv fwd"),

@@ -73,7 +73,6 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     ],
     "conv_forward_kernel": _SHARED,
     "conv_half_wgrad_kernel": _REGISTERS,
-    "conv_head_kernel": Expect(wgmma="registers", tma=False, narrow=False),
     "conv_input_grad_kernel": _SHARED,
     "conv_mma_wgrad_kernel": Expect(wgmma=False, tma=True),
     "conv_narrow_out_kernel": _SHARED,

@@ -203,9 +203,3 @@ def test_rings_fit(width, channels):
     used = pixels * 128 + 2 * 64 * 16 * 2 + 256
     assert pairs >= 3
     assert narrow.programs(width, channels) * (used + 1024) <= SHARED_LIMIT[90] + 1024
-
-
-@pytest.mark.parametrize(("images", "height", "rows"), [(1, 64, 4), (16, 64, 4), (64, 64, 8)])
-def test_programs_of_a_head_run_at_once(images, height, rows):
-    assert narrow.rows_of_program(images, height, 132) == rows
-    assert narrow.rows_of_program(1000, height, 132) == max(narrow._ROWS_OF_HEAD)

@@ -174,41 +174,6 @@ class TestGpu:
 
         repeatedly(run)
 
-    @pytest.mark.parametrize(
-        ("n", "h", "co", "dtype", "activation"),
-        [
-            (20, 5, 6, torch.bfloat16, "silu"),
-            (150, 6, 3, torch.bfloat16, "silu"),
-            (3, 13, 16, torch.float16, "gelu"),
-            (33, 64, 3, torch.bfloat16, "silu"),
-            (133, 64, 4, torch.bfloat16, "silu"),  # more programs than run at once
-        ],
-    )
-    def test_few_channels_of_the_result(self, n, h, co, dtype, activation):
-        device = torch.device("cuda")
-        shape = Shape(n, h, 64, 64, co)
-        x, weight, bias, _, _ = forward_case(shape, dtype, device)
-        x = x * 2 + 1
-        partials, *norm = sums_of(x, 32, 8)
-        rows = [randn(n, 192, seed=22 + i, device=device)[:, 64:128] for i in range(2)]
-        film = dict(zip(("scale", "shift"), rows, strict=True)) if activation == "gelu" else {}
-        assert serves_norm_conv(x, weight, [], partials, 32, 16)
-        table = norm_tables.norm_table((partials,), (h * 64,), *norm, **film)
-        a = fused_reference.apply(x.double(), None, table.double(), activation)
-        exact, low = (
-            fused_reference.conv_forward(t.double(), weight.double(), bias.double(), width=16)[0]
-            for t in (a, a.to(dtype))
-        )
-
-        def run():
-            with dependent_launches():
-                y, sums = norm_conv(x, partials, *norm, activation, weight, bias, width=16, **film)
-            assert sums is None and not y[..., co:].any()
-            assert relative(y, exact) <= 1.1 * relative(low.to(dtype), exact)
-            return (y,)
-
-        repeatedly(run)
-
     @pytest.mark.parametrize(("activation", "config"), [("gelu", TWO), ("identity", FOUR)])
     def test_scale_shift_and_other_activations(self, activation, config):
         shape = SHAPES["many tiles"]

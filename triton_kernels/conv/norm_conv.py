@@ -7,8 +7,7 @@ For what wants y alone: act(z) is nowhere in memory afterwards, which spares a p
 writes as much as the convolution does, and the launch of its table. The kernels are those that
 fetch each pixel once, `conv.hopper.stationary_weights` and `resident_two`. Warpgroups make act(z)
 of rows of pixels in shared memory while others multiply; or those that multiply do, between two
-tiles, of the rows that are new to them (`_FORMS`). To few channels it is `conv.hopper.norm_head`,
-where a warpgroup multiplies what it has made from registers.
+tiles, of the rows that are new to them (`_FORMS`).
 
 Tensors of which 1x1 convolutions are added may be half as large in both directions: these are
 upsampled on the way.
@@ -28,7 +27,6 @@ from ..registry.kernel import Kernel, Op
 from ..runtime.device import describe
 from .conv_avg_pool import empty_means
 from .fused_spec import forward_spec
-from .hopper import narrow as gluon_narrow
 from .hopper import row_mma as gluon_rows
 from .hopper.operands import Means, Norm, Operands
 
@@ -75,18 +73,14 @@ def serves_norm_conv(
     extra: Sequence[Tensor],
     partials: Tensor,
     num_groups: int,
-    width: int | None = None,
 ) -> bool:
     """Whether `norm_conv` can do it, of x [N, H, W, CI], filters [CO, CI, R, S], the tensors of
-    which 1x1 convolutions are added, partials of x, and so many channels of y."""
+    which 1x1 convolutions are added, and partials of x."""
     if x.shape[0] == 0 or x.shape[2:] != (64, 64):
         return False
     if not _fits_sums(partials, x.shape[3] // num_groups):
         return False
-    gpu = describe(x.device)
-    if width is None:
-        return NORM_CONV.refuse(forward_spec(x, weight, extra=extra), gpu) is None
-    return not extra and gluon_narrow.refuse(forward_spec(x, weight, width), gpu) is None
+    return NORM_CONV.refuse(forward_spec(x, weight, extra=extra), describe(x.device)) is None
 
 
 def norm_conv(
@@ -106,13 +100,11 @@ def norm_conv(
     residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C] or half of H, W; [CO, C]
     extra_bias: Tensor | None = None,  # float32 [CO]
-    width: int | None = None,  # channels of y: 16 for few, to which nothing but bias is added
-    means: bool = False,  # whether to return those of y over 2x2 pixels, without `width`
+    means: bool = False,  # whether to return those of y over 2x2 pixels
     config: gluon_rows.StationaryWeights | None = None,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor, Means]:
-    """y [N, H, W, CO], and its partials float32 [N, K, 2, CO], without `width`, as `conv_forward`
-    leaves them; and its means as of `conv_means`. `serves_norm_conv` has to say that it can be
-    done."""
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Means]:
+    """y [N, H, W, CO], and its partials float32 [N, K, 2, CO], as `conv_forward` leaves them; and
+    its means as of `conv_means`. `serves_norm_conv` has to say that it can be done."""
     check_activation(activation)
     n, h, w, ci = x.shape
     co = weight.shape[0]
@@ -125,10 +117,6 @@ def norm_conv(
     assert all(t.is_contiguous() for t in (x, *others))
     assert residual is None or (residual.shape == (n, h, w, co) and residual.is_contiguous())
     norm = Norm(activation, partials, num_groups, norm_weight, norm_bias, eps, scale, shift)
-    if width is not None:
-        y = _empty((n, h, w, width), dtype=x.dtype, device=x.device)
-        gluon_narrow.launch_head(Operands(x, weight, y, bias, None, norm=norm))
-        return y, None
     if means:
         config = gluon_rows.RESIDENT_TILE
     if config is None:

@@ -133,8 +133,7 @@ def _norm_conv(j: Joining, node: Node, norm: Node) -> bool:
 
 
 def _norm_conv_of_one(j: Joining, node: Node, norm: Node) -> bool:
-    stats, width = "partials" in node.outputs, node.attrs.get("width")
-    if stats == (width is not None):
+    if "partials" not in node.outputs or "width" in node.attrs:
         return False
     inputs = dict(node.inputs)
     for role in ("extra0", "extra1"):  # what is added may be upsampled there, too
@@ -144,17 +143,16 @@ def _norm_conv_of_one(j: Joining, node: Node, norm: Node) -> bool:
     x, partials = norm.inputs["x0"], norm.inputs["partials0"]
     others = [j.dry[v] for role, v in inputs.items() if role.startswith("extra") and
               role[-1].isdigit()]  # fmt: skip
-    options = {} if width is None else {"width": width}
     groups = norm.attrs["groups"]
     dry = j.dry[x], j.filters(node), others, j.dry[partials], groups
-    if not j.k.serves_norm_conv(*dry, **options):
+    if not j.k.serves_norm_conv(*dry):
         return False
     pool = j.first_reader(node.out)
-    pools = stats and pool is not None and pool.op == "avg_pool" and _may_pool(j, node, pool)
+    pools = pool is not None and pool.op == "avg_pool" and _may_pool(j, node, pool)
     del inputs["x"]
     inputs |= {"x": x, "partials0": partials} | norm_inputs(norm)
     outputs = node.outputs | (means(j, pool) if pools else {})
-    attrs = {key: norm.attrs[key] for key in ("groups", "eps", "activation")} | options
+    attrs = {key: norm.attrs[key] for key in ("groups", "eps", "activation")}
     j.emit("norm_conv", inputs, outputs, node, **attrs)
     j.reason(node.out, "a norm made by the convolution that reads it")
     if pools:

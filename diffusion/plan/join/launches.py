@@ -158,11 +158,9 @@ def _avg_pool_partials(k, node, given):
 def _norm_conv(k, node, given):
     x, weight, bias = _conv(given)
     norm = *_affine(node, given), node.attrs["activation"]
-    options = {"width": node.attrs["width"]} if "width" in node.attrs else {}
     means = {"means": True} if "means" in node.outputs else {}
     made = k.norm_conv(
-        x, given["partials0"], *norm, weight, bias, **_film(given), **_terms(given), **options,
-        **means,
+        x, given["partials0"], *norm, weight, bias, **_film(given), **_terms(given), **means
     )  # fmt: skip
     found = {next(iter(node.outputs)): made[0], "partials": made[1]}
     return found | (dict(zip(("means", "sums"), made[2], strict=True)) if means else {})

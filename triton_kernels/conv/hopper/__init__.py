@@ -4,8 +4,7 @@
     row_mma      the fused network; weight      stationary_weights (64 channels, rows of 64 pixels;
                  gradients of public `conv2d`   the stem, too), row_wgrad (the weight gradient)
     tile_mma     the fused network              tile_mma_kernels (rows of 4 to 64 pixels)
-    narrow       the head of that network       narrow_output (from 64 channels or 128 to 16),
-                                                norm_head (of act(norm(x)), in sampling)
+    narrow       the head of that network       narrow_output (from 64 channels or 128 to 16)
     unfused      public `conv2d`                unfused_tiles (3x3 filters, and in TF32),
                                                 unfused_pointwise (1x1), unfused_single_tile (1x1,
                                                 few tiles: a program does one and asks for all it

@@ -2,26 +2,23 @@
 
 Its bytes take a fifth of the time that products of 64 channels with 64 pixels do, the least that
 the tensor cores take where channels of the result are their rows, as in `rows` and `tiles`: see
-`narrow_out`, and of act(norm(x)) `head`. The 16 channels are 3 or 6 and zeros.
+`narrow_output`. The 16 channels are 3 or 6 and zeros.
 
 Used where `rows` is: with versions it was tried with, where it was measured to be faster.
 """
 
 from typing import NamedTuple
 
-import triton
-
 from ...hopper.descriptors import SUPPORTED, missing
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
-from .operands import Operands, filters_in_boxes, norm_of
+from .operands import Operands, filters_in_boxes
 from .row_mma import in_rows
 
 if SUPPORTED:
     from .narrow_output import conv_narrow_out_kernel
-    from .norm_head import conv_head_kernel
 
 _RESERVED = 6144  # bytes of shared memory for barriers, 2 KB of y a warpgroup, and the hardware
 
@@ -35,10 +32,6 @@ class NarrowOutput(NamedTuple):
 
 
 OUT_TILE = NarrowOutput(128)
-
-_HEADS = 4  # programs of a head on a multiprocessor, or fewer where there are more channels
-_ROWS_OF_HEAD = (4, 8, 16)  # of an image, a program
-_HEAD_REGISTERS = {4: 128, 8: 168, 16: 232}  # of a thread
 
 _ROWS = ((64, 64), (128, 64), (64, 128))  # pixels and channels of a row, perhaps of two images
 
@@ -85,39 +78,6 @@ def launch(config: NarrowOutput, operands: Operands) -> None:
         maxnreg=80 if programs(width, c) == 2 else 168,
         **overlap,
     )
-
-
-def launch_head(operands: Operands) -> None:
-    """The same of act(norm(x)), where a row is 64 pixels."""
-    n, h, _, _ = operands.x.shape
-    co = operands.weight.shape[0]
-    overlap = overlapping(operands.x.device, 0)
-    norm_arguments, norm_options = norm_of(operands)
-    channels = max(4, triton.next_power_of_2(co))
-    rows = rows_of_program(n, h, describe(operands.x.device).num_sms)
-    conv_head_kernel[(n * -(-h // rows),)](
-        operands.x,
-        operands.weight,
-        operands.y,
-        operands.vectors,
-        *norm_arguments,
-        h,
-        co,
-        C=channels,
-        ROWS=rows,
-        ACT=operands.slope,
-        **norm_options,
-        OVERLAP=bool(overlap),
-        num_warps=4,
-        maxnreg=_HEAD_REGISTERS[channels],
-        **overlap,
-    )
-
-
-def rows_of_program(n: int, h: int, num_sms: int) -> int:
-    """So that all programs run at once, if they can."""
-    fits = [rows for rows in _ROWS_OF_HEAD if n * -(-h // rows) <= _HEADS * num_sms]
-    return (*fits, _ROWS_OF_HEAD[-1])[0]
 
 
 def _images_of_row(w: int) -> int:

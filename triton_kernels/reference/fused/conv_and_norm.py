@@ -46,16 +46,16 @@ def conv_means(x, weight, bias, **terms):
     return y, partials, avg_pool_partials(y)
 
 
-def serves_norm_conv(x, weight, extra, partials, num_groups, width=None):
+def serves_norm_conv(x, weight, extra, partials, num_groups):
     """Whether a GPU would rather not have act(norm(x)) in memory; here few channels are."""
     return weight.shape[2:] == (3, 3) and x.shape[3] <= 32
 
 
 def norm_conv(
     x, partials, num_groups, norm_weight, norm_bias, eps, activation, weight, bias,
-    *, scale=None, shift=None, width=None, means=False, **terms,
+    *, scale=None, shift=None, means=False, **terms,
 ):  # fmt: skip
-    """`conv_forward` of act(norm(x)), with partials unless there is a width, or `conv_means`.
+    """`conv_forward` of act(norm(x)), with partials, or `conv_means`.
     Tensors in `extra` may be half as large: then they are upsampled."""
     pixels = x.shape[1] * x.shape[2]
     if "extra" in terms:
@@ -65,7 +65,7 @@ def norm_conv(
     a = apply(x, None, norm_table((partials,), (pixels,), *norm), activation)
     if means:
         return conv_means(a, weight, bias, **terms)
-    return conv_forward(a, weight, bias, stats=width is None, width=width, **terms)
+    return conv_forward(a, weight, bias, stats=True, **terms)
 
 
 def serves_small_terms(small, channels, co):
