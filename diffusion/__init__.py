@@ -4,7 +4,7 @@ The names below are the public ones; docs/api.md lists them with their arguments
 `triton-diffusion`, train.py and sample.py do the same. Nothing here imports hydra or omegaconf.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +140,7 @@ def sample(
     seed: int = 0,
     label: "int | str | None" = None,
     condition: "str | Path | np.ndarray | None" = None,
+    vector: "str | Path | np.ndarray | Sequence[float] | None" = None,
     guidance: float = 1.0,
     guidance_interval: tuple[float, float] | None = None,
     guidance_rescale: float = 0.0,
@@ -160,7 +161,7 @@ def sample(
     sampler: ddpm, ddim, euler, heun or dpmpp_2m, with so many steps (None: all). Image i depends on
     `seed` and i alone. label: the class, by number or name; None: all in turn. condition: of a
     network trained with one a file, a folder or an array [M, H, W, K], of which image i has number
-    i % M. guidance: how far to
+    i % M; vector: likewise numbers, a file or an array [M, D]. guidance: how far to
     go away from the null class, from the class `negative`, or from what a weaker network says of
     the same (`guide`); 1: not at all. guidance_interval: the levels of noise where; None: all.
     guidance_rescale: how far the deviation goes back, from 0 to 1. init: images to begin from, a
@@ -188,7 +189,7 @@ def sample(
         n,
         trained.image_shape,
         seed=seed,
-        labels=load_conditions(condition, choose_labels(label, n, trained), n, trained),
+        labels=load_conditions(condition, vector, choose_labels(label, n, trained), n, trained),
         guidance=guided.guidance,
         weaker=guided.network(),
         batch_size=batch_size,

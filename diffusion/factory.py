@@ -75,18 +75,18 @@ def build_model(
     return model.to(device)
 
 
-def with_condition(
+def with_conditions(
     settings: dict[str, Any],  # the group `model`
-    channels: int,  # that x_t comes with behind its own
+    **found: int,  # what the data set gives, by options of `UNet`: condition_channels, vector_dim
 ) -> dict[str, Any]:
-    """The settings of a network of x_t with these channels. ConfigError: they say others."""
-    said = settings.get("condition_channels")
-    if said is not None and said != channels:
-        raise ConfigError(
-            f"model.condition_channels={shown(said)}, but the data set gives {channels}; leave it"
-            " out"
-        )
-    return settings | {"condition_channels": channels} if channels else settings
+    """The settings of a network that is given this. ConfigError: they say otherwise."""
+    for option, count in found.items():
+        said = settings.get(option)
+        if said is not None and said != count:
+            raise ConfigError(
+                f"model.{option}={shown(said)}, but the data set gives {count}; leave it out"
+            )
+    return settings | {option: count for option, count in found.items() if count}
 
 
 def build_policy_model(

@@ -146,6 +146,8 @@ def folder(tmp_path_factory) -> Path:
     (at / "runs").mkdir()
     (at / "RUN").symlink_to(at / "runs" / "first")
     (at / "PAIRED").symlink_to(at / "runs" / "paired")
+    np.save(at / "VECTORS.npy", np.linspace(-1, 1, 12).reshape(6, 2))
+    (at / "TOLD").symlink_to(at / "runs" / "told")
     (at / "OWN").symlink_to(at / "runs" / "own")
     for command in (
         ("train.py", *SMALL, *DRAWN, *TRAINED_AS, "run_dir=runs/first"),
@@ -170,10 +172,13 @@ def whole_folder(folder) -> Path:
     np.savez(folder / "weather.npz", fields=fields)
     pairs = ("dataset=pairs", "dataset.path=PHOTOS", "dataset.condition=SKETCHES")
     pairs += ("dataset.size=16",)
+    told = ("dataset=folder", "dataset.path=PHOTOS", "dataset.size=16")
+    told += ("dataset.vectors=VECTORS.npy",)
     own = ("--config-dir", "examples/configs", "plugin=examples/own_model.py", "model=conv_stack")
     for command in (
         (*SMALL, "dataset=push_disc", "dataset.episodes=4", *CHUNKS, "run_dir=runs/push_disc"),
         (*SMALL, *DRAWN, *own, "model.width=8", "run_dir=runs/own"),
+        (*SMALL, *told, *TRAINED_AS[:-2], "run_dir=runs/told"),
         (*SMALL, *pairs, *TRAINED_AS, "model.condition_dropout=0.1", "run_dir=runs/paired"),
     ):
         code, _, err = run("train.py", *command, cwd=folder)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from ..errors import ConfigError
 from ..registration import check_name
 from ..settings import typed
-from .array import load_array
+from .array import load_array, load_vectors
 from .elephants import TRUNKS, elephants
 from .hub import cifar10, fashion_mnist, mnist
 from .image_set import ImageSet, nearest, parse_size, with_channels
@@ -60,14 +60,18 @@ def register_dataset(name: str) -> Callable[[L], L]:
 def load_dataset(name: str, **options: Any) -> ImageSet:
     """The set `name` with the options of its loader; one that is None takes the loader's default.
 
-    For every set: `size` (a side or [H, W]) and `channels` (1 or 3: gray and colour are converted
-    into each other where the loader does not do it). ConfigError names an unknown set or option and
+    For every set: `size` (a side or [H, W]), `channels` (1 or 3: gray and colour are converted
+    into each other where the loader does not do it) and `vectors` (a file of one for each image,
+    see `load_vectors`). ConfigError names an unknown set or option and
     the nearest valid one.
     """
+    vectors = options.pop("vectors", None)
     loader, given, channels = _checked(name, options)
     data = loader(**given)
     if channels is not None:
         data.images = with_channels(data.images, channels)
+    if vectors is not None:
+        data.vectors = load_vectors(str(vectors), len(data))
     return data
 
 
@@ -109,8 +113,8 @@ def _checked(
         )
     loader = _LOADERS[name]
     known = tuple(inspect.signature(loader).parameters)
-    valid = tuple(dict.fromkeys((*known, "channels")))
-    given = {key: value for key, value in options.items() if value is not None}
+    valid = tuple(dict.fromkeys((*known, "channels", "vectors")))
+    given = {k: value for k, value in options.items() if value is not None and k != "vectors"}
     for key in given:
         if key not in valid:
             raise ConfigError(f"dataset.{key} is no option of {name}; {nearest(key, valid)}")

@@ -107,6 +107,23 @@ def _some(values: list[float] | None, channels: list[int]) -> list[float] | None
 # --- files ----------------------------------------------------------------------------------------
 
 
+def load_vectors(path: str, count: int) -> torch.Tensor:
+    """A vector an image, float32 [count, D], of the only array of a file. ConfigError: it is not
+    there, or not that."""
+    where = Path(path).expanduser()
+    rows = _chosen(where, _open(where), None, None)
+    if rows.ndim != 2 or len(rows) != count or rows.shape[1] == 0 or rows.dtype.kind not in "fiu":
+        raise ConfigError(
+            f"dataset.vectors={path} is {rows.dtype} of shape {list(rows.shape)}; expected numbers"
+            f" [{count}, D], a vector for each image in the order of the set"
+        )
+    vectors = torch.from_numpy(np.asarray(rows[:]).astype(np.float32))
+    if not torch.isfinite(vectors).all():
+        bad = int((~torch.isfinite(vectors)).any(dim=1).int().argmax())
+        raise ConfigError(f"dataset.vectors={path} has numbers that are not finite, first in {bad}")
+    return vectors
+
+
 def is_array(path: Path) -> bool:
     """Whether `load_array` is what reads it."""
     return path.suffix in (".npy", ".npz", ".zarr") or _is_zarr(path)

@@ -48,6 +48,8 @@ class Batches:
         self.first, self.count = first, batch_size if count is None else count
         self._index = torch.zeros(self.count, dtype=torch.int64, device=device)
         self._labels = None if data.labels is None else data.labels.to(device)
+        vectors = getattr(data, "vectors", None)
+        self._vectors = None if vectors is None else vectors.to(device)
         self._rows: np.ndarray | None = getattr(data, "rows", None)  # int64 [len(data)]
         # of latents mean and log variance are stored, from which a step draws
         self.are_moments = isinstance(getattr(data, "values", None), Latents)
@@ -89,6 +91,11 @@ class Batches:
         if self.resident:
             return self._images, index, labels
         return self._images[start : start + count], None, labels
+
+    def vectors(self, start: int, count: int) -> Tensor | None:  # float32 [N, D]
+        """Those of the same positions, if there are any."""
+        index = self._index[start : start + count]
+        return None if self._vectors is None else self._vectors.index_select(0, index)
 
     def _indices(self, step: int) -> np.ndarray:
         positions = np.arange(self.first, self.first + self.count, dtype=np.int64)

@@ -49,6 +49,11 @@ class Rows:
         return getattr(self.data, "condition", None)
 
     @property
+    def vectors(self) -> Tensor | None:  # [M, D], of the whole set
+        """What each sample is given beside, if anything."""
+        return getattr(self.data, "vectors", None)
+
+    @property
     def labels(self) -> Tensor | None:  # [M, ...], of the whole set
         return self.data.labels
 
@@ -75,6 +80,8 @@ class Rows:
             images, _ = self.take(start, start + 256)
             found.update(f"{images.dtype} {list(images.shape)}".encode())
             found.update(images.contiguous().numpy())
+        if self.vectors is not None:
+            found.update(self.vectors[torch.from_numpy(self.rows)].contiguous().numpy())
         return found.hexdigest()[:16]
 
 

@@ -33,6 +33,7 @@ class ImageSet:
     values: Values = Pixels()
     notes: tuple[str, ...] = ()  # on what was done to the images, for who trains on them
     condition: GivenChannels | None = None  # the last channels of `images`, if they are given
+    vectors: Tensor | None = None  # float32 [M, D], what each image is given beside
 
     def check(self, index: np.ndarray | None = None) -> None:
         """ConfigError if one of these images (int64 [B]; None: of all) is not as it was written."""
@@ -52,6 +53,11 @@ class ImageSet:
         """Of what is learned."""
         stored = self.images.shape[3] - (self.condition.channels if self.condition else 0)
         return stored // 2 if isinstance(self.values, Latents) else stored
+
+    @property
+    def vector_dim(self) -> int:
+        """D of the vectors, 0 if there are none."""
+        return 0 if self.vectors is None else self.vectors.shape[1]
 
     @property
     def learned(self) -> Tensor | StoredImages:

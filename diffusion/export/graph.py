@@ -1,7 +1,7 @@
 """The denoiser as a graph that runs without this project: ONNX, and PyTorch's exported program.
 
     of images   x [N, C, H, W], t int64 [N], labels int64 [N] (of a model with classes),
-                condition [N, K, H, W] (of a model with channels that are given)
+                condition [N, K, H, W], vector [N, D] (of a model that is given them)
                     -> output [N, C or 2C, H, W]
     of actions  x [N, T, A], t int64 [N], condition [N, G], normalised observations -> [N, T, A]
 
@@ -32,6 +32,7 @@ from triton_kernels.noise.philox import INITIAL, NOISE
 
 from ..errors import ConfigError
 from ..formats.trained import Trained
+from ..models.conditions import Conditions, with_presence
 from ..models.layers import set_backend
 from ..policies.policy import Policy
 from ..process.flow import FlowSchedule
@@ -56,13 +57,16 @@ class ImageDenoiser(nn.Module):
         self,
         x: Tensor,  # [N, C, H, W]
         t: Tensor,  # int64 [N]
-        first: Tensor | None = None,  # labels int64 [N], or the condition [N, K, H, W]
-        second: Tensor | None = None,  # the condition behind labels
+        first: Tensor | None = None,  # labels int64 [N], condition [N, K, H, W], vector [N, D]
+        second: Tensor | None = None,
+        third: Tensor | None = None,
     ) -> Tensor:  # [N, C or 2C, H, W]
-        parts = dict(zip(self.names, (first, second), strict=False))
+        parts = dict(zip(self.names, (first, second, third), strict=False))
         if "condition" in parts:
             x = torch.cat((x, parts["condition"]), dim=1)
-        return self.model(x, t, parts.get("labels")).contiguous()
+        vector = with_presence(parts["vector"]) if "vector" in parts else None
+        given = Conditions(parts.get("labels"), vector=vector)
+        return self.model(x, t, given.shortest()).contiguous()
 
 
 class ChunkDenoiser(nn.Module):
@@ -111,6 +115,8 @@ def image_graph(trained: Trained) -> Graph:
             found["labels"] = torch.arange(n) % classes
         if given is not None:
             found["condition"] = pictures(n, given.channels, rng, INITIAL).clamp(-1, 1)
+        if trained.model.vector_dim:
+            found["vector"] = reference.normal((n, trained.model.vector_dim), rng, stream=INITIAL)
         return tuple(found.values())
 
     about = {
@@ -125,6 +131,7 @@ def image_graph(trained: Trained) -> Graph:
     }
     names = () if classes is None else ("labels",)
     names = names if given is None else (*names, "condition")
+    names = (*names, "vector") if trained.model.vector_dim else names
     return Graph(_portable(ImageDenoiser(trained.model, names)), ("x", "t", *names), inputs, about)
 
 

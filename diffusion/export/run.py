@@ -47,6 +47,7 @@ _GUIDED_OPTIONS = {
     "stem_channels": -1,
     "decoder_attention": "all",
     "resample_projection": False,
+    "vector_dim": 0,
 }
 _GUIDED_ARGUMENTS = (
     "in_channels",

@@ -15,7 +15,7 @@ from ..data.given import GivenChannels, given_from_state
 from ..data.image_set import parse_size
 from ..data.values import Pixels, Values, values_from_state
 from ..errors import ConfigError
-from ..factory import AS_DIFFUSERS, Process, build_model, with_condition
+from ..factory import AS_DIFFUSERS, Process, build_model, with_conditions
 from ..models.blocks import AttentionBlock
 from ..models.layers import TimestepEmbedding
 from ..models.unet import UNet
@@ -321,7 +321,11 @@ def _in_checkpoint(checkpoint: Path, ema: Average) -> _Found:
 
     return _Found(
         path=checkpoint,
-        settings=with_condition(config["model"], condition.channels if condition else 0),
+        settings=with_conditions(
+            config["model"],
+            condition_channels=condition.channels if condition else 0,
+            vector_dim=state.get("vector_dim", 0),
+        ),
         process=process,
         image_shape=tuple(shape),
         precision=config["train"].get("precision", "bf16"),

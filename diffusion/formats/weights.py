@@ -60,6 +60,7 @@ _UNET_CU_OPTIONS = {
     "decoder_attention": "all",
     "resample_projection": False,
     "condition_channels": 0,
+    "vector_dim": 0,
 }
 
 

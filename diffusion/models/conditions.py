@@ -8,8 +8,9 @@ References:
     Classifier-Free Diffusion Guidance (Ho and Salimans, 2022), https://arxiv.org/abs/2207.12598
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ class Conditions:
 
     labels: Tensor | None = None  # int64 [N]
     image: Tensor | None = None  # float32 [N, H, W, K]: channels behind those of x_t
+    vector: Tensor | None = None  # float32 [N, D + 1], of `with_presence`: added to the embedding
 
     def __len__(self) -> int:
         return next(len(part) for part in self._parts().values())
@@ -69,7 +71,47 @@ class Conditions:
         return {name: part for name, part in parts.items() if part is not None}
 
 
+def with_presence(vectors: Tensor) -> Tensor:  # [N, D] -> [N, D + 1]
+    """With a 1 behind each, so that none, which is 0, is another than a vector of zeros."""
+    return torch.cat((vectors, torch.ones_like(vectors[:, :1])), dim=1)
+
+
 Given = Tensor | Conditions | None  # labels int64 [N], or more
+
+
+def zeros_given(
+    count: int,
+    labels: Tensor | None,  # int64 [count]
+    size: tuple[int, int],  # (H, W)
+    model: Any,  # a `Network`
+) -> Given:
+    """What the model wants to be given, as zeros, for who needs its shapes alone."""
+    channels, numbers = model.condition_channels, model.vector_dim
+    return Conditions(
+        labels,
+        torch.zeros(count, *size, channels) if channels else None,
+        torch.zeros(count, numbers + 1) if numbers else None,
+    ).shortest()
+
+
+def as_tables(given: Given) -> tuple[Tensor, ...]:
+    """Tensors alone, for a chain that copies them: none, the labels, or in front of the parts one
+    whose length says which they are."""
+    if given is None or isinstance(given, Tensor):
+        return () if given is None else (given,)
+    parts = {field.name: getattr(given, field.name) for field in fields(given)}
+    found = [part for part in parts.values() if part is not None]
+    which = sum(2**i for i, part in enumerate(parts.values()) if part is not None)
+    return found[0].new_zeros(which), *found
+
+
+def from_tables(tables: Sequence[Tensor]) -> Given:
+    """What `as_tables` was given."""
+    if len(tables) < 2:
+        return tables[0] if tables else None
+    which, *parts = tables
+    names = [field.name for i, field in enumerate(fields(Conditions)) if len(which) >> i & 1]
+    return Conditions(**dict(zip(names, parts, strict=True)))
 
 
 def joined(first: Given, second: Given) -> Given:

@@ -37,6 +37,7 @@ class Network(Layer):
     num_classes: int | None = None  # None: it takes no labels
     null_label: int | None = None  # the label that stands for none, for classifier-free guidance
     condition_channels: int = 0  # of x, behind those that it learns
+    vector_dim: int = 0  # numbers of a vector that it is given
     condition_dropout: float = 0  # how often training gives it no condition, which are zeros
 
     def forward_nhwc(

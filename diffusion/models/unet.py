@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..runtime.backend import TORCH_FP32, Backend
 from ..sampling.guidance import drop_labels
 from .blocks import AttentionBlock, Downsample, ResBlock, Upsample
+from .conditions import Conditions, Given
 from .layers import Conv1d, Conv2d, GroupNorm, Linear, Network, TimestepEmbedding
 
 _MOST_BLOCKS = 2000  # more would take minutes to build, and nobody has trained half of them
@@ -59,6 +60,7 @@ class UNet(Network):
         resample_projection: bool = False,  # 1x1 convolution beside blocks that resample
         condition_channels: int = 0,  # that x_t comes with behind its own; none comes out
         condition_dropout: float | None = None,  # of training's conditions; None: 0
+        vector_dim: int = 0,  # numbers of a vector that is added to the embedding; 0: there is none
         backend: Backend = TORCH_FP32,  # who computes, and in which precision
     ) -> None:
         super().__init__(backend)
@@ -73,6 +75,7 @@ class UNet(Network):
             num_heads_upsample = num_heads
         self.image_size = sizes  # (H, W)
         self.condition_channels, self.condition_dropout = condition_channels, condition_dropout or 0
+        self.vector_dim = vector_dim
         self.in_channels, self.model_channels = in_channels, model_channels
         self.out_channels, self.num_classes = out_channels, num_classes
         self.label_dropout = label_dropout
@@ -141,6 +144,9 @@ class UNet(Network):
             rows = num_classes if self.null_label is None else num_classes + 1
             self.label_emb = nn.Embedding(rows, emb_channels)
 
+        if vector_dim:
+            self.vector_emb = Linear(vector_dim + 1, emb_channels, backend=backend)
+
         widths = [int(mult * model_channels) for mult in self.channel_mult]
         ch = widths[0] if stem_channels == -1 else stem_channels
         stem = Conv2d(self.in_channels, ch, 3, backend=backend)
@@ -201,7 +207,7 @@ class UNet(Network):
         self,
         x: Tensor,  # [N, H, W, CI], CI with the condition's channels
         t: Tensor,  # int64 or float [N]
-        labels: Tensor | None = None,  # int64 [N], if the model has classes
+        labels: Given = None,  # int64 [N], if the model has classes; with a vector `Conditions`
         *,
         rng: Tensor | None = None,  # int64 [2]: seed, step; needed for dropout in training
         first: int = 0,  # global index of sample 0, which keys its dropout masks and label
@@ -242,19 +248,22 @@ class UNet(Network):
     def embed(
         self,
         t: Tensor,
-        labels: Tensor | None,
+        given: Given,
         rng: Tensor | None,
         first: int,
         linear: Callable[[Linear, Tensor], Tensor] = Linear.__call__,
         sinusoids: Callable[[Tensor], Tensor] | None = None,  # in place of timestep_embedding
     ) -> Tensor:
-        """SiLU of the embedding of t and labels, [N, E], float32 in every precision."""
+        """SiLU of the embedding of t and what is given, [N, E], float32 in every precision."""
+        labels, vector = _parts(given)
         emb = linear(self.time_embed["0"], (sinusoids or self.timestep_embedding)(t))
         emb = linear(self.time_embed["2"], F.silu(emb))
         if self.num_classes is not None:
             if self.training and self.label_dropout > 0:
                 labels = drop_labels(labels, rng, self.label_dropout, self.null_label, first=first)
             emb = emb + self.label_emb(labels)
+        if self.vector_dim:
+            emb = emb + linear(self.vector_emb, vector)
         return F.silu(emb)
 
     @property
@@ -305,8 +314,9 @@ class UNet(Network):
             raise ConfigError(
                 f"condition_dropout={self.condition_dropout} is no probability below 1"
             )
-        if self.condition_channels < 0:
-            raise ConfigError(f"condition_channels={self.condition_channels}; expected at least 0")
+        for name in ("condition_channels", "vector_dim"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)}; expected at least 0")
         if self.label_dropout > 0 and self.num_classes is None:
             raise ConfigError(
                 f"label_dropout={self.label_dropout} needs classes: give num_classes, or leave it 0"
@@ -355,9 +365,8 @@ class UNet(Network):
         for c in channels:
             _divide(name, c, "num_groups", self.num_groups)
 
-    def _check_inputs(
-        self, x: Tensor, t: Tensor, labels: Tensor | None, rng: Tensor | None
-    ) -> None:
+    def _check_inputs(self, x: Tensor, t: Tensor, given: Given, rng: Tensor | None) -> None:
+        labels, vector = _parts(given)
         if x.ndim != 4 or x.shape[3] != self.in_channels:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}; expected [N, H, W, {self.in_channels}]"
@@ -384,12 +393,24 @@ class UNet(Network):
                     f"labels lie in [{low}, {high}];"
                     f" expected [0, {self.label_emb.num_embeddings - 1}]"
                 )
+        if (vector is None) != (self.vector_dim == 0):
+            found = "missing" if vector is None else "given"
+            raise ValueError(f"a vector is {found}; the model has vector_dim={self.vector_dim}")
+        if vector is not None and vector.shape != (n, self.vector_dim + 1):
+            raise ValueError(
+                f"vectors have shape {tuple(vector.shape)}; expected ({n}, {self.vector_dim} + 1)"
+            )
         if self.training and rng is None:
             for name in ("dropout", "label_dropout"):
                 if getattr(self, name) > 0:
                     raise ValueError(
                         f"{name}={getattr(self, name)} in training needs rng (seed, step)"
                     )
+
+
+def _parts(given: Given) -> tuple[Tensor | None, Tensor | None]:
+    """Labels and vector."""
+    return (given.labels, given.vector) if isinstance(given, Conditions) else (given, None)
 
 
 def _divide(name: str, channels: int, option: str, value: int) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from triton_kernels import fused_ops as fused
 from triton_kernels.runtime.device import Device, describe
 
+from ..models.conditions import Conditions, Given, as_tables, from_tables
 from ..models.flat_parameters import FlatParameters
 from ..models.unet import UNet
 from ..process.objective import Denoiser
@@ -78,19 +79,27 @@ class InferenceUNet:
     def tabulate(
         self,
         timesteps: Tensor,  # [K]
-        labels: Tensor | None,  # int64 [N]
+        labels: Given,  # int64 [N], or more
         n: int,
     ) -> tuple[Tensor, ...]:
         """The projections of every block, float32 [K, U, E], and each sample's u, int64 [N]; or, if
-        that were too large, timesteps and labels. A table that serves any labels is kept for the
-        next chain. ValueError: labels missing, not wanted, not N, or no class; which waits for the
-        device, once a chain."""
-        classes = self.model.num_classes
+        that were too large, timesteps and what is given. A table that serves any labels is kept for
+        the next chain. ValueError: labels or vectors missing, not wanted, not N, or no class; which
+        waits for the device, once a chain."""
+        more = labels if isinstance(labels, Conditions) else None
+        if (more is None or more.vector is None) == (self.model.vector_dim > 0):
+            found = "missing" if self.model.vector_dim else "given"
+            raise ValueError(
+                f"vectors are {found}; the model has vector_dim={self.model.vector_dim}"
+            )
+        classes, labels = self.model.num_classes, more.labels if more else labels
         if (labels is None) != (classes is None):
             given = "missing" if labels is None else "given"
             raise ValueError(f"labels are {given}; the model has num_classes={classes}")
         if labels is not None:
             self._check_labels(labels, n)
+        if more is not None:
+            return self._tabulate_samples(timesteps, more, n)
         # a row a class, or if that is less, a row a sample
         by_class = self.num_labels <= n or labels is None
         width = self.embedding.projection.bias.shape[0]
@@ -105,6 +114,15 @@ class InferenceUNet:
         table = self._kept[1]
         return (table,) if labels is None else (table, labels.clone())
 
+    def _tabulate_samples(self, timesteps: Tensor, given: Conditions, n: int) -> tuple[Tensor, ...]:
+        """The same where every sample is given something of its own."""
+        if len(given) != n:
+            raise ValueError(f"conditions are of {len(given)} samples; expected {n}")
+        width = self.embedding.projection.bias.shape[0]
+        if 4 * len(timesteps) * n * width > _TABLE_BYTES:
+            return timesteps, *(part.clone() for part in as_tables(given))
+        return self._table(timesteps, given), torch.arange(n, device=timesteps.device)
+
     def _check_labels(self, labels: Tensor, n: int) -> None:
         """The kernels take a row of the table by its number, and read whatever is there."""
         if labels.shape != (n,) or labels.dtype not in (torch.int64, torch.int32):
@@ -115,28 +133,29 @@ class InferenceUNet:
         if low < 0 or high >= self.num_labels:
             raise ValueError(f"labels lie in [{low}, {high}]; expected [0, {self.num_labels - 1}]")
 
-    def _table(self, timesteps: Tensor, labels: Tensor | None) -> Tensor:  # [K], [U] -> [K, U, E]
-        """A row for each timestep with each of the labels, all at once."""
+    def _table(self, timesteps: Tensor, labels: Given) -> Tensor:  # [K], [U] -> [K, U, E]
+        """A row for each timestep with each of the labels, or of what is given, all at once."""
         if labels is None:
             return self.embedding(timesteps, None, None, 0)[:, None]
         steps, rows = len(timesteps), len(labels)
-        t, labels = timesteps.repeat_interleave(rows), labels.repeat(steps)
+        t = timesteps.repeat_interleave(rows)
+        labels = labels[torch.arange(rows, device=t.device).repeat(steps)]
         return self.embedding(t, labels, None, 0).unflatten(0, (steps, rows))
 
     @torch.no_grad()
     def at_row(self, x: Tensor, row: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
         """[N, H, W, CO] at this row; the pixels of the result are some channels apart."""
-        first, *labels = tables
-        table = (first, row, *labels) if first.ndim == 3 else ()
+        first, *given = tables
+        table = (first, row, *given) if first.ndim == 3 else ()
         evaluation = self._evaluation(x)
         with turn(x.device):
             image, emb, cleared = self._begin(x, evaluation, *table)
             if not table:
-                emb = self.embedding(first[row.expand(len(x))], *labels, None, 0)
+                emb = self.embedding(first[row.expand(len(x))], from_tables(given), None, 0)
             return evaluation(image, emb.expand(len(x), -1), cleared)
 
     @torch.no_grad()
-    def __call__(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, t: Tensor, labels: Given = None) -> Tensor:
         """As `UNet.forward_nhwc`."""
         evaluation = self._evaluation(x)
         with turn(x.device):
@@ -226,8 +245,10 @@ class _Nhwc(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
-        return self.model.forward_nhwc(x, t, labels)
+    def forward(
+        self, x: Tensor, t: Tensor, labels: Tensor | None = None, vector: Tensor | None = None
+    ) -> Tensor:
+        return self.model.forward_nhwc(x, t, Conditions(labels, vector=vector).shortest())
 
 
 def sampling_plan(
@@ -243,6 +264,9 @@ def sampling_plan(
         torch.zeros(shape[0], dtype=torch.int64, device=device),
     )
     labels = () if model.num_classes is None else (t,)
+    if model.vector_dim:
+        vector = torch.empty(shape[0], model.vector_dim + 1, device=device)
+        labels = (*(labels or (None,)), vector)
     traced = trace(_Nhwc(model), (x, t, *labels))
     graph = traced.graph
     names = {f"model.{name}": name for name in dict(model.named_parameters())}

@@ -129,10 +129,10 @@ def benchmark(config: dict[str, Any]) -> Path:
     trained = job.load("torch", settings.precision)
     if settings.precision is None:
         job.precision = trained.model.backend.precision
-    if trained.condition is not None:
+    if trained.condition is not None or trained.model.vector_dim:
         raise ConfigError(
-            f"{settings.ckpt} was trained with {trained.condition}, which no row here hands to it;"
-            " give a network without"
+            f"{settings.ckpt} was trained with a condition beside classes, which no row here hands"
+            " to it; give a network without"
         )
     guide(trained.model.forward_nhwc, settings.guidance, trained.model.null_label)
     out = Path(settings.out) if settings.out else (trained.run_dir or Path()) / "benchmark"

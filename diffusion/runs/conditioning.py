@@ -1,6 +1,8 @@
 """What a drawing is conditioned on beside a class, from files."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +15,7 @@ from ..data.stored_images import StoredImages
 from ..data.values import Pixels, Units
 from ..errors import ConfigError
 from ..formats.trained import Trained
-from ..models.conditions import Conditions, Given
+from ..models.conditions import Conditions, Given, with_presence
 from ..sampling.conditioning import as_seen
 from ..settings import shown
 
@@ -21,10 +23,26 @@ Source = str | Path | np.ndarray  # a file, a folder, a .zip, or an array [M, H,
 
 
 def load_conditions(
-    condition: Source | None, labels: Tensor | None, n: int, trained: Trained
+    condition: Source | None,
+    vector: Source | Sequence[float] | None,
+    labels: Tensor | None,
+    n: int,
+    trained: Trained,
 ) -> Given:
-    """What n images are given: labels, and the channels of the condition, image i those of its
-    picture i % M. ConfigError: there is none, it is not for this network, or it does not fit."""
+    """What n images are given: labels, the channels of the condition, image i those of its picture
+    i % M, and likewise a vector. ConfigError: there is none, it is not for this network, or it does
+    not fit."""
+    index = torch.arange(n)
+    image, vectors = _load_image(condition, trained), _load_vectors(vector, trained)
+    return Conditions(
+        labels,
+        None if image is None else image[index % len(image)],
+        None if vectors is None else with_presence(vectors[index % len(vectors)]),
+    ).shortest()
+
+
+def _load_image(condition: Source | None, trained: Trained) -> Tensor | None:
+    """float32 [M, H, W, K], as the network is to see it."""
     given = trained.condition
     if given is None:
         if condition is not None:
@@ -32,15 +50,49 @@ def load_conditions(
                 f"condition={_named(condition)}, but {trained.name} was trained without one; leave"
                 " it out"
             )
-        return labels
+        return None
     if condition is None:
         kind = "images" if isinstance(given.values, Pixels) else "numbers (.npy, .npz, zarr)"
         raise ConfigError(
             f"{trained.name} was trained with {given}: give condition=FILE or FOLDER of {kind}"
         )
     height, width, _ = trained.image_shape
-    images = _load(condition, (height, width), given)
-    return Conditions(labels, images[torch.arange(n) % len(images)])
+    return _load(condition, (height, width), given)
+
+
+def _load_vectors(source: Source | Sequence[float] | None, trained: Trained) -> Tensor | None:
+    """float32 [M, D]; of numbers alone a single one."""
+    dim = trained.model.vector_dim
+    if not dim:
+        if source is not None:
+            raise ConfigError(
+                f"vector={_named(source)}, but {trained.name} was trained without one; leave it out"
+            )
+        return None
+    expected = f"{dim} numbers, or a .npy of float32 [M, {dim}]"
+    if source is None:
+        raise ConfigError(
+            f"{trained.name} was trained with vectors of {dim} numbers: give vector=[...] of"
+            f" {expected}"
+        )
+    if isinstance(source, str | Path) and not Path(source).is_file():
+        raise ConfigError(f"vector={source} does not exist; give {expected}")
+    try:
+        found = source
+        if isinstance(source, str | Path):
+            found = np.load(source, mmap_mode="r", allow_pickle=False)
+        vectors = torch.from_numpy(np.atleast_2d(np.array(found, dtype=np.float32)))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"vector={_named(source)} is no array ({error}); give {expected}"
+        ) from None
+    if vectors.ndim != 2 or vectors.shape[1] != dim or not len(vectors):
+        raise ConfigError(
+            f"vector={_named(source)} has shape {list(vectors.shape)}; expected {expected}"
+        )
+    if not torch.isfinite(vectors).all():
+        raise ConfigError(f"vector={_named(source)} has numbers that are not finite")
+    return vectors
 
 
 def _load(source: Source, size: tuple[int, int], given: GivenChannels) -> Tensor:
@@ -86,5 +138,5 @@ def _of_numbers(source: Source, size: tuple[int, int], given: GivenChannels) -> 
     return as_seen(rows.scaled(given.values)[torch.arange(len(rows))])
 
 
-def _named(source: Source) -> str:
+def _named(source: Any) -> str:
     return f"an array {list(source.shape)}" if isinstance(source, np.ndarray) else shown(source)

@@ -30,7 +30,7 @@ from ..data.given import given_from_state
 from ..data.image_set import ImageSet
 from ..data.values import values_from_state
 from ..factory import POLICY_MODELS, Process, build_model, build_policy_model
-from ..models.conditions import Conditions
+from ..models.conditions import zeros_given
 from ..models.flat_parameters import FlatParameters
 from ..plan.embedding import TOGETHER
 from ..runtime.backend import Backend, choose_backend
@@ -85,6 +85,7 @@ def _samples(settings: dict[str, Any]) -> ImageSet:
     samples = ImageSet(*(_unread(settings[key]) for key in ("images", "labels")))
     samples.values = values_from_state(settings.get("values"))
     samples.condition = given_from_state(settings.get("condition"))
+    samples.vectors = _unread(settings.get("vectors"))
     return samples
 
 
@@ -141,9 +142,7 @@ def preview(settings: dict[str, Any]) -> None:
     sampler = process.sampler(backend, _HOST, sampler="ddim", steps=shown["steps"], capture=False)
     labels = None if model.num_classes is None else torch.zeros(shown["count"], dtype=torch.int64)
     shape = tuple(samples.image_shape)
-    if samples.condition is not None:
-        image = torch.zeros(shown["count"], *samples.size, samples.condition.channels)
-        labels = Conditions(labels, image)
+    labels = zeros_given(shown["count"], labels, samples.size, model)
     options = {"labels": labels, "guidance": 1.0, "batch_size": BATCH}
     rehearse(model, sampler, shown["count"], shape, **options, network=model.forward_nhwc)
 

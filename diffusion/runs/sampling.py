@@ -22,7 +22,7 @@ from ..errors import ConfigError, check_writable, writing
 from ..factory import check_sampler
 from ..formats.checkpoint import Average
 from ..formats.trained import Trained, TrainedSettings, load_trained
-from ..models.conditions import Conditions, Given
+from ..models.conditions import Given, zeros_given
 from ..plan.inference import InferenceUNet, sampling_network
 from ..process.objective import Denoiser
 from ..runtime.distributed import Processes, choose_device
@@ -123,6 +123,7 @@ class SampleSettings(DrawSettings):
 
     label: Any = None  # name or number of a class
     condition: str | None = None  # file or folder
+    vector: Any = None  # numbers, or a file of them
     decoder: str | None = None  # folder of an autoencoder, or none
     init: str | None = None  # file or folder of images
     mask: str | None = None  # the same
@@ -175,6 +176,7 @@ def load_guide(
         ("a number of classes of", weaker.model.num_classes, model.num_classes),
         ("prediction", weaker.process.prediction, trained.process.prediction),
         ("sigma_data", weaker.process.sigma_data, trained.process.sigma_data),
+        ("vectors of", weaker.model.vector_dim, model.vector_dim),
         ("given", str(weaker.condition), str(trained.condition)),
     ):
         if theirs != ours:
@@ -198,7 +200,7 @@ def sample(config: dict[str, Any]) -> Path:
     out = Path(settings.out or _default_out(settings, trained, values))
     _check_out(out, values, trained.image_shape[2])
     labels = choose_labels(settings.label, settings.n, trained)
-    given = load_conditions(settings.condition, labels, settings.n, trained)
+    given = load_conditions(settings.condition, settings.vector, labels, settings.n, trained)
     finish = values.picture if out.suffix == ".png" else values.finish
     images = draw_all(settings, trained, sampler, given, finish)
     if images is not None:
@@ -283,10 +285,7 @@ def rehearse_drawing(settings: DrawSettings) -> None:
     `triton_kernels.runtime.launch_recorder`."""
     trained, sampler = settings.load_and_choose()
     guide, given = settings.guide_of(trained), choose_labels(None, settings.n, trained)
-    if trained.condition is not None:
-        height, width, _ = trained.image_shape
-        image = torch.zeros(settings.n, height, width, trained.condition.channels)
-        given = Conditions(given, image)
+    given = zeros_given(settings.n, given, trained.image_shape[:2], trained.model)
     rehearse(
         trained.model,
         sampler,
@@ -360,7 +359,7 @@ def _default_out(settings: SampleSettings, trained: Trained, values: Values) -> 
     ema = "" if settings.ema is True else f"_ema{settings.ema or '-false'}"
     name = f"{trained.name}{ema}_{settings.sampler}"
     name += f"-{steps}" if steps[:1].isalpha() else steps
-    edited = ("condition", "init", "mask", "strength", "resample")
+    edited = ("condition", "vector", "init", "mask", "strength", "resample")
     for key in ("spacing", "eta", "clip", "label", *GUIDED, *edited):
         value = getattr(settings, key)
         if value != getattr(SampleSettings, key):

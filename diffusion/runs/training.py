@@ -309,6 +309,7 @@ def _compile_ahead(
         | {"batch_size": step.batches.count},
         "images": described(task.samples.images),
         "labels": described(task.samples.labels),
+        "vectors": described(getattr(task.samples, "vectors", None)),
         "values": None if values is None else values.state(),
         "condition": None if given is None else given.state(),
         "flip": task.flip,

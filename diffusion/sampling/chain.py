@@ -14,6 +14,7 @@ from torch import Tensor
 
 from triton_kernels.runtime.dependent_launch import dependent_launches
 
+from ..models.conditions import Given, as_tables, from_tables
 from ..process.objective import Denoiser
 from ..runtime.cuda_graph import captured
 from .serialize import turn
@@ -45,7 +46,7 @@ class TabulatedDenoiser(Protocol):
     def tabulate(
         self,
         timesteps: Tensor,  # int64 or float32 [K], in the order of execution
-        labels: Tensor | None,  # [N, ...], as the network takes them: classes or observations
+        labels: Given,  # [N, ...], as the network takes them: classes, observations or more
         n: int,
     ) -> tuple[Tensor, ...]:
         """The tables that `at_row` reads, whose shapes depend on K, N and the labels' shape alone.
@@ -70,13 +71,14 @@ class Plain:
     def __init__(self, denoiser: Denoiser, dtype: torch.dtype | None) -> None:
         self.denoiser, self.dtype = denoiser, dtype
 
-    def tabulate(self, timesteps: Tensor, labels: Tensor | None, n: int) -> tuple[Tensor, ...]:
-        return (timesteps,) if labels is None else (timesteps, labels)
+    def tabulate(self, timesteps: Tensor, labels: Given, n: int) -> tuple[Tensor, ...]:
+        return timesteps, *as_tables(labels)
 
     def at_row(self, x: Tensor, row: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
-        timesteps, *labels = tables
+        timesteps, *given = tables
         t = timesteps[row.expand(x.shape[0])]
-        return self.denoiser(x if self.dtype is None else x.to(self.dtype), t, *(labels or (None,)))
+        x = x if self.dtype is None else x.to(self.dtype)
+        return self.denoiser(x, t, from_tables(given))
 
 
 def tabulated(

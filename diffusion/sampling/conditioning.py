@@ -6,21 +6,29 @@ from torch import Tensor
 
 from ..data.given import GivenChannels
 from ..data.held_out import Rows
-from ..models.conditions import Conditions, Given, learned_and_given
+from ..models.conditions import Conditions, Given, learned_and_given, with_presence
 from ..tracking.pictures import over_white
 
 
 def conditions_of(
-    samples: Rows, first: int, count: int, labels: Tensor | None, given: GivenChannels
-) -> Conditions:
+    samples: Rows,
+    first: int,
+    count: int,
+    labels: Tensor | None,
+    given: GivenChannels | None,
+) -> Given:
     """Those of samples first .. first + count - 1 of a set, which begins again at its end; and
     their labels in the place of `labels`, where the network takes some."""
     index = torch.arange(first, first + count) % len(samples)
     images, known = samples.take(0, min(first + count, len(samples)))
-    _, image = learned_and_given(as_seen(images[index]), given.channels)
+    image = vectors = None
+    if given is not None:
+        _, image = learned_and_given(as_seen(images[index]), given.channels)
+    if samples.vectors is not None:
+        vectors = with_presence(samples.vectors[torch.from_numpy(samples.rows)[index]])
     if labels is not None and known is not None:
         labels = known[index].to(labels.device)
-    return Conditions(labels, image)
+    return Conditions(labels, image, vectors).shortest()
 
 
 def as_seen(images: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ..data.held_out import Rows
 from ..data.values import Latents
 from ..factory import Process
-from ..models.conditions import Conditions, Given, learned_and_given
+from ..models.conditions import Conditions, Given, learned_and_given, with_presence
 from ..runtime.backend import Backend
 from ..runtime.distributed import Processes
 from ..sampling.beside import Beside
@@ -148,12 +148,13 @@ class HeldOutLoss:
             images = images.chunk(2, dim=-1)[0].contiguous()  # the mean of each code
         images = images.to(self.device)
         labels = None if labels is None else labels.to(self.device)
-        true, given = ops.gather_images(images, None, None), labels
+        true = ops.gather_images(images, None, None)
         condition = self.samples.condition
+        image = None
         if condition is not None:
             images, image = learned_and_given(true, condition.channels)
-            true, given = images, Conditions(labels, image)
-            network = Beside(network)
+            true, network = images, Beside(network)
+        given = Conditions(labels, image, self._vectors(start, len(images))).shortest()
         channels = true.shape[-1]
         found = []
         for k in range(len(self._weight)):
@@ -165,6 +166,13 @@ class HeldOutLoss:
             error = self.scale * (a * x + b * output) - true
             found.append(error.square().mean(dim=(1, 2, 3)))
         return torch.stack(found)
+
+    def _vectors(self, start: int, count: int) -> Tensor | None:
+        vectors = self.samples.vectors
+        if vectors is None:
+            return None
+        chosen = vectors[torch.from_numpy(self.samples.rows[start : start + count])]
+        return with_presence(chosen.to(self.device))
 
 
 def levels(process: Process) -> tuple[np.ndarray, np.ndarray]:  # float64 [K], int64 [K]

@@ -14,7 +14,7 @@ from ..data.held_out import held_out_setting, split, spread
 from ..data.image_set import rescale
 from ..data.values import Latents, Pixels, strips, values_from_state
 from ..errors import ConfigError
-from ..factory import Process, build_model, with_condition
+from ..factory import Process, build_model, with_conditions
 from ..models.conditions import Given
 from ..runtime.backend import Backend
 from ..runtime.distributed import Processes
@@ -38,11 +38,15 @@ class ImageTask:
         self.data = load_dataset(**options)
         self.samples, self.held_out = split(self.data, held_out_setting(dataset))
         given = self.data.condition
-        self.model_settings = with_condition(model, given.channels if given else 0)
-        if given is None and model.get("condition_dropout"):
+        self.model_settings = with_conditions(
+            model,
+            condition_channels=given.channels if given else 0,
+            vector_dim=self.data.vector_dim,
+        )
+        if given is None and self.data.vectors is None and model.get("condition_dropout"):
             raise ConfigError(
                 f"model.condition_dropout={model['condition_dropout']}, but data set"
-                f" {self.data.name} gives no condition; set it to null, or use dataset=pairs"
+                f" {self.data.name} gives no condition; set it to null, or see docs/data.md"
             )
         self.image_shape = self.data.image_shape
         self.num_classes = model.get("num_classes")
@@ -87,7 +91,7 @@ class ImageTask:
             channels, meta = options.get("channels") or 3, torch.device("meta")
             given = expected_condition(**options)
             with meta:
-                model_of = with_condition(model, given) if given else model
+                model_of = with_conditions(model, condition_channels=given) if given else model
                 build_model(model_of, backend, size, channels, process.learns_variance, meta)
         if model.get("num_classes") is not None:
             found = expected_classes(**options)
@@ -98,6 +102,7 @@ class ImageTask:
         size = "x".join(map(str, self.image_shape))
         held_out = f", {len(self.held_out)} held out" if self.held_out else ""
         given = f", {self.data.condition}" if self.data.condition else ""
+        given += f", vectors of {self.data.vector_dim} numbers" if self.data.vector_dim else ""
         return f"{self.data.name}, {len(self.samples)} images {size}{given}{held_out}"
 
     def state(self) -> dict[str, Any]:
@@ -108,11 +113,18 @@ class ImageTask:
             "class_names": names and list(names),
             **({} if values == Pixels() else {"values": values.state()}),
             **({"condition": self.data.condition.state()} if self.data.condition else {}),
+            **({"vector_dim": self.data.vector_dim} if self.data.vector_dim else {}),
         }
 
     def check_resumed(self, state: dict[str, Any]) -> None:
         """The network goes on with the numbers that it knows: a set that has grown has another mean
         and deviation. ConfigError: the checkpoint's are of another kind."""
+        dim = state.get("vector_dim", 0)
+        if dim != self.data.vector_dim:
+            raise ConfigError(
+                f"the network was trained with vectors of {dim} numbers, and data set"
+                f" {self.data.name} has {self.data.vector_dim}"
+            )
         known, has = values_from_state(state.get("values")), self.data.values
         if rescale(self.data, known, given_from_state(state.get("condition"))):
             self.notes.append(f"{known} of the run, and not {has}, go on")
@@ -210,7 +222,7 @@ class ImageTask:
         if classes is not None:
             device = next(model.parameters()).device
             given = labels = torch.arange(first, first + count, device=device) % classes
-        if self.data.condition is not None:
+        if self.data.condition is not None or self.data.vectors is not None:
             samples = self.held_out or spread(self.data)
             given = conditions_of(samples, first, count, labels, self.data.condition)
         options = {"seed": seed, "first": first, "labels": given, "finish": finish}

@@ -10,7 +10,7 @@ from triton_kernels.noise.philox import LATENT
 
 from ..data.autoencoder import draw_codes
 from ..data.batches import Batches
-from ..models.conditions import Conditions, Given, learned_and_given
+from ..models.conditions import Conditions, Given, learned_and_given, with_presence
 from ..models.flat_parameters import FlatParameters
 from ..plan.side_stream import SideStream
 from ..process.objective import Objective
@@ -138,14 +138,13 @@ class TrainStep:
         flip = None
         if self.flip:
             flip = self.objective.backend.ops.draw_flips(self._rng, count, first=first)
-        given: Given = labels
+        image, vectors = None, self.batches.vectors(start, count)
         if self.batches.given_channels:
             both = self.objective.backend.ops.gather_images(images, index, flip)
             images, image = learned_and_given(both, self.batches.given_channels)
             index, flip = None, None
-            given = Conditions(labels, image).dropped(
-                self._rng, self.condition_dropout, first=first
-            )
+        given = Conditions(labels, image, None if vectors is None else with_presence(vectors))
+        given = given.dropped(self._rng, self.condition_dropout, first=first).shortest()
 
         def denoiser(x: Tensor, t: Tensor, given: Given) -> Tensor:
             if isinstance(given, Conditions):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import triton_kernels
+from diffusion.models.conditions import Conditions
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.models.layers import set_backend
 from diffusion.models.unet import UNet
@@ -49,6 +50,8 @@ MODELS = {
         "dropout": 0.1,
     },
     "condition": {"channel_mult": (1, 2), "in_channels": 1, "condition_channels": 2},
+    "vector": {"channel_mult": (1, 2), "vector_dim": 5, "num_classes": 3},
+    "vector and film": {"channel_mult": (1, 2), "vector_dim": 3, "use_scale_shift_norm": True},
     "guided_diffusion": {  # all of them, as in its models for 64x64 images
         "channel_mult": (1, 2),
         "attention_resolutions": (1, 2),
@@ -80,6 +83,15 @@ def make(options: dict, size: tuple[int, int] = (8, 12)) -> UNet:
     return UNet(**settings).double()
 
 
+def given(model: UNet):
+    """What the model wants to be given, of two samples."""
+    labels = torch.tensor([2, 0]) if model.num_classes else None
+    vectors = None
+    if model.vector_dim:
+        vectors = torch.linspace(-1, 1, 2 * (model.vector_dim + 1)).double().view(2, -1)
+    return Conditions(labels, vector=vectors).shortest()
+
+
 ODD = {  # sizes of images, and halves of concatenations, that are no powers of two
     "28x28": ({"channel_mult": (1, 2, 2), "attention_resolutions": (4,)}, (28, 28)),
     "6x10": ({"channel_mult": (1, 2), "use_scale_shift_norm": True, "dropout": 0.2}, (6, 10)),
@@ -102,7 +114,7 @@ def test_output_and_every_gradient(options, size, recompute):
     flat = FlatParameters(model, together=TOGETHER)
     plan = FusedUNet(model, flat, fused_reference, recompute)
     x, t = torch.randn(2, *size, 3).double(), torch.tensor([3, 700])
-    labels = torch.tensor([2, 0]) if model.num_classes else None
+    labels = given(model)
     draws = {"rng": torch.tensor([5, 11]), "first": 7}
     y = plan(x, t, labels, **draws)
     expected = twin.forward_nhwc(x, t, labels, **draws)

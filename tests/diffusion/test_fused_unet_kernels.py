@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import triton_kernels
+from diffusion.models.conditions import Conditions
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.models.unet import UNet
 from diffusion.plan import layers, unet
@@ -54,6 +55,9 @@ def check(
     x = torch.randn(batch, *size, 3, device=device)
     t = torch.randint(0, 1000, (batch,), device=device)
     labels = torch.arange(batch, device=device) % 3 if model.num_classes else None
+    if model.vector_dim:
+        vectors = torch.randn(batch, model.vector_dim + 1, device=device)
+        labels = Conditions(labels, vector=vectors).shortest()
     dy = torch.randn(batch, *size, model.out_channels, device=device)
     draws = {"rng": torch.tensor([5, 11], device=device), "first": 7}
     outputs = [

@@ -9,6 +9,7 @@ import torch
 
 import triton_kernels
 from diffusion.factory import make_sampler
+from diffusion.models.conditions import Conditions
 from diffusion.models.layers import set_backend
 from diffusion.models.unet import UNet
 from diffusion.plan import inference
@@ -24,7 +25,7 @@ from triton_kernels.conv.plain import split_k as conv_split
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.runtime.device import Device
 
-from .test_fused_unet import MODELS, make
+from .test_fused_unet import DOUBLE, MODELS, given, make
 from .test_fused_unet_kernels import ODD, build, unet64
 
 CALLS = (
@@ -85,7 +86,7 @@ def test_output(name, size):
     twin = copy.deepcopy(model)
     plan = InferenceUNet(model, fused_reference)
     x, t = torch.randn(2, *size, 3).double(), torch.tensor([3, 700])
-    labels = torch.tensor([2, 0]) if model.num_classes else None
+    labels = given(model)
     y = plan(x, t, labels)
     torch.testing.assert_close(y, twin.forward_nhwc(x, t, labels), rtol=1e-10, atol=1e-10)
     assert not y.requires_grad
@@ -295,6 +296,31 @@ def test_labels_that_are_missing_or_not_wanted(classes, labels):
     plan = InferenceUNet(make({"channel_mult": (1,), "num_classes": classes}), fused_reference)
     with pytest.raises(ValueError, match="labels are"):
         plan.tabulate(torch.tensor([3, 1]), labels, 1)
+
+
+@pytest.mark.parametrize("most", [inference._TABLE_BYTES, 0], ids=["table", "every step"])
+def test_vectors_of_samples_in_chains_with_guidance(monkeypatch, most):
+    """Each sample has a row of its own, or its embedding in every step."""
+    monkeypatch.setattr(inference, "_TABLE_BYTES", most)
+    model = make(MODELS["vector"] | {"label_dropout": 0.1}).eval()
+    twin = copy.deepcopy(model)
+    sampler = make_sampler(make_schedule("linear", 100), DOUBLE, "ddim", steps=3)
+    conditions = given(model)
+    chains = [
+        sampler.sample(guide(net, 2.0, 3, drops=True), (2, 8, 12, 3), seed=1, labels=conditions)
+        for net in (InferenceUNet(model, fused_reference), twin.forward_nhwc)
+    ]
+    torch.testing.assert_close(*chains, rtol=1e-5, atol=1e-5)
+
+
+def test_vectors_that_are_missing_or_not_wanted():
+    t, labels = torch.tensor([3, 1]), torch.tensor([0])
+    plan = InferenceUNet(make(MODELS["vector"]).eval(), fused_reference)
+    with pytest.raises(ValueError, match="vectors are missing; the model has vector_dim=5"):
+        plan.tabulate(t, labels, 1)
+    plan = InferenceUNet(make(MODELS["classes"]).eval(), fused_reference)
+    with pytest.raises(ValueError, match="vectors are given; the model has vector_dim=0"):
+        plan.tabulate(t, Conditions(labels, vector=torch.ones(1, 3)), 1)
 
 
 @pytest.mark.parametrize(
