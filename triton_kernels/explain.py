@@ -9,68 +9,162 @@ epilogue adds: `emb`, `residual`, `stats`, `mask`, `extra=64` (a 1x1 convolution
 channels; may be given twice), `first=192` (of an input gradient: channels of the first of two
 tensors), `activation=silu`. A weight gradient reads x of the channels that are multiplied.
 `unfused` asks for the kernels of the public `conv2d`, which have no epilogue.
+
+    python -m triton_kernels.explain "norm forward 32x64x64 128 groups=32 bf16 silu"
+    python -m triton_kernels.explain "attention input_grad 32x256 6x32 bf16"
+
+A norm has images, channels and `groups`; `first=64` says that it is of two tensors, and `tiles=4`
+that its statistics are the partial sums of so many tiles an image (given twice: of both tensors).
+Attention has samples and positions, heads and channels of a head.
 """
 
 import dataclasses
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from .activations import ACTIVATIONS
+from .attention.configs import ATTENTION, ATTENTION_GRAD
 from .conv import forward
 from .conv.fused import FORWARD, INPUT_GRAD
 from .conv.weight_grad import WEIGHT_GRAD
+from .norm.from_partials import NORM_OF_SUMS
+from .norm.group_norm import GROUP_NORM, GROUP_NORM_GRAD
 from .registry.chips import CHIPS, chip, floor
 from .registry.choose import Considered, explain
 from .registry.kernel import Op
-from .registry.spec import ConvSpec
+from .registry.spec import AttentionSpec, ConvSpec, NormSpec, Spec
 
 _OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
 _UNFUSED = {"forward": forward.FORWARD, "input_grad": forward.INPUT_GRAD}
+_PASSES = tuple(_OPS)
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
 _FLAGS = ("emb", "residual", "stats", "mask")
 _EXAMPLE = "conv forward 128x64x64 64->64 3x3 bf16 residual stats"
 
 
-def parse(text: str) -> tuple[Op, ConvSpec]:
+def parse(text: str) -> tuple[Op, Spec]:
     """An operation and a spec. ValueError: a word that means nothing, or one that is missing."""
-    which, unfused, given = None, False, {}
-    extra: tuple[int, ...] = ()
-    for word in text.split():
-        if word in ("conv", "conv2d"):
-            continue
-        if word in _OPS:
+    family, *words = text.split() or [""]
+    if family not in _FAMILIES:
+        raise ValueError(f"{family!r} is no operation; choose one of {', '.join(_FAMILIES)}")
+    return _FAMILIES[family](words)
+
+
+def _read(words: Sequence[str], shape: dict[str, Any], needed: dict[str, str], example: str):
+    """The pass, and what words of these shapes say. `shape` has patterns and the names of what
+    they match, `needed` an example of a word for each name that has to be there."""
+    which, given = None, {}
+    for word in words:
+        if word in _PASSES:
             which = word
-        elif word == "unfused":
-            unfused = True
-        elif word in _DTYPES:
+            continue
+        if word in _DTYPES:
             given["dtype"] = word
-        elif word in _FLAGS:
-            given[word] = True
-        elif match := re.fullmatch(r"(\d+)x(\d+)x(\d+)", word):
-            given |= dict(zip(("n", "h", "w"), map(int, match.groups()), strict=True))
-        elif match := re.fullmatch(r"(\d+)->(\d+)", word):
-            given |= dict(zip(("k", "c"), map(int, match.groups()), strict=True))
-        elif match := re.fullmatch(r"(\d+)x(\d+)", word):
-            given |= dict(zip(("r", "s"), map(int, match.groups()), strict=True))
-        elif match := re.fullmatch(r"extra=(\d+)", word):
-            extra += (int(match[1]),)
-        elif match := re.fullmatch(r"first=(\d+)", word):
-            given["first"] = int(match[1])
-        elif match := re.fullmatch(r"activation=(\w+)", word):
-            given["activation"] = match[1]
+            continue
+        for pattern, names in shape.items():
+            if match := re.fullmatch(pattern, word):
+                if callable(names):
+                    names(given, *match.groups())
+                else:
+                    given |= dict(zip(names, map(int, match.groups()), strict=True))
+                break
         else:
-            raise ValueError(f"{word!r} means nothing here; an example: {_EXAMPLE!r}")
-    missing = {"n": "128x64x64", "k": "64->64", "dtype": "bf16"}
-    if absent := [example for key, example in missing.items() if key not in given]:
-        raise ValueError(f"something like {absent[0]} is missing; an example: {_EXAMPLE!r}")
+            raise ValueError(f"{word!r} means nothing here; an example: {example!r}")
+    if absent := [like for key, like in needed.items() if key not in given]:
+        raise ValueError(f"something like {absent[0]} is missing; an example: {example!r}")
     if which is None:
-        raise ValueError(f"the pass is missing; choose one of {', '.join(_OPS)}")
-    if unfused and which in _UNFUSED:
+        raise ValueError(f"the pass is missing; choose one of {', '.join(_PASSES)}")
+    return which, given
+
+
+def _appends(name: str) -> Callable[..., None]:
+    """For numbers of which there may be several."""
+
+    def append(given: dict[str, Any], number: str) -> None:
+        given[name] = (*given.get(name, ()), int(number))
+
+    return append
+
+
+def _sets(name: str) -> Callable[..., None]:
+    def put(given: dict[str, Any], word: str) -> None:
+        given[name] = word
+
+    return put
+
+
+def _flags(given: dict[str, Any], word: str) -> None:
+    given[word] = True
+
+
+_CONV = {
+    "|".join(("unfused", *_FLAGS)).join("()"): _flags,
+    r"(\d+)x(\d+)x(\d+)": ("n", "h", "w"),
+    r"(\d+)->(\d+)": ("k", "c"),
+    r"(\d+)x(\d+)": ("r", "s"),
+    r"extra=(\d+)": _appends("extra"),
+    r"first=(\d+)": ("first",),
+    r"activation=(\w+)": _sets("activation"),
+}
+_NORM = {
+    r"(\d+)x(\d+)x(\d+)": ("n", "h", "w"),
+    r"(\d+)": ("c",),
+    r"groups=(\d+)": ("groups",),
+    r"first=(\d+)": ("first",),
+    r"tiles=(\d+)": _appends("tiles"),
+    "|".join(ACTIVATIONS).join("()"): _sets("activation"),
+}
+_ATTENTION = {r"(\d+)x(\d+)": lambda given, *numbers: _of_heads(given, *map(int, numbers))}
+
+
+def _of_heads(given: dict[str, Any], first: int, second: int) -> None:
+    """Samples and positions, then heads and channels."""
+    names = ("heads", "d") if "n" in given else ("n", "t")
+    given |= dict(zip(names, (first, second), strict=True))
+
+
+def _conv(words: Sequence[str]) -> tuple[Op, ConvSpec]:
+    needed = {"n": "128x64x64", "k": "64->64", "dtype": "bf16"}
+    which, given = _read(words, _CONV, needed, _EXAMPLE)
+    if given.pop("unfused", False) and which in _UNFUSED:
         return _UNFUSED[which], _of_one(ConvSpec(**given))
     op = _OPS[which]
     if op is INPUT_GRAD:
         given = {"activation": "silu", "first": given["c"]} | given
-    return op, ConvSpec(extra=extra, **given)
+    return op, ConvSpec(**given)
+
+
+def _norm(words: Sequence[str]) -> tuple[Op, NormSpec]:
+    example = "norm forward 32x64x64 128 groups=32 bf16 silu"
+    needed = {"n": "32x64x64", "c": "128", "dtype": "bf16"}
+    which, given = _read(words, _NORM, needed, example)
+    c = given.pop("c")
+    first = given.pop("first", c)
+    groups = given.get("groups", 32)
+    if which == "weight_grad" or not 0 < first <= c or c % groups:
+        raise ValueError(f"no norm is of {c} channels, {first} first, in {groups} groups: {which}")
+    spec = NormSpec(**given, c1=first, c2=c - first, grad=which == "input_grad")
+    if spec.tiles and not spec.grad:
+        if len(spec.tiles) != 1 + (spec.c2 > 0):
+            raise ValueError(f"tiles={spec.tiles}; expected a number for each tensor")
+        return NORM_OF_SUMS, spec
+    return (GROUP_NORM_GRAD if spec.grad else GROUP_NORM), spec
+
+
+def _attention(words: Sequence[str]) -> tuple[Op, AttentionSpec]:
+    example = "attention forward 32x256 6x32 bf16"
+    needed = {"n": "32x256", "heads": "6x32", "dtype": "bf16"}
+    which, given = _read(words, _ATTENTION, needed, example)
+    if which == "weight_grad":
+        raise ValueError("attention has no weights; choose forward or input_grad")
+    given["n"] *= given.pop("heads")
+    grad = which == "input_grad"
+    return (ATTENTION_GRAD if grad else ATTENTION), AttentionSpec(**given, grad=grad)
+
+
+_FAMILIES = {"conv": _conv, "conv2d": _conv, "norm": _norm, "attention": _attention}
 
 
 def _of_one(spec: ConvSpec) -> ConvSpec:
@@ -80,21 +174,15 @@ def _of_one(spec: ConvSpec) -> ConvSpec:
     return dataclasses.replace(spec, p=spec.h, q=spec.w, padding=spec.pads)
 
 
-def report(op: Op, spec: ConvSpec, name: str) -> str:
-    """A line for every kernel of the operation."""
+def report(op: Op, spec: Spec, name: str, text: str) -> str:
+    """A line for every kernel of the operation that `text` asks for."""
     product = chip(name)
-    lines = [f"{op.name} on {name}", f"  {_text(spec)}"]
+    lines = [f"{op.name} on {name}", f"  {text}"]
     at_best = floor(product, spec.flops, spec.bytes)
     rates = "measured" if product.measured else "by its data sheet"
     lines.append(f"  floor {at_best:.1f} us ({spec.flops / 1e9:.2f} GFLOP, rates {rates})")
     lines += [f"  {_line(c)}" for c in explain(op, spec, product.gpu)]
     return "\n".join(lines)
-
-
-def _text(spec: ConvSpec) -> str:
-    terms = [f for f in _FLAGS if getattr(spec, f)] + [f"extra={c}" for c in spec.extra]
-    shape = f"{spec.n}x{spec.h}x{spec.w} {spec.k}->{spec.c} {spec.r}x{spec.s} {spec.dtype}"
-    return " ".join([shape, *terms])
 
 
 def _line(c: Considered) -> str:
@@ -119,7 +207,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"  gpu: {', '.join(CHIPS)}", file=sys.stderr)
         return 2
     try:
-        print(report(*parse(words[0]), *(names or ["h100"])))
+        print(report(*parse(words[0]), *(names or ["h100"]), words[0]))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -4,7 +4,7 @@ import pytest
 
 from triton_kernels.explain import main, parse
 from triton_kernels.registry.chips import CHIPS
-from triton_kernels.registry.spec import ConvSpec
+from triton_kernels.registry.spec import AttentionSpec, ConvSpec
 
 LINE = "conv forward 128x64x64 64->64 3x3 bf16 residual stats"
 
@@ -39,6 +39,27 @@ def test_public_convolutions_have_kernels_of_their_own(capsys):
     assert "-> pointer" in capsys.readouterr().out
 
 
+def test_norms_and_attention(capsys):
+    op, spec = parse("norm forward 16x32x32 192 first=128 tiles=4 tiles=16 bf16 silu")
+    assert (op.name, spec.c1, spec.c2, spec.tiles) == ("norm_of_sums", 128, 64, (4, 16))
+    op, spec = parse("attention input_grad 32x256 6x32 fp16")
+    assert (op.name, spec) == ("attention_bwd", AttentionSpec(192, "fp16", 256, 32, grad=True))
+    for line, kernel, gpu in (
+        ("norm forward 128x64x64 64 bf16", "cluster", "h100"),
+        ("norm input_grad 128x64x64 64 bf16", "cluster", "h100"),
+        ("norm forward 128x64x64 64 bf16", "multi_pass", "a100"),
+        ("norm forward 8x8x8 256 fp32 silu", "single_program", "rtx4090"),
+        ("norm forward 16x32x32 128 tiles=4 bf16", "from_partials", "h100"),
+        ("attention forward 32x256 6x32 bf16", "head", "h100"),
+        ("attention forward 32x4096 8x64 bf16", "tiles", "h100"),
+        ("attention input_grad 32x256 6x32 bf16", "tiles", "a100"),
+    ):
+        assert main([line, f"gpu={gpu}"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        (taken,) = (text for text in lines if text.startswith("  ->"))
+        assert f"-> {kernel}" in taken, lines
+
+
 @pytest.mark.parametrize("gpu", CHIPS)
 def test_every_kernel_is_there_and_one_is_taken(gpu, capsys):
     assert main([LINE, f"gpu={gpu}"]) == 0
@@ -63,6 +84,12 @@ def test_a_measured_row_is_named(capsys):
         (["conv 8x8x8 64->64 bf16"], "the pass is missing"),
         ([LINE, "gpu=gtx1080"], "gpu=gtx1080 is unknown; choose one of h100"),
         ([], "usage"),
+        (["pool forward 8x8x8 64"], "'pool' is no operation; choose one of conv"),
+        (["norm forward 8x8x8 64 groups=24 bf16"], "64 channels, 64 first, in 24 groups"),
+        (["norm forward 8x8x8 bf16"], "something like 128 is missing"),
+        (["norm forward 8x8x8 64 bf16 tiles=1 tiles=2"], "a number for each tensor"),
+        (["attention forward 8x64 bf16"], "something like 6x32 is missing"),
+        (["attention weight_grad 8x64 4x32 bf16"], "attention has no weights"),
     ],
 )
 def test_what_is_not_understood_ends_with_2(words, message, capsys):
