@@ -35,7 +35,7 @@ from diffusion.errors import ConfigError
 from diffusion.factory import build_model
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.plan.embedding import TOGETHER
-from diffusion.plan.unet import training_network
+from diffusion.plan.step.network import training_network
 from diffusion.process.objective import Objective
 from diffusion.process.schedule import NoiseSchedule
 from diffusion.runtime.backend import choose_backend

@@ -25,7 +25,7 @@ from diffusion.factory import build_model
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.models.unet import UNet
 from diffusion.plan.embedding import TOGETHER
-from diffusion.plan.unet import FusedUNet, training_network
+from diffusion.plan.step.network import TrainingUNet, training_network
 from diffusion.process.objective import Objective, vb_bits
 from diffusion.process.schedule import NoiseSchedule
 from diffusion.runtime.backend import TORCH_FP32, Backend, choose_backend
@@ -54,7 +54,7 @@ class Step:
     plain: Callable[[int], Any]
     captured: Callable[[], Callable[[int], Any]]
     release: Callable[[], None] = lambda: None
-    planned: bool = False  # by `diffusion.plan.unet`
+    planned: bool = False  # by `diffusion.plan.step`
 
 
 class DenoisingLoss(nn.Module):
@@ -214,7 +214,7 @@ def our_step(
             step(k)
         return step
 
-    planned = isinstance(parts[0], FusedUNet)
+    planned = isinstance(parts[0], TrainingUNet)
     return Step(TrainStep(*parts, **options, capture=False), captured, step.release, planned)
 
 

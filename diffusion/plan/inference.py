@@ -30,8 +30,8 @@ from .join.rules import join
 from .norms import split_norms
 from .on_gpu import launcher_of
 from .schedule import schedule
+from .step.network import DTYPES, TrainingUNet
 from .trace import trace
-from .unet import DTYPES, FusedUNet
 
 _TABLE_BYTES = 2**29  # of the embedding's table, at most; beyond it is computed in every step
 
@@ -46,7 +46,7 @@ def sampling_network(model: nn.Module) -> "Denoiser | InferenceUNet":
     backend = model.backend
     if backend.name != "triton" or backend.dtype not in DTYPES:
         return model.forward_nhwc
-    refusal = FusedUNet.refusal(model)
+    refusal = TrainingUNet.refusal(model)
     if refusal is not None:
         log.warning("the layers run one by one, without the fused plan: %s", refusal)
         return model.forward_nhwc

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -87,7 +88,7 @@ def _plain_layers(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None
     """The framework's layers call PyTorch's ops, which a trace can read, whatever their backend."""
     ops = SimpleNamespace(**{k: v for k, v in vars(reference).items() if callable(v)})
     # draws of dropout are an op of their own
-    ops.group_norm, ops.dropout = _group_norm, _dropout
+    ops.conv2d, ops.group_norm, ops.dropout = _conv2d, _group_norm, _dropout
     ours = [layer for layer in module.modules() if isinstance(layer, Layer)]
     backends = [layer.backend for layer in ours]
     for layer, backend in zip(ours, backends, strict=True):
@@ -97,6 +98,22 @@ def _plain_layers(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None
     finally:
         for layer, backend in zip(ours, backends, strict=True):
             layer.backend = backend
+
+
+def _conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: int = 1,
+    padding: int | tuple[int, int] | None = None,
+    allow_tf32: bool = False,
+) -> Tensor:
+    """`reference.conv2d` without its care for PyTorch's kernels of float16 on a CPU."""
+    padding = (weight.shape[2] // 2, weight.shape[3] // 2) if padding is None else padding
+    bias = None if bias is None else bias.to(x.dtype)
+    y = F.conv2d(x.permute(0, 3, 1, 2), weight.to(x.dtype), bias, stride, padding)
+    return y.permute(0, 2, 3, 1).contiguous()
 
 
 def _group_norm(

@@ -26,7 +26,7 @@ from ..formats.checkpoint_folder import clean_up
 from ..formats.trained import load_initial
 from ..models.flat_parameters import FlatParameters
 from ..plan.embedding import TOGETHER
-from ..plan.unet import FusedUNet
+from ..plan.step.network import TrainingUNet
 from ..policies.task import LOADERS, PolicyTask
 from ..process.timesteps import LossAwareTimesteps
 from ..runtime.backend import Backend, choose_backend, determinism
@@ -295,7 +295,7 @@ def _compile_ahead(
 ) -> None:
     """So that the first step does not take minutes. Not for images layer by layer, where PyTorch's
     ops take part, which are slow in a rehearsal of many pixels."""
-    quick = isinstance(step.network, FusedUNet) or config["model"]["name"] in POLICY_MODELS
+    quick = isinstance(step.network, TrainingUNet) or config["model"]["name"] in POLICY_MODELS
     if step.objective.backend.name != "triton" or not quick:
         return
     keys = ("accumulate", "precision", "recompute")
@@ -337,7 +337,7 @@ def _describe(
     _say(
         f"{run_dir}: {task}; {parameters:,} parameters;"
         f" backend {backend.name}, {settings.precision}, {flat.param.device}"
-        + (", fused plan" if isinstance(step.network, FusedUNet) else "")
+        + (", fused plan" if isinstance(step.network, TrainingUNet) else "")
         + (f", {processes.count} processes" if processes.count > 1 else "")
     )
     if began:

@@ -5,7 +5,7 @@ from torch import nn
 from ..data.batches import Batches, Samples
 from ..factory import Process
 from ..models.flat_parameters import FlatParameters
-from ..plan.unet import training_network
+from ..plan.step.network import training_network
 from ..process.objective import Objective
 from ..runtime.distributed import Processes
 from .gradient_sum import GradientSum

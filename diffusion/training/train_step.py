@@ -33,7 +33,7 @@ class TrainStep:
     def __init__(
         self,
         # called as UNet.forward_nhwc; it may say how to `forget_gradients` and want to know of
-        # `timesteps_known`, see FusedUNet
+        # `timesteps_known`, see TrainingUNet
         network: Callable[..., Tensor],
         objective: Objective,
         batches: Batches,

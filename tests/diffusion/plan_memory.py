@@ -172,7 +172,7 @@ def activations(batch: int, recompute: bool = False, **options) -> Shapes:
     from diffusion.models.flat_parameters import FlatParameters
     from diffusion.models.unet import UNet
     from diffusion.plan.embedding import TOGETHER
-    from diffusion.plan.unet import FusedUNet
+    from diffusion.plan.step.network import TrainingUNet
     from diffusion.runtime.backend import Backend
     from triton_kernels import reference
 
@@ -191,7 +191,7 @@ def activations(batch: int, recompute: bool = False, **options) -> Shapes:
     with torch.device("meta"):
         model = UNet(**settings, backend=Backend("torch", reference, torch.bfloat16)).to("meta")
         kernels = Shapes()
-        plan = FusedUNet(model, FlatParameters(model, together=TOGETHER), kernels, recompute)
+        plan = TrainingUNet(model, FlatParameters(model, together=TOGETHER), kernels, recompute)
         x = torch.empty(batch, *model.image_size, 3)
         y = plan(x, torch.empty(batch), rng=torch.empty(2, dtype=torch.int64))
         y.backward(torch.empty_like(y))

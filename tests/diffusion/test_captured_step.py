@@ -11,7 +11,7 @@ from diffusion.data.batches import Batches
 from diffusion.data.image_set import ImageSet
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.plan.embedding import TOGETHER
-from diffusion.plan.unet import FusedUNet, training_network
+from diffusion.plan.step.network import TrainingUNet, training_network
 from diffusion.process.objective import Objective
 from diffusion.process.schedule import make_schedule
 from diffusion.process.timesteps import LossAwareTimesteps
@@ -82,7 +82,7 @@ def make_step(
     optimizer = Optimizer(flat, settings, backend)
     total = GradientSum(flat, Processes(None), norm=optimizer.norm)
     network = training_network(unet, flat, recompute, ready=total.listener, urgent=total.urgent)
-    assert isinstance(network, FusedUNet) or not on_gpu
+    assert isinstance(network, TrainingUNet) or not on_gpu
     images = torch.randint(256, (20, *size, 3), dtype=torch.uint8)
     labels = torch.arange(20) % 3 if unet.num_classes else None
     objective = dict(objective)

@@ -11,9 +11,10 @@ from diffusion.models.conditions import Conditions
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.models.layers import set_backend
 from diffusion.models.unet import UNet
-from diffusion.plan import layers, side_stream
+from diffusion.plan import side_stream
 from diffusion.plan.embedding import TOGETHER
-from diffusion.plan.unet import FusedUNet, training_network
+from diffusion.plan.step import memory
+from diffusion.plan.step.network import TrainingUNet, training_network
 from diffusion.runtime.backend import Backend
 from triton_kernels import reference
 from triton_kernels.reference import fused as fused_reference
@@ -112,7 +113,7 @@ def test_output_and_every_gradient(options, size, recompute):
     model = make(options, size)
     twin = copy.deepcopy(model)
     flat = FlatParameters(model, together=TOGETHER)
-    plan = FusedUNet(model, flat, fused_reference, recompute)
+    plan = TrainingUNet(model, flat, fused_reference, recompute)
     x, t = torch.randn(2, *size, 3).double(), torch.tensor([3, 700])
     labels = given(model)
     draws = {"rng": torch.tensor([5, 11]), "first": 7}
@@ -134,7 +135,7 @@ def test_upsampled_inputs_may_be_kept_or_made_again(monkeypatch):
         model = make(MODELS["three_levels"])
         flat = FlatParameters(model, together=TOGETHER)
         made = []
-        plan = FusedUNet(model, flat, fused_reference)
+        plan = TrainingUNet(model, flat, fused_reference)
         upsample = fused_reference.upsample
         monkeypatch.setattr(fused_reference, "upsample", lambda x: made.append(1) or upsample(x))
         torch.manual_seed(1)
@@ -144,7 +145,7 @@ def test_upsampled_inputs_may_be_kept_or_made_again(monkeypatch):
         return flat.grad.clone(), len(made)
 
     kept, once = outcome()
-    monkeypatch.setattr(layers, "_MUCH_MEMORY", 0)
+    monkeypatch.setattr(memory, "MUCH", 0)
     again, twice = outcome()
     assert twice == once + 1  # of two, that whose products are not made on the small image
     torch.testing.assert_close(kept, again, rtol=1e-12, atol=1e-12)
@@ -161,7 +162,7 @@ def test_says_how_far_backward_is(urgent, monkeypatch):
     def ready(start: int) -> None:
         seen.append((start, flat.grad.clone()))
 
-    plan = FusedUNet(model, flat, fused_reference, ready=ready, urgent=urgent)
+    plan = TrainingUNet(model, flat, fused_reference, ready=ready, urgent=urgent)
     x, t = torch.randn(2, 8, 12, 3).double(), torch.tensor([3, 700])
     plan(x, t).square().sum().backward()
     starts = [start for start, _ in seen]
@@ -175,7 +176,7 @@ def test_says_how_far_backward_is(urgent, monkeypatch):
 def test_gradients_add_up_over_micro_batches():
     model = make(MODELS["three_levels"])
     flat = FlatParameters(model, together=TOGETHER)
-    plan = FusedUNet(model, flat, fused_reference)
+    plan = TrainingUNet(model, flat, fused_reference)
     x, t = torch.randn(4, 8, 12, 3).double(), torch.arange(4)
     plan(x, t).square().sum().backward()
     whole = flat.grad.clone()
@@ -190,7 +191,7 @@ def test_held_gradients_are_the_same(options, monkeypatch):
     """Some are made later, none twice or never."""
     model = make({"channel_mult": (1, 1, 1)} | options, (16, 16))
     flat = FlatParameters(model, together=TOGETHER)
-    plan = FusedUNet(model, flat, fused_reference)
+    plan = TrainingUNet(model, flat, fused_reference)
     x, t = torch.randn(2, 16, 16, 3).double(), torch.tensor([3, 700])
     draws = {"rng": torch.tensor([5, 11])}
     labels = torch.tensor([2, 0]) if model.num_classes else None
@@ -209,14 +210,14 @@ def test_held_gradients_are_the_same(options, monkeypatch):
         plan(x, t, labels, **draws).square().sum().backward()
         grads.append(flat.grad.clone())
     assert torch.equal(*grads)
-    assert any(held) == (plan.reduction >= 16)
+    assert any(held) == (len(model.channel_mult) >= 3)
 
 
 @pytest.mark.parametrize("name", ["three_levels", "guided_diffusion", "strided"])
 def test_gradients_of_filters_are_written_once_they_are_forgotten(name):
     model = make(MODELS[name])
     flat = FlatParameters(model, together=TOGETHER)
-    plan = FusedUNet(model, flat, fused_reference)
+    plan = TrainingUNet(model, flat, fused_reference)
     inputs = torch.randn(2, 3, 8, 12, 3).double()
     t = torch.tensor([3, 700, 5])
     options = {"labels": t % 3 if model.num_classes else None, "rng": torch.tensor([5, 11])}
@@ -247,7 +248,7 @@ def test_which_kernels_overlap():
 
             return noted if inspect.isfunction(function) else function
 
-    plan = FusedUNet(model, FlatParameters(model, together=TOGETHER), Noting())
+    plan = TrainingUNet(model, FlatParameters(model, together=TOGETHER), Noting())
     y = plan(torch.randn(2, 8, 12, 3).double(), torch.tensor([3, 700]))
     stem = [name for name, _ in seen].index("conv_forward")
     assert {pixels for _, pixels in seen[: stem + 1]} == {None}
@@ -268,14 +269,14 @@ def test_activations_in_memory():
 
 def test_nothing_is_dropped_outside_training():
     model = make(MODELS["dropout"]).eval()
-    plan = FusedUNet(model, FlatParameters(model, together=TOGETHER), fused_reference)
+    plan = TrainingUNet(model, FlatParameters(model, together=TOGETHER), fused_reference)
     x, t = torch.randn(2, 8, 12, 3).double(), torch.tensor([3, 700])
     torch.testing.assert_close(plan(x, t), model.forward_nhwc(x, t))
 
 
 def test_dropout_without_a_seed_is_an_error():
     model = make(MODELS["dropout"])
-    plan = FusedUNet(model, FlatParameters(model, together=TOGETHER), fused_reference)
+    plan = TrainingUNet(model, FlatParameters(model, together=TOGETHER), fused_reference)
     with pytest.raises(ValueError, match="needs rng"):
         plan(torch.randn(2, 8, 12, 3).double(), torch.tensor([3, 700]))
 
@@ -285,13 +286,13 @@ def test_says_why_not():
         {"channel_mult": (1, 2), "model_channels": 18, "num_groups": 6, "num_head_channels": 6}
         | {"dropout": 0.1}
     )
-    assert "18 channels" in FusedUNet.refusal(model)
-    assert FusedUNet.refusal(torch.nn.Linear(2, 2)) is not None
+    assert "18 channels" in TrainingUNet.refusal(model)
+    assert TrainingUNet.refusal(torch.nn.Linear(2, 2)) is not None
 
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_covers_the_models_it_is_for(options):
-    assert FusedUNet.refusal(make(options)) is None
+    assert TrainingUNet.refusal(make(options)) is None
 
 
 @pytest.mark.parametrize(
@@ -325,7 +326,7 @@ def test_where_the_layers_run_one_by_one(options, size, planned):
     model = make(options | heads, size).float()
     set_backend(model, backend)
     network = training_network(model, FlatParameters(model, together=TOGETHER))
-    assert isinstance(network, FusedUNet) == planned
+    assert isinstance(network, TrainingUNet) == planned
     assert planned or network == model.forward_nhwc
 
 

@@ -10,9 +10,9 @@ import triton_kernels
 from diffusion.models.conditions import Conditions
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.models.unet import UNet
-from diffusion.plan import layers, unet
 from diffusion.plan.embedding import TOGETHER
-from diffusion.plan.unet import FusedUNet, training_network
+from diffusion.plan.step import memory, network
+from diffusion.plan.step.network import TrainingUNet, training_network
 from diffusion.runtime.backend import Backend
 from triton_kernels import reference
 from triton_kernels.conv import upsampled as conv_upsampled
@@ -51,7 +51,7 @@ def check(
     model = build(Backend("triton", triton_kernels, dtype, allow_tf32=True), options, size, device)
     flat = FlatParameters(model, together=TOGETHER)
     plan = training_network(model, flat, recompute)
-    assert isinstance(plan, FusedUNet)
+    assert isinstance(plan, TrainingUNet)
     x = torch.randn(batch, *size, 3, device=device)
     t = torch.randint(0, 1000, (batch,), device=device)
     labels = torch.arange(batch, device=device) % 3 if model.num_classes else None
@@ -147,7 +147,7 @@ def fewest_images(monkeypatch):
     """Products are made on small images, and nothing is upsampled again for the gradient of a 1x1
     skip, where there would have to be more images."""
     monkeypatch.setattr(conv_upsampled, "_FEWEST_IMAGES", {False: 1, True: 1})
-    monkeypatch.setattr(layers, "_MUCH_MEMORY", 0)
+    monkeypatch.setattr(memory, "MUCH", 0)
 
 
 @pytest.mark.gpu
@@ -226,7 +226,7 @@ def test_same_bits_twice(batch, device, monkeypatch):
     seen = []
     for overlap in (True, True, True, True, False):
         if not overlap:
-            monkeypatch.setattr(unet, "dependent_launches", lambda pixels: nullcontext())
+            monkeypatch.setattr(network, "dependent_launches", lambda pixels: nullcontext())
         flat.grad.zero_()
         plan(x, t).float().square().sum().backward()
         seen.append(flat.grad.clone())

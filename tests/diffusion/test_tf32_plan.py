@@ -14,14 +14,14 @@ from torch import Tensor
 import triton_kernels
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.plan.embedding import TOGETHER
-from diffusion.plan.unet import FusedUNet
+from diffusion.plan.step.network import TrainingUNet
 from diffusion.runtime.backend import Backend
 from triton_kernels import fused_ops
 from triton_kernels.fused_tf32 import in_tf32
 from triton_kernels.reference import fused as reference
 from triton_kernels.tf32 import rounded_to_tf32
 
-from .test_fused_unet import MODELS, ODD, make
+from .test_fused_unet import MODELS, ODD, given, make
 from .test_fused_unet_kernels import ONE_LEVEL, TWO_LEVELS
 
 See = Callable[[Tensor], Tensor]
@@ -111,12 +111,11 @@ def in_place(seen: See) -> SimpleNamespace:
 def gradient(options: dict, size: tuple[int, int], kernels: SimpleNamespace) -> Tensor:
     model = make(options | {"dropout": 0.0}, size)
     flat = FlatParameters(model, together=TOGETHER)
-    plan = FusedUNet(model, flat, kernels)
+    plan = TrainingUNet(model, flat, kernels)
     for draw in range(2):
         torch.manual_seed(draw)
         x, t = torch.randn(2, *size, 3).double(), torch.tensor([3, 700])
-        labels = torch.tensor([2, 0]) if model.num_classes else None
-        y = plan(x, t, labels)
+        y = plan(x, t, given(model))
         y.backward(torch.randn_like(y))
     return flat.grad.clone()
 
@@ -161,6 +160,6 @@ def test_kernels_write_what_products_take(options, size):
     model = make(options | {"backend": backend}, size).float()
     flat = FlatParameters(model, together=TOGETHER)
     kernels = products(in_tf32(fused_ops), already, already, lambda x: x)
-    y = FusedUNet(model, flat, kernels)(torch.randn(1, *size, 3), torch.tensor([500]))
+    y = TrainingUNet(model, flat, kernels)(torch.randn(1, *size, 3), torch.tensor([500]))
     y.backward(torch.randn_like(y))
     assert flat.grad.isfinite().all()

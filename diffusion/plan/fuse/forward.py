@@ -91,14 +91,15 @@ def _embedding_of(f: Fusing, node: Node, value: Value) -> Value | None:
 def _few_inputs(f: Fusing, node: Node) -> Value | None:
     """A convolution of an image with three channels reads one with 16"""
     x, weight = node.inputs["x"], node.inputs["weight"]
-    if not f.is_few(x, x.shape[3]) or _fused_conv(f, node) is None:
+    width = f.padded_width(x)
+    if width is None or _fused_conv(f, node) is None:
         return None
     cast = f.maker(x, "cast")
     source = x if cast is None else cast.inputs["x"]
-    spec = {"y": ((*x.shape[:3], f.few), x.dtype)}
-    wide = f.insert(node, "pad_channels", {"x": source}, spec, layout=x.layout, width=f.few)
-    pads = ((0, 0), (0, f.few - x.shape[3]), (0, 0), (0, 0))
-    spec = {"y": ((weight.shape[0], f.few, *weight.shape[2:]), weight.dtype)}
+    spec = {"y": ((*x.shape[:3], width), x.dtype)}
+    wide = f.insert(node, "pad_channels", {"x": source}, spec, layout=x.layout, width=width)
+    pads = ((0, 0), (0, width - x.shape[3]), (0, 0), (0, 0))
+    spec = {"y": ((weight.shape[0], width, *weight.shape[2:]), weight.dtype)}
     filters = f.insert(node, "pad", {"x": weight}, spec, pads=pads)
     for role, value in (("x", wide.out), ("weight", filters.out)):
         f.forget(node, role)

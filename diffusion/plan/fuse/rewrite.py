@@ -53,6 +53,20 @@ class Fusing:
         size = value.dtype.itemsize
         return size <= 4 and channels < self.few and channels * size % 16 != 0
 
+    def padded_width(self, value: Value) -> int | None:
+        """How many channels an image has that a convolution reads, or its gradient; None: those
+        that are there. What a step begins with is written anew, for in float32 it may have to be
+        rounded."""
+        channels = value.shape[-1]
+        if self.mode != "step":
+            return self.few if self.is_few(value, channels) else None
+        begins = value not in self.producers
+        cast = self.maker(value, "cast")
+        if not begins and (cast is None or cast.inputs["x"] not in self.graph.inputs):
+            return None
+        width = -(-channels // self.few) * self.few
+        return width if width != channels or value.dtype == torch.float32 else None
+
     def serves_upsampled(self, small: Value, channels: tuple[int, int], co: int) -> bool:
         """Whether there are kernels for a convolution of upsampled channels, and they pay."""
         ask = self._serves_upsampled

@@ -109,20 +109,16 @@ def _few_channels(f: Fusing, node: Node) -> Value | None:
     changed = False
     for role in ("dy", "x"):
         value = node.inputs.get(role)
-        if value is None or len(value.shape) != 4 or not f.is_few(value, value.shape[3]):
-            continue
-        if role == "x" and node.op not in ("conv_dw", "sum"):
-            continue
-        if node.op == "sum" and value in f.producers:
-            continue  # not what backward begins with
-        padded = _padded(f, node, value)
-        if padded is None:
-            continue
-        f.swap(node, role, padded)
-        changed = True
+        if value is None or len(value.shape) != 4 or role == "x" and node.op != "conv_dw":
+            if node.op != "sum" or value is None or value in f.producers:
+                continue
+        width = f.padded_width(value)
+        padded = None if width is None else _padded(f, node, value, width)
+        if padded is not None:
+            f.swap(node, role, padded)
+            changed = True
     if changed and node.op == "sum":  # of which those of the channels that count are read
-        n = node.out.shape[0]
-        wide = f.graph.value(node.out.name, (n, f.few), node.out.dtype)
+        wide = f.graph.value(node.out.name, (node.out.shape[0], width), node.out.dtype)
         for reader in list(f.consumers.get(node.out, [])):
             if reader is not None:
                 f.swap(reader, "x", wide)
@@ -132,17 +128,17 @@ def _few_channels(f: Fusing, node: Node) -> Value | None:
     return node.out if changed else None
 
 
-def _padded(f: Fusing, node: Node, value: Value) -> Value | None:
+def _padded(f: Fusing, node: Node, value: Value, width: int) -> Value | None:
     """The value with zeros behind its channels, which forward or another node may have made."""
     cast = f.maker(value, "cast")
     source = value if cast is None else cast.inputs["x"]
-    for other in dict.fromkeys(f.producers.values()):
-        if other.op == "pad_channels" and other.inputs["x"] is source:
+    for other in f.made_by("pad_channels"):
+        if other.inputs["x"] is source:
             return other.out
-    if node.op != "conv_input_grad" and node.op != "conv_dx" and value in f.producers:
-        return None
-    spec = {"y": ((*value.shape[:3], f.few), value.dtype)}
-    made = f.insert(node, "pad_channels", {"x": value}, spec, layout=value.layout, width=f.few)
+    if value in f.graph.inputs or value in f.producers:
+        return None  # forward would have made it
+    spec = {"y": ((*value.shape[:3], width), value.dtype)}
+    made = f.insert(node, "pad_channels", {"x": value}, spec, layout=value.layout, width=width)
     return made.out
 
 
@@ -321,7 +317,7 @@ def _bias_sums(f: Fusing, node: Node) -> Value | None:
 
 BEFORE_ROWS = (  # of gradients, before `fuse.backward`'s sums of dx
     Row(
-        "few channels of a gradient padded", ("conv_input_grad", "conv_dx", "conv_dw", "sum"),
+        "few channels of a gradient padded", ("conv_input_grad", "conv_dw", "sum"),
         _few_channels, "unmeasured", ("step",),
     ),
     Row("a quarter to each of 2x2 pixels", ("upsample",), _pool_grad, "unmeasured", ("step",)),

@@ -3,8 +3,9 @@
 The forward pass, and the chain of backward, are the current stream's, in their order. Nobody waits
 for gradients of weights, which are `SideStream`'s; the rules are
 
-- Those of one size of filters, over images of one size, go together: up to `MOST`, or in pairs once
-  they read `GROUP_BYTES`. With activations of fewer than `LITTLE` bytes two are enough.
+- Those of one size of filters, over images of one size, go together: up to `MOST`, or until they
+  read `GROUP_BYTES`, but all of a layer at once. With activations of fewer than `LITTLE` bytes,
+  those of a layer alone.
 - What has no kernel in a group goes alone: other strides, padded channels, and what reads something
   that is made again for it alone, which would be kept meanwhile.
 - A group has half of the multiprocessors, but those of the last block, beside which nothing runs.
@@ -20,6 +21,7 @@ launch in front.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +35,7 @@ GROUP_BYTES = 192 * 2**20
 LITTLE = 8 * 2**20  # bytes of an activation
 MUCH = 32 * 2**20
 LARGER = 16  # times as many pixels
+_LAYER = re.compile(r"\w+(\.\d+)*")  # up to the name of something in it
 _BLOCK = re.compile(r"(\w+?\.)?\w+")  # the first two parts of a parameter's name
 
 
@@ -104,9 +107,15 @@ class _Order:
         self.last = max(i for i, block in enumerate(images) if block)
         self.moves: list[Move] = []
         self.groups: dict[tuple, list[Node]] = {}
+        self.offered: dict[tuple, list[Node]] = {}  # of a layer, until all of one size are there
+        self.alike = Counter(
+            (_LAYER.match(placed[node.out].name).group(), _size(node))
+            for node in nodes
+            if node.op in WEIGHT_GRADS and self._goes_with_others(node)
+        )
         self.pixels: int | None = None
         self.is_met = self.reached = self.alone = False
-        self.told: int | None = None
+        self.told = max(self.ends.values(), default=0)  # from here on they are complete
         first = next((n for n in nodes if n.op in WEIGHT_GRADS), None)  # the network's last
         self.waits = first is not None and first.inputs["x"].bytes >= LITTLE
 
@@ -188,7 +197,9 @@ class _Order:
         pixels = dy.shape[1] * dy.shape[2]
         large = pixels >= LARGER * self.smallest
         if not self.reached:
-            holds = large and not self.urgent and dy.bytes < MUCH
+            first = next((n for n in nodes if _chain_gradient(n)), None)
+            most = max(dy.bytes, first.out.bytes if first else 0)  # of what is held, about
+            holds = large and not self.urgent and most < MUCH
             self.reached = pixels <= self.smallest
             self.moves.append(Move("release" if self.reached else "hold" if holds else "keep"))
         if self.reached and not self.is_met and (large and pixels > self.smallest or is_last):
@@ -208,26 +219,29 @@ class _Order:
         if is_end:  # of the pass, which is known anyway
             return
         start = max(self.ends.values(), default=0)
-        if self.told is None or start < self.told:
+        if start < self.told:
             self.told = start
             self.moves.append(Move("ready", start=start))
 
     def _weight(self, node: Node, feeding: list[Node]) -> None:
-        x, out = node.inputs["x"], node.out
         if feeding or not self._goes_with_others(node):
             self._given(node)
             self.moves.append(Move("weight", (node,), self.pixels, before=tuple(feeding)))
             return
-        images, taps = x.shape[:3], tuple(out.shape[2:4]) or (1, 1)
-        if any(key[0] != images for key in self.groups):
+        layer, key = _LAYER.match(self.placed[node.out].name).group(), _size(node)
+        if any(images != key[0] for images, _ in self.groups):
             self._flush()
-        key = images, taps
+        offered = self.offered.setdefault((layer, key), [])
+        offered.append(node)
+        if len(offered) < self.alike[layer, key]:
+            return
+        offered.reverse()  # the layer's first is the last in backward
+        if len(self.groups.get(key, ())) + len(offered) > MOST:
+            self._start(key)
         group = self.groups.setdefault(key, [])
-        group.append(node)
+        group += offered
         read = {v for n in group for v in (n.inputs["x"], n.inputs["dy"])}
-        enough = MOST if self.waits else 2
-        large = len(group) % 2 == 0 and sum(v.bytes for v in read) >= GROUP_BYTES
-        if len(group) == enough or large:
+        if not self.waits or len(group) >= MOST or sum(v.bytes for v in read) >= GROUP_BYTES:
             self._start(key)
 
     def _goes_with_others(self, node: Node) -> bool:
@@ -259,6 +273,11 @@ class _Order:
         self.left[name] -= 1
         if not self.left[name]:
             self.ends.pop(name, None)
+
+
+def _size(node: Node) -> tuple:
+    """Of the images, and of the filters."""
+    return node.inputs["x"].shape[:3], tuple(node.out.shape[2:4]) or (1, 1)
 
 
 def _gradient(node: Node) -> Value | None:

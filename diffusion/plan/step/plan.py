@@ -24,6 +24,12 @@ from .memory import keep_less, write_over
 from .order import Move, backward_moves, forward_moves, let_go
 from .places import EMB, Place, place
 
+_PRODUCTS = (  # whose weights are read as `FlatParameters.low` has them
+    "conv", "conv_fused", "linear", "conv_down", "conv_dx", "linear_dx", "conv_down_dx",
+    "conv_input_grad", "skip_dx", "skip_backward",
+)  # fmt: skip
+_SHAPING = ("reshape", "slice", "pad")  # of weights, for those
+
 
 @dataclass
 class StepPlan:
@@ -100,6 +106,7 @@ def step_plan(
     graph.prune()
     low = _low_parameters(graph, forward)
     names = {value: name for name, value in graph.parameters.items()} | low
+    kept = {*placed, *result, *names, *graph.constants, *graph.inputs}
     names |= _of_parameters(graph, names)
     graph.check_with([seed, *low])
     ahead = [node for node in graph.nodes if node in forward]
@@ -107,7 +114,7 @@ def step_plan(
     write_over(behind, set(placed))
     moves = forward_moves(ahead, x[..., 0].numel())
     back = backward_moves(behind, names, placed, ends, urgent)
-    let_go([*moves, *back], {*placed, *result, *names, *graph.constants, *graph.inputs})
+    let_go([*moves, *back], kept)
     graph.rename()
     return StepPlan(graph, image, parts, draws, low, seed, placed, moves, back, why)
 
@@ -136,15 +143,23 @@ def _cut_embedding(graph: Graph, columns: dict[str, slice]) -> dict[Value, slice
 
 
 def _low_parameters(graph: Graph, forward: set[Node]) -> dict[Value, str]:
-    """Casts of parameters, which the optimizer makes once for each update; by name. Columns of
-    their matrices are read where they are."""
+    """Parameters as products read them, which the optimizer makes once for each update; by name.
+    Columns of their matrices are read where they are."""
     names = {v: name for name, v in graph.parameters.items()}
-    low, fixed, nodes = {}, set(names), []
+    low, copies, fixed, nodes = {}, {}, set(names), []
     for node in graph.nodes:
         if node.op == "cast" and node.inputs["x"] in names:
             low[node.out] = names[node.inputs["x"]]
             fixed.add(node.out)
             continue
+        for role, value in node.inputs.items():
+            is_operand = role.startswith(("weight", "columns")) or node.op in _SHAPING
+            if value in names and node.op in _PRODUCTS + _SHAPING and is_operand:
+                if value not in copies:
+                    copies[value] = graph.value(value.name, value.shape, value.dtype)
+                    low[copies[value]] = names[value]
+                    fixed.add(copies[value])
+                node.inputs[role] = copies[value]
         if node in forward and all(v in fixed for v in node.inputs.values()):
             fixed.update(node.outputs.values())
             if node.op == "slice" and node.attrs["axis"] == len(node.out.shape) - 1:

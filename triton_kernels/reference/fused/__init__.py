@@ -1,7 +1,7 @@
 """The kernels of the planned network in plain PyTorch, under the same names and signatures.
 
 This is what `fused` means: a test holds each kernel against it, and on it the plan of
-`diffusion.plan.unet` runs on a machine without a GPU. Any floating-point dtype.
+`diffusion.plan.step` runs on a machine without a GPU. Any floating-point dtype.
 
     partials   [N, K, 2, C]  sums over each of the K pixel tiles of image n. Forward: (sum of x,
                sum of (x - mean of the tile)^2). Backward: (sum of dz, sum of dz xhat)

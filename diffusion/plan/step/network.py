@@ -1,12 +1,15 @@
 """Running the plan of a training step: forward and backward of a UNet, planned together, whose
 gradients are added to a flat buffer, or written there."""
 
+import logging
 from collections.abc import Callable
 from types import ModuleType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from triton_kernels import fused_ops as fused
+from triton_kernels.fused_tf32 import in_tf32
 from triton_kernels.runtime.dependent_launch import dependent_launches
 
 from ...models.blocks import ResBlock
@@ -20,9 +23,37 @@ from .order import Move
 from .places import EMB
 from .plan import StepPlan, step_plan
 
+DTYPES = (torch.bfloat16, torch.float16)
+_DRAW = 4  # channels that one evaluation of the generator draws for
+
+log = logging.getLogger(__name__)
+
+
+def training_network(
+    model: nn.Module,
+    flat: FlatParameters,
+    recompute: bool = False,  # keep fewer activations, see `step.memory`
+    ready: Callable[[int], None] | None = None,  # told how far backward is, see `GradientSum`
+    urgent: bool = False,  # it wants to know as early as can be
+) -> Callable[..., Tensor]:
+    """What a training step calls as `forward_nhwc`: the plan if there is one for this model and
+    backend, else the model itself, and the log says why."""
+    backend = model.backend
+    refusal = "only bf16 and TF32 on the Triton backend have it"
+    if backend.name == "triton" and (backend.dtype in DTYPES or backend.allow_tf32):
+        refusal = TrainingUNet.refusal(model)
+        if refusal is None:
+            kernels = fused if backend.dtype in DTYPES else in_tf32(fused)
+            return TrainingUNet(model, flat, kernels, recompute, ready, urgent)
+        log.warning("the layers run one by one, without the fused plan: %s", refusal)
+    if recompute:
+        log.warning("train.recompute has no effect without the fused plan: %s", refusal)
+    return model.forward_nhwc
+
 
 class TrainingUNet:
-    """Runs a `UNet` by its plan. The first call for images of a shape traces and plans it."""
+    """Runs a `UNet` by its plan. `refusal` says whether it can. The first call for images of a
+    shape traces and plans it."""
 
     def __init__(
         self,
@@ -36,7 +67,8 @@ class TrainingUNet:
         self.model, self.kernels = model, kernels
         self.recompute, self.ready, self.urgent = recompute, ready, urgent
         self.params, self.grads = flat.views(flat.param), flat.views(flat.grad)
-        self.low = flat.views(flat.low(model.backend.dtype))
+        dtype = model.backend.dtype
+        self.low = flat.views(flat.low(dtype, tf32=dtype == torch.float32))
         self.aside = SideStream(flat.param.device, behind=1)
         self.sums = kernels.RowSums(flat.grad)
         self.launcher = Launcher(kernels, self.sums)
@@ -48,6 +80,18 @@ class TrainingUNet:
             if grad.ndim > 2
         }
         self._plans: dict[tuple, StepPlan] = {}
+
+    @staticmethod
+    def refusal(model: nn.Module) -> str | None:
+        """Why this model has no plan, or None if it has one."""
+        if not isinstance(model, UNet):
+            return f"{type(model).__name__} has none"
+        for name, module in model.named_modules():
+            if isinstance(module, ResBlock) and module.dropout:
+                channels = len(module.out_layers["0"].weight)
+                if channels % _DRAW:
+                    return f"{name} has dropout of {channels} channels, no multiple of {_DRAW}"
+        return None
 
     def plan_of(self, x: Tensor) -> StepPlan:
         """The plan of a call with such images."""
