@@ -95,10 +95,11 @@ class Stages:
                 return None
             order.append(node)
             todo += node.inputs.values()
-        values = dict(self.graph.constants)
+        values = {v: tensor.cpu() for v, tensor in self.graph.constants.items()}
         for parameter in self.graph.parameters.values():
             if any(parameter in node.inputs.values() for node in order):
-                numbers = torch.arange(1, parameter.numel + 1, dtype=torch.float64)
+                count = parameter.numel + 1
+                numbers = torch.arange(1, count, dtype=torch.float64, device="cpu")
                 values[parameter] = numbers.view(parameter.shape)
         for node in [n for n in self.graph.nodes if n in order]:
             replaced = Node(node.op, node.inputs, node.outputs, node.attrs)
