@@ -15,8 +15,6 @@ Words in their names say how a kernel cuts its work, and so when it is the one t
 `serves_...`, `..._pays` and `worth_...` beside each of them decide, and `diffusion.plan` asks.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from .attention import attention_bwd_rows, attention_fwd
@@ -25,15 +23,13 @@ from .attention.small_batch import qkv_attention, serves_qkv_attention
 from .conv.conv_avg_pool import conv_means, serves_conv_means
 from .conv.conv_norm import NextNorm, conv_norm, norms_in_conv
 from .conv.conv_norm_grid_sync import conv_meeting, meets
+from .conv.few import conv_few
 from .conv.fused import (
     conv_forward,
     conv_input_grad,
     conv_plain_input_grad,
     conv_weight_grad,
 )
-from .conv.fused_spec import forward_spec
-from .conv.hopper import single_tile
-from .conv.hopper.single_tile import conv_once
 from .conv.norm_conv import (
     norm_conv,
     norm_conv_of_two,
@@ -41,10 +37,8 @@ from .conv.norm_conv import (
     serves_norm_conv_of_two,
     serves_small_terms,
 )
-from .conv.one_row import conv_one_row, serves_one_row
 from .conv.plain.norm_linear import norm_linear_few, serves_norm_linear
 from .conv.plain.pad_channels import pad_channels
-from .conv.plain.small_batch import conv_early, serves_whole
 from .conv.plain.split_k import conv_split, worth_splitting
 from .conv.skip_dx import skip_dx
 from .conv.stride2 import conv_down, conv_down_input_grad
@@ -72,7 +66,6 @@ from .reductions.column_sum import column_rows
 from .reductions.row_sums import RowSums
 from .resample.avg_pool_partials import avg_pool_partials
 from .resample.op import gather, spread, spread_add
-from .runtime.device import describe
 
 __all__ = [
     "NextNorm",
@@ -147,21 +140,6 @@ __all__ = [
     "upsampled_filters",
     "worth_splitting",
 ]
-
-
-def conv_few(x: Tensor, weight: Tensor, bias: Tensor, **options) -> tuple[Tensor, Tensor | None]:
-    """`conv_forward` where nothing runs beside it: there are other kernels for few images, and for
-    few tiles of 1x1 filters."""
-    if serves_one_row(x, weight, options.get("extra", ()), options.get("width")):
-        return conv_one_row(x, weight, bias, **{k: v for k, v in options.items() if k != "width"})
-    if serves_whole(x.shape, weight, x.dtype, x.device):
-        return conv_early(x, weight, bias, **options)
-    once = {k: v for k, v in options.items() if k in ("residual", "stats")}
-    others = [v for k, v in options.items() if k not in once and v is not None]
-    empty = all(isinstance(v, Sequence) and not v for v in others)
-    if empty and single_tile.refuse(forward_spec(x, weight), describe(x.device)) is None:
-        return conv_once(x, weight, bias, **once)
-    return conv_forward(x, weight, bias, **options)
 
 
 def tensor_rows(x: Tensor, sums: RowSums) -> Tensor:

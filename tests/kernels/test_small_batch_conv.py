@@ -13,6 +13,7 @@ from triton_kernels.conv.plain import split_k as conv_split
 from triton_kernels.conv.plain.small_batch import EarlyConfig
 from triton_kernels.conv.plain.split_k import CONV_SPLIT, SplitConfig
 from triton_kernels.reference import fused as fused_reference
+from triton_kernels.registry.spec import ConvSpec
 from triton_kernels.runtime.device import describe
 
 from .small_batch import (  # noqa: F401  a fixture and a mark for every test here
@@ -141,7 +142,7 @@ def test_channels_behind_those_of_an_early_convolution_are_zero(device):
 def test_early_convolutions_add_up_every_term(ci, co):
     for r, size in ((1, 8), (3, 8), (3, 16), (3, 64)):
         weight, shape = torch.empty(co, ci, r, r), (1, size, size, ci)
-        whole = conv_early.whole_config(shape, weight)
+        whole = conv_early.whole_config(ConvSpec(1, "bf16", size, size, ci, co, r, r))
         assert whole.rounds * whole.block_k + whole.tail >= r * r * ci
         split = conv_early.split_config(shape, weight, torch.device("cpu"))
         assert split.tail == 0 and split.rounds >= 1
@@ -220,8 +221,9 @@ ROWS = {  # likewise, and of two images
 @pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
 def test_convolutions_by_rows(case, device):
     x, weight, extra, _ = conv_inputs((*case, 1), torch.bfloat16, device)
-    if not conv_one_row.serves_one_row(x, weight, extra):
-        pytest.skip("for Hopper, and versions of Triton that it was tried with")
+    spec = forward_spec(x, weight, extra=[other for other, _ in extra])
+    if reason := one_row.refuse(spec, describe(device)):
+        pytest.skip(reason)
     for _ in range(3):
         check_whole(x, weight, extra, conv_one_row.conv_one_row, stats=True)
 
@@ -229,11 +231,12 @@ def test_convolutions_by_rows(case, device):
 @pytest.mark.gpu
 def test_convolutions_by_rows_in_parts(device):
     x, weight, *_ = conv_inputs((1, 16, 16, 320, 192, 3, 3, (), 1), torch.bfloat16, device)
-    if not conv_one_row.serves_one_row(x, weight):
-        pytest.skip("for Hopper, and versions of Triton that it was tried with")
+    spec = forward_spec(x, weight)
+    if reason := one_row.refuse(spec, describe(device)):
+        pytest.skip(reason)
     exact = fused_reference.conv_split(x.double(), weight.double()).sum(0)
     low = fused_reference.conv_split(x, weight).double().sum(0)
     for _ in range(3):
         parts = conv_split.conv_split(x, weight)
-        assert parts.shape[0] == one_row.count_parts(x.shape, weight) == 2
+        assert parts.shape[0] == one_row.count_parts(spec, describe(device)) == 2
         close(parts.sum(0), exact, low)

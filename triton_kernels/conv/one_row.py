@@ -11,17 +11,6 @@ from .hopper.operands import Operands
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 
-def serves_one_row(
-    x: Tensor,  # [N, H, W, CI]
-    weight: Tensor,  # [CO, CI, R, S]
-    extra: Sequence[tuple[Tensor, Tensor]] = (),
-    width: int | None = None,
-) -> bool:
-    """Whether `conv_one_row` can do it, with a multiprocessor for every program."""
-    channels = [other.shape[3] for other, _ in extra]
-    return width in (None, weight.shape[0]) and one_row.serves(x.shape, weight, channels)
-
-
 def conv_one_row(
     x: Tensor,  # [N, H, W, CI]
     weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory, dtype of x

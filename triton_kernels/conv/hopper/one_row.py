@@ -11,10 +11,12 @@ from functools import partial
 
 from torch import Tensor
 
-from ...hopper.descriptors import SUPPORTED, in_boxes, takes
+from ...hopper.descriptors import SUPPORTED, in_boxes
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
-from ...runtime.device import describe
+from ...runtime.device import Device, describe
 from .operands import Operands, filters_in_boxes
+from .refusals import refuse_3x3
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -30,46 +32,37 @@ _FILTERS = 3 * 64 * 128  # bytes of a unit
 _RESERVED = 1024  # bytes of shared memory for barriers
 
 
-def serves(
-    x_shape: Sequence[int],  # N, H, W, CI
-    weight: Tensor,
-    extra: Sequence[int] = (),  # channels of which 1x1 convolutions are added
-) -> bool:
-    """Whether it can do this convolution, every program finds a multiprocessor, and at least half
-    of what a program multiplies finds room at once."""
-    n, _, w, ci = x_shape
-    co, _, *size = weight.shape
-    if (
-        n > _MAX_IMAGES
-        or not takes(weight)
-        or size != [3, 3]
-        or any(c % 64 for c in (ci, co, *extra))
-    ):
-        return False
-    if w not in _WIDTHS or not 0 < _programs(x_shape, weight) <= describe(weight.device).num_sms:
-        return False
-    units = -(-3 * ci // 64 // count_parts(x_shape, weight)) + sum(extra) // 64
-    return units <= 2 * _held(x_shape, weight)
+def refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    """Every program has to find a multiprocessor, and at least half of what a program multiplies
+    room at once."""
+    if reason := refuse_3x3(spec, gpu, _WIDTHS):
+        return reason
+    if spec.n > _MAX_IMAGES:
+        return f"{spec.n} images are more than {_MAX_IMAGES}"
+    if not 0 < _programs(spec) <= gpu.num_sms:
+        return f"{_programs(spec)} programs for {gpu.num_sms} multiprocessors"
+    units = -(-3 * spec.k // 64 // count_parts(spec, gpu)) + sum(spec.extra) // 64
+    held = _held(spec, gpu)
+    return f"{units} units of a sum; it holds {held} at once" if units > 2 * held else None
 
 
-def count_parts(x_shape: Sequence[int], weight: Tensor) -> int:
+def count_parts(spec: ConvSpec, gpu: Device) -> int:
     """Into how many parts the sum should be cut: two if a program holds half of its units at once
     but hardly more, and twice as many programs find room; of images that the norm behind it reads
     whole."""
-    held, units = _held(x_shape, weight), 3 * x_shape[3] // 64
-    small = x_shape[1] * x_shape[2] <= _PARTS_PIXELS
-    room = 2 * _programs(x_shape, weight) <= describe(weight.device).num_sms
+    held, units = _held(spec, gpu), 3 * spec.k // 64
+    small = spec.h * spec.w <= _PARTS_PIXELS
+    room = 2 * _programs(spec) <= gpu.num_sms
     return 2 if small and room and held + 2 < units <= 2 * held else 1
 
 
-def _held(x_shape: Sequence[int], weight: Tensor) -> int:
+def _held(spec: ConvSpec, gpu: Device) -> int:
     """Units of a sum of any length that a program holds at once."""
-    return slots([_ENDLESS], tile_pixels(x_shape[2]), 1, describe(weight.device).shared_memory)
+    return slots([_ENDLESS], tile_pixels(spec.w), 1, gpu.shared_memory)
 
 
-def _programs(x_shape: Sequence[int], weight: Tensor) -> int:
-    n, h, w, _ = x_shape
-    return n * h * w // tile_pixels(w) * (weight.shape[0] // 64)
+def _programs(spec: ConvSpec) -> int:
+    return spec.n * spec.h * spec.w // tile_pixels(spec.w) * (spec.c // 64)
 
 
 def tile_pixels(w: int) -> int:

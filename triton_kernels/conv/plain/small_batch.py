@@ -25,9 +25,11 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
-from ...runtime.device import describe
+from ...runtime.device import Device, describe
 from ...runtime.layout import row_stride
+from ..fused_spec import forward_spec
 from .small_batch_kernels import conv_early_kernel
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -86,7 +88,7 @@ def conv_early(
     `split_early`."""
     n, h, w, _ = x.shape
     co = weight.shape[0]
-    config = config or whole_config(x.shape, weight)
+    config = config or whole_config(forward_spec(x, weight))
     y = _empty((n, h, w, width or co), dtype=x.dtype, device=x.device)
     partials = None
     if stats:
@@ -185,14 +187,9 @@ def split_config(
     return EarlyConfig(64, block_m, block_k, rounds, 0, 8 if block_k == 512 else 4)
 
 
-def whole_config(
-    x_shape: Sequence[int],  # N, H, W, CI
-    weight: Tensor,
-) -> EarlyConfig:
+def whole_config(spec: ConvSpec) -> EarlyConfig:
     """Deep products, and what is left of the sum in a shallow one."""
-    n, h, w, ci = x_shape
-    co, _, r, s = weight.shape
-    terms = r * s * ci
+    terms, (co, _) = spec.taps * spec.k, spec.of_filters
     block_k = min(1 << (terms.bit_length() - 1), _DEEPEST)
     if block_k < _DEEPEST and 4 * terms > 5 * block_k:
         block_k *= 2
@@ -201,7 +198,7 @@ def whole_config(
     if tail > _DEEPEST // 2 or rounds == 0:
         rounds, tail = rounds + 1, 0
     block_c = min(max(triton.next_power_of_2(co), 16), 64)
-    block_m = 64 if h * w >= _LARGE and terms <= _LONG else 32
+    block_m = 64 if spec.h * spec.w >= _LARGE and terms <= _LONG else 32
     return EarlyConfig(block_c, block_m, block_k, rounds, tail, 8 if block_k == _DEEPEST else 4)
 
 
@@ -213,17 +210,15 @@ def serves_split(x_shape: Sequence[int], weight: Tensor, dtype: torch.dtype) -> 
     return few and dtype.itemsize == 2 and ci % 16 == 0
 
 
-def serves_whole(
-    x_shape: Sequence[int],  # N, H, W, CI
-    weight: Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> bool:
-    """Whether `conv_early` should do it: all programs find a multiprocessor each at once, and
-    their tiles divide the images."""
-    n, h, w, ci = x_shape
-    if n > EARLY_IMAGES or dtype.itemsize != 2 or ci % 16 or not describe(device).tma:
-        return False
-    config = whole_config(x_shape, weight)
-    programs = n * h * w // config.block_m * triton.cdiv(weight.shape[0], config.block_c)
-    return h * w % config.block_m == 0 and programs <= describe(device).num_sms
+def refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why `conv_early` should not do it: all programs have to find a multiprocessor each at once,
+    and their tiles to divide the images."""
+    if spec.n > EARLY_IMAGES or spec.itemsize != 2 or spec.k % 16 or not gpu.tma:
+        return f"it does {EARLY_IMAGES} images at most, in 16 bits, of channels by 16, with TMA"
+    config = whole_config(spec)
+    pixels, (co, _) = spec.h * spec.w, spec.of_filters
+    if pixels % config.block_m:
+        return f"{pixels} pixels are no multiple of {config.block_m}"
+    programs = spec.n * pixels // config.block_m * triton.cdiv(co, config.block_c)
+    many = programs > gpu.num_sms
+    return f"{programs} programs for {gpu.num_sms} multiprocessors" if many else None

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...registry.choose import select
 from ...registry.kernel import Kernel, Op, configures
-from ...registry.spec import ConvSpec
+from ...registry.spec import ConvSpec, dtype_name
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device, describe
 from ..fused_spec import forward_spec
@@ -175,12 +175,12 @@ def conv_split(
     assert x.is_contiguous() and x.dtype == weight.dtype and len(extra) <= 2
     assert weight.permute(0, 2, 3, 1).is_contiguous() and r % 2 == s % 2 == 1
     channels = [other.shape[3] for other, _ in extra]
-    if config is None and not extra and one_row.serves(x.shape, weight):
-        count = one_row.count_parts(x.shape, weight)
+    spec, gpu = forward_spec(x, weight, extra=[other for other, _ in extra]), describe(x.device)
+    if config is None and not extra and one_row.refuse(spec, gpu) is None:
+        count = one_row.count_parts(spec, gpu)
         parts = _empty((count, n, co, h * w), dtype=torch.float32, device=x.device)
         one_row.launch_parts(x, weight, parts)
         return parts
-    spec = forward_spec(x, weight, extra=[other for other, _ in extra])
     if config is None and serves_split(x.shape, weight, x.dtype):
         return split_early(x, weight, extra=extra)
     if config is None:
@@ -188,7 +188,7 @@ def conv_split(
         def run(c: SplitConfig) -> Tensor:
             return conv_split(x, weight, extra=extra, config=c).sum(0)
 
-        config = select(CONV_SPLIT, spec, describe(x.device), run).config
+        config = select(CONV_SPLIT, spec, gpu, run).config
     parts = _empty((config.parts, n, co, h * w), dtype=torch.float32, device=x.device)
     if n == 0:
         return parts
@@ -231,11 +231,12 @@ def worth_splitting(
     extra: Sequence[int] = (),  # channels of which 1x1 convolutions are added
 ) -> bool:
     """Whether whole tiles would leave multiprocessors idle, each with a long chain of products."""
-    if one_row.serves(x_shape, weight, extra):
-        return one_row.count_parts(x_shape, weight) > 1
     chip = describe(device)
     n, h, w, ci = x_shape
     co, _, r, s = weight.shape
+    spec = ConvSpec(n, dtype_name(weight.dtype), h, w, ci, co, r, s, extra=tuple(extra))
+    if one_row.refuse(spec, chip) is None:
+        return one_row.count_parts(spec, chip) > 1
     block_c, block_m, block_k, *_ = _TILES[0]
     programs = count_boxes(pixel_box(block_m, n, h, w), n, h, w) * triton.cdiv(co, block_c)
     steps = r * s * triton.cdiv(ci, block_k)

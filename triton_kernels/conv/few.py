@@ -1,0 +1,92 @@
+"""`conv_forward` where nothing runs beside it: there are other kernels for few images, and for few
+tiles of 1x1 filters."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..registry.choose import select
+from ..registry.kernel import Kernel, Op, configures
+from ..runtime.device import describe
+from .conv_avg_pool import SingleTile
+from .fused import conv_forward
+from .fused_spec import forward_spec
+from .hopper import one_row, single_tile
+from .one_row import conv_one_row
+from .plain import small_batch
+
+
+@configures("one_row")
+class OneRow(NamedTuple):
+    """Tiles of a row of pixels."""
+
+
+@configures("early")
+class Early(NamedTuple):
+    """Tiles of `small_batch.whole_config`."""
+
+
+@configures("conv_forward")
+class Forward(NamedTuple):
+    """Whatever `conv_forward` takes."""
+
+
+def _given(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: options[name] for name in names if options.get(name) is not None}
+
+
+def _one_row(_: OneRow, *tensors: Tensor, **options: Any):
+    terms = "emb", "residual", "extra", "extra_bias", "stats"
+    return conv_one_row(*tensors, **_given(options, *terms))
+
+
+def _single_tile(_: SingleTile, *tensors: Tensor, **options: Any):
+    return single_tile.conv_once(*tensors, **_given(options, "residual", "stats"))
+
+
+# The first that can is taken: each was the quicker one where it can.
+CONV_FEW = Op(
+    "conv_few",
+    ("h", "w", "k", "c", "r", "s", "dtype", "emb", "residual", "extras", "stats"),
+    (
+        Kernel("one_row", OneRow, one_row.refuse, lambda *_: [OneRow()], launch=_one_row),
+        Kernel(
+            "early",
+            Early,
+            small_batch.refuse,
+            lambda *_: [Early()],
+            launch=lambda _, *tensors, **options: small_batch.conv_early(*tensors, **options),
+        ),
+        Kernel(
+            "single_tile",
+            SingleTile,
+            single_tile.refuse,
+            lambda *_: [SingleTile()],
+            launch=_single_tile,
+        ),
+        Kernel(
+            "conv_forward",
+            Forward,
+            lambda *_: None,
+            lambda *_: [Forward()],
+            launch=lambda _, *tensors, **options: conv_forward(*tensors, **options),
+        ),
+    ),
+    similar=False,
+)
+
+
+def conv_few(x: Tensor, weight: Tensor, bias: Tensor, **options) -> tuple[Tensor, Tensor | None]:
+    """As `conv_forward`, whose arguments these are. No kernel may write weights and biases while
+    earlier ones of the stream are under way: they are read ahead."""
+    spec = forward_spec(
+        x,
+        weight,
+        options.get("width"),
+        emb=options.get("emb") is not None,
+        residual=options.get("residual") is not None,
+        extra=[other for other, _ in options.get("extra") or ()],
+        stats=bool(options.get("stats")),
+    )
+    choice = select(CONV_FEW, spec, describe(x.device))
+    return choice.kernel.launch(choice.config, x, weight, bias, **options)
