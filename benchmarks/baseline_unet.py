@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from diffusion.errors import ConfigError
 from diffusion.models.layers import TimestepEmbedding
 
-_FIXED = {"label_dropout": 0.0}  # what is not built here has to have this value
+_FIXED = {
+    "condition_dropout": None,
+    "label_dropout": 0.0,
+}  # what is not built here has to have this value
 _IGNORED = ("name", "zero_init")  # parameters are loaded, not drawn
 
 
