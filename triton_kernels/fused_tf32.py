@@ -2,9 +2,11 @@
 
 A tensor core ignores the 13 bits of a float32 number that TF32 lacks: every product comes out too
 small, and errors of one sign add up. So whatever products read is rounded to nearest where it is
-written, once. Which results these are is said here and nowhere else. Two kinds of operands have
-other readers, for which they stay float32: the residual stream that 1x1 skips read, and q, k and v.
-Their products round them. Parameters are rounded by the update (`FlatParameters.low`).
+written, once. Which results these are is said here and nowhere else. The residual stream has other
+readers, for which it stays float32: 1x1 skips and weight gradients round it in registers, which in
+attention would take more of them than there are on sm_80, so that q, k, v and the gradient of o
+have a pass of their own. Parameters are rounded by the update (`FlatParameters.low`). The three
+products of the embedding alone, a thousandth of all, read what they are given.
 """
 
 from collections.abc import Callable
@@ -13,8 +15,7 @@ from types import ModuleType, SimpleNamespace
 from torch import Tensor
 
 # Of these the first results are activations that convolutions read, or gradients that their input
-# and weight gradients read. Kernels with products, such as `skip_backward` or attention, know that
-# by themselves.
+# and weight gradients read. `skip_backward` and attention round what they write by themselves.
 OPERANDS = (
     "apply",
     "apply_upsampled",
@@ -44,9 +45,14 @@ def in_tf32(kernels: ModuleType) -> SimpleNamespace:
     def conv_down_input_grad(*args, **options) -> Tensor:
         return rounded(kernels.conv_down_input_grad(*args, **options))
 
-    return SimpleNamespace(
-        **named | {"conv_down": conv_down, "conv_down_input_grad": conv_down_input_grad}
-    )
+    def attention_forward(qkv: Tensor, *args) -> tuple[Tensor, Tensor]:
+        return kernels.attention_forward(rounded(qkv), *args)
+
+    def attention_backward(do: Tensor, qkv: Tensor, *args) -> tuple[Tensor, Tensor]:
+        return kernels.attention_backward(rounded(do), rounded(qkv), *args)
+
+    wrapped = (conv_down, conv_down_input_grad, attention_forward, attention_backward)
+    return SimpleNamespace(**named | {wrapper.__name__: wrapper for wrapper in wrapped})
 
 
 def _rounding(kernel: Callable) -> Callable:

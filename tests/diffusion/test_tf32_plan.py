@@ -5,7 +5,7 @@ float32 here, so what it would cut off is asked for, or done to their operands.
 """
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -76,22 +76,31 @@ def _seeing(kernel: Callable, seen: See, weights: See) -> Callable:
     return lambda x, w, *rest, **options: kernel(seen(x), weights(w), *rest, **options)
 
 
+def attending(kernels: ModuleType, seen: See) -> SimpleNamespace:
+    """`kernels` whose attention sees this of its operands."""
+    k = SimpleNamespace(**{name: getattr(kernels, name) for name in kernels.__all__})
+    k.__all__ = kernels.__all__
+    k.attention_forward = lambda qkv, *rest: kernels.attention_forward(seen(qkv), *rest)
+    k.attention_backward = _seeing(kernels.attention_backward, seen, seen)
+    return k
+
+
 def planned(seen: See) -> SimpleNamespace:
-    """The reference as planned kernels do it: those of skips and attention round what they read,
-    or write, themselves."""
-    k = products(in_tf32(reference), seen, rounded, rounded)
+    """The reference as planned kernels do it: those of skips and attention round what they write
+    themselves."""
+    k = products(in_tf32(attending(reference, seen)), seen, rounded, rounded)
     skip, forward, backward = k.skip_backward, k.attention_forward, k.attention_backward
 
     def skip_backward(*args, **options):
         dx1, dx2, rows = skip(*args, **options)
         return rounded(dx1), None if dx2 is None else rounded(dx2), rows
 
-    def attention_forward(qkv, *rest):
-        o, state = forward(rounded(qkv), *rest)
+    def attention_forward(*args):
+        o, state = forward(*args)
         return rounded(o), state
 
-    def attention_backward(do, qkv, *rest):
-        d_qkv, rows = backward(rounded(do), rounded(qkv), *rest)
+    def attention_backward(*args):
+        d_qkv, rows = backward(*args)
         return rounded(d_qkv), rows
 
     k.skip_backward, k.attention_forward = skip_backward, attention_forward
@@ -101,11 +110,7 @@ def planned(seen: See) -> SimpleNamespace:
 
 def in_place(seen: See) -> SimpleNamespace:
     """Whatever a product reads is seen like this as it reads it, and nothing is rounded before."""
-    plain = SimpleNamespace(**{name: getattr(reference, name) for name in reference.__all__})
-    k = products(plain, seen, seen, seen)
-    k.attention_forward = lambda qkv, *rest: plain.attention_forward(seen(qkv), *rest)
-    k.attention_backward = _seeing(plain.attention_backward, seen, seen)
-    return k
+    return products(attending(reference, seen), seen, seen, seen)
 
 
 def gradient(options: dict, size: tuple[int, int], kernels: SimpleNamespace) -> Tensor:
@@ -159,7 +164,7 @@ def test_kernels_write_what_products_take(options, size):
     backend = Backend("triton", triton_kernels, torch.float32, allow_tf32=True)
     model = make(options | {"backend": backend}, size).float()
     flat = FlatParameters(model, together=TOGETHER)
-    kernels = products(in_tf32(fused_ops), already, already, lambda x: x)
+    kernels = products(in_tf32(attending(fused_ops, already)), already, already, lambda x: x)
     y = TrainingUNet(model, flat, kernels)(torch.randn(1, *size, 3), torch.tensor([500]))
     y.backward(torch.randn_like(y))
     assert flat.grad.isfinite().all()

@@ -41,15 +41,13 @@ def _load_tile(
     D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """[BLOCK_T, BLOCK_D] of one head, as products take it; zeros outside of it."""
+    """[BLOCK_T, BLOCK_D] of one head; zeros outside of it."""
     ptrs = ptr + offs_t[:, None] * stride_t + offs_d[None, :] * stride_d
     if T % BLOCK_T == 0 and D == BLOCK_D:
-        value = tl.load(ptrs)
+        return tl.load(ptrs)
     else:
-        value = tl.load(ptrs, mask=(offs_t < T)[:, None] & (offs_d < D)[None, :], other=0.0)
-    return as_operand(value, value.dtype, PRECISION == "tf32")
+        return tl.load(ptrs, mask=(offs_t < T)[:, None] & (offs_d < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -113,7 +111,7 @@ def attention_fwd_kernel(
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    q = _load_tile(q_ptr, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D, PRECISION)
+    q = _load_tile(q_ptr, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
     scale_log2 = scale * _LOG2_E
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum
@@ -121,7 +119,7 @@ def attention_fwd_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start_n in range(0, T, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = _load_tile(k_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D, PRECISION)
+        k = _load_tile(k_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         if T % BLOCK_N != 0:
             s = tl.where((offs_n < T)[None, :], s, float("-inf"))
@@ -129,7 +127,7 @@ def attention_fwd_kernel(
         p = tl.exp2(s * scale_log2 - m_new[:, None])
         alpha = tl.exp2(m - m_new)
         l = l * alpha + tl.sum(p, 1)  # noqa: E741
-        v = _load_tile(v_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D, PRECISION)
+        v = _load_tile(v_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
         acc = _add_product(
             as_operand(p, v.dtype, PRECISION == "tf32"), v, acc * alpha[:, None], PRECISION
         )
@@ -179,13 +177,9 @@ def attention_bwd_dq_kernel(
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    q = _load_tile(
-        qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D, PRECISION
-    )
-    do = _load_tile(
-        do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D, PRECISION
-    )
-    o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D, PRECISION)
+    q = _load_tile(qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
+    do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D)
+    o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     offs_row = row.to(tl.int64) * T + offs_m
     tl.store(delta_ptr + offs_row, delta, mask=offs_m < T)
@@ -195,8 +189,8 @@ def attention_bwd_dq_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start_n in range(0, T, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = _load_tile(k_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D, PRECISION)
-        v = _load_tile(v_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D, PRECISION)
+        k = _load_tile(k_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+        v = _load_tile(v_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         p = tl.exp2(s * scale_log2 - lse[:, None])
         if T % BLOCK_N != 0:
@@ -251,12 +245,8 @@ def attention_bwd_dkdv_kernel(
 
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    k = _load_tile(
-        qkv_ptr + k_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D, PRECISION
-    )
-    v = _load_tile(
-        qkv_ptr + v_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D, PRECISION
-    )
+    k = _load_tile(qkv_ptr + k_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+    v = _load_tile(qkv_ptr + v_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
     scale_log2 = scale * _LOG2_E
 
     # Scores are transposed, [keys, queries]: p and ds are the left operands of dv and dk as they
@@ -266,14 +256,10 @@ def attention_bwd_dkdv_kernel(
     dq_sum = tl.zeros([BLOCK_D], tl.float32)
     for start_m in range(0, T, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
-        q = _load_tile(
-            qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D, PRECISION
-        )
-        do = _load_tile(
-            do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D, PRECISION
-        )
+        q = _load_tile(qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
+        do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D)
         if ONE_PASS:
-            o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D, PRECISION)
+            o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D)
             delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
         else:
             delta = tl.load(delta_ptr + offs_m, mask=offs_m < T, other=0.0)

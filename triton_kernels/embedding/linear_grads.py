@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..reductions.column_sum import partials, sum_partials
 from ..runtime.dependent_launch import await_inputs, overlapping
-from ..tf32 import round_to_tf32
 
 _BLOCK = 64  # of either kind of channels
 _MAX_SAMPLES = 64  # at a time
@@ -47,7 +46,7 @@ def _linear_grads_kernel(
     mask_w = mask_co[:, None] & mask_ci[None, :]
     offs_w = offs_co.to(tl.int64)[:, None] * CI + offs_ci[None, :]
     if part_ptr is not None:
-        w = round_to_tf32(tl.load(weight_ptr + offs_w, mask=mask_w, other=0.0))
+        w = tl.load(weight_ptr + offs_w, mask=mask_w, other=0.0)
     dw = tl.load(grad_weight_ptr + offs_w, mask=mask_w, other=0.0)
     db = tl.load(grad_bias_ptr + offs_co, mask=mask_co & first, other=0.0)
     for n0 in range(0, N, BLOCK_N):
@@ -58,9 +57,8 @@ def _linear_grads_kernel(
             dy_ptr + row * CO + offs_co[None, :], mask=mask_n & mask_co[None, :], other=0.0
         )
         x = tl.load(x_ptr + row * CI + offs_ci[None, :], mask=mask_n & mask_ci[None, :], other=0.0)
+        dw = tl.dot(tl.trans(dy), x, dw, input_precision="tf32")
         db += tl.sum(dy, 0)
-        dy = round_to_tf32(dy)
-        dw = tl.dot(tl.trans(dy), round_to_tf32(x), dw, input_precision="tf32")
         if part_ptr is not None:
             dx = tl.dot(dy, w, input_precision="tf32")
             out = part_ptr + (block.to(tl.int64) * N + row) * CI + offs_ci[None, :]
