@@ -95,6 +95,7 @@ def _norm_whole(j: Joining, node: Node) -> None:
         j.later.pop(x1)
         attrs["pool"] = True
     else:
+        j.need(x1)  # which may be about to be upsampled
         inputs["x0"] = x1
     j.emit("norm_whole", inputs, outputs, node, **attrs)
 
