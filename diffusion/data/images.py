@@ -268,6 +268,22 @@ def skipped_note(files: ImageFiles, skipped: Sequence[str]) -> str:
     return f"{files.path}: skipped {len(skipped)} corrupt of {len(files.names)}: {some}"
 
 
+def read_together(
+    first: Decoder, *others: Decoder
+) -> Iterator[tuple[list[np.ndarray], int | None]]:
+    """The images of one place in all lists, and the first list's label, where all can be decoded;
+    with a bar, and a warning of those that cannot."""
+    decoders, files, count = (first, *others), first.files, len(first)
+    found = zip(*(decoder.read(0, count) for decoder in decoders), strict=True)
+    bar = {"desc": files.path.name, "total": count, "unit": "img", "leave": False}
+    for i, images in enumerate(tqdm(found, disable=None, **bar)):
+        if all(isinstance(image, np.ndarray) for image in images):
+            yield list(images), None if files.labels is None else files.labels[i]
+    for decoder in decoders:
+        if decoder.skipped:
+            log.warning("%s", skipped_note(decoder.files, decoder.skipped))
+
+
 def _common_size(files: ImageFiles) -> tuple[int, int]:
     """(H, W) of all images, from their headers. ConfigError: they are of several sizes."""
 
@@ -323,15 +339,9 @@ def decoded(
     shape = (len(decoder), *decoder.size, channels)
     check_memory(f"dataset.size={size}", shape)
     images, labels = np.empty(shape, dtype=np.uint8), []
-    found = decoder.read(0, len(decoder))
-    for i, image in enumerate(
-        tqdm(found, desc=files.path.name, total=len(decoder), unit="img", disable=None, leave=False)
-    ):
-        if isinstance(image, np.ndarray):
-            images[len(labels)] = image
-            labels.append(None if files.labels is None else files.labels[i])
-    if decoder.skipped:
-        log.warning("%s", skipped_note(files, decoder.skipped))
+    for (image,), label in read_together(decoder):
+        images[len(labels)] = image
+        labels.append(label)
     small = decoder.smaller
     return ImageSet(
         torch.from_numpy(images[: len(labels)]),

@@ -4,7 +4,6 @@ The two are of one name, in two folders or zips. Both are kept in one array, the
 channels behind the other's, so they are mirrored together and gathered at once.
 """
 
-import logging
 from pathlib import PurePosixPath
 
 import numpy as np
@@ -13,9 +12,7 @@ import torch
 from ..errors import ConfigError
 from .given import GivenChannels, enlarged
 from .image_set import ImageSet, check_memory, parse_size
-from .images import Decoder, ImageFiles, enlarged_note, list_images, skipped_note
-
-log = logging.getLogger(__name__)
+from .images import Decoder, ImageFiles, enlarged_note, list_images, read_together
 
 
 def load_pairs(
@@ -51,15 +48,10 @@ def load_pairs(
     shape = (len(learned), *learned.size, channels + condition_channels)
     check_memory(f"dataset.size={size}", shape)
     images, labels = np.empty(shape, dtype=np.uint8), []
-    both = zip(learned.read(0, len(files.names)), beside.read(0, len(files.names)), strict=True)
-    for i, (image, other) in enumerate(both):
-        if isinstance(image, np.ndarray) and isinstance(other, np.ndarray):
-            images[len(labels), ..., :channels] = image
-            images[len(labels), ..., channels:] = enlarged(other, learned.size)
-            labels.append(None if files.labels is None else files.labels[i])
-    for decoder in (learned, beside):
-        if decoder.skipped:
-            log.warning("%s", skipped_note(decoder.files, decoder.skipped))
+    for (image, other), label in read_together(learned, beside):
+        images[len(labels), ..., :channels] = image
+        images[len(labels), ..., channels:] = enlarged(other, learned.size)
+        labels.append(label)
     small = learned.smaller
     return ImageSet(
         torch.from_numpy(images[: len(labels)]),

@@ -114,12 +114,22 @@ def tf32(monkeypatch):
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["", "dropout", "guided_diffusion", "28x28", "24 channels"])
-def test_models_in_tf32(name, tf32, device):
+def check_model(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """With one block a level, of MODELS or ODD."""
     options, size = ODD.get(name, (MODELS.get(name, {}), (32, 32)))
     options = {"num_res_blocks": 1, "attention_resolutions": (2,)} | options
-    check(options, size, 5, torch.float32, device)
+    check(options, size, 5, dtype, device)
+
+
+various = pytest.mark.parametrize(
+    "name", ["", "dropout", "guided_diffusion", "28x28", "24 channels"]
+)
+
+
+@pytest.mark.gpu
+@various
+def test_models_in_tf32(name, tf32, device):
+    check_model(name, torch.float32, device)
 
 
 @pytest.mark.gpu
@@ -133,11 +143,9 @@ def test_small_model_without_a_tma_unit(no_tma, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["", "dropout", "guided_diffusion", "28x28", "24 channels"])
+@various
 def test_models_without_a_tma_unit(name, no_tma, device):
-    options, size = ODD.get(name, (MODELS.get(name, {}), (32, 32)))
-    options = {"num_res_blocks": 1, "attention_resolutions": (2,)} | options
-    check(options, size, 5, torch.bfloat16, device)
+    check_model(name, torch.bfloat16, device)
 
 
 @pytest.mark.gpu

@@ -45,11 +45,17 @@ def mask_arguments(mask: Mask | None) -> tuple[Tensor | None, int, int, float]:
 
 
 @triton.jit
+def keeps(words, p):
+    """Whether the elements that these words are drawn for are kept."""
+    return (words >> 8).to(tl.float32) * (2.0**-24) >= p
+
+
+@triton.jit
 def kept(rng_ptr, sample, quad, stream, p):
     """For the quads [..., K] of a sample which of their elements are kept: bool [..., 4 K]."""
     w0, w1, w2, w3 = philox_words(tl.load(rng_ptr), tl.load(rng_ptr + 1), sample, quad, stream)
     words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # w0 w1 w2 w3 of each quad
-    return (words >> 8).to(tl.float32) * (2.0**-24) >= p
+    return keeps(words, p)
 
 
 @triton.jit(do_not_specialize=["first", "stream"])

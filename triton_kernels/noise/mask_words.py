@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dropout import Mask, mask_arguments
+from .dropout import Mask, keeps, mask_arguments
 from .philox import philox_words
 
 _BLOCK = 128  # halves of words of a program
@@ -39,8 +39,8 @@ def mask_words(mask: Mask, shape: tuple[int, ...]) -> Tensor:  # int64 [N, H, W,
 
 
 @triton.jit
-def _kept_of(draw, p):
-    return ((draw >> 8).to(tl.float32) * (2.0**-24) >= p).to(tl.int32)
+def _bit(words, p):
+    return keeps(words, p).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["first", "stream"])
@@ -59,6 +59,6 @@ def _mask_words_kernel(
     quad = tl.arange(0, 8)[None, :]
     seed, step = tl.load(rng_ptr), tl.load(rng_ptr + 1)
     w0, w1, w2, w3 = philox_words(seed, step, first + n, half[:, None] * 8 + quad, stream)
-    four = _kept_of(w0, p) | _kept_of(w1, p) << 1 | _kept_of(w2, p) << 2 | _kept_of(w3, p) << 3
+    four = _bit(w0, p) | _bit(w1, p) << 1 | _bit(w2, p) << 2 | _bit(w3, p) << 3
     bits = tl.sum(four << (4 * quad), axis=1)  # of distinct bits: no carry
     tl.store(bits_ptr + n * halves + half, bits, mask=half < halves)

@@ -97,10 +97,10 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
     c = operands.y.shape[3]
     device = describe(operands.x.device)
     images, rows, width = box_of(config, h, w)
-    count = -(-n // images) * (h // rows) * (w // width) * (c // 64)
+    tiles = (h // rows) * (w // width)
+    count = -(-n // images) * tiles * (c // 64)
     blocks, steps = rings(config, images * width, device.shared_memory)
     overlap = overlapping(operands.x.device, 0)
-    tiles = (h // rows) * (w // width)
     assert operands.partials is None or operands.partials.shape[1] == tiles
     means = operands.means
     assert means is None or (operands.partials is not None and makes_means(config, h, w))
@@ -116,7 +116,7 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
         if normed.slots is None:
             assert rows == h
         else:
-            of_image = h // rows
+            of_image = tiles
             assert images == 1 and normed.slots.shape == (n, c, of_image) and x2 is None
             # or they would wait for one another for ever
             assert of_image * (c // 64) <= device.num_sms
