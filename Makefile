@@ -37,7 +37,7 @@ test: $(VENV)/.installed-test ## run the test-suite
 	$(BIN)/python -m pytest -n $(JOBS)
 
 test-slow: $(VENV)/.installed-test ## run the tests that take long: sweeps by every launcher, restarts, faults
-	$(BIN)/python -m pytest -n $(JOBS) -m slow
+	$(BIN)/python -m pytest -n $(JOBS) -m slow -o faulthandler_timeout=3600
 
 test-pair: ## the same with other versions: make test-pair TORCH=2.11.0 TRITON=3.6.0
 	$(PYTHON) -m venv $(PAIR)
