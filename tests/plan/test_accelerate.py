@@ -4,16 +4,16 @@ import copy
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from diffusers import DDIMScheduler, DDPMPipeline, DDPMScheduler
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from diffusion import accelerate
 from diffusion.plan.graph import PlanError
 from tests.diffusion.diffusers_models import theirs
+from tests.end_to_end.run import run
 from tests.plan.networks import NAMES, network
+from tests.plan.two_processes import images, small
 
 BUDGET = 1e-4  # of float32, relative
 
@@ -229,32 +229,12 @@ def test_a_second_backward_and_changed_parameters_raise():
         y.backward()
 
 
-def small() -> nn.Module:
-    torch.manual_seed(1)
-    layers = nn.Conv2d(3, 8, 3), nn.GroupNorm(4, 8), nn.SiLU(), nn.Conv2d(8, 3, 3)
-    return nn.Sequential(*layers)
-
-
-def _process(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    torch.manual_seed(0)
-    net = DistributedDataParallel(accelerate(small()))
-    x = torch.randn(4, 3, 8, 8)[2 * rank : 2 * rank + 2]
-    net(x).square().mean().backward()
-    grads = {k.removeprefix("module.module."): p.grad for k, p in net.named_parameters()}
-    torch.save(grads, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
 def test_ddp_of_two_processes(tmp_path):
-    # copies of this process, which has imported everything
-    mp.start_processes(_process, (str(tmp_path),), nprocs=2, start_method="fork")
+    code, _, err = run("-m", "tests.plan.two_processes", str(tmp_path))
+    assert code == 0, err
     grads = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    torch.manual_seed(0)
     net = small()
-    net(torch.randn(4, 3, 8, 8)).square().mean().backward()
+    net(images()).square().mean().backward()
     for name, p in net.named_parameters():
         assert torch.equal(grads[0][name], grads[1][name])
         assert close(grads[0][name], p.grad), name
