@@ -10,6 +10,7 @@ tail (+0.6), y from the ground (0) to the back (about 1). One similarity transfo
 picture. The label is what the trunk does.
 """
 
+import gc
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -280,9 +281,22 @@ def _mapping(parts: int) -> Iterator[Callable]:
     count = min(processors(), parts // 2)
     if count < 2 or multiprocessing.current_process().daemon:  # which may have no children
         yield map
-    else:
-        with ProcessPoolExecutor(count, multiprocessing.get_context("fork")) as pool:
+        return
+    collects, context = gc.isenabled(), multiprocessing.get_context("fork")
+    gc.disable()  # and so it is in the copies until `_begin_copy`
+    try:
+        with ProcessPoolExecutor(count, context, initializer=_begin_copy) as pool:
             yield pool.map
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _begin_copy() -> None:
+    """A copy leaves what it has inherited alone: to destroy an object may mean to wait for its
+    threads, which a copy does not have."""
+    gc.freeze()
+    gc.enable()
 
 
 def elephants(count: int = 4096, size: int | tuple[int, int] = 64, seed: int = 0) -> ImageSet:

@@ -1,6 +1,8 @@
 """The drawn elephants: reproducible, of any size, and no two alike."""
 
+import gc
 import importlib
+import os
 
 import numpy as np
 import pytest
@@ -28,6 +30,29 @@ def test_processes_draw_the_same(monkeypatch):
     alone = elephants(count=23, size=8)
     assert used and torch.equal(by_two.images, alone.images)
     assert torch.equal(by_two.labels, alone.labels)
+
+
+class Destroyed:
+    """In a cycle, so that it is the collector that finds it."""
+
+    def __init__(self, note):
+        self.note, self.cycle = note, self
+
+    def __del__(self):
+        with self.note.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+def test_processes_destroy_nothing_that_is_not_theirs(monkeypatch, tmp_path):
+    """As an object that waits for its threads, which are not in a copy, would wait for ever."""
+    module = importlib.import_module("diffusion.data.elephants")
+    monkeypatch.setattr(module, "processors", lambda: 2)
+    for _ in range(3):
+        Destroyed(tmp_path / "note")
+    elephants(count=4 * module._PART, size=4)  # so many that a copy does collect
+    assert gc.isenabled()
+    gc.collect()
+    assert (tmp_path / "note").read_text().split() == [str(os.getpid())] * 3
 
 
 def test_no_two_alike():
