@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from .end_to_end.processes import end_all
 from .interpreter import hasten
 
 if not torch.cuda.is_available():
@@ -37,6 +38,13 @@ def pytest_collection_modifyitems(items):
 def exact_float32(monkeypatch):
     """What kernels are compared with multiplies float32 exactly; a test of TF32 asks for it."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    """Of those that a test has started, also where it has failed."""
+    yield
+    end_all()
 
 
 @pytest.fixture

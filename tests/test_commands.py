@@ -263,7 +263,7 @@ def test_scripts_of_the_documents_run(command, whole_folder):
 @pytest.mark.parametrize("command", chosen("make", slow=False) + chosen("make", slow=True))
 def test_targets_of_make_exist(command):
     done = subprocess.run(
-        [*shlex.split(command), "--dry-run"], cwd=ROOT, capture_output=True, text=True
+        [*shlex.split(command), "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
 
@@ -285,6 +285,7 @@ def test_what_prints_without_a_gpu_runs(command, tmp_path):
         env=environment() | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
+        timeout=240,
     )
     assert done.returncode == 0 and done.stdout, done.stderr
 

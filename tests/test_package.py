@@ -28,7 +28,7 @@ def wheel(tmp_path_factory) -> Path:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, source)
     command = ("pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", ".")
-    subprocess.run([sys.executable, "-m", *command], cwd=source, check=True)
+    subprocess.run([sys.executable, "-m", *command], cwd=source, check=True, timeout=240)
     (path,) = source.glob("*.whl")
     return path
 
@@ -50,12 +50,14 @@ def test_the_wheel_has_all_that_is_needed_and_three_names(wheel):
 def command(wheel, tmp_path_factory):
     """The console command of an environment with the wheel, and what it depends on from here."""
     folder = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=240)
     python = folder / "bin" / "python"
     install = ("pip", "--quiet", "--python", python, "install", "--no-deps", "--no-index", wheel)
-    subprocess.run([sys.executable, "-m", *map(str, install)], check=True)
+    subprocess.run([sys.executable, "-m", *map(str, install)], check=True, timeout=240)
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    there = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    there = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True, timeout=240
+    )
     # its own .pth files are not followed, so an editable install of the checkout stays out
     site = Path(there.stdout.strip())
     (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")

@@ -35,7 +35,9 @@ def test_every_public_name_is_typed_and_says_what_it_is():
 
 def test_import_does_not_take_pytorch_along():
     code = "import sys, diffusion; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True, timeout=240
+    )
 
 
 def test_train_load_and_sample(tmp_path):
@@ -148,7 +150,9 @@ def test_another_package_of_the_name_is_one_line(tmp_path, text, words):
         (tmp_path / name).symlink_to(ROOT / name)
     env = environment() | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", "import diffusion"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240
+    )
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and words in last and "pip uninstall triton_kernels" in last
 
@@ -204,6 +208,7 @@ def test_the_example_in_python(tmp_path):
         env=environment() | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert "4 images of (16, 16, 3)" in done.stdout and "(2, 3, 16, 16), by torch" in done.stdout

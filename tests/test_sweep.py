@@ -7,6 +7,8 @@ from pathlib import Path
 
 from triton_diffusion.sweep import job_folder
 
+from .end_to_end.processes import started
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -47,16 +49,10 @@ def test_a_process_takes_a_gpu_that_is_free(tmp_path):
 
     def process():
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        started = subprocess.Popen(
-            [sys.executable, "-c", CLAIM], cwd=ROOT, env=environment, **pipes
-        )
-        return started, started.stdout.readline().strip()
+        one = started([sys.executable, "-c", CLAIM], cwd=ROOT, env=environment, **pipes)
+        return one, one.stdout.readline().strip()
 
-    started = [process() for _ in range(3)]
-    assert [gpu for _, gpu in started] == ["x0", "x1", "x0"]
-    started[1][0].communicate("\n")
-    started.append(process())
-    assert started[-1][1] == "x1"
-    for one, _ in started:
-        if one.poll() is None:
-            one.communicate("\n")
+    those = [process() for _ in range(3)]
+    assert [gpu for _, gpu in those] == ["x0", "x1", "x0"]
+    those[1][0].communicate("\n", timeout=60)
+    assert process()[1] == "x1"

@@ -35,6 +35,7 @@ from diffusion.training.gradient_sum import GradientSum
 from diffusion.training.optimizer import Optimizer, OptimizerSettings
 from diffusion.training.train_step import TrainStep
 
+from ..end_to_end.processes import finish
 from ..end_to_end.run import rows, start_together
 from ..test_configs import composed
 
@@ -240,7 +241,7 @@ def test_two_processes_train_as_one_does(pairs, tmp_path):
     settings = of_pairs(pairs, *more, "model.condition_dropout=0.3", "dataset.flip=true")
     train(composed(*settings), tmp_path / "one")
     two = start_together(*settings, f"run_dir={tmp_path}/two")
-    _, err = two.communicate(timeout=240)
+    _, err = finish(two, 240)
     assert two.returncode == 0, err
     one, two = (
         load_file(tmp_path / name / "checkpoints/step_00000002/model.safetensors")

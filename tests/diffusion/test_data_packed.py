@@ -246,7 +246,9 @@ with packed_writer(Path(sys.argv[1]), (2, 2), 1) as writer:
 
 def test_what_a_killed_process_has_begun_is_deleted_by_the_next(tmp_path):
     for name in ("a.packed", "b.bin"):
-        subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / name)], env=environment())
+        subprocess.run(
+            [sys.executable, "-c", KILLED, str(tmp_path / name)], env=environment(), timeout=240
+        )
         assert [path.name for path in tmp_path.iterdir()] == [f".writing_{name}"]
     write_packed(tmp_path / "c.packed", random_set())
     assert [path.name for path in tmp_path.iterdir()] == ["c.packed"]

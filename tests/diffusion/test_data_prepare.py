@@ -230,7 +230,7 @@ def test_killed_by_the_system(many):
     expected, out = whole(many), str(many / "a.packed")
     command = [sys.executable, "-c", KILLED, str(many / "src"), out]
     for parts_more in ("3", "2"):
-        killed = subprocess.run([*command, parts_more], env=environment(), cwd=ROOT)
+        killed = subprocess.run([*command, parts_more], env=environment(), cwd=ROOT, timeout=240)
         assert killed.returncode == -9
     assert parts.unfinished(many / "a.packed") == (5, 10)
     write(src=str(many / "src"), out=out)

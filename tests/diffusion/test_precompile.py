@@ -25,7 +25,9 @@ def test_a_rehearsal():
     """A step and a chain, as for a GPU, where there is none; with no time for their products."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.diffusion.recorded"]
-    said = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    said = subprocess.run(
+        command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=240
+    )
     found = json.loads(said.stdout)
     kernels = Counter(found["train"])
     assert kernels["conv_forward_kernel"] + kernels["conv_tiles_kernel"] >= 4  # by shape
@@ -93,7 +95,9 @@ def test_copies_compile_without_a_gpu(tmp_path):
 
     def run(*arguments):
         command = [sys.executable, "-c", COMPILED, *arguments]
-        said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+        said = subprocess.run(
+            command, env=environment, check=True, capture_output=True, text=True, timeout=240
+        )
         return said.stdout.strip(), said.stderr, sorted(tmp_path.rglob("*.cubin"))
 
     said, _, first = run("broken")
@@ -267,7 +271,7 @@ else:
 
     def compiled(what: str) -> int:
         command = [sys.executable, "-c", script, what, job]
-        subprocess.run(command, cwd=ROOT, env=environment, check=True)
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=240)
         return len(list(tmp_path.rglob("*.cubin")))
 
     before = compiled("ahead")

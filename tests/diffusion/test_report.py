@@ -275,5 +275,7 @@ def test_a_long_run_is_thinned_and_a_short_one_shown(tmp_path):
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_script_is_javascript(tmp_path):
     (tmp_path / "a.js").write_text(SCRIPT)
-    done = subprocess.run(["node", "--check", tmp_path / "a.js"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["node", "--check", tmp_path / "a.js"], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from diffusion.runs.lock import RunLock
 from diffusion.runs.training import train
 from diffusion.runtime import file_lock
 
+from ..end_to_end.processes import finish, started
 from ..end_to_end.run import TINY, environment, rows, run, start, start_together
 from ..test_configs import composed
 
@@ -45,7 +46,7 @@ def test_it_is_held_once_and_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_death_releases_it(tmp_path, number):
-    holder = subprocess.Popen(
+    holder = started(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, env=environment()
     )
     assert holder.stdout.readline() == b"held\n"
@@ -53,7 +54,7 @@ def test_death_releases_it(tmp_path, number):
     with pytest.raises(ConfigError, match=f"by process {holder.pid} on"):
         lock.take()
     holder.send_signal(number)
-    holder.communicate()
+    holder.communicate(timeout=60)
     assert (tmp_path / "lock").exists()
     lock.take()
     lock.release()
@@ -75,7 +76,7 @@ def test_another_host_is_known_by_its_signs_of_life(tmp_path, monkeypatch):
             beat += 1
             note(path, beat)
 
-    thread = threading.Thread(target=live)
+    thread = threading.Thread(target=live, daemon=True)
     thread.start()
     try:
         with pytest.raises(ConfigError, match="by process 7 on far"):
@@ -132,12 +133,12 @@ def test_a_second_run_is_refused_while_the_first_lives(tmp_path, began):
         assert code == 2 and "is being trained by process" in err and err.count("\n") == 1
         if began is start_together:
             second = start_together(*command)
-            _, err = second.communicate(timeout=120)
+            _, err = finish(second, 120)
             assert second.returncode != 0 and "is being trained by process" in err
         assert first.poll() is None
     finally:
         first.kill() if began is start else first.terminate()
-        first.communicate()
+        finish(first, 60)
     saved = latest_checkpoint(run_dir / "checkpoints")  # none if it was killed
     steps = 1 if saved is None else step_in_name(saved) + 1
     train(composed(*command, f"train.steps={steps}"), run_dir)

@@ -353,7 +353,8 @@ def test_a_full_disk_under_tensorboard_is_one_line(tmp_path, capsys, recwarn):
         for _ in range(100):
             log.row(values)
             log._board.flush()
-    events._worker.join()
+    events._worker.join(timeout=60)
+    assert not events._worker.is_alive()
     assert "Traceback" not in capsys.readouterr().err
     assert [str(w.message) for w in recwarn if "TensorBoard's events" in str(w.message)]
     threading.excepthook = log._hook

@@ -13,6 +13,8 @@ from diffusion.runs import estimate
 from diffusion.runtime import host
 from diffusion.training.trainer import TrainSettings
 
+from ..end_to_end.processes import started
+
 ROOT = Path(__file__).resolve().parents[2]
 UNET64 = {"name": "unet", "model_channels": 64, "num_res_blocks": 2, "attention_resolutions": []}
 
@@ -65,13 +67,13 @@ def test_others_are_seen_and_this_process_is_not():
     """A process that is busy beside this one, which is busy as well."""
     code = "import time; print(flush=True)\nwhile True: pass"
     before = host.busy_seconds()
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
-        start, began = host.busy_seconds(), time.monotonic()
-        while time.monotonic() - began < 1.0:
-            pass
-        end = host.busy_seconds()
-        other.kill()
+    other = started([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    other.stdout.readline()
+    start, began = host.busy_seconds(), time.monotonic()
+    while time.monotonic() - began < 1.0:
+        pass
+    end = host.busy_seconds()
+    other.kill()
     assert end[1] - start[1] == pytest.approx(1.0, abs=0.3) and start[1] > before[1]
     assert end[0] - start[0] > 0.2  # what it got, on a machine that may be full
 
@@ -87,7 +89,12 @@ commands.run("train")
 """
     alone = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=alone, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=alone,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.stdout.strip() == f"False {host._SPINS}", done.stderr
 

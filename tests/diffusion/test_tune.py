@@ -41,7 +41,9 @@ def test_what_would_be_measured_on_a_gpu_that_is_not_here(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_DIFFUSION_CACHE": str(tmp_path)}
     command = [sys.executable, "-c", LISTED]
-    said = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    said = subprocess.run(
+        command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=240
+    )
     shapes, known, kernels, ada, ada_known, line = json.loads(said.stdout)
     assert shapes + known == pytest.approx(ada + ada_known, abs=6)  # kernels differ, layers do not
     assert shapes > 5 and kernels > shapes and ada > 5 and ada_known == 0

@@ -6,12 +6,14 @@ command's arguments, folder, environment and output files, and runs the script a
 """
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import json
 import os
 import runpy
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +21,10 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from .processes import descendants, signal_all
+
 ROOT = Path(__file__).resolve().parents[2]
+_GRACE = 5.0  # seconds in which a copy that is aborted says where it is
 IMPORTED = (
     "hydra",
     "matplotlib.backends.backend_agg",
@@ -58,8 +63,13 @@ class Forked:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
             if not select.select([self.process.stdout], [], [], timeout)[0]:
-                self.close()
-                raise TimeoutError(f"{' '.join(command)} took more than {timeout} s")
+                copies = descendants(self.process.pid)
+                signal_all(copies, signal.SIGABRT)  # they say where they are
+                select.select([self.process.stdout], [], [], _GRACE)
+                signal_all(copies, signal.SIGKILL)
+                self.process.stdout.readline()
+                said = f"{out.read_text()}\n{err.read_text()}"
+                raise AssertionError(f"{' '.join(command)} took more than {timeout} s\n{said}")
             code = self.process.stdout.readline()
             assert code, "the process to fork has ended; what it said is above"
             return int(code), out.read_text(), err.read_text()
@@ -80,6 +90,7 @@ def _become(request: dict) -> NoReturn:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    faulthandler.enable()
     code = 0
     try:
         _run(*request["command"])

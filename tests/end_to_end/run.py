@@ -11,6 +11,9 @@ from pathlib import Path
 import torch
 
 from .forked import ROOT, Forked
+from .processes import finish, started
+
+PATIENCE = 240.0  # seconds for a command
 
 TINY = (
     "experiment=demo",
@@ -32,14 +35,15 @@ TINY = (
 
 def environment() -> dict[str, str]:
     """As a user has it: no interpreter of Triton, few threads; and no processes that compile, for
-    other tests run beside."""
+    other tests run beside. What is aborted says where it is."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return env | {"OMP_NUM_THREADS": "1", "TRITON_DIFFUSION_COMPILERS": "0"}
+    alone = {"OMP_NUM_THREADS": "1", "TRITON_DIFFUSION_COMPILERS": "0"}
+    return env | alone | {"PYTHONFAULTHANDLER": "1"}
 
 
 def start(*command: str, cwd: Path | None = None) -> subprocess.Popen:
-    """A process of its own for SCRIPT ... or -m MODULE ..."""
-    return subprocess.Popen(
+    """A process of its own for SCRIPT ... or -m MODULE ...; it ends with the test."""
+    return started(
         [sys.executable, *_absolute(command)],
         cwd=cwd or ROOT,
         env=environment(),
@@ -60,9 +64,9 @@ def run(*command: str, cwd: Path | None = None, fresh: bool = False) -> tuple[in
     PyTorch; not where there is a GPU, whose driver does not outlive a fork."""
     if fresh or torch.cuda.is_available():
         process = start(*command, cwd=cwd)
-        out, err = process.communicate(timeout=240)
+        out, err = finish(process, PATIENCE)
         return process.returncode, out, err
-    return _forked().run(_absolute(command), cwd or ROOT, environment(), timeout=240)
+    return _forked().run(_absolute(command), cwd or ROOT, environment(), PATIENCE)
 
 
 def rows(path: Path) -> list[dict[str, str]]:

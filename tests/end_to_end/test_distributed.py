@@ -14,6 +14,7 @@ from diffusion.errors import ConfigError
 from diffusion.runtime.distributed import Processes
 from diffusion.training.held_out_loss import BANDS
 
+from .processes import finish
 from .run import TINY, rows, run, start, start_together
 
 # everything that is keyed by the position in the global batch: noise, timesteps, flips, dropped
@@ -38,7 +39,7 @@ def runs(tmp_path_factory):
     code, _, err = run("train.py", *SETTINGS, f"run_dir={folder}/one")
     assert code == 0, err
     two = start_together("-m", *SETTINGS, f"run_dir={folder}/two", *JOBS)
-    out, err = two.communicate(timeout=240)
+    out, err = finish(two, 240)
     assert two.returncode == 0, err
     assert out.count("2 processes") == 2 and out.count("step 3/3") == 2
     return folder / "one", job(folder / "two", 0)
@@ -103,7 +104,7 @@ def test_two_processes_draw_the_images_of_one(runs, tmp_path):
     code, _, err = run("sample.py", *settings, f"out={tmp_path}/one.npz")
     assert code == 0, err
     two = start_together(*settings, f"out={tmp_path}/two.npz", script="sample.py")
-    out, err = two.communicate(timeout=240)
+    out, err = finish(two, 240)
     assert two.returncode == 0, err
     assert out.count("2 processes") == out.count("5 images of") == 1
     one, two = (np.load(tmp_path / name)["arr_0"] for name in ("one.npz", "two.npz"))
@@ -179,7 +180,7 @@ def test_two_gpus_train_as_one(tmp_path):
         "two GPUs": start_together(*settings, two),
     }
     for name, process in processes.items():
-        out, err = process.communicate(timeout=300)
+        out, err = finish(process, 300)
         assert process.returncode == 0, f"{name}: {err}"
         assert "fused plan" in out
     curves = {name: read_losses(path / "metrics.csv") for name, path in paths.items()}

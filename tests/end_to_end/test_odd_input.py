@@ -26,6 +26,7 @@ from diffusion.formats.weights import load_weights
 from diffusion.runs.report import report
 from triton_diffusion.entry import check_paths
 
+from .processes import finish, started
 from .run import ROOT, TINY, environment, run
 from .test_errors import fails
 
@@ -183,7 +184,11 @@ def test_numbers_beyond_reason_elsewhere(tmp_path):
 def test_help_into_a_pipe_that_is_closed():
     shell = f"{sys.executable} {ROOT}/train.py --help | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
-        ["bash", "-c", f"sleep 0; {shell}"], capture_output=True, text=True, env=environment()
+        ["bash", "-c", f"sleep 0; {shell}"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -202,7 +207,7 @@ def test_a_signal_while_the_configuration_is_composed(tmp_path):
     (tmp_path / "experiment").mkdir()
     lines = "".join(f"  a{i}: [1, {{b: 2}}]\n" for i in range(30_000))
     (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\ntrain:\n{lines}")
-    process = subprocess.Popen(
+    process = started(
         [sys.executable, str(ROOT / "train.py"), "--config-dir", str(tmp_path), "experiment=mine"],
         stderr=subprocess.PIPE,
         text=True,
@@ -212,6 +217,6 @@ def test_a_signal_while_the_configuration_is_composed(tmp_path):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = finish(process, 60)
     assert process.returncode == 128 + signal.SIGINT, err
     assert err == "stopped\n"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from diffusion.runtime import distributed
 
+from .processes import descendants, finish, started
 from .run import ROOT, TINY, environment, rows, start
 
 SETTINGS = (*TINY, "train.steps=40", "train.save_every=5", "train.sample_every=0")
@@ -23,11 +24,6 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
-
-
-def children(pid: int) -> list[int]:
-    said = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(child) for child in said.stdout.split()]
 
 
 def wait_for(condition, *processes):
@@ -50,13 +46,13 @@ def test_two_nodes_go_on_after_a_process_is_killed(tmp_path):
     wait_for((run_dir / "checkpoints" / "step_00000005").exists, *agents)
     ranks = {}
     for agent in agents:
-        for child in children(agent.pid):
+        for child in descendants(agent.pid):
             with open(f"/proc/{child}/environ") as file:
                 told = dict(pair.split("=", 1) for pair in file.read().split("\0") if "=" in pair)
             if "RANK" in told:
                 ranks[int(told["RANK"])] = child
     os.kill(ranks[0], signal.SIGKILL)
-    said = [agent.communicate(timeout=_PATIENCE) for agent in agents]
+    said = [finish(agent, _PATIENCE) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], said
     assert sum(out.count("resuming from") for out, _ in said) == 1
     assert len(rows(run_dir)) == 40
@@ -71,7 +67,7 @@ def test_a_process_that_hangs_ends_the_others(tmp_path):
         told["TRITON_DIFFUSION_HANG_SECONDS"] = 6
         command = (sys.executable, str(ROOT / "train.py"), *SETTINGS, "train.steps=100000")
         processes.append(
-            subprocess.Popen(
+            started(
                 [*command, f"run_dir={tmp_path}/run"],
                 env=environment() | {key: str(value) for key, value in told.items()},
                 stdout=subprocess.DEVNULL,
@@ -83,7 +79,7 @@ def test_a_process_that_hangs_ends_the_others(tmp_path):
     try:
         wait_for((tmp_path / "run" / "checkpoints" / "step_00000005").exists, *processes)
         os.kill(second.pid, signal.SIGSTOP)
-        _, err = first.communicate(timeout=30)
+        _, err = finish(first, 30)
     finally:
         for process in processes:
             process.kill()
@@ -105,7 +101,7 @@ def test_what_an_earlier_round_left_is_not_answered(monkeypatch):
         def come(rank, met=met):
             met[rank] = distributed._meet(rank, 3).round
 
-        threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1, 2)]
+        threads = [threading.Thread(target=come, args=(rank,), daemon=True) for rank in (0, 1, 2)]
         for thread in threads:
             thread.start()
             time.sleep(0.1)  # the first one is there before the others have asked

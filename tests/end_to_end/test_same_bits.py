@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from .processes import finish
 from .run import rows, start, start_together
 
 IMAGES = (
@@ -42,11 +43,11 @@ def check(begin, settings, tmp_path):
         begin(*settings, f"run_dir={parts}", f"train.steps={HALF}"),
     )
     for process in both:
-        _, err = process.communicate(timeout=PATIENCE)
+        _, err = finish(process, PATIENCE)
         assert process.returncode == 0, err
     _same(whole, parts, HALF)  # two processes, one beside the other
     last = begin(*settings, f"run_dir={parts}", f"train.steps={STEPS}")
-    _, err = last.communicate(timeout=PATIENCE)
+    _, err = finish(last, PATIENCE)
     assert last.returncode == 0, err
     _same(whole, parts, STEPS)
 

@@ -8,6 +8,7 @@ import pytest
 
 from diffusion.runs.report import report
 
+from .processes import finish
 from .run import TINY, rows, run, start
 
 ONE_STEP = (*TINY, "train.steps=1", "train.sample_every=0", "-m")
@@ -136,7 +137,7 @@ def test_jobs_of_joblib_save_before_they_stop(tmp_path):
         assert process.poll() is None and time.monotonic() < waiting
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = finish(process, 60)
     assert process.returncode == 128 + signal.SIGTERM, err
     stopped = {name: job for name, job in jobs(sweep).items() if "pid" in job}
     assert set(states(sweep).values()) == {"stopped"}

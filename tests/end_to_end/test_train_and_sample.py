@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
+from .processes import finish
 from .run import TINY, rows, run, start
 
 
@@ -79,7 +80,7 @@ def test_killed_and_resumed_equals_not_killed(trained, tmp_path):
         assert process.poll() is None and time.monotonic() < waiting
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
-    process.communicate()
+    finish(process, 60)
     code, out, err = run("train.py", *command)
     assert code == 0, err
     for name in ("model", "ema", "optimizer"):
@@ -99,7 +100,7 @@ def test_a_signal_saves_and_exits(tmp_path, number):
         assert process.poll() is None and time.monotonic() < waiting
         time.sleep(0.05)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = finish(process, 60)
     assert process.returncode == 128 + number
     assert "saved" in err
     step = int(rows(run_dir)[-1]["step"])

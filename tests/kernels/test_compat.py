@@ -35,7 +35,7 @@ def test_without_what_the_kernels_use_there_are_no_hopper_kernels():
         "print(SUPPORTED, MISSING)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, timeout=240
     )
     assert done.stdout.startswith("False AttributeError: "), done.stderr
     assert "warpgroup_mma" in done.stdout

@@ -33,6 +33,9 @@ PINNED = (
 )
 
 
+_PATIENCE = 300  # seconds that a case may take
+
+
 class _Compiler:
     """A process of its own, since this one may have loaded Triton as an interpreter. It is started
     when first asked, and again should a compilation have killed it."""
@@ -54,16 +57,26 @@ class _Compiler:
             )
         self.process.stdin.write(case + "\n")
         self.process.stdin.flush()
-        if answer := self.process.stdout.readline():
+        late = threading.Timer(_PATIENCE, self.process.kill)
+        late.start()
+        answer = self.process.stdout.readline()
+        late.cancel()
+        if answer:
             return json.loads(answer)
         self.close()
         self.stderr.seek(0)
-        return {"ok": False, "error": "the compiler died: " + self.stderr.read()[-4000:]}
+        return {
+            "ok": False,
+            "error": f"the compiler died, or took {_PATIENCE} s: " + self.stderr.read()[-4000:],
+        }
 
     def close(self):
         if self.process is not None:
             self.process.stdin.close()
-            self.process.wait()
+            try:
+                self.process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
             self.process = None
 
 

@@ -38,7 +38,12 @@ print(json.dumps(found))
 def found():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", CODE], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", CODE],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -23,7 +23,12 @@ def pages(*calls: list[str]) -> list[str]:
         f"from diffusion.plan.__main__ import main\nfor call in {calls!r}: main(call), print('=')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split("=\n")

@@ -1,0 +1,70 @@
+"""Processes of a test: none outlives it, and one that does not end says where it is."""
+
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+_GRACE = 5.0  # seconds in which a process that is to say where it is may do so
+_started: list[subprocess.Popen] = []
+
+
+def started(*arguments, **options) -> subprocess.Popen:
+    """A process, as of `subprocess.Popen`, that ends with the test at the latest."""
+    process = subprocess.Popen(*arguments, **options)
+    _started.append(process)
+    return process
+
+
+def finish(process: subprocess.Popen, seconds: float) -> tuple[str, str]:
+    """Its (stdout, stderr) once it has ended. AssertionError: it takes longer; with what it has
+    written, and the stacks of Python where PYTHONFAULTHANDLER is set for it."""
+    try:
+        return process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        command = process.args
+        out, err = end(process)
+        raise AssertionError(f"{command} took more than {seconds} s\n{out}\n{err}") from None
+
+
+def end(process: subprocess.Popen) -> tuple[str, str]:
+    """End it and all that it has started, and return what they have written."""
+    family = [process.pid, *descendants(process.pid)]
+    signal_all(family, signal.SIGCONT)
+    signal_all(family, signal.SIGABRT)
+    try:
+        return process.communicate(timeout=_GRACE)
+    except subprocess.TimeoutExpired:
+        signal_all(family, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # another process may hold its pipes
+            return process.communicate(timeout=_GRACE)
+        return "", ""
+    finally:
+        signal_all(family[1:], signal.SIGKILL)
+
+
+def end_all() -> None:
+    """End what is left of all that was started."""
+    while _started:
+        if (process := _started.pop()).poll() is None:
+            end(process)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that it has started, those that these have started, and so on."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = list(children.get(pid, []))
+    for one in found:
+        found += children.get(one, [])
+    return found
+
+
+def signal_all(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
