@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import re
 import statistics
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigError, writing
+from ..errors import ConfigError, is_of_system, writing
 from ..settings import construct, flattened, shown
 from ..tracking.pictures import draw_loss_curves
 from ..tracking.run_log import write_whole
@@ -24,6 +25,8 @@ _WHERE = ("run_dir", "device")  # it was trained, and not what
 # of an evaluation: beside kid and isc their deviations are not shown
 EVALUATED = ("fid", "kid", "isc", "precision", "recall", "held_out")
 _OF_SCORES = ("train.fid_images", "train.sample_steps", "train.sample_count", "dataset.name")
+_OF_A_RUN = ("checkpoints", "samples")  # folders in which there are no runs
+_MOST_FOLDERS = 20_000  # seconds; more is no folder of runs
 _TAIL = 5  # rows of the metrics whose mean is the loss at the end
 _DIGITS = {"per_s": 4, "minutes": 4}  # shown of results that vary from call to call; others: 6
 _WRITTEN = (".html", ".md", ".csv")
@@ -105,11 +108,24 @@ def _write(
 
 def find_runs(path: Path) -> Iterator[Path]:
     """The folders of runs in a folder, itself among them, and of the jobs of a sweep that failed
-    before they were any, in the order of their names. ConfigError: there is none."""
+    before they were any, in the order of their names. ConfigError: there is none, or the folder
+    holds so many folders that it must be another one."""
     if not path.is_dir():
         raise ConfigError(f"runs={path} is no folder")
-    runs = {file.parent for file in path.rglob("metrics.csv") if _is_file(file, "config.yaml")}
-    jobs = {file.parent for file in path.rglob(_JOB) if "settings" in _job(file.parent)}
+    runs, jobs, looked_at = set(), set(), 0
+    for place, below, files in os.walk(path):
+        folder, looked_at = Path(place), looked_at + 1
+        if looked_at > _MOST_FOLDERS:
+            raise ConfigError(
+                f"runs={path} holds more than {_MOST_FOLDERS:,} folders; give the folder of the"
+                " runs, or several"
+            )
+        below[:] = [name for name in below if not is_of_system(folder / name)]
+        if "metrics.csv" in files and (folder / "config.yaml").is_file():
+            runs.add(folder)
+            below[:] = [name for name in below if name not in _OF_A_RUN]
+        if _JOB in files and "settings" in _job(folder):
+            jobs.add(folder)
     found = sorted(runs | jobs, key=_natural)
     if not found:
         raise ConfigError(f"runs={path} holds no run, which has a config.yaml and a metrics.csv")
@@ -226,10 +242,6 @@ def _state(job: dict[str, Any]) -> str:
     if state == "failed":
         return f"failed: {job.get('error')}"
     return "not finished" if state in ("running", "stopped") else state
-
-
-def _is_file(sibling: Path, name: str) -> bool:
-    return (sibling.parent / name).is_file()
 
 
 def _natural(folder: Path) -> list[list[tuple[bool, float, str]]]:

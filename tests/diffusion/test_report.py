@@ -14,6 +14,7 @@ import yaml
 from PIL import Image
 
 from diffusion.errors import ConfigError
+from diffusion.runs import report as report_module
 from diffusion.runs.page_script import SCRIPT
 from diffusion.runs.report import report
 from diffusion.tracking.pictures import draw_loss_curve, draw_loss_curves, grid, save_grid
@@ -106,6 +107,18 @@ def test_one_run_and_runs_in_several_folders(sweep, tmp_path):
     assert [row["run"] for row in rows] == ["alone", "sweep/0", "sweep/1", "sweep/2"]
     assert [row["optim.beta"] for row in rows] == ["2", "-", "-", "-"]
     assert rows[0]["step"] == "40"
+
+
+def test_a_folder_of_everything_is_refused_and_a_run_is_not_searched(tmp_path, monkeypatch):
+    """As `runs=/`, which would be read for as long as there are folders."""
+    monkeypatch.setattr(report_module, "_MOST_FOLDERS", 4)
+    a_run(tmp_path / "runs" / "checkpoints" / "0", 1.0)  # a name that is no run's
+    for i in range(20):
+        (tmp_path / "runs" / "checkpoints" / "0" / "checkpoints" / f"step_{i}").mkdir(parents=True)
+    assert len(report({"runs": str(tmp_path)})) == 1
+    (tmp_path / "runs" / "more").mkdir()
+    with pytest.raises(ConfigError, match="holds more than 4 folders; give the folder of the runs"):
+        report({"runs": str(tmp_path)})
 
 
 @pytest.mark.parametrize(
