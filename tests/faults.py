@@ -101,7 +101,10 @@ class Faults:
 
     def train(self, run_dir: Path, *overrides: str, **options) -> tuple[int, str]:
         """(exit code, what was said) of a run to its end."""
-        copy, said = self.start(run_dir, *overrides, **options)
+        return self.ending_of(*self.start(run_dir, *overrides, **options))
+
+    def ending_of(self, copy: int, said: Path) -> tuple[int, str]:
+        """(exit code, what was said) of what `start` has returned."""
         until = time.monotonic() + LONG
         while time.monotonic() < until:
             found, status = os.waitpid(copy, os.WNOHANG)
@@ -151,6 +154,15 @@ def logged(run_dir: Path) -> list[list[str]]:
 def end(copy: int) -> None:
     os.kill(copy, signal.SIGKILL)
     os.waitpid(copy, 0)
+
+
+def wait_for(condition: Callable[[], object], said: Path) -> None:
+    """SystemExit: it takes too long; with what the process has said."""
+    until = time.monotonic() + LONG
+    while not condition():
+        if time.monotonic() > until:
+            raise SystemExit(f"waited for {LONG} s: {said.read_text(errors='replace')}")
+        time.sleep(0.005)
 
 
 def flip(path: Path, bit: int) -> None:
@@ -257,9 +269,8 @@ def full_disk(faults: Faults, count: int) -> Row:
     largest = max(path.stat().st_size for path in faults.checkpoint.iterdir())
     for _ in range(count):
         run_dir, limit = faults.new(), faults.random.randrange(3000, largest)
-        copy, _ = faults.start(run_dir)
-        while latest_checkpoint(run_dir / "checkpoints") is None:
-            time.sleep(0.01)
+        copy, said = faults.start(run_dir)
+        wait_for(lambda run_dir=run_dir: latest_checkpoint(run_dir / "checkpoints"), said)
         end(copy)
         before = list_checkpoints(run_dir / "checkpoints")
         code, said = faults.train(
@@ -279,15 +290,13 @@ def second_process(faults: Faults, count: int) -> Row:
     )
     run_dir = faults.new()
     first, said = faults.start(run_dir)
-    while not (run_dir / "lock").exists():
-        time.sleep(0.005)
+    wait_for((run_dir / "lock").exists, said)
     os.kill(first, signal.SIGSTOP)  # so that it does not end meanwhile
     for _ in range(count):
         code, error = faults.train(run_dir)
         row.check(code == 2 and f"process {first}" in error, f"{code} {error[-300:]}")
     os.kill(first, signal.SIGCONT)
-    _, status = os.waitpid(first, 0)
-    if os.waitstatus_to_exitcode(status) != 0 or not faults.is_whole(run_dir):
+    if faults.ending_of(first, said)[0] != 0 or not faults.is_whole(run_dir):
         row.wrong.append(said.read_text()[-300:])
     return row
 
@@ -298,9 +307,8 @@ def diverging(faults: Faults, count: int) -> Row:
     )
     for _ in range(count):
         run_dir, lr = faults.new(), faults.random.choice(("1e39", "1e60", "1e300"))
-        copy, _ = faults.start(run_dir)
-        while latest_checkpoint(run_dir / "checkpoints") is None:
-            time.sleep(0.01)
+        copy, said = faults.start(run_dir)
+        wait_for(lambda run_dir=run_dir: latest_checkpoint(run_dir / "checkpoints"), said)
         end(copy)
         before = list_checkpoints(run_dir / "checkpoints")
         code, said = faults.train(run_dir, f"optim.lr={lr}")

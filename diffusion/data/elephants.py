@@ -12,6 +12,9 @@ picture. The label is what the trunk does.
 
 import gc
 import multiprocessing
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -30,6 +33,7 @@ from .image_set import ImageSet, check_memory, parse_size
 TRUNKS = ("trunk_down", "trunk_curled", "trunk_raised")
 
 _PART = 250  # pictures that a process draws at a time
+_LOOK = 0.5  # seconds between two looks of a process for the one that it draws for
 _DRAWS = 32  # uniforms used by one picture, at most
 _TURN = np.linspace(0, 2 * np.pi, 24, endpoint=False)
 _CIRCLE = np.stack((np.cos(_TURN), np.sin(_TURN)), axis=1)
@@ -285,18 +289,25 @@ def _mapping(parts: int) -> Iterator[Callable]:
     collects, context = gc.isenabled(), multiprocessing.get_context("fork")
     gc.disable()  # and so it is in the copies until `_begin_copy`
     try:
-        with ProcessPoolExecutor(count, context, initializer=_begin_copy) as pool:
+        with ProcessPoolExecutor(count, context, _begin_copy, (os.getpid(),)) as pool:
             yield pool.map
     finally:
         if collects:
             gc.enable()
 
 
-def _begin_copy() -> None:
+def _begin_copy(parent: int) -> None:
     """A copy leaves what it has inherited alone: to destroy an object may mean to wait for its
-    threads, which a copy does not have."""
+    threads, which a copy does not have. And it ends with the process that it draws for."""
     gc.freeze()
     gc.enable()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK)
+    os._exit(1)
 
 
 def elephants(count: int = 4096, size: int | tuple[int, int] = 64, seed: int = 0) -> ImageSet:

@@ -3,6 +3,8 @@
 import gc
 import importlib
 import os
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +13,9 @@ import torch
 from diffusion.data import load_dataset
 from diffusion.data.elephants import TRUNKS, draw_elephant, elephants
 from diffusion.errors import ConfigError
+
+from ..end_to_end.processes import descendants, ends, started
+from ..end_to_end.run import ROOT, environment
 
 
 def test_a_picture_depends_on_seed_and_index_alone():
@@ -53,6 +58,25 @@ def test_processes_destroy_nothing_that_is_not_theirs(monkeypatch, tmp_path):
     assert gc.isenabled()
     gc.collect()
     assert (tmp_path / "note").read_text().split() == [str(os.getpid())] * 3
+
+
+DRAWS = """
+import importlib
+module = importlib.import_module("diffusion.data.elephants")
+module.processors = lambda: 2
+module.elephants(count=100_000, size=64)
+"""
+
+
+def test_processes_end_with_the_one_that_they_draw_for():
+    process = started([sys.executable, "-c", DRAWS], cwd=ROOT, env=environment())
+    until = time.monotonic() + 60
+    while len(helpers := descendants(process.pid)) < 2:
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    process.kill()
+    process.wait(60)
+    assert all(map(ends, helpers))
 
 
 def test_no_two_alike():

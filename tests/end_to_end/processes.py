@@ -3,9 +3,11 @@
 import os
 import signal
 import subprocess
+import time
 from contextlib import suppress
 from pathlib import Path
 
+_SOON = 20.0  # seconds in which a process that is to end does so
 _GRACE = 5.0  # seconds in which a process that is to say where it is may do so
 _started: list[subprocess.Popen] = []
 
@@ -62,6 +64,20 @@ def descendants(pid: int) -> list[int]:
     for one in found:
         found += children.get(one, [])
     return found
+
+
+def ends(pid: int) -> bool:
+    """Whether it does, soon; one that nobody has waited for yet has ended, too."""
+    until = time.monotonic() + _SOON
+    while time.monotonic() < until:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def signal_all(pids: list[int], number: int) -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from .forked import ROOT
-from .processes import descendants, end_all, finish, started
+from .processes import descendants, end_all, ends, finish, started
 from .run import _forked, environment
 
 # a process that waits for another one, which waits as well, and ignores a polite request
@@ -19,20 +19,6 @@ def for_ever():
     subprocess.run([sys.executable, "-c", "import time; time.sleep(1000)"])
 for_ever()
 """
-
-
-def ends(pid: int) -> bool:
-    """Whether it does, soon; one that nobody has waited for yet has ended, too."""
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] == "Z":
-                    return True
-        except OSError:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def begin():
