@@ -128,6 +128,18 @@ def test_few_channels_of_more(device):
     assert relative(dz, exact) <= ROUNDING[torch.float16] + 1e-6
 
 
+@pytest.mark.parametrize("channels", [18, 24])
+def test_a_gradient_without_an_epilogue_has_no_channels_beside_those_of_the_filters(
+    channels, device
+):
+    """Kernels that count filters by the channels of dy would read what lies behind them: times
+    zero that is NaN, if it is."""
+    dy = torch.zeros(1, 4, 4, 16, dtype=torch.float16, device=device)
+    weight = torch.zeros(3, 3, 3, channels, dtype=torch.float16, device=device)
+    with pytest.raises(AssertionError, match=f"3, {channels}"):
+        conv_plain_input_grad(dy, weight.permute(0, 3, 1, 2))
+
+
 @pytest.mark.parametrize("c1", [8, 48, 65])
 def test_two_inputs_in_one_tile_of_channels(c1, device):
     check_grad(Shape(2, 3, 5, c1 + 48, 16), c1, torch.float16, device)

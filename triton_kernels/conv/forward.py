@@ -105,6 +105,8 @@ def spec_of(operands: ConvOperands) -> ConvSpec:
     x, weight, _, y, stride, padding, precision, *_ = operands
     (n, h, w, k), (_, p, q, c) = x.shape, y.shape
     co, ci, r, s = weight.shape
+    # kernels count the filters by these: of more channels they would read behind the last
+    assert (k, c) == ((co, ci) if operands.dgrad else (ci, co)), (x.shape, weight.shape, y.shape)
     dtype = dtype_name(x.dtype, precision != "ieee")
     if (r, s, stride, *padding) == (1, 1, 1, 0, 0) and dtype != "fp32":
         m = n * h * w
