@@ -12,9 +12,9 @@ from ..data.autoencoder import draw_codes
 from ..data.batches import Batches
 from ..models.conditions import Conditions, Given, learned_and_given, with_presence
 from ..models.flat_parameters import FlatParameters
-from ..plan.side_stream import SideStream
 from ..process.objective import Objective
 from ..runtime.cuda_graph import captured
+from .beside import Beside
 from .gradient_sum import GradientSum
 from .optimizer import Optimizer
 
@@ -56,7 +56,7 @@ class TrainStep:
         self.loss = torch.zeros(1, device=device)  # mean over the global batch
         self.norm = optimizer.norm.norm  # float32 [1], of the gradient, before clipping
         self._rng = torch.zeros(2, dtype=torch.int64, device=device)
-        self._aside = SideStream(device)  # for what only the end of backward waits for
+        self._aside = Beside(device)  # for what only the end of backward waits for
         # the gradient of the batch's loss by that of a sample
         shape = (batches.count // accumulate,)
         self._share = torch.full(shape, 1 / batches.batch_size, device=device)

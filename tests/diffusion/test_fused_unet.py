@@ -11,9 +11,9 @@ from diffusion.models.conditions import Conditions
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.models.layers import set_backend
 from diffusion.models.unet import UNet
-from diffusion.plan import side_stream
 from diffusion.plan.embedding import TOGETHER
-from diffusion.plan.step import memory
+from diffusion.plan.step import memory, streams
+from diffusion.plan.step.moves import THIRD
 from diffusion.plan.step.network import TrainingUNet, training_network
 from diffusion.runtime.backend import Backend
 from triton_kernels import reference
@@ -154,7 +154,7 @@ def test_upsampled_inputs_may_be_kept_or_made_again(monkeypatch):
 @pytest.mark.parametrize("urgent", [True, False], ids=["urgent", "some are held"])
 def test_says_how_far_backward_is(urgent, monkeypatch):
     """What is called complete does not change any more, and is ever more of the filters."""
-    monkeypatch.setattr(side_stream, "_LARGE", 0)
+    monkeypatch.setattr(streams, "LARGE", 0)
     model = make(MODELS["three_levels"] | {"num_res_blocks": 2})
     flat = FlatParameters(model, together=TOGETHER)
     seen = []
@@ -191,26 +191,20 @@ def test_held_gradients_are_the_same(options, monkeypatch):
     """Some are made later, none twice or never."""
     model = make({"channel_mult": (1, 1, 1)} | options, (16, 16))
     flat = FlatParameters(model, together=TOGETHER)
-    plan = TrainingUNet(model, flat, fused_reference)
     x, t = torch.randn(2, 16, 16, 3).double(), torch.tensor([3, 700])
     draws = {"rng": torch.tensor([5, 11])}
     labels = given(model)
     held, grads = [], []
-    release = plan.aside.release
-
-    def released() -> None:
-        held.append(len(plan.aside._back))
-        release()
-
-    monkeypatch.setattr(plan.aside, "release", released)
     for large in (2**40, 0):
-        monkeypatch.setattr(side_stream, "_LARGE", large)
-        assert not any(held)
+        monkeypatch.setattr(streams, "LARGE", large)
+        plan = TrainingUNet(model, flat, fused_reference)
         flat.grad.zero_()
         plan(x, t, labels, **draws).square().sum().backward()
         grads.append(flat.grad.clone())
+        moves = plan.plan_of(x).backward
+        held.append(sum(move.stream == THIRD for move in moves if move.nodes))
     assert torch.equal(*grads)
-    assert any(held) == (len(model.channel_mult) >= 3)
+    assert held[0] == 0 and (held[1] > 0) == (len(model.channel_mult) >= 3)
 
 
 @pytest.mark.parametrize("name", ["three_levels", "guided_diffusion", "strided"])

@@ -50,7 +50,9 @@ def _of_upsampled(f: Fusing, node: Node, op: str, role: str, small: Value, secon
     """The node as `op`, with filters that are sums of taps."""
     weight = node.inputs["weight"]
     cast = f.maker(weight, "cast")  # the sums are of the float32 filters
-    specs = {"taps": ((16,), weight.dtype), "rest": ((0,), weight.dtype)}
+    co, ci = weight.shape[:2]
+    sums, others = (16, co, ci - second), (co, second, 3, 3)
+    specs = {"taps": (sums, weight.dtype), "rest": (others, weight.dtype)}
     exact = weight if cast is None else cast.inputs["x"]
     attrs = {"channels": weight.shape[1] - second, "dtype": weight.dtype}
     norm = f.maker(node.inputs["x"], "norm_of_upsampled")  # in front of which they are made

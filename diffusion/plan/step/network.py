@@ -2,7 +2,7 @@
 gradients are added to a flat buffer, or written there."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -16,9 +16,9 @@ from ...models.flat_parameters import FlatParameters
 from ...models.unet import UNet
 from ..embedding import EmbeddingLayers, Step
 from ..graph import Value
-from ..side_stream import SideStream
+from ..streams import Streams
 from .calls import Launcher
-from .order import Move
+from .moves import Move
 from .places import EMB
 from .plan import StepPlan, step_plan
 
@@ -68,7 +68,7 @@ class TrainingUNet:
         self.params, self.grads = flat.views(flat.param), flat.views(flat.grad)
         dtype = model.backend.dtype
         self.low = flat.views(flat.low(dtype, tf32=dtype == torch.float32))
-        self.aside = SideStream(flat.param.device, behind=1)
+        self.streams = Streams(flat.param.device, others=2)
         self.sums = kernels.RowSums(flat.grad)
         self.launcher = Launcher(kernels, self.sums)
         self.embedding = EmbeddingLayers(model, flat, kernels)
@@ -98,7 +98,7 @@ class TrainingUNet:
         key = tuple(x.shape), x.dtype, training
         if key not in self._plans:
             width = 4 * self.model.model_channels
-            options = self.recompute, self.urgent
+            options = self.recompute, self.urgent, self.ready is not None
             self._plans[key] = step_plan(self.model, x, width, self.kernels, self._ends, *options)
         return self._plans[key]
 
@@ -138,96 +138,64 @@ class _Call:
 
     def __init__(self, network: TrainingUNet, made: StepPlan, step: Step) -> None:
         self.network, self.made, self.step = network, made, step
-        self.values: dict[Value, Tensor] | None = None
-        self.stream = None
+        self.values: dict[Value, Tensor] = {}
+        self._rows: list[list[Tensor]] = []  # which the third stream reads
 
     def forward(self, x: Tensor) -> Tensor:
         network, made, step = self.network, self.made, self.step
         graph = made.graph
         parameters, low = network.params, network.low
-        values = {v: parameters[n] for n, v in graph.parameters.items() if n in parameters}
-        values |= {v: low[name] for v, name in made.low.items()}
-        values |= {v: c.to(x.device) for v, c in graph.constants.items()}
-        values[made.image] = x
+        self.values |= {v: parameters[n] for n, v in graph.parameters.items() if n in parameters}
+        self.values |= {v: low[name] for v, name in made.low.items()}
+        self.values |= graph.constants
+        self.values[made.image] = x
         if step.rng is not None:
-            values[made.rng] = step.rng
-        self.values = values
-        self._emb = False
-        network.launcher.first = step.first
-        for move in made.forward:
-            self._take_embedding(move)
-            self._launch(move)
+            self.values[made.rng] = step.rng
+        self._run(made.forward)
         (result, *_) = graph.outputs
-        return values.pop(result).contiguous()
-
-    def _take_embedding(self, move: Move) -> None:
-        """Wait for the embedding before the first launch that reads it."""
-        if not self._emb and any(v in self.made.emb for n in move.nodes for v in n.inputs.values()):
-            rows, self._emb = self.step.emb, True
-            self.values |= {v: rows[:, part] for v, part in self.made.emb.items()}
-
-    def _launch(self, move: Move) -> None:
-        with dependent_launches(move.pixels):
-            for node in move.nodes:
-                self.values.update(self.network.launcher(node, self.values))
-        self._let_go(move)
-
-    def _let_go(self, move: Move) -> None:
-        for value in move.dying:
-            self.values.pop(value, None)
+        return self.values.pop(result).contiguous()
 
     def backward(self, dy: Tensor) -> None:
-        network, made, step = self.network, self.made, self.step
-        aside, launcher, values = network.aside, network.launcher, self.values
-        launcher.first = step.first
-        values[made.seed] = dy
-        places = network.grads | {EMB: step.d_emb}
-        values |= {value: at.of(places[at.name]) for value, at in made.placed.items()}
-        for move in made.backward:
-            match move.what:
-                case "launch":
-                    self._launch(move)
-                case "weights" | "weight":
-                    self._beside(move)
-                case "hold" | "keep":
-                    aside.holding = move.what == "hold"
-                case "release":
-                    aside.release()
-                case "meet":
-                    aside.meet()
-                case "sums":
-                    aside.apart(lambda *rows: network.sums.flush(False), *network.sums.kept)
-                case "ready":
-                    if network.ready is not None:
-                        aside.run(lambda start=move.start: network.ready(start))
-                case "embedding":
-                    step.block_done()
-                case "finish":
-                    network.embedding.backward(step)
-                    aside.apart(lambda *rows: network.sums.flush(), *network.sums.kept)
-        self.values = None
+        network, made = self.network, self.made
+        self.values[made.seed] = dy
+        places = network.grads | {EMB: self.step.d_emb}
+        self.values |= {value: at.of(places[at.name]) for value, at in made.placed.items()}
+        self._run(made.backward)
         self._join(dy)
 
-    def _beside(self, move: Move) -> None:
-        """Gradients of weights, which see what has been done so far."""
-        launcher, made = self.network.launcher, {}
-        nodes = (*move.before, *move.nodes)
-        own = {v for node in move.before for v in node.outputs.values()} - set(self.values)
-        touched = {v for n in nodes for v in (*n.inputs.values(), *n.outputs.values())} - own
-        values = {v: self.values[v] for v in touched if v in self.values}
-        read = {v for n in nodes for v in n.inputs.values()} - own
+    def _run(self, moves: Sequence[Move]) -> None:
+        self.network.launcher.first = self.step.first
+        for move in moves:
+            with self.network.streams.on(move), dependent_launches(move.pixels):
+                self._do(move)
+            for value in move.dying:
+                self.values.pop(value, None)
 
-        def work(*reads: Tensor) -> None:
-            for node in move.before:
-                made.update(launcher(node, values | made))
-            if move.what == "weights":
-                launcher.weights(list(move.nodes), values | made, move.share)
-            else:
-                launcher.weight(*move.nodes, values | made)
-
-        with dependent_launches(move.pixels):
-            self.network.aside.run(work, *(values[v] for v in read))
-        self._let_go(move)
+    def _do(self, move: Move) -> None:
+        network, step, values = self.network, self.step, self.values
+        launcher = network.launcher
+        for node in move.before:
+            values.update(launcher(node, values))
+        match move.what:
+            case "launch":
+                for node in move.nodes:
+                    values.update(launcher(node, values))
+            case "weights":
+                launcher.weights(list(move.nodes), values, move.share)
+            case "weight":
+                launcher.weight(*move.nodes, values)
+            case "take":
+                rows = step.emb
+                values |= {v: rows[:, part] for v, part in self.made.emb.items()}
+            case "sums" | "all sums":
+                self._rows.append(network.sums.kept)
+                network.sums.flush(move.what == "all sums")
+            case "ready":
+                network.ready(move.start)
+            case "embedding":
+                step.block_done()
+            case "finish":
+                network.embedding.backward(step)
 
     def _join(self, dy: Tensor) -> None:
         """Let the current stream wait for the others when autograd has done all that is left."""
@@ -235,9 +203,10 @@ class _Call:
 
         def join() -> None:
             with torch.cuda.stream(stream):  # callbacks come on a thread of autograd's
-                network.aside.join()
+                network.streams.join()
                 network.embedding.join()
             network.launcher.accumulates = True
+            self.values, self._rows = {}, []
 
         torch.autograd.Variable._execution_engine.queue_callback(join)
 

@@ -1,7 +1,7 @@
-"""In which order a step's launches are given to which stream.
+"""In which order a step's launches are given to the streams, see `streams`.
 
 The forward pass, and the chain of backward, are the current stream's, in their order. Nobody waits
-for gradients of weights, which are `SideStream`'s; the rules are
+for gradients of weights, which go beside it; the rules are
 
 - Those of one size of filters, over images of one size, go together: up to `MOST`, or until they
   read `GROUP_BYTES`, but all of a layer at once. With activations of fewer than `LITTLE` bytes,
@@ -22,11 +22,11 @@ launch in front.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..graph import FREE, Node, Value
 from ..schedule import WEIGHT_GRADS
+from .moves import Move
 from .places import EMB, Place
 
 MOST = 4  # gradients of weights in a launch
@@ -39,23 +39,14 @@ _LAYER = re.compile(r"\w+(\.\d+)*")  # up to the name of something in it
 _BLOCK = re.compile(r"(\w+?\.)?\w+")  # the first two parts of a parameter's name
 
 
-@dataclass
-class Move:
-    """One thing that the runner does."""
-
-    what: str  # launch, weights, weight, hold, keep, meet, sums, ready, release, finish
-    nodes: tuple[Node, ...] = ()
-    pixels: int | None = None  # of images whose launches may overlap
-    share: float = 1.0
-    start: int = 0  # filters from here on have their gradients
-    dying: tuple[Value, ...] = ()  # that nobody reads behind it
-    before: tuple[Node, ...] = field(default=())  # what belongs to a piece of work
-
-
-def forward_moves(nodes: Sequence[Node], pixels: int) -> list[Move]:
-    """The forward pass, of so many pixels."""
-    moves, begun, front = [], False, None
+def forward_moves(nodes: Sequence[Node], pixels: int, emb: Collection[Value]) -> list[Move]:
+    """The forward pass, of so many pixels. Before the first launch that reads the embedding it
+    waits for it."""
+    moves, begun, front, taken = [], False, None, False
     for node in nodes:
+        if not taken and any(value in emb for value in node.inputs.values()):
+            moves.append(Move("take"))
+            taken = True
         behind = front is not None and bool(set(front.outputs.values()) & set(node.inputs.values()))
         own = begun and not (behind and front.op in ("upsampled_filters", "pad"))
         moves.append(Move("launch", (node,), pixels if own else None))
@@ -73,18 +64,6 @@ def backward_moves(
 ) -> list[Move]:
     """The backward pass."""
     return _Order(nodes, names, placed, ends, urgent).run()
-
-
-def let_go(moves: Sequence[Move], kept: set[Value]) -> None:
-    """Say behind which move each value is read no more."""
-    last: dict[Value, Move] = {}
-    for move in moves:
-        for node in (*move.before, *move.nodes):
-            for value in (*node.inputs.values(), *node.outputs.values()):
-                last[value] = move
-    for value, move in last.items():
-        if value not in kept:
-            move.dying = (*move.dying, value)
 
 
 class _Order:
@@ -138,15 +117,15 @@ class _Order:
             self._end_of_block(block == len(self.blocks) - 1)
         assert not feeding, "a piece of work without a gradient of a weight"
         # beside the last gradients of weights
-        self._insert_behind("finish", lambda move: move.what == "launch")
-        self._insert_behind("embedding", self._is_of_embedding)
+        self._insert_behind(("finish", "all sums"), lambda move: move.what == "launch")
+        self._insert_behind(("embedding",), self._is_of_embedding)
         return self.moves
 
-    def _insert_behind(self, what: str, is_one: Callable[[Move], bool]) -> None:
-        """A move behind the last that is one of these."""
+    def _insert_behind(self, whats: tuple[str, ...], is_one: Callable[[Move], bool]) -> None:
+        """Moves behind the last that is one of these."""
         found = [i for i, move in enumerate(self.moves) if is_one(move)]
         if found:
-            self.moves.insert(found[-1] + 1, Move(what))
+            self.moves[found[-1] + 1 : found[-1] + 1] = map(Move, whats)
 
     def _is_of_embedding(self, move: Move) -> bool:
         """Whether it writes a part of the embedding's gradient."""

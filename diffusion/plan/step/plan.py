@@ -21,8 +21,10 @@ from ..graph import Graph, Node, Value
 from ..norms import split_norms
 from ..trace import trace
 from .memory import keep_less, write_over
-from .order import Move, backward_moves, forward_moves, let_go
+from .moves import Move
+from .order import backward_moves, forward_moves
 from .places import EMB, Place, place
+from .streams import alive, let_go, on_streams
 
 _PRODUCTS = (  # whose weights are read as `FlatParameters.low` has them
     "conv", "conv_fused", "linear", "conv_down", "conv_dx", "linear_dx", "conv_down_dx",
@@ -46,6 +48,14 @@ class StepPlan:
     backward: list[Move]
     why: dict[Value, list[str]]
 
+    @property
+    def moves(self) -> list[Move]:
+        return [*self.forward, *self.backward]
+
+    def alive(self) -> list[int]:
+        """Bytes of activations, and of gradients of them, during each move."""
+        return alive(self.moves, set(self.placed))
+
 
 class _Body(nn.Module):
     """What is traced."""
@@ -66,6 +76,7 @@ def step_plan(
     ends: Mapping[str, int],  # where filters end in the flat buffer, by name
     recompute: bool = False,
     urgent: bool = False,  # others wait for gradients of filters
+    listens: bool = False,  # somebody wants to know how far backward is
 ) -> StepPlan:
     """The plan of a step of `model` over such images. PlanError: it has none, and why."""
     dtype = torch.float64 if model.backend.dtype == torch.float64 else torch.float32
@@ -112,10 +123,11 @@ def step_plan(
     ahead = [node for node in graph.nodes if node in forward]
     behind = [node for node in graph.nodes if node not in forward]
     write_over(behind, set(placed))
-    moves = forward_moves(ahead, x[..., 0].numel())
-    back = backward_moves(behind, names, placed, ends, urgent)
+    moves = forward_moves(ahead, x[..., 0].numel(), parts)
+    back = on_streams(backward_moves(behind, names, placed, ends, urgent), listens)
     let_go([*moves, *back], kept)
     graph.rename()
+    graph.constants = {value: c.to(x.device) for value, c in graph.constants.items()}
     return StepPlan(graph, image, parts, draws, low, seed, placed, moves, back, why)
 
 
