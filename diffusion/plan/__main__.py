@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import triton_kernels
 from triton_kernels import fused_ops, reference
 
 from ..errors import ConfigError, check_writable, writing
@@ -30,7 +31,9 @@ from .build import Plan, plan
 from .graph import PlanError
 from .inference import sampling_plan
 from .inference1d import real_time_plan
-from .printed import GPUS, Gpu, draw, lines, table
+from .printed import GPUS, Gpu, Page, draw, page, table
+from .step.network import DTYPES
+from .step.printed import step_page
 
 _MODELS = CONFIGS / "model"
 _DEFAULTS = {
@@ -70,10 +73,14 @@ def settings(arguments: list[str]) -> dict[str, str]:
     return given
 
 
-def example(model: str, batch: int, size: str, dtype: torch.dtype) -> tuple[nn.Module, tuple, dict]:
+def example(
+    model: str, batch: int, size: str, dtype: torch.dtype, trains: bool = False
+) -> tuple[nn.Module, tuple, dict]:
     """A network of the configuration, and arguments of its `forward`."""
     chosen = preset("model", model)
     backend, cpu = Backend("torch", reference, dtype), torch.device("cpu")
+    if trains and dtype in DTYPES:  # whose step is planned
+        backend = Backend("triton", triton_kernels, dtype, allow_tf32=True)
     t = torch.zeros(batch, dtype=torch.int64)
     if chosen["name"] in POLICY_MODELS:
         network = build_policy_model(chosen, backend, _ACTION, _CONDITION, cpu)
@@ -85,8 +92,22 @@ def example(model: str, batch: int, size: str, dtype: torch.dtype) -> tuple[nn.M
     return network, (torch.zeros(batch, 3, side, side), t, *labels), {"rng": torch.zeros(2).long()}
 
 
+def _page(given: dict[str, str], dtype: torch.dtype, gpu: Gpu) -> Page:
+    """Of what train.py and samplers run."""
+    trains = given["mode"] == "train"
+    what = given["model"], int(given["batch"]), given["size"], dtype
+    network, args, kwargs = example(*what, trains=trains)
+    if trains and isinstance(network, UNet) and network.backend.name == "triton":
+        x, _, *labels = args
+        x = x.permute(0, 2, 3, 1).contiguous()
+        return step_page(network.train(), x, *(labels or [None]), gpu)
+    kwargs = kwargs if trains else {}
+    return page(_plan(network.train(trains), args, kwargs, trains, gpu), gpu)
+
+
 def _plan(network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Gpu) -> Plan:
-    """What runs: samplers and policies ask the framework's networks in their own ways."""
+    """What runs: samplers and policies ask the framework's networks in their own ways. What
+    train.py runs layer by layer, other networks and float32, has the plan of `accelerate`."""
     if isinstance(network, UNet1d) and not trains:
         n, length, _ = args[0].shape
         return real_time_plan(network, n, length, fused_ops, gpu.device).plan
@@ -102,16 +123,11 @@ def main(arguments: list[str]) -> None:
     out = Path(given["out"]) if given["out"] else None
     if out is not None:
         check_writable(out)
-    dtype, gpu = PRECISIONS[given["precision"]], GPUS[given["gpu"]]
-    network, args, kwargs = example(given["model"], int(given["batch"]), given["size"], dtype)
-    trains = given["mode"] == "train"
-    kwargs = kwargs if trains else {}
     try:
-        made = _plan(network.train(trains), args, kwargs, trains, gpu)
+        found = _page(given, PRECISIONS[given["precision"]], GPUS[given["gpu"]])
     except PlanError as error:
         raise ConfigError(str(error)) from error
-    found = lines(made, gpu)
-    print(table(found, made))
+    print(table(found))
     if out is not None:
         with writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ and what would be launched is noted (`triton_kernels.runtime.launch_recorder` ha
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
+from triton_kernels.registry.choose import Decision, noted
 from triton_kernels.runtime.device import Device, standing_for
 
 from .build import Plan
@@ -24,6 +25,10 @@ from .on_gpu import ON_GPU, launch_kernels
 # of the others that the fused kernels have under the reference's names
 _KERNELS = {"norm_table", "norm_apply", "norm", "norm_act_grad", "norm_grad_table", "norm_dx"}
 _KERNELS |= {"skip_dx", *ON_GPU, *JOINED, *STAGED}
+# of which each multiplies a gradient with all filters
+INPUT_GRADS = (
+    "conv_dx", "linear_dx", "conv_input_grad", "skip_dx", "conv_down_dx", "skip_backward",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,62 +50,122 @@ GPUS = {  # h200 as measured, see benchmarks.harness; the memory of the others b
 
 
 @dataclass(frozen=True)
-class Line:
-    """A node on the page."""
+class Launched:
+    """What nodes launch."""
 
-    node: Node
-    pass_: str  # forward, backward; parameters: once for each update of them
     kernels: tuple[str, ...]
-    config: str
+    config: str = ""  # of the first
+    predicted_us: float | None = None  # None: no times were fitted to these kernels
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is launched together, on the page."""
+
+    name: str
+    op: str
+    pass_: str  # forward, backward; parameters: once for each update of them
+    launched: Launched
     stream: int
     bytes: int
     flops: int
     floor_us: float
+    source: str
     why: str
+    waits: tuple[int, ...] = ()  # for lines of other streams, by their numbers
+
+    @property
+    def us(self) -> float:
+        """As predicted, but no less than the floor."""
+        return max(self.floor_us, self.launched.predicted_us or 0)
+
+
+@dataclass(frozen=True)
+class Page:
+    """All lines in their order, and what is said under them."""
+
+    lines: list[Line]
+    memory: str
 
 
 def lines(plan: Plan, gpu: Gpu) -> list[Line]:
-    """The page of a plan, in the order in which it runs."""
-    kernels = launched(plan, gpu)
-    found = []
-    for i, node in enumerate(plan.schedule.nodes):
-        moved, flops = bytes_of(node), flops_of(node)
-        seconds = max(moved / gpu.bandwidth, flops / gpu.flops)
-        names, config = kernels[node]
-        reasons = plan.why.get(node.out, [])
-        pass_ = "forward" if i < plan.schedule.start else "backward"
-        found.append(
-            Line(
-                node,
-                "parameters" if node in plan.schedule.fixed else pass_,
-                names,
-                config,
-                plan.schedule.stream[node],
-                moved,
-                flops,
-                seconds * 1e6,
-                "; ".join(reasons),
-            )
+    """The lines of a plan, in the order in which it runs."""
+    kernels, s, found = launched(plan, gpu), plan.schedule, []
+    at = {node: i for i, node in enumerate(s.nodes)}
+    for i, node in enumerate(s.nodes):
+        pass_ = "forward" if i < s.start else "backward"
+        line = line_of(
+            (node,),
+            "parameters" if node in s.fixed else pass_,
+            kernels[node],
+            s.stream[node],
+            gpu,
+            plan.why,
+            # the chain waits behind a node for another, so what follows does
+            waits=(at[s.waits[s.nodes[i - 1]]],) if i and s.nodes[i - 1] in s.waits else (),
         )
+        found.append(line)
     return found
+
+
+def page(plan: Plan, gpu: Gpu) -> Page:
+    s = plan.schedule
+    said = f"memory: {s.peak / 1e6:,.0f} MB at the peak, {s.arena / 1e6:,.0f} MB with holes"
+    return Page(lines(plan, gpu), said)
+
+
+def line_of(
+    nodes: Sequence[Node],
+    pass_: str,
+    made: Launched,
+    stream: int,
+    gpu: Gpu,
+    why: Mapping[Value, list[str]],
+    waits: tuple[int, ...] = (),
+) -> Line:
+    """Of nodes that are launched together."""
+    node = nodes[-1]
+    values = {v for n in nodes if n.op not in FREE for v in _moved(n)}
+    own = {v for n in nodes[:-1] for v in n.outputs.values()}
+    moved = sum(v.bytes for v in values - own)
+    flops = sum(map(flops_of, nodes))
+    shape = "x".join(map(str, node.out.shape))
+    alike = sum(n.op == node.op for n in nodes)
+    name = f"{node.out.name.split('.')[0]} {shape}" + (f" and {alike - 1} more" * (alike > 1))
+    reasons = dict.fromkeys(r for n in nodes for v in n.outputs.values() for r in why.get(v, ()))
+    return Line(
+        name,
+        node.op,
+        pass_,
+        made,
+        stream,
+        moved,
+        flops,
+        1e6 * max(moved / gpu.bandwidth, flops / gpu.flops),
+        node.source,
+        "; ".join(reasons),
+        waits,
+    )
 
 
 def bytes_of(node: Node) -> int:
     """Read and written at least once."""
-    if node.op in FREE:
-        return 0
+    return 0 if node.op in FREE else sum(v.bytes for v in _moved(node))
+
+
+def _moved(node: Node) -> set[Value]:
     read = [v for role, v in node.inputs.items() if role != "by_tap"]  # `weight` in another order
-    return sum(v.bytes for v in {*read, *node.outputs.values()})
+    return {*read, *node.outputs.values()}
 
 
 def flops_of(node: Node) -> int:
     """Of matrix products."""
     inputs = node.inputs
-    if node.op in ("conv", "conv_fused", "linear"):
+    if node.op in ("conv", "conv_fused", "linear", "conv_down"):
         pixels = node.out.numel // node.out.shape[-1]
         columns = sum(value.numel for value in node.many("columns"))
         return 2 * pixels * (inputs["weight"].numel + columns)
-    if node.op in ("conv_dx", "linear_dx", "conv_input_grad", "skip_dx"):
+    if node.op in INPUT_GRADS:
         dy = inputs["dy"]
         return 2 * dy.numel // dy.shape[-1] * inputs["weight"].numel
     if node.op in ("conv_dw", "linear_dw"):
@@ -112,6 +177,10 @@ def flops_of(node: Node) -> int:
         return (10 if backward else 4) * math.prod(o.shape[1:-1]) * o.numel
     if node.op in STAGED:
         return _flops_of_staged(node)
+    if node.op in ("conv_upsampled_dx", "conv_of_upsampled_dx"):
+        dy = inputs["dy"]
+        pixels = dy.numel // dy.shape[-1]
+        return 2 * (pixels // 4 * inputs["taps"].numel + pixels * inputs["rest"].numel)
     return _flops_of_joined(node) if node.op in JOINED else 0
 
 
@@ -149,26 +218,23 @@ def _flops_of_staged(node: Node) -> int:
 # --- which kernels --------------------------------------------------------------------------------
 
 
-def launched(plan: Plan, gpu: Gpu) -> dict[Node, tuple[tuple[str, ...], str]]:
-    """Of each node the kernels that it launches on such a GPU, and the configuration of the
-    first."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return {node: ((node.op,), "") for node in plan.schedule.nodes}
+def launched(plan: Plan, gpu: Gpu) -> dict[Node, Launched]:
+    """Of each node what it launches on such a GPU."""
+    if is_interpreted():
+        return {node: Launched((node.op,)) for node in plan.schedule.nodes}
     values = {v: _blank(v) for v in (*plan.graph.inputs, *plan.graph.parameters.values())}
     values |= plan.graph.constants
     if plan.backward is not None:
         values |= {seed: _blank(seed) for seed in plan.backward.seeds.values()}
     found = {}
-    with standing_for(gpu.device), _noting() as notes, torch.no_grad():
+    with noting(gpu) as notes, torch.no_grad():
         for node in plan.schedule.nodes:
-            notes.clear()
             if node.op in _KERNELS:
                 values.update(launch_kernels(node, values))
-                names = tuple(name for name, _ in notes) or ("PyTorch",)
-                found[node] = names, notes[0][1] if notes else ""
+                found[node] = notes.taken()
             else:
                 values.update({value: _blank(value) for value in node.outputs.values()})
-                found[node] = ("" if node.op in FREE else "PyTorch",), ""
+                found[node] = Launched(("" if node.op in FREE else "PyTorch",))
             for value in plan.schedule.last.get(node, ()):
                 values.pop(value, None)
     return found
@@ -178,47 +244,76 @@ def _blank(value: Value) -> torch.Tensor:
     return torch.empty(value.shape, dtype=value.dtype)
 
 
+def is_interpreted() -> bool:
+    """Whether there are no kernels to be noted."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class Notes:
+    """What would have been launched, and what `select` took."""
+
+    def __init__(self, gpu: Gpu, decisions: list[Decision]) -> None:
+        self.gpu, self.decisions = gpu, decisions
+        self.launches: list[tuple[str, str]] = []  # names and configurations
+
+    def taken(self) -> Launched:
+        """All since the last call."""
+        names = tuple(name for name, _ in self.launches) or ("PyTorch",)
+        config = self.launches[0][1] if self.launches else ""
+        device = self.gpu.device
+        times = [d.choice.kernel.model(d.spec, device, d.choice.config) for d in self.decisions]
+        self.launches.clear()
+        self.decisions.clear()
+        known = times and None not in times
+        return Launched(names, config, sum(times) if known else None)
+
+
 @contextmanager
-def _noting() -> Iterator[list[tuple[str, str]]]:
-    """Within the block kernels are not launched, but noted: names and configurations."""
-    notes: list[tuple[str, str]] = []
+def noting(gpu: Gpu) -> Iterator[Notes]:
+    """Within the block kernels are not launched, but noted, for tensors in the host's memory that
+    stand for such a GPU's."""
 
     def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         given = dict(zip(self.arg_names, args, strict=False)) | options
         blocks = {k.removeprefix("BLOCK_"): v for k, v in given.items() if k.startswith("BLOCK")}
         more = {k: given[k] for k in ("num_warps", "num_stages") if k in given}
         numbers = {k: v for k, v in (blocks | more).items() if isinstance(v, int)}
-        notes.append((self.__name__.strip("_"), " ".join(f"{k}={v}" for k, v in numbers.items())))
+        notes.launches.append(
+            (self.__name__.strip("_"), " ".join(f"{k}={v}" for k, v in numbers.items()))
+        )
 
     run = JITFunction.run
-    JITFunction.run = note
-    try:
-        yield notes
-    finally:
-        JITFunction.run = run
+    with standing_for(gpu.device), noted() as decisions:
+        notes = Notes(gpu, decisions)
+        JITFunction.run = note
+        try:
+            yield notes
+        finally:
+            JITFunction.run = run
 
 
 # --- as text and as a picture ---------------------------------------------------------------------
 
 
-def table(found: list[Line], plan: Plan) -> str:
+def table(page: Page) -> str:
     """The page, without what is done for parameters alone, and sums under it."""
-    rows = [("#", "node", "kernel", "configuration", "stream", "MB", "floor us", "from", "why")]
-    for i, line in enumerate(found):
-        if line.node.op in FREE or line.pass_ == "parameters":
+    head = ("#", "node", "kernel", "configuration", "stream", "MB", "floor us", "predicted us")
+    rows = [(*head, "from", "why")]
+    for i, line in enumerate(page.lines):
+        if line.op in FREE or line.pass_ == "parameters":
             continue
-        shape = "x".join(map(str, line.node.out.shape))
-        name = line.node.out.name.split(".")[0]
+        made = line.launched
         rows.append(
             (
                 str(i),
-                f"{name} {shape}",
-                ", ".join(line.kernels),
-                line.config,
+                line.name,
+                ", ".join(made.kernels),
+                made.config,
                 str(line.stream),
                 f"{line.bytes / 1e6:.2f}",
                 f"{line.floor_us:.1f}",
-                line.node.source,
+                "-" if made.predicted_us is None else f"{made.predicted_us:.1f}",
+                line.source,
                 line.why,
             )
         )
@@ -228,52 +323,75 @@ def table(found: list[Line], plan: Plan) -> str:
     for row in rows:
         cells = [cell.ljust(w) for cell, w in zip(row, widths, strict=False)]
         text.append("  ".join((*cells, row[-1])).rstrip())
-    return "\n".join((*text, "", *summary(found, plan)))
+    return "\n".join((*text, "", *summary(page)))
 
 
-def summary(found: list[Line], plan: Plan) -> list[str]:
+def summary(page: Page) -> list[str]:
     said = []
     for pass_ in ("parameters", "forward", "backward"):
-        of = [line for line in found if line.pass_ == pass_ and line.node.op not in FREE]
+        of = [line for line in page.lines if line.pass_ == pass_ and line.op not in FREE]
         if of:
             time = sum(line.floor_us for line in of)
             moved = sum(line.bytes for line in of) / 1e9
             often = " (once for each update of them)" if pass_ == "parameters" else ""
+            launches = sum(len(x.launched.kernels) for x in of)
             said.append(
-                f"{pass_}{often}: {len(of)} nodes, {sum(len(x.kernels) for x in of)} launches,"
+                f"{pass_}{often}: {len(of)} nodes, {launches} launches,"
                 f" {moved:.2f} GB, at least {time:,.0f} us"
             )
-    s = plan.schedule
-    said.append(f"memory: {s.peak / 1e6:,.0f} MB at the peak, {s.arena / 1e6:,.0f} MB with holes")
-    return said
+    return [*said, page.memory]
 
 
-def draw(found: list[Line], path: Path) -> None:
-    """The timeline: each node as long as its floor, a row a stream."""
+STREAMS = ("chain", "weight gradients", "held", "embedding")
+
+
+def times(page: Page) -> list[tuple[float, float]]:
+    """When each line begins and ends, if each takes its `us`, one after the other on its stream,
+    and waits for what it has to. What stands beside the chain and waits for nothing named begins no
+    earlier than what the chain has been given before it."""
+    ends, found = dict.fromkeys(range(len(STREAMS)), 0.0), []
+    for line in page.lines:
+        skipped = line.pass_ == "parameters" or line.op in FREE
+        start = max([ends[line.stream], *(found[i][1] for i in line.waits)])
+        if line.stream and not line.waits:
+            start = max(start, ends[0])
+        found.append((start, start if skipped else start + line.us))
+        ends[line.stream] = found[-1][1]
+    return found
+
+
+def draw(page: Page, path: Path) -> None:
+    """The timeline: each line as long as it is predicted to take, or cannot be quicker than; a row
+    a stream."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     groups = ("conv", "norm", "attention", "linear", "other")
-    figure = Figure(figsize=(14, 3))
+    used = sorted({line.stream for line in page.lines})
+    figure = Figure(figsize=(14, 1.6 + 0.7 * len(used)))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    ends, bars = [0.0, 0.0], {group: [] for group in groups}
-    for line in found:
-        if line.pass_ == "parameters":
-            continue
-        # what is beside the chain begins when what it reads is there: no earlier than the chain
-        start = max(ends[line.stream], ends[0] if line.stream else 0)
-        group = next((g for g in groups if line.node.op.startswith(g)), "other")
-        group = "norm" if line.node.op in ("moments", "skip_dx") else group
-        bars[group].append((line.stream, start, line.floor_us))
-        ends[line.stream] = start + line.floor_us
+    bars: dict[str, list] = {group: [] for group in groups}
+    for line, (start, end) in zip(page.lines, times(page), strict=True):
+        group = next((g for g in groups if line.op.startswith(g)), "other")
+        group = "norm" if line.op in ("moments", "skip_dx", "skip_backward") else group
+        bars[group].append((used.index(line.stream), start, end - start))
     for i, (group, given) in enumerate(bars.items()):
         rows, starts, lengths = zip(*given, strict=True) if given else ((), (), ())
         options = {"color": f"C{i}", "label": group, "edgecolor": "white", "linewidth": 0.2}
         axes.barh(rows, lengths, left=starts, **options)
-    axes.set_yticks([0, 1], ["chain", "weight gradients"])
+    behind = [
+        start
+        for line, (start, _) in zip(page.lines, times(page), strict=True)
+        if line.pass_ == "backward" and line.stream == 0
+    ]
+    if behind:
+        axes.axvline(behind[0], color="0.3", linewidth=1)
+        beside = len(used) > 1  # where there is room beside the bars
+        axes.annotate(" backward", (behind[0], 0.6 if beside else -0.45), va="top", color="0.3")
+    axes.set_yticks(range(len(used)), [STREAMS[stream] for stream in used])
     axes.invert_yaxis()
-    axes.set_xlabel("us, as far as memory and products cannot be quicker")
-    axes.legend(ncols=len(groups), loc="upper center", bbox_to_anchor=(0.5, 1.2), frameon=False)
+    axes.set_xlabel("us: as predicted where times were fitted, else no quicker than memory allows")
+    axes.legend(ncols=len(groups), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=130)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,47 @@ def test_wrong_settings(argument, said):
     with pytest.raises(ConfigError) as error:
         main([argument])
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_page_of_a_step_is_what_training_launches():
+    """Of the kernels of a step, which a rehearsal records, those of the network, in their order."""
+    code = """
+from benchmarks.goldens import _CPU, HOPPER, recorded
+from diffusion.plan.__main__ import example
+from diffusion.plan.printed import GPUS
+from diffusion.plan.step.printed import step_page
+from diffusion.presets import preset
+from diffusion.runs.precompile_worker import train
+import torch
+settings = {
+    "model": preset("model", "unet_tiny"),
+    "diffusion": {"schedule": "linear"},
+    "optim": {"lr": 1e-4},
+    "train": {"batch_size": 4, "precision": "bf16"},
+    "images": {"shape": [100, 16, 16, 3], "dtype": "uint8"},
+    "labels": None,
+    "flip": False,
+}
+with recorded(HOPPER) as launches:
+    train(settings)
+model, (x, *_), _ = example("unet_tiny", 4, "16", torch.bfloat16, trains=True)
+page = step_page(model.train(), x.permute(0, 2, 3, 1).contiguous(), None, GPUS["h200"])
+for line in page.lines:
+    print("page", *line.launched.kernels)
+print("train", *(launch.split()[0].strip("_") for launch in launches))
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", code], **run)
+    assert done.returncode == 0, done.stderr
+    said = [line.split() for line in done.stdout.splitlines()]
+    paged = [k for what, *names in said if what == "page" for k in names if k != "PyTorch"]
+    (both,) = [names for what, *names in said if what == "train"]
+    launched = both[: len(both) // 2]  # of two steps
+    rest = iter(launched)
+    assert len(paged) > 100 and all(kernel in rest for kernel in paged)
+    others = Counter(launched) - Counter(paged)  # data, noise, loss, norm of the gradient, update
+    assert not any("conv" in name or "norm_apply" in name for name in others)
 
 
 def test_floors():

@@ -6,6 +6,7 @@ for the shape most like it unless fitted models say that it is slow, what the co
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -24,6 +25,26 @@ _NONE = (math.inf, None)
 _ALIKE = {"fp16": "bf16"}  # as fast
 
 _decided: dict[tuple[Op, Spec, Device], tuple[Table, Choice]] = {}
+_notes: list["Decision"] | None = None
+
+
+class Decision(NamedTuple):
+    """What `select` was asked, and what it took."""
+
+    op: Op
+    spec: Spec
+    choice: Choice
+
+
+@contextmanager
+def noted() -> Iterator[list[Decision]]:
+    """Within the block every answer of `select` is appended to the list."""
+    global _notes
+    before, _notes = _notes, []
+    try:
+        yield _notes
+    finally:
+        _notes = before
 
 
 def select(
@@ -36,6 +57,15 @@ def select(
 
     Raises ValueError, with every kernel's reason, if none of them can.
     """
+    choice = _select(op, spec, gpu, run)
+    if _notes is not None:
+        _notes.append(Decision(op, spec, choice))
+    return choice
+
+
+def _select(
+    op: Op, spec: Spec, gpu: Device, run: Callable[[tuple], Tensor] | None = None
+) -> Choice:
     table = rows.table(gpu)
     key = (op, spec, gpu)
     known = _decided.get(key)

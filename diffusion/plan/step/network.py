@@ -79,6 +79,8 @@ class TrainingUNet:
             if grad.ndim > 2
         }
         self._plans: dict[tuple, StepPlan] = {}
+        # told of each move that has been made, and of the values that are there
+        self.watch: Callable[[Move, dict[Value, Tensor]], None] | None = None
 
     @staticmethod
     def refusal(model: nn.Module) -> str | None:
@@ -168,6 +170,8 @@ class _Call:
         for move in moves:
             with self.network.streams.on(move), dependent_launches(move.pixels):
                 self._do(move)
+            if self.network.watch is not None:
+                self.network.watch(move, self.values)
             for value in move.dying:
                 self.values.pop(value, None)
 

@@ -42,7 +42,7 @@ _BLOCK = re.compile(r"(\w+?\.)?\w+")  # the first two parts of a parameter's nam
 def forward_moves(nodes: Sequence[Node], pixels: int, emb: Collection[Value]) -> list[Move]:
     """The forward pass, of so many pixels. Before the first launch that reads the embedding it
     waits for it."""
-    moves, begun, front, taken = [], False, None, False
+    moves, begun, front, taken = [Move("begin")], False, None, False
     for node in nodes:
         if not taken and any(value in emb for value in node.inputs.values()):
             moves.append(Move("take"))

@@ -1,0 +1,104 @@
+"""The page of a training step: the moves that `train.py` makes, in their order.
+
+The step is run over tensors in the host's memory, in which launchers find a GPU that is not there,
+and what they would launch is noted.
+"""
+
+import torch
+from torch import Tensor
+
+from triton_kernels import fused_ops
+
+from ...models.flat_parameters import FlatParameters
+from ...models.unet import UNet
+from ..embedding import TOGETHER
+from ..graph import PlanError, Value
+from ..printed import Gpu, Launched, Line, Notes, Page, is_interpreted, line_of, noting
+from .moves import Move
+from .network import TrainingUNet
+
+_EMBEDDING = 3  # its stream, on the page
+
+
+def step_page(
+    model: UNet,  # in host memory, of the Triton backend, training
+    x: Tensor,  # [N, H, W, CI]
+    labels: Tensor | None,
+    gpu: Gpu,
+    recompute: bool = False,
+) -> Page:
+    """The page of a step of the network: without the loss in front of backward, and the update.
+    PlanError: the step has no plan, and why."""
+    refusal = TrainingUNet.refusal(model)
+    if refusal is not None:
+        raise PlanError(f"train.py runs the layers one by one: {refusal}")
+    flat = FlatParameters(model, together=TOGETHER)
+    t, rng = torch.zeros(len(x), dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    with noting(gpu) as notes:
+        # one process's, whose norm of the gradient is taken beside backward
+        network = TrainingUNet(model, flat, fused_ops, recompute, ready=lambda start: None)
+        written = _Writing(network, notes, gpu, x)
+        network.watch = written.add
+        network.forget_gradients()  # as a step does whose gradient is of one pass
+        y = network(x, t, labels, rng=rng)
+        y.backward(torch.empty_like(y))
+    made = network.plan_of(x)
+    most, at = max((size, i) for i, size in enumerate(made.alive()))
+    held = sum(b.nbytes for b in (flat.param, flat.grad, flat.exp_avg, flat.exp_avg_sq, flat.ema))
+    held += 0 if flat.shadow is None else flat.shadow.nbytes
+    where = next(m for m in made.moves[at:] if m.nodes).nodes[0].out.name
+    memory = (
+        f"memory: {most / 1e6:,.0f} MB of activations and their gradients at the peak ({where}),"
+        f" and {held / 1e6:,.0f} MB of parameters, gradients and the optimizer's state"
+    )
+    return Page(written.lines, memory)
+
+
+class _Writing:
+    """Writes a line for each move."""
+
+    def __init__(self, network: TrainingUNet, notes: Notes, gpu: Gpu, x: Tensor) -> None:
+        self.network, self.notes, self.gpu = network, notes, gpu
+        self.made = network.plan_of(x)
+        self.backward = set(self.made.backward)
+        self.numbers: dict[Move, int] = {}  # of lines behind which moves are done
+        self.lines: list[Line] = []
+
+    def add(self, move: Move, values: dict[Value, Tensor]) -> None:
+        found = self.notes.taken()
+        for value in (*move.reads, *move.made):
+            if value in values and value not in self.made.placed:
+                value.shape = tuple(values[value].shape)  # as the kernels have made it
+        pass_ = "backward" if move in self.backward else "forward"
+        waits = tuple(self.numbers[other] for other in move.waits if other in self.numbers)
+        if move.nodes:
+            found = Launched((move.nodes[0].op,)) if is_interpreted() else found
+            if move.nodes[0].op == "bias_grad" and not move.before:
+                found = Launched(())  # in `sums`
+            fixed = pass_ == "forward" and all(v in self.made.low for v in move.reads)
+            self.lines.append(
+                line_of(
+                    move.all_nodes,
+                    "parameters" if fixed else pass_,
+                    found,
+                    move.stream,
+                    self.gpu,
+                    self.made.why,
+                    waits,
+                )
+            )
+        elif found.kernels != ("PyTorch",) or move.what == "wait":
+            self._other(move, pass_, found, waits)
+        self.numbers[move] = max(len(self.lines) - 1, 0)
+
+    def _other(self, move: Move, pass_: str, found: Launched, waits: tuple[int, ...]) -> None:
+        """What is no node: sums for norms and biases, and the embedding's layers."""
+        name, read = move.what, 0
+        if move.what in ("begin", "finish"):
+            name, read = f"embedding, {pass_}", self.network.embedding.projection.weight.nbytes
+        stream = _EMBEDDING if name.startswith("embedding") else move.stream
+        floor = 1e6 * read / self.gpu.bandwidth
+        launched = Launched(() if move.what == "wait" else found.kernels, found.config)
+        self.lines.append(
+            Line(name, move.what, pass_, launched, stream, read, 0, floor, "", "", waits)
+        )
