@@ -7,10 +7,10 @@
     python -m benchmarks.goldens code out=FILE          a hash of the PTX of every compile case
     python -m benchmarks.goldens compare a=FILE b=FILE  what differs; exit 1 if anything does
 
-With only=WORDS, those of launches and code whose names have these words in them.
+With only=WORDS, those of launches and code whose names have these words in them. Launches are those
+of an h100, by its measured rows, or of another `gpu` of `registry.chips`.
 
-Run it without TRITON_INTERPRET: the interpreter has no compiler. The launches are those of an
-sm_90 with 132 multiprocessors and its measured rows. A launch is the kernel's name, its
+Run it without TRITON_INTERPRET: the interpreter has no compiler. A launch is the kernel's name, its
 grid, its constants and what Triton specialises of every other argument, so two equal lists are the
 same work in the same order.
 """
@@ -38,10 +38,10 @@ from diffusion.plan.inference import sampling_network
 from diffusion.plan.inference1d import real_time
 from diffusion.runs.precompile_worker import train
 from diffusion.runtime.backend import choose_backend
+from triton_kernels.registry.chips import chip
 from triton_kernels.runtime.device import Device, standing_for
 
 ROOT = Path(__file__).parents[1]
-HOPPER = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True, arch=90)
 SIZES = {"unet64": 64, "adm64": 64, "unet32": 32}
 TRAINED, DRAWN, ACTED = (1, 8, 32, 64, 128, 512), (1, 4, 5, 16, 64, 256), (1, 2, 8, 64)
 _CPU = torch.device("cpu")
@@ -144,13 +144,13 @@ def _kind(value: Any) -> str:
     return repr(value)
 
 
-def record_launches(pattern: str) -> dict[str, list[str]]:
+def record_launches(pattern: str, gpu: Device) -> dict[str, list[str]]:
     """Of every job whose name has the pattern in it."""
     found = {}
     for name, job in jobs().items():
         if pattern not in name:
             continue
-        with recorded(HOPPER) as lines:
+        with recorded(gpu) as lines:
             job()
         found[name] = lines
         print(name, len(lines), hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12])
@@ -158,11 +158,11 @@ def record_launches(pattern: str) -> dict[str, list[str]]:
     return found
 
 
-def record_ops() -> dict[str, list[str]]:
+def record_ops(gpu: Device) -> dict[str, list[str]]:
     """Of our convolution, norm and attention, for each row that `benchmarks.run` has of them."""
     found = {}
     for name, run in ops():
-        with recorded(HOPPER) as lines:
+        with recorded(gpu) as lines:
             run()
         found[name] = lines
     return found
@@ -241,10 +241,11 @@ def main() -> None:
         sys.exit("goldens are of compiled kernels: unset TRITON_INTERPRET")
     if what == "compare":
         sys.exit(compare(_read(options["a"]), _read(options["b"])) > 0)
+    gpu = chip(options.get("gpu", "h100")).gpu
     if what == "launches":
-        found = record_launches(options.get("only", ""))
+        found = record_launches(options.get("only", ""), gpu)
     elif what == "ops":
-        found = record_ops()
+        found = record_ops(gpu)
     else:
         found = record_code(options.get("only", ""))
     Path(options["out"]).write_bytes(gzip.compress(json.dumps(found).encode()))
