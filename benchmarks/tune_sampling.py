@@ -26,8 +26,8 @@ from benchmarks.tune import report
 from diffusion.errors import writing
 from diffusion.plan.inference import InferenceUNet
 from triton_kernels import fused_ops as fused
-from triton_kernels.conv.plain import split_k as conv_split
 from triton_kernels.registry import rows
+from triton_kernels.registry.kernel import Op
 from triton_kernels.registry.search import search
 from triton_kernels.runtime.device import describe
 
@@ -69,15 +69,10 @@ def _walk(settings: dict, device: torch.device) -> None:
     model = our_model(settings["model"], "bf16", device, size).eval()
     for batch in settings["batch"]:
         x = torch.randn(batch, size, size, 3, device=device)
-        for split in (True, False):
-            worth = conv_split.worth_splitting if split else _never
-            with mock.patch.object(fused, "worth_splitting", worth):
+        for ops in (fused.OPS, fused.OPS | {"conv_split": Op("conv_split", (), ())}):
+            with mock.patch.object(fused, "OPS", ops):  # without kernels there are no parts
                 plan = InferenceUNet(model, fused)
                 plan(x, torch.zeros(batch, dtype=torch.int64, device=device))
-
-
-def _never(*_: object) -> bool:
-    return False
 
 
 if __name__ == "__main__":

@@ -53,8 +53,7 @@ _FAMILIES = {
     ),
     "attention": (
         "attention_forward",
-        "qkv_attention",
-        "norm_attention",
+        "projected_attention",
         "attention_backward",
     ),
     "resample": (
@@ -105,7 +104,7 @@ def noted_work() -> Iterator[list[Work]]:
                 result = op(*args, **kwargs)
             finally:
                 under_way.pop()
-            if not under_way and not isinstance(result, bool):  # what only answers does no work
+            if not under_way:
                 calls.append(work_of(name, args, kwargs, result))
             return result
 
@@ -115,7 +114,7 @@ def noted_work() -> Iterator[list[Work]]:
         for module in (fused, triton_kernels):
             for name in module.__all__:
                 op = getattr(module, name)
-                if not isinstance(op, type):
+                if callable(op) and not isinstance(op, type):
                     stack.enter_context(mock.patch.object(module, name, noted(name, op)))
         sums = noted("square_sums", gradient_norm.square_sums)
         stack.enter_context(mock.patch.object(gradient_norm, "square_sums", sums))
@@ -158,10 +157,9 @@ def _flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
         n, t, c = args[0].shape  # of forward: [N, T, 3C], of backward: [N, T, C]
         c = c if name == "attention_backward" else c // 3
         return _PRODUCTS[name] * 2 * n * t * t * c
-    if name in ("qkv_attention", "norm_attention"):  # and the products that make q, k and v
+    if name == "projected_attention":  # and the products that make q, k and v
         n, t, c = args[0].shape
-        weight = args[1 if name == "qkv_attention" else 2]
-        return 2 * n * t * weight.numel() + 4 * n * t * t * c
+        return 2 * n * t * args[2].numel() + 4 * n * t * t * c
     if "of_upsampled" in name or name.startswith("conv_upsampled"):
         summed, others = args[1]  # the former four for each of 2x2 pixels
         large = args[0] if "grad" in name else result[0]

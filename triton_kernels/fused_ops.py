@@ -10,19 +10,19 @@ Words in their names say how a kernel cuts its work, and so when it is the one t
     early   likewise, and for its filters before it waits for the launch in front of it. Sampling
             of up to 4 images; of more, or in training, `conv` loops over tiles.
     split   a convolution leaves its sum in parts, which the norm behind it adds. Sampling, where
-            whole tiles would leave multiprocessors idle (`conv_split.worth_splitting`).
+            whole tiles would leave multiprocessors idle.
 
-`serves_...`, `..._pays` and `worth_...` beside each of them decide, and `diffusion.plan` asks.
+`OPS` are those that do what several launches can do as well: `diffusion.plan` asks these ops of the
+registry whether one launch is to (`Op.why_apart`).
 """
 
 from torch import Tensor
 
 from .attention import attention_bwd_rows, attention_fwd
-from .attention.norm_attention import norm_attention, serves_norm_attention
-from .attention.small_batch import qkv_attention, serves_qkv_attention
-from .conv.conv_avg_pool import conv_means, serves_conv_means
-from .conv.conv_norm import NextNorm, conv_norm, norms_in_conv
-from .conv.conv_norm_grid_sync import conv_meeting, meets
+from .attention.projected import PROJECTED, projected_attention
+from .conv.conv_avg_pool import CONV_MEANS, conv_means
+from .conv.conv_norm import CONV_NORM, NextNorm, conv_norm
+from .conv.conv_norm_grid_sync import CONV_MEETING, conv_meeting
 from .conv.few import conv_few
 from .conv.fused import (
     conv_forward,
@@ -30,24 +30,19 @@ from .conv.fused import (
     conv_plain_input_grad,
     conv_weight_grad,
 )
-from .conv.norm_conv import (
-    norm_conv,
-    norm_conv_of_two,
-    serves_norm_conv,
-    serves_norm_conv_of_two,
-    serves_small_terms,
-)
-from .conv.plain.norm_linear import norm_linear_few, serves_norm_linear
+from .conv.norm_conv import NORM_CONV, norm_conv, norm_conv_of_two
+from .conv.plain.norm_linear import NORM_LINEAR, norm_linear_few
 from .conv.plain.pad_channels import pad_channels
-from .conv.plain.split_k import conv_split, worth_splitting
+from .conv.plain.split_k import CONV_SPLIT, conv_split
 from .conv.skip_dx import skip_dx
 from .conv.stride2 import conv_down, conv_down_input_grad
 from .conv.upsampled import (
+    UPSAMPLED,
+    UPSAMPLED_GRAD,
     conv_of_upsampled,
     conv_of_upsampled_input_grad,
     conv_upsampled,
     conv_upsampled_input_grad,
-    serves_upsampled,
     upsampled_filters,
 )
 from .conv.wgrad_group import conv_weight_grads
@@ -57,10 +52,10 @@ from .embedding.begin_step import begin_step
 from .embedding.linear_grads import linear_grads
 from .embedding.sinusoids import sinusoids
 from .norm.activation_grad import activation_grad
-from .norm.from_partials import norm_of_sums, norm_of_sums_pays, norm_of_sums_upsampled
+from .norm.from_partials import SMALL_NORM, norm_of_sums, norm_of_sums_upsampled
 from .norm.inline_statistics import norm_apply, norm_apply_upsampled, norm_backward, skip_backward
 from .norm.passes import apply, apply_upsampled, norm_dx
-from .norm.single_cta import norm_whole, norm_whole_supported, resample_parts, sum_parts
+from .norm.single_cta import NORM_WHOLE, norm_whole, resample_parts, sum_parts
 from .norm.tables import bias_grad, norm_grad_table, norm_table, tensor_partials
 from .reductions.column_sum import column_rows
 from .reductions.row_sums import RowSums
@@ -68,6 +63,8 @@ from .resample.avg_pool_partials import avg_pool_partials
 from .resample.op import gather, spread, spread_add
 
 __all__ = [
+    "OPS",
+    "SMALL_NORM",
     "NextNorm",
     "RowSums",
     "activation_grad",
@@ -100,10 +97,8 @@ __all__ = [
     "conv_weight_grads",
     "head",
     "linear_grads",
-    "meets",
     "norm_apply",
     "norm_apply_upsampled",
-    "norm_attention",
     "norm_backward",
     "norm_conv",
     "norm_conv_of_two",
@@ -111,24 +106,13 @@ __all__ = [
     "norm_grad_table",
     "norm_linear_few",
     "norm_of_sums",
-    "norm_of_sums_pays",
     "norm_of_sums_upsampled",
     "norm_table",
     "norm_whole",
-    "norm_whole_supported",
-    "norms_in_conv",
     "pad_channels",
     "project",
-    "qkv_attention",
+    "projected_attention",
     "resample_parts",
-    "serves_conv_means",
-    "serves_norm_attention",
-    "serves_norm_conv",
-    "serves_norm_conv_of_two",
-    "serves_norm_linear",
-    "serves_qkv_attention",
-    "serves_small_terms",
-    "serves_upsampled",
     "sinusoids",
     "skip_backward",
     "skip_dx",
@@ -138,8 +122,23 @@ __all__ = [
     "upsample",
     "upsample_grad",
     "upsampled_filters",
-    "worth_splitting",
 ]
+
+OPS = {
+    op.name: op
+    for op in (
+        CONV_MEANS,
+        CONV_MEETING,
+        CONV_NORM,
+        CONV_SPLIT,
+        NORM_CONV,
+        NORM_LINEAR,
+        NORM_WHOLE,
+        PROJECTED,
+        UPSAMPLED,
+        UPSAMPLED_GRAD,
+    )
+}
 
 
 def tensor_rows(x: Tensor, sums: RowSums) -> Tensor:

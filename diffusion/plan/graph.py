@@ -105,8 +105,7 @@ JOINED = {
     "upsampled_filters": "sums of taps that multiply a small image, and filters of the others",
     "conv_of_upsampled": "conv(upsample(x)), on x",
     "conv_upsampled": "conv(a), of which the first channels were upsampled",
-    "qkv_attention": "attention of x [Wq, Wk, Wv]",
-    "norm_attention": "attention of norm(x) [Wq, Wk, Wv]",
+    "projected_attention": "attention of x [Wq, Wk, Wv], or of norm(x)",
     "norm_linear": "norm(x) weight^T + bias",
 }
 # what it becomes where images are rows of a few positions, see `join.stages`; sums are in parts,

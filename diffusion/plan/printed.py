@@ -198,7 +198,7 @@ def _flops_of_joined(node: Node) -> int:
         return 0  # of a norm
     columns = sum(value.numel for value in node.many("columns"))
     products = 2 * pixels * (inputs["weight"].numel + columns)
-    if node.op in ("qkv_attention", "norm_attention"):
+    if node.op == "projected_attention":
         products += 4 * math.prod(node.out.shape[1:-1]) * node.out.numel
     return products
 

@@ -23,6 +23,7 @@ from triton_kernels import reference
 from triton_kernels.conv.plain import small_batch as conv_early
 from triton_kernels.conv.plain import split_k as conv_split
 from triton_kernels.reference import fused as fused_reference
+from triton_kernels.registry.kernel import Op
 from triton_kernels.runtime.device import Device
 
 from .test_fused_unet import DOUBLE, MODELS, given, make
@@ -31,12 +32,11 @@ from .test_fused_unet_kernels import ODD, build, unet64
 CALLS = (
     "conv_few",
     "conv_split",
-    "norm_attention",
     "norm_linear_few",
     "norm_of_sums",
     "norm_table",
     "norm_whole",
-    "qkv_attention",
+    "projected_attention",
     "resample_parts",
     "sum_parts",
 )
@@ -55,6 +55,12 @@ def limited(monkeypatch, name, value):
     """What the rules of `join` compare sizes with."""
     (module,) = (module for module in (conv, norm, resample, state) if name in vars(module))
     monkeypatch.setattr(module, name, value)
+
+
+def without(monkeypatch, *names):
+    """These launches are not joined."""
+    for name in names:
+        monkeypatch.setitem(fused_reference.OPS, name, Op(name, (), ()))
 
 
 @pytest.fixture
@@ -138,7 +144,7 @@ def test_norms_in_the_launch_of_a_convolution(name, op, monkeypatch):
 def test_means_in_the_launch_of_a_convolution(name, large, monkeypatch):
     """Of what is not cut into parts, with their partials where the norm behind them wants any."""
     limited(monkeypatch, "_MEANS_IMAGES", 2)
-    monkeypatch.setattr(fused_reference, "worth_splitting", lambda *_: False)
+    without(monkeypatch, "conv_split")
     if large:
         for limit in ("WHOLE_PIXELS", "_SMALL_ELEMENTS", "_FEW_TILES", "_VERY_FEW_TILES"):
             limited(monkeypatch, limit, 0)
@@ -164,9 +170,7 @@ def test_as_in_a_large_batch(name, calls, monkeypatch):
     tiles."""
     for limit in ("WHOLE_PIXELS", "_SMALL_ELEMENTS", "_FEW_TILES", "_VERY_FEW_TILES"):
         limited(monkeypatch, limit, 0)
-    monkeypatch.setattr(fused_reference, "worth_splitting", lambda *_: False)
-    monkeypatch.setattr(fused_reference, "serves_qkv_attention", lambda *_: False)
-    monkeypatch.setattr(fused_reference, "serves_norm_attention", lambda *_: False)
+    without(monkeypatch, "conv_split", "projected_attention")
     model = make(MODELS[name], (16, 24)).eval()
     twin = copy.deepcopy(model)
     x, t = torch.randn(2, 16, 24, 3).double(), torch.tensor([3, 700])

@@ -5,16 +5,18 @@ import torch
 
 from triton_kernels.conv import conv_avg_pool as fused_conv_means
 from triton_kernels.conv import norm_conv as fused_norm_conv
-from triton_kernels.conv.conv_avg_pool import CONV_MEANS, conv_means, serves_conv_means
+from triton_kernels.conv.conv_avg_pool import CONV_MEANS, conv_means
 from triton_kernels.conv.fused import conv_forward
 from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import row_mma as gluon_rows
 from triton_kernels.conv.hopper import tile_mma as gluon_tiles
 from triton_kernels.conv.hopper.single_tile import conv_once
 from triton_kernels.conv.norm_conv import norm_conv
+from triton_kernels.registry.chips import chip
 from triton_kernels.resample.op import gather
 from triton_kernels.runtime.device import describe
 
+from .chips import HOPPER
 from .poison import poison_outputs
 from .test_conv_fused import Shape, extra_case, forward_case, relative
 from .test_conv_hopper import gpu, repeatedly
@@ -69,9 +71,8 @@ class TestGpu:
             terms = {"extra": extra, "extra_bias": torch.randn(shape.co, device=device)}
         if config is not None and not gluon_tiles.makes_means(config, shape.h, shape.w):
             pytest.skip("a tile of several images")
-        assert serves_conv_means(x, weight, terms.get("extra", ()))
-
         spec = forward_spec(x, weight, extra=[other for other, _ in terms.get("extra", ())])
+        assert CONV_MEANS.refuse(spec, describe(device)) is None
         tile = config or CONV_MEANS.kernels[0].configs(spec, describe(device))[0]
 
         def check():
@@ -96,7 +97,7 @@ class TestGpu:
     def test_of_1x1_filters(self, shape, dtype, alone, device):
         x, weight, bias, _, residual = forward_case(shape, dtype, device)
         residual = None if alone else residual
-        assert serves_conv_means(x, weight)
+        assert CONV_MEANS.refuse(forward_spec(x, weight), describe(device)) is None
         exact = conv_once(x, weight, bias, residual=residual, stats=True)
 
         def check():
@@ -138,26 +139,24 @@ class TestGpu:
 
         repeatedly(check, 10)
 
-    def test_what_applies(self, device):
-        def applies(shape: Shape, dtype=torch.bfloat16) -> bool:
-            n, h, w, ci, co, kernel = shape
-            x = torch.empty((n, h, w, ci), dtype=dtype, device=device)
-            return serves_conv_means(x, x.new_empty((co, ci, kernel, kernel)))
 
-        assert all(applies(shape) for shape in SHAPES.values())
-        shape = SHAPES["many tiles"]
-        assert not applies(shape._replace(n=0))
-        assert not applies(shape._replace(kernel=5))
-        assert not applies(shape._replace(ci=96))
-        assert applies(shape._replace(kernel=1, n=2))
-        assert not applies(shape._replace(kernel=1, n=64))  # too many tiles of 64 pixels
-        assert not applies(shape._replace(kernel=1, n=2, h=64, w=64))
-        assert not applies(shape._replace(h=36, w=36))
-        assert not applies(shape._replace(h=64, w=64))  # pieces of a row
-        assert not applies(shape._replace(h=4, w=8))  # tiles of several images
-        assert not applies(shape, torch.float32)
+def applies(shape: Shape, dtype=torch.bfloat16, gpu=HOPPER) -> bool:
+    n, h, w, ci, co, kernel = shape
+    x = torch.empty((n, h, w, ci), dtype=dtype, device="meta")
+    return CONV_MEANS.refuse(forward_spec(x, x.new_empty((co, ci, kernel, kernel))), gpu) is None
 
 
-def test_nothing_applies_without_a_hopper_gpu():
-    x, weight = torch.empty(1, 16, 16, 64).half(), torch.empty(64, 64, 3, 3).half()
-    assert not serves_conv_means(x, weight)
+def test_what_applies():
+    assert all(applies(shape) for shape in SHAPES.values())
+    shape = SHAPES["many tiles"]
+    assert not applies(shape._replace(n=0))
+    assert not applies(shape._replace(kernel=5))
+    assert not applies(shape._replace(ci=96))
+    assert applies(shape._replace(kernel=1, n=2))
+    assert not applies(shape._replace(kernel=1, n=64))  # too many tiles of 64 pixels
+    assert not applies(shape._replace(kernel=1, n=2, h=64, w=64))
+    assert not applies(shape._replace(h=36, w=36))
+    assert not applies(shape._replace(h=64, w=64))  # pieces of a row
+    assert not applies(shape._replace(h=4, w=8))  # tiles of several images
+    assert not applies(shape, torch.float32)
+    assert not applies(shape, gpu=chip("a100").gpu)

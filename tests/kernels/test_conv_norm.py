@@ -6,13 +6,15 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.conv import conv_norm as fused_conv_norm
-from triton_kernels.conv.conv_norm import CONV_NORM, NextNorm, conv_norm, norms_in_conv
+from triton_kernels.conv.conv_norm import CONV_NORM, NextNorm, conv_norm
 from triton_kernels.conv.fused import conv_forward
 from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import single_tile as once
 from triton_kernels.conv.hopper import tile_mma as gluon_tiles
+from triton_kernels.registry.chips import chip
 from triton_kernels.runtime.device import describe
 
+from .chips import HOPPER
 from .poison import poison_outputs
 from .test_conv_fused import ROUNDING, Shape, check_stats, extra_case, forward_case, relative
 from .test_conv_hopper import gpu, repeatedly
@@ -49,7 +51,9 @@ def check_norm(
     g, b = torch.randn(2, c, device=device, generator=generator)
     activation = "silu" if offset == 0 else "identity"
     norm = NextNorm(g, b, c // channels, 1e-5, activation, keep, keep)
-    assert norms_in_conv(x, weight, norm.num_groups, terms.get("extra", ()), second)
+    others = [other for other, _ in terms.get("extra", ())]
+    spec = forward_spec(x, weight, extra=others, groups=norm.num_groups, beside=second)
+    assert CONV_NORM.refuse(spec, describe(x.device)) is None
     expected = both = plain(x, weight, bias + offset)
     if second:
         size = (*expected.shape[:3], second)
@@ -175,22 +179,24 @@ class TestGpu:
             y, _, a = conv_norm(x, weight, bias, norm)
             assert y.shape == a.shape == (0, 8, 8, 64)
 
-    def test_what_applies(self, device):
-        def applies(shape: Shape, num_groups: int, dtype=torch.bfloat16) -> bool:
-            n, h, w, ci, co, kernel = shape
-            x = torch.empty((n, h, w, ci), dtype=dtype, device=device)
-            return norms_in_conv(x, x.new_empty((co, ci, kernel, kernel)), num_groups)
 
-        assert applies(SHAPES["8x8"], 24) and applies(POINTS["8x8"], 32)
-        assert not applies(SHAPES["8x8"], 32)  # groups of 6
-        assert not applies(SHAPES["8x8"], 6)  # of 32
-        assert not applies(POINTS["16x16"], 24)
-        assert not applies(Shape(1, 8, 8, 96, 64), 8)
-        assert not applies(Shape(1, 2, 4, 64, 64), 8)
-        assert not applies(SHAPES["8x8"], 24, torch.float32)
+def applies(shape: Shape, num_groups: int, dtype=torch.bfloat16, gpu=HOPPER) -> bool:
+    n, h, w, ci, co, kernel = shape
+    x = torch.empty((n, h, w, ci), dtype=dtype, device="meta")
+    spec = forward_spec(x, x.new_empty((co, ci, kernel, kernel)), groups=num_groups)
+    return CONV_NORM.refuse(spec, gpu) is None
 
 
-def test_nothing_applies_without_a_hopper_gpu():
-    x, weight = torch.empty(1, 8, 8, 64).half(), torch.empty(64, 64, 3, 3).half()
-    assert not norms_in_conv(x, weight, 8)
-    assert not norms_in_conv(x, weight[:, :, :1, :1], 8)
+def test_what_applies():
+    assert applies(SHAPES["8x8"], 24) and applies(POINTS["8x8"], 32)
+    assert not applies(SHAPES["8x8"], 32)  # groups of 6
+    assert not applies(SHAPES["8x8"], 6)  # of 32
+    assert not applies(POINTS["16x16"], 24)
+    assert not applies(Shape(1, 8, 8, 96, 64), 8)
+    assert not applies(Shape(1, 2, 4, 64, 64), 8)
+    assert not applies(SHAPES["8x8"], 24, torch.float32)
+
+
+def test_nothing_applies_to_another_gpu():
+    assert not applies(SHAPES["8x8"], 24, gpu=chip("a100").gpu)
+    assert not applies(POINTS["8x8"], 32, gpu=chip("a100").gpu)

@@ -10,12 +10,14 @@ import torch
 from triton_kernels import reference
 from triton_kernels.conv import conv_norm_grid_sync as fused_conv_meeting
 from triton_kernels.conv.conv_norm import NextNorm
-from triton_kernels.conv.conv_norm_grid_sync import CONV_MEETING, conv_meeting, meets
+from triton_kernels.conv.conv_norm_grid_sync import CONV_MEETING, conv_meeting
 from triton_kernels.conv.fused import conv_forward
 from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import tile_mma as gluon_tiles
+from triton_kernels.registry.chips import chip
 from triton_kernels.runtime.device import describe
 
+from .chips import HOPPER
 from .poison import poison_outputs
 from .test_conv_fused import ROUNDING, Shape, extra_case, forward_case, relative
 from .test_conv_hopper import gpu, repeatedly
@@ -222,21 +224,20 @@ class TestGpu:
         y, sums, a = conv_meeting(x, weight, bias, norm)
         assert y.shape == a.shape == (0, 16, 16, 192) and sums.shape[2:] == (2, 192)
 
-    def test_what_applies(self, device):
-        def applies(shape: Shape, num_groups: int, dtype=torch.bfloat16) -> bool:
-            n, h, w, ci, co, kernel = shape
-            x = torch.empty((n, h, w, ci), dtype=dtype, device=device)
-            return meets(x, x.new_empty((co, ci, kernel, kernel)), num_groups)
 
-        assert all(applies(shape, shape.co // channels) for shape, channels in SHAPES.values())
-        shape = SHAPES["groups across blocks"][0]
-        assert not applies(shape, 3)  # groups of 64: too much for a thread
-        assert not applies(shape._replace(kernel=1), 32)
-        assert not applies(shape._replace(ci=96), 32)
-        assert not applies(shape, 32, torch.float32)
-        assert not applies(Shape(2, 64, 64, 64, 64), 8)  # 16 tiles an image or more
+def applies(shape: Shape, num_groups: int, dtype=torch.bfloat16, gpu=HOPPER) -> bool:
+    n, h, w, ci, co, kernel = shape
+    x = torch.empty((n, h, w, ci), dtype=dtype, device="meta")
+    spec = forward_spec(x, x.new_empty((co, ci, kernel, kernel)), groups=num_groups)
+    return CONV_MEETING.refuse(spec, gpu) is None
 
 
-def test_nothing_applies_without_a_hopper_gpu():
-    x, weight = torch.empty(1, 16, 16, 64).half(), torch.empty(64, 64, 3, 3).half()
-    assert not meets(x, weight, 8)
+def test_what_applies():
+    assert all(applies(shape, shape.co // channels) for shape, channels in SHAPES.values())
+    shape = SHAPES["groups across blocks"][0]
+    assert not applies(shape, 3)  # groups of 64: too much for a thread
+    assert not applies(shape._replace(kernel=1), 32)
+    assert not applies(shape._replace(ci=96), 32)
+    assert not applies(shape, 32, torch.float32)
+    assert not applies(Shape(2, 64, 64, 64, 64), 8)  # 16 tiles an image or more
+    assert not applies(shape, 32, gpu=chip("a100").gpu)

@@ -7,8 +7,10 @@ from triton_kernels import reference
 from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv import upsampled as conv_upsampled
 from triton_kernels.reference import fused as fused_reference
+from triton_kernels.registry.chips import chip
 from triton_kernels.runtime.device import describe
 
+from .chips import HOPPER
 from .compile_only import SHARED_LIMIT
 from .poison import poison_outputs
 from .test_conv_fused import ROUNDING, relative
@@ -181,22 +183,26 @@ class TestGpu:
 
         repeatedly(check)
 
-    def test_where_it_serves(self, device):
-        def serves(n, h, w, c1, co, c2, dtype=torch.bfloat16, gradients=False):
-            small = torch.empty(n, h, w, c1, dtype=dtype, device=device)
-            return conv_upsampled.serves_upsampled(small, (c1, c2), co, gradients)
 
-        assert serves(128, 32, 32, 128, 64, 64)
-        assert serves(128, 32, 32, 128, 64, 0)
-        assert not serves(128, 32, 32, 128, 64, 64, torch.float32)
-        assert not serves(128, 32, 32, 96, 64, 96)
-        assert not serves(8, 32, 32, 128, 64, 64)
-        assert serves(16, 32, 32, 128, 64, 64)
-        assert not serves(16, 32, 32, 128, 64, 64, gradients=True)
-        assert serves(32, 32, 32, 128, 64, 64, gradients=True)
-        assert not serves(16, 4, 4, 64, 64, 64)
-        assert not serves(128, 14, 14, 128, 64, 64)
-        assert not serves(0, 32, 32, 128, 64, 64)
+def joins(n, h, w, c1, co, c2, dtype=torch.bfloat16, grad=False, gpu=HOPPER):
+    small = torch.empty(n, h, w, c1, dtype=dtype, device="meta")
+    op = conv_upsampled.UPSAMPLED_GRAD if grad else conv_upsampled.UPSAMPLED
+    return op.why_apart(conv_upsampled.upsampled_spec(small, c1, c2, co, grad=grad), gpu) is None
+
+
+def test_where_it_is_joined():
+    assert joins(128, 32, 32, 128, 64, 64)
+    assert joins(128, 32, 32, 128, 64, 0)
+    assert not joins(128, 32, 32, 128, 64, 64, torch.float32)
+    assert not joins(128, 32, 32, 96, 64, 96)
+    assert not joins(8, 32, 32, 128, 64, 64)
+    assert joins(16, 32, 32, 128, 64, 64)
+    assert not joins(16, 32, 32, 128, 64, 64, grad=True)
+    assert joins(32, 32, 32, 128, 64, 64, grad=True)
+    assert not joins(16, 4, 4, 64, 64, 64)
+    assert not joins(128, 14, 14, 128, 64, 64)
+    assert not joins(0, 32, 32, 128, 64, 64)
+    assert not joins(128, 32, 32, 128, 64, 64, gpu=chip("a100").gpu)
 
 
 def weightless(c: int, device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,15 +223,10 @@ def skip_where_it_does_not_fit(name: str, tile, device) -> None:
         pytest.skip("no Hopper GPU")
     n, h, w, c1, co, c2 = SHAPES[name]
     small = torch.empty(n, h // 2, w // 2, c1, dtype=torch.bfloat16, device=device)
-    spec = conv_upsampled._spec(small, c1, c2, co)
+    spec = conv_upsampled.upsampled_spec(small, c1, c2, co)
     reason = conv_upsampled.UPSAMPLED.refuse(spec, describe(device))
     if reason or tile not in conv_upsampled.UPSAMPLED.kernels[0].configs(spec, describe(device)):
         pytest.skip(reason or "no such tile")
-
-
-def test_nothing_applies_without_a_hopper_gpu():
-    small = torch.empty(8, 32, 32, 128, dtype=torch.bfloat16)
-    assert not conv_upsampled.serves_upsampled(small, (128, 64), 64)
 
 
 @pytest.mark.parametrize("width", [16, 32])

@@ -4,14 +4,15 @@ import pytest
 import torch
 
 from triton_kernels.attention import norm_attention as module
-from triton_kernels.attention.norm_attention import (
-    AttentionConfig,
-    norm_attention,
-    serves_norm_attention,
-)
+from triton_kernels.attention.norm_attention import PER_IMAGE, AttentionConfig, norm_attention
+from triton_kernels.attention.projected import PROJECTED, projected_spec
 from triton_kernels.reference import fused as fused_reference
+from triton_kernels.registry.chips import chip
+from triton_kernels.registry.choose import select
+from triton_kernels.registry.spec import ProjectedSpec
 from triton_kernels.runtime.dependent_launch import dependent_launches
 
+from .chips import HOPPER
 from .poison import poison_outputs
 from .test_conv_hopper import gpu, repeatedly
 
@@ -54,10 +55,10 @@ def double(norm):
 def check(case, dtype=torch.bfloat16, order="qkv_heads", config=None):
     x, norm, weight, bias = inputs(*case, dtype)
     heads = case[3]
-    assert serves_norm_attention(x, heads, norm)
+    assert PER_IMAGE.refuse(projected_spec(x, heads, norm), HOPPER) is None
     with dependent_launches():
         o = norm_attention(x, norm, weight, bias, heads, order, config)
-    exact = fused_reference.norm_attention(
+    exact = fused_reference.projected_attention(
         x.double(), double(norm), weight.double(), bias.double(), heads, order
     )
     a = x
@@ -91,17 +92,27 @@ class TestGpu:
     def test_other_programs(self, name, config):
         repeatedly(lambda: check(SHAPES[name], order="heads_qkv", config=config))
 
-    def test_what_is_served(self):
-        x = torch.empty((16, 256, 192), dtype=torch.bfloat16, device="cuda")
-        norm = torch.empty((16, 2, 2, 192), device="cuda"), 256, 32, None, None, 1e-5
-        assert serves_norm_attention(x, 6, norm) and serves_norm_attention(x, 6, None)
-        assert not serves_norm_attention(x, 3, norm)  # heads of 64
-        assert not serves_norm_attention(x[:, :200], 6, norm)
-        assert not serves_norm_attention(x[:2], 6, norm)
-        assert not serves_norm_attention(x.float(), 6, norm)
-        assert not serves_norm_attention(x, 6, (torch.empty(16, 16, 2, 192), *norm[1:]))
-        assert not serves_norm_attention(x, 6, (*norm[:2], 4, *norm[3:]))
+
+def taken(n=16, t=256, c=192, heads=6, gpu=HOPPER, dtype="bf16", **norm) -> str | None:
+    """The kernel, if one launch is to do it."""
+    spec = ProjectedSpec(n, dtype, t, c, heads, **norm)
+    return None if PROJECTED.refuse(spec, gpu) else select(PROJECTED, spec, gpu).kernel.name
 
 
-def test_nothing_without_a_gpu():
-    assert not serves_norm_attention(torch.empty((16, 256, 192), dtype=torch.float16), 6, None)
+def test_what_is_taken():
+    assert taken(groups=32, tiles=2) == taken() == "per_image"
+    assert taken(heads=3) is None  # of 64
+    assert taken(t=200) is None
+    assert taken(dtype="tf32") is None
+    assert taken(groups=32, tiles=16) is None
+    assert taken(groups=4, tiles=2) is None
+    assert taken(gpu=chip("a100").gpu) is None
+
+
+def test_what_is_taken_of_few_images():
+    assert taken(2) is None
+    assert taken(2, 64) == taken(4, 16) == taken(1, 64, 128, 4, chip("rtx5090").gpu) == "per_head"
+    assert taken(5, 16) is None
+    assert taken(2, 64, groups=32, tiles=2) is None  # which a launch in front has to make
+    assert taken(2, 64, 192, 4) is None and taken(2, 64, 1024, 16) is None
+    assert taken(2, 64, gpu=chip("a100").gpu) is None

@@ -5,17 +5,16 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.conv import norm_conv as norm_conv_module
+from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import row_mma as gluon_rows
-from triton_kernels.conv.norm_conv import (
-    norm_conv,
-    norm_conv_of_two,
-    serves_norm_conv,
-    serves_norm_conv_of_two,
-)
+from triton_kernels.conv.norm_conv import NORM_CONV, norm_conv, norm_conv_of_two
 from triton_kernels.norm import tables as norm_tables
 from triton_kernels.reference import fused as fused_reference
+from triton_kernels.registry.chips import chip
+from triton_kernels.registry.spec import ConvSpec
 from triton_kernels.runtime.dependent_launch import dependent_launches
 
+from .chips import HOPPER
 from .poison import poison_outputs
 from .test_conv_fused import Shape, check_stats, extra_case, forward_case, randn, relative
 from .test_conv_hopper import gpu, repeatedly
@@ -100,7 +99,8 @@ def check(shape, terms, config, dtype=torch.bfloat16, activation="silu", groups=
         rows = [randn(shape.n, 192, seed=22 + i, device=device)[:, 64:128] for i in range(2)]
         affine = dict(zip(("scale", "shift"), rows, strict=True))
     others = [other for other, _ in given.get("extra", ())]
-    assert serves_norm_conv(x, weight, others, partials, groups)
+    of_norm = {"groups": groups, "tiles": (partials.shape[1],)}
+    assert NORM_CONV.refuse(forward_spec(x, weight, extra=others, **of_norm), HOPPER) is None
     table = norm_tables.norm_table((partials,), (shape.h * shape.w,), *norm, **affine)
     with dependent_launches():
         y, sums = norm_conv(
@@ -154,8 +154,6 @@ class TestGpu:
         tiles = zip(xs, (16, 32), strict=True)
         parts = tuple(norm_tables.tensor_partials(half, n * k) for half, k in tiles)
         given = parts, 32, *sums_of(torch.cat(xs, 3), 32)[2:]
-        assert serves_norm_conv_of_two(*xs, weight, *given[:2])
-        assert not serves_norm_conv_of_two(x, x, weight, *given[:2])
         table = norm_tables.norm_table(given[0], (h * 64,) * 2, *given[1:])
         a = fused_reference.apply(*(half.double() for half in xs), table.double(), activation)
         exact, low = (
@@ -179,21 +177,33 @@ class TestGpu:
         shape = SHAPES["many tiles"]
         check(shape, "alone", config, torch.float16, activation, 8, film=True)
 
-    def test_what_is_served(self):
-        x = torch.empty((1, 8, 64, 64), dtype=torch.bfloat16, device="cuda")
-        weight = torch.empty((64, 64, 3, 3), dtype=torch.bfloat16, device="cuda")
-        sums = torch.empty((1, 16, 2, 64), device="cuda")
-        assert serves_norm_conv(x, weight, [], sums, 32)
-        assert serves_norm_conv(x, weight, [x, x], sums, 8)
-        assert not serves_norm_conv(x[:0], weight, [], sums[:0], 32)
-        assert not serves_norm_conv(x, weight[:, :, :1, :1], [], sums, 32)
-        assert not serves_norm_conv(x, weight, [x, x.repeat(1, 1, 1, 3)], sums, 32)
-        assert not serves_norm_conv(x, weight, [], sums, 4)
-        assert not serves_norm_conv(x, weight, [], sums[:, :12], 32)
-        wide = torch.empty((1, 8, 64, 128), dtype=torch.bfloat16, device="cuda")
-        assert not serves_norm_conv(wide, weight.repeat(1, 2, 1, 1), [], sums, 32)
+
+def applies(c=64, kernel=3, extra=(), groups=32, tiles=(16,), gpu=HOPPER, **rest) -> bool:
+    size = {"n": 1, "dtype": "bf16", "h": 8, "w": 64, "k": c, "c": 64, "r": kernel, "s": kernel}
+    spec = ConvSpec(**size | {"extra": extra, "groups": groups, "tiles": tiles} | rest)
+    return NORM_CONV.why_apart(spec, gpu) is None
 
 
-def test_nothing_without_a_gpu():
-    x, weight = torch.empty(1, 8, 64, 64), torch.empty(64, 64, 3, 3)
-    assert not serves_norm_conv(x, weight, [], torch.empty(1, 4, 2, 64), 32)
+def test_what_applies():
+    assert applies() and applies(extra=(64, 64), groups=8)
+    assert not applies(n=0)
+    assert not applies(kernel=1)
+    assert not applies(extra=(64, 192))
+    assert not applies(groups=4)
+    assert not applies(tiles=(12,)) and not applies(tiles=(2,)) and not applies(tiles=(128,))
+    assert not applies(128)
+    assert not applies(dtype="tf32")
+    assert not applies(gpu=chip("a100").gpu)
+    # what is added may be upsampled on the way, to 64 channels, whoever the norm is of
+    assert applies(extra=(128, 64), upsampled=True, groups=None, tiles=())
+    assert not applies(extra=(128,), upsampled=True, w=32)
+
+
+def test_what_applies_to_two_tensors():
+    two = {"c": 128, "first": 64, "tiles": (16, 32)}
+    assert applies(**two)
+    assert not applies(**two | {"tiles": (16, 12)})
+    assert not applies(**two | {"first": 96})
+    assert not applies(**two, residual=True) and not applies(**two, extra=(64,))
+    assert not applies(**two, h=7)
+    assert not applies(**two, gpu=chip("a100").gpu)

@@ -202,8 +202,8 @@ LINEAR = {  # function, shapes of its arguments; four dimensions of odd sizes ar
     "conv_of_upsampled": (of_upsampled, (IMAGE, FILTERS, (6,))),
     "conv_of_upsampled_input_grad": (of_upsampled_input_grad, (GRADIENT, FILTERS)),
     "attention_backward": (attention_backward, ((2, 20, 48), (2, 20, 16))),
-    "qkv_attention": (
-        lambda x, w, b: fused.qkv_attention(x, w / 4, b, 2, "qkv_heads"),
+    "projected_attention": (
+        lambda x, w, b: fused.projected_attention(x, None, w / 4, b, 2, "qkv_heads"),
         ((2, 20, 16), (48, 16), (48,)),
     ),
 }

@@ -25,7 +25,9 @@ def qkv_inputs(n, t, c, dtype, device):
 
 def check_qkv_attention(x, weight, bias, heads, order):
     o = small_batch.qkv_attention(x, weight, bias, heads, order)
-    exact = fused_reference.qkv_attention(x.double(), *as_double(weight, bias), heads, order)
+    exact = fused_reference.projected_attention(
+        x.double(), None, *as_double(weight, bias), heads, order
+    )
     qkv = (x @ weight.T + bias).to(x.dtype)
     close(o, exact, reference.attention(qkv, heads, order=order))
 

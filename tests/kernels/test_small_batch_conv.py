@@ -64,7 +64,7 @@ def test_parts_of_an_empty_batch(device):
 def test_every_candidate_has_work_for_each_part(case, device):
     x, weight, extra, _ = conv_inputs(case, torch.float16, device)
     spec = forward_spec(x, weight, extra=[other for other, _ in extra])
-    for config in CONV_SPLIT.kernels[0].configs(spec, describe(device)):
+    for config in CONV_SPLIT.kernel("split_k").configs(spec, describe(device)):
         steps = conv_split._steps(config.block_k, spec)
         each = -(-steps // config.parts)
         assert (config.parts - 1) * each < steps <= config.parts * each
@@ -167,7 +167,7 @@ def test_every_configuration(case, device):
     exact = fused_reference.conv_split(x.double(), weight.double(), extra=double(extra)).sum(0)
     low = fused_reference.conv_split(x, weight, extra=extra).double().sum(0)
     spec = forward_spec(x, weight, extra=[other for other, _ in extra])
-    for config in CONV_SPLIT.kernels[0].configs(spec, describe(device)):
+    for config in CONV_SPLIT.kernel("split_k").configs(spec, describe(device)):
         for _ in range(3):
             parts = conv_split.conv_split(x, weight, extra=extra, config=config)
             assert parts.shape[0] == config.parts

@@ -63,12 +63,12 @@ def test_ops_of_an_evaluation_of_sixteen_images(found):
         "conv_norm": 18,
         "conv_upsampled": 3,
         "moments": 1,
-        "norm_attention": 11,
         "norm_conv": 7,
         "norm_conv_of_two": 2,
         "norm_of_sums": 9,
         "norm_upsampled": 3,
         "norm_whole": 3,
+        "projected_attention": 11,
     }
     ops = found["16"]["ops"]
     assert {op: count for op, count in ops.items() if op in expected} == expected

@@ -15,10 +15,12 @@ import torch
 import triton
 from torch import Tensor
 
-from ..hopper.descriptors import SUPPORTED, in_boxes, takes
+from ..hopper.descriptors import SUPPORTED, in_boxes, missing
 from ..norm.tables import check_partials_of
+from ..registry.kernel import Kernel, configures
+from ..registry.spec import ProjectedSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
-from ..runtime.device import describe
+from ..runtime.device import Device, describe
 
 if SUPPORTED:
     from .norm_attention_kernels import norm_attention_kernel
@@ -30,6 +32,7 @@ _FEW_IMAGES = 4  # for which there are other kernels
 _MOST_PARTIALS, _MOST_IN_GROUP, _MOST_GROUPS = 8, 32, 64
 
 
+@configures("per_image")
 class AttentionConfig(NamedTuple):
     heads: int  # of a program
     step: int  # keys at a time
@@ -41,35 +44,40 @@ def _shared_bytes(t: int, c: int) -> int:
     return 2 * (t * c + 3 * _HEAD_DIM * c + 2 * t * _HEAD_DIM) + 12 * c + 8192
 
 
-def serves_norm_attention(x: Tensor, num_heads: int, norm: tuple | None) -> bool:
-    """Whether `norm_attention` should do it."""
-    n, t, c = x.shape
-    if not takes(x) or n <= _FEW_IMAGES or t not in _POSITIONS or c != num_heads * _HEAD_DIM:
-        return False
-    if c % 64 or _shared_bytes(t, c) > describe(x.device).shared_memory:
-        return False
-    if norm is None:
-        return True
-    partials, _, groups, *_ = norm
-    few = partials.shape[1] <= _MOST_PARTIALS and groups <= _MOST_GROUPS
-    return few and c // groups <= _MOST_IN_GROUP
+def _refuse(spec: ProjectedSpec, gpu: Device) -> str | None:
+    if reason := missing(gpu, spec.itemsize):
+        return reason
+    if spec.n <= _FEW_IMAGES or spec.t not in _POSITIONS or spec.d != _HEAD_DIM:
+        sizes = ", ".join(map(str, _POSITIONS))
+        return f"it does more than {_FEW_IMAGES} images of {sizes} positions, heads of {_HEAD_DIM}"
+    if spec.c != spec.heads * spec.d or spec.c % 64:
+        return f"{spec.c} channels are no multiple of 64"
+    if _shared_bytes(spec.t, spec.c) > gpu.shared_memory:
+        return f"{spec.t} positions of {spec.c} channels find no room"
+    if spec.groups is None:
+        return None
+    group = spec.c // spec.groups
+    if spec.tiles > _MOST_PARTIALS or spec.groups > _MOST_GROUPS or group > _MOST_IN_GROUP:
+        return f"{spec.tiles} tiles, {spec.groups} groups of {group} channels are too many sums"
+    return None
 
 
 def _divisors(number: int) -> list[int]:
     return [i for i in range(1, number + 1) if number % i == 0]
 
 
-def _config(x: Tensor, num_heads: int) -> AttentionConfig:
+def _configs(spec: ProjectedSpec, gpu: Device) -> list[AttentionConfig]:
     """As many heads a program that all programs run at once; that of a head is about the time of
     fetching and normalizing x."""
-    n, t, c = x.shape
-    chip = describe(x.device)
-    at_once = chip.num_sms * max(1, chip.shared_memory // (_shared_bytes(t, c) + 1024))
+    at_once = gpu.num_sms * max(1, gpu.shared_memory // (_shared_bytes(spec.t, spec.c) + 1024))
 
     def time(heads: int) -> int:
-        return triton.cdiv(n * num_heads // heads, at_once) * (1 + heads)
+        return triton.cdiv(spec.n * spec.heads // heads, at_once) * (1 + heads)
 
-    return AttentionConfig(min(_divisors(num_heads), key=time), 64, min(t // 16, 8))
+    return [AttentionConfig(min(_divisors(spec.heads), key=time), 64, min(spec.t // 16, 8))]
+
+
+PER_IMAGE = Kernel("per_image", AttentionConfig, _refuse, _configs)
 
 
 def norm_attention(
@@ -89,7 +97,9 @@ def norm_attention(
     o = _empty(x.shape, dtype=x.dtype, device=x.device)
     if n == 0:
         return o
-    config = config or _config(x, num_heads)
+    if config is None:
+        spec = ProjectedSpec(n, dtype_name(x.dtype), t, c, num_heads)
+        (config,) = _configs(spec, describe(x.device))
     partials, pixels, groups, *affine, eps = norm or (None, 1, c, None, None, 0.0)
     k = 1
     if partials is not None:

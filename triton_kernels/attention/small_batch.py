@@ -8,6 +8,7 @@ products.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,8 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..registry.kernel import Kernel, configures
+from ..registry.spec import ProjectedSpec
 from ..runtime.dependent_launch import await_inputs, overlapping
-from ..runtime.device import describe
+from ..runtime.device import Device
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -88,15 +91,28 @@ def _qkv_attention_kernel(
     tl.store(ptrs, o.to(o_ptr.dtype.element_ty), mask=(offs_t < T)[:, None])
 
 
-def serves_qkv_attention(x: Tensor, num_heads: int) -> bool:
-    """Whether `qkv_attention` should do it: images are few, and its filters find room."""
-    n, t, c = x.shape
-    d, chip = c // num_heads, describe(x.device)
-    few = n <= _MAX_IMAGES and t <= _MAX_POSITIONS and 16 <= d <= _MAX_DEPTH
-    block_c = triton.next_power_of_2(c)
-    room = (4 * d + _MAX_POSITIONS) * block_c * x.itemsize + 2**15
-    fits = block_c <= _MAX_CHANNELS and room <= chip.shared_memory and chip.tma
-    return few and fits and d == triton.next_power_of_2(d) and x.dtype.itemsize == 2
+@configures("per_head")
+class PerHead(NamedTuple):
+    """A program has a head of an image."""
+
+
+def _refuse(spec: ProjectedSpec, gpu: Device) -> str | None:
+    if not gpu.tma or spec.itemsize != 2:
+        return "it does numbers of 16 bits, with TMA"
+    if spec.groups is not None:
+        return "it makes no norm"
+    if spec.n > _MAX_IMAGES or spec.t > _MAX_POSITIONS:
+        return f"it does {_MAX_IMAGES} images of {_MAX_POSITIONS} positions at most"
+    if not 16 <= spec.d <= _MAX_DEPTH or spec.d & (spec.d - 1):
+        return f"heads of {spec.d} channels; powers of two from 16 to {_MAX_DEPTH}"
+    block_c = triton.next_power_of_2(spec.c)
+    room = (4 * spec.d + _MAX_POSITIONS) * block_c * spec.itemsize + 2**15
+    if block_c > _MAX_CHANNELS or room > gpu.shared_memory:
+        return f"{spec.c} channels; its filters find no room"
+    return None
+
+
+PER_HEAD = Kernel("per_head", PerHead, _refuse, lambda *_: [PerHead()])
 
 
 def qkv_attention(

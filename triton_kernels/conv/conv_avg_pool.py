@@ -69,16 +69,6 @@ CONV_MEANS = Op(
 )
 
 
-def serves_conv_means(
-    x: Tensor,  # [N, H, W, CI]
-    weight: Tensor,  # [CO, CI, R, S]
-    extra: Sequence[tuple[Tensor, Tensor]] = (),
-) -> bool:
-    """Whether `conv_means` can do it."""
-    spec = forward_spec(x, weight, extra=[other for other, _ in extra])
-    return CONV_MEANS.refuse(spec, describe(x.device)) is None
-
-
 def conv_means(
     x: Tensor,  # [N, H, W, CI]
     weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of x
@@ -90,7 +80,7 @@ def conv_means(
     extra_bias: Tensor | None = None,  # float32 [CO]; likewise
     config: gluon_tiles.TileMma | SingleTile | None = None,
 ) -> tuple[Tensor, Tensor, Means]:  # [N, H, W, CO]; float32 [N, K, 2, CO]; means, their partials
-    """y, its partials, and its means. `serves_conv_means` has to say that it can be done."""
+    """y, its partials, and its means."""
     n, h, w, ci = x.shape
     co = weight.shape[0]
     y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)

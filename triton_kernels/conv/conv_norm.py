@@ -97,19 +97,6 @@ CONV_NORM = Op(
 )
 
 
-def norms_in_conv(
-    x: Tensor,  # [N, H, W, CI]
-    weight: Tensor,  # [CO, CI, R, S]
-    num_groups: int,
-    extra: Sequence[tuple[Tensor, Tensor]] = (),
-    second: int = 0,  # channels beside those of the result
-) -> bool:
-    """Whether `conv_norm` can do this convolution and the norm of its result."""
-    others = [other for other, _ in extra]
-    spec = forward_spec(x, weight, extra=others, groups=num_groups, beside=second)
-    return CONV_NORM.refuse(spec, describe(x.device)) is None
-
-
 def conv_norm(
     x: Tensor,  # [N, H, W, CI]
     weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of x

@@ -68,17 +68,6 @@ CONV_MEETING = Op(
 )
 
 
-def meets(
-    x: Tensor,  # [N, H, W, CI]
-    weight: Tensor,  # [CO, CI, R, S]
-    num_groups: int,
-    extra: Sequence[tuple[Tensor, Tensor]] = (),
-) -> bool:
-    """Whether `conv_meeting` can do this convolution and the norm of its result."""
-    spec = forward_spec(x, weight, extra=[other for other, _ in extra], groups=num_groups)
-    return CONV_MEETING.refuse(spec, describe(x.device)) is None
-
-
 def conv_meeting(
     x: Tensor,  # [N, H, W, CI]
     weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory, dtype of x

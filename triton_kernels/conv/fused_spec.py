@@ -17,11 +17,14 @@ def forward_spec(
     residual: bool = False,
     extra: Sequence[Tensor] = (),  # of which 1x1 convolutions are added
     stats: bool = False,
+    second: Tensor | None = None,  # beside x, of the same images
     **rest: Any,  # fields of the spec
 ) -> ConvSpec:
     """What `conv_forward` computes of such tensors."""
     n, h, w, k = x.shape
     co, ci, r, s = weight.shape
+    if second is not None:
+        rest["first"], k = k, k + second.shape[3]
     return ConvSpec(
         n=n,
         dtype=dtype_name(x.dtype, allow_tf32=True),

@@ -23,8 +23,9 @@ from ..activations import check_activation, rounded_grad
 from ..norm.image_table import norm_image_table
 from ..norm.tables import check_partials_of
 from ..registry.choose import select
-from ..registry.kernel import Kernel, Op
-from ..runtime.device import describe
+from ..registry.kernel import Kernel, Op, configures
+from ..registry.spec import ConvSpec
+from ..runtime.device import Device, describe
 from .conv_avg_pool import empty_means
 from .fused_spec import forward_spec
 from .hopper import row_mma as gluon_rows
@@ -51,6 +52,43 @@ _FORMS = {
     "two": (_Form(2), _Form(2, table=True)),
 }
 
+
+@configures("stationary_weights_concat")
+class Concat(NamedTuple):
+    """Two tensors of 64 channels each."""
+
+
+def _refuse_sums(spec: ConvSpec) -> str | None:
+    """Why a warpgroup cannot make slopes and offsets of these partial sums."""
+    if spec.n == 0:
+        return "there are no images"
+    if spec.groups is None:  # it is asked about the convolution alone
+        return None
+    group = spec.k // spec.groups
+    if 8 % group:
+        return f"groups of {group} channels; they have to divide 8"
+    if odd := [k for k in spec.tiles if not _LEAST_TILES <= k <= _MOST_TILES or k & (k - 1)]:
+        return f"{odd[0]} tiles an image; a power of two from {_LEAST_TILES} to {_MOST_TILES}"
+    return None
+
+
+def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    if spec.first is not None:
+        return "it does a norm of one tensor"
+    return gluon_rows.STATIONARY.refuse(spec, gpu) or _refuse_sums(spec)
+
+
+def _refuse_two(spec: ConvSpec, gpu: Device) -> str | None:
+    if spec.first is None:
+        return "it does a norm of two tensors"
+    return gluon_rows.refuse_two(spec, gpu) or _refuse_sums(spec)
+
+
+def _apart(spec: ConvSpec, gpu: Device) -> str | None:
+    wide = spec.upsampled and spec.c != 64
+    return "what is added is upsampled on the way to 64 channels alone" if wide else None
+
+
 NORM_CONV = Op(
     "norm_conv",
     ("h", "w", "k", "c", "dtype", "residual", "extras"),
@@ -58,29 +96,15 @@ NORM_CONV = Op(
         Kernel(
             "stationary_weights",
             gluon_rows.StationaryWeights,
-            gluon_rows.STATIONARY.refuse,
+            _refuse,
             gluon_rows.STATIONARY.configs,
         ),
+        Kernel("stationary_weights_concat", Concat, _refuse_two, lambda *_: [Concat()]),
     ),
+    apart=_apart,
 )
 
 _empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
-
-
-def serves_norm_conv(
-    x: Tensor,
-    weight: Tensor,
-    extra: Sequence[Tensor],
-    partials: Tensor,
-    num_groups: int,
-) -> bool:
-    """Whether `norm_conv` can do it, of x [N, H, W, CI], filters [CO, CI, R, S], the tensors of
-    which 1x1 convolutions are added, and partials of x."""
-    if x.shape[0] == 0 or x.shape[2:] != (64, 64):
-        return False
-    if not _fits_sums(partials, x.shape[3] // num_groups):
-        return False
-    return NORM_CONV.refuse(forward_spec(x, weight, extra=extra), describe(x.device)) is None
 
 
 def norm_conv(
@@ -104,7 +128,7 @@ def norm_conv(
     config: gluon_rows.StationaryWeights | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Means]:
     """y [N, H, W, CO], and its partials float32 [N, K, 2, CO], as `conv_forward` leaves them; and
-    its means as of `conv_means`. `serves_norm_conv` has to say that it can be done."""
+    its means as of `conv_means`."""
     check_activation(activation)
     n, h, w, ci = x.shape
     co = weight.shape[0]
@@ -127,7 +151,8 @@ def norm_conv(
         def run(c: gluon_rows.StationaryWeights) -> Tensor:
             return norm_conv(x, *of_x, weight, bias, **rest, config=c)[0]
 
-        spec = forward_spec(x, weight, extra=others, residual=residual is not None)
+        of_norm = {"groups": num_groups, "tiles": (partials.shape[1],)}
+        spec = forward_spec(x, weight, extra=others, residual=residual is not None, **of_norm)
         config = select(NORM_CONV, spec, describe(x.device), run).config
     y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
     tiles = h * w // config.block_m
@@ -148,20 +173,6 @@ def norm_conv(
     return (y, sums, room) if means else (y, sums)
 
 
-def serves_small_terms(small: Tensor, channels: tuple[int, int], co: int) -> bool:
-    """Whether `norm_conv` of co channels takes a 1x1 convolution of upsample(small) and of another
-    tensor, of so many channels, from `small` itself."""
-    return small.shape[0] > 0 and co == 64 and gluon_rows.takes_small(small, sum(channels))
-
-
-def serves_norm_conv_of_two(
-    x1: Tensor, x2: Tensor, weight: Tensor, partials: tuple[Tensor, Tensor], num_groups: int
-) -> bool:
-    """Whether `norm_conv_of_two` can do it."""
-    fits = all(_fits_sums(part, 128 // num_groups) for part in partials)
-    return x1.shape[0] > 0 and fits and gluon_rows.takes_two(x1, x2, weight)
-
-
 def norm_conv_of_two(
     x1: Tensor,  # [N, H, 64, 64]
     x2: Tensor,  # [N, H, 64, 64]
@@ -176,8 +187,7 @@ def norm_conv_of_two(
     *,
     emb: Tensor | None = None,  # float32 [N, 64], rows any distance apart
 ) -> tuple[Tensor, Tensor]:  # [N, H, 64, 64]; float32 [N, H / 2, 2, 64]
-    """conv(act(norm([x1, x2]))) + bias + emb of two tensors side by side, and its partials.
-    `serves_norm_conv_of_two` has to say that it can be done."""
+    """conv(act(norm([x1, x2]))) + bias + emb of two tensors side by side, and its partials."""
     check_activation(activation)
     n, h, w, _ = x1.shape
     assert x1.is_contiguous() and x2.is_contiguous() and x1.dtype == x2.dtype == weight.dtype
@@ -194,9 +204,3 @@ def norm_conv_of_two(
     slope = rounded_grad(activation, x1.dtype)
     gluon_rows.launch_two(x1, x2, norm, num_groups, slope, weight, bias, emb, y, sums)
     return y, sums
-
-
-def _fits_sums(partials: Tensor, group: int) -> bool:
-    """Whether a warpgroup makes slopes and offsets of sums of so many channels a group."""
-    k = partials.shape[1]
-    return _LEAST_TILES <= k <= _MOST_TILES and k & (k - 1) == 0 and 8 % group == 0

@@ -27,7 +27,7 @@ from .hopper.tile_mma import cut
 _BLOCK = 64  # channels of a program
 # Forward alone it is faster at 16 images, and with fewer not measured. A step makes the filters
 # anew: of 32 images it took 4.11 ms in place of 4.15, of 128 12.56 in place of 12.88.
-_FEWEST_IMAGES = {False: 16, True: 32}
+_FEWEST_IMAGES, _FEWEST_IN_STEP = 16, 32
 _COST = {256: 1.0, 128: 1.03, 64: 1.3}  # of a pixel, by the pixels of a tile, about
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -133,38 +133,41 @@ def _key(spec: ConvSpec) -> dict[str, Any]:
 
 _FORWARD = Kernel("upsampled", Tile, gluon_upsampled.refuse, _forward_configs)
 _GRAD = Kernel("upsampled", Tile, gluon_upsampled.refuse, _configs)
-UPSAMPLED = Op("conv_upsampled", _key, (_FORWARD,), similar=False)
-UPSAMPLED_GRAD = Op("conv_upsampled_input_grad", _key, (_GRAD,), similar=False)
+
+
+def _apart(spec: ConvSpec, gpu: Device) -> str | None:
+    tiles = spec.n * spec.h * spec.w // 64 * (spec.c // 64)
+    if spec.n < _FEWEST_IMAGES or tiles < gpu.num_sms:
+        return f"{spec.n} images, {tiles} tiles; {_FEWEST_IMAGES} and {gpu.num_sms} at least"
+    return None
+
+
+def _apart_in_step(spec: ConvSpec, gpu: Device) -> str | None:
+    few = spec.n < _FEWEST_IN_STEP
+    return f"filters are made anew for {spec.n} images; {_FEWEST_IN_STEP} at least" if few else None
+
+
+UPSAMPLED = Op("conv_upsampled", _key, (_FORWARD,), similar=False, apart=_apart)
+UPSAMPLED_GRAD = Op(
+    "conv_upsampled_input_grad", _key, (_GRAD,), similar=False, apart=_apart_in_step
+)
 OF_UPSAMPLED = Op("conv_of_upsampled", _key, (_FORWARD,), similar=False)
 OF_UPSAMPLED_GRAD = Op("conv_of_upsampled_input_grad", _key, (_GRAD,), similar=False)
 
 
-def _spec(
-    small: Tensor,  # [N, H, W, .], of this shape, type and device
+def upsampled_spec(
+    small: Tensor,  # [N, H, W, .], of this shape and type
     c1: int,
     c2: int,
     co: int,
     *,
     grad: bool = False,
 ) -> ConvSpec:
+    """What the functions below compute of such tensors."""
     n, h, w, _ = small.shape
     k, c = (co, c1 + c2) if grad else (c1 + c2, co)
     size = n, dtype_name(small.dtype), 2 * h, 2 * w, k, c
     return ConvSpec(*size, filters=(co, c1 + c2), first=c1)
-
-
-def serves_upsampled(
-    small: Tensor,  # [N, H / 2, W / 2, .], of this shape, type and device
-    channels: tuple[int, int],  # C1, C2
-    co: int,
-    gradients: bool = False,  # of both, with filters that change
-) -> bool:
-    """Whether the functions below can do it, and are the faster way."""
-    n, h, w, _ = small.shape
-    gpu = describe(small.device)
-    tiles = 4 * n * h * w // 64 * (co // 64)
-    many = n >= _FEWEST_IMAGES[gradients] and tiles >= gpu.num_sms
-    return many and UPSAMPLED.refuse(_spec(small, *channels, co), gpu) is None
 
 
 def conv_upsampled(
@@ -186,7 +189,7 @@ def conv_upsampled(
         def run(tile: Tile) -> Tensor:
             return conv_upsampled(a, filters, bias, emb=emb, config=tile)[0]
 
-        spec = _spec(a[:, ::2, ::2], c1, c - c1, co)
+        spec = upsampled_spec(a[:, ::2, ::2], c1, c - c1, co)
         config = select(UPSAMPLED, spec, describe(a.device), run).config
     rows, _ = cut(config.pixels, h // 2, w // 2)
     y = _empty((n, h, w, co), dtype=a.dtype, device=a.device)
@@ -217,7 +220,7 @@ def conv_upsampled_input_grad(
         def run(tile: Tile) -> Tensor:
             return _small_grad(dy, filters, x1, table, activation, tile)[0]
 
-        spec = _spec(x1, c1, x2.shape[3], dy.shape[3], grad=True)
+        spec = upsampled_spec(x1, c1, x2.shape[3], dy.shape[3], grad=True)
         config = select(UPSAMPLED_GRAD, spec, describe(x1.device), run).config
     dz1, partials1 = _small_grad(dy, filters, x1, table, activation, config)
     rest = {"inputs": x2, "table": table2, "activation": activation}
@@ -241,7 +244,7 @@ def conv_of_upsampled(
         def run(tile: Tile) -> Tensor:
             return conv_of_upsampled(x, filters, bias, config=tile)[0]
 
-        spec = _spec(x, ci, 0, co)
+        spec = upsampled_spec(x, ci, 0, co)
         config = select(OF_UPSAMPLED, spec, describe(x.device), run).config
     rows, _ = cut(config.pixels, h, w)
     y = _empty((n, 2 * h, 2 * w, co), dtype=x.dtype, device=x.device)
@@ -267,7 +270,7 @@ def conv_of_upsampled_input_grad(
         def run(tile: Tile) -> Tensor:
             return conv_of_upsampled_input_grad(dy, filters, config=tile)
 
-        spec = _spec(dx, ci, 0, co, grad=True)
+        spec = upsampled_spec(dx, ci, 0, co, grad=True)
         config = select(OF_UPSAMPLED_GRAD, spec, describe(dx.device), run).config
     gluon_upsampled.input_grad(config.pixels, dy, filters.summed, dx)
     return dx

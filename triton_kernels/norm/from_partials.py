@@ -29,7 +29,8 @@ from .tables import check_partials_of, covering_groups, norm_table
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-_FEW_ELEMENTS = 2**20
+# Elements of a tensor whose partial sums so few programs read that a launch costs more.
+SMALL_NORM = 2**20
 _MANY_SUMS, _MOST_SUMS = 512, 2**13  # of either kind, that a program of 32 channels loads
 _MANY_ELEMENTS = 2**23
 _SMALL_IMAGE = 256  # pixels
@@ -66,7 +67,7 @@ def _refuse(spec: NormSpec, gpu: Device) -> str | None:
     """Of a launch less is the price that programs of 32 channels load more sums; what it costs is
     less than that, if there are many programs."""
     most = _MANY_SUMS if spec.elements > _MANY_ELEMENTS else 2 * _MANY_SUMS
-    if norm_of_sums_pays(spec.elements):
+    if spec.elements <= SMALL_NORM:
         most = _MOST_SUMS
     sums = _sums(32, spec)
     return f"{sums} sums of either kind a program; at most {most}" if sums > most else None
@@ -249,8 +250,3 @@ def _cut(
     masked = any(p % block_p or c % block_c for p, c in present)
     (pb1, cb1), (pb2, cb2) = cut()
     return programs(), (pb1, pb2, cb1, cb2), masked, (tiles, block_p, block_c)
-
-
-def norm_of_sums_pays(elements: int) -> bool:
-    """Whether so few programs read the partials of a tensor so large that a launch costs more."""
-    return elements <= _FEW_ELEMENTS

@@ -10,6 +10,8 @@ Inference at a small batch is a chain of kernels of a few microseconds, so their
 x is one tensor or the concatenation of x1 and x2 over channels, which never exists in memory.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -17,7 +19,10 @@ from torch import Tensor
 from ..activations import check_activation
 from ..conv.plain.split_k import SplitConv
 from ..conv.plain.split_k_sum import resample_parts_kernel, sum_parts_kernel
+from ..registry.kernel import Kernel, Op, configures
+from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
+from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
 from .single_cta_kernels import norm_whole_kernel
 
@@ -28,10 +33,21 @@ _PER_WARP, _MIN_WARPS = 1024, 4  # elements
 _FEW_PROGRAMS = 264  # a group more a program, if there are more than twice an H200's processors
 
 
-def norm_whole_supported(channels: int, num_groups: int, pixels: int) -> bool:
-    """Whether a group of an image fits into registers."""
-    lanes = triton.next_power_of_2(channels // num_groups)
-    return lanes * triton.next_power_of_2(pixels) <= _MAX_ELEMENTS
+@configures("single_cta")
+class WholeGroups(NamedTuple):
+    """A program has groups of an image, as many as keep programs few."""
+
+
+def _refuse(spec: NormSpec, gpu: Device) -> str | None:
+    lanes = triton.next_power_of_2(spec.c // spec.groups) * triton.next_power_of_2(spec.pixels)
+    return f"a group has {lanes} lanes of registers" if lanes > _MAX_ELEMENTS else None
+
+
+NORM_WHOLE = Op(
+    "norm_whole",
+    ("h", "w", "c1", "c2", "groups", "dtype"),
+    (Kernel("single_cta", WholeGroups, _refuse, lambda *_: [WholeGroups()]),),
+)
 
 
 def norm_whole(
@@ -61,7 +77,8 @@ def norm_whole(
         check_nhwc("x1", x1)
     c = c1 + check_second(x2, n, h, w)
     cg = c // num_groups
-    assert norm_whole_supported(c, num_groups, h * w), f"groups of {cg} channels over {h}x{w}"
+    spec = NormSpec(n, dtype_name(dtype), h, w, c1, c - c1, num_groups)
+    assert NORM_WHOLE.refuse(spec, describe(device)) is None, f"groups of {cg} over {h}x{w}"
     block_j, block_p = triton.next_power_of_2(cg), triton.next_power_of_2(h * w)
     block_g = 1
     while n * num_groups > _FEW_PROGRAMS * block_g and block_g * block_j * block_p < 2048:

@@ -83,6 +83,8 @@ class Op:
     kernels: tuple[Kernel, ...]
     # whether rows of other shapes say something about a shape
     similar: bool | Callable[[Spec, Device], bool] = True
+    # of what several launches can do as well: why these are better, though a kernel could, or None
+    apart: Callable[[Spec, Device], str | None] | None = None
 
     def __post_init__(self) -> None:
         names = [kernel.name for kernel in self.kernels]
@@ -97,6 +99,12 @@ class Op:
         if any(reason is None for _, reason in reasons):
             return None
         return "; ".join(f"{name}: {reason}" for name, reason in reasons)
+
+    def why_apart(self, spec: Spec, gpu: Device) -> str | None:
+        """Why several launches are to compute this: no kernel can, or they are faster. None: one
+        launch is to."""
+        reason = self.refuse(spec, gpu)
+        return self.apart(spec, gpu) if reason is None and self.apart is not None else reason
 
     def counts_similar(self, spec: Spec, gpu: Device) -> bool:
         """Whether rows of other shapes count for this one."""

@@ -9,8 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4}
+_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",  # of the reference alone
+}
+_BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4, "fp64": 8}
 
 
 def dtype_name(dtype: torch.dtype, allow_tf32: bool = False) -> str:
@@ -50,7 +55,8 @@ class ConvSpec(Spec):
     stride: int = 1
     padding: tuple[int, int] | None = None  # None: (r // 2, s // 2)
     filters: tuple[int, int] | None = None  # CO, CI, where k or c have been padded
-    first: int | None = None  # of c, channels of the first of two tensors that x concatenates
+    # channels of the first of two tensors that x concatenates: of k, in an input gradient of c
+    first: int | None = None
     emb: bool = False  # + embedding[n, c]
     residual: bool = False  # + a tensor like y
     extra: tuple[int, ...] = ()  # + 1x1 convolutions of other tensors, of so many channels
@@ -61,6 +67,7 @@ class ConvSpec(Spec):
     aligned: bool = True  # whether tensors begin at multiples of 16 bytes
     rounded: bool = False  # whether a weight gradient is stored in 16 bits
     groups: int | None = None  # of a norm, of x on the way or of the result in the same launch
+    tiles: tuple[int, ...] = ()  # an image is in the partial sums of that norm of x; of each half
     beside: int = 0  # channels of another tensor in the norm of the result
     keep: bool = True  # whether the result itself is wanted as well
 
@@ -164,6 +171,32 @@ class AttentionSpec(Spec):
     def bytes(self) -> int:
         """q, k, v and o; backward also their gradients."""
         return (8 if self.grad else 4) * self.n * self.t * self.d * self.itemsize
+
+
+@dataclass(frozen=True)
+class ProjectedSpec(Spec):
+    """Attention of n images, where q, k and v are products of x [n, t, c], or of its norm."""
+
+    t: int  # positions
+    c: int  # channels of all heads
+    heads: int
+    groups: int | None = None  # of that norm
+    tiles: int = 0  # an image is in its partial sums
+
+    @property
+    def d(self) -> int:
+        """Channels of a head."""
+        return self.c // self.heads
+
+    @property
+    def flops(self) -> int:
+        """Of the projection, and of attention."""
+        return self.n * self.t * self.c * (6 * self.c + 4 * self.t)
+
+    @property
+    def bytes(self) -> int:
+        """x, filters and the result."""
+        return (2 * self.n * self.t * self.c + 3 * self.c**2) * self.itemsize
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
 """Attention, with the projection to queries, keys and values and the norm in front of that."""
 
+from triton_kernels.attention.projected import projected_spec
+from triton_kernels.conv.fused_spec import forward_spec
+
 from ..graph import Node
 from .state import Joining, norm_inputs
 
@@ -19,40 +22,41 @@ def attention(j: Joining, node: Node) -> None:
     norm = j.norm_of.get(x) if x in j.cheap else None
     if norm is not None and j.others_read(x, linear):
         norm = None
+    source = x if norm is None else norm.inputs["x0"]
     if norm is None:
         j.need(x)
-    source = x if norm is None else norm.inputs["x0"]
-    rows = j.dry[source].flatten(1, 2)
-    projection = {k: linear.inputs[k] for k in ("weight", "bias") if k in linear.inputs}
-    attrs = {"heads": heads, "order": order}
-    if j.k.serves_qkv_attention(rows, heads):
-        j.need(x)
-        j.emit("qkv_attention", {"x": x, **projection}, node.outputs, node, **attrs)
-        return None
-    given, statistics = {"x": source, **projection}, None
+    given = {k: linear.inputs[k] for k in ("weight", "bias") if k in linear.inputs}
+    attrs, rows = {"heads": heads, "order": order}, j.dry[source].flatten(1, 2)
+    sums = {}
     if norm is not None:
-        partials, a = norm.inputs["partials0"], norm.attrs
-        affine = [j.dry[norm.inputs[role]] for role in ("weight", "bias")]
-        statistics = (
-            j.dry[partials], a["pixels"][0], a["groups"], *affine, a["eps"],
-        )  # fmt: skip
-        given |= {"partials0": partials} | norm_inputs(norm)
-        attrs |= {"pixels": a["pixels"][0], "groups": a["groups"], "eps": a["eps"]}
-    if j.k.serves_norm_attention(rows, heads, statistics):
-        j.emit("norm_attention", given, node.outputs, node, **attrs)
-        j.forget(x)
-        j.reason(node.out, "attention with the projection and the norm in front of it")
+        sums = {"partials0": norm.inputs["partials0"]} | norm_inputs(norm)
+        of_norm = {"pixels": norm.attrs["pixels"][0]}
+        of_norm |= {key: norm.attrs[key] for key in ("groups", "eps")}
+        statistics = j.dry[sums["partials0"]], of_norm["pixels"], of_norm["groups"]
+        if j.joins("projected_attention", projected_spec(rows, heads, statistics)):
+            inputs = {"x": source, **given, **sums}
+            j.emit("projected_attention", inputs, node.outputs, node, **attrs, **of_norm)
+            j.forget(x)
+            j.reason(node.out, "attention with the projection and the norm in front of it")
+            return None
+    if j.joins("projected_attention", projected_spec(rows, heads)):
+        j.need(x)
+        j.emit("projected_attention", {"x": x, **given}, node.outputs, node, **attrs)
+        j.reason(node.out, "attention with the projection in front of it")
         return None
-    few = norm is not None and j.k.serves_norm_linear(
-        j.dry[source], statistics[0], norm.attrs["groups"]
-    )
-    if few:
-        small = {key: attrs[key] for key in ("pixels", "groups", "eps")}
-        j.emit("norm_linear", given, {"y": qkv}, linear, **small)
+    if norm is not None and _norm_linear(j, linear, norm):
+        j.emit("norm_linear", {"x": source, **given, **sums}, {"y": qkv}, linear, **of_norm)
         j.forget(x)
     else:
         j.need(x)
         j.emit("conv_few", linear.inputs, linear.outputs, linear)
-    attrs = {"heads": heads, "order": order, "scale": node.attrs["scale"]}
+    attrs["scale"] = node.attrs["scale"]
     j.emit("attention", {"qkv": qkv}, node.outputs, node, **attrs)
     return None
+
+
+def _norm_linear(j: Joining, linear: Node, norm: Node) -> bool:
+    tiles = (j.dry[norm.inputs["partials0"]].shape[1],)
+    x, groups = j.dry[norm.inputs["x0"]], norm.attrs["groups"]
+    spec = forward_spec(x, j.filters(linear), groups=groups, tiles=tiles)
+    return j.joins("norm_linear", spec)

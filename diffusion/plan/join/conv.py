@@ -39,13 +39,11 @@ def conv(j: Joining, node: Node) -> None:
         _take_sums(j, node)
     stats, width = "partials" in node.outputs, node.attrs.get("width")
     usual = stats and width is None
-    beside = [value.shape[3] for value in node.many("extra")]
-    given = j.dry[x], j.filters(node)
-    splits = usual and j.k.worth_splitting(given[0].shape, given[1], given[0].device, beside)
+    splits = usual and j.joins("conv_split", j.spec(node, x))
     if reader is not None and usual:
-        if reader.op == "norm" and _conv_then_norm(j, node, reader, splits, given):
+        if reader.op == "norm" and _conv_then_norm(j, node, reader, splits):
             return None
-        if reader.op == "avg_pool" and not splits and _conv_then_means(j, node, reader, given):
+        if reader.op == "avg_pool" and not splits and _conv_then_means(j, node, reader):
             return None
     if splits:
         parts = j.graph.value(f"{y.name}.parts", y.shape, exact(y))
@@ -68,9 +66,9 @@ def _take_sums(j: Joining, node: Node) -> None:
         node.outputs["partials"] = sums
 
 
-def _conv_then_norm(j: Joining, node: Node, norm: Node, splits: bool, given: tuple) -> bool:
+def _conv_then_norm(j: Joining, node: Node, norm: Node, splits: bool) -> bool:
     """conv and the norm that reads it first in one launch."""
-    y, x = node.out, given[0]
+    y, x = node.out, node.inputs["x"]
     n, h, w, co = y.shape
     if norm.inputs["x0"] is not y or "scale" in norm.inputs or "shift" in norm.inputs:
         return False
@@ -78,14 +76,15 @@ def _conv_then_norm(j: Joining, node: Node, norm: Node, splits: bool, given: tup
         return False
     x2, groups = norm.inputs.get("x1"), norm.attrs["groups"]
     second = 0 if x2 is None else x2.shape[3]
-    k, weight, pixels = j.k, given[1], h * w
+    pixels = h * w
+    spec = j.spec(node, x, groups=groups, beside=second)
     keep = j.others_read(y, norm)
     if not splits and pixels <= _NORM_NEXT_PIXELS:
         op, stats = "conv_norm", keep and not j.reads_whole(2 * n * pixels * co, pixels)
-        fits = k.norms_in_conv(x, weight, groups, j.extra(node), second)
+        fits = j.joins("conv_norm", spec)
     elif not splits and n >= _MEETING_IMAGES and pixels <= _MEETING_PIXELS:
         op, stats = "conv_meeting", keep
-        fits = j.meets and x2 is None and k.meets(x, weight, groups, j.extra(node))
+        fits = j.meets and x2 is None and j.joins("conv_meeting", spec)
     else:
         return False
     if not fits:
@@ -106,10 +105,10 @@ def _conv_then_norm(j: Joining, node: Node, norm: Node, splits: bool, given: tup
     return True
 
 
-def _conv_then_means(j: Joining, node: Node, pool: Node, given: tuple) -> bool:
+def _conv_then_means(j: Joining, node: Node, pool: Node) -> bool:
     if node.out.shape[0] < _MEANS_IMAGES or not _may_pool(j, node, pool):
         return False
-    if not j.k.serves_conv_means(*given, j.extra(node)):
+    if not j.joins("conv_means", j.spec(node, node.inputs["x"])):
         return False
     outputs = node.outputs | means(j, pool)
     j.emit("conv_means", node.inputs, outputs, node)
@@ -141,11 +140,8 @@ def _norm_conv_of_one(j: Joining, node: Node, norm: Node) -> bool:
             inputs[role] = j.small[inputs[role]]
     j.need(*(v for role, v in inputs.items() if role in TERMS))
     x, partials = norm.inputs["x0"], norm.inputs["partials0"]
-    others = [j.dry[v] for role, v in inputs.items() if role.startswith("extra") and
-              role[-1].isdigit()]  # fmt: skip
-    groups = norm.attrs["groups"]
-    dry = j.dry[x], j.filters(node), others, j.dry[partials], groups
-    if not j.k.serves_norm_conv(*dry):
+    sums = (j.dry[partials].shape[1],)
+    if not j.joins("norm_conv", j.spec(node, x, groups=norm.attrs["groups"], tiles=sums)):
         return False
     pool = j.first_reader(node.out)
     pools = pool is not None and pool.op == "avg_pool" and _may_pool(j, node, pool)
@@ -162,14 +158,18 @@ def _norm_conv_of_one(j: Joining, node: Node, norm: Node) -> bool:
 
 
 def _norm_conv_of_two(j: Joining, node: Node, norm: Node) -> bool:
-    others = any(role in node.inputs for role in ("residual", "extra0"))
     film = any(role in norm.inputs for role in ("scale", "shift"))
-    if "partials" not in node.outputs or "width" in node.attrs or others or film:
+    if "partials" not in node.outputs or "width" in node.attrs or film:
         return False
-    xs = [norm.inputs[role] for role in ("x0", "x1")]
-    sums = tuple(j.dry[norm.inputs[role]] for role in ("partials0", "partials1"))
-    dry = *(j.dry[x] for x in xs), j.filters(node), sums, norm.attrs["groups"]
-    if not j.k.serves_norm_conv_of_two(*dry):
+    spec = j.spec(
+        node,
+        norm.inputs["x0"],
+        second=j.dry[norm.inputs["x1"]],
+        residual="residual" in node.inputs,
+        groups=norm.attrs["groups"],
+        tiles=tuple(j.dry[norm.inputs[role]].shape[1] for role in ("partials0", "partials1")),
+    )
+    if not j.joins("norm_conv", spec):
         return False
     j.need(node.inputs.get("emb"))
     inputs = {k: v for k, v in node.inputs.items() if k != "x"} | norm_inputs(norm)

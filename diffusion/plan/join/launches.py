@@ -196,19 +196,12 @@ def _conv_upsampled(k, node, given):
     return {"y": y, "partials": partials}
 
 
-@launches("qkv_attention")
-def _qkv_attention(k, node, given):
-    a, x = node.attrs, given["x"].flatten(1, 2)
-    o = k.qkv_attention(x, _rows(given), _bias(given), a["heads"], a["order"])
-    return o.view(node.out.shape)
-
-
-@launches("norm_attention")
-def _norm_attention(k, node, given):
+@launches("projected_attention")
+def _projected_attention(k, node, given):
     a, x, norm = node.attrs, given["x"].flatten(1, 2), None
     if "partials0" in given:
         norm = given["partials0"], a["pixels"], *_affine(node, given)
-    o = k.norm_attention(x, norm, _rows(given), _bias(given), a["heads"], a["order"])
+    o = k.projected_attention(x, norm, _rows(given), _bias(given), a["heads"], a["order"])
     return o.view(node.out.shape)
 
 

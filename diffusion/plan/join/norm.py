@@ -2,6 +2,9 @@
 
 from triton import next_power_of_2
 
+from triton_kernels.conv.upsampled import upsampled_spec
+from triton_kernels.registry.spec import ConvSpec, NormSpec, dtype_name
+
 from ..graph import Node, Value
 from .resample import upsampled_filters
 from .state import NORM, TERMS, Joining, norm_inputs, plain
@@ -31,7 +34,7 @@ def norm(j: Joining, node: Node) -> None:
     waits = x1 in j.parts
     unmeasured = any(value in j.measured for value in node.many("partials"))
     whole = (waits or j.reads_whole(elements, pixels)) and unmeasured
-    if whole and j.k.norm_whole_supported(c, node.attrs["groups"], pixels):
+    if whole and j.joins("norm_whole", _spec(node)):
         return _norm_whole(j, node)
     for value in node.many("partials"):
         j.measure(value, node)
@@ -39,7 +42,7 @@ def norm(j: Joining, node: Node) -> None:
         return _norm_upsampled(j, node)
     j.need(x1)
     tiles = sum(j.dry[value].shape[1] for value in node.many("partials"))
-    few = _FEW_TILES if j.k.norm_of_sums_pays(elements) else _VERY_FEW_TILES
+    few = _FEW_TILES if elements <= j.k.SMALL_NORM else _VERY_FEW_TILES
     if tiles <= few:  # every program of a projection may add them up
         film = any(role in node.inputs for role in ("scale", "shift"))
         if node.attrs["activation"] != "identity" or x2 is not None or film:
@@ -72,8 +75,13 @@ def _better_whole(j: Joining, node: Node) -> bool:
         1 <= waves <= 2
         and tiles >= _MANY_TILES
         and 2 * next_power_of_2(c // groups) * next_power_of_2(h * w) * _HELD <= _REGISTERS
-        and j.k.norm_whole_supported(c, groups, h * w)
+        and j.joins("norm_whole", _spec(node))
     )
+
+
+def _spec(node: Node) -> NormSpec:
+    dtype = dtype_name(node.out.dtype)
+    return NormSpec(node.out.shape[0], dtype, *node.out.shape[1:], groups=node.attrs["groups"])
 
 
 def _norm_whole(j: Joining, node: Node) -> None:
@@ -147,14 +155,18 @@ def _serves_upsampled(j: Joining, norm: Node, conv: Node, small: Value, x2: Valu
     # with a 1x1 skip, that is: a block that keeps its channels reads all of them upsampled
     skips = any(large_reader.op == "conv_fused" for large_reader in j.readers(norm.inputs["x0"]))
     channels = small.shape[3], x2.shape[3]
-    return size == [3, 3] and skips and j.k.serves_upsampled(j.dry[small], channels, co, False)
+    spec = upsampled_spec(j.dry[small], *channels, co)
+    return size == [3, 3] and skips and j.joins("conv_upsampled", spec)
 
 
 def _adds_small(j: Joining, large: Value, small: Value, x2: Value) -> Node | None:
-    """The convolution that adds a 1x1 term of an upsampled tensor and upsamples it itj."""
+    """The convolution that adds a 1x1 term of an upsampled tensor and upsamples it."""
     conv = next((r for r in j.readers(large) if r.op == "conv_fused"), None)
-    if conv is None or j.first_reader(large) is None:
+    if conv is None:
         return None
-    channels = small.shape[3], x2.shape[3]
-    serves = j.k.serves_small_terms(j.dry[small], channels, conv.out.shape[3])
-    return conv if serves else None
+    n, h, w, co = conv.out.shape
+    r, s = j.filters(conv).shape[2:]
+    extra, k = (small.shape[3], x2.shape[3]), conv.inputs["x"].shape[3]
+    dtype = dtype_name(conv.out.dtype)
+    spec = ConvSpec(n, dtype, h, w, k, co, r, s, extra=extra, upsampled=True)
+    return conv if j.joins("norm_conv", spec) else None

@@ -1,5 +1,7 @@
 """Upsampling and 2x2 means, which others make on their way."""
 
+from triton_kernels.conv.upsampled import upsampled_spec
+
 from ..graph import Node, Value
 from .state import TERMS, Joining, exact
 
@@ -43,7 +45,7 @@ def of_upsampled(j: Joining, node: Node) -> bool:
     if terms or "partials" not in node.outputs or j.others_read(node.inputs["x"], node):
         return False
     co, c, *size = j.filters(node).shape
-    if size != [3, 3] or not j.k.serves_upsampled(j.dry[small], (c, 0), co, False):
+    if size != [3, 3] or not j.joins("conv_upsampled", upsampled_spec(j.dry[small], c, 0, co)):
         return False
     inputs = {"x": small, "bias": node.inputs["bias"]} | upsampled_filters(j, node, c)
     j.emit("conv_of_upsampled", inputs, node.outputs, node)

@@ -10,8 +10,7 @@ one before, so time goes with their number and with how many multiprocessors eac
                                     the norm that reads it adds; else `sum_parts`, `resample_parts`
     conv, norm of few pixels        `conv_norm`; of more images `conv_meeting`, whose programs
                                     wait for one another
-    conv to q, k, v; attention      of few positions `qkv_attention`; with the norm in front, of
-                                    many images, `norm_attention`
+    conv to q, k, v; attention      `projected_attention`; of many images with the norm in front
     norm, conv to q, k, v           of more positions `norm_linear`
     norm, conv of large images      `norm_conv`, `norm_conv_of_two`; and 2x2 means behind it
     conv, 2x2 means                 `conv_means`
@@ -19,7 +18,8 @@ one before, so time goes with their number and with how many multiprocessors eac
     upsample, norm of a concat      `norm_upsampled`; and `conv_upsampled` behind it
     2x2 means, norm of few pixels   `norm_whole`; else means with their sums, `avg_pool_partials`
 
-A kernel's own module says what it can do (`serves_...`); what pays is said here.
+What can be one launch, and whether several are faster, the ops of the registry say
+(`Op.why_apart`); for how many pixels and images a rule is tried is said here.
 """
 
 from types import ModuleType

@@ -1,11 +1,15 @@
 """What `join` has made so far, and what it has put off until it is known who reads it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from triton_kernels.conv.fused_spec import forward_spec
+from triton_kernels.registry.spec import ConvSpec, Spec
 from triton_kernels.runtime.device import Device
 
 from ..calls.table import as_filters
@@ -107,16 +111,22 @@ class Joining:
         self.later.pop(value, None)
         self.norm_of.pop(value, None)
 
+    def joins(self, op: str, spec: Spec) -> bool:
+        """Whether one launch is to compute this."""
+        return self.k.OPS[op].why_apart(spec, self.gpu) is None
+
     def reads_whole(self, elements: int, pixels: int) -> bool:
         """Whether a norm does not want the partials of a tensor so small."""
-        return self.k.norm_of_sums_pays(elements) and pixels <= WHOLE_PIXELS
+        return elements <= self.k.SMALL_NORM and pixels <= WHOLE_PIXELS
 
     def reason(self, value: Value, why: str) -> None:
         self.why.setdefault(value, []).append(why)
 
-    def extra(self, node: Node) -> list[tuple[Tensor, Tensor]]:
-        pairs = zip(node.many("extra"), node.many("columns"), strict=True)
-        return [(self.dry[x], self.dry[w]) for x, w in pairs]
+    def spec(self, node: Node, x: Value, **rest: Any) -> ConvSpec:
+        """Of a convolution that reads this and adds 1x1 convolutions."""
+        extra = tuple(other.shape[3] for other in node.many("extra"))
+        spec = forward_spec(self.dry[x], self.filters(node), **rest)
+        return replace(spec, extra=extra)
 
     def sum_inputs(self, conv: Node) -> dict[str, Value]:
         """Of what adds the parts of a convolution up."""

@@ -12,7 +12,8 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from triton_kernels.runtime.device import describe, standing_for
+from triton_kernels.conv.upsampled import upsampled_spec
+from triton_kernels.runtime.device import describe
 
 from ..differentiate import differentiate
 from ..embedding import TOGETHER, projection_columns
@@ -99,8 +100,10 @@ def step_plan(
 
     def serves(small: Value, channels: tuple[int, int], co: int) -> bool:
         meta = torch.empty(small.shape, dtype=small.dtype, device="meta")
-        with standing_for(describe(x.device)):
-            return kernels.serves_upsampled(meta, channels, co, True)
+        forward, grad = (upsampled_spec(meta, *channels, co, grad=g) for g in (False, True))
+        asked = {"conv_upsampled": forward, "conv_upsampled_input_grad": grad}
+        gpu = describe(x.device)
+        return all(kernels.OPS[op].why_apart(spec, gpu) is None for op, spec in asked.items())
 
     for value, reasons in fuse(graph, backward, step=serves).items():
         why[value] = why.get(value, []) + reasons

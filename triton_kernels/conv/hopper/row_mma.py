@@ -27,7 +27,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...hopper.descriptors import SUPPORTED, in_boxes, missing, takes
+from ...hopper.descriptors import SUPPORTED, in_boxes, missing
 from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
@@ -172,17 +172,15 @@ def _launch_resident(operands: Operands, rows: int) -> None:
     )
 
 
-def takes_small(small: Tensor, channels: int) -> bool:
-    """Whether `launch` takes upsample(small) among 1x1 terms of so many channels beside a norm."""
-    _, h, w, c = small.shape
-    fits = 2 * w in _WIDTHS and h % 2 == 0 and c % 64 == 0 and channels <= _MOST_EXTRA
-    return fits and takes(small)
-
-
-def takes_two(x1: Tensor, x2: Tensor, weight: Tensor) -> bool:
-    """Whether `launch_two` can do it."""
-    fits = x1.shape == x2.shape and tuple(x1.shape[2:]) == (64, 64) and x1.shape[1] % 2 == 0
-    return fits and tuple(weight.shape) == (64, 128, 3, 3) and takes(x1) and takes(x2)
+def refuse_two(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why `launch_two` cannot do it."""
+    if reason := missing(gpu, spec.itemsize):
+        return reason
+    if (spec.first, spec.k, spec.c, spec.r, spec.s) != (64, 128, 64, 3, 3):
+        return "it does 3x3 filters of 64 and 64 channels to 64"
+    if spec.w not in _WIDTHS or spec.h % 2 or spec.extra or spec.residual:
+        return f"it does images of 64 columns and even rows, not {spec.h}x{spec.w}, and adds none"
+    return None
 
 
 def launch_two(

@@ -7,6 +7,8 @@ partial sums of the launch that made x, so that every program can make them of a
 pixels are on their way, and normalize these before it multiplies.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +17,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...norm.single_cta_kernels import parameters, sum_of_lanes
 from ...norm.small_batch import about, load_sums
+from ...registry.kernel import Kernel, Op, configures
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
-from ...runtime.device import describe
+from ...runtime.device import Device, describe
+from ..fused_spec import forward_spec
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -82,18 +87,28 @@ def _norm_linear_kernel(
     tl.store(ptrs, y.to(y_ptr.dtype.element_ty), mask=(offs_co < CO)[:, None])
 
 
-def serves_norm_linear(
-    x: Tensor,  # [N, H, W, C]
-    partials: Tensor,  # [N, K, 2, C]
-    num_groups: int,
-) -> bool:
-    """Whether `norm_linear_few` can do it."""
-    n, h, w, c = x.shape
-    lanes = triton.next_power_of_2(c // num_groups) * triton.next_power_of_2(num_groups)
-    sums = lanes * triton.next_power_of_2(partials.shape[1])
-    fits = lanes <= _MAX_LANES and sums <= _MAX_LOADED and h * w % _BLOCK_M == 0
-    whole = c % 8 == 0 and x.dtype.itemsize == 2
-    return n <= _MAX_IMAGES and fits and whole and describe(x.device).tma
+@configures("norm_linear")
+class Rows(NamedTuple):
+    """Tiles of 64 channels of 32 pixels."""
+
+
+def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    if not gpu.tma or spec.itemsize != 2 or spec.k % 8 or spec.taps > 1:
+        return "it does 1x1 convolutions of numbers of 16 bits, of channels by 8, with TMA"
+    if spec.n > _MAX_IMAGES or spec.h * spec.w % _BLOCK_M:
+        return f"it does {_MAX_IMAGES} images at most, of whole tiles of {_BLOCK_M} pixels"
+    lanes = triton.next_power_of_2(spec.k // spec.groups) * triton.next_power_of_2(spec.groups)
+    sums = lanes * triton.next_power_of_2(max(spec.tiles))
+    if lanes > _MAX_LANES or sums > _MAX_LOADED:
+        return f"a program would have {lanes} lanes and load {sums} sums of either kind"
+    return None
+
+
+NORM_LINEAR = Op(
+    "norm_linear",
+    ("h", "w", "k", "c", "groups", "tiles", "dtype"),
+    (Kernel("norm_linear", Rows, _refuse, lambda *_: [Rows()]),),
+)
 
 
 def norm_linear_few(
@@ -112,7 +127,8 @@ def norm_linear_few(
     n, h, w, c = x.shape
     co, k, cg = weight.shape[0], partials.shape[1], c // num_groups
     assert x.is_contiguous() and weight.shape == (co, c) and weight.stride(1) == 1
-    assert serves_norm_linear(x, partials, num_groups) and partials.is_contiguous()
+    spec = forward_spec(x, weight[:, :, None, None], groups=num_groups, tiles=(k,))
+    assert partials.is_contiguous() and NORM_LINEAR.refuse(spec, describe(x.device)) is None
     y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
     if n == 0:
         return y

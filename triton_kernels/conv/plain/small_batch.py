@@ -202,12 +202,13 @@ def whole_config(spec: ConvSpec) -> EarlyConfig:
     return EarlyConfig(block_c, block_m, block_k, rounds, tail, 8 if block_k == _DEEPEST else 4)
 
 
-def serves_split(x_shape: Sequence[int], weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `split_early` should do it: images are few, and registers hold a tile of numbers of
-    this size."""
-    n, h, w, ci = x_shape
-    few = n <= EARLY_IMAGES and n * h * w <= _MAX_PIXELS
-    return few and dtype.itemsize == 2 and ci % 16 == 0
+def refuse_split(spec: ConvSpec) -> str | None:
+    """Why `split_early` should not do it: images are to be few, and registers to hold a tile of
+    numbers of this size."""
+    if spec.n > EARLY_IMAGES or spec.n * spec.h * spec.w > _MAX_PIXELS:
+        return f"it does {EARLY_IMAGES} images and {_MAX_PIXELS} pixels at most"
+    wrong = spec.itemsize != 2 or spec.k % 16
+    return "it does numbers of 16 bits, and channels by 16" if wrong else None
 
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:

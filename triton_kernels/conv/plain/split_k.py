@@ -20,16 +20,28 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...registry.choose import select
 from ...registry.kernel import Kernel, Op, configures
-from ...registry.spec import ConvSpec, dtype_name
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device, describe
 from ..fused_spec import forward_spec
 from ..hopper import one_row
-from .small_batch import EARLY_IMAGES, serves_split, split_early
+from .small_batch import EARLY_IMAGES, refuse_split, split_early
 from .tma import tile_origin
 from .tma_boxes import count_boxes, in_boxes, pixel_box, tile_sizes, weight_in_boxes
 
 _empty = torch.empty  # tests put a function here that returns NaNs
+
+
+@configures("one_row")
+class RowParts(NamedTuple):
+    """Rows of pixels, in so many parts."""
+
+    parts: int
+
+
+@configures("early")
+class EarlyParts(NamedTuple):
+    """What `small_batch.split_config` says."""
 
 
 @configures("split_k")
@@ -167,7 +179,7 @@ def conv_split(
     weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of x
     *,
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
-    config: SplitConfig | None = None,
+    config: RowParts | EarlyParts | SplitConfig | None = None,
 ) -> Tensor:  # float32 [S, N, CO, H * W]
     """The parts of conv(x), of stride 1 and padding R // 2, and 1x1 convolutions of others."""
     n, h, w, ci = x.shape
@@ -176,21 +188,19 @@ def conv_split(
     assert weight.permute(0, 2, 3, 1).is_contiguous() and r % 2 == s % 2 == 1
     channels = [other.shape[3] for other, _ in extra]
     spec, gpu = forward_spec(x, weight, extra=[other for other, _ in extra]), describe(x.device)
-    if config is None and not extra and one_row.refuse(spec, gpu) is None:
-        count = one_row.count_parts(spec, gpu)
-        parts = _empty((count, n, co, h * w), dtype=torch.float32, device=x.device)
-        one_row.launch_parts(x, weight, parts)
-        return parts
-    if config is None and serves_split(x.shape, weight, x.dtype):
-        return split_early(x, weight, extra=extra)
     if config is None:
 
-        def run(c: SplitConfig) -> Tensor:
+        def run(c: tuple) -> Tensor:
             return conv_split(x, weight, extra=extra, config=c).sum(0)
 
         config = select(CONV_SPLIT, spec, gpu, run).config
+    if isinstance(config, EarlyParts):
+        return split_early(x, weight, extra=extra)
     parts = _empty((config.parts, n, co, h * w), dtype=torch.float32, device=x.device)
     if n == 0:
+        return parts
+    if isinstance(config, RowParts):
+        one_row.launch_parts(x, weight, parts)
         return parts
     box = pixel_box(config.block_m, n, h, w)
     pairs = []
@@ -222,29 +232,6 @@ def conv_split(
         **overlapping(x.device, n * h * w),
     )
     return parts
-
-
-def worth_splitting(
-    x_shape: Sequence[int],  # N, H, W, CI
-    weight: Tensor,
-    device: torch.device,
-    extra: Sequence[int] = (),  # channels of which 1x1 convolutions are added
-) -> bool:
-    """Whether whole tiles would leave multiprocessors idle, each with a long chain of products."""
-    chip = describe(device)
-    n, h, w, ci = x_shape
-    co, _, r, s = weight.shape
-    spec = ConvSpec(n, dtype_name(weight.dtype), h, w, ci, co, r, s, extra=tuple(extra))
-    if one_row.refuse(spec, chip) is None:
-        return one_row.count_parts(spec, chip) > 1
-    block_c, block_m, block_k, *_ = _TILES[0]
-    programs = count_boxes(pixel_box(block_m, n, h, w), n, h, w) * triton.cdiv(co, block_c)
-    steps = r * s * triton.cdiv(ci, block_k)
-    # of Hopper's chains a product takes less than half as long (`conv.hopper.tile_mma`)
-    quick = chip.hopper and n > EARLY_IMAGES
-    few = programs <= chip.num_sms // (4 if quick else 1) and h * w <= _MAX_PIXELS
-    addressable = chip.tma and not any(c % 8 for c in (ci, co, *extra))
-    return addressable and few and steps >= 2 * _STEPS
 
 
 def _steps(block_k: int, spec: ConvSpec) -> int:
@@ -286,13 +273,64 @@ def _configs(spec: ConvSpec, gpu: Device) -> list[SplitConfig]:
     return list(dict.fromkeys(found))
 
 
+def _refuse_row(spec: ConvSpec, gpu: Device) -> str | None:
+    return "it adds no 1x1 convolutions" if spec.extra else one_row.refuse(spec, gpu)
+
+
+def _refuse_early(spec: ConvSpec, gpu: Device) -> str | None:
+    return _refuse_boxes(spec, gpu) or refuse_split(spec)
+
+
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    if reason := _refuse_boxes(spec, gpu):
+        return reason
+    if refuse_split(spec) is None:
+        return "of few images another is quicker"
     return None if _tiles(spec, gpu) else "no tile fits into shared memory"
 
 
+def _refuse_boxes(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why TMA does not fetch it."""
+    if not gpu.tma:
+        return "the GPU has no TMA"
+    if odd := [c for c in (spec.k, spec.c, *spec.extra) if c % 8]:
+        return f"{odd[0]} channels are no multiple of 8"
+    return None
+
+
+def _apart(spec: ConvSpec, gpu: Device) -> str | None:
+    """Parts are for what would leave multiprocessors idle in whole tiles, each with a long chain of
+    products."""
+    if one_row.refuse(spec, gpu) is None:
+        more = one_row.count_parts(spec, gpu) > 1
+        return None if more else "rows of pixels keep enough multiprocessors busy"
+    block_c, block_m, block_k, *_ = _TILES[0]
+    images = spec.n, spec.h, spec.w
+    programs = count_boxes(pixel_box(block_m, *images), *images) * triton.cdiv(spec.c, block_c)
+    # of Hopper's chains a product takes less than half as long (`conv.hopper.tile_mma`)
+    quick = gpu.hopper and spec.n > EARLY_IMAGES
+    if programs > gpu.num_sms // (4 if quick else 1):
+        return f"{programs} whole tiles keep {gpu.num_sms} multiprocessors busy"
+    if spec.h * spec.w > _MAX_PIXELS:
+        return f"the norm behind it reads {spec.h * spec.w} pixels; at most {_MAX_PIXELS}"
+    steps = spec.taps * triton.cdiv(spec.k, block_k)
+    return f"{steps} products are no long chain" if steps < 2 * _STEPS else None
+
+
+# The first that can is taken: of few images these two were the quicker ones.
 CONV_SPLIT = Op(
     "conv_split",
     ("h", "w", "k", "c", "r", "s", "dtype", "extra"),
-    (Kernel("split_k", SplitConfig, _refuse, _configs),),
+    (
+        Kernel(
+            "one_row",
+            RowParts,
+            _refuse_row,
+            lambda spec, gpu: [RowParts(one_row.count_parts(spec, gpu))],
+        ),
+        Kernel("early", EarlyParts, _refuse_early, lambda *_: [EarlyParts()]),
+        Kernel("split_k", SplitConfig, _refuse, _configs),
+    ),
     similar=False,
+    apart=_apart,
 )

@@ -17,10 +17,7 @@ from ..conv1d import conv_stage, head, project
 from .attention import (
     attention_backward,
     attention_forward,
-    norm_attention,
-    qkv_attention,
-    serves_norm_attention,
-    serves_qkv_attention,
+    projected_attention,
 )
 from .conv import (
     conv_down,
@@ -37,18 +34,12 @@ from .conv_and_norm import (
     conv_means,
     conv_meeting,
     conv_norm,
-    meets,
     norm_conv,
     norm_conv_of_two,
     norm_linear_few,
-    norms_in_conv,
-    serves_conv_means,
-    serves_norm_conv,
-    serves_norm_conv_of_two,
-    serves_norm_linear,
-    serves_small_terms,
 )
 from .inputs import begin_step, pad_channels, sinusoids
+from .joined import OPS, SMALL_NORM
 from .norms import (
     activation_grad,
     apply,
@@ -63,12 +54,10 @@ from .norms import (
 )
 from .one_launch_norms import (
     norm_of_sums,
-    norm_of_sums_pays,
     norm_of_sums_upsampled,
     norm_whole,
-    norm_whole_supported,
 )
-from .parts import conv_split, resample_parts, sum_parts, worth_splitting
+from .parts import conv_split, resample_parts, sum_parts
 from .resample import avg_pool, avg_pool_grad, avg_pool_partials, upsample, upsample_grad
 from .skip import skip_backward, skip_dx
 from .sums import RowSums, bias_grad, linear_grads, tensor_rows
@@ -77,11 +66,12 @@ from .upsampled import (
     conv_of_upsampled_input_grad,
     conv_upsampled,
     conv_upsampled_input_grad,
-    serves_upsampled,
     upsampled_filters,
 )
 
 __all__ = [
+    "OPS",
+    "SMALL_NORM",
     "NextNorm",
     "RowSums",
     "activation_grad",
@@ -114,10 +104,8 @@ __all__ = [
     "conv_weight_grads",
     "head",
     "linear_grads",
-    "meets",
     "norm_apply",
     "norm_apply_upsampled",
-    "norm_attention",
     "norm_backward",
     "norm_conv",
     "norm_conv_of_two",
@@ -125,24 +113,13 @@ __all__ = [
     "norm_grad_table",
     "norm_linear_few",
     "norm_of_sums",
-    "norm_of_sums_pays",
     "norm_of_sums_upsampled",
     "norm_table",
     "norm_whole",
-    "norm_whole_supported",
-    "norms_in_conv",
     "pad_channels",
     "project",
-    "qkv_attention",
+    "projected_attention",
     "resample_parts",
-    "serves_conv_means",
-    "serves_norm_attention",
-    "serves_norm_conv",
-    "serves_norm_conv_of_two",
-    "serves_norm_linear",
-    "serves_qkv_attention",
-    "serves_small_terms",
-    "serves_upsampled",
     "sinusoids",
     "skip_backward",
     "skip_dx",
@@ -152,5 +129,4 @@ __all__ = [
     "upsample",
     "upsample_grad",
     "upsampled_filters",
-    "worth_splitting",
 ]

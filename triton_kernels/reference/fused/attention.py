@@ -20,26 +20,11 @@ def attention_backward(do, qkv, o, state, num_heads, order, sums):
     return dqkv, dqkv.sum(1)
 
 
-def serves_qkv_attention(x, num_heads):
-    """Whether a GPU would rather have both in one launch; here few positions are."""
-    return x.shape[1] <= 40
-
-
-def qkv_attention(x, weight, bias, num_heads, order):
-    """`attention` of x weight^T + bias."""
-    return reference.attention(x @ weight.T + bias, num_heads, order=order)
-
-
-def serves_norm_attention(x, num_heads, norm):
-    """Whether a GPU would rather have all three in one launch; here of an odd number of images."""
-    return len(x) % 2 == 1
-
-
-def norm_attention(x, norm, weight, bias, num_heads, order):
+def projected_attention(x, norm, weight, bias, num_heads, order):
     """`attention` of norm(x) weight^T + bias, by partials, pixels and a norm's arguments; or of
     x weight^T + bias"""
     if norm is not None:
         partials, pixels, *rest = norm
         sums = (partials,), (pixels,)
         x = norm_of_sums(x[:, None], None, *sums, *rest, "identity")[:, 0]
-    return qkv_attention(x, weight, bias, num_heads, order)
+    return reference.attention(x @ weight.T + bias, num_heads, order=order)

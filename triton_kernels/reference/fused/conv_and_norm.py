@@ -10,16 +10,6 @@ from .one_launch_norms import norm_of_sums
 from .resample import avg_pool_partials, upsample
 
 
-def norms_in_conv(x, weight, num_groups, extra=(), second=0):
-    """Whether `conv_norm` may be asked."""
-    return x.shape[1] * x.shape[2] <= 96
-
-
-def meets(x, weight, num_groups, extra=()):
-    """Whether `conv_meeting` may be asked."""
-    return x.shape[1] * x.shape[2] <= 384
-
-
 def conv_meeting(x, weight, bias, norm, *, zeros=None, **terms):
     """As `conv_norm`."""
     return conv_norm(x, weight, bias, norm, **terms)
@@ -35,20 +25,10 @@ def conv_norm(x, weight, bias, norm, *, x2=None, **terms):
     return y if keep else None, partials if stats else None, a
 
 
-def serves_conv_means(x, weight, extra=()):
-    """Whether a GPU has the means of the result where it is made; here those of even sizes."""
-    return x.shape[1] % 2 == x.shape[2] % 2 == 0
-
-
 def conv_means(x, weight, bias, **terms):
     """What `conv_forward` returns with partials, and (its 2x2 means, their partials)."""
     y, partials = conv_forward(x, weight, bias, **terms, stats=True)
     return y, partials, avg_pool_partials(y)
-
-
-def serves_norm_conv(x, weight, extra, partials, num_groups):
-    """Whether a GPU would rather not have act(norm(x)) in memory; here few channels are."""
-    return weight.shape[2:] == (3, 3) and x.shape[3] <= 32
 
 
 def norm_conv(
@@ -68,16 +48,6 @@ def norm_conv(
     return conv_forward(a, weight, bias, stats=True, **terms)
 
 
-def serves_small_terms(small, channels, co):
-    """Whether `norm_conv` would rather upsample what it adds 1x1 convolutions of."""
-    return co <= 32
-
-
-def serves_norm_conv_of_two(x1, x2, weight, partials, num_groups):
-    """The same of two tensors side by side."""
-    return weight.shape[2:] == (3, 3) and x1.shape[3] <= 32
-
-
 def norm_conv_of_two(
     x1, x2, partials, num_groups, norm_weight, norm_bias, eps, activation, weight, bias,
     *, emb=None,
@@ -86,11 +56,6 @@ def norm_conv_of_two(
     pixels = (x1.shape[1] * x1.shape[2],) * 2
     table = norm_table(partials, pixels, num_groups, norm_weight, norm_bias, eps)
     return conv_forward(apply(x1, x2, table, activation), weight, bias, emb=emb, stats=True)
-
-
-def serves_norm_linear(x, partials, num_groups):
-    """Whether a norm may be in the launch of the 1x1 convolution behind it."""
-    return True
 
 
 def norm_linear_few(x, partials, pixels, num_groups, norm_weight, norm_bias, eps, weight, bias):

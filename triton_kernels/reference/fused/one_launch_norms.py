@@ -9,11 +9,6 @@ from .parts import sum_parts
 from .resample import avg_pool, upsample
 
 
-def norm_whole_supported(channels, num_groups, pixels):
-    """Whether `norm_whole` may be asked; a kernel keeps a group in registers."""
-    return pixels * channels // num_groups <= 300
-
-
 def norm_whole(
     x1, x2, num_groups, weight, bias, eps, activation, scale=None, shift=None, keep=True, pool=False
 ):
@@ -29,11 +24,6 @@ def norm_whole(
         ),
         x1 if keep else None,
     )
-
-
-def norm_of_sums_pays(elements):
-    """Whether to ask for `norm_of_sums`, or for a table and `apply`."""
-    return elements <= 20000
 
 
 def norm_of_sums(

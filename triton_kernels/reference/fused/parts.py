@@ -16,11 +16,6 @@ def conv_split(x, weight, *, extra=()):
     return torch.stack([y.reshape(n, h * w, -1).mT for y in parts])
 
 
-def worth_splitting(x_shape, weight, device, extra=()):
-    """Whether a GPU would rather have the parts; here small images do."""
-    return x_shape[1] * x_shape[2] <= 24
-
-
 def sum_parts(split: SplitConv):
     """(the convolution that was in parts; its partials, or None)"""
     n, h, w, c = split.shape

@@ -24,11 +24,6 @@ def upsampled_filters(weight, channels, dtype):
     return torch.stack(summed).to(dtype), weight[:, channels:].to(dtype)
 
 
-def serves_upsampled(small, channels, co, gradients=False):
-    """Whether a GPU would rather have what follows; here small images of an even width are."""
-    return small.shape[2] % 2 == 0
-
-
 def conv_of_upsampled(x, filters, bias):
     """(conv(upsample(x)) + bias, partials)"""
     summed, _ = filters
