@@ -8,10 +8,12 @@ question of its version: `canary` runs some of them.
 
 from math import prod
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import core
 
 # Wait for all threads of a partition: `barrier` from 3.7 on.
 sync_threads = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -27,6 +29,38 @@ tma_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_glob
 tma_store = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
 _copy = ampere.async_copy
 cp_async = getattr(_copy, "async_load", None) or _copy.async_copy_global_to_shared
+
+
+# Classes whose values a kernel hands from function to function, with methods; public from 3.8 on.
+_aggregate = getattr(gluon, "aggregate", None) or core._aggregate
+
+
+def aggregate(cls):
+    """A class of named values, each a tensor, a pointer, a descriptor, a buffer, a constexpr, None
+    or a tuple of these. Its constructor takes them in order or by name: that of Triton 3.8, which
+    older versions want to be written. Fields that are a `gl.constexpr` are known to the compiler;
+    what else annotations say is for the reader. (Before 3.9 a kernel's hash has its methods but
+    not its fields: whoever changes the order of these alone clears Triton's cache.)"""
+    names = list(cls.__annotations__)
+
+    def __init__(self, *args, **kwargs):
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if len(args) + len(kwargs) != len(names) or given.keys() != set(names):
+            raise TypeError(f"{cls.__name__} takes {', '.join(names)}; not {', '.join(given)}")
+        for name in names:
+            setattr(self, name, _as_value(given[name]))
+
+    __init__.__triton_builtin__ = True
+    cls.__init__ = __init__
+    cls.__annotations__ = {
+        name: kind if kind is gl.constexpr else core.base_value
+        for name, kind in cls.__annotations__.items()
+    }
+    return _aggregate(cls)
+
+
+def _as_value(x):
+    return x if isinstance(x, core.base_value) else gl.constexpr(x)
 
 
 # Views of shared memory that overlap, as what the taps of a filter see does. A view is as large as

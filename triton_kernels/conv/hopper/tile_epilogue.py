@@ -3,7 +3,10 @@ of one image or of several, and what belongs to their channels."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ...activations import activate_affine_grad
+from ...hopper.compat import aggregate, tma_load
 from ...hopper.pairs import widen_pairs
 
 
@@ -37,28 +40,102 @@ def places_of(n0, c0, N, C, IMAGES: gl.constexpr, SUMS: gl.constexpr):
     return offs, image, (image < N) & (offs < C)
 
 
-@gluon.jit
-def load_vectors(
-    vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, n0, c0, N, C,
-    IMAGES: gl.constexpr, DGRAD: gl.constexpr, SUMS: gl.constexpr,
-):  # fmt: skip
-    """What the epilogue wants for each channel, or for each channel and image."""
-    offs, image, valid = places_of(n0, c0, N, C, IMAGES, SUMS)
-    if DGRAD:
-        table = vectors_ptr + image.to(gl.int64) * 4 * C + offs
-        mean = gl.load(table, mask=valid, other=0.0)
-        rstd = gl.load(table + C, mask=valid, other=0.0)
-        g = gl.load(table + 2 * C, mask=valid, other=0.0)
-        b = gl.load(table + 3 * C, mask=valid, other=0.0)
-        return (mean, rstd, g, b)
-    else:
-        bias = gl.load(vectors_ptr + offs)
-        if extra_bias_ptr is not None:
-            bias += gl.load(extra_bias_ptr + offs)
-        if emb_ptr is not None:
-            to = emb_ptr + image.to(gl.int64) * stride_emb + offs
-            bias = bias + gl.load(to, mask=valid, other=0.0)
-        return (bias,)
+@aggregate
+class Terms:
+    """What an epilogue knows of each channel, or of each channel and image.
+
+    y = acc + bias + embedding (+ what lies beside);  dz = acc act'(xhat g + b),
+    xhat = (x - mean) rstd, where x lies beside"""
+
+    vectors_ptr: gl.tensor  # float32: bias [C]; DGRAD: table [N, 4, CV], or None: dz = acc
+    extra_bias_ptr: gl.tensor  # [C] or None
+    emb_ptr: gl.tensor  # [N, C] or None
+    stride_emb: gl.tensor
+    N: gl.tensor
+    C: gl.tensor
+    CV: gl.tensor
+    DGRAD: gl.constexpr
+    ACT: gl.constexpr
+
+    @gluon.jit
+    def load(self, n0, c0, IMAGES: gl.constexpr, SUMS: gl.constexpr):
+        offs, image, valid = places_of(n0, c0, self.N, self.CV, IMAGES, SUMS)
+        if self.vectors_ptr is None:
+            return ()
+        elif self.DGRAD:
+            CV = self.CV
+            table = self.vectors_ptr + image.to(gl.int64) * 4 * CV + offs
+            mean = gl.load(table, mask=valid, other=0.0)
+            rstd = gl.load(table + CV, mask=valid, other=0.0)
+            g = gl.load(table + 2 * CV, mask=valid, other=0.0)
+            b = gl.load(table + 3 * CV, mask=valid, other=0.0)
+            return (mean, rstd, g, b)
+        else:
+            bias = gl.load(self.vectors_ptr + offs)
+            if self.extra_bias_ptr is not None:
+                bias += gl.load(self.extra_bias_ptr + offs)
+            if self.emb_ptr is not None:
+                to = self.emb_ptr + image.to(gl.int64) * self.stride_emb + offs
+                bias = bias + gl.load(to, mask=valid, other=0.0)
+            return (bias,)
+
+    @gluon.jit
+    def over_pixels(self, loaded):
+        """What `load` found, as `apply` wants it."""
+        if self.vectors_ptr is None:
+            return ()
+        elif self.DGRAD:
+            mean, rstd, g, b = loaded
+            shift = (-mean * rstd)[:, :, None]
+            return (shift, rstd[:, :, None], g[:, :, None], b[:, :, None])
+        else:
+            return (loaded[0][:, :, None],)
+
+    @gluon.jit
+    def apply(self, y, beside, vectors, total, second):
+        """A piece of the result, before it is rounded. Of dz its sum and that of dz xhat are added
+        to two others."""
+        if self.vectors_ptr is None:
+            return y, total, second
+        elif self.DGRAD:
+            shift, rstd, g, b = vectors
+            xhat = beside * rstd + shift
+            y *= activate_affine_grad(xhat, g, b, self.ACT)
+            total += gl.sum(y, axis=2)
+            second += gl.sum(y * xhat, axis=2)
+            return y, total, second
+        else:
+            y += vectors[0]
+            if beside is not None:
+                y += beside
+            return y, total, second
+
+
+@aggregate
+class Beside:
+    """What an epilogue reads beside each tile: a tensor, or two that are concatenated."""
+
+    desc1: gl.tensor  # [H, N, W, C] in boxes of a tile, or None
+    desc2: gl.tensor  # or None
+    full: gl.shared_memory_descriptor  # a barrier for either warpgroup, or None
+    border: gl.tensor  # channels of the first of two
+
+    @gluon.jit
+    def load(self, buf, GROUP: gl.constexpr, n0, h0, w0, c0, PIXELS: gl.constexpr):
+        """To where the epilogue will write."""
+        bar = self.full.index(GROUP)
+        mbarrier.expect(bar, PIXELS * 128)
+        if self.desc2 is None:
+            tma_load(self.desc1, [h0, n0, w0, c0], bar, buf)
+        else:
+            left = c0 < self.border
+            right = c0 >= self.border
+            tma_load(self.desc1, [h0, n0, w0, c0], bar, buf, left)
+            tma_load(self.desc2, [h0, n0, w0, c0 - self.border], bar, buf, right)
+
+    @gluon.jit
+    def wait(self, GROUP: gl.constexpr, phase):
+        mbarrier.wait(self.full.index(GROUP), phase)
 
 
 @gluon.jit

@@ -10,14 +10,10 @@ what the other does.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ...hopper.compat import reinterpret, sync_threads, tma_load, view_from
-from ...hopper.pipeline import give_back, wait_empty, wait_full
+from ...hopper.compat import aggregate, reinterpret, sync_threads, tma_load, view_from
+from ...hopper.pipeline import Ring
 
 
 @gluon.constexpr_function
@@ -36,100 +32,114 @@ def pixels_from(x_bufs, chunk, shape: gl.constexpr):
 
 @gluon.jit
 def place_of_filter(r, s, k0, c0, DGRAD: gl.constexpr):
-    """Where the filter of row r and column s lies in [9, CO, CI]; see `load_filter_of_tap`."""
+    """Where the filter of row r and column s lies in [9, CO, CI]: of an input gradient the opposite
+    one, transposed when it is multiplied."""
     if DGRAD:
         return 8 - 3 * r - s, k0, c0
     else:
         return 3 * r + s, c0, k0
 
 
-@gluon.jit
-def load_filter(w_desc, tap, row, column, w_bufs, w_full, w_empty, step, STEPS: gl.constexpr):
-    """The filter [64, 64] of a tap from (row, column) on, into the ring's next slot."""
-    slot, bar = wait_empty(w_full, w_empty, step, STEPS, 64 * 128)
-    tma_load(w_desc, [tap, row, column], bar, w_bufs.index(slot))
+@aggregate
+class Tiles:
+    """Tiles of a result, of 64 channels and ROWS x W pixels of IMAGES images, in the order of their
+    numbers. Those of the same pixels are neighbours, so pixels come from memory once and then from
+    L2."""
+
+    count: gl.tensor
+    tiles_h: gl.tensor  # of an image, one below the other
+    blocks_c: gl.tensor  # of 64 channels
+    ROWS: gl.constexpr
+    IMAGES: gl.constexpr
+    W: gl.constexpr
+    COLUMNS: gl.constexpr  # of tiles, one beside the other
+
+    @gluon.jit
+    def place(self, i):
+        """Image, row and column where a tile of pixels begins, and its number within the image."""
+        tile = i // self.blocks_c
+        if self.COLUMNS == 1:
+            h = tile % self.tiles_h
+            return tile // self.tiles_h * self.IMAGES, h * self.ROWS, 0, h
+        else:
+            of_image = tile % (self.tiles_h * self.COLUMNS)
+            n0 = tile // (self.tiles_h * self.COLUMNS)
+            h0 = of_image // self.COLUMNS * self.ROWS
+            return n0, h0, of_image % self.COLUMNS * self.W, of_image
+
+    @gluon.jit
+    def channel(self, i):
+        """The first of its channels."""
+        return i % self.blocks_c * 64
 
 
-@gluon.jit
-def load_filter_of_tap(
-    w_desc, r, s, k0, c0, w_bufs, w_full, w_empty, step, DGRAD: gl.constexpr, STEPS: gl.constexpr
-):
-    """The filter of row r and column s: of an input gradient the opposite one, transposed when it
-    is multiplied."""
-    tap, row, column = place_of_filter(r, s, k0, c0, DGRAD)
-    load_filter(w_desc, tap, row, column, w_bufs, w_full, w_empty, step, STEPS)
+@aggregate
+class Blocks:
+    """What products of tiles read: a ring of blocks of pixels, and filters of one tap each."""
 
+    x: Ring
+    w_bufs: gl.shared_memory_descriptor  # [., 1, 64, channels of a block]
+    w: Ring  # of these; or None: FILTERS of them come with each block of pixels
+    FILTERS: gl.constexpr
+    CHUNKS: gl.constexpr  # of 8 pixels, of a block
+    PIXELS: gl.constexpr  # of a tile
+    WIDTH: gl.constexpr  # of these, those of a row of all its images
+    DGRAD: gl.constexpr  # filters are transposed
 
-@gluon.jit
-def multiply_tap(acc, x_bufs, w_bufs, chunk, slot, PIXELS: gl.constexpr, DGRAD: gl.constexpr):
-    """The product of a filter with the tile, begun but not waited for."""
-    BITS: gl.constexpr = w_bufs.dtype.primitive_bitwidth
-    CHANNELS: gl.constexpr = 1024 // BITS
-    w = w_bufs.index(slot)
-    w = reinterpret(w, w.dtype, [64, CHANNELS], gl.NVMMASharedLayout(128, BITS))
-    if DGRAD:
-        w = w.permute((1, 0))
-    x = pixels_from(x_bufs, chunk, [PIXELS, CHANNELS]).permute((1, 0))
-    return warpgroup_mma(w, x, acc, is_async=True)
+    @gluon.jit
+    def load_filter(self, w_desc, tap, row, column, step):
+        """The filter [64, 64] of a tap from (row, column) on, into the next slot of its ring."""
+        slot, bar = self.w.acquire(step, 64 * 128)
+        tma_load(w_desc, [tap, row, column], bar, self.w_bufs.index(slot))
 
+    @gluon.jit
+    def multiply_tap(self, acc, chunk, slot, DGRAD: gl.constexpr):
+        """The product of a filter with the tile, begun but not waited for."""
+        BITS: gl.constexpr = self.w_bufs.dtype.primitive_bitwidth
+        CHANNELS: gl.constexpr = 1024 // BITS
+        w = self.w_bufs.index(slot)
+        w = reinterpret(w, w.dtype, [64, CHANNELS], gl.NVMMASharedLayout(128, BITS))
+        if DGRAD:
+            w = w.permute((1, 0))
+        x = pixels_from(self.x.bufs, chunk, [self.PIXELS, CHANNELS]).permute((1, 0))
+        return warpgroup_mma(w, x, acc, is_async=True)
 
-@gluon.jit
-def multiply_blocks(
-    acc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, block, step, count,
-    PIXELS: gl.constexpr, WIDTH: gl.constexpr, DGRAD: gl.constexpr,
-    BLOCKS: gl.constexpr, STEPS: gl.constexpr,
-):  # fmt: skip
-    """The products of `count` blocks with three filters each. The last one is still under way at
-    the end, and what it reads is not given back; see `finish_products`."""
-    CHUNKS: gl.constexpr = block_chunks(PIXELS, WIDTH)
-    for j in range(count):
-        stage = wait_full(x_full, block, BLOCKS)
-        for r in gl.static_range(3):
-            slot = wait_full(w_full, step, STEPS)
-            chunk = stage * CHUNKS + r * (WIDTH // 8)
-            acc = multiply_tap(acc, x_bufs, w_bufs, chunk, slot, PIXELS, DGRAD)
-            acc = warpgroup_mma_wait(1, deps=(acc,))  # the tap before is done
-            sync_threads()
-            later = j + r > 0
-            give_back(w_empty, step + STEPS - 1, STEPS, later)
-            if r == 0:
-                give_back(x_empty, block + BLOCKS - 1, BLOCKS, later)
-            step += 1
-        block += 1
-    return acc, block, step
+    @gluon.jit
+    def multiply(self, acc, block, step, count, TAPS: gl.constexpr = 3, later=False):
+        """The products of `count` blocks with TAPS filters each. The last ones are still under way
+        at the end, and what they read is not given back; see `finish`. `later`: those of a block
+        before these are still under way."""
+        for j in range(count):
+            stage = self.x.wait(block)
+            for r in gl.static_range(TAPS):
+                if self.w is None:
+                    chunk = stage * self.CHUNKS + r * (self.WIDTH // 8)
+                    acc = self.multiply_tap(acc, chunk, stage * self.FILTERS + r, self.DGRAD)
+                else:
+                    slot = self.w.wait(step)
+                    chunk = stage * self.CHUNKS + r * (self.WIDTH // 8)
+                    acc = self.multiply_tap(acc, chunk, slot, self.DGRAD)
+                    acc = warpgroup_mma_wait(1, deps=(acc,))  # the tap before is done
+                    sync_threads()
+                    begun = j + r > 0
+                    self.w.release_before(step, begun)
+                    if r == 0:
+                        self.x.release_before(block, begun)
+                    step += 1
+            if self.w is None:  # the threads meet once a block, not once a product
+                acc = warpgroup_mma_wait(TAPS, deps=(acc,))  # the block before is done
+                sync_threads()
+                self.x.release_before(block, (j > 0) | later)
+            block += 1
+        return acc, block, step
 
-
-@gluon.jit
-def multiply_blocks_with_filters(
-    acc, x_bufs, w_bufs, full, empty, block, count, later,
-    TAPS: gl.constexpr, FILTERS: gl.constexpr, CHUNKS: gl.constexpr,
-    PIXELS: gl.constexpr, WIDTH: gl.constexpr, DGRAD: gl.constexpr, BLOCKS: gl.constexpr,
-):  # fmt: skip
-    """`multiply_blocks` where filters come and go with a block of pixels, of CHUNKS: the threads
-    meet once a block, not once a product. There is room for FILTERS, and TAPS are multiplied.
-    `later`: those of a block before these are still under way."""
-    for j in range(count):
-        stage = wait_full(full, block, BLOCKS)
-        for r in gl.static_range(TAPS):
-            chunk = stage * CHUNKS + r * (WIDTH // 8)
-            acc = multiply_tap(acc, x_bufs, w_bufs, chunk, stage * FILTERS + r, PIXELS, DGRAD)
-        acc = warpgroup_mma_wait(TAPS, deps=(acc,))  # the block before is done
+    @gluon.jit
+    def finish(self, acc, block, step, turns, GROUP: gl.constexpr):
+        """The other warpgroup may begin; then the sums, when the last product is done."""
+        turns.give(GROUP)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
         sync_threads()
-        give_back(empty, block + BLOCKS - 1, BLOCKS, (j > 0) | later)
-        block += 1
-    return acc, block
-
-
-@gluon.jit
-def finish_products(
-    acc, x_empty, w_empty, turns, block, step,
-    GROUP: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr,
-):  # fmt: skip
-    """The other warpgroup may begin; then the sums, when the last product is done."""
-    mbarrier.arrive(turns.index(1 - GROUP), count=1)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    sync_threads()
-    if STEPS > 0:
-        give_back(w_empty, step + STEPS - 1, STEPS)
-    give_back(x_empty, block + BLOCKS - 1, BLOCKS)
-    return acc
+        if self.w is not None:
+            self.w.release_before(step)
+        self.x.release_before(block)
+        return acc

@@ -23,8 +23,7 @@ from .operands import filters_in_boxes
 from .tile_mma import WIDTHS, cut, in_rows
 
 if SUPPORTED:
-    from .unfused_pointwise import conv_bare_points_kernel
-    from .unfused_ring import conv_bare_ring_kernel
+    from .unfused_pointwise import conv_bare_points_kernel, conv_bare_ring_kernel
     from .unfused_single_tile import conv_bare_once_kernel
     from .unfused_single_tile_tf32 import conv_bare_once_tf32_kernel
     from .unfused_tiles import conv_bare_tiles_kernel

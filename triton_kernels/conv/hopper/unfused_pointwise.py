@@ -1,8 +1,16 @@
-"""The kernel of `conv.hopper.unfused` for 1x1 filters: a product [pixels, K] times [K, C].
+"""Two kernels of `conv.hopper.unfused` for 1x1 filters: a product [pixels, K] times [K, C].
 
 Such a convolution is bound by memory, and a matrix product in the usual tiles by the L2 cache: it
-fetches the filters again for every tile of pixels, and the pixels for every block of channels. Here
-a program keeps the filters of its channels, all of K, and lets the pixels pass by.
+fetches the filters again for every tile of pixels, and the pixels for every block of channels.
+
+`conv_bare_points_kernel`: a program keeps the filters of its channels, all of K, and lets the
+pixels pass by; two warpgroups take a tile each in turn.
+
+`conv_bare_ring_kernel`: filters of 320 and more channels leave no room for pixels if they stay, and
+a program a tile has an end and a beginning in which nothing is fetched (`bare_once`). Here a
+program goes from tile to tile, pixels and filters pass by in one ring, and a warp fetches those of
+the next tile while this one's results are stored. A tile has all of 192 channels, of which a
+warpgroup does 64: pixels are fetched once.
 """
 
 from triton.experimental import gluon
@@ -14,93 +22,115 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from ...hopper.compat import sync_threads, tma_load, tma_store
+from ...hopper.compat import aggregate, sync_threads, tma_load, tma_store
 from ...hopper.pairs import round_pairs
-from ...hopper.pipeline import (
-    give_back,
-    new_barrier_pairs,
-    new_barriers,
-    wait_empty,
-    wait_for,
-    wait_full,
-)
+from ...hopper.pipeline import new_barriers, new_ring, new_turns, wait_for
+from ...hopper.roles import launch_roles
+
+
+@aggregate
+class _Product:
+    """y = x w + bias and its tiles, of PIXELS and C_BLOCKS times 64 channels."""
+
+    x_desc: gl.tensor  # [M, K] in boxes [PIXELS, 64]: x, or dy
+    w_desc: gl.tensor  # [CO, CI] in boxes [64, 64]
+    y_desc: gl.tensor  # [M, C] in boxes [PIXELS, 64]: y, or dx
+    bias_ptr: gl.tensor  # [C] or None
+    C: gl.tensor
+    PIXELS: gl.constexpr
+    K_BLOCKS: gl.constexpr  # of 64 channels of x
+    C_BLOCKS: gl.constexpr
+    DGRAD: gl.constexpr
 
 
 @gluon.jit
-def _load(
-    x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, first, stride, tiles, c0,
-    PIXELS: gl.constexpr, K_BLOCKS: gl.constexpr, C_BLOCKS: gl.constexpr,
-    DGRAD: gl.constexpr, BLOCKS: gl.constexpr,
-):  # fmt: skip
-    mbarrier.expect(w_full.index(0), K_BLOCKS * C_BLOCKS * 64 * 128)
-    for k in range(K_BLOCKS):
-        for j in gl.static_range(C_BLOCKS):
-            buf = w_bufs.index(k * C_BLOCKS + j)
-            c = c0 + j * 64
-            if DGRAD:
-                tma_load(w_desc, [k * 64, c], w_full.index(0), buf)
-            else:
-                tma_load(w_desc, [c, k * 64], w_full.index(0), buf)
+def _load_filters(p, bufs, slot, bar, k, c0):
+    """Those of the k-th 64 channels of the sum."""
+    for j in gl.static_range(p.C_BLOCKS):
+        c = c0 + j * 64
+        at = [k * 64, c] if p.DGRAD else [c, k * 64]
+        tma_load(p.w_desc, at, bar, bufs.index(slot * p.C_BLOCKS + j))
+
+
+@gluon.jit
+def _multiply_block(p, acc, x_bufs, stage, w_bufs, slot, k: gl.constexpr):
+    w = w_bufs.index(slot)
+    if p.DGRAD:
+        w = w.permute((1, 0))
+    x = x_bufs.index(stage).permute((1, 0))
+    return warpgroup_mma(w, x, acc, use_acc=k > 0, is_async=True)
+
+
+@gluon.jit
+def _add_bias(p, acc, c):
+    if p.bias_ptr is not None:
+        offs = c + gl.arange(0, 64, layout=gl.SliceLayout(1, acc.type.layout))
+        bias = gl.load(p.bias_ptr + offs, mask=offs < p.C, other=0.0)
+        acc += bias.to(gl.float32)[:, None]
+    return acc
+
+
+@gluon.jit
+def _stage(acc, buf):
+    buf.permute((1, 0)).store(round_pairs(acc, buf.dtype))
+    fence_async_shared()
+
+
+# --- filters that stay ----------------------------------------------------------------------------
+
+
+@gluon.jit
+def _load(p, x, w_bufs, w_full, first, stride, tiles, c0):
+    mbarrier.expect(w_full.index(0), p.K_BLOCKS * p.C_BLOCKS * 64 * 128)
+    for k in range(p.K_BLOCKS):
+        _load_filters(p, w_bufs, k, w_full.index(0), k, c0)
     block = 0
     for tile in range(first, tiles, stride):
-        for k in range(K_BLOCKS):
-            stage, bar = wait_empty(x_full, x_empty, block, BLOCKS, PIXELS * 128)
-            tma_load(x_desc, [tile * PIXELS, k * 64], bar, x_bufs.index(stage))
+        for k in range(p.K_BLOCKS):
+            stage, bar = x.acquire(block, p.PIXELS * 128)
+            tma_load(p.x_desc, [tile * p.PIXELS, k * 64], bar, x.bufs.index(stage))
             block += 1
 
 
 @gluon.jit
-def _multiply(
-    y_desc, x_bufs, w_bufs, y_bufs, x_full, x_empty, w_full, turns, bias_ptr,
-    C, first, stride, tiles, c0,
-    GROUP: gl.constexpr, PIXELS: gl.constexpr, K_BLOCKS: gl.constexpr, C_BLOCKS: gl.constexpr,
-    DGRAD: gl.constexpr, BLOCKS: gl.constexpr, OUT: gl.constexpr,
-):  # fmt: skip
+def _multiply(GROUP: gl.constexpr, p, x, w_bufs, w_full, y_bufs, turns, first, stride, tiles, c0):
     """Every other tile, beginning with that of GROUP. The groups multiply in turn: a barrier knows
     two states, and so would take blocks of the other's tile for those of this one."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
-    VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    block = GROUP * K_BLOCKS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.PIXELS, 16])
+    OUT: gl.constexpr = y_bufs.shape[0] // 2
+    block = GROUP * p.K_BLOCKS
     stored = 0
     phase = 0
     mbarrier.wait(w_full.index(0), 0)
     for tile in range(first + GROUP * stride, tiles, 2 * stride):
         accs = ()
-        for _ in gl.static_range(C_BLOCKS):
-            accs = accs + (gl.zeros([64, PIXELS], gl.float32, LAYOUT),)
-        mbarrier.wait(turns.index(GROUP), phase ^ (1 - GROUP))
-        for k in gl.static_range(K_BLOCKS):
-            stage = wait_full(x_full, block + k, BLOCKS)
-            x = x_bufs.index(stage).permute((1, 0))
+        for _ in gl.static_range(p.C_BLOCKS):
+            accs = accs + (gl.zeros([64, p.PIXELS], gl.float32, LAYOUT),)
+        turns.wait(GROUP, phase)
+        for k in gl.static_range(p.K_BLOCKS):
+            stage = x.wait(block + k)
             sums = ()
-            for j in gl.static_range(C_BLOCKS):
-                w = w_bufs.index(k * C_BLOCKS + j)
-                if DGRAD:
-                    w = w.permute((1, 0))
-                sums = sums + (warpgroup_mma(w, x, accs[j], use_acc=k > 0, is_async=True),)
+            for j in gl.static_range(p.C_BLOCKS):
+                slot = k * p.C_BLOCKS + j
+                sums = sums + (_multiply_block(p, accs[j], x.bufs, stage, w_bufs, slot, k),)
             accs = sums
             if k > 0:  # those of the block before are done
-                accs = wait_for(C_BLOCKS, accs, C_BLOCKS)
+                accs = wait_for(p.C_BLOCKS, accs, p.C_BLOCKS)
                 sync_threads()
-                give_back(x_empty, block + k - 1, BLOCKS)
-        mbarrier.arrive(turns.index(1 - GROUP), count=1)
-        accs = wait_for(0, accs, C_BLOCKS)
+                x.release(block + k - 1)
+        turns.give(GROUP)
+        accs = wait_for(0, accs, p.C_BLOCKS)
         sync_threads()
-        give_back(x_empty, block + K_BLOCKS - 1, BLOCKS)
-        block += 2 * K_BLOCKS
+        x.release(block + p.K_BLOCKS - 1)
+        block += 2 * p.K_BLOCKS
 
-        for j in gl.static_range(C_BLOCKS):
-            y = accs[j]
+        for j in gl.static_range(p.C_BLOCKS):
             c = c0 + j * 64
-            if bias_ptr is not None:
-                offs = c + gl.arange(0, 64, layout=VECTOR)
-                bias = gl.load(bias_ptr + offs, mask=offs < C, other=0.0)
-                y += bias.to(gl.float32)[:, None]
+            y = _add_bias(p, accs[j], c)
             slot = GROUP * OUT + stored % OUT
             tma.store_wait(OUT - 1)  # the one that was there
-            y_bufs.index(slot).permute((1, 0)).store(round_pairs(y, y_bufs.dtype))
-            fence_async_shared()
-            tma_store(y_desc, [tile * PIXELS, c], y_bufs.index(slot))
+            _stage(y, y_bufs.index(slot))
+            tma_store(p.y_desc, [tile * p.PIXELS, c], y_bufs.index(slot))
             stored += 1
         phase ^= 1
     tma.store_wait(0)
@@ -108,27 +138,28 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["M"])
 def conv_bare_points_kernel(
-    x_desc,  # [M, K] in boxes [PIXELS, 64]: x, or dy
-    w_desc,  # [CO, CI] in boxes [64, 64]
-    y_desc,  # [M, C] in boxes [PIXELS, 64]: y, or dx
-    bias_ptr,  # [C] or None
+    x_desc,  # as in `_Product`
+    w_desc,
+    y_desc,
+    bias_ptr,
     M,
     C,
     PIXELS: gl.constexpr,  # of a tile: 128 or 256
-    K_BLOCKS: gl.constexpr,  # of 64 channels of x
+    K_BLOCKS: gl.constexpr,
     C_BLOCKS: gl.constexpr,  # of 64 channels of y, of a program
     DGRAD: gl.constexpr,
     BLOCKS: gl.constexpr,  # of pixels in shared memory
     OUT: gl.constexpr,  # of results there, for either warpgroup
     num_warps: gl.constexpr,
 ):
+    p = _Product(x_desc, w_desc, y_desc, bias_ptr, C, PIXELS, K_BLOCKS, C_BLOCKS, DGRAD)
     dtype: gl.constexpr = x_desc.dtype
     x_bufs = gl.allocate_shared_memory(dtype, [BLOCKS, PIXELS, 64], x_desc.layout)
     w_bufs = gl.allocate_shared_memory(dtype, [K_BLOCKS * C_BLOCKS, 64, 64], w_desc.layout)
     y_bufs = gl.allocate_shared_memory(dtype, [2 * OUT, PIXELS, 64], y_desc.layout)
-    x_full, x_empty = new_barrier_pairs(BLOCKS)
+    x = new_ring(x_bufs, BLOCKS)
     w_full = new_barriers(1)
-    turns = new_barriers(2)
+    turns = new_turns(2)
     fence_async_shared()
     sync_threads()
 
@@ -138,25 +169,88 @@ def conv_bare_points_kernel(
     first = gl.program_id(0) // groups
     stride = gl.num_programs(0) // groups
     tiles = (M + PIXELS - 1) // PIXELS
-    gl.warp_specialize(
-        [
-            (
-                _multiply,
-                (
-                    y_desc, x_bufs, w_bufs, y_bufs, x_full, x_empty, w_full, turns, bias_ptr, C,
-                    first, stride, tiles, c0, role, PIXELS, K_BLOCKS, C_BLOCKS, DGRAD, BLOCKS, OUT,
-                ),
-            )
-            if role < 2
-            else (
-                _load,
-                (
-                    x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, first, stride, tiles,
-                    c0, PIXELS, K_BLOCKS, C_BLOCKS, DGRAD, BLOCKS,
-                ),
-            )
-            for role in (0, 1, 2)
-        ],
-        [4, 1],
-        [240, 24],
+    launch_roles(
+        _multiply, (p, x, w_bufs, w_full, y_bufs, turns, first, stride, tiles, c0),
+        _load, (p, x, w_bufs, w_full, first, stride, tiles, c0),
+        2, (240, 24),
+    )  # fmt: skip
+
+
+# --- filters in the ring --------------------------------------------------------------------------
+
+
+@gluon.jit
+def _load_with_filters(p, ring, tiles, groups):
+    x_bufs, w_bufs = ring.bufs
+    block = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        m = tile // groups * p.PIXELS
+        c0 = tile % groups * (p.C_BLOCKS * 64)
+        for k in range(p.K_BLOCKS):
+            slot, bar = ring.acquire(block, (p.PIXELS + p.C_BLOCKS * 64) * 128)
+            tma_load(p.x_desc, [m, k * 64], bar, x_bufs.index(slot))
+            _load_filters(p, w_bufs, slot, bar, k, c0)
+            block += 1
+
+
+@gluon.jit
+def _multiply_with_filters(GROUP: gl.constexpr, p, ring, y_bufs, tiles, groups):
+    """64 of each tile's channels."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.PIXELS, 16])
+    x_bufs, w_bufs = ring.bufs
+    block = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        c = tile % groups * (p.C_BLOCKS * 64) + GROUP * 64
+        acc = gl.zeros([64, p.PIXELS], gl.float32, LAYOUT)
+        for k in gl.static_range(p.K_BLOCKS):
+            slot = ring.wait(block + k)
+            acc = _multiply_block(p, acc, x_bufs, slot, w_bufs, slot * p.C_BLOCKS + GROUP, k)
+            if k > 0:  # the product before is done
+                acc = wait_for(1, (acc,), 1)[0]
+                sync_threads()
+                ring.release(block + k - 1)
+        acc = wait_for(0, (acc,), 1)[0]
+        sync_threads()
+        ring.release(block + p.K_BLOCKS - 1)
+        block += p.K_BLOCKS
+
+        y = _add_bias(p, acc, c)
+        tma.store_wait(0)  # of the tile before
+        sync_threads()
+        _stage(y, y_bufs.index(GROUP))
+        tma_store(p.y_desc, [tile // groups * p.PIXELS, c], y_bufs.index(GROUP))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def conv_bare_ring_kernel(
+    x_desc,  # as in `_Product`
+    w_desc,
+    y_desc,
+    bias_ptr,
+    M,
+    C,
+    PIXELS: gl.constexpr,
+    K_BLOCKS: gl.constexpr,
+    C_BLOCKS: gl.constexpr,  # of a tile: a warpgroup each; 2 or 3
+    DGRAD: gl.constexpr,
+    BLOCKS: gl.constexpr,  # of pixels and filters in shared memory
+    num_warps: gl.constexpr,
+):
+    p = _Product(x_desc, w_desc, y_desc, bias_ptr, C, PIXELS, K_BLOCKS, C_BLOCKS, DGRAD)
+    dtype: gl.constexpr = x_desc.dtype
+    x_bufs = gl.allocate_shared_memory(dtype, [BLOCKS, PIXELS, 64], x_desc.layout)
+    w_bufs = gl.allocate_shared_memory(dtype, [BLOCKS * C_BLOCKS, 64, 64], w_desc.layout)
+    y_bufs = gl.allocate_shared_memory(dtype, [C_BLOCKS, PIXELS, 64], y_desc.layout)
+    ring = new_ring((x_bufs, w_bufs), BLOCKS, C_BLOCKS)
+    fence_async_shared()
+    sync_threads()
+
+    # programs that are neighbours do the same pixels
+    groups = (C + C_BLOCKS * 64 - 1) // (C_BLOCKS * 64)
+    tiles = (M + PIXELS - 1) // PIXELS * groups
+    launch_roles(
+        _multiply_with_filters, (p, ring, y_bufs, tiles, groups),
+        _load_with_filters, (p, ring, tiles, groups),
+        C_BLOCKS, (232, 32) if C_BLOCKS == 2 else (160, 24),
     )  # fmt: skip

@@ -12,59 +12,42 @@ One warp loads; two warpgroups multiply, a tile each, so that one stores while t
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_load, tma_store
 from ...hopper.pairs import round_pairs
-from ...hopper.pipeline import new_barrier_pairs, new_barriers, wait_empty
-from .tile_mma_loop import (
-    block_chunks,
-    finish_products,
-    load_filter_of_tap,
-    multiply_blocks,
-    pixels_from,
-)
+from ...hopper.pipeline import new_ring, new_turns
+from ...hopper.roles import launch_roles
+from .tile_mma_loop import Blocks, Tiles, block_chunks, pixels_from, place_of_filter
 
 
 @gluon.jit
-def _load(
-    x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, K, tiles, tiles_h, blocks_c,
-    ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
-    BLOCKS: gl.constexpr, STEPS: gl.constexpr,
-):  # fmt: skip
-    PAIRS: gl.constexpr = ROWS // 2 + 1
-    CHUNKS: gl.constexpr = block_chunks(ROWS * IMAGES * W, IMAGES * W)
+def _load(x_desc, w_desc, blocks, tiles, K):
+    PAIRS: gl.constexpr = tiles.ROWS // 2 + 1
     block = 0
     step = 0
-    for i in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        c0 = i % blocks_c * 64
-        n = i // blocks_c // tiles_h * IMAGES
-        h0 = i // blocks_c % tiles_h * ROWS
+    for i in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
+        c0 = tiles.channel(i)
+        n, h0, _, _ = tiles.place(i)
         for k0 in range(0, K, 64):
             for s in gl.static_range(3):
-                stage, bar = wait_empty(x_full, x_empty, block, BLOCKS, CHUNKS * 8 * 128)
+                stage, bar = blocks.x.acquire(block, blocks.CHUNKS * 8 * 128)
                 for j in gl.static_range(PAIRS):
-                    chunk = stage * CHUNKS + j * (IMAGES * W // 4)
-                    rows = pixels_from(x_bufs, chunk, [2, IMAGES, W, 64])
+                    chunk = stage * blocks.CHUNKS + j * (blocks.WIDTH // 4)
+                    rows = pixels_from(blocks.x.bufs, chunk, [2, tiles.IMAGES, tiles.W, 64])
                     at = [h0 + 2 * j - 1, n, s - 1, k0]
                     tma_load(x_desc, at, bar, rows)
                 block += 1
                 for r in gl.static_range(3):
-                    load_filter_of_tap(
-                        w_desc, r, s, k0, c0, w_bufs, w_full, w_empty, step, DGRAD, STEPS
-                    )
+                    tap, row, column = place_of_filter(r, s, k0, c0, blocks.DGRAD)
+                    blocks.load_filter(w_desc, tap, row, column, step)
                     step += 1
 
 
 @gluon.jit
-def _multiply(
-    y_desc, x_bufs, w_bufs, y_bufs, x_full, x_empty, w_full, w_empty, turns, bias_ptr,
-    K, tiles, tiles_h, blocks_c,
-    GROUP: gl.constexpr, ROWS: gl.constexpr, IMAGES: gl.constexpr, W: gl.constexpr,
-    DGRAD: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr,
-):  # fmt: skip
+def _multiply(GROUP: gl.constexpr, y_desc, y_bufs, blocks, turns, tiles, bias_ptr, K):
     """Every other tile, beginning with that of GROUP; in turn, as in `bare_points`."""
-    PIXELS: gl.constexpr = ROWS * IMAGES * W
+    PIXELS: gl.constexpr = blocks.PIXELS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     tile_blocks = K // 64 * 3
@@ -73,17 +56,13 @@ def _multiply(
     y_buf = y_bufs.index(GROUP)
     programs = gl.num_programs(0)
     phase = 0
-    for i in range(gl.program_id(0) + GROUP * programs, tiles, 2 * programs):
-        c0 = i % blocks_c * 64
-        n = i // blocks_c // tiles_h * IMAGES
-        h0 = i // blocks_c % tiles_h * ROWS
+    for i in range(gl.program_id(0) + GROUP * programs, tiles.count, 2 * programs):
+        c0 = tiles.channel(i)
+        n, h0, _, _ = tiles.place(i)
         acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
-        mbarrier.wait(turns.index(GROUP), phase ^ (1 - GROUP))
-        acc, block, step = multiply_blocks(
-            acc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, block, step, tile_blocks,
-            PIXELS, IMAGES * W, DGRAD, BLOCKS, STEPS,
-        )  # fmt: skip
-        acc = finish_products(acc, x_empty, w_empty, turns, block, step, GROUP, BLOCKS, STEPS)
+        turns.wait(GROUP, phase)
+        acc, block, step = blocks.multiply(acc, block, step, tile_blocks)
+        acc = blocks.finish(acc, block, step, turns, GROUP)
         block += tile_blocks  # those of the other warpgroup
         step += tile_blocks * 3
 
@@ -123,36 +102,19 @@ def conv_bare_tiles_kernel(
     x_bufs = allocate_for_views(dtype, [BLOCKS * CHUNKS, 8, 64], MATRIX)
     w_bufs = gl.allocate_shared_memory(dtype, [STEPS, 1, 64, 64], w_desc.layout)
     y_bufs = gl.allocate_shared_memory(dtype, [2, ROWS, IMAGES, W, 64], y_desc.layout)
-    x_full, x_empty = new_barrier_pairs(BLOCKS)
-    w_full, w_empty = new_barrier_pairs(STEPS)
-    turns = new_barriers(2)
+    x = new_ring(x_bufs, BLOCKS)
+    w = new_ring(w_bufs, STEPS)
+    turns = new_turns(2)
     fence_async_shared()
     sync_threads()
 
-    # programs that are neighbours do the same pixels
     blocks_c = C // 64
     tiles_h = H // ROWS
-    tiles = gl.cdiv(N, IMAGES) * tiles_h * blocks_c
-    gl.warp_specialize(
-        [
-            (
-                _multiply,
-                (
-                    y_desc, x_bufs, w_bufs, y_bufs, x_full, x_empty, w_full, w_empty, turns,
-                    bias_ptr, K, tiles, tiles_h, blocks_c, role, ROWS, IMAGES, W, DGRAD, BLOCKS,
-                    STEPS,
-                ),
-            )
-            if role < 2
-            else (
-                _load,
-                (
-                    x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, w_empty, K, tiles,
-                    tiles_h, blocks_c, ROWS, IMAGES, W, DGRAD, BLOCKS, STEPS,
-                ),
-            )
-            for role in (0, 1, 2)
-        ],
-        [4, 1],
-        [240, 24],
+    count = gl.cdiv(N, IMAGES) * tiles_h * blocks_c
+    tiles = Tiles(count, tiles_h, blocks_c, ROWS, IMAGES, W, 1)
+    blocks = Blocks(x, w_bufs, w, 0, CHUNKS, ROWS * IMAGES * W, IMAGES * W, DGRAD)
+    launch_roles(
+        _multiply, (y_desc, y_bufs, blocks, turns, tiles, bias_ptr, K),
+        _load, (x_desc, w_desc, blocks, tiles, K),
+        2, (240, 24),
     )  # fmt: skip
