@@ -15,7 +15,7 @@ from triton_kernels.norm import (
 from triton_kernels.norm import (
     tables as norm_tables,
 )
-from triton_kernels.norm.pass_grid import PassConfig
+from triton_kernels.norm.inline_statistics import OneLaunch, TwoLaunches
 from triton_kernels.reductions import row_sums
 
 from .norm_cases import (
@@ -32,6 +32,8 @@ from .norm_cases import (
 )
 from .poison import poison_outputs
 
+ONE, TWO = OneLaunch(), TwoLaunches()
+
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
@@ -39,7 +41,7 @@ def poisoned(monkeypatch):
     poison_outputs(monkeypatch, norm_fold, norm_passes, norm_tables, row_sums)
 
 
-def _apply(halves, ks, groups, weight, bias, fold=True, **options):
+def _apply(halves, ks, groups, weight, bias, config=ONE, **options):
     return norm_fold.norm_apply(
         halves[0],
         second_half(halves),
@@ -50,7 +52,7 @@ def _apply(halves, ks, groups, weight, bias, fold=True, **options):
         bias,
         EPS,
         "silu",
-        fold=fold,
+        config=config,
         **options,
     )
 
@@ -64,7 +66,7 @@ def _check_forward(shape, channels, ks, groups, device, dtype=torch.float32, flo
     )
     assert a.dtype == dtype and torch.equal(a, again)
     assert_near("a", a, exact, low, floor=floor)
-    _, expected = _apply(halves, ks, groups, weight, bias, fold=False)
+    _, expected = _apply(halves, ks, groups, weight, bias, config=TWO)
     assert_near("table", table, expected, floor=floor)
 
 
@@ -86,7 +88,7 @@ def test_forward_of_an_upsampled_half(channels, device):
     (large, other), weight, bias = make_halves((2, 6, 8), channels, device=device)
     small = large[:, ::2, ::2].contiguous()
     large = reference.upsample_nearest2d(small)
-    want, expected = _apply((large, other), (3, 2), 4, weight, bias, fold=False)
+    want, expected = _apply((large, other), (3, 2), 4, weight, bias, config=TWO)
     partials = partials_of(small, 3), partials_of(other, 2)
     a, (table, second), made = norm_fold.norm_apply_upsampled(
         small, other, partials, (12, 48), 4, weight, bias, EPS, "silu"
@@ -98,7 +100,7 @@ def test_forward_of_an_upsampled_half(channels, device):
 
 def test_forward_of_several_tiles(device, monkeypatch):
     monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
-    _check_forward((2, 9, 11), (40, 24), (3, 1), 4, device, config=PassConfig(256, 4, 4))
+    _check_forward((2, 9, 11), (40, 24), (3, 1), 4, device, config=OneLaunch(256, 4, 4))
 
 
 def test_forward_with_scale_and_shift(device):
@@ -124,15 +126,15 @@ def test_large_mean(channels, device):
 def test_dropout_takes_two_launches(device):
     halves, weight, bias = make_halves((2, 4, 4), (16,), device=device)
     mask = Mask(0.3, torch.tensor([7, 9], device=device), layer=2, first=1)
-    got, _ = _apply(halves, (2,), 4, weight, bias, fold=None, mask=mask)
-    whole, _ = _apply(halves, (2,), 4, weight, bias, fold=False)
+    got, _ = _apply(halves, (2,), 4, weight, bias, config=None, mask=mask)
+    whole, _ = _apply(halves, (2,), 4, weight, bias, config=TWO)
     torch.testing.assert_close(got, reference.dropout(whole, 0.3, mask.rng, layer=2, first=1))
 
 
 # --- backward -------------------------------------------------------------------------------------
 
 
-def _backward(case, k, fold=True, rows=True, in_place=False, kx=1, **options):
+def _backward(case, k, config=ONE, rows=True, in_place=False, kx=1, **options):
     """The gradients of `reference_backward`, added to ones, with those of the input's partials."""
     (x,), groups, weight, bias, dz, adds, film = case
     n, _, _, c = dz.shape
@@ -168,7 +170,7 @@ def _backward(case, k, fold=True, rows=True, in_place=False, kx=1, **options):
         add1_second=adds[1],
         rows=rows,
         out=out,
-        fold=fold,
+        config=config,
         **outputs,
         **options,
     )
@@ -210,7 +212,7 @@ def test_backward_with_scale_and_shift(device):
 def test_backward_in_place_of_several_tiles(device, monkeypatch):
     monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
     case = make_case((2, 9, 11), (24,), 4, device=device)
-    _check_backward(case, 3, in_place=True, kx=9, config=PassConfig(256, 4, 4))
+    _check_backward(case, 3, in_place=True, kx=9, config=OneLaunch(256, 4, 4))
 
 
 def test_backward_of_a_large_mean(device):

@@ -10,6 +10,7 @@ from triton_kernels.conv import skip_dx
 from triton_kernels.conv.plain import pointer_skip_dx
 from triton_kernels.norm import inline_statistics as norm_fold
 from triton_kernels.norm import tables as norm_tables
+from triton_kernels.norm.inline_statistics import OneLaunch, TwoLaunches
 from triton_kernels.reductions.row_sums import RowSums
 from triton_kernels.reference import fused as fused_reference
 
@@ -139,12 +140,12 @@ def test_coefficients_made_in_the_kernel(name, dtype, device):
     groups = 4 if name in SMALL else 32
     table[:, :2] = table[:, :2, :: c // groups].repeat_interleave(c // groups, dim=2)
     results = []
-    for fold in (True, False):
+    for ways in (OneLaunch(), TwoLaunches()):
         sums = RowSums(torch.ones(3 * c, device=device))
         d_weight, d_bias, d_bias_before = sums.grad.split(c)
         *dx, rows = norm_fold.skip_backward(
             dy, weight, dz, x1, x2, partials, table, groups, d_weight, d_bias,
-            sums=sums, add1=add1, dz2=dz2, upsample1=case.upsample1, fold=fold,
+            sums=sums, add1=add1, dz2=dz2, upsample1=case.upsample1, ways=ways,
         )  # fmt: skip
         sums.add(rows, 0, d_bias_before[: case.c1])
         total = rows.sum(0)

@@ -8,8 +8,11 @@ A launch of a few microseconds and the gap behind it cost more than what it comp
 program of the pass makes the statistics of its own channels anew from the partial sums, and the
 first of an image writes down what backward, or the gradients of the parameters, need of them. Where
 the partial sums of an image are many, or the programs that would read them, two launches are
-faster. The formulas are those of `norm_tables` and `norm_passes`.
+faster: `NORM_APPLY` and `NORM_BACKWARD` say so. The formulas are those of `norm_tables` and
+`norm_passes`.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,26 +21,52 @@ from ..activations import check_activation
 from ..conv.skip_dx import NormSums, choose_config, folds, skip_dx
 from ..noise.dropout import Mask
 from ..reductions.row_sums import RowSums
+from ..registry.choose import select
+from ..registry.kernel import Kernel, Op, configures
+from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
+from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
 from .inline_statistics_kernels import norm_apply_folded_kernel, norm_dx_folded_kernel
-from .pass_grid import PassConfig
 from .passes import apply, apply_upsampled, cut, norm_dx
 from .tables import check_partials_of, covering_groups, norm_grad_table, norm_table, tiles_at_a_time
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-_APPLY_CONFIG = PassConfig(4096, 2, 4)
-_DX_CONFIG = PassConfig(4096, 2, 4)
-
-
-_MOST_TILES = {"apply": 4, "dx": 8}  # of an image; measured at batch 32, see docs/tried.md
+_MOST_TILES, _MOST_TILES_OF_DX = 4, 8  # of an image; measured at batch 32, see docs/tried.md
 _MOST_ELEMENTS = 2**23
 
 
-def _folds(kernel: str, tiles: int, elements: int) -> bool:
-    """Whether to make statistics of so many tiles an image in every program."""
-    return tiles <= _MOST_TILES[kernel] and elements <= _MOST_ELEMENTS
+@configures("one_launch")
+class OneLaunch(NamedTuple):
+    """What a program does, as `PassConfig`."""
+
+    tile: int = 4096
+    tiles: int = 2
+    num_warps: int = 4
+
+
+@configures("two_launches")
+class TwoLaunches(NamedTuple):
+    """A table, or coefficients, and a pass."""
+
+
+def _refuse(spec: NormSpec, gpu: Device) -> str | None:
+    if spec.n == 0 or spec.mask or spec.upsampled:
+        return "it does no dropout, no upsampling, and images that there are"
+    most = _MOST_TILES_OF_DX if spec.grad else _MOST_TILES
+    if sum(spec.tiles) > most or spec.elements > _MOST_ELEMENTS:
+        return f"{sum(spec.tiles)} tiles, {spec.elements} numbers; {most}, {_MOST_ELEMENTS} at most"
+    return None
+
+
+_KEY = ("h", "w", "c1", "c2", "tiles", "dtype")
+_KERNELS = (  # the first that can is taken
+    Kernel("one_launch", OneLaunch, _refuse, lambda *_: [OneLaunch()]),
+    Kernel("two_launches", TwoLaunches, lambda *_: None, lambda *_: [TwoLaunches()]),
+)
+NORM_APPLY = Op("norm_apply", _KEY, _KERNELS, similar=False)
+NORM_BACKWARD = Op("norm_backward", _KEY, _KERNELS, similar=False)
 
 
 def _overlaps(x: Tensor) -> bool:
@@ -60,15 +89,15 @@ def norm_apply(
     shift: Tensor | None = None,  # [N, C1 + C2]
     mask: Mask | None = None,
     tf32: bool = False,  # here and below: float32 results are rounded to TF32, as products are
-    fold: bool | None = None,  # None: where it is faster
-    config: PassConfig = _APPLY_CONFIG,  # of one launch
+    config: OneLaunch | TwoLaunches | None = None,
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2], float32 [N, 4, C1 + C2]
     """`apply` of the table of these partials, and the table."""
-    tiles = sum(part.shape[1] for part in partials)
-    if fold is None:
-        elements = x1.numel() + (0 if x2 is None else x2.numel())
-        fold = mask is None and _folds("apply", tiles, elements)
-    if not fold or x1.shape[0] == 0:
+    if config is None:
+        second = 0 if x2 is None else x2.shape[3]
+        rest = {"tiles": tuple(part.shape[1] for part in partials), "mask": mask is not None}
+        spec = NormSpec(len(x1), dtype_name(x1.dtype), *x1.shape[1:], second, num_groups, **rest)
+        config = select(NORM_APPLY, spec, describe(x1.device)).config
+    if isinstance(config, TwoLaunches):
         film = {"scale": scale, "shift": shift}
         table = norm_table(partials, pixels, num_groups, weight, bias, eps, **film)
         early = mask is None and _overlaps(x1)
@@ -145,14 +174,15 @@ def norm_backward(
     grad_scale_out: Tensor | None = None,
     grad_shift_out: Tensor | None = None,
     tf32: bool = False,
-    fold: bool | None = None,  # None: where it is faster
-    config: PassConfig = _DX_CONFIG,  # of one launch
+    config: OneLaunch | TwoLaunches | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # as x; float32 [rows, C] in a place of `sums`
     """`norm_dx` of one tensor with the coefficients of `norm_grad_table`."""
     n, h, w, c = dz.shape
-    if fold is None:
-        fold = not upsample1 and _folds("dx", partials.shape[1], dz.numel())
-    if not fold or n == 0:
+    if config is None:
+        rest = {"grad": True, "tiles": (partials.shape[1],), "upsampled": upsample1}
+        spec = NormSpec(n, dtype_name(dz.dtype), h, w, c, groups=num_groups, **rest)
+        config = select(NORM_BACKWARD, spec, describe(dz.device)).config
+    if isinstance(config, TwoLaunches):
         coeff = norm_grad_table(
             partials, table, h * w, num_groups, grad_weight_out, grad_bias_out, accumulate=True,
             input_partials=input_partials, emb_grad_out=emb_grad_out, bias_grad_out=bias_grad_out,
@@ -212,15 +242,17 @@ def skip_backward(
     add1: Tensor | None = None,  # [N, H, W, C1]
     dz2: Tensor | None = None,  # [N, H, W, C2]: then dz is that of x1, added up over 2x2 pixels
     upsample1: bool = False,
-    fold: bool | None = None,  # None: where it is faster
+    ways: OneLaunch | TwoLaunches | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """`skip_dx` with the coefficients of `norm_grad_table`: the gradients of x1 and x2, and rows
     whose sum is that of the first over samples and pixels."""
     (n, h, w, _), c = dy.shape, skip_weight.shape[1]
     config = choose_config(dy, skip_weight, x1, x2, add1, upsample1) if n else None
-    if fold is None:
-        fold = n > 0 and _folds("dx", partials.shape[1], n * h * w * c)
-    if fold and n > 0 and folds(config, dy, x1, x2, upsample1):
+    if ways is None:
+        rest = {"grad": True, "tiles": (partials.shape[1],)}
+        spec = NormSpec(n, dtype_name(dz.dtype), h, w, c, groups=num_groups, **rest)
+        ways = select(NORM_BACKWARD, spec, describe(dz.device)).config
+    if isinstance(ways, OneLaunch) and n > 0 and folds(config, dy, x1, x2, upsample1):
         work = sums.rows(n, 2 * c)
         coeff = NormSums(partials, table, num_groups, work)
         for i, grad in enumerate((grad_weight_out, grad_bias_out)):

@@ -219,6 +219,7 @@ class NormSpec(Spec):
     sums: bool = False  # also sums of the gradient over pixels
     adds: int = 0  # tensors that are added to the gradient
     keep: bool = False  # x1 upsampled is returned as well
+    mask: bool = False  # dropout
     corners: bool = False  # only one pixel of four that are equal is written
     aligned: bool = True  # whether tensors begin at multiples of 16 bytes
 
