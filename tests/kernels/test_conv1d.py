@@ -7,8 +7,10 @@ from torch.nn.functional import conv1d, conv_transpose1d
 from triton_kernels.conv1d import batched as whole
 from triton_kernels.conv1d import conv1d as stream_conv1d
 from triton_kernels.conv1d.conv1d import Activation, Film, Norm, Stem, Sums, pack_conv
+from triton_kernels.conv1d.stage_spec import StageSpec
 from triton_kernels.hopper.descriptors import SUPPORTED
 from triton_kernels.reference import conv1d as stream_reference
+from triton_kernels.registry.choose import select
 from triton_kernels.runtime.device import Device, describe
 from triton_kernels.tf32 import rounded_to_tf32
 
@@ -284,14 +286,11 @@ WHOLE = {
 }
 
 
-def whole_case(monkeypatch, device, precision, case):
+def whole_case(device, precision, case):
     """(activation, packed convolution, its result and that of the 1x1 skip from operands as they
     are multiplied)."""
-    n, t, c, co, taps, side, stride, transposed, cut = WHOLE[case]
+    n, t, c, co, taps, side, stride, transposed, _ = WHOLE[case]
     torch.manual_seed(0)
-    if cut is not None:
-        monkeypatch.setattr(whole, "cut", lambda *_: whole.Cut(*cut))
-
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
 
     def rounded(x):
@@ -310,11 +309,13 @@ def whole_case(monkeypatch, device, precision, case):
     return activation, conv, expected, conv1d(a, skip.double()) if side else None
 
 
-def check_whole(precision, activation, conv, expected, expected_side):
+def check_whole(precision, case, activation, conv, expected, expected_side):
     """Tensor cores cut a sum off where rounding would be right to half as much, in every product of
     16 terms, or of 8 of 32 bits; of float32 there are three."""
+    cut = WHOLE[case][-1]
+    options = {"batched": True, "allow_tf32": precision != "fp32"}
     ours = stream_conv1d.conv_stage(
-        activation, conv, keep=True, batched=True, allow_tf32=precision != "fp32"
+        activation, conv, keep=True, **options, config=cut and whole.Cut(*cut)
     )
     terms = conv.taps * activation.shape[1]
     products = {"bf16": terms / 16, "fp16": terms / 16, "tf32": terms / 8, "fp32": 3 * terms / 8}
@@ -328,14 +329,14 @@ def check_whole(precision, activation, conv, expected, expected_side):
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32", "fp32"])
 @pytest.mark.parametrize("case", WHOLE)
-def test_whole(monkeypatch, precision, case):
+def test_whole(precision, case):
     device = torch.device("cuda")
     if not (SUPPORTED and describe(device).hopper):
         pytest.skip("for Hopper")
-    activation, conv, *expected = whole_case(monkeypatch, device, precision, case)
+    activation, conv, *expected = whole_case(device, precision, case)
     assert conv.by_tap is not None
     for _ in range(3):
-        check_whole(precision, activation, conv, *expected)
+        check_whole(precision, case, activation, conv, *expected)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +356,7 @@ def test_what_surrounds_whole(device, monkeypatch, precision, case):
     def launch(a, weight, partial, side, shape, cut, *, overlap):
         a = a.double().unflatten(2, (shape.parts, -1)).sum(2)
         t = a.shape[1]
-        times = torch.arange(shape.positions(t), device=a.device)
+        times = torch.arange(shape.positions, device=a.device)
         out = partial.double().zero_()
         for i, w in enumerate(weight[: shape.taps].double()):
             for odd, rows in enumerate(w.chunk(2) if shape.transposed else (w,)):
@@ -371,16 +372,17 @@ def test_what_surrounds_whole(device, monkeypatch, precision, case):
             side.zero_()
             side[0] = a @ weight[shape.taps].double().T
 
-    monkeypatch.setattr(whole, "takes", lambda *_: True)
     monkeypatch.setattr(whole, "launch", launch)
+    monkeypatch.setattr(whole, "SUPPORTED", True)
     monkeypatch.setattr(stream_conv1d, "describe", lambda _: H200)
-    activation, conv, *expected = whole_case(monkeypatch, device, precision, case)
-    check_whole(precision, activation, conv, *expected)
+    activation, conv, *expected = whole_case(device, precision, case)
+    assert conv.by_tap is not None
+    check_whole(precision, case, activation, conv, *expected)
 
 
 @pytest.mark.parametrize("n", [4, 8, 64, 1000])
-@pytest.mark.parametrize(("itemsize", "split"), [(2, False), (4, False), (4, True)])
-def test_cuts_fit(n, itemsize, split):
+@pytest.mark.parametrize("dtype", ["bf16", "tf32", "fp32"])
+def test_cuts_fit(n, dtype):
     """Every convolution of the published network finds one."""
     for rows, channels, taps, side, stride, transposed, t in (
         (256, 256, 5, False, 1, False, 16), (512, 256, 5, True, 1, False, 8),
@@ -388,8 +390,12 @@ def test_cuts_fit(n, itemsize, split):
         (256, 1024, 5, True, 1, False, 8), (1024, 512, 2, False, 1, True, 4),
         (512, 512, 3, False, 2, False, 8),
     ):  # fmt: skip
-        shape = whole.Shape(rows, channels, taps, side, stride, transposed, itemsize, split)
-        cut = whole.cut(shape, n, t, H200)
+        shape = StageSpec(
+            n, dtype, t, rows, channels, taps, side, stride, transposed, batched=True, by_tap=True
+        )  # fmt: skip
+        choice = select(stream_conv1d.CONV_STAGE, shape, H200)
+        assert choice.kernel.name == "whole"
+        cut = choice.config
         assert channels % (cut.blocks * shape.width) == 0
         assert cut.samples % 8 == 0 and 16 <= cut.samples * cut.times <= (128 if side else 256)
         assert whole.splits(shape, cut) * cut.blocks * shape.width == channels

@@ -29,7 +29,10 @@ import torch
 import triton
 from torch import Tensor
 
-from ..runtime.device import describe, on_gpu
+from ..registry.choose import select
+from ..registry.kernel import Kernel, Op, configures
+from ..registry.spec import dtype_name
+from ..runtime.device import Device, describe, on_gpu
 from . import batched as whole
 from .conv1d_kernels import (
     conv1d_apply_kernel,
@@ -38,6 +41,7 @@ from .conv1d_kernels import (
     conv1d_project_kernel,
     conv1d_stage_kernel,
 )
+from .stage_spec import StageSpec
 from .taps import tile_widths
 
 _NUM_WARPS = 4
@@ -159,7 +163,12 @@ def pack_conv(
     if rows % block or ci % slice_channels or (transposed and rows // 2 % block):
         raise ValueError(f"{rows} x {ci} channels do not divide into {block} x {slice_channels}")
     by_tap = tiles.to(dtype).transpose(0, 1)
-    by_tap = by_tap.contiguous() if whole.takes(by_tap, stride, transposed) else None
+    spec = StageSpec(
+        1, dtype_name(dtype), 1, rows, ci, taps, side is not None, 1 if transposed else stride,
+        transposed, batched=True, by_tap=True,
+    )  # fmt: skip
+    copied = whole.refuse(spec, describe(weight.device)) is None
+    by_tap = by_tap.contiguous() if copied else None
     tiles = tiles.reshape(rows // block, block, count, ci // slice_channels, slice_channels)
     tiles = tiles.permute(3, 0, 1, 2, 4).to(dtype)  # [slices, blocks, block, count, channels]
     widths = tile_widths(taps, count, widest)
@@ -185,6 +194,7 @@ def conv_stage(
     keep: bool = False,  # also return the activation
     batched: bool = False,
     allow_tf32: bool = False,
+    config: tuple | None = None,  # of a kernel of `CONV_STAGE`
 ) -> Outcome:
     """The convolution of an activation, without its bias, as partial sums."""
     n, c, t = activation.shape
@@ -197,7 +207,14 @@ def conv_stage(
     shape["LAST"] = last
     precision = _precision(conv.weight.dtype, allow_tf32)
     options = _launch_options(device)
-    if not batched:
+    spec = StageSpec(
+        n, dtype_name(conv.weight.dtype, allow_tf32), t, blocks * bm, slices * cg, conv.taps,
+        conv.side, 1 if conv.transposed else conv.stride, conv.transposed, batched,
+        conv.by_tap is not None, cg, bm,
+    )  # fmt: skip
+    if config is None:
+        config = select(CONV_STAGE, spec, describe(device)).config
+    if isinstance(config, Alone):
         partial = _new((slices, n, co, to), device)
         side = _new((slices, n, co, t), device) if conv.side else None
         programs = slices * blocks
@@ -209,24 +226,24 @@ def conv_stage(
             **options, num_warps=_NUM_WARPS, maxnreg=_REGISTERS,
         )  # fmt: skip
         return Outcome(partial, side, kept)
-    found = _whole(conv, n, t, precision)
-    parts = found[0].parts if found else 1
+    is_whole = isinstance(config, whole.Cut)
+    parts = spec.parts if is_whole else 1
     a = _empty((n, t, parts * slices * cg), dtype=conv.weight.dtype, device=device)
     conv1d_apply_kernel[(slices, n)](
         *pointers, a, *numbers, SPLIT=parts == 2, PRECISION=precision, **shape, **options,
         num_warps=_NUM_WARPS, maxnreg=_REGISTERS,
     )  # fmt: skip
-    if found is not None:
-        splits = whole.splits(*found)
+    if is_whole:
+        splits = whole.splits(spec, config)
         partial = _new((splits, n, co, to), device, last=True)
         side = _new((splits, n, co, t), device, last=True) if conv.side else None
         whole.launch(
-            a, conv.by_tap, partial.mT, side if side is None else side.mT, *found,
+            a, conv.by_tap, partial.mT, side if side is None else side.mT, spec, config,
             overlap=options["PDL"],
         )  # fmt: skip
         return Outcome(partial, side, kept)
     positions = n * (t if conv.transposed else to)
-    tile = _tile(conv, positions, precision, describe(device).num_sms)
+    tile = config
     splits = slices * cg // tile.channels
     partial = _new((splits, n, co, to), device, last=True)
     side = _new((splits, n, co, t), device, last=True) if conv.side else None
@@ -263,20 +280,13 @@ def _is_last(x: Tensor) -> bool:  # [..., C, T]
     return not x.is_contiguous() and x.mT.is_contiguous()
 
 
-def _whole(conv: Conv, n: int, t: int, precision: str) -> tuple[whole.Shape, whole.Cut] | None:
-    """How `whole` does a convolution of n samples, if it does."""
-    if conv.by_tap is None:
-        return None
-    _, rows, channels = conv.by_tap.shape
-    shape = whole.Shape(
-        rows, channels, conv.taps, conv.side, 1 if conv.transposed else conv.stride,
-        conv.transposed, conv.by_tap.itemsize, precision == "tf32x3",
-    )  # fmt: skip
-    cut = whole.cut(shape, n, t, describe(conv.by_tap.device))
-    return None if cut is None else (shape, cut)
+@configures("stage")
+class Alone(NamedTuple):
+    """A program makes its slice of the input."""
 
 
-class _Tile(NamedTuple):
+@configures("multiply")
+class Tile(NamedTuple):
     """What a program of a batched convolution computes."""
 
     rows: int  # output channels
@@ -287,25 +297,43 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-def _tile(conv: Conv, positions: int, precision: str, num_sms: int) -> _Tile:
+def _tiles(spec: StageSpec, gpu: Device) -> list[Tile]:
     """Tiles of 64 channels, which is the height of `wgmma`, by up to 128 positions (64 where
     operands are split in registers); and as many pieces of the input channels as there are
     multiprocessors for. Of narrow tiles twice as many: most of what they do is read weights."""
-    slices, blocks, _, bm, cg = conv.weight.shape
-    rows, channels = bm, slices * cg
-    while rows < 64 and conv.out_channels % (2 * rows) == 0:
+    rows, out_channels = spec.block, spec.rows // (2 if spec.transposed else 1)
+    while rows < 64 and out_channels % (2 * rows) == 0:
         rows *= 2
-    widest = 64 if precision == "tf32x3" else 128
-    width = min(widest, max(16, triton.next_power_of_2(positions)))
-    programs = blocks * bm // rows * triton.cdiv(positions, width)
-    deepest = 128 // conv.weight.itemsize  # a row of an operand in shared memory is 128 bytes
-    depth = min(cg, deepest)
-    while depth < deepest and channels % (2 * depth) == 0:
+    positions = spec.n * (spec.t if spec.transposed else spec.positions)
+    width = min(64 if spec.split else 128, max(16, triton.next_power_of_2(positions)))
+    programs = spec.rows // rows * triton.cdiv(positions, width)
+    depth = min(spec.slice_channels, spec.width)  # a row of an operand in shared memory
+    while depth < spec.width and spec.channels % (2 * depth) == 0:
         depth *= 2
-    each, at_once = channels, num_sms if width == 128 else 2 * num_sms
-    while each % (2 * depth) == 0 and 2 * programs * (channels // each) <= at_once:
+    each, at_once = spec.channels, gpu.num_sms if width == 128 else 2 * gpu.num_sms
+    while each % (2 * depth) == 0 and 2 * programs * (spec.channels // each) <= at_once:
         each //= 2
-    return _Tile(rows, width, each, depth, 4, 4)
+    return [Tile(rows, width, each, depth, 4, 4)]
+
+
+def _refuse_alone(spec: StageSpec, gpu: Device) -> str | None:
+    return "the activation is of a launch in front" if spec.batched else None
+
+
+def _refuse_multiply(spec: StageSpec, gpu: Device) -> str | None:
+    return None if spec.batched else "it reads an activation of a launch in front"
+
+
+CONV_STAGE = Op(
+    "conv_stage",
+    ("t", "rows", "channels", "taps", "side", "stride", "transposed", "batched", "dtype"),
+    (
+        Kernel("stage", Alone, _refuse_alone, lambda *_: [Alone()]),
+        whole.KERNEL,
+        Kernel("multiply", Tile, _refuse_multiply, _tiles),
+    ),
+    similar=False,
+)
 
 
 def head(
