@@ -8,7 +8,9 @@ and columns of an image, channels multiplied and of the result, the filter, the 
 epilogue adds: `emb`, `residual`, `stats`, `mask`, `extra=64` (a 1x1 convolution of so many
 channels; may be given twice), `first=192` (of an input gradient: channels of the first of two
 tensors), `activation=silu`. A weight gradient reads x of the channels that are multiplied.
-`unfused` asks for the kernels of the public `conv2d`, which have no epilogue.
+`unfused` asks for the kernels of the public `conv2d`, which have no epilogue, and `op=conv_norm`,
+or another of `fused_ops.OPS`, for what does more in the same launch: with the `groups` of a norm,
+and the `tiles` that its statistics are of.
 
     python -m triton_kernels.explain "norm forward 32x64x64 128 groups=32 bf16 silu"
     python -m triton_kernels.explain "attention input_grad 32x256 6x32 bf16"
@@ -16,6 +18,11 @@ tensors), `activation=silu`. A weight gradient reads x of the channels that are 
 A norm has images, channels and `groups`; `first=64` says that it is of two tensors, and `tiles=4`
 that its statistics are the partial sums of so many tiles an image (given twice: of both tensors).
 Attention has samples and positions, heads and channels of a head.
+
+    python -m triton_kernels.explain "stage forward 64x16 256->512 taps=5 bf16 side batched"
+
+A stage is a convolution over short rows, of samples and positions; of a `transposed` one the rows
+are twice the channels out.
 """
 
 import dataclasses
@@ -29,6 +36,9 @@ from .attention.configs import ATTENTION, ATTENTION_GRAD
 from .conv import forward
 from .conv.fused import FORWARD, INPUT_GRAD
 from .conv.weight_grad import WEIGHT_GRAD
+from .conv1d.conv1d import CONV_STAGE
+from .conv1d.stage_spec import StageSpec
+from .fused_ops import OPS
 from .norm.from_partials import NORM_OF_SUMS
 from .norm.group_norm import GROUP_NORM, GROUP_NORM_GRAD
 from .registry.chips import CHIPS, chip, floor
@@ -38,6 +48,7 @@ from .registry.spec import AttentionSpec, ConvSpec, NormSpec, Spec
 
 _OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
 _UNFUSED = {"forward": forward.FORWARD, "input_grad": forward.INPUT_GRAD}
+_JOINED = {name: op for name, op in OPS.items() if "conv" in name or "linear" in name}
 _PASSES = tuple(_OPS)
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
 _FLAGS = ("emb", "residual", "stats", "mask")
@@ -107,6 +118,9 @@ _CONV = {
     r"extra=(\d+)": _appends("extra"),
     r"first=(\d+)": ("first",),
     r"activation=(\w+)": _sets("activation"),
+    r"groups=(\d+)": ("groups",),
+    r"tiles=(\d+)": _appends("tiles"),
+    r"op=(\w+)": _sets("op"),
 }
 _NORM = {
     r"(\d+)x(\d+)x(\d+)": ("n", "h", "w"),
@@ -130,7 +144,12 @@ def _conv(words: Sequence[str]) -> tuple[Op, ConvSpec]:
     which, given = _read(words, _CONV, needed, _EXAMPLE)
     if given.pop("unfused", False) and which in _UNFUSED:
         return _UNFUSED[which], _of_one(ConvSpec(**given))
-    op = _OPS[which]
+    name = given.pop("op", None)
+    if name not in (None, *_JOINED):
+        raise ValueError(f"op={name} is unknown; choose one of {', '.join(_JOINED)}")
+    op = _OPS[which] if name is None else _JOINED[name]
+    if name is not None:
+        given = {"groups": 32, "tiles": (4,)} | given
     if op is INPUT_GRAD:
         given = {"activation": "silu", "first": given["c"]} | given
     return op, ConvSpec(**given)
@@ -164,7 +183,31 @@ def _attention(words: Sequence[str]) -> tuple[Op, AttentionSpec]:
     return (ATTENTION_GRAD if grad else ATTENTION), AttentionSpec(**given, grad=grad)
 
 
-_FAMILIES = {"conv": _conv, "conv2d": _conv, "norm": _norm, "attention": _attention}
+_STAGE = {
+    r"(\d+)x(\d+)": ("n", "t"),
+    r"(\d+)->(\d+)": ("channels", "rows"),
+    r"taps=(\d+)": ("taps",),
+    r"stride=(\d+)": ("stride",),
+    "(side|transposed|batched)": _flags,
+}
+
+
+def _stage(words: Sequence[str]) -> tuple[Op, StageSpec]:
+    example = "stage forward 64x16 256->512 taps=5 bf16 side batched"
+    needed = {"n": "64x16", "rows": "256->512", "taps": "taps=5", "dtype": "bf16"}
+    which, given = _read(words, _STAGE, needed, example)
+    if which != "forward":
+        raise ValueError("stages are of inference; choose forward")
+    return CONV_STAGE, StageSpec(**given, by_tap=True)
+
+
+_FAMILIES = {
+    "conv": _conv,
+    "conv2d": _conv,
+    "norm": _norm,
+    "attention": _attention,
+    "stage": _stage,
+}
 
 
 def _of_one(spec: ConvSpec) -> ConvSpec:
@@ -181,7 +224,11 @@ def report(op: Op, spec: Spec, name: str, text: str) -> str:
     at_best = floor(product, spec.flops, spec.bytes)
     rates = "measured" if product.measured else "by its data sheet"
     lines.append(f"  floor {at_best:.1f} us ({spec.flops / 1e9:.2f} GFLOP, rates {rates})")
-    lines += [f"  {_line(c)}" for c in explain(op, spec, product.gpu)]
+    apart = op.why_apart(spec, product.gpu)
+    if apart is not None and op.name in OPS:
+        lines.append(f"  several launches: {apart}")
+    if op.name not in OPS or op.refuse(spec, product.gpu) is None:
+        lines += [f"  {_line(c)}" for c in explain(op, spec, product.gpu)]
     return "\n".join(lines)
 
 

@@ -39,6 +39,34 @@ def test_public_convolutions_have_kernels_of_their_own(capsys):
     assert "-> pointer" in capsys.readouterr().out
 
 
+def test_what_one_launch_may_do_as_well(capsys):
+    """The kernels, and why launches one after the other are faster."""
+    op, spec = parse("conv forward 16x8x8 192->192 3x3 bf16 op=conv_norm groups=24")
+    assert (op.name, spec.groups) == ("conv_norm", 24)
+    for line, said in (
+        ("conv forward 16x8x8 192->192 3x3 bf16 op=conv_norm groups=24", "-> tile_mma"),
+        ("conv forward 16x8x8 192->192 3x3 bf16 op=conv_norm", "several launches: tile_mma: 192"),
+        ("conv forward 1x8x8 256->256 3x3 bf16 op=conv_split", "-> early"),
+        ("conv forward 128x8x8 256->256 3x3 bf16 op=conv_split", "several launches: 512 whole"),
+        ("conv forward 16x64x64 64->64 3x3 bf16 op=norm_conv", "-> stationary_weights"),
+        ("conv forward 1x8x8 256->768 1x1 bf16 op=norm_linear", "-> norm_linear"),
+    ):
+        assert main([line, "gpu=h100"]) == 0
+        assert said in capsys.readouterr().out
+    assert main(["conv forward 16x8x8 64->64 3x3 bf16 op=all", "gpu=h100"]) == 2
+
+
+def test_stages(capsys):
+    for line, kernel, gpu in (
+        ("stage forward 1x16 256->512 taps=5 bf16", "stage", "h100"),
+        ("stage forward 64x16 256->512 taps=5 bf16 side batched", "whole", "h100"),
+        ("stage forward 64x16 256->512 taps=5 bf16 side batched", "multiply", "a100"),
+    ):
+        assert main([line, f"gpu={gpu}"]) == 0
+        assert f"-> {kernel} " in capsys.readouterr().out
+    assert main(["stage input_grad 1x16 256->512 taps=5 bf16"]) == 2
+
+
 def test_norms_and_attention(capsys):
     op, spec = parse("norm forward 16x32x32 192 first=128 tiles=4 tiles=16 bf16 silu")
     assert (op.name, spec.c1, spec.c2, spec.tiles) == ("norm_of_sums", 128, 64, (4, 16))
