@@ -205,9 +205,9 @@ def test_a_chain(classes, scale, large, monkeypatch):
 
 def test_the_kernels_themselves(device, monkeypatch):
     """In float16, small convolutions in parts."""
-    hopper = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True)
+    large = Device(tma=True, num_sms=132, shared_memory=232_448)  # no wgmma: it is not interpreted
     for module in (conv_early, conv_split):
-        monkeypatch.setattr(module, "describe", lambda _: hopper)
+        monkeypatch.setattr(module, "describe", lambda _: large)
     monkeypatch.setattr(conv_split, "_MAX_PIXELS", 64)
     options = {"channel_mult": (1, 2), "attention_resolutions": (2,)}
     model = make(options | {"use_scale_shift_norm": True}, (8, 32)).to(device).eval()

@@ -129,10 +129,10 @@ def test_where_two_launches_a_layer_begin(monkeypatch):
 
     assert begins() == 4
     monkeypatch.setattr(stages, "_LARGE", 1)
-    monkeypatch.setattr(stream_conv1d.whole, "takes", lambda *_: True)
+    monkeypatch.setattr(stream_conv1d.whole, "refuse", lambda *_: None)
     assert begins() == 1
     assert begins(2) == 2
-    monkeypatch.setattr(stream_conv1d.whole, "takes", lambda *_: False)
+    monkeypatch.setattr(stream_conv1d.whole, "refuse", lambda *_: "it is another's")
     assert begins() == 4
 
 

@@ -26,8 +26,8 @@ for batch in (1, 16):
     kernels = launched(made, gpu)
     found[batch] = {
         "ops": made.graph.count(),
-        "launches": sum(len(names) for n in nodes for names in [kernels[n][0]]),
-        "blocks": [[n.op, n.source.split(" of model.")[-1], *kernels[n][0]] for n in nodes],
+        "launches": sum(len(names) for n in nodes for names in [kernels[n].kernels]),
+        "blocks": [[n.op, n.source.split(" of model.")[-1], *kernels[n].kernels] for n in nodes],
         "flops": sum(map(flops_of, nodes)) / batch / network.flops_per_image,
     }
 print(json.dumps(found))

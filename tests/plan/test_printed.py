@@ -73,12 +73,13 @@ def test_wrong_settings(argument, said):
 def test_the_page_of_a_step_is_what_training_launches():
     """Of the kernels of a step, which a rehearsal records, those of the network, in their order."""
     code = """
-from benchmarks.goldens import _CPU, HOPPER, recorded
+from benchmarks.goldens import recorded
 from diffusion.plan.__main__ import example
 from diffusion.plan.printed import GPUS
 from diffusion.plan.step.printed import step_page
 from diffusion.presets import preset
 from diffusion.runs.precompile_worker import train
+from triton_kernels.registry.chips import chip
 import torch
 settings = {
     "model": preset("model", "unet_tiny"),
@@ -89,7 +90,7 @@ settings = {
     "labels": None,
     "flip": False,
 }
-with recorded(HOPPER) as launches:
+with recorded(chip("h200").gpu) as launches:
     train(settings)
 model, (x, *_), _ = example("unet_tiny", 4, "16", torch.bfloat16, trains=True)
 page = step_page(model.train(), x.permute(0, 2, 3, 1).contiguous(), None, GPUS["h200"])

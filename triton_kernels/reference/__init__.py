@@ -41,7 +41,8 @@ def conv2d(
     if padding is None:
         padding = (weight.shape[2] // 2, weight.shape[3] // 2)
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    if x.dtype == torch.float16 and x.device.type == "cpu":  # PyTorch adds up in float16 there
+    # PyTorch adds up in float16 there; in bfloat16 a CPU without instructions for it rounds twice
+    if x.itemsize == 2 and x.device.type == "cpu":
         weight, bias = weight.float(), None if bias is None else bias.float()
     y = F.conv2d(_nchw(x.to(weight.dtype)), weight, bias, stride, padding)
     return _nhwc(y).to(x.dtype)

@@ -29,7 +29,10 @@ def settle_cache_keys() -> None:
 
 
 def settle_cache_key(function: Any) -> None:
-    """Hash a jit function after those that it calls; anything else is left alone."""
+    """Hash a jit function after those that it calls, and the methods of a class of them; anything
+    else is left alone."""
+    for method in getattr(function, "hash_attrs", ()):  # as Triton says of its classes
+        settle_cache_key(method)
     if not isinstance(function, JITCallable) or function.hash is not None:
         return
     for name in _names(function.fn.__code__):
