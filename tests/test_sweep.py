@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from triton_diffusion import sweep
 from triton_diffusion.sweep import job_folder
 
 from .end_to_end.processes import started
@@ -35,6 +38,13 @@ def test_any_value_makes_a_name_of_its_own():
     names = [job_folder([f"dataset.path={value}"], ["dataset.path"]) for value in values]
     assert len(set(names)) == len(names)
     assert all("/" not in name and " " not in name and len(name) < 200 for name in names)
+
+
+@pytest.mark.parametrize("text", ["{", "7", "[" * 100_000], ids=["cut", "number", "deep"])
+def test_a_record_that_cannot_be_read_is_none(tmp_path, text):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / sweep.RECORD).write_text(text)
+    assert not [*sweep._records(tmp_path)]
 
 
 CLAIM = (

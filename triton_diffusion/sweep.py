@@ -307,7 +307,7 @@ def _records(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         job = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return job if isinstance(job, dict) else {}
 

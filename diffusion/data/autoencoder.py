@@ -20,6 +20,7 @@ from torch import Tensor
 from ..errors import ConfigError
 
 _AT_ONCE = 8  # images that are decoded together: the decoder has feature maps of their full size
+_MOST_LAYERS = 100  # of a level; published ones have 2, and thousands would take minutes to build
 _LOG_VARIANCE = (-30.0, 20.0)  # its limits, as diffusers has them
 _INSTALL = "pip install 'triton-diffusion[latents]' or pip install diffusers"
 
@@ -43,11 +44,16 @@ class Autoencoder:
             raise ConfigError(missing)
         try:
             found = json.loads((self.folder / "config.json").read_text())
-            name = found.get("_class_name")
-        except (ValueError, AttributeError) as error:
+            name, layers = found.get("_class_name"), found.get("layers_per_block", 1)
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{self.folder / 'config.json'} is damaged: {error}") from None
         if name != "AutoencoderKL":
             raise ConfigError(f"{self.folder} holds {name}; expected an AutoencoderKL")
+        if type(layers) is not int or not 1 <= layers <= _MOST_LAYERS:
+            raise ConfigError(
+                f"{self.folder} has layers_per_block={layers}; expected a whole number from 1 to"
+                f" {_MOST_LAYERS}"
+            )
         from diffusers import AutoencoderKL
 
         try:

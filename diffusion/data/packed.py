@@ -218,7 +218,7 @@ def _read_packed(path: Path, head: bytes) -> ImageSet:
         if version == OF_VALUES:
             values, about = values_from_state(about["values"]), about["class_names"]
         class_names = tuple(about) if about else None
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise ConfigError(f"{path} is damaged: its class names are no JSON") from None
     most = len(class_names) if class_names else np.iinfo(np.int64).max
     if num_labels not in (0, n) or (num_labels and not 0 <= labels.min() <= labels.max() < most):

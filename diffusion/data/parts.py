@@ -81,7 +81,7 @@ def unfinished(path: Path) -> tuple[int, int] | None:
     folder = _folder(path)
     try:
         count = json.loads((folder / "plan.json").read_text())["parts"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return len(list(folder.glob("[0-9]*.json"))), count
 

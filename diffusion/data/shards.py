@@ -219,7 +219,7 @@ def _label(content: bytes, label: str, path: str) -> Any:
             return json.loads(content)[label.removeprefix("json.")]
         text = content.decode().strip()
         return int(text) if re.fullmatch(r"-?\d+", text) else text
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: a file has no label {label} ({error!r})") from None
 
 
@@ -311,7 +311,7 @@ def _class_names(metadata: dict[bytes, bytes] | None, label: str) -> list[str] |
     try:
         features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
         return features[label]["names"]
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError, RecursionError):
         return None
 
 

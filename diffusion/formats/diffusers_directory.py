@@ -31,7 +31,7 @@ from ..data.image_set import parse_size
 from ..errors import ConfigError
 from ..factory import Process
 from ..models.blocks import AttentionBlock
-from ..models.unet import UNet
+from ..models.unet import MOST_BLOCKS, UNet
 from ..process.schedule import NoiseSchedule
 from ..settings import shown
 from .diffusers_files import WEIGHTS, read_json, read_weights, scheduler_folder, unet_folder
@@ -267,6 +267,12 @@ def _check_types(config: dict[str, Any], path: Path) -> None:
         or any(type(w) is not int for w in widths)
     ):
         raise ConfigError(f"{path} has block_out_channels={widths}; expected a list of channels")
+    layers = config["layers_per_block"]
+    if 2 * len(widths) * layers > MOST_BLOCKS:  # said before the weights are looked through
+        raise ConfigError(
+            f"{path} has layers_per_block={layers} at {len(widths)} levels; expected at most"
+            f" {MOST_BLOCKS // (2 * len(widths))}"
+        )
     for option in ("down_block_types", "up_block_types"):
         types = config[option]
         if (

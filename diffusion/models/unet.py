@@ -20,7 +20,7 @@ from .blocks import AttentionBlock, Downsample, ResBlock, Upsample
 from .conditions import Conditions, Given
 from .layers import Conv1d, Conv2d, GroupNorm, Linear, Network, TimestepEmbedding
 
-_MOST_BLOCKS = 2000  # more would take minutes to build, and nobody has trained half of them
+MOST_BLOCKS = 2000  # more would take minutes to build, and nobody has trained half of them
 
 
 class UNet(Network):
@@ -326,10 +326,10 @@ class UNet(Network):
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value} has to be a whole number of at least 1")
         blocks = 2 * len(self.channel_mult) * self.num_res_blocks
-        if blocks > _MOST_BLOCKS:
+        if blocks > MOST_BLOCKS:
             raise ConfigError(
                 f"num_res_blocks={self.num_res_blocks} at {len(self.channel_mult)} levels makes"
-                f" {blocks} blocks; expected at most {_MOST_BLOCKS}"
+                f" {blocks} blocks; expected at most {MOST_BLOCKS}"
             )
         if self.max_period <= 0:
             raise ConfigError(f"max_period={self.max_period} has to be positive")

@@ -118,7 +118,7 @@ def _read(path: Path) -> dict[str, Any]:
     might answer from memory."""
     try:
         note = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return note if isinstance(note, dict) else {}
 

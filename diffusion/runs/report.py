@@ -138,7 +138,7 @@ def read_run(folder: Path) -> Run:
     job, path = _job(folder), folder / "config.yaml"
     try:
         told = yaml.safe_load(path.read_text()) if path.is_file() else job.get("settings")
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if told is not None and not isinstance(told, dict):
         raise ConfigError(f"{path} cannot be read: expected groups of settings")

@@ -155,10 +155,9 @@ def test_where_nothing_can_be_written(tmp_path):
         write_packed(tmp_path / "file/a.packed", random_set())
 
 
-def version_1(data: ImageSet) -> bytes:
+def version_1(data: ImageSet, names=b'["cat", "Schildkr\\u00f6te"]') -> bytes:
     """As versions before this one wrote it: without digests."""
     n, h, w, c = data.images.shape
-    names = b'["cat", "Schildkr\\u00f6te"]'
     header = b"TDPACKED" + struct.pack("<II6Q", 1, 0, n, h, w, c, n, len(names))
     labels = data.labels.numpy().astype("<i8").tobytes()
     return header.ljust(4096, b"\0") + data.images.numpy().tobytes() + labels + names
@@ -174,6 +173,14 @@ def test_a_file_without_digests_is_read_with_a_note(tmp_path):
     write_packed(tmp_path / "b.packed", back)
     write_packed(tmp_path / "c.packed", data)
     assert (tmp_path / "b.packed").read_bytes() == (tmp_path / "c.packed").read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:.* was written without digests")
+@pytest.mark.parametrize("names", [b"{", b"7", b"[" * 100_000], ids=["cut", "number", "deep"])
+def test_class_names_that_are_none(tmp_path, names):
+    (tmp_path / "a.packed").write_bytes(version_1(random_set(), names))
+    with pytest.raises(ConfigError, match="a.packed is damaged: its class names are no JSON"):
+        load_packed(tmp_path / "a.packed")
 
 
 def flipped(content: bytes, bit: int) -> bytes:

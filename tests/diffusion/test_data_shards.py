@@ -83,6 +83,9 @@ def test_wrong_tars(tmp_path):
     tar(tmp_path / "c.tar", [("0.png", png(0)), ("0.cls", b"-1")])
     tar(tmp_path / "d.tar.gz", [("0.png", png(0))], "w:gz")
     (tmp_path / "e.tar").write_bytes(b"no tar at all" * 100)
+    tar(tmp_path / "f.tar", [("0.png", png(0)), ("0.json", b"[" * 100_000)])
+    with pytest.raises(ConfigError, match="has no label json.class .RecursionError"):
+        load_dataset("webdataset", path=str(tmp_path / "f.tar"), label="json.class")
     for path, message in (
         ("a.tar", "1 of 2 samples have no .cls; give dataset.label=null"),
         ("b.tar", "holds no image"),

@@ -305,6 +305,7 @@ def test_a_policy_is_no_unet2dmodel(tmp_path):
         ),
         ("unet/config.json", {"attention_head_dim": "x"}, "divides the 12 channels"),
         ("unet/config.json", {"layers_per_block": 2}, "the file lacks"),
+        ("unet/config.json", {"layers_per_block": 10**7}, "at 2 levels; expected at most 500"),
         ("unet/config.json", {"block_out_channels": [8, 16]}, "is (12, 8, 3, 3) there"),
         ("unet/config.json", {"num_class_embeds": 2}, "the file lacks label_emb.weight"),
         ("unet/config.json", {"out_channels": 6}, "variance=fixed_small"),

@@ -241,12 +241,19 @@ def test_wrong_settings_are_one_line(place, tmp_path):
     folder, _ = place
     (tmp_path / "unet").mkdir()
     (tmp_path / "unet/config.json").write_text('{"_class_name": "UNet2DModel"}')
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty/config.json").write_text('{"_class_name": "AutoencoderKL"}')
+    for name, text in (
+        ("empty", '{"_class_name": "AutoencoderKL"}'),
+        ("endless", '{"_class_name": "AutoencoderKL", "layers_per_block": 10000000}'),
+        ("deep", "[" * 100_000),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
     for settings, message in (
         ({"encode": str(tmp_path / "nothing")}, "has no config.json"),
         ({"encode": str(tmp_path / "unet")}, "holds UNet2DModel; expected an AutoencoderKL"),
         ({"encode": str(tmp_path / "empty")}, "cannot be read as an autoencoder"),
+        ({"encode": str(tmp_path / "endless")}, "layers_per_block=10000000; expected a whole"),
+        ({"encode": str(tmp_path / "deep")}, "deep/config.json is damaged: maximum recursion"),
         ({"channels": 1}, "set channels=3, not 1"),
         ({"size": 15}, "multiples of 2; the images are 15x15"),
         ({"src": str(folder / "a.packed")}, "encode=.* is for images"),

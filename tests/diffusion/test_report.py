@@ -162,6 +162,12 @@ def test_a_record_that_cannot_be_read_is_none(sweep, text):
     assert "state" not in report({"runs": str(sweep)})[0]
 
 
+def test_settings_that_cannot_be_read_are_named(sweep):
+    (sweep / "0" / "config.yaml").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="0/config.yaml cannot be read"):
+        report({"runs": str(sweep)})
+
+
 def evaluated(run, **row):
     """As tools/evaluate.py leaves it."""
     with open(run / "evaluations.csv", "w", newline="") as file:

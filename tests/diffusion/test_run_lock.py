@@ -112,8 +112,9 @@ def test_signs_of_life(tmp_path, monkeypatch):
     lock.release()
 
 
-def test_a_damaged_lock_file_is_taken_over(tmp_path):
-    (tmp_path / "lock").write_bytes(b"\xff{")
+@pytest.mark.parametrize("content", [b"\xff{", b"[" * 100_000], ids=["no text", "deep"])
+def test_a_damaged_lock_file_is_taken_over(tmp_path, content):
+    (tmp_path / "lock").write_bytes(content)
     lock = RunLock(tmp_path)
     lock.take()
     lock.release()
