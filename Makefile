@@ -22,7 +22,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,export]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,export,sweep]'
 	touch $@
 
 install: $(VENV)/.installed ## create .venv and install what the project needs
@@ -43,7 +43,7 @@ test-pair: ## the same with other versions: make test-pair TORCH=2.11.0 TRITON=3
 	$(PYTHON) -m venv $(PAIR)
 	sed -e 's/^torch==.*/torch==$(TORCH)/' -e 's/^triton==.*/triton==$(TRITON)/' \
 		-e 's/^numpy==.*/numpy==$(NUMPY)/' constraints.txt > $(PAIR)/constraints.txt
-	$(PAIR)/bin/pip install --quiet --disable-pip-version-check -c $(PAIR)/constraints.txt -e '.[test,export]'
+	$(PAIR)/bin/pip install --quiet --disable-pip-version-check -c $(PAIR)/constraints.txt -e '.[test,export,sweep]'
 	$(PAIR)/bin/python -m pytest -n $(JOBS)
 
 lint: $(VENV)/.installed-test ## check style

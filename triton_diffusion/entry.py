@@ -315,8 +315,8 @@ def explain(error: Exception, config_name: str, arguments: Sequence[str] = ()) -
         group, value = choice.groups()
         if group.startswith("hydra/"):
             return (
-                f"{group}={value} is not installed; Hydra's launchers and sweepers are packages,"
-                " such as hydra-joblib-launcher or hydra-optuna-sweeper"
+                f"{group}={value} is not installed; pip install 'triton-diffusion[sweep]' brings"
+                " hydra/launcher=joblib, submitit_local, submitit_slurm and hydra/sweeper=optuna"
             )
         return _unknown(f"{group}={value}", value, sorted(_choices(group)))
     if key:

@@ -114,8 +114,8 @@ def choose_threads(before: tuple[float, float]) -> None:
     if threads < count:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         _chosen = (
-            f"other processes keep {others:.1f} of {count} processors busy, so there are {threads}"
-            " threads (OMP_NUM_THREADS in the environment decides otherwise)"
+            f"other processes keep {others:.1f} of {count} processors busy, so the number of"
+            f" threads is {threads} (OMP_NUM_THREADS in the environment decides otherwise)"
         )
 
 

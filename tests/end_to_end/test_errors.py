@@ -37,7 +37,7 @@ def fails(*command: str, cwd=None) -> str:
         ("dataset.path=a,b", "for a list give dataset.path=[a,b]"),
         ("dataset", "dataset is no setting; expected KEY=VALUE"),
         ("run_dir=[a]", "run_dir=['a'] is wrong; expected text or null"),
-        ("hydra/launcher=no_such", "packages, such as hydra-joblib-launcher"),
+        ("hydra/launcher=no_such", "pip install 'triton-diffusion[sweep]' brings"),
     ],
 )
 def test_wrong_setting(tmp_path, override, expected):

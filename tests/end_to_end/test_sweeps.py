@@ -28,12 +28,16 @@ def states(sweep) -> dict[str, str]:
     return {name.rpartition("-")[0]: job["state"] for name, job in jobs(sweep).items()}
 
 
+def needed(launcher):
+    if launcher != "basic":
+        pytest.importorskip(f"hydra_plugins.hydra_{launcher}_launcher")
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_job_that_fails_is_one_row(tmp_path, monkeypatch, launcher):
     """Whatever runs the jobs: the others are done, the exit code and the report say which failed.
     Of joblib's processes each has a GPU of its own, here by their names only."""
-    if launcher != "basic":
-        pytest.importorskip(f"hydra_plugins.hydra_{launcher}_launcher")
+    needed(launcher)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,9" if launcher == "joblib" else "")
     sweep = tmp_path / "sweep"
     command = ("train.py", *ONE_STEP, *LAUNCHERS[launcher], f"run_dir={sweep}", "device=auto")
@@ -55,9 +59,12 @@ def test_a_job_that_fails_is_one_row(tmp_path, monkeypatch, launcher):
         assert len(processes) == len(gpus) == len(taken) and gpus <= {"7", "9"}
 
 
-def test_what_diverges_fails_as_well(tmp_path):
-    command = ("train.py", *ONE_STEP, f"run_dir={tmp_path}/sweep", "train.steps=3")
-    code, _, err = run(*command, "optim.lr=1e-4,1e38")
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_what_diverges_fails_as_well(tmp_path, launcher):
+    needed(launcher)
+    command = ("train.py", *ONE_STEP, *LAUNCHERS[launcher], f"run_dir={tmp_path}/sweep")
+    diverging = ("train.steps=3", "optim.lr=1e-4,1e38")
+    code, _, err = run(*command, *diverging, fresh=launcher != "basic")
     assert code == 2, err
     assert sorted(states(tmp_path / "sweep").values()) == ["done", "failed"]
     assert "training has diverged" in err
@@ -118,10 +125,39 @@ def test_a_search_goes_on(tmp_path):
     assert f"best_value: {min(losses)}" in best
 
 
-def test_a_search_of_which_all_fails(tmp_path):
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
+def test_a_search_that_was_interrupted_goes_on(tmp_path, number):
+    """In the middle of its second trial, which goes on with its weights."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    search = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "optim.lr=interval(-2,-1)")
-    code, _, err = run("train.py", *ONE_STEP, f"run_dir={tmp_path}/sweep", *search)
+    sweep = tmp_path / "sweep"
+    search = (*ONE_STEP, f"run_dir={sweep}", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1")
+    search += ("hydra.sweeper.n_trials=2", "optim.lr=interval(1e-4,1e-3)")
+    search += ("hydra.sweeper.sampler.seed=1", "train.steps=40", "train.save_every=5")
+    process = start("train.py", *search)
+    waiting = time.monotonic() + 120
+    while len({path.parts[-3] for path in sweep.glob("*/checkpoints/step_*")}) < 2:
+        assert process.poll() is None and time.monotonic() < waiting
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, err = finish(process, 60)
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), err
+    first = jobs(sweep)
+    assert sorted(job["state"] == "done" for job in first.values()) == [False, True]
+    code, out, err = run("train.py", *search)
+    assert code == 0, err
+    assert set(states(sweep).values()) == {"done"}
+    assert set(first) == set(jobs(sweep))
+    assert out.count("its 40 steps are done already") == out.count("resuming from") == 1
+
+
+@pytest.mark.parametrize("tried", ["interval(-2,-1)", "interval(1e38,2e38)"])
+def test_a_search_of_which_all_fails(tmp_path, tried):
+    """By a wrong setting, or because they diverge."""
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    search = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", f"optim.lr={tried}")
+    code, _, err = run("train.py", *ONE_STEP, f"run_dir={tmp_path}/sweep", "train.steps=3", *search)
     assert code == 2 and "error: 2 of the sweep's jobs failed" in err.splitlines()[-1], err
 
 
