@@ -1,10 +1,8 @@
-"""From a module to its graph: torch.export says what it calls, `lower` what that is in a plan.
+"""From a module to its graph: `record` says what it calls, `lower` what that is in a plan.
 
 Nothing here knows a network: what can be planned is what `lower` has a line for.
 """
 
-import operator
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,8 +13,6 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 
 from triton_kernels import reference
 
@@ -26,7 +22,8 @@ from .graph import Graph, PlanError
 from .lower import layers, shapes  # noqa: F401  they fill the table
 from .lower.arithmetic import ARITHMETIC, arithmetic
 from .lower.table import LOWERINGS, Lowering
-from .views import whole
+from .record import Call, Recording, record
+from .views import View, whole
 
 
 @dataclass
@@ -62,25 +59,12 @@ def trace(
 ) -> Traced:
     """The graph of module(*args, **kwargs) for arguments of these shapes and dtypes. PlanError:
     something in it has no place in a plan, or it does not let itself be traced."""
-    program = exported(module, args, kwargs or {}, dtype)
-    traced = _Tracer(program).run((args, kwargs or {}))
+    with _plain_layers(module, dtype):
+        recording = record(module, args, kwargs or {})
+    traced = _Tracer(recording).run()
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     traced.graph.trainable &= trained
     return traced
-
-
-def exported(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype | None = None
-) -> ExportedProgram:
-    """What the module calls. PlanError: it depends on numbers that are not known before."""
-    try:
-        with _plain_layers(module, dtype):
-            return torch.export.export(module, args, kwargs, strict=False)
-    except (ValueError, TypeError) as error:  # of the module itself: wrong arguments
-        raise error
-    except Exception as error:
-        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise PlanError(f"{type(module).__name__} cannot be traced: {what}") from error
 
 
 @contextmanager
@@ -142,112 +126,81 @@ def _dropout(x: Tensor, p: float, rng: Tensor, *, layer: int, first: int = 0) ->
 
 
 class _Tracer:
-    """One walk over what was exported."""
+    """One walk over what was recorded."""
 
-    def __init__(self, program: ExportedProgram) -> None:
-        self.program, self.graph = program, Graph()
+    def __init__(self, recording: Recording) -> None:
+        self.recording, self.graph = recording, Graph()
         self.low = Lowering(self.graph)
-        self.made: dict[str, Any] = {}  # by the names of its nodes: views, or what is no tensor
+        self.made: dict[int, View] = {}  # by the tensors' ids
 
-    def run(self, call: tuple[tuple, dict]) -> Traced:
-        given = self._begin(call)
-        for node in self.program.graph.nodes:
-            if node.op == "call_function":
-                self.made[node.name] = self._call(node)
+    def run(self) -> Traced:
+        given = self._begin()
+        for call in self.recording.calls:
+            self._call(call)
+        leaves, spec = pytree.tree_flatten(self.recording.result)
         results, outputs = [], []
-        for spec in self.program.graph_signature.output_specs:
-            if spec.kind.name != "USER_OUTPUT":
-                raise PlanError(f"the module changes {spec.target or spec.arg.name} in its forward")
-            if not hasattr(spec.arg, "name") or spec.arg.name not in self.made:
-                results.append(getattr(spec.arg, "value", None))
-                continue
-            view = self.made[spec.arg.name]
-            results.append(_Output(len(outputs)))
-            outputs.append(self.low.gather(view))
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                results.append(_Output(len(outputs)))
+                outputs.append(self.low.gather(self.made[id(leaf)]))
+            else:
+                results.append(leaf)
         self.graph.outputs = outputs
         canonicalise(self.graph)
-        return Traced(self.graph, given, results, self.program.call_spec.out_spec)
+        return Traced(self.graph, given, results, spec)
 
-    def _begin(self, call: tuple[tuple, dict]) -> list[int]:
+    def _begin(self) -> list[int]:
         """What the graph starts from; which of the call's leaves are inputs."""
-        graph, program = self.graph, self.program
-        placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
-        leaves, given, at = pytree.tree_leaves(call), [], 0
-        for spec in program.graph_signature.input_specs:
-            if spec.kind == InputKind.USER_INPUT:
-                if isinstance(leaves[at], Tensor):
-                    meta = placeholders[spec.arg.name].meta["val"]
-                    value = graph.value(spec.arg.name, meta.shape, meta.dtype, layout="given")
-                    graph.inputs.append(value)
-                    given.append(at)
-                    self.made[spec.arg.name] = whole(value)
-                elif spec.arg.name in placeholders:
-                    self.made[spec.arg.name] = leaves[at]
-                at += 1
-                continue
-            meta = placeholders[spec.arg.name].meta["val"]
-            if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-                value = graph.value(spec.target, meta.shape, meta.dtype, layout="given")
-                graph.parameters[spec.target] = value
-                if spec.kind == InputKind.PARAMETER:
-                    graph.trainable.add(spec.target)
-            else:
-                value = graph.constant(program.constants[spec.target], spec.target)
-            self.made[spec.arg.name] = whole(value)
+        graph, recording, given = self.graph, self.recording, []
+        for i, x in enumerate(recording.inputs):
+            if isinstance(x, Tensor):
+                value = graph.value(f"input{i}", x.shape, x.dtype, layout="given")
+                graph.inputs.append(value)
+                given.append(i)
+                self.made[id(x)] = whole(value)
+        for name, x in (recording.parameters | recording.buffers).items():
+            value = graph.value(name, x.shape, x.dtype, layout="given")
+            graph.parameters[name] = value
+            self.made[id(x)] = whole(value)
+        graph.trainable |= set(recording.parameters)
+        for x, constant in recording.constants:
+            self.made[id(x)] = whole(graph.constant(constant))
         return given
 
-    def _call(self, node: torch.fx.Node) -> Any:
-        call = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: _Made(n.name))
-        args, kwargs = pytree.tree_map(self._found, (tuple(call[0]), dict(call[1])))
-        if node.target is operator.getitem:
-            return args[0][args[1]]
+    def _call(self, call: Call) -> None:
+        args, kwargs = pytree.tree_map_only(Tensor, self._found, (call.args, call.kwargs))
+        several = not isinstance(call.result, Tensor)
+        metas = list(call.result) if several else [call.result]
         low = self.low
-        low.name, low.target, low.meta = op_name(node.target), node.target, node.meta.get("val")
-        low.source = source_of(node)
+        low.name, low.function, low.target = op_name(call.target), call.function, call.target
+        low.source, low.meta = call.source, metas if several else call.result
         lowering = lowering_of(low.name)
         if lowering is None:
             raise low.refuse("is an op that")
         try:
-            return lowering(low, *args, **kwargs)
+            made = lowering(low, *args, **kwargs)
         except PlanError:
             raise
         except (TypeError, AssertionError, IndexError) as error:
             raise low.refuse(f"as it is called here ({error})") from error
+        made = made if isinstance(made, list | tuple) else [made]
+        # of several, such as a norm's statistics, perhaps only the first
+        self.made |= {id(meta): view for meta, view in zip(metas, made, strict=False)}
 
-    def _found(self, arg: Any) -> Any:
-        return self.made[arg.name] if isinstance(arg, _Made) else arg
-
-
-@dataclass(frozen=True)
-class _Made:
-    """The result of a node, in the arguments of another."""
-
-    name: str
+    def _found(self, x: Tensor) -> View:
+        if id(x) not in self.made:
+            raise self.low.refuse("has a second result that is used, which")
+        return self.made[id(x)]
 
 
-def op_name(target: Any) -> str:
+def op_name(target: torch._ops.OpOverload) -> str:
     """aten.conv2d of the overload aten.conv2d.default."""
-    if isinstance(target, torch._ops.OpOverload):
-        return f"{target.namespace}.{target._opname}"
-    return getattr(target, "__name__", str(target))
+    return f"{target.namespace}.{target._opname}"
 
 
 def lowering_of(name: str) -> Callable | None:
+    """The line of the table for an op of this name."""
     short = name.removeprefix("aten.")
     if short in LOWERINGS:
         return LOWERINGS[short]
     return arithmetic if short in ARITHMETIC and name.startswith("aten.") else None
-
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-
-
-def source_of(node: torch.fx.Node) -> str:
-    """The line that called it, and the module that the line was run for."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    frames = [f for f in frames if "/torch/" not in f[0]] or frames
-    file, line = frames[-1] if frames else ("?", "?")
-    modules = list((node.meta.get("nn_module_stack") or {}).values())
-    name = modules[-1][0] if modules else ""
-    place = f"{'/'.join(file.split('/')[-2:])}:{line}"
-    return f"{place} of {name}" if name else place

@@ -171,7 +171,7 @@ class _Worker:
     def __init__(self) -> None:
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         alone = {key: value for key, value in os.environ.items() if key not in _OF_TORCHRUN}
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115: as long as the process
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 as long as the process
         self.process = _start(alone | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, self._errors)
         atexit.register(self.end)
 

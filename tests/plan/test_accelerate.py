@@ -203,7 +203,7 @@ def test_dropout_of_pytorch():
     assert 0.4 < kept.float().mean() < 0.6
     assert torch.allclose(grad, 2.0 * kept.sum((0, 2, 3)))
     assert not torch.equal(fast(x), y)  # drawn anew
-    assert torch.equal(fast.eval()(x), net(x))
+    torch.testing.assert_close(fast.eval()(x), net(x))  # dropped nothing
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes")

@@ -114,7 +114,8 @@ def arithmetic(low: Lowering, *args: Any, **options: Any) -> Any:
         return ("number", arg)
 
     arguments = tuple(map(placed, args))
-    options = {k: v for k, v in options.items() if k not in ("pin_memory", "layout")}
+    # the trace has its tensors nowhere, a plan's constants are made on the CPU
+    options = {k: v for k, v in options.items() if k not in ("pin_memory", "layout", "device")}
     shape, dtype = low.meta.shape, low.meta.dtype
     if low.name.split(".")[-1].endswith("_like"):  # of the shape alone
         inputs, arguments = [], ()

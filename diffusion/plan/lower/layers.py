@@ -98,6 +98,15 @@ def _matmul(low, x, weight):
 
 @lowers("group_norm")
 def _group_norm(low, x, groups, weight=None, bias=None, eps=1e-5, *_):
+    return _norm_of(low, x, groups, weight, bias, eps, low.meta.dtype)
+
+
+@lowers("native_group_norm")
+def _native_group_norm(low, x, weight, bias, n, c, pixels, groups, eps):
+    return _norm_of(low, x, groups, weight, bias, eps, low.meta[0].dtype)
+
+
+def _norm_of(low, x, groups, weight, bias, eps, dtype):
     order = (0, *range(2, len(x.dims)), 1)
     x = x.permute(order)
     value = low.views.rows(x, low.source)
@@ -105,7 +114,7 @@ def _group_norm(low, x, groups, weight=None, bias=None, eps=1e-5, *_):
         "group_norm",
         {"x": value, "weight": low.gather(weight), "bias": low.gather(bias)},
         value.shape,
-        low.meta.dtype,
+        dtype,
         layout=value.layout,
         groups=groups,
         eps=eps,

@@ -32,12 +32,14 @@ class Lowering:
     def __init__(self, graph: Graph) -> None:
         self.graph, self.views = graph, Views(graph)
         self.name = ""  # of the op
+        self.function = ""  # that Python called, of which the op is a part or the whole
         self.source = ""  # the line of the module
         self.meta: Any = None  # what the trace says of the result: shape and dtype
         self.target: Any = None
 
     def refuse(self, why: str) -> PlanError:
-        return PlanError(f"{self.name} {why} has no place in a plan ({self.source})")
+        name = self.name if not self.function or self.function in self.name else self.function
+        return PlanError(f"{name} {why} has no place in a plan ({self.source})")
 
     def make(self, op: str, inputs: dict, shape, dtype, **more) -> Value:
         return self.graph.make(op, inputs, shape, dtype, source=self.source, **more)

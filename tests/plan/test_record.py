@@ -1,0 +1,139 @@
+"""Every call of a module is noted, once, without its numbers, and with its line."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from diffusion.plan.graph import PlanError
+from diffusion.plan.record import record
+
+
+class Net(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(4))
+        self.unregistered = torch.arange(4.0)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def calls(function, shape=(2, 3, 4)):
+    """Names of what the function calls, and the recording."""
+    found = record(Net(function), (torch.randn(shape),), {})
+    return [str(call.target) for call in found.calls], found
+
+
+WHOLE = {
+    "a layer": (lambda net, x: net.inner(x), "aten.linear.default"),
+    "linear": (lambda net, x: F.linear(x, weight=net.inner.weight), "aten.linear.default"),
+    "a method": (lambda net, x: x.matmul(net.inner.weight), "aten.matmul.default"),
+    "an operator": (lambda net, x: x @ net.inner.weight, "aten.matmul.default"),
+    "attention": (
+        lambda net, x: F.scaled_dot_product_attention(x, x, value=x, is_causal=True),
+        "aten.scaled_dot_product_attention.default",
+    ),
+    "dropout": (lambda net, x: F.dropout(x, training=True), "aten.dropout.default"),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_layers_are_one_call(case):
+    function, name = WHOLE[case]
+    names, found = calls(function)
+    assert names == [name]
+    assert found.calls[0].result.shape == (2, 3, 4)
+    assert all(x.device.type == "meta" for x in found.calls[0].args if isinstance(x, torch.Tensor))
+
+
+def test_arguments_are_in_the_schemas_order():
+    _, found = calls(lambda net, x: F.scaled_dot_product_attention(x, x, value=x, scale=2.0))
+    q, k, v, *rest = found.calls[0].args
+    assert q is k is v is found.inputs[0] and rest == [None, 0.0, False]
+    assert found.calls[0].kwargs == {"scale": 2.0}
+    _, found = calls(lambda net, x: F.dropout(x, 0.3, False))
+    assert found.calls[0].args[1:] == (0.3, False)
+    _, found = calls(lambda net, x: F.one_hot(x[0, 0].long(), num_classes=5))
+    assert found.calls[-1].args[1] == 5 and found.calls[-1].result.shape == (4, 5)
+
+
+def test_writing_in_place_is_making_another():
+    def function(net, x):
+        y = x * 2
+        part = y[:, :1]
+        part += 1
+        return y.relu_() + part
+
+    names, found = calls(function)
+    assert not any(name.split(".")[1].endswith("_") for name in names)
+    # what was written into a part is in the whole
+    scatter = next(c for c in found.calls if "slice_scatter" in str(c.target))
+    relu = next(c for c in found.calls if "relu" in str(c.target))
+    assert relu.args[0] is scatter.result
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (lambda net, x: net.count.add_(1) + x, "count"),
+        (lambda net, x: x.add_(1), "its argument 0"),
+        (lambda net, x: net.inner.weight.mul_(2) + x[0, :1], "inner.weight"),
+    ],
+)
+def test_what_a_module_writes_to_is_named(function, what):
+    with pytest.raises(PlanError, match=f"changes {what} in its forward"):
+        calls(function)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda net, x: x + x.sum().item(), lambda net, x: x if (x > 0).all() else -x],
+)
+def test_numbers_are_not_known(function):
+    with pytest.raises(PlanError, match="Net cannot be traced: "):
+        calls(function)
+
+
+def test_tensors_that_are_neither_parameters_nor_buffers():
+    net = Net(lambda net, x: x * net.unregistered + net.unregistered)
+    found = record(net, (torch.randn(3, 4),), {})
+    ((twin, constant),) = found.constants
+    assert constant is net.unregistered and twin.device.type == "meta"
+    assert found.calls[0].args[1] is found.calls[1].args[1] is twin
+
+
+def test_lines_and_modules():
+    _, found = calls(lambda net, x: net.inner(x).abs())
+    linear, absolute = found.calls
+    assert linear.source.endswith(" of inner") and "plan/test_record.py:" in linear.source
+    assert absolute.source.startswith("plan/test_record.py:") and " of " not in absolute.source
+    assert absolute.function == "abs"
+
+
+def test_nothing_is_computed_or_changed():
+    """The module's own parameters are not touched, nor is a large one allocated."""
+    huge = torch.empty(10**6, 10**6, device="meta")  # 4 TB
+    net = Net(lambda net, x: x @ x)
+    before = net.inner.weight.clone()
+    assert record(net, (huge,), {}).result.shape == huge.shape
+    assert net.inner.weight.equal(before) and net.inner.weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_by_device(dtype):
+    net = Net(lambda net, x: net.inner(x) + 1)
+    with torch.autocast("cpu", dtype=dtype):
+        found = record(net, (torch.randn(2, 4),), {})
+    linear, add = found.calls
+    assert linear.args[0].dtype == torch.float32 and linear.result.dtype == dtype
+    assert add.result.dtype == dtype
+
+
+def test_a_result_that_is_an_argument():
+    names, found = calls(lambda net, x: {"x": x, "weight": net.inner.weight, "number": 3})
+    assert not names and found.result["number"] == 3
+    assert found.result["x"] is found.inputs[0]
+    assert found.result["weight"] is found.parameters["inner.weight"]
