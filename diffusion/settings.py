@@ -107,6 +107,8 @@ def _as(value: Any, hint: Any) -> Any:
         if not isinstance(value, list | tuple) or fixed and len(value) != len(arguments):
             raise TypeError
         return [_as(item, arguments[0]) for item in value]
+    if origin is dict:
+        return _as_exactly(dict, value)
     return _AS[hint](value) if hint in _AS else value
 
 
@@ -166,4 +168,6 @@ def _kind(hint: Any) -> str:
     if origin in (Sequence, list, tuple):
         count = f"{len(arguments)} " if origin is tuple and Ellipsis not in arguments else ""
         return f"a list of {count}{_PLURALS[arguments[0]]}"
+    if origin is dict:
+        return "a group of settings"
     return _KINDS[hint]

@@ -1,6 +1,7 @@
 """Random settings at every entry point: they run, or one line says what is wrong with them.
 
-For 20 seconds; TRITON_DIFFUSION_FUZZ_SECONDS=600 in the environment for longer.
+For 20 seconds; in the environment TRITON_DIFFUSION_FUZZ_SECONDS=600 for longer,
+TRITON_DIFFUSION_FUZZ_SEED=7 for others, TRITON_DIFFUSION_FUZZ_ONLY="train sample" for some.
 """
 
 import copy
@@ -18,12 +19,14 @@ from hypothesis import strategies as st
 
 from diffusion.export.run import export
 from diffusion.runs.benchmark import benchmark
+from diffusion.runs.doctor import doctor
 from diffusion.runs.evaluation import evaluate
 from diffusion.runs.prepare import prepare
 from diffusion.runs.report import report
 from diffusion.runs.rollout import rollout
 from diffusion.runs.sampling import sample
 from diffusion.runs.training import train
+from diffusion.runs.tune import tune
 from diffusion.settings import construct, flattened
 from diffusion.training.averaging import average
 from triton_diffusion.entry import CONFIGS, check_paths, exit_codes, plain
@@ -31,6 +34,8 @@ from triton_diffusion.entry import CONFIGS, check_paths, exit_codes, plain
 from .end_to_end.run import TINY
 
 SECONDS = float(os.environ.get("TRITON_DIFFUSION_FUZZ_SECONDS", 20))
+
+ONLY = os.environ.get("TRITON_DIFFUSION_FUZZ_ONLY", "").split()  # of the entry points
 
 # what is wrong almost anywhere, and what is right somewhere; nothing that is right but takes hours
 NUMBERS = (0, 1, -1, 2, 3, 0.5, -0.5, 1e-300, 1e300, math.nan, math.inf, -math.inf)
@@ -57,6 +62,8 @@ ENDLESS |= {
     "backend",
     "device",
     "rows",
+    "compile",
+    "minutes",
 }
 
 
@@ -90,6 +97,8 @@ def entries(tmp_path_factory):
             composed("prepare", f"src={folder}/trained", f"{out}.packed", "size=4"),
             lambda config: construct(prepare, config, ""),
         ),
+        "doctor": (composed("doctor", "step=false", "device=cpu", f"{out}.json"), doctor),
+        "tune": (composed("tune", "model=unet_tiny", "size=8", "batch=2", "device=cpu"), tune),
     }
 
 
@@ -122,7 +131,7 @@ def test_any_settings(entries, monkeypatch, capsys):
     )
     @given(data=st.data())
     def any_settings(data):
-        name = data.draw(st.sampled_from(sorted(entries)))
+        name = data.draw(st.sampled_from(sorted(ONLY or entries)))
         config, run = entries[name]
         groups = sorted(key for key, value in config.items() if isinstance(value, dict))
         keys = sorted(key for key, _ in flattened(config) if key not in ENDLESS) + groups

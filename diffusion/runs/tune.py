@@ -57,10 +57,10 @@ class TuneSettings:
                 raise ConfigError(f"{name}={getattr(self, name)}; expected at least 1")
         if not self.minutes > 0:
             raise ConfigError(f"minutes={self.minutes}; expected a number above 0")
-        if self.model.get("name") not in MODELS:
+        name = self.model.get("name")
+        if not isinstance(name, str) or name not in MODELS:
             raise ConfigError(
-                f"model.name={self.model.get('name')}; tuning is for images, expected one of"
-                f" {', '.join(MODELS)}"
+                f"model.name={name}; tuning is for images, expected one of {', '.join(MODELS)}"
             )
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ def make(
     path: str | None = None,
     size: int | tuple[int, int] = 64,
     widths: Sequence[float] = (1, 2),
+    inside: dict[str, Any] | None = None,
     given: object = None,
 ) -> dict:
     return dict(locals())
@@ -37,6 +39,7 @@ def make(
         ("size", 8, 8),
         ("size", [8, 16], [8, 16]),
         ("widths", [1, 1.5], [1, 1.5]),
+        ("inside", {"name": "x"}, {"name": "x"}),
     ],
 )
 def test_taken(key, value, expected):
@@ -59,6 +62,7 @@ def test_taken(key, value, expected):
         ("size", [8], "group.size=[8] is wrong; expected a whole number or a list of 2 whole"),
         ("size", "big", "group.size=big is wrong; expected a whole number or a list of 2 whole"),
         ("widths", 2, "group.widths=2 is wrong; expected a list of numbers"),
+        ("inside", False, "group.inside=false is wrong; expected a group of settings or null"),
         ("widths", ["a"], "group.widths=['a'] is wrong; expected a list of numbers"),
         ("widhts", [1], "group.widhts is unknown; did you mean group.widths? valid: count, given"),
     ],
