@@ -1,13 +1,14 @@
 """Break runs in the ways that machines and people break them, and count what is lost:
-python -m tests.faults [kills=16] [flips=200] [tries=3] [seed=0] [out=FILE].
+python -m tests.faults [kills=16] [flips=200] [tries=3] [restarts=5] [seed=0] [out=FILE].
 
-A run of eight steps at the smallest size is made once, unbroken. Then others are broken and gone on
-with, and have to end with the same parameters, averages, moments and rows of metrics.csv, bit for
-bit. The table of docs/reliability.md is what this prints; it ends with 1 if anything was lost or
-went unnoticed. It takes a minute or two on two cores and no GPU.
+A run of eight steps at the smallest size is made once, unbroken, and one of two processes. Then
+others are broken and gone on with, and have to end with the same parameters, averages, moments and
+rows of metrics.csv, bit for bit. The table of docs/reliability.md is what this prints; it ends with
+1 if anything was lost or went unnoticed. It takes some five minutes on two cores and no GPU.
 """
 
 import contextlib
+import inspect
 import itertools
 import os
 import random
@@ -15,12 +16,14 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +32,17 @@ import torch
 from diffusion.data.packed import load_packed, packed_writer
 from diffusion.errors import ConfigError
 from diffusion.formats.checkpoint import verify_checkpoint
-from diffusion.formats.checkpoint_folder import latest_checkpoint, list_checkpoints
+from diffusion.formats.checkpoint_folder import (
+    latest_checkpoint,
+    list_checkpoints,
+    step_in_name,
+)
 from diffusion.formats.digests import read_sums
 from diffusion.runs.training import train
 from diffusion.tracking.run_log import FIELDS, WALL_CLOCK
 
-from .end_to_end.run import TINY, rows
+from .end_to_end.processes import finish, ranks
+from .end_to_end.run import ROOT, TINY, rows, start
 from .test_configs import composed
 
 STEPS = 8
@@ -43,6 +51,8 @@ SETTINGS = (
     *(f"train.steps={STEPS}", "train.save_every=1", "train.keep=3", "train.log_every=3"),
     *("train.sample_count=0", "optim.more_ema=[0.1]"),
 )
+TOGETHER = ("train.steps=40", "train.save_every=2")  # what two processes do
+HANG_SECONDS = 6  # after which a process that is suspended is taken to hang, instead of 25
 LONG = 120.0  # seconds after which a process that should have ended is an error
 IMAGES, SIDE = 300, 8  # of the packed file
 
@@ -75,6 +85,16 @@ class Faults:
         if code != 0:
             raise SystemExit(f"the unbroken run ended with {code}: {said}")
         self.checkpoint = latest_checkpoint(self.whole / "checkpoints")
+
+    @cached_property
+    def whole_together(self) -> Path:
+        """The unbroken run of two processes."""
+        run_dir = self.new()
+        process = together(run_dir)
+        out, err = finish(process, LONG)
+        if process.returncode != 0:
+            raise SystemExit(f"the unbroken run of two processes: {out} {err}")
+        return run_dir
 
     def start(self, run_dir: Path, *overrides: str, before: Callable[[], object] | None = None):
         """Train in a copy of this process; returns its number and the file of what it says."""
@@ -123,14 +143,15 @@ class Faults:
     def new(self) -> Path:
         return self.folder / f"run_{next(self._count)}"
 
-    def is_whole(self, run_dir: Path) -> bool:
-        """Whether a run ended as the unbroken one did, bit for bit."""
-        last = latest_checkpoint(run_dir / "checkpoints")
-        if last is None or last.name != self.checkpoint.name:
+    def is_whole(self, run_dir: Path, whole: Path | None = None) -> bool:
+        """Whether a run ended as the unbroken one did (or another one), bit for bit."""
+        whole = self.whole if whole is None else whole
+        last, goal = (latest_checkpoint(path / "checkpoints") for path in (run_dir, whole))
+        if last is None or last.name != goal.name:
             return False
         verify_checkpoint(last)
-        one, two = (tensors(path) for path in (last, self.checkpoint))
-        return one == two and logged(run_dir) == logged(self.whole)
+        one, two = (tensors(path) for path in (last, goal))
+        return one == two and logged(run_dir) == logged(whole)
 
     def goes_on(self, run_dir: Path, said: str) -> bool:
         """Whether what the error says to do brings the run to the end of the unbroken one."""
@@ -190,6 +211,53 @@ def killed(faults: Faults, count: int) -> Row:
         if code != 0 or not faults.is_whole(run_dir) or litter:
             row.wrong.append(f"{run_dir}: {code} {said[-300:]} {litter}")
     return row
+
+
+def together(run_dir: Path) -> subprocess.Popen:
+    """torchrun with two processes, which it starts anew when one of them ends."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    torchrun += ("--max-restarts=3", "--local-addr=127.0.0.1", str(ROOT / "train.py"))
+    return start(*torchrun, *SETTINGS, *TOGETHER, f"run_dir={run_dir}")
+
+
+def broken_together(faults: Faults, row: Row, number: signal.Signals, count: int) -> Row:
+    """Send a signal to one of two processes behind a random step."""
+    whole = faults.whole_together
+    for _ in range(count):
+        run_dir, behind = faults.new(), faults.random.randrange(2, 25)
+        torchrun = together(run_dir)
+        until = time.monotonic() + LONG
+        while not (last := latest_checkpoint(run_dir / "checkpoints")) or (
+            step_in_name(last) < behind
+        ):
+            if torchrun.poll() is not None or time.monotonic() > until:
+                raise SystemExit("\n".join(finish(torchrun, 0.1)))
+            time.sleep(0.005)
+        os.kill(ranks(torchrun.pid)[faults.random.randrange(2)], number)
+        out, err = finish(torchrun, LONG)
+        again = out.count("resuming from") == 1
+        row.check(
+            torchrun.returncode == 0 and again and faults.is_whole(run_dir, whole),
+            f"{torchrun.returncode} {out[-300:]} {err[-600:]}",
+        )
+    return row
+
+
+def killed_together(faults: Faults, count: int) -> Row:
+    row = Row(
+        "one of two processes killed under torchrun --max-restarts",
+        expected="both are started again, go on, end with the same bits",
+    )
+    return broken_together(faults, row, signal.SIGKILL, count)
+
+
+def hanging(faults: Faults, count: int) -> Row:
+    row = Row(
+        "one of two processes suspended under torchrun --max-restarts",
+        expected="the other one ends, both are started again, end with the same bits",
+    )
+    os.environ["TRITON_DIFFUSION_HANG_SECONDS"] = str(HANG_SECONDS)
+    return broken_together(faults, row, signal.SIGSTOP, count)
 
 
 def flipped(faults: Faults, count: int) -> Row:
@@ -371,13 +439,17 @@ def killed_prepare(faults: Faults, count: int) -> Row:
     return row
 
 
-def all_faults(kills: int = 16, flips: int = 200, tries: int = 3, seed: int = 0) -> Iterator[Row]:
+def all_faults(
+    kills: int = 16, flips: int = 200, tries: int = 3, restarts: int = 5, seed: int = 0
+) -> Iterator[Row]:
     """Every kind of fault, one after the other."""
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
         faults = Faults(Path(folder), seed)
         for break_it, count in (
             (killed, kills),
+            (killed_together, restarts),
+            (hanging, min(1, restarts)),
             (flipped, flips),
             (damaged, tries),
             (full_disk, tries),
@@ -391,8 +463,17 @@ def all_faults(kills: int = 16, flips: int = 200, tries: int = 3, seed: int = 0)
 
 
 def main(arguments: list[str]) -> int:
-    given = dict(argument.split("=", 1) for argument in arguments)
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return 0
+    given = dict(argument.partition("=")[::2] for argument in arguments)
     out = given.pop("out", None)
+    valid = inspect.signature(all_faults).parameters
+    for name, value in given.items():
+        if name not in valid or not value.isdecimal():
+            expected = ", ".join(f"{key}=NUMBER" for key in valid)
+            print(f"error: {name}={value} is wrong; expected {expected}, out=FILE", file=sys.stderr)
+            return 2
     lines = ["| fault | tried | what has to happen | otherwise |", "|---|---:|---|---:|"]
     wrong = []
     print("\n".join(lines), flush=True)

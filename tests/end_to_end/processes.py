@@ -66,6 +66,18 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def ranks(agent: int) -> dict[int, int]:
+    """The processes that an agent of torchrun has started, by their rank."""
+    found: dict[int, int] = {}
+    for child in descendants(agent):
+        with suppress(OSError):  # it has ended meanwhile
+            told = Path(f"/proc/{child}/environ").read_bytes().decode(errors="replace").split("\0")
+            rank = next((pair[5:] for pair in told if pair.startswith("RANK=")), None)
+            if rank is not None:
+                found.setdefault(int(rank), child)  # and not what that one has started
+    return found
+
+
 def ends(pid: int) -> bool:
     """Whether it does, soon; one that nobody has waited for yet has ended, too."""
     until = time.monotonic() + _SOON

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from diffusion.runtime import distributed
 
-from .processes import descendants, finish, started
+from .processes import finish, ranks, started
 from .run import ROOT, TINY, environment, rows, start
 
 SETTINGS = (*TINY, "train.steps=40", "train.save_every=5", "train.sample_every=0")
@@ -44,14 +44,8 @@ def test_two_nodes_go_on_after_a_process_is_killed(tmp_path):
     torchrun += ("--max-restarts=3", "--local-addr=127.0.0.1", str(ROOT / "train.py"))
     agents = [start(*torchrun, *SETTINGS, f"run_dir={run_dir}") for _ in range(2)]
     wait_for((run_dir / "checkpoints" / "step_00000005").exists, *agents)
-    ranks = {}
-    for agent in agents:
-        for child in descendants(agent.pid):
-            with open(f"/proc/{child}/environ") as file:
-                told = dict(pair.split("=", 1) for pair in file.read().split("\0") if "=" in pair)
-            if "RANK" in told:
-                ranks[int(told["RANK"])] = child
-    os.kill(ranks[0], signal.SIGKILL)
+    found = ranks(agents[0].pid) | ranks(agents[1].pid)
+    os.kill(found[0], signal.SIGKILL)
     said = [finish(agent, _PATIENCE) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], said
     assert sum(out.count("resuming from") for out, _ in said) == 1
