@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -108,8 +109,7 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
     if window > 1:
         mean = np.convolve(loss, np.ones(window) / window, mode="valid")
         axes.plot(steps[window - 1 :], mean, color="#08519c", label=f"mean of {window} rows")
-    if (loss > 0).all():
-        axes.set_yscale("log")
+    _show_powers(axes, loss)
     axes.set(xlabel="step", ylabel="loss")
     name = out.parent.name.encode(errors="replace").decode()  # as a file system may not have it
     axes.set_title(name, parse_math=False)  # a $ is no formula
@@ -123,6 +123,22 @@ def _style(values: Sequence[float]) -> str:
     return "o" if len(values) == 1 else "-"
 
 
+def _show_powers(axes: Any, values: Sequence[float]) -> None:
+    """A logarithmic axis with plain numbers, unless a value is 0 or below; what is not finite, as
+    of a run that diverged, is not drawn."""
+    from matplotlib.ticker import LogFormatter
+
+    class Plain(LogFormatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""  # which ticks have one
+
+    if any(value <= 0 for value in values):
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(Plain())
+    axes.yaxis.set_minor_formatter(Plain())
+
+
 def draw_loss_curves(curves: dict[str, tuple[list[int], list[float]]], out: Path) -> None:
     """Plot the losses of several runs over their steps, by name, each as a running mean, as PNG."""
     from matplotlib.figure import Figure  # slow to import, and needed rarely
@@ -134,8 +150,7 @@ def draw_loss_curves(curves: dict[str, tuple[list[int], list[float]]], out: Path
         mean = np.convolve(loss, np.ones(window) / window, mode="valid") if loss else []
         style = {"linewidth": 1, "label": name.replace("$", r"\$")}
         axes.plot(steps[window - 1 :], mean, _style(mean), **style)
-    if all(value > 0 for _, loss in curves.values() for value in loss):
-        axes.set_yscale("log")
+    _show_powers(axes, [value for _, loss in curves.values() for value in loss])
     axes.set(xlabel="step", ylabel="loss, a mean over a twentieth of the run")
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)

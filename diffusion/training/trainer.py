@@ -259,10 +259,12 @@ class Trainer:
         return all(is_finite(buffer) for buffer in held)
 
     def _diverged(self, when: str) -> str:
+        again = "try a smaller optim.lr"
+        if self._last_good() is not None:
+            again += ", and go on from that one or, with train.resume=PATH, from an earlier one"
         return (
             f"the gradient or the model was not finite {when}: training has diverged, and nothing"
-            f" was saved since; {self._kept()}; try a smaller optim.lr, and go on from that one or,"
-            " with train.resume=PATH, from an earlier one"
+            f" was saved since; {self._kept()}; {again}"
         )
 
     def _kept(self) -> str:

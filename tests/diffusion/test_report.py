@@ -4,6 +4,7 @@ import base64
 import csv
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from diffusion.errors import ConfigError
 from diffusion.runs import report as report_module
 from diffusion.runs.page_script import SCRIPT
 from diffusion.runs.report import report
+from diffusion.tracking import pictures
 from diffusion.tracking.pictures import draw_loss_curve, draw_loss_curves, grid, save_grid
 from diffusion.tracking.run_log import FIELDS
 
@@ -90,6 +92,20 @@ def test_a_loss_alone_is_seen(tmp_path):
         height, width, _ = picture.shape
         middle = picture[height // 4 : -height // 4, width // 4 : -width // 4]
         assert (middle == colour).all(axis=2).sum() > 5, name
+
+
+@pytest.mark.parametrize(("last", "scale"), [(0.5, "log"), (math.nan, "log"), (0.0, "linear")])
+def test_losses_stand_on_a_logarithmic_axis(last, scale):
+    """Also beside those of a run that diverged, and with plain numbers."""
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    axes = figure.add_subplot()
+    axes.plot([1, 0.6, last])
+    pictures._show_powers(axes, [1, 0.6, last])
+    figure.draw_without_rendering()
+    labels = {text.get_text() for text in axes.get_yticklabels(which="both")}
+    assert axes.get_yscale() == scale and "0.6" in labels
 
 
 def test_folders_are_in_the_order_of_their_numbers(tmp_path):

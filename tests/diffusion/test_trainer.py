@@ -36,7 +36,7 @@ def good(tmp_path):
 # the update itself is not finite; or finite numbers that the next step cannot compute with
 @pytest.mark.parametrize(("lr", "last"), [("1e39", 3), ("1e38", 4)])
 def test_nothing_is_saved_while_steps_are_skipped(good, lr, last):
-    with pytest.raises(ConfigError, match=f"last good checkpoint is .*step_{last:08d};") as caught:
+    with pytest.raises(ConfigError, match=f"last good .*step_{last:08d}; .* that one or") as caught:
         train(composed(*EVERY, f"optim.lr={lr}", "train.steps=9"), good)
     assert "at step 9, the last one: training has diverged" in str(caught.value)
     assert steps(good) == [last - 1, last]
@@ -57,7 +57,7 @@ def test_the_stop_names_the_last_good_one(good, monkeypatch):
 
 
 def test_there_may_be_no_good_one(tmp_path):
-    with pytest.raises(ConfigError, match="diverged.*there is no checkpoint"):
+    with pytest.raises(ConfigError, match="there is no checkpoint; try a smaller optim.lr$"):
         train(composed(*EVERY, "optim.lr=1e39", "train.steps=2"), tmp_path / "run")
 
 
