@@ -19,7 +19,7 @@ Every function below is an op of torch.library, torch.ops.triton_kernels.NAME, t
 
 import os
 
-from .attention import attention
+from .attention import attention, cross_attention
 from .conv.conv2d import conv2d
 from .denoise.loss import denoise_loss
 from .denoise.q_sample import gather_images, q_sample
@@ -41,6 +41,7 @@ __all__ = [
     "attention",
     "avg_pool2d",
     "conv2d",
+    "cross_attention",
     "denoise_loss",
     "denoise_step",
     "draw_flips",

@@ -32,7 +32,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .activations import ACTIVATIONS
-from .attention.configs import ATTENTION, ATTENTION_GRAD
+from .attention.configs import (
+    ATTENTION,
+    ATTENTION_GRAD,
+    CROSS_ATTENTION,
+    CROSS_ATTENTION_GRAD,
+)
 from .conv import forward
 from .conv.fused import FORWARD, INPUT_GRAD
 from .conv.weight_grad import WEIGHT_GRAD
@@ -130,7 +135,11 @@ _NORM = {
     r"tiles=(\d+)": _appends("tiles"),
     "|".join(ACTIVATIONS).join("()"): _sets("activation"),
 }
-_ATTENTION = {r"(\d+)x(\d+)": lambda given, *numbers: _of_heads(given, *map(int, numbers))}
+_ATTENTION = {
+    r"(\d+)x(\d+)": lambda given, *numbers: _of_heads(given, *map(int, numbers)),
+    r"keys=(\d+)": ("keys",),
+    "(masked)": _flags,
+}
 
 
 def _of_heads(given: dict[str, Any], first: int, second: int) -> None:
@@ -180,7 +189,12 @@ def _attention(words: Sequence[str]) -> tuple[Op, AttentionSpec]:
         raise ValueError("attention has no weights; choose forward or input_grad")
     given["n"] *= given.pop("heads")
     grad = which == "input_grad"
-    return (ATTENTION_GRAD if grad else ATTENTION), AttentionSpec(**given, grad=grad)
+    spec = AttentionSpec(**given, grad=grad)
+    if spec.keys is not None:
+        return (CROSS_ATTENTION_GRAD if grad else CROSS_ATTENTION), spec
+    if spec.masked:
+        raise ValueError("masked, but positions see themselves all; give keys=N as well")
+    return (ATTENTION_GRAD if grad else ATTENTION), spec
 
 
 _STAGE = {

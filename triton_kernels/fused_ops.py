@@ -18,7 +18,12 @@ registry whether one launch is to (`Op.why_apart`).
 
 from torch import Tensor
 
-from .attention import attention_bwd_rows, attention_fwd
+from .attention import (
+    attention_bwd_rows,
+    attention_fwd,
+    cross_attention_bwd,
+    cross_attention_fwd,
+)
 from .attention.projected import PROJECTED, projected_attention
 from .conv.conv_avg_pool import CONV_MEANS, conv_means
 from .conv.conv_norm import CONV_NORM, NextNorm, conv_norm
@@ -95,6 +100,8 @@ __all__ = [
     "conv_upsampled_input_grad",
     "conv_weight_grad",
     "conv_weight_grads",
+    "cross_attention_backward",
+    "cross_attention_forward",
     "head",
     "linear_grads",
     "norm_apply",
@@ -158,6 +165,20 @@ def attention_backward(
     """dqkv [N, T, 3C], and rows [rows, 3C] in a place of `sums`, whose sum is that of it over
     samples and positions."""
     return attention_bwd_rows(do, qkv, o, lse, num_heads, order, True, sums.rows)
+
+
+def cross_attention_forward(
+    q: Tensor, kv: Tensor, mask: Tensor | None, num_heads: int
+) -> tuple[Tensor, Tensor]:
+    """(o [N, T, C], logsumexp) of q [N, T, C], kv [N, L, 2C] and bool [N, L]"""
+    return cross_attention_fwd(q, kv, mask, num_heads, allow_tf32=True)
+
+
+def cross_attention_backward(
+    do: Tensor, q: Tensor, kv: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, num_heads: int
+) -> tuple[Tensor, Tensor]:
+    """dq [N, T, C] and dkv [N, L, 2C]"""
+    return cross_attention_bwd(do, q, kv, mask, o, lse, num_heads, allow_tf32=True)
 
 
 def avg_pool(x: Tensor, tf32: bool = False) -> Tensor:  # [N, H, W, C] -> [N, H / 2, W / 2, C]

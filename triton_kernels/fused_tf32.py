@@ -51,7 +51,16 @@ def in_tf32(kernels: ModuleType) -> SimpleNamespace:
     def attention_backward(do: Tensor, qkv: Tensor, *args) -> tuple[Tensor, Tensor]:
         return kernels.attention_backward(rounded(do), rounded(qkv), *args)
 
-    wrapped = (conv_down, conv_down_input_grad, attention_forward, attention_backward)
+    def cross_attention_forward(q: Tensor, kv: Tensor, *args) -> tuple[Tensor, Tensor]:
+        return kernels.cross_attention_forward(rounded(q), rounded(kv), *args)
+
+    def cross_attention_backward(do: Tensor, q: Tensor, kv: Tensor, *args) -> tuple[Tensor, Tensor]:
+        return kernels.cross_attention_backward(rounded(do), rounded(q), rounded(kv), *args)
+
+    wrapped = (
+        *(conv_down, conv_down_input_grad, attention_forward, attention_backward),
+        *(cross_attention_forward, cross_attention_backward),
+    )
     return SimpleNamespace(**named | {wrapper.__name__: wrapper for wrapper in wrapped})
 
 

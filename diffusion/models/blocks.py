@@ -150,3 +150,46 @@ class AttentionBlock(Layer):
             qkv, self.num_heads, order=self.order, allow_tf32=self.backend.allow_tf32
         )
         return x + self.proj_out(h.view(x.shape))
+
+
+class CrossAttentionBlock(Layer):
+    """x + proj(cross_attention(q(norm(x)), kv(context))): each pixel attends to the tokens of its
+    image's context (Rombach et al. 2022, section 3.3).
+
+    k and v of a token of zeros are the bias of `kv`: so they are learned for the null token, which
+    is all that an image without a context has.
+
+    References:
+        High-Resolution Image Synthesis with Latent Diffusion Models (Rombach et al., 2022),
+            https://arxiv.org/abs/2112.10752
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        context_dim: int,
+        num_heads: int,
+        *,
+        num_groups: int,
+        norm_eps: float,
+        zero_init: bool,
+        backend: Backend,
+    ) -> None:
+        super().__init__(backend)
+        self.channels, self.num_heads = channels, num_heads
+        self.norm = GroupNorm(num_groups, channels, eps=norm_eps, backend=backend)
+        self.q = Conv1d(channels, channels, backend=backend)
+        self.kv = Conv1d(context_dim, 2 * channels, backend=backend)
+        self.proj_out = Conv1d(channels, channels, zero=zero_init, backend=backend)
+
+    def forward(
+        self,
+        x: Tensor,  # [N, H, W, C]
+        context: Tensor,  # [N, 1, L, D]
+        mask: Tensor,  # bool [N, L]
+    ) -> Tensor:
+        q, kv = self.q(self.norm(x)).flatten(1, 2), self.kv(context).flatten(1, 2)
+        h = self.backend.ops.cross_attention(
+            q, kv, self.num_heads, mask=mask, allow_tf32=self.backend.allow_tf32
+        )
+        return x + self.proj_out(h.view(x.shape))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from triton_kernels import reference
@@ -26,6 +27,8 @@ class Conditions:
     labels: Tensor | None = None  # int64 [N]
     image: Tensor | None = None  # float32 [N, H, W, K]: channels behind those of x_t
     vector: Tensor | None = None  # float32 [N, D + 1], of `with_presence`: added to the embedding
+    context: Tensor | None = None  # float32 [N, 1 + L, D], of `with_null_token`: attended to
+    present: Tensor | None = None  # float32 [N, 1 + L]: 1 for those tokens that are there
 
     def __len__(self) -> int:
         return next(len(part) for part in self._parts().values())
@@ -62,6 +65,10 @@ class Conditions:
             x = torch.cat((x, self.image.to(x.dtype)), dim=-1)
         return x, replace(self, image=None).shortest()
 
+    def of_embedding(self) -> "Conditions":
+        """What is added to the timestep's embedding."""
+        return Conditions(self.labels, vector=self.vector)
+
     def shortest(self) -> "Tensor | Conditions | None":
         """As networks take them that know of labels alone, if there is nothing else."""
         return self.labels if set(self._parts()) <= {"labels"} else self
@@ -76,7 +83,30 @@ def with_presence(vectors: Tensor) -> Tensor:  # [N, D] -> [N, D + 1]
     return torch.cat((vectors, torch.ones_like(vectors[:, :1])), dim=1)
 
 
+def with_null_token(
+    tokens: Tensor,  # [N, L, D]
+    lengths: Tensor,  # int64 [N], at most L
+) -> tuple[Tensor, Tensor]:  # float32 [N, 1 + L, D], [N, 1 + L]
+    """`context` and `present`: a token of zeros in front, which is attended to even where nothing
+    is given, and behind a sequence's length zeros."""
+    tokens = F.pad(tokens.float(), (0, 0, 1, 0))
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    present = (place <= lengths[:, None]).float()
+    # a file may have anything behind a sequence's end
+    return torch.where(present[..., None] > 0, tokens, 0), present
+
+
+def attended(present: Tensor) -> Tensor:  # [N, 1 + L] -> bool [N, 1 + L]
+    """The tokens that a sample attends to: the first, where nothing is given."""
+    return (present > 0) | (torch.arange(present.shape[1], device=present.device) == 0)
+
+
 Given = Tensor | Conditions | None  # labels int64 [N], or more
+
+
+def parts_of(given: Given) -> Conditions:
+    """What is given, if it is labels alone as well."""
+    return given if isinstance(given, Conditions) else Conditions(given)
 
 
 def zeros_given(
@@ -84,13 +114,16 @@ def zeros_given(
     labels: Tensor | None,  # int64 [count]
     size: tuple[int, int],  # (H, W)
     model: Any,  # a `Network`
+    tokens: int = 1,  # of a context
 ) -> Given:
     """What the model wants to be given, as zeros, for who needs its shapes alone."""
-    channels, numbers = model.condition_channels, model.vector_dim
+    channels, numbers, dim = model.condition_channels, model.vector_dim, model.context_dim
     return Conditions(
         labels,
         torch.zeros(count, *size, channels) if channels else None,
         torch.zeros(count, numbers + 1) if numbers else None,
+        torch.zeros(count, 1 + tokens, dim) if dim else None,
+        torch.zeros(count, 1 + tokens) if dim else None,
     ).shortest()
 
 

@@ -38,6 +38,7 @@ class Network(Layer):
     null_label: int | None = None  # the label that stands for none, for classifier-free guidance
     condition_channels: int = 0  # of x, behind those that it learns
     vector_dim: int = 0  # numbers of a vector that it is given
+    context_dim: int = 0  # numbers of each token of a sequence that it is given
     condition_dropout: float = 0  # how often training gives it no condition, which are zeros
 
     def forward_nhwc(

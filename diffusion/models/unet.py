@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..runtime.backend import TORCH_FP32, Backend
 from ..sampling.guidance import drop_labels
-from .blocks import AttentionBlock, Downsample, ResBlock, Upsample
-from .conditions import Conditions, Given
+from .blocks import AttentionBlock, CrossAttentionBlock, Downsample, ResBlock, Upsample
+from .conditions import Conditions, Given, attended, parts_of
 from .layers import Conv1d, Conv2d, GroupNorm, Linear, Network, TimestepEmbedding
 
 MOST_BLOCKS = 2000  # more would take minutes to build, and nobody has trained half of them
@@ -61,12 +61,17 @@ class UNet(Network):
         condition_channels: int = 0,  # that x_t comes with behind its own; none comes out
         condition_dropout: float | None = None,  # of training's conditions; None: 0
         vector_dim: int = 0,  # numbers of a vector that is added to the embedding; 0: there is none
+        context_dim: int = 0,  # numbers of each token of a sequence that is attended to; 0: none
+        context_resolutions: Sequence[int] | None = None,  # as attention's; None: the same levels
         backend: Backend = TORCH_FP32,  # who computes, and in which precision
     ) -> None:
         super().__init__(backend)
+        if context_resolutions is None:
+            context_resolutions = attention_resolutions
         for option, value in (
             ("channel_mult", channel_mult),
             ("attention_resolutions", attention_resolutions),
+            ("context_resolutions", context_resolutions),
         ):
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise ConfigError(f"{option}={value} is not a list of numbers")
@@ -75,13 +80,14 @@ class UNet(Network):
             num_heads_upsample = num_heads
         self.image_size = sizes  # (H, W)
         self.condition_channels, self.condition_dropout = condition_channels, condition_dropout or 0
-        self.vector_dim = vector_dim
+        self.vector_dim, self.context_dim = vector_dim, context_dim
         self.in_channels, self.model_channels = in_channels, model_channels
         self.out_channels, self.num_classes = out_channels, num_classes
         self.label_dropout = label_dropout
         self.num_res_blocks, self.num_groups, self.dropout = num_res_blocks, num_groups, dropout
         self.channel_mult, self.max_period = tuple(channel_mult), max_period
         self.attention_resolutions = tuple(attention_resolutions)
+        self.context_resolutions = tuple(context_resolutions) if context_dim else ()
         self.conv_resample, self.resblock_updown = conv_resample, resblock_updown
         self.use_scale_shift_norm = use_scale_shift_norm
         self.use_new_attention_order = use_new_attention_order
@@ -117,21 +123,28 @@ class UNet(Network):
             res_blocks += 1
             return block
 
-        def attention(name: str, channels: int, heads: int) -> AttentionBlock:
+        of_attention = {
+            "num_groups": num_groups,
+            "norm_eps": norm_eps,
+            "zero_init": zero_init,
+            "backend": backend,
+        }
+
+        def heads_of(name: str, channels: int, heads: int) -> int:
             self._check_groups(name, channels)
             if num_head_channels != -1:
-                heads = _divide(name, channels, "num_head_channels", num_head_channels)
-            else:
-                _divide(name, channels, "num_heads", heads)
-            return AttentionBlock(
-                channels,
-                heads,
-                num_groups=num_groups,
-                norm_eps=norm_eps,
-                order="qkv_heads" if use_new_attention_order else "heads_qkv",
-                zero_init=zero_init,
-                backend=backend,
-            )
+                return _divide(name, channels, "num_head_channels", num_head_channels)
+            _divide(name, channels, "num_heads", heads)
+            return heads
+
+        def attention(name: str, channels: int, heads: int) -> AttentionBlock:
+            order = "qkv_heads" if use_new_attention_order else "heads_qkv"
+            heads = heads_of(name, channels, heads)
+            return AttentionBlock(channels, heads, order=order, **of_attention)
+
+        def cross_attention(name: str, channels: int, heads: int) -> CrossAttentionBlock:
+            heads = heads_of(name, channels, heads)
+            return CrossAttentionBlock(channels, context_dim, heads, **of_attention)
 
         self.timestep_embedding = TimestepEmbedding(model_channels, max_period, freq_shift)
         self.time_embed = nn.ModuleDict(
@@ -159,6 +172,8 @@ class UNet(Network):
                 ch = width
                 if 2**level in self.attention_resolutions:
                     layers.append(attention(f"{name}.1", ch, num_heads))
+                if 2**level in self.context_resolutions:
+                    layers.append(cross_attention(f"{name}.{len(layers)}", ch, num_heads))
                 self.input_blocks.append(nn.ModuleList(layers))
                 skips.append(ch)
             if level < len(widths) - 1:
@@ -171,13 +186,11 @@ class UNet(Network):
                 self.input_blocks.append(nn.ModuleList([down]))
                 skips.append(ch)
 
-        self.middle_block = nn.ModuleList(
-            [
-                res_block("middle_block.0", ch, ch),
-                attention("middle_block.1", ch, num_heads),
-                res_block("middle_block.2", ch, ch),
-            ]
-        )
+        middle = [res_block("middle_block.0", ch, ch), attention("middle_block.1", ch, num_heads)]
+        if context_dim:
+            middle.append(cross_attention("middle_block.2", ch, num_heads))
+        middle.append(res_block(f"middle_block.{len(middle)}", ch, ch))
+        self.middle_block = nn.ModuleList(middle)
 
         self.output_blocks = nn.ModuleList()
         for level, width in reversed(list(enumerate(widths))):
@@ -188,6 +201,8 @@ class UNet(Network):
                 attends = decoder_attention == "all" or i == num_res_blocks
                 if 2**level in self.attention_resolutions and attends:
                     layers.append(attention(f"{name}.1", ch, num_heads_upsample))
+                if 2**level in self.context_resolutions and attends:
+                    layers.append(cross_attention(f"{name}.{len(layers)}", ch, num_heads_upsample))
                 if level > 0 and i == num_res_blocks:
                     layers.append(
                         res_block(f"{name}.{len(layers)}", ch, ch, "up")
@@ -207,7 +222,7 @@ class UNet(Network):
         self,
         x: Tensor,  # [N, H, W, CI], CI with the condition's channels
         t: Tensor,  # int64 or float [N]
-        labels: Given = None,  # int64 [N], if the model has classes; with a vector `Conditions`
+        labels: Given = None,  # int64 [N], if the model has classes; of more `Conditions`
         *,
         rng: Tensor | None = None,  # int64 [2]: seed, step; needed for dropout in training
         first: int = 0,  # global index of sample 0, which keys its dropout masks and label
@@ -218,21 +233,33 @@ class UNet(Network):
         where looking costs nothing) out of range, and dropout in training without `rng`.
         """
         self._check_inputs(x, t, labels, rng)
-        return self.forward_embedded(x, self.embed(t, labels, rng, first), rng=rng, first=first)
+        more = parts_of(labels)
+        emb = self.embed(t, labels, rng, first)
+        return self.forward_embedded(x, emb, more.context, more.present, rng=rng, first=first)
 
     def forward_embedded(
         self,
         x: Tensor,  # [N, H, W, CI]
         emb: Tensor,  # [N, E], as `embed` gives it
+        context: Tensor | None = None,  # [N, 1 + L, D] and [N, 1 + L] of `Conditions`
+        present: Tensor | None = None,
         *,
         rng: Tensor | None = None,
         first: int = 0,
     ) -> Tensor:  # [N, H, W, CO], dtype of the backend
         """The network behind the embedding."""
+        tokens = ()
+        if context is not None:
+            tokens = context.to(self.backend.dtype)[:, None], attended(present)
 
         def run(block: nn.ModuleList, h: Tensor) -> Tensor:
             for layer in block:
-                h = layer(h, emb, rng, first) if isinstance(layer, ResBlock) else layer(h)
+                if isinstance(layer, ResBlock):
+                    h = layer(h, emb, rng, first)
+                elif isinstance(layer, CrossAttentionBlock):
+                    h = layer(h, *tokens)
+                else:
+                    h = layer(h)
             return h
 
         h = x.to(self.backend.dtype)
@@ -255,7 +282,8 @@ class UNet(Network):
         sinusoids: Callable[[Tensor], Tensor] | None = None,  # in place of timestep_embedding
     ) -> Tensor:
         """SiLU of the embedding of t and what is given, [N, E], float32 in every precision."""
-        labels, vector = _parts(given)
+        more = parts_of(given)
+        labels = more.labels
         emb = linear(self.time_embed["0"], (sinusoids or self.timestep_embedding)(t))
         emb = linear(self.time_embed["2"], F.silu(emb))
         if self.num_classes is not None:
@@ -263,7 +291,7 @@ class UNet(Network):
                 labels = drop_labels(labels, rng, self.label_dropout, self.null_label, first=first)
             emb = emb + self.label_emb(labels)
         if self.vector_dim:
-            emb = emb + linear(self.vector_emb, vector)
+            emb = emb + linear(self.vector_emb, more.vector)
         return F.silu(emb)
 
     @property
@@ -274,7 +302,8 @@ class UNet(Network):
     @property
     def flops_per_image(self) -> int:
         """Floating-point operations of one forward pass over one image of `image_size`, counting
-        convolutions, linear layers and attention. A training step takes three times as many."""
+        convolutions, linear layers and attention, but not what is done with the tokens of a
+        context, whose number is not the network's. A training step takes three times as many."""
         macs = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
         pixels = self.image_size[0] * self.image_size[1]
         for layer in self.layers():
@@ -284,8 +313,9 @@ class UNet(Network):
                 pixels //= 4
             elif isinstance(layer, Upsample) or resample == "up":
                 pixels *= 4
+            of_tokens = layer.kv if isinstance(layer, CrossAttentionBlock) else None
             for module in layer.modules():
-                if isinstance(module, Conv2d | Conv1d):
+                if isinstance(module, Conv2d | Conv1d) and module is not of_tokens:
                     macs += pixels * module.weight.numel()
                 elif isinstance(module, AttentionBlock):
                     macs += 2 * pixels**2 * module.channels
@@ -314,7 +344,7 @@ class UNet(Network):
             raise ConfigError(
                 f"condition_dropout={self.condition_dropout} is no probability below 1"
             )
-        for name in ("condition_channels", "vector_dim"):
+        for name in ("condition_channels", "vector_dim", "context_dim"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)}; expected at least 0")
         if self.label_dropout > 0 and self.num_classes is None:
@@ -353,20 +383,24 @@ class UNet(Network):
         if self.num_classes is not None and self.num_classes < 1:
             raise ConfigError(f"num_classes={self.num_classes}; expected at least 1, or null")
         factors = [2**level for level in range(len(self.channel_mult))]
-        for value in self.attention_resolutions:
-            if value not in factors:
-                warnings.warn(
-                    f"attention_resolutions has {value}, which is none of this model's "
-                    f"downsampling factors {factors}: it has no effect",
-                    stacklevel=3,
-                )
+        own = self.attention_resolutions
+        of_context = () if self.context_resolutions == own else self.context_resolutions
+        for option, values in (("attention_resolutions", own), ("context_resolutions", of_context)):
+            for value in values:
+                if value not in factors:
+                    warnings.warn(
+                        f"{option} has {value}, which is none of this model's "
+                        f"downsampling factors {factors}: it has no effect",
+                        stacklevel=3,
+                    )
 
     def _check_groups(self, name: str, *channels: int) -> None:
         for c in channels:
             _divide(name, c, "num_groups", self.num_groups)
 
     def _check_inputs(self, x: Tensor, t: Tensor, given: Given, rng: Tensor | None) -> None:
-        labels, vector = _parts(given)
+        more = parts_of(given)
+        labels, vector = more.labels, more.vector
         if x.ndim != 4 or x.shape[3] != self.in_channels:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}; expected [N, H, W, {self.in_channels}]"
@@ -400,6 +434,7 @@ class UNet(Network):
             raise ValueError(
                 f"vectors have shape {tuple(vector.shape)}; expected ({n}, {self.vector_dim} + 1)"
             )
+        self._check_context(more, n)
         if self.training and rng is None:
             for name in ("dropout", "label_dropout"):
                 if getattr(self, name) > 0:
@@ -407,10 +442,24 @@ class UNet(Network):
                         f"{name}={getattr(self, name)} in training needs rng (seed, step)"
                     )
 
-
-def _parts(given: Given) -> tuple[Tensor | None, Tensor | None]:
-    """Labels and vector."""
-    return (given.labels, given.vector) if isinstance(given, Conditions) else (given, None)
+    def _check_context(self, given: Conditions, n: int) -> None:
+        context, present = given.context, given.present
+        if (context is None) != (self.context_dim == 0) or (context is None) != (present is None):
+            found = "missing" if context is None or present is None else "given"
+            raise ValueError(f"a context is {found}; the model has context_dim={self.context_dim}")
+        if context is None:
+            return
+        tokens = context.shape[1] if context.ndim > 1 else 0
+        if context.shape != (n, tokens, self.context_dim) or tokens == 0:
+            raise ValueError(
+                f"contexts have shape {tuple(context.shape)};"
+                f" expected ({n}, 1 + L, {self.context_dim}), the first a null token"
+            )
+        if present.shape != (n, tokens):
+            raise ValueError(
+                f"present has shape {tuple(present.shape)}; expected ({n}, {tokens}), a number for"
+                " each token"
+            )
 
 
 def _divide(name: str, channels: int, option: str, value: int) -> int:

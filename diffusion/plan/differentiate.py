@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .graph import Graph, Node, PlanError, Value
+from .graph import PARTS, Graph, Node, PlanError, Value
 
 GRADIENTS: dict[str, Callable] = {}
 
@@ -237,8 +237,7 @@ def _act(d, node, dy):
 
 @gradient("attention")
 def _attention(d, node, dy):
-    roles = [role for role in ("qkv", "q", "k", "v") if role in node.inputs]
-    parts = {role: node.inputs[role] for role in roles}
+    parts = {role: node.inputs[role] for role in PARTS if role in node.inputs}
     if not any(value in d.needed for value in parts.values()):
         return
     first, heads = next(iter(parts.values())), node.attrs["heads"]
@@ -248,7 +247,7 @@ def _attention(d, node, dy):
     node.outputs["state"] = state
     grads = d.graph.node(
         "attention_grad",
-        {"dy": dy, "o": node.out, "state": state, **parts},
+        {"dy": dy, "o": node.out, "state": state, **node.inputs},
         {role: (value.shape, value.dtype) for role, value in parts.items()},
         node.source,
         node.out.layout,

@@ -24,7 +24,7 @@ FORWARD = {
     "linear": "x [..., CI] weight [CO, CI]^T + bias: over images, a convolution with 1x1 filters",
     "group_norm": "act(((x - mean) rstd weight + bias) (1 + scale) + shift), x [N, ..., C]",
     "act": "activation(x)",
-    "attention": "softmax(q k^T scale) v of each head, of qkv [N, ..., 3C] or q, k, v; its state",
+    "attention": "softmax(q k^T scale) v of each head, of `PARTS`, over keys of a mask; its state",
     "cat": "x0, x1, ... side by side along an axis",
     "add": "a + b, where b may have length 1 along axes of a",
     "mul": "a b, likewise",
@@ -59,7 +59,7 @@ BACKWARD = {
     "norm_grad_table": "coeff [N, 3, C] (p, q, r), and the gradients of weight, bias, scale, shift",
     "norm_dx": "p dz + q x + r, of one tensor or two",
     "act_grad": "dy act'(x)",
-    "attention_grad": "the gradient of qkv, or of q, k and v",
+    "attention_grad": "the gradients of the parts of attention",
     "sum_pool": "sums over blocks of `window` pixels",
     "sum": "sums over axes, of which each stays with length 1 or not",
     "embedding_grad": "rows of dy added up by index",
@@ -118,6 +118,9 @@ STAGED = {
     "stage": "sums of the convolution of an activation, and of a 1x1 one; and the activation",
     "head": "a 1x1 convolution of an activation",
 }
+# what attention is of: qkv [N, ..., 3C]; or q [N, ..., C] and kv [N, ..., 2C], or k and v, of as
+# many positions or of others
+PARTS = ("qkv", "q", "kv", "k", "v")
 FREE = ("reshape", "columns")  # which make no memory
 OPS = FORWARD | NORM | BACKWARD | FUSED | STEP | JOINED | STAGED
 

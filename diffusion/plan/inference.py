@@ -1,8 +1,8 @@
 """The UNet for sampling: its forward pass, planned for launches one after the other (`join`).
 
 What depends on timesteps and labels alone is computed once for a chain: the embedding and every
-block's projection of it, as a table [K, U, E] that a step reads one row of. What depends on
-parameters alone is computed once.
+block's projection of it, as a table [K, U, E] that a step reads one row of; and so are keys and
+values of a context. What depends on parameters alone is computed once.
 """
 
 import logging
@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from triton_kernels import fused_ops as fused
 from triton_kernels.runtime.device import Device, describe
 
-from ..models.conditions import Conditions, Given, as_tables, from_tables
+from ..models.blocks import CrossAttentionBlock
+from ..models.conditions import (
+    Conditions,
+    Given,
+    as_tables,
+    attended,
+    from_tables,
+    parts_of,
+)
 from ..models.flat_parameters import FlatParameters
 from ..models.unet import UNet
 from ..process.objective import Denoiser
@@ -72,7 +80,9 @@ class InferenceUNet:
         # of a class, or of the null class
         self.num_labels = model.label_emb.num_embeddings if model.num_classes is not None else 1
         self._kept: tuple[Tensor, Tensor] | None = None  # timesteps, and the table of all classes
-        self._evaluations: dict[tuple[int, ...], _Evaluation] = {}  # by the images' shape
+        # by the shapes of images and of the mask of a context
+        self._evaluations: dict[tuple, _Evaluation] = {}
+        self._context = [f"{name}.kv" for name in context_blocks(model)]
         self._fixed: dict[str, Tensor] = {}  # what parameters alone make, by what it is
 
     @torch.no_grad()
@@ -83,23 +93,46 @@ class InferenceUNet:
         n: int,
     ) -> tuple[Tensor, ...]:
         """The projections of every block, float32 [K, U, E], and each sample's u, int64 [N]; or, if
-        that were too large, timesteps and what is given. A table that serves any labels is kept for
-        the next chain. ValueError: labels or vectors missing, not wanted, not N, or no class; which
-        waits for the device, once a chain."""
-        more = labels if isinstance(labels, Conditions) else None
-        if (more is None or more.vector is None) == (self.model.vector_dim > 0):
-            found = "missing" if self.model.vector_dim else "given"
-            raise ValueError(
-                f"vectors are {found}; the model has vector_dim={self.model.vector_dim}"
-            )
-        classes, labels = self.model.num_classes, more.labels if more else labels
+        that were too large, timesteps and what is given. Behind it, of a network with a context,
+        the mask bool [N, 1 + L] of its tokens, and of each block that attends to it keys and values
+        [N, 1, 1 + L, 2C]. A table that serves any labels is kept for the next chain. ValueError:
+        labels, vectors or contexts missing, not wanted, not N, or no class; which waits for the
+        device, once a chain."""
+        more = parts_of(labels)
+        for what, found, option in (
+            ("vectors", more.vector, "vector_dim"),
+            ("contexts", more.context, "context_dim"),
+        ):
+            dim = getattr(self.model, option)
+            if (found is None) == (dim > 0):
+                given = "missing" if dim else "given"
+                raise ValueError(f"{what} are {given}; the model has {option}={dim}")
+        if any(part is not None for part in (more.vector, more.context)) and len(more) != n:
+            raise ValueError(f"conditions are of {len(more)} samples; expected {n}")
+        return *self._tabulate(timesteps, more, n), *self._tabulate_context(more)
+
+    def _tabulate_context(self, given: Conditions) -> tuple[Tensor, ...]:
+        """The mask, and keys and values of every block."""
+        if given.context is None:
+            return ()
+        dtype = self.model.backend.dtype
+        tokens, made = given.context.to(dtype)[:, None].contiguous(), []
+        for name in self._context:
+            weight = filters(self.parameters[f"{name}.weight"].to(dtype)[..., 0])
+            bias = self.parameters[f"{name}.bias"]
+            made.append(self.kernels.conv_forward(tokens, weight, bias)[0])
+        return attended(given.present), *made
+
+    def _tabulate(self, timesteps: Tensor, more: Conditions, n: int) -> tuple[Tensor, ...]:
+        """What is of the embedding."""
+        classes, labels = self.model.num_classes, more.labels
         if (labels is None) != (classes is None):
             given = "missing" if labels is None else "given"
             raise ValueError(f"labels are {given}; the model has num_classes={classes}")
         if labels is not None:
             self._check_labels(labels, n)
-        if more is not None:
-            return self._tabulate_samples(timesteps, more, n)
+        if more.vector is not None:
+            return self._tabulate_samples(timesteps, more.of_embedding(), n)
         # a row a class, or if that is less, a row a sample
         by_class = self.num_labels <= n or labels is None
         width = self.embedding.projection.bias.shape[0]
@@ -116,8 +149,6 @@ class InferenceUNet:
 
     def _tabulate_samples(self, timesteps: Tensor, given: Conditions, n: int) -> tuple[Tensor, ...]:
         """The same where every sample is given something of its own."""
-        if len(given) != n:
-            raise ValueError(f"conditions are of {len(given)} samples; expected {n}")
         width = self.embedding.projection.bias.shape[0]
         if 4 * len(timesteps) * n * width > _TABLE_BYTES:
             return timesteps, *(part.clone() for part in as_tables(given))
@@ -145,22 +176,25 @@ class InferenceUNet:
     @torch.no_grad()
     def at_row(self, x: Tensor, row: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
         """[N, H, W, CO] at this row; the pixels of the result are some channels apart."""
+        count = len(self._context) + 1 if self._context else 0
+        tables, context = tables[: len(tables) - count], tables[len(tables) - count :]
         first, *given = tables
         table = (first, row, *given) if first.ndim == 3 else ()
-        evaluation = self._evaluation(x)
+        evaluation = self._evaluation(x, *context[:1])
         with turn(x.device):
             image, emb, cleared = self._begin(x, evaluation, *table)
             if not table:
                 emb = self.embedding(first[row.expand(len(x))], from_tables(given), None, 0)
-            return evaluation(image, emb.expand(len(x), -1), cleared)
+            return evaluation(image, emb.expand(len(x), -1), cleared, context)
 
     @torch.no_grad()
     def __call__(self, x: Tensor, t: Tensor, labels: Given = None) -> Tensor:
         """As `UNet.forward_nhwc`."""
-        evaluation = self._evaluation(x)
+        context = self._tabulate_context(parts_of(labels))
+        evaluation = self._evaluation(x, *context[:1])
         with turn(x.device):
             image, _, cleared = self._begin(x, evaluation)
-            return evaluation(image, self.embedding(t, labels, None, 0), cleared)
+            return evaluation(image, self.embedding(t, labels, None, 0), cleared, context)
 
     def _begin(self, x: Tensor, evaluation: "_Evaluation", *table: Tensor) -> tuple:
         """The image as the plan takes it, a row of the table, and words that are zero: one launch,
@@ -170,14 +204,15 @@ class InferenceUNet:
         made = self.kernels.begin_step(x, image.shape[3], image.dtype, *table, cleared=cleared)
         return *made, cleared
 
-    def _evaluation(self, x: Tensor) -> "_Evaluation":
-        shape = tuple(x.shape)
+    def _evaluation(self, x: Tensor, mask: Tensor | None = None) -> "_Evaluation":
+        tokens = 0 if mask is None else mask.shape[1]
+        shape = *x.shape, tokens
         if shape not in self._evaluations:
-            self._evaluations[shape] = self._made(x)
+            self._evaluations[shape] = self._made(x, tokens)
         return self._evaluations[shape]
 
-    def _made(self, x: Tensor) -> "_Evaluation":
-        planned = sampling_plan(self.model, x.shape, x.device, self.kernels)
+    def _made(self, x: Tensor, tokens: int) -> "_Evaluation":
+        planned = sampling_plan(self.model, x.shape, x.device, self.kernels, tokens=tokens)
         graph, made = planned.plan.graph, planned.plan.schedule
         launch = launcher_of(self.kernels)
         known = self.parameters  # but for buffers, which only the embedding reads
@@ -208,6 +243,7 @@ class _Evaluation:
     def __init__(self, planned: "SamplingPlan", values: dict[Value, Tensor], launch) -> None:
         made = planned.plan.schedule
         self.image, self.emb, self.zeros = planned.image, planned.emb, planned.zeros
+        self.context = planned.context
         self.words = 0 if self.zeros is None else self.zeros.shape[0]
         self.nodes = [node for node in made.nodes if node not in made.fixed]
         read = {value for node in self.nodes for value in node.inputs.values()}
@@ -218,8 +254,11 @@ class _Evaluation:
         }
         self.result, self.launch = planned.plan.graph.outputs[0], launch
 
-    def __call__(self, image: Tensor, emb: Tensor, cleared: Tensor | None) -> Tensor:
+    def __call__(
+        self, image: Tensor, emb: Tensor, cleared: Tensor | None, context: tuple[Tensor, ...]
+    ) -> Tensor:
         values = self.values | {self.image: image, self.emb: emb}
+        values |= dict(zip(self.context, context, strict=True))
         if self.zeros is not None:
             values[self.zeros] = cleared
         return run(self.nodes, values, self.last, self.launch)[self.result]
@@ -236,6 +275,7 @@ class SamplingPlan:
     image: Value  # [N, H, W, C], in the backend's precision, with zeros behind its channels
     emb: Value  # float32 [N, E]: every block's projection of the embedding
     zeros: Value | None  # int64 words, where programs meet
+    context: tuple[Value, ...]  # the mask of its tokens, and of each block keys and values
 
 
 class _Nhwc(nn.Module):
@@ -245,10 +285,11 @@ class _Nhwc(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self, x: Tensor, t: Tensor, labels: Tensor | None = None, vector: Tensor | None = None
-    ) -> Tensor:
-        return self.model.forward_nhwc(x, t, Conditions(labels, vector=vector).shortest())
+    def forward(self, x: Tensor, t: Tensor, labels: Tensor | None, *more: Tensor | None) -> Tensor:
+        vector, context, present = more
+        context = None if context is None else context[:, 0]
+        given = Conditions(labels, None, vector, context, present)
+        return self.model.forward_nhwc(x, t, given.shortest())
 
 
 def sampling_plan(
@@ -257,17 +298,21 @@ def sampling_plan(
     device: torch.device,
     kernels: ModuleType,  # `triton_kernels.fused_ops` or its reference
     gpu: Device | None = None,  # None: what is there
+    tokens: int = 2,  # of a context, if the model has one, with the null token
 ) -> SamplingPlan:
     """The plan of `model.forward_nhwc` for images of this shape."""
     x, t = (
         torch.empty(shape, device=device),
         torch.zeros(shape[0], dtype=torch.int64, device=device),
     )
-    labels = () if model.num_classes is None else (t,)
+    n, dim, vector, context, present = shape[0], model.context_dim, None, None, None
     if model.vector_dim:
-        vector = torch.empty(shape[0], model.vector_dim + 1, device=device)
-        labels = (*(labels or (None,)), vector)
-    traced = trace(_Nhwc(model), (x, t, *labels))
+        vector = torch.empty(n, model.vector_dim + 1, device=device)
+    if dim:  # an image of one row
+        context = torch.empty(n, 1, tokens, dim, device=device)
+        present = torch.empty(n, tokens, device=device)
+    labels = None if model.num_classes is None else t
+    traced = trace(_Nhwc(model), (x, t, labels, vector, context, present))
     graph = traced.graph
     names = {f"model.{name}": name for name in dict(model.named_parameters())}
     names |= {f"model.{name}": name for name in dict(model.named_buffers())}
@@ -278,7 +323,8 @@ def sampling_plan(
         why[value] = why.get(value, []) + reasons
     image = _cut_image(graph)
     emb = _cut_embedding(graph, projection_columns(model), shape[0])
-    graph.inputs = [image, emb]
+    tokens = _cut_context(graph, context_blocks(model))
+    graph.inputs = [image, emb, *tokens]
     graph.prune()
     gpu = describe(device) if gpu is None else gpu
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -289,7 +335,7 @@ def sampling_plan(
     made = schedule(graph)
     graph.nodes = made.nodes
     graph.rename()
-    return SamplingPlan(Plan(traced, made, None, {}, why), image, emb, zeros)
+    return SamplingPlan(Plan(traced, made, None, {}, why), image, emb, zeros, tokens)
 
 
 def _cut_image(graph: Graph) -> Value:
@@ -307,13 +353,8 @@ def _cut_embedding(graph: Graph, columns: dict[str, slice], n: int) -> Value:
     """Every block's projection of the embedding, which come as one matrix."""
     width = max(part.stop for part in columns.values())
     emb = graph.value("emb", (n, width), torch.float32)
-    parameters = {value: name for name, value in graph.parameters.items()}
     producers = graph.producers()
-    for node in [n for n in graph.nodes if n.op == "linear"]:
-        weight = node.inputs["weight"]
-        while weight not in parameters and weight in producers:
-            weight = producers[weight].inputs.get("x")
-        name = parameters.get(weight, "")
+    for name, node in _linears(graph).items():
         if name.endswith(TOGETHER[0]):
             _as_columns(node, emb, columns[name.removesuffix(f".{TOGETHER[0]}")])
     for node in graph.nodes:  # scale and shift are halves of a block's
@@ -322,6 +363,38 @@ def _cut_embedding(graph: Graph, columns: dict[str, slice], n: int) -> Value:
             start = before.attrs["start"] + node.attrs["start"]
             _as_columns(node, emb, slice(start, start + node.out.shape[1]))
     return emb
+
+
+def _cut_context(graph: Graph, blocks: list[str]) -> tuple[Value, ...]:
+    """What is made of a context alone: the mask of its tokens, and of each block keys and values.
+    Nobody makes them any more."""
+    if not blocks:
+        return ()
+    linears = _linears(graph)
+    found = [linears[f"{name}.kv.weight"] for name in blocks]
+    (mask,) = {node.inputs["mask"] for node in graph.nodes if "mask" in node.inputs}
+    gone = {*found, graph.producers()[mask]}
+    graph.nodes = [node for node in graph.nodes if node not in gone]
+    return mask, *(node.out for node in found)
+
+
+def context_blocks(model: UNet) -> list[str]:
+    """The names of those that attend to a context, in order."""
+    found = model.named_modules()
+    return [name for name, module in found if isinstance(module, CrossAttentionBlock)]
+
+
+def _linears(graph: Graph) -> dict[str, Node]:
+    """Products with a parameter, or with what was made of it, by the parameter's name."""
+    parameters = {value: name for name, value in graph.parameters.items()}
+    producers, found = graph.producers(), {}
+    for node in graph.nodes:
+        weight = node.inputs["weight"] if node.op == "linear" else None
+        while weight not in parameters and weight in producers:
+            weight = producers[weight].inputs.get("x")
+        if weight in parameters:
+            found[parameters[weight]] = node
+    return found
 
 
 def _as_columns(node: Node, emb: Value, part: slice) -> None:

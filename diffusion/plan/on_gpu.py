@@ -14,7 +14,12 @@ from torch import Tensor
 
 import triton_kernels
 from triton_kernels import fused_ops
-from triton_kernels.attention import attention_bwd_rows, attention_fwd
+from triton_kernels.attention import (
+    attention_bwd_rows,
+    attention_fwd,
+    cross_attention_bwd,
+    cross_attention_fwd,
+)
 
 from .calls.table import LAUNCHES, Inputs, filters, image
 from .execute import launch_reference, results
@@ -125,11 +130,27 @@ def _halved(node: Node, role: str, kernel: Callable | None, given: Inputs) -> Te
 
 @on_gpu("attention")
 def _attention(k, node, given):
-    qkv, order = _packed(given), node.attrs.get("order", "qkv_heads")
-    if not _plain_scale(node, qkv):
+    if not _plain_scale(node):
         return LAUNCHES["attention"](k, node, given)
+    if not _of_itself(given):
+        heads, (q, kv) = node.attrs["heads"], _apart(given)
+        o, lse = cross_attention_fwd(q, kv, given.get("mask"), heads, node.tf32)
+        return {"y": o.view(node.out.shape), "state": lse}
+    qkv, order = _packed(given), node.attrs.get("order", "qkv_heads")
     o, lse = attention_fwd(qkv, node.attrs["heads"], order, allow_tf32=node.tf32)
     return {"y": o.view(node.out.shape), "state": lse}
+
+
+def _of_itself(given: Inputs) -> bool:
+    """Whether keys are of the same positions as queries, and all are seen."""
+    if "qkv" in given:
+        return True
+    return "k" in given and "mask" not in given and given["k"].shape == given["q"].shape
+
+
+def _apart(given: Inputs) -> tuple[Tensor, Tensor]:  # [N, T, C], [N, L, 2C]
+    kv = given["kv"] if "kv" in given else torch.cat((given["k"], given["v"]), -1)
+    return given["q"].flatten(1, -2), kv.flatten(1, -2)
 
 
 def _packed(given: Inputs) -> Tensor:  # [N, T, 3C]
@@ -140,17 +161,21 @@ def _packed(given: Inputs) -> Tensor:  # [N, T, 3C]
     return qkv.reshape(qkv.shape[0], -1, qkv.shape[-1])
 
 
-def _plain_scale(node: Node, qkv: Tensor) -> bool:
-    d = qkv.shape[-1] // 3 // node.attrs["heads"]
+def _plain_scale(node: Node) -> bool:
+    values = node.inputs
+    d = (values.get("qkv", values.get("q")).shape[-1]) // node.attrs["heads"]
+    d = d // 3 if "qkv" in values else d
     return abs(node.attrs["scale"] * d**0.5 - 1) < 1e-6
 
 
 @on_gpu("attention_grad")
 def _attention_grad(k, node, given):
-    qkv, order = _packed(given), node.attrs.get("order", "qkv_heads")
-    if not _plain_scale(node, qkv):
+    if not _plain_scale(node):
         return LAUNCHES["attention_grad"](k, node, given)
     heads = node.attrs["heads"]
+    if not _of_itself(given):
+        return _cross_attention_grad(node, given)
+    qkv, order = _packed(given), node.attrs.get("order", "qkv_heads")
     o = given["o"].reshape(*qkv.shape[:-1], -1)
     dy, lse = given["dy"].reshape(o.shape), given["state"]
     place = partial(_rows, qkv.device) if "rows" in node.outputs else None
@@ -159,6 +184,18 @@ def _attention_grad(k, node, given):
         return {"qkv": dqkv.view(given["qkv"].shape), "rows": rows}
     parts = zip("qkv", dqkv.chunk(3, -1), strict=True)
     return {role: part.reshape(given["q"].shape) for role, part in parts}
+
+
+def _cross_attention_grad(node: Node, given: Inputs) -> dict[str, Tensor]:
+    q, kv = _apart(given)
+    dy, o = (given[role].reshape(q.shape) for role in ("dy", "o"))
+    tensors = dy, q, kv, given.get("mask"), o, given["state"]
+    dq, dkv = cross_attention_bwd(*tensors, node.attrs["heads"], node.tf32)
+    made = {"q": dq.view(given["q"].shape)}
+    if "kv" in given:
+        return made | {"kv": dkv.view(given["kv"].shape)}
+    parts = zip("kv", dkv.chunk(2, -1), strict=True)
+    return made | {role: part.reshape(given[role].shape) for role, part in parts}
 
 
 def _rows(device: torch.device, rows: int, columns: int) -> Tensor:

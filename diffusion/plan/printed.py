@@ -174,7 +174,8 @@ def flops_of(node: Node) -> int:
     if node.op in ("attention", "attention_grad"):
         backward = node.op == "attention_grad"
         o = inputs["dy"] if backward else node.out
-        return (10 if backward else 4) * math.prod(o.shape[1:-1]) * o.numel
+        keys = next(inputs[role] for role in ("qkv", "kv", "k") if role in inputs)
+        return (10 if backward else 4) * math.prod(keys.shape[1:-1]) * o.numel
     if node.op in STAGED:
         return _flops_of_staged(node)
     if node.op in ("conv_upsampled_dx", "conv_of_upsampled_dx"):

@@ -151,6 +151,11 @@ def test_work_is_noted_where_the_plan_does_it():
     o, qkv = torch.zeros(2, 6, 8), torch.zeros(2, 6, 24)
     assert work.work_of("attention_forward", (qkv, 2, ""), {}, (o,)).flops == 4 * 2 * 36 * 8
     assert work.work_of("attention_backward", (o, qkv), {}, qkv).flops == 10 * 2 * 36 * 8
+    q, kv = torch.zeros(2, 6, 8), torch.zeros(2, 5, 16)
+    crossed = work.work_of("cross_attention_forward", (q, kv, None, 2), {}, (q,))
+    assert (crossed.flops, crossed.family) == (4 * 2 * 30 * 8, "attention")
+    crossed = work.work_of("cross_attention_backward", (q, q, kv, None, q, q, 2), {}, (q, kv))
+    assert crossed.flops == 10 * 2 * 30 * 8
     squares = work.work_of("square_sums", (torch.zeros(4096), torch.zeros(4), 1, 2), {}, None)
     assert squares.bytes == size * 2048 + 8
     known = {*triton_kernels.__all__, *fused_ops.__all__, "square_sums"}

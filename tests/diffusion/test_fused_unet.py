@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import triton_kernels
-from diffusion.models.conditions import Conditions
+from diffusion.models.conditions import Conditions, parts_of, with_null_token
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.models.layers import set_backend
 from diffusion.models.unet import UNet
@@ -53,6 +53,16 @@ MODELS = {
     "condition": {"channel_mult": (1, 2), "in_channels": 1, "condition_channels": 2},
     "vector": {"channel_mult": (1, 2), "vector_dim": 5, "num_classes": 3},
     "vector and film": {"channel_mult": (1, 2), "vector_dim": 3, "use_scale_shift_norm": True},
+    "context": {"channel_mult": (1, 2), "attention_resolutions": (2,), "context_dim": 6},
+    "context and all else": {
+        "channel_mult": (1, 2, 2),
+        "context_dim": 5,
+        "context_resolutions": (1, 4),
+        "vector_dim": 2,
+        "num_classes": 3,
+        "use_scale_shift_norm": True,
+        "dropout": 0.1,
+    },
     "guided_diffusion": {  # all of them, as in its models for 64x64 images
         "channel_mult": (1, 2),
         "attention_resolutions": (1, 2),
@@ -90,7 +100,12 @@ def given(model: UNet):
     vectors = None
     if model.vector_dim:
         vectors = torch.linspace(-1, 1, 2 * (model.vector_dim + 1)).double().view(2, -1)
-    return Conditions(labels, vector=vectors).shortest()
+    context = present = None
+    if model.context_dim:
+        tokens = torch.linspace(-1, 2, 2 * 4 * model.context_dim).view(2, 4, -1)
+        context, present = with_null_token(tokens, torch.tensor([4, 2]))
+        context = context.double()
+    return Conditions(labels, None, vectors, context, present).shortest()
 
 
 ODD = {  # sizes of images, and halves of concatenations, that are no powers of two
@@ -201,7 +216,9 @@ def test_held_gradients_are_the_same(options, monkeypatch):
         flat.grad.zero_()
         plan(x, t, labels, **draws).square().sum().backward()
         grads.append(flat.grad.clone())
-        moves = plan.plan_of(x).backward
+        more = parts_of(labels)
+        context = () if more.context is None else (more.context[:, None], more.present)
+        moves = plan.plan_of(x, *context).backward
         held.append(sum(move.stream == THIRD for move in moves if move.nodes))
     assert torch.equal(*grads)
     assert held[0] == 0 and (held[1] > 0) == (len(model.channel_mult) >= 3)

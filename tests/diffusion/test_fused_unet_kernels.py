@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import triton_kernels
-from diffusion.models.conditions import Conditions
+from diffusion.models.conditions import Conditions, with_null_token
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.models.unet import UNet
 from diffusion.plan.embedding import TOGETHER
@@ -59,9 +59,13 @@ def check(
     x = torch.randn(batch, *size, 3, device=device)
     t = torch.randint(0, 1000, (batch,), device=device)
     labels = torch.arange(batch, device=device) % 3 if model.num_classes else None
+    vectors, tokens = None, ()
     if model.vector_dim:
         vectors = torch.randn(batch, model.vector_dim + 1, device=device)
-        labels = Conditions(labels, vector=vectors).shortest()
+    if model.context_dim:
+        lengths = 5 - torch.arange(batch, device=device) % 5
+        tokens = with_null_token(torch.randn(batch, 6, model.context_dim, device=device), lengths)
+    labels = Conditions(labels, None, vectors, *tokens).shortest()
     dy = torch.randn(batch, *size, model.out_channels, device=device)
     draws = {"rng": torch.tensor([5, 11], device=device), "first": 7}
     outputs = [
@@ -96,9 +100,13 @@ TWO_LEVELS = {"num_res_blocks": 1, "channel_mult": (1, 1), "attention_resolution
         (ONE_LEVEL | {"use_scale_shift_norm": True, "dropout": 0.2}, (4, 4)),
         (TWO_LEVELS | {"conv_resample": True}, (8, 8)),
         (TWO_LEVELS | {"model_channels": 24, "num_groups": 8, "num_head_channels": 24}, (6, 6)),
+        (ONE_LEVEL | {"context_dim": 5, "attention_resolutions": ()}, (4, 4)),
         (ONE_LEVEL | {"model_channels": 18, "num_groups": 6, "num_head_channels": 9}, (4, 6)),
     ],
-    ids=["film, dropout, attention", "strided", "3x3 and halves of 24 channels", "18 channels"],
+    ids=[
+        *("film, dropout, attention", "strided", "3x3 and halves of 24 channels"),
+        *("context", "18 channels"),
+    ],
 )
 def test_small_models(options, size, device):
     check(options, size, 1, torch.float16, device)
@@ -122,7 +130,7 @@ def check_model(name: str, dtype: torch.dtype, device: torch.device) -> None:
 
 
 various = pytest.mark.parametrize(
-    "name", ["", "dropout", "guided_diffusion", "28x28", "24 channels"]
+    "name", ["", "dropout", "guided_diffusion", "28x28", "24 channels", "context"]
 )
 
 

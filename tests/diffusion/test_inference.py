@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from dataclasses import replace as replaced
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import triton_kernels
 from diffusion.factory import make_sampler
-from diffusion.models.conditions import Conditions
+from diffusion.models.conditions import Conditions, with_null_token
 from diffusion.models.layers import set_backend
 from diffusion.models.unet import UNet
 from diffusion.plan import inference
@@ -203,21 +204,26 @@ def test_a_chain(classes, scale, large, monkeypatch):
     torch.testing.assert_close(*chains, rtol=1e-5, atol=1e-5)
 
 
-def test_the_kernels_themselves(device, monkeypatch):
+@pytest.mark.parametrize("dim", [0, 5], ids=["no context", "a context"])
+def test_the_kernels_themselves(dim, device, monkeypatch):
     """In float16, small convolutions in parts."""
     large = Device(tma=True, num_sms=132, shared_memory=232_448)  # no wgmma: it is not interpreted
     for module in (conv_early, conv_split):
         monkeypatch.setattr(module, "describe", lambda _: large)
     monkeypatch.setattr(conv_split, "_MAX_PIXELS", 64)
-    options = {"channel_mult": (1, 2), "attention_resolutions": (2,)}
+    options = {"channel_mult": (1, 2), "attention_resolutions": (2,), "context_dim": dim}
     model = make(options | {"use_scale_shift_norm": True}, (8, 32)).to(device).eval()
     x, t = torch.randn(1, 8, 32, 3, device=device), torch.tensor([300], device=device)
+    more = None
+    if dim:
+        tokens = torch.randn(1, 4, dim, device=device)
+        more = Conditions(None, None, None, *with_null_token(tokens, torch.tensor([3]).to(device)))
     with torch.no_grad():
-        exact = model.forward_nhwc(x.double(), t)
+        exact = model.forward_nhwc(x.double(), t, more)
         set_backend(model.float(), Backend("torch", reference, torch.float16))
-        low = model.forward_nhwc(x.half(), t)
+        low = model.forward_nhwc(x.half(), t, more)
     set_backend(model, Backend("triton", triton_kernels, torch.float16))
-    y = InferenceUNet(model, fused)(x, t)
+    y = InferenceUNet(model, fused)(x, t, more)
     assert (y - exact).norm() <= 2 * (low - exact).norm()
 
 
@@ -315,6 +321,41 @@ def test_vectors_of_samples_in_chains_with_guidance(monkeypatch, most):
         for net in (InferenceUNet(model, fused_reference), twin.forward_nhwc)
     ]
     torch.testing.assert_close(*chains, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("most", [inference._TABLE_BYTES, 0], ids=["table", "every step"])
+@pytest.mark.parametrize("name", ["context", "context and all else"])
+def test_contexts_in_chains_with_guidance(monkeypatch, name, most):
+    """Keys and values are made once for a chain, of any length."""
+    monkeypatch.setattr(inference, "_TABLE_BYTES", most)
+    model = make(MODELS[name] | {"label_dropout": 0.1 if "num_classes" in MODELS[name] else 0})
+    twin = copy.deepcopy(model.eval())
+    sampler = make_sampler(make_schedule("linear", 100), DOUBLE, "ddim", steps=3)
+    plan, more = InferenceUNet(model, fused_reference), given(model)
+    null = model.null_label
+    for conditions in (
+        more,
+        replaced(more, context=more.context[:, :2], present=more.present[:, :2]),
+    ):
+        chains = [
+            sampler.sample(
+                guide(net, 2.0, null, drops=True), (2, 8, 12, 3), seed=1, labels=conditions
+            )
+            for net in (plan, twin.forward_nhwc)
+        ]
+        torch.testing.assert_close(*chains, rtol=1e-5, atol=1e-5)
+
+
+def test_contexts_that_are_missing_or_not_wanted():
+    t, more = torch.tensor([3, 1]), given(make(MODELS["context"]))
+    plan = InferenceUNet(make(MODELS["context"]).eval(), fused_reference)
+    with pytest.raises(ValueError, match="contexts are missing; the model has context_dim=6"):
+        plan.tabulate(t, None, 2)
+    with pytest.raises(ValueError, match="conditions are of 2 samples; expected 3"):
+        plan.tabulate(t, more, 3)
+    plan = InferenceUNet(make({"channel_mult": (1,)}).eval(), fused_reference)
+    with pytest.raises(ValueError, match="contexts are given; the model has context_dim=0"):
+        plan.tabulate(t, more, 2)
 
 
 def test_vectors_that_are_missing_or_not_wanted():

@@ -83,6 +83,10 @@ def attending(kernels: ModuleType, seen: See) -> SimpleNamespace:
     k.__all__ = kernels.__all__
     k.attention_forward = lambda qkv, *rest: kernels.attention_forward(seen(qkv), *rest)
     k.attention_backward = _seeing(kernels.attention_backward, seen, seen)
+    k.cross_attention_forward = _seeing(kernels.cross_attention_forward, seen, seen)
+    k.cross_attention_backward = lambda do, q, kv, *rest: kernels.cross_attention_backward(
+        seen(do), seen(q), seen(kv), *rest
+    )
     return k
 
 
@@ -106,6 +110,9 @@ def planned(seen: See) -> SimpleNamespace:
 
     k.skip_backward, k.attention_forward = skip_backward, attention_forward
     k.attention_backward = attention_backward
+    cross, cross_grad = k.cross_attention_forward, k.cross_attention_backward
+    k.cross_attention_forward = lambda *args: (rounded(cross(*args)[0]), None)
+    k.cross_attention_backward = lambda *args: tuple(map(rounded, cross_grad(*args)))
     return k
 
 

@@ -11,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import triton_kernels
 from diffusion.errors import ConfigError
 from diffusion.formats.weights import load_weights, to_unet_cu_name
+from diffusion.models.blocks import CrossAttentionBlock
+from diffusion.models.conditions import Conditions, with_null_token
 from diffusion.models.layers import set_backend
 from diffusion.models.unet import UNet
 from diffusion.runtime.backend import Backend
@@ -324,3 +326,73 @@ def test_a_wrong_shape_is_said_in_the_order_that_was_given():
         model(torch.zeros(1, 3, 8, 8), t)
     with pytest.raises(ValueError, match=r"x has shape \(1, 2, 8, 8\); expected \[N, H, W, 2\]"):
         model.forward_nhwc(torch.zeros(1, 2, 8, 8), t)
+
+
+# --- a context ------------------------------------------------------------------------------------
+
+
+def context_of(n=2, length=3, dim=5, lengths=(3, 1)):
+    tokens = torch.randn(n, length, dim, generator=torch.Generator().manual_seed(7))
+    return Conditions(None, None, None, *with_null_token(tokens, torch.tensor(lengths)))
+
+
+def test_what_lies_behind_a_sequence_changes_nothing():
+    model = tiny(context_dim=5).eval()
+    x, t, short = torch.randn(2, 8, 8, 2), torch.tensor([3, 700]), context_of()
+    tokens = torch.cat((short.context[:, 1:], torch.full((2, 4, 5), torch.nan)), dim=1)
+    longer = Conditions(None, None, None, *with_null_token(tokens, torch.tensor([3, 1])))
+    with torch.no_grad():
+        found, expected = (model.forward_nhwc(x, t, given) for given in (longer, short))
+        assert torch.isfinite(found).all()
+        torch.testing.assert_close(found, expected)
+        other = Conditions(None, None, None, 1.5 * short.context, short.present)
+        assert (model.forward_nhwc(x, t, other) - expected).abs().amax((1, 2, 3)).min() > 1e-3
+
+
+def test_without_a_context_the_null_token_is_attended_to():
+    """Which is learned, and is the same for a sequence of no tokens."""
+    model = tiny(context_dim=5).eval()
+    x, t = torch.randn(2, 8, 8, 2), torch.tensor([3, 700])
+    nothing = context_of(lengths=(0, 0))
+    dropped = context_of().dropped(torch.tensor([1, 2]), 1.0)
+    results = [model.forward_nhwc(x, t, g) for g in (nothing, dropped, context_of().none())]
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    zeros = Conditions(
+        None, None, None, *with_null_token(torch.zeros(2, 3, 5), torch.tensor([3, 3]))
+    )
+    torch.testing.assert_close(model.forward_nhwc(x, t, zeros), results[0])
+    results[0].sum().backward()
+    assert model.middle_block[2].kv.bias.grad.abs().max() > 0
+
+
+def test_where_a_context_is_attended_to():
+    def blocks(model):
+        found = model.named_modules()
+        return [name for name, m in found if isinstance(m, CrossAttentionBlock)]
+
+    assert blocks(tiny(context_dim=5)) == [
+        *("input_blocks.3.2", "middle_block.2", "output_blocks.0.2", "output_blocks.1.2")
+    ]
+    assert blocks(tiny(context_dim=5, context_resolutions=[])) == ["middle_block.2"]
+    everywhere = blocks(tiny(context_dim=5, context_resolutions=[1, 2]))
+    assert len(everywhere) == 7 and everywhere[0] == "input_blocks.1.1"
+    assert blocks(tiny(context_resolutions=[1, 2])) == []  # there is none
+    with pytest.warns(UserWarning, match="context_resolutions has 8, which is none"):
+        tiny(context_dim=5, context_resolutions=[8])
+
+
+def test_a_context_that_does_not_fit():
+    x, t, given = torch.randn(2, 8, 8, 2), torch.tensor([3, 700]), context_of()
+    with pytest.raises(ValueError, match="a context is missing; the model has context_dim=5"):
+        tiny(context_dim=5).forward_nhwc(x, t)
+    with pytest.raises(ValueError, match="a context is given; the model has context_dim=0"):
+        tiny().forward_nhwc(x, t, given)
+    with pytest.raises(ValueError, match=r"shape \(2, 4, 5\); expected \(2, 1 \+ L, 6\)"):
+        tiny(context_dim=6).forward_nhwc(x, t, given)
+    with pytest.raises(ValueError, match=r"present has shape \(2, 3\); expected \(2, 4\)"):
+        part = Conditions(None, None, None, given.context, given.present[:, 1:])
+        tiny(context_dim=5).forward_nhwc(x, t, part)
+    with pytest.raises(ConfigError, match="context_dim=-1; expected at least 0"):
+        tiny(context_dim=-1)
+    with pytest.raises(ConfigError, match="context_resolutions=2 is not a list"):
+        tiny(context_dim=5, context_resolutions=2)

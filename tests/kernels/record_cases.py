@@ -86,6 +86,7 @@ def _ops() -> None:
 def _others() -> Iterator[Callable[[], None]]:
     """What no configuration of a model here has."""
     yield _small_ops
+    yield _cross_attention
     network = {"model_channels": 32, "channel_mult": [1, 2], "num_res_blocks": 1}
     network |= {"attention_resolutions": [2], "num_head_channels": 16}
     for options in (
@@ -95,6 +96,16 @@ def _others() -> Iterator[Callable[[], None]]:
         {"num_head_channels": 128, "model_channels": 128},
     ):
         yield lambda o=options: _train(network | o)
+
+
+def _cross_attention() -> None:
+    """Of 77 tokens and a null token, as in training, and of all keys in one tile."""
+    for keys, heads, d, masked in ((78, 6, 32, True), (64, 4, 64, False)):
+        q, o, do = (torch.empty(8, 256, heads * d, dtype=torch.bfloat16) for _ in range(3))
+        kv = torch.empty(8, keys, 2 * heads * d, dtype=torch.bfloat16)
+        mask = torch.empty(8, keys, dtype=torch.bool) if masked else None
+        lse = triton_kernels.fused_ops.cross_attention_forward(q, kv, mask, heads)[1]
+        triton_kernels.fused_ops.cross_attention_backward(do, q, kv, mask, o, lse, heads)
 
 
 def _train(options: dict[str, Any]) -> None:

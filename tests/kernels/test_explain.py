@@ -72,6 +72,9 @@ def test_norms_and_attention(capsys):
     assert (op.name, spec.c1, spec.c2, spec.tiles) == ("norm_of_sums", 128, 64, (4, 16))
     op, spec = parse("attention input_grad 32x256 6x32 fp16")
     assert (op.name, spec) == ("attention_bwd", AttentionSpec(192, "fp16", 256, 32, grad=True))
+    op, spec = parse("attention forward 32x256 6x32 keys=78 masked bf16")
+    crossed = AttentionSpec(192, "bf16", 256, 32, keys=78, masked=True)
+    assert (op.name, spec) == ("cross_attention", crossed)
     for line, kernel, gpu in (
         ("norm forward 128x64x64 64 bf16", "cluster", "h100"),
         ("norm input_grad 128x64x64 64 bf16", "cluster", "h100"),
@@ -118,6 +121,7 @@ def test_a_measured_row_is_named(capsys):
         (["norm forward 8x8x8 64 bf16 tiles=1 tiles=2"], "a number for each tensor"),
         (["attention forward 8x64 bf16"], "something like 6x32 is missing"),
         (["attention weight_grad 8x64 4x32 bf16"], "attention has no weights"),
+        (["attention forward 8x64 4x32 bf16 masked"], "give keys=N as well"),
     ],
 )
 def test_what_is_not_understood_ends_with_2(words, message, capsys):

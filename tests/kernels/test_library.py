@@ -99,6 +99,14 @@ CASES = {
         *(torch.randn(2, 5, 8), torch.randn(2, 5, 24), torch.randn(2, 5, 8)),
         *(torch.rand(2, 2, 5), 2, "heads_qkv", False),
     ),
+    "cross_attention": lambda: (_randn(2, 5, 8), _randn(2, 3, 16), None, 2, False),
+    "cross_attention, masked": lambda: (
+        *(_randn(2, 5, 8), _randn(2, 3, 16), torch.tensor([[True, False, True]] * 2), 2, False),
+    ),
+    "cross_attention_backward": lambda: (
+        *(torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.randn(2, 3, 16), None),
+        *(torch.randn(2, 5, 8), torch.rand(2, 2, 5), 2, False),
+    ),
     "avg_pool2d": lambda: (_randn(2, 5, 4, 3),),
     "avg_pool2d_backward": lambda: (torch.randn(2, 2, 2, 3), 5, 4),
     "upsample_nearest2d": lambda: (_randn(2, 3, 2, 3),),
@@ -168,8 +176,8 @@ def test_opcheck(case, device):
 
 @pytest.mark.parametrize(
     "case",
-    ["conv2d", "group_norm", "attention", "avg_pool2d", "upsample_nearest2d", "dropout"]
-    + ["denoise_loss"],
+    ["conv2d", "group_norm", "attention", "cross_attention", "avg_pool2d", "upsample_nearest2d"]
+    + ["dropout", "denoise_loss"],
 )
 def test_twice_differentiated_raises(case, device):
     x, *rest = _arguments(case, device)

@@ -245,6 +245,62 @@ def test_attention(n, positions, heads, width, order, dtype):
     check_layer(lambda qkv: reference.attention(qkv, heads, order=order), (qkv,))
 
 
+MASKS = {
+    "all keys": lambda n, keys: None,
+    "a length each": lambda n, keys: torch.arange(keys) < torch.tensor([[2], [keys], [1]]),
+    "holes": lambda n, keys: torch.arange(n * keys).view(n, keys) % 3 != 0,
+    "a sample has none": lambda n, keys: (torch.arange(n) != 1)[:, None].expand(n, keys),
+}
+
+
+def plain_attention(q, kv, heads, mask):
+    """The definition, of one head after the other."""
+    c, parts = q.shape[2], []
+    d = c // heads
+    for head in range(heads):
+        part = slice(head * d, (head + 1) * d)
+        k, v = kv[..., :c][..., part], kv[..., c:][..., part]
+        weights = (q[..., part] @ k.mT / math.sqrt(d)).exp()  # [N, T, L]
+        if mask is not None:
+            weights = weights * mask[:, None]
+        total = weights.sum(-1, keepdim=True)
+        parts.append(weights @ v / torch.where(total > 0, total, 1))
+    return torch.cat(parts, -1)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_cross_attention(mask):
+    draw = torch.Generator().manual_seed(0)
+    n, t, keys, heads, d = 3, 7, 5, 2, 3
+    q = torch.randn(n, t, heads * d, generator=draw).double().requires_grad_()
+    kv = torch.randn(n, keys, 2 * heads * d, generator=draw).double().requires_grad_()
+    do, seen = torch.randn(n, t, heads * d, generator=draw).double(), mask(n, keys)
+    found = reference.cross_attention(q, kv, heads, mask=seen)
+    expected = plain_attention(q, kv, heads, seen)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for a, b in zip(*(torch.autograd.grad(o, (q, kv), do) for o in (found, expected)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(2, 64, 77, 4, 16), (1, 9, 3, 1, 8), (0, 4, 3, 2, 8)], ids=str)
+def test_cross_attention_in_low_precision(shape, dtype):
+    n, t, keys, heads, d = shape
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(n, t, heads * d, generator=draw).to(dtype)
+    kv = torch.randn(n, keys, 2 * heads * d, generator=draw).to(dtype)
+    mask = torch.arange(keys) < keys - keys // 2 * torch.arange(n)[:, None]
+    check_layer(lambda q, kv: reference.cross_attention(q, kv, heads, mask=mask), (q, kv))
+
+
+def test_keys_that_are_not_seen_change_nothing():
+    q, kv = torch.randn(2, 4, 6), torch.randn(2, 5, 12)
+    mask = torch.tensor([[True, False, True, True, False], [False, True, False, False, False]])
+    other = torch.where(mask[..., None], kv, kv + 100)
+    found = [reference.cross_attention(q, x, 2, mask=mask) for x in (kv, other)]
+    assert torch.equal(*found)
+
+
 def test_attention_of_a_large_mean():
     """The weights add up to one, so the mean of v comes back; scores of 90 sqrt(32) hold 24 bits
     of themselves."""

@@ -184,6 +184,11 @@ def attention_backward(qkv, do):
     return fused.attention_backward(do, qkv, None, None, 2, "qkv_heads", None)[0]
 
 
+def cross_attention_backward(kv, q, do):
+    dq, dkv = fused.cross_attention_backward(do, q, kv, None, None, None, 2)
+    return torch.cat((dq.flatten(), dkv.flatten()))
+
+
 IMAGE, GRADIENT, FILTERS = (2, 8, 6, 8), (2, 8, 6, 6), (6, 3, 3, 8)
 LINEAR = {  # function, shapes of its arguments; four dimensions of odd sizes are filters
     "conv_forward": (conv_terms, (IMAGE, FILTERS, (6,), (2, 6), GRADIENT, (2, 8, 6, 5), (6, 5))),
@@ -202,6 +207,10 @@ LINEAR = {  # function, shapes of its arguments; four dimensions of odd sizes ar
     "conv_of_upsampled": (of_upsampled, (IMAGE, FILTERS, (6,))),
     "conv_of_upsampled_input_grad": (of_upsampled_input_grad, (GRADIENT, FILTERS)),
     "attention_backward": (attention_backward, ((2, 20, 48), (2, 20, 16))),
+    "cross_attention_backward": (
+        cross_attention_backward,
+        ((2, 7, 32), (2, 20, 16), (2, 20, 16)),
+    ),
     "projected_attention": (
         lambda x, w, b: fused.projected_attention(x, None, w / 4, b, 2, "qkv_heads"),
         ((2, 20, 16), (48, 16), (48,)),

@@ -41,6 +41,12 @@ def heads(x, count=2):
     return rows(x).unflatten(2, (count, -1)).transpose(1, 2)
 
 
+def keys_and_values(m):
+    """Of three tokens, for two images of two heads: [2, N, heads, L, d]"""
+    kv = m.table[:6].reshape(2, 3, 6) @ torch.cat((m.columns, m.columns, m.columns[:2])).t()
+    return kv.unflatten(2, (2, 2, 3)).permute(2, 0, 3, 1, 4)
+
+
 OPS = {
     "conv": lambda m, x: F.conv2d(x, m.weight, m.bias, padding=1),
     "conv, stride 2": lambda m, x: F.conv2d(x, m.weight, m.bias, stride=2, padding=1),
@@ -72,6 +78,18 @@ OPS = {
     ),
     "attention, apart": lambda m, x: F.scaled_dot_product_attention(
         heads(x), heads(x * 2), heads(x + 1), scale=0.7
+    ),
+    "attention of a context": lambda m, x: F.scaled_dot_product_attention(
+        heads(x), *keys_and_values(m).unbind(0)
+    ),
+    "attention of a context, masked": lambda m, x: F.scaled_dot_product_attention(
+        heads(x), *keys_and_values(m).unbind(0), attn_mask=(x[:, 0, 0] > 0)[:, None, None, :3]
+    ),
+    "attention of a context, apart": lambda m, x: F.scaled_dot_product_attention(
+        heads(x), heads(x[:, :, 1:]), heads(x[:, :, :3] * 2), scale=0.7
+    ),
+    "attention, masked": lambda m, x: F.scaled_dot_product_attention(
+        heads(x), heads(x), heads(x), torch.arange(20).view(1, 1, 1, 20) % 3 > 0
     ),
     "cat": lambda m, x: torch.cat((x, x * 2, x[:, :1]), dim=1),
     "cat of rows": lambda m, x: torch.cat((x[0], x[1]), dim=2),

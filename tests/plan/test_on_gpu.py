@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from diffusion.models.blocks import AttentionBlock, ResBlock
+from diffusion.models.blocks import AttentionBlock, CrossAttentionBlock, ResBlock
 from diffusion.plan import accelerate
 from diffusion.plan.accelerate import Accelerated
 from diffusion.plan.on_gpu import launch_kernels
@@ -72,3 +73,44 @@ def test_float32_is_multiplied_as_pytorch_is_told(monkeypatch):
         assert all(node.tf32 == allowed for node in made.graph.nodes if len(node.out.shape) == 4)
     assert ops == ["conv_fused", "conv"]
     assert Accelerated(Block(16))._tf32() == (False, False)
+
+
+class Crossing(nn.Module):
+    """Attention to a context, with keys and values side by side, apart, and with a mask."""
+
+    def __init__(self, channels):
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"num_groups": 4, "norm_eps": 1e-5, "zero_init": False, "backend": TORCH_FP32}
+        self.block = CrossAttentionBlock(channels, 6, 2, **options)
+        self.k, self.v = nn.Linear(6, channels), nn.Linear(6, channels)
+        self.scale = 1.0
+
+    def forward(self, x, context):
+        mask = context[..., 0] > 0
+        h = self.block(x, context[:, None], mask)
+
+        def heads(y):
+            return y.unflatten(2, (2, -1)).transpose(1, 2)
+
+        q, k, v = (heads(y) for y in (h.flatten(1, 2), self.k(context), self.v(context)))
+        o = F.scaled_dot_product_attention(q, k, v, scale=self.scale * q.shape[-1] ** -0.5)
+        every = torch.ones(1, 1, 1, o.shape[2], dtype=torch.bool, device=o.device)
+        return F.scaled_dot_product_attention(o, o, o, every)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.7])
+def test_attention_to_a_context(scale, device, monkeypatch):
+    """By the kernels, or where they lack the scale by PyTorch."""
+    monkeypatch.setattr(Accelerated, "_tf32", lambda self: (False, False))
+    module = Crossing(16).to(device)
+    module.scale = scale
+    x, context = torch.randn(2, 3, 4, 16, device=device), torch.randn(2, 5, 6, device=device)
+    parameters, found, expected = list(module.parameters()), [], module(x, context)
+    for launch in (launch_kernels, None):
+        monkeypatch.setattr(accelerate, "launcher", lambda device, launch=launch: launch)
+        y = Accelerated(module)(x, context)
+        found.append((y.detach(), *torch.autograd.grad(y, parameters, expected.detach())))
+    found.append((expected.detach(), *torch.autograd.grad(expected, parameters, expected.detach())))
+    for a, b, c in zip(*found, strict=True):
+        assert max((a - b).abs().max(), (b - c).abs().max()) <= 2e-5 * c.abs().max().clamp(min=1)

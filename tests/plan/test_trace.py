@@ -63,6 +63,30 @@ def test_attention_of_packed_heads(new_order):
     assert all(set(n.inputs) == {"qkv"} and n.attrs["order"] == order for n in found)
 
 
+def test_attention_of_a_context():
+    """k and v stay side by side, and the mask is made once."""
+    from tests.diffusion.test_fused_unet import MODELS, given, make
+
+    model = make(MODELS["context"] | {"num_res_blocks": 2})
+    more, emb = given(model), torch.zeros(2, 128).double()
+    body = Embedded(model)
+    arguments = torch.zeros(2, 8, 12, 3).double(), emb, more.context, more.present
+    found = [n for n in trace(body, arguments).graph.nodes if n.op == "attention"]
+    crossing = [n for n in found if "qkv" not in n.inputs]
+    assert len(found) == 12 and len(crossing) == 6
+    assert all(set(n.inputs) == {"q", "kv", "mask"} for n in crossing)
+    assert len({n.inputs["mask"] for n in crossing}) == 1
+
+
+class Embedded(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *arguments):
+        return self.model.forward_embedded(*arguments)
+
+
 class Net(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -79,6 +103,18 @@ REFUSED = {
     "attention with a mask": (
         lambda net, x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
         "scaled_dot_product_attention with a mask",
+    ),
+    "attention with a mask that is added": (
+        lambda net, x: F.scaled_dot_product_attention(x, x, x, x[:, :1, :1]),
+        "with a mask that is added, or is not of keys alone",
+    ),
+    "attention with a mask of queries": (
+        lambda net, x: F.scaled_dot_product_attention(x, x, x, x > 0),
+        "with a mask that is added, or is not of keys alone",
+    ),
+    "attention with narrower values": (
+        lambda net, x: F.scaled_dot_product_attention(x, x, x[..., :4]),
+        "of [1, 4, 8, 8], [1, 4, 8, 8] and [1, 4, 8, 4]",
     ),
     "pooling with overlap": (lambda net, x: F.avg_pool2d(x, 3, 1), "window=(3, 3)"),
 }

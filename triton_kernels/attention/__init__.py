@@ -1,4 +1,5 @@
-"""Multi-head self-attention over a packed [N, T, 3C] tensor, forward and backward.
+"""Multi-head attention, forward and backward: of a packed [N, T, 3C] tensor to itself, and of
+queries [N, T, C] to keys and values [N, L, 2C] of other positions, some of which may be masked.
 
     s = q k^T / sqrt(d)    p = softmax(s)    o = p v             per sample and head
 
@@ -13,15 +14,23 @@ Exponentials are taken in base 2, the hardware's: log2(e) is folded into the sca
 kept in base 2 as well. Scores, statistics and accumulators are float32.
 
 Layout: q, k and v are read by strides where the projection put them, and dq, dk and dv are written
-into one packed [N, T, 3C]; nothing is permuted or copied. T and D are compile-time constants (a
+into tensors like theirs; nothing is permuted or copied. T, L and D are compile-time constants (a
 model has two or three of each): a row that fits one tile has no loop, and a T that is a multiple of
 the tile has no masks. There are no atomics: the same input gives the same bits.
 
-`op` is what PyTorch sees, `launch` its passes, `configs` the tiles that they may have, `kernels`
-those of plain Triton. On Hopper `head` keeps a head in shared memory (`head_kernels`).
+`op` is what PyTorch sees, `launch` and `cross` are its passes, `configs` the tiles that they may
+have, `kernels` those of plain Triton. On Hopper `hopper` keeps a head in shared memory.
 """
 
+from .cross import cross_attention_bwd, cross_attention_fwd
 from .launch import attention_bwd_rows, attention_fwd
-from .op import attention
+from .op import attention, cross_attention
 
-__all__ = ["attention", "attention_bwd_rows", "attention_fwd"]
+__all__ = [
+    "attention",
+    "attention_bwd_rows",
+    "attention_fwd",
+    "cross_attention",
+    "cross_attention_bwd",
+    "cross_attention_fwd",
+]

@@ -1,5 +1,5 @@
 """What one program of attention keeps and walks over, which of these tiles may be taken, and the
-kernels that have them (`ATTENTION`, `ATTENTION_GRAD`)."""
+kernels that have them (`ATTENTION`, `CROSS_ATTENTION`, and their gradients)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
@@ -106,7 +106,7 @@ def fwd_config(spec: AttentionSpec) -> Tile:
         return Tile(32, 32, 4 if row <= 256 else 8, 2)
     if row > 256:
         return Tile(32, 32, 4, 2)
-    if row > 128 or spec.t <= 64:
+    if row > 128 or spec.seen <= 64:
         return Tile(64, 64, 4, 2)
     return Tile(64, 128, 4, 2)
 
@@ -121,7 +121,7 @@ def bwd_config(spec: AttentionSpec) -> BwdConfig:
         return BwdConfig(False, 32, 32, 8 if spec.itemsize == 2 else 4, 2)
     if row > 128:
         return BwdConfig(False, 64, 32, 4, 2)
-    if spec.t <= 64:
+    if spec.seen <= 64:
         return BwdConfig(True, 64, 64, 4, 1)
     return BwdConfig(False, 64, 64, 4, 2)
 
@@ -139,7 +139,7 @@ def fwd_tiles(spec: AttentionSpec, gpu: Device) -> list[Tile]:
 def bwd_tiles(spec: AttentionSpec, gpu: Device) -> list[BwdConfig]:
     """The safe one first."""
     found = _fitting(BWD_CONFIGS, spec, gpu)
-    return [bwd_config(spec), *(c for c in found if c.keep >= spec.t or not c.one_pass)]
+    return [bwd_config(spec), *(c for c in found if c.keep >= spec.seen or not c.one_pass)]
 
 
 def head_tiles(spec: AttentionSpec, gpu: Device) -> list[HeadTile]:
@@ -149,11 +149,11 @@ def head_tiles(spec: AttentionSpec, gpu: Device) -> list[HeadTile]:
 
 
 def _fitting(configs: Sequence[_Config], spec: AttentionSpec, gpu: Device) -> list[_Config]:
-    """Those that fit, less tiles far beyond T: all of them only in 16 bits, for heads of at most
-    64, on a GPU with as much shared memory as Hopper's."""
+    """Those that fit, less tiles far beyond T and the keys: all of them only in 16 bits, for heads
+    of at most 64, on a GPU with as much shared memory as Hopper's."""
     if spec.itemsize > 2 or block_d(spec.d) > 64 or gpu.shared_memory < 220_000:
         return []
-    longest = max(64, triton.next_power_of_2(spec.t))
+    longest = max(64, triton.next_power_of_2(max(spec.t, spec.seen)))
     return [c for c in configs if max(c.keep, c.step) <= longest]
 
 
@@ -171,3 +171,7 @@ def _similar(spec: AttentionSpec, gpu: Device) -> bool:
 _KEY = ("t", "d", "dtype")
 ATTENTION = Op("attention", _KEY, (TILES, HEAD), _similar)
 ATTENTION_GRAD = Op("attention_bwd", _KEY, (TILES_GRAD, HEAD_GRAD), _similar)
+
+_CROSS_KEY = ("t", "keys", "d", "dtype")
+CROSS_ATTENTION = Op("cross_attention", _CROSS_KEY, (TILES, HEAD), similar=False)
+CROSS_ATTENTION_GRAD = Op("cross_attention_bwd", _CROSS_KEY, (TILES_GRAD, HEAD_GRAD), similar=False)

@@ -40,6 +40,8 @@ def _rows(t: int) -> int:
 def refuse(spec: AttentionSpec, gpu: Device) -> str | None:
     """Why heads cannot stay in shared memory: not on Hopper, not in 16 bits, or too large."""
     rows = _rows(spec.t)
+    if spec.keys is not None:
+        return "keys and values in another tensor than queries"
     if reason := missing(gpu, spec.itemsize):
         return reason
     if spec.d not in _HEAD_DIMS:

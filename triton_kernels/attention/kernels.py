@@ -21,6 +21,48 @@ def _head_offset(head, num_heads, D: tl.constexpr, HEADS_QKV: tl.constexpr):
 
 
 @triton.jit
+def _places(
+    n,
+    head,
+    num_heads,
+    T: tl.constexpr,
+    L: tl.constexpr,
+    D: tl.constexpr,
+    HEADS_QKV: tl.constexpr,
+    APART: tl.constexpr,  # whether k and v are in another tensor than q
+):
+    """Where q, k and v of a head begin in what holds them, and the steps from position to position:
+    of q, and of k and v."""
+    channels = num_heads * D
+    if APART:
+        q = n.to(tl.int64) * T * channels + head * D
+        k = n.to(tl.int64) * L * (2 * channels) + head * D
+        return q, k, k + channels, channels, 2 * channels
+    else:
+        offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
+        q = n.to(tl.int64) * T * (3 * channels) + offset
+        return q, q + part, q + part + part, 3 * channels, 3 * channels
+
+
+@triton.jit
+def _or_else(ptr, other):
+    if ptr is None:
+        return other
+    else:
+        return ptr
+
+
+@triton.jit
+def _seen(mask_ptr, n, offs_n, L: tl.constexpr):
+    """Which of these keys a sample has."""
+    inside = offs_n < L
+    if mask_ptr is None:
+        return inside
+    else:
+        return tl.load(mask_ptr + n.to(tl.int64) * L + offs_n, mask=inside, other=0) != 0
+
+
+@triton.jit
 def _locate(num_heads, T: tl.constexpr, BLOCK_T: tl.constexpr):
     """The block of positions of a program, its (sample, head) as one number, and as two. The blocks
     of one head run side by side, so that what they share comes from L2."""
@@ -88,12 +130,15 @@ def _add_product(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def attention_fwd_kernel(
-    qkv_ptr,  # [N, T, 3C]
+    q_ptr,  # qkv [N, T, 3C], or q [N, T, C]
+    kv_ptr,  # None, or [N, L, 2C]
+    mask_ptr,  # uint8 [N, L], keys that a sample has, or None: all
     o_ptr,  # [N, T, C]
-    lse_ptr,  # float32 [N, heads, T], base 2
+    lse_ptr,  # float32 [N, heads, T], base 2; infinite where no key is seen
     num_heads,
     scale,  # 1 / sqrt(d)
-    T: tl.constexpr,
+    T: tl.constexpr,  # queries
+    L: tl.constexpr,  # keys
     D: tl.constexpr,
     HEADS_QKV: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -104,35 +149,43 @@ def attention_fwd_kernel(
     await_inputs()
     pid_m, row, n, head = _locate(num_heads, T, BLOCK_M)
     channels = num_heads * D
-    offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
-    q_ptr = qkv_ptr + n.to(tl.int64) * T * (3 * channels) + offset
-    k_ptr = q_ptr + part
-    v_ptr = k_ptr + part
+    q_offset, k_offset, v_offset, q_row, kv_row = _places(
+        n, head, num_heads, T, L, D, HEADS_QKV, kv_ptr is not None
+    )
+    keys_ptr = _or_else(kv_ptr, q_ptr)
+    k_ptr, v_ptr = keys_ptr + k_offset, keys_ptr + v_offset
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    q = _load_tile(q_ptr, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
+    q = _load_tile(q_ptr + q_offset, offs_m, offs_d, q_row, 1, T, D, BLOCK_M, BLOCK_D)
     scale_log2 = scale * _LOG2_E
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum
     l = tl.zeros([BLOCK_M], tl.float32)  # running denominator  # noqa: E741
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start_n in range(0, T, BLOCK_N):
+    for start_n in range(0, L, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = _load_tile(k_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+        k = _load_tile(k_ptr, offs_n, offs_d, kv_row, 1, L, D, BLOCK_N, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
-        if T % BLOCK_N != 0:
-            s = tl.where((offs_n < T)[None, :], s, float("-inf"))
+        if L % BLOCK_N != 0 or mask_ptr is not None:
+            s = tl.where(_seen(mask_ptr, n, offs_n, L)[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
-        p = tl.exp2(s * scale_log2 - m_new[:, None])
-        alpha = tl.exp2(m - m_new)
+        if mask_ptr is None:
+            shift = m_new
+        else:  # of a block without keys, before any other
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s * scale_log2 - shift[:, None])
+        alpha = tl.exp2(m - shift)
         l = l * alpha + tl.sum(p, 1)  # noqa: E741
-        v = _load_tile(v_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+        v = _load_tile(v_ptr, offs_n, offs_d, kv_row, 1, L, D, BLOCK_N, BLOCK_D)
         acc = _add_product(
             as_operand(p, v.dtype, PRECISION == "tf32"), v, acc * alpha[:, None], PRECISION
         )
         m = m_new
 
+    if mask_ptr is not None:  # of a sample without keys
+        l = tl.where(l > 0, l, 1.0)  # noqa: E741
+        m = tl.where(m == float("-inf"), float("inf"), m)
     o_ptr += n.to(tl.int64) * T * channels + head * D
     _store_tile(
         o_ptr, acc / l[:, None], offs_m, offs_d, channels, T, D, BLOCK_M, BLOCK_D, PRECISION
@@ -146,18 +199,21 @@ def attention_fwd_kernel(
 @triton.jit
 def attention_bwd_dq_kernel(
     do_ptr,  # [N, T, C], any strides
-    qkv_ptr,  # [N, T, 3C]
+    q_ptr,  # qkv [N, T, 3C], or q [N, T, C]
+    kv_ptr,  # None, or [N, L, 2C]
+    mask_ptr,  # uint8 [N, L] or None
     o_ptr,  # [N, T, C]
     lse_ptr,  # float32 [N, heads, T], base 2
     delta_ptr,  # float32 [N, heads, T], written for the other kernel
-    dqkv_ptr,  # [N, T, 3C]
-    rows_ptr,  # float32 [N, blocks of T, 3C] or None: sums of dq over a block
+    dq_ptr,  # as q_ptr
+    rows_ptr,  # float32 [N, blocks of T, 3C] of qkv, or None: sums of dq over a block
     num_heads,
     scale,  # 1 / sqrt(d)
     stride_don,
     stride_dot,
     stride_doc,
-    T: tl.constexpr,
+    T: tl.constexpr,  # queries
+    L: tl.constexpr,  # keys
     D: tl.constexpr,
     HEADS_QKV: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -168,16 +224,17 @@ def attention_bwd_dq_kernel(
     await_inputs()
     pid_m, row, n, head = _locate(num_heads, T, BLOCK_M)
     channels = num_heads * D
-    offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
-    q_offset = n.to(tl.int64) * T * (3 * channels) + offset
-    k_ptr = qkv_ptr + q_offset + part
-    v_ptr = k_ptr + part
+    q_offset, k_offset, v_offset, q_row, kv_row = _places(
+        n, head, num_heads, T, L, D, HEADS_QKV, kv_ptr is not None
+    )
+    keys_ptr = _or_else(kv_ptr, q_ptr)
+    k_ptr, v_ptr = keys_ptr + k_offset, keys_ptr + v_offset
     do_ptr += n.to(tl.int64) * stride_don + head * D * stride_doc
     o_ptr += n.to(tl.int64) * T * channels + head * D
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    q = _load_tile(qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
+    q = _load_tile(q_ptr + q_offset, offs_m, offs_d, q_row, 1, T, D, BLOCK_M, BLOCK_D)
     do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D)
     o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
@@ -187,22 +244,21 @@ def attention_bwd_dq_kernel(
     scale_log2 = scale * _LOG2_E
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start_n in range(0, T, BLOCK_N):
+    for start_n in range(0, L, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = _load_tile(k_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
-        v = _load_tile(v_ptr, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+        k = _load_tile(k_ptr, offs_n, offs_d, kv_row, 1, L, D, BLOCK_N, BLOCK_D)
+        v = _load_tile(v_ptr, offs_n, offs_d, kv_row, 1, L, D, BLOCK_N, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         p = tl.exp2(s * scale_log2 - lse[:, None])
-        if T % BLOCK_N != 0:
-            p = tl.where((offs_n < T)[None, :], p, 0.0)
+        if L % BLOCK_N != 0 or mask_ptr is not None:
+            p = tl.where(_seen(mask_ptr, n, offs_n, L)[None, :], p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
         ds = as_operand(p * (dp - delta[:, None]), k.dtype, PRECISION == "tf32")
         dq = _add_product(ds, k, dq, PRECISION)
     dq *= scale
-    _store_tile(
-        dqkv_ptr + q_offset, dq, offs_m, offs_d, 3 * channels, T, D, BLOCK_M, BLOCK_D, PRECISION
-    )
+    _store_tile(dq_ptr + q_offset, dq, offs_m, offs_d, q_row, T, D, BLOCK_M, BLOCK_D, PRECISION)
     if rows_ptr is not None:  # beyond T dq is zero, since lse is infinite
+        offset, _ = _head_offset(head, num_heads, D, HEADS_QKV)
         rows_ptr += (n * tl.cdiv(T, BLOCK_M) + pid_m).to(tl.int64) * (3 * channels) + offset
         tl.store(rows_ptr + offs_d, tl.sum(dq, 0), mask=offs_d < D)
 
@@ -210,33 +266,38 @@ def attention_bwd_dq_kernel(
 @triton.jit
 def attention_bwd_dkdv_kernel(
     do_ptr,  # [N, T, C], any strides
-    qkv_ptr,  # [N, T, 3C]
+    q_ptr,  # qkv [N, T, 3C], or q [N, T, C]
+    kv_ptr,  # None, or [N, L, 2C]
+    mask_ptr,  # uint8 [N, L] or None
     o_ptr,  # [N, T, C]
     lse_ptr,  # float32 [N, heads, T], base 2
     delta_ptr,  # float32 [N, heads, T]; None if ONE_PASS
-    dqkv_ptr,  # [N, T, 3C]
-    rows_ptr,  # float32 [N, blocks of T, 3C] or None: sums of dk and dv; of dq too if ONE_PASS
+    dq_ptr,  # as q_ptr
+    dkv_ptr,  # as kv_ptr
+    # float32 [N, blocks of T, 3C] of qkv, or None: sums of dk and dv; of dq too if ONE_PASS
+    rows_ptr,
     num_heads,
     scale,  # 1 / sqrt(d)
     stride_don,
     stride_dot,
     stride_doc,
-    T: tl.constexpr,
+    T: tl.constexpr,  # queries
+    L: tl.constexpr,  # keys
     D: tl.constexpr,
     HEADS_QKV: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,  # queries
     BLOCK_N: tl.constexpr,  # keys
-    ONE_PASS: tl.constexpr,  # BLOCK_N >= T: this program sees all keys, so it can finish dq as well
+    ONE_PASS: tl.constexpr,  # BLOCK_N >= L: this program sees all keys, so it can finish dq as well
 ):
     await_inputs()
-    pid_n, row, n, head = _locate(num_heads, T, BLOCK_N)
+    pid_n, row, n, head = _locate(num_heads, L, BLOCK_N)
     channels = num_heads * D
-    offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
-    q_offset = n.to(tl.int64) * T * (3 * channels) + offset
-    k_offset = q_offset + part
-    v_offset = k_offset + part
+    q_offset, k_offset, v_offset, q_row, kv_row = _places(
+        n, head, num_heads, T, L, D, HEADS_QKV, kv_ptr is not None
+    )
+    keys_ptr, dkeys_ptr = _or_else(kv_ptr, q_ptr), _or_else(dkv_ptr, dq_ptr)
     do_ptr += n.to(tl.int64) * stride_don + head * D * stride_doc
     o_ptr += n.to(tl.int64) * T * channels + head * D
     lse_ptr += row.to(tl.int64) * T
@@ -245,8 +306,9 @@ def attention_bwd_dkdv_kernel(
 
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    k = _load_tile(qkv_ptr + k_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
-    v = _load_tile(qkv_ptr + v_offset, offs_n, offs_d, 3 * channels, 1, T, D, BLOCK_N, BLOCK_D)
+    k = _load_tile(keys_ptr + k_offset, offs_n, offs_d, kv_row, 1, L, D, BLOCK_N, BLOCK_D)
+    v = _load_tile(keys_ptr + v_offset, offs_n, offs_d, kv_row, 1, L, D, BLOCK_N, BLOCK_D)
+    seen = _seen(mask_ptr, n, offs_n, L)
     scale_log2 = scale * _LOG2_E
 
     # Scores are transposed, [keys, queries]: p and ds are the left operands of dv and dk as they
@@ -256,7 +318,7 @@ def attention_bwd_dkdv_kernel(
     dq_sum = tl.zeros([BLOCK_D], tl.float32)
     for start_m in range(0, T, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
-        q = _load_tile(qkv_ptr + q_offset, offs_m, offs_d, 3 * channels, 1, T, D, BLOCK_M, BLOCK_D)
+        q = _load_tile(q_ptr + q_offset, offs_m, offs_d, q_row, 1, T, D, BLOCK_M, BLOCK_D)
         do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D)
         if ONE_PASS:
             o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D)
@@ -266,8 +328,8 @@ def attention_bwd_dkdv_kernel(
         lse = tl.load(lse_ptr + offs_m, mask=offs_m < T, other=float("inf"))
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
         p = tl.exp2(s * scale_log2 - lse[None, :])
-        if T % BLOCK_N != 0:
-            p = tl.where((offs_n < T)[:, None], p, 0.0)
+        if L % BLOCK_N != 0 or mask_ptr is not None:
+            p = tl.where(seen[:, None], p, 0.0)
         dv = _add_product(as_operand(p, do.dtype, PRECISION == "tf32"), do, dv, PRECISION)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BN, BM]
         ds = as_operand(p * (dp - delta[None, :]), q.dtype, PRECISION == "tf32")
@@ -275,11 +337,11 @@ def attention_bwd_dkdv_kernel(
         if ONE_PASS:
             dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * scale
             _store_tile(
-                dqkv_ptr + q_offset,
+                dq_ptr + q_offset,
                 dq,
                 offs_m,
                 offs_d,
-                3 * channels,
+                q_row,
                 T,
                 D,
                 BLOCK_M,
@@ -289,14 +351,11 @@ def attention_bwd_dkdv_kernel(
             if rows_ptr is not None:
                 dq_sum += tl.sum(dq, 0)
     dk *= scale
-    _store_tile(
-        dqkv_ptr + k_offset, dk, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D, PRECISION
-    )
-    _store_tile(
-        dqkv_ptr + v_offset, dv, offs_n, offs_d, 3 * channels, T, D, BLOCK_N, BLOCK_D, PRECISION
-    )
+    _store_tile(dkeys_ptr + k_offset, dk, offs_n, offs_d, kv_row, L, D, BLOCK_N, BLOCK_D, PRECISION)
+    _store_tile(dkeys_ptr + v_offset, dv, offs_n, offs_d, kv_row, L, D, BLOCK_N, BLOCK_D, PRECISION)
     if rows_ptr is not None:
-        rows_ptr += (n * tl.cdiv(T, BLOCK_N) + pid_n).to(tl.int64) * (3 * channels) + offset
+        offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
+        rows_ptr += (n * tl.cdiv(L, BLOCK_N) + pid_n).to(tl.int64) * (3 * channels) + offset
         mask_d = offs_d < D
         if ONE_PASS:
             tl.store(rows_ptr + offs_d, dq_sum, mask=mask_d)

@@ -23,6 +23,7 @@ def _constants(qkv: Tensor, num_heads: int, order: str, allow_tf32: bool) -> dic
         num_heads=num_heads,
         scale=1 / math.sqrt(d),
         T=qkv.shape[1],
+        L=qkv.shape[1],
         D=d,
         HEADS_QKV=order == "heads_qkv",
         PRECISION="tf32" if allow_tf32 else "ieee",
@@ -70,6 +71,8 @@ def attention_fwd(
         return o, lse
     attention_fwd_kernel[(n * num_heads * triton.cdiv(t, config.keep),)](
         qkv,
+        None,
+        None,
         o,
         lse,
         **constants,
@@ -146,15 +149,18 @@ def attention_bwd_rows(
     else:
         delta = torch.empty((n, num_heads, t), dtype=torch.float32, device=qkv.device)
         attention_bwd_dq_kernel[grid](
-            do, qkv, o, lse, delta, dqkv, **shared, BLOCK_M=keep, BLOCK_N=step
+            do, qkv, None, None, o, lse, delta, dqkv, **shared, BLOCK_M=keep, BLOCK_N=step
         )
     attention_bwd_dkdv_kernel[grid](
         do,
         qkv,
+        None,
+        None,
         o,
         lse,
         delta,
         dqkv,
+        None,
         **shared,
         BLOCK_M=step,
         BLOCK_N=keep,

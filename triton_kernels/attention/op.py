@@ -1,4 +1,5 @@
-"""`attention`, as PyTorch sees it: an op, its derivative, and the function that validates."""
+"""`attention` and `cross_attention`, as PyTorch sees them: an op, its derivative, and the function
+that validates."""
 
 import torch
 from torch import Tensor
@@ -6,6 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.layout import autocast, check_nhwc
 from ..runtime.library import derivative, op
+from .cross import cross_attention_bwd, cross_attention_fwd
 from .launch import attention_bwd, attention_fwd
 
 ORDERS = ("qkv_heads", "heads_qkv")
@@ -74,4 +76,91 @@ def attention(
         d = c3 // 3 // num_heads
         raise ValueError(f"a head has {d} channels; at most {MAX_HEAD_DIM} are supported")
     o, _ = _attention(autocast(qkv), num_heads, order, allow_tf32)
+    return o
+
+
+def _fake_cross_attention(q, kv, mask, num_heads, allow_tf32):
+    n, t, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((n, num_heads, t), dtype=torch.float32)
+
+
+@op("cross_attention", _fake_cross_attention, differentiable=True)
+def _cross_attention(
+    q: Tensor, kv: Tensor, mask: Tensor | None, num_heads: int, allow_tf32: bool
+) -> tuple[Tensor, Tensor]:
+    return cross_attention_fwd(q, kv, mask, num_heads, allow_tf32)
+
+
+@op(
+    "cross_attention_backward",
+    lambda do, q, kv, *_: (q.new_empty(q.shape), kv.new_empty(kv.shape)),
+)
+def _cross_attention_backward(
+    do: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    mask: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    num_heads: int,
+    allow_tf32: bool,
+) -> tuple[Tensor, Tensor]:
+    return cross_attention_bwd(do, q, kv, mask, o, lse, num_heads, allow_tf32)
+
+
+@derivative(of=_cross_attention)
+class _CrossAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, kv, mask, num_heads, allow_tf32):
+        o, lse = _cross_attention.below_autograd(q, kv, mask, num_heads, allow_tf32)
+        ctx.save_for_backward(q, kv, mask, o, lse)
+        ctx.options = num_heads, allow_tf32
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, _):
+        dq, dkv = _cross_attention_backward(do, *ctx.saved_tensors, *ctx.options)
+        return dq, dkv, None, None, None
+
+
+def cross_attention(
+    q: Tensor,  # [N, T, C]
+    kv: Tensor,  # [N, L, 2C]: k and v, packed [2, heads, d]
+    num_heads: int,
+    *,
+    mask: Tensor | None = None,  # bool [N, L]: the keys that a sample has; None: all
+    allow_tf32: bool = False,
+) -> Tensor:  # [N, T, C], heads outermost in C
+    """softmax(q k^T / sqrt(d)) v per head, d = C // num_heads, at most 256, over the keys of the
+    mask; zeros for a sample that has none.
+
+    What k and v hold where the mask is False has to be finite. `allow_tf32` concerns float32 alone.
+    Under torch.autocast q and kv are first cast to its dtype.
+
+    Raises ValueError for a shape, dtype or stride that does not fit.
+    """
+    check_nhwc("q", q, ndim=3), check_nhwc("kv", kv, ndim=3)
+    n, _, c = q.shape
+    if kv.shape[0] != n or kv.shape[2] != 2 * c:
+        raise ValueError(
+            f"kv has shape {list(kv.shape)}; expected [{n}, L, {2 * c}], twice q's channels"
+        )
+    if num_heads < 1 or c == 0 or c % num_heads:
+        raise ValueError(f"num_heads={num_heads} does not divide C={c}")
+    if c // num_heads > MAX_HEAD_DIM:
+        d = c // num_heads
+        raise ValueError(f"a head has {d} channels; at most {MAX_HEAD_DIM} are supported")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != kv.shape[:2]):
+        raise ValueError(
+            f"mask is {mask.dtype} of shape {list(mask.shape)}; expected bool {list(kv.shape[:2])}"
+        )
+    if mask is not None and not mask.is_contiguous():
+        raise ValueError(f"mask has strides {mask.stride()}; expected contiguous")
+    q, kv = autocast(q), autocast(kv)
+    if q.dtype != kv.dtype:
+        raise ValueError(f"kv is {kv.dtype}; expected {q.dtype}, which q is")
+    o, _ = _cross_attention(q, kv, mask, num_heads, allow_tf32)
     return o

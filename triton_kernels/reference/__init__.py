@@ -118,6 +118,25 @@ def attention(
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, c3 // 3)
 
 
+def cross_attention(
+    q: Tensor,  # [N, T, C]
+    kv: Tensor,  # [N, L, 2C]: k and v, packed [2, heads, d]
+    num_heads: int,
+    *,
+    mask: Tensor | None = None,  # bool [N, L]: the keys that a sample has; None: all
+    allow_tf32: bool = False,
+) -> Tensor:  # [N, T, C], heads outermost in C
+    """softmax(q k^T / sqrt(d)) v per head, d = C // num_heads, over the keys of the mask; zeros for
+    a sample that has none."""
+    n, t, c = q.shape
+    d = c // num_heads
+    k, v = kv.view(n, kv.shape[1], 2, num_heads, d).permute(2, 0, 3, 1, 4)
+    seen = None if mask is None else mask[:, None, None, :]
+    heads = q.view(n, t, num_heads, d).transpose(1, 2)
+    o = F.scaled_dot_product_attention(heads, k, v, attn_mask=seen)
+    return o.transpose(1, 2).reshape(n, t, c)
+
+
 def avg_pool2d(x: Tensor) -> Tensor:  # [N, H, W, C] -> [N, H // 2, W // 2, C]
     """Mean over 2x2 windows; an odd last row or column is dropped."""
     return _nhwc(F.avg_pool2d(_nchw(x), 2))

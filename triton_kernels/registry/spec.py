@@ -161,16 +161,23 @@ class AttentionSpec(Spec):
     d: int  # channels of a head
     grad: bool = False
     fetchable: bool = True  # whether TMA can read what is read: contiguous, and 16 bytes
+    keys: int | None = None  # of k and v in a tensor of their own; None: positions, beside q
+    masked: bool = False  # whether samples have only some of the keys
+
+    @property
+    def seen(self) -> int:
+        """Positions of k and v."""
+        return self.t if self.keys is None else self.keys
 
     @property
     def flops(self) -> int:
         """Of its products: two, or five."""
-        return (10 if self.grad else 4) * self.n * self.t**2 * self.d
+        return (10 if self.grad else 4) * self.n * self.t * self.seen * self.d
 
     @property
     def bytes(self) -> int:
         """q, k, v and o; backward also their gradients."""
-        return (8 if self.grad else 4) * self.n * self.t * self.d * self.itemsize
+        return (4 if self.grad else 2) * self.n * (self.t + self.seen) * self.d * self.itemsize
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from triton_kernels.reference import ACTIVATION_FUNCTIONS
 
+from ..graph import PARTS
 from ..lower.table import call_arguments
 from .forward import attend, convolve
 from .table import launches, many
@@ -56,12 +57,11 @@ def _act_grad(k, node, given):
 
 @launches("attention_grad")
 def _attention_grad(k, node, given):
-    roles = ["qkv"] if "qkv" in given else ["q", "k", "v"]
     with torch.enable_grad():
-        leaves = {role: _leaf(given[role]) for role in roles}
-        o = attend(leaves, **node.attrs)
+        leaves = {role: _leaf(given[role]) for role in PARTS if role in given}
+        o = attend(given | leaves, **node.attrs)
     grads = _grads(o, list(leaves.values()), given["dy"])
-    made = dict(zip(roles, grads, strict=True))
+    made = dict(zip(leaves, grads, strict=True))
     if "rows" in node.outputs:
         made["rows"] = made["qkv"].flatten(1, -2).sum(1)
     return made

@@ -77,9 +77,12 @@ def attend(given: Inputs, heads: int, scale: float, order: str | None = None) ->
             q, k, v = qkv.reshape(n, -1, heads, 3, d).permute(3, 0, 2, 1, 4)
         shape = (*qkv.shape[:-1], c3 // 3)
     else:
-        q, k, v = (_heads(given[role], heads) for role in "qkv")
+        parts = given["kv"].chunk(2, -1) if "kv" in given else (given["k"], given["v"])
+        q, k, v = (_heads(x, heads) for x in (given["q"], *parts))
         shape = given["q"].shape
-    o = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    mask = given.get("mask")  # [N, L]
+    seen = None if mask is None else mask[:, None, None]
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
     return o.transpose(1, 2).reshape(shape)
 
 

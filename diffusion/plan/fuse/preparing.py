@@ -6,7 +6,7 @@ from .rewrite import Fusing, Row
 
 def _packed_qkv(f: Fusing, node: Node) -> Value | None:
     """attention(x Wq, x Wk, x Wv) -> attention(x [Wq, Wk, Wv])"""
-    if "qkv" in node.inputs:
+    if not {"q", "k", "v"} <= set(node.inputs) or "mask" in node.inputs:
         return None
     makers = [f.maker(node.inputs[role], "linear") for role in "qkv"]
     if None in makers or len({m.inputs["x"] for m in makers}) > 1:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ..graph import Value
 from ..views import View, in_order, whole
 from .table import Lowering, each, lowers
@@ -132,28 +134,48 @@ def _activation(low, x, *_, approximate="none"):
 
 @lowers("scaled_dot_product_attention")
 def _attention(low, q, k, v, mask=None, p=0.0, causal=False, *, scale=None, enable_gqa=False):
-    if mask is not None or p or causal or enable_gqa:
-        raise low.refuse("with a mask, dropout or shared heads")
-    if len(q.dims) != 4 or q.shape != k.shape or k.shape != v.shape:
+    if p or causal or enable_gqa:
+        raise low.refuse("with a mask of later positions, dropout or shared heads")
+    fits = len(q.dims) == 4 and k.shape == v.shape and len(k.dims) == 4
+    if not fits or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
         raise low.refuse(f"of {list(q.shape)}, {list(k.shape)} and {list(v.shape)}")
     n, heads, t, d = q.shape
-    c = heads * d
+    c, keys = heads * d, k.shape[2]
     scale = d**-0.5 if scale is None else scale
     attrs = {"heads": heads, "scale": scale}
-    order = _packed(q, k, v)
+    order = _packed((q, k, v)) if mask is None else None
     if order is not None:
         value = q.value
         inputs = {"qkv": value}
         attrs["order"] = order
     else:
-        parts = [low.views.rows(_joined(view), low.source) for view in (q, k, v)]
-        shape = parts[0].shape
-        parts = [p if p.shape == shape else low.gather(whole(p), shape) for p in parts]
-        inputs, value = dict(zip("qkv", parts, strict=True)), parts[0]
+        value = low.views.rows(_joined(q), low.source)
+        inputs = {"q": value, **_keys_and_values(low, value, k, v)}
     shape = (*value.shape[:-1], c)
     inputs = low.cast_all(inputs, low.meta.dtype)
+    if mask is not None:
+        inputs["mask"] = _mask_of_keys(low, mask, n, keys)
     y = low.make("attention", inputs, shape, low.meta.dtype, layout=value.layout, **attrs)
     return whole(y, (n, t, heads, d)).permute((0, 2, 1, 3))
+
+
+def _keys_and_values(low: Lowering, q: Value, k: View, v: View) -> dict[str, Value]:
+    """Side by side as they are, or else two values; of as many positions as queries, in the same
+    shape."""
+    if _packed((k, v)) == "qkv_heads":
+        return {"kv": k.value}
+    parts = [low.views.rows(_joined(view), low.source) for view in (k, v)]
+    shape = q.shape if parts[0].numel == q.numel else parts[0].shape
+    parts = [p if p.shape == shape else low.gather(whole(p), shape) for p in parts]
+    return dict(zip("kv", parts, strict=True))
+
+
+def _mask_of_keys(low: Lowering, mask: View, n: int, keys: int) -> Value:
+    """bool [N, L] of a mask that is the same for all heads and queries."""
+    dims = ((),) * (4 - len(mask.dims)) + mask.dims
+    if mask.value.dtype != torch.bool or any(step for dim in dims[1:3] for _, step in dim):
+        raise low.refuse("with a mask that is added, or is not of keys alone")
+    return low.gather(View(mask.value, (dims[0], dims[3]), mask.offset).expand((n, keys)))
 
 
 def _joined(view: View) -> View:
@@ -164,20 +186,23 @@ def _joined(view: View) -> View:
     return joined
 
 
-def _packed(q: View, k: View, v: View) -> str | None:
-    """How q, k and v lie side by side in one value [N, ..., 3C], or None if they do not."""
-    n, heads, t, d = q.shape
-    value, c = q.value, heads * d
-    if not (value is k.value is v.value) or q.dims != k.dims or k.dims != v.dims:
+def _packed(parts: tuple[View, ...]) -> str | None:
+    """How q, k and v, or k and v, lie side by side in one value [N, ..., 3C] or [N, ..., 2C], or
+    None if they do not."""
+    first = parts[0]
+    n, heads, t, d = first.shape
+    value, count, c = first.value, len(parts), heads * d
+    if any(part.value is not value or part.dims != first.dims for part in parts):
         return None
-    if value.shape[-1] != 3 * c or value.shape[0] != n or value.numel != n * t * 3 * c:
+    row = count * c
+    if value.shape[-1] != row or value.shape[0] != n or value.numel != n * t * row:
         return None
-    apart = {"qkv_heads": (c, d), "heads_qkv": (d, 3 * d)}  # q from k, head from head
+    apart = {"qkv_heads": (c, d), "heads_qkv": (d, count * d)}  # part from part, head from head
     for order, (next_part, next_head) in apart.items():
-        sizes, steps = (n, heads, t, d), (t * 3 * c, next_head, 3 * c, 1)
+        sizes, steps = (n, heads, t, d), (t * row, next_head, row, 1)
         dims = tuple(((m, s),) if m > 1 else () for m, s in zip(sizes, steps, strict=True))
-        offsets = tuple(view.offset for view in (q, k, v))
-        if q.dims == dims and offsets == (0, next_part, 2 * next_part):
+        offsets = [part.offset for part in parts]
+        if first.dims == dims and offsets == [i * next_part for i in range(count)]:
             return order
     return None
 

@@ -140,8 +140,13 @@ def _conv_down(run, node, given, into):
 
 @step("attention")
 def _attention(run, node, given, into):
-    qkv, a = given["qkv"].flatten(1, -2), node.attrs
-    o, state = run.kernels.attention_forward(qkv, a["heads"], a["order"])
+    a = node.attrs
+    if "qkv" in given:
+        qkv = given["qkv"].flatten(1, -2)
+        o, state = run.kernels.attention_forward(qkv, a["heads"], a["order"])
+    else:
+        tensors = given["q"].flatten(1, -2), given["kv"].flatten(1, -2), given.get("mask")
+        o, state = run.kernels.cross_attention_forward(*tensors, a["heads"])
     return {"y": o.view(node.out.shape), "state": state}
 
 
@@ -256,11 +261,17 @@ def _skip_backward(run, node, given, into):
 
 @step("attention_grad")
 def _attention_grad(run, node, given, into):
-    a, qkv = node.attrs, given["qkv"]
+    a = node.attrs
     dy, o = (given[role].flatten(1, -2) for role in ("dy", "o"))
-    tensors = dy, qkv.flatten(1, -2), o, given["state"]
-    made, rows = run.kernels.attention_backward(*tensors, a["heads"], a["order"], run.sums)
-    return {"qkv": made.view(qkv.shape), "rows": rows}
+    if "qkv" in given:
+        qkv = given["qkv"]
+        tensors = dy, qkv.flatten(1, -2), o, given["state"]
+        made, rows = run.kernels.attention_backward(*tensors, a["heads"], a["order"], run.sums)
+        return {"qkv": made.view(qkv.shape), "rows": rows}
+    q, kv = given["q"], given["kv"]
+    tensors = q.flatten(1, -2), kv.flatten(1, -2), given.get("mask"), o, given["state"]
+    dq, dkv = run.kernels.cross_attention_backward(dy, *tensors, a["heads"])
+    return {"q": dq.view(q.shape), "kv": dkv.view(kv.shape)}
 
 
 @step("avg_pool_grad")

@@ -12,6 +12,7 @@ from triton_kernels import fused_ops as fused
 from triton_kernels.runtime.dependent_launch import dependent_launches
 
 from ...models.blocks import ResBlock
+from ...models.conditions import Conditions, Given, parts_of
 from ...models.flat_parameters import FlatParameters
 from ...models.unet import UNet
 from ..embedding import EmbeddingLayers, Step
@@ -94,13 +95,14 @@ class TrainingUNet:
                     return f"{name} has dropout of {channels} channels, no multiple of {_DRAW}"
         return None
 
-    def plan_of(self, x: Tensor) -> StepPlan:
-        """The plan of a call with such images."""
+    def plan_of(self, x: Tensor, *context: Tensor) -> StepPlan:
+        """The plan of a call with such images, and a context [N, 1, 1 + L, D] and what is present
+        of it."""
         training = tuple(module.training for module in self.model.modules())
-        key = tuple(x.shape), x.dtype, training
+        key = tuple(x.shape), x.dtype, training, *(tuple(part.shape) for part in context)
         if key not in self._plans:
             width = 4 * self.model.model_channels
-            options = self.recompute, self.urgent, self.ready is not None
+            options = self.recompute, self.urgent, self.ready is not None, context
             self._plans[key] = step_plan(self.model, x, width, self.kernels, self._ends, *options)
         return self._plans[key]
 
@@ -108,13 +110,15 @@ class TrainingUNet:
         self,
         x: Tensor,
         t: Tensor,
-        labels: Tensor | None = None,
+        labels: Given = None,
         *,
         rng: Tensor | None = None,
         first: int = 0,
     ) -> Tensor:
         """As `UNet.forward_nhwc`; backward adds to the flat gradient."""
-        made = self.plan_of(x)
+        more = parts_of(labels)
+        context = self._tokens(more)
+        made = self.plan_of(x, *context)
         drops = [m.dropout for m in self.model.modules() if isinstance(m, ResBlock) and m.training]
         if rng is None and any(drops):
             raise ValueError(f"dropout={max(drops)} in training needs rng (seed, step)")
@@ -122,7 +126,17 @@ class TrainingUNet:
         step = Step(emb, torch.empty_like(emb), rng, first, ready, blocks=1)
         # the embedding's layers go back on their own, as soon as `step.d_emb` is complete
         start = emb.detach().requires_grad_(emb.requires_grad)
-        return _Planned.apply(start, x, _Call(self, made, step))
+        return _Planned.apply(start, x, _Call(self, made, step, context))
+
+    def _tokens(self, given: Conditions) -> tuple[Tensor, ...]:
+        """The tokens of a context as images of one row, which products of pixels read, in float32
+        as these do; and which of them are present."""
+        if given.context is None:
+            return ()
+        row, dtype = given.context[:, None], self.model.backend.dtype
+        if dtype not in DTYPES:
+            row = self.kernels.pad_channels(row.contiguous(), row.shape[-1], dtype)
+        return row, given.present
 
     def timesteps_known(self) -> None:
         """The timesteps and labels of the next call are there, as of the current stream; x need not
@@ -138,9 +152,11 @@ class TrainingUNet:
 class _Call:
     """A pass forward and backward."""
 
-    def __init__(self, network: TrainingUNet, made: StepPlan, step: Step) -> None:
+    def __init__(
+        self, network: TrainingUNet, made: StepPlan, step: Step, context: tuple[Tensor, ...]
+    ) -> None:
         self.network, self.made, self.step = network, made, step
-        self.values: dict[Value, Tensor] = {}
+        self.values: dict[Value, Tensor] = dict(zip(made.context, context, strict=True))
         self._rows: list[list[Tensor]] = []  # which the third stream reads
 
     def forward(self, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ stem. The graph begins with the image and each block's part of the embedding's p
 with gradients in their places: of parameters in the flat buffer, of these parts side by side.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -42,6 +42,7 @@ class StepPlan:
     image: Value  # [N, H, W, CI]
     emb: dict[Value, slice]  # columns of the projections
     rng: Value | None
+    context: tuple[Value, ...]  # a row of tokens, and which are present, if the network has them
     low: dict[Value, str]  # parameters in the precision of the arithmetic
     seed: Value  # the gradient of the result
     placed: dict[Value, Place]
@@ -65,8 +66,11 @@ class _Body(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, x: Tensor, emb: Tensor, rng: Tensor) -> Tensor:
-        return self.model.forward_embedded(x, emb, rng=rng)
+    def forward(
+        self, x: Tensor, emb: Tensor, rng: Tensor, context: Tensor | None = None, *present: Tensor
+    ) -> Tensor:
+        tokens = () if context is None else (context[:, 0], *present)
+        return self.model.forward_embedded(x, emb, *tokens, rng=rng)
 
 
 def step_plan(
@@ -78,20 +82,22 @@ def step_plan(
     recompute: bool = False,
     urgent: bool = False,  # others wait for gradients of filters
     listens: bool = False,  # somebody wants to know how far backward is
+    context: Sequence[Tensor] = (),  # [N, 1, 1 + L, D], and [N, 1 + L] of what is present
 ) -> StepPlan:
     """The plan of a step of `model` over such images. PlanError: it has none, and why."""
     dtype = torch.float64 if model.backend.dtype == torch.float64 else torch.float32
     example = {"dtype": dtype, "device": x.device}
     rng = torch.zeros(2, dtype=torch.int64, device=x.device)
     arguments = torch.empty_like(x), torch.empty(len(x), emb_channels, **example), rng
+    arguments += tuple(torch.empty_like(part) for part in context)
     graph = trace(_Body(model), arguments).graph
     graph.parameters = {n.removeprefix("model."): v for n, v in graph.parameters.items()}
     trainable = {name.removeprefix("model.") for name in graph.trainable}
     split_norms(graph)
     why = prepare(graph, "step")
-    image, _, draws = graph.inputs
+    image, _, draws, *tokens = graph.inputs
     parts = _cut_embedding(graph, projection_columns(model))
-    graph.inputs = [image, draws, *parts]
+    graph.inputs = [image, draws, *tokens, *parts]
     graph.prune()
 
     wanted = {name: v for name, v in graph.parameters.items() if name in trainable}
@@ -131,7 +137,8 @@ def step_plan(
     let_go([*moves, *back], kept)
     graph.rename()
     graph.constants = {value: c.to(x.device) for value, c in graph.constants.items()}
-    return StepPlan(graph, image, parts, draws, low, seed, placed, moves, back, why)
+    tokens = tuple(tokens)
+    return StepPlan(graph, image, parts, draws, tokens, low, seed, placed, moves, back, why)
 
 
 def _cut_embedding(graph: Graph, columns: dict[str, slice]) -> dict[Value, slice]:

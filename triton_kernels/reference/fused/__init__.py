@@ -17,6 +17,8 @@ from ..conv1d import conv_stage, head, project
 from .attention import (
     attention_backward,
     attention_forward,
+    cross_attention_backward,
+    cross_attention_forward,
     projected_attention,
 )
 from .conv import (
@@ -102,6 +104,8 @@ __all__ = [
     "conv_upsampled_input_grad",
     "conv_weight_grad",
     "conv_weight_grads",
+    "cross_attention_backward",
+    "cross_attention_forward",
     "head",
     "linear_grads",
     "norm_apply",

@@ -20,6 +20,19 @@ def attention_backward(do, qkv, o, state, num_heads, order, sums):
     return dqkv, dqkv.sum(1)
 
 
+def cross_attention_forward(q, kv, mask, num_heads):
+    """(o, what backward needs) of `reference.cross_attention`."""
+    return reference.cross_attention(q, kv, num_heads, mask=mask), None
+
+
+def cross_attention_backward(do, q, kv, mask, o, state, num_heads):
+    """(dq, dkv)"""
+    with torch.enable_grad():
+        q, kv = (x.detach().requires_grad_() for x in (q, kv))
+        o = reference.cross_attention(q, kv, num_heads, mask=mask)
+    return torch.autograd.grad(o, (q, kv), do)
+
+
 def projected_attention(x, norm, weight, bias, num_heads, order):
     """`attention` of norm(x) weight^T + bias, by partials, pixels and a norm's arguments; or of
     x weight^T + bias"""
