@@ -1,6 +1,7 @@
 """A module whose forward and backward are run by plan."""
 
 from collections.abc import Callable, Collection
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from triton_kernels.runtime.device import describe
 
 from ..models.layers import Layer
 from .build import Plan, plan
-from .execute import launch_reference, run, run_beside
+from .execute import Streams, launch_reference, run_moves
 from .graph import PlanError, Value
 from .on_gpu import launch_kernels
 
@@ -127,6 +128,11 @@ def launcher(device: torch.device) -> Callable:
     return launch_kernels if device.type == "cuda" else launch_reference
 
 
+@lru_cache
+def _streams(device: torch.device) -> Streams:
+    return Streams(device, others=1)
+
+
 class _Evaluation:
     """The forward pass of a plan; what its backward pass reads stays in `values`."""
 
@@ -138,7 +144,7 @@ class _Evaluation:
         self.values.update(graph.constants)
         device = next((x.device for x in given), torch.device("cpu"))
         with torch.autocast(device.type, enabled=False):
-            run(made.schedule.forward, self.values, made.schedule.last, launcher(device))
+            run_moves(made.schedule.forward, self.values, _streams(device), launcher(device))
         self.outputs = tuple(self.values[v] for v in graph.outputs)
 
 
@@ -169,11 +175,9 @@ class _Planned(torch.autograd.Function):
             if seed is not None:
                 zeros = torch.zeros(value.shape, dtype=value.dtype, device=tensors[0].device)
                 values[seed] = zeros if dy is None else dy.to(value.dtype).contiguous()
-        with torch.autocast(tensors[0].device.type, enabled=False):
-            if tensors[0].is_cuda:
-                run_beside(made.schedule.backward, values, made.schedule, launch_kernels)
-            else:
-                run(made.schedule.backward, values, made.schedule.last, launcher(tensors[0].device))
+        device = tensors[0].device
+        with torch.autocast(device.type, enabled=False):
+            run_moves(made.schedule.backward, values, _streams(device), launcher(device))
         starts = [*graph.inputs, *graph.parameters.values()]
         grads = [backward.grads.get(value) for value in starts]
         return None, None, *(None if grad is None else values[grad] for grad in grads)

@@ -1,8 +1,8 @@
-"""Running a list of launches. `run` goes through it and lets go of each value behind its last
-reader."""
+"""Running a list: `run` of nodes, `run_moves` of what also has streams. Both let go of each value
+behind its last reader."""
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +14,7 @@ from triton_kernels.reference import fused
 from .calls import backward, forward, norms  # noqa: F401  they fill the table
 from .calls.table import LAUNCHES
 from .graph import Node, Value
-from .schedule import Schedule
+from .moves import Move
 
 
 def run(
@@ -33,40 +33,22 @@ def run(
     return values
 
 
-def run_beside(
-    nodes: Iterable[Node],
+def run_moves(
+    moves: Iterable[Move],
     values: dict[Value, Tensor],
-    made: Schedule,
+    streams: "Streams",
     launch: Callable[[Node, Mapping], dict],
 ) -> dict[Value, Tensor]:
-    """`run` on a GPU: what is beside the chain on a stream of its own, which the current one has
-    waited for at the end."""
-    chain = torch.cuda.current_stream()
-    beside = _beside(chain.device)
-    done: dict[Node, torch.cuda.Event] = {}
-    awaited, before = set(made.waits.values()), None
-    for node in nodes:
-        if made.stream[node]:
-            if before is None or not made.stream[before]:
-                beside.wait_stream(chain)  # for what a group reads
-            with torch.cuda.stream(beside):
+    """`run` of a list in which streams are decided; at its end the current one has waited for the
+    others."""
+    for move in moves:
+        with streams.on(move):
+            for node in move.all_nodes:
                 values.update(launch(node, values))
-                if node in awaited:
-                    done[node] = beside.record_event()
-        else:
-            values.update(launch(node, values))
-        if node in made.waits:
-            chain.wait_event(done[made.waits[node]])
-        for value in made.last.get(node, ()):
+        for value in move.dying:
             values.pop(value, None)
-        before = node
-    chain.wait_stream(beside)
+    streams.join()
     return values
-
-
-@lru_cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def launch_reference(
@@ -87,3 +69,41 @@ def results(node: Node, made: Any) -> dict[Value, Tensor]:
 
 def _widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+class Streams:
+    """The current stream of a GPU and `others` beside it; on a CPU there is one thing after the
+    other."""
+
+    def __init__(self, device: torch.device, others: int) -> None:
+        self._is_gpu = device.type == "cuda"
+        self._others = [torch.cuda.Stream(device) for _ in range(others if self._is_gpu else 0)]
+        self._done: dict[Move, torch.cuda.Event] = {}
+        self._used: set[int] = set()  # since the last `join`
+
+    @contextmanager
+    def on(self, move: Move) -> Iterator[None]:
+        """Within the block what is launched is of the move."""
+        alone = not (move.stream or move.waits or move.is_awaited)
+        if not self._is_gpu or alone:
+            yield
+            return
+        chain = torch.cuda.current_stream()
+        stream = self._others[move.stream - 1] if move.stream else chain
+        for other in move.waits:
+            stream.wait_event(self._done[other])
+        if move.stream:
+            self._used.add(move.stream)
+            with torch.cuda.stream(stream):
+                yield
+        else:
+            yield
+        if move.is_awaited:
+            self._done[move] = stream.record_event()
+
+    def join(self) -> None:
+        """Let the current stream wait for the others."""
+        if self._is_gpu:
+            for number in sorted(self._used):
+                torch.cuda.current_stream().wait_stream(self._others[number - 1])
+        self._used, self._done = set(), {}

@@ -20,6 +20,7 @@ from triton_kernels.runtime.device import Device, standing_for
 
 from .build import Plan
 from .graph import FREE, JOINED, STAGED, Node, Value
+from .moves import Move
 from .on_gpu import ON_GPU, launch_kernels
 
 # of the others that the fused kernels have under the reference's names
@@ -91,27 +92,24 @@ class Page:
 def lines(plan: Plan, gpu: Gpu) -> list[Line]:
     """The lines of a plan, in the order in which it runs."""
     kernels, s, found = launched(plan, gpu), plan.schedule, []
-    at = {node: i for i, node in enumerate(s.nodes)}
-    for i, node in enumerate(s.nodes):
-        pass_ = "forward" if i < s.start else "backward"
-        line = line_of(
-            (node,),
-            "parameters" if node in s.fixed else pass_,
-            kernels[node],
-            s.stream[node],
-            gpu,
-            plan.why,
-            # the chain waits behind a node for another, so what follows does
-            waits=(at[s.waits[s.nodes[i - 1]]],) if i and s.nodes[i - 1] in s.waits else (),
-        )
-        found.append(line)
+    forward = set(s.forward)
+    numbers: dict[Move, int] = {}  # of lines behind which moves are done
+    waits: tuple[int, ...] = ()
+    for move in s.moves:
+        pass_ = "forward" if move in forward else "backward"
+        # what follows a move that only waits does
+        waits += tuple(numbers[other] for other in move.waits)
+        for node in move.all_nodes:
+            which = "parameters" if node in s.fixed else pass_
+            options = kernels[node], move.stream, gpu, plan.why, waits
+            found.append(line_of((node,), which, *options))
+            waits = ()
+        numbers[move] = max(len(found) - 1, 0)
     return found
 
 
 def page(plan: Plan, gpu: Gpu) -> Page:
-    s = plan.schedule
-    said = f"memory: {s.peak / 1e6:,.0f} MB at the peak, {s.arena / 1e6:,.0f} MB with holes"
-    return Page(lines(plan, gpu), said)
+    return Page(lines(plan, gpu), f"memory: {plan.schedule.peak / 1e6:,.0f} MB at the peak")
 
 
 def line_of(

@@ -1,52 +1,188 @@
-"""The streams on which a list of moves runs: what waits for what has been decided before."""
+"""Which stream makes each move, what it waits for, and how long tensors live.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
+`schedule` and `step.order` say what there is to do, piece by piece; here it becomes a list in which
+everything is decided. The rules are
 
-import torch
+- Pieces that nobody on the chain waits for go to a second stream, in their order. One sees what the
+  chain has done before it was given, and is launched when `BEHIND` more have been given, or at the
+  end: a graph lets the first of two successors follow its predecessor at once and the other a
+  microsecond or more later, and the first has to be the chain's.
+- What a piece reads is kept until the chain has waited for it, for the allocator knows of the chain
+  alone. The chain waits for the oldest once what is kept exceeds `BUDGET` bytes, but never for the
+  last.
+- While images are large on their way down (`hold`), pieces that read a tensor of `LARGE` bytes are
+  held back, within `HELD_BUDGET`, until `release`: then they run on a third stream, beside the
+  chain's smaller kernels and the pieces given since. Sums are added up there, too. What these read
+  is kept to the end.
+- The two streams wait for each other where they `meet`; the chain waits for both at the end.
+- A value dies behind its last reader; dx that is written over a summand has its memory.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from .graph import FREE, Value
+from .moves import BESIDE, CHAIN, THIRD, Move
+
+BEHIND = 1  # pieces
+BUDGET = 384 * 2**20  # bytes; with 64 MiB the chain waits, see docs/tried.md
+HELD_BUDGET = 768 * 2**20  # measured at batch 32 of unet64, whose pieces are 15 to 96 MiB
+LARGE = 8 * 2**20  # bytes of a tensor that makes holding a piece worth it
+ALIGNMENT = 256  # bytes
 
 
-class OnStream(Protocol):
-    """A move."""
+def on_streams(order: Iterable[Move], listens: bool = False) -> list[Move]:
+    """The moves of a backward pass on their streams. `listens`: somebody wants to know how far it
+    is."""
+    streams = _Streams()
+    for move in order:
+        if move.what != "ready" or listens:
+            streams.add(move)
+    streams.end()
+    return streams.moves
 
-    stream: int  # 0: the current one
-    waits: tuple["OnStream", ...]  # moves of other streams, which have to be done
-    is_awaited: bool  # by a move of another stream
 
+class _Streams:
+    def __init__(self) -> None:
+        self.moves: list[Move] = []
+        self.last: dict[int, Move] = {}  # of each stream
+        self.asked: dict[int, list[Move]] = {BESIDE: [], THIRD: []}  # that its next one waits for
+        self.holding = False
+        self.held: list[Move] = []
+        self.given: deque[tuple[Move, Move]] = deque()  # pieces, and the chain's last before each
+        self.pending: deque[tuple[Move, int]] = deque()  # pieces, and bytes that they read
+        self.kept = 0  # bytes that given and pending pieces read
+        self._put(Move("begin"))
 
-class Streams:
-    """The current stream of a GPU and `others` beside it; on a CPU there is one thing after the
-    other."""
+    def add(self, move: Move) -> None:
+        match move.what:
+            case "beside" | "weights" | "weight" | "ready":
+                self._give(move)
+            case "hold" | "keep":
+                self.holding = move.what == "hold"
+            case "release":
+                self._release()
+            case "meet":
+                self._meet()
+            case "sums" | "all sums":
+                self._on_third([move])
+            case _:
+                self._put(replace(move))
 
-    def __init__(self, device: torch.device, others: int) -> None:
-        self._is_gpu = device.type == "cuda"
-        self._others = [torch.cuda.Stream(device) for _ in range(others if self._is_gpu else 0)]
-        self._done: dict[OnStream, torch.cuda.Event] = {}
-        self._used: set[int] = set()  # since the last `join`
+    def end(self) -> None:
+        self._release()
+        self._launch_all()
 
-    @contextmanager
-    def on(self, move: OnStream) -> Iterator[None]:
-        """Within the block what is launched is of the move."""
-        if not self._is_gpu:
-            yield
-            return
-        chain = torch.cuda.current_stream()
-        stream = self._others[move.stream - 1] if move.stream else chain
+    def _put(self, move: Move) -> Move:
         for other in move.waits:
-            stream.wait_event(self._done[other])
-        if move.stream:
-            self._used.add(move.stream)
-            with torch.cuda.stream(stream):
-                yield
-        else:
-            yield
-        if move.is_awaited:
-            self._done[move] = stream.record_event()
+            other.is_awaited = True
+        self.moves.append(move)
+        self.last[move.stream] = move
+        return move
 
-    def join(self) -> None:
-        """Let the current stream wait for the others."""
-        if self._is_gpu:
-            for number in sorted(self._used):
-                torch.cuda.current_stream().wait_stream(self._others[number - 1])
-        self._used, self._done = set(), {}
+    def _give(self, move: Move) -> None:
+        if self.holding and self._holds(move):
+            self.held.append(move)
+            return
+        self.given.append((move, self.last[CHAIN]))
+        self.kept += _bytes(move)
+        while len(self.given) > BEHIND:
+            self._launch(move.pixels)
+        while self.kept > BUDGET and len(self.pending) > 1:
+            oldest, size = self.pending.popleft()
+            self.kept -= size
+            self._put(Move("wait", waits=(oldest,)))
+
+    def _holds(self, move: Move) -> bool:
+        held = sum(map(_bytes, self.held))
+        largest = max((v.bytes for v in move.reads), default=0)
+        return largest >= LARGE and held + _bytes(move) <= HELD_BUDGET
+
+    def _launch(self, pixels: int | None) -> None:
+        """The oldest that was given. It may overlap as what is given now may."""
+        piece, before = self.given.popleft()
+        waits = before, *self._asked_of(BESIDE)
+        made = self._put(replace(piece, stream=BESIDE, waits=waits, pixels=pixels))
+        self.pending.append((made, _bytes(piece)))
+
+    def _launch_all(self) -> None:
+        while self.given:
+            self._launch(None)
+
+    def _asked_of(self, stream: int) -> list[Move]:
+        asked, self.asked[stream] = self.asked[stream], []
+        return asked
+
+    def _on_third(self, pieces: Sequence[Move]) -> None:
+        waits = self.last[CHAIN], *self._asked_of(THIRD)
+        for piece in pieces:
+            self._put(replace(piece, stream=THIRD, waits=waits, pixels=None))
+            waits = ()
+
+    def _release(self) -> None:
+        self.holding, held, self.held = False, self.held, []
+        if held:
+            self._on_third(held)
+
+    def _meet(self) -> None:
+        self._release()
+        self._launch_all()
+        for stream, other in ((BESIDE, THIRD), (THIRD, BESIDE)):
+            if other in self.last:
+                self.asked[stream].append(self.last[other])
+
+
+def _bytes(move: Move) -> int:
+    return sum(v.bytes for v in move.reads)
+
+
+# --- lives ----------------------------------------------------------------------------------------
+
+
+def let_go(moves: Sequence[Move], kept: set[Value]) -> None:
+    """Say behind which move nobody reads each value any more, and the chain, whose the memory is,
+    has waited for who does. What is read by nobody it waits for is there to the end."""
+    awaited = {piece: i for i, m in enumerate(moves) if m.what == "wait" for piece in m.waits}
+    end_of: dict[Value, int] = {}
+    for i, move in enumerate(moves):
+        own = {v for node in move.before for v in node.outputs.values()}
+        end = i if move.stream == CHAIN else awaited.get(move, len(moves))
+        for value in (*move.reads, *move.made):
+            end_of[value] = max(end_of.get(value, 0), i if value in own else end)
+    for value, i in end_of.items():
+        if i < len(moves) and value not in kept:
+            moves[i].dying = (*moves[i].dying, value)
+
+
+def alive(moves: Sequence[Move], placed: Collection[Value] = ()) -> list[int]:
+    """Bytes of what these have made that is alive during each move, without gradients in their
+    places, and rows of sums, which have places, too."""
+    owner: dict[Value, Value] = {}
+    born: dict[Value, int] = {}
+    dies: dict[Value, int] = {}
+    for i, move in enumerate(moves):
+        for node in move.all_nodes:
+            over = node.inputs.get("x") if node.op in FREE else None
+            for role, value in node.outputs.items():
+                over_dz = node.inputs.get(node.attrs.get("over")) if role == "dx1" else None
+                source = over_dz or over
+                if node.op in FREE or source is not None:
+                    if source in owner:
+                        owner[value] = owner[source]
+                elif value not in placed and role != "rows" and node.op != "row_sums":
+                    owner[value], born[value] = value, i
+    end_of = {value: i for i, move in enumerate(moves) for value in move.dying}
+    for value, memory in owner.items():
+        dies[memory] = max(dies.get(memory, 0), end_of.get(value, len(moves) - 1))
+    change = [0] * (len(moves) + 1)
+    for memory, i in born.items():
+        change[i] += rounded(memory.bytes)
+        change[dies[memory] + 1] -= rounded(memory.bytes)
+    return list(accumulate(change))[:-1]
+
+
+def rounded(size: int) -> int:
+    """Bytes that an allocator takes."""
+    return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT

@@ -12,6 +12,7 @@ from diffusion.plan.build import plan
 from diffusion.plan.fuse.backward import BACKWARD_ROWS
 from diffusion.plan.fuse.forward import FORWARD_ROWS
 from diffusion.plan.fuse.preparing import PREPARING
+from diffusion.plan.moves import nodes_of
 from diffusion.runtime.backend import TORCH_FP32
 from tests.diffusion.diffusers_models import ours
 from tests.plan.compare import in_float64
@@ -85,7 +86,7 @@ def block_args():
 
 def launches(made, which):
     """Ops of a plan, without those that move nothing, and the inputs of each."""
-    nodes = getattr(made.schedule, which)
+    nodes = nodes_of(getattr(made.schedule, which))
     return [(n.op, set(n.inputs)) for n in nodes if n.op not in ("reshape", "slice", "sum", "cat")]
 
 
@@ -125,7 +126,7 @@ def test_launches_of_a_residual_block_training():
         grad | {"rng"},  # of the dropped activation
         grad | {"x1"},
     ]
-    tables = [n for n in made.schedule.backward if n.op == "norm_grad_table"]
+    tables = [n for n in nodes_of(made.schedule.backward) if n.op == "norm_grad_table"]
     assert "emb" in tables[0].outputs, "the embedding's gradient comes from the norm's sums"
     # nothing of either pass is a concat, an addition or a pass for a bias
     assert not {"add", "norm_act_grad", "conv_dx"} & {op for op, _ in backward}
@@ -143,7 +144,7 @@ def test_launches_of_an_attention_block():
         "attention",
         "conv_fused",
     ]
-    dx = next(n for n in made.schedule.backward if n.op == "norm_dx")
+    dx = next(n for n in nodes_of(made.schedule.backward) if n.op == "norm_dx")
     assert "add1" in dx.inputs, "the residual's gradient is added while dx is written"
 
 
@@ -188,7 +189,7 @@ def test_gradients_of_weights_in_16_bits_are_not_rounded():
     module, args, _ = network("diffusers: as diffusers trains")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         made = plan(module, args, trains=True)
-    grads = [n for n in made.schedule.backward if n.op == "conv_dw"]
+    grads = [n for n in nodes_of(made.schedule.backward) if n.op == "conv_dw"]
     assert grads and all(n.out.dtype == torch.float32 for n in grads)
     assert all(n.inputs["x"].dtype == torch.bfloat16 for n in grads)
 

@@ -8,6 +8,7 @@ from torch import nn
 from diffusion.models.blocks import AttentionBlock, CrossAttentionBlock, ResBlock
 from diffusion.plan import accelerate
 from diffusion.plan.accelerate import Accelerated
+from diffusion.plan.execute import launch_reference
 from diffusion.plan.on_gpu import launch_kernels
 from diffusion.runtime.backend import TORCH_FP32
 from tests.plan.test_fuse import OPTIONS
@@ -50,7 +51,7 @@ def test_same_results_and_gradients(channels, tf32, device, monkeypatch):
         if kernels:
             monkeypatch.setattr(accelerate, "launcher", lambda device: launch_kernels)
         else:
-            monkeypatch.setattr(accelerate, "launcher", lambda device: None)
+            monkeypatch.setattr(accelerate, "launcher", lambda device: launch_reference)
         y = Accelerated(module)(x, emb, rng)
         dy = torch.ones_like(y) + y.detach()
         found.append((y.detach(), *torch.autograd.grad(y, parameters, dy)))

@@ -11,13 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from diffusion.models.flat_parameters import FlatParameters
+from diffusion.plan import streams
 from diffusion.plan.embedding import TOGETHER
-from diffusion.plan.schedule import rounded
-from diffusion.plan.step import memory, order, streams
+from diffusion.plan.moves import BESIDE, CHAIN, THIRD
+from diffusion.plan.step import memory, order
 from diffusion.plan.step import network as network_module
 from diffusion.plan.step import plan as plan_module
-from diffusion.plan.step.moves import BESIDE, CHAIN, THIRD
 from diffusion.plan.step.network import TrainingUNet
+from diffusion.plan.streams import rounded
 from tests.diffusion.test_fused_unet import MODELS, given, make
 from triton_kernels.reference import fused as fused_reference
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from diffusion.plan.step.moves import BESIDE, CHAIN, THIRD, Move
-from diffusion.plan.streams import Streams
+from diffusion.plan.execute import Streams
+from diffusion.plan.moves import BESIDE, CHAIN, THIRD, Move
 from diffusion.training.beside import Beside
 
 

@@ -16,10 +16,10 @@ from ...models.conditions import Conditions, Given, parts_of
 from ...models.flat_parameters import FlatParameters
 from ...models.unet import UNet
 from ..embedding import EmbeddingLayers, Step
+from ..execute import Streams
 from ..graph import Value
-from ..streams import Streams
+from ..moves import Move
 from .calls import Launcher
-from .moves import Move
 from .places import EMB
 from .plan import StepPlan, step_plan
 

@@ -25,8 +25,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..graph import FREE, Node, Value
+from ..moves import Move
 from ..schedule import WEIGHT_GRADS
-from .moves import Move
 from .places import EMB, Place
 
 MOST = 4  # gradients of weights in a launch

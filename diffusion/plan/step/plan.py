@@ -19,13 +19,13 @@ from ..differentiate import differentiate
 from ..embedding import TOGETHER, projection_columns
 from ..fuse.rows import fuse, prepare
 from ..graph import Graph, Node, Value
+from ..moves import Move
 from ..norms import split_norms
+from ..streams import alive, let_go, on_streams
 from ..trace import trace
 from .memory import keep_less, write_over
-from .moves import Move
 from .order import backward_moves, forward_moves
 from .places import EMB, Place, place
-from .streams import alive, let_go, on_streams
 
 _PRODUCTS = (  # whose weights are read as `FlatParameters.low` has them
     "conv", "conv_fused", "linear", "conv_down", "conv_dx", "linear_dx", "conv_down_dx",

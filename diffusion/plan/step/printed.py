@@ -13,8 +13,8 @@ from ...models.flat_parameters import FlatParameters
 from ...models.unet import UNet
 from ..embedding import TOGETHER
 from ..graph import PlanError, Value
+from ..moves import Move
 from ..printed import Gpu, Launched, Line, Notes, Page, is_interpreted, line_of, noting
-from .moves import Move
 from .network import TrainingUNet
 
 _EMBEDDING = 3  # its stream, on the page
