@@ -166,7 +166,7 @@ def test_training_takes_the_same_steps():
             loss = F.mse_loss(sample(net(x, t)), torch.ones_like(x))
             loss.backward()
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
     ours, theirs_ = torch.tensor(losses[5:]), torch.tensor(losses[:5])
     assert close(ours, theirs_) and theirs_[-1] < theirs_[0]
 
