@@ -8,7 +8,9 @@ import copy
 import math
 import os
 import time
+import unittest
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -123,7 +125,7 @@ def test_any_settings(entries, monkeypatch, capsys):
 
     @seed(int(os.environ.get("TRITON_DIFFUSION_FUZZ_SEED", 0)))
     @settings(
-        max_examples=100_000 if SECONDS > 20 else 2_000,
+        max_examples=100_000,
         deadline=None,
         database=None,
         phases=[Phase.generate],
@@ -139,7 +141,7 @@ def test_any_settings(entries, monkeypatch, capsys):
         changes = {key: data.draw(VALUES) for key in data.draw(which)}
         code, began = 0, time.monotonic()
         if began > ends:
-            return
+            raise unittest.SkipTest  # which ends the search at once
         try:
             with exit_codes():
                 check_paths(tried := changed(config, changes))
@@ -156,6 +158,7 @@ def test_any_settings(entries, monkeypatch, capsys):
             half = [p for p in Path(folder, "out").rglob("*") if p.name.startswith(".writing")]
             assert not half, (name, changes, line)
 
-    any_settings()
+    with suppress(unittest.SkipTest):
+        any_settings()
     assert sum(counts.values()) >= 20, counts
     print(counts)

@@ -20,6 +20,7 @@ from .blocks import AttentionBlock, CrossAttentionBlock, Downsample, ResBlock, U
 from .conditions import Conditions, Given, attended, parts_of
 from .layers import Conv1d, Conv2d, GroupNorm, Linear, Network, TimestepEmbedding
 
+_MOST_CHANNELS = 100_000  # of which one convolution has more weights than a GPU holds
 MOST_BLOCKS = 2000  # more would take minutes to build, and nobody has trained half of them
 
 
@@ -355,6 +356,13 @@ class UNet(Network):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value} has to be a whole number of at least 1")
+        for mult in self.channel_mult:
+            if not 1 <= mult * self.model_channels <= _MOST_CHANNELS:
+                raise ConfigError(
+                    f"channel_mult={mult} of model_channels={self.model_channels} makes"
+                    f" {mult * self.model_channels:g} channels; expected from 1 to"
+                    f" {_MOST_CHANNELS:,}"
+                )
         blocks = 2 * len(self.channel_mult) * self.num_res_blocks
         if blocks > MOST_BLOCKS:
             raise ConfigError(

@@ -21,8 +21,8 @@ def count_of(key: str, value: int | str, *, least: int = 1, name: str | None = N
     name = value if name is None else name
     text = value.strip() if isinstance(value, str) else value
     whole = text.isdecimal() if isinstance(text, str) else isinstance(text, int | np.integer)
-    if not whole or isinstance(text, bool) or int(text) < least:
-        raise ConfigError(f"{key}={name} is not possible; give a whole number of at least {least}")
-    if int(text) > _MOST_STEPS:
-        raise ConfigError(f"{key}={name} is not possible; give at most {_MOST_STEPS:,}")
+    if not whole or isinstance(text, bool) or not least <= int(text) <= _MOST_STEPS:
+        raise ConfigError(
+            f"{key}={name} is not possible; give a whole number from {least} to {_MOST_STEPS:,}"
+        )
     return int(text)

@@ -162,7 +162,10 @@ def test_a_pickle_under_another_name(tmp_path):
         ("optim.ema_decay=1", "optim.ema_decay=1 is outside [0, 1)"),
         ("optim.more_ema=[0.9,0.9]", "has the same decay twice"),
         ("model.num_res_blocks=1000000", "blocks; expected at most"),
-        ("diffusion.num_timesteps=1000000000000", "give at most 1,000,000"),
+        ("diffusion.num_timesteps=1000000000000", "to 1,000,000"),
+        ("model.channel_mult=[1e30,1]", "makes 3.2e+31 channels; expected from 1 to 100,000"),
+        ("model.model_channels=1000000000", "makes 1e+09 channels; expected from 1 to 100,000"),
+        ("dataset.size=100000", "size=100000 is wrong; give one side of 1 to 8192 pixels"),
         ("dataset.count=1000000000000", "GiB for 1000000000000 images"),
     ],
 )
