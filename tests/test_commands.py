@@ -1,8 +1,8 @@
 """Every command of README.md, CONTRIBUTING.md and docs/ is run, small and on a CPU where it can be.
 
 What the documents call RUN, PHOTOS and so on are folders and files of these names. A command for
-which `how` knows no way fails, so a new one brings its test along. Those of README.md run always,
-those of the other pages in `make test-slow`.
+which `how` knows no way fails, so a new one brings its test along. What needs a GPU runs in
+`make test-slow` where there is one.
 """
 
 import importlib
@@ -15,14 +15,17 @@ import tomllib
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from PIL import Image
+from pyarrow import parquet
 
 import diffusion
 from diffusion.factory import build_model
 from diffusion.runtime.backend import TORCH_FP32
 
+from .diffusion.test_data_shards import tar
 from .end_to_end.run import environment, run
 from .test_docs import DOCUMENTS, ROOT
 
@@ -54,6 +57,7 @@ ELSEWHERE = {
     r"python tools/tune.py": "diffusion/test_tune.py::",
     r"python tools/benchmark.py": "diffusion/test_runs_benchmark.py::",
     r"python tools/rollout.py ckpt=latest.ckpt": "diffusion/test_diffusion_policy.py::",
+    r".*(dataset=huggingface|src=hf:)": "diffusion/test_data_shards.py::test_hugging_face",
     r"python docs/make_api.py": "test_docs.py::"
     "test_the_page_of_the_interface_is_made_from_the_docstrings",
     r"python -m (diffusion|triton_kernels|tests)[\w.]+$": "test_docs.py::"
@@ -113,9 +117,11 @@ def test_every_command_has_a_test(path, command):
     how(command)
 
 
-def chosen(way: str, *, slow: bool) -> list:
+def chosen(way: str, *, readme: bool | None = None) -> list[str]:
+    """The commands that are tested so: all of them, those of README.md, or those that only the
+    other pages have."""
     found = {command: path for path, command in reversed(ALL) if how_or_none(command) == way}
-    return [c for c, path in found.items() if (path.name != "README.md") == slow]
+    return [c for c, path in found.items() if readme in (None, path.name == "README.md")]
 
 
 def how_or_none(command: str) -> str | None:
@@ -149,6 +155,7 @@ def folder(tmp_path_factory) -> Path:
     np.save(at / "VECTORS.npy", np.linspace(-1, 1, 12).reshape(6, 2))
     (at / "TOLD").symlink_to(at / "runs" / "told")
     (at / "OWN").symlink_to(at / "runs" / "own")
+    (at / "SMALLER_OR_EARLIER").symlink_to(at / "runs" / "first")
     for command in (
         ("train.py", *SMALL, *DRAWN, *TRAINED_AS, "run_dir=runs/first"),
         ("tools/prepare.py", "src=PHOTOS", "out=photos.packed", "size=16"),
@@ -170,6 +177,14 @@ def whole_folder(folder) -> Path:
     np.savez(folder / "FILE.npz", **rollouts)
     fields = np.random.default_rng(0).normal(size=(6, 2, 16, 16)).astype(np.float32)
     np.savez(folder / "weather.npz", fields=fields)
+    (folder / "SHARDS").mkdir()
+    (folder / "SET").mkdir()
+    photos = [path.read_bytes() for path in sorted((folder / "PHOTOS").rglob("*.png"))]
+    files = [(f"{i}.png", photo) for i, photo in enumerate(photos)]
+    files += [(f"{i}.cls", str(i // 3).encode()) for i in range(len(photos))]
+    tar(folder / "SHARDS" / "a.tar", sorted(files))
+    columns = {"image": photos, "label": [i // 3 for i in range(len(photos))]}
+    parquet.write_table(pyarrow.table(columns), folder / "SET" / "a.parquet")
     pairs = ("dataset=pairs", "dataset.path=PHOTOS", "dataset.condition=SKETCHES")
     pairs += ("dataset.size=16",)
     told = ("dataset=folder", "dataset.path=PHOTOS", "dataset.size=16")
@@ -249,18 +264,17 @@ def check_script(command: str, folder: Path) -> None:
     assert code == 0, err
 
 
-@pytest.mark.parametrize("command", chosen("script", slow=False))
+@pytest.mark.parametrize("command", chosen("script", readme=True))
 def test_scripts_of_the_readme_run(command, folder):
     check_script(command, folder)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", chosen("script", slow=True))
+@pytest.mark.parametrize("command", chosen("script", readme=False))
 def test_scripts_of_the_documents_run(command, whole_folder):
     check_script(command, whole_folder)
 
 
-@pytest.mark.parametrize("command", chosen("make", slow=False) + chosen("make", slow=True))
+@pytest.mark.parametrize("command", chosen("make"))
 def test_targets_of_make_exist(command):
     done = subprocess.run(
         [*shlex.split(command), "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=240
@@ -268,15 +282,14 @@ def test_targets_of_make_exist(command):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", chosen("extra", slow=False) + chosen("extra", slow=True))
+@pytest.mark.parametrize("command", chosen("extra"))
 def test_extras_exist(command):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (named,) = re.findall(r"\[([\w,]+)\]", command)
     assert set(named.split(",")) <= set(extras["optional-dependencies"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", chosen("m", slow=True))
+@pytest.mark.parametrize("command", chosen("m"))
 def test_what_prints_without_a_gpu_runs(command, tmp_path):
     _, _, module, *words = shlex.split(command)
     done = subprocess.run(
@@ -296,7 +309,7 @@ def settings_of(command: str) -> tuple[str, list[str]]:
     return words[at + 1], words[at + 2 :]
 
 
-BENCHMARKS = chosen("benchmark", slow=False) + chosen("benchmark", slow=True)
+BENCHMARKS = chosen("benchmark")
 
 
 @pytest.mark.parametrize("command", BENCHMARKS)
