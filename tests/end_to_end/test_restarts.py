@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from diffusion.runtime import distributed
@@ -18,6 +19,11 @@ from .run import ROOT, TINY, environment, rows, start
 
 SETTINGS = (*TINY, "train.steps=40", "train.save_every=5", "train.sample_every=0")
 _PATIENCE = 180  # seconds
+TWO_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=TWO_GPUS)])
 
 
 def free_port() -> int:
@@ -53,13 +59,36 @@ def test_two_nodes_go_on_after_a_process_is_killed(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_ends_the_others(tmp_path):
+@DEVICES
+def test_processes_of_one_node_go_on_after_one_is_killed(tmp_path, device):
+    """The first one, which saves; over gloo, and over NCCL with captured steps."""
+    run_dir = tmp_path / "run"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    torchrun += ("--max-restarts=3", "--local-addr=127.0.0.1", str(ROOT / "train.py"))
+    agent = start(*torchrun, *SETTINGS, f"device={device}", f"run_dir={run_dir}")
+    wait_for((run_dir / "checkpoints" / "step_00000005").exists, agent)
+    os.kill(ranks(agent.pid)[0], signal.SIGKILL)
+    out, err = finish(agent, _PATIENCE)
+    assert agent.returncode == 0, err
+    assert out.count("resuming from") == 1 and len(rows(run_dir)) == 40
+
+
+@pytest.mark.slow
+@DEVICES
+def test_a_process_that_hangs_ends_the_others(tmp_path, device):
     """Suspended in the middle of training."""
     port, processes = free_port(), []
     for rank in range(2):
-        told = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        told = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": 2,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         told["TRITON_DIFFUSION_HANG_SECONDS"] = 6
         command = (sys.executable, str(ROOT / "train.py"), *SETTINGS, "train.steps=100000")
+        command += (f"device={device}",)
         processes.append(
             started(
                 [*command, f"run_dir={tmp_path}/run"],

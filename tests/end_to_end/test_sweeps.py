@@ -5,6 +5,7 @@ import signal
 import time
 
 import pytest
+import torch
 
 from diffusion.runs.report import report
 
@@ -57,6 +58,19 @@ def test_a_job_that_fails_is_one_row(tmp_path, monkeypatch, launcher):
         taken = {(job["pid"], job["gpu"]) for job in jobs(sweep).values()}
         processes, gpus = (set(column) for column in zip(*taken, strict=True))
         assert len(processes) == len(gpus) == len(taken) and gpus <= {"7", "9"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_each_job_of_joblib_computes_on_a_gpu_of_its_own(tmp_path):
+    needed("joblib")
+    sweep, count = tmp_path / "sweep", torch.cuda.device_count()
+    seeds = ",".join(map(str, range(count)))
+    command = (*ONE_STEP, *LAUNCHERS["joblib"], f"run_dir={sweep}", "device=cuda")
+    code, out, err = run("train.py", *command, f"train.seed={seeds}", "train.steps=200")
+    assert code == 0 and out.count("backend triton") == count, err
+    gpus = [job["gpu"] for job in jobs(sweep).values()]
+    assert sorted(gpus) == sorted(map(str, range(count)))
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
