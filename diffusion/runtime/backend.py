@@ -133,7 +133,8 @@ def determinism(required: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        if torch.are_deterministic_algorithms_enabled() != before[0]:
+            torch.use_deterministic_algorithms(before[0])  # imports PyTorch's compiler, for seconds
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
         torch.backends.cudnn.benchmark = before[2]
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
