@@ -17,7 +17,7 @@ from .image_digests import ImageDigests
 from .stored_images import StoredImages
 from .values import Latents, Pixels, Units, Values
 
-_MOST_PIXELS = 8192  # of a side
+_LONGEST_SIDE = 8192  # in pixels
 
 
 @dataclass
@@ -126,9 +126,10 @@ def parse_size(size: int | Sequence[int]) -> tuple[int, int]:
     """(H, W) of `size`: one number, or [H, W]."""
     sides = (size, size) if isinstance(size, int) else size
     ok = isinstance(sides, Sequence) and not isinstance(sides, str) and len(sides) == 2
-    if not ok or not all(type(side) is int and 1 <= side <= _MOST_PIXELS for side in sides):
+    if not ok or not all(type(side) is int and 1 <= side <= _LONGEST_SIDE for side in sides):
         raise ConfigError(
-            f"size={size} is wrong; give one side of 1 to {_MOST_PIXELS} pixels, or [height, width]"
+            f"size={size} is wrong; give one side of 1 to {_LONGEST_SIDE} pixels, or"
+            " [height, width]"
         )
     return sides[0], sides[1]
 

@@ -192,3 +192,16 @@ def test_jobs_of_joblib_save_before_they_stop(tmp_path):
     stopped = {name: job for name, job in jobs(sweep).items() if "pid" in job}
     assert set(states(sweep).values()) == {"stopped"}
     assert len(list(sweep.glob("*/checkpoints/step_*"))) == 2 <= len(stopped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit"])
+def test_a_search_whose_jobs_run_side_by_side(tmp_path, launcher):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    needed(launcher)
+    search = (*ONE_STEP, *LAUNCHERS[launcher], f"run_dir={tmp_path}/sweep", "hydra/sweeper=optuna")
+    search += ("hydra.sweeper.n_jobs=2", "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler.seed=1")
+    code, _, err = run("train.py", *search, "optim.lr=interval(-1e-3,1e-3)", fresh=True)
+    failed = {name for name, job in jobs(tmp_path / "sweep").items() if job["state"] == "failed"}
+    assert failed == {name for name in jobs(tmp_path / "sweep") if "optim.lr=-" in name} != set()
+    assert len(jobs(tmp_path / "sweep")) == 4 > len(failed) and code == 2, err
