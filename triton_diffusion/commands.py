@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 import diffusion
 from diffusion.runtime.host import busy_seconds, choose_threads
 
+from .output import HELP, show
+
 PROGRAM = "triton-diffusion"
 
 
@@ -61,11 +63,9 @@ def main() -> NoReturn:
     """The console command."""
     name, *rest = sys.argv[1:] or ["--help"]
     if name in ("-V", "--version"):
-        print(f"{PROGRAM} {diffusion.__version__}")
-        sys.exit(0)
-    if name in ("-h", "--help"):
-        print(usage())
-        sys.exit(0)
+        show(f"{PROGRAM} {diffusion.__version__}")
+    if name in HELP:
+        show(usage())
     if name not in COMMANDS:
         print(f"error: {name} is no command; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(2)

@@ -32,12 +32,12 @@ from diffusion.runtime.interrupt import Interrupted
 from diffusion.settings import flattened, shown
 
 from . import sweep
+from .output import HELP, exit_where_nobody_reads, show
 from .resume import own_settings
 
 _OURS = Path(diffusion.__file__).resolve().parent
 _MULTIRUN = ("-m", "--multirun")
 _CONFIG_DIR = ("--config-dir", "-cd")
-_HELP = ("-h", "--help")
 _WITH_VALUE = (*_CONFIG_DIR, "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c")
 _WITH_VALUE += ("--package", "-p")
 _SYNTAX = "()[]{},'\"\\$"  # of lists, quotes, sweeps and interpolations in Hydra's language
@@ -111,7 +111,9 @@ def exit_codes() -> Iterator[None]:
     runs; not under torchrun, where the processes could then be at different jobs."""
     try:
         sweep.check_not_stopped()
-        yield
+        with exit_where_nobody_reads():
+            yield
+            sys.stdout.flush()
     except ConfigError as error:
         _fail(str(error), of_job=True)
     except KeyboardInterrupt:  # before or after the steps, which save first
@@ -147,21 +149,17 @@ def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
     warnings.formatwarning = _one_line(warnings.formatwarning)
     sys.argv[1:] = readable(sys.argv[1:])
     try:
-        if set(_HELP) & set(sys.argv[1:]):
+        if set(HELP) & set(sys.argv[1:]):
             with exit_codes():
-                print(as_called(describe(config_name, sys.argv[1:])), flush=True)
-            sys.exit(0)
+                show(as_called(describe(config_name, sys.argv[1:])))
         if "--version" in sys.argv[1:]:
-            print(f"triton-diffusion {diffusion.__version__}", flush=True)
-            sys.exit(0)
+            show(f"triton-diffusion {diffusion.__version__}")
         if config_name == "train":
             with exit_codes():
                 own = own_settings(sys.argv[1:], config_folders(sys.argv[1:]))
                 sys.argv[1:] = with_own(own, sys.argv[1:])
-        main()
-    except BrokenPipeError:  # whoever read has read enough, such as head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes
-        sys.exit(0 if set(_HELP) & set(sys.argv[1:]) else 128 + signal.SIGPIPE)
+        with exit_where_nobody_reads():
+            main()
     except KeyboardInterrupt as stop:  # while the configuration is composed, or between jobs
         _stop("stopped", next(iter(stop.args), signal.SIGINT))
     except (HydraException, OmegaConfBaseException) as error:

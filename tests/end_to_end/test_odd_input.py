@@ -184,16 +184,38 @@ def test_numbers_beyond_reason_elsewhere(tmp_path):
     assert "runs=[] is wrong" in fails("tools/report.py", "runs=[]")
 
 
-def test_help_into_a_pipe_that_is_closed():
-    shell = f"{sys.executable} {ROOT}/train.py --help | true; exit ${{PIPESTATUS[0]}}"
+def printed_into(command: str, place: str) -> tuple[int, str]:
+    """(exit code, stderr) of a script or module whose output goes there."""
+    shell = f"{sys.executable} {command} {place}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", f"sleep 0; {shell}"],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         env=environment(),
         timeout=60,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("command", ["train.py --help", "-m triton_diffusion --help"])
+def test_help_into_a_pipe_that_is_closed(command):
+    assert printed_into(command, "| true") == (0, "")
+
+
+@pytest.mark.parametrize("command", ["train.py --help", "-m triton_diffusion", "tools/report.py"])
+def test_output_into_a_full_disk(tmp_path, command):
+    given = ""
+    if "report" in command:
+        run_dir = tmp_path / "run"
+        run_dir.mkdir()
+        (run_dir / "config.yaml").write_text("{}")
+        (run_dir / "metrics.csv").write_text("")
+        given = f" runs={run_dir}"
+        code, err = printed_into(command + given, "| true")
+        assert (code, err) == (128 + signal.SIGPIPE, "")
+    code, err = printed_into(command + given, "> /dev/full")
+    assert (code, err) == (2, "error: what is printed cannot be written: No space left on device\n")
 
 
 def opened_by(process: subprocess.Popen) -> list[str]:
