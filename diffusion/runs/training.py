@@ -481,9 +481,18 @@ def _write_config(path: Path, config: dict[str, Any], start: int) -> None:
     if path.is_file():
         before = path.read_text()
         kept = path.with_name(f"config_until_step_{start:08d}.yaml")
-        if before != text and not kept.exists():
+        if _same_settings(before, text):  # perhaps in another order
+            return
+        if not kept.exists():
             write_whole(kept, before)
     write_whole(path, text)
+
+
+def _same_settings(one: str, other: str) -> bool:
+    try:
+        return yaml.safe_load(one) == yaml.safe_load(other)
+    except (yaml.YAMLError, RecursionError):
+        return False
 
 
 def _check_init(settings: TrainSettings, resume_from: Path | None) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from diffusion.errors import ConfigError
 from diffusion.export.run import export
 from diffusion.formats.checkpoint_folder import latest_checkpoint
+from diffusion.runs import training
 from diffusion.runs.sampling import sample
 from diffusion.runs.training import train
 from diffusion.tracking import run_log
@@ -323,6 +324,21 @@ def test_classes_that_are_not_learned_are_said(tmp_path, capsys):
     run(tmp_path / "c", *options, "model.num_classes=auto", f"dataset.path={tmp_path}/images/a")
     told = yaml.safe_load((tmp_path / "c" / "config.yaml").read_text())
     assert told["model"]["num_classes"] is None
+
+
+def test_settings_that_did_not_change_are_not_kept_twice(tmp_path):
+    """A run that goes on has its groups in another order."""
+    path, settings = tmp_path / "config.yaml", {"a": {"x": 1, "y": 1e-5}, "b": {"z": None}}
+    training._write_config(path, settings, 0)
+    before = path.read_text()
+    training._write_config(path, {"b": {"z": None}, "a": {"y": 1e-5, "x": 1}}, 3)
+    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"] and path.read_text() == before
+    training._write_config(path, settings | {"b": {"z": 1}}, 5)
+    assert (tmp_path / "config_until_step_00000005.yaml").read_text() == before
+    path.write_text("a: [")
+    training._write_config(path, settings, 7)
+    assert (tmp_path / "config_until_step_00000007.yaml").read_text() == "a: ["
+    assert path.read_text() == before
 
 
 @pytest.mark.parametrize("before", [True, False])
