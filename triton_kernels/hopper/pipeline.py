@@ -12,9 +12,13 @@ a barrier still, writes its state over the data there when the GPU turns to anot
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma_wait,
+)
 
-from .compat import aggregate
+from .compat import aggregate, sync_threads
 
 
 @gluon.jit
@@ -36,20 +40,28 @@ class Ring:
     SLOTS: gl.constexpr
 
     @gluon.jit
-    def acquire(self, count, BYTES: gl.constexpr):
-        """Of the producer: the slot that is filled next, once it is free, and the barrier that its
-        BYTES complete."""
+    def acquire(self, count, BYTES: gl.constexpr = None):
+        """Of a producer: the slot that is filled next, once it is free, and the barrier that its
+        BYTES complete; or, without them, `hand_over`."""
         slot = count % self.SLOTS
         bar = self.full.index(slot)
         mbarrier.wait(self.empty.index(slot), (count // self.SLOTS & 1) ^ 1)
-        mbarrier.expect(bar, BYTES)
+        if BYTES is not None:
+            mbarrier.expect(bar, BYTES)
         return slot, bar
 
     @gluon.jit
-    def wait(self, count):
+    def hand_over(self, count):
+        """Of a producer whose threads have written the slot themselves: it is full."""
+        fence_async_shared()
+        sync_threads()
+        mbarrier.arrive(self.full.index(count % self.SLOTS), count=1)
+
+    @gluon.jit
+    def wait(self, count, pred=True):
         """Of a consumer: the slot that is read next, once it is full."""
         slot = count % self.SLOTS
-        mbarrier.wait(self.full.index(slot), count // self.SLOTS & 1)
+        mbarrier.wait(self.full.index(slot), count // self.SLOTS & 1, pred=pred)
         return slot
 
     @gluon.jit
@@ -108,53 +120,3 @@ def wait_for(pending: gl.constexpr, accs, COUNT: gl.constexpr):
         return (done,)
     else:
         return done
-
-
-# --- OLD
-
-
-@gluon.jit
-def new_barrier_pairs(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
-    """Two barriers for each of COUNT things, the second of which waits for so many arrivals: `full`
-    and `empty` of a ring with so many readers."""
-    LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
-    first = gl.allocate_shared_memory(gl.int64, [COUNT, 1], LAYOUT)
-    second = gl.allocate_shared_memory(gl.int64, [COUNT, 1], LAYOUT)
-    for i in gl.static_range(COUNT):
-        mbarrier.init(first.index(i), count=1)
-        mbarrier.init(second.index(i), count=ARRIVALS)
-    return first, second
-
-
-@gluon.jit
-def wait_empty(full, empty, count, SLOTS: gl.constexpr, BYTES: gl.constexpr):
-    """The slot that is filled next, once it is free, and the barrier that its BYTES complete."""
-    slot = count % SLOTS
-    bar = full.index(slot)
-    mbarrier.wait(empty.index(slot), (count // SLOTS & 1) ^ 1)
-    mbarrier.expect(bar, BYTES)
-    return slot, bar
-
-
-@gluon.jit
-def wait_full(full, count, SLOTS: gl.constexpr):
-    """The slot that is read next, once it is full."""
-    slot = count % SLOTS
-    mbarrier.wait(full.index(slot), count // SLOTS & 1)
-    return slot
-
-
-@gluon.jit
-def wait_full_both(full1, count1, SLOTS1: gl.constexpr, full2, count2, SLOTS2: gl.constexpr):
-    """The slots of two rings that are read next, once both are full."""
-    slot1 = count1 % SLOTS1
-    slot2 = count2 % SLOTS2
-    mbarrier.wait(full1.index(slot1), count1 // SLOTS1 & 1)
-    mbarrier.wait(full2.index(slot2), count2 // SLOTS2 & 1)
-    return slot1, slot2
-
-
-@gluon.jit
-def give_back(empty, count, SLOTS: gl.constexpr, pred=True):
-    """Of a reader: the slot that was filled `count`-th may be filled again."""
-    mbarrier.arrive(empty.index(count % SLOTS), count=1, pred=pred)

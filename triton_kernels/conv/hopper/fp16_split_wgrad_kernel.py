@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_load, view_from
-from ...hopper.pipeline import give_back, new_barrier_pairs, wait_empty, wait_full
+from ...hopper.pipeline import new_ring
 from ...runtime.dependent_launch import await_inputs
 from .row_memory import clear_margins, row_from, rows_chunks
 
@@ -48,16 +48,17 @@ def _load_part(
 
 @gluon.jit
 def _load(
-    x_desc, x_small_desc, dy_desc, dy_small_desc, x_bufs, dy_bufs, full, empty, first, last,
-    co0, ci0, tiles_h, W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
+    x_desc, x_small_desc, dy_desc, dy_small_desc, ring, first, last,
+    co0, ci0, tiles_h, W: gl.constexpr, IMAGES: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = PIXELS // W
     PARTS: gl.constexpr = 1 if x_small_desc is None else 2
     BYTES: gl.constexpr = PARTS * ((ROWS + 2) * W + PIXELS) * 128
+    x_bufs, dy_bufs = ring.bufs
     for tile in range(first, last):
         n = tile // tiles_h * IMAGES
         h0 = tile % tiles_h * ROWS
-        stage, bar = wait_empty(full, empty, tile - first, STAGES, BYTES)
+        stage, bar = ring.acquire(tile - first, BYTES)
         _load_part(x_desc, dy_desc, x_bufs, dy_bufs, bar, n, h0, co0, ci0, stage * PARTS, W, IMAGES)
         if PARTS == 2:
             _load_part(
@@ -126,18 +127,18 @@ def _gradients(dy_bufs, part, k, LAYOUT: gl.constexpr, STEP: gl.constexpr):
 
 @gluon.jit
 def _accumulate(
-    part_ptr, x_factors_ptr, dy_factors_ptr, x_bufs, dy_bufs, full, empty, first, last, CI,
-    PARTS: gl.constexpr, R: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr,
-    STAGES: gl.constexpr,
+    R: gl.constexpr, part_ptr, x_factors_ptr, dy_factors_ptr, ring, first, last, CI,
+    PARTS: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr,
 ):  # fmt: skip
     """The three taps of row R of the filter."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     STEP: gl.constexpr = min(W, 32)
+    x_bufs, dy_bufs = ring.bufs
     acc0 = gl.zeros([64, 64], gl.float32, LAYOUT)
     acc1 = gl.zeros([64, 64], gl.float32, LAYOUT)
     acc2 = gl.zeros([64, 64], gl.float32, LAYOUT)
     for tile in range(first, last):
-        stage = wait_full(full, tile - first, STAGES)
+        stage = ring.wait(tile - first)
         for k in range(PIXELS // 32):
             dy = _gradients(dy_bufs, stage * PARTS, k, LAYOUT, STEP)
             if PARTS == 2:
@@ -154,7 +155,7 @@ def _accumulate(
         if PARTS == 1:
             acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2))
         sync_threads()
-        give_back(empty, tile - first, STAGES)
+        ring.release(tile - first)
     offs_co = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     offs_ci = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     factor = gl.load(dy_factors_ptr + offs_co)[:, None] * gl.load(x_factors_ptr + offs_ci)[None, :]
@@ -188,7 +189,7 @@ def conv_half_wgrad_kernel(
     PLACES: gl.constexpr = STAGES * PARTS
     x_bufs = allocate_for_views(dtype, [PLACES * part_chunks(W), 8, 64], MATRIX)
     dy_bufs = gl.allocate_shared_memory(dtype, [PLACES] + dy_desc.block_shape, dy_desc.layout)
-    full, empty = new_barrier_pairs(STAGES, 3)
+    ring = new_ring((x_bufs, dy_bufs), STAGES, 3)
     clear_margins(x_bufs, PLACES, PIXELS // W + 2, W, num_warps)
     await_inputs()
 
@@ -207,16 +208,16 @@ def conv_half_wgrad_kernel(
             (
                 _load,
                 (
-                    x_desc, x_small_desc, dy_desc, dy_small_desc, x_bufs, dy_bufs, full, empty,
-                    first, last, co0, ci0, tiles_h, W, IMAGES, STAGES,
+                    x_desc, x_small_desc, dy_desc, dy_small_desc, ring, first, last, co0, ci0,
+                    tiles_h, W, IMAGES,
                 ),
             )
             if row < 0
             else (
                 _accumulate,
                 (
-                    part_ptr, factors_ptr + ci0, factors_ptr + CI + co0, x_bufs, dy_bufs, full,
-                    empty, first, last, CI, PARTS, row, W, IMAGES, STAGES,
+                    row, part_ptr, factors_ptr + ci0, factors_ptr + CI + co0, ring, first, last,
+                    CI, PARTS, W, IMAGES,
                 ),
             )
             for row in (-1, 0, 1, 2)

@@ -12,13 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from ...hopper.compat import allocate_for_views, sync_threads, tma_load
-from ...hopper.pipeline import (
-    give_back,
-    new_barrier_pairs,
-    wait_empty,
-    wait_for,
-    wait_full,
-)
+from ...hopper.pipeline import new_ring, wait_for
+from ...hopper.roles import launch_roles
 from .row_memory import block_chunks, clear_margins
 from .row_wgrad import load_tile, multiply_tile
 
@@ -58,7 +53,7 @@ def _ends(
 
 @gluon.jit
 def _load_block(
-    x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, begin, end, start, block, CI, options,
+    x_desc, dy_desc, ring, first, begin, end, start, block, CI, options,
     POINTS: gl.constexpr,
 ):  # fmt: skip
     """Of one block, whose first tile is `start` in the list, the tiles from `begin` to `end`."""
@@ -66,13 +61,13 @@ def _load_block(
         GROUPS: gl.constexpr = options[0]
         BLOCKS: gl.constexpr = options[1]
         STEPS: gl.constexpr = options[2]
-        STAGES: gl.constexpr = options[3]
         BYTES: gl.constexpr = STEPS * (GROUPS + BLOCKS) * 64 * 128
+        x_bufs, dy_bufs = ring.bufs
         ci_blocks = (CI + BLOCKS * 64 - 1) // (BLOCKS * 64)
         ci0 = block % ci_blocks * (BLOCKS * 64)
         co0 = block // ci_blocks * (GROUPS * 64)
         for tile in range(begin, end):
-            stage, bar = wait_empty(full, empty, tile - first, STAGES, BYTES)
+            stage, bar = ring.acquire(tile - first, BYTES)
             for step in gl.static_range(STEPS):
                 slot = stage * STEPS + step
                 pixel = ((tile - start) * STEPS + step) * 64
@@ -86,50 +81,47 @@ def _load_block(
         tiles_h = options[0]
         W: gl.constexpr = options[1]
         IMAGES: gl.constexpr = options[2]
-        SLOTS: gl.constexpr = options[3]
         ci_blocks = CI // 64
         ci0 = block % ci_blocks * 64
         co0 = block // ci_blocks * 64
         for tile in range(begin, end):
             load_tile(
-                x_desc, dy_desc, x_bufs, dy_bufs, full, empty, tile - start, tile - first, co0,
-                ci0, tiles_h, W, IMAGES, SLOTS,
-            )  # fmt: skip
+                x_desc, dy_desc, ring, tile - start, tile - first, co0, ci0, tiles_h, W, IMAGES
+            )
 
 
 @gluon.jit
 def _load_any(
     x1_desc, dy1_desc, x2_desc, dy2_desc, x3_desc, dy3_desc, x4_desc, dy4_desc,
-    x_bufs, dy_bufs, full, empty, CI1, CI2, CI3, CI4, end1, end2, end3, first, last, tiles, options,
+    ring, CI1, CI2, CI3, CI4, end1, end2, end3, first, last, tiles, options,
     POINTS: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
-    """The tiles of a piece, block by block. `options`: (GROUPS, BLOCKS, STEPS, STAGES) of 1x1
-    filters, (tiles_h, W, IMAGES, STAGES) of 3x3."""
+    """The tiles of a piece, block by block. `options`: (GROUPS, BLOCKS, STEPS) of 1x1
+    filters, (tiles_h, W, IMAGES) of 3x3."""
     for block in range(first // tiles, (last + tiles - 1) // tiles):
         start = block * tiles
         begin = gl.maximum(first, start)
         end = gl.minimum(last, start + tiles)
         if block < end1:
             _load_block(
-                x1_desc, dy1_desc, x_bufs, dy_bufs, full, empty, first, begin, end, start, block,
-                CI1, options, POINTS,
-            )  # fmt: skip
+                x1_desc, dy1_desc, ring, first, begin, end, start, block, CI1, options, POINTS
+            )
         if (block >= end1) & (block < end2):
             _load_block(
-                x2_desc, dy2_desc, x_bufs, dy_bufs, full, empty, first, begin, end, start,
-                block - end1, CI2, options, POINTS,
+                x2_desc, dy2_desc, ring, first, begin, end, start, block - end1, CI2, options,
+                POINTS,
             )  # fmt: skip
         if COUNT > 2:
             if (block >= end2) & (block < end3):
                 _load_block(
-                    x3_desc, dy3_desc, x_bufs, dy_bufs, full, empty, first, begin, end, start,
-                    block - end2, CI3, options, POINTS,
+                    x3_desc, dy3_desc, ring, first, begin, end, start, block - end2, CI3, options,
+                    POINTS,
                 )  # fmt: skip
         if COUNT > 3:
             if block >= end3:
                 _load_block(
-                    x4_desc, dy4_desc, x_bufs, dy_bufs, full, empty, first, begin, end, start,
-                    block - end3, CI4, options, POINTS,
+                    x4_desc, dy4_desc, ring, first, begin, end, start, block - end3, CI4, options,
+                    POINTS,
                 )  # fmt: skip
 
 
@@ -138,9 +130,8 @@ def _load_any(
 
 @gluon.jit
 def _accumulate_rows(
-    part_ptr, x_bufs, dy_bufs, full, empty, first, last, tiles,
-    R: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    R: gl.constexpr, part_ptr, ring, first, last, tiles, W: gl.constexpr, IMAGES: gl.constexpr
+):
     """The three taps of row R of the filter, of each block of the piece."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     offs_co = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
@@ -154,9 +145,7 @@ def _accumulate_rows(
         begin = gl.maximum(first, block * tiles)
         end = gl.minimum(last, block * tiles + tiles)
         for tile in range(begin, end):
-            acc0, acc1, acc2 = multiply_tile(
-                acc0, acc1, acc2, x_bufs, dy_bufs, full, empty, tile - first, R, W, IMAGES, STAGES
-            )
+            acc0, acc1, acc2 = multiply_tile(acc0, acc1, acc2, ring, tile - first, R, W, IMAGES)
         gl.store(part_ptr + offs, acc0)
         gl.store(part_ptr + offs + 64, acc1)
         gl.store(part_ptr + offs + 128, acc2)
@@ -194,34 +183,21 @@ def conv_rows_group_wgrad_kernel(
     dtype: gl.constexpr = x1_desc.dtype
     x_bufs = allocate_for_views(dtype, [STAGES * block_chunks(W), 8, 64], PIXELS)
     dy_bufs = gl.allocate_shared_memory(dtype, [STAGES] + dy1_desc.block_shape, dy1_desc.layout)
-    full, empty = new_barrier_pairs(STAGES, 3)
+    ring = new_ring((x_bufs, dy_bufs), STAGES, 3)
     clear_margins(x_bufs, STAGES, 256 // W + 2, W, num_warps)
 
     end1, end2, end3, blocks = _ends(CI1, CI2, CI3, CI4, CO1, CO2, CO3, CO4, COUNT, 64, 64)
     first = _first(gl.program_id(0), blocks, tiles)
     last = _first(gl.program_id(0) + 1, blocks, tiles)
-    gl.warp_specialize(
-        [
-            (
-                _accumulate_rows,
-                (
-                    part_ptr, x_bufs, dy_bufs, full, empty, first, last, tiles, row, W, IMAGES,
-                    STAGES,
-                ),
-            )
-            if row < 3
-            else (
-                _load_any,
-                (
-                    x1_desc, dy1_desc, x2_desc, dy2_desc, x3_desc, dy3_desc, x4_desc, dy4_desc,
-                    x_bufs, dy_bufs, full, empty, CI1, CI2, CI3, CI4, end1, end2, end3,
-                    first, last, tiles, (tiles_h, W, IMAGES, STAGES), False, COUNT,
-                ),
-            )
-            for row in (0, 1, 2, 3)
-        ],
-        [4, 4, 1],
-        [160, 160, 40 if W == 16 else 32],
+    launch_roles(
+        _accumulate_rows, (part_ptr, ring, first, last, tiles, W, IMAGES),
+        _load_any,
+        (
+            x1_desc, dy1_desc, x2_desc, dy2_desc, x3_desc, dy3_desc, x4_desc, dy4_desc,
+            ring, CI1, CI2, CI3, CI4, end1, end2, end3, first, last, tiles,
+            (tiles_h, W, IMAGES), False, COUNT,
+        ),
+        3, (160, 40 if W == 16 else 32),
     )  # fmt: skip
 
 
@@ -230,9 +206,8 @@ def conv_rows_group_wgrad_kernel(
 
 @gluon.jit
 def _accumulate_points(
-    part_ptr, x_bufs, dy_bufs, full, empty, first, last, tiles,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
+    GROUP: gl.constexpr, part_ptr, ring, first, last, tiles,
+    GROUPS: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """64 of a block's channels of dy, with all of its channels of x."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -240,6 +215,7 @@ def _accumulate_points(
     offs_co = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     offs_ci = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     offs = (offs_co * CI)[:, None] + offs_ci[None, :]
+    x_bufs, dy_bufs = ring.bufs
     part_ptr = _first_part(part_ptr, GROUPS * 64 * CI)
     for block in range(first // tiles, (last + tiles - 1) // tiles):
         accs = ()
@@ -248,7 +224,7 @@ def _accumulate_points(
         begin = gl.maximum(first, block * tiles)
         end = gl.minimum(last, block * tiles + tiles)
         for tile in range(begin, end):
-            stage = wait_full(full, tile - first, STAGES)
+            stage = ring.wait(tile - first)
             for step in gl.static_range(STEPS):
                 slot = stage * STEPS + step
                 dy = dy_bufs.index(slot * GROUPS + GROUP).permute((1, 0))
@@ -262,7 +238,7 @@ def _accumulate_points(
                     accs = wait_for(BLOCKS, accs, BLOCKS)
             accs = wait_for(0, accs, BLOCKS)
             sync_threads()
-            give_back(empty, tile - first, STAGES)
+            ring.release(tile - first)
         for i in gl.static_range(BLOCKS):
             gl.store(part_ptr + offs + i * 64, accs[i])
         part_ptr += GROUPS * 64 * CI
@@ -299,7 +275,7 @@ def conv_points_group_wgrad_kernel(
     SLOTS: gl.constexpr = STAGES * STEPS
     x_bufs = gl.allocate_shared_memory(dtype, [SLOTS * BLOCKS, 64, 64], x1_desc.layout)
     dy_bufs = gl.allocate_shared_memory(dtype, [SLOTS * GROUPS, 64, 64], dy1_desc.layout)
-    full, empty = new_barrier_pairs(STAGES, GROUPS)
+    ring = new_ring((x_bufs, dy_bufs), STAGES, GROUPS)
     fence_async_shared()
     sync_threads()
 
@@ -308,26 +284,13 @@ def conv_points_group_wgrad_kernel(
     )
     first = _first(gl.program_id(0), blocks, tiles)
     last = _first(gl.program_id(0) + 1, blocks, tiles)
-    gl.warp_specialize(
-        [
-            (
-                _accumulate_points,
-                (
-                    part_ptr, x_bufs, dy_bufs, full, empty, first, last, tiles, role, GROUPS,
-                    BLOCKS, STEPS, STAGES,
-                ),
-            )
-            if role < GROUPS
-            else (
-                _load_any,
-                (
-                    x1_desc, dy1_desc, x2_desc, dy2_desc, x3_desc, dy3_desc, x4_desc, dy4_desc,
-                    x_bufs, dy_bufs, full, empty, CI1, CI2, CI3, CI4, end1, end2, end3,
-                    first, last, tiles, (GROUPS, BLOCKS, STEPS, STAGES), True, COUNT,
-                ),
-            )
-            for role in ((0, 1) if GROUPS == 1 else (0, 1, 2) if GROUPS == 2 else (0, 1, 2, 3))
-        ],
-        [1] if GROUPS == 1 else [4, 1] if GROUPS == 2 else [4, 4, 1],
-        [24] if GROUPS == 1 else [240, 24] if GROUPS == 2 else [160, 160, 24],
+    launch_roles(
+        _accumulate_points, (part_ptr, ring, first, last, tiles, GROUPS, BLOCKS, STEPS),
+        _load_any,
+        (
+            x1_desc, dy1_desc, x2_desc, dy2_desc, x3_desc, dy3_desc, x4_desc, dy4_desc,
+            ring, CI1, CI2, CI3, CI4, end1, end2, end3, first, last, tiles,
+            (GROUPS, BLOCKS, STEPS), True, COUNT,
+        ),
+        GROUPS, (240 if GROUPS == 2 else 160, 24),
     )  # fmt: skip

@@ -10,11 +10,11 @@ pixel at once, which are rows i, i + 8, i + 32 and i + 40, and the four threads 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...hopper.compat import reinterpret, sync_threads, tma_load
 from ...hopper.pairs import round_pairs
-from ...hopper.pipeline import give_back, new_barrier_pairs, wait_empty
+from ...hopper.pipeline import new_ring
 from ...runtime.dependent_launch import await_inputs
 
 # A pixel is bits p3 p2 p1 p0 of its place in a step, a channel c5 ... c0. Registers of a thread:
@@ -96,8 +96,9 @@ def _as_stored(acc):
 
 
 @gluon.jit
-def _read(x_bufs, dy_bufs, slot, K: gl.constexpr, X_BLOCKS: gl.constexpr):
+def _read(ring, slot, K: gl.constexpr, X_BLOCKS: gl.constexpr):
     """The K-th 16 pixels of the tile in a slot: of dy, and of each block of x."""
+    x_bufs, dy_bufs = ring.bufs
     BOX: gl.constexpr = dy_bufs.shape
     PIXELS: gl.constexpr = BOX[1] * BOX[2] * BOX[3]
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
@@ -166,13 +167,13 @@ def _store(dw_ptr, accs, CI, CO, co0, j0, x_blocks, TAPS: gl.constexpr, X_BLOCKS
 
 @gluon.jit
 def _load_all(
-    x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, steps, P, Q, co0, j0, x_blocks,
-    S: gl.constexpr, PAD_H: gl.constexpr, PAD_W: gl.constexpr,
-    X_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    x_desc, dy_desc, ring, first, steps, P, Q, co0, j0, x_blocks,
+    S: gl.constexpr, PAD_H: gl.constexpr, PAD_W: gl.constexpr, X_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """The tiles of pixels of a part, of all of the program's channels."""
     BOX: gl.constexpr = dy_desc.block_shape
     BYTES: gl.constexpr = (1 + X_BLOCKS) * BOX[0] * BOX[1] * BOX[2] * 64 * 4
+    x_bufs, dy_bufs = ring.bufs
     tiles_h = (P + BOX[1] - 1) // BOX[1]
     tiles_w = (Q + BOX[2] - 1) // BOX[2]
     w = first % tiles_w * BOX[2]
@@ -183,7 +184,7 @@ def _load_all(
         tap = (j0 + j) // x_blocks
         blocks = blocks + ((tap // S - PAD_H, tap % S - PAD_W, (j0 + j) % x_blocks * 64),)
     for step in range(steps):
-        slot, bar = wait_empty(full, empty, step, STAGES, BYTES)
+        slot, bar = ring.acquire(step, BYTES)
         tma_load(dy_desc, [n, h, w, co0], bar, dy_bufs.index(slot))
         for j in gl.static_range(X_BLOCKS):
             where = [n, h + blocks[j][0], w + blocks[j][1], blocks[j][2]]
@@ -198,38 +199,33 @@ def _load_all(
 
 @gluon.jit
 def _multiply_all(
-    dw_ptr, x_bufs, dy_bufs, full, empty, steps, CI, CO, co0, j0, x_blocks,
-    PRODUCTS: gl.constexpr, TAPS: gl.constexpr, X_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
+    dw_ptr, ring, steps, CI, CO, co0, j0, x_blocks,
+    PRODUCTS: gl.constexpr, TAPS: gl.constexpr, X_BLOCKS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
+    _, dy_bufs = ring.bufs
     SLICES: gl.constexpr = dy_bufs.shape[1] * dy_bufs.shape[2] * dy_bufs.shape[3] // 16
     accs = ()
     for _ in gl.static_range(X_BLOCKS):
         accs = accs + (gl.zeros([64, 64], gl.float32, _MMA),)
     if AHEAD:
-        mbarrier.wait(full.index(0), 0, pred=steps > 0)
-        values = _read(x_bufs, dy_bufs, 0, 0, X_BLOCKS)
+        values = _read(ring, ring.wait(0, pred=steps > 0), 0, X_BLOCKS)
     for step in range(steps):
-        slot = step % STAGES
-        if not AHEAD:
-            mbarrier.wait(full.index(slot), step // STAGES & 1)
+        slot = step % ring.SLOTS if AHEAD else ring.wait(step)
         # What was read from the slot of the step before has been multiplied, so it is there. Behind
         # the step itself it would not have to be: products are put off beyond a barrier.
         sync_threads()
-        give_back(empty, step - 1, STAGES, pred=step > 0)
+        ring.release(step - 1, pred=step > 0)
         for k in gl.static_range(SLICES):
             if AHEAD:
                 if k + 1 < SLICES:
-                    following = _read(x_bufs, dy_bufs, slot, k + 1, X_BLOCKS)
+                    following = _read(ring, slot, k + 1, X_BLOCKS)
                 else:
-                    next_step = gl.minimum(step + 1, steps - 1)
-                    next_slot = next_step % STAGES
-                    mbarrier.wait(full.index(next_slot), next_step // STAGES & 1)
-                    following = _read(x_bufs, dy_bufs, next_slot, 0, X_BLOCKS)
+                    next_slot = ring.wait(gl.minimum(step + 1, steps - 1))
+                    following = _read(ring, next_slot, 0, X_BLOCKS)
                 accs = _add_products(accs, values, PRODUCTS, X_BLOCKS)
                 values = following
             else:
-                values = _read(x_bufs, dy_bufs, slot, k, X_BLOCKS)
+                values = _read(ring, slot, k, X_BLOCKS)
                 accs = _add_products(accs, values, PRODUCTS, X_BLOCKS)
     _store(dw_ptr, accs, CI, CO, co0, j0, x_blocks, TAPS, X_BLOCKS)
 
@@ -272,7 +268,7 @@ def conv_mma_wgrad_kernel(
     j0 = gl.program_id(0) % columns * X_BLOCKS
     first = _first(gl.program_id(1), num_tiles)
     steps = _first(gl.program_id(1) + 1, num_tiles) - first
-    full, empty = new_barrier_pairs(STAGES)
+    ring = new_ring((x_bufs, dy_bufs), STAGES)
     fence_async_shared()
     sync_threads()
     gl.warp_specialize(
@@ -280,15 +276,15 @@ def conv_mma_wgrad_kernel(
             (
                 _multiply_all,
                 (
-                    dw_ptr, x_bufs, dy_bufs, full, empty, steps, CI, CO, co0, j0, x_blocks,
-                    PRODUCTS, TAPS, X_BLOCKS, STAGES, AHEAD,
+                    dw_ptr, ring, steps, CI, CO, co0, j0, x_blocks, PRODUCTS, TAPS, X_BLOCKS,
+                    AHEAD,
                 ),
             ),
             (
                 _load_all,
                 (
-                    x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, steps, P, Q, co0, j0,
-                    x_blocks, S, PAD_H, PAD_W, X_BLOCKS, STAGES,
+                    x_desc, dy_desc, ring, first, steps, P, Q, co0, j0, x_blocks, S, PAD_H, PAD_W,
+                    X_BLOCKS,
                 ),
             ),
         ],

@@ -20,16 +20,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_load
 from ...hopper.pairs import round_pairs
-from ...hopper.pipeline import new_barrier_pairs, new_barriers, wait_empty, wait_for
+from ...hopper.pipeline import new_barriers, new_ring, wait_for
+from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
 from .row_memory import clear_margins, row_from, row_of_tap, rows_chunks
 
 
 @gluon.jit
 def _load(
-    x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, first, last, tiles_h,
-    W: gl.constexpr, IMAGES: gl.constexpr, K_BLOCKS: gl.constexpr, PAIRS: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    x_desc, w_desc, x, w_bufs, w_full, first, last, tiles_h,
+    W: gl.constexpr, IMAGES: gl.constexpr, K_BLOCKS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     bar = w_full.index(0)
     mbarrier.expect(bar, K_BLOCKS * 9 * 16 * 128)
@@ -45,37 +45,37 @@ def _load(
         h0 = tile % tiles_h * 2
         known = gl.where((tile == first) | (h0 == 0), 0, 1)
         for i in range(known, 2):
-            slot, bar = wait_empty(x_full, x_empty, place, PAIRS, K_BLOCKS * 2 * W * 128)
+            slot, bar = x.acquire(place, K_BLOCKS * 2 * W * 128)
             for k in gl.static_range(K_BLOCKS):
                 for j in gl.static_range(2):
                     h = h0 - 1 + 2 * i + j
                     at = [n, h, 0, k * 64] if IMAGES == 1 else [h, 0, n * IMAGES, k * 64]
-                    row = row_from(x_bufs, k * rows_chunks(2 * PAIRS, W), slot * 2 + j, W, IMAGES)
+                    first_chunk = k * rows_chunks(2 * x.SLOTS, W)
+                    row = row_from(x.bufs, first_chunk, slot * 2 + j, W, IMAGES)
                     tma_load(x_desc, at, bar, row)
             place += 1
 
 
 @gluon.jit
 def _multiply_row(
-    acc, x_bufs, w_bufs, row, r: gl.constexpr, piece: gl.constexpr, W: gl.constexpr,
-    IMAGES: gl.constexpr, K_BLOCKS: gl.constexpr, PAIRS: gl.constexpr,
+    acc, x, w_bufs, row, r: gl.constexpr, piece: gl.constexpr, W: gl.constexpr,
+    IMAGES: gl.constexpr, K_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """The products of 64 pixels of a row with a row of the filter, begun but not waited for."""
     for k in gl.static_range(K_BLOCKS):
         for s in gl.static_range(3):
-            first = k * rows_chunks(2 * PAIRS, W)
-            x = row_of_tap(x_bufs, first, row, piece * 64 + s, W, IMAGES).slice(0, 64)
+            first = k * rows_chunks(2 * x.SLOTS, W)
+            pixels = row_of_tap(x.bufs, first, row, piece * 64 + s, W, IMAGES).slice(0, 64)
             w = w_bufs.index(k * 9 + r * 3 + s)
             w = reinterpret(w, w.dtype, [16, 64], gl.NVMMASharedLayout(128, 16)).permute((1, 0))
-            acc = warpgroup_mma(x, w, acc, use_acc=k + r + s > 0, is_async=True)
+            acc = warpgroup_mma(pixels, w, acc, use_acc=k + r + s > 0, is_async=True)
     return acc
 
 
 @gluon.jit
 def _multiply(
-    y_ptr, x_bufs, w_bufs, x_full, x_empty, w_full, bias_ptr, first, last, tiles_h, N, H, CO,
-    GROUP: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, K_BLOCKS: gl.constexpr,
-    PAIRS: gl.constexpr, OVERLAP: gl.constexpr,
+    GROUP: gl.constexpr, y_ptr, x, w_bufs, w_full, bias_ptr, first, last, tiles_h, N, H, CO,
+    W: gl.constexpr, IMAGES: gl.constexpr, K_BLOCKS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Row GROUP of every tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
@@ -92,24 +92,22 @@ def _multiply(
         n = tile // tiles_h
         h = tile % tiles_h
         place = tile - first + n - first_n
-        above = place % PAIRS
-        below = (place + 1) % PAIRS
-        mbarrier.wait(x_full.index(above), place // PAIRS & 1)
-        mbarrier.wait(x_full.index(below), (place + 1) // PAIRS & 1)
+        above = x.wait(place)
+        below = x.wait(place + 1)
         accs = ()
         for i in gl.static_range(W // 64):
             acc = gl.zeros([64, 16], gl.float32, LAYOUT)
             for r in gl.static_range(3):
                 row = (above if GROUP + r < 2 else below) * 2 + (GROUP + r) % 2
-                acc = _multiply_row(acc, x_bufs, w_bufs, row, r, i, W, IMAGES, K_BLOCKS, PAIRS)
+                acc = _multiply_row(acc, x, w_bufs, row, r, i, W, IMAGES, K_BLOCKS)
             accs = accs + (acc,)
         accs = wait_for(0, accs, W // 64)
         sync_threads()
         # two tiles use a pair of rows, or one at the ends of an image and of what this program does
-        mbarrier.arrive(x_empty.index(above), count=1)
-        mbarrier.arrive(x_empty.index(above), count=1, pred=(h == 0) | (tile == first))
-        mbarrier.arrive(x_empty.index(below), count=1)
-        mbarrier.arrive(x_empty.index(below), count=1, pred=(h + 1 == tiles_h) | (tile + 1 == last))
+        x.release(place)
+        x.release(place, (h == 0) | (tile == first))
+        x.release(place + 1)
+        x.release(place + 1, (h + 1 == tiles_h) | (tile + 1 == last))
 
         row = h * 2 + GROUP
         if IMAGES == 1:
@@ -151,7 +149,7 @@ def conv_narrow_out_kernel(
     CHUNKS: gl.constexpr = rows_chunks(2 * PAIRS, W)
     x_bufs = allocate_for_views(dtype, [K_BLOCKS * CHUNKS, 8, 64], MATRIX)
     w_bufs = gl.allocate_shared_memory(dtype, [K_BLOCKS * 9, 1, 16, 64], w_desc.layout)
-    x_full, x_empty = new_barrier_pairs(PAIRS, 4)  # two tiles of two warpgroups
+    x = new_ring(x_bufs, PAIRS, 4)  # two tiles of two warpgroups
     w_full = new_barriers(1)
     clear_margins(x_bufs, K_BLOCKS, 2 * PAIRS, W, num_warps)
 
@@ -159,25 +157,13 @@ def conv_narrow_out_kernel(
     parts = gl.num_programs(0)
     first = (tiles * part) // parts
     last = (tiles * (part + 1)) // parts
-    gl.warp_specialize(
-        [
-            (
-                _multiply,
-                (
-                    y_ptr, x_bufs, w_bufs, x_full, x_empty, w_full, bias_ptr, first, last, tiles_h,
-                    N, H, CO, role, W, IMAGES, K_BLOCKS, PAIRS, OVERLAP,
-                ),
-            )
-            if role < 2
-            else (
-                _load,
-                (
-                    x_desc, w_desc, x_bufs, w_bufs, x_full, x_empty, w_full, first, last, tiles_h,
-                    W, IMAGES, K_BLOCKS, PAIRS, OVERLAP,
-                ),
-            )
-            for role in (0, 1, 2)
-        ],
-        [4, 1],
-        [104 if K_BLOCKS * W == 64 else 224, 40],
+    launch_roles(
+        _multiply,
+        (
+            y_ptr, x, w_bufs, w_full, bias_ptr, first, last, tiles_h, N, H, CO, W, IMAGES, K_BLOCKS,
+            OVERLAP,
+        ),
+        _load,
+        (x_desc, w_desc, x, w_bufs, w_full, first, last, tiles_h, W, IMAGES, K_BLOCKS, OVERLAP),
+        2, (104 if K_BLOCKS * W == 64 else 224, 40),
     )  # fmt: skip

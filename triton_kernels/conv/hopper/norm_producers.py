@@ -8,10 +8,9 @@ there what is convolved. One warpgroup makes both rows of a pair, or each of two
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...activations import activate_affine
-from ...hopper.compat import reinterpret, sync_threads
+from ...hopper.compat import reinterpret
 from ...hopper.pairs import round_pairs
 from ...runtime.dependent_launch import await_inputs_alone
 from .norm_rows import keep_affine, load_affine, pixels_layout
@@ -64,23 +63,6 @@ def store_row(x_bufs, place, raw, slope, offset, row, h, ACT: gl.constexpr, W: g
 
 
 @gluon.jit
-def wait_for_room(x, place):
-    """The slot of the ring, once it is free."""
-    PAIRS: gl.constexpr = x.full.shape[0]
-    slot = place % PAIRS
-    mbarrier.wait(x.empty.index(slot), (place // PAIRS & 1) ^ 1)
-    return slot
-
-
-@gluon.jit
-def hand_over(x, slot):
-    """To those that multiply: all threads of a warpgroup have written their part."""
-    fence_async_shared()
-    sync_threads()
-    mbarrier.arrive(x.full.index(slot), count=1)
-
-
-@gluon.jit
 def _next(n, q, last):
     """The pair behind that one."""
     over = q == last
@@ -122,14 +104,14 @@ def make_rows(
             image = n
             keep_affine(norm, n, h * W, FIRST, TILES_OF_X, CG)
             slope, offset = load_affine(norm, FIRST)
-        slot = wait_for_room(x, place)
+        slot, _ = x.acquire(place)
         if FIRST == 0:
             alone = (place == 0) | (place + 1 == total) | (q == 0) | (q == last)
-            mbarrier.arrive(x.empty.index(slot), count=1, pred=alone | (q % HALVES != 0))
+            x.release(place, alone | (q % HALVES != 0))
         store_row(x.bufs, slot * 2 + FIRST, raw0, slope, offset, 2 * q + row, h, ACT, W)
         if COUNT == 2:
             store_row(x.bufs, slot * 2 + 1, raw1, slope, offset, 2 * q + row + 1, h, ACT, W)
-        hand_over(x, slot)
+        x.hand_over(place)
         raw0 = raw2
         raw2 = load_row(x_ptr, n2, 2 * q2 + row, h, place + 2 < total, W)
         if COUNT == 2:

@@ -19,31 +19,46 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_load
-from ...hopper.pipeline import give_back, new_barrier_pairs, wait_empty, wait_full
+from ...hopper.pipeline import new_ring
+from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs
 from .row_memory import block_chunks, clear_margins, row_from, row_of_tap, side_from
 
 
 @gluon.jit
 def _load(
-    x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
-    W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
-    sides_desc=None, COLUMNS: gl.constexpr = 1,
+    x_desc, dy_desc, x2_desc, dy2_desc, sides_desc, ring, second, first, last, co0, ci0, tiles_h,
+    W: gl.constexpr, IMAGES: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    if x2_desc is None:
+        _load_tiles(
+            x_desc, dy_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES, sides_desc, COLUMNS
+        )
+    elif second:
+        _load_tiles(x2_desc, dy2_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES)
+    else:
+        _load_tiles(x_desc, dy_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES)
+
+
+@gluon.jit
+def _load_tiles(
+    x_desc, dy_desc, ring, first, last, co0, ci0, tiles_h,
+    W: gl.constexpr, IMAGES: gl.constexpr, sides_desc=None, COLUMNS: gl.constexpr = 1,
 ):  # fmt: skip
     for tile in range(first, last):
         load_tile(
-            x_desc, dy_desc, x_bufs, dy_bufs, full, empty, tile, tile - first, co0, ci0, tiles_h,
-            W, IMAGES, STAGES, sides_desc, COLUMNS,
+            x_desc, dy_desc, ring, tile, tile - first, co0, ci0, tiles_h, W, IMAGES, sides_desc,
+            COLUMNS,
         )  # fmt: skip
 
 
 @gluon.jit
 def load_tile(
-    x_desc, dy_desc, x_bufs, dy_bufs, full, empty, tile, block, co0, ci0, tiles_h,
-    W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
-    sides_desc=None, COLUMNS: gl.constexpr = 1,
+    x_desc, dy_desc, ring, tile, block, co0, ci0, tiles_h,
+    W: gl.constexpr, IMAGES: gl.constexpr, sides_desc=None, COLUMNS: gl.constexpr = 1,
 ):  # fmt: skip
     """256 pixels of dy, and those of x that they are multiplied by, as the ring's `block`-th."""
+    x_bufs, dy_bufs = ring.bufs
     ROWS: gl.constexpr = 256 // W
     MARGINS: gl.constexpr = 1 if COLUMNS == 1 else 2
     w0 = 0
@@ -54,7 +69,7 @@ def load_tile(
         h0 = tile % tiles_h // COLUMNS * ROWS
     BESIDE: gl.constexpr = 0 if COLUMNS == 1 else 16
     BYTES: gl.constexpr = (ROWS + 2) * (W + BESIDE) * 2 * x_bufs.shape[2] + 256 * 128
-    stage, bar = wait_empty(full, empty, block, STAGES, BYTES)
+    stage, bar = ring.acquire(block, BYTES)
     at = _place(n, h0, w0, co0, IMAGES)
     tma_load(dy_desc, at, bar, dy_bufs.index(stage))
     first_chunk = stage * block_chunks(W, MARGINS)
@@ -78,16 +93,16 @@ def _place(n, h, w, c, IMAGES: gl.constexpr):
 
 @gluon.jit
 def multiply_tile(
-    acc0, acc1, acc2, x_bufs, dy_bufs, full, empty, block,
-    R: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
-    MARGINS: gl.constexpr = 1,
+    acc0, acc1, acc2, ring, block,
+    R: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, MARGINS: gl.constexpr = 1,
 ):  # fmt: skip
     """What the ring's `block`-th tile adds to the three taps of row R of the filter."""
     ROWS: gl.constexpr = 256 // W
     LAYOUT: gl.constexpr = acc0.type.layout
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    rows = reinterpret(dy_bufs, dy_bufs.dtype, [STAGES * ROWS, W, 64], MATRIX)
-    stage = wait_full(full, block, STAGES)
+    x_bufs, dy_bufs = ring.bufs
+    rows = reinterpret(dy_bufs, dy_bufs.dtype, [ring.SLOTS * ROWS, W, 64], MATRIX)
+    stage = ring.wait(block)
     for j in gl.static_range(ROWS):
         dy = rows.index(stage * ROWS + j).permute((1, 0))
         dy = dy.load(gl.DotOperandLayout(0, LAYOUT, 2))
@@ -102,27 +117,25 @@ def multiply_tile(
             acc0, acc1, acc2 = warpgroup_mma_wait(3, deps=(acc0, acc1, acc2))
     acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2))
     sync_threads()
-    give_back(empty, block, STAGES)
+    ring.release(block)
     return acc0, acc1, acc2
 
 
 @gluon.jit
 def _accumulate(
-    part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI, CO,
-    R: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
-    SWAP: gl.constexpr, MARGINS: gl.constexpr,
+    R: gl.constexpr, part_ptr, ring, first, last, CI, CO,
+    W: gl.constexpr, IMAGES: gl.constexpr, SWAP: gl.constexpr, MARGINS: gl.constexpr,
 ):  # fmt: skip
     """The three taps of row R of the filter."""
-    K: gl.constexpr = x_bufs.shape[2]
+    K: gl.constexpr = ring.bufs[0].shape[2]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     acc0 = gl.zeros([64, K], gl.float32, LAYOUT)
     acc1 = gl.zeros([64, K], gl.float32, LAYOUT)
     acc2 = gl.zeros([64, K], gl.float32, LAYOUT)
     for tile in range(first, last):
         acc0, acc1, acc2 = multiply_tile(
-            acc0, acc1, acc2, x_bufs, dy_bufs, full, empty, tile - first,
-            R, W, IMAGES, STAGES, MARGINS,
-        )  # fmt: skip
+            acc0, acc1, acc2, ring, tile - first, R, W, IMAGES, MARGINS
+        )
     offs_co = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     offs_ci = gl.arange(0, K, layout=gl.SliceLayout(0, LAYOUT))
     if K == 64:
@@ -141,23 +154,6 @@ def _accumulate(
         gl.store(to, acc0, mask=mask)
         gl.store(to + tap, acc1, mask=mask)
         gl.store(to + 2 * tap, acc2, mask=mask)
-
-
-@gluon.jit
-def _load_one_of_two(
-    x_desc, dy_desc, x2_desc, dy2_desc, x_bufs, dy_bufs, full, empty, second, first, last, co0, ci0,
-    tiles_h, W: gl.constexpr, IMAGES: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    if second:
-        _load(
-            x2_desc, dy2_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
-            W, IMAGES, STAGES,
-        )  # fmt: skip
-    else:
-        _load(
-            x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
-            W, IMAGES, STAGES,
-        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["tiles"])
@@ -189,7 +185,7 @@ def conv_rows_wgrad_kernel(
     MARGINS: gl.constexpr = 1 if COLUMNS == 1 else 2
     x_bufs = allocate_for_views(dtype, [STAGES * block_chunks(W, MARGINS), 8, K], PIXELS)
     dy_bufs = gl.allocate_shared_memory(dtype, [STAGES] + dy_desc.block_shape, dy_desc.layout)
-    full, empty = new_barrier_pairs(STAGES, 3)
+    ring = new_ring((x_bufs, dy_bufs), STAGES, 3)
     if COLUMNS == 1:
         clear_margins(x_bufs, STAGES, 256 // W + 2, W, num_warps)
     else:
@@ -214,33 +210,13 @@ def conv_rows_wgrad_kernel(
     first = (split.to(gl.int64) * tiles // splits).to(gl.int32)
     last = ((split + 1).to(gl.int64) * tiles // splits).to(gl.int32)
     part_ptr += co0 if SWAP else co0 * 9 * CI + ci0
-    gl.warp_specialize(
-        [
-            (
-                _accumulate,
-                (
-                    part_ptr, x_bufs, dy_bufs, full, empty, first, last, CI,
-                    CO if SWAP else None, row, W, IMAGES, STAGES, SWAP, MARGINS,
-                ),
-            )
-            if row < 3
-            else (
-                _load,
-                (
-                    x_desc, dy_desc, x_bufs, dy_bufs, full, empty, first, last, co0, ci0, tiles_h,
-                    W, IMAGES, STAGES, sides_desc, COLUMNS,
-                ),
-            )
-            if x2_desc is None
-            else (
-                _load_one_of_two,
-                (
-                    x_desc, dy_desc, x2_desc, dy2_desc, x_bufs, dy_bufs, full, empty, second, first,
-                    last, co0, ci0, tiles_h, W, IMAGES, STAGES,
-                ),
-            )
-            for row in (0, 1, 2, 3)
-        ],
-        [4, 4, 1],
-        [160, 160, 24],
+    launch_roles(
+        _accumulate,
+        (part_ptr, ring, first, last, CI, CO if SWAP else None, W, IMAGES, SWAP, MARGINS),
+        _load,
+        (
+            x_desc, dy_desc, x2_desc, dy2_desc, sides_desc, ring, second, first, last, co0, ci0,
+            tiles_h, W, IMAGES, COLUMNS,
+        ),
+        3, (160, 24),
     )  # fmt: skip

@@ -12,19 +12,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...hopper.compat import reinterpret, tma_load
-from ...hopper.pipeline import wait_empty
 from ...runtime.dependent_launch import await_inputs_alone
 from .row_memory import row_from
 
 # --- what the parts of a program share ------------------------------------------------------------
-
-
-class Ring(NamedTuple):
-    """Slots of shared memory, and their barriers."""
-
-    bufs: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
 
 
 class Filters(NamedTuple):
@@ -77,7 +68,7 @@ def _load_extra(
     BLOCK: gl.constexpr, EXTRA1: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """A block of channels of the tensors of which 1x1 convolutions are added."""
-    slot, bar = wait_empty(extra.full, extra.empty, step, 2, 2 * W * 128)
+    slot, bar = extra.acquire(step, 2 * W * 128)
     for j in gl.static_range(2):
         buf = extra.bufs.index(slot * 2 + j)
         if BLOCK < EXTRA1:
@@ -113,7 +104,6 @@ def load_rows(
     EXTRA1: gl.constexpr, EXTRA2: gl.constexpr, OVERLAP: gl.constexpr, MAKES: gl.constexpr,
 ):  # fmt: skip
     """Rows, filters and extra blocks; if another warpgroup MAKES the rows, only these."""
-    PAIRS: gl.constexpr = x.full.shape[0]
     _load_filters(filter_descs, filters, work.c0, 0, DGRAD, EXTRA1, EXTRA2)
     if MAKES:
         for r in gl.static_range(1, 3):
@@ -131,9 +121,9 @@ def load_rows(
             begins = (index == 0) | (h == 0)
             ends = (index + 1 == work.count) | (h + 1 == work.tiles_h)
             for i in range(gl.where(begins, 0, 1), ROWS // 2 + 1):
-                slot, bar = wait_empty(x.full, x.empty, place, PAIRS, 2 * W * 2 * x.bufs.shape[2])
+                slot, bar = x.acquire(place, 2 * W * 2 * x.bufs.shape[2])
                 # two tiles use the last pair of one and the first of the next; or nobody else will
-                mbarrier.arrive(x.empty.index(slot), count=1, pred=(i < ROWS // 2) | ends)
+                x.release(place, (i < ROWS // 2) | ends)
                 for j in gl.static_range(2):
                     at = [n, h0 - 1 + 2 * i + j, 0, 0]
                     row = row_from(x.bufs, 0, slot * 2 + j, W)
@@ -154,7 +144,6 @@ def load_beside(
 ):  # fmt: skip
     """What the epilogues read beside their tiles, of one tensor or of two that are concatenated, to
     where they will write."""
-    SLOTS: gl.constexpr = beside.bufs.shape[0]
     c0 = work.c0
     if OVERLAP:
         await_inputs_alone()
@@ -165,7 +154,7 @@ def load_beside(
         n = tile // work.tiles_h
         for half in gl.static_range(ROWS // 2):
             h0 = tile % work.tiles_h * ROWS + 2 * half
-            slot, bar = wait_empty(beside.full, beside.empty, place, SLOTS, 2 * W * 128)
+            slot, bar = beside.acquire(place, 2 * W * 128)
             buf = beside.bufs.index(slot)
             if desc2 is None:
                 tma_load(desc1, [n, h0, 0, c0], bar, buf)

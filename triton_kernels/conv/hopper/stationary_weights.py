@@ -36,14 +36,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...activations import activate_affine_grad
 from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_store
 from ...hopper.pairs import round_pairs, widen_pairs
-from ...hopper.pipeline import give_back, new_barrier_pairs, new_barriers, wait_full
+from ...hopper.pipeline import new_barriers, new_ring, new_turns
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
 from .epilogue import load_bias, load_table
 from .epilogue_avg_pool import means_of_two_rows, store_means
 from .norm_producers import make_rows
 from .norm_rows import Norm, activate_rows, keep_affine, load_affine, new_affine
 from .row_memory import clear_margins, row_of_tap, rows_chunks
-from .stationary_loads import FilterDescs, Filters, Ring, Work, load_beside, load_rows
+from .stationary_loads import FilterDescs, Filters, Work, load_beside, load_rows
 
 
 class _Vectors(NamedTuple):
@@ -83,7 +83,7 @@ def _multiply_extra(
     accs, extra, w_bufs, step, BLOCK: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """The products of one block of channels with its 1x1 filters, begun but not waited for."""
-    slot = wait_full(extra.full, step, 2)
+    slot = extra.wait(step)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     w = reinterpret(w_bufs.index(9 + BLOCK), w_bufs.dtype, [64, 64], MATRIX)
     w = w.load(gl.DotOperandLayout(0, LAYOUT, 2))
@@ -109,17 +109,16 @@ def sum_of_threads(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    y_desc, x, filters, extra, beside, turns, vectors, norm, partial_ptr, means_ptr, mean_sums_ptr,
-    work, C, GROUP: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
-    ACT: gl.constexpr, HAS_BESIDE: gl.constexpr, EXTRA: gl.constexpr, OVERLAP: gl.constexpr,
+    GROUP: gl.constexpr, y_desc, x, filters, extra, beside, stages, turns, vectors, norm,
+    partial_ptr, means_ptr, mean_sums_ptr, work, C, ROWS: gl.constexpr, W: gl.constexpr,
+    DGRAD: gl.constexpr, ACT: gl.constexpr, EXTRA: gl.constexpr, OVERLAP: gl.constexpr,
     TILES_OF_X: gl.constexpr, CG: gl.constexpr, MAKES: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    GROUPS: gl.constexpr = turns.shape[0]
-    PAIRS: gl.constexpr = x.full.shape[0]
-    SLOTS: gl.constexpr = beside.bufs.shape[0]
-    FIRST: gl.constexpr = 1 if GROUP == 0 else 0
+    GROUPS: gl.constexpr = turns.GROUPS
+    SLOTS: gl.constexpr = stages.shape[0]
+    HAS_BESIDE: gl.constexpr = beside is not None
     STAY: gl.constexpr = x.bufs.shape[2] == 16  # filters in registers: four a tap
     HALVES: gl.constexpr = ROWS // 2
     OWN: gl.constexpr = SLOTS // GROUPS
@@ -130,7 +129,6 @@ def _multiply(
     first = work.first
     tiles_h = work.tiles_h
     c0 = work.c0
-    stages = beside.bufs
     phase = 0
     offs = c0 + gl.arange(0, 64, layout=VECTOR)
     image = -1
@@ -158,14 +156,14 @@ def _multiply(
                 keep_affine(norm, n, tiles_h * (ROWS * W), GROUP, TILES_OF_X, CG)
             slope, offset = load_affine(norm, GROUP)
             if (index == 0) | (h0 == 0):
-                if PAIRS < 2 * (HALVES + 1):
+                if x.SLOTS < 2 * (HALVES + 1):
                     # those in front have to be there, or odd rounds would be taken for even ones
-                    mbarrier.wait(turns.index(GROUP), phase ^ FIRST)
-                row = wait_full(x.full, place, PAIRS) * 2
+                    turns.wait(GROUP, phase)
+                row = x.wait(place) * 2
                 activate_rows(x.bufs, row, slope, offset, h0 > 0, 0, ACT, W)
             below = h0 + ROWS < tiles_h * ROWS
             for i in gl.static_range(1, HALVES + 1):
-                row = wait_full(x.full, place + i, PAIRS) * 2
+                row = x.wait(place + i) * 2
                 if i < HALVES:
                     activate_rows(x.bufs, row, slope, offset, True, -1, ACT, W)
                 else:
@@ -175,10 +173,10 @@ def _multiply(
         accs = ()
         for _ in gl.static_range(ROWS):
             accs = accs + (gl.zeros([64, W], gl.float32, LAYOUT),)
-        mbarrier.wait(turns.index(GROUP), phase ^ FIRST)
+        turns.wait(GROUP, phase)
         pairs = ()
         for i in gl.static_range(HALVES + 1):
-            pairs = pairs + (wait_full(x.full, place + i, PAIRS),)
+            pairs = pairs + (x.wait(place + i),)
         step = index * EXTRA
         for r in gl.static_range(3):
             if not STAY:
@@ -196,8 +194,8 @@ def _multiply(
                     if HAS_BESIDE and SLOTS < GROUPS * HALVES:
                         # or the next warpgroup might wait for a slot that this still waits for, and
                         # barriers tell only odd rounds from even ones
-                        wait_full(beside.full, index * HALVES, SLOTS)
-                    mbarrier.arrive(turns.index((GROUP + 1) % GROUPS), count=1)
+                        beside.wait(index * HALVES)
+                    turns.give(GROUP)
                 out = ()
                 for j in gl.static_range(ROWS):
                     row = row_of_tap(x.bufs, 0, pairs[(j + r) // 2] * 2 + (j + r) % 2, s, W)
@@ -208,11 +206,11 @@ def _multiply(
                     accs = warpgroup_mma_wait(4, deps=accs)
                 if r < EXTRA and s == 1:  # that term has been waited for
                     sync_threads()
-                    give_back(extra.empty, step + r, 2)
+                    extra.release(step + r)
         accs = warpgroup_mma_wait(0, deps=accs)
         sync_threads()
         for i in gl.static_range(HALVES + 1):
-            mbarrier.arrive(x.empty.index(pairs[i]), count=1)
+            x.release(place + i)
 
         to = partial_ptr
         if partial_ptr is not None:
@@ -228,7 +226,7 @@ def _multiply(
         result = index * HALVES
         for half in gl.static_range(HALVES):
             if HAS_BESIDE:
-                slot = wait_full(beside.full, result + half, SLOTS)
+                slot = beside.wait(result + half)
             else:
                 slot = GROUP * OWN + half % OWN
                 tma.store_wait(OWN - 1)  # of what this has written there before
@@ -284,7 +282,7 @@ def _multiply(
             tma.store_wait(0)
             sync_threads()
             for half in gl.static_range(HALVES):
-                give_back(beside.empty, result + half, SLOTS)
+                beside.release(result + half)
         phase ^= 1
     if OVERLAP:
         begin_next()
@@ -357,24 +355,16 @@ def conv_resident_kernel(
         dtype, [9 + EXTRA, 1, FILTER_ROWS, FILTER_COLUMNS], w_desc.layout
     )
     stages = gl.allocate_shared_memory(dtype, [SLOTS, 1, 2, W, 64], y_desc.layout)
-    if MAKERS == 2:
-        x_full, x_empty = new_barriers(PAIRS, 2), new_barriers(PAIRS, 2)
-    else:
-        x_full, x_empty = new_barrier_pairs(PAIRS, 2)
-    w_full = new_barriers(3)
-    turns = new_barriers(GROUPS)
-    beside_full, beside_empty = turns, turns  # without `beside` unused
+    x = new_ring(x_bufs, PAIRS, 2, 2 if MAKERS == 2 else 1)
+    filters = Filters(w_bufs, new_barriers(3))
+    turns = new_turns(GROUPS)
+    beside, extra = None, None
     if BESIDE == 1:
-        beside_full, beside_empty = new_barrier_pairs(SLOTS)
-    extra_bufs, extra_full, extra_empty = stages, turns, turns  # without extra terms unused
+        beside = new_ring(stages, SLOTS)
     if EXTRA > 0:
         extra_bufs = gl.allocate_shared_memory(dtype, [2 * 2, 1, 1, W, 64], y_desc.layout)
-        extra_full, extra_empty = new_barrier_pairs(2)
+        extra = new_ring(extra_bufs, 2)
     clear_margins(x_bufs, 1, 2 * PAIRS, W, num_warps)
-    x = Ring(x_bufs, x_full, x_empty)
-    filters = Filters(w_bufs, w_full)
-    extra = Ring(extra_bufs, extra_full, extra_empty)
-    beside = Ring(stages, beside_full, beside_empty)
 
     # programs that are neighbours do the same tiles of other channels
     blocks_c = C // 64
@@ -385,7 +375,7 @@ def conv_resident_kernel(
     work = Work(first, (tiles * (part + 1)) // parts - first, tiles_h, c0)
     filter_descs = FilterDescs(w_desc, extra1_w_desc, extra2_w_desc)
     vectors = _Vectors(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb)
-    kept = turns  # without a norm unused
+    kept = None
     if sums_ptr is not None or table_ptr is not None:
         kept = new_affine(MAKERS if MAKES else GROUPS)
     norm = Norm(
@@ -397,9 +387,9 @@ def conv_resident_kernel(
             (
                 _multiply,
                 (
-                    y_desc, x, filters, extra, beside, turns, vectors, norm, partial_ptr,
-                    means_ptr, mean_sums_ptr, work, C,
-                    role, ROWS, W, DGRAD, ACT, BESIDE == 1, EXTRA, OVERLAP, TILES_OF_X, CG, MAKES,
+                    role, y_desc, x, filters, extra, beside, stages, turns, vectors, norm,
+                    partial_ptr, means_ptr, mean_sums_ptr, work, C,
+                    ROWS, W, DGRAD, ACT, EXTRA, OVERLAP, TILES_OF_X, CG, MAKES,
                 ),
             )
             if role < GROUPS

@@ -19,13 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_load, tma_store
 from ...hopper.pairs import round_pairs, widen_pairs
-from ...hopper.pipeline import give_back, new_barriers, wait_full
+from ...hopper.pipeline import new_barriers, new_ring, new_turns
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
 from .epilogue import load_bias
-from .norm_producers import hand_over, load_row, store_row, wait_for_room
+from .norm_producers import load_row, store_row
 from .norm_rows import Norm, keep_affine, load_affine, new_affine
 from .row_memory import clear_margins, row_of_tap, rows_chunks
-from .stationary_loads import Ring, Work
+from .stationary_loads import Work
 
 
 @gluon.jit
@@ -44,9 +44,9 @@ def _make_row(
     W: gl.constexpr,
 ):  # fmt: skip
     slope, offset = load_affine(norm, 2 * HALF + FIRST)
-    slot = wait_for_room(x, place)
+    slot, _ = x.acquire(place)
     store_row(x.bufs, slot * 2 + FIRST, raw, slope, offset, 2 * q - 1 + FIRST, h, ACT, W)
-    hand_over(x, slot)
+    x.hand_over(place)
 
 
 @gluon.jit
@@ -103,8 +103,6 @@ def _multiply(
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    PAIRS: gl.constexpr = x.full.shape[0]
-    FIRST: gl.constexpr = 1 if GROUP == 0 else 0
     if OVERLAP:
         await_inputs_alone()
     offs = gl.arange(0, 64, layout=VECTOR)
@@ -115,19 +113,19 @@ def _multiply(
         h0 = tile % work.tiles_h * 2
         bias = load_bias(bias_ptr, None, emb_ptr, stride_emb, n, offs)
         accs = (gl.zeros([64, W], gl.float32, LAYOUT), gl.zeros([64, W], gl.float32, LAYOUT))
-        mbarrier.wait(turns.index(GROUP), phase ^ FIRST)
+        turns.wait(GROUP, phase)
         place = index * 4
         for r in gl.static_range(6):
             mbarrier.wait(w_full.index(r), 0)
             if r % 3 == 0:
-                upper = wait_full(x.full, place + r // 3 * 2, PAIRS)
+                upper = x.wait(place + r // 3 * 2)
             if r % 3 == 1:
-                lower = wait_full(x.full, place + r // 3 * 2 + 1, PAIRS)
+                lower = x.wait(place + r // 3 * 2 + 1)
             for s in gl.static_range(3):
                 w = reinterpret(w_bufs.index(r * 3 + s), w_bufs.dtype, [64, 64], MATRIX)
                 w = w.load(gl.DotOperandLayout(0, LAYOUT, 2))
                 if r + s == 7:
-                    mbarrier.arrive(turns.index(1 - GROUP), count=1)
+                    turns.give(GROUP)
                 out = ()
                 for j in gl.static_range(2):
                     pair = upper if j + r % 3 < 2 else lower
@@ -139,13 +137,13 @@ def _multiply(
                     accs = warpgroup_mma_wait(4, deps=accs)
                 if s == 1 and r == 3:  # the rows of the first tensor are multiplied
                     sync_threads()
-                    give_back(x.empty, place + 1, PAIRS)
+                    x.release(place + 1)
                 if s == 1 and r % 3 == 2:
                     sync_threads()
-                    give_back(x.empty, place + r // 3 * 2, PAIRS)
+                    x.release(place + r // 3 * 2)
         accs = warpgroup_mma_wait(0, deps=accs)
         sync_threads()
-        give_back(x.empty, place + 3, PAIRS)
+        x.release(place + 3)
 
         to = partial_ptr + tile.to(gl.int64) * 128 + offs
         bias = bias[:, None]
@@ -211,11 +209,10 @@ def conv_resident_two_kernel(
     x_bufs = allocate_for_views(dtype, [rows_chunks(2 * PAIRS, W), 8, 64], PIXELS)
     w_bufs = gl.allocate_shared_memory(dtype, [18, 1, 64, 64], w_desc.layout)
     stages = gl.allocate_shared_memory(dtype, [2, 1, 1, W, 64], y_desc.layout)
-    x_full, x_empty = new_barriers(PAIRS, 2), new_barriers(PAIRS)
+    x = new_ring(x_bufs, PAIRS, WRITERS=2)
     w_full = new_barriers(6)
-    turns = new_barriers(2)
+    turns = new_turns(2)
     clear_margins(x_bufs, 1, 2 * PAIRS, W, num_warps)
-    x = Ring(x_bufs, x_full, x_empty)
     first = (tiles * gl.program_id(0)) // gl.num_programs(0)
     last = (tiles * (gl.program_id(0) + 1)) // gl.num_programs(0)
     work = Work(first, last - first, tiles_h, 0)
