@@ -1,10 +1,7 @@
-"""What the epilogues of the Gluon kernels read, and how they round and write."""
+"""What the epilogues of the Gluon kernels read for each channel."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
-from ...hopper.compat import tma_load
 
 
 @gluon.jit
@@ -27,22 +24,3 @@ def load_table(table_ptr, n, offs, C):
     g = gl.load(table_ptr + 2 * C)
     b = gl.load(table_ptr + 3 * C)
     return mean, rstd, g, b
-
-
-@gluon.jit
-def load_beside(
-    desc1, desc2, stages, bar, n, h0, c0, border,
-    GROUP: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr,
-):  # fmt: skip
-    """What the epilogue reads beside a tile of ROWS rows, of one tensor or of two that are
-    concatenated, to where it will write."""
-    mbarrier.expect(bar, ROWS * W * 128)
-    for j in gl.static_range(ROWS):
-        buf = stages.index(GROUP * ROWS + j)
-        if desc2 is None:
-            tma_load(desc1, [n, h0 + j, 0, c0], bar, buf)
-        else:
-            left = c0 < border
-            right = c0 >= border
-            tma_load(desc1, [n, h0 + j, 0, c0], bar, buf, left)
-            tma_load(desc2, [n, h0 + j, 0, c0 - border], bar, buf, right)
