@@ -69,15 +69,24 @@ class Recording:
 
 def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Recording:
     """What module(*args, **kwargs) calls. Tensors of the recording are on the `meta` device; under
-    autocast, whose casts depend on it, they say that they are on that of the arguments.
+    autocast, also of the module's own, they say that they are on that of the arguments, on which
+    its casts depend. What the module keeps of the call in its attributes is forgotten.
 
     PlanError: the forward pass writes to a parameter, a buffer or an argument, or depends on
     numbers that are not known before. ValueError and TypeError are the module's own.
     """
+    try:
+        return _record(module, args, kwargs, by_device=_casts())
+    except _Casts:
+        return _record(module, args, kwargs, by_device=True)
+
+
+def _record(module: nn.Module, args: tuple, kwargs: dict[str, Any], by_device: bool) -> Recording:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     with ExitStack() as stack:
-        autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
-        shapes = _FakeShapes(stack) if autocast else _MetaShapes()
+        stack.enter_context(_attributes_kept(module))
+        stack.enter_context(torch.no_grad())
+        shapes = _FakeShapes(stack) if by_device else _MetaShapes()
         states = [
             {name: shapes.of(x) for name, x in named()}
             for named in (module.named_parameters, module.named_buffers)
@@ -85,7 +94,6 @@ def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Recording:
         inputs = [shapes.of(x) if isinstance(x, Tensor) else x for x in leaves]
         found = Recording(inputs, *states)
         notes = _Notes(module, found, shapes)
-        stack.enter_context(torch.no_grad())
 
         def run(inputs: list, states: dict[str, Tensor]) -> Any:
             args, kwargs = pytree.tree_unflatten(inputs, spec)
@@ -95,7 +103,7 @@ def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Recording:
         with notes:
             try:
                 found.result = torch.func.functionalize(run)(inputs, states[0] | states[1])
-            except (ValueError, TypeError, PlanError):
+            except (ValueError, TypeError, PlanError, _Casts):
                 raise
             except Exception as error:
                 lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -104,8 +112,31 @@ def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Recording:
     return found
 
 
+class _Casts(Exception):
+    """The module is, or has begun a block, under autocast."""
+
+
+def _casts() -> bool:
+    return any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+
+
+@contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Behind the block attributes are what they were: a module may keep tensors from call to call,
+    and those of a recording have no numbers."""
+    before = [(part, dict(vars(part))) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, attributes in before:
+            vars(part).clear()
+            vars(part).update(attributes)
+
+
 class _MetaShapes:
     """Tensors of the meta device."""
+
+    by_device = False
 
     def of(self, x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -116,6 +147,8 @@ class _MetaShapes:
 
 class _FakeShapes:
     """Tensors of the meta device that say that they are on another."""
+
+    by_device = True
 
     def __init__(self, stack: ExitStack) -> None:
         self.mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -194,6 +227,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, notes = kwargs or {}, self.notes
+        if not notes.shapes.by_device and _casts():
+            raise _Casts
         name = getattr(function, "__name__", "")
         before, notes.function = notes.function, name
         try:

@@ -206,7 +206,6 @@ def test_dropout_of_pytorch():
     torch.testing.assert_close(fast.eval()(x), net(x))  # dropped nothing
 
 
-@pytest.mark.filterwarnings("ignore:The tensor attributes")
 def test_refusals_say_why():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(2), nn.LSTM(36, 4))
     with pytest.raises(PlanError, match="lstm"):

@@ -132,6 +132,34 @@ def test_autocast_casts_by_device(dtype):
     assert add.result.dtype == dtype
 
 
+def test_a_module_under_an_autocast_of_its_own():
+    def function(net, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = net.inner(x)
+        return y.float() + net.inner(x)
+
+    names, found = calls(function)
+    first, cast, second, _ = found.calls
+    assert (first.result.dtype, second.result.dtype) == (torch.bfloat16, torch.float32)
+    assert names[1] == "aten._to_copy.default" and cast.result.dtype == torch.float32
+
+
+def test_what_a_module_keeps_is_forgotten():
+    """As a table that its first call makes."""
+
+    def function(net, x):
+        if not hasattr(net, "table"):
+            net.table = torch.arange(4, device=x.device) + net.count
+        net.seen = x
+        return x * net.table
+
+    net = Net(function)
+    net.seen = before = torch.ones(3)
+    record(net, (torch.randn(2, 4),), {})
+    assert net.seen is before and not hasattr(net, "table")
+    assert net(torch.ones(2, 4))[1].tolist() == [0, 1, 2, 3]
+
+
 def test_a_result_that_is_an_argument():
     names, found = calls(lambda net, x: {"x": x, "weight": net.inner.weight, "number": 3})
     assert not names and found.result["number"] == 3
