@@ -141,6 +141,7 @@ def sample(
     label: "int | str | None" = None,
     condition: "str | Path | np.ndarray | None" = None,
     vector: "str | Path | np.ndarray | Sequence[float] | None" = None,
+    context: "str | Path | np.ndarray | Sequence[np.ndarray] | None" = None,
     guidance: float = 1.0,
     guidance_interval: tuple[float, float] | None = None,
     guidance_rescale: float = 0.0,
@@ -161,9 +162,10 @@ def sample(
     sampler: ddpm, ddim, euler, heun or dpmpp_2m, with so many steps (None: all). Image i depends on
     `seed` and i alone. label: the class, by number or name; None: all in turn. condition: of a
     network trained with one a file, a folder or an array [M, H, W, K], of which image i has number
-    i % M; vector: likewise numbers, a file or an array [M, D]. guidance: how far to
-    go away from the null class, from the class `negative`, or from what a weaker network says of
-    the same (`guide`); 1: not at all. guidance_interval: the levels of noise where; None: all.
+    i % M; vector: likewise numbers, a file or an array [M, D]; context: a file or an array [M, L,
+    D], or arrays [L, D] of any lengths. guidance: how far to go away from the null class, from the
+    class `negative`, or from what a weaker network says of the same (`guide`); 1: not at all.
+    guidance_interval: the levels of noise where; None: all.
     guidance_rescale: how far the deviation goes back, from 0 to 1. init: images to begin from, a
     file, a folder or uint8 [M, H, W, C], of whose noise `strength` is the share; mask: what of them
     is drawn (white) and what stays, for which each level is gone to `resample` times. options: eta,
@@ -189,7 +191,9 @@ def sample(
         n,
         trained.image_shape,
         seed=seed,
-        labels=load_conditions(condition, vector, choose_labels(label, n, trained), n, trained),
+        labels=load_conditions(
+            condition, vector, context, choose_labels(label, n, trained), n, trained
+        ),
         guidance=guided.guidance,
         weaker=guided.network(),
         batch_size=batch_size,

@@ -41,6 +41,8 @@ ADM = ("model.model_channels=32", "model.channel_mult=[1]", "model.num_res_block
 ADM += ("model.attention_resolutions=[]", "model.num_head_channels=32")
 TRAINED_AS = ("model=unet_tiny", *IMAGES, "model.num_classes=auto", "model.label_dropout=0.1")
 
+CAPTIONED = ("dataset=array", "dataset.path=pictures.npy", "dataset.context=words.npz")
+
 # what runs a command that is not run here, as FILE::FUNCTION
 ELSEWHERE = {
     r"pip install \.$": "test_package.py::test_train_and_sample_outside_of_the_checkout",
@@ -54,6 +56,9 @@ ELSEWHERE = {
     r"python tools/report.py .*sort=(fid|held_out)": "diffusion/test_report.py::",
     r".* train.fid_images=": "diffusion/test_runs_evaluation.py::",
     r".*latents": "diffusion/test_latents.py::",
+    r"pip install transformers|python examples/encode_captions.py": "test_public.py::"
+    "test_the_example_that_encodes_captions",
+    r"python examples/captions.py": "test_public.py::test_the_example_with_captions",
     r"python tools/tune.py": "diffusion/test_tune.py::",
     r"python tools/benchmark.py": "diffusion/test_runs_benchmark.py::",
     r"python tools/rollout.py ckpt=latest.ckpt": "diffusion/test_diffusion_policy.py::",
@@ -154,6 +159,7 @@ def folder(tmp_path_factory) -> Path:
     (at / "PAIRED").symlink_to(at / "runs" / "paired")
     np.save(at / "VECTORS.npy", np.linspace(-1, 1, 12).reshape(6, 2))
     (at / "TOLD").symlink_to(at / "runs" / "told")
+    (at / "CAPTIONED").symlink_to(at / "runs" / "captioned")
     (at / "OWN").symlink_to(at / "runs" / "own")
     (at / "SMALLER_OR_EARLIER").symlink_to(at / "runs" / "first")
     for command in (
@@ -189,11 +195,15 @@ def whole_folder(folder) -> Path:
     pairs += ("dataset.size=16",)
     told = ("dataset=folder", "dataset.path=PHOTOS", "dataset.size=16")
     told += ("dataset.vectors=VECTORS.npy",)
+    captions = [sys.executable, ROOT / "examples" / "captions.py", "6"]
+    subprocess.run(captions, cwd=folder, check=True)
+    captioned = (*CAPTIONED, *TRAINED_AS[:-2], "model.condition_dropout=0.1")
     own = ("--config-dir", "examples/configs", "plugin=examples/own_model.py", "model=conv_stack")
     for command in (
         (*SMALL, "dataset=push_disc", "dataset.episodes=4", *CHUNKS, "run_dir=runs/push_disc"),
         (*SMALL, *DRAWN, *own, "model.width=8", "run_dir=runs/own"),
         (*SMALL, *told, *TRAINED_AS[:-2], "run_dir=runs/told"),
+        (*SMALL, *captioned, "run_dir=runs/captioned"),
         (*SMALL, *pairs, *TRAINED_AS, "model.condition_dropout=0.1", "run_dir=runs/paired"),
     ):
         code, _, err = run("train.py", *command, cwd=folder)

@@ -13,6 +13,7 @@ from PIL import Image
 
 import diffusion
 from diffusion import name_clash
+from diffusion.data.array import load_context
 from diffusion.errors import ConfigError
 from diffusion.runtime import backend
 
@@ -199,6 +200,62 @@ def test_names_are_taken_once():
         diffusion.register_dataset("mnist")(lambda size=1: ImageSet(torch.zeros(0)))
     with pytest.raises(ValueError, match="no argument size"):
         diffusion.register_dataset("mine")(lambda: None)
+
+
+def test_the_example_with_captions(tmp_path):
+    script, settings = ROOT / "examples" / "captions.py", {"cwd": tmp_path, "timeout": 60}
+    done = subprocess.run([sys.executable, script, "8"], capture_output=True, text=True, **settings)
+    assert done.returncode == 0, done.stderr
+    chosen = ("dataset=array", f"dataset.path={tmp_path}/pictures.npy", "train.precision=fp32")
+    chosen += (f"dataset.context={tmp_path}/words.npz", "model.condition_dropout=0.1")
+    code, out, err = run("train.py", *QUICK, *chosen, "train.steps=1", f"run_dir={tmp_path}/run")
+    assert code == 0 and "sequences of up to 6 tokens of 16 numbers" in out + err, err
+    drawn = (f"ckpt={tmp_path}/run", "n=2", "steps=2", "device=cpu", f"out={tmp_path}/a.png")
+    code, _, err = run("sample.py", *drawn, f"context={tmp_path}/told.npz", "guidance=2")
+    assert code == 0 and (tmp_path / "a.png").is_file(), err
+
+
+TRANSFORMERS = """
+from types import SimpleNamespace
+import torch
+
+class Loaded:
+    from_pretrained = classmethod(lambda cls, name: cls())
+
+class AutoConfig(Loaded):
+    model_type = "clip"
+
+class Words(dict):
+    def to(self, device):
+        return self
+
+class AutoTokenizer(Loaded):
+    def __call__(self, texts, padding, truncation, max_length, return_tensors):
+        ids = torch.zeros(len(texts), 5, dtype=torch.int64)
+        for row, text in zip(ids, texts):
+            words = [len(word) for word in text.split()][:5]
+            row[: len(words)] = torch.tensor(words)
+        return Words(input_ids=ids, attention_mask=(ids > 0).long())
+
+class CLIPTextModel(torch.nn.Module, Loaded):
+    def forward(self, input_ids, attention_mask):
+        return SimpleNamespace(last_hidden_state=input_ids[..., None].float() * torch.ones(3))
+"""
+
+
+def test_the_example_that_encodes_captions(tmp_path):
+    """With a stand-in for the package, whose vectors are the lengths of words."""
+    (tmp_path / "transformers.py").write_text(TRANSFORMERS)
+    (tmp_path / "captions.txt").write_text("a red disc\n\n" + "blue\n" * 70)
+    command = [sys.executable, ROOT / "examples" / "encode_captions.py"]
+    command += ["captions.txt", "words.npz", "a/name"]
+    where = {"cwd": tmp_path, "env": environment() | {"PYTHONPATH": str(tmp_path)}}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, **where)
+    assert done.returncode == 0, done.stderr
+    context = load_context(str(tmp_path / "words.npz"), 72)
+    assert context.lengths[:3].tolist() == [3, 0, 1] and context.dtype == torch.float16
+    tokens, _ = context[torch.tensor([0, 71])]
+    assert tokens[..., 0].tolist() == [[1, 3, 4, 0, 0], [4, 0, 0, 0, 0]] and context.dim == 3
 
 
 def test_the_example_in_python(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from ..errors import ConfigError
 from ..registration import check_name
 from ..settings import typed
-from .array import load_array, load_vectors
+from .array import load_array, load_context, load_vectors
 from .elephants import TRUNKS, elephants
 from .hub import cifar10, fashion_mnist, mnist
 from .image_set import ImageSet, nearest, parse_size, with_channels
@@ -44,6 +44,9 @@ _LOADERS: dict[str, Callable[..., ImageSet]] = {
 }
 
 
+_GIVEN = ("vectors", "context")  # options of every set, for files beside it
+
+
 def register_dataset(name: str) -> Callable[[L], L]:
     """As `diffusion.register_dataset`, which says what the function has to be."""
 
@@ -61,17 +64,19 @@ def load_dataset(name: str, **options: Any) -> ImageSet:
     """The set `name` with the options of its loader; one that is None takes the loader's default.
 
     For every set: `size` (a side or [H, W]), `channels` (1 or 3: gray and colour are converted
-    into each other where the loader does not do it) and `vectors` (a file of one for each image,
-    see `load_vectors`). ConfigError names an unknown set or option and
-    the nearest valid one.
+    into each other where the loader does not do it), and `vectors` and `context` (files of one for
+    each image, see `load_vectors` and `load_context`). ConfigError names an unknown set or option
+    and the nearest valid one.
     """
-    vectors = options.pop("vectors", None)
+    vectors, context = options.pop("vectors", None), options.pop("context", None)
     loader, given, channels = _checked(name, options)
     data = loader(**given)
     if channels is not None:
         data.images = with_channels(data.images, channels)
     if vectors is not None:
         data.vectors = load_vectors(str(vectors), len(data))
+    if context is not None:
+        data.context = load_context(str(context), len(data))
     return data
 
 
@@ -113,8 +118,8 @@ def _checked(
         )
     loader = _LOADERS[name]
     known = tuple(inspect.signature(loader).parameters)
-    valid = tuple(dict.fromkeys((*known, "channels", "vectors")))
-    given = {k: value for k, value in options.items() if value is not None and k != "vectors"}
+    valid = tuple(dict.fromkeys((*known, "channels", *_GIVEN)))
+    given = {k: value for k, value in options.items() if value is not None and k not in _GIVEN}
     for key in given:
         if key not in valid:
             raise ConfigError(f"dataset.{key} is no option of {name}; {nearest(key, valid)}")

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError
+from .context import EXPECTED as SEQUENCES
+from .context import LENGTHS, Context, checked_context
 from .given import GivenChannels, side_by_side
 from .image_set import ImageSet, check_memory, nearest, parse_size
 from .stored_images import StoredImages, measured
@@ -129,12 +131,26 @@ def is_array(path: Path) -> bool:
     return path.suffix in (".npy", ".npz", ".zarr") or _is_zarr(path)
 
 
+def load_context(path: str, count: int | None = None, option: str = "dataset.context") -> Context:
+    """The sequences of a file; those of a set have to be `count`. ConfigError: it is not there, or
+    not that."""
+    arrays = dict(_open(Path(path).expanduser()))
+    lengths = arrays.pop(LENGTHS, None)
+    if len(arrays) != 1:
+        found = ", ".join([*arrays, *([] if lengths is None else [LENGTHS])])
+        raise ConfigError(f"{option}={path} holds {found or 'nothing'}; expected {SEQUENCES}")
+    (rows,) = arrays.values()
+    if count is None and rows.ndim == 2 and lengths is None:
+        rows = np.asarray(rows[:])[None]
+    return checked_context(rows, lengths, f"{option}={path}", count)
+
+
 def _is_zarr(path: Path) -> bool:
     return any((path / name).is_file() for name in ("zarr.json", ".zarray", ".zgroup"))
 
 
 def _open(path: Path) -> dict[str, Rows]:
-    """The arrays of a file by name; a single one is called ""."""
+    """The arrays of a file by name; a single one is called "". ConfigError: there is none."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist; {_EXPECTED}")
     try:

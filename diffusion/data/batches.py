@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .context import Context
 from .order import sample_index
 from .stored_images import StoredImages
 from .values import Latents
@@ -50,20 +51,29 @@ class Batches:
         self._labels = None if data.labels is None else data.labels.to(device)
         vectors = getattr(data, "vectors", None)
         self._vectors = None if vectors is None else vectors.to(device)
+        self._sequences: Context | None = getattr(data, "context", None)
+        beside = 0
+        if self._sequences is not None:
+            self._lengths, beside = self._sequences.lengths.to(device), self._sequences.nbytes
         self._rows: np.ndarray | None = getattr(data, "rows", None)  # int64 [len(data)]
         # of latents mean and log variance are stored, from which a step draws
         self.are_moments = isinstance(getattr(data, "values", None), Latents)
         condition = getattr(data, "condition", None)
         self.given_channels = 0 if condition is None else condition.channels  # the images' last
-        self.resident = data.images.nbytes <= resident_bytes
+        self.resident = data.images.nbytes + beside <= resident_bytes
         self._check = getattr(data, "check", lambda index=None: None)  # before images are read
         if self.resident:
             self._check()
             self._images = data.images.to(device)
+            if self._sequences is not None:
+                self._tokens = self._sequences.tokens_on(device)
             return
         self._images = torch.empty(
             self.count, *data.images.shape[1:], dtype=data.images.dtype, device=device
         )
+        if self._sequences is not None:
+            shape = self.count, self._sequences.most, self._sequences.dim
+            self._tokens = torch.empty(shape, dtype=self._sequences.dtype, device=device)
         self._thread = ThreadPoolExecutor(1)
         self._ahead: tuple[int, Future] | None = None  # the step that the thread gathers
 
@@ -74,11 +84,13 @@ class Batches:
         if self.resident:
             return
         if self._ahead is not None and self._ahead[0] == step:
-            images = self._ahead[1].result()
+            images, tokens = self._ahead[1].result()
         else:
-            images = self._gather(index)
+            images, tokens = self._gather(index)
         self._ahead = (step + 1, self._thread.submit(self._gather, self._indices(step + 1)))
         self._images.copy_(images, non_blocking=True)
+        if tokens is not None:
+            self._tokens.copy_(tokens, non_blocking=True)
 
     def part(self, start: int, count: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Positions start .. start + count of the share.
@@ -97,14 +109,28 @@ class Batches:
         index = self._index[start : start + count]
         return None if self._vectors is None else self._vectors.index_select(0, index)
 
+    def sequences(self, start: int, count: int) -> tuple[Tensor, Tensor] | None:
+        """Tokens [N, L, D] and lengths int64 [N] of the same positions, if there are any."""
+        if self._sequences is None:
+            return None
+        index = self._index[start : start + count]
+        lengths = self._lengths.index_select(0, index)
+        if self.resident:
+            return self._tokens.index_select(0, index), lengths
+        return self._tokens[start : start + count], lengths
+
     def _indices(self, step: int) -> np.ndarray:
         positions = np.arange(self.first, self.first + self.count, dtype=np.int64)
         index = sample_index(self.seed, step * self.batch_size + positions, len(self.data))
         return index if self._rows is None else self._rows[index]
 
-    def _gather(self, index: np.ndarray) -> Tensor:
+    def _gather(self, index: np.ndarray) -> tuple[Tensor, Tensor | None]:
         self._check(index)
-        return _staged(self.data.images[torch.from_numpy(index)], self.device)
+        chosen = torch.from_numpy(index)
+        images = _staged(self.data.images[chosen], self.device)
+        if self._sequences is None:
+            return images, None
+        return images, _staged(self._sequences[chosen][0], self.device)
 
 
 def _staged(x: Tensor, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from .batches import Samples
+from .context import Context
 from .given import GivenChannels
 from .order import epoch_permutation
 from .stored_images import StoredImages
@@ -54,6 +55,11 @@ class Rows:
         return getattr(self.data, "vectors", None)
 
     @property
+    def context(self) -> Context | None:  # of the whole set
+        """The sequence that each sample is given, if there is one."""
+        return getattr(self.data, "context", None)
+
+    @property
     def labels(self) -> Tensor | None:  # [M, ...], of the whole set
         return self.data.labels
 
@@ -82,6 +88,12 @@ class Rows:
             found.update(images.contiguous().numpy())
         if self.vectors is not None:
             found.update(self.vectors[torch.from_numpy(self.rows)].contiguous().numpy())
+        if self.context is not None:
+            for index in torch.from_numpy(self.rows).split(256):
+                tokens, lengths = self.context[index]
+                found.update(lengths.numpy())
+                for sequence, length in zip(tokens, lengths, strict=True):
+                    found.update(sequence[:length].numpy())
         return found.hexdigest()[:16]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..runtime.host import free_memory
+from .context import Context
 from .given import GivenChannels, side_by_side
 from .image_digests import ImageDigests
 from .stored_images import StoredImages
@@ -36,6 +37,7 @@ class ImageSet:
     notes: tuple[str, ...] = ()  # on what was done to the images, for who trains on them
     condition: GivenChannels | None = None  # the last channels of `images`, if they are given
     vectors: Tensor | None = None  # float32 [M, D], what each image is given beside
+    context: Context | None = None  # and the sequence that it is given
 
     def check(self, index: np.ndarray | None = None) -> None:
         """ConfigError if one of these images (int64 [B]; None: of all) is not as it was written."""
@@ -60,6 +62,11 @@ class ImageSet:
     def vector_dim(self) -> int:
         """D of the vectors, 0 if there are none."""
         return 0 if self.vectors is None else self.vectors.shape[1]
+
+    @property
+    def context_dim(self) -> int:
+        """Numbers of a token, 0 if there are no sequences."""
+        return 0 if self.context is None else self.context.dim
 
     @property
     def learned(self) -> Tensor | StoredImages:

@@ -1,13 +1,14 @@
 """The denoiser as a graph that runs without this project: ONNX, and PyTorch's exported program.
 
     of images   x [N, C, H, W], t int64 [N], labels int64 [N] (of a model with classes),
-                condition [N, K, H, W], vector [N, D] (of a model that is given them)
+                condition [N, K, H, W], vector [N, D], context [N, L, D] with lengths int64 [N]
+                (of a model that is given them)
                     -> output [N, C or 2C, H, W]
     of actions  x [N, T, A], t int64 [N], condition [N, G], normalised observations -> [N, T, A]
 
-N is free. The graph holds the weights and PyTorch's operators of the torch backend in float32;
-what to do with its output (the process and the schedule) stands in its metadata. A graph is run
-against the network on images that it was not traced with, and not written if the two differ.
+N and L are free. The graph holds the weights and PyTorch's operators of the torch backend in
+float32; what to do with its output (the process and the schedule) stands in its metadata. A graph
+is run against the network on images that it was not traced with, and not written if the two differ.
 """
 
 import copy
@@ -32,13 +33,14 @@ from triton_kernels.noise.philox import INITIAL, NOISE
 
 from ..errors import ConfigError
 from ..formats.trained import Trained
-from ..models.conditions import Conditions, with_presence
+from ..models.conditions import Conditions, with_null_token, with_presence
 from ..models.layers import set_backend
 from ..policies.policy import Policy
 from ..process.flow import FlowSchedule
 from ..process.schedule import NoiseSchedule
 from ..runtime.backend import TORCH_FP32
 
+_TOKENS = 5  # of a context that is traced; another number is compared
 _TRACED_BATCH, _CHECKED_BATCHES = 2, (1, 3)
 _TOLERANCE = 1e-4  # of the largest output: both sides sum in float32, in another order
 _DRAWN = 0.05  # deviation of weights that stand for zeros while a graph is compared
@@ -57,15 +59,20 @@ class ImageDenoiser(nn.Module):
         self,
         x: Tensor,  # [N, C, H, W]
         t: Tensor,  # int64 [N]
-        first: Tensor | None = None,  # labels int64 [N], condition [N, K, H, W], vector [N, D]
-        second: Tensor | None = None,
+        first: Tensor | None = None,  # labels int64 [N], condition [N, K, H, W], vector [N, D],
+        second: Tensor | None = None,  # context [N, L, D], lengths int64 [N]
         third: Tensor | None = None,
+        fourth: Tensor | None = None,
+        fifth: Tensor | None = None,
     ) -> Tensor:  # [N, C or 2C, H, W]
-        parts = dict(zip(self.names, (first, second, third), strict=False))
+        parts = dict(zip(self.names, (first, second, third, fourth, fifth), strict=False))
         if "condition" in parts:
             x = torch.cat((x, parts["condition"]), dim=1)
         vector = with_presence(parts["vector"]) if "vector" in parts else None
-        given = Conditions(parts.get("labels"), vector=vector)
+        tokens = ()
+        if "context" in parts:
+            tokens = with_null_token(parts["context"], parts["lengths"])
+        given = Conditions(parts.get("labels"), None, vector, *tokens)
         return self.model(x, t, given.shortest()).contiguous()
 
 
@@ -117,6 +124,10 @@ def image_graph(trained: Trained) -> Graph:
             found["condition"] = pictures(n, given.channels, rng, INITIAL).clamp(-1, 1)
         if trained.model.vector_dim:
             found["vector"] = reference.normal((n, trained.model.vector_dim), rng, stream=INITIAL)
+        if trained.model.context_dim:
+            shape = n, _TOKENS + seed, trained.model.context_dim
+            found["context"] = reference.normal(shape, rng, stream=INITIAL)
+            found["lengths"] = torch.arange(n) % (_TOKENS + 1)
         return tuple(found.values())
 
     about = {
@@ -132,6 +143,7 @@ def image_graph(trained: Trained) -> Graph:
     names = () if classes is None else ("labels",)
     names = names if given is None else (*names, "condition")
     names = (*names, "vector") if trained.model.vector_dim else names
+    names = (*names, "context", "lengths") if trained.model.context_dim else names
     return Graph(_portable(ImageDenoiser(trained.model, names)), ("x", "t", *names), inputs, about)
 
 
@@ -211,7 +223,7 @@ def export_program(path: Path, graph: Graph) -> str:
     """Write the file of torch.export and say by how much its outputs differ."""
     inputs = graph.inputs(_TRACED_BATCH, 0)
     with torch.no_grad():
-        program = torch.export.export(graph.module, inputs, dynamic_shapes=_any_batch(inputs))
+        program = torch.export.export(graph.module, inputs, dynamic_shapes=_free(graph, inputs))
     file = io.BytesIO()
     torch.export.save(program, file, extra_files={"denoiser.json": json.dumps(graph.about)})
     path.write_bytes(file.getbuffer())  # given a path, PyTorch ends the process on a full disk
@@ -233,7 +245,7 @@ def export_onnx(path: Path, graph: Graph) -> str:
         program = torch.onnx.export(
             graph.module,
             inputs,
-            dynamic_shapes=_any_batch(inputs),
+            dynamic_shapes=_free(graph, inputs),
             input_names=graph.names,
             output_names=["output"],
             dynamo=True,
@@ -245,9 +257,14 @@ def export_onnx(path: Path, graph: Graph) -> str:
     return _compare(OnnxGraph(path), graph, "ONNX Runtime")
 
 
-def _any_batch(inputs: tuple[Tensor, ...]) -> tuple[dict[int, torch.export.Dim], ...]:
+def _free(graph: Graph, inputs: tuple[Tensor, ...]) -> tuple[dict[int, torch.export.Dim], ...]:
+    """The batch of every input, and the tokens of a context."""
     batch = torch.export.Dim("batch", min=1, max=2**16)
-    return tuple({0: batch} for _ in inputs)
+    tokens = torch.export.Dim("tokens", min=1, max=2**16)
+    return tuple(
+        {0: batch, 1: tokens} if name == "context" else {0: batch}
+        for name, _ in zip(graph.names, inputs, strict=True)
+    )
 
 
 @contextmanager

@@ -48,6 +48,7 @@ _GUIDED_OPTIONS = {
     "decoder_attention": "all",
     "resample_projection": False,
     "vector_dim": 0,
+    "context_dim": 0,
 }
 _GUIDED_ARGUMENTS = (
     "in_channels",

@@ -474,6 +474,7 @@ def unet_config(model: UNet) -> dict[str, Any]:
         ("decoder_attention", "all"),
         ("resample_projection", False),
         ("vector_dim", 0),
+        ("context_dim", 0),
     ):
         if getattr(model, option) != only:
             raise ConfigError(f"{option}={getattr(model, option)}; UNet2DModel has {only} alone")

@@ -70,6 +70,12 @@ class Trained:
     values: Values = Pixels()  # what the numbers that it was trained on mean
     condition: GivenChannels | None = None  # what it is given beside x_t
 
+    @property
+    def is_given(self) -> bool:
+        """Whether the network is given more than classes."""
+        model = self.model
+        return self.condition is not None or bool(model.vector_dim or model.context_dim)
+
     def sampler(self, device: torch.device, **settings: Any) -> Sampler:
         """A sampler for the network, of its origin's kind where that makes a difference; settings:
         sampler, steps, eta, clip, spacing. clip is what suits the data if it is auto or left
@@ -325,6 +331,7 @@ def _in_checkpoint(checkpoint: Path, ema: Average) -> _Found:
             config["model"],
             condition_channels=condition.channels if condition else 0,
             vector_dim=state.get("vector_dim", 0),
+            context_dim=state.get("context_dim", 0),
         ),
         process=process,
         image_shape=tuple(shape),

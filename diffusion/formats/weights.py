@@ -61,6 +61,7 @@ _UNET_CU_OPTIONS = {
     "resample_projection": False,
     "condition_channels": 0,
     "vector_dim": 0,
+    "context_dim": 0,
 }
 
 

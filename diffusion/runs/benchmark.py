@@ -129,7 +129,7 @@ def benchmark(config: dict[str, Any]) -> Path:
     trained = job.load("torch", settings.precision)
     if settings.precision is None:
         job.precision = trained.model.backend.precision
-    if trained.condition is not None or trained.model.vector_dim:
+    if trained.is_given:
         raise ConfigError(
             f"{settings.ckpt} was trained with a condition beside classes, which no row here hands"
             " to it; give a network without"

@@ -8,36 +8,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.array import is_array, load_array
+from ..data.array import is_array, load_array, load_context
+from ..data.context import Context, checked_context, padded
 from ..data.given import GivenChannels, enlarged
 from ..data.images import decode_image, load_folder
 from ..data.stored_images import StoredImages
 from ..data.values import Pixels, Units
 from ..errors import ConfigError
 from ..formats.trained import Trained
-from ..models.conditions import Conditions, Given, with_presence
+from ..models.conditions import Conditions, Given, with_null_token, with_presence
 from ..sampling.conditioning import as_seen
 from ..settings import shown
 
 Source = str | Path | np.ndarray  # a file, a folder, a .zip, or an array [M, H, W, K]
+# a file, an array [M, L, D] or [L, D], or arrays [L, D] of any lengths
+Sequences = str | Path | np.ndarray | Sequence[np.ndarray]
 
 
 def load_conditions(
     condition: Source | None,
     vector: Source | Sequence[float] | None,
+    context: Sequences | None,
     labels: Tensor | None,
     n: int,
     trained: Trained,
 ) -> Given:
     """What n images are given: labels, the channels of the condition, image i those of its picture
-    i % M, and likewise a vector. ConfigError: there is none, it is not for this network, or it does
-    not fit."""
+    i % M, and likewise a vector and a sequence. ConfigError: there is none, it is not for this
+    network, or it does not fit."""
     index = torch.arange(n)
     image, vectors = _load_image(condition, trained), _load_vectors(vector, trained)
+    found = _load_context(context, trained)
     return Conditions(
         labels,
         None if image is None else image[index % len(image)],
         None if vectors is None else with_presence(vectors[index % len(vectors)]),
+        *(() if found is None else with_null_token(*found[index % len(found)])),
     ).shortest()
 
 
@@ -93,6 +99,36 @@ def _load_vectors(source: Source | Sequence[float] | None, trained: Trained) -> 
     if not torch.isfinite(vectors).all():
         raise ConfigError(f"vector={_named(source)} has numbers that are not finite")
     return vectors
+
+
+def _load_context(source: Sequences | None, trained: Trained) -> Context | None:
+    """Sequences of the network's numbers a token."""
+    dim = trained.model.context_dim
+    if not dim:
+        if source is not None:
+            raise ConfigError(
+                f"context={_named(source)}, but {trained.name} was trained without one; leave it"
+                " out"
+            )
+        return None
+    expected = f"a .npy of float32 [M, L, {dim}] or [L, {dim}], or a .npz of one and lengths [M]"
+    if source is None:
+        raise ConfigError(
+            f"{trained.name} was trained with sequences of tokens of {dim} numbers: give"
+            f" context={expected}"
+        )
+    if isinstance(source, str | Path):
+        found = load_context(str(source), option="context")
+    elif isinstance(source, np.ndarray):
+        rows = source[None] if source.ndim == 2 else source
+        found = checked_context(rows, None, f"context={_named(source)}")
+    else:
+        found = padded(source, "context")
+    if found.dim != dim:
+        raise ConfigError(
+            f"context={_named(source)} has tokens of {found.dim} numbers; expected {expected}"
+        )
+    return found
 
 
 def _load(source: Source, size: tuple[int, int], given: GivenChannels) -> Tensor:

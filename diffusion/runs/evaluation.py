@@ -143,7 +143,7 @@ def _quality(
     samples: Rows,  # whose conditions are given
 ) -> dict[str, float]:
     labels = choose_labels(None, settings.n, trained)
-    if trained.condition is not None or trained.model.vector_dim:
+    if trained.is_given:
         labels = conditions_of(samples, 0, settings.n, labels, trained.condition)
     return quality(draw_share(settings, trained, sampler, labels))
 
@@ -166,7 +166,7 @@ def _reference(settings: EvaluateSettings, trained: Trained) -> tuple[str, Image
         rescale(data, trained.values, trained.condition)
         _, held_out = split(_with_labels(data, trained), held_out_setting(config["dataset"]))
         return data.name, data, held_out
-    if trained.condition is not None or trained.model.vector_dim:
+    if trained.is_given:
         raise ConfigError(
             f"reference={settings.reference} says nothing of the condition that {trained.name} was"
             " trained with; leave it out, for the data of the run"

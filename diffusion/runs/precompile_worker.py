@@ -26,6 +26,7 @@ from triton_kernels.runtime.compile_launches import compile_launches
 from triton_kernels.runtime.device import Device, describe, is_rehearsal
 from triton_kernels.runtime.launch_recorder import Launch, rehearsal
 
+from ..data.context import Context
 from ..data.given import given_from_state
 from ..data.image_set import ImageSet
 from ..data.values import values_from_state
@@ -86,6 +87,9 @@ def _samples(settings: dict[str, Any]) -> ImageSet:
     samples.values = values_from_state(settings.get("values"))
     samples.condition = given_from_state(settings.get("condition"))
     samples.vectors = _unread(settings.get("vectors"))
+    tokens = _unread(settings.get("context"))
+    if tokens is not None:
+        samples.context = Context(tokens.numpy(), torch.full((len(tokens),), tokens.shape[1]))
     return samples
 
 
@@ -120,8 +124,10 @@ def _network(
 
 
 def sample(settings: dict[str, Any]) -> None:
-    """A chain, drawn as `DrawSettings` say."""
-    rehearse_drawing(construct(DrawSettings, settings | {"device": str(_HOST)}, ""))
+    """A chain, drawn as `DrawSettings` say, with so many `tokens` of a context."""
+    settings = settings | {"device": str(_HOST)}
+    tokens = settings.pop("tokens", 0)
+    rehearse_drawing(construct(DrawSettings, settings, ""), tokens)
 
 
 def act(settings: dict[str, Any]) -> None:
@@ -142,7 +148,8 @@ def preview(settings: dict[str, Any]) -> None:
     sampler = process.sampler(backend, _HOST, sampler="ddim", steps=shown["steps"], capture=False)
     labels = None if model.num_classes is None else torch.zeros(shown["count"], dtype=torch.int64)
     shape = tuple(samples.image_shape)
-    labels = zeros_given(shown["count"], labels, samples.size, model)
+    tokens = samples.context.most if samples.context else 0
+    labels = zeros_given(shown["count"], labels, samples.size, model, tokens)
     options = {"labels": labels, "guidance": 1.0, "batch_size": BATCH}
     rehearse(model, sampler, shown["count"], shape, **options, network=model.forward_nhwc)
 

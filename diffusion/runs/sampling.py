@@ -22,7 +22,7 @@ from ..errors import ConfigError, check_writable, writing
 from ..factory import check_sampler
 from ..formats.checkpoint import Average
 from ..formats.trained import Trained, TrainedSettings, load_trained
-from ..models.conditions import Given, zeros_given
+from ..models.conditions import Given, parts_of, zeros_given
 from ..plan.inference import InferenceUNet, sampling_network
 from ..process.objective import Denoiser
 from ..runtime.distributed import Processes, choose_device
@@ -124,6 +124,7 @@ class SampleSettings(DrawSettings):
     label: Any = None  # name or number of a class
     condition: str | None = None  # file or folder
     vector: Any = None  # numbers, or a file of them
+    context: str | None = None  # file of sequences
     decoder: str | None = None  # folder of an autoencoder, or none
     init: str | None = None  # file or folder of images
     mask: str | None = None  # the same
@@ -177,6 +178,7 @@ def load_guide(
         ("prediction", weaker.process.prediction, trained.process.prediction),
         ("sigma_data", weaker.process.sigma_data, trained.process.sigma_data),
         ("vectors of", weaker.model.vector_dim, model.vector_dim),
+        ("tokens of", weaker.model.context_dim, model.context_dim),
         ("given", str(weaker.condition), str(trained.condition)),
     ):
         if theirs != ours:
@@ -200,7 +202,9 @@ def sample(config: dict[str, Any]) -> Path:
     out = Path(settings.out or _default_out(settings, trained, values))
     _check_out(out, values, trained.image_shape[2])
     labels = choose_labels(settings.label, settings.n, trained)
-    given = load_conditions(settings.condition, settings.vector, labels, settings.n, trained)
+    given = load_conditions(
+        settings.condition, settings.vector, settings.context, labels, settings.n, trained
+    )
     finish = values.picture if out.suffix == ".png" else values.finish
     images = draw_all(settings, trained, sampler, given, finish)
     if images is not None:
@@ -247,7 +251,9 @@ def draw_share(
         how += f", {processes.count} processes" if processes.count > 1 else ""
         print(f"drawing in {backend.dtype} with backend {backend.name}, {how}")
     if isinstance(network, InferenceUNet):
-        _compile_ahead(settings, trained, guide, share)
+        context = parts_of(labels).context
+        tokens = 0 if context is None else context.shape[1] - 1
+        _compile_ahead(settings, trained, guide, share, tokens)
         processes.wait()  # for the first of each machine, which compiles
     hidden = None if processes.is_first else True  # None: shown on a terminal only
     began = last = time.monotonic()
@@ -280,12 +286,12 @@ def draw_share(
         )
 
 
-def rehearse_drawing(settings: DrawSettings) -> None:
-    """Launch what `draw_all` launches for these settings, of one process; see
-    `triton_kernels.runtime.launch_recorder`."""
+def rehearse_drawing(settings: DrawSettings, tokens: int = 0) -> None:
+    """Launch what `draw_all` launches for these settings, of one process, with so many tokens of a
+    context; see `triton_kernels.runtime.launch_recorder`."""
     trained, sampler = settings.load_and_choose()
     guide, given = settings.guide_of(trained), choose_labels(None, settings.n, trained)
-    given = zeros_given(settings.n, given, trained.image_shape[:2], trained.model)
+    given = zeros_given(settings.n, given, trained.image_shape[:2], trained.model, tokens)
     rehearse(
         trained.model,
         sampler,
@@ -304,17 +310,19 @@ def _compile_ahead(
     trained: Trained,
     guide: Guide,
     share: int,  # images of this process
+    tokens: int,  # of a context
 ) -> None:
     """So that the first chain does not begin with minutes of compiling. The kernel or two that
     another sampler has, or another number of steps, are not worth a look by many processes."""
     job = {field.name: getattr(settings, field.name) for field in fields(DrawSettings)}
-    job["n"], model = share, trained.model
+    job["n"], job["tokens"], model = share, tokens, trained.model
     kernels_of = {
         "model": trained.settings,
         "image": trained.image_shape,
         "variance": trained.process.variance,
         "precision": model.backend.precision,
         "images": cut(share, settings.batch_size)[1],
+        "tokens": tokens,
         "guided": settings.guidance != 1,
         "guide": None if guide.weaker is None else guide.weaker.settings,
     }

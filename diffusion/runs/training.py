@@ -301,6 +301,7 @@ def _compile_ahead(
     keys = ("accumulate", "precision", "recompute")
     values = getattr(task.samples, "values", None)  # actions have none
     given = getattr(task.samples, "condition", None)
+    context = getattr(task.samples, "context", None)
     job = {
         "model": getattr(task, "model_settings", config["model"]),
         "diffusion": config["diffusion"],
@@ -310,6 +311,7 @@ def _compile_ahead(
         "images": described(task.samples.images),
         "labels": described(task.samples.labels),
         "vectors": described(getattr(task.samples, "vectors", None)),
+        "context": None if context is None else context.described(),
         "values": None if values is None else values.state(),
         "condition": None if given is None else given.state(),
         "flip": task.flip,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..data.given import GivenChannels
 from ..data.held_out import Rows
-from ..models.conditions import Conditions, Given, learned_and_given, with_presence
+from ..models.conditions import Conditions, Given, learned_and_given, with_null_token, with_presence
 from ..tracking.pictures import over_white
 
 
@@ -22,13 +22,16 @@ def conditions_of(
     index = torch.arange(first, first + count) % len(samples)
     images, known = samples.take(0, min(first + count, len(samples)))
     image = vectors = None
+    tokens, rows = (), torch.from_numpy(samples.rows)[index]
     if given is not None:
         _, image = learned_and_given(as_seen(images[index]), given.channels)
     if samples.vectors is not None:
-        vectors = with_presence(samples.vectors[torch.from_numpy(samples.rows)[index]])
+        vectors = with_presence(samples.vectors[rows])
+    if samples.context is not None:
+        tokens = with_null_token(*samples.context[rows])
     if labels is not None and known is not None:
         labels = known[index].to(labels.device)
-    return Conditions(labels, image, vectors).shortest()
+    return Conditions(labels, image, vectors, *tokens).shortest()
 
 
 def as_seen(images: Tensor) -> Tensor:

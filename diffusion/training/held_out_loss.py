@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ..data.held_out import Rows
 from ..data.values import Latents
 from ..factory import Process
-from ..models.conditions import Conditions, Given, learned_and_given, with_presence
+from ..models.conditions import Conditions, Given, learned_and_given, with_null_token, with_presence
 from ..runtime.backend import Backend
 from ..runtime.distributed import Processes
 from ..sampling.beside import Beside
@@ -154,7 +154,7 @@ class HeldOutLoss:
         if condition is not None:
             images, image = learned_and_given(true, condition.channels)
             true, network = images, Beside(network)
-        given = Conditions(labels, image, self._vectors(start, len(images))).shortest()
+        given = Conditions(labels, image, *self._beside(start, len(images))).shortest()
         channels = true.shape[-1]
         found = []
         for k in range(len(self._weight)):
@@ -167,12 +167,14 @@ class HeldOutLoss:
             found.append(error.square().mean(dim=(1, 2, 3)))
         return torch.stack(found)
 
-    def _vectors(self, start: int, count: int) -> Tensor | None:
-        vectors = self.samples.vectors
-        if vectors is None:
-            return None
-        chosen = vectors[torch.from_numpy(self.samples.rows[start : start + count])]
-        return with_presence(chosen.to(self.device))
+    def _beside(self, start: int, count: int) -> tuple[Tensor | None, ...]:
+        """Vectors, a context and what is present of it."""
+        vectors, context = self.samples.vectors, self.samples.context
+        rows = torch.from_numpy(self.samples.rows[start : start + count])
+        chosen = None if vectors is None else with_presence(vectors[rows].to(self.device))
+        if context is None:
+            return (chosen,)
+        return chosen, *with_null_token(*(part.to(self.device) for part in context[rows]))
 
 
 def levels(process: Process) -> tuple[np.ndarray, np.ndarray]:  # float64 [K], int64 [K]

@@ -42,8 +42,9 @@ class ImageTask:
             model,
             condition_channels=given.channels if given else 0,
             vector_dim=self.data.vector_dim,
+            context_dim=self.data.context_dim,
         )
-        if given is None and self.data.vectors is None and model.get("condition_dropout"):
+        if not self._is_given and model.get("condition_dropout"):
             raise ConfigError(
                 f"model.condition_dropout={model['condition_dropout']}, but data set"
                 f" {self.data.name} gives no condition; set it to null, or see docs/data.md"
@@ -103,6 +104,7 @@ class ImageTask:
         held_out = f", {len(self.held_out)} held out" if self.held_out else ""
         given = f", {self.data.condition}" if self.data.condition else ""
         given += f", vectors of {self.data.vector_dim} numbers" if self.data.vector_dim else ""
+        given += f", {self.data.context}" if self.data.context else ""
         return f"{self.data.name}, {len(self.samples)} images {size}{given}{held_out}"
 
     def state(self) -> dict[str, Any]:
@@ -114,17 +116,19 @@ class ImageTask:
             **({} if values == Pixels() else {"values": values.state()}),
             **({"condition": self.data.condition.state()} if self.data.condition else {}),
             **({"vector_dim": self.data.vector_dim} if self.data.vector_dim else {}),
+            **({"context_dim": self.data.context_dim} if self.data.context_dim else {}),
         }
 
     def check_resumed(self, state: dict[str, Any]) -> None:
         """The network goes on with the numbers that it knows: a set that has grown has another mean
         and deviation. ConfigError: the checkpoint's are of another kind."""
-        dim = state.get("vector_dim", 0)
-        if dim != self.data.vector_dim:
-            raise ConfigError(
-                f"the network was trained with vectors of {dim} numbers, and data set"
-                f" {self.data.name} has {self.data.vector_dim}"
-            )
+        for what, option in (("vectors", "vector_dim"), ("tokens", "context_dim")):
+            dim, has = state.get(option, 0), getattr(self.data, option)
+            if dim != has:
+                raise ConfigError(
+                    f"the network was trained with {what} of {dim} numbers, and data set"
+                    f" {self.data.name} has {has}"
+                )
         known, has = values_from_state(state.get("values")), self.data.values
         if rescale(self.data, known, given_from_state(state.get("condition"))):
             self.notes.append(f"{known} of the run, and not {has}, go on")
@@ -222,11 +226,17 @@ class ImageTask:
         if classes is not None:
             device = next(model.parameters()).device
             given = labels = torch.arange(first, first + count, device=device) % classes
-        if self.data.condition is not None or self.data.vectors is not None:
+        if self._is_given:
             samples = self.held_out or spread(self.data)
             given = conditions_of(samples, first, count, labels, self.data.condition)
         options = {"seed": seed, "first": first, "labels": given, "finish": finish}
         return draw(model, sampler, count, self.image_shape, **options), given
+
+    @property
+    def _is_given(self) -> bool:
+        """Whether the set gives more than classes."""
+        data = self.data
+        return any(part is not None for part in (data.condition, data.vectors, data.context))
 
     def _check_labels(self) -> None:
         """Leave the data set as the model wants it: with labels in range, or without."""

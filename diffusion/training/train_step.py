@@ -10,7 +10,7 @@ from triton_kernels.noise.philox import LATENT
 
 from ..data.autoencoder import draw_codes
 from ..data.batches import Batches
-from ..models.conditions import Conditions, Given, learned_and_given, with_presence
+from ..models.conditions import Conditions, Given, learned_and_given, with_null_token, with_presence
 from ..models.flat_parameters import FlatParameters
 from ..process.objective import Objective
 from ..runtime.cuda_graph import captured
@@ -143,7 +143,13 @@ class TrainStep:
             both = self.objective.backend.ops.gather_images(images, index, flip)
             images, image = learned_and_given(both, self.batches.given_channels)
             index, flip = None, None
-        given = Conditions(labels, image, None if vectors is None else with_presence(vectors))
+        sequences = self.batches.sequences(start, count)
+        given = Conditions(
+            labels,
+            image,
+            None if vectors is None else with_presence(vectors),
+            *(() if sequences is None else with_null_token(*sequences)),
+        )
         given = given.dropped(self._rng, self.condition_dropout, first=first).shortest()
 
         def denoiser(x: Tensor, t: Tensor, given: Given) -> Tensor:
