@@ -161,6 +161,11 @@ def _prepare(settings: ExportSettings) -> tuple[Callable[[Path], str], Graph | N
             )
         return partial(_WEIGHTS[settings.format], trained=trained), None
     graph = image_graph(trained)
+    if settings.engine is not None and trained.model.context_dim:
+        raise ConfigError(
+            f"engine={settings.engine} would have a number of tokens of its own; leave it out, and"
+            " run the ONNX file, which takes any"
+        )
     return partial(write_graph, graph=graph), graph
 
 

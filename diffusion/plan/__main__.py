@@ -9,9 +9,11 @@ mode       train: with gradients; sample: without
 gpu        one of `printed.GPUS`
 size       pixels of a side; of a policy, steps of a chunk
 precision  bf16 or fp32
+context    77x768: of a network that is given sequences, tokens and numbers of each; nothing: none
 out        where to draw the timeline; nothing: nowhere
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -22,7 +24,8 @@ import triton_kernels
 from triton_kernels import fused_ops, reference
 
 from ..errors import ConfigError, check_writable, writing
-from ..factory import POLICY_MODELS, build_model, build_policy_model
+from ..factory import POLICY_MODELS, build_model, build_policy_model, with_conditions
+from ..models.conditions import parts_of, zeros_given
 from ..models.unet import UNet
 from ..models.unet1d import UNet1d
 from ..presets import CONFIGS, preset
@@ -43,6 +46,7 @@ _DEFAULTS = {
     "gpu": "h200",
     "size": "",
     "precision": "bf16",
+    "context": "",
     "out": "",
 }
 _ACTION, _CONDITION = 2, 20  # numbers of an action and of a condition, as of the built-in task
@@ -70,25 +74,38 @@ def settings(arguments: list[str]) -> dict[str, str]:
     for name in ("batch", "size"):
         if given[name] and not (given[name].isdecimal() and int(given[name]) > 0):
             raise ConfigError(f"{name}={given[name]} is no whole number of at least 1")
+    if given["context"] and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", given["context"]):
+        raise ConfigError(f"context={given['context']}; expected TOKENSxNUMBERS, such as 77x768")
     return given
 
 
 def example(
-    model: str, batch: int, size: str, dtype: torch.dtype, trains: bool = False
+    model: str,
+    batch: int,
+    size: str,
+    dtype: torch.dtype,
+    trains: bool = False,
+    context: str = "",  # 77x768: tokens, and numbers of each
 ) -> tuple[nn.Module, tuple, dict]:
     """A network of the configuration, and arguments of its `forward`."""
+    tokens, dim = map(int, context.split("x")) if context else (0, 0)
     chosen = preset("model", model)
     backend, cpu = Backend("torch", reference, dtype), torch.device("cpu")
     if trains and dtype in DTYPES:  # whose step is planned
         backend = Backend("triton", triton_kernels, dtype, allow_tf32=True)
     t = torch.zeros(batch, dtype=torch.int64)
+    if context and (chosen["name"] in POLICY_MODELS or dtype not in DTYPES):
+        raise ConfigError(f"context={context} is for images, with precision=bf16 or fp16")
     if chosen["name"] in POLICY_MODELS:
         network = build_policy_model(chosen, backend, _ACTION, _CONDITION, cpu)
         x, cond = torch.zeros(batch, int(size or 16), _ACTION), torch.zeros(batch, _CONDITION)
         return network, (x, t, cond), {}
     side = int(size or 64)
+    chosen = with_conditions(chosen, context_dim=dim)
     network = build_model(chosen, backend, (side, side), 3, False, cpu)
-    labels = () if network.num_classes is None else (t,)
+    labels = None if network.num_classes is None else t
+    given = zeros_given(batch, labels, (side, side), network, tokens)
+    labels = () if given is None else (given,)
     return network, (torch.zeros(batch, 3, side, side), t, *labels), {"rng": torch.zeros(2).long()}
 
 
@@ -96,7 +113,7 @@ def _page(given: dict[str, str], dtype: torch.dtype, gpu: Gpu) -> Page:
     """Of what train.py and samplers run."""
     trains = given["mode"] == "train"
     what = given["model"], int(given["batch"]), given["size"], dtype
-    network, args, kwargs = example(*what, trains=trains)
+    network, args, kwargs = example(*what, trains=trains, context=given["context"])
     if trains and isinstance(network, UNet) and network.backend.name == "triton":
         x, _, *labels = args
         x = x.permute(0, 2, 3, 1).contiguous()
@@ -115,7 +132,9 @@ def _plan(network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Gpu)
         return plan(network, args, kwargs, trains=trains)
     n, c, h, w = args[0].shape
     device = args[0].device
-    return sampling_plan(network, torch.Size((n, h, w, c)), device, fused_ops, gpu.device).plan
+    shape, context = torch.Size((n, h, w, c)), parts_of(args[2] if len(args) > 2 else None).context
+    tokens = 0 if context is None else context.shape[1]
+    return sampling_plan(network, shape, device, fused_ops, gpu.device, tokens).plan
 
 
 def main(arguments: list[str]) -> None:

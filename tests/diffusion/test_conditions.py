@@ -1,6 +1,7 @@
 """Networks that are given more than a class: what they learn, how they draw, what is refused."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,12 @@ import diffusion
 import triton_kernels
 from diffusion.data import load_dataset
 from diffusion.data.batches import Batches
+from diffusion.data.context import Context
 from diffusion.data.given import GivenChannels
 from diffusion.data.image_set import ImageSet
 from diffusion.errors import ConfigError
+from diffusion.export import run as export_run
+from diffusion.export.graph import OnnxGraph
 from diffusion.export.run import export
 from diffusion.formats.trained import load_trained
 from diffusion.models.conditions import Conditions, with_null_token, with_presence
@@ -205,10 +209,13 @@ def step_of(backend: Backend, share: tuple[int, int]) -> TrainStep:
 
     def denoiser(x, t, given, *, rng, first):
         y = network(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-        return (y * given.vector.sum(dim=1)[:, None, None, None]).contiguous()
+        told = given.vector.sum(dim=1) + (given.context.sum(dim=2) * given.present).sum(dim=1)
+        return (y * told[:, None, None, None]).contiguous()
 
     images = torch.from_numpy(pixels(12, 5))
-    data = ImageSet(images, condition=GivenChannels(2), vectors=torch.randn(12, 3))
+    tokens, lengths = words(12)
+    told = {"vectors": torch.randn(12, 3), "context": Context(tokens, torch.from_numpy(lengths))}
+    data = ImageSet(images, condition=GivenChannels(2), **told)
     flat = FlatParameters(network)
     processes = Processes(None)
     optimizer = Optimizer(flat, OptimizerSettings(), backend)
@@ -586,7 +593,7 @@ def test_sequences_by_the_kernels_and_by_pytorch(context_run):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-3, msg=name)
 
 
-def test_a_run_with_sequences_is_evaluated_and_exported(context_run, tmp_path):
+def test_a_run_with_sequences_is_evaluated_and_exported(context_run, tmp_path, monkeypatch):
     row = evaluate({"ckpt": str(context_run), "metrics": ["loss"], "device": "cpu"})
     trained = rows(context_run / "held_out.csv")[-1]
     assert row["held_out"] == pytest.approx(float(trained["held_out"]), rel=1e-5)
@@ -599,6 +606,15 @@ def test_a_run_with_sequences_is_evaluated_and_exported(context_run, tmp_path):
     given = Conditions(None, None, None, *with_null_token(tokens, lengths))
     found = torch.export.load(out).module()(x, t, tokens, lengths)
     torch.testing.assert_close(found, model(x, t, given), atol=1e-5, rtol=1e-5)
+    if find_spec("onnxruntime") is not None:
+        out = tmp_path / "model.onnx"
+        export({"ckpt": str(context_run), "format": "onnx", "out": str(out)})
+        found = OnnxGraph(out)(x, t, tokens, lengths)
+        torch.testing.assert_close(found, model(x, t, given), atol=1e-4, rtol=1e-4)
+    monkeypatch.setattr(export_run, "require_tensorrt", lambda: None)
+    with pytest.raises(ConfigError, match="would have a number of tokens of its own; leave it out"):
+        config = {"format": "onnx", "out": str(tmp_path / "a.onnx"), "engine": "a.engine"}
+        export({"ckpt": str(context_run)} | config)
     for format, name in (("unet_cu", "a.bin"), ("diffusers", "b")):
         with pytest.raises(ConfigError, match="context_dim=4|context_dim=0"):
             export({"ckpt": str(context_run), "format": format, "out": str(tmp_path / name)})

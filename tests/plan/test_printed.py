@@ -59,6 +59,7 @@ def test_kernels_of_a_training_step_and_of_a_gpu_without_tma(tmp_path):
         ("gpu=h999", "gpu=h999 is unknown; choose one of h200"),
         ("model=unet65", "model=unet65 is unknown; choose one of adm64"),
         ("batch=0", "batch=0 is no whole number"),
+        ("context=77", "context=77; expected TOKENSxNUMBERS, such as 77x768"),
         ("mode=", "mode= is unknown; choose one of train, sample"),
         ("colour=red", "colour=red is unknown; give model=..."),
         (f"out={__file__}/plan.png", "test_printed.py is a file, expected a folder"),
@@ -70,9 +71,12 @@ def test_wrong_settings(argument, said):
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_page_of_a_step_is_what_training_launches():
+@pytest.mark.parametrize("context", ["", "4x6"])
+def test_the_page_of_a_step_is_what_training_launches(context):
     """Of the kernels of a step, which a rehearsal records, those of the network, in their order."""
-    code = """
+    code = (
+        f"context = {context!r}"
+        + """
 from benchmarks.goldens import recorded
 from diffusion.plan.__main__ import example
 from diffusion.plan.printed import GPUS
@@ -90,14 +94,20 @@ settings = {
     "labels": None,
     "flip": False,
 }
+if context:
+    settings["model"]["context_dim"] = 6
+    settings["context"] = {"shape": [100, 4, 6], "dtype": "float16"}
 with recorded(chip("h200").gpu) as launches:
     train(settings)
-model, (x, *_), _ = example("unet_tiny", 4, "16", torch.bfloat16, trains=True)
-page = step_page(model.train(), x.permute(0, 2, 3, 1).contiguous(), None, GPUS["h200"])
+options = {"trains": True, "context": context}
+model, (x, _, *given), _ = example("unet_tiny", 4, "16", torch.bfloat16, **options)
+x = x.permute(0, 2, 3, 1).contiguous()
+page = step_page(model.train(), x, *(given or [None]), GPUS["h200"])
 for line in page.lines:
     print("page", *line.launched.kernels)
 print("train", *(launch.split()[0].strip("_") for launch in launches))
 """
+    )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, "-c", code], **run)
@@ -108,6 +118,8 @@ print("train", *(launch.split()[0].strip("_") for launch in launches))
     launched = both[: len(both) // 2]  # of two steps
     rest = iter(launched)
     assert len(paged) > 100 and all(kernel in rest for kernel in paged)
+    attends = [name for name in paged if name.startswith("attention_fwd_kernel")]
+    assert len(attends) == (8 if context else 4)
     others = Counter(launched) - Counter(paged)  # data, noise, loss, norm of the gradient, update
     assert not any("conv" in name or "norm_apply" in name for name in others)
 

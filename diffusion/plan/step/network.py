@@ -117,7 +117,7 @@ class TrainingUNet:
     ) -> Tensor:
         """As `UNet.forward_nhwc`; backward adds to the flat gradient."""
         more = parts_of(labels)
-        context = self._tokens(more)
+        context = self.tokens(more)
         made = self.plan_of(x, *context)
         drops = [m.dropout for m in self.model.modules() if isinstance(m, ResBlock) and m.training]
         if rng is None and any(drops):
@@ -128,7 +128,7 @@ class TrainingUNet:
         start = emb.detach().requires_grad_(emb.requires_grad)
         return _Planned.apply(start, x, _Call(self, made, step, context))
 
-    def _tokens(self, given: Conditions) -> tuple[Tensor, ...]:
+    def tokens(self, given: Conditions) -> tuple[Tensor, ...]:
         """The tokens of a context as images of one row, which products of pixels read, in float32
         as these do; and which of them are present."""
         if given.context is None:

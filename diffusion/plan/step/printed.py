@@ -9,6 +9,7 @@ from torch import Tensor
 
 from triton_kernels import fused_ops
 
+from ...models.conditions import Given, parts_of
 from ...models.flat_parameters import FlatParameters
 from ...models.unet import UNet
 from ..embedding import TOGETHER
@@ -16,6 +17,7 @@ from ..graph import PlanError, Value
 from ..moves import Move
 from ..printed import Gpu, Launched, Line, Notes, Page, is_interpreted, line_of, noting
 from .network import TrainingUNet
+from .plan import StepPlan
 
 _EMBEDDING = 3  # its stream, on the page
 
@@ -23,7 +25,7 @@ _EMBEDDING = 3  # its stream, on the page
 def step_page(
     model: UNet,  # in host memory, of the Triton backend, training
     x: Tensor,  # [N, H, W, CI]
-    labels: Tensor | None,
+    labels: Given,
     gpu: Gpu,
     recompute: bool = False,
 ) -> Page:
@@ -37,12 +39,12 @@ def step_page(
     with noting(gpu) as notes:
         # one process's, whose norm of the gradient is taken beside backward
         network = TrainingUNet(model, flat, fused_ops, recompute, ready=lambda start: None)
-        written = _Writing(network, notes, gpu, x)
+        made = network.plan_of(x, *network.tokens(parts_of(labels)))
+        written = _Writing(network, notes, gpu, made)
         network.watch = written.add
         network.forget_gradients()  # as a step does whose gradient is of one pass
         y = network(x, t, labels, rng=rng)
         y.backward(torch.empty_like(y))
-    made = network.plan_of(x)
     most, at = max((size, i) for i, size in enumerate(made.alive()))
     held = sum(b.nbytes for b in (flat.param, flat.grad, flat.exp_avg, flat.exp_avg_sq, flat.ema))
     held += 0 if flat.shadow is None else flat.shadow.nbytes
@@ -57,9 +59,9 @@ def step_page(
 class _Writing:
     """Writes a line for each move."""
 
-    def __init__(self, network: TrainingUNet, notes: Notes, gpu: Gpu, x: Tensor) -> None:
+    def __init__(self, network: TrainingUNet, notes: Notes, gpu: Gpu, made: StepPlan) -> None:
         self.network, self.notes, self.gpu = network, notes, gpu
-        self.made = network.plan_of(x)
+        self.made = made
         self.backward = set(self.made.backward)
         self.numbers: dict[Move, int] = {}  # of lines behind which moves are done
         self.lines: list[Line] = []
