@@ -27,7 +27,8 @@ class Conditions:
     labels: Tensor | None = None  # int64 [N]
     image: Tensor | None = None  # float32 [N, H, W, K]: channels behind those of x_t
     vector: Tensor | None = None  # float32 [N, D + 1], of `with_presence`: added to the embedding
-    context: Tensor | None = None  # float32 [N, 1 + L, D], of `with_null_token`: attended to
+    # floating-point [N, 1 + L, D], of `with_null_token`: attended to
+    context: Tensor | None = None
     present: Tensor | None = None  # float32 [N, 1 + L]: 1 for those tokens that are there
 
     def __len__(self) -> int:
@@ -86,10 +87,10 @@ def with_presence(vectors: Tensor) -> Tensor:  # [N, D] -> [N, D + 1]
 def with_null_token(
     tokens: Tensor,  # [N, L, D]
     lengths: Tensor,  # int64 [N], at most L
-) -> tuple[Tensor, Tensor]:  # float32 [N, 1 + L, D], [N, 1 + L]
+) -> tuple[Tensor, Tensor]:  # [N, 1 + L, D] of the same dtype, float32 [N, 1 + L]
     """`context` and `present`: a token of zeros in front, which is attended to even where nothing
     is given, and behind a sequence's length zeros."""
-    tokens = F.pad(tokens.float(), (0, 0, 1, 0))
+    tokens = F.pad(tokens, (0, 0, 1, 0))
     place = torch.arange(tokens.shape[1], device=tokens.device)
     present = (place <= lengths[:, None]).float()
     # a file may have anything behind a sequence's end

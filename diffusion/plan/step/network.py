@@ -99,7 +99,7 @@ class TrainingUNet:
         """The plan of a call with such images, and a context [N, 1, 1 + L, D] and what is present
         of it."""
         training = tuple(module.training for module in self.model.modules())
-        key = tuple(x.shape), x.dtype, training, *(tuple(part.shape) for part in context)
+        key = tuple(x.shape), x.dtype, training, *((*part.shape, part.dtype) for part in context)
         if key not in self._plans:
             width = 4 * self.model.model_channels
             options = self.recompute, self.urgent, self.ready is not None, context
