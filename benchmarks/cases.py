@@ -101,6 +101,28 @@ class AttentionCase:
 
 
 @dataclass(frozen=True)
+class CrossAttentionCase:
+    """Attention of queries [N, T, C] to keys and values [N, L, 2C], to some of which samples have a
+    mask."""
+
+    n: int
+    t: int
+    keys: int
+    c: int
+    heads: int
+    op = "cross_attention"
+
+    @property
+    def flops(self) -> int:
+        """Of a forward pass, over all keys."""
+        return 4 * self.n * self.t * self.keys * self.c
+
+    @property
+    def shape(self) -> str:
+        return f"{self.n}x{self.t} {self.heads}x{self.c // self.heads} keys={self.keys}"
+
+
+@dataclass(frozen=True)
 class AdamWCase:
     """The update of `sizes`, the parameters of a model."""
 
@@ -146,7 +168,8 @@ IMAGES = {
     "ldm_320": Images(32, 4),
 }
 
-Case = ConvCase | NormCase | AttentionCase | AdamWCase | DenoiseCase
+Case = ConvCase | NormCase | AttentionCase | CrossAttentionCase | AdamWCase | DenoiseCase
+_TOKENS = 78  # of a context: CLIP's 77, and a null token
 # rows that no model here has: heads of 64 over an image of 32x32 and of 64x64
 LONGER_ATTENTION = (
     AttentionCase(16, 1024, 768, 12, "qkv_heads"),
@@ -154,7 +177,7 @@ LONGER_ATTENTION = (
 )
 _META = torch.device("meta")
 _BACKEND = Backend("torch", reference, torch.bfloat16)
-OPS = ("conv2d", "group_norm", "attention", "adamw", "denoise")
+OPS = ("conv2d", "group_norm", "attention", "cross_attention", "adamw", "denoise")
 
 
 def model_settings(name: str) -> dict[str, Any]:
@@ -181,7 +204,8 @@ def model_cases(
     conv_resample: bool = False,  # with convolutions in down- and upsampling, whatever it has
 ) -> list[tuple[Case, int]]:
     """Every case of one op, or of all, with its number of calls in a training step. Of a policy's
-    network the convolutions alone."""
+    network the convolutions alone. Cross-attention, which the model has if it is given a context,
+    is asked for by name: as often as attention."""
     if batch < 1:
         raise ConfigError(f"batch={batch}; expected at least 1")
     settings = model_settings(model)
@@ -197,6 +221,9 @@ def model_cases(
         for case, count in _walk(model, batch, size, channels, conv_resample).items()
         if op in ("all", case.op)
     ]
+    if op == CrossAttentionCase.op:
+        calls = model_cases(model, batch, "attention", size, channels, conv_resample)
+        return [(CrossAttentionCase(a.n, a.t, _TOKENS, a.c, a.heads), k) for a, k in calls]
     if op in ("all", "adamw"):
         network = meta_model(model, size, channels, conv_resample)
         cases.append((AdamWCase(tuple(p.numel() for p in network.parameters())), 1))

@@ -1,8 +1,9 @@
 """Time the ops at the shapes of a model against the alternatives.
 
-    python -m benchmarks.run op=conv2d|group_norm|attention|adamw|denoise|all [key=value ...]
+    python -m benchmarks.run op=OP [key=value ...]
 
-    op=all           ops, comma-separated
+    op=all           conv2d, group_norm, attention, cross_attention, adamw, denoise, or several of
+                     them, comma-separated
     batch=32,128     images a step
     model=unet64     configs/model
     size=64          pixels

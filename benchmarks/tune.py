@@ -36,6 +36,7 @@ from triton_kernels.registry import rows
 from triton_kernels.registry.search import Search, search
 from triton_kernels.runtime.device import describe
 
+_BOTH_WAYS = ("group_norm", "attention", "cross_attention")  # backward goes forward too
 DEFAULTS = {
     "model": "unet64",
     "size": 64,
@@ -108,8 +109,8 @@ def _run_ops(settings: dict, batch: int, device: torch.device) -> Iterator[None]
         "longer": settings["longer"],
     }
     for experiment in select(chosen, ops):
-        if experiment.op in ("group_norm", "attention") and experiment.pass_ == "fwd":
-            continue  # the other one goes forward too
+        if experiment.op in _BOTH_WAYS and experiment.pass_ == "fwd":
+            continue
         harness.set_precision(experiment.dtype)
         experiment.providers[harness.OURS].prepare(experiment.inputs(device))()
         yield

@@ -5,14 +5,23 @@ best before the clock starts, and hands its result back in ours after the clock 
 alternatives pay for no conversion that their own networks would not need.
 """
 
-from benchmarks.cases import AdamWCase, AttentionCase, Case, ConvCase, DenoiseCase, NormCase
+from benchmarks.cases import (
+    AdamWCase,
+    AttentionCase,
+    Case,
+    ConvCase,
+    CrossAttentionCase,
+    DenoiseCase,
+    NormCase,
+)
 from benchmarks.experiment import Experiment
-from benchmarks.providers import adamw, attention, conv, denoise, group_norm
+from benchmarks.providers import adamw, attention, conv, cross_attention, denoise, group_norm
 
 _BY_CASE = {
     ConvCase: conv,
     NormCase: group_norm,
     AttentionCase: attention,
+    CrossAttentionCase: cross_attention,
     AdamWCase: adamw,
     DenoiseCase: denoise,
 }

@@ -7,6 +7,7 @@ from benchmarks.cases import (
     AdamWCase,
     AttentionCase,
     ConvCase,
+    CrossAttentionCase,
     DenoiseCase,
     NormCase,
     model_settings,
@@ -23,6 +24,7 @@ TINY = [
     NormCase(2, 2, 3, 8, 2, "identity", True),
     AttentionCase(2, 16, 32, 2, "qkv_heads"),
     AttentionCase(1, 16, 32, 2, "heads_qkv"),
+    CrossAttentionCase(3, 16, 5, 32, 2),
     AdamWCase((70, 31, 1)),
     DenoiseCase(2, 4, 4, 3),
 ]

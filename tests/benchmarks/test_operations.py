@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from benchmarks import harness, measure, providers, run
-from benchmarks.cases import AttentionCase, ConvCase, NormCase, meta_model, model_cases
+from benchmarks.cases import (
+    AttentionCase,
+    ConvCase,
+    CrossAttentionCase,
+    NormCase,
+    meta_model,
+    model_cases,
+)
 from benchmarks.harness import WrongResult
 from benchmarks.providers import experiments
 
@@ -45,6 +52,8 @@ def test_unet64_has_its_known_norms_and_attentions():
         AttentionCase(128, 256, 192, 6, "qkv_heads"): 5,
         AttentionCase(128, 64, 256, 8, "qkv_heads"): 6,
     }
+    crossed = dict(model_cases("unet64", 128, "cross_attention"))
+    assert crossed[CrossAttentionCase(128, 256, 78, 192, 6)] == 5 and len(crossed) == 2
     [(adamw, _)] = model_cases("unet64", 128, "adamw")
     assert sum(adamw.sizes) == 20_494_211
 
