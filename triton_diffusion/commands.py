@@ -5,6 +5,7 @@ tools/NAME.py for all others.
 """
 
 import importlib
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,6 +84,14 @@ def usage() -> str:
 
 def run(name: str) -> NoReturn:
     """The command as its script runs it, with the arguments of this process."""
+    try:
+        _run(name)
+    except KeyboardInterrupt:  # while modules are imported; later ones are seen nearer by
+        print("stopped", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+def _run(name: str) -> NoReturn:
     busy = busy_seconds()
     import hydra
     from omegaconf import DictConfig

@@ -24,6 +24,7 @@ from diffusion.errors import ConfigError
 from diffusion.formats.diffusers_files import read_json
 from diffusion.formats.weights import load_weights
 from diffusion.runs.report import report
+from triton_diffusion import commands
 from triton_diffusion.entry import check_paths
 
 from .processes import finish, started
@@ -216,6 +217,16 @@ def test_output_into_a_full_disk(tmp_path, command):
         assert (code, err) == (128 + signal.SIGPIPE, "")
     code, err = printed_into(command + given, "> /dev/full")
     assert (code, err) == (2, "error: what is printed cannot be written: No space left on device\n")
+
+
+def test_a_signal_before_anything_is_read(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "busy_seconds", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        commands.run("train")
+    assert (stopped.value.code, capsys.readouterr().err) == (128 + signal.SIGINT, "stopped\n")
 
 
 def opened_by(process: subprocess.Popen) -> list[str]:
