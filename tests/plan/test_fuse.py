@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import nn
 
@@ -156,6 +157,35 @@ def test_separate_projections_are_one_product():
     assert all(n.attrs["order"] == "qkv_heads" for n in attentions)
 
 
+class Crossing(nn.Module):
+    """Attention to a context as other projects write it."""
+
+    def __init__(self, masked):
+        super().__init__()
+        torch.manual_seed(0)
+        self.masked, self.stem = masked, nn.Conv2d(3, 8, 3, padding=1)
+        self.q = nn.Linear(8, 8, bias=False)
+        self.k, self.v = (nn.Linear(6, 8, bias=False) for _ in range(2))
+
+    def forward(self, x, context):
+        h = self.stem(x).flatten(2).transpose(1, 2)  # [N, T, C]
+        parts = (y.unflatten(2, (2, 4)).transpose(1, 2) for y in self._parts(h, context))
+        mask = (context[..., 0] > 0)[:, None, None] if self.masked else None
+        return F.scaled_dot_product_attention(*parts, attn_mask=mask).transpose(1, 2).flatten(2)
+
+    def _parts(self, h, context):
+        return self.q(h), self.k(context), self.v(context)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_projections_of_a_context_are_one_product(masked):
+    args = torch.randn(2, 3, 4, 4).double(), torch.randn(2, 5, 6).double()
+    module = in_float64(Crossing(masked))
+    (attention,) = [n for n in plan(module, args).graph.nodes if n.op == "attention"]
+    assert set(attention.inputs) == {"q", "kv"} | ({"mask"} if masked else set())
+    assert agree(module, args) < BUDGET
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_every_row_is_used_by_the_networks(trains):
     module = ours({"dropout": 0.3}).model.train(trains)
@@ -166,6 +196,8 @@ def test_every_row_is_used_by_the_networks(trains):
     if not trains:  # channels are padded in 16 bits
         low = [x.bfloat16() if x.is_floating_point() else x for x in args]
         plans += (plan(theirs.bfloat16(), tuple(low)),)
+    crossing = Crossing(True), (torch.randn(2, 3, 4, 4), torch.randn(2, 5, 6))
+    plans += (plan(*crossing, trains=trains),)
     why = [reason for p in plans for reasons in p.why.values() for reason in reasons]
     mode = "train" if trains else "sample"
     rows = PREPARING + FORWARD_ROWS + (BACKWARD_ROWS if trains else ())

@@ -108,7 +108,7 @@ def test_attention_to_a_context(scale, device, monkeypatch):
     module.scale = scale
     x, context = torch.randn(2, 3, 4, 16, device=device), torch.randn(2, 5, 6, device=device)
     parameters, found, expected = list(module.parameters()), [], module(x, context)
-    for launch in (launch_kernels, None):
+    for launch in (launch_kernels, launch_reference):
         monkeypatch.setattr(accelerate, "launcher", lambda device, launch=launch: launch)
         y = Accelerated(module)(x, context)
         found.append((y.detach(), *torch.autograd.grad(y, parameters, expected.detach())))

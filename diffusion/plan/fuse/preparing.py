@@ -6,31 +6,42 @@ from .rewrite import Fusing, Row
 
 def _packed_qkv(f: Fusing, node: Node) -> Value | None:
     """attention(x Wq, x Wk, x Wv) -> attention(x [Wq, Wk, Wv])"""
-    if not {"q", "k", "v"} <= set(node.inputs) or "mask" in node.inputs:
+    if "mask" in node.inputs or not _packed(f, node, "qkv"):
         return None
-    makers = [f.maker(node.inputs[role], "linear") for role in "qkv"]
-    if None in makers or len({m.inputs["x"] for m in makers}) > 1:
-        return None
-    if any(f.reader(m.out, "attention") is None for m in makers):
-        return None
-    if len({"bias" in m.inputs for m in makers}) > 1:
-        return None
-    x, first = makers[0].inputs["x"], makers[0]
-    weights = [m.inputs["weight"] for m in makers]
-    c3, ci = sum(w.shape[0] for w in weights), weights[0].shape[1]
-    inputs = {"x": x, "weight": _stacked(f, first, weights, (c3, ci))}
-    if "bias" in first.inputs:
-        inputs["bias"] = _stacked(f, first, [m.inputs["bias"] for m in makers], (c3,))
-    out = node.inputs["q"]
-    shape = *out.shape[:-1], c3
-    outputs = {"y": (shape, out.dtype)}
-    qkv = f.insert(first, "linear", inputs, outputs, layout=out.layout).out
-    for role in "qkv":
-        f.forget(node, role)
-    f.take(node, *makers)
-    f.give(node, "qkv", qkv)
     node.attrs["order"] = "qkv_heads"
     return node.out
+
+
+def _packed_kv(f: Fusing, node: Node) -> Value | None:
+    """attention(q, x Wk, x Wv) -> attention(q, x [Wk, Wv])"""
+    return node.out if _packed(f, node, "kv") else None
+
+
+def _packed(f: Fusing, node: Node, roles: str) -> bool:
+    """Let one product make what these roles of attention read, side by side, if it can."""
+    if not set(roles) <= set(node.inputs):
+        return False
+    makers = [f.maker(node.inputs[role], "linear") for role in roles]
+    if None in makers or len({m.inputs["x"] for m in makers}) > 1:
+        return False
+    if any(f.reader(m.out, "attention") is None for m in makers):
+        return False
+    if len({"bias" in m.inputs for m in makers}) > 1:
+        return False
+    x, first = makers[0].inputs["x"], makers[0]
+    weights = [m.inputs["weight"] for m in makers]
+    rows, ci = sum(w.shape[0] for w in weights), weights[0].shape[1]
+    inputs = {"x": x, "weight": _stacked(f, first, weights, (rows, ci))}
+    if "bias" in first.inputs:
+        inputs["bias"] = _stacked(f, first, [m.inputs["bias"] for m in makers], (rows,))
+    out = node.inputs[roles[0]]
+    outputs = {"y": ((*out.shape[:-1], rows), out.dtype)}
+    together = f.insert(first, "linear", inputs, outputs, layout=out.layout).out
+    for role in roles:
+        f.forget(node, role)
+    f.take(node, *makers)
+    f.give(node, roles, together)
+    return True
 
 
 def _stacked(f: Fusing, before: Node, parts: list[Value], shape: tuple[int, ...]) -> Value:
@@ -109,6 +120,7 @@ def _moments_of_upsampled(f: Fusing, node: Node) -> Value | None:
 
 PREPARING = (
     Row("q, k and v are one product", ("attention",), _packed_qkv, "unmeasured"),
+    Row("k and v are one product", ("attention",), _packed_kv, "unmeasured"),
     Row("a norm reads the halves of a concat", ("norm_apply",), _norm_of_concat, "unmeasured"),
     Row("1x1 filters read the halves of a concat", ("linear",), _pointwise_of_concat, "unmeasured"),
     Row("sums before upsampling", ("moments",), _moments_of_upsampled, "unmeasured"),
