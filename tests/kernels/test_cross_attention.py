@@ -1,7 +1,6 @@
 """Cross-attention against its reference in float64: output and gradients, under a random do."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -22,13 +21,13 @@ from triton_kernels.registry.spec import AttentionSpec
 from .distinct import distinct
 from .test_attention import (
     FLOOR,
+    ORDERS,
     PRECISIONS,
     RUNS_ON_GPU,
-    Product,
+    Tf32Matmul,
     assert_close,
     errors,
-    one_by_one,
-    tf32_product,
+    in_two_passes,
 )
 
 
@@ -65,27 +64,40 @@ def run(op, q, kv, do, heads, mask, **options):
     return o.detach(), *torch.autograd.grad(o, (q, kv), do)
 
 
-def cross_attention_by(product, q, kv, heads, *, mask):
-    """The reference by this function for products, on any machine."""
-    n, t, c = q.shape
+def heads_of(q, kv, do, heads):
+    """q, k, v and do, [N, heads, T, D]."""
+    n, _, c = q.shape
     k, v = kv.view(n, -1, 2, heads, c // heads).permute(2, 0, 3, 1, 4).contiguous()
-    q = q.view(n, t, heads, -1).transpose(1, 2).contiguous()
-    s = Product.apply(q, k.mT, product) / math.sqrt(c // heads)
+    q, do = (x.view(n, -1, heads, c // heads).transpose(1, 2).contiguous() for x in (q, do))
+    return q, k, v, do
+
+
+def tf32_attention(q, kv, heads, *, mask):
+    """The reference with TF32 products, on any machine."""
+    n, t, c = q.shape
+    q, k, v, _ = heads_of(q, kv, q, heads)
+    s = Tf32Matmul.apply(q, k.mT.contiguous()) / math.sqrt(c // heads)
     s = s if mask is None else s.masked_fill(~mask[:, None, None], -1e30)
     p = torch.softmax(s, dim=-1)
     p = p if mask is None else p * mask[:, None, None]
-    return Product.apply(p, v, product).transpose(1, 2).reshape(n, t, c)
+    return Tf32Matmul.apply(p, v).transpose(1, 2).reshape(n, t, c)
+
+
+def cross_in_two_passes(q, kv, do, heads, mask, turn):
+    """(o, dq, dkv)"""
+    seen = None if mask is None else mask[:, None, None]
+    o, dq, *dkv = in_two_passes(*heads_of(q, kv, do, heads), turn, seen)
+    o, dq = (x.transpose(1, 2).reshape(q.shape) for x in (o, dq))
+    return o, dq, torch.stack(dkv).permute(1, 3, 0, 2, 4).reshape(kv.shape)
 
 
 def expected_and_budgets(q, kv, do, heads, mask, allow_tf32=False):
     """As of `test_attention`: twice the errors of PyTorch in the precision under test."""
     exact = run(reference.cross_attention, q.double(), kv.double(), do.double(), heads, mask)
-    ways = [reference.cross_attention]
-    if allow_tf32:
-        ways = [partial(cross_attention_by, tf32_product)]
-    elif q.dtype == torch.float32:
-        ways.append(partial(cross_attention_by, one_by_one))
-    low, budgets = [run(way, q, kv, do, heads, mask) for way in ways], []
+    independent = tf32_attention if allow_tf32 else reference.cross_attention
+    low, budgets = [run(independent, q, kv, do, heads, mask)], []
+    if q.dtype == torch.float32 and not allow_tf32:
+        low += [cross_in_two_passes(q, kv, do, heads, mask, turn) for turn in range(ORDERS)]
     for expected, *found in zip(exact, *low, strict=True):
         each = zip(*(errors(x, expected) for x in found), strict=True)
         budgets.append(tuple(max(2 * max(e), FLOOR) for e in each))

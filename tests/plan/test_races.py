@@ -4,6 +4,7 @@ while another stream may still read it: happens-before, from the moves' streams 
 import pytest
 import torch
 
+from diffusion.models.conditions import parts_of
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.plan import streams
 from diffusion.plan.embedding import TOGETHER
@@ -11,7 +12,7 @@ from diffusion.plan.graph import FREE
 from diffusion.plan.moves import BESIDE, CHAIN, THIRD
 from diffusion.plan.step import order
 from diffusion.plan.step.network import TrainingUNet
-from tests.diffusion.test_fused_unet import MODELS, make
+from tests.diffusion.test_fused_unet import MODELS, given, make
 from triton_kernels.reference import fused as fused_reference
 
 
@@ -21,7 +22,8 @@ def of_step(name, listens=True, urgent=False, recompute=False):
     options = {"recompute": recompute, "ready": ready, "urgent": urgent}
     flat = FlatParameters(model, together=TOGETHER)
     network = TrainingUNet(model, flat, fused_reference, **options)
-    made = network.plan_of(torch.zeros(2, 16, 16, 3).double())
+    context = network.tokens(parts_of(given(model)))
+    made = network.plan_of(torch.zeros(2, 16, 16, 3).double(), *context)
     return made.forward, made.backward, made.placed
 
 
