@@ -7,7 +7,7 @@ tools/NAME.py for all others.
 import importlib
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -84,14 +84,26 @@ def usage() -> str:
 
 def run(name: str) -> NoReturn:
     """The command as its script runs it, with the arguments of this process."""
+    asked: list[int] = []
+
+    def interrupt(number: int, _: Any) -> NoReturn:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # not where SIGINT is ignored
+        signal.signal(signal.SIGINT, interrupt)
     try:
-        _run(name)
+        _run(name, asked)
     except KeyboardInterrupt:  # while modules are imported; later ones are seen nearer by
         print("stopped", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, before)
 
 
-def _run(name: str) -> NoReturn:
+def _run(name: str, asked: Sequence[int]) -> NoReturn:
     busy = busy_seconds()
     import hydra
     from omegaconf import DictConfig
@@ -104,6 +116,8 @@ def _run(name: str) -> NoReturn:
     @hydra.main(version_base=None, config_path=str(CONFIGS), config_name=name)
     def configured(config: DictConfig) -> Any:
         with exit_codes():
+            if asked:  # Python loses what is raised while it destroys something
+                raise KeyboardInterrupt
             settings = plain(config)
             choose_threads(busy)  # before anything imports PyTorch
             import_plugin(settings.pop("plugin", None))

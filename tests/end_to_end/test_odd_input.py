@@ -229,6 +229,23 @@ def test_a_signal_before_anything_is_read(monkeypatch, capsys):
     assert (stopped.value.code, capsys.readouterr().err) == (128 + signal.SIGINT, "stopped\n")
 
 
+def test_a_signal_that_is_lost_stops_before_anything_is_done(monkeypatch, capsys, tmp_path):
+    """As one that comes while Python destroys something, where exceptions are only printed."""
+
+    def lost():
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return 0.0
+
+    monkeypatch.setattr(commands, "busy_seconds", lost)
+    monkeypatch.setattr(sys, "argv", ["train.py", f"run_dir={tmp_path / 'run'}"])
+    with pytest.raises(SystemExit) as stopped:
+        commands.run("train")
+    assert stopped.value.code == 128 + signal.SIGINT
+    assert capsys.readouterr().err.startswith("stopped") and not (tmp_path / "run").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def opened_by(process: subprocess.Popen) -> list[str]:
     """The files that it has open; it may close one while they are listed."""
     names = []
