@@ -17,6 +17,7 @@ from diffusion.models.layers import TimestepEmbedding
 
 _FIXED = {
     "condition_dropout": None,
+    "context_resolutions": None,
     "label_dropout": 0.0,
 }  # what is not built here has to have this value
 _IGNORED = ("name", "zero_init")  # parameters are loaded, not drawn

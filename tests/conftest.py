@@ -1,5 +1,6 @@
 """Without a GPU the kernels run in Triton's interpreter, which is chosen before they load."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -22,6 +23,9 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "slow: takes long; make test-slow runs it")
+    # pytest listens to loggers that do not propagate, and who listens to this one makes PyTorch's
+    # compiler write a trace of all it does, with stacks by a reader that can abort the process
+    logging.getLogger("torch.__trace").propagate = True
     torch.set_num_threads(1 if os.environ.get("PYTEST_XDIST_WORKER") else torch.get_num_threads())
 
 
