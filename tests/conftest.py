@@ -24,7 +24,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "slow: takes long; make test-slow runs it")
     # pytest listens to loggers that do not propagate, and who listens to this one makes PyTorch's
-    # compiler write a trace of all it does, with stacks by a reader that can abort the process
+    # compiler write a trace of all it does, with stacks
     logging.getLogger("torch.__trace").propagate = True
     torch.set_num_threads(1 if os.environ.get("PYTEST_XDIST_WORKER") else torch.get_num_threads())
 

@@ -6,6 +6,7 @@ import torch
 from diffusion.plan import streams
 from diffusion.plan.build import plan
 from diffusion.plan.execute import launch_reference
+from diffusion.plan.graph import FREE
 from diffusion.plan.moves import BESIDE, CHAIN, nodes_of
 from diffusion.plan.schedule import GROUP, SMALL, WEIGHT_GRADS
 from diffusion.plan.streams import alive, rounded
@@ -71,7 +72,10 @@ def test_values_live_as_long_as_they_are_read_and_memory_is_what_was_said(made):
     for move in p.schedule.moves:
         for node in move.all_nodes:
             with torch.no_grad():
-                values.update(launch_reference(node, values))
+                results = launch_reference(node, values)
+            # in memory of their own, as what a kernel of Triton makes is
+            own = node.op not in FREE
+            values.update({v: x.clone() if own else x for v, x in results.items()})
             for value in node.outputs.values():
                 assert values[value].shape == value.shape
         there = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in values.values()}
@@ -82,9 +86,8 @@ def test_values_live_as_long_as_they_are_read_and_memory_is_what_was_said(made):
     assert values.keys() - start <= {*graph.outputs, *p.backward.grads.values(), *beside}
     said = alive(p.schedule.moves)
     assert max(said) == p.schedule.peak
-    assert abs(max(found) - max(said)) <= 0.02 * max(found)
-    # the reference now and then makes a view of what a kernel copies
-    assert all(there <= expected for there, expected in zip(found, said, strict=True))
+    for there, expected in zip(found, said, strict=True):
+        assert abs(there - expected) <= 0.02 * max(found)
 
 
 def test_memory_is_used_again():
