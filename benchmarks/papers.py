@@ -7,13 +7,15 @@
                      GPU has them in the paper's training, or as it has room for
     evaluate=1,16,64 images of an evaluation; train: none
     what=train,evaluate
+    precision=bf16   of a training step: bf16, tf32 or fp32, one a model or one for all; evaluations
+                     are in bf16
     minutes=10       after which what has not begun to be timed is left out
     processes=12     that compile our kernels
     out=             a folder for the CSV; default benchmarks/results
 
 Each training step and each evaluation has a process of its own. All of them compile PyTorch's side
 by side, while others compile our kernels; then one after the other checks ours against the float32
-baseline and times both in turns, each as one CUDA graph, bf16. A row is written as soon as it is
+baseline and times both in turns, each as one CUDA graph. A row is written as soon as it is
 known. As `benchmarks.train_step`, ours also clips, keeps an EMA and draws a new batch.
 """
 
@@ -49,7 +51,6 @@ from triton_kernels.runtime.compile_launches import compile_launches
 from triton_kernels.runtime.device import Device, describe
 from triton_kernels.runtime.launch_recorder import rehearsal
 
-_OURS, _THEIRS = f"{OURS}-bf16", "compile-bf16"
 # images that one GPU has in a step
 _BATCHES = {
     "ddpm_cifar10": 128,
@@ -59,11 +60,13 @@ _BATCHES = {
     "ldm_churches": 96,
     "ldm_320": 32,
 }
+_PRECISIONS = ("bf16", "tf32", "fp32")
 _KINDS = {"train": "train_step", "evaluate": "unet_forward"}  # the op of a row
 DEFAULTS = {
     "models": tuple(IMAGES),
     "batch": (0,),
     "what": tuple(_KINDS),
+    "precision": ("bf16",),
     "evaluate": (1, 16, 64),
     "minutes": 10.0,
     "processes": 12,
@@ -83,9 +86,16 @@ class Case(NamedTuple):
     kind: str  # of _KINDS
     model: str
     batch: int
+    precision: str = "bf16"
 
     def __str__(self) -> str:
-        return f"{self.kind} {shape_of(self.batch, images_of(self.model))} {self.model}"
+        shape = shape_of(self.batch, images_of(self.model))
+        return f"{self.kind} {shape} {self.model} {self.precision}"
+
+    @property
+    def providers(self) -> tuple[str, str]:
+        """Ours and theirs."""
+        return f"{OURS}-{self.precision}", f"compile-{self.precision}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -103,17 +113,23 @@ def main(arguments: Sequence[str]) -> int:
 
 def choose_cases(settings: dict) -> list[Case]:
     """What the settings ask for, training first. ConfigError: something unknown."""
-    models, batches = settings["models"], settings["batch"]
+    models = settings["models"]
     for kind in settings["what"]:
         check_choice("what", kind, tuple(_KINDS))
-    if len(batches) not in (1, len(models)):
-        raise ConfigError(
-            f"batch has {len(batches)} numbers for {len(models)} models; expected one or as many"
-        )
+    for precision in settings["precision"]:
+        check_choice("precision", precision, _PRECISIONS)
+    each = []
+    for name in ("batch", "precision"):
+        given = settings[name]
+        if len(given) not in (1, len(models)):
+            raise ConfigError(
+                f"{name} has {len(given)} values for {len(models)} models; expected one or as many"
+            )
+        each.append(given * (len(models) // len(given)))
     found = []
     if "train" in settings["what"]:
-        for model, batch in zip(models, batches * (len(models) // len(batches)), strict=True):
-            found.append(Case("train", model, batch or _BATCHES.get(model, 32)))
+        for model, batch, precision in zip(models, *each, strict=True):
+            found.append(Case("train", model, batch or _BATCHES.get(model, 32), precision))
     if "evaluate" in settings["what"]:
         found += [Case("evaluate", m, n) for n in settings["evaluate"] for m in models]
     for case in found:
@@ -225,7 +241,7 @@ def compile_kernels(cases: Sequence[Case], gpu: Device, processes: int) -> None:
 def rehearse(case: Case) -> None:
     """Ask for all that a case launches, with parameters that nobody draws."""
     images, host = images_of(case.model), torch.device("cpu")
-    network = our_model(case.model, "bf16", torch.device("meta")).to_empty(device=host)
+    network = our_model(case.model, case.precision, torch.device("meta")).to_empty(device=host)
     if case.kind == "train":
         step = our_step(network, case.batch, images.size, host, Processes(None)).plain
         for k in range(2):  # the second finds memory that the first has made
@@ -246,6 +262,7 @@ def time_case(case: Case, device: torch.device, folder: Path) -> int:
     runs: dict[str, Callable[[int], object]] = {}
     kept: list[Step] = []  # what the graphs need
     began = time.monotonic()
+    ours, theirs = case.providers
 
     def capture(provider: str) -> None:
         if case.kind == "train":
@@ -256,18 +273,18 @@ def time_case(case: Case, device: torch.device, folder: Path) -> int:
         torch.cuda.synchronize()
 
     try:
-        harness.set_precision("bf16")
-        capture(_THEIRS)
-        print(f"{case}: {_THEIRS} compiled in {time.monotonic() - began:.0f} s", flush=True)
+        harness.set_precision(case.precision)
+        capture(theirs)
+        print(f"{case}: {theirs} compiled in {time.monotonic() - began:.0f} s", flush=True)
     except Exception as error:  # a library says what it likes of what it cannot do
-        print(f"! {case}: {_THEIRS} failed: {harness.reason(error)}", flush=True)
+        print(f"! {case}: {theirs} failed: {harness.reason(error)}", flush=True)
     print(_READY, flush=True)
     if not sys.stdin.readline():
         return 1
     try:
         _check(case, device)
         harness.release_memory()
-        capture(_OURS)
+        capture(ours)
     except WrongResult as error:
         print(f"! {case}: ours is wrong and not timed: {error}", flush=True)
     except Exception as error:
@@ -295,7 +312,7 @@ def time_case(case: Case, device: torch.device, folder: Path) -> int:
     said = ", ".join(f"{name} {timing.median / 1000:.3f} ms" for name, timing in timings.items())
     ratio = ""
     if len(timings) == 2:
-        ratio = f": {timings[_THEIRS].median / timings[_OURS].median:.2f}"
+        ratio = f": {timings[theirs].median / timings[ours].median:.2f}"
     print(f"{case}: {said}{ratio}", flush=True)
     return int(len(timings) < 2)
 
@@ -303,7 +320,7 @@ def time_case(case: Case, device: torch.device, folder: Path) -> int:
 def _check(case: Case, device: torch.device) -> None:
     """Against the float32 baseline, of fewer images."""
     if case.kind == "train":
-        errors = check_ours(case.model, "bf16", device, batch=4)
+        errors = check_ours(case.model, case.precision, device, batch=4)
         print("{}: gradient off by {:.1e}, reference {:.1e}".format(case, *errors), flush=True)
     else:
         check_network(case.model, device)

@@ -22,19 +22,23 @@ def test_what_is_timed():
         "train",
         "edm_ddpmpp_cifar10",
         64,
+        "bf16",
     )
-    assert len(every) == len(IMAGES) * 4 and str(every[2]) == "train 32x64x64x3 adm_imagenet64"
-    some = chosen("models=unet64,ldm_320", "batch=8", "what=evaluate,train", "evaluate=16")
-    assert some == [
-        ("train", "unet64", 8),
-        ("train", "ldm_320", 8),
-        ("evaluate", "unet64", 16),
-        ("evaluate", "ldm_320", 16),
+    assert len(every) == len(IMAGES) * 4
+    assert str(every[2]) == "train 32x64x64x3 adm_imagenet64 bf16"
+    some = ("models=unet64,ldm_320", "batch=8", "what=evaluate,train", "evaluate=16")
+    assert chosen(*some, "precision=bf16,tf32") == [
+        ("train", "unet64", 8, "bf16"),
+        ("train", "ldm_320", 8, "tf32"),
+        ("evaluate", "unet64", 16, "bf16"),
+        ("evaluate", "ldm_320", 16, "bf16"),
     ]
     for wrong, words in (
         ("models=unet65", "model=unet65 is unknown"),
-        ("batch=1,2", "batch has 2 numbers for 6 models"),
+        ("batch=1,2", "batch has 2 values for 6 models"),
         ("what=draw", "what=draw is unknown; choose from train, evaluate"),
+        ("precision=bf16,tf32", "precision has 2 values for 6 models"),
+        ("precision=fp8", "precision=fp8 is unknown; choose from bf16, tf32, fp32"),
         ("evaluate=0", "evaluate=0; expected at least 1"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -73,8 +77,8 @@ def test_one_is_timed_after_the_other_and_what_is_late_is_left_out(monkeypatch, 
     assert papers.run_all(chosen("what=train")[:4], [], settings) == 1
     assert time.monotonic() - began < 15
     said = capfd.readouterr().out
-    assert "! train 64x32x32x3 edm_ddpmpp_cifar10: no" in said
-    assert "! train 32x64x64x3 adm_imagenet64: not ready" in said
+    assert "! train 64x32x32x3 edm_ddpmpp_cifar10 bf16: no" in said
+    assert "! train 32x64x64x3 adm_imagenet64 bf16: not ready" in said
     lines = [line.split() for line in said.splitlines() if line.startswith(("timed", "ended"))]
     assert [line[:2] for line in lines] == [
         ["timed", "0"],

@@ -14,9 +14,8 @@ from diffusion.plan.embedding import TOGETHER
 from diffusion.plan.step import memory, network
 from diffusion.plan.step.network import TrainingUNet, training_network
 from diffusion.runtime.backend import Backend
-from triton_kernels import fused_ops, reference
+from triton_kernels import reference
 from triton_kernels.conv import upsampled as conv_upsampled
-from triton_kernels.fused_tf32 import in_tf32
 
 from .test_fused_unet import MODELS, make
 
@@ -51,10 +50,7 @@ def check(
     torch_model = build(Backend("torch", reference, dtype, allow_tf32=True), options, size, device)
     model = build(Backend("triton", triton_kernels, dtype, allow_tf32=True), options, size, device)
     flat = FlatParameters(model, together=TOGETHER)
-    if dtype == torch.float32:  # in TF32, which `training_network` does not take yet
-        plan = TrainingUNet(model, flat, in_tf32(fused_ops), recompute)
-    else:
-        plan = training_network(model, flat, recompute)
+    plan = training_network(model, flat, recompute)
     assert isinstance(plan, TrainingUNet)
     x = torch.randn(batch, *size, 3, device=device)
     t = torch.randint(0, 1000, (batch,), device=device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from triton_kernels import fused_ops as fused
+from triton_kernels.fused_tf32 import in_tf32
 from triton_kernels.runtime.dependent_launch import dependent_launches
 
 from ...models.blocks import ResBlock
@@ -39,12 +40,12 @@ def training_network(
     """What a training step calls as `forward_nhwc`: the plan if there is one for this model and
     backend, else the model itself, and the log says why."""
     backend = model.backend
-    # in TF32 too (`fused_tf32.in_tf32(fused)` are its kernels), once a GPU has shown it right
-    refusal = "only 16 bits on the Triton backend have it"
-    if backend.name == "triton" and backend.dtype in DTYPES:
+    refusal = "the kernels that it launches multiply 16 bits or TF32, on the Triton backend"
+    if backend.name == "triton" and (backend.dtype in DTYPES or backend.allow_tf32):
         refusal = TrainingUNet.refusal(model)
         if refusal is None:
-            return TrainingUNet(model, flat, fused, recompute, ready, urgent)
+            kernels = fused if backend.dtype in DTYPES else in_tf32(fused)
+            return TrainingUNet(model, flat, kernels, recompute, ready, urgent)
         log.warning("the layers run one by one, without the fused plan: %s", refusal)
     if recompute:
         log.warning("train.recompute has no effect without the fused plan: %s", refusal)
