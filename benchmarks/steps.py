@@ -34,7 +34,7 @@ from diffusion.training.gradient_sum import BUCKET, GradientSum
 from diffusion.training.optimizer import Optimizer, OptimizerSettings
 from diffusion.training.train_step import TrainStep
 
-_LR, _TIMESTEPS, _IMAGES, _WARM_UP = 2e-4, 1000, 2048, 4
+LR, _TIMESTEPS, _IMAGES, _WARM_UP = 2e-4, 1000, 2048, 4
 _MODES = {"eager": None, "compile": "default", "autotune": "max-autotune-no-cudagraphs"}
 
 PROVIDERS = tuple(
@@ -44,6 +44,8 @@ PROVIDERS = tuple(
 
 # what goes around the module of the loss before it is compiled, such as DistributedDataParallel
 Wrap = Callable[[nn.Module], nn.Module] | None
+# a batch: uint8 [N, C, H, W], channels_last, and labels; within a captured step it draws anew
+Draw = Callable[[], tuple[Tensor, Tensor | None]]
 
 
 @dataclass
@@ -163,11 +165,10 @@ def build_step(
     if kind == OURS:
         network = our_model(model, precision, device, size)
         return our_step(network, batch, network.image_size[0], device, Processes(None))
-    baseline = baseline_model(model, device, size)
-    set_precision(precision)
-    return _torch_step(
-        baseline, batch, images_of(model, size), device, precision, _MODES[kind], wrap
-    )
+    baseline, images = baseline_model(model, device, size), images_of(model, size)
+    objective = objective_of(images, TORCH_FP32, device)
+    draw = _same_batch(images, baseline.num_classes, batch, device)
+    return torch_step(provider, baseline, fused_adamw(baseline), objective, draw, wrap)
 
 
 def objective_of(images: Images, backend: Backend, device: torch.device) -> Objective:
@@ -194,7 +195,7 @@ def our_step(
     data = ImageSet(pixels, random_labels(model.num_classes, _IMAGES, host), name="random")
     flat = FlatParameters(model, together=TOGETHER)
     backend = model.backend
-    optimizer = Optimizer(flat, OptimizerSettings(lr=_LR, warmup=0), backend)
+    optimizer = Optimizer(flat, OptimizerSettings(lr=LR, warmup=0), backend)
     gradient_sum = GradientSum(flat, processes, bucket, optimizer.norm)
     listening = {"ready": gradient_sum.listener, "urgent": gradient_sum.urgent}
     parts = (
@@ -218,24 +219,37 @@ def our_step(
     return Step(TrainStep(*parts, **options, capture=False), captured, step.release, planned)
 
 
-def _torch_step(
+def _same_batch(images: Images, classes: int | None, batch: int, device: torch.device) -> Draw:
+    """Gathers the same of random images every time."""
+    pixels = random_images((_IMAGES, images.size, images.size, images.channels), device)
+    pixels = pixels.permute(0, 3, 1, 2)
+    index = torch.randint(_IMAGES, (batch,), device=device)
+    labels = random_labels(classes, batch, device)
+    return lambda: (pixels[index], labels)
+
+
+def fused_adamw(model: nn.Module, weight_decay: float = 0.01) -> torch.optim.AdamW:
+    """PyTorch's own in one launch, which a CUDA graph can capture."""
+    parameters = list(model.parameters())
+    cuda = parameters[0].is_cuda
+    return torch.optim.AdamW(
+        parameters, lr=LR, weight_decay=weight_decay, fused=True, capturable=cuda
+    )
+
+
+def torch_step(
+    provider: str,
     model: nn.Module,
-    batch: int,
-    shape: Images,
-    device: torch.device,
-    precision: str,
-    mode: str | None,
+    adamw: torch.optim.AdamW,  # of the model
+    objective: Objective,
+    draw: Draw,
     wrap: Wrap = None,
 ) -> Step:
-    pixels = random_images((_IMAGES, shape.size, shape.size, shape.channels), device)
-    images = pixels.permute(0, 3, 1, 2)
-    index = torch.randint(_IMAGES, (batch,), device=device)
-    labels = random_labels(model.num_classes, batch, device)
-    objective = objective_of(shape, TORCH_FP32, device)
+    """The step of a provider of PyTorch, such as compile-bf16."""
+    kind, _, precision = provider.partition("-")
+    mode, device = _MODES[kind], objective.table.device
+    set_precision(precision)
     loss_of: nn.Module = DenoisingLoss(model, objective)
-    adamw = torch.optim.AdamW(
-        model.parameters(), lr=_LR, fused=True, capturable=device.type == "cuda"
-    )
     if wrap is not None:
         loss_of = wrap(loss_of)
     if mode is not None:
@@ -246,7 +260,7 @@ def _torch_step(
     def run(_: int) -> Tensor:
         adamw.zero_grad(set_to_none=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            loss = loss_of(images[index], labels)
+            loss = loss_of(*draw())
         loss.backward()
         adamw.step()
         return loss.detach()

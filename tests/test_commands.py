@@ -69,6 +69,7 @@ ELSEWHERE = {
     "test_modules_that_are_run_exist",
     r"python -m tests.faults": "test_faults.py::",
     r"python -m tests.kernels.compile_only": "kernels/test_compile.py::",
+    r"python -m benchmarks.learning": "benchmarks/test_learning.py::",
     r"python -m benchmarks.count_house": "",  # needs a commit that a checkout may lack
     r"python -m benchmarks.plots": "benchmarks/test_rows.py::"
     "test_the_page_of_the_ops_has_the_table_of_the_csv",
