@@ -250,6 +250,7 @@ def learn(
         while True:
             began = time.perf_counter()
             loss = judge.loss(way.parameters)
+            harness.set_precision(provider.split("-")[1])  # or what is not captured compiles anew
             judging = time.perf_counter() - began
             point = Point(round(spent, 3), step, step * batch, loss, round(setup, 1))
             writer.writerow(astuple(point))
