@@ -43,6 +43,7 @@ from benchmarks.steps import (
     our_model,
     our_step,
     random_labels,
+    rehearse_check,
 )
 from diffusion.errors import ConfigError
 from diffusion.plan.inference import sampling_network
@@ -76,6 +77,8 @@ DEFAULTS = {
 }
 _TURNS, _CALLS = 5, 6  # of each: turns, and calls in a row
 _LAST = 20.0  # seconds that a case takes to be checked and timed; in the last nothing is begun
+_MOST = 90.0  # after which a case is given up, so that the others have their turn
+_CHECKED = 4  # images
 _TIMED = 0.3  # of all minutes, at most, are kept for timing
 _READY = "ready"
 
@@ -208,7 +211,7 @@ def run_all(cases: Sequence[Case], arguments: Sequence[str], settings: dict) -> 
             if not child.ready.is_set() or child.process.poll() not in (None, 0):
                 print(f"! {child.case}: not ready", flush=True)
                 missing += 1
-            elif left < _LAST or not child.go(left):
+            elif left < _LAST or not child.go(min(left, _MOST)):
                 print(f"! {child.case}: no time, or failed", flush=True)
                 missing += 1
     finally:
@@ -246,12 +249,15 @@ def rehearse(case: Case) -> None:
         step = our_step(network, case.batch, images.size, host, Processes(None)).plain
         for k in range(2):  # the second finds memory that the first has made
             step(k)
+        rehearse_check(case.model, case.precision, _CHECKED)
         return
     plan = sampling_network(network.eval())
     labels = random_labels(network.num_classes, case.batch, host)
     tables = plan.tabulate(torch.tensor([500]), labels, case.batch)
     x = torch.empty(case.batch, images.size, images.size, images.channels)
     plan.at_row(x, torch.zeros(1, dtype=torch.int64), tables)
+    checked = random_labels(network.num_classes, _CHECKED, host)
+    plan(x.new_empty(_CHECKED, *x.shape[1:]), torch.zeros(_CHECKED, dtype=torch.int64), checked)
 
 
 # --- a process that times a case ------------------------------------------------------------------
@@ -320,10 +326,10 @@ def time_case(case: Case, device: torch.device, folder: Path) -> int:
 def _check(case: Case, device: torch.device) -> None:
     """Against the float32 baseline, of fewer images."""
     if case.kind == "train":
-        errors = check_ours(case.model, case.precision, device, batch=4)
+        errors = check_ours(case.model, case.precision, device, batch=_CHECKED)
         print("{}: gradient off by {:.1e}, reference {:.1e}".format(case, *errors), flush=True)
     else:
-        check_network(case.model, device)
+        check_network(case.model, device, batch=_CHECKED)
 
 
 def in_turns(runs: dict[str, Callable[[int], object]]) -> Iterator[dict[str, Timing]]:

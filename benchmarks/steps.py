@@ -283,6 +283,30 @@ def torch_step(
     return Step(run, captured)
 
 
+def rehearse_check(model: str, precision: str, batch: int, size: int | None = None) -> None:
+    """Ask for what `check_ours` launches, over memory that nobody has written."""
+    network = our_model(model, precision, torch.device("meta"), size).to_empty(device="cpu")
+    x, dy = (
+        torch.empty(batch, *network.image_size, c)
+        for c in (network.in_channels, network.out_channels)
+    )
+    _output_and_gradient(network, x, dy, torch.zeros(batch, dtype=torch.int64))
+
+
+def _output_and_gradient(network: UNet, x: Tensor, dy: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """What we train with makes of x [N, H, W, C], and all gradients as one vector. Without dropout,
+    whose masks are others than PyTorch's."""
+    flat = FlatParameters(network.eval(), together=TOGETHER)
+    labels = random_labels(network.num_classes, len(x), x.device)
+    # the plan takes images in any precision, the layers one by one in their own
+    y = training_network(network, flat)(x.to(network.backend.dtype), t, labels)
+    (y.float() * dy).sum().backward()
+    grads = flat.views(flat.grad)
+    return y.detach().float(), torch.cat(
+        [grads[name].flatten() for name, _ in network.named_parameters()]
+    )
+
+
 def check_ours(
     model: str, precision: str, device: torch.device, batch: int = 8, size: int | None = None
 ) -> tuple[float, float]:
@@ -304,15 +328,7 @@ def check_ours(
         return y.detach().float(), torch.cat([p.grad.flatten() for p in network.parameters()])
 
     def of(network: UNet) -> tuple[Tensor, Tensor]:
-        flat = FlatParameters(network.eval(), together=TOGETHER)
-        labels = random_labels(network.num_classes, batch, device)
-        # the plan takes images in any precision, the layers one by one in their own
-        y = training_network(network, flat)(x.to(network.backend.dtype), t, labels)
-        (y.float() * dy).sum().backward()
-        grads = flat.views(flat.grad)
-        return y.detach().float(), torch.cat(
-            [grads[name].flatten() for name, _ in network.named_parameters()]
-        )
+        return _output_and_gradient(network, x, dy, t)
 
     set_precision("fp32")
     reference = our_model(model, precision, device, size, "torch")
