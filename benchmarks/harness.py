@@ -285,7 +285,11 @@ def _listed(defaults: dict[str, Any]) -> str:
 
 
 def run_entry(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run an entry point; what the user gave wrong becomes one line and exit code 2."""
+    """Run an entry point; what the user gave wrong becomes one line and exit code 2.
+
+    Triton's cache is one folder for all processes. Inductor names another in any process that it
+    has compiled in, where what other processes have compiled for this one is not found."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(triton.knobs.cache.dir))
     try:
         sys.exit(main(sys.argv[1:]))
     except ConfigError as error:

@@ -278,7 +278,8 @@ def torch_step(
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run(_WARM_UP)
-        return lambda _: graph.replay()
+        # with `run`, since the graph keeps none of what it reads: images, moments, tables
+        return lambda _, reads=run: graph.replay()
 
     return Step(run, captured)
 

@@ -137,3 +137,16 @@ def test_other_files_are_no_curves(tmp_path):
     (tmp_path / "a.csv").write_text("step,loss\n1,2\n")
     with pytest.raises(ConfigError, match="a.csv has no rows of seconds,step,images,held_out"):
         learning_curves.read_curve(tmp_path / "a.csv")
+
+
+@pytest.mark.gpu
+def test_steps_in_a_graph_learn_as_those_without(tmp_path, monkeypatch):
+    """What the graph reads is kept: judging takes memory between two measurements."""
+    ways = ("triton-bf16", "compile-bf16", "eager-bf16")
+    options = {"device": "cuda", "steps": 300, "every": 0.05, "samples": 0}
+    assert run(tmp_path, monkeypatch, providers=",".join(ways), **options) == 0
+    curves = [learning_curves.read_curve(tmp_path / "out" / f"{name}.csv") for name in ways]
+    assert len({curve[0].held_out for curve in curves}) == 1
+    ends = [curve[-1].held_out for curve in curves]
+    assert max(ends) < 0.6 * curves[0][0].held_out
+    assert ends == pytest.approx([ends[0]] * 3, rel=0.1)

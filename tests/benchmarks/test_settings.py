@@ -1,9 +1,11 @@
 """Settings and errors of the command lines."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
+import triton
 
 from benchmarks import harness, run, sampling
 from benchmarks.cases import model_cases
@@ -34,6 +36,16 @@ def test_unknown_models_and_empty_choices_are_named():
     settings = run.DEFAULTS | {"shape": "5x5", "batch": (1,)}
     with pytest.raises(ConfigError, match="nothing to time"):
         run.select(settings, ("conv2d",))
+
+
+def test_processes_share_a_cache_of_kernels(monkeypatch):
+    """Also those in which Inductor, which names another, has compiled."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    seen = []
+    with pytest.raises(SystemExit):
+        harness.run_entry(lambda words: seen.append(os.environ["TRITON_CACHE_DIR"]) or 0)
+    assert seen == [str(triton.knobs.cache.dir)]
 
 
 def test_what_sampling_times():
