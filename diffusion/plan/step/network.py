@@ -40,13 +40,15 @@ def training_network(
     """What a training step calls as `forward_nhwc`: the plan if there is one for this model and
     backend, else the model itself, and the log says why."""
     backend = model.backend
-    refusal = "the kernels that it launches multiply 16 bits or TF32, on the Triton backend"
+    refusal = "it multiplies 16 bits or TF32, on the Triton backend"
     if backend.name == "triton" and (backend.dtype in DTYPES or backend.allow_tf32):
         refusal = TrainingUNet.refusal(model)
         if refusal is None:
             kernels = fused if backend.dtype in DTYPES else in_tf32(fused)
             return TrainingUNet(model, flat, kernels, recompute, ready, urgent)
         log.warning("the layers run one by one, without the fused plan: %s", refusal)
+    elif backend.name == "triton":
+        log.info("the layers run one by one, without the fused plan: %s", refusal)
     if recompute:
         log.warning("train.recompute has no effect without the fused plan: %s", refusal)
     return model.forward_nhwc
