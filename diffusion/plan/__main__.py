@@ -8,7 +8,7 @@ batch      images, or chunks of actions
 mode       train: with gradients; sample: without
 gpu        one of `printed.GPUS`
 size       pixels of a side; of a policy, steps of a chunk
-precision  bf16 or fp32
+precision  bf16, fp32, or tf32 of mode=train
 context    77x768: of a network that is given sequences, tokens and numbers of each; nothing: none
 out        where to draw the timeline; nothing: nowhere
 """
@@ -35,7 +35,7 @@ from .graph import PlanError
 from .inference import sampling_plan
 from .inference1d import real_time_plan
 from .printed import GPUS, Gpu, Page, draw, page, table
-from .step.network import DTYPES
+from .step.network import step_kernels
 from .step.printed import step_page
 
 _MODELS = CONFIGS / "model"
@@ -65,7 +65,7 @@ def settings(arguments: list[str]) -> dict[str, str]:
         ("model", models),
         ("mode", ("train", "sample")),
         ("gpu", tuple(GPUS)),
-        ("precision", tuple(p for p in PRECISIONS if p != "tf32")),
+        ("precision", tuple(PRECISIONS)),
     ):
         if given[name] not in choices:
             raise ConfigError(
@@ -74,6 +74,8 @@ def settings(arguments: list[str]) -> dict[str, str]:
     for name in ("batch", "size"):
         if given[name] and not (given[name].isdecimal() and int(given[name]) > 0):
             raise ConfigError(f"{name}={given[name]} is no whole number of at least 1")
+    if given["precision"] == "tf32" and given["mode"] != "train":
+        raise ConfigError("precision=tf32 is of mode=train; samplers have a plan in bf16")
     if given["context"] and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", given["context"]):
         raise ConfigError(f"context={given['context']}; expected TOKENSxNUMBERS, such as 77x768")
     return given
@@ -83,19 +85,20 @@ def example(
     model: str,
     batch: int,
     size: str,
-    dtype: torch.dtype,
+    precision: str,
     trains: bool = False,
     context: str = "",  # 77x768: tokens, and numbers of each
 ) -> tuple[nn.Module, tuple, dict]:
     """A network of the configuration, and arguments of its `forward`."""
     tokens, dim = map(int, context.split("x")) if context else (0, 0)
     chosen = preset("model", model)
-    backend, cpu = Backend("torch", reference, dtype), torch.device("cpu")
-    if trains and dtype in DTYPES:  # whose step is planned
-        backend = Backend("triton", triton_kernels, dtype, allow_tf32=True)
+    dtype, cpu = PRECISIONS[precision], torch.device("cpu")
+    backend = Backend("triton", triton_kernels, dtype, allow_tf32=precision != "fp32")
+    if not trains or step_kernels(backend) is None:
+        backend = Backend("torch", reference, dtype)
     t = torch.zeros(batch, dtype=torch.int64)
-    if context and (chosen["name"] in POLICY_MODELS or dtype not in DTYPES):
-        raise ConfigError(f"context={context} is for images, with precision=bf16 or fp16")
+    if context and (chosen["name"] in POLICY_MODELS or precision == "fp32"):
+        raise ConfigError(f"context={context} is for images, with precision=bf16 or tf32")
     if chosen["name"] in POLICY_MODELS:
         network = build_policy_model(chosen, backend, _ACTION, _CONDITION, cpu)
         x, cond = torch.zeros(batch, int(size or 16), _ACTION), torch.zeros(batch, _CONDITION)
@@ -109,10 +112,10 @@ def example(
     return network, (torch.zeros(batch, 3, side, side), t, *labels), {"rng": torch.zeros(2).long()}
 
 
-def _page(given: dict[str, str], dtype: torch.dtype, gpu: Gpu) -> Page:
+def _page(given: dict[str, str], gpu: Gpu) -> Page:
     """Of what train.py and samplers run."""
     trains = given["mode"] == "train"
-    what = given["model"], int(given["batch"]), given["size"], dtype
+    what = given["model"], int(given["batch"]), given["size"], given["precision"]
     network, args, kwargs = example(*what, trains=trains, context=given["context"])
     if trains and isinstance(network, UNet) and network.backend.name == "triton":
         x, _, *labels = args
@@ -143,7 +146,7 @@ def main(arguments: list[str]) -> None:
     if out is not None:
         check_writable(out)
     try:
-        found = _page(given, PRECISIONS[given["precision"]], GPUS[given["gpu"]])
+        found = _page(given, GPUS[given["gpu"]])
     except PlanError as error:
         raise ConfigError(str(error)) from error
     print(table(found))

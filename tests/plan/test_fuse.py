@@ -267,7 +267,7 @@ def test_a_row_that_is_left_out_changes_nothing_else(trains):
 def test_gradients_of_weights_are_rounded_once():
     """Of filters in 16 bits, and of those that are rows of another shape in the module; but for the
     1x1 filters of the halves of a concat."""
-    module, args, kwargs = example("unet_tiny", 2, "16", torch.bfloat16)
+    module, args, kwargs = example("unet_tiny", 2, "16", "bf16")
     made = plan(module.train(), args, kwargs, trains=True)
     readers = made.graph.consumers()
     grads = [node for node in made.graph.nodes if node.op in ("conv_dw", "linear_dw")]

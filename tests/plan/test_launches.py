@@ -19,7 +19,7 @@ from triton_kernels import fused_ops
 
 found = {}
 for batch in (1, 16):
-    network, args, _ = example("unet64", batch, "", torch.bfloat16)
+    network, args, _ = example("unet64", batch, "", "bf16")
     shape, cpu, gpu = torch.Size((batch, 64, 64, 3)), torch.device("cpu"), GPUS["h200"]
     made = sampling_plan(network.eval(), shape, cpu, fused_ops, gpu.device).plan
     nodes = [n for n in made.schedule.nodes if n not in made.schedule.fixed and n.op != "columns"]

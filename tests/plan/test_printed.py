@@ -12,7 +12,6 @@ from diffusion.errors import ConfigError
 from diffusion.plan.__main__ import example, main, settings
 from diffusion.plan.build import plan
 from diffusion.plan.printed import GPUS, flops_of, lines
-from diffusion.runtime.backend import PRECISIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,6 +60,7 @@ def test_kernels_of_a_training_step_and_of_a_gpu_without_tma(tmp_path):
         ("batch=0", "batch=0 is no whole number"),
         ("context=77", "context=77; expected TOKENSxNUMBERS, such as 77x768"),
         ("mode=", "mode= is unknown; choose one of train, sample"),
+        ("precision=tf32", "precision=tf32 is of mode=train"),
         ("colour=red", "colour=red is unknown; give model=..."),
         (f"out={__file__}/plan.png", "test_printed.py is a file, expected a folder"),
     ],
@@ -71,11 +71,11 @@ def test_wrong_settings(argument, said):
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("context", ["", "4x6"])
-def test_the_page_of_a_step_is_what_training_launches(context):
+@pytest.mark.parametrize(("precision", "context"), [("bf16", ""), ("bf16", "4x6"), ("tf32", "")])
+def test_the_page_of_a_step_is_what_training_launches(precision, context):
     """Of the kernels of a step, which a rehearsal records, those of the network, in their order."""
     code = (
-        f"context = {context!r}"
+        f"precision, context = {precision!r}, {context!r}"
         + """
 from benchmarks.goldens import recorded
 from diffusion.plan.__main__ import example
@@ -89,7 +89,7 @@ settings = {
     "model": preset("model", "unet_tiny"),
     "diffusion": {"schedule": "linear"},
     "optim": {"lr": 1e-4},
-    "train": {"batch_size": 4, "precision": "bf16"},
+    "train": {"batch_size": 4, "precision": precision},
     "images": {"shape": [100, 16, 16, 3], "dtype": "uint8"},
     "labels": None,
     "flip": False,
@@ -100,7 +100,7 @@ if context:
 with recorded(chip("h200").gpu) as launches:
     train(settings)
 options = {"trains": True, "context": context}
-model, (x, _, *given), _ = example("unet_tiny", 4, "16", torch.bfloat16, **options)
+model, (x, _, *given), _ = example("unet_tiny", 4, "16", precision, **options)
 x = x.permute(0, 2, 3, 1).contiguous()
 page = step_page(model.train(), x, *(given or [None]), GPUS["h200"])
 for line in page.lines:
@@ -127,7 +127,7 @@ print("train", *(launch.split()[0].strip("_") for launch in launches))
 def test_floors():
     """Products are those that the model counts, and those of channels of zeros that the stem reads;
     time is at least that of memory and of products."""
-    network, args, _ = example("unet_tiny", 3, "16", PRECISIONS["bf16"])
+    network, args, _ = example("unet_tiny", 3, "16", "bf16")
     made = plan(network.eval(), args)
     counted = sum(map(flops_of, made.schedule.nodes))
     zeros = 2 * 16 * 16 * network.model_channels * 9 * (16 - 3)

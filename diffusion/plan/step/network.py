@@ -3,7 +3,7 @@ gradients are added to a flat buffer, or written there."""
 
 import logging
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ...models.blocks import ResBlock
 from ...models.conditions import Conditions, Given, parts_of
 from ...models.flat_parameters import FlatParameters
 from ...models.unet import UNet
+from ...runtime.backend import Backend
 from ..embedding import EmbeddingLayers, Step
 from ..execute import Streams
 from ..graph import Value
@@ -40,11 +41,10 @@ def training_network(
     """What a training step calls as `forward_nhwc`: the plan if there is one for this model and
     backend, else the model itself, and the log says why."""
     backend = model.backend
-    refusal = "it multiplies 16 bits or TF32, on the Triton backend"
-    if backend.name == "triton" and (backend.dtype in DTYPES or backend.allow_tf32):
+    refusal, kernels = "it multiplies 16 bits or TF32, on the Triton backend", step_kernels(backend)
+    if kernels is not None:
         refusal = TrainingUNet.refusal(model)
         if refusal is None:
-            kernels = fused if backend.dtype in DTYPES else in_tf32(fused)
             return TrainingUNet(model, flat, kernels, recompute, ready, urgent)
         log.warning("the layers run one by one, without the fused plan: %s", refusal)
     elif backend.name == "triton":
@@ -52,6 +52,13 @@ def training_network(
     if recompute:
         log.warning("train.recompute has no effect without the fused plan: %s", refusal)
     return model.forward_nhwc
+
+
+def step_kernels(backend: Backend) -> ModuleType | SimpleNamespace | None:
+    """What the plan of a step launches in the backend's precision, or None if it has no plan."""
+    if backend.name != "triton" or (backend.dtype not in DTYPES and not backend.allow_tf32):
+        return None
+    return fused if backend.dtype in DTYPES else in_tf32(fused)
 
 
 class TrainingUNet:
@@ -62,7 +69,7 @@ class TrainingUNet:
         self,
         model: UNet,
         flat: FlatParameters,
-        kernels: ModuleType,
+        kernels: ModuleType | SimpleNamespace,
         recompute: bool = False,
         ready: Callable[[int], None] | None = None,
         urgent: bool = False,

@@ -7,8 +7,6 @@ and what they would launch is noted.
 import torch
 from torch import Tensor
 
-from triton_kernels import fused_ops
-
 from ...models.conditions import Given, parts_of
 from ...models.flat_parameters import FlatParameters
 from ...models.unet import UNet
@@ -16,7 +14,7 @@ from ..embedding import TOGETHER
 from ..graph import PlanError, Value
 from ..moves import Move
 from ..printed import Gpu, Launched, Line, Notes, Page, is_interpreted, line_of, noting
-from .network import TrainingUNet
+from .network import TrainingUNet, step_kernels
 from .plan import StepPlan
 
 _EMBEDDING = 3  # its stream, on the page
@@ -31,14 +29,14 @@ def step_page(
 ) -> Page:
     """The page of a step of the network: without the loss in front of backward, and the update.
     PlanError: the step has no plan, and why."""
-    refusal = TrainingUNet.refusal(model)
+    refusal, kernels = TrainingUNet.refusal(model), step_kernels(model.backend)
     if refusal is not None:
         raise PlanError(f"train.py runs the layers one by one: {refusal}")
     flat = FlatParameters(model, together=TOGETHER)
     t, rng = torch.zeros(len(x), dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     with noting(gpu) as notes:
         # one process's, whose norm of the gradient is taken beside backward
-        network = TrainingUNet(model, flat, fused_ops, recompute, ready=lambda start: None)
+        network = TrainingUNet(model, flat, kernels, recompute, ready=lambda start: None)
         made = network.plan_of(x, *network.tokens(parts_of(labels)))
         written = _Writing(network, notes, gpu, made)
         network.watch = written.add
