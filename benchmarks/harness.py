@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 
 from diffusion.errors import ConfigError
+from triton_kernels.runtime.cache_keys import settle_cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -285,11 +286,8 @@ def _listed(defaults: dict[str, Any]) -> str:
 
 
 def run_entry(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run an entry point; what the user gave wrong becomes one line and exit code 2.
-
-    Triton's cache is one folder for all processes. Inductor names another in any process that it
-    has compiled in, where what other processes have compiled for this one is not found."""
-    os.environ.setdefault("TRITON_CACHE_DIR", str(triton.knobs.cache.dir))
+    """Run an entry point; what the user gave wrong becomes one line and exit code 2."""
+    settle_cache_folder()
     try:
         sys.exit(main(sys.argv[1:]))
     except ConfigError as error:

@@ -13,7 +13,7 @@ import torch
 import triton_kernels
 from triton_kernels import reference
 from triton_kernels.canary import kernels_off
-from triton_kernels.runtime.cache_keys import settle_cache_keys
+from triton_kernels.runtime.cache_keys import settle_cache_folder, settle_cache_keys
 from triton_kernels.runtime.device import on_gpu
 
 from ..errors import ConfigError
@@ -58,7 +58,7 @@ def choose_backend(
 ) -> Backend:
     """Resolve `auto` (triton on CUDA, torch elsewhere). Sets, for the whole process, PyTorch's TF32
     switches to match the precision and, for the kernels, what Triton's cache keys depend on
-    (`settle_cache_keys`); `determinism` puts the switches back.
+    (`settle_cache_keys`) and the folder of its cache; `determinism` puts the switches back.
     `setting` is what the user calls the precision. On a GPU the kernels are tried first, and a line
     of the log names those that are off; where none is right, `auto` is torch."""
     if name not in ("auto", "triton", "torch"):
@@ -73,6 +73,7 @@ def choose_backend(
             f"backend=triton needs a CUDA device, and device is {device}; use backend=auto or torch"
         )
     if name == "triton" or (name == "auto" and on_gpu(device)):
+        settle_cache_folder()
         settle_cache_keys()  # before the first kernel, which trying them launches
     if name == "auto":
         name = "triton" if on_gpu(device) and _tried(device, required=False) else "torch"

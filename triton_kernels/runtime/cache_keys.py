@@ -7,6 +7,7 @@ second), so it depends on which kernel a process launches first. Training after 
 benchmark after its warm-up, then compiles again what is there already under another name.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from types import CodeType
@@ -14,6 +15,13 @@ from typing import Any
 
 import triton
 from triton.runtime.jit import JITCallable
+
+
+def settle_cache_folder() -> None:
+    """Name the folder of Triton's cache for this process and those that it starts. Inductor names
+    another in any process that it compiles in, unless there is a name: what other processes have
+    compiled is then not found."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(triton.knobs.cache.dir))
 
 
 def settle_cache_keys() -> None:
