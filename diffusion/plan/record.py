@@ -85,6 +85,8 @@ def _record(module: nn.Module, args: tuple, kwargs: dict[str, Any], by_device: b
     leaves, spec = pytree.tree_flatten((args, kwargs))
     with ExitStack() as stack:
         stack.enter_context(_attributes_kept(module))
+        # in inference mode PyTorch takes nothing apart, and writes in place
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         shapes = _FakeShapes(stack) if by_device else _MetaShapes()
         states = [
@@ -154,7 +156,8 @@ class _FakeShapes:
         self.mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
 
     def of(self, x: Tensor) -> Tensor:
-        return self.mode.from_tensor(x.detach(), static_shapes=True)
+        with self.mode:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
     def has(self, x: Tensor) -> bool:
         return isinstance(x, torch._subclasses.FakeTensor)

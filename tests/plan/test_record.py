@@ -49,6 +49,36 @@ def test_layers_are_one_call(case):
     assert all(x.device.type == "meta" for x in found.calls[0].args if isinstance(x, torch.Tensor))
 
 
+TAKEN_APART = {
+    "conv1d": (lambda net, x: F.conv1d(x, x[..., :3], padding="same"), "convolution"),
+    "conv2d": (lambda net, x: F.conv2d(x[None], x[None], padding="valid"), "convolution"),
+    "group_norm": (lambda net, x: F.group_norm(x, 3), "native_group_norm"),
+    "chunk": (lambda net, x: x.chunk(2, 1)[0], "split"),
+    "flatten": (lambda net, x: x.flatten(1), "view"),
+    "reshape": (lambda net, x: x.mT.reshape(6, 4), "_unsafe_view"),
+    "movedim": (lambda net, x: x.movedim(0, 2), "permute"),
+    "narrow": (lambda net, x: x.narrow(1, 0, 2), "slice"),
+    "double": (lambda net, x: x.double(), "_to_copy"),
+    "pad": (lambda net, x: F.pad(x, (1, 1)), "constant_pad_nd"),
+    "concat": (lambda net, x: torch.concat((x, x)), "cat"),
+    "outer": (lambda net, x: torch.outer(x[0, 0], x[0, 1]), "mul"),
+    "an operator": (lambda net, x: net.count.long() & 1, "bitwise_and"),
+    "in place": (lambda net, x: (x * 2).mul_(3), "mul"),
+}
+
+
+@pytest.mark.parametrize("case", TAKEN_APART)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_pytorch_takes_apart_is_in_parts(case, autocast, inference):
+    """Also in inference mode, where its functions would arrive as they are, and write in place."""
+    function, name = TAKEN_APART[case]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.inference_mode(inference):
+        names, _ = calls(function)
+    found = [part.split(".")[1] for part in names]
+    assert found[-1] == name and case not in found and "mul_" not in found
+
+
 def test_arguments_are_in_the_schemas_order():
     _, found = calls(lambda net, x: F.scaled_dot_product_attention(x, x, value=x, scale=2.0))
     q, k, v, *rest = found.calls[0].args
