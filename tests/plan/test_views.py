@@ -27,7 +27,7 @@ def step(draw, x):
         while rest > 1 and len(shape) < 3:
             n = draw(st.sampled_from([d for d in range(1, rest + 1) if rest % d == 0]))
             shape, rest = [*shape, n], rest // n
-        return "reshape", ([*shape, rest],)
+        return kind, ([*shape, rest],)
     if x.ndim == 0:
         return "unsqueeze", (0,)
     if kind == "select":
@@ -45,7 +45,7 @@ def test_gather_of_any_chain_of_views(sizes, data):
     low, view, y = Lowering(graph), whole(value), x
     for _ in range(data.draw(st.integers(1, 5))):
         name, args = step(data.draw, y)
-        y = getattr(torch.ops.aten, "slice" if name == "slice" else name)(y, *args)
+        y = getattr(torch.ops.aten, "reshape" if name == "view" else name)(y, *args)
         low.name, low.meta = f"aten.{name}", y
         view = LOWERINGS[name](low, view, *args)
         assert view.shape == y.shape

@@ -12,12 +12,11 @@ from .table import Lowering, call_arguments, each, lowers
 # Small functions that a plan leaves to PyTorch: what is computed of timesteps and labels
 ARITHMETIC = frozenset(
     """
-    abs arange bitwise_and bitwise_or bitwise_xor bitwise_not __and__ __or__ __xor__ __lshift__
-    __rshift__ ceil clamp cos cumsum div eq exp floor floor_divide full full_like gather ge gt
-    index index_select le log logical_and logical_not logical_or lt masked_fill maximum minimum mul
-    add sub rsub ne neg new_zeros new_ones new_full ones ones_like one_hot pow reciprocal remainder
-    rsqrt scalar_tensor sigmoid sign sin sqrt tanh where zeros zeros_like bitwise_left_shift
-    bitwise_right_shift outer
+    abs arange bitwise_and bitwise_or bitwise_xor bitwise_not __lshift__ __rshift__ ceil clamp cos
+    cumsum div eq exp floor floor_divide full full_like gather ge gt index index_select le log
+    logical_and logical_not logical_or lt masked_fill maximum minimum mul add sub rsub ne neg
+    new_zeros new_ones new_full ones ones_like one_hot pow reciprocal remainder rsqrt scalar_tensor
+    sigmoid sign sin sqrt tanh where zeros zeros_like bitwise_left_shift bitwise_right_shift
     """.split()
 )
 

@@ -12,30 +12,21 @@ from .table import Lowering, each, lowers
 ACTIVATIONS = ("relu", "silu", "gelu", "mish")
 
 
-@lowers("conv2d", "conv1d", "convolution")
-def _conv(low, x, weight, bias=None, stride=1, padding=0, dilation=1, *rest):
-    transposed, groups = (rest[0], rest[2]) if low.name.endswith("convolution") else (False, 1)
-    groups = rest[0] if rest and not low.name.endswith("convolution") else groups
+@lowers("convolution")
+def _conv(low, x, weight, bias, stride, padding, dilation, transposed, _, groups):
     if transposed:
         raise low.refuse("that is transposed")
     if groups != 1:
         raise low.refuse(f"with groups={groups}")
-    if len(x.dims) == 3:  # one row of pixels
+    one_row = len(x.dims) == 3  # of pixels
+    if one_row:
         x, weight = x.insert(2), weight.insert(2)
-        one_row = True
-    else:
-        one_row = False
     (sy, sx), (dy, dx) = _pair(stride, one_row, 1), _pair(dilation, one_row, 1)
     if (dy, dx) != (1, 1):
         raise low.refuse(f"with dilation={dilation}")
     co, ci, r, s = weight.shape
     n, _, h, w = x.shape
-    if isinstance(padding, str):
-        if padding == "same" and not (r % 2 and s % 2):
-            raise low.refuse("with padding=same and an even number of taps")
-        py, px = (r // 2, s // 2) if padding == "same" else (0, 0)
-    else:
-        py, px = _pair(padding, one_row, 0)
+    py, px = _pair(padding, one_row, 0)
     dtype = low.meta.dtype
     if (r, s, sy, sx, py, px) == (1, 1, 1, 1, 0, 0):
         columns = low.gather(weight, (co, ci))
@@ -98,17 +89,8 @@ def _matmul(low, x, weight):
     return _linear_of(low, x, low.gather(weight.permute((1, 0))), None)
 
 
-@lowers("group_norm")
-def _group_norm(low, x, groups, weight=None, bias=None, eps=1e-5, *_):
-    return _norm_of(low, x, groups, weight, bias, eps, low.meta.dtype)
-
-
 @lowers("native_group_norm")
-def _native_group_norm(low, x, weight, bias, n, c, pixels, groups, eps):
-    return _norm_of(low, x, groups, weight, bias, eps, low.meta[0].dtype)
-
-
-def _norm_of(low, x, groups, weight, bias, eps, dtype):
+def _group_norm(low, x, weight, bias, n, c, pixels, groups, eps):
     order = (0, *range(2, len(x.dims)), 1)
     x = x.permute(order)
     value = low.views.rows(x, low.source)
@@ -116,7 +98,7 @@ def _norm_of(low, x, groups, weight, bias, eps, dtype):
         "group_norm",
         {"x": value, "weight": low.gather(weight), "bias": low.gather(bias)},
         value.shape,
-        dtype,
+        low.meta[0].dtype,
         layout=value.layout,
         groups=groups,
         eps=eps,

@@ -7,7 +7,7 @@ from ..views import View, in_order, whole
 from .table import Lowering, lowers
 
 
-@lowers("contiguous", "clone", "alias", "detach", "detach_", "lift_fresh_copy", "lift_fresh")
+@lowers("clone", "alias", "detach", "lift_fresh", "lift_fresh_copy")
 def _same(low: Lowering, x: View, *_: Any, **__: Any) -> View:
     return x
 
@@ -17,7 +17,7 @@ def _permute(low, x, order):
     return x.permute([i % len(x.dims) for i in order])
 
 
-@lowers("transpose", "swapaxes")
+@lowers("transpose")
 def _transpose(low, x, a, b):
     order = list(range(len(x.dims)))
     order[a], order[b] = order[b], order[a]
@@ -27,15 +27,6 @@ def _transpose(low, x, a, b):
 @lowers("t")
 def _t(low, x):
     return x.permute(range(len(x.dims))[::-1])
-
-
-@lowers("movedim")
-def _movedim(low, x, source, to):
-    if not isinstance(source, int):
-        raise low.refuse("of several dimensions")
-    order = [i for i in range(len(x.dims)) if i != source % len(x.dims)]
-    order.insert(to % len(x.dims), source % len(x.dims))
-    return x.permute(order)
 
 
 @lowers("unsqueeze")
@@ -51,14 +42,14 @@ def _squeeze(low, x, at=None):
     return x
 
 
-@lowers("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as")
+@lowers("view", "_unsafe_view")
 def _reshape(low, x, *_):
     shape = tuple(low.meta.shape)
     view = x.reshape(shape)
     return whole(low.gather(x), shape) if view is None else view
 
 
-@lowers("expand", "expand_as")
+@lowers("expand")
 def _expand(low, x, *_, **__):
     return x.expand(tuple(low.meta.shape))
 
@@ -86,11 +77,6 @@ def _part(low: Lowering, x: View, at: int, start: int, stop: int, step: int = 1)
     return view if view is not None else whole(low.gather(x)).narrow(at, start, stop, step)
 
 
-@lowers("narrow")
-def _narrow(low, x, at, start, count):
-    return _part(low, x, at, start, start + count)
-
-
 @lowers("select")
 def _select(low, x, at, index):
     index %= x.shape[at]
@@ -102,8 +88,8 @@ def _unbind(low, x, at=0):
     return [_select(low, x, at, i) for i in range(x.shape[at])]
 
 
-@lowers("chunk", "split", "split_with_sizes", "tensor_split")
-def _chunk(low, x, how, at=0):
+@lowers("split", "split_with_sizes")
+def _split(low, x, how, at=0):
     parts, start = [], 0
     for meta in low.meta:  # the trace knows how long each is
         parts.append(_part(low, x, at, start, start + meta.shape[at]))
@@ -111,7 +97,7 @@ def _chunk(low, x, how, at=0):
     return parts
 
 
-@lowers("to", "_to_copy", "type_as", "to_copy", "float", "double", "half", "bfloat16")
+@lowers("_to_copy")
 def to(low, x, *_, **__):
     if low.meta.dtype == x.value.dtype:
         return x
@@ -119,16 +105,10 @@ def to(low, x, *_, **__):
     return View(low.cast(x.value, low.meta.dtype), x.dims)
 
 
-@lowers("_assert_tensor_metadata", "_assert_async", "sym_constrain_range", "_assert_scalar")
-def _nothing(low, *_, **__):
-    return None
-
-
-@lowers("pad", "constant_pad_nd")
-def _pad(low, x, amounts, *rest):
-    mode = rest[0] if rest and isinstance(rest[0], str) else "constant"
-    if mode != "constant" or any(v not in (None, 0, mode) for v in rest) or min(amounts) < 0:
-        raise low.refuse(f"with {amounts}, {rest}")
+@lowers("constant_pad_nd")
+def _pad(low, x, amounts, value=0):
+    if value != 0 or min(amounts) < 0:
+        raise low.refuse(f"with {amounts}, {value}")
     pads = [(0, 0)] * len(x.dims)
     for i in range(len(amounts) // 2):
         pads[-1 - i] = tuple(amounts[2 * i : 2 * i + 2])
@@ -147,7 +127,7 @@ def _memory_order(x: View) -> list[int]:
     return [next(ranked) if x.dims[i] else i for i in range(len(x.dims))]
 
 
-@lowers("cat", "concat", "concatenate")
+@lowers("cat")
 def _cat(low, views, at=0):
     dtype = low.meta.dtype
     at %= len(low.meta.shape)

@@ -1,7 +1,7 @@
 """The one table from PyTorch's ops to the graph's: what a trace may contain.
 
 Each lowering is given views (`views`) of the tensors that the op was called with, and gives views
-of its results. What only changes a view (permute, reshape, expand, chunk, ...) makes no node. An op
+of its results. What only changes a view (permute, view, expand, split, ...) makes no node. An op
 that is not in the table has no place in a plan: `trace` raises PlanError with its line.
 """
 
