@@ -69,13 +69,14 @@ def group_norm(
     params = [None if p is None else p.to(dtype) for p in (weight, bias)]
     x_nchw = _nchw(_near_zero(x.to(dtype), num_groups))
     # PyTorch's backward on a CPU crashes (2.13) if weight or bias needs a gradient and a
-    # channels_last x does not, and says NaN for that of weight where there are no pixels: then the
-    # affine map is an operation of its own
+    # channels_last x does not: then the affine map is an operation of its own. So it is where there
+    # is nothing to normalise, which PyTorch 2.15 refuses
     trained = any(p is not None and p.requires_grad for p in params)
-    apart = trained and (not x.requires_grad or 0 in x.shape[1:3])
+    nothing = x.numel() == 0
+    apart = params[0] is not None and (nothing or (trained and not x.requires_grad))
     affine = (None, None) if apart else params
     # not F.group_norm, which refuses groups of a single number in a batch of one
-    z = _nhwc(torch.group_norm(x_nchw, num_groups, *affine, eps))
+    z = x.to(dtype) if nothing else _nhwc(torch.group_norm(x_nchw, num_groups, *affine, eps))
     if apart:
         z = z * params[0] if params[1] is None else z * params[0] + params[1]
     if scale is not None:
