@@ -331,9 +331,10 @@ def check_ours(
     def of(network: UNet) -> tuple[Tensor, Tensor]:
         return _output_and_gradient(network, x, dy, t)
 
-    set_precision("fp32")
     reference = our_model(model, precision, device, size, "torch")
+    set_precision("fp32")
     exact = of_baseline(baseline_model(model, device, size))
+    set_precision(precision)
     low = of(reference)
     got = of(our_model(model, precision, device, size))
     for name, a, b, c in zip(("output", "gradient"), got, low, exact, strict=True):
