@@ -162,7 +162,8 @@ def test_unet64(batch, device):
 def fewest_images(monkeypatch):
     """Products are made on small images, and nothing is upsampled again for the gradient of a 1x1
     skip, where there would have to be more images."""
-    monkeypatch.setattr(conv_upsampled, "_FEWEST_IMAGES", {False: 1, True: 1})
+    monkeypatch.setattr(conv_upsampled, "_FEWEST_IMAGES", 1)
+    monkeypatch.setattr(conv_upsampled, "_FEWEST_IN_STEP", 1)
     monkeypatch.setattr(memory, "MUCH", 0)
 
 
