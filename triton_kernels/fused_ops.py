@@ -154,31 +154,53 @@ def tensor_rows(x: Tensor, sums: RowSums) -> Tensor:
     return column_rows(x, sums.rows)
 
 
-def attention_forward(qkv: Tensor, num_heads: int, order: str) -> tuple[Tensor, Tensor]:
+def attention_forward(
+    qkv: Tensor,
+    num_heads: int,
+    order: str,
+    *,
+    allow_tf32: bool = True,  # here and below: of float32
+) -> tuple[Tensor, Tensor]:
     """(o [N, T, C], logsumexp) of qkv [N, T, 3C]"""
-    return attention_fwd(qkv, num_heads, order, allow_tf32=True)
+    return attention_fwd(qkv, num_heads, order, allow_tf32)
 
 
 def attention_backward(
-    do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, num_heads: int, order: str, sums: RowSums
+    do: Tensor,
+    qkv: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    num_heads: int,
+    order: str,
+    sums: RowSums,
+    *,
+    allow_tf32: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """dqkv [N, T, 3C], and rows [rows, 3C] in a place of `sums`, whose sum is that of it over
     samples and positions."""
-    return attention_bwd_rows(do, qkv, o, lse, num_heads, order, True, sums.rows)
+    return attention_bwd_rows(do, qkv, o, lse, num_heads, order, allow_tf32, sums.rows)
 
 
 def cross_attention_forward(
-    q: Tensor, kv: Tensor, mask: Tensor | None, num_heads: int
+    q: Tensor, kv: Tensor, mask: Tensor | None, num_heads: int, *, allow_tf32: bool = True
 ) -> tuple[Tensor, Tensor]:
     """(o [N, T, C], logsumexp) of q [N, T, C], kv [N, L, 2C] and bool [N, L]"""
-    return cross_attention_fwd(q, kv, mask, num_heads, allow_tf32=True)
+    return cross_attention_fwd(q, kv, mask, num_heads, allow_tf32)
 
 
 def cross_attention_backward(
-    do: Tensor, q: Tensor, kv: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, num_heads: int
+    do: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    mask: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    num_heads: int,
+    *,
+    allow_tf32: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """dq [N, T, C] and dkv [N, L, 2C]"""
-    return cross_attention_bwd(do, q, kv, mask, o, lse, num_heads, allow_tf32=True)
+    return cross_attention_bwd(do, q, kv, mask, o, lse, num_heads, allow_tf32)
 
 
 def avg_pool(x: Tensor, tf32: bool = False) -> Tensor:  # [N, H, W, C] -> [N, H / 2, W / 2, C]

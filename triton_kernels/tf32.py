@@ -38,6 +38,16 @@ def split_to_tf32(v):
 
 
 @triton.jit
+def dot_of_split(a, b):
+    """a b of float32, by three products."""
+    a, a_small = split_to_tf32(a)
+    b, b_small = split_to_tf32(b)
+    small = tl.dot(a_small, b, input_precision="tf32")
+    small = tl.dot(a, b_small, small, input_precision="tf32")
+    return tl.dot(a, b, small, input_precision="tf32")
+
+
+@triton.jit
 def as_operand(v, dtype: tl.constexpr, TF32: tl.constexpr):
     """v in `dtype`, and if that is float32 rounded to TF32 where products are in that: then tensor
     cores ignore nothing. It is for results that products read, and for what a product reads that

@@ -35,7 +35,6 @@ from .graph import PlanError
 from .inference import sampling_plan
 from .inference1d import real_time_plan
 from .printed import GPUS, Gpu, Page, draw, page, table
-from .step.network import step_kernels
 from .step.printed import step_page
 
 _MODELS = CONFIGS / "model"
@@ -94,11 +93,11 @@ def example(
     chosen = preset("model", model)
     dtype, cpu = PRECISIONS[precision], torch.device("cpu")
     backend = Backend("triton", triton_kernels, dtype, allow_tf32=precision != "fp32")
-    if not trains or step_kernels(backend) is None:
+    if not trains:
         backend = Backend("torch", reference, dtype)
     t = torch.zeros(batch, dtype=torch.int64)
-    if context and (chosen["name"] in POLICY_MODELS or precision == "fp32"):
-        raise ConfigError(f"context={context} is for images, with precision=bf16 or tf32")
+    if context and (chosen["name"] in POLICY_MODELS or (precision == "fp32" and not trains)):
+        raise ConfigError(f"context={context} is for images; samplers have a plan of it in bf16")
     if chosen["name"] in POLICY_MODELS:
         network = build_policy_model(chosen, backend, _ACTION, _CONDITION, cpu)
         x, cond = torch.zeros(batch, int(size or 16), _ACTION), torch.zeros(batch, _CONDITION)
@@ -127,7 +126,7 @@ def _page(given: dict[str, str], gpu: Gpu) -> Page:
 
 def _plan(network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Gpu) -> Plan:
     """What runs: samplers and policies ask the framework's networks in their own ways. What
-    train.py runs layer by layer, other networks and float32, has the plan of `accelerate`."""
+    train.py and samplers run layer by layer has the plan of `accelerate`."""
     if isinstance(network, UNet1d) and not trains:
         n, length, _ = args[0].shape
         return real_time_plan(network, n, length, fused_ops, gpu.device).plan

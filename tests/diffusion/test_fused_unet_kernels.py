@@ -38,6 +38,18 @@ def unet64(backend: Backend) -> UNet:
     return build(backend, {}, (64, 64), torch.device("cuda"))
 
 
+def conditions(model: UNet, batch: int, device: torch.device) -> Conditions | torch.Tensor | None:
+    """What the model wants to be given beside images and times."""
+    labels = torch.arange(batch, device=device) % 3 if model.num_classes else None
+    vectors, tokens = None, ()
+    if model.vector_dim:
+        vectors = torch.randn(batch, model.vector_dim + 1, device=device)
+    if model.context_dim:
+        lengths = 5 - torch.arange(batch, device=device) % 5
+        tokens = with_null_token(torch.randn(batch, 6, model.context_dim, device=device), lengths)
+    return Conditions(labels, None, vectors, *tokens).shortest()
+
+
 def check(
     options: dict,
     size: tuple[int, int],
@@ -54,14 +66,7 @@ def check(
     assert isinstance(plan, TrainingUNet)
     x = torch.randn(batch, *size, 3, device=device)
     t = torch.randint(0, 1000, (batch,), device=device)
-    labels = torch.arange(batch, device=device) % 3 if model.num_classes else None
-    vectors, tokens = None, ()
-    if model.vector_dim:
-        vectors = torch.randn(batch, model.vector_dim + 1, device=device)
-    if model.context_dim:
-        lengths = 5 - torch.arange(batch, device=device) % 5
-        tokens = with_null_token(torch.randn(batch, 6, model.context_dim, device=device), lengths)
-    labels = Conditions(labels, None, vectors, *tokens).shortest()
+    labels = conditions(model, batch, device)
     dy = torch.randn(batch, *size, model.out_channels, device=device)
     draws = {"rng": torch.tensor([5, 11], device=device), "first": 7}
     outputs = [

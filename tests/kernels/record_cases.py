@@ -96,6 +96,9 @@ def _others() -> Iterator[Callable[[], None]]:
         {"num_head_channels": 128, "model_channels": 128},
     ):
         yield lambda o=options: _train(network | o)
+    odd = {"model_channels": 18, "num_head_channels": 18, "num_groups": 6}
+    for options in ({"dropout": 0.1}, odd):
+        yield lambda o=options: _train(network | o, "fp32")
 
 
 def _cross_attention() -> None:
@@ -108,14 +111,14 @@ def _cross_attention() -> None:
         triton_kernels.fused_ops.cross_attention_backward(do, q, kv, mask, o, lse, heads)
 
 
-def _train(options: dict[str, Any]) -> None:
+def _train(options: dict[str, Any], precision: str = "bf16") -> None:
     model = yaml.safe_load((goldens.ROOT / "configs/model/unet64.yaml").read_text()) | options
     images = {"shape": [10**5, 32, 32, 3], "dtype": "uint8"}
     settings = {
         "model": model,
         "diffusion": {"schedule": "linear"},
         "optim": {"lr": 1e-4},
-        "train": {"batch_size": 8, "precision": "bf16"},
+        "train": {"batch_size": 8, "precision": precision},
         "images": images,
         "labels": None,
         "flip": True,

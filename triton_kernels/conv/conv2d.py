@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..reductions.column_sum import column_sum, partials, sum_partials
+from ..registry.spec import precision_of
 from ..runtime.layout import DTYPES, autocast, check_nhwc, check_shape
 from ..runtime.library import derivative, op
 from . import forward, weight_grad
@@ -30,10 +31,6 @@ _empty = torch.empty  # every output is allocated here; tests replace it to pois
 
 
 # --- launchers ------------------------------------------------------------------------------------
-
-
-def _precision(dtype: torch.dtype, allow_tf32: bool) -> str:
-    return "ieee" if dtype == torch.float32 and not allow_tf32 else "tf32"
 
 
 def _out_size(size: int, taps: int, stride: int, padding: int) -> int:
@@ -54,7 +51,7 @@ def _conv2d_fwd(
     p, q = _out_size(h, r, stride, padding[0]), _out_size(w, s, stride, padding[1])
     y = _empty((n, p, q, co), dtype=x.dtype, device=x.device)
     if y.numel():
-        precision = _precision(x.dtype, allow_tf32)
+        precision = precision_of(x.dtype, allow_tf32)
         operands = ConvOperands(x, weight, bias, y, stride, padding, precision, False)
         forward.launch(operands, config)
     return y
@@ -71,7 +68,7 @@ def _conv2d_dgrad(
 ) -> Tensor:  # [N, H, W, CI]
     dx = _empty((dy.shape[0], *size, weight.shape[1]), dtype=dy.dtype, device=dy.device)
     if dx.numel():
-        precision = _precision(dy.dtype, allow_tf32)
+        precision = precision_of(dy.dtype, allow_tf32)
         operands = ConvOperands(dy, weight, None, dx, stride, padding, precision, True)
         forward.launch(operands, config)
     return dx
@@ -89,7 +86,7 @@ def _conv2d_wgrad(
     dweight = _empty((weight.numel(),), dtype=weight.dtype, device=x.device)
     if dy.numel() == 0:
         return dweight.zero_().as_strided(weight.shape, weight.stride())
-    precision = _precision(x.dtype, allow_tf32)
+    precision = precision_of(x.dtype, allow_tf32)
     kernel, planned = weight_grad.plan(x, dy, weight, stride, padding, precision, config)
     parts = partials(dweight, planned.splits)
     kernel.launch(planned, WgradOperands(x, dy, weight, parts, stride, padding, precision))

@@ -16,9 +16,12 @@ does they reach over its edges (`covering_box`). A tile of channels may straddle
 concatenation, if none divides them. The GEMM is that of `conv.plain.tma`: stride 1, channels in
 multiples of 16 bytes. Without a TMA unit, or of other channels, all of it is done by
 `conv.plain.pointer` and `conv.plain.pointer_wgrad`.
+
+Products of float32 are in TF32, or with `allow_tf32=False` in float32: three of TF32 each where
+TMA fetches (`conv.plain.tf32x3`), else FMAs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,8 +31,8 @@ from ..noise.dropout import Mask
 from ..reductions.column_sum import sum_partials
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op
-from ..registry.spec import ConvSpec, dtype_name
-from ..runtime.device import describe
+from ..registry.spec import ConvSpec, dtype_name, precision_of
+from ..runtime.device import Device, describe
 from . import forward, weight_grad
 from .configs import ConvOperands, WgradOperands
 from .fused_spec import forward_spec
@@ -75,6 +78,21 @@ _DGRAD_CONFIGS = [
     Config(64, 256, 64, 8, 3),
     Config(128, 128, 64, 8, 4),
 ]
+# Of float32 that is not rounded to TF32, as those of `conv.plain.tf32x3`: of numbers that have been
+# split, and of 1x1 filters, where they are in registers
+_SPLIT_CONFIGS = [Config(64, 128, 32, 4, 2), Config(64, 64, 32, 4, 3)]
+_SPLITTING_CONFIGS = [Config(64, 64, 32, 4, 4)]
+
+
+def _tiles(configs: list[Config]) -> Callable[[ConvSpec, Device], list[Config]]:
+    """Those that can do a convolution."""
+
+    def fitting(spec: ConvSpec, gpu: Device) -> list[Config]:
+        exact = _SPLIT_CONFIGS if spec.taps > 1 else _SPLITTING_CONFIGS
+        return fused_tiles.fitting(exact if spec.precision == "ieee" else configs, spec, gpu)
+
+    return fitting
+
 
 FORWARD = Op(
     "conv_forward",
@@ -84,7 +102,7 @@ FORWARD = Op(
             "tma",
             Config,
             fused_tiles.refuse,
-            lambda spec, gpu: fused_tiles.fitting(_FWD_CONFIGS, spec, gpu),
+            _tiles(_FWD_CONFIGS),
             cost=fused_tiles.cost,
             launch=fused_launch.forward,
             work=fused_tiles.work,
@@ -104,7 +122,7 @@ INPUT_GRAD = Op(
             "tma",
             Config,
             fused_tiles.refuse,
-            lambda spec, gpu: fused_tiles.fitting(_DGRAD_CONFIGS, spec, gpu),
+            _tiles(_DGRAD_CONFIGS),
             cost=fused_tiles.cost,
             launch=fused_launch.input_grad,
             work=fused_tiles.work,
@@ -133,6 +151,7 @@ def conv_forward(
     extra_bias: Tensor | None = None,  # float32 [CO]
     stats: bool = False,  # whether to return partials
     width: int | None = None,  # channels of y, up to the next multiple of 16; None: CO
+    allow_tf32: bool = True,  # here and below: of float32
     config: tuple | None = None,  # of a kernel of `FORWARD`
 ) -> tuple[Tensor, Tensor | None]:  # [N, H, W, CO]; float32 [N, K, 2, CO]
     """conv(x) + bias + emb + residual, and its partials: of each tile of H W / K pixels, the sum of
@@ -153,8 +172,9 @@ def conv_forward(
     y = _empty((n, h, w, width), dtype=x.dtype, device=x.device)
     if config is None:
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
-        terms["width"] = width
+        terms |= {"width": width, "allow_tf32": allow_tf32}
         added = {"emb": emb is not None, "residual": residual is not None, "stats": stats}
+        added["allow_tf32"] = allow_tf32
         spec = forward_spec(x, weight, width, extra=[other for other, _ in extra], **added)
 
         def run(c: tuple) -> Tensor:
@@ -165,6 +185,7 @@ def conv_forward(
     if n:
         beside = () if residual is None else (residual,)
         given = Operands(x, weight, y, bias, partials, beside, extra, extra_bias, emb)
+        given = given._replace(precision=precision_of(x.dtype, allow_tf32))
         FORWARD.kernel_of(config).launch(config, given)
     return y, partials
 
@@ -180,6 +201,7 @@ def conv_input_grad(
     table: Tensor,  # float32 [N, 4, CI]: mean, rstd, g, b
     activation: str,  # of `activations`
     mask: Mask | None = None,
+    allow_tf32: bool = True,
     config: tuple | None = None,  # of a kernel of `INPUT_GRAD`
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, CI]; float32 [N, K, 2, CI]
     """dz of a = act(z), z = (x - mean) rstd g + b, from the gradient dy of conv(a), or of
@@ -195,9 +217,10 @@ def conv_input_grad(
     dz = _empty((n, h, w, ci), dtype=dy.dtype, device=dy.device)
     if config is None:
         rest = {"inputs": inputs, "table": table, "activation": activation, "mask": mask}
+        rest["allow_tf32"] = allow_tf32
         spec = ConvSpec(
             n=n,
-            dtype=dtype_name(dy.dtype, allow_tf32=True),
+            dtype=dtype_name(dy.dtype, allow_tf32),
             h=h,
             w=w,
             k=k,
@@ -218,6 +241,7 @@ def conv_input_grad(
     partials = _partials(piece, dz)
     if n:
         given = Operands(dy, weight, dz, table, partials, inputs, activation=activation, mask=mask)
+        given = given._replace(precision=precision_of(dy.dtype, allow_tf32))
         INPUT_GRAD.kernel_of(config).launch(config, given)
     return dz, partials
 
@@ -226,14 +250,16 @@ def conv_plain_input_grad(
     dy: Tensor,  # [N, H, W, CO]
     weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of dy
     config: tuple | None = None,  # of a kernel of `forward.INPUT_GRAD`
+    *,
+    allow_tf32: bool = True,
 ) -> Tensor:  # [N, H, W, CI]
     """The gradient of x of conv(x)."""
     _check(weight, dy)
     _, ci, r, s = weight.shape
     dx = _empty((*dy.shape[:3], ci), dtype=dy.dtype, device=dy.device)
     if dx.numel():
-        padding = (r // 2, s // 2)
-        forward.launch(ConvOperands(dy, weight, None, dx, 1, padding, "tf32", True), config)
+        padding, precision = (r // 2, s // 2), precision_of(dy.dtype, allow_tf32)
+        forward.launch(ConvOperands(dy, weight, None, dx, 1, padding, precision, True), config)
     return dx
 
 
@@ -248,6 +274,7 @@ def conv_weight_grad(
     accumulate: bool = False,  # add to `out`
     stride: int = 1,
     padding: int | None = None,  # None: R // 2; the image is padded below as far as dy needs it
+    allow_tf32: bool = True,
     config: tuple | None = None,  # a tile of a kernel of `weight_grad.WEIGHT_GRAD`
     splits: int | None = None,  # parts that the sum over pixels is split into
 ) -> None:
@@ -262,11 +289,12 @@ def conv_weight_grad(
             out.zero_()
         return
     padding = (r // 2, s // 2) if padding is None else (padding, padding)
-    kernel, planned = weight_grad.plan(x, dy, out, stride, padding, "tf32", config)
+    precision = precision_of(x.dtype, allow_tf32)
+    kernel, planned = weight_grad.plan(x, dy, out, stride, padding, precision, config)
     splits = planned.splits if splits is None else splits
     planned = planned._replace(splits=splits)
     assert kernel.pads or (x.shape[3], dy.shape[3]) == (ci, co)
-    operands = WgradOperands(x, dy, out, out, stride, padding, "tf32")
+    operands = WgradOperands(x, dy, out, out, stride, padding, precision)
     if splits == 1 and kernel.in_place:
         kernel.launch(planned, operands._replace(stride_co=out.stride(0), accumulate=accumulate))
         return

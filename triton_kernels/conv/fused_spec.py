@@ -18,6 +18,7 @@ def forward_spec(
     extra: Sequence[Tensor] = (),  # of which 1x1 convolutions are added
     stats: bool = False,
     second: Tensor | None = None,  # beside x, of the same images
+    allow_tf32: bool = True,  # of float32
     **rest: Any,  # fields of the spec
 ) -> ConvSpec:
     """What `conv_forward` computes of such tensors."""
@@ -27,7 +28,7 @@ def forward_spec(
         rest["first"], k = k, k + second.shape[3]
     return ConvSpec(
         n=n,
-        dtype=dtype_name(x.dtype, allow_tf32=True),
+        dtype=dtype_name(x.dtype, allow_tf32),
         h=h,
         w=w,
         k=k,

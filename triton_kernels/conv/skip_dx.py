@@ -24,12 +24,14 @@ from ..norm.tables import check_partials_of, covering_groups, tiles_at_a_time
 from ..reductions.row_sums import RowSums
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op
-from ..registry.spec import ConvSpec, dtype_name
+from ..registry.spec import ConvSpec, dtype_name, precision_of
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import Device, describe
 from ..tf32 import as_operand
 from .plain import pointer_skip_dx
+from .plain.fused_launch import columns_in_boxes
 from .plain.pointer_tiles import PointerTile
+from .plain.tf32x3 import multiply_split, whole_sum
 from .plain.tile_edges import count_tiles, tile_number, zero_outside
 from .plain.tma import Config, tile_origin
 from .plain.tma_boxes import (
@@ -85,6 +87,7 @@ def _finish(
     TILE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     RAGGED: tl.constexpr,
+    TF32: tl.constexpr,  # products in TF32 read what is written
 ):
     PIXELS: tl.constexpr = TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
@@ -127,7 +130,7 @@ def _finish(
                 dx, at[1], at[2], P // FACTOR, Q // FACTOR, TILE_H // FACTOR, TILE_W // FACTOR
             )
         tl.store(sums_ptr + row[None, :] * CH + offs_c[:, None], tl.sum(inside, axis=2), mask=mask)
-    dx = as_operand(dx.reshape(BLOCK_C, BLOCK_M // FACTOR // FACTOR), dx_desc.dtype, True)
+    dx = as_operand(dx.reshape(BLOCK_C, BLOCK_M // FACTOR // FACTOR), dx_desc.dtype, TF32)
     dx = tl.trans(dx)
     dx_desc.store(at, dx.reshape(TILE_N, TILE_H // FACTOR, TILE_W // FACTOR, BLOCK_C))
 
@@ -135,7 +138,7 @@ def _finish(
 @triton.jit(do_not_specialize=["N", "P", "Q"])
 def _skip_dx_kernel(
     dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
-    w_desc,  # [CO, C] in boxes [BLOCK_K, BLOCK_C]
+    w_desc,  # [CO, C] in boxes [BLOCK_K, BLOCK_C]; "ieee": [1, CO, C], likewise
     dz_desc,  # [N, P, Q, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C], or with the next as x1_desc
     dz2_desc,  # as x2_desc or None
     x1_desc,  # [N, P, Q, C1] likewise; UPSAMPLE: half as high and wide, and so are its boxes
@@ -190,22 +193,29 @@ def _skip_dx_kernel(
         q = tl.load(ptrs + CK, mask=mask, other=0.0)
         r = tl.load(ptrs + 2 * CK, mask=mask, other=0.0)
     acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
-    for k0 in range(0, CO, BLOCK_K):
-        w = tl.trans(w_desc.load([k0, c0]))
-        dy = dy_desc.load([n0, h0, w0, k0]).reshape(BLOCK_M, BLOCK_K)
-        acc = tl.dot(w, tl.trans(dy), acc, input_precision=PRECISION)
+    if PRECISION == "ieee":
+        acc, small = multiply_split(
+            acc, acc, dy_desc, None, w_desc, None, n0, h0, w0, c0, CO, 1, 1, 0, 0, True, "tf32",
+            BLOCK_M, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
+        acc = whole_sum(acc, small)
+    else:
+        for k0 in range(0, CO, BLOCK_K):
+            w = tl.trans(w_desc.load([k0, c0]))
+            dy = dy_desc.load([n0, h0, w0, k0]).reshape(BLOCK_M, BLOCK_K)
+            acc = tl.dot(w, tl.trans(dy), acc, input_precision=PRECISION)
     if c0 < C1:
         _finish(
             acc, x1_desc, add1_desc, dz_desc, p, q, r, dx1_desc, sums_ptr, n0, h0, w0, c0, 0,
             N, P, Q, C, C1, UPSAMPLE, dz2_desc is not None, False,
-            TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+            TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, PRECISION == "tf32",
         )  # fmt: skip
     elif x2_desc is not None:
         _finish(
             acc, x2_desc, None, dz2_desc if dz2_desc is not None else dz_desc, p, q, r, dx2_desc,
             None, n0, h0, w0, c0, C1,
             N, P, Q, C, C - C1, False, False, dz2_desc is not None,
-            TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+            TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, PRECISION == "tf32",
         )  # fmt: skip
 
 
@@ -230,6 +240,7 @@ def skip_dx(
     *,
     dz2: Tensor | None = None,  # [N, H, W, C2]: then dz is that of x1, added up over 2x2 pixels
     upsample1: bool = False,
+    allow_tf32: bool = True,  # of float32: then results are rounded to it as well
     config: Config | PointerTile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dx1 = p dz + q x1 + r + W^T dy + add1, and dx2 alike but for add1, rounded once.
@@ -242,14 +253,16 @@ def skip_dx(
     assert dz.shape[3] == x1.shape[3] + (0 if x2 is None or halves else x2.shape[3])
     assert not halves or (upsample1 and dz.shape == x1.shape and dz2.shape == x2.shape)
     if config is None:
-        config = choose_config(dy, weight, x1, x2, add1, upsample1)
+        config = choose_config(dy, weight, x1, x2, add1, upsample1, allow_tf32)
+    precision = precision_of(dy.dtype, allow_tf32)
     if halves or not _straddles(config, x1, x2):
-        return _launch(dy, weight, dz, 0, x1, x2, coeff, add1, sums, upsample1, config, dz2)
+        rest = coeff, add1, sums, upsample1, config, precision
+        return _launch(dy, weight, dz, 0, x1, x2, *rest, dz2)
     assert isinstance(coeff, Tensor), "coefficients are made in the kernel for both halves at once"
     c1 = x1.shape[3]
     first, second = (weight[:, :c1], dz, 0, x1, None), (weight[:, c1:], dz, c1, x2, None)
-    dx1, _, rows = _launch(dy, *first, coeff, add1, sums, upsample1, config)
-    dx2, _, _ = _launch(dy, *second, coeff, None, False, False, config)
+    dx1, _, rows = _launch(dy, *first, coeff, add1, sums, upsample1, config, precision)
+    dx2, _, _ = _launch(dy, *second, coeff, None, False, False, config, precision)
     return dx1, dx2, rows
 
 
@@ -265,6 +278,7 @@ def _launch(
     sums: bool | RowSums,
     upsample1: bool,
     config: Config,
+    precision: str,
     dz2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     n, h, w, co = dy.shape
@@ -312,7 +326,7 @@ def _launch(
         filters, columns = weight.view(co, c), dz if dz2 is not None else dz[..., begin:]
         pointer_skip_dx.launch(
             dy, filters, columns, dz2, x1, x2, add1, coeff, dx1, dx2, rows, box, config,
-            upsample1=upsample1,
+            upsample1=upsample1, precision=precision,
         )  # fmt: skip
         return dx1, dx2, rows
     tile = [*box, config.block_c]
@@ -324,11 +338,10 @@ def _launch(
         )
     else:
         columns = in_boxes(dz, tile1)
-    strides = [filters.stride(0), 1]
     programs = count_boxes(box, n, h, w) * triton.cdiv(c, config.block_c)
     _skip_dx_kernel[(programs,)](
         in_boxes(dy, [*box, config.block_k]),
-        TensorDescriptor(filters, [co, c], strides, [config.block_k, config.block_c]),
+        columns_in_boxes(filters, [config.block_k, config.block_c], precision == "ieee"),
         columns,
         None if dz2 is None else in_boxes(dz2, tile),
         in_boxes(x1, tile1),
@@ -346,7 +359,7 @@ def _launch(
         c,
         c1,
         channels,
-        PRECISION="tf32",
+        PRECISION=precision,
         UPSAMPLE=upsample1,
         RAGGED=is_ragged(box, h, w),
         **tile_sizes(box, config),
@@ -363,13 +376,14 @@ def choose_config(
     x2: Tensor | None,
     add1: Tensor | None,
     upsample1: bool,
+    allow_tf32: bool,
 ) -> Config | PointerTile:
     """The tile of `skip_dx` for these arguments."""
     n, h, w, co = dy.shape
     c = weight.shape[1]
     spec = ConvSpec(
         n=n,
-        dtype=dtype_name(dy.dtype, allow_tf32=True),
+        dtype=dtype_name(dy.dtype, allow_tf32),
         h=h,
         w=w,
         k=co,
@@ -384,7 +398,7 @@ def choose_config(
     def run(config: Config) -> Tensor:
         coeff = torch.ones((n, 3, c), device=dy.device)
         dz = torch.zeros((n, h, w, c), dtype=dy.dtype, device=dy.device)
-        options = {"upsample1": upsample1, "config": config}
+        options = {"upsample1": upsample1, "allow_tf32": allow_tf32, "config": config}
         return skip_dx(dy, weight, dz, x1, x2, coeff, add1, **options)[0]
 
     return select(SKIP_DX, spec, describe(dy.device), run).config
@@ -409,7 +423,7 @@ def _of_tma(spec: ConvSpec, gpu: Device) -> list[Config]:
 
 
 def _of_pointer(spec: ConvSpec, gpu: Device) -> list[PointerTile]:
-    return _fitting(pointer_skip_dx.candidates(spec.k), spec)
+    return _fitting(pointer_skip_dx.candidates(spec.k, spec.precision), spec)
 
 
 def _key(spec: ConvSpec) -> dict[str, Any]:

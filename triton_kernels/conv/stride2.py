@@ -11,10 +11,9 @@ Its kernels are those of `conv.forward`; the gradient of its filters is `conv.fu
 import torch
 from torch import Tensor
 
+from ..registry.spec import precision_of
 from .configs import ConvOperands
 from .forward import launch
-
-_PRECISION = "tf32"  # of float32
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -24,13 +23,16 @@ def conv_down(
     weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory, dtype of x
     bias: Tensor,  # [CO]
     padding: int,
+    *,
+    allow_tf32: bool = True,  # here and below: of float32
 ) -> Tensor:  # [N, H / 2, W / 2, CO]
     """y above."""
     n, h, w, _ = x.shape
     _check(weight, x, h, w)
     y = _empty((n, h // 2, w // 2, weight.shape[0]), dtype=x.dtype, device=x.device)
     if y.numel():
-        launch(ConvOperands(x, weight, bias, y, 2, (padding,) * 2, _PRECISION, False))
+        precision = precision_of(x.dtype, allow_tf32)
+        launch(ConvOperands(x, weight, bias, y, 2, (padding,) * 2, precision, False))
     return y
 
 
@@ -39,6 +41,8 @@ def conv_down_input_grad(
     weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory, dtype of dy
     padding: int,
     add: Tensor | None = None,  # [N, H, W, CI]
+    *,
+    allow_tf32: bool = True,
 ) -> Tensor:  # [N, H, W, CI]
     """The gradient of x, plus `add`, rounded once."""
     n, p, q, _ = dy.shape
@@ -46,7 +50,8 @@ def conv_down_input_grad(
     dx = _empty((n, 2 * p, 2 * q, weight.shape[1]), dtype=dy.dtype, device=dy.device)
     assert add is None or (add.shape == dx.shape and add.is_contiguous())
     if dx.numel():
-        launch(ConvOperands(dy, weight, None, dx, 2, (padding,) * 2, _PRECISION, True, add))
+        precision = precision_of(dy.dtype, allow_tf32)
+        launch(ConvOperands(dy, weight, None, dx, 2, (padding,) * 2, precision, True, add))
     return dx
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
-from ..registry.spec import WeightGradsSpec
+from ..registry.spec import WeightGradsSpec, precision_of
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import describe
 from .fused import conv_weight_grad
@@ -121,6 +121,7 @@ def conv_weight_grads(
     *gradients: tuple[Tensor, Tensor, Tensor],  # x [N, H, W, CI], dy [N, H, W, CO], `out`, as ...
     accumulate: bool = False,  # add to each `out`
     share: float = 1.0,  # of the multiprocessors, about: the fewer, the fewer parts to add up
+    allow_tf32: bool = True,  # of float32
 ) -> None:
     """... `conv_weight_grad` of each has them, up to 4. All `out` have filters of one size, all
     images are of one size, and all have padding R // 2."""
@@ -133,22 +134,23 @@ def conv_weight_grads(
         for g, place in zip(group, flat.split(sizes), strict=True):
             co, ci, r, s = g.out.shape
             copies.append(g._replace(out=place.view(co, r, s, ci).permute(0, 3, 1, 2)))
-        _run(copies, False, plan)
+        _run(copies, False, plan, allow_tf32)
         return flat
 
     if len(group) == 1:
-        _run_in_turn(group, accumulate, share)
+        _run_in_turn(group, accumulate, share, allow_tf32)
         return
-    spec, gpu = grads_spec(group), describe(group[0].x.device)
-    _run(group, accumulate, select(WEIGHT_GRADS, spec, gpu, run).config, share)
+    spec, gpu = grads_spec(group, allow_tf32), describe(group[0].x.device)
+    _run(group, accumulate, select(WEIGHT_GRADS, spec, gpu, run).config, allow_tf32, share)
 
 
-def grads_spec(gradients: Sequence[Gradient]) -> WeightGradsSpec:
+def grads_spec(gradients: Sequence[Gradient], allow_tf32: bool) -> WeightGradsSpec:
     """What is computed of such tensors, each with padding R // 2."""
     convs = []
     for x, dy, out in gradients:
         padding = (out.shape[2] // 2, out.shape[3] // 2)
-        convs.append(weight_grad_spec(x, dy, out, 1, padding, "tf32"))
+        precision = precision_of(x.dtype, allow_tf32)
+        convs.append(weight_grad_spec(x, dy, out, 1, padding, precision))
     contiguous = all(g.out.permute(0, 2, 3, 1).is_contiguous() for g in gradients)
     return WeightGradsSpec(convs[0].n, convs[0].dtype, tuple(convs), contiguous)
 
@@ -171,15 +173,21 @@ WEIGHT_GRADS = Op(
 )
 
 
-def _run(group: Sequence[Gradient], accumulate: bool, plan: _Plan, share: float = 1.0) -> None:
+def _run(
+    group: Sequence[Gradient],
+    accumulate: bool,
+    plan: _Plan,
+    allow_tf32: bool,
+    share: float = 1.0,
+) -> None:
     if isinstance(plan, _InTurn):
-        _run_in_turn(group, accumulate, share)
+        _run_in_turn(group, accumulate, share, allow_tf32)
         return
     tile = plan
     x, _, out = group[0]
     taps = out.shape[2] * out.shape[3]
     shape = (2, 64 * tile.co_blocks, taps, 64 * tile.ci_blocks)
-    spec = grads_spec(group)
+    spec = grads_spec(group, allow_tf32)
     programs = group_wgrad.programs(spec, describe(x.device), tile, share)
     parts = _empty((programs, *shape), dtype=torch.float32, device=x.device)
     steps = group_wgrad.pixel_tiles(spec.convs[0], tile)
@@ -187,15 +195,18 @@ def _run(group: Sequence[Gradient], accumulate: bool, plan: _Plan, share: float 
     _sum_parts(parts, [g.out for g in group], steps, accumulate)
 
 
-def _run_in_turn(group: Sequence[Gradient], accumulate: bool, share: float) -> None:
+def _run_in_turn(
+    group: Sequence[Gradient], accumulate: bool, share: float, allow_tf32: bool
+) -> None:
     """Two after two, or one after one."""
+    options = {"accumulate": accumulate, "allow_tf32": allow_tf32}
     three = group[0].out.shape[2] == 3
     pairs = [group[i : i + 2] if three else [group[i]] for i in range(0, len(group), 1 + three)]
     for pair in pairs:
         if len(pair) == 2:
-            conv_two_weight_grads(*pair[0], *pair[1], accumulate=accumulate, share=share)
+            conv_two_weight_grads(*pair[0], *pair[1], share=share, **options)
         else:
-            conv_weight_grad(*pair[0], accumulate=accumulate)
+            conv_weight_grad(*pair[0], **options)
 
 
 def _sum_parts(

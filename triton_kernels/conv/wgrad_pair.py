@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
-from ..registry.spec import WeightGradsSpec
+from ..registry.spec import WeightGradsSpec, precision_of
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import Device, describe
 from .fused import conv_weight_grad
@@ -80,6 +80,7 @@ def conv_two_weight_grads(
     *,
     accumulate: bool = False,  # add to `out1` and `out2`
     share: float = 1.0,  # of the multiprocessors, about, if one launch does both
+    allow_tf32: bool = True,  # of float32
 ) -> None:
     """`conv_weight_grad` of both."""
 
@@ -89,21 +90,27 @@ def conv_two_weight_grads(
         for out, part in zip((out1, out2), flat.split((out1.numel(), out2.numel())), strict=True):
             co, ci, r, s = out.shape
             places.append(part.view(co, r, s, ci).permute(0, 3, 1, 2))
-        _run(x1, dy1, places[0], x2, dy2, places[1], False, plan)
+        _run(x1, dy1, places[0], x2, dy2, places[1], False, plan, allow_tf32)
         return flat
 
-    spec, gpu = _spec(x1, dy1, out1, x2, dy2, out2), describe(x1.device)
+    spec, gpu = _spec(x1, dy1, out1, x2, dy2, out2, allow_tf32), describe(x1.device)
     plan = select(TWO_WEIGHT_GRADS, spec, gpu, run).config
-    _run(x1, dy1, out1, x2, dy2, out2, accumulate, plan, share)
+    _run(x1, dy1, out1, x2, dy2, out2, accumulate, plan, allow_tf32, share)
 
 
 def _spec(
-    x1: Tensor, dy1: Tensor, out1: Tensor, x2: Tensor, dy2: Tensor, out2: Tensor
+    x1: Tensor,
+    dy1: Tensor,
+    out1: Tensor,
+    x2: Tensor,
+    dy2: Tensor,
+    out2: Tensor,
+    allow_tf32: bool,
 ) -> WeightGradsSpec:
-    convs = []
+    convs, precision = [], precision_of(x1.dtype, allow_tf32)
     for x, dy, out in ((x1, dy1, out1), (x2, dy2, out2)):
         padding = (out.shape[2] // 2, out.shape[3] // 2)
-        convs.append(weight_grad_spec(x, dy, out, 1, padding, "tf32"))
+        convs.append(weight_grad_spec(x, dy, out, 1, padding, precision))
     contiguous = all(out.permute(0, 2, 3, 1).is_contiguous() for out in (out1, out2))
     return WeightGradsSpec(convs[0].n, convs[0].dtype, tuple(convs), contiguous)
 
@@ -164,17 +171,19 @@ def _run(
     out2: Tensor,
     accumulate: bool,
     plan: _Plan,
+    allow_tf32: bool,
     share: float = 1.0,
 ) -> None:
     if isinstance(plan, _OneByOne):
-        conv_weight_grad(x1, dy1, out1, accumulate=accumulate)
-        conv_weight_grad(x2, dy2, out2, accumulate=accumulate)
+        options = {"accumulate": accumulate, "allow_tf32": allow_tf32}
+        conv_weight_grad(x1, dy1, out1, **options)
+        conv_weight_grad(x2, dy2, out2, **options)
         return
     numel1, numel2 = out1.numel(), out2.numel()
     splits = plan.splits
     if splits >= _MANY_SPLITS:  # with fewer, blocks of channels make most of the programs
         splits = max(
-            row_mma.fewest_wgrad_splits(_spec(x1, dy1, out1, x2, dy2, out2).convs[0]),
+            row_mma.fewest_wgrad_splits(_spec(x1, dy1, out1, x2, dy2, out2, allow_tf32).convs[0]),
             round(share * splits),
         )
     parts = _empty((splits, numel1 + numel2), dtype=torch.float32, device=x1.device)

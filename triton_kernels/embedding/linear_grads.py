@@ -14,9 +14,11 @@ from torch import Tensor
 
 from ..reductions.column_sum import partials, sum_partials
 from ..runtime.dependent_launch import await_inputs, overlapping
+from ..tf32 import dot_of_split
 
-_BLOCK = 64  # of either kind of channels
-_MAX_SAMPLES = 64  # at a time
+# Of channels of either kind, and of samples at a time, at most: in TF32, and in float32, which has
+# two parts of every number in registers
+_BLOCKS = {True: 64, False: 32}
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -35,6 +37,7 @@ def _linear_grads_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_CO: tl.constexpr,
     BLOCK_CI: tl.constexpr,
+    TF32: tl.constexpr,  # products are in it
 ):
     await_inputs()
     ci_blocks = tl.cdiv(CI, BLOCK_CI)
@@ -57,10 +60,13 @@ def _linear_grads_kernel(
             dy_ptr + row * CO + offs_co[None, :], mask=mask_n & mask_co[None, :], other=0.0
         )
         x = tl.load(x_ptr + row * CI + offs_ci[None, :], mask=mask_n & mask_ci[None, :], other=0.0)
-        dw = tl.dot(tl.trans(dy), x, dw, input_precision="tf32")
+        if TF32:
+            dw = tl.dot(tl.trans(dy), x, dw, input_precision="tf32")
+        else:
+            dw += dot_of_split(tl.trans(dy), x)
         db += tl.sum(dy, 0)
         if part_ptr is not None:
-            dx = tl.dot(dy, w, input_precision="tf32")
+            dx = tl.dot(dy, w, input_precision="tf32") if TF32 else dot_of_split(dy, w)
             out = part_ptr + (block.to(tl.int64) * N + row) * CI + offs_ci[None, :]
             tl.store(out, dx, mask=mask_n & mask_ci[None, :])
     tl.store(grad_weight_ptr + offs_w, dw, mask=mask_w)
@@ -74,8 +80,10 @@ def linear_grads(
     grad_weight: Tensor,  # float32 [CO, CI], added to
     grad_bias: Tensor,  # float32 [CO], added to
     need_dx: bool = True,
+    *,
+    allow_tf32: bool = True,
 ) -> Tensor | None:  # float32 [N, CI]
-    """Add the gradients of weight and bias; return that of x, or None. Products are in TF32."""
+    """Add the gradients of weight and bias; return that of x, or None."""
     (n, ci), co = x.shape, dy.shape[1]
     for tensor, shape in (
         (x, (n, ci)),
@@ -88,12 +96,13 @@ def linear_grads(
     dx = _empty((n, ci), dtype=torch.float32, device=x.device) if need_dx else None
     if n == 0:
         return dx
-    blocks = triton.cdiv(co, _BLOCK)
+    block = _BLOCKS[allow_tf32]
+    blocks = triton.cdiv(co, block)
     parts = partials(dx, blocks) if need_dx else None
-    block_n = max(16, min(triton.next_power_of_2(n), _MAX_SAMPLES))
-    _linear_grads_kernel[(blocks * triton.cdiv(ci, _BLOCK),)](
-        x, dy, weight, grad_weight, grad_bias, parts, n, ci, co, block_n, _BLOCK, _BLOCK,
-        num_warps=4, **overlapping(x.device),
+    block_n = max(16, min(triton.next_power_of_2(n), block))
+    _linear_grads_kernel[(blocks * triton.cdiv(ci, block),)](
+        x, dy, weight, grad_weight, grad_bias, parts, n, ci, co, block_n, block, block,
+        allow_tf32, num_warps=4, **overlapping(x.device),
     )  # fmt: skip
     if need_dx:
         sum_partials(parts, dx)

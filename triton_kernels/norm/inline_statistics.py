@@ -242,12 +242,14 @@ def skip_backward(
     add1: Tensor | None = None,  # [N, H, W, C1]
     dz2: Tensor | None = None,  # [N, H, W, C2]: then dz is that of x1, added up over 2x2 pixels
     upsample1: bool = False,
+    allow_tf32: bool = True,  # as that of `skip_dx`
     ways: OneLaunch | TwoLaunches | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """`skip_dx` with the coefficients of `norm_grad_table`: the gradients of x1 and x2, and rows
     whose sum is that of the first over samples and pixels."""
     (n, h, w, _), c = dy.shape, skip_weight.shape[1]
-    config = choose_config(dy, skip_weight, x1, x2, add1, upsample1) if n else None
+    given = dy, skip_weight, x1, x2, add1, upsample1, allow_tf32
+    config = choose_config(*given) if n else None
     if ways is None:
         rest = {"grad": True, "tiles": (partials.shape[1],)}
         spec = NormSpec(n, dtype_name(dz.dtype), h, w, c, groups=num_groups, **rest)
@@ -263,5 +265,5 @@ def skip_backward(
         coeff = norm_grad_table(
             partials, table, h * w, num_groups, *grads, accumulate=True, sums=sums
         )
-    options = {"dz2": dz2, "upsample1": upsample1, "config": config}
+    options = {"dz2": dz2, "upsample1": upsample1, "allow_tf32": allow_tf32, "config": config}
     return skip_dx(dy, skip_weight, dz, x1, x2, coeff, add1, sums, **options)

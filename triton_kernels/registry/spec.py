@@ -23,6 +23,11 @@ def dtype_name(dtype: torch.dtype, allow_tf32: bool = False) -> str:
     return "tf32" if dtype == torch.float32 and allow_tf32 else _NAMES[dtype]
 
 
+def precision_of(dtype: torch.dtype, allow_tf32: bool) -> str:
+    """How Triton is to multiply numbers of a type: "ieee", or "tf32", of 16 bits too."""
+    return "ieee" if dtype == torch.float32 and not allow_tf32 else "tf32"
+
+
 @dataclass(frozen=True)
 class Spec:
     """Of any operation."""

@@ -45,7 +45,7 @@ class Fusing:
         self.new: dict[Node, list[Node]] = {}  # by the node that they stand in front of
 
     def is_exact(self, y: Value) -> bool:
-        """Whether the products of y are in float32, which the fused kernels do not have."""
+        """Whether the products of y are in float32, and left to kernels without an epilogue."""
         return y.dtype == torch.float32 and not self.tf32
 
     def is_few(self, value: Value, channels: int) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from triton_kernels import fused_ops as fused
+from triton_kernels.fused_float32 import in_float32
 from triton_kernels.fused_tf32 import in_tf32
 from triton_kernels.runtime.dependent_launch import dependent_launches
 
@@ -41,24 +42,24 @@ def training_network(
     """What a training step calls as `forward_nhwc`: the plan if there is one for this model and
     backend, else the model itself, and the log says why."""
     backend = model.backend
-    refusal, kernels = "it multiplies 16 bits or TF32, on the Triton backend", step_kernels(backend)
+    refusal, kernels = "it is for the Triton backend", step_kernels(backend)
     if kernels is not None:
         refusal = TrainingUNet.refusal(model)
         if refusal is None:
             return TrainingUNet(model, flat, kernels, recompute, ready, urgent)
         log.warning("the layers run one by one, without the fused plan: %s", refusal)
-    elif backend.name == "triton":
-        log.info("the layers run one by one, without the fused plan: %s", refusal)
     if recompute:
         log.warning("train.recompute has no effect without the fused plan: %s", refusal)
     return model.forward_nhwc
 
 
 def step_kernels(backend: Backend) -> ModuleType | SimpleNamespace | None:
-    """What the plan of a step launches in the backend's precision, or None if it has no plan."""
-    if backend.name != "triton" or (backend.dtype not in DTYPES and not backend.allow_tf32):
+    """What the plan of a step launches in the backend's precision; None: PyTorch has no plan."""
+    if backend.name != "triton":
         return None
-    return fused if backend.dtype in DTYPES else in_tf32(fused)
+    if backend.dtype in DTYPES:
+        return fused
+    return in_tf32(fused) if backend.allow_tf32 else in_float32(fused)
 
 
 class TrainingUNet:
@@ -77,8 +78,8 @@ class TrainingUNet:
         self.model, self.kernels = model, kernels
         self.recompute, self.ready, self.urgent = recompute, ready, urgent
         self.params, self.grads = flat.views(flat.param), flat.views(flat.grad)
-        dtype = model.backend.dtype
-        self.low = flat.views(flat.low(dtype, tf32=dtype == torch.float32))
+        backend = model.backend
+        self.low = flat.views(flat.low(backend.dtype, backend.allow_tf32))
         self.streams = Streams(flat.param.device, others=2)
         self.sums = kernels.RowSums(flat.grad)
         self.launcher = Launcher(kernels, self.sums)

@@ -79,6 +79,7 @@ class Operands(NamedTuple):
     norm: Norm | None = None  # of x
     means: Means | None = None  # of y, beside its partials
     mask: Mask | None = None  # of dropout, behind the activation
+    precision: str = "tf32"  # of products of float32: "ieee" | "tf32"
 
     @property
     def slope(self) -> str | None:

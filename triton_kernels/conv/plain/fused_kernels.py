@@ -3,6 +3,9 @@ an epilogue for each.
 
 An accumulator is [channels, pixels], so a thread holds whole runs of pixels of a few channels:
 sums over pixels are nearly free, and an image of the tile is a slice [channels, image, pixels].
+
+Products of float32 that may not be in TF32 (PRECISION "ieee") are three of them each, as in
+`conv.plain.tf32x3`.
 """
 
 import triton
@@ -12,6 +15,7 @@ from ...activations import activate_affine_grad
 from ...noise.dropout import kept
 from ...runtime.dependent_launch import await_inputs
 from ...tf32 import as_operand
+from .tf32x3 import multiply_split, whole_sum
 from .tile_edges import count_tiles, tile_number, zero_outside
 from .tma import multiply, multiply_rows, tile_origin
 
@@ -155,9 +159,11 @@ def conv_forward_kernel(
     y_desc,  # likewise
     partial_ptr,  # [N, K, 2, CO] or None
     extra1_desc,  # [N, P, Q, C1] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], or None
-    extra1_w_desc,  # [CO, C1] in boxes [BLOCK_C, BLOCK_K]
+    extra1_w_desc,  # [CO, C1] in boxes [BLOCK_C, BLOCK_K]; "ieee": [1, CO, C1], likewise
     extra2_desc,  # a second such pair, or None
     extra2_w_desc,
+    x_small_desc,  # "ieee": second parts of x and the filters, or None: they have not been split
+    w_small_desc,
     extra_bias_ptr,  # [CO] or None
     C1,
     C2,
@@ -196,29 +202,51 @@ def conv_forward_kernel(
             mask=mask_c[:, None] & (offs_n < N)[None, :],
             other=0.0,
         )
-    if ROWS == 1:
-        acc0 = multiply(
-            x_desc, w_desc, n0, h0, w0, c0, CI, R, S, R // 2, S // 2, False, PRECISION,
-            BLOCK_M, BLOCK_C, BLOCK_K,
+    if PRECISION == "ieee":
+        tl.static_assert(ROWS == 1)
+        acc0 = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+        acc0, small = multiply_split(
+            acc0, acc0, x_desc, x_small_desc, w_desc, w_small_desc, n0, h0, w0, c0, CI,
+            R, S, R // 2, S // 2, False, "tf32", BLOCK_M, BLOCK_C, BLOCK_K,
         )  # fmt: skip
+        if extra1_desc is not None:
+            acc0, small = multiply_split(
+                acc0, small, extra1_desc, None, extra1_w_desc, None, n0, h0, w0, c0, C1,
+                1, 1, 0, 0, False, "tf32", BLOCK_M, BLOCK_C, BLOCK_K,
+            )  # fmt: skip
+        if extra2_desc is not None:
+            acc0, small = multiply_split(
+                acc0, small, extra2_desc, None, extra2_w_desc, None, n0, h0, w0, c0, C2,
+                1, 1, 0, 0, False, "tf32", BLOCK_M, BLOCK_C, BLOCK_K,
+            )  # fmt: skip
+        acc0 = whole_sum(acc0, small)
         acc1 = acc0
         acc2 = acc0
         acc3 = acc0
     else:
-        acc0, acc1, acc2, acc3 = multiply_rows(
-            x_desc, w_desc, n0, h0, w0, c0, CI, S, S // 2, False, PRECISION, ROWS,
-            BLOCK_M, BLOCK_C, BLOCK_K,
-        )  # fmt: skip
-    if extra1_desc is not None:
-        acc0, acc1, acc2, acc3 = _multiply_pointwise(
-            acc0, acc1, acc2, acc3, extra1_desc, extra1_w_desc, n0, h0, w0, c0, C1, PRECISION,
-            ROWS, BLOCK_M, BLOCK_K,
-        )  # fmt: skip
-    if extra2_desc is not None:
-        acc0, acc1, acc2, acc3 = _multiply_pointwise(
-            acc0, acc1, acc2, acc3, extra2_desc, extra2_w_desc, n0, h0, w0, c0, C2, PRECISION,
-            ROWS, BLOCK_M, BLOCK_K,
-        )  # fmt: skip
+        if ROWS == 1:
+            acc0 = multiply(
+                x_desc, w_desc, n0, h0, w0, c0, CI, R, S, R // 2, S // 2, False, PRECISION,
+                BLOCK_M, BLOCK_C, BLOCK_K,
+            )  # fmt: skip
+            acc1 = acc0
+            acc2 = acc0
+            acc3 = acc0
+        else:
+            acc0, acc1, acc2, acc3 = multiply_rows(
+                x_desc, w_desc, n0, h0, w0, c0, CI, S, S // 2, False, PRECISION, ROWS,
+                BLOCK_M, BLOCK_C, BLOCK_K,
+            )  # fmt: skip
+        if extra1_desc is not None:
+            acc0, acc1, acc2, acc3 = _multiply_pointwise(
+                acc0, acc1, acc2, acc3, extra1_desc, extra1_w_desc, n0, h0, w0, c0, C1, PRECISION,
+                ROWS, BLOCK_M, BLOCK_K,
+            )  # fmt: skip
+        if extra2_desc is not None:
+            acc0, acc1, acc2, acc3 = _multiply_pointwise(
+                acc0, acc1, acc2, acc3, extra2_desc, extra2_w_desc, n0, h0, w0, c0, C2, PRECISION,
+                ROWS, BLOCK_M, BLOCK_K,
+            )  # fmt: skip
     for row in tl.static_range(ROWS):
         acc = acc0 if row == 0 else acc1 if row == 1 else acc2 if row == 2 else acc3
         _finish_forward(
@@ -318,6 +346,8 @@ def conv_input_grad_kernel(
     x2_desc,  # [N, P, Q, CI - C1] likewise, or None
     table_ptr,  # [N, 4, CI]: mean, rstd, g, b
     dz_desc,  # [N, P, Q, CI] likewise
+    dy_small_desc,  # "ieee": second parts of dy and the filters, or None: they have not been split
+    w_small_desc,
     partial_ptr,  # [N, K, 2, CI]
     N,
     CO,
@@ -352,7 +382,18 @@ def conv_input_grad_kernel(
     # The epilogue's vectors are asked for here, so that it does not wait for them; those of
     # the images of a second piece come when it is its turn.
     mean, rstd, g, b = _load_table(table_ptr, n0, c0, N, CI, PIECE_N, BLOCK_C)
-    if ROWS == 1:
+    if PRECISION == "ieee":
+        tl.static_assert(ROWS == 1)
+        acc0 = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+        acc0, small = multiply_split(
+            acc0, acc0, dy_desc, dy_small_desc, w_desc, w_small_desc, n0, h0, w0, c0, CO,
+            R, S, R // 2, S // 2, not TURNED, "tf32", BLOCK_M, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
+        acc0 = whole_sum(acc0, small)
+        acc1 = acc0
+        acc2 = acc0
+        acc3 = acc0
+    elif ROWS == 1:
         acc0 = multiply(
             dy_desc, w_desc, n0, h0, w0, c0, CO, R, S, R // 2, S // 2, not TURNED, PRECISION,
             BLOCK_M, BLOCK_C, BLOCK_K,

@@ -1,5 +1,9 @@
 """Launches of the fused convolutions that TMA fetches: forward and input gradient."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...activations import rounded_grad
@@ -8,9 +12,10 @@ from ...runtime.dependent_launch import overlapping
 from ..hopper.operands import Operands
 from .fused_kernels import conv_forward_kernel, conv_input_grad_kernel
 from .fused_tiles import box_of, piece_of, programs
+from .tf32x3 import is_split_before
 from .tma import Config, worth_turning
 from .tma_boxes import in_boxes, is_ragged, weight_in_boxes
-from .transpose_weights import turn_filters
+from .transpose_weights import split, turn_filters
 
 
 def forward(config: Config, operands: Operands) -> None:
@@ -20,18 +25,23 @@ def forward(config: Config, operands: Operands) -> None:
     co, _, r, s = weight.shape
     stats = operands.partials is not None
     box = box_of(config, n, h, w, even=stats)
-    tile = [*box, config.block_c]
+    tile, read = [*box, config.block_c], [*box, config.block_k]
+    exact = operands.precision == "ieee"
     extra_descs, extra_channels = [], []
     for other, w1x1 in operands.extra:
         assert w1x1.stride(1) == 1
-        block = [config.block_c, config.block_k]
-        filters = TensorDescriptor(w1x1, list(w1x1.shape), list(w1x1.stride()), block)
-        extra_descs += [in_boxes(other, [*box, config.block_k]), filters]
+        filters = columns_in_boxes(w1x1, [config.block_c, config.block_k], exact)
+        extra_descs += [in_boxes(other, read), filters]
         extra_channels += [other.shape[3]]
+    parts, filters = (x, None), (weight, None)
+    if exact and is_split_before(x, weight):
+        parts, filters = split(x), split(weight)
+    x_descs = _of_each(in_boxes, parts, read)
+    w_descs = _of_each(weight_in_boxes, filters, config.block_c, config.block_k)
     residual = operands.beside[0] if operands.beside else None
     conv_forward_kernel[(programs(config, box, *y.shape),)](
-        in_boxes(x, [*box, config.block_k]),
-        weight_in_boxes(weight, config.block_c, config.block_k),
+        x_descs[0],
+        w_descs[0],
         operands.vectors,
         emb,
         None if residual is None else in_boxes(residual, tile),
@@ -39,6 +49,8 @@ def forward(config: Config, operands: Operands) -> None:
         operands.partials,
         *extra_descs,
         *[None] * (4 - len(extra_descs)),
+        x_descs[1],
+        w_descs[1],
         operands.extra_bias,
         *extra_channels,
         *[0] * (2 - len(operands.extra)),
@@ -50,7 +62,7 @@ def forward(config: Config, operands: Operands) -> None:
         co,
         R=r,
         S=s,
-        PRECISION="tf32",
+        PRECISION=operands.precision,
         ROWS=config.rows,
         TILE_N=box[0],
         TILE_H=box[1],
@@ -73,18 +85,27 @@ def input_grad(config: Config, operands: Operands) -> None:
     box = box_of(config, n, h, w, even=True)
     piece = piece_of(config, box)
     tile = [*piece, config.block_c]
+    exact = operands.precision == "ieee"
     # of an even number of rows the input gradient has another padding
-    if turned := r % 2 == s % 2 == 1 and weight.shape[0] % 4 == 0 and worth_turning(dz):
-        filters = weight_in_boxes(turn_filters(weight, 1)[0], config.block_c, config.block_k)
-    else:
-        filters = weight_in_boxes(weight, config.block_k, config.block_c)
+    turned = r % 2 == s % 2 == 1 and weight.shape[0] % 4 == 0
+    turned = turned and (is_split_before(dy, weight) if exact else worth_turning(dz))
+    parts, filters = (dy, None), (weight, None)
+    if turned and exact:
+        parts, filters = split(dy), turn_filters(weight, 2)
+    elif turned:
+        filters = turn_filters(weight, 1)[0], None
+    block = (config.block_c, config.block_k) if turned else (config.block_k, config.block_c)
+    dy_descs = _of_each(in_boxes, parts, [*box, config.block_k])
+    w_descs = _of_each(weight_in_boxes, filters, *block)
     conv_input_grad_kernel[(programs(config, box, *dz.shape),)](
-        in_boxes(dy, [*box, config.block_k]),
-        filters,
+        dy_descs[0],
+        w_descs[0],
         in_boxes(inputs[0], tile),
         in_boxes(inputs[1], tile) if len(inputs) == 2 else None,
         operands.vectors,
         in_boxes(dz, tile),
+        dy_descs[1],
+        w_descs[1],
         operands.partials,
         n,
         co,
@@ -97,7 +118,7 @@ def input_grad(config: Config, operands: Operands) -> None:
         S=s,
         ACT=rounded_grad(operands.activation, dy.dtype),
         TURNED=turned,
-        PRECISION="tf32",
+        PRECISION=operands.precision,
         ROWS=config.rows,
         TILE_N=box[0],
         TILE_H=box[1],
@@ -113,3 +134,19 @@ def input_grad(config: Config, operands: Operands) -> None:
         num_stages=config.num_stages,
         **overlapping(dy.device),
     )
+
+
+def columns_in_boxes(filters: Tensor, block: list[int], exact: bool) -> TensorDescriptor:
+    """Filters [CO, C] of 1x1 convolutions, whose rows may be any distance apart; or, for products
+    of float32 as `tf32x3.multiply_split` has them, as [1, CO, C]."""
+    shape, strides = list(filters.shape), list(filters.stride())
+    if exact:
+        shape, strides, block = [1, *shape], [shape[0] * strides[0], *strides], [1, *block]
+    return TensorDescriptor(filters, shape, strides, block)
+
+
+def _of_each(
+    describe: Callable[..., TensorDescriptor], parts: Sequence[Tensor | None], *options: Any
+) -> list[TensorDescriptor | None]:
+    """The boxes of two parts, of which the second may be absent."""
+    return [None if part is None else describe(part, *options) for part in parts]

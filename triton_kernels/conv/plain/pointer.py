@@ -35,6 +35,7 @@ def forward(config: PointerTile, operands: Operands) -> None:
         y,
         ((ci, ci), (co, width)),
         config,
+        operands.precision,
         operands.partials,
         bias=operands.vectors,
         emb=operands.emb,
@@ -52,13 +53,13 @@ def _plain(config: PointerTile, operands: ConvOperands) -> None:
     assert precision == "tf32"
     channels = (x.shape[3],) * 2, (y.shape[3],) * 2
     _launch_forward(
-        x, weight, y, channels, config, bias=bias, transposed=dgrad, stride_w=r * s * ci
+        x, weight, y, channels, config, precision, bias=bias, transposed=dgrad, stride_w=r * s * ci
     )
 
 
 def _refuse_plain(spec: ConvSpec, gpu: Device) -> str | None:
     if spec.dtype == "fp32":
-        return "in float32 its products are rounded to TF32"
+        return "float32 that is not rounded to TF32"
     if spec.pads != (spec.r // 2, spec.s // 2):
         return f"it pads {spec.r // 2, spec.s // 2} pixels, not {spec.pads}"
     if gpu.tma and (spec.itemsize == 4 or min(spec.k, spec.c) < 16):
@@ -72,6 +73,7 @@ def _launch_forward(
     y: Tensor,
     channels: tuple[tuple[int, int], tuple[int, int]],  # of x, and of y: that count, and all
     config: PointerTile,
+    precision: str,
     partials: Tensor | None = None,
     *,
     bias: Tensor | None = None,
@@ -123,7 +125,7 @@ def _launch_forward(
         EXACT=(k, c) == (kx, cy) and divide(config, cy, kx, *beside),
         RAGGED=stats and is_ragged(box, h, w),
         UNIT=unit,
-        **_constants(config, box),
+        **_constants(config, box, precision),
     )
 
 
@@ -162,17 +164,19 @@ def input_grad(config: PointerTile, operands: Operands) -> None:
         RAGGED=is_ragged(box, h, w),
         STRADDLING=len(inputs) == 2 and c1 % config.block_c > 0,
         UNIT=unit,
-        **_constants(config, box),
+        **_constants(config, box, operands.precision),
     )
 
 
 # --- what they share ------------------------------------------------------------------------------
 
 
-def _constants(config: PointerTile, box: tuple[int, int, int]) -> dict[str, int | str]:
+def _constants(
+    config: PointerTile, box: tuple[int, int, int], precision: str
+) -> dict[str, int | str]:
     return {
         "ROWS": config.rows,
-        "PRECISION": "tf32",
+        "PRECISION": precision,
         "TILE_N": box[0],
         "TILE_H": box[1],
         "TILE_W": box[2],

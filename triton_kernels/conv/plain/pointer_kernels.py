@@ -329,14 +329,16 @@ def conv_pointer_forward_kernel(
         stride_w1 *= UNIT
         acc0, acc1, acc2, acc3 = multiply(
             acc0, acc1, acc2, acc3, extra1_ptr + at * C1, extra1_w_ptr, pixels, own, c0, C1, C1, C,
-            CY, stride_w1, Q, 1, 1, False, ROWS, EXACT, True, PRECISION, BLOCK_C, BLOCK_K,
+            CY, stride_w1, Q, 1, 1, False, ROWS, EXACT, PRECISION == "tf32", PRECISION, BLOCK_C,
+            BLOCK_K,
         )  # fmt: skip
     if extra2_ptr is not None:
         C2 *= UNIT
         stride_w2 *= UNIT
         acc0, acc1, acc2, acc3 = multiply(
             acc0, acc1, acc2, acc3, extra2_ptr + at * C2, extra2_w_ptr, pixels, own, c0, C2, C2, C,
-            CY, stride_w2, Q, 1, 1, False, ROWS, EXACT, True, PRECISION, BLOCK_C, BLOCK_K,
+            CY, stride_w2, Q, 1, 1, False, ROWS, EXACT, PRECISION == "tf32", PRECISION, BLOCK_C,
+            BLOCK_K,
         )  # fmt: skip
     offs_c = c0 + tl.arange(0, BLOCK_C)
     bias = tl.zeros([BLOCK_C], dtype=tl.float32)

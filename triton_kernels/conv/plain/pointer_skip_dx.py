@@ -13,7 +13,7 @@ from torch import Tensor
 from ...tf32 import as_operand
 from .fused_tiles import programs
 from .pointer_kernels import multiply, tile_pixels
-from .pointer_tiles import PointerTile
+from .pointer_tiles import OF_FMAS, PointerTile
 from .tma import tile_origin
 from .tma_boxes import is_ragged, tile_sizes
 
@@ -58,6 +58,7 @@ def _finish(
     TILE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     RAGGED: tl.constexpr,
+    TF32: tl.constexpr,  # products in TF32 read what is written
 ):
     PIXELS: tl.constexpr = TILE_H * TILE_W
     at = (n0.to(tl.int64) * P + h0) * Q + w0
@@ -100,7 +101,7 @@ def _finish(
             total = tl.where(inside.reshape(TILE_N, COUNT)[:, :, None], dx, 0.0)
         ptrs = sums_ptr + row[:, None] * CH + offs_c[None, :]
         tl.store(ptrs, tl.sum(total, axis=1), mask=(offs_n < N)[:, None] & mask_c)
-    dx = as_operand(dx.reshape(TILE_N * COUNT, BLOCK_C), dx_ptr.dtype.element_ty, True)
+    dx = as_operand(dx.reshape(TILE_N * COUNT, BLOCK_C), dx_ptr.dtype.element_ty, TF32)
     tl.store(dx_ptr + at * CH + places, dx, mask=mask)
 
 
@@ -161,20 +162,20 @@ def _skip_dx_pointer_kernel(
         _finish(
             acc, x1_ptr, add1_ptr, dz_ptr, dx1_ptr, sums_ptr, p, q, r, pixels, inside,
             n0, h0, w0, offs_c, N, P, Q, C1, CZ, UPSAMPLE, dz2_ptr is not None,
-            TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+            TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, PRECISION == "tf32",
         )  # fmt: skip
     elif x2_ptr is not None:
         if dz2_ptr is not None:
             _finish(
                 acc, x2_ptr, None, dz2_ptr, dx2_ptr, None, p, q, r, pixels, inside,
                 n0, h0, w0, offs_c - C1, N, P, Q, C - C1, C - C1, False, False,
-                TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+                TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, PRECISION == "tf32",
             )  # fmt: skip
         else:
             _finish(
                 acc, x2_ptr, None, dz_ptr + C1, dx2_ptr, None, p, q, r, pixels, inside,
                 n0, h0, w0, offs_c - C1, N, P, Q, C - C1, CZ, False, False,
-                TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+                TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, PRECISION == "tf32",
             )  # fmt: skip
 
 
@@ -194,6 +195,7 @@ def launch(
     config: PointerTile,
     *,
     upsample1: bool,
+    precision: str,
 ) -> None:
     """What `conv.skip_dx` has allocated and checked; no tile has channels of both halves."""
     n, h, w, co = dy.shape
@@ -224,11 +226,12 @@ def launch(
         EXACT=c % config.block_c == 0 and co % config.block_k == 0,
         RAGGED=is_ragged(box, h, w),
         UNIT=unit,
-        PRECISION="tf32",
+        PRECISION=precision,
         **tile_sizes(box, config),
     )
 
 
-def candidates(co: int) -> list[PointerTile]:
+def candidates(co: int, precision: str) -> list[PointerTile]:
     """The tiles for products over so many channels."""
-    return [c for c in TILES if (c.block_k <= _FEW) == (co <= _FEW)]
+    found = [c for c in TILES if (c.block_k <= _FEW) == (co <= _FEW)]
+    return [c for c in found if c in OF_FMAS] if precision == "ieee" else found

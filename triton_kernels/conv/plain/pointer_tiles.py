@@ -46,6 +46,7 @@ _FEW = 16  # channels
 _UNIT = 8  # channels: 16 bytes, which are fetched at once
 # Otherwise numbers are fetched one by one, each with a pointer: larger tiles spill registers
 _OF_SINGLE_NUMBERS = [PointerTile(c, 64, k, 4, 4) for c in (16, 64) for k in (16, 32)]
+OF_FMAS = _OF_SINGLE_NUMBERS  # of float32 that is not in TF32, whose products are unrolled
 
 
 def addressable(gpu: Device, itemsize: int, *channels: int) -> bool:
@@ -70,6 +71,8 @@ def fitting(spec: ConvSpec, gpu: Device) -> list[PointerTile]:
 
     def fits(c: PointerTile) -> bool:
         if (spec.k % _UNIT or spec.c % _UNIT) and c not in _OF_SINGLE_NUMBERS:
+            return False
+        if spec.precision == "ieee" and c not in OF_FMAS:
             return False
         if (c.block_c <= _FEW) != (spec.c <= _FEW) and c.block_c <= _FEW:
             return False

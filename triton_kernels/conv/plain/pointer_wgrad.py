@@ -51,6 +51,11 @@ TILES = [
     PointerWgradTile(16, 64, 64, 3, 4, 3),  # or of y
 ]
 _FEW = 16  # channels
+_OF_FMAS = [  # of float32 that is not in TF32, whose products are unrolled
+    PointerWgradTile(64, 64, 32, 1, 4, 3),
+    PointerWgradTile(64, 16, 32, 3, 4, 3),
+    PointerWgradTile(16, 64, 32, 3, 4, 3),
+]
 
 
 @triton.jit(do_not_specialize=["N", "H", "W", "P", "Q", "num_tiles", "tiles_per_split"])
@@ -100,6 +105,7 @@ def _conv_pointer_wgrad_kernel(
     tiles_h = tl.cdiv(P, TILE_H * ROWS)
     tiles_w = tl.cdiv(Q, TILE_W)
 
+    TF32: tl.constexpr = PRECISION == "tf32"
     m = tl.arange(0, TILE_N * TILE_H * TILE_W)
     n = m // (TILE_H * TILE_W)
     h = m // TILE_W % TILE_H
@@ -123,7 +129,7 @@ def _conv_pointer_wgrad_kernel(
         sums = ()
         if ROWS == 1:
             dy = tl.load(dy_ptrs, mask=mask_dy, other=0.0)
-            dy = as_operand(dy, dy.dtype, True)
+            dy = as_operand(dy, dy.dtype, TF32)
             for i in tl.static_range(GROUP):
                 r = (tap0 + i) // S - PAD_H
                 s = (tap0 + i) % S - PAD_W
@@ -132,13 +138,13 @@ def _conv_pointer_wgrad_kernel(
                 there = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
                 mask_x = there[:, None] if EXACT else there[:, None] & (offs_ci < KX)[None, :]
                 x = tl.load(x_ptr + (at + (r * W + s) * KX) + places_x, mask=mask_x, other=0.0)
-                x = as_operand(x, x.dtype, True)
+                x = as_operand(x, x.dtype, TF32)
                 sums = sums + (tl.dot(dy, x, accs[i], input_precision=PRECISION),)
         else:
             dys = ()
             for j in tl.static_range(ROWS):
                 dy = tl.load(dy_ptrs + j * Q * KY, mask=mask_dy, other=0.0)
-                dys = dys + (as_operand(dy, dy.dtype, True),)
+                dys = dys + (as_operand(dy, dy.dtype, TF32),)
             column = w0 + w + tap0 - 1
             there = inside & (column >= 0) & (column < W)
             sums = accs
@@ -147,7 +153,7 @@ def _conv_pointer_wgrad_kernel(
                 mask_x = row[:, None] if EXACT else row[:, None] & (offs_ci < KX)[None, :]
                 shift = ((i - 1) * W + tap0 - 1) * KX
                 x = tl.load(x_ptr + (at + shift) + places_x, mask=mask_x, other=0.0)
-                x = as_operand(x, x.dtype, True)
+                x = as_operand(x, x.dtype, TF32)
                 before = sums
                 sums = ()
                 for r in tl.static_range(3):
@@ -167,8 +173,8 @@ def _conv_pointer_wgrad_kernel(
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why it cannot do a weight gradient, or why that is left to others, or None."""
-    if spec.precision == "ieee":
-        return "in float32 its products are rounded to TF32"
+    if spec.precision == "ieee" and not spec.padded:
+        return "in float32 its products are FMAs, one after the other"
     if not gpu.tma or (spec.padded and spec.itemsize == 4):  # which nobody else can do
         return None
     if spec.itemsize == 4 or spec.stride > 1 or min(spec.k, spec.c) < _FEW:
@@ -230,7 +236,7 @@ def tiles(spec: ConvSpec, gpu: Device) -> list[PointerWgradTile]:
     same = spec.size == (spec.h, spec.w)
     return [
         c
-        for c in TILES
+        for c in (_OF_FMAS if spec.precision == "ieee" else TILES)
         if c.taps in (1, spec.s, spec.taps)
         and (c.rows == 1 or ((3, 3) == (spec.r, spec.s) and same))
         and _box(c, spec.n, *spec.size) is not None

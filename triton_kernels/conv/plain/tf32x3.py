@@ -12,6 +12,8 @@ small, so it can stay there. It is left out where it is no number: an infinity t
 filter whose second part is zero, is not in the float32 product.
 
 1x1 filters see a number once, so that there it is split in registers, without a copy.
+
+`multiply_split` is that loop, for the fused convolutions too (`conv.plain.fused_kernels`).
 """
 
 import math
@@ -19,6 +21,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
@@ -77,35 +80,31 @@ _OVERHEAD = 12.0  # microseconds of the copies and of launches
 _MOST_MEMORY = 2**32  # bytes of the copies
 
 
-@triton.jit(do_not_specialize=["P", "Q"])
-def _conv2d_tf32x3_kernel(
+@triton.jit
+def multiply_split(
+    acc,  # float32 [BLOCK_C, BLOCK_M], of the products of first parts,
+    acc_small,  # and of the others
     x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], the first part,
     x_small_desc,  # and the second; None: x has not been split, and neither have the filters
     w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K], likewise; DGRAD: they change places
     w_small_desc,
-    bias_ptr,  # [CO] or None
-    y_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]
+    n0,
+    h0,
+    w0,
+    c0,
     CI,
-    P,
-    Q,
-    CO,
     R: tl.constexpr,
     S: tl.constexpr,
     PAD_H: tl.constexpr,
     PAD_W: tl.constexpr,
     DGRAD: tl.constexpr,  # of filters that have not been turned
     PRECISION: tl.constexpr,  # of each product
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    await_inputs()
-    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
-    n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
-    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
-    acc_small = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    """Both sums with a tile of a convolution, or of its input gradient, added to them;
+    `whole_sum` is their result."""
     k_blocks = tl.cdiv(CI, BLOCK_K)
     for step in range(R * S * k_blocks):
         tap = step // k_blocks
@@ -136,12 +135,60 @@ def _conv2d_tf32x3_kernel(
         acc_small = tl.dot(f, x_small, acc_small, input_precision=PRECISION)
         # with the last argument the compiler does not make the sum an operand of the product
         acc += tl.dot(f, x, input_precision=PRECISION, max_num_imprecise_acc=BLOCK_K)
-    acc += tl.where(tl.abs(acc_small) < float("inf"), acc_small, 0.0)
+    return acc, acc_small
+
+
+@triton.jit
+def whole_sum(acc, acc_small):
+    """Of the two sums of `multiply_split`, the second where it is a number."""
+    return acc + tl.where(tl.abs(acc_small) < float("inf"), acc_small, 0.0)
+
+
+@triton.jit(do_not_specialize=["P", "Q"])
+def _conv2d_tf32x3_kernel(
+    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], the first part,
+    x_small_desc,  # and the second; None: x has not been split, and neither have the filters
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K], likewise; DGRAD: they change places
+    w_small_desc,
+    bias_ptr,  # [CO] or None
+    y_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]
+    CI,
+    P,
+    Q,
+    CO,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    DGRAD: tl.constexpr,  # of filters that have not been turned
+    PRECISION: tl.constexpr,  # of each product
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    await_inputs()
+    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
+    n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
+    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    acc, acc_small = multiply_split(
+        acc, acc, x_desc, x_small_desc, w_desc, w_small_desc, n0, h0, w0, c0, CI,
+        R, S, PAD_H, PAD_W, DGRAD, PRECISION, BLOCK_M, BLOCK_C, BLOCK_K,
+    )  # fmt: skip
+    acc = whole_sum(acc, acc_small)
     if bias_ptr is not None:
         offs_c = c0 + tl.arange(0, BLOCK_C)
         bias = tl.load(bias_ptr + offs_c, mask=offs_c < CO, other=0.0)
         acc += bias.to(tl.float32)[:, None]
     y_desc.store([n0, h0, w0, c0], tl.trans(acc).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
+
+
+def is_split_before(x: Tensor, weight: Tensor) -> bool:
+    """Whether both are split by a pass of their own: of several taps a copy costs less than to
+    split a number once for each of them, if there is memory for it."""
+    taps = weight.shape[2] * weight.shape[3]
+    return taps > 1 and 2 * x.nbytes <= _MOST_MEMORY
 
 
 def launch(config: Config, operands: ConvOperands) -> None:
