@@ -23,7 +23,7 @@ class Expect(NamedTuple):
 
 _SHARED, _REGISTERS = Expect(wgmma=True, tma=True), Expect(wgmma="registers", tma=True)
 _NONE = Expect(wgmma=False, tma=True)  # fewer rows than the 64 of a wgmma
-_EXACT = {"PRECISION": "ieee"}  # products are FMAs
+_EXACT = {"PRECISION": "ieee"}  # products are FMAs, or three in TF32
 
 EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     "attention_bwd_dkdv_kernel": [(_EXACT, Expect(wgmma=False)), ({}, Expect("registers"))],
@@ -76,9 +76,9 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
         ({"BLOCK_C": 16}, _NONE),
         ({}, _SHARED),
     ],
-    "conv_forward_kernel": _SHARED,
+    "conv_forward_kernel": [(_EXACT, _REGISTERS), ({}, _SHARED)],
     "conv_half_wgrad_kernel": _REGISTERS,
-    "conv_input_grad_kernel": _SHARED,
+    "conv_input_grad_kernel": [(_EXACT, _REGISTERS), ({}, _SHARED)],
     "conv_mma_wgrad_kernel": Expect(wgmma=False, tma=True),
     "conv_narrow_out_kernel": _SHARED,
     "conv_once_kernel": _SHARED,
@@ -117,7 +117,7 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     "norm_sums_kernel": Expect(narrow=False),
     "_points_wgrad_kernel": _NONE,
     "_qkv_attention_kernel": [({"BLOCK_T": 16}, _NONE), ({}, _REGISTERS)],
-    "_skip_dx_kernel": _SHARED,
+    "_skip_dx_kernel": [(_EXACT, _REGISTERS), ({}, _SHARED)],
     "_split_kernel": Expect(wgmma=False, tma=False),
     "_stride2_dgrad_kernel": [({"BLOCK_C": 32}, _NONE), ({}, _SHARED)],
     "_stride2_fwd_kernel": _SHARED,

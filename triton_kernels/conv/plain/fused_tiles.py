@@ -89,9 +89,13 @@ def work(spec: ConvSpec, gpu: Device, c: Config) -> Work:
 
 def _resident(config: Config, spec: ConvSpec, gpu: Device) -> int:
     """Programs that a multiprocessor holds at a time."""
-    parts = 2 if spec.precision == "ieee" else 1  # of each number, see `tf32x3`
-    shared = parts * sum(fetched(config, spec.itemsize)) * config.num_stages + 1024
+    shared = _parts(spec) * sum(fetched(config, spec.itemsize)) * config.num_stages + 1024
     return min(gpu.shared_memory // shared, 16 // config.num_warps)
+
+
+def _parts(spec: ConvSpec) -> int:
+    """Of each number that are fetched; those of 1x1 filters are made in registers."""
+    return 2 if spec.precision == "ieee" and spec.taps > 1 else 1
 
 
 def is_even(spec: ConvSpec) -> bool:
@@ -142,8 +146,8 @@ def cost(spec: ConvSpec, gpu: Device, c: Config) -> float:
     rounds = max(1, triton.cdiv(programs(c, box, spec.n, spec.h, spec.w, spec.c), gpu.num_sms))
     products = c.block_c * c.block_m * c.block_k
     of_x, of_w = fetched(c, spec.itemsize)
-    times, parts = (3, 2) if spec.precision == "ieee" else (1, 1)  # see `tf32x3`
-    step = max(times * products / 2048, parts * (of_x + of_w / 2) / 32)
+    times = 3 if spec.precision == "ieee" else 1  # see `tf32x3`
+    step = max(times * products / 2048, _parts(spec) * (of_x + of_w / 2) / 32)
     steps = spec.taps * triton.cdiv(spec.k, c.block_k)
     alone = 1500 + c.block_c * c.block_m / c.num_warps
     return rounds * (steps * step + alone / min(_resident(c, spec, gpu), rounds)) / CLOCKS
