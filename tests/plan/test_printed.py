@@ -71,7 +71,9 @@ def test_wrong_settings(argument, said):
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("precision", "context"), [("bf16", ""), ("bf16", "4x6"), ("tf32", "")])
+@pytest.mark.parametrize(
+    ("precision", "context"), [("bf16", ""), ("bf16", "4x6"), ("tf32", ""), ("fp32", "4x6")]
+)
 def test_the_page_of_a_step_is_what_training_launches(precision, context):
     """Of the kernels of a step, which a rehearsal records, those of the network, in their order."""
     code = (

@@ -38,6 +38,7 @@ def step_page(
         # one process's, whose norm of the gradient is taken beside backward
         network = TrainingUNet(model, flat, kernels, recompute, ready=lambda start: None)
         made = network.plan_of(x, *network.tokens(parts_of(labels)))
+        notes.taken()  # the tokens, which the call makes again
         written = _Writing(network, notes, gpu, made)
         network.watch = written.add
         network.forget_gradients()  # as a step does whose gradient is of one pass
