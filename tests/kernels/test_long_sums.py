@@ -208,10 +208,10 @@ def test_parts_of_two(batch, share, monkeypatch):
     outs = (out.to(memory_format=torch.channels_last) for out in (out1, out2))
     out1, out2 = outs
     with standing_for(H100):
-        spec = wgrad_pair._spec(x1, dy1, out1, x2, dy2, out2)
+        spec = wgrad_pair._spec(x1, dy1, out1, x2, dy2, out2, True)
         assert wgrad_pair._refuse(spec, H100) is None
         (together,) = wgrad_pair._together(spec, H100)
-        wgrad_pair._run(x1, dy1, out1, x2, dy2, out2, False, together, share)
+        wgrad_pair._run(x1, dy1, out1, x2, dy2, out2, False, together, True, share)
     assert products_of_part(dy1, seen[0], 256) <= MOST_PRODUCTS + 16
 
 
@@ -231,11 +231,11 @@ def test_parts_of_several(size, share, monkeypatch):
             for ci in (256, 128, 192)
         ]
         with standing_for(H100):
-            spec = wgrad_group.grads_spec(group)
+            spec = wgrad_group.grads_spec(group, True)
             assert group_wgrad.refuse(spec, H100) is None
             tiles = group_wgrad.tiles(spec, H100)
             for tile in tiles:
-                wgrad_group._run(group, False, tile, share)
+                wgrad_group._run(group, False, tile, True, share)
                 blocks = group_wgrad._blocks(spec, tile)
                 steps = group_wgrad.pixel_tiles(spec.convs[0], tile)
                 pixels = 256 if size == 3 else 64 * tile.steps

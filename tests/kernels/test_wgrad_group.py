@@ -62,7 +62,7 @@ def check(
     if plan is None:
         conv_weight_grads(*made, accumulate=accumulate, share=share)
     else:
-        weight_grads._run(made, accumulate, plan, share)
+        weight_grads._run(made, accumulate, plan, True, share)
     floor = 2**-24 * (group.n * group.h * group.w) ** 0.5 + 1e-6
     for g, old in zip(made, before, strict=True):
         exact = weight_grad_reference(g.x, g.dy, group.kernel) + accumulate * old
@@ -142,7 +142,7 @@ class TestGpu:
     def test_one_launch(self, name, tile: Tile, accumulate, device, monkeypatch):
         poison_outputs(monkeypatch, weight_grads)
         group = LARGE[name]
-        spec = weight_grads.grads_spec(gradients(group, torch.bfloat16, device))
+        spec = weight_grads.grads_spec(gradients(group, torch.bfloat16, device), True)
         gpu = describe(device)
         if group_wgrad.refuse(spec, gpu) or tile not in group_wgrad.tiles(spec, gpu):
             pytest.skip("a tile of other shapes")

@@ -40,7 +40,7 @@ def check(
     if plan is None:
         conv_two_weight_grads(*arguments, accumulate=accumulate, share=share)
     else:
-        two_weight_grads._run(*arguments, accumulate, plan, share)
+        two_weight_grads._run(*arguments, accumulate, plan, True, share)
     for shape, old, x, dy, out in zip(
         shapes, before, arguments[::3], arguments[1::3], arguments[2::3], strict=True
     ):
