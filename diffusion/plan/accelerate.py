@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from triton_kernels import fused_ops
-from triton_kernels.runtime.device import describe
+from triton_kernels.runtime.device import describe, on_gpu
 
 from ..models.layers import Layer
 from .build import Plan, plan
@@ -84,7 +84,7 @@ class Accelerated(nn.Module):
         device = next((x.device for x in (*tensors, *self.module.parameters())), None)
         tf32, joins = self._tf32(), None
         exact = any(p.dtype == torch.float64 for p in self.module.parameters())
-        if device is not None and device.type == "cuda" and not exact:
+        if device is not None and on_gpu(device) and not exact:
             joins = fused_ops, describe(device)
         options = {"trains": trains, "of_inputs": of_inputs, "tf32": tf32, "joins": joins}
         options["without"] = self._without
@@ -125,7 +125,7 @@ class Accelerated(nn.Module):
 
 def launcher(device: torch.device) -> Callable:
     """What launches a node there."""
-    return launch_kernels if device.type == "cuda" else launch_reference
+    return launch_kernels if on_gpu(device) else launch_reference
 
 
 @lru_cache

@@ -54,6 +54,15 @@ def test_filters(c1, dtype, device):
         torch.testing.assert_close(g.double(), w, rtol=ROUNDING[dtype], atol=3 * 2**-24)
 
 
+def test_filters_of_rounded_parameters(device):
+    """A user's module in 16 bits: its filters are summed in float32 all the same."""
+    weight = filters_of(24, 8, 3, device).half()
+    got = conv_upsampled.upsampled_filters(weight, 24, torch.float16)
+    want = conv_upsampled.upsampled_filters(weight.float(), 24, torch.float16)
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g, w)
+
+
 def test_the_reference_is_the_convolution_of_what_was_upsampled():
     """And so are its gradients."""
     small, others = torch.randn(2, 3, 6, 4).double(), torch.randn(2, 6, 12, 5).double()

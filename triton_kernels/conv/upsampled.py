@@ -53,7 +53,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def _sum_taps_kernel(
-    w_ptr,  # float32 [CO, 9, CI]
+    w_ptr,  # [CO, 9, CI]
     summed_ptr,  # [16, CO, C1]
     others_ptr,  # [CO, 9, CI - C1]
     CO,
@@ -85,13 +85,13 @@ def _sum_taps_kernel(
 
 
 def upsampled_filters(
-    weight: Tensor,  # float32 [CO, C1 + C2, 3, 3] in channels_last memory
+    weight: Tensor,  # [CO, C1 + C2, 3, 3] in channels_last memory: float32, or what a user rounded
     channels: int,  # C1
     dtype: torch.dtype,
 ) -> UpsampledFilters:
     """Those of a convolution whose first channels are upsampled, rounded to `dtype`."""
     co, ci, _, _ = weight.shape
-    assert weight.dtype == torch.float32 and weight.permute(0, 2, 3, 1).is_contiguous()
+    assert weight.permute(0, 2, 3, 1).is_contiguous(), weight.stride()
     summed = _empty((16, co, channels), dtype=dtype, device=weight.device)
     others = _empty((co, 3, 3, ci - channels), dtype=dtype, device=weight.device)
     _sum_taps_kernel[(co, triton.cdiv(ci, _BLOCK))](
