@@ -8,8 +8,10 @@
     results=  where the CSV files are; default benchmarks/results
 
 Lines are training steps (`benchmarks.train_step`, `benchmarks.papers`) and evaluations
-(`benchmarks.sampling`), each as one CUDA graph; those that we lose are among them. Code of another
-chip that ran on this one has rows whose GPU is called sm_80-on-NAME: they are not of that chip.
+(`benchmarks.sampling`, `benchmarks.papers`), also of diffusers' networks by `accelerate`
+(`benchmarks.accelerated`), each as one CUDA graph; those that we lose are among them. Code of
+another chip that ran on this one has rows whose GPU is called sm_80-on-NAME: they are not of that
+chip.
 """
 
 import csv
@@ -25,7 +27,7 @@ from diffusion.errors import ConfigError
 DEFAULTS = {"into": "", "csv": "", "results": ""}
 BEGIN, END = "<!-- models -->", "<!-- end of models -->"
 _OPS = {"train_step": "step", "unet_forward": "evaluation"}
-_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+) (\w+)")  # images, height, width, channels, model
+_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+) ([\w:]+)")  # images, height, width, channels, model
 _PROVIDER = re.compile(r"(\w+)-(bf16|tf32|fp32|fp16)( graph)?")
 _OTHER_CHIP = re.compile(r"(sm_\d+)-on-(.+)")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from ..errors import ConfigError
 from ..runtime.backend import TORCH_FP32, Backend
@@ -428,7 +429,7 @@ class UNet(Network):
             raise ValueError(f"labels are missing; the model has num_classes={self.num_classes}")
         elif labels.shape != (n,):
             raise ValueError(f"labels have shape {tuple(labels.shape)}; expected ({n},)")
-        elif labels.device.type == "cpu" and not torch.compiler.is_compiling() and n > 0:
+        elif labels.device.type == "cpu" and n > 0 and not _is_traced(labels):
             low, high = int(labels.min()), int(labels.max())
             if low < 0 or high >= self.label_emb.num_embeddings:
                 raise ValueError(
@@ -468,6 +469,11 @@ class UNet(Network):
                 f"present has shape {tuple(present.shape)}; expected ({n}, {tokens}), a number for"
                 " each token"
             )
+
+
+def _is_traced(x: Tensor) -> bool:
+    """Whether somebody compiles or plans the network over tensors that have no values."""
+    return torch.compiler.is_compiling() or is_fake(x)
 
 
 def _divide(name: str, channels: int, option: str, value: int) -> int:

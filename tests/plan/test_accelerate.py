@@ -1,6 +1,7 @@
 """An accelerated module stands in for the module: results, gradients, chains, autocast, DDP."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from diffusion.plan.graph import PlanError
 from tests.diffusion.diffusers_models import theirs
 from tests.end_to_end.run import run
 from tests.plan.networks import NAMES, network
+from tests.plan.on_a_gpu import LOW
 from tests.plan.two_processes import images, small
 
 BUDGET = 1e-4  # of float32, relative
@@ -191,6 +193,25 @@ def test_a_module_in_bfloat16():
     y, z = sample(accelerate(module)(x.bfloat16(), t)), sample(module(x.bfloat16(), t))
     assert y.dtype == z.dtype == torch.bfloat16
     assert 0 < (y - exact).abs().max() <= 2 * (z - exact).abs().max()
+
+
+@pytest.fixture(scope="module")
+def launched():
+    code, out, err = run("-m", "tests.plan.on_a_gpu")
+    assert code == 0, err
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("name", NAMES)
+def test_16_bits_on_a_gpu(launched, name, low):
+    """Both passes are planned, and have their kernels."""
+    kernels = launched[f"{name} {low}"]
+    for family in ("conv", "wgrad", "norm_apply", "norm_dx", "attention_fwd", "attention_bwd"):
+        expected = "attention" not in family or not ("policy" in name or "no attention" in name)
+        assert any(family in kernel for kernel in kernels) == expected, family
+    if name.startswith("diffusers"):  # the framework's layers are in float32 unless told otherwise
+        assert kernels == launched[f"{name} {LOW[0]}"]
 
 
 def test_dropout_of_pytorch():

@@ -1,0 +1,261 @@
+"""Time diffusers' UNet2DModel as `diffusion.accelerate` runs it, beside torch.compile.
+
+    python -m benchmarks.accelerated [key=value ...]
+
+    models=ddpm_cifar10,butterflies  networks of diffusers, see `NETWORKS`
+    batch=128,16                     images, one number a model
+    what=train,evaluate
+    processes=12                     that compile our kernels
+    out=                             a folder for the CSV; default benchmarks/results
+
+A training step is the loss of given noise, its gradient and PyTorch's fused AdamW, under autocast
+to bf16; an evaluation is of a network in bf16. Both networks are channels_last, and each is
+captured in one CUDA graph. They are timed in turns, after the output and the gradient of ours have
+been found at most twice as far from the float32 module as the module in bf16 is.
+"""
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks import harness
+from benchmarks.harness import ROOT, Row, WrongResult, check_choice, relative_error
+from benchmarks.papers import in_turns
+from benchmarks.steps import fused_adamw
+from diffusion.errors import ConfigError
+from diffusion.plan.accelerate import Accelerated
+from triton_kernels.runtime.compile_launches import compile_launches
+from triton_kernels.runtime.device import Device, describe
+from triton_kernels.runtime.launch_recorder import rehearsal
+
+_PLAIN = ("DownBlock2D",) * 4, ("UpBlock2D",) * 4
+NETWORKS = {
+    "ddpm_cifar10": {  # google/ddpm-cifar10-32, Ho et al. 2020
+        "sample_size": 32,
+        "block_out_channels": (128, 256, 256, 256),
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+        "attention_head_dim": None,
+        "norm_eps": 1e-6,
+        "downsample_padding": 0,
+        "flip_sin_to_cos": False,
+        "freq_shift": 1,
+    },
+    "butterflies": {  # the training example of diffusers' documentation
+        "sample_size": 128,
+        "block_out_channels": (128, 128, 256, 256, 512, 512),
+        "down_block_types": (*_PLAIN[0], "AttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "AttnUpBlock2D", *_PLAIN[1]),
+    },
+}
+DEFAULTS = {
+    "models": tuple(NETWORKS),
+    "batch": (128, 16),
+    "what": ("train", "evaluate"),
+    "processes": 12,
+    "out": "",
+    "gpu": "",  # of the process that compiles our kernels, as `describe` has it
+}
+_CHECKED = 4  # images
+_TIMESTEPS, _WARM_UP = 1000, 4
+
+
+class Loss(nn.Module):
+    """The mean squared error of the noise."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+        return F.mse_loss(self.network(x, t).sample.float(), noise)
+
+
+def main(arguments: Sequence[str]) -> int:
+    settings = harness.parse_settings(arguments, DEFAULTS)
+    for model in settings["models"]:
+        check_choice("models", model, tuple(NETWORKS))
+    for what in settings["what"]:
+        check_choice("what", what, DEFAULTS["what"])
+    if len(settings["batch"]) != len(settings["models"]):
+        raise ConfigError(f"batch={settings['batch']}; expected as many numbers as models")
+    if settings["gpu"]:
+        compile_kernels(settings, Device(*json.loads(settings["gpu"])))
+        return 0
+    device = harness.require_cuda()
+    gpu = json.dumps(describe(device))
+    command = [sys.executable, "-m", "benchmarks.accelerated", *arguments, f"gpu={gpu}"]
+    compiling = subprocess.Popen(command, cwd=ROOT)
+    harness.set_precision("bf16")
+    cases = [
+        (what, model, batch)
+        for model, batch in zip(settings["models"], settings["batch"], strict=True)
+        for what in settings["what"]
+    ]
+    theirs = [compiled(*case, device) for case in cases]
+    compiling.wait()
+    print("compiled", flush=True)
+    for case, run in zip(cases, theirs, strict=True):
+        time_case(*case, run, device, Path(settings["out"] or harness.RESULTS))
+    return 0
+
+
+def build(model: str, device: torch.device) -> nn.Module:
+    """The network of diffusers, of seed 0, channels_last."""
+    from diffusers import UNet2DModel
+
+    torch.manual_seed(0)
+    return UNet2DModel(**NETWORKS[model]).to(device, memory_format=torch.channels_last)
+
+
+def inputs(model: str, batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Noised images, timesteps, and the noise."""
+    generator = torch.Generator(device).manual_seed(1)
+    size = NETWORKS[model]["sample_size"]
+    shape = batch, 3, size, size
+    x, noise = (
+        torch.randn(shape, device=device, generator=generator).contiguous(
+            memory_format=torch.channels_last
+        )
+        for _ in range(2)
+    )
+    return x, torch.arange(batch, device=device) * (_TIMESTEPS // batch), noise
+
+
+def step_of(loss: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> Callable[[], Tensor]:
+    """A training step."""
+    adamw = fused_adamw(loss)
+
+    def run() -> Tensor:
+        adamw.zero_grad(set_to_none=True)
+        with torch.autocast(given[0].device.type, torch.bfloat16):
+            value = loss(*given)
+        value.backward()
+        adamw.step()
+        return value.detach()
+
+    return run
+
+
+def evaluation_of(network: nn.Module, x: Tensor, t: Tensor) -> Callable[[], Tensor]:
+    @torch.no_grad()
+    def run() -> Tensor:
+        return network(x, t).sample
+
+    return run
+
+
+def captured(run: Callable[[], Tensor]) -> Callable[[int], object]:
+    """The same as one CUDA graph."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UP):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        run()
+    return lambda _, reads=run: graph.replay()
+
+
+def runner(
+    what: str,
+    model: str,
+    batch: int,
+    device: torch.device,
+    around: Callable[[nn.Module], nn.Module],
+    compiler: Callable[[nn.Module], nn.Module] = lambda module: module,
+) -> Callable[[], Tensor]:
+    """A step or an evaluation: `around` the network, `compiler` around all that is compiled."""
+    x, t, noise = inputs(model, batch, device)
+    network = build(model, device)
+    if what == "train":
+        return step_of(compiler(Loss(around(network.train()))), (x, t, noise))
+    network = network.eval().bfloat16()
+    return evaluation_of(compiler(around(network)), x.bfloat16(), t)
+
+
+def compiled(what: str, model: str, batch: int, device: torch.device) -> Callable[[int], object]:
+    def compiler(module: nn.Module) -> nn.Module:
+        return torch.compile(module, dynamic=False)
+
+    torch._dynamo.reset()
+    return captured(runner(what, model, batch, device, lambda network: network, compiler))
+
+
+def compile_kernels(settings: dict, gpu: Device) -> None:
+    """All that ours launches, over memory that nobody reads. This process does not use CUDA."""
+    torch.set_num_threads(1)
+    host = torch.device("cpu")
+    with rehearsal(gpu) as launches:
+        for model, batch in zip(settings["models"], settings["batch"], strict=True):
+            network = Accelerated(build(model, host))
+            _output_and_gradient(network, *inputs(model, _CHECKED, host), low=True)
+            for what in settings["what"]:
+                runner(what, model, batch, host, Accelerated)()
+    count = sum(1 for _ in compile_launches(launches, gpu.arch, settings["processes"]))
+    print(f"{count} kernels compiled", flush=True)
+
+
+def _output_and_gradient(
+    network: nn.Module, x: Tensor, t: Tensor, dy: Tensor, low: bool
+) -> tuple[Tensor, Tensor]:
+    """The output, and the gradient of all parameters as one vector; `low`: under autocast."""
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=low):
+        y = network(x, t).sample
+    grads = torch.autograd.grad(y, list(network.parameters()), dy.to(y.dtype))
+    return y.detach().float(), torch.cat([g.float().flatten() for g in grads])
+
+
+def check(model: str, device: torch.device) -> None:
+    """Raise WrongResult unless ours is at most twice as far from float32 as the module in bf16."""
+    given, module = inputs(model, _CHECKED, device), build(model, device)
+    harness.set_precision("fp32")
+    exact = _output_and_gradient(module, *given, low=False)
+    harness.set_precision("bf16")
+    low = _output_and_gradient(module, *given, low=True)
+    got = _output_and_gradient(Accelerated(copy.deepcopy(module)), *given, low=True)
+    for name, a, b, c in zip(("output", "gradient"), got, low, exact, strict=True):
+        error, theirs = relative_error(a, c), relative_error(b, c)
+        print(f"{model}: {name} off by {error:.1e}, the module in bf16 by {theirs:.1e}", flush=True)
+        if error > 2 * theirs + 1e-5:
+            raise WrongResult(f"the {name} is off by {error:.1e}, the module by {theirs:.1e}")
+
+
+def time_case(
+    what: str,
+    model: str,
+    batch: int,
+    theirs: Callable[[int], object],
+    device: torch.device,
+    folder: Path,
+) -> None:
+    """Check ours, time both in turns, write the rows and say the ratio."""
+    check(model, device)
+    harness.release_memory()
+    ours = captured(runner(what, model, batch, device, Accelerated))
+    size, origin = NETWORKS[model]["sample_size"], harness.provenance()
+    shape = f"{batch}x{size}x{size}x3 diffusers:{model}"
+    op, pass_ = ("train_step", "step") if what == "train" else ("unet_forward", "fwd")
+    suffix = " graph" if what == "train" else ""  # as the other benchmarks of steps name it
+    runs = {f"triton-bf16{suffix}": ours, f"compile-bf16{suffix}": theirs}
+    for timings in in_turns(runs):
+        rows = [
+            Row(op, shape, "any", pass_, name, *timing, 0, 0, *origin)
+            for name, timing in timings.items()
+        ]
+    harness.add_rows(folder / f"{origin.gpu}.csv", rows)
+    mine, other = (timings[name].median / 1000 for name in runs)
+    print(f"{what} {shape}: {mine:.3f} ms, torch.compile {other:.3f}: {other / mine:.2f}")
+
+
+if __name__ == "__main__":
+    harness.run_entry(main)
