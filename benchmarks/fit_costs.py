@@ -27,6 +27,7 @@ from triton_kernels.runtime.device import Device
 
 _FEWEST = 6  # times, of several layers, that a kernel's parameters are fitted to
 _FEWEST_LAYERS = 3
+_FEWEST_CHOICES = 2  # configurations of a layer
 _SWEEPS = 4000
 
 
@@ -57,9 +58,11 @@ def read(paths: Sequence[str], gpu: Device) -> Layers:
             spec = _spec(row["spec"])
             config = kernel.config(**row["config"])
             key = cost.name(kernel.name, kernel.fitted_by, config)
-            terms = cost.terms(kernel.work(spec, gpu, config), gpu)
+            if (work := kernel.work(spec, gpu, config)) is None:
+                continue
+            terms = cost.terms(work, gpu)
             layers[op.name, spec].append(Time(key, kernel.name, row["config"], terms, row["us"]))
-    return {key: times for key, times in layers.items() if len(times) >= _FEWEST}
+    return {key: times for key, times in layers.items() if len(times) >= _FEWEST_CHOICES}
 
 
 def _spec(fields: dict[str, Any]) -> ConvSpec:

@@ -7,11 +7,12 @@
     compiling=100       seconds that they have
     timing=60           seconds after that
     shapes=0            so many of the layers and batches; 0: all
-    passes=forward,input_grad,weight_grad
+    passes=forward,input_grad,weight_grad,split,few
 
 It is what the cost models are fitted to (`benchmarks.fit_costs`). Layers come in random order, each
 with all of its configurations, and lines are written as they are found: a run that its time cuts
 short leaves whole layers. A configuration whose result differs from the first one's has no time.
+`split` and `few` are of evaluations of 1, 4 and 16 images (`benchmarks.cold`).
 """
 
 import json
@@ -27,6 +28,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness
+from benchmarks.cold import Cold
+from triton_kernels.conv.few import CONV_FEW
 from triton_kernels.conv.fused import (
     FORWARD,
     INPUT_GRAD,
@@ -34,6 +37,7 @@ from triton_kernels.conv.fused import (
     conv_input_grad,
     conv_weight_grad,
 )
+from triton_kernels.conv.plain.split_k import CONV_SPLIT
 from triton_kernels.conv.weight_grad import WEIGHT_GRAD
 from triton_kernels.registry.choose import listed
 from triton_kernels.registry.kernel import Op
@@ -47,10 +51,12 @@ DEFAULTS = {
     "compiling": 100,
     "timing": 60,
     "shapes": 0,
-    "passes": ("forward", "input_grad", "weight_grad"),
+    "passes": ("forward", "input_grad", "weight_grad", "split", "few"),
     "part": -1,  # the share of a compiling process
 }
 OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
+OF_FEW = {"split": CONV_SPLIT, "few": CONV_FEW}
+OPS |= OF_FEW
 
 # (rows and columns, channels of x and of y, side of the filter, batches)
 LAYERS = (
@@ -79,6 +85,59 @@ LAYERS = (
     (24, 448, 224, 3, (16,)),
     (12, 320, 640, 3, (32,)),
 )
+# the same, of one image; every third, and 1x1 filters, also of four; those of 16 too
+LAYERS_OF_FEW = (
+    (32, 320, 320, 3),  # latents
+    (32, 640, 320, 3),
+    (32, 960, 320, 3),
+    (32, 320, 320, 1),
+    (16, 320, 640, 3),
+    (16, 640, 640, 3),
+    (16, 1280, 640, 3),
+    (16, 1920, 640, 3),
+    (16, 640, 640, 1),
+    (16, 640, 1920, 1),
+    (8, 640, 1280, 3),
+    (8, 1280, 1280, 3),
+    (8, 2560, 1280, 3),
+    (8, 1280, 1280, 1),
+    (8, 1280, 3840, 1),
+    (4, 1280, 1280, 3),
+    (4, 2560, 1280, 3),
+    (4, 1280, 1280, 1),
+    (64, 64, 64, 3),  # unet64
+    (64, 128, 64, 3),
+    (32, 128, 128, 3),
+    (32, 256, 128, 3),
+    (16, 192, 192, 3),
+    (16, 384, 192, 3),
+    (16, 192, 576, 1),
+    (16, 192, 192, 1),
+    (8, 256, 256, 3),
+    (8, 512, 256, 3),
+    (8, 256, 768, 1),
+    (8, 256, 256, 1),
+    (64, 192, 192, 3),  # ADM of ImageNet 64
+    (32, 384, 384, 3),
+    (32, 768, 384, 3),
+    (32, 384, 384, 1),
+    (16, 576, 576, 3),
+    (16, 1152, 576, 3),
+    (8, 768, 768, 3),
+    (8, 1536, 768, 3),
+    (32, 256, 256, 3),  # DDPM++ of CIFAR-10
+    (16, 256, 256, 3),
+    (16, 512, 256, 3),
+    (16, 256, 768, 1),
+    (4, 256, 256, 3),
+    (32, 64, 64, 3),
+    (64, 64, 128, 1),
+    (32, 128, 384, 1),
+    (16, 448, 448, 3),  # channels and images that are no powers of two
+    (12, 320, 640, 3),
+    (24, 448, 224, 3),
+    (8, 896, 448, 3),
+)
 
 
 def specs(passes: Sequence[str]) -> list[tuple[str, ConvSpec]]:
@@ -93,7 +152,14 @@ def specs(passes: Sequence[str]) -> list[tuple[str, ConvSpec]]:
             sizes = {"p": side, "q": side, "padding": (r // 2, r // 2)}
             weight = ConvSpec(k=ci, c=co, **given, **of_filters, **sizes)
             named = {"forward": forward, "input_grad": grad, "weight_grad": weight}
-            found += [(name, named[name]) for name in passes]
+            found += [(name, named[name]) for name in passes if name in named]
+    for i, (side, ci, co, r) in enumerate(LAYERS_OF_FEW):
+        for n in (1, 4, 16)[: 3 if r == 1 else 1 + (i % 3 == 0)]:
+            given = {"n": n, "dtype": "bf16", "h": side, "w": side, "r": r, "s": r}
+            for name in OF_FEW:
+                stats = name == "few"
+                spec = ConvSpec(k=ci, c=co, stats=stats, filters=(co, ci), **given)
+                found += [(name, spec)] if name in passes else []
     random.Random(0).shuffle(found)
     return found
 
@@ -111,6 +177,8 @@ def candidates(op: Op, spec: ConvSpec, gpu: Device) -> list[tuple[str, tuple]]:
 
 def runner(op: Op, spec: ConvSpec, device: torch.device) -> Callable[[tuple], Tensor]:
     """What computes it with a configuration, on random numbers."""
+    if op in OF_FEW.values():
+        return Cold(op, spec, device)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(torch.bfloat16)
@@ -194,7 +262,10 @@ def _time_all(jobs: list[tuple[str, ConvSpec]], device: torch.device, settings: 
                     result = run(config)
                     expected = result.clone() if expected is None else expected
                     right = agree(result, expected)
-                    row["us"] = round(time_call(lambda c=config, run=run: run(c)), 2)
+                    if isinstance(run, Cold):
+                        row["us"] = round(run.time(config), 2)
+                    else:
+                        row["us"] = round(time_call(lambda c=config, run=run: run(c)), 2)
                 except Exception as error:  # one configuration less
                     print(f"! {kernel} {config} of {spec}: {type(error).__name__}: {error}")
                     continue

@@ -46,7 +46,7 @@ def test_what_one_launch_may_do_as_well(capsys):
     for line, said in (
         ("conv forward 16x8x8 192->192 3x3 bf16 op=conv_norm groups=24", "-> tile_mma"),
         ("conv forward 16x8x8 192->192 3x3 bf16 op=conv_norm", "several launches: tile_mma: 192"),
-        ("conv forward 1x8x8 256->256 3x3 bf16 op=conv_split", "-> early"),
+        ("conv forward 1x8x8 256->256 3x3 bf16 op=conv_split", "-> early_parts"),
         ("conv forward 128x8x8 256->256 3x3 bf16 op=conv_split", "several launches: 512 whole"),
         ("conv forward 16x64x64 64->64 3x3 bf16 op=norm_conv", "-> stationary_weights"),
         ("conv forward 1x8x8 256->768 1x1 bf16 op=norm_linear", "-> norm_linear"),

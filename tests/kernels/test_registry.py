@@ -9,8 +9,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from triton_kernels.conv.few import CONV_FEW
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
 from triton_kernels.conv.hopper import row_mma
+from triton_kernels.conv.plain.split_k import CONV_SPLIT
 from triton_kernels.conv.weight_grad import WEIGHT_GRAD
 from triton_kernels.registry import choose as registry
 from triton_kernels.registry import cost, rows, search
@@ -292,7 +294,8 @@ def test_float32_weight_gradients_are_told_by_their_kernel():
 class TestFittedCosts:
     def test_parameters_are_of_known_kernels(self):
         """Each name is that of a kernel and of the fields that its parameters depend on."""
-        known = {k.name: k for op in (FORWARD, INPUT_GRAD, WEIGHT_GRAD) for k in op.kernels}
+        ops = FORWARD, INPUT_GRAD, WEIGHT_GRAD, CONV_SPLIT, CONV_FEW
+        known = {k.name: k for op in ops for k in op.kernels}
         fitted = cost.parameters(90)
         assert len(fitted) >= 10 and not cost.parameters(80)
         for name, values in fitted.items():
@@ -391,6 +394,35 @@ class TestSelect:
         measured({"op": "conv_forward", "n": 8, **shape, **named} | {"dtype": "tf32"})
         choice = registry.select(FORWARD, dataclasses.replace(spec, dtype="tf32"), HOPPER)
         assert choice.config.block_k == 32 and choice.why == "like n=8 k=640 c=640"
+
+    @pytest.mark.parametrize(("n", "doubted"), [(16, False), (8, False), (4, True), (1, True)])
+    def test_a_row_of_a_batch_far_away_is_passed_over_if_it_is_slow(self, measured, n, doubted):
+        """A tile of 256 pixels leaves most of the chip idle at four images of 16x16."""
+        shape = {"h": 16, "w": 16, "k": 256, "c": 256, "r": 3, "s": 3, "dtype": "bf16"}
+        shape |= {"residual": False, "extras": 0, "stats": False}
+        config = {"block_m": 256, "filters_with_pixels": False}
+        measured({"op": "conv_forward", "n": 64, **shape, "kernel": "tile_mma", "config": config})
+        spec = self.spec(n=n, h=16, w=16, k=256, c=256, stats=False)
+        choice = registry.select(FORWARD, spec, HOPPER)
+        assert choice.why == ("predicted" if doubted else "measured at n=64")
+        assert (choice.config.block_m < 256) == doubted
+
+    @pytest.mark.parametrize(
+        ("layer", "kernel"),
+        [
+            ((1, 8, 256, 256, 3), "early_parts"),
+            ((1, 4, 1280, 1280, 1), "early_parts"),
+            ((1, 8, 1280, 1280, 3), "split_k"),
+            ((1, 16, 1280, 640, 3), "split_k"),
+            ((4, 8, 768, 768, 3), "split_k"),
+        ],
+    )
+    @pytest.mark.parametrize("gpu", ["h100", "b200", "rtx5090"])
+    def test_long_sums_of_few_images_are_by_tiles(self, gpu, layer, kernel):
+        """One round trip to memory is for short ones."""
+        n, side, k, c, r = layer
+        spec = self.spec(n=n, h=side, w=side, k=k, c=c, r=r, s=r, stats=False)
+        assert registry.select(CONV_SPLIT, spec, CHIPS[gpu].gpu).kernel.name == kernel
 
     def test_nothing_that_can_do_it(self):
         never = Kernel("never", Tile, lambda spec, gpu: "it never does", lambda spec, gpu: TILES)

@@ -16,6 +16,7 @@ from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry.spec import ConvSpec
 from triton_kernels.runtime.device import describe
 
+from .chips import HOPPER
 from .small_batch import (  # noqa: F401  a fixture and a mark for every test here
     close,
     conv_inputs,
@@ -141,10 +142,10 @@ def test_channels_behind_those_of_an_early_convolution_are_zero(device):
 @pytest.mark.parametrize("ci", [16, 48, 192, 448, 512])
 def test_early_convolutions_add_up_every_term(ci, co):
     for r, size in ((1, 8), (3, 8), (3, 16), (3, 64)):
-        weight, shape = torch.empty(co, ci, r, r), (1, size, size, ci)
-        whole = conv_early.whole_config(ConvSpec(1, "bf16", size, size, ci, co, r, r))
+        spec = ConvSpec(1, "bf16", size, size, ci, co, r, r)
+        whole = conv_early.whole_config(spec)
         assert whole.rounds * whole.block_k + whole.tail >= r * r * ci
-        split = conv_early.split_config(shape, weight, torch.device("cpu"))
+        split = conv_early.split_config(spec, HOPPER)
         assert split.tail == 0 and split.rounds >= 1
 
 

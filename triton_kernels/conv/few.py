@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..registry.choose import select
+from ..registry.cost import Work, as_on_hopper
 from ..registry.kernel import Kernel, Op, configures
-from ..runtime.device import describe
+from ..registry.spec import ConvSpec
+from ..runtime.device import Device, describe
 from .conv_avg_pool import SingleTile
-from .fused import conv_forward
+from .fused import FORWARD, conv_forward
 from .fused_spec import forward_spec
 from .hopper import one_row, single_tile
 from .one_row import conv_one_row
@@ -44,18 +46,42 @@ def _single_tile(_: SingleTile, *tensors: Tensor, **options: Any):
     return single_tile.conv_once(*tensors, **_given(options, "residual", "stats"))
 
 
-# The first that can is taken: each was the quicker one where it can.
+def _early_work(spec: ConvSpec, gpu: Device, _: Early) -> Work:
+    return small_batch.whole_work(spec)
+
+
+def _forward_work(spec: ConvSpec, gpu: Device, _: Forward) -> Work | None:
+    """Of the kernel that `conv_forward` takes."""
+    choice = select(FORWARD, spec, gpu)
+    work = choice.kernel.work
+    return None if work is None else work(spec, gpu, choice.config)
+
+
+def _forward_cost(spec: ConvSpec, gpu: Device, _: Forward) -> float:
+    choice = select(FORWARD, spec, gpu)
+    return choice.kernel.predict(spec, gpu, choice.config)
+
+
 CONV_FEW = Op(
     "conv_few",
     ("h", "w", "k", "c", "r", "s", "dtype", "emb", "residual", "extras", "stats"),
     (
-        Kernel("one_row", OneRow, one_row.refuse, lambda *_: [OneRow()], launch=_one_row),
+        Kernel(
+            "one_row",
+            OneRow,
+            one_row.refuse,
+            lambda *_: [OneRow()],
+            launch=_one_row,
+            work=lambda spec, gpu, _: one_row.work(spec, 1),
+        ),
         Kernel(
             "early",
             Early,
             small_batch.refuse,
             lambda *_: [Early()],
+            cost=as_on_hopper("early", (), _early_work),
             launch=lambda _, *tensors, **options: small_batch.conv_early(*tensors, **options),
+            work=_early_work,
         ),
         Kernel(
             "single_tile",
@@ -63,13 +89,16 @@ CONV_FEW = Op(
             single_tile.refuse,
             lambda *_: [SingleTile()],
             launch=_single_tile,
+            work=lambda spec, gpu, _: single_tile.work(spec),
         ),
         Kernel(
             "conv_forward",
             Forward,
             lambda *_: None,
             lambda *_: [Forward()],
+            cost=_forward_cost,
             launch=lambda _, *tensors, **options: conv_forward(*tensors, **options),
+            work=_forward_work,
         ),
     ),
     similar=False,

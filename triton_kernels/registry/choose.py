@@ -1,7 +1,8 @@
 """`select`: which of the kernels that can do it runs, and `explain`: why not the others.
 
 In this order: what has been measured for the shape (at the nearest batch), what has been measured
-for the shape most like it unless fitted models say that it is slow, what the cost models predict.
+for the shape most like it, or for a batch far from this one, unless fitted models say that it is
+slow, what the cost models predict.
 """
 
 import math
@@ -20,6 +21,7 @@ from .spec import Spec
 
 _SIMILAR = 6.0  # powers of two between shapes, at most, if one is to say something of the other
 _SLOWER = 1.05  # than predicted: another shape's row is passed over
+_FAR = 3.0  # powers of two between batches: such a row is taken for another shape's
 _SMALLEST_SIZE = 16  # of what shapes may differ in; smaller are sides of filters, and small images
 _NONE = (math.inf, None)
 _ALIKE = {"fp16": "bf16"}  # as fast
@@ -136,8 +138,9 @@ def _rows(op: Op, spec: Spec, gpu: Device) -> Iterator[tuple[Found, str]]:
     n, shape = spec.n, op.shape(spec)
     measured = rows.table(gpu).get(op.name, {})
     if by_batch := measured.get(shape):
-        nearest = min(by_batch, key=lambda m: abs(math.log(max(m, 1) / max(n, 1))))
-        yield by_batch[nearest], "measured" if nearest == n else f"measured at n={nearest}"
+        powers, nearest = min((abs(math.log2(max(m, 1) / max(n, 1))), m) for m in by_batch)
+        far = "like" if powers > _FAR else "measured at"
+        yield by_batch[nearest], "measured" if nearest == n else f"{far} n={nearest}"
         return
     if not op.counts_similar(spec, gpu):
         return

@@ -40,9 +40,9 @@ class Kernel(Generic[C]):
     # microseconds that a configuration is predicted to take; None: taken only where measured
     cost: Callable[[Spec, Device, C], float] | None = None
     launch: Callable[..., Any] | None = None  # of a configuration and the op's operands
-    # what the programs of a configuration do, where times were fitted to it (`registry.cost`), and
-    # the fields of a configuration that have parameters of their own
-    work: Callable[[Spec, Device, C], Work] | None = None
+    # what the programs of a configuration do, where times were fitted to it (`registry.cost`; None:
+    # nobody knows), and the fields of a configuration that have parameters of their own
+    work: Callable[[Spec, Device, C], Work | None] | None = None
     fitted_by: tuple[str, ...] = ()
 
     def model(self, spec: Spec, gpu: Device, config: C) -> float | None:
@@ -50,7 +50,8 @@ class Kernel(Generic[C]):
         if self.work is None or spec.itemsize != 2:
             return None
         fitted = parameters(gpu.arch).get(name(self.name, self.fitted_by, config))
-        return fitted and microseconds(fitted, self.work(spec, gpu, config), gpu)
+        work = None if fitted is None else self.work(spec, gpu, config)
+        return None if work is None else microseconds(fitted, work, gpu)
 
     def predict(self, spec: Spec, gpu: Device, config: C) -> float:
         """Microseconds; infinite if it is to be taken only where it was measured."""

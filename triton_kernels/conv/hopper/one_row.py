@@ -12,6 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes
+from ...registry.cost import Work
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
@@ -63,6 +64,23 @@ def _held(spec: ConvSpec, gpu: Device) -> int:
 
 def _programs(spec: ConvSpec) -> int:
     return spec.n * spec.h * spec.w // tile_pixels(spec.w) * (spec.c // 64)
+
+
+def work(spec: ConvSpec, parts: int) -> Work:
+    """What its programs do, in so many parts."""
+    pixels = tile_pixels(spec.w)
+    terms = 9 * spec.k // parts + sum(spec.extra)
+    return Work(
+        tiles=_programs(spec) * parts,
+        resident=1,
+        products=64 * pixels * terms,
+        fetched=(64 + pixels) * terms * spec.itemsize,
+        steps=terms // 192,
+        written=64 * pixels,
+        memory=spec.bytes,
+        parts=4 * parts * spec.n * spec.h * spec.w * spec.c if parts > 1 else 0,
+        splits=parts,
+    )
 
 
 def tile_pixels(w: int) -> int:

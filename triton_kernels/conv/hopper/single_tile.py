@@ -8,10 +8,13 @@ behind the wait come all of its pixels and the residual, in one trip to memory. 
 for the public op.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes, missing
+from ...registry.cost import Work
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device
@@ -39,6 +42,19 @@ def refuse(spec: ConvSpec, gpu: Device, most: int = _MOST_TILES) -> str | None:
         return f"channels are no multiples of 64, or pixels of {PIXELS}"
     tiles = spec.n * spec.h * spec.w // PIXELS * (co // 64)
     return f"{tiles} tiles are more than {most}" if tiles > most else None
+
+
+def work(spec: ConvSpec) -> Work:
+    """What its programs do; a residual comes in the same trip to memory as the pixels."""
+    return Work(
+        tiles=spec.n * spec.h * spec.w // PIXELS * (spec.c // 64),
+        resident=1,
+        products=64 * PIXELS * spec.k,
+        fetched=(64 + PIXELS) * spec.k * spec.itemsize,
+        steps=1,
+        written=64 * PIXELS,
+        memory=replace(spec, residual=False).bytes,
+    )
 
 
 def conv_once(

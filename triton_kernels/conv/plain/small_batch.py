@@ -25,6 +25,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...registry.cost import Work
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
@@ -63,7 +64,7 @@ def split_early(
     are under way: they are read ahead."""
     n, h, w, ci = x.shape
     co, _, r, s = weight.shape
-    config = config or split_config(x.shape, weight, x.device)
+    config = config or split_config(forward_spec(x, weight), describe(x.device))
     splits = triton.cdiv(r * s * ci, config.rounds * config.block_k)
     parts = _empty((splits + bool(extra), n, co, h * w), dtype=torch.float32, device=x.device)
     if n > 0:
@@ -166,18 +167,12 @@ def _early(config: EarlyConfig, x: Tensor, extra: Sequence[int]) -> int:
     return min(config.rounds, max(room // (config.block_c * tile), 1), 2)
 
 
-def split_config(
-    x_shape: Sequence[int],  # N, H, W, CI
-    weight: Tensor,
-    device: torch.device,
-) -> EarlyConfig:
+def split_config(spec: ConvSpec, gpu: Device) -> EarlyConfig:
     """The fewest parts that keep half of the multiprocessors busy, in as many rounds as they
     become too many otherwise."""
-    n, h, w, ci = x_shape
-    co, _, r, s = weight.shape
-    terms, sms = r * s * ci, describe(device).num_sms
+    terms, sms = spec.taps * spec.k, gpu.num_sms
     for block_m, block_k in ((64, 512), (32, 512), (64, 256), (32, 256)):
-        tiles = triton.cdiv(n * h * w, block_m) * triton.cdiv(co, 64)
+        tiles = triton.cdiv(spec.n * spec.h * spec.w, block_m) * triton.cdiv(spec.c, 64)
         parts = triton.cdiv(terms, block_k)
         if 2 * tiles * parts >= 0.95 * sms and parts <= _MAX_PARTS:
             break
@@ -200,6 +195,36 @@ def whole_config(spec: ConvSpec) -> EarlyConfig:
     block_c = min(max(triton.next_power_of_2(co), 16), 64)
     block_m = 64 if spec.h * spec.w >= _LARGE and terms <= _LONG else 32
     return EarlyConfig(block_c, block_m, block_k, rounds, tail, 8 if block_k == _DEEPEST else 4)
+
+
+def split_work(spec: ConvSpec, gpu: Device) -> Work:
+    """What the programs of `split_early` do. 1x1 convolutions are a part of their own."""
+    config = split_config(spec, gpu)
+    parts = triton.cdiv(spec.taps * spec.k, config.rounds * config.block_k) + bool(spec.extra)
+    return _work(spec, config, config.rounds * config.block_k, config.rounds, parts)
+
+
+def whole_work(spec: ConvSpec) -> Work:
+    """What those of `conv_early` do."""
+    config = whole_config(spec)
+    terms = config.rounds * config.block_k + config.tail + sum(spec.extra)
+    return _work(spec, config, terms, config.rounds + bool(config.tail) + spec.extras, 1)
+
+
+def _work(spec: ConvSpec, config: EarlyConfig, terms: int, rounds: int, parts: int) -> Work:
+    pixels = spec.n * spec.h * spec.w
+    tiles = triton.cdiv(pixels, config.block_m) * triton.cdiv(spec.c, config.block_c)
+    return Work(
+        tiles=tiles * parts,
+        resident=1,
+        products=config.block_c * config.block_m * terms,
+        fetched=(config.block_c + config.block_m) * terms * spec.itemsize,
+        steps=rounds,
+        written=config.block_c * config.block_m,
+        memory=spec.bytes,
+        parts=4 * parts * pixels * spec.c if parts > 1 else 0,
+        splits=parts,
+    )
 
 
 def refuse_split(spec: ConvSpec) -> str | None:

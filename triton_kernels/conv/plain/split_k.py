@@ -19,13 +19,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...registry.choose import select
+from ...registry.cost import Work, as_on_hopper
 from ...registry.kernel import Kernel, Op, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device, describe
 from ..fused_spec import forward_spec
 from ..hopper import one_row
-from .small_batch import EARLY_IMAGES, refuse_split, split_early
+from .small_batch import EARLY_IMAGES, refuse_split, split_early, split_work
 from .tma import tile_origin
 from .tma_boxes import count_boxes, in_boxes, pixel_box, tile_sizes, weight_in_boxes
 
@@ -39,7 +40,7 @@ class RowParts(NamedTuple):
     parts: int
 
 
-@configures("early")
+@configures("early_parts")
 class EarlyParts(NamedTuple):
     """What `small_batch.split_config` says."""
 
@@ -55,12 +56,21 @@ class SplitConfig(NamedTuple):
     num_stages: int
     parts: int
 
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """All but the number of parts."""
+        return tuple(self[:-1])
+
 
 # Tiles that keep both operands of wgmma in shared memory; few pixels, since the images are small.
-# More stages, and more pixels, were never faster.
 _TILES = [
     (64, 64, 64, 4, 4),
     (128, 64, 64, 4, 4),
+    (64, 64, 128, 4, 3),
+    (64, 128, 64, 4, 4),
+    (64, 32, 64, 4, 5),
+    (128, 16, 64, 4, 5),
+    (64, 16, 64, 4, 6),
     (64, 64, 32, 4, 4),  # few input channels, and TF32: a row of a box is at most 128 bytes
 ]
 _MAX_SPLITS = 16
@@ -240,12 +250,14 @@ def _steps(block_k: int, spec: ConvSpec) -> int:
 
 
 def _tiles(spec: ConvSpec, gpu: Device) -> list[tuple[int, ...]]:
-    """Of those that fit, whose rows of a box are the widest."""
-    depth = 64 if spec.itemsize == 2 and spec.k > 32 else 32
+    """Of those that fit. Many pixels are those of one image: of two the largest takes four times
+    as long."""
+    depths = (64, 128) if spec.itemsize == 2 and spec.k > 32 else (32,)
 
     def fits(block_c: int, block_m: int, block_k: int, _: int, stages: int) -> bool:
         fetched = stages * (block_c + block_m) * block_k * spec.itemsize
-        return block_k == depth and fetched + 1024 <= gpu.shared_memory
+        whole = block_m <= max(spec.h * spec.w, 64)
+        return block_k in depths and whole and fetched + 1024 <= gpu.shared_memory
 
     return [tile for tile in _TILES if fits(*tile)]
 
@@ -256,25 +268,51 @@ def _whole(steps: int, splits: int) -> int:
 
 
 def _configs(spec: ConvSpec, gpu: Device) -> list[SplitConfig]:
-    """Every tile in as many parts as keep two of a multiprocessor's three programs busy, the first
-    two tiles in more and in fewer."""
+    """Every tile in as many parts as keep two of a multiprocessor's three programs busy, in more
+    and in fewer."""
     tiles, found = _tiles(spec, gpu), []
     block_c, block_m, block_k, *_ = tiles[0]
-    images = spec.n, spec.h, spec.w
-    programs = count_boxes(pixel_box(block_m, *images), *images) * triton.cdiv(spec.c, block_c)
+    programs = _programs(spec, block_c, block_m)
     steps = _steps(block_k, spec)
     wanted = min(2 * gpu.num_sms // max(programs, 1), steps // _STEPS, _MAX_SPLITS)
     wanted = _whole(steps, max(wanted, 1))
-    for i, tile in enumerate(tiles):
+    for tile in tiles:
         steps = _steps(tile[2], spec)
-        for factor in (1, 2, 0.5)[: 3 if i < 2 else 1]:
+        for factor in (1, 2, 0.5):
             splits = min(max(int(wanted * factor), 1), _MAX_SPLITS, steps)
             found.append(SplitConfig(*tile, _whole(steps, splits)))
     return list(dict.fromkeys(found))
 
 
+def _programs(spec: ConvSpec, block_c: int, block_m: int) -> int:
+    """Of a part."""
+    images = spec.n, spec.h, spec.w
+    return count_boxes(pixel_box(block_m, *images), *images) * triton.cdiv(spec.c, block_c)
+
+
+def _work(spec: ConvSpec, gpu: Device, c: SplitConfig) -> Work:
+    """What its programs do, and of the launch behind them the reading of the parts."""
+    steps = triton.cdiv(_steps(c.block_k, spec), c.parts)
+    fetched = (c.block_c + c.block_m) * c.block_k * spec.itemsize  # in a step
+    return Work(
+        tiles=_programs(spec, c.block_c, c.block_m) * c.parts,
+        resident=max(min(gpu.shared_memory // (c.num_stages * fetched + 1024), 4), 1),
+        products=c.block_c * c.block_m * c.block_k * steps,
+        fetched=fetched * steps,
+        steps=steps,
+        written=c.block_c * c.block_m,
+        memory=spec.bytes,
+        parts=4 * c.parts * spec.n * spec.h * spec.w * spec.c,
+        splits=c.parts,
+    )
+
+
 def _refuse_row(spec: ConvSpec, gpu: Device) -> str | None:
-    return "it adds no 1x1 convolutions" if spec.extra else one_row.refuse(spec, gpu)
+    if reason := one_row.refuse(spec, gpu):
+        return reason
+    if spec.extra:
+        return "it adds no 1x1 convolutions"
+    return None if one_row.count_parts(spec, gpu) > 1 else "a program holds its whole sum"
 
 
 def _refuse_early(spec: ConvSpec, gpu: Device) -> str | None:
@@ -284,8 +322,6 @@ def _refuse_early(spec: ConvSpec, gpu: Device) -> str | None:
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
     if reason := _refuse_boxes(spec, gpu):
         return reason
-    if refuse_split(spec) is None:
-        return "of few images another is quicker"
     return None if _tiles(spec, gpu) else "no tile fits into shared memory"
 
 
@@ -305,8 +341,7 @@ def _apart(spec: ConvSpec, gpu: Device) -> str | None:
         more = one_row.count_parts(spec, gpu) > 1
         return None if more else "rows of pixels keep enough multiprocessors busy"
     block_c, block_m, block_k, *_ = _TILES[0]
-    images = spec.n, spec.h, spec.w
-    programs = count_boxes(pixel_box(block_m, *images), *images) * triton.cdiv(spec.c, block_c)
+    programs = _programs(spec, block_c, block_m)
     # of Hopper's chains a product takes less than half as long (`conv.hopper.tile_mma`)
     quick = gpu.hopper and spec.n > EARLY_IMAGES
     if programs > gpu.num_sms // (4 if quick else 1):
@@ -317,7 +352,12 @@ def _apart(spec: ConvSpec, gpu: Device) -> str | None:
     return f"{steps} products are no long chain" if steps < 2 * _STEPS else None
 
 
-# The first that can is taken: of few images these two were the quicker ones.
+def _early_work(spec: ConvSpec, gpu: Device, _: EarlyParts) -> Work:
+    return split_work(spec, gpu)
+
+
+_FITTED_BY = ("block_c", "block_m", "block_k")
+
 CONV_SPLIT = Op(
     "conv_split",
     ("h", "w", "k", "c", "r", "s", "dtype", "extra"),
@@ -327,9 +367,25 @@ CONV_SPLIT = Op(
             RowParts,
             _refuse_row,
             lambda spec, gpu: [RowParts(one_row.count_parts(spec, gpu))],
+            work=lambda spec, gpu, c: one_row.work(spec, c.parts),
         ),
-        Kernel("early", EarlyParts, _refuse_early, lambda *_: [EarlyParts()]),
-        Kernel("split_k", SplitConfig, _refuse, _configs),
+        Kernel(
+            "early_parts",
+            EarlyParts,
+            _refuse_early,
+            lambda *_: [EarlyParts()],
+            cost=as_on_hopper("early_parts", (), _early_work),
+            work=_early_work,
+        ),
+        Kernel(
+            "split_k",
+            SplitConfig,
+            _refuse,
+            _configs,
+            cost=as_on_hopper("split_k", _FITTED_BY, _work),
+            work=_work,
+            fitted_by=_FITTED_BY,
+        ),
     ),
     similar=False,
     apart=_apart,
