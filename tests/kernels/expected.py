@@ -37,6 +37,8 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     ],
     "attention_fwd_head_kernel": [({"T": 256}, _REGISTERS._replace(spills=64)), ({}, _REGISTERS)],
     "attention_fwd_kernel": [(_EXACT, Expect(wgmma=False)), ({}, Expect(wgmma="registers"))],
+    "attention_fwd_kept_kernel": _REGISTERS,
+    "attention_fwd_streamed_kernel": _REGISTERS,
     "_columns_fwd_kernel": _NONE,
     "conv1d_apply_kernel": Expect(tma=False),
     "conv1d_head_kernel": Expect(tma=False),

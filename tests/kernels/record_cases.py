@@ -87,6 +87,7 @@ def _others() -> Iterator[Callable[[], None]]:
     """What no configuration of a model here has."""
     yield _small_ops
     yield _cross_attention
+    yield _long_attention
     network = {"model_channels": 32, "channel_mult": [1, 2], "num_res_blocks": 1}
     network |= {"attention_resolutions": [2], "num_head_channels": 16}
     for options in (
@@ -109,6 +110,20 @@ def _cross_attention() -> None:
         mask = torch.empty(8, keys, dtype=torch.bool) if masked else None
         lse = triton_kernels.fused_ops.cross_attention_forward(q, kv, mask, heads)[1]
         triton_kernels.fused_ops.cross_attention_backward(do, q, kv, mask, o, lse, heads)
+
+
+def _long_attention() -> None:
+    """Of many positions: each kernel that keys stream by, whole and ragged, in both packings."""
+    for n, t, heads, d, dtype, order in (
+        (16, 1024, 12, 64, torch.bfloat16, "qkv_heads"),
+        (16, 1000, 12, 32, torch.float16, "heads_qkv"),
+        (64, 300, 12, 16, torch.bfloat16, "heads_qkv"),
+        (4, 4096, 8, 64, torch.bfloat16, "heads_qkv"),
+        (16, 1024, 6, 128, torch.bfloat16, "qkv_heads"),
+        (16, 1000, 6, 128, torch.float16, "heads_qkv"),
+    ):
+        qkv = torch.empty(n, t, 3 * heads * d, dtype=dtype)
+        triton_kernels.fused_ops.attention_forward(qkv, heads, order)
 
 
 def _train(options: dict[str, Any], precision: str = "bf16") -> None:

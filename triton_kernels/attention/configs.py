@@ -1,6 +1,7 @@
 """What one program of attention keeps and walks over, which of these tiles may be taken, and the
 kernels that have them (`ATTENTION`, `CROSS_ATTENTION`, and their gradients)."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
@@ -10,6 +11,7 @@ from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import AttentionSpec
 from ..runtime.device import Device
 from . import hopper as head
+from . import streamed
 
 _Config = TypeVar("_Config", bound=tuple)
 
@@ -33,6 +35,27 @@ class HeadTile(NamedTuple):
 
     keep: int
     step: int
+
+
+@configures("kept")
+class KeptTile(NamedTuple):
+    """Of `streamed`, 256 queries a multiprocessor: those that a program keeps, keys at a time, and
+    how many blocks of keys and values are in shared memory."""
+
+    keep: int
+    step: int
+    slots: int
+
+
+@configures("streamed")
+class StreamedTile(NamedTuple):
+    """Of `streamed`, one program a multiprocessor: its warpgroups, of 64 queries each, keys at a
+    time, blocks of keys and of values in shared memory, and registers of a thread."""
+
+    groups: int
+    step: int
+    slots: int
+    registers: int
 
 
 @configures("head")
@@ -95,6 +118,11 @@ FWD_HEAD_CONFIGS = (
 )
 BWD_HEAD_CONFIGS = (HeadGrad(256, 64),)
 
+# The same, and of more positions than a head in shared memory can have, where `kept_cost` and
+# `streamed_cost` say so.
+KEPT_CONFIGS = (KeptTile(128, 64, 3), KeptTile(128, 64, 4), KeptTile(64, 64, 2))
+STREAMED_CONFIGS = (StreamedTile(2, 128, 2, 240),)
+
 
 def fwd_config(spec: AttentionSpec) -> Tile:
     """Choices that fit every chip: compiled for sm_89 and sm_90, d = 16 to 256 and every precision,
@@ -148,6 +176,34 @@ def head_tiles(spec: AttentionSpec, gpu: Device) -> list[HeadTile]:
     return [c for c in FWD_HEAD_CONFIGS if max(c.keep, c.step) <= longest]
 
 
+_SHORT = 256  # positions, up to which `hopper` may have all of a head in shared memory
+
+
+def kept_cost(spec: AttentionSpec, gpu: Device, config: KeptTile) -> float:
+    """Microseconds. The numbers are of one H200 in bf16: heads of 64 at 256, 1,024 and 4,096
+    positions, and heads of 32, and of 128 for `streamed_cost`, at 1,024; they give these times
+    within 3 % from 1,024 positions on. Up to `_SHORT` it is taken only where it was measured."""
+    step = 0.75 + 0.0079 * spec.d  # of 64 keys
+    programs = spec.n * math.ceil(spec.t / config.keep)
+    us = _in_waves(
+        programs, 256 // config.keep * gpu.num_sms, 2.2, math.ceil(spec.t / config.step) * step
+    )
+    return us if spec.t > _SHORT else math.inf
+
+
+def streamed_cost(spec: AttentionSpec, gpu: Device, config: StreamedTile) -> float:
+    """Likewise. Its programs have a multiprocessor each to themselves."""
+    step = 0.63 + 0.0080 * spec.d  # of 128 keys
+    programs = spec.n * math.ceil(spec.t / (64 * config.groups))
+    us = _in_waves(programs, gpu.num_sms, 2.8, math.ceil(spec.t / config.step) * step)
+    return us if spec.t > _SHORT else math.inf
+
+
+def _in_waves(programs: int, at_a_time: int, start: float, steps: float) -> float:
+    """Microseconds of programs that take `start` and `steps` each."""
+    return math.ceil(programs / at_a_time) * (start + steps)
+
+
 def _fitting(configs: Sequence[_Config], spec: AttentionSpec, gpu: Device) -> list[_Config]:
     """Those that fit, less tiles far beyond T and the keys: all of them only in 16 bits, for heads
     of at most 64, on a GPU with as much shared memory as Hopper's."""
@@ -159,6 +215,10 @@ def _fitting(configs: Sequence[_Config], spec: AttentionSpec, gpu: Device) -> li
 
 TILES = Kernel("tiles", Tile, lambda *_: None, fwd_tiles)
 HEAD = Kernel("head", HeadTile, head.refuse, head_tiles)
+KEPT = Kernel("kept", KeptTile, streamed.refuse_kept, lambda *_: KEPT_CONFIGS, kept_cost)
+STREAMED = Kernel(
+    "streamed", StreamedTile, streamed.refuse_streamed, lambda *_: STREAMED_CONFIGS, streamed_cost
+)
 TILES_GRAD = Kernel("tiles", BwdConfig, lambda *_: None, bwd_tiles)
 HEAD_GRAD = Kernel("head", HeadGrad, head.refuse, lambda *_: BWD_HEAD_CONFIGS)
 
@@ -169,7 +229,7 @@ def _similar(spec: AttentionSpec, gpu: Device) -> bool:
 
 
 _KEY = ("t", "d", "dtype")
-ATTENTION = Op("attention", _KEY, (TILES, HEAD), _similar)
+ATTENTION = Op("attention", _KEY, (TILES, HEAD, KEPT, STREAMED), _similar)
 ATTENTION_GRAD = Op("attention_bwd", _KEY, (TILES_GRAD, HEAD_GRAD), _similar)
 
 _CROSS_KEY = ("t", "keys", "d", "dtype")

@@ -71,9 +71,9 @@ def forward(
     d, rows = constants["D"], _rows(t)
     keep = min(keep, rows)
     attention_fwd_head_kernel[(n * constants["num_heads"] * triton.cdiv(t, keep),)](
-        _described(qkv, keep, d),
-        _described(qkv, rows, d),
-        _described(o, keep, d),
+        described(qkv, keep, d),
+        described(qkv, rows, d),
+        described(o, keep, d),
         lse,
         **{name: constants[name] for name in names},
         ROWS=rows,
@@ -101,9 +101,9 @@ def backward(
     num_warps = 4 if positions * d <= _MOST_DQ else 8
     names = ("num_heads", "scale", "T", "D", "HEADS_QKV")
     attention_bwd_head_kernel[(n * constants["num_heads"],)](
-        _described(qkv, positions, d),
-        _described(do, positions, d),
-        _described(dqkv, positions, d),
+        described(qkv, positions, d),
+        described(do, positions, d),
+        described(dqkv, positions, d),
         o,
         lse,
         rows,
@@ -116,6 +116,7 @@ def backward(
     )
 
 
-def _described(x: Tensor, rows: int, d: int) -> "TensorDescriptor":
+def described(x: Tensor, rows: int, d: int) -> "TensorDescriptor":
+    """x [N, T, C] in boxes [1, rows, d]."""
     n, t, c = x.shape
     return in_boxes(x, [n, t, c], [t * c, c, 1], [1, rows, d])

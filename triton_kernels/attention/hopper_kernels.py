@@ -34,7 +34,7 @@ def _lines(d, num_warps):
 
 
 @gluon.jit
-def _head_offset(head, num_heads, D: gl.constexpr, HEADS_QKV: gl.constexpr):
+def head_offset(head, num_heads, D: gl.constexpr, HEADS_QKV: gl.constexpr):
     """Where in the 3C channels the q of a head starts, and the step from q to k and from k to v."""
     if HEADS_QKV:
         return head * (3 * D), D
@@ -73,7 +73,7 @@ def _replaced(values, i: gl.constexpr, value, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _log2(x):
+def log2(x):
     """The hardware's, within 2^-22: good for a sum that is at least 1 and at most T."""
     return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
@@ -114,7 +114,7 @@ def attention_fwd_head_kernel(
     row = gl.program_id(0) // PARTS
     t0 = gl.program_id(0) % PARTS * KEEP
     n, head = row // num_heads, row % num_heads
-    column, part = _head_offset(head, num_heads, D, HEADS_QKV)
+    column, part = head_offset(head, num_heads, D, HEADS_QKV)
     mbarrier.expect(bars.index(0), (ROWS + KEEP) * D * 2)
     tma_load(kv_desc, [n, 0, column + part], bars.index(0), k_buf)
     tma_load(q_desc, [n, t0, column], bars.index(0), q_buf)
@@ -162,7 +162,7 @@ def attention_fwd_head_kernel(
         sync_threads()  # all have done with this q
         q.store(round_pairs(acc, dtype))
         offs = t0 + i * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-        gl.store(lse_ptr + row.to(gl.int64) * T + offs, m + _log2(total), mask=offs < T)
+        gl.store(lse_ptr + row.to(gl.int64) * T + offs, m + log2(total), mask=offs < T)
     fence_async_shared()
     sync_threads()
     tma_store(o_desc, [n, t0, head * D], q_buf)
@@ -257,7 +257,7 @@ def attention_bwd_head_kernel(
 
     row = gl.program_id(0)
     n, head = row // num_heads, row % num_heads
-    column, part = _head_offset(head, num_heads, D, HEADS_QKV)
+    column, part = head_offset(head, num_heads, D, HEADS_QKV)
     mbarrier.expect(bars.index(0), ROWS * D * 2)
     tma_load(do_desc, [n, 0, head * D], bars.index(0), do_buf)
     mbarrier.expect(bars.index(1), 3 * ROWS * D * 2)

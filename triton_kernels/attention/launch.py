@@ -12,7 +12,18 @@ from ..registry.spec import AttentionSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import describe
 from . import hopper as head
-from .configs import ATTENTION, ATTENTION_GRAD, BwdConfig, HeadGrad, HeadTile, Tile, block_d
+from . import streamed
+from .configs import (
+    ATTENTION,
+    ATTENTION_GRAD,
+    BwdConfig,
+    HeadGrad,
+    HeadTile,
+    KeptTile,
+    StreamedTile,
+    Tile,
+    block_d,
+)
 from .kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 
 
@@ -49,7 +60,7 @@ def attention_fwd(
     num_heads: int,
     order: str,
     allow_tf32: bool,
-    config: Tile | None = None,
+    config: Tile | HeadTile | KeptTile | StreamedTile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o [N, T, C] and lse, float32 [N, heads, T] in base 2."""
     n, t, c3 = qkv.shape
@@ -67,7 +78,13 @@ def attention_fwd(
         spec = _spec(qkv, num_heads, allow_tf32)
         config = select(ATTENTION, spec, describe(qkv.device), run).config
     if isinstance(config, HeadTile):
-        head.forward(qkv, o, lse, constants, config.keep, config.step)
+        head.forward(qkv, o, lse, constants, *config)
+        return o, lse
+    if isinstance(config, KeptTile):
+        streamed.forward_kept(qkv, o, lse, constants, *config)
+        return o, lse
+    if isinstance(config, StreamedTile):
+        streamed.forward_streamed(qkv, o, lse, constants, *config)
         return o, lse
     attention_fwd_kernel[(n * num_heads * triton.cdiv(t, config.keep),)](
         qkv,

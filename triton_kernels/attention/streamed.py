@@ -1,0 +1,112 @@
+"""The forward pass of attention over many positions for Hopper, in Gluon: keys stream by.
+
+Where a head is too large for shared memory (`hopper`), a program keeps queries in registers and
+shared memory and TMA brings blocks of keys and values past them, FlashAttention-2 as `kernels` has
+it. Two kernels share that loop, and differ in who loads:
+
+- `kept`: programs of equal warps, two or four a multiprocessor, so that one takes exponentials
+  while another multiplies. A block is fetched when all have read the one before it in its slot.
+- `streamed`: one program, whose warpgroups multiply, 64 queries each, and have most of the
+  registers; a warp beside them loads (FlashAttention-3, Shah et al. 2024, without its turns).
+  So two matrices of 64 x 128 of scores and results fit: what heads of 128 need.
+"""
+
+import triton
+from torch import Tensor
+
+from ..hopper.descriptors import SUPPORTED, missing
+from ..registry.spec import AttentionSpec
+from ..runtime.dependent_launch import overlapping
+from ..runtime.device import Device
+from .hopper import described
+
+if SUPPORTED:
+    from .streamed_kernels import attention_fwd_kept_kernel, attention_fwd_streamed_kernel
+
+KEPT_DIMS = (16, 32, 64)  # of 128, results alone take half of a thread's 128 registers
+STREAMED_DIMS = (16, 32, 64, 128)
+_KEPT_REGISTERS = 128  # of a thread, so that programs of 512 together fit a multiprocessor
+_LOADER_REGISTERS = 24  # of a thread of the warp that loads; it is given those of four warps
+
+
+def refuse_kept(spec: AttentionSpec, gpu: Device) -> str | None:
+    """Why `kept` cannot compute this: not on Hopper, not in 16 bits, or not heads like these."""
+    return _refuse(spec, gpu, KEPT_DIMS)
+
+
+def refuse_streamed(spec: AttentionSpec, gpu: Device) -> str | None:
+    """Why `streamed` cannot, likewise."""
+    return _refuse(spec, gpu, STREAMED_DIMS)
+
+
+def _refuse(spec: AttentionSpec, gpu: Device, dims: tuple[int, ...]) -> str | None:
+    if spec.keys is not None:
+        return "keys and values in another tensor than queries"
+    if reason := missing(gpu, spec.itemsize):
+        return reason
+    if spec.d not in dims:
+        return f"heads of {spec.d} channels; it has {', '.join(map(str, dims))}"
+    return None if spec.fetchable else "an address or stride that TMA cannot read"
+
+
+def forward_kept(
+    qkv: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    constants: dict,
+    keep: int,
+    step: int,
+    slots: int,
+) -> None:
+    """o [N, T, C] and lse of qkv [N, T, 3C]: `keep` queries a program, `step` keys at a time, of
+    which `slots` blocks are in shared memory; `constants` are those of the other kernels."""
+    n, t, _ = qkv.shape
+    d = constants["D"]
+    attention_fwd_kept_kernel[(n * constants["num_heads"] * triton.cdiv(t, keep),)](
+        described(qkv, keep, d),
+        described(qkv, step, d),
+        described(o, keep, d),
+        lse,
+        **_shared(constants),
+        STEP=step,
+        SLOTS=slots,
+        num_warps=keep // 16,
+        maxnreg=_KEPT_REGISTERS,
+        **overlapping(qkv.device, n * t),
+    )
+
+
+def forward_streamed(
+    qkv: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    constants: dict,
+    groups: int,
+    step: int,
+    slots: int,
+    registers: int,
+) -> None:
+    """The same with `groups` of 64 queries a program, each a warpgroup with so many registers a
+    thread, and `slots` blocks of keys and as many of values."""
+    n, t, _ = qkv.shape
+    d = constants["D"]
+    # what a thread has at the launch; warpgroups then hand registers to each other
+    equal = (groups * registers + _LOADER_REGISTERS) // (groups + 1) // 8 * 8
+    attention_fwd_streamed_kernel[(n * constants["num_heads"] * triton.cdiv(t, 64 * groups),)](
+        described(qkv, 64, d),
+        described(qkv, step, d),
+        described(o, 64, d),
+        lse,
+        **_shared(constants),
+        GROUPS=groups,
+        STEP=step,
+        SLOTS=slots,
+        REGISTERS=registers,
+        num_warps=4,
+        maxnreg=equal,
+        **overlapping(qkv.device, n * t),
+    )
+
+
+def _shared(constants: dict) -> dict:
+    return {name: constants[name] for name in ("num_heads", "scale", "T", "D", "HEADS_QKV")}

@@ -1,0 +1,285 @@
+"""The kernels of `streamed`: warps keep queries, and blocks of keys and values come by.
+
+In both the scores of the next block and the values of this one are products that run together,
+behind the softmax of this block. A step of the loop, j being the block:
+
+    p = softmax(s)    s' = q k_{j+1}^T    acc = acc alpha + p v_j    wait for both
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..hopper.compat import aggregate, reinterpret, sync_threads, tma_load, tma_store
+from ..hopper.pairs import round_pairs
+from ..hopper.pipeline import new_barriers, new_ring
+from ..hopper.roles import launch_roles
+from ..runtime.dependent_launch import await_inputs
+from .hopper_kernels import head_offset, log2
+
+_LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+# --- what both do ---------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _matrix(buf):
+    """[1, ROWS, D] as [ROWS, D]."""
+    WIDTH: gl.constexpr = buf.type.layout.swizzle_byte_width
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH, 16, rank=2)
+    return reinterpret(buf, buf.dtype, [buf.shape[1], buf.shape[2]], LAYOUT)
+
+
+@gluon.jit
+def _softmax(s, m, total, first, scale_log2, T: gl.constexpr):
+    """Of scores of the keys from `first` on: e^(s - m) with the running maximum m, their running
+    total, and the factor that what was summed before is multiplied by."""
+    STEP: gl.constexpr = s.shape[1]
+    if T % STEP != 0:
+        keys = first + gl.arange(0, STEP, layout=gl.SliceLayout(0, s.type.layout))
+        s = gl.where((keys < T)[None, :], s, float("-inf"))
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    p = gl.exp2(s * scale_log2 - m_new[:, None])
+    alpha = gl.exp2(m - m_new)
+    return p, m_new, total * alpha + gl.sum(p, 1), alpha
+
+
+# --- streamed: warpgroups that multiply, and a warp that loads ------------------------------------
+
+
+@aggregate
+class _Block:
+    """The queries of a program: of which head, and where q, k and v of it begin."""
+
+    row: gl.tensor  # sample and head as one number
+    n: gl.tensor
+    head: gl.tensor
+    t0: gl.tensor
+    column: gl.tensor  # of q among the channels
+    part: gl.tensor  # from q to k, and from k to v
+
+
+@aggregate
+class _Memory:
+    """Queries in shared memory, and rings of keys and of values."""
+
+    q_bufs: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    keys: gl.tensor
+    values: gl.tensor
+
+
+@gluon.jit
+def _load(q_desc, kv_desc, memory, block, STEPS: gl.constexpr, GROUPS: gl.constexpr):
+    STEP: gl.constexpr = kv_desc.block_type.shape[1]
+    D: gl.constexpr = kv_desc.block_type.shape[2]
+    mbarrier.expect(memory.q_full.index(0), GROUPS * 64 * D * 2)
+    for i in gl.static_range(GROUPS):
+        where = [block.n, block.t0 + i * 64, block.column]
+        tma_load(q_desc, where, memory.q_full.index(0), memory.q_bufs.index(i))
+    for j in range(STEPS):
+        slot, bar = memory.keys.acquire(j, STEP * D * 2)
+        where = [block.n, j * STEP, block.column + block.part]
+        tma_load(kv_desc, where, bar, memory.keys.bufs.index(slot))
+        slot, bar = memory.values.acquire(j, STEP * D * 2)
+        where = [block.n, j * STEP, block.column + 2 * block.part]
+        tma_load(kv_desc, where, bar, memory.values.bufs.index(slot))
+
+
+@gluon.jit
+def _attend(
+    GROUP: gl.constexpr, memory, block, o_desc, lse_ptr, scale,
+    T: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = memory.q_bufs.shape[3]
+    STEP: gl.constexpr = memory.keys.bufs.shape[2]
+    dtype: gl.constexpr = memory.q_bufs.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    scale_log2 = scale * _LOG2_E
+    zeros = gl.zeros([64, STEP], gl.float32, SCORES)
+    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+    acc = gl.zeros([64, D], gl.float32, OUT)
+    q = _matrix(memory.q_bufs.index(GROUP))
+
+    mbarrier.wait(memory.q_full.index(0), 0)
+    k = _matrix(memory.keys.bufs.index(memory.keys.wait(0))).permute((1, 0))
+    s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    for j in range(STEPS - 1):
+        sync_threads()  # all have done with the products of the step before
+        memory.keys.release(j)
+        memory.values.release_before(j, pred=j > 0)
+        k = _matrix(memory.keys.bufs.index(memory.keys.wait(j + 1))).permute((1, 0))
+        weights, m, total, alpha = _softmax(s, m, total, j * STEP, scale_log2, T)
+        acc *= gl.convert_layout(alpha, ROW)[:, None]
+        p = gl.convert_layout(round_pairs(weights, dtype), LEFT)
+        scores = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+        v = _matrix(memory.values.bufs.index(memory.values.wait(j)))
+        acc = warpgroup_mma(p, v, acc, is_async=True)
+        s, acc, p = warpgroup_mma_wait(0, deps=(scores, acc, p))
+    weights, m, total, alpha = _softmax(s, m, total, (STEPS - 1) * STEP, scale_log2, T)
+    acc *= gl.convert_layout(alpha, ROW)[:, None]
+    p = gl.convert_layout(round_pairs(weights, dtype), LEFT)
+    v = _matrix(memory.values.bufs.index(memory.values.wait(STEPS - 1)))
+    acc = warpgroup_mma(p, v, acc, is_async=True)
+    offs = block.t0 + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+    gl.store(lse_ptr + block.row.to(gl.int64) * T + offs, m + log2(total), mask=offs < T)
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    acc *= gl.convert_layout(1 / total, ROW)[:, None]
+    sync_threads()  # all have done with q
+    q.store(round_pairs(acc, dtype))
+    fence_async_shared()
+    sync_threads()
+    where = [block.n, block.t0 + GROUP * 64, block.head * D]
+    tma_store(o_desc, where, memory.q_bufs.index(GROUP))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def attention_fwd_streamed_kernel(
+    q_desc,  # qkv [N, T, 3C] in boxes [1, 64, D]
+    kv_desc,  # the same in boxes [1, STEP, D]
+    o_desc,  # [N, T, C] in boxes [1, 64, D]
+    lse_ptr,  # float32 [N, heads, T], base 2
+    num_heads,
+    scale,  # 1 / sqrt(d)
+    T: gl.constexpr,
+    D: gl.constexpr,
+    HEADS_QKV: gl.constexpr,
+    GROUPS: gl.constexpr,  # warpgroups, each of which keeps 64 queries
+    STEP: gl.constexpr,  # keys at a time
+    SLOTS: gl.constexpr,  # blocks of keys, and of values, in shared memory
+    REGISTERS: gl.constexpr,  # of a thread that multiplies
+    num_warps: gl.constexpr,
+):
+    dtype: gl.constexpr = kv_desc.dtype
+    STEPS: gl.constexpr = (T + STEP - 1) // STEP
+    PARTS: gl.constexpr = (T + 64 * GROUPS - 1) // (64 * GROUPS)
+    q_bufs = gl.allocate_shared_memory(dtype, [GROUPS, 1, 64, D], q_desc.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, D], kv_desc.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, D], kv_desc.layout)
+    q_full = new_barriers(1)
+    memory = _Memory(
+        q_bufs, q_full, new_ring(k_bufs, SLOTS, GROUPS), new_ring(v_bufs, SLOTS, GROUPS)
+    )
+    fence_async_shared()
+    sync_threads()
+    await_inputs()
+
+    row = gl.program_id(0) // PARTS
+    n, head = row // num_heads, row % num_heads
+    column, part = head_offset(head, num_heads, D, HEADS_QKV)
+    block = _Block(row, n, head, gl.program_id(0) % PARTS * (64 * GROUPS), column, part)
+    launch_roles(
+        _attend, (memory, block, o_desc, lse_ptr, scale, T, STEPS),
+        _load, (q_desc, kv_desc, memory, block, STEPS, GROUPS),
+        GROUPS, (REGISTERS, 24),
+    )  # fmt: skip
+
+
+# --- kept: all warps alike ------------------------------------------------------------------------
+
+
+@gluon.jit
+def _fetch(kv_desc, k_bufs, v_bufs, full, j, n, column, part, SLOTS: gl.constexpr):
+    """Block j of keys and values, to its slot."""
+    STEP: gl.constexpr = kv_desc.block_type.shape[1]
+    D: gl.constexpr = kv_desc.block_type.shape[2]
+    bar = full.index(j % SLOTS)
+    mbarrier.expect(bar, 2 * STEP * D * 2)
+    tma_load(kv_desc, [n, j * STEP, column + part], bar, k_bufs.index(j % SLOTS))
+    tma_load(kv_desc, [n, j * STEP, column + 2 * part], bar, v_bufs.index(j % SLOTS))
+
+
+@gluon.jit
+def attention_fwd_kept_kernel(
+    q_desc,  # qkv [N, T, 3C] in boxes [1, KEEP, D]
+    kv_desc,  # the same in boxes [1, STEP, D]
+    o_desc,  # [N, T, C] in boxes [1, KEEP, D]
+    lse_ptr,  # float32 [N, heads, T], base 2
+    num_heads,
+    scale,  # 1 / sqrt(d)
+    T: gl.constexpr,
+    D: gl.constexpr,
+    HEADS_QKV: gl.constexpr,
+    STEP: gl.constexpr,  # keys at a time
+    SLOTS: gl.constexpr,  # blocks of keys and values in shared memory
+    num_warps: gl.constexpr,
+):
+    dtype: gl.constexpr = kv_desc.dtype
+    KEEP: gl.constexpr = 16 * num_warps
+    STEPS: gl.constexpr = (T + STEP - 1) // STEP
+    PARTS: gl.constexpr = (T + KEEP - 1) // KEEP
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, STEP, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    q_buf = gl.allocate_shared_memory(dtype, [1, KEEP, D], q_desc.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, D], kv_desc.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, D], kv_desc.layout)
+    q_full = new_barriers(1)
+    full = new_barriers(SLOTS)
+    fence_async_shared()
+    sync_threads()
+    await_inputs()
+
+    row = gl.program_id(0) // PARTS
+    t0 = gl.program_id(0) % PARTS * KEEP
+    n, head = row // num_heads, row % num_heads
+    column, part = head_offset(head, num_heads, D, HEADS_QKV)
+    mbarrier.expect(q_full.index(0), KEEP * D * 2)
+    tma_load(q_desc, [n, t0, column], q_full.index(0), q_buf)
+    for j in gl.static_range(min(SLOTS, STEPS)):
+        _fetch(kv_desc, k_bufs, v_bufs, full, j, n, column, part, SLOTS)
+
+    scale_log2 = scale * _LOG2_E
+    zeros = gl.zeros([KEEP, STEP], gl.float32, SCORES)
+    m = gl.full([KEEP], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    total = gl.zeros([KEEP], gl.float32, gl.SliceLayout(1, SCORES))
+    acc = gl.zeros([KEEP, D], gl.float32, OUT)
+    q = _matrix(q_buf)
+    mbarrier.wait(q_full.index(0), 0)
+    mbarrier.wait(full.index(0), 0)
+    s = warpgroup_mma(
+        q, _matrix(k_bufs.index(0)).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    s = warpgroup_mma_wait(0, deps=(s,))
+    for j in range(STEPS - 1):
+        slot = j % SLOTS
+        after = (j + 1) % SLOTS
+        mbarrier.wait(full.index(after), (j + 1) // SLOTS & 1)
+        k = _matrix(k_bufs.index(after)).permute((1, 0))
+        weights, m, total, alpha = _softmax(s, m, total, j * STEP, scale_log2, T)
+        acc *= gl.convert_layout(alpha, ROW)[:, None]
+        p = gl.convert_layout(round_pairs(weights, dtype), LEFT)
+        scores = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+        acc = warpgroup_mma(p, _matrix(v_bufs.index(slot)), acc, is_async=True)
+        s, acc, p = warpgroup_mma_wait(0, deps=(scores, acc, p))
+        sync_threads()  # all have done with this block
+        if j + SLOTS < STEPS:
+            _fetch(kv_desc, k_bufs, v_bufs, full, j + SLOTS, n, column, part, SLOTS)
+    weights, m, total, alpha = _softmax(s, m, total, (STEPS - 1) * STEP, scale_log2, T)
+    acc *= gl.convert_layout(alpha, ROW)[:, None]
+    p = gl.convert_layout(round_pairs(weights, dtype), LEFT)
+    acc = warpgroup_mma(p, _matrix(v_bufs.index((STEPS - 1) % SLOTS)), acc, is_async=True)
+    offs = t0 + gl.arange(0, KEEP, layout=gl.SliceLayout(1, SCORES))
+    gl.store(lse_ptr + row.to(gl.int64) * T + offs, m + log2(total), mask=offs < T)
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    acc *= gl.convert_layout(1 / total, ROW)[:, None]
+    sync_threads()  # all have done with q
+    q.store(round_pairs(acc, dtype))
+    fence_async_shared()
+    sync_threads()
+    tma_store(o_desc, [n, t0, head * D], q_buf)
+    tma.store_wait(0)
