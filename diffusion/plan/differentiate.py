@@ -54,6 +54,8 @@ class _Differentiation:
         self.producers = graph.producers()
         self.needed = set(wanted)  # values on the way from those to a result
         for node in graph.nodes:
+            if node.op == "detach":
+                continue  # what reads it asks for no gradient
             if any(value in self.needed for value in node.inputs.values()):
                 self.needed.update(v for v in node.outputs.values() if v.dtype.is_floating_point)
         self.sent: dict[Value, list[Value | _Part]] = {}
@@ -135,7 +137,7 @@ class _Differentiation:
         if shape == dy.shape:
             return dy
         axes = tuple(i for i, (n, m) in enumerate(zip(dy.shape, shape, strict=True)) if n != m)
-        if len(dy.shape) > 2 and dy.shape[-1] == shape[-1] and shape[0] == dy.shape[0]:
+        if len(dy.shape) > 2 and shape == (dy.shape[0], *(1 for _ in dy.shape[1:-1]), dy.shape[-1]):
             rows = self.pixel_sums(dy)
             return self.make("reshape", {"x": rows}, rows, shape)
         return self.make("sum", {"x": dy}, dy, shape, dtype, axes=axes)
@@ -361,6 +363,11 @@ def _reshape(d, node, dy):
     d.send(x, lambda: d.make("reshape", {"x": dy}, x))
 
 
+@gradient("detach")
+def _detach(d, node, dy):
+    """None, if the value is itself a result."""
+
+
 @gradient("columns")
 def _columns(d, node, dy):
     x, start = node.inputs["x"], node.attrs["start"]
@@ -400,7 +407,8 @@ def _layout(d, node, dy):
 @gradient("embedding")
 def _embedding(d, node, dy):
     weight, index = node.inputs["weight"], node.inputs["index"]
-    d.send(weight, lambda: d.make("embedding_grad", {"dy": dy, "index": index}, weight))
+    inputs = {"dy": dy, "index": index}
+    d.send(weight, lambda: d.make("embedding_grad", inputs, weight, **node.attrs))
 
 
 @gradient("arith")

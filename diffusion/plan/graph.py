@@ -36,8 +36,9 @@ FORWARD = {
     "dropout": "x / (1 - p) where a draw says so, else 0; by `rng` and `layer`, or PyTorch's state",
     "cast": "x in another dtype",
     "casts": "x0, x1, ... in another dtype, as y0, y1, ...: parameters, once in a call",
-    "embedding": "rows of weight, by index",
+    "embedding": "rows of weight, by index; row `unchanged`, if not -1, has no gradient",
     "reshape": "the same memory under another shape",
+    "detach": "x, to which no gradient is sent",
     "columns": "channels start to stop, where they lie: rows are further apart",
     "pad_channels": "zeros behind the channels, up to `width`, in another dtype",
     "layout": "a copy in another order: `pieces` are (size, stride) in x, from `offset` on",
@@ -121,7 +122,7 @@ STAGED = {
 # what attention is of: qkv [N, ..., 3C]; or q [N, ..., C] and kv [N, ..., 2C], or k and v, of as
 # many positions or of others
 PARTS = ("qkv", "q", "kv", "k", "v")
-FREE = ("reshape", "columns")  # which make no memory
+FREE = ("reshape", "columns", "detach")  # which make no memory
 OPS = FORWARD | NORM | BACKWARD | FUSED | STEP | JOINED | STAGED
 
 

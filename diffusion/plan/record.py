@@ -37,6 +37,12 @@ _WHOLE = {
     F.dropout: _ATEN.dropout.default,
     F.one_hot: _ATEN.one_hot.default,
 }
+_READS = (Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__)
+_INSTEAD = {Tensor.data.__get__: Tensor.detach}  # the former calls no op
+_WRITES = frozenset(  # names of what writes to its first argument, besides those that end in _
+    f"__{name}__"
+    for name in "setitem iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor".split()
+)
 _PASSED = tuple(  # files there are between a module and PyTorch
     os.path.dirname(file) + os.sep for file in (torch.__file__, triton_kernels.__file__, __file__)
 )
@@ -52,6 +58,7 @@ class Call:
     result: Any  # a tensor, or several
     function: str  # what Python called, such as fft_rfft
     source: str  # the line, and the module that the line was run for
+    differentiable: bool  # False: gradients are recorded around the module, but not here
 
 
 @dataclass
@@ -62,6 +69,7 @@ class Recording:
     inputs: list[Tensor | Any]  # leaves of (args, kwargs)
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    differentiable: bool  # whether gradients are recorded, where the module is called
     calls: list[Call] = field(default_factory=list)
     constants: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # in place of which
     result: Any = None
@@ -72,8 +80,10 @@ def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Recording:
     autocast, also of the module's own, they say that they are on that of the arguments, on which
     its casts depend. What the module keeps of the call in its attributes is forgotten.
 
-    PlanError: the forward pass writes to a parameter, a buffer or an argument, or depends on
-    numbers that are not known before. ValueError and TypeError are the module's own.
+    PlanError: the forward pass writes to a parameter, a buffer or an argument, depends on numbers
+    that are not known before, asks which tensors have gradients, or has gradients of its own: of
+    tensors that are no parameters, through hooks, or by writing where none are recorded.
+    ValueError and TypeError are the module's own.
     """
     try:
         return _record(module, args, kwargs, by_device=_casts())
@@ -83,18 +93,20 @@ def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Recording:
 
 def _record(module: nn.Module, args: tuple, kwargs: dict[str, Any], by_device: bool) -> Recording:
     leaves, spec = pytree.tree_flatten((args, kwargs))
+    differentiable = torch.is_grad_enabled()
+    _refuse_hooks(module)
     with ExitStack() as stack:
         stack.enter_context(_attributes_kept(module))
         # in inference mode PyTorch takes nothing apart, and writes in place
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.set_grad_enabled(differentiable))
         shapes = _FakeShapes(stack) if by_device else _MetaShapes()
         states = [
             {name: shapes.of(x) for name, x in named()}
             for named in (module.named_parameters, module.named_buffers)
         ]
         inputs = [shapes.of(x) if isinstance(x, Tensor) else x for x in leaves]
-        found = Recording(inputs, *states)
+        found = Recording(inputs, *states, differentiable)
         notes = _Notes(module, found, shapes)
 
         def run(inputs: list, states: dict[str, Tensor]) -> Any:
@@ -112,6 +124,13 @@ def _record(module: nn.Module, args: tuple, kwargs: dict[str, Any], by_device: b
                 name = type(module).__name__
                 raise PlanError(f"{name} cannot be traced: {lines[0]}") from error
     return found
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            where = name or type(part).__name__
+            raise PlanError(f"a backward hook has no place in a plan ({where} has one)")
 
 
 class _Casts(Exception):
@@ -175,6 +194,7 @@ class _Notes(TorchDispatchMode):
         self.given |= {id(x): name for name, x in states.items()}
         self.twins: dict[int, Tensor] = {}  # of constants, by their ids
         self.function = ""  # the one that Python called
+        self.differentiable = found.differentiable  # whether its result has gradients
         self.within = False  # a call that is noted whole
 
     def __torch_dispatch__(self, target, types, args=(), kwargs=None):
@@ -191,13 +211,25 @@ class _Notes(TorchDispatchMode):
         if self.shapes.has(x):
             return x
         if id(x) not in self.twins:
-            self.twins[id(x)] = self.shapes.of(x)
+            if x.requires_grad:
+                line = self._source(sys._getframe(1))
+                raise PlanError(
+                    f"a tensor {list(x.shape)} that requires a gradient, and is neither an argument"
+                    f" nor a parameter of the module, has no place in a plan ({line})"
+                )
+            with self.whole():
+                twin = self.shapes.of(x)
+            if torch._is_functional_tensor(twin):  # made where functionalization sees it
+                twin = _unwrapped(twin)
+            self.twins[id(x)] = twin
             self.found.constants.append((self.twins[id(x)], x))
         return self.twins[id(x)]
 
     def note(self, target: Any, args: tuple, kwargs: dict, result: Any) -> None:
         source = self._source(sys._getframe(2))
-        self.found.calls.append(Call(target, args, kwargs, result, self.function, source))
+        off = self.found.differentiable and not self.differentiable
+        call = Call(target, args, kwargs, result, self.function, source, not off)
+        self.found.calls.append(call)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -227,44 +259,112 @@ class _Functions(TorchFunctionMode):
     def __init__(self, notes: _Notes) -> None:
         super().__init__()
         self.notes = notes
+        self.detached: dict[int, Tensor] = {}  # by their memory
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, notes = kwargs or {}, self.notes
         if not notes.shapes.by_device and _casts():
             raise _Casts
+        function = _INSTEAD.get(function, function)
         name = getattr(function, "__name__", "")
-        before, notes.function = notes.function, name
+        self._refuse(function, name, args, kwargs)
+        before = notes.function, notes.differentiable
+        notes.function, notes.differentiable = name, torch.is_grad_enabled()
         try:
             target = None if notes.within else _WHOLE.get(function)
-            arguments = target and _arguments(target, args, kwargs)
+            arguments = target and self._arguments(target, args, kwargs)
             if not arguments:
-                return function(*args, **kwargs)
+                if function == Tensor.__getitem__:
+                    args = (args[0], _with_tensors(args[1]))
+                result = function(*args, **kwargs)
+                if name == "detach":
+                    self.detached[result.untyped_storage()._cdata] = result
+                return result
             given, named = pytree.tree_map_only(Tensor, self._inner, arguments)
+            args, kwargs = pytree.tree_map_only(Tensor, self._functional, (args, kwargs))
             with notes.whole():
                 result = function(*args, **kwargs)
             notes.note(target, given, named, self._inner(result))
             return result
         finally:
-            notes.function = before
+            notes.function, notes.differentiable = before
+
+    def _refuse(self, function: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """What a recording does not see: which tensors have gradients, and one that keeps its
+        gradient while its numbers are written to."""
+        if function in _READS:
+            raise self._refused(
+                f"{function.__self__.__name__} of a tensor, which the forward reads,"
+            )
+        if function == Tensor.data.__set__:
+            raise self._refused("data of a tensor, which the forward sets,")
+        if not self.notes.found.differentiable:
+            return
+        if name == "requires_grad_" or function == Tensor.requires_grad.__set__:
+            raise self._refused("requires_grad of a tensor, which the forward sets,")
+        writes = name in _WRITES or (name.endswith("_") and not name.startswith("_"))
+        written = kwargs.get("out", args[0] if writes and args else None)
+        if name == "detach_" or not isinstance(written, Tensor) or not written.is_floating_point():
+            return
+        if not torch.is_grad_enabled():
+            raise self._refused(f"{name} under no_grad")
+        if written.untyped_storage()._cdata in self.detached:
+            raise self._refused(f"{name} of what has been detached, or is called .data,")
+
+    def _refused(self, why: str) -> PlanError:
+        line = self.notes._source(sys._getframe(1))
+        return PlanError(f"{why} has no place in a plan ({line})")
+
+    def _functional(self, x: Tensor) -> Tensor:
+        """x, or for a tensor that has numbers one that is traced as those are that have none, since
+        PyTorch's functionalization takes either, and some ops not both."""
+        inner = self._inner(x)
+        if torch._is_functional_tensor(x) and inner is _unwrapped(x):
+            return x
+        level = torch._C._functorch.peek_interpreter_stack().level()
+        return torch._C._functorch._wrap_functional_tensor(inner, level)
 
     def _inner(self, x: Tensor) -> Tensor:
         """What a functional tensor stands for now."""
         if torch._is_functional_tensor(x):
             torch._sync(x)
-            x = torch._C._functorch._unwrap_functional_tensor(x, True)
+            x = _unwrapped(x)
         return self.notes.shaped(x)
 
+    def _arguments(
+        self, target: Any, args: Sequence, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict] | None:
+        """As the op has them, by place and by name; None: the call says more than the op can."""
+        if target is _ATEN.dropout.default:  # of torch.nn.functional: p, training, inplace
+            given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+            p, training = given.get("p", 0.5), given.get("training", True)
+            if not given.get("inplace", False):
+                return (given["input"], p, training), {}
+            if p and training:
+                raise self._refused("dropout with inplace=True")
+            return None
+        return _in_order(target, args, kwargs)
 
-def _arguments(target: Any, args: Sequence, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-    """As the op's schema has them; None: the call says more than the op can."""
+
+def _unwrapped(x: Tensor) -> Tensor:
+    return torch._C._functorch._unwrap_functional_tensor(x, True)
+
+
+def _with_tensors(index: Any) -> Any:
+    """An index whose lists of numbers are tensors, which the recording sees."""
+    if isinstance(index, tuple):
+        return tuple(map(_with_tensors, index))
+    is_list = isinstance(index, list) and index
+    if is_list and all(isinstance(i, int) for i in pytree.tree_leaves(index)):
+        return torch.tensor(index)
+    return index
+
+
+def _in_order(target: Any, args: Sequence, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+    """In the order of the op's schema; None: one without a default is missing."""
     schema = target._schema.arguments
     names = [a.name for a in schema if not a.kwarg_only]
     kwargs = dict(kwargs)
-    if target is _ATEN.dropout.default:  # of torch.nn.functional: p, training, inplace
-        given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
-        if given.pop("inplace", False):
-            return None
-        return (given["input"], given.get("p", 0.5), given.get("training", True)), {}
     if "tensor" in kwargs:  # as torch.nn.functional.one_hot calls it
         kwargs["self"] = kwargs.pop("tensor")
     given = dict(zip(names, args, strict=False)) | kwargs

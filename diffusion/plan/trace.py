@@ -21,7 +21,8 @@ from .canonical import canonicalise
 from .graph import Graph, PlanError
 from .lower import layers, shapes  # noqa: F401  they fill the table
 from .lower.arithmetic import ARITHMETIC, arithmetic
-from .lower.table import LOWERINGS, Lowering
+from .lower.shapes import detached
+from .lower.table import LOWERINGS, Lowering, understood
 from .record import Call, Recording, record
 from .views import View, whole
 
@@ -130,7 +131,7 @@ class _Tracer:
 
     def __init__(self, recording: Recording) -> None:
         self.recording, self.graph = recording, Graph()
-        self.low = Lowering(self.graph)
+        self.low = Lowering(self.graph, recording.differentiable)
         self.made: dict[int, View] = {}  # by the tensors' ids
 
     def run(self) -> Traced:
@@ -168,28 +169,32 @@ class _Tracer:
         return given
 
     def _call(self, call: Call) -> None:
-        args, kwargs = pytree.tree_map_only(Tensor, self._found, (call.args, call.kwargs))
         several = not isinstance(call.result, Tensor)
         metas = list(call.result) if several else [call.result]
         low = self.low
         low.name, low.function, low.target = op_name(call.target), call.function, call.target
         low.source, low.meta = call.source, metas if several else call.result
+        args, kwargs = pytree.tree_map_only(Tensor, self._found, (call.args, call.kwargs))
         lowering = lowering_of(low.name)
         if lowering is None:
             raise low.refuse("is an op that")
         try:
+            args, kwargs = understood(low, lowering, args, kwargs)
             made = lowering(low, *args, **kwargs)
         except PlanError:
             raise
-        except (TypeError, AssertionError, IndexError) as error:
+        except (TypeError, ValueError, AssertionError, IndexError) as error:
             raise low.refuse(f"as it is called here ({error})") from error
         made = made if isinstance(made, list | tuple) else [made]
         # of several, such as a norm's statistics, perhaps only the first
-        self.made |= {id(meta): view for meta, view in zip(metas, made, strict=False)}
+        for meta, view in zip(metas, made, strict=False):
+            if (view.shape, view.value.dtype) != (tuple(meta.shape), meta.dtype):
+                raise low.refuse(f"whose result is {meta.dtype} {list(meta.shape)}")
+            self.made[id(meta)] = view if call.differentiable else detached(low, view)
 
     def _found(self, x: Tensor) -> View:
         if id(x) not in self.made:
-            raise self.low.refuse("has a second result that is used, which")
+            raise self.low.refuse("of an op's second result, or of numbers made unseen,")
         return self.made[id(x)]
 
 

@@ -102,7 +102,7 @@ REFUSED = {
     "an op that is in no table": (lambda net, x: torch.fft.rfft(x).real, "fft_rfft"),
     "attention with a mask": (
         lambda net, x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
-        "scaled_dot_product_attention with a mask",
+        "scaled_dot_product_attention with is_causal=True",
     ),
     "attention with a mask that is added": (
         lambda net, x: F.scaled_dot_product_attention(x, x, x, x[:, :1, :1]),

@@ -76,7 +76,10 @@ def _sum(k, node, given):
 def _embedding_grad(k, node, given):
     dy, index = given["dy"], given["index"]
     out = dy.new_zeros(node.out.shape)
-    return out.index_add_(0, index.reshape(-1), dy.reshape(-1, dy.shape[-1]))
+    out.index_add_(0, index.reshape(-1), dy.reshape(-1, dy.shape[-1]))
+    if node.attrs["unchanged"] >= 0:
+        out[node.attrs["unchanged"]] = 0
+    return out
 
 
 @launches("layout_grad")

@@ -1,5 +1,6 @@
 """Sums and products of tensors, and the small functions that a plan leaves to PyTorch."""
 
+import math
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def _arithmetic(low, a, b=-1, *, alpha=1, rounding_mode=None):
             "add": (1, b),
             "sub": (1, -b),
             "mul": (b, 0),
-            "div": (1 / b if b else 0, 0),
+            "div": (1 / b if b else math.copysign(math.inf, b), 0),
         }[name]
         return _affine(low, a, scale, offset)
     if name == "sub":  # a number less a tensor
@@ -116,11 +117,11 @@ def arithmetic(low: Lowering, *args: Any, **options: Any) -> Any:
     # the trace has its tensors nowhere, a plan's constants are made on the CPU
     options = {k: v for k, v in options.items() if k not in ("pin_memory", "layout", "device")}
     shape, dtype = low.meta.shape, low.meta.dtype
-    if low.name.split(".")[-1].endswith("_like"):  # of the shape alone
-        inputs, arguments = [], ()
-        fill = {"zeros_like": 0, "ones_like": 1}.get(low.name.split(".")[-1], args[-1])
-        options = {}
-        return whole(low.graph.constant(torch.full(tuple(shape), fill, dtype=dtype)))
+    name = low.name.split(".")[-1]
+    if name.endswith("_like") or name.startswith("new_"):  # of the shape alone
+        fill = 0 if "zeros" in name else 1 if "ones" in name else args[-1]
+        if not isinstance(fill, View):
+            return whole(low.graph.constant(torch.full(tuple(shape), fill, dtype=dtype)))
     if all(value in low.graph.constants for value in inputs):
         given = [low.graph.constants[value] for value in inputs]
         result = low.target(*call_arguments(arguments, given), **options)

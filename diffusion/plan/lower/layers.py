@@ -12,18 +12,18 @@ from .table import Lowering, each, lowers
 ACTIVATIONS = ("relu", "silu", "gelu", "mish")
 
 
-@lowers("convolution")
-def _conv(low, x, weight, bias, stride, padding, dilation, transposed, _, groups):
-    if transposed:
-        raise low.refuse("that is transposed")
-    if groups != 1:
-        raise low.refuse(f"with groups={groups}")
+@lowers(
+    "convolution",
+    known=("output_padding",),  # which is of those that are transposed
+    only={"dilation": 1, "transposed": False, "groups": 1},
+)
+def _conv(low, x, weight, bias, stride, padding):
+    if len(x.dims) not in (3, 4):
+        raise low.refuse(f"of {list(x.shape)}, which are no images,")
     one_row = len(x.dims) == 3  # of pixels
     if one_row:
         x, weight = x.insert(2), weight.insert(2)
-    (sy, sx), (dy, dx) = _pair(stride, one_row, 1), _pair(dilation, one_row, 1)
-    if (dy, dx) != (1, 1):
-        raise low.refuse(f"with dilation={dilation}")
+    sy, sx = _pair(stride, one_row, 1)
     co, ci, r, s = weight.shape
     n, _, h, w = x.shape
     py, px = _pair(padding, one_row, 0)
@@ -58,8 +58,11 @@ def _pair(given: int | Sequence[int], one_row: bool, of_rows: int) -> tuple[int,
 
 def _linear_of(low: Lowering, x: View, weight: Value, bias: Value | None) -> View:
     """x [..., CI] weight [CO, CI]^T + bias."""
-    value = low.views.rows(x, low.source)
     co = weight.shape[0]
+    if len(weight.shape) != 2 or (bias is not None and bias.shape != (co,)):
+        shapes = [list(v.shape) for v in (weight, bias) if v is not None]
+        raise low.refuse(f"with weight and bias of {' and '.join(map(str, shapes))}")
+    value = low.views.rows(x, low.source)
     y = low.make(
         "linear",
         low.cast_all({"x": value, "weight": weight, "bias": bias}, low.meta.dtype),
@@ -76,9 +79,7 @@ def _linear(low, x, weight, bias=None):
 
 
 @lowers("addmm")
-def _addmm(low, bias, x, weight, *, beta=1, alpha=1):
-    if (beta, alpha) != (1, 1):
-        raise low.refuse(f"with beta={beta}, alpha={alpha}")
+def _addmm(low, bias, x, weight):
     return _linear_of(low, x, low.gather(weight.permute((1, 0))), low.gather(bias))
 
 
@@ -89,8 +90,8 @@ def _matmul(low, x, weight):
     return _linear_of(low, x, low.gather(weight.permute((1, 0))), None)
 
 
-@lowers("native_group_norm")
-def _group_norm(low, x, weight, bias, n, c, pixels, groups, eps):
+@lowers("native_group_norm", known=("N", "C", "HxW"))
+def _group_norm(low, x, weight, bias, groups, eps):
     order = (0, *range(2, len(x.dims)), 1)
     x = x.permute(order)
     value = low.views.rows(x, low.source)
@@ -108,16 +109,14 @@ def _group_norm(low, x, weight, bias, n, c, pixels, groups, eps):
 
 
 @lowers(*ACTIVATIONS)
-def _activation(low, x, *_, approximate="none"):
+def _activation(low, x, *, approximate="none"):
     name = low.name.split(".")[-1]
     name = "gelu_tanh" if approximate == "tanh" else name
     return each(low, "act", x, activation=name)
 
 
 @lowers("scaled_dot_product_attention")
-def _attention(low, q, k, v, mask=None, p=0.0, causal=False, *, scale=None, enable_gqa=False):
-    if p or causal or enable_gqa:
-        raise low.refuse("with a mask of later positions, dropout or shared heads")
+def _attention(low, q, k, v, mask=None, *, scale=None):
     fits = len(q.dims) == 4 and k.shape == v.shape and len(k.dims) == 4
     if not fits or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
         raise low.refuse(f"of {list(q.shape)}, {list(k.shape)} and {list(v.shape)}")
@@ -189,24 +188,26 @@ def _packed(parts: tuple[View, ...]) -> str | None:
     return None
 
 
-@lowers("upsample_nearest2d", "_upsample_nearest_exact2d")
-def _upsample(low, x, *_):
+@lowers("upsample_nearest2d", "_upsample_nearest_exact2d", known=("output_size",))
+def _upsample(low, x, *, scales_h=None, scales_w=None, scale_factors=None):
     x = x.permute((0, 2, 3, 1))
     value = low.gather(x, layout="NHWC")
     n, h, w, c = value.shape
     *_, p, q = low.meta.shape
     if p % h or q % w:
         raise low.refuse(f"from {h}x{w} to {p}x{q} pixels")
-    factor = (p // h, q // w)
+    factor, said = (p // h, q // w), tuple(scale_factors or (scales_h, scales_w))
+    if any(scale not in (None, n) for scale, n in zip(said, factor, strict=True)):
+        raise low.refuse(f"with scales {said} from {h}x{w} to {p}x{q} pixels")
     y = low.make("upsample", {"x": value}, (n, p, q, c), value.dtype, layout="NHWC", factor=factor)
     return whole(y).permute((0, 3, 1, 2))
 
 
-@lowers("avg_pool2d")
-def _avg_pool(low, x, window, stride=None, padding=0, ceil=False, *rest):
+@lowers("avg_pool2d", known=("count_include_pad",))  # there is no padding to be counted
+def _avg_pool(low, x, window, stride=None):
     window = _pair(window, False, 1)
-    if (stride and _pair(stride, False, 1) != window) or any(_pair(padding, False, 0)) or ceil:
-        raise low.refuse(f"with window={window}, stride={stride}, padding={padding}")
+    if stride and _pair(stride, False, 1) != window:
+        raise low.refuse(f"with window={window}, stride={stride}")
     value = low.gather(x.permute((0, 2, 3, 1)), layout="NHWC")
     n, c, p, q = low.meta.shape
     y = low.make("avg_pool", {"x": value}, (n, p, q, c), value.dtype, layout="NHWC", window=window)
@@ -214,9 +215,10 @@ def _avg_pool(low, x, window, stride=None, padding=0, ceil=False, *rest):
 
 
 @lowers("embedding")
-def _embedding(low, weight, index, *_):
+def _embedding(low, weight, index, unchanged=-1):
     inputs = {"weight": low.gather(weight), "index": low.gather(index)}
-    return whole(low.make("embedding", inputs, low.meta.shape, low.meta.dtype))
+    y = low.make("embedding", inputs, low.meta.shape, low.meta.dtype, unchanged=unchanged)
+    return whole(y)
 
 
 @lowers("dropout")

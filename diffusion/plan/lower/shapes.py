@@ -1,15 +1,24 @@
 """Ops that change a view, or put tensors side by side."""
 
-from typing import Any
-
 from ..graph import numbered
 from ..views import View, in_order, whole
 from .table import Lowering, lowers
 
 
-@lowers("clone", "alias", "detach", "lift_fresh", "lift_fresh_copy")
-def _same(low: Lowering, x: View, *_: Any, **__: Any) -> View:
+@lowers("clone", "alias", "lift_fresh", "lift_fresh_copy", known=("memory_format",))
+def _same(low: Lowering, x: View) -> View:
     return x
+
+
+@lowers("detach")
+def detached(low: Lowering, x: View) -> View:
+    """The view, to whose value no gradient is sent."""
+    fixed = x.value in low.graph.constants or not x.value.dtype.is_floating_point
+    if fixed or not low.differentiable:
+        return x
+    value = x.value
+    y = low.make("detach", {"x": value}, value.shape, value.dtype, layout=value.layout)
+    return View(y, x.dims, x.offset)
 
 
 @lowers("permute")
@@ -42,15 +51,15 @@ def _squeeze(low, x, at=None):
     return x
 
 
-@lowers("view", "_unsafe_view")
-def _reshape(low, x, *_):
+@lowers("view", "_unsafe_view", known=("size",))
+def _reshape(low, x):
     shape = tuple(low.meta.shape)
     view = x.reshape(shape)
     return whole(low.gather(x), shape) if view is None else view
 
 
-@lowers("expand")
-def _expand(low, x, *_, **__):
+@lowers("expand", known=("size", "implicit"))
+def _expand(low, x):
     return x.expand(tuple(low.meta.shape))
 
 
@@ -88,8 +97,8 @@ def _unbind(low, x, at=0):
     return [_select(low, x, at, i) for i in range(x.shape[at])]
 
 
-@lowers("split", "split_with_sizes")
-def _split(low, x, how, at=0):
+@lowers("split", "split_with_sizes", known=("split_size", "split_sizes"))
+def _split(low, x, at=0):
     parts, start = [], 0
     for meta in low.meta:  # the trace knows how long each is
         parts.append(_part(low, x, at, start, start + meta.shape[at]))
@@ -97,8 +106,11 @@ def _split(low, x, how, at=0):
     return parts
 
 
-@lowers("_to_copy")
-def to(low, x, *_, **__):
+@lowers(
+    "_to_copy",
+    known=("dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"),
+)
+def to(low, x):
     if low.meta.dtype == x.value.dtype:
         return x
     x = low.views.owned(x, low.source)

@@ -3,9 +3,15 @@
 Each lowering is given views (`views`) of the tensors that the op was called with, and gives views
 of its results. What only changes a view (permute, view, expand, split, ...) makes no node. An op
 that is not in the table has no place in a plan: `trace` raises PlanError with its line.
+
+A lowering's parameters are the arguments of the op that it understands: those of its place come in
+the order of the op's schema, those of a name by that name. `understood` refuses every other one
+that is not at its default.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,11 +22,25 @@ from ..views import View, Views
 LOWERINGS: dict[str, Callable] = {}
 
 
-def lowers(*names: str) -> Callable[[Callable], Callable]:
-    """Decorator of the lowering of these ops of aten."""
+@dataclass(frozen=True)
+class _Line:
+    """What a lowering understands besides its parameters."""
+
+    known: tuple[str, ...] = ()  # arguments that the trace's result has answered
+    only: dict[str, Any] = field(default_factory=dict)  # and those without a default, at one value
+
+
+_LINES: dict[Callable, _Line] = {}
+
+
+def lowers(
+    *names: str, known: tuple[str, ...] = (), only: dict[str, Any] | None = None
+) -> Callable[[Callable], Callable]:
+    """Decorator of the lowering of these ops of aten; `known` and `only` as in `_Line`."""
 
     def register(function: Callable) -> Callable:
         LOWERINGS.update(dict.fromkeys(names, function))
+        _LINES[function] = _Line(known, only or {})
         return function
 
     return register
@@ -29,8 +49,9 @@ def lowers(*names: str) -> Callable[[Callable], Callable]:
 class Lowering:
     """The graph as far as it is, and the call that is being lowered."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, differentiable: bool = True) -> None:
         self.graph, self.views = graph, Views(graph)
+        self.differentiable = differentiable  # False: no gradients are asked for
         self.name = ""  # of the op
         self.function = ""  # that Python called, of which the op is a part or the whole
         self.source = ""  # the line of the module
@@ -38,7 +59,9 @@ class Lowering:
         self.target: Any = None
 
     def refuse(self, why: str) -> PlanError:
-        name = self.name if not self.function or self.function in self.name else self.function
+        name = self.name
+        if self.function not in name:
+            name = f"{self.function} ({name})"
         return PlanError(f"{name} {why} has no place in a plan ({self.source})")
 
     def make(self, op: str, inputs: dict, shape, dtype, **more) -> Value:
@@ -58,6 +81,42 @@ class Lowering:
     def cast_all(self, inputs: dict[str, Value | None], dtype: torch.dtype) -> dict:
         """In the dtype of the result, which under autocast is not that of the inputs."""
         return {role: self.cast(value, dtype) for role, value in inputs.items()}
+
+
+def understood(
+    low: Lowering, function: Callable, args: tuple, kwargs: dict[str, Any]
+) -> tuple[list, dict[str, Any]]:
+    """The arguments of the call that is being lowered, as its lowering takes them. PlanError: it
+    has one that the lowering does not take, at another value than its default."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return list(args), kwargs  # a call that stays PyTorch's
+    names = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    line, places, named = _LINES[function], [], {}
+    for i, argument in enumerate(low.target._schema.arguments):
+        name = argument.name
+        if i >= len(args) and name not in kwargs:
+            continue
+        value = args[i] if i < len(args) else kwargs[name]
+        if name in names:
+            named[name] = value
+        elif name in line.known:
+            continue
+        elif (
+            name in line.only or argument.kwarg_only or len(places) == len(parameters) - len(names)
+        ):
+            if not _is(value, line.only.get(name, argument.default_value)):
+                raise low.refuse(f"with {name}" + ("" if isinstance(value, View) else f"={value}"))
+        else:
+            places.append(value)
+    return places, named
+
+
+def _is(value: Any, usual: Any) -> bool:
+    """Whether an argument has this value; a list, in each place."""
+    if isinstance(value, list | tuple) and not isinstance(usual, list | tuple):
+        return all(v == usual for v in value)
+    return value is usual or (not isinstance(value, View) and value == usual)
 
 
 def each(low: Lowering, op: str, x: View, **attrs: Any) -> View:

@@ -1,0 +1,349 @@
+"""Calls of every op that a plan has a line for, with every option that PyTorch gives it: what a
+strange module may say. `CASES` has them by name, which is the code of most; `refused` is what the
+PlanError says of those that have no place in a plan."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import triton_kernels.noise.dropout  # noqa: F401  whose op is called here
+
+_generator = torch.Generator()
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=_generator.manual_seed(sum(shape)))
+
+
+@dataclass
+class Case:
+    call: Callable  # of the inputs, and a layer or the parameters
+    inputs: tuple[Tensor, ...]
+    parameters: tuple[Tensor, ...] = ()
+    layer: nn.Module | None = None
+    refused: str = ""
+
+
+class Called(nn.Module):
+    """The call as a module, behind a product that a plan has."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case, self.layer = case, case.layer
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.theirs = nn.ParameterList(case.parameters)
+
+    def forward(self, *inputs: Tensor):
+        inputs = [x * self.gain if x.is_floating_point() else x for x in inputs]
+        given = self.theirs if self.layer is None else [self.layer]
+        return self.case.call(*inputs, *given)
+
+
+CASES: dict[str, Case] = {}
+IMAGE, ROW, ROWS = (2, 4, 6, 8), (2, 4, 8), (3, 8)
+
+
+def add(name: str, call: Callable, *inputs, of=(), refused: str = "") -> None:
+    """Inputs and parameters are tensors, or shapes of random ones."""
+    assert name not in CASES, name
+    inputs, of = (
+        tuple(numbers(*x) if isinstance(x, tuple) else x for x in given) for given in (inputs, of)
+    )
+    CASES[name] = Case(call, inputs, of, None, refused)
+
+
+def add_layer(layer: nn.Module, shape: tuple[int, ...], refused: str = "", name: str = "") -> None:
+    name = name or str(layer) + ("" if layer.training else " in evaluation")
+    assert name not in CASES, name
+    torch.manual_seed(len(CASES))
+    for p in layer.parameters():
+        nn.init.normal_(p, std=0.5)
+    CASES[name] = Case(lambda x, layer: layer(x), (numbers(*shape),), (), layer, refused)
+
+
+def of_code(text: str) -> dict[str, str]:
+    """Pieces of code, two spaces apart, to what is said if they are refused: code -> said."""
+    entries = [e.strip() for e in re.split(r"\n|  ", text) if e.strip()]
+    return {code: said for code, _, said in (e.partition(" -> ") for e in entries)}
+
+
+def add_layers(shape: tuple[int, ...], text: str) -> None:
+    for code, refused in of_code(text).items():
+        add_layer(eval(f"nn.{code}"), shape, refused, code)
+
+
+def add_calls(parameters: str, *inputs, text: str, of=()) -> None:
+    for code, refused in of_code(text).items():
+        add(code, eval(f"lambda {parameters}: {code}", globals()), *inputs, of=of, refused=refused)
+
+
+# --- convolutions and products --------------------------------------------------------------------
+
+add_layers(
+    IMAGE,
+    """
+    Conv2d(4, 6, 3)  Conv2d(4, 6, 3, bias=False)  Conv2d(4, 6, 3, stride=2)
+    Conv2d(4, 6, 3, stride=(1, 2), padding=(0, 2))  Conv2d(4, 6, 3, padding='same')
+    Conv2d(4, 6, 3, padding='valid')  Conv2d(4, 6, 2, padding='same')
+    Conv2d(4, 6, 1)  Conv2d(4, 6, 1, stride=2, padding=1)
+    Conv2d(4, 6, 3, padding=1, padding_mode='reflect') -> reflection_pad2d
+    Conv2d(4, 6, 3, padding=1, padding_mode='replicate') -> replication_pad2d
+    Conv2d(4, 6, 3, padding=1, padding_mode='circular') -> pad (aten
+    Conv2d(4, 6, 3, dilation=2) -> dilation=[2, 2]
+    Conv2d(4, 6, 3, dilation=(1, 2)) -> dilation=[1, 2]
+    Conv2d(4, 6, 3, groups=2) -> groups=2
+    ConvTranspose2d(4, 3, 2, 2) -> transposed=True
+    """,
+)
+add_layer(nn.Conv2d(4, 6, 3, padding=1), (4, 6, 8), name="Conv2d without a batch")
+add_layers(
+    ROW,
+    """
+    Conv1d(4, 4, 3)  Conv1d(4, 4, 3, stride=2, padding=1)  Conv1d(4, 4, 3, padding='same')
+    Conv1d(4, 4, 3, padding=1, padding_mode='circular') -> pad (aten
+    Conv1d(4, 4, 3, dilation=2) -> dilation=[2]
+    Conv1d(4, 4, 3, groups=4) -> groups=4
+    ConvTranspose1d(4, 3, 3, stride=2, output_padding=1) -> transposed=True
+    """,
+)
+volumes = "Conv3d(2, 3, 3) -> which are no images  Conv3d(2, 3, 1) -> which are no images"
+add_layers((1, 2, 4, 4, 4), volumes)
+
+add_layers(ROWS, "Linear(8, 5)")
+add_layers(IMAGE, "Linear(8, 5, bias=False)")
+WRONG = "weight and bias of"
+weight = numbers(5, 8)
+add("linear of one row", F.linear, (8,), of=((5, 8), (5,)))
+add("linear of one filter", F.linear, ROWS, of=((8,),), refused=WRONG)
+add("linear of a tensor that is no parameter", lambda x: F.linear(x, weight, weight[:, 0]), ROWS)
+add("linear of such a tensor, called by name", lambda x: F.linear(input=x, weight=weight), ROWS)
+add("linear of a tensor that came with the call", F.linear, ROWS, (5, 8), (5,))
+add("linear bias of rows", F.linear, ROWS, of=((5, 8), (3, 5)), refused=WRONG)
+add("addmm", torch.addmm, (5,), ROWS, (8, 5))
+add("addmm bias of rows", torch.addmm, (3, 5), ROWS, (8, 5), refused=WRONG)
+add("addmm bias of one", torch.addmm, (1, 5), ROWS, (8, 5), refused=WRONG)
+products = """
+    torch.addmm(b, x, w, beta=2) -> beta=2  torch.addmm(b, x, w, alpha=0.5) -> alpha=0.5
+    torch.ops.aten.addmm.dtype(b, x, w, torch.float32) -> out_dtype
+    torch.mm(x, w)  torch.mm(x, w, out_dtype=torch.float32) -> out_dtype
+"""
+add_calls("b, x, w", (5,), ROWS, (8, 5), text=products)
+add("matmul", torch.matmul, ROW, of=((8, 5),))
+add("matmul of one row", torch.matmul, (8,), of=((8, 5),))
+add("matmul of a column", torch.matmul, ROWS, of=((8,),), refused="matmul of")
+add("matmul of a batch", torch.matmul, ROW, (2, 8, 5), refused="matmul of")
+add("bmm", torch.bmm, ROW, (2, 8, 5), refused="bmm")
+einsum = "torch.einsum('nc,oc->no', x, w) -> bmm"
+add_calls("x, w", ROWS, of=((5, 8),), text=einsum)
+add("bilinear", F.bilinear, ROWS, (3, 4), of=((2, 8, 4),), refused="_trilinear")
+
+# --- norms and activations ------------------------------------------------------------------------
+
+layers = """
+    GroupNorm(2, 4)  GroupNorm(2, 4, affine=False)  GroupNorm(2, 4, eps=0.1)
+    InstanceNorm2d(4) -> instance_norm  BatchNorm2d(4) -> changes layer.num_batches_tracked
+    BatchNorm2d(4).eval() -> batch_norm  LocalResponseNorm(2) -> avg_pool3d
+    LayerNorm(8) -> native_layer_norm  LayerNorm(8, elementwise_affine=False) -> native_layer_norm
+    LayerNorm(8, bias=False) -> native_layer_norm  RMSNorm(8) -> rms_norm
+    ReLU()  ReLU(inplace=True)  SiLU()  SiLU(inplace=True)  Mish()  Mish(inplace=True)
+    GELU()  GELU(approximate='tanh')  Sigmoid()  Tanh()  Softsign()
+    Softplus() -> softplus  ELU() -> elu  LeakyReLU() -> leaky_relu  Hardswish() -> hardswish
+    ReLU6() -> hardtanh  GLU() -> glu  PReLU() -> _prelu_kernel  Softmax(1) -> softmax
+"""
+add_layers(IMAGE, layers)
+add_layer(nn.GroupNorm(2, 4), ROW, name="GroupNorm of rows")
+add_layer(nn.GroupNorm(2, 8), ROWS, name="GroupNorm of one pixel")
+add_layer(nn.GroupNorm(2, 4), (2, 4, 3, 4, 5), name="GroupNorm of a volume")
+add_calls("x, w", IMAGE, of=((4,),), text="F.group_norm(x, 2, w)")
+# of a bias that asks for a gradient, without a weight, PyTorch's own backward pass fails
+add_calls("x, b", IMAGE, of=((4,),), text="F.group_norm(x, 2, None, b.detach())")
+add_calls("x", ROWS, text="F.softmax(x, -1, dtype=torch.float64) -> softmax")
+
+# --- attention ------------------------------------------------------------------------------------
+
+HEADS, KEYS = (2, 3, 6, 4), (2, 3, 5, 4)
+seen = torch.tensor([[1, 1, 0, 1, 0], [0, 1, 1, 1, 1]], dtype=torch.bool)
+seen_by_all = seen[:, None, None].expand(2, 3, 6, 5).clone()
+seen_by_query, seen_by_head = torch.ones(6, 5).tril() > 0, numbers(3, 1, 5) > 0
+attention = F.scaled_dot_product_attention
+masks = """
+    attention(q, k, v)  attention(q, k, v, scale=0.3)  attention(q, k, v, seen[:, None, None])
+    attention(q, k, v, seen[:1])
+    attention(q, k, v, seen[:, None, None].expand(2, 3, 6, 5))
+    attention(q, k, v, seen_by_all) -> of keys alone
+    attention(q, k, v, seen_by_query) -> of keys alone
+    attention(q, k, v, seen_by_head) -> of keys alone
+    attention(q, k, v, seen[:, None, None].float()) -> mask that is added
+    attention(q, k, v, dropout_p=0.5) -> dropout_p=0.5
+    attention(q, k, v, is_causal=True) -> is_causal=True
+    attention(q, k[:, :1], v[:, :1], enable_gqa=True) -> enable_gqa=True
+    attention(q, k, v[..., :2]) -> of [
+"""
+add_calls("q, k, v", HEADS, KEYS, KEYS, text=masks)
+add("attention of one head", attention, ROW, ROW, ROW, refused="of [2, 4, 8]")
+self_attention = "net(x, x, x, need_weights=False)[0] -> (aten.bmm)  net(x, x, x) -> (aten.bmm)"
+for code, refused in of_code(self_attention).items():
+    call, layer = eval(f"lambda x, net: {code}"), nn.MultiheadAttention(8, 2, batch_first=True)
+    CASES[f"MultiheadAttention, {code}"] = Case(call, (numbers(*ROW),), (), layer, refused)
+
+# --- resampling and padding -----------------------------------------------------------------------
+
+resampled = """
+    F.interpolate(x, scale_factor=2)  F.interpolate(x, scale_factor=(2, 3))
+    F.interpolate(x, size=(12, 24))  F.interpolate(x, size=(6, 8))
+    F.interpolate(x, scale_factor=2.0, recompute_scale_factor=True)
+    F.interpolate(x, scale_factor=2.05, recompute_scale_factor=True)
+    F.interpolate(x, scale_factor=2, mode='nearest-exact')
+    F.interpolate(x, size=(12, 16), mode='nearest-exact')
+    F.interpolate(x, size=(9, 12)) -> pixels
+    F.interpolate(x, size=(9, 12), mode='nearest-exact') -> pixels
+    F.interpolate(x, scale_factor=0.5) -> pixels
+    F.interpolate(x, scale_factor=2.1) -> scales
+    F.interpolate(x, scale_factor=2.1, mode='nearest-exact') -> scales
+    F.interpolate(x, scale_factor=2, mode='bilinear') -> upsample_bilinear2d
+    F.interpolate(x, scale_factor=2, mode='bilinear', align_corners=True) -> upsample_bilinear2d
+    F.interpolate(x, scale_factor=0.5, mode='bilinear', antialias=True) -> _upsample_bilinear2d_aa
+    F.interpolate(x, scale_factor=2, mode='bicubic') -> upsample_bicubic2d
+    F.interpolate(x, scale_factor=0.5, mode='area') -> _adaptive_avg_pool2d
+    F.interpolate(x[0], scale_factor=2) -> upsample_nearest1d
+    torch.ops.aten.upsample_nearest2d(x, [12, 16], 2.0, 2.0)
+    torch.ops.aten.upsample_nearest2d(x, [12, 16], 2.0, 2.2) -> scales
+    torch.ops.aten.upsample_nearest2d.vec(x, None, [2.0, 3.0])
+    torch.ops.aten._upsample_nearest_exact2d(x, [12, 16], 2.0, 2.0)
+    torch.ops.aten._upsample_nearest_exact2d(x, [12, 16], 2.0, 2.2) -> scales
+    torch.ops.aten._upsample_nearest_exact2d.vec(x, None, [2.0, 3.0])
+    F.avg_pool2d(x[0], 2) -> avg_pool2d
+    F.pad(x, (1, 2))  F.pad(x, (0, 1, 2, 0), 'constant', 0)  F.pad(x, (1, 0, 0, 0, 0, 3))
+    F.pad(x, (1, 1), value=2.0) -> 2.0
+    F.pad(x, (-1, 1)) -> [-1, 1]
+    F.pad(x, (1, 1, 1, 1), 'reflect') -> reflection_pad2d
+    F.pad(x, (1, 1, 1, 1), 'replicate') -> replication_pad2d
+    F.pad(x, (1, 1, 1, 1), 'circular') -> pad (aten
+"""
+add_calls("x", IMAGE, text=resampled)
+layers = """
+    UpsamplingNearest2d(scale_factor=2)
+    AvgPool2d(2)  AvgPool2d((3, 2))  AvgPool2d(2, stride=2)  AvgPool2d(2, count_include_pad=False)
+    AvgPool2d(4)  AvgPool2d(2, stride=1) -> stride=[1, 1]
+    AvgPool2d(3, stride=3, padding=1) -> padding=[1, 1]
+    AvgPool2d(4, ceil_mode=True) -> ceil_mode=True
+    AvgPool2d(2, divisor_override=3) -> divisor_override=3
+    AvgPool2d(3, stride=3, padding=1, count_include_pad=False) -> padding=[1, 1]
+    MaxPool2d(2) -> max_pool2d  AdaptiveAvgPool2d(2) -> _adaptive_avg_pool2d
+    AdaptiveAvgPool2d(1) -> mean  PixelShuffle(2) -> pixel_shuffle
+    PixelUnshuffle(2) -> pixel_unshuffle  ChannelShuffle(2) -> channel_shuffle
+"""
+add_layers(IMAGE, layers)
+add_layers(
+    ROW,
+    """
+    AvgPool1d(2)  AvgPool1d(3)  AvgPool1d(2, count_include_pad=False)
+    AvgPool1d(2, stride=1) -> stride=[1, 1]  AvgPool1d(2, padding=1) -> padding=[0, 1]
+    AvgPool1d(3, ceil_mode=True) -> ceil_mode=True
+    """,
+)
+
+# --- embeddings and dropout -----------------------------------------------------------------------
+
+embeddings = """
+    F.embedding(i, w)  F.embedding(i, w, padding_idx=1)  F.embedding(i, w, padding_idx=-2)
+    F.embedding(i, w, norm_type=1.0)  F.embedding(i, w, max_norm=0.5) -> changes theirs.0
+    F.embedding(i, w, scale_grad_by_freq=True) -> scale_grad_by_freq=True
+    F.embedding(i, w, sparse=True) -> sparse=True
+"""
+add_calls("i, w", torch.tensor([[1, 2, 2], [0, 1, 1]]), of=((4, 6),), text=embeddings)
+layers = """
+    Dropout(0.0)  Dropout(1.0)  Dropout(0.0, inplace=True)  Dropout(0.5).eval()
+    Dropout(0.5, inplace=True).eval()  Dropout(0.5, inplace=True) -> dropout with inplace=True
+    Dropout2d(0.5) -> dropout2d  AlphaDropout(0.5) -> alpha_dropout
+    FeatureAlphaDropout(0.5) -> feature_alpha_dropout
+"""
+add_layers(IMAGE, layers)
+rng = torch.tensor([5, 6])
+dropout = torch.ops.triton_kernels.dropout
+drawn = "dropout(x, 0.5, rng, 1, 0)  dropout(x.T, 0.5, rng, 1, 0) -> in another order"
+add_calls("x", ROWS, text=drawn)
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+shapes = """
+    x.permute(0, 2, 3, 1)  x.permute(0, -1, -2, 1)  x.transpose(1, -1)  x.mT  x.T  x[0, 0].t()
+    x.swapaxes(1, 2)  x.movedim(1, -1)
+    x.unsqueeze(0)  x.unsqueeze(-1)  x[:1].squeeze()  x[:1].squeeze(0)  x[:1].squeeze(-4)
+    x.squeeze(0)  x[:1, :1].squeeze((0, -3))  x.flatten(1)  x.unflatten(-1, (2, 4))  x.view(2, -1)
+    x.transpose(1, 2).reshape(2, -1)  x.permute(0, 2, 3, 1).reshape(2, 6, -1)
+    x[:, :1].expand(2, 5, 6, 8)  x[0, 0].expand(3, -1, -1)
+    x.repeat(1, 2, 1, 1)  x.repeat(3, 1, 1, 1, 2)  torch.tile(x, (2,))  x.repeat_interleave(2, 1)
+    x[:, 1:3]  x[..., 1:]  x[:, :, ::2]  x[:, :, 1:-1:3]  x[..., -3:]  x[:, 5:]  x[:, -1]
+    x[:, 0, ..., -2]  x.select(-1, -1)  x.narrow(-2, 1, 3)
+    torch.cat(x.unbind())  torch.stack(x.unbind(-1), -2)  torch.stack(x.unbind(1)[1:])
+    torch.cat(x.chunk(3, 1), -3)  torch.cat(x.chunk(3, -1)[::-1], -1)
+    torch.cat(x.split(4, 2)[::-1], 2)  torch.cat(x.split([1, 7], -1)[::-1], -1)
+    torch.cat(x.tensor_split(3, -1)[::-1], -1)  torch.cat([x, x * 2], -1)
+    torch.cat([x, x.permute(0, 1, 2, 3)[..., :1]], dim=-1)  torch.cat([x, torch.zeros(0)], 1)
+    torch.cat([x, x.double()], 1)  torch.stack([x, x])  torch.stack([x, x], -1)
+    torch.hstack([x, x])  torch.ops.aten.stack([x, x], 1)
+    x.clone()  x.clone(memory_format=torch.channels_last)
+    x.contiguous(memory_format=torch.channels_last)  x.to(memory_format=torch.channels_last)
+    x.to(torch.float64)  x.double().float()  x.to(torch.float64, non_blocking=True, copy=True)
+    x.detach() * x  x.data + x
+    torch.ops.aten.expand(x[:1], [2, 4, 6, 8], implicit=True)
+    torch.ops.aten.lift_fresh(x)  torch.ops.aten.lift_fresh_copy(x)  torch.ops.aten.alias(x)
+    torch.ops.aten.split.sizes(x, [1, 3], 1)[1]  torch.ops.aten.split.Tensor(x, 3, 1)[1]
+    torch.ops.aten._unsafe_view(x, [8, 48])
+    torch.slice_copy(x, 1, 0, 2) -> slice_copy  x.rot90(2, (2, 3)) -> rot90  x.flip(-1) -> flip
+    x.roll(1, -1) -> roll  x.unfold(2, 2, 2) -> unfold  x.diagonal() -> diagonal
+    x.view(torch.int32).float() -> dtype=torch.int32  x.tril() -> tril
+    x.as_strided((2, 3), (1, 2)) -> as_strided  x.mean((2, 3)) -> mean  x.sum(1) -> sum
+    x.amax(1) -> amax  x.var(1) -> var  x.norm() -> vector_norm  x.sort(-1)[0] -> sort
+    x.topk(2)[0] -> topk  x.argmax(1) * x[:, 0] -> argmax
+"""
+add_calls("x", IMAGE, text=shapes)
+
+# --- arithmetic -----------------------------------------------------------------------------------
+
+arithmetic = """
+    x + y  x + 2  2 + x  x - y  x - 2  2 - x  x * y  x * 2  x / y  x / 2  2 / x  x / 0  x / -0.0
+    -x  x**2  x.abs() ** y  2**x  x % 3  x * True
+    torch.add(x, y, alpha=3)  torch.add(x, 2, alpha=3)  torch.sub(x, y, alpha=3)
+    torch.sub(x, 2, alpha=3)  torch.rsub(x, y, alpha=3)  torch.rsub(x, 2, alpha=3)
+    torch.rsub(x, y)  torch.div(x, y, rounding_mode='floor')
+    torch.div(x, 2, rounding_mode='trunc')  x.detach() // 2 + x
+    torch.floor_divide(x.detach(), y.detach().abs() + 1) + x  torch.remainder(x, y.abs() + 1)
+    x + y.double()  x.double() * y  x + torch.tensor(2)
+    x * torch.tensor(2.0, dtype=torch.float64)  x.half() + 2  x.bfloat16() * y.bfloat16()
+    (x > 0) * y  (x > 0).float() + y  ((x > 0) & (y > 0) | (x > y)) * x  (x == y) * x
+    (x != y) * x  (x <= y) * x  (x < y) * x  (x >= y) * x  ~(x >= y) * x
+    torch.arange(8) * x  torch.arange(8) / 3 + x  x + torch.arange(6)[:, None]
+    x[:, :1] + y  y + x[:1]  x[0, 0, 0] * y  x.transpose(2, 3) + y.transpose(2, 3)
+    x.permute(1, 0, 2, 3) * y[:1].permute(1, 0, 2, 3)  x[:, :1] * y[:, :, :1]
+    x.mT + y[:, :, :, :6].mT[:, :, :1]  x.clone().add_(y)  x.clone().mul_(2)
+    torch.abs(x)  torch.ceil(x) + x  torch.floor(x) * x  torch.sign(x) * y  torch.square(x)
+    torch.clamp(x, -1, 1)  torch.clamp(x, min=0.5)  x.clamp(max=y)
+    torch.cos(x)  torch.sin(x)  torch.exp(x)  torch.log(x.abs())  torch.reciprocal(x)
+    torch.rsqrt(x.abs())  torch.sqrt(x.abs())  torch.sigmoid(x)  torch.tanh(x)
+    x.cumsum(-1)  x.cumsum(1, dtype=torch.float64)
+    torch.maximum(x, y)  torch.minimum(x, y)  torch.where(x > y, x, y)  torch.where(x > 0, x, 0.0)
+    x.masked_fill(y > 0, -2.0)  x.masked_fill(y > 0, y[0, 0, 0, 0])
+    x[:, [2, 0]]  x[[1, 0], :, [2, 3]]  x[[1, 0]]  x[:, torch.tensor([2, 0])]
+    x.index_select(1, torch.tensor([2, 0, 2]))  x.gather(1, torch.tensor([2, 0]).expand(2, 4, 6, 2))
+    torch.gather(x, 1, torch.tensor([2, 0]).expand(2, 4, 6, 2), sparse_grad=True)
+    torch.zeros_like(x) + y  torch.ones_like(x, dtype=torch.float64) + y  torch.full_like(x, 3) + y
+    torch.full_like(x, 3, memory_format=torch.channels_last) * y
+    x.new_zeros(8) + y  x.new_ones(8) + y  x.new_full((8,), 2.0) + y  torch.full((8,), 2.0) + y
+    torch.zeros(8) + x  torch.ones(8) * x  torch.zeros(8, device=x.device) + x
+    torch.scalar_tensor(2.0) * x  F.one_hot(torch.arange(6), 8) * x
+    torch.bitwise_not(x > 0) * y  torch.bitwise_xor(x > 0, y > 0) * x  (torch.arange(8) << 2) * x
+    (torch.arange(8) >> 1) * x  torch.bitwise_left_shift(torch.arange(8), 1) * x
+    torch.logical_not(x) * y  torch.logical_or(x > 0, y > 0) * x
+    torch.logical_and(x > 0, y > 0) * x
+    x.clamp_min(0) -> clamp_min  torch.lerp(x, y, 0.3) -> lerp  torch.hypot(x, y) -> hypot
+    torch.addcmul(x, x, y, value=2) -> addcmul  torch.nan_to_num(x) -> nan_to_num
+    torch.erf(x) -> erf  torch.logsumexp(x, 1) -> logsumexp  torch.rand(8) + x -> rand
+    torch.randn_like(x) + x -> randn_like  torch.outer(x[0, 0, 0], y[0, 0, 0])
+"""
+add_calls("x, y", IMAGE, IMAGE, text=arithmetic)
