@@ -1,5 +1,6 @@
 """The page says what would run, without a GPU; wrong settings are named."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from diffusion.errors import ConfigError
 from diffusion.plan.__main__ import example, main, settings
 from diffusion.plan.build import plan
 from diffusion.plan.printed import GPUS, flops_of, lines
+from tests.end_to_end.run import run
+from tests.plan.pages_of_steps import STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,52 +74,17 @@ def test_wrong_settings(argument, said):
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("precision", "context"), [("bf16", ""), ("bf16", "4x6"), ("tf32", ""), ("fp32", "4x6")]
-)
-def test_the_page_of_a_step_is_what_training_launches(precision, context):
+@pytest.fixture(scope="module")
+def steps():
+    code, out, err = run("-m", "tests.plan.pages_of_steps")
+    assert code == 0, err
+    return json.loads(out)
+
+
+@pytest.mark.parametrize(("precision", "context"), STEPS)
+def test_the_page_of_a_step_is_what_training_launches(steps, precision, context):
     """Of the kernels of a step, which a rehearsal records, those of the network, in their order."""
-    code = (
-        f"precision, context = {precision!r}, {context!r}"
-        + """
-from benchmarks.goldens import recorded
-from diffusion.plan.__main__ import example
-from diffusion.plan.printed import GPUS
-from diffusion.plan.step.printed import step_page
-from diffusion.presets import preset
-from diffusion.runs.precompile_worker import train
-from triton_kernels.registry.chips import chip
-import torch
-settings = {
-    "model": preset("model", "unet_tiny"),
-    "diffusion": {"schedule": "linear"},
-    "optim": {"lr": 1e-4},
-    "train": {"batch_size": 4, "precision": precision},
-    "images": {"shape": [100, 16, 16, 3], "dtype": "uint8"},
-    "labels": None,
-    "flip": False,
-}
-if context:
-    settings["model"]["context_dim"] = 6
-    settings["context"] = {"shape": [100, 4, 6], "dtype": "float16"}
-with recorded(chip("h200").gpu) as launches:
-    train(settings)
-options = {"trains": True, "context": context}
-model, (x, _, *given), _ = example("unet_tiny", 4, "16", precision, **options)
-x = x.permute(0, 2, 3, 1).contiguous()
-page = step_page(model.train(), x, *(given or [None]), GPUS["h200"])
-for line in page.lines:
-    print("page", *line.launched.kernels)
-print("train", *(launch.split()[0].strip("_") for launch in launches))
-"""
-    )
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-c", code], **run)
-    assert done.returncode == 0, done.stderr
-    said = [line.split() for line in done.stdout.splitlines()]
-    paged = [k for what, *names in said if what == "page" for k in names if k != "PyTorch"]
-    (both,) = [names for what, *names in said if what == "train"]
+    paged, both = steps[f"{precision} {context}"]
     launched = both[: len(both) // 2]  # of two steps
     rest = iter(launched)
     assert len(paged) > 100 and all(kernel in rest for kernel in paged)
