@@ -9,17 +9,10 @@ from torch import nn
 from benchmarks import accelerated
 from benchmarks.harness import WrongResult
 from diffusion.errors import ConfigError
+from tests.benchmarks.accelerated_kernels import SMALL
 from tests.end_to_end.run import run
 
 CPU = torch.device("cpu")
-SMALL = {
-    "sample_size": 16,
-    "block_out_channels": (32, 64),
-    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-    "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
-    "layers_per_block": 1,
-    "norm_num_groups": 8,
-}
 
 
 @pytest.fixture
@@ -60,30 +53,9 @@ def test_what_is_wrong_is_not_timed(small, monkeypatch, capsys):
         accelerated.check(small, CPU)
 
 
-CODE = """
-import json
-from benchmarks import accelerated
-from tests.benchmarks.test_accelerated import SMALL
-from tests.kernels import chips
-from tests.end_to_end.run import run
-
-accelerated.NETWORKS = {"small": SMALL}
-found = []
-def compile_launches(launches, arch, processes):
-    found.append([arch, processes, sorted({launch.kernel.__name__ for launch in launches})])
-    yield from launches
-accelerated.compile_launches = compile_launches
-for what in ("train", "evaluate"):
-    settings = {"models": ("small",), "batch": (2,), "what": (what,), "processes": 3}
-    accelerated.compile_kernels(settings, chips.HOPPER)
-print(json.dumps(found))
-"""
-
-
-def test_kernels_are_compiled_beforehand(tmp_path):
+def test_kernels_are_compiled_beforehand():
     """Those of the check and of what is timed."""
-    (tmp_path / "rehearsed.py").write_text(CODE)
-    code, out, err = run(str(tmp_path / "rehearsed.py"))
+    code, out, err = run("-m", "tests.benchmarks.accelerated_kernels")
     assert code == 0, err
     (*chip, step), (*_, evaluation) = json.loads(out.splitlines()[-1])
     assert chip == [90, 3]
