@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..registry.choose import select
-from ..registry.cost import Work, as_on_hopper
+from ..registry.cost import Work
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import ConvSpec
 from ..runtime.device import Device, describe
@@ -46,10 +46,6 @@ def _single_tile(_: SingleTile, *tensors: Tensor, **options: Any):
     return single_tile.conv_once(*tensors, **_given(options, "residual", "stats"))
 
 
-def _early_work(spec: ConvSpec, gpu: Device, _: Early) -> Work:
-    return small_batch.whole_work(spec)
-
-
 def _forward_work(spec: ConvSpec, gpu: Device, _: Forward) -> Work | None:
     """Of the kernel that `conv_forward` takes."""
     choice = select(FORWARD, spec, gpu)
@@ -79,9 +75,9 @@ CONV_FEW = Op(
             Early,
             small_batch.refuse,
             lambda *_: [Early()],
-            cost=as_on_hopper("early", (), _early_work),
             launch=lambda _, *tensors, **options: small_batch.conv_early(*tensors, **options),
-            work=_early_work,
+            work=lambda spec, gpu, _: small_batch.whole_work(spec),
+            borrows=True,
         ),
         Kernel(
             "single_tile",

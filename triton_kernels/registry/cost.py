@@ -15,16 +15,15 @@ the same, in other waves.
 
 import json
 import logging
-from collections.abc import Callable
 from functools import lru_cache
-from math import ceil, inf
+from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..runtime.device import Device
 
 _MEASURED = Path(__file__).parents[1] / "measured"
-_HOPPER = 90
+HOPPER = 90  # the architecture whose parameters kernels may borrow on one that nobody has fitted
 _log = logging.getLogger(__name__)
 
 
@@ -78,18 +77,6 @@ def parameters(arch: int) -> dict[str, tuple[float, ...]]:
 def name(kernel: str, fields: tuple[str, ...], config: tuple) -> str:
     """Under which the parameters of a configuration are kept."""
     return " ".join([kernel, *(f"{field}={getattr(config, field)}" for field in fields)])
-
-
-def as_on_hopper(
-    kernel: str, fitted_by: tuple[str, ...], work: Callable[[Any, Device, tuple], Work]
-) -> Callable[[Any, Device, tuple], float]:
-    """A cost for chips that nobody has fitted: Hopper's parameters, in the chip's own waves."""
-
-    def cost(spec: Any, gpu: Device, config: tuple) -> float:
-        fitted = parameters(_HOPPER).get(name(kernel, fitted_by, config))
-        return inf if fitted is None else microseconds(fitted, work(spec, gpu, config), gpu)
-
-    return cost
 
 
 def microseconds(fitted: tuple[float, ...], work: Work, gpu: Device) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ..runtime.device import Device
-from .cost import Work, microseconds, name, parameters
+from .cost import HOPPER, Work, microseconds, name, parameters
 from .spec import Spec
 
 CLOCKS = 1755.0  # a microsecond, of an H100: only ratios of costs decide
@@ -44,20 +44,29 @@ class Kernel(Generic[C]):
     # nobody knows), and the fields of a configuration that have parameters of their own
     work: Callable[[Spec, Device, C], Work | None] | None = None
     fitted_by: tuple[str, ...] = ()
+    # whether chips that nobody has fitted have Hopper's parameters, in their own waves
+    borrows: bool = False
 
     def model(self, spec: Spec, gpu: Device, config: C) -> float | None:
         """Microseconds by parameters that were fitted to times; None: there are none."""
+        return self._fitted(gpu.arch, spec, gpu, config)
+
+    def _fitted(self, arch: int, spec: Spec, gpu: Device, config: C) -> float | None:
+        """By the parameters of that architecture."""
         if self.work is None or spec.itemsize != 2:
             return None
-        fitted = parameters(gpu.arch).get(name(self.name, self.fitted_by, config))
+        fitted = parameters(arch).get(name(self.name, self.fitted_by, config))
         work = None if fitted is None else self.work(spec, gpu, config)
         return None if work is None else microseconds(fitted, work, gpu)
 
     def predict(self, spec: Spec, gpu: Device, config: C) -> float:
         """Microseconds; infinite if it is to be taken only where it was measured."""
-        if (fitted := self.model(spec, gpu, config)) is not None:
-            return fitted
-        return math.inf if self.cost is None else self.cost(spec, gpu, config)
+        us = self.model(spec, gpu, config)
+        if us is None and self.borrows:
+            us = self._fitted(HOPPER, spec, gpu, config)
+        if us is None and self.cost is not None:
+            us = self.cost(spec, gpu, config)
+        return math.inf if us is None else us
 
     def meant(self, row: dict[str, Any], listed: Sequence[C]) -> C | None:
         """The configuration that a measured row names, if it is listed."""

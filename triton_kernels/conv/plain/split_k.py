@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...registry.choose import select
-from ...registry.cost import Work, as_on_hopper
+from ...registry.cost import Work
 from ...registry.kernel import Kernel, Op, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
@@ -352,12 +352,6 @@ def _apart(spec: ConvSpec, gpu: Device) -> str | None:
     return f"{steps} products are no long chain" if steps < 2 * _STEPS else None
 
 
-def _early_work(spec: ConvSpec, gpu: Device, _: EarlyParts) -> Work:
-    return split_work(spec, gpu)
-
-
-_FITTED_BY = ("block_c", "block_m", "block_k")
-
 CONV_SPLIT = Op(
     "conv_split",
     ("h", "w", "k", "c", "r", "s", "dtype", "extra"),
@@ -374,17 +368,17 @@ CONV_SPLIT = Op(
             EarlyParts,
             _refuse_early,
             lambda *_: [EarlyParts()],
-            cost=as_on_hopper("early_parts", (), _early_work),
-            work=_early_work,
+            work=lambda spec, gpu, _: split_work(spec, gpu),
+            borrows=True,
         ),
         Kernel(
             "split_k",
             SplitConfig,
             _refuse,
             _configs,
-            cost=as_on_hopper("split_k", _FITTED_BY, _work),
             work=_work,
-            fitted_by=_FITTED_BY,
+            fitted_by=("block_c", "block_m", "block_k"),
+            borrows=True,
         ),
     ),
     similar=False,
