@@ -5,13 +5,13 @@ convolutions is followed by a launch that adds the parts of the sum, or reads th
 """
 
 import math
-import statistics
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from benchmarks import harness
 from triton_kernels.conv.few import CONV_FEW
 from triton_kernels.conv.plain.split_k import CONV_SPLIT, conv_split
 from triton_kernels.registry.kernel import Op
@@ -87,12 +87,4 @@ class Cold:
             with torch.cuda.graph(graph):
                 for i in range(count):
                     self(config, i)
-        times = []
-        for _ in range(_REPLAYS + 1):
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            graph.replay()
-            last.record()
-            torch.cuda.synchronize()
-            times.append(first.elapsed_time(last) * 1e3 / count)
-        return statistics.median(times[1:])
+        return harness.time_steps(lambda _: graph.replay(), _REPLAYS, warm_up=1).median / count

@@ -67,7 +67,6 @@ def forward(
     """o and lse of qkv: `keep` queries a program, `step` keys at a time; `constants` are those of
     the other kernels."""
     n, t, _ = qkv.shape
-    names = ("num_heads", "scale", "T", "D", "HEADS_QKV")
     d, rows = constants["D"], _rows(t)
     keep = min(keep, rows)
     attention_fwd_head_kernel[(n * constants["num_heads"] * triton.cdiv(t, keep),)](
@@ -75,7 +74,7 @@ def forward(
         described(qkv, rows, d),
         described(o, keep, d),
         lse,
-        **{name: constants[name] for name in names},
+        **shared(constants),
         ROWS=rows,
         KEEP=keep,
         STEP=min(step, rows),
@@ -99,7 +98,6 @@ def backward(
     d, positions = constants["D"], _rows(t)
     wide = d == 64  # dq, dk and dv leave no registers for k and v
     num_warps = 4 if positions * d <= _MOST_DQ else 8
-    names = ("num_heads", "scale", "T", "D", "HEADS_QKV")
     attention_bwd_head_kernel[(n * constants["num_heads"],)](
         described(qkv, positions, d),
         described(do, positions, d),
@@ -107,13 +105,18 @@ def backward(
         o,
         lse,
         rows,
-        **{name: constants[name] for name in names},
+        **shared(constants),
         ROWS=positions,
         BUFFERS=1 if wide else 2,
         HELD=not wide,
         num_warps=num_warps,
         **overlapping(qkv.device),
     )
+
+
+def shared(constants: dict) -> dict:
+    """Of the constants of plain Triton's kernels those that Hopper's have too."""
+    return {name: constants[name] for name in ("num_heads", "scale", "T", "D", "HEADS_QKV")}
 
 
 def described(x: Tensor, rows: int, d: int) -> "TensorDescriptor":

@@ -18,7 +18,7 @@ from ..hopper.descriptors import SUPPORTED, missing
 from ..registry.spec import AttentionSpec
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device
-from .hopper import described
+from .hopper import described, shared
 
 if SUPPORTED:
     from .streamed_kernels import attention_fwd_kept_kernel, attention_fwd_streamed_kernel
@@ -67,7 +67,7 @@ def forward_kept(
         described(qkv, step, d),
         described(o, keep, d),
         lse,
-        **_shared(constants),
+        **shared(constants),
         STEP=step,
         SLOTS=slots,
         num_warps=keep // 16,
@@ -97,7 +97,7 @@ def forward_streamed(
         described(qkv, step, d),
         described(o, 64, d),
         lse,
-        **_shared(constants),
+        **shared(constants),
         GROUPS=groups,
         STEP=step,
         SLOTS=slots,
@@ -106,7 +106,3 @@ def forward_streamed(
         maxnreg=equal,
         **overlapping(qkv.device, n * t),
     )
-
-
-def _shared(constants: dict) -> dict:
-    return {name: constants[name] for name in ("num_heads", "scale", "T", "D", "HEADS_QKV")}
