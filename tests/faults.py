@@ -42,7 +42,7 @@ from diffusion.runs.training import train
 from diffusion.tracking.run_log import FIELDS, WALL_CLOCK
 
 from .end_to_end.processes import finish, ranks
-from .end_to_end.run import ROOT, TINY, rows, start
+from .end_to_end.run import TINY, rows, start_together
 from .test_configs import composed
 
 STEPS = 8
@@ -215,9 +215,7 @@ def killed(faults: Faults, count: int) -> Row:
 
 def together(run_dir: Path) -> subprocess.Popen:
     """torchrun with two processes, which it starts anew when one of them ends."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    torchrun += ("--max-restarts=3", "--local-addr=127.0.0.1", str(ROOT / "train.py"))
-    return start(*torchrun, *SETTINGS, *TOGETHER, f"run_dir={run_dir}")
+    return start_together(*SETTINGS, *TOGETHER, f"run_dir={run_dir}", restarts=3)
 
 
 def broken_together(faults: Faults, row: Row, number: signal.Signals, count: int) -> Row:

@@ -53,10 +53,13 @@ def start(*command: str, cwd: Path | None = None) -> subprocess.Popen:
     )
 
 
-def start_together(*arguments: str, script: str = "train.py") -> subprocess.Popen:
-    """Two processes that work together."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    return start(*torchrun, "--local-addr=127.0.0.1", str(ROOT / script), *arguments)
+def start_together(
+    *arguments: str, script: str = "train.py", count: int = 2, restarts: int = 0
+) -> subprocess.Popen:
+    """An agent of torchrun with `count` processes that work together."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
+    torchrun += (f"--max-restarts={restarts}", "--local-addr=127.0.0.1")
+    return start(*torchrun, str(ROOT / script), *arguments)
 
 
 def run(*command: str, cwd: Path | None = None, fresh: bool = False) -> tuple[int, str, str]:

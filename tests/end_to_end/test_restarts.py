@@ -15,7 +15,7 @@ import torch.distributed as dist
 from diffusion.runtime import distributed
 
 from .processes import finish, ranks, started
-from .run import ROOT, TINY, environment, rows, start
+from .run import ROOT, TINY, environment, rows, start, start_together
 
 SETTINGS = (*TINY, "train.steps=40", "train.save_every=5", "train.sample_every=0")
 _PATIENCE = 180  # seconds
@@ -63,9 +63,7 @@ def test_two_nodes_go_on_after_a_process_is_killed(tmp_path):
 def test_processes_of_one_node_go_on_after_one_is_killed(tmp_path, device):
     """The first one, which saves; over gloo, and over NCCL with captured steps."""
     run_dir = tmp_path / "run"
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    torchrun += ("--max-restarts=3", "--local-addr=127.0.0.1", str(ROOT / "train.py"))
-    agent = start(*torchrun, *SETTINGS, f"device={device}", f"run_dir={run_dir}")
+    agent = start_together(*SETTINGS, f"device={device}", f"run_dir={run_dir}", restarts=3)
     wait_for((run_dir / "checkpoints" / "step_00000005").exists, agent)
     os.kill(ranks(agent.pid)[0], signal.SIGKILL)
     out, err = finish(agent, _PATIENCE)
