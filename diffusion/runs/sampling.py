@@ -268,7 +268,7 @@ def draw_share(
                 last, left = now, (now - began) / done * (total - done)
                 print(f"step {done}/{total}  ETA {tqdm.format_interval(left)}", flush=True)
 
-        return draw(
+        images = draw(
             trained.model,
             sampler,
             share,
@@ -284,6 +284,10 @@ def draw_share(
             finish=finish or trained.values.finish,
             edit=edit,
         )
+    if processes.is_first:
+        seconds = time.monotonic() - began  # capture of the chain's graph included
+        print(f"drawn in {seconds:.1f} s, {n / seconds:.3g} images/s", flush=True)
+    return images
 
 
 def rehearse_drawing(settings: DrawSettings, tokens: int = 0) -> None:
