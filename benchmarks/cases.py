@@ -168,6 +168,10 @@ IMAGES = {
     "ldm_320": Images(32, 4),
 }
 
+# networks for which nothing was ever measured or chosen: they say how far the speed travels
+_NETWORKS = Path(__file__).parent / "networks"
+UNTUNED = tuple(sorted(path.stem for path in _NETWORKS.glob("*.yaml")))
+
 Case = ConvCase | NormCase | AttentionCase | CrossAttentionCase | AdamWCase | DenoiseCase
 _TOKENS = 78  # of a context: CLIP's 77, and a null token
 # rows that no model here has: heads of 64 over an image of 32x32 and of 64x64
@@ -181,18 +185,32 @@ OPS = ("conv2d", "group_norm", "attention", "cross_attention", "adamw", "denoise
 
 
 def model_settings(name: str) -> dict[str, Any]:
-    """The group `model` of the configuration, by name. ConfigError names those there are."""
+    """The group `model` of the configuration, by name, or that of a network of `networks/`.
+    ConfigError names those there are."""
     path = MODELS / f"{name}.yaml"
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in MODELS.glob("*.yaml")))
-        raise ConfigError(f"model={name} is unknown; choose one of {known}")
-    return yaml.safe_load(path.read_text())
+    if path.is_file():
+        return yaml.safe_load(path.read_text())
+    if name in UNTUNED:
+        changes = _read_untuned(name)
+        base = model_settings(changes.pop("base"))
+        del changes["images"]
+        return base | changes
+    known = ", ".join((*sorted(p.stem for p in MODELS.glob("*.yaml")), *UNTUNED))
+    raise ConfigError(f"model={name} is unknown; choose one of {known}")
 
 
 def images_of(model: str, size: int | None = None) -> Images:
     """What the model of that name learns, or the same of another size."""
-    images = IMAGES.get(model, Images())
+    if model in UNTUNED:
+        images = Images(*_read_untuned(model)["images"])
+    else:
+        images = IMAGES.get(model, Images())
     return images if size is None else images._replace(size=size)
+
+
+def _read_untuned(name: str) -> dict[str, Any]:
+    """`base`, a model of the configuration; `images`, [pixels a side, channels]; what differs."""
+    return yaml.safe_load((_NETWORKS / f"{name}.yaml").read_text())
 
 
 def model_cases(

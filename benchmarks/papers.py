@@ -2,7 +2,8 @@
 
     python -m benchmarks.papers [key=value ...]
 
-    models=...       any of configs/model; default: those that papers train
+    models=...       any of configs/model, or of benchmarks/networks, for which nothing was tuned;
+                     default: those that papers train
     batch=           images of a training step, one number a model or one for all; default: as a
                      GPU has them in the paper's training, or as it has room for
     evaluate=1,16,64 images of an evaluation; train: none
@@ -60,6 +61,8 @@ _BATCHES = {
     "adm_imagenet128": 8,  # of 256, on 32
     "ldm_churches": 96,
     "ldm_320": 32,
+    "ddpm_lsun256": 8,  # of 64, on eight
+    "ldm4_celeba": 16,
 }
 _PRECISIONS = ("bf16", "tf32", "fp32")
 _KINDS = {"train": "train_step", "evaluate": "unet_forward"}  # the op of a row

@@ -8,12 +8,20 @@ import pytest
 import torch
 
 from benchmarks import harness, papers
-from benchmarks.cases import IMAGES
+from benchmarks.cases import IMAGES, UNTUNED, images_of, meta_model, model_settings
 from diffusion.errors import ConfigError
 
 
 def chosen(*arguments):
     return papers.choose_cases(harness.parse_settings(arguments, papers.DEFAULTS))
+
+
+@pytest.mark.parametrize("name", UNTUNED)
+def test_a_network_that_nobody_tuned_is_a_model_with_changes(name):
+    images, settings = images_of(name), model_settings(name)
+    network = meta_model(name, images.size, images.channels)
+    assert network.in_channels == images.channels
+    assert set(settings) <= set(model_settings("ddpm_cifar10")) | set(model_settings("unet64"))
 
 
 def test_what_is_timed():
