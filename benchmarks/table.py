@@ -1,17 +1,20 @@
 """One table of models, GPUs and precisions beside torch.compile, from the rows of all CSV files.
 
-    python -m benchmarks.table [into=README.md] [csv=FILE] [results=FOLDER]
+    python -m benchmarks.table [into=docs/performance.md] [summary=README.md] [csv=FILE]
+                               [results=FOLDER]
 
-    into=     a Markdown file with a line <!-- models --> and a line <!-- end of models -->: what
-              is between them is replaced. Default: it is printed
-    csv=      also writes the lines there, with commit, versions and run of both sides
-    results=  where the CSV files are; default benchmarks/results
+    into=     a Markdown file with the lines <!-- models --> and <!-- end of models -->: the text
+              between them is replaced by the table. Default: the table is printed
+    summary=  the same for the lines <!-- ratios --> and <!-- end of ratios -->, and the short
+              table: ratios alone, one line for each model, GPU and precision
+    csv=      writes the table to this file, with the commit, versions and run of both sides
+    results=  the folder of the CSV files; default benchmarks/results
 
-Lines are training steps (`benchmarks.train_step`, `benchmarks.papers`) and evaluations
-(`benchmarks.sampling`, `benchmarks.papers`), also of diffusers' networks by `accelerate`
-(`benchmarks.accelerated`), each as one CUDA graph; those that we lose are among them. Code of
-another chip that ran on this one has rows whose GPU is called sm_80-on-NAME: they are not of that
-chip.
+The table has training steps (`benchmarks.train_step`, `benchmarks.papers`) and evaluations
+(`benchmarks.sampling`, `benchmarks.papers`, and `benchmarks.accelerated` for diffusers' networks),
+each captured in one CUDA graph. Lines in which torch.compile is faster stay in it. Rows whose GPU
+is called sm_80-on-NAME ran the code of sm_80 on the GPU NAME; the table says that they were not
+measured on an sm_80 chip.
 """
 
 import csv
@@ -24,8 +27,9 @@ from benchmarks import harness
 from benchmarks.harness import OURS, Row
 from diffusion.errors import ConfigError
 
-DEFAULTS = {"into": "", "csv": "", "results": ""}
+DEFAULTS = {"into": "", "summary": "", "csv": "", "results": ""}
 BEGIN, END = "<!-- models -->", "<!-- end of models -->"
+BEGIN_SUMMARY, END_SUMMARY = "<!-- ratios -->", "<!-- end of ratios -->"
 _OPS = {"train_step": "step", "unet_forward": "evaluation"}
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+) ([\w:]+)")  # images, height, width, channels, model
 _PROVIDER = re.compile(r"(\w+)-(bf16|tf32|fp32|fp16)( graph)?")
@@ -50,7 +54,7 @@ class Line(NamedTuple):
 
     @property
     def measured(self) -> str:
-        """How far the numbers are of this GPU, and of one process."""
+        """Whether both sides were measured on this GPU, and in one run."""
         other = _OTHER_CHIP.fullmatch(self.gpu)
         if other:
             return f"no: code of {other[1]} on {_name(other[2])}"
@@ -68,22 +72,24 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{folder} has no rows of ours beside torch.compile")
     if settings["csv"]:
         write_csv(Path(settings["csv"]), lines)
+    if settings["summary"]:
+        write_summary(Path(settings["summary"]), lines)
     if settings["into"]:
         write_into(Path(settings["into"]), lines)
-    elif not settings["csv"]:
+    elif not (settings["csv"] or settings["summary"]):
         print(format_lines(lines))
     return 0
 
 
 def find_lines(rows: Sequence[Row]) -> list[Line]:
-    """Those that both sides have."""
+    """The steps and evaluations of which there are rows of both sides."""
     sides: dict[tuple, dict[str, Row]] = {}
     for row in rows:
         shape, provider = _SHAPE.fullmatch(row.shape), _PROVIDER.fullmatch(row.provider)
         if row.op not in _OPS or shape is None or provider is None:
-            continue  # of another benchmark, or launched from Python
+            continue  # another benchmark's
         if row.op == "train_step" and provider[3] is None:
-            continue
+            continue  # launched from Python, without a graph
         images, height, _, _, model = shape.groups()
         key = row.op, model, int(height), int(images), row.gpu, provider[2]
         sides.setdefault(key, {})[provider[1]] = row
@@ -93,7 +99,7 @@ def find_lines(rows: Sequence[Row]) -> list[Line]:
 
 
 def format_lines(lines: Sequence[Line]) -> str:
-    """Markdown: the table, and of what commits and versions it is."""
+    """Markdown: the table, and a line with the commits and versions."""
     header = ["", "model", "images", "GPU", "precision", "torch.compile, ms", "ours, ms", "ratio"]
     header.append("measured on it")
     cells = [
@@ -117,13 +123,45 @@ def format_lines(lines: Sequence[Line]) -> str:
     return f"{harness.format_table(header, cells)}\n\nOf commits {commits}; {said}."
 
 
+def format_summary(lines: Sequence[Line]) -> str:
+    """Markdown: ratios by model, GPU and precision, and a line with the number of losses."""
+    groups: dict[tuple, dict[str, list[Line]]] = {}
+    for line in lines:
+        group = line.model, line.size, _gpu(line.gpu), line.precision, line.measured.split(",")[0]
+        groups.setdefault(group, {}).setdefault(line.op, []).append(line)
+    header = ["model", "image", "GPU", "precision"]
+    header += [f"{op}: ratio (batch)" for op in ("training step", "evaluation")]
+    header.append("measured on it")
+    cells = [
+        [f"`{model}`", f"{size}x{size}", gpu, precision]
+        + [", ".join(map(_ratio, by_op.get(op, []))) for op in _OPS]
+        + [measured]
+        for (model, size, gpu, precision, measured), by_op in sorted(groups.items())
+    ]
+    lost = sum(line.ratio < 1 for line in lines)
+    said = f"torch.compile is faster in {lost} of these {len(lines)} ratios."
+    if any("two runs" in line.measured for line in lines):
+        said += " `*`: the two sides may be of two runs."
+    return f"{harness.format_table(header, cells)}\n\n{said}"
+
+
+def _ratio(line: Line) -> str:
+    return f"{line.ratio:.2f}{'*' if 'two runs' in line.measured else ''} ({line.images})"
+
+
 def write_into(path: Path, lines: Sequence[Line]) -> None:
-    """Replace what is between the two marks. ConfigError if they are not there."""
+    """Replace the text between the two marks. ConfigError: the page lacks them."""
     harness.replace_between(path, BEGIN, END, format_lines(lines))
 
 
+def write_summary(path: Path, lines: Sequence[Line]) -> None:
+    """Replace the text between the marks of the short table. ConfigError: the page lacks them."""
+    harness.replace_between(path, BEGIN_SUMMARY, END_SUMMARY, format_summary(lines))
+
+
 def write_csv(path: Path, lines: Sequence[Line]) -> None:
-    """The same with where it comes from; the folder of the results would be read again."""
+    """The lines with commit, versions and run of both sides. `path` must not be in the folder of
+    the results, which is read for the next table."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

@@ -54,6 +54,33 @@ def test_a_line_for_whatever_both_sides_have():
     assert text.endswith("Of commits abc1234; torch 2.11.0 with triton 3.6.0.")
 
 
+def test_the_short_table_has_a_line_a_model_gpu_and_precision():
+    text = table.format_summary(table.find_lines(ROWS))
+    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert cells[2:5] == [
+        ["`ldm_320`", "32x32", "H200", "bf16", "0.86 (32)", "", "yes"],
+        ["`unet64`", "64x64", "H200", "bf16", "3.00 (128)", "35.09* (1)", "yes"],
+        ["`unet64`", "64x64", "sm_80", "bf16", "1.60 (128)", "", "no: code of sm_80 on H100"],
+    ]
+    assert text.endswith(
+        "torch.compile is faster in 1 of these 4 ratios. `*`: the two sides may be of two runs."
+    )
+
+
+def test_the_pages_have_the_tables_of_the_csv_files():
+    """`python -m benchmarks.table into=docs/performance.md summary=README.md
+    csv=docs/benchmarks/models.csv` writes them anew."""
+    files = sorted(harness.RESULTS.glob("*.csv"))
+    lines = table.find_lines([row for path in files for row in harness.read_rows(path)])
+    for page, begin, text in (
+        ("README.md", table.BEGIN_SUMMARY, table.format_summary(lines)),
+        ("docs/performance.md", table.BEGIN, table.format_lines(lines)),
+    ):
+        assert f"{begin}\n{text}\n" in (harness.ROOT / page).read_text(), page
+    with (harness.ROOT / "docs" / "benchmarks" / "models.csv").open(newline="") as file:
+        assert [row["ratio"] for row in csv.DictReader(file)] == [f"{x.ratio:.3f}" for x in lines]
+
+
 def test_files(tmp_path):
     results = tmp_path / "results"
     harness.write_rows(results / "nvidia-h200.csv", ROWS)
@@ -68,6 +95,9 @@ def test_files(tmp_path):
     with out.open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert len(lines) == 4 and lines[0]["ratio"] == "0.857" and lines[0]["ours_commit"] == "abc1234"
+    page.write_text(f"{table.BEGIN_SUMMARY}\nold\n{table.END_SUMMARY}\n")
+    assert table.main([*given, f"summary={page}"]) == 0
+    assert "old" not in page.read_text() and "`ldm_320`" in page.read_text()
     page.write_text("no marks")
     with pytest.raises(ConfigError, match="has no line <!-- models -->"):
         table.main([*given, f"into={page}"])
