@@ -31,7 +31,8 @@ STEADY = 1.15  # p80 over p20; what is more was disturbed
 
 # dense bf16 with float32 accumulation, as cuBLAS reaches it; TFLOP/s
 MATRIX_PEAK = {"nvidia-h200": 790.0, "nvidia-h100-80gb-hbm3": 790.0}
-MEMORY_PEAK = {"nvidia-h200": 4.23}  # TB/s read and written, as a large copy reaches it
+# TB/s read and written, as a large copy reaches it
+MEMORY_PEAK = {"nvidia-h200": 4.23, "nvidia-h100-80gb-hbm3": 3.0}
 
 
 # --- rows -----------------------------------------------------------------------------------------

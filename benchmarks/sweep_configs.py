@@ -8,6 +8,7 @@
     timing=60           seconds after that
     shapes=0            so many of the layers and batches; 0: all
     passes=forward,input_grad,weight_grad,split,few
+    layers=mixed,wide,pointwise,odd   of the first three passes: which of `LAYERS`
 
 It is what the cost models are fitted to (`benchmarks.fit_costs`). Layers come in random order, each
 with all of its configurations, and lines are written as they are found: a run that its time cuts
@@ -52,6 +53,7 @@ DEFAULTS = {
     "timing": 60,
     "shapes": 0,
     "passes": ("forward", "input_grad", "weight_grad", "split", "few"),
+    "layers": ("mixed", "wide", "pointwise", "odd"),
     "part": -1,  # the share of a compiling process
 }
 OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
@@ -59,32 +61,66 @@ OF_FEW = {"split": CONV_SPLIT, "few": CONV_FEW}
 OPS |= OF_FEW
 
 # (rows and columns, channels of x and of y, side of the filter, batches)
-LAYERS = (
-    (64, 64, 64, 3, (8, 32, 128)),  # unet64
-    (32, 128, 128, 3, (8, 32, 128)),
-    (32, 256, 128, 3, (32,)),
-    (16, 192, 192, 3, (8, 64)),
-    (8, 256, 256, 3, (16, 128)),
-    (8, 512, 256, 3, (64,)),
-    (16, 192, 576, 1, (32,)),
-    (64, 192, 192, 3, (4, 16)),  # ADM of ImageNet 64
-    (32, 384, 384, 3, (16, 64)),
-    (16, 576, 576, 3, (8, 32)),
-    (8, 768, 768, 3, (32,)),
-    (32, 384, 1152, 1, (16,)),
-    (16, 1152, 576, 1, (32,)),
-    (32, 256, 256, 3, (32, 128)),  # DDPM++ of CIFAR-10
-    (16, 256, 256, 3, (16, 128)),
-    (8, 512, 512, 3, (8, 256)),
-    (16, 256, 768, 1, (64,)),
-    (64, 320, 320, 3, (4, 16)),  # latents
-    (32, 640, 640, 3, (8,)),
-    (16, 1280, 1280, 3, (8,)),
-    (64, 640, 320, 1, (4,)),
-    (48, 96, 96, 3, (16,)),  # channels and images that are no powers of two
-    (24, 448, 224, 3, (16,)),
-    (12, 320, 640, 3, (32,)),
-)
+LAYERS = {
+    "mixed": (
+        (64, 64, 64, 3, (8, 32, 128)),  # unet64
+        (32, 128, 128, 3, (8, 32, 128)),
+        (32, 256, 128, 3, (32,)),
+        (16, 192, 192, 3, (8, 64)),
+        (8, 256, 256, 3, (16, 128)),
+        (8, 512, 256, 3, (64,)),
+        (16, 192, 576, 1, (32,)),
+        (64, 192, 192, 3, (4, 16)),  # ADM of ImageNet 64
+        (32, 384, 384, 3, (16, 64)),
+        (16, 576, 576, 3, (8, 32)),
+        (8, 768, 768, 3, (32,)),
+        (32, 384, 1152, 1, (16,)),
+        (16, 1152, 576, 1, (32,)),
+        (32, 256, 256, 3, (32, 128)),  # DDPM++ of CIFAR-10
+        (16, 256, 256, 3, (16, 128)),
+        (8, 512, 512, 3, (8, 256)),
+        (16, 256, 768, 1, (64,)),
+        (64, 320, 320, 3, (4, 16)),  # latents
+        (32, 640, 640, 3, (8,)),
+        (16, 1280, 1280, 3, (8,)),
+        (64, 640, 320, 1, (4,)),
+        (48, 96, 96, 3, (16,)),  # channels and images that are no powers of two
+        (24, 448, 224, 3, (16,)),
+        (12, 320, 640, 3, (32,)),
+    ),
+    "wide": (
+        (64, 192, 192, 3, (32,)),  # ADM of ImageNet 64
+        (64, 384, 192, 3, (32,)),
+        (32, 384, 384, 3, (32,)),
+        (32, 768, 384, 3, (32,)),
+        (16, 1152, 576, 3, (32,)),
+        (16, 768, 768, 3, (32,)),
+        (8, 1536, 768, 3, (32,)),
+        (32, 320, 320, 3, (32,)),  # latents
+        (16, 640, 640, 3, (32,)),
+        (8, 1280, 1280, 3, (32,)),
+    ),
+    "pointwise": (
+        (64, 384, 192, 1, (32,)),  # ADM of ImageNet 64
+        (32, 384, 384, 1, (32,)),
+        (32, 384, 1152, 1, (32,)),
+        (16, 576, 576, 1, (32,)),
+        (16, 576, 1728, 1, (32,)),
+        (8, 768, 768, 1, (32,)),
+        (8, 768, 2304, 1, (32,)),
+        (32, 320, 960, 1, (32,)),  # latents
+        (16, 640, 640, 1, (32,)),
+        (8, 1280, 3840, 1, (32,)),
+    ),
+    "odd": (
+        (24, 192, 192, 3, (64,)),
+        (12, 288, 288, 3, (64,)),
+        (12, 288, 864, 1, (64,)),
+        (40, 160, 160, 3, (32,)),
+        (20, 320, 320, 3, (32,)),
+        (10, 640, 640, 3, (32,)),
+    ),
+}
 # the same, of one image; every third, and 1x1 filters, also of four; those of 16 too
 LAYERS_OF_FEW = (
     (32, 320, 320, 3),  # latents
@@ -140,10 +176,10 @@ LAYERS_OF_FEW = (
 )
 
 
-def specs(passes: Sequence[str]) -> list[tuple[str, ConvSpec]]:
+def specs(passes: Sequence[str], layers: Sequence[str]) -> list[tuple[str, ConvSpec]]:
     """What is timed, in an order that is random and always the same."""
     found = []
-    for side, ci, co, r, batches in LAYERS:
+    for side, ci, co, r, batches in (layer for name in layers for layer in LAYERS[name]):
         for n in batches:
             given = {"n": n, "dtype": "bf16", "h": side, "w": side, "r": r, "s": r}
             of_filters = {"filters": (co, ci)}
@@ -206,8 +242,10 @@ def main(arguments: Sequence[str]) -> int:
     settings = harness.parse_settings(arguments, DEFAULTS)
     for name in settings["passes"]:
         harness.check_choice("passes", name, tuple(OPS))
+    for name in settings["layers"]:
+        harness.check_choice("layers", name, tuple(LAYERS))
     device = harness.require_cuda()
-    jobs = specs(settings["passes"])
+    jobs = specs(settings["passes"], settings["layers"])
     jobs = jobs[: settings["shapes"] or len(jobs)]
     if settings["part"] >= 0:
         _compile(jobs, device, settings)

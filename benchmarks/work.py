@@ -8,7 +8,7 @@ fetched twice). A convolution in parts counts as what they add up to.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -95,17 +95,21 @@ class Work(NamedTuple):
 
 
 @contextmanager
-def noted_work() -> Iterator[list[Work]]:
+def noted_work(
+    around: Callable[[str, tuple], AbstractContextManager] | None = None,
+) -> Iterator[list[Work]]:
     """The calls inside of the block, of the planned kernels, the optimizer and the public ops; of
-    ops that are made of others the outer one."""
+    ops that are made of others the outer one. Each is made inside of `around(name, args)`."""
     calls: list[Work] = []
     under_way: list[str] = []
 
     def noted(name: str, op: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
+            outer = around is not None and not under_way
             under_way.append(name)
             try:
-                result = op(*args, **kwargs)
+                with around(name, args) if outer else nullcontext():
+                    result = op(*args, **kwargs)
             finally:
                 under_way.pop()
             if not under_way:

@@ -22,11 +22,11 @@ def test_parameters_are_found_again():
 
 def test_left_out_layers_are_chosen_for(tmp_path, monkeypatch):
     """Times that follow the model are fitted exactly: of each layer left out the best is found."""
-    monkeypatch.setattr(sweep_configs, "LAYERS", sweep_configs.LAYERS[:8])
+    monkeypatch.setitem(sweep_configs.LAYERS, "mixed", sweep_configs.LAYERS["mixed"][:8])
     known = {}
     path = tmp_path / "sweep.jsonl"
     with path.open("w") as out:
-        for name, spec in sweep_configs.specs(("forward",)):
+        for name, spec in sweep_configs.specs(("forward",), ("mixed",)):
             op = sweep_configs.OPS[name]
             for kernel, config in sweep_configs.candidates(op, spec, HOPPER):
                 row = op.kernel(kernel)
@@ -46,8 +46,9 @@ def test_left_out_layers_are_chosen_for(tmp_path, monkeypatch):
 
 def test_the_sweep_has_every_pass_and_kernel():
     """Layers in an order that is the same for the processes that compile and the one that times."""
-    jobs = sweep_configs.specs(tuple(sweep_configs.OPS))
-    assert jobs == sweep_configs.specs(tuple(sweep_configs.OPS)) and len(jobs) > 100
+    every = tuple(sweep_configs.OPS), tuple(sweep_configs.LAYERS)
+    jobs = sweep_configs.specs(*every)
+    assert jobs == sweep_configs.specs(*every) and len(jobs) > 180
     kernels = {
         kernel
         for name, spec in jobs
