@@ -413,8 +413,24 @@ def _embedding(d, node, dy):
 
 @gradient("arith")
 def _arith(d, node, dy):
-    for i, x in enumerate(node.many("x")):
-        d.send(
-            x,
-            lambda i=i, x=x: d.make("arith_grad", {**node.inputs, "dy": dy}, x, of=i, **node.attrs),
-        )
+    xs = node.many("x")
+    of = [i for i, x in enumerate(xs) if x in d.needed]
+    if of:
+        outputs = {f"d{i}": (xs[i].shape, xs[i].dtype) for i in of}
+        inputs = {**node.inputs, "dy": dy}
+        grads = d.graph.node("arith_grad", inputs, outputs, node.source, of=of, **node.attrs)
+        for i in of:
+            d.send(xs[i], lambda i=i: grads.outputs[f"d{i}"])
+
+
+@gradient("layer_norm")
+def _layer_norm(d, node, dy):
+    given = {r: v for r, v in node.inputs.items() if v in d.needed}
+    if given:
+        stats = {role: node.outputs[role] for role in ("mean", "rstd")}
+        outputs = {role: (value.shape, value.dtype) for role, value in given.items()}
+        inputs = {**node.inputs, **stats, "dy": dy}
+        layout = node.out.layout
+        grads = d.graph.node("layer_norm_grad", inputs, outputs, node.source, layout, **node.attrs)
+        for role, value in given.items():
+            d.send(value, lambda role=role: grads.outputs[role])

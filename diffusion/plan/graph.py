@@ -23,6 +23,7 @@ FORWARD = {
     "conv": "x [N, H, W, CI] * weight [CO, CI, R, S] + bias; stride, padding (y0, y1, x0, x1)",
     "linear": "x [..., CI] weight [CO, CI]^T + bias: over images, a convolution with 1x1 filters",
     "group_norm": "act(((x - mean) rstd weight + bias) (1 + scale) + shift), x [N, ..., C]",
+    "layer_norm": "(x - mean) rstd weight + bias, over the last `axes` axes; mean and rstd",
     "act": "activation(x)",
     "attention": "softmax(q k^T scale) v of each head, of `PARTS`, over keys of a mask; its state",
     "cat": "x0, x1, ... side by side along an axis",
@@ -42,7 +43,7 @@ FORWARD = {
     "columns": "channels start to stop, where they lie: rows are further apart",
     "pad_channels": "zeros behind the channels, up to `width`, in another dtype",
     "layout": "a copy in another order: `pieces` are (size, stride) in x, from `offset` on",
-    "arith": "one of PyTorch's small functions, as of timesteps and labels: `target`",
+    "arith": "a function that PyTorch has the kernel of, as of timesteps and labels: `target`",
 }
 # what a group norm becomes, so that its parts can be joined to what is around it: see `norms`
 NORM = {
@@ -59,13 +60,14 @@ BACKWARD = {
     "norm_act_grad": "dz = da act'(z), and its partials: sums of dz and of dz xhat",
     "norm_grad_table": "coeff [N, 3, C] (p, q, r), and the gradients of weight, bias, scale, shift",
     "norm_dx": "p dz + q x + r, of one tensor or two",
+    "layer_norm_grad": "the gradients of x, weight and bias in layer_norm",
     "act_grad": "dy act'(x)",
     "attention_grad": "the gradients of the parts of attention",
     "sum_pool": "sums over blocks of `window` pixels",
     "sum": "sums over axes, of which each stays with length 1 or not",
     "embedding_grad": "rows of dy added up by index",
     "layout_grad": "what layout read, put back where it was",
-    "arith_grad": "the gradient of one argument of arith",
+    "arith_grad": "the gradients of arguments of arith, of which `of` are the numbers",
 }
 # what fusing makes of these: see `fuse`
 FUSED = {

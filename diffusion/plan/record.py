@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import triton_kernels
 
+from .composites import INSTEAD
 from .graph import PlanError
 
 _ATEN = torch.ops.aten
@@ -107,12 +108,14 @@ def _record(module: nn.Module, args: tuple, kwargs: dict[str, Any], by_device: b
         ]
         inputs = [shapes.of(x) if isinstance(x, Tensor) else x for x in leaves]
         found = Recording(inputs, *states, differentiable)
-        notes = _Notes(module, found, shapes)
+        notes, places = _Notes(module, found, shapes), _places(module)
 
         def run(inputs: list, states: dict[str, Tensor]) -> Any:
             args, kwargs = pytree.tree_unflatten(inputs, spec)
+            states = {place: states[name] for place, name in places.items()}
             with _Functions(notes):
-                return torch.func.functional_call(module, states, args, kwargs)
+                call = torch.func.functional_call
+                return call(module, states, args, kwargs, tie_weights=False)
 
         with notes:
             try:
@@ -124,6 +127,18 @@ def _record(module: nn.Module, args: tuple, kwargs: dict[str, Any], by_device: b
                 name = type(module).__name__
                 raise PlanError(f"{name} cannot be traced: {lines[0]}") from error
     return found
+
+
+def _places(module: nn.Module) -> dict[str, str]:
+    """Where tensors of the module's states are, and under which name each comes: a tensor may be of
+    several parts, and a part, which is here once, of several others."""
+    first = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
+    every = (
+        (f"{name}." * bool(name) + key, x)
+        for name, part in module.named_modules()
+        for key, x in (part._parameters | part._buffers).items()
+    )
+    return {place: first[id(x)] for place, x in every if x is not None}
 
 
 def _refuse_hooks(module: nn.Module) -> None:
@@ -271,6 +286,11 @@ class _Functions(TorchFunctionMode):
         before = notes.function, notes.differentiable
         notes.function, notes.differentiable = name, torch.is_grad_enabled()
         try:
+            if function in INSTEAD:
+                with self:
+                    result = INSTEAD[function](*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
             target = None if notes.within else _WHOLE.get(function)
             arguments = target and self._arguments(target, args, kwargs)
             if not arguments:

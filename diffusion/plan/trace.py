@@ -19,7 +19,7 @@ from triton_kernels import reference
 from ..models.layers import Layer
 from .canonical import canonicalise
 from .graph import Graph, PlanError
-from .lower import layers, shapes  # noqa: F401  they fill the table
+from .lower import by_pytorch, layers, shapes  # noqa: F401  they fill the table
 from .lower.arithmetic import ARITHMETIC, arithmetic
 from .lower.shapes import detached
 from .lower.table import LOWERINGS, Lowering, understood

@@ -7,7 +7,7 @@ from triton_kernels.reference import ACTIVATION_FUNCTIONS
 
 from ..graph import PARTS
 from ..lower.table import call_arguments
-from .forward import attend, convolve
+from .forward import attend, convolve, in_dtype
 from .table import launches, many
 
 
@@ -99,6 +99,20 @@ def _arith_grad(k, node, given):
     a = node.attrs
     tensors = many(given, "x")
     with torch.enable_grad():
-        tensors[a["of"]] = x = _leaf(tensors[a["of"]])
+        for i in a["of"]:
+            tensors[i] = _leaf(tensors[i])
         y = a["target"](*call_arguments(a["arguments"], tensors), **a["options"])
-    return _grads(y, [x], given["dy"])[0]
+    grads = _grads(y, [tensors[i] for i in a["of"]], given["dy"].to(y.dtype))
+    return {f"d{i}": grad for i, grad in zip(a["of"], grads, strict=True)}
+
+
+@launches("layer_norm_grad")
+def _layer_norm_grad(k, node, given):
+    x, (weight, bias) = given["x"], (in_dtype(given, role) for role in ("weight", "bias"))
+    over = x.shape[x.ndim - node.attrs["axes"] :]
+    roles = ("x", "weight", "bias")
+    asked = [role in node.outputs for role in roles]
+    stats = given["mean"], given["rstd"]
+    operands = given["dy"].to(x.dtype).contiguous(), x.contiguous(), over, *stats, weight, bias
+    made = torch.ops.aten.native_layer_norm_backward(*operands, asked)
+    return {role: y for role, y in zip(roles, made, strict=True) if y is not None}

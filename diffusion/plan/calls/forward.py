@@ -11,8 +11,6 @@ from ..graph import Node
 from ..lower.table import call_arguments
 from .table import Inputs, image, launches, many
 
-# --- backward -------------------------------------------------------------------------------------
-
 
 def _padded(x: Tensor, padding: tuple[int, int, int, int]) -> tuple[Tensor, tuple[int, int]]:
     """x with zeros where the padding is not the same on both sides, and the padding of the rest."""
@@ -59,6 +57,19 @@ def _group_norm(k, node, given):
         **film,
     )
     return y.view(x.shape)
+
+
+def in_dtype(given: Inputs, role: str) -> Tensor | None:
+    """An affine parameter of a layer norm in the dtype of its x, as PyTorch's kernel wants it."""
+    return None if role not in given else given[role].to(given["x"].dtype)
+
+
+@launches("layer_norm")
+def _layer_norm(k, node, given):
+    x, a = given["x"], node.attrs
+    affine = in_dtype(given, "weight"), in_dtype(given, "bias")
+    made = torch.native_layer_norm(x.contiguous(), x.shape[x.ndim - a["axes"] :], *affine, a["eps"])
+    return dict(zip(("y", "mean", "rstd"), made, strict=True))
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Sums and products of tensors, and the small functions that a plan leaves to PyTorch."""
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from .table import Lowering, call_arguments, each, lowers
 # Small functions that a plan leaves to PyTorch: what is computed of timesteps and labels
 ARITHMETIC = frozenset(
     """
-    abs arange bitwise_and bitwise_or bitwise_xor bitwise_not __lshift__ __rshift__ ceil clamp cos
-    cumsum div eq exp floor floor_divide full full_like gather ge gt index index_select le log
-    logical_and logical_not logical_or lt masked_fill maximum minimum mul add sub rsub ne neg
-    new_zeros new_ones new_full ones ones_like one_hot pow reciprocal remainder rsqrt scalar_tensor
-    sigmoid sign sin sqrt tanh where zeros zeros_like bitwise_left_shift bitwise_right_shift
+    add addcmul arange bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
+    bitwise_xor cumsum div empty empty_like eq fill flip floor_divide full full_like gather ge gt
+    hypot index index_select le lerp logical_and logical_not logical_or __lshift__ lt masked_fill
+    maximum minimum mul ne neg new_empty new_full new_ones new_zeros one_hot ones ones_like
+    _prelu_kernel remainder roll __rshift__ rsub scalar_tensor select_scatter slice_scatter sub
+    tril triu where zeros zeros_like
     """.split()
 )
 
@@ -118,21 +120,25 @@ def arithmetic(low: Lowering, *args: Any, **options: Any) -> Any:
     options = {k: v for k, v in options.items() if k not in ("pin_memory", "layout", "device")}
     shape, dtype = low.meta.shape, low.meta.dtype
     name = low.name.split(".")[-1]
-    if name.endswith("_like") or name.startswith("new_"):  # of the shape alone
-        fill = 0 if "zeros" in name else 1 if "ones" in name else args[-1]
+    if name.endswith("_like") or name.startswith(("new_", "empty")):  # of the shape alone
+        fill = 1 if "ones" in name else args[-1] if "full" in name else 0
         if not isinstance(fill, View):
             return whole(low.graph.constant(torch.full(tuple(shape), fill, dtype=dtype)))
+    return whole(left(low, inputs, arguments, shape, options, low.target))
+
+
+def left(
+    low: Lowering,
+    inputs: list[Value],
+    arguments: tuple,
+    shape: Sequence[int],
+    options: dict[str, Any],
+    target: Callable,
+) -> Value:
+    """A node that calls PyTorch; of constants alone what it makes."""
     if all(value in low.graph.constants for value in inputs):
         given = [low.graph.constants[value] for value in inputs]
-        result = low.target(*call_arguments(arguments, given), **options)
-        return whole(low.graph.constant(result))
-    y = low.make(
-        "arith",
-        numbered("x", inputs),
-        shape,
-        dtype,
-        target=low.target,
-        arguments=arguments,
-        options=options,
-    )
-    return whole(y)
+        return low.graph.constant(target(*call_arguments(arguments, given), **options))
+    meta = low.meta if isinstance(low.meta, torch.Tensor) else low.meta[0]
+    attrs = {"target": target, "arguments": arguments, "options": options}
+    return low.make("arith", numbered("x", inputs), shape, meta.dtype, **attrs)

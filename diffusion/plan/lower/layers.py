@@ -7,19 +7,18 @@ import torch
 
 from ..graph import Value
 from ..views import View, in_order, whole
+from .arithmetic import arithmetic
 from .table import Lowering, each, lowers
 
 ACTIVATIONS = ("relu", "silu", "gelu", "mish")
 
 
-@lowers(
-    "convolution",
-    known=("output_padding",),  # which is of those that are transposed
-    only={"dilation": 1, "transposed": False, "groups": 1},
-)
-def _conv(low, x, weight, bias, stride, padding):
-    if len(x.dims) not in (3, 4):
-        raise low.refuse(f"of {list(x.shape)}, which are no images,")
+@lowers("convolution")
+def _conv(low, x, weight, bias, stride, padding, dilation, transposed, more, groups):
+    if len(x.dims) not in (3, 4) or transposed or groups != 1 or set(dilation) != {1}:
+        # PyTorch's, over images as the module has them
+        given = x, weight, bias, stride, padding, dilation, transposed, more, groups
+        return arithmetic(low, *given)
     one_row = len(x.dims) == 3  # of pixels
     if one_row:
         x, weight = x.insert(2), weight.insert(2)
@@ -116,10 +115,12 @@ def _activation(low, x, *, approximate="none"):
 
 
 @lowers("scaled_dot_product_attention")
-def _attention(low, q, k, v, mask=None, *, scale=None):
+def _attention(low, q, k, v, mask=None, *, scale=None, is_causal=False):
     fits = len(q.dims) == 4 and k.shape == v.shape and len(k.dims) == 4
-    if not fits or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
-        raise low.refuse(f"of {list(q.shape)}, {list(k.shape)} and {list(v.shape)}")
+    fits = fits and (*q.shape[:2], q.shape[3]) == (*k.shape[:2], k.shape[3])
+    if not fits or is_causal or mask is not None and not _of_keys(mask):
+        # no kernel here has it
+        return arithmetic(low, q, k, v, mask, scale=scale, is_causal=is_causal)
     n, heads, t, d = q.shape
     c, keys = heads * d, k.shape[2]
     scale = d**-0.5 if scale is None else scale
@@ -151,11 +152,15 @@ def _keys_and_values(low: Lowering, q: Value, k: View, v: View) -> dict[str, Val
     return dict(zip("kv", parts, strict=True))
 
 
+def _of_keys(mask: View) -> bool:
+    """Whether it says of keys alone which are seen."""
+    dims = ((),) * (4 - len(mask.dims)) + mask.dims
+    return mask.value.dtype == torch.bool and not any(step for dim in dims[1:3] for _, step in dim)
+
+
 def _mask_of_keys(low: Lowering, mask: View, n: int, keys: int) -> Value:
     """bool [N, L] of a mask that is the same for all heads and queries."""
     dims = ((),) * (4 - len(mask.dims)) + mask.dims
-    if mask.value.dtype != torch.bool or any(step for dim in dims[1:3] for _, step in dim):
-        raise low.refuse("with a mask that is added, or is not of keys alone")
     return low.gather(View(mask.value, (dims[0], dims[3]), mask.offset).expand((n, keys)))
 
 
@@ -188,29 +193,29 @@ def _packed(parts: tuple[View, ...]) -> str | None:
     return None
 
 
-@lowers("upsample_nearest2d", "_upsample_nearest_exact2d", known=("output_size",))
-def _upsample(low, x, *, scales_h=None, scales_w=None, scale_factors=None):
-    x = x.permute((0, 2, 3, 1))
-    value = low.gather(x, layout="NHWC")
-    n, h, w, c = value.shape
-    *_, p, q = low.meta.shape
-    if p % h or q % w:
-        raise low.refuse(f"from {h}x{w} to {p}x{q} pixels")
-    factor, said = (p // h, q // w), tuple(scale_factors or (scales_h, scales_w))
-    if any(scale not in (None, n) for scale, n in zip(said, factor, strict=True)):
-        raise low.refuse(f"with scales {said} from {h}x{w} to {p}x{q} pixels")
+@lowers("upsample_nearest2d", "_upsample_nearest_exact2d")
+def _upsample(low, x, *args, **options):
+    n, _, h, w = x.shape
+    _, c, p, q = low.meta.shape
+    factor, said = (p // h, q // w), args[1:]
+    said = said[0] if said and isinstance(said[0], list | tuple) else said
+    fits = all(scale in (None, n) for scale, n in zip(said, factor, strict=False))
+    if not fits or p % h or q % w:
+        return arithmetic(low, x, *args, **options)
+    value = low.gather(x.permute((0, 2, 3, 1)), layout="NHWC")
     y = low.make("upsample", {"x": value}, (n, p, q, c), value.dtype, layout="NHWC", factor=factor)
     return whole(y).permute((0, 3, 1, 2))
 
 
-@lowers("avg_pool2d", known=("count_include_pad",))  # there is no padding to be counted
-def _avg_pool(low, x, window, stride=None):
-    window = _pair(window, False, 1)
-    if stride and _pair(stride, False, 1) != window:
-        raise low.refuse(f"with window={window}, stride={stride}")
+@lowers("avg_pool2d")
+def _avg_pool(low, x, window, stride=(), padding=0, ceil=False, counts=True, divisor=None):
+    size, step = _pair(window, False, 1), _pair(stride or window, False, 1)
+    plain = len(x.dims) == 4 and step == size and not any(_pair(padding, False, 0))
+    if not plain or ceil or divisor is not None:
+        return arithmetic(low, x, window, stride, padding, ceil, counts, divisor)
     value = low.gather(x.permute((0, 2, 3, 1)), layout="NHWC")
     n, c, p, q = low.meta.shape
-    y = low.make("avg_pool", {"x": value}, (n, p, q, c), value.dtype, layout="NHWC", window=window)
+    y = low.make("avg_pool", {"x": value}, (n, p, q, c), value.dtype, layout="NHWC", window=size)
     return whole(y).permute((0, 3, 1, 2))
 
 

@@ -117,6 +117,12 @@ def to(low, x):
     return View(low.cast(x.value, low.meta.dtype), x.dims)
 
 
+@lowers("copy", known=("non_blocking",))
+def _copy(low, x, source):
+    """What a tensor is after another was written over it."""
+    return to(low, source.expand(x.shape))
+
+
 @lowers("constant_pad_nd")
 def _pad(low, x, amounts, value=0):
     if value != 0 or min(amounts) < 0:
@@ -124,7 +130,7 @@ def _pad(low, x, amounts, value=0):
     pads = [(0, 0)] * len(x.dims)
     for i in range(len(amounts) // 2):
         pads[-1 - i] = tuple(amounts[2 * i : 2 * i + 2])
-    order = _memory_order(low.views.owned(x, low.source))
+    order = memory_order(low.views.owned(x, low.source))
     value = low.gather(x.permute(order))
     pads = tuple(pads[i] for i in order)
     shape = [n + sum(pad) for n, pad in zip(value.shape, pads, strict=True)]
@@ -132,7 +138,7 @@ def _pad(low, x, amounts, value=0):
     return in_order(y, shape, order)
 
 
-def _memory_order(x: View) -> list[int]:
+def memory_order(x: View) -> list[int]:
     """Dimensions by their steps in memory, the largest first; those of length 1 stay in place."""
     long = [i for i, dim in enumerate(x.dims) if dim]
     ranked = iter(sorted(long, key=lambda i: -max(step for _, step in x.dims[i])))
@@ -144,7 +150,7 @@ def _cat(low, views, at=0):
     dtype = low.meta.dtype
     at %= len(low.meta.shape)
     views = [x for x in views if x.shape != (0,)]
-    order = _memory_order(low.views.owned(views[0], low.source))
+    order = memory_order(low.views.owned(views[0], low.source))
     parts = [low.cast(low.gather(x.permute(order)), dtype) for x in views]
     shape = [low.meta.shape[i] for i in order]
     layout = parts[0].layout

@@ -89,7 +89,7 @@ def understood(
     """The arguments of the call that is being lowered, as its lowering takes them. PlanError: it
     has one that the lowering does not take, at another value than its default."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    if any(p.kind is p.VAR_KEYWORD or p.kind is p.VAR_POSITIONAL for p in parameters):
         return list(args), kwargs  # a call that stays PyTorch's
     names = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
     line, places, named = _LINES[function], [], {}
@@ -119,12 +119,12 @@ def _is(value: Any, usual: Any) -> bool:
     return value is usual or (not isinstance(value, View) and value == usual)
 
 
-def each(low: Lowering, op: str, x: View, **attrs: Any) -> View:
+def each(low: Lowering, op: str, x: View, role: str = "x", **attrs: Any) -> View:
     """A node that changes each element, wherever it lies."""
     x = low.views.owned(x, low.source)
     value = x.value
     return View(
-        low.make(op, {"x": value}, value.shape, low.meta.dtype, layout=value.layout, **attrs),
+        low.make(op, {role: value}, value.shape, low.meta.dtype, layout=value.layout, **attrs),
         x.dims,
     )
 

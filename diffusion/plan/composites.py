@@ -1,0 +1,158 @@
+"""Functions of PyTorch in terms of those that a plan has, called in their place while a module is
+recorded. None changes what is computed; one that does not cover a call gives NotImplemented."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+INSTEAD: dict[Callable, Callable] = {}
+
+
+def instead_of(*functions: Callable) -> Callable[[Callable], Callable]:
+    def register(ours: Callable) -> Callable:
+        ours.__name__ = functions[0].__name__  # what a refusal calls it
+        INSTEAD.update(dict.fromkeys(functions, ours))
+        return ours
+
+    return register
+
+
+@instead_of(F.batch_norm)
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if training or running_mean is None or running_var is None:
+        return NotImplemented
+    shape = (1, -1, *(1,) * (input.ndim - 2))
+    gain = torch.rsqrt(running_var + eps)
+    gain = gain if weight is None else gain * weight
+    shift = -running_mean * gain
+    shift = shift if bias is None else shift + bias
+    return input * gain.view(shape).to(input.dtype) + shift.view(shape).to(input.dtype)
+
+
+@instead_of(F.instance_norm)
+def _instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """A group norm of one channel a group."""
+    if running_mean is not None or running_var is not None or input.ndim < 3:
+        return NotImplemented
+    return F.group_norm(input, input.shape[1], weight, bias, eps)
+
+
+@instead_of(F.rms_norm, torch.rms_norm)
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    dims = list(range(input.ndim - len(normalized_shape), input.ndim))
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    x = input.float() if input.dtype.itemsize < 4 else input
+    y = (x * torch.rsqrt((x * x).mean(dims, keepdim=True) + eps)).to(input.dtype)
+    return y if weight is None else y * weight
+
+
+@instead_of(torch._weight_norm)
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    over = [i for i in range(v.ndim) if dim == -1 or i != dim % v.ndim]
+    return v * (g / torch.linalg.vector_norm(v, 2, over, keepdim=True))
+
+
+@instead_of(F.glu)
+def _glu(input: Tensor, dim: int = -1) -> Tensor:
+    a, b = input.chunk(2, dim)
+    return a * torch.sigmoid(b)
+
+
+@instead_of(F.pixel_shuffle)
+def _pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
+    r, (*n, c, h, w) = upscale_factor, input.shape
+    x = input.reshape(-1, c // r**2, r, r, h, w).permute(0, 1, 4, 2, 5, 3)
+    return x.reshape(*n, c // r**2, h * r, w * r)
+
+
+@instead_of(F.pixel_unshuffle)
+def _pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
+    r, (*n, c, h, w) = downscale_factor, input.shape
+    x = input.reshape(-1, c, h // r, r, w // r, r).permute(0, 1, 3, 5, 2, 4)
+    return x.reshape(*n, c * r**2, h // r, w // r)
+
+
+@instead_of(F.pad)
+def _circular_pad(
+    input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> Tensor:
+    if mode != "circular" or min(pad) < 0:
+        return NotImplemented
+    for i in range(len(pad) // 2):
+        before, behind = pad[2 * i : 2 * i + 2]
+        axis = input.ndim - 1 - i
+        n = input.shape[axis]
+        parts = input.narrow(axis, n - before, before), input, input.narrow(axis, 0, behind)
+        input = torch.cat([part for part in parts if part.shape[axis]], axis)
+    return input
+
+
+@instead_of(F.channel_shuffle)
+def _channel_shuffle(input: Tensor, groups: int) -> Tensor:
+    n, c, *image = input.shape
+    return input.reshape(n, groups, c // groups, *image).transpose(1, 2).reshape(input.shape)
+
+
+_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
+
+
+@instead_of(F.multi_head_attention_forward)
+def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Of sequences [T, N, C], without the weights as a second result."""
+    bound = _MULTI_HEAD.bind(*args, **kwargs)
+    bound.apply_defaults()
+    a = SimpleNamespace(**bound.arguments)
+    masks = [m for m in (a.attn_mask, a.key_padding_mask) if m is not None]
+    kinds = {m.dtype == torch.bool for m in masks}
+    more = a.bias_k, a.bias_v, a.static_k, a.static_v
+    if any(x is not None for x in more) or len(kinds) == 2 or a.add_zero_attn:
+        return NotImplemented
+    if a.need_weights or (a.training and a.dropout_p > 0) or a.query.ndim != 3:
+        return NotImplemented
+    separate = a.q_proj_weight, a.k_proj_weight, a.v_proj_weight
+    weights = separate if a.use_separate_proj_weight else a.in_proj_weight.chunk(3)
+    biases = (None,) * 3 if a.in_proj_bias is None else a.in_proj_bias.chunk(3)
+    inputs = a.query, a.key, a.value
+    q, k, v = (
+        F.linear(x, w, b).unflatten(-1, (a.num_heads, -1)).permute(1, 2, 0, 3)
+        for x, w, b in zip(inputs, weights, biases, strict=True)
+    )
+    if a.attn_mask is not None and a.attn_mask.ndim == 3:  # [N heads, T, L]
+        masks[0] = masks[0].unflatten(0, (-1, a.num_heads))
+    if a.key_padding_mask is not None:  # [N, L]
+        masks[-1] = masks[-1][:, None, None]
+    mask = None
+    if masks and True in kinds:  # of what is not seen
+        mask = ~(masks[0] | masks[-1])
+    elif masks:
+        mask = masks[0] if len(masks) == 1 else masks[0] + masks[1]
+    o = F.scaled_dot_product_attention(q, k, v, mask).permute(2, 0, 1, 3).flatten(2)
+    return F.linear(o, a.out_proj_weight, a.out_proj_bias), None

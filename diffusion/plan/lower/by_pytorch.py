@@ -1,0 +1,121 @@
+"""Layers whose kernels a plan has from PyTorch: norms over channels of each position, softmax,
+means and other reductions, products of two batches. Each is one node, `arith` or `layer_norm`.
+
+They are not the framework's, for no network of its own has them: a norm over channels reads and
+writes each row once, which PyTorch's kernel does as well.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..graph import Value
+from ..views import View, in_order, whole
+from .arithmetic import arithmetic, left
+from .shapes import memory_order
+from .table import Lowering, each, lowers
+
+_ATEN = torch.ops.aten
+
+
+@lowers(
+    "abs", "ceil", "clamp", "clamp_min", "clamp_max", "cos", "elu", "erf", "exp", "floor",
+    "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "log", "log1p", "nan_to_num", "pow",
+    "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "softplus", "sqrt", "tanh",
+)  # fmt: skip
+def _elementwise(low: Lowering, *args: Any, **options: Any) -> View:
+    """Of one tensor, wherever its elements lie."""
+    x, *others = args
+    alone = isinstance(x, View) and not any(isinstance(a, View) for a in others)
+    alone = alone and not any(isinstance(a, View) for a in options.values())
+    if not alone or x.value in low.graph.constants or x.value.dtype != low.meta.dtype:
+        return arithmetic(low, *args, **options)
+    arguments = (0, *(("number", a) for a in others))
+    attrs = {"target": low.target, "arguments": arguments, "options": options}
+    return each(low, "arith", x, role="x0", **attrs)
+
+
+@lowers("amax", "amin", "linalg_vector_norm", "logsumexp", "mean", "sum", "var")
+def _reduction(low: Lowering, x: View, *args: Any, **options: Any) -> View:
+    """Over dimensions, in the order in which they lie in memory."""
+    given = _named(low, args) | options
+    n, keeps = len(x.dims), given.pop("keepdim", False)
+    said = given.pop("dim", None)
+    said = [said] if isinstance(said, int) else said
+    dims = sorted(i % n for i in said) if said else list(range(n))
+    value, order = _as_it_lies(low, x)
+    places = sorted(order.index(i) for i in dims)
+    sizes = [1 if i in dims else x.shape[i] for i in order]
+    target = {"mean": _ATEN.mean.dim, "sum": _ATEN.sum.dim_IntList}
+    target = target.get(low.name.removeprefix("aten."), low.target)
+    ahead = [given.pop("ord", 2)] if "vector_norm" in low.name else []
+    arguments = (0, *(("number", a) for a in (*ahead, places)))
+    options = given | {"keepdim": True}
+    y = left(low, [value], arguments, sizes, options, target)
+    if low.meta.dtype != y.dtype:
+        y = low.cast(y, low.meta.dtype)
+    view = in_order(y, sizes, order)
+    for i in reversed([] if keeps else dims):
+        view = view.drop(i)
+    return view
+
+
+@lowers("_softmax", "_log_softmax", "_safe_softmax", known=("half_to_float",))
+def _softmax(low, x, at):
+    value, order = _as_it_lies(low, x)
+    targets = {"_log_softmax": _ATEN.log_softmax.int, "_safe_softmax": low.target}
+    target = targets.get(low.name.removeprefix("aten."), _ATEN.softmax.int)
+    sizes = [x.shape[i] for i in order]
+    arguments = (0, ("number", order.index(at % len(x.dims))))
+    return in_order(left(low, [value], arguments, sizes, {}, target), sizes, order)
+
+
+def _named(low: Lowering, args: Sequence[Any]) -> dict[str, Any]:
+    """Arguments behind the first, by their names; those that say nothing are left out."""
+    names = [a.name for a in low.target._schema.arguments[1:]]
+    return {k: v for k, v in zip(names, args, strict=False) if v is not None}
+
+
+def _as_it_lies(low: Lowering, x: View) -> tuple[Value, list[int]]:
+    """The view as a value without a copy if it can be, and which dimensions its axes are."""
+    x = low.views.owned(x, low.source)
+    order = memory_order(x)
+    return low.gather(x.permute(order)), order
+
+
+@lowers("native_layer_norm")
+def _layer_norm(low, x, over, weight, bias, eps):
+    value = low.views.rows(x, low.source) if len(over) == 1 else low.gather(x)
+    y, *stats = low.meta
+    kept = (*value.shape[: len(value.shape) - len(over)], *(1 for _ in over))
+    node = low.graph.node(
+        "layer_norm",
+        {"x": value, "weight": low.gather(weight), "bias": low.gather(bias)},
+        {
+            "y": (value.shape, y.dtype),
+            **{role: (kept, s.dtype) for role, s in zip(("mean", "rstd"), stats, strict=True)},
+        },
+        low.source,
+        value.layout,
+        axes=len(over),
+        eps=eps,
+    )
+    return whole(node.out, x.shape)
+
+
+@lowers(
+    "bmm", "baddbmm", "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
+    "reflection_pad2d", "replication_pad2d", "_adaptive_avg_pool2d",
+)  # fmt: skip
+def _as_it_is(low, *args, **options):
+    """Of tensors as the module has them, which the framework's images are not: a copy."""
+    return arithmetic(low, *args, **options)
+
+
+@lowers("max_pool2d_with_indices")
+def _max_pool(low, x, *args):
+    """Without the indices: of several results PyTorch's autograd wants the call that has one."""
+    arguments = (0, *(("number", a) for a in args))
+    shape = tuple(low.meta[0].shape)
+    return whole(left(low, [low.gather(x)], arguments, shape, {}, _ATEN.max_pool2d.default))

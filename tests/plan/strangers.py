@@ -1,0 +1,314 @@
+"""Modules that other people might write, small, with what they are called with."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from diffusers import (
+    AutoencoderKL,
+    ControlNetModel,
+    DiTTransformer2DModel,
+    UNet2DConditionModel,
+    UNet2DModel,
+    VQModel,
+)
+from torch import Tensor, nn
+
+T = torch.tensor([3, 400])
+STRANGERS: dict[str, Callable[[], tuple[nn.Module, tuple, dict]]] = {}
+
+
+def stranger(function: Callable) -> Callable:
+    STRANGERS[function.__name__] = function
+    return function
+
+
+def add(name: str, module: Callable[[], nn.Module], *args, **kwargs) -> None:
+    """Arguments that are tuples are shapes."""
+    STRANGERS[name] = lambda: (module(), tuple(map(_tensor, args)), kwargs)
+
+
+def _tensor(given):
+    return torch.randn(given) if isinstance(given, tuple) else given
+
+
+# --- diffusers ------------------------------------------------------------------------------------
+
+_SMALL = {"layers_per_block": 1, "block_out_channels": (16, 32), "norm_num_groups": 8}
+
+
+def _unet(down: tuple[str, str], up: tuple[str, str], **options) -> UNet2DModel:
+    blocks = {"down_block_types": down, "up_block_types": up, "attention_head_dim": 8}
+    return UNet2DModel(**(_SMALL | {"sample_size": 8} | blocks | options))
+
+
+_PLAIN = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+_SKIP = ("SkipDownBlock2D", "AttnSkipDownBlock2D"), ("AttnSkipUpBlock2D", "SkipUpBlock2D")
+_CHANNELS = {"block_out_channels": (32, 32)}  # of which these blocks have groups of four
+LABELS = {"class_labels": torch.tensor([1, 5])}
+add("UNet2DModel, FIR and skips", lambda: _unet(*_SKIP, **_CHANNELS), (2, 3, 8, 8), T)
+add("UNet2DModel, classes", lambda: _unet(*_PLAIN, num_class_embeds=10), (2, 3, 8, 8), T, **LABELS)
+learned = {"time_embedding_type": "learned", "num_train_timesteps": 1000}
+add("UNet2DModel, learned times", lambda: _unet(*_PLAIN, **learned), (1, 3, 12, 8), T[:1])
+
+
+def _conditional(**options) -> UNet2DConditionModel:
+    down = {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D")}
+    up = {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}
+    more = {"cross_attention_dim": 24, "attention_head_dim": 8, "sample_size": 8}
+    return UNet2DConditionModel(**(_SMALL | down | up | more | options))
+
+
+def _masked() -> dict[str, Tensor]:
+    return {"encoder_attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1] * 5])}
+
+
+LATENTS, TOKENS = (2, 4, 8, 8), (2, 5, 24)
+add("UNet2DConditionModel", _conditional, LATENTS, T, TOKENS)
+add("UNet2DConditionModel, a mask", _conditional, LATENTS, T, TOKENS, **_masked())
+linear = {"use_linear_projection": True, "num_class_embeds": 6}
+add("as Stable Diffusion 2", lambda: _conditional(**linear), LATENTS, T, TOKENS, **LABELS)
+
+
+@stranger
+def controlnet():
+    down = {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "attention_head_dim": 8}
+    more = {"cross_attention_dim": 24, "conditioning_embedding_out_channels": (16, 32)}
+    module = ControlNetModel(in_channels=4, **_SMALL, **down, **more)
+    args = torch.randn(LATENTS), T, torch.randn(TOKENS), torch.randn(2, 3, 16, 16)
+    return module, args, {}
+
+
+def _autoencoder() -> AutoencoderKL:
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "latent_channels": 4}
+    return AutoencoderKL(**_SMALL, **blocks, up_block_types=("UpDecoderBlock2D",) * 2)
+
+
+add("the decoder of AutoencoderKL", lambda: _autoencoder().decoder, (1, 4, 4, 6))
+add("the encoder of AutoencoderKL", lambda: _autoencoder().encoder, (1, 3, 8, 8))
+quantized = {"block_out_channels": (16,), "norm_num_groups": 8}
+add("the decoder of VQModel", lambda: VQModel(**quantized).decoder, (1, 3, 8, 8))
+
+
+@stranger
+def transformer():
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "num_layers": 2}
+    more = {"sample_size": 8, "patch_size": 2, "num_embeds_ada_norm": 10, "norm_num_groups": 4}
+    module = DiTTransformer2DModel(**sizes, **more).eval()  # which drops no labels
+    return module, (torch.randn(2, 4, 8, 8),), {"timestep": T % 9, **LABELS}
+
+
+# --- convolutional networks -----------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__()
+        norms = (nn.GroupNorm(1 if c % 4 else 4, c) for c in (a, b))
+        first, second = nn.Conv2d(a, b, 3, padding=1), nn.Conv2d(b, b, 3, padding=1)
+        self.body = nn.Sequential(next(norms), nn.SiLU(), first, next(norms), nn.SiLU(), second)
+        self.skip = nn.Conv2d(a, b, 1) if a != b else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.skip(x) + self.body(x)
+
+
+class Hourglass(nn.Module):
+    """Lists of modules, buffers, arguments by name, and a dict of results."""
+
+    def __init__(self, *channels: int) -> None:
+        super().__init__()
+        pairs = list(zip(channels, channels[1:], strict=False))
+        self.stem = nn.Conv2d(3, channels[0], 3, padding=1)
+        self.down = nn.ModuleList(Residual(a, b) for a, b in pairs)
+        self.up = nn.ModuleList(Residual(2 * b, a) for a, b in reversed(pairs))
+        self.out = nn.Conv2d(channels[0], 3, 3, padding=1)
+        self.register_buffer("mean", torch.tensor([0.4, 0.5, 0.6]).view(1, 3, 1, 1))
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: Tensor, *, scale: float = 1.0, more: dict | None = None) -> dict:
+        h, skips = self.stem((x - self.mean) / 0.5), []
+        for block in self.down:
+            h = block(h)
+            skips.append(h)
+            h = F.avg_pool2d(h, 2)
+        for block in self.up:
+            h = F.interpolate(h, scale_factor=2, mode="nearest")
+            h = block(torch.cat([h, skips.pop()], 1))
+        y = self.out(h) * scale + self.count
+        y = y if more is None else y + more["bias"][:, :, None, None]
+        return {"image": y, "features": [h, None], "mean": y.mean((1, 2, 3)), "name": "small"}
+
+
+add("channels of 7, 96 and 20", lambda: Hourglass(7, 96, 20), (2, 3, 16, 8))
+add("channels of 320", lambda: Hourglass(320, 320), (1, 3, 4, 6), scale=2.0)
+given = {"more": {"bias": torch.tensor([[1.0, 2.0, 3.0]])}}
+add("tensors in a dict", lambda: Hourglass(8, 12), (1, 3, 8, 16), **given)
+
+
+class ConvNeXt(nn.Module):
+    def __init__(self, c: int, groups: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(c, c, 7, padding=3, groups=groups), nn.LayerNorm(c)
+        self.wide, self.narrow = nn.Linear(c, 4 * c), nn.Linear(4 * c, c)
+        self.scale = nn.Parameter(torch.full((c,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x).permute(0, 2, 3, 1))
+        y = self.scale * self.narrow(F.gelu(self.wide(y)))
+        return x + y.permute(0, 3, 1, 2)
+
+
+stem = nn.Conv2d(3, 12, 4, 4)
+add("ConvNeXt", lambda: nn.Sequential(stem, ConvNeXt(12, 1), ConvNeXt(12, 12)), (2, 3, 16, 24))
+
+
+class Bottleneck(nn.Module):
+    """Batch norms, squeeze and excitation, in place."""
+
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(c, 8, 1, bias=False), nn.BatchNorm2d(8)
+        self.second, self.norm2 = nn.Conv2d(8, c, 3, 2, 1, bias=False), nn.BatchNorm2d(c)
+        self.skip = nn.Conv2d(c, c, 1, 2, bias=False)
+        parts = nn.Conv2d(c, 4, 1), nn.ReLU(inplace=True), nn.Conv2d(4, c, 1), nn.Sigmoid()
+        self.squeeze = nn.Sequential(nn.AdaptiveAvgPool2d(1), *parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm(self.first(x)), inplace=True)
+        y = self.norm2(self.second(y))
+        y = y * self.squeeze(y)
+        y += self.skip(x)
+        return F.relu_(y)
+
+
+@stranger
+def residual_network():
+    begin = nn.Conv2d(3, 16, 7, 2, 3), nn.MaxPool2d(3, 2, 1)
+    end = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5)
+    module = nn.Sequential(*begin, Bottleneck(16), Bottleneck(16), *end).eval()
+    return module, (torch.randn(2, 3, 33, 40),), {}
+
+
+# --- attention of other kinds ---------------------------------------------------------------------
+
+
+class LinearAttention(nn.Module):
+    def __init__(self, c: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.GroupNorm(1, c)
+        self.qkv, self.out = nn.Conv2d(c, 3 * c, 1, bias=False), nn.Conv2d(c, c, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, c, h, w = x.shape
+        parts = self.qkv(self.norm(x)).chunk(3, 1)
+        q, k, v = (t.reshape(n, self.heads, c // self.heads, h * w) for t in parts)
+        context = torch.einsum("ncdt,ncet->ncde", k.softmax(-1), v)
+        o = torch.einsum("ncde,ncdt->ncet", context, q.softmax(-2) * 0.3)
+        return x + self.out(o.reshape(n, c, h, w))
+
+
+class ByEinsum(nn.Module):
+    """As guided-diffusion has it."""
+
+    def __init__(self, c: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv = heads, nn.Conv1d(c, 3 * c, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, c, h, w = x.shape
+        rows = self.qkv(x.view(n, c, -1)).view(n * self.heads, -1, h * w)
+        q, k, v = rows.chunk(3, 1)
+        weights = torch.einsum("nct,ncs->nts", q * 0.5, k * 0.5).float().softmax(-1).to(v.dtype)
+        return x + torch.einsum("nts,ncs->nct", weights, v).reshape(n, c, h, w)
+
+
+class Gated(nn.Module):
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.norm, self.wide, self.out = nn.LayerNorm(c), nn.Linear(c, 8 * c), nn.Linear(4 * c, c)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, gate = self.wide(self.norm(x)).chunk(2, -1)
+        return x + self.out(a * F.gelu(gate, approximate="tanh"))
+
+
+class OfTwoMasks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.of = nn.MultiheadAttention(16, 4, batch_first=True, kdim=8, vdim=12)
+
+    def forward(self, x: Tensor, k: Tensor, v: Tensor, padded: Tensor, later: Tensor) -> Tensor:
+        masks = {"key_padding_mask": padded, "attn_mask": later, "need_weights": False}
+        return self.of(x, k, v, **masks)[0]
+
+
+def _image(module: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), module, nn.Conv2d(16, 3, 1))
+
+
+def _encoder(**options) -> nn.Module:
+    return nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, **options)
+
+
+add("linear attention", lambda: _image(LinearAttention(16, 4)), (2, 3, 4, 6))
+add("attention by einsum", lambda: _image(ByEinsum(16, 4)), (2, 3, 4, 6))
+add("gated linear units", lambda: nn.Sequential(Gated(8), Gated(8)), (2, 5, 8))
+padded = torch.tensor([[0, 0, 0, 1, 1], [0] * 5]).bool()
+later = torch.ones(6, 5).triu(1).bool()
+add("two masks", OfTwoMasks, (2, 6, 16), (2, 5, 8), (2, 5, 12), padded, later)
+add("TransformerEncoderLayer", lambda: _encoder(norm_first=True), (2, 6, 16))
+add("TransformerEncoderLayer in evaluation", lambda: _encoder(activation="gelu").eval(), (2, 6, 16))
+
+# --- what a module may do to tensors --------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """One layer under two names, and one parameter of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.third = nn.Conv2d(4, 4, 3, padding=1)
+        self.third.bias = self.first.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(F.silu(self.first(x))))
+
+
+class Written(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple:
+        y = self.conv(x)
+        y[:, :2] = 0.5
+        y[:, 2:, 1:3] *= 2
+        y[:, 3] = x[:, 0]
+        return y, x, x[:, :1], None, 3
+
+
+class Resampled(nn.Module):
+    """As EDM's networks resample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, 3, 3))
+        self.register_buffer("filter", torch.ones(4, 1, 2, 2) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(self.weight, dim=(1, 2, 3), keepdim=True)
+        y = F.conv_transpose2d(x, self.filter * 4, groups=4, stride=2)
+        y = F.conv2d(y, self.weight / (norm + 1e-4), padding=1)
+        return F.conv2d(F.mish(y), self.filter, groups=4, stride=2)
+
+
+def _normed() -> nn.Module:
+    return torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 8, 3))
+
+
+add("shared layers", Shared, (2, 4, 6, 6))
+add("written to", Written, (2, 4, 6, 6))
+add("resampled by filters", Resampled, (2, 4, 4, 6))
+add("weight norm", lambda: nn.Sequential(_normed(), nn.GLU(1), nn.PReLU(4)), (2, 4, 6, 6))

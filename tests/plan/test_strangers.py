@@ -1,0 +1,71 @@
+"""Other people's modules are planned, and compute what they compute themselves."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from diffusion import accelerate
+from tests.plan.compare import compare
+from tests.plan.strangers import STRANGERS
+
+
+def made(name, dtype=torch.float64):
+    """The module, its parameters random, and what it is called with."""
+    torch.manual_seed(1)
+    module, args, kwargs = STRANGERS[name]()
+    for p in module.parameters():
+        if p.ndim == 1:  # of norms and biases, which begin as ones and zeros
+            torch.nn.init.normal_(p, std=0.3)
+    given = pytree.tree_map_only(
+        torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs)
+    )
+    return module.to(dtype), *given
+
+
+def tensors(result):
+    return [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_results_and_gradients_in_float64(name):
+    compared = compare(*made(name))
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_accelerated(name):
+    """With and without gradients; the module is as it was, and results are of the same types."""
+    module, args, kwargs = made(name, torch.float32)
+    before = copy.deepcopy(module.state_dict())
+    fast, z = accelerate(module), module(*args, **kwargs)
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            y = fast(*args, **kwargs)
+        assert type(y) is type(z)
+        for a, b in zip(pytree.tree_leaves(y), pytree.tree_leaves(z), strict=True):
+            assert type(a) is type(b)
+            if isinstance(a, torch.Tensor):
+                assert (a - b).abs().max() <= 1e-4 * b.abs().max()
+            else:
+                assert a == b
+    loss = sum(x.square().sum() for x in tensors(fast(*args, **kwargs)) if x.requires_grad)
+    loss.backward()
+    assert any(p.grad is not None for p in module.parameters())
+    for key, x in module.state_dict().items():
+        assert torch.equal(x, before[key]) and not torch._is_functional_tensor(x), key
+
+
+@pytest.mark.parametrize("name", ["UNet2DConditionModel", "two masks", "ConvNeXt", "written to"])
+def test_under_autocast(name):
+    """No further from float64 than twice what the module is."""
+    exact, args, kwargs = made(name)
+    results = [tensors(exact(*args, **kwargs))]
+    module, args, kwargs = made(name, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        results += [tensors(net(*args, **kwargs)) for net in (module, accelerate(module))]
+    for exact, theirs, ours in zip(*results, strict=True):
+        assert theirs.dtype == ours.dtype
+        budget = 2 * (theirs - exact).abs().max()
+        assert (ours - exact).abs().max() <= budget
