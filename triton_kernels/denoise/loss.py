@@ -21,6 +21,9 @@ from .loss_kernels import denoise_loss_bwd_kernel, denoise_loss_fwd_kernel
 PREDICTIONS = ("epsilon", "sample", "v_prediction")
 
 _GRAD_BLOCK = 2048  # elements of a program of its gradient
+# Programs that share a sample: Triton 3.6 does not compile the sum of more than 64 slots, of which
+# one counts.
+_MOST_CHUNKS = 63
 
 
 @configures("denoise_loss")
@@ -101,7 +104,9 @@ def _loss(
             return _loss(output, images, *process, keep=keep, config=config)[0]
 
         config = select(LOSS, spec, describe(output.device), run).config
-    chunks = triton.cdiv(elements, 4 * config.block * config.blocks)
+    at_a_time = 4 * config.block
+    blocks = max(config.blocks, triton.cdiv(elements, at_a_time * _MOST_CHUNKS))
+    chunks = triton.cdiv(elements, at_a_time * blocks)
     kept = (n, height, width, c) if keep else (0,)
     difference = torch.empty(kept, dtype=torch.float32, device=output.device)
     if n * elements == 0:  # the mean over nothing
@@ -112,7 +117,7 @@ def _loss(
     denoise_loss_fwd_kernel[(n * chunks,)](
         output, images, *batch, loss, counters, difference if keep else None,
         first, elements, chunks, W=width, C=c, CO=co, PREDICTION=prediction, BLOCK=config.block,
-        BLOCKS=config.blocks, SLOTS=slots, QUADS=config.block == 32 * config.num_warps,
+        BLOCKS=blocks, SLOTS=slots, QUADS=config.block == 32 * config.num_warps,
         num_warps=config.num_warps,
     )  # fmt: skip
     return loss, difference
