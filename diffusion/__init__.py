@@ -43,16 +43,16 @@ def build(
     precision: str | None = None,
     **changes: Any,
 ) -> "Network":
-    """A network of images with freshly drawn parameters.
+    """A network for images with newly initialised parameters.
 
-    model: the name of a file of configs/model, or its settings as a dict with `name`; `changes` are
+    model: the name of a file in configs/model, or its settings as a dict with `name`. changes:
     further settings, such as `num_classes=10`. size: the side of the images in pixels, or (H, W).
-    channels: of the images; out of the network come as many, or twice as many with
-    `learned_variance`. precision: bf16, tf32 or fp32; None: bf16 on a GPU and fp32 on a CPU.
+    channels: of the images; the network's output has as many, or with `learned_variance` twice as
+    many. precision: bf16, tf32 or fp32; None: bf16 on a GPU and fp32 on a CPU.
 
-    `network(x, t)` takes x [N, C, H, W] and t [N]. Where the network moves (`to`, `cuda`, `cpu`),
-    what computes it follows: the Triton kernels on a GPU, PyTorch on a CPU. It also sets PyTorch's
-    TF32 switches for the process, as the precision says. ConfigError: settings that are wrong.
+    `network(x, t)` takes x [N, C, H, W] and t [N]. The network uses the Triton kernels on a GPU and
+    PyTorch on a CPU, also after it has moved (`to`, `cuda`, `cpu`). `build` sets PyTorch's TF32
+    switches for the process to match the precision. ConfigError: a setting is wrong.
     """
     from dataclasses import replace
 
@@ -80,14 +80,15 @@ def train(
     backend: str = "auto",
     **settings: Any,
 ) -> float:
-    """Train in the folder `run_dir`, or go on there, and return what `train.metric` names: the loss
-    on what is held out, where something is, otherwise that of training.
+    """Train in the folder `run_dir`, or resume the run there. Returns the figure named by
+    `train.metric`: by default the held-out loss if images are held out, else the training loss.
 
     dataset, model, diffusion, optim: the name of a file in that folder of configs/, or settings as
-    a dict; that of `dataset` and `optim` may leave out what its file says. None: what goes with the
-    data. settings: of the group `train` of configs/train.yaml, such as `steps=1000, batch_size=32`.
+    a dict. The dicts of `dataset` and `optim` may omit settings that have defaults. None: the
+    default for the data set. settings: of the group `train` in configs/train.yaml, such as
+    `steps=1000, batch_size=32`.
 
-    It is what train.py does, with the same files in `run_dir`. ConfigError: wrong settings.
+    It runs train.py's loop and writes the same files. ConfigError: a setting is wrong.
     """
     from .presets import chosen_with, defaults_of_training, filled
     from .runs.training import train as run
@@ -115,15 +116,15 @@ def load(
     precision: str | None = None,
     **origin: Any,
 ) -> "Trained":
-    """A trained network of images: its `model`, `process`, `image_shape` and `class_names`.
+    """A trained network for images, with `model`, `process`, `image_shape` and `class_names`.
 
-    ckpt: a run, a checkpoint, a directory of diffusers, or a weights file; for the last, `origin`
-    says what it does not: `model` and `diffusion` (settings as dicts), `size`, `channels`. ema: the
-    averaged weights; False: those that were trained; a number: one of `optim.more_ema`.
-    precision: bf16, tf32 or fp32; None: as trained on a GPU, fp32 on a CPU. ConfigError: there is
-    none, it is damaged, or the settings are wrong.
+    ckpt: a run, a checkpoint, a diffusers directory, or a weights file. origin: for a weights file,
+    what it does not contain: `model` and `diffusion` (settings as dicts), `size`, `channels`.
+    ema: True: the averaged weights; False: the trained ones; a number: one of `optim.more_ema`.
+    precision: bf16, tf32 or fp32; None: the run's on a GPU, fp32 on a CPU. ConfigError: there is no
+    checkpoint, it is damaged, or a setting is wrong.
 
-    `load(...).model` follows the device that it is moved to, as the network of `build` does.
+    `load(...).model` may be moved between devices like the network of `build`.
     """
     from .formats.trained import load_trained
     from .runtime.distributed import choose_device
@@ -156,22 +157,26 @@ def sample(
     decoder: str | None = None,
     **options: Any,
 ) -> "np.ndarray":
-    """Draw n images, uint8 [n, H, W, C], with a run, a checkpoint, or what `load` returns. Of a run
-    on arrays: in the data's units, with the axes of its file.
+    """Sample n images, uint8 [n, H, W, C]. For a run on arrays the result is in the data's units,
+    with the axes of its file. Image i depends only on `seed` and i.
 
-    sampler: ddpm, ddim, euler, heun or dpmpp_2m, with so many steps (None: all). Image i depends on
-    `seed` and i alone. label: the class, by number or name; None: all in turn. condition: of a
-    network trained with one a file, a folder or an array [M, H, W, K], of which image i has number
-    i % M; vector: likewise numbers, a file or an array [M, D]; context: a file or an array [M, L,
-    D], or arrays [L, D] of any lengths. guidance: how far to go away from the null class, from the
-    class `negative`, or from what a weaker network says of the same (`guide`); 1: not at all.
-    guidance_interval: the levels of noise where; None: all.
-    guidance_rescale: how far the deviation goes back, from 0 to 1. init: images to begin from, a
-    file, a folder or uint8 [M, H, W, C], of whose noise `strength` is the share; mask: what of them
-    is drawn (white) and what stays, for which each level is gone to `resample` times. options: eta,
-    clip and spacing, as configs/sample.yaml says. device: where `source` is loaded, if it is a
-    path. decoder: of a run on latents the folder of the autoencoder, None: the one that encoded;
-    "none": the latents themselves. ConfigError: settings that are wrong.
+    source: a run, a checkpoint, or the result of `load`. device: where a path is loaded.
+    sampler, steps: ddpm, ddim, euler, heun or dpmpp_2m; None: all steps of the schedule.
+    label: a class by number or name; None: all classes in turn.
+    condition, vector, context: for a network trained with them; image i uses number i % M.
+      condition: a file, a folder or an array [M, H, W, K]; vector: numbers, a file or an array
+      [M, D]; context: a file, an array [M, L, D], or arrays [L, D] of any lengths.
+    guidance: strength of guidance away from the null class, from the class `negative`, or from the
+      output of a weaker network (`guide`); 1: none. guidance_interval: the noise levels that are
+      guided; None: all. guidance_rescale: 0 to 1, as configs/sample.yaml says.
+    init: images to start from, a file, a folder or uint8 [M, H, W, C]. strength: the share of the
+      steps that run from there. mask: white pixels are sampled, black ones kept. resample: how
+      often each noise level is visited.
+    decoder: for a run on latents, the autoencoder's folder; None: the one that encoded the data;
+      "none": return latents.
+    options: eta, clip and spacing, as configs/sample.yaml says.
+
+    ConfigError: a setting is wrong.
     """
     from .formats.trained import Trained
     from .plan.inference import sampling_network
@@ -204,7 +209,7 @@ def sample(
 
 
 def preset(group: str, name: str, **changes: Any) -> dict[str, Any]:
-    """The settings of configs/GROUP/NAME.yaml with these changes, as a dict.
+    """The settings of configs/GROUP/NAME.yaml as a dict, updated with `changes`.
 
     group: model, dataset, diffusion or optim. ConfigError: there is no such file.
     """
@@ -214,11 +219,11 @@ def preset(group: str, name: str, **changes: Any) -> dict[str, Any]:
 
 
 def register_model(name: str) -> "Callable[[type[nn.Module]], type[nn.Module]]":
-    """Decorate the class of a network of images: `model.name=NAME` in a configuration is it.
+    """Decorator for the class of a network for images, which `model.name=NAME` selects.
 
-    Its constructor takes image_size (H, W), in_channels, out_channels and backend, and the settings
-    of the group `model` as further arguments by name. It is a `diffusion.models.layers.Network`
-    with `forward_nhwc`. ValueError: there is another one of this name. See docs/extending.md.
+    The class is a `diffusion.models.layers.Network` with `forward_nhwc`. Its constructor takes
+    image_size (H, W), in_channels, out_channels, backend, and the settings of the group `model` as
+    keyword arguments. ValueError: the name is taken. See docs/extending.md.
     """
     from .factory import register_model as register
 
@@ -226,11 +231,11 @@ def register_model(name: str) -> "Callable[[type[nn.Module]], type[nn.Module]]":
 
 
 def register_dataset(name: str) -> "Callable[[Callable], Callable]":
-    """Decorate a function that loads images: `dataset.name=NAME` in a configuration calls it.
+    """Decorator for a function that loads images; `dataset.name=NAME` in a configuration calls it.
 
-    Its arguments are the settings of the group `dataset` but `name` and `flip`, with defaults; one
-    is `size`, a side or [H, W]. It returns a `diffusion.data.ImageSet`. ValueError: it has no
-    `size`, or there is another function of this name. See docs/extending.md.
+    The function's arguments are the settings of the group `dataset`, except `name` and `flip`, and
+    have defaults. One of them is `size`, a side or [H, W]. It returns a `diffusion.data.ImageSet`.
+    ValueError: it has no argument `size`, or the name is taken. See docs/extending.md.
     """
     from .data import register_dataset as register
 
@@ -238,11 +243,11 @@ def register_dataset(name: str) -> "Callable[[Callable], Callable]":
 
 
 def accelerate(module: "nn.Module") -> "nn.Module":
-    """The module with its forward and backward run by plan (see docs/plan.md): a module with the
-    same parameters, arguments and results, which trains, evaluates, and may be wrapped in DDP.
+    """A module that runs the forward and backward of `module` by a plan (docs/plan.md). It has the
+    same parameters, arguments and results, trains and evaluates, and may be wrapped in DDP.
 
-    Its first call for new shapes traces and plans. It raises `diffusion.plan.graph.PlanError` for
-    what cannot be planned, with the op and the line that it came from.
+    The first call with new shapes traces and plans. It raises `diffusion.plan.graph.PlanError` for
+    an op that cannot be planned, with the line of the module that calls it.
     """
     from .plan.accelerate import Accelerated
 

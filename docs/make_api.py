@@ -11,9 +11,9 @@ PAGE = ROOT / "docs" / "api.md"
 
 INTRODUCTION = """# Python interface
 
-Made from the docstrings by `python docs/make_api.py`; a test compares them. What is not listed here
-may change between versions. N, H, W and C are images, rows, columns and channels. A ConfigError
-(`diffusion.errors.ConfigError`) has a message of one line for the user.
+`python docs/make_api.py` generates this page from the docstrings; a test checks that it is current.
+Names that are not listed here may change between versions. N, H, W and C are images, rows, columns
+and channels. A ConfigError (`diffusion.errors.ConfigError`) has a message of one line for the user.
 """
 
 
@@ -30,14 +30,14 @@ def page() -> str:
     parts = [INTRODUCTION, "## diffusion\n"]
     for name in diffusion.__all__:
         parts.append(described(f"diffusion.{name}", getattr(diffusion, name)))
-    parts.append("## What they take and return\n")
+    parts.append("## Types\n")
     parts += [class_described(made) for made in (Trained, Network, ImageSet, Policy)]
     parts.append(described("diffusion.policies.policy.load_policy", load_policy))
     parts.append("## triton_kernels\n")
     parts.append(
-        "Ops over contiguous NHWC tensors on a GPU, with gradients where there are any. Each is an"
-        " op of\n`torch.library` as well. `triton_kernels.reference` has them in plain PyTorch, for"
-        " any device.\n"
+        "Ops for contiguous NHWC tensors on a GPU; differentiable ones have gradients. Each is also"
+        " an op of\n`torch.library`. `triton_kernels.reference` has all of them in plain PyTorch,"
+        " for any device.\n"
     )
     for name in triton_kernels.__all__:
         parts.append(described(f"triton_kernels.{name}", getattr(triton_kernels, name)))

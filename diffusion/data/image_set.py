@@ -23,7 +23,7 @@ _LONGEST_SIDE = 8192  # in pixels
 
 @dataclass
 class ImageSet:
-    """Images as they lie on disk; normalising and mirroring happen in the training kernels."""
+    """Images as stored on disk; the training kernels normalise and mirror them."""
 
     # uint8 or float32 [M, H, W, C], as the training kernels take them; of latents mean and log
     # variance, [M, H, W, 2 C]; with a condition C + K, of which the last K are given
@@ -32,12 +32,12 @@ class ImageSet:
     class_names: tuple[str, ...] | None = None
     name: str = ""
     skipped: tuple[str, ...] = ()  # files that could not be decoded
-    digests: ImageDigests | None = None  # of a file's images; whoever reads those calls `check`
+    digests: ImageDigests | None = None  # of a file's images; call `check` when reading them
     values: Values = Pixels()
-    notes: tuple[str, ...] = ()  # on what was done to the images, for who trains on them
-    condition: GivenChannels | None = None  # the last channels of `images`, if they are given
-    vectors: Tensor | None = None  # float32 [M, D], what each image is given beside
-    context: Context | None = None  # and the sequence that it is given
+    notes: tuple[str, ...] = ()  # what was done to the images, for the log
+    condition: GivenChannels | None = None  # the last channels of `images`, if they are a condition
+    vectors: Tensor | None = None  # float32 [M, D], vector conditions
+    context: Context | None = None  # sequence conditions
 
     def check(self, index: np.ndarray | None = None) -> None:
         """ConfigError if one of these images (int64 [B]; None: of all) is not as it was written."""

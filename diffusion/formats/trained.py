@@ -56,19 +56,19 @@ _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 @dataclass(frozen=True)
 class Trained:
-    """A network with its weights, in evaluation mode, and what it was trained for."""
+    """A trained network in evaluation mode, with its process and data."""
 
     model: nn.Module
     settings: dict[str, Any]  # the group `model`
     process: Process
     image_shape: tuple[int, int, int]  # H, W, C
     class_names: tuple[str, ...] | None
-    run_dir: Path | None  # of the run that trained it; None: another program did
+    run_dir: Path | None  # of the run that trained it; None: another program trained it
     name: str  # of the checkpoint or file
-    spacing: str | None = None  # of the timesteps in sampling, if its origin says one
-    as_diffusers: bool = False  # whether samplers step as diffusers' of that name do
-    values: Values = Pixels()  # what the numbers that it was trained on mean
-    condition: GivenChannels | None = None  # what it is given beside x_t
+    spacing: str | None = None  # of the timesteps in sampling, if its origin specifies one
+    as_diffusers: bool = False  # whether samplers compute the same steps as diffusers' schedulers
+    values: Values = Pixels()  # the units of the data
+    condition: GivenChannels | None = None  # its image condition
 
     @property
     def is_given(self) -> bool:

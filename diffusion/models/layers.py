@@ -31,15 +31,15 @@ class Layer(nn.Module):
 
 
 class Network(Layer):
-    """A network of images, as training and sampling want it. One of your own (docs/extending.md)
-    subclasses this and has `forward_nhwc`."""
+    """Base class of networks for images, in training and sampling. Your own network subclasses it
+    and defines `forward_nhwc` (docs/extending.md)."""
 
     num_classes: int | None = None  # None: it takes no labels
-    null_label: int | None = None  # the label that stands for none, for classifier-free guidance
-    condition_channels: int = 0  # of x, behind those that it learns
-    vector_dim: int = 0  # numbers of a vector that it is given
-    context_dim: int = 0  # numbers of each token of a sequence that it is given
-    condition_dropout: float = 0  # how often training gives it no condition, which are zeros
+    null_label: int | None = None  # the label of no class, for classifier-free guidance
+    condition_channels: int = 0  # of x: an image condition, after the channels that it learns
+    vector_dim: int = 0  # size of a vector condition
+    context_dim: int = 0  # size of the tokens of a sequence condition
+    condition_dropout: float = 0  # how often training replaces a condition by zeros
 
     def forward_nhwc(
         self,

@@ -33,14 +33,16 @@ _OTHERS = ", or a whole .ckpt of diffusion_policy"
 
 
 class Policy:
-    """A network, the sampler that draws chunks with it, and the normalisation of its data."""
+    """A network, a sampler that draws chunks of actions, and the normalisation of the data."""
 
     def __init__(
         self,
         model: nn.Module,
         sampler: Sampler,
         spec: PolicySpec,
-        denoiser: Denoiser | TabulatedDenoiser | None = None,  # who computes it; None: itself
+        denoiser: Denoiser
+        | TabulatedDenoiser
+        | None = None,  # computes the network; None: the model
     ) -> None:
         self.model, self.sampler, self.spec = model, sampler, spec
         self.denoiser = denoiser or model.forward_nhwc
@@ -88,8 +90,8 @@ class Policy:
         return x[:, 0]
 
     def rehearse(self, n: int) -> None:
-        """Launch what a call for n observations launches; see
-        `triton_kernels.runtime.launch_recorder`."""
+        """Make the launches of a call for n observations, for the launch recorder
+        (`triton_kernels.runtime.launch_recorder`)."""
         device = next(self.model.parameters()).device
         conditions = torch.zeros(n, self.spec.condition_dim, device=device)
         self.sampler.rehearse(self.denoiser, self._shape(n), conditions)
@@ -108,8 +110,8 @@ def load_policy(
     sampler: str | None = None,  # see SAMPLERS; None: as stored, or ddpm, of a flow euler
     steps: int | None = None,  # of the reverse process; None: as stored, or all of them
 ) -> Policy:
-    """The policy in a checkpoint of this project or in one of diffusion_policy's. Raises
-    ConfigError if there is none, or settings are wrong."""
+    """The policy in a checkpoint of this project or of diffusion_policy. ConfigError: there is no
+    such checkpoint, or a setting is wrong."""
     if is_workspace(checkpoint):
         if not isinstance(ema, bool):
             raise ConfigError(f"ema={ema}, but {checkpoint} has one average, which is ema=true")

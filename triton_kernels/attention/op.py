@@ -58,11 +58,11 @@ def attention(
 ) -> Tensor:  # [N, T, C], heads outermost in C
     """softmax(q k^T / sqrt(d)) v per head, d = C // num_heads, at most 256.
 
-    `order` says how the 3C channels are packed: "qkv_heads" is [3, heads, d] (guided-diffusion's
-    new order, unet.cu), "heads_qkv" is [heads, 3, d] (its legacy order). `allow_tf32` concerns
-    float32 alone. Under torch.autocast qkv is first cast to its dtype.
+    `order` is the packing of the 3C channels: "qkv_heads" is [3, heads, d] (guided-diffusion's new
+    order, unet.cu), "heads_qkv" is [heads, 3, d] (its legacy order). `allow_tf32` affects float32
+    only. Under torch.autocast qkv is first cast to autocast's dtype.
 
-    Raises ValueError for a shape, dtype, stride or order that does not fit.
+    Raises ValueError for an unsupported shape, dtype, stride or order.
     """
     check_nhwc("qkv", qkv, ndim=3)
     c3 = qkv.shape[2]
@@ -134,13 +134,13 @@ def cross_attention(
     mask: Tensor | None = None,  # bool [N, L]: the keys that a sample has; None: all
     allow_tf32: bool = False,
 ) -> Tensor:  # [N, T, C], heads outermost in C
-    """softmax(q k^T / sqrt(d)) v per head, d = C // num_heads, at most 256, over the keys of the
-    mask; zeros for a sample that has none.
+    """softmax(q k^T / sqrt(d)) v per head, d = C // num_heads, at most 256, over the keys that the
+    mask selects; zeros for a sample without keys.
 
-    What k and v hold where the mask is False has to be finite. `allow_tf32` concerns float32 alone.
-    Under torch.autocast q and kv are first cast to its dtype.
+    k and v must be finite where the mask is False too. `allow_tf32` affects float32 only. Under
+    torch.autocast q and kv are first cast to autocast's dtype.
 
-    Raises ValueError for a shape, dtype or stride that does not fit.
+    Raises ValueError for an unsupported shape, dtype or stride.
     """
     check_nhwc("q", q, ndim=3), check_nhwc("kv", kv, ndim=3)
     n, _, c = q.shape

@@ -191,10 +191,10 @@ def conv2d(
     allow_tf32: bool = False,  # float32 only: multiply in TF32
 ) -> Tensor:  # [N, P, Q, CO], dtype of x
     """Cross-correlation in x.dtype with float32 accumulation; bias is added to the accumulator.
-    Under torch.autocast x is first cast to its dtype.
+    Under torch.autocast x is first cast to autocast's dtype.
 
     `weight` and `bias` may be float32 while x is bfloat16 or float16: weight is rounded to x.dtype
-    for the arithmetic, and the gradients keep the parameter's dtype, straight from accumulators.
+    for the products, and gradients go from the accumulators to the parameter's dtype directly.
 
     Raises ValueError if x is not contiguous NHWC, weight not channels_last, or shapes do not match.
     """

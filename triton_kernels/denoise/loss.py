@@ -178,8 +178,8 @@ def denoise_loss(
 ) -> Tensor:  # float32 [N]
     """Mean squared error per sample of the first C channels against epsilon, x_0 ("sample") or
     v = sqrt(alpha_bar) epsilon - sqrt(1 - alpha_bar) x_0 ("v_prediction"; Salimans and Ho 2022),
-    with the noise of `q_sample` drawn again from its counter. The gradient reaches `output` alone.
-    The sum is the same to the bit in every run."""
+    with the noise of `q_sample`, drawn again from its counter. Only `output` has a gradient. The
+    sum has the same bits in every run."""
     if prediction not in PREDICTIONS:
         raise ValueError(f"prediction is {prediction!r}; expected one of {', '.join(PREDICTIONS)}")
     n = check_batch(images, index, flip)

@@ -81,7 +81,7 @@ def gather_images(
     index: Tensor | None = None,  # int64 [N]; None: all of them, in order
     flip: Tensor | None = None,  # bool [N]
 ) -> Tensor:  # float32 [N, H, W, C]; uint8 is mapped to x / 127.5 - 1
-    """The clean batch x_0. Every index must be within [0, M); the device does not check."""
+    """The clean batch x_0. Every index must be within [0, M), which is not checked."""
     check_batch(images, index, flip)
     return _gather_images(images, index, flip)
 
@@ -99,7 +99,7 @@ def q_sample(
 ) -> Tensor:  # [N, H, W, C], dtype
     """x_t = sqrt(alpha_bar_t) x_0 + sqrt(1 - alpha_bar_t) epsilon (Ho et al. 2020, eq. 4). The
     noise of sample n is keyed by (seed, step, first + n). Every index must be within [0, M) and
-    every t within [0, T); the device does not check."""
+    every t within [0, T), which is not checked."""
     n = check_batch(images, index, flip)
     check_process(n, t, table, rng)
     if dtype not in DTYPES:

@@ -198,20 +198,20 @@ def _pitch(output: Tensor) -> int:
 
 def denoise_step(
     x: Tensor,  # [N, H, W, C] x_t
-    output: Tensor,  # [N, H, W, C or 2C] what the network says; pixels may be any distance apart
-    table: Tensor,  # float32 [K, 8], a row a step of the reverse process; columns below
+    output: Tensor,  # [N, H, W, C or 2C] the network's output; any pixel stride
+    table: Tensor,  # float32 [K, 8], one row per step of the reverse process; columns below
     row: Tensor,  # int64 [1], on the device
     rng: Tensor,  # int64 [2]: seed, step (the noise of row k is keyed by step = rng[1] + k)
     *,
-    first: int | Tensor = 0,  # the number of sample 0, or int64 [1] on the device
+    first: int | Tensor = 0,  # index of sample 0, or int64 [1] on the device
     clip: float | None = 1.0,
     memory: Tensor | None = None,  # float32 [N, H, W, C], overwritten with x0
-    negative: Tensor | None = None,  # as output: what the network says of what is not wanted
+    negative: Tensor | None = None,  # as output: what guidance moves away from
     scales: Tensor | None = None,  # float32 [K], of guidance, with `negative`
-    rescale: float = 0.0,  # of its deviation, from 0 to 1
+    rescale: float = 0.0,  # of guidance's deviation, from 0 to 1
     known: Tensor | None = None,  # float32 [N, H, W, C] x_0 where it is known
     mask: Tensor | None = None,  # float32 [N, H, W]: 1 where it is known, 0 where not; with `known`
-    levels: Tensor | None = None,  # float32 [K, 2]: signal and noise behind each step
+    levels: Tensor | None = None,  # float32 [K, 2]: signal and noise after each step
 ) -> Tensor:  # float32 [N, H, W, C] x_(t-1)
     """One step of the reverse process in its general linear form:
 
@@ -221,19 +221,19 @@ def denoise_step(
     The columns of `table` are a, b, c, d, e, sigma, log_min, log_max. If `output` has 2C channels,
     its second half v sets the deviation (Nichol and Dhariwal 2021, eq. 15):
     sigma' = sigma exp((f log_max + (1 - f) log_min) / 2), f = (v + 1) / 2.
-    With `memory`, for solvers of second order, e multiplies what it holds instead of `output`: the
-    x0 of the step before. With `negative` the first C channels of the output are first
+    With `memory`, for second-order solvers, e multiplies the previous step's x0, which it holds,
+    instead of `output`. With `negative` the first C channels of the output are replaced by
 
         g = negative + scale (output - negative)
         output = g (rescale std(output) / std(g) + 1 - rescale)
 
-    (Ho and Salimans 2022; Lin et al. 2023, section 3.4, std over a sample), and as they are where
-    the scale is 1. With `known` the result is, behind the rest,
+    (Ho and Salimans 2022; Lin et al. 2023, section 3.4, std over a sample), except where the scale
+    is 1. With `known` the result is finally
 
         mask (signal known + noise epsilon) + (1 - mask) x_prev
 
-    (Lugmayr et al. 2022, eq. 8), epsilon being drawn. The row must be within [0, K); the device
-    does not check.
+    (Lugmayr et al. 2022, eq. 8) with newly drawn epsilon. The row must be within [0, K), which is
+    not checked.
     """
     check_nhwc("x", x)
     check_channels(output, *x.shape)

@@ -122,15 +122,15 @@ def _draw_weighted_timesteps(rng: Tensor, n: int, ends: Tensor, first: int) -> T
 
 def record_losses(
     losses: Tensor,  # float32 [N]
-    t: Tensor,  # int64 [N], in [0, T); the device does not check
+    t: Tensor,  # int64 [N], in [0, T), which is not checked
     history: Tensor,  # float32 [H, T], in place: loss number k of a timestep is in row k % H
     counts: Tensor,  # int32 [T], in place: losses so far
     *,
     uniform: float = 0.001,  # u
 ) -> Tensor:  # int64 [T]
-    """The running sum of q_t, after the losses of this batch were taken in, one after the other;
-    losses that are not finite are left out. ValueError: other shapes or dtypes, T above 4,096, u
-    outside of [0, 1]."""
+    """Append the losses of a batch to the history, in their order. Returns the running sum of the
+    probabilities q_t. Losses that are not finite are skipped. ValueError: other shapes or dtypes,
+    T above 4,096, u outside of [0, 1]."""
     check_device("history", history)
     for name, x, dtype in (
         ("losses", losses, torch.float32),
@@ -161,7 +161,7 @@ def draw_weighted_timesteps(
     *,
     first: int = 0,
 ) -> Tensor:  # int64 [N]
-    """Timesteps in [0, T): how many ends are at most (word * ends[T - 1]) >> 32."""
+    """Timesteps in [0, T): the number of ends that are at most (word * ends[T - 1]) >> 32."""
     check_device("rng", rng)
     check_rng(rng)
     if ends.dtype != torch.int64 or ends.ndim != 1 or not len(ends) or not ends.is_contiguous():

@@ -162,12 +162,12 @@ def group_norm(
 ) -> Tensor:  # [N, H, W, C], dtype of x
     """act((norm(x) * weight + bias) * (1 + scale) + shift); statistics and arithmetic in float32.
 
-    With `x2` this is the norm of torch.cat((x, x2), dim=-1), which is never in memory; a group may
-    lie across the border.
+    With `x2` this is the norm of torch.cat((x, x2), dim=-1), which is never stored; a group may
+    include channels of both.
 
-    Parameters may have another dtype than x (float32 masters, say); each gradient has the dtype of
-    its tensor. The rows of `scale` and `shift` may be strided, as `chunk` of an embedding leaves
-    them. torch.autocast changes nothing here: y has the dtype of x.
+    Parameters may have another dtype than x, such as float32; each gradient has the dtype of its
+    tensor. The rows of `scale` and `shift` may be strided, as after `chunk` of an embedding.
+    torch.autocast has no effect: y has the dtype of x.
 
     Raises ValueError if C is not a multiple of `num_groups`, and for a wrong shape, dtype, layout
     or activation.
@@ -200,11 +200,10 @@ def group_norm(
 class GroupNorm(torch.nn.GroupNorm):
     """torch.nn.GroupNorm with the activation fused: the same state dict and [N, C, *] tensors.
 
-    A channels_last input is used in place. Any other one is first copied to channels_last; the
-    output (shape [N, C, *] as ever) is channels_last in memory either way, so a network pays once.
+    A channels_last input is read without a copy; any other input is first copied to channels_last.
+    The output, of shape [N, C, *], is always channels_last in memory, so a network copies once.
 
-    On a CPU, where there are no kernels, it is plain PyTorch, so that a model that has it can be
-    built, loaded, tried and exported anywhere.
+    On a CPU it runs plain PyTorch, so models can be built, loaded, tried and exported anywhere.
     """
 
     def __init__(
@@ -217,7 +216,7 @@ class GroupNorm(torch.nn.GroupNorm):
         dtype: torch.dtype | None = None,
         *,
         activation: str = "identity",
-        bias: bool = True,  # as nn.GroupNorm has it in newer PyTorch
+        bias: bool = True,  # as in nn.GroupNorm of newer PyTorch
     ) -> None:
         check_activation(activation)
         if num_groups < 1:

@@ -220,7 +220,7 @@ def _adamw_step(
 
 
 def grad_norm(grad: Tensor) -> Tensor:  # float32 [P] -> float32 [1]
-    """Euclidean norm of the flat gradient, the same to the bit in every run."""
+    """Euclidean norm of the flat gradient, with the same bits in every run."""
     _check_flat("grad", grad, grad.numel())
     return _grad_norm(grad)
 
@@ -259,11 +259,11 @@ def adamw_step(
     norm: Tensor,  # float32 [1], of the whole gradient
     hyper: Tensor,  # float64 [9]: lr, beta1, beta2, eps, weight_decay, bias_correction1,
     #                 bias_correction2, ema_decay, max_norm (0: no clipping)
-    skipped: Tensor,  # int32 [1], counts the steps left out, in place
-    shadow: Tensor | None = None,  # [P], gets the new param in 16 bits, or float32 rounded to TF32
+    skipped: Tensor,  # int32 [1], counts skipped steps, in place
+    shadow: Tensor | None = None,  # [P], set to the new param in 16 bits, or rounded to TF32
 ) -> None:
-    """Clip, AdamW (Loshchilov and Hutter 2019) and EMA over all parameters at once. If `norm` is
-    not finite nothing is touched but the count."""
+    """Gradient clipping, AdamW (Loshchilov and Hutter 2019) and EMA in one launch. If `norm` is not
+    finite, only `skipped` changes."""
     size = param.numel()
     for name, x in (
         ("param", param),

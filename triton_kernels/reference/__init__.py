@@ -217,7 +217,7 @@ def draw_weighted_timesteps(
     *,
     first: int = 0,
 ) -> Tensor:  # int64 [N]
-    """Timesteps in [0, T): how many ends are at most (word * ends[T - 1]) >> 32."""
+    """Timesteps in [0, T): the number of ends that are at most (word * ends[T - 1]) >> 32."""
     words = random_words(rng, n, 1, TIMESTEP, first=first)[:, 0]
     return torch.searchsorted(ends, (words * ends[-1]) >> 32, right=True)
 
@@ -230,8 +230,8 @@ def record_losses(
     *,
     uniform: float = 0.001,  # u
 ) -> Tensor:  # int64 [T]
-    """The running sum of q_t, after the losses of this batch were taken in, one after the other;
-    losses that are not finite are left out."""
+    """Append the losses of a batch to the history, in their order. Returns the running sum of the
+    probabilities q_t. Losses that are not finite are skipped."""
     rows, total = history.shape
     finite = torch.isfinite(losses)
     same = (t[:, None] == t) & finite[:, None] & finite  # [N, N]
