@@ -19,6 +19,7 @@ Every function below is an op of torch.library, torch.ops.triton_kernels.NAME, t
 
 import os
 
+from . import fused_ops  # noqa: F401  every op is then in the registry, by whose names it is called
 from .attention import attention, cross_attention
 from .conv.conv2d import conv2d
 from .denoise.loss import denoise_loss

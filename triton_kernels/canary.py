@@ -36,12 +36,12 @@ _MOST_WRONG = 2**-6  # of a norm: results are rounded to 16 bits, miscompiled on
 
 def kernels_off(device: torch.device) -> list[str]:
     """Try the kernels that this GPU would use, once a process, and switch off those that are wrong.
-    Returns a line for each family that is off: which it is, why, and what that costs.
+    Returns a line for each family or kernel that is off: which it is, why, and what that costs.
 
     Raises RuntimeError if no kernel computes the convolution."""
     _try(device)
     return [
-        f"{KERNELS[family]} are off: {why}"
+        f"{KERNELS.get(family, f'kernels named {family}')} are off: {why}"
         + (f"; {SLOWER[family]}" if family in SLOWER else "; it is slower without them")
         for family, why in switched_off().items()
     ]

@@ -12,7 +12,13 @@ from triton_kernels import canary
 from triton_kernels.conv.hopper import row_mma
 from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.runtime import device as device_module
-from triton_kernels.runtime.device import describe, switch_off, switched_off
+from triton_kernels.runtime.device import (
+    describe,
+    standing_for,
+    switch_off,
+    switched_off,
+    without,
+)
 
 from .chips import HOPPER
 
@@ -178,3 +184,22 @@ class TestBackend:
     def test_a_cpu_is_not_tried(self, monkeypatch):
         monkeypatch.setattr(backend, "kernels_off", lambda device: pytest.fail("tried"))
         assert backend.choose_backend("auto", "fp32", CPU).name == "torch"
+
+
+def test_kernels_named_in_the_environment_are_off(monkeypatch):
+    monkeypatch.setenv("TRITON_KERNELS_OFF", "tile_mma,conv_few/early")
+    assert (describe(CPU).tma, describe(CPU).off) == (True, "conv_few/early,tile_mma")
+    with standing_for(HOPPER), without("single_tile,hopper"):
+        assert (describe(CPU).hopper, describe(CPU).off) == (False, "single_tile")
+    switch_off("hopper", "a test says so")
+    assert os.environ["TRITON_KERNELS_OFF"] == "tile_mma,conv_few/early,hopper"
+    with without("early"):
+        assert describe(CPU).off == "conv_few/early,early,tile_mma"
+    assert describe(CPU).off == "conv_few/early,tile_mma"
+
+
+@pytest.mark.parametrize("name", ["tile_mm", "conv_few/tile_mma"])
+def test_an_unknown_kernel_in_the_environment_is_named(monkeypatch, name):
+    monkeypatch.setenv("TRITON_KERNELS_OFF", name)
+    with pytest.raises(ValueError, match=f"has {name}; there are hopper, tma, .* tile_mma, .*OP/"):
+        describe(CPU)

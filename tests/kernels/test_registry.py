@@ -89,6 +89,20 @@ def test_the_nearest_batch_is_taken(measured):
     assert [choose(n) for n in (1, 8, 31, 33, 512)] == [*[TILES[1]] * 3, *[TILES[2]] * 2]
 
 
+@pytest.mark.parametrize("off", ["tile", "op/tile", "a,tile,b"])
+def test_a_kernel_that_is_switched_off_is_not_taken(measured, off):
+    """Not where it was measured either, and by no other op whose kernel has another name."""
+    measured(row(8))
+    op = Op("op", ("size", "channels", "filters", "dtype"), KERNELS)
+    spec, gpu = Sized(8, "bf16", 16, 16, 3), HOPPER._replace(off=off)
+    assert registry.select(op, spec, HOPPER).config == TILES[1]
+    assert registry.select(op, spec, gpu).config == TILES[3]
+    assert registry.explain(op, spec, gpu)[0].refused == "it is switched off"
+    assert op.why_not(KERNELS[0], spec, HOPPER._replace(off="other,op2/tile")) is None
+    with pytest.raises(ValueError, match="tile: it is switched off; other: it is switched off"):
+        registry.select(op, spec, HOPPER._replace(off="tile,op/other"))
+
+
 def test_a_kernel_is_known_by_its_name(measured):
     """Two kernels may have configurations of equal numbers."""
     measured(row(8, kernel="other"))

@@ -90,7 +90,7 @@ def listed(op: Op, spec: Spec, gpu: Device) -> list[tuple[Kernel, tuple]]:
     return [
         (kernel, config)
         for kernel in op.kernels
-        if kernel.refuse(spec, gpu) is None
+        if op.why_not(kernel, spec, gpu) is None
         for config in kernel.configs(spec, gpu)
     ]
 
@@ -98,7 +98,7 @@ def listed(op: Op, spec: Spec, gpu: Device) -> list[tuple[Kernel, tuple]]:
 def _measured(op: Op, spec: Spec, gpu: Device) -> Choice | None:
     for row, why in _rows(op, spec, gpu):
         kernel = op.kernel(row["kernel"])
-        if kernel is None or kernel.refuse(spec, gpu) is not None:
+        if kernel is None or op.why_not(kernel, spec, gpu) is not None:
             continue
         config = kernel.meant(row["config"], kernel.configs(spec, gpu))
         if config is not None:
@@ -119,7 +119,7 @@ def _unless_slow(choice: Choice, op: Op, spec: Spec, gpu: Device) -> Choice:
 def _predicted(op: Op, spec: Spec, gpu: Device) -> Choice:
     best: tuple[float, Kernel, tuple] | None = None
     for kernel in op.kernels:
-        if kernel.refuse(spec, gpu) is not None:
+        if op.why_not(kernel, spec, gpu) is not None:
             continue
         for config in kernel.configs(spec, gpu):
             cost = kernel.predict(spec, gpu, config)
@@ -198,7 +198,7 @@ def explain(op: Op, spec: Spec, gpu: Device) -> list[Considered]:
     choice = select(op, spec, gpu)
     found = []
     for kernel in op.kernels:
-        refused = kernel.refuse(spec, gpu)
+        refused = op.why_not(kernel, spec, gpu)
         configs: Sequence[tuple] = () if refused else kernel.configs(spec, gpu)
         chosen = choice.why if kernel is choice.kernel else None
         costs = [kernel.predict(spec, gpu, config) for config in configs]

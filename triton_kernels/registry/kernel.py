@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from ..runtime import device
 from ..runtime.device import Device
 from .cost import HOPPER, Work, microseconds, name, parameters
 from .spec import Spec
@@ -99,13 +100,20 @@ class Op:
     def __post_init__(self) -> None:
         names = [kernel.name for kernel in self.kernels]
         assert len(set(names)) == len(names), f"{self.name}: two kernels have one name: {names}"
+        device.kernels.update(names, (f"{self.name}/{name}" for name in names))
 
     def __hash__(self) -> int:
         return hash(self.name)
 
+    def why_not(self, kernel: Kernel, spec: Spec, gpu: Device) -> str | None:
+        """Why one of the kernels cannot compute this on this GPU, or is switched off, or None."""
+        if gpu.off and {kernel.name, f"{self.name}/{kernel.name}"} & set(gpu.off.split(",")):
+            return "it is switched off"
+        return kernel.refuse(spec, gpu)
+
     def refuse(self, spec: Spec, gpu: Device) -> str | None:
         """Why none of the kernels can compute this on this GPU, or None."""
-        reasons = [(kernel.name, kernel.refuse(spec, gpu)) for kernel in self.kernels]
+        reasons = [(kernel.name, self.why_not(kernel, spec, gpu)) for kernel in self.kernels]
         if any(reason is None for _, reason in reasons):
             return None
         return "; ".join(f"{name}: {reason}" for name, reason in reasons)

@@ -1,8 +1,8 @@
-"""What a launcher has to know of the GPU to choose a path and a tile, and which families of kernels
-are switched off."""
+"""What a launcher has to know of the GPU to choose a path and a tile, and which kernels are
+switched off: families of them, or those of a name in the registry."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,13 +18,16 @@ class Device(NamedTuple):
     shared_memory: int  # bytes that one program may use
     hopper: bool = False  # compute capability 9, whose wgmma no other has
     arch: int = 0  # compute capability, ten times: 90; 0 of the interpreter
+    off: str = ""  # kernels of the registry that are switched off, with commas between
 
 
 _INTERPRETER = Device(tma=True, num_sms=4, shared_memory=232_448)  # stands in for a small Hopper
 
 FAMILIES = ("hopper", "tma")  # of kernels, after what of a `Device` they need
-_VARIABLE = "TRITON_KERNELS_OFF"  # families, with commas between, that are off from the start
-_off: dict[str, str] | None = None  # family -> why; None: not looked at yet
+_VARIABLE = "TRITON_KERNELS_OFF"  # what is off from the start, with commas between
+# what else may be switched off: "tile_mma", or "conv_norm/tile_mma" of one op (`registry.kernel`)
+kernels: set[str] = set()
+_off: dict[str, str] | None = None  # family or kernel -> why; None: not looked at yet
 
 _stood_for: Device | None = None  # by tensors in the host's memory, in a rehearsal
 
@@ -35,28 +38,60 @@ def describe(device: torch.device) -> Device:
         return _stood_for
     found = _describe(device) if device.type == "cuda" else _INTERPRETER
     off = switched_off()
-    return found._replace(**dict.fromkeys(off, False)) if off else found
+    return _without(found, off) if off else found
+
+
+def _without(gpu: Device, names: Iterable[str]) -> Device:
+    """A GPU on which these families and kernels are off."""
+    names = set(names)
+    families = names.intersection(FAMILIES)
+    off = {*gpu.off.split(","), *names} - {"", *families}
+    return gpu._replace(**dict.fromkeys(families, False), off=",".join(sorted(off)))
 
 
 def switched_off() -> dict[str, str]:
-    """The families of kernels that are not used, and why.
+    """The families of kernels, and the kernels, that are not used, and why.
 
     Raises ValueError if TRITON_KERNELS_OFF names one that there is not."""
     global _off
     if _off is None:
-        named = [name for name in os.environ.get(_VARIABLE, "").split(",") if name]
-        if unknown := [name for name in named if name not in FAMILIES]:
-            raise ValueError(f"{_VARIABLE} has {unknown[0]}; there are {', '.join(FAMILIES)}")
-        _off = dict.fromkeys(named, f"{_VARIABLE} names them")
+        _off = dict.fromkeys(_known(os.environ.get(_VARIABLE, "")), f"{_VARIABLE} names them")
     return _off
 
 
-def switch_off(family: str, why: str) -> None:
-    """Use no kernel of this family from now on, in this process and in those that it starts. What
-    has been planned or captured goes on as it is."""
+def _known(text: str) -> list[str]:
+    """The names in it. ValueError: one of them is nothing that could be switched off."""
+    names = [name for name in text.split(",") if name]
+    if unknown := [name for name in names if name not in {*FAMILIES, *kernels}]:
+        valid = ", ".join((*FAMILIES, *sorted(name for name in kernels if "/" not in name)))
+        raise ValueError(f"{_VARIABLE} has {unknown[0]}; there are {valid}; or OP/KERNEL")
+    return names
+
+
+def switch_off(name: str, why: str) -> None:
+    """Use no kernel of this family or name from now on, in this process and in those that it
+    starts. What has been planned or captured goes on as it is."""
     off = switched_off()
-    off.setdefault(family, why)
+    off.setdefault(name, why)
     os.environ[_VARIABLE] = ",".join(off)
+
+
+@contextmanager
+def without(names: str) -> Iterator[None]:
+    """Within the block kernels of these names, with commas between, are off as well, in this
+    process alone. What has been planned or captured goes on as it is.
+
+    Raises ValueError if one of them is unknown."""
+    global _off, _stood_for
+    before = switched_off(), _stood_for
+    named = _known(names)
+    _off = dict.fromkeys(named, "left out") | before[0]
+    if _stood_for is not None:
+        _stood_for = _without(_stood_for, named)
+    try:
+        yield
+    finally:
+        _off, _stood_for = before
 
 
 def on_gpu(device: torch.device) -> bool:
