@@ -26,6 +26,7 @@ _NONE = Expect(wgmma=False, tma=True)  # fewer rows than the 64 of a wgmma
 _EXACT = {"PRECISION": "ieee"}  # products are FMAs, or three in TF32
 
 EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
+    "attention_bwd_delta_kernel": Expect(wgmma=False, tma=False, narrow=False),
     "attention_bwd_dkdv_kernel": [(_EXACT, Expect(wgmma=False)), ({}, Expect("registers"))],
     "attention_bwd_dq_kernel": [
         (_EXACT, Expect(wgmma=False, spills=104)),
@@ -35,6 +36,7 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
         ({"num_warps": 8}, _REGISTERS._replace(spills=244)),  # with 64 when it leaves rows
         ({}, _REGISTERS),
     ],
+    "attention_bwd_relayed_kernel": _REGISTERS,
     "attention_fwd_head_kernel": [({"T": 256}, _REGISTERS._replace(spills=64)), ({}, _REGISTERS)],
     "attention_fwd_kernel": [(_EXACT, Expect(wgmma=False)), ({}, Expect(wgmma="registers"))],
     "attention_fwd_kept_kernel": _REGISTERS,

@@ -28,6 +28,7 @@ from triton.runtime.jit import create_function_from_signature
 import triton_kernels
 from benchmarks import goldens
 from diffusion.runs.precompile_worker import train
+from triton_kernels.attention import attention_bwd_rows
 from triton_kernels.noise.loss_aware import draw_weighted_timesteps, record_losses
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.runtime.device import Device
@@ -113,7 +114,8 @@ def _cross_attention() -> None:
 
 
 def _long_attention() -> None:
-    """Of many positions: each kernel that keys stream by, whole and ragged, in both packings."""
+    """Of many positions: each kernel that keys or queries stream by, whole and ragged, in both
+    packings, with and without rows for the gradient of a bias."""
     for n, t, heads, d, dtype, order in (
         (16, 1024, 12, 64, torch.bfloat16, "qkv_heads"),
         (16, 1000, 12, 32, torch.float16, "heads_qkv"),
@@ -123,7 +125,9 @@ def _long_attention() -> None:
         (16, 1000, 6, 128, torch.float16, "heads_qkv"),
     ):
         qkv = torch.empty(n, t, 3 * heads * d, dtype=dtype)
-        triton_kernels.fused_ops.attention_forward(qkv, heads, order)
+        o, lse = triton_kernels.fused_ops.attention_forward(qkv, heads, order)
+        place = torch.empty if t % 256 else None
+        attention_bwd_rows(torch.empty_like(o), qkv, o, lse, heads, order, False, place)
 
 
 def _train(options: dict[str, Any], precision: str = "bf16") -> None:

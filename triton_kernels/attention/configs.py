@@ -11,7 +11,7 @@ from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import AttentionSpec
 from ..runtime.device import Device
 from . import hopper as head
-from . import streamed
+from . import relayed, streamed
 
 _Config = TypeVar("_Config", bound=tuple)
 
@@ -64,6 +64,14 @@ class HeadGrad(NamedTuple):
 
     keep: int
     step: int
+
+
+@configures("relayed")
+class RelayedTile(NamedTuple):
+    """Of `relayed`: queries at a time, and how many blocks of them are in shared memory."""
+
+    step: int
+    slots: int
 
 
 @configures("tiles")
@@ -122,6 +130,7 @@ BWD_HEAD_CONFIGS = (HeadGrad(256, 64),)
 # so.
 KEPT_CONFIGS = (KeptTile(128, 64, 4), KeptTile(64, 64, 2))
 STREAMED_CONFIGS = (StreamedTile(2, 128, 2, 240),)
+RELAYED_CONFIGS = (RelayedTile(64, 4), RelayedTile(32, 4))
 
 
 def fwd_config(spec: AttentionSpec) -> Tile:
@@ -198,6 +207,32 @@ def streamed_cost(spec: AttentionSpec, gpu: Device, config: StreamedTile) -> flo
     return us if _is_long(spec, gpu) else math.inf
 
 
+def relayed_tiles(spec: AttentionSpec, gpu: Device) -> list[RelayedTile]:
+    """Of 128 channels dk and dv take half of a thread's registers: there are fewer queries."""
+    return [c for c in RELAYED_CONFIGS if c.step == (32 if spec.d > 64 else 64)]
+
+
+def relayed_cost(spec: AttentionSpec, gpu: Device, config: RelayedTile) -> float:
+    """Likewise, in bf16 on one H200, with the kernel in front, which reads o and do."""
+    step = (0.58 + 0.015 * spec.d) * config.step / 64  # of 128 keys
+    parts = math.ceil(spec.t / relayed.KEEP)
+    front = 4 * spec.n * spec.t * spec.d / 2.7e6
+    start, steps = 1.2 + 0.095 * spec.d, parts * relayed.KEEP // config.step
+    us = front + _in_waves(spec.n * parts, gpu.num_sms, start, steps * step)
+    return us if _is_long(spec, gpu) else math.inf
+
+
+def tiles_grad_cost(spec: AttentionSpec, gpu: Device, config: BwdConfig) -> float:
+    """Of the safe tile, where `relayed` could be taken: elsewhere nothing is compared with it. Its
+    programs are small, and several fit a multiprocessor, so there are no waves."""
+    if relayed.refuse(spec, gpu) is not None or config != bwd_config(spec):
+        return math.inf
+    blocks = math.ceil(spec.t / 64)
+    program = 0.06 * spec.d - 0.3 + blocks * (0.32 + 0.0125 * spec.d)  # of both kernels
+    us = max(1.0, spec.n * blocks / gpu.num_sms) * program
+    return us if _is_long(spec, gpu) else math.inf
+
+
 def _is_long(spec: AttentionSpec, gpu: Device) -> bool:
     return spec.t >= _SHORT and head.refuse(spec, gpu) is not None
 
@@ -222,7 +257,8 @@ KEPT = Kernel("kept", KeptTile, streamed.refuse_kept, lambda *_: KEPT_CONFIGS, k
 STREAMED = Kernel(
     "streamed", StreamedTile, streamed.refuse_streamed, lambda *_: STREAMED_CONFIGS, streamed_cost
 )
-TILES_GRAD = Kernel("tiles", BwdConfig, lambda *_: None, bwd_tiles)
+RELAYED = Kernel("relayed", RelayedTile, relayed.refuse, relayed_tiles, relayed_cost)
+TILES_GRAD = Kernel("tiles", BwdConfig, lambda *_: None, bwd_tiles, tiles_grad_cost)
 HEAD_GRAD = Kernel("head", HeadGrad, head.refuse, lambda *_: BWD_HEAD_CONFIGS)
 
 
@@ -233,7 +269,7 @@ def _similar(spec: AttentionSpec, gpu: Device) -> bool:
 
 _KEY = ("t", "d", "dtype")
 ATTENTION = Op("attention", _KEY, (TILES, HEAD, KEPT, STREAMED), _similar)
-ATTENTION_GRAD = Op("attention_bwd", _KEY, (TILES_GRAD, HEAD_GRAD), _similar)
+ATTENTION_GRAD = Op("attention_bwd", _KEY, (TILES_GRAD, HEAD_GRAD, RELAYED), _similar)
 
 _CROSS_KEY = ("t", "keys", "d", "dtype")
 CROSS_ATTENTION = Op("cross_attention", _CROSS_KEY, (TILES, HEAD), similar=False)

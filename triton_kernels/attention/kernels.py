@@ -1,4 +1,4 @@
-"""The kernels of attention in plain Triton: one forward and two backward."""
+"""The kernels of attention in plain Triton: one forward and two backward, and delta by itself."""
 
 import triton
 import triton.language as tl
@@ -361,3 +361,29 @@ def attention_bwd_dkdv_kernel(
             tl.store(rows_ptr + offs_d, dq_sum, mask=mask_d)
         tl.store(rows_ptr + part + offs_d, tl.sum(dk, 0), mask=mask_d)
         tl.store(rows_ptr + 2 * part + offs_d, tl.sum(dv, 0), mask=mask_d)
+
+
+@triton.jit
+def attention_bwd_delta_kernel(
+    do_ptr,  # [N, T, C]
+    o_ptr,  # [N, T, C]
+    delta_ptr,  # float32 [N, heads, T]
+    flags_ptr,  # int32 [N, heads, blocks of T, FLAGS]: zeros are written
+    num_heads,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    FLAGS: tl.constexpr,  # of a block of ROWS positions
+):
+    """What `relayed` needs before it begins."""
+    await_inputs()
+    block, row, n, head = _locate(num_heads, T, ROWS)
+    tl.store(flags_ptr + tl.program_id(0) * FLAGS + tl.arange(0, FLAGS), 0)
+    channels = num_heads * D
+    start = n.to(tl.int64) * T * channels + head * D
+    offs_t = block * ROWS + tl.arange(0, ROWS)
+    offs_d = tl.arange(0, D)
+    do = _load_tile(do_ptr + start, offs_t, offs_d, channels, 1, T, D, ROWS, D)
+    o = _load_tile(o_ptr + start, offs_t, offs_d, channels, 1, T, D, ROWS, D)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(delta_ptr + row.to(tl.int64) * T + offs_t, delta, mask=offs_t < T)

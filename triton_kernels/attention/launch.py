@@ -12,7 +12,7 @@ from ..registry.spec import AttentionSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import describe
 from . import hopper as head
-from . import streamed
+from . import relayed, streamed
 from .configs import (
     ATTENTION,
     ATTENTION_GRAD,
@@ -20,6 +20,7 @@ from .configs import (
     HeadGrad,
     HeadTile,
     KeptTile,
+    RelayedTile,
     StreamedTile,
     Tile,
     block_d,
@@ -110,7 +111,7 @@ def attention_bwd(
     num_heads: int,
     order: str,
     allow_tf32: bool,
-    config: BwdConfig | None = None,
+    config: BwdConfig | HeadGrad | RelayedTile | None = None,
 ) -> Tensor:
     """dqkv [N, T, 3C]; `do` may have any strides."""
     return attention_bwd_rows(do, qkv, o, lse, num_heads, order, allow_tf32, None, config)[0]
@@ -125,7 +126,7 @@ def attention_bwd_rows(
     order: str,
     allow_tf32: bool,
     place: Callable[[int, int], Tensor] | None,  # (rows, columns) -> where they go, float32
-    config: BwdConfig | None = None,
+    config: BwdConfig | HeadGrad | RelayedTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The same, and if they have a place, rows [rows, 3C] whose sum is that of dqkv over samples
     and positions."""
@@ -146,6 +147,10 @@ def attention_bwd_rows(
     if isinstance(config, HeadGrad):
         rows = None if place is None else place(n, c3)
         head.backward(do, qkv, o, lse, dqkv, rows, constants)
+        return dqkv, rows
+    if isinstance(config, RelayedTile):
+        rows = None if place is None else place(n * triton.cdiv(t, relayed.KEEP), c3)
+        relayed.backward(do, qkv, o, lse, dqkv, rows, constants, *config)
         return dqkv, rows
     _, keep, step, num_warps, num_stages = config
     grid = (n * num_heads * triton.cdiv(t, keep),)

@@ -30,7 +30,7 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _matrix(buf):
+def matrix(buf):
     """[1, ROWS, D] as [ROWS, D]."""
     WIDTH: gl.constexpr = buf.type.layout.swizzle_byte_width
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH, 16, rank=2)
@@ -110,28 +110,28 @@ def _attend(
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
     acc = gl.zeros([64, D], gl.float32, OUT)
-    q = _matrix(memory.q_bufs.index(GROUP))
+    q = matrix(memory.q_bufs.index(GROUP))
 
     mbarrier.wait(memory.q_full.index(0), 0)
-    k = _matrix(memory.keys.bufs.index(memory.keys.wait(0))).permute((1, 0))
+    k = matrix(memory.keys.bufs.index(memory.keys.wait(0))).permute((1, 0))
     s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     for j in range(STEPS - 1):
         sync_threads()  # all have done with the products of the step before
         memory.keys.release(j)
         memory.values.release_before(j, pred=j > 0)
-        k = _matrix(memory.keys.bufs.index(memory.keys.wait(j + 1))).permute((1, 0))
+        k = matrix(memory.keys.bufs.index(memory.keys.wait(j + 1))).permute((1, 0))
         weights, m, total, alpha = _softmax(s, m, total, j * STEP, scale_log2, T)
         acc *= gl.convert_layout(alpha, ROW)[:, None]
         p = gl.convert_layout(round_pairs(weights, dtype), LEFT)
         scores = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
-        v = _matrix(memory.values.bufs.index(memory.values.wait(j)))
+        v = matrix(memory.values.bufs.index(memory.values.wait(j)))
         acc = warpgroup_mma(p, v, acc, is_async=True)
         s, acc, p = warpgroup_mma_wait(0, deps=(scores, acc, p))
     weights, m, total, alpha = _softmax(s, m, total, (STEPS - 1) * STEP, scale_log2, T)
     acc *= gl.convert_layout(alpha, ROW)[:, None]
     p = gl.convert_layout(round_pairs(weights, dtype), LEFT)
-    v = _matrix(memory.values.bufs.index(memory.values.wait(STEPS - 1)))
+    v = matrix(memory.values.bufs.index(memory.values.wait(STEPS - 1)))
     acc = warpgroup_mma(p, v, acc, is_async=True)
     offs = block.t0 + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     gl.store(lse_ptr + block.row.to(gl.int64) * T + offs, m + log2(total), mask=offs < T)
@@ -248,23 +248,23 @@ def attention_fwd_kept_kernel(
     m = gl.full([KEEP], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros([KEEP], gl.float32, gl.SliceLayout(1, SCORES))
     acc = gl.zeros([KEEP, D], gl.float32, OUT)
-    q = _matrix(q_buf)
+    q = matrix(q_buf)
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(full.index(0), 0)
     s = warpgroup_mma(
-        q, _matrix(k_bufs.index(0)).permute((1, 0)), zeros, use_acc=False, is_async=True
+        q, matrix(k_bufs.index(0)).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
     s = warpgroup_mma_wait(0, deps=(s,))
     for j in range(STEPS - 1):
         slot = j % SLOTS
         after = (j + 1) % SLOTS
         mbarrier.wait(full.index(after), (j + 1) // SLOTS & 1)
-        k = _matrix(k_bufs.index(after)).permute((1, 0))
+        k = matrix(k_bufs.index(after)).permute((1, 0))
         weights, m, total, alpha = _softmax(s, m, total, j * STEP, scale_log2, T)
         acc *= gl.convert_layout(alpha, ROW)[:, None]
         p = gl.convert_layout(round_pairs(weights, dtype), LEFT)
         scores = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
-        acc = warpgroup_mma(p, _matrix(v_bufs.index(slot)), acc, is_async=True)
+        acc = warpgroup_mma(p, matrix(v_bufs.index(slot)), acc, is_async=True)
         s, acc, p = warpgroup_mma_wait(0, deps=(scores, acc, p))
         sync_threads()  # all have done with this block
         if j + SLOTS < STEPS:
@@ -272,7 +272,7 @@ def attention_fwd_kept_kernel(
     weights, m, total, alpha = _softmax(s, m, total, (STEPS - 1) * STEP, scale_log2, T)
     acc *= gl.convert_layout(alpha, ROW)[:, None]
     p = gl.convert_layout(round_pairs(weights, dtype), LEFT)
-    acc = warpgroup_mma(p, _matrix(v_bufs.index((STEPS - 1) % SLOTS)), acc, is_async=True)
+    acc = warpgroup_mma(p, matrix(v_bufs.index((STEPS - 1) % SLOTS)), acc, is_async=True)
     offs = t0 + gl.arange(0, KEEP, layout=gl.SliceLayout(1, SCORES))
     gl.store(lse_ptr + row.to(gl.int64) * T + offs, m + log2(total), mask=offs < T)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))

@@ -1,0 +1,112 @@
+"""The backward pass of attention over many positions for Hopper, in Gluon: dq is relayed.
+
+A program keeps keys, and blocks of queries come by: five products and one set of exponentials, as
+in FlashAttention-3 (Shah et al. 2024). What the programs of a head contribute to dq is added up in
+memory, in float32, and always in the same order, so that bits do not differ from run to run. Each
+program begins at other queries and goes round all of them: no two are at the same ones. A flag of
+each block of queries says how many have been there, and the next one waits for it. It is two steps
+behind, so it hardly ever does. The last one at a block takes its sum and writes dq.
+
+- Two warpgroups multiply. The products for dk and dq of a block run beside the exponentials of the
+  next one.
+- Three warps beside them load, wait for flags, and set flags: none of this takes their time.
+- A kernel in front makes delta = sum_c o do, and flags that are zero.
+
+Programs of a head wait for each other, so all of them have to be on the GPU at a time. They begin
+in the order of their numbers: those of the first head that is not done are there if a head has no
+more programs than fit beside others that wait (`_SHARE`).
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from ..hopper.descriptors import SUPPORTED, missing
+from ..registry.spec import AttentionSpec
+from ..runtime.dependent_launch import following, overlapping
+from ..runtime.device import Device
+from .hopper import described, shared
+from .kernels import attention_bwd_delta_kernel
+
+if SUPPORTED:
+    from .relayed_kernels import attention_bwd_relayed_kernel
+
+DIMS = (32, 64, 128)
+KEEP = 128  # keys of a program: two warpgroups of 64
+_SHARE = 4  # one multiprocessor in so many has a program of the same head, at most
+_THREADS = 12 * 32  # three warps that do not multiply take the registers of four
+
+
+def refuse(spec: AttentionSpec, gpu: Device) -> str | None:
+    """Why dq cannot be relayed: not on Hopper, not in 16 bits, not heads like these, or more
+    programs a head than are sure to run at the same time."""
+    if spec.keys is not None:
+        return "keys and values in another tensor than queries"
+    if reason := missing(gpu, spec.itemsize):
+        return reason
+    if spec.d not in DIMS:
+        return f"heads of {spec.d} channels; it has {', '.join(map(str, DIMS))}"
+    if spec.t <= KEEP:
+        return f"{spec.t} positions, the keys of one program"
+    programs, most = triton.cdiv(spec.t, KEEP), gpu.num_sms // _SHARE
+    if programs > most:
+        return (
+            f"{spec.t} positions are {programs} programs that wait for each other; at most {most}"
+        )
+    return None if spec.fetchable else "an address or stride that TMA cannot read"
+
+
+def backward(
+    do: Tensor,
+    qkv: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dqkv: Tensor,
+    rows: Tensor | None,
+    constants: dict,
+    step: int,
+    slots: int,
+) -> None:
+    """dqkv, and its sums over blocks of `KEEP` positions in `rows` [N blocks, 3C]: `step` queries
+    at a time, `slots` blocks of them in shared memory; `constants` are those of other kernels."""
+    n, t, _ = qkv.shape
+    d, heads = constants["D"], constants["num_heads"]
+    parts = triton.cdiv(t, KEEP)
+    delta, dq, flags = (
+        torch.empty((n, heads, *shape), dtype=torch.float32, device=qkv.device)
+        for shape in ((t,), (parts * KEEP, d), (parts * KEEP // step,))
+    )
+    flags = flags.view(torch.int32)
+    grid = (n * heads * parts,)
+    attention_bwd_delta_kernel[grid](
+        do,
+        o,
+        delta,
+        flags,
+        heads,
+        T=t,
+        D=d,
+        ROWS=KEEP,
+        FLAGS=KEEP // step,
+        num_warps=4,
+        **overlapping(qkv.device),
+    )
+    attention_bwd_relayed_kernel[grid](
+        described(qkv, step, d),
+        described(qkv, KEEP, d),
+        described(do, step, d),
+        described(dqkv, step, d),
+        described(dqkv, KEEP, d),
+        lse,
+        delta,
+        dq,
+        flags,
+        rows,
+        **shared(constants),
+        KEYS=KEEP,
+        STEP=step,
+        SLOTS=slots,
+        num_warps=KEEP // 16,
+        maxnreg=2**16 // _THREADS // 8 * 8,
+        **following(qkv.device),
+    )
