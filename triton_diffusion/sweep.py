@@ -153,7 +153,7 @@ class Jobs(Callback):
         for kind in (signal.SIGINT, signal.SIGTERM):
             signal.signal(kind, signal.default_int_handler)
         other = signal.SIGTERM if number == signal.SIGINT else signal.SIGINT
-        print("stopping when the jobs have saved; once more stops at once", file=sys.stderr)
+        print("stopping after the jobs have saved; a second signal stops at once", file=sys.stderr)
         told: set[int] = set()
         while running := {
             job["pid"]

@@ -258,5 +258,5 @@ def _read_bin(path: Path, head: bytes) -> ImageSet:
         off_grid |= bool(np.abs(x - whole).max() > 1e-2)
         images[start : start + 256] = whole.transpose(0, 2, 3, 1)
     if off_grid:
-        log.warning("%s holds values between the 256 levels of 8 bits: rounded", path)
+        log.warning("%s has values between the 256 levels of 8 bits; they are rounded", path)
     return ImageSet(torch.from_numpy(images), name=path.stem)

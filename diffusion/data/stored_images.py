@@ -132,7 +132,7 @@ def measured(images: StoredImages) -> Measured:
     size = images.shape.numel() * images.stored_dtype.itemsize
     step = -(-size // _MEASURED)
     if step > 1:
-        log.info("%s: mean and deviation are those of every %d. image", images.path, step)
+        log.info("%s: mean and deviation are measured on every %d-th image", images.path, step)
     # sums of differences from the first image's mean: of numbers far from 0 nothing is lost
     pivot = images.raw(slice(0, 1)).astype(np.float64).mean(axis=(0, 1, 2))
     count, total, squares = 0, np.zeros_like(pivot), np.zeros_like(pivot)

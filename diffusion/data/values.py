@@ -136,7 +136,7 @@ class Latents:
 
     clip: ClassVar[float | None] = None
     is_image: ClassVar[bool] = True
-    mirrors: ClassVar[bool] = False  # the code of a mirrored image is not the mirrored code
+    mirrors: ClassVar[bool] = False  # latents cannot be mirrored
 
     @property
     def codes(self) -> Units:

@@ -56,7 +56,7 @@ def sampling_network(model: nn.Module) -> "Denoiser | InferenceUNet":
         return model.forward_nhwc
     refusal = TrainingUNet.refusal(model)
     if refusal is not None:
-        log.warning("the layers run one by one, without the fused plan: %s", refusal)
+        log.warning("the network runs layer by layer, without the fused plan: %s", refusal)
         return model.forward_nhwc
     log.info("sampling with the fused plan")
     return InferenceUNet(model, fused)

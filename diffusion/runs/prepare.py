@@ -80,7 +80,7 @@ def prepare(
             left = unfinished(path)
             if left is not None:
                 print(
-                    f"{path}: {left[0]} of {left[1]} parts are written; the same command goes on",
+                    f"{path}: {left[0]} of {left[1]} parts are written; the same command continues",
                     file=sys.stderr,
                 )
             raise

@@ -24,7 +24,7 @@ def resume_point(resume: str | None, run_dir: Path) -> Path | None:
         return None
     for empty in empty_checkpoints(chosen.parent):
         if step_in_name(empty) > (step_in_name(chosen) or 0):
-            warnings.warn(f"{empty} is empty and passed over", stacklevel=2)
+            warnings.warn(f"{empty} is empty and is skipped", stacklevel=2)
     try:
         verify_checkpoint(chosen)
     except ConfigError as error:

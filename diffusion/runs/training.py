@@ -472,7 +472,7 @@ def _is_finished(
     )
     raise ConfigError(
         f"{checkpoint} has already done {start} steps{with_others}, and"
-        f" train.steps={settings.steps}; give a larger train.steps to go on, or another run_dir"
+        f" train.steps={settings.steps}; give a larger train.steps to continue, or another run_dir"
     )
 
 
@@ -504,6 +504,6 @@ def _check_init(settings: TrainSettings, resume_from: Path | None) -> None:
         raise ConfigError(f"train.init={settings.init} does not exist")
     if resume_from is not None and settings.resume != "auto":
         raise ConfigError(
-            f"train.init={settings.init} and train.resume={settings.resume} both say what to begin"
-            " with; resume takes the step and the moments along, init the weights alone"
+            f"train.init={settings.init} and train.resume={settings.resume} both set the"
+            " initial state; resume also restores step and moments, init only the weights"
         )

@@ -113,7 +113,7 @@ def tune(config: dict[str, Any]) -> None:
     _report(measured)
     print(f"{len(measured.rows)} rows in {path}, which are used from now on")
     if not complete:
-        print(f"minutes={settings.minutes:g} are over; the same command goes on with the rest")
+        print(f"minutes={settings.minutes:g} have passed; the same command measures the rest")
     name = rows.file_name(gpu)
     print(f"to share them: send in that file as {_SHIPPED}/{name}, with the lines it has there")
 
@@ -189,7 +189,7 @@ def _report(found: Search) -> None:
     for was, now, row in sorted(pairs, key=lambda pair: pair[1] - pair[0])[:_SHOWN]:
         print(f"  {was:7.1f} -> {now:7.1f} us  {_text(row)}")
     if found.rejected:
-        print(f"{len(found.rejected)} candidates had wrong results and are left out")
+        print(f"{len(found.rejected)} candidates had wrong results and are excluded")
 
 
 def _best(found: Search) -> list[tuple[dict, dict]]:

@@ -37,7 +37,7 @@ def signals_received() -> Iterator[list[int]]:
     def receive(number: int, _frame: object) -> None:
         received.append(number)
         signal.signal(number, before[number])
-        tqdm.write("stopping after this step and saving; once more stops at once")
+        tqdm.write("saving after this step, then stopping; a second signal stops at once")
 
     try:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -83,7 +83,7 @@ def compile_ahead(
                 _run(job, settings, device, count)
                 file.write(time.strftime("%F %T\n"))  # once, whatever came of it
     except OSError as error:
-        log.info("kernels are compiled one by one: %s", error)
+        log.info("kernels are compiled at their first launch, one at a time: %s", error)
 
 
 def described(x: Tensor | None) -> dict[str, Any] | None:
@@ -161,7 +161,9 @@ def _run(job: str, settings: dict[str, Any], device: torch.device, count: int) -
     seconds = time.monotonic() - began
     if done < needed or needed == 0:
         said = worker.end()
-        log.warning("compiling failed; the rest is compiled later: %s", said[-2000:])
+        log.warning(
+            "compiling failed; other kernels compile at their first launch: %s", said[-2000:]
+        )
     tqdm.write(f"{done} kernels in {seconds:.0f} s")
 
 

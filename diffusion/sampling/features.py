@@ -91,7 +91,7 @@ class FeatureNetwork:
             self(torch.zeros(2, 8, 8, 3, dtype=torch.uint8))
         except OSError as error:
             raise ConfigError(
-                f"the weights of {name} cannot be had ({_in_a_line(error)}); fetch them on a"
+                f"the weights of {name} are not available ({_in_a_line(error)}); fetch them on a"
                 f" machine with a network and give weights=FILE; {_WITHOUT}"
             ) from error
         except Exception as error:  # what torch.load and load_state_dict say of another file
@@ -199,7 +199,7 @@ class Reference:
         except (OSError, SafetensorError) as error:  # a full disk: they are computed anew
             warnings.warn(f"{self._path} is not kept: {_in_a_line(error)}", stacklevel=2)
         else:
-            log.info("the reference's features are kept as %s", self._path)
+            log.info("features of the reference are saved as %s", self._path)
 
     def _layers(self) -> list[str]:
         return sorted({x for m, x in self._network.layers.items() if m in ("kid", "prc")})

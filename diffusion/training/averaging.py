@@ -106,7 +106,7 @@ def average(config: dict[str, Any]) -> Path:
         if its_state["step"] > steps:
             continue
         if _optimizer(its_config) != optim:
-            raise ConfigError(f"{checkpoint} was averaged otherwise than {last}")
+            raise ConfigError(f"{checkpoint} has other averages than {last}")
         for decay in (optim.ema_decay, *optim.more_ema):
             found.append((checkpoint, True if decay == optim.ema_decay else decay))
             profiles.append(ema_profile(optim, decay, its_state["step"]))

@@ -54,8 +54,7 @@ class ImageTask:
         self.notes: list[str] = list(self.data.notes)
         if self.flip and not self.data.values.mirrors:
             raise ConfigError(
-                "dataset.flip=true, but the code of a mirrored image is not the mirrored code; set"
-                " dataset.flip=false"
+                "dataset.flip=true, but latents cannot be mirrored; set dataset.flip=false"
             )
         names = self.data.class_names
         if self.num_classes is None and self.data.labels is not None and names is not None:

@@ -231,7 +231,7 @@ class Trainer:
         skipped = int(self.step.optimizer.skipped.item())
         new = skipped - interval.skipped
         if new:
-            log.warning("%d steps before %d had a non-finite gradient and were left out", new, done)
+            log.warning("%d steps before %d had a non-finite gradient and were skipped", new, done)
         return {
             "step": done,
             "images": done * s.batch_size,

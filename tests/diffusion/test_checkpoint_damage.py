@@ -209,7 +209,7 @@ def test_stray_folders_do_not_block(trained):
         (folder / name).mkdir()
     shutil.copytree(at(trained, 2), folder / "step_00000002 (copy)")
     (folder / "step_00000098").touch()
-    with pytest.warns(UserWarning, match="step_00000099 is empty and passed over"):
+    with pytest.warns(UserWarning, match="step_00000099 is empty and is skipped"):
         go_on(trained)
     assert at(trained, 5).is_dir()
     assert (folder / "step_old").is_dir() and (folder / "step_00000002 (copy)").is_dir()

@@ -290,7 +290,7 @@ def test_what_cannot_be_begun_with(tmp_path):
     init = f"train.init={tmp_path / 'a'}"
     for overrides, words in (
         ((f"train.init={tmp_path}/no",), "no does not exist"),
-        ((init, f"train.resume={tmp_path / 'a'}", "train.steps=2"), "both say what to begin with"),
+        ((init, f"train.resume={tmp_path / 'a'}", "train.steps=2"), "both set the initial state"),
         ((init, "model.channel_mult=[1,1]"), "is of another model"),
         # parameters of the same shapes, which would compute something else
         ((init, "model.num_groups=4"), "trained with num_groups=8; the model has 4"),

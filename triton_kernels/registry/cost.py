@@ -70,7 +70,7 @@ def parameters(arch: int) -> dict[str, tuple[float, ...]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        _log.warning("%s has no parameters of costs and is not used: %r", path, error)
+        _log.warning("%s has no cost parameters and is ignored: %r", path, error)
         return {}
 
 

@@ -85,7 +85,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError, KeyError) as error:
-        _log.warning("%s is no table of measurements and is not used: %r", path, error)
+        _log.warning("%s is not a table of measurements and is ignored: %r", path, error)
         return []
     return rows
 

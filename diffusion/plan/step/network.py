@@ -47,7 +47,7 @@ def training_network(
         refusal = TrainingUNet.refusal(model)
         if refusal is None:
             return TrainingUNet(model, flat, kernels, recompute, ready, urgent)
-        log.warning("the layers run one by one, without the fused plan: %s", refusal)
+        log.warning("the network runs layer by layer, without the fused plan: %s", refusal)
     if recompute:
         log.warning("train.recompute has no effect without the fused plan: %s", refusal)
     return model.forward_nhwc
