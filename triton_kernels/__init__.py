@@ -9,12 +9,12 @@ Names of dimensions, used in every file:
     G        groups of a GroupNorm                   T      positions of an attention, or timesteps
     d        channels of one attention head          M      images in a data set
 
-Layout: activations are contiguous [N, H, W, C] ("NHWC"), without exception. A launcher checks it
-and never copies silently. Convolution weights have PyTorch's shape [CO, CI, R, S] in channels_last
-memory, which is [CO, R, S, CI] to the kernels. 1-D data is the same with H = 1.
+Layout: activations are always contiguous [N, H, W, C] ("NHWC"). Launchers check this and never copy
+silently. Convolution weights have PyTorch's shape [CO, CI, R, S] in channels_last memory, which
+kernels read as [CO, R, S, CI]. 1-D data is the same with H = 1.
 
-Every function below is an op of torch.library, torch.ops.triton_kernels.NAME, to torch.compile; see
-`library`. `triton_kernels.reference` has it under the same name and signature in plain PyTorch.
+Every function below is an op of torch.library, torch.ops.triton_kernels.NAME; see
+`runtime.library`. `triton_kernels.reference` has the same names and signatures in plain PyTorch.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""A small convolution and its gradients, held against the reference before kernels are relied on.
+"""Compares a small convolution and its gradients with the reference before kernels are used.
 
-A compiler may miscompile, or refuse, what its predecessors compiled. No list of versions knows
-that of the next one. So the kernels that the GPU would use multiply known numbers first: some
-milliseconds, once they are compiled. A family of kernels that is wrong is switched off, and the
-next that the GPU can run is tried.
+A new compiler version may miscompile or reject kernels that earlier versions compile, and no list
+of versions can predict that. The kernels that the GPU would use therefore first multiply known
+numbers, which takes milliseconds once they are compiled. A family of kernels with wrong results is
+switched off, and the next family that the GPU can run is tried.
 """
 
 from functools import lru_cache

@@ -1,28 +1,28 @@
-r"""Which kernel would run, and why the others would not.
+r"""Print which kernel would run, and why the others would not:
 
     python -m triton_kernels.explain \
         "conv forward 128x64x64 64->64 3x3 bf16 residual stats" gpu=h100
 
-Needs no GPU. The words are the pass (forward, input_grad or weight_grad), the batch and the rows
-and columns of an image, channels multiplied and of the result, the filter, the type, and what the
-epilogue adds: `emb`, `residual`, `stats`, `mask`, `extra=64` (a 1x1 convolution of so many
-channels; may be given twice), `first=192` (of an input gradient: channels of the first of two
+It needs no GPU. The words are the pass (forward, input_grad or weight_grad), the batch with the
+rows and columns of an image, the channels multiplied and those of the result, the filter, the type,
+and the terms of the epilogue: `emb`, `residual`, `stats`, `mask`, `extra=64` (a 1x1 convolution of
+64 channels; may be given twice), `first=192` (for an input gradient: channels of the first of two
 tensors), `activation=silu`. A weight gradient reads x of the channels that are multiplied.
-`unfused` asks for the kernels of the public `conv2d`, which have no epilogue, and `op=conv_norm`,
-or another of `fused_ops.OPS`, for what does more in the same launch: with the `groups` of a norm,
-and the `tiles` that its statistics are of.
+`unfused` selects the kernels of the public `conv2d`, which have no epilogue. `op=conv_norm`, or
+another of `fused_ops.OPS`, selects launches that do more, with the `groups` of a norm and the
+`tiles` of its statistics.
 
     python -m triton_kernels.explain "norm forward 32x64x64 128 groups=32 bf16 silu"
     python -m triton_kernels.explain "attention input_grad 32x256 6x32 bf16"
 
-A norm has images, channels and `groups`; `first=64` says that it is of two tensors, and `tiles=4`
-that its statistics are the partial sums of so many tiles an image (given twice: of both tensors).
+A norm has images, channels and `groups`; `first=64` makes it the norm of two tensors, and `tiles=4`
+computes its statistics from the partial sums of 4 tiles per image (given twice: of both tensors).
 Attention has samples and positions, heads and channels of a head.
 
     python -m triton_kernels.explain "stage forward 64x16 256->512 taps=5 bf16 side batched"
 
-A stage is a convolution over short rows, of samples and positions; of a `transposed` one the rows
-are twice the channels out.
+A stage is a convolution over short rows, with samples and positions; the rows of a `transposed` one
+are twice the output channels.
 """
 
 import dataclasses

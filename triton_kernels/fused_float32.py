@@ -1,8 +1,8 @@
-"""The kernels of the planned network where products of float32 are in float32.
+"""The kernels of a planned network that multiplies float32 in float32.
 
-Each is three products in TF32, of two parts of each number (`conv.plain.tf32x3`), or a chain of
-FMAs; none is one product in TF32. Nothing is rounded before, and parameters are read as they are.
-What `fused_ops` has for 16 bits and TF32 alone is left out.
+A product is three TF32 products of two parts of each number (`conv.plain.tf32x3`), or a chain of
+FMAs, and never a single TF32 product. Nothing is rounded, and parameters are read directly. Kernels
+of `fused_ops` for 16-bit types and TF32 only are missing here.
 """
 
 from functools import partial

@@ -1,19 +1,19 @@
-"""The kernels of the planned network, under the names that `reference.fused` specifies.
+"""The kernels of a planned network, under the names that `reference.fused` defines.
 
-Words in their names say how a kernel cuts its work, and so when it is the one to take:
+Parts of their names say how a kernel divides its work:
 
-    fold    a norm's table and its pass are one launch. In training, where the partial sums of an
-            image are few; elsewhere `norm_tables` and `norm_passes` are two.
-    whole   a program has whole groups of an image in registers, and needs no sums from before.
-            Sampling, where an image has few pixels or its convolution is in parts.
-    few     of up to 4 images: a program asks for all that it reads at once, statistics too.
-    early   likewise, and for its filters before it waits for the launch in front of it. Sampling
-            of up to 4 images; of more, or in training, `conv` loops over tiles.
-    split   a convolution leaves its sum in parts, which the norm behind it adds. Sampling, where
+    fold    a norm's table and its pass in one launch: in training, for images with few partial
+            sums. Otherwise `norm_tables` and `norm_passes` are two launches.
+    whole   a program holds whole groups of an image in registers and needs no sums: in sampling,
+            for images of few pixels or after split-K convolutions.
+    few     for up to 4 images: a program issues all loads at once, including statistics.
+    early   like few, and loads its weights before it waits for its predecessor: in sampling of up
+            to 4 images. With more images, or in training, `conv` loops over tiles.
+    split   a convolution stores split-K parts, which the following norm adds: in sampling, where
             whole tiles would leave multiprocessors idle.
 
-`OPS` are those that do what several launches can do as well: `diffusion.plan` asks these ops of the
-registry whether one launch is to (`Op.why_apart`).
+`OPS` are the ops that one launch or several can compute: `diffusion.plan` asks them which it should
+be (`Op.why_apart`).
 """
 
 from torch import Tensor

@@ -1,12 +1,12 @@
-"""The kernels of the planned network where products of float32 are in TF32.
+"""The kernels of a planned network that multiplies float32 in TF32.
 
-A tensor core ignores the 13 bits of a float32 number that TF32 lacks: every product comes out too
-small, and errors of one sign add up. So whatever products read is rounded to nearest where it is
-written, once. Which results these are is said here and nowhere else. The residual stream has other
-readers, for which it stays float32: 1x1 skips and weight gradients round it in registers, which in
-attention would take more of them than there are on sm_80, so that q, k, v and the gradient of o
-have a pass of their own. Parameters are rounded by the update (`FlatParameters.low`). The three
-products of the embedding alone, a thousandth of all, read what they are given.
+A tensor core truncates the 13 bits of a float32 number that TF32 lacks: every product becomes too
+small, and errors of one sign add up. Operands of products are therefore rounded to nearest once,
+where they are written. This module alone decides which results are rounded. The residual stream has
+other readers and stays float32: 1x1 skips and weight gradients round it in registers. In attention
+that would take more registers than sm_80 has, so q, k, v and the gradient of o are rounded in a
+separate pass. The optimizer rounds parameters (`FlatParameters.low`). The three products of the
+embedding, a thousandth of all, read unrounded operands.
 """
 
 from collections.abc import Callable

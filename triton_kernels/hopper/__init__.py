@@ -1,4 +1,3 @@
-"""What kernels in Gluon share, whatever they compute: how launchers describe tensors to TMA
-(`descriptors`), rings of shared memory and their barriers (`pipeline`), conversions (`pairs`), and
-what versions of Triton call by different names (`compat`).
-"""
+"""Code that all Gluon kernels share: tensor descriptors for TMA (`descriptors`), rings of shared
+memory and their barriers (`pipeline`), warp roles (`roles`), conversions (`pairs`), and names that
+differ between versions of Triton (`compat`)."""

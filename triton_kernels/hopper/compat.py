@@ -1,9 +1,9 @@
-"""Where the versions of Triton differ in what the Gluon kernels use: 3.6 to 3.9 were tried.
+"""Differences between the Triton versions 3.6 to 3.9 in what the Gluon kernels use.
 
-The kernels are written for the newest of them; what an older one has under another name is found
-here. Importing this module fails if Triton has something under no name that is known, and then
-there are no Gluon kernels (`descriptors.SUPPORTED`). Whether a compiler gets them right is not a
-question of its version: `canary` runs some of them.
+Kernels use the newest version's names, and this module provides them in older versions. If Triton
+has a function under no known name, importing this module fails, and Gluon kernels are disabled
+(`descriptors.SUPPORTED`). Whether a compiler compiles them correctly does not follow from its
+version: `canary` runs some of them.
 """
 
 from math import prod

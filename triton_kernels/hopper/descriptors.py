@@ -1,4 +1,4 @@
-"""What the Gluon kernels take, and tensors as the TMA unit is told of them."""
+"""Inputs that the Gluon kernels support, and tensor descriptors for TMA."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Between float32 and 16 bits, two numbers an instruction."""
+"""Conversions between float32 and 16-bit types, two numbers per instruction."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,13 +1,13 @@
-"""How the parts of a Gluon kernel hand memory to each other: rings, and barriers of their slots.
+"""Rings of shared memory that pass data between the warps of a Gluon kernel, and their barriers.
 
-A ring is some slots of shared memory, filled in order by one part of a program and read in order by
-others. What is written `count`-th, counted from 0, lies in slot count % SLOTS. Every slot has two
-barriers: `full`, which its bytes complete, and `empty`, at which each of its readers arrives. A
-barrier tells only an even phase from an odd one, so nobody may be two rounds ahead of another.
+A ring has several slots, which one part of a program fills in order and others read in order. Item
+`count`, counted from 0, is in slot count % SLOTS. Every slot has two barriers: its bytes complete
+`full`, and each of its readers arrives at `empty`. A barrier distinguishes only even from odd
+phases, so no part may be two rounds ahead of another.
 
-No barrier may be made that the program does not use to its end, or that it does not invalidate: the
-compiler gives the memory of such a one to what is allocated behind it, and the chip, to which it is
-a barrier still, writes its state over the data there when the GPU turns to another process.
+A kernel must not create a barrier that it does not use to its end or invalidate. The compiler
+reuses the memory of an unused barrier for later allocations, but to the chip it remains a barrier:
+when the GPU switches to another process, the chip writes the barrier's state over the data there.
 """
 
 from triton.experimental import gluon

@@ -1,4 +1,4 @@
-"""Which warps of a Gluon kernel do what."""
+"""Assignment of roles to the warps of a Gluon kernel."""
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin

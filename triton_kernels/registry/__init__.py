@@ -1,8 +1,9 @@
-"""Which kernel runs, and in which configuration: the one place that decides.
+"""The registry of kernels, which alone decides which kernel runs and in which configuration.
 
-spec      what is to be computed: frozen dataclasses, no tensors
-kernel    `Kernel`, a row of the registry, and `Op`, the kernels that compute the same thing
-rows      what has been measured, by architecture and number of multiprocessors
-choose    `select(op, spec, gpu)`, the only chooser, which can also explain itself
-search    how rows come about: every configuration timed, the wrong ones left out
+spec      what to compute: frozen dataclasses without tensors
+kernel    `Kernel`, a row of the registry, and `Op`, the kernels that compute the same operation
+rows      measured rows, by architecture and number of multiprocessors
+choose    `select(op, spec, gpu)`, which selects a kernel and can explain the choice
+cost      predicted times
+search    measures rows: times every configuration, and excludes those with wrong results
 """

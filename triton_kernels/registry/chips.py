@@ -1,8 +1,8 @@
-"""GPUs by name, for those who ask what would run on one that is not here.
+"""Properties of GPUs by product name, for printing what would run on a GPU that is not here.
 
-Nothing is chosen by a name: a kernel is told capabilities and sizes (`runtime.device.Device`), and
-these are those of some products. Rates are for floors of time: of the H100 and the H200 they were
-measured (copies through memory, products of 8192 x 8192 matrices), of the others they are the
+Kernels are never chosen by name; they depend on capabilities and sizes (`runtime.device.Device`),
+which this table has for some products. The rates give lower bounds on time. Those of the H100 and
+the H200 were measured (copies through memory, products of 8192 x 8192 matrices); the others are the
 vendor's.
 """
 

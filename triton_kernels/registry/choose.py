@@ -1,8 +1,8 @@
-"""`select`: which of the kernels that can do it runs, and `explain`: why not the others.
+"""`select` chooses a kernel and its configuration; `explain` lists why other kernels do not run.
 
-In this order: what has been measured for the shape (at the nearest batch), what has been measured
-for the shape most like it, or for a batch far from this one, unless fitted models say that it is
-slow, what the cost models predict.
+The choice is the first of these that exists: the measured row of the shape at the nearest batch;
+the measured row of the most similar shape, or of a batch far from this one, unless fitted costs
+predict that it is slow; the configuration with the least predicted time.
 """
 
 import math

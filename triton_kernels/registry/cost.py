@@ -1,16 +1,16 @@
-"""What a kernel is predicted to cost: the work of its programs, and parameters fitted to times.
+"""The predicted time of a kernel: the work of its programs times parameters fitted to times.
 
-A kernel says what its programs do (`Work`); what follows from that and from the chip is here:
+A kernel describes the work of its programs (`Work`). This file converts it to microseconds:
 
     us = launch
        + waves of tiles over the multiprocessors x (products + bytes fetched + numbers written)
-       + waves of resident tiles x (steps + a tile's beginning and end)
-       + memory read and written + parts of split sums, written and read again
+       + waves of resident tiles x (steps + a tile's start and end)
+       + memory read and written + split-K parts, written and read again
 
-Every term has a parameter, and none is negative (`benchmarks.fit_costs`). They are in
-`measured/costs_sm_*.json`, of 16-bit numbers, for a kernel and the fields of its configuration that
-change its code most, and belong to an architecture: a chip with more or fewer multiprocessors has
-the same, in other waves.
+Every term is multiplied by a parameter that is not negative (`benchmarks.fit_costs`). Parameters
+are fitted to 16-bit types, for a kernel and the fields of its configuration that change its code
+most, and are stored in `measured/costs_sm_*.json`. They belong to an architecture: chips with
+another number of multiprocessors use the same parameters with another number of waves.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A row of the registry, and the operations that its rows compute."""
+"""`Kernel`, a row of the registry, and `Op`, an operation that several kernels can compute."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What has been measured: which kernel, in which configuration, was fastest for a shape.
+"""Measured rows: which kernel, in which configuration, was the fastest for a shape.
 
 A row is a line of JSON:
 
@@ -6,8 +6,8 @@ A row is a line of JSON:
      "kernel": "tile_mma", "config": {"block_m": 256, "filters_with_pixels": false}}
 
 Rows belong to an architecture and a number of multiprocessors (`sm_90-132.jsonl`), which an H100
-and an H200 share. Those that come with the package are in `measured/`; a user's own, of `search`,
-are in a cache for one GPU, torch and triton version, and come first.
+and an H200 share. The package's rows are in `measured/`. A user's rows, written by `search`, are in
+a cache for one GPU and one version of torch and triton; they take precedence.
 """
 
 import fcntl

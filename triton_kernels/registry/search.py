@@ -1,12 +1,12 @@
-"""How measured rows come about: every configuration of every kernel, compared and timed.
+"""Measuring rows: every configuration of every kernel is checked and timed.
 
     with search() as found:
-        step(0)                       # whatever is to be measured
+        step(0)                       # the code to measure
     rows.save(found.rows, path)
 
-A configuration only becomes a row if its result agreed with that of the one that would be taken
-without measurements, on fresh memory, in each of several runs: some tiles are miscompiled, and they
-look fast. Nothing is measured while a network runs, outside of `search()`.
+A configuration becomes a row only if its results, on fresh memory and in several runs, agree with
+those of the configuration that would be chosen without measurements. Some tiles are miscompiled,
+and look fast. Outside of `search()` nothing is measured.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""What is to be computed, and nothing of how: shapes, types and terms, without tensors.
+"""Specs: what to compute, without how. They have shapes, types and terms, but no tensors.
 
-`n` is the batch in every spec. Channels are named by what a product does with them: `k` are
-multiplied and summed up, `c` are those of the result; so the input gradient of a convolution from
-CI to CO channels has k = CO and c = CI.
+`n` is the batch in every spec. Channels are named by their role in the product: `k` channels are
+multiplied and summed, `c` are the channels of the result. The input gradient of a convolution from
+CI to CO channels therefore has k = CO and c = CI.
 """
 
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""What every kernel is launched through: the GPU at hand, dependent launches and torch.library."""
+"""Launching kernels: the GPU's properties, dependent launches and torch.library."""

@@ -1,10 +1,10 @@
-"""Names of compiled kernels in Triton's cache on disk that are the same in every process.
+"""Names of compiled kernels in Triton's cache on disk that do not depend on the process.
 
-The name of a kernel is a hash of, among other things, the constants that it and what it calls read
-from their modules. Those of a function that it calls count only if that one was hashed before
-(Triton 3.6 and 3.7: `DependenciesFinder._update_hash` asks for the constants first and for the hash
-second), so it depends on which kernel a process launches first. Training after a check, or a
-benchmark after its warm-up, then compiles again what is there already under another name.
+The name is a hash that includes the constants that a kernel, and the functions that it calls, read
+from their modules. The constants of a called function count only if the function was hashed before
+(Triton 3.6 and 3.7: `DependenciesFinder._update_hash` reads the constants first and computes the
+hash second). The name therefore depends on which kernel a process launches first, and a process
+would compile again what the cache has under another name.
 """
 
 import os

@@ -1,15 +1,15 @@
-"""Launches of a rehearsal, compiled by copies of this process, which need no GPU.
+"""Compiles recorded launches in copies of this process, which need no GPU.
 
     with rehearsal(gpu) as launches:
         step(0)
     for number in compile_launches(launches, gpu.arch, processes=16):
         ...  # launches[number] is compiled
 
-A copy (`fork`) has what this process has imported and rehearsed, and takes no memory for it. It
-asks for the next launch when it has compiled one, so that none of them waits for another's slow
-kernels. What passes a kernel its arguments is built as well, where each kernel has its own. Triton
-wants a driver to learn the chip from; here that is told, and neither this process nor its copies
-get a context on the GPU, which takes memory there and seconds.
+A copy (`fork`) shares this process's imports and recorded launches without using memory for them.
+It requests the next launch when it has compiled one, so no copy waits for another's slow kernels.
+The code that passes arguments to a kernel is compiled too, where each kernel has its own. Triton
+would ask a driver for the chip; here the chip is given, and neither this process nor its copies
+create a context on the GPU, which takes memory and seconds.
 """
 
 import os

@@ -1,34 +1,34 @@
-"""Programmatic dependent launch: a kernel is set up while the one before it drains.
+"""Programmatic dependent launch: the next kernel is set up while its predecessor drains.
 
-A step at a small batch is hundreds of kernels of a few microseconds, and half a microsecond passes
-from the end of one to the first instruction of the next. From Hopper on a kernel may be put on the
-multiprocessors as soon as every program of its predecessor has begun, to wait there for what the
-predecessor writes. Stream capture keeps this as a programmatic edge of the graph.
+A step at a small batch consists of hundreds of kernels of a few microseconds, with half a
+microsecond between the end of one and the first instruction of the next. From Hopper on, a kernel
+may occupy multiprocessors as soon as every program of its predecessor has started, and wait there
+for the predecessor's results. Stream capture keeps this as a programmatic edge of the graph.
 
-It is for a chain of kernels, as in sampling and in the forward pass of a training step. In backward
-weight gradients on a side branch fill the gaps as well, and a kernel that waits takes their place:
-with all kernels it lost 3 %, with small ones and Gluon convolutions it gains (see
-docs/tried.md). It is off but within `dependent_launches()`. The later launches of one public
-op are another matter (`following`): in a stream of its own nothing else can begin between them.
-The predecessor may be a kernel that does not call `await_inputs`, if it was
-launched in the ordinary way: it ends after all before it, too.
+Chains of kernels gain: sampling, and the forward pass of a training step. In backward, weight
+gradients on the second stream fill the gaps too, and a waiting kernel takes their place. There, all
+kernels as dependent launches lost 3 %, while small kernels and Gluon convolutions gain (see
+docs/tried.md). Dependent launches are off outside of `dependent_launches()`. The later launches
+of one public op are an exception (`following`): on a separate stream nothing else can start
+between them. The predecessor may be an ordinary launch that does not call `await_inputs`, since it
+ends after everything before it.
 
-And it is for small kernels, or for those that have a multiprocessor each to themselves. While a
-large kernel drains, programs of the next crowd on the few multiprocessors that are free first: the
-norm's tables of large images, 64 small programs each, added 27 us to an evaluation of 16 images.
+Small kernels gain, and kernels with one program per multiprocessor. While a large kernel drains,
+the programs of the next crowd on the few multiprocessors that are free first: the norm's tables of
+large images, 64 small programs each, added 27 us to an evaluation of 16 images.
 
-The rule that makes it safe: whatever is launched with `overlapping()` calls `await_inputs()` before
-it touches memory. Every kernel then ends after its predecessor has, so that by induction all
-earlier kernels of the stream are done, and not just the last, when `await_inputs` returns. It waits
-before it lets the next kernel begin: so when a kernel begins, all but its predecessor are done. It
-may read before the wait what these have written, and parameters, which none of them writes: the
-Gluon convolutions their filters, and a norm's pass its pixels, if the launch in front makes the
-table. It reads past the cache of its multiprocessor then, which may know an older tensor there.
+One rule makes this safe: every kernel launched with `overlapping()` calls `await_inputs()` before
+it reads or writes memory. Every kernel then ends after its predecessor, so by induction all earlier
+kernels of the stream are done when `await_inputs` returns. It waits before it lets the next kernel
+start, so when a kernel starts, all kernels except its predecessor are done. Before the wait a
+kernel may therefore read what these wrote, and parameters, which none of them writes: Gluon
+convolutions read their weights, and a norm's pass its pixels if the predecessor computes the table.
+Such reads bypass the L1 cache, which may still have an older tensor there.
 
-A kernel that has less to do than its successor has to fetch calls `begin_next()` first of all, and
-the successor begins while its own inputs are two or more kernels away. What stands behind such a
-kernel reads nothing before its wait but parameters, and what was done before the first kernel that
-waited, as the embedding of a sampler's step.
+A kernel that has less to do than its successor has to load calls `begin_next()` first, and the
+successor starts while its inputs are two or more kernels away. Kernels after such a kernel read
+before their wait only parameters, and what was complete before the first kernel that waited, such
+as the embedding of a sampler's step.
 """
 
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""What a launcher has to know of the GPU to choose a path and a tile, and which kernels are
-switched off: families of them, or those of a name in the registry."""
+"""Properties of the GPU on which the choice of kernels depends, and the kernels that are switched
+off, by family or by name in the registry."""
 
 import os
 from collections.abc import Iterable, Iterator

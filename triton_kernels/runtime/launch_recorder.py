@@ -1,18 +1,18 @@
-"""What host code would launch, so that it can be compiled before it is needed.
+"""Records the launches of host code, so that kernels can be compiled before they are needed.
 
     with rehearsal(describe(torch.device("cuda"))) as launches:
-        step(0)  # over tensors in the host's memory
+        step(0)  # over tensors in host memory
     for launch in launches[part::parts]:
         launch.compile()
 
-A kernel is compiled when it is first launched, one after the other: minutes, for a network whose
-launches are a hundred kernels. In a rehearsal launchers take tensors in the host's memory for the
-GPU's, and what they would launch is noted. Such tensors take no memory until somebody writes to
-them, which no kernel does here; so a batch of any size can be rehearsed, by several processes at
-once, each of which then compiles a share. Compiled kernels lie in Triton's cache on disk, where the
-process finds them that launches them in earnest.
+Triton compiles a kernel at its first launch, one after the other, which takes minutes for a network
+with a hundred kernels. In a dry run (`rehearsal`) launchers accept tensors in host memory as if
+they were on the GPU, and their launches are recorded. Such tensors take no memory until they are
+written, and no kernel writes them. A dry run of any batch size is therefore possible, in several
+processes at once, each of which compiles a share. Triton's cache on disk has the compiled kernels,
+where the process that launches them finds them.
 
-Numbers that PyTorch's own ops make of what nobody wrote mean nothing.
+Results of PyTorch's own ops on such unwritten tensors are meaningless.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a launcher may assume of its tensors, checked once at the door of every public op."""
+"""Checks of the tensors that public ops are called with."""
 
 import torch
 import triton

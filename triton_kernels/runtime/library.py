@@ -1,17 +1,17 @@
-"""How launchers become an op of PyTorch, torch.ops.triton_kernels.NAME: one node in the graph of
-torch.compile. An op has
+"""Makes launchers ops of PyTorch, torch.ops.triton_kernels.NAME: one node in a torch.compile graph.
+An op has
 
-    a schema           read off the annotations of its implementation
-    an implementation  launches kernels; its results share no memory with its arguments, and what
-                       it changes in place has to be named
-    a fake             shapes, dtypes and strides of the results, which is all that tracing needs
+    a schema           taken from the annotations of its implementation
+    an implementation  launches kernels; its results share no memory with its arguments, and
+                       arguments that it changes in place are named
+    a fake             shapes, dtypes and strides of the results, for tracing
     a derivative       an autograd.Function around the op; without one, results have no gradient
 
-Kernels are launched on the GPU where the tensors are, whichever is the current one (1.3 us more).
+Kernels are launched on the GPU of the tensors, even if it is not the current one (1.3 us more).
 
-It is what torch.library.custom_op and register_autograd make, but for one thing: where nobody looks
-on, a call does not pass PyTorch's dispatcher. Of host time a custom_op takes 26 us, and 56 us with
-its backward, beyond what a bare autograd.Function does; this takes 3 us and 9 us (one CPU, an op
+This replaces torch.library.custom_op and register_autograd, with one difference: without tracing or
+dispatch modes, a call does not pass PyTorch's dispatcher. A custom_op takes 26 us of host time, and
+56 us with its backward, beyond a plain autograd.Function; this takes 3 us and 9 us (one CPU, an op
 without kernels).
 """
 

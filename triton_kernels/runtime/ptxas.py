@@ -1,9 +1,9 @@
-"""Which of the two assemblers in Triton's wheel makes machine code for Hopper GPUs.
+"""Selects one of the two assemblers in Triton's wheel for Hopper GPUs.
 
-Triton 3.9 takes the newer one, of CUDA 13.4, which it calls `ptxas-blackwell`, for them as well. By
-it 26 of the 127 Gluon compile cases spill more registers than with Triton 3.7.1, and in 16 products
-wait for each other. By the older one, of CUDA 12.9 and in the same wheel, products do not wait, and
-6 of the 43 cases that were looked at spill more. What that is worth on a GPU has not been measured.
+Triton 3.9 uses the newer one, of CUDA 13.4, which it calls `ptxas-blackwell`, for Hopper too. With
+it, 26 of the 127 Gluon compile cases spill more registers than with Triton 3.7.1, and in 16 the
+products are serialised. With the older one, of CUDA 12.9 and in the same wheel, products are not
+serialised, and 6 of 43 examined cases spill more. The effect on a GPU has not been measured.
 """
 
 import os
