@@ -1,1 +1,2 @@
-"""The networks with their kernels planned: the UNet to train and to draw, the 1-D UNet to act."""
+"""Plans: which kernels compute a network, in which order and in which memory, all decided before
+anything runs."""

@@ -1,4 +1,4 @@
-"""Print what runs, without a GPU:
+"""Print the launches of a network, without a GPU:
 
     python -m diffusion.plan model=unet64 batch=16 mode=sample gpu=h100
     python -m diffusion.plan model=unet64 batch=128 mode=train gpu=h200 out=plan.png
@@ -7,10 +7,10 @@ model      a file of configs/model
 batch      images, or chunks of actions
 mode       train: with gradients; sample: without
 gpu        one of `printed.GPUS`
-size       pixels of a side; of a policy, steps of a chunk
-precision  bf16, fp32, or tf32 of mode=train
-context    77x768: of a network that is given sequences, tokens and numbers of each; nothing: none
-out        where to draw the timeline; nothing: nowhere
+size       pixels per side; for a policy, steps of a chunk
+precision  bf16, fp32, or with mode=train tf32
+context    77x768: tokens and numbers per token of a sequence condition; empty: none
+out        file for a picture of the timeline; empty: none
 """
 
 import re

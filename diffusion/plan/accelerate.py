@@ -1,4 +1,4 @@
-"""A module whose forward and backward are run by plan."""
+"""A module that runs the forward and backward of another module by a plan."""
 
 from collections.abc import Callable, Collection
 from functools import lru_cache

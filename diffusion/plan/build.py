@@ -1,4 +1,4 @@
-"""From a module and an example of its arguments to its plan: the passes, one after the other."""
+"""Makes a plan from a module and example arguments, by applying the passes in order."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
-"""Rewrites after tracing, so that one thing has one form.
+"""Rewrites after tracing that give each computation one form.
 
-- What is computed twice is computed once; what nobody reads is not computed; and what depends on
-  nothing is computed now.
-- A norm and the activation behind it are one node, with scale and shift of the embedding (FiLM).
-- Casts around a norm, whose statistics are in float32 anyway, vanish.
-- Biases are added in float32, as they are, before a result is rounded.
-- Zeros around an image are the convolution's.
+- Common subexpressions are merged, unused nodes are removed, and nodes without inputs are computed
+  now.
+- A norm and the following activation become one node, with the embedding's scale and shift (FiLM).
+- Casts around a norm are removed, since its statistics are in float32 anyway.
+- Biases are added in float32 before a result is rounded.
+- Zeros around an image become the convolution's padding.
 """
 
 from .execute import launch_reference

@@ -1,5 +1,5 @@
-"""Functions of PyTorch in terms of those that a plan has, called in their place while a module is
-recorded. None changes what is computed; one that does not cover a call gives NotImplemented."""
+"""Functions of PyTorch expressed by ops that a plan has; they replace these while a module is
+recorded. They compute the same; one that does not support a call returns NotImplemented."""
 
 import inspect
 from collections.abc import Callable, Sequence

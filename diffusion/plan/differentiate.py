@@ -1,7 +1,8 @@
-"""The backward pass, as nodes behind the forward ones.
+"""The backward pass, as nodes after the forward ones.
 
-`GRADIENTS` has a line an op: what it sends to its inputs, given the gradient of its result. Values
-that several nodes read get the sum; slices of a value that cover it are put side by side instead.
+`GRADIENTS` has one entry per op: the gradients of its inputs, given the gradient of its result. A
+value with several readers gets the sum of their gradients; gradients of slices that together cover
+a value are concatenated instead.
 """
 
 import math

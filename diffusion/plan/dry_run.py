@@ -1,8 +1,8 @@
-"""What launches would make of tensors that are not there.
+"""Runs launchers on tensors without memory, to learn what they would launch.
 
-A pass that chooses a kernel by the number of tiles of another has to know how many there are, and
-only the launcher knows. `DryRun` goes through nodes as `execute.run` does, over tensors of the
-device "meta", which have shapes and no memory; kernels are not launched.
+A pass that chooses a kernel by another kernel's number of tiles has to know that number, and only
+the launcher does. `DryRun` visits nodes like `execute.run`, with tensors on the device "meta",
+which have shapes but no memory, and launches no kernel.
 """
 
 import threading

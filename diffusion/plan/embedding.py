@@ -1,7 +1,7 @@
-"""The embedding of the planned network: the layers that make it, and what each block takes of it.
+"""The embedding of a planned network: its layers, and each block's projection of it.
 
-Its kernels are small. They run on a stream of their own beside the stem's convolution, and their
-backward pass as soon as the last block has written its part of the gradient.
+Its kernels are small. They run on a separate stream beside the stem's convolution, and backward as
+soon as the last block has written its part of the gradient.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""Running a list: `run` of nodes, `run_moves` of what also has streams. Both let go of each value
-behind its last reader."""
+"""Runs a list: `run` of nodes, `run_moves` of moves with streams. Both release each value after its
+last reader."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,13 +1,13 @@
-"""The graph of a network: values, and the nodes that make them.
+"""The graph of a network: values, and the nodes that compute them.
 
-A value is a tensor that is not there yet: a shape and a dtype. Its memory is contiguous in the
-order of its shape, and images are [N, H, W, C] everywhere inside. A node makes one or more values
-from others, each of which has a name in it, as an argument of a function has. `OPS` says what each
-node computes; `execute` says by which kernel.
+A value stands for a tensor: a shape and a dtype. Its memory is contiguous in the order of its
+shape, and images are always [N, H, W, C]. A node computes one or more values from others, which
+have names in the node, like the arguments of a function. `OPS` defines what each node computes;
+`execute` selects the kernels.
 
     trace -> differentiate -> fuse -> schedule -> execute
 
-Each of these takes a graph and gives a graph, or a list of its nodes.
+Each of these takes a graph and returns a graph, or a list of its nodes.
 """
 
 import math

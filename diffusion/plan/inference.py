@@ -1,8 +1,8 @@
 """The UNet for sampling: its forward pass, planned for launches one after the other (`join`).
 
-What depends on timesteps and labels alone is computed once for a chain: the embedding and every
-block's projection of it, as a table [K, U, E] that a step reads one row of; and so are keys and
-values of a context. What depends on parameters alone is computed once.
+Values that depend only on timesteps and labels are computed once per chain: the embedding and every
+block's projection of it, as a table [K, U, E] of which a step reads one row, and keys and values of
+a context. Values that depend only on parameters are computed once.
 """
 
 import logging

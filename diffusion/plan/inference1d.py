@@ -1,11 +1,11 @@
 """`UNet1d` in real time: its plan over `triton_kernels.conv1d`, see `join.stages`.
 
-A layer is one launch or two: 29 or 57 launches a forward at the published size. A block's FiLM is a
-linear map of Mish(step embedding beside the condition), so it is a sum of two: one of the step,
-made once for all steps of a chain, and one of the condition, made once a chain.
+A layer is one launch or two: 29 or 57 launches per forward pass at the published size. A block's
+FiLM is a linear map of Mish(step embedding, condition), and therefore a sum of two terms: one of
+the step, computed once for all steps of a chain, and one of the condition, computed once per chain.
 
-The weights are copied into the order in which the kernels read them, in the backend's dtype:
-parameters that change later are not noticed.
+Weights are copied into the order in which the kernels read them, in the backend's dtype; later
+changes of the parameters have no effect.
 """
 
 import logging

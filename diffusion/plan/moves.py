@@ -1,4 +1,4 @@
-"""What a runner does, one after the other: launches, each on its stream."""
+"""Moves: what a runner executes in order, such as launches, each on its stream."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""A group norm as its three steps, so that each can be joined to what is around it.
+"""Splits a group norm into three nodes, each of which can be fused with its neighbours.
 
-    partials = moments(x)                     sums over pixels: what made x may take them
+    partials = moments(x)                     sums over pixels, for the producer of x to compute
     table = norm_table(partials, ...)         mean, rstd, g, b for each image and channel
-    y = norm_apply(x, table)                  one pass over memory: what reads y may make it
+    y = norm_apply(x, table)                  one pass over memory, for the consumer of y to compute
 
-Statistics are float32 (float64 of float64), whatever x is.
+Statistics are float32 (float64 for float64), for every dtype of x.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""What each op calls on a GPU: `triton_kernels.fused_ops`, and for strides and rows the public ops.
+"""Calls of the ops on a GPU: `triton_kernels.fused_ops`, and the public ops for strides and rows.
 
-What is not here is called as on a CPU (`execute`): kernels of `fused_ops` that have the reference's
-signatures, and PyTorch for what moves or adds a few numbers.
+Ops that are missing here are called as on a CPU (`execute`): kernels of `fused_ops` with the
+reference's signatures, and PyTorch for moving or adding a few numbers.
 """
 
 from collections.abc import Callable, Mapping

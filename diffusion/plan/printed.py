@@ -1,7 +1,7 @@
-"""A plan as a page: what runs, by which kernels, what it moves and cannot take less time than.
+"""Prints a plan: each node with its kernels, the bytes it moves, and a lower bound of its time.
 
-No GPU is needed: each node is launched over tensors in the host's memory that stand for a GPU's,
-and what would be launched is noted (`triton_kernels.runtime.launch_recorder` has the idea).
+No GPU is needed: each node is launched over host tensors that stand for a GPU's, and its launches
+are recorded, as in `triton_kernels.runtime.launch_recorder`.
 """
 
 import math

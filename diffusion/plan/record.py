@@ -1,8 +1,8 @@
-"""What a module calls: it is run once over tensors that have shapes and dtypes and no numbers, and
-every call of PyTorch that reaches a kernel is noted, with the line that it came from.
+"""Records what a module calls: it runs once over tensors with shapes and dtypes but no numbers, and
+every PyTorch call that reaches a kernel is recorded with its source line.
 
-Functionalization turns what changes a tensor in place into what makes a new one. Layers that a
-plan has as one op, and PyTorch as several, are noted whole (`_WHOLE`).
+Functionalization turns in-place changes of a tensor into new tensors. Layers that are one op in a
+plan but several in PyTorch are recorded as one (`_WHOLE`).
 """
 
 import os

@@ -1,16 +1,14 @@
-"""In which order nodes run.
-
-The rules, all of them here, but for those of streams and lifetimes (`streams`):
+"""The order of nodes. `streams` has the rules for streams and lifetimes; all others are here:
 
 - Forward nodes run in the order in which the module called them.
-- Backward nodes run in the order in which `differentiate` made them, which is that of the chain
-  through the network, but for what only gradients of parameters follow from: gradients of weights,
-  and small sums and casts. Nobody waits for those. They are pieces of work beside the chain, behind
-  what they read, with `GROUP` gradients of weights each.
-- What depends on parameters and constants alone (casts to 16 bits, filters side by side) is named
-  `fixed`: it would have to be made once for each update of them. `accelerate` makes it in every
-  call, for nobody is told when a parameter changes (through `.data`, say).
-- A value dies with its last reader; what backward reads lives until then.
+- Backward nodes run in the order in which `differentiate` made them, which follows the critical
+  path through the network. Nodes that only gradients of parameters depend on (weight gradients, and
+  small sums and casts) are not on this path. They form side tasks, which run after their inputs and
+  have `GROUP` weight gradients each.
+- Nodes that depend only on parameters and constants (casts to 16 bits, concatenated weights) are
+  named `fixed`: they would have to run once per update of the parameters. `accelerate` runs them in
+  every call, since nothing reports when a parameter changes (for example through `.data`).
+- A value is released after its last reader; values that backward reads are kept until then.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,21 +1,21 @@
-"""Which stream makes each move, what it waits for, and how long tensors live.
+"""Streams, synchronisation and lifetimes of tensors.
 
-`schedule` and `step.order` say what there is to do, piece by piece; here it becomes a list in which
-everything is decided. The rules are
+`schedule` and `step.order` list the tasks in order; this module turns them into a list in which
+everything is decided. The main stream runs the critical path. The rules are:
 
-- Pieces that nobody on the chain waits for go to a second stream, in their order. One sees what the
-  chain has done before it was given, and is launched when `BEHIND` more have been given, or at the
-  end: a graph lets the first of two successors follow its predecessor at once and the other a
-  microsecond or more later, and the first has to be the chain's.
-- What a piece reads is kept until the chain has waited for it, for the allocator knows of the chain
-  alone. The chain waits for the oldest once what is kept exceeds `BUDGET` bytes, but never for the
-  last.
-- While images are large on their way down (`hold`), pieces that read a tensor of `LARGE` bytes are
-  held back, within `HELD_BUDGET`, until `release`: then they run on a third stream, beside the
-  chain's smaller kernels and the pieces given since. Sums are added up there, too. What these read
-  is kept to the end.
-- The two streams wait for each other where they `meet`; the chain waits for both at the end.
-- A value dies behind its last reader; dx that is written over a summand has its memory.
+- Tasks that the critical path does not wait for go to a second stream, in their order. Such a task
+  starts after everything that the main stream had done when the task was issued. It is launched
+  when `BEHIND` more tasks have been issued, or at the end: a CUDA graph starts the first of two
+  successors at once and the other one a microsecond or more later, and the first should be the main
+  stream's.
+- The inputs of such a task are kept until the main stream has waited for it, since the allocator
+  only knows the main stream. Once they exceed `BUDGET` bytes, the main stream waits for the oldest
+  task, but never for the last one.
+- In backward, while images are large (`hold`), tasks that read a tensor of `LARGE` bytes are held,
+  within `HELD_BUDGET`, until `release`. They then run on a third stream, beside the main stream's
+  smaller kernels and later tasks. Sums are added up there, too. Their inputs are kept to the end.
+- The two streams wait for each other at `meet`; the main stream waits for both at the end.
+- A value is released after its last reader; dx that overwrites a summand uses its memory.
 """
 
 from collections import deque

@@ -1,6 +1,6 @@
-"""From a module to its graph: `record` says what it calls, `lower` what that is in a plan.
+"""From a module to its graph: `record` lists its calls, and `lower` translates them to nodes.
 
-Nothing here knows a network: what can be planned is what `lower` has a line for.
+Nothing here depends on a particular network: `lower` defines which calls can be planned.
 """
 
 from collections.abc import Callable, Iterator

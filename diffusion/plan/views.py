@@ -1,9 +1,9 @@
-"""Views: what a module calls a tensor, as strides in the memory of a value.
+"""Views: a module's tensor as strides in the memory of a value.
 
-A module permutes, reshapes, slices, expands and selects without moving anything, and so does a
-trace of it: a view says of each dimension which steps it takes in its value. Only what cannot
-read a view, such as a convolution of an image that is not NHWC, makes a copy (`Views.gather`); most
-permutes of a module cancel, and are never seen again.
+A module permutes, reshapes, slices, expands and selects without moving data, and so does its trace:
+a view has, for each dimension, its strides in the value. Only an op that cannot read a view, such
+as a convolution of an image that is not NHWC, makes a copy (`Views.gather`). Most permutes of a
+module cancel.
 """
 
 import math

@@ -1,1 +1,1 @@
-"""What each node calls of a module of kernels: see `table`."""
+"""How each node calls a module of kernels, see `table`."""

@@ -1,4 +1,4 @@
-"""Calls of the forward pass but for norms."""
+"""Calls of the forward pass, except norms."""
 
 import torch
 import torch.nn.functional as F

@@ -1,5 +1,5 @@
-"""`LAUNCHES` has a line an op: how it is called of a module of kernels, which is
-`triton_kernels.fused_ops` or `triton_kernels.reference.fused`: they have the same names."""
+"""`LAUNCHES` has one entry per op: its call of a module of kernels, which is either
+`triton_kernels.fused_ops` or `triton_kernels.reference.fused`, with the same names."""
 
 from collections.abc import Callable
 from types import ModuleType

@@ -1,1 +1,1 @@
-"""What is computed in one launch, as a table of rewrites: see `rows`."""
+"""Fusion of nodes into one launch, as a table of rewrites: see `rows`."""

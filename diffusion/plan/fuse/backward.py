@@ -1,4 +1,4 @@
-"""Rows of the backward pass: what is added to a gradient while it is written."""
+"""Rows of the backward pass: what is added to a gradient when it is written."""
 
 from ..graph import Node, Value
 from .rewrite import Fusing, Row

@@ -1,4 +1,4 @@
-"""Rows that change what the network is made of, before it is differentiated."""
+"""Rows that change the network's ops before it is differentiated."""
 
 from ..graph import Node, Value, numbered
 from .rewrite import Fusing, Row

@@ -1,4 +1,4 @@
-"""A row of the table, and the graph that it rewrites."""
+"""A row of the fuse table, and the graph that it rewrites."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

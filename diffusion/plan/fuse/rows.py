@@ -1,10 +1,10 @@
-"""What is computed in one launch, as a table of rewrites, decided before anything runs.
+"""The fuse table: rewrites that decide, before anything runs, what is computed in one launch.
 
-A row has a root op, a guard, a rewrite and the figure that earns it. `prepare` applies the rows
-that change what the network is made of, before it is differentiated, so that backward follows from
-them; `fuse` those that join a node to its neighbours. A rewrite looks at its root and either
-changes the graph and names the value that is made in another way now, or leaves everything and
-gives None.
+A row has a root op, a guard, a rewrite and the figure that justifies it. `prepare` applies the rows
+that change the network's ops before it is differentiated, so that backward follows from them.
+`fuse` applies the rows that fuse a node with its neighbours. A rewrite inspects its root; it either
+changes the graph and names the value that is now computed differently, or changes nothing and
+returns None.
 """
 
 from collections.abc import Collection

@@ -1,5 +1,5 @@
-"""Rows of a training step, whose gradients go straight into one flat buffer (`plan.step`): what its
-kernels do besides, on either pass."""
+"""Rows for a training step (`plan.step`), whose kernels write gradients directly into one flat
+buffer: further fusions in forward and backward."""
 
 from ..graph import Node, Value
 from .rewrite import Fusing, Row

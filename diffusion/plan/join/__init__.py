@@ -1,1 +1,1 @@
-"""Several neighbours in one launch, where nothing runs beside them: see `rules`."""
+"""Fusion of more neighbours into one launch, where nothing runs beside them: see `rules`."""

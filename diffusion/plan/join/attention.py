@@ -1,4 +1,4 @@
-"""Attention, with the projection to queries, keys and values and the norm in front of that."""
+"""Attention, with the projection to queries, keys and values and the norm before it."""
 
 from triton_kernels.attention.projected import projected_spec
 from triton_kernels.conv.fused_spec import forward_spec

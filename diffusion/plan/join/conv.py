@@ -1,4 +1,4 @@
-"""Convolutions: in parts, and with the norm in front of or behind them in one launch."""
+"""Convolutions: split-K, and fused with the norm before or after them."""
 
 from ..graph import Node
 from .attention import waits_for_projection

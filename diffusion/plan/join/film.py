@@ -1,8 +1,8 @@
-"""Scales and shifts (FiLM) of all blocks: one product for each input that they are made of.
+"""Scales and shifts (FiLM) of all blocks: one product for each of their inputs.
 
-They are linear layers of mish([a, b, ...]), side by side, and mish([a, b]) [Wa, Wb]^T is
-mish(a) Wa^T + mish(b) Wb^T: what is known at another time is multiplied then. A layer is then a
-part of the columns of the sum.
+They are linear layers of the concatenation mish([a, b, ...]), and mish([a, b]) [Wa, Wb]^T is
+mish(a) Wa^T + mish(b) Wb^T: the term of each input is computed when that input is known. A layer is
+then a range of the sum's columns.
 """
 
 from dataclasses import dataclass

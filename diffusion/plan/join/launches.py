@@ -1,4 +1,4 @@
-"""How the nodes that `join` makes are launched: one call of a module of kernels each."""
+"""Launches of the nodes that `join` makes: one call of a module of kernels each."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Norms: one launch each, or put off until it is known who reads them."""
+"""Norms: one launch each, or deferred until their readers are known."""
 
 from triton import next_power_of_2
 

@@ -1,4 +1,4 @@
-"""Upsampling and 2x2 means, which others make on their way."""
+"""Upsampling and 2x2 means, fused into other launches."""
 
 from triton_kernels.conv.upsampled import upsampled_spec
 

@@ -1,25 +1,26 @@
-"""Which neighbours are one launch where nothing runs beside them: evaluations, as of sampling.
+"""Which neighbours share a launch where nothing runs beside them: in evaluations, as in sampling.
 
-A step at batch 1 is a chain of kernels of two or three microseconds, each of which waits for the
-one before, so time goes with their number and with how many multiprocessors each keeps busy.
-`join` goes through the nodes of a forward pass in their order and makes of
+A step at batch 1 is a chain of kernels of two or three microseconds, each of which waits for its
+predecessor, so its time depends on the number of kernels and on how many multiprocessors each
+keeps busy. `join` visits the nodes of a forward pass in order and turns
 
-    a norm                          `norm_whole`, a program with whole groups of an image in its
-                                    registers, or `norm_of_sums`: one launch each
-    a convolution of few tiles      `conv_split`, its sum in parts on all multiprocessors, which
-                                    the norm that reads it adds; else `sum_parts`, `resample_parts`
-    conv, norm of few pixels        `conv_norm`; of more images `conv_meeting`, whose programs
+    a norm                          into `norm_whole`, in which a program holds whole groups of an
+                                    image in registers, or `norm_of_sums`: one launch each
+    a convolution of few tiles      into `conv_split`, split-K over all multiprocessors; the norm
+                                    that reads it adds the parts, else `sum_parts`, `resample_parts`
+    conv, norm of few pixels        into `conv_norm`; for more images `conv_meeting`, whose programs
                                     wait for one another
-    conv to q, k, v; attention      `projected_attention`; of many images with the norm in front
-    norm, conv to q, k, v           of more positions `norm_linear`
-    norm, conv of large images      `norm_conv`, `norm_conv_of_two`; and 2x2 means behind it
-    conv, 2x2 means                 `conv_means`
-    upsample, conv                  `conv_of_upsampled`, which multiplies on the small image
-    upsample, norm of a concat      `norm_upsampled`; and `conv_upsampled` behind it
-    2x2 means, norm of few pixels   `norm_whole`; else means with their sums, `avg_pool_partials`
+    conv to q, k, v; attention      into `projected_attention`; for many images with the norm before
+    norm, conv to q, k, v           for more positions into `norm_linear`
+    norm, conv of large images      into `norm_conv`, `norm_conv_of_two`; with following 2x2 means
+    conv, 2x2 means                 into `conv_means`
+    upsample, conv                  into `conv_of_upsampled`, which computes on the small image
+    upsample, norm of a concat      into `norm_upsampled`, followed by `conv_upsampled`
+    2x2 means, norm of few pixels   into `norm_whole`; else means with their sums,
+                                    `avg_pool_partials`
 
-What can be one launch, and whether several are faster, the ops of the registry say
-(`Op.why_apart`); for how many pixels and images a rule is tried is said here.
+The ops of the registry decide whether one launch can compute this, and whether several are faster
+(`Op.why_apart`). This module decides for how many pixels and images a rule is tried.
 """
 
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""How the nodes that `stages` makes are launched: one call each."""
+"""Launches of the nodes that `stages` makes: one call each."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Which nodes a stage does on its way, and what its kernels have no place for."""
+"""Which nodes a stage computes with its convolution, and which its kernels do not support."""
 
 import torch
 

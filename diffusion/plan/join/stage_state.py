@@ -1,4 +1,4 @@
-"""What `stages` has made so far, and the activations that it has put off."""
+"""State of `stages`: the launches so far, and the deferred activations."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,16 +1,16 @@
-"""Networks over short rows of positions, where reading weights is the work: a launch a layer.
+"""Networks over short rows of positions, bound by reading weights: one launch per layer.
 
-A stage is a convolution of an activation that no launch has made: it makes what it needs of
+A stage is a convolution together with the operations that produce its input,
 
-    film(mish(norm(sums of the layer in front))) + residual        beside a skip connection
+    film(mish(norm(sums of the previous layer))) + residual        beside a skip connection
 
-from the partial sums of other stages (`triton_kernels.conv1d`). `stages` goes through the nodes of
-a traced network in their order, puts off whatever is not a convolution, and hands it to the
-convolution that reads it; 1x1 filters of the same tensor go along as one more tile. Everything is
-traced in float32, what sums are kept in: a stage rounds what it multiplies, and nothing else.
+from the partial sums of other stages (`triton_kernels.conv1d`). `stages` visits the nodes of a
+traced network in order, defers every node that is not a convolution, and gives it to the
+convolution that reads it. A 1x1 convolution of the same tensor becomes one more tile. The trace is
+in float32, like the sums: a stage rounds only the operands of its products.
 
-What depends on parameters alone, on the tabulated input alone (diffusion steps) and on the other
-one alone (observations) is in nodes of its own: see `film`.
+Values that depend only on parameters, only on the tabulated input (diffusion steps), or only on the
+other input (observations) have separate nodes: see `film`.
 """
 
 from types import ModuleType

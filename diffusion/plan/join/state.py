@@ -1,4 +1,5 @@
-"""What `join` has made so far, and what it has put off until it is known who reads it."""
+"""State of `join`: the launches so far, and the nodes that are deferred until their readers are
+known."""
 
 from collections.abc import Callable
 from dataclasses import replace

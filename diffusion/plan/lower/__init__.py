@@ -1,1 +1,1 @@
-"""What PyTorch's ops are in the graph: see `table`."""
+"""Translation of PyTorch's ops to nodes of the graph: see `table`."""

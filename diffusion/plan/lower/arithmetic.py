@@ -1,4 +1,4 @@
-"""Sums and products of tensors, and the small functions that a plan leaves to PyTorch."""
+"""Sums and products of tensors, and small functions that a plan leaves to PyTorch."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Ops that change a view, or put tensors side by side."""
+"""Ops that change a view, or concatenate tensors."""
 
 from ..graph import numbered
 from ..views import View, in_order, whole

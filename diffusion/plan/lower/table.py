@@ -1,12 +1,12 @@
-"""The one table from PyTorch's ops to the graph's: what a trace may contain.
+"""The table from PyTorch's ops to nodes of the graph: what a trace may contain.
 
-Each lowering is given views (`views`) of the tensors that the op was called with, and gives views
-of its results. What only changes a view (permute, view, expand, split, ...) makes no node. An op
-that is not in the table has no place in a plan: `trace` raises PlanError with its line.
+A lowering gets views (`views`) of the op's tensors, and returns views of its results. An op that
+only changes a view (permute, view, expand, split, ...) makes no node. For an op that is not in the
+table, `trace` raises PlanError with its line.
 
-A lowering's parameters are the arguments of the op that it understands: those of its place come in
-the order of the op's schema, those of a name by that name. `understood` refuses every other one
-that is not at its default.
+The parameters of a lowering are the arguments of the op that it understands: positional ones in the
+order of the op's schema, keyword ones by name. `understood` refuses every other argument that is
+not at its default.
 """
 
 import inspect

@@ -1,5 +1,5 @@
-"""How the ops of a training step are launched: a line an op, of a module of kernels
-(`triton_kernels.fused_ops` or its reference), with the places of what is written there."""
+"""Launches of the ops of a training step: one entry per op, as a call of a module of kernels
+(`triton_kernels.fused_ops` or its reference), with the places where results are written."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

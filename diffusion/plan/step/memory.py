@@ -1,10 +1,10 @@
-"""What a step keeps from its forward pass, and what it makes again, or writes over.
+"""What a step keeps of its forward pass, and what it recomputes or overwrites.
 
-- What was upsampled is four times its source: beyond `MUCH` bytes, or where only the gradient of a
-  weight reads it, it is made again. Where weights of 1x1 taps alone read it, they read its source,
-  and the gradient summed over 2x2 pixels.
-- With `recompute` what norms write is made again, of their inputs and tables.
-- dx is written over dz, or over a summand that nobody else reads.
+- An upsampled tensor is four times its source. It is recomputed if it exceeds `MUCH` bytes, or if
+  only a weight gradient reads it. If only gradients of 1x1 weights read it, they read its source
+  instead, and the gradient summed over 2x2 pixels.
+- With `recompute`, outputs of norms are recomputed from their inputs and tables.
+- dx overwrites dz, or a summand that nothing else reads.
 """
 
 from collections.abc import Sequence

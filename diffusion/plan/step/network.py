@@ -1,5 +1,5 @@
-"""Running the plan of a training step: forward and backward of a UNet, planned together, whose
-gradients are added to a flat buffer, or written there."""
+"""Runs the plan of a training step: forward and backward of a UNet, planned together. Gradients are
+written into a flat buffer, or added to it."""
 
 import logging
 from collections.abc import Callable, Sequence

@@ -1,23 +1,23 @@
-"""In which order a step's launches are given to the streams, see `streams`.
+"""The order in which a step's launches are issued to the streams, see `streams`.
 
-The forward pass, and the chain of backward, are the current stream's, in their order. Nobody waits
-for gradients of weights, which go beside it; the rules are
+The forward pass and the critical path of backward run on the current stream in their order. Weight
+gradients are not on the critical path and run beside it. The rules are:
 
-- Those of one size of filters, over images of one size, go together: up to `MOST`, or until they
-  read `GROUP_BYTES`, but all of a layer at once. With activations of fewer than `LITTLE` bytes,
-  those of a layer alone.
-- What has no kernel in a group goes alone: other strides, padded channels, and what reads something
-  that is made again for it alone, which would be kept meanwhile.
-- A group has half of the multiprocessors, but those of the last block, beside which nothing runs.
-- While images are `LARGER` times the smallest, on their way down to it, gradients of weights are
-  held, to be made beside the smallest images; not if others wait for them, or they hold too much.
-- Where images are that large again, or before the last block, the streams wait for each other; from
-  there on groups end with a block, and `ready` is told how much is complete.
-- Sums for norms and biases are added up before the last block, and at the end.
+- Weight gradients with equal filter sizes, over images of one size, form a group: up to `MOST`, or
+  until they read `GROUP_BYTES`, but never a part of a layer. With activations of fewer than
+  `LITTLE` bytes, a group has one layer.
+- A gradient runs alone if no group kernel supports it (other strides, padded channels), or if it
+  reads something that is recomputed for it alone, which would otherwise be kept longer.
+- A group uses half of the multiprocessors, except those of the last block, beside which nothing
+  runs.
+- In backward, while images are `LARGER` times the smallest, weight gradients are held, so that they
+  run beside the smallest images; not if others wait for them, or if they keep too much memory.
+- Where images are that large again, or before the last block, the streams wait for each other.
+  From there on groups end with a block, and `ready` is told how much is complete.
+- Sums for norms and biases are added before the last block, and at the end.
 
-A launch may begin while its predecessor ends, as `dependent_launch` says, but not before the
-network's first convolution is done, or in backward its last norm, nor where its filters are of the
-launch in front.
+A launch may start while its predecessor ends (`dependent_launch`), but not before the network's
+first convolution is done, or in backward its last norm, nor if the predecessor makes its weights.
 """
 
 import re

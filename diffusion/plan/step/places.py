@@ -1,6 +1,6 @@
-"""Where gradients go: each is written by the launch that makes it, to its place in memory that is
-there already. What a trace has between the two (casts, reshapes, concatenations) is a view of the
-place instead."""
+"""Places of gradients: each is written by the launch that computes it, into memory that exists
+already. Casts, reshapes and concatenations between the two in the trace become views of the place.
+"""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,9 @@
-"""From a UNet to the moves of a training step: the passes, one after the other.
+"""From a UNet to the moves of a training step, by applying the passes in order.
 
 The embedding is not in the graph: its layers are `EmbeddingLayers`, whose kernels run beside the
-stem. The graph begins with the image and each block's part of the embedding's projections, and ends
-with gradients in their places: of parameters in the flat buffer, of these parts side by side.
+stem. The graph begins with the image and each block's projection of the embedding. It ends with
+gradients in their places: those of parameters in the flat buffer, those of projections side by
+side.
 """
 
 from collections.abc import Mapping, Sequence

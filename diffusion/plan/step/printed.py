@@ -1,7 +1,6 @@
-"""The page of a training step: the moves that `train.py` makes, in their order.
+"""Prints a training step: the moves that `train.py` makes, in their order.
 
-The step is run over tensors in the host's memory, in which launchers find a GPU that is not there,
-and what they would launch is noted.
+The step runs over host tensors for which launchers assume a GPU, and its launches are recorded.
 """
 
 import torch
