@@ -1,8 +1,8 @@
-"""Time diffusers' UNet2DModel as `diffusion.accelerate` runs it, beside torch.compile.
+"""Time diffusers' UNets as `diffusion.accelerate` runs them, beside torch.compile.
 
     python -m benchmarks.accelerated [key=value ...]
 
-    models=ddpm_cifar10,butterflies  networks of diffusers, see `NETWORKS`
+    models=ddpm_cifar10,butterflies  networks of diffusers, see `NETWORKS` (also stable_diffusion)
     batch=128,16                     images, one number a model
     what=train,evaluate
     processes=12                     that compile our kernels
@@ -54,9 +54,13 @@ NETWORKS = {
         "down_block_types": (*_PLAIN[0], "AttnDownBlock2D", "DownBlock2D"),
         "up_block_types": ("UpBlock2D", "AttnUpBlock2D", *_PLAIN[1]),
     },
+    "stable_diffusion": {  # 1.5, of latents with 4 channels, beside 77 tokens of 768 numbers
+        "sample_size": 64,
+        "cross_attention_dim": 768,
+    },
 }
 DEFAULTS = {
-    "models": tuple(NETWORKS),
+    "models": ("ddpm_cifar10", "butterflies"),
     "batch": (128, 16),
     "what": ("train", "evaluate"),
     "processes": 12,
@@ -64,7 +68,7 @@ DEFAULTS = {
     "gpu": "",  # of the process that compiles our kernels, as `describe` has it
 }
 _CHECKED = 4  # images
-_TIMESTEPS, _WARM_UP = 1000, 4
+_TIMESTEPS, _TOKENS, _WARM_UP = 1000, 77, 4
 
 
 class Loss(nn.Module):
@@ -74,8 +78,8 @@ class Loss(nn.Module):
         super().__init__()
         self.network = network
 
-    def forward(self, x: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        return F.mse_loss(self.network(x, t).sample.float(), noise)
+    def forward(self, noise: Tensor, *given: Tensor) -> Tensor:
+        return F.mse_loss(self.network(*given).sample.float(), noise)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -109,27 +113,36 @@ def main(arguments: Sequence[str]) -> int:
 
 def build(model: str, device: torch.device) -> nn.Module:
     """The network of diffusers, of seed 0, channels_last."""
-    from diffusers import UNet2DModel
+    from diffusers import UNet2DConditionModel, UNet2DModel
 
     torch.manual_seed(0)
-    return UNet2DModel(**NETWORKS[model]).to(device, memory_format=torch.channels_last)
+    made = UNet2DConditionModel if "cross_attention_dim" in NETWORKS[model] else UNet2DModel
+    return made(**NETWORKS[model]).to(device, memory_format=torch.channels_last)
 
 
-def inputs(model: str, batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Noised images, timesteps, and the noise."""
+def inputs(model: str, batch: int, device: torch.device) -> tuple[Tensor, ...]:
+    """The noise; noised images and timesteps, and tokens if the network has them."""
     generator = torch.Generator(device).manual_seed(1)
-    size = NETWORKS[model]["sample_size"]
-    shape = batch, 3, size, size
+    size, tokens = NETWORKS[model]["sample_size"], NETWORKS[model].get("cross_attention_dim")
+    shape = batch, channels(model), size, size
     x, noise = (
         torch.randn(shape, device=device, generator=generator).contiguous(
             memory_format=torch.channels_last
         )
         for _ in range(2)
     )
-    return x, torch.arange(batch, device=device) * (_TIMESTEPS // batch), noise
+    t = torch.arange(batch, device=device) * (_TIMESTEPS // batch)
+    if tokens is None:
+        return noise, x, t
+    return noise, x, t, torch.randn((batch, _TOKENS, tokens), device=device, generator=generator)
 
 
-def step_of(loss: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> Callable[[], Tensor]:
+def channels(model: str) -> int:
+    """Of its images."""
+    return 4 if "cross_attention_dim" in NETWORKS[model] else 3
+
+
+def step_of(loss: nn.Module, given: tuple[Tensor, ...]) -> Callable[[], Tensor]:
     """A training step."""
     adamw = fused_adamw(loss)
 
@@ -144,10 +157,10 @@ def step_of(loss: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> Callable[[
     return run
 
 
-def evaluation_of(network: nn.Module, x: Tensor, t: Tensor) -> Callable[[], Tensor]:
+def evaluation_of(network: nn.Module, given: tuple[Tensor, ...]) -> Callable[[], Tensor]:
     @torch.no_grad()
     def run() -> Tensor:
-        return network(x, t).sample
+        return network(*given).sample
 
     return run
 
@@ -175,12 +188,12 @@ def runner(
     compiler: Callable[[nn.Module], nn.Module] = lambda module: module,
 ) -> Callable[[], Tensor]:
     """A step or an evaluation: `around` the network, `compiler` around all that is compiled."""
-    x, t, noise = inputs(model, batch, device)
+    noise, *given = inputs(model, batch, device)
     network = build(model, device)
     if what == "train":
-        return step_of(compiler(Loss(around(network.train()))), (x, t, noise))
-    network = network.eval().bfloat16()
-    return evaluation_of(compiler(around(network)), x.bfloat16(), t)
+        return step_of(compiler(Loss(around(network.train()))), (noise, *given))
+    low = tuple(x.bfloat16() if x.is_floating_point() else x for x in given)
+    return evaluation_of(compiler(around(network.eval().bfloat16())), low)
 
 
 def compiled(what: str, model: str, batch: int, device: torch.device) -> Callable[[int], object]:
@@ -206,11 +219,11 @@ def compile_kernels(settings: dict, gpu: Device) -> None:
 
 
 def _output_and_gradient(
-    network: nn.Module, x: Tensor, t: Tensor, dy: Tensor, low: bool
+    network: nn.Module, dy: Tensor, *given: Tensor, low: bool
 ) -> tuple[Tensor, Tensor]:
     """The output, and the gradient of all parameters as one vector; `low`: under autocast."""
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=low):
-        y = network(x, t).sample
+    with torch.autocast(dy.device.type, torch.bfloat16, enabled=low):
+        y = network(*given).sample
     grads = torch.autograd.grad(y, list(network.parameters()), dy.to(y.dtype))
     return y.detach().float(), torch.cat([g.float().flatten() for g in grads])
 
@@ -243,7 +256,7 @@ def time_case(
     harness.release_memory()
     ours = captured(runner(what, model, batch, device, Accelerated))
     size, origin = NETWORKS[model]["sample_size"], harness.provenance()
-    shape = f"{batch}x{size}x{size}x3 diffusers:{model}"
+    shape = f"{batch}x{size}x{size}x{channels(model)} diffusers:{model}"
     op, pass_ = ("train_step", "step") if what == "train" else ("unet_forward", "fwd")
     suffix = " graph" if what == "train" else ""  # as the other benchmarks of steps name it
     runs = {f"triton-bf16{suffix}": ours, f"compile-bf16{suffix}": theirs}

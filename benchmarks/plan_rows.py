@@ -8,18 +8,22 @@
     mode=train,sample   forward and backward, or the forward pass without gradients
     rows=               names of rows, or parts of them; default: all that change the plan
     rounds=5            of turns
+    processes=12        that compile kernels beforehand
 
 Both plans are of `diffusion.accelerate`, bf16, each captured in one CUDA graph. A line has the time
 of the whole plan, that of the plan without the row, and their ratio.
 """
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks import harness
-from benchmarks.harness import check_choice, format_table
+from benchmarks.harness import ROOT, check_choice, format_table
 from diffusion.factory import build_model
 from diffusion.plan.accelerate import Accelerated
 from diffusion.plan.fuse.backward import BACKWARD_ROWS
@@ -29,6 +33,9 @@ from diffusion.plan.fuse.rewrite import Row
 from diffusion.presets import preset
 from diffusion.runtime.backend import Backend
 from triton_kernels import reference
+from triton_kernels.runtime.compile_launches import compile_launches
+from triton_kernels.runtime.device import Device, describe
+from triton_kernels.runtime.launch_recorder import rehearsal
 
 DEFAULTS = {
     "model": "unet64",
@@ -37,40 +44,74 @@ DEFAULTS = {
     "mode": ("train", "sample"),
     "rows": (),
     "rounds": 5,
+    "processes": 12,
+    "gpu": "",  # of the process that compiles, as `describe` has it
 }
+_NEEDED = "sample", "table and pass of a norm in one launch"  # whose result `join` starts from
 
 
 def main(arguments: Sequence[str]) -> int:
     settings = harness.parse_settings(arguments, DEFAULTS)
     for mode in settings["mode"]:
         check_choice("mode", mode, ("train", "sample"))
+    if settings["gpu"]:
+        compile_kernels(settings, Device(*json.loads(settings["gpu"])))
+        return 0
     device = harness.require_cuda()
+    gpu = json.dumps(describe(device))
+    command = [sys.executable, "-m", "benchmarks.plan_rows", *arguments, f"gpu={gpu}"]
+    subprocess.run(command, cwd=ROOT, check=True)
     harness.set_precision("bf16")
-    torch.manual_seed(0)
-    size = settings["size"]
-    backend = Backend("torch", reference, torch.bfloat16, allow_tf32=True)
-    chosen = preset("model", settings["model"])
-    module = build_model(chosen, backend, (size, size), 3, False, device)
+    module = network(settings, device)
     for mode in settings["mode"]:
         module.train(mode == "train")
         for batch in settings["batch"]:
-            x = torch.randn(batch, 3, size, size, device=device)
-            t = torch.randint(0, 1000, (batch,), device=device)
+            args = given(settings, batch, device)
             lines = [
                 [row.name, f"{with_row:.1f}", f"{without:.1f}", f"{without / with_row:.4f}"]
                 for row in asked(settings["rows"], mode)
-                if (times := turns(module, (x, t), mode, row, settings["rounds"])) is not None
+                if (times := turns(module, args, mode, row, settings["rounds"])) is not None
                 for with_row, without in [times]
             ]
+            size = settings["size"]
             print(f"\n{settings['model']} {size}px, {batch} images, {mode}, microseconds\n")
             print(format_table(("row", "with", "without", "ratio"), lines), flush=True)
     return 0
 
 
+def network(settings: dict, device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    backend, size = Backend("torch", reference, torch.bfloat16, allow_tf32=True), settings["size"]
+    return build_model(preset("model", settings["model"]), backend, (size, size), 3, False, device)
+
+
+def given(settings: dict, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Images and timesteps."""
+    x = torch.randn(batch, 3, settings["size"], settings["size"], device=device)
+    return x, torch.arange(batch, device=device) * (1000 // batch)
+
+
+def compile_kernels(settings: dict, gpu: Device) -> None:
+    """Of every plan that is timed, over memory that nobody reads."""
+    torch.set_num_threads(1)
+    host = torch.device("cpu")
+    module = network(settings, host)
+    with rehearsal(gpu) as launches:
+        for mode in settings["mode"]:
+            module.train(mode == "train")
+            for batch in settings["batch"]:
+                args = given(settings, batch, host)
+                for row in asked(settings["rows"], mode):
+                    for plan in plans(module, args, mode, row) or ():
+                        call(plan, args, mode)()
+    count = sum(1 for _ in compile_launches(launches, gpu.arch, settings["processes"]))
+    print(f"{count} kernels compiled", flush=True)
+
+
 def asked(names: Sequence[str], mode: str) -> list[Row]:
     """The rows whose names have one of these parts, and that apply."""
     rows = PREPARING + FORWARD_ROWS + (BACKWARD_ROWS if mode == "train" else ())
-    rows = [row for row in rows if mode in row.when]
+    rows = [row for row in rows if mode in row.when and (mode, row.name) != _NEEDED]
     return [row for row in rows if not names or any(name in row.name for name in names)]
 
 
@@ -79,18 +120,26 @@ def turns(
 ) -> tuple[float, float] | None:
     """Microseconds with and without the row, the best of so many turns; None: the plan is the same
     without it."""
-    plans = [Accelerated(module), Accelerated(module, without=(row.name,))]
-    with torch.set_grad_enabled(mode == "train"):
-        counts = [p.plan_of(args, {})[0].graph.count() for p in plans]
-    if counts[0] == counts[1]:
+    found = plans(module, args, mode, row)
+    if found is None:
         return None
-    calls = [call(p, args, mode) for p in plans]
+    calls = [call(p, args, mode) for p in found]
     best = [float("inf")] * 2
     for _ in range(rounds):
         for i, run in enumerate(calls):
             timing, _ = harness.time_graph([run])
             best[i] = min(best[i], timing.median)
     return best[0], best[1]
+
+
+def plans(
+    module: nn.Module, args: tuple[Tensor, ...], mode: str, row: Row
+) -> list[Accelerated] | None:
+    """With and without the row, or None."""
+    found = [Accelerated(module), Accelerated(module, without=(row.name,))]
+    with torch.set_grad_enabled(mode == "train"):
+        counts = [p.plan_of(args, {})[0].graph.count() for p in found]
+    return None if counts[0] == counts[1] else found
 
 
 def call(fast: Accelerated, args: tuple[Tensor, ...], mode: str) -> Callable[[], object]:

@@ -156,8 +156,8 @@ class _Planned(torch.autograd.Function):
         evaluation = _Evaluation(made, list(tensors[:count]), list(tensors[count:]))
         ctx.made, ctx.values, ctx.count = made, evaluation.values, count
         ctx.save_for_backward(*tensors)  # which notices if somebody has written to one
-        integers = [y for y in evaluation.outputs if not y.is_floating_point()]
-        ctx.mark_non_differentiable(*integers)
+        results = zip(made.graph.outputs, evaluation.outputs, strict=True)
+        ctx.mark_non_differentiable(*(y for v, y in results if v not in made.backward.seeds))
         ctx.set_materialize_grads(False)
         return evaluation.outputs
 

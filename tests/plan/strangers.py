@@ -159,8 +159,11 @@ class ConvNeXt(nn.Module):
         return x + y.permute(0, 3, 1, 2)
 
 
-stem = nn.Conv2d(3, 12, 4, 4)
-add("ConvNeXt", lambda: nn.Sequential(stem, ConvNeXt(12, 1), ConvNeXt(12, 12)), (2, 3, 16, 24))
+def _convnext() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 12, 4, 4), ConvNeXt(12, 1), ConvNeXt(12, 12))
+
+
+add("ConvNeXt", _convnext, (2, 3, 16, 24))
 
 
 class Bottleneck(nn.Module):

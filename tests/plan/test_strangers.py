@@ -47,6 +47,7 @@ def test_accelerated(name):
         for a, b in zip(pytree.tree_leaves(y), pytree.tree_leaves(z), strict=True):
             assert type(a) is type(b)
             if isinstance(a, torch.Tensor):
+                assert a.requires_grad == (b.requires_grad and enabled)
                 assert (a - b).abs().max() <= 1e-4 * b.abs().max()
             else:
                 assert a == b
@@ -69,3 +70,36 @@ def test_under_autocast(name):
         assert theirs.dtype == ours.dtype
         budget = 2 * (theirs - exact).abs().max()
         assert (ours - exact).abs().max() <= budget
+
+
+def on(device, given):
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("name", STRANGERS)
+def test_on_a_gpu(name, low):
+    """Results and gradients, in float32 and under autocast, are no further from float64 than a
+    few times what the module's own are."""
+    exact, *given = made(name)
+    module, *given32 = made(name, torch.float32)
+    module, given32 = module.cuda(), on("cuda", given32)
+    found = []
+    for net, (args, kwargs) in (
+        (exact, given),
+        (module, given32),
+        (accelerate(module), given32),
+    ):
+        with torch.autocast("cuda", torch.bfloat16, enabled=low and net is not exact):
+            results = [x for x in tensors(net(*args, **kwargs)) if x.requires_grad]
+        loss = sum(x.double().square().sum() for x in results)
+        grads = torch.autograd.grad(loss, list(net.parameters()), allow_unused=True)
+        grads = torch.cat([g.double().cpu().flatten() for g in grads if g is not None])
+        found.append(([x.detach().double().cpu() for x in results], grads))
+    (exact, exact_grad), (theirs, their_grad), (ours, our_grad) = found
+    floor = 1e-3 if low else 1e-5
+    for a, b, c in zip(ours, theirs, exact, strict=True):
+        assert (a - c).norm() <= 2 * (b - c).norm() + floor * c.norm()
+    budget = 2 * (their_grad - exact_grad).norm() + floor * exact_grad.norm()
+    assert (our_grad - exact_grad).norm() <= budget
