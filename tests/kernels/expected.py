@@ -74,7 +74,6 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     "conv_bare_points_kernel": _SHARED,
     "conv_bare_ring_kernel": _SHARED,
     "conv_bare_tiles_kernel": _SHARED,
-    "conv_bare_tiles_tf32_kernel": _SHARED,
     "conv_early_kernel": [  # a head has 16 channels
         ({"BLOCK_C": 16, "ROUNDS": 2}, _NONE._replace(spills=484)),
         ({"BLOCK_C": 16}, _NONE),

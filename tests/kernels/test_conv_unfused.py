@@ -202,7 +202,7 @@ class TestGpu:
         # float32 filters of an input gradient are turned first
         assert applying(ROWS["a tile"], torch.float32, device, dgrad=True) == []
         tf32 = applying(Shape(1, 64, 64, 96, 64), torch.float32, device, dgrad=False)
-        assert tf32 == [gluon_bare.UnfusedTilesTf32(256), gluon_bare.UnfusedTilesTf32(128)]
+        assert tf32 == [gluon_bare.UnfusedTiles(256), gluon_bare.UnfusedTiles(128)]
 
 
 def test_nothing_applies_without_a_hopper_gpu():

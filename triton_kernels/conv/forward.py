@@ -29,8 +29,7 @@ FORWARD = Op(
     key=_KEY,
     kernels=(
         tma.FORWARD,
-        *unfused.KERNELS,
-        unfused.TILES_TF32,
+        *unfused.FORWARD,
         tma_stride.FORWARD,
         pointer.PLAIN_FORWARD,
         tf32x3.FORWARD,
@@ -64,8 +63,7 @@ INPUT_GRAD = Op(
     key=_KEY,
     kernels=(
         tma.INPUT_GRAD,
-        *unfused.KERNELS,
-        unfused.SINGLE_TILE_TF32,
+        *unfused.INPUT_GRAD,
         Kernel(
             "transpose_first",
             TransposeFirst,

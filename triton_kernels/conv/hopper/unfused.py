@@ -6,6 +6,7 @@ pixels and all at once; so they are in the input gradient in TF32. All are confi
 `select` like any other of `conv.plain.tma`, taken only where they were measured to be faster.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import triton
@@ -27,19 +28,11 @@ if SUPPORTED:
     from .unfused_single_tile import conv_bare_once_kernel
     from .unfused_single_tile_tf32 import conv_bare_once_tf32_kernel
     from .unfused_tiles import conv_bare_tiles_kernel
-    from .unfused_tiles_tf32 import conv_bare_tiles_tf32_kernel
 
 
 @configures("unfused_tiles")
 class UnfusedTiles(NamedTuple):
     """3x3 filters: pixels of a tile."""
-
-    block_m: int
-
-
-@configures("unfused_tiles_tf32")
-class UnfusedTilesTf32(NamedTuple):
-    """The same in TF32."""
 
     block_m: int
 
@@ -100,24 +93,22 @@ _MOST_K = 1024  # channels of x, whose loop is unrolled
 
 
 def _refuse_tiles(spec: ConvSpec, gpu: Device) -> str | None:
-    if reason := missing(gpu, spec.itemsize):
+    """Of a forward pass."""
+    return _refuse_3x3(spec, gpu, tf32=spec.dtype == "tf32")
+
+
+def _refuse_tiles_grad(spec: ConvSpec, gpu: Device) -> str | None:
+    return _refuse_3x3(spec, gpu, tf32=False)
+
+
+def _refuse_3x3(spec: ConvSpec, gpu: Device, tf32: bool) -> str | None:
+    if reason := missing(gpu, 2 if tf32 else spec.itemsize):
         return reason
-    return _refuse_3x3(spec, 64)
-
-
-def _refuse_tiles_tf32(spec: ConvSpec, gpu: Device) -> str | None:
-    if reason := missing(gpu, 2):
-        return reason
-    if spec.dtype != "tf32":
-        return f"it does TF32, not {spec.dtype}"
-    return _refuse_3x3(spec, 32)
-
-
-def _refuse_3x3(spec: ConvSpec, block: int) -> str | None:
     if (spec.r, spec.s) != (3, 3) or spec.stride != 1 or spec.pads != (1, 1):
         return f"it does 3x3 filters of stride 1 and padding 1, not {spec.r}x{spec.s}"
     if not spec.aligned:
         return "tensors do not begin at multiples of 16 bytes"
+    block = 32 if tf32 else 64
     if spec.k % block or spec.c % 64:
         return f"{spec.k} and {spec.c} channels are no multiples of {block} and 64"
     if spec.w not in WIDTHS:
@@ -211,12 +202,17 @@ def _launch_tiles(config: UnfusedTiles, operands: ConvOperands) -> None:
     n, h, w, k = x.shape
     c = y.shape[3]
     rows, images = cut(config.block_m, h, w)
-    blocks, steps = _rings(x, config.block_m, images)
     tiles = triton.cdiv(n, images) * (h // rows) * (c // 64)
+    block = 128 // x.itemsize
+    if x.itemsize == 4:
+        rings, result = (_ring_tf32(x, config.block_m, images), 0), y
+        options = following(x.device) if operands.follows else overlapping(x.device)
+    else:
+        rings, result, options = _rings(x, config.block_m, images), in_rows(y, rows, images), {}
     conv_bare_tiles_kernel[(min(tiles, describe(x.device).num_sms),)](
-        in_rows(x, 2, images),
-        filters_in_boxes(weight),
-        in_rows(y, rows, images),
+        in_rows(x, 2, images, block),
+        filters_in_boxes(weight, 64, block),
+        result,
         bias,
         n,
         h,
@@ -226,10 +222,11 @@ def _launch_tiles(config: UnfusedTiles, operands: ConvOperands) -> None:
         IMAGES=images,
         W=w,
         DGRAD=dgrad,
-        BLOCKS=blocks,
-        STEPS=steps,
+        BLOCKS=rings[0],
+        STEPS=rings[1],
         num_warps=4,
         maxnreg=168,
+        **options,
     )
 
 
@@ -244,32 +241,6 @@ def _rings(x: Tensor, pixels: int, images: int) -> tuple[int, int]:
 
     blocks = max(range(2, 6), key=ahead)
     return blocks, min(9, (room - blocks * block) // tap)
-
-
-def _launch_tiles_tf32(config: UnfusedTilesTf32, operands: ConvOperands) -> None:
-    x, weight, bias, y, *_ = operands
-    options = following(x.device) if operands.follows else overlapping(x.device)
-    n, h, w, k = x.shape
-    c = y.shape[3]
-    rows, images = cut(config.block_m, h, w)
-    tiles = triton.cdiv(n, images) * (h // rows) * (c // 64)
-    conv_bare_tiles_tf32_kernel[(min(tiles, describe(x.device).num_sms),)](
-        in_rows(x, 2, images, 32),
-        filters_in_boxes(weight, 64, 32),
-        y,
-        bias,
-        n,
-        h,
-        k,
-        c,
-        ROWS=rows,
-        IMAGES=images,
-        W=w,
-        BLOCKS=_ring_tf32(x, config.block_m, images),
-        num_warps=4,
-        maxnreg=168,
-        **options,
-    )
 
 
 def _ring_tf32(x: Tensor, pixels: int, images: int) -> int:
@@ -392,28 +363,29 @@ def _programs(spec: ConvSpec, gpu: Device, channels: int, pixels: int) -> list[i
     return [1] * (alone > beside and alone >= few) + [2] * (beside >= few)
 
 
-KERNELS = (  # of a forward pass and, but for that in TF32, of an input gradient
-    Kernel(
-        "unfused_tiles", UnfusedTiles, _refuse_tiles,
-        lambda spec, gpu: [UnfusedTiles(pixels) for pixels in _cuts(spec)], launch=_launch_tiles,
-    ),
+TILES = Kernel(
+    "unfused_tiles",
+    UnfusedTiles,
+    _refuse_tiles,
+    lambda spec, gpu: [UnfusedTiles(pixels) for pixels in _cuts(spec)],
+    launch=_launch_tiles,
+)
+_POINTWISE = (
     Kernel("unfused_pointwise", UnfusedPointwise, _refuse_pointwise, _pointwise,
            launch=_launch_points),
     Kernel("unfused_single_tile", UnfusedSingleTile, _refuse_pointwise, _single_tile,
            launch=_launch_once),
     Kernel("unfused_ring", UnfusedRing, _refuse_pointwise, _ring, launch=_launch_ring),
 )  # fmt: skip
-TILES_TF32 = Kernel(
-    "unfused_tiles_tf32",
-    UnfusedTilesTf32,
-    _refuse_tiles_tf32,
-    lambda spec, gpu: [UnfusedTilesTf32(pixels) for pixels in _cuts(spec)],
-    launch=_launch_tiles_tf32,
-)
-SINGLE_TILE_TF32 = Kernel(
-    "unfused_single_tile_tf32",
-    UnfusedSingleTileTf32,
-    _refuse_single_tile_tf32,
-    _single_tile_tf32,
-    launch=_launch_once_tf32,
+FORWARD = TILES, *_POINTWISE
+INPUT_GRAD = (
+    replace(TILES, refuse=_refuse_tiles_grad),
+    *_POINTWISE,
+    Kernel(
+        "unfused_single_tile_tf32",
+        UnfusedSingleTileTf32,
+        _refuse_single_tile_tf32,
+        _single_tile_tf32,
+        launch=_launch_once_tf32,
+    ),
 )

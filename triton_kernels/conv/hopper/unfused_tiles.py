@@ -8,6 +8,13 @@ take both operands from shared memory. To TMA rows are the outermost dimension: 
 of a tile comes before row 1.
 
 One warp loads; two warpgroups multiply, a tile each, so that one stores while the other multiplies.
+
+In TF32 a block has 32 channels, whose pixels have 128 bytes as well: to shared memory and the
+tensor cores a product is what it is in 16 bits, of half as many channels. The three filters of a
+block lie with it, under one barrier. A result would be twice as large, so it goes from registers to
+memory: eight neighbouring channels of a pixel, 32 bytes, are in one warp. In four bytes wgmma takes
+its operands from shared memory only with the sum's index innermost, so an input gradient is the
+forward convolution of filters that `conv.plain.transpose_weights` has turned.
 """
 
 from triton.experimental import gluon
@@ -18,42 +25,66 @@ from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_
 from ...hopper.pairs import round_pairs
 from ...hopper.pipeline import new_ring, new_turns
 from ...hopper.roles import launch_roles
+from ...runtime.dependent_launch import await_inputs
 from .tile_mma_loop import Blocks, Tiles, block_chunks, pixels_from, place_of_filter
 
 
 @gluon.jit
 def _load(x_desc, w_desc, blocks, tiles, K):
     PAIRS: gl.constexpr = tiles.ROWS // 2 + 1
+    CHANNELS: gl.constexpr = 1024 // x_desc.dtype.primitive_bitwidth
+    BYTES: gl.constexpr = (blocks.CHUNKS * 8 + blocks.FILTERS * 64) * 128
     block = 0
     step = 0
     for i in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
         c0 = tiles.channel(i)
         n, h0, _, _ = tiles.place(i)
-        for k0 in range(0, K, 64):
+        for k0 in range(0, K, CHANNELS):
             for s in gl.static_range(3):
-                stage, bar = blocks.x.acquire(block, blocks.CHUNKS * 8 * 128)
+                stage, bar = blocks.x.acquire(block, BYTES)
                 for j in gl.static_range(PAIRS):
                     chunk = stage * blocks.CHUNKS + j * (blocks.WIDTH // 4)
-                    rows = pixels_from(blocks.x.bufs, chunk, [2, tiles.IMAGES, tiles.W, 64])
+                    rows = pixels_from(blocks.x.bufs, chunk, [2, tiles.IMAGES, tiles.W, CHANNELS])
                     at = [h0 + 2 * j - 1, n, s - 1, k0]
                     tma_load(x_desc, at, bar, rows)
                 block += 1
                 for r in gl.static_range(3):
                     tap, row, column = place_of_filter(r, s, k0, c0, blocks.DGRAD)
-                    blocks.load_filter(w_desc, tap, row, column, step)
-                    step += 1
+                    if blocks.w is None:
+                        buf = blocks.w_bufs.index(stage * blocks.FILTERS + r)
+                        tma_load(w_desc, [tap, row, column], bar, buf)
+                    else:
+                        blocks.load_filter(w_desc, tap, row, column, step)
+                        step += 1
 
 
 @gluon.jit
-def _multiply(GROUP: gl.constexpr, y_desc, y_bufs, blocks, turns, tiles, bias_ptr, K):
-    """Every other tile, beginning with that of GROUP; in turn, as in `bare_points`."""
+def _store(acc, y_desc, y_buf, n, h0, c0):
+    """Two 16-bit numbers a word, through shared memory."""
+    PIXELS: gl.constexpr = acc.shape[1]
+    tma.store_wait(0)  # of the last tile, from where this writes to
+    buf = reinterpret(y_buf, y_buf.dtype, [PIXELS, 64], gl.NVMMASharedLayout(128, 16))
+    buf.permute((1, 0)).store(round_pairs(acc, y_buf.dtype))
+    fence_async_shared()
+    tma_store(y_desc, [h0, n, 0, c0], y_buf)
+
+
+@gluon.jit
+def _multiply(GROUP: gl.constexpr, y, y_bufs, blocks, turns, tiles, bias_ptr, K, N, H, C):
+    """Every other tile, beginning with that of GROUP; in turn, as in `bare_points`. N, H and C are
+    of TF32."""
     PIXELS: gl.constexpr = blocks.PIXELS
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
-    VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    tile_blocks = K // 64 * 3
+    CHANNELS: gl.constexpr = 1024 // blocks.w_bufs.dtype.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, CHANNELS // 4])
+    channels = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    if y_bufs is None:
+        pixels = gl.arange(0, PIXELS, layout=gl.SliceLayout(0, LAYOUT))
+        image = pixels // tiles.W % tiles.IMAGES
+        row = pixels // blocks.WIDTH
+        place = image * (H * tiles.W) + row * tiles.W + pixels % tiles.W
+    tile_blocks = K // CHANNELS * 3
     block = GROUP * tile_blocks
     step = block * 3
-    y_buf = y_bufs.index(GROUP)
     programs = gl.num_programs(0)
     phase = 0
     for i in range(gl.program_id(0) + GROUP * programs, tiles.count, 2 * programs):
@@ -67,22 +98,27 @@ def _multiply(GROUP: gl.constexpr, y_desc, y_bufs, blocks, turns, tiles, bias_pt
         step += tile_blocks * 3
 
         if bias_ptr is not None:
-            bias = gl.load(bias_ptr + c0 + gl.arange(0, 64, layout=VECTOR))
-            acc += bias.to(gl.float32)[:, None]
-        tma.store_wait(0)  # of the last tile, from where this writes to
-        buf = reinterpret(y_buf, y_buf.dtype, [PIXELS, 64], gl.NVMMASharedLayout(128, 16))
-        buf.permute((1, 0)).store(round_pairs(acc, y_buf.dtype))
-        fence_async_shared()
-        tma_store(y_desc, [h0, n, 0, c0], y_buf)
+            acc += gl.load(bias_ptr + c0 + channels).to(gl.float32)[:, None]
+        if y_bufs is not None:
+            _store(acc, y, y_bufs.index(GROUP), n, h0, c0)
+        else:
+            to = y + n.to(gl.int64) * (H * tiles.W * C)
+            # computed here: kept from tile to tile, `place * C` has 64 registers
+            offs = ((place + h0 * tiles.W) * C)[None, :] + (c0 + channels)[:, None]
+            if tiles.IMAGES == 1:
+                gl.store(to + offs, acc)
+            else:
+                gl.store(to + offs, acc, mask=(n + image < N)[None, :])
         phase ^= 1
-    tma.store_wait(0)
+    if y_bufs is not None:
+        tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["N", "H"])
 def conv_bare_tiles_kernel(
-    x_desc,  # [H, N, W, K] in boxes [2, IMAGES, W, 64]: x, or dy
-    w_desc,  # [9, CO, CI] in boxes [1, 64, 64]
-    y_desc,  # [H, N, W, C] in boxes [ROWS, IMAGES, W, 64]: y, or dx
+    x_desc,  # [H, N, W, K] in boxes [2, IMAGES, W, 64; 32 in TF32]: x, or dy
+    w_desc,  # [9, CO, CI] in boxes [1, 64, 64; 32 in TF32]
+    y,  # [H, N, W, C] in boxes [ROWS, IMAGES, W, 64]: y, or dx; in TF32 a pointer to [N, H, W, C]
     bias_ptr,  # [C] or None
     N,
     H,
@@ -93,17 +129,22 @@ def conv_bare_tiles_kernel(
     W: gl.constexpr,
     DGRAD: gl.constexpr,
     BLOCKS: gl.constexpr,  # of pixels in shared memory
-    STEPS: gl.constexpr,  # of filters there
+    STEPS: gl.constexpr,  # of filters there; 0, in TF32: three with each block
     num_warps: gl.constexpr,
 ):
-    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_desc.dtype
+    BITS: gl.constexpr = dtype.primitive_bitwidth
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, BITS)
     CHUNKS: gl.constexpr = block_chunks(ROWS * IMAGES * W, IMAGES * W)
-    x_bufs = allocate_for_views(dtype, [BLOCKS * CHUNKS, 8, 64], MATRIX)
-    w_bufs = gl.allocate_shared_memory(dtype, [STEPS, 1, 64, 64], w_desc.layout)
-    y_bufs = gl.allocate_shared_memory(dtype, [2, ROWS, IMAGES, W, 64], y_desc.layout)
+    FILTERS: gl.constexpr = 0 if STEPS > 0 else 3
+    x_bufs = allocate_for_views(dtype, [BLOCKS * CHUNKS, 8, 1024 // BITS], MATRIX)
+    slots: gl.constexpr = [STEPS + BLOCKS * FILTERS, 1, 64, 1024 // BITS]
+    w_bufs = gl.allocate_shared_memory(dtype, slots, w_desc.layout)
+    y_bufs = None
+    if STEPS > 0:
+        y_bufs = gl.allocate_shared_memory(dtype, [2, ROWS, IMAGES, W, 64], y.layout)
     x = new_ring(x_bufs, BLOCKS)
-    w = new_ring(w_bufs, STEPS)
+    w = new_ring(w_bufs, STEPS) if STEPS > 0 else None
     turns = new_turns(2)
     fence_async_shared()
     sync_threads()
@@ -112,9 +153,17 @@ def conv_bare_tiles_kernel(
     tiles_h = H // ROWS
     count = gl.cdiv(N, IMAGES) * tiles_h * blocks_c
     tiles = Tiles(count, tiles_h, blocks_c, ROWS, IMAGES, W, 1)
-    blocks = Blocks(x, w_bufs, w, 0, CHUNKS, ROWS * IMAGES * W, IMAGES * W, DGRAD)
-    launch_roles(
-        _multiply, (y_desc, y_bufs, blocks, turns, tiles, bias_ptr, K),
-        _load, (x_desc, w_desc, blocks, tiles, K),
-        2, (240, 24),
-    )  # fmt: skip
+    blocks = Blocks(x, w_bufs, w, FILTERS, CHUNKS, ROWS * IMAGES * W, IMAGES * W, DGRAD)
+    if STEPS > 0:
+        launch_roles(
+            _multiply, (y, y_bufs, blocks, turns, tiles, bias_ptr, K, None, None, None),
+            _load, (x_desc, w_desc, blocks, tiles, K),
+            2, (240, 24),
+        )  # fmt: skip
+    else:
+        await_inputs()
+        launch_roles(
+            _multiply, (y, None, blocks, turns, tiles, bias_ptr, K, N, H, C),
+            _load, (x_desc, w_desc, blocks, tiles, K),
+            2, (232, 40),
+        )  # fmt: skip
