@@ -137,6 +137,9 @@ def check_stats(y: Tensor, partials: Tensor):
     boxes = [image_box(m, n, h, w) for m in sizes]
     boxes = [box for box in boxes + [covering_box(m, n, h, w, True) for m in sizes] if box]
     boxes += [box for m in (64, 128) if (box := row_box(m, 2, h, w))]
+    boxes += [  # of all rows of a program
+        (box[0], rows, box[2]) for rows in (2, 4) for m in sizes if (box := row_box(m, rows, h, w))
+    ]
     wide = [(1, m // c, c) for m in sizes for c in (8, 16, 32) if w % c == 0 and m >= c]
     boxes += [box for box in wide if h % box[1] == 0]
     boxes = [box for box in boxes if boxes_of_image(box, h, w) == k]

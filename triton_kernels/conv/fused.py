@@ -41,6 +41,7 @@ from .hopper.operands import Operands
 from .plain import fused_launch, fused_tiles, pointer
 from .plain.fused_tiles import box_of as _box
 from .plain.fused_tiles import piece_of as _piece
+from .plain.fused_tiles import summed_box as _summed
 from .plain.tma import Config
 from .plain.tma_boxes import boxes_of_image
 
@@ -181,7 +182,7 @@ def conv_forward(
             return conv_forward(x, weight, bias, **terms, stats=stats, config=c)[0]
 
         config = select(FORWARD, spec, describe(x.device), run).config
-    partials = _partials(_box(config, n, h, w, even=True), y) if stats else None
+    partials = _partials(_summed(config, _box(config, n, h, w, even=True)), y) if stats else None
     if n:
         beside = () if residual is None else (residual,)
         given = Operands(x, weight, y, bias, partials, beside, extra, extra_bias, emb)

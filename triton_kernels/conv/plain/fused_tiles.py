@@ -9,7 +9,7 @@ from ...registry.kernel import CLOCKS
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from .tma import Config
-from .tma_boxes import count_boxes, covering_box, image_box, pixel_box, row_box
+from .tma_boxes import count_boxes, covering_box, image_box, pixel_box, row_box, spread_row_box
 
 
 def serves(
@@ -31,17 +31,25 @@ def box_of(config: Config, n: int, h: int, w: int, even: bool) -> tuple[int, int
     """A tile [images, rows, columns]; `even` ones have equally many pixels of their images, which
     they divide if any can."""
     if config.rows > 1:
-        return row_box(config.block_m, config.rows, h, w)
+        of_rows = row_box if isinstance(config, Config) else spread_row_box
+        return of_rows(config.block_m, config.rows, h, w)
     if not even:
         return pixel_box(config.block_m, n, h, w)
     return image_box(config.block_m, n, h, w) or covering_box(config.block_m, n, h, w, even=True)
+
+
+def summed_box(config: Config, box: tuple[int, int, int]) -> tuple[int, int, int]:
+    """The pixels of which a program leaves a sum: rows of a `Config` leave one each, of others all
+    leave one together."""
+    images, rows, columns = box
+    return box if isinstance(config, Config) else (images, rows * config.rows, columns)
 
 
 def piece_of(config: Config, box: tuple[int, int, int]) -> tuple[int, int, int]:
     """What the epilogue of the input gradient does at a time: a tile, or half of one where a thread
     has 128 accumulators. The half is of images, else of rows, else of columns."""
     if not isinstance(config, Config) or config.rows > 1:  # those of Hopper do it as they can
-        return box
+        return summed_box(config, box)
     if config.block_c * config.block_m < 128 * 32 * config.num_warps:
         return box
     n, h, w = box

@@ -5,8 +5,9 @@ places of a tile's pixels are computed once, relative to its first one, with a w
 has a bit for every tap: whether that tap is inside the image. A step of the loop adds one number to
 all of them, and looks at one bit.
 
-A program of several rows has an accumulator for each. The rows of x that it loads are each
-multiplied by up to three rows of the filter, so half as much comes from the L2 cache.
+A program of several rows has an accumulator for each: of the tile's rows, which are so many apart,
+of those below them, and so on, until the next of the tile's comes. The rows of x that it loads are
+each multiplied by up to three rows of the filter, so half as much comes from the L2 cache.
 
 Numbers of channels are given in units of UNIT, so that the compiler knows what divides them.
 """
@@ -34,12 +35,13 @@ def tile_pixels(
     TILE_N: tl.constexpr,
     TILE_H: tl.constexpr,
     TILE_W: tl.constexpr,
+    APART: tl.constexpr = 1,  # rows from one of the tile to its next
 ):
     """Of a tile's pixels: their distance from the first one in pixels, whether each is inside of an
     image, and for each of R x S taps whether that is, as bits. int32, bool, int32 [BLOCK_M]."""
     m = tl.arange(0, TILE_N * TILE_H * TILE_W)
     n = m // (TILE_H * TILE_W)
-    h = m // TILE_W % TILE_H
+    h = m // TILE_W % TILE_H * APART
     w = m % TILE_W
     there = n0 + n < N
     bits = tl.zeros_like(m)
@@ -49,6 +51,23 @@ def tile_pixels(
         inside = there & (row >= 0) & (row < P) & (column >= 0) & (column < Q)
         bits |= inside.to(tl.int32) << tap
     return (n * P + h) * Q + w, there & (h0 + h < P) & (w0 + w < Q), bits
+
+
+@triton.constexpr_function
+def _compiled() -> bool:
+    return not triton.knobs.runtime.interpret
+
+
+@triton.jit
+def _rounded(v, dtype: tl.constexpr):
+    """float32 in `dtype`, where the rounded numbers are read as float32 again: then the compiler
+    rounds to bfloat16 one by one, an eighth as fast as two by one instruction."""
+    if dtype == tl.bfloat16 and _compiled():
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [v], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return v.to(dtype)
 
 
 @triton.jit
@@ -71,10 +90,7 @@ def _load_w(w_ptrs, mask_w, mask_k, TRANSPOSED: tl.constexpr, EXACT: tl.constexp
 
 @triton.jit
 def multiply(
-    acc,  # float32 [BLOCK_M, BLOCK_C], at row h0
-    acc1,  # at row h0 + 1, if ROWS > 1, ...
-    acc2,
-    acc3,
+    accs,  # float32 [BLOCK_M, BLOCK_C], of the tile and of ROWS - 1 rows below it
     x_ptr,  # [.., KX] at the tile's first pixel
     w_ptr,  # [CO, R * S, CI]
     pixels,  # as `tile_pixels` has them, with R + ROWS - 1 rows of taps,
@@ -112,6 +128,7 @@ def multiply(
         to_tap = KX
         to_k = 1
     if ROWS == 1:
+        acc = accs[0]
         for step in range(TAPS * tl.cdiv(KX, BLOCK_K)):
             tap = step % TAPS
             k0 = step // TAPS * BLOCK_K
@@ -123,21 +140,18 @@ def multiply(
             w_ptrs = w_ptr + (w_tap * to_tap + k0 * to_k) + offs_w
             w = _load_w(w_ptrs, mask_w, mask_f, TRANSPOSED, EXACT)
             acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        accs = (acc,)
     elif TAPS == 1:  # beside one of three rows of taps
         for k0 in range(0, KX, BLOCK_K):
             mask_k = k0 + offs_k < KX
             mask_f = k0 + offs_k < (K if TRANSPOSED else KX)
             w = _load_w(w_ptr + k0 * to_k + offs_w, mask_w, mask_f, TRANSPOSED, EXACT)
             x_ptrs = x_ptr + k0 + offs_x
-            x = _load_x(x_ptrs, bits, 4, mask_k, EXACT, ROUND)
-            acc = tl.dot(x, w, acc, input_precision=PRECISION)
-            x1 = _load_x(x_ptrs + Q * KX, bits, 7, mask_k, EXACT, ROUND)
-            acc1 = tl.dot(x1, w, acc1, input_precision=PRECISION)
-            if ROWS == 4:
-                x2 = _load_x(x_ptrs + 2 * Q * KX, bits, 10, mask_k, EXACT, ROUND)
-                acc2 = tl.dot(x2, w, acc2, input_precision=PRECISION)
-                x3 = _load_x(x_ptrs + 3 * Q * KX, bits, 13, mask_k, EXACT, ROUND)
-                acc3 = tl.dot(x3, w, acc3, input_precision=PRECISION)
+            sums = ()
+            for i in tl.static_range(ROWS):
+                x = _load_x(x_ptrs + i * Q * KX, bits, 3 * i + 4, mask_k, EXACT, ROUND)
+                sums = sums + (tl.dot(x, w, accs[i], input_precision=PRECISION),)
+            accs = sums
     else:
         tl.static_assert(R == 3 and S == 3)
         for step in range(3 * tl.cdiv(KX, BLOCK_K)):
@@ -146,32 +160,19 @@ def multiply(
             mask_k = k0 + offs_k < KX
             mask_f = k0 + offs_k < (K if TRANSPOSED else KX)
             w_ptrs = w_ptr + ((8 - s if TRANSPOSED else s) * to_tap + k0 * to_k) + offs_w
-            down = (-3 if TRANSPOSED else 3) * to_tap  # the next row of the filter
-            wa = _load_w(w_ptrs, mask_w, mask_f, TRANSPOSED, EXACT)
-            wb = _load_w(w_ptrs + down, mask_w, mask_f, TRANSPOSED, EXACT)
-            wc = _load_w(w_ptrs + 2 * down, mask_w, mask_f, TRANSPOSED, EXACT)
             x_ptrs = x_ptr + (s - 1 - Q) * KX + k0 + offs_x
-            x = _load_x(x_ptrs, bits, s, mask_k, EXACT, ROUND)
-            acc = tl.dot(x, wa, acc, input_precision=PRECISION)
-            x = _load_x(x_ptrs + Q * KX, bits, s + 3, mask_k, EXACT, ROUND)
-            acc = tl.dot(x, wb, acc, input_precision=PRECISION)
-            acc1 = tl.dot(x, wa, acc1, input_precision=PRECISION)
-            x = _load_x(x_ptrs + 2 * Q * KX, bits, s + 6, mask_k, EXACT, ROUND)
-            acc = tl.dot(x, wc, acc, input_precision=PRECISION)
-            acc1 = tl.dot(x, wb, acc1, input_precision=PRECISION)
-            if ROWS == 4:
-                acc2 = tl.dot(x, wa, acc2, input_precision=PRECISION)
-            x = _load_x(x_ptrs + 3 * Q * KX, bits, s + 9, mask_k, EXACT, ROUND)
-            acc1 = tl.dot(x, wc, acc1, input_precision=PRECISION)
-            if ROWS == 4:
-                acc2 = tl.dot(x, wb, acc2, input_precision=PRECISION)
-                acc3 = tl.dot(x, wa, acc3, input_precision=PRECISION)
-                x = _load_x(x_ptrs + 4 * Q * KX, bits, s + 12, mask_k, EXACT, ROUND)
-                acc2 = tl.dot(x, wc, acc2, input_precision=PRECISION)
-                acc3 = tl.dot(x, wb, acc3, input_precision=PRECISION)
-                x = _load_x(x_ptrs + 5 * Q * KX, bits, s + 15, mask_k, EXACT, ROUND)
-                acc3 = tl.dot(x, wc, acc3, input_precision=PRECISION)
-    return acc, acc1, acc2, acc3
+            xs = ()
+            for i in tl.static_range(ROWS + 2):
+                x = _load_x(x_ptrs + i * Q * KX, bits, s + 3 * i, mask_k, EXACT, ROUND)
+                xs = xs + (x,)
+            for r in tl.static_range(3):  # a row of the filter: fewer fragments than one of x
+                down = (-3 * r if TRANSPOSED else 3 * r) * to_tap
+                w = _load_w(w_ptrs + down, mask_w, mask_f, TRANSPOSED, EXACT)
+                sums = ()
+                for row in tl.static_range(ROWS):
+                    sums = sums + (tl.dot(xs[row + r], w, accs[row], input_precision=PRECISION),)
+                accs = sums
+    return accs
 
 
 @triton.jit
@@ -206,62 +207,6 @@ def _store_partials(
 
 
 # --- forward --------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _finish_forward(
-    acc,  # float32 [BLOCK_M, BLOCK_C]
-    y_ptr,  # these two at the tile's first pixel
-    residual_ptr,
-    bias,  # [BLOCK_C]
-    emb,  # [TILE_N, BLOCK_C] or None
-    partial_ptr,
-    pixels,
-    inside,
-    n0,
-    h0,
-    w0,
-    c0,
-    N,
-    P,
-    Q,
-    C,
-    CY,
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
-    """The epilogue of one tile."""
-    PIXELS: tl.constexpr = TILE_H * TILE_W
-    BLOCK_M: tl.constexpr = TILE_N * PIXELS
-    acc += bias[None, :]
-    if emb is not None:
-        acc = (acc.reshape(TILE_N, PIXELS, BLOCK_C) + emb[:, None, :]).reshape(BLOCK_M, BLOCK_C)
-    offs_c = c0 + tl.arange(0, BLOCK_C)
-    places = (pixels * CY)[:, None] + offs_c[None, :]
-    mask = inside[:, None] & (offs_c < CY)[None, :]
-    if residual_ptr is not None:
-        acc += tl.load(residual_ptr + places, mask=mask, other=0.0).to(tl.float32)
-    y = acc.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + places, y, mask=mask)
-    if partial_ptr is not None:
-        # about the mean of the tile, since a difference of large sums would cancel
-        v = y.to(tl.float32)
-        count = PIXELS
-        if RAGGED:
-            v = tl.where(inside[:, None], v, 0.0)
-            count = tl.minimum(P, TILE_H) * tl.minimum(Q, TILE_W)  # inside of any tile
-        v = v.reshape(TILE_N, PIXELS, BLOCK_C)
-        total = tl.sum(v, axis=1)
-        v -= (total / count)[:, None, :]
-        if RAGGED:
-            v = tl.where(inside.reshape(TILE_N, PIXELS)[:, :, None], v, 0.0)
-        _store_partials(
-            partial_ptr, total, tl.sum(v * v, axis=1), n0, h0, w0, c0, N, P, Q, C,
-            TILE_N, TILE_H, TILE_W, BLOCK_C,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["N", "P", "Q"])
@@ -315,38 +260,17 @@ def conv_pointer_forward_kernel(
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
     n0, h0, w0, c0 = tile_origin(P, Q, CY, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
     pixels, inside, bits = tile_pixels(
-        n0, h0, w0, N, P, Q, R // 2, R + ROWS - 1, S, TILE_N, TILE_H, TILE_W
+        n0, h0, w0, N, P, Q, R // 2, R + ROWS - 1, S, TILE_N, TILE_H, TILE_W, ROWS
     )
     at = (n0.to(tl.int64) * P + h0) * Q + w0
-    acc0 = tl.zeros([BLOCK_M, BLOCK_C], dtype=tl.float32)
-    acc0, acc1, acc2, acc3 = multiply(
-        acc0, acc0, acc0, acc0, x_ptr + at * KX, w_ptr, pixels, bits, c0, K, KX, C, CY, stride_w,
-        Q,        R, S, TRANSPOSED, ROWS, EXACT, False, PRECISION, BLOCK_C, BLOCK_K,
-    )  # fmt: skip
-    own = bits if ROWS > 1 else inside.to(tl.int32)
-    if extra1_ptr is not None:
-        C1 *= UNIT
-        stride_w1 *= UNIT
-        acc0, acc1, acc2, acc3 = multiply(
-            acc0, acc1, acc2, acc3, extra1_ptr + at * C1, extra1_w_ptr, pixels, own, c0, C1, C1, C,
-            CY, stride_w1, Q, 1, 1, False, ROWS, EXACT, PRECISION == "tf32", PRECISION, BLOCK_C,
-            BLOCK_K,
-        )  # fmt: skip
-    if extra2_ptr is not None:
-        C2 *= UNIT
-        stride_w2 *= UNIT
-        acc0, acc1, acc2, acc3 = multiply(
-            acc0, acc1, acc2, acc3, extra2_ptr + at * C2, extra2_w_ptr, pixels, own, c0, C2, C2, C,
-            CY, stride_w2, Q, 1, 1, False, ROWS, EXACT, PRECISION == "tf32", PRECISION, BLOCK_C,
-            BLOCK_K,
-        )  # fmt: skip
     offs_c = c0 + tl.arange(0, BLOCK_C)
     bias = tl.zeros([BLOCK_C], dtype=tl.float32)
     if bias_ptr is not None:
         bias += tl.load(bias_ptr + offs_c, mask=offs_c < C, other=0.0)
     if extra_bias_ptr is not None:
         bias += tl.load(extra_bias_ptr + offs_c, mask=offs_c < C, other=0.0)
-    emb = None
+    PIXELS: tl.constexpr = TILE_H * TILE_W
+    acc = tl.zeros([BLOCK_M, BLOCK_C], dtype=tl.float32) + bias[None, :]
     if emb_ptr is not None:
         offs_n = n0 + tl.arange(0, TILE_N)
         emb = tl.load(
@@ -354,13 +278,70 @@ def conv_pointer_forward_kernel(
             mask=(offs_n < N)[:, None] & (offs_c < C)[None, :],
             other=0.0,
         )
+        acc = (acc.reshape(TILE_N, PIXELS, BLOCK_C) + emb[:, None, :]).reshape(BLOCK_M, BLOCK_C)
+    accs = ()
+    for _ in tl.static_range(ROWS):
+        accs = accs + (acc,)
+    accs = multiply(
+        accs, x_ptr + at * KX, w_ptr, pixels, bits, c0, K, KX, C, CY, stride_w, Q,
+        R, S, TRANSPOSED, ROWS, EXACT, False, PRECISION, BLOCK_C, BLOCK_K,
+    )  # fmt: skip
+    own = bits if ROWS > 1 else inside.to(tl.int32)
+    if extra1_ptr is not None:
+        C1 *= UNIT
+        stride_w1 *= UNIT
+        accs = multiply(
+            accs, extra1_ptr + at * C1, extra1_w_ptr, pixels, own, c0, C1, C1, C, CY, stride_w1, Q,
+            1, 1, False, ROWS, EXACT, PRECISION == "tf32", PRECISION, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
+    if extra2_ptr is not None:
+        C2 *= UNIT
+        stride_w2 *= UNIT
+        accs = multiply(
+            accs, extra2_ptr + at * C2, extra2_w_ptr, pixels, own, c0, C2, C2, C, CY, stride_w2, Q,
+            1, 1, False, ROWS, EXACT, PRECISION == "tf32", PRECISION, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
+    places = (pixels * CY)[:, None] + offs_c[None, :]
+    mask = inside[:, None] & (offs_c < CY)[None, :]
+    # a row is loaded before the one above it is done: no load is moved across the barriers between
+    residual = None
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + at * CY + places, mask=mask, other=0.0)
+    ys = ()
     for row in tl.static_range(ROWS):
-        acc = acc0 if row == 0 else acc1 if row == 1 else acc2 if row == 2 else acc3
         below = (at + row * Q) * CY
-        _finish_forward(
-            acc, y_ptr + below, None if residual_ptr is None else residual_ptr + below, bias, emb,
-            partial_ptr, pixels, inside, n0, h0 + row, w0, c0, N, P, Q, C, CY,
-            TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+        ahead = residual
+        if residual_ptr is not None and row + 1 < ROWS:
+            ahead = tl.load(residual_ptr + below + Q * CY + places, mask=mask, other=0.0)
+        y = accs[row]
+        if residual_ptr is not None:
+            y += residual.to(tl.float32)
+        residual = ahead
+        y = _rounded(y, y_ptr.dtype.element_ty)
+        tl.store(y_ptr + below + places, y, mask=mask)
+        if partial_ptr is not None:
+            y = y.to(tl.float32)
+            ys = ys + ((tl.where(inside[:, None], y, 0.0) if RAGGED else y),)
+    if partial_ptr is not None:
+        # about the mean of the tile, since a difference of large sums would cancel; of all rows
+        # together, number by number, before anything is added across threads
+        total = ys[0]
+        for row in tl.static_range(1, ROWS):
+            total += ys[row]
+        total = tl.sum(total.reshape(TILE_N, PIXELS, BLOCK_C), axis=1)
+        count = ROWS * PIXELS
+        if RAGGED:
+            count = tl.minimum(P, TILE_H) * tl.minimum(Q, TILE_W)  # inside of any tile
+        mean = (total / count)[:, None, :]
+        squares = tl.zeros([TILE_N, PIXELS, BLOCK_C], dtype=tl.float32)
+        for row in tl.static_range(ROWS):
+            v = ys[row].reshape(TILE_N, PIXELS, BLOCK_C) - mean
+            if RAGGED:
+                v = tl.where(inside.reshape(TILE_N, PIXELS)[:, :, None], v, 0.0)
+            squares += v * v
+        _store_partials(
+            partial_ptr, total, tl.sum(squares, axis=1), n0, h0, w0, c0, N, P, Q, C,
+            TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C,
         )  # fmt: skip
 
 
@@ -445,43 +426,57 @@ def conv_pointer_input_grad_kernel(
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
     n0, h0, w0, c0 = tile_origin(P, Q, CI, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
     pixels, inside, bits = tile_pixels(
-        n0, h0, w0, N, P, Q, R // 2, R + ROWS - 1, S, TILE_N, TILE_H, TILE_W
+        n0, h0, w0, N, P, Q, R // 2, R + ROWS - 1, S, TILE_N, TILE_H, TILE_W, ROWS
     )
     at = (n0.to(tl.int64) * P + h0) * Q + w0
-    acc0 = tl.zeros([BLOCK_M, BLOCK_C], dtype=tl.float32)
-    acc0, acc1, acc2, acc3 = multiply(
-        acc0, acc0, acc0, acc0, dy_ptr + at * KX, w_ptr, pixels, bits, c0, CO, KX, CI, CI,
-        R * S * CI, Q, R, S, True, ROWS, EXACT, False, PRECISION, BLOCK_C, BLOCK_K,
+    accs = ()
+    for _ in tl.static_range(ROWS):
+        accs = accs + (tl.zeros([BLOCK_M, BLOCK_C], dtype=tl.float32),)
+    accs = multiply(
+        accs, dy_ptr + at * KX, w_ptr, pixels, bits, c0, CO, KX, CI, CI, R * S * CI, Q,
+        R, S, True, ROWS, EXACT, False, PRECISION, BLOCK_C, BLOCK_K,
     )  # fmt: skip
+    # a row is loaded before the one above it is done: no load is moved across the barriers between
+    x = _load_either(x1_ptr, x2_ptr, at, pixels, inside, c0, C1, CI, STRADDLING, BLOCK_C)
     offs_c = c0 + tl.arange(0, BLOCK_C)
     offs_n = n0 + tl.arange(0, TILE_N)
     of_images = (offs_n < N)[:, None] & (offs_c < CI)[None, :]
     ptrs = table_ptr + offs_n.to(tl.int64)[:, None] * 4 * CI + offs_c[None, :]
     mean = tl.load(ptrs, mask=of_images, other=0.0)[:, None, :]
     rstd = tl.load(ptrs + CI, mask=of_images, other=0.0)[:, None, :]
-    g = tl.load(ptrs + 2 * CI, mask=of_images, other=0.0)[:, None, :]
+    g = tl.load(ptrs + 2 * CI, mask=of_images, other=0.0)[:, None, :] * rstd
     b = tl.load(ptrs + 3 * CI, mask=of_images, other=0.0)[:, None, :]
+    SOME: tl.constexpr = 16 if PIXELS > 16 else PIXELS  # sums of pixels that a thread has anyway
+    first_sum = tl.zeros([TILE_N, SOME, BLOCK_C], dtype=tl.float32)
+    second_sum = first_sum
     for row in tl.static_range(ROWS):
-        acc = acc0 if row == 0 else acc1 if row == 1 else acc2 if row == 2 else acc3
+        acc = accs[row]
         place = at + row * Q
-        x = _load_either(x1_ptr, x2_ptr, place, pixels, inside, c0, C1, CI, STRADDLING, BLOCK_C)
-        xhat = (x.to(tl.float32).reshape(TILE_N, PIXELS, BLOCK_C) - mean) * rstd
+        ahead = x
+        if row + 1 < ROWS:
+            ahead = _load_either(
+                x1_ptr, x2_ptr, place + Q, pixels, inside, c0, C1, CI, STRADDLING, BLOCK_C
+            )
+        centered = x.to(tl.float32).reshape(TILE_N, PIXELS, BLOCK_C) - mean
         if rng_ptr is not None:
             m = tl.arange(0, BLOCK_M)
-            pixel = (h0 + row + m // TILE_W % TILE_H) * Q + w0 + m % TILE_W
+            pixel = (h0 + row + m // TILE_W % TILE_H * ROWS) * Q + w0 + m % TILE_W
             quad = (pixel[:, None] * CI + c0) // 4 + tl.arange(0, BLOCK_C // 4)[None, :]
             sample = first + n0 + m // PIXELS
             keep = kept(rng_ptr, sample[:, None], quad, stream, drop)
             acc = tl.where(keep, acc * (1.0 / (1.0 - drop)), 0.0)
-        dz = acc.reshape(TILE_N, PIXELS, BLOCK_C) * activate_affine_grad(xhat, g, b, ACT)
+        dz = acc.reshape(TILE_N, PIXELS, BLOCK_C) * activate_affine_grad(centered, g, b, ACT)
         if RAGGED:
             within = inside.reshape(TILE_N, PIXELS)[:, :, None]
             dz = tl.where(within, dz, 0.0)
-            xhat = tl.where(within, xhat, 0.0)
-        _store_partials(
-            partial_ptr, tl.sum(dz, axis=1), tl.sum(dz * xhat, axis=1),
-            n0, h0 + row, w0, c0, N, P, Q, CI, TILE_N, TILE_H, TILE_W, BLOCK_C,
-        )  # fmt: skip
+            centered = tl.where(within, centered, 0.0)
+        first_sum += tl.sum(dz.reshape(TILE_N, PIXELS // SOME, SOME, BLOCK_C), axis=1)
+        second_sum += tl.sum((dz * centered).reshape(TILE_N, PIXELS // SOME, SOME, BLOCK_C), axis=1)
         dz = dz.reshape(BLOCK_M, BLOCK_C).to(dz_ptr.dtype.element_ty)
         mask = inside[:, None] & (offs_c < CI)[None, :]
         tl.store(dz_ptr + place * CI + ((pixels * CI)[:, None] + offs_c[None, :]), dz, mask=mask)
+        x = ahead
+    _store_partials(
+        partial_ptr, tl.sum(first_sum, axis=1), tl.sum(second_sum * rstd, axis=1),
+        n0, h0, w0, c0, N, P, Q, CI, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C,
+    )  # fmt: skip

@@ -19,7 +19,9 @@ from .tma_boxes import is_ragged, tile_sizes
 
 TILES = [
     PointerTile(64, 64, 32, 4, 4),
+    PointerTile(64, 64, 64, 4, 3),
     PointerTile(64, 128, 32, 4, 4),
+    PointerTile(64, 128, 64, 4, 3),
     PointerTile(64, 128, 32, 8, 4),
     PointerTile(128, 64, 32, 4, 4),
     PointerTile(128, 128, 32, 8, 4),
@@ -146,11 +148,12 @@ def _skip_dx_pointer_kernel(
     n0, h0, w0, c0 = tile_origin(P, Q, C, TILE_N, TILE_H, TILE_W, BLOCK_C)
     pixels, inside, _ = tile_pixels(n0, h0, w0, N, P, Q, 0, 1, 1, TILE_N, TILE_H, TILE_W)
     at = (n0.to(tl.int64) * P + h0) * Q + w0
-    acc = tl.zeros([TILE_N * TILE_H * TILE_W, BLOCK_C], dtype=tl.float32)
-    acc, _, _, _ = multiply(
-        acc, acc, acc, acc, dy_ptr + at * CO, w_ptr, pixels, inside.to(tl.int32), c0, CO, CO, C,
+    accs = (tl.zeros([TILE_N * TILE_H * TILE_W, BLOCK_C], dtype=tl.float32),)
+    accs = multiply(
+        accs, dy_ptr + at * CO, w_ptr, pixels, inside.to(tl.int32), c0, CO, CO, C,
         C, stride_w, Q, 1, 1, True, 1, EXACT, False, PRECISION, BLOCK_C, BLOCK_K,
     )  # fmt: skip
+    acc = accs[0]
     offs_c = c0 + tl.arange(0, BLOCK_C)
     offs_n = n0 + tl.arange(0, TILE_N)
     mask = (offs_n < N)[:, None] & (offs_c < C)[None, :]

@@ -89,6 +89,16 @@ def row_box(block_m: int, rows: int, p: int, q: int) -> tuple[int, int, int] | N
     return (block_m // width, 1, width) if width >= 16 and p % rows == 0 else None
 
 
+def spread_row_box(block_m: int, rows: int, p: int, q: int) -> tuple[int, int, int] | None:
+    """A box of every so many-th row of an image, whose columns divide its own: `rows` such boxes,
+    one row below the other, leave no gaps. Where an image has too few rows, one row of each of
+    several images."""
+    box = row_box(block_m, rows, p, q)
+    if box is not None and p % (rows * box[0]) == 0:
+        return 1, box[0], box[2]
+    return box
+
+
 @lru_cache
 def wgrad_box(block_m: int, n: int, p: int, q: int) -> tuple[tuple[int, int, int], bool]:
     """Such a box of at most `block_m` pixels, and whether it is a run of successive pixels.
