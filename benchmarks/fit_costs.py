@@ -41,11 +41,12 @@ class Time(NamedTuple):
     us: float
 
 
-Layers = dict[tuple[str, ConvSpec], list[Time]]
+Layers = dict[tuple[str, ConvSpec, Device], list[Time]]
 
 
-def read(paths: Sequence[str], gpu: Device) -> Layers:
-    """By operation and spec, without kernels that have no model."""
+def read(paths: Sequence[str], former: Device) -> Layers:
+    """By operation, spec and GPU, which is `former` where a line does not say it; without kernels
+    that have no model."""
     ops = {op.name: op for op in OPS.values()}
     layers: Layers = defaultdict(list)
     for path in paths:
@@ -56,12 +57,15 @@ def read(paths: Sequence[str], gpu: Device) -> Layers:
             if kernel is None or kernel.work is None:
                 continue
             spec = _spec(row["spec"])
+            gpu = Device(**row["gpu"]) if "gpu" in row else former
             config = kernel.config(**row["config"])
             key = cost.name(kernel.name, kernel.fitted_by, config)
             if (work := kernel.work(spec, gpu, config)) is None:
                 continue
             terms = cost.terms(work, gpu)
-            layers[op.name, spec].append(Time(key, kernel.name, row["config"], terms, row["us"]))
+            layers[op.name, spec, gpu].append(
+                Time(key, kernel.name, row["config"], terms, row["us"])
+            )
     return {key: times for key, times in layers.items() if len(times) >= _FEWEST_CHOICES}
 
 
@@ -133,8 +137,8 @@ def leave_out(layers: Layers) -> list[tuple[float, str]]:
             continue
         taken, predicted = choice
         best = min(times, key=lambda time: time.us)
-        op, s = key
-        shape = f"{s.n}x{s.h}x{s.w} {s.k}->{s.c} {s.r}x{s.s}"
+        op, s, gpu = key
+        shape = f"{s.n}x{s.h}x{s.w} {s.k}->{s.c} {s.r}x{s.s} sm_{gpu.arch}"
         config = " ".join(f"{k}={v}" for k, v in taken.config.items())
         line = f"| {op} {shape} | {best.us:.1f} | {best.kernel} | {taken.us:.1f} "
         line += f"| {taken.kernel} {config} | {predicted:.1f} |"

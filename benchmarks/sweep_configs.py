@@ -2,13 +2,13 @@
 
     python -m benchmarks.sweep_configs [key=value ...]
 
-    out=sweep.jsonl     a line for each: op, spec, kernel, config, microseconds
+    out=sweep.jsonl     a line for each: op, spec, GPU, kernel, config, microseconds
     processes=16        that compile side by side, first
     compiling=100       seconds that they have
     timing=60           seconds after that
     shapes=0            so many of the layers and batches; 0: all
-    passes=forward,input_grad,weight_grad,split,few
-    layers=mixed,wide,pointwise,odd   of the first three passes: which of `LAYERS`
+    passes=forward,input_grad,weight_grad,skip_dx,split,few
+    layers=mixed,wide,pointwise,odd,narrow   of the first three passes: which of `LAYERS`
 
 It is what the cost models are fitted to (`benchmarks.fit_costs`). Layers come in random order, each
 with all of its configurations, and lines are written as they are found: a run that its time cuts
@@ -39,6 +39,7 @@ from triton_kernels.conv.fused import (
     conv_weight_grad,
 )
 from triton_kernels.conv.plain.split_k import CONV_SPLIT
+from triton_kernels.conv.skip_dx import SKIP_DX, skip_dx
 from triton_kernels.conv.weight_grad import WEIGHT_GRAD
 from triton_kernels.registry.choose import listed
 from triton_kernels.registry.kernel import Op
@@ -52,13 +53,13 @@ DEFAULTS = {
     "compiling": 100,
     "timing": 60,
     "shapes": 0,
-    "passes": ("forward", "input_grad", "weight_grad", "split", "few"),
-    "layers": ("mixed", "wide", "pointwise", "odd"),
+    "passes": ("forward", "input_grad", "weight_grad", "skip_dx", "split", "few"),
+    "layers": ("mixed", "wide", "pointwise", "odd", "narrow"),
     "part": -1,  # the share of a compiling process
 }
 OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
 OF_FEW = {"split": CONV_SPLIT, "few": CONV_FEW}
-OPS |= OF_FEW
+OPS |= {"skip_dx": SKIP_DX} | OF_FEW
 
 # (rows and columns, channels of x and of y, side of the filter, batches)
 LAYERS = {
@@ -120,7 +121,22 @@ LAYERS = {
         (20, 320, 320, 3, (32,)),
         (10, 640, 640, 3, (32,)),
     ),
+    "narrow": (  # images, and what is made of them, in padded channels
+        (64, 16, 64, 3, (32, 128)),
+        (64, 64, 16, 3, (32, 128)),
+    ),
 }
+# (rows and columns, channels of both halves of x, of y, whether the first is upsampled, batches)
+LAYERS_OF_SKIPS = (
+    (64, 64, 64, 64, False, (16, 128)),
+    (64, 128, 64, 64, True, (16, 128)),
+    (32, 128, 64, 128, False, (32, 128)),
+    (32, 192, 128, 128, True, (32, 128)),
+    (16, 192, 192, 192, False, (32, 128)),
+    (16, 256, 192, 192, True, (32, 128)),
+    (8, 256, 192, 256, False, (32, 128)),
+    (32, 384, 384, 384, False, (16,)),
+)
 # the same, of one image; every third, and 1x1 filters, also of four; those of 16 too
 LAYERS_OF_FEW = (
     (32, 320, 320, 3),  # latents
@@ -189,6 +205,9 @@ def specs(passes: Sequence[str], layers: Sequence[str]) -> list[tuple[str, ConvS
             weight = ConvSpec(k=ci, c=co, **given, **of_filters, **sizes)
             named = {"forward": forward, "input_grad": grad, "weight_grad": weight}
             found += [(name, named[name]) for name in passes if name in named]
+    for side, c1, c2, co, upsampled, batches in LAYERS_OF_SKIPS if "skip_dx" in passes else ():
+        given = {"dtype": "bf16", "h": side, "w": side, "r": 1, "s": 1, "upsampled": upsampled}
+        found += [("skip_dx", ConvSpec(n=n, k=co, c=c1 + c2, first=c1, **given)) for n in batches]
     for i, (side, ci, co, r) in enumerate(LAYERS_OF_FEW):
         for n in (1, 4, 16)[: 3 if r == 1 else 1 + (i % 3 == 0)]:
             given = {"n": n, "dtype": "bf16", "h": side, "w": side, "r": r, "s": r}
@@ -219,6 +238,8 @@ def runner(op: Op, spec: ConvSpec, device: torch.device) -> Callable[[tuple], Te
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(torch.bfloat16)
 
+    if op is SKIP_DX:
+        return _skip_runner(spec, drawn, device)
     n, h, w, (co, ci) = spec.n, spec.h, spec.w, spec.of_filters
     x, dy = drawn(n, h, w, ci), drawn(n, h, w, co)
     weight = drawn(co, spec.r, spec.s, ci).permute(0, 3, 1, 2) / math.sqrt(spec.taps * ci)
@@ -236,6 +257,19 @@ def runner(op: Op, spec: ConvSpec, device: torch.device) -> Callable[[tuple], Te
         return out.permute(0, 2, 3, 1)
 
     return weight_grad
+
+
+def _skip_runner(
+    spec: ConvSpec, drawn: Callable[..., Tensor], device: torch.device
+) -> Callable[[tuple], Tensor]:
+    n, h, w, c1 = spec.n, spec.h, spec.w, spec.first
+    dy, dz = drawn(n, h, w, spec.k), drawn(n, h, w, spec.c)
+    weight = drawn(spec.k, spec.c, 1, 1) / math.sqrt(spec.k)
+    factor = 2 if spec.upsampled else 1
+    x1, x2 = drawn(n, h // factor, w // factor, c1), drawn(n, h, w, spec.c - c1)
+    coeff = torch.ones((n, 3, spec.c), device=device)
+    given = {"upsample1": bool(spec.upsampled)}
+    return lambda c: skip_dx(dy, weight, dz, x1, x2, coeff, config=c, **given)[0]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -295,6 +329,7 @@ def _time_all(jobs: list[tuple[str, ConvSpec]], device: torch.device, settings: 
                     print(f"{lines} times of {done} of {len(jobs)} layers and passes")
                     return
                 row = {"op": op.name, "spec": asdict(spec), "kernel": kernel}
+                row["gpu"] = gpu._asdict()
                 row["config"] = dict(zip(config._fields, config, strict=True))
                 try:
                     result = run(config)

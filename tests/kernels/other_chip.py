@@ -4,7 +4,8 @@
 
 Within `other_chip` Triton compiles for that older chip down to PTX, and ptxas makes machine code of
 it for the GPU that there is; launchers take the GPU for one with that chip's units and shared
-memory. The speed says what those instructions do here, and nothing of the chip's own clocks, caches
+memory, and programs ask for so much of it that a multiprocessor here has room for as many as one
+there. The speed says what those instructions do here, and nothing of the chip's own clocks, caches
 and memory. PTX for a newer chip has instructions that ptxas refuses (sm_120 on sm_90: additions of
 float32 and bfloat16).
 """
@@ -26,6 +27,8 @@ from triton_kernels.runtime.device import Device, standing_for
 
 from .compile_only import SHARED_LIMIT
 
+_CROWDED = 8  # programs on a multiprocessor; of more there are too few registers anyway
+
 
 @contextmanager
 def other_chip(
@@ -41,6 +44,7 @@ def other_chip(
     make_cubin, make_hash = CUDABackend.make_cubin, CUDABackend.hash
 
     def assembled(self, source, metadata, options, capability):
+        metadata["shared"] = _as_crowded(metadata["shared"], arch, host)
         return make_cubin(self, source, metadata, options, host)
 
     chip = Device(False, num_sms, SHARED_LIMIT[arch], arch=arch)
@@ -49,7 +53,7 @@ def other_chip(
         for place, name, value in (
             (CudaDriver, "get_current_target", lambda self: target),
             (CUDABackend, "make_cubin", assembled),
-            (CUDABackend, "hash", lambda self: f"{make_hash(self)}-on-{host}"),
+            (CUDABackend, "hash", lambda self: f"{make_hash(self)}-as-on-{host}"),
         ):
             stack.enter_context(patch.object(place, name, value))
         stack.enter_context(standing_for(chip))
@@ -58,6 +62,14 @@ def other_chip(
             yield
         finally:
             _forget_kernels()
+
+
+def _as_crowded(shared: int, arch: int, host: int) -> int:
+    """Bytes of a program of which a multiprocessor of `host` holds no more than one of `arch` does
+    of programs of `shared` bytes. The driver takes 1 KiB of each."""
+    there, here = SHARED_LIMIT[arch] + 1024, SHARED_LIMIT[host] + 1024
+    programs = there // (shared + 1024)
+    return max(shared, here // programs - 1024) if 0 < programs <= _CROWDED else shared
 
 
 def _forget_kernels() -> None:

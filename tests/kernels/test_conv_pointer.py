@@ -8,8 +8,10 @@ from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv.fused import conv_forward, conv_plain_input_grad
 from triton_kernels.conv.plain import pointer, pointer_wgrad
 from triton_kernels.conv.plain.pointer_tiles import TILES
+from triton_kernels.conv.plain.tma_boxes import spread_row_box
 
 from .distinct import distinct
+from .other_chip import _as_crowded
 from .poison import poison_outputs
 from .test_conv_fused import (
     DTYPES,
@@ -143,6 +145,27 @@ def test_a_gradient_without_an_epilogue_has_no_channels_beside_those_of_the_filt
 @pytest.mark.parametrize("c1", [8, 48, 65])
 def test_two_inputs_in_one_tile_of_channels(c1, device):
     check_grad(Shape(2, 3, 5, c1 + 48, 16), c1, torch.float16, device)
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_rows_of_a_program_leave_no_gaps(rows):
+    """Those of its boxes are every row of a block, or one row each of several images."""
+    for p, q in ((16, 16), (8, 32), (64, 64), (12, 48), (20, 16)):
+        images, high, wide = spread_row_box(64, rows, p, q)
+        assert images * high * wide == 64 and q % wide == 0
+        covered = sorted(rows * h + row for h in range(high) for row in range(rows))
+        assert covered == list(range(rows * high)) and p % (rows * high) == 0
+    assert spread_row_box(64, 4, 16, 16) == (1, 4, 16) and spread_row_box(64, 4, 4, 16)[0] == 4
+    assert spread_row_box(64, 4, 16, 8) is None and spread_row_box(64, 4, 6, 16) is None
+
+
+def test_a_stand_in_is_as_crowded_as_the_chip():
+    """As many programs of so much shared memory as 100 KiB hold, with 1 KiB more for each."""
+    assert _as_crowded(73728, 89, 90) == 232448  # one
+    assert _as_crowded(36864, 89, 90) == 233472 // 2 - 1024
+    assert _as_crowded(73728, 80, 90) == 233472 // 2 - 1024
+    assert _as_crowded(512, 80, 90) == 512 and _as_crowded(0, 89, 90) == 0
+    assert _as_crowded(200_000, 89, 90) == 200_000  # which does not fit there
 
 
 # --- weight gradient ------------------------------------------------------------------------------

@@ -100,6 +100,7 @@ def split_kernel(
     in_place: bool = False,
     work: Callable[[ConvSpec, Device, tuple], Work] | None = None,  # of a configuration
     fitted_by: tuple[str, ...] = (),
+    borrows: int | None = None,
 ) -> SplitKernel:
     """The kernel of such tiles. Its cost is that of a tile with the best number of parts."""
     config = with_splits(tile)
@@ -134,6 +135,7 @@ def split_kernel(
         lambda c, operands: launch(c.tile, c.splits, operands),
         work,
         fitted_by,
+        borrows,
         tile=tile,
         splits=splits,
         pads=pads,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..registry.choose import select
-from ..registry.cost import Work
+from ..registry.cost import HOPPER, Work
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import ConvSpec
 from ..runtime.device import Device, describe
@@ -77,7 +77,7 @@ CONV_FEW = Op(
             lambda *_: [Early()],
             launch=lambda _, *tensors, **options: small_batch.conv_early(*tensors, **options),
             work=lambda spec, gpu, _: small_batch.whole_work(spec),
-            borrows=True,
+            borrows=HOPPER,
         ),
         Kernel(
             "single_tile",

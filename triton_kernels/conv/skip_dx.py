@@ -23,12 +23,13 @@ from ..norm.inline_statistics_kernels import folded_coefficients
 from ..norm.tables import check_partials_of, covering_groups, tiles_at_a_time
 from ..reductions.row_sums import RowSums
 from ..registry.choose import select
+from ..registry.cost import AMPERE, Work
 from ..registry.kernel import Kernel, Op
 from ..registry.spec import ConvSpec, dtype_name, precision_of
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import Device, describe
 from ..tf32 import as_operand
-from .plain import pointer_skip_dx
+from .plain import pointer_skip_dx, pointer_tiles
 from .plain.fused_launch import columns_in_boxes
 from .plain.pointer_tiles import PointerTile
 from .plain.tf32x3 import multiply_split, whole_sum
@@ -426,6 +427,11 @@ def _of_pointer(spec: ConvSpec, gpu: Device) -> list[PointerTile]:
     return _fitting(pointer_skip_dx.candidates(spec.k, spec.precision), spec)
 
 
+def _pointer_work(spec: ConvSpec, gpu: Device, c: PointerTile) -> Work:
+    box = _box(c, spec.n, spec.h, spec.w, bool(spec.upsampled))
+    return pointer_tiles.work(spec, gpu, c, box)
+
+
 def _key(spec: ConvSpec) -> dict[str, Any]:
     names = ("h", "w", "k", "c", "first", "dtype", "upsampled")
     return {name: getattr(spec, name) for name in names} | {"add": spec.residual}
@@ -436,7 +442,15 @@ SKIP_DX = Op(
     key=_key,
     kernels=(
         Kernel("tma", Config, _refuse_tma, _of_tma),
-        Kernel("pointer", PointerTile, _refuse_pointer, _of_pointer),
+        Kernel(
+            "pointer",
+            PointerTile,
+            _refuse_pointer,
+            _of_pointer,
+            work=_pointer_work,
+            fitted_by=pointer_tiles.FITTED_BY,
+            borrows=AMPERE,
+        ),
     ),
     similar=False,
 )

@@ -23,7 +23,8 @@ from typing import NamedTuple
 from ..runtime.device import Device
 
 _MEASURED = Path(__file__).parents[1] / "measured"
-HOPPER = 90  # the architecture whose parameters kernels may borrow on one that nobody has fitted
+# Architectures whose parameters kernels may borrow on one that nobody has fitted
+HOPPER, AMPERE = 90, 80
 _log = logging.getLogger(__name__)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from ..runtime import device
 from ..runtime.device import Device
-from .cost import HOPPER, Work, microseconds, name, parameters
+from .cost import Work, microseconds, name, parameters
 from .spec import Spec
 
 CLOCKS = 1755.0  # a microsecond, of an H100: only ratios of costs decide
@@ -45,8 +45,8 @@ class Kernel(Generic[C]):
     # nobody knows), and the fields of a configuration that have parameters of their own
     work: Callable[[Spec, Device, C], Work | None] | None = None
     fitted_by: tuple[str, ...] = ()
-    # whether chips that nobody has fitted have Hopper's parameters, in their own waves
-    borrows: bool = False
+    # the architecture whose parameters chips have that nobody has fitted, in their own waves
+    borrows: int | None = None
 
     def model(self, spec: Spec, gpu: Device, config: C) -> float | None:
         """Microseconds by parameters that were fitted to times; None: there are none."""
@@ -63,8 +63,8 @@ class Kernel(Generic[C]):
     def predict(self, spec: Spec, gpu: Device, config: C) -> float:
         """Microseconds; infinite if it is to be taken only where it was measured."""
         us = self.model(spec, gpu, config)
-        if us is None and self.borrows:
-            us = self._fitted(HOPPER, spec, gpu, config)
+        if us is None and self.borrows is not None:
+            us = self._fitted(self.borrows, spec, gpu, config)
         if us is None and self.cost is not None:
             us = self.cost(spec, gpu, config)
         return math.inf if us is None else us

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...activations import rounded_grad
 from ...noise.dropout import mask_arguments
+from ...registry.cost import AMPERE
 from ...registry.kernel import Kernel
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
@@ -18,7 +19,7 @@ from ..configs import ConvOperands
 from ..hopper.operands import Operands
 from .fused_tiles import box_of, programs
 from .pointer_kernels import conv_pointer_forward_kernel, conv_pointer_input_grad_kernel
-from .pointer_tiles import PointerTile, cost, divide, fitting, refuse
+from .pointer_tiles import FITTED_BY, PointerTile, cost, divide, fitting, refuse, work
 from .tma_boxes import is_ragged
 
 # --- forward --------------------------------------------------------------------------------------
@@ -187,8 +188,12 @@ def _constants(
     }
 
 
-FORWARD = Kernel("pointer", PointerTile, refuse, fitting, cost, launch=forward)
-INPUT_GRAD = Kernel("pointer", PointerTile, refuse, fitting, cost, launch=input_grad)
+FORWARD = Kernel(
+    "pointer", PointerTile, refuse, fitting, cost, forward, work, FITTED_BY, borrows=AMPERE
+)
+INPUT_GRAD = Kernel(
+    "pointer", PointerTile, refuse, fitting, cost, input_grad, work, FITTED_BY, borrows=AMPERE
+)
 PLAIN_FORWARD = PLAIN_INPUT_GRAD = Kernel(
-    "pointer", PointerTile, _refuse_plain, fitting, cost, launch=_plain
+    "pointer", PointerTile, _refuse_plain, fitting, cost, _plain, work, FITTED_BY, borrows=AMPERE
 )

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import triton
 
+from ...registry.cost import Work
 from ...registry.kernel import CLOCKS, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
@@ -20,29 +21,45 @@ class PointerTile(NamedTuple):
     block_k: int  # channels of x a step
     num_warps: int
     num_stages: int  # of which one is no buffer
-    rows: int = 1  # tiles one below the other, which share loads
+    rows: int = 1  # accumulators, each of the rows below another's, which share loads
+
+    @property
+    def sums(self) -> int:
+        """What a thread accumulates; those of few channels count as the smallest others."""
+        numbers = self.block_c * self.block_m * self.rows // (32 * self.num_warps)
+        return max(64 if self.rows > 1 else 32, numbers)
+
+    @property
+    def step(self) -> int:
+        """Channels of x a step, likewise."""
+        return self.block_k if self.rows > 1 else max(32, self.block_k)
 
 
 TILES = [
     PointerTile(64, 64, 32, 4, 4),
+    PointerTile(64, 64, 64, 4, 3),
     PointerTile(64, 128, 32, 4, 4),
+    PointerTile(64, 128, 64, 4, 3),
+    PointerTile(64, 256, 32, 4, 4),
     PointerTile(128, 64, 32, 4, 4),
     PointerTile(128, 128, 32, 4, 4),
+    PointerTile(128, 128, 64, 4, 3),
     PointerTile(128, 128, 32, 8, 4),
-    PointerTile(64, 256, 32, 8, 4),
-    PointerTile(64, 64, 64, 4, 3),
-    PointerTile(64, 128, 64, 4, 3),
     PointerTile(128, 128, 64, 8, 3),
-    PointerTile(64, 64, 16, 4, 4, 4),  # 3x3 filters
-    PointerTile(64, 64, 32, 8, 3, 4),
-    PointerTile(128, 64, 16, 8, 4, 4),
+    PointerTile(64, 64, 32, 4, 3, 4),  # 3x3 filters
+    PointerTile(64, 64, 16, 4, 3, 4),  # with half of the shared memory
+    PointerTile(64, 128, 32, 4, 3, 2),
     PointerTile(16, 128, 32, 4, 4),  # few channels of the result,
+    PointerTile(16, 64, 32, 4, 3, 4),
+    PointerTile(16, 128, 32, 4, 3, 4),
     PointerTile(64, 128, 16, 4, 4),  # or of x
     PointerTile(64, 64, 16, 4, 4),
     PointerTile(16, 64, 32, 4, 4),
     PointerTile(16, 64, 16, 4, 4),
 ]
+FITTED_BY = ("rows", "sums", "step")  # what parameters of costs belong to
 _FEW = 16  # channels
+_REGISTERS = 65536  # of a multiprocessor
 _UNIT = 8  # channels: 16 bytes, which are fetched at once
 # Otherwise numbers are fetched one by one, each with a pointer: larger tiles spill registers
 _OF_SINGLE_NUMBERS = [PointerTile(c, 64, k, 4, 4) for c in (16, 64) for k in (16, 32)]
@@ -78,35 +95,73 @@ def fitting(spec: ConvSpec, gpu: Device) -> list[PointerTile]:
             return False
         if c.rows > 1 and ((spec.r, spec.s) != (3, 3) or spec.w % 16 or spec.h % c.rows):
             return False
-        shared = (c.num_stages - 1) * sum(fetched(c, spec.itemsize))
         return (
-            (c.block_k <= _FEW) == (spec.k <= _FEW or c.rows > 1)
-            and shared <= gpu.shared_memory
+            (c.rows > 1 or (c.block_k <= _FEW) == (spec.k <= _FEW))
+            and _shared(c, spec) <= gpu.shared_memory
             and box_of(c, spec.n, spec.h, spec.w, is_even(spec)) is not None
         )
 
     found = [c for c in TILES if fits(c)]
+    shared = [c for c in found if is_shared(c.num_warps, _shared(c, spec), gpu)]
+    found = shared or found
     border = spec.first if spec.first != spec.c else None
     within = [c for c in found if not border or border % c.block_c == 0]
     return within or found
 
 
-def cost(spec: ConvSpec, gpu: Device, c: PointerTile) -> float:
-    """Microseconds by a crude model in clocks: a multiprocessor's programs multiply (1024
-    multiply-adds a clock) or fetch (24 bytes a clock) one after the other; filling the pipeline and
-    the epilogue are hidden by the programs that fit beside."""
-    box = box_of(c, spec.n, spec.h, spec.w, is_even(spec))
-    rounds = max(1, triton.cdiv(programs(c, box, spec.n, spec.h, spec.w, spec.c), gpu.num_sms))
-    step = max(
-        c.block_c * c.block_m * c.block_k * (3 * c.rows if c.rows > 1 else 1) / 1024,
-        sum(fetched(c, spec.itemsize)) / 24,
-    )
+def _shared(c: PointerTile, spec: ConvSpec) -> int:
+    """Bytes of a program."""
+    return (c.num_stages - 1) * sum(fetched(c, spec.itemsize))
+
+
+def work(
+    spec: ConvSpec,
+    gpu: Device,
+    c: PointerTile,
+    box: tuple[int, int, int] | None = None,  # of pixels; None: as `box_of` cuts the images
+) -> Work:
+    """What its programs do."""
+    box = box or box_of(c, spec.n, spec.h, spec.w, is_even(spec))
     taps = spec.taps // (3 if c.rows > 1 else 1)
     steps = taps * triton.cdiv(spec.k, c.block_k)
-    shared = (c.num_stages - 1) * sum(fetched(c, spec.itemsize)) + 1024
-    resident = max(1, min(gpu.shared_memory // shared, 8 // c.num_warps))
-    alone = 1500 + c.block_c * c.block_m * c.rows / c.num_warps
-    return rounds * (steps * step + alone / min(resident, rounds)) / CLOCKS
+    products = c.block_c * c.block_m * c.block_k * (3 * c.rows if c.rows > 1 else 1)
+    beside = sum(triton.cdiv(k, c.block_k) for k in spec.extra)
+    share = 3 if c.rows > 1 else 1  # a 1x1 filter is one of three rows of taps
+    return Work(
+        tiles=programs(c, box, spec.n, spec.h, spec.w, spec.c),
+        resident=resident(c.block_c * c.block_m * c.rows, _shared(c, spec), c.num_warps, gpu),
+        products=products * (steps + beside / share),
+        fetched=sum(fetched(c, spec.itemsize)) * (steps + beside / share),
+        steps=steps + beside,
+        written=c.block_c * c.block_m * c.rows,
+        memory=spec.bytes,
+        grad=spec.activation is not None,
+    )
+
+
+def resident(sums: int, shared: int, num_warps: int, gpu: Device) -> int:
+    """Programs that a multiprocessor holds at a time, of so many sums and bytes of shared memory:
+    a thread has about 100 registers beside its sums, of at most 255."""
+    threads = 32 * num_warps
+    by_registers = _REGISTERS // (threads * min(255, sums // threads + 100))
+    return max(1, min(gpu.shared_memory // (shared + 1024), by_registers))
+
+
+def is_shared(num_warps: int, shared: int, gpu: Device) -> bool:
+    """Whether a multiprocessor has room for eight warps of programs with so many bytes of shared
+    memory, as in all the times that costs are fitted to: four alone wait for every step."""
+    return num_warps * (gpu.shared_memory // (shared + 1024)) >= 8
+
+
+def cost(spec: ConvSpec, gpu: Device, c: PointerTile) -> float:
+    """Microseconds, of numbers of 32 bits, by a crude model in clocks: a multiprocessor's programs
+    multiply (1024 multiply-adds a clock) or fetch (24 bytes a clock) one after the other; filling
+    the pipeline and the epilogue are hidden by the programs that fit beside."""
+    todo = work(spec, gpu, c)
+    rounds = max(1, triton.cdiv(todo.tiles, gpu.num_sms))
+    alone = 1500 + todo.written / c.num_warps
+    step = max(todo.products / 1024, todo.fetched / 24)
+    return rounds * (step + alone / min(todo.resident, rounds)) / CLOCKS
 
 
 def divide(config: PointerTile, c: int, *k: int) -> bool:

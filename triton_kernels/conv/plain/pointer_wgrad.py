@@ -14,11 +14,13 @@ import triton
 import triton.language as tl
 
 from ...reductions.column_sum import num_splits
+from ...registry.cost import AMPERE, Work
 from ...registry.kernel import CLOCKS, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from ...tf32 import as_operand
 from ..configs import WgradOperands, fewest_of, split_kernel
+from .pointer_tiles import is_shared, resident
 from .tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box, row_box
 
 
@@ -29,7 +31,7 @@ class PointerWgradTile(NamedTuple):
     block_co: int
     block_ci: int
     block_m: int  # pixels a step
-    taps: int  # successive ones: 1, a row of the filter, or all
+    taps: int  # successive ones: 1, a row of the filter, or a column
     num_warps: int
     num_stages: int  # of which one is no buffer
     rows: int = 1  # of pixels one below the other a step, of 3x3 filters: taps are a column of them
@@ -37,18 +39,17 @@ class PointerWgradTile(NamedTuple):
 
 TILES = [
     PointerWgradTile(64, 64, 64, 1, 4, 3),
-    PointerWgradTile(64, 64, 32, 3, 4, 4),
-    PointerWgradTile(128, 64, 32, 3, 8, 4),
-    PointerWgradTile(64, 128, 32, 3, 8, 4),
+    PointerWgradTile(64, 64, 64, 3, 4, 3),
     PointerWgradTile(128, 128, 32, 1, 4, 4),
-    PointerWgradTile(128, 128, 32, 1, 8, 4),
-    PointerWgradTile(128, 128, 32, 3, 8, 3),
-    PointerWgradTile(64, 64, 32, 3, 4, 4, 2),
+    PointerWgradTile(128, 128, 64, 1, 4, 3),
+    PointerWgradTile(128, 128, 64, 1, 8, 3),
+    PointerWgradTile(64, 64, 32, 3, 4, 3, 2),
     PointerWgradTile(64, 64, 32, 3, 4, 3, 4),
-    PointerWgradTile(128, 64, 32, 3, 8, 3, 2),
-    PointerWgradTile(128, 64, 16, 3, 8, 4, 4),
-    PointerWgradTile(64, 16, 64, 9, 4, 3),  # few channels of x,
+    PointerWgradTile(64, 64, 16, 3, 4, 3, 4),  # with half of the shared memory
+    PointerWgradTile(64, 16, 64, 3, 4, 3),  # few channels of x,
+    PointerWgradTile(64, 16, 32, 3, 4, 3, 4),
     PointerWgradTile(16, 64, 64, 3, 4, 3),  # or of y
+    PointerWgradTile(16, 64, 32, 3, 4, 3, 4),
 ]
 _FEW = 16  # channels
 _OF_FMAS = [  # of float32 that is not in TF32, whose products are unrolled
@@ -234,16 +235,17 @@ def tiles(spec: ConvSpec, gpu: Device) -> list[PointerWgradTile]:
     """Those that can do it, less those that another serves better anyway."""
     co, ci = spec.of_filters
     same = spec.size == (spec.h, spec.w)
-    return [
+    found = [
         c
         for c in (_OF_FMAS if spec.precision == "ieee" else TILES)
-        if c.taps in (1, spec.s, spec.taps)
+        if c.taps in (1, spec.s)
         and (c.rows == 1 or ((3, 3) == (spec.r, spec.s) and same))
         and _box(c, spec.n, *spec.size) is not None
         and (c.block_ci > _FEW or ci <= _FEW)
         and (c.block_co > _FEW or co <= _FEW)
         and _shared(c, spec) <= gpu.shared_memory
     ]
+    return [c for c in found if is_shared(c.num_warps, _shared(c, spec), gpu)] or found
 
 
 def _shared(c: PointerWgradTile, spec: ConvSpec) -> int:
@@ -271,8 +273,8 @@ def _steps(c: PointerWgradTile, n: int, p: int, q: int) -> int:
 
 def _splits(spec: ConvSpec, gpu: Device, c: PointerWgradTile) -> int:
     co, ci = spec.of_filters
-    resident = min(gpu.shared_memory // _shared(c, spec), 8 // c.num_warps)
-    slots = gpu.num_sms * max(1, resident)
+    sums = c.block_co * c.block_ci * c.taps
+    slots = gpu.num_sms * resident(sums, _shared(c, spec), c.num_warps, gpu)
     programs = math.prod(_blocks(co, ci, spec.taps, c))
     return num_splits(programs, _steps(c, *spec.pixels), slots, fewest_of(spec))
 
@@ -288,10 +290,40 @@ def _cost(spec: ConvSpec, gpu: Device, c: PointerWgradTile) -> float:
     return math.prod(spec.pixels) * clocks / gpu.num_sms / CLOCKS
 
 
+def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
+    """What its programs do."""
+    co, ci = spec.of_filters
+    sums = c.block_co * c.block_ci * c.taps
+    steps = triton.cdiv(_steps(c, *spec.pixels), c.splits)
+    return Work(
+        tiles=math.prod(_blocks(co, ci, spec.taps, c)) * c.splits,
+        resident=resident(sums, _shared(c, spec), c.num_warps, gpu),
+        products=sums * c.rows * c.block_m * steps,
+        fetched=_fetched(c) * c.block_m * spec.itemsize * steps,
+        steps=steps,
+        written=0,
+        memory=math.prod(spec.pixels) * (spec.k + spec.c) * spec.itemsize,
+        parts=c.splits * co * ci * spec.taps * 4,
+        splits=c.splits,
+    )
+
+
 def _blocks(co: int, ci: int, taps: int, config: PointerWgradTile) -> tuple[int, int]:
     """Programs by blocks of channels, and by groups of taps."""
     blocks = triton.cdiv(co, config.block_co) * triton.cdiv(ci, config.block_ci)
     return blocks, taps // config.taps
 
 
-WEIGHT_GRAD = split_kernel(PointerWgradTile, refuse, tiles, _splits, launch_wgrad, _cost, pads=True)
+WEIGHT_GRAD = split_kernel(
+    PointerWgradTile,
+    refuse,
+    tiles,
+    _splits,
+    launch_wgrad,
+    _cost,
+    around=False,
+    pads=True,
+    work=_work,
+    fitted_by=("num_warps", "taps", "rows"),
+    borrows=AMPERE,
+)

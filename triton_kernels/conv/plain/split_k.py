@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...registry.choose import select
-from ...registry.cost import Work
+from ...registry.cost import HOPPER, Work
 from ...registry.kernel import Kernel, Op, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
@@ -369,7 +369,7 @@ CONV_SPLIT = Op(
             _refuse_early,
             lambda *_: [EarlyParts()],
             work=lambda spec, gpu, _: split_work(spec, gpu),
-            borrows=True,
+            borrows=HOPPER,
         ),
         Kernel(
             "split_k",
@@ -378,7 +378,7 @@ CONV_SPLIT = Op(
             _configs,
             work=_work,
             fitted_by=("block_c", "block_m", "block_k"),
-            borrows=True,
+            borrows=HOPPER,
         ),
     ),
     similar=False,
