@@ -169,9 +169,10 @@ def sample(
     guidance: strength of guidance away from the null class, from the class `negative`, or from the
       output of a weaker network (`guide`); 1: none. guidance_interval: the noise levels that are
       guided; None: all. guidance_rescale: 0 to 1, as configs/sample.yaml says.
-    init: images to start from, a file, a folder or uint8 [M, H, W, C]. strength: the share of the
-      steps that run from there. mask: white pixels are sampled, black ones kept. resample: how
-      often each noise level is visited.
+    init: images to start from, a file, a folder or an array: uint8 [M, H, W, C], or in the units
+      of a run on arrays or latents. strength: the share of the steps that run from there. mask:
+      a file, a folder or an array [H, W] or [M, H, W]: where it is white, 1 or True, pixels are
+      sampled, and black ones kept. resample: how often each noise level is visited.
     decoder: for a run on latents, the autoencoder's folder; None: the one that encoded the data;
       "none": return latents.
     options: eta, clip and spacing, as configs/sample.yaml says.
@@ -204,7 +205,7 @@ def sample(
         batch_size=batch_size,
         network=sampling_network(model),
         finish=choose_values(decoder, trained).finish,
-        edit=load_edit(init, mask, trained),
+        edit=load_edit(init, mask, n, trained, decoder),
     )
 
 

@@ -165,6 +165,7 @@ def folder(tmp_path_factory) -> Path:
     (at / "RUN").symlink_to(at / "runs" / "first")
     (at / "PAIRED").symlink_to(at / "runs" / "paired")
     np.save(at / "VECTORS.npy", np.linspace(-1, 1, 12).reshape(6, 2))
+    (at / "WEATHER").symlink_to(at / "runs" / "weather")
     (at / "TOLD").symlink_to(at / "runs" / "told")
     (at / "CAPTIONED").symlink_to(at / "runs" / "captioned")
     (at / "OWN").symlink_to(at / "runs" / "own")
@@ -205,10 +206,12 @@ def whole_folder(folder) -> Path:
     captions = [sys.executable, ROOT / "examples" / "captions.py", "6"]
     subprocess.run(captions, cwd=folder, check=True)
     captioned = (*CAPTIONED, *TRAINED_AS[:-2], "model.condition_dropout=0.1")
+    measured = ("dataset=array", "dataset.path=weather.npz", *TRAINED_AS[:-2])
     own = ("--config-dir", "examples/configs", "plugin=examples/own_model.py", "model=conv_stack")
     for command in (
         (*SMALL, "dataset=push_disc", "dataset.episodes=4", *CHUNKS, "run_dir=runs/push_disc"),
         (*SMALL, *DRAWN, *own, "model.width=8", "run_dir=runs/own"),
+        (*SMALL, *measured, "run_dir=runs/weather"),
         (*SMALL, *told, *TRAINED_AS[:-2], "run_dir=runs/told"),
         (*SMALL, *captioned, "run_dir=runs/captioned"),
         (*SMALL, *pairs, *TRAINED_AS, "model.condition_dropout=0.1", "run_dir=runs/paired"),

@@ -50,7 +50,7 @@ def load_array(
     if path is None:
         raise ConfigError(f"dataset.path is not set; {_EXPECTED}")
     path = Path(path).expanduser()
-    arrays = _open(path)
+    arrays = open_arrays(path)
     rows = _chosen(path, arrays, key, labels)
     if rows.dtype.kind not in "fiu":
         raise ConfigError(f"{path} holds {rows.dtype}; expected uint8 or float32")
@@ -69,6 +69,7 @@ def load_array(
         )
     _check_scale("mean", mean, images), _check_scale("deviation", deviation, images)
     learned = _learned_channels(images, condition)
+    numbers = tuple(condition or ())
     groups = [learned] if condition is None else [learned, condition]
     values, *given = [
         _values(images.taking(group), standardise, _some(mean, group), _some(deviation, group))
@@ -80,7 +81,7 @@ def load_array(
         None if labels is None else _labels(path, arrays, labels, len(images)),
         name=path.stem,
         values=values,
-        condition=GivenChannels(len(condition), given[0]) if given else None,
+        condition=GivenChannels(len(numbers), *given, numbers=numbers) if given else None,
     )
 
 
@@ -113,7 +114,7 @@ def load_vectors(path: str, count: int) -> torch.Tensor:
     """A vector an image, float32 [count, D], of the only array of a file. ConfigError: it is not
     there, or not that."""
     where = Path(path).expanduser()
-    rows = _chosen(where, _open(where), None, None)
+    rows = _chosen(where, open_arrays(where), None, None)
     if rows.ndim != 2 or len(rows) != count or rows.shape[1] == 0 or rows.dtype.kind not in "fiu":
         raise ConfigError(
             f"dataset.vectors={path} is {rows.dtype} of shape {list(rows.shape)}; expected numbers"
@@ -134,7 +135,7 @@ def is_array(path: Path) -> bool:
 def load_context(path: str, count: int | None = None, option: str = "dataset.context") -> Context:
     """The sequences of a file; those of a set have to be `count`. ConfigError: it is not there, or
     not that."""
-    arrays = dict(_open(Path(path).expanduser()))
+    arrays = dict(open_arrays(Path(path).expanduser()))
     lengths = arrays.pop(LENGTHS, None)
     if len(arrays) != 1:
         found = ", ".join([*arrays, *([] if lengths is None else [LENGTHS])])
@@ -149,7 +150,7 @@ def _is_zarr(path: Path) -> bool:
     return any((path / name).is_file() for name in ("zarr.json", ".zarray", ".zgroup"))
 
 
-def _open(path: Path) -> dict[str, Rows]:
+def open_arrays(path: Path) -> dict[str, Rows]:
     """The arrays of a file by name; a single one is called "". ConfigError: there is none."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist; {_EXPECTED}")
@@ -241,7 +242,7 @@ def _labels(path: Path, arrays: dict[str, Rows], name: str, count: int) -> torch
     if name in arrays and name:
         where, found = f"{path}: {name}", arrays[name]
     elif Path(name).expanduser().is_file():
-        where, found = name, _open(Path(name).expanduser()).get("")
+        where, found = name, open_arrays(Path(name).expanduser()).get("")
     else:
         known = ", ".join(other for other in arrays if other) or "a single array"
         raise ConfigError(

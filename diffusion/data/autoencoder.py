@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 
-_AT_ONCE = 8  # images that are decoded together: the decoder has feature maps of their full size
+_AT_ONCE = 8  # images at once: an autoencoder has feature maps of their full size
 _MOST_LAYERS = 100  # of a level; published ones have 2, and thousands would take minutes to build
 _LOG_VARIANCE = (-30.0, 20.0)  # its limits, as diffusers has them
 _INSTALL = "pip install 'triton-diffusion[latents]' or pip install diffusers"
@@ -57,7 +57,10 @@ class Autoencoder:
         from diffusers import AutoencoderKL
 
         try:
-            self._vae = AutoencoderKL.from_pretrained(self.folder, torch_dtype=torch.float32)
+            # without accelerate the default of the second says so in six lines, and is False
+            self._vae = AutoencoderKL.from_pretrained(
+                self.folder, torch_dtype=torch.float32, low_cpu_mem_usage=False
+            )
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise ConfigError(f"{self.folder} cannot be read as an autoencoder: {reason}") from None
@@ -84,6 +87,18 @@ class Autoencoder:
         log_variance = log_variance.clamp(*_LOG_VARIANCE) - 2 * deviation.log()
         return torch.cat((mean, log_variance), dim=-1).cpu()
 
+    def codes(self, images: Tensor) -> Tensor:
+        """uint8 [N, H, W, C] -> the means of their codes as a network sees them, float32 [N, h, w,
+        channels]. ConfigError: the images do not suit it."""
+        _, height, width, channels = images.shape
+        if channels != self.image_channels or height % self.factor or width % self.factor:
+            raise ConfigError(
+                f"{self.folder} encodes images of {self.image_channels} channels and sides that are"
+                f" multiples of {self.factor}; these are {height}x{width}x{channels}"
+            )
+        moments = torch.cat([self.encode(part) for part in images.split(_AT_ONCE)])
+        return moments[..., : self.channels].contiguous()
+
     @torch.no_grad()
     def decode(self, z: Tensor) -> Tensor:
         """Codes [N, h, w, channels] as the decoder takes them -> images [N, H, W, C] in [-1, 1]."""
@@ -97,13 +112,14 @@ class Autoencoder:
 
 
 @lru_cache(maxsize=1)
-def _loaded(folder: str, device: torch.device) -> Autoencoder:
+def load_autoencoder(folder: str, device: torch.device) -> Autoencoder:
+    """The one in this folder, which is kept for the next call."""
     return Autoencoder(folder, device)
 
 
 def decode(folder: str, z: Tensor) -> Tensor:
-    """`Autoencoder.decode` of the one in this folder, which is kept for the next call."""
-    return _loaded(folder, z.device).decode(z)
+    """`Autoencoder.decode` of the one in this folder."""
+    return load_autoencoder(folder, z.device).decode(z)
 
 
 def autoencoder_digest(folder: str | Path) -> str:

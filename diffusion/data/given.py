@@ -18,16 +18,19 @@ class GivenChannels:
         values: What their numbers mean.
         size: (H, W) that pictures are reduced to before they are enlarged to the set's size, for
             super-resolution; None: they are not.
+        numbers: Of an array, which of its channels they are; (): the images are other ones.
     """
 
     channels: int
     values: Values = Pixels()
     size: tuple[int, int] | None = None
+    numbers: tuple[int, ...] = ()
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint's state.json."""
         size = None if self.size is None else list(self.size)
-        return {"channels": self.channels, "values": self.values.state(), "size": size}
+        state = {"channels": self.channels, "values": self.values.state(), "size": size}
+        return state | ({"numbers": list(self.numbers)} if self.numbers else {})
 
     def __str__(self) -> str:
         reduced = "" if self.size is None else f", reduced to {self.size[0]}x{self.size[1]}"
@@ -40,7 +43,8 @@ def given_from_state(state: dict[str, Any] | None) -> GivenChannels | None:
         return None
     try:
         size = None if state["size"] is None else tuple(state["size"])
-        return GivenChannels(state["channels"], values_from_state(state["values"]), size)
+        numbers = tuple(state.get("numbers", ()))  # earlier versions did not write them down
+        return GivenChannels(state["channels"], values_from_state(state["values"]), size, numbers)
     except (TypeError, KeyError) as error:
         raise ValueError(f"condition {state} ({error!r})") from None
 

@@ -95,6 +95,11 @@ def rescale(data: ImageSet, known: Values, given: GivenChannels | None = None) -
             f"the network was trained with {given or 'no condition'}, and data set {data.name} has"
             f" {condition or 'none'}"
         )
+    if given and given.numbers and given.numbers != condition.numbers:
+        raise ConfigError(
+            f"the network was given the channels {list(given.numbers)}, and of data set {data.name}"
+            f" {list(condition.numbers) or 'images'} are given"
+        )
     same = has == known and condition == given
     if isinstance(has, Latents) and isinstance(known, Latents):
         # the same autoencoder may lie somewhere else
@@ -103,7 +108,9 @@ def rescale(data: ImageSet, known: Values, given: GivenChannels | None = None) -
         return False
     if type(known) is not type(has) or isinstance(known, Latents):
         raise ConfigError(f"the network was trained on {known}, and data set {data.name} has {has}")
-    data.values, data.condition = replace(known, layout=has.layout), given
+    data.values = replace(known, layout=has.layout)
+    if given and condition:
+        data.condition = replace(given, numbers=condition.numbers)
     if isinstance(data.images, StoredImages):
         of_all = side_by_side(data.values, given.values) if given else data.values
         data.images = data.images.scaled(of_all)

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.array import is_array, load_array, load_context
+from ..data.array import is_array, load_context
 from ..data.context import Context, checked_context, padded
 from ..data.given import GivenChannels, enlarged
+from ..data.handed import handed_samples
 from ..data.images import decode_image, load_folder
-from ..data.stored_images import StoredImages
 from ..data.values import Pixels, Units
 from ..errors import ConfigError
 from ..formats.trained import Trained
@@ -37,7 +37,7 @@ def load_conditions(
     i % M, and likewise a vector and a sequence. ConfigError: there is none, it is not for this
     network, or it does not fit."""
     index = torch.arange(n)
-    image, vectors = _load_image(condition, trained), _load_vectors(vector, trained)
+    image, vectors = _load_image(condition, n, trained), _load_vectors(vector, trained)
     found = _load_context(context, trained)
     return Conditions(
         labels,
@@ -47,7 +47,7 @@ def load_conditions(
     ).shortest()
 
 
-def _load_image(condition: Source | None, trained: Trained) -> Tensor | None:
+def _load_image(condition: Source | None, n: int, trained: Trained) -> Tensor | None:
     """float32 [M, H, W, K], as the network is to see it."""
     given = trained.condition
     if given is None:
@@ -62,8 +62,8 @@ def _load_image(condition: Source | None, trained: Trained) -> Tensor | None:
         raise ConfigError(
             f"{trained.name} was trained with {given}: give condition=FILE or FOLDER of {kind}"
         )
-    height, width, _ = trained.image_shape
-    return _load(condition, (height, width), given)
+    height, width, learned = trained.image_shape
+    return _load(condition, n, (height, width), learned, given)
 
 
 def _load_vectors(source: Source | Sequence[float] | None, trained: Trained) -> Tensor | None:
@@ -131,10 +131,14 @@ def _load_context(source: Sequences | None, trained: Trained) -> Context | None:
     return found
 
 
-def _load(source: Source, size: tuple[int, int], given: GivenChannels) -> Tensor:
-    """float32 [M, H, W, K], as the network is to see it."""
+def _load(
+    source: Source, n: int, size: tuple[int, int], learned: int, given: GivenChannels
+) -> Tensor:
+    """float32 [M, H, W, K], as the network is to see it, of the first n at least."""
     if isinstance(source, np.ndarray) or is_array(Path(source)):
-        return _of_numbers(source, size, given)
+        shape, of = (*size, given.channels), given.channels + learned
+        found = handed_samples("condition", source, shape, given.values, given.numbers, of)
+        return as_seen(found[torch.arange(min(n, len(found)))])
     path = Path(source)
     if not path.exists():
         raise ConfigError(f"condition={path} does not exist; give an image, a folder or a .zip")
@@ -155,23 +159,6 @@ def _load(source: Source, size: tuple[int, int], given: GivenChannels) -> Tensor
                 f"condition={path} is no image that can be decoded: {error}"
             ) from error
     return as_seen(torch.from_numpy(np.stack([enlarged(p, size) for p in pictures])))
-
-
-def _of_numbers(source: Source, size: tuple[int, int], given: GivenChannels) -> Tensor:
-    where = f"condition={_named(source)}"
-    if isinstance(source, np.ndarray):
-        rows = StoredImages(source, "nhwc", Path("condition")) if source.ndim == 4 else None
-    else:
-        rows = load_array(str(source), layout=given.values.layout, standardise=False).images
-    dtype = "uint8" if isinstance(given.values, Pixels) else "float32"
-    expected = [*size, given.channels]
-    found = list(source.shape) if isinstance(source, np.ndarray) else list(rows.shape)
-    wrong_kind = rows is not None and (dtype == "uint8") != (rows.stored_dtype == np.uint8)
-    if rows is None or found[1:] != expected or wrong_kind or found[0] == 0:
-        kind = "" if rows is None else f"{rows.stored_dtype} "
-        wanted = ", ".join(map(str, expected))
-        raise ConfigError(f"{where} is {kind}of shape {found}; expected {dtype} [M, {wanted}]")
-    return as_seen(rows.scaled(given.values)[torch.arange(len(rows))])
 
 
 def _named(source: Any) -> str:

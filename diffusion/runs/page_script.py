@@ -29,7 +29,7 @@ select, input, button { font: inherit; color: inherit; }
 .legend button { border: 0; background: none; padding: .1rem .3rem; cursor: pointer; }
 .legend button.off { opacity: .35; text-decoration: line-through; }
 .chart { position: relative; }
-svg { width: 100%; height: auto; display: block; }
+.chart svg { width: 100%; height: auto; display: block; }
 svg text { fill: var(--soft); font-size: 12px; }
 .grid { stroke: var(--rule); }
 .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
@@ -38,7 +38,7 @@ svg text { fill: var(--soft); font-size: 12px; }
 .tip { position: absolute; pointer-events: none; background: var(--back);
   border: 1px solid var(--rule); border-radius: 4px; padding: .35rem .6rem; font-size: 13px;
   box-shadow: 0 2px 8px #0003; white-space: nowrap; font-variant-numeric: tabular-nums; }
-.legend svg, .tip svg { display: inline-block; width: 1.5rem; height: .7rem; margin-right: .4rem; }
+svg.key { display: inline-block; width: 1.5rem; height: .7rem; margin-right: .4rem; }
 .tip b { display: block; font-weight: 600; }
 .cards { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); }
 figure { margin: 0; }
@@ -94,7 +94,7 @@ function along(run, steps, axis) {
 }
 
 // how the lines of a run look
-const sample = run => make('svg', { viewBox: '0 0 30 14' }, make('line', { x1: 0, x2: 30, y1: 7,
+const sample = run => make('svg', { class: 'key', viewBox: '0 0 30 14' }, make('line', { x1: 0, x2: 30, y1: 7,
   y2: 7, stroke: run.colour, 'stroke-width': 4, ...dashes(run) }));
 
 function mean(values, size) {

@@ -136,7 +136,7 @@ class SampleSettings(DrawSettings):
         return edited_options(self.init, self.mask, self.strength, self.resample)
 
     def edit_of(self, trained: Trained) -> Edit | None:
-        return load_edit(self.init, self.mask, trained)
+        return load_edit(self.init, self.mask, self.n, trained, self.decoder)
 
 
 def guidance_shown(settings: DrawSettings) -> str:
@@ -371,7 +371,7 @@ def _default_out(settings: SampleSettings, trained: Trained, values: Values) -> 
     ema = "" if settings.ema is True else f"_ema{settings.ema or '-false'}"
     name = f"{trained.name}{ema}_{settings.sampler}"
     name += f"-{steps}" if steps[:1].isalpha() else steps
-    edited = ("condition", "vector", "init", "mask", "strength", "resample")
+    edited = ("condition", "vector", "context", "decoder", "init", "mask", "strength", "resample")
     for key in ("spacing", "eta", "clip", "label", *GUIDED, *edited):
         value = getattr(settings, key)
         if value != getattr(SampleSettings, key):

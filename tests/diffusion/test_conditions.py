@@ -310,6 +310,13 @@ def test_channels_of_an_array_are_given_in_units_of_their_own(tmp_path):
     assert images.shape == (3, 2, SIZE, SIZE) and images.dtype == np.float32
     given = fields[:4, 1:2].transpose(0, 2, 3, 1)
     assert np.array_equal(images, drawn(tmp_path / "run", condition=np.ascontiguousarray(given)))
+    whole = drawn(tmp_path / "run", condition=tmp_path / "fields.npy")  # the data themselves
+    assert np.array_equal(images, whole)
+    alone = drawn(tmp_path / "run", condition=fields[0, 1:2])
+    assert np.array_equal(images[0], alone[0]) and not np.array_equal(images[1], alone[1])
+    others = ("dataset.condition=[2]", "train.steps=2")
+    with pytest.raises(ConfigError, match=r"given the channels \[1\], and of .* \[2\] are given"):
+        train(composed(*data, *SMALL, *more, *others), tmp_path / "run")
     with pytest.raises(
         ConfigError, match=r"of shape \[4, 8, 8, 2\]; expected float32 \[M, 8, 8, 1\]"
     ):
@@ -460,7 +467,7 @@ def test_what_does_not_fit_is_one_line(run_dir, pairs, tmp_path):
     wrong = np.zeros((2, SIZE, SIZE, 1), np.uint8)
     refused(r"uint8 of shape \[2, 8, 8, 1\]; expected uint8 \[M, 8, 8, 3\]", condition=wrong)
     refused("expected uint8", condition=np.zeros((2, SIZE, SIZE, 3), np.float32))
-    refused("expected uint8", condition=np.zeros((SIZE, SIZE, 3), np.uint8))
+    refused("expected uint8", condition=np.zeros((SIZE, SIZE + 1, 3), np.uint8))
     refused("no image that can be decoded", condition=Path(__file__))
     for name, words in (("diffusers", "hands nothing on"), ("unet_cu", "unet.cu.s format needs")):
         with pytest.raises(ConfigError, match=words):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+import diffusion
 from diffusion.errors import ConfigError
 from diffusion.factory import SAMPLERS, Process
 from diffusion.formats.checkpoint import save_checkpoint
@@ -94,8 +95,8 @@ def test_inpainting_is_equation_8_behind_every_step(name, process):
         reached = (k // 2 if name == "heun" else k) + 1  # its two rows lead to one level
         signal, noise = levels[reached] if reached < len(levels) else (1, 0)
         epsilon = reference.normal(SHAPE, rng + torch.tensor([0, k]), stream=KNOWN)
-        known = signal * x_0 + noise * epsilon
-        x = mask[..., None] * known + (1 - mask[..., None]) * x
+        m = mask[..., None]
+        x = m * signal * x_0 + (1 - m) * x + (1 - (1 - m) ** 2).sqrt() * noise * epsilon
     torch.testing.assert_close(found, x.float(), rtol=1e-4, atol=1e-4)
     stays = mask == 1
     torch.testing.assert_close(found[stays], x_0[stays], rtol=0, atol=1e-6)
@@ -251,6 +252,53 @@ def test_sample_from_images(checkpoint, files):
     for i, (own, other) in enumerate(((a, b), (b, a), (a, b), (b, a))):
         near, far = (np.abs(turns[i].astype(int) - image).mean() for image in (own, other))
         assert near < far
+
+
+def test_a_mask_may_be_an_array(checkpoint, files):
+    """Of any kind of number: 1, 255 and True are drawn."""
+    folder, exact, mask = files
+    np.save(folder / "exact.npy", exact[None])
+    init = str(folder / "exact.npy")
+    wanted = drawn(checkpoint, init=init, mask=str(folder / "mask.png"))
+    for given in (mask, mask[None, ..., None], mask > 0, (mask > 0).astype(np.float32)):
+        np.save(folder / "mask.npy", given)
+        assert np.array_equal(drawn(checkpoint, init=init, mask=str(folder / "mask.npy")), wanted)
+        assert np.array_equal(
+            diffusion.sample(checkpoint, 3, steps=4, init=exact[None], mask=given, device="cpu"),
+            wanted,
+        )
+    np.save(folder / "mask.npy", mask.astype(np.float32))
+    with pytest.raises(ConfigError, match=r"numbers from 0 to 255; expected 0 \(stays\) to 1"):
+        drawn(checkpoint, init=init, mask=str(folder / "mask.npy"))
+    np.save(folder / "mask.npy", mask[:, 1:])
+    with pytest.raises(ConfigError, match=r"of shape \[8, 11\]; expected .* \[M, 8, 12, 1\]"):
+        drawn(checkpoint, init=init, mask=str(folder / "mask.npy"))
+
+
+def test_arrays_are_begun_from_in_their_units(tmp_path):
+    """Axes are those of the file that was trained on, or others."""
+    rows = np.random.default_rng(0).normal(280, 10, (6, 5, 8, 12)).astype(np.float32)
+    np.save(tmp_path / "rows.npy", rows)
+    diffusion.train(
+        tmp_path / "run", dataset={"name": "array", "path": str(tmp_path / "rows.npy")},
+        model=MODEL, steps=1, batch_size=2, precision="fp32", sample_every=0, tensorboard=False,
+        device="cpu",
+    )  # fmt: skip
+    mask = np.zeros((8, 12), bool)
+    mask[2:6] = True
+    options = {"n": 3, "sampler": "euler", "steps": 4, "device": "cpu"}
+    run = tmp_path / "run"
+    found = diffusion.sample(run, init=rows[:2], mask=mask, **options)
+    for i in range(3):
+        np.testing.assert_allclose(found[i][:, ~mask], rows[i % 2][:, ~mask], rtol=1e-6)
+        assert np.abs(found[i][:, mask] - rows[i % 2][:, mask]).max() > 1
+    again = diffusion.sample(run, init=rows[:2].transpose(0, 2, 3, 1), mask=mask, **options)
+    assert np.array_equal(found, again)
+    near = diffusion.sample(run, init=tmp_path / "rows.npy", strength=0.25, **options)
+    assert np.corrcoef(near.ravel(), rows[:3].ravel())[0, 1] > 0.7
+    Image.fromarray(np.zeros((8, 12), np.uint8)).save(tmp_path / "picture.png")
+    with pytest.raises(ConfigError, match="is no array, and .* learned numbers in units"):
+        diffusion.sample(run, init=tmp_path / "picture.png", **options)
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,35 @@ def test_what_is_drawn_is_decoded(trained):
     assert Image.open(out / "000002.png").size == (16, 16)
 
 
+def test_images_are_encoded_to_begin_from(trained, tmp_path):
+    """Pictures by the run's autoencoder, at their size; a code is drawn where a pixel of it is."""
+    folder, _ = trained
+    found = diffusion.load(folder / "run", device="cpu", precision="fp32")
+    codes = Autoencoder(folder / "vae", CPU)
+    photo = folder / "photos/a/0.png"
+    pixels = np.array(Image.open(photo))[None]
+    mean = codes.codes(torch.from_numpy(pixels)) / 0.25 + 0.125
+    mask = np.zeros((16, 16), np.uint8)
+    mask[5, 8] = 255
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    drawn = np.zeros((8, 8), bool)
+    drawn[2, 4] = True
+    options = {"sampler": "euler", "steps": 3, "decoder": "none"}
+    for given in (photo, pixels, mean.numpy()):
+        x = diffusion.sample(found, 2, init=given, mask=tmp_path / "mask.png", **options)
+        np.testing.assert_allclose(x[:, ~drawn], mean[0][~drawn].expand(2, -1, -1), atol=1e-4)
+        assert np.abs(x[0, drawn] - x[1, drawn]).max() > 0.1
+    pictures = diffusion.sample(found, 2, steps=20, init=folder / "photos/b", strength=0.05)
+    others = torch.from_numpy(load_dataset("folder", path=folder / "photos/b").images.numpy())
+    decoded = (codes.decode(codes.codes(others) / 0.25 + 0.125).clamp(-1, 1).numpy() + 1) * 127.5
+    for i in range(2):
+        own, other = (np.abs(pictures[i] - decoded[k]).mean() for k in (i, 1 - i))
+        assert own < 0.5 * other
+    with pytest.raises(ConfigError, match="has to be encoded, and /nowhere is no folder"):
+        lost = replace(found, values=replace(found.values, autoencoder="/nowhere"))
+        diffusion.sample(lost, 1, steps=1, init=photo, decoder="none", strength=0.5)
+
+
 def test_a_run_that_goes_on_ends_with_the_same_bits(trained, tmp_path):
     """Codes are a function of step and place, as all that is random."""
     folder, _ = trained

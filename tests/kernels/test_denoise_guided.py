@@ -135,6 +135,26 @@ def test_what_is_known_has_the_noise_of_its_level(module, device):
     assert torch.equal(found[:, :, 1::2], plain[:, :, 1::2])
 
 
+@pytest.mark.parametrize("module", [ops, reference], ids=["triton", "torch"])
+def test_between_drawn_and_known_is_the_noise_of_the_level(module, device):
+    """The noise of both is independent: a mean of the two would have less of it."""
+    batch, signal, noise = Batch((64, 64, 1), device), 0.6, 0.8
+    image = batch.randn(1)
+    x = signal * image + noise * batch.randn(1)
+    table = torch.zeros(1, 8, device=device)
+    table[:, 3] = 1  # x_prev is x
+    row = torch.zeros(1, dtype=torch.int64, device=device)
+    for share in (0.0, 0.1, 0.5, 0.9, 1.0):
+        mask = torch.full(x.shape[:3], share, device=device)
+        levels = torch.tensor([[signal, noise]], device=device)
+        found = module.denoise_step(
+            x, 0 * x, table, row, batch.rng, known=image, mask=mask, levels=levels
+        )
+        left = (found - signal * image).double()
+        assert left.std().item() == pytest.approx(noise, rel=0.03), share
+        assert left.mean().item() == pytest.approx(0, abs=0.02), share
+
+
 @pytest.mark.usefixtures("no_launch")
 @pytest.mark.parametrize(
     ("change", "message"),

@@ -140,8 +140,11 @@ def _denoise_step_kernel(
         known = tl.load(known_ptr + n * elements + offs, mask=mask, other=0.0)
         noise = normals(seed, step, sample, start + tl.arange(0, BLOCK), _KNOWN)
         kept = tl.load(mask_ptr + n * (elements // C) + offs // C, mask=mask, other=0.0)
-        known = signal * known + deviation * noise
-        x_prev = tl.where(kept == 1.0, known, x_prev + kept * (known - x_prev))
+        # noise of both is independent, and to have the level's deviation between 0 and 1 as well:
+        # (1 - kept)^2 + kept (2 - kept) = 1
+        noise = deviation * tl.sqrt(kept * (2.0 - kept)) * noise
+        mixed = x_prev + kept * (signal * known - x_prev)
+        x_prev = noise + tl.where(kept == 1.0, signal * known, mixed)
     tl.store(x_prev_ptr + n * elements + offs, x_prev, mask=mask)
 
 
@@ -230,10 +233,10 @@ def denoise_step(
     (Ho and Salimans 2022; Lin et al. 2023, section 3.4, std over a sample), except where the scale
     is 1. With `known` the result is finally
 
-        mask (signal known + noise epsilon) + (1 - mask) x_prev
+        mask signal known + (1 - mask) x_prev + (mask (2 - mask))^(1/2) noise epsilon
 
-    (Lugmayr et al. 2022, eq. 8) with newly drawn epsilon. The row must be within [0, K), which is
-    not checked.
+    with newly drawn epsilon: eq. 8 of Lugmayr et al. (2022) where the mask is 0 or 1, and between
+    them still of the level's noise. The row must be within [0, K), which is not checked.
     """
     check_nhwc("x", x)
     check_channels(output, *x.shape)

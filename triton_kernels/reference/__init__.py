@@ -348,9 +348,10 @@ def denoise_step(
     (Ho and Salimans 2022; Lin et al. 2023, section 3.4, std over a sample), and as they are where
     the scale is 1. With `known` the result is, behind the rest,
 
-        mask (signal known + noise epsilon) + (1 - mask) x_prev
+        mask signal known + (1 - mask) x_prev + (mask (2 - mask))^(1/2) noise epsilon
 
-    (Lugmayr et al. 2022, eq. 8), epsilon being drawn.
+    epsilon being drawn: eq. 8 of Lugmayr et al. (2022) where the mask is 0 or 1, and between them
+    still of the level's noise.
     """
     c = x.shape[-1]
     a, b, c0, d, e, sigma, log_min, log_max = table.index_select(0, row)[0].unbind()
@@ -374,8 +375,9 @@ def denoise_step(
     if known is None:
         return x_prev
     signal, noise = levels.index_select(0, row)[0].unbind()
-    there = signal * known + noise * normal(x.shape, step_rng, stream=KNOWN, first=first)
-    return mask[..., None] * there + (1 - mask[..., None]) * x_prev
+    epsilon, mask = normal(x.shape, step_rng, stream=KNOWN, first=first), mask[..., None]
+    drawn = mask * signal * known + (1 - mask) * x_prev
+    return drawn + (mask * (2 - mask)).sqrt() * noise * epsilon
 
 
 def _guided(out: Tensor, negative: Tensor, scale: Tensor, rescale: float) -> Tensor:
