@@ -94,8 +94,9 @@ function along(run, steps, axis) {
 }
 
 // how the lines of a run look
-const sample = run => make('svg', { class: 'key', viewBox: '0 0 30 14' }, make('line', { x1: 0, x2: 30, y1: 7,
-  y2: 7, stroke: run.colour, 'stroke-width': 4, ...dashes(run) }));
+const sample = run => make('svg', { class: 'key', viewBox: '0 0 30 14' },
+  make('line', { x1: 0, x2: 30, y1: 7, y2: 7, stroke: run.colour, 'stroke-width': 4,
+    ...dashes(run) }));
 
 function mean(values, size) {
   const sums = [0];

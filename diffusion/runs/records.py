@@ -21,12 +21,12 @@ Record = Mapping[str, object]  # of one figure: by the names above
 
 def differences(records: Mapping[str, Record], across: Sequence[str] = ()) -> list[str]:
     """Why figures with these records, by the names of what has them, do not compare: a sentence for
-    each setting that differs, but for those that are meant to (`across`). What a record does not
-    say is taken to be the same."""
+    each setting that differs, but for those that are meant to (`across`, settings or groups). What
+    a record does not say is taken to be the same."""
     found = []
     for key in dict.fromkeys(key for record in records.values() for key in record):
-        digest = _NAMED_BY.get(key)
-        if key in across or digest and all(record.get(digest) for record in records.values()):
+        digest, meant = _NAMED_BY.get(key), {key, key.partition(".")[0]} & set(across)
+        if meant or digest and all(record.get(digest) for record in records.values()):
             continue
         said = {name: str(record[key]) for name, record in records.items() if record.get(key, "")}
         first = next(iter(said), None)

@@ -24,7 +24,11 @@ _JOB = "job.json"  # what a sweep writes of each job
 _WHERE = ("run_dir", "device")  # it was trained, and not what
 # of an evaluation: beside kid and isc their deviations are not shown
 EVALUATED = ("fid", "kid", "isc", "precision", "recall", "held_out")
-_OF_SCORES = ("train.fid_images", "train.sample_steps", "train.sample_count", "dataset.name")
+_OF_SCORES = ("train.fid_images", "train.sample_steps", "train.sample_count")
+# the data that samples are compared with
+_OF_SCORES += tuple(
+    f"dataset.{key}" for key in ("name", "path", "repository", "split", "key", "size", "channels")
+)
 _OF_A_RUN = ("checkpoints", "samples")  # folders in which there are no runs
 _MOST_FOLDERS = 20_000  # seconds; more is no folder of runs
 _TAIL = 5  # rows of the metrics whose mean is the loss at the end

@@ -266,6 +266,7 @@ def _metric(settings: TrainSettings, evaluated: bool, task: Task) -> str:
         return "held_out" if evaluated else "loss"
     if settings.metric not in results:
         hint = "" if evaluated else "; held_out needs dataset.held_out and train.eval_every"
+        hint += "" if settings.fid_images else "; fid and kid need train.fid_images"
         raise ConfigError(
             f"train.metric={settings.metric} is no result of this run; choose one of"
             f" {', '.join(results)}{hint}"

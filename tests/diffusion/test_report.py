@@ -2,9 +2,11 @@
 
 import base64
 import csv
+import html
 import io
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -223,10 +225,23 @@ def test_of_other_data_or_predictions(tmp_path):
     assert [(row["run"], row["held_out"]) for row in rows] == [("b", "0.25"), ("a", "0.5")]
     with pytest.raises(ConfigError, match="diffusion.prediction is epsilon in a and v_prediction"):
         report({"runs": str(tmp_path), "sort": "loss"})
+    for across in ("diffusion", "diffusion.prediction"):  # a group, or a setting
+        assert report({"runs": str(tmp_path), "sort": "loss", "across": [across]})
     text = (tmp_path / "b" / "held_out.csv").read_text()
     (tmp_path / "b" / "held_out.csv").write_text(text.replace(",11\n", ",22\n"))
     with pytest.raises(ConfigError, match="held_out does not compare: data is 11 in a and 22 in b"):
         report({"runs": str(tmp_path), "sort": "held_out"})
+
+
+def test_scores_of_training_are_of_some_data(tmp_path):
+    for name in "ab":
+        run = a_run(tmp_path / name, 1.0)
+        settings = {"train": {"fid_images": 8}, "dataset": {"name": "folder", "path": f"/{name}"}}
+        (run / "config.yaml").write_text(yaml.safe_dump(settings))
+        (run / "scores.csv").write_text("step,fid\n40,12.5\n")
+    with pytest.raises(ConfigError, match="fid does not compare: dataset.path is /a in a and /b"):
+        report({"runs": str(tmp_path), "sort": "fid"})
+    report({"runs": str(tmp_path), "sort": "fid", "across": ["dataset.path"]})
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -314,3 +329,42 @@ def test_the_script_is_javascript(tmp_path):
         ["node", "--check", tmp_path / "a.js"], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+# what somebody does who looks at it, and what is to be seen then
+LOOK = """
+const found = {}, box = node => { const b = node.getBoundingClientRect();
+  return [Math.round(b.width), Math.round(b.height)]; };
+const svg = document.querySelector('#curves .chart > svg'), at = svg.getBoundingClientRect();
+found.chart = box(svg);
+svg.dispatchEvent(new PointerEvent('pointermove',
+  { clientX: at.left + 0.99 * at.width, clientY: at.top + 100 }));
+found.tip = document.querySelector('#curves .tip').innerText;
+found.keys = [...document.querySelectorAll('svg.key')].map(box);
+found.pictures = [...document.querySelectorAll('#samples img')].map(box);
+document.querySelector('.legend button').click();
+found.left = document.querySelectorAll('#samples img').length;
+found.page = document.documentElement.scrollWidth;
+document.title = JSON.stringify(found);
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs a browser")
+def test_the_page_in_a_browser(looked_at, tmp_path):
+    """Sizes of what stands on it, what it says where one points, and what is left of a run that is
+    hidden."""
+    out = tmp_path / "a.html"
+    report({"runs": str(looked_at), "out": str(out)})
+    out.write_text(out.read_text().replace("</body>", f"<script>{LOOK}</script></body>"))
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,900")
+    done = subprocess.run(
+        [BROWSER, *options, f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", out.as_uri()],
+        capture_output=True, text=True, timeout=240, env=os.environ | {"HOME": str(tmp_path)},
+    )  # fmt: skip
+    found = json.loads(html.unescape(re.search("<title>(.*?)</title>", done.stdout)[1]))
+    assert found["chart"][0] > 900 and found["chart"][1] > 250
+    assert "step 40" in found["tip"] and "0: 0.4" in found["tip"]
+    assert found["keys"] and all(width < 40 and height < 20 for width, height in found["keys"])
+    assert len(found["pictures"]) == 2 and all(width > 100 for width, _ in found["pictures"])
+    assert found["left"] == 1 and found["page"] <= 1200
