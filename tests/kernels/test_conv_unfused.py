@@ -112,7 +112,7 @@ class TestGpu:
 
     @pytest.mark.parametrize("name", ROWS)
     def test_every_tile_in_tf32_repeatedly(self, name, monkeypatch, device):
-        monkeypatch.setattr(conv_tma, "_TURN_FROM", 0)
+        monkeypatch.setattr(conv_tma, "_TRANSPOSE_FROM", 0)
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
         shape = ROWS[name]
         x, weight, bias, dy = data = make(shape, torch.float32, device)
@@ -145,7 +145,7 @@ class TestGpu:
     @pytest.mark.parametrize("name", POINTS)
     def test_input_gradients_that_turn_their_filters(self, name, monkeypatch, device):
         """In TF32, every configuration several times."""
-        monkeypatch.setattr(conv_tma, "_TURN_FROM", 0)
+        monkeypatch.setattr(conv_tma, "_TRANSPOSE_FROM", 0)
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
         shape = POINTS[name]
         x, weight, bias, dy = make(shape, torch.float32, device)

@@ -20,7 +20,7 @@ from .configs import ConvOperands
 from .hopper import unfused
 from .plain import gather, im2col_fwd, pointer, tf32x3, tma, tma_stride
 from .plain.tma_boxes import aligned, unaddressable
-from .plain.transpose_weights import turn_filters
+from .plain.transpose_weights import transpose_weights
 
 _KEY = ("h", "w", "k", "p", "q", "c", "r", "s", "stride", "dtype")
 
@@ -46,7 +46,7 @@ class TransposeFirst(NamedTuple):
 
 
 def _refuse_transposing(spec: ConvSpec, gpu: Device) -> str | None:
-    if spec.stride != 1 or not tma.turns(spec):
+    if spec.stride != 1 or not tma.transposes_first(spec):
         return "filters of 32 bits, for many pixels, are worth it"
     return unaddressable(spec, gpu)
 
@@ -54,7 +54,7 @@ def _refuse_transposing(spec: ConvSpec, gpu: Device) -> str | None:
 def _transpose_first(config: TransposeFirst, operands: ConvOperands) -> None:
     r, s = operands.weight.shape[2:]
     padding = (r - 1 - operands.padding[0], s - 1 - operands.padding[1])
-    filters = turn_filters(operands.weight, 1)[0]
+    filters = transpose_weights(operands.weight, 1)[0]
     launch(operands._replace(weight=filters, padding=padding, dgrad=False, follows=True))
 
 
@@ -108,7 +108,7 @@ def spec_of(operands: ConvOperands) -> ConvSpec:
     dtype = dtype_name(x.dtype, precision != "ieee")
     if (r, s, stride, *padding) == (1, 1, 1, 0, 0) and dtype != "fp32":
         m = n * h * w
-        n, h, w = (m, 1, 1) if operands.dgrad and tma.worth_turning(y) else (1, 1, m)
+        n, h, w = (m, 1, 1) if operands.dgrad and tma.worth_transposing(y) else (1, 1, m)
         p, q = h, w
     return ConvSpec(
         n=n,

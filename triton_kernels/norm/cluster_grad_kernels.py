@@ -12,8 +12,8 @@ from ..hopper.pairs import round_pairs, widen_pairs
 from .cluster_parts import (
     add_pairs,
     affine_of_sample,
+    cluster_barrier,
     groups_layout,
-    meet,
     members,
     new_tiles,
     of_warps,
@@ -183,7 +183,7 @@ def group_norm_cluster_bwd_kernel(
                 mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
                 n_after, stride_scale, stride_shift, c0_after + offs_c, C, CG,
             )  # fmt: skip
-        zero = meet(task) - task
+        zero = cluster_barrier(task) - task
         ptrs, live = pointers_to_partials(row_ptr + c0, member, in_group, zero, C, MERGE, CTAS)
         d = gl.load(ptrs, mask=live, other=0.0, cache_modifier=".cg")
         e = gl.load(ptrs + C, mask=live, other=0.0, cache_modifier=".cg")

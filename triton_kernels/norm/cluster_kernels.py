@@ -3,7 +3,7 @@
 A program is a cluster of CTAS thread blocks. A task of it is one sample's PARTS blocks of BLOCK_C
 channels, which the thread blocks keep in shared memory together: of each block of channels every
 one has TILES tiles of pixels, of a tile a thread 16 bytes. They share nothing but what they put
-into global memory before they `meet`.
+into global memory before the `cluster_barrier`.
 """
 
 from triton.experimental import gluon
@@ -16,8 +16,8 @@ from ..hopper.pairs import round_pairs, widen_pairs
 from .cluster_parts import (
     add_pairs,
     affine_of_sample,
+    cluster_barrier,
     groups_layout,
-    meet,
     members,
     merge_moments,
     new_tiles,
@@ -117,7 +117,7 @@ def group_norm_cluster_fwd_kernel(
             mean, m2, count = gl.reduce((mean, m2, count), 1, merge_moments)
             store_partial(row_ptr + c0 + part * BLOCK_C, mean, m2, C, CTAS)
 
-        zero = meet(task) - task
+        zero = cluster_barrier(task) - task
         ptrs, live = pointers_to_partials(row_ptr + c0, member, in_group, zero, C, MERGE, CTAS)
         means = gl.load(ptrs, mask=live, other=0.0, cache_modifier=".cg")
         m2 = gl.load(ptrs + C, mask=live, other=0.0, cache_modifier=".cg")

@@ -71,8 +71,8 @@ def groups_layout(ctas, num_warps, groups, channels):
 
 
 @gluon.jit
-def meet(i):
-    """Wait until all threads of the cluster are here: whatever they have stored can then be read,
+def cluster_barrier(i):
+    """Wait for all threads of the cluster. What they have stored can then be read,
     past the cache of a multiprocessor. The hardware starts all thread blocks of a cluster at the
     same time, so none is waited for that has no place."""
     return gl.inline_asm_elementwise(

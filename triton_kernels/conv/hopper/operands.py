@@ -42,8 +42,8 @@ class NormOfResult(NamedTuple):
     slots: Tensor | None = None  # zeros, int64 [N, C, tiles of an image], where these meet
 
     @property
-    def slope(self) -> str:
-        """The activation as `activate_affine` is told, where tiles meet; else as it is called."""
+    def activation_name(self) -> str:
+        """The activation for `activate_affine`, rounded where tiles exchange sums."""
         name = self.activation
         return name if self.slots is None else rounded_grad(name, self.a.dtype)
 
@@ -82,8 +82,8 @@ class Operands(NamedTuple):
     precision: str = "tf32"  # of products of float32: "ieee" | "tf32"
 
     @property
-    def slope(self) -> str | None:
-        """The activation as `activate_affine_grad`, or of a norm `activate_affine`, is told."""
+    def activation_name(self) -> str | None:
+        """The activation for `activate_affine_grad`, or of a norm for `activate_affine`."""
         name = self.activation or (self.norm and self.norm.activation)
         return name and rounded_grad(name, self.y.dtype)
 

@@ -157,7 +157,7 @@ def _launch_resident(operands: Operands, rows: int) -> None:
         ROWS=rows,
         W=w,
         DGRAD=operands.activation is not None,
-        ACT=operands.slope,
+        ACT=operands.activation_name,
         GROUPS=groups,
         PAIRS=pairs,
         SLOTS=slots,

@@ -105,7 +105,7 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
     means = operands.means
     assert means is None or (operands.partials is not None and makes_means(config, h, w))
     read, written = (partial(in_rows, rows=r, images=images, width=width) for r in (2, rows))
-    vectors, then, second, of_image = (None,) * 6, (operands.slope, 1, True), 0, 1
+    vectors, then, second, of_image = (None,) * 6, (operands.activation_name, 1, True), 0, 1
     kept, factor = None, 1.0
     if operands.mask is not None:
         kept, factor = mask_words(operands.mask, operands.y.shape), 1 / (1 - operands.mask.p)
@@ -121,7 +121,7 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
             # or they would wait for one another for ever
             assert of_image * (c // 64) <= device.num_sms
         vectors = written(normed.a), x2, normed.weight, normed.bias, normed.slots, normed.eps
-        then = normed.slope, normed.channels, normed.keep
+        then = normed.activation_name, normed.channels, normed.keep
         count += -(-n // images) * (second // 64)
     act, group, keep = then
     conv_tiles_kernel[(min(count, device.num_sms),)](

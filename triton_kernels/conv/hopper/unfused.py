@@ -18,7 +18,7 @@ from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import following, overlapping
 from ...runtime.device import Device, describe
 from ..configs import ConvOperands
-from ..plain.tma import turns
+from ..plain.tma import transposes_first
 from ..plain.tma_boxes import as_one_row, unaddressable
 from .operands import filters_in_boxes
 from .tile_mma import WIDTHS, cut, in_rows
@@ -154,7 +154,7 @@ def _ring(spec: ConvSpec, gpu: Device) -> list[UnfusedRing]:
 def _refuse_single_tile_tf32(spec: ConvSpec, gpu: Device) -> str | None:
     if reason := missing(gpu, 2) or unaddressable(spec, gpu):
         return reason
-    if not turns(spec) or not spec.pointwise:
+    if not transposes_first(spec) or not spec.pointwise:
         return "it does input gradients of 1x1 filters over many pixels in TF32"
     if spec.k > _MOST_K:
         return f"{spec.k} channels of dy; its loop is unrolled for {_MOST_K}"

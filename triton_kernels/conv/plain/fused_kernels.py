@@ -362,7 +362,7 @@ def conv_input_grad_kernel(
     R: tl.constexpr,
     S: tl.constexpr,
     ACT: tl.constexpr,
-    TURNED: tl.constexpr,  # filters as `conv.plain.transpose_weights.turn_filters` has them
+    TURNED: tl.constexpr,  # filters as after `transpose_weights`
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,  # tiles one below the other
     TILE_N: tl.constexpr,

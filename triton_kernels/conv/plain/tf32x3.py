@@ -40,7 +40,7 @@ from .tma_boxes import (
     unaddressable,
     weight_in_boxes,
 )
-from .transpose_weights import split, turn_filters
+from .transpose_weights import split, transpose_weights
 
 
 @configures("tf32x3")
@@ -198,7 +198,7 @@ def launch(config: Config, operands: ConvOperands) -> None:
     if config.in_registers:
         parts, filters = (x, None), (weight, None)
     elif dgrad:
-        parts, filters, dgrad = split(x), turn_filters(weight, 2), False
+        parts, filters, dgrad = split(x), transpose_weights(weight, 2), False
         padding = (r - 1 - padding[0], s - 1 - padding[1])
     else:
         parts, filters = split(x), split(weight)

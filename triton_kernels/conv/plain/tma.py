@@ -32,7 +32,7 @@ from .tma_boxes import (
     unaddressable,
     weight_in_boxes,
 )
-from .transpose_weights import turn_filters
+from .transpose_weights import transpose_weights
 
 
 @configures("tma")
@@ -81,7 +81,7 @@ FWD_CONFIGS = [
     Config(128, 128, 32, 4, 4, parts=4),
 ]
 _MODELLED = 8  # the first so many are what the cost model chooses from
-_TURN_FROM = 1024  # pixels of a float32 input gradient, which pay for a copy of the filters
+_TRANSPOSE_FROM = 1024  # pixels of a float32 input gradient, which pay for a copy of the filters
 
 
 @triton.jit
@@ -266,9 +266,9 @@ def launch(config: Config, operands: ConvOperands) -> None:
     x, weight, bias, y, _, padding, precision, dgrad, _, follows = operands
     _, _, r, s = weight.shape
     launch_option = following(x.device) if follows else overlapping(x.device)
-    if dgrad and worth_turning(y):
+    if dgrad and worth_transposing(y):
         padding = (r - 1 - padding[0], s - 1 - padding[1])
-        weight, dgrad = turn_filters(weight, 1)[0], False
+        weight, dgrad = transpose_weights(weight, 1)[0], False
         launch_option = following(x.device)
     if is_pointwise(weight, padding):
         x, y = as_one_row(x), as_one_row(y)
@@ -298,9 +298,9 @@ def launch(config: Config, operands: ConvOperands) -> None:
     sum_partials(out, y, follows=True)
 
 
-def worth_turning(dx: Tensor) -> bool:
-    """Whether `turn.turn_filters` should precede this input gradient."""
-    return dx.itemsize == 4 and dx.numel() >= _TURN_FROM * dx.shape[3]
+def worth_transposing(dx: Tensor) -> bool:
+    """Whether `transpose_weights` should precede this input gradient."""
+    return dx.itemsize == 4 and dx.numel() >= _TRANSPOSE_FROM * dx.shape[3]
 
 
 def tile_constants(
@@ -334,13 +334,13 @@ def refuse_grad(spec: ConvSpec, gpu: Device) -> str | None:
     """Why it cannot do an input gradient, or None."""
     if reason := refuse(spec, gpu):
         return reason
-    return "filters are transposed first" if turns(spec) else None
+    return "filters are transposed first" if transposes_first(spec) else None
 
 
-def turns(spec: ConvSpec) -> bool:
+def transposes_first(spec: ConvSpec) -> bool:
     """Whether the filters of an input gradient of stride 1 are transposed first."""
     rows, columns = spec.size
-    return spec.dtype == "tf32" and spec.n * rows * columns >= _TURN_FROM
+    return spec.dtype == "tf32" and spec.n * rows * columns >= _TRANSPOSE_FROM
 
 
 def configs(spec: ConvSpec, gpu: Device) -> list[Config]:

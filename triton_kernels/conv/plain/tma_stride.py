@@ -19,7 +19,7 @@ from ...registry.kernel import CLOCKS, Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from ..configs import ConvOperands, FwdTile, WgradOperands, WgradTile, split_kernel
-from .tma import tile_constants, tile_origin, worth_turning
+from .tma import tile_constants, tile_origin, worth_transposing
 from .tma_boxes import (
     count_boxes,
     in_boxes,
@@ -28,7 +28,7 @@ from .tma_boxes import (
     weight_in_boxes,
 )
 from .tma_wgrad import num_parts, tile_arguments
-from .transpose_weights import turn_filters
+from .transpose_weights import transpose_weights
 
 
 @configures("tma_stride2")
@@ -113,7 +113,7 @@ def _stride2_fwd_kernel(
 @triton.jit(do_not_specialize=["P", "Q"])
 def _stride2_dgrad_kernel(
     dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
-    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_K, BLOCK_C]; TURNED: as `turn_filters` has them
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_K, BLOCK_C]; TURNED: transposed
     dx_desc,  # [N, H / 2, 2, W / 2, 2 CI] in boxes [TILE_N, TILE_H, 1, TILE_W, BLOCK_C]
     add_desc,  # to be added to dx, in such boxes, or None
     CO,
@@ -205,8 +205,8 @@ def _launch_dgrad(
     box = pixel_box(config.block_m, n, p, q)
     assert ci % config.block_c == 0, "a block of channels reaches into the other parity"
     programs = count_boxes(box, n, p, q) * triton.cdiv(ci, config.block_c)
-    if turned := worth_turning(dx):
-        filters = weight_in_boxes(turn_filters(weight, 1)[0], config.block_c, config.block_k)
+    if turned := worth_transposing(dx):
+        filters = weight_in_boxes(transpose_weights(weight, 1)[0], config.block_c, config.block_k)
     else:
         filters = weight_in_boxes(weight, config.block_k, config.block_c)
     tile = [*box[:2], 1, box[2], config.block_c]

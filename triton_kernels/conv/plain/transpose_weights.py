@@ -59,7 +59,7 @@ def _split_kernel(x_ptr, out_ptr, num, BLOCK: tl.constexpr):
     _store_parts(out_ptr + offs, tl.load(x_ptr + offs, mask=mask, other=0.0), mask, num, 2)
 
 
-def turn_filters(
+def transpose_weights(
     weight: Tensor,  # float32 [CO, CI, R, S] in channels_last memory
     parts: int,
 ) -> Tensor:  # float32 [parts, CI, CO, R, S], each part in channels_last memory
