@@ -15,7 +15,9 @@ __version__ = "0.2.0"
 __all__ = [
     "accelerate",
     "build",
+    "evaluate",
     "load",
+    "prepare",
     "preset",
     "register_dataset",
     "register_model",
@@ -207,6 +209,33 @@ def sample(
         finish=choose_values(decoder, trained).finish,
         edit=load_edit(init, mask, n, trained, decoder),
     )
+
+
+def evaluate(
+    ckpt: str | Path, metrics: "Sequence[str]" = ("loss",), **settings: Any
+) -> dict[str, Any]:
+    """The figures of a run, a checkpoint or a weights file, and what they depend on: the row that
+    tools/evaluate.py appends to its table.
+
+    metrics: some of loss (of what was held out, for which nothing is sampled), fid, kid, isc and
+    prc. settings: others of configs/evaluate.yaml, such as `n=10000, reference=FOLDER`.
+
+    ConfigError: a setting is wrong, or nothing was held out.
+    """
+    from .runs.evaluation import evaluate as run
+
+    return run({"ckpt": str(ckpt), "metrics": list(metrics), **settings}) or {}
+
+
+def prepare(src: str | Path, out: str | Path, **settings: Any) -> None:
+    """Write images, latents or an array into one file, as tools/prepare.py does.
+
+    settings: those of configs/prepare.yaml, such as `size=64, workers=4` or `encode=FOLDER`. Where
+    it was killed, the same call continues. ConfigError: a setting or the data are wrong.
+    """
+    from .runs.prepare import prepare_as_configured
+
+    prepare_as_configured({"src": str(src), "out": str(out), **settings})
 
 
 def preset(group: str, name: str, **changes: Any) -> dict[str, Any]:

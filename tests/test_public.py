@@ -41,6 +41,26 @@ def test_import_does_not_take_pytorch_along():
     )
 
 
+def test_prepare_and_evaluate(tmp_path):
+    """With the settings and the table of the scripts."""
+    np.save(tmp_path / "a.npy", np.random.default_rng(0).integers(0, 256, (9, 8, 8, 3), np.uint8))
+    diffusion.prepare(tmp_path / "a.npy", tmp_path / "a.packed", layout="nhwc")
+    with pytest.raises(ConfigError, match="siz"):
+        diffusion.prepare(tmp_path / "a.npy", tmp_path / "b.packed", siz=8)
+    model = diffusion.preset("model", "unet_tiny", channel_mult=[1, 2], attention_resolutions=[])
+    held_out = diffusion.train(
+        tmp_path / "run",
+        dataset={"name": "packed", "path": str(tmp_path / "a.packed"), "held_out": 3},
+        model=model, device="cpu", steps=2, batch_size=3, sample_every=0, tensorboard=False,
+        precision="fp32",
+    )  # fmt: skip
+    row = diffusion.evaluate(tmp_path / "run", device="cpu", precision="fp32")
+    assert row["held_out"] == pytest.approx(held_out, rel=1e-5) and row["images"] == 3
+    assert (tmp_path / "run" / "evaluations.csv").is_file()
+    with pytest.raises(ConfigError, match="metrics has nothing; choose from loss, fid"):
+        diffusion.evaluate(tmp_path / "run", ["nothing"])
+
+
 def test_train_load_and_sample(tmp_path):
     """And the settings are those of the command line."""
     data = {"name": "elephants", "size": 16, "count": 12}

@@ -3,6 +3,7 @@
 import hashlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,8 @@ def prepare(
     label: str | None = None,
     split: str = "train",
     subset: str | None = None,
+    key: str | None = None,
+    layout: str | None = None,
     encode: str | None = None,
     device: str = "auto",
     workers: int = 1,
@@ -62,6 +65,8 @@ def prepare(
         "label": label,
         "split": split,
         "subset": subset,
+        "key": key,
+        "layout": layout,
         "encode": encode,
         "device": device,
     }
@@ -108,6 +113,8 @@ def _source(
     label: str | None,
     split: str,
     subset: str | None,
+    key: str | None,
+    layout: str | None,
     encode: str | None,
     device: str,
 ) -> tuple[DecodedImages | EncodedImages | StoredSamples, ImageFiles | None]:
@@ -116,8 +123,15 @@ def _source(
     if path.suffix in (".packed", ".bin") or is_array(path):
         if encode is not None:
             raise ConfigError(f"encode={encode} is for images; {src} is no folder of them, no .zip")
-        load = load_array if is_array(path) else load_packed
-        return StoredSamples(load(src, size=size, channels=channels)), None
+        options = {"size": size, "channels": channels}
+        if not is_array(path):
+            return StoredSamples(load_packed(src, **options)), None
+        options |= {"key": key, "labels": label if classes else None, "layout": layout}
+        try:
+            return StoredSamples(load_array(src, **options)), None
+        except ConfigError as error:  # which names the settings of training
+            said = str(error).replace("dataset.labels", "label")
+            raise ConfigError(re.sub(r"\bdataset\.(key|layout|size)", r"\1", said)) from None
     columns = {"column": column, "label": label, "split": split, "subset": subset}
     files = list_shards(src, classes=classes, **columns) or list_images(src, classes)
     images = DecodedImages(Decoder(files, size, 3 if channels is None else channels, background))

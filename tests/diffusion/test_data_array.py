@@ -319,6 +319,27 @@ def test_from_the_command_line(tmp_path):
     assert code == 2 and "expected a .npy" in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize("kind", ["npz", "zarr"])
+def test_one_array_of_several_is_packed_with_its_classes(tmp_path, kind):
+    array, classes = weather().transpose(0, 3, 1, 2), np.arange(len(weather())) % 3
+    path, out = tmp_path / f"several.{kind}", str(tmp_path / "a.packed")
+    if kind == "npz":
+        np.savez(path, fields=array, classes=classes, other=array)
+    else:
+        group = pytest.importorskip("zarr").open_group(str(path), mode="w")
+        for name, values in (("fields", array), ("classes", classes), ("other", array)):
+            group.create_array(name, shape=values.shape, dtype=values.dtype)[:] = values
+    with pytest.raises(ConfigError, match="holds 3 arrays .* say which one is learned by key"):
+        prepare(src=str(path), out=out)
+    with pytest.raises(ConfigError, match="^key=nothing is no array"):
+        prepare(src=str(path), out=out, key="nothing")
+    settings = {"key": "fields", "layout": "nchw"}
+    prepare(src=str(path), out=out, label="classes", **settings)
+    packed, direct = load_packed(out), load_dataset("array", path=str(path), **settings)
+    assert packed.values == direct.values and packed.labels.tolist() == classes.tolist()
+    assert torch.equal(packed.images.to(CPU), direct.images.to(CPU))
+
+
 def test_packed_keeps_numbers_units_and_digests(tmp_path):
     array = weather().transpose(0, 3, 1, 2)
     options = written(tmp_path, "npy", array)
