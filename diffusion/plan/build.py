@@ -77,7 +77,7 @@ def plan(
     graph.check_with(given)
     parameters = dict(module.named_parameters()) | dict(module.named_buffers())
     if joins is not None and backward is None and _multiplies_low(graph, tf32):
-        for value, reasons in join(graph, parameters, *joins, meets=False).items():
+        for value, reasons in join(graph, parameters, *joins, grid_sync=False).items():
             why[value] = why.get(value, []) + reasons
     fewer = casts_together(graph)
     start = None if start is None else start - fewer

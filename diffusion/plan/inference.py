@@ -274,7 +274,7 @@ class SamplingPlan:
     plan: Plan
     image: Value  # [N, H, W, C], in the backend's precision, with zeros behind its channels
     emb: Value  # float32 [N, E]: every block's projection of the embedding
-    zeros: Value | None  # int64 words, where programs meet
+    zeros: Value | None  # int64 words, through which programs synchronise
     context: tuple[Value, ...]  # the mask of its tokens, and of each block keys and values
 
 
@@ -403,7 +403,7 @@ def _as_columns(node: Node, emb: Value, part: slice) -> None:
 
 
 def _zeros(graph: Graph) -> Value | None:
-    """Words for every launch whose programs meet, side by side."""
+    """Words for every launch whose programs synchronise, side by side."""
     taken, nodes = 0, [node for node in graph.nodes if "count" in node.attrs]
     for node in nodes:
         count = node.attrs.pop("count")

@@ -11,22 +11,22 @@ CHAIN, BESIDE, THIRD = range(3)
 
 @dataclass(eq=False)
 class Move:
-    """One thing that the runner does.
+    """One action of the runner.
 
-    what        on                it
-    begin       chain             nothing: what waits for it waits for all before
-    launch      chain             launches nodes
-    beside      beside            launches what nobody on the chain waits for
-    weights     beside or third   gradients of weights in one launch, `weight`: of any kind, behind
-                                  what is `before` it
-    sums        third             adds up sums for norms and biases, `all sums` the last of a pass
-    ready       beside            says that filters from `start` on have their gradients
+    what        stream            action
+    begin       chain             none: waiting for it means waiting for everything before it
+    launch      chain             launches nodes of the critical path
+    beside      beside            launches nodes that the critical path does not wait for
+    weights     beside or third   launches a group of weight gradients, of the kind `weight`, after
+                                  the moves in `before`
+    sums        third             adds up sums for norms and biases; `all sums`: the last of a pass
+    ready       beside            reports that weights from `start` on have their gradients
     take        chain             waits for the embedding
-    embedding   chain             the embedding's gradient is complete
-    finish      chain             the embedding's layers go back, on a stream of their own
-    wait        chain             nothing but to wait
+    embedding   chain             marks the embedding's gradient as complete
+    finish      chain             runs the embedding's layers backward on a separate stream
+    wait        chain             only waits
 
-    The first three and the last are of any plan, the others of `train.py`'s (`step`).
+    Every plan has the first three and the last; only `train.py`'s plan has the others (`step`).
     """
 
     what: str

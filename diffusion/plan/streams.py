@@ -14,7 +14,7 @@ everything is decided. The main stream runs the critical path. The rules are:
 - In backward, while images are large (`hold`), tasks that read a tensor of `LARGE` bytes are held,
   within `HELD_BUDGET`, until `release`. They then run on a third stream, beside the main stream's
   smaller kernels and later tasks. Sums are added up there, too. Their inputs are kept to the end.
-- The two streams wait for each other at `meet`; the main stream waits for both at the end.
+- The two streams wait for each other at `sync`; the main stream waits for both at the end.
 - A value is released after its last reader; dx that overwrites a summand uses its memory.
 """
 
@@ -64,8 +64,8 @@ class _Streams:
                 self.holding = move.what == "hold"
             case "release":
                 self._release()
-            case "meet":
-                self._meet()
+            case "sync":
+                self._sync()
             case "sums" | "all sums":
                 self._on_third([move])
             case _:
@@ -126,7 +126,7 @@ class _Streams:
         if held:
             self._on_third(held)
 
-    def _meet(self) -> None:
+    def _sync(self) -> None:
         self._release()
         self._launch_all()
         for stream, other in ((BESIDE, THIRD), (THIRD, BESIDE)):

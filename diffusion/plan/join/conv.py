@@ -84,7 +84,7 @@ def _conv_then_norm(j: Joining, node: Node, norm: Node, splits: bool) -> bool:
         fits = j.joins("conv_norm", spec)
     elif not splits and n >= _MEETING_IMAGES and pixels <= _MEETING_PIXELS:
         op, stats = "conv_meeting", keep
-        fits = j.meets and x2 is None and j.joins("conv_meeting", spec)
+        fits = j.grid_sync and x2 is None and j.joins("conv_meeting", spec)
     else:
         return False
     if not fits:

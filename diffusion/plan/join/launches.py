@@ -123,7 +123,7 @@ def _conv_norm(k, node, given):
 
 @launches("conv_meeting")
 def _conv_meeting(k, node, given):
-    """Its programs meet in words that are zero: of `zeros`. How many it wants is known from a dry
+    """Its programs synchronise through zeroed words of `zeros`. Their number is known from a dry
     run, where there are none yet."""
     taken = []
 

@@ -56,18 +56,18 @@ def join(
     parameters: dict[str, Tensor],
     kernels: ModuleType,  # `triton_kernels.fused_ops` or its reference
     gpu: Device,
-    meets: bool = True,  # whether programs of a launch may wait for one another
+    grid_sync: bool = True,  # whether programs of a launch may wait for one another
 ) -> dict[Value, list[str]]:
-    """Rewrite a forward pass that `fuse` has been through, in place; why each value is made as it
-    is. Its nodes are then for launches one after the other, on one stream; with `meets` no other
-    evaluation may be under way on the GPU."""
+    """Rewrite a forward pass in place, after `fuse`. Returns the reasons for how each value is
+    computed. The nodes are then launches on one stream; with `grid_sync` no other evaluation may
+    run on the GPU at the same time."""
     first = fixed_nodes(graph, graph.nodes)  # any node may look at its filters,
     for node in graph.nodes:  # and at parts of what there is
         if node.op == "columns" and node.inputs["x"] in graph.inputs:
             first[node] = None
     graph.nodes = [*first, *(node for node in graph.nodes if node not in first)]
     with nothing_launched(gpu):
-        joining = Joining(graph, parameters, kernels, gpu, meets)
+        joining = Joining(graph, parameters, kernels, gpu, grid_sync)
         for node in graph.nodes:
             if node not in joining.done:
                 RULES.get(node.op, Joining.other)(joining, node)

@@ -32,9 +32,9 @@ class Joining:
         parameters: dict[str, Tensor],
         kernels: ModuleType,
         gpu: Device,
-        meets: bool,
+        grid_sync: bool,
     ) -> None:
-        self.graph, self.k, self.gpu, self.meets = graph, kernels, gpu, meets
+        self.graph, self.k, self.gpu, self.grid_sync = graph, kernels, gpu, grid_sync
         self.consumers = graph.consumers()
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.dry = DryRun(graph, parameters, launcher_of(kernels))

@@ -182,7 +182,7 @@ class _Order:
             self.reached = pixels <= self.smallest
             self.moves.append(Move("release" if self.reached else "hold" if holds else "keep"))
         if self.reached and not self.is_met and (large and pixels > self.smallest or is_last):
-            self.moves.append(Move("meet"))
+            self.moves.append(Move("sync"))
             self.is_met = True
         if is_last:
             self.moves.append(Move("sums"))
