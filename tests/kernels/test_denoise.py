@@ -174,8 +174,8 @@ def assert_close_squares(difference, expected):
 
 
 def test_a_sample_has_a_limited_number_of_programs(device, monkeypatch):
-    """One of them adds up what all have left, and Triton 3.6 limits its slots: a program of a larger
-    sample takes more of it."""
+    """The last program adds up the parts of all, and Triton 3.6 limits their number: for a larger
+    sample each program takes more of it."""
     take(monkeypatch, denoise_loss=loss_module._LossConfig(128, 1, 4))
     batch = Batch((105, 105, 3), device)
     elements, most = 105 * 105 * 3, loss_module._MOST_CHUNKS
