@@ -260,7 +260,8 @@ class Notes:
         names = tuple(name for name, _ in self.launches) or ("PyTorch",)
         config = self.launches[0][1] if self.launches else ""
         device = self.gpu.device
-        times = [d.choice.kernel.model(d.spec, device, d.choice.config) for d in self.decisions]
+        own = [d for d in self.decisions if not d.choice.kernel.delegates]
+        times = [d.choice.kernel.model(d.spec, device, d.choice.config) for d in own]
         self.launches.clear()
         self.decisions.clear()
         known = times and None not in times

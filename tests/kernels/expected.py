@@ -101,6 +101,7 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     ],
     "conv_resident_two_kernel": _REGISTERS._replace(spills=192),
     "conv_rows_group_wgrad_kernel": _REGISTERS,
+    "conv_rows_rounds_wgrad_kernel": _REGISTERS,
     "conv_rows_wgrad_kernel": [
         ({"W": 32, "SWAP": False}, _REGISTERS._replace(spills=4)),
         ({}, _REGISTERS),

@@ -58,6 +58,12 @@ WGRAD_SHAPES = {name: shape for name, shape in SHAPES.items() if name != "a tile
     "rows of two pieces": Shape(5, 16, 128, 64, 128),
     "rows of three pieces": Shape(7, 48, 48, 128, 64),
     "96x96": Shape(2, 96, 96, 64, 64),
+    "channels that fill no block": Shape(3, 16, 16, 72, 136),
+    "pieces over the edge, channels too": Shape(3, 40, 40, 160, 96),
+    "whole rows of 20": Shape(5, 20, 20, 64, 128),
+    "rows of 12 of four images": Shape(7, 12, 12, 96, 288),
+    "rows of 4 and 7": Shape(11, 7, 4, 64, 64),
+    "tall": Shape(2, 70, 24, 128, 72),
 }
 
 
@@ -134,9 +140,10 @@ class TestGpu:
         for shape in (
             Shape(1, 6, 64, 64, 64),
             Shape(1, 64, 64, 96, 64),
-            Shape(1, 64, 64, 64, 64, 1),
             Shape(1, 40, 40, 64, 64),
         ):
+            assert applying(shape, torch.bfloat16, device) == (False, False, True)
+        for shape in (Shape(1, 64, 64, 64, 64, 1), Shape(1, 64, 64, 64, 68)):
             assert applying(shape, torch.bfloat16, device) == (False, False, False)
         assert applying(SHAPES["an image"], torch.float32, device) == (False, False, False)
 

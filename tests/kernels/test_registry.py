@@ -14,6 +14,7 @@ from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
 from triton_kernels.conv.hopper import row_mma
 from triton_kernels.conv.plain.split_k import CONV_SPLIT
 from triton_kernels.conv.weight_grad import WEIGHT_GRAD
+from triton_kernels.conv.wgrad_group import WEIGHT_GRADS
 from triton_kernels.registry import choose as registry
 from triton_kernels.registry import cost, rows, search
 from triton_kernels.registry.chips import CHIPS
@@ -312,7 +313,7 @@ class TestFittedCosts:
     @pytest.mark.parametrize("arch", [80, 90])
     def test_parameters_are_of_known_kernels(self, arch):
         """Each name is that of a kernel and of the fields that its parameters depend on."""
-        ops = FORWARD, INPUT_GRAD, WEIGHT_GRAD, CONV_SPLIT, CONV_FEW
+        ops = FORWARD, INPUT_GRAD, WEIGHT_GRAD, WEIGHT_GRADS, CONV_SPLIT, CONV_FEW
         known = {k.name: k for op in ops for k in op.kernels}
         fitted = cost.parameters(arch)
         assert len(fitted) >= 10 and not cost.parameters(70)

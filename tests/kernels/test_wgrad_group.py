@@ -6,9 +6,13 @@ import pytest
 import torch
 
 from triton_kernels.conv import wgrad_group as weight_grads
-from triton_kernels.conv.hopper import group_wgrad
+from triton_kernels.conv.hopper import group_wgrad, rounds_wgrad
 from triton_kernels.conv.hopper.group_wgrad import Gradient, Tile
+from triton_kernels.conv.hopper.rounds_wgrad import Rounds
 from triton_kernels.conv.wgrad_group import conv_weight_grads
+from triton_kernels.registry.chips import CHIPS
+from triton_kernels.registry.choose import select
+from triton_kernels.registry.spec import ConvSpec, WeightGradsSpec
 from triton_kernels.runtime.device import describe
 
 from .poison import poison_outputs
@@ -19,6 +23,8 @@ from .test_conv_fused import (
     weight_grad_reference,
 )
 from .test_conv_hopper import gpu
+
+CUT_OFF = 2.5e-8  # of a sum, for each product of 16 pixels: see `reductions.long_sums`
 
 
 class Group(NamedTuple):
@@ -54,16 +60,20 @@ def gradients(group: Group, dtype, device) -> list[Gradient]:
 
 
 def check(
-    group: Group, dtype, device, accumulate: bool, plan=None, share: float = 1.0
+    group: Group, dtype, device, accumulate: bool, plan=None, share: float = 1.0, parts: int = 0
 ) -> list[torch.Tensor]:
-    """The gradients, which have to be right."""
+    """The gradients, which have to be right. `parts`: of a sum; 0: so many that what tensor cores
+    cut off of each (`reductions.long_sums`) is less than the rounding."""
     made = gradients(group, dtype, device)
     before = [g.out.double() for g in made]
     if plan is None:
         conv_weight_grads(*made, accumulate=accumulate, share=share)
     else:
         weight_grads._run(made, accumulate, plan, True, share)
-    floor = 2**-24 * (group.n * group.h * group.w) ** 0.5 + 1e-6
+    pixels = group.n * group.h * group.w
+    floor = 2**-24 * pixels**0.5 + 1e-6
+    if parts:
+        floor += CUT_OFF * pixels / 16 / parts
     for g, old in zip(made, before, strict=True):
         exact = weight_grad_reference(g.x, g.dy, group.kernel) + accumulate * old
         assert relative(g.out, exact) <= floor
@@ -127,8 +137,76 @@ LARGE = {
 }
 
 
+# of 132 multiprocessors: fewer blocks, one round and a rest, two; odd channels and images
+ROUNDS = {
+    "8x8, four": Group(64, 8, 8, 3, ((256, 192), (64, 128), (256, 256), (128, 256))),
+    "8x8, rounds": Group(24, 8, 8, 3, ((576, 768), (768, 576), (576, 192), (192, 576))),
+    "16x16, a round": Group(13, 16, 16, 3, ((576, 576), (576, 576))),
+    "32x32": Group(5, 32, 32, 3, ((128, 128), (64, 128), (192, 128))),
+    "64x64, many pixels": Group(17, 64, 64, 3, ((64, 64), (128, 64))),
+    "odd channels": Group(5, 16, 16, 3, ((72, 136), (200, 88))),
+    "48x48": Group(5, 48, 48, 3, ((96, 96), (192, 96), (96, 96), (96, 192))),
+    "40x40": Group(3, 40, 40, 3, ((160, 96), (64, 160), (64, 64))),
+    "20x20": Group(5, 20, 20, 3, ((320, 128), (128, 320))),
+    "12x12": Group(7, 12, 12, 3, ((288, 480), (288, 288), (480, 288))),
+    "7x4": Group(11, 7, 4, 3, ((64, 64), (64, 128))),
+}
+
+
+def test_sums_of_cut_blocks(device):
+    """Of blocks behind others that are whole, of four gradients whose channels fill no blocks."""
+    channels, whole, splits = ((72, 136), (64, 64), (8, 72), (136, 16)), 2, 3
+    outs, blocks = [], []  # of each block: its gradient and its corner
+    for i, (ci, co) in enumerate(channels):
+        rows = torch.zeros(co, 9 * ci + 8, device=device)[:, : 9 * ci]
+        outs.append(rows.unflatten(1, (3, 3, ci)).permute(0, 3, 1, 2))
+        blocks += [(i, c, k) for c in range(0, co, 64) for k in range(0, ci, 64)]
+    cut = blocks[whole:]
+    parts = randn(len(cut), splits, 64, 9, 64, seed=0, device=device)
+    exact = [torch.zeros_like(out, dtype=torch.float64) for out in outs]
+    for part, (i, co, ci) in zip(parts.double().sum(1), cut, strict=True):
+        place = exact[i][co : co + 64, ci : ci + 64]
+        part = part.unflatten(1, (3, 3)).permute(0, 3, 1, 2)
+        place += part[: place.shape[0], : place.shape[1]]
+    for accumulate in (False, True):
+        weight_grads._sum_cut(parts, outs, whole, accumulate)
+        for out, e in zip(outs, exact, strict=True):
+            assert relative(out, (1 + accumulate) * e) <= 1e-6
+
+
+def test_rounds_are_predicted_to_be_faster_than_one_after_one():
+    """Of 576 channels a gradient is 81 blocks for 132 multiprocessors: of four the last round alone
+    is cut."""
+    gpu = CHIPS["h200"].gpu
+    conv = {"h": 16, "w": 16, "k": 576, "c": 576, "p": 16, "q": 16, "padding": (1, 1)}
+    convs = tuple(ConvSpec(32, "bf16", filters=(576, 576), **conv) for _ in range(4))
+    spec = WeightGradsSpec(32, "bf16", convs)
+    if rounds_wgrad.refuse(spec, gpu) is not None:
+        pytest.skip("no Gluon")
+    choice = select(weight_grads.WEIGHT_GRADS, spec, gpu)
+    assert choice.config == Rounds(2)
+    assert rounds_wgrad.whole_blocks(spec, gpu, choice.config) == 2 * 132
+    assert rounds_wgrad.cut_blocks(spec, gpu, choice.config) == 4 * 81 - 2 * 132
+    in_turn = weight_grads.WEIGHT_GRADS.kernel("in_turn")
+    slow, fast = (k.model(spec, gpu, c) for k, c in ((in_turn, ()), (choice.kernel, choice.config)))
+    assert fast < 0.8 * slow
+
+
 class TestGpu:
     pytestmark = gpu
+
+    @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+    @pytest.mark.parametrize("splits", [1, 2, 3, 5])
+    @pytest.mark.parametrize("name", ROUNDS)
+    def test_rounds(self, name, splits, accumulate, device, monkeypatch):
+        poison_outputs(monkeypatch, weight_grads)
+        group, plan = ROUNDS[name], Rounds(splits)
+        # blocks in front of the last round are in one part
+        fewest = splits if sum(-(-a // 64) * -(-b // 64) for a, b in group.channels) < 132 else 1
+        first = check(group, torch.bfloat16, device, accumulate, plan, parts=fewest)
+        for _ in range(3):
+            again = check(group, torch.bfloat16, device, accumulate, plan, parts=fewest)
+            assert all(map(torch.equal, again, first))
 
     @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
     @pytest.mark.parametrize(

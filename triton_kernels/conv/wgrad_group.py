@@ -14,15 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..registry.choose import select
+from ..registry.choose import expected, select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import WeightGradsSpec, precision_of
 from ..runtime.dependent_launch import await_inputs, overlapping
-from ..runtime.device import describe
+from ..runtime.device import Device, describe
 from .fused import conv_weight_grad
-from .hopper import group_wgrad
+from .hopper import group_wgrad, rounds_wgrad
 from .hopper.group_wgrad import MOST, Gradient, Tile
-from .weight_grad import weight_grad_spec
+from .hopper.rounds_wgrad import Rounds
+from .weight_grad import WEIGHT_GRAD, weight_grad_spec
 from .wgrad_pair import conv_two_weight_grads
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -33,7 +34,96 @@ class _InTurn(NamedTuple):
     """Two after two, or one after the other."""
 
 
-_Plan = Tile | _InTurn
+_Plan = Tile | Rounds | _InTurn
+
+
+@triton.jit
+def _gradient_of(
+    block,  # in the list of the blocks of all gradients
+    out1_ptr, out2_ptr, out3_ptr, out4_ptr,
+    CI1, CI2, CI3, CI4,
+    CO1, CO2, CO3, CO4,
+    stride1, stride2, stride3, stride4,
+    TILE_CO: tl.constexpr,
+    TILE_CI: tl.constexpr,
+):  # fmt: skip
+    """Where its gradient is, the distance of its rows, and its channels; and which of its blocks it
+    is."""
+    blocks1 = tl.cdiv(CO1, TILE_CO) * tl.cdiv(CI1, TILE_CI)
+    blocks2 = tl.cdiv(CO2, TILE_CO) * tl.cdiv(CI2, TILE_CI)
+    blocks3 = tl.cdiv(CO3, TILE_CO) * tl.cdiv(CI3, TILE_CI)
+    CI = CI1
+    CO = CO1
+    stride = stride1
+    out_ptr = out1_ptr
+    if block >= blocks1:
+        block -= blocks1
+        CI = CI2
+        CO = CO2
+        stride = stride2
+        out_ptr = out2_ptr
+        if block >= blocks2:
+            block -= blocks2
+            CI = CI3
+            CO = CO3
+            stride = stride3
+            out_ptr = out3_ptr
+            if block >= blocks3:
+                block -= blocks3
+                CI = CI4
+                CO = CO4
+                stride = stride4
+                out_ptr = out4_ptr
+    return out_ptr, stride, CI, CO, block
+
+
+@triton.jit
+def _sum_cut_kernel(
+    part_ptr,  # [blocks that are cut, splits, 64, 9, 64]
+    out1_ptr,  # [CO1, 9, CI1], with rows any distance apart
+    out2_ptr,
+    out3_ptr,
+    out4_ptr,
+    CI1,
+    CI2,
+    CI3,
+    CI4,
+    CO1,
+    CO2,
+    CO3,
+    CO4,
+    stride1,
+    stride2,
+    stride3,
+    stride4,
+    whole,  # blocks in front that are not cut
+    splits,
+    ACCUMULATE: tl.constexpr,  # add to what is there
+    BLOCK_S: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    await_inputs()
+    NUMBERS: tl.constexpr = 64 * 9 * 64
+    cut = tl.program_id(0) // (NUMBERS // BLOCK)
+    offs = tl.program_id(0) % (NUMBERS // BLOCK) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK_S, BLOCK], dtype=tl.float32)
+    for split in range(0, splits, BLOCK_S):
+        offs_s = split + tl.arange(0, BLOCK_S)
+        rows = part_ptr + (cut * splits + offs_s).to(tl.int64)[:, None] * NUMBERS
+        acc += tl.load(rows + offs[None, :], mask=(offs_s < splits)[:, None], other=0.0)
+    result = tl.sum(acc, axis=0)
+    out_ptr, stride, CI, CO, block = _gradient_of(
+        cut + whole, out1_ptr, out2_ptr, out3_ptr, out4_ptr, CI1, CI2, CI3, CI4, CO1, CO2, CO3,
+        CO4, stride1, stride2, stride3, stride4, 64, 64,
+    )  # fmt: skip
+    ci_blocks = tl.cdiv(CI, 64)
+    co = block // ci_blocks * 64 + offs // (9 * 64)
+    ci = block % ci_blocks * 64 + offs % 64
+    mask = (co < CO) & (ci < CI)
+    out_ptrs = out_ptr + co.to(tl.int64) * stride + offs // 64 % 9 * CI + ci
+    if ACCUMULATE:
+        result += tl.load(out_ptrs, mask=mask, other=0.0)
+    tl.store(out_ptrs, result, mask=mask)
 
 
 @triton.jit(do_not_specialize=["programs", "tiles"])
@@ -85,28 +175,10 @@ def _sum_group_kernel(
         acc += tl.load(rows + offs[None, :], mask=(offs_p <= last)[:, None], other=0.0)
     result = tl.sum(acc, axis=0)
 
-    CI = CI1
-    CO = CO1
-    stride = stride1
-    out_ptr = out1_ptr
-    if block >= blocks1:
-        block -= blocks1
-        CI = CI2
-        CO = CO2
-        stride = stride2
-        out_ptr = out2_ptr
-        if block >= blocks2:
-            block -= blocks2
-            CI = CI3
-            CO = CO3
-            stride = stride3
-            out_ptr = out3_ptr
-            if block >= blocks3:
-                block -= blocks3
-                CI = CI4
-                CO = CO4
-                stride = stride4
-                out_ptr = out4_ptr
+    out_ptr, stride, CI, CO, block = _gradient_of(
+        block, out1_ptr, out2_ptr, out3_ptr, out4_ptr, CI1, CI2, CI3, CI4, CO1, CO2, CO3,
+        CO4, stride1, stride2, stride3, stride4, TILE_CO, TILE_CI,
+    )  # fmt: skip
     ci_blocks = tl.cdiv(CI, TILE_CI)
     co = block // ci_blocks * TILE_CO + offs // (TAPS * TILE_CI)
     ci = block % ci_blocks * TILE_CI + offs % TILE_CI
@@ -163,12 +235,28 @@ def _key(spec: WeightGradsSpec) -> dict[str, Any]:
     return sizes | {"dtype": spec.dtype}
 
 
+def _one_after_one(spec: WeightGradsSpec, gpu: Device, config: _InTurn) -> float | None:
+    """Microseconds of all, each by its own kernel."""
+    if spec.n == 0:
+        return None
+    each = [expected(WEIGHT_GRAD, conv, gpu) for conv in spec.convs]
+    return None if None in each else sum(each)
+
+
 WEIGHT_GRADS = Op(
     "conv_weight_grads",
     key=_key,
     kernels=(
-        Kernel("in_turn", _InTurn, lambda spec, gpu: None, lambda spec, gpu: [_InTurn()]),
+        Kernel(
+            "in_turn",
+            _InTurn,
+            lambda spec, gpu: None,
+            lambda spec, gpu: [_InTurn()],
+            alike=_one_after_one,
+            delegates=True,
+        ),
         group_wgrad.KERNEL,
+        rounds_wgrad.KERNEL,
     ),
 )
 
@@ -183,6 +271,9 @@ def _run(
     if isinstance(plan, _InTurn):
         _run_in_turn(group, accumulate, share, allow_tf32)
         return
+    if isinstance(plan, Rounds):
+        _run_rounds(group, accumulate, plan, allow_tf32)
+        return
     tile = plan
     x, _, out = group[0]
     taps = out.shape[2] * out.shape[3]
@@ -193,6 +284,47 @@ def _run(
     steps = group_wgrad.pixel_tiles(spec.convs[0], tile)
     group_wgrad.launch(group, tile, steps, parts)
     _sum_parts(parts, [g.out for g in group], steps, accumulate)
+
+
+def _run_rounds(
+    group: Sequence[Gradient], accumulate: bool, plan: Rounds, allow_tf32: bool
+) -> None:
+    spec, gpu = grads_spec(group, allow_tf32), describe(group[0].x.device)
+    whole = rounds_wgrad.whole_blocks(spec, gpu, plan)
+    cut = rounds_wgrad.cut_blocks(spec, gpu, plan)
+    shape = (cut, plan.splits, 64, 9, 64)
+    parts = _empty(shape, dtype=torch.float32, device=group[0].x.device)
+    rounds_wgrad.launch(group, plan, whole, parts, accumulate)
+    if cut:
+        _sum_cut(parts, [g.out for g in group], whole, accumulate)
+
+
+def _sum_cut(
+    parts: Tensor,  # float32 [blocks that are cut, splits, 64, 9, 64]
+    outs: Sequence[Tensor],  # float32 [CO, CI, 3, 3], a channel of y is a row [3, 3, CI]
+    whole: int,  # blocks in front of these
+    accumulate: bool,
+) -> None:
+    cut, splits = parts.shape[:2]
+    absent = MOST - len(outs)
+    channels = [[*(o.shape[i] for o in outs), *[0] * absent] for i in (1, 0)]
+    block_s = min(triton.next_power_of_2(splits), 16)  # as in `column_sum`
+    block = 2048 // block_s
+    _sum_cut_kernel[(cut * (rounds_wgrad.NUMBERS // block),)](
+        parts,
+        *outs,
+        *[outs[0]] * absent,
+        *channels[0],
+        *channels[1],
+        *(o.stride(0) for o in outs),
+        *[0] * absent,
+        whole,
+        splits,
+        ACCUMULATE=accumulate,
+        BLOCK_S=block_s,
+        BLOCK=block,
+        **overlapping(parts.device),
+    )
 
 
 def _run_in_turn(

@@ -85,6 +85,13 @@ def _select(
     return choice
 
 
+def expected(op: Op, spec: Spec, gpu: Device) -> float | None:
+    """Microseconds of what would be taken, by models that were fitted to times; None: there are
+    none. Nobody is told that it was asked."""
+    choice = _select(op, spec, gpu)
+    return choice.kernel.model(spec, gpu, choice.config)
+
+
 def listed(op: Op, spec: Spec, gpu: Device) -> list[tuple[Kernel, tuple]]:
     """Every kernel that can do it, with every configuration."""
     return [

@@ -47,9 +47,15 @@ class Kernel(Generic[C]):
     fitted_by: tuple[str, ...] = ()
     # the architecture whose parameters chips have that nobody has fitted, in their own waves
     borrows: int | None = None
+    # microseconds, by what was fitted to kernels that it consists of, or whose programs are its own
+    alike: Callable[[Spec, Device, C], float | None] | None = None
+    # whether it asks the registry again, for each of several operations
+    delegates: bool = False
 
     def model(self, spec: Spec, gpu: Device, config: C) -> float | None:
         """Microseconds by parameters that were fitted to times; None: there are none."""
+        if self.alike is not None:
+            return self.alike(spec, gpu, config)
         return self._fitted(gpu.arch, spec, gpu, config)
 
     def _fitted(self, arch: int, spec: Spec, gpu: Device, config: C) -> float | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes, missing
 from ...reductions.column_sum import num_splits
+from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec, WeightGradsSpec
 from ...runtime.device import Device
@@ -181,4 +182,25 @@ def _in_points(x: Tensor) -> "TensorDescriptor":
     return in_boxes(x, [n * h * w, c], [c, 1], [64, 64])
 
 
-KERNEL = Kernel("group_wgrad", Tile, refuse, tiles)
+def _work(spec: WeightGradsSpec, gpu: Device, tile: Tile) -> Work | None:
+    """Of 1x1 filters what its programs do; of others no times were fitted."""
+    first = spec.convs[0]
+    if first.r == 3:
+        return None
+    count = programs(spec, gpu, tile)
+    steps = pixel_tiles(first, tile) * _blocks(spec, tile) / count
+    pixels, numbers = 64 * tile.steps, 64**2 * tile.co_blocks * tile.ci_blocks
+    return Work(
+        tiles=count,
+        resident=tile.programs,
+        products=numbers * pixels * steps,
+        fetched=(tile.co_blocks + tile.ci_blocks) * 128 * pixels * steps,
+        steps=steps,
+        written=0,
+        memory=sum(conv.n * conv.h * conv.w * (conv.k + conv.c) * 2 for conv in spec.convs),
+        parts=count * numbers * 4,
+        splits=2,
+    )
+
+
+KERNEL = Kernel("group_wgrad", Tile, refuse, tiles, work=_work, fitted_by=("co_blocks",))

@@ -82,13 +82,9 @@ WGRAD_TILE, NARROW_WGRAD_TILE = RowWgrad(64), RowWgrad(16)
 _WIDTHS = (64,)  # pixels of a row
 _NARROW_WIDTHS = (64, 32)  # of NARROW_TILE, of two rows or of four
 _WGRAD_WIDTHS = (64, 32, 16, 8)  # of whole rows
-_PIECES = (
-    64,
-    32,
-    16,
-)  # pixels of other rows that are multiplied together, the most that divide them
+_PIECES = (64, 32, 16)  # pixels of other rows that are multiplied together
 _NARROW_WGRAD_WIDTHS = (64, 32, 16)
-_PART = 6  # tiles that take as long as a part of a sum does to begin, to write and to add up
+PART = 6  # tiles that take as long as a part of a sum does to begin, to write and to add up
 
 
 # --- forward and input gradient -------------------------------------------------------------------
@@ -261,8 +257,8 @@ def refuse_wgrad(spec: ConvSpec, gpu: Device) -> str | None:
 def refuse_wgrad_rows(
     spec: ConvSpec, gpu: Device, narrow: bool = False, whole: bool = True
 ) -> str | None:
-    """Why there are no tiles of rows for a weight gradient, or None; of pieces of rows, if they
-    need not be `whole`."""
+    """Why there are no tiles of rows for a weight gradient, or None. Unless blocks have to be
+    `whole`, images are of any size, and blocks of channels too, with zeros beyond their edges."""
     if reason := missing(gpu, spec.itemsize):
         return reason
     if (spec.r, spec.s) != (3, 3) or spec.stride != 1 or spec.pads != (1, 1):
@@ -272,12 +268,14 @@ def refuse_wgrad_rows(
     channels = [spec.c, spec.k]
     if narrow:
         channels.remove(16)
-    if odd := [c for c in channels if c % 64]:
-        return f"{odd[0]} channels are no multiple of 64"
+    least = 64 if whole else 8
+    if odd := [c for c in channels if c % least]:
+        return f"{odd[0]} channels are no multiple of {least}"
+    if not whole:
+        return None
     widths = _NARROW_WGRAD_WIDTHS if narrow else _WGRAD_WIDTHS
-    if spec.w not in widths and (whole or piece_of_row(spec.w) is None):
-        others = "" if whole else ", and multiples of 16"
-        return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}{others}"
+    if spec.w not in widths:
+        return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}"
     rows = _PIXELS // (piece_of_row(spec.w) * images_of_row(spec.w))
     return f"{spec.h} rows are no multiple of {rows}" if spec.h % rows else None
 
@@ -295,17 +293,25 @@ def wgrad_splits(spec: ConvSpec, gpu: Device, *others: ConvSpec) -> int:
     """Into how many parts to cut the sum over pixels: the fewest rounds of programs, which have a
     multiprocessor each, times their length. One part if there are blocks of channels for most
     multiprocessors; 0 if there are too few tiles to share."""
-    filters = (conv.of_filters for conv in (spec, *others))
-    blocks = max(1, sum(-(-co * ci // 64**2) for co, ci in filters))
+    if _is_narrow(spec):  # those that would fill as many
+        co, ci = spec.of_filters
+        blocks = -(-co * ci // 64**2)
+    else:
+        blocks = sum(wgrad_blocks(*conv.of_filters) for conv in (spec, *others))
     tiles = math.prod(wgrad_tiles(spec.n, spec.h, spec.w))
 
     def time(splits: int) -> int:
         rounds = triton.cdiv(blocks * splits, gpu.num_sms)
-        return rounds * (triton.cdiv(tiles, splits) + (_PART if splits > 1 else 0))
+        return rounds * (triton.cdiv(tiles, splits) + (PART if splits > 1 else 0))
 
     fewest = max(1 if 2 * blocks > gpu.num_sms else 2, fewest_wgrad_splits(spec))
     most = min(tiles, max(4 * gpu.num_sms // blocks, fewest + gpu.num_sms // blocks))
     return min(range(most, fewest - 1, -1), key=time, default=0)
+
+
+def wgrad_blocks(co: int, ci: int) -> int:
+    """Blocks of 64x64 channels."""
+    return -(-co // 64) * -(-ci // 64)
 
 
 def fewest_wgrad_splits(spec: ConvSpec) -> int:
@@ -325,10 +331,11 @@ def _launch_wgrad(tile: RowWgrad, splits: int, operands: WgradOperands) -> None:
 def _wgrad_work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
     co, ci = spec.of_filters
     width = piece_of_row(spec.w) * images_of_row(spec.w)
-    beside = 16 if spec.w not in _WGRAD_WIDTHS else 0
+    beside = 16 if pieces_of_row(spec.w) > 1 else 0
+    blocks = wgrad_blocks(co, ci) if c.block_ci == 64 else -(-co * ci // (64 * c.block_ci))
     steps = math.prod(wgrad_tiles(spec.n, spec.h, spec.w)) / c.splits
     return Work(
-        tiles=-(-co * ci // (64 * c.block_ci)) * c.splits,
+        tiles=blocks * c.splits,
         resident=1,
         products=64 * c.block_ci * 9 * _PIXELS * steps,
         fetched=((_PIXELS // width + 2) * (width + beside) * 2 * c.block_ci + _PIXELS * 128)
@@ -374,14 +381,16 @@ def weight_grad(
     images, width = images_of_row(w), piece_of_row(w)
     groups, tiles_h = wgrad_tiles(n, h, w)
     rows = _PIXELS // (width * images)
-    assert width == w or (x2 is None and not narrow)
-    blocks = co // 64 if narrow else (co * ci + co2 * ci2) // 64**2
+    columns = pieces_of_row(w)
+    ragged = not narrow and (ci % 64 > 0 or co % 64 > 0)
+    assert (columns == 1 and not ragged) or (x2 is None and not narrow)
+    blocks = co // 64 if narrow else wgrad_blocks(co, ci) + wgrad_blocks(co2, ci2)
     conv_rows_wgrad_kernel[(blocks * parts.shape[0],)](
         in_rows(few, 1, images, width),
         in_rows(many, rows, images, width),
-        None if x2 is None else in_rows(x2, 1, images),
-        None if dy2 is None else in_rows(dy2, rows, images),
-        None if width == w else in_rows(few, 1, 1, 8),
+        None if x2 is None else in_rows(x2, 1, images, width),
+        None if dy2 is None else in_rows(dy2, rows, images, width),
+        None if columns == 1 else in_rows(few, 1, 1, 8),
         parts,
         parts.stride(0),
         ci,
@@ -392,9 +401,10 @@ def weight_grad(
         tiles_h,
         W=width * images,
         IMAGES=images,
-        COLUMNS=w // width,
+        COLUMNS=columns,
         STAGES=_STAGES_OF_16 if narrow else _STAGES,
         SWAP=swap,
+        RAGGED=ragged,
         num_warps=4,
         maxnreg=128,
     )
@@ -402,19 +412,27 @@ def weight_grad(
 
 def images_of_row(w: int) -> int:
     """Of how many images a row is, so that it has 16 pixels and more."""
-    return 1 if w >= 16 else 64 // w
+    return 1 if w >= 16 else 64 // piece_of_row(w)
 
 
-def piece_of_row(w: int) -> int | None:
-    """Pixels of a row that a weight gradient multiplies together: a whole row, or a piece of one
-    that is not 8, 16, 32 or 64 pixels; or None."""
-    return w if w in _WGRAD_WIDTHS else next((p for p in _PIECES if w % p == 0), None)
+def piece_of_row(w: int) -> int:
+    """Pixels of a row that a weight gradient multiplies together: the whole row, or a piece of it,
+    with the fewest pixels beyond its end."""
+    if w < 16:
+        return 8 if w <= 8 else 16
+    return min(_PIECES, key=lambda piece: -(-w // piece) * piece)
+
+
+def pieces_of_row(w: int) -> int:
+    """How many there are."""
+    return -(-w // piece_of_row(w))
 
 
 def wgrad_tiles(n: int, h: int, w: int) -> tuple[int, int]:
     """Groups of images, and tiles of one."""
     images = images_of_row(w)
-    return -(-n // images), h * w * images // _PIXELS
+    rows = _PIXELS // (piece_of_row(w) * images)
+    return -(-n // images), -(-h // rows) * pieces_of_row(w)
 
 
 # --- tensors as the TMA unit is told of them ----------------------------------------------------
@@ -437,5 +455,6 @@ def in_rows(
     n, h, w, c = x.shape
     block = min(c, 64)
     if images > 1:
-        return in_boxes(x, [h, w, n, c], [w * c, c, h * w * c, 1], [rows, w, images, block])
+        box = [rows, width or w, images, block]
+        return in_boxes(x, [h, w, n, c], [w * c, c, h * w * c, 1], box)
     return in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, rows, width or w, block])

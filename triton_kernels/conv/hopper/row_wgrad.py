@@ -2,8 +2,9 @@
 
 A product sums over 16 pixels or more of a row. Where images are narrower, a row is one of several
 images, with the same pixel of each of them side by side: to TMA that is one more order of the
-dimensions, [H, W, N, C], and a tap is that many pixels further. Rows that are not 8, 16, 32 or 64
-pixels are multiplied in COLUMNS pieces, and the pixels beside a piece are fetched with it.
+dimensions, [H, W, N, C], and a tap is that many pixels further. Rows of more than 64 pixels, or of
+which a piece divides more, are multiplied in COLUMNS pieces, and the pixels beside a piece are
+fetched with it. Where a tile, or a block of 64 channels, reaches over an edge, TMA writes zeros.
 
 Of a convolution from or to few channels, one of x and dy has blocks of 16 channels, not 64. The
 kernel calls that one x: the gradient of its convolution is that of the other way round, with dy for
@@ -123,10 +124,11 @@ def multiply_tile(
 
 @gluon.jit
 def _accumulate(
-    R: gl.constexpr, part_ptr, ring, first, last, CI, CO,
+    R: gl.constexpr, part_ptr, ring, first, last, CI, CO, left_ci, left_co,
     W: gl.constexpr, IMAGES: gl.constexpr, SWAP: gl.constexpr, MARGINS: gl.constexpr,
 ):  # fmt: skip
-    """The three taps of row R of the filter."""
+    """The three taps of row R of the filter, of a block of which so many channels are left, or None
+    if all are."""
     K: gl.constexpr = ring.bufs[0].shape[2]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     acc0 = gl.zeros([64, K], gl.float32, LAYOUT)
@@ -140,9 +142,15 @@ def _accumulate(
     offs_ci = gl.arange(0, K, layout=gl.SliceLayout(0, LAYOUT))
     if K == 64:
         to = part_ptr + (R * 3 * CI + offs_co * 9 * CI)[:, None] + offs_ci[None, :]
-        gl.store(to, acc0)
-        gl.store(to + CI, acc1)
-        gl.store(to + 2 * CI, acc2)
+        if left_ci is None:
+            gl.store(to, acc0)
+            gl.store(to + CI, acc1)
+            gl.store(to + 2 * CI, acc2)
+        else:
+            mask = (offs_co < left_co)[:, None] & (offs_ci < left_ci)[None, :]
+            gl.store(to, acc0, mask=mask)
+            gl.store(to + CI, acc1, mask=mask)
+            gl.store(to + 2 * CI, acc2, mask=mask)
     else:
         mask = (offs_co < 64)[:, None] & (offs_ci < CI)[None, :]
         if SWAP:
@@ -177,6 +185,7 @@ def conv_rows_wgrad_kernel(
     STAGES: gl.constexpr,
     COLUMNS: gl.constexpr,  # pieces of a row
     SWAP: gl.constexpr,  # of 16 channels: parts are [splits, CI, 9, CO], with the taps reversed
+    RAGGED: gl.constexpr,  # channels are no multiple of 64
     num_warps: gl.constexpr,
 ):
     K: gl.constexpr = x_desc.block_shape[3]
@@ -193,7 +202,7 @@ def conv_rows_wgrad_kernel(
         sync_threads()
     await_inputs()
 
-    blocks1 = (CI // 64 if K == 64 else 1) * (CO // 64)
+    blocks1 = (gl.cdiv(CI, 64) if K == 64 else 1) * gl.cdiv(CO, 64)
     blocks = blocks1 + CI2 // 64 * (CO2 // 64)
     block = gl.program_id(0) % blocks
     split = gl.program_id(0) // blocks
@@ -204,7 +213,7 @@ def conv_rows_wgrad_kernel(
         part_ptr += gl.where(second, CO * 9 * CI, 0)
         block = gl.where(second, block - blocks1, block)
         CI = gl.where(second, CI2, CI)
-    ci_blocks = CI // 64 if K == 64 else 1
+    ci_blocks = gl.cdiv(CI, 64) if K == 64 else 1
     ci0 = block % ci_blocks * 64
     co0 = block // ci_blocks * 64
     first = (split.to(gl.int64) * tiles // splits).to(gl.int32)
@@ -212,11 +221,14 @@ def conv_rows_wgrad_kernel(
     part_ptr += co0 if SWAP else co0 * 9 * CI + ci0
     launch_roles(
         _accumulate,
-        (part_ptr, ring, first, last, CI, CO if SWAP else None, W, IMAGES, SWAP, MARGINS),
+        (
+            part_ptr, ring, first, last, CI, CO if SWAP else None,
+            CI - ci0 if RAGGED else None, CO - co0 if RAGGED else None, W, IMAGES, SWAP, MARGINS,
+        ),
         _load,
         (
             x_desc, dy_desc, x2_desc, dy2_desc, sides_desc, ring, second, first, last, co0, ci0,
             tiles_h, W, IMAGES, COLUMNS,
         ),
-        3, (160, 24),
+        3, (160, 24 if COLUMNS == 1 else 32),
     )  # fmt: skip

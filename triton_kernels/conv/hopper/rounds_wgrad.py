@@ -1,0 +1,173 @@
+"""Weight gradients of up to four 3x3 convolutions over images of one size, in one launch, in rounds
+of whole blocks.
+
+A program has 64x64 channels, and as many as there are multiprocessors are a round. Blocks of one
+convolution are seldom whole rounds of them: 576 channels to 576 are 81 for 132 multiprocessors.
+Cut into parts they would be, but each part has to be written and added up, and takes as long as six
+tiles of pixels. Together the blocks of several convolutions are whole rounds and a rest, and only
+the rest is cut.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...hopper.descriptors import SUPPORTED, missing
+from ...registry import cost
+from ...registry.cost import Work
+from ...registry.kernel import Kernel, configures
+from ...registry.spec import WeightGradsSpec
+from ...runtime.device import Device
+from . import row_mma
+from .group_wgrad import MOST, Gradient
+
+if SUPPORTED:
+    from .rounds_wgrad_kernel import conv_rows_rounds_wgrad_kernel
+
+NUMBERS = 9 * 64 * 64  # of a block
+_STAGES = 2
+_MOST_SPLITS = 16
+_LISTED = 4  # numbers of parts, those with the fewest steps
+
+
+@configures("rounds_wgrad")
+class Rounds(NamedTuple):
+    """Into how many parts each block of the last round is cut; 1: none is, and the last round has
+    fewer programs."""
+
+    splits: int
+
+
+def refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
+    """Why `launch` cannot do all of them, or None."""
+    if not 1 < len(spec.convs) <= MOST:
+        return f"{len(spec.convs)} gradients; it does 2 to {MOST}"
+    first = spec.convs[0]
+    if first.n == 0:
+        return "there are no images"
+    for conv in spec.convs:
+        if reason := missing(gpu, conv.itemsize):
+            return reason
+        if (conv.n, conv.h, conv.w) != (first.n, first.h, first.w):
+            return "images are not of one size"
+        if conv.of_filters != (conv.c, conv.k):
+            return "x or dy have more channels than the filters"
+        if reason := row_mma.refuse_wgrad_rows(conv, gpu, whole=False):
+            return reason
+    return None
+
+
+def configs(spec: WeightGradsSpec, gpu: Device) -> list[Rounds]:
+    """Those with the fewest steps one after the other."""
+    tiles, fewest = _tiles(spec), row_mma.fewest_wgrad_splits(spec.convs[0])
+    numbers = range(fewest, min(tiles, _MOST_SPLITS + fewest) + 1)
+    best = sorted(numbers, key=lambda splits: _steps(spec, gpu, Rounds(splits)))
+    return [Rounds(splits) for splits in best[:_LISTED]]
+
+
+def whole_blocks(spec: WeightGradsSpec, gpu: Device, config: Rounds) -> int:
+    """How many are not cut: all, whole rounds, or none if a sum is too long for one part."""
+    blocks = _blocks(spec)
+    if config.splits == 1:
+        return blocks
+    if row_mma.fewest_wgrad_splits(spec.convs[0]) > 1:
+        return 0
+    return blocks // gpu.num_sms * gpu.num_sms
+
+
+def cut_blocks(spec: WeightGradsSpec, gpu: Device, config: Rounds) -> int:
+    """How many are."""
+    return _blocks(spec) - whole_blocks(spec, gpu, config)
+
+
+def launch(
+    gradients: Sequence[Gradient],
+    config: Rounds,
+    whole: int,  # blocks that are not cut
+    parts: Tensor,  # float32 [blocks - whole, splits, 64, 9, 64], to be written
+    accumulate: bool,  # add to what is not cut
+) -> None:
+    """All of them: whole blocks to the gradients, float32 [CO, CI, 3, 3], the others in parts."""
+    n, h, w, _ = gradients[0].x.shape
+    images, width = row_mma.images_of_row(w), row_mma.piece_of_row(w)
+    columns, rows = row_mma.pieces_of_row(w), row_mma.WGRAD_TILE.block_m // (width * images)
+    groups, tiles_h = row_mma.wgrad_tiles(n, h, w)
+    absent = MOST - len(gradients)
+    operands = []
+    for g in gradients:
+        operands += (
+            row_mma.in_rows(g.x, 1, images, width),
+            row_mma.in_rows(g.dy, rows, images, width),
+        )
+        operands.append(None if columns == 1 else row_mma.in_rows(g.x, 1, 1, 8))
+    channels = [g.x.shape[3] for g in gradients] + [0] * absent
+    channels += [g.dy.shape[3] for g in gradients] + [0] * absent
+    cut = parts.shape[0] * config.splits
+    conv_rows_rounds_wgrad_kernel[(whole + cut,)](
+        *operands,
+        *[None] * (3 * absent),
+        *(g.out for g in gradients),
+        *[gradients[0].out] * absent,
+        parts,
+        *(g.out.stride(0) for g in gradients),
+        *[0] * absent,
+        *channels,
+        groups * tiles_h,
+        tiles_h,
+        whole,
+        config.splits,
+        ADD=accumulate,
+        W=width * images,
+        IMAGES=images,
+        STAGES=_STAGES,
+        COLUMNS=columns,
+        RAGGED=any(size % 64 for size in channels),
+        num_warps=4,
+        maxnreg=128,
+    )
+
+
+def model(spec: WeightGradsSpec, gpu: Device, config: Rounds) -> float | None:
+    """Microseconds, by what was fitted to `row_wgrad`, whose programs these are."""
+    fitted = cost.parameters(gpu.arch).get("row_wgrad block_ci=64")
+    if fitted is None or spec.itemsize != 2:
+        return None
+    whole, cut = whole_blocks(spec, gpu, config), cut_blocks(spec, gpu, config)
+    us = 0.0
+    if whole:
+        us += cost.microseconds(fitted, _work(spec, whole, 1), gpu)
+    if cut:
+        work = _work(spec, cut, config.splits)
+        us += cost.microseconds(fitted, work._replace(memory=0 if whole else work.memory), gpu)
+    return us
+
+
+def _work(spec: WeightGradsSpec, blocks: int, splits: int) -> Work:
+    alone = row_mma.WEIGHT_GRAD.work(spec.convs[0], None, row_mma.WEIGHT_GRAD.config(64, splits))
+    return alone._replace(
+        tiles=blocks * splits,
+        memory=sum(conv.n * conv.h * conv.w * (conv.k + conv.c) * 2 for conv in spec.convs),
+        parts=blocks * splits * NUMBERS * 4 if splits > 1 else 0,
+    )
+
+
+def _steps(spec: WeightGradsSpec, gpu: Device, config: Rounds) -> float:
+    """Tiles of pixels one after the other, of whole rounds and of parts."""
+    tiles, splits = _tiles(spec), config.splits
+    rounds = math.ceil(whole_blocks(spec, gpu, config) / gpu.num_sms)
+    parts = math.ceil(cut_blocks(spec, gpu, config) * splits / gpu.num_sms)
+    return rounds * tiles + parts * (math.ceil(tiles / splits) + row_mma.PART * (splits > 1))
+
+
+def _tiles(spec: WeightGradsSpec) -> int:
+    first = spec.convs[0]
+    return math.prod(row_mma.wgrad_tiles(first.n, first.h, first.w))
+
+
+def _blocks(spec: WeightGradsSpec) -> int:
+    return sum(row_mma.wgrad_blocks(conv.c, conv.k) for conv in spec.convs)
+
+
+KERNEL = Kernel("rounds_wgrad", Rounds, refuse, configs, alike=model)
