@@ -24,7 +24,7 @@ def take(monkeypatch, **wanted: Wanted) -> None:
         if isinstance(config, tuple):
             return Choice(op.kernel_of(config), config, "wanted")
         kernel = op.kernel(config)
-        reason = kernel.refuse(spec, gpu)
+        reason = op.why_not(kernel, spec, gpu)
         assert reason is None, f"{config} is wanted: {reason}"
         return Choice(kernel, kernel.configs(spec, gpu)[0], "wanted")
 

@@ -104,6 +104,19 @@ def test_a_kernel_that_is_switched_off_is_not_taken(measured, off):
         registry.select(op, spec, HOPPER._replace(off="tile,op/other"))
 
 
+def test_a_kernel_refuses_terms_of_an_epilogue_that_it_does_not_add():
+    """Whatever its own `refuse` says; so a new field of `TERMS` is taken by no kernel at first."""
+    with_terms = ConvSpec(8, "bf16", 16, 16, 64, 64, residual=True, stats=True)
+    assert with_terms.added == ("residual", "stats")
+    for adds, why in (
+        (("residual", "stats", "emb"), None),
+        (("stats",), "its epilogue does not add residual"),
+        ((), "its epilogue does not add residual, stats"),
+    ):
+        kernel = Kernel("one", Tile, lambda *_: None, lambda *_: TILES[:1], adds=adds)
+        assert Op("op", (), (kernel,)).why_not(kernel, with_terms, HOPPER) == why
+
+
 def test_a_kernel_is_known_by_its_name(measured):
     """Two kernels may have configurations of equal numbers."""
     measured(row(8, kernel="other"))
@@ -388,7 +401,7 @@ class TestSelect:
         taken = [c for c in considered.values() if c.chosen]
         assert [c.kernel for c in taken] == ["tma"] and taken[0].predicted > 0
         assert "96 channels" in considered["tile_mma"].refused
-        assert "nothing to its epilogue but a bias" in considered["narrow_output"].refused
+        assert "does not add stats" in considered["narrow_output"].refused
 
     def test_no_wgmma_no_hopper_kernel(self):
         reasons = {k.name: k.refuse(self.spec(), AMPERE) for k in FORWARD.kernels}
@@ -462,4 +475,4 @@ class TestSelect:
     def test_nothing_that_can_do_it(self):
         never = Kernel("never", Tile, lambda spec, gpu: "it never does", lambda spec, gpu: TILES)
         with pytest.raises(ValueError, match="never: it never does"):
-            registry.select(Op("nothing", ("h",), (never,)), self.spec(), HOPPER)
+            registry.select(Op("nothing", ("h",), (never,)), self.spec(stats=False), HOPPER)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
-from ..registry.spec import ConvSpec
+from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from .fused_spec import forward_spec
 from .hopper import single_tile as once
@@ -62,8 +62,10 @@ CONV_MEANS = Op(
     "conv_means",
     ("h", "w", "k", "c", "dtype", "residual", "extras"),
     (
-        Kernel("tile_mma", gluon_tiles.TileMma, _refuse, _tiles),
-        Kernel("single_tile", SingleTile, _refuse_1x1, lambda *_: [SingleTile()]),
+        Kernel("tile_mma", gluon_tiles.TileMma, _refuse, _tiles, adds=FORWARD_TERMS),
+        Kernel(
+            "single_tile", SingleTile, _refuse_1x1, lambda *_: [SingleTile()], adds=("residual",)
+        ),
     ),
     similar=False,
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..activations import check_activation
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op
-from ..registry.spec import ConvSpec
+from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_second
 from .conv_avg_pool import SingleTile
@@ -90,8 +90,10 @@ CONV_NORM = Op(
     "conv_norm",
     ("h", "w", "k", "c", "dtype", "residual", "extras", "keep"),
     (
-        Kernel("tile_mma", gluon_tiles.TileMma, _refuse, _configs),
-        Kernel("single_tile", SingleTile, _refuse_1x1, lambda *_: [SingleTile()]),
+        Kernel("tile_mma", gluon_tiles.TileMma, _refuse, _configs, adds=FORWARD_TERMS),
+        Kernel(
+            "single_tile", SingleTile, _refuse_1x1, lambda *_: [SingleTile()], adds=("residual",)
+        ),
     ),
     similar=False,
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..activations import check_activation
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op
-from ..registry.spec import ConvSpec
+from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from .conv_norm import NextNorm
 from .fused_spec import forward_spec
@@ -63,7 +63,7 @@ def _configs(spec: ConvSpec, gpu: Device) -> list[gluon_tiles.TileMma]:
 CONV_MEETING = Op(
     "conv_meeting",
     ("h", "w", "k", "c", "dtype", "residual", "extras", "keep"),
-    (Kernel("tile_mma", gluon_tiles.TileMma, _refuse, _configs),),
+    (Kernel("tile_mma", gluon_tiles.TileMma, _refuse, _configs, adds=FORWARD_TERMS),),
     similar=False,
 )
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..registry.choose import select
 from ..registry.cost import HOPPER, Work
 from ..registry.kernel import Kernel, Op, configures
-from ..registry.spec import ConvSpec
+from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from .conv_avg_pool import SingleTile
 from .fused import FORWARD, conv_forward
@@ -68,6 +68,7 @@ CONV_FEW = Op(
             one_row.refuse,
             lambda *_: [OneRow()],
             launch=_one_row,
+            adds=FORWARD_TERMS,
             work=lambda spec, gpu, _: one_row.work(spec, 1),
         ),
         Kernel(
@@ -76,6 +77,7 @@ CONV_FEW = Op(
             small_batch.refuse,
             lambda *_: [Early()],
             launch=lambda _, *tensors, **options: small_batch.conv_early(*tensors, **options),
+            adds=FORWARD_TERMS,
             work=lambda spec, gpu, _: small_batch.whole_work(spec),
             borrows=HOPPER,
         ),
@@ -85,6 +87,7 @@ CONV_FEW = Op(
             single_tile.refuse,
             lambda *_: [SingleTile()],
             launch=_single_tile,
+            adds=("residual", "stats"),
             work=lambda spec, gpu, _: single_tile.work(spec),
         ),
         Kernel(
@@ -94,6 +97,7 @@ CONV_FEW = Op(
             lambda *_: [Forward()],
             cost=_forward_cost,
             launch=lambda _, *tensors, **options: conv_forward(*tensors, **options),
+            adds=FORWARD_TERMS,
             work=_forward_work,
         ),
     ),

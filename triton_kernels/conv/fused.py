@@ -31,7 +31,7 @@ from ..noise.dropout import Mask
 from ..reductions.column_sum import sum_partials
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op
-from ..registry.spec import ConvSpec, dtype_name, precision_of
+from ..registry.spec import FORWARD_TERMS, GRAD_TERMS, ConvSpec, dtype_name, precision_of
 from ..runtime.device import Device, describe
 from . import forward, weight_grad
 from .configs import ConvOperands, WgradOperands
@@ -106,6 +106,7 @@ FORWARD = Op(
             _tiles(_FWD_CONFIGS),
             cost=fused_tiles.cost,
             launch=fused_launch.forward,
+            adds=FORWARD_TERMS,
             work=fused_tiles.work,
             fitted_by=("num_warps", "rows"),
         ),
@@ -126,6 +127,7 @@ INPUT_GRAD = Op(
             _tiles(_DGRAD_CONFIGS),
             cost=fused_tiles.cost,
             launch=fused_launch.input_grad,
+            adds=GRAD_TERMS,
             work=fused_tiles.work,
             fitted_by=("num_warps", "rows"),
         ),

@@ -24,7 +24,7 @@ from ..norm.image_table import norm_image_table
 from ..norm.tables import check_partials_of
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
-from ..registry.spec import ConvSpec
+from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from .conv_avg_pool import empty_means
 from .fused_spec import forward_spec
@@ -98,8 +98,15 @@ NORM_CONV = Op(
             gluon_rows.StationaryWeights,
             _refuse,
             gluon_rows.STATIONARY.configs,
+            adds=FORWARD_TERMS,
         ),
-        Kernel("stationary_weights_concat", Concat, _refuse_two, lambda *_: [Concat()]),
+        Kernel(
+            "stationary_weights_concat",
+            Concat,
+            _refuse_two,
+            lambda *_: [Concat()],
+            adds=("emb", "stats"),
+        ),
     ),
     apart=_apart,
 )

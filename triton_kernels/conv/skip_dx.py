@@ -441,7 +441,7 @@ SKIP_DX = Op(
     "skip_dx",
     key=_key,
     kernels=(
-        Kernel("tma", Config, _refuse_tma, _of_tma),
+        Kernel("tma", Config, _refuse_tma, _of_tma, adds=("residual",)),
         Kernel(
             "pointer",
             PointerTile,
@@ -450,6 +450,7 @@ SKIP_DX = Op(
             work=_pointer_work,
             fitted_by=pointer_tiles.FITTED_BY,
             borrows=AMPERE,
+            adds=("residual",),
         ),
     ),
     similar=False,

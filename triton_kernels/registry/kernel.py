@@ -51,6 +51,7 @@ class Kernel(Generic[C]):
     alike: Callable[[Spec, Device, C], float | None] | None = None
     # whether it asks the registry again, for each of several operations
     delegates: bool = False
+    adds: tuple[str, ...] = ()  # terms of an epilogue, of `spec.TERMS`; it refuses all others
 
     def model(self, spec: Spec, gpu: Device, config: C) -> float | None:
         """Microseconds by parameters that were fitted to times; None: there are none."""
@@ -115,6 +116,8 @@ class Op:
         """Why one of the kernels cannot compute this on this GPU, or is switched off, or None."""
         if gpu.off and {kernel.name, f"{self.name}/{kernel.name}"} & set(gpu.off.split(",")):
             return "it is switched off"
+        if lacking := [term for term in spec.added if term not in kernel.adds]:
+            return f"its epilogue does not add {', '.join(lacking)}"
         return kernel.refuse(spec, gpu)
 
     def refuse(self, spec: Spec, gpu: Device) -> str | None:

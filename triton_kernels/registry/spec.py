@@ -18,6 +18,14 @@ _NAMES = {
 _BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4, "fp64": 8}
 
 
+# What the epilogue of a convolution may add to the sum, by the fields of `ConvSpec`. A kernel says
+# which terms it adds (`Kernel.adds`) and refuses all others. Whole epilogues add these, of a
+# forward pass and of an input gradient:
+FORWARD_TERMS = ("emb", "residual", "extra", "stats")
+GRAD_TERMS = ("activation", "mask")
+TERMS = (*FORWARD_TERMS, *GRAD_TERMS)  # all that there are
+
+
 def dtype_name(dtype: torch.dtype, allow_tf32: bool = False) -> str:
     """bf16, fp16, fp32, or tf32 for float32 whose products may be rounded to TF32."""
     return "tf32" if dtype == torch.float32 and allow_tf32 else _NAMES[dtype]
@@ -39,6 +47,11 @@ class Spec:
     def itemsize(self) -> int:
         """Bytes of a number in memory."""
         return _BYTES[self.dtype]
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The terms of an epilogue that there are, of `TERMS`."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,11 @@ class ConvSpec(Spec):
     tiles: tuple[int, ...] = ()  # an image is in the partial sums of that norm of x; of each half
     beside: int = 0  # channels of another tensor in the norm of the result
     keep: bool = True  # whether the result itself is wanted as well
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """As in `Spec`."""
+        return tuple(term for term in TERMS if getattr(self, term))
 
     @property
     def of_filters(self) -> tuple[int, int]:

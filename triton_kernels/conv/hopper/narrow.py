@@ -40,8 +40,6 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why `launch` cannot do it, or None."""
     if reason := missing(gpu, spec.itemsize):
         return reason
-    if spec.activation is not None or spec.emb or spec.residual or spec.extra or spec.stats:
-        return "there is nothing to its epilogue but a bias"
     if (spec.r, spec.s) != (3, 3) or spec.c != 16 or (spec.filters or (0, spec.k))[1] != spec.k:
         return f"it does 3x3 filters to 16 channels, not {spec.r}x{spec.s} to {spec.c}"
     row = spec.w * _images_of_row(spec.w), spec.k

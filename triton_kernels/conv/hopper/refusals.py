@@ -12,11 +12,9 @@ def refuse_3x3(
     gpu: Device,
     widths: Sequence[int] = (),
     narrow: bool = False,
-    masks: bool = False,
 ) -> str | None:
     """Of stride 1 and padding 1 in 16 bits, whose channels come in blocks of 64; of those that are
-    multiplied not, if they are `narrow`. Without `widths` rows have any number of pixels.
-    `masks`: it can do dropout's."""
+    multiplied not, if they are `narrow`. Without `widths` rows have any number of pixels."""
     if reason := missing(gpu, spec.itemsize):
         return reason
     if (spec.r, spec.s) != (3, 3) or spec.stride != 1 or spec.pads != (1, 1):
@@ -30,8 +28,6 @@ def refuse_3x3(
         return f"{odd[0]} channels are no multiple of 64"
     if widths and spec.w not in widths:
         return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}"
-    if spec.mask and not masks:
-        return "it does not draw dropout masks"
     return None
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from ...hopper.descriptors import SUPPORTED, in_boxes, missing
 from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
-from ...registry.spec import ConvSpec
+from ...registry.spec import FORWARD_TERMS, ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from ..configs import WgradOperands, fewest_of, split_kernel
@@ -105,8 +105,6 @@ def _refuse_narrow(spec: ConvSpec, gpu: Device) -> str | None:
         return reason
     if spec.k != 16 or min(spec.filters or (spec.k,)) > 16:
         return f"it multiplies 16 channels, not {spec.k}"
-    if spec.extra:
-        return "it adds no 1x1 convolutions"
     return refuse_3x3(spec, gpu, _NARROW_WIDTHS, narrow=True) or refuse_rows(spec, _PIXELS)
 
 
@@ -120,12 +118,22 @@ def launch(config: StationaryWeights | NarrowInput, operands: Operands) -> None:
 
 
 STATIONARY = Kernel(
-    "stationary_weights", StationaryWeights, _refuse_stationary, _stationary, launch=launch
+    "stationary_weights",
+    StationaryWeights,
+    _refuse_stationary,
+    _stationary,
+    launch=launch,
+    adds=(*FORWARD_TERMS, "activation"),
 )
 KERNELS = (
     STATIONARY,
     Kernel(
-        "narrow_input", NarrowInput, _refuse_narrow, lambda spec, gpu: [NARROW_TILE], launch=launch
+        "narrow_input",
+        NarrowInput,
+        _refuse_narrow,
+        lambda spec, gpu: [NARROW_TILE],
+        launch=launch,
+        adds=("emb", "residual", "stats", "activation"),
     ),
 )
 
@@ -174,8 +182,8 @@ def refuse_two(spec: ConvSpec, gpu: Device) -> str | None:
         return reason
     if (spec.first, spec.k, spec.c, spec.r, spec.s) != (64, 128, 64, 3, 3):
         return "it does 3x3 filters of 64 and 64 channels to 64"
-    if spec.w not in _WIDTHS or spec.h % 2 or spec.extra or spec.residual:
-        return f"it does images of 64 columns and even rows, not {spec.h}x{spec.w}, and adds none"
+    if spec.w not in _WIDTHS or spec.h % 2:
+        return f"it does images of 64 columns and even rows, not {spec.h}x{spec.w}"
     return None
 
 

@@ -35,8 +35,8 @@ def refuse(spec: ConvSpec, gpu: Device, most: int = _MOST_TILES) -> str | None:
     there are not many."""
     if reason := missing(gpu, spec.itemsize):
         return reason
-    if spec.taps > 1 or spec.extra or spec.emb or spec.k > _MAX_CHANNELS:
-        return f"it does 1x1 convolutions of at most {_MAX_CHANNELS} channels, without other terms"
+    if spec.taps > 1 or spec.k > _MAX_CHANNELS:
+        return f"it does 1x1 convolutions of at most {_MAX_CHANNELS} channels"
     co, _ = spec.of_filters
     if spec.k % 64 or co % 64 or spec.h * spec.w % PIXELS or spec.c != co:
         return f"channels are no multiples of 64, or pixels of {PIXELS}"

@@ -29,7 +29,7 @@ from ...hopper.descriptors import SUPPORTED, in_boxes
 from ...noise.mask_words import mask_words
 from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
-from ...registry.spec import ConvSpec
+from ...registry.spec import FORWARD_TERMS, GRAD_TERMS, ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from .operands import NormOfResult, Operands
@@ -72,7 +72,7 @@ _RESERVED = 1024  # bytes of shared memory for barriers, and what the compiler w
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why no tile can do it, or None."""
-    if reason := refuse_3x3(spec, gpu, masks=True):
+    if reason := refuse_3x3(spec, gpu):
         return reason
     if any(box_of(tile, spec.h, spec.w) for tile in TILES):
         return None
@@ -232,6 +232,7 @@ KERNEL = Kernel(
     refuse,
     configs,
     launch=launch,
+    adds=(*FORWARD_TERMS, *GRAD_TERMS),
     work=work,
     fitted_by=("block_m", "filters_with_pixels"),
 )

@@ -13,7 +13,7 @@ from ...activations import rounded_grad
 from ...noise.dropout import mask_arguments
 from ...registry.cost import AMPERE
 from ...registry.kernel import Kernel
-from ...registry.spec import ConvSpec
+from ...registry.spec import FORWARD_TERMS, GRAD_TERMS, ConvSpec
 from ...runtime.device import Device
 from ..configs import ConvOperands
 from ..hopper.operands import Operands
@@ -189,10 +189,28 @@ def _constants(
 
 
 FORWARD = Kernel(
-    "pointer", PointerTile, refuse, fitting, cost, forward, work, FITTED_BY, borrows=AMPERE
+    "pointer",
+    PointerTile,
+    refuse,
+    fitting,
+    cost,
+    forward,
+    work,
+    FITTED_BY,
+    borrows=AMPERE,
+    adds=FORWARD_TERMS,
 )
 INPUT_GRAD = Kernel(
-    "pointer", PointerTile, refuse, fitting, cost, input_grad, work, FITTED_BY, borrows=AMPERE
+    "pointer",
+    PointerTile,
+    refuse,
+    fitting,
+    cost,
+    input_grad,
+    work,
+    FITTED_BY,
+    borrows=AMPERE,
+    adds=GRAD_TERMS,
 )
 PLAIN_FORWARD = PLAIN_INPUT_GRAD = Kernel(
     "pointer", PointerTile, _refuse_plain, fitting, cost, _plain, work, FITTED_BY, borrows=AMPERE

@@ -310,8 +310,6 @@ def _work(spec: ConvSpec, gpu: Device, c: SplitConfig) -> Work:
 def _refuse_row(spec: ConvSpec, gpu: Device) -> str | None:
     if reason := one_row.refuse(spec, gpu):
         return reason
-    if spec.extra:
-        return "it adds no 1x1 convolutions"
     return None if one_row.count_parts(spec, gpu) > 1 else "a program holds its whole sum"
 
 
@@ -368,6 +366,7 @@ CONV_SPLIT = Op(
             EarlyParts,
             _refuse_early,
             lambda *_: [EarlyParts()],
+            adds=("extra",),
             work=lambda spec, gpu, _: split_work(spec, gpu),
             borrows=HOPPER,
         ),
@@ -376,6 +375,7 @@ CONV_SPLIT = Op(
             SplitConfig,
             _refuse,
             _configs,
+            adds=("extra",),
             work=_work,
             fitted_by=("block_c", "block_m", "block_k"),
             borrows=HOPPER,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ...registry.kernel import Kernel, Op
-from ...registry.spec import Spec
+from ...registry.spec import TERMS, Spec
 
 SMALL_NORM = 20_000  # elements
 
@@ -12,7 +12,7 @@ def _op(name: str, fits: Callable[[Spec], bool]) -> Op:
     def refuse(spec, gpu):
         return None if fits(spec) else "the reference has this of other sizes"
 
-    return Op(name, (), (Kernel("reference", tuple, refuse, lambda *_: [()]),))
+    return Op(name, (), (Kernel("reference", tuple, refuse, lambda *_: [()], adds=TERMS),))
 
 
 _FITS = {
