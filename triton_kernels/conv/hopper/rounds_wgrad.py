@@ -97,11 +97,9 @@ def launch(
     absent = MOST - len(gradients)
     operands = []
     for g in gradients:
-        operands += (
-            row_mma.in_rows(g.x, 1, images, width),
-            row_mma.in_rows(g.dy, rows, images, width),
-        )
-        operands.append(None if columns == 1 else row_mma.in_rows(g.x, 1, 1, 8))
+        operands.append(row_mma.in_rows(g.x, 1, images, width, 64))
+        operands.append(row_mma.in_rows(g.dy, rows, images, width, 64))
+        operands.append(None if columns == 1 else row_mma.in_rows(g.x, 1, 1, 8, 64))
     channels = [g.x.shape[3] for g in gradients] + [0] * absent
     channels += [g.dy.shape[3] for g in gradients] + [0] * absent
     cut = parts.shape[0] * config.splits

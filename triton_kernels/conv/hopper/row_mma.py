@@ -394,11 +394,11 @@ def weight_grad(
     assert (columns == 1 and not ragged) or (x2 is None and not narrow)
     blocks = co // 64 if narrow else wgrad_blocks(co, ci) + wgrad_blocks(co2, ci2)
     conv_rows_wgrad_kernel[(blocks * parts.shape[0],)](
-        in_rows(few, 1, images, width),
-        in_rows(many, rows, images, width),
-        None if x2 is None else in_rows(x2, 1, images, width),
-        None if dy2 is None else in_rows(dy2, rows, images, width),
-        None if columns == 1 else in_rows(few, 1, 1, 8),
+        in_rows(few, 1, images, width, 16 if narrow else 64),
+        in_rows(many, rows, images, width, 64),
+        None if x2 is None else in_rows(x2, 1, images, width, 64),
+        None if dy2 is None else in_rows(dy2, rows, images, width, 64),
+        None if columns == 1 else in_rows(few, 1, 1, 8, 64),
         parts,
         parts.stride(0),
         ci,
@@ -456,12 +456,16 @@ def _in_rows_of(width: int, x: Tensor) -> "TensorDescriptor":
 
 
 def in_rows(
-    x: Tensor, rows: int = 1, images: int = 1, width: int | None = None
+    x: Tensor,
+    rows: int = 1,
+    images: int = 1,
+    width: int | None = None,
+    channels: int | None = None,
 ) -> "TensorDescriptor":
     """[N, H, W, C], or [H, W, N, C] of several images, in boxes of whole rows, or of so many of
-    their pixels."""
+    their pixels; and of so many channels, or of 64 at most."""
     n, h, w, c = x.shape
-    block = min(c, 64)
+    block = channels or min(c, 64)
     if images > 1:
         box = [rows, width or w, images, block]
         return in_boxes(x, [h, w, n, c], [w * c, c, h * w * c, 1], box)
