@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..data import load_dataset
-from ..data.array import is_array
+from ..data.array import is_array, open_arrays
 from ..data.held_out import Rows, held_out_setting, split, spread
 from ..data.image_set import ImageSet, rescale, with_channels
 from ..data.values import Latents, Pixels
@@ -121,7 +121,8 @@ def _loss(
     if trained.model.num_classes is not None and held_out.labels is None:
         raise ConfigError(
             f"the model has {trained.model.num_classes} classes, and the images for the loss have"
-            " none; give a reference with a sub-folder a class"
+            " none; give a reference with a sub-folder per class, a .packed with labels, or a file"
+            " with the array that dataset.labels names"
         )
     losses = HeldOutLoss(
         held_out,
@@ -178,7 +179,8 @@ def _reference(settings: EvaluateSettings, trained: Trained) -> tuple[str, Image
     if path.suffix in (".packed", ".bin"):
         data = load_dataset("packed", path=str(path), size=[height, width])
     elif is_array(path):
-        data = load_dataset("array", path=str(path), size=[height, width], channels=channels)
+        options = {"size": [height, width], "channels": channels} | _as_the_run(settings, path)
+        data = load_dataset("array", path=str(path), **options)
     else:
         classes = LOSS in settings.metrics and trained.model.num_classes is not None
         options = {"path": str(path), "size": [height, width], "classes": classes}
@@ -189,6 +191,19 @@ def _reference(settings: EvaluateSettings, trained: Trained) -> tuple[str, Image
     if data.values == Pixels():
         data.images = with_channels(data.images, channels)
     return str(path), data, spread(_with_labels(data, trained))
+
+
+def _as_the_run(settings: EvaluateSettings, path: Path) -> dict[str, Any]:
+    """Which arrays of the file are meant, if the run was trained on such a file."""
+    try:
+        _, config = read_state(find_checkpoint(settings.ckpt))
+    except ConfigError:  # weights of another program
+        return {}
+    options = config.get("dataset", {})
+    if options.get("name") != "array":
+        return {}
+    names = open_arrays(path)
+    return {key: options[key] for key in ("key", "labels") if options.get(key) in names}
 
 
 def _check_kind(settings: EvaluateSettings, trained: Trained) -> None:

@@ -298,6 +298,21 @@ def test_evaluated_with_the_mean_that_the_network_knows(tmp_path):
         evaluate(ckpt | {"metrics": ["fid"]})
 
 
+def test_a_reference_of_several_arrays_is_read_as_the_data_were(tmp_path):
+    classes = np.arange(10) % 2
+    options = written(tmp_path, "npz", weather(), classes)
+    dataset = {"name": "array", **options, "layout": "nhwc", "held_out": 4}
+    settings, model = QUICK | {"steps": 1, "sample_count": 0}, TINY | {"num_classes": "auto"}
+    diffusion.train(tmp_path / "run", dataset=dataset, model=model, device="cpu", **settings)
+    ckpt = {"ckpt": str(tmp_path / "run"), "device": "cpu", "precision": "fp32"}
+    np.savez(tmp_path / "b.npz", x=weather(6), classes=classes[:6], other=weather(6))
+    row = evaluate(ckpt | {"metrics": ["loss"], "reference": str(tmp_path / "b.npz")})
+    assert row["images"] == 6 and np.isfinite(row["held_out"])
+    np.save(tmp_path / "c.npy", weather(6))
+    with pytest.raises(ConfigError, match="the images for the loss have none; .* dataset.labels"):
+        evaluate(ckpt | {"metrics": ["loss"], "reference": str(tmp_path / "c.npy")})
+
+
 def test_what_is_exported_names_the_units(trained):
     out = trained / "diffusers"
     with pytest.warns(UserWarning, match="has to be brought back from mean and deviation"):
