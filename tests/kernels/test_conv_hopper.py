@@ -64,7 +64,6 @@ WGRAD_SHAPES = {name: shape for name, shape in SHAPES.items() if name != "a tile
     "rows of 12 of four images": Shape(7, 12, 12, 96, 288),
     "rows of 4 and 7": Shape(11, 7, 4, 64, 64),
     "tall": Shape(2, 70, 24, 128, 72),
-    "fewer channels than a block": Shape(5, 32, 32, 32, 40),
 }
 
 

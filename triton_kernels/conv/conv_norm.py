@@ -56,7 +56,7 @@ def _refuse_norm(spec: ConvSpec) -> str | None:
 
 
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    if reason := _refuse_norm(spec) or gluon_tiles.refuse(spec, gpu, ragged=False):
+    if reason := _refuse_norm(spec) or gluon_tiles.refuse(spec, gpu):
         return reason
     return None if _whole_images(spec, gpu) else f"no tile has whole images of {spec.h}x{spec.w}"
 

@@ -280,7 +280,8 @@ def refuse_wgrad_rows(
     if odd := [c for c in channels if c % least]:
         return f"{odd[0]} channels are no multiple of {least}"
     if not whole:
-        return None
+        few = min(channels)
+        return f"{few} channels are less than a block of 64" if few < 64 else None
     widths = _NARROW_WGRAD_WIDTHS if narrow else _WGRAD_WIDTHS
     if spec.w not in widths:
         return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}"

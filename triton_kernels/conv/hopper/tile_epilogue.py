@@ -71,10 +71,9 @@ class Terms:
             b = gl.load(table + 3 * CV, mask=valid, other=0.0)
             return (mean, rstd, g, b)
         else:
-            there = offs < self.CV
-            bias = gl.load(self.vectors_ptr + offs, mask=there, other=0.0)
+            bias = gl.load(self.vectors_ptr + offs)
             if self.extra_bias_ptr is not None:
-                bias += gl.load(self.extra_bias_ptr + offs, mask=there, other=0.0)
+                bias += gl.load(self.extra_bias_ptr + offs)
             if self.emb_ptr is not None:
                 to = self.emb_ptr + image.to(gl.int64) * self.stride_emb + offs
                 bias = bias + gl.load(to, mask=valid, other=0.0)

@@ -205,7 +205,7 @@ def _multiply(
     N, C = terms.N, terms.C
     tiles_h = tiles.tiles_h
     extra_blocks = extra.blocks
-    main_blocks = gl.cdiv(K, 64) * 3
+    main_blocks = K // 64 * 3
     tile_blocks = main_blocks + extra_blocks
     tile_steps = main_blocks * 3 + extra_blocks
     block = GROUP * tile_blocks
@@ -437,7 +437,6 @@ def conv_tiles_kernel(
     K,
     C,
     CX2,
-    CV,  # channels of `vectors_ptr`: C, or fewer
     ROWS: gl.constexpr,  # of a tile
     IMAGES: gl.constexpr,  # of a tile, which they share unless it is one
     W: gl.constexpr,  # pixels of a tile's rows
@@ -471,18 +470,15 @@ def conv_tiles_kernel(
     fence_async_shared()
     sync_threads()
 
-    blocks_c = gl.cdiv(C, 64)
+    blocks_c = C // 64
     tiles_h = H // ROWS
     count = gl.cdiv(N, IMAGES) * tiles_h * COLUMNS * blocks_c
     tiles = Tiles(count, tiles_h, blocks_c, ROWS, IMAGES, W, COLUMNS)
     blocks = Blocks(x, w_bufs, w, 3, CHUNKS, ROWS * WIDTH, WIDTH, DGRAD)
     extra = _Pointwise(
-        extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc, C1, C2,
-        gl.cdiv(C1, 64) + gl.cdiv(C2, 64),
-    )  # fmt: skip
-    terms = Terms(
-        vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, N, C, C if DGRAD else CV, DGRAD, ACT
+        extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc, C1, C2, (C1 + C2) // 64
     )
+    terms = Terms(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, N, C, C, DGRAD, ACT)
     beside = Beside(beside1_desc, beside2_desc, beside_full, border)
     dropout = _Dropout(kept_ptr, factor)
     results = _Results(y_desc, partial_ptr, means_ptr, mean_sums_ptr, KEEP)
