@@ -69,6 +69,7 @@ ELSEWHERE = {
     "test_modules_that_are_run_exist",
     r"python -m tests.faults": "test_faults.py::",
     r"python -m tests.kernels.compile_only": "kernels/test_compile.py::",
+    r"python -m tests.kernels.other_chip": "kernels/test_conv_pointer.py::test_every_tile",
     r"python -m benchmarks.ablate": "benchmarks/test_ablate.py::",
     r"python -m benchmarks.learning": "benchmarks/test_learning.py::",
     r"python -m benchmarks.count_house": "",  # needs a commit that a checkout may lack
