@@ -3,13 +3,14 @@
     python -m benchmarks.ablate [key=value ...]
 
     kernels=         names of the registry, such as `single_tile` or `conv_means/single_tile`, each
-                     left out alone; with `+` between them, together; default: each that is taken
+                     left out alone; with `+` between them, together; default: each that
+                     `select` takes (of a joined launch the plan may only ask whether it can)
     model=unet64     configs/model, or benchmarks/networks
     batch=32         images, or several such numbers
     what=train       train: a step; evaluate: an evaluation of the network, for sampling
     precision=bf16   of a step
     turns=5          of each: with all kernels, without
-    processes=12     that compile kernels
+    processes=12     that compile kernels, of all batches together
     gpu=             such as h100: time nothing, say what would be launched on it
 
 What is left out is switched off as by TRITON_KERNELS_OFF. Where that changes no launch, nothing is
@@ -95,12 +96,15 @@ def _cases(settings: dict) -> list[Case]:
 
 def _compiled(settings: dict, arguments: Sequence[str], gpu: Device) -> list:
     """Each case and its rehearsals, by a process a case, since these may not use CUDA."""
+    cases = _cases(settings)
+    share = max(settings["processes"] // len(cases), 1)
     with TemporaryDirectory() as folder:
         started = []
-        for case in _cases(settings):
+        for case in cases:
             path = Path(folder) / f"{case.batch}.json"
             command = [sys.executable, "-m", "benchmarks.ablate", *arguments]
             command += [f"batch={case.batch}", f"device={json.dumps(gpu)}", f"report={path}"]
+            command += [f"processes={share}"]
             started.append((case, path, subprocess.Popen(command, cwd=ROOT)))
         for _, _, process in started:
             process.wait()
@@ -110,16 +114,11 @@ def _compiled(settings: dict, arguments: Sequence[str], gpu: Device) -> list:
 def rehearse_variants(
     case: Case, variants: Sequence[str], gpu: Device, processes: int = 0
 ) -> Rehearsed:
-    """What is launched with all kernels and without each of these, compiled if there are processes.
-    Those that are not taken are not rehearsed."""
+    """What is launched with all kernels and without each of these; compiled, by processes."""
     found: Rehearsed = {_ALL: _rehearsed(case, _ALL, gpu, processes)}
     every, taken = found[_ALL]["launches"], found[_ALL]["taken"]
-    names = {*taken, *(name.split("/")[1] for name in taken)}
     for variant in sorted(taken) if list(variants) == [_ALL] else variants:
-        if names.intersection(variant.split("+")):
-            found[variant] = _rehearsed(case, variant, gpu, processes, every)
-        else:
-            found[variant] = {"launches": every}
+        found[variant] = _rehearsed(case, variant, gpu, processes, every)
     return found
 
 
