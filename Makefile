@@ -34,17 +34,17 @@ demo: $(VENV)/.installed ## train on drawn elephants at a small size and draw sa
 	$(BIN)/python sample.py ckpt=runs/demo n=36 out=runs/demo/elephants.png
 
 test: $(VENV)/.installed-test ## run the test-suite
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-slow: $(VENV)/.installed-test ## run the tests that take long: sweeps by every launcher, restarts, faults
-	$(BIN)/python -m pytest -n $(JOBS) -m slow -o faulthandler_timeout=3600
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow -o faulthandler_timeout=3600
 
 test-pair: ## the same with other versions: make test-pair TORCH=2.11.0 TRITON=3.6.0
 	$(PYTHON) -m venv $(PAIR)
 	sed -e 's/^torch==.*/torch==$(TORCH)/' -e 's/^triton==.*/triton==$(TRITON)/' \
 		-e 's/^numpy==.*/numpy==$(NUMPY)/' constraints.txt > $(PAIR)/constraints.txt
 	$(PAIR)/bin/pip install --quiet --disable-pip-version-check -c $(PAIR)/constraints.txt -e '.[test,export,sweep]'
-	$(PAIR)/bin/python -m pytest -n $(JOBS)
+	$(PAIR)/bin/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(VENV)/.installed-test ## check style
 	$(BIN)/ruff check .
