@@ -76,6 +76,8 @@ ELSEWHERE = {
     # what they read is the reader's
     r"python -m benchmarks.parity$": "benchmarks/test_parity.py::"
     "test_parity_writes_curves_and_a_picture",
+    r"python -m benchmarks.calls": "benchmarks/test_calls.py::"
+    "test_kernels_belong_to_the_call_that_launched_them",
     r"python -m benchmarks.fit_costs": "benchmarks/test_fit_costs.py::"
     "test_left_out_layers_are_chosen_for",
     r"python -m benchmarks.plots": "benchmarks/test_rows.py::"
