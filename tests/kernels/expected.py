@@ -88,6 +88,11 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     "conv_one_row_kernel": _SHARED,
     "conv_parity_kernel": _SHARED,
     "conv_points_group_wgrad_kernel": _REGISTERS,
+    "conv_pointer_input_grad_kernel": [
+        ({"ROWS": 4, "arch": 80}, Expect(spills=16)),
+        ({"ROWS": 4, "arch": 89}, Expect(spills=20)),
+        ({}, Expect()),
+    ],
     "_conv_pointer_wgrad_kernel": [
         ({"ROWS": 4, "arch": 80}, Expect(spills=48)),
         ({"ROWS": 4, "arch": 89}, Expect(spills=48)),

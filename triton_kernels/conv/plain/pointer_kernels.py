@@ -263,25 +263,9 @@ def conv_pointer_forward_kernel(
         n0, h0, w0, N, P, Q, R // 2, R + ROWS - 1, S, TILE_N, TILE_H, TILE_W, ROWS
     )
     at = (n0.to(tl.int64) * P + h0) * Q + w0
-    offs_c = c0 + tl.arange(0, BLOCK_C)
-    bias = tl.zeros([BLOCK_C], dtype=tl.float32)
-    if bias_ptr is not None:
-        bias += tl.load(bias_ptr + offs_c, mask=offs_c < C, other=0.0)
-    if extra_bias_ptr is not None:
-        bias += tl.load(extra_bias_ptr + offs_c, mask=offs_c < C, other=0.0)
-    PIXELS: tl.constexpr = TILE_H * TILE_W
-    acc = tl.zeros([BLOCK_M, BLOCK_C], dtype=tl.float32) + bias[None, :]
-    if emb_ptr is not None:
-        offs_n = n0 + tl.arange(0, TILE_N)
-        emb = tl.load(
-            emb_ptr + offs_n.to(tl.int64)[:, None] * stride_emb + offs_c[None, :],
-            mask=(offs_n < N)[:, None] & (offs_c < C)[None, :],
-            other=0.0,
-        )
-        acc = (acc.reshape(TILE_N, PIXELS, BLOCK_C) + emb[:, None, :]).reshape(BLOCK_M, BLOCK_C)
     accs = ()
     for _ in tl.static_range(ROWS):
-        accs = accs + (acc,)
+        accs = accs + (tl.zeros([BLOCK_M, BLOCK_C], dtype=tl.float32),)
     accs = multiply(
         accs, x_ptr + at * KX, w_ptr, pixels, bits, c0, K, KX, C, CY, stride_w, Q,
         R, S, TRANSPOSED, ROWS, EXACT, False, PRECISION, BLOCK_C, BLOCK_K,
@@ -301,6 +285,21 @@ def conv_pointer_forward_kernel(
             accs, extra2_ptr + at * C2, extra2_w_ptr, pixels, own, c0, C2, C2, C, CY, stride_w2, Q,
             1, 1, False, ROWS, EXACT, PRECISION == "tf32", PRECISION, BLOCK_C, BLOCK_K,
         )  # fmt: skip
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    bias = tl.zeros([BLOCK_C], dtype=tl.float32)
+    if bias_ptr is not None:
+        bias += tl.load(bias_ptr + offs_c, mask=offs_c < C, other=0.0)
+    if extra_bias_ptr is not None:
+        bias += tl.load(extra_bias_ptr + offs_c, mask=offs_c < C, other=0.0)
+    emb = None
+    if emb_ptr is not None:
+        offs_n = n0 + tl.arange(0, TILE_N)
+        emb = tl.load(
+            emb_ptr + offs_n.to(tl.int64)[:, None] * stride_emb + offs_c[None, :],
+            mask=(offs_n < N)[:, None] & (offs_c < C)[None, :],
+            other=0.0,
+        )
+    PIXELS: tl.constexpr = TILE_H * TILE_W
     places = (pixels * CY)[:, None] + offs_c[None, :]
     mask = inside[:, None] & (offs_c < CY)[None, :]
     # a row is loaded before the one above it is done: no load is moved across the barriers between
@@ -313,7 +312,9 @@ def conv_pointer_forward_kernel(
         ahead = residual
         if residual_ptr is not None and row + 1 < ROWS:
             ahead = tl.load(residual_ptr + below + Q * CY + places, mask=mask, other=0.0)
-        y = accs[row]
+        y = accs[row] + bias[None, :]
+        if emb is not None:
+            y = (y.reshape(TILE_N, PIXELS, BLOCK_C) + emb[:, None, :]).reshape(BLOCK_M, BLOCK_C)
         if residual_ptr is not None:
             y += residual.to(tl.float32)
         residual = ahead
