@@ -24,12 +24,13 @@ class Expect(NamedTuple):
 _SHARED, _REGISTERS = Expect(wgmma=True, tma=True), Expect(wgmma="registers", tma=True)
 _NONE = Expect(wgmma=False, tma=True)  # fewer rows than the 64 of a wgmma
 _EXACT = {"PRECISION": "ieee"}  # products are FMAs, or three in TF32
+_FMA = _EXACT | {"float32": True}  # products of 16-bit numbers are exact in wgmma, too
 
 EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     "attention_bwd_delta_kernel": Expect(wgmma=False, tma=False, narrow=False),
-    "attention_bwd_dkdv_kernel": [(_EXACT, Expect(wgmma=False)), ({}, Expect("registers"))],
+    "attention_bwd_dkdv_kernel": [(_FMA, Expect(wgmma=False)), ({}, Expect("registers"))],
     "attention_bwd_dq_kernel": [
-        (_EXACT, Expect(wgmma=False, spills=104)),
+        (_FMA, Expect(wgmma=False, spills=104)),
         ({}, Expect(wgmma="registers")),
     ],
     "attention_bwd_head_kernel": [
@@ -38,7 +39,7 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     ],
     "attention_bwd_relayed_kernel": _REGISTERS,
     "attention_fwd_head_kernel": [({"T": 256}, _REGISTERS._replace(spills=64)), ({}, _REGISTERS)],
-    "attention_fwd_kernel": [(_EXACT, Expect(wgmma=False)), ({}, Expect(wgmma="registers"))],
+    "attention_fwd_kernel": [(_FMA, Expect(wgmma=False)), ({}, Expect(wgmma="registers"))],
     "attention_fwd_kept_kernel": _REGISTERS,
     "attention_fwd_streamed_kernel": _REGISTERS,
     "_columns_fwd_kernel": _NONE,
