@@ -13,7 +13,7 @@ import torch
 from benchmarks.curves import compare, difference, read_losses
 
 from .processes import finish, ranks
-from .run import start, start_together
+from .run import rows, start, start_together
 from .test_restarts import wait_for
 
 COUNTS = [
@@ -149,10 +149,6 @@ def test_several_gpus_judge_as_one(count, tmp_path):
             ),
         }
     )
-    one, several = (_loss(path / "evaluations.csv") for path in copies)
-    assert several == pytest.approx(one, rel=1e-3)
-
-
-def _loss(path):
-    header, row = (line.split(",") for line in path.read_text().splitlines())
-    return float(row[header.index("held_out")])
+    one, several = (rows(path / "evaluations.csv") for path in copies)
+    assert len(one) == len(several) == 1
+    assert float(several[0]["held_out"]) == pytest.approx(float(one[0]["held_out"]), rel=1e-3)
