@@ -106,6 +106,6 @@ def configs_of(name):
 
 
 def several_tiles(monkeypatch):
-    monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
+    monkeypatch.setattr(pass_grid, "_PROGRAMS", 0)
     several = pass_grid.PassConfig(256, 4, 4)
     force("stream", monkeypatch, **dict.fromkeys(PASSES, several))

@@ -99,7 +99,7 @@ def test_forward_of_an_upsampled_half(channels, device):
 
 
 def test_forward_of_several_tiles(device, monkeypatch):
-    monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
+    monkeypatch.setattr(pass_grid, "_PROGRAMS", 0)
     _check_forward((2, 9, 11), (40, 24), (3, 1), 4, device, config=OneLaunch(256, 4, 4))
 
 
@@ -210,7 +210,7 @@ def test_backward_with_scale_and_shift(device):
 
 
 def test_backward_in_place_of_several_tiles(device, monkeypatch):
-    monkeypatch.setattr(pass_grid, "_MIN_PROGRAMS", 1)
+    monkeypatch.setattr(pass_grid, "_PROGRAMS", 0)
     case = make_case((2, 9, 11), (24,), 4, device=device)
     _check_backward(case, 3, in_place=True, kx=9, config=OneLaunch(256, 4, 4))
 

@@ -34,7 +34,7 @@ SMALL_NORM = 2**20
 _MANY_SUMS, _MOST_SUMS = 512, 2**13  # of either kind, that a program of 32 channels loads
 _MANY_ELEMENTS = 2**23
 _SMALL_IMAGE = 256  # pixels
-_MIN_PROGRAMS = 264  # below this a program has fewer tiles
+_PROGRAMS = 2  # a multiprocessor: where there are fewer, a program has fewer tiles
 
 
 @configures("from_partials")
@@ -214,7 +214,9 @@ def _launch(
         shape = (0, h, w, c1)
         return x1.new_empty((0, h, w, c)), x1.new_empty(shape) if keep else None
     halves = ((small_h * small_w, c1), (h * w if c2 else 0, c2))
-    programs, blocks, masked, tile = _cut(n, halves, config)
+    programs, blocks, masked, tile = _cut(
+        n, halves, config, _PROGRAMS * describe(x1.device).num_sms
+    )
     a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
     large = _empty((n, h, w, c1), dtype=x1.dtype, device=x1.device) if keep else None
     norm_sums_kernel[(programs,)](
@@ -229,10 +231,10 @@ def _launch(
 
 
 def _cut(
-    n: int, halves: tuple[tuple[int, int], ...], config: SumsConfig
+    n: int, halves: tuple[tuple[int, int], ...], config: SumsConfig, wanted: int
 ) -> tuple[int, tuple[int, int, int, int], bool, tuple[int, int, int]]:
     """How many programs; blocks of pixels and of channels, of both halves; whether some tiles reach
-    over an edge; TILES, BLOCK_P and BLOCK_C. Halves are (pixels, channels)."""
+    over an edge; TILES, BLOCK_P and BLOCK_C. Halves are (pixels, channels), `wanted` programs."""
     present = [half for half in halves if half[1]]
     block_c = min(config.block_c, triton.next_power_of_2(max(c for _, c in present)))
     least = min(p for p, _ in present)
@@ -245,7 +247,7 @@ def _cut(
     def programs() -> int:
         return n * sum(pb * cb for pb, cb in cut())
 
-    while tiles > 1 and programs() < _MIN_PROGRAMS:
+    while tiles > 1 and programs() < wanted:
         tiles //= 2
     masked = any(p % block_p or c % block_c for p, c in present)
     (pb1, cb1), (pb2, cb2) = cut()

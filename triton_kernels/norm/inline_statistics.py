@@ -112,7 +112,7 @@ def norm_apply(
         check_partials_of(part, count, n, width)
     c = c1 + c2
     cg = c // num_groups
-    grid = cut(n, h * w, c1, c2, config)
+    grid = cut(n, h * w, c1, c2, config, describe(x1.device))
     groups = covering_groups(grid.block_c, c1 if c2 else 0, cg)
     first, second = partials[0], partials[1] if x2 is not None else None
     ks = first.shape[1], 1 if second is None else second.shape[1]
@@ -207,7 +207,7 @@ def norm_backward(
         if part is not None:
             check_partials_of(part, h * w, n, c)
     ks = partials.shape[1], 1 if input_partials is None else input_partials.shape[1]
-    grid = cut(n, h * w, c, 0, config)
+    grid = cut(n, h * w, c, 0, config, describe(dz.device))
     cg, count = c // num_groups, 3 if sums_dx else 2
     groups = covering_groups(grid.block_c, 0, cg)
     dx = _empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out

@@ -109,7 +109,7 @@ _LARGE = 2**24  # elements: from there on every shape that was timed had a faste
 def _cut(xs: Halves, config: PassConfig) -> PassGrid:
     n, hw, c = extent(xs)
     c1 = xs[0].shape[3]
-    return cut_pass(n, hw, c1, c - c1, config)
+    return cut_pass(n, hw, c1, c - c1, config, describe(xs[0].device))
 
 
 def _group_blocks(g: int, elements: int) -> tuple[int, int]:

@@ -10,8 +10,11 @@ from typing import NamedTuple
 import triton
 
 from ..registry.kernel import configures
+from ..runtime.device import Device
 
-_MIN_PROGRAMS = 1024  # below this the chunk of a program is cut down to fill the chip
+# programs for each multiprocessor: where there are fewer, each has less to do. Just below eight, so
+# that powers of two are enough for chips whose multiprocessors are a few more than one
+_PROGRAMS = 7.75
 
 
 @configures("pass")
@@ -55,21 +58,23 @@ def cut_pass(
     c1: int,
     c2: int,  # 0: one tensor
     config: PassConfig,
+    gpu: Device,
     *,
     min_pixels: int = 1,  # of a tile
     min_tile: int | None = None,  # elements
 ) -> PassGrid:
-    """The grid of a pass. Where it has few programs each has fewer tiles, down to one, and then,
-    with min_tile, smaller ones, down to so many elements."""
+    """The grid of a pass. Where it has few programs for the GPU, each has fewer tiles, down to one,
+    and then, with min_tile, smaller ones, down to so many elements."""
     block_c = channel_block(c1, c2)
     cb1 = triton.cdiv(c1, block_c)
     cb = cb1 + triton.cdiv(c2, block_c)
     block_p = min(config.tile // block_c, triton.next_power_of_2(max(hw, 1)))
     block_p = max(block_p, min_pixels)
+    wanted = int(_PROGRAMS * gpu.num_sms) + 1
     tiles = min(config.tiles, triton.next_power_of_2(max(triton.cdiv(hw, block_p), 1)))
 
     def few() -> bool:
-        return n * cb * triton.cdiv(hw, tiles * block_p) < _MIN_PROGRAMS
+        return n * cb * triton.cdiv(hw, tiles * block_p) < wanted
 
     while tiles > 1 and few():
         tiles //= 2

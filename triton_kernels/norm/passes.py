@@ -81,10 +81,10 @@ DX = Op(
 )
 
 
-def cut(n: int, hw: int, c1: int, c2: int, config: PassConfig) -> PassGrid:
+def cut(n: int, hw: int, c1: int, c2: int, config: PassConfig, gpu: Device) -> PassGrid:
     """How a pass over [N, HW, C1 + C2] is cut into programs: where there are few, into smaller
     tiles as well."""
-    return cut_pass(n, hw, c1, c2, config, min_pixels=_MIN_PIXELS, min_tile=_MIN_TILE)
+    return cut_pass(n, hw, c1, c2, config, gpu, min_pixels=_MIN_PIXELS, min_tile=_MIN_TILE)
 
 
 def apply(
@@ -167,7 +167,7 @@ def _launch_apply(
 ) -> None:
     n, h, w, c = a.shape
     c1 = x1.shape[3]
-    grid = cut(n, h * w, c1, c - c1, config)
+    grid = cut(n, h * w, c1, c - c1, config, describe(x1.device))
     assert mask is None or (c1 % 4 == c % 4 == 0), "four channels to a draw"
     overlap = overlapping(x1.device, 0)  # of any size, see `early`
     masked, *tile = grid.tile
@@ -246,7 +246,7 @@ def norm_dx(
             return norm_dx(*tensors, summed, **rest, config=c)[0]
 
         config = select(DX, spec, describe(dz.device), run).config
-    grid = cut(n, h * w, c1, c2, config)
+    grid = cut(n, h * w, c1, c2, config, describe(dz.device))
     dx1 = _empty(x1.shape, dtype=x1.dtype, device=x1.device) if out is None else out
     dx2 = None if x2 is None else _empty(x2.shape, dtype=x2.dtype, device=x2.device)
     rows = None

@@ -30,7 +30,7 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 
 _MAX_ELEMENTS = 16384  # of a group: 32 numbers a thread of 16 warps
 _PER_WARP, _MIN_WARPS = 1024, 4  # elements
-_FEW_PROGRAMS = 264  # a group more a program, if there are more than twice an H200's processors
+_PROGRAMS = 2  # a multiprocessor: if there were more, a program has several groups
 
 
 @configures("single_cta")
@@ -78,10 +78,12 @@ def norm_whole(
     c = c1 + check_second(x2, n, h, w)
     cg = c // num_groups
     spec = NormSpec(n, dtype_name(dtype), h, w, c1, c - c1, num_groups)
-    assert NORM_WHOLE.refuse(spec, describe(device)) is None, f"groups of {cg} over {h}x{w}"
+    gpu = describe(device)
+    assert NORM_WHOLE.refuse(spec, gpu) is None, f"groups of {cg} over {h}x{w}"
     block_j, block_p = triton.next_power_of_2(cg), triton.next_power_of_2(h * w)
     block_g = 1
-    while n * num_groups > _FEW_PROGRAMS * block_g and block_g * block_j * block_p < 2048:
+    most = _PROGRAMS * gpu.num_sms
+    while n * num_groups > most * block_g and block_g * block_j * block_p < 2048:
         block_g *= 2
     programs = triton.cdiv(num_groups, block_g)
     a = _empty((n, h, w, c), dtype=dtype, device=device)

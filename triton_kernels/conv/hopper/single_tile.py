@@ -27,10 +27,10 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 
 _MAX_CHANNELS = 512  # of x: 128 KiB of shared memory for a tile of 64 pixels
 PIXELS = 64  # of a tile
-_MOST_TILES = 264  # two for each multiprocessor of an H200
+_TILES = 2  # for each multiprocessor
 
 
-def refuse(spec: ConvSpec, gpu: Device, most: int = _MOST_TILES) -> str | None:
+def refuse(spec: ConvSpec, gpu: Device, most: int | None = None) -> str | None:
     """Why `conv_once` cannot do it, or should not: it has whole tiles of one image each, of which
     there are not many."""
     if reason := missing(gpu, spec.itemsize):
@@ -41,6 +41,7 @@ def refuse(spec: ConvSpec, gpu: Device, most: int = _MOST_TILES) -> str | None:
     if spec.k % 64 or co % 64 or spec.h * spec.w % PIXELS or spec.c != co:
         return f"channels are no multiples of 64, or pixels of {PIXELS}"
     tiles = spec.n * spec.h * spec.w // PIXELS * (co // 64)
+    most = _TILES * gpu.num_sms if most is None else most
     return f"{tiles} tiles are more than {most}" if tiles > most else None
 
 

@@ -14,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...runtime.dependent_launch import await_inputs, following, overlapping
+from ...runtime.device import describe
 
 _CHANNELS = 64  # of a program
-_LOOKING, _CONVERTING = 528, 528  # programs, if there are pixels enough
-_MOST_SPLITS = 264  # of the pixels of a channel, among those that look
+_PROGRAMS = 4  # of either kernel for each multiprocessor, if there are pixels enough
+_SPLITS = 2  # of the pixels of a channel for each, at most, among those that look
 _PIXELS_LOOKING, _PIXELS_CONVERTING = 128, 64  # of a step
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -137,7 +138,9 @@ def in_halves(
     float32; its square may be none. Where x is infinite or NaN its second part is NaN."""
     (ci, co), m = (t.shape[-1] for t in (x, dy)), x[..., 0].numel()
     chunks = triton.cdiv(ci, _CHANNELS) + triton.cdiv(co, _CHANNELS)
-    splits = _programs(m, _PIXELS_LOOKING, min(_LOOKING // chunks, _MOST_SPLITS))
+    sms = describe(x.device).num_sms
+    most = _PROGRAMS * sms // chunks  # programs for some channels
+    splits = _programs(m, _PIXELS_LOOKING, min(most, _SPLITS * sms))
     largest = _empty((chunks, splits, _CHANNELS), dtype=torch.uint8, device=x.device)
     factors = _empty((ci + co,), dtype=torch.float32, device=x.device)
     halves = [_empty((parts, *t.shape), dtype=torch.float16, device=x.device) for t in (x, dy)]
@@ -145,7 +148,7 @@ def in_halves(
         x, dy, largest, m, ci, co, BLOCK_M=_PIXELS_LOOKING, BLOCK_C=_CHANNELS, num_warps=8,
         **overlapping(x.device),
     )  # fmt: skip
-    _halves_kernel[(chunks, _programs(m, _PIXELS_CONVERTING, _CONVERTING // chunks))](
+    _halves_kernel[(chunks, _programs(m, _PIXELS_CONVERTING, most))](
         x, dy, *halves, largest, factors, m, ci, co, splits, PARTS=parts,
         BLOCK_P=triton.next_power_of_2(splits), BLOCK_M=_PIXELS_CONVERTING, BLOCK_C=_CHANNELS,
         **following(x.device),
